@@ -1,18 +1,18 @@
-//! Why bytes are not a GGUF file.
+//! Errors of parsing GGUF files.
 
 use crate::TensorType;
 
-/// What is wrong with a file, without its name.
+/// What is wrong with a file. The caller adds its name.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum GgufError {
-    /// The file does not begin with the magic number.
-    #[error("the file begins with {found:?}, expected \"GGUF\"")]
+    /// The file does not start with the magic number.
+    #[error("the file starts with {found:?}, expected \"GGUF\"")]
     Magic {
         /// The first bytes, up to four.
         found: String,
     },
-    /// The version is not supported, or the bytes are in big-endian order.
-    #[error("GGUF version is {found}, expected 2 or 3 with the low byte first")]
+    /// The version is not supported, or the file is big-endian.
+    #[error("GGUF version is {found}, expected 2 or 3 in little-endian order")]
     Version {
         /// The version in the file.
         found: u32,
@@ -20,11 +20,11 @@ pub enum GgufError {
     /// The file is truncated.
     #[error("the file has {len} bytes, expected {end} for {what}: truncated")]
     Truncated {
-        /// What does not fit.
+        /// What is truncated.
         what: String,
         /// Bytes of the file.
         len: usize,
-        /// Where it would end.
+        /// The end that it needs.
         end: u128,
     },
     /// A text is not UTF-8.
@@ -33,8 +33,8 @@ pub enum GgufError {
         /// Which text.
         what: String,
     },
-    /// A value has a type that does not exist, or one that may not be where it is.
-    #[error("{key} is of type {found}, expected a scalar, a text, or an array of these")]
+    /// A value has an unknown type, or a type that is not allowed in its place.
+    #[error("{key} is of type {found}, expected a scalar, a string, or an array of these")]
     ValueType {
         /// The metadata key.
         key: String,
@@ -42,12 +42,12 @@ pub enum GgufError {
         found: u32,
     },
     /// A key or a tensor occurs twice.
-    #[error("{name} is there twice")]
+    #[error("{name} occurs twice")]
     Duplicate {
         /// The name.
         name: String,
     },
-    /// A metadata value is missing, or not what it should be.
+    /// A metadata value is missing or invalid.
     #[error("{key} is {found}, expected {expected}")]
     Value {
         /// The metadata key.
@@ -57,32 +57,32 @@ pub enum GgufError {
         /// What is valid.
         expected: String,
     },
-    /// A tensor has a shape that no tensor has.
+    /// A tensor has an invalid shape.
     #[error(
         "tensor {tensor} has dimensions {found:?}, expected 1 to 4 of at least 1, the first a multiple of {block}"
     )]
     Dimensions {
-        /// Its name.
+        /// The tensor's name.
         tensor: String,
-        /// As they stand in the file, innermost first; empty if there are too many.
+        /// The dimensions in the file's order, innermost first; empty if there are too many.
         found: Vec<u64>,
-        /// Numbers in a block of the tensor's type.
+        /// Numbers in a block of the type.
         block: usize,
     },
     /// A tensor is of a type that is not supported.
     #[error("tensor {tensor} is of type {found}, expected one of {}", TensorType::names())]
     TensorType {
-        /// Its name.
+        /// The tensor's name.
         tensor: String,
         /// The type's name, or its number.
         found: String,
     },
-    /// A tensor does not begin where it may.
-    #[error("tensor {tensor} begins at {offset}, expected a multiple of {alignment}")]
+    /// A tensor starts at an invalid offset.
+    #[error("tensor {tensor} starts at {offset}, expected a multiple of {alignment}")]
     Misaligned {
-        /// Its name.
+        /// The tensor's name.
         tensor: String,
-        /// In the tensors' part of the file.
+        /// Offset in the data part of the file.
         offset: u64,
         /// `general.alignment`
         alignment: usize,

@@ -1,4 +1,4 @@
-//! A GGUF file, mapped into memory.
+//! A memory-mapped GGUF file.
 
 use std::fs::File;
 use std::io;
@@ -8,14 +8,14 @@ use memmap2::Mmap;
 
 use crate::{Gguf, GgufError};
 
-/// A mapped file. Truncating it while it is in use kills the process: replace files, do not rewrite them.
+/// A mapped file. Truncating a mapped file kills the process, so a file must be replaced, not rewritten.
 #[derive(Debug)]
 pub struct GgufFile {
     map: Mmap,
 }
 
 impl GgufFile {
-    /// Maps the file; reads nothing yet.
+    /// Maps the file without reading it.
     ///
     /// # Errors
     /// When it cannot be opened or mapped.
@@ -34,7 +34,7 @@ impl GgufFile {
         Gguf::parse(&self.map)
     }
 
-    /// Its bytes.
+    /// The file's bytes.
     pub fn bytes(&self) -> &[u8] {
         &self.map
     }

@@ -1,8 +1,7 @@
-//! The GGUF container, versions 2 and 3: metadata and an index of tensors, over the bytes of a file.
+//! The GGUF container, versions 2 and 3: metadata and tensor index over the bytes of a file.
 //!
-//! [`Gguf::parse`] is a pure function over bytes that are not trusted: it returns what it found or
-//! a [`GgufError`], and what it allocates is at most a few times what it was given. It does not know what keys
-//! mean, nor how blocks become numbers.
+//! [`Gguf::parse`] is a pure function over untrusted bytes. It returns the contents or a [`GgufError`], and allocates
+//! at most a few times the size of its input. It does not know the meaning of keys or how blocks are dequantised.
 
 mod parse;
 mod reader;

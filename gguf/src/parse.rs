@@ -3,7 +3,7 @@
 //! ```text
 //! "GGUF" version num_tensors num_values | key type value ... | name dimensions type offset ... | padding | data
 //! ```
-//! Numbers have their low byte first; texts and arrays begin with their length.
+//! Numbers are little-endian. Strings and arrays start with their length.
 
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
@@ -15,7 +15,7 @@ const ALIGNMENT_KEY: &str = "general.alignment";
 const DEFAULT_ALIGNMENT: usize = 32;
 const MAX_DIMENSIONS: u32 = 4;
 
-/// The metadata and tensors of a file. Borrows from its bytes.
+/// The metadata and tensor index of a file. Borrows its bytes.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Gguf<'a> {
     metadata: BTreeMap<&'a str, Value<'a>>,
@@ -24,10 +24,10 @@ pub struct Gguf<'a> {
 }
 
 impl<'a> Gguf<'a> {
-    /// Reads a whole file: every text, value and range that it names is checked.
+    /// Parses a whole file and checks every string, value and range.
     ///
     /// # Errors
-    /// When the bytes are anything but a complete GGUF file with tensors of known types.
+    /// When the bytes are not a complete GGUF file with tensors of known types.
     pub fn parse(bytes: &'a [u8]) -> Result<Gguf<'a>, GgufError> {
         let mut reader = Reader::new(bytes);
         let magic = &bytes[..bytes.len().min(MAGIC.len())];
@@ -41,7 +41,7 @@ impl<'a> Gguf<'a> {
         }
         let num_tensors = reader.u64("the header")?;
         let num_values = reader.u64("the header")?;
-        // No memory is reserved for these counts: a false count fails at the end of the file.
+        // No memory is reserved for these counts: parsing with a wrong count fails at the end of the file.
         let mut metadata = BTreeMap::new();
         for _ in 0..num_values {
             let key = reader.text("a metadata key")?;
@@ -72,10 +72,10 @@ impl<'a> Gguf<'a> {
         self.metadata.get(key).copied()
     }
 
-    /// The value of a metadata key, as `read` understands it; `None` if it is absent.
+    /// The value of a metadata key, converted by `read`; `None` if absent.
     ///
     /// # Errors
-    /// [`GgufError::Value`] when it is not what was `expected`.
+    /// [`GgufError::Value`] when `read` returns `None`; `expected` describes valid values.
     pub fn read<T>(
         &self,
         key: &str,
@@ -85,7 +85,7 @@ impl<'a> Gguf<'a> {
         self.get(key).map(|value| read(value).ok_or_else(|| self.refuse(key, expected))).transpose()
     }
 
-    /// The refusal of a metadata value.
+    /// The error that refuses a metadata value.
     pub fn refuse(&self, key: &str, expected: &str) -> GgufError {
         let found = self.get(key).map_or_else(|| "missing".to_owned(), |value| value.to_string());
         GgufError::Value { key: key.to_owned(), found, expected: expected.to_owned() }
@@ -101,7 +101,7 @@ impl<'a> Gguf<'a> {
         &self.tensors
     }
 
-    /// The part of the file before the tensors' bytes.
+    /// The part of the file before the data.
     pub fn header(&self) -> &'a [u8] {
         self.header
     }
@@ -128,7 +128,7 @@ fn alignment(metadata: &BTreeMap<&str, Value<'_>>) -> Result<usize, GgufError> {
     })
 }
 
-/// A tensor whose `start` is counted from that of the tensors' part.
+/// A tensor whose `start` is counted from the start of the data.
 fn tensor<'a>(reader: &mut Reader<'a>, alignment: usize) -> Result<(&'a str, Tensor), GgufError> {
     let name = reader.text("the name of a tensor")?;
     let num_dimensions = u32::from_le_bytes(reader.array(name)?);

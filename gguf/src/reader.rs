@@ -1,6 +1,6 @@
-//! Numbers, texts and runs of bytes, taken from the front of a file's bytes.
+//! Reads numbers, strings and byte ranges from the front of a file's bytes.
 //!
-//! Knows neither values nor tensors.
+//! It does not know values or tensors.
 
 use crate::GgufError;
 
@@ -35,7 +35,7 @@ impl<'a> Reader<'a> {
     }
 
     pub(crate) fn array<const N: usize>(&mut self, what: &str) -> Result<[u8; N], GgufError> {
-        Ok(self.take(N, what)?.try_into().expect("as many as were asked for"))
+        Ok(self.take(N, what)?.try_into().expect("take returns N bytes"))
     }
 
     pub(crate) fn u64(&mut self, what: &str) -> Result<u64, GgufError> {

@@ -1,29 +1,29 @@
-//! The index of tensors: types, shapes and places in the file.
+//! The tensor index: types, shapes and positions in the file.
 
-/// Where a tensor is in the file.
+/// One tensor of the index.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Tensor {
-    /// How its numbers are stored.
+    /// The storage format of its numbers.
     pub tensor_type: TensorType,
-    /// Outermost dimension first: rows, then columns. (The file has them the other way round.)
+    /// Outermost dimension first: rows, then columns. The file stores them in reverse.
     pub shape: Vec<usize>,
-    /// Its first byte, counted from the beginning of the file.
+    /// Offset of its first byte in the file.
     pub start: usize,
-    /// Its bytes.
+    /// Its size in bytes.
     pub size_bytes: usize,
 }
 
 macro_rules! tensor_types {
     ($($(#[$doc:meta])* $variant:ident = $id:literal, $name:literal, $numbers:literal in $bytes:literal;)*) => {
-        /// How the numbers of a tensor are stored: one by one, or in blocks along its rows.
+        /// Storage formats of numbers: single numbers, or blocks along rows.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
         pub enum TensorType { $($(#[$doc])* $variant,)* }
 
         impl TensorType {
-            /// All of them.
+            /// All types.
             pub const ALL: &[TensorType] = &[$(TensorType::$variant),*];
 
-            /// The number that stands for it in files.
+            /// The type's number in files.
             pub fn id(self) -> u32 {
                 match self { $(TensorType::$variant => $id,)* }
             }
@@ -79,7 +79,7 @@ tensor_types! {
     Iq4Xs = 23, "IQ4_XS", 256 in 136;
 }
 
-/// Types that exist and are not supported, so that an error can name them.
+/// Known types that are not supported; errors name them.
 const OTHERS: &[(u32, &str)] = &[
     (9, "Q8_1"),
     (15, "Q8_K"),
@@ -101,7 +101,7 @@ const OTHERS: &[(u32, &str)] = &[
 ];
 
 impl TensorType {
-    /// The type of this number, or a name for it in errors.
+    /// The type with this number, or a name for errors.
     pub(crate) fn from_id(id: u32) -> Result<TensorType, String> {
         TensorType::ALL.iter().copied().find(|tensor_type| tensor_type.id() == id).ok_or_else(|| match OTHERS
             .iter()

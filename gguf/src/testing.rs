@@ -1,8 +1,8 @@
-//! A writer of GGUF files, and random damage to them, for tests.
+//! For tests: writes GGUF files and damages them at random.
 
 use crate::TensorType;
 
-/// Builds a file. It writes invalid values, too.
+/// Builds a file. It can write invalid values.
 #[derive(Clone, Debug)]
 pub struct Writer {
     version: u32,
@@ -34,19 +34,19 @@ fn text(to: &mut Vec<u8>, text: &str) {
 }
 
 impl Writer {
-    /// Another version than 3.
+    /// Sets another version than 3.
     pub fn version(mut self, version: u32) -> Writer {
         self.version = version;
         self
     }
 
-    /// Another alignment than 32, with its metadata key.
+    /// Sets another alignment than 32, with its metadata key.
     pub fn alignment(mut self, alignment: u32) -> Writer {
         self.alignment = alignment as usize;
         self.u32("general.alignment", alignment)
     }
 
-    /// A value as the file stores it, of a type by its number.
+    /// Adds a value in its stored form, of a type given by number.
     pub fn value(mut self, key: &str, value_type: u32, bytes: &[u8]) -> Writer {
         self.num_values += 1;
         text(&mut self.values, key);
@@ -99,7 +99,7 @@ impl Writer {
         self.array(key, 6, values.len() as u64, &bytes)
     }
 
-    /// An array as the file stores it, of elements of a type by its number.
+    /// Adds an array in its stored form, with elements of a type given by number.
     pub fn array(self, key: &str, element_type: u32, len: u64, elements: &[u8]) -> Writer {
         let mut bytes = element_type.to_le_bytes().to_vec();
         bytes.extend(len.to_le_bytes());
@@ -107,13 +107,13 @@ impl Writer {
         self.value(key, 9, &bytes)
     }
 
-    /// A tensor and its bytes. `shape` has the outermost dimension first.
+    /// Adds a tensor and its bytes. `shape` has the outermost dimension first.
     pub fn tensor(self, name: &str, tensor_type: TensorType, shape: &[usize], data: &[u8]) -> Writer {
         let dimensions: Vec<u64> = shape.iter().rev().map(|&dimension| dimension as u64).collect();
         self.raw_tensor(name, tensor_type.id(), &dimensions, data)
     }
 
-    /// A tensor of any type, its dimensions as the file has them.
+    /// Adds a tensor of any type; dimensions are in the file's order.
     pub fn raw_tensor(mut self, name: &str, tensor_type: u32, dimensions: &[u64], data: &[u8]) -> Writer {
         self.num_tensors += 1;
         self.data.resize(self.data.len().next_multiple_of(self.alignment), 0);
@@ -126,7 +126,7 @@ impl Writer {
         self
     }
 
-    /// The file.
+    /// The file's bytes.
     pub fn finish(&self) -> Vec<u8> {
         let mut bytes = b"GGUF".to_vec();
         bytes.extend(self.version.to_le_bytes());
@@ -140,17 +140,17 @@ impl Writer {
     }
 }
 
-/// Damage that looks random, the same for a seed: numbers are those of SplitMix64 (Steele et al. 2014).
+/// Pseudo-random damage, the same for a seed: the numbers are those of SplitMix64 (Steele et al. 2014).
 #[derive(Clone, Debug)]
 pub struct Damage(u64);
 
 impl Damage {
-    /// Begins anew.
+    /// Damage for a seed.
     pub fn new(seed: u64) -> Damage {
         Damage(seed)
     }
 
-    /// Changes one to three places that begin among the first `len` bytes, up to four bytes each.
+    /// Changes one to three ranges that start among the first `len` bytes, of up to four bytes each.
     pub fn apply(&mut self, bytes: &mut [u8], len: usize) {
         for _ in 0..=self.below(3) {
             let at = self.below(len);

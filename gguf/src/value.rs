@@ -1,4 +1,4 @@
-//! Metadata values. Texts and arrays borrow from the file.
+//! Metadata values. Strings and arrays borrow from the file.
 
 use std::fmt;
 
@@ -7,7 +7,7 @@ use crate::{GgufError, reader::Reader};
 const TEXT: u32 = 8;
 const ARRAY: u32 = 9;
 
-/// A metadata value. The widths of numbers are dropped: no reader needs them.
+/// A metadata value. The widths of numbers are dropped: no caller needs them.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Value<'a> {
     /// Any unsigned integer.
@@ -18,9 +18,9 @@ pub enum Value<'a> {
     Float(f64),
     /// `true` or `false`.
     Bool(bool),
-    /// UTF-8.
+    /// A UTF-8 string.
     Text(&'a str),
-    /// Scalars or texts of one type.
+    /// Scalars or strings of one type.
     Array(Array<'a>),
 }
 
@@ -37,7 +37,7 @@ impl<'a> Value<'a> {
             6 => Value::Float(f32::from_le_bytes(reader.array(key)?).into()),
             7 => Value::Bool(reader.array(key)? != [0]),
             TEXT => Value::Text(reader.text(key)?),
-            ARRAY => Value::Array(Array::pass_over(reader, key)?),
+            ARRAY => Value::Array(Array::skip_array(reader, key)?),
             10 => Value::Unsigned(reader.u64(key)?),
             11 => Value::Signed(i64::from_le_bytes(reader.array(key)?)),
             12 => Value::Float(f64::from_le_bytes(reader.array(key)?)),
@@ -45,12 +45,12 @@ impl<'a> Value<'a> {
         })
     }
 
-    /// The text, if it is one.
+    /// The string; `None` for other types.
     pub fn as_text(self) -> Option<&'a str> {
         if let Value::Text(text) = self { Some(text) } else { None }
     }
 
-    /// The integer, if it is one and not negative.
+    /// The integer; `None` for other types and for negative numbers.
     pub fn as_unsigned(self) -> Option<u64> {
         match self {
             Value::Unsigned(number) => Some(number),
@@ -59,7 +59,7 @@ impl<'a> Value<'a> {
         }
     }
 
-    /// The number, integers included.
+    /// The number, integers included; `None` for other types.
     pub fn as_float(self) -> Option<f64> {
         match self {
             Value::Unsigned(number) => Some(number as f64),
@@ -69,18 +69,18 @@ impl<'a> Value<'a> {
         }
     }
 
-    /// The truth value, if it is one.
+    /// The boolean; `None` for other types.
     pub fn as_bool(self) -> Option<bool> {
         if let Value::Bool(value) = self { Some(value) } else { None }
     }
 
-    /// The array, if it is one.
+    /// The array; `None` for other types.
     pub fn as_array(self) -> Option<Array<'a>> {
         if let Value::Array(array) = self { Some(array) } else { None }
     }
 }
 
-/// For messages: long values are cut short.
+/// For messages: long values are shortened.
 impl fmt::Display for Value<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -107,8 +107,8 @@ pub struct Array<'a> {
 }
 
 impl<'a> Array<'a> {
-    /// Checks an array without reading its elements: it may be large.
-    fn pass_over(reader: &mut Reader<'a>, key: &str) -> Result<Array<'a>, GgufError> {
+    /// Checks an array without reading its elements, which may be many.
+    fn skip_array(reader: &mut Reader<'a>, key: &str) -> Result<Array<'a>, GgufError> {
         let element_type = u32::from_le_bytes(reader.array(key)?);
         let len = reader.u64(key)?;
         let start = reader.position;
@@ -123,23 +123,23 @@ impl<'a> Array<'a> {
                 }
                 &[]
             }
-            // Arrays of arrays would let a file decide how deep a reader recurses. No known file has them.
+            // Nested arrays would let a file determine the depth of recursion. No known file has them.
             found => return Err(GgufError::ValueType { key: key.to_owned(), found }),
         };
         Ok(Array { element_type, len: len as usize, bytes: &reader.bytes[start..reader.position] })
     }
 
-    /// How many elements there are.
+    /// The number of elements.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether there are none.
+    /// Whether the array is empty.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// First to last.
+    /// The elements, first to last.
     pub fn iter(&self) -> impl Iterator<Item = Value<'a>> + use<'a> {
         let (mut reader, element_type) = (Reader::new(self.bytes), self.element_type);
         (0..self.len).map(move |_| {

@@ -1,4 +1,4 @@
-//! What is read, what is refused, and that nothing that bytes say can do harm.
+//! Parses valid and invalid GGUF files. No input may cause harm.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
@@ -7,30 +7,30 @@ use baton_gguf::testing::Writer;
 use baton_gguf::{Gguf, GgufError, TensorType, Value};
 use proptest::prelude::*;
 
-/// Knows the largest allocation of a thread: a count that a file made up must not become one.
-struct Watched;
+/// An allocator that records a thread's largest allocation: a false count in a file must not become one.
+struct LargestAllocation;
 
 thread_local! {
     static LARGEST: Cell<usize> = const { Cell::new(0) };
 }
 
-// SAFETY: it only passes on.
-unsafe impl GlobalAlloc for Watched {
+// SAFETY: all calls are forwarded to the system's allocator.
+unsafe impl GlobalAlloc for LargestAllocation {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         // A thread that ends has no such cell any more.
         let _ = LARGEST.try_with(|largest| largest.set(largest.get().max(layout.size())));
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         unsafe { System.alloc(layout) }
     }
 
     unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         unsafe { System.dealloc(pointer, layout) }
     }
 }
 
 #[global_allocator]
-static ALLOCATOR: Watched = Watched;
+static ALLOCATOR: LargestAllocation = LargestAllocation;
 
 fn example() -> Writer {
     example_in(Writer::default())
@@ -130,20 +130,20 @@ fn check_refusal(bytes: &[u8], expected: &str) {
 }
 
 #[test]
-fn files_that_are_something_else_are_refused() {
-    check_refusal(b"", "the file begins with \"\", expected \"GGUF\"");
-    check_refusal(b"PK\x03\x04....", "the file begins with \"PK\\u{3}\\u{4}\", expected \"GGUF\"");
+fn other_files_are_refused() {
+    check_refusal(b"", "the file starts with \"\", expected \"GGUF\"");
+    check_refusal(b"PK\x03\x04....", "the file starts with \"PK\\u{3}\\u{4}\", expected \"GGUF\"");
     check_refusal(b"GGUF", "the file has 4 bytes, expected 8 for the header: truncated");
     let version = |version| Writer::default().version(version).finish();
-    check_refusal(&version(1), "GGUF version is 1, expected 2 or 3 with the low byte first");
+    check_refusal(&version(1), "GGUF version is 1, expected 2 or 3 in little-endian order");
     check_refusal(
         &version(3u32.swap_bytes()),
-        "GGUF version is 50331648, expected 2 or 3 with the low byte first",
+        "GGUF version is 50331648, expected 2 or 3 in little-endian order",
     );
 }
 
 #[test]
-fn lies_are_refused() {
+fn false_counts_and_offsets_are_refused() {
     let long = u64::MAX.to_le_bytes();
     let with = |value_type, bytes: &[u8]| Writer::default().value("k", value_type, bytes).finish();
     let huge_array = Writer::default().array("k", 12, u64::MAX, &[]).finish();
@@ -154,7 +154,7 @@ fn lies_are_refused() {
             "tensor t has dimensions {found}, expected 1 to 4 of at least 1, the first a multiple of {block}"
         )
     };
-    let values = "expected a scalar, a text, or an array of these";
+    let values = "expected a scalar, a string, or an array of these";
     let types = "expected one of F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, \
                  IQ4_NL, IQ4_XS";
     check_refusal(&with(13, &[0; 8]), &format!("k is of type 13, {values}"));
@@ -164,9 +164,9 @@ fn lies_are_refused() {
     );
     check_refusal(&with(8, &[&2u64.to_le_bytes()[..], &[0xff, 0xfe]].concat()), "k is not UTF-8");
     let twice = Writer::default().u32("k", 1).u32("k", 2).finish();
-    check_refusal(&twice, "k is there twice");
+    check_refusal(&twice, "k occurs twice");
     let twice = Writer::default().tensor("t", TensorType::F32, &[1], &[0; 4]);
-    check_refusal(&twice.tensor("t", TensorType::F32, &[1], &[0; 4]).finish(), "t is there twice");
+    check_refusal(&twice.tensor("t", TensorType::F32, &[1], &[0; 4]).finish(), "t occurs twice");
     check_refusal(&tensor(&[]), &dimensions("[]", 1));
     check_refusal(&tensor(&[1; 5]), &dimensions("[]", 1));
     check_refusal(&tensor(&[4, 0]), &dimensions("[4, 0]", 1));
@@ -190,7 +190,7 @@ fn lies_are_refused() {
     let mut bytes = narrow.tensor("t", TensorType::F32, &[1], &[0; 4]).finish();
     let offset = bytes.windows(8).rposition(|word| word == 32u64.to_le_bytes()).unwrap();
     bytes[offset] = 4;
-    check_refusal(&bytes, "tensor t begins at 4, expected a multiple of 32");
+    check_refusal(&bytes, "tensor t starts at 4, expected a multiple of 32");
 
     let truncated = |bytes: &[u8]| matches!(Gguf::parse(bytes), Err(GgufError::Truncated { .. }));
     assert!(truncated(&with(8, &long)) && truncated(&huge_array));
@@ -213,7 +213,7 @@ fn a_file_cut_short_anywhere_is_refused() {
     }
 }
 
-/// A change that damage or malice could make.
+/// A change to a file, by damage or by malice.
 #[derive(Clone, Debug)]
 enum Mutation {
     Flip { at: prop::sample::Index, bit: u8 },
@@ -280,7 +280,7 @@ proptest! {
         ..ProptestConfig::default()
     })]
 
-    /// Whatever is done to a file, it is read or refused; it is never believed about how much to allocate.
+    /// A changed file is parsed or refused. It never determines the size of an allocation.
     #[test]
     fn damaged_files_are_read_or_refused(mutations in mutations()) {
         let mut bytes = example().finish();

@@ -1,6 +1,6 @@
-//! Compiles every kernel for every architecture and prints what its code needs. No GPU takes part.
+//! Compiles every kernel for every architecture and prints the resources of its code. Needs no GPU.
 //!
-//! `cargo xtask cuda-check` calls it with NVRTC's library.
+//! `cargo xtask cuda-check` runs it with NVRTC's library.
 
 use std::process::ExitCode;
 

@@ -1,6 +1,7 @@
-//! Measures a GPU and what kernels and whole steps reach on it, as a table in Markdown. `--card` only says what it is.
+//! Measures a GPU, and the rates of kernels and whole steps on it, as a table in Markdown. `--card` only describes
+//! the GPU.
 //!
-//! `cargo xtask gpu-check` calls it. It ends with 2 where there is no GPU, and with 3 where a target was missed.
+//! `cargo xtask gpu-check` runs it. The exit code is 2 if there is no GPU, and 3 if a target was missed.
 
 use std::process::ExitCode;
 
@@ -25,7 +26,7 @@ fn main() -> ExitCode {
     if std::env::args().any(|argument| argument == "--card") {
         return ExitCode::SUCCESS;
     }
-    // Beside this program, so that it goes with the build.
+    // Beside this program, so that it is removed with the build.
     let kernel_cache = std::env::current_exe().ok().map(|program| program.with_file_name("gpu-kernels"));
     println!("\n| what | median, ms | reached | of the ceiling | target |\n|---|---|---|---|---|");
     let mut num_missed = 0;

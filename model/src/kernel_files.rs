@@ -1,6 +1,6 @@
-//! The texts of the kernels for GPUs: they enter programs here.
+//! Embeds the sources of GPU kernels into programs.
 //!
-//! Crates that launch kernels do not embed them: a changed kernel rebuilds this crate and what stands above it.
+//! Crates that launch kernels do not embed them, so a changed kernel rebuilds only this crate and its users.
 
 use std::path::PathBuf;
 
@@ -12,7 +12,7 @@ macro_rules! files {
     };
 }
 
-/// All of `cuda-kernels/kernels/`.
+/// All files of `cuda-kernels/kernels/`.
 pub const KERNEL_FILES: KernelFiles = files![
     "attention.cuh",
     "attention_decode.cu",
@@ -37,7 +37,7 @@ pub const KERNEL_FILES: KernelFiles = files![
     "warpgroup.cuh",
 ];
 
-/// Kernels that are compiled from [`KERNEL_FILES`], and kept in `cache_dir`.
+/// Kernels compiled from [`KERNEL_FILES`] and cached in `cache_dir`.
 pub fn kernel_code(cache_dir: Option<PathBuf>) -> KernelCode {
     KernelCode { files: KERNEL_FILES, cache_dir }
 }

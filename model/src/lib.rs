@@ -1,9 +1,9 @@
-//! Models of decoder-only language models on what computes them: this machine's processors, or NVIDIA's devices.
+//! Loads decoder-only language models onto a backend: this machine's CPUs or NVIDIA GPUs.
 //!
-//! A Hugging Face directory or a GGUF file becomes a [`LoadedModel`] by [`load`], and that an
-//! [`Executor`](baton_model_spec::Executor).
+//! [`load`] makes a [`LoadedModel`] of a Hugging Face directory or a GGUF file, and that makes an
+//! [`Executor`].
 //!
-//! It does not know requests, text, or the network.
+//! This crate does not know requests, text or the network.
 
 mod kernel_files;
 mod load;

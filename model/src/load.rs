@@ -1,4 +1,4 @@
-//! Loading a model for what will compute it.
+//! Loads a model for the backend that computes it.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -9,16 +9,16 @@ use baton_kv_cache::{KvFormat, KvLayout};
 use baton_model_cpu::{CpuExecutor, CpuModel};
 use baton_model_spec::{Backend, DecoderShard, LoadError, ModelConfig};
 
-/// A model, or one rank's part of it, loaded for what will compute it. Clones share the weights.
+/// A model, or one rank's part of it, loaded for a backend. Clones share the weights.
 #[derive(Clone, Debug)]
 pub enum LoadedModel {
-    /// This machine's processors.
+    /// For this machine's CPUs.
     Cpu(CpuModel),
-    /// One of NVIDIA's devices, which has yet to take the weights.
+    /// For an NVIDIA GPU, to which the weights are still to be copied.
     Cuda(DeviceModel),
 }
 
-/// Asks the decoder of either.
+/// Calls a method of the decoder of either backend.
 macro_rules! of_either {
     ($model:ident, $decoder:ident => $answer:expr) => {
         match $model {
@@ -32,33 +32,34 @@ macro_rules! of_either {
 }
 
 impl LoadedModel {
-    /// What the model says it is.
+    /// The model's configuration.
     pub fn config(&self) -> &ModelConfig {
         of_either!(self, decoder => decoder.config())
     }
 
-    /// What of it was loaded.
+    /// The loaded part of the model.
     pub fn shard(&self) -> &DecoderShard {
         of_either!(self, decoder => decoder.shard())
     }
 
-    /// How KV is stored in blocks: that of the whole model, whatever was loaded.
+    /// Layout of the whole model's KV in blocks, also if only a part is loaded.
     pub fn kv_layout(&self) -> KvLayout {
         of_either!(self, decoder => decoder.kv_layout())
     }
 
-    /// The fingerprint of KV that this model computes. Ranks that share one memory divide it among them, not the KV: the
-    /// fingerprint is that of the whole.
+    /// Fingerprint of the KV that this model computes. It is that of the whole model: ranks that share one memory
+    /// divide the work, not the KV.
     pub fn kv_format(&self) -> KvFormat {
         of_either!(self, decoder => decoder.kv_format())
     }
 
-    /// Identity of the weights: a hash of the configuration, of the weight files' headers and sizes, and of quantising.
+    /// Identity of the weights: a hash of the configuration, of the weight files' headers and sizes, and of the
+    /// quantisation.
     pub fn revision(&self) -> &str {
         of_either!(self, decoder => decoder.revision())
     }
 
-    /// Numbers in the weights that the decoder uses.
+    /// The number of weights that the decoder uses.
     pub fn num_parameters(&self) -> u64 {
         of_either!(self, decoder => decoder.num_parameters())
     }
@@ -68,34 +69,34 @@ impl LoadedModel {
         of_either!(self, decoder => decoder.weight_bytes())
     }
 
-    /// Threads that it was loaded with.
+    /// The number of threads of the executor.
     pub fn num_threads(&self) -> usize {
         of_either!(self, decoder => decoder.num_threads())
     }
 
-    /// The model on processors.
+    /// The model for CPUs.
     ///
     /// # Panics
-    /// When it was loaded for a device.
+    /// When it was loaded for a GPU.
     pub fn into_cpu(self) -> CpuModel {
         match self {
             LoadedModel::Cpu(model) => model,
-            LoadedModel::Cuda(_) => panic!("nothing was packed for processors"),
+            LoadedModel::Cuda(_) => panic!("the model was loaded for a GPU"),
         }
     }
 
-    /// The model for a device.
+    /// The model for a GPU.
     ///
     /// # Panics
-    /// When it was loaded for processors.
+    /// When it was loaded for CPUs.
     pub fn into_device(self) -> DeviceModel {
         match self {
             LoadedModel::Cuda(model) => model,
-            LoadedModel::Cpu(_) => panic!("weights were packed for processors"),
+            LoadedModel::Cpu(_) => panic!("the model was loaded for CPUs"),
         }
     }
 
-    /// An executor on this machine's processors, with threads of its own, as many as the model was loaded with.
+    /// An executor on this machine's CPUs with its own threads, as many as the load options say.
     ///
     /// # Errors
     /// When threads cannot be started.
@@ -106,10 +107,10 @@ impl LoadedModel {
         self.clone().into_cpu().executor()
     }
 
-    /// An executor on threads that it shares with others.
+    /// An executor on a thread pool that it shares with other executors.
     ///
     /// # Panics
-    /// When it was loaded for a device, or is one of several ranks' parts: those compute together, in a
+    /// When it was loaded for a GPU, or is a part for one of several ranks; those need a
     /// [`ParallelCpuExecutor`](crate::ParallelCpuExecutor).
     pub fn cpu_executor_on(&self, pool: Arc<ThreadPool>) -> CpuExecutor {
         self.clone().into_cpu().executor_on(pool)
@@ -118,11 +119,11 @@ impl LoadedModel {
 
 /// Loads `model`, a Hugging Face directory or a GGUF file, for the backend of `options`.
 ///
-/// `progress` is called now and then while the weights are read, the first time with zero bytes done. A device reads
-/// them later, and tells of it then.
+/// Calls `progress` from time to time while weights are read, first with zero bytes done. A GPU backend reads weights
+/// later and reports progress then.
 ///
 /// # Errors
-/// When something is missing, broken or not supported: one sentence that says what.
+/// When a part is missing, malformed or not supported; the message names it.
 pub fn load(
     model: &Path,
     options: &LoadOptions,
@@ -134,10 +135,11 @@ pub fn load(
     }
 }
 
-/// Loads the parts of so many ranks, to compute together in this process. `options` are theirs, but for the rank.
+/// Loads the parts of `num_ranks` ranks that compute together in this process. `options` apply to each, except the
+/// rank.
 ///
 /// # Errors
-/// As [`load`], and when the model cannot be divided so.
+/// As [`load`], and when the model cannot be divided among the ranks.
 pub fn load_ranks(
     model: &Path,
     num_ranks: usize,

@@ -1,6 +1,6 @@
-//! Decoding does not allocate: everything it needs was there after the first step.
+//! Decoding does not allocate: the first step allocates all memory that it needs.
 //!
-//! Without the test harness, whose own thread allocates when it likes and would be counted.
+//! Runs without the test harness, whose thread allocates at any time and would be counted.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::path::Path;
@@ -16,7 +16,7 @@ struct Counting;
 
 static ALLOCATIONS: AtomicUsize = AtomicUsize::new(0);
 
-// SAFETY: all is passed on to the system's allocator.
+// SAFETY: all calls are forwarded to the system's allocator.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
@@ -59,7 +59,7 @@ fn count(name: &str, executor: &mut dyn Executor) {
     let blocks: Vec<BlockId> = (0..16).map(BlockId).collect();
     let mut num_later = 0;
     for step in 0..NUM_STEPS {
-        // Experts are chosen by the token: the first steps see what buffers can need at most.
+        // The token selects the experts: the first step uses the largest buffers.
         let tokens = if step == 0 { vec![7; 64] } else { vec![step as u32 + 10] };
         let sequences = [0, 8].map(|first| BatchSequence {
             tokens: &tokens,
@@ -69,13 +69,13 @@ fn count(name: &str, executor: &mut dyn Executor) {
         });
         let batch = Batch { sequences: sequences[..if step == 0 { 1 } else { 2 }].to_vec() };
         let before = ALLOCATIONS.load(Ordering::Relaxed);
-        // SAFETY: nobody else uses the storage.
+        // SAFETY: no other code uses the storage.
         unsafe { executor.execute(&batch, &storage, &mut |_| {}).unwrap() };
         let allocations = ALLOCATIONS.load(Ordering::Relaxed) - before;
         if step > 1 {
             num_later += allocations;
         }
     }
-    // A thread's first sleep, whenever it comes, may have the standard library allocate once.
+    // The standard library may allocate once at a thread's first sleep, whenever that is.
     assert!(num_later <= NUM_THREADS, "{name}: {num_later} allocations in {NUM_STEPS} steps");
 }

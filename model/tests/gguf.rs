@@ -1,4 +1,4 @@
-//! GGUF files: the same models by another container, and what is refused.
+//! GGUF files: the same models in another container, and refused files.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -10,7 +10,7 @@ use baton_model::{Activations, Batch, BatchSequence, Executor, LoadOptions, Load
 
 const FIXTURES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/gguf/fixtures");
 
-/// All models that `record.py` makes.
+/// All models of `record.py`.
 const RECORDED: &[&str] = &[
     "gemma2-f16",
     "gemma3-q8_0",
@@ -25,7 +25,7 @@ const RECORDED: &[&str] = &[
     "qwen3moe-q5_1",
 ];
 
-/// With nothing rounded that is not rounded in the file.
+/// Opens a model without further quantisation.
 fn open(path: &Path) -> LoadedModel {
     open_with(path, Activations::F32)
 }
@@ -45,14 +45,14 @@ fn logits(model: &LoadedModel, prompt: &[u32]) -> Vec<Vec<f32>> {
         let blocks = &blocks[..start_idx / model.kv_layout().block_size + 1];
         let tokens = std::slice::from_ref(token);
         let sequences = vec![BatchSequence { tokens, start_idx, blocks, num_logits: 1 }];
-        // SAFETY: nobody else uses the storage.
+        // SAFETY: no other code uses the storage.
         unsafe { executor.execute(&Batch { sequences }, &storage, &mut |_| {}).unwrap().to_vec() }
     });
     steps.collect()
 }
 
 #[test]
-fn recorded_models_compute_what_transformers_computed() {
+fn recorded_models_match_transformers() {
     let mut found: Vec<String> = fs::read_dir(FIXTURES)
         .unwrap()
         .map(|entry| entry.unwrap().file_name().into_string().unwrap())
@@ -127,13 +127,13 @@ impl Published {
         }
     }
 
-    /// As converters leave vectors: in single precision.
+    /// Widens vectors to f32, as converters do.
     fn widen(&mut self) {
         self.data = self.values().iter().flat_map(|value| value.to_le_bytes()).collect();
         self.tensor_type = TensorType::F32;
     }
 
-    /// Has each head's first and second half take turns.
+    /// Interleaves the rows of each head's first and second half.
     fn interleave(&mut self, num_heads: usize) {
         let rows: Vec<&[u8]> = self.data.chunks_exact(self.data.len() / self.shape[0]).collect();
         let half = self.shape[0] / num_heads / 2;
@@ -143,15 +143,15 @@ impl Published {
     }
 }
 
-/// How a file keeps experts.
+/// How a file stores experts.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Experts {
     Stacked,
-    /// As early files did.
+    /// One tensor per expert, as in early files.
     Apart,
 }
 
-/// What a converter makes of a model directory.
+/// The GGUF file that a converter makes of a model directory.
 fn converted(dir: &Path, architecture: &str, kept: Experts) -> Writer {
     let text = fs::read(dir.join("config.json")).unwrap();
     let config: serde_json::Value = serde_json::from_slice(&text).unwrap();
@@ -342,7 +342,7 @@ fn copied_metadata(gguf: &Gguf<'_>) -> Writer {
     writer
 }
 
-/// The same file with its blocks of eight bits widened.
+/// The same file with its blocks of eight bits dequantised.
 fn widened(gguf: &Gguf<'_>, bytes: &[u8]) -> Writer {
     let mut writer = copied_metadata(gguf);
     for (name, tensor) in gguf.tensors() {
@@ -361,9 +361,9 @@ fn widened(gguf: &Gguf<'_>, bytes: &[u8]) -> Writer {
     writer
 }
 
-/// The kernels of integers round activations; tests/quality says what that costs.
+/// Integer kernels quantise activations; tests/quality measures the cost.
 #[test]
-fn integers_multiplied_as_such_stay_near() {
+fn integer_products_stay_near_the_exact_ones() {
     for name in ["llama-q8_0", "qwen3-q8_0", "gemma3-q8_0"] {
         let path = Path::new(FIXTURES).join(format!("{name}.gguf"));
         let prompt: Vec<u32> = (0..20).map(|idx| (idx * 37 + 5) % 48).collect();
@@ -377,7 +377,7 @@ fn integers_multiplied_as_such_stay_near() {
 }
 
 #[test]
-fn integers_compute_what_their_numbers_compute() {
+fn stored_integers_match_their_dequantised_numbers() {
     for name in ["llama-q8_0", "mixtral-q8_0", "qwen3-q8_0", "gemma3-q8_0"] {
         let path = Path::new(FIXTURES).join(format!("{name}.gguf"));
         let bytes = fs::read(&path).unwrap();
@@ -395,7 +395,7 @@ fn split_models_are_loaded_whole() {
     let gguf = Gguf::parse(&bytes).unwrap();
     let files = tempfile::tempdir().unwrap();
     let part = |number: usize| files.path().join(format!("llama-{number:05}-of-00003.gguf"));
-    // The first has only metadata, as it often does.
+    // The first file has only metadata, as is common.
     let mut writers = [copied_metadata(&gguf), Writer::default(), Writer::default()];
     for (idx, (name, tensor)) in gguf.tensors().iter().enumerate() {
         let data = &bytes[tensor.start..][..tensor.size_bytes];
@@ -416,10 +416,10 @@ fn split_models_are_loaded_whole() {
     fs::remove_file(part(3)).unwrap();
     assert!(load(&part(1)).ends_with("llama-00003-of-00003.gguf: No such file or directory (os error 2)"));
     fs::copy(part(2), part(3)).unwrap();
-    assert!(load(&part(1)).contains(" is there twice"), "{}", load(&part(1)));
+    assert!(load(&part(1)).contains(" occurs twice"), "{}", load(&part(1)));
 }
 
-/// The refusal of a file with these bytes, without the temporary directory's name.
+/// The message that refuses a file with these bytes, without the temporary directory's name.
 fn refusal(bytes: &[u8]) -> String {
     let dir = tempfile::tempdir().unwrap();
     let error = load(&write(&dir, bytes), &LoadOptions::default(), &mut |_| {}).unwrap_err();
@@ -433,7 +433,7 @@ fn check_refusal(bytes: &[u8], expected: &str) {
     assert_eq!(refusal(bytes), format!("model.gguf: {expected}"));
 }
 
-/// A llama of one layer with nothing but an embedding, and without one of its metadata keys.
+/// A llama of one layer with an embedding only, and without one of its metadata keys.
 fn llama_without(missing: &str) -> Writer {
     let sizes = [
         ("block_count", 1),
@@ -450,8 +450,8 @@ fn llama_without(missing: &str) -> Writer {
 }
 
 #[test]
-fn files_that_mean_something_else_are_refused() {
-    check_refusal(b"{}", "the file begins with \"{}\", expected \"GGUF\"");
+fn unsupported_files_are_refused() {
+    check_refusal(b"{}", "the file starts with \"{}\", expected \"GGUF\"");
     check_refusal(&Writer::default().finish(), "general.architecture is missing, expected the name of one");
     check_refusal(
         &Writer::default().text("general.architecture", "mamba").finish(),
@@ -519,7 +519,7 @@ fn tensors_that_do_not_fit_are_refused() {
         &whole.tensor("blk.0.attn_q_norm.weight", TensorType::F32, &[12], &[0; 48]).finish(),
         "tensor blk.0.attn_q_norm.weight is not part of LlamaForCausalLM, expected none by this name",
     );
-    // Elements of a vector in the order of rows cannot come in blocks.
+    // A vector whose elements are permuted like rows cannot be stored in blocks.
     let bias = Writer::default()
         .text("general.architecture", "llama")
         .u32("llama.block_count", 1)
@@ -532,7 +532,7 @@ fn tensors_that_do_not_fit_are_refused() {
     check_refusal(&bias.finish(), "tensor blk.0.attn_q.bias is of type Q8_0, expected F32, F16 or BF16");
 }
 
-/// Damage that leaves a container whole still has to be refused, or loaded as what it says.
+/// Damage that leaves the container valid must be refused too, or loaded as what the file says.
 #[test]
 fn damaged_files_are_loaded_or_refused() {
     let whole = fs::read(Path::new(FIXTURES).join("mixtral-q8_0.gguf")).unwrap();

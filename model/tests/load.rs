@@ -1,4 +1,4 @@
-//! What is refused at start, and in which words.
+//! Refusals at load and their messages.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -10,7 +10,7 @@ use tempfile::TempDir;
 
 const FIXTURES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/parity/fixtures");
 
-/// A copy of a fixture that a test may break.
+/// A copy of a fixture that a test may damage.
 struct Model {
     dir: TempDir,
 }
@@ -31,7 +31,7 @@ impl Model {
         self.dir.path().join(file)
     }
 
-    /// Sets a field of config.json; `null` for none.
+    /// Sets a field of config.json; `null` removes it.
     fn set(&self, field: &str, value: &str) {
         let path = self.path("config.json");
         let mut config: serde_json::Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
@@ -55,7 +55,7 @@ impl Model {
         fs::write(&path, safetensors::serialize(views, None).unwrap()).unwrap();
     }
 
-    /// The refusal, without the temporary directory's name.
+    /// The refusal's message, without the temporary directory's name.
     fn refusal(&self) -> String {
         let error = load(self.dir.path(), &LoadOptions::default(), &mut |_| {}).unwrap_err();
         let message = error.to_string().replace(&format!("{}/", self.dir.path().display()), "");
@@ -72,7 +72,7 @@ fn check_config(name: &str, field: &str, value: &str, expected: &str) {
 }
 
 #[test]
-fn configurations_that_mean_something_else_are_refused() {
+fn unsupported_configurations_are_refused() {
     let known = "LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, MixtralForCausalLM, \
                  Qwen3MoeForCausalLM, Gemma2ForCausalLM, Gemma3ForCausalLM, Phi3ForCausalLM";
     let cases = [
@@ -207,7 +207,7 @@ fn tensors_that_do_not_fit_are_refused() {
         )
     );
 
-    // Old files have a buffer that is computed nowadays.
+    // Old files contain a buffer that is computed today.
     let model = Model::new("llama");
     let buffer = "model.layers.0.self_attn.rotary_emb.inv_freq";
     model.rewrite(|tensors| tensors.push((buffer.to_owned(), Dtype::F32, vec![2], vec![0; 8])));
@@ -230,7 +230,7 @@ fn damaged_weight_files_are_refused() {
     let end = whole.len() - 1;
     check(&whole[..end], &format!("the file has {end} bytes, expected {} for tensor ", end + 1));
     check(&[&[0xff; 8], &whole[8..]].concat(), "expected a safetensors header of 18446744073709551615");
-    check(&[&whole[..8], b"!!", &whole[10..]].concat(), "the safetensors header is broken: ");
+    check(&[&whole[..8], b"!!", &whole[10..]].concat(), "the safetensors header is malformed: ");
     check(b"version https://git-lfs.github.com/spec/v1\n", "truncated, or another format");
 
     fs::remove_file(&path).unwrap();
@@ -239,7 +239,7 @@ fn damaged_weight_files_are_refused() {
 }
 
 #[test]
-fn indices_that_lie_are_refused() {
+fn inconsistent_indices_are_refused() {
     const INDEX: &str = "model.safetensors.index.json";
     let model = Model::new("llama-bf16-sharded");
     let text = fs::read_to_string(model.path(INDEX)).unwrap();
@@ -251,7 +251,7 @@ fn indices_that_lie_are_refused() {
     );
 
     fs::write(model.path(INDEX), text.replacen("model-00002", "../model-00002", 1)).unwrap();
-    assert!(model.refusal().contains("is not the name of a file"), "{}", model.refusal());
+    assert!(model.refusal().contains("is not a file name"), "{}", model.refusal());
 
     fs::write(model.path(INDEX), text.replace("model-00002", "model-00009")).unwrap();
     assert_eq!(model.refusal(), "model-00009-of-00004.safetensors: No such file or directory (os error 2)");
@@ -329,7 +329,7 @@ fn logits_with(model: &Model, weight_cache: Option<&Path>, quantise: Option<&str
     let sequence = BatchSequence { tokens: &[5, 9], start_idx: 0, blocks: &[BlockId(0)], num_logits: 1 };
     let batch = Batch { sequences: vec![sequence] };
     let mut executor = loaded.cpu_executor().unwrap();
-    // SAFETY: nobody else uses the storage.
+    // SAFETY: no other code uses the storage.
     unsafe { executor.execute(&batch, &storage, &mut |_| {}).unwrap().to_vec() }
 }
 
@@ -350,7 +350,7 @@ fn packed_weights_are_kept_for_the_next_start() {
         assert_eq!(logits(&model, Some(cache.path())), expected, "{name}, found");
         assert_eq!(file.metadata().unwrap().modified().unwrap(), written, "{name} was packed twice");
 
-        // What is cut short, or holds something else, is made again.
+        // A file that is truncated or has other contents is written again.
         fs::write(&file, b"nonsense").unwrap();
         assert_eq!(logits(&model, Some(cache.path())), expected, "{name}, repaired");
         assert_eq!(packed_files(cache.path()), [file]);
@@ -362,7 +362,7 @@ fn packed_weights_of_a_changed_model_are_not_used() {
     let (model, cache) = (Model::new("llama"), TempDir::new().unwrap());
     let before = logits(&model, Some(cache.path()));
     let old = packed_files(cache.path());
-    // Same header, same size.
+    // The header and the size stay the same.
     model.rewrite(|tensors| tensors.iter_mut().for_each(|(_, _, _, data)| data.reverse()));
     model.rewrite(|tensors| {
         for (_, _, _, data) in tensors {
@@ -381,14 +381,14 @@ fn weights_that_are_packed_in_two_ways_are_kept_in_both() {
     let (model, cache) = (Model::new("llama"), TempDir::new().unwrap());
     let whole = logits(&model, Some(cache.path()));
     let [file] = packed_files(cache.path()).try_into().unwrap();
-    let rounded = logits_with(&model, Some(cache.path()), Some("int8"));
-    assert_ne!(rounded, whole);
-    assert_eq!(rounded, logits_with(&model, None, Some("int8")));
+    let quantised = logits_with(&model, Some(cache.path()), Some("int8"));
+    assert_ne!(quantised, whole);
+    assert_eq!(quantised, logits_with(&model, None, Some("int8")));
     let files = packed_files(cache.path());
     assert!(files.len() == 2 && files.contains(&file), "{files:?}");
     model.set("rms_norm_eps", "1e-5");
     logits(&model, Some(cache.path()));
-    assert_eq!(packed_files(cache.path()).len(), 1, "the old ones are gone");
+    assert_eq!(packed_files(cache.path()).len(), 1, "the old files are removed");
 }
 
 #[test]
@@ -404,14 +404,14 @@ fn processes_that_start_together_pack_once() {
 }
 
 #[test]
-fn without_a_usable_cache_weights_are_packed_all_the_same() {
+fn without_a_usable_cache_weights_are_packed_in_memory() {
     let model = Model::new("llama");
     let no_directory = model.path("config.json");
     assert_eq!(logits(&model, Some(&no_directory)), logits(&model, None));
 }
 
 #[test]
-fn another_configuration_or_other_weights_are_another_revision() {
+fn another_configuration_or_other_weights_make_another_revision() {
     let load = |model: &Model| {
         let options = LoadOptions { kv_dtype: Some(KvDtype::F32), ..LoadOptions::default() };
         load(model.dir.path(), &options, &mut |_| {}).unwrap().kv_format()

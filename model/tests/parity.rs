@@ -1,4 +1,4 @@
-//! Every architecture against what `transformers` computed (`tests/parity/`), by every path.
+//! Compares every architecture with logits of `transformers` (`tests/parity/`), on every path.
 
 mod machine;
 
@@ -11,10 +11,10 @@ use machine::{
     CASES, Expected, FIXTURES, Machine, Place, TOLERANCE, argmax, check_paths, dir_of, exact, expected,
 };
 
-/// Ways to round, and how far logits may be from those of transformers, in parts of the largest, where
-/// that can be said: the models are small and of random weights, to which four bits do anything. What a trained one
-/// loses is in docs/benchmarks.
-fn roundings() -> Vec<(LoadOptions, Option<f32>)> {
+/// Number formats, and the tolerated difference of logits from those of transformers, relative to the largest logit.
+/// `None` where no bound holds: the models are small with random weights, and four bits may change anything.
+/// docs/benchmarks has the loss of a trained model.
+fn number_formats() -> Vec<(LoadOptions, Option<f32>)> {
     let quantised = |text: &str| LoadOptions { quantise: Some(text.parse().unwrap()), ..exact() };
     vec![
         (exact(), Some(TOLERANCE)),
@@ -76,12 +76,12 @@ fn error(machine: &mut Machine, expected: &Expected) -> (f32, f32) {
 }
 
 #[test]
-fn rounded_models_stay_near() {
-    // Where rounding tips the choice of an expert, another one answers.
+fn quantised_models_stay_near_the_exact_ones() {
+    // A format difference may select another expert, so models with experts are left out.
     for name in CASES.iter().filter(|name| !name.contains("moe") && **name != "mixtral") {
         let dir = dir_of(name);
         let expected = expected(&dir);
-        for (options, tolerance) in roundings() {
+        for (options, tolerance) in number_formats() {
             let Some(tolerance) = tolerance else { continue };
             let (error, largest) = error(&mut Machine::new(&dir, &options), &expected);
             assert!(
@@ -99,13 +99,12 @@ fn every_path_gives_the_same_bits() {
     for name in CASES {
         let dir = dir_of(name);
         let expected = expected(&dir);
-        for (rounding, _) in roundings() {
-            // KV in the type of the weights, as it is used, and with scales.
+        for (format, _) in number_formats() {
+            // KV in the type of the weights, and quantised with scales.
             for (kv_dtype, block_size, threads) in
                 [(None, 16, 1), (None, 5, 3), (Some(KvDtype::Fp8), 16, 3), (Some(KvDtype::Int8), 5, 2)]
             {
-                let options =
-                    LoadOptions { kv_dtype, block_size, threads: Some(threads), ..rounding.clone() };
+                let options = LoadOptions { kv_dtype, block_size, threads: Some(threads), ..format.clone() };
                 check_paths(name, &expected, &mut Machine::new(&dir, &options));
             }
         }
@@ -113,13 +112,13 @@ fn every_path_gives_the_same_bits() {
 }
 
 #[test]
-fn decoding_among_strangers_gives_the_greedy_tokens() {
+fn decoding_among_other_sequences_gives_the_greedy_tokens() {
     for name in CASES {
         let dir = dir_of(name);
         let expected = expected(&dir);
         let mut machine = Machine::new(&dir, &exact());
         let total = expected.prompt.len() + expected.greedy.len();
-        // The same request three times at different stages, each from its own start.
+        // The same request three times, at different stages, each started at another step.
         let mut runs: Vec<(Place, Vec<u32>, usize)> =
             (0..3).map(|idx| (machine.place(total), expected.prompt.clone(), idx * 9)).collect();
         let mut computed = [0; 3];

@@ -1,4 +1,4 @@
-//! Directories with quantised weights: the same model as one with the numbers that they stand for.
+//! Quantised directories compute the same as the model with the dequantised weights.
 
 use std::fs;
 use std::path::Path;
@@ -30,7 +30,7 @@ fn floats(values: impl IntoIterator<Item = f32>) -> Vec<u8> {
     values.into_iter().flat_map(f32::to_le_bytes).collect()
 }
 
-/// The fixture's tensors with the matrices of its layers in bytes with a scale for each row; and with their numbers.
+/// The fixture's tensors with the matrices of its layers in bytes and one scale per row; and the same, dequantised.
 fn quantised(name: &str) -> (Tensors, Tensors) {
     let bytes = fs::read(Path::new(FIXTURES).join(name).join("model.safetensors")).unwrap();
     let tensors = SafeTensors::deserialize(&bytes).unwrap();
@@ -59,7 +59,7 @@ fn quantised(name: &str) -> (Tensors, Tensors) {
         integers.push((format!("{name}_scale"), Dtype::F32, vec![shape[0], 1], floats(scales)));
         plain.push((name.to_owned(), Dtype::F32, shape, floats(numbers)));
     }
-    // What such files have besides.
+    // Other tensors of such files.
     integers.push(("model.layers.0.self_attn.k_scale".into(), Dtype::F32, vec![1], floats([1.0])));
     (integers, plain)
 }
@@ -75,7 +75,7 @@ fn logits(dir: &TempDir) -> (Vec<f32>, u64) {
     let storage = BlockStorage::new(loaded.kv_layout(), 1).unwrap();
     let sequence = BatchSequence { tokens: &[5, 9, 77], start_idx: 0, blocks: &[BlockId(0)], num_logits: 1 };
     let mut executor = loaded.cpu_executor().unwrap();
-    // SAFETY: nobody else uses the storage.
+    // SAFETY: no other code uses the storage.
     let logits = unsafe {
         executor.execute(&Batch { sequences: vec![sequence] }, &storage, &mut |_| {}).unwrap().to_vec()
     };
@@ -83,7 +83,7 @@ fn logits(dir: &TempDir) -> (Vec<f32>, u64) {
 }
 
 #[test]
-fn quantised_weights_compute_what_their_numbers_compute() {
+fn quantised_weights_match_their_dequantised_numbers() {
     let config = serde_json::json!({
         "quant_method": "compressed-tensors", "format": "int-quantized", "ignore": ["lm_head"],
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 8, "strategy": "channel"}}},
@@ -96,7 +96,7 @@ fn quantised_weights_compute_what_their_numbers_compute() {
 }
 
 #[test]
-fn biases_that_quantising_made_up_are_nothing() {
+fn zero_biases_of_quantisation_tools_are_ignored() {
     let (mut integers, _) = quantised("llama");
     let config = serde_json::json!({"quant_method": "compressed-tensors", "format": "int-quantized"});
     let expected = logits(&write("llama", &integers, config.clone()));

@@ -1,4 +1,5 @@
-//! Several ranks compute what one computes: the same tokens, logits that differ by the order of a sum, the same blocks.
+//! Several ranks compute the same as one: the same tokens, logits that differ only by the order of sums, the same
+//! blocks.
 
 mod machine;
 
@@ -18,7 +19,7 @@ fn one_thread() -> LoadOptions {
     LoadOptions { threads: Some(1), ..exact() }
 }
 
-/// The largest difference, in parts of the largest number.
+/// The largest difference, relative to the largest number.
 fn difference(a: &[f32], b: &[f32]) -> f32 {
     let largest = b.iter().fold(0.0f32, |max, x| max.max(x.abs()));
     a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0f32, f32::max) / largest
@@ -72,7 +73,7 @@ fn every_path_gives_the_same_bits_by_ranks() {
 }
 
 #[test]
-fn blocks_of_ranks_are_those_of_one() {
+fn several_ranks_write_the_blocks_of_a_single_rank() {
     for name in CASES {
         let dir = dir_of(name);
         let expected = expected(&dir);
@@ -84,7 +85,7 @@ fn blocks_of_ranks_are_those_of_one() {
             let place = first.place(expected.prompt.len() + expected.greedy.len());
             let mut tokens = expected.prompt.clone();
             let mut logits = first.prefill(&place, &tokens, 0, 7);
-            // What the others computed lies in the blocks.
+            // The other ranks' results are in the blocks.
             std::mem::swap(&mut first.executor, &mut second.executor);
             for (step, &token) in expected.greedy.iter().enumerate() {
                 assert_eq!(argmax(&logits), token, "{name}, {of_prompt} then {of_answer}: token {step}");
@@ -96,8 +97,8 @@ fn blocks_of_ranks_are_those_of_one() {
 }
 
 #[test]
-fn gguf_files_are_divided_where_blocks_are_not() {
-    // Parts of a row are 12 to 40 numbers, and blocks hold 32.
+fn gguf_files_are_divided_inside_blocks() {
+    // A rank's part of a row is 12 to 40 numbers; a block holds 32.
     for name in ["llama-q4_0", "qwen3-q8_0", "qwen3moe-q5_1", "phi3-f16", "gemma3-q8_0"] {
         let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("../tests/gguf/fixtures/{name}.gguf"));
         let prompt: Vec<u32> = (1..40).map(|i| i * 5 % 48).collect();
@@ -107,7 +108,7 @@ fn gguf_files_are_divided_where_blocks_are_not() {
         };
         let alone = logits(Machine::new(&path, &one_thread()));
         for num_ranks in DEGREES {
-            // Two heads are not divided among four.
+            // Two heads cannot be divided among four ranks.
             if load_ranks(&path, num_ranks, &one_thread(), &mut |_| {}).is_err() {
                 assert_eq!(num_ranks, 4, "{name}");
                 continue;
@@ -118,7 +119,7 @@ fn gguf_files_are_divided_where_blocks_are_not() {
     }
 }
 
-/// A Llama of random weights in bf16 whose rows are long enough to be quantised in several groups.
+/// A Llama of random weights in bf16 whose rows are long enough for several quantisation groups.
 fn wide() -> TempDir {
     const HIDDEN: usize = 64;
     let dir = TempDir::new().unwrap();
@@ -173,8 +174,8 @@ fn logits(mut machine: Machine) -> Vec<f32> {
     machine.prefill(&place, &prompt, 0, usize::MAX)
 }
 
-/// Weights are rounded alike, and so are activations, since a rank's part of a row is as long as what shares a scale. But
-/// where a sum in another order tips the rounding of an activation, logits are off by that.
+/// Weights are quantised equally, and so are activations, because a rank's part of a row has the length of a group.
+/// Where a sum in another order changes the rounding of an activation, logits differ by that much.
 #[test]
 fn quantised_weights_are_divided_between_groups() {
     let model = wide();
@@ -217,7 +218,7 @@ fn a_model_that_cannot_be_divided_is_refused() {
          group of 512 that share a scale, expected a multiple of 512: use a smaller tensor parallel degree, smaller \
          groups (as --quantize int8:32 has), or other weights",
     );
-    // Its head dim is 12: half of 48 columns is no group of 32.
+    // Its head dimension is 12, so half of 48 columns cuts a group of 32.
     check(
         &dir_of("llama"),
         Some("int4"),
@@ -233,7 +234,7 @@ fn packed_files(cache: &TempDir) -> Vec<PathBuf> {
 }
 
 #[test]
-fn ranks_have_packed_weights_of_their_own() {
+fn each_rank_packs_its_own_weights() {
     let (model, cache) = (wide(), TempDir::new().unwrap());
     let cached = LoadOptions { weight_cache: Some(cache.path().to_owned()), ..one_thread() };
     let expected = bits(&logits(Machine::parallel(model.path(), &one_thread(), 2)));
@@ -246,10 +247,10 @@ fn ranks_have_packed_weights_of_their_own() {
     assert_eq!(packed_files(&cache).len(), 2 + 1 + 4);
     for (part, rank) in parts.iter().zip(Rank::all(4)) {
         assert_eq!(part.shard().rank(), rank);
-        // Blocks, and whoever exchanges them, need not know how many ranks there are.
+        // Blocks do not depend on the number of ranks, so their senders and receivers need not know it.
         assert_eq!((part.revision(), part.kv_format()), (alone.revision(), alone.kv_format()));
     }
-    // A quarter of what is divided, and the rest: no rank packs the whole.
+    // A rank packs a quarter of the divided weights, and the rest; never the whole model.
     let size = |path: &PathBuf| path.metadata().unwrap().len();
     let mut sizes: Vec<u64> = packed_files(&cache).iter().map(size).collect();
     sizes.sort_unstable();
@@ -257,8 +258,8 @@ fn ranks_have_packed_weights_of_their_own() {
 }
 
 #[test]
-#[should_panic(expected = "a part of a model does not compute alone")]
-fn a_part_does_not_compute_alone() {
+#[should_panic(expected = "a part of a model needs its other ranks")]
+fn a_part_needs_its_other_ranks() {
     let options = LoadOptions { rank: Rank { idx: 1, num_ranks: 2 }, ..one_thread() };
     let _ = load(&dir_of("llama"), &options, &mut |_| {}).unwrap().cpu_executor();
 }

@@ -141,7 +141,7 @@ fn files_without_a_usable_tokenizer_are_refused() {
     );
     check(
         bytes_without("tokens").texts("tokenizer.ggml.tokens", ["a", "a", "b", "c", "d", "e"]),
-        "token \"a\" is there twice",
+        "token \"a\" occurs twice",
     );
     check(
         bytes_without("types").i32s("tokenizer.ggml.token_type", &[1]),

@@ -1,7 +1,8 @@
-//! GGUF's blocks of integers: how each type packs levels, scales and minima.
+//! GGUF blocks of integers: how each type packs levels, scales and minima.
 //!
-//! Number k of a block is `scales[k / group] * (levels[k] - middle) - minima[k / group]`; types without minima have
-//! zeros there. The order of operations is that of the reference implementation (ggml), so results are its bits.
+//! Number `k` of a block is `scales[k / group] * (levels[k] - middle) - minima[k / group]`; types without minima have
+//! zeros there. The order of operations is that of the reference implementation (ggml), so results are bit-identical
+//! to it.
 
 use baton_gguf::TensorType;
 
@@ -9,14 +10,14 @@ use baton_model_spec::{IntegerFormat, IntegerRow, IntegerWidth};
 
 const MAX_BLOCK_LEN: usize = 256;
 const MAX_GROUPS: usize = 16;
-/// The levels that the four bits of the IQ4 types choose among, with 128 for zero.
+/// The sixteen levels of the IQ4 types, with 128 for zero.
 const IQ4_LEVELS: [u8; 16] = [1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241];
 
-/// What the blocks of a type are made of.
+/// The layout of a block type.
 struct Layout {
     /// Numbers that share a scale.
     group: usize,
-    /// The level that stands for zero, apart from the minimum.
+    /// The level that stands for zero before the minimum is subtracted.
     middle: u8,
     has_minima: bool,
 }
@@ -35,7 +36,7 @@ fn layout(tensor_type: TensorType) -> Layout {
     Layout { group, middle, has_minima }
 }
 
-/// Reads a row of whole blocks.
+/// Dequantises a row of whole blocks.
 pub(crate) fn read(tensor_type: TensorType, bytes: &[u8], to: &mut [f32]) {
     let Layout { group, middle, .. } = layout(tensor_type);
     let mut block = Block::default();
@@ -49,9 +50,9 @@ pub(crate) fn read(tensor_type: TensorType, bytes: &[u8], to: &mut [f32]) {
     }
 }
 
-/// The format that holds such blocks exactly. There is none for groups of 16 (Q2_K, Q3_K, Q6_K): whoever wants
-/// integers of those rounds [their numbers](read) to eight bits with a scale for 32, which moves none by more than
-/// 1/254 of the largest of its 32.
+/// The integer format that represents such blocks exactly. Groups of 16 (Q2_K, Q3_K, Q6_K) have none. Callers that
+/// need integers of those quantise [the numbers](read) again, to eight bits with a scale per 32 numbers; that changes
+/// a number by at most 1/254 of the largest of its 32.
 pub(crate) fn integer_format(tensor_type: TensorType) -> Option<IntegerFormat> {
     let width = match tensor_type {
         TensorType::Q4_0 | TensorType::Q4_1 | TensorType::Q4K => IntegerWidth::Four,
@@ -61,11 +62,11 @@ pub(crate) fn integer_format(tensor_type: TensorType) -> Option<IntegerFormat> {
     (group == 32).then_some(IntegerFormat { width, group, has_zeros: has_minima })
 }
 
-/// A row of whole blocks in their [`integer_format`].
+/// A row of whole blocks in its [`integer_format`].
 pub(crate) fn integer_row(tensor_type: TensorType, bytes: &[u8]) -> IntegerRow {
-    let format = integer_format(tensor_type).expect("a type that has a format");
+    let format = integer_format(tensor_type).expect("a type with a format");
     let Layout { group, middle, has_minima } = layout(tensor_type);
-    // Symmetric levels are moved so that the middle is the width's.
+    // Symmetric levels are shifted so that their middle is the width's.
     let shift = if has_minima { 0 } else { format.width.middle() - middle };
     let (mut row, mut block) = (IntegerRow::default(), Block::default());
     for bytes in bytes.chunks_exact(tensor_type.block_bytes()) {
@@ -74,7 +75,7 @@ pub(crate) fn integer_row(tensor_type: TensorType, bytes: &[u8]) -> IntegerRow {
         for (group_idx, levels) in levels.chunks_exact(group).enumerate() {
             let (scale, minimum) = (block.scales[group_idx], block.minima[group_idx]);
             if has_minima && scale == 0.0 && minimum != 0.0 {
-                // All numbers are the minimum, which no zero could say of a scale of nothing.
+                // With a scale of 0 all numbers are the minimum, which no zero point can represent.
                 row.levels.extend(std::iter::repeat_n(0, group));
                 row.scales.push(minimum.abs());
                 row.zeros.push(minimum.signum());
@@ -90,7 +91,7 @@ pub(crate) fn integer_row(tensor_type: TensorType, bytes: &[u8]) -> IntegerRow {
     row
 }
 
-/// One block, taken apart.
+/// One unpacked block.
 struct Block {
     levels: [u8; MAX_BLOCK_LEN],
     scales: [f32; MAX_GROUPS],
@@ -128,7 +129,7 @@ impl Block {
             }
             TensorType::Q8_0 => {
                 self.scales[0] = f16_at(bytes, 0);
-                // Two's complement with its sign turned is the number plus 128.
+                // A two's-complement number with its sign bit inverted is the number plus 128.
                 self.levels.iter_mut().zip(&bytes[2..]).for_each(|(level, byte)| *level = byte ^ 0x80);
             }
             TensorType::Q2K => self.unpack_q2k(bytes),
@@ -175,7 +176,7 @@ impl Block {
         self.levels[..num].iter_mut().for_each(|level| *level = IQ4_LEVELS[usize::from(*level)]);
     }
 
-    /// `scales[16] levels[64] scale minimum`; a byte of levels serves four groups of 32.
+    /// `scales[16] levels[64] scale minimum`; a byte of levels holds numbers of four groups of 32.
     fn unpack_q2k(&mut self, bytes: &[u8]) {
         let (scale, minimum) = (f16_at(bytes, 80), f16_at(bytes, 82));
         for (group_idx, &packed) in bytes[..16].iter().enumerate() {
@@ -187,8 +188,8 @@ impl Block {
         }
     }
 
-    /// `high bits[32] levels[64] scales[12] scale`; scales have four low bits in eight bytes and two high bits in
-    /// four, and are centred on 32.
+    /// `high bits[32] levels[64] scales[12] scale`. A scale has four low bits in eight bytes and two high bits in
+    /// four bytes, and is centred on 32.
     fn unpack_q3k(&mut self, bytes: &[u8]) {
         let (low, high) = bytes[96..108].split_at(8);
         let scale = f16_at(bytes, 108);
@@ -202,8 +203,8 @@ impl Block {
         }
     }
 
-    /// `low bits[128] high bits[64] scales[16] scale`; halves of 128 numbers, in which a byte of low bits serves
-    /// numbers 64 apart and a byte of high bits numbers 32 apart.
+    /// `low bits[128] high bits[64] scales[16] scale`. In each half of 128 numbers a byte of low bits holds numbers
+    /// 64 apart, and a byte of high bits numbers 32 apart.
     fn unpack_q6k(&mut self, bytes: &[u8]) {
         let scale = f16_at(bytes, 208);
         for (group_idx, &stored) in bytes[192..208].iter().enumerate() {
@@ -217,9 +218,9 @@ impl Block {
         }
     }
 
-    /// `scale minimum packed[12]`: eight scales and eight minima of six bits. The first four of each are the low six
-    /// bits of bytes 0 to 3 and 4 to 7; of the others the low four bits are in bytes 8 to 11, the high two on top of
-    /// the first four.
+    /// `scale minimum packed[12]`: eight scales and eight minima of six bits. The first four scales are the low six
+    /// bits of bytes 0 to 3, the first four minima those of bytes 4 to 7. The others have their low four bits in
+    /// bytes 8 to 11, and their high two bits above the first four.
     fn six_bit_scales(&mut self, bytes: &[u8]) {
         let (scale, minimum, packed) = (f16_at(bytes, 0), f16_at(bytes, 2), &bytes[4..16]);
         for group_idx in 0..8 {
@@ -247,14 +248,14 @@ fn nibbles(bytes: &[u8], to: &mut [u8]) {
     }
 }
 
-/// Bit k of four bytes belongs to number k.
+/// Number `k` gets bit `k` of four bytes.
 fn fifth_bits(bytes: &[u8], to: &mut [u8]) {
     for (k, level) in to.iter_mut().enumerate() {
         *level |= (bytes[k / 8] >> (k % 8) & 1) << 4;
     }
 }
 
-/// Bits of number `k` in halves of 128 numbers, in which a byte serves numbers 32 apart.
+/// The bits of number `k`. In halves of 128 numbers a byte holds numbers 32 apart.
 fn two_bits(bytes: &[u8], k: usize) -> u8 {
     bytes[k / 128 * 32 + k % 32] >> (k % 128 / 32 * 2) & 3
 }
@@ -267,7 +268,7 @@ mod tests {
 
     const FIXTURE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/gguf/fixtures/types.gguf");
 
-    /// Rows of a type, and what the reference implementation reads from them.
+    /// The recorded rows of a type, and the reference implementation's numbers for them.
     fn recorded(gguf: &Gguf<'_>, bytes: &[u8], tensor_type: TensorType) -> Vec<(Vec<u8>, Vec<f32>)> {
         let bytes_of = |name: &str| {
             let tensor = &gguf.tensors()[name];
@@ -295,7 +296,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_are_those_of_the_reference_implementation() {
+    fn numbers_equal_those_of_the_reference_implementation() {
         check_all(|tensor_type, row, expected| {
             let mut values = vec![0.0; expected.len()];
             read(tensor_type, row, &mut values);
@@ -304,7 +305,7 @@ mod tests {
     }
 
     #[test]
-    fn integers_stand_for_the_same_numbers() {
+    fn integers_represent_the_same_numbers() {
         check_all(|tensor_type, row, expected| {
             let Some(format) = integer_format(tensor_type) else {
                 assert!([TensorType::Q2K, TensorType::Q3K, TensorType::Q6K].contains(&tensor_type));
@@ -316,7 +317,7 @@ mod tests {
             assert_eq!(row.zeros.len(), if format.has_zeros { num_groups } else { 0 });
             assert!(row.levels.iter().all(|level| usize::from(*level) < 1 << format.width.bits()));
             for (k, (value, expected)) in row.values(format).zip(expected).enumerate() {
-                // Symmetric formats are exact; with zeros the order of operations is another.
+                // Symmetric formats are exact. With zero points the order of operations differs.
                 let group = k / format.group;
                 let size = |number: f32| (row.scales[group] * number).abs();
                 let bound = row.zeros.get(group).map_or(0.0, |zero| size(*zero) + size(row.levels[k].into()));

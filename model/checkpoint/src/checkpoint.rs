@@ -1,6 +1,6 @@
-//! The weights of a model, in safetensors or in GGUF files: where each published tensor is stored.
+//! A model's weights in safetensors or GGUF files: finds each published tensor.
 //!
-//! It knows names, shapes and bytes, not what they are for.
+//! It knows names, shapes and bytes, not what tensors are for.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -17,15 +17,15 @@ use crate::matrix::{Matrix, Stored, StoredOrder};
 use crate::quantised;
 use crate::tensors::{StoredDtype, Tensor, Tensors};
 
-/// The weights of a model, tensor by tensor.
+/// The weights of a model, by tensor.
 pub struct Checkpoint {
     tensors: Tensors,
-    /// How the tensors are named, if not as published.
+    /// The files' own tensor names; `None` for published names.
     names: Option<Names>,
-    /// How they were quantised, if several make up a weight.
+    /// The quantisation method, if several tensors make up a weight.
     quantisation: Option<StoredQuantisation>,
     files: Vec<Arc<WeightFile>>,
-    /// Elements of the tensors that were taken.
+    /// Elements of the tensors taken so far.
     num_parameters: u64,
 }
 
@@ -59,7 +59,7 @@ impl Checkpoint {
     fn open_directory(model: &Path) -> Result<Checkpoint, LoadError> {
         let single = model.join("model.safetensors");
         let index = model.join("model.safetensors.index.json");
-        // As transformers: one whole file goes before an index.
+        // As in transformers: a single file takes precedence over an index.
         if single.exists() {
             let mut checkpoint = Checkpoint::new(&single);
             checkpoint.tensors.by_name = checkpoint.add_file(&single)?;
@@ -107,9 +107,9 @@ impl Checkpoint {
         let mut names_of: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
         for (name, file) in map {
             let file = file.as_str().ok_or_else(|| fields.refuse("weight_map", expected))?;
-            // A file of this directory, not of another.
+            // The index may only name files of its own directory.
             if Path::new(file).file_name() != Some(file.as_ref()) {
-                return Err(LoadError::bad_file(index, format!("{file:?} is not the name of a file")));
+                return Err(LoadError::bad_file(index, format!("{file:?} is not a file name")));
             }
             names_of.entry(file).or_default().push(name);
         }
@@ -145,7 +145,7 @@ impl Checkpoint {
         })? as usize;
         let header = &map[8..data];
         let metadata: Metadata = serde_json::from_slice(header)
-            .map_err(|error| bad(format!("the safetensors header is broken: {error}")))?;
+            .map_err(|error| bad(format!("the safetensors header is malformed: {error}")))?;
         let header = blake3::hash(header);
         let infos: Vec<_> = metadata.tensors().into_iter().map(|(name, info)| (name, info.clone())).collect();
         let size = map.len();
@@ -175,7 +175,7 @@ impl Checkpoint {
         Ok(tensors)
     }
 
-    /// Takes the tensor, or the tensors that make up the one, that is published as `name`.
+    /// Takes the weight published as `name`: one tensor, or the tensors that make it up.
     pub(crate) fn take(&mut self, name: &str, shape: &[usize]) -> Result<Matrix, LoadError> {
         if let (Some(quantisation), &[rows, cols]) = (self.quantisation, shape)
             && let Some(module) = name.strip_suffix(".weight")
@@ -206,7 +206,7 @@ impl Checkpoint {
             Some((part_idx, num_parts)) => tensor.span.part(part_idx, num_parts),
             None => tensor.span.clone(),
         };
-        // A vector is one row, unless its elements are in the order of a matrix's rows.
+        // A vector is one row, except where its elements are permuted like a matrix's rows.
         let cols = if shape.len() == 1 && order != StoredOrder::AsIs { 1 } else { shape[shape.len() - 1] };
         let stored = match tensor.dtype {
             StoredDtype::Float(dtype) => Stored::Floats(span, dtype),
@@ -223,30 +223,30 @@ impl Checkpoint {
         Ok(Matrix::new(rows, cols, stored, order))
     }
 
-    /// The file, or the index of several: for messages about tensors.
+    /// The file, or the index of several files: for messages about tensors.
     pub(crate) fn path(&self) -> &Path {
         &self.tensors.path
     }
 
-    /// Elements of the tensors that were taken.
+    /// Elements of the tensors taken so far.
     pub(crate) fn num_parameters(&self) -> u64 {
         self.num_parameters
     }
 
-    /// Refuses tensors that nobody took, unless they may be ignored.
+    /// Refuses tensors that were not taken, except redundant ones.
     pub(crate) fn refuse_rest(
         &self,
         architecture: &str,
         ignore: impl Fn(&str) -> bool,
     ) -> Result<(), LoadError> {
-        // Quantising wrote biases where there were none, and zeros of what needs none.
-        let is_nothing = |name: &str, tensor: &Tensor| {
+        // Quantisation tools write biases of zero where the model has none, and zero points that are not needed.
+        let is_zero = |name: &str, tensor: &Tensor| {
             self.quantisation.is_some()
                 && (name.ends_with(".bias") || name.ends_with(".weight_zero_point"))
                 && tensor.span.iter().all(|byte| *byte == 0)
         };
         let is_left =
-            |name: &str, tensor: &Tensor| !tensor.is_taken && !ignore(name) && !is_nothing(name, tensor);
+            |name: &str, tensor: &Tensor| !tensor.is_taken && !ignore(name) && !is_zero(name, tensor);
         match self.tensors.by_name.iter().find(|(name, tensor)| is_left(name, tensor)) {
             None => Ok(()),
             Some((name, tensor)) => Err(LoadError::UnexpectedTensor {
@@ -262,21 +262,21 @@ impl Checkpoint {
         self.files.iter().map(|file| file.bytes().len() as u64).sum()
     }
 
-    /// Adds what identifies the weights without reading them all: headers and sizes.
+    /// Hashes headers and sizes: they identify the weights without reading all of them.
     pub(crate) fn hash_into(&self, hasher: &mut blake3::Hasher) {
         self.files.iter().for_each(|file| file.hash_into(hasher));
     }
 
-    /// Adds what tells these files from others with the same headers: their places, and when they were written.
+    /// Hashes what tells these files from others with the same headers: their paths and times of modification.
     ///
     /// # Errors
-    /// When the system does not say.
+    /// When the system does not report them.
     pub(crate) fn hash_places_into(&self, hasher: &mut blake3::Hasher) -> Result<(), LoadError> {
         self.files.iter().try_for_each(|file| file.hash_place_into(hasher))
     }
 
-    /// Gives the files' pages back to the system: what was packed is read once. What is still looked up there comes
-    /// back by itself.
+    /// Returns the files' pages to the system: packed weights are not read again. A page that is read again is mapped
+    /// in again.
     pub(crate) fn release_pages(&self) {
         self.files.iter().for_each(|file| file.release_pages());
     }

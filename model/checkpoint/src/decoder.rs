@@ -1,6 +1,6 @@
-//! The tensors of a [`DecoderSpec`], found by their published names.
+//! Takes the tensors of a [`DecoderSpec`] from a checkpoint by their published names.
 //!
-//! It does not know what a backend makes of the matrices: that is its [`MatrixSink`]'s.
+//! It does not know a backend's layout of matrices: a [`MatrixSink`] makes it.
 
 use std::ops::Range;
 
@@ -14,45 +14,46 @@ use crate::matrix::Matrix;
 use crate::quantised::is_about_activations;
 use crate::sink::{MatrixSink, ProductKind};
 
-/// Weights in the order in which the forward pass needs them.
+/// The weights of a decoder, in the order of the forward pass.
 #[derive(Debug)]
 pub struct DecoderWeights<M> {
-    /// Looked up, not multiplied: stays where it is mapped. `None`: that of the head, the tokens of this rank.
+    /// Rows are looked up, not multiplied, so it stays mapped. `None`: it is the head, of which this rank has its own
+    /// tokens.
     pub embedding: Option<Matrix>,
-    /// First to last.
+    /// The layers, first to last.
     pub layers: Vec<LayerWeights<M>>,
-    /// Before the head, `[hidden]`.
+    /// The norm before the head, `[hidden]`.
     pub norm: Vec<f32>,
-    /// `[vocab][hidden]`; of one rank its tokens.
+    /// `[vocab][hidden]`; with several ranks only this rank's rows.
     pub head: M,
-    /// The type of KV that goes with them.
+    /// The default type of KV for these weights.
     pub kv_dtype: KvDtype,
 }
 
-/// Those of one layer. Norms are `[hidden]`, but for those of heads, `[head_dim]`.
+/// The weights of one layer. Norms are `[hidden]`; those of heads are `[head_dim]`.
 #[derive(Debug)]
 pub struct LayerWeights<M> {
-    /// Before attention.
+    /// The norm before attention.
     pub attention_norm: Vec<f32>,
-    /// Queries, keys and values side by side.
+    /// The projections to queries, keys and values, one after the other.
     pub qkv: Linear<M>,
-    /// Of each query head.
+    /// The norm of each query head.
     pub query_norm: Option<Vec<f32>>,
-    /// Of each key head.
+    /// The norm of each key head.
     pub key_norm: Option<Vec<f32>>,
     /// The output projection of attention.
     pub output: Linear<M>,
-    /// After attention.
+    /// The norm after attention.
     pub attention_post_norm: Option<Vec<f32>>,
-    /// Before the MLP.
+    /// The norm before the MLP.
     pub mlp_norm: Vec<f32>,
-    /// The feed-forward part.
+    /// The MLP.
     pub mlp: Mlp<M>,
-    /// After the MLP.
+    /// The norm after the MLP.
     pub mlp_post_norm: Option<Vec<f32>>,
 }
 
-/// Products whose outputs are side by side.
+/// One product, or several with the same input and their outputs one after the other.
 #[derive(Debug)]
 pub struct Linear<M> {
     /// `[outputs][inputs]`.
@@ -61,16 +62,16 @@ pub struct Linear<M> {
     pub bias: Option<Vec<f32>>,
 }
 
-/// The feed-forward part of a layer.
+/// The MLP of a layer.
 #[derive(Debug)]
 pub enum Mlp<M> {
-    /// The same for every token.
+    /// One MLP for every token.
     Dense(DenseMlp<M>),
     /// Each token goes to some of the experts.
     Experts {
-        /// Scores experts.
+        /// Computes the experts' scores.
         router: Linear<M>,
-        /// All of them.
+        /// All experts.
         experts: Vec<DenseMlp<M>>,
     },
 }
@@ -78,14 +79,14 @@ pub enum Mlp<M> {
 /// `down(activation(gate(x)) * up(x))`
 #[derive(Debug)]
 pub struct DenseMlp<M> {
-    /// Gates, then as many rows that they let through.
+    /// The rows of gate, then the rows of up.
     pub gate_up: Linear<M>,
-    /// Back to the residual stream.
+    /// The projection back to the hidden state.
     pub down: Linear<M>,
 }
 
-/// Takes what the rank of `shard` needs of the decoder `spec` out of the checkpoint and gives `sink` what is
-/// multiplied.
+/// Takes the tensors that the rank of `shard` needs of the decoder `spec` from the checkpoint, and passes the
+/// matrices of products to `sink`.
 pub(crate) fn take_weights<S: MatrixSink>(
     spec: &DecoderSpec,
     shard: &DecoderShard,
@@ -109,12 +110,14 @@ pub(crate) fn take_weights<S: MatrixSink>(
     };
     let kv_dtype = head.kv_dtype();
     let head = head.rows_at(shard.vocabulary());
-    let head = sink.add(vec![head], Tolerance::EightBits, ProductKind::Plain).expect("its columns are whole");
+    let head = sink
+        .add(vec![head], Tolerance::EightBits, ProductKind::Plain)
+        .expect("the head's columns are not cut");
     Ok(DecoderWeights { embedding, layers, norm, head, kv_dtype })
 }
 
-/// Tensors that may be left over: buffers that old versions saved, what the configuration has taken in, and a tied
-/// head saved twice.
+/// Whether a tensor may be left over: a buffer that old versions saved, a tensor that the configuration already used,
+/// or a tied head that is stored twice.
 pub(crate) fn is_redundant(spec: &DecoderSpec, name: &str) -> bool {
     name.ends_with("rotary_emb.inv_freq")
         || name == ROPE_DIVISORS
@@ -123,7 +126,7 @@ pub(crate) fn is_redundant(spec: &DecoderSpec, name: &str) -> bool {
         || (spec.tied_head && name == "lm_head.weight")
 }
 
-/// A tensor of a product: its rows, and those that the rank has.
+/// A tensor of a product: its rows, and the range of this rank.
 struct Part {
     name: String,
     rows: usize,
@@ -131,12 +134,12 @@ struct Part {
 }
 
 impl Part {
-    /// All rows are the rank's.
+    /// This rank has all rows.
     fn whole(name: &str, rows: usize) -> Vec<Part> {
         Part::some(&[(name, rows, 0..rows)], None)
     }
 
-    /// Tensors of one input, or one tensor `fused` that has the rows of all.
+    /// The tensors of one input, or the one tensor `fused` that contains the rows of all.
     fn some(tensors: &[(&str, usize, Range<usize>)], fused: Option<&str>) -> Vec<Part> {
         let Some(fused) = fused else {
             let part = |(name, rows, of_rank): &(&str, usize, Range<usize>)| Part {
@@ -155,7 +158,7 @@ impl Part {
     }
 }
 
-/// The columns of a product's tensors, and those that the rank has.
+/// The columns of a product's tensors, and the range of this rank.
 struct Columns {
     all: usize,
     of_rank: Range<usize>,
@@ -179,7 +182,7 @@ impl<S: MatrixSink> Taker<'_, S> {
     fn layer(&mut self, layer: &LayerSpec) -> Result<LayerWeights<S::Matrix>, LoadError> {
         let spec = self.spec;
         let hidden = spec.hidden_size;
-        // With norms on both sides the one before the MLP has another name.
+        // With norms before and after, the norm before the MLP has another name.
         let (post_attention, before_mlp) = if spec.post_norms {
             (Some("post_attention_layernorm"), "pre_feedforward_layernorm")
         } else {
@@ -230,7 +233,8 @@ impl<S: MatrixSink> Taker<'_, S> {
                     false,
                     (Tolerance::None, ProductKind::Plain),
                 )?;
-                // Nothing is reserved by a number that no tensor has confirmed yet.
+                // The number of experts comes from the configuration alone, so nothing is reserved before the tensors
+                // are found.
                 let mut experts = Vec::new();
                 for expert_idx in 0..num_experts {
                     let name = format!("{block}.experts.{expert_idx}.");
@@ -241,7 +245,7 @@ impl<S: MatrixSink> Taker<'_, S> {
         }
     }
 
-    /// An MLP of `n` neurons, of which the rank has its part.
+    /// An MLP of `n` neurons; this rank loads its own range.
     fn dense(
         &mut self,
         block: &str,
@@ -251,7 +255,7 @@ impl<S: MatrixSink> Taker<'_, S> {
         bias: bool,
     ) -> Result<DenseMlp<S::Matrix>, LoadError> {
         let (hidden, of_rank) = (self.spec.hidden_size, self.shard.rank().part_of(n));
-        // Gates, and as many rows that they let through.
+        // The rows of gate, then as many rows of up.
         let gate_up = Part::some(&[(gate, n, of_rank.clone()), (up, n, of_rank.clone())], fused);
         let kind = (Tolerance::Any, ProductKind::Gated);
         Ok(DenseMlp {
@@ -260,7 +264,7 @@ impl<S: MatrixSink> Taker<'_, S> {
         })
     }
 
-    /// `parts` are side by side in the output.
+    /// A product whose outputs are those of `parts`, one after the other.
     fn linear(
         &mut self,
         block: &str,
@@ -300,7 +304,7 @@ impl<S: MatrixSink> Taker<'_, S> {
             group: split.group,
             multiple: split.multiple,
         })?;
-        // What ranks sum up has its bias once.
+        // The bias of an output that is summed over ranks is added by the first rank only.
         let is_added = cols.of_rank.len() == cols.all || rank.is_first();
         Ok(Linear { weight, bias: (bias && is_added).then_some(biases) })
     }
@@ -313,7 +317,7 @@ impl<S: MatrixSink> Taker<'_, S> {
         Ok(weight)
     }
 
-    /// Vectors are few: they are kept in f32.
+    /// A vector in f32; vectors are small.
     fn vector(&mut self, name: &str, len: usize) -> Result<Vec<f32>, LoadError> {
         Ok(self.from.take(&format!("{}{name}", self.prefix), &[len])?.to_f32())
     }

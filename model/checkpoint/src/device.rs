@@ -1,6 +1,6 @@
-//! Models for devices: matrices stay where they are mapped, until a device takes their rows.
+//! Models for GPUs: matrices stay mapped until a GPU backend copies their rows.
 //!
-//! It knows no device, and in which form one holds a matrix.
+//! It does not know GPUs or a GPU's layout of matrices.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -12,37 +12,37 @@ use crate::load::{LoadOptions, LoadedDecoder, load_decoder};
 use crate::matrix::Matrix;
 use crate::sink::{MatrixSink, ProductKind};
 
-/// A matrix for a device, where its files are mapped.
+/// A matrix for a GPU, in mapped files.
 #[derive(Clone, Debug)]
 pub struct DeviceSource {
     parts: Arc<[Matrix]>,
     integers: Option<IntegerFormat>,
-    /// Of all parts.
+    /// Rows of all parts together.
     pub rows: usize,
-    /// Of each part.
+    /// Columns of each part.
     pub cols: usize,
 }
 
 impl DeviceSource {
-    /// The matrices that it is made of, one after the other.
+    /// The parts, one after the other.
     pub fn parts(&self) -> &[Matrix] {
         &self.parts
     }
 
-    /// The integers that it is multiplied as; `None` for floats.
+    /// The integer format in which it is multiplied; `None` for floats.
     pub fn integer_format(&self) -> Option<IntegerFormat> {
         self.integers
     }
 }
 
-/// Keeps matrices where they are mapped.
+/// A sink that keeps matrices mapped.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct DeviceSink {
     choice: IntegerChoice,
 }
 
 impl DeviceSink {
-    /// Weights of layers are quantised to `quantise` when a device takes them.
+    /// A sink for which layer weights are quantised to `quantise` when they are copied to a GPU.
     pub fn new(quantise: Option<IntegerFormat>) -> DeviceSink {
         DeviceSink { choice: IntegerChoice { quantise, widen: false } }
     }
@@ -58,25 +58,25 @@ impl MatrixSink for DeviceSink {
         _: ProductKind,
     ) -> Result<DeviceSource, SplitGroup> {
         let cols = parts[0].cols;
-        assert!(parts.iter().all(|part| part.cols == cols), "parts of one product");
+        assert!(parts.iter().all(|part| part.cols == cols), "the parts of a product have equal columns");
         let integers = self.choice.format_of(&parts, tolerance)?;
         let rows = parts.iter().map(|part| part.rows).sum();
         Ok(DeviceSource { parts: parts.into(), integers, rows, cols })
     }
 }
 
-/// A model, or one rank's part of it, that a device has yet to take.
+/// A model, or one rank's part of it, before it is copied to a GPU.
 pub type DeviceModel = LoadedDecoder<DeviceSource>;
 
-/// Opens `model`, a Hugging Face directory or a GGUF file, for a device.
+/// Opens `model`, a Hugging Face directory or a GGUF file, for a GPU.
 ///
 /// # Errors
-/// As [`load_decoder`], and when an option asks for what devices do not do.
+/// As [`load_decoder`], and when an option is not supported on GPUs.
 ///
 /// # Panics
-/// When `options` are for another backend.
+/// When `options.backend` is another one.
 pub fn load_for_device(model: &Path, options: &LoadOptions) -> Result<DeviceModel, LoadError> {
-    assert_eq!(options.backend, Backend::Cuda, "options for devices");
+    assert_eq!(options.backend, Backend::Cuda, "options for a GPU");
     if options.activations == Activations::F32 {
         return Err(LoadError::NotOnDevice { what: "activations in f32" });
     }
@@ -84,10 +84,10 @@ pub fn load_for_device(model: &Path, options: &LoadOptions) -> Result<DeviceMode
     Ok(load_decoder(model, options, &mut sink)?.0)
 }
 
-/// Opens the parts of so many ranks. `options` are theirs, but for the rank.
+/// Opens the parts of `num_ranks` ranks. `options` apply to each, except the rank.
 ///
 /// # Errors
-/// As [`load_for_device`], and when the model cannot be divided so.
+/// As [`load_for_device`], and when the model cannot be divided among the ranks.
 pub fn load_ranks_for_devices(
     model: &Path,
     num_ranks: usize,

@@ -1,6 +1,6 @@
-//! Weight files mapped into memory, and ranges of their bytes.
+//! Memory-mapped weight files and byte ranges in them.
 //!
-//! It knows bytes, not what they stand for.
+//! It knows bytes, not their meaning.
 
 use std::fs::File;
 use std::ops::{Deref, Range};
@@ -10,7 +10,7 @@ use std::sync::Arc;
 use baton_model_spec::LoadError;
 use memmap2::Mmap;
 
-/// One mapped file. A file that is truncated while it is in use kills the process: replace it, do not rewrite it.
+/// One mapped file. Truncating a mapped file kills the process, so a file must be replaced, not rewritten.
 #[derive(Debug)]
 pub(crate) struct WeightFile {
     path: PathBuf,
@@ -28,16 +28,16 @@ impl WeightFile {
         &self.path
     }
 
-    /// Adds what identifies its contents without reading them all: header and size.
+    /// Hashes the header and the size: they identify the contents without reading all of them.
     pub(crate) fn hash_into(&self, hasher: &mut blake3::Hasher) {
         hasher.update(self.header.as_bytes());
         hasher.update(&(self.map.len() as u64).to_le_bytes());
     }
 
-    /// Adds what tells it from others with the same header: its place, and when it was written.
+    /// Hashes what tells this file from others with the same header: its path and its time of modification.
     ///
     /// # Errors
-    /// When the system does not say.
+    /// When the system does not report them.
     pub(crate) fn hash_place_into(&self, hasher: &mut blake3::Hasher) -> Result<(), LoadError> {
         let path = &self.path;
         let modified = path.metadata().and_then(|metadata| metadata.modified());
@@ -49,10 +49,10 @@ impl WeightFile {
         Ok(())
     }
 
-    /// Gives its pages back to the system. They come back by themselves when they are read again.
+    /// Returns the pages to the system. They are mapped in again when they are read.
     pub(crate) fn release_pages(&self) {
-        // SAFETY: the mapping is of a file and never written, so its pages can be read again.
-        // Only a hint: pages that stay are no fault.
+        // SAFETY: the file mapping is never written, so its pages can be read again.
+        // It is only a hint, so an error is ignored.
         let _ = unsafe { self.map.unchecked_advise(memmap2::UncheckedAdvice::DontNeed) };
     }
 
@@ -62,7 +62,7 @@ impl WeightFile {
     }
 }
 
-/// Bytes of a mapped file.
+/// A range of bytes of a mapped file.
 #[derive(Clone, Debug)]
 pub(crate) struct Span {
     file: Arc<WeightFile>,
@@ -72,7 +72,7 @@ pub(crate) struct Span {
 
 impl Span {
     /// # Panics
-    /// When the file ends before the range does.
+    /// When the range exceeds the file.
     pub(crate) fn new(file: &Arc<WeightFile>, range: Range<usize>) -> Span {
         assert!(
             range.start <= range.end && range.end <= file.bytes().len(),
@@ -81,7 +81,7 @@ impl Span {
         Span { file: Arc::clone(file), start: range.start, len: range.len() }
     }
 
-    /// One of `num_parts` equal parts.
+    /// Part `part_idx` of `num_parts` equal parts.
     pub(crate) fn part(&self, part_idx: usize, num_parts: usize) -> Span {
         let len = self.len / num_parts;
         assert!(part_idx < num_parts, "part {part_idx} of {num_parts}");

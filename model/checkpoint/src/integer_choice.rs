@@ -1,49 +1,49 @@
-//! Which integers a matrix is multiplied as: those that files hold, those that quantising on load makes, or none.
+//! Chooses the integer format in which a matrix is multiplied: that of its file, that of quantising on load, or none.
 //!
-//! It does not know how kernels want them, nor where they are computed with.
+//! It does not know kernels' layouts or backends.
 
 use baton_model_spec::{IntegerFormat, IntegerWidth, MAX_GROUP, MIN_GROUP};
 
 use crate::matrix::Matrix;
 
-/// How much quantising on load a matrix bears.
+/// How far a matrix may be quantised on load.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Tolerance {
-    /// As much as was asked for.
+    /// To the requested format.
     Any,
-    /// Eight bits at least: every token's logits come from it.
+    /// To eight bits at least: the head determines every token's logits.
     EightBits,
-    /// None: it chooses experts.
+    /// Not at all: the router selects experts.
     None,
 }
 
-/// What was asked for, of all matrices of a model.
+/// The choice for all matrices of a model.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct IntegerChoice {
-    /// Weights of layers are quantised to it.
+    /// The format to which layer weights are quantised.
     pub quantise: Option<IntegerFormat>,
-    /// Integers of files are multiplied as the floats that they stand for.
+    /// Integers of files are dequantised and multiplied as floats.
     pub widen: bool,
 }
 
-/// A part has some of the numbers that share a scale.
+/// A part cuts a group of numbers that share a scale.
 #[derive(Clone, Copy, Debug)]
 pub struct SplitGroup {
-    /// Which part.
+    /// The part's index.
     pub part_idx: usize,
-    /// Where it begins or ends among them.
+    /// The column of the cut.
     pub column: usize,
-    /// How many share the scale.
+    /// The size of the group.
     pub group: usize,
-    /// Parts may begin and end at multiples of it.
+    /// Parts may be cut at multiples of this.
     pub multiple: usize,
 }
 
 impl IntegerChoice {
-    /// The integers of a matrix made of `parts`; `None` if it is multiplied as floats.
+    /// The integer format of a matrix made of `parts`; `None` if it is multiplied as floats.
     ///
     /// # Errors
-    /// When a part has not all numbers of a group of these integers.
+    /// When a part cuts a group of that format.
     pub fn format_of(
         &self,
         parts: &[Matrix],
@@ -59,14 +59,14 @@ impl IntegerChoice {
         let split = parts.iter().enumerate().find_map(|(idx, part)| Some((idx, part.splits(format)?)));
         let Some((part_idx, column)) = split else { return Ok(Some(format)) };
         let group = format.group;
-        // Groups of files have smaller ones within them; numbers that are quantised here would be others.
+        // Groups of files can be divided into smaller ones. Numbers that are quantised here would change.
         let multiple = if self.quantise.is_none() { MIN_GROUP } else { group };
         Err(SplitGroup { part_idx, column, group, multiple })
     }
 }
 
-/// The format of integers that all parts have. Where they differ, or where there is no kernel for it, it is one that
-/// loses little: in groups of 32, eight bits are off by 1/254 of the largest number at most.
+/// The integer format of all parts. If they differ, or no kernel supports theirs: eight bits in groups of 32, which
+/// change a number by at most 1/254 of the largest in its group.
 pub fn common_format(parts: &[Matrix]) -> IntegerFormat {
     let first = parts[0].integer_format().filter(|format| format.group <= MAX_GROUP);
     let all = parts.iter().all(|part| part.integer_format() == first);

@@ -1,6 +1,6 @@
-//! Matrices of small integers that safetensors keep in several tensors: levels, scales, zeros, and who shares them.
+//! Matrices of small integers whose levels, scales and zero points are separate tensors of safetensors files.
 //!
-//! It knows where each number lies, not which tensors those are: that is [`quantised`](crate::quantised).
+//! It knows where each number is stored. [`quantised`](crate::quantised) knows which tensors those are.
 
 use std::ops::Range;
 
@@ -9,7 +9,7 @@ use baton_model_spec::{FloatDtype, IntegerFormat, IntegerRow, IntegerWidth};
 
 use crate::file::Span;
 
-/// How many numbers of a whole row that shares its scale are given as a group. Any would do.
+/// Group size that is reported for a row with a single scale. Any size would be correct.
 const GROUP_OF_ROW: usize = 128;
 
 /// Number `k` of row `r` is `scale(r, g) * (level(r, k) - zero(r, g))`, where `g` is the group of `k`.
@@ -19,7 +19,7 @@ pub(crate) struct IntegerTensors {
     pub(crate) cols: usize,
     pub(crate) levels: Field,
     pub(crate) scales: Table,
-    /// If not the middle for all.
+    /// `None` if every zero point is the middle level.
     pub(crate) zeros: Option<Zeros>,
     pub(crate) groups: Groups,
     pub(crate) num_groups: usize,
@@ -28,23 +28,24 @@ pub(crate) struct IntegerTensors {
 /// Which numbers of a row share a scale.
 #[derive(Clone, Debug)]
 pub(crate) enum Groups {
-    /// So many in a row.
+    /// Groups of this many consecutive numbers.
     InOrder(usize),
-    /// The group of each number, in 32 bits: they were sorted by importance before they were grouped.
+    /// The group of each number, as a list of 32-bit indices: GPTQ with activation order sorts columns before
+    /// grouping.
     Listed(Span),
 }
 
 #[derive(Clone, Debug)]
 pub(crate) struct Zeros {
     pub(crate) levels: Field,
-    /// Added to what is stored.
+    /// Added to stored zero points.
     pub(crate) offset: i16,
 }
 
-/// Integers of four or eight bits, packed into words.
+/// Integers of four or eight bits, packed into words of 32 bits.
 ///
-/// That of row `r` and column `c` is in word `(r >> row_shift) * row_stride + (c >> col_shift) * col_stride`, at the
-/// slot that `r` or `c` has among those that share the word; one of the shifts is nothing.
+/// The integer at row `r` and column `c` is in word `(r >> row_shift) * row_stride + (c >> col_shift) * col_stride`,
+/// in the slot of `r` or `c` among the integers of that word. One of the two shifts is 0.
 #[derive(Clone, Debug)]
 pub(crate) struct Field {
     pub(crate) span: Span,
@@ -54,13 +55,13 @@ pub(crate) struct Field {
     pub(crate) row_stride: usize,
     pub(crate) col_shift: u32,
     pub(crate) col_stride: usize,
-    /// Where each of a word's integers is, counted from its low end.
+    /// The position of each of a word's integers, counted from its low end.
     pub(crate) slots: [u8; 8],
-    /// Whether they are signed: then a level is 128 more.
+    /// Whether integers are signed: then a level is the integer plus 128.
     pub(crate) is_signed: bool,
 }
 
-/// In words one after the other, the first integer at the low end.
+/// Consecutive integers, the first at the low end.
 pub(crate) const SLOTS_IN_ORDER: [u8; 8] = [0, 1, 2, 3, 4, 5, 6, 7];
 
 impl Field {
@@ -76,7 +77,7 @@ impl Field {
     }
 }
 
-/// Floats that rows and groups of columns have in common.
+/// Floats by row and group of columns.
 #[derive(Clone, Debug)]
 pub(crate) struct Table {
     pub(crate) span: Span,
@@ -94,7 +95,7 @@ impl Table {
 }
 
 impl IntegerTensors {
-    /// The numbers of a row from column `first_col` on.
+    /// Dequantises a row from column `first_col` on.
     pub(crate) fn read_row(&self, row_idx: usize, first_col: usize, to: &mut [f32]) {
         let level = |k: usize| f32::from(self.levels.get(row_idx, k));
         match &self.groups {
@@ -120,7 +121,7 @@ impl IntegerTensors {
         }
     }
 
-    /// Forgets zeros that are all in the middle: symmetric methods write them, too.
+    /// Drops zero points that are all the middle level: symmetric methods write them, too.
     pub(crate) fn without_needless_zeros(mut self, rows: usize) -> IntegerTensors {
         let middle = f32::from(self.width.middle());
         let num_groups = self.num_groups;
@@ -139,8 +140,8 @@ impl IntegerTensors {
         }
     }
 
-    /// `None` when groups are of a size that kernels do not take, or were sorted: then rows are
-    /// [read](Self::read_row), and rounded anew by whoever wants integers.
+    /// The integer format. `None` if kernels do not support the group size, or the groups are listed: then rows are
+    /// [read](Self::read_row) as numbers and quantised again if needed.
     pub(crate) fn format(&self) -> Option<IntegerFormat> {
         let group = match self.groups {
             Groups::InOrder(_) if self.scales_whole_rows() => GROUP_OF_ROW,
@@ -150,18 +151,18 @@ impl IntegerTensors {
         Some(IntegerFormat { width: self.width, group, has_zeros: self.zeros.is_some() })
     }
 
-    /// Whether a row has one scale: then its numbers may be divided anywhere.
+    /// Whether each row has one scale: then columns may be cut anywhere.
     pub(crate) fn scales_whole_rows(&self) -> bool {
         matches!(self.groups, Groups::InOrder(size) if size >= self.cols)
     }
 
-    /// The numbers of a row in these columns, of which each `group` have one scale: the groups of the format, or parts of
-    /// these.
+    /// The integers of a row in these columns, in groups of `group` numbers: the groups of the format, or equal parts
+    /// of them.
     ///
     /// # Panics
-    /// When there is no [format](Self::format).
+    /// When [`format`](Self::format) is `None`.
     pub(crate) fn row(&self, row_idx: usize, cols: Range<usize>, group: usize) -> IntegerRow {
-        assert!(self.format().is_some(), "a format that holds the row");
+        assert!(self.format().is_some(), "the row has an integer format");
         let starts = cols.clone().step_by(group);
         let groups: Vec<usize> = match self.groups {
             Groups::InOrder(size) => starts.map(|k| k / size).collect(),
@@ -178,13 +179,13 @@ impl IntegerTensors {
     }
 }
 
-/// The group that stands at position `k` of a list.
+/// Entry `k` of a list of groups.
 pub(crate) fn listed_group(list: &Span, k: usize) -> usize {
     let word: [u8; 4] = list[4 * k..][..4].try_into().expect("four bytes");
     u32::from_le_bytes(word) as usize
 }
 
-/// Floats of eight bits (E4M3) with scales for rows, or for blocks of rows and columns.
+/// FP8 numbers (E4M3) with scales for rows, or for blocks of rows and columns.
 #[derive(Clone, Debug)]
 pub(crate) struct Fp8Tensors {
     pub(crate) levels: Span,
@@ -195,7 +196,7 @@ pub(crate) struct Fp8Tensors {
 }
 
 impl Fp8Tensors {
-    /// The numbers of a row from column `first_col` on.
+    /// Dequantises a row from column `first_col` on.
     pub(crate) fn read_row(&self, row_idx: usize, first_col: usize, to: &mut [f32]) {
         let row = &self.levels[row_idx * self.cols..][..self.cols][first_col..];
         for (k, (to, byte)) in (first_col..).zip(to.iter_mut().zip(row)) {
@@ -209,7 +210,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn e4m3_is_known_at_some_points() {
+    fn e4m3_matches_known_values() {
         for (byte, value) in [
             (0x00, 0.0),
             (0x01, 0.001953125),

@@ -1,10 +1,11 @@
-//! The files of a published model: its configuration, and its weights tensor by tensor and row by row.
+//! Reads the files of a published model: its configuration, and its weights tensor by tensor and row by row.
 //!
-//! A Hugging Face directory or a GGUF file is opened, and the tensors of its [`DecoderSpec`](baton_model_spec::DecoderSpec)
-//! are taken by their names. However numbers are stored (floats, GGUF's blocks, AWQ, GPTQ, FP8, compressed-tensors), a
-//! [`Matrix`] gives them row by row. What a backend makes of matrices is up to its [`MatrixSink`].
+//! Opens a Hugging Face directory or a GGUF file and takes the tensors of its
+//! [`DecoderSpec`](baton_model_spec::DecoderSpec) by name. A [`Matrix`] reads rows of every storage format: floats,
+//! GGUF blocks, AWQ, GPTQ, FP8, compressed-tensors. A backend's [`MatrixSink`] converts matrices to the backend's own
+//! layout.
 //!
-//! It does not know kernels, processors or devices.
+//! This crate does not know kernels, CPUs or GPUs.
 
 mod blocks;
 mod checkpoint;

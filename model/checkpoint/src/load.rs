@@ -1,6 +1,6 @@
-//! Loading a decoder: configuration, weights, and what identifies them.
+//! Loads a decoder: its configuration, its weights and their identity.
 //!
-//! It does not know what a backend makes of the weights.
+//! It does not know a backend's layout of weights.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -13,24 +13,24 @@ use crate::decoder::{DecoderWeights, is_redundant, take_weights};
 use crate::gguf;
 use crate::sink::MatrixSink;
 
-/// How a model is to be used.
+/// Options of loading a model.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LoadOptions {
-    /// Type of KV; that of the weights when `None`, as they are computed with.
+    /// Type of KV; `None` takes the type of the weights.
     pub kv_dtype: Option<KvDtype>,
     /// Tokens in a block.
     pub block_size: usize,
-    /// Threads of the executor; one per processor when `None`.
+    /// Threads of the executor; `None` takes one per CPU.
     pub threads: Option<usize>,
-    /// How activations enter products.
+    /// Number format of activations in products.
     pub activations: Activations,
-    /// Weights are quantised to integers.
+    /// Quantises weights to integers when loading.
     pub quantise: Option<Quantisation>,
-    /// Directory for packed weights, which processes of this host share; `None`: each keeps its own.
+    /// Directory for packed weights, shared by the processes of this host. `None`: each process keeps its own copy.
     pub weight_cache: Option<PathBuf>,
-    /// What will compute.
+    /// The backend that computes the model.
     pub backend: Backend,
-    /// Whose part of the model is loaded, where several ranks compute it together.
+    /// The rank whose part is loaded, if several ranks compute the model together.
     pub rank: Rank,
 }
 
@@ -49,16 +49,16 @@ impl Default for LoadOptions {
     }
 }
 
-/// How far loading has come.
+/// Progress of loading.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LoadProgress {
     /// Bytes of weights in memory.
     pub bytes_done: u64,
-    /// Bytes of all weights that are multiplied.
+    /// Bytes of all weights that are used in products.
     pub bytes_total: u64,
 }
 
-/// A model, or one rank's part of it: what is known of it, and its weights. Clones share the weights.
+/// A loaded model, or one rank's part of it: its description and its weights. Clones share the weights.
 #[derive(Debug)]
 pub struct LoadedDecoder<M> {
     inner: Arc<Inner<M>>,
@@ -84,43 +84,44 @@ impl<M> Clone for LoadedDecoder<M> {
 }
 
 impl<M> LoadedDecoder<M> {
-    /// What the model says it is.
+    /// The model's configuration.
     pub fn config(&self) -> &ModelConfig {
         &self.inner.config
     }
 
-    /// What of it was loaded.
+    /// The loaded part of the model.
     pub fn shard(&self) -> &DecoderShard {
         &self.inner.shard
     }
 
-    /// Its weights, or the rank's part of them.
+    /// The weights, or the rank's part of them.
     pub fn weights(&self) -> &DecoderWeights<M> {
         &self.inner.weights
     }
 
-    /// How KV is stored in blocks: that of the whole model, whatever was loaded.
+    /// Layout of the whole model's KV in blocks, also if only a part is loaded.
     pub fn kv_layout(&self) -> KvLayout {
         self.inner.layout
     }
 
-    /// How it is stored in blocks of this rank's own: that of its kv heads.
+    /// Layout of this rank's KV in blocks of its own: only the rank's KV heads.
     pub fn kv_layout_of_rank(&self) -> KvLayout {
         KvLayout { num_kv_heads: self.inner.shard.kv_heads().len(), ..self.inner.layout }
     }
 
-    /// The fingerprint of KV that this model computes. Ranks that share one memory divide it among them, not the KV: the
-    /// fingerprint is that of the whole.
+    /// Fingerprint of the KV that this model computes. It is that of the whole model: ranks that share one memory
+    /// divide the work, not the KV.
     pub fn kv_format(&self) -> KvFormat {
         KvFormat::new(self.inner.revision.clone(), &self.inner.layout, self.inner.config.decoder.rope_text())
     }
 
-    /// Identity of the weights: a hash of the configuration, of the weight files' headers and sizes, and of quantising.
+    /// Identity of the weights: a hash of the configuration, of the weight files' headers and sizes, and of the
+    /// quantisation.
     pub fn revision(&self) -> &str {
         &self.inner.revision
     }
 
-    /// Numbers in the weights that the decoder uses.
+    /// The number of weights that the decoder uses.
     pub fn num_parameters(&self) -> u64 {
         self.inner.num_parameters
     }
@@ -130,26 +131,26 @@ impl<M> LoadedDecoder<M> {
         self.inner.weight_bytes
     }
 
-    /// Threads that it was loaded with.
+    /// The number of threads of the executor.
     pub fn num_threads(&self) -> usize {
         self.inner.threads
     }
 
-    /// How activations are to enter products.
+    /// Number format of activations in products.
     pub fn activations(&self) -> Activations {
         self.inner.activations
     }
 
-    /// Refuses ranks that cannot compute one model together.
+    /// Checks that these ranks are the parts of one model.
     ///
     /// # Panics
-    /// When they are not all the parts of one model, in order.
+    /// When they are not all parts of one model, in order.
     pub fn check_ranks<'a>(ranks: impl ExactSizeIterator<Item = &'a LoadedDecoder<M>> + Clone)
     where
         M: 'a,
     {
         let found: Vec<Rank> = ranks.clone().map(|model| model.shard().rank()).collect();
-        assert_eq!(found, Rank::all(ranks.len()).collect::<Vec<_>>(), "all the parts, in order");
+        assert_eq!(found, Rank::all(ranks.len()).collect::<Vec<_>>(), "all ranks, in order");
         let identity = |model: &LoadedDecoder<M>| (model.revision().to_owned(), model.kv_layout());
         let mut identities = ranks.map(identity);
         let first = identities.next();
@@ -157,25 +158,25 @@ impl<M> LoadedDecoder<M> {
     }
 }
 
-/// The files of a loaded model, for what is done with them once.
+/// The files of a loaded model.
 pub struct LoadedFiles {
     checkpoint: Checkpoint,
     identity: blake3::Hasher,
 }
 
 impl LoadedFiles {
-    /// What the weights are, however they are quantised: the same key, the same bytes in the files.
+    /// Identifies the weights, whatever their quantisation: equal keys mean equal bytes in the files.
     ///
     /// # Errors
-    /// When the system does not say when they were written.
+    /// When the system does not report the files' times of modification.
     pub fn key(&self) -> Result<blake3::Hash, LoadError> {
         let mut hasher = self.identity.clone();
         self.checkpoint.hash_places_into(&mut hasher)?;
         Ok(hasher.finalize())
     }
 
-    /// Gives the files' pages back to the system: what was packed is read once. What is still looked up there comes
-    /// back by itself.
+    /// Returns the files' pages to the system: packed weights are not read again. A page that is read again is mapped
+    /// in again.
     pub fn release_pages(&self) {
         self.checkpoint.release_pages();
     }
@@ -184,15 +185,16 @@ impl LoadedFiles {
 /// Reads `config.json` of the directory `model`, or the metadata of the GGUF file `model`.
 ///
 /// # Errors
-/// When it is missing, broken, or describes what the decoder cannot compute.
+/// When it is missing or malformed, or describes a model that the decoder cannot compute.
 pub fn load_config(model: &Path) -> Result<ModelConfig, LoadError> {
     if model.is_dir() { ModelConfig::of_directory(model) } else { gguf::load_config(model) }
 }
 
-/// Takes the weights of `model`, a Hugging Face directory or a GGUF file, and gives `sink` what is multiplied.
+/// Loads the weights of `model`, a Hugging Face directory or a GGUF file, and passes the matrices of products to
+/// `sink`.
 ///
 /// # Errors
-/// When something is missing, broken or not supported: one sentence that says what.
+/// When a part is missing, malformed or not supported; the message names it.
 pub fn load_decoder<S: MatrixSink>(
     model: &Path,
     options: &LoadOptions,
@@ -238,10 +240,10 @@ pub fn load_decoder<S: MatrixSink>(
     Ok((LoadedDecoder { inner: Arc::new(inner) }, LoadedFiles { checkpoint, identity }))
 }
 
-/// A hash of what the files say: the configuration, and the weight files' headers and sizes.
+/// A hash of the configuration and of the weight files' headers and sizes.
 fn identity(model: &Path, checkpoint: &Checkpoint) -> Result<blake3::Hasher, LoadError> {
     let mut hasher = blake3::Hasher::new();
-    // The header of a GGUF file is its configuration, too.
+    // The header of a GGUF file contains its configuration.
     if model.is_dir() {
         let path = model.join("config.json");
         let config = std::fs::read(&path).map_err(|source| LoadError::io(&path, source))?;
@@ -252,9 +254,9 @@ fn identity(model: &Path, checkpoint: &Checkpoint) -> Result<blake3::Hasher, Loa
     Ok(hasher)
 }
 
-/// Identity of the weights as they are computed with.
+/// Identity of the weights in the format in which they are used.
 fn revision(mut hasher: blake3::Hasher, quantise: Option<Quantisation>) -> String {
-    // Quantised weights are another model: its KV is not mixed with that of the one it was made of.
+    // Quantised weights are a model of their own: its KV must not be mixed with that of the original.
     if let Some(quantisation) = quantise {
         hasher.update(quantisation.to_string().as_bytes());
     }

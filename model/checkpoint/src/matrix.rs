@@ -1,6 +1,6 @@
-//! A matrix in mapped files, as floats or as integers, row by row.
+//! A matrix in mapped files, stored as floats or as integers, read row by row.
 //!
-//! It knows how numbers are stored, not what they are for, nor how kernels want them.
+//! It knows how numbers are stored. It does not know what they are for or how kernels lay them out.
 
 use std::ops::Range;
 
@@ -12,47 +12,47 @@ use crate::blocks;
 use crate::file::Span;
 use crate::integer_tensors::{Fp8Tensors, IntegerTensors};
 
-/// A matrix, or some rows and columns of a tensor.
+/// A matrix: a tensor, or a range of its rows and columns.
 #[derive(Clone, Debug)]
 pub struct Matrix {
-    /// Outputs of a product with it.
+    /// Rows: outputs of a product.
     pub rows: usize,
-    /// Inputs of a product with it.
+    /// Columns: inputs of a product.
     pub cols: usize,
     stored: Stored,
     order: StoredOrder,
-    /// Where it begins in what is stored.
+    /// The first row in the stored tensor.
     first_row: usize,
     first_col: usize,
-    /// Columns of what is stored.
+    /// Columns of the stored tensor.
     stored_cols: usize,
 }
 
-/// How the numbers of a matrix are stored, row after row.
+/// How the numbers are stored, row after row.
 #[derive(Clone, Debug)]
 pub(crate) enum Stored {
     Floats(Span, FloatDtype),
-    /// GGUF's blocks of integers.
+    /// GGUF blocks of integers.
     Blocks(Span, TensorType),
-    /// Integers whose scales and zeros are tensors of their own.
+    /// Integers with scales and zero points in tensors of their own.
     Integers(IntegerTensors),
     Fp8(Fp8Tensors),
 }
 
-/// How numbers in E4M3 share scales: in blocks of so many rows, counted from the first, and columns.
+/// Blocks of E4M3 numbers that share a scale. Block rows are counted from the matrix's first row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Fp8Scales {
-    /// 1 also where the first row is within a block.
+    /// Rows of a block; 1 if the first row is inside a block.
     pub rows: usize,
-    /// Columns; those of the matrix, or more, where a scale is that of rows.
+    /// Columns of a block. May exceed the matrix's columns if a scale is for whole rows.
     pub group: usize,
 }
 
-/// Where a file keeps the rows of a matrix.
+/// The order of a matrix's rows in its file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum StoredOrder {
     AsIs,
-    /// Heads of so many rows, each with the rows of its first and its second half in turns.
+    /// Heads of `head_dim` rows; in each head the rows of the first and of the second half alternate.
     InterleavedHalves {
         head_dim: usize,
     },
@@ -79,26 +79,26 @@ impl Matrix {
         Matrix { rows, cols, stored, order, first_row: 0, first_col: 0, stored_cols: cols }
     }
 
-    /// Some of its rows.
+    /// The rows in `range`.
     ///
     /// # Panics
-    /// When there are not so many.
+    /// When `range` exceeds the rows.
     pub fn rows_at(&self, range: Range<usize>) -> Matrix {
         assert!(range.start <= range.end && range.end <= self.rows, "rows {range:?} of {}", self.rows);
         Matrix { rows: range.len(), first_row: self.first_row + range.start, ..self.clone() }
     }
 
-    /// Some of its columns. Where numbers are integers in groups, see [`splits`](Self::splits).
+    /// The columns in `range`. A cut inside a group of quantised numbers is possible: see [`splits`](Self::splits).
     ///
     /// # Panics
-    /// When there are not so many.
+    /// When `range` exceeds the columns.
     pub fn columns_at(&self, range: Range<usize>) -> Matrix {
         assert!(range.start <= range.end && range.end <= self.cols, "columns {range:?} of {}", self.cols);
         Matrix { cols: range.len(), first_col: self.first_col + range.start, ..self.clone() }
     }
 
-    /// The column at which it begins or ends within a group of `format`: as integers of that format its numbers would
-    /// be others than as a part of the whole.
+    /// The first or last column of this matrix if it is inside a group of `format`. Quantised to that format, the
+    /// numbers would then differ from those of the whole matrix.
     pub fn splits(&self, format: IntegerFormat) -> Option<usize> {
         let is_one_group = match &self.stored {
             Stored::Integers(tensors) => tensors.scales_whole_rows() && tensors.format() == Some(format),
@@ -109,7 +109,7 @@ impl Matrix {
         [self.first_col, end].into_iter().find(is_inside).filter(|_| !is_one_group)
     }
 
-    /// What rows are widened to: the type of the floats; single precision for what has scales.
+    /// The type to which rows are dequantised: the stored type of floats, else f32.
     pub fn dtype(&self) -> FloatDtype {
         match self.stored {
             Stored::Floats(_, dtype) => dtype,
@@ -117,7 +117,7 @@ impl Matrix {
         }
     }
 
-    /// The type of KV when no other is asked for: that of the floats, or of the scales.
+    /// The default type of KV: that of the floats, or of the scales.
     pub fn kv_dtype(&self) -> KvDtype {
         match self.stored {
             Stored::Floats(_, dtype) => dtype.kv_dtype(),
@@ -127,7 +127,7 @@ impl Matrix {
         }
     }
 
-    /// The bytes of row `row_idx` of a matrix of floats.
+    /// The bytes of row `row_idx`; `None` if the matrix is not stored as floats.
     pub fn row(&self, row_idx: usize) -> Option<&[u8]> {
         match &self.stored {
             Stored::Floats(span, dtype) => Some(self.row_bytes(span, *dtype, row_idx)),
@@ -144,7 +144,7 @@ impl Matrix {
         &span[first * dtype.size_bytes()..][..self.cols * dtype.size_bytes()]
     }
 
-    /// The numbers of row `row_idx`, into a slice of as many.
+    /// Dequantises row `row_idx` into `to`, which has `cols` numbers.
     pub fn read_row(&self, row_idx: usize, to: &mut [f32]) {
         assert_eq!(to.len(), self.cols, "numbers of a row");
         match &self.stored {
@@ -169,7 +169,7 @@ impl Matrix {
         }
     }
 
-    /// The whole blocks in which a row's columns lie, and how many numbers come before these.
+    /// The whole blocks that contain a row's columns, and the number of values before the first column.
     fn blocks<'a>(&self, span: &'a Span, tensor_type: TensorType, row_idx: usize) -> (&'a [u8], usize) {
         let (len, num_bytes) = (tensor_type.block_len(), tensor_type.block_bytes());
         let (first, end) = (self.first_col / len, (self.first_col + self.cols).div_ceil(len));
@@ -177,30 +177,30 @@ impl Matrix {
         (&span[before * num_bytes..][..(end - first) * num_bytes], self.first_col % len)
     }
 
-    /// The numbers of row `row_idx`.
+    /// The dequantised numbers of row `row_idx`.
     pub fn row_values(&self, row_idx: usize) -> impl Iterator<Item = f32> {
         let mut values = vec![0.0; self.cols];
         self.read_row(row_idx, &mut values);
         values.into_iter()
     }
 
-    /// All of it.
+    /// All rows, dequantised.
     pub fn to_f32(&self) -> Vec<f32> {
         (0..self.rows).flat_map(|row_idx| self.row_values(row_idx)).collect()
     }
 
-    /// Whether a file holds its numbers as integers, be it in groups that no kernel takes.
+    /// Whether the numbers are stored as integers, also in groups that no kernel supports.
     pub fn is_integers(&self) -> bool {
         matches!(self.stored, Stored::Blocks(..) | Stored::Integers(_))
     }
 
-    /// Whether a file holds its numbers as floats of eight bits.
+    /// Whether the numbers are stored as FP8.
     pub fn is_fp8(&self) -> bool {
         matches!(self.stored, Stored::Fp8(_))
     }
 
-    /// The integers that rows are, if rows are made of integers in groups that kernels take. Where its columns begin or end
-    /// within a group, groups are smaller ones that have its scale, if there are such.
+    /// The integer format of the rows, if they are stored as integers in groups that kernels support. If a cut is
+    /// inside a group, smaller groups with the same scale are used, if kernels support their size.
     pub fn integer_format(&self) -> Option<IntegerFormat> {
         let format = match &self.stored {
             Stored::Floats(..) | Stored::Fp8(_) => return None,
@@ -215,7 +215,7 @@ impl Matrix {
         Some(IntegerFormat { group, ..format })
     }
 
-    /// The integers of row `row_idx` in `format`: those of the file, or rounded.
+    /// The integers of row `row_idx` in `format`: as stored if the formats agree, else quantised again.
     pub fn integers_in(&self, format: IntegerFormat, row_idx: usize) -> IntegerRow {
         if self.integer_format() == Some(format) {
             return self.integer_row(row_idx);
@@ -224,13 +224,13 @@ impl Matrix {
         IntegerRow::quantise(&values, format)
     }
 
-    /// Whether the integers of a row share one scale.
+    /// Whether all integers of a row share one scale.
     pub fn scales_whole_rows(&self) -> bool {
         matches!(&self.stored, Stored::Integers(tensors) if tensors.scales_whole_rows())
     }
 
-    /// How floats of eight bits share scales; `None` if there are none. Where its columns begin within a block, so do
-    /// smaller ones that have its scale.
+    /// The blocks in which FP8 numbers share scales; `None` for other formats. If a cut is inside a block, smaller
+    /// blocks with the same scale are used.
     pub fn fp8_scales(&self) -> Option<Fp8Scales> {
         let Stored::Fp8(tensors) = &self.stored else { return None };
         let rows = tensors.scales.rows_per_row;
@@ -240,42 +240,42 @@ impl Matrix {
         Some(Fp8Scales { rows, group })
     }
 
-    /// Row `row_idx` in E4M3, and the scale of each group of it.
+    /// Row `row_idx` in E4M3, and the scale of each of its groups.
     ///
     /// # Panics
-    /// When there are no [scales of fp8](Self::fp8_scales).
+    /// When [`fp8_scales`](Self::fp8_scales) is `None`.
     pub fn fp8_row(&self, row_idx: usize) -> (&[u8], impl Iterator<Item = f32>) {
-        let Stored::Fp8(tensors) = &self.stored else { panic!("no numbers in E4M3") };
+        let Stored::Fp8(tensors) = &self.stored else { panic!("the matrix is not stored as FP8") };
         let row = self.stored_row(row_idx);
         let codes = &tensors.levels[row * self.stored_cols + self.first_col..][..self.cols];
-        let Fp8Scales { group, .. } = self.fp8_scales().expect("it has some");
+        let Fp8Scales { group, .. } = self.fp8_scales().expect("FP8 has scales");
         let starts = (self.first_col..self.first_col + self.cols).step_by(group);
         (codes, starts.map(move |col| tensors.scales.get(row, col / tensors.group)))
     }
 
-    /// The integers of row `row_idx`.
+    /// The stored integers of row `row_idx`.
     ///
     /// # Panics
-    /// When there is no [integer format](Self::integer_format), or the matrix [splits](Self::splits) its groups.
+    /// When [`integer_format`](Self::integer_format) is `None`, or the matrix [splits](Self::splits) its groups.
     pub fn integer_row(&self, row_idx: usize) -> IntegerRow {
         match &self.stored {
-            Stored::Floats(..) | Stored::Fp8(_) => panic!("floats are no integers"),
+            Stored::Floats(..) | Stored::Fp8(_) => panic!("the matrix is not stored as integers"),
             Stored::Integers(tensors) => {
-                let group = self.integer_format().expect("integers that have a format").group;
+                let group = self.integer_format().expect("integers with a format").group;
                 let cols = self.first_col..self.first_col + self.cols;
                 tensors.row(self.stored_row(row_idx), cols, group)
             }
             Stored::Blocks(span, tensor_type) => {
                 let (bytes, skipped) = self.blocks(span, *tensor_type, row_idx);
                 let row = blocks::integer_row(*tensor_type, bytes);
-                let group = self.integer_format().expect("a type that has a format").group;
+                let group = self.integer_format().expect("a block type with a format").group;
                 row.part(skipped..skipped + self.cols, group)
             }
         }
     }
 }
 
-/// The largest number that divides both; the other, if one is 0.
+/// The greatest common divisor; `gcd(a, 0)` is `a`.
 fn gcd(a: usize, b: usize) -> usize {
     if b == 0 { a } else { gcd(b, a % b) }
 }

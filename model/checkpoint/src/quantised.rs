@@ -1,4 +1,4 @@
-//! Safetensors that were quantised before: which tensors make up a weight, by the method of `quantization_config`.
+//! Quantised safetensors: the tensors that make up one weight, by the method of `quantization_config`.
 //!
 //! | method | levels | scales | zeros |
 //! |---|---|---|---|
@@ -7,8 +7,9 @@
 //! | compressed-tensors | `weight_packed [N, K * bits / 32]`, or `weight [N, K]` | `weight_scale [N, groups]` | `weight_zero_point` |
 //! | fp8 | `weight [N, K]` | `weight_scale`, or `weight_scale_inv` of blocks | |
 //!
-//! N are the outputs, K the inputs. Which modules were quantised, with how many bits and in which groups, shows in the
-//! shapes of their tensors; so lists of modules that were not (`modules_to_not_convert`, `ignore`) are not read.
+//! N are the outputs, K the inputs. The shapes of a module's tensors show whether it is quantised, with how many bits
+//! and in which groups. So the lists of modules that are not quantised (`modules_to_not_convert`, `ignore`) are not
+//! read.
 //!
 //! Layouts: AutoAWQ's "gemm", AutoGPTQ and GPTQModel, vLLM's compressed-tensors, DeepSeek-V3's block scales.
 
@@ -21,12 +22,12 @@ use crate::integer_tensors::{
 use crate::matrix::{Matrix, Stored, StoredOrder};
 use crate::tensors::{Raw, Tensors};
 
-/// Integers of an int32, from the low end, as AWQ's kernels unpack them.
+/// AWQ: the position of each integer within an int32, counted from its low end.
 const AWQ_SLOTS: [u8; 8] = [0, 4, 1, 5, 2, 6, 3, 7];
 const WORD_BITS: usize = 32;
 const SCALE_DTYPES: &[Dtype] = &[Dtype::F32, Dtype::F16, Dtype::BF16];
 
-/// Tensors that say how activations and KV were quantised: neither is here.
+/// Tensors that describe the quantisation of activations and KV, which are not used.
 pub(crate) fn is_about_activations(name: &str) -> bool {
     const SUFFIXES: &[&str] = &[
         ".activation_scale",
@@ -42,7 +43,7 @@ pub(crate) fn is_about_activations(name: &str) -> bool {
     SUFFIXES.iter().any(|suffix| name.ends_with(suffix))
 }
 
-/// Takes the weight of `module`, if it is stored as something else than floats.
+/// Takes the weight of `module` if it is not stored as floats.
 pub(crate) fn take(
     from: &mut Tensors,
     quantisation: StoredQuantisation,
@@ -161,7 +162,7 @@ impl Taker<'_> {
         })
     }
 
-    /// compressed-tensors' integers in words.
+    /// Integers of compressed-tensors, packed into words.
     fn packed(&mut self) -> Result<IntegerTensors, LoadError> {
         let (rows, cols) = (self.rows, self.cols);
         let width = self.width("weight_packed", 1);
@@ -211,7 +212,7 @@ impl Taker<'_> {
         })
     }
 
-    /// compressed-tensors' integers in bytes.
+    /// Integers of compressed-tensors, one per byte.
     fn bytes(&mut self) -> Result<IntegerTensors, LoadError> {
         let (rows, cols) = (self.rows, self.cols);
         let levels = self.take("weight", &[Dtype::I8], &[&[rows, cols]])?;
@@ -248,7 +249,7 @@ impl Taker<'_> {
         Ok(Fp8Tensors { levels, cols, scales, group: block_cols })
     }
 
-    /// Scales of the whole matrix, of rows, or of groups in rows; and how many groups a row has.
+    /// Scales of the whole matrix, of rows, or of groups within rows; and the number of groups in a row.
     fn scales(&mut self, suffix: &str) -> Result<(Table, usize), LoadError> {
         let num_groups = self.num_groups(suffix, 1);
         let per_row = [self.rows, num_groups];
@@ -258,14 +259,14 @@ impl Taker<'_> {
         Ok((Table { row_stride, col_stride: 1, ..table(raw) }, num_groups))
     }
 
-    /// Zeros in bytes, shaped as the scales.
+    /// Zero points in bytes, with the shape of the scales.
     fn byte_zeros(&mut self, width: IntegerWidth, num_groups: usize) -> Result<Zeros, LoadError> {
         let per_row = [self.rows, num_groups];
         let raw =
             self.take("weight_zero_point", &[Dtype::I8], &[&per_row, &[self.rows], &[1, 1], &[1], &[]])?;
         let row_stride = if raw.span.len() == 1 { 0 } else { num_groups };
         let levels = Field { row_stride, ..in_bytes(raw) };
-        // A signed zero counts from the middle of the width.
+        // A signed zero point counts from the middle of the width.
         Ok(Zeros { levels, offset: i16::from(width.middle()) - 128 })
     }
 
@@ -289,7 +290,7 @@ impl Taker<'_> {
         Ok(Groups::Listed(raw.span))
     }
 
-    /// Four bits if the dimension of packed integers is that of four, else eight.
+    /// Four bits if `dimension` of the packed tensor fits four bits, else eight.
     fn width(&self, suffix: &str, dimension: usize) -> IntegerWidth {
         match self.shape_of(suffix).get(dimension) {
             Some(words) if *words == self.cols.div_ceil(WORD_BITS / 8) => IntegerWidth::Eight,
@@ -297,7 +298,8 @@ impl Taker<'_> {
         }
     }
 
-    /// Groups in a row, by a dimension of the scales. One if there cannot be so many: then their shape is refused.
+    /// The number of groups in a row, by `dimension` of the scales. 1 if that number is impossible: then the shape is
+    /// refused.
     fn num_groups(&self, suffix: &str, dimension: usize) -> usize {
         let shape = self.shape_of(suffix);
         let found = if shape.len() == 2 { shape[dimension] } else { 1 };
@@ -305,7 +307,7 @@ impl Taker<'_> {
     }
 }
 
-/// Whether scales are those of rows, or one for all.
+/// Whether there is one scale per row, or one for the whole matrix.
 fn is_whole_rows(shape: &[usize], rows: usize) -> bool {
     matches!(shape, [] | [1] | [1, 1]) || shape == [rows] || shape == [rows, 1]
 }

@@ -1,26 +1,26 @@
-//! What takes the matrices of a decoder: a backend, which makes of them what it multiplies with.
+//! The interface of a backend that converts the matrices of a decoder to its own layout.
 
 use crate::integer_choice::{SplitGroup, Tolerance};
 use crate::matrix::Matrix;
 
-/// What a product's outputs are for.
+/// How the outputs of a product are used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ProductKind {
-    /// They are used as they are.
+    /// As they are.
     Plain,
     /// The first half are gates of the second half.
     Gated,
 }
 
-/// Takes the matrices of a decoder.
+/// Receives the matrices of a decoder.
 pub trait MatrixSink {
-    /// What it makes of them.
+    /// The backend's own matrix type.
     type Matrix;
 
-    /// Takes a matrix made of `parts`, which have as many columns, one after the other.
+    /// Adds a matrix made of `parts` one after the other; all parts have the same number of columns.
     ///
     /// # Errors
-    /// When it would be multiplied as integers in groups of which a part has not all.
+    /// When the integer format's groups are cut at a part's first or last column.
     fn add(
         &mut self,
         parts: Vec<Matrix>,

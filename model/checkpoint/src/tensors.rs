@@ -1,6 +1,6 @@
-//! The tensors of a model's files by their names, and what was taken of them.
+//! The tensors of a model's files by name, with a mark on those that were taken.
 //!
-//! It knows names, types, shapes and bytes, not what they are for.
+//! It knows names, types, shapes and bytes, not what tensors are for.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -14,7 +14,7 @@ use crate::file::Span;
 
 /// All tensors of a model.
 pub(crate) struct Tensors {
-    /// The file, or the index of several: for messages about tensors that are in none.
+    /// The file, or the index of several files: for messages about missing tensors.
     pub(crate) path: PathBuf,
     pub(crate) by_name: BTreeMap<String, Tensor>,
 }
@@ -31,9 +31,9 @@ pub(crate) struct Tensor {
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum StoredDtype {
     Float(FloatDtype),
-    /// Blocks of integers.
+    /// GGUF blocks of integers.
     Block(TensorType),
-    /// Nothing that a weight is made of.
+    /// A type that no weight is made of.
     Other(Dtype),
 }
 
@@ -47,7 +47,7 @@ impl fmt::Display for StoredDtype {
     }
 }
 
-/// A tensor of any type: a part of a weight.
+/// A tensor of any type: one part of a weight.
 pub(crate) struct Raw {
     pub(crate) span: Span,
     pub(crate) shape: Vec<usize>,
@@ -87,7 +87,7 @@ impl From<TensorType> for StoredDtype {
 }
 
 impl Tensors {
-    /// The type of a tensor of a directory; `None` if there is no such tensor.
+    /// The type of a tensor in a directory; `None` if the tensor is missing.
     pub(crate) fn dtype_of(&self, name: &str) -> Option<Dtype> {
         match self.by_name.get(name)?.dtype {
             StoredDtype::Float(FloatDtype::F32) => Some(Dtype::F32),
@@ -98,12 +98,12 @@ impl Tensors {
         }
     }
 
-    /// The shape of a tensor; `None` if it is not there.
+    /// The shape of a tensor; `None` if it is missing.
     pub(crate) fn shape_of(&self, name: &str) -> Option<Vec<usize>> {
         Some(self.by_name.get(name)?.shape.clone())
     }
 
-    /// Takes a tensor that is a part of a weight, of one of these types and shapes.
+    /// Takes a tensor that is a part of a weight and has one of these types and shapes.
     pub(crate) fn take_raw(
         &mut self,
         name: &str,
@@ -114,7 +114,7 @@ impl Tensors {
         let Some(dtype) = self.dtype_of(name) else {
             return Err(LoadError::MissingTensor { path: self.path.clone(), tensor, expected });
         };
-        let found = self.by_name.get_mut(name).expect("it has a type");
+        let found = self.by_name.get_mut(name).expect("present: its type was found");
         let raw = Raw { span: found.span.clone(), shape: found.shape.clone(), dtype };
         if !shapes.contains(&&*raw.shape) {
             let found = raw.shape.clone();

@@ -1,66 +1,66 @@
-//! Which processors threads may run on.
+//! CPU lists and pinning threads to CPUs.
 
 use std::{fmt, io, str::FromStr};
 
-/// Processors are numbered below this by any Linux.
+/// Linux numbers CPUs below this.
 const MAX_CPUS: usize = 8192;
 const BITS: usize = libc::c_ulong::BITS as usize;
 
-/// Processors by their numbers, each once: `0-3,8`.
+/// A list of CPUs, each once, in the given order: `0-3,8`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CpuList(Vec<usize>);
 
-/// Why there is no such list, or threads cannot be kept to it.
+/// Why a CPU list is invalid, or threads cannot be pinned to it.
 #[derive(Debug, thiserror::Error)]
 pub enum CpuListError {
-    /// Not a list.
-    #[error("'{0}' is no CPU and no range of CPUs; expected a list such as 0-3,8")]
+    /// The text is not a CPU list.
+    #[error("'{0}' is not a CPU or a range of CPUs; expected a list such as 0-3,8")]
     Syntax(String),
-    /// A processor that no machine has.
-    #[error("CPU {0} is beyond what Linux knows; the last is {last}", last = MAX_CPUS - 1)]
+    /// The CPU number is too large for Linux.
+    #[error("CPU {0} is too large; the largest CPU number is {last}", last = MAX_CPUS - 1)]
     TooLarge(usize),
-    /// Two threads would share it.
+    /// Two threads would share a CPU.
     #[error("CPU {0} is listed twice")]
     Twice(usize),
-    /// Not on this machine.
+    /// The CPU does not exist on this machine.
     #[error("this machine has no CPU {cpu}; its CPUs are {online}")]
     Absent {
-        /// The first that is not there.
+        /// The first CPU that does not exist.
         cpu: usize,
-        /// Those that are.
+        /// The existing CPUs.
         online: CpuList,
     },
-    /// Kept from this process, by `taskset`, a cpuset or whoever started it.
+    /// The CPU is not allowed for this process, by `taskset`, a cpuset or the parent process.
     #[error("this process may not use CPU {cpu}; it may use {allowed}")]
     NotAllowed {
-        /// The first that is not allowed.
+        /// The first CPU that is not allowed.
         cpu: usize,
-        /// Those that are.
+        /// The allowed CPUs.
         allowed: CpuList,
     },
-    /// Fewer processors than threads, or than processes.
+    /// There are fewer CPUs than threads or processes.
     #[error("{wanted} CPUs are needed, and there are {found}: {cpus}")]
     TooFew {
-        /// So many are needed.
+        /// The required number.
         wanted: usize,
-        /// So many there are.
+        /// The number of CPUs in the list.
         found: usize,
-        /// Which.
+        /// The list.
         cpus: CpuList,
     },
-    /// The system does not say or do it.
-    #[error("cannot start a thread on a CPU of its own")]
+    /// A system call failed.
+    #[error("cannot pin a thread to a CPU")]
     System(#[from] io::Error),
 }
 
 impl CpuList {
-    /// Those that this process may use.
+    /// The CPUs that this process may use.
     ///
     /// # Errors
-    /// When the system does not say.
+    /// When the system call fails.
     pub fn allowed() -> io::Result<CpuList> {
         let mut mask = [0 as libc::c_ulong; MAX_CPUS / BITS];
-        // SAFETY: the kernel writes at most so many bytes of the mask. 0 is the calling thread.
+        // SAFETY: the kernel writes at most this many bytes of the mask. 0 is the calling thread.
         let result = unsafe { libc::sched_getaffinity(0, size_of_val(&mask), mask.as_mut_ptr().cast()) };
         if result < 0 {
             return Err(io::Error::last_os_error());
@@ -68,10 +68,10 @@ impl CpuList {
         Ok(CpuList((0..MAX_CPUS).filter(|cpu| mask[cpu / BITS] >> (cpu % BITS) & 1 == 1).collect()))
     }
 
-    /// Checks that this process may use all of them.
+    /// Checks that this process may use all CPUs of the list.
     ///
     /// # Errors
-    /// Names the first that it may not use, or that is not there.
+    /// Names the first CPU that is not allowed or does not exist.
     pub fn check(&self) -> Result<(), CpuListError> {
         let allowed = CpuList::allowed()?;
         let Some(&cpu) = self.0.iter().find(|&cpu| !allowed.0.contains(cpu)) else { return Ok(()) };
@@ -82,15 +82,15 @@ impl CpuList {
         }
     }
 
-    /// Processors of it.
+    /// The number of CPUs.
     pub fn num_cpus(&self) -> usize {
         self.0.len()
     }
 
-    /// The first so many of them.
+    /// The first `num_cpus` CPUs.
     ///
     /// # Errors
-    /// When there are fewer.
+    /// When the list is shorter.
     pub fn first(&self, num_cpus: usize) -> Result<CpuList, CpuListError> {
         match self.0.get(..num_cpus) {
             Some(cpus) => Ok(CpuList(cpus.to_vec())),
@@ -98,7 +98,7 @@ impl CpuList {
         }
     }
 
-    /// Parts of equal size, or, where this does not come out even, the first ones one larger.
+    /// Divides the list into parts of equal size. If the size is not divisible, the first parts are one larger.
     ///
     /// # Errors
     /// When a part would be empty.
@@ -110,12 +110,12 @@ impl CpuList {
         Ok(parts.map(|part| CpuList(part.to_vec())).collect())
     }
 
-    /// Keeps the calling thread to the processor of a participant.
+    /// Pins the calling thread to the CPU of participant `thread_idx`.
     pub(crate) fn pin(&self, thread_idx: usize) -> io::Result<()> {
         let cpu = self.0[thread_idx];
         let mut mask = [0 as libc::c_ulong; MAX_CPUS / BITS];
         mask[cpu / BITS] = 1 << (cpu % BITS);
-        // SAFETY: the kernel reads so many bytes of the mask. 0 is the calling thread.
+        // SAFETY: the kernel reads this many bytes of the mask. 0 is the calling thread.
         let result = unsafe { libc::sched_setaffinity(0, size_of_val(&mask), mask.as_ptr().cast()) };
         if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
     }
@@ -164,7 +164,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn lists_are_read_and_written() {
+    fn lists_are_parsed_and_printed() {
         for (text, expected, written) in [
             ("0", vec![0], "0"),
             ("0-3,8", vec![0, 1, 2, 3, 8], "0-3,8"),
@@ -176,13 +176,13 @@ mod tests {
             assert_eq!(list.to_string(), written);
         }
         for (text, expected) in [
-            ("", "'' is no CPU"),
-            ("1,", "'' is no CPU"),
-            ("3-1", "'3-1' is no CPU"),
-            ("-1", "'-1' is no CPU"),
-            ("auto", "'auto' is no CPU"),
+            ("", "'' is not a CPU"),
+            ("1,", "'' is not a CPU"),
+            ("3-1", "'3-1' is not a CPU"),
+            ("-1", "'-1' is not a CPU"),
+            ("auto", "'auto' is not a CPU"),
             ("0-3,2", "CPU 2 is listed twice"),
-            ("0-99999999999", "CPU 99999999999 is beyond"),
+            ("0-99999999999", "CPU 99999999999 is too large"),
         ] {
             let error = text.parse::<CpuList>().unwrap_err().to_string();
             assert!(error.contains(expected), "{text}: {error}");
@@ -190,7 +190,7 @@ mod tests {
     }
 
     #[test]
-    fn lists_are_divided_without_a_rest() {
+    fn lists_are_divided_completely() {
         let list: CpuList = "0-6".parse().unwrap();
         let divide =
             |num_parts| list.divide(num_parts).map(|parts| parts.iter().map(CpuList::to_string).collect());
@@ -205,12 +205,12 @@ mod tests {
     }
 
     #[test]
-    fn processors_that_cannot_be_used_are_named() {
+    fn unusable_cpus_are_named() {
         let allowed = CpuList::allowed().unwrap();
         allowed.check().unwrap();
         let error = CpuList(vec![allowed.0[0], MAX_CPUS - 1]).check().unwrap_err().to_string();
         assert!(error.contains("this machine has no CPU 8191; its CPUs are 0"), "{error}");
-        // Of a thread that may use one processor only, the others are not allowed.
+        // The thread is then restricted to one CPU, so that the others are not allowed.
         let Some(&other) = allowed.0.get(1) else { return };
         let error = std::thread::spawn(move || {
             allowed.pin(0).unwrap();

@@ -1,4 +1,4 @@
-//! What every operation needs: the instruction set, threads, and memory for each thread.
+//! The context of every operation: the instruction set, the threads, and memory for each thread.
 
 use std::sync::Arc;
 
@@ -7,19 +7,19 @@ use crate::pool::ThreadPool;
 use crate::scratch::Scratch;
 use crate::simd::Isa;
 
-/// What every operation needs: the instruction set, threads, and memory for each thread.
+/// The context of every operation: the instruction set, the threads, and memory for each thread.
 pub struct Cpu {
     pub(crate) isa: Isa,
     pub(crate) pool: Arc<ThreadPool>,
     pub(crate) scratch: Scratch,
-    /// Rows of a product's left side, as its kernel reads them.
+    /// Left-side rows of a product, packed for its kernel.
     pub(crate) packed: Aligned,
-    /// What several threads found about the same rows.
+    /// Partial results of several threads for the same rows.
     pub(crate) partials: Aligned,
 }
 
 impl Cpu {
-    /// With threads of its own.
+    /// A context with its own threads.
     ///
     /// # Errors
     /// When threads cannot be started.
@@ -27,7 +27,7 @@ impl Cpu {
         Ok(Cpu::on(Arc::new(ThreadPool::new(num_threads)?), isa))
     }
 
-    /// On threads that it shares with others.
+    /// A context on a shared thread pool.
     pub fn on(pool: Arc<ThreadPool>, isa: Isa) -> Cpu {
         Cpu {
             isa,
@@ -38,18 +38,18 @@ impl Cpu {
         }
     }
 
-    /// What its kernels were chosen for.
+    /// The instruction set of the kernels.
     #[inline]
     pub fn isa(&self) -> Isa {
         self.isa
     }
 
-    /// Its threads.
+    /// The threads.
     pub fn pool(&self) -> &ThreadPool {
         &self.pool
     }
 
-    /// Calls `work` for every row, on several threads when there is enough to do.
+    /// Calls `work` for every row, on several threads if there is enough work.
     pub fn for_rows(&mut self, num_rows: usize, elements_per_row: usize, work: impl Fn(usize) + Sync) {
         const ELEMENTS_PER_ITEM: usize = 16 * 1024;
         let rows_per_item = (ELEMENTS_PER_ITEM / elements_per_row.max(1)).max(1);

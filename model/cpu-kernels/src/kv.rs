@@ -1,7 +1,7 @@
-//! Keys and values in their blocks: where a row's are written, and where positions lie.
+//! Keys and values in their blocks: where a position is stored, and writing and reading a row.
 //!
-//! It does not know how they are rounded ([`KvDtype::store_vector`](baton_kv_cache::KvDtype::store_vector)), nor what
-//! attention does with them.
+//! It does not know how numbers are quantised ([`KvDtype::store_vector`](baton_kv_cache::KvDtype::store_vector)) or
+//! how attention uses them.
 
 use std::slice;
 
@@ -9,18 +9,18 @@ use baton_kv_cache::{BlockId, BlockStorage, KvLayout, VectorCodec};
 
 use crate::simd::{Bf16, Stored};
 
-/// K or V of one kv head of one sequence, in one layer.
+/// The keys or the values of one KV head of one sequence in one layer.
 #[derive(Clone, Copy)]
 pub(crate) struct HeadKv<'a> {
     storage: &'a BlockStorage,
     layer_idx: usize,
     blocks: &'a [BlockId],
-    /// Of the head in a piece.
+    /// Offset of the head in a block's piece.
     offset: usize,
 }
 
 impl<'a> HeadKv<'a> {
-    /// Its keys, and its values.
+    /// The keys and the values.
     pub(crate) fn both(
         storage: &'a BlockStorage,
         layer_idx: usize,
@@ -38,19 +38,19 @@ impl<'a> HeadKv<'a> {
         self.storage.layout()
     }
 
-    /// Where a position lies, and how many positions follow each other from there, of at most `len`.
+    /// The address of a position, and how many positions, at most `len`, are contiguous from there.
     #[inline(always)]
     pub(crate) fn run(&self, position: usize, len: usize) -> (*const u8, usize) {
         let layout = self.layout();
         let (head, slot) = self.place(position);
-        // SAFETY: the slot's elements lie in the head.
+        // SAFETY: the slot's elements are inside the head.
         (unsafe { head.add(layout.token_offset(slot)) }, (layout.block_size - slot).min(len))
     }
 
-    /// Copies the scales of `len` positions from `first`, where the type has scales.
+    /// Copies the scales of `len` positions from `first` on. Does nothing if the type has no scales.
     ///
     /// # Safety
-    /// `to` is valid for `len`; nobody writes these positions meanwhile.
+    /// `to` is valid for `len` numbers; no other code writes these positions during the call.
     #[inline(always)]
     pub(crate) unsafe fn scales(&self, first: usize, len: usize, to: *mut f32) {
         let layout = self.layout();
@@ -59,7 +59,7 @@ impl<'a> HeadKv<'a> {
             let (head, slot) = self.place(first + done);
             let run = (layout.block_size - slot).min(len - done);
             for idx in 0..run {
-                // SAFETY: the slots' scales lie in the head; `done + idx` is below `len`.
+                // SAFETY: the slots' scales are inside the head; `done + idx` is below `len`.
                 unsafe {
                     let from = head.add(layout.scale_offset(slot) + idx * layout.dtype.scale_bytes());
                     *to.add(done + idx) = Bf16::load_one(from);
@@ -69,24 +69,24 @@ impl<'a> HeadKv<'a> {
         }
     }
 
-    /// The head in the block of a position, and the position's slot there.
+    /// The head in the block of a position, and the position's slot in the block.
     #[inline(always)]
     fn place(&self, position: usize) -> (*const u8, usize) {
         let block_size = self.layout().block_size;
         let piece = self.storage.layer_ptr(self.blocks[position / block_size], self.layer_idx);
-        // SAFETY: the head lies in the piece.
+        // SAFETY: the head is inside the piece.
         (unsafe { piece.as_ptr().add(self.offset) }, position % block_size)
     }
 }
 
-/// Rounds a row's keys and values to the type of KV and writes them to their place: that of the heads from `first_head`
-/// on.
+/// Quantises a row's keys and values to the type of KV and writes them to the position's slot in the heads from
+/// `first_head` on.
 ///
 /// # Safety
-/// Nobody else reads or writes that place of the layer.
+/// No other code reads or writes that slot of the layer.
 ///
 /// # Panics
-/// When the layout has not so many heads.
+/// When the layout has fewer heads.
 pub unsafe fn store_rows(
     storage: &BlockStorage,
     layer_idx: usize,
@@ -103,7 +103,7 @@ pub unsafe fn store_rows(
     for (half, row) in [keys, values].into_iter().enumerate() {
         assert!(row.len() <= (num_kv_heads - first_head) * head_dim && row.len().is_multiple_of(head_dim));
         for (head_idx, vector) in (first_head..).zip(row.chunks_exact(head_dim)) {
-            // SAFETY: head and slot lie in the piece; the caller vouches for the place.
+            // SAFETY: head and slot are inside the piece; the caller guarantees exclusive access.
             let (elements, scale) = unsafe {
                 let head = piece.add(half * layout.half_bytes() + layout.head_offset(head_idx));
                 let (elements, scale) =
@@ -125,14 +125,14 @@ pub(crate) mod testing {
     use super::*;
     use crate::simd::{E4m3, F16, F32, I8};
 
-    /// What a position's elements stand for, read one by one.
+    /// The dequantised elements of a position, read one by one.
     ///
     /// # Safety
-    /// Nobody writes the position meanwhile.
+    /// No other code writes the position during the call.
     pub(crate) unsafe fn read_vector(kv: &HeadKv<'_>, position: usize) -> Vec<f32> {
         let KvLayout { dtype, head_dim, .. } = *kv.layout();
         let (at, _) = kv.run(position, 1);
-        // SAFETY: all lies in the position's place.
+        // SAFETY: all elements are inside the position's slot.
         unsafe {
             let mut scale = 1.0;
             if dtype.scale_bytes() > 0 {
@@ -168,13 +168,13 @@ mod tests {
         let storage = BlockStorage::new(layout, 3).unwrap();
         let blocks = [BlockId(2), BlockId(0)];
         let position = 8;
-        // SAFETY: the test is the only user.
+        // SAFETY: no other code uses the storage.
         unsafe { store_rows(&storage, 1, &blocks, position, 0, keys, values) };
         let mut read = [Vec::new(), Vec::new()];
         for kv_head in 0..2 {
             for (half, kv) in HeadKv::both(&storage, 1, &blocks, kv_head).into_iter().enumerate() {
                 assert_eq!(kv.run(position, 10).1, 2, "to the end of the block");
-                // SAFETY: nobody writes.
+                // SAFETY: no other code writes.
                 read[half].extend(unsafe { read_vector(&kv, position) });
             }
         }
@@ -182,7 +182,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_stored_is_read_where_the_layout_has_it() {
+    fn stored_vectors_are_read_back_from_the_layouts_slots() {
         for dtype in KvDtype::ALL {
             let vectors = [1, 2].map(|seed| noise(seed, 14));
             let read = round_trip(dtype, &vectors[0], &vectors[1]);
@@ -200,7 +200,7 @@ mod tests {
     }
 
     #[test]
-    fn heads_without_a_scale_are_zero_or_nan() {
+    fn heads_without_a_usable_scale_are_zero_or_nan() {
         for dtype in [KvDtype::Fp8, KvDtype::Int8] {
             let mut keys = vec![0.0; 8];
             keys[5] = 1e-42;

@@ -1,9 +1,9 @@
-//! What a forward pass is made of on processors: products, attention and operations on rows, and the threads that run them.
+//! Kernels of a forward pass on CPUs: products, attention and row operations, and the threads that run them.
 //!
-//! Kernels read weights from panels ([`PanelsRef`]) and KV from its blocks. Sums have a fixed order: a row's result does not
-//! depend on the other rows, on tiles or on threads.
+//! Kernels read weights from packed panels ([`PanelsRef`]) and KV from its blocks. Every sum has a fixed order, so a
+//! row's result does not depend on other rows, on tiles or on threads.
 //!
-//! It does not know models, weight files, or the order of operations.
+//! This crate does not know models, weight files or the order of operations.
 
 mod affinity;
 mod attention;
@@ -29,6 +29,6 @@ pub use products::{
     Output, PANEL, PanelFormat, PanelsRef, RowOrder, has_pairs, integers_loop, multiply, pack_floats,
     pack_integers, pairs_loop,
 };
-pub use rows::{Gate, rms_norm, rms_norm_in_place, rotate, soft_cap};
+pub use rows::{GateFunction, rms_norm, rms_norm_in_place, rotate, soft_cap};
 pub use shared::SharedMut;
 pub use simd::{CHAINS, Isa, LANES};

@@ -1,12 +1,12 @@
-//! Loops of nothing but one operation, to see what a processor could do at best.
+//! Loops of a single operation, for measuring the CPU's peak rates.
 
 use crate::simd::{CHAINS, LANES, Simd, kernel};
 
 kernel! {
-    /// Multiply-adds of f32 and nothing else.
+    /// A loop of f32 multiply-adds.
     ///
     /// # Safety
-    /// None beyond the instruction set.
+    /// The instruction set must be present.
     pub fn fma_loop / fmas (rounds: usize) -> f32
 }
 
@@ -31,10 +31,10 @@ unsafe fn fmas<S: Simd>(rounds: usize) -> f32 {
 }
 
 kernel! {
-    /// Reads and nothing else.
+    /// A loop of reads.
     ///
     /// # Safety
-    /// `from` is valid for `len` numbers.
+    /// `from` is valid for `len` numbers, and the instruction set is present.
     pub fn read_loop / reads (from: *const f32, len: usize) -> f32
 }
 

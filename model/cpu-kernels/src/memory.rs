@@ -1,22 +1,22 @@
-//! Memory that is streamed through: in large pages, where the system has them, so that few addresses need translating.
-//! A matrix of activations has rows pages apart; a tile writes to a page for each of its rows.
+//! Memory for streaming, in large pages if the system has them, so that there are few TLB misses. Rows of activations
+//! are pages apart, and a tile writes to a page for each of its rows.
 
 use memmap2::{Advice, MmapMut};
 
-/// Numbers that begin at a cache line, so that vectors do not lie across two; grows, never shrinks.
+/// A buffer of numbers aligned to a cache line, so that no vector crosses two lines. It grows and never shrinks.
 #[derive(Default)]
 pub struct Aligned {
     memory: Option<MmapMut>,
 }
 
 impl Aligned {
-    /// The first `len`, with any contents.
+    /// The first `len` numbers, with unspecified contents.
     #[inline]
     pub fn grown(&mut self, len: usize) -> &mut [f32] {
         if self.len() < len {
-            // Twice as much, for batches grow by and by; what is not touched takes no memory.
+            // Doubles at least, because batches grow step by step. Pages that are not touched use no memory.
             let num_bytes = (4 * len).max(8 * self.len());
-            // Before the new memory comes, which then may lie where the old was.
+            // The old memory is freed before the new is mapped, so that the new may reuse its addresses.
             self.memory = None;
             self.memory = Some(anonymous(num_bytes.next_multiple_of(4096)));
         }
@@ -44,13 +44,13 @@ impl std::ops::DerefMut for Aligned {
     }
 }
 
-/// Memory of zeroes, in large pages where the system has them.
+/// Zeroed memory, in large pages if the system has them.
 ///
 /// # Panics
-/// When there is none.
+/// When no memory is available.
 pub fn anonymous(num_bytes: usize) -> MmapMut {
     let map = MmapMut::map_anon(num_bytes).expect("memory for activations");
-    // Systems without large pages refuse.
+    // Systems without large pages return an error, which is ignored.
     #[cfg(target_os = "linux")]
     let _ = map.advise(Advice::HugePage);
     map
@@ -61,7 +61,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn numbers_grow_and_begin_at_a_line() {
+    fn buffers_grow_and_are_aligned_to_a_line() {
         let mut numbers = Aligned::default();
         assert!(numbers.is_empty());
         for len in [1, 1000, 1001, 1 << 20] {

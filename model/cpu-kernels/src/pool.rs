@@ -1,18 +1,17 @@
-//! A few threads that share the work of one operation at a time: one pool for all executors of a process, so that
-//! there are as many busy threads as processors.
+//! A pool of threads that share the work of one operation at a time. All executors of a process share one pool, so
+//! that there are as many busy threads as CPUs.
 //!
-//! An operation is a closure that every participant calls once; it takes its pieces of work from a
-//! counter of its own, so it is complete whoever takes part. Threads spin briefly between operations
-//! and sleep when none comes: a forward pass has a dozen operations per layer, each microseconds
-//! after the other. Nothing is allocated per operation, and nobody waits for a lock: an operation that finds the pool
-//! busy with another thread's runs on its caller alone.
+//! An operation is a closure that every participant calls once. Participants take work items from a shared counter,
+//! so the operation completes with any number of them. Threads spin briefly between operations and then sleep: a
+//! forward pass has a dozen operations per layer, microseconds apart. An operation allocates nothing and never waits
+//! for a lock. If the pool is busy with another thread's operation, the caller computes its operation alone.
 //!
 //! ```text
 //! state   | epoch (32) | open (1) | active (31) |
 //! caller:  epoch+1, open, 0 active --> runs its share --> not open --> waits for active == 0
 //! helper:  sees a new open epoch --> active+1 (fails once closed) --> runs --> active-1
 //! ```
-//! A helper that wakes too late finds the operation closed and loses nothing.
+//! A helper that wakes too late finds the operation closed and continues to wait.
 
 use std::cell::UnsafeCell;
 use std::io;
@@ -24,7 +23,7 @@ use crate::affinity::{CpuList, CpuListError};
 
 const OPEN: u64 = 1 << 31;
 const ACTIVE: u64 = OPEN - 1;
-/// Looks at the state before a helper sleeps: some 20 to 50 microseconds.
+/// Polls of the state before a helper sleeps: about 20 to 50 microseconds.
 const SPINS: u32 = 4000;
 
 type Work<'a> = &'a (dyn Fn(usize) + Sync);
@@ -37,24 +36,24 @@ struct Shared {
     stop: AtomicBool,
 }
 
-// SAFETY: `work` is written only by the call of `run` that made the pool busy, while no operation is open and none active,
-// and read only by participants that are counted in `active`.
+// SAFETY: only the call of `run` that made the pool busy writes `work`, while no operation is open and no participant
+// is active. Only participants that are counted in `active` read it.
 unsafe impl Sync for Shared {}
 
-/// Threads that compute, to be shared by the executors of a process. Those that are called from one thread, as a
-/// target's and its draft model's are, have all of them in turn; of two threads that compute at the same time, one has
-/// the helpers for an operation, and the other computes its own alone.
+/// Compute threads that the executors of a process share. Executors called from one thread, such as a target model's
+/// and its draft model's, use all threads in turn. If two threads compute at the same time, one has the helpers for
+/// an operation, and the other computes its operation alone.
 pub struct ThreadPool {
     shared: Arc<Shared>,
     helpers: Vec<JoinHandle<()>>,
-    /// Whether somebody's operation has the helpers. Apart from what these look at all the time.
+    /// Whether an operation has the helpers. Kept apart from the state that helpers poll.
     is_busy: AtomicBool,
-    /// The processor of each participant, if it is kept to one.
+    /// The CPU of each participant, if threads are pinned.
     cpus: Option<CpuList>,
 }
 
 impl ThreadPool {
-    /// `num_threads` participants, the thread that calls an executor being one of them.
+    /// A pool of `num_threads` participants. The thread that calls an executor is one of them.
     ///
     /// # Errors
     /// When threads cannot be started.
@@ -62,11 +61,11 @@ impl ThreadPool {
         ThreadPool::start(num_threads, None)
     }
 
-    /// A participant for each of these processors, which it does not leave. The thread that calls an executor is kept to
-    /// the first by [`attach_thread`](Self::attach_thread).
+    /// A pool with one participant pinned to each of these CPUs. [`attach_thread`](Self::attach_thread) pins the
+    /// calling thread to the first.
     ///
     /// # Errors
-    /// When this process may not use one of them, or threads cannot be started.
+    /// When this process may not use one of the CPUs, or threads cannot be started.
     pub fn pinned(cpus: CpuList) -> Result<ThreadPool, CpuListError> {
         cpus.check()?;
         Ok(ThreadPool::start(cpus.num_cpus(), Some(cpus))?)
@@ -85,7 +84,7 @@ impl ThreadPool {
         for idx in 1..num_threads.max(1) {
             let (shared, cpus, pinned) = (Arc::clone(&pool.shared), pool.cpus.clone(), pinned.clone());
             let helper = std::thread::Builder::new().name(format!("baton-cpu-{idx}")).spawn(move || {
-                // Whoever does not wait for the outcome has failed to start another.
+                // If the receiver is dropped, starting another helper has failed.
                 let _ = pinned.send(cpus.map_or(Ok(()), |cpus| cpus.pin(idx)));
                 drop(pinned);
                 help(&shared, idx);
@@ -97,20 +96,20 @@ impl ThreadPool {
         Ok(pool)
     }
 
-    /// Keeps the calling thread, participant 0 of what it will run, to its processor.
+    /// Pins the calling thread, participant 0, to its CPU.
     pub fn attach_thread(&self) -> io::Result<()> {
         self.cpus.as_ref().map_or(Ok(()), |cpus| cpus.pin(0))
     }
 
-    /// Participants, so that each can have memory of its own.
+    /// The number of participants, for memory per thread.
     pub fn num_threads(&self) -> usize {
         self.helpers.len() + 1
     }
 
-    /// Calls `work(thread_idx)` on this thread (0) and on those helpers that come in time.
+    /// Calls `work(thread_idx)` on this thread (index 0) and on the helpers that arrive in time.
     ///
     /// # Panics
-    /// When `work` panicked, after all participants have left it.
+    /// When `work` panics, after all participants have left it.
     fn run(&self, work: Work<'_>) {
         if self.helpers.is_empty() {
             return work(0);
@@ -118,10 +117,10 @@ impl ThreadPool {
         let Some(_busy) = Busy::new(&self.is_busy) else { return work(0) };
         let shared = &*self.shared;
         shared.panicked.store(false, Ordering::Relaxed);
-        // SAFETY: the lifetime ends with this call: `Closing` waits until nobody is inside, and
-        // nobody enters once the operation is closed.
+        // SAFETY: the borrow ends with this call. `Closing` waits until no participant is inside, and none enters
+        // after the operation is closed.
         let work_forever = unsafe { std::mem::transmute::<Work<'_>, Work<'static>>(work) };
-        // SAFETY: no operation is open, as this call made the pool busy, so nobody reads.
+        // SAFETY: this call made the pool busy, so no operation is open and no participant reads.
         unsafe { *shared.work.get() = Some(work_forever) };
         let epoch = (shared.state.load(Ordering::Relaxed) >> 32).wrapping_add(1);
         shared.state.store(epoch << 32 | OPEN, Ordering::SeqCst);
@@ -138,7 +137,7 @@ impl ThreadPool {
         }
     }
 
-    /// Calls `item(thread_idx, item_idx)` for every item below `num_items`, in some order.
+    /// Calls `item(thread_idx, item_idx)` for every item below `num_items`, in any order.
     pub fn for_each(&self, num_items: usize, item: impl Fn(usize, usize) + Sync) {
         let next = AtomicUsize::new(0);
         let work = |thread_idx: usize| {
@@ -165,19 +164,19 @@ impl Drop for ThreadPool {
         self.shared.stop.store(true, Ordering::SeqCst);
         for helper in self.helpers.drain(..) {
             helper.thread().unpark();
-            // A helper does not panic: panics of the work are caught.
+            // A helper does not panic: it catches panics of the work.
             let _ = helper.join();
         }
     }
 }
 
-/// The pool is one operation's until this is dropped.
+/// Ownership of the pool by one operation, until dropped.
 struct Busy<'a>(&'a AtomicBool);
 
 impl<'a> Busy<'a> {
-    /// `None` when it is another's.
+    /// `None` if another operation owns the pool.
     fn new(is_busy: &'a AtomicBool) -> Option<Busy<'a>> {
-        // Only the owner has a guard, for dropping it ends the ownership.
+        // Only the owner gets a guard, because dropping it ends the ownership.
         if is_busy.swap(true, Ordering::Acquire) { None } else { Some(Busy(is_busy)) }
     }
 }
@@ -188,7 +187,7 @@ impl Drop for Busy<'_> {
     }
 }
 
-/// Closes the operation and waits for the helpers inside, also when the caller's share panics.
+/// Closes the operation and waits for the helpers inside, also if the caller's share panics.
 struct Closing<'a>(&'a Shared);
 
 impl Drop for Closing<'_> {
@@ -197,7 +196,7 @@ impl Drop for Closing<'_> {
         let mut spins = 0u32;
         while self.0.state.load(Ordering::Acquire) & ACTIVE != 0 {
             spins = spins.wrapping_add(1);
-            // A helper may have lost its core to somebody else: let it have this one.
+            // A helper may have lost its CPU to another thread: this yields the caller's CPU to it.
             if spins.is_multiple_of(256) { std::thread::yield_now() } else { std::hint::spin_loop() }
         }
     }
@@ -212,7 +211,8 @@ fn help(shared: &Shared, thread_idx: usize) {
         if !enter(shared, state) {
             continue;
         }
-        // SAFETY: counted in `active`, so the caller waits for us before it ends or changes `work`.
+        // SAFETY: this participant is counted in `active`, so the caller waits for it before it ends or changes
+        // `work`.
         let work = unsafe { *shared.work.get() }.expect("set before the operation opened");
         if std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| work(thread_idx))).is_err() {
             shared.panicked.store(true, Ordering::Relaxed);
@@ -221,7 +221,7 @@ fn help(shared: &Shared, thread_idx: usize) {
     }
 }
 
-/// Waits for an open operation other than `seen`; `None` when the pool stops.
+/// Waits for an open operation other than `seen`; `None` if the pool stops.
 fn wait(shared: &Shared, seen: u64) -> Option<u64> {
     let is_new = |state: u64| state & OPEN != 0 && state >> 32 != seen;
     loop {
@@ -233,8 +233,8 @@ fn wait(shared: &Shared, seen: u64) -> Option<u64> {
             std::hint::spin_loop();
         }
         shared.num_sleeping.fetch_add(1, Ordering::SeqCst);
-        // Looked at once more after announcing the sleep: either we see the operation here or its
-        // caller sees us sleeping and unparks.
+        // Checks again after announcing the sleep: either this thread sees the operation here, or the operation's
+        // caller sees the sleeper and unparks it.
         if !is_new(shared.state.load(Ordering::SeqCst)) && !shared.stop.load(Ordering::SeqCst) {
             std::thread::park();
         }
@@ -245,7 +245,7 @@ fn wait(shared: &Shared, seen: u64) -> Option<u64> {
     }
 }
 
-/// Becomes a participant unless the operation of `state` was closed meanwhile.
+/// Becomes a participant, unless the operation of `state` was closed meanwhile.
 fn enter(shared: &Shared, mut state: u64) -> bool {
     let epoch = state >> 32;
     while state & OPEN != 0 && state >> 32 == epoch {
@@ -282,7 +282,7 @@ mod tests {
     fn sleeping_helpers_are_woken_or_not_needed() {
         let pool = ThreadPool::new(3).unwrap();
         for _ in 0..20 {
-            // Longer than the helpers spin.
+            // Waits longer than the helpers spin.
             while pool.shared.num_sleeping.load(Ordering::SeqCst) < 2 {
                 std::thread::yield_now();
             }
@@ -295,7 +295,7 @@ mod tests {
     }
 
     #[test]
-    fn pinned_threads_stay_on_their_processors() {
+    fn pinned_threads_stay_on_their_cpus() {
         let allowed = CpuList::allowed().unwrap();
         let pool = ThreadPool::pinned(allowed.clone()).unwrap();
         assert_eq!(pool.num_threads(), allowed.num_cpus());
@@ -303,15 +303,15 @@ mod tests {
             scope.spawn(|| {
                 pool.attach_thread().unwrap();
                 // Every participant takes one item and waits for the others.
-                let everybody = std::sync::Barrier::new(pool.num_threads());
+                let all_participants = std::sync::Barrier::new(pool.num_threads());
                 pool.for_each(pool.num_threads(), |thread_idx, _| {
-                    everybody.wait();
+                    all_participants.wait();
                     let expected = allowed.divide(allowed.num_cpus()).unwrap().swap_remove(thread_idx);
                     assert_eq!(CpuList::allowed().unwrap(), expected);
                 });
             });
         });
-        assert_eq!(CpuList::allowed().unwrap(), allowed, "whoever makes a pool is not kept to a processor");
+        assert_eq!(CpuList::allowed().unwrap(), allowed, "the thread that makes a pool is not pinned");
     }
 
     #[test]
@@ -334,7 +334,7 @@ mod tests {
     }
 
     #[test]
-    fn who_finds_the_pool_busy_leaves_it_busy() {
+    fn a_caller_that_finds_the_pool_busy_leaves_it_busy() {
         let is_busy = AtomicBool::new(false);
         let owner = Busy::new(&is_busy);
         assert!(owner.is_some());
@@ -346,7 +346,7 @@ mod tests {
     }
 
     #[test]
-    fn an_operation_within_an_operation_runs_alone() {
+    fn a_nested_operation_runs_alone() {
         let pool = ThreadPool::new(3).unwrap();
         let sum = AtomicUsize::new(0);
         pool.for_each(10, |_, _| {
@@ -359,7 +359,7 @@ mod tests {
     }
 
     #[test]
-    fn a_panic_reaches_the_caller_and_the_pool_goes_on() {
+    fn a_panic_reaches_the_caller_and_the_pool_keeps_working() {
         let pool = ThreadPool::new(2).unwrap();
         for panicking in [40..41, 0..64] {
             let result = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {

@@ -1,44 +1,44 @@
-//! What is done to each row of activations by itself: norms, rotary embedding, gated activations.
+//! Operations on single rows of activations: norms, rotary embedding, gated activations.
 
 use crate::simd::{Isa, LANES, Simd, kernel};
 
-/// Gate functions.
+/// Activation functions of a gate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Gate {
+pub enum GateFunction {
     /// `x / (1 + e^-x)`
     Silu,
-    /// GELU by its tanh approximation.
+    /// GELU with its tanh approximation.
     GeluTanh,
-    /// GELU by the error function.
+    /// GELU with the error function.
     GeluErf,
 }
 
 /// `out = x / sqrt(mean(x^2) + eps) * weight`.
 ///
 /// # Panics
-/// When lengths differ.
+/// When the lengths differ.
 pub fn rms_norm(isa: Isa, x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
     assert!(x.len() == weight.len() && x.len() == out.len());
-    // SAFETY: lengths are equal.
+    // SAFETY: the lengths are equal.
     unsafe { rms_norm_kernel(isa, x.as_ptr(), weight.as_ptr(), eps, out.as_mut_ptr(), x.len()) }
 }
 
 /// As [`rms_norm`], in place.
 pub fn rms_norm_in_place(isa: Isa, x: &mut [f32], weight: &[f32], eps: f32) {
     assert_eq!(x.len(), weight.len());
-    // SAFETY: lengths are equal, and the kernel reads an element before it writes it.
+    // SAFETY: the lengths are equal, and the kernel reads an element before it writes it.
     unsafe { rms_norm_kernel(isa, x.as_ptr(), weight.as_ptr(), eps, x.as_mut_ptr(), x.len()) }
 }
 
 kernel! {
     /// # Safety
-    /// Pointers are valid for `n`; `out` may be `x`.
+    /// Pointers are valid for `n` numbers; `out` may equal `x`.
     fn rms_norm_kernel / rms_norm_of (x: *const f32, weight: *const f32, eps: f32, out: *mut f32, n: usize)
 }
 
 #[inline(always)]
 unsafe fn rms_norm_of<S: Simd>(x: *const f32, weight: *const f32, eps: f32, out: *mut f32, n: usize) {
-    // SAFETY: indices stay below `n`.
+    // SAFETY: indices are below `n`.
     unsafe {
         let whole = n - n % LANES;
         let mut acc = S::splat(0.0);
@@ -66,24 +66,24 @@ unsafe fn rms_norm_of<S: Simd>(x: *const f32, weight: *const f32, eps: f32, out:
     }
 }
 
-/// `gate(x) * up`. SiLU and the approximate GELU are x times a sigmoid:
-/// `gelu_tanh(x) = x sigmoid(2 sqrt(2/pi) (x + 0.044715 x^3))`.
+/// `gate(x) * up`. SiLU and the approximate GELU are `x` times a sigmoid: `gelu_tanh(x) = x sigmoid(2 sqrt(2/pi) (x +
+/// 0.044715 x^3))`.
 ///
 /// # Safety
-/// As [`Simd`].
+/// As for [`Simd`].
 #[inline(always)]
 #[allow(clippy::needless_range_loop)] // no closures here, see `Simd`
-pub(crate) unsafe fn gated<S: Simd>(gate: Gate, x: S::V, up: S::V) -> S::V {
-    // SAFETY: no pointers but to as many numbers as are loaded and stored.
+pub(crate) unsafe fn gated<S: Simd>(gate: GateFunction, x: S::V, up: S::V) -> S::V {
+    // SAFETY: the arrays have as many numbers as are loaded and stored.
     unsafe {
         let arg = match gate {
-            Gate::Silu => S::mul(x, S::splat(-1.0)),
-            Gate::GeluTanh => {
+            GateFunction::Silu => S::mul(x, S::splat(-1.0)),
+            GateFunction::GeluTanh => {
                 let cube = S::mul(S::mul(x, x), x);
                 let inner = S::fma(cube, S::splat(0.044_715), x);
                 S::mul(inner, S::splat(-1.595_769))
             }
-            Gate::GeluErf => {
+            GateFunction::GeluErf => {
                 let mut lanes = [0.0; LANES];
                 S::store(lanes.as_mut_ptr(), x);
                 for i in 0..LANES {
@@ -96,7 +96,7 @@ pub(crate) unsafe fn gated<S: Simd>(gate: Gate, x: S::V, up: S::V) -> S::V {
     }
 }
 
-/// `cap * tanh(x / cap)` of every element.
+/// Replaces every element `x` by `cap * tanh(x / cap)`.
 pub fn soft_cap(isa: Isa, x: &mut [f32], cap: f32) {
     // SAFETY: a slice is valid for its length.
     unsafe { soft_cap_kernel(isa, x.as_mut_ptr(), x.len(), cap) }
@@ -104,13 +104,13 @@ pub fn soft_cap(isa: Isa, x: &mut [f32], cap: f32) {
 
 kernel! {
     /// # Safety
-    /// The pointer is valid for `n`.
+    /// The pointer is valid for `n` numbers.
     fn soft_cap_kernel / soft_cap_of (x: *mut f32, n: usize, cap: f32)
 }
 
 #[inline(always)]
 unsafe fn soft_cap_of<S: Simd>(x: *mut f32, n: usize, cap: f32) {
-    // SAFETY: indices stay below `n`.
+    // SAFETY: indices are below `n`.
     unsafe {
         let whole = n - n % LANES;
         let mut i = 0;
@@ -125,10 +125,10 @@ unsafe fn soft_cap_of<S: Simd>(x: *mut f32, n: usize, cap: f32) {
     }
 }
 
-/// `cap tanh(x / cap)` with `tanh(y) = 1 - 2 / (e^2y + 1)`: absolute error of 2e-7 `cap`.
+/// `cap tanh(x / cap)` with `tanh(y) = 1 - 2 / (e^2y + 1)`; the absolute error is at most 2e-7 `cap`.
 ///
 /// # Safety
-/// As [`Simd`].
+/// As for [`Simd`].
 #[inline(always)]
 pub(crate) unsafe fn soft_capped<S: Simd>(x: S::V, cap: f32) -> S::V {
     // SAFETY: no pointers.
@@ -139,7 +139,7 @@ pub(crate) unsafe fn soft_capped<S: Simd>(x: S::V, cap: f32) -> S::V {
     }
 }
 
-/// Rotates the first `2 * cos.len()` elements of a head: element `i` together with element `i + cos.len()`.
+/// Rotates the first `2 * cos.len()` elements of a head: element `i` with element `i + cos.len()`.
 #[inline]
 pub fn rotate(head: &mut [f32], cos: &[f32], sin: &[f32]) {
     let half = cos.len();
@@ -151,7 +151,7 @@ pub fn rotate(head: &mut [f32], cos: &[f32], sin: &[f32]) {
     }
 }
 
-/// The error function within 1.5e-7: Abramowitz and Stegun, 7.1.26, in f64.
+/// The error function with an error of at most 1.5e-7: Abramowitz and Stegun, 7.1.26, in f64.
 fn erf(x: f32) -> f32 {
     let x = f64::from(x);
     let t = 1.0 / (1.0 + 0.327_591_1 * x.abs());
@@ -166,7 +166,7 @@ mod tests {
     use super::*;
     use baton_model_testing::noise;
 
-    /// Calls a function with every instruction set that the processor has.
+    /// Calls a function with every instruction set of the CPU.
     macro_rules! everywhere {
         ($check:ident) => {
             $check::<crate::simd::Portable>();
@@ -209,20 +209,22 @@ mod tests {
     #[test]
     fn gates_match_their_formulas_to_1e_6() {
         fn check<S: Simd>() {
-            let formula = |gate: Gate, x: f64| match gate {
-                Gate::Silu => x / (1.0 + (-x).exp()),
-                Gate::GeluTanh => {
+            let formula = |gate: GateFunction, x: f64| match gate {
+                GateFunction::Silu => x / (1.0 + (-x).exp()),
+                GateFunction::GeluTanh => {
                     let inner = (2.0 / std::f64::consts::PI).sqrt() * (x + 0.044_715 * x.powi(3));
                     0.5 * x * (1.0 + inner.tanh())
                 }
-                Gate::GeluErf => 0.5 * x * (1.0 + f64::from(erf((x / std::f64::consts::SQRT_2) as f32))),
+                GateFunction::GeluErf => {
+                    0.5 * x * (1.0 + f64::from(erf((x / std::f64::consts::SQRT_2) as f32)))
+                }
             };
             for seed in 0..20 {
                 let (x, up) =
                     (noise(seed, LANES).iter().map(|x| x * 8.0).collect::<Vec<_>>(), noise(9, LANES));
-                for gate in [Gate::Silu, Gate::GeluTanh, Gate::GeluErf] {
+                for gate in [GateFunction::Silu, GateFunction::GeluTanh, GateFunction::GeluErf] {
                     let mut out = [0.0; LANES];
-                    // SAFETY: only called for what the processor has; sixteen numbers each.
+                    // SAFETY: only called with the CPU's instruction sets; sixteen numbers each.
                     unsafe {
                         S::store(
                             out.as_mut_ptr(),
@@ -239,7 +241,7 @@ mod tests {
     }
 
     #[test]
-    fn the_error_function_is_known_at_some_points() {
+    fn the_error_function_matches_known_values() {
         for (x, expected) in [(0.0, 0.0), (0.5, 0.520_499_9), (1.0, 0.842_700_8), (-2.0, -0.995_322_3)] {
             assert!((erf(x) - expected).abs() < 3e-7, "erf({x})");
         }
@@ -261,7 +263,7 @@ mod tests {
             for i in -8700..8700 {
                 let x = i as f32 / 100.0;
                 let mut out = [0.0; LANES];
-                // SAFETY: only called for what the processor has.
+                // SAFETY: only called with the CPU's instruction sets.
                 unsafe { S::store(out.as_mut_ptr(), S::exp(S::splat(x))) };
                 let expected = f64::from(x).exp();
                 assert!((f64::from(out[3]) / expected - 1.0).abs() < 1e-6, "e^{x} = {}", out[3]);
@@ -277,7 +279,7 @@ mod tests {
     }
 
     #[test]
-    fn rotation_turns_pairs_and_leaves_the_rest() {
+    fn rotation_turns_pairs_and_keeps_the_rest() {
         let mut head = [1.0, 2.0, 3.0, 4.0, 9.0];
         rotate(&mut head, &[0.0, 1.0], &[1.0, 0.0]);
         assert_eq!(head, [-3.0, 2.0, 1.0, 4.0, 9.0]);

@@ -1,15 +1,15 @@
-//! Memory of the threads that compute, used by one operation at a time.
+//! Scratch memory of the compute threads.
 
 use crate::memory::Aligned;
 use crate::shared::SharedMut;
 
-/// Memory of the threads, used by one operation at a time.
+/// Scratch memory of the compute threads, used by one operation at a time.
 #[derive(Default)]
 pub(crate) struct Scratch {
     memory: Aligned,
 }
 
-/// One operation's view of it.
+/// One operation's view of the scratch memory.
 #[derive(Clone, Copy)]
 pub(crate) struct ThreadScratch {
     memory: SharedMut<f32>,
@@ -17,7 +17,7 @@ pub(crate) struct ThreadScratch {
 }
 
 impl Scratch {
-    /// At least `len` elements, with any contents, for each of `num_threads`.
+    /// Reserves at least `len` elements, with unspecified contents, for each of `num_threads`.
     pub(crate) fn reserve(&mut self, num_threads: usize, len: usize) -> ThreadScratch {
         let stride = len.next_multiple_of(16);
         let memory = SharedMut::new(self.memory.grown(stride * num_threads));
@@ -26,7 +26,7 @@ impl Scratch {
 }
 
 impl ThreadScratch {
-    /// The part of one thread.
+    /// The memory of one thread.
     pub(crate) fn of(&self, thread_idx: usize) -> *mut f32 {
         // SAFETY: `reserve` made room for every thread.
         unsafe { self.memory.ptr().add(thread_idx * self.stride) }

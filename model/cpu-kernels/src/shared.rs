@@ -1,16 +1,16 @@
-//! A pointer that several threads write disjoint parts through.
+//! A pointer through which several threads write disjoint parts.
 
-/// A pointer that items of work write disjoint parts through.
+/// A pointer through which work items write disjoint parts.
 #[derive(Clone, Copy)]
 pub struct SharedMut<T>(pub(crate) *mut T);
 
-// SAFETY: the code that makes one keeps its users' parts disjoint.
+// SAFETY: the code that makes one ensures that its users' parts are disjoint.
 unsafe impl<T> Sync for SharedMut<T> {}
 // SAFETY: as above.
 unsafe impl<T> Send for SharedMut<T> {}
 
 impl<T> SharedMut<T> {
-    /// To the first element.
+    /// A pointer to the first element of `slice`.
     #[inline]
     pub fn new(slice: &mut [T]) -> SharedMut<T> {
         SharedMut(slice.as_mut_ptr())

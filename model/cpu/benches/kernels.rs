@@ -1,19 +1,19 @@
-//! Kernels next to what the processor can do at best, measured in the same run.
+//! Measures kernels beside the CPU's peak rates, in the same run.
 //!
 //!     cargo bench -p baton-model-cpu                     # everything, some minutes
 //!     cargo bench -p baton-model-cpu -- int8             # rows that contain a word
 //!
-//! A rate is the best of many runs: others on the machine can only make one slower. Products of many rows are held
-//! against a loop of nothing but multiplications, those of one row and attention of one query against a loop that only
-//! reads memory.
+//! A rate is the best of many runs, because other load on the machine can only lower one. Products of many rows are
+//! compared with a loop of multiply-adds alone. Products of one row, and attention of one query, are compared with a
+//! loop that only reads memory.
 
 use std::hint::black_box;
 use std::time::{Duration, Instant};
 
 use baton_kv_cache::KvDtype;
-use baton_model_cpu::benchmark::{Attention, Gemm, Peak, Peaks, Weights};
+use baton_model_cpu::benchmark::{AttentionRun, Gemm, Peak, Peaks, Weights};
 
-/// Weights of a product: more than caches hold, so that they are read from memory.
+/// Weights of a product: more than the caches hold, so that they are read from memory.
 const MATRIX_BYTES: usize = 256 << 20;
 const SHAPES: [(usize, usize); 2] = [(16384, 2048), (2048, 8192)];
 /// Time for one row of the table.
@@ -36,12 +36,12 @@ struct Table<'a> {
     peaks: Peaks,
 }
 
-/// What a row is held against.
+/// The peak with which a row is compared.
 #[derive(Clone, Copy)]
 enum Ceiling {
-    /// So many operations.
+    /// A peak rate, and the number of operations of one run.
     Operations(Peak, usize),
-    /// So many bytes read.
+    /// The number of bytes read by one run.
     Bytes(usize),
 }
 
@@ -50,7 +50,7 @@ impl Table<'_> {
         self.words.is_empty() || self.words.iter().any(|word| name.contains(word.as_str()))
     }
 
-    /// Measures `run` and its ceiling in turns.
+    /// Measures `run` and its ceiling alternately.
     fn row(&mut self, name: &str, rows: usize, ceiling: Ceiling, mut run: impl FnMut()) {
         run();
         let (mut best, mut best_peak) = (Duration::MAX, Duration::MAX);
@@ -61,7 +61,7 @@ impl Table<'_> {
                 Ceiling::Operations(peak, _) => self.peaks.run(peak),
                 Ceiling::Bytes(_) => self.peaks.read(),
             };
-            // Its threads wake up with the first.
+            // The first run wakes its threads.
             ceiling();
             best_peak = best_peak.min(time(ceiling));
         }
@@ -107,7 +107,7 @@ fn products(table: &mut Table<'_>) {
 }
 
 fn attention(table: &mut Table<'_>) {
-    // A token's key and value in 8 kv heads of 64.
+    // A token's key and value in 8 KV heads of 64.
     let bytes = |dtype: KvDtype| 2 * 8 * dtype.vector_bytes(64);
     let mut kinds = vec![("bf16", KvDtype::Bf16, Peak::F32)];
     if Weights::available().iter().any(|(_, weights)| weights.peak() == Peak::Bf16Pairs) {
@@ -126,7 +126,7 @@ fn attention(table: &mut Table<'_>) {
                     rows => Ceiling::Operations(peak, 4 * 32 * 64 * rows * (context - rows / 2)),
                 };
                 let pairs = peak == Peak::Bf16Pairs;
-                let mut attention = Attention::new(rows, context, dtype, pairs, table.threads);
+                let mut attention = AttentionRun::new(rows, context, dtype, pairs, table.threads);
                 table.row(&name, rows, ceiling, || _ = black_box(attention.run()));
             }
         }

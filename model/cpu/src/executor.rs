@@ -1,4 +1,4 @@
-//! The executor on processors: the forward pass behind the engine's seam.
+//! The executor on CPUs: runs the forward pass for the engine.
 
 use std::sync::Arc;
 
@@ -10,7 +10,7 @@ use crate::forward::{Buffers, ForwardPass, Ranks};
 use crate::model::CpuModel;
 use crate::rope::RopeTables;
 
-/// Computes on this machine's processors.
+/// Computes a model on this machine's CPUs.
 pub struct CpuExecutor {
     model: CpuModel,
     cpu: Cpu,
@@ -26,12 +26,12 @@ impl CpuExecutor {
         CpuExecutor { model, cpu: Cpu::on(pool, isa), buffers: Buffers::default(), ropes }
     }
 
-    /// The model that it computes.
+    /// The model.
     pub fn model(&self) -> &CpuModel {
         &self.model
     }
 
-    /// "avx512", "avx2" or "portable".
+    /// The instruction set of its kernels: "avx512", "avx2" or "portable".
     pub fn instruction_set(&self) -> &'static str {
         self.cpu.isa().name()
     }
@@ -58,26 +58,26 @@ impl Executor for CpuExecutor {
         storage: &BlockStorage,
         on_layer: &mut dyn FnMut(usize),
     ) -> Result<&[f32], ExecuteError> {
-        // SAFETY: by the caller's word.
+        // SAFETY: guaranteed by the caller.
         let num_logits = unsafe { self.compute(batch, storage, on_layer, None) };
-        Ok(self.logits(num_logits.expect("no rank can be lost where there is but one")))
+        Ok(self.logits(num_logits.expect("a single rank cannot lose another")))
     }
 }
 
 impl CpuExecutor {
-    /// The first logits of the last step.
+    /// The first `num_logits` logits of the last step.
     pub(crate) fn logits(&self, num_logits: usize) -> &[f32] {
         &self.buffers.logits[..num_logits]
     }
 
-    /// One step, of a whole model or together with other `ranks`; how many logits there are, 0 for all ranks but the
-    /// first.
+    /// Runs one step, of a whole model or, with `ranks`, of this rank's part. Returns the number of logits, which is
+    /// 0 for all ranks but the first.
     ///
     /// # Errors
-    /// When another rank is gone.
+    /// When another rank is lost.
     ///
     /// # Safety
-    /// As [`Executor::execute`]; all ranks execute the same batch on the same storage.
+    /// As for [`Executor::execute`]; all ranks execute the same batch on the same storage.
     pub(crate) unsafe fn compute(
         &mut self,
         batch: &Batch<'_>,
@@ -111,14 +111,14 @@ impl CpuExecutor {
         pass.embed(weights, tokens)?;
         for (layer_idx, layer) in weights.layers.iter().enumerate() {
             pass.project(layer);
-            // SAFETY: the caller gives this call the blocks of the batch.
+            // SAFETY: the caller gives this call exclusive access to the blocks of the batch.
             unsafe { pass.store(layer_idx, layer, ropes, storage) };
-            // A rank may attend to heads that another one writes.
+            // A rank may attend to heads that another rank writes.
             if let Some(ranks) = &mut pass.ranks {
                 ranks.barrier()?;
             }
             on_layer(layer_idx);
-            // SAFETY: as above, and the layer's KV has been written.
+            // SAFETY: as above, and the layer's KV is written.
             unsafe { pass.attend(layer_idx, storage) };
             pass.finish_attention(layer)?;
             pass.mlp(&pass.spec.layers[layer_idx].mlp, layer)?;
@@ -129,7 +129,7 @@ impl CpuExecutor {
 }
 
 impl CpuModel {
-    /// An executor with threads of its own, as many as the model was loaded with.
+    /// An executor with its own threads, as many as the load options say.
     ///
     /// # Errors
     /// When threads cannot be started.
@@ -140,13 +140,13 @@ impl CpuModel {
         Ok(self.executor_on(Arc::new(ThreadPool::new(self.decoder().num_threads())?)))
     }
 
-    /// An executor on threads that it shares with others.
+    /// An executor on a thread pool that it shares with other executors.
     ///
     /// # Panics
-    /// When it is one of several ranks' parts: those compute together, in a
+    /// When the model is a part for one of several ranks; those need a
     /// [`ParallelCpuExecutor`](crate::ParallelCpuExecutor).
     pub fn executor_on(&self, pool: Arc<ThreadPool>) -> CpuExecutor {
-        assert_eq!(self.decoder().shard().rank(), Rank::ONLY, "a part of a model does not compute alone");
+        assert_eq!(self.decoder().shard().rank(), Rank::ONLY, "a part of a model needs its other ranks");
         CpuExecutor::new(self.clone(), pool)
     }
 }

@@ -1,7 +1,7 @@
-//! Routed experts: each row goes to the few experts that its router likes best.
+//! Mixture of experts: each row goes to the experts with its highest router scores.
 //!
-//! Rows are gathered expert by expert, so an expert's weights are read once per batch. A row adds up
-//! its experts in the order of their numbers, whoever else goes there.
+//! Rows are gathered per expert, so each expert's weights are read once per batch. A row adds up its experts in the
+//! order of their indices, so its result does not depend on the other rows.
 
 use baton_checkpoint::{DenseMlp, Linear};
 use baton_cpu_kernels::{Aligned, Cpu, Output};
@@ -10,30 +10,30 @@ use baton_model_spec::Activation;
 use crate::linear::{apply, dense_mlp};
 use crate::packed::PackedMatrix;
 
-/// How rows find their experts.
+/// How rows are routed to experts.
 pub(crate) struct Routing {
     pub(crate) num_active: usize,
-    /// Weights of the chosen are divided by their sum.
+    /// The selected experts' weights are divided by their sum.
     pub(crate) renormalise: bool,
     pub(crate) activation: Activation,
 }
 
 #[derive(Default)]
 pub(crate) struct ExpertBuffers {
-    /// `[rows][experts]`: logits, then weights, zero for experts that were not chosen.
+    /// `[rows][experts]`: router logits, then weights; 0 for experts that are not selected.
     weights: Aligned,
-    /// Rows of one expert, and what it makes of them.
+    /// The rows of one expert, and its results for them.
     input: Aligned,
     output: Aligned,
     /// `[rows][hidden]`: the sum over experts.
     sum: Aligned,
-    /// Which rows go to the expert at hand.
+    /// The rows that go to the current expert.
     rows: Vec<usize>,
-    /// Of one row, best first.
+    /// The selected experts of one row, best first.
     chosen: Vec<usize>,
 }
 
-/// Stores in each row of `x`, or adds to it, what its experts make of its row of `hidden`.
+/// Runs the experts on each row of `hidden` and stores the weighted sum in the row of `x`, or adds it.
 #[allow(clippy::too_many_arguments)]
 pub(crate) fn run(
     cpu: &mut Cpu,
@@ -81,8 +81,8 @@ pub(crate) fn run(
     }
 }
 
-/// Turns a row of router logits into weights: softmax over all, the largest few, the others zero.
-/// Of equals the first is chosen.
+/// Converts a row of router logits to weights: softmax over all, then all but the largest few are set to 0. Among
+/// equal logits the lower index is selected.
 fn choose(routing: &Routing, row: &mut [f32], chosen: &mut Vec<usize>) {
     let max = row.iter().fold(f32::NEG_INFINITY, |max, &x| max.max(x));
     let mut total = 0.0;
@@ -99,7 +99,7 @@ fn choose(routing: &Routing, row: &mut [f32], chosen: &mut Vec<usize>) {
                 best = Some(idx);
             }
         }
-        chosen.push(best.expect("no more experts are chosen than there are"));
+        chosen.push(best.expect("at most as many experts are selected as exist"));
     }
     let total: f32 = chosen.iter().map(|&idx| row[idx]).sum();
     for (idx, x) in row.iter_mut().enumerate() {
@@ -116,7 +116,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_best_are_chosen_and_weighed() {
+    fn the_best_experts_are_selected_and_weighted() {
         let mut routing = Routing { num_active: 2, renormalise: false, activation: Activation::Silu };
         let logits = [1.0f32, 3.0, 2.0, 3.0];
         let total: f32 = logits.iter().map(|x| x.exp()).sum();

@@ -1,37 +1,37 @@
-//! Which kernel is faster, where that depends on the processor.
+//! Measures which kernel is faster where that depends on the CPU.
 
 use std::hint::black_box;
 use std::time::{Duration, Instant};
 
 use baton_cpu_kernels::{Isa, fma_loop, has_pairs, pairs_loop};
 
-/// Rounds of a loop: some ten microseconds.
+/// Iterations of a loop: about ten microseconds.
 const ROUNDS: usize = 2000;
 
-/// Whether this processor has an instruction for pairs of bf16.
+/// Whether this CPU has an instruction for pairs of bf16.
 pub(crate) fn multiplies_bf16() -> bool {
     has_pairs(Isa::detect())
 }
 
-/// Whether that instruction is worth using. It does twice the work of one for f32, and takes as long on some processors
-/// and four times as long on others.
+/// Whether that instruction is worth using. It does twice the work of an f32 multiply-add; on some CPUs it takes as
+/// long, on others four times as long.
 ///
-/// Loops of nothing but the instructions are compared: a product that is small enough to be measured at every start spends
-/// its time on other things, which decided as often as not.
+/// The measurement compares loops of the instructions alone. A product that is small enough to measure at every start
+/// spends most time on other things, and measuring one gave a random answer.
 pub(crate) fn bf16_is_faster() -> bool {
     if !multiplies_bf16() {
         return false;
     }
     let isa = Isa::detect();
     let [mut f32, mut bf16] = [Duration::MAX; 2];
-    // In turns, and the best of several, so that somebody else's moment on this processor decides nothing.
+    // Measured alternately, taking the best of several, so that other load on this CPU does not decide.
     for _ in 0..8 {
-        // SAFETY: the processor has the instructions.
+        // SAFETY: the CPU has the instructions.
         f32 = f32.min(time(|| unsafe { fma_loop(isa, ROUNDS) }));
         // SAFETY: as above.
         bf16 = bf16.min(time(|| unsafe { pairs_loop(ROUNDS) }));
     }
-    tracing::debug!(?f32, ?bf16, "as many instructions measured for f32 and for pairs of bf16");
+    tracing::debug!(?f32, ?bf16, "measured the time of as many f32 and bf16 pair instructions");
     bf16 < 2 * f32
 }
 
@@ -46,7 +46,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_start_chooses_alike() {
+    fn every_start_measures_the_same_winner() {
         let first = bf16_is_faster();
         assert!((0..20).all(|_| bf16_is_faster() == first), "measured as {first} and as {}", !first);
     }

@@ -1,7 +1,7 @@
-//! The decoder's forward pass over a batch: which operations, in which order, on which memory.
+//! The decoder's forward pass over a batch: its operations, their order, and their memory.
 //!
-//! The rows of all sequences are one after the other in one matrix of activations; only attention
-//! knows where one sequence ends. Memory grows to the largest batch seen, then nothing is allocated.
+//! The rows of all sequences form one matrix of activations. Only attention knows where a sequence ends. Memory grows
+//! to the largest batch so far; after that no step allocates.
 
 use baton_checkpoint::{DecoderWeights, LayerWeights, Mlp};
 use baton_cpu_kernels::{
@@ -18,44 +18,45 @@ use crate::linear::{apply, dense_mlp, gate_and_up};
 use crate::packed::PackedMatrix;
 use crate::rope::RopeTables;
 
-/// The ranks that compute a model together, as one of them reaches the others.
+/// A rank's connection to the other ranks of the model.
 pub(crate) type Ranks = dyn Communicator;
 
-/// Activations, `[rows][...]` each.
+/// Activation buffers; each is `[rows][...]`.
 #[derive(Default)]
 pub(crate) struct Buffers {
-    /// The residual stream, `[hidden]`.
+    /// The hidden state (residual stream), `[hidden]`.
     pub(crate) x: Aligned,
-    /// What a norm or a projection made of it, `[hidden]`.
+    /// Output of a norm or a projection, `[hidden]`.
     pub(crate) hidden: Aligned,
-    /// Queries, keys and values side by side.
+    /// Queries, keys and values of a row, one after the other.
     pub(crate) qkv: Aligned,
-    /// What attention found, `[heads * head_dim]`.
+    /// Output of attention, `[heads * head_dim]`.
     pub(crate) attended: Aligned,
-    /// Inside a dense MLP, or one expert.
+    /// Inner activations of a dense MLP or of one expert.
     pub(crate) gated: Aligned,
     pub(crate) experts: ExpertBuffers,
-    /// `[wanted][vocab]`; of one rank of several `[wanted][its tokens]`, until the first collects them.
+    /// `[requested][vocab]`; with several ranks `[requested][tokens of this rank]` until the first rank collects
+    /// them.
     pub(crate) logits: Aligned,
-    /// `[ranks][wanted][tokens of each]`
+    /// `[ranks][requested][tokens of each]`
     pub(crate) gathered: Aligned,
-    /// Of each row.
+    /// The position of each row.
     pub(crate) positions: Vec<usize>,
-    /// Of each sequence.
+    /// The first row of each sequence.
     pub(crate) first_rows: Vec<usize>,
 }
 
-/// One call of `execute`.
+/// The state of one call of `execute`.
 pub(crate) struct ForwardPass<'a> {
     pub(crate) shard: &'a DecoderShard,
-    /// That of the shard.
+    /// The decoder of this rank's shard.
     pub(crate) spec: &'a DecoderSpec,
     pub(crate) bf16_pairs: bool,
     pub(crate) cpu: &'a mut Cpu,
     pub(crate) buffers: &'a mut Buffers,
     pub(crate) sequences: &'a [BatchSequence<'a>],
     pub(crate) num_rows: usize,
-    /// `None` where one computes the whole model.
+    /// `None` if one rank computes the whole model.
     pub(crate) ranks: Option<&'a mut Ranks>,
 }
 
@@ -79,7 +80,7 @@ impl ForwardPass<'_> {
                 None if own.contains(&token) => {
                     weights.head.as_ref().read_row(token - own.start, scale, row);
                 }
-                // Of all ranks one has the token's row.
+                // Exactly one rank holds the token's row; the others add zeros.
                 None => row.fill(0.0),
             }
         }
@@ -89,7 +90,7 @@ impl ForwardPass<'_> {
         }
     }
 
-    /// Queries, keys and values of every row.
+    /// Computes queries, keys and values of every row.
     pub(crate) fn project(&mut self, layer: &LayerWeights<PackedMatrix>) {
         let spec = self.spec;
         let rows = self.num_rows;
@@ -100,10 +101,10 @@ impl ForwardPass<'_> {
         apply(self.cpu, rows, hidden, &layer.qkv, qkv, Output::Store);
     }
 
-    /// Norms and rotates heads in place and puts keys and values into their blocks.
+    /// Normalises and rotates heads in place and writes keys and values to their blocks.
     ///
     /// # Safety
-    /// Nobody else reads or writes the rows' places in this layer of their blocks.
+    /// No other code reads or writes this layer's slots of these rows.
     pub(crate) unsafe fn store(
         &mut self,
         layer_idx: usize,
@@ -121,7 +122,7 @@ impl ForwardPass<'_> {
         let (writes_kv, first_head) = (self.shard.writes_kv(), self.shard.kv_heads().start);
         let (sequences, first_rows) = (self.sequences, &self.buffers.first_rows);
         self.cpu.for_rows(self.num_rows, width, |row_idx| {
-            // SAFETY: every row is its own.
+            // SAFETY: each work item has its own row.
             let row = unsafe { std::slice::from_raw_parts_mut(qkv.ptr().add(row_idx * width), width) };
             let (queries, key_values) = row.split_at_mut(query);
             let (keys, values) = key_values.split_at_mut(kv);
@@ -133,19 +134,19 @@ impl ForwardPass<'_> {
                     ropes.rotate(rope_idx, row_idx, head);
                 }
             }
-            // Sequences are in the order of their rows.
+            // Sequences are ordered by their first row.
             let at = first_rows.partition_point(|&first_row| first_row <= row_idx) - 1;
             if writes_kv {
                 let (blocks, position) = (sequences[at].blocks, positions[row_idx]);
-                // SAFETY: positions differ between rows of a sequence, sequences do not share the blocks they write, and
-                // a head has one rank that writes it; nobody else uses them by the caller's word.
+                // SAFETY: rows of a sequence have distinct positions, sequences do not share the blocks that they
+                // write, and one rank writes each head. The caller guarantees that no other code accesses them.
                 unsafe { store_rows(storage, layer_idx, blocks, position, first_head, keys, values) };
             }
         });
     }
 
     /// # Safety
-    /// Nobody writes this layer of the batch's blocks meanwhile.
+    /// No other code writes this layer of the batch's blocks during the call.
     pub(crate) unsafe fn attend(&mut self, layer_idx: usize, storage: &BlockStorage) {
         let spec = self.spec;
         let shape = AttentionShape {
@@ -161,20 +162,20 @@ impl ForwardPass<'_> {
         let width = spec.query_width() + 2 * spec.kv_width();
         let attended = self.buffers.attended.grown(self.num_rows * spec.query_width());
         let queries = &self.buffers.qkv[..self.num_rows * width];
-        // SAFETY: passed on to the caller.
+        // SAFETY: guaranteed by the caller.
         unsafe {
             let (sequences, rows) = (self.sequences, &self.buffers.first_rows);
             attend(self.cpu, &shape, storage, layer_idx, sequences, rows, queries, width, attended);
         };
     }
 
-    /// How a rank's part of a sum enters the residual stream: the first adds it to what all have, the others replace what
-    /// they have, and the sum over ranks is the new stream.
+    /// How a rank's partial sum enters the residual stream. The first rank adds it to the stream, the others replace
+    /// the stream by it; the sum over ranks is the new stream.
     fn to_stream(&self) -> Output {
         if self.shard.rank().is_first() { Output::Add } else { Output::Store }
     }
 
-    /// The output projection, added to the residual stream.
+    /// Applies the output projection and adds it to the residual stream.
     pub(crate) fn finish_attention(
         &mut self,
         layer: &LayerWeights<PackedMatrix>,
@@ -215,7 +216,7 @@ impl ForwardPass<'_> {
                 sum_over(&mut self.ranks, x)
             }
             (Mlp::Dense(dense), Some(norm)) => {
-                // The products no longer need their input when the last one is written.
+                // The products have read their input when the last output is written.
                 let gated = gate_and_up(self.cpu, spec.activation, rows, hidden, dense, &mut buffers.gated);
                 apply(self.cpu, rows, gated, &dense.down, hidden, Output::Store);
                 sum_over(&mut self.ranks, hidden)?;
@@ -234,7 +235,7 @@ impl ForwardPass<'_> {
         }
     }
 
-    /// The rows whose logits are wanted, normed; how many there are.
+    /// Gathers and normalises the rows whose logits are requested. Returns their number.
     pub(crate) fn normalise_wanted(&mut self, norm: &[f32]) -> usize {
         let size = self.spec.hidden_size;
         let num_wanted = self.sequences.iter().map(|sequence| sequence.num_logits).sum();
@@ -250,14 +251,14 @@ impl ForwardPass<'_> {
         num_wanted
     }
 
-    /// Fills in the logits; how many numbers they are.
+    /// Computes the logits. Returns how many numbers they are.
     pub(crate) fn logits(
         &mut self,
         head: PanelsRef<'_>,
         num_wanted: usize,
     ) -> Result<usize, CommunicatorError> {
         let num_own = self.shard.vocabulary().len();
-        // As many numbers for each rank: what the last ones lack is left as it is.
+        // Every rank has the same number of columns; the surplus columns of the last ranks stay unset.
         let Rank { num_ranks, .. } = self.shard.rank();
         let part = num_wanted * self.spec.vocab_size.div_ceil(num_ranks);
         let part = self.buffers.logits.grown(part);
@@ -277,7 +278,7 @@ impl ForwardPass<'_> {
         }
     }
 
-    /// Makes `[wanted][vocab]` of the ranks' parts.
+    /// Merges the ranks' parts into `[requested][vocab]`.
     fn interleave(&mut self, num_wanted: usize, num_ranks: usize) -> usize {
         let size = self.spec.vocab_size;
         let len_of_part = num_wanted * size.div_ceil(num_ranks);
@@ -293,7 +294,7 @@ impl ForwardPass<'_> {
     }
 }
 
-/// Sums up what the ranks have of `buffer`, if there are several.
+/// Sums `buffer` over the ranks, if there are several.
 fn sum_over(ranks: &mut Option<&mut Ranks>, buffer: &mut [f32]) -> Result<(), CommunicatorError> {
     ranks.as_mut().map_or(Ok(()), |ranks| ranks.all_reduce_sum(buffer))
 }
@@ -304,13 +305,13 @@ fn normalise(cpu: &mut Cpu, spec: &DecoderSpec, x: &[f32], norm: &[f32], out: &m
     let num_rows = out.len() / size;
     let out = SharedMut::new(out);
     cpu.for_rows(num_rows, size, |row| {
-        // SAFETY: every row is its own.
+        // SAFETY: each work item has its own row.
         let out = unsafe { std::slice::from_raw_parts_mut(out.ptr().add(row * size), size) };
         rms_norm(isa, &x[row * size..(row + 1) * size], norm, spec.norm_eps, out);
     });
 }
 
-/// `x += norm(y)`, `y` is used up.
+/// `x += norm(y)`; overwrites `y`.
 fn add_normalised(cpu: &mut Cpu, spec: &DecoderSpec, y: &mut [f32], norm: &[f32], x: &mut [f32]) {
     let size = spec.hidden_size;
     for (x, y) in x.chunks_exact_mut(size).zip(y.chunks_exact_mut(size)) {

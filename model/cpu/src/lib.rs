@@ -1,9 +1,9 @@
-//! Decoders on this machine's processors.
+//! Decoders on this machine's CPUs.
 //!
-//! [`load`] reads a model and packs its weights into the layout that kernels stream; a [`CpuExecutor`] computes batches with
-//! them, or a [`ParallelCpuExecutor`] with one for each rank.
+//! [`load`] reads a model and packs its weights into the layout that kernels stream. A [`CpuExecutor`] computes
+//! batches with them; a [`ParallelCpuExecutor`] computes with several ranks.
 //!
-//! It does not know devices, requests, or the network.
+//! This crate does not know GPUs, requests or the network.
 
 pub mod benchmark;
 mod executor;

@@ -1,7 +1,7 @@
-//! Products of a layer with packed weights: one, or an MLP of them.
+//! Products of a layer with packed weights, and the MLP made of them.
 
 use baton_checkpoint::{DenseMlp, Linear};
-use baton_cpu_kernels::{Aligned, Cpu, Gate, Output, multiply};
+use baton_cpu_kernels::{Aligned, Cpu, GateFunction, Output, multiply};
 use baton_model_spec::Activation;
 
 use crate::packed::PackedMatrix;
@@ -27,9 +27,9 @@ pub(crate) fn gate_and_up<'m>(
     memory: &'m mut Aligned,
 ) -> &'m [f32] {
     let gate = match activation {
-        Activation::Silu => Gate::Silu,
-        Activation::Gelu => Gate::GeluErf,
-        Activation::GeluTanh => Gate::GeluTanh,
+        Activation::Silu => GateFunction::Silu,
+        Activation::Gelu => GateFunction::GeluErf,
+        Activation::GeluTanh => GateFunction::GeluTanh,
     };
     let gated = memory.grown(num_rows * mlp.down.weight.cols());
     apply(cpu, num_rows, a, &mlp.gate_up, gated, Output::Gated(gate));

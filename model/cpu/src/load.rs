@@ -1,4 +1,4 @@
-//! Loading a model for processors: which kernels suit it, and packing its weights for them.
+//! Loads a model for CPUs: chooses kernels and packs the weights for them.
 
 use std::path::Path;
 
@@ -11,13 +11,13 @@ use crate::packed::{Packer, Packing, WeightCache};
 
 /// Loads `model`, a Hugging Face directory or a GGUF file.
 ///
-/// `progress` is called now and then while the weights are read, the first time with zero bytes done.
+/// Calls `progress` from time to time while weights are read, first with zero bytes done.
 ///
 /// # Errors
-/// When something is missing, broken or not supported: one sentence that says what.
+/// When a part is missing, malformed or not supported; the message names it.
 ///
 /// # Panics
-/// When `options` are for another backend.
+/// When `options.backend` is another one.
 pub fn load(
     model: &Path,
     options: &LoadOptions,
@@ -26,17 +26,18 @@ pub fn load(
     load_packed(model, options, packing(options)?, progress)
 }
 
-/// Loads the parts of so many ranks, to compute together in this process. `options` are theirs, but for the rank.
+/// Loads the parts of `num_ranks` ranks that compute together in this process. `options` apply to each, except the
+/// rank.
 ///
 /// # Errors
-/// As [`load`], and when the model cannot be divided so.
+/// As [`load`], and when the model cannot be divided among the ranks.
 pub fn load_ranks(
     model: &Path,
     num_ranks: usize,
     options: &LoadOptions,
     progress: &mut dyn FnMut(LoadProgress),
 ) -> Result<Vec<CpuModel>, LoadError> {
-    // What is faster is measured once, so that all compute alike.
+    // The fastest kernel is measured once, so that all ranks use the same.
     let packing = packing(options)?;
     let ranks = Rank::all(num_ranks)
         .map(|rank| load_packed(model, &LoadOptions { rank, ..options.clone() }, packing, progress));
@@ -63,7 +64,7 @@ fn load_packed(
 }
 
 fn packing(options: &LoadOptions) -> Result<Packing, LoadError> {
-    assert_eq!(options.backend, Backend::Cpu, "options for processors");
+    assert_eq!(options.backend, Backend::Cpu, "options for CPUs");
     let bf16_pairs = match options.activations {
         Activations::F32 => false,
         Activations::Bf16 if !multiplies_bf16() => return Err(LoadError::NoBf16),

@@ -1,10 +1,10 @@
-//! A model whose weights are packed for this machine's processors.
+//! A model whose weights are packed for this machine's CPUs.
 
 use baton_checkpoint::LoadedDecoder;
 
 use crate::packed::PackedMatrix;
 
-/// A model, or one rank's part of it, ready to compute on processors. Clones share the weights.
+/// A model, or one rank's part of it, ready to compute on CPUs. Clones share the weights.
 #[derive(Clone, Debug)]
 pub struct CpuModel {
     decoder: LoadedDecoder<PackedMatrix>,
@@ -16,12 +16,12 @@ impl CpuModel {
         CpuModel { decoder, bf16_pairs }
     }
 
-    /// What is known of it, and its weights.
+    /// The description of the model and its weights.
     pub fn decoder(&self) -> &LoadedDecoder<PackedMatrix> {
         &self.decoder
     }
 
-    /// Whether what is stored in bf16 is multiplied in pairs, with activations in bf16.
+    /// Whether bf16 weights and KV are multiplied in pairs, with activations in bf16.
     pub(crate) fn bf16_pairs(&self) -> bool {
         self.bf16_pairs
     }

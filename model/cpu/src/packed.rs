@@ -1,13 +1,14 @@
-//! Weights packed once into the layout that kernels stream, and shared by the processes of a host.
+//! Packs weights once into the layout that kernels stream, and shares them among the processes of a host.
 //!
 //! ```text
 //! safetensors --- Packer::add, matrix by matrix ---> a plan --- finish ---> a file in the cache, mapped by all
 //!                                                                     \---> or memory of this process
 //! ```
-//! A packed file is named by what it was made from (the revision of the model, and place, size and time of its
-//! files) and how (the plan). It is written beside its name, synced and renamed, so it is whole or not there; of
-//! processes that start together one writes and the others wait for it. Files of the same model from before it
-//! changed are removed; those that were packed otherwise from the same weights stay. When the cache cannot be used, every process packs for itself.
+//! The name of a packed file encodes its origin (the model's revision, and the path, size and time of its files) and its
+//! layout (the plan). The file is written under a temporary name, synced and renamed, so it is complete or absent. Of
+//! processes that start together one writes the file and the others wait for it. Files of an older state of the same
+//! model are removed; files of the same weights in another layout stay. If the cache cannot be used, every process
+//! packs for itself.
 
 use std::borrow::Cow;
 use std::fs::{self, File};
@@ -22,16 +23,16 @@ use memmap2::{Mmap, MmapMut};
 
 use crate::whole_pages::WholePages;
 
-/// Changes with the layout: files of another one are not read.
+/// Raised when the layout changes: files of another version are not read.
 const LAYOUT_VERSION: u32 = 3;
-/// A file begins with this many bytes, of which the first are the key.
+/// Size of a file's header, which starts with the key.
 const HEADER_BYTES: usize = 4096;
-/// Matrices begin at multiples of this.
+/// Matrices start at multiples of this.
 const ALIGNMENT: usize = 4096;
-/// Packed between two reports of progress, about.
+/// Bytes packed between two progress reports, about.
 const PIECE_BYTES: usize = 16 << 20;
 
-/// A matrix in packed memory. Usable once its [`Packer`] has finished.
+/// A matrix in packed memory. Usable after its packer has finished.
 #[derive(Clone, Debug)]
 pub struct PackedMatrix {
     memory: Arc<OnceLock<Memory>>,
@@ -49,7 +50,7 @@ enum Memory {
 }
 
 impl PackedMatrix {
-    /// Inputs of a product with it.
+    /// Columns: inputs of a product.
     pub(crate) fn cols(&self) -> usize {
         self.cols
     }
@@ -65,7 +66,7 @@ impl PackedMatrix {
     }
 }
 
-/// What weights become when they are packed.
+/// The layout of packed weights.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Packing {
     /// Weights in bf16 are multiplied in pairs, with activations in bf16.
@@ -74,20 +75,20 @@ pub(crate) struct Packing {
     pub(crate) integers: IntegerChoice,
 }
 
-/// Collects what is to be packed.
+/// Collects the matrices to pack.
 pub(crate) struct Packer {
     packing: Packing,
-    /// Whose parts of tensors it is given.
+    /// The rank whose parts of tensors are packed.
     rank: Rank,
     memory: Arc<OnceLock<Memory>>,
     jobs: Vec<Job>,
     num_bytes: usize,
 }
 
-/// Matrices whose outputs lie side by side.
+/// One packed matrix: matrices whose outputs are one after the other.
 struct Job {
     parts: Vec<Matrix>,
-    /// Of rows that are not integers.
+    /// The type of rows that are not integers.
     dtype: FloatDtype,
     format: PanelFormat,
     rows: usize,
@@ -96,18 +97,18 @@ struct Job {
     offset: usize,
 }
 
-/// Where packed weights are kept for the next start and for other processes.
+/// Keeps packed weights for the next start and for other processes.
 #[derive(Clone, Debug)]
 pub(crate) struct WeightCache<'a> {
     pub(crate) dir: &'a Path,
-    /// The directory or file of the model: packed files of it under another key are of no use.
+    /// The directory or file of the model. Its packed files under another key are obsolete.
     pub(crate) model: &'a Path,
-    /// What the weights are: the same key, the same bytes.
+    /// Identifies the weights: equal keys mean equal bytes.
     pub(crate) key: blake3::Hash,
 }
 
 impl WeightCache<'_> {
-    /// The same key, the same weights in layouts of the same kind.
+    /// Identifies the weights and the version of the layout.
     fn layout_key(&self) -> blake3::Hash {
         let mut hasher = blake3::Hasher::new();
         hasher.update(&LAYOUT_VERSION.to_le_bytes());
@@ -121,10 +122,10 @@ impl Packer {
         Packer { packing, rank, memory: Arc::default(), jobs: vec![], num_bytes: 0 }
     }
 
-    /// Packs everything on `num_threads` threads, or finds it packed; from then on the matrices may be used.
+    /// Packs all matrices on `num_threads` threads, or maps a packed file. The matrices are usable afterwards.
     ///
     /// # Errors
-    /// When there is no memory for it.
+    /// When there is not enough memory.
     pub(crate) fn finish(
         self,
         cache: Option<&WeightCache<'_>>,
@@ -136,7 +137,7 @@ impl Packer {
             Some(Ok(map)) => Memory::File(map),
             Some(Err((path, error))) => {
                 let path = path.display();
-                tracing::warn!(%path, %error, "no cache for packed weights: every process keeps its own");
+                tracing::warn!(%path, %error, "cannot use the cache of packed weights: this process packs a copy of its own");
                 Memory::Private(self.private(num_threads, progress)?)
             }
             None => Memory::Private(self.private(num_threads, progress)?),
@@ -147,7 +148,7 @@ impl Packer {
 
     fn private(&self, num_threads: usize, progress: &mut dyn FnMut(LoadProgress)) -> io::Result<MmapMut> {
         let mut map = MmapMut::map_anon(self.num_bytes.max(1))?;
-        // Only a hint: fewer entries of the page table to walk.
+        // Only a hint: large pages need fewer page-table entries.
         let _ = map.advise(memmap2::Advice::HugePage);
         self.pack(num_threads, progress, &mut |offset, panels| {
             map[offset..offset + panels.len()].copy_from_slice(panels);
@@ -156,7 +157,7 @@ impl Packer {
         Ok(map)
     }
 
-    /// Maps the file, which is made if it is not there. Errors name the path at fault.
+    /// Maps the packed file and creates it first if it is missing. Errors name the path.
     fn cached(
         &self,
         cache: &WeightCache<'_>,
@@ -177,7 +178,7 @@ impl Packer {
             return Ok(map);
         }
         fs::create_dir_all(cache.dir).map_err(at(cache.dir))?;
-        // Whoever comes second waits here and then finds the file. The lock goes with the descriptor.
+        // A second process waits here and then finds the file. The lock ends when its file descriptor is closed.
         let lock_path = cache.dir.join(format!("{}.lock", &place[..16]));
         let lock = File::create(&lock_path).map_err(at(&lock_path))?;
         lock.lock().map_err(at(&lock_path))?;
@@ -189,7 +190,7 @@ impl Packer {
             tracing::info!(path = %path.display(), bytes = self.num_bytes, "packed weights written");
         }
         self.open(&path, &key)
-            .ok_or_else(|| (path, io::Error::other("the file that was just written is another")))
+            .ok_or_else(|| (path, io::Error::other("the file that was just written has another key")))
     }
 
     fn write(
@@ -199,7 +200,7 @@ impl Packer {
         num_threads: usize,
         progress: &mut dyn FnMut(LoadProgress),
     ) -> io::Result<()> {
-        // Written, not mapped: a full disk is an error here, and a signal there.
+        // The file is written, not mapped: a full disk is then an error instead of a signal.
         let file = File::create(path)?;
         let mut writer = WholePages::new(&file);
         writer.write(0, key.as_bytes())?;
@@ -208,7 +209,7 @@ impl Packer {
         file.sync_all()
     }
 
-    /// The file, if it is there and the right one.
+    /// Maps the file if it exists and has the right key.
     fn open(&self, path: &Path, key: &blake3::Hash) -> Option<Mmap> {
         let file = File::open(path).ok()?;
         // SAFETY: a read-only mapping of a file that is replaced, never rewritten.
@@ -226,14 +227,14 @@ impl Packer {
             }
             hasher.update(format!("{:?} {:?}", job.format, job.order).as_bytes());
         }
-        // Parts of other ranks are as large, and others.
+        // Parts of other ranks have the same size and other contents.
         if self.rank != Rank::ONLY {
             hasher.update(format!("{:?}", self.rank).as_bytes());
         }
         hasher.finalize()
     }
 
-    /// Packs everything, piece by piece on `num_threads` threads, and gives `sink` each piece and its offset.
+    /// Packs all matrices in pieces on `num_threads` threads and passes each piece with its offset to `sink`.
     fn pack(
         &self,
         num_threads: usize,
@@ -268,7 +269,7 @@ impl Packer {
     }
 }
 
-/// Rows are in f32 if the types of parts differ.
+/// Rows become f32 if the types of the parts differ.
 impl MatrixSink for Packer {
     type Matrix = PackedMatrix;
 
@@ -281,7 +282,7 @@ impl MatrixSink for Packer {
         let (cols, first) = (parts[0].cols, parts[0].dtype());
         assert!(parts.iter().all(|part| part.cols == cols), "parts of one product");
         let dtype = if !self.packing.integers.widen && parts.iter().all(Matrix::is_fp8) {
-            // Four significant bits and a scale: bf16 is off by a thirty-second of their last bit.
+            // E4M3 has four significant bits; with its scale, rounding to bf16 changes it by 1/32 of its last bit.
             FloatDtype::Bf16
         } else if parts.iter().all(|part| part.dtype() == first) {
             first
@@ -324,7 +325,7 @@ impl Job {
         }
     }
 
-    /// The part that holds a row, and the row's place in it.
+    /// The part that contains a row, and the row's index in that part.
     fn find(&self, mut row_idx: usize) -> (&Matrix, usize) {
         let mut parts = self.parts.iter();
         loop {
@@ -341,7 +342,7 @@ impl Job {
         part.integers_in(format, row_idx)
     }
 
-    /// A row as it is to be stored.
+    /// The bytes of a row as packed.
     fn float_row(&self, row_idx: usize) -> Cow<'_, [u8]> {
         let (part, row_idx) = self.find(row_idx);
         match part.row(row_idx) {
@@ -355,27 +356,28 @@ impl Job {
     }
 }
 
-/// Removes packed files of the model at `place` that do not begin with `weights`. Who has one mapped keeps it.
+/// Removes packed files of the model at `place` whose names do not start with `weights`. Processes that have one
+/// mapped keep it.
 fn remove_old(dir: &Path, place: &str, weights: &str) {
     let Ok(entries) = dir.read_dir() else { return };
     for path in entries.flatten().map(|entry| entry.path()) {
         let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
         if name.starts_with(place) && !name.starts_with(weights) && name.ends_with(".panels") {
-            // What stays behind costs room, nothing else.
+            // A file that remains costs disk space only.
             let _ = fs::remove_file(&path);
         }
     }
 }
 
-/// Brings a mapped file into memory.
+/// Reads a mapped file into memory.
 fn read_ahead(map: &Mmap, progress: &mut dyn FnMut(LoadProgress)) {
     let bytes_total = (map.len() - HEADER_BYTES) as u64;
-    // Only a hint: what is not there yet is read when it is used.
+    // Only a hint: other pages are read on first use.
     let _ = map.advise(memmap2::Advice::WillNeed);
     let mut bytes_done = 0;
     for (piece_idx, piece) in map[HEADER_BYTES..].chunks(PIECE_BYTES).enumerate() {
         let offset = HEADER_BYTES + piece_idx * PIECE_BYTES;
-        // Many pages with one call, where the kernel can.
+        // Maps many pages with one call, if the kernel supports it.
         if map.advise_range(memmap2::Advice::PopulateRead, offset, piece.len()).is_err() {
             let touched = piece.iter().step_by(4096).fold(0u8, |all, byte| all ^ byte);
             std::hint::black_box(touched);

@@ -1,7 +1,8 @@
-//! Several ranks on this machine's processors, each with threads of its own, over one block storage.
+//! Several ranks on this machine's CPUs, each with its own threads, over one block storage.
 //!
-//! Each rank writes its kv heads where the layout of the whole model has them, so that blocks are those that one rank
-//! alone would make, and whoever takes or gives them need not know of ranks. A layer is announced when all have written.
+//! Each rank writes its KV heads to their place in the layout of the whole model. So blocks are the same as those of
+//! a single rank, and senders and receivers of KV need not know about ranks. A layer is reported when all ranks have
+//! written it.
 
 use std::io;
 use std::sync::Arc;
@@ -17,17 +18,17 @@ use crate::executor::CpuExecutor;
 use crate::forward::Ranks;
 use crate::model::CpuModel;
 
-/// Computes on this machine's processors by several ranks.
+/// Computes one model with several ranks on this machine's CPUs.
 pub struct ParallelCpuExecutor(ParallelExecutor<CpuRank>);
 
 impl ParallelCpuExecutor {
-    /// Ranks with the threads of each, in their order. A pool is one rank's alone: ranks compute at the same time.
+    /// Creates an executor of ranks, in their order, each with its own thread pool: ranks compute at the same time.
     ///
     /// # Errors
-    /// When threads cannot be started, or not be kept to their processors.
+    /// When threads cannot be started or pinned to their CPUs.
     ///
     /// # Panics
-    /// When the ranks are not all the parts of one model, in order.
+    /// When the ranks are not all parts of one model, in order.
     pub fn new(ranks: Vec<(CpuModel, Arc<ThreadPool>)>) -> io::Result<ParallelCpuExecutor> {
         let ends = ThreadCommunicator::group(ranks.len());
         let ends = ends.into_iter().map(|end| Box::new(end) as Box<Ranks>);
@@ -72,14 +73,14 @@ impl Executor for ParallelCpuExecutor {
         storage: &BlockStorage,
         on_layer: &mut dyn FnMut(usize),
     ) -> Result<&[f32], ExecuteError> {
-        // SAFETY: passed on to the caller.
+        // SAFETY: guaranteed by the caller.
         unsafe { self.0.execute(batch, storage, on_layer) }
     }
 }
 
 struct CpuRank {
     executor: CpuExecutor,
-    /// Dropped when it leaves, so that nobody waits for it.
+    /// Dropped when the rank leaves, so that no other rank waits for it.
     communicator: Option<Box<Ranks>>,
 }
 
@@ -109,8 +110,8 @@ impl RankExecutor for CpuRank {
         on_layer: &mut dyn FnMut(usize),
     ) -> Result<usize, RankError> {
         let ranks = self.communicator.as_deref_mut();
-        assert!(ranks.is_some(), "a rank that has left computes no more");
-        // SAFETY: passed on to the caller.
+        assert!(ranks.is_some(), "a rank that left does not compute");
+        // SAFETY: guaranteed by the caller.
         let outcome = unsafe { self.executor.compute(batch, storage, on_layer, ranks) };
         outcome.map_err(|error| RankError::Missed(error.to_string()))
     }
@@ -135,19 +136,19 @@ mod tests {
     use baton_checkpoint::LoadOptions;
     use baton_model_spec::{BatchSequence, Communicator, CommunicatorError, Rank};
 
-    /// An end of a rank that panics when it is to meet the others for the `fails_at`-th time.
-    struct Fragile {
+    /// A communicator that panics at its `fails_at`-th operation.
+    struct FailingCommunicator {
         end: ThreadCommunicator,
         fails_at: usize,
     }
 
-    impl Fragile {
+    impl FailingCommunicator {
         fn count(&mut self) {
             self.fails_at = self.fails_at.checked_sub(1).expect("a fault on purpose");
         }
     }
 
-    impl Communicator for Fragile {
+    impl Communicator for FailingCommunicator {
         fn rank(&self) -> Rank {
             self.end.rank()
         }
@@ -168,14 +169,14 @@ mod tests {
         }
     }
 
-    fn executor(num_ranks: usize, fragile: usize, fails_at: usize) -> ParallelCpuExecutor {
+    fn executor(num_ranks: usize, failing: usize, fails_at: usize) -> ParallelCpuExecutor {
         let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/parity/fixtures/llama");
         let options = LoadOptions { threads: Some(1), ..LoadOptions::default() };
         let ranks = load_ranks(&dir, num_ranks, &options, &mut |_| {}).unwrap();
         let ranks = ranks.into_iter().map(|model| (model, Arc::new(ThreadPool::new(1).unwrap())));
         let ends = ThreadCommunicator::group(num_ranks).into_iter().map(|end| {
-            let fails_at = if end.rank().idx == fragile { fails_at } else { usize::MAX };
-            Box::new(Fragile { end, fails_at }) as Box<Ranks>
+            let fails_at = if end.rank().idx == failing { fails_at } else { usize::MAX };
+            Box::new(FailingCommunicator { end, fails_at }) as Box<Ranks>
         });
         ParallelCpuExecutor::connected(ranks.collect(), ends).unwrap()
     }
@@ -185,23 +186,23 @@ mod tests {
         let tokens = [token, 2, 3];
         let sequence = BatchSequence { tokens: &tokens, start_idx: 0, blocks: &[BlockId(0)], num_logits: 1 };
         let batch = Batch { sequences: vec![sequence] };
-        // SAFETY: nobody else uses the storage.
+        // SAFETY: no other code uses the storage.
         unsafe { executor.execute(&batch, &storage, &mut |_| {}) }.map(<[f32]>::to_vec)
     }
 
     #[test]
-    fn a_rank_that_panics_is_named_and_nobody_waits_for_it() {
+    fn a_panicking_rank_is_named_and_the_others_end() {
         for num_ranks in [2, 4] {
-            // A barrier and two sums for each of three layers, and the logits.
+            // A barrier and two sums for each of three layers, and the gathered logits.
             const NUM_MEETINGS: usize = 10;
             for fails_at in 0..2 * NUM_MEETINGS {
-                let fragile = fails_at % num_ranks;
-                let mut executor = executor(num_ranks, fragile, fails_at);
+                let failing = fails_at % num_ranks;
+                let mut executor = executor(num_ranks, failing, fails_at);
                 if fails_at >= NUM_MEETINGS {
                     assert!(step(&mut executor, 1).is_ok());
                 }
                 let error = step(&mut executor, 1).unwrap_err().to_string();
-                assert_eq!(error, format!("cpu, rank {fragile}: panicked: a fault on purpose"));
+                assert_eq!(error, format!("cpu, rank {failing}: panicked: a fault on purpose"));
                 let error = step(&mut executor, 1).unwrap_err().to_string();
                 assert_eq!(error, "cpu: a rank failed in an earlier step");
             }

@@ -3,7 +3,7 @@
 use baton_cpu_kernels::{Aligned, rotate};
 use baton_model_spec::RopeSpec;
 
-/// Computed once per batch and used by every layer.
+/// Computed once per batch and shared by all layers.
 pub(crate) struct RopeTables {
     tables: Vec<RopeTable>,
 }
@@ -25,7 +25,7 @@ impl RopeTables {
         RopeTables { tables: specs.iter().map(table).collect() }
     }
 
-    /// Fills the tables for rows at these positions.
+    /// Computes the tables for rows at these positions.
     pub(crate) fn prepare(&mut self, positions: &[usize]) {
         for table in &mut self.tables {
             let half = table.frequencies.len();
@@ -33,7 +33,7 @@ impl RopeTables {
             for (row, &position) in cos_sin.chunks_exact_mut(2 * half).zip(positions) {
                 let (cos, sin) = row.split_at_mut(half);
                 for i in 0..half {
-                    // The angle is rounded to f32 as the models' training code does.
+                    // The angle is rounded to f32 as in the models' training code.
                     let angle = f64::from(position as f32 * table.frequencies[i]);
                     let (s, c) = angle.sin_cos();
                     cos[i] = c as f32 * table.factor;
@@ -43,7 +43,7 @@ impl RopeTables {
         }
     }
 
-    /// Rotates one head of a row.
+    /// Rotates one head of a row in place.
     pub(crate) fn rotate(&self, rope_idx: usize, row_idx: usize, head: &mut [f32]) {
         let table = &self.tables[rope_idx];
         let half = table.frequencies.len();

@@ -1,17 +1,17 @@
-//! A file that is written from its beginning in large pieces.
+//! Writes a file sequentially in large pieces.
 
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
 
-/// Written at a time.
+/// Bytes per write.
 const PIECE_BYTES: usize = 16 << 20;
 
-/// Writes a file from its beginning in large pieces that begin at multiples of their length: a system that keeps files in
-/// large pages makes some of each, and reading from them is half as fast again.
+/// Writes a file from its start in large pieces at multiples of their size. A file system with large pages then uses
+/// large pages, and reading from them is 1.5 times as fast.
 pub(crate) struct WholePages<'a> {
     file: &'a File,
-    /// Bytes before `buffer`.
+    /// Bytes written before those in `buffer`.
     written: usize,
     buffer: Vec<u8>,
 }
@@ -21,7 +21,7 @@ impl<'a> WholePages<'a> {
         WholePages { file, written: 0, buffer: Vec::with_capacity(PIECE_BYTES) }
     }
 
-    /// Writes `bytes` at `offset`, which is behind all that was written, and zeroes before it.
+    /// Writes `bytes` at `offset`, which is at or after the end of the written bytes, with zeros between.
     pub(crate) fn write(&mut self, offset: usize, bytes: &[u8]) -> io::Result<()> {
         self.fill(offset)?;
         let mut bytes = bytes;
@@ -34,7 +34,7 @@ impl<'a> WholePages<'a> {
         Ok(())
     }
 
-    /// Zeroes up to `offset`.
+    /// Writes zeros up to `offset`.
     fn fill(&mut self, offset: usize) -> io::Result<()> {
         while self.written + self.buffer.len() < offset {
             let missing = offset - self.written - self.buffer.len();
@@ -55,7 +55,7 @@ impl<'a> WholePages<'a> {
         Ok(())
     }
 
-    /// Ends the file at `size`.
+    /// Ends the file at `size`, with zeros after the written bytes.
     pub(crate) fn finish(mut self, size: usize) -> io::Result<()> {
         self.fill(size)?;
         self.flush()
@@ -69,13 +69,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn files_are_what_was_written_where() {
+    fn files_contain_the_bytes_at_their_offsets() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("file");
         let mut expected = vec![0; 2 * PIECE_BYTES + 5000];
         let file = File::create(&path).unwrap();
         let mut writer = WholePages::new(&file);
-        // In a piece, over the end of one, over a whole one.
+        // Within a piece, across the end of one, across a whole one.
         for (value, offset, len) in
             [(1, 0, 32), (2, 4096, 9_000_000), (3, 9_100_000, PIECE_BYTES), (4, 2 * PIECE_BYTES + 10, 90)]
         {

@@ -1,20 +1,20 @@
-//! The supported architectures: how each one's `config.json` becomes a [`DecoderSpec`].
+//! The supported architectures: converts each one's `config.json` to a [`DecoderSpec`].
 //!
-//! Defaults are those of the `transformers` library, which leaves fields out that have them.
+//! Defaults are those of the `transformers` library, which omits fields that have their default.
 
 use crate::decoder::{Activation, DecoderSpec, ExpertNaming, LayerSpec, MlpSpec};
 use crate::error::LoadError;
 use crate::fields::{Fields, MAX_SIZE};
 use crate::rope::{RopeScaling, RopeSpec};
 
-/// Layers of a decoder at most: a file that says more is wrong.
+/// The largest number of layers. A file with more is malformed.
 pub const MAX_LAYERS: usize = 4096;
 
-/// One row per architecture: what its name implies before any field is read.
+/// One row per architecture: the properties that its name implies.
 struct Family {
     name: &'static str,
     tensor_prefix: &'static str,
-    /// Where a window comes from.
+    /// How windows are configured.
     windows: Windows,
     rope_theta: f64,
     norm_eps: f64,
@@ -31,7 +31,7 @@ struct Family {
 enum Bias {
     Always,
     Never,
-    /// When this field is true.
+    /// Present if this field is true.
     Field(&'static str),
 }
 
@@ -42,9 +42,9 @@ enum Windows {
     All,
     /// `sliding_window` in all layers when `use_sliding_window`.
     AllIfUsed,
-    /// As `layer_types` says; else from layer `max_window_layers` when `use_sliding_window`.
+    /// As `layer_types` says. Without it: layers from `max_window_layers` on, if `use_sliding_window`.
     Qwen,
-    /// As `layer_types` says; else all but every so many layers.
+    /// As `layer_types` says. Without it: every layer except each n-th.
     Alternating(usize),
 }
 
@@ -129,7 +129,7 @@ fn family(name: &str, fields: &Fields<'_>) -> Result<&'static Family, LoadError>
     })
 }
 
-/// The decoder that the fields of architecture `name` describe.
+/// The decoder described by the fields of architecture `name`.
 pub fn decoder(name: &str, fields: &Fields<'_>) -> Result<DecoderSpec, LoadError> {
     let family = family(name, fields)?;
     refuse_foreign(family, fields)?;
@@ -192,7 +192,7 @@ pub fn decoder(name: &str, fields: &Fields<'_>) -> Result<DecoderSpec, LoadError
     })
 }
 
-/// Fields of relatives that would change the forward pass.
+/// Refuses fields of related architectures that would change the forward pass.
 fn refuse_foreign(family: &Family, fields: &Fields<'_>) -> Result<(), LoadError> {
     for field in [
         "embedding_multiplier",
@@ -258,7 +258,7 @@ fn windows(family: &Family, fields: &Fields<'_>, num_layers: usize) -> Result<Ve
         Windows::All | Windows::Alternating(_) => true,
         Windows::AllIfUsed | Windows::Qwen => fields.flag_or("use_sliding_window", false)?,
     };
-    // Absent: Gemma and Mistral have had 4096 from the beginning, the others none.
+    // The default if absent: 4096 for Gemma and Mistral, as in their first releases; none for the others.
     let default = match (family.windows, family.name) {
         (Windows::Alternating(_), _)
         | (_, "Qwen2ForCausalLM" | "Qwen3ForCausalLM" | "Qwen3MoeForCausalLM") => Some(4096),
@@ -326,7 +326,7 @@ fn mlp(family: &Family, fields: &Fields<'_>, layer_idx: usize) -> Result<MlpSpec
     Ok(MlpSpec::Experts { num_experts, num_active, intermediate_size, renormalise, naming })
 }
 
-/// One rotary embedding; or two, that of full and that of sliding layers.
+/// One rotary embedding, or two: for full and for sliding layers.
 fn ropes(
     fields: &Fields<'_>,
     family: &Family,
@@ -353,7 +353,7 @@ fn ropes(
                 rope(fields, sliding.as_ref(), "rope_local_base_freq", 10_000.0, head_dim)?,
             ])
         }
-        // The scaling is for the layers that see the whole context.
+        // Scaling applies only to the layers that see the whole context.
         None => {
             let parameters = scaling_fields(fields)?;
             Ok(vec![
@@ -364,7 +364,7 @@ fn ropes(
     }
 }
 
-/// `rope_parameters` since transformers 5, `rope_scaling` before.
+/// `rope_parameters` since transformers 5; `rope_scaling` before.
 fn scaling_fields<'a>(fields: &Fields<'a>) -> Result<Option<Fields<'a>>, LoadError> {
     match fields.object("rope_parameters")? {
         Some(parameters) => Ok(Some(parameters)),
@@ -439,7 +439,7 @@ fn scaling(fields: &Fields<'_>, parameters: &Fields<'_>) -> Result<RopeScaling, 
     }
 }
 
-/// Tokens that a sequence may have.
+/// The largest number of tokens of a sequence.
 pub fn context_length(name: &str, fields: &Fields<'_>) -> Result<usize, LoadError> {
     let default = match name {
         "Gemma2ForCausalLM" => 8192,
@@ -447,7 +447,7 @@ pub fn context_length(name: &str, fields: &Fields<'_>) -> Result<usize, LoadErro
         _ => 2048,
     };
     let length = fields.size_or("max_position_embeddings", default)?;
-    // YaRN is often switched on by a field beside an unchanged context length.
+    // YaRN is often enabled by one field while the context length stays unchanged.
     if let Some(parameters) = scaling_fields(fields)?
         && parameters.get("full_attention").is_none()
         && let RopeScaling::Yarn { factor, original_context, .. } = scaling(fields, &parameters)?

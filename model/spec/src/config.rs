@@ -1,7 +1,6 @@
-//! What a model is, as its configuration says: `config.json` of a Hugging Face directory, or what another format has
-//! instead.
+//! A model's configuration: `config.json` of a Hugging Face directory, or the metadata of another format.
 //!
-//! Fields that change what a model means are either understood or refused. It knows no weights.
+//! A field that changes the model's meaning is either understood or refused. This module does not know weights.
 
 use std::path::Path;
 
@@ -14,27 +13,27 @@ use crate::fields::{Fields, parse_object};
 use crate::float::FloatDtype;
 use crate::quantisation_config::StoredQuantisation;
 
-/// What `config.json`, or a GGUF file's metadata, says.
+/// The contents of `config.json` or of a GGUF file's metadata.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ModelConfig {
-    /// "LlamaForCausalLM".
+    /// The architecture's name: "LlamaForCausalLM".
     pub architecture: String,
-    /// Tokens that a sequence may have.
+    /// The largest number of tokens of a sequence.
     pub context_length: usize,
-    /// Tokens that end a text. `generation_config.json` may know more of them.
+    /// Tokens that end a text. `generation_config.json` may list more.
     pub eos_token_ids: Vec<u32>,
-    /// The token that begins a text.
+    /// The token that starts a text.
     pub bos_token_id: Option<u32>,
-    /// The type in which weights are stored, or of the scales of integers that are.
+    /// The type of stored weights; for quantised weights the type of their scales.
     pub dtype: FloatDtype,
-    /// How the weights of a directory were quantised, if they were.
+    /// How the weights of a directory are quantised; `None` if they are not.
     pub quantisation: Option<StoredQuantisation>,
     /// The decoder.
     pub decoder: DecoderSpec,
 }
 
 impl ModelConfig {
-    /// Whether the weights of a directory are stored as small numbers with scales.
+    /// Whether the weights of a directory are quantised.
     pub fn is_quantised(&self) -> bool {
         self.quantisation.is_some()
     }
@@ -42,7 +41,7 @@ impl ModelConfig {
     /// Reads `config.json` of the directory `model`.
     ///
     /// # Errors
-    /// When it is missing, broken, or describes what the decoder cannot compute.
+    /// When the file is missing or malformed, or describes a model that the decoder cannot compute.
     pub fn of_directory(model: &Path) -> Result<ModelConfig, LoadError> {
         let path = model.join("config.json");
         let text = std::fs::read(&path).map_err(|source| LoadError::io(&path, source))?;
@@ -58,7 +57,7 @@ impl ModelConfig {
         let fields = Fields::new(path, &object);
         let architecture = name_of(&fields)?;
         Ok(ModelConfig {
-            // The decoder first: it knows whether the architecture is supported at all.
+            // The decoder comes first: it refuses unsupported architectures.
             context_length: architecture::context_length(&architecture, &fields)?,
             eos_token_ids: fields.token_ids("eos_token_id")?,
             bos_token_id: fields.token_ids("bos_token_id")?.first().copied(),
@@ -69,7 +68,7 @@ impl ModelConfig {
         })
     }
 
-    /// Token ids are below.
+    /// The number of tokens in the vocabulary; token ids are below this.
     pub fn vocab_size(&self) -> usize {
         self.decoder.vocab_size
     }
@@ -84,7 +83,7 @@ fn name_of(fields: &Fields<'_>) -> Result<String, LoadError> {
     }
 }
 
-/// `dtype` or, in older files, `torch_dtype`; bf16 if neither is there or names another type.
+/// `dtype` or, in older files, `torch_dtype`; bf16 if both are missing or name another type.
 fn stated_dtype(fields: &Fields<'_>) -> Result<FloatDtype, LoadError> {
     let name = fields.text("dtype")?.or(fields.text("torch_dtype")?);
     Ok(match name {
@@ -99,7 +98,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn stated_type_is_found_under_either_name() {
+    fn the_stored_type_is_found_under_either_name() {
         let path = Path::new("config.json");
         for (json, expected) in [
             (r#"{"torch_dtype": "float16"}"#, FloatDtype::F16),

@@ -1,8 +1,8 @@
-//! What a model costs: pure numbers from its configuration, for `baton inspect` and planning.
+//! The cost of a model, computed from its configuration alone, for `baton inspect` and planning.
 //!
-//! It counts what an ideal machine would have to do: every weight that is used is read once per step,
-//! every multiplication is two operations, activations stay in caches. A real machine is slower.
-//! Counts that no machine could hold are the largest there is: a configuration may say anything.
+//! Costs are those of an ideal machine: a step reads every used weight once, a multiply-add is two operations, and
+//! activations stay in caches. A real machine is slower. Counts saturate at the largest number, because a
+//! configuration may state any size.
 //!
 //! With L layers, H the hidden size, Q = heads x head_dim, K = kv heads x head_dim, I the rows of gate
 //! and of up, V the vocabulary:
@@ -25,7 +25,7 @@ pub struct ModelCost {
     kv_dtype: KvDtype,
 }
 
-/// Work of one step.
+/// Operations and memory traffic of one step.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct StepCost {
     /// Additions and multiplications.
@@ -34,7 +34,7 @@ pub struct StepCost {
     pub bytes: f64,
 }
 
-/// What a machine can do.
+/// Speed of a machine.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct DeviceSpeed {
     /// Additions and multiplications per second.
@@ -44,31 +44,31 @@ pub struct DeviceSpeed {
 }
 
 impl StepCost {
-    /// Operations per byte.
+    /// Operations per byte: the arithmetic intensity.
     pub fn intensity(&self) -> f64 {
         self.flops / self.bytes
     }
 
-    /// The roofline (Williams et al. 2009): the slower of computing and reading, in seconds.
+    /// Seconds by the roofline model (Williams et al. 2009): the longer of computing and reading.
     pub fn seconds_on(&self, device: &DeviceSpeed) -> f64 {
         (self.flops / device.flops_per_second).max(self.bytes / device.bytes_per_second)
     }
 }
 
 impl DeviceSpeed {
-    /// Operations per byte from which on computing takes longer than reading.
+    /// The arithmetic intensity above which computing takes longer than reading.
     pub fn ridge(&self) -> f64 {
         self.flops_per_second / self.bytes_per_second
     }
 }
 
 impl ModelCost {
-    /// Costs of `spec` with weights of so many bytes, scales included, and KV stored as given.
+    /// The cost of `spec` with weights of `bytes_per_weight` bytes, scales included, and KV of type `kv_dtype`.
     pub fn new(spec: &DecoderSpec, bytes_per_weight: f64, kv_dtype: KvDtype) -> ModelCost {
         ModelCost { spec: spec.clone(), bytes_per_weight, kv_dtype }
     }
 
-    /// All numbers in the weights.
+    /// The number of parameters.
     pub fn num_parameters(&self) -> u64 {
         self.count(|mlp| match mlp {
             MlpSpec::Experts { num_experts, .. } => *num_experts as f64,
@@ -76,7 +76,7 @@ impl ModelCost {
         })
     }
 
-    /// Those that one token uses: of experts only the active ones.
+    /// The number of parameters that one token uses: of the experts only the active ones.
     pub fn num_active_parameters(&self) -> u64 {
         self.count(|mlp| match mlp {
             MlpSpec::Experts { num_active, .. } => *num_active as f64,
@@ -99,13 +99,13 @@ impl ModelCost {
         2 * self.spec.num_kv_heads * self.kv_dtype.vector_bytes(self.spec.head_dim)
     }
 
-    /// Bytes of the KV of a sequence; layers with a window keep all of it, too.
+    /// Bytes of a sequence's KV. Layers with a sliding window keep all of it, too.
     pub fn kv_bytes(&self, num_tokens: usize) -> u64 {
         self.kv_bytes_per_token().saturating_mul(num_tokens as u64)
     }
 
-    /// A prompt of `num_tokens`, of which the first `num_cached` have KV already, up to the logits of
-    /// its last token. Bytes: every weight once, cached KV read once, new KV written once.
+    /// Prefills a prompt of `num_tokens` tokens, of which the first `num_cached` have KV, and computes the logits of
+    /// its last token. Bytes: all weights once, cached KV read once, new KV written once.
     pub fn prefill(&self, num_tokens: usize, num_cached: usize) -> StepCost {
         let new = num_tokens.saturating_sub(num_cached);
         let attention: f64 = self
@@ -121,8 +121,8 @@ impl ModelCost {
         }
     }
 
-    /// One more token of each of `batch` sequences that have `context` tokens, the new one included.
-    /// Bytes: every weight once for all of them, each sequence's visible KV.
+    /// Decodes one more token of each of `batch` sequences with `context` tokens each, the new one included. Bytes:
+    /// all weights once for the batch, and each sequence's visible KV.
     pub fn decode(&self, batch: usize, context: usize) -> StepCost {
         let last = |layer: &LayerSpec| seen(layer, context) - seen(layer, context.saturating_sub(1));
         let positions: f64 = self.spec.layers.iter().map(last).sum();
@@ -134,8 +134,8 @@ impl ModelCost {
         }
     }
 
-    /// Bytes of the weights that a step over `num_tokens` tokens reads. Tokens are taken to choose their
-    /// experts independently: `k` of `E` for `n` tokens touch `E (1 - (1 - k/E)^n)` of them.
+    /// Bytes of the weights that a step over `num_tokens` tokens reads. Tokens are assumed to select experts
+    /// independently: with `k` of `E` experts per token, `n` tokens use `E (1 - (1 - k/E)^n)` experts.
     fn weights_read(&self, num_tokens: usize) -> f64 {
         let touched = self.layer_weights(|mlp| match *mlp {
             MlpSpec::Experts { num_experts, num_active, .. } => {
@@ -147,7 +147,7 @@ impl ModelCost {
         touched * self.bytes_per_weight
     }
 
-    /// Weights of layers that multiply one token.
+    /// Weights of the layers that are multiplied with one token.
     fn active_weights(&self) -> f64 {
         self.layer_weights(|mlp| match mlp {
             MlpSpec::Experts { num_active, .. } => *num_active as f64,
@@ -155,7 +155,7 @@ impl ModelCost {
         })
     }
 
-    /// Weights of matrices in layers, with `experts(mlp)` of the experts.
+    /// Weights of the layers' matrices; `experts(mlp)` is the number of experts to count.
     fn layer_weights(&self, experts: impl Fn(&MlpSpec) -> f64) -> f64 {
         let spec = &self.spec;
         let hidden = spec.hidden_size as f64;
@@ -174,7 +174,7 @@ impl ModelCost {
         self.spec.hidden_size as f64 * self.spec.vocab_size as f64
     }
 
-    /// Scores and sums over so many visible positions.
+    /// Operations of scores and weighted sums over this many visible positions.
     fn attention_flops(&self, positions: f64) -> f64 {
         4.0 * self.spec.query_width() as f64 * positions
     }
@@ -205,7 +205,7 @@ impl ModelCost {
     }
 }
 
-/// Positions that the first `num_tokens` tokens see in a layer, added up.
+/// The sum, over the first `num_tokens` tokens, of the positions that each sees in a layer.
 fn seen(layer: &LayerSpec, num_tokens: usize) -> f64 {
     let n = num_tokens as f64;
     match layer.window {
@@ -229,7 +229,7 @@ mod tests {
         ModelCost::new(&config.decoder, 2.0, KvDtype::Bf16)
     }
 
-    /// Llama 3.1 8B as it is published.
+    /// Llama 3.1 8B as published.
     const LLAMA: &str = r#"{"architectures": ["LlamaForCausalLM"], "hidden_size": 4096,
         "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8,
         "num_hidden_layers": 32, "vocab_size": 128256, "max_position_embeddings": 131072}"#;
@@ -254,7 +254,7 @@ mod tests {
         assert_eq!(mixtral.num_parameters(), 46_702_792_704);
         assert_eq!(mixtral.num_active_parameters(), 12_879_925_248);
 
-        // 0.5 B: tied head, biases of queries, keys and values.
+        // 0.5 B: tied head; biases of queries, keys and values.
         let qwen = cost(
             r#"{"architectures": ["Qwen2ForCausalLM"], "hidden_size": 896, "intermediate_size": 4864,
                 "num_attention_heads": 14, "num_key_value_heads": 2, "num_hidden_layers": 24,
@@ -264,7 +264,7 @@ mod tests {
     }
 
     #[test]
-    fn a_configuration_beyond_all_machines_costs_the_largest_number() {
+    fn the_cost_of_an_impossible_size_saturates() {
         let model = cost(
             r#"{"architectures": ["MixtralForCausalLM"], "hidden_size": 2147483648,
                 "intermediate_size": 2147483648, "num_attention_heads": 1, "num_hidden_layers": 4096,

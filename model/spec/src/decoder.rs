@@ -1,4 +1,4 @@
-//! One decoder, described by data: every supported architecture is a value of [`DecoderSpec`].
+//! [`DecoderSpec`]: one decoder described by data. Every supported architecture is a value of it.
 
 use crate::rope::RopeSpec;
 
@@ -12,9 +12,9 @@ use crate::rope::RopeSpec;
 /// ```
 #[derive(Clone, Debug, PartialEq)]
 pub struct DecoderSpec {
-    /// Rows of the embedding; token ids are below.
+    /// Rows of the embedding. Token ids are below this.
     pub vocab_size: usize,
-    /// Elements of `x`.
+    /// Elements of the hidden state `x`.
     pub hidden_size: usize,
     /// Query heads.
     pub num_heads: usize,
@@ -22,46 +22,47 @@ pub struct DecoderSpec {
     pub num_kv_heads: usize,
     /// Elements of a head.
     pub head_dim: usize,
-    /// First to last.
+    /// The layers, first to last.
     pub layers: Vec<LayerSpec>,
-    /// The rotary embeddings that layers refer to.
+    /// Rotary embeddings; layers refer to them by index.
     pub ropes: Vec<RopeSpec>,
-    /// Added to the mean square in norms.
+    /// Epsilon of the norms, added to the mean square.
     pub norm_eps: f32,
-    /// Norms multiply by `1 + weight` (Gemma).
+    /// Norms multiply by `1 + weight` instead of `weight` (Gemma).
     pub norm_unit_offset: bool,
-    /// Norms after attention and MLP as well as before (Gemma 2 and 3).
+    /// Norms also follow attention and MLP (Gemma 2 and 3).
     pub post_norms: bool,
-    /// A norm of each query and key head before its rotation (Qwen 3, Gemma 3).
+    /// Each query and key head is normalised before its rotation (Qwen 3, Gemma 3).
     pub qk_norm: bool,
-    /// Biases of the query, key and value projections.
+    /// The query, key and value projections have biases.
     pub qkv_bias: bool,
-    /// Bias of the attention's output projection.
+    /// The output projection of attention has a bias.
     pub output_bias: bool,
-    /// Biases of the MLP.
+    /// The MLP has biases.
     pub mlp_bias: bool,
-    /// Query, key and value projections are one tensor, and so are gate and up (Phi-3).
+    /// Query, key and value projections are stored as one tensor, and so are gate and up (Phi-3).
     pub fused_projections: bool,
-    /// Factor on scores.
+    /// Attention scores are multiplied by this.
     pub attention_scale: f32,
     /// Scores are `cap * tanh(score / cap)`.
     pub attention_soft_cap: Option<f32>,
-    /// Function of the MLP's gate.
+    /// Activation function of the MLP's gate.
     pub activation: Activation,
-    /// Factor on embeddings.
+    /// Embeddings are multiplied by this.
     pub embedding_scale: f32,
-    /// The embedding is the head, too.
+    /// The embedding is also the head.
     pub tied_head: bool,
     /// Logits are `cap * tanh(logit / cap)`.
     pub logit_soft_cap: Option<f32>,
-    /// What names of tensors begin with, up to and including a dot.
+    /// Prefix of tensor names, up to and including the dot.
     pub tensor_prefix: String,
 }
 
-/// What differs between layers.
+/// The part of the description that differs between layers.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LayerSpec {
-    /// Positions that a token sees, its own included; all before it when `None`.
+    /// Sliding window: the number of positions a token attends to, its own included. `None` is all positions before
+    /// it.
     pub window: Option<usize>,
     /// Index into [`DecoderSpec::ropes`].
     pub rope_idx: usize,
@@ -69,31 +70,31 @@ pub struct LayerSpec {
     pub mlp: MlpSpec,
 }
 
-/// `down(activation(gate(x)) * up(x))`, once or by experts.
+/// `down(activation(gate(x)) * up(x))`, dense or as a mixture of experts.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum MlpSpec {
-    /// The same for every token.
+    /// One MLP for every token.
     Dense {
         /// Rows of gate and of up.
         intermediate_size: usize,
     },
-    /// Each token goes to the experts that a router likes best.
+    /// The router selects the experts of each token.
     Experts {
-        /// How many there are.
+        /// The number of experts.
         num_experts: usize,
-        /// How many a token goes to.
+        /// The number of experts per token.
         num_active: usize,
         /// Rows of gate and of up of one expert.
         intermediate_size: usize,
-        /// Weights of the chosen are divided by their sum.
+        /// The selected experts' weights are divided by their sum.
         renormalise: bool,
-        /// How tensors are named.
+        /// Naming of the tensors.
         naming: ExpertNaming,
     },
 }
 
 impl MlpSpec {
-    /// Rows of gate and of up: neurons.
+    /// Rows of gate and of up (the neurons); of one expert if there are several.
     pub fn intermediate_size(&self) -> usize {
         match *self {
             MlpSpec::Dense { intermediate_size } | MlpSpec::Experts { intermediate_size, .. } => {
@@ -103,7 +104,7 @@ impl MlpSpec {
     }
 }
 
-/// Names of the tensors of experts.
+/// Tensor names of experts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ExpertNaming {
     /// `block_sparse_moe.gate`, `block_sparse_moe.experts.0.w1 | w3 | w2`
@@ -112,14 +113,14 @@ pub enum ExpertNaming {
     Qwen,
 }
 
-/// Function of the MLP's gate.
+/// Activation function of the MLP's gate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Activation {
     /// `x sigmoid(x)`
     Silu,
-    /// GELU by the error function.
+    /// GELU with the error function.
     Gelu,
-    /// GELU by its tanh approximation.
+    /// GELU with its tanh approximation.
     GeluTanh,
 }
 
@@ -134,7 +135,7 @@ impl DecoderSpec {
         self.num_kv_heads * self.head_dim
     }
 
-    /// Canonical text of the positions' part of keys, for the KV's fingerprint.
+    /// Canonical text of the rotary embeddings, a part of the KV's fingerprint.
     pub fn rope_text(&self) -> String {
         let ropes: Vec<String> = self.ropes.iter().map(ToString::to_string).collect();
         if ropes.len() == 1 {

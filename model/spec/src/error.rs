@@ -1,10 +1,10 @@
-//! Why a model cannot be loaded: each a sentence that names the file, the thing in it and what was expected.
+//! Errors of loading a model. Each message names the file, the field or tensor, and the expected value.
 
 use std::path::{Path, PathBuf};
 
 use crate::integers::MIN_GROUP;
 
-/// A model was refused. Nothing about it gets better by trying again.
+/// A model was refused. Another try with the same input fails in the same way.
 #[derive(Debug, thiserror::Error)]
 pub enum LoadError {
     /// A file cannot be read.
@@ -12,40 +12,40 @@ pub enum LoadError {
     Io {
         /// The file or directory.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
         source: std::io::Error,
     },
-    /// A file is not the JSON that it should be.
+    /// A file is not the expected JSON.
     #[error("{}: {message}", path.display())]
     Json {
         /// The file.
         path: PathBuf,
-        /// Where and what.
+        /// The position and the problem.
         message: String,
     },
-    /// There are no weights in the directory.
+    /// The directory has no weights.
     #[error("{}: found neither model.safetensors nor model.safetensors.index.json", path.display())]
     NoWeights {
         /// The directory.
         path: PathBuf,
     },
-    /// What only processors do so far.
-    #[error("{what} is not there on a device so far: it takes --device cpu")]
+    /// A feature that only the CPU backend has.
+    #[error("{what} is not supported on a GPU, use --device cpu")]
     NotOnDevice {
-        /// Asked for.
+        /// The requested feature.
         what: &'static str,
     },
-    /// The decoder does not know this architecture.
+    /// The architecture is not supported.
     #[error("{}: architecture {found} is not supported, expected one of {expected}", path.display())]
     UnknownArchitecture {
         /// config.json
         path: PathBuf,
-        /// What it asks for.
+        /// The architecture in config.json.
         found: String,
-        /// What there is.
+        /// The supported architectures.
         expected: String,
     },
-    /// A field of config.json asks for what the decoder does not do, or for nothing sensible.
+    /// A field of config.json has an unsupported or invalid value.
     #[error("{}: {field} is {found}, expected {expected}", path.display())]
     Config {
         /// config.json
@@ -54,7 +54,7 @@ pub enum LoadError {
         field: String,
         /// Its value.
         found: String,
-        /// What would do.
+        /// The accepted values.
         expected: String,
     },
     /// A weight file is damaged.
@@ -62,15 +62,15 @@ pub enum LoadError {
     BadFile {
         /// The file.
         path: PathBuf,
-        /// What is wrong with it.
+        /// The problem.
         message: String,
     },
-    /// A tensor that the architecture needs is not there.
+    /// A required tensor is missing.
     #[error("{}: tensor {tensor} is missing, expected one of shape {expected:?}", path.display())]
     MissingTensor {
         /// The weight file, or the index of several.
         path: PathBuf,
-        /// Its name.
+        /// The tensor's name.
         tensor: String,
         /// The shape that config.json implies.
         expected: Vec<usize>,
@@ -80,49 +80,49 @@ pub enum LoadError {
     WrongShape {
         /// The weight file.
         path: PathBuf,
-        /// Its name.
+        /// The tensor's name.
         tensor: String,
         /// The shape in the file.
         found: Vec<usize>,
         /// The shape that config.json implies.
         expected: Vec<usize>,
     },
-    /// A tensor is of a type that the kernels do not compute with.
+    /// A tensor has a type that the kernels do not support.
     #[error("{}: tensor {tensor} is of type {found}, expected F32, F16 or BF16", path.display())]
     WrongDtype {
         /// The weight file.
         path: PathBuf,
-        /// Its name.
+        /// The tensor's name.
         tensor: String,
-        /// Its type.
+        /// The tensor's type.
         found: String,
     },
-    /// A tensor that the decoder would ignore: the model is another than config.json says.
+    /// A tensor that the decoder would ignore. The model is then not the one that config.json describes.
     #[error("{}: tensor {tensor} is not part of {architecture}, expected none by this name", path.display())]
     UnexpectedTensor {
         /// The weight file.
         path: PathBuf,
-        /// Its name.
+        /// The tensor's name.
         tensor: String,
         /// The architecture of config.json.
         architecture: String,
     },
-    /// Activations in bf16 were asked for.
-    #[error("activations in bf16 need a processor with avx512_bf16, which this one has not: use f32 or auto")]
+    /// Activations in bf16 were requested on a CPU without the instructions for it.
+    #[error("activations in bf16 need a CPU with avx512_bf16, which this CPU does not have: use f32 or auto")]
     NoBf16,
-    /// So many ranks cannot compute this model together.
+    /// The model cannot be divided among this many ranks.
     #[error("{num_ranks} ranks cannot divide {size} {what}, expected a tensor parallel degree of {degrees}")]
     Indivisible {
-        /// What each rank would have a part of.
+        /// What cannot be divided.
         what: &'static str,
-        /// How many of it there are.
+        /// Its size.
         size: usize,
         /// The tensor-parallel degree.
         num_ranks: usize,
-        /// Those that would do.
+        /// The possible degrees.
         degrees: String,
     },
-    /// The columns of a tensor of integers would be divided where its numbers share a scale.
+    /// A rank's boundary would cut a quantised tensor's columns inside a group that shares a scale.
     #[error(
         "{}: {num_ranks} ranks divide tensor {tensor} at column {column}, within a group of {group} that share a scale, \
          expected a multiple of {multiple}: use a smaller tensor parallel degree{}, or other weights",
@@ -135,26 +135,26 @@ pub enum LoadError {
         tensor: String,
         /// The tensor-parallel degree.
         num_ranks: usize,
-        /// Where a rank's columns begin or end.
+        /// The first or last column of a rank.
         column: usize,
         /// Numbers that share a scale.
         group: usize,
-        /// Columns may be divided at multiples of it.
+        /// Columns may be cut at multiples of this.
         multiple: usize,
     },
-    /// An option of the caller makes no sense.
+    /// A load option has an invalid value.
     #[error("{option} is {found}, expected {expected}")]
     Option {
-        /// The field of `LoadOptions`.
+        /// The option's name.
         option: &'static str,
         /// Its value.
         found: usize,
-        /// What would do.
+        /// The accepted values.
         expected: &'static str,
     },
 }
 
-/// What else helps where weights are rounded in larger groups than there may be.
+/// A hint for groups that are larger than the smallest possible.
 fn smaller_groups(multiple: &usize) -> &'static str {
     if *multiple > MIN_GROUP { ", smaller groups (as --quantize int8:32 has)" } else { "" }
 }

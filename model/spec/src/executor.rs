@@ -1,7 +1,7 @@
-//! The seam between the engine and whatever computes: a [`Batch`] in, logits out, or tokens that were sampled where
-//! the logits are.
+//! The interface between the engine and a compute backend: a [`Batch`] goes in; logits come out, or tokens that the
+//! backend sampled itself.
 //!
-//! An executor knows tokens, positions and blocks. It does not know requests, or why a batch looks as it does.
+//! An executor knows tokens, positions and blocks. It does not know requests or how a batch was scheduled.
 
 use baton_kv_cache::{BlockId, BlockStorage, KvLayout};
 
@@ -10,57 +10,57 @@ use crate::sampling::{SampledRow, TokenSampling};
 /// Sequences to advance in one step.
 #[derive(Clone, Debug, Default)]
 pub struct Batch<'a> {
-    /// In the order in which their logits come back.
+    /// Their logits come back in this order.
     pub sequences: Vec<BatchSequence<'a>>,
 }
 
-/// The next `tokens` of one sequence: a chunk of a prompt, or the token decoded last and those that are
-/// drafted to follow it.
+/// The next `tokens` of one sequence: a chunk of a prompt, or the last decoded token followed by draft tokens.
 #[derive(Clone, Copy, Debug)]
 pub struct BatchSequence<'a> {
-    /// Tokens whose KV is computed in this step; at least one.
+    /// Tokens whose KV this step computes; at least one.
     pub tokens: &'a [u32],
-    /// Position of the first of them: as many tokens lie in the cache already.
+    /// Position of the first token. The cache already holds the KV of this many tokens.
     pub start_idx: usize,
     /// Blocks of the whole sequence, enough for `start_idx + tokens.len()` tokens.
     pub blocks: &'a [BlockId],
-    /// Of so many of the last of `tokens` the logits that follow are wanted; at most all.
+    /// The number of last tokens whose logits are returned; at most `tokens.len()`.
     pub num_logits: usize,
 }
 
 /// Computes forward passes of one model over one block storage.
 ///
-/// The result for a sequence is a function of that sequence alone: on processors bit for bit the same whatever else is in
-/// the batch and however its tokens are cut into chunks, on devices within what roundings of other sums explain.
+/// The result for a sequence depends on that sequence alone. On CPUs it is bit for bit the same whatever else is in
+/// the batch and however the tokens are cut into chunks. On GPUs it may differ by rounding, because sums are taken in
+/// another order.
 pub trait Executor: Send {
-    /// The layout that the KV of this model has in blocks.
+    /// The layout of this model's KV in blocks.
     fn kv_layout(&self) -> KvLayout;
 
-    /// Token ids are below this; a row of logits has this many.
+    /// Token ids are below this. A row of logits has this many entries.
     fn vocab_size(&self) -> usize;
 
-    /// Called once on the thread that will call [`execute`](Self::execute), before it does: what belongs to a thread,
-    /// such as the processor that it runs on, is set up here.
+    /// Sets up what belongs to a thread, such as CPU affinity. Called once, on the thread that will call
+    /// [`execute`](Self::execute), before the first call.
     ///
     /// # Errors
-    /// When the system refuses.
+    /// When the operating system refuses.
     fn attach_thread(&mut self) -> Result<(), ExecuteError> {
         Ok(())
     }
 
-    /// Runs one step: writes the KV of every token of the batch into its blocks and returns, row by
-    /// row, the logits that are wanted (`[sum of num_logits][vocab_size]`): those of the first sequence in
-    /// the order of its tokens, then those of the next.
+    /// Runs one step. Writes the KV of every token of the batch into its blocks and returns the requested logits,
+    /// `[sum of num_logits][vocab_size]`: the rows of the first sequence in the order of its tokens, then those of
+    /// the next sequence.
     ///
-    /// `on_layer(layer_idx)` is called when the KV of that layer has been written for the whole
-    /// batch, while later layers are still to come: the layer-wise push begins there.
+    /// Calls `on_layer(layer_idx)` when the KV of that layer is written for the whole batch, while later layers are
+    /// still to be computed. The layer-wise KV transfer starts there.
     ///
     /// # Errors
-    /// When the device failed. The contents of the blocks that the batch writes are then unspecified.
+    /// When the device fails. The contents of the blocks that the batch writes are then unspecified.
     ///
     /// # Safety
-    /// Nobody else writes the blocks of the batch during the call, and nobody reads the places of
-    /// the tokens it computes before `on_layer` named their layer.
+    /// During the call no other code writes the blocks of the batch. No other code reads the KV of the computed
+    /// tokens in a layer before `on_layer` reported that layer.
     unsafe fn execute(
         &mut self,
         batch: &Batch<'_>,
@@ -68,29 +68,29 @@ pub trait Executor: Send {
         on_layer: &mut dyn FnMut(usize),
     ) -> Result<&[f32], ExecuteError>;
 
-    /// The same as one that samples tokens itself; `None` where logits come to the host anyway.
+    /// This executor as one that samples on the device; `None` if its logits are in host memory anyway.
     fn sampling(&mut self) -> Option<&mut dyn SamplingExecutor> {
         None
     }
 }
 
-/// An executor whose logits are not in the host's memory: it samples from them there, while its caller does something
-/// else.
+/// An executor whose logits stay in device memory. It samples there, and its caller works on while it does.
 pub trait SamplingExecutor {
-    /// Begins a step as [`Executor::execute`] runs it, and samples by one of `samplings` after each wanted row, in the order of
-    /// the rows. It is waited for by [`collect`](Self::collect).
+    /// Starts a step as [`Executor::execute`] does and samples one token after each requested row, with `samplings`
+    /// in the order of the rows. [`collect`](Self::collect) waits for the step.
     ///
-    /// A second step may be launched before the first is collected: with `follows`, which says for each sequence after
-    /// which of the first step's rows its one token is sampled, whatever `tokens` says. That token is counted here, where
-    /// [`TokenSampling::counts`] has any. Otherwise `follows` is empty.
+    /// A second step may be launched before the first is collected. Then `follows` holds, for each sequence, the
+    /// index of the row of the first step whose sampled token is this sequence's one input token; `tokens` is
+    /// ignored. The executor adds that token to [`TokenSampling::counts`] if the list is not empty. Otherwise
+    /// `follows` is empty.
     ///
-    /// Returns whether every row is sampled here, as it must be for a step to follow.
+    /// Returns whether the device samples every row. Only then may another step follow.
     ///
     /// # Errors
-    /// When the device failed.
+    /// When the device fails.
     ///
     /// # Safety
-    /// As [`Executor::execute`], until the step is collected.
+    /// As for [`Executor::execute`], until the step is collected.
     unsafe fn launch(
         &mut self,
         batch: &Batch<'_>,
@@ -100,23 +100,23 @@ pub trait SamplingExecutor {
         on_layer: &mut dyn FnMut(usize),
     ) -> Result<bool, ExecuteError>;
 
-    /// Waits for the oldest step that was launched; what follows its wanted rows. `on_layer` is called for those layers
-    /// of which `launch` has not told.
+    /// Waits for the oldest launched step and returns the result for each of its requested rows. Calls `on_layer` for
+    /// the layers that `launch` has not reported.
     ///
     /// # Errors
-    /// When the device failed.
+    /// When the device fails.
     ///
     /// # Panics
-    /// When no step is under way.
+    /// When no step was launched.
     fn collect(&mut self, on_layer: &mut dyn FnMut(usize)) -> Result<Vec<SampledRow<'_>>, ExecuteError>;
 }
 
-/// The device failed; the engine cannot go on with this executor.
+/// The device failed. The engine cannot use this executor any more.
 #[derive(Debug, thiserror::Error)]
 #[error("{device}: {message}")]
 pub struct ExecuteError {
     /// "cpu", "cuda:0".
     pub device: String,
-    /// What it said.
+    /// The device's error message.
     pub message: String,
 }

@@ -1,4 +1,4 @@
-//! Typed reading of a JSON object, with messages that name the field.
+//! Typed access to the fields of a JSON object. Messages name the field.
 
 use std::path::{Path, PathBuf};
 
@@ -6,31 +6,31 @@ use serde_json::{Map, Value};
 
 use crate::error::LoadError;
 
-/// Of what files give a size for: products of a few do not overflow.
+/// The largest size a file may state. Products of a few such sizes do not overflow.
 pub const MAX_SIZE: usize = 1 << 31;
 
-/// The fields of one object of a file. A `null` field counts as absent.
+/// The fields of one JSON object of a file. A `null` field counts as absent.
 #[derive(Clone, Debug)]
 pub struct Fields<'a> {
     path: &'a Path,
-    /// What the names of fields begin with in messages: empty or "rope_scaling.".
+    /// Prefix of field names in messages: empty or "rope_scaling.".
     prefix: String,
     values: &'a Map<String, Value>,
 }
 
-/// Reads a file that holds one JSON object.
+/// Reads a file that contains one JSON object.
 ///
 /// # Errors
-/// When it cannot be read, or holds something else.
+/// When the file cannot be read or contains something else.
 pub fn read_object(path: &Path) -> Result<Map<String, Value>, LoadError> {
     let text = std::fs::read(path).map_err(|source| LoadError::io(path, source))?;
     parse_object(path, &text)
 }
 
-/// Reads the text of a file that holds one JSON object; `path` is for messages.
+/// Parses a text that contains one JSON object; `path` is for messages.
 ///
 /// # Errors
-/// When it holds something else.
+/// When the text contains something else.
 pub fn parse_object(path: &Path, text: &[u8]) -> Result<Map<String, Value>, LoadError> {
     let json = |message: String| LoadError::Json { path: path.to_owned(), message };
     match serde_json::from_slice(text) {
@@ -52,7 +52,7 @@ fn kind(value: &Value) -> &'static str {
 }
 
 impl<'a> Fields<'a> {
-    /// Those of an object of the file at `path`.
+    /// The fields of an object in the file at `path`.
     pub fn new(path: &'a Path, values: &'a Map<String, Value>) -> Fields<'a> {
         Fields { path, prefix: String::new(), values }
     }
@@ -62,12 +62,12 @@ impl<'a> Fields<'a> {
         self.path.to_owned()
     }
 
-    /// The value, unless absent or `null`.
+    /// The value; `None` if absent or `null`.
     pub fn get(&self, field: &str) -> Option<&'a Value> {
         self.values.get(field).filter(|value| !value.is_null())
     }
 
-    /// The refusal of a field.
+    /// The error that refuses a field's value.
     pub fn refuse(&self, field: &str, expected: impl Into<String>) -> LoadError {
         let mut found = self.get(field).map_or_else(|| "missing".into(), Value::to_string);
         if found.len() > 80 {
@@ -92,17 +92,17 @@ impl<'a> Fields<'a> {
         self.get(field).map(|value| read(value).ok_or_else(|| self.refuse(field, expected))).transpose()
     }
 
-    /// A whole number from one to [`MAX_SIZE`]; `None` if the field is absent.
+    /// An integer from 1 to [`MAX_SIZE`]; `None` if the field is absent.
     ///
     /// # Errors
-    /// When the field is something else; the message names it.
+    /// When the field has another value; the message names it.
     pub fn size(&self, field: &str) -> Result<Option<usize>, LoadError> {
         self.read(field, "a whole number from 1 to 2^31", |value| {
             value.as_u64().filter(|size| (1..=MAX_SIZE as u64).contains(size)).map(|size| size as usize)
         })
     }
 
-    /// As [`size`](Self::size), with a value for an absent field.
+    /// As [`size`](Self::size), with a default for an absent field.
     ///
     /// # Errors
     /// As [`size`](Self::size).
@@ -110,7 +110,7 @@ impl<'a> Fields<'a> {
         Ok(self.size(field)?.unwrap_or(default))
     }
 
-    /// As [`size`](Self::size), of a field that must be there.
+    /// As [`size`](Self::size), for a required field.
     ///
     /// # Errors
     /// As [`size`](Self::size).
@@ -126,7 +126,7 @@ impl<'a> Fields<'a> {
         self.read(field, "a number", |value| value.as_f64().filter(|x| x.is_finite()))
     }
 
-    /// A number above zero.
+    /// A finite number above zero.
     ///
     /// # Errors
     /// As [`size`](Self::size).
@@ -137,7 +137,7 @@ impl<'a> Fields<'a> {
         }
     }
 
-    /// As [`positive`](Self::positive), of a field that must be there.
+    /// As [`positive`](Self::positive), for a required field.
     ///
     /// # Errors
     /// As [`size`](Self::size).
@@ -145,7 +145,7 @@ impl<'a> Fields<'a> {
         self.positive(field)?.ok_or_else(|| self.refuse(field, "a positive number"))
     }
 
-    /// True or false.
+    /// A boolean.
     ///
     /// # Errors
     /// As [`size`](Self::size).
@@ -153,7 +153,7 @@ impl<'a> Fields<'a> {
         self.read(field, "true or false", Value::as_bool)
     }
 
-    /// As [`flag`](Self::flag), with a value for an absent field.
+    /// As [`flag`](Self::flag), with a default for an absent field.
     ///
     /// # Errors
     /// As [`size`](Self::size).
@@ -190,7 +190,7 @@ impl<'a> Fields<'a> {
         Ok(ids.unwrap_or_default())
     }
 
-    /// The fields that are objects.
+    /// The fields of each nested object.
     pub fn objects(&self) -> impl Iterator<Item = Fields<'a>> {
         let (path, prefix) = (self.path, self.prefix.clone());
         self.values.iter().filter_map(move |(field, value)| {
@@ -199,7 +199,7 @@ impl<'a> Fields<'a> {
         })
     }
 
-    /// The fields of an object within this one.
+    /// The fields of the nested object `field`.
     ///
     /// # Errors
     /// As [`size`](Self::size).

@@ -1,30 +1,30 @@
-//! Weights as small integers: what quantised files hold, and what quantising on load makes.
+//! Weights as small integers, from quantised files or quantised on load.
 //!
-//! It does not know how files lay them out, nor how kernels want them.
+//! This module does not know file layouts or kernel layouts.
 
 use std::ops::Range;
 
-/// What kernels take: numbers that share a scale are so many, or a multiple of it.
+/// The smallest group of numbers that share a scale. Kernels need multiples of it.
 pub const MIN_GROUP: usize = 32;
 
-/// Numbers that share a scale, at most.
+/// The largest group of numbers that share a scale.
 pub const MAX_GROUP: usize = 1024;
 
-/// How the numbers of a matrix became integers. Every `group` numbers of a row, the last ones perhaps fewer, share a
-/// scale, and a zero if they have one.
+/// A format of quantised rows. Every `group` numbers of a row share a scale and, if `has_zeros`, a zero point; the
+/// last group may be shorter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct IntegerFormat {
     /// Bits of a number.
     pub width: IntegerWidth,
     /// A multiple of [`MIN_GROUP`], at most [`MAX_GROUP`].
     pub group: usize,
-    /// Whether groups have zeros of their own; if not, the zero is the [middle](IntegerWidth::middle).
+    /// Whether each group has its own zero point. If not, it is the [middle](IntegerWidth::middle) level.
     pub has_zeros: bool,
 }
 
 impl IntegerFormat {
-    /// Activations that share a scale: whole groups of weights, together some 256 numbers. Where groups are small, a
-    /// product of both scales for each of them would cost as much as its multiplications.
+    /// The number of activations that share a scale: whole groups of weights, about 256 numbers together. With one
+    /// scale per small group, applying both scales would cost as much as the multiplications.
     #[inline]
     pub fn activation_group(self) -> usize {
         (256 / self.group).max(1) * self.group
@@ -50,35 +50,36 @@ impl IntegerWidth {
         }
     }
 
-    /// The level that stands for zero where nothing else is said.
+    /// The level that stands for zero if a group has no zero point.
     #[inline]
     pub fn middle(self) -> u8 {
         1 << (self.bits() - 1)
     }
 }
 
-/// A row: number k is `scales[k / group] * (levels[k] - zeros[k / group])`.
+/// A quantised row: number `k` is `scales[k / group] * (levels[k] - zeros[k / group])`.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct IntegerRow {
     /// In `0..16` or `0..256`.
     pub levels: Vec<u8>,
-    /// One for each group.
+    /// One per group.
     pub scales: Vec<f32>,
-    /// Empty when the format has none.
+    /// One per group; empty if the format has no zero points.
     pub zeros: Vec<f32>,
 }
 
 impl IntegerRow {
-    /// Rounds `values` to a symmetric format: the largest of a group becomes the largest level.
+    /// Quantises `values` to a symmetric format: the number with the largest magnitude in a group gets the outermost
+    /// level.
     ///
     /// # Panics
-    /// When the format has zeros.
+    /// When the format has zero points.
     pub fn quantise(values: &[f32], format: IntegerFormat) -> IntegerRow {
-        assert!(!format.has_zeros, "quantising is symmetric");
+        assert!(!format.has_zeros, "a symmetric format has no zero points");
         let middle = f32::from(format.width.middle());
         let mut row = IntegerRow::default();
         for group in values.chunks(format.group) {
-            // The end that is one level longer goes to whichever sign has the largest number.
+            // The negative side has one level more; the scale's sign gives it to the side with the largest magnitude.
             let largest = group.iter().fold(0.0f32, |max, &v| if v.abs() > max.abs() { v } else { max });
             let scale = match format.width {
                 IntegerWidth::Four => largest / -middle,
@@ -93,12 +94,12 @@ impl IntegerRow {
         row
     }
 
-    /// The numbers `range`, which begins at a group and ends at one, or with the row.
+    /// The numbers in `range`, which starts at a group's start and ends at a group's end or the row's end.
     pub fn part(mut self, range: Range<usize>, group: usize) -> IntegerRow {
         if range == (0..self.levels.len()) {
             return self;
         }
-        assert!(range.start.is_multiple_of(group), "a group is whole");
+        assert!(range.start.is_multiple_of(group), "a part starts at a group's start");
         let groups = range.start / group..range.end.div_ceil(group);
         self.levels = self.levels[range].to_vec();
         self.scales = self.scales[groups.clone()].to_vec();
@@ -108,14 +109,14 @@ impl IntegerRow {
         self
     }
 
-    /// `len` numbers that are zero, whatever they are multiplied with.
+    /// A row of `len` zeros.
     pub fn zeroes(len: usize, format: IntegerFormat) -> IntegerRow {
         let groups = vec![0.0; len.div_ceil(format.group)];
         let zeros = if format.has_zeros { groups.clone() } else { vec![] };
         IntegerRow { levels: vec![0; len], scales: groups, zeros }
     }
 
-    /// The numbers that the row stands for.
+    /// Dequantises the row.
     pub fn values(&self, format: IntegerFormat) -> impl Iterator<Item = f32> {
         let middle = f32::from(format.width.middle());
         self.levels.iter().enumerate().map(move |(k, &level)| {
@@ -132,7 +133,7 @@ mod tests {
     use baton_model_testing::noise;
 
     #[test]
-    fn quantised_numbers_are_half_a_level_off_at_most() {
+    fn quantisation_is_off_by_half_a_level_at_most() {
         for width in [IntegerWidth::Four, IntegerWidth::Eight] {
             for (group, len) in [(32, 64), (32, 33), (128, 100)] {
                 let format = IntegerFormat { width, group, has_zeros: false };
@@ -140,7 +141,7 @@ mod tests {
                 let row = IntegerRow::quantise(&values, format);
                 assert_eq!(row.scales.len(), len.div_ceil(group));
                 for (k, (value, got)) in values.iter().zip(row.values(format)).enumerate() {
-                    // The far end of four bits is one level short.
+                    // The other end of four bits has one level less.
                     let levels = if width == IntegerWidth::Four { 1.0 } else { 0.5 };
                     let bound = levels * row.scales[k / group].abs() * 1.0001;
                     assert!((value - got).abs() <= bound, "{width:?} {k}: {got} not {value}");

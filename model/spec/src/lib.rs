@@ -1,10 +1,10 @@
-//! What a model is, what it costs, and the seams behind which something computes it.
+//! Describes a model: its architecture, its cost, its division among ranks, and the interface of its executors.
 //!
-//! A configuration becomes a [`DecoderSpec`], one decoder described by data. Whatever computes it is an [`Executor`]: a
-//! [`Batch`] goes in, logits or sampled tokens come out. Several ranks that compute one model together are a
-//! [`ParallelExecutor`].
+//! A model's configuration becomes a [`DecoderSpec`], plain data that describes one decoder. An [`Executor`] computes
+//! it: a [`Batch`] goes in, logits or sampled tokens come out. A [`ParallelExecutor`] runs several ranks that compute
+//! one model together (tensor parallelism).
 //!
-//! It does not know weights, kernels, devices, requests, or the network.
+//! This crate does not know weights, kernels, devices, requests or the network.
 
 pub mod architecture;
 mod communicator;

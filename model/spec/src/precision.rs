@@ -1,32 +1,32 @@
-//! How exactly weights and activations are multiplied: what a user chooses between speed and precision.
+//! Number formats of weights and activations: the user's choice between speed and precision.
 
 use std::fmt;
 use std::str::FromStr;
 
 use crate::integers::{IntegerFormat, IntegerWidth, MAX_GROUP};
 
-/// What computes a model.
+/// The backend that computes a model.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Backend {
-    /// This machine's processors.
+    /// This machine's CPUs.
     #[default]
     Cpu,
-    /// One of NVIDIA's devices. Weights are there what files hold or [`Quantisation`] makes of them, floats in bf16;
+    /// One NVIDIA GPU. Weights keep the format of their files or of [`Quantisation`], with floats in bf16;
     /// activations are in bf16.
     Cuda,
 }
 
-/// How activations enter products.
+/// Number format of activations in products.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Activations {
-    /// With weights and KV in bf16 as f32 or bf16, whichever is faster on this processor, by a measurement of some
-    /// microseconds; with integers rounded to eight bits. On a device in bf16, or, where weights are in fp8 and rows are
-    /// many, as the device multiplies those: rounded to E4M3.
+    /// The faster format for the weights. CPU: f32 or bf16 for weights and KV in bf16, as a measurement of some
+    /// microseconds decides; eight-bit integers for integer weights. GPU: bf16, or E4M3 for FP8 weights and large
+    /// batches if the GPU multiplies FP8.
     #[default]
     Auto,
-    /// As they are. Integers of files are multiplied as the floats that they stand for, at a price in memory.
+    /// f32. Integer weights are dequantised to floats when loaded, which takes more memory.
     F32,
-    /// The same, but always bf16 with weights and KV in bf16. It needs a processor with an instruction for it (`avx512_bf16`).
+    /// As [`F32`](Self::F32), but always bf16 for weights and KV in bf16. Needs a CPU with `avx512_bf16`.
     Bf16,
 }
 
@@ -46,21 +46,21 @@ impl Activations {
     }
 }
 
-/// Weights of layers rounded to integers when a model is loaded; the head to eight bits.
+/// Quantises the weights of layers to integers when a model is loaded, and the head to eight bits.
 ///
-/// Its text is `int8` or `int4`, with `:GROUP` for another number of weights that share a scale than 128 and 32.
+/// Its text is `int8` or `int4`, with `:GROUP` for a group size other than the defaults 128 (int8) and 32 (int4).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Quantisation {
     format: IntegerFormat,
 }
 
 impl Quantisation {
-    /// The integers that weights of layers become.
+    /// The format of quantised layer weights.
     pub fn format(self) -> IntegerFormat {
         self.format
     }
 
-    /// Bytes of a weight and its share of a scale of 16 bits.
+    /// Bytes per weight, with its share of a scale of 16 bits.
     pub fn bytes_per_weight(self) -> f64 {
         self.format.width.bits() as f64 / 8.0 + 2.0 / self.format.group as f64
     }
@@ -80,7 +80,7 @@ impl fmt::Display for Quantisation {
     }
 }
 
-/// A text that names no quantisation.
+/// The text names no quantisation.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("expected int8 or int4, perhaps with a group size of 32 to 1024 in steps of 32, as in int4:64")]
 pub struct ParseQuantisationError;
@@ -112,7 +112,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn quantisations_are_read_as_they_are_written() {
+    fn quantisations_are_parsed_from_their_own_text() {
         for (text, bits, group) in [("int8", 8, 128), ("int4", 4, 32), ("int4:64", 4, 64), ("int8:32", 8, 32)]
         {
             let read: Quantisation = text.parse().unwrap();

@@ -1,23 +1,24 @@
-//! How the weights of a directory were quantised, by `quantization_config` of its configuration.
+//! How the weights of a directory are quantised, from `quantization_config` of its configuration.
 //!
-//! It does not know tensors. Which modules were quantised, with how many bits and in which groups, shows in theirs.
+//! This module does not know tensors. The tensors show which modules are quantised, with how many bits, in which
+//! groups.
 
 use crate::error::LoadError;
 use crate::fields::Fields;
 
-/// How the weights of a directory were quantised.
+/// The quantisation method of a directory's weights.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StoredQuantisation {
     /// AWQ.
     Awq,
     /// GPTQ.
     Gptq {
-        /// Added to zeros: the first version of the format stores one less.
+        /// Added to stored zero points: version 1 of the format stores them less one.
         zero_offset: i16,
     },
-    /// compressed-tensors, and fp8 under its other names.
+    /// compressed-tensors, and its fp8 layout under other names.
     Named {
-        /// Rows and columns of blocks that share a scale, where blocks do.
+        /// Rows and columns of a block that shares a scale, if scales are per block.
         block: [usize; 2],
     },
 }
@@ -26,7 +27,7 @@ impl StoredQuantisation {
     /// Reads `quantization_config`; `None` if there is none.
     ///
     /// # Errors
-    /// When it names a method, or a layout of one, that is not understood.
+    /// When it names an unknown method or an unsupported layout.
     pub fn read(fields: &Fields<'_>) -> Result<Option<StoredQuantisation>, LoadError> {
         let Some(config) = fields.object("quantization_config")?.or(fields.object("compression_config")?)
         else {
@@ -94,7 +95,7 @@ impl StoredQuantisation {
 }
 
 fn need_bits(config: &Fields<'_>, widths: &[usize]) -> Result<(), LoadError> {
-    // AWQ has been written with either name.
+    // AWQ files use either name.
     let field = if config.get("w_bit").is_some() { "w_bit" } else { "bits" };
     let expected = || widths.iter().map(ToString::to_string).collect::<Vec<_>>().join(" or ");
     match config.size(field)? {
@@ -126,7 +127,7 @@ mod tests {
     }
 
     #[test]
-    fn configurations_that_mean_something_else_are_refused() {
+    fn unsupported_configurations_are_refused() {
         let methods = "expected awq, gptq, compressed-tensors, fp8 or fbgemm_fp8";
         let formats = "expected pack-quantized, int-quantized, float-quantized, naive-quantized, mixed-precision, dense";
         for (config, expected) in [

@@ -1,4 +1,4 @@
-//! Rotary position embeddings: frequencies of each published variant.
+//! Rotary position embeddings: the frequencies of each published variant.
 
 use std::f64::consts::PI;
 
@@ -7,25 +7,25 @@ use std::f64::consts::PI;
 pub struct RopeSpec {
     /// Base of the frequencies.
     pub theta: f64,
-    /// Elements of a head that are rotated, from the first; the others stay.
+    /// The first elements of a head that are rotated; the others stay as they are.
     pub rotary_dim: usize,
-    /// What was done to reach longer contexts.
+    /// Scaling for longer contexts.
     pub scaling: RopeScaling,
 }
 
-/// Changes to the frequencies `theta^(-2i/d)`.
+/// How the frequencies `theta^(-2i/d)` are changed.
 #[derive(Clone, Debug, PartialEq)]
 pub enum RopeScaling {
-    /// None.
+    /// Not changed.
     None,
-    /// Positions are divided by the factor.
+    /// Positions are divided by a factor.
     Linear {
-        /// By how much.
+        /// The factor.
         factor: f64,
     },
-    /// Llama 3.1: low frequencies are divided, high ones kept, those between blended.
+    /// Llama 3.1: low frequencies are divided, high frequencies are kept, those between are interpolated.
     Llama3 {
-        /// By how much low frequencies are divided.
+        /// Divisor of low frequencies.
         factor: f64,
         /// Wavelengths longer than `original_context / low_freq_factor` are low frequencies.
         low_freq_factor: f64,
@@ -94,7 +94,7 @@ impl RopeSpec {
             }
             RopeScaling::Yarn { factor, beta_fast, beta_slow, original_context, truncate, .. } => {
                 let dim = self.rotary_dim as f64;
-                // The dimension that turns so many times within the original context.
+                // The dimension that makes this many rotations within the original context.
                 let dim_of = |rotations: f64| {
                     dim * (original_context / (rotations * 2.0 * PI)).ln() / (2.0 * self.theta.ln())
                 };

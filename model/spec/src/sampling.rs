@@ -1,20 +1,20 @@
-//! How a token is sampled from a row of logits, and the result, as plain data. The rules are those of the engine's
-//! sampler; an executor that samples itself follows them.
+//! Parameters and result of sampling one token from a row of logits, as plain data. The rules are those of the
+//! engine's sampler; an executor that samples on the device follows them.
 
 use std::borrow::Cow;
 
-/// How the token after a row is sampled. Everything that it depends on, besides the row, is here.
+/// How to sample the token after a row. The result depends on these values and the row alone.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TokenSampling<'a> {
-    /// In [0, 1).
+    /// A uniform random number in [0, 1).
     pub random: f64,
-    /// Divides the logits; 0 takes the largest.
+    /// Divides the logits. With 0 the token with the largest logit is taken.
     pub temperature: f32,
-    /// Only the `top_k` most likely tokens; 0 is off.
+    /// Keeps only the `top_k` most likely tokens; 0 is off.
     pub top_k: u32,
-    /// Only the fewest most likely tokens that together have this probability; in (0, 1], 1 is off.
+    /// Keeps the smallest set of most likely tokens whose probabilities add up to this; in (0, 1], 1 is off.
     pub top_p: f32,
-    /// Only tokens at least this fraction as likely as the likeliest; in [0, 1), 0 is off.
+    /// Keeps tokens whose probability is at least this fraction of the largest; in [0, 1), 0 is off.
     pub min_p: f32,
     /// Divides positive logits of the tokens of `counts`, multiplies negative ones.
     pub repetition_penalty: f32,
@@ -22,59 +22,60 @@ pub struct TokenSampling<'a> {
     pub presence_penalty: f32,
     /// Subtracted from a token's logit once for each time the output has it.
     pub frequency_penalty: f32,
-    /// The tokens before, each once, as far as they are known; empty without penalties.
+    /// The known previous tokens, each once. Empty when no penalty is set.
     pub counts: Cow<'a, [TokenCount]>,
-    /// Added to logits by token id, after the penalties. In rising order of ids, or a device leaves the row to the host.
+    /// Added to logits by token id, after the penalties. Ids ascend; a device returns the row to the host if they do
+    /// not.
     pub logit_bias: Cow<'a, [(u32, f32)]>,
     /// Tokens that cannot be sampled.
     pub masked: Cow<'a, [u32]>,
-    /// Whether log-probabilities are wanted, and of how many of the likeliest tokens; at most 20.
+    /// The number of most likely tokens whose log-probabilities are returned, at most 20; `None` returns none at all.
     pub logprobs: Option<u32>,
 }
 
-/// A token that a sequence has.
+/// How often a token occurred in a sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(C)]
 pub struct TokenCount {
     /// Its id.
     pub token: u32,
-    /// How often the output has it; 0 for one that only the prompt has.
+    /// Occurrences in the output; 0 if the token is only in the prompt.
     pub num_output: u32,
 }
 
-/// A chosen token.
+/// A sampled token.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SampledToken {
     /// Its id.
     pub id: u32,
-    /// Present when they were asked for.
+    /// Present if requested.
     pub logprobs: Option<TokenLogprobs>,
 }
 
-/// Natural logarithms of probabilities in the model's own distribution: before bias, penalties,
-/// temperature and truncation.
+/// Natural logarithms of probabilities in the model's own distribution: before bias, penalties, temperature and
+/// truncation.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TokenLogprobs {
-    /// Of the chosen token.
+    /// Of the sampled token.
     pub logprob: f32,
-    /// Of the likeliest tokens, likeliest first.
+    /// Of the most likely tokens, the most likely first.
     pub top: Vec<(u32, f32)>,
 }
 
-/// The logits hold NaN, or no finite largest value.
+/// The logits contain NaN, or their largest value is not finite.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct InvalidLogits;
 
-/// What an executor that samples returns for a wanted row.
+/// The result of a sampling executor for one requested row.
 #[derive(Clone, Debug, PartialEq)]
 pub enum SampledRow<'a> {
-    /// The token that it sampled.
+    /// The sampled token.
     Sampled(Result<SampledToken, InvalidLogits>),
-    /// `[vocab_size]`: it could not sample as it was told, and leaves that to its caller.
+    /// `[vocab_size]`: the device cannot sample with these parameters, so the host samples.
     Logits(&'a [f32]),
 }
 
-/// The largest logit, and nothing else is asked for.
+/// Greedy: takes the token with the largest logit.
 impl Default for TokenSampling<'_> {
     fn default() -> Self {
         TokenSampling {
@@ -95,7 +96,7 @@ impl Default for TokenSampling<'_> {
 }
 
 impl TokenSampling<'_> {
-    /// The same, borrowing nothing.
+    /// A copy that borrows nothing.
     pub fn into_owned(self) -> TokenSampling<'static> {
         TokenSampling {
             counts: Cow::Owned(self.counts.into_owned()),
@@ -105,7 +106,7 @@ impl TokenSampling<'_> {
         }
     }
 
-    /// Whether anything changes the logits before a token is sampled.
+    /// Whether any parameter changes the logits before sampling.
     pub fn changes_logits(&self) -> bool {
         !(self.counts.is_empty() && self.logit_bias.is_empty() && self.masked.is_empty())
     }

@@ -1,5 +1,4 @@
-//! How a decoder is divided among ranks that compute it together (tensor parallelism): which heads, rows, columns and
-//! tokens of the vocabulary are whose.
+//! Divides a decoder among ranks (tensor parallelism): each rank's heads, rows, columns and part of the vocabulary.
 //!
 //! ```text
 //!                  rows of rank 0 | 1         columns of rank 0 | 1
@@ -8,11 +7,11 @@
 //! x --> gate, up   [ neurons      | neurons ] ---------> down    [  |  ] --> summed over ranks --> x
 //! x --> head       [ tokens       |  tokens ] ---------> collected: logits
 //! ```
-//! `x`, the norms and the routers of experts are every rank's. What is added once, a bias of `o_proj` or `down`, is the
-//! first rank's. Where there are more ranks than kv heads, neighbours compute the same one ([`HeadShard`]). After
-//! Shoeybi et al. 2019 (Megatron-LM), section 3.
+//! Every rank holds `x`, the norms and the expert routers. The first rank adds what is added once: the biases of
+//! `o_proj` and `down`. If there are more ranks than KV heads, neighbouring ranks compute the same KV head
+//! ([`HeadShard`]). After Shoeybi et al. 2019 (Megatron-LM), section 3.
 //!
-//! It is arithmetic on sizes: it knows neither weights nor how ranks reach each other.
+//! This module is arithmetic on sizes. It knows neither weights nor how ranks communicate.
 
 use std::ops::Range;
 
@@ -21,40 +20,41 @@ use baton_kv_cache::HeadShard;
 use crate::decoder::{DecoderSpec, LayerSpec, MlpSpec};
 use crate::error::LoadError;
 
-/// Ranks that a model is divided among at most.
+/// The largest number of ranks.
 const MAX_RANKS: usize = 1024;
 
 /// One of the ranks that compute a model together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Rank {
-    /// Which, from 0.
+    /// Index, from 0.
     pub idx: usize,
-    /// How many there are: the tensor-parallel degree.
+    /// The number of ranks: the tensor-parallel degree.
     pub num_ranks: usize,
 }
 
 impl Rank {
-    /// The one that computes a whole model.
+    /// The single rank that computes a whole model.
     pub const ONLY: Rank = Rank { idx: 0, num_ranks: 1 };
 
-    /// All of so many.
+    /// All ranks of a group of `num_ranks`.
     pub fn all(num_ranks: usize) -> impl ExactSizeIterator<Item = Rank> {
         (0..num_ranks).map(move |idx| Rank { idx, num_ranks })
     }
 
-    /// Whether it is the first: that which adds what is added once, and which collects.
+    /// Whether this is the first rank. It adds what is added once, and it collects the logits.
     pub fn is_first(self) -> bool {
         self.idx == 0
     }
 
-    /// Its part of so many, in order; the last ranks have fewer where the numbers do not divide.
+    /// This rank's part of `size` items, in order. If the ranks do not divide `size`, the last ranks have fewer
+    /// items.
     pub fn part_of(self, size: usize) -> Range<usize> {
         let most = size.div_ceil(self.num_ranks);
         (self.idx * most).min(size)..((self.idx + 1) * most).min(size)
     }
 }
 
-/// What one rank computes of a decoder.
+/// The part of a decoder that one rank computes.
 #[derive(Clone, Debug, PartialEq)]
 pub struct DecoderShard {
     rank: Rank,
@@ -68,7 +68,8 @@ impl DecoderShard {
     /// The part of `rank`.
     ///
     /// # Errors
-    /// When there is no such rank, or heads or neurons cannot be divided; says which degrees would do.
+    /// When the rank is out of range, or the heads or neurons cannot be divided; the error names the possible
+    /// degrees.
     pub fn new(whole: &DecoderSpec, rank: Rank) -> Result<DecoderShard, LoadError> {
         let Rank { idx, num_ranks } = rank;
         if !(1..=MAX_RANKS).contains(&num_ranks) {
@@ -100,43 +101,44 @@ impl DecoderShard {
         Ok(DecoderShard { rank, kv_heads, query_heads, vocabulary: rank.part_of(whole.vocab_size), spec })
     }
 
-    /// Whose part it is.
+    /// The rank that computes this part.
     pub fn rank(&self) -> Rank {
         self.rank
     }
 
-    /// The decoder that the rank computes: the whole, but for its own heads and neurons. Its vocabulary is the whole one.
+    /// The decoder that this rank computes: the whole decoder with this rank's heads and neurons. The vocabulary is
+    /// whole.
     pub fn spec(&self) -> &DecoderSpec {
         &self.spec
     }
 
-    /// Its query heads, counted in the whole model.
+    /// This rank's query heads, as indices in the whole model.
     pub fn query_heads(&self) -> Range<usize> {
         self.query_heads.clone()
     }
 
-    /// The kv heads of these.
+    /// The KV heads that these query heads attend to.
     pub fn kv_heads(&self) -> Range<usize> {
         self.kv_heads.heads()
     }
 
-    /// Whether it is the rank that writes its kv heads, where all ranks have their KV in one memory: the first of those
-    /// that compute them.
+    /// Whether this rank writes its KV heads where all ranks share one KV storage: true for the first of the ranks
+    /// that compute the same heads.
     pub fn writes_kv(&self) -> bool {
         self.kv_heads.replica_idx() == 0
     }
 
-    /// The tokens whose logits it computes.
+    /// The tokens whose logits this rank computes.
     pub fn vocabulary(&self) -> Range<usize> {
         self.vocabulary.clone()
     }
 
-    /// Rows of the query projection, counted in the whole model; columns of the output projection.
+    /// Rows of the query projection and columns of the output projection, as indices in the whole model.
     pub fn query_rows(&self) -> Range<usize> {
         rows(self.query_heads(), self.spec.head_dim)
     }
 
-    /// Rows of the key projection, and of the value projection.
+    /// Rows of the key projection and of the value projection, as indices in the whole model.
     pub fn kv_rows(&self) -> Range<usize> {
         rows(self.kv_heads(), self.spec.head_dim)
     }
@@ -156,7 +158,7 @@ fn divided(mlp: &MlpSpec, rank: Rank) -> MlpSpec {
     mlp
 }
 
-/// What so many ranks cannot divide, and how many of it there are.
+/// The part of a model that this many ranks cannot divide, and its size.
 fn indivisible(whole: &DecoderSpec, num_ranks: usize) -> Option<(&'static str, usize)> {
     let (kv_heads, mut mlps) =
         (whole.num_kv_heads, whole.layers.iter().map(|layer| layer.mlp.intermediate_size()));
@@ -169,7 +171,7 @@ fn indivisible(whole: &DecoderSpec, num_ranks: usize) -> Option<(&'static str, u
     mlps.find(|size| !size.is_multiple_of(num_ranks)).map(|size| ("neurons of an MLP", size))
 }
 
-/// The degrees that would do, as a message lists them.
+/// The possible degrees, as a message lists them.
 fn degrees(whole: &DecoderSpec) -> String {
     let possible =
         (1..=MAX_RANKS.min(whole.num_heads)).filter(|&degree| indivisible(whole, degree).is_none());
@@ -189,7 +191,7 @@ mod tests {
     }
 
     #[test]
-    fn ranks_have_all_of_it_and_only_kv_heads_more_than_once() {
+    fn ranks_cover_the_model_and_share_only_kv_heads() {
         for (name, num_ranks, kv_heads) in [
             ("llama", 2, vec![0..1, 1..2]),
             ("llama", 4, vec![0..1, 0..1, 1..2, 1..2]),
@@ -211,7 +213,7 @@ mod tests {
             in_order(writers.map(DecoderShard::kv_heads).collect(), whole.num_kv_heads);
             let group = whole.num_heads / whole.num_kv_heads;
             for shard in &shards {
-                // The heads that a rank's queries look at are its own, in the same proportion.
+                // A rank's query heads attend to its own KV heads, in the same proportion as in the whole model.
                 let of_rank = shard.spec().num_heads / shard.spec().num_kv_heads;
                 for (idx, head) in shard.query_heads().enumerate() {
                     assert_eq!(head / group, shard.kv_heads().start + idx / of_rank, "{name} of {num_ranks}");
@@ -224,21 +226,21 @@ mod tests {
     }
 
     #[test]
-    fn the_part_of_one_rank_is_the_whole() {
+    fn a_single_rank_computes_the_whole_model() {
         let whole = fixture("gemma3");
         let shard = DecoderShard::new(&whole, Rank::ONLY).unwrap();
         assert_eq!((shard.spec(), shard.kv_heads(), shard.writes_kv()), (&whole, 0..2, true));
     }
 
     #[test]
-    fn a_vocabulary_is_divided_whatever_its_size() {
+    fn a_vocabulary_of_any_size_is_divided() {
         for (size, num_ranks, expected) in [(7, 2, vec![0..4, 4..7]), (5, 4, vec![0..2, 2..4, 4..5, 5..5])] {
             assert_eq!(Rank::all(num_ranks).map(|rank| rank.part_of(size)).collect::<Vec<_>>(), expected);
         }
     }
 
     #[test]
-    fn what_cannot_be_divided_is_refused_with_what_can() {
+    fn an_impossible_degree_is_refused_with_the_possible_ones() {
         let check = |change: fn(&mut DecoderSpec), num_ranks, expected: &str| {
             let mut whole = fixture("llama");
             change(&mut whole);

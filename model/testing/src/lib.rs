@@ -1,10 +1,10 @@
-//! Numbers that the tests of the model's crates compute with.
+//! Test data for the model's crates.
 //!
-//! Tests alone depend on it. It knows nothing of models.
+//! Only tests depend on it. It does not know models.
 
 #![forbid(unsafe_code)]
 
-/// `n` numbers in -1..1 that look random, the same for the same seed.
+/// `n` pseudo-random numbers in -1..1, the same for the same seed.
 pub fn noise(seed: u64, n: usize) -> Vec<f32> {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     (0..n)

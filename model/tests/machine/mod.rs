@@ -1,4 +1,4 @@
-//! The recorded models of `tests/parity/`, and an executor with blocks to compute them on.
+//! The recorded models of `tests/parity/`, and an executor with blocks to compute them.
 #![allow(dead_code)] // each test has use for some of it
 
 use std::path::{Path, PathBuf};
@@ -13,10 +13,10 @@ use safetensors::SafeTensors;
 
 pub const FIXTURES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/parity/fixtures");
 
-/// Of the largest logit.
+/// Relative to the largest logit.
 pub const TOLERANCE: f32 = 1e-4;
 
-/// All that `record.py` makes: a fixture that is lost must be missed.
+/// All fixtures of `record.py`, so that a lost fixture is noticed.
 pub const CASES: &[&str] = &[
     "gemma2",
     "gemma3",
@@ -64,7 +64,7 @@ pub fn dir_of(name: &str) -> PathBuf {
     Path::new(FIXTURES).join(name)
 }
 
-/// As transformers computed the fixtures.
+/// The options under which transformers computed the fixtures.
 pub fn exact() -> LoadOptions {
     LoadOptions {
         kv_dtype: Some(KvDtype::F32),
@@ -74,14 +74,14 @@ pub fn exact() -> LoadOptions {
     }
 }
 
-/// An executor with blocks of its own.
+/// An executor with its own blocks.
 pub struct Machine {
     pub executor: Box<dyn Executor>,
     pub storage: BlockStorage,
     next_block: u32,
 }
 
-/// A sequence's place in the blocks.
+/// A sequence's blocks.
 #[derive(Clone)]
 pub struct Place {
     pub blocks: Vec<BlockId>,
@@ -97,17 +97,17 @@ impl Machine {
     fn on(executor: Box<dyn Executor>) -> Machine {
         let layout = executor.kv_layout();
         let storage = BlockStorage::new(layout, 2000 / layout.block_size).unwrap();
-        // What is not written yet must not matter.
+        // Contents that are not written yet must not matter.
         for block in 0..storage.num_blocks() {
             for layer_idx in 0..storage.layout().num_layers {
-                // SAFETY: nobody else uses the storage.
+                // SAFETY: no other code uses the storage.
                 unsafe { storage.layer_mut(BlockId(block as u32), layer_idx) }.fill(0xff);
             }
         }
         Machine { executor, storage, next_block: 0 }
     }
 
-    /// The model computed by so many ranks.
+    /// The model computed by `num_ranks` ranks.
     pub fn parallel(model: &Path, options: &LoadOptions, num_ranks: usize) -> Machine {
         let ranks = load_ranks(model, num_ranks, options, &mut |_| {}).unwrap();
         let ranks = ranks.into_iter().map(|rank| {
@@ -117,7 +117,7 @@ impl Machine {
         Machine::on(Box::new(ParallelCpuExecutor::new(ranks.collect()).unwrap()))
     }
 
-    /// Blocks for `len` tokens, every other one so that they are not contiguous.
+    /// Blocks for `len` tokens; every other one, so that they are not contiguous.
     pub fn place(&mut self, len: usize) -> Place {
         let block_size = self.storage.layout().block_size;
         let blocks = (0..len.div_ceil(block_size)).map(|_| {
@@ -132,7 +132,7 @@ impl Machine {
         let mut layers = Vec::new();
         let batch = Batch { sequences };
         let vocab = self.executor.vocab_size();
-        // SAFETY: nobody else uses the storage.
+        // SAFETY: no other code uses the storage.
         let logits = unsafe {
             self.executor.execute(&batch, &self.storage, &mut |layer_idx| layers.push(layer_idx)).unwrap()
         };
@@ -140,7 +140,7 @@ impl Machine {
         logits.chunks_exact(vocab).map(<[f32]>::to_vec).collect()
     }
 
-    /// Computes `tokens[start..]` in chunks; the logits after the last one.
+    /// Computes `tokens[start..]` in chunks and returns the logits after the last token.
     pub fn prefill(&mut self, place: &Place, tokens: &[u32], start: usize, chunk: usize) -> Vec<f32> {
         let mut last = Vec::new();
         for first in (start..tokens.len()).step_by(chunk) {
@@ -177,7 +177,7 @@ pub fn check_paths(name: &str, expected: &Expected, machine: &mut Machine) {
         assert_eq!(bits(&got), reference, "{name}: chunks of {chunk}");
     }
 
-    // A prefix lies in blocks that another sequence computed, the rest in blocks of its own.
+    // A prefix is in blocks that another sequence computed, the rest in blocks of its own.
     for num_shared in [1, 2, 3] {
         let start = num_shared * machine.storage.layout().block_size;
         let mut place = machine.place(prompt.len());
@@ -186,23 +186,23 @@ pub fn check_paths(name: &str, expected: &Expected, machine: &mut Machine) {
         assert_eq!(bits(&got), reference, "{name}: {start} tokens cached");
     }
 
-    // Among strangers: two that decode, one that begins, one whose logits nobody wants.
-    let strangers: Vec<(Vec<u32>, usize)> = [(30, 29), (90, 89), (50, 0), (20, 4)]
+    // Beside other sequences: two that decode, one that starts, one whose logits are not requested.
+    let others: Vec<(Vec<u32>, usize)> = [(30, 29), (90, 89), (50, 0), (20, 4)]
         .iter()
         .enumerate()
         .map(|(idx, &(len, start))| {
             ((0..len).map(|i| (i as u32 * 37 + idx as u32 * 11) % 250).collect(), start)
         })
         .collect();
-    let places: Vec<Place> = strangers.iter().map(|(tokens, _)| machine.place(tokens.len())).collect();
+    let places: Vec<Place> = others.iter().map(|(tokens, _)| machine.place(tokens.len())).collect();
     let mut alone = Vec::new();
-    for ((tokens, start), place) in strangers.iter().zip(&places) {
+    for ((tokens, start), place) in others.iter().zip(&places) {
         alone.push(bits(&machine.prefill(place, tokens, 0, usize::MAX)));
         assert!(*start < tokens.len());
     }
     let place = machine.place(prompt.len());
     machine.prefill(&place, &prompt[..10], 0, 10);
-    let mut sequences: Vec<BatchSequence<'_>> = strangers
+    let mut sequences: Vec<BatchSequence<'_>> = others
         .iter()
         .zip(&places)
         .map(|((tokens, start), place)| BatchSequence {
@@ -219,10 +219,10 @@ pub fn check_paths(name: &str, expected: &Expected, machine: &mut Machine) {
     );
     let together: Vec<_> = machine.run(sequences).iter().map(|logits| bits(logits)).collect();
     let [one, two, three, _] = alone.try_into().unwrap();
-    assert_eq!(together, [one, two, reference, three], "{name}: among strangers");
+    assert_eq!(together, [one, two, reference, three], "{name}: among others");
 
-    // The logits of several rows, as drafted tokens are verified, are those of one row after the other. What
-    // rejected tokens wrote before is overwritten.
+    // Logits of several rows, as for verifying draft tokens, equal those of one row after the other. KV that rejected
+    // tokens wrote is overwritten.
     let (place, other) = (machine.place(prompt.len()), machine.place(prompt.len()));
     for num_logits in [2, 5, 15] {
         let start_idx = prompt.len() - num_logits;

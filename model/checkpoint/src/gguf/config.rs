@@ -1,7 +1,7 @@
-//! The metadata of GGUF model files as the fields of `config.json`.
+//! Converts the metadata of GGUF model files to the fields of `config.json`.
 //!
-//! Converters (llama.cpp's) changed a few things on the way, which are undone or taken into account here: Gemma's norms
-//! have their one added, Llama 3's frequencies became a tensor of divisors.
+//! Converters (llama.cpp's) change some weights, and this module accounts for it: Gemma's norms include the added
+//! one, and Llama 3's frequency scaling is a tensor of divisors.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -15,7 +15,7 @@ use serde_json::{Map, json};
 use super::files::{Contents, with_contents};
 use super::names::{EMBEDDING, ROPE_DIVISORS};
 
-/// Metadata keys, after the architecture's name and a dot, and the fields that they are.
+/// Metadata keys, after the architecture's name and a dot, and their fields.
 const FIELDS: &[(&str, &str)] = &[
     ("block_count", "num_hidden_layers"),
     ("context_length", "max_position_embeddings"),
@@ -36,7 +36,7 @@ const FIELDS: &[(&str, &str)] = &[
     ("rope.freq_base_swa", "rope_local_base_freq"),
 ];
 
-/// The same for what a field of `rope_scaling` is.
+/// The same for fields of `rope_scaling`.
 const ROPE_SCALING_FIELDS: &[(&str, &str)] = &[
     ("rope.scaling.factor", "factor"),
     ("rope.scaling.original_context_length", "original_max_position_embeddings"),
@@ -44,7 +44,7 @@ const ROPE_SCALING_FIELDS: &[(&str, &str)] = &[
     ("rope.scaling.yarn_beta_slow", "beta_slow"),
 ];
 
-/// Factors that the decoder does not know, and may be absent or one.
+/// Factors that the decoder does not support; they may be absent or 1.
 const FOREIGN_FACTORS: &[&str] = &[
     "expert_weights_scale",
     "logit_scale",
@@ -53,7 +53,7 @@ const FOREIGN_FACTORS: &[&str] = &[
     "rope.scaling.yarn_attn_factor",
 ];
 
-/// Names of architectures, and who they are.
+/// GGUF's names of architectures, and the published names.
 const ARCHITECTURES: &[(&str, &str)] = &[
     ("llama", "LlamaForCausalLM"),
     ("qwen2", "Qwen2ForCausalLM"),
@@ -64,7 +64,7 @@ const ARCHITECTURES: &[(&str, &str)] = &[
     ("phi3", "Phi3ForCausalLM"),
 ];
 
-/// Reads the configuration of a GGUF model, of whose files `path` is the first.
+/// Reads the configuration of a GGUF model. `path` is the first of its files.
 pub(crate) fn load_config(path: &Path) -> Result<ModelConfig, LoadError> {
     with_contents(path, |contents| config(path, contents))
 }
@@ -103,7 +103,7 @@ fn config(path: &Path, contents: &Contents<'_>) -> Result<ModelConfig, LoadError
     })
 }
 
-/// The type of the floats that take most of the file, or of the scales if integers do.
+/// The type of the floats that take most of the file; if integers do, the type of their scales.
 fn most_bytes(contents: &Contents<'_>) -> FloatDtype {
     let mut bytes = HashMap::new();
     for (tensor, _) in contents.tensors.values() {
@@ -116,7 +116,7 @@ fn most_bytes(contents: &Contents<'_>) -> FloatDtype {
     }
 }
 
-/// What `config.json` would say.
+/// The equivalent `config.json`.
 fn config_object(contents: &Contents<'_>, name: &str) -> Map<String, serde_json::Value> {
     let Contents { gguf, tensors } = contents;
     let get = |key: &str| gguf.get(&format!("{name}.{key}"));
@@ -131,9 +131,9 @@ fn config_object(contents: &Contents<'_>, name: &str) -> Map<String, serde_json:
             object.remove(field);
         }
     }
-    // A list of layers, of which the true ones slide.
+    // A list with one flag per layer: true for a sliding window.
     if let Some(pattern) = get("attention.sliding_window_pattern").and_then(Value::as_array) {
-        // One for each layer, or it is refused: no need to write down millions.
+        // One per layer, or the file is refused: at most one more than allowed is converted.
         let kinds = pattern.iter().take(MAX_LAYERS + 1).map(|slides| match slides {
             Value::Bool(false) | Value::Unsigned(0) | Value::Signed(0) => "full_attention",
             _ => "sliding_attention",
@@ -161,7 +161,7 @@ fn config_object(contents: &Contents<'_>, name: &str) -> Map<String, serde_json:
         object.insert("vocab_size".to_owned(), json!(embedding.shape[0]));
     }
     object.insert("tie_word_embeddings".to_owned(), json!(!tensors.contains_key("output.weight")));
-    // Not in the metadata: everybody who writes such files has it so.
+    // Not in the metadata: all models of this kind have it so.
     object.insert("norm_topk_prob".to_owned(), json!(true));
     if let Some(scores) = score_dimension(&object, name) {
         object.insert("query_pre_attn_scalar".to_owned(), scores);
@@ -169,8 +169,8 @@ fn config_object(contents: &Contents<'_>, name: &str) -> Map<String, serde_json:
     object
 }
 
-/// What Gemma's scores are divided by the root of: the size of a head, but for the largest of each generation, which
-/// files tell by nothing but their layers.
+/// The number whose square root divides Gemma's scores: the head size, except in the largest model of each
+/// generation, which only its number of layers identifies.
 fn score_dimension(object: &Map<String, serde_json::Value>, name: &str) -> Option<serde_json::Value> {
     let size = |field: &str| object.get(field)?.as_u64().filter(|size| *size > 0);
     match (name, size("num_hidden_layers")) {
@@ -189,12 +189,12 @@ fn to_json(value: Value<'_>) -> serde_json::Value {
         Value::Float(number) => json!(number),
         Value::Bool(value) => json!(value),
         Value::Text(text) => json!(text),
-        // For a message that will not print more of it anyway.
+        // For a message that prints no more than this.
         Value::Array(array) => array.iter().take(100).map(to_json).collect(),
     }
 }
 
-/// What only the tensors say, and what conversion did.
+/// Applies what only the tensors show, and what conversion changed.
 fn adjust(spec: &mut DecoderSpec, path: &Path, contents: &Contents<'_>, name: &str) -> Result<(), LoadError> {
     let Contents { gguf, tensors } = contents;
     let bad = |error: GgufError| LoadError::bad_file(path, error);
@@ -252,7 +252,7 @@ fn adjust(spec: &mut DecoderSpec, path: &Path, contents: &Contents<'_>, name: &s
     Ok(())
 }
 
-/// Has a message name the metadata key instead of the field that it became.
+/// Replaces the field in a message by the metadata key that it came from.
 fn name_in_file(error: LoadError, name: &str) -> LoadError {
     let LoadError::Config { path, field, found, expected } = error else { return error };
     let inner = field.strip_prefix("rope_scaling.");

@@ -1,4 +1,4 @@
-//! The file of a GGUF model, or the files where it was split.
+//! The files of a GGUF model, which may be split.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -8,10 +8,11 @@ use baton_model_spec::LoadError;
 
 const NUM_FILES: &str = "split.count";
 
-/// The files of the model of which `first` is the first or the only one.
+/// The files of a model, of which `first` is the first or the only one.
 ///
 /// # Errors
-/// When it cannot be read, or is one of several and not named as the first: `model-00001-of-00003.gguf`.
+/// When it cannot be read, or is one of several and its name is not that of a first file:
+/// `model-00001-of-00003.gguf`.
 pub fn gguf_files(first: &Path) -> Result<Vec<PathBuf>, LoadError> {
     let file = GgufFile::open(first).map_err(|source| LoadError::io(first, source))?;
     let bad = |error: GgufError| LoadError::bad_file(first, error);
@@ -30,15 +31,15 @@ pub fn gguf_files(first: &Path) -> Result<Vec<PathBuf>, LoadError> {
     Ok((1..=num_files).map(|number| first.with_file_name(name_of(number))).collect())
 }
 
-/// What the files of a model say.
+/// The parsed files of a model.
 pub(super) struct Contents<'a> {
-    /// The first file, which has the metadata.
+    /// The first file, which contains the metadata.
     pub(super) gguf: &'a Gguf<'a>,
-    /// The tensors of all, and the bytes of each.
+    /// The tensors of all files, each with its bytes.
     pub(super) tensors: BTreeMap<&'a str, (&'a Tensor, &'a [u8])>,
 }
 
-/// Reads all files of a model and has `read` look at them.
+/// Parses all files of a model and passes them to `read`.
 pub(super) fn with_contents<T>(
     first: &Path,
     read: impl FnOnce(&Contents<'_>) -> Result<T, LoadError>,

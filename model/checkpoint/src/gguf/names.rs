@@ -1,25 +1,25 @@
-//! Where a GGUF file keeps the tensors that are published under other names.
+//! Maps published tensor names to those of GGUF files.
 //!
-//! Rows of rotated projections of `llama` are interleaved by converters (llama.cpp's); the order says so.
+//! Converters (llama.cpp's) interleave the rows of rotated projections of `llama`; [`Place`] records that order.
 
 use baton_model_spec::{DecoderSpec, MlpSpec};
 
 use crate::matrix::StoredOrder;
 
 pub(super) const EMBEDDING: &str = "token_embd.weight";
-/// Llama 3's divisors of frequencies.
+/// Llama 3's frequency divisors.
 pub(crate) const ROPE_DIVISORS: &str = "rope_freqs.weight";
 
-/// A published tensor in a GGUF file.
+/// The place of a published tensor in a GGUF file.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Place {
     pub(crate) name: String,
-    /// Index and number of parts, for one expert's part of a tensor of all.
+    /// Index and number of parts: one expert's part of a tensor of all experts.
     pub(crate) part: Option<(usize, usize)>,
     pub(crate) order: StoredOrder,
 }
 
-/// How a GGUF file names and arranges what is published.
+/// How GGUF files name and arrange published tensors.
 #[derive(Clone, Debug)]
 pub(crate) struct Names {
     /// Size of the heads whose rows are interleaved.
@@ -30,7 +30,7 @@ pub(crate) struct Names {
 }
 
 impl Names {
-    /// For a file of this architecture; early ones have a tensor for each expert.
+    /// Names for an architecture. Early files have one tensor per expert.
     pub(crate) fn new(architecture: &str, separate_experts: bool, spec: &DecoderSpec) -> Names {
         let num_experts = spec.layers.iter().map(|layer| match layer.mlp {
             MlpSpec::Dense { .. } => 0,
@@ -44,7 +44,7 @@ impl Names {
         }
     }
 
-    /// Where the tensor is that is published as `name`.
+    /// The place of the tensor published as `name`.
     pub(crate) fn place(&self, name: &str) -> Place {
         let whole = |name: String| Place { name, part: None, order: StoredOrder::AsIs };
         let (module, kind) = name.rsplit_once('.').unwrap_or((name, "weight"));

@@ -8,7 +8,7 @@ use crate::checkpoint::Checkpoint;
 
 const FIXTURES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/quantised/fixtures");
 
-/// What `record.py` makes, and the size of groups that kernels may have, if any, and whether there are zeros.
+/// The fixtures of `record.py`; for each the group size that kernels support, if any, and whether it has zero points.
 const CASES: &[(&str, Option<(usize, bool)>)] = &[
     ("awq", Some((32, true))),
     ("bytes-one", Some((128, false))),
@@ -34,7 +34,7 @@ fn quantisation(config: &str) -> Result<Option<StoredQuantisation>, LoadError> {
     StoredQuantisation::read(&Fields::new(path, &object))
 }
 
-/// The fixture as a model directory; how it was quantised; and its numbers, row by row.
+/// The fixture as a model directory, its quantisation method, and its numbers row by row.
 fn fixture(name: &str) -> (tempfile::TempDir, StoredQuantisation, Vec<Vec<f32>>) {
     let bytes = std::fs::read(Path::new(FIXTURES).join(format!("{name}.safetensors"))).unwrap();
     let dir = tempfile::tempdir().unwrap();
@@ -50,7 +50,7 @@ fn fixture(name: &str) -> (tempfile::TempDir, StoredQuantisation, Vec<Vec<f32>>)
 }
 
 #[test]
-fn numbers_and_integers_are_those_that_were_packed() {
+fn numbers_and_integers_equal_those_that_were_packed() {
     let mut found: Vec<String> = std::fs::read_dir(FIXTURES)
         .unwrap()
         .map(|entry| entry.unwrap().file_name().into_string().unwrap().replace(".safetensors", ""))
@@ -95,7 +95,7 @@ fn parts_have_the_numbers_of_the_whole() {
                 assert_eq!(found, expected[start..end], "{name} {row_idx}, {start} to {end}");
                 let Some(format) = part.integer_format() else { continue };
                 let is_inside = |col: usize| !col.is_multiple_of(format.group) && col != cols;
-                // One scale for all of a row may be had anywhere.
+                // A row with a single scale may be cut anywhere.
                 let is_split =
                     !name.contains("rows") && !name.contains("bytes") && (is_inside(start) || is_inside(end));
                 assert_eq!(part.splits(format).is_some(), is_split, "{name}, {start} to {end}");

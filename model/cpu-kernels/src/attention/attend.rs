@@ -16,18 +16,17 @@ use crate::products::bf16_bits;
 use crate::shared::SharedMut;
 use crate::simd::{Isa, LANES};
 
-/// Multiplications below which waking the helpers costs more than it brings.
+/// Number of multiplications below which waking the helpers costs more than it gains.
 const MIN_SHARED_WORK: usize = 64 * 1024;
 
-/// Attends with `queries` (rows `query_stride` apart, heads one after the other) to the KV of
-/// `layer_idx` and writes `[rows][num_heads * head_dim]` to `out`. The rows of `sequences[i]` begin at
-/// `first_rows[i]`.
+/// Computes attention of `queries` (rows `query_stride` apart, heads one after the other) over the KV of `layer_idx`
+/// and writes `[rows][num_heads * head_dim]` to `out`. The rows of `sequences[i]` start at `first_rows[i]`.
 ///
 /// # Safety
-/// Nobody writes the layer's KV of these sequences meanwhile.
+/// No other code writes the layer's KV of these sequences during the call.
 ///
 /// # Panics
-/// When sizes do not fit together.
+/// When sizes do not match.
 #[allow(clippy::too_many_arguments)]
 pub unsafe fn attend(
     cpu: &mut Cpu,
@@ -51,7 +50,7 @@ pub unsafe fn attend(
     }
     let isa = cpu.isa;
     let Cpu { pool, scratch, partials, .. } = cpu;
-    // A decode step over a short context is not worth waking anybody.
+    // A decode step over a short context is not worth waking helpers.
     let pairs = |s: &BatchSequence<'_>| s.tokens.len() * (s.start_idx + s.tokens.len());
     let work: usize = sequences.iter().map(pairs).sum();
     let num_threads = if work * width >= MIN_SHARED_WORK { pool.num_threads() } else { 1 };
@@ -59,11 +58,11 @@ pub unsafe fn attend(
 
     let group = shape.group();
     let max_queries = division.tile_rows * group;
-    // As kernels for few queries may write more.
+    // Kernels for few queries may write more states than there are queries.
     let states_len =
         max_queries.max(direct::MAX_QUERIES) * State::len(shape.head_dim.next_multiple_of(LANES));
     let scratch = scratch.reserve(num_threads, Memory::len(max_queries, shape.head_dim));
-    // States of parts that are folded when all of them are done.
+    // States of parts, which are folded after all parts are done.
     let num_partials = if division.by_spans { division.num_parts() } else { 0 };
     let partials = SharedMut::new(partials.grown(num_partials * states_len));
     let out = SharedMut::new(out);
@@ -86,7 +85,7 @@ pub unsafe fn attend(
             // SAFETY: rows were checked above.
             from: unsafe { queries.as_ptr().add(first_row * query_stride + first_number) },
             from_stride: query_stride,
-            // SAFETY: as above; an item's heads of its rows are its own.
+            // SAFETY: as above; each item has its own heads of its rows.
             out: unsafe { out.ptr().add(first_row * width + first_number) },
             out_stride: width,
             memory: Memory::new(scratch.of(thread_idx), max_queries, shape.head_dim),
@@ -95,8 +94,8 @@ pub unsafe fn attend(
     let compute = |thread_idx: usize, part_idx: usize| {
         let (item, spans) = division.part(part_idx);
         let mut args = args(thread_idx, &item);
-        // SAFETY: pointers are valid as said beside each, and a part's states are its own; the KV is stable by the
-        // caller's word.
+        // SAFETY: each pointer is valid as stated beside it, each part has its own states, and the caller guarantees
+        // that the KV is not written.
         unsafe {
             if division.by_spans {
                 args.memory.states = partials.ptr().add(part_idx * states_len);
@@ -127,7 +126,7 @@ pub unsafe fn attend(
 struct ItemArgs<'a> {
     queries: Queries<'a>,
     scale: f32,
-    /// The group's first head of the first row.
+    /// The first head of the group in the first row.
     from: *const f32,
     from_stride: usize,
     out: *mut f32,
@@ -135,13 +134,13 @@ struct ItemArgs<'a> {
     memory: Memory,
 }
 
-/// All of an item.
+/// Computes a whole item.
 ///
 /// # Safety
-/// Pointers are valid for the rows; the memory is that of [`Memory`] for them.
+/// Pointers are valid for the rows; the memory is laid out as [`Memory`] says.
 unsafe fn compute_item(isa: Isa, args: &ItemArgs<'_>, spans: Range<usize>) {
     let (queries, memory) = (&args.queries, &args.memory);
-    // SAFETY: passed on to the caller.
+    // SAFETY: guaranteed by the caller.
     unsafe {
         prepare(args);
         clear(queries, memory.totals);
@@ -154,12 +153,12 @@ unsafe fn compute_item(isa: Isa, args: &ItemArgs<'_>, spans: Range<usize>) {
     }
 }
 
-/// One span of an item: leaves its states.
+/// Computes one span of an item and leaves its states.
 ///
 /// # Safety
-/// As [`compute_item`].
+/// As for [`compute_item`].
 unsafe fn compute_span(isa: Isa, args: &ItemArgs<'_>, span_idx: usize) {
-    // SAFETY: passed on to the caller.
+    // SAFETY: guaranteed by the caller.
     unsafe {
         prepare(args);
         clear(&args.queries, args.memory.states);
@@ -167,13 +166,13 @@ unsafe fn compute_span(isa: Isa, args: &ItemArgs<'_>, span_idx: usize) {
     }
 }
 
-/// Folds an item's states of `num_spans` spans, `stride` numbers apart, and writes what it found.
+/// Folds an item's states of `num_spans` spans, `stride` numbers apart, and writes the result.
 ///
 /// # Safety
-/// As [`compute_item`]; the states are valid.
+/// As for [`compute_item`]; the states are valid.
 unsafe fn fold_spans(isa: Isa, args: &ItemArgs<'_>, first: *mut f32, stride: usize, num_spans: usize) {
     let (queries, memory) = (&args.queries, &args.memory);
-    // SAFETY: passed on to the caller.
+    // SAFETY: guaranteed by the caller.
     unsafe {
         clear(queries, memory.totals);
         // Invariant 8: spans are folded from first to last, the order of `compute_item`.
@@ -184,14 +183,14 @@ unsafe fn fold_spans(isa: Isa, args: &ItemArgs<'_>, first: *mut f32, stride: usi
     }
 }
 
-/// Scales the queries, rounds them where they are to be bf16, and pads them with zeroes.
+/// Scales the queries, rounds them to bf16 if pairs are multiplied, and pads them with zeros.
 unsafe fn prepare(args: &ItemArgs<'_>) {
     let Queries { group, head_dim, soft_cap, bf16_pairs, .. } = args.queries;
     let num_words = args.queries.num_words();
-    // Scores in units of log2; a cap is in the model's units and comes first.
+    // Scores are in units of log2, except that a soft cap applies first, in the model's units.
     let scale = if soft_cap.is_none() { args.scale * std::f32::consts::LOG2_E } else { args.scale };
     for query in 0..args.queries.len() {
-        // SAFETY: queries stay below their number, and words hold at least `head_dim` numbers.
+        // SAFETY: query indices are in range, and the words hold at least `head_dim` numbers.
         unsafe {
             let from = args.from.add(query / group * args.from_stride + query % group * head_dim);
             let from = std::slice::from_raw_parts(from, head_dim);
@@ -210,14 +209,14 @@ unsafe fn prepare(args: &ItemArgs<'_>) {
 
 unsafe fn clear(queries: &Queries<'_>, states: *mut f32) {
     for query in 0..queries.len() {
-        // SAFETY: passed on to the caller.
+        // SAFETY: guaranteed by the caller.
         unsafe { queries.state(states, query).clear() };
     }
 }
 
 unsafe fn fold_all(isa: Isa, queries: &Queries<'_>, totals: *mut f32, states: *mut f32) {
     for query in 0..queries.len() {
-        // SAFETY: passed on to the caller.
+        // SAFETY: guaranteed by the caller.
         unsafe { fold(isa, queries.state(totals, query), queries.state(states, query)) };
     }
 }
@@ -225,7 +224,7 @@ unsafe fn fold_all(isa: Isa, queries: &Queries<'_>, totals: *mut f32, states: *m
 unsafe fn finish_all(isa: Isa, args: &ItemArgs<'_>) {
     let Queries { group, head_dim, .. } = args.queries;
     for query in 0..args.queries.len() {
-        // SAFETY: passed on to the caller.
+        // SAFETY: guaranteed by the caller.
         unsafe {
             let to = args.out.add(query / group * args.out_stride + query % group * head_dim);
             finish(isa, args.queries.state(args.memory.totals, query), to, head_dim);

@@ -1,9 +1,8 @@
-//! Products with KV where it lies, for the few queries of a sequence that decodes: nothing is written but what is
-//! found.
+//! Products with KV in place, for the few queries of a decoding sequence: only results are written.
 //!
-//! The sums are the same chains as those of widened tiles. Positions lie in pieces of memory that the processor does
-//! not see coming: with each line that is read, the same line of the tile that follows is asked for. Asked for all at
-//! once, lines would be waited for, as only so many can be under way.
+//! The sums are the same chains as those of widened tiles. Positions are in pieces of memory that the hardware
+//! prefetcher does not predict. So with each line that is read, the same line of the following tile is prefetched.
+//! Prefetching all lines at once would stall, because only a limited number can be in flight.
 
 use baton_kv_cache::KvDtype;
 
@@ -12,22 +11,23 @@ use super::widen::Positions;
 use super::words::{Bf16Pair, Factor, Words, pair_kernel};
 use crate::simd::{Bf16, E4m3, F16, F32, I8, LANES, Stored, kernel};
 
-/// Queries that a kernel takes at most; memory of queries, scores and sums is there for so many.
+/// The largest number of queries of a kernel. Memory of queries, scores and sums has room for this many.
 pub(super) const MAX_QUERIES: usize = 8;
-/// What the processor fetches at once.
+/// Bytes of a cache line.
 const LINE_BYTES: usize = 64;
 
-/// Whether the kernels can take so many queries with heads of `head_dim`.
+/// Whether the kernels support this many queries with heads of `head_dim`.
 pub(super) fn is_possible(num_queries: usize, head_dim: usize, dtype: KvDtype) -> bool {
     num_queries <= MAX_QUERIES && (head_dim * dtype.size_bytes()).is_multiple_of(LANES * 4)
 }
 
 kernel! {
-    /// `scores[query][t] = q[query] . k[t]` for every position, asking for those that are `following`. Of the queries
-    /// there are as many as [`is_possible`] allows; rows behind them are read and written, too, and mean nothing.
+    /// `scores[query][t] = q[query] . k[t]` for every position; prefetches the `following` positions. There are as
+    /// many queries as [`is_possible`] allows. Padding rows after them are read and written, and their values are
+    /// unspecified.
     ///
     /// # Safety
-    /// Positions and `q` are valid; `scores` for the positions, rounded up to the lanes.
+    /// Positions and `q` are valid; `scores` has room for the positions, rounded up to the lanes.
     pub(super) fn score / score_any (
         num_queries: usize,
         positions: &Positions<'_>,
@@ -38,10 +38,10 @@ kernel! {
 }
 
 pair_kernel! {
-    /// As [`score`], of positions and `q` in bf16.
+    /// As [`score`], for positions and `q` in bf16.
     ///
     /// # Safety
-    /// As [`score`]; the processor has the instruction.
+    /// As for [`score`]; the CPU has the instruction.
     pub(super) fn score_pairs / score_of<Bf16Pair> (
         num_queries: usize,
         positions: &Positions<'_>,
@@ -52,7 +52,7 @@ pair_kernel! {
 }
 
 kernel! {
-    /// `sums[query] += sum over t of weights[query][t] v[t]`; queries and what is `following` as in [`score`].
+    /// `sums[query] += sum over t of weights[query][t] v[t]`; queries and `following` as for [`score`].
     ///
     /// # Safety
     /// Positions, weights and sums are valid.
@@ -66,10 +66,10 @@ kernel! {
 }
 
 pair_kernel! {
-    /// As [`add`], of positions and weights in bf16.
+    /// As [`add`], for positions and weights in bf16.
     ///
     /// # Safety
-    /// As [`add`]; the processor has the instruction.
+    /// As for [`add`]; the CPU has the instruction.
     pub(super) fn add_pairs / add_of<Bf16Pair> (
         num_queries: usize,
         positions: &Positions<'_>,
@@ -87,7 +87,7 @@ unsafe fn score_any<S: Words>(
     q: Rows<*const f32>,
     scores: Rows<*mut f32>,
 ) {
-    // SAFETY: passed on to the caller.
+    // SAFETY: guaranteed by the caller.
     unsafe {
         match positions.dtype {
             KvDtype::F32 => score_of::<S, F32>(num_queries, positions, following, q, scores),
@@ -109,7 +109,7 @@ unsafe fn score_of<S: Words, W: Factor>(
 ) {
     let mut t = 0;
     while t < positions.rows.len() {
-        // SAFETY: passed on to the caller.
+        // SAFETY: guaranteed by the caller.
         unsafe {
             let scores = Rows { first: scores.first.add(t), ..scores };
             match num_queries {
@@ -125,8 +125,8 @@ unsafe fn score_of<S: Words, W: Factor>(
     }
 }
 
-/// Sixteen positions from `t` on: turned to columns, and each column times a number of every query, of which there
-/// are `N` times as many as `R` in registers.
+/// Sixteen positions from `t` on: transposes them to columns and multiplies each column by a number of every query.
+/// There are `N` times `R` queries, of which `R` are in registers at a time.
 #[inline(always)]
 #[allow(clippy::needless_range_loop)] // no closures here, see `Simd`
 unsafe fn score_group<S: Words, W: Factor, const R: usize, const N: usize>(
@@ -138,7 +138,7 @@ unsafe fn score_group<S: Words, W: Factor, const R: usize, const N: usize>(
 ) {
     let num_bytes = positions.n * W::Number::SIZE;
     let mut done = 0;
-    // SAFETY: passed on to the caller; bytes are whole words of sixteen.
+    // SAFETY: guaranteed by the caller; rows are whole words of sixteen positions.
     unsafe {
         let mut sums = [[S::splat(0.0); R]; N];
         while done < num_bytes {
@@ -183,7 +183,7 @@ unsafe fn add_any<S: Words>(
     weights: Rows<*const f32>,
     sums: Rows<*mut f32>,
 ) {
-    // SAFETY: passed on to the caller.
+    // SAFETY: guaranteed by the caller.
     unsafe {
         match positions.dtype {
             KvDtype::F32 => add_of::<S, F32>(num_queries, positions, following, weights, sums),
@@ -203,7 +203,7 @@ unsafe fn add_of<S: Words, W: Factor>(
     weights: Rows<*const f32>,
     sums: Rows<*mut f32>,
 ) {
-    // SAFETY: passed on to the caller.
+    // SAFETY: guaranteed by the caller.
     unsafe {
         match num_queries {
             1..=2 if S::NUM_REGISTERS == 32 => add_rows::<S, W, 2, 4>(positions, following, weights, sums),
@@ -233,7 +233,7 @@ unsafe fn add_rows<S: Words, W: Factor, const R: usize, const C: usize>(
 ) {
     let num_vectors = positions.n / LANES;
     let mut vector = 0;
-    // SAFETY: passed on to the caller; columns stay below their number.
+    // SAFETY: guaranteed by the caller; column indices are in range.
     unsafe {
         while vector + C <= num_vectors {
             add_tile::<S, W, R, C>(positions, following, vector, weights, sums);
@@ -246,7 +246,7 @@ unsafe fn add_rows<S: Words, W: Factor, const R: usize, const C: usize>(
     }
 }
 
-/// `C` vectors of columns from `vector` on, in registers over all positions.
+/// `C` vectors of columns from `vector` on, kept in registers over all positions.
 #[inline(always)]
 #[allow(clippy::needless_range_loop)] // no closures here, see `Simd`
 unsafe fn add_tile<S: Words, W: Factor, const R: usize, const C: usize>(
@@ -256,7 +256,7 @@ unsafe fn add_tile<S: Words, W: Factor, const R: usize, const C: usize>(
     weights: Rows<*const f32>,
     sums: Rows<*mut f32>,
 ) {
-    // SAFETY: passed on to the caller.
+    // SAFETY: guaranteed by the caller.
     unsafe {
         let to = sums.first.add(vector * LANES);
         let mut sum = [[S::splat(0.0); C]; R];

@@ -1,7 +1,7 @@
-//! How a batch's attention is divided into items of work.
+//! Divides a batch's attention into work items.
 //!
-//! An item is a tile of rows of one sequence and one kv head. Where items would be too few for the threads, each
-//! span of positions of an item is a part that somebody can take. What is computed does not depend on it.
+//! An item is a tile of rows of one sequence and one KV head. If there are too few items for the threads, each span
+//! of positions of an item becomes a part that a thread can take. The result does not depend on the division.
 
 use std::ops::Range;
 
@@ -14,22 +14,22 @@ pub(super) struct Division<'a> {
     sequences: &'a [BatchSequence<'a>],
     num_kv_heads: usize,
     window: usize,
-    /// Rows of an item, at most.
+    /// The largest number of rows of an item.
     pub(super) tile_rows: usize,
-    /// Whether an item's spans are shared out.
+    /// Whether an item's spans are separate parts.
     pub(super) by_spans: bool,
 }
 
-/// Some rows of a sequence and one kv head.
+/// Some rows of a sequence, and one KV head.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Item {
     pub(super) sequence_idx: usize,
-    /// Rows of the sequence.
+    /// Row indices in the sequence.
     pub(super) rows: Range<usize>,
     pub(super) kv_head: usize,
-    /// Spans that any of the sequence's rows sees.
+    /// Spans that any of the rows sees.
     pub(super) spans: Range<usize>,
-    /// Parts of the items before this one.
+    /// The number of parts of all earlier items.
     pub(super) first_part: usize,
 }
 
@@ -60,7 +60,7 @@ impl<'a> Division<'a> {
         self.sequences.iter().map(|sequence| self.items_of(sequence)).sum()
     }
 
-    /// Parts of all items: their spans where they are shared out, else one each.
+    /// The number of parts: all items' spans if spans are separate, else one per item.
     pub(super) fn num_parts(&self) -> usize {
         self.sequences.iter().map(|sequence| self.items_of(sequence) * self.parts_of(sequence)).sum()
     }
@@ -86,7 +86,7 @@ impl<'a> Division<'a> {
         unreachable!("items are counted from the same sequences")
     }
 
-    /// The item of part `part_idx`, below [`num_parts`](Self::num_parts), and the part's spans.
+    /// The item of part `part_idx`, which is below [`num_parts`](Self::num_parts), and the part's spans.
     pub(super) fn part(&self, mut part_idx: usize) -> (Item, Range<usize>) {
         if !self.by_spans {
             let item = self.item(part_idx);
@@ -109,7 +109,7 @@ impl<'a> Division<'a> {
 
     fn items_of(&self, sequence: &BatchSequence<'_>) -> usize {
         let num_rows = sequence.tokens.len();
-        // Without a division where it is asked most often.
+        // Avoids a division in the most frequent case.
         let num_tiles = if num_rows <= self.tile_rows { 1 } else { num_rows.div_ceil(self.tile_rows) };
         num_tiles * self.num_kv_heads
     }
@@ -142,7 +142,7 @@ mod tests {
         }
     }
 
-    /// Every row, head and visible span once.
+    /// Checks that the division has every row, head and visible span once.
     fn check(shape: &AttentionShape, lens: &[(usize, usize)], num_threads: usize) -> (usize, usize) {
         let tokens = vec![0; 5000];
         let sequences: Vec<BatchSequence<'_>> = lens
@@ -183,10 +183,10 @@ mod tests {
     }
 
     #[test]
-    fn items_hold_everything_once_and_are_enough_for_the_threads() {
+    fn items_cover_everything_once_and_suffice_for_the_threads() {
         let llama = shape(32, 8, None);
         assert_eq!(check(&llama, &[(0, 512)], 2), (8 * 8, 8 * 8), "a chunk of a prompt");
-        assert_eq!(check(&llama, &[(2000, 1)], 1), (8, 8), "one thread shares with nobody");
+        assert_eq!(check(&llama, &[(2000, 1)], 1), (8, 8), "one thread needs no parts");
         assert_eq!(check(&llama, &[(2047, 1)], 16), (8, 8 * 4), "a long context is shared by spans");
         assert_eq!(check(&llama, &[(2047, 1), (9, 1), (700, 3)], 16), (24, 8 * (4 + 1 + 2)));
         assert_eq!(check(&shape(8, 2, Some(100)), &[(5150, 1)], 4), (2, 2 * 2), "only spans in the window");

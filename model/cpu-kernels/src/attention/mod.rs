@@ -1,7 +1,7 @@
 //! Causal attention over paged KV.
 //!
-//! An item of work is one kv head of a few consecutive rows of one sequence: the query heads of its group times the
-//! rows form a small matrix Q, and KV passes by in tiles, and tiles in spans, at fixed absolute positions.
+//! A work item is one KV head of a few consecutive rows of one sequence. The query heads of its group times the rows
+//! form a small matrix Q. KV is processed in tiles, and tiles are grouped in spans, at fixed absolute positions.
 //!
 //! ```text
 //! positions   0        64       128              512                           1024
@@ -9,14 +9,13 @@
 //! spans       |---------------------------------|------------------------------|---
 //! row p, window w               [p-w+1 ............... p]    what the row sees; the rest weighs zero
 //! ```
-//! Softmax goes tile by tile with a running maximum; it starts anew at each span, and the states of spans are
-//! folded together from the first to the last. Where there are few items, as with one long sequence that decodes,
-//! spans are items of their own and are folded afterwards: the same sums, shared by more threads. Tiles, spans and
-//! the order inside them are functions of positions alone, so a row's result does not depend on its neighbours, on
-//! chunks or on threads.
+//! Softmax is computed tile by tile with a running maximum. It restarts at each span, and the states of spans are
+//! folded from the first to the last. If there are few items, as with one long sequence that decodes, spans are items
+//! of their own and are folded afterwards: the same sums, computed by more threads. Tiles, spans and the order inside
+//! them depend on positions alone, so a row's result does not depend on other rows, on chunks or on threads.
 //!
-//! Where KV is bf16 and the processor multiplies pairs of such, queries and weights are rounded to bf16, too, and a pair
-//! of dimensions, or of positions, is one operation; sums and softmax stay f32.
+//! If KV is bf16 and the CPU multiplies pairs of bf16, queries and weights are also rounded to bf16, and one
+//! operation takes a pair of dimensions or of positions. Sums and softmax stay f32.
 
 mod attend;
 mod direct;

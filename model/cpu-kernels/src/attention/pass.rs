@@ -1,4 +1,4 @@
-//! One pass over a span of KV: the queries of an item against tile after tile.
+//! One pass over a span of KV: the queries of an item against one tile after another.
 
 use std::ops::Range;
 
@@ -12,20 +12,20 @@ use super::widen::{Positions, padded, pair_columns, pair_rows, widen_columns, wi
 use crate::kv::HeadKv;
 use crate::simd::{Isa, LANES};
 
-/// The queries of an item: all heads of a group, of consecutive rows; query `row * group + head`.
+/// The queries of an item: all heads of a group in consecutive rows; the index is `row * group + head`.
 #[derive(Clone, Copy)]
 pub(super) struct Queries<'a> {
     /// Keys and values.
     pub(super) kv: [HeadKv<'a>; 2],
-    /// Of the first row.
+    /// Position of the first row.
     pub(super) position: usize,
     pub(super) num_rows: usize,
     pub(super) group: usize,
     pub(super) head_dim: usize,
-    /// Positions that a row sees, its own included.
+    /// The number of positions that a row sees, its own included.
     pub(super) window: usize,
     pub(super) soft_cap: Option<f32>,
-    /// KV is bf16; queries and weights are rounded to it, and pairs are multiplied.
+    /// KV is bf16; queries and weights are rounded to bf16, and pairs are multiplied.
     pub(super) bf16_pairs: bool,
 }
 
@@ -39,23 +39,23 @@ impl Queries<'_> {
         self.head_dim.next_multiple_of(LANES)
     }
 
-    /// Words of 32 bits that hold a query.
+    /// Words of 32 bits of a query.
     pub(super) fn num_words(&self) -> usize {
         if self.bf16_pairs { self.dim() / 2 } else { self.dim() }
     }
 
-    /// Positions that a query sees.
+    /// The positions that a query sees.
     pub(super) fn seen(&self, query: usize) -> Range<usize> {
         let end = self.position + query / self.group + 1;
         end.saturating_sub(self.window)..end
     }
 
-    /// Behind the last position that any of them sees.
+    /// The end of the positions that any query sees.
     pub(super) fn end(&self) -> usize {
         self.position + self.num_rows
     }
 
-    /// All queries that see any of these positions, of which there is at least one.
+    /// The queries that see any of these positions, of which there is at least one.
     fn that_see(&self, positions: Range<usize>) -> Range<usize> {
         let num_before = positions.start.saturating_sub(self.position);
         let num_not_past =
@@ -63,42 +63,42 @@ impl Queries<'_> {
         num_before.min(self.num_rows) * self.group..num_not_past.min(self.num_rows) * self.group
     }
 
-    /// The state of a query among those at `first`.
+    /// The state of a query in the array at `first`.
     pub(super) fn state(&self, first: *mut f32, query: usize) -> State {
         State::at(first.wrapping_add(query * State::len(self.dim())), self.dim())
     }
 
-    /// The words of a query among those at `first`.
+    /// The words of a query in the array at `first`.
     pub(super) fn words(&self, first: *mut f32, query: usize) -> *mut f32 {
         first.wrapping_add(query * self.num_words())
     }
 }
 
-/// A thread's memory for one item, in parts.
+/// A thread's memory for one item.
 #[derive(Clone, Copy)]
 pub(super) struct Memory {
     /// `[queries][words]`, scaled.
     pub(super) q: *mut f32,
-    /// Of the span, one after the other.
+    /// States of the current span, one after the other.
     pub(super) states: *mut f32,
-    /// Of all spans so far.
+    /// States of all earlier spans.
     pub(super) totals: *mut f32,
-    /// `[queries][TILE]`; of weights in bf16 the first half of each.
+    /// `[queries][TILE]`; weights in bf16 take the first half of each row.
     scores: *mut f32,
-    /// K by columns, `[head_dim][TILE]`, then V by rows, `[TILE][dim]`; half as many of pairs.
+    /// K by columns, `[head_dim][TILE]`, then V by rows, `[TILE][dim]`; half as many for pairs.
     widened: *mut f32,
     /// `[k|v][TILE]`
     scales: *mut f32,
 }
 
 impl Memory {
-    /// Numbers for `num_queries`.
+    /// The size for `num_queries`, in numbers.
     pub(super) fn len(num_queries: usize, head_dim: usize) -> usize {
         let (num_queries, dim, widened) = Memory::sizes(num_queries, head_dim);
         num_queries * (dim + 2 * State::len(dim) + TILE) + widened + 2 * TILE
     }
 
-    /// The parts of memory of that length.
+    /// Divides memory of that size.
     pub(super) fn new(first: *mut f32, num_queries: usize, head_dim: usize) -> Memory {
         let (num_queries, dim, widened) = Memory::sizes(num_queries, head_dim);
         let mut next = first;
@@ -117,14 +117,14 @@ impl Memory {
         }
     }
 
-    /// Queries, numbers of one, numbers of a widened tile.
+    /// Sizes in numbers: of all queries, of one query, of a widened tile.
     fn sizes(num_queries: usize, head_dim: usize) -> (usize, usize, usize) {
         let dim = head_dim.next_multiple_of(LANES);
         (num_queries.max(direct::MAX_QUERIES), dim, TILE * padded(head_dim))
     }
 }
 
-/// Where the positions of a tile lie, of K and of V; the first `len` of each.
+/// The addresses of a tile's positions, of K and of V; the first `len` of each are used.
 struct Places {
     rows: [[*const u8; TILE]; 2],
     len: usize,
@@ -159,11 +159,12 @@ impl Places {
     }
 }
 
-/// Moves the states of all queries on by the positions of span `span_idx`. Positions below `read_ahead_to` will be
-/// needed afterwards.
+/// Advances the states of all queries by the positions of span `span_idx`. Positions below `read_ahead_to` will be
+/// needed afterwards and are prefetched.
 ///
 /// # Safety
-/// The memory is that of [`Memory`], with queries and states filled in; nobody writes the KV meanwhile.
+/// The memory is laid out as [`Memory`] says, with queries and states filled in. No other code writes the KV during
+/// the call.
 pub(super) unsafe fn pass(
     isa: Isa,
     queries: &Queries<'_>,
@@ -177,7 +178,7 @@ pub(super) unsafe fn pass(
     places.find(&queries.kv, first, end);
     while first < end {
         following.find(&queries.kv, first + TILE, end.max(read_ahead_to));
-        // SAFETY: passed on to the caller.
+        // SAFETY: guaranteed by the caller.
         unsafe { tile(isa, queries, memory, first, places, following) };
         std::mem::swap(&mut places, &mut following);
         first += TILE;
@@ -198,16 +199,17 @@ unsafe fn tile(
     let layout = kv[0].layout();
     let dtype = layout.dtype;
     let [keys, values] = [0, 1].map(|half| places.positions(half, layout));
-    // Behind the last tile, what is at hand.
+    // After the last tile the current one is prefetched, which costs nothing.
     let next = if following.len > 0 { following } else { places };
     let next = [0, 1].map(|half| next.positions(half, layout));
     let direct = direct::is_possible(queries.len(), head_dim, dtype);
-    // Kernels for few queries may go on behind the last one, which must not be one that only sees other tiles.
+    // Kernels for few queries may process rows after the last query. Such a row must not be a query of this item that
+    // sees other tiles only, so all queries are taken.
     let some = if direct { 0..queries.len() } else { queries.that_see(first..first + len) };
     let num = some.len();
     let mut scaling = Scaling { scales: std::ptr::null(), soft_cap: queries.soft_cap, to_bf16: bf16_pairs };
 
-    // SAFETY: the parts of the memory have room for a tile and for all queries.
+    // SAFETY: the memory has room for a tile and for all queries.
     unsafe {
         if dtype.scale_bytes() > 0 {
             kv[0].scales(first, len, memory.scales);

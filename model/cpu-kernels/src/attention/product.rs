@@ -1,7 +1,7 @@
 //! Products of a few rows with a tile of KV: scores `Q K^T` and sums `P V`.
 //!
-//! A factor of each row times one line of the tile: every element of the result is one chain of fused multiply-adds
-//! in the order of the lines, whatever the shape of the kernel.
+//! Multiplies a factor of each row with one line of the tile at a time. Every element of the result is one chain of
+//! fused multiply-adds in the order of the lines, whatever the shape of the kernel.
 
 use super::words::{Bf16Pair, Factor, Words, pair_kernel};
 use crate::simd::{F32, LANES, kernel};
@@ -13,11 +13,11 @@ pub(super) struct Rows<P> {
     pub(super) stride: usize,
 }
 
-/// What the sums begin with.
+/// The initial value of the sums.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Start {
     Zero,
-    /// What lies in the result.
+    /// The current contents of the result.
     Result,
 }
 
@@ -26,7 +26,7 @@ kernel! {
     /// times sixteen columns.
     ///
     /// # Safety
-    /// All is valid for these numbers.
+    /// All pointers are valid for these sizes.
     pub(super) fn multiply / product<F32> (
         num_rows: usize,
         num_lines: usize,
@@ -39,10 +39,10 @@ kernel! {
 }
 
 pair_kernel! {
-    /// As [`multiply`], where a line and what it is multiplied with hold two bf16 in the place of an f32.
+    /// As [`multiply`], where each f32 of lines and rows is replaced by two bf16.
     ///
     /// # Safety
-    /// As [`multiply`]; the processor has the instruction.
+    /// As for [`multiply`]; the CPU has the instruction.
     pub(super) fn multiply_pairs / product<Bf16Pair> (
         num_rows: usize,
         num_lines: usize,
@@ -65,7 +65,7 @@ unsafe fn product<S: Words, W: Factor>(
     start: Start,
 ) {
     let mut row = 0;
-    // SAFETY: rows stay below their number.
+    // SAFETY: row indices are in range.
     unsafe {
         while row < num_rows {
             let a = Rows { first: a.first.add(row * a.stride), ..a };
@@ -91,13 +91,14 @@ unsafe fn rows<S: Words, W: Factor, const R: usize>(
     start: Start,
 ) -> usize {
     let mut vector = 0;
-    // SAFETY: columns stay below their number.
+    // SAFETY: column indices are in range.
     unsafe {
         while vector < num_vectors {
             let left = num_vectors - vector;
             let b = Rows { first: b.first.add(vector * LANES), ..b };
             let c = Rows { first: c.first.add(vector * LANES), ..c };
-            // Sums of six rows and a line stay in registers: 24 + 4 of 32, or 2 x 6 + 2 of 16 half as wide.
+            // The sums of six rows and a line fit into registers: 24 + 4 of 32, or 2 x 6 + 2 of 16 with half the
+            // width.
             vector += match left {
                 4.. if S::NUM_REGISTERS == 32 => tile::<S, W, R, 4>(num_lines, a, b, c, start),
                 2.. if S::NUM_REGISTERS == 32 => tile::<S, W, R, 2>(num_lines, a, b, c, start),
@@ -108,7 +109,7 @@ unsafe fn rows<S: Words, W: Factor, const R: usize>(
     R
 }
 
-/// `C` vectors of columns, in registers over all lines; returns `C`.
+/// `C` vectors of columns, kept in registers over all lines; returns `C`.
 #[inline(always)]
 #[allow(clippy::needless_range_loop)] // no closures here, see `Simd`
 unsafe fn tile<S: Words, W: Factor, const R: usize, const C: usize>(
@@ -118,7 +119,7 @@ unsafe fn tile<S: Words, W: Factor, const R: usize, const C: usize>(
     c: Rows<*mut f32>,
     start: Start,
 ) -> usize {
-    // SAFETY: passed on to the caller.
+    // SAFETY: guaranteed by the caller.
     unsafe {
         let mut sums = [[S::splat(0.0); C]; R];
         if start == Start::Result {

@@ -1,8 +1,9 @@
-//! Softmax over positions that come tile by tile and span by span.
+//! Softmax over positions that arrive tile by tile and span by span.
 //!
-//! What a query has seen so far is its state: the largest score, the weights `2^(score - largest)` added up, and
-//! the values added up with these weights. Scores are in units of log2, so that e^x is 2^x. A tile moves a state on;
-//! two states of different positions fold into one (Milakov and Gimelshein 2018; flash decoding, Dao et al. 2023).
+//! A query's state summarises the positions so far: the largest score, the sum of the weights `2^(score - largest)`,
+//! and the sum of the values with these weights. Scores are in units of log2, so that e^x is 2^x. A tile advances a
+//! state; two states of different positions fold into one (Milakov and Gimelshein 2018; flash decoding, Dao et al.
+//! 2023).
 
 use super::shape::TILE;
 use crate::products::bf16_bits;
@@ -12,7 +13,7 @@ use crate::simd::{LANES, Simd, kernel};
 /// Vectors of a tile's scores.
 const VECTORS: usize = TILE / LANES;
 
-/// A query's state: `| largest, a line | weights, by lanes | sums [dim] |`.
+/// A query's state: `| largest score, one line | sum of weights, by lanes | sums [dim] |`.
 #[derive(Clone, Copy)]
 pub(super) struct State {
     first: *mut f32,
@@ -20,21 +21,21 @@ pub(super) struct State {
 }
 
 impl State {
-    /// Numbers that a state takes.
+    /// The number of numbers in a state.
     pub(super) fn len(dim: usize) -> usize {
         2 * LANES + dim
     }
 
-    /// The state at `first`, whose place has [`len`](Self::len) numbers; `dim` is a multiple of the lanes.
+    /// The state at `first`, which has room for [`len`](Self::len) numbers; `dim` is a multiple of the lanes.
     pub(super) fn at(first: *mut f32, dim: usize) -> State {
         State { first, dim }
     }
 
     /// # Safety (of all methods)
-    /// The place is valid, and nobody else uses it.
+    /// The state's memory is valid, and no other code accesses it.
     #[inline(always)]
     unsafe fn largest(self) -> f32 {
-        // SAFETY: the place's first number.
+        // SAFETY: it is the state's first number.
         unsafe { *self.first }
     }
 
@@ -49,22 +50,22 @@ impl State {
         self.first.wrapping_add(2 * LANES)
     }
 
-    /// Nothing seen.
+    /// Sets the state of no positions.
     #[inline(always)]
     pub(super) unsafe fn clear(self) {
-        // SAFETY: all lies in the place.
+        // SAFETY: all accesses are inside the state.
         unsafe {
             *self.first = f32::NEG_INFINITY;
             std::slice::from_raw_parts_mut(self.weights(), LANES + self.dim).fill(0.0);
         }
     }
 
-    /// Weights and sums times `factor`.
+    /// Multiplies weights and sums by `factor`.
     #[inline(always)]
     unsafe fn scale<S: Simd>(self, factor: S::V) {
         let mut i = 0;
         while i < LANES + self.dim {
-            // SAFETY: the index stays in the place.
+            // SAFETY: indices are inside the state.
             unsafe {
                 let at = self.weights().add(i);
                 S::store(at, S::mul(S::load(at), factor));
@@ -73,10 +74,10 @@ impl State {
         }
     }
 
-    /// Takes over what `later` has seen of later positions. Nothing seen changes nothing.
+    /// Adds the positions of `later` to this state. A state of no positions changes nothing.
     #[inline(always)]
     unsafe fn fold<S: Simd>(self, later: State) {
-        // SAFETY: indices stay in the places.
+        // SAFETY: indices are inside the states.
         unsafe {
             if later.largest() == f32::NEG_INFINITY {
                 return;
@@ -94,7 +95,7 @@ impl State {
         }
     }
 
-    /// Writes the weighted mean of the values, `n` of them.
+    /// Writes the weighted mean of the values, `n` numbers.
     #[inline(always)]
     unsafe fn finish<S: Simd>(self, out: *mut f32, n: usize) {
         // SAFETY: `n` is at most `dim`.
@@ -112,24 +113,23 @@ impl State {
     }
 }
 
-/// What becomes of a score before it counts.
+/// How scores and weights are scaled.
 #[derive(Clone, Copy)]
 pub(super) struct Scaling {
-    /// Of the keys of the tile's positions, then of their values; null where KV has none. Scores and weights take
-    /// them over, so that the products are of codes.
+    /// The scales of the keys of the tile's positions, then those of the values; null if KV has no scales. They are
+    /// applied to scores and weights, so that products use the quantised numbers.
     pub(super) scales: *const f32,
     pub(super) soft_cap: Option<f32>,
-    /// Weights are left in bf16, which take half of the place.
+    /// Weights are stored in bf16, which takes half the space.
     pub(super) to_bf16: bool,
 }
 
 kernel! {
-    /// Turns a query's scores of one tile into weights, moves its state on, and leaves the weights of the values,
-    /// times their scales, in place of the scores. Only positions `from..to` of the tile are seen; the others weigh
-    /// zero.
+    /// Converts a query's scores of one tile to weights and advances its state. Replaces the scores by the weights
+    /// times the scales of the values. Only positions `from..to` of the tile are visible; the others get weight zero.
     ///
     /// # Safety
-    /// `scores` is valid for a tile, scales for two; the state's place is the caller's.
+    /// `scores` is valid for a tile, scales for two; no other code accesses the state.
     pub(super) fn weigh / weights (scores: *mut f32, from: usize, to: usize, scaling: &Scaling, state: State)
 }
 
@@ -137,34 +137,34 @@ kernel! {
     /// [`State::fold`].
     ///
     /// # Safety
-    /// Both places are the caller's.
+    /// No other code accesses either state.
     pub(super) fn fold / fold_of (state: State, later: State)
 }
 
 kernel! {
-    /// Writes the weighted mean of the values that a state has seen, `n` numbers.
+    /// Writes the weighted mean of the values of a state, `n` numbers.
     ///
     /// # Safety
-    /// The state's place is the caller's, `out` is valid for `n`, at most the state's.
+    /// No other code accesses the state; `out` is valid for `n` numbers, at most the state's `dim`.
     pub(super) fn finish / finish_of (state: State, out: *mut f32, n: usize)
 }
 
 #[inline(always)]
 unsafe fn fold_of<S: Simd>(state: State, later: State) {
-    // SAFETY: passed on to the caller.
+    // SAFETY: guaranteed by the caller.
     unsafe { state.fold::<S>(later) }
 }
 
 #[inline(always)]
 unsafe fn finish_of<S: Simd>(state: State, out: *mut f32, n: usize) {
-    // SAFETY: passed on to the caller.
+    // SAFETY: guaranteed by the caller.
     unsafe { state.finish::<S>(out, n) }
 }
 
 #[inline(always)]
 #[allow(clippy::needless_range_loop)] // no closures here, see `Simd`
 unsafe fn weights<S: Simd>(scores: *mut f32, from: usize, to: usize, scaling: &Scaling, state: State) {
-    // SAFETY: all indices are those of a tile.
+    // SAFETY: all indices are inside a tile.
     unsafe {
         if from >= to {
             std::slice::from_raw_parts_mut(scores, TILE).fill(0.0);
@@ -201,7 +201,7 @@ unsafe fn weights<S: Simd>(scores: *mut f32, from: usize, to: usize, scaling: &S
         let top = S::max_lane(top);
         let before = state.largest();
         let largest = if top > before {
-            // The first tile that a query sees scales zeroes: 2^-inf is zero.
+            // At the first tile of a query this scales zeros by 2^-inf, which is zero.
             state.scale::<S>(exp2::<S>(S::splat(before - top)));
             *state.first = top;
             top
@@ -232,19 +232,20 @@ unsafe fn weights<S: Simd>(scores: *mut f32, from: usize, to: usize, scaling: &S
     }
 }
 
-/// 2^x of x up to 0, within two units in the last place; zero below -126.5, where results would be denormal.
+/// 2^x for x up to 0, with an error of at most two units in the last place; zero below -126.5, where results would be
+/// subnormal.
 ///
-/// x = n + r, and a polynomial of degree five for 2^r that was fitted for the least relative error on -0.5..=0.5;
-/// 2^0 is one.
+/// x = n + r. 2^r is a polynomial of degree five, fitted for the least relative error on -0.5..=0.5, and 2^0 is
+/// exactly one.
 ///
 /// # Safety
-/// As [`Simd`].
+/// As for [`Simd`].
 #[inline(always)]
 #[allow(clippy::approx_constant)] // fitted, not ln 2
 unsafe fn exp2<S: Simd>(x: S::V) -> S::V {
     // SAFETY: no pointers.
     unsafe {
-        // Of max the second operand survives when one is NaN.
+        // `max` returns its second operand if one is NaN.
         let x = S::max(S::splat(-127.0), x);
         let n = S::round(x);
         let r = S::fma(n, S::splat(-1.0), x);
@@ -261,11 +262,11 @@ mod tests {
     use super::*;
     use crate::simd::{Isa, Portable};
 
-    /// 2^x of every lane.
+    /// Checks 2^x in every lane.
     unsafe fn check<S: Simd>() {
         let powers = |x: f32| {
             let mut out = [0.0; LANES];
-            // SAFETY: the processor has the instructions by the caller's word; `out` holds sixteen.
+            // SAFETY: the caller guarantees that the CPU has the instructions; `out` holds sixteen numbers.
             unsafe { S::store(out.as_mut_ptr(), exp2::<S>(S::splat(x))) };
             assert!(out.iter().all(|power| power.to_bits() == out[0].to_bits()), "2^{x}: {out:?}");
             out[0]
@@ -286,7 +287,7 @@ mod tests {
     #[test]
     fn powers_of_two_match_the_formula_to_2_4e_7() {
         for isa in Isa::available() {
-            // SAFETY: this processor has it.
+            // SAFETY: this CPU has the instructions.
             unsafe {
                 match isa {
                     #[cfg(target_arch = "x86_64")]
@@ -300,7 +301,7 @@ mod tests {
     }
 
     #[test]
-    fn folding_adds_up_what_two_saw() {
+    fn folding_adds_the_positions_of_two_states() {
         let dim = LANES;
         let state = |largest: f32, weight: f32, sum: f32| {
             let mut numbers = vec![0.0; State::len(dim)];
@@ -312,21 +313,21 @@ mod tests {
         let fold = |first: &mut Vec<f32>, mut later: Vec<f32>| {
             let [first, later] = [first, &mut later].map(|numbers| State::at(numbers.as_mut_ptr(), dim));
             let mut out = [0.0; 3];
-            // SAFETY: the places are as large as states are.
+            // SAFETY: the buffers are as large as states.
             unsafe {
                 first.fold::<Portable>(later);
                 first.finish::<Portable>(out.as_mut_ptr(), 3);
             }
             out
         };
-        // Means of 1 with weight 2^3 and of 5 with weight 2^4.
+        // The mean of 1 with weight 2^3 and 5 with weight 2^4.
         let mut total = state(3.0, 1.0, 1.0);
         assert_eq!(fold(&mut total, state(4.0, 1.0, 5.0)), [(8.0 + 80.0) / 24.0; 3]);
         let before = total.clone();
         fold(&mut total, state(f32::NEG_INFINITY, 0.0, 0.0));
-        assert_eq!(total, before, "nothing seen changes nothing");
+        assert_eq!(total, before, "folding a state of no positions changes nothing");
         let mut nothing = state(f32::NEG_INFINITY, 0.0, 0.0);
         fold(&mut nothing, before.clone());
-        assert_eq!(nothing, before, "to have seen nothing does not matter");
+        assert_eq!(nothing, before, "folding into a state of no positions copies");
     }
 }

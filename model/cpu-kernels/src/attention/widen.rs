@@ -1,12 +1,12 @@
-//! Tiles of KV as factors: values as they lie, keys by columns, so that positions lie side by side in a vector. Factors
-//! are numbers widened to f32, or pairs of bf16.
+//! Converts tiles of KV to factors: values by rows as stored; keys by columns, so that a vector holds consecutive
+//! positions. Factors are numbers widened to f32, or pairs of bf16.
 
 use baton_kv_cache::KvDtype;
 
 use super::words::{Bf16Pair, Factor, Words};
 use crate::simd::{Bf16, E4m3, F16, F32, I8, LANES, Stored, kernel};
 
-/// Where K or V of a tile's positions lies.
+/// The addresses of K or V of a tile's positions.
 #[derive(Clone, Copy)]
 pub(super) struct Positions<'a> {
     /// At least one.
@@ -17,7 +17,7 @@ pub(super) struct Positions<'a> {
 }
 
 impl Positions<'_> {
-    /// Where position `t` lies; behind the last one, where there is nothing to read, another stands for it.
+    /// The address of position `t`; after the last position, that of another valid position.
     #[inline(always)]
     pub(super) fn row(&self, t: usize) -> *const u8 {
         self.rows[t.min(self.rows.len() - 1)]
@@ -25,8 +25,8 @@ impl Positions<'_> {
 }
 
 kernel! {
-    /// Number d of position t goes to `to[d * stride + t]`, `stride` being at least the number of positions, rounded
-    /// up to the lanes. What lies there behind the last position means nothing.
+    /// Writes number `d` of position `t` to `to[d * stride + t]`. `stride` is at least the number of positions,
+    /// rounded up to the lanes. The contents after the last position are unspecified.
     ///
     /// # Safety
     /// Positions are valid for `n` numbers; `to` for as many columns as [`padded`] says.
@@ -34,8 +34,8 @@ kernel! {
 }
 
 kernel! {
-    /// Number d of position t goes to `to[t * stride + d]`, zeroes behind the last; `stride` is `n` rounded up to the
-    /// lanes.
+    /// Writes number `d` of position `t` to `to[t * stride + d]`, and zeros after the last number. `stride` is `n`
+    /// rounded up to the lanes.
     ///
     /// # Safety
     /// Positions are valid for `n` numbers, `to` for `stride` times their number.
@@ -43,31 +43,31 @@ kernel! {
 }
 
 kernel! {
-    /// Numbers 2 d and 2 d + 1 of position t go to `to[d * stride + t]`, else as [`widen_columns`]; of an odd number the last
-    /// column has no second ones.
+    /// Writes numbers 2 d and 2 d + 1 of position `t` to `to[d * stride + t]`, otherwise as [`widen_columns`]. If `n`
+    /// is odd, the second number of the last column is zero.
     ///
     /// # Safety
-    /// As [`widen_columns`], positions being bf16.
+    /// As for [`widen_columns`]; positions are bf16.
     pub(super) fn pair_columns / columns_of_pairs (positions: &Positions<'_>, to: *mut f32, stride: usize)
 }
 
 kernel! {
-    /// Numbers d of positions 2 t and 2 t + 1 go to `to[t * stride + d]`, else as [`widen_rows`]; the last position may
-    /// stand for the one behind it.
+    /// Writes numbers `d` of positions 2 t and 2 t + 1 to `to[t * stride + d]`, otherwise as [`widen_rows`]. If the
+    /// number of positions is odd, another position takes the place of the missing one.
     ///
     /// # Safety
-    /// As [`widen_rows`], positions being bf16.
+    /// As for [`widen_rows`]; positions are bf16.
     pub(super) fn pair_rows / rows_of_pairs (positions: &Positions<'_>, to: *mut f32, stride: usize)
 }
 
-/// Columns that [`widen_columns`] writes for `n` numbers; those from `n` on mean nothing.
+/// Columns that [`widen_columns`] writes for `n` numbers; those from `n` on have unspecified contents.
 pub(super) fn padded(n: usize) -> usize {
     n.next_multiple_of(LANES * 4)
 }
 
 #[inline(always)]
 unsafe fn columns<S: Words>(positions: &Positions<'_>, to: *mut f32, stride: usize) {
-    // SAFETY: passed on to the caller.
+    // SAFETY: guaranteed by the caller.
     unsafe {
         match positions.dtype {
             KvDtype::F32 => columns_of::<S, F32>(positions, to, stride),
@@ -81,13 +81,13 @@ unsafe fn columns<S: Words>(positions: &Positions<'_>, to: *mut f32, stride: usi
 
 #[inline(always)]
 unsafe fn columns_of_pairs<S: Words>(positions: &Positions<'_>, to: *mut f32, stride: usize) {
-    // SAFETY: passed on to the caller.
+    // SAFETY: guaranteed by the caller.
     unsafe { columns_of::<S, Bf16Pair>(positions, to, stride) }
 }
 
 #[inline(always)]
 unsafe fn rows_of_pairs<S: Words>(positions: &Positions<'_>, to: *mut f32, stride: usize) {
-    // SAFETY: passed on to the caller.
+    // SAFETY: guaranteed by the caller.
     unsafe { rows_of::<S, Bf16Pair>(positions, to, stride) }
 }
 
@@ -100,7 +100,7 @@ unsafe fn columns_of<S: Words, W: Factor>(positions: &Positions<'_>, to: *mut f3
     while t < rows.len() {
         let mut done = 0;
         while done < num_bytes {
-            // SAFETY: bytes and columns stay below their numbers.
+            // SAFETY: byte and column indices are in range.
             unsafe {
                 let mut words = [S::splat(0.0); LANES];
                 for r in 0..LANES {
@@ -129,7 +129,7 @@ unsafe fn columns_of<S: Words, W: Factor>(positions: &Positions<'_>, to: *mut f3
 
 #[inline(always)]
 unsafe fn rows<S: Words>(positions: &Positions<'_>, to: *mut f32, stride: usize) {
-    // SAFETY: passed on to the caller.
+    // SAFETY: guaranteed by the caller.
     unsafe {
         match positions.dtype {
             KvDtype::F32 => rows_of::<S, F32>(positions, to, stride),
@@ -146,7 +146,7 @@ unsafe fn rows_of<S: Words, W: Factor>(positions: &Positions<'_>, to: *mut f32, 
     let n = positions.n;
     for line in 0..positions.rows.len().div_ceil(W::NUM) {
         let rows = [positions.row(line * W::NUM), positions.row((line + 1) * W::NUM - 1)];
-        // SAFETY: numbers stay below `n` and `stride`.
+        // SAFETY: indices are below `n` and `stride`.
         unsafe {
             let to = to.add(line * stride);
             let mut i = 0;
@@ -171,7 +171,7 @@ mod tests {
     use super::*;
     use crate::simd::Isa;
 
-    /// Numbers whose codes are all there are, one by one against both.
+    /// Compares both conversions with single numbers, for every bit pattern of the type.
     fn check<W: Stored>(isa: Isa, dtype: KvDtype, num_rows: usize, n: usize) {
         let row_bytes = n * W::SIZE;
         let mut bytes: Vec<u8> = (0..num_rows * row_bytes).map(|i| (i * 37 + i / 256) as u8).collect();
@@ -183,7 +183,7 @@ mod tests {
         let (stride, dim) = (num_rows.next_multiple_of(LANES), n.next_multiple_of(LANES));
         let mut by_columns = vec![0.0; padded(n) * stride];
         let mut by_rows = vec![f32::NAN; num_rows * dim];
-        // SAFETY: sizes are those asked for.
+        // SAFETY: the buffers have the required sizes.
         unsafe {
             widen_columns(isa, &positions, by_columns.as_mut_ptr(), stride);
             widen_rows(isa, &positions, by_rows.as_mut_ptr(), dim);
@@ -202,7 +202,7 @@ mod tests {
     }
 
     #[test]
-    fn tiles_hold_what_is_stored() {
+    fn tiles_contain_the_stored_numbers() {
         for isa in Isa::available() {
             for n in [1, 5, 16, 24, 64, 80, 130] {
                 for num_rows in [1, 16, 40] {

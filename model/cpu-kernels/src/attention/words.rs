@@ -1,62 +1,62 @@
-//! Sixteen rows of memory become sixteen columns, and columns become factors of products.
+//! Transposes sixteen rows of memory to sixteen columns, and unpacks columns to factors of products.
 //!
-//! Rows are turned as words of 32 bits, whatever these hold: one number of f32, two of sixteen bits, four of eight.
-//! So the narrower the type, the fewer shuffles a number costs. A turned word is then unpacked into its numbers, or is a
-//! factor as it is: two bf16 that are multiplied with two others at once.
+//! Rows are transposed as words of 32 bits, whatever a word holds: one f32, two numbers of sixteen bits, or four of
+//! eight. So narrower types need fewer shuffles per number. A transposed word is then unpacked to its numbers, or is
+//! itself a factor: two bf16 that are multiplied with two others at once.
 
 use crate::simd::{Bf16, E4m3, F16, F32, I8, LANES, Portable, Simd, Stored};
 
 /// Vectors of words.
 ///
 /// # Safety (of all methods)
-/// As [`Simd`].
+/// As for [`Simd`].
 pub(super) trait Words: Simd {
-    /// Lane i of row j becomes lane j of row i.
+    /// Lane `i` of row `j` becomes lane `j` of row `i`.
     unsafe fn transpose(rows: [Self::V; LANES]) -> [Self::V; LANES];
     /// The lower (0) or upper (1) bf16 of each word.
     unsafe fn unpack_bf16(words: Self::V, idx: usize) -> Self::V;
     /// The lower (0) or upper (1) f16 of each word.
     unsafe fn unpack_f16(words: Self::V, idx: usize) -> Self::V;
-    /// The E4M3 in byte `idx` of each word, the lowest being 0; they are numbers, as for [`Simd::load_e4m3`].
+    /// The E4M3 in byte `idx` of each word, the lowest byte being 0. None is NaN, as for [`Simd::load_e4m3`].
     unsafe fn unpack_e4m3(words: Self::V, idx: usize) -> Self::V;
-    /// The whole number in byte `idx` of each word.
+    /// The integer in byte `idx` of each word.
     unsafe fn unpack_i8(words: Self::V, idx: usize) -> Self::V;
-    /// Adds to each lane of `sums` the products of the two bf16 in a lane of `a` with those of `b`, the upper ones first.
+    /// Adds to each lane of `sums` the products of the two bf16 in that lane of `a` and `b`, the upper product first.
     ///
-    /// An instruction may count numbers below the normal ones as zero.
+    /// An instruction may treat subnormal numbers as zero.
     #[inline(always)]
     unsafe fn dot_bf16(a: Self::V, b: Self::V, sums: Self::V) -> Self::V {
-        // SAFETY: passed on to the caller.
+        // SAFETY: guaranteed by the caller.
         unsafe {
             let upper = Self::fma(Self::unpack_bf16(a, 1), Self::unpack_bf16(b, 1), sums);
             Self::fma(Self::unpack_bf16(a, 0), Self::unpack_bf16(b, 0), upper)
         }
     }
-    /// Sixteen bf16 at `lower` and sixteen at `upper` become the halves of sixteen words.
+    /// Joins sixteen bf16 at `lower` and sixteen at `upper` to sixteen words.
     #[inline(always)]
     unsafe fn join_bf16(lower: *const u16, upper: *const u16) -> Self::V {
         let mut words = [0u32; LANES];
         for (lane, word) in words.iter_mut().enumerate() {
-            // SAFETY: the caller vouches for sixteen of each.
+            // SAFETY: the caller guarantees sixteen of each.
             let [lower, upper] = unsafe { [lower, upper].map(|half| half.add(lane).read_unaligned()) };
             *word = u32::from(lower) | u32::from(upper) << 16;
         }
-        // SAFETY: there are sixteen words.
+        // SAFETY: the array has sixteen words.
         unsafe { Self::load(words.as_ptr().cast()) }
     }
 }
 
-/// Stored numbers, as kernels multiply them: one by one in f32, or [two at once](Bf16Pair).
+/// How kernels multiply stored numbers: one by one in f32, or [two at once](Bf16Pair).
 pub(super) trait Factor {
-    /// As they lie in memory.
+    /// The stored type.
     type Number: Stored;
-    /// Numbers in a factor.
+    /// Stored numbers per factor.
     const NUM: usize;
 
     /// Factor `idx` of each word.
     ///
     /// # Safety
-    /// As [`Simd`]; `idx` is below [`PER_WORD`](Self::PER_WORD).
+    /// As for [`Simd`]; `idx` is below [`PER_WORD`](Self::PER_WORD).
     unsafe fn unpack<S: Words>(words: S::V, idx: usize) -> S::V;
 
     /// Factors in a word.
@@ -65,26 +65,26 @@ pub(super) trait Factor {
     /// `x * y + sums`
     ///
     /// # Safety
-    /// As [`Simd`].
+    /// As for [`Simd`].
     #[inline(always)]
     unsafe fn multiply_add<S: Words>(x: S::V, y: S::V, sums: S::V) -> S::V {
-        // SAFETY: passed on to the caller.
+        // SAFETY: guaranteed by the caller.
         unsafe { S::fma(x, y, sums) }
     }
 
-    /// Sixteen factors of numbers that begin at byte `at` of a row each; a factor of one number reads the first row.
+    /// Sixteen factors from byte `at` of the rows on; a factor of one number reads the first row only.
     ///
     /// # Safety
-    /// As [`Simd`].
+    /// As for [`Simd`].
     #[inline(always)]
     unsafe fn line<S: Words>(rows: [*const u8; 2], at: usize) -> S::V {
-        // SAFETY: passed on to the caller.
+        // SAFETY: guaranteed by the caller.
         unsafe { Self::Number::load::<S>(rows[0].add(at)) }
     }
 }
 
-/// As [`kernel!`](crate::simd::kernel), for processors that [multiply bf16](crate::products::has_pairs), and in
-/// plain Rust for tests.
+/// As [`kernel!`](crate::simd::kernel), for CPUs that [multiply bf16](crate::products::has_pairs), and in plain Rust
+/// for tests.
 macro_rules! pair_kernel {
     ($(#[$meta:meta])* $vis:vis fn $name:ident / $generic:ident $(<$factor:ty>)? ($($arg:ident: $ty:ty),* $(,)?)) => {
         $(#[$meta])*
@@ -94,10 +94,10 @@ macro_rules! pair_kernel {
             #[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx512bf16,avx2,fma,f16c")]
             #[allow(clippy::too_many_arguments)]
             unsafe fn avx512($($arg: $ty),*) {
-                // SAFETY: passed on to the caller.
+                // SAFETY: guaranteed by the caller.
                 unsafe { $generic::<$crate::simd::Avx512 $(, $factor)?>($($arg),*) }
             }
-            // SAFETY: passed on to the caller.
+            // SAFETY: guaranteed by the caller.
             unsafe {
                 match isa {
                     #[cfg(target_arch = "x86_64")]
@@ -110,10 +110,10 @@ macro_rules! pair_kernel {
 }
 pub(super) use pair_kernel;
 
-/// Two bf16 that are multiplied at once, the other side being two bf16, too.
+/// Two bf16 that are multiplied at once with two others.
 pub(super) struct Bf16Pair;
 
-// SAFETY of the blocks below: the callers vouch for the processor.
+// SAFETY of the blocks below: the callers guarantee the instruction set.
 impl Factor for Bf16Pair {
     type Number = Bf16;
     const NUM: usize = 2;
@@ -223,7 +223,7 @@ mod x86 {
         #[inline(always)]
         unsafe fn transpose(r: [__m512; LANES]) -> [__m512; LANES] {
             unsafe {
-                // Quarter l of fours[4 q + j]: column 4 l + j of rows 4 q to 4 q + 3.
+                // Quarter `l` of `fours[4 q + j]` is column 4 l + j of rows 4 q to 4 q + 3.
                 let mut fours = r;
                 let mut q = 0;
                 while q < LANES {
@@ -303,7 +303,7 @@ mod x86 {
         }
     }
 
-    /// Numbers of sixteen bits of one vector and of another, by turns.
+    /// Numbers of sixteen bits of two vectors, alternating.
     const ALTERNATING: [u16; 32] = {
         let mut places = [0; 32];
         let mut lane = 0;
@@ -315,7 +315,7 @@ mod x86 {
         places
     };
 
-    /// Byte `idx` of each word becomes its highest.
+    /// Moves byte `idx` of each word to its highest byte.
     #[inline(always)]
     unsafe fn top_byte(words: __m512, idx: usize) -> __m512i {
         unsafe { _mm512_sll_epi32(_mm512_castps_si512(words), _mm_cvtsi32_si128(24 - 8 * idx as i32)) }
@@ -331,13 +331,13 @@ mod x86 {
         unsafe { _mm512_castpd_ps(_mm512_unpackhi_pd(_mm512_castps_pd(a), _mm512_castps_pd(b))) }
     }
 
-    /// Quarters 0 and 2 of both.
+    /// Quarters 0 and 2 of both vectors.
     #[inline(always)]
     unsafe fn even_quarters(a: __m512, b: __m512) -> __m512 {
         unsafe { _mm512_shuffle_f32x4::<0b10_00_10_00>(a, b) }
     }
 
-    /// Quarters 1 and 3 of both.
+    /// Quarters 1 and 3 of both vectors.
     #[inline(always)]
     unsafe fn odd_quarters(a: __m512, b: __m512) -> __m512 {
         unsafe { _mm512_shuffle_f32x4::<0b11_01_11_01>(a, b) }
@@ -423,7 +423,7 @@ mod x86 {
         }
     }
 
-    /// Widens f16 that lie in the lower halves of words, the upper ones being zero.
+    /// Widens f16 in the lower halves of words whose upper halves are zero.
     #[inline(always)]
     unsafe fn widen_halves(low: __m256i, high: __m256i) -> (__m256, __m256) {
         unsafe {
@@ -438,7 +438,7 @@ mod x86 {
     #[inline(always)]
     unsafe fn transpose8(r: [__m256; 8]) -> [__m256; 8] {
         unsafe {
-            // Half l of fours[4 q + j]: column 4 l + j of rows 4 q to 4 q + 3.
+            // Half `l` of `fours[4 q + j]` is column 4 l + j of rows 4 q to 4 q + 3.
             let mut fours = r;
             let mut q = 0;
             while q < 8 {
@@ -474,13 +474,13 @@ mod tests {
         /// `sums += dot(join(a[0], a[1]), join(b[0], b[1]))`, sixteen of each.
         ///
         /// # Safety
-        /// All are valid.
+        /// All pointers are valid.
         fn dot / dot_of (a: [*const u16; 2], b: [*const u16; 2], sums: *mut f32)
     }
 
     #[inline(always)]
     unsafe fn dot_of<S: Words>(a: [*const u16; 2], b: [*const u16; 2], sums: *mut f32) {
-        // SAFETY: passed on to the caller.
+        // SAFETY: guaranteed by the caller.
         unsafe {
             let (a, b) = (S::join_bf16(a[0], a[1]), S::join_bf16(b[0], b[1]));
             S::store(sums, S::dot_bf16(a, b, S::load(sums)));
@@ -488,9 +488,9 @@ mod tests {
     }
 
     #[test]
-    fn pairs_are_two_fused_multiply_adds_the_upper_one_first() {
+    fn a_pair_is_two_fused_multiply_adds_with_the_upper_one_first() {
         if !has_pairs(Isa::Avx512) {
-            eprintln!("skipped: this processor has no instruction for pairs of bf16");
+            eprintln!("skipped: this CPU has no instruction for pairs of bf16");
             return;
         }
         for round in 0..100 {
@@ -506,7 +506,7 @@ mod tests {
                     a0.mul_add(b0, a1.mul_add(b1, sums[i]))
                 })
                 .collect();
-            // SAFETY: there are sixteen of each, and the processor has the instruction.
+            // SAFETY: there are sixteen of each, and the CPU has the instruction.
             unsafe {
                 dot(Isa::Avx512, [a0.as_ptr(), a1.as_ptr()], [b0.as_ptr(), b1.as_ptr()], sums.as_mut_ptr())
             };

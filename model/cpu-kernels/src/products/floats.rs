@@ -1,8 +1,8 @@
-//! Products of f32 with weights that are widened to f32 in registers.
+//! Products of f32 activations with weights that are widened to f32 in registers.
 //!
-//! The kernel walks down K: one line of weights times one number of each row. So weights are read once, in order, and a
-//! tile of few rows (decode) and one of many (prefill) run the same code. An output is one chain of fused
-//! multiply-adds in the order of K.
+//! The kernel walks along K: one line of weights times one number of each row. So weights are read once, in order,
+//! and small tiles (decode) and large ones (prefill) run the same code. An output is one chain of fused multiply-adds
+//! in the order of K.
 
 use super::panels::PANEL;
 use super::tile::TileArgs;
@@ -10,20 +10,20 @@ use super::tile::TileArgs;
 use crate::simd::{Avx2, Avx512};
 use crate::simd::{Bf16, Dtype, F16, F32, Isa, LANES, Portable, Simd, Stored, kernel};
 
-/// Panels that some kernel takes at once.
+/// The largest number of panels that a kernel takes at once.
 pub(super) const MAX_PANELS: usize = 4;
-/// Bytes ahead of the kernel that are asked for.
+/// Prefetch distance in bytes.
 const PREFETCH: usize = 2048;
 
 kernel! {
     /// # Safety
-    /// As [`TileArgs`] says.
+    /// As for [`TileArgs`].
     pub(super) fn tile_kernel / tile (args: &TileArgs, dtype: Dtype)
 }
 
 #[inline(always)]
 unsafe fn tile<S: Simd>(args: &TileArgs, dtype: Dtype) {
-    // SAFETY: passed on to the caller.
+    // SAFETY: guaranteed by the caller.
     unsafe {
         match dtype {
             Dtype::F32 => tile_of::<S, F32>(args),
@@ -33,11 +33,11 @@ unsafe fn tile<S: Simd>(args: &TileArgs, dtype: Dtype) {
     }
 }
 
-/// Chooses the kernel. Few rows take several panels at once: one alone would wait for its own sums. Where registers
-/// are short, a panel is taken in two halves.
+/// Selects the kernel. A tile of few rows takes several panels at once, because the sums of one alone would wait for
+/// each other. With few registers a panel is taken in two halves.
 #[inline(always)]
 unsafe fn tile_of<S: Simd, W: Panel>(args: &TileArgs) {
-    // SAFETY: passed on to the caller.
+    // SAFETY: guaranteed by the caller.
     unsafe {
         if S::PANEL_ROWS == 14 {
             match args.rows {
@@ -61,7 +61,7 @@ unsafe fn tile_of<S: Simd, W: Panel>(args: &TileArgs) {
     }
 }
 
-/// Rows of the largest tile; all even numbers below it are heights, too, and one.
+/// Rows of the largest tile. Smaller tiles have an even number of rows, or one.
 pub(super) fn tile_rows(isa: Isa) -> usize {
     match isa {
         #[cfg(target_arch = "x86_64")]
@@ -72,11 +72,11 @@ pub(super) fn tile_rows(isa: Isa) -> usize {
     }
 }
 
-/// All panels, `P` at a time, the last ones one by one.
+/// Multiplies all panels, `P` at a time, the last ones one by one.
 #[inline(always)]
 unsafe fn panels<S: Simd, W: Panel, const R: usize, const P: usize, const H: usize>(args: &TileArgs) {
     let mut panel = 0;
-    // SAFETY: panels stay below their number.
+    // SAFETY: panel indices are below their number.
     unsafe {
         while panel + P <= args.panels {
             one_tile::<S, W, R, P, H, 0>(args, panel);
@@ -95,7 +95,7 @@ unsafe fn panels<S: Simd, W: Panel, const R: usize, const P: usize, const H: usi
     }
 }
 
-/// `R` rows and `H` halves, from `FIRST` on, of each of `P` panels.
+/// Multiplies `R` rows with `H` halves, from `FIRST` on, of each of `P` panels.
 #[inline(always)]
 #[allow(clippy::needless_range_loop)] // no closures here, see `Simd`
 unsafe fn one_tile<S, W, const R: usize, const P: usize, const H: usize, const FIRST: usize>(
@@ -107,7 +107,7 @@ unsafe fn one_tile<S, W, const R: usize, const P: usize, const H: usize, const F
 {
     let line = PANEL * W::SIZE;
     let stride = args.panel_bytes;
-    // SAFETY: K and the panels stay below their numbers; what is asked for ahead need not exist.
+    // SAFETY: indices along K and of panels are in range; a prefetched address need not be valid.
     unsafe {
         let mut acc = [[[S::splat(0.0); H]; P]; R];
         let mut ws = [[S::splat(0.0); 2]; P];
@@ -143,19 +143,19 @@ unsafe fn one_tile<S, W, const R: usize, const P: usize, const H: usize, const F
     }
 }
 
-/// Stored numbers whose panels' lines widen to two vectors.
+/// Stored numbers; a panel's line of them widens to two vectors.
 trait Panel: Stored {
-    /// A line: outputs 0 to 15 and 16 to 31.
+    /// Loads a line: outputs 0 to 15 and 16 to 31.
     ///
     /// # Safety
-    /// As [`Simd`], for thirty-two elements.
+    /// As for [`Simd`], for thirty-two elements.
     unsafe fn load_pair<S: Simd>(p: *const u8) -> [S::V; 2];
 }
 
 impl Panel for F32 {
     #[inline(always)]
     unsafe fn load_pair<S: Simd>(p: *const u8) -> [S::V; 2] {
-        // SAFETY: passed on to the caller.
+        // SAFETY: guaranteed by the caller.
         unsafe { [S::load(p.cast()), S::load(p.cast::<f32>().add(LANES))] }
     }
 }
@@ -163,7 +163,7 @@ impl Panel for F32 {
 impl Panel for F16 {
     #[inline(always)]
     unsafe fn load_pair<S: Simd>(p: *const u8) -> [S::V; 2] {
-        // SAFETY: passed on to the caller.
+        // SAFETY: guaranteed by the caller.
         unsafe { [S::load_f16(p.cast()), S::load_f16(p.cast::<u16>().add(LANES))] }
     }
 }
@@ -171,7 +171,7 @@ impl Panel for F16 {
 impl Panel for Bf16 {
     #[inline(always)]
     unsafe fn load_pair<S: Simd>(p: *const u8) -> [S::V; 2] {
-        // SAFETY: passed on to the caller.
+        // SAFETY: guaranteed by the caller.
         unsafe { S::load_bf16_pair(p.cast()) }
     }
 }

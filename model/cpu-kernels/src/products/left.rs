@@ -1,4 +1,4 @@
-//! The left side of a product: rows of activations, as a kernel reads them.
+//! The left side of a product: rows of activations, packed for a kernel.
 //!
 //! ```text
 //! tiles of R rows, one after the other; zeroes where rows or columns are missing
@@ -13,12 +13,12 @@ use crate::shared::SharedMut;
 use crate::simd::{Simd, kernel};
 use baton_model_spec::{IntegerFormat, MAX_GROUP};
 
-/// What becomes of activations.
+/// The packed format of activations.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum LeftKind {
     Floats,
     Pairs,
-    /// Rounded to -127..=127, each [activation group](IntegerFormat::activation_group) of a row by a scale of its own.
+    /// Quantised to -127..=127, with one scale per [activation group](IntegerFormat::activation_group) of a row.
     Levels(IntegerFormat),
 }
 
@@ -34,7 +34,7 @@ impl LeftKind {
         }
     }
 
-    /// Bytes of a row before column `column`, where a chunk begins.
+    /// Bytes of a row before `column`, where a chunk starts.
     fn bytes_before(self, column: usize) -> usize {
         match self {
             LeftKind::Floats => column * 4,
@@ -45,7 +45,7 @@ impl LeftKind {
         }
     }
 
-    /// Numbers of a row that are packed at a time, about `about`.
+    /// The number of columns packed at a time, about `about`.
     fn chunk(self, about: usize) -> usize {
         match self {
             LeftKind::Floats | LeftKind::Pairs => about,
@@ -54,12 +54,12 @@ impl LeftKind {
     }
 }
 
-/// How rows are divided: tiles of nearly equal heights, all of them heights that a kernel exists for.
+/// Divides rows into tiles of nearly equal heights; every height has a kernel.
 pub(super) struct Tiles {
     num_rows: usize,
-    /// Of the first tiles, and how many they are.
+    /// Rows of the first tiles, and the number of those tiles.
     high: (usize, usize),
-    /// Of the rest.
+    /// The same for the other tiles.
     low: (usize, usize),
 }
 
@@ -70,7 +70,7 @@ impl Tiles {
         let even = |rows: usize| if rows == 1 { 1 } else { rows.next_multiple_of(2) };
         let high = even(num_rows.div_ceil(num_tiles));
         let low = if high > 2 { high - 2 } else { high };
-        // As many low ones as still hold all rows.
+        // As many low tiles as possible while all rows fit.
         let spare = num_tiles * high - num_rows;
         let num_low = if high > low { (spare / (high - low)).min(num_tiles) } else { 0 };
         Tiles { num_rows, high: (high, num_tiles - num_low), low: (low, num_low) }
@@ -84,12 +84,12 @@ impl Tiles {
         if tile_idx < self.high.1 { self.high.0 } else { self.low.0 }
     }
 
-    /// Those that are not padding.
+    /// Rows of a tile without padding.
     pub(super) fn real_rows_of(&self, tile_idx: usize) -> usize {
         self.rows_of(tile_idx).min(self.num_rows - self.first_row(tile_idx))
     }
 
-    /// Also the number of packed rows before the tile.
+    /// The first row of a tile; also the number of packed rows before it.
     pub(super) fn first_row(&self, tile_idx: usize) -> usize {
         let high = tile_idx.min(self.high.1);
         high * self.high.0 + (tile_idx - high) * self.low.0
@@ -109,14 +109,14 @@ pub(super) fn pack_left(cpu: &mut Cpu, kind: LeftKind, tiles: &Tiles, a: &[f32],
         let (rows, first_row) = (tiles.rows_of(tile_idx), tiles.first_row(tile_idx));
         let first_column = chunk_idx * chunk;
         let len = chunk.min(k - first_column);
-        // SAFETY: an item's chunk of the packed tile is its own.
+        // SAFETY: each work item has its own chunk of the packed tile.
         let to = unsafe {
             packed.ptr().cast::<u8>().add(first_row * row_bytes + rows * kind.bytes_before(first_column))
         };
         let real_rows = tiles.real_rows_of(tile_idx);
         let from = &a[first_row * k + first_column..(first_row + real_rows - 1) * k + first_column + len];
         let args = ChunkArgs { kind, from: from.as_ptr(), stride: k, len, rows, real_rows, to };
-        // SAFETY: the rows lie in `a`, and the chunk has room for them.
+        // SAFETY: the rows are inside `a`, and the chunk has room for them.
         unsafe { chunk_kernel(*isa, &args) };
     };
     let num_items = tiles.len() * num_chunks;
@@ -139,13 +139,13 @@ struct ChunkArgs {
 
 kernel! {
     /// # Safety
-    /// `from` is valid for the real rows and `to` for what becomes of all rows.
+    /// `from` is valid for the real rows and `to` for all packed rows.
     fn chunk_kernel / pack_chunk (args: &ChunkArgs)
 }
 
 #[inline(always)]
 unsafe fn pack_chunk<S: Simd>(args: &ChunkArgs) {
-    // SAFETY: passed on to the caller.
+    // SAFETY: guaranteed by the caller.
     unsafe {
         match args.kind {
             LeftKind::Floats => pack_floats(args),
@@ -160,7 +160,7 @@ unsafe fn pack_floats(args: &ChunkArgs) {
     let to = args.to.cast::<f32>();
     for row in 0..args.rows {
         for k in 0..args.len {
-            // SAFETY: rows and columns stay below their numbers.
+            // SAFETY: row and column indices are in range.
             unsafe {
                 let value = if row < args.real_rows { *args.from.add(row * args.stride + k) } else { 0.0 };
                 *to.add(k * args.rows + row) = value;
@@ -174,7 +174,7 @@ unsafe fn pack_pairs(args: &ChunkArgs) {
     let to = args.to.cast::<[u16; 2]>();
     for row in 0..args.rows {
         for pair in 0..args.len.div_ceil(2) {
-            // SAFETY: rows and columns stay below their numbers; the last pair may be half a one.
+            // SAFETY: row and column indices are in range; the last pair may have one number.
             unsafe {
                 let from = args.from.add(row.min(args.real_rows - 1) * args.stride + pair * 2);
                 let second = if pair * 2 + 1 < args.len { *from.add(1) } else { 0.0 };
@@ -185,8 +185,8 @@ unsafe fn pack_pairs(args: &ChunkArgs) {
     }
 }
 
-/// Rounds to the nearest, to even between two; as [`half::bf16::from_f32`], but for what a vector unit can do: NaN
-/// stays NaN only where its upper half says so, which is where arithmetic makes one.
+/// Rounds to nearest even, as [`half::bf16::from_f32`], with one exception for vector units: a NaN stays NaN only if
+/// its upper 16 bits are one, which holds for every NaN that arithmetic produces.
 #[inline(always)]
 pub(crate) fn bf16_bits(x: f32) -> u16 {
     let bits = x.to_bits();
@@ -201,13 +201,13 @@ unsafe fn pack_groups(args: &ChunkArgs, format: IntegerFormat) {
     let mut first = 0;
     while first < args.len {
         let len = format.activation_group().min(args.len - first);
-        // SAFETY: activation groups follow each other as `bytes_before` counts them.
+        // SAFETY: activation groups follow each other as in `bytes_before`.
         to = unsafe { pack_group(args, format, first, len, to) };
         first += len;
     }
 }
 
-/// One activation group of all rows; where the next one begins.
+/// Packs one activation group of all rows. Returns the address of the next group.
 #[inline(always)]
 unsafe fn pack_group(
     args: &ChunkArgs,
@@ -217,15 +217,16 @@ unsafe fn pack_group(
     to: *mut u8,
 ) -> *mut u8 {
     let rows = args.rows;
-    // SAFETY: rows and columns stay below their numbers.
+    // SAFETY: row and column indices are in range.
     unsafe {
         for row in 0..rows {
             let is_real = row < args.real_rows;
-            // What is missing is zero.
+            // Padding rows are zero.
             let from = args.from.add(if is_real { row * args.stride + first } else { 0 });
             let mut largest = 0u32;
             if is_real {
-                // Bits of magnitudes order as they do; a NaN is above all and makes the scale NaN.
+                // Bit patterns of magnitudes have the order of the numbers. A NaN is above all of them and makes the
+                // scale NaN.
                 for k in 0..len {
                     largest = largest.max((*from.add(k)).to_bits() & 0x7fff_ffff);
                 }
@@ -240,7 +241,7 @@ unsafe fn pack_group(
             while done < len {
                 let group = format.group.min(len - done);
                 let num_words = group.div_ceil(8) * 2;
-                // In two loops, of which the compiler makes vectors.
+                // Two loops, because the compiler vectorises them.
                 let mut rounded = [[0i8; 4]; MAX_GROUP / 4];
                 let flat = rounded.as_mut_ptr().cast::<i8>();
                 let mut sum = 0i32;
@@ -257,7 +258,7 @@ unsafe fn pack_group(
                 sums.add(row).write_unaligned(if format.has_zeros {
                     (sum as f32).to_bits()
                 } else {
-                    // What the sums of products begin with.
+                    // The initial value of the products' sums.
                     sum.wrapping_mul(-i32::from(format.width.middle())) as u32
                 });
                 sums = levels.add(num_words * rows);
@@ -269,8 +270,9 @@ unsafe fn pack_group(
     }
 }
 
-/// The nearest whole number, the even one of two, of a number that is far below 2^22: the low bits of a sum in which
-/// they count ones. What comes of other numbers is of no use, but does no harm. A cast would be one number at a time.
+/// Rounds a number far below 2^22 to the nearest integer, ties to even: adding a constant leaves the integer in the
+/// low bits of the sum. The result for other numbers is unspecified and not used. A cast would convert one number at
+/// a time.
 #[inline(always)]
 fn round(x: f32) -> i32 {
     const ONES: f32 = 1.5 * (1 << 23) as f32;
@@ -282,7 +284,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn tiles_hold_all_rows_and_few_more() {
+    fn tiles_hold_all_rows_with_little_padding() {
         for max_rows in [2, 6, 14] {
             for num_rows in 1..200 {
                 let tiles = Tiles::new(num_rows, max_rows);
@@ -301,7 +303,7 @@ mod tests {
     }
 
     #[test]
-    fn bf16_is_rounded_to_even() {
+    fn bf16_rounds_to_nearest_even() {
         for (value, expected) in [
             (1.0f32, 0x3f80),
             (f32::from_bits(0x3f80_8000), 0x3f80),

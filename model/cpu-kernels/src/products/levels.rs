@@ -1,14 +1,14 @@
-//! Products of integers: levels of weights times activations that were rounded to eight bits.
+//! Products of integers: quantised weights times activations that are quantised to eight bits.
 //!
-//! Within a group sums are exact, whatever the instructions. A group's sum then becomes f32, loses its zero, and is
-//! added with the scale of its weights to the sum of those groups whose activations share a scale, and that with this
-//! scale to the row's sum, all in the order of K:
+//! Within a group sums are exact with all instruction sets. A group's sum is converted to f32, its zero point is
+//! subtracted, and it is added with the weights' scale to the sum of the groups whose activations share a scale. That
+//! sum is added with the activations' scale to the row's sum. All additions are in the order of K:
 //!
 //! ```text
 //! shared = fma(group_sum - zero * activation_sum, weight_scale, shared)
 //! sum    = fma(shared, activation_scale, sum)
 //! ```
-//! so that results do not depend on the tile, on threads, or on whether the processor has AVX-512 or AVX2.
+//! So results do not depend on tiles, on threads, or on the choice between AVX-512 and AVX2.
 
 use super::panels::{GROUP_SCALE_BYTES, LINE_BYTES, PANEL, ROW_SCALE_BYTES};
 use super::tile::TileArgs;
@@ -16,37 +16,37 @@ use crate::simd::CHAINS;
 use crate::simd::{Isa, LANES, Portable, Simd};
 use baton_model_spec::{IntegerFormat, IntegerWidth};
 
-/// Bytes ahead of the kernel that are asked for.
+/// Prefetch distance in bytes.
 const PREFETCH: usize = 4096;
 
-/// Sixteen lanes of i32 beside those of f32.
+/// Integer operations on sixteen lanes of i32, beside the f32 lanes of [`Simd`].
 ///
 /// # Safety (of all methods)
-/// As [`Simd`]; `p` is valid for sixty-four bytes, or for the four of `activations`.
+/// As for [`Simd`]; `p` is valid for sixty-four bytes, or four for `activations`.
 trait IntegerSimd {
     type Floats: Simd;
-    /// Sums.
+    /// A vector of sums.
     type I: Copy;
     /// Four levels for each of sixteen outputs.
     type Levels: Copy;
-    /// Four activations for all lanes.
+    /// Four activations, the same for all lanes.
     type Activations: Copy;
-    /// Rows of the largest tile whose sums stay in registers.
+    /// Rows of the largest tile whose sums fit into registers.
     const ROWS: usize;
-    /// Halves of a panel at a time: 2 or 1.
+    /// Halves of a panel computed at a time: 2 or 1.
     const HALVES: usize;
 
     unsafe fn splat(x: i32) -> Self::I;
     unsafe fn levels(p: *const u8) -> Self::Levels;
-    /// Of the low nibbles and of the high ones.
+    /// The levels in the low nibbles and in the high ones.
     unsafe fn nibbles(p: *const u8) -> [Self::Levels; 2];
     unsafe fn activations(p: *const u8) -> Self::Activations;
-    /// Adds the sum of four products to every lane.
+    /// Adds the sum of four products to each lane.
     unsafe fn dot(sums: Self::I, levels: Self::Levels, activations: Self::Activations) -> Self::I;
     unsafe fn to_floats(sums: Self::I) -> <Self::Floats as Simd>::V;
 }
 
-/// What the kernel of integers was chosen for.
+/// The instruction sets of integer kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum IntegerIsa {
     #[cfg(target_arch = "x86_64")]
@@ -68,10 +68,10 @@ impl IntegerIsa {
     }
 }
 
-/// Rows of the largest tile, if there are `num_rows`.
+/// Rows of the largest tile for `num_rows` rows.
 pub(super) fn tile_rows(isa: Isa, num_rows: usize) -> usize {
     match IntegerIsa::of(isa) {
-        // One tile is better than two, for the weights stream by once. It keeps some sums in memory, however.
+        // One tile streams the weights once and is faster than two, although some of its sums are in memory.
         #[cfg(target_arch = "x86_64")]
         IntegerIsa::Vnni if num_rows <= 2 * x86::Vnni::ROWS => 2 * x86::Vnni::ROWS,
         #[cfg(target_arch = "x86_64")]
@@ -83,21 +83,21 @@ pub(super) fn tile_rows(isa: Isa, num_rows: usize) -> usize {
 }
 
 /// # Safety
-/// As [`TileArgs`] says.
+/// As for [`TileArgs`].
 pub(super) unsafe fn tile_kernel(isa: Isa, args: &TileArgs, format: IntegerFormat) {
     #[cfg(target_arch = "x86_64")]
     #[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx512vnni,avx2,fma,f16c")]
     unsafe fn vnni(args: &TileArgs, format: IntegerFormat) {
-        // SAFETY: passed on to the caller.
+        // SAFETY: guaranteed by the caller.
         unsafe { tile::<x86::Vnni>(args, format) }
     }
     #[cfg(target_arch = "x86_64")]
     #[target_feature(enable = "avx2,fma,f16c")]
     unsafe fn avx2(args: &TileArgs, format: IntegerFormat) {
-        // SAFETY: passed on to the caller.
+        // SAFETY: guaranteed by the caller.
         unsafe { tile::<x86::Avx2Integers>(args, format) }
     }
-    // SAFETY: an instruction set is only chosen when the processor has it; the rest is the caller's.
+    // SAFETY: an instruction set is only selected if the CPU has it; the rest is guaranteed by the caller.
     unsafe {
         match IntegerIsa::of(isa) {
             #[cfg(target_arch = "x86_64")]
@@ -109,24 +109,24 @@ pub(super) unsafe fn tile_kernel(isa: Isa, args: &TileArgs, format: IntegerForma
     }
 }
 
-/// A loop of nothing but products, to see what is possible.
+/// A loop of products alone, for measuring the peak rate.
 ///
 /// # Safety
-/// None beyond the instruction set.
+/// The instruction set must be present.
 pub unsafe fn integers_loop(isa: Isa, rounds: usize) -> f32 {
     #[cfg(target_arch = "x86_64")]
     #[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx512vnni,avx2,fma,f16c")]
     unsafe fn vnni(rounds: usize) -> f32 {
-        // SAFETY: passed on to the caller.
+        // SAFETY: guaranteed by the caller.
         unsafe { products::<x86::Vnni>(rounds) }
     }
     #[cfg(target_arch = "x86_64")]
     #[target_feature(enable = "avx2,fma,f16c")]
     unsafe fn avx2(rounds: usize) -> f32 {
-        // SAFETY: passed on to the caller.
+        // SAFETY: guaranteed by the caller.
         unsafe { products::<x86::Avx2Integers>(rounds) }
     }
-    // SAFETY: an instruction set is only chosen when the processor has it.
+    // SAFETY: an instruction set is only selected if the CPU has it.
     unsafe {
         match IntegerIsa::of(isa) {
             #[cfg(target_arch = "x86_64")]
@@ -142,7 +142,7 @@ pub unsafe fn integers_loop(isa: Isa, rounds: usize) -> f32 {
 #[allow(clippy::needless_range_loop)] // no closures here, see `Simd`
 unsafe fn products<S: IntegerSimd>(rounds: usize) -> f32 {
     let bytes = std::hint::black_box([0u8; 64]);
-    // SAFETY: there are as many bytes as are read.
+    // SAFETY: the array has as many bytes as are read.
     unsafe {
         let mut sums = [S::splat(0); CHAINS];
         let (levels, activations) = (S::levels(bytes.as_ptr()), S::activations(bytes.as_ptr()));
@@ -161,7 +161,7 @@ unsafe fn products<S: IntegerSimd>(rounds: usize) -> f32 {
 
 #[inline(always)]
 unsafe fn tile<S: IntegerSimd>(args: &TileArgs, format: IntegerFormat) {
-    // SAFETY: passed on to the caller.
+    // SAFETY: guaranteed by the caller.
     unsafe {
         match (format.width, format.has_zeros) {
             (IntegerWidth::Eight, false) => tile_of::<S, false, false>(args, format),
@@ -177,7 +177,7 @@ unsafe fn tile_of<S: IntegerSimd, const NIBBLES: bool, const ZEROS: bool>(
     args: &TileArgs,
     format: IntegerFormat,
 ) {
-    // SAFETY: passed on to the caller.
+    // SAFETY: guaranteed by the caller.
     unsafe {
         if S::HALVES == 2 {
             match args.rows {
@@ -204,7 +204,7 @@ unsafe fn panels<S: IntegerSimd, const NIBBLES: bool, const ZEROS: bool, const R
     format: IntegerFormat,
 ) {
     for panel in 0..args.panels {
-        // SAFETY: panels stay below their number.
+        // SAFETY: panel indices are below their number.
         unsafe {
             one_tile::<S, NIBBLES, ZEROS, R, H, 0>(args, format, panel);
             if H == 1 {
@@ -214,7 +214,7 @@ unsafe fn panels<S: IntegerSimd, const NIBBLES: bool, const ZEROS: bool, const R
     }
 }
 
-/// `R` rows and `H` halves, from `FIRST` on, of a panel.
+/// Multiplies `R` rows with `H` halves, from `FIRST` on, of a panel.
 #[inline(always)]
 #[allow(clippy::needless_range_loop)] // no closures here, see `Simd`
 unsafe fn one_tile<
@@ -229,13 +229,13 @@ unsafe fn one_tile<
     format: IntegerFormat,
     panel: usize,
 ) {
-    // SAFETY: weights and activations are packed as `panels` and `left` say; what is asked for ahead need not exist.
+    // SAFETY: weights and activations are packed as `panels` and `left` say; a prefetched address need not be valid.
     unsafe {
         let row_scales = args.w.add(panel * args.panel_bytes);
         let mut w = row_scales.add(ROW_SCALE_BYTES);
         let mut a = args.a;
         let num_groups = args.k.div_ceil(format.group);
-        // Lines to ask for with each group.
+        // Lines to prefetch with each group.
         let ahead_lines = args.ahead.len().div_ceil(64 * args.panels * num_groups);
         let mut ahead = args.ahead.as_ptr().wrapping_add(panel * num_groups * ahead_lines * 64);
         let mut sums = [[S::Floats::splat(0.0); H]; R];
@@ -251,7 +251,7 @@ unsafe fn one_tile<
                 let len = if shared_left < format.group { shared_left } else { format.group };
                 shared_left -= len;
                 let weight_scales = w.cast::<u16>();
-                // The scales again where there are none: then nobody asks.
+                // Points to the scales if there are no zero points; it is not read then.
                 let zeros = weight_scales.add(if ZEROS { PANEL } else { 0 });
                 w = w.add(GROUP_SCALE_BYTES * if ZEROS { 2 } else { 1 });
                 for _ in 0..ahead_lines {
@@ -332,7 +332,7 @@ unsafe fn one_tile<
     }
 }
 
-// SAFETY of the blocks below: the trait's contract, instruction by instruction.
+// SAFETY of the blocks below: the trait's contract, for each instruction.
 #[allow(clippy::undocumented_unsafe_blocks)]
 impl IntegerSimd for Portable {
     type Floats = Portable;
@@ -380,7 +380,7 @@ mod x86 {
     use super::IntegerSimd;
     use crate::simd::{Avx2, Avx512};
 
-    /// AVX-512 with its instruction for four products at once.
+    /// AVX-512 with VNNI, which sums four products per instruction.
     pub(super) struct Vnni;
 
     impl IntegerSimd for Vnni {
@@ -421,16 +421,16 @@ mod x86 {
         }
     }
 
-    /// Products of sixteen bits: those of eight would saturate.
+    /// AVX2 with products of 16 bits: products of 8 bits would saturate.
     pub(super) struct Avx2Integers;
 
     impl IntegerSimd for Avx2Integers {
         type Floats = Avx2;
         /// Outputs 0 to 7 and 8 to 15.
         type I = (__m256i, __m256i);
-        /// Of each half the levels 0 and 2, and 1 and 3, as pairs of i16.
+        /// For each half, levels 0 and 2, and levels 1 and 3, as pairs of i16.
         type Levels = [[__m256i; 2]; 2];
-        /// Likewise.
+        /// Activations 0 and 2, and 1 and 3, as pairs of i16.
         type Activations = [__m256i; 2];
         const ROWS: usize = 2;
         const HALVES: usize = 1;
@@ -472,7 +472,7 @@ mod x86 {
         }
     }
 
-    /// Adds to each of eight sums its four products.
+    /// Adds four products to each of eight sums.
     #[inline(always)]
     unsafe fn add_products(sums: __m256i, levels: [__m256i; 2], x: [__m256i; 2]) -> __m256i {
         unsafe {
@@ -481,7 +481,7 @@ mod x86 {
         }
     }
 
-    /// Bytes as i16: those at even places, those at odd ones.
+    /// Bytes as i16: the even ones, then the odd ones.
     #[inline(always)]
     unsafe fn pairs(bytes: __m256i) -> [__m256i; 2] {
         unsafe { [_mm256_and_si256(bytes, _mm256_set1_epi16(0xff)), _mm256_srli_epi16::<8>(bytes)] }

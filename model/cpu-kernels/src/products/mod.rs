@@ -1,7 +1,7 @@
-//! Matrix products `C[M][N] = A[M][K] W[N][K]^T` with weights that were packed once.
+//! Matrix products `C[M][N] = A[M][K] W[N][K]^T` with packed weights.
 //!
-//! Weights lie in panels of 32 outputs ([`panels`]), activations in tiles of a few rows ([`left`]), and a kernel holds a
-//! tile's 32 columns of C in registers while it walks down K. Which kernel is decided by what the panels hold:
+//! Weights are packed in panels of 32 outputs ([`panels`]), activations in tiles of a few rows ([`left`]). A kernel
+//! holds a tile's 32 columns of C in registers while it walks along K. The panels' format selects the kernel:
 //!
 //! | panels | activations | kernel |
 //! |---|---|---|
@@ -9,8 +9,8 @@
 //! | pairs of bf16 | bf16 | [`pairs`] |
 //! | integers | eight bits, by group | [`levels`] |
 //!
-//! In each of them an element of C is summed up in one order, whatever the tile and the number of threads: a row of C
-//! does not depend on how many rows there are or where it lies.
+//! Each kernel sums an element of C in one fixed order, whatever the tile and the number of threads. So a row of C
+//! does not depend on the number of rows or on its index.
 
 mod floats;
 mod left;

@@ -1,4 +1,4 @@
-//! A product, divided into tiles of rows and groups of panels that threads take.
+//! Runs a product: divides it into tiles of rows and groups of panels that threads take.
 
 use super::left::{LeftKind, Tiles, pack_left};
 use super::panels::{PANEL, PanelFormat, PanelsRef, RowOrder};
@@ -8,18 +8,18 @@ use crate::cpu::Cpu;
 use crate::shared::SharedMut;
 use crate::simd::{Isa, LANES};
 
-/// Bytes of weights that stay in a core's second cache while all rows pass by: a quarter of the usual megabyte, for those
-/// that come next and the rows want room, too.
+/// Bytes of weights that stay in a core's second-level cache while all rows pass: a quarter of the usual 1 MiB,
+/// because the next group and the rows need room, too.
 const GROUP_BYTES: usize = 256 << 10;
 /// Bytes of weights that a thread takes at a time, group by group.
 const ITEM_BYTES: usize = 4 << 20;
-/// Multiplications below which waking the helpers costs more than it brings.
+/// Number of multiplications below which waking the helpers costs more than it gains.
 const MIN_SHARED_WORK: usize = 128 * 1024;
 
 /// Multiplies `num_rows` rows of `a` with the weights.
 ///
 /// # Panics
-/// When sizes do not fit together.
+/// When sizes do not match.
 pub fn multiply(
     cpu: &mut Cpu,
     num_rows: usize,
@@ -31,7 +31,11 @@ pub fn multiply(
 ) {
     let (n, k) = (weights.rows, weights.cols);
     let is_gated = matches!(output, Output::Gated(_));
-    assert_eq!(is_gated, weights.order == RowOrder::Gated, "rows in another order");
+    assert_eq!(
+        is_gated,
+        weights.order == RowOrder::Gated,
+        "the output and the weights disagree on the row order"
+    );
     // Columns of C, and those of a panel.
     let (num_cols, panel_cols) = if is_gated { (n / 2, LANES) } else { (n, PANEL) };
     assert!(a.len() >= num_rows * k && out.len() >= num_rows * num_cols);
@@ -48,26 +52,26 @@ pub fn multiply(
         PanelFormat::Integers(format) => (LeftKind::Levels(format), levels::tile_rows(isa, num_rows)),
     };
     let tiles = Tiles::new(num_rows, max_rows);
-    // One row of floats is read as it lies.
-    let as_it_lies = num_rows == 1 && matches!(kind, LeftKind::Floats);
-    if !as_it_lies {
+    // One row of floats is read in place.
+    let in_place = num_rows == 1 && matches!(kind, LeftKind::Floats);
+    if !in_place {
         pack_left(cpu, kind, &tiles, a, k, shared);
     }
     let Cpu { packed, pool, .. } = cpu;
-    let left: *const u8 = if as_it_lies { a.as_ptr().cast() } else { packed.as_ptr().cast() };
+    let left: *const u8 = if in_place { a.as_ptr().cast() } else { packed.as_ptr().cast() };
     let left = SharedMut(left.cast_mut());
     let row_bytes = kind.row_bytes(k);
 
     let num_panels = n.div_ceil(PANEL);
     let panel_bytes = weights.format.panel_bytes(k);
-    // As many panels as stay in the cache, and a few such groups one after the other, of which the next can be fetched
-    // while one is computed; fewer where threads would have nothing to do.
+    // As many panels as stay in the cache, and a few such groups per item, so that the next group is prefetched while
+    // one is computed. Fewer if threads would be idle.
     let fair = if shared { num_panels.div_ceil(4 * num_threads) } else { num_panels };
     let group = (GROUP_BYTES / panel_bytes.max(1)).min(fair).max(1);
     let group = if tiles.len() == 1 { group.next_multiple_of(floats::MAX_PANELS) } else { group };
     let item_panels = (ITEM_BYTES / panel_bytes.max(1)).min(fair).max(group);
     let num_panel_items = num_panels.div_ceil(item_panels);
-    // Where there are few panels, rows are divided as well.
+    // If there are few panels, rows are divided as well.
     let wanted = if shared { (4 * num_threads).div_ceil(num_panel_items) } else { 1 };
     let tiles_per_item = tiles.len().div_ceil(wanted.min(tiles.len()));
     let num_row_items = tiles.len().div_ceil(tiles_per_item);
@@ -85,7 +89,7 @@ pub fn multiply(
             for tile_idx in tile_range.clone() {
                 let first_row = tiles.first_row(tile_idx);
                 let tile = TileArgs {
-                    // SAFETY: all tiles were packed.
+                    // SAFETY: all tiles are packed.
                     a: unsafe { left.ptr().add(first_row * row_bytes) },
                     rows: tiles.rows_of(tile_idx),
                     real_rows: tiles.real_rows_of(tile_idx),
@@ -101,7 +105,7 @@ pub fn multiply(
                     num_cols: num_cols - first_panel * panel_cols,
                     output,
                 };
-                // SAFETY: the sizes fit; an item's elements of `out` are its own.
+                // SAFETY: the sizes match; each item has its own elements of `out`.
                 unsafe { run_tile(isa, weights.format, &tile) };
             }
         }
@@ -110,7 +114,8 @@ pub fn multiply(
     if shared { pool.for_each(num_items, item) } else { (0..num_items).for_each(|idx| item(0, idx)) }
 }
 
-/// The part of the next group's panels that a tile asks for. The first tile has its own panels to wait for.
+/// The part of the next group's panels that a tile prefetches. The first tile prefetches none: it waits for its own
+/// panels.
 fn ahead(next: &[u8], tile_idx: usize, num_tiles: usize) -> &[u8] {
     if tile_idx == 0 {
         return &[];
@@ -120,7 +125,7 @@ fn ahead(next: &[u8], tile_idx: usize, num_tiles: usize) -> &[u8] {
 }
 
 unsafe fn run_tile(isa: Isa, format: PanelFormat, tile: &TileArgs) {
-    // SAFETY: passed on to the caller; weights are packed in pairs where the processor multiplies them.
+    // SAFETY: guaranteed by the caller; weights are packed in pairs only if the CPU multiplies them.
     unsafe {
         match format {
             PanelFormat::Floats(dtype) => floats::tile_kernel(isa, tile, dtype),

@@ -1,19 +1,19 @@
-//! Products of bf16 with bf16, two at a time, for processors whose instruction for it is faster than one for f32.
+//! Products of bf16 with bf16, in pairs, for CPUs whose instruction for it is faster than that for f32.
 //!
-//! An output is one chain of fused multiply-adds, of each pair the second product first; products and sums are f32 and
-//! numbers below the normal ones count as zero. So results do not depend on the tile or on threads.
+//! An output is one chain of fused multiply-adds; of each pair the second product is added first. Products and sums
+//! are f32, and subnormal numbers count as zero. So results do not depend on tiles or threads.
 
 use super::panels::PANEL;
 use super::tile::TileArgs;
 use crate::simd::CHAINS;
 use crate::simd::Isa;
 
-/// Rows of the largest tile; all even numbers below it are heights, too, and one.
+/// Rows of the largest tile. Smaller tiles have an even number of rows, or one.
 pub(super) const TILE_ROWS: usize = 14;
-/// Bytes ahead of the kernel that are asked for.
+/// Prefetch distance in bytes.
 const PREFETCH: usize = 4096;
 
-/// Whether there is a kernel for this processor.
+/// Whether there is a kernel for this CPU.
 pub fn has_pairs(isa: Isa) -> bool {
     match isa {
         #[cfg(target_arch = "x86_64")]
@@ -23,11 +23,11 @@ pub fn has_pairs(isa: Isa) -> bool {
 }
 
 /// # Safety
-/// As [`TileArgs`] says; the processor has the instruction.
+/// As for [`TileArgs`]; the CPU has the instruction.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx512bf16,avx2,fma,f16c")]
 pub(super) unsafe fn tile_kernel(args: &TileArgs) {
-    // SAFETY: passed on to the caller.
+    // SAFETY: guaranteed by the caller.
     unsafe {
         match args.rows {
             1 => panels::<1>(args),
@@ -43,21 +43,21 @@ pub(super) unsafe fn tile_kernel(args: &TileArgs) {
 }
 
 /// # Safety
-/// Nobody calls it: no other processor has [pairs](has_pairs).
+/// Never called: no other CPU has [pairs](has_pairs).
 #[cfg(not(target_arch = "x86_64"))]
 pub(super) unsafe fn tile_kernel(_args: &TileArgs) {
     unreachable!("weights are only packed in pairs where there is a kernel for them")
 }
 
-/// A loop of nothing but products, to see what is possible.
+/// A loop of products alone, for measuring the peak rate.
 ///
 /// # Safety
-/// The processor has the instruction.
+/// The CPU has the instruction.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
 pub unsafe fn pairs_loop(rounds: usize) -> f32 {
     use std::arch::x86_64::*;
-    // SAFETY: vectors of integers are vectors of bf16.
+    // SAFETY: a vector of integers has the size of a vector of bf16, and any bits are valid.
     let x = unsafe { std::mem::transmute::<__m512i, __m512bh>(_mm512_set1_epi32(std::hint::black_box(0))) };
     let mut sums = [_mm512_setzero_ps(); CHAINS];
     for _ in 0..rounds {
@@ -69,7 +69,7 @@ pub unsafe fn pairs_loop(rounds: usize) -> f32 {
 }
 
 /// # Safety
-/// Nobody calls it.
+/// Never called.
 #[cfg(not(target_arch = "x86_64"))]
 pub unsafe fn pairs_loop(_rounds: usize) -> f32 {
     unreachable!("only where there is an instruction for pairs")
@@ -85,7 +85,7 @@ unsafe fn panels<const R: usize>(args: &TileArgs) {
 
     const LINE_BYTES: usize = 4 * PANEL;
     for panel in 0..args.panels {
-        // SAFETY: panels, rows and pairs stay below their numbers; what is asked for ahead need not exist.
+        // SAFETY: indices of panels, rows and pairs are in range; a prefetched address need not be valid.
         unsafe {
             let mut w = args.w.add(panel * args.panel_bytes);
             let mut a = args.a.cast::<i32>();

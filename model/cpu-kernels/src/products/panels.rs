@@ -1,4 +1,4 @@
-//! How packed weights lie in memory, and how they get there.
+//! The memory layout of packed weights, and packing.
 //!
 //! ```text
 //! panels of 32 outputs, one after the other; zeroes where N is no multiple
@@ -9,7 +9,8 @@
 //!              [32] f16 scales, [32] f16 zeros if there are, levels [K / 4][32][4]
 //!              or nibbles [K / 8][32][4]: of eight numbers the first four low, the others high
 //! ```
-//! The scales of an integer row are split: a number of the row, f32, times f16 that are exact where files hold f16.
+//! The scales of an integer row are split into one f32 per row and one f16 per group. The f16 are exact if the file's
+//! scales are f16.
 
 use half::f16;
 
@@ -18,21 +19,21 @@ use baton_model_spec::{IntegerFormat, IntegerRow, IntegerWidth};
 
 /// Outputs of a panel.
 pub const PANEL: usize = 2 * LANES;
-/// A line of levels or nibbles of a panel.
+/// Bytes of a line of levels or nibbles of a panel.
 pub(super) const LINE_BYTES: usize = 4 * PANEL;
-/// The scales of rows that begin a panel of integers.
+/// Bytes of the row scales at the start of a panel of integers.
 pub(super) const ROW_SCALE_BYTES: usize = 4 * PANEL;
-/// Scales, or zeros, of a group.
+/// Bytes of the scales, or of the zero points, of a group.
 pub(super) const GROUP_SCALE_BYTES: usize = 2 * PANEL;
 
-/// What panels hold; it decides which kernel multiplies them.
+/// The format of panels; it selects the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum PanelFormat {
-    /// Widened in registers and multiplied in f32.
+    /// Floats, widened in registers and multiplied in f32.
     Floats(Dtype),
-    /// Pairs of bf16, multiplied with activations that are rounded to bf16.
+    /// Pairs of bf16, multiplied with activations rounded to bf16.
     Bf16Pairs,
-    /// Multiplied with activations that are rounded to eight bits, group by group.
+    /// Integers, multiplied with activations quantised to eight bits group by group.
     Integers(IntegerFormat),
 }
 
@@ -58,17 +59,17 @@ impl PanelFormat {
     }
 }
 
-/// Which row of a matrix an output of a panel is.
+/// The order of a matrix's rows in panels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum RowOrder {
-    /// As they come.
+    /// In the order of the matrix.
     Plain,
-    /// Sixteen of the first half, the gates, beside sixteen of the second, what they let through.
+    /// Each panel has sixteen rows of the first half (gates) and the sixteen rows of the second half that they gate.
     Gated,
 }
 
 impl RowOrder {
-    /// The row, of `rows`, that is output `output` of panel `panel_idx`, if there is one.
+    /// The row that is output `output` of panel `panel_idx`; `None` for padding.
     pub fn row(self, rows: usize, panel_idx: usize, output: usize) -> Option<usize> {
         match self {
             RowOrder::Plain => Some(panel_idx * PANEL + output).filter(|&row| row < rows),
@@ -80,7 +81,7 @@ impl RowOrder {
     }
 }
 
-/// Numbers of K in a line.
+/// Numbers along K in a line.
 pub(super) fn per_line(width: IntegerWidth) -> usize {
     32 / width.bits()
 }
@@ -100,23 +101,23 @@ pub struct PanelsRef<'a> {
 }
 
 impl<'a> PanelsRef<'a> {
-    /// Panels that hold a matrix of this shape.
+    /// The panels of a matrix of this shape.
     ///
     /// # Panics
-    /// When `data` has not the size that the shape needs.
+    /// When `data` does not have the size of that shape.
     #[inline]
     pub fn new(data: &'a [u8], format: PanelFormat, rows: usize, cols: usize) -> PanelsRef<'a> {
         assert_eq!(data.len(), format.matrix_bytes(rows, cols), "panels of {rows} x {cols}");
         PanelsRef { data, format, rows, cols, order: RowOrder::Plain }
     }
 
-    /// The same with its rows in another order.
+    /// The same panels with another row order.
     #[inline]
     pub fn in_order(self, order: RowOrder) -> PanelsRef<'a> {
         PanelsRef { order, ..self }
     }
 
-    /// Writes row `row_idx`, widened and scaled, to `out`.
+    /// Dequantises row `row_idx`, multiplies it by `scale` and writes it to `out`.
     pub fn read_row(&self, row_idx: usize, scale: f32, out: &mut [f32]) {
         assert!(row_idx < self.rows && out.len() == self.cols && self.order == RowOrder::Plain);
         let panel_bytes = self.format.panel_bytes(self.cols);
@@ -131,7 +132,7 @@ impl<'a> PanelsRef<'a> {
             PanelFormat::Bf16Pairs => {
                 for (k, out) in out.iter_mut().enumerate() {
                     let at = (k / 2 * PANEL + output) * 2 + k % 2;
-                    // SAFETY: the element lies in the panel.
+                    // SAFETY: the element is inside the panel.
                     *out = unsafe { Bf16::load_one(panel[at * 2..][..2].as_ptr()) } * scale;
                 }
             }
@@ -142,14 +143,14 @@ impl<'a> PanelsRef<'a> {
 
 fn read_floats<W: Stored>(panel: &[u8], at: usize, scale: f32, out: &mut [f32]) {
     for (out, line) in out.iter_mut().zip(panel.chunks_exact(PANEL * W::SIZE)) {
-        // SAFETY: `at` is the place of an element in the line.
+        // SAFETY: `at` is the index of an element of the line.
         *out = unsafe { W::load_one(line[at * W::SIZE..][..W::SIZE].as_ptr()) } * scale;
     }
 }
 
 fn read_integers(panel: &[u8], format: IntegerFormat, output: usize, scale: f32, out: &mut [f32]) {
     let (row_scales, mut rest) = panel.split_at(ROW_SCALE_BYTES);
-    // SAFETY: as many scales as outputs.
+    // SAFETY: there are as many scales as outputs.
     let row_scale = unsafe { F32::load_one(row_scales[output * 4..][..4].as_ptr()) } * scale;
     let per_line = per_line(format.width);
     for out in out.chunks_mut(format.group) {
@@ -171,7 +172,8 @@ fn read_integers(panel: &[u8], format: IntegerFormat, output: usize, scale: f32,
     }
 }
 
-/// Where an output lies in a line of bf16: output i beside i + 16, so that one shift and one mask widen a line.
+/// The place of an output in a line of bf16: output `i` is beside output `i + 16`, so that one shift and one mask
+/// widen a line.
 fn bf16_place(output: usize) -> usize {
     output % LANES * 2 + output / LANES
 }
@@ -190,7 +192,7 @@ pub fn pack_floats<R: AsRef<[u8]>>(rows: &[R], format: PanelFormat, to: &mut [u8
     }
 }
 
-/// Elements of `SIZE` bytes, `RUN` of a row side by side.
+/// Packs elements of `SIZE` bytes; `RUN` elements of a row are adjacent.
 fn pack_elements<const SIZE: usize, const RUN: usize, R: AsRef<[u8]>>(
     rows: &[R],
     place: fn(usize) -> usize,
@@ -227,7 +229,7 @@ pub fn pack_integers(rows: &[IntegerRow], format: IntegerFormat, cols: usize, to
     for (group_idx, first) in (0..cols).step_by(format.group).enumerate() {
         let len = format.group.min(cols - first);
         let (head, lines) = rest.split_at_mut(group_head_bytes(format));
-        let (lines, behind) = lines.split_at_mut(len.div_ceil(per_line) * LINE_BYTES);
+        let (lines, after) = lines.split_at_mut(len.div_ceil(per_line) * LINE_BYTES);
         for (output, (row, row_scale)) in rows.iter().zip(&scales).enumerate() {
             let mut put = |at: usize, value: f32| {
                 head[at * 2..][..2].copy_from_slice(&f16::from_f32(value).to_le_bytes());
@@ -244,12 +246,12 @@ pub fn pack_integers(rows: &[IntegerRow], format: IntegerFormat, cols: usize, to
                 };
             }
         }
-        rest = behind;
+        rest = after;
     }
 }
 
-/// The part of its scales that a row keeps in f32: their value if it is but one, and a power of two that makes the
-/// largest of them 1 to 2 if they differ, so that what was f16 stays exact.
+/// The f32 part of a row's scales: the scale itself if there is only one; otherwise a power of two that puts the
+/// largest group scale between 1 and 2, so that scales that were f16 stay exact.
 fn row_scale(scales: &[f32]) -> f32 {
     let largest = scales.iter().fold(0.0f32, |max, scale| max.max(scale.abs()));
     if largest == 0.0 {

@@ -1,9 +1,9 @@
-//! The instruction sets that kernels are compiled for.
+//! The instruction sets for which kernels are compiled.
 
-/// What the kernels were chosen for; found out once, when an executor is built.
+/// The instruction set of the kernels, detected once when an executor is built.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Isa {
-    /// AVX-512 with bytes and words (F, DQ, BW, VL).
+    /// AVX-512 with F, DQ, BW and VL.
     #[cfg(target_arch = "x86_64")]
     Avx512,
     /// AVX2 with FMA and half precision.
@@ -14,12 +14,12 @@ pub enum Isa {
 }
 
 impl Isa {
-    /// The best one that this processor runs.
+    /// The best one of this CPU.
     pub fn detect() -> Isa {
         Isa::available()[0]
     }
 
-    /// All that this processor runs, best first.
+    /// All of this CPU, best first.
     pub fn available() -> Vec<Isa> {
         let mut found = Vec::new();
         #[cfg(target_arch = "x86_64")]
@@ -42,7 +42,7 @@ impl Isa {
         found
     }
 
-    /// For logs and `baton inspect`.
+    /// The name for logs and `baton inspect`.
     pub fn name(self) -> &'static str {
         match self {
             #[cfg(target_arch = "x86_64")]

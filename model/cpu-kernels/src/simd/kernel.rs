@@ -1,10 +1,9 @@
 //! The macro that compiles a kernel for every instruction set.
 
-/// Compiles a generic function for every instruction set and chooses by [`Isa`].
+/// Compiles a generic function for every instruction set and selects one by [`Isa`].
 ///
-/// `kernel! { fn name / generic(args) }` makes `unsafe fn name(isa, args)` out of
-/// `generic::<S: Simd>(args)`, which must be `#[inline(always)]`; `fn name / generic<Factor>(args)` out of
-/// `generic::<S, Factor>(args)`.
+/// `kernel! { fn name / generic(args) }` makes `unsafe fn name(isa, args)` of `generic::<S: Simd>(args)`, which must
+/// be `#[inline(always)]`. `fn name / generic<Factor>(args)` uses `generic::<S, Factor>(args)`.
 macro_rules! kernel {
     ($(#[$meta:meta])* $vis:vis fn $name:ident / $generic:ident $(<$factor:ty>)? ($($arg:ident: $ty:ty),* $(,)?) $(-> $out:ty)?) => {
         $(#[$meta])*
@@ -14,17 +13,17 @@ macro_rules! kernel {
             #[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx2,fma,f16c")]
             #[allow(clippy::too_many_arguments)]
             unsafe fn avx512($($arg: $ty),*) $(-> $out)? {
-                // SAFETY: passed on to the caller.
+                // SAFETY: guaranteed by the caller.
                 unsafe { $generic::<$crate::simd::x86::Avx512 $(, $factor)?>($($arg),*) }
             }
             #[cfg(target_arch = "x86_64")]
             #[target_feature(enable = "avx2,fma,f16c")]
             #[allow(clippy::too_many_arguments)]
             unsafe fn avx2($($arg: $ty),*) $(-> $out)? {
-                // SAFETY: passed on to the caller.
+                // SAFETY: guaranteed by the caller.
                 unsafe { $generic::<$crate::simd::x86::Avx2 $(, $factor)?>($($arg),*) }
             }
-            // SAFETY: an `Isa` is only made when the processor has it; the rest is the caller's.
+            // SAFETY: an `Isa` is only made if the CPU has it; the rest is guaranteed by the caller.
             unsafe {
                 match isa {
                     #[cfg(target_arch = "x86_64")]

@@ -1,44 +1,43 @@
-//! Sixteen lanes of f32, and the plain implementation that all others agree with.
+//! Sixteen lanes of f32, and the portable implementation that all others agree with.
 //!
-//! It knows no tensors.
+//! It does not know tensors.
 
 use baton_kv_cache::e4m3;
 
 /// Lanes of a vector.
 pub const LANES: usize = 16;
 
-/// Sums that are enough to hide the latency of an instruction.
+/// Independent sums that hide the latency of an instruction.
 pub const CHAINS: usize = 16;
 
 /// Operations on sixteen f32 lanes.
 ///
-/// Kernels over it use plain loops and functions that are `#[inline(always)]`: a closure, also one that
-/// `map` or `from_fn` calls, is compiled without the instruction set of the kernel around it, and costs
-/// a call per vector.
+/// Kernels use plain loops and functions that are `#[inline(always)]`. A closure, also one that `map` or `from_fn`
+/// calls, is compiled without the instruction set of the surrounding kernel and costs a call per vector.
 ///
 /// # Safety (of all methods)
-/// The processor has the instructions of the implementation, and pointers are valid for the sixteen
-/// (or `n`) elements that the name promises. No alignment is asked for.
+/// The CPU has the instructions of the implementation, and pointers are valid for sixteen (or `n`) elements of the
+/// type in the name. No alignment is required.
 pub(crate) trait Simd: Copy {
     type V: Copy;
-    /// Registers: with sixteen lanes each, or half as wide where there are 16.
+    /// The number of registers: of sixteen lanes each, or of eight if there are 16.
     const NUM_REGISTERS: usize;
-    /// Rows of the largest tile over packed weights whose sums stay in registers: 14 with 32 columns, or 6 with 16.
+    /// Rows of the largest tile over packed weights whose sums fit into registers: 14 with 32 columns, or 6 with 16.
     const PANEL_ROWS: usize;
 
     unsafe fn splat(x: f32) -> Self::V;
     unsafe fn load(p: *const f32) -> Self::V;
     unsafe fn load_bf16(p: *const u16) -> Self::V;
     unsafe fn load_f16(p: *const u16) -> Self::V;
-    /// Sixteen E4M3 that are numbers: what NaN becomes is not said.
+    /// Loads sixteen E4M3 that are not NaN; the result for NaN is unspecified.
     unsafe fn load_e4m3(p: *const u8) -> Self::V;
     unsafe fn load_i8(p: *const i8) -> Self::V;
-    /// Thirty-two bf16 that alternate: lane i of the first vector, lane i of the second.
+    /// Loads thirty-two bf16, alternately for lane `i` of the first vector and of the second.
     unsafe fn load_bf16_pair(p: *const u16) -> [Self::V; 2];
-    /// Asks for the cache line at `p`, which need not be valid.
+    /// Prefetches the cache line at `p`, which need not be valid.
     #[inline(always)]
     unsafe fn prefetch(_p: *const u8) {}
-    /// As [`prefetch`](Self::prefetch), but only as far as the second cache: it will be needed later, among much else.
+    /// As [`prefetch`](Self::prefetch), into the second-level cache only, for data that is needed later.
     #[inline(always)]
     unsafe fn prefetch_for_later(_p: *const u8) {}
     unsafe fn store(p: *mut f32, v: Self::V);
@@ -49,25 +48,25 @@ pub(crate) trait Simd: Copy {
     unsafe fn div(a: Self::V, b: Self::V) -> Self::V;
     unsafe fn max(a: Self::V, b: Self::V) -> Self::V;
     unsafe fn min(a: Self::V, b: Self::V) -> Self::V;
-    /// To the nearest whole number.
+    /// Rounds to the nearest integer.
     unsafe fn round(a: Self::V) -> Self::V;
-    /// `2^a` of whole numbers in -126..=127.
+    /// `2^a` of integers in -126..=127.
     unsafe fn pow2(a: Self::V) -> Self::V;
-    /// Lanes added as a tree: i with i+8, then +4, +2, +1.
+    /// Adds the lanes as a tree: `i` with `i + 8`, then + 4, + 2, + 1.
     unsafe fn sum(a: Self::V) -> f32;
 
-    /// `n < 16` elements, the other lanes zero.
+    /// Loads `n < 16` elements; the other lanes are zero.
     #[inline(always)]
     unsafe fn load_part(p: *const f32, n: usize) -> Self::V {
         let mut lanes = [0.0f32; LANES];
-        // SAFETY: the caller vouches for `n` elements, and `n < LANES`.
+        // SAFETY: the caller guarantees `n` elements, and `n < LANES`.
         unsafe {
             std::ptr::copy_nonoverlapping(p.cast::<u8>(), lanes.as_mut_ptr().cast(), n * 4);
             Self::load(lanes.as_ptr())
         }
     }
 
-    /// The first `n < 16` lanes.
+    /// Stores the first `n < 16` lanes.
     #[inline(always)]
     unsafe fn store_part(p: *mut f32, v: Self::V, n: usize) {
         let mut lanes = [0.0f32; LANES];
@@ -87,14 +86,14 @@ pub(crate) trait Simd: Copy {
         lanes.iter().fold(f32::NEG_INFINITY, |max, &x| max.max(x))
     }
 
-    /// e^x within two units in the last place; zero below -87.7, where results would be denormal.
+    /// e^x with an error of at most two units in the last place; zero below -87.7, where results would be subnormal.
     ///
     /// Cephes' expf: x = n ln 2 + r, and a polynomial of degree five for e^r.
     #[inline(always)]
     unsafe fn exp(x: Self::V) -> Self::V {
         // SAFETY: no pointers.
         unsafe {
-            // Of min and max the second operand survives when one is NaN.
+            // `min` and `max` return their second operand if one is NaN.
             let x = Self::min(Self::splat(88.02), Self::max(Self::splat(-88.02), x));
             let n = Self::round(Self::mul(x, Self::splat(std::f32::consts::LOG2_E)));
             let r = Self::fma(n, Self::splat(-0.693_359_4), x);
@@ -109,7 +108,7 @@ pub(crate) trait Simd: Copy {
     }
 }
 
-/// Plain arrays: the reference of the others, and what other processors get.
+/// Plain arrays: the reference for the other implementations, and the one of other CPUs.
 #[derive(Clone, Copy)]
 pub(crate) struct Portable;
 
@@ -129,7 +128,7 @@ impl Simd for Portable {
     }
     #[inline(always)]
     unsafe fn load(p: *const f32) -> Self::V {
-        // SAFETY: the caller vouches for sixteen elements, of any alignment.
+        // SAFETY: the caller guarantees sixteen elements of any alignment.
         unsafe { p.cast::<[f32; LANES]>().read_unaligned() }
     }
     #[inline(always)]
@@ -146,7 +145,7 @@ impl Simd for Portable {
     }
     #[inline(always)]
     unsafe fn load_e4m3(p: *const u8) -> Self::V {
-        // SAFETY: as above; bytes are aligned anywhere.
+        // SAFETY: as above; bytes need no alignment.
         unsafe { *p.cast::<[u8; LANES]>() }.map(e4m3::to_f32)
     }
     #[inline(always)]
@@ -156,7 +155,7 @@ impl Simd for Portable {
     }
     #[inline(always)]
     unsafe fn load_bf16_pair(p: *const u16) -> [Self::V; 2] {
-        // SAFETY: the caller vouches for thirty-two elements, of any alignment.
+        // SAFETY: the caller guarantees thirty-two elements of any alignment.
         let bits = unsafe { p.cast::<[[u16; 2]; LANES]>().read_unaligned() };
         [0, 1].map(|half| bits.map(|pair| f32::from_bits(u32::from(pair[half]) << 16)))
     }
@@ -167,7 +166,7 @@ impl Simd for Portable {
     }
     #[inline(always)]
     unsafe fn fma(a: Self::V, b: Self::V, c: Self::V) -> Self::V {
-        // Without an instruction for it `mul_add` is a slow library call.
+        // Without an instruction for it, `mul_add` is a slow library call.
         std::array::from_fn(|lane| {
             if cfg!(any(target_arch = "aarch64", target_feature = "fma")) {
                 a[lane].mul_add(b[lane], c[lane])

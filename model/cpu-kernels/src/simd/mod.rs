@@ -1,8 +1,8 @@
-//! Sixteen lanes of f32 on whatever the processor offers.
+//! Sixteen lanes of f32 on every instruction set.
 //!
-//! Every kernel is written once over [`Simd`] and compiled for AVX-512, for AVX2 with FMA and for
-//! plain Rust. All three compute with sixteen lanes and reduce them in the same order, so AVX-512
-//! and AVX2 machines agree bit for bit. It knows no tensors.
+//! Every kernel is written once over [`Simd`] and compiled for AVX-512, for AVX2 with FMA, and as portable Rust. All
+//! three compute with sixteen lanes and reduce them in the same order, so AVX-512 and AVX2 agree bit for bit. This
+//! module does not know tensors.
 
 pub(crate) mod isa;
 mod kernel;

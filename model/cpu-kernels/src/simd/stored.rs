@@ -1,19 +1,19 @@
-//! Numbers as they are stored in memory, widened to lanes of f32.
+//! Stored number types, widened to lanes of f32.
 
 use baton_kv_cache::e4m3;
 
 use super::lanes::Simd;
 
-/// Stored numbers that widen to f32.
+/// A stored number type that widens to f32.
 pub(crate) trait Stored {
-    /// Bytes of one.
+    /// Bytes of a number.
     const SIZE: usize;
-    /// Sixteen of them.
+    /// Loads sixteen numbers.
     ///
     /// # Safety
-    /// As [`Simd`].
+    /// As for [`Simd`].
     unsafe fn load<S: Simd>(p: *const u8) -> S::V;
-    /// One of them.
+    /// Loads one number.
     ///
     /// # Safety
     /// `p` is valid for one element.
@@ -26,7 +26,7 @@ pub(crate) struct Bf16;
 pub(crate) struct E4m3;
 pub(crate) struct I8;
 
-// SAFETY of the blocks below: the callers vouch for the elements; alignment is never assumed.
+// SAFETY of the blocks below: the callers guarantee the elements; no alignment is assumed.
 impl Stored for F32 {
     const SIZE: usize = 4;
     #[inline(always)]

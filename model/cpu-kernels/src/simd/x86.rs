@@ -5,9 +5,9 @@ use std::arch::x86_64::*;
 
 use super::lanes::Simd;
 
-/// Where E4M3 lies in an f32 whose sign, exponent and mantissa begin with it...
+/// The bits of an f32 that hold an E4M3's sign, exponent and mantissa...
 pub(crate) const E4M3_BITS: i32 = 0x87f0_0000_u32 as i32;
-/// ... and which is smaller by the ratio of the exponents' biases.
+/// ... and the factor by which that f32 is too small: the ratio of the exponents' biases.
 pub(crate) const E4M3_SCALE: f32 = f32::from_bits((127 + 120) << 23);
 
 /// One 512-bit register.
@@ -254,7 +254,7 @@ impl Simd for Avx2 {
     }
 }
 
-/// Eight bf16.
+/// Widens eight bf16.
 #[inline(always)]
 unsafe fn widen8(p: *const u16) -> __m256 {
     unsafe {

@@ -1,4 +1,4 @@
-//! Kernels on made-up data.
+//! Kernels on generated data.
 
 use baton_cpu_kernels::{
     Aligned, AttentionShape, Cpu, Isa, Output, PanelFormat, PanelsRef, attend, multiply,
@@ -10,12 +10,12 @@ use memmap2::MmapMut;
 use super::peaks::{Peak, memory};
 use crate::fastest::multiplies_bf16;
 
-/// Packed weights to measure with.
+/// A format of packed weights to measure.
 #[derive(Clone, Copy, Debug)]
 pub struct Weights(PanelFormat);
 
 impl Weights {
-    /// Those that this processor has kernels for, with their names.
+    /// The formats that this CPU has kernels for, with their names.
     pub fn available() -> Vec<(&'static str, Weights)> {
         let integers = |text: &str| text.parse::<Quantisation>().expect("one of ours").format();
         let mut all = vec![("bf16", PanelFormat::Floats(FloatDtype::Bf16))];
@@ -27,7 +27,7 @@ impl Weights {
         all.into_iter().map(|(name, format)| (name, Weights(format))).collect()
     }
 
-    /// The ceiling of their products.
+    /// The peak rate that bounds their products.
     pub fn peak(self) -> Peak {
         match self.0 {
             PanelFormat::Floats(_) => Peak::F32,
@@ -50,7 +50,7 @@ pub struct Gemm {
     k: usize,
     weights: Weights,
     a: Aligned,
-    /// Matrices, one after the other.
+    /// The matrices, one after the other.
     w: MmapMut,
     out: Aligned,
 }
@@ -76,8 +76,8 @@ impl Gemm {
     }
 }
 
-/// One layer's attention of one sequence.
-pub struct Attention {
+/// Attention of one sequence in one layer.
+pub struct AttentionRun {
     cpu: Cpu,
     shape: AttentionShape,
     storage: BlockStorage,
@@ -88,10 +88,10 @@ pub struct Attention {
     out: Vec<f32>,
 }
 
-impl Attention {
-    /// `num_rows` rows that end a context of `context` tokens, with 32 heads of 64 and 8 kv heads. In `pairs` of bf16 only
-    /// where there are [weights](Weights::available) of that kind.
-    pub fn new(num_rows: usize, context: usize, dtype: KvDtype, pairs: bool, threads: usize) -> Attention {
+impl AttentionRun {
+    /// Attention of the last `num_rows` rows of a context of `context` tokens, with 32 heads of 64 and 8 KV heads.
+    /// `pairs` of bf16 need a CPU that has [weights](Weights::available) of that kind.
+    pub fn new(num_rows: usize, context: usize, dtype: KvDtype, pairs: bool, threads: usize) -> AttentionRun {
         let shape = AttentionShape {
             num_heads: 32,
             num_kv_heads: 8,
@@ -103,10 +103,10 @@ impl Attention {
             bf16_pairs: pairs,
         };
         let layout = KvLayout { block_size: 16, num_layers: 1, num_kv_heads: 8, head_dim: 64, dtype };
-        assert!(!pairs || multiplies_bf16(), "this processor does not multiply bf16");
+        assert!(!pairs || multiplies_bf16(), "this CPU does not multiply bf16");
         let num_blocks = context.div_ceil(16);
         let width = shape.num_heads * shape.head_dim;
-        Attention {
+        AttentionRun {
             cpu: Cpu::new(Isa::detect(), threads).expect("threads start"),
             shape,
             storage: BlockStorage::new(layout, num_blocks).expect("memory for the blocks"),
@@ -118,7 +118,7 @@ impl Attention {
         }
     }
 
-    /// Attends once.
+    /// Runs attention once.
     pub fn run(&mut self) -> f32 {
         let sequence = BatchSequence {
             tokens: &self.tokens,
@@ -127,7 +127,7 @@ impl Attention {
             num_logits: 0,
         };
         let stride = self.shape.num_heads * self.shape.head_dim;
-        // SAFETY: nobody else uses the storage.
+        // SAFETY: no other code uses the storage.
         unsafe {
             attend(
                 &mut self.cpu,

@@ -1,7 +1,7 @@
-//! Kernels on made-up data, and the processor's ceilings, for `cargo bench`. Not part of the crate's interface.
+//! Kernels on generated data and the CPU's peak rates, for `cargo bench`. Not part of the crate's interface.
 
 mod kernels;
 mod peaks;
 
-pub use kernels::{Attention, Gemm, Weights};
+pub use kernels::{AttentionRun, Gemm, Weights};
 pub use peaks::{Peak, Peaks};

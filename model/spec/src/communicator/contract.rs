@@ -1,55 +1,56 @@
-//! How ranks that compute a model together on processors reach each other: the seam between the forward pass and whatever
-//! carries numbers from one rank to the others. Ranks on devices sum up behind a seam of the devices' own.
+//! How ranks on CPUs exchange numbers: the interface between the forward pass and a transport between ranks. Ranks on
+//! GPUs use an interface of their own.
 //!
-//! All ranks call the same operations in the same order, with buffers of the same length; each call is one step of all.
-//! It does not know what the numbers mean, nor who computes them.
+//! All ranks call the same operations in the same order, with buffers of the same length. A communicator does not
+//! know what the numbers mean.
 
 use crate::shard::Rank;
 
-/// One rank's end of what connects all. Dropped, it is gone for the others: whoever waits for it, or comes to wait, gets
-/// [`CommunicatorError::Lost`], and nobody waits for ever.
+/// One rank's end of the group. When it is dropped, the rank is lost: the other ranks' current and later operations
+/// return [`CommunicatorError::Lost`], so no rank waits forever.
 ///
-/// Sums are of the ranks in their order, whatever the time at which they come: every rank has the same bits, in every
-/// run.
+/// A sum adds the ranks' buffers in rank order, whatever the order in which ranks arrive. Every rank gets the same
+/// bits, in every run.
 pub trait Communicator: Send {
-    /// Whose end it is.
+    /// The rank of this end.
     fn rank(&self) -> Rank;
 
-    /// Makes `buffer` the sum of the ranks' buffers.
+    /// Replaces `buffer` by the sum of all ranks' buffers.
     ///
     /// # Errors
-    /// When a rank is gone, or does something else; the buffer's contents are then unspecified, and so they are below.
+    /// When a rank is lost or calls another operation. The buffer's contents are then unspecified.
     fn all_reduce_sum(&mut self, buffer: &mut [f32]) -> Result<(), CommunicatorError>;
 
-    /// Fills in the first rank's `all` with the ranks' parts, one after the other. The others have no `all`.
+    /// Copies the ranks' parts, one after the other, to the first rank's `all`. The other ranks pass no `all`.
     ///
     /// # Errors
     /// As [`all_reduce_sum`](Self::all_reduce_sum).
     ///
     /// # Panics
-    /// When the first rank has no `all` with room for just the parts, or another rank has one.
+    /// When the first rank's `all` is missing or has another length than all parts together, or another rank passes
+    /// one.
     fn gather(&mut self, part: &[f32], all: Option<&mut [f32]>) -> Result<(), CommunicatorError>;
 
-    /// Ends when every rank has come here: what each wrote to memory before, all see after.
+    /// Waits for every rank. All ranks then see what each wrote to memory before.
     ///
     /// # Errors
     /// As [`all_reduce_sum`](Self::all_reduce_sum).
     fn barrier(&mut self) -> Result<(), CommunicatorError>;
 }
 
-/// Ranks do not come together any more: what is left to do is to drop the communicator.
+/// Ranks can no longer communicate. The only thing left to do with the communicator is to drop it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum CommunicatorError {
-    /// One has ended.
-    #[error("rank {rank} is gone")]
+    /// A rank has ended.
+    #[error("rank {rank} is lost")]
     Lost {
-        /// Which.
+        /// Its index.
         rank: usize,
     },
-    /// One called another operation, or with a buffer of another length.
-    #[error("rank {rank} does something else than the first")]
+    /// A rank called another operation than the first rank, or passed a buffer of another length.
+    #[error("rank {rank} called another operation than rank 0")]
     Differs {
-        /// Which.
+        /// Its index.
         rank: usize,
     },
 }

@@ -1,8 +1,7 @@
-//! How ranks that compute a model together on processors exchange numbers: the contract, and threads of one process that
-//! keep it.
+//! How ranks on CPUs exchange numbers: the interface, and its implementation for threads of one process.
 
+mod barrier;
 mod contract;
-mod meeting;
 #[cfg(test)]
 mod tests;
 mod threads;

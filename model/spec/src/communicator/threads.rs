@@ -1,36 +1,36 @@
-//! Ranks that are threads of one process: they read and write each other's memory while they meet.
+//! A communicator for threads of one process. Each reads and writes the others' memory between two barriers.
 //!
 //! ```text
-//! all-reduce    publish the buffer -- meet -- each sums up its share of the numbers and writes it to all -- meet
-//! gather        publish the part   -- meet -- the first copies                                            -- meet
-//! barrier                             meet
+//! all-reduce    publish the buffer -- barrier -- each sums its share of the numbers and writes it to all -- barrier
+//! gather        publish the part   -- barrier -- the first copies                                        -- barrier
+//! barrier                             barrier
 //! ```
-//! Between the two meetings nobody but these operations touches the buffers, as their owners are inside.
+//! Between the two barriers only these operations access the buffers: the threads that own them are inside the call.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicPtr, AtomicU8, AtomicUsize, Ordering};
 
+use super::barrier::Barrier;
 use super::contract::{Communicator, CommunicatorError};
-use super::meeting::Meeting;
 use crate::shard::Rank;
 
-/// Numbers that are summed up in registers and the first cache before they are written.
+/// Numbers that are summed in registers and the first-level cache before they are written.
 const CHUNK: usize = 256;
-/// A rank's share of the numbers begins at a multiple of this: a cache line has one writer.
+/// A rank's share starts at a multiple of this many numbers, so a cache line has one writer.
 const LINE: usize = 16;
 
-/// The end of a rank that is a thread of this process.
+/// The end of one rank, a thread of this process.
 pub struct ThreadCommunicator {
     rank: Rank,
     group: Arc<Group>,
-    /// Operations so far: the same for all whenever they meet.
+    /// Operations so far: equal on all ranks at every barrier.
     num_operations: usize,
 }
 
 struct Group {
-    meeting: Meeting,
-    /// What each rank brings to an operation, for even and for odd ones: the first to leave an operation may publish
-    /// for the next while others still look at this one, but not for the one after.
+    barrier: Barrier,
+    /// Each rank's buffer, for even and for odd operations. The first rank to leave an operation may publish its
+    /// buffer for the next while others still read this one, but not for the one after the next.
     offers: [Box<[Offer]>; 2],
 }
 
@@ -49,10 +49,10 @@ enum Operation {
 }
 
 impl ThreadCommunicator {
-    /// The ends of so many ranks, in their order.
+    /// The ends of a group of `num_ranks` ranks, in rank order.
     pub fn group(num_ranks: usize) -> Vec<ThreadCommunicator> {
         let offers = [0, 1].map(|_| (0..num_ranks).map(|_| Offer::default()).collect());
-        let group = Arc::new(Group { meeting: Meeting::new(num_ranks), offers });
+        let group = Arc::new(Group { barrier: Barrier::new(num_ranks), offers });
         let ends = Rank::all(num_ranks).map(|rank| ThreadCommunicator {
             rank,
             group: Arc::clone(&group),
@@ -61,8 +61,8 @@ impl ThreadCommunicator {
         ends.collect()
     }
 
-    /// Meets the others for an operation; what each of them brings.
-    fn meet(
+    /// Publishes this rank's buffer, waits for the others and returns all buffers.
+    fn exchange(
         &mut self,
         operation: Operation,
         memory: *mut f32,
@@ -74,10 +74,10 @@ impl ThreadCommunicator {
         own.operation.store(operation as u8, Ordering::Relaxed);
         own.memory.store(memory, Ordering::Relaxed);
         own.len.store(len, Ordering::Relaxed);
-        self.group.meeting.arrive()?;
+        self.group.barrier.wait()?;
         let what =
             |offer: &Offer| (offer.operation.load(Ordering::Relaxed), offer.len.load(Ordering::Relaxed));
-        // All see the same offers, so all are refused, and nobody touches another's memory.
+        // All ranks see the same offers, so all return the error and none accesses another's memory.
         match offers.iter().position(|offer| what(offer) != what(&offers[0])) {
             Some(rank) => Err(CommunicatorError::Differs { rank }),
             None => Ok(offers),
@@ -92,15 +92,15 @@ impl Communicator for ThreadCommunicator {
 
     fn all_reduce_sum(&mut self, buffer: &mut [f32]) -> Result<(), CommunicatorError> {
         let (rank, len) = (self.rank, buffer.len());
-        let offers = self.meet(Operation::AllReduce, buffer.as_mut_ptr(), len)?;
+        let offers = self.exchange(Operation::AllReduce, buffer.as_mut_ptr(), len)?;
         let lines = rank.part_of(len.div_ceil(LINE));
         let (mut start, end) = (lines.start * LINE, len.min(lines.end * LINE));
         let mut sums = [0.0; CHUNK];
         while start < end {
             let sums = &mut sums[..CHUNK.min(end - start)];
             for (idx, offer) in offers.iter().enumerate() {
-                // SAFETY: every rank offers `len` numbers and stays inside until all have met again; these are this
-                // rank's share, which nobody else reads or writes meanwhile.
+                // SAFETY: every rank offers `len` numbers and stays inside until the second barrier. These numbers
+                // are this rank's share, which no other rank reads or writes before that.
                 let numbers = unsafe {
                     std::slice::from_raw_parts(offer.memory.load(Ordering::Relaxed).add(start), sums.len())
                 };
@@ -122,7 +122,7 @@ impl Communicator for ThreadCommunicator {
             }
             start += sums.len();
         }
-        self.group.meeting.arrive()
+        self.group.barrier.wait()
     }
 
     fn gather(&mut self, part: &[f32], all: Option<&mut [f32]>) -> Result<(), CommunicatorError> {
@@ -130,25 +130,26 @@ impl Communicator for ThreadCommunicator {
         assert_eq!(
             all.as_deref().map(<[f32]>::len),
             rank.is_first().then_some(rank.num_ranks * len),
-            "room for all parts at the first rank"
+            "the first rank needs room for exactly all parts"
         );
-        let offers = self.meet(Operation::Gather, part.as_ptr().cast_mut(), len)?;
+        let offers = self.exchange(Operation::Gather, part.as_ptr().cast_mut(), len)?;
         let room = all.into_iter().flat_map(|all| all.chunks_exact_mut(len.max(1)));
         for (room, offer) in room.zip(offers) {
-            // SAFETY: every rank offers `len` numbers and stays inside until all have met again; nobody writes them.
+            // SAFETY: every rank offers `len` numbers and stays inside until the second barrier. No rank writes them
+            // before that.
             let part = unsafe { std::slice::from_raw_parts(offer.memory.load(Ordering::Relaxed), len) };
             room.copy_from_slice(part);
         }
-        self.group.meeting.arrive()
+        self.group.barrier.wait()
     }
 
     fn barrier(&mut self) -> Result<(), CommunicatorError> {
-        self.meet(Operation::Barrier, std::ptr::null_mut(), 0).map(drop)
+        self.exchange(Operation::Barrier, std::ptr::null_mut(), 0).map(drop)
     }
 }
 
 impl Drop for ThreadCommunicator {
     fn drop(&mut self) {
-        self.group.meeting.lose(self.rank.idx);
+        self.group.barrier.mark_lost(self.rank.idx);
     }
 }

@@ -1,14 +1,14 @@
-//! Several ranks that compute one model together, each on a thread of its own, behind one executor.
+//! Several ranks that compute one model together, each on its own thread, as one executor.
 //!
 //! ```text
 //! caller           rank 0 (the caller's thread)        rank 1 .. (a thread each)
 //! execute ---+---> its part of every layer <--meets--> its part of every layer <--- job
 //!            +---> logits <------------------gathers-- its tokens' logits      ---> outcome
 //! ```
-//! Ranks that sample leave that to the first, which has all logits, and take its tokens from there ([`sampling`]).
+//! If ranks sample, the first rank has all logits and samples; the others get its tokens from it ([`sampling`]).
 //!
-//! A rank that fails leaves the others, which fails them, too; the executor then says who was first, and cannot be used
-//! any more. What a rank computes with, and how it meets the others, is its own business.
+//! When a rank fails, it leaves the group, and the other ranks fail, too. The executor then reports the first failure
+//! and cannot be used any more. How a rank computes, and how it communicates, is up to its type.
 
 mod executor;
 mod rank;

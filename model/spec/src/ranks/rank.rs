@@ -1,37 +1,37 @@
-//! One rank of an executor: what it computes with, and how it samples.
+//! The traits of one rank: how it computes its part of a step and how it samples.
 //!
-//! It does not know threads, nor how many ranks there are.
+//! A rank does not know threads.
 
 use baton_kv_cache::{BlockStorage, KvLayout};
 
 use crate::executor::{Batch, ExecuteError};
 use crate::sampling::{SampledRow, TokenSampling};
 
-/// One rank: what it computes with, and its end of what connects it with the others.
+/// One rank: its compute backend and its connection to the other ranks.
 pub trait RankExecutor: Send + 'static {
-    /// Whether ranks meet before one tells of a layer, so that all have written it. Otherwise each tells of what it has
-    /// written itself.
+    /// Whether ranks synchronise before one reports a layer, so that all have written it then. Otherwise each reports
+    /// the layers that it has written itself.
     const MEETS_FOR_LAYERS: bool;
 
-    /// What it computes on, as errors name it.
+    /// The device's name, for error messages.
     fn device(&self) -> &str;
 
-    /// As of an executor of the whole model.
+    /// As [`Executor::kv_layout`](crate::Executor::kv_layout): of the whole model.
     fn kv_layout(&self) -> KvLayout;
 
-    /// Likewise.
+    /// As [`Executor::vocab_size`](crate::Executor::vocab_size).
     fn vocab_size(&self) -> usize;
 
-    /// As [`Executor::attach_thread`].
+    /// As [`Executor::attach_thread`](crate::Executor::attach_thread).
     fn attach_thread(&mut self) -> Result<(), ExecuteError>;
 
-    /// The rank's part of a step; how many logits there are, 0 for all ranks but the first.
+    /// Computes this rank's part of a step. Returns the number of logits, which is 0 for all ranks but the first.
     ///
     /// # Errors
-    /// When it fails, or another rank is gone.
+    /// When this rank fails, or another rank is lost.
     ///
     /// # Safety
-    /// As [`Executor::execute`]; all ranks compute the same batch on the same storage.
+    /// As for [`Executor::execute`](crate::Executor::execute); all ranks compute the same batch on the same storage.
     unsafe fn compute(
         &mut self,
         batch: &Batch<'_>,
@@ -39,37 +39,38 @@ pub trait RankExecutor: Send + 'static {
         on_layer: &mut dyn FnMut(usize),
     ) -> Result<usize, RankError>;
 
-    /// The first logits of the last step.
+    /// The first `num_logits` logits of the last step.
     fn logits(&self, num_logits: usize) -> &[f32];
 
-    /// The same as one that samples; `None` where logits come to the host.
+    /// This rank as one that samples; `None` if logits are in host memory.
     fn sampling(&mut self) -> Option<&mut dyn SamplingRank> {
         None
     }
 
-    /// Ends its part in what the ranks do together: the ranks that wait for it, or come to wait, are told. It is not
-    /// asked for anything any more.
+    /// Leaves the group: operations in which other ranks wait for this one fail, now and later. The rank is not used
+    /// afterwards.
     fn leave(&mut self);
 }
 
 /// Why a rank has not computed its part of a step.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum RankError {
-    /// Another is gone, which is not its fault.
+    /// Another rank is lost; this one is intact.
     Missed(String),
-    /// Its own device failed.
+    /// This rank's device failed.
     Failed(String),
 }
 
-/// A rank that computes where tokens can be sampled. All launch and collect the same steps.
+/// A rank that can sample on its device. All ranks launch and collect the same steps.
 pub trait SamplingRank {
-    /// The rank's part of [`SamplingExecutor::launch`]; what the first returns is whether it samples every row.
+    /// This rank's part of [`SamplingExecutor::launch`](crate::SamplingExecutor::launch). The first rank returns
+    /// whether it samples every row.
     ///
     /// # Errors
-    /// When it fails, or another rank is gone.
+    /// When this rank fails, or another rank is lost.
     ///
     /// # Safety
-    /// As [`SamplingExecutor::launch`].
+    /// As for [`SamplingExecutor::launch`](crate::SamplingExecutor::launch).
     unsafe fn launch(
         &mut self,
         batch: &Batch<'_>,
@@ -79,12 +80,12 @@ pub trait SamplingRank {
         on_layer: &mut dyn FnMut(usize),
     ) -> Result<bool, RankError>;
 
-    /// Waits for its part of the oldest step that was launched.
+    /// Waits for this rank's part of the oldest launched step.
     ///
     /// # Errors
     /// As [`launch`](Self::launch).
     fn collect(&mut self, on_layer: &mut dyn FnMut(usize)) -> Result<(), RankError>;
 
-    /// What follows the wanted rows of the step that was collected last, of the first rank.
+    /// The results for the requested rows of the step collected last. Called on the first rank only.
     fn answers(&self) -> Vec<SampledRow<'_>>;
 }

@@ -1,5 +1,5 @@
-//! Several ranks that sample: the first has all logits where it computes, samples there, and hands its tokens to the
-//! others when a step follows, so that all take them without the host.
+//! Sampling with several ranks. The first rank has all logits and samples on its device. If a step follows, it hands
+//! the tokens to the other ranks directly, without the host.
 
 use std::ptr;
 
@@ -7,7 +7,7 @@ use baton_kv_cache::BlockStorage;
 
 use super::executor::ParallelExecutor;
 use super::rank::RankExecutor;
-use super::thread::{Job, Lent, as_sampling};
+use super::thread::{Borrowed, Job, as_sampling};
 use crate::executor::{Batch, ExecuteError, SamplingExecutor};
 use crate::sampling::{SampledRow, TokenSampling};
 
@@ -20,29 +20,29 @@ impl<R: RankExecutor> SamplingExecutor for ParallelExecutor<R> {
         storage: &BlockStorage,
         on_layer: &mut dyn FnMut(usize),
     ) -> Result<bool, ExecuteError> {
-        let lent = Lent { batch: ptr::from_ref(batch).cast(), storage };
-        let samplings_lent = ptr::slice_from_raw_parts(samplings.as_ptr().cast(), samplings.len());
-        let job = Job::Launch { lent, samplings: samplings_lent, follows };
-        let mut written = self.nothing_written();
-        // SAFETY: by the caller's word; every rank is given the same.
+        let borrowed = Borrowed { batch: ptr::from_ref(batch).cast(), storage };
+        let samplings_borrowed = ptr::slice_from_raw_parts(samplings.as_ptr().cast(), samplings.len());
+        let job = Job::Launch { borrowed, samplings: samplings_borrowed, follows };
+        let mut progress = self.start_progress();
+        // SAFETY: guaranteed by the caller; every rank gets the same batch, samplings and storage.
         let samples_all = unsafe {
-            self.run(job, &mut written, on_layer, |rank, on_layer| {
+            self.run(job, &mut progress, on_layer, |rank, on_layer| {
                 as_sampling(rank).launch(batch, samplings, follows, storage, on_layer)
             })
         }?;
-        self.under_way.push_back(written);
+        self.launched.push_back(progress);
         Ok(samples_all)
     }
 
     fn collect(&mut self, on_layer: &mut dyn FnMut(usize)) -> Result<Vec<SampledRow<'_>>, ExecuteError> {
-        let mut written = self.under_way.pop_front().expect("a step is under way");
-        // SAFETY: the job points to nothing.
+        let mut progress = self.launched.pop_front().expect("a step was launched");
+        // SAFETY: this job holds no pointers.
         unsafe {
-            self.run(Job::Collect, &mut written, on_layer, |rank, on_layer| {
+            self.run(Job::Collect, &mut progress, on_layer, |rank, on_layer| {
                 as_sampling(rank).collect(on_layer)
             })
         }?;
-        self.finish(written, on_layer);
+        self.finish(progress, on_layer);
         Ok(as_sampling(&mut self.first.rank).answers())
     }
 }

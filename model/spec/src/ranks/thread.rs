@@ -1,6 +1,6 @@
-//! A rank and the thread that it computes on: jobs go in, outcomes come out.
+//! A rank and its thread: jobs go in, outcomes come out.
 //!
-//! It does not know what a job's outcome means for the other ranks.
+//! It does not know what an outcome means for the other ranks.
 
 use std::any::Any;
 use std::io;
@@ -16,7 +16,7 @@ use super::rank::{RankError, RankExecutor, SamplingRank};
 use crate::executor::{Batch, ExecuteError};
 use crate::sampling::TokenSampling;
 
-/// A rank and which it is. It computes on the caller's thread, or on one of its own.
+/// A rank and its index. It computes on the caller's thread or on its own.
 pub(super) struct NumberedRank<R> {
     pub(super) idx: usize,
     pub(super) rank: R,
@@ -27,67 +27,70 @@ pub(super) struct NumberedRank<R> {
 pub(super) struct Failure {
     rank_idx: usize,
     device: String,
-    what: What,
+    cause: Cause,
 }
 
 #[derive(Clone, Debug)]
-pub(super) enum What {
+pub(super) enum Cause {
     Error(RankError),
     Panic(String),
-    /// Its thread is not there.
-    Gone,
+    /// The rank's thread has ended.
+    ThreadEnded,
 }
 
 impl Failure {
-    /// Who misses another rank is not who began.
-    pub(super) fn or_its_cause(self, other: Failure) -> Failure {
-        if matches!(self.what, What::Error(RankError::Missed(_))) { other } else { self }
+    /// The cause of a failure: a rank that lost another rank is not the cause, so `other` is.
+    pub(super) fn or_the_cause(self, other: Failure) -> Failure {
+        if matches!(self.cause, Cause::Error(RankError::Missed(_))) { other } else { self }
     }
 }
 
 impl From<Failure> for ExecuteError {
     fn from(failure: Failure) -> ExecuteError {
-        let message = match failure.what {
-            What::Error(RankError::Missed(message) | RankError::Failed(message)) => message,
-            What::Panic(message) => format!("panicked: {message}"),
-            What::Gone => "its thread has ended".to_owned(),
+        let message = match failure.cause {
+            Cause::Error(RankError::Missed(message) | RankError::Failed(message)) => message,
+            Cause::Panic(message) => format!("panicked: {message}"),
+            Cause::ThreadEnded => "its thread has ended".to_owned(),
         };
         ExecuteError { device: format!("{}, rank {}", failure.device, failure.rank_idx), message }
     }
 }
 
 impl<R: RankExecutor> NumberedRank<R> {
-    /// The rank's part of a job; what comes of it. After a failure it has left the others.
+    /// Runs the rank's part of a job and returns its result. After a failure the rank has left the group.
     ///
     /// # Errors
-    /// When it fails or panics, or another rank is gone.
+    /// When this rank fails or panics, or another rank is lost.
     pub(super) fn run<T>(&mut self, work: impl FnOnce(&mut R) -> Result<T, RankError>) -> Result<T, Failure> {
-        // What a panic leaves behind is not used again.
+        // The state that a panic leaves is not used again.
         let outcome = catch_unwind(AssertUnwindSafe(|| work(&mut self.rank)));
-        let what = match outcome {
+        let cause = match outcome {
             Ok(Ok(done)) => return Ok(done),
-            Ok(Err(error)) => What::Error(error),
-            Err(panic) => What::Panic(message_of(&*panic)),
+            Ok(Err(error)) => Cause::Error(error),
+            Err(panic) => Cause::Panic(message_of(&*panic)),
         };
         self.rank.leave();
-        Err(Failure { rank_idx: self.idx, device: self.rank.device().to_owned(), what })
+        Err(Failure { rank_idx: self.idx, device: self.rank.device().to_owned(), cause })
     }
 
-    /// Does a job, as one of the others.
+    /// Runs a job on a rank that is not the first.
     ///
     /// # Safety
-    /// What it points to is there, and is as [`RankExecutor::compute`] or [`SamplingRank::launch`] needs it.
+    /// The memory that the job points to is valid, and satisfies [`RankExecutor::compute`] or
+    /// [`SamplingRank::launch`].
     unsafe fn serve(&mut self, job: Job, on_layer: &mut dyn FnMut(usize)) -> Result<(), Failure> {
         self.run(|rank| {
-            // SAFETY: by the caller's word.
+            // SAFETY: guaranteed by the caller.
             unsafe {
                 match job {
-                    Job::Compute(Lent { batch, storage }) => {
+                    Job::Compute(Borrowed { batch, storage }) => {
                         rank.compute(&*batch, &*storage, on_layer).map(drop)
                     }
-                    Job::Launch { lent: Lent { batch, storage }, samplings, follows } => as_sampling(rank)
-                        .launch(&*batch, &*samplings, &*follows, &*storage, on_layer)
-                        .map(drop),
+                    Job::Launch { borrowed: Borrowed { batch, storage }, samplings, follows } => {
+                        as_sampling(rank)
+                            .launch(&*batch, &*samplings, &*follows, &*storage, on_layer)
+                            .map(drop)
+                    }
                     Job::Collect => as_sampling(rank).collect(on_layer),
                 }
             }
@@ -100,38 +103,38 @@ fn message_of(panic: &(dyn Any + Send)) -> String {
     text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "no message".to_owned())
 }
 
-/// What a rank is to do. It points to what the caller of the executor lends until every rank has answered.
+/// A rank's job. It points to memory that the executor's caller lends until every rank has answered.
 #[derive(Clone, Copy)]
 pub(super) enum Job {
-    Compute(Lent),
-    /// As [`SamplingExecutor::launch`].
+    Compute(Borrowed),
+    /// As [`SamplingExecutor::launch`](crate::SamplingExecutor::launch).
     Launch {
-        lent: Lent,
+        borrowed: Borrowed,
         samplings: *const [TokenSampling<'static>],
         follows: *const [usize],
     },
-    /// As [`SamplingExecutor::collect`].
+    /// As [`SamplingExecutor::collect`](crate::SamplingExecutor::collect).
     Collect,
 }
 
 #[derive(Clone, Copy)]
-pub(super) struct Lent {
+pub(super) struct Borrowed {
     pub(super) batch: *const Batch<'static>,
     pub(super) storage: *const BlockStorage,
 }
 
-// SAFETY: batches, storages, samplings and numbers may be shared between threads, and these are lent until the answer.
+// SAFETY: batches, storages, samplings and numbers may be shared between threads. They are borrowed until the answer.
 unsafe impl Send for Job {}
 
-/// A rank on a thread of its own.
+/// A rank that runs on its own thread.
 pub(super) struct RankThread {
     idx: usize,
     device: String,
-    /// Holds one: the rank takes a job before it is given the next. `None` once the rank is to end.
+    /// Holds one job: the rank takes it before the next is sent. `None` tells the thread to end.
     jobs: Option<SyncSender<Job>>,
-    /// One for each job.
+    /// One outcome for each job.
     outcomes: Receiver<Result<(), Failure>>,
-    /// Layers of this job's step that it has told of.
+    /// Layers that the rank has reported of the current step.
     num_written: Arc<AtomicUsize>,
     thread: Option<JoinHandle<()>>,
 }
@@ -161,11 +164,12 @@ impl RankThread {
         }
     }
 
-    /// A job of a step of which it has told of so many layers. A rank whose thread has ended shows it when it is waited for.
-    pub(super) fn give(&self, job: Job, num_written: usize) {
-        // It waits for the job.
+    /// Sends a job of a step of which the rank has reported `num_written` layers. If the thread has ended, `wait`
+    /// says so.
+    pub(super) fn send(&self, job: Job, num_written: usize) {
+        // The rank waits for the job, so it does not access the counter now.
         self.num_written.store(num_written, Ordering::Relaxed);
-        let _ = self.jobs.as_ref().expect("until it is dropped").send(job);
+        let _ = self.jobs.as_ref().expect("present until drop").send(job);
     }
 
     pub(super) fn num_written(&self) -> usize {
@@ -173,8 +177,8 @@ impl RankThread {
     }
 
     pub(super) fn wait(&self) -> Result<(), Failure> {
-        let gone = || Failure { rank_idx: self.idx, device: self.device.clone(), what: What::Gone };
-        self.outcomes.recv().unwrap_or_else(|_| Err(gone()))
+        let ended = || Failure { rank_idx: self.idx, device: self.device.clone(), cause: Cause::ThreadEnded };
+        self.outcomes.recv().unwrap_or_else(|_| Err(ended()))
     }
 }
 
@@ -182,7 +186,7 @@ impl Drop for RankThread {
     fn drop(&mut self) {
         self.jobs = None;
         if let Some(thread) = self.thread.take() {
-            // It does not panic: what panics in a job is returned.
+            // The thread does not panic: it returns a job's panic as its outcome.
             let _ = thread.join();
         }
     }
@@ -196,8 +200,8 @@ fn serve<R: RankExecutor>(
 ) {
     for job in jobs {
         let mut on_layer = |layer_idx: usize| num_written.store(layer_idx + 1, Ordering::Release);
-        // SAFETY: whoever gave the job waits for the answer before what it points to goes away, and vouches for the
-        // blocks of the batch.
+        // SAFETY: the sender of the job keeps its memory valid until it has the answer, and guarantees exclusive
+        // access to the blocks of the batch.
         let outcome = unsafe { numbered.serve(job, &mut on_layer) };
         if answer.send(outcome).is_err() {
             return;

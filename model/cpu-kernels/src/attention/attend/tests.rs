@@ -1,4 +1,4 @@
-//! Attention against its formula, over shapes, types and ways to divide the work.
+//! Compares attention with its formula, over shapes, types and divisions of the work.
 
 use baton_kv_cache::{BlockId, KvDtype, KvLayout};
 
@@ -17,7 +17,7 @@ struct Case {
     len: usize,
 }
 
-/// KV of one sequence in blocks that lie in no order.
+/// KV of one sequence in blocks of shuffled order.
 fn fill(case: &Case) -> (BlockStorage, Vec<BlockId>, Vec<f32>, Vec<f32>) {
     let shape = &case.shape;
     let layout = KvLayout {
@@ -30,14 +30,14 @@ fn fill(case: &Case) -> (BlockStorage, Vec<BlockId>, Vec<f32>, Vec<f32>) {
     let num_blocks = layout.num_blocks_for(case.len);
     let storage = BlockStorage::new(layout, num_blocks + 3).unwrap();
     for block in 0..storage.num_blocks() {
-        // What is not written yet must not matter. SAFETY: the test is the only user.
+        // Contents that are not written yet must not matter. SAFETY: no other code uses the storage.
         unsafe { storage.layer_mut(BlockId(block as u32), 1) }.fill(0xff);
     }
     let blocks: Vec<BlockId> = (0..num_blocks).rev().map(|idx| BlockId(idx as u32 + 2)).collect();
     let width = shape.num_kv_heads * shape.head_dim;
     let [keys, values] = [1, 2].map(|seed| noise(seed, case.len * width));
     for (position, (key, value)) in keys.chunks(width).zip(values.chunks(width)).enumerate() {
-        // SAFETY: the test is the only user.
+        // SAFETY: no other code uses the storage.
         unsafe { store_rows(&storage, 1, &blocks, position, 0, key, value) };
     }
     let [k, v] = [0, 1].map(|half| {
@@ -45,7 +45,7 @@ fn fill(case: &Case) -> (BlockStorage, Vec<BlockId>, Vec<f32>, Vec<f32>) {
             .flat_map(|idx| {
                 let (position, kv_head) = (idx / shape.num_kv_heads, idx % shape.num_kv_heads);
                 let kv = HeadKv::both(&storage, 1, &blocks, kv_head)[half];
-                // SAFETY: nobody writes.
+                // SAFETY: no other code writes.
                 unsafe { read_vector(&kv, position) }
             })
             .collect()
@@ -79,8 +79,8 @@ fn reference(shape: &AttentionShape, q: &[f32], k: &[f32], v: &[f32], position: 
     out
 }
 
-/// Tolerance 5e-6 absolute for values of magnitude one; 2e-3, half a unit in the last place of bf16, where weights are
-/// rounded.
+/// The tolerance is 5e-6 absolute for values of magnitude one. It is 2e-3, half a unit in the last place of bf16,
+/// where weights are rounded to bf16.
 fn check(isa: Isa, case: &Case) -> Vec<f32> {
     let shape = &case.shape;
     let (storage, blocks, k, v) = fill(case);
@@ -89,7 +89,7 @@ fn check(isa: Isa, case: &Case) -> Vec<f32> {
     let mut queries: Vec<f32> = noise(3, case.len * stride).iter().map(|x| x * 4.0).collect();
     let in_pairs = shape.bf16_pairs && case.dtype == KvDtype::Bf16;
     if in_pairs {
-        // Then rounding the scaled ones, what the kernel does, changes nothing.
+        // The kernel rounds scaled queries; it then finds them rounded already.
         let scale = shape.scale * if shape.soft_cap.is_none() { std::f32::consts::LOG2_E } else { 1.0 };
         for x in &mut queries {
             *x = half::bf16::from_f32(*x * scale).to_f32() / scale;
@@ -106,7 +106,7 @@ fn check(isa: Isa, case: &Case) -> Vec<f32> {
                 blocks: &blocks,
                 num_logits: 0,
             };
-            // SAFETY: nobody writes.
+            // SAFETY: no other code writes.
             unsafe {
                 attend(
                     &mut cpu,
@@ -145,13 +145,13 @@ fn check(isa: Isa, case: &Case) -> Vec<f32> {
     same_rows(1, 0, 7);
     same_rows(2, 0, 3);
     same_rows(3, case.len / 2, 300);
-    // One thread goes from span to span, several share them.
+    // One thread processes span after span; several threads share the spans.
     same_rows(1, case.len - 40, 1);
     same_rows(5, case.len - 40, 1);
     whole
 }
 
-/// On every instruction set; those with fused multiply-adds agree bit for bit.
+/// Checks every instruction set. Those with fused multiply-adds must agree bit for bit.
 fn check_all(case: &Case) {
     let fused = |isa: &Isa| *isa != Isa::Portable;
     let found: Vec<_> = Isa::available().into_iter().map(|isa| (isa, check(isa, case))).collect();
@@ -192,7 +192,7 @@ fn attention_matches_the_formula_and_does_not_depend_on_chunks() {
     }
 }
 
-/// Also where numbers of a head, rows of a chunk and positions of a tile are odd.
+/// Includes odd numbers of elements in a head, rows in a chunk and positions in a tile.
 #[test]
 fn pairs_match_the_formula_and_do_not_depend_on_chunks() {
     let base = AttentionShape { bf16_pairs: true, ..BASE };
@@ -215,7 +215,7 @@ fn pairs_match_the_formula_and_do_not_depend_on_chunks() {
 }
 
 #[test]
-fn spans_are_folded_alike_whoever_computes_them() {
+fn folded_spans_do_not_depend_on_the_threads() {
     let shapes = [
         AttentionShape { num_heads: 2, num_kv_heads: 1, ..BASE },
         AttentionShape { num_heads: 2, num_kv_heads: 1, window: Some(SPAN + 9), ..BASE },

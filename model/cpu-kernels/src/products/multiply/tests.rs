@@ -2,12 +2,12 @@ use half::bf16;
 
 use super::*;
 use crate::products::{has_pairs, pack_floats, pack_integers};
-use crate::rows::Gate;
+use crate::rows::GateFunction;
 use crate::simd::Dtype;
 use baton_model_spec::{IntegerFormat, IntegerRow, IntegerWidth};
 use baton_model_testing::noise;
 
-/// The bytes that hold `values` in `dtype`, and what they widen to.
+/// The bytes of `values` in `dtype`, and the f32 that they widen to.
 fn store(dtype: Dtype, values: &[f32]) -> (Vec<u8>, Vec<f32>) {
     let mut bytes = Vec::new();
     let mut widened = Vec::new();
@@ -40,7 +40,7 @@ struct Case {
     k: usize,
 }
 
-/// Weights in panels, and the numbers that they stand for.
+/// Packed weights, and the numbers that they represent.
 struct Packed {
     bytes: Vec<u8>,
     values: Vec<f32>,
@@ -82,7 +82,7 @@ fn pack(case: &Case, order: RowOrder) -> Packed {
     Packed { bytes, values, rows }
 }
 
-/// Scales and zeros that f16 holds, as in files.
+/// Scales and zero points that f16 represents exactly, as in files.
 fn integer_row(values: &[f32], format: IntegerFormat) -> IntegerRow {
     let mut row = IntegerRow::quantise(values, IntegerFormat { has_zeros: false, ..format });
     row.scales.iter_mut().for_each(|scale| *scale = half::f16::from_f32(*scale).to_f32());
@@ -92,7 +92,7 @@ fn integer_row(values: &[f32], format: IntegerFormat) -> IntegerRow {
     row
 }
 
-/// What the kernel of `case` promises for one element, before the bias.
+/// The exact result that the kernel of `case` approximates for one element, before the bias.
 fn reference(case: &Case, packed: &Packed, a: &[f32], col: usize) -> f32 {
     let w = &packed.values[col * case.k..][..case.k];
     match case.format {
@@ -142,7 +142,7 @@ fn check(isa: Isa, threads: usize, case: &Case) {
     let panels = PanelsRef::new(&packed.bytes, format, n, k);
     let mut out = vec![f32::NAN; m * n];
     multiply(&mut cpu, m, &a, panels, Some(&bias), &mut out, Output::Store);
-    // Without the instruction, products are rounded before they are added.
+    // Without a fused instruction, products are rounded before they are added.
     let tolerance = if isa == Isa::Portable { 1e-6 * k as f32 } else { 0.0 };
     for row in 0..m {
         for col in 0..n {
@@ -167,7 +167,7 @@ fn check(isa: Isa, threads: usize, case: &Case) {
     }
 }
 
-/// Gates as [`check`] has found them, side by side with what they let through.
+/// Checks gated outputs against those of [`check`].
 fn check_gated(isa: Isa, threads: usize, case: &Case) {
     let Case { format, m, n, k } = *case;
     let mut cpu = Cpu::new(isa, threads).unwrap();
@@ -180,7 +180,7 @@ fn check_gated(isa: Isa, threads: usize, case: &Case) {
 
     let mut out = vec![f32::NAN; m * n];
     let panels = PanelsRef::new(&beside, format, 2 * n, k).in_order(RowOrder::Gated);
-    multiply(&mut cpu, m, &a, panels, Some(&bias), &mut out, Output::Gated(Gate::Silu));
+    multiply(&mut cpu, m, &a, panels, Some(&bias), &mut out, Output::Gated(GateFunction::Silu));
     for (row, (out, both)) in out.chunks(n).zip(both.chunks(2 * n)).enumerate() {
         for (col, out) in out.iter().enumerate() {
             let (gate, up) = (f64::from(both[col]), f64::from(both[n + col]));
@@ -205,7 +205,7 @@ fn formats(isa: Isa) -> Vec<PanelFormat> {
 }
 
 #[test]
-fn products_are_the_same_sums_everywhere() {
+fn products_do_not_depend_on_tiles_or_threads() {
     for isa in Isa::available() {
         for format in formats(isa) {
             for m in [1, 2, 3, 4, 5, 7, 8, 9, 11, 13, 14, 15, 16, 27, 29, 33, 45] {
@@ -223,7 +223,7 @@ fn products_are_the_same_sums_everywhere() {
 }
 
 #[test]
-fn activations_that_are_no_numbers_stay_none() {
+fn nan_activations_give_nan() {
     let format = IntegerFormat { width: IntegerWidth::Eight, group: 32, has_zeros: false };
     let case = Case { format: PanelFormat::Integers(format), m: 3, n: 40, k: 70 };
     let packed = pack(&case, RowOrder::Plain);

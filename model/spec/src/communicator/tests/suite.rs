@@ -1,4 +1,4 @@
-//! What every communicator must do.
+//! The conformance suite of communicators.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -6,27 +6,27 @@ use baton_model_testing::noise;
 
 use crate::communicator::{Communicator, CommunicatorError};
 
-/// Runs all of it. `group` makes the ends of so many ranks.
+/// Runs all tests. `group(num_ranks)` makes the ends.
 pub(super) fn run<C: Communicator>(group: impl Fn(usize) -> Vec<C>) {
     for num_ranks in 1..=5 {
         sums_are_in_the_order_of_ranks(group(num_ranks));
         parts_are_gathered_in_the_order_of_ranks(group(num_ranks));
-        what_came_before_a_barrier_is_seen_after(group(num_ranks));
+        writes_before_a_barrier_are_seen_after_it(group(num_ranks));
     }
     for num_ranks in 2..=4 {
         for lost in 0..num_ranks {
-            who_is_gone_fails_the_others(group(num_ranks), lost, false);
-            who_is_gone_fails_the_others(group(num_ranks), lost, true);
-            who_does_something_else_fails_all(group(num_ranks), lost);
+            a_lost_rank_fails_the_others(group(num_ranks), lost, false);
+            a_lost_rank_fails_the_others(group(num_ranks), lost, true);
+            a_different_operation_fails_all_ranks(group(num_ranks), lost);
         }
     }
 }
 
-/// Runs `rank` of each end on a thread of its own; what they return.
+/// Runs `rank` for each end on its own thread and returns the results.
 fn on_threads<C: Communicator, T: Send>(ends: Vec<C>, rank: impl Fn(C) -> T + Sync) -> Vec<T> {
     std::thread::scope(|scope| {
         let threads: Vec<_> = ends.into_iter().map(|end| scope.spawn(|| rank(end))).collect();
-        threads.into_iter().map(|thread| thread.join().expect("a rank that ends well")).collect()
+        threads.into_iter().map(|thread| thread.join().expect("a rank that does not panic")).collect()
     })
 }
 
@@ -68,7 +68,7 @@ fn parts_are_gathered_in_the_order_of_ranks<C: Communicator>(ends: Vec<C>) {
     });
 }
 
-fn what_came_before_a_barrier_is_seen_after<C: Communicator>(ends: Vec<C>) {
+fn writes_before_a_barrier_are_seen_after_it<C: Communicator>(ends: Vec<C>) {
     let num_ranks = ends.len();
     let num_written = AtomicUsize::new(0);
     on_threads(ends, |mut end| {
@@ -81,8 +81,8 @@ fn what_came_before_a_barrier_is_seen_after<C: Communicator>(ends: Vec<C>) {
     });
 }
 
-/// After some rounds one rank goes away; the others, which wait for it, are told, and so is whoever asks again.
-fn who_is_gone_fails_the_others<C: Communicator>(ends: Vec<C>, lost: usize, panics: bool) {
+/// After some rounds one rank is dropped. The waiting ranks get an error, and so does each later call.
+fn a_lost_rank_fails_the_others<C: Communicator>(ends: Vec<C>, lost: usize, panics: bool) {
     let num_waiting = AtomicUsize::new(0);
     let num_others = ends.len() - 1;
     let outcomes = on_threads(ends, |mut end| {
@@ -91,14 +91,14 @@ fn who_is_gone_fails_the_others<C: Communicator>(ends: Vec<C>, lost: usize, pani
             end.all_reduce_sum(&mut [1.0; 40]).unwrap();
         }
         if idx == lost {
-            // Most times the others sleep by then.
+            // The others usually sleep by now.
             while num_waiting.load(Ordering::Relaxed) < num_others {
                 std::thread::yield_now();
             }
             std::thread::sleep(std::time::Duration::from_millis(1));
             if panics {
                 let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(move || {
-                    let _gone = end;
+                    let _dropped = end;
                     panic!("on purpose");
                 }));
                 assert!(panicked.is_err());
@@ -111,7 +111,7 @@ fn who_is_gone_fails_the_others<C: Communicator>(ends: Vec<C>, lost: usize, pani
     });
     for (idx, outcomes) in outcomes.into_iter().enumerate() {
         assert_eq!(outcomes.is_empty(), idx == lost);
-        // Once one has ended for that reason, it may be the one that another misses.
+        // A rank that ended for that reason may be the one that another reports as lost.
         assert!(outcomes.iter().all(|outcome| matches!(outcome, Err(CommunicatorError::Lost { .. }))));
         if let Some(first) = outcomes.first() {
             assert_eq!(*first, Err(CommunicatorError::Lost { rank: lost }));
@@ -119,14 +119,14 @@ fn who_is_gone_fails_the_others<C: Communicator>(ends: Vec<C>, lost: usize, pani
     }
 }
 
-fn who_does_something_else_fails_all<C: Communicator>(ends: Vec<C>, other: usize) {
+fn a_different_operation_fails_all_ranks<C: Communicator>(ends: Vec<C>, other: usize) {
     let outcomes = on_threads(ends, |mut end| {
         let outcome = match end.rank().idx == other {
             true if other.is_multiple_of(2) => end.all_reduce_sum(&mut [1.0; 41]),
             true => end.barrier(),
             false => end.all_reduce_sum(&mut [1.0; 40]),
         };
-        // Nobody goes before all have been told.
+        // Every rank keeps its end until all have their error.
         (outcome, end)
     });
     for (outcome, _) in outcomes {
