@@ -270,7 +270,7 @@ impl GuardedDevice {
         let at = self.driver.allocate(size_bytes)?;
         // SAFETY: the allocation has this length.
         unsafe { self.driver.fill(at, POISON, size_bytes) }?;
-        let at = at.add(GUARD_BYTES);
+        let at = at.offset_by(GUARD_BYTES);
         self.buffers.push((at, num_bytes));
         Ok(at)
     }
@@ -283,7 +283,7 @@ impl GuardedDevice {
         let mut guard = [0; GUARD_BYTES];
         for &(at, num_bytes) in &self.buffers {
             for (place, from) in
-                [("before", Address(at.0 - GUARD_BYTES as u64)), ("behind", at.add(num_bytes))]
+                [("before", Address(at.0 - GUARD_BYTES as u64)), ("behind", at.offset_by(num_bytes))]
             {
                 // SAFETY: the guard is part of the buffer's allocation.
                 unsafe { self.driver.download(from, &mut guard) }?;

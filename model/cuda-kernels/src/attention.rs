@@ -123,7 +123,7 @@ impl AttentionArgs {
         AttentionArgs {
             q: rows.q,
             out: rows.out,
-            kv: pool.add(layout.layer_offset(layer_idx)),
+            kv: pool.offset_by(layout.layer_offset(layer_idx)),
             block_tables: rows.block_tables,
             first_row: rows.first_row,
             num_rows: rows.num_rows,

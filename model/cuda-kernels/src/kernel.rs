@@ -12,7 +12,7 @@ impl Address {
     pub const NULL: Address = Address(0);
 
     /// The address `offset` bytes further.
-    pub fn add(self, offset: usize) -> Address {
+    pub fn offset_by(self, offset: usize) -> Address {
         Address(self.0 + offset as u64)
     }
 }

@@ -21,7 +21,7 @@ impl Noise {
         let at = device.allocate(num_bytes)?;
         for from in (0..num_bytes).step_by(NOISE_BYTES) {
             // SAFETY: both ranges are inside their allocations.
-            unsafe { device.copy(at.add(from), self.0, NOISE_BYTES.min(num_bytes - from)) }?;
+            unsafe { device.copy(at.offset_by(from), self.0, NOISE_BYTES.min(num_bytes - from)) }?;
         }
         Ok(at)
     }

@@ -125,7 +125,7 @@ impl Scales {
     pub fn after(self, first: usize) -> Scales {
         debug_assert!(first.is_multiple_of(self.rows_per_scale as usize), "rows of a scale");
         let offset = first / self.rows_per_scale as usize * self.row_stride as usize * 4;
-        let moved = |at: Address| if at == Address::NULL { at } else { at.add(offset) };
+        let moved = |at: Address| if at == Address::NULL { at } else { at.offset_by(offset) };
         Scales { scales: moved(self.scales), zeros: moved(self.zeros), ..self }
     }
 }

@@ -135,7 +135,7 @@ impl<D: KernelDevice> BlockQueue<D> {
         form: CodeFormat,
         direction: CodeDirection,
     ) -> Result<Address, CudaError> {
-        let list = self.runs.add(nth * MAX_RUNS * size_of::<u64>());
+        let list = self.runs.offset_by(nth * MAX_RUNS * size_of::<u64>());
         let kernel = CodePieces {
             pool,
             offsets: list,

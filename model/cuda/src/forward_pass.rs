@@ -110,7 +110,7 @@ impl ForwardPass<'_> {
             query_norm: layer.query_norm,
             key_norm: layer.key_norm,
             bias: layer.qkv_bias,
-            layer: self.pool.add(self.layout.layer_offset(layer_idx)),
+            layer: self.pool.offset_by(self.layout.layer_offset(layer_idx)),
             block_bytes: self.layout.block_bytes() as u64,
             num_rows: self.inputs.num_rows as u32,
             num_heads: self.spec.num_heads as u32,
@@ -165,7 +165,7 @@ impl ForwardPass<'_> {
         num_rows: usize,
     ) -> Result<(), CudaError> {
         let (head, rank, vocab_size) = (self.weights.head, self.rank, self.spec.vocab_size);
-        let left = self.buffers.hidden.add(first * head.num_in * 2);
+        let left = self.buffers.hidden.offset_by(first * head.num_in * 2);
         let (x, stride) = match rank.num_ranks {
             1 => (self.buffers.logits, vocab_size),
             num_ranks => (self.buffers.logit_parts, logit_stride(vocab_size, num_ranks)),
@@ -241,10 +241,10 @@ impl ForwardPass<'_> {
         let rows = AttentionRows {
             q: self.buffers.qkv,
             out: self.buffers.attended,
-            block_tables: self.at.block_tables.add(first * self.inputs.max_blocks * 4),
-            first_row: self.at.first_row.add(first * 4),
-            num_rows: self.at.num_rows.add(first * 4),
-            start_idx: self.at.start_idx.add(first * 4),
+            block_tables: self.at.block_tables.offset_by(first * self.inputs.max_blocks * 4),
+            first_row: self.at.first_row.offset_by(first * 4),
+            num_rows: self.at.num_rows.offset_by(first * 4),
+            start_idx: self.at.start_idx.offset_by(first * 4),
             max_blocks: self.inputs.max_blocks as u32,
             num_sequences: num_sequences as u32,
         };
@@ -399,8 +399,14 @@ impl ForwardPass<'_> {
         let half = if is_divided { num_rows / 2 } else { num_rows };
         for rows in [0..half, half..num_rows].into_iter().filter(|rows| !rows.is_empty()) {
             let first = rows.start;
-            let from = from.add(first * linear.weight.num_in * 2);
-            self.apply_rows(device, linear, from, self.buffers.added.add(first * hidden * 2), rows.len())?;
+            let from = from.offset_by(first * linear.weight.num_in * 2);
+            self.apply_rows(
+                device,
+                linear,
+                from,
+                self.buffers.added.offset_by(first * hidden * 2),
+                rows.len(),
+            )?;
             self.begin_sum(device, rows)?;
         }
         self.end_sums(device)
@@ -417,7 +423,9 @@ impl ForwardPass<'_> {
         }
         let hidden = self.spec.hidden_size;
         // SAFETY: as `ForwardPass` says.
-        unsafe { device.begin_sum(self.buffers.added.add(rows.start * hidden * 2), rows.len() * hidden) }
+        unsafe {
+            device.begin_sum(self.buffers.added.offset_by(rows.start * hidden * 2), rows.len() * hidden)
+        }
     }
 
     /// A product of all rows, plus its bias.

@@ -208,7 +208,7 @@ impl Inputs {
 
     /// The addresses of the parts if the inputs start at `base`.
     pub fn at(&self, base: Address) -> InputAddresses {
-        let at = |first_word: usize| base.add(first_word * 4);
+        let at = |first_word: usize| base.offset_by(first_word * 4);
         InputAddresses {
             tokens: at(self.parts.tokens),
             positions: at(self.parts.positions),

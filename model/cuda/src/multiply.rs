@@ -245,7 +245,7 @@ impl ProductScratch {
             // SAFETY: the caller guarantees the rows. The scratch memory holds this many outputs.
             unsafe {
                 device.launch(&self.widen(matrix.rows_at(first, num_out)))?;
-                let out = product.out.add(first * out_bytes);
+                let out = product.out.offset_by(first * out_bytes);
                 let num_out = num_out as u64;
                 device.multiply(&Product { right: self.widened, out, num_out, ..*product })?;
             }
@@ -279,7 +279,7 @@ impl ProductScratch {
             ExpertProduct {
                 a: from,
                 rows,
-                offsets: offsets.add(first * 4),
+                offsets: offsets.offset_by(first * 4),
                 weights,
                 out,
                 depth: matrix.num_in as u32,

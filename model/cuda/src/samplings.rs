@@ -148,9 +148,9 @@ impl SamplingInputs {
         sampled: Address,
     ) -> CountSampled {
         CountSampled {
-            rows: base.add(parts.rows),
-            counts: base.add(parts.counts),
-            sources: base.add(sources),
+            rows: base.offset_by(parts.rows),
+            counts: base.offset_by(parts.counts),
+            sources: base.offset_by(sources),
             sampled,
             num_rows: self.rows.len() as u64,
         }
@@ -168,13 +168,13 @@ impl SamplingInputs {
         (first, num_rows): (usize, usize),
     ) -> SampleRows {
         let at = Offsets::of(self.rows.len());
-        let result = |offset: usize, row_bytes: usize| buffers.results.add(offset + first * row_bytes);
+        let result = |offset: usize, row_bytes: usize| buffers.results.offset_by(offset + first * row_bytes);
         SampleRows {
             logits,
-            rows: base.add(parts.rows + first * size_of::<RowSampling>()),
-            counts: base.add(parts.counts),
-            biases: base.add(parts.biases),
-            stops: base.add(parts.stops),
+            rows: base.offset_by(parts.rows + first * size_of::<RowSampling>()),
+            counts: base.offset_by(parts.counts),
+            biases: base.offset_by(parts.biases),
+            stops: base.offset_by(parts.stops),
             saved: buffers.saved,
             tokens: result(0, 4),
             logprobs: result(at.logprobs, 4),

@@ -105,7 +105,7 @@ impl DeviceMatrix {
     /// the rows per scale. The rows may belong to a matrix that follows this one.
     pub fn rows_at(self, first: usize, num_out: usize) -> DeviceMatrix {
         DeviceMatrix {
-            at: self.at.add(first * self.kind.row_bytes(self.num_in)),
+            at: self.at.offset_by(first * self.kind.row_bytes(self.num_in)),
             scales: self.scales.after(first),
             num_out,
             ..self
@@ -293,7 +293,7 @@ impl<D: KernelDevice> Uploader<'_, D> {
             rows.fill(places, self.num_threads);
             rows.place_scales(first, &mut tables);
             // SAFETY: the allocation has room for all rows.
-            unsafe { self.device.upload(at.add(first * row_bytes), &rows.bytes) }?;
+            unsafe { self.device.upload(at.offset_by(first * row_bytes), &rows.bytes) }?;
             self.advance(rows.bytes.len());
         }
         let mut scales = form.scales(num_rows, *num_in);

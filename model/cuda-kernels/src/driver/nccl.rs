@@ -133,7 +133,7 @@ impl NcclMember {
     ) -> Result<(), CudaError> {
         let others = 1..self.rank.num_ranks;
         let operations = match self.rank.is_first() {
-            true => others.map(|idx| (false, at.add(idx * len_bytes), idx)).collect(),
+            true => others.map(|idx| (false, at.offset_by(idx * len_bytes), idx)).collect(),
             false => vec![(true, at, 0)],
         };
         // SAFETY: the caller guarantees it.

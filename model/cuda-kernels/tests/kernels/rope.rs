@@ -93,7 +93,7 @@ fn run(
         query_norm,
         key_norm,
         bias: bias.map_or(Address::NULL, |bias| emulator.buffer(bytemuck::cast_slice(bias))),
-        layer: storage.add(layout.layer_offset(LAYER_IDX)),
+        layer: storage.offset_by(layout.layer_offset(LAYER_IDX)),
         block_bytes: layout.block_bytes() as u64,
         num_rows: ROWS.len() as u32,
         num_heads: NUM_HEADS as u32,

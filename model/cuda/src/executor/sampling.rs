@@ -104,7 +104,7 @@ impl<D: KernelDevice> DeviceExecutor<D> {
     /// others.
     fn take_tokens(&mut self, sources: usize, num: usize, num_sampled: usize) -> Result<(), CudaError> {
         let (base, sampled) = (self.buffers.inputs, self.buffers.samplings.results);
-        let (tokens, sources) = (self.inputs.at(base).tokens, base.add(sources));
+        let (tokens, sources) = (self.inputs.at(base).tokens, base.offset_by(sources));
         // SAFETY: the previous step has all of these rows. It and this step read the inputs in the order of the
         // queue.
         unsafe {
@@ -159,7 +159,7 @@ impl<D: KernelDevice> DeviceExecutor<D> {
                 left.resize(start + vocab_size, 0.0);
                 let row = bytemuck::cast_slice_mut(&mut left[start..]);
                 // SAFETY: this many rows were just queued.
-                unsafe { device.download(logits.add((row_idx - first) * vocab_size * 4), row) }?;
+                unsafe { device.download(logits.offset_by((row_idx - first) * vocab_size * 4), row) }?;
             }
             let range = (first, num_rows);
             let kernel =
