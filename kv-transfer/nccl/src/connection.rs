@@ -26,7 +26,7 @@ use tracing::{debug, error, info, warn};
 
 use super::{
     communicators::Slot,
-    fabric::{Communicator, Direction, Place, Rank, Reached, UniqueId},
+    fabric::{NcclCommunicator, NcclRank, Place, ReachableMemory, TransferDirection, UniqueId},
     joining::wait_until_ready,
     lane::{Lane, MAX_GROUPS},
     pool::Shared,
@@ -39,10 +39,10 @@ pub(super) struct Connection {
     socket: Arc<TcpStream>,
     slot: Slot,
     is_evicted: Arc<AtomicBool>,
-    communicator: Box<dyn Communicator>,
+    communicator: Box<dyn NcclCommunicator>,
     lane: Lane<Flight>,
     staging: StagingSlots,
-    staged: Reached,
+    staged: ReachableMemory,
     hasher: Hasher,
 }
 
@@ -105,7 +105,7 @@ impl Connection {
         let nccl_failed = |error| unreachable(io::Error::other(error));
         let staging = StagingSlots::new(&layout, config.frame_bytes).map_err(unreachable)?;
         let staged = shared.nccl.fabric.reach(&staging.memory).map_err(nccl_failed)?;
-        let mut communicator = shared.nccl.fabric.join(&id, Rank::Sender).map_err(nccl_failed)?;
+        let mut communicator = shared.nccl.fabric.join(&id, NcclRank::Sender).map_err(nccl_failed)?;
         if let Err(error) = wait_until_ready(&mut *communicator, &socket, timeout) {
             // Nothing was posted: whether it succeeds does not matter to any block.
             let _ = communicator.abort();
@@ -235,7 +235,8 @@ impl Connection {
         {
             // SAFETY: nobody writes the pieces, which the flight's route keeps, until it is done, or after the
             // communicator was aborted.
-            unsafe { self.communicator.post(Direction::Send, &flight.places) }.map_err(io::Error::other)?;
+            unsafe { self.communicator.post(TransferDirection::Send, &flight.places) }
+                .map_err(io::Error::other)?;
             self.lane.posted();
             has_moved = true;
         }

@@ -15,7 +15,7 @@ use thiserror::Error;
 
 /// Which of the two a process is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Rank {
+pub enum NcclRank {
     /// The decode worker.
     Receiver,
     /// The prefill worker.
@@ -24,7 +24,7 @@ pub enum Rank {
 
 /// What a group does with its places.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Direction {
+pub enum TransferDirection {
     /// The source.
     Send,
     /// The destination.
@@ -74,18 +74,18 @@ impl From<NcclError> for FabricError {
 /// What moves bytes between the pools of two processes.
 pub trait Fabric: Debug + Send + Sync {
     /// Lets the fabric read and write a pool: once for each, not for a request.
-    fn reach(&self, memory: &Arc<BlockStorage>) -> Result<Reached, FabricError>;
+    fn reach(&self, memory: &Arc<BlockStorage>) -> Result<ReachableMemory, FabricError>;
 
     /// A new one, of which the other rank is told.
     fn unique_id(&self) -> Result<UniqueId, FabricError>;
 
-    /// Begins to join the other rank; [`Communicator::is_ready`] says when that has happened.
-    fn join(&self, id: &UniqueId, rank: Rank) -> Result<Box<dyn Communicator>, FabricError>;
+    /// Begins to join the other rank; [`NcclCommunicator::is_ready`] says when that has happened.
+    fn join(&self, id: &UniqueId, rank: NcclRank) -> Result<Box<dyn NcclCommunicator>, FabricError>;
 }
 
 /// The connection of two ranks. Groups are carried out one after the other, in the order in which each side posted
 /// them: the n-th place that one sends goes to the n-th that the other receives, whatever they belong to.
-pub trait Communicator: Send {
+pub trait NcclCommunicator: Send {
     /// Whether what was begun last, joining or posting, has taken hold, so that the next group may be posted.
     fn is_ready(&mut self) -> Result<bool, FabricError>;
 
@@ -94,7 +94,7 @@ pub trait Communicator: Send {
     /// # Safety
     /// The places are reached by the fabric. Until the group is done, or the communicator is aborted, nobody writes
     /// those of a `Send`, and nobody uses those of a `Receive`.
-    unsafe fn post(&mut self, direction: Direction, places: &[Place]) -> Result<(), FabricError>;
+    unsafe fn post(&mut self, direction: TransferDirection, places: &[Place]) -> Result<(), FabricError>;
 
     /// How many groups are done, of all that were posted: their places are not used any more, and hold what came.
     fn num_done(&mut self) -> Result<u64, FabricError>;
@@ -108,29 +108,33 @@ pub trait Communicator: Send {
 }
 
 /// A pool that a fabric can read and write, for as long as this lives.
-pub struct Reached {
+pub struct ReachableMemory {
     base: u64,
     // Ends before the memory goes.
     registration: Option<Box<dyn Send + Sync>>,
     memory: Arc<BlockStorage>,
 }
 
-impl Debug for Reached {
+impl Debug for ReachableMemory {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Reached({:#x})", self.base)
+        write!(f, "ReachableMemory({:#x})", self.base)
     }
 }
 
-impl Drop for Reached {
+impl Drop for ReachableMemory {
     fn drop(&mut self) {
         drop(self.registration.take());
     }
 }
 
-impl Reached {
+impl ReachableMemory {
     /// `base` is where the fabric sees the first byte of the memory; dropping `registration` ends that.
-    pub fn new(memory: &Arc<BlockStorage>, base: u64, registration: Option<Box<dyn Send + Sync>>) -> Reached {
-        Reached { base, registration, memory: Arc::clone(memory) }
+    pub fn new(
+        memory: &Arc<BlockStorage>,
+        base: u64,
+        registration: Option<Box<dyn Send + Sync>>,
+    ) -> ReachableMemory {
+        ReachableMemory { base, registration, memory: Arc::clone(memory) }
     }
 
     /// The pool.

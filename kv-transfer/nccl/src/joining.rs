@@ -8,11 +8,11 @@ use std::{
 
 use baton_transfer::socket;
 
-use super::fabric::Communicator;
+use super::fabric::NcclCommunicator;
 
 /// Waits until both ranks have joined, the socket has ended, or time is up.
 pub(super) fn wait_until_ready(
-    communicator: &mut dyn Communicator,
+    communicator: &mut dyn NcclCommunicator,
     socket: &TcpStream,
     timeout: Duration,
 ) -> io::Result<()> {

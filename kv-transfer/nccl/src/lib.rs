@@ -68,6 +68,8 @@ mod tests;
 mod wire;
 
 pub use client::NcclSending;
-pub use fabric::{Communicator, Direction, Fabric, FabricError, Place, Rank, Reached, UniqueId};
+pub use fabric::{
+    Fabric, FabricError, NcclCommunicator, NcclRank, Place, ReachableMemory, TransferDirection, UniqueId,
+};
 pub use findings::NcclFindings;
 pub use server::NcclReceiving;

@@ -15,7 +15,7 @@ use baton_transfer::{
 
 use super::{
     communicators::Communicators,
-    fabric::{Fabric, Reached},
+    fabric::{Fabric, ReachableMemory},
     wire::Message,
 };
 
@@ -23,7 +23,7 @@ use super::{
 pub(super) struct Sharing {
     pub(super) grants: Arc<Grants>,
     pub(super) fabric: Arc<dyn Fabric>,
-    pub(super) pool: Reached,
+    pub(super) pool: ReachableMemory,
     pub(super) communicators: Arc<Communicators>,
     pub(super) io_timeout: Duration,
     pub(super) handshake_timeout: Duration,

@@ -7,14 +7,14 @@ use baton_transfer::{SenderContext, sender::Jobs};
 
 use super::{
     communicators::{Communicators, MAX_COMMUNICATORS},
-    fabric::{Fabric, FabricError, Reached},
+    fabric::{Fabric, FabricError, ReachableMemory},
 };
 
 /// What every peer of a sender shares.
 pub(super) struct NcclSender {
     pub(super) fabric: Arc<dyn Fabric>,
     /// The source pool.
-    pub(super) pool: Reached,
+    pub(super) pool: ReachableMemory,
     pub(super) communicators: Arc<Communicators>,
 }
 

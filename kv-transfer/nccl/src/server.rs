@@ -16,7 +16,7 @@ use baton_handoff::{TransportKind, TransportOffer};
 use baton_kv_cache::BlockStorage;
 use baton_transfer::{
     Listening, ReceiverConfig, ReceivingTransport,
-    receiver::{Acceptor, Admission, Grants, Service, listen},
+    receiver::{Acceptor, Grants, PeerAdmission, Service, listen},
     socket,
 };
 use tracing::{debug, info, warn};
@@ -24,7 +24,7 @@ use tracing::{debug, info, warn};
 use super::{
     communicators::{Communicators, MAX_COMMUNICATORS, Slot},
     cuda,
-    fabric::{Communicator, Fabric, Rank},
+    fabric::{Fabric, NcclCommunicator, NcclRank},
     joining::wait_until_ready,
     peer::{Peer, Sharing},
     session::Session,
@@ -100,7 +100,7 @@ impl Service for Sharing {
         let _ = peer.socket.shutdown(Shutdown::Both);
     }
 
-    fn serve(&self, peer: &Arc<Peer>, admission: &Admission) {
+    fn serve(&self, peer: &Arc<Peer>, admission: &PeerAdmission) {
         let counters = self.grants.counters().of(TransportKind::Nccl);
         let result = match self.greet(peer, admission) {
             Ok(Some((slot, communicator))) => {
@@ -127,7 +127,11 @@ impl Service for Sharing {
 
 impl Sharing {
     /// The communicator with the peer, once both have joined.
-    fn greet(&self, peer: &Peer, admission: &Admission) -> io::Result<Option<(Slot, Box<dyn Communicator>)>> {
+    fn greet(
+        &self,
+        peer: &Peer,
+        admission: &PeerAdmission,
+    ) -> io::Result<Option<(Slot, Box<dyn NcclCommunicator>)>> {
         socket::configure(&peer.socket, self.io_timeout)?;
         let mut bytes = [0; MESSAGE_BYTES];
         socket::receive_until(&peer.socket, &mut bytes, Instant::now() + self.handshake_timeout)?;
@@ -147,7 +151,7 @@ impl Sharing {
         Ok(None)
     }
 
-    fn join(&self, peer: &Peer) -> io::Result<Option<(Slot, Box<dyn Communicator>)>> {
+    fn join(&self, peer: &Peer) -> io::Result<Option<(Slot, Box<dyn NcclCommunicator>)>> {
         let evict = {
             let (socket, is_evicted) = (Arc::clone(&peer.socket), Arc::clone(&peer.is_evicted));
             move || {
@@ -164,7 +168,7 @@ impl Sharing {
         let joining = self
             .fabric
             .unique_id()
-            .and_then(|id| self.fabric.join(&id, Rank::Receiver).map(|communicator| (id, communicator)));
+            .and_then(|id| self.fabric.join(&id, NcclRank::Receiver).map(|communicator| (id, communicator)));
         let (id, mut communicator) = match joining {
             Ok(joining) => joining,
             Err(error) => {

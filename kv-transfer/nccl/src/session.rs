@@ -18,7 +18,7 @@ use tracing::{error, warn};
 
 use super::{
     communicators::Slot,
-    fabric::{Communicator, Direction, Place},
+    fabric::{NcclCommunicator, Place, TransferDirection},
     lane::{Lane, MAX_GROUPS},
     peer::{Peer, Sharing},
     wire::{self, MESSAGE_BYTES, Message, Refusal, decode},
@@ -37,7 +37,7 @@ pub(super) struct Session<'a> {
     sharing: &'a Sharing,
     peer: &'a Arc<Peer>,
     slot: Slot,
-    communicator: Box<dyn Communicator>,
+    communicator: Box<dyn NcclCommunicator>,
     lane: Lane<Group>,
     /// Groups in the lane, by grant. As long as there is one, this peer is a writer of the grant.
     open: HashMap<Generation, usize>,
@@ -48,7 +48,7 @@ impl<'a> Session<'a> {
         sharing: &'a Sharing,
         peer: &'a Arc<Peer>,
         slot: Slot,
-        communicator: Box<dyn Communicator>,
+        communicator: Box<dyn NcclCommunicator>,
     ) -> Session<'a> {
         let lane = Lane::new(Instant::now());
         Session { sharing, peer, slot, communicator, lane, open: HashMap::new() }
@@ -164,7 +164,8 @@ impl<'a> Session<'a> {
         {
             // SAFETY: the places lie in granted blocks, claimed for this group alone. They are released when the
             // group is done, or after the communicator was aborted.
-            unsafe { self.communicator.post(Direction::Receive, &group.places) }.map_err(io::Error::other)?;
+            unsafe { self.communicator.post(TransferDirection::Receive, &group.places) }
+                .map_err(io::Error::other)?;
             self.lane.posted();
             has_moved = true;
         }

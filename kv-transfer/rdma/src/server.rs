@@ -17,7 +17,7 @@ use baton_handoff::{Generation, TransportKind, TransportOffer};
 use baton_kv_cache::BlockStorage;
 use baton_transfer::{
     Listening, ReceiverConfig, ReceivingTransport,
-    receiver::{Acceptor, Admission, Grants, OneSidedWriter, Service, WriterId, listen},
+    receiver::{Acceptor, Grants, OneSidedWriter, PeerAdmission, Service, WriterId, listen},
     socket,
     word::{self, Word},
 };
@@ -93,7 +93,7 @@ impl Service for Sharing {
         Writer { socket, address, id: self.grants.new_writer(), revoked: Mutex::default() }
     }
 
-    fn serve(&self, writer: &Arc<Writer>, admission: &Admission) {
+    fn serve(&self, writer: &Arc<Writer>, admission: &PeerAdmission) {
         let counters = self.grants.counters().of(TransportKind::Rdma);
         let result = self.greet(writer, admission).and_then(|agents| match agents {
             Some(agents) => {
@@ -156,7 +156,7 @@ impl OneSidedWriter for Writer {
 
 impl Sharing {
     /// The agents that the peer was given, if it was.
-    fn greet(&self, writer: &Writer, admission: &Admission) -> io::Result<Option<Vec<Agent>>> {
+    fn greet(&self, writer: &Writer, admission: &PeerAdmission) -> io::Result<Option<Vec<Agent>>> {
         socket::configure(&writer.socket, self.io_timeout)?;
         let mut bytes = [0; MESSAGE_BYTES];
         socket::receive_until(&writer.socket, &mut bytes, Instant::now() + self.handshake_timeout)?;

@@ -24,7 +24,7 @@ use baton_handoff::{Generation, TransportKind, TransportOffer};
 use baton_kv_cache::DeviceMemory;
 use baton_transfer::{
     Listening, ReceiverConfig, ReceivingTransport,
-    receiver::{Acceptor, Admission, Grants, OneSidedWriter, Service, WriterId},
+    receiver::{Acceptor, Grants, OneSidedWriter, PeerAdmission, Service, WriterId},
     word::{self, Word},
 };
 use tracing::{info, warn};
@@ -167,7 +167,7 @@ impl Service for Sharing {
         let _ = writer.socket.shutdown(Shutdown::Both);
     }
 
-    fn serve(&self, writer: &Arc<Writer>, admission: &Admission) {
+    fn serve(&self, writer: &Arc<Writer>, admission: &PeerAdmission) {
         serve(self, writer, admission);
     }
 }
@@ -228,7 +228,7 @@ impl OneSidedWriter for Writer {
     }
 }
 
-fn serve(sharing: &Sharing, writer: &Arc<Writer>, admission: &Admission) {
+fn serve(sharing: &Sharing, writer: &Arc<Writer>, admission: &PeerAdmission) {
     let counters = sharing.grants.counters().of(TransportKind::Shm);
     let mut result = greet(sharing, writer, admission);
     if let Ok(true) = result {
@@ -265,7 +265,7 @@ fn serve(sharing: &Sharing, writer: &Arc<Writer>, admission: &Admission) {
 }
 
 /// Whether the peer was given the memory.
-fn greet(sharing: &Sharing, writer: &Writer, admission: &Admission) -> io::Result<bool> {
+fn greet(sharing: &Sharing, writer: &Writer, admission: &PeerAdmission) -> io::Result<bool> {
     let socket = &writer.socket;
     socket.set_read_timeout(Some(sharing.io_timeout))?;
     let peer_uid = host::peer_uid(socket)?;

@@ -13,7 +13,7 @@ use baton_tls::{Identity, Tls};
 use baton_transfer::{
     Listening, ReceiverConfig, ReceivingTransport, TransportCounters,
     checksum::SumOf,
-    receiver::{Acceptor, Admission, Claim, Grants, LiveGrant, Service, listen},
+    receiver::{Acceptor, Claim, Grants, LiveGrant, PeerAdmission, Service, listen},
     socket::{self, Places},
 };
 use tracing::{debug, info, warn};
@@ -87,7 +87,7 @@ impl Service for Receiving {
         let _ = peer.socket.shutdown(Shutdown::Both);
     }
 
-    fn serve(&self, peer: &Arc<Peer>, admission: &Admission) {
+    fn serve(&self, peer: &Arc<Peer>, admission: &PeerAdmission) {
         match self.serve_peer(peer, admission) {
             Ok(()) => debug!(peer = %peer.address, "kv data connection closed"),
             Err(_) if admission.is_stopping() => {}
@@ -121,7 +121,7 @@ struct Connection<'a> {
 }
 
 impl Receiving {
-    fn serve_peer(&self, peer: &Peer, admission: &Admission) -> io::Result<()> {
+    fn serve_peer(&self, peer: &Peer, admission: &PeerAdmission) -> io::Result<()> {
         socket::configure(&peer.socket, self.io_timeout)?;
         if let Some(num_bytes) = self.socket_buffer_bytes {
             socket::set_buffer(&peer.socket, libc::SO_RCVBUF, num_bytes)?;
@@ -145,7 +145,12 @@ impl Receiving {
     }
 
     /// Nothing is known of the peer before this.
-    fn greet(&self, channel: &mut Channel, admission: &Admission, deadline: Instant) -> io::Result<Welcome> {
+    fn greet(
+        &self,
+        channel: &mut Channel,
+        admission: &PeerAdmission,
+        deadline: Instant,
+    ) -> io::Result<Welcome> {
         let mut bytes = [0; wire::HELLO_BYTES];
         channel.reader.receive_until(&mut bytes, deadline)?;
         let hello = Hello::decode(&bytes).ok_or_else(|| invalid("not a kv data peer"))?;

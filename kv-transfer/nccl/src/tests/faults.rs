@@ -21,7 +21,7 @@ use crate::tests::NCCL;
 use crate::{
     NcclReceiving, NcclSending,
     communicators::MAX_COMMUNICATORS,
-    fabric::{Communicator, Direction, Fabric as _, Place, Rank, UniqueId},
+    fabric::{Fabric as _, NcclCommunicator, NcclRank, Place, TransferDirection, UniqueId},
     lane::MAX_GROUPS,
     tests::fake_fabric::MemoryFabric,
     wire::{self, MESSAGE_BYTES, Message, Refusal},
@@ -55,7 +55,7 @@ pub(super) fn hear(control: &TcpStream) -> Option<Message> {
 /// A joined sender, which sends whatever it likes, whenever it likes.
 pub(super) struct ByHand {
     control: TcpStream,
-    communicator: Box<dyn Communicator>,
+    communicator: Box<dyn NcclCommunicator>,
     source: Arc<BlockStorage>,
 }
 
@@ -67,7 +67,7 @@ impl ByHand {
         assert_eq!(hear(&control), Some(Message::Welcome));
         let mut id = UniqueId([0; UniqueId::BYTES]);
         socket::receive_exact(&control, &mut id.0, NEVER).unwrap();
-        let communicator = MemoryFabric::default().join(&id, Rank::Sender).unwrap();
+        let communicator = MemoryFabric::default().join(&id, NcclRank::Sender).unwrap();
         ByHand { control, communicator, source: Arc::clone(&fabric.source) }
     }
 
@@ -91,7 +91,7 @@ impl ByHand {
         let places: Vec<_> = places.collect();
         while !self.communicator.is_ready().unwrap() {}
         // SAFETY: nobody writes the source of these tests.
-        unsafe { self.communicator.post(Direction::Send, &places) }.unwrap();
+        unsafe { self.communicator.post(TransferDirection::Send, &places) }.unwrap();
     }
 }
 
@@ -294,7 +294,7 @@ async fn an_idle_peer_makes_room_for_another_and_comes_back_unnoticed() {
 
 /// A decode worker by hand: welcomes one sender, and does as `act` says.
 fn decode_worker(
-    act: impl FnOnce(TcpStream, Box<dyn Communicator>) + Send + 'static,
+    act: impl FnOnce(TcpStream, Box<dyn NcclCommunicator>) + Send + 'static,
 ) -> (TransportOffer, std::thread::JoinHandle<()>) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let offer = TransportOffer::Nccl { address: listener.local_addr().unwrap().to_string(), pool: 7 };
@@ -303,7 +303,7 @@ fn decode_worker(
         assert_eq!(hear(&control), Some(hello(7, some_access_key(1))));
         let fabric = MemoryFabric::default();
         let id = fabric.unique_id().unwrap();
-        let communicator = fabric.join(&id, Rank::Receiver).unwrap();
+        let communicator = fabric.join(&id, NcclRank::Receiver).unwrap();
         control.write_all(&[Message::Welcome.encode().as_slice(), &id.0].concat()).unwrap();
         act(control, communicator);
     });
@@ -339,7 +339,7 @@ async fn a_decode_worker_that_stops_to_answer_is_given_up_at_the_deadline() {
                 let place = Place { address: target.address(), len: LAYOUT.layer_bytes() };
                 while !communicator.is_ready().unwrap() {}
                 // SAFETY: nobody else uses the target.
-                unsafe { communicator.post(Direction::Receive, &[place]) }.unwrap();
+                unsafe { communicator.post(TransferDirection::Receive, &[place]) }.unwrap();
             }
             assert_eq!(hear(&control), None, "given up");
         });

@@ -61,12 +61,12 @@ pub trait Service: Send + Sync + 'static {
     /// Makes `serve` end soon.
     fn hang_up(connection: &Self::Connection);
 
-    /// Until the connection ends. The peer is unauthenticated until the service [admits](Admission::admit) it.
-    fn serve(&self, connection: &Arc<Self::Connection>, admission: &Admission);
+    /// Until the connection ends. The peer is unauthenticated until the service [admits](PeerAdmission::admit) it.
+    fn serve(&self, connection: &Arc<Self::Connection>, admission: &PeerAdmission);
 }
 
 /// Whether a connection's peer is known to have a grant.
-pub struct Admission {
+pub struct PeerAdmission {
     is_admitted: AtomicBool,
     gate: Arc<Gate>,
 }
@@ -91,7 +91,7 @@ struct Rejections {
 /// The log has at most one rejection in this time.
 const LOG_EVERY: Duration = Duration::from_secs(1);
 
-impl Admission {
+impl PeerAdmission {
     /// The peer has shown an access key; `false` when too many others have.
     pub fn admit(&self) -> bool {
         let has_room = |num: usize| (num < self.gate.max_admitted).then_some(num + 1);
@@ -140,7 +140,7 @@ impl Gate {
     }
 }
 
-impl Drop for Admission {
+impl Drop for PeerAdmission {
     fn drop(&mut self) {
         if self.is_admitted() {
             self.gate.num_admitted.fetch_sub(1, Ordering::SeqCst);
@@ -169,7 +169,7 @@ struct Shared<S: Service> {
 /// A connection and its thread, oldest first.
 struct Served<S: Service> {
     connection: Arc<S::Connection>,
-    admission: Arc<Admission>,
+    admission: Arc<PeerAdmission>,
     is_hung_up: bool,
     thread: JoinHandle<()>,
 }
@@ -270,7 +270,7 @@ impl<S: Service> Shared<S> {
         }
         let connection = Arc::new(self.service.connection(stream));
         let admission =
-            Arc::new(Admission { is_admitted: AtomicBool::new(false), gate: Arc::clone(&self.gate) });
+            Arc::new(PeerAdmission { is_admitted: AtomicBool::new(false), gate: Arc::clone(&self.gate) });
         let thread = thread::Builder::new().name(S::THREADS.1.into()).spawn({
             let (service, connection) = (Arc::clone(&self.service), Arc::clone(&connection));
             let admission = Arc::clone(&admission);

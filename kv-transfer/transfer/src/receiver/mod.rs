@@ -31,7 +31,7 @@ use baton_kv_cache::{BlockId, BlockStorage, WireFormat};
 use baton_tls::Identity;
 use tokio::sync::oneshot;
 
-pub use acceptor::{Acceptor, Admission, Listen, Service};
+pub use acceptor::{Acceptor, Listen, PeerAdmission, Service};
 pub use config::{ReceiverConfig, listen};
 pub use grants::{Claim, Grants, LiveGrant, OneSidedWriter, ReceiverLoad, WriterId};
 use grants::{End, random};
