@@ -43,21 +43,7 @@ const ENDINGS: [&str; 9] = [".rs", ".cu", ".cuh", ".h", ".cpp", ".md", ".proto",
 const EXCEPT: [&str; 2] = ["xtask/src/words.rs", "CHANGELOG.md"];
 
 /// Beginnings of paths whose words are still to be changed. This list only shrinks; it ends empty.
-const NOT_YET_CHANGED: &[&str] = &[
-    "ARCHITECTURE.md",
-    "README.md",
-    "decode-worker/",
-    "docs/",
-    "engine/",
-    "fuzz/",
-    "kv-cache/",
-    "kv-transfer/",
-    "model/",
-    "proto/",
-    "router/",
-    "tests/",
-    "worker/",
-];
+const NOT_YET_CHANGED: &[&str] = &["decode-worker/", "model/", "tests/", "worker/"];
 
 /// Findings that are printed in full; the rest is counted.
 const MAX_SHOWN: usize = 60;

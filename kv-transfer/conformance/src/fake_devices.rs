@@ -213,7 +213,7 @@ pub async fn pushed(
     for (nth, &block) in ids.iter().enumerate() {
         for layer_idx in 0..LAYOUT.num_layers {
             let piece = vec![(nth * 16 + layer_idx) as u8; LAYOUT.layer_bytes()];
-            // SAFETY: nobody else uses the pool yet.
+            // SAFETY: only this test uses the pool so far.
             unsafe { source.store(block, layer_idx, &piece) }.unwrap();
         }
     }

@@ -162,7 +162,7 @@ impl TransferPair {
         soon(self.sender.route(granted.access_key(), granted.offers(), ())).await
     }
 
-    /// A route, however often one must ask: whoever is new may be turned away for a while.
+    /// A route. Retries while it fails: a receiver may reject new peers for a while.
     pub async fn route_in_the_end<K>(&self, granted: &Granted<K>) -> Route {
         let routed = async {
             loop {
@@ -265,7 +265,7 @@ pub fn fill(storage: &BlockStorage, block: BlockId, layer_idx: usize, byte: u8) 
     change(storage, block, layer_idx, |piece| piece.fill(byte));
 }
 
-/// Changes a piece, wherever it lies.
+/// Changes a piece, in host memory or on a device.
 pub fn change<R>(
     storage: &BlockStorage,
     block: BlockId,
@@ -274,7 +274,7 @@ pub fn change<R>(
 ) -> R {
     let mut piece = bytes(storage, block, layer_idx);
     let result = change(&mut piece);
-    // SAFETY: tests touch only blocks that nobody else does, or look at what a late writer would do.
+    // SAFETY: tests touch only blocks that no other code uses, or look at what a late writer would do.
     unsafe { storage.store(block, layer_idx, &piece) }.unwrap();
     result
 }
@@ -403,7 +403,7 @@ thread_local! {
 pub enum Setup {
     /// Pools in memory of the host.
     Plain,
-    /// Its pools are on a device, as far as anybody can tell.
+    /// The pools are on a device, or on a fake one.
     Devices,
     /// They are on two each.
     Divided,

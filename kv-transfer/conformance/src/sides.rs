@@ -259,7 +259,7 @@ pub async fn kv_that_cannot_go_there_finds_no_route(transport: TestTransport) {
     let other = shard(KvLayout { block_size: 8, ..LAYOUT });
     let routed = fabric.sender.route_to(&other, WireFormat::AsIs, granted.access_key(), granted.offers(), ());
     let error = soon(routed).await.err().unwrap();
-    // Over a network, nobody is told what is wrong.
+    // Over a network, no peer is told the reason.
     assert!(matches!(error, RouteError::Unreachable(_) | RouteError::OtherIncarnation(_)), "{error}");
     // The connection that was refused has not spoilt the way for those who know better.
     let own = shard(LAYOUT);

@@ -30,7 +30,7 @@ pub enum HandoffError {
     /// The result is not wanted any more: nothing to do.
     #[error("cancelled: {0}")]
     Cancelled(String),
-    /// A side's engine or service refused; the kind says whether anybody else would do.
+    /// A side's engine or service refused. The kind says whether another worker could do it.
     #[error("refused by the {by} worker: {}", failed.message)]
     Refused {
         /// Who refused.

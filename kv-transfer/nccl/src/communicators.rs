@@ -92,7 +92,7 @@ impl Table {
 }
 
 impl Slot {
-    /// Whether something is under way: then nobody is asked to end it. `false` when it was asked before.
+    /// Marks the communicator as busy or idle. A busy one is not asked to end. `false`: it was asked to end before.
     pub(super) fn set_busy(&self, is_busy: bool) -> bool {
         let mut table = self.communicators.table();
         let last_used = table.tick();
@@ -101,7 +101,7 @@ impl Slot {
         let is_wanted = entry.evict.is_some();
         drop(table);
         if !is_busy {
-            // It may be what somebody waits for.
+            // `enter` may wait for an idle communicator.
             self.communicators.left.notify_one();
         }
         is_wanted
@@ -144,10 +144,10 @@ mod tests {
         for idx in [2, 1] {
             assert!(slots[idx].set_busy(true) && slots[idx].set_busy(false));
         }
-        assert!(enter(&all, 3, &asked, NOW).is_none(), "nobody has left yet");
+        assert!(enter(&all, 3, &asked, NOW).is_none(), "no slot is free yet");
         assert_eq!(leaving.try_iter().collect::<Vec<_>>(), [2]);
         assert!(enter(&all, 3, &asked, NOW).is_none());
-        assert_eq!(leaving.try_iter().count(), 0, "one is leaving: nobody else is asked");
+        assert_eq!(leaving.try_iter().count(), 0, "one connection is leaving: no other is asked");
         assert!(!slots[2].set_busy(true), "too late to begin something");
         let mut slots = slots;
         drop(slots.remove(2));

@@ -1,8 +1,8 @@
 //! NCCL on a CUDA device.
 //!
-//! A group takes hold in two steps. NCCL launches its kernels from a thread of its own, since the communicator does
-//! not block; when it says that this has happened, an event is recorded behind them on the communicator's stream, and
-//! the event tells when they are done. Nothing is waited for but in [`NcclCommunicator::abort`].
+//! A group starts in two steps. The communicator does not block, so NCCL launches the kernels from a thread of its own.
+//! When NCCL reports the launch, an event is recorded behind the kernels on the communicator's stream. The event tells
+//! when they are done. Only [`NcclCommunicator::abort`] waits.
 
 use std::{
     collections::VecDeque,
@@ -35,7 +35,7 @@ pub(super) fn refuse_divided(storage: &BlockStorage) -> io::Result<()> {
     if !storage.is_divided() {
         return Ok(());
     }
-    let message = "blocks that lie on several devices do not travel over nccl";
+    let message = "blocks on several devices do not travel over nccl";
     Err(io::Error::new(io::ErrorKind::Unsupported, message))
 }
 
@@ -59,7 +59,7 @@ impl From<CudaError> for FabricError {
 }
 
 impl CudaFabric {
-    /// For a pool on a device that device; for one in host memory the first that this process sees.
+    /// For a pool on a device, that device. For a pool in host memory, the first device that this process sees.
     ///
     /// # Errors
     /// When the library or the device is missing.
@@ -232,7 +232,7 @@ impl NcclCommunicator for CudaCommunicator {
 
 impl Drop for CudaCommunicator {
     fn drop(&mut self) {
-        // Whoever cares about what it writes has aborted it before.
+        // A connection with groups in flight has aborted the communicator before.
         let _ = self.abort();
     }
 }

@@ -18,16 +18,16 @@ use std::{
 
 use thiserror::Error;
 
-/// Groups that are announced, and not landed, at a time.
+/// Most groups that are announced and have not landed.
 pub(super) const MAX_GROUPS: usize = 16;
 
-/// Groups of one side that are not out yet.
+/// The groups of one side that have not landed yet.
 pub(super) struct Lane<T> {
     entries: VecDeque<Entry<T>>,
     next_sequence: u64,
-    /// Groups that were ever posted.
+    /// How many groups were posted so far.
     num_posted: u64,
-    /// When something was last done about the oldest one.
+    /// When the oldest group last made progress.
     since: Instant,
 }
 
@@ -46,7 +46,7 @@ enum State {
     Posted(u64),
 }
 
-/// The peer answers what was not asked, or in another order.
+/// The peer answered a group that was not announced, or answered in another order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 #[error("an answer to {0}, which is not what comes next")]
 pub(super) struct OutOfOrder(u64);
@@ -122,7 +122,7 @@ impl<T> Lane<T> {
         idx.filter(|&idx| self.entries[idx].sequence == sequence).ok_or(OutOfOrder(sequence))
     }
 
-    /// What is to be posted now, if nothing else is in the way. Whoever posts it says so.
+    /// The group to post now, if there is one. The caller posts it and then calls [`posted`](Self::posted).
     pub(super) fn next_to_post(&self) -> Option<&T> {
         self.entries.iter().find(|entry| entry.state == State::Granted).map(|entry| &entry.item)
     }
@@ -135,7 +135,7 @@ impl<T> Lane<T> {
         }
     }
 
-    /// The oldest, with its number, once it is done on both sides; to be asked for until there is none. `num_done`
+    /// The oldest group with its number, if it is done on both sides. Call it until it returns `None`. `num_done`
     /// groups of the communicator are done.
     pub(super) fn next_out(&mut self, num_done: u64, now: Instant) -> Option<(u64, T)> {
         let first = self.entries.front()?;
@@ -148,12 +148,12 @@ impl<T> Lane<T> {
         }
     }
 
-    /// Whether there is something, and nothing has become of it for so long.
+    /// Whether there is a group and the oldest one made no progress for so long.
     pub(super) fn is_late(&self, now: Instant, patience: Duration) -> bool {
         !self.entries.is_empty() && now.saturating_duration_since(self.since) >= patience
     }
 
-    /// Everything that is left, oldest first, when the communicator has gone; and whether the peer had answered.
+    /// All groups that are left when the communicator has ended, oldest first, and whether the peer had answered each.
     pub(super) fn into_items(self) -> impl Iterator<Item = (T, bool)> {
         self.entries.into_iter().map(|entry| (entry.item, entry.state != State::Announced))
     }

@@ -19,7 +19,7 @@ use super::{
     wire::Message,
 };
 
-/// What every connection needs.
+/// What all connections share.
 pub(super) struct Sharing {
     pub(super) grants: Arc<Grants>,
     pub(super) fabric: Arc<dyn Fabric>,
@@ -43,7 +43,7 @@ impl Peer {
     }
 }
 
-/// Whoever writes is this side's own communicator.
+/// The writer of a grant is this side's own communicator, so the peer's word cannot stop it.
 impl OneSidedWriter for Peer {
     fn kind(&self) -> TransportKind {
         TransportKind::Nccl

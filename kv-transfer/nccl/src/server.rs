@@ -38,8 +38,8 @@ pub struct NcclReceiving {
 }
 
 impl NcclReceiving {
-    /// Peers connect to `listen`, where port 0 takes a free one. `library` is NCCL's, or the folder that it is in; `None`
-    /// leaves that to the system.
+    /// Peers connect to `listen`, where port 0 takes a free one. `library` is NCCL's, or the folder that it is in;
+    /// `None` leaves that to the system.
     ///
     /// # Errors
     /// When NCCL or a device is not there, or `storage` is on several devices.
@@ -63,7 +63,7 @@ impl ReceivingTransport for NcclReceiving {
         TransportKind::Nccl
     }
 
-    /// Every communicator is gone when the guard is, so that nothing is written any more.
+    /// The guard's drop ends every communicator, so nothing is written after it.
     fn listen(self: Box<Self>, grants: &Arc<Grants>, config: &ReceiverConfig) -> io::Result<Listening> {
         let pool = self.fabric.reach(grants.storage()).map_err(io::Error::other)?;
         let (listener, address) = listen(TransportKind::Nccl, self.listen, config)?;
@@ -96,7 +96,7 @@ impl Service for Sharing {
     }
 
     fn hang_up(peer: &Peer) {
-        // Fails when the peer was faster.
+        // Fails when the peer has closed it first.
         let _ = peer.socket.shutdown(Shutdown::Both);
     }
 
@@ -120,7 +120,7 @@ impl Service for Sharing {
             }
             Err(error) => admission.reject(&peer.address, &error),
         }
-        // The registry keeps the descriptor until its next sweep; the peer must hear of it now.
+        // The acceptor keeps the descriptor until its next sweep. The peer must see the end now.
         let _ = peer.socket.shutdown(Shutdown::Both);
     }
 }
@@ -143,7 +143,7 @@ impl Sharing {
                 if is_sound && self.grants.admit(&access_key, None).is_some() && admission.admit() {
                     return self.join(peer);
                 }
-                // Whoever should not be here learns no more than that.
+                // The same answer for every reason, so that an unauthenticated peer learns nothing.
                 peer.send(Message::Refused)?;
             }
             message => return Err(unexpected(message)),
@@ -159,7 +159,7 @@ impl Sharing {
                 let _ = socket.shutdown(Shutdown::Both);
             }
         };
-        // Half of what the peer waits for an answer.
+        // Half of the time that the peer waits for an answer.
         let Some(slot) = self.communicators.enter(evict, self.io_timeout / 2) else {
             warn!(peer = %peer.address, max_communicators = MAX_COMMUNICATORS, "nccl connection rejected: all communicators are busy");
             peer.send(Message::Busy)?;
@@ -182,7 +182,7 @@ impl Sharing {
             .write_all(&welcome)
             .and_then(|()| wait_until_ready(&mut *communicator, &peer.socket, self.io_timeout));
         if let Err(error) = joined {
-            // Nothing was posted: whether it succeeds does not matter to any block.
+            // Nothing was posted, so no block depends on this abort.
             let _ = communicator.abort();
             return Err(error);
         }

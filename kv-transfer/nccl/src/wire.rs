@@ -33,7 +33,7 @@ pub(super) enum Message {
     Go { sequence: u64 },
     /// D: it is not received; do not send it.
     No { sequence: u64, why: Refusal },
-    /// D: it lies in the granted blocks.
+    /// D: the group is in the granted blocks.
     Landed { sequence: u64 },
 }
 

@@ -28,26 +28,26 @@ use super::{
     wire::{MESSAGE_BYTES, Message, RankMemory},
 };
 
-/// Frames on the wire at a time: enough to keep a device busy while the next ones are prepared, few enough
-/// that one handoff does not make the others wait.
+/// Most frames on the wire. Enough to keep a device busy while the next frames are prepared, few enough
+/// that one handoff does not delay other handoffs.
 const MAX_FLIGHTS: usize = 16;
 
-/// Why a connection is of no use any more, in words.
+/// Why a connection is broken.
 pub(super) enum Broken {
-    /// It, or the peer, is gone.
+    /// The connection or the peer is gone.
     Lost(String),
-    /// The peer has not taken in time what was written.
+    /// A write did not end in time.
     Silent(String),
 }
 
-/// A connected pool, as its thread sees it.
+/// A connected pool, as its thread uses it.
 pub(super) struct Connection {
     shared: Arc<Shared>,
     socket: Arc<TcpStream>,
     ways: Vec<Way>,
     num_blocks: u64,
     flights: Vec<Flight>,
-    /// There if the peer's pieces are other ones than those of this side.
+    /// Present if the peer's pieces differ from those of this side.
     staging: Option<StagingSlots>,
     hasher: Hasher,
     listener: JoinHandle<()>,
@@ -68,7 +68,7 @@ struct PeerRank {
 
 /// Why there is no welcome.
 enum Rejected {
-    /// The peer does not want this side.
+    /// The peer refused this side.
     Refused,
     Failed(io::Error),
 }
@@ -96,7 +96,7 @@ struct Flight {
     since: Instant,
     frame: Frame,
     pieces: Vec<Piece>,
-    /// Where its pieces were put together, if they were.
+    /// The staging slot of its pieces, if they were assembled.
     place: Option<usize>,
     // The route is not idle while a device may read from its blocks.
     active: Active,
@@ -203,9 +203,8 @@ impl Connection {
             }
         };
         let since = Instant::now();
-        // SAFETY: nobody writes the pieces, as above, until the flight is dropped; that is after the transfers
-        // have ended, or after the agents are gone. Their targets are granted: until this flight has landed, nobody
-        // says `Close`.
+        // SAFETY: the pieces are final, as above, until the flight is dropped. That happens after the transfers have
+        // ended or the agents are gone. The targets are granted: `Close` is not sent before this flight has landed.
         let write = |way: &Way| unsafe { way.write(&frame, &sources) };
         let mut transfers = Vec::with_capacity(self.ways.len());
         for transfer in self.ways.iter().map(write) {
@@ -265,7 +264,7 @@ impl Connection {
     /// Answers for the flights that have ended, and says how many.
     ///
     /// # Errors
-    /// When the connection is of no use any more.
+    /// When the connection is broken.
     pub(super) fn land(&mut self) -> Result<usize, Broken> {
         let io_timeout = self.shared.context.config.io_timeout;
         let mut num_landed = 0;
@@ -280,7 +279,7 @@ impl Connection {
                     let word = link.grants.landed(frame.route().generation());
                     link.say(word);
                 }
-                // Whoever waits for the route to be idle may go on before the push is answered, not after.
+                // The route must be idle before the push is answered: the caller may close it and wait right after.
                 drop(active);
                 frame.done(pieces);
                 num_landed += 1;
@@ -293,23 +292,23 @@ impl Connection {
         if self.is_linked() { Ok(num_landed) } else { Err(Broken::Lost(GONE.to_owned())) }
     }
 
-    /// Ends everything that is under way. What was only lost is written again on another connection; where the peer has
-    /// not answered in time, there is none left for that.
+    /// Ends all flights. Frames of a lost connection are written again on the next one. Frames of a peer that did not
+    /// answer in time fail.
     pub(super) fn end(self, broken: &Broken) {
         let (Broken::Lost(why) | Broken::Silent(why)) = broken;
         let Connection { shared, socket, ways, flights, listener, .. } = self;
         if shared.unlink(&socket) && !flights.is_empty() {
             shared.context.counters.of(TransportKind::Rdma).failed();
-            warn!(address = %shared.address, why, num_frames = flights.len(), "rdma connection given up: its writes did not end");
+            warn!(address = %shared.address, why, num_frames = flights.len(), "rdma connection given up: its writes did not end in time");
         }
         let mut lost = Vec::with_capacity(flights.len());
         for Flight { transfers, frame, active, .. } in flights {
             drop(transfers);
             lost.push((frame, active));
         }
-        // The agents are nobody else's.
+        // This connection owns the agents, so dropping them ends all writes.
         drop(ways);
-        // No device uses the blocks any more.
+        // No device uses the blocks any more, so the routes may become idle.
         // The oldest goes to the front of the queue last.
         for (frame, active) in lost.into_iter().rev() {
             drop(active);
@@ -398,7 +397,7 @@ impl Way {
 }
 
 impl Flight {
-    /// Whether all of it lies in the peer's memory, by so many ways.
+    /// Whether all writes of the flight are in the peer's memory.
     fn is_done(&self, num_ways: usize) -> Result<bool, NixlError> {
         for transfer in &self.transfers {
             if !transfer.is_done()? {
@@ -430,7 +429,7 @@ fn listen(shared: &Shared, socket: &Arc<TcpStream>) {
     }
 }
 
-/// Between messages the peer may be silent for as long as it likes. `None`: it has left.
+/// Reads the next message. There is no deadline between messages. `None`: the peer has closed the stream.
 fn receive(socket: &TcpStream, timeout: Duration) -> io::Result<Option<Message>> {
     socket::wait_readable(socket, None)?;
     let mut bytes = [0; MESSAGE_BYTES];

@@ -17,7 +17,7 @@ pub(super) const MESSAGE_BYTES: usize = 72;
 pub(super) enum Message {
     /// P: which pool, its shape, and a grant of it.
     Hello { pool: u64, num_layers: u32, layer_bytes: u64, block_bytes: u64, access_key: AccessKey },
-    /// D: how large the pool is, and on how many ranks it lies.
+    /// D: the size of the pool and the number of its ranks.
     Welcome { num_blocks: u64, num_ranks: u32 },
     /// D: what one of them has.
     RankMemory(RankMemory),

@@ -1,9 +1,9 @@
-//! The prefill worker's mapping of one pool: a thread that copies, and one that listens.
+//! The prefill worker's mapping of one pool. One thread copies, and one thread listens.
 //!
 //! The copying thread holds the connection's lock while it copies a frame, and copies only under
-//! grants that are open. So whoever takes the lock and closes a grant knows that nothing is written
-//! under it any more, and may say `Close`. A small frame is copied by whoever pushes it, when the thread has
-//! nothing to do: waking it takes longer than that.
+//! open grants. So a thread that takes the lock and closes a grant knows that nothing is written
+//! under the grant any more, and may send `Close`. The thread that pushes a small frame copies it itself when the
+//! copying thread is idle: waking the copying thread takes longer than the copy.
 
 use std::{
     io::{self, Read},
@@ -38,7 +38,7 @@ pub struct ShmSending {
 }
 
 impl ShmSending {
-    /// Frames of up to so many bytes are copied by whoever pushes them, if the pool's thread has nothing to do.
+    /// The pushing thread copies frames of up to so many bytes itself, if the pool's thread is idle.
     pub fn new(copy_at_once_bytes: usize) -> ShmSending {
         ShmSending { host_id: host_id(), copy_at_once_bytes }
     }
@@ -93,12 +93,12 @@ struct Shared {
     copy_at_once_bytes: usize,
     path: PathBuf,
     pool: u64,
-    /// Of its blocks.
+    /// The layout of its blocks.
     layout: KvLayout,
     jobs: Jobs,
-    /// Of the present connection.
+    /// Describes the current connection.
     link: Mutex<Option<Link>>,
-    /// As the peer has said in its first welcome: it is the same pool in all.
+    /// What checksums cover, from the peer's first welcome. It is the same on all connections to the pool.
     sum_of: OnceLock<SumOf>,
 }
 
@@ -157,12 +157,12 @@ impl Drop for ShmPool {
 }
 
 impl Link {
-    /// The caller holds the lock, so nothing is being copied while `Close` is said.
+    /// Sends a word. The caller holds the lock, so nothing is copied while `Close` is sent.
     fn say(&self, word: Option<Word>) {
         if let Some(word) = word
             && let Err(error) = wire::send(&self.socket, Message::Word(word), None)
         {
-            // The peer cannot know that writing is over unless the socket ends. The listener sees that.
+            // The peer must learn that writing has stopped, so the socket is closed. The listener sees its end.
             warn!(?word, %error, "shared-memory connection closed: cannot send to the peer");
             let _ = self.socket.shutdown(Shutdown::Both);
         }
@@ -174,9 +174,9 @@ impl Shared {
         self.link.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes the connection down, `only` this one or whichever there is, and says whether it did. Its memory is unmapped
-    /// first, then its socket closes: that is what tells the peer that nothing is written any more. Unless a device has
-    /// failed, and it `is_sound` no longer to say so: then the end of this process does.
+    /// Ends the connection: `only` this one, or the current one. Returns whether it did. The memory is unmapped first.
+    /// Then the socket is closed, which tells the peer that nothing is written any more. If a device has failed (not
+    /// `is_sound`), only the end of this process may tell that.
     fn unlink(&self, only: Option<&Arc<UnixStream>>, is_sound: bool) -> bool {
         let link = {
             let mut slot = self.link();
@@ -189,7 +189,7 @@ impl Shared {
         let is_on_devices = memory.is_on_devices();
         drop(memory);
         if is_on_devices && is_sound {
-            // The end of the socket does not say it of a device.
+            // The end of the socket does not prove that a device has stopped.
             for generation in grants.open() {
                 let _ = wire::send(&socket, Message::Word(Word::Close(generation)), None);
             }
@@ -286,8 +286,8 @@ impl Shared {
             frame.fail(PushError::Refused(message));
             return;
         }
-        // SAFETY: the sources are final and kept by the route's guard; the destinations are granted to this route, whose
-        // grant is open as long as the lock is held, and as large as the route's pieces.
+        // SAFETY: the sources are final, and the route's guard keeps them. The destinations are granted to this route,
+        // its grant stays open while the lock is held, and they are as large as the route's pieces.
         let written = unsafe { link.memory.write(&route, &frame.pieces, staging) };
         match written {
             Ok(pieces) => {
@@ -298,9 +298,9 @@ impl Shared {
                 let socket = Arc::clone(&link.socket);
                 drop(slot);
                 self.context.counters.of(TransportKind::Shm).failed();
-                error!(path = %self.path.display(), %error, "device failed: the memory that it still uses is kept for good");
+                error!(path = %self.path.display(), %error, "device failed while it copied kv: the memory that it may still use is kept for good");
                 self.unlink(Some(&socket), false);
-                // The route is never idle again, and its blocks are never freed.
+                // The device may still use the blocks, so the route never becomes idle and its blocks are never freed.
                 std::mem::forget(active);
                 frame.fail(PushError::Lost(error.to_string()));
             }

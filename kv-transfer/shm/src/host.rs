@@ -1,4 +1,4 @@
-//! Who and where a process is: what decides whether memory may be shared with it.
+//! The user and the host of a process. They decide whether memory may be shared with it.
 
 use std::{
     io, mem,
@@ -51,7 +51,7 @@ pub(super) fn peer_process(socket: &UnixStream) -> io::Result<OwnedFd> {
     if raw < 0 {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: a new descriptor that nobody else owns.
+    // SAFETY: the descriptor is new, so this process owns it alone.
     Ok(unsafe { OwnedFd::from_raw_fd(raw as libc::c_int) })
 }
 

@@ -1,5 +1,5 @@
-//! A peer's pool, as this process has it: memory of the host that is mapped, or that of devices, opened by its handles
-//! (CUDA IPC); and how a frame gets there from this side's pool, which is of either kind, too.
+//! A peer's pool in this process: mapped host memory, or device memory that was opened by its CUDA IPC handles. And how
+//! a frame is copied there from this side's pool, which is in host or device memory, too.
 
 use std::io;
 
@@ -54,7 +54,8 @@ impl Target {
         Target { memory: Memory::Mapped(blocks), num_blocks, num_ranks: 1, hasher: Hasher::default() }
     }
 
-    /// Memory of devices, a rank's each, which those of this side's pool reach, or the first one if that is in host memory.
+    /// Memory of devices, a rank's each, which those of this side's pool reach, or the first one if that is in host
+    /// memory.
     ///
     /// # Errors
     /// When there is no device here, or a handle cannot be opened on it.
@@ -106,11 +107,11 @@ impl Target {
     /// Writes pieces, and computes their checksums; they are there when this returns.
     ///
     /// # Errors
-    /// When a device fails: then nobody knows what it still does.
+    /// When a device fails. It may still read or write the blocks.
     ///
     /// # Safety
-    /// The source blocks are final and kept by the route's guard; the destinations exist, are granted to this route, and
-    /// are as large as its pieces.
+    /// The source blocks are final and kept by the route's guard; the destinations exist, are granted to this route,
+    /// and are as large as its pieces.
     pub(super) unsafe fn write(
         &mut self,
         route: &RouteState,

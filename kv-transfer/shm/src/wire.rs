@@ -29,7 +29,8 @@ pub(super) enum Message {
     Hello { pool: u64, layer_bytes: u64, num_layers: u32 },
     /// D: the pool's size; the descriptor comes along.
     Welcome { num_blocks: u64 },
-    /// D: the pool's size; it is on a device, or on several, of a rank each, and the handles follow, of [`HANDLE_BYTES`].
+    /// D: the pool's size; it is on a device, or on several, of a rank each, and the handles follow, of
+    /// [`HANDLE_BYTES`].
     WelcomeToDevices { num_blocks: u64, num_ranks: u32 },
     /// Of either.
     Word(Word),
@@ -215,7 +216,7 @@ mod tests {
     }
 
     #[test]
-    fn a_peer_that_does_not_read_blocks_nobody() {
+    fn a_peer_that_does_not_read_blocks_no_thread() {
         let (ours, _theirs) = UnixStream::pair().unwrap();
         while send(&ours, Message::Word(Word::Refused), None).is_ok() {}
     }

@@ -43,7 +43,7 @@ pub(super) struct Hello {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Welcome {
     Accepted,
-    /// Whatever the reason: whoever should not be here learns no more.
+    /// The same answer for every reason, so that an unauthenticated peer learns nothing.
     Refused,
     /// Accepted, and the checksums are [of heads](baton_transfer::checksum::SumOf).
     AcceptedForHeads,

@@ -1,5 +1,5 @@
-//! Block memory on CUDA devices, memory of the host that they reach, and copies between devices: over `baton-cuda`, which
-//! says what is missing.
+//! Block memory on CUDA devices, memory of the host that they reach, and copies between devices: over `baton-cuda`,
+//! which says what is missing.
 //!
 //! What was run: that a missing driver and a missing device are said. The rest needs a device; `nccl/cuda_tests.rs`,
 //! `shm/devices.rs` and `rdma/devices.rs` have what is to be run on one.
@@ -19,8 +19,8 @@ use cudarc::driver::{CudaEvent, CudaStream, result, sys};
 
 use crate::ranks::Copy;
 
-/// Zeroed blocks in a device's memory. Plain memory (`cuMemAlloc`), which other processes can open. Without `kernels`, of
-/// that device, pieces go to the host one by one, and processors take their checksums.
+/// Zeroed blocks in a device's memory. Plain memory (`cuMemAlloc`), which other processes can open. Without `kernels`,
+/// of that device, pieces go to the host one by one, and processors take their checksums.
 ///
 /// # Errors
 /// When there is no such device, or no such amount of memory.
@@ -36,8 +36,8 @@ pub fn blocks_on_device(
     Ok(BlockStorage::on_device(Box::new(region), layout, num_blocks))
 }
 
-/// Zeroed blocks of a model that several ranks compute, on these devices, the first rank's first: each has the blocks of
-/// its own kv heads. `kernels` are theirs, in the same order; without any, pieces go to the host head by head.
+/// Zeroed blocks of a model that several ranks compute, on these devices, the first rank's first: each has the blocks
+/// of its own kv heads. `kernels` are theirs, in the same order; without any, pieces go to the host head by head.
 ///
 /// # Errors
 /// As [`blocks_on_device`], and when the heads cannot be divided so.
@@ -85,7 +85,8 @@ pub fn memory_of_handle(
 /// Bytes of a piece that are copied at a time.
 const PINNED_BYTES: usize = 1 << 20;
 
-/// What the driver takes from a device at a time. Smaller allocations may share such a unit, and a handle opens all of it.
+/// What the driver takes from a device at a time. Smaller allocations may share such a unit, and a handle opens all of
+/// it.
 const UNIT_BYTES: usize = 2 << 20;
 
 /// How often is looked whether a device has copied.
@@ -271,7 +272,7 @@ impl DeviceCopies {
     /// Begins to copy.
     ///
     /// # Safety
-    /// Both are memory that the device reaches. Nobody writes the source, or uses the target, before
+    /// The device reaches both memories. The source is not written and the target is not used before
     /// [`finish`](Self::finish) has returned.
     pub unsafe fn begin(&self, &Copy { source, target, len }: &Copy) -> Result<(), CudaError> {
         self.device.bind()?;

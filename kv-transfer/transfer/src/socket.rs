@@ -50,7 +50,7 @@ impl Places {
     /// What is still to be moved.
     ///
     /// # Safety
-    /// The places are valid for reads, and nobody writes them, as long as the slices live.
+    /// The places are valid for reads and are not written while the slices live.
     pub unsafe fn slices<'a>(&self) -> Vec<&'a [u8]> {
         let slice = |place: &libc::iovec| {
             // SAFETY: by the caller's word.
@@ -62,7 +62,7 @@ impl Places {
     /// Copies as many of `bytes` into the places as these take, and says how many.
     ///
     /// # Safety
-    /// The places are valid for writes, and nobody else uses them during the call.
+    /// The places are valid for writes, and only this call uses them.
     pub unsafe fn fill(&mut self, bytes: &[u8]) -> usize {
         let mut rest = bytes;
         while let Some(place) = self.places.get(self.first).filter(|_| !rest.is_empty()) {
@@ -88,7 +88,7 @@ impl Places {
     /// Moves what has arrived into the places, without waiting. `Ok(0)` is the end of the stream.
     ///
     /// # Safety
-    /// The places are valid for writes, and nobody else uses them during the call.
+    /// The places are valid for writes, and only this call uses them.
     pub unsafe fn receive(&mut self, socket: &TcpStream) -> io::Result<usize> {
         let mut message = self.message();
         // SAFETY: the message describes the places, which are valid by the caller's word.

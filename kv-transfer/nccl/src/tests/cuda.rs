@@ -75,7 +75,7 @@ fn one_rank_sends_pieces_to_itself_from_pool_to_pool() {
                 [(TransferDirection::Send, source), (TransferDirection::Receive, target)]
             });
             wait_until("ready", || communicator.is_ready().unwrap());
-            // SAFETY: nobody else uses the pools until the group is done.
+            // SAFETY: no other code uses the pools until the group is done.
             unsafe { communicator.post_all(operations) }.unwrap();
             wait_until("done", || communicator.num_done().unwrap() == nth);
         }

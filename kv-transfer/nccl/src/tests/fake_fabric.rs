@@ -1,8 +1,8 @@
 //! What tests have in NCCL's place: communicators of two ranks in one process, and a thread for each pair that copies.
 //!
 //! It keeps to what makes NCCL hard. Sends meet receives by order alone; joining and posting take a while to take
-//! hold; a group whose other half never comes never ends; a rank that aborts tells nobody. And to what the fence needs:
-//! after an abort nothing is copied to or from that rank's places.
+//! hold; a group whose other half never comes never ends; a rank that aborts tells no peer. And to what the fence
+//! needs: after an abort nothing is copied to or from that rank's places.
 
 use std::{
     collections::{HashMap, VecDeque},

@@ -90,7 +90,7 @@ impl ByHand {
         });
         let places: Vec<_> = places.collect();
         while !self.communicator.is_ready().unwrap() {}
-        // SAFETY: nobody writes the source of these tests.
+        // SAFETY: these tests do not write the source.
         unsafe { self.communicator.post(TransferDirection::Send, &places) }.unwrap();
     }
 }
@@ -109,10 +109,10 @@ async fn a_peer_that_announces_and_never_sends_is_fenced_at_its_deadline() {
     eventually("the first piece lands", || holds(&fabric.target, BlockId(3), 0, pattern(3, 0))).await;
     let start = Instant::now();
     assert!(soon(granted.revoke()).await.is_some());
-    assert!(start.elapsed() >= PATIENCE / 2, "nobody but the deadline has ended it");
+    assert!(start.elapsed() >= PATIENCE / 2, "only the deadline has ended it");
     assert_eq!((guards.num_out(), fabric.receiver.load()), (0, ReceiverLoad::default()));
 
-    // The block is somebody else's now.
+    // Another request uses the block now.
     for layer_idx in 0..LAYOUT.num_layers {
         fill(&fabric.target, BlockId(3), layer_idx, 0xEE);
     }
@@ -263,7 +263,7 @@ async fn blocks_of_a_communicator_that_does_not_end_are_never_released() {
     assert_eq!(fabric.receiver.load().num_quarantined_blocks, 1);
     drop(fabric);
     assert_eq!(soon(fenced).await.map(drop), None, "torn down");
-    assert_eq!(guards.num_out(), 1, "the blocks are nobody's");
+    assert_eq!(guards.num_out(), 1, "the blocks stay in quarantine");
 }
 
 #[tokio::test]
@@ -338,7 +338,7 @@ async fn a_decode_worker_that_stops_to_answer_is_given_up_at_the_deadline() {
             if matches!(stop, Stop::BeforeLanded) {
                 let place = Place { address: target.address(), len: LAYOUT.layer_bytes() };
                 while !communicator.is_ready().unwrap() {}
-                // SAFETY: nobody else uses the target.
+                // SAFETY: only this test uses the target.
                 unsafe { communicator.post(TransferDirection::Receive, &[place]) }.unwrap();
             }
             assert_eq!(hear(&control), None, "given up");
@@ -388,7 +388,7 @@ async fn a_decode_worker_that_makes_no_sense_or_does_not_join_is_an_error_in_wor
         b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n\r\n".to_vec(),
         Message::Busy.encode().to_vec(),
         welcome.to_vec(),
-        // An id that nobody else has.
+        // An id of no other communicator.
         [welcome.as_slice(), &[0xA5; UniqueId::BYTES]].concat(),
         Vec::new(),
     ];
@@ -426,7 +426,7 @@ async fn blocks_on_devices_are_moved_and_verified_and_nothing_else_touches_them(
     for write in writes(&blocks([3, 4])) {
         let offset = source.layer_offset(write.dst, write.layer_idx as usize);
         let bytes = vec![pattern(write.dst.0, write.layer_idx as usize); LAYOUT.layer_bytes()];
-        // SAFETY: nobody else uses the pool yet.
+        // SAFETY: only this test uses the pool so far.
         unsafe { source.device().unwrap().write(offset, &bytes) }.unwrap();
     }
     let receiver = receiver(&target, NCCL, Path::new(""), &ReceiverConfig::default()).unwrap();

@@ -1,4 +1,5 @@
-//! What an unauthenticated peer at an nccl port can learn, hold and exhaust: nothing, and no communicator in particular.
+//! What an unauthenticated peer at an nccl port can learn, hold and exhaust: nothing, and no communicator in
+//! particular.
 
 use std::{
     io::{Read, Write},
@@ -125,7 +126,7 @@ async fn who_says_nothing_or_says_it_slowly_is_not_waited_for() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn half_open_connections_keep_nobody_out() {
+async fn half_open_connections_keep_no_admitted_peer_out() {
     // Their time is never up: only their number ends them.
     let fabric = TransferPair::with(NCCL, |config| config.handshake_timeout = NEVER);
     let (address, _) = fabric.address(TransportKind::Nccl);

@@ -15,8 +15,8 @@ use super::{
     api::{IN_PROGRESS, Object, WRITE, check},
 };
 
-/// One rank's blocks, registered with the host's network devices, and the endpoints to one peer. Exclusive to that peer, so
-/// that dropping it ends what the peer may do and nothing else.
+/// One rank's blocks, registered with the host's network devices, and the endpoints to one peer. Exclusive to that
+/// peer, so that dropping it ends what the peer may do and nothing else.
 pub(crate) struct Agent {
     registered: Object,
     // After the registration, and before the memory.
@@ -70,8 +70,8 @@ impl Agent {
         Memory::of(&self.storage.region(self.rank))
     }
 
-    /// UCX asks the CUDA driver where memory lies, and has it copy what the network device cannot reach: the calling
-    /// thread must be on the device for that.
+    /// Binds the calling thread to the rank's device. UCX asks the CUDA driver for the location of memory, and lets it
+    /// copy what the network device cannot reach.
     fn bind(&self) -> Result<(), NixlError> {
         let Some(memory) = self.storage.region(self.rank).device() else { return Ok(()) };
         memory.bind().map_err(|error| NixlError::Device { device: memory.device(), why: error.to_string() })
@@ -114,11 +114,11 @@ impl Agent {
         Ok(remote)
     }
 
-    /// Begins to copy from the rank's memory into `target`, of the peer, all in one request. NIXL refuses what does not lie
-    /// in what this agent, or the peer's, has registered.
+    /// Begins to copy from the rank's memory into `target`, a rank of the peer, in one request. NIXL refuses addresses
+    /// outside of the registered memory of either agent.
     ///
     /// # Safety
-    /// Nobody writes the sources before the transfer has ended, or the agent is dropped; and the peer has
+    /// The sources are not written before the transfer has ended or the agent is dropped, and the peer has
     /// granted the targets.
     pub(crate) unsafe fn write(
         self: &Arc<Self>,
@@ -133,8 +133,8 @@ impl Agent {
         let target = Descriptors::new(&self.engine.nixl, target, targets)?;
         let api = self.engine.nixl.api();
         let mut transfer = Transfer { agent: Arc::clone(self), request: ptr::null_mut() };
-        // SAFETY: all objects are alive; NIXL copies the descriptors, and refuses those that lie outside of
-        // what either agent registered.
+        // SAFETY: all objects are alive. NIXL copies the descriptors, and refuses addresses outside of the registered
+        // memory of either agent.
         unsafe {
             let made = (api.create_xfer_req)(
                 self.engine.agent,
@@ -155,8 +155,8 @@ impl Agent {
     }
 }
 
-/// Has the kernel supply a pool in huge pages before they are pinned, as they cannot become huge afterwards. Where no network
-/// device pins them, they come as they are touched.
+/// Has the kernel supply a pool in huge pages before they are pinned, as they cannot become huge afterwards. Where no
+/// network device pins them, they come as they are touched.
 fn supply(storage: &BlockStorage) {
     if crate::network::num_network_devices() == 0 {
         return;
@@ -197,7 +197,7 @@ impl Transfer {
     /// Whether the peer's memory holds the pieces.
     ///
     /// # Errors
-    /// When it never will: the peer or the network is gone. Some of the pieces may have been written.
+    /// When the transfer failed: the peer or the network is gone. Some of the pieces may have been written.
     pub(crate) fn is_done(&self) -> Result<bool, NixlError> {
         // SAFETY: agent and request are alive.
         match unsafe { (self.agent.engine.nixl.api().get_xfer_status)(self.agent.engine.agent, self.request) }

@@ -4,8 +4,8 @@
 //! pieces from there into those of another agent. Dropping the agent is final: its endpoints are closed, its
 //! memory key is revoked, and its progress thread has ended when the drop returns.
 //!
-//! Memory of a GPU is registered as that of the host is, with its kind and its number. UCX finds out by itself how it is
-//! reached: by the network device (GPUDirect, with nvidia-peermem or dma-buf), or by copies through the host.
+//! Memory of a GPU is registered as that of the host is, with its kind and its number. UCX finds out by itself how it
+//! is reached: by the network device (GPUDirect, with nvidia-peermem or dma-buf), or by copies through the host.
 //!
 //! The library is never unloaded, and a process that has used it leaves without running its destructors
 //! (see [`leave_before_destructors`]).
@@ -78,7 +78,7 @@ impl NixlError {
     }
 }
 
-/// Where bytes lie.
+/// The memory that holds bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Memory {
     Dram,
@@ -183,8 +183,8 @@ impl Nixl {
             // The cause names the file.
             NixlError::Absent(error.source().map_or_else(|| error.to_string(), ToString::to_string))
         };
-        // SAFETY: NIXL's initialisers may run at any time in any thread; whoever names another library by
-        // configuration vouches for it, as with any program that is run.
+        // SAFETY: NIXL's initialisers may run at any time in any thread; the operator who names another library by
+        // configuration trusts it, as with any program that is run.
         let library = unsafe { Library::new(path.as_os_str()) }.map_err(absent)?;
         let api = Api::find(&library).map_err(absent)?;
         Ok(Nixl::over(api, path, library))

@@ -33,7 +33,7 @@ use crate::{
 fn store(pool: &BlockStorage, block: BlockId) {
     for layer_idx in 0..LAYOUT.num_layers {
         let bytes = vec![pattern(block.0, layer_idx); LAYOUT.layer_bytes()];
-        // SAFETY: nobody else uses the pool yet.
+        // SAFETY: only this test uses the pool so far.
         unsafe { pool.device().unwrap().write(pool.layer_offset(block, layer_idx), &bytes) }.unwrap();
     }
 }
@@ -131,7 +131,7 @@ async fn the_end_of_a_socket_does_not_end_what_a_device_writes() {
             assert_eq!(receiver.load().num_quarantined_blocks, 1);
             tokio::task::spawn_blocking(move || drop(receiver)).await.unwrap();
             assert!(soon(fenced).await.is_none(), "torn down");
-            assert_eq!(guards.num_out(), 1, "the blocks are nobody's");
+            assert_eq!(guards.num_out(), 1, "the blocks stay in quarantine");
         }
     }
 }
@@ -241,7 +241,7 @@ async fn ranks_prefill_process() {
 async fn host_prefill_process() {
     if let Some(orders) = Process::orders() {
         let TransferPair { source, .. } = TransferPair::new(SHM);
-        prefill(Arc::try_unwrap(source).unwrap_or_else(|_| panic!("nobody else has it")), orders).await;
+        prefill(Arc::try_unwrap(source).unwrap_or_else(|_| panic!("this is the only owner")), orders).await;
     }
 }
 

@@ -1,4 +1,5 @@
-//! What an unauthenticated peer at a data port can learn, hold and exhaust: nothing. And what a writer must show, with TLS and without.
+//! What an unauthenticated peer at a data port can learn, hold and exhaust: nothing. And what a writer must show, with
+//! TLS and without.
 
 use std::{
     io::{Read, Write},
@@ -114,7 +115,7 @@ fn num_threads() -> usize {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn ten_thousand_half_open_connections_cost_little_and_keep_nobody_out() {
+async fn ten_thousand_half_open_connections_cost_little_and_keep_no_admitted_peer_out() {
     for is_secure in [false, true] {
         // Their time is never up: only their number ends them.
         let patient = |config: &mut ReceiverConfig| config.handshake_timeout = NEVER;
@@ -138,7 +139,7 @@ async fn ten_thousand_half_open_connections_cost_little_and_keep_nobody_out() {
         // Other tests of this process have threads, too, but not as many as there are connections.
         assert!(num_most < 2 * max_unauthenticated + 1000, "{num_most} threads");
         fabric.works().await;
-        // The flood goes on while somebody else wants something.
+        // The flood goes on while a peer with a grant connects.
         let flood = std::thread::spawn(move || {
             (0..200).map(|_| TcpStream::connect(&address).unwrap()).collect::<Vec<_>>()
         });
@@ -181,7 +182,7 @@ async fn who_sends_byte_by_byte_is_not_waited_for() {
     }
 }
 
-/// Connects as somebody, with TLS.
+/// Connects with TLS as the given identity.
 fn connect_as(fabric: &TransferPair, tls: &Tls) -> std::io::Result<Channel> {
     let socket = Arc::new(TcpStream::connect(fabric.address(TransportKind::Tcp).0)?);
     Channel::connect(tls, "127.0.0.1", socket, Instant::now() + Duration::from_secs(30))
@@ -201,7 +202,7 @@ async fn the_right_token_with_another_identity_is_worth_nothing() {
     let (a, b) = (tls("a"), tls("b"));
     let granted = fabric.receiver.grant(blocks([5]), ());
     granted.bind(b.identity());
-    // Whoever comes second changes nothing.
+    // A second peer changes nothing.
     granted.bind(a.identity());
     let hello = hello(pool, granted.access_key());
 

@@ -2,8 +2,9 @@
 //! that a right piece of another grant is a wrong one. Guards against accidents, not against a
 //! malicious peer: that one could compute it.
 //!
-//! Where the decode worker's blocks lie on several devices, none has a whole piece to take that of. There it is XXH3-64 of
-//! the sums of the piece's heads, which each device takes of its own ([`SumOf`]). A sender is told when it is welcomed.
+//! Where the decode worker's blocks lie on several devices, none has a whole piece to take that of. There it is XXH3-64
+//! of the sums of the piece's heads, which each device takes of its own ([`SumOf`]). A sender is told when it is
+//! welcomed.
 
 mod stored;
 #[cfg(target_arch = "x86_64")]
@@ -66,7 +67,7 @@ pub fn checksum(bytes: &[u8], generation: Generation) -> u64 {
 /// processor can: the lines of the target need not be read first, and the copier's caches stay its own.
 ///
 /// # Safety
-/// `target` is valid for writes of as many bytes as `source` has, does not overlap it, and nobody else uses it.
+/// `target` is valid for writes of as many bytes as `source` has, does not overlap it, and is used only by this call.
 pub unsafe fn copy(source: &[u8], target: *mut u8, generation: Generation) -> u64 {
     #[cfg(target_arch = "x86_64")]
     if let Some(kernel) = wide::Kernel::best(source.len()) {
@@ -78,8 +79,8 @@ pub unsafe fn copy(source: &[u8], target: *mut u8, generation: Generation) -> u6
     checksum(source, generation)
 }
 
-/// Has the processor fetch the beginning of what is copied or summed next: between two pieces it finds out by itself too
-/// late. The pointer may point anywhere.
+/// Has the processor fetch the beginning of what is copied or summed next: between two pieces it finds out by itself
+/// too late. The pointer may point anywhere.
 pub fn fetch_ahead(next: *const u8) {
     // As far as the kernels ask ahead.
     #[cfg(target_arch = "x86_64")]

@@ -191,7 +191,7 @@ unsafe fn stripes<L: Lanes, const MODE: u8>(
             std::ptr::copy_nonoverlapping(from.add(at), target.add(at), source.len() - at);
         }
         if MODE == STREAM {
-            // Before anybody is told: streamed stores are not ordered with what follows.
+            // Streamed stores are not ordered with later stores. The fence comes before the caller reports the copy.
             _mm_sfence();
         }
         lanes = lanes.accumulate(L::load(from.add(source.len() - STRIPE_BYTES)), window(LAST_AT));
@@ -334,7 +334,7 @@ mod tests {
                     assert_eq!(kernel.hash(source, seed), expected, "{kernel:?} {len}");
                     for offset in [aligned, aligned + 1] {
                         target.fill(0);
-                        // SAFETY: the target has room, and nobody else uses it.
+                        // SAFETY: the target has room, and only this call uses it.
                         let sum = unsafe { kernel.copy(source, target.as_mut_ptr().add(offset), seed) };
                         assert_eq!(sum, expected, "{kernel:?} {len}");
                         assert!(target[offset..offset + len] == *source, "{kernel:?} {len}");

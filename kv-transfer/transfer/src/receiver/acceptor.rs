@@ -1,4 +1,5 @@
-//! A listening socket: one thread accepts, and each connection gets one of its own.
+//! A listening socket. One thread accepts connections, and each connection gets a thread of its own.
+//! What connections say is not known here.
 
 use std::{
     fmt::Display,
@@ -49,19 +50,20 @@ impl Listen for UnixListener {
 pub trait Service: Send + Sync + 'static {
     /// The socket.
     type Listener: Listen;
-    /// What a connection's thread shares with whoever ends it.
+    /// What a connection's thread shares with the caller of [`hang_up`](Service::hang_up).
     type Connection: Send + Sync + 'static;
 
     /// Names of the threads that accept and that serve.
     const THREADS: (&str, &str);
 
-    /// Of a stream that was accepted.
+    /// Makes a connection of an accepted stream.
     fn connection(&self, stream: <Self::Listener as Listen>::Stream) -> Self::Connection;
 
     /// Makes `serve` end soon.
     fn hang_up(connection: &Self::Connection);
 
-    /// Until the connection ends. The peer is unauthenticated until the service [admits](PeerAdmission::admit) it.
+    /// Serves the connection until it ends. The peer is unauthenticated until the service
+    /// [admits](PeerAdmission::admit) it.
     fn serve(&self, connection: &Arc<Self::Connection>, admission: &PeerAdmission);
 }
 
@@ -71,9 +73,9 @@ pub struct PeerAdmission {
     gate: Arc<Gate>,
 }
 
-/// Of one listener.
+/// What all connections of one listener share.
 struct Gate {
-    /// Nobody is accepted any more, and connections are made to end.
+    /// The listener accepts no peers any more, and its connections are ending.
     is_stopping: AtomicBool,
     max_admitted: usize,
     num_admitted: AtomicUsize,
@@ -81,7 +83,7 @@ struct Gate {
     rejections: Mutex<Rejections>,
 }
 
-/// Which of them the log has. Unauthenticated peers must not fill it.
+/// Limits how many rejections are logged: unauthenticated peers must not fill the log.
 #[derive(Default)]
 struct Rejections {
     last: Option<Instant>,
@@ -92,7 +94,7 @@ struct Rejections {
 const LOG_EVERY: Duration = Duration::from_secs(1);
 
 impl PeerAdmission {
-    /// The peer has shown an access key; `false` when too many others have.
+    /// Admits a peer that has shown an access key. `false`: the limit of admitted peers is reached.
     pub fn admit(&self) -> bool {
         let has_room = |num: usize| (num < self.gate.max_admitted).then_some(num + 1);
         if self.gate.num_admitted.fetch_update(Ordering::SeqCst, Ordering::SeqCst, has_room).is_err() {
@@ -109,7 +111,7 @@ impl PeerAdmission {
         self.is_admitted.load(Ordering::SeqCst)
     }
 
-    /// Whether connections end because the listener does.
+    /// Whether the listener is stopping and ends its connections.
     pub fn is_stopping(&self) -> bool {
         self.gate.is_stopping.load(Ordering::SeqCst)
     }
@@ -148,11 +150,11 @@ impl Drop for PeerAdmission {
     }
 }
 
-/// Accepts until dropped, and then hangs up on every peer and waits for its thread; or until [stopped](Self::stop).
+/// Accepts until it is dropped or [stopped](Self::stop). The drop hangs up on every peer and waits for its thread.
 ///
-/// Unauthenticated peers cost a thread and a descriptor each, for a bounded time, and there are never many: one more takes the place
-/// of the one that has been longest about saying what it wants. A peer with a grant says that within a round trip or
-/// three, so that only a flood that brings as many of them meanwhile keeps it out.
+/// An unauthenticated peer costs one thread and one descriptor for a bounded time, and their number is bounded: a new
+/// one replaces the oldest. A peer with a grant shows its access key within three round trips. So only a flood that
+/// brings the maximum of new peers within that time keeps it out.
 pub struct Acceptor<S: Service> {
     shared: Arc<Shared<S>>,
     thread: Option<JoinHandle<()>>,
@@ -174,7 +176,7 @@ struct Served<S: Service> {
     thread: JoinHandle<()>,
 }
 
-/// With the thread that serves each.
+/// Connections, each with the thread that serves it.
 type Connections<S> = Vec<(Arc<<S as Service>::Connection>, JoinHandle<()>)>;
 
 impl<S: Service> Acceptor<S> {
@@ -201,7 +203,7 @@ impl<S: Service> Acceptor<S> {
         Ok(Acceptor { shared, thread: Some(thread) })
     }
 
-    /// Accepts no more; the caller ends the connections there are.
+    /// Stops accepting. The caller ends the connections that are returned.
     pub fn stop(&mut self) -> Connections<S> {
         self.shared.gate.is_stopping.store(true, Ordering::SeqCst);
         // SAFETY: a plain system call on a descriptor that `shared` owns; wakes the thread.
@@ -241,7 +243,7 @@ impl<S: Service> Shared<S> {
                 Ok(stream) => self.take(stream),
                 Err(error) => {
                     self.gate.reject(None, &error);
-                    // Out of descriptors, mostly: others must close first.
+                    // The usual cause is a lack of descriptors: other connections must close first.
                     thread::sleep(Duration::from_millis(50));
                 }
             }
@@ -255,7 +257,7 @@ impl<S: Service> Shared<S> {
         if connections.iter().filter(|served| is_unauthenticated(served)).count()
             >= 2 * self.max_unauthenticated
         {
-            // Those that were hung up on have not gone yet.
+            // Connections that were hung up on have not ended yet.
             let max_unauthenticated = self.max_unauthenticated;
             let why = format!("{max_unauthenticated} other peers have not shown an access key yet");
             return self.gate.reject(None, &why);

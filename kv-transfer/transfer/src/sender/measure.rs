@@ -106,15 +106,15 @@ fn pieces(own: &KvLayout, src: &[BlockId], peer: &KvLayout, dst: &[BlockId]) -> 
 /// Memory of one round of a rate: more than caches hold.
 const ROUND_BYTES: usize = 64 << 20;
 
-/// What the fastest way over memory can do: bytes a second of one thread that copies pieces of `piece_bytes` within this
-/// process, from and to memory that no cache holds.
+/// What the fastest way over memory can do: bytes a second of one thread that copies pieces of `piece_bytes` within
+/// this process, from and to memory that no cache holds.
 pub fn copy_rate(piece_bytes: usize) -> f64 {
     let (source, mut target) = (vec![1_u8; ROUND_BYTES], vec![0_u8; ROUND_BYTES]);
     let rate = rate(|| {
         for (target, source) in target.chunks_mut(piece_bytes).zip(source.chunks(piece_bytes)) {
             target.copy_from_slice(source);
         }
-        // Nobody reads it, which must not make it vanish.
+        // Keeps the compiler from removing a copy that is not read.
         black_box(&mut target);
         Ok(())
     });

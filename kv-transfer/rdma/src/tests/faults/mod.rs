@@ -79,7 +79,7 @@ impl ByHand {
         let target = self.pool.base + LAYOUT.piece_offset(block, layer_idx) as u64;
         let source = self.source.region(0).piece(block, layer_idx);
         let copies = [Copy { source, target, len: LAYOUT.layer_bytes() }];
-        // SAFETY: nobody writes the source in these tests; the target is what is tested.
+        // SAFETY: these tests do not write the source. They test the target.
         let written = unsafe { self.agent.write(&self.remote, self.pool.memory, &copies) };
         let Ok(transfer) = written else { return false };
         let start = Instant::now();
@@ -122,7 +122,7 @@ async fn a_late_writer_that_never_lets_go_is_fenced_and_writes_nothing() {
     assert!(soon(granted.revoke()).await.is_some());
     assert_eq!((guards.num_out(), fabric.receiver.load()), (0, ReceiverLoad::default()));
 
-    // The block is somebody else's now.
+    // Another request uses the block now.
     for layer_idx in 0..LAYOUT.num_layers {
         fill(&fabric.target, BlockId(3), layer_idx, 0xEE);
     }
