@@ -1,4 +1,4 @@
-//! Blocks in memory of the host that says that it is a device's.
+//! Fake devices: blocks in host memory that claims to be on a device.
 
 use std::{
     io,
@@ -52,9 +52,9 @@ pub fn counted_devices(layout: KvLayout, num_blocks: usize, devices: &[u32]) -> 
 pub struct Counts {
     /// Copied to or from the host.
     pub moved: AtomicUsize,
-    /// Hashed where they lie.
+    /// Hashed on the device.
     pub hashed: AtomicUsize,
-    /// Coded or decoded there.
+    /// Encoded or decoded on the device.
     pub coded: AtomicUsize,
 }
 
@@ -201,7 +201,8 @@ impl BlockKernels for FakeKernels {
     }
 }
 
-/// What one handoff in this form has moved to the host, hashed and quantised on the device, on the side that sends.
+/// The pieces that the sending side of one handoff in this format copied to the host, and hashed and encoded on the
+/// device.
 pub async fn pushed(
     transport: TestTransport,
     format: WireFormat,

@@ -6,10 +6,10 @@
 //!     +--- no ---> out
 //! ```
 //!
-//! NCCL matches what one side sends with what the other receives by order alone, and a group that is posted in another
-//! order than the peer's never ends. So there is one order: that of announcements on the control connection. One
-//! thread at each end reads or writes them; the receiver answers them in that order, and both post in it what was
-//! answered with "go". An answer out of order is an error before anything is posted.
+//! NCCL matches the sends of one side with the receives of its peer by order alone. A group that is posted in another
+//! order than the peer's never ends. So there is one order: that of announcements on the control connection. The
+//! receiver answers them in that order, and both sides post the groups that were answered with "go" in that order. An
+//! answer out of order is an error, before any group is posted.
 
 use std::{
     collections::VecDeque,
@@ -42,7 +42,7 @@ struct Entry<T> {
 enum State {
     Announced,
     Granted,
-    /// As the communicator's n-th group.
+    /// Posted as the communicator's n-th group.
     Posted(u64),
 }
 
@@ -64,7 +64,7 @@ impl<T> Lane<T> {
         self.entries.is_empty()
     }
 
-    /// What is in it.
+    /// The items of all groups, oldest first.
     pub(super) fn items(&self) -> impl Iterator<Item = &T> {
         self.entries.iter().map(|entry| &entry.item)
     }
@@ -77,7 +77,7 @@ impl<T> Lane<T> {
         sequence
     }
 
-    /// Receiver: what was announced and is answered with "go". It lands by being done.
+    /// Receiver: an announced group that is answered with "go". It has landed when it is done.
     pub(super) fn accept(&mut self, sequence: u64, item: T, now: Instant) {
         self.push(Entry { sequence, state: State::Granted, is_landed: true, item }, now);
     }
@@ -104,7 +104,7 @@ impl<T> Lane<T> {
         Ok(self.entries.remove(idx).expect("found").item)
     }
 
-    /// The peer has it where it belongs.
+    /// The peer has received the group.
     pub(super) fn landed(&mut self, sequence: u64, now: Instant) -> Result<(), OutOfOrder> {
         let entry = self.entries.iter_mut().find(|entry| !entry.is_landed);
         match entry {
@@ -127,7 +127,7 @@ impl<T> Lane<T> {
         self.entries.iter().find(|entry| entry.state == State::Granted).map(|entry| &entry.item)
     }
 
-    /// What [`next_to_post`](Self::next_to_post) named is posted.
+    /// The group of [`next_to_post`](Self::next_to_post) was posted.
     pub(super) fn posted(&mut self) {
         if let Some(entry) = self.entries.iter_mut().find(|entry| entry.state == State::Granted) {
             entry.state = State::Posted(self.num_posted);
@@ -214,7 +214,7 @@ mod tests {
         check("announce; post", "nothing to post");
         check("announce; announce; go 0; go 1; post; post; post", "post 0, post 1, nothing to post");
         check("announce; announce; go 0; post; go 1; post", "post 0, post 1");
-        // What is refused leaves no gap.
+        // A refused group leaves no gap.
         check("announce; announce; announce; go 0; no 1; go 2; post; post", "refused 1, post 0, post 2");
     }
 

@@ -50,7 +50,7 @@ impl OneSidedWriter for Peer {
     }
 
     fn ask_to_close(&self, _: Generation) {
-        // What was posted ends by itself or is aborted, within `io_timeout`; nothing else is posted.
+        // Posted groups end or are aborted within `io_timeout`, and no group is posted after a revocation.
     }
 
     fn stops_by_word(&self) -> bool {

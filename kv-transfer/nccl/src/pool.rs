@@ -10,7 +10,7 @@ use super::{
     fabric::{Fabric, FabricError, ReachableMemory},
 };
 
-/// What every peer of a sender shares.
+/// What all peers of a sender share.
 pub(super) struct NcclSender {
     pub(super) fabric: Arc<dyn Fabric>,
     /// The source pool.
@@ -36,7 +36,7 @@ pub(super) struct Shared {
     pub(super) nccl: Arc<NcclSender>,
     pub(super) address: String,
     pub(super) pool: u64,
-    /// Of its blocks.
+    /// The layout of its blocks.
     pub(super) layout: KvLayout,
     pub(super) jobs: Jobs,
     pub(super) is_connected: AtomicBool,

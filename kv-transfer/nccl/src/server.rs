@@ -1,5 +1,5 @@
-//! The decode worker's end: a control port, and for each peer a thread that receives what it announces into the
-//! blocks that it was granted.
+//! The decode worker's end: a control port, and one thread for each peer. The thread receives the peer's groups into
+//! granted blocks.
 
 use std::{
     io::{self, Write},
@@ -38,11 +38,11 @@ pub struct NcclReceiving {
 }
 
 impl NcclReceiving {
-    /// Peers connect to `listen`, where port 0 takes a free one. `library` is NCCL's, or the folder that it is in;
-    /// `None` leaves that to the system.
+    /// Peers connect to `listen`; port 0 takes a free port. `library` is NCCL's library or its folder. `None`: the
+    /// system's loader finds it.
     ///
     /// # Errors
-    /// When NCCL or a device is not there, or `storage` is on several devices.
+    /// When NCCL or a device is missing, or `storage` is on several devices.
     pub fn start(
         storage: &BlockStorage,
         library: Option<&Path>,
@@ -52,7 +52,7 @@ impl NcclReceiving {
         Ok(NcclReceiving::over(cuda::start(library, storage)?, listen))
     }
 
-    /// Over another fabric than NCCL's.
+    /// Uses another fabric than NCCL.
     pub fn over(fabric: Arc<dyn Fabric>, listen: SocketAddr) -> NcclReceiving {
         NcclReceiving { fabric, listen }
     }

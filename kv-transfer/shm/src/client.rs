@@ -30,7 +30,7 @@ use super::{
     wire::{self, HANDLE_BYTES, Message},
 };
 
-/// Writes into memory of other processes of this host.
+/// Writes into the memory of other processes of this host.
 #[derive(Clone, Debug)]
 pub struct ShmSending {
     host_id: String,
@@ -45,7 +45,7 @@ impl ShmSending {
 }
 
 impl Default for ShmSending {
-    /// As many bytes at once as a core copies while it would wake another.
+    /// As many bytes as a core copies in the time that waking another core takes.
     fn default() -> ShmSending {
         ShmSending::new(256 << 10)
     }
@@ -56,7 +56,7 @@ impl SendingTransport for ShmSending {
         TransportKind::Shm
     }
 
-    /// Another host's memory is out of reach.
+    /// The memory of another host cannot be mapped.
     fn may_reach(&self, offer: &TransportOffer) -> bool {
         matches!(offer, TransportOffer::Shm { host_id, .. } if *host_id == self.host_id)
     }
@@ -121,9 +121,9 @@ impl RemotePool for ShmPool {
         let num_bytes = frame.pieces.len() * route.piece_bytes();
         let is_small = num_bytes <= self.shared.copy_at_once_bytes && route.host_room_bytes() == 0;
         if is_small && self.shared.jobs.is_idle() {
-            // The lock is held for moments by others than the thread.
+            // Other threads hold the lock only for moments.
             let slot = self.shared.link();
-            // Devices are waited for.
+            // A copy by devices takes long, so only the thread may wait for it.
             if slot.as_ref().is_none_or(|link| !link.memory.is_on_devices()) {
                 return self.shared.copy(frame, slot, &mut Staging::default());
             }
@@ -133,7 +133,7 @@ impl RemotePool for ShmPool {
 
     fn retire(&self, route: &Arc<RouteState>) {
         self.shared.jobs.retire(route);
-        // Waits for the copy of one frame at most.
+        // The lock is held for the copy of one frame at most.
         if let Some(link) = self.shared.link().as_mut() {
             let word = link.grants.close(route.generation());
             link.say(word);
@@ -240,7 +240,7 @@ impl Shared {
         socket.set_read_timeout(None).map_err(unreachable)?;
         self.sum_of.get_or_init(|| SumOf::new(&layout, memory.num_ranks()));
         let socket = Arc::new(socket);
-        // Before the thread: it looks for the link.
+        // Set before the thread starts, because the thread looks for the link.
         let mut slot = self.link();
         let listener = thread::Builder::new().name("kv-shm-listen".into()).spawn({
             let (shared, socket) = (Arc::clone(self), Arc::clone(&socket));

@@ -65,7 +65,7 @@ impl ReceivingTransport for ShmReceiving {
     }
 }
 
-/// Listens until dropped; its socket file goes then.
+/// Listens until it is dropped. The drop removes the socket file.
 struct ShmServer {
     sharing: Arc<Sharing>,
     acceptor: Acceptor<Sharing>,
@@ -76,7 +76,7 @@ struct ShmServer {
 struct Sharing {
     grants: Arc<Grants>,
     io_timeout: Duration,
-    /// Of the memory of each rank, if that is on a device.
+    /// The handle of each rank's memory, if the pool is on devices.
     handles: Vec<[u8; HANDLE_BYTES]>,
 }
 
@@ -135,7 +135,7 @@ impl Drop for ShmServer {
         // A peer that sees the end stops writing and closes. Other peers are given up: the blocks of
         // their open grants stay allocated.
         for (writer, _) in &connections {
-            // Fails when the peer was faster.
+            // Fails when the peer has closed it first.
             let _ = writer.socket.shutdown(Shutdown::Write);
         }
         let start = Instant::now();
@@ -163,7 +163,7 @@ impl Service for Sharing {
     }
 
     fn hang_up(writer: &Writer) {
-        // Fails when the peer was faster.
+        // Fails when the peer has closed it first.
         let _ = writer.socket.shutdown(Shutdown::Both);
     }
 
@@ -211,7 +211,7 @@ struct Writer {
     id: WriterId,
     /// The peer's process, whose end proves that its device has stopped. Present if the pool is on a device.
     process: OnceLock<OwnedFd>,
-    /// The server ends without having seen the peer stop.
+    /// The server has ended without proof that the peer stopped writing.
     is_given_up: AtomicBool,
 }
 
@@ -301,7 +301,7 @@ fn greet(sharing: &Sharing, writer: &Writer, admission: &PeerAdmission) -> io::R
     Ok(is_welcome)
 }
 
-/// As [`greet`], to a pool on devices.
+/// As [`greet`], for a pool on devices.
 fn greet_with(handles: &[[u8; HANDLE_BYTES]], num_blocks: u64, writer: &Writer) -> io::Result<bool> {
     let socket = &writer.socket;
     match host::peer_process(socket) {

@@ -72,7 +72,7 @@ fn place(receiver: &Receiver) -> (PathBuf, u64) {
     }
 }
 
-/// A sender by hand that has opened a grant of a pool that lies on one device.
+/// A sender by hand that has opened a grant of a pool on one device.
 fn opened(socket_path: &PathBuf, pool: u64, access_key: AccessKey) -> UnixStream {
     let (socket, handles) = welcomed(socket_path, pool);
     assert_eq!(handles.len(), 1);
@@ -137,7 +137,7 @@ async fn the_end_of_a_socket_does_not_end_what_a_device_writes() {
 }
 
 #[tokio::test]
-async fn the_end_of_a_process_does() {
+async fn the_end_of_a_process_ends_what_its_device_writes() {
     let (receiver, _pool, _dir) = on_device(fake_device(LAYOUT, NUM_BLOCKS));
     let granted = receiver.grant(blocks([3]), ());
     let process = Process::start("writer_process", &receiver, &granted).await;
@@ -148,7 +148,7 @@ async fn the_end_of_a_process_does() {
 }
 
 #[tokio::test]
-async fn a_pool_on_a_device_that_cannot_be_opened_is_an_error_in_words() {
+async fn a_pool_on_a_device_that_cannot_be_opened_is_an_error_with_a_reason() {
     let dir = private_dir();
     let socket_path = dir.path().join("s");
     let listener = UnixListener::bind(&socket_path).unwrap();

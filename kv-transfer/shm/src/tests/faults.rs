@@ -239,7 +239,7 @@ fn workers_that_start_together_leave_each_others_sockets_alone() {
 }
 
 #[test]
-fn a_path_that_no_socket_can_have_is_refused_in_words() {
+fn a_path_that_no_socket_can_have_is_refused_with_a_reason() {
     let dir = private_dir();
     let error = listen_in(dir.path().join("x".repeat(100))).err().unwrap();
     assert!(error.to_string().contains("too long"), "{error}");

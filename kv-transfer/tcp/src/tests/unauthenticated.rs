@@ -36,7 +36,7 @@ fn hello(pool: u64, access_key: AccessKey) -> Hello {
 }
 
 #[tokio::test]
-async fn whatever_is_wrong_the_answer_is_the_same() {
+async fn every_refusal_has_the_same_answer() {
     let fabric = TransferPair::new(TCP);
     let (_, pool) = fabric.address(TransportKind::Tcp);
     let granted = fabric.receiver.grant(blocks([5]), ());
@@ -71,7 +71,7 @@ async fn whatever_is_wrong_the_answer_is_the_same() {
 }
 
 #[tokio::test]
-async fn a_token_is_asked_for_with_every_frame() {
+async fn every_frame_needs_an_access_key() {
     let fabric = TransferPair::new(TCP);
     let (address, pool) = fabric.address(TransportKind::Tcp);
     let [own, other] = [5, 6].map(|block| fabric.receiver.grant(blocks([block]), ()));
@@ -117,7 +117,7 @@ fn num_threads() -> usize {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn ten_thousand_half_open_connections_cost_little_and_keep_no_admitted_peer_out() {
     for is_secure in [false, true] {
-        // Their time is never up: only their number ends them.
+        // Their deadline never passes: only their number ends them.
         let patient = |config: &mut ReceiverConfig| config.handshake_timeout = NEVER;
         let fabric = TransferPair::with(if is_secure { TLS } else { TCP }, patient);
         let (address, _) = fabric.address(TransportKind::Tcp);
@@ -150,7 +150,7 @@ async fn ten_thousand_half_open_connections_cost_little_and_keep_no_admitted_pee
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn who_sends_byte_by_byte_is_not_waited_for() {
+async fn a_peer_that_sends_byte_by_byte_is_not_waited_for() {
     for is_secure in [false, true] {
         let hasty = |config: &mut ReceiverConfig| config.handshake_timeout = Duration::from_millis(300);
         let fabric = TransferPair::with(if is_secure { TLS } else { TCP }, hasty);
@@ -196,7 +196,7 @@ fn greet(channel: &mut Channel, hello: Hello) -> std::io::Result<Option<Welcome>
 }
 
 #[tokio::test]
-async fn the_right_token_with_another_identity_is_worth_nothing() {
+async fn the_right_access_key_with_another_identity_is_refused() {
     let fabric = TransferPair::new(TLS);
     let (_, pool) = fabric.address(TransportKind::Tcp);
     let (a, b) = (tls("a"), tls("b"));
@@ -263,7 +263,7 @@ async fn foreign_certificates_and_plain_peers_are_refused_either_way() {
 }
 
 #[tokio::test]
-async fn a_receiver_goes_while_unauthenticated_peers_are_about_to_say_something() {
+async fn a_receiver_ends_while_unauthenticated_peers_are_connected() {
     let patient = |config: &mut ReceiverConfig| config.handshake_timeout = NEVER;
     for fabric in [TransferPair::with(TCP, patient), TransferPair::with(TLS, patient)] {
         let (address, _) = fabric.address(TransportKind::Tcp);

@@ -337,7 +337,7 @@ matrix!(
 
 /// How often what cannot be is said to be so: a new gap must be argued for here.
 #[test]
-fn what_cannot_meet_is_as_little_as_it_was() {
+fn no_new_cell_of_the_matrix_is_left_out() {
     let cells = STATES.into_iter().flat_map(|state| FAULTS.map(|fault| expected(state, fault)));
     assert_eq!(cells.filter(Result::is_err).count(), 5);
 }

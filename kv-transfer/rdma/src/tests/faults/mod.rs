@@ -106,7 +106,7 @@ fn hear(control: &TcpStream) -> Option<Message> {
 }
 
 #[tokio::test]
-async fn a_late_writer_that_never_lets_go_is_fenced_and_writes_nothing() {
+async fn a_late_writer_that_never_closes_is_fenced_and_writes_nothing() {
     if !has_rdma() {
         return;
     }
@@ -176,7 +176,7 @@ async fn a_revoked_grant_is_quarantined_until_its_writer_lets_go() {
         let quarantined =
             ReceiverLoad { num_grants: 0, num_quarantined_grants: 1, num_quarantined_blocks: 2 };
         assert_eq!(fabric.receiver.load(), quarantined);
-        // The key is of the whole pool: nothing but good manners keeps the peer from writing.
+        // The key is of the whole pool: only the peer's own code keeps it from writing.
         assert!(peer.write(BlockId(3), 1));
         assert!(is_pending(&mut fenced).await);
         match end {
@@ -192,7 +192,7 @@ async fn a_revoked_grant_is_quarantined_until_its_writer_lets_go() {
 }
 
 #[tokio::test]
-async fn a_receiver_that_ends_takes_every_key_back() {
+async fn a_receiver_that_ends_revokes_every_key() {
     if !has_rdma() {
         return;
     }
@@ -240,7 +240,7 @@ async fn unauthenticated_peers_get_no_key() {
 }
 
 #[tokio::test]
-async fn answers_that_make_no_sense_are_errors_in_words() {
+async fn malformed_answers_are_errors_with_a_reason() {
     if !has_rdma() {
         return;
     }
@@ -285,7 +285,7 @@ async fn answers_that_make_no_sense_are_errors_in_words() {
 }
 
 #[test]
-fn an_absent_library_is_an_error_in_words() {
+fn an_absent_library_is_an_error_with_a_reason() {
     let nixl = Some(Path::new("/nowhere/libnixl_capi.so"));
     let errors = [
         RdmaSending::start(&storage(), nixl).err().unwrap(),
@@ -372,7 +372,7 @@ fn cut(socket: &TcpStream) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_was_on_a_connection_that_broke_is_written_again_over_a_new_one() {
+async fn frames_of_a_lost_connection_are_written_again_over_a_new_one() {
     if !has_rdma() {
         return;
     }
@@ -410,7 +410,7 @@ async fn what_was_on_a_connection_that_broke_is_written_again_over_a_new_one() {
 }
 
 #[tokio::test]
-async fn what_is_lost_twice_fails() {
+async fn a_frame_that_is_lost_twice_fails() {
     if !has_rdma() {
         return;
     }
