@@ -177,7 +177,7 @@ impl Connection {
         let bytes = wire::announcement(sequence, access_key, announced.into_iter());
         if let Err(error) = (&*self.socket).write_all(&bytes) {
             // The next look at the socket ends the connection.
-            debug!(address = %self.shared.address, %error, "cannot speak to an nccl peer");
+            debug!(address = %self.shared.address, %error, "nccl connection ended: cannot send to the peer");
             let _ = self.socket.shutdown(Shutdown::Both);
         }
     }

@@ -32,10 +32,10 @@ pub struct RdmaSending {
 }
 
 impl RdmaSending {
-    /// `nixl` is NIXL's C library, or the folder that it is in; `None` leaves that to the system.
+    /// `nixl` is NIXL's C library or its folder. `None`: the system's loader finds it.
     ///
     /// # Errors
-    /// When NIXL is not there, or cannot use the memory of `storage`.
+    /// When NIXL is missing, or cannot use the memory of `storage`.
     pub fn start(storage: &Arc<BlockStorage>, nixl: Option<&Path>) -> io::Result<RdmaSending> {
         Ok(RdmaSending { nixl: Nixl::start(nixl, storage).map_err(io::Error::other)? })
     }

@@ -53,37 +53,37 @@ pub(super) struct Connection {
     listener: JoinHandle<()>,
 }
 
-/// A pool, as its welcome has described it.
+/// A pool, as its welcome describes it.
 struct PeerPool {
     num_blocks: u64,
     ranks: Vec<PeerRank>,
 }
 
-/// What one rank has of it.
+/// The part of the pool on one rank.
 struct PeerRank {
     memory: RankMemory,
     layout: KvLayout,
     metadata: Vec<u8>,
 }
 
-/// Why there is no welcome.
+/// Why a connection has no welcome.
 enum Rejected {
     /// The peer refused this side.
     Refused,
     Failed(io::Error),
 }
 
-/// What is written from one rank's memory, or from where pieces are put together, into that of a rank of the peer.
+/// The writes from one rank's memory, or from the assembly memory, into the memory of one rank of the peer.
 struct Way {
     pair: RankPair,
     agent: Arc<Agent>,
     remote: RemoteAgent,
     target: RankMemory,
-    /// Of the blocks there.
+    /// The layout of the blocks in that memory.
     layout: KvLayout,
 }
 
-/// A piece's bytes, or what they were hashed to.
+/// A piece's bytes, or their checksum.
 enum Hashed<'a> {
     NotYet(&'a [u8]),
     To(u64),
@@ -91,14 +91,14 @@ enum Hashed<'a> {
 
 /// A frame on the wire.
 struct Flight {
-    /// One for each way, unless the connection has broken meanwhile.
+    /// The transfers, one for each pair of ranks. Fewer if the connection broke meanwhile.
     transfers: Vec<Transfer>,
     since: Instant,
     frame: Frame,
     pieces: Vec<Piece>,
     /// The staging slot of its pieces, if they were assembled.
     place: Option<usize>,
-    // The route is not idle while a device may read from its blocks.
+    // Keeps the route busy while a device may read from its blocks.
     active: Active,
 }
 
@@ -131,7 +131,7 @@ impl Connection {
 
         shared.sum_of.get_or_init(|| SumOf::new(&layout, peer.ranks.len()));
         let socket = Arc::new(socket);
-        // Before the thread: it looks for the link.
+        // Set before the thread starts, because the thread looks for the link.
         *shared.link() = Some(Link { socket: Arc::clone(&socket), grants: OpenGrants::default() });
         let listener = thread::Builder::new().name("kv-rdma-listen".into()).spawn({
             let (shared, socket) = (Arc::clone(shared), Arc::clone(&socket));
@@ -168,7 +168,7 @@ impl Connection {
         self.flights.len() < MAX_FLIGHTS && self.staging.as_ref().is_none_or(StagingSlots::has_place)
     }
 
-    /// Puts a frame on the wire, or has its grant opened first, if it was opened on a connection that is gone.
+    /// Puts a frame on the wire. If its grant was opened on a lost connection, the grant is opened again first.
     pub(super) fn post(&mut self, frame: Frame) {
         let route = Arc::clone(frame.route());
         if let Some(piece) = frame.pieces.iter().find(|piece| piece.dst.idx() as u64 >= self.num_blocks) {
@@ -182,14 +182,14 @@ impl Connection {
                 return self.shared.jobs.retry(frame, MAX_LOSSES, GONE);
             };
             if !link.grants.begin(route.generation()) {
-                // Or it is revoked, as the peer will say.
+                // The grant is revoked, or not open on this connection. The peer's answer tells which.
                 let word = link.grants.wait(Job::Frame(frame));
                 return link.say(word);
             }
         }
         let place = self.staging.as_mut().and_then(|staging| staging.place_for(&route));
-        // SAFETY: the pieces are final and kept by the route, which is not idle before `active` is dropped; the
-        // place is this flight's alone.
+        // SAFETY: the pieces are final, and the route keeps them until `active` is dropped. Only this flight uses the
+        // slot.
         let sources = match unsafe { self.sources(&frame, place) } {
             Ok(sources) => sources,
             Err(error) => {
@@ -212,7 +212,7 @@ impl Connection {
                 Ok(transfer) => transfers.push(transfer),
                 Err(error) => {
                     warn!(address = %self.shared.address, %error, "rdma connection closed: NIXL refused a write");
-                    // The rest is done when the flights are looked at next.
+                    // The next look at the flights ends the connection.
                     self.shared.unlink(&self.socket);
                     break;
                 }
@@ -222,7 +222,7 @@ impl Connection {
             block_idx: piece.block_idx,
             layer_idx: piece.layer_idx,
             checksum: match source {
-                // Hashed while the device reads the same bytes.
+                // Hash while the device reads the same bytes.
                 Hashed::NotYet(bytes) => route.checksum(bytes),
                 Hashed::To(checksum) => checksum,
             },
@@ -231,7 +231,7 @@ impl Connection {
         self.flights.push(Flight { transfers, since, frame, pieces, place, active });
     }
 
-    /// The bytes of each piece. Those of a device are hashed here: if it does not give them, nothing has begun yet.
+    /// The bytes of each piece. Pieces on a device are hashed here, before any write begins: the device may fail.
     ///
     /// # Safety
     /// As of [`StagingSlots::sources`].
@@ -261,7 +261,7 @@ impl Connection {
         }
     }
 
-    /// Answers for the flights that have ended, and says how many.
+    /// Answers the flights that have ended. Returns how many.
     ///
     /// # Errors
     /// When the connection is broken.
@@ -425,7 +425,7 @@ fn listen(shared: &Shared, socket: &Arc<TcpStream>) {
     };
     if shared.unlink(socket) {
         shared.context.counters.of(TransportKind::Rdma).failed();
-        warn!(address = %shared.address, %error, "rdma connection lost");
+        warn!(address = %shared.address, %error, "rdma connection lost: its frames are written again");
     }
 }
 
@@ -442,7 +442,7 @@ fn receive(socket: &TcpStream, timeout: Duration) -> io::Result<Option<Message>>
     }
 }
 
-/// The next message; `None`: it is none.
+/// Decodes the next message. `None`: it is malformed.
 fn receive_within(socket: &TcpStream, timeout: Duration) -> io::Result<Option<Message>> {
     let mut bytes = [0; MESSAGE_BYTES];
     socket::receive_exact(socket, &mut bytes, timeout)?;

@@ -35,11 +35,11 @@ pub struct RdmaReceiving {
 }
 
 impl RdmaReceiving {
-    /// Peers connect to `listen`, where port 0 takes a free one. `nixl` is NIXL's C library, or the folder that it is
-    /// in; `None` leaves that to the system.
+    /// Peers connect to `listen`; port 0 takes a free port. `nixl` is NIXL's C library or its folder. `None`: the
+    /// system's loader finds it.
     ///
     /// # Errors
-    /// When NIXL is not there, or cannot use the memory of `storage`.
+    /// When NIXL is missing, or cannot use the memory of `storage`.
     pub fn start(
         storage: &Arc<BlockStorage>,
         nixl: Option<&Path>,
@@ -100,7 +100,7 @@ impl Service for Sharing {
                 counters.routed(false);
                 info!(peer = %writer.address, "rdma peer connected");
                 let result = self.converse(writer);
-                // The fence: from here on no byte of this peer gets into the pool.
+                // The fence: after this, no byte of this peer is written into the pool.
                 drop(agents);
                 result
             }
