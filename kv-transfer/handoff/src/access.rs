@@ -7,7 +7,7 @@ use std::fmt;
 pub struct Generation(pub u64);
 
 impl fmt::Debug for Generation {
-    /// Prints a part only, so that a log does not contain the whole name.
+    /// Prints only a part of the name: not enough to write with.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "g…{:04x}", self.0 & 0xffff)
     }

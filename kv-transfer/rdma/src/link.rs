@@ -20,7 +20,7 @@ use crate::{nixl::Nixl, wire::Message};
 /// The reason of a connection that the peer ended.
 pub(super) const GONE: &str = "the peer is gone";
 
-/// See above.
+/// What the threads of one pool share.
 pub(super) struct Shared {
     pub(super) context: Arc<SenderContext>,
     pub(super) nixl: Nixl,

@@ -382,7 +382,7 @@ async fn answers_out_of_order_end_the_connection_before_anything_is_posted() {
 }
 
 #[tokio::test]
-async fn a_decode_worker_that_makes_no_sense_or_does_not_join_is_an_error_in_words() {
+async fn a_decode_worker_that_answers_nonsense_or_does_not_join_is_an_error_with_a_reason() {
     let welcome = Message::Welcome.encode();
     let answers = [
         b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n\r\n".to_vec(),
@@ -448,7 +448,7 @@ async fn blocks_on_devices_are_moved_and_verified_and_nothing_else_touches_them(
 }
 
 #[test]
-fn an_absent_library_is_an_error_in_words() {
+fn an_absent_library_is_an_error_with_a_reason() {
     let nccl = Some(Path::new("/nowhere/libnccl.so.2"));
     let errors = [
         NcclSending::start(&storage(), nccl).err().unwrap(),
@@ -461,7 +461,7 @@ fn an_absent_library_is_an_error_in_words() {
 }
 
 #[test]
-fn an_absent_device_is_an_error_in_words() {
+fn an_absent_device_is_an_error_with_a_reason() {
     let Some(library) = crate::tests::nccl_library() else { return };
     if baton_transfer::cuda::num_devices().is_ok() {
         return;

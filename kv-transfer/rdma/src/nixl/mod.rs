@@ -143,7 +143,7 @@ impl Nixl {
     /// # Errors
     /// As of `load`, and when UCX cannot be used.
     pub(crate) fn start(place: Option<&Path>, storage: &Arc<BlockStorage>) -> Result<Nixl, NixlError> {
-        // The environment belongs to the process, as the library does.
+        // One trial for each process, as the library is loaded once.
         static TRIED: Mutex<bool> = Mutex::new(false);
         let nixl = Nixl::load(place)?;
         if storage.device().is_some() {

@@ -257,7 +257,7 @@ impl ReceiverByHand {
             let mut connections = Vec::new();
             loop {
                 let (mut socket, _) = listener.accept().unwrap();
-                // Who says nothing is the test, which is over.
+                // A silent connection means that the test is over.
                 if socket.read_exact(&mut [0; wire::HELLO_BYTES]).is_err() {
                     break;
                 }
