@@ -16,7 +16,8 @@ use baton_handoff::{AccessKey, Generation, PieceWrite, Secret, TransportKind, Tr
 use baton_kv_cache::{BlockId, BlockStorage, KvDtype, KvLayout};
 use baton_transfer::{Receiver, ReceiverConfig, Sender, SenderConfig};
 use baton_transport_nccl::{
-    Communicator, Direction, Fabric, FabricError, NcclReceiving, NcclSending, Place, Rank, Reached, UniqueId,
+    Fabric, FabricError, NcclCommunicator, NcclRank, NcclReceiving, NcclSending, Place, ReachableMemory,
+    TransferDirection, UniqueId,
 };
 use libfuzzer_sys::fuzz_target;
 
@@ -60,27 +61,27 @@ enum Word<'a> {
 struct Alone;
 
 impl Fabric for Alone {
-    fn reach(&self, memory: &Arc<BlockStorage>) -> Result<Reached, FabricError> {
-        Ok(Reached::new(memory, memory.address(), None))
+    fn reach(&self, memory: &Arc<BlockStorage>) -> Result<ReachableMemory, FabricError> {
+        Ok(ReachableMemory::new(memory, memory.address(), None))
     }
 
     fn unique_id(&self) -> Result<UniqueId, FabricError> {
         Ok(UniqueId([1; UniqueId::BYTES]))
     }
 
-    fn join(&self, _: &UniqueId, _: Rank) -> Result<Box<dyn Communicator>, FabricError> {
+    fn join(&self, _: &UniqueId, _: NcclRank) -> Result<Box<dyn NcclCommunicator>, FabricError> {
         Ok(Box::new(Silent))
     }
 }
 
 struct Silent;
 
-impl Communicator for Silent {
+impl NcclCommunicator for Silent {
     fn is_ready(&mut self) -> Result<bool, FabricError> {
         Ok(true)
     }
 
-    unsafe fn post(&mut self, _: Direction, _: &[Place]) -> Result<(), FabricError> {
+    unsafe fn post(&mut self, _: TransferDirection, _: &[Place]) -> Result<(), FabricError> {
         Ok(())
     }
 

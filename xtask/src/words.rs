@@ -43,7 +43,7 @@ const ENDINGS: [&str; 9] = [".rs", ".cu", ".cuh", ".h", ".cpp", ".md", ".proto",
 const EXCEPT: [&str; 2] = ["xtask/src/words.rs", "CHANGELOG.md"];
 
 /// Beginnings of paths whose words are still to be changed. This list only shrinks; it ends empty.
-const NOT_YET_CHANGED: &[&str] = &["kv-transfer/", "model/"];
+const NOT_YET_CHANGED: &[&str] = &[];
 
 /// Findings that are printed in full; the rest is counted.
 const MAX_SHOWN: usize = 60;

@@ -1,4 +1,4 @@
-//! Blocks in memory of the host that says that it is a device's.
+//! Fake devices: blocks in host memory that claims to be on a device.
 
 use std::{
     io,
@@ -52,9 +52,9 @@ pub fn counted_devices(layout: KvLayout, num_blocks: usize, devices: &[u32]) -> 
 pub struct Counts {
     /// Copied to or from the host.
     pub moved: AtomicUsize,
-    /// Hashed where they lie.
+    /// Hashed on the device.
     pub hashed: AtomicUsize,
-    /// Coded or decoded there.
+    /// Encoded or decoded on the device.
     pub coded: AtomicUsize,
 }
 
@@ -201,7 +201,8 @@ impl BlockKernels for FakeKernels {
     }
 }
 
-/// What one handoff in this form has moved to the host, hashed and quantised on the device, on the side that sends.
+/// The pieces that the sending side of one handoff in this format copied to the host, and hashed and encoded on the
+/// device.
 pub async fn pushed(
     transport: TestTransport,
     format: WireFormat,
@@ -213,7 +214,7 @@ pub async fn pushed(
     for (nth, &block) in ids.iter().enumerate() {
         for layer_idx in 0..LAYOUT.num_layers {
             let piece = vec![(nth * 16 + layer_idx) as u8; LAYOUT.layer_bytes()];
-            // SAFETY: nobody else uses the pool yet.
+            // SAFETY: only this test uses the pool so far.
             unsafe { source.store(block, layer_idx, &piece) }.unwrap();
         }
     }

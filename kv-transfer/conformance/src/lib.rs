@@ -1,5 +1,5 @@
-//! What every transport of KV must do, as tests that each runs, and what these stand on: two pools in one process, and
-//! guards that count. It knows no transport.
+//! The conformance suite of KV transports: tests that every transport runs, and their harness of two pools in one
+//! process and guards that are counted. It knows no transport.
 //!
 //! A transport says how both of its halves are made ([`TestTransport`]), and runs the suite with [`conformance!`].
 
@@ -36,22 +36,22 @@ use baton_transfer::{
 
 use fake_devices::{counted_devices, fake_device};
 
-/// Of both pools, unless a test says otherwise.
+/// The default layout of both pools.
 pub const LAYOUT: KvLayout =
     KvLayout { block_size: 4, num_layers: 3, num_kv_heads: 2, head_dim: 8, dtype: KvDtype::F32 };
-/// Of both pools.
+/// Blocks of each pool.
 pub const NUM_BLOCKS: usize = 64;
 
-/// Long for a healthy peer of the tests of faults, short to wait for.
+/// Timeout of the fault tests: long for a healthy peer, short to wait for.
 pub const PATIENCE: Duration = Duration::from_millis(1500);
 
-/// Long for everything.
+/// Timeout of a whole test: long for every operation.
 pub const NEVER: Duration = Duration::from_secs(600);
 
 /// How a test makes both halves of a transport.
 #[derive(Clone, Copy)]
 pub struct TestTransport {
-    /// Which it is.
+    /// The kind of the transport.
     pub kind: TransportKind,
     /// The prefill side, for blocks of this storage.
     pub sending: fn(&Arc<BlockStorage>) -> io::Result<Box<dyn SendingTransport>>,
@@ -114,7 +114,7 @@ impl TransferPair {
         TransferPair { receiver, sender, source, target, config, transports: transports.to_vec(), dir }
     }
 
-    /// Another life of the receiver, of this pool.
+    /// A restarted receiver of the same pool.
     pub fn restarted(&self, target: &Arc<BlockStorage>, config: &ReceiverConfig) -> Receiver {
         receiver(target, &self.transports, self.dir.path(), config).unwrap()
     }
@@ -134,11 +134,11 @@ impl TransferPair {
         }
     }
 
-    /// What comes back for these bytes until the peer hangs up.
+    /// Sends these bytes and returns the answer up to the end of the stream.
     pub fn ask(&self, kind: TransportKind, bytes: &[u8]) -> Vec<u8> {
         let mut socket = TcpStream::connect(self.address(kind).0).unwrap();
         socket.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
-        // It may hang up early.
+        // The peer may close the connection early.
         let _ = socket.write_all(bytes);
         let _ = socket.shutdown(Shutdown::Write);
         let mut answer = Vec::new();
@@ -149,7 +149,7 @@ impl TransferPair {
         answer
     }
 
-    /// A handoff of one block goes well.
+    /// Checks that a handoff of one block succeeds.
     pub async fn works(&self) {
         let granted = self.receiver.grant(blocks([7]), ());
         let route = self.route(&granted).await.unwrap();
@@ -162,7 +162,7 @@ impl TransferPair {
         soon(self.sender.route(granted.access_key(), granted.offers(), ())).await
     }
 
-    /// A route, however often one must ask: whoever is new may be turned away for a while.
+    /// A route. Retries while it fails: a receiver may reject new peers for a while.
     pub async fn route_in_the_end<K>(&self, granted: &Granted<K>) -> Route {
         let routed = async {
             loop {
@@ -184,7 +184,7 @@ impl TransferPair {
     }
 }
 
-/// A sender that is patient with a busy machine.
+/// A sender with timeouts for a busy machine.
 ///
 /// # Errors
 /// As [`Sender::start`], and of the transports.
@@ -195,7 +195,7 @@ pub fn sender(source: &Arc<BlockStorage>, transports: &[TestTransport]) -> io::R
 /// The same, with another configuration.
 ///
 /// # Errors
-/// As there.
+/// As [`sender`].
 pub fn sender_with(
     source: &Arc<BlockStorage>,
     transports: &[TestTransport],
@@ -222,7 +222,7 @@ pub fn receiver(
     Receiver::start(Arc::clone(target), config, transports.collect::<io::Result<_>>()?)
 }
 
-/// Whether there is a CUDA device; says so if not.
+/// Whether there is a CUDA device. Prints a note if not.
 pub fn has_device() -> bool {
     let found = baton_transfer::cuda::num_devices();
     if let Err(error) = &found {
@@ -231,7 +231,7 @@ pub fn has_device() -> bool {
     found.is_ok()
 }
 
-/// Says that a test cannot do what it is for, where the test harness does not hide it.
+/// Prints that a test was skipped, so that the test harness does not hide it.
 pub fn skip(why: &str) {
     let test = std::thread::current().name().unwrap_or_default().to_owned();
     let _ = io::stderr().write_all(format!("SKIPPED {test}: {why}\n").as_bytes());
@@ -242,7 +242,7 @@ pub fn private_dir() -> tempfile::TempDir {
     tempfile::Builder::new().prefix("baton-kv").tempdir().unwrap()
 }
 
-/// A pool of this layout, where the setup wants it.
+/// A pool of this layout, in the memory of the current setup.
 pub fn storage() -> Arc<BlockStorage> {
     pool(LAYOUT)
 }
@@ -265,7 +265,7 @@ pub fn fill(storage: &BlockStorage, block: BlockId, layer_idx: usize, byte: u8) 
     change(storage, block, layer_idx, |piece| piece.fill(byte));
 }
 
-/// Changes a piece, wherever it lies.
+/// Changes a piece, in host memory or on a device.
 pub fn change<R>(
     storage: &BlockStorage,
     block: BlockId,
@@ -274,7 +274,7 @@ pub fn change<R>(
 ) -> R {
     let mut piece = bytes(storage, block, layer_idx);
     let result = change(&mut piece);
-    // SAFETY: tests touch only blocks that nobody else does, or look at what a late writer would do.
+    // SAFETY: tests touch only blocks that no other code uses, or look at what a late writer would do.
     unsafe { storage.store(block, layer_idx, &piece) }.unwrap();
     result
 }
@@ -287,7 +287,7 @@ pub fn bytes(storage: &BlockStorage, block: BlockId, layer_idx: usize) -> Vec<u8
     piece
 }
 
-/// Whether a piece is nothing but this byte.
+/// Whether all bytes of a piece have this value.
 pub fn holds(storage: &BlockStorage, block: BlockId, layer_idx: usize, byte: u8) -> bool {
     bytes(storage, block, layer_idx).iter().all(|&found| found == byte)
 }
@@ -320,13 +320,13 @@ pub async fn soon<F: Future>(future: F) -> F::Output {
     tokio::time::timeout(Duration::from_secs(30), future).await.expect("within 30 s")
 }
 
-/// Whether a future has not ended.
+/// Whether a future is still pending.
 pub async fn is_pending<F: Future + Unpin>(future: &mut F) -> bool {
     let mut future = pin!(future);
     poll_fn(|context| Poll::Ready(future.as_mut().poll(context).is_pending())).await
 }
 
-/// Waits for what another thread will bring about.
+/// Waits until a condition holds that another thread brings about.
 pub async fn eventually(what: &str, condition: impl Fn() -> bool) {
     let start = Instant::now();
     while !condition() {
@@ -335,21 +335,21 @@ pub async fn eventually(what: &str, condition: impl Fn() -> bool) {
     }
 }
 
-/// Counts guards that are out.
+/// Counts the guards that exist.
 #[derive(Clone, Default)]
 pub struct Guards(Arc<AtomicUsize>);
 
-/// One of them.
+/// One guard.
 pub struct Guard(Arc<AtomicUsize>);
 
 impl Guards {
-    /// One more.
+    /// A new guard.
     pub fn guard(&self) -> Guard {
         self.0.fetch_add(1, Ordering::SeqCst);
         Guard(Arc::clone(&self.0))
     }
 
-    /// How many there are.
+    /// How many guards exist.
     pub fn num_out(&self) -> usize {
         self.0.load(Ordering::SeqCst)
     }
@@ -378,7 +378,8 @@ pub fn access_key_from_text(text: &str) -> AccessKey {
     AccessKey { generation: Generation(u64::from_str_radix(generation, 16).unwrap()), secret }
 }
 
-/// Certificates of the tests: "a" and "b" of one authority, "foreign" of another, which believes in that of "a".
+/// Certificates of the tests: "a" and "b" are of one authority. "foreign" is of another authority, and trusts the
+/// authority of "a".
 pub fn tls(name: &str) -> Tls {
     let path =
         |name: String| PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../../tls/testdata")).join(name);
@@ -403,19 +404,19 @@ thread_local! {
 pub enum Setup {
     /// Pools in memory of the host.
     Plain,
-    /// Its pools are on a device, as far as anybody can tell.
+    /// The pools are on a device, or on a fake one.
     Devices,
-    /// They are on two each.
+    /// The pools are on two devices each.
     Divided,
 }
 
 impl Setup {
-    /// Whether this thread's test has it.
+    /// Whether the test of this thread has this setup.
     pub fn is_on(self) -> bool {
         SETUP.get() == self
     }
 
-    /// For this thread, as long as what it returns lives.
+    /// Sets it up for this thread, as long as the result lives.
     pub fn enter(self) -> Entered {
         SETUP.set(self);
         Entered(())
@@ -431,7 +432,7 @@ impl Drop for Entered {
     }
 }
 
-/// Every word that the ends of a one-sided transport say about a grant.
+/// Every message of a one-sided transport about a grant.
 pub fn all_words(generation: Generation) -> [Word; 7] {
     [
         Word::OtherPool,

@@ -1,5 +1,5 @@
-//! What every transport must do when the two workers arrange their KV in different ways: what lands in the decode
-//! worker's blocks is what it would have written there itself, given the prefill worker's numbers.
+//! What every transport must do when the two workers arrange their KV in different ways: the decode worker's blocks
+//! must hold the bytes that it would have written itself for the prefill worker's numbers.
 
 use std::ops::Range;
 
@@ -8,7 +8,7 @@ use baton_kv_cache::{BlockId, BlockStorage, KvDtype, KvLayout, KvShard, VectorCo
 
 use crate::{Guards, LAYOUT, TestTransport, TransferPair, bytes, change, fill, soon};
 
-/// Of the sequence: no multiple of any block size here.
+/// Tokens of the sequence: no multiple of any block size here.
 const NUM_TOKENS: usize = 23;
 const UNTOUCHED: u8 = 0xa5;
 
@@ -26,7 +26,7 @@ const PAIRS: [((usize, KvDtype), (usize, KvDtype)); 10] = [
     ((7, KvDtype::Bf16), (1, KvDtype::F32)),
 ];
 
-/// A sequence in one pool, in blocks that do not lie in order.
+/// A sequence in one pool, in blocks out of order.
 struct Table<'a> {
     storage: &'a BlockStorage,
     blocks: Vec<BlockId>,
@@ -68,7 +68,7 @@ impl<'a> Table<'a> {
         vector
     }
 
-    /// Elements and scale as they lie in memory.
+    /// Elements and scale as they are stored in memory.
     fn vector_bytes(&self, layer_idx: usize, (half, head, token): (usize, usize, usize)) -> [Vec<u8>; 2] {
         let (block, places) = self.place(half, head, token);
         let piece = bytes(self.storage, block, layer_idx);
@@ -236,7 +236,7 @@ pub async fn kv_that_cannot_go_there_finds_no_route(transport: TestTransport) {
     let granted = fabric.receiver.grant(vec![BlockId(1)], ());
     let shard = |layout| KvShard::new(&layout, 1, 0).unwrap();
     let unlike = [
-        // Other models, and blocks beyond all measure.
+        // Other models, and blocks that are too large.
         shard(KvLayout { num_layers: 4, ..LAYOUT }),
         shard(KvLayout { num_kv_heads: 4, ..LAYOUT }),
         shard(KvLayout { head_dim: 16, ..LAYOUT }),
@@ -255,13 +255,13 @@ pub async fn kv_that_cannot_go_there_finds_no_route(transport: TestTransport) {
         assert!(matches!(error, RouteError::OtherKv(_)), "{error}");
         assert_eq!(guards.num_out(), 0);
     }
-    // A layout that could be, but is not that of the pool which answers.
+    // A valid layout, but another one than that of the pool that answers.
     let other = shard(KvLayout { block_size: 8, ..LAYOUT });
     let routed = fabric.sender.route_to(&other, WireFormat::AsIs, granted.access_key(), granted.offers(), ());
     let error = soon(routed).await.err().unwrap();
-    // Over a network, nobody is told what is wrong.
+    // Over a network, no peer is told the reason.
     assert!(matches!(error, RouteError::Unreachable(_) | RouteError::OtherIncarnation(_)), "{error}");
-    // The connection that was refused has not spoilt the way for those who know better.
+    // The refused connection does not affect routes with the right layout.
     let own = shard(LAYOUT);
     let route =
         soon(fabric.sender.route_to(&own, WireFormat::AsIs, granted.access_key(), granted.offers(), ()))

@@ -114,7 +114,7 @@ pub async fn a_restarted_pool_is_told_from_the_old_one(transport: TestTransport)
     let kind = transport.kind;
     let mut fabric = TransferPair::new(&[transport]);
     let granted = fabric.receiver.grant(blocks([1]), ());
-    // Somebody else answers where the old pool was.
+    // Another pool answers at the old pool's address.
     let offer = match fabric.offer(kind) {
         TransportOffer::Tcp { address, pool } => TransportOffer::Tcp { address, pool: pool ^ 1 },
         TransportOffer::Shm { host_id, socket_path, pool } => {
@@ -153,7 +153,7 @@ pub async fn a_pool_of_another_layout_is_refused(transport: TestTransport) {
         let guards = Guards::default();
         let routed = sender.route(granted.access_key(), granted.offers(), guards.guard());
         let error = soon(routed).await.err().unwrap();
-        // Over a network, nobody is told what is wrong.
+        // Over a network, no peer is told the reason.
         assert!(matches!(error, RouteError::Unreachable(_) | RouteError::OtherIncarnation(_)), "{error}");
         assert_eq!(guards.num_out(), 0);
     }
@@ -203,7 +203,7 @@ pub async fn a_closed_route_gives_its_guard_back(transport: TestTransport) {
         }
     }
 
-    // A route that nobody closes gives it back, too.
+    // A route that is dropped without `close` gives the guard back, too.
     let routed = fabric.sender.route(granted.access_key(), granted.offers(), guards.guard());
     let route = soon(routed).await.unwrap();
     let push = route.push(writes(&dst));
@@ -216,7 +216,7 @@ pub async fn a_dropped_grant_is_revoked(transport: TestTransport) {
     let fabric = TransferPair::new(&[transport]);
     let guards = Guards::default();
     drop(fabric.receiver.grant(blocks([3]), guards.guard()));
-    assert_eq!(guards.num_out(), 0, "nobody has opened it");
+    assert_eq!(guards.num_out(), 0, "no writer has opened it");
 
     let granted = fabric.receiver.grant(blocks([3]), guards.guard());
     let route = fabric.route(&granted).await.unwrap();

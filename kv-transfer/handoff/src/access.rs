@@ -1,4 +1,4 @@
-//! The right to write into granted blocks. How a transport checks it is not known here.
+//! The access key: the right to write into granted blocks. How a transport checks it is not known here.
 
 use std::fmt;
 
@@ -7,7 +7,7 @@ use std::fmt;
 pub struct Generation(pub u64);
 
 impl fmt::Debug for Generation {
-    /// Shows too little of it to write with.
+    /// Prints only a part of the name: not enough to write with.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "g…{:04x}", self.0 & 0xffff)
     }
@@ -19,17 +19,17 @@ impl fmt::Display for Generation {
     }
 }
 
-/// The right to write into a grant's blocks: 128 bits of the kernel's randomness, told to the one peer that shall write.
+/// The secret part of an access key: 128 random bits of the kernel. Only the peer that shall write is told it.
 #[derive(Clone, Copy, Default, Eq)]
 pub struct Secret(pub [u8; Secret::NUM_BYTES]);
 
 impl Secret {
-    /// Its size.
+    /// Bytes of a secret.
     pub const NUM_BYTES: usize = 16;
 }
 
 impl PartialEq for Secret {
-    /// Takes as long wherever the first difference is.
+    /// Compares in constant time, so that the time does not tell where the first difference is.
     fn eq(&self, other: &Secret) -> bool {
         let differing = self.0.iter().zip(&other.0).fold(0, |differing, (a, b)| differing | (a ^ b));
         std::hint::black_box(differing) == 0
@@ -42,7 +42,7 @@ impl fmt::Debug for Secret {
     }
 }
 
-/// What a writer shows to write under a grant.
+/// The access key of a grant: a writer shows it to write into the grant's blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AccessKey {
     /// Of the grant.

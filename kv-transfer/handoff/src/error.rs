@@ -12,7 +12,7 @@ pub enum HandoffError {
     /// The decode worker broke off or broke the protocol (seen by the prefill worker): forget it.
     #[error("decode worker lost: {0}")]
     DecodeLost(String),
-    /// What arrived is not what was promised: never decode on it, prefill again.
+    /// The KV that arrived is not the KV that was announced: never decode on it, prefill again.
     #[error("kv rejected: {0}")]
     KvRejected(#[from] KvFault),
     /// The KV could not be moved (seen by the prefill worker).
@@ -21,19 +21,19 @@ pub enum HandoffError {
     /// Time ran out while `state`.
     #[error("deadline passed while {state}")]
     Deadline {
-        /// What was waited for.
+        /// What the handoff was waiting for.
         state: &'static str,
     },
-    /// The other side has nothing cached of what was asked for (seen by the decode side): compute it.
+    /// The peer has nothing cached of the prefix (seen by the decode side): compute it.
     #[error("nothing of it is cached there")]
     NotCached,
     /// The result is not wanted any more: nothing to do.
     #[error("cancelled: {0}")]
     Cancelled(String),
-    /// A side's engine or service refused; the kind says whether anybody else would do.
+    /// A side's engine or service refused. The kind says whether another worker could do it.
     #[error("refused by the {by} worker: {}", failed.message)]
     Refused {
-        /// Who refused.
+        /// The side that refused.
         by: Side,
         /// Why.
         failed: Failure,
@@ -87,13 +87,13 @@ impl std::fmt::Display for Side {
     }
 }
 
-/// What is wrong with KV that was said to be written.
+/// What is wrong with KV that the peer reported as written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum KvFault {
-    /// Said of another grant.
+    /// The pieces were reported under another grant.
     #[error("written under another generation")]
     WrongGeneration,
-    /// Outside of the grant.
+    /// The piece is not in the grant.
     #[error("piece {block_idx}/{layer_idx} was never granted")]
     UnknownPiece {
         /// In the grant.
@@ -101,7 +101,7 @@ pub enum KvFault {
         /// Decoder layer.
         layer_idx: u32,
     },
-    /// Named twice.
+    /// The piece was reported twice.
     #[error("piece {block_idx}/{layer_idx} was written twice")]
     DuplicatePiece {
         /// In the grant.
@@ -109,13 +109,13 @@ pub enum KvFault {
         /// Decoder layer.
         layer_idx: u32,
     },
-    /// Said to be complete, and is not.
+    /// The peer reported the last piece, but some were never reported.
     #[error("{missing} pieces are missing")]
     MissingPieces {
         /// How many.
         missing: usize,
     },
-    /// The device does not give its bytes, so they cannot be compared.
+    /// The device does not return the bytes, so they cannot be compared.
     #[error("piece {block_idx}/{layer_idx} cannot be read back")]
     Unreadable {
         /// In the grant.
@@ -123,7 +123,7 @@ pub enum KvFault {
         /// Decoder layer.
         layer_idx: u32,
     },
-    /// Other bytes than the sender's.
+    /// The bytes differ from the sender's.
     #[error("piece {block_idx}/{layer_idx} has a wrong checksum")]
     Checksum {
         /// In the grant.
@@ -136,7 +136,7 @@ pub enum KvFault {
 /// Why no transport reaches a decode worker's blocks.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum RouteError {
-    /// Nothing in common, or only memory of another host.
+    /// The two sides have no transport in common, or only shared memory on different hosts.
     #[error("no common transport: the peer offers {offered}, this worker allows {allowed}")]
     NoCommonTransport {
         /// Names of the offers.
@@ -144,10 +144,10 @@ pub enum RouteError {
         /// Names of what is configured.
         allowed: String,
     },
-    /// Every offer was tried.
+    /// Every offer was tried and failed.
     #[error("no way to the peer's blocks: {0}")]
     Unreachable(String),
-    /// The peer that answers does not know the grant, or not this side as its writer, and does not say which.
+    /// The peer does not know the grant, or it does not accept this side as its writer. It does not tell which.
     #[error("{0} refuses: it has restarted or taken the grant back, or the grant is not for this worker")]
     OtherIncarnation(String),
     /// The peer's blocks cannot hold what this side has.
@@ -161,13 +161,13 @@ pub enum RouteError {
 /// Why pieces were not written.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum PushError {
-    /// The receiver does not know the generation (any more).
+    /// The receiver does not know the generation, or has revoked it.
     #[error("the grant is revoked")]
     Revoked,
     /// The receiver or this side refused the destination.
     #[error("refused: {0}")]
     Refused(String),
-    /// The way to the peer broke; `Written` was not said, so nothing is assumed.
+    /// The connection to the peer broke. `Written` was not sent, so the pieces count as not written.
     #[error("connection lost: {0}")]
     Lost(String),
     /// The route was closed first.

@@ -1,8 +1,7 @@
-//! What the two sides of a handoff say to each other, as plain values.
+//! The messages of the two sides of a handoff, as plain values.
 //!
-//! The worker service turns them into and out of the wire's messages. What a request asks for (its
-//! tokens, its sampling) is not here: the handoff needs only its size. `T` is the first token, of
-//! whatever type the engine has.
+//! The worker service converts them to and from the wire's messages. The request's tokens and sampling are not here:
+//! the handoff needs only the number of tokens. `T` is the engine's type of the first token.
 
 use std::time::Duration;
 
@@ -15,7 +14,7 @@ use crate::{
     transport::TransportOffer,
 };
 
-/// Decode worker to prefill worker.
+/// A message of the decode worker to the prefill worker.
 #[derive(Clone, Debug, PartialEq)]
 pub enum DecodeMessage {
     /// The first message: compute this sequence, and hand its KV over.
@@ -29,42 +28,42 @@ pub enum DecodeMessage {
         /// Of the grant that is committed.
         generation: Generation,
     },
-    /// Stop, and say so.
+    /// Stop, and answer `Stopped`.
     Cancel {
         /// For the log.
         reason: String,
     },
-    /// The first token ended the request: its KV is not needed. Stop, and say so.
+    /// The first token ended the request: its KV is not needed. Stop, and answer `Stopped`.
     Done,
 }
 
-/// Prefill worker to decode worker.
+/// A message of the prefill worker to the decode worker.
 #[derive(Clone, Debug, PartialEq)]
 pub enum PrefillMessage<T> {
-    /// The scheduler has taken the request up: set blocks aside now.
+    /// The scheduler has started the request: reserve blocks now.
     Started,
     /// Answer to `Fetch`: what is cached of the sequence is held.
     Held {
         /// Tokens at the front of the sequence that will be handed over, full blocks of the decode worker; perhaps none.
         num_tokens: usize,
     },
-    /// The request waits its turn or is computed, and the engine computes: deadlines count anew. Now and then, until the
+    /// The request waits or is computed, and the engine makes progress: deadlines restart. Sent now and then, until the
     /// first token.
     Progress,
-    /// Sampled.
+    /// The first token was sampled.
     FirstToken(T),
     /// These pieces are in the granted blocks.
     Written(Written),
     /// Answer to `Cancel`: no byte is written after this.
     Stopped,
-    /// It ends here; `Stopped` follows once no byte is written any more.
+    /// The prefill side gives up. `Stopped` follows once it writes no byte any more.
     Failed(Failure),
 }
 
 /// What the handoff must know about a request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Begin {
-    /// The client's request.
+    /// The id of the client's request.
     pub request_id: String,
     /// How often the router planned it before.
     pub attempt: u32,
@@ -96,20 +95,20 @@ impl Begin {
 /// Blocks to write into.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Grant {
-    /// Its name.
+    /// The name of the grant.
     pub generation: Generation,
-    /// The right to write.
+    /// The secret part of its access key.
     pub secret: Secret,
     /// Whole blocks at the front of the sequence that need not be written.
     pub num_cached_blocks: usize,
     /// The decode worker's block for each block of the sequence from `num_cached_blocks` on.
     pub block_ids: Vec<BlockId>,
-    /// Ways to reach them, best first.
+    /// Offers to reach the blocks, best first.
     pub offers: Vec<TransportOffer>,
 }
 
 impl Grant {
-    /// What its writer shows.
+    /// The access key that its writer shows.
     pub fn access_key(&self) -> AccessKey {
         AccessKey { generation: self.generation, secret: self.secret }
     }
@@ -118,7 +117,7 @@ impl Grant {
 /// What the granted blocks hold now, beside what was named before.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Written {
-    /// Of the grant.
+    /// The grant that was written.
     pub generation: Generation,
     /// The pieces of one push; `None` when there was nothing to write.
     pub pushed: Option<Pushed>,

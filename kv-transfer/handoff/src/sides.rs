@@ -1,5 +1,5 @@
-//! One sequence in the blocks of two sides that differ in how many tokens a block has: which blocks of one are under
-//! which of the other's, and which of those are complete.
+//! One sequence in the blocks of two sides with different block sizes: which blocks of P cover which blocks of D, and
+//! which blocks of D are complete.
 //!
 //! ```text
 //! P, 4 tokens | 0        | 1        | 2        | 3  .  .  |   num_tokens = 13

@@ -1,5 +1,5 @@
-//! The prefill worker's end of one pool, and the thread that keeps its connection: made when something is to be sent,
-//! made anew when it has ended.
+//! The prefill worker's end of one pool, and the thread that keeps its connection. It connects for the first job, and
+//! again when the connection has ended.
 
 use std::{
     io,
@@ -27,7 +27,7 @@ use super::{
     pool::{NcclSender, Shared},
 };
 
-/// How often an idle thread looks whether its peer is still there.
+/// How often an idle thread checks whether its peer is still connected.
 const IDLE: Duration = Duration::from_millis(250);
 
 /// Writes through NCCL.
@@ -36,16 +36,16 @@ pub struct NcclSending {
 }
 
 impl NcclSending {
-    /// `library` is NCCL's, or the folder that it is in; `None` leaves that to the system.
+    /// `library` is NCCL's library or its folder. `None`: the system's loader finds it.
     ///
     /// # Errors
-    /// When NCCL or a device is not there, or `storage` is on several devices.
+    /// When NCCL or a device is missing, or `storage` is on several devices.
     pub fn start(storage: &Arc<BlockStorage>, library: Option<&Path>) -> io::Result<NcclSending> {
         cuda::refuse_divided(storage)?;
         NcclSending::over(cuda::start(library, storage)?, storage)
     }
 
-    /// Over another fabric than NCCL's.
+    /// Uses another fabric than NCCL.
     ///
     /// # Errors
     /// When the fabric cannot read `storage`.
@@ -95,7 +95,7 @@ impl RemotePool for NcclPool {
         self.shared.jobs.push(frame);
     }
 
-    /// What was announced is sent: the peer has begun to receive it.
+    /// Announced groups are still sent, because the peer has posted their receives.
     fn retire(&self, route: &Arc<RouteState>) {
         self.shared.jobs.retire(route);
     }
@@ -104,7 +104,7 @@ impl RemotePool for NcclPool {
         !self.shared.is_connected.load(Ordering::SeqCst)
     }
 
-    /// It has no pools on several devices.
+    /// NCCL pools are never on several devices.
     fn sum_of(&self) -> SumOf {
         SumOf::Pieces
     }
@@ -132,7 +132,8 @@ fn run(shared: &Arc<Shared>) {
                 Ok(connection) => connection.begin(job),
                 Err(error) => {
                     job.fail(&error);
-                    // Other grants may be better; else they would all wait for the same.
+                    // A peer that refused this grant may accept other grants. After other errors all jobs fail, because
+                    // each would wait for the same timeout.
                     if !matches!(error, RouteError::OtherIncarnation(_)) {
                         shared.jobs.fail_all(&error);
                     }
@@ -151,13 +152,13 @@ fn run(shared: &Arc<Shared>) {
     end(&mut connection, "the sender is shut down");
 }
 
-/// The present connection, or a new one, for which an access key is shown.
+/// The current connection, or a new one, which shows the access key.
 fn connected<'a>(
     shared: &Arc<Shared>,
     connection: &'a mut Option<Connection>,
     access_key: AccessKey,
 ) -> Result<&'a mut Connection, RouteError> {
-    // What has ended unnoticed, or must make room for another peer's.
+    // End a connection that is lost, or that must give up its communicator.
     if connection.as_ref().is_some_and(|connection| connection.is_idle() && !connection.begins()) {
         end(connection, "the peer is gone");
     }

@@ -1,15 +1,15 @@
-//! How many communicators there are at a time. Each takes memory of the device and threads of NCCL, so that
-//! their number is bounded; the one that was idle for the longest makes room for a new one.
+//! Bounds the number of communicators. Each takes device memory and threads of NCCL. The one that was idle longest ends
+//! to make room for a new one.
 
 use std::{
     sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
     time::{Duration, Instant},
 };
 
-/// Communicators of one end, at most: peers beyond them take turns.
+/// Most communicators of one end. More peers take turns.
 pub(super) const MAX_COMMUNICATORS: usize = 16;
 
-/// Those of one end.
+/// The communicators of one end.
 pub(super) struct Communicators {
     max: usize,
     table: Mutex<Table>,
@@ -20,7 +20,7 @@ pub(super) struct Communicators {
 struct Table {
     entries: Vec<Entry>,
     next_id: u64,
-    /// Counts uses.
+    /// A clock that counts uses.
     clock: u64,
 }
 
@@ -28,11 +28,11 @@ struct Entry {
     id: u64,
     last_used: u64,
     is_busy: bool,
-    /// Asks its connection to end; taken when it has been asked.
+    /// Asks its connection to end. `None` once it was asked.
     evict: Option<Box<dyn FnOnce() + Send>>,
 }
 
-/// The right to have one, until dropped.
+/// The right to have one communicator, until it is dropped.
 pub(super) struct Slot {
     communicators: Arc<Communicators>,
     id: u64,
@@ -43,8 +43,8 @@ impl Communicators {
         Arc::new(Communicators { max, table: Mutex::default(), left: Condvar::new() })
     }
 
-    /// A slot, idle at first. When there is none left, the one that was idle for the longest is asked to end, by its
-    /// `evict`, which must not wait. `None`: none came free within `patience`.
+    /// A new slot, which is idle. If none is free, the connection that was idle longest is asked to end, by its
+    /// `evict`, which must not wait. `None`: no slot became free within `patience`.
     pub(super) fn enter(
         self: &Arc<Self>,
         evict: impl FnOnce() + Send + 'static,
@@ -92,7 +92,7 @@ impl Table {
 }
 
 impl Slot {
-    /// Whether something is under way: then nobody is asked to end it. `false` when it was asked before.
+    /// Marks the communicator as busy or idle. A busy one is not asked to end. `false`: it was asked to end before.
     pub(super) fn set_busy(&self, is_busy: bool) -> bool {
         let mut table = self.communicators.table();
         let last_used = table.tick();
@@ -101,7 +101,7 @@ impl Slot {
         let is_wanted = entry.evict.is_some();
         drop(table);
         if !is_busy {
-            // It may be what somebody waits for.
+            // `enter` may wait for an idle communicator.
             self.communicators.left.notify_one();
         }
         is_wanted
@@ -144,10 +144,10 @@ mod tests {
         for idx in [2, 1] {
             assert!(slots[idx].set_busy(true) && slots[idx].set_busy(false));
         }
-        assert!(enter(&all, 3, &asked, NOW).is_none(), "nobody has left yet");
+        assert!(enter(&all, 3, &asked, NOW).is_none(), "no slot is free yet");
         assert_eq!(leaving.try_iter().collect::<Vec<_>>(), [2]);
         assert!(enter(&all, 3, &asked, NOW).is_none());
-        assert_eq!(leaving.try_iter().count(), 0, "one is leaving: nobody else is asked");
+        assert_eq!(leaving.try_iter().count(), 0, "one connection is leaving: no other is asked");
         assert!(!slots[2].set_busy(true), "too late to begin something");
         let mut slots = slots;
         drop(slots.remove(2));

@@ -1,8 +1,8 @@
-//! A connected pool, as its thread sees it: frames are announced, and those that are to be sent are sent.
+//! A connected pool, as its thread uses it: it announces frames, and sends the ones that the peer accepts.
 //!
-//! What was announced keeps its source blocks until it has landed, was refused, or the communicator is aborted. A
-//! frame that was not answered when its connection ended was not begun, and is announced once more on the next one:
-//! so a peer that had to make room for another comes back without anybody noticing.
+//! An announced frame keeps its source blocks until it has landed, was refused, or the communicator is aborted. A
+//! frame without an answer when its connection ended was not begun. It is announced once more on the next connection.
+//! So a peer that gave up its communicator for another peer continues later, and no route fails.
 
 use std::{
     io::{self, Write},
@@ -26,7 +26,7 @@ use tracing::{debug, error, info, warn};
 
 use super::{
     communicators::Slot,
-    fabric::{Communicator, Direction, Place, Rank, Reached, UniqueId},
+    fabric::{NcclCommunicator, NcclRank, Place, ReachableMemory, TransferDirection, UniqueId},
     joining::wait_until_ready,
     lane::{Lane, MAX_GROUPS},
     pool::Shared,
@@ -39,19 +39,19 @@ pub(super) struct Connection {
     socket: Arc<TcpStream>,
     slot: Slot,
     is_evicted: Arc<AtomicBool>,
-    communicator: Box<dyn Communicator>,
+    communicator: Box<dyn NcclCommunicator>,
     lane: Lane<Flight>,
     staging: StagingSlots,
-    staged: Reached,
+    staged: ReachableMemory,
     hasher: Hasher,
 }
 
-/// A frame on its way.
+/// A frame that was announced.
 struct Flight {
     frame: Frame,
     places: Vec<Place>,
     pieces: Vec<Piece>,
-    /// Where its pieces were put together, if they were.
+    /// The staging slot of its pieces, if they were assembled.
     staged: Option<usize>,
     // The route is not idle while a device may read from its blocks.
     active: Active,
@@ -105,9 +105,9 @@ impl Connection {
         let nccl_failed = |error| unreachable(io::Error::other(error));
         let staging = StagingSlots::new(&layout, config.frame_bytes).map_err(unreachable)?;
         let staged = shared.nccl.fabric.reach(&staging.memory).map_err(nccl_failed)?;
-        let mut communicator = shared.nccl.fabric.join(&id, Rank::Sender).map_err(nccl_failed)?;
+        let mut communicator = shared.nccl.fabric.join(&id, NcclRank::Sender).map_err(nccl_failed)?;
         if let Err(error) = wait_until_ready(&mut *communicator, &socket, timeout) {
-            // Nothing was posted: whether it succeeds does not matter to any block.
+            // Nothing was posted, so no block depends on this abort.
             let _ = communicator.abort();
             return Err(unreachable(error));
         }
@@ -137,7 +137,7 @@ impl Connection {
     /// Whether something may be begun after a pause.
     pub(super) fn begins(&self) -> bool {
         let is_there = || match socket::is_readable_within(&self.socket, Duration::ZERO) {
-            // Nothing is under way, so that there is nothing to say but that it is over.
+            // Nothing is in flight, so no frame must be answered.
             Ok(is_readable) => !is_readable,
             Err(_) => false,
         };
@@ -146,8 +146,8 @@ impl Connection {
 
     pub(super) fn begin(&mut self, job: Job) {
         match job {
-            // Whether there is such a grant is found out with the first frame. If nobody waits any more, there is
-            // nothing to take back.
+            // The first frame finds out whether the grant exists. If no route waits any more, there is nothing to
+            // undo.
             Job::Open(open) => {
                 let _ = open.succeed();
             }
@@ -176,13 +176,13 @@ impl Connection {
         let sequence = self.lane.announce(Flight { frame, places, pieces, staged, active }, Instant::now());
         let bytes = wire::announcement(sequence, access_key, announced.into_iter());
         if let Err(error) = (&*self.socket).write_all(&bytes) {
-            // The rest is done when the socket is looked at next.
-            debug!(address = %self.shared.address, %error, "cannot speak to an nccl peer");
+            // The next look at the socket ends the connection.
+            debug!(address = %self.shared.address, %error, "nccl connection ended: cannot send to the peer");
             let _ = self.socket.shutdown(Shutdown::Both);
         }
     }
 
-    /// Where the fabric finds the pieces, and their checksums.
+    /// The places of the pieces for the fabric, and their checksums.
     fn load(&mut self, frame: &Frame, staged: Option<usize>) -> io::Result<(Vec<Place>, Vec<Piece>)> {
         let route = frame.route();
         let (storage, pool) = (route.storage(), &self.shared.nccl.pool);
@@ -214,10 +214,10 @@ impl Connection {
         Ok((places, pieces.collect()))
     }
 
-    /// Hears what the peer says, posts what is next, and answers for what has landed. Whether something was.
+    /// Reads the peer's messages, posts the next groups and answers the landed frames. Returns whether there was any.
     ///
     /// # Errors
-    /// When the connection is of no use any more.
+    /// When the connection is broken.
     pub(super) fn advance(&mut self) -> io::Result<bool> {
         let mut has_moved = false;
         while socket::is_readable_within(&self.socket, Duration::ZERO)? {
@@ -233,9 +233,10 @@ impl Connection {
         if let Some(flight) = self.lane.next_to_post()
             && self.communicator.is_ready().map_err(io::Error::other)?
         {
-            // SAFETY: nobody writes the pieces, which the flight's route keeps, until it is done, or after the
-            // communicator was aborted.
-            unsafe { self.communicator.post(Direction::Send, &flight.places) }.map_err(io::Error::other)?;
+            // SAFETY: the pieces are final. The flight's route keeps them until the group is done or the communicator
+            // is aborted.
+            unsafe { self.communicator.post(TransferDirection::Send, &flight.places) }
+                .map_err(io::Error::other)?;
             self.lane.posted();
             has_moved = true;
         }
@@ -243,7 +244,7 @@ impl Connection {
         while let Some((_, flight)) = self.lane.next_out(num_done, Instant::now()) {
             let Flight { frame, pieces, staged, active, .. } = flight;
             self.staging.give_back(staged);
-            // Whoever waits for the route to be idle may go on before the push is answered, not after.
+            // The route must be idle before the push is answered: the caller may close the route and wait right after.
             drop(active);
             frame.done(pieces);
             has_moved = true;
@@ -281,7 +282,7 @@ impl Connection {
         }
     }
 
-    /// Ends everything that is under way, then says so.
+    /// Aborts the communicator, then answers the frames in flight.
     pub(super) fn end(self, why: &str) {
         let Connection { shared, socket, slot, is_evicted, mut communicator, lane, staged, .. } = self;
         shared.is_connected.store(false, Ordering::SeqCst);
@@ -303,9 +304,9 @@ impl Connection {
         drop(slot);
         for (Flight { frame, active, .. }, was_answered) in lane.into_items() {
             match aborted {
-                // No device uses the blocks any more.
+                // No device reads the blocks any more.
                 Ok(()) => drop(active),
-                // The route is never idle again, and its blocks are never freed.
+                // The device may still read the blocks, so the route never becomes idle and its blocks are never freed.
                 Err(_) => std::mem::forget(active),
             }
             shared.jobs.retry(frame, usize::from(!was_answered), why);

@@ -1,8 +1,8 @@
 //! NCCL on a CUDA device.
 //!
-//! A group takes hold in two steps. NCCL launches its kernels from a thread of its own, since the communicator does
-//! not block; when it says that this has happened, an event is recorded behind them on the communicator's stream, and
-//! the event tells when they are done. Nothing is waited for but in [`Communicator::abort`].
+//! A group starts in two steps. The communicator does not block, so NCCL launches the kernels from a thread of its own.
+//! When NCCL reports the launch, an event is recorded behind the kernels on the communicator's stream. The event tells
+//! when they are done. Only [`NcclCommunicator::abort`] waits.
 
 use std::{
     collections::VecDeque,
@@ -18,7 +18,9 @@ use baton_kv_cache::{BlockId, BlockStorage};
 use baton_transfer::cuda::{CudaError, Device, HostRegistration, failed};
 use cudarc::driver::{CudaEvent, CudaStream, DriverError};
 
-use super::fabric::{Communicator, Direction, Fabric, FabricError, Place, Rank, Reached, UniqueId};
+use super::fabric::{
+    Fabric, FabricError, NcclCommunicator, NcclRank, Place, ReachableMemory, TransferDirection, UniqueId,
+};
 
 /// What NCCL needs: its library, and the device of `storage`, or the first one for blocks in host memory.
 ///
@@ -33,7 +35,7 @@ pub(super) fn refuse_divided(storage: &BlockStorage) -> io::Result<()> {
     if !storage.is_divided() {
         return Ok(());
     }
-    let message = "blocks that lie on several devices do not travel over nccl";
+    let message = "blocks on several devices do not travel over nccl";
     Err(io::Error::new(io::ErrorKind::Unsupported, message))
 }
 
@@ -57,7 +59,7 @@ impl From<CudaError> for FabricError {
 }
 
 impl CudaFabric {
-    /// For a pool on a device that device; for one in host memory the first that this process sees.
+    /// For a pool on a device, that device. For a pool in host memory, the first device that this process sees.
     ///
     /// # Errors
     /// When the library or the device is missing.
@@ -93,16 +95,16 @@ impl CudaFabric {
 }
 
 impl Fabric for CudaFabric {
-    fn reach(&self, memory: &Arc<BlockStorage>) -> Result<Reached, FabricError> {
+    fn reach(&self, memory: &Arc<BlockStorage>) -> Result<ReachableMemory, FabricError> {
         if let Some(device) = memory.device() {
             let base = device.address().expect("refused where a sender or receiver starts");
-            return Ok(Reached::new(memory, base, None));
+            return Ok(ReachableMemory::new(memory, base, None));
         }
         let size_bytes = memory.size_bytes();
-        // SAFETY: `Reached` keeps the memory, and ends the registration first.
+        // SAFETY: `ReachableMemory` keeps the memory, and ends the registration first.
         let registration =
             unsafe { HostRegistration::new(&self.device, memory.layer_ptr(BlockId(0), 0), size_bytes) }?;
-        Ok(Reached::new(memory, registration.address, Some(Box::new(registration))))
+        Ok(ReachableMemory::new(memory, registration.address, Some(Box::new(registration))))
     }
 
     fn unique_id(&self) -> Result<UniqueId, FabricError> {
@@ -110,10 +112,10 @@ impl Fabric for CudaFabric {
         Ok(self.nccl.unique_id()?)
     }
 
-    fn join(&self, id: &UniqueId, rank: Rank) -> Result<Box<dyn Communicator>, FabricError> {
+    fn join(&self, id: &UniqueId, rank: NcclRank) -> Result<Box<dyn NcclCommunicator>, FabricError> {
         let (rank, peer) = match rank {
-            Rank::Receiver => (0, 1),
-            Rank::Sender => (1, 0),
+            NcclRank::Receiver => (0, 1),
+            NcclRank::Sender => (1, 0),
         };
         Ok(Box::new(self.join_as(id, 2, rank, peer)?))
     }
@@ -143,15 +145,15 @@ impl CudaCommunicator {
     /// Posts sends and receives in one group.
     ///
     /// # Safety
-    /// As [`Communicator::post`].
+    /// As [`NcclCommunicator::post`].
     pub(super) unsafe fn post_all(
         &mut self,
-        operations: impl Iterator<Item = (Direction, Place)>,
+        operations: impl Iterator<Item = (TransferDirection, Place)>,
     ) -> Result<(), FabricError> {
         self.device.bind()?;
         let (nccl, stream, peer) = (self.nccl.clone(), Arc::clone(&self.stream), self.peer);
         let operations = operations.map(|(direction, place)| Operation {
-            is_send: direction == Direction::Send,
+            is_send: direction == TransferDirection::Send,
             address: place.address,
             len: place.len,
             peer,
@@ -163,7 +165,7 @@ impl CudaCommunicator {
     }
 }
 
-impl Communicator for CudaCommunicator {
+impl NcclCommunicator for CudaCommunicator {
     fn is_ready(&mut self) -> Result<bool, FabricError> {
         self.device.bind()?;
         let nccl = self.nccl.clone();
@@ -183,7 +185,7 @@ impl Communicator for CudaCommunicator {
         Ok(true)
     }
 
-    unsafe fn post(&mut self, direction: Direction, places: &[Place]) -> Result<(), FabricError> {
+    unsafe fn post(&mut self, direction: TransferDirection, places: &[Place]) -> Result<(), FabricError> {
         // SAFETY: by the caller's word.
         unsafe { self.post_all(places.iter().map(|&place| (direction, place))) }
     }
@@ -230,7 +232,7 @@ impl Communicator for CudaCommunicator {
 
 impl Drop for CudaCommunicator {
     fn drop(&mut self) {
-        // Whoever cares about what it writes has aborted it before.
+        // A connection with groups in flight has aborted the communicator before.
         let _ = self.abort();
     }
 }

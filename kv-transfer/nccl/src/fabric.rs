@@ -1,7 +1,7 @@
-//! The narrow seam between the transport and what moves the bytes: NCCL on CUDA devices (`cuda.rs`), and, for
-//! tests, threads that copy memory.
+//! The seam between the transport and the code that moves bytes: NCCL on CUDA devices (`cuda.rs`), or, in tests,
+//! threads that copy memory.
 //!
-//! Nothing here waits: whoever uses a fabric asks again until a deadline of its own has passed, and aborts then.
+//! No call here waits, except for `abort`. The caller polls until its own deadline has passed, and then aborts.
 
 use std::{
     fmt::{self, Debug},
@@ -13,51 +13,51 @@ pub use baton_cuda::nccl::UniqueId;
 use baton_kv_cache::BlockStorage;
 use thiserror::Error;
 
-/// Which of the two a process is.
+/// The rank of a process in a communicator of two.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Rank {
+pub enum NcclRank {
     /// The decode worker.
     Receiver,
     /// The prefill worker.
     Sender,
 }
 
-/// What a group does with its places.
+/// Whether a group sends or receives its places.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Direction {
-    /// The source.
+pub enum TransferDirection {
+    /// Reads the places.
     Send,
-    /// The destination.
+    /// Writes the places.
     Receive,
 }
 
-/// Bytes of one piece, as the fabric sees them.
+/// Address and length of one piece, as the fabric sees them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Place {
-    /// Of the first.
+    /// Address of the first byte.
     pub address: u64,
-    /// How many.
+    /// Number of bytes.
     pub len: usize,
 }
 
-/// Why a fabric cannot be used, or has stopped to work.
+/// Why a fabric cannot be used, or has stopped working.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum FabricError {
-    /// No NCCL, or one that lacks something.
+    /// NCCL's library is missing, or it lacks a function.
     #[error(
         "no nccl without NCCL's library: {0}; install it (the wheel nvidia-nccl-cu12 or, for CUDA 13, nvidia-nccl-cu13 \
          has it), and let BATON_NCCL name libnccl.so.2 or its folder"
     )]
     Absent(String),
-    /// No driver, or no device of it.
+    /// There is no CUDA driver or no device.
     #[error("no nccl without a CUDA device: {0}")]
     NoDevice(String),
-    /// A call failed. What it had begun may go on until the communicator is aborted.
+    /// A call failed. Its groups may go on until the communicator is aborted.
     #[error("{call} failed: {why}")]
     Failed {
-        /// Which.
+        /// The function that failed.
         call: &'static str,
-        /// Its error.
+        /// The error.
         why: String,
     },
 }
@@ -71,66 +71,70 @@ impl From<NcclError> for FabricError {
     }
 }
 
-/// What moves bytes between the pools of two processes.
+/// Moves bytes between the pools of two processes.
 pub trait Fabric: Debug + Send + Sync {
-    /// Lets the fabric read and write a pool: once for each, not for a request.
-    fn reach(&self, memory: &Arc<BlockStorage>) -> Result<Reached, FabricError>;
+    /// Makes a pool reachable for the fabric. Called once for each pool, never for a request.
+    fn reach(&self, memory: &Arc<BlockStorage>) -> Result<ReachableMemory, FabricError>;
 
-    /// A new one, of which the other rank is told.
+    /// A new id for a communicator. The sender passes it to `join`, too.
     fn unique_id(&self) -> Result<UniqueId, FabricError>;
 
-    /// Begins to join the other rank; [`Communicator::is_ready`] says when that has happened.
-    fn join(&self, id: &UniqueId, rank: Rank) -> Result<Box<dyn Communicator>, FabricError>;
+    /// Begins to join the peer's rank. [`NcclCommunicator::is_ready`] says when both have joined.
+    fn join(&self, id: &UniqueId, rank: NcclRank) -> Result<Box<dyn NcclCommunicator>, FabricError>;
 }
 
-/// The connection of two ranks. Groups are carried out one after the other, in the order in which each side posted
-/// them: the n-th place that one sends goes to the n-th that the other receives, whatever they belong to.
-pub trait Communicator: Send {
-    /// Whether what was begun last, joining or posting, has taken hold, so that the next group may be posted.
+/// A communicator of two ranks. Groups run one after another, in the order in which each side posts them. The n-th
+/// place that one rank sends goes to the n-th place that its peer receives.
+pub trait NcclCommunicator: Send {
+    /// Whether the last join or post has started, so that the next group may be posted.
     fn is_ready(&mut self) -> Result<bool, FabricError>;
 
-    /// Posts one group. Only when [`is_ready`](Self::is_ready).
+    /// Posts one group. Call it only when [`is_ready`](Self::is_ready) has returned true.
     ///
     /// # Safety
-    /// The places are reached by the fabric. Until the group is done, or the communicator is aborted, nobody writes
-    /// those of a `Send`, and nobody uses those of a `Receive`.
-    unsafe fn post(&mut self, direction: Direction, places: &[Place]) -> Result<(), FabricError>;
+    /// The fabric can reach the places. Until the group is done or the communicator is aborted, places of a `Send` are
+    /// not written and places of a `Receive` are not used.
+    unsafe fn post(&mut self, direction: TransferDirection, places: &[Place]) -> Result<(), FabricError>;
 
-    /// How many groups are done, of all that were posted: their places are not used any more, and hold what came.
+    /// The number of posted groups that are done. Their places hold the received bytes and are not used any more.
     fn num_done(&mut self) -> Result<u64, FabricError>;
 
-    /// Ends everything: when this has returned without an error, no place is read or written any more. The other
-    /// rank is not told; it waits.
+    /// Ends all groups. After this returns without an error, no place is read or written any more. The peer's rank is
+    /// not told and goes on waiting.
     ///
     /// # Errors
-    /// When that cannot be promised.
+    /// When the groups may still run.
     fn abort(&mut self) -> Result<(), FabricError>;
 }
 
-/// A pool that a fabric can read and write, for as long as this lives.
-pub struct Reached {
+/// A pool that a fabric can read and write while this value lives.
+pub struct ReachableMemory {
     base: u64,
-    // Ends before the memory goes.
+    // Dropped before the memory.
     registration: Option<Box<dyn Send + Sync>>,
     memory: Arc<BlockStorage>,
 }
 
-impl Debug for Reached {
+impl Debug for ReachableMemory {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Reached({:#x})", self.base)
+        write!(f, "ReachableMemory({:#x})", self.base)
     }
 }
 
-impl Drop for Reached {
+impl Drop for ReachableMemory {
     fn drop(&mut self) {
         drop(self.registration.take());
     }
 }
 
-impl Reached {
-    /// `base` is where the fabric sees the first byte of the memory; dropping `registration` ends that.
-    pub fn new(memory: &Arc<BlockStorage>, base: u64, registration: Option<Box<dyn Send + Sync>>) -> Reached {
-        Reached { base, registration, memory: Arc::clone(memory) }
+impl ReachableMemory {
+    /// `base` is the address at which the fabric sees the first byte. Dropping `registration` unregisters the memory.
+    pub fn new(
+        memory: &Arc<BlockStorage>,
+        base: u64,
+        registration: Option<Box<dyn Send + Sync>>,
+    ) -> ReachableMemory {
+        ReachableMemory { base, registration, memory: Arc::clone(memory) }
     }
 
     /// The pool.
@@ -138,10 +142,10 @@ impl Reached {
         &self.memory
     }
 
-    /// So many bytes from `offset` of the memory on.
+    /// `len` bytes from `offset` of the memory on.
     ///
     /// # Panics
-    /// When they do not lie in it: offsets come from its own layout.
+    /// When they are not all in the memory. Offsets come from its own layout.
     pub fn place(&self, offset: usize, len: usize) -> Place {
         let size_bytes = self.memory.size_bytes();
         assert!(offset <= size_bytes && len <= size_bytes - offset, "a place outside of the memory");

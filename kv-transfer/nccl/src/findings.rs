@@ -1,4 +1,4 @@
-//! What of NCCL there is on a host, for `baton doctor`.
+//! Whether a host can use NCCL, for `baton doctor`.
 
 use std::{fmt, path::Path};
 
@@ -6,12 +6,12 @@ use baton_cuda::nccl::Nccl;
 
 use crate::fabric::FabricError;
 
-/// What of NCCL there is on this host.
+/// Whether this host can use NCCL.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NcclFindings {
-    /// Its version and where it is, or why there is none.
+    /// The library's version and path, or why it cannot be loaded.
     pub library: Result<String, String>,
-    /// Whether it gives ids under which two ranks could meet, if there is one.
+    /// Whether the library creates unique ids, if it was loaded.
     pub unique_id: Option<Result<(), String>>,
     /// How many CUDA devices this process can use, or what is missing.
     pub num_devices: Result<usize, String>,

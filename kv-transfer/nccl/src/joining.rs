@@ -1,4 +1,4 @@
-//! Waiting for both ranks of a communicator, on either side.
+//! Waits for both ranks of a communicator to join. Both sides use it.
 
 use std::{
     io,
@@ -8,11 +8,11 @@ use std::{
 
 use baton_transfer::socket;
 
-use super::fabric::Communicator;
+use super::fabric::NcclCommunicator;
 
 /// Waits until both ranks have joined, the socket has ended, or time is up.
 pub(super) fn wait_until_ready(
-    communicator: &mut dyn Communicator,
+    communicator: &mut dyn NcclCommunicator,
     socket: &TcpStream,
     timeout: Duration,
 ) -> io::Result<()> {
@@ -24,7 +24,7 @@ pub(super) fn wait_until_ready(
         if start.elapsed() >= timeout {
             return Err(socket::timed_out("joining an nccl communicator"));
         }
-        // What can be read is the end of the stream, or the word of a peer that knows sooner that both have joined.
+        // Readable means the end of the stream, or a message of a peer that already knows that both ranks have joined.
         if socket::is_readable_within(socket, Duration::from_millis(1))? && socket.peek(&mut [0])? == 0 {
             return Err(io::ErrorKind::UnexpectedEof.into());
         }

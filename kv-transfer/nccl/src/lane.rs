@@ -6,10 +6,10 @@
 //!     +--- no ---> out
 //! ```
 //!
-//! NCCL matches what one side sends with what the other receives by order alone, and a group that is posted in another
-//! order than the peer's never ends. So there is one order: that of announcements on the control connection. One
-//! thread at each end reads or writes them; the receiver answers them in that order, and both post in it what was
-//! answered with "go". An answer out of order is an error before anything is posted.
+//! NCCL matches the sends of one side with the receives of its peer by order alone. A group that is posted in another
+//! order than the peer's never ends. So there is one order: that of announcements on the control connection. The
+//! receiver answers them in that order, and both sides post the groups that were answered with "go" in that order. An
+//! answer out of order is an error, before any group is posted.
 
 use std::{
     collections::VecDeque,
@@ -18,16 +18,16 @@ use std::{
 
 use thiserror::Error;
 
-/// Groups that are announced, and not landed, at a time.
+/// Most groups that are announced and have not landed.
 pub(super) const MAX_GROUPS: usize = 16;
 
-/// Groups of one side that are not out yet.
+/// The groups of one side that have not landed yet.
 pub(super) struct Lane<T> {
     entries: VecDeque<Entry<T>>,
     next_sequence: u64,
-    /// Groups that were ever posted.
+    /// How many groups were posted so far.
     num_posted: u64,
-    /// When something was last done about the oldest one.
+    /// When the oldest group last made progress.
     since: Instant,
 }
 
@@ -42,11 +42,11 @@ struct Entry<T> {
 enum State {
     Announced,
     Granted,
-    /// As the communicator's n-th group.
+    /// Posted as the communicator's n-th group.
     Posted(u64),
 }
 
-/// The peer answers what was not asked, or in another order.
+/// The peer answered a group that was not announced, or answered in another order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 #[error("an answer to {0}, which is not what comes next")]
 pub(super) struct OutOfOrder(u64);
@@ -64,7 +64,7 @@ impl<T> Lane<T> {
         self.entries.is_empty()
     }
 
-    /// What is in it.
+    /// The items of all groups, oldest first.
     pub(super) fn items(&self) -> impl Iterator<Item = &T> {
         self.entries.iter().map(|entry| &entry.item)
     }
@@ -77,7 +77,7 @@ impl<T> Lane<T> {
         sequence
     }
 
-    /// Receiver: what was announced and is answered with "go". It lands by being done.
+    /// Receiver: an announced group that is answered with "go". It has landed when it is done.
     pub(super) fn accept(&mut self, sequence: u64, item: T, now: Instant) {
         self.push(Entry { sequence, state: State::Granted, is_landed: true, item }, now);
     }
@@ -104,7 +104,7 @@ impl<T> Lane<T> {
         Ok(self.entries.remove(idx).expect("found").item)
     }
 
-    /// The peer has it where it belongs.
+    /// The peer has received the group.
     pub(super) fn landed(&mut self, sequence: u64, now: Instant) -> Result<(), OutOfOrder> {
         let entry = self.entries.iter_mut().find(|entry| !entry.is_landed);
         match entry {
@@ -122,12 +122,12 @@ impl<T> Lane<T> {
         idx.filter(|&idx| self.entries[idx].sequence == sequence).ok_or(OutOfOrder(sequence))
     }
 
-    /// What is to be posted now, if nothing else is in the way. Whoever posts it says so.
+    /// The group to post now, if there is one. The caller posts it and then calls [`posted`](Self::posted).
     pub(super) fn next_to_post(&self) -> Option<&T> {
         self.entries.iter().find(|entry| entry.state == State::Granted).map(|entry| &entry.item)
     }
 
-    /// What [`next_to_post`](Self::next_to_post) named is posted.
+    /// The group of [`next_to_post`](Self::next_to_post) was posted.
     pub(super) fn posted(&mut self) {
         if let Some(entry) = self.entries.iter_mut().find(|entry| entry.state == State::Granted) {
             entry.state = State::Posted(self.num_posted);
@@ -135,7 +135,7 @@ impl<T> Lane<T> {
         }
     }
 
-    /// The oldest, with its number, once it is done on both sides; to be asked for until there is none. `num_done`
+    /// The oldest group with its number, if it is done on both sides. Call it until it returns `None`. `num_done`
     /// groups of the communicator are done.
     pub(super) fn next_out(&mut self, num_done: u64, now: Instant) -> Option<(u64, T)> {
         let first = self.entries.front()?;
@@ -148,12 +148,12 @@ impl<T> Lane<T> {
         }
     }
 
-    /// Whether there is something, and nothing has become of it for so long.
+    /// Whether there is a group and the oldest one made no progress for so long.
     pub(super) fn is_late(&self, now: Instant, patience: Duration) -> bool {
         !self.entries.is_empty() && now.saturating_duration_since(self.since) >= patience
     }
 
-    /// Everything that is left, oldest first, when the communicator has gone; and whether the peer had answered.
+    /// All groups that are left when the communicator has ended, oldest first, and whether the peer had answered each.
     pub(super) fn into_items(self) -> impl Iterator<Item = (T, bool)> {
         self.entries.into_iter().map(|entry| (entry.item, entry.state != State::Announced))
     }
@@ -214,7 +214,7 @@ mod tests {
         check("announce; post", "nothing to post");
         check("announce; announce; go 0; go 1; post; post; post", "post 0, post 1, nothing to post");
         check("announce; announce; go 0; post; go 1; post", "post 0, post 1");
-        // What is refused leaves no gap.
+        // A refused group leaves no gap.
         check("announce; announce; announce; go 0; no 1; go 2; post; post", "refused 1, post 0, post 2");
     }
 

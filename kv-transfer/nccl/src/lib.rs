@@ -1,6 +1,6 @@
-//! KV through NCCL, from device to device: over NVLink, PCIe or the network, whichever NCCL finds. Both sides take
-//! part: the decode worker receives into granted blocks what the prefill worker sends. NCCL's library and the CUDA
-//! driver are loaded at run time.
+//! KV through NCCL, from device to device, over NVLink, PCIe or the network. Both sides take part: the prefill worker
+//! sends, and the decode worker receives into granted blocks. NCCL's library and the CUDA driver are loaded at run
+//! time.
 //!
 //! ```text
 //! P: NcclPool, one per pool            control connection (TCP)         D: NcclServer, one per pool
@@ -13,43 +13,43 @@
 //!                         <-----------------------------------  Landed{n}: the group is done
 //! ```
 //!
-//! A frame of up to 256 pieces is one group. Up to 16 are announced ahead, so that the answer is there when the one
-//! before is done. `Landed` is what completes a push: that the sends are done says only that the bytes are on their way.
+//! A frame of up to 256 pieces is one group. Up to 16 groups are announced ahead, so that the answer is there when the
+//! group before is done. `Landed` completes a push. The end of the sends does not: the bytes may still be on their way.
 //!
 //! # No deadlock
 //!
-//! NCCL matches sends and receives by order alone. Both sides have one thread for a communicator, and post in the
-//! order of announcements on one connection; see `lane.rs`. What was announced and answered with `Go` is always sent,
-//! also when its route is closed meanwhile: source blocks are kept until then. So no chunk can overtake another.
+//! NCCL matches sends and receives by order alone. Each side has one thread for a communicator, and posts groups in the
+//! order of announcements on one connection; see `lane.rs`. A group that was answered with `Go` is always sent, even if
+//! its route is closed meanwhile: the source blocks are kept until then. So no group can overtake another.
 //!
 //! # Fence
 //!
-//! Nothing is written into a pool but by receives that this side has posted itself. A grant that is revoked gets no
-//! new ones, and its blocks are released when the last group that has pieces in them is done, or the communicator is
-//! **aborted**, which is the fence: its kernels have ended, and the buffers that the network writes to are gone
-//! (blocks are never registered with NCCL, so that nobody else writes to them). That happens when
+//! Only receives that this side has posted write into its pool. A revoked grant gets no new receives. Its blocks are
+//! released when the last group with pieces in them is done, or when the communicator is **aborted**. The abort is the
+//! fence: the kernels have ended, and the buffers that the network writes to are gone. (Blocks are never registered
+//! with NCCL, so the network never writes into them.) A communicator is aborted when
 //!
-//! - the control connection ends, carries nonsense, or an answer out of order;
-//! - nothing has become of the oldest group for `io_timeout`;
+//! - the control connection ends, carries a malformed message, or an answer out of order;
+//! - the oldest group makes no progress for `io_timeout`;
 //! - NCCL reports an error.
 //!
-//! The peer's word is not needed, and not enough: `Stopped` on the handoff's stream does not release blocks that a
-//! group of this side may still write. Should an abort fail, the blocks stay in quarantine for good, and it is logged.
-//! The sender fences its source blocks in the same way. A communicator serves all grants between two pools; so an
-//! abort costs those that are under way, never data, as what was not verified is not decoded.
+//! The peer's word is not needed and not enough: `Stopped` on the handoff's stream does not release blocks that a
+//! group of this side may still write. If an abort fails, the blocks stay in quarantine for good, and the log says so.
+//! The sender fences its source blocks in the same way. One communicator serves all grants between two pools. So an
+//! abort fails the handoffs in progress, but it never corrupts data: unverified pieces are not decoded.
 //!
 //! # Memory
 //!
-//! A pool in device memory is read and written where it is. One in host memory is registered with the driver, once,
-//! and NCCL's kernels reach it over PCIe. Checksums are of what lies in the blocks, and are taken by the device that has
-//! them, or by processors. Verification is never left out. Pieces that are not the same on both sides are put together in
-//! host memory, which blocks on a device do not take part in.
+//! A pool in device memory is read and written in place. A pool in host memory is registered with the driver once, and
+//! NCCL's kernels reach it over PCIe. Checksums cover the bytes in the blocks. The device that holds the blocks
+//! computes them, or the processors do. Verification is never left out. Pieces that are not the same on both sides are
+//! assembled in host memory; blocks on a device do not support that.
 //!
 //! # What was not run
 //!
-//! Anything with a device: what is not NCCL's or the driver's is tested with `tests/fake_fabric.rs` in their place, and the
-//! library is loaded, asked for its version and for a unique id where it is. See `tests/cuda.rs` for what one GPU can
-//! show. What a communicator costs in device memory was not measured; [`communicators`] bounds their number.
+//! Transfers between two devices. The code outside of NCCL and the driver is tested with `tests/fake_fabric.rs`. Where
+//! NCCL's library exists, a test loads it and asks for its version and a unique id. `tests/cuda.rs` has the tests for
+//! one GPU. The device memory of a communicator was not measured; [`communicators`] bounds their number.
 
 mod client;
 mod communicators;
@@ -68,6 +68,8 @@ mod tests;
 mod wire;
 
 pub use client::NcclSending;
-pub use fabric::{Communicator, Direction, Fabric, FabricError, Place, Rank, Reached, UniqueId};
+pub use fabric::{
+    Fabric, FabricError, NcclCommunicator, NcclRank, Place, ReachableMemory, TransferDirection, UniqueId,
+};
 pub use findings::NcclFindings;
 pub use server::NcclReceiving;

@@ -15,15 +15,15 @@ use baton_transfer::{
 
 use super::{
     communicators::Communicators,
-    fabric::{Fabric, Reached},
+    fabric::{Fabric, ReachableMemory},
     wire::Message,
 };
 
-/// What every connection needs.
+/// What all connections share.
 pub(super) struct Sharing {
     pub(super) grants: Arc<Grants>,
     pub(super) fabric: Arc<dyn Fabric>,
-    pub(super) pool: Reached,
+    pub(super) pool: ReachableMemory,
     pub(super) communicators: Arc<Communicators>,
     pub(super) io_timeout: Duration,
     pub(super) handshake_timeout: Duration,
@@ -43,14 +43,14 @@ impl Peer {
     }
 }
 
-/// Whoever writes is this side's own communicator.
+/// The writer of a grant is this side's own communicator, so the peer's word cannot stop it.
 impl OneSidedWriter for Peer {
     fn kind(&self) -> TransportKind {
         TransportKind::Nccl
     }
 
     fn ask_to_close(&self, _: Generation) {
-        // What was posted ends by itself or is aborted, within `io_timeout`; nothing else is posted.
+        // Posted groups end or are aborted within `io_timeout`, and no group is posted after a revocation.
     }
 
     fn stops_by_word(&self) -> bool {

@@ -7,14 +7,14 @@ use baton_transfer::{SenderContext, sender::Jobs};
 
 use super::{
     communicators::{Communicators, MAX_COMMUNICATORS},
-    fabric::{Fabric, FabricError, Reached},
+    fabric::{Fabric, FabricError, ReachableMemory},
 };
 
-/// What every peer of a sender shares.
+/// What all peers of a sender share.
 pub(super) struct NcclSender {
     pub(super) fabric: Arc<dyn Fabric>,
     /// The source pool.
-    pub(super) pool: Reached,
+    pub(super) pool: ReachableMemory,
     pub(super) communicators: Arc<Communicators>,
 }
 
@@ -36,7 +36,7 @@ pub(super) struct Shared {
     pub(super) nccl: Arc<NcclSender>,
     pub(super) address: String,
     pub(super) pool: u64,
-    /// Of its blocks.
+    /// The layout of its blocks.
     pub(super) layout: KvLayout,
     pub(super) jobs: Jobs,
     pub(super) is_connected: AtomicBool,

@@ -1,5 +1,5 @@
-//! The decode worker's end: a control port, and for each peer a thread that receives what it announces into the
-//! blocks that it was granted.
+//! The decode worker's end: a control port, and one thread for each peer. The thread receives the peer's groups into
+//! granted blocks.
 
 use std::{
     io::{self, Write},
@@ -16,7 +16,7 @@ use baton_handoff::{TransportKind, TransportOffer};
 use baton_kv_cache::BlockStorage;
 use baton_transfer::{
     Listening, ReceiverConfig, ReceivingTransport,
-    receiver::{Acceptor, Admission, Grants, Service, listen},
+    receiver::{Acceptor, Grants, PeerAdmission, Service, listen},
     socket,
 };
 use tracing::{debug, info, warn};
@@ -24,7 +24,7 @@ use tracing::{debug, info, warn};
 use super::{
     communicators::{Communicators, MAX_COMMUNICATORS, Slot},
     cuda,
-    fabric::{Communicator, Fabric, Rank},
+    fabric::{Fabric, NcclCommunicator, NcclRank},
     joining::wait_until_ready,
     peer::{Peer, Sharing},
     session::Session,
@@ -38,11 +38,11 @@ pub struct NcclReceiving {
 }
 
 impl NcclReceiving {
-    /// Peers connect to `listen`, where port 0 takes a free one. `library` is NCCL's, or the folder that it is in; `None`
-    /// leaves that to the system.
+    /// Peers connect to `listen`; port 0 takes a free port. `library` is NCCL's library or its folder. `None`: the
+    /// system's loader finds it.
     ///
     /// # Errors
-    /// When NCCL or a device is not there, or `storage` is on several devices.
+    /// When NCCL or a device is missing, or `storage` is on several devices.
     pub fn start(
         storage: &BlockStorage,
         library: Option<&Path>,
@@ -52,7 +52,7 @@ impl NcclReceiving {
         Ok(NcclReceiving::over(cuda::start(library, storage)?, listen))
     }
 
-    /// Over another fabric than NCCL's.
+    /// Uses another fabric than NCCL.
     pub fn over(fabric: Arc<dyn Fabric>, listen: SocketAddr) -> NcclReceiving {
         NcclReceiving { fabric, listen }
     }
@@ -63,7 +63,7 @@ impl ReceivingTransport for NcclReceiving {
         TransportKind::Nccl
     }
 
-    /// Every communicator is gone when the guard is, so that nothing is written any more.
+    /// The guard's drop ends every communicator, so nothing is written after it.
     fn listen(self: Box<Self>, grants: &Arc<Grants>, config: &ReceiverConfig) -> io::Result<Listening> {
         let pool = self.fabric.reach(grants.storage()).map_err(io::Error::other)?;
         let (listener, address) = listen(TransportKind::Nccl, self.listen, config)?;
@@ -96,11 +96,11 @@ impl Service for Sharing {
     }
 
     fn hang_up(peer: &Peer) {
-        // Fails when the peer was faster.
+        // Fails when the peer has closed it first.
         let _ = peer.socket.shutdown(Shutdown::Both);
     }
 
-    fn serve(&self, peer: &Arc<Peer>, admission: &Admission) {
+    fn serve(&self, peer: &Arc<Peer>, admission: &PeerAdmission) {
         let counters = self.grants.counters().of(TransportKind::Nccl);
         let result = match self.greet(peer, admission) {
             Ok(Some((slot, communicator))) => {
@@ -120,14 +120,18 @@ impl Service for Sharing {
             }
             Err(error) => admission.reject(&peer.address, &error),
         }
-        // The registry keeps the descriptor until its next sweep; the peer must hear of it now.
+        // The acceptor keeps the descriptor until its next sweep. The peer must see the end now.
         let _ = peer.socket.shutdown(Shutdown::Both);
     }
 }
 
 impl Sharing {
     /// The communicator with the peer, once both have joined.
-    fn greet(&self, peer: &Peer, admission: &Admission) -> io::Result<Option<(Slot, Box<dyn Communicator>)>> {
+    fn greet(
+        &self,
+        peer: &Peer,
+        admission: &PeerAdmission,
+    ) -> io::Result<Option<(Slot, Box<dyn NcclCommunicator>)>> {
         socket::configure(&peer.socket, self.io_timeout)?;
         let mut bytes = [0; MESSAGE_BYTES];
         socket::receive_until(&peer.socket, &mut bytes, Instant::now() + self.handshake_timeout)?;
@@ -139,7 +143,7 @@ impl Sharing {
                 if is_sound && self.grants.admit(&access_key, None).is_some() && admission.admit() {
                     return self.join(peer);
                 }
-                // Whoever should not be here learns no more than that.
+                // The same answer for every reason, so that an unauthenticated peer learns nothing.
                 peer.send(Message::Refused)?;
             }
             message => return Err(unexpected(message)),
@@ -147,7 +151,7 @@ impl Sharing {
         Ok(None)
     }
 
-    fn join(&self, peer: &Peer) -> io::Result<Option<(Slot, Box<dyn Communicator>)>> {
+    fn join(&self, peer: &Peer) -> io::Result<Option<(Slot, Box<dyn NcclCommunicator>)>> {
         let evict = {
             let (socket, is_evicted) = (Arc::clone(&peer.socket), Arc::clone(&peer.is_evicted));
             move || {
@@ -155,7 +159,7 @@ impl Sharing {
                 let _ = socket.shutdown(Shutdown::Both);
             }
         };
-        // Half of what the peer waits for an answer.
+        // Half of the time that the peer waits for an answer.
         let Some(slot) = self.communicators.enter(evict, self.io_timeout / 2) else {
             warn!(peer = %peer.address, max_communicators = MAX_COMMUNICATORS, "nccl connection rejected: all communicators are busy");
             peer.send(Message::Busy)?;
@@ -164,7 +168,7 @@ impl Sharing {
         let joining = self
             .fabric
             .unique_id()
-            .and_then(|id| self.fabric.join(&id, Rank::Receiver).map(|communicator| (id, communicator)));
+            .and_then(|id| self.fabric.join(&id, NcclRank::Receiver).map(|communicator| (id, communicator)));
         let (id, mut communicator) = match joining {
             Ok(joining) => joining,
             Err(error) => {
@@ -178,7 +182,7 @@ impl Sharing {
             .write_all(&welcome)
             .and_then(|()| wait_until_ready(&mut *communicator, &peer.socket, self.io_timeout));
         if let Err(error) = joined {
-            // Nothing was posted: whether it succeeds does not matter to any block.
+            // Nothing was posted, so no block depends on this abort.
             let _ = communicator.abort();
             return Err(error);
         }

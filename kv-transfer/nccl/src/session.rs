@@ -1,5 +1,5 @@
-//! A joined peer, as its thread serves it: what it announces is received into granted blocks, in that order, until it
-//! leaves or has to be fenced. How it was greeted is in [`server`](super::server).
+//! The thread that serves a joined peer. It receives the announced groups into granted blocks, in order, until the peer
+//! leaves or must be fenced. The greeting is in [`server`](super::server).
 
 use std::{
     collections::HashMap,
@@ -18,28 +18,28 @@ use tracing::{error, warn};
 
 use super::{
     communicators::Slot,
-    fabric::{Communicator, Direction, Place},
+    fabric::{NcclCommunicator, Place, TransferDirection},
     lane::{Lane, MAX_GROUPS},
     peer::{Peer, Sharing},
     wire::{self, MESSAGE_BYTES, Message, Refusal, decode},
 };
 
-/// What was announced, and is being received.
+/// A group that was announced and is being received.
 struct Group {
     grant: Arc<LiveGrant>,
-    /// (layer, position in the grant), claimed.
+    /// The claimed pieces: (layer, position in the grant).
     pieces: Vec<(u32, u32)>,
     places: Vec<Place>,
 }
 
-/// A joined peer, as its thread serves it.
+/// A joined peer.
 pub(super) struct Session<'a> {
     sharing: &'a Sharing,
     peer: &'a Arc<Peer>,
     slot: Slot,
-    communicator: Box<dyn Communicator>,
+    communicator: Box<dyn NcclCommunicator>,
     lane: Lane<Group>,
-    /// Groups in the lane, by grant. As long as there is one, this peer is a writer of the grant.
+    /// Number of groups in the lane, by grant. While a grant has one, this peer is a writer of it.
     open: HashMap<Generation, usize>,
 }
 
@@ -48,18 +48,18 @@ impl<'a> Session<'a> {
         sharing: &'a Sharing,
         peer: &'a Arc<Peer>,
         slot: Slot,
-        communicator: Box<dyn Communicator>,
+        communicator: Box<dyn NcclCommunicator>,
     ) -> Session<'a> {
         let lane = Lane::new(Instant::now());
         Session { sharing, peer, slot, communicator, lane, open: HashMap::new() }
     }
 
-    /// Until the peer leaves, or has to be fenced; it is when this returns.
+    /// Serves the peer until it leaves or must be fenced. The peer is fenced when this returns.
     pub(super) fn run(mut self) -> io::Result<()> {
         let result = self.converse();
         let has_groups = !self.lane.is_empty();
         let Session { sharing, peer, mut communicator, lane, .. } = self;
-        // The fence: from here on nothing of this peer gets into the pool.
+        // The fence: after this, nothing of this peer is written into the pool.
         match communicator.abort() {
             Ok(()) => {
                 for (group, _) in lane.into_items() {
@@ -85,7 +85,7 @@ impl<'a> Session<'a> {
         let mut pace = Pace::default();
         loop {
             let is_readable = match self.lane.is_empty() {
-                // Between announcements a peer may be silent for as long as it likes.
+                // There is no deadline between announcements.
                 true => socket::wait_readable(socket, None)?,
                 false => socket::is_readable_within(socket, pace.pause())?,
             };
@@ -122,18 +122,18 @@ impl<'a> Session<'a> {
                     self.slot.set_busy(true);
                 }
                 self.lane.accept(sequence, group, Instant::now());
-                // Said before it is posted: what the peer posts meanwhile waits for it, in the same order.
+                // Sent before the group is posted. The peer's sends wait for the receives, in the same order.
                 self.peer.send(Message::Go { sequence })
             }
             Err(why) => self.peer.send(Message::No { sequence, why }),
         }
     }
 
-    /// Takes the pieces for this peer alone. From then on the grant's blocks are not released before the group ends.
+    /// Claims the pieces for this peer. From then on the grant's blocks are not released before the group ends.
     fn accept(&mut self, access_key: AccessKey, pieces: Vec<(u32, u32)>) -> Result<Group, Refusal> {
         let Sharing { grants, pool, .. } = self.sharing;
         let grant = grants.admit(&access_key, None).ok_or(Refusal::Revoked)?;
-        // What this thread itself receives does not end while it waits.
+        // Do not wait for pieces that this thread itself receives: they cannot arrive while it waits.
         let is_own = |group: &Group| {
             Arc::ptr_eq(&group.grant, &grant) && group.pieces.iter().any(|piece| pieces.contains(piece))
         };
@@ -156,15 +156,16 @@ impl<'a> Session<'a> {
         Ok(Group { grant, pieces, places })
     }
 
-    /// Posts what is next, and answers for what is done. Whether something was.
+    /// Posts the next groups and answers the finished ones. Returns whether there was any.
     fn advance(&mut self) -> io::Result<bool> {
         let mut has_moved = false;
         if let Some(group) = self.lane.next_to_post()
             && self.communicator.is_ready().map_err(io::Error::other)?
         {
-            // SAFETY: the places lie in granted blocks, claimed for this group alone. They are released when the
-            // group is done, or after the communicator was aborted.
-            unsafe { self.communicator.post(Direction::Receive, &group.places) }.map_err(io::Error::other)?;
+            // SAFETY: the places are in granted blocks and claimed for this group alone. They are released when the
+            // group is done or the communicator is aborted.
+            unsafe { self.communicator.post(TransferDirection::Receive, &group.places) }
+                .map_err(io::Error::other)?;
             self.lane.posted();
             has_moved = true;
         }

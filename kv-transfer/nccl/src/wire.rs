@@ -19,29 +19,29 @@ pub(super) const MAX_PIECES: usize = 256;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Message {
-    /// P: which pool, its shape, and a grant of it.
+    /// P: names the pool and its shape, and shows an access key.
     Hello { pool: u64, num_layers: u32, layer_bytes: u64, block_bytes: u64, access_key: AccessKey },
-    /// D: join me; the unique id follows.
+    /// D: asks to join. The unique id follows.
     Welcome,
-    /// D: not now; the reason is in its log.
+    /// D: busy. The reason is in its log.
     Busy,
-    /// D: not for you, whatever is wrong.
+    /// D: refused. The same answer for every reason.
     Refused,
-    /// P: this is what I shall send next; so many pieces follow.
+    /// P: announces the next group. Its pieces follow.
     Announce { sequence: u64, access_key: AccessKey, num_pieces: u32 },
-    /// D: it is received; send it.
+    /// D: has posted the receives. P may send.
     Go { sequence: u64 },
-    /// D: it is not received; do not send it.
+    /// D: refuses the group. P must not send it.
     No { sequence: u64, why: Refusal },
-    /// D: it lies in the granted blocks.
+    /// D: the group is in the granted blocks.
     Landed { sequence: u64 },
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Refusal {
-    /// No such grant (any more).
+    /// The grant does not exist or is revoked.
     Revoked,
-    /// Not granted, or announced before.
+    /// A piece is not granted, or was announced before.
     Pieces,
 }
 
@@ -102,7 +102,7 @@ impl Message {
     }
 }
 
-/// The message in these bytes.
+/// Decodes a message.
 pub(super) fn decode(bytes: &[u8; MESSAGE_BYTES]) -> io::Result<Message> {
     Message::decode(bytes).ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, "malformed message"))
 }
@@ -127,7 +127,7 @@ pub(super) fn pieces_bytes(num_pieces: u32) -> usize {
     num_pieces as usize * PIECE_BYTES
 }
 
-/// What follows an announcement.
+/// Decodes the pieces that follow an announcement.
 pub(super) fn decode_pieces(bytes: &[u8]) -> Vec<(u32, u32)> {
     let u32_of = |bytes: &[u8]| u32::from_le_bytes(bytes.try_into().expect("four bytes"));
     bytes.chunks_exact(PIECE_BYTES).map(|piece| (u32_of(&piece[..4]), u32_of(&piece[4..]))).collect()

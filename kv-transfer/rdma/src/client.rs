@@ -1,10 +1,9 @@
-//! The prefill worker's end of one pool: a thread that posts writes and waits for them, and one that
+//! The prefill worker's end of one pool. One thread posts writes and waits for them, and one thread
 //! listens to the control connection.
 //!
-//! A grant is closed when the last write under it has ended, and only then is `Close` said. A write that
-//! fails, or does not end in time, takes the whole connection down: the agent first, so that no device
-//! reads from or writes for this side any more, then the frames that were under way are answered, or written once
-//! more on a new connection, for which their grants are opened again.
+//! `Close` is sent when the last write under a grant has ended. A write that fails, or does not end in time, ends
+//! the whole connection. First its agent is dropped, so that no device reads or writes for this side any more. Then
+//! the frames in flight fail, or they are written once more on a new connection, which opens their grants again.
 
 use std::{
     io,
@@ -33,10 +32,10 @@ pub struct RdmaSending {
 }
 
 impl RdmaSending {
-    /// `nixl` is NIXL's C library, or the folder that it is in; `None` leaves that to the system.
+    /// `nixl` is NIXL's C library or its folder. `None`: the system's loader finds it.
     ///
     /// # Errors
-    /// When NIXL is not there, or cannot use the memory of `storage`.
+    /// When NIXL is missing, or cannot use the memory of `storage`.
     pub fn start(storage: &Arc<BlockStorage>, nixl: Option<&Path>) -> io::Result<RdmaSending> {
         Ok(RdmaSending { nixl: Nixl::start(nixl, storage).map_err(io::Error::other)? })
     }
@@ -125,7 +124,7 @@ fn run(shared: &Arc<Shared>) {
                         Ok(new) => connection = Some(new),
                         Err(error) => {
                             job.fail(&error);
-                            // Other grants may be better.
+                            // The peer refused this grant. It may accept other grants.
                             if !matches!(error, RouteError::OtherIncarnation(_)) {
                                 shared.jobs.fail_all(&error);
                             }

@@ -28,62 +28,62 @@ use super::{
     wire::{MESSAGE_BYTES, Message, RankMemory},
 };
 
-/// Frames on the wire at a time: enough to keep a device busy while the next ones are prepared, few enough
-/// that one handoff does not make the others wait.
+/// Most frames on the wire. Enough to keep a device busy while the next frames are prepared, few enough
+/// that one handoff does not delay other handoffs.
 const MAX_FLIGHTS: usize = 16;
 
-/// Why a connection is of no use any more, in words.
+/// Why a connection is broken.
 pub(super) enum Broken {
-    /// It, or the peer, is gone.
+    /// The connection or the peer is gone.
     Lost(String),
-    /// The peer has not taken in time what was written.
+    /// A write did not end in time.
     Silent(String),
 }
 
-/// A connected pool, as its thread sees it.
+/// A connected pool, as its thread uses it.
 pub(super) struct Connection {
     shared: Arc<Shared>,
     socket: Arc<TcpStream>,
     ways: Vec<Way>,
     num_blocks: u64,
     flights: Vec<Flight>,
-    /// There if the peer's pieces are other ones than those of this side.
+    /// Present if the peer's pieces differ from those of this side.
     staging: Option<StagingSlots>,
     hasher: Hasher,
     listener: JoinHandle<()>,
 }
 
-/// A pool, as its welcome has described it.
+/// A pool, as its welcome describes it.
 struct PeerPool {
     num_blocks: u64,
     ranks: Vec<PeerRank>,
 }
 
-/// What one rank has of it.
+/// The part of the pool on one rank.
 struct PeerRank {
     memory: RankMemory,
     layout: KvLayout,
     metadata: Vec<u8>,
 }
 
-/// Why there is no welcome.
+/// Why a connection has no welcome.
 enum Rejected {
-    /// The peer does not want this side.
+    /// The peer refused this side.
     Refused,
     Failed(io::Error),
 }
 
-/// What is written from one rank's memory, or from where pieces are put together, into that of a rank of the peer.
+/// The writes from one rank's memory, or from the assembly memory, into the memory of one rank of the peer.
 struct Way {
     pair: RankPair,
     agent: Arc<Agent>,
     remote: RemoteAgent,
     target: RankMemory,
-    /// Of the blocks there.
+    /// The layout of the blocks in that memory.
     layout: KvLayout,
 }
 
-/// A piece's bytes, or what they were hashed to.
+/// A piece's bytes, or their checksum.
 enum Hashed<'a> {
     NotYet(&'a [u8]),
     To(u64),
@@ -91,14 +91,14 @@ enum Hashed<'a> {
 
 /// A frame on the wire.
 struct Flight {
-    /// One for each way, unless the connection has broken meanwhile.
+    /// The transfers, one for each pair of ranks. Fewer if the connection broke meanwhile.
     transfers: Vec<Transfer>,
     since: Instant,
     frame: Frame,
     pieces: Vec<Piece>,
-    /// Where its pieces were put together, if they were.
+    /// The staging slot of its pieces, if they were assembled.
     place: Option<usize>,
-    // The route is not idle while a device may read from its blocks.
+    // Keeps the route busy while a device may read from its blocks.
     active: Active,
 }
 
@@ -131,7 +131,7 @@ impl Connection {
 
         shared.sum_of.get_or_init(|| SumOf::new(&layout, peer.ranks.len()));
         let socket = Arc::new(socket);
-        // Before the thread: it looks for the link.
+        // Set before the thread starts, because the thread looks for the link.
         *shared.link() = Some(Link { socket: Arc::clone(&socket), grants: OpenGrants::default() });
         let listener = thread::Builder::new().name("kv-rdma-listen".into()).spawn({
             let (shared, socket) = (Arc::clone(shared), Arc::clone(&socket));
@@ -168,7 +168,7 @@ impl Connection {
         self.flights.len() < MAX_FLIGHTS && self.staging.as_ref().is_none_or(StagingSlots::has_place)
     }
 
-    /// Puts a frame on the wire, or has its grant opened first, if it was opened on a connection that is gone.
+    /// Puts a frame on the wire. If its grant was opened on a lost connection, the grant is opened again first.
     pub(super) fn post(&mut self, frame: Frame) {
         let route = Arc::clone(frame.route());
         if let Some(piece) = frame.pieces.iter().find(|piece| piece.dst.idx() as u64 >= self.num_blocks) {
@@ -182,14 +182,14 @@ impl Connection {
                 return self.shared.jobs.retry(frame, MAX_LOSSES, GONE);
             };
             if !link.grants.begin(route.generation()) {
-                // Or it is revoked, as the peer will say.
+                // The grant is revoked, or not open on this connection. The peer's answer tells which.
                 let word = link.grants.wait(Job::Frame(frame));
                 return link.say(word);
             }
         }
         let place = self.staging.as_mut().and_then(|staging| staging.place_for(&route));
-        // SAFETY: the pieces are final and kept by the route, which is not idle before `active` is dropped; the
-        // place is this flight's alone.
+        // SAFETY: the pieces are final, and the route keeps them until `active` is dropped. Only this flight uses the
+        // slot.
         let sources = match unsafe { self.sources(&frame, place) } {
             Ok(sources) => sources,
             Err(error) => {
@@ -203,9 +203,8 @@ impl Connection {
             }
         };
         let since = Instant::now();
-        // SAFETY: nobody writes the pieces, as above, until the flight is dropped; that is after the transfers
-        // have ended, or after the agents are gone. Their targets are granted: until this flight has landed, nobody
-        // says `Close`.
+        // SAFETY: the pieces are final, as above, until the flight is dropped. That happens after the transfers have
+        // ended or the agents are gone. The targets are granted: `Close` is not sent before this flight has landed.
         let write = |way: &Way| unsafe { way.write(&frame, &sources) };
         let mut transfers = Vec::with_capacity(self.ways.len());
         for transfer in self.ways.iter().map(write) {
@@ -213,7 +212,7 @@ impl Connection {
                 Ok(transfer) => transfers.push(transfer),
                 Err(error) => {
                     warn!(address = %self.shared.address, %error, "rdma connection closed: NIXL refused a write");
-                    // The rest is done when the flights are looked at next.
+                    // The next look at the flights ends the connection.
                     self.shared.unlink(&self.socket);
                     break;
                 }
@@ -223,7 +222,7 @@ impl Connection {
             block_idx: piece.block_idx,
             layer_idx: piece.layer_idx,
             checksum: match source {
-                // Hashed while the device reads the same bytes.
+                // Hash while the device reads the same bytes.
                 Hashed::NotYet(bytes) => route.checksum(bytes),
                 Hashed::To(checksum) => checksum,
             },
@@ -232,7 +231,7 @@ impl Connection {
         self.flights.push(Flight { transfers, since, frame, pieces, place, active });
     }
 
-    /// The bytes of each piece. Those of a device are hashed here: if it does not give them, nothing has begun yet.
+    /// The bytes of each piece. Pieces on a device are hashed here, before any write begins: the device may fail.
     ///
     /// # Safety
     /// As of [`StagingSlots::sources`].
@@ -262,10 +261,10 @@ impl Connection {
         }
     }
 
-    /// Answers for the flights that have ended, and says how many.
+    /// Answers the flights that have ended. Returns how many.
     ///
     /// # Errors
-    /// When the connection is of no use any more.
+    /// When the connection is broken.
     pub(super) fn land(&mut self) -> Result<usize, Broken> {
         let io_timeout = self.shared.context.config.io_timeout;
         let mut num_landed = 0;
@@ -280,7 +279,7 @@ impl Connection {
                     let word = link.grants.landed(frame.route().generation());
                     link.say(word);
                 }
-                // Whoever waits for the route to be idle may go on before the push is answered, not after.
+                // The route must be idle before the push is answered: the caller may close it and wait right after.
                 drop(active);
                 frame.done(pieces);
                 num_landed += 1;
@@ -293,23 +292,23 @@ impl Connection {
         if self.is_linked() { Ok(num_landed) } else { Err(Broken::Lost(GONE.to_owned())) }
     }
 
-    /// Ends everything that is under way. What was only lost is written again on another connection; where the peer has
-    /// not answered in time, there is none left for that.
+    /// Ends all flights. Frames of a lost connection are written again on the next one. Frames of a peer that did not
+    /// answer in time fail.
     pub(super) fn end(self, broken: &Broken) {
         let (Broken::Lost(why) | Broken::Silent(why)) = broken;
         let Connection { shared, socket, ways, flights, listener, .. } = self;
         if shared.unlink(&socket) && !flights.is_empty() {
             shared.context.counters.of(TransportKind::Rdma).failed();
-            warn!(address = %shared.address, why, num_frames = flights.len(), "rdma connection given up: its writes did not end");
+            warn!(address = %shared.address, why, num_frames = flights.len(), "rdma connection given up: its writes did not end in time");
         }
         let mut lost = Vec::with_capacity(flights.len());
         for Flight { transfers, frame, active, .. } in flights {
             drop(transfers);
             lost.push((frame, active));
         }
-        // The agents are nobody else's.
+        // This connection owns the agents, so dropping them ends all writes.
         drop(ways);
-        // No device uses the blocks any more.
+        // No device uses the blocks any more, so the routes may become idle.
         // The oldest goes to the front of the queue last.
         for (frame, active) in lost.into_iter().rev() {
             drop(active);
@@ -398,7 +397,7 @@ impl Way {
 }
 
 impl Flight {
-    /// Whether all of it lies in the peer's memory, by so many ways.
+    /// Whether all writes of the flight are in the peer's memory.
     fn is_done(&self, num_ways: usize) -> Result<bool, NixlError> {
         for transfer in &self.transfers {
             if !transfer.is_done()? {
@@ -426,11 +425,11 @@ fn listen(shared: &Shared, socket: &Arc<TcpStream>) {
     };
     if shared.unlink(socket) {
         shared.context.counters.of(TransportKind::Rdma).failed();
-        warn!(address = %shared.address, %error, "rdma connection lost");
+        warn!(address = %shared.address, %error, "rdma connection lost: its frames are written again");
     }
 }
 
-/// Between messages the peer may be silent for as long as it likes. `None`: it has left.
+/// Reads the next message. There is no deadline between messages. `None`: the peer has closed the stream.
 fn receive(socket: &TcpStream, timeout: Duration) -> io::Result<Option<Message>> {
     socket::wait_readable(socket, None)?;
     let mut bytes = [0; MESSAGE_BYTES];
@@ -443,7 +442,7 @@ fn receive(socket: &TcpStream, timeout: Duration) -> io::Result<Option<Message>>
     }
 }
 
-/// The next message; `None`: it is none.
+/// Decodes the next message. `None`: it is malformed.
 fn receive_within(socket: &TcpStream, timeout: Duration) -> io::Result<Option<Message>> {
     let mut bytes = [0; MESSAGE_BYTES];
     socket::receive_exact(socket, &mut bytes, timeout)?;

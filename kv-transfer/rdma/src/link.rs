@@ -1,4 +1,4 @@
-//! What the threads of one pool share: its jobs, and the present connection with the grants that are open through it.
+//! What the threads of one pool share: its jobs, and the current connection with its open grants.
 
 use std::{
     net::{Shutdown, TcpStream},
@@ -17,25 +17,25 @@ use tracing::warn;
 
 use crate::{nixl::Nixl, wire::Message};
 
-/// Why a connection has ended that did so by itself.
+/// The reason of a connection that the peer ended.
 pub(super) const GONE: &str = "the peer is gone";
 
-/// See above.
+/// What the threads of one pool share.
 pub(super) struct Shared {
     pub(super) context: Arc<SenderContext>,
     pub(super) nixl: Nixl,
     pub(super) address: String,
     pub(super) pool: u64,
-    /// Of its blocks.
+    /// The layout of its blocks.
     pub(super) layout: KvLayout,
     pub(super) jobs: Jobs,
-    /// Of the present connection.
+    /// Describes the current connection.
     pub(super) link: Mutex<Option<Link>>,
-    /// As the peer has said in its first welcome: it is the same pool in all.
+    /// What checksums cover, from the peer's first welcome. It is the same on all connections to the pool.
     pub(super) sum_of: OnceLock<SumOf>,
 }
 
-/// The control connection, and the grants that are open through it.
+/// The control connection, and its open grants.
 pub(super) struct Link {
     pub(super) socket: Arc<TcpStream>,
     pub(super) grants: OpenGrants,
@@ -46,7 +46,7 @@ impl Link {
         if let Some(word) = word
             && let Err(error) = socket::send_at_once(&self.socket, &Message::Word(word).encode())
         {
-            // The peer learns it by the end of the connection. The listener sees that, too.
+            // The end of the connection tells the peer. The listener sees it, too.
             warn!(?word, %error, "rdma connection closed: cannot send to the peer");
             let _ = self.socket.shutdown(Shutdown::Both);
         }
@@ -58,7 +58,7 @@ impl Shared {
         self.link.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes the link of this socket away, and says whether there was one.
+    /// Removes the link of this socket. Returns whether there was one.
     pub(super) fn unlink(&self, socket: &Arc<TcpStream>) -> bool {
         let link = {
             let mut slot = self.link();

@@ -1,9 +1,9 @@
 //! The network devices of this host.
 
-/// Where the kernel lists network devices that write by themselves.
+/// The folder in which the kernel lists RDMA devices.
 pub(super) const DEVICES: &str = "/sys/class/infiniband";
 
-/// How many devices there are that write by themselves.
+/// The number of RDMA devices.
 pub(super) fn num_network_devices() -> usize {
     std::fs::read_dir(DEVICES).map_or(0, Iterator::count)
 }

@@ -1,5 +1,5 @@
-//! The decode worker's control port: gives each peer agents of its own, one for each rank's memory, keeps track of who writes, and
-//! fences those who do not let go.
+//! The decode worker's control port. It gives each peer an agent for each rank's memory, keeps track of the writers of
+//! each grant, and fences a peer that does not close a revoked grant.
 
 use std::{
     collections::HashMap,
@@ -17,7 +17,7 @@ use baton_handoff::{Generation, TransportKind, TransportOffer};
 use baton_kv_cache::BlockStorage;
 use baton_transfer::{
     Listening, ReceiverConfig, ReceivingTransport,
-    receiver::{Acceptor, Admission, Grants, OneSidedWriter, Service, WriterId, listen},
+    receiver::{Acceptor, Grants, OneSidedWriter, PeerAdmission, Service, WriterId, listen},
     socket,
     word::{self, Word},
 };
@@ -35,11 +35,11 @@ pub struct RdmaReceiving {
 }
 
 impl RdmaReceiving {
-    /// Peers connect to `listen`, where port 0 takes a free one. `nixl` is NIXL's C library, or the folder that it is in;
-    /// `None` leaves that to the system.
+    /// Peers connect to `listen`; port 0 takes a free port. `nixl` is NIXL's C library or its folder. `None`: the
+    /// system's loader finds it.
     ///
     /// # Errors
-    /// When NIXL is not there, or cannot use the memory of `storage`.
+    /// When NIXL is missing, or cannot use the memory of `storage`.
     pub fn start(
         storage: &Arc<BlockStorage>,
         nixl: Option<&Path>,
@@ -54,7 +54,7 @@ impl ReceivingTransport for RdmaReceiving {
         TransportKind::Rdma
     }
 
-    /// Every agent is gone when the guard is, so that nothing writes any more.
+    /// The guard's drop drops every agent, so no peer writes after it.
     fn listen(self: Box<Self>, grants: &Arc<Grants>, config: &ReceiverConfig) -> io::Result<Listening> {
         let (listener, address) = listen(TransportKind::Rdma, self.listen, config)?;
         let offer = TransportOffer::Rdma { address, pool: grants.pool() };
@@ -69,7 +69,7 @@ impl ReceivingTransport for RdmaReceiving {
     }
 }
 
-/// What every connection needs.
+/// What all connections share.
 struct Sharing {
     grants: Arc<Grants>,
     nixl: Nixl,
@@ -85,7 +85,7 @@ impl Service for Sharing {
     const THREADS: (&str, &str) = ("kv-rdma-accept", "kv-rdma-peer");
 
     fn hang_up(writer: &Writer) {
-        // Fails when the peer was faster.
+        // Fails when the peer has closed it first.
         let _ = writer.socket.shutdown(Shutdown::Both);
     }
 
@@ -93,14 +93,14 @@ impl Service for Sharing {
         Writer { socket, address, id: self.grants.new_writer(), revoked: Mutex::default() }
     }
 
-    fn serve(&self, writer: &Arc<Writer>, admission: &Admission) {
+    fn serve(&self, writer: &Arc<Writer>, admission: &PeerAdmission) {
         let counters = self.grants.counters().of(TransportKind::Rdma);
         let result = self.greet(writer, admission).and_then(|agents| match agents {
             Some(agents) => {
                 counters.routed(false);
                 info!(peer = %writer.address, "rdma peer connected");
                 let result = self.converse(writer);
-                // The fence: from here on no byte of this peer gets into the pool.
+                // The fence: after this, no byte of this peer is written into the pool.
                 drop(agents);
                 result
             }
@@ -116,7 +116,7 @@ impl Service for Sharing {
             }
             Err(error) => admission.reject(&writer.address, &error),
         }
-        // The registry keeps the descriptor until its next sweep; the peer must hear of it now.
+        // The acceptor keeps the descriptor until its next sweep. The peer must see the end now.
         let _ = writer.socket.shutdown(Shutdown::Both);
     }
 }
@@ -148,15 +148,15 @@ impl OneSidedWriter for Writer {
     fn ask_to_close(&self, generation: Generation) {
         self.revoked().insert(generation, Instant::now());
         if let Err(error) = self.send(Word::Revoke(generation)) {
-            // It is fenced by its own silence, if not by the end of its socket.
+            // The peer is fenced when it does not close the grant in time, or when its socket ends.
             warn!(%generation, %error, "rdma peer not told of a revoked grant: its blocks stay in quarantine");
         }
     }
 }
 
 impl Sharing {
-    /// The agents that the peer was given, if it was.
-    fn greet(&self, writer: &Writer, admission: &Admission) -> io::Result<Option<Vec<Agent>>> {
+    /// Reads and checks the peer's hello. Returns the agents that the peer was given, if it is admitted.
+    fn greet(&self, writer: &Writer, admission: &PeerAdmission) -> io::Result<Option<Vec<Agent>>> {
         socket::configure(&writer.socket, self.io_timeout)?;
         let mut bytes = [0; MESSAGE_BYTES];
         socket::receive_until(&writer.socket, &mut bytes, Instant::now() + self.handshake_timeout)?;
@@ -169,7 +169,7 @@ impl Sharing {
                 if is_sound && self.grants.admit(&access_key, None).is_some() && admission.admit() {
                     return self.welcome(writer).map(Some);
                 }
-                // Whoever should not be here learns no more than that.
+                // The same answer for every reason, so that an unauthenticated peer learns nothing.
                 writer.send(Word::Refused)?;
             }
             message => return Err(unexpected(message)),
@@ -185,7 +185,7 @@ impl Sharing {
         let mut bytes = welcome.encode().to_vec();
         let agent_of = |rank| {
             let n = self.next_agent.fetch_add(1, Ordering::Relaxed);
-            // No peer has met this name before, so none takes this agent for an older one.
+            // The name is new, so that no peer takes this agent for an older one.
             let name = format!("decode-{:016x}-{n}", self.grants.pool());
             let agent = Agent::new(&self.nixl, &name, Arc::clone(storage), rank)?;
             let metadata = agent.metadata()?;
@@ -210,7 +210,7 @@ impl Sharing {
         }
     }
 
-    /// Until the peer leaves, or has to be fenced.
+    /// Serves the peer until it leaves or must be fenced.
     fn converse(&self, writer: &Arc<Writer>) -> io::Result<()> {
         let mut bytes = [0; MESSAGE_BYTES];
         loop {
@@ -236,11 +236,11 @@ impl Sharing {
         }
     }
 
-    /// A peer that was asked to stop, and neither does nor says so, loses its agents. What it wrote is not
-    /// trusted and what it writes later has no way in, so that its blocks can be used again.
+    /// A peer that was asked to close a grant and does not in time loses its agents. Its earlier writes are not
+    /// trusted and its later writes cannot reach the pool, so that the blocks can be used again.
     fn check_patience(&self, writer: &Writer) -> io::Result<()> {
         let mut revoked = writer.revoked();
-        // Another way of saying it is `Stopped` on the handoff's stream: then the grant is gone.
+        // `Stopped` on the handoff's stream closes the grant too: then it is not in the table any more.
         revoked.retain(|&generation, _| self.grants.is_open(generation, writer.id));
         match revoked.iter().find(|(_, since)| since.elapsed() >= self.io_timeout) {
             Some((generation, _)) => Err(socket::timed_out(&format!("letting go of {generation}"))),

@@ -15,17 +15,17 @@ pub(super) const MESSAGE_BYTES: usize = 72;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Message {
-    /// P: which pool, its shape, and a grant of it.
+    /// P: names the pool and its shape, and shows an access key.
     Hello { pool: u64, num_layers: u32, layer_bytes: u64, block_bytes: u64, access_key: AccessKey },
-    /// D: how large the pool is, and on how many ranks it lies.
+    /// D: the size of the pool and the number of its ranks.
     Welcome { num_blocks: u64, num_ranks: u32 },
-    /// D: what one of them has.
+    /// D: describes the memory of one rank.
     RankMemory(RankMemory),
-    /// Of either.
+    /// A message about a grant, from either side.
     Word(Word),
 }
 
-/// Where the blocks of one rank lie; so many bytes of metadata follow.
+/// The memory of one rank's blocks. Its metadata follows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct RankMemory {
     pub(super) memory: Memory,
@@ -34,7 +34,7 @@ pub(super) struct RankMemory {
 }
 
 impl RankMemory {
-    /// Whether so many blocks of this size can lie there.
+    /// Whether so many blocks of this size fit into the address space from there on.
     pub(super) fn can_hold(&self, num_blocks: u64, block_bytes: usize) -> bool {
         let end = num_blocks.checked_mul(block_bytes as u64).and_then(|size| self.base.checked_add(size));
         num_blocks > 0 && self.base > 0 && end.is_some()

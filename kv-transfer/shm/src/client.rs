@@ -1,9 +1,9 @@
-//! The prefill worker's mapping of one pool: a thread that copies, and one that listens.
+//! The prefill worker's mapping of one pool. One thread copies, and one thread listens.
 //!
 //! The copying thread holds the connection's lock while it copies a frame, and copies only under
-//! grants that are open. So whoever takes the lock and closes a grant knows that nothing is written
-//! under it any more, and may say `Close`. A small frame is copied by whoever pushes it, when the thread has
-//! nothing to do: waking it takes longer than that.
+//! open grants. So a thread that takes the lock and closes a grant knows that nothing is written
+//! under the grant any more, and may send `Close`. The thread that pushes a small frame copies it itself when the
+//! copying thread is idle: waking the copying thread takes longer than the copy.
 
 use std::{
     io::{self, Read},
@@ -30,7 +30,7 @@ use super::{
     wire::{self, HANDLE_BYTES, Message},
 };
 
-/// Writes into memory of other processes of this host.
+/// Writes into the memory of other processes of this host.
 #[derive(Clone, Debug)]
 pub struct ShmSending {
     host_id: String,
@@ -38,14 +38,14 @@ pub struct ShmSending {
 }
 
 impl ShmSending {
-    /// Frames of up to so many bytes are copied by whoever pushes them, if the pool's thread has nothing to do.
+    /// The pushing thread copies frames of up to so many bytes itself, if the pool's thread is idle.
     pub fn new(copy_at_once_bytes: usize) -> ShmSending {
         ShmSending { host_id: host_id(), copy_at_once_bytes }
     }
 }
 
 impl Default for ShmSending {
-    /// As many bytes at once as a core copies while it would wake another.
+    /// As many bytes as a core copies in the time that waking another core takes.
     fn default() -> ShmSending {
         ShmSending::new(256 << 10)
     }
@@ -56,7 +56,7 @@ impl SendingTransport for ShmSending {
         TransportKind::Shm
     }
 
-    /// Another host's memory is out of reach.
+    /// The memory of another host cannot be mapped.
     fn may_reach(&self, offer: &TransportOffer) -> bool {
         matches!(offer, TransportOffer::Shm { host_id, .. } if *host_id == self.host_id)
     }
@@ -93,12 +93,12 @@ struct Shared {
     copy_at_once_bytes: usize,
     path: PathBuf,
     pool: u64,
-    /// Of its blocks.
+    /// The layout of its blocks.
     layout: KvLayout,
     jobs: Jobs,
-    /// Of the present connection.
+    /// Describes the current connection.
     link: Mutex<Option<Link>>,
-    /// As the peer has said in its first welcome: it is the same pool in all.
+    /// What checksums cover, from the peer's first welcome. It is the same on all connections to the pool.
     sum_of: OnceLock<SumOf>,
 }
 
@@ -121,9 +121,9 @@ impl RemotePool for ShmPool {
         let num_bytes = frame.pieces.len() * route.piece_bytes();
         let is_small = num_bytes <= self.shared.copy_at_once_bytes && route.host_room_bytes() == 0;
         if is_small && self.shared.jobs.is_idle() {
-            // The lock is held for moments by others than the thread.
+            // Other threads hold the lock only for moments.
             let slot = self.shared.link();
-            // Devices are waited for.
+            // A copy by devices takes long, so only the thread may wait for it.
             if slot.as_ref().is_none_or(|link| !link.memory.is_on_devices()) {
                 return self.shared.copy(frame, slot, &mut Staging::default());
             }
@@ -133,7 +133,7 @@ impl RemotePool for ShmPool {
 
     fn retire(&self, route: &Arc<RouteState>) {
         self.shared.jobs.retire(route);
-        // Waits for the copy of one frame at most.
+        // The lock is held for the copy of one frame at most.
         if let Some(link) = self.shared.link().as_mut() {
             let word = link.grants.close(route.generation());
             link.say(word);
@@ -157,12 +157,12 @@ impl Drop for ShmPool {
 }
 
 impl Link {
-    /// The caller holds the lock, so nothing is being copied while `Close` is said.
+    /// Sends a word. The caller holds the lock, so nothing is copied while `Close` is sent.
     fn say(&self, word: Option<Word>) {
         if let Some(word) = word
             && let Err(error) = wire::send(&self.socket, Message::Word(word), None)
         {
-            // The peer cannot know that writing is over unless the socket ends. The listener sees that.
+            // The peer must learn that writing has stopped, so the socket is closed. The listener sees its end.
             warn!(?word, %error, "shared-memory connection closed: cannot send to the peer");
             let _ = self.socket.shutdown(Shutdown::Both);
         }
@@ -174,9 +174,9 @@ impl Shared {
         self.link.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes the connection down, `only` this one or whichever there is, and says whether it did. Its memory is unmapped
-    /// first, then its socket closes: that is what tells the peer that nothing is written any more. Unless a device has
-    /// failed, and it `is_sound` no longer to say so: then the end of this process does.
+    /// Ends the connection: `only` this one, or the current one. Returns whether it did. The memory is unmapped first.
+    /// Then the socket is closed, which tells the peer that nothing is written any more. If a device has failed (not
+    /// `is_sound`), only the end of this process may tell that.
     fn unlink(&self, only: Option<&Arc<UnixStream>>, is_sound: bool) -> bool {
         let link = {
             let mut slot = self.link();
@@ -189,7 +189,7 @@ impl Shared {
         let is_on_devices = memory.is_on_devices();
         drop(memory);
         if is_on_devices && is_sound {
-            // The end of the socket does not say it of a device.
+            // The end of the socket does not prove that a device has stopped.
             for generation in grants.open() {
                 let _ = wire::send(&socket, Message::Word(Word::Close(generation)), None);
             }
@@ -240,7 +240,7 @@ impl Shared {
         socket.set_read_timeout(None).map_err(unreachable)?;
         self.sum_of.get_or_init(|| SumOf::new(&layout, memory.num_ranks()));
         let socket = Arc::new(socket);
-        // Before the thread: it looks for the link.
+        // Set before the thread starts, because the thread looks for the link.
         let mut slot = self.link();
         let listener = thread::Builder::new().name("kv-shm-listen".into()).spawn({
             let (shared, socket) = (Arc::clone(self), Arc::clone(&socket));
@@ -286,8 +286,8 @@ impl Shared {
             frame.fail(PushError::Refused(message));
             return;
         }
-        // SAFETY: the sources are final and kept by the route's guard; the destinations are granted to this route, whose
-        // grant is open as long as the lock is held, and as large as the route's pieces.
+        // SAFETY: the sources are final, and the route's guard keeps them. The destinations are granted to this route,
+        // its grant stays open while the lock is held, and they are as large as the route's pieces.
         let written = unsafe { link.memory.write(&route, &frame.pieces, staging) };
         match written {
             Ok(pieces) => {
@@ -298,9 +298,9 @@ impl Shared {
                 let socket = Arc::clone(&link.socket);
                 drop(slot);
                 self.context.counters.of(TransportKind::Shm).failed();
-                error!(path = %self.path.display(), %error, "device failed: the memory that it still uses is kept for good");
+                error!(path = %self.path.display(), %error, "device failed while it copied kv: the memory that it may still use is kept for good");
                 self.unlink(Some(&socket), false);
-                // The route is never idle again, and its blocks are never freed.
+                // The device may still use the blocks, so the route never becomes idle and its blocks are never freed.
                 std::mem::forget(active);
                 frame.fail(PushError::Lost(error.to_string()));
             }

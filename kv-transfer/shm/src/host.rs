@@ -1,4 +1,4 @@
-//! Who and where a process is: what decides whether memory may be shared with it.
+//! The user and the host of a process. They decide whether memory may be shared with it.
 
 use std::{
     io, mem,
@@ -9,8 +9,8 @@ use std::{
     time::Duration,
 };
 
-/// Boot id and name of this host. Equal ids do not promise that a socket can be reached (there may
-/// be containers in between), unequal ones promise that it is pointless to try.
+/// Boot id and name of this host. Peers with equal ids may still not reach each other's sockets, for example from
+/// different containers. Peers with unequal ids never do.
 pub(super) fn host_id() -> String {
     let read = |path| std::fs::read_to_string(path).map(|text| text.trim().to_owned()).unwrap_or_default();
     format!("{}/{}", read("/proc/sys/kernel/random/boot_id"), read("/proc/sys/kernel/hostname"))
@@ -18,11 +18,11 @@ pub(super) fn host_id() -> String {
 
 /// The user that runs this process.
 pub(super) fn own_uid() -> u32 {
-    // SAFETY: cannot fail.
+    // SAFETY: a system call that cannot fail.
     unsafe { libc::geteuid() }
 }
 
-/// The user that runs the process at the other end, by the kernel's word.
+/// The user that runs the peer's process, as the kernel reports it.
 pub(super) fn peer_uid(socket: &UnixStream) -> io::Result<u32> {
     peer(socket).map(|peer| peer.uid)
 }
@@ -43,7 +43,7 @@ fn peer(socket: &UnixStream) -> io::Result<libc::ucred> {
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(peer) }
 }
 
-/// A descriptor that becomes readable when the process at the other end has ended, with all of its threads and files.
+/// A descriptor that becomes readable when the peer's process has ended, with all of its threads and files.
 pub(super) fn peer_process(socket: &UnixStream) -> io::Result<OwnedFd> {
     let pid = peer(socket)?.pid;
     // SAFETY: a plain system call.
@@ -51,11 +51,11 @@ pub(super) fn peer_process(socket: &UnixStream) -> io::Result<OwnedFd> {
     if raw < 0 {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: a new descriptor that nobody else owns.
+    // SAFETY: the descriptor is new, so this process owns it alone.
     Ok(unsafe { OwnedFd::from_raw_fd(raw as libc::c_int) })
 }
 
-/// Waits until the process has ended, so long at most; whether it has.
+/// Waits for the process to end, for at most `timeout`. Returns whether it has ended.
 pub(super) fn has_ended(process: &OwnedFd, timeout: Duration) -> bool {
     let mut poll = libc::pollfd { fd: process.as_raw_fd(), events: libc::POLLIN, revents: 0 };
     let millis = timeout.as_millis().min(i32::MAX as u128) as libc::c_int;
@@ -63,7 +63,8 @@ pub(super) fn has_ended(process: &OwnedFd, timeout: Duration) -> bool {
     unsafe { libc::poll(&mut poll, 1, millis) == 1 }
 }
 
-/// Only a process of the same user gets the memory; not even root's, which can take it anyway.
+/// Whether the peer may have the memory: only a process of the same user. Root gets no exception; it can read the
+/// memory anyway.
 pub(super) fn may_share(own_uid: u32, peer_uid: u32) -> bool {
     own_uid == peer_uid
 }

@@ -1,6 +1,6 @@
 //! KV through shared memory: the prefill worker maps the decode worker's pool and writes into the
-//! granted blocks itself. For workers of one user on one host; whoever maps the pool is trusted
-//! with all of it.
+//! granted blocks itself. It is for workers of one user on one host. A peer that maps the pool is trusted
+//! with the whole pool.
 //!
 //! ```text
 //! P: ShmPool, one per pool              unix socket             D: ShmServer, one per pool
@@ -14,18 +14,19 @@
 //!   (process ends)        -------- end of stream ------------>  everything of it is fenced
 //! ```
 //!
-//! A pool on a device is shared by its handle instead of a descriptor (CUDA IPC): the prefill worker opens it once, and
-//! copies from its own pool by the device, or from host memory; an event behind each frame tells when that is done. One that
-//! lies on several devices has a handle for each, and each device of the prefill worker copies its heads to those that have
-//! them, too (`ranks.rs`). No GPU was there to run it on: see `devices.rs`.
+//! A pool on a device is shared by a CUDA IPC handle instead of a descriptor. The prefill worker opens the handle once.
+//! It copies from its own device or from host memory, and an event behind each frame tells when the copy is done. A
+//! pool on several devices has one handle for each device. Each device of the prefill worker copies its heads to the
+//! devices that hold the same heads (`ranks.rs`). This was not run on a GPU; see `tests/devices.rs`.
 //!
-//! Nobody can stop a one-sided writer but itself, so a revoked grant stays quarantined until
-//! `Close`, or `Stopped` on the handoff's stream, or the end of the socket. The kernel closes a
-//! dying process's sockets after its threads are gone, so the end of the socket is late enough. A
-//! frozen process may hold blocks for as long as it is frozen; they are counted, never reused. What its device does ends
-//! later, when the driver's files are closed: so where the pool is on a device, the end of the socket ends only grants
-//! that were closed before, and the others with the process (its pidfd), after all of its files. Should a driver go on
-//! even then, this does not hold; that has to be seen on a device.
+//! Only the writer itself can stop a one-sided write. So a revoked grant stays quarantined until
+//! `Close`, `Stopped` on the handoff's stream, or the end of the socket. The kernel closes the sockets of a
+//! dying process after its threads have ended, so the end of the socket is late enough. A
+//! frozen process keeps its blocks in quarantine while it is frozen. They are counted and never reused.
+//!
+//! A device may write longer than its process's threads, until the driver's files are closed. So if the pool is on a
+//! device, the end of the socket does not fence open grants. The end of the process (its pidfd) does, after all of its
+//! files are closed. This assumes that a driver stops then; that was not tested on a device.
 
 mod client;
 mod host;

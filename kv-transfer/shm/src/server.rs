@@ -1,4 +1,4 @@
-//! The decode worker's unix socket: hands out the pool's memory, and keeps track of who writes.
+//! The decode worker's unix socket. It shares the pool's memory, and keeps track of the writers of each grant.
 
 use std::{
     fs,
@@ -24,7 +24,7 @@ use baton_handoff::{Generation, TransportKind, TransportOffer};
 use baton_kv_cache::DeviceMemory;
 use baton_transfer::{
     Listening, ReceiverConfig, ReceivingTransport,
-    receiver::{Acceptor, Admission, Grants, OneSidedWriter, Service, WriterId},
+    receiver::{Acceptor, Grants, OneSidedWriter, PeerAdmission, Service, WriterId},
     word::{self, Word},
 };
 use tracing::{info, warn};
@@ -41,10 +41,10 @@ const SUFFIX: &str = ".sock";
 /// Bytes of a socket's path that the kernel takes.
 const MAX_PATH_BYTES: usize = 107;
 
-/// How long an ending server waits for its peers to let go.
+/// How long an ending server waits for its peers to close their grants.
 const PATIENCE: Duration = Duration::from_secs(1);
 
-/// How long is waited for the end of a process before it is asked whether that still matters.
+/// How long to wait for the end of a process between two checks whether the wait is still needed.
 pub(super) const PROCESS_PAUSE: Duration = Duration::from_millis(20);
 
 /// Shares the pool's memory with other processes of this host.
@@ -65,18 +65,18 @@ impl ReceivingTransport for ShmReceiving {
     }
 }
 
-/// Listens until dropped; its socket file goes then.
+/// Listens until it is dropped. The drop removes the socket file.
 struct ShmServer {
     sharing: Arc<Sharing>,
     acceptor: Acceptor<Sharing>,
     path: PathBuf,
 }
 
-/// What every connection needs.
+/// What all connections share.
 struct Sharing {
     grants: Arc<Grants>,
     io_timeout: Duration,
-    /// Of the memory of each rank, if that is on a device.
+    /// The handle of each rank's memory, if the pool is on devices.
     handles: Vec<[u8; HANDLE_BYTES]>,
 }
 
@@ -106,11 +106,11 @@ impl ShmServer {
         let named = |error: io::Error| {
             io::Error::new(error.kind(), format!("cannot listen on {}: {error}", path.display()))
         };
-        // It gets its name when it is listened on: before that it looks like one that somebody left behind, and a
-        // process that starts at the same time would remove it.
+        // The socket gets its final name only once it listens. Before that it would look like the socket of a dead
+        // process, and another worker that starts at the same time would remove it.
         let unnamed = path.with_extension("new");
         let listener = UnixListener::bind(&unnamed).map_err(named)?;
-        // The folder is private already, so that nobody came in before this.
+        // The folder is private already, so no process of another user has connected before this.
         fs::set_permissions(&unnamed, fs::Permissions::from_mode(0o600)).map_err(named)?;
         fs::rename(&unnamed, &path).map_err(named)?;
         let sharing = Arc::new(Sharing { grants, io_timeout: config.io_timeout, handles });
@@ -129,13 +129,13 @@ impl ShmServer {
 
 impl Drop for ShmServer {
     fn drop(&mut self) {
-        // It may be gone; the next start removes it if not.
+        // The file may be gone already. If not, the next start removes it.
         let _ = fs::remove_file(&self.path);
         let connections = self.acceptor.stop();
-        // A peer that reads the end stops writing and closes. One that does not is given up: what it
-        // holds open stays allocated.
+        // A peer that sees the end stops writing and closes. Other peers are given up: the blocks of
+        // their open grants stay allocated.
         for (writer, _) in &connections {
-            // Fails when the peer was faster.
+            // Fails when the peer has closed it first.
             let _ = writer.socket.shutdown(Shutdown::Write);
         }
         let start = Instant::now();
@@ -163,16 +163,16 @@ impl Service for Sharing {
     }
 
     fn hang_up(writer: &Writer) {
-        // Fails when the peer was faster.
+        // Fails when the peer has closed it first.
         let _ = writer.socket.shutdown(Shutdown::Both);
     }
 
-    fn serve(&self, writer: &Arc<Writer>, admission: &Admission) {
+    fn serve(&self, writer: &Arc<Writer>, admission: &PeerAdmission) {
         serve(self, writer, admission);
     }
 }
 
-/// Makes the folder private and removes sockets that nobody listens on.
+/// Makes the folder private and removes the sockets of dead processes.
 fn prepare(dir: &Path) -> io::Result<()> {
     let named = |error: io::Error| io::Error::new(error.kind(), format!("{}: {error}", dir.display()));
     fs::DirBuilder::new().recursive(true).mode(0o700).create(dir).map_err(named)?;
@@ -198,7 +198,7 @@ fn prepare(dir: &Path) -> io::Result<()> {
             && error.kind() == io::ErrorKind::ConnectionRefused
         {
             info!(path = %path.display(), "removing the socket of a process that is gone");
-            // Somebody else may do the same.
+            // Another process may remove it at the same time.
             let _ = fs::remove_file(&path);
         }
     }
@@ -209,9 +209,9 @@ fn prepare(dir: &Path) -> io::Result<()> {
 struct Writer {
     socket: UnixStream,
     id: WriterId,
-    /// Whose end tells that its device has stopped, too. There if the pool is on one.
+    /// The peer's process, whose end proves that its device has stopped. Present if the pool is on a device.
     process: OnceLock<OwnedFd>,
-    /// The server ends without having seen the peer stop.
+    /// The server has ended without proof that the peer stopped writing.
     is_given_up: AtomicBool,
 }
 
@@ -222,13 +222,13 @@ impl OneSidedWriter for Writer {
 
     fn ask_to_close(&self, generation: Generation) {
         if let Err(error) = wire::send(&self.socket, Message::Word(Word::Revoke(generation)), None) {
-            // It will stop by the handoff's stream, or end.
+            // The handoff's stream, or the end of the peer's socket, ends the quarantine.
             warn!(%generation, %error, "shared-memory peer not told of a revoked grant: its blocks stay in quarantine");
         }
     }
 }
 
-fn serve(sharing: &Sharing, writer: &Arc<Writer>, admission: &Admission) {
+fn serve(sharing: &Sharing, writer: &Arc<Writer>, admission: &PeerAdmission) {
     let counters = sharing.grants.counters().of(TransportKind::Shm);
     let mut result = greet(sharing, writer, admission);
     if let Ok(true) = result {
@@ -242,14 +242,14 @@ fn serve(sharing: &Sharing, writer: &Arc<Writer>, admission: &Admission) {
             warn!(%error, "shared-memory connection ended: the peer broke the protocol");
         }
         if admission.is_admitted() {
-            // It has the memory: only the peer's own end of the socket says that it writes no more.
+            // The peer has mapped the memory: only the end of its side of the socket proves that it stopped writing.
             let _ = writer.socket.shutdown(Shutdown::Write);
             let _ = writer.socket.set_read_timeout(None);
             while drain(&writer.socket).is_ok_and(|num_bytes| num_bytes > 0) {}
         }
     }
     if let Some(process) = writer.process.get() {
-        // What it has closed has ended. For the rest, its device is the slower one to go.
+        // Grants that it closed are fenced. For open grants, its device may write until the process has ended.
         let is_given_up = || writer.is_given_up.load(Ordering::SeqCst);
         while sharing.grants.has_open(writer.id) && !is_given_up() {
             if host::has_ended(process, PROCESS_PAUSE) {
@@ -260,12 +260,12 @@ fn serve(sharing: &Sharing, writer: &Arc<Writer>, admission: &Admission) {
     if !writer.is_given_up.load(Ordering::SeqCst) {
         sharing.grants.writer_gone(writer.id);
     }
-    // The registry keeps the descriptor until its next sweep.
+    // The acceptor keeps the descriptor until its next sweep. The peer must see the end now.
     let _ = writer.socket.shutdown(Shutdown::Both);
 }
 
-/// Whether the peer was given the memory.
-fn greet(sharing: &Sharing, writer: &Writer, admission: &Admission) -> io::Result<bool> {
+/// Greets the peer. Returns whether it was given the memory.
+fn greet(sharing: &Sharing, writer: &Writer, admission: &PeerAdmission) -> io::Result<bool> {
     let socket = &writer.socket;
     socket.set_read_timeout(Some(sharing.io_timeout))?;
     let peer_uid = host::peer_uid(socket)?;
@@ -296,12 +296,12 @@ fn greet(sharing: &Sharing, writer: &Writer, admission: &Admission) -> io::Resul
     };
     let is_welcome = descriptor.is_some();
     wire::send(socket, answer, descriptor)?;
-    // From now on the peer may be silent for as long as it likes.
+    // There is no deadline after the handshake.
     socket.set_read_timeout(None)?;
     Ok(is_welcome)
 }
 
-/// As [`greet`], to a pool on devices.
+/// As [`greet`], for a pool on devices.
 fn greet_with(handles: &[[u8; HANDLE_BYTES]], num_blocks: u64, writer: &Writer) -> io::Result<bool> {
     let socket = &writer.socket;
     match host::peer_process(socket) {
@@ -330,7 +330,7 @@ fn converse(sharing: &Sharing, writer: &Arc<Writer>) -> io::Result<()> {
     Ok(())
 }
 
-/// A reset is an end, too: the peer closed without reading everything.
+/// Whether the error is the end of the stream. A reset is one, too: the peer closed without reading everything.
 fn receive_until_end(socket: &UnixStream) -> io::Result<Option<(Message, Option<std::os::fd::OwnedFd>)>> {
     match wire::receive(socket) {
         Err(error) if error.kind() == io::ErrorKind::ConnectionReset => Ok(None),

@@ -1,5 +1,5 @@
-//! A peer's pool, as this process has it: memory of the host that is mapped, or that of devices, opened by its handles
-//! (CUDA IPC); and how a frame gets there from this side's pool, which is of either kind, too.
+//! A peer's pool in this process: mapped host memory, or device memory that was opened by its CUDA IPC handles. And how
+//! a frame is copied there from this side's pool, which is in host or device memory, too.
 
 use std::io;
 
@@ -22,42 +22,43 @@ pub(super) struct Target {
     hasher: Hasher,
 }
 
-/// How they are written.
+/// How the blocks are written.
 enum Memory {
-    /// Where they are mapped.
+    /// Copies into the mapping at this address.
     Mapped(BlockStorage),
-    /// From the host to devices.
+    /// Copies from host memory to devices.
     Stored(BlockStorage),
-    /// From device to device.
+    /// Copies from devices to devices.
     Copied(Copies),
 }
 
-/// By which copies pieces get from the memories of this side's ranks to those of the peer's.
+/// The copies of pieces from the memories of this side's ranks to those of the peer's ranks.
 struct Copies {
-    /// Of each rank here. Nothing is under way between two frames.
+    /// The copies of each rank on this side. None is in progress between two frames.
     sources: Vec<DeviceCopies>,
     ways: Vec<Way>,
 }
 
 struct Way {
     pair: RankPair,
-    /// Opened on the source's device.
+    /// The peer's memory, opened on the source's device.
     target: Box<dyn DeviceMemory>,
-    /// Of the blocks there.
+    /// The layout of the peer's blocks in it.
     layout: KvLayout,
 }
 
 impl Target {
-    /// Memory of the host.
+    /// A pool in host memory.
     pub(super) fn mapped(blocks: BlockStorage) -> Target {
         let num_blocks = blocks.num_blocks();
         Target { memory: Memory::Mapped(blocks), num_blocks, num_ranks: 1, hasher: Hasher::default() }
     }
 
-    /// Memory of devices, a rank's each, which those of this side's pool reach, or the first one if that is in host memory.
+    /// A pool on devices, with one memory for each rank. The devices of this side's pool reach them, or the first
+    /// device does if this side's pool is in host memory.
     ///
     /// # Errors
-    /// When there is no device here, or a handle cannot be opened on it.
+    /// When this host has no device, or a device cannot open a handle.
     pub(super) fn opened(
         own: &BlockStorage,
         handles: &[[u8; HANDLE_BYTES]],
@@ -94,7 +95,7 @@ impl Target {
         self.num_blocks
     }
 
-    /// On which they lie.
+    /// The number of ranks that hold the blocks.
     pub(super) fn num_ranks(&self) -> usize {
         self.num_ranks
     }
@@ -103,14 +104,14 @@ impl Target {
         !matches!(self.memory, Memory::Mapped(_))
     }
 
-    /// Writes pieces, and computes their checksums; they are there when this returns.
+    /// Writes pieces and computes their checksums. The pieces are in the peer's blocks when this returns.
     ///
     /// # Errors
-    /// When a device fails: then nobody knows what it still does.
+    /// When a device fails. It may still read or write the blocks.
     ///
     /// # Safety
-    /// The source blocks are final and kept by the route's guard; the destinations exist, are granted to this route, and
-    /// are as large as its pieces.
+    /// The source blocks are final, and the route's guard keeps them. The destinations exist, are granted to this
+    /// route, and are as large as its pieces.
     pub(super) unsafe fn write(
         &mut self,
         route: &RouteState,
@@ -145,10 +146,10 @@ impl Target {
     }
 }
 
-/// From the host: `write` puts a piece's bytes where they belong, and sums them up.
+/// Writes from host memory. `write` copies a piece's bytes to their place and returns their checksum.
 ///
 /// # Safety
-/// The source blocks are as of [`Target::write`].
+/// The source blocks are as in [`Target::write`].
 unsafe fn write_each(
     route: &RouteState,
     pieces: &[PieceWrite],
@@ -168,7 +169,7 @@ unsafe fn write_each(
 }
 
 impl Copies {
-    /// From device to device, hashed meanwhile.
+    /// Copies from device to device, and hashes the pieces meanwhile.
     ///
     /// # Safety
     /// As of [`Target::write`].

@@ -1,4 +1,4 @@
-//! Messages on the unix socket: 40 bytes each, little-endian, the first with a descriptor.
+//! Messages on the unix socket: 40 bytes each, little-endian. A descriptor comes with the welcome.
 //!
 //! ```text
 //! kind u32 | a u32 | b u64 | c u64 | d u64 | magic u64        (c and d: a secret, where there is one)
@@ -20,18 +20,18 @@ use baton_transfer::{ranks::NUM_RANKS, word::Word};
 const MAGIC: u64 = u64::from_le_bytes(*b"BKVshm03");
 pub(super) const MESSAGE_BYTES: usize = 40;
 
-/// Of CUDA's name for memory that other processes can open.
+/// Bytes of a CUDA IPC handle.
 pub(super) const HANDLE_BYTES: usize = 64;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Message {
-    /// P: which pool, and the shape of its pieces.
+    /// P: names the pool and the shape of its pieces.
     Hello { pool: u64, layer_bytes: u64, num_layers: u32 },
-    /// D: the pool's size; the descriptor comes along.
+    /// D: the pool's size. The descriptor comes with it.
     Welcome { num_blocks: u64 },
-    /// D: the pool's size; it is on a device, or on several, of a rank each, and the handles follow, of [`HANDLE_BYTES`].
+    /// D: the size of a pool on devices, one for each rank. The handles follow, of [`HANDLE_BYTES`] each.
     WelcomeToDevices { num_blocks: u64, num_ranks: u32 },
-    /// Of either.
+    /// A message about a grant, from either side.
     Word(Word),
 }
 
@@ -79,7 +79,7 @@ impl Message {
     }
 }
 
-/// Sends without waiting: the messages are few, so a full socket means a peer that does not read.
+/// Sends without waiting. Messages are few, so a full socket means that the peer does not read.
 pub(super) fn send(
     socket: &UnixStream,
     message: Message,
@@ -215,7 +215,7 @@ mod tests {
     }
 
     #[test]
-    fn a_peer_that_does_not_read_blocks_nobody() {
+    fn a_peer_that_does_not_read_blocks_no_thread() {
         let (ours, _theirs) = UnixStream::pair().unwrap();
         while send(&ours, Message::Word(Word::Refused), None).is_ok() {}
     }

@@ -1,4 +1,4 @@
-//! A data connection, plain or inside of TLS: its two directions, which two threads may use at once.
+//! A data connection, with or without TLS. Two threads may use its two directions at once.
 
 use std::{
     io,
@@ -30,7 +30,7 @@ const MAX_RECORD_BYTES: usize = (16 << 10) + 256;
 pub(super) struct Channel {
     pub(super) reader: Reader,
     pub(super) writer: Writer,
-    /// Who is there; nobody without TLS.
+    /// The peer's identity. `None` without TLS.
     pub(super) peer: Option<Identity>,
 }
 
@@ -61,13 +61,13 @@ impl Channel {
         }
     }
 
-    /// Shakes hands with a peer that has connected.
+    /// Does the TLS handshake with a peer that has connected.
     pub(super) fn accept(tls: &Tls, socket: Arc<TcpStream>, deadline: Instant) -> io::Result<Channel> {
         let connection = ServerConnection::new(tls.data_server()).map_err(io::Error::other)?;
         Channel::secure(connection.into(), socket, deadline)
     }
 
-    /// Shakes hands with the peer at `host`, to which the socket is connected.
+    /// Does the TLS handshake with the peer at `host`, to which the socket is connected.
     pub(super) fn connect(
         tls: &Tls,
         host: &str,
@@ -86,7 +86,7 @@ impl Channel {
     ) -> io::Result<Channel> {
         shake_hands(&mut connection, &socket, deadline)?;
         if connection.alpn_protocol() != Some(PROTOCOL) {
-            return Err(invalid("the peer is no kv data peer"));
+            return Err(invalid("the peer does not speak the kv data protocol"));
         }
         let peer = connection.peer_certificates().and_then(Identity::of);
         let peer = Some(peer.ok_or_else(|| invalid("the peer has shown no certificate"))?);
@@ -118,7 +118,7 @@ impl Channel {
         };
         Ok(Channel {
             reader: Reader { socket: Arc::clone(&socket), opener, is_kernel: kernel_receives },
-            // Records may be smaller than they could be.
+            // The kernel does not count records. Assume records of 4 KiB, so that the key is replaced early enough.
             writer: Writer { socket, sealer, kernel_bytes: kernel_sends.then_some(MAX_RECORDS << 12) },
             peer,
         })
@@ -135,7 +135,7 @@ fn parts(secrets: rustls::ConnectionTrafficSecrets) -> io::Result<Parts> {
     }
 }
 
-/// Record by record, so that nothing is read that belongs to the data.
+/// Does the handshake. It reads record by record, so that it reads nothing of the data that follows.
 fn shake_hands(connection: &mut rustls::Connection, socket: &TcpStream, deadline: Instant) -> io::Result<()> {
     let mut num_records = 0;
     loop {
@@ -155,7 +155,7 @@ fn shake_hands(connection: &mut rustls::Connection, socket: &TcpStream, deadline
             ),
             _ => error,
         })?;
-        // Change cipher spec, alert, handshake, data.
+        // Record types: change cipher spec, alert, handshake, application data.
         let len = u16::from_be_bytes([header[3], header[4]]) as usize;
         if !(20..=23).contains(&header[0]) || len > MAX_RECORD_BYTES {
             return Err(invalid("the peer speaks no TLS to a connection that does"));
@@ -168,7 +168,7 @@ fn shake_hands(connection: &mut rustls::Connection, socket: &TcpStream, deadline
             connection.read_tls(&mut record)?;
         }
         if let Err(error) = connection.process_new_packets() {
-            // The peer is told, if it listens.
+            // Tries to send the alert to the peer.
             let _ = flush(connection, socket, deadline);
             return Err(io::Error::new(io::ErrorKind::InvalidData, error));
         }
@@ -184,7 +184,7 @@ fn flush(connection: &mut rustls::Connection, socket: &TcpStream, deadline: Inst
 }
 
 impl Reader {
-    /// Waits until something can be read, or the stream has ended; `false` when `timeout` passed first.
+    /// Waits until something can be read or the stream has ended. `false`: `timeout` passed first.
     pub(super) fn wait(&self, timeout: Option<Duration>) -> io::Result<bool> {
         match &self.opener {
             Some(opener) if opener.has_some() => Ok(true),
@@ -192,15 +192,15 @@ impl Reader {
         }
     }
 
-    /// Waits for as long as it takes; `false`: the peer has left.
+    /// Waits for the next bytes without a deadline. `false`: the peer has closed the stream.
     pub(super) fn wait_for_more(&self) -> io::Result<bool> {
         if self.opener.as_ref().is_some_and(Opener::has_some) {
             return Ok(true);
         }
         loop {
-            // Sockets have no read timeout: this waits.
+            // The sockets have no read timeout, so this waits.
             return match self.socket.peek(&mut [0]) {
-                // An alert: with TLS in the kernel, the end of the stream.
+                // The kernel reports a TLS alert as EIO. It ends the stream.
                 Err(error) if self.is_kernel && error.raw_os_error() == Some(libc::EIO) => Ok(false),
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
                 peeked => peeked.map(|num_bytes| num_bytes > 0),
@@ -208,7 +208,7 @@ impl Reader {
         }
     }
 
-    /// Moves what has arrived into the places, without waiting. `Ok(0)` is the end of the stream.
+    /// Moves bytes that have arrived into the places, without waiting. `Ok(0)` is the end of the stream.
     ///
     /// # Safety
     /// As of [`Places::receive`].
@@ -240,7 +240,7 @@ impl Reader {
         let mut places = Places::new();
         places.push(bytes.as_mut_ptr(), bytes.len());
         while !places.is_done() {
-            // Before anything is received: who sends byte by byte is not waited for any longer.
+            // Checked before each receive, so that a peer that sends byte by byte cannot extend the deadline.
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() || !self.wait(Some(left))? {
                 return Err(socket::timed_out("receive"));
@@ -251,7 +251,7 @@ impl Reader {
         Ok(())
     }
 
-    /// `false`: nothing was there. The end of the stream is an error.
+    /// Receives what has arrived. `false`: nothing has arrived. The end of the stream is an error.
     ///
     /// # Safety
     /// As of [`Places::receive`].
@@ -267,12 +267,12 @@ impl Reader {
 }
 
 impl Writer {
-    /// Whether the key has been used so often that another connection should take over.
+    /// Whether the key is worn out, so that a new connection must replace this one.
     pub(super) fn is_worn(&self) -> bool {
         self.sealer.as_ref().is_some_and(Sealer::is_worn) || self.kernel_bytes == Some(0)
     }
 
-    /// Sends all of the places. Fails when the socket takes nothing for its write timeout.
+    /// Sends all places. Fails when the socket takes no bytes within its write timeout.
     ///
     /// # Safety
     /// As of [`Places::send_all`].

@@ -1,8 +1,8 @@
 //! The prefill worker's connections to one pool: a queue of frames, and lanes that send them.
 //!
-//! A lane is a thread with one connection, made when first needed and again when lost. Frames that
-//! were on a connection that broke are tried again: the receiver places each piece once, so a
-//! second arrival changes nothing.
+//! A lane is a thread with one connection. It connects when the first job comes, and again when the connection is lost.
+//! Frames of a lost connection are sent again: the receiver places each piece once, so a second arrival
+//! changes nothing.
 
 use std::{
     io,
@@ -37,9 +37,9 @@ use super::{
 pub struct TcpSending {
     /// Connections to one pool.
     pub streams_per_peer: usize,
-    /// Bytes of a socket's send buffer; `None` lets the kernel choose, and change it as it goes.
+    /// Bytes of a socket's send buffer. `None`: the kernel chooses and adjusts it.
     pub socket_buffer_bytes: Option<usize>,
-    /// Who this side is, and whom it trusts; `None` speaks plainly.
+    /// This side's certificate and the authorities that it trusts. `None`: no TLS.
     pub tls: Option<Tls>,
 }
 
@@ -91,13 +91,13 @@ struct Shared {
     config: TcpSending,
     address: String,
     pool: u64,
-    /// Of its blocks.
+    /// The layout of its blocks.
     layout: KvLayout,
     jobs: Jobs,
     num_connected: AtomicUsize,
-    /// Of every lane, to be shut down at the end.
+    /// The sockets of all lanes. The drop shuts them down.
     sockets: Mutex<Vec<Arc<TcpStream>>>,
-    /// As the peer has said in its first welcome: it is the same pool in all.
+    /// What checksums cover, from the peer's first welcome. It is the same on all connections to the pool.
     sum_of: OnceLock<SumOf>,
 }
 
@@ -141,7 +141,7 @@ impl Drop for TcpPool {
     fn drop(&mut self) {
         self.shared.jobs.close();
         for socket in self.shared.sockets().iter() {
-            // Fails when it is closed already.
+            // Fails when the socket is closed already.
             let _ = socket.shutdown(Shutdown::Both);
         }
         for lane in self.lanes.get_mut().unwrap_or_else(PoisonError::into_inner).drain(..) {
@@ -156,8 +156,8 @@ impl Shared {
         self.sockets.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A frame whose connection broke. What breaks one often breaks all, and a lane only notices when it sends: so a frame
-    /// may be lost once on every lane before it meets a connection that is new.
+    /// Queues a frame again whose connection broke. A failure often breaks all connections, and a lane notices only
+    /// when it sends. So a frame may be lost once on every lane before it is sent on a new connection.
     fn retry(&self, frame: Frame, why: &str) {
         self.jobs.retry(frame, self.config.streams_per_peer.max(1), why);
     }
@@ -175,7 +175,7 @@ fn run_lane(shared: &Arc<Shared>) {
                 Ok(new) => connection = Some(new),
                 Err(error) => {
                     job.fail(&error);
-                    // Other grants may be better.
+                    // The peer refused this grant. It may accept other grants.
                     if !matches!(error, RouteError::OtherIncarnation(_)) {
                         shared.jobs.fail_all(&error);
                     }
@@ -185,19 +185,19 @@ fn run_lane(shared: &Arc<Shared>) {
         }
         let connection = connection.as_mut().expect("opened above");
         match job {
-            // A grant needs no closing here: it is named by every frame.
+            // Every frame names its grant, so a grant that no route waits for needs no close.
             Job::Open(open) => drop(open.succeed()),
             Job::Frame(frame) => connection.send(frame),
         }
     }
 }
 
-/// One connection, its lane's end: sends frames, while a thread of its own reads the acks.
+/// One connection. Its lane sends frames, and a thread of its own reads the acks.
 struct Connection {
     shared: Arc<Shared>,
     socket: Arc<TcpStream>,
     writer: Writer,
-    /// Who this side was when it connected.
+    /// This side's identity when it connected.
     identity: Option<Identity>,
     flight: Arc<Mutex<Flight<Sent>>>,
     next_sequence: u64,
@@ -205,7 +205,7 @@ struct Connection {
     acks: Option<JoinHandle<()>>,
 }
 
-/// What is on the wire, and the route that is not idle before the peer has answered.
+/// A frame on the wire. The second field keeps its route busy until the peer has answered.
 type Sent = (Frame, Active);
 
 impl Connection {
@@ -254,7 +254,7 @@ impl Connection {
             .map_err(unreachable)?;
         shared.sockets().push(Arc::clone(&socket));
         if shared.jobs.is_closed() {
-            // The drop, which closes the jobs first, may have been past the sockets already.
+            // The pool's drop closes the jobs first. It may have shut down the sockets before this one was listed.
             let _ = socket.shutdown(Shutdown::Both);
         }
         shared.num_connected.fetch_add(1, Ordering::SeqCst);
@@ -271,12 +271,12 @@ impl Connection {
         })
     }
 
-    /// Whether another connection should take over: its key has sealed enough, or this side is somebody else by now.
+    /// Whether a new connection must replace this one: its key is worn out, or this side has a new certificate.
     fn is_worn(&self) -> bool {
         self.writer.is_worn() || self.identity != self.shared.config.tls.as_ref().map(Tls::identity)
     }
 
-    /// Waits for what is on the wire.
+    /// Waits until the peer has answered all frames on the wire, or the connection is lost.
     fn drain(self) {
         while !self.is_dead() && !lock(&self.flight).is_empty() {
             thread::sleep(Duration::from_millis(1));
@@ -289,7 +289,7 @@ impl Connection {
 
     fn send(&mut self, frame: Frame) {
         let route = Arc::clone(frame.route());
-        // One for the bytes that are read here, one for the frame until it is answered.
+        // `reading` keeps the source blocks while this thread reads them, `active` until the peer has answered.
         let (Some(reading), Some(active)) = (route.enter(), route.enter()) else {
             frame.fail(PushError::Closed);
             return;
@@ -304,7 +304,7 @@ impl Connection {
         };
         let mut head = header.encode().to_vec();
         let (rooms, scratch) = self.staging.of(&route, frame.pieces.len());
-        // SAFETY: the pieces are final and kept by the route's guard: nobody writes them.
+        // SAFETY: the pieces are final, and the route's guard keeps their blocks.
         let loaded = match unsafe { route.load_all(&frame.pieces, rooms, scratch) } {
             Ok(loaded) => loaded,
             Err(error) => return frame.fail(unread(&error)),
@@ -325,14 +325,15 @@ impl Connection {
             return self.shared.retry(frame, "closed by the peer");
         }
         self.next_sequence += 1;
-        // SAFETY: the head lives here, the pieces as long as `reading`, or untouched in `staging`.
+        // SAFETY: `head` lives until the call returns. The pieces are in blocks that `reading` keeps, or in `staging`,
+        // which is not touched meanwhile.
         if let Err(error) = unsafe { self.writer.send_all(places) } {
-            warn!(address = %self.shared.address, %error, "kv data connection closed: it takes no more bytes");
-            // The thread that reads acks sees the end and answers for what is in flight.
+            warn!(address = %self.shared.address, %error, "kv data connection closed: the peer takes no more bytes");
+            // The thread that reads acks sees the end and ends the frames in flight.
             let _ = self.socket.shutdown(Shutdown::Both);
             return;
         }
-        // While the bytes travel.
+        // Hash while the bytes travel.
         let sums = route.sums(loaded, scratch);
         let summed = sums.into_iter().zip(idxs);
         let piece = |(checksum, (layer_idx, block_idx))| Piece { block_idx, layer_idx, checksum };
@@ -363,7 +364,7 @@ fn read_acks(shared: &Shared, reader: &mut Reader, socket: &TcpStream, flight: &
             break error;
         }
     };
-    // Also ends a send that is under way.
+    // This also ends a send in progress.
     let _ = socket.shutdown(Shutdown::Both);
     let lost = lock(flight).end();
     shared.num_connected.fetch_sub(1, Ordering::SeqCst);
@@ -397,7 +398,7 @@ fn read_ack(shared: &Shared, reader: &mut Reader, flight: &Mutex<Flight<Sent>>) 
 }
 
 fn land(((frame, active), pieces, status): Landed<Sent>) {
-    // Whoever waits for the route to be idle may go on before the push is answered, not after.
+    // The route must be idle before the push is answered: the caller may close the route and wait right after.
     drop(active);
     match status {
         AckStatus::Placed => frame.done(pieces),
@@ -408,7 +409,7 @@ fn land(((frame, active), pieces, status): Landed<Sent>) {
     }
 }
 
-/// Without the port.
+/// The host of an address, without the port.
 fn host_of(address: &str) -> &str {
     address.rsplit_once(':').map_or(address, |(host, _)| host)
 }

@@ -1,7 +1,6 @@
-//! What one connection has sent and the peer has not answered yet. It knows no socket.
+//! The frames that one connection has sent and the peer has not answered yet. This file knows no socket.
 //!
-//! Checksums are computed after the bytes have been sent, while they travel: so an answer may come before them, and
-//! waits here.
+//! Checksums are computed while the bytes travel. So an ack may come before them, and then it waits here.
 
 use std::{
     collections::VecDeque,
@@ -12,24 +11,24 @@ use baton_handoff::Piece;
 
 use super::wire::{Ack, AckStatus};
 
-/// `T` is what was sent, in the order of its sequence numbers.
+/// The sent frames, in the order of their sequence numbers. `T` is one frame.
 pub(super) struct Flight<T> {
     is_dead: bool,
     sent: VecDeque<Sent<T>>,
-    /// Since when the peer owes an ack.
+    /// When the peer began to owe the oldest ack.
     since: Instant,
 }
 
 struct Sent<T> {
     sequence: u64,
     what: T,
-    /// With their checksums, once these are known.
+    /// The pieces with their checksums, once these are known.
     pieces: Option<Vec<Piece>>,
-    /// Once the peer has answered.
+    /// The ack, once the peer has answered.
     status: Option<AckStatus>,
 }
 
-/// Something that has been sent, summed and answered.
+/// A frame that was sent, hashed and answered.
 pub(super) type Landed<T> = (T, Vec<Piece>, AckStatus);
 
 impl<T> Flight<T> {
@@ -51,7 +50,7 @@ impl<T> Flight<T> {
         is_owed && self.since.elapsed() >= timeout
     }
 
-    /// Something is about to be sent. Given back when the connection is dead.
+    /// Notes a frame that is sent next. Returns it when the connection is dead.
     pub(super) fn begin(&mut self, sequence: u64, what: T) -> Result<(), T> {
         if self.is_dead {
             return Err(what);
@@ -63,15 +62,15 @@ impl<T> Flight<T> {
         Ok(())
     }
 
-    /// The checksums of what was sent last are known.
+    /// Notes the checksums of a sent frame.
     pub(super) fn summed(&mut self, sequence: u64, pieces: Vec<Piece>) -> Option<Landed<T>> {
-        // Nothing when the connection is dead: then it was taken.
+        // The frame is absent when the connection is dead: then `end` has taken it.
         let last = self.sent.back_mut().filter(|last| last.sequence == sequence)?;
         last.pieces = Some(pieces);
         self.land()
     }
 
-    /// The peer has answered. `Err`: not to what was sent first.
+    /// Notes an ack. `Err`: it is not for the oldest frame without an ack.
     pub(super) fn answered(&mut self, ack: &Ack) -> Result<Option<Landed<T>>, ()> {
         self.since = Instant::now();
         let first = self.sent.front_mut().filter(|first| first.sequence == ack.sequence).ok_or(())?;
@@ -82,7 +81,7 @@ impl<T> Flight<T> {
         Ok(self.land())
     }
 
-    /// Nothing more is sent. What was not answered, the oldest first.
+    /// Ends the connection. Returns the frames without an ack, oldest first.
     pub(super) fn end(&mut self) -> VecDeque<T> {
         self.is_dead = true;
         std::mem::take(&mut self.sent).into_iter().map(|sent| sent.what).collect()

@@ -1,26 +1,26 @@
-//! TLS in the kernel: it is given the keys of a connection whose handshake is over, and from then on the socket is used
-//! as one without TLS, pieces going from and to blocks with no memory in between.
+//! TLS in the kernel. After the handshake this process gives the keys of a connection to the kernel. Then it uses the
+//! socket like one without TLS, and pieces go from and to blocks without a copy.
 //!
-//! linux/tls.h; Documentation/networking/tls.rst. A kernel without it, or without a cipher, says so when it is asked, and
-//! nothing has changed then.
+//! See linux/tls.h and Documentation/networking/tls.rst. A kernel without TLS, or without the cipher, refuses the keys;
+//! the connection is unchanged then.
 //!
 //! # What was not run
 //!
-//! The kernel of the machine that this was written on has no TLS (`CONFIG_TLS`): there, only the refusal was run.
+//! The development machine's kernel has no TLS (`CONFIG_TLS`), so only the refusal was run.
 
 use std::{io, mem, net::TcpStream, os::fd::AsRawFd, sync::Once};
 
 use baton_tls::rustls::ConnectionTrafficSecrets;
 use tracing::info;
 
-/// A direction.
+/// A direction of the connection.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Direction {
     Send,
     Receive,
 }
 
-/// Makes the socket one that can have TLS.
+/// Prepares the socket for TLS in the kernel.
 pub(super) fn prepare(socket: &TcpStream) -> io::Result<()> {
     set_option(socket, libc::SOL_TCP, libc::TCP_ULP, b"tls").inspect_err(|error| {
         static SAID: Once = Once::new();
@@ -28,7 +28,7 @@ pub(super) fn prepare(socket: &TcpStream) -> io::Result<()> {
     })
 }
 
-/// Gives the kernel the key of one direction, whose next record is number `sequence`.
+/// Gives the kernel the key of one direction. `sequence` is the number of its next record.
 pub(super) fn give_key(
     socket: &TcpStream,
     direction: Direction,
@@ -78,7 +78,8 @@ pub(super) fn give_key(
         _ => return Err(io::ErrorKind::Unsupported.into()),
     }
     if let Direction::Receive = direction {
-        // Peers do not pad, so that records can be decrypted where they shall lie. Older kernels copy instead.
+        // Peers do not pad records. With this hint the kernel decrypts straight into the destination; older kernels
+        // copy.
         let _ = set_option(socket, libc::SOL_TLS, TLS_RX_EXPECT_NO_PAD, &1_i32.to_ne_bytes());
     }
     Ok(())
@@ -88,12 +89,12 @@ pub(super) fn give_key(
 const TLS_RX_EXPECT_NO_PAD: libc::c_int = 4;
 
 fn bytes_of<T>(value: &T) -> &[u8] {
-    // SAFETY: the structures of linux/tls.h are arrays of bytes behind two u16, without padding.
+    // SAFETY: the structures of linux/tls.h are two u16 and arrays of bytes, without padding.
     unsafe { std::slice::from_raw_parts(std::ptr::from_ref(value).cast(), mem::size_of::<T>()) }
 }
 
 fn set_option(socket: &TcpStream, level: libc::c_int, name: libc::c_int, value: &[u8]) -> io::Result<()> {
-    // SAFETY: the value outlives the call, and its size is told.
+    // SAFETY: the value outlives the call, and its size is passed.
     let result = unsafe {
         libc::setsockopt(
             socket.as_raw_fd(),

@@ -8,14 +8,14 @@
 //!   pushes resolve <--- acks, one reader thread per connection <-+
 //! ```
 //!
-//! Neither side copies in user space. A connection begins with a handshake that names the pool's incarnation and the
-//! shape of its pieces, and shows the access key of a grant; then frames go one way and acks the other, in order, each
-//! frame with the access key of its own grant. Before an access key was shown, a peer costs a thread and a descriptor and
-//! nothing else, and whatever is wrong, the answer is the same.
+//! Neither side copies in user space. A connection begins with a handshake: the sender names the pool's incarnation and
+//! the shape of its pieces, and shows the access key of a grant. Then frames go to the receiver and acks come back, in
+//! order. Each frame carries the access key of its own grant. A peer that has not shown an access key costs one thread
+//! and one descriptor, and every refusal has the same answer.
 //!
-//! With [`Tls`](baton_tls::Tls) all of that happens inside of TLS 1.3, in which both sides have shown certificates, and
-//! an access key is worth nothing to other peers than the one that its grant is bound to. The kernel encrypts if it can
-//! ([`kernel`]), so that bytes go from and to blocks as without; else this process does, with a copy on each side
+//! With [`Tls`](baton_tls::Tls) all of this happens inside of TLS 1.3, and both sides show certificates. Then only the
+//! peer that a grant is bound to can use the grant's access key. The kernel encrypts if it can ([`kernel`]); bytes then
+//! go directly from and to blocks, as without TLS. Otherwise this process encrypts, with one copy on each side
 //! ([`records`]).
 
 mod channel;

@@ -1,8 +1,9 @@
 //! The record layer of TLS 1.3 in user space, between sockets and block memory: one copy on each side.
 //!
-//! rustls shakes hands and gives its keys away; what follows are records of one kind, sealed and opened by rustls's own
-//! ciphers. The sender gathers pieces into a record and encrypts it there. The receiver decrypts where the socket put the
-//! record, and copies what is true into the block: bytes that nobody has authenticated never lie in one.
+//! rustls does the handshake and hands over its keys. After that both sides send application data records only,
+//! encrypted and decrypted by rustls's ciphers. The sender gathers pieces into a record and encrypts it. The receiver
+//! decrypts the record in its buffer and then copies it into the block: a block never holds bytes that were not
+//! authenticated.
 //!
 //! ```text
 //! type u8 (23) | version u16 | length u16 | ciphertext and tag
@@ -24,13 +25,13 @@ const HEADER_BYTES: usize = 5;
 const MAX_PLAIN_BYTES: usize = 16 << 10;
 /// Ciphertext of a record, with tag and padding.
 const MAX_SEALED_BYTES: usize = MAX_PLAIN_BYTES + 256;
-/// Records that are sealed before they are sent: few enough to stay in a cache.
+/// Plaintext that is sealed before it is sent. Small enough to stay in a cache.
 const BATCH_BYTES: usize = 128 << 10;
-/// What is read from the socket at a time.
+/// Bytes of the receive buffer.
 const BUFFER_BYTES: usize = 256 << 10;
 
-/// Records under one key at most. AES-GCM is sound up to 2^24.5 of them (RFC 8446, 5.5); a connection is replaced by
-/// another one well before, by its sender.
+/// Most records under one key. AES-GCM is secure up to 2^24.5 records (RFC 8446, 5.5). The sender replaces the
+/// connection well before that.
 pub(super) const MAX_RECORDS: u64 = 1 << 23;
 
 /// Encrypts one direction.
@@ -73,7 +74,7 @@ impl Sealer {
     fn seal(&mut self, mut batch: OutboundChunks<'_>) -> io::Result<Vec<Vec<u8>>> {
         let mut records = Vec::with_capacity(BATCH_BYTES / MAX_PLAIN_BYTES);
         while !batch.is_empty() {
-            // The receiver gives up a little later than this side replaces the connection.
+            // The sender replaces the connection at `MAX_RECORDS`. This is the last safeguard.
             if self.sequence >= 2 * MAX_RECORDS {
                 return Err(invalid("the keys of a kv connection are worn out"));
             }
@@ -96,9 +97,9 @@ pub(super) struct Opener {
     decrypter: Box<dyn MessageDecrypter>,
     sequence: u64,
     buffer: Vec<u8>,
-    /// Of the buffer: plaintext that nobody has taken yet.
+    /// Range of the buffer: plaintext that was not taken yet.
     plain: Range<usize>,
-    /// Of the buffer, behind the plaintext: sealed records, the last one perhaps in part.
+    /// Range of the buffer after the plaintext: sealed records. The last one may be incomplete.
     sealed: Range<usize>,
     is_closed: bool,
 }
@@ -109,12 +110,12 @@ impl Opener {
         Opener { decrypter, sequence, buffer, plain: 0..0, sealed: 0..0, is_closed: false }
     }
 
-    /// Whether there is something to receive without the socket.
+    /// Whether `receive` returns something without reading from the socket.
     pub(super) fn has_some(&self) -> bool {
         self.is_closed || !self.plain.is_empty() || matches!(self.record(), Ok(Some(_)) | Err(_))
     }
 
-    /// Moves what has arrived into the places, without waiting. `Ok(0)` is the end of the stream.
+    /// Moves bytes that have arrived into the places, without waiting. `Ok(0)` is the end of the stream.
     ///
     /// # Safety
     /// As of [`Places::receive`].

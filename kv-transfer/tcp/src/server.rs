@@ -1,4 +1,4 @@
-//! The decode worker's listener: one thread accepts, one per connection places frames.
+//! The decode worker's listener. One thread accepts connections, and one thread per connection places frames.
 
 use std::{
     io,
@@ -13,7 +13,7 @@ use baton_tls::{Identity, Tls};
 use baton_transfer::{
     Listening, ReceiverConfig, ReceivingTransport, TransportCounters,
     checksum::SumOf,
-    receiver::{Acceptor, Admission, Claim, Grants, LiveGrant, Service, listen},
+    receiver::{Acceptor, Claim, Grants, LiveGrant, PeerAdmission, Service, listen},
     socket::{self, Places},
 };
 use tracing::{debug, info, warn};
@@ -23,22 +23,22 @@ use super::{
     wire::{self, Ack, AckStatus, FrameHeader, Hello, Welcome},
 };
 
-/// Bytes that are received before a device takes them.
+/// Bytes that are collected in host memory before they are copied to a device.
 const STAGED_BYTES: usize = 1 << 20;
 
 /// Receives over sockets.
 #[derive(Clone, Debug)]
 pub struct TcpReceiving {
-    /// Where to listen. Port 0 takes a free one.
+    /// The address to listen on. Port 0 takes a free port.
     pub listen: SocketAddr,
-    /// Bytes of a socket's receive buffer; `None` lets the kernel choose, and change it as it goes.
+    /// Bytes of a socket's receive buffer. `None`: the kernel chooses and adjusts it.
     pub socket_buffer_bytes: Option<usize>,
-    /// Who this side is, and whom it trusts; `None` speaks plainly.
+    /// This side's certificate and the authorities that it trusts. `None`: no TLS.
     pub tls: Option<Tls>,
 }
 
 impl TcpReceiving {
-    /// Plain sockets, with buffers as the kernel chooses.
+    /// Sockets without TLS, with buffers that the kernel chooses.
     pub fn new(listen: SocketAddr) -> TcpReceiving {
         TcpReceiving { listen, socket_buffer_bytes: None, tls: None }
     }
@@ -63,7 +63,7 @@ impl ReceivingTransport for TcpReceiving {
     }
 }
 
-/// What every connection needs.
+/// What all connections share.
 struct Receiving {
     grants: Arc<Grants>,
     io_timeout: Duration,
@@ -83,11 +83,11 @@ impl Service for Receiving {
     }
 
     fn hang_up(peer: &Peer) {
-        // Fails when the peer was faster.
+        // Fails when the peer has closed it first.
         let _ = peer.socket.shutdown(Shutdown::Both);
     }
 
-    fn serve(&self, peer: &Arc<Peer>, admission: &Admission) {
+    fn serve(&self, peer: &Arc<Peer>, admission: &PeerAdmission) {
         match self.serve_peer(peer, admission) {
             Ok(()) => debug!(peer = %peer.address, "kv data connection closed"),
             Err(_) if admission.is_stopping() => {}
@@ -97,10 +97,10 @@ impl Service for Receiving {
             }
             Err(error) => {
                 self.grants.counters().of(TransportKind::Tcp).failed();
-                warn!(peer = %peer.address, %error, "kv data connection lost: what it was sending is not placed");
+                warn!(peer = %peer.address, %error, "kv data connection lost: the frame it was receiving is not placed");
             }
         }
-        // The registry keeps the descriptor until its next sweep; the peer must hear of it now.
+        // The acceptor keeps the descriptor until its next sweep. The peer must see the end now.
         let _ = peer.socket.shutdown(Shutdown::Both);
     }
 }
@@ -111,17 +111,17 @@ struct Peer {
     address: SocketAddr,
 }
 
-/// The connection of a peer that has a grant, as its thread serves it.
+/// The connection of an admitted peer.
 struct Connection<'a> {
     receiving: &'a Receiving,
     reader: Reader,
     writer: Writer,
-    /// By its certificate; nobody without TLS.
+    /// The identity in the peer's certificate. `None` without TLS.
     peer: Option<Identity>,
 }
 
 impl Receiving {
-    fn serve_peer(&self, peer: &Peer, admission: &Admission) -> io::Result<()> {
+    fn serve_peer(&self, peer: &Peer, admission: &PeerAdmission) -> io::Result<()> {
         socket::configure(&peer.socket, self.io_timeout)?;
         if let Some(num_bytes) = self.socket_buffer_bytes {
             socket::set_buffer(&peer.socket, libc::SO_RCVBUF, num_bytes)?;
@@ -144,11 +144,17 @@ impl Receiving {
         Connection { receiving: self, reader, writer, peer: identity }.serve()
     }
 
-    /// Nothing is known of the peer before this.
-    fn greet(&self, channel: &mut Channel, admission: &Admission, deadline: Instant) -> io::Result<Welcome> {
+    /// Reads and checks the peer's hello. The peer is unauthenticated before this.
+    fn greet(
+        &self,
+        channel: &mut Channel,
+        admission: &PeerAdmission,
+        deadline: Instant,
+    ) -> io::Result<Welcome> {
         let mut bytes = [0; wire::HELLO_BYTES];
         channel.reader.receive_until(&mut bytes, deadline)?;
-        let hello = Hello::decode(&bytes).ok_or_else(|| invalid("not a kv data peer"))?;
+        let hello =
+            Hello::decode(&bytes).ok_or_else(|| invalid("the peer does not speak the kv data protocol"))?;
         let storage = self.grants.storage();
         let layout = storage.layout();
         let shape = (layout.layer_bytes() as u64, layout.num_layers as u32);
@@ -170,7 +176,7 @@ impl Receiving {
 impl Connection<'_> {
     fn serve(mut self) -> io::Result<()> {
         let mut scratch = Scratch { discarded: vec![0; 256 << 10], ..Scratch::default() };
-        // Between frames a peer may be silent for as long as it likes.
+        // There is no deadline between frames.
         while self.reader.wait_for_more()? {
             self.receive_frame(&mut scratch)?;
         }
@@ -217,7 +223,7 @@ impl Connection<'_> {
         self.writer.send(&Ack { status, sequence: header.sequence }.encode())
     }
 
-    /// Scatters the payload into the grant's blocks, for as long as the grant is not revoked.
+    /// Receives the payload straight into the grant's blocks, until the grant is revoked.
     fn place(
         &mut self,
         grant: &LiveGrant,
@@ -233,8 +239,8 @@ impl Connection<'_> {
         }
         let claimed = Claimed { grant, pieces };
         while !places.is_done() {
-            // SAFETY: the places lie in granted blocks, claimed for this frame alone, and the grant
-            // cannot be taken back while the fence is held.
+            // SAFETY: the places are in granted blocks and claimed for this frame alone. The grant
+            // cannot be revoked while the fence is held.
             let received = grant.with_fence(|| unsafe { self.reader.receive(&mut places) });
             match received {
                 None => {
@@ -257,8 +263,8 @@ impl Connection<'_> {
         Ok(AckStatus::Placed)
     }
 
-    /// Takes the payload to the grant's blocks by way of memory of this connection, as many pieces at a time as it has
-    /// room for, decoded where they must be, for as long as the grant is not revoked.
+    /// Receives the payload into this connection's memory, decodes it if needed, and copies it into the grant's blocks,
+    /// some pieces at a time, until the grant is revoked.
     fn place_staged(
         &mut self,
         grant: &LiveGrant,
@@ -270,33 +276,33 @@ impl Connection<'_> {
         let claimed = Claimed { grant, pieces };
         let layer_bytes = self.layer_bytes();
         let wire_bytes = codec.map_or(layer_bytes, WireCodec::piece_bytes);
-        // Processors decode each where it belongs; a device takes many at once.
+        // In host memory, each piece is decoded straight into its block. A device takes many pieces at once.
         let num_at_once = if storage.device().is_none() { 1 } else { (STAGED_BYTES / layer_bytes).max(1) };
         let mut num_left = pieces.len();
         for group in pieces.chunks(num_at_once) {
-            let Scratch { coded, decoded, wire, .. } = scratch;
-            coded.resize(group.len() * wire_bytes, 0);
-            self.reader.receive_exact(coded, self.receiving.io_timeout)?;
+            let Scratch { encoded, decoded, wire, .. } = scratch;
+            encoded.resize(group.len() * wire_bytes, 0);
+            self.reader.receive_exact(encoded, self.receiving.io_timeout)?;
             num_left -= group.len();
             let place = |&(layer_idx, block_idx): &(u32, u32)| {
                 (grant.block(block_idx).expect("a claimed piece is in the grant"), layer_idx as usize)
             };
             let places: Vec<_> = group.iter().map(place).collect();
-            // SAFETY: the pieces lie in granted blocks, claimed for this frame alone, and the grant cannot be taken back
+            // SAFETY: the pieces are in granted blocks and claimed for this frame alone. The grant cannot be revoked
             // while the fence is held.
             let stored = grant.with_fence(|| unsafe {
                 match (codec, places[0]) {
-                    (None, _) => storage.store_all(&places, coded),
+                    (None, _) => storage.store_all(&places, encoded),
                     (Some(codec), (block, layer_idx)) if storage.device().is_none() => {
-                        codec.decode(coded, storage.layer_mut(block, layer_idx), wire);
+                        codec.decode(encoded, storage.layer_mut(block, layer_idx), wire);
                         Ok(())
                     }
-                    (Some(codec), _) if storage.decode_there(codec, &places, coded)? => Ok(()),
+                    (Some(codec), _) if storage.decode_there(codec, &places, encoded)? => Ok(()),
                     (Some(codec), _) => {
                         decoded.resize(group.len() * layer_bytes, 0);
                         let pieces =
-                            coded.chunks_exact(wire_bytes).zip(decoded.chunks_exact_mut(layer_bytes));
-                        pieces.for_each(|(coded, decoded)| codec.decode(coded, decoded, wire));
+                            encoded.chunks_exact(wire_bytes).zip(decoded.chunks_exact_mut(layer_bytes));
+                        pieces.for_each(|(encoded, decoded)| codec.decode(encoded, decoded, wire));
                         storage.store_all(&places, decoded)
                     }
                 }
@@ -317,12 +323,12 @@ impl Connection<'_> {
         self.receiving.grants.storage().layout().layer_bytes()
     }
 
-    /// `None`: such pieces are what they shall be.
+    /// The decoder of a wire format. `None`: such pieces travel as they are.
     fn codec(&self, format: WireFormat) -> Option<WireCodec> {
         WireCodec::new(self.receiving.grants.storage().layout(), format)
     }
 
-    /// Reads what has no place any more, so that the next frame can be found.
+    /// Reads and drops bytes whose grant is revoked or refused, up to the next frame.
     fn discard(&mut self, mut num_bytes: usize, scratch: &mut Scratch) -> io::Result<()> {
         let scratch = &mut scratch.discarded;
         self.counters().late(num_bytes);
@@ -339,17 +345,17 @@ impl Connection<'_> {
     }
 }
 
-/// Memory of a connection, kept between frames.
+/// Memory of a connection. It is kept between frames.
 #[derive(Default)]
 struct Scratch {
     discarded: Vec<u8>,
-    /// Pieces on their way, and as they shall be.
-    coded: Vec<u8>,
+    /// Pieces as they arrive, and as they are stored.
+    encoded: Vec<u8>,
     decoded: Vec<u8>,
     wire: WireScratch,
 }
 
-/// Pieces that are given back unless they were placed.
+/// Claimed pieces. The drop gives them back unless they were placed.
 struct Claimed<'a> {
     grant: &'a LiveGrant,
     pieces: &'a [(u32, u32)],
@@ -363,7 +369,7 @@ impl Claimed<'_> {
 
 impl Drop for Claimed<'_> {
     fn drop(&mut self) {
-        // Finds nothing to do after `placed`.
+        // Does nothing after `placed`.
         self.grant.abandon(self.pieces);
     }
 }

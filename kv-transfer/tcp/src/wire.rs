@@ -15,7 +15,7 @@ use baton_kv_cache::WireFormat;
 use baton_handoff::{AccessKey, Generation, Secret};
 
 pub(super) const VERSION: u32 = 2;
-/// Pieces in a frame: bounds what a peer can make the other side hold.
+/// Most pieces of a frame. It bounds the memory that a peer can make the receiver allocate.
 pub(super) const MAX_PIECES: usize = 256;
 
 const HELLO: u32 = u32::from_le_bytes(*b"BKVh");
@@ -29,7 +29,7 @@ pub(super) const FRAME_BYTES: usize = 48;
 pub(super) const PIECE_BYTES: usize = 8;
 pub(super) const ACK_BYTES: usize = 16;
 
-/// Which pool a connection is for, the shape of its pieces, and a grant that its sender has there.
+/// The first message: names the pool and the shape of its pieces, and shows the access key of a grant.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Hello {
     pub(super) version: u32,
@@ -43,7 +43,7 @@ pub(super) struct Hello {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Welcome {
     Accepted,
-    /// Whatever the reason: whoever should not be here learns no more.
+    /// The same answer for every reason, so that an unauthenticated peer learns nothing.
     Refused,
     /// Accepted, and the checksums are [of heads](baton_transfer::checksum::SumOf).
     AcceptedForHeads,
@@ -64,16 +64,16 @@ pub(super) struct Ack {
     pub(super) sequence: u64,
 }
 
-/// What became of a frame.
+/// The result of a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum AckStatus {
-    /// Its bytes are in the granted blocks.
+    /// The frame's bytes are in the granted blocks.
     Placed,
-    /// No such grant, or no more: dropped.
+    /// The grant does not exist or is revoked. The frame was dropped.
     Revoked,
-    /// Not in the grant, or being written by another connection: dropped.
+    /// A piece is not in the grant, or another connection is writing it. The frame was dropped.
     Refused,
-    /// Its pieces were placed before: dropped.
+    /// All pieces were placed before. The frame was dropped.
     PlacedBefore,
 }
 
@@ -130,8 +130,7 @@ impl FrameHeader {
         bytes
     }
 
-    /// `None` when this cannot be the header of a frame of pieces, each of as many bytes as `piece_bytes` says for the
-    /// frame's format.
+    /// `None`: the header is malformed. `piece_bytes` returns the bytes of a piece in the frame's format.
     pub(super) fn decode(
         bytes: &[u8; FRAME_BYTES],
         piece_bytes: impl Fn(WireFormat) -> usize,
@@ -159,7 +158,7 @@ pub(super) fn encode_piece(layer_idx: u32, block_idx: u32) -> [u8; PIECE_BYTES] 
     bytes
 }
 
-/// (layer, position in the grant) of each piece.
+/// The (layer, position in the grant) of each piece.
 pub(super) fn decode_pieces(bytes: &[u8]) -> Vec<(u32, u32)> {
     bytes.chunks_exact(PIECE_BYTES).map(|piece| (u32_at(piece, 0), u32_at(piece, 4))).collect()
 }

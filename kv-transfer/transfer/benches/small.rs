@@ -1,6 +1,7 @@
-//! What it takes to hand over little: a transfer of 4 KiB to 1 MiB over shared memory, copied by whoever pushes it or by
-//! the peer's thread, next to memcpy; and over sockets, next to a plain one that answers with a byte when all is there. Two
-//! pools in one process, which share no mapping; in turns, in memory that no cache holds and whose pages are there.
+//! What it takes to hand over little: a transfer of 4 KiB to 1 MiB over shared memory, copied by the pushing thread or
+//! by the peer's thread, next to memcpy; and over sockets, next to a plain one that answers with a byte when all is
+//! there. Two pools in one process, which share no mapping; in turns, in memory that no cache holds and whose pages are
+//! there.
 //!
 //! ```text
 //! cargo bench -p baton-transfer --bench small [-- BYTES OF A PIECE]
@@ -63,14 +64,14 @@ async fn measure(size_bytes: usize, max_piece_bytes: usize) {
     let mut times = [const { Vec::new() }; NUM_WAYS];
     // Every page of both sides is touched before it counts.
     for round in 0..num_parts + ROUNDS {
-        // What one has just read lies in a cache: everybody has blocks of their own.
+        // Blocks that were just read are in a cache, so each transfer has its own blocks.
         let blocks = |nth: usize| {
             let first = (round + nth * num_parts / NUM_WAYS) % num_parts * num_pieces;
             (first..first + num_pieces).map(|block| BlockId(block as u32)).collect::<Vec<_>>()
         };
         let start = Instant::now();
         for block in blocks(0) {
-            // SAFETY: nobody writes the source, and nobody else knows this memory.
+            // SAFETY: the source is not written, and only this bench uses this memory.
             unsafe { memory.layer_mut(block, 0).copy_from_slice(source.layer(block, 0)) };
         }
         let mut elapsed = vec![start.elapsed()];
@@ -133,7 +134,7 @@ fn plain_stream(memory: Arc<BlockStorage>, size_bytes: usize) -> std::io::Result
     thread::spawn(move || {
         for first in (0..num_blocks).step_by(size_bytes / piece_bytes).cycle() {
             let start = memory.layer_ptr(BlockId(first as u32), 0).as_ptr();
-            // SAFETY: blocks of one piece lie side by side, and nobody else uses this memory.
+            // SAFETY: blocks of one piece are side by side, and only this bench uses this memory.
             let place = unsafe { std::slice::from_raw_parts_mut(start, size_bytes) };
             if far.read_exact(place).and_then(|()| far.write_all(&[1])).is_err() {
                 return;
@@ -146,7 +147,7 @@ fn plain_stream(memory: Arc<BlockStorage>, size_bytes: usize) -> std::io::Result
 /// From the first write until the peer says that all is there.
 fn push_plain(stream: &mut TcpStream, source: &BlockStorage, blocks: &[BlockId]) -> std::io::Result<()> {
     for &block in blocks {
-        // SAFETY: nobody writes the source.
+        // SAFETY: the source is not written.
         stream.write_all(unsafe { source.layer(block, 0) })?;
     }
     stream.read_exact(&mut [0])
@@ -163,7 +164,7 @@ fn storage(piece_bytes: usize, byte: u8) -> Arc<BlockStorage> {
     };
     let storage = BlockStorage::new(layout, POOL_BYTES / piece_bytes).expect("memory");
     for block in 0..storage.num_blocks() {
-        // SAFETY: nobody else knows this memory yet.
+        // SAFETY: only this bench knows this memory so far.
         unsafe { storage.layer_mut(BlockId(block as u32), 0) }.fill(byte);
     }
     Arc::new(storage)

@@ -102,7 +102,7 @@ fn storage() -> Arc<BlockStorage> {
     let vector: Vec<f32> = (0..LAYOUT.layer_bytes() / 2).map(|idx| (idx as f32).sin()).collect();
     for block in (0..NUM_BLOCKS as u32).map(BlockId) {
         for layer_idx in 0..LAYOUT.num_layers {
-            // SAFETY: nobody else uses the pool yet.
+            // SAFETY: only this bench uses the pool so far.
             let piece = unsafe { storage.layer_mut(block, layer_idx) };
             KvDtype::Bf16.store_vectors(&vector, LAYOUT.head_dim, piece, &mut []);
         }

@@ -1,4 +1,4 @@
-//! What moved, counted where it moves. Readable at any time, for metrics.
+//! Counters of the KV that moves, for metrics. They can be read at any time.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -24,22 +24,22 @@ pub struct TransportCounts {
     pub pieces: u64,
     /// Sender: handoffs that took this transport. Receiver: peers that connected.
     pub routes: u64,
-    /// Sender: of those, how many only because a better offer could not be reached.
+    /// Sender: handoffs that took this transport because a better offer could not be reached.
     pub fallbacks: u64,
-    /// Receiver: bytes that came for a grant revoked or never made, and were dropped.
+    /// Receiver: bytes that were dropped because their grant was revoked or never existed.
     pub late_bytes: u64,
-    /// Connections that ended in the middle of something.
+    /// Connections that ended before their work was done.
     pub failures: u64,
 }
 
 impl TransportCounters {
-    /// So many pieces, of so many bytes in all, are in granted blocks.
+    /// Counts pieces, of `num_bytes` in all, that are in granted blocks.
     pub fn placed(&self, pieces: usize, bytes: usize) {
         self.pieces.fetch_add(pieces as u64, Ordering::Relaxed);
         self.bytes.fetch_add(bytes as u64, Ordering::Relaxed);
     }
 
-    /// A route has been opened, or a peer has connected; `fallback`: only because a better way failed.
+    /// Counts a route that was opened or a peer that connected. `fallback`: a better transport failed before.
     pub fn routed(&self, fallback: bool) {
         self.routes.fetch_add(1, Ordering::Relaxed);
         if fallback {
@@ -47,12 +47,12 @@ impl TransportCounters {
         }
     }
 
-    /// Bytes came too late and were dropped.
+    /// Counts bytes that came too late and were dropped.
     pub fn late(&self, bytes: usize) {
         self.late_bytes.fetch_add(bytes as u64, Ordering::Relaxed);
     }
 
-    /// A connection ended in the middle of something.
+    /// Counts a connection that ended before its work was done.
     pub fn failed(&self) {
         self.failures.fetch_add(1, Ordering::Relaxed);
     }

@@ -1,5 +1,5 @@
-//! Block memory on CUDA devices, memory of the host that they reach, and copies between devices: over `baton-cuda`, which
-//! says what is missing.
+//! Blocks in CUDA device memory, host memory that devices reach, and copies between devices. It uses `baton-cuda`,
+//! which reports a missing driver or device.
 //!
 //! What was run: that a missing driver and a missing device are said. The rest needs a device; `nccl/cuda_tests.rs`,
 //! `shm/devices.rs` and `rdma/devices.rs` have what is to be run on one.
@@ -19,11 +19,11 @@ use cudarc::driver::{CudaEvent, CudaStream, result, sys};
 
 use crate::ranks::Copy;
 
-/// Zeroed blocks in a device's memory. Plain memory (`cuMemAlloc`), which other processes can open. Without `kernels`, of
-/// that device, pieces go to the host one by one, and processors take their checksums.
+/// Zeroed blocks in a device's memory (`cuMemAlloc`), which other processes can open. `kernels` belong to that device.
+/// Without them, pieces are copied to the host one by one, and processors compute their checksums.
 ///
 /// # Errors
-/// When there is no such device, or no such amount of memory.
+/// When the device does not exist or has too little memory.
 pub fn blocks_on_device(
     ordinal: u32,
     layout: KvLayout,
@@ -36,14 +36,15 @@ pub fn blocks_on_device(
     Ok(BlockStorage::on_device(Box::new(region), layout, num_blocks))
 }
 
-/// Zeroed blocks of a model that several ranks compute, on these devices, the first rank's first: each has the blocks of
-/// its own kv heads. `kernels` are theirs, in the same order; without any, pieces go to the host head by head.
+/// Zeroed blocks of a model with several ranks, on these devices, in the order of ranks. Each device holds the blocks
+/// of its own KV heads. `kernels` belong to the devices, in the same order. Without them, pieces are copied to the host
+/// head by head.
 ///
 /// # Errors
-/// As [`blocks_on_device`], and when the heads cannot be divided so.
+/// As [`blocks_on_device`], and when the heads cannot be divided among the devices.
 ///
 /// # Panics
-/// When some ranks have kernels and others none.
+/// When only some ranks have kernels.
 pub fn blocks_on_devices(
     ordinals: &[u32],
     layout: KvLayout,
@@ -62,11 +63,11 @@ pub fn blocks_on_devices(
     Ok(BlockStorage::on_device(Box::new(memory), layout, num_blocks))
 }
 
-/// Memory of another process, of at least so many bytes, by the handle that it gave: of `device`, or of one that this
-/// reaches.
+/// Opens memory of another process by its handle. It has at least `size_bytes` bytes, on `device` or on a device that
+/// `device` reaches.
 ///
 /// # Errors
-/// When the handle is none, or opens less.
+/// When the handle is invalid, or its memory is smaller.
 pub fn memory_of_handle(
     device: &Device,
     handle: [u8; 64],
@@ -82,16 +83,16 @@ pub fn memory_of_handle(
     Ok(Box::new(region))
 }
 
-/// Bytes of a piece that are copied at a time.
+/// Bytes that are copied at a time.
 const PINNED_BYTES: usize = 1 << 20;
 
-/// What the driver takes from a device at a time. Smaller allocations may share such a unit, and a handle opens all of it.
+/// The driver's allocation unit. Smaller allocations may share a unit, and a handle opens the whole unit.
 const UNIT_BYTES: usize = 2 << 20;
 
-/// How often is looked whether a device has copied.
+/// How often to check whether a device has finished a copy.
 const COPY_PAUSE: Duration = Duration::from_micros(20);
 
-/// Memory of a device.
+/// Memory on a device.
 struct Region {
     memory: Owned,
     copier: Mutex<Copier>,
@@ -105,7 +106,7 @@ enum Owned {
     Opened(OpenedMemory),
 }
 
-/// Another process's, as long as it is not dropped.
+/// Memory of another process. Dropping it closes the handle.
 #[derive(Debug)]
 struct OpenedMemory {
     address: u64,
@@ -210,11 +211,11 @@ unsafe impl DeviceMemory for Region {
     }
 }
 
-/// Memory of the host that a device reads and writes, until dropped. Its pages stay where they are.
+/// Host memory that a device reads and writes, until this is dropped. Its pages are pinned.
 pub struct HostRegistration {
     base: *mut c_void,
     device: Device,
-    /// Where the device sees it.
+    /// The address at which the device sees it.
     pub address: u64,
 }
 
@@ -225,7 +226,7 @@ unsafe impl Sync for HostRegistration {}
 
 impl HostRegistration {
     /// # Safety
-    /// The memory is there until the registration is dropped.
+    /// The memory outlives the registration.
     pub unsafe fn new(
         device: &Device,
         base: NonNull<u8>,
@@ -253,7 +254,7 @@ impl Drop for HostRegistration {
     }
 }
 
-/// Copies between memories of devices, on a stream of its own, and the event behind them.
+/// Copies between device memories, on a stream of their own, with an event behind them.
 pub struct DeviceCopies {
     stream: Arc<CudaStream>,
     event: CudaEvent,
@@ -271,7 +272,7 @@ impl DeviceCopies {
     /// Begins to copy.
     ///
     /// # Safety
-    /// Both are memory that the device reaches. Nobody writes the source, or uses the target, before
+    /// The device reaches both memories. The source is not written and the target is not used before
     /// [`finish`](Self::finish) has returned.
     pub unsafe fn begin(&self, &Copy { source, target, len }: &Copy) -> Result<(), CudaError> {
         self.device.bind()?;
@@ -280,7 +281,7 @@ impl DeviceCopies {
         begun.map_err(|error| failed("cuMemcpyDtoDAsync", error))
     }
 
-    /// Waits until what was begun is done. No peer takes part in it, so that there is no deadline.
+    /// Waits until all copies are done. No peer takes part in them, so there is no deadline.
     pub fn finish(&self) -> Result<(), CudaError> {
         self.device.bind()?;
         self.event.record(&self.stream).map_err(|error| failed("cuEventRecord", error))?;

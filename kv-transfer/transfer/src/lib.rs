@@ -1,14 +1,14 @@
 //! The data plane that moves KV blocks between workers, and the seam that transports implement.
 //!
-//! - [`Receiver`], on the decode side: grants blocks to be written, verifies, revokes, fences.
-//! - [`Sender`], on the prefill side: finds a [`Route`] to granted blocks, pushes pieces. The choice of a transport is
-//!   logged and counted; where a measurement knows better than the order of kinds, the fastest is taken.
-//! - [`SendingTransport`] and [`ReceivingTransport`]: what a transport is. Each has a crate of its own beside this one,
-//!   and whoever starts a sender and a receiver says which there are.
+//! - [`Receiver`] is the decode side. It grants blocks, verifies what peers wrote, revokes grants and fences them.
+//! - [`Sender`] is the prefill side. It finds a [`Route`] to granted blocks and pushes pieces. It logs and counts which
+//!   transport it chooses: the first kind that works, or the fastest where the rates were measured.
+//! - [`SendingTransport`] and [`ReceivingTransport`] are the two halves of a transport. Each transport is a crate of
+//!   its own beside this one. The caller that starts a sender or a receiver passes the transports in.
 //!
-//! It knows no engine and no wire protocol, and of the handoff only its messages: what keeps blocks allocated is an
-//! opaque guard that travels with the grant (decode side) or the route (prefill side), and is dropped only when no
-//! writer, or reader, can touch the blocks any more. How bytes travel is not known here either.
+//! This crate knows no engine and no wire protocol. Of the handoff it knows only the messages. An opaque guard keeps
+//! the blocks allocated; it belongs to the grant (decode side) or to the route (prefill side). It is dropped when no
+//! writer and no reader can touch the blocks any more. How bytes travel is the transports' concern.
 
 pub mod checksum;
 mod counters;

@@ -1,18 +1,20 @@
-//! What goes from rank to rank where devices write by themselves and the heads of blocks lie on several of either side.
+//! The copies between ranks when devices write themselves and the heads of blocks are spread over several ranks of
+//! either side.
 //!
 //! ```text
 //! whole piece     | K: head 0 | 1 | 2 | 3 | V: head 0 | 1 | 2 | 3 |
 //! source, 2 ranks | rank 0        | rank 1        | ...
 //! target, 4 ranks | 0     | 1     | 2     | 3     | ...           0 -> 0, 0 -> 1, 1 -> 2, 1 -> 3: a span of K, one of V
 //! ```
-//! Pieces are the same on both sides but for that; between equal ranks a piece of theirs is one span. Every replica of a
-//! head is written, and of those at the source they read in turn.
+//! Apart from that, pieces are the same on both sides. Between equal ranks, a piece is one span. Every replica of a
+//! head at the target is written. Replicas at the source are read in turn.
 
 use std::ops::RangeInclusive;
 
 use baton_kv_cache::{KvLayout, KvMapping, KvShard, ShardError, mapping::RunKind};
 
-/// How many ranks a peer may say that it has: its word must not make this side register or open memory any number of times.
+/// The most ranks that a peer may announce. A peer's message must not make this side register or open memory without a
+/// bound.
 pub const NUM_RANKS: RangeInclusive<u32> = 1..=64;
 
 /// Two ranks that share heads.
@@ -25,7 +27,7 @@ pub struct RankPair {
     spans: Vec<Span>,
 }
 
-/// Bytes that follow each other in both ranks' pieces.
+/// Bytes that are contiguous in both ranks' pieces.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Span {
     source: usize,
@@ -33,22 +35,22 @@ struct Span {
     len: usize,
 }
 
-/// Bytes to be copied, by a device.
+/// Bytes that a device must copy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Copy {
-    /// Address of the first one here.
+    /// Address of the first byte on this side.
     pub source: u64,
     /// Its address in the peer's memory.
     pub target: u64,
-    /// How many.
+    /// Number of bytes.
     pub len: usize,
 }
 
 impl RankPair {
-    /// All of them, of `num_sources` and `num_targets` ranks, by which blocks of `whole` go from side to side.
+    /// All pairs that blocks of layout `whole` need between `num_sources` and `num_targets` ranks.
     ///
     /// # Errors
-    /// When the heads cannot be divided so; the numbers may come from a peer.
+    /// When the heads cannot be divided among so many ranks. The numbers may come from a peer.
     pub fn all(
         whole: &KvLayout,
         num_sources: usize,
@@ -76,7 +78,7 @@ impl RankPair {
         Ok(pairs)
     }
 
-    /// What is to be copied of a piece that begins at these addresses in the memories of the two.
+    /// The copies of a piece that begins at these addresses in the memories of the two ranks.
     pub fn copies(&self, source: u64, target: u64) -> impl Iterator<Item = Copy> {
         self.spans.iter().map(move |span| Copy {
             source: source + span.source as u64,

@@ -7,29 +7,29 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Places that a message is gathered from, or scattered to, in order.
+/// The memory that a message is gathered from or scattered to, in order.
 pub struct Places {
     places: Vec<libc::iovec>,
     first: usize,
 }
 
 impl Places {
-    /// No place.
+    /// An empty list.
     pub fn new() -> Places {
         Places { places: Vec::new(), first: 0 }
     }
 
-    /// One more, behind the others. The bytes are used until the places are done.
+    /// Adds a place at the end. Its bytes are used until the places are done.
     pub fn push(&mut self, base: *mut u8, len: usize) {
         self.places.push(libc::iovec { iov_base: base.cast(), iov_len: len });
     }
 
-    /// Whether everything was moved.
+    /// Whether all bytes were moved.
     pub fn is_done(&self) -> bool {
         self.first == self.places.len()
     }
 
-    /// Bytes still to be moved.
+    /// How many bytes are still to be moved.
     pub fn num_bytes(&self) -> usize {
         self.places[self.first..].iter().map(|place| place.iov_len).sum()
     }
@@ -47,10 +47,10 @@ impl Places {
         }
     }
 
-    /// What is still to be moved.
+    /// The bytes that are still to be moved.
     ///
     /// # Safety
-    /// The places are valid for reads, and nobody writes them, as long as the slices live.
+    /// The places are valid for reads and are not written while the slices live.
     pub unsafe fn slices<'a>(&self) -> Vec<&'a [u8]> {
         let slice = |place: &libc::iovec| {
             // SAFETY: by the caller's word.
@@ -59,10 +59,10 @@ impl Places {
         self.places[self.first..].iter().map(slice).collect()
     }
 
-    /// Copies as many of `bytes` into the places as these take, and says how many.
+    /// Copies as many of `bytes` as fit into the places. Returns how many.
     ///
     /// # Safety
-    /// The places are valid for writes, and nobody else uses them during the call.
+    /// The places are valid for writes, and only this call uses them.
     pub unsafe fn fill(&mut self, bytes: &[u8]) -> usize {
         let mut rest = bytes;
         while let Some(place) = self.places.get(self.first).filter(|_| !rest.is_empty()) {
@@ -85,10 +85,10 @@ impl Places {
         message
     }
 
-    /// Moves what has arrived into the places, without waiting. `Ok(0)` is the end of the stream.
+    /// Moves bytes that have arrived into the places, without waiting. `Ok(0)` is the end of the stream.
     ///
     /// # Safety
-    /// The places are valid for writes, and nobody else uses them during the call.
+    /// The places are valid for writes, and only this call uses them.
     pub unsafe fn receive(&mut self, socket: &TcpStream) -> io::Result<usize> {
         let mut message = self.message();
         // SAFETY: the message describes the places, which are valid by the caller's word.
@@ -98,7 +98,7 @@ impl Places {
         Ok(got)
     }
 
-    /// Sends all of the places. Fails when the socket takes nothing for its write timeout.
+    /// Sends all places. Fails when the socket takes no bytes within its write timeout.
     ///
     /// # Safety
     /// The places are valid for reads during the call.
@@ -132,7 +132,7 @@ pub fn connect(address: &str, timeout: Duration) -> io::Result<TcpStream> {
     Err(last)
 }
 
-/// Waits until something can be read, or the stream has ended; `false` when `timeout` passed first.
+/// Waits until something can be read or the stream has ended. `false`: `timeout` passed first.
 pub fn wait_readable(socket: &TcpStream, timeout: Option<Duration>) -> io::Result<bool> {
     wait(socket, libc::POLLIN, timeout)
 }
@@ -155,7 +155,7 @@ fn wait(socket: &TcpStream, events: libc::c_short, timeout: Option<Duration>) ->
     }
 }
 
-/// As [`wait_readable`], to the microsecond and perhaps without any wait.
+/// As [`wait_readable`], with a resolution of microseconds. The timeout may be 0.
 pub fn is_readable_within(socket: &TcpStream, timeout: Duration) -> io::Result<bool> {
     let mut poll = libc::pollfd { fd: socket.as_raw_fd(), events: libc::POLLIN, revents: 0 };
     let timeout = libc::timespec {
@@ -235,8 +235,8 @@ pub fn send_until(socket: &TcpStream, mut bytes: &[u8], deadline: Instant) -> io
     Ok(())
 }
 
-/// Sends a short message without waiting. An error means that the peer does not read, or has part of it: the
-/// stream is of no use any more.
+/// Sends a short message without waiting. After an error the stream must be closed: the peer does not read, or it has
+/// received a part of the message.
 pub fn send_at_once(socket: &TcpStream, bytes: &[u8]) -> io::Result<()> {
     let flags = libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL;
     // SAFETY: the bytes outlive the call.
@@ -248,17 +248,18 @@ pub fn send_at_once(socket: &TcpStream, bytes: &[u8]) -> io::Result<()> {
     }
 }
 
-/// Whether a call is to be made again.
+/// Whether the call must be repeated.
 pub fn is_retry(error: &io::Error) -> bool {
     matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted)
 }
 
-/// Nothing came of this in time.
+/// The error of an operation that did not end in time.
 pub fn timed_out(what: &str) -> io::Error {
     io::Error::new(io::ErrorKind::TimedOut, format!("{what} timed out"))
 }
 
-/// Small messages leave at once, a silent peer is noticed, and no send waits for longer than `timeout`.
+/// Sets the options of a data connection: small messages leave at once, a silent peer is noticed, and no send waits
+/// longer than `timeout`.
 pub fn configure(socket: &TcpStream, timeout: Duration) -> io::Result<()> {
     socket.set_nodelay(true)?;
     socket.set_write_timeout(Some(timeout))?;
@@ -271,15 +272,15 @@ pub fn configure(socket: &TcpStream, timeout: Duration) -> io::Result<()> {
     set_option(fd, libc::IPPROTO_TCP, libc::TCP_USER_TIMEOUT, millis)
 }
 
-/// Sizes the buffer for what is sent (`SO_SNDBUF`) or received (`SO_RCVBUF`). The kernel allows twice the size for its
-/// own books, no more than its limits, and no longer adapts it.
+/// Sets the size of the send buffer (`SO_SNDBUF`) or receive buffer (`SO_RCVBUF`). The kernel doubles the size for its
+/// own bookkeeping, caps it at its limits, and stops adjusting it.
 pub fn set_buffer(socket: &TcpStream, option: libc::c_int, num_bytes: usize) -> io::Result<()> {
     let num_bytes = num_bytes.min(libc::c_int::MAX as usize) as libc::c_int;
     set_option(socket.as_raw_fd(), libc::SOL_SOCKET, option, num_bytes)
 }
 
 fn set_option(fd: RawFd, level: libc::c_int, name: libc::c_int, value: libc::c_int) -> io::Result<()> {
-    // SAFETY: the value outlives the call and its size is told.
+    // SAFETY: the value outlives the call, and its size is passed.
     let result = unsafe {
         libc::setsockopt(
             fd,

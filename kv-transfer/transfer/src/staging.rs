@@ -1,4 +1,4 @@
-//! Registered memory in which pieces are put together that are not the same on both sides.
+//! Registered memory for assembling pieces that are not the same bytes on both sides.
 
 use std::{io, sync::Arc};
 
@@ -7,21 +7,21 @@ use baton_kv_cache::{BlockId, BlockStorage, KvLayout};
 
 use crate::sender::{Assembly, RouteState, max_pieces};
 
-/// Frames that may be on the wire whose pieces are put together here.
+/// The most frames on the wire whose pieces are assembled here.
 const NUM_PLACES: usize = 4;
 
-/// Belongs to a connection, as the key does.
+/// The assembly memory of one connection, in slots of one frame each.
 pub struct StagingSlots {
-    /// For the device that reads it.
+    /// The memory, which the network device or the GPU reads.
     pub memory: Arc<BlockStorage>,
-    /// Places of a frame each that no flight uses.
+    /// The slots that no flight uses.
     free: Vec<usize>,
     num_per_place: usize,
     assembly: Assembly,
 }
 
 impl StagingSlots {
-    /// Room for pieces of this layout, in frames of so many bytes.
+    /// Memory for pieces of this layout, in frames of `frame_bytes`.
     pub fn new(layout: &KvLayout, frame_bytes: usize) -> io::Result<StagingSlots> {
         let num_per_place = max_pieces(frame_bytes, layout.layer_bytes());
         let num_blocks = (NUM_PLACES * num_per_place).div_ceil(layout.num_layers);
@@ -34,28 +34,28 @@ impl StagingSlots {
         })
     }
 
-    /// A place, if the route's pieces need one.
+    /// Takes a slot for a frame, if the route's pieces need one.
     pub fn place_for(&mut self, route: &RouteState) -> Option<usize> {
         (route.room_bytes() > 0).then(|| self.free.pop().expect("a frame is taken only while there is room"))
     }
 
-    /// Whether there is a place for one more.
+    /// Whether a slot is free for one more frame.
     pub fn has_place(&self) -> bool {
         !self.free.is_empty()
     }
 
-    /// Nobody uses it any more.
+    /// Gives a slot back that no flight uses any more.
     pub fn give_back(&mut self, place: Option<usize>) {
         self.free.extend(place);
     }
 
-    /// The bytes of a frame's pieces, where a device can read them.
+    /// The bytes of a frame's pieces, in memory that a device can read.
     ///
     /// # Errors
     /// When the device that has them fails.
     ///
     /// # Safety
-    /// As of [`RouteState::bytes`], and nobody uses the place as long as the bytes.
+    /// As of [`RouteState::bytes`]. Only this frame uses the slot while the bytes are used.
     pub unsafe fn sources<'a>(
         &mut self,
         route: &'a RouteState,

@@ -1,4 +1,4 @@
-//! What the two ends of a one-sided transport say about grants: the part of their messages that does not depend on how
+//! The messages of one-sided transports about grants. Both ends of shm and rdma send them. They do not depend on how
 //! the memory is reached.
 
 use std::sync::Arc;
@@ -7,28 +7,28 @@ use baton_handoff::{AccessKey, Generation, Secret};
 
 use crate::receiver::{Grants, OneSidedWriter, WriterId};
 
-/// Said by the prefill worker (P) or the decode worker (D). Every transport has a `Hello` and a `Welcome` of its own
-/// besides.
+/// A message of the prefill worker (P) or of the decode worker (D). Each transport also has its own `Hello` and
+/// `Welcome`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Word {
-    /// D: it has restarted.
+    /// D: the pool has another incarnation, because the worker has restarted.
     OtherPool,
-    /// D: not for you; the reason is in its log.
+    /// D: refused. The reason is in its log.
     Refused,
-    /// P: about to write.
+    /// P: asks to write under the grant.
     Open(AccessKey),
-    /// D: go on.
+    /// D: the grant is open for writing.
     Opened(Generation),
-    /// D: no such grant (any more).
+    /// D: the grant does not exist or is revoked.
     Unknown(Generation),
-    /// P: nothing is written after this.
+    /// P: it writes nothing under the grant after this.
     Close(Generation),
-    /// D: stop, and say `Close`.
+    /// D: asks to stop writing and to send `Close`.
     Revoke(Generation),
 }
 
 impl Word {
-    /// Kind of message, 3 to 9 in every transport, and the generation and the secret, where there are such.
+    /// The kind of message (3 to 9 in every transport), the generation and the secret. Absent ones are zero.
     pub fn code(self) -> (u32, u64, Secret) {
         let (kind, generation) = match self {
             Word::OtherPool => (3, 0),
@@ -58,10 +58,10 @@ impl Word {
     }
 }
 
-/// D: does what a writer says, and returns what it is answered.
+/// D: handles a writer's message. Returns the answer to send.
 ///
 /// # Errors
-/// The word itself, when it is not a writer's.
+/// Returns the message itself when it is not one of a writer.
 pub fn hear<W: OneSidedWriter + 'static>(
     grants: &Grants,
     writer: &Arc<W>,

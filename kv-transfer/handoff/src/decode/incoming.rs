@@ -1,5 +1,5 @@
-//! KV that arrives under a grant: which pieces were named, and how many of them are not verified yet. Both machines of the
-//! decode side have it while they receive.
+//! The KV that arrives under a grant: which pieces the peer has reported, and how many of them are not verified yet.
+//! Both machines of the decode side use it while they receive.
 
 use crate::{
     access::Generation,
@@ -15,7 +15,7 @@ use crate::{
 pub struct Committed {
     /// The grant whose blocks hold the verified KV.
     pub generation: Generation,
-    /// What carried it; `None` when every block was cached.
+    /// The transport that carried it. `None`: every block was cached.
     pub transport: Option<TransportKind>,
     /// Bytes that moved.
     pub bytes: u64,
@@ -34,7 +34,7 @@ pub(super) struct Incoming {
 }
 
 impl Incoming {
-    /// Nothing has arrived. `None` when the grant has another number of blocks than the sequence.
+    /// A grant without pieces so far. `None`: the grant and the sequence have different numbers of blocks.
     pub(super) fn new(grant: &Grant, num_blocks: usize, num_layers: usize) -> Option<Incoming> {
         if grant.num_cached_blocks + grant.block_ids.len() != num_blocks {
             return None;
@@ -74,24 +74,24 @@ impl Incoming {
         let Some(Pushed { pieces, transport, bytes }) = written.pushed else { return Ok(Vec::new()) };
         self.num_unverified += pieces.len();
         self.transport = Some(transport);
-        // The peer's word, for logs.
+        // The peer's own count, for logs.
         self.bytes = self.bytes.saturating_add(bytes);
         Ok(pieces)
     }
 
-    /// So many of the noted pieces were verified.
+    /// Notes that `num_pieces` of the reported pieces were verified.
     pub(super) fn verified(&mut self, num_pieces: usize, result: Result<(), KvFault>) -> Result<(), KvFault> {
         result?;
         self.num_unverified -= num_pieces;
         Ok(())
     }
 
-    /// Whether the peer has named every piece, and said so.
+    /// Whether the peer has reported every piece, and the last one as the last.
     pub(super) fn is_named(&self) -> bool {
         self.is_last_named
     }
 
-    /// What was received, once all of it is named and verified.
+    /// The received KV, once all of it is reported and verified.
     pub(super) fn committed(&self) -> Option<Committed> {
         // Invariant 4: both machines of the decode side commit only what this returns.
         if !self.is_last_named || self.num_unverified > 0 {

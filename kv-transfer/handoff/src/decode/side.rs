@@ -127,7 +127,7 @@ pub(super) fn on_after_end<T, U, E>(input: DecodeInput<T>, actions: &mut Vec<Dec
     }
 }
 
-/// Why a handoff ends badly, and what is left to be told to the peer.
+/// Why a handoff fails, and what the peer must still be told.
 #[derive(Debug)]
 pub(super) struct Abort {
     error: HandoffError,
@@ -188,7 +188,7 @@ impl From<KvFault> for Abort {
     }
 }
 
-/// Input that a running state has no step of its own for: it changes nothing, or the handoff fails.
+/// Handles input that a running state does not expect: the input is ignored, or the handoff fails.
 pub(super) fn refuse<T, U, E>(
     input: DecodeInput<T>,
     doing: &'static str,
@@ -218,7 +218,7 @@ pub(super) fn refuse<T, U, E>(
     Err(Abort::new(error, peer))
 }
 
-/// The grant is not what was asked for: a fault of this side.
+/// Refuses a grant that does not match the reservation. This is a fault of this side.
 pub(super) fn refuse_grant<U, E>(
     grant: &Grant,
     doing: &'static str,

@@ -12,7 +12,7 @@
 //!   Stopping --- Idle: Stopped; deadline (Release) ----> Over
 //! ```
 //!
-//! Everything is ready once it is held. A grant is accepted only then, since it must fit what is held.
+//! All pieces are ready once the blocks are held. A grant is accepted only then, because it must match the held blocks.
 
 use std::time::Instant;
 
@@ -44,17 +44,17 @@ pub struct CachedHandoff {
 #[derive(Debug)]
 #[cfg_attr(test, derive(Clone))]
 enum State {
-    /// The engine looks for what is cached of the sequence.
+    /// The engine looks up the cached blocks of the sequence.
     Holding {
         total: Instant,
         sides: Sides,
     },
-    /// What is held is pushed.
+    /// The held blocks are pushed.
     Writing {
         total: Instant,
         delivery: Delivery,
     },
-    /// Everything is written; the decode side verifies.
+    /// Every piece is written. The decode side verifies.
     Committing(Committing),
     /// The outcome is known; the route ends.
     Stopping(Stopping),
@@ -89,7 +89,8 @@ impl CachedHandoff {
         matches!(self.state, State::Over)
     }
 
-    /// These blocks of this worker, at the front of the sequence, are full and cached, and stay as they are; perhaps none.
+    /// Notes the blocks of this worker that hold the front of the sequence. They are full, cached and unchanging. There
+    /// may be none.
     pub fn held<T>(&mut self, blocks: &[BlockId], now: Instant) -> Vec<CachedHandoffAction<T>> {
         let mut actions = Vec::new();
         self.state = match std::mem::replace(&mut self.state, State::Over) {

@@ -14,8 +14,8 @@
 //!   Stopping --- Idle: Stopped; deadline --- (Release) -----------> Over
 //! ```
 //!
-//! While the engine computes, before the first token, the total deadline restarts (`Progress`): a long queue or a long
-//! prompt is no fault.
+//! While the engine computes, before the first token, `Progress` restarts the total deadline: a long queue or a long
+//! prompt is not a fault.
 
 use std::{
     ops::Range,
@@ -58,14 +58,14 @@ impl HandedOver {
     }
 }
 
-/// What happened in the engine, or elsewhere.
+/// An input: an event of the engine, the stream, the data plane or the clock.
 #[derive(Clone, Debug)]
 pub enum ComputeInput<T> {
     /// The engine has computed something, for any request.
     Progress,
     /// The engine has scheduled the request.
     Started,
-    /// These blocks of the sequence, this worker's, hold final KV of these layers.
+    /// These blocks of this worker hold final KV of these layers.
     Ready {
         /// Decoder layers.
         layers: Range<usize>,
@@ -74,7 +74,7 @@ pub enum ComputeInput<T> {
         /// The engine's blocks.
         blocks: Vec<BlockId>,
     },
-    /// The engine has sampled.
+    /// The engine has sampled the first token.
     FirstToken(T),
     /// From the stream, the data plane or the clock.
     Other(PrefillInput),
@@ -95,7 +95,7 @@ enum State {
     Queued(Work),
     /// The engine computes, and what is ready is pushed.
     Computing(Work),
-    /// Everything is written and said; the decode worker verifies.
+    /// Every piece is written and reported. The decode worker verifies.
     Committing(Committing),
     /// The outcome is known; the computation and the route end.
     Stopping(Stopping),
@@ -242,7 +242,7 @@ impl Work {
         Deadlines { total: self.total, stall: withdrawn.or(self.delivery.stall()) }
     }
 
-    /// What the queue and the computation have in common. Returns the way out when the request has ended.
+    /// Takes the inputs that `Queued` and `Computing` share. Returns the stop when the request has ended.
     fn on<T>(
         &mut self,
         input: ComputeInput<T>,
@@ -253,7 +253,7 @@ impl Work {
     ) -> Result<Option<Stopping>, Abort> {
         match input {
             ComputeInput::Progress if !self.has_first_token => {
-                // The decode worker counts from when it hears of it, and must give up first.
+                // The decode worker counts from when it receives this, and it must give up first.
                 self.total = now + self.deadline + self.deadline / 4;
                 actions.push(PrefillAction::Send(PrefillMessage::Progress));
             }

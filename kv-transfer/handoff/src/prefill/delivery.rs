@@ -1,5 +1,5 @@
-//! KV on its way to the peer's blocks: what is ready, where it goes, and what of it was pushed. Both machines of the prefill
-//! side have it while they write.
+//! The delivery of KV into the peer's blocks: which pieces are ready, where they go, and which were pushed. Both
+//! machines of the prefill side use it while they write.
 
 use std::{
     collections::VecDeque,
@@ -20,8 +20,8 @@ use crate::{
     sides::Sides,
 };
 
-/// Pushes under way at a time: enough to keep every stream of a route busy. What becomes ready
-/// meanwhile is gathered into the next push.
+/// Most pushes in flight: enough to keep every stream of a route busy. Pieces that become ready meanwhile are gathered
+/// into the next push.
 const MAX_PUSHES: usize = 4;
 /// Pieces of one push: bounds the size of a `Written`.
 const MAX_PUSH_PIECES: usize = 1024;
@@ -62,7 +62,8 @@ struct Granted {
 struct Route {
     granted: Granted,
     num_pushing: usize,
-    /// Until then something must have moved; `None` while nothing is pushed, as while the engine computes.
+    /// When the route must next have made progress. `None` while nothing is pushed, for example while the engine
+    /// computes.
     stall: Option<Instant>,
 }
 
@@ -72,7 +73,7 @@ impl Delivery {
         Delivery { sides, waiting: VecDeque::new(), destination: Destination::Ungranted, stall }
     }
 
-    /// Until when KV must have moved; `None` while none is expected to.
+    /// When KV must next have moved. `None` while none is expected to move.
     pub(super) fn stall(&self) -> Option<Instant> {
         match &self.destination {
             Destination::Ungranted => None,
@@ -81,7 +82,7 @@ impl Delivery {
         }
     }
 
-    /// Takes what concerns the grant and the route, and returns all other input.
+    /// Takes the input about the grant and the route, and returns all other input.
     pub(super) fn on<T, E>(
         &mut self,
         input: PrefillInput,
@@ -140,7 +141,7 @@ impl Delivery {
             unchanged => unchanged,
         };
         self.push(true, now, actions);
-        // A peer that has every block already is told so.
+        // If the peer has every block already, it is told that nothing follows.
         if let Destination::Open(Route { granted, .. }) = &self.destination
             && granted.num_unwritten == 0
         {
@@ -162,7 +163,8 @@ impl Delivery {
         self.push(true, now, actions);
     }
 
-    /// These blocks of this worker hold final KV of these layers: pushes what of the peer's is complete with them.
+    /// Notes that these blocks of this worker hold final KV of these layers. Pushes the peer's pieces that are complete
+    /// now.
     pub(super) fn ready<T, E>(
         &mut self,
         layers: Range<usize>,
@@ -192,7 +194,7 @@ impl Delivery {
         Ok(())
     }
 
-    /// Pushes what is ready, as far as the route has room.
+    /// Pushes ready pieces, as many as the route has room for.
     fn push<T, E>(&mut self, has_moved: bool, now: Instant, actions: &mut Vec<PrefillAction<T, E>>) {
         let Destination::Open(route) = &mut self.destination else { return };
         let granted = &route.granted;
@@ -218,7 +220,7 @@ impl Delivery {
         }
     }
 
-    /// What follows when every piece is written: the wait for the commit.
+    /// The state after every piece is written: waiting for the commit. `None` before.
     pub(super) fn committing(&self, total: Instant, now: Instant) -> Option<Committing> {
         match &self.destination {
             Destination::Open(Route { granted, .. }) if granted.num_unwritten == 0 => Some(Committing {

@@ -4,7 +4,7 @@
 //! - [`ComputedHandoff`]: the prompt is computed here, and each layer is pushed when it is final.
 //! - [`CachedHandoff`]: what is cached here is pushed; nothing is computed.
 //!
-//! Both share their inputs and actions, and the bookkeeping of what is ready and pushed.
+//! Both share their inputs and actions, and the bookkeeping of pieces that are ready and pushed.
 //!
 //! `Stop` ends the computation and closes the route. `Idle` says that no thread reads the blocks any more. The blocks' guard
 //! travels with the route, so `Release` is safe even when the deadline of `Stopping` passes first: the memory stays until

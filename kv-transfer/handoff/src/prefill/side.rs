@@ -13,10 +13,10 @@ use crate::{
     transport::TransportOffer,
 };
 
-/// This worker, as far as a handoff depends on it.
+/// The properties of this worker that a handoff depends on.
 #[derive(Clone, Copy, Debug)]
 pub struct OwnSide {
-    /// Of this worker: a `Begin` for another one is refused.
+    /// The incarnation of this worker. A `Begin` for another incarnation is refused.
     pub incarnation: u64,
     /// Tokens in a block.
     pub block_size: usize,
@@ -48,9 +48,9 @@ pub enum PrefillInput {
 pub enum PrefillAction<T, E> {
     /// Open a route to the granted blocks (the blocks' guard goes with it), answer [`PrefillInput::Routed`].
     Route {
-        /// What the grant's writer shows.
+        /// The access key of the grant.
         access_key: AccessKey,
-        /// Ways, best first.
+        /// Offers, best first.
         offers: Vec<TransportOffer>,
     },
     /// Write these over the route, answer [`PrefillInput::Pushed`].
@@ -67,7 +67,7 @@ pub enum PrefillAction<T, E> {
     Close,
 }
 
-/// Everything is written and said; the decode side verifies.
+/// Every piece is written and reported. The decode side verifies.
 #[derive(Debug)]
 #[cfg_attr(test, derive(Clone))]
 pub(super) struct Committing {
@@ -100,7 +100,7 @@ impl Stopping {
             }
             PrefillInput::Tick if now >= self.until => {}
             PrefillInput::StreamClosed(_) => return Some(Stopping { is_peer_listening: false, ..self }),
-            // What was under way when the end came.
+            // Answers to actions from before the end.
             _ => return Some(self),
         }
         release(actions);
@@ -126,7 +126,7 @@ impl From<HandoffError> for Abort {
 }
 
 impl Abort {
-    /// Tells the peer, unless it has left or gave up itself, and finishes.
+    /// Tells the peer, unless it has left or has ended the handoff itself, and finishes.
     pub(super) fn finish<T, E>(self, actions: &mut Vec<PrefillAction<T, E>>) {
         let error = self.error;
         if self.is_peer_listening && !matches!(error, HandoffError::Cancelled(_)) {
@@ -154,7 +154,7 @@ impl Abort {
     }
 }
 
-/// Input that a running state has no step of its own for: it changes nothing, or the handoff fails.
+/// Handles input that a running state does not expect: the input is ignored, or the handoff fails.
 pub(super) fn refuse(
     input: PrefillInput,
     doing: &'static str,

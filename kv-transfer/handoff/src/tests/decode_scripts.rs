@@ -224,7 +224,7 @@ fn pieces_that_are_not_what_was_granted_are_rejected() {
 }
 
 #[test]
-fn bytes_beyond_all_numbers_break_nothing() {
+fn byte_counts_that_overflow_break_nothing() {
     check(
         "Started                         => reserve
          granted                         => send Grant
@@ -325,7 +325,7 @@ fn a_peer_that_fails_or_vanishes_is_typed() {
 }
 
 #[test]
-fn a_peer_that_vanishes_after_its_last_word_is_not_missed() {
+fn a_peer_that_vanishes_after_its_last_message_is_not_needed() {
     let check = |rest: &str| {
         check(&format!(
             "Started                      => reserve
@@ -347,7 +347,7 @@ fn a_peer_that_vanishes_after_its_last_word_is_not_missed() {
 }
 
 #[test]
-fn a_peer_that_vanishes_before_its_last_word_is_lost() {
+fn a_peer_that_vanishes_before_its_last_message_is_lost() {
     for said in ["FirstToken => first token 5", "Written 0/0 1/0 0/1 1/1 last => verify 0/0 1/0 0/1 1/1"] {
         check(&format!(
             "Started    => reserve
@@ -371,7 +371,7 @@ fn every_state_has_a_deadline() {
          after 1    => send Cancel, finish deadline
          Stopped    => close",
     );
-    // What is computed, be it for others, buys time; what comes then does only up to the total.
+    // Progress of the engine, for any request, restarts the total deadline. Later events extend only the stall deadline.
     check(
         "after 99    =>
          Progress    =>
@@ -420,7 +420,7 @@ fn every_state_has_a_deadline() {
 }
 
 #[test]
-fn of_what_is_cached_as_much_is_reserved_as_the_peer_holds_and_no_token_is_waited_for() {
+fn a_prefix_fetch_reserves_what_the_peer_holds_and_waits_for_no_token() {
     check_of(
         Wanted::Cached,
         "Held 8              => reserve 8
@@ -438,7 +438,7 @@ fn of_what_is_cached_as_much_is_reserved_as_the_peer_holds_and_no_token_is_waite
 }
 
 #[test]
-fn of_what_is_not_cached_the_peer_is_told() {
+fn a_fetch_of_a_prefix_that_is_not_cached_is_cancelled() {
     check_of(
         Wanted::Cached,
         "Held 0   => send Cancel, finish not_cached
@@ -447,7 +447,7 @@ fn of_what_is_not_cached_the_peer_is_told() {
 }
 
 #[test]
-fn a_peer_that_holds_what_cannot_be_is_not_believed() {
+fn a_peer_that_claims_impossible_blocks_is_not_believed() {
     for held in ["Held 16", "Held 3", "Started"] {
         check_of(
             Wanted::Cached,

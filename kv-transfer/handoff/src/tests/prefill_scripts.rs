@@ -374,7 +374,7 @@ fn a_broken_stream_stops_the_work_without_a_word() {
 }
 
 #[test]
-fn trouble_of_its_own_is_told_to_the_peer() {
+fn a_failure_of_this_side_is_told_to_the_peer() {
     check(
         "Begin          => compute
          engine-failed  => send Failed Internal, finish refused, stop
@@ -414,7 +414,7 @@ fn every_state_has_a_deadline() {
          after 1     => release, close
          idle        =>",
     );
-    // As long as something is computed, be it for others, until the first token.
+    // Progress of the engine, for any request, restarts the deadline until the first token.
     check(
         "Begin       => compute
          after 89    =>
@@ -437,7 +437,7 @@ fn every_state_has_a_deadline() {
          after 90           => send Failed Deadline, finish deadline, stop
          idle               => send Stopped, release, close",
     );
-    // Computing takes what it takes; a route that does not move does not.
+    // Computing may take any time. A route without progress may not.
     check(
         "Begin       => compute
          started     => send Started
@@ -472,7 +472,7 @@ fn every_state_has_a_deadline() {
 }
 
 #[test]
-fn what_is_cached_is_handed_over_as_far_as_it_reaches_and_nothing_is_computed() {
+fn cached_blocks_are_handed_over_and_nothing_is_computed() {
     check(
         "fetch 12 4 => hold
          held 2            => send Held 8
@@ -493,7 +493,7 @@ fn what_is_cached_is_handed_over_as_far_as_it_reaches_and_nothing_is_computed() 
 }
 
 #[test]
-fn who_has_nothing_cached_says_so() {
+fn a_worker_without_cached_blocks_says_so() {
     check(
         "fetch 12 4 => hold
          held 0            => send Held 0

@@ -12,7 +12,7 @@ use baton_transfer_conformance::{LAYOUT, NUM_BLOCKS, fill, has_device, holds, pa
 
 use crate::{
     cuda::{CudaCommunicator, CudaFabric},
-    fabric::{Communicator as _, Direction, Fabric as _},
+    fabric::{Fabric as _, NcclCommunicator as _, TransferDirection},
     tests::nccl_library,
 };
 
@@ -72,10 +72,10 @@ fn one_rank_sends_pieces_to_itself_from_pool_to_pool() {
                 let len = LAYOUT.layer_bytes();
                 let source = from.place(source.layer_offset(BlockId(idx), layer), len);
                 let target = to.place(target.layer_offset(BlockId(63 - idx), layer), len);
-                [(Direction::Send, source), (Direction::Receive, target)]
+                [(TransferDirection::Send, source), (TransferDirection::Receive, target)]
             });
             wait_until("ready", || communicator.is_ready().unwrap());
-            // SAFETY: nobody else uses the pools until the group is done.
+            // SAFETY: no other code uses the pools until the group is done.
             unsafe { communicator.post_all(operations) }.unwrap();
             wait_until("done", || communicator.num_done().unwrap() == nth);
         }

@@ -1,8 +1,8 @@
 //! What tests have in NCCL's place: communicators of two ranks in one process, and a thread for each pair that copies.
 //!
 //! It keeps to what makes NCCL hard. Sends meet receives by order alone; joining and posting take a while to take
-//! hold; a group whose other half never comes never ends; a rank that aborts tells nobody. And to what the fence needs:
-//! after an abort nothing is copied to or from that rank's places.
+//! hold; a group whose other half never comes never ends; a rank that aborts tells no peer. And to what the fence
+//! needs: after an abort nothing is copied to or from that rank's places.
 
 use std::{
     collections::{HashMap, VecDeque},
@@ -15,7 +15,9 @@ use std::{
 
 use baton_kv_cache::BlockStorage;
 
-use crate::fabric::{Communicator, Direction, Fabric, FabricError, Place, Rank, Reached, UniqueId};
+use crate::fabric::{
+    Fabric, FabricError, NcclCommunicator, NcclRank, Place, ReachableMemory, TransferDirection, UniqueId,
+};
 
 /// A fabric over memory that the process can address.
 #[derive(Debug, Default)]
@@ -74,8 +76,8 @@ impl PairState {
     /// The oldest place that `from` sends goes to the oldest that the other receives.
     fn copy_one(&mut self, from: usize) -> bool {
         let to = 1 - from;
-        let source = self.ends[from].posted[Direction::Send as usize].front().copied();
-        let target = self.ends[to].posted[Direction::Receive as usize].front().copied();
+        let source = self.ends[from].posted[TransferDirection::Send as usize].front().copied();
+        let target = self.ends[to].posted[TransferDirection::Receive as usize].front().copied();
         let (Some((sent, source)), Some((received, target))) = (source, target) else { return false };
         if source.len != target.len {
             self.has_mismatch = true;
@@ -86,14 +88,14 @@ impl PairState {
         unsafe {
             std::ptr::copy_nonoverlapping(source.address as *const u8, target.address as *mut u8, source.len);
         }
-        self.ends[from].copied(Direction::Send, sent);
-        self.ends[to].copied(Direction::Receive, received);
+        self.ends[from].copied(TransferDirection::Send, sent);
+        self.ends[to].copied(TransferDirection::Receive, received);
         true
     }
 }
 
 impl End {
-    fn copied(&mut self, direction: Direction, group: u64) {
+    fn copied(&mut self, direction: TransferDirection, group: u64) {
         self.posted[direction as usize].pop_front();
         self.groups[(group - self.num_done) as usize] -= 1;
         while self.groups.front() == Some(&0) {
@@ -104,8 +106,8 @@ impl End {
 }
 
 impl Fabric for MemoryFabric {
-    fn reach(&self, memory: &Arc<BlockStorage>) -> Result<Reached, FabricError> {
-        Ok(Reached::new(memory, memory.address(), None))
+    fn reach(&self, memory: &Arc<BlockStorage>) -> Result<ReachableMemory, FabricError> {
+        Ok(ReachableMemory::new(memory, memory.address(), None))
     }
 
     fn unique_id(&self) -> Result<UniqueId, FabricError> {
@@ -115,7 +117,7 @@ impl Fabric for MemoryFabric {
         Ok(id)
     }
 
-    fn join(&self, id: &UniqueId, rank: Rank) -> Result<Box<dyn Communicator>, FabricError> {
+    fn join(&self, id: &UniqueId, rank: NcclRank) -> Result<Box<dyn NcclCommunicator>, FabricError> {
         let is_stuck = self.is_stuck.load(Ordering::SeqCst);
         if self.joins_alone {
             let pair = Arc::new(Pair::default());
@@ -142,13 +144,13 @@ impl Fabric for MemoryFabric {
 
 struct MemoryCommunicator {
     pair: Arc<Pair>,
-    rank: Rank,
+    rank: NcclRank,
     /// Until what was begun has taken hold.
     num_polls: usize,
     is_stuck: bool,
 }
 
-impl Communicator for MemoryCommunicator {
+impl NcclCommunicator for MemoryCommunicator {
     fn is_ready(&mut self) -> Result<bool, FabricError> {
         if self.num_polls > 0 {
             self.num_polls -= 1;
@@ -157,7 +159,7 @@ impl Communicator for MemoryCommunicator {
         Ok(self.pair.state().ends.iter().all(|end| end.has_joined))
     }
 
-    unsafe fn post(&mut self, direction: Direction, places: &[Place]) -> Result<(), FabricError> {
+    unsafe fn post(&mut self, direction: TransferDirection, places: &[Place]) -> Result<(), FabricError> {
         if !self.is_ready()? {
             return Err(failed("post", "in progress"));
         }

@@ -21,7 +21,7 @@ use crate::tests::NCCL;
 use crate::{
     NcclReceiving, NcclSending,
     communicators::MAX_COMMUNICATORS,
-    fabric::{Communicator, Direction, Fabric as _, Place, Rank, UniqueId},
+    fabric::{Fabric as _, NcclCommunicator, NcclRank, Place, TransferDirection, UniqueId},
     lane::MAX_GROUPS,
     tests::fake_fabric::MemoryFabric,
     wire::{self, MESSAGE_BYTES, Message, Refusal},
@@ -55,7 +55,7 @@ pub(super) fn hear(control: &TcpStream) -> Option<Message> {
 /// A joined sender, which sends whatever it likes, whenever it likes.
 pub(super) struct ByHand {
     control: TcpStream,
-    communicator: Box<dyn Communicator>,
+    communicator: Box<dyn NcclCommunicator>,
     source: Arc<BlockStorage>,
 }
 
@@ -67,7 +67,7 @@ impl ByHand {
         assert_eq!(hear(&control), Some(Message::Welcome));
         let mut id = UniqueId([0; UniqueId::BYTES]);
         socket::receive_exact(&control, &mut id.0, NEVER).unwrap();
-        let communicator = MemoryFabric::default().join(&id, Rank::Sender).unwrap();
+        let communicator = MemoryFabric::default().join(&id, NcclRank::Sender).unwrap();
         ByHand { control, communicator, source: Arc::clone(&fabric.source) }
     }
 
@@ -90,8 +90,8 @@ impl ByHand {
         });
         let places: Vec<_> = places.collect();
         while !self.communicator.is_ready().unwrap() {}
-        // SAFETY: nobody writes the source of these tests.
-        unsafe { self.communicator.post(Direction::Send, &places) }.unwrap();
+        // SAFETY: these tests do not write the source.
+        unsafe { self.communicator.post(TransferDirection::Send, &places) }.unwrap();
     }
 }
 
@@ -109,10 +109,10 @@ async fn a_peer_that_announces_and_never_sends_is_fenced_at_its_deadline() {
     eventually("the first piece lands", || holds(&fabric.target, BlockId(3), 0, pattern(3, 0))).await;
     let start = Instant::now();
     assert!(soon(granted.revoke()).await.is_some());
-    assert!(start.elapsed() >= PATIENCE / 2, "nobody but the deadline has ended it");
+    assert!(start.elapsed() >= PATIENCE / 2, "only the deadline has ended it");
     assert_eq!((guards.num_out(), fabric.receiver.load()), (0, ReceiverLoad::default()));
 
-    // The block is somebody else's now.
+    // Another request uses the block now.
     for layer_idx in 0..LAYOUT.num_layers {
         fill(&fabric.target, BlockId(3), layer_idx, 0xEE);
     }
@@ -263,7 +263,7 @@ async fn blocks_of_a_communicator_that_does_not_end_are_never_released() {
     assert_eq!(fabric.receiver.load().num_quarantined_blocks, 1);
     drop(fabric);
     assert_eq!(soon(fenced).await.map(drop), None, "torn down");
-    assert_eq!(guards.num_out(), 1, "the blocks are nobody's");
+    assert_eq!(guards.num_out(), 1, "the blocks stay in quarantine");
 }
 
 #[tokio::test]
@@ -294,7 +294,7 @@ async fn an_idle_peer_makes_room_for_another_and_comes_back_unnoticed() {
 
 /// A decode worker by hand: welcomes one sender, and does as `act` says.
 fn decode_worker(
-    act: impl FnOnce(TcpStream, Box<dyn Communicator>) + Send + 'static,
+    act: impl FnOnce(TcpStream, Box<dyn NcclCommunicator>) + Send + 'static,
 ) -> (TransportOffer, std::thread::JoinHandle<()>) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let offer = TransportOffer::Nccl { address: listener.local_addr().unwrap().to_string(), pool: 7 };
@@ -303,7 +303,7 @@ fn decode_worker(
         assert_eq!(hear(&control), Some(hello(7, some_access_key(1))));
         let fabric = MemoryFabric::default();
         let id = fabric.unique_id().unwrap();
-        let communicator = fabric.join(&id, Rank::Receiver).unwrap();
+        let communicator = fabric.join(&id, NcclRank::Receiver).unwrap();
         control.write_all(&[Message::Welcome.encode().as_slice(), &id.0].concat()).unwrap();
         act(control, communicator);
     });
@@ -338,8 +338,8 @@ async fn a_decode_worker_that_stops_to_answer_is_given_up_at_the_deadline() {
             if matches!(stop, Stop::BeforeLanded) {
                 let place = Place { address: target.address(), len: LAYOUT.layer_bytes() };
                 while !communicator.is_ready().unwrap() {}
-                // SAFETY: nobody else uses the target.
-                unsafe { communicator.post(Direction::Receive, &[place]) }.unwrap();
+                // SAFETY: only this test uses the target.
+                unsafe { communicator.post(TransferDirection::Receive, &[place]) }.unwrap();
             }
             assert_eq!(hear(&control), None, "given up");
         });
@@ -382,13 +382,13 @@ async fn answers_out_of_order_end_the_connection_before_anything_is_posted() {
 }
 
 #[tokio::test]
-async fn a_decode_worker_that_makes_no_sense_or_does_not_join_is_an_error_in_words() {
+async fn a_decode_worker_that_answers_nonsense_or_does_not_join_is_an_error_with_a_reason() {
     let welcome = Message::Welcome.encode();
     let answers = [
         b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n\r\n".to_vec(),
         Message::Busy.encode().to_vec(),
         welcome.to_vec(),
-        // An id that nobody else has.
+        // An id of no other communicator.
         [welcome.as_slice(), &[0xA5; UniqueId::BYTES]].concat(),
         Vec::new(),
     ];
@@ -426,7 +426,7 @@ async fn blocks_on_devices_are_moved_and_verified_and_nothing_else_touches_them(
     for write in writes(&blocks([3, 4])) {
         let offset = source.layer_offset(write.dst, write.layer_idx as usize);
         let bytes = vec![pattern(write.dst.0, write.layer_idx as usize); LAYOUT.layer_bytes()];
-        // SAFETY: nobody else uses the pool yet.
+        // SAFETY: only this test uses the pool so far.
         unsafe { source.device().unwrap().write(offset, &bytes) }.unwrap();
     }
     let receiver = receiver(&target, NCCL, Path::new(""), &ReceiverConfig::default()).unwrap();
@@ -448,7 +448,7 @@ async fn blocks_on_devices_are_moved_and_verified_and_nothing_else_touches_them(
 }
 
 #[test]
-fn an_absent_library_is_an_error_in_words() {
+fn an_absent_library_is_an_error_with_a_reason() {
     let nccl = Some(Path::new("/nowhere/libnccl.so.2"));
     let errors = [
         NcclSending::start(&storage(), nccl).err().unwrap(),
@@ -461,7 +461,7 @@ fn an_absent_library_is_an_error_in_words() {
 }
 
 #[test]
-fn an_absent_device_is_an_error_in_words() {
+fn an_absent_device_is_an_error_with_a_reason() {
     let Some(library) = crate::tests::nccl_library() else { return };
     if baton_transfer::cuda::num_devices().is_ok() {
         return;

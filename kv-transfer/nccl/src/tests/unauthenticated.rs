@@ -1,4 +1,5 @@
-//! What an unauthenticated peer at an nccl port can learn, hold and exhaust: nothing, and no communicator in particular.
+//! What an unauthenticated peer at an nccl port can learn, hold and exhaust: nothing, and no communicator in
+//! particular.
 
 use std::{
     io::{Read, Write},
@@ -25,7 +26,7 @@ fn num_joined(fabric: &TransferPair) -> u64 {
 }
 
 #[tokio::test]
-async fn whatever_is_wrong_the_answer_is_the_same() {
+async fn every_refusal_has_the_same_answer() {
     let fabric = TransferPair::new(NCCL);
     let (_, pool) = fabric.address(TransportKind::Nccl);
     let granted = fabric.receiver.grant(blocks([5]), ());
@@ -55,7 +56,7 @@ async fn whatever_is_wrong_the_answer_is_the_same() {
 }
 
 #[tokio::test]
-async fn a_wrong_pass_fails_its_own_route_alone() {
+async fn a_wrong_access_key_fails_its_own_route_alone() {
     let fabric = TransferPair::new(NCCL);
     let granted = fabric.receiver.grant(blocks([5]), ());
     let guessed = AccessKey { secret: Secret::default(), ..granted.access_key() };
@@ -65,7 +66,7 @@ async fn a_wrong_pass_fails_its_own_route_alone() {
 }
 
 #[tokio::test]
-async fn an_unauthenticated_peer_makes_no_idle_peer_give_its_place_up() {
+async fn an_unauthenticated_peer_does_not_evict_an_idle_peer() {
     let fabric = TransferPair::new(NCCL);
     let (_, pool) = fabric.address(TransportKind::Nccl);
     let granted = fabric.receiver.grant(blocks([5]), ());
@@ -84,7 +85,7 @@ async fn an_unauthenticated_peer_makes_no_idle_peer_give_its_place_up() {
 }
 
 #[tokio::test]
-async fn who_says_nothing_or_says_it_slowly_is_not_waited_for() {
+async fn a_silent_or_slow_peer_is_not_waited_for() {
     let fabric = TransferPair::with(NCCL, |config| {
         config.handshake_timeout = Duration::from_millis(300);
         // For one that is welcome, and does not join.
@@ -125,7 +126,7 @@ async fn who_says_nothing_or_says_it_slowly_is_not_waited_for() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn half_open_connections_keep_nobody_out() {
+async fn half_open_connections_keep_no_admitted_peer_out() {
     // Their time is never up: only their number ends them.
     let fabric = TransferPair::with(NCCL, |config| config.handshake_timeout = NEVER);
     let (address, _) = fabric.address(TransportKind::Nccl);

@@ -1,4 +1,4 @@
-//! An agent that has registered memory, and what it writes into a peer's.
+//! An agent with registered memory, and its writes into a peer's memory.
 
 use std::{
     ffi::{CStr, CString},
@@ -15,18 +15,18 @@ use super::{
     api::{IN_PROGRESS, Object, WRITE, check},
 };
 
-/// One rank's blocks, registered with the host's network devices, and the endpoints to one peer. Exclusive to that peer, so
-/// that dropping it ends what the peer may do and nothing else.
+/// One rank's blocks, registered with the host's network devices, and the endpoints to one peer. Each peer has agents
+/// of its own, so that dropping one ends the access of this peer only.
 pub(crate) struct Agent {
     registered: Object,
-    // After the registration, and before the memory.
+    // Dropped after the registration and before the memory.
     engine: Engine,
     storage: Arc<BlockStorage>,
     rank: usize,
 }
 
-// SAFETY: the agent was made with NIXL's strict locking, so that any thread may call it, also at once; the
-// other objects are only used by `drop`.
+// SAFETY: the agent was made with NIXL's strict locking, so that several threads may call it at once. Only `drop` uses
+// the other objects.
 unsafe impl Send for Agent {}
 // SAFETY: as above.
 unsafe impl Sync for Agent {}
@@ -36,7 +36,7 @@ unsafe impl Sync for Agent {}
 pub(crate) struct RemoteAgent(CString);
 
 impl Agent {
-    /// Registers the memory of `rank` under a name that no other agent has which the peer will ever meet.
+    /// Registers the memory of `rank`. `name` must differ from the names of all other agents that the peer meets.
     pub(crate) fn new(
         nixl: &Nixl,
         name: &str,
@@ -65,13 +65,13 @@ impl Agent {
         Ok(agent)
     }
 
-    /// Where the rank's blocks are.
+    /// The memory that holds the rank's blocks.
     pub(crate) fn memory(&self) -> Memory {
         Memory::of(&self.storage.region(self.rank))
     }
 
-    /// UCX asks the CUDA driver where memory lies, and has it copy what the network device cannot reach: the calling
-    /// thread must be on the device for that.
+    /// Binds the calling thread to the rank's device. UCX asks the CUDA driver for the location of memory, and lets it
+    /// copy what the network device cannot reach.
     fn bind(&self) -> Result<(), NixlError> {
         let Some(memory) = self.storage.region(self.rank).device() else { return Ok(()) };
         memory.bind().map_err(|error| NixlError::Device { device: memory.device(), why: error.to_string() })
@@ -93,8 +93,8 @@ impl Agent {
         }
     }
 
-    /// Takes a peer's metadata and connects to it. NIXL parses the bytes; they come from a peer that
-    /// knows the pool's incarnation, and are trusted as far as that.
+    /// Loads a peer's metadata and connects to the peer. NIXL parses the bytes. They are trusted because the peer knows
+    /// the pool's incarnation.
     pub(crate) fn connect(&self, metadata: &[u8]) -> Result<RemoteAgent, NixlError> {
         let api = self.engine.nixl.api();
         let mut name = ptr::null_mut();
@@ -114,11 +114,11 @@ impl Agent {
         Ok(remote)
     }
 
-    /// Begins to copy from the rank's memory into `target`, of the peer, all in one request. NIXL refuses what does not lie
-    /// in what this agent, or the peer's, has registered.
+    /// Begins to copy from the rank's memory into `target`, a rank of the peer, in one request. NIXL refuses addresses
+    /// outside of the registered memory of either agent.
     ///
     /// # Safety
-    /// Nobody writes the sources before the transfer has ended, or the agent is dropped; and the peer has
+    /// The sources are not written before the transfer has ended or the agent is dropped, and the peer has
     /// granted the targets.
     pub(crate) unsafe fn write(
         self: &Arc<Self>,
@@ -133,8 +133,8 @@ impl Agent {
         let target = Descriptors::new(&self.engine.nixl, target, targets)?;
         let api = self.engine.nixl.api();
         let mut transfer = Transfer { agent: Arc::clone(self), request: ptr::null_mut() };
-        // SAFETY: all objects are alive; NIXL copies the descriptors, and refuses those that lie outside of
-        // what either agent registered.
+        // SAFETY: all objects are alive. NIXL copies the descriptors, and refuses addresses outside of the registered
+        // memory of either agent.
         unsafe {
             let made = (api.create_xfer_req)(
                 self.engine.agent,
@@ -155,14 +155,14 @@ impl Agent {
     }
 }
 
-/// Has the kernel supply a pool in huge pages before they are pinned, as they cannot become huge afterwards. Where no network
-/// device pins them, they come as they are touched.
+/// Makes the kernel allocate a pool in huge pages before it is pinned: pinned pages cannot become huge afterwards.
+/// Without a network device, nothing is pinned, and pages are allocated when they are touched.
 fn supply(storage: &BlockStorage) {
     if crate::network::num_network_devices() == 0 {
         return;
     }
     if let Err(error) = storage.populate_all() {
-        // The registration brings them.
+        // The registration allocates them then.
         debug!(%error, "pages of a pool are not supplied ahead");
     }
 }
@@ -173,10 +173,10 @@ impl Drop for Agent {
             return;
         }
         let api = self.engine.nixl.api();
-        // Another rank's agent may have been used last by this thread. A device that fails has nothing registered.
+        // This thread may have used another rank's device last. If the device fails, its registration is gone anyway.
         let _ = self.bind();
-        // SAFETY: the list was made by `new` and is not used after this. A failure is logged by NIXL, and means
-        // that nothing was registered; whatever was goes with the engine.
+        // SAFETY: the list was made by `new` and is not used after this. NIXL logs a failure. It means that nothing was
+        // registered; the engine's drop removes everything else.
         unsafe {
             (api.deregister_mem)(self.engine.agent, self.registered, ptr::null_mut());
             (api.destroy_reg_dlist)(self.registered);
@@ -184,7 +184,7 @@ impl Drop for Agent {
     }
 }
 
-/// Pieces that are being written.
+/// A transfer: pieces that are being written.
 pub(crate) struct Transfer {
     agent: Arc<Agent>,
     request: Object,
@@ -197,7 +197,7 @@ impl Transfer {
     /// Whether the peer's memory holds the pieces.
     ///
     /// # Errors
-    /// When it never will: the peer or the network is gone. Some of the pieces may have been written.
+    /// When the transfer failed: the peer or the network is gone. Some of the pieces may have been written.
     pub(crate) fn is_done(&self) -> Result<bool, NixlError> {
         // SAFETY: agent and request are alive.
         match unsafe { (self.agent.engine.nixl.api().get_xfer_status)(self.agent.engine.agent, self.request) }
@@ -209,7 +209,7 @@ impl Transfer {
 }
 
 impl Drop for Transfer {
-    /// Forgets the transfer. One that has not ended may go on until the agent is dropped.
+    /// Releases the transfer. A transfer that has not ended may go on until the agent is dropped.
     fn drop(&mut self) {
         if self.request.is_null() {
             return;

@@ -1,11 +1,11 @@
-//! NIXL through its C API, loaded at run time: the only folder here that calls foreign code.
+//! NIXL through its C API, loaded at run time. Only this folder of the crate calls foreign code.
 //!
-//! What callers see is small and safe: an [`Agent`] that has registered one rank's blocks, and [`Transfer`]s of
-//! pieces from there into those of another agent. Dropping the agent is final: its endpoints are closed, its
-//! memory key is revoked, and its progress thread has ended when the drop returns.
+//! Its interface is small and safe: an [`Agent`] that has registered one rank's blocks, and [`Transfer`]s of pieces
+//! from these blocks into those of another agent. When the drop of an agent returns, its endpoints are closed, its
+//! memory key is revoked, and its progress thread has ended.
 //!
-//! Memory of a GPU is registered as that of the host is, with its kind and its number. UCX finds out by itself how it is
-//! reached: by the network device (GPUDirect, with nvidia-peermem or dma-buf), or by copies through the host.
+//! GPU memory is registered like host memory, with its kind and its device number. UCX chooses how to reach it: by the
+//! network device (GPUDirect, with nvidia-peermem or dma-buf), or by copies through the host.
 //!
 //! The library is never unloaded, and a process that has used it leaves without running its destructors
 //! (see [`leave_before_destructors`]).
@@ -35,39 +35,39 @@ use baton_transfer::cuda;
 /// Name of the library that has the C API.
 const LIBRARY: &str = "libnixl_capi.so";
 
-/// Which fabric carries the bytes: UCX chooses among what the hosts have.
+/// NIXL's backend. UCX chooses among the networks of the hosts.
 const BACKEND: &CStr = c"UCX";
 
-/// How often the progress thread looks though nothing woke it, in microseconds. 0 would make it spin.
+/// How often the progress thread polls when no event wakes it, in microseconds. 0 would make it spin.
 const PROGRESS_DELAY_US: u64 = 10_000;
 
-/// Bytes of metadata that are taken from a peer: an address and a key for every device of a host.
+/// Most bytes of a peer's metadata. It has an address and a key for every device of the peer's host.
 pub(super) const MAX_METADATA_BYTES: usize = 1 << 20;
 
-/// Why NIXL did not do something.
+/// Why NIXL failed.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub(crate) enum NixlError {
-    /// The library is not here, or is another one.
+    /// The library is missing, or lacks a function.
     #[error(
         "no rdma without NIXL: {0}; install it (the wheel nixl-cu12 has it), and let BATON_NIXL name {LIBRARY} \
          or its folder"
     )]
     Absent(String),
-    /// UCX would use what cannot be fenced.
+    /// UCX would use shared memory, which cannot be fenced.
     #[error(
         "UCX_SHM_DEVICES is set to {0:?}: rdma writes through UCX's shared memory could not be fenced; unset it"
     )]
     SharedMemory(String),
-    /// A call failed; NIXL has logged why.
+    /// A call failed. NIXL has logged the reason.
     #[error("NIXL: {call} failed with {status}")]
     Failed { call: &'static str, status: c_int },
-    /// Memory of a GPU is out of reach.
+    /// NIXL cannot use the memory of a GPU.
     #[error("rdma cannot use the memory of device {device}: {why}")]
     Device { device: u32, why: String },
 }
 
 impl NixlError {
-    /// The same, of the registration of such memory.
+    /// The error of a registration, with the reason if the memory is a GPU's.
     fn of(self, memory: Memory) -> NixlError {
         let Memory::Vram(device) = memory else { return self };
         let why = match cuda::num_devices() {
@@ -78,7 +78,7 @@ impl NixlError {
     }
 }
 
-/// Where bytes lie.
+/// The memory that holds bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Memory {
     Dram,
@@ -87,7 +87,7 @@ pub(crate) enum Memory {
 }
 
 impl Memory {
-    /// Where these blocks are.
+    /// The memory of these blocks.
     pub(super) fn of(region: &Region<'_>) -> Memory {
         match region.device().map(|memory| memory.device()) {
             #[cfg(test)]
@@ -137,14 +137,13 @@ impl Nixl {
         &self.0.api
     }
 
-    /// Loads the library, and tries whether it works here: its plugins, what UCX finds, and, for blocks on a device,
-    /// whether it reaches them. That takes a second, or many where nothing of it is in memory yet, which the first
-    /// peer then need not wait for.
+    /// Loads the library and tries it: its plugins, UCX's networks, and, for blocks on a device, their registration.
+    /// That takes a second, or many seconds if its files are not in memory yet. So the first peer does not wait for it.
     ///
     /// # Errors
     /// As of `load`, and when UCX cannot be used.
     pub(crate) fn start(place: Option<&Path>, storage: &Arc<BlockStorage>) -> Result<Nixl, NixlError> {
-        // Of the process, as what is loaded.
+        // One trial for each process, as the library is loaded once.
         static TRIED: Mutex<bool> = Mutex::new(false);
         let nixl = Nixl::load(place)?;
         if storage.device().is_some() {
@@ -175,7 +174,7 @@ impl Nixl {
             Some(file) => file.to_owned(),
             None => PathBuf::from(LIBRARY),
         };
-        // Among the ways on one host, UCX would choose shared memory, where no revoked key stops a writer.
+        // On one host UCX would choose shared memory, where no revoked key stops a writer.
         if let Some(devices) = std::env::var_os("UCX_SHM_DEVICES").filter(|value| !value.is_empty()) {
             return Err(NixlError::SharedMemory(devices.to_string_lossy().into_owned()));
         }
@@ -183,14 +182,14 @@ impl Nixl {
             // The cause names the file.
             NixlError::Absent(error.source().map_or_else(|| error.to_string(), ToString::to_string))
         };
-        // SAFETY: NIXL's initialisers may run at any time in any thread; whoever names another library by
-        // configuration vouches for it, as with any program that is run.
+        // SAFETY: NIXL's initialisers may run at any time in any thread; the operator who names another library by
+        // configuration trusts it, as with any program that is run.
         let library = unsafe { Library::new(path.as_os_str()) }.map_err(absent)?;
         let api = Api::find(&library).map_err(absent)?;
         Ok(Nixl::over(api, path, library))
     }
 
-    /// These functions, of this library.
+    /// Wraps the functions of a loaded library.
     pub(crate) fn over(api: Api, path: PathBuf, library: Library) -> Nixl {
         Nixl(Arc::new(Loaded { api, path, _library: ManuallyDrop::new(library) }))
     }
@@ -223,7 +222,7 @@ impl Engine {
             check("create_agent", (api.create_configured_agent)(name.as_ptr(), &config, &mut engine.agent))?;
             let mut params = ptr::null_mut();
             check("create_params", (api.create_params)(&mut params))?;
-            // Nothing of UCX that maps a peer's memory, or copies between GPUs of one host.
+            // Switch off UCX's transports that map a peer's memory or copy between GPUs of one host.
             let added = (api.params_add)(params, c"engine_config".as_ptr(), c"SHM_DEVICES=".as_ptr());
             let made = check("params_add", added).and_then(|()| {
                 let made = (api.create_backend)(engine.agent, BACKEND.as_ptr(), params, &mut engine.backend);
@@ -254,8 +253,8 @@ impl Drop for Engine {
     }
 }
 
-/// UCX's destructors crash at the end of a process in which everything went well. So the first exit
-/// handler that runs, as it is the last that was registered, leaves with the status that was asked for.
+/// UCX's destructors crash at the end of a process, even if all calls succeeded. So this registers an exit handler. It
+/// is registered last and runs first, and it leaves the process with the requested status.
 fn leave_before_destructors() {
     unsafe extern "C" {
         // glibc's: unlike that of `atexit`, this handler learns the status.

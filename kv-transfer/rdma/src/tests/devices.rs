@@ -129,7 +129,7 @@ async fn every_rank_reaches_those_that_share_its_heads() {
 
 /// The real NIXL: UCX looks what the memory is, and finds that no GPU has it.
 #[test]
-fn memory_that_is_no_gpus_is_refused_at_the_start_in_words() {
+fn memory_that_is_no_gpus_is_refused_at_the_start_with_a_reason() {
     if !has_rdma() {
         return;
     }

@@ -1,5 +1,5 @@
 //! What tests have in NIXL's place where there is no GPU: its C API over memory of this process. It keeps to what NIXL
-//! checks: what is written lies in memory that was registered, on each side, as of that kind and that device.
+//! checks: each write is inside of memory that was registered, on each side, with the same kind and device.
 
 use std::{
     collections::HashMap,
@@ -43,7 +43,7 @@ impl Described {
     }
 }
 
-/// Every write that nobody has asked for, of any test: where from, and where to.
+/// Writes of all tests that no test has polled for: source and target.
 static WRITTEN: Mutex<Vec<(Described, Described)>> = Mutex::new(Vec::new());
 
 /// The writes to these addresses since it was last asked. The first time they may be of a pool that lay there before.
@@ -274,7 +274,7 @@ unsafe extern "C" fn post_xfer_req(_: Object, request: Object, _: Object) -> c_i
     // SAFETY: by the API.
     let request = unsafe { of::<Request>(request) };
     for (source, target) in &*request {
-        // SAFETY: both lie in what was registered, which is this process's, and whoever writes has the right to.
+        // SAFETY: both are in registered memory of this process, and the writer holds a grant.
         unsafe {
             ptr::copy_nonoverlapping(source.address as *const u8, target.address as *mut u8, source.len);
         }

@@ -33,7 +33,7 @@ use crate::{
 fn store(pool: &BlockStorage, block: BlockId) {
     for layer_idx in 0..LAYOUT.num_layers {
         let bytes = vec![pattern(block.0, layer_idx); LAYOUT.layer_bytes()];
-        // SAFETY: nobody else uses the pool yet.
+        // SAFETY: only this test uses the pool so far.
         unsafe { pool.device().unwrap().write(pool.layer_offset(block, layer_idx), &bytes) }.unwrap();
     }
 }
@@ -72,7 +72,7 @@ fn place(receiver: &Receiver) -> (PathBuf, u64) {
     }
 }
 
-/// A sender by hand that has opened a grant of a pool that lies on one device.
+/// A sender by hand that has opened a grant of a pool on one device.
 fn opened(socket_path: &PathBuf, pool: u64, access_key: AccessKey) -> UnixStream {
     let (socket, handles) = welcomed(socket_path, pool);
     assert_eq!(handles.len(), 1);
@@ -131,13 +131,13 @@ async fn the_end_of_a_socket_does_not_end_what_a_device_writes() {
             assert_eq!(receiver.load().num_quarantined_blocks, 1);
             tokio::task::spawn_blocking(move || drop(receiver)).await.unwrap();
             assert!(soon(fenced).await.is_none(), "torn down");
-            assert_eq!(guards.num_out(), 1, "the blocks are nobody's");
+            assert_eq!(guards.num_out(), 1, "the blocks stay in quarantine");
         }
     }
 }
 
 #[tokio::test]
-async fn the_end_of_a_process_does() {
+async fn the_end_of_a_process_ends_what_its_device_writes() {
     let (receiver, _pool, _dir) = on_device(fake_device(LAYOUT, NUM_BLOCKS));
     let granted = receiver.grant(blocks([3]), ());
     let process = Process::start("writer_process", &receiver, &granted).await;
@@ -148,7 +148,7 @@ async fn the_end_of_a_process_does() {
 }
 
 #[tokio::test]
-async fn a_pool_on_a_device_that_cannot_be_opened_is_an_error_in_words() {
+async fn a_pool_on_a_device_that_cannot_be_opened_is_an_error_with_a_reason() {
     let dir = private_dir();
     let socket_path = dir.path().join("s");
     let listener = UnixListener::bind(&socket_path).unwrap();
@@ -241,7 +241,7 @@ async fn ranks_prefill_process() {
 async fn host_prefill_process() {
     if let Some(orders) = Process::orders() {
         let TransferPair { source, .. } = TransferPair::new(SHM);
-        prefill(Arc::try_unwrap(source).unwrap_or_else(|_| panic!("nobody else has it")), orders).await;
+        prefill(Arc::try_unwrap(source).unwrap_or_else(|_| panic!("this is the only owner")), orders).await;
     }
 }
 

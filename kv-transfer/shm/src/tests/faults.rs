@@ -116,7 +116,7 @@ impl Drop for Taken {
 }
 
 #[tokio::test]
-async fn a_writer_that_writes_after_its_grant_was_closed_hits_memory_that_nobody_has() {
+async fn a_writer_that_writes_after_its_grant_was_closed_hits_memory_of_no_request() {
     let fabric = TransferPair::new(SHM);
     let pool = Pool(Arc::new(Mutex::new(blocks(0..4))));
     let first = pool.take(2).unwrap();
@@ -147,7 +147,7 @@ async fn a_writer_that_writes_after_its_grant_was_closed_hits_memory_that_nobody
     }
     soon(granted.verify(pushed.pieces)).await.unwrap();
     assert!(fabric.holds(&writes(&others_blocks)));
-    assert!(pool.take(1).is_none(), "while it is there, nobody gets them");
+    assert!(pool.take(1).is_none(), "no request gets them in quarantine");
 
     // Without its mapping it writes nowhere; that its socket ends says so.
     drop(memory);
@@ -159,7 +159,7 @@ async fn a_writer_that_writes_after_its_grant_was_closed_hits_memory_that_nobody
 }
 
 #[tokio::test]
-async fn a_grant_that_nobody_opened_is_fenced_at_once_and_cannot_be_opened_later() {
+async fn a_grant_that_no_writer_opened_is_fenced_at_once_and_cannot_be_opened_later() {
     let fabric = TransferPair::new(SHM);
     let peer = connect(&fabric);
     let granted = fabric.receiver.grant(blocks([3]), ());
@@ -180,7 +180,7 @@ async fn a_receiver_that_ends_gives_no_block_away_that_a_peer_may_write() {
     // The peer neither answers nor leaves.
     drop(fabric);
     assert!(soon(fenced).await.is_none());
-    assert_eq!(guards.num_out(), 1, "kept for ever, rather than given to somebody else");
+    assert_eq!(guards.num_out(), 1, "kept for ever, not given to another request");
 }
 
 /// A receiver whose sockets are in this folder.
@@ -202,7 +202,7 @@ fn the_socket_is_private_and_stale_ones_are_removed() {
     let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode() & 0o777;
     assert_eq!((mode(&path), mode(&socket)), (0o700, 0o600));
 
-    // Of a process that died, of one that lives, and of somebody else altogether.
+    // Sockets of a process that died, of one that lives, and of another program.
     let stale = path.join("kv-0000000000000000.sock");
     drop(UnixListener::bind(&stale).unwrap());
     let other = path.join("other.sock");
@@ -239,7 +239,7 @@ fn workers_that_start_together_leave_each_others_sockets_alone() {
 }
 
 #[test]
-fn a_path_that_no_socket_can_have_is_refused_in_words() {
+fn a_path_that_no_socket_can_have_is_refused_with_a_reason() {
     let dir = private_dir();
     let error = listen_in(dir.path().join("x".repeat(100))).err().unwrap();
     assert!(error.to_string().contains("too long"), "{error}");

@@ -188,7 +188,7 @@ async fn two_connections_cannot_write_one_piece() {
 }
 
 #[tokio::test]
-async fn whoever_does_not_speak_the_protocol_is_hung_up_on_without_a_word() {
+async fn a_peer_that_does_not_speak_the_protocol_is_disconnected_without_an_answer() {
     let fabric = TransferPair::new(TCP);
     let TransportOffer::Tcp { address, .. } = fabric.offer(TransportKind::Tcp) else { unreachable!() };
     let mut unauthenticated = Peer(TcpStream::connect(address).unwrap());
@@ -202,7 +202,7 @@ async fn whoever_does_not_speak_the_protocol_is_hung_up_on_without_a_word() {
 }
 
 #[tokio::test]
-async fn whoever_stops_in_the_middle_of_a_frame_is_hung_up_on() {
+async fn a_peer_that_stops_in_the_middle_of_a_frame_is_disconnected() {
     let mut fabric = TransferPair::new(TCP);
     let config = ReceiverConfig { io_timeout: Duration::from_millis(50), ..fabric.config.clone() };
     fabric.receiver = fabric.restarted(&fabric.target, &config);
@@ -257,7 +257,7 @@ impl ReceiverByHand {
             let mut connections = Vec::new();
             loop {
                 let (mut socket, _) = listener.accept().unwrap();
-                // Who says nothing is the test, which is over.
+                // A silent connection means that the test is over.
                 if socket.read_exact(&mut [0; wire::HELLO_BYTES]).is_err() {
                     break;
                 }
@@ -318,7 +318,7 @@ async fn a_frame_lost_with_its_connection_is_sent_once_more_for_each_lane() {
         (2, vec![Close, Close, Close], Err("connection lost")),
         (1, vec![Silence, Ack(Placed)], Ok(())),
         (1, vec![Silence, Silence], Err("connection lost")),
-        // Never sent before, so that somebody else wrote it.
+        // This sender has not sent it before, so another writer did.
         (1, vec![Ack(PlacedBefore)], Err("refused")),
     ] {
         let receiver = ReceiverByHand::new(fates);

@@ -1,4 +1,5 @@
-//! What an unauthenticated peer at a data port can learn, hold and exhaust: nothing. And what a writer must show, with TLS and without.
+//! What an unauthenticated peer at a data port can learn, hold and exhaust: nothing. And what a writer must show, with
+//! TLS and without.
 
 use std::{
     io::{Read, Write},
@@ -35,7 +36,7 @@ fn hello(pool: u64, access_key: AccessKey) -> Hello {
 }
 
 #[tokio::test]
-async fn whatever_is_wrong_the_answer_is_the_same() {
+async fn every_refusal_has_the_same_answer() {
     let fabric = TransferPair::new(TCP);
     let (_, pool) = fabric.address(TransportKind::Tcp);
     let granted = fabric.receiver.grant(blocks([5]), ());
@@ -70,7 +71,7 @@ async fn whatever_is_wrong_the_answer_is_the_same() {
 }
 
 #[tokio::test]
-async fn a_token_is_asked_for_with_every_frame() {
+async fn every_frame_needs_an_access_key() {
     let fabric = TransferPair::new(TCP);
     let (address, pool) = fabric.address(TransportKind::Tcp);
     let [own, other] = [5, 6].map(|block| fabric.receiver.grant(blocks([block]), ()));
@@ -114,9 +115,9 @@ fn num_threads() -> usize {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn ten_thousand_half_open_connections_cost_little_and_keep_nobody_out() {
+async fn ten_thousand_half_open_connections_cost_little_and_keep_no_admitted_peer_out() {
     for is_secure in [false, true] {
-        // Their time is never up: only their number ends them.
+        // Their deadline never passes: only their number ends them.
         let patient = |config: &mut ReceiverConfig| config.handshake_timeout = NEVER;
         let fabric = TransferPair::with(if is_secure { TLS } else { TCP }, patient);
         let (address, _) = fabric.address(TransportKind::Tcp);
@@ -138,7 +139,7 @@ async fn ten_thousand_half_open_connections_cost_little_and_keep_nobody_out() {
         // Other tests of this process have threads, too, but not as many as there are connections.
         assert!(num_most < 2 * max_unauthenticated + 1000, "{num_most} threads");
         fabric.works().await;
-        // The flood goes on while somebody else wants something.
+        // The flood goes on while a peer with a grant connects.
         let flood = std::thread::spawn(move || {
             (0..200).map(|_| TcpStream::connect(&address).unwrap()).collect::<Vec<_>>()
         });
@@ -149,7 +150,7 @@ async fn ten_thousand_half_open_connections_cost_little_and_keep_nobody_out() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn who_sends_byte_by_byte_is_not_waited_for() {
+async fn a_peer_that_sends_byte_by_byte_is_not_waited_for() {
     for is_secure in [false, true] {
         let hasty = |config: &mut ReceiverConfig| config.handshake_timeout = Duration::from_millis(300);
         let fabric = TransferPair::with(if is_secure { TLS } else { TCP }, hasty);
@@ -181,7 +182,7 @@ async fn who_sends_byte_by_byte_is_not_waited_for() {
     }
 }
 
-/// Connects as somebody, with TLS.
+/// Connects with TLS as the given identity.
 fn connect_as(fabric: &TransferPair, tls: &Tls) -> std::io::Result<Channel> {
     let socket = Arc::new(TcpStream::connect(fabric.address(TransportKind::Tcp).0)?);
     Channel::connect(tls, "127.0.0.1", socket, Instant::now() + Duration::from_secs(30))
@@ -195,13 +196,13 @@ fn greet(channel: &mut Channel, hello: Hello) -> std::io::Result<Option<Welcome>
 }
 
 #[tokio::test]
-async fn the_right_token_with_another_identity_is_worth_nothing() {
+async fn the_right_access_key_with_another_identity_is_refused() {
     let fabric = TransferPair::new(TLS);
     let (_, pool) = fabric.address(TransportKind::Tcp);
     let (a, b) = (tls("a"), tls("b"));
     let granted = fabric.receiver.grant(blocks([5]), ());
     granted.bind(b.identity());
-    // Whoever comes second changes nothing.
+    // A second peer changes nothing.
     granted.bind(a.identity());
     let hello = hello(pool, granted.access_key());
 
@@ -262,7 +263,7 @@ async fn foreign_certificates_and_plain_peers_are_refused_either_way() {
 }
 
 #[tokio::test]
-async fn a_receiver_goes_while_unauthenticated_peers_are_about_to_say_something() {
+async fn a_receiver_ends_while_unauthenticated_peers_are_connected() {
     let patient = |config: &mut ReceiverConfig| config.handshake_timeout = NEVER;
     for fabric in [TransferPair::with(TCP, patient), TransferPair::with(TLS, patient)] {
         let (address, _) = fabric.address(TransportKind::Tcp);

@@ -1,4 +1,4 @@
-//! Pieces that travel in another form than they lie in memory: what the decode worker verifies is what it decoded.
+//! Pieces that travel in another format than they are stored in. The decode worker verifies what it decoded.
 
 use baton_handoff::{PushError, TransportKind};
 use baton_kv_cache::{KvDtype, KvLayout, KvShard, VectorCodec, WireCodec, WireFormat, WireScratch};
@@ -39,7 +39,7 @@ fn coded(layout: &KvLayout, format: WireFormat, piece: &[u8]) -> Vec<u8> {
 }
 
 #[tokio::test]
-async fn coded_pieces_are_smaller_on_their_way_and_verify() {
+async fn quantised_pieces_are_smaller_on_the_wire_and_verify() {
     let layout = KvLayout { dtype: KvDtype::Bf16, head_dim: 64, ..LAYOUT };
     let setups = [Setup::Plain, Setup::Devices, Setup::Divided];
     for (format, setup) in WireFormat::ALL.into_iter().flat_map(|format| setups.map(|setup| (format, setup)))
@@ -73,7 +73,7 @@ async fn coded_pieces_are_smaller_on_their_way_and_verify() {
 }
 
 #[tokio::test]
-async fn what_is_coded_is_what_the_receiver_would_have_in_memory() {
+async fn decoded_pieces_equal_the_receivers_own_conversion() {
     let from = KvLayout { dtype: KvDtype::F32, head_dim: 64, ..LAYOUT };
     for dtype in [KvDtype::F16, KvDtype::Bf16, KvDtype::Int8] {
         for format in CODED {
@@ -96,7 +96,7 @@ async fn what_is_coded_is_what_the_receiver_would_have_in_memory() {
 }
 
 #[tokio::test]
-async fn a_flipped_bit_of_what_was_decoded_is_found() {
+async fn a_flipped_bit_after_decoding_is_found() {
     let fabric = fabric(LAYOUT, LAYOUT);
     let dst = blocks([4, 5]);
     let granted = fabric.receiver.grant_as(dst.clone(), Some(WireFormat::Int8), ());
@@ -110,7 +110,7 @@ async fn a_flipped_bit_of_what_was_decoded_is_found() {
 }
 
 #[tokio::test]
-async fn a_form_that_was_not_agreed_on_lands_nowhere() {
+async fn a_wire_format_that_was_not_agreed_on_is_refused() {
     let fabric = fabric(LAYOUT, LAYOUT);
     let dst = blocks([7]);
     fill(&fabric.target, dst[0], 0, 0xEE);
@@ -128,7 +128,7 @@ async fn a_form_that_was_not_agreed_on_lands_nowhere() {
 }
 
 #[tokio::test]
-async fn a_late_coded_write_lands_nowhere() {
+async fn a_late_quantised_write_is_dropped() {
     let fabric = fabric(LAYOUT, LAYOUT);
     let dst = blocks([7]);
     let granted = fabric.receiver.grant_as(dst.clone(), None, ());

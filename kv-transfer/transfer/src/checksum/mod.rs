@@ -1,9 +1,10 @@
-//! What says that a piece arrived as it left: XXH3-64 of its bytes, seeded with the generation, so
-//! that a right piece of another grant is a wrong one. Guards against accidents, not against a
-//! malicious peer: that one could compute it.
+//! The checksum that proves that a piece arrived unchanged: XXH3-64 of its bytes, seeded with the generation, so that a
+//! piece of another grant does not match. It guards against accidents. It does not guard against a malicious peer,
+//! which could compute it.
 //!
-//! Where the decode worker's blocks lie on several devices, none has a whole piece to take that of. There it is XXH3-64 of
-//! the sums of the piece's heads, which each device takes of its own ([`SumOf`]). A sender is told when it is welcomed.
+//! If the decode worker's blocks are on several devices, no device holds a whole piece. Then each device hashes its own
+//! heads, and the checksum is XXH3-64 of the heads' checksums ([`SumOf`]). The welcome tells the sender which of the
+//! two applies.
 
 mod stored;
 #[cfg(target_arch = "x86_64")]
@@ -16,17 +17,17 @@ use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use baton_handoff::Generation;
 
-/// What the checksums of a pool's pieces are of.
+/// What the checksums of a pool's pieces cover.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SumOf {
-    /// Their bytes.
+    /// The bytes of the piece.
     Pieces,
-    /// The sums of their heads, K's and then V's, of so many bytes each.
+    /// The checksums of the piece's heads, first K's and then V's. A head has so many bytes.
     Heads(usize),
 }
 
 impl SumOf {
-    /// Of a pool of such blocks that lies on so many ranks.
+    /// For a pool of this layout on `num_ranks` ranks.
     pub fn new(layout: &KvLayout, num_ranks: usize) -> SumOf {
         match num_ranks {
             1 => SumOf::Pieces,
@@ -47,7 +48,7 @@ impl SumOf {
     }
 }
 
-/// Of a piece whose heads have these checksums.
+/// The checksum of a piece whose heads have these checksums.
 fn of_heads(sums: &[u64], generation: Generation) -> u64 {
     let bytes: Vec<u8> = sums.iter().flat_map(|sum| sum.to_le_bytes()).collect();
     checksum(&bytes, generation)
@@ -62,11 +63,11 @@ pub fn checksum(bytes: &[u8], generation: Generation) -> u64 {
     xxh3_64_with_seed(bytes, generation.0)
 }
 
-/// Copies a piece and returns its [`checksum`], in one pass. Large pieces are written past the caches where the
-/// processor can: the lines of the target need not be read first, and the copier's caches stay its own.
+/// Copies a piece and returns its [`checksum`], in one pass. Large pieces are written with streaming stores if the
+/// processor has them: these do not read the target's cache lines first, and they do not evict the copier's data.
 ///
 /// # Safety
-/// `target` is valid for writes of as many bytes as `source` has, does not overlap it, and nobody else uses it.
+/// `target` is valid for writes of as many bytes as `source` has, does not overlap it, and is used only by this call.
 pub unsafe fn copy(source: &[u8], target: *mut u8, generation: Generation) -> u64 {
     #[cfg(target_arch = "x86_64")]
     if let Some(kernel) = wide::Kernel::best(source.len()) {
@@ -78,10 +79,10 @@ pub unsafe fn copy(source: &[u8], target: *mut u8, generation: Generation) -> u6
     checksum(source, generation)
 }
 
-/// Has the processor fetch the beginning of what is copied or summed next: between two pieces it finds out by itself too
-/// late. The pointer may point anywhere.
+/// Prefetches the beginning of the piece that is copied or hashed next. The hardware prefetcher starts too late between
+/// two pieces. The pointer may point anywhere.
 pub fn fetch_ahead(next: *const u8) {
-    // As far as the kernels ask ahead.
+    // The same distance that the kernels prefetch.
     #[cfg(target_arch = "x86_64")]
     for line in (0..wide::PREFETCH_BYTES).step_by(64) {
         use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};

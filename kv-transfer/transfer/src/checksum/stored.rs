@@ -1,4 +1,4 @@
-//! Checksums of pieces where they lie.
+//! Checksums of pieces in a pool, in host memory or on a device.
 
 use std::io;
 
@@ -7,24 +7,24 @@ use baton_kv_cache::{BlockId, BlockStorage};
 
 use super::{SumOf, of_heads};
 
-/// Bytes that are fetched at a time.
+/// Bytes that are fetched from a device at a time.
 const FETCHED_BYTES: usize = 4 << 20;
 
-/// Takes checksums of pieces in a storage: has the device that they are on take them where it can, so that only sums come to
-/// the host, else fetches what is not there.
+/// Computes checksums of pieces in a pool. The device that holds the pieces computes them if it can, so that only
+/// checksums travel to the host. Otherwise the pieces are fetched to the host.
 #[derive(Default)]
 pub struct Hasher {
     fetched: Vec<u8>,
 }
 
 impl Hasher {
-    /// Of each of `pieces` (layers of blocks), as `sum_of` says.
+    /// The checksum of each of `pieces` (block, layer). `sum_of` says what it covers.
     ///
     /// # Errors
     /// When the device fails.
     ///
     /// # Safety
-    /// The pieces are there. One that is written meanwhile has any checksum.
+    /// The pieces exist in the storage. The checksum of a piece that is written meanwhile is undefined.
     pub unsafe fn checksums(
         &mut self,
         storage: &BlockStorage,
@@ -54,7 +54,7 @@ impl Hasher {
     }
 }
 
-/// What the devices take where the pieces lie, if they do.
+/// The checksums that the devices compute in place. `None`: they cannot.
 ///
 /// # Safety
 /// As of [`Hasher::checksums`].

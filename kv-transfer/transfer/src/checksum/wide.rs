@@ -14,7 +14,7 @@ const MAX_SHORT_BYTES: usize = 240;
 const STRIPE_BYTES: usize = 64;
 const STRIPES_PER_BLOCK: usize = 16;
 const SECRET_BYTES: usize = 192;
-/// Where the windows of the secret lie for scrambling, for the last stripe and for merging.
+/// The offsets of the secret's windows for scrambling, for the last stripe and for merging.
 const SCRAMBLE_AT: usize = SECRET_BYTES - STRIPE_BYTES;
 const LAST_AT: usize = SCRAMBLE_AT - 7;
 const MERGE_AT: usize = 11;
@@ -158,7 +158,7 @@ unsafe fn stripes<L: Lanes, const MODE: u8>(
     let from = source.as_ptr();
     // The last stripe, whole or not, is taken by itself, from the end of the input backwards.
     let num_stripes = (source.len() - 1) / STRIPE_BYTES;
-    // SAFETY: stripes lie in the source and, where there is one, the target; windows lie in the secret.
+    // SAFETY: stripes are inside of the source and of the target, if there is one. Windows are inside of the secret.
     unsafe {
         let window = |at: usize| L::load(secret.as_ptr().add(at));
         let mut lanes = L::load(FIRST.as_ptr().cast());
@@ -191,7 +191,7 @@ unsafe fn stripes<L: Lanes, const MODE: u8>(
             std::ptr::copy_nonoverlapping(from.add(at), target.add(at), source.len() - at);
         }
         if MODE == STREAM {
-            // Before anybody is told: streamed stores are not ordered with what follows.
+            // Streamed stores are not ordered with later stores. The fence comes before the caller reports the copy.
             _mm_sfence();
         }
         lanes = lanes.accumulate(L::load(from.add(source.len() - STRIPE_BYTES)), window(LAST_AT));
@@ -334,7 +334,7 @@ mod tests {
                     assert_eq!(kernel.hash(source, seed), expected, "{kernel:?} {len}");
                     for offset in [aligned, aligned + 1] {
                         target.fill(0);
-                        // SAFETY: the target has room, and nobody else uses it.
+                        // SAFETY: the target has room, and only this call uses it.
                         let sum = unsafe { kernel.copy(source, target.as_mut_ptr().add(offset), seed) };
                         assert_eq!(sum, expected, "{kernel:?} {len}");
                         assert!(target[offset..offset + len] == *source, "{kernel:?} {len}");

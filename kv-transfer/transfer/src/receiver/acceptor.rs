@@ -1,4 +1,5 @@
-//! A listening socket: one thread accepts, and each connection gets one of its own.
+//! A listening socket. One thread accepts connections, and each connection gets a thread of its own.
+//! What connections say is not known here.
 
 use std::{
     fmt::Display,
@@ -49,31 +50,32 @@ impl Listen for UnixListener {
 pub trait Service: Send + Sync + 'static {
     /// The socket.
     type Listener: Listen;
-    /// What a connection's thread shares with whoever ends it.
+    /// What a connection's thread shares with the caller of [`hang_up`](Service::hang_up).
     type Connection: Send + Sync + 'static;
 
     /// Names of the threads that accept and that serve.
     const THREADS: (&str, &str);
 
-    /// Of a stream that was accepted.
+    /// Makes a connection of an accepted stream.
     fn connection(&self, stream: <Self::Listener as Listen>::Stream) -> Self::Connection;
 
     /// Makes `serve` end soon.
     fn hang_up(connection: &Self::Connection);
 
-    /// Until the connection ends. The peer is unauthenticated until the service [admits](Admission::admit) it.
-    fn serve(&self, connection: &Arc<Self::Connection>, admission: &Admission);
+    /// Serves the connection until it ends. The peer is unauthenticated until the service
+    /// [admits](PeerAdmission::admit) it.
+    fn serve(&self, connection: &Arc<Self::Connection>, admission: &PeerAdmission);
 }
 
 /// Whether a connection's peer is known to have a grant.
-pub struct Admission {
+pub struct PeerAdmission {
     is_admitted: AtomicBool,
     gate: Arc<Gate>,
 }
 
-/// Of one listener.
+/// What all connections of one listener share.
 struct Gate {
-    /// Nobody is accepted any more, and connections are made to end.
+    /// The listener accepts no peers any more, and its connections are ending.
     is_stopping: AtomicBool,
     max_admitted: usize,
     num_admitted: AtomicUsize,
@@ -81,7 +83,7 @@ struct Gate {
     rejections: Mutex<Rejections>,
 }
 
-/// Which of them the log has. Unauthenticated peers must not fill it.
+/// Limits how many rejections are logged: unauthenticated peers must not fill the log.
 #[derive(Default)]
 struct Rejections {
     last: Option<Instant>,
@@ -91,8 +93,8 @@ struct Rejections {
 /// The log has at most one rejection in this time.
 const LOG_EVERY: Duration = Duration::from_secs(1);
 
-impl Admission {
-    /// The peer has shown an access key; `false` when too many others have.
+impl PeerAdmission {
+    /// Admits a peer that has shown an access key. `false`: the limit of admitted peers is reached.
     pub fn admit(&self) -> bool {
         let has_room = |num: usize| (num < self.gate.max_admitted).then_some(num + 1);
         if self.gate.num_admitted.fetch_update(Ordering::SeqCst, Ordering::SeqCst, has_room).is_err() {
@@ -109,7 +111,7 @@ impl Admission {
         self.is_admitted.load(Ordering::SeqCst)
     }
 
-    /// Whether connections end because the listener does.
+    /// Whether the listener is stopping and ends its connections.
     pub fn is_stopping(&self) -> bool {
         self.gate.is_stopping.load(Ordering::SeqCst)
     }
@@ -140,7 +142,7 @@ impl Gate {
     }
 }
 
-impl Drop for Admission {
+impl Drop for PeerAdmission {
     fn drop(&mut self) {
         if self.is_admitted() {
             self.gate.num_admitted.fetch_sub(1, Ordering::SeqCst);
@@ -148,11 +150,11 @@ impl Drop for Admission {
     }
 }
 
-/// Accepts until dropped, and then hangs up on every peer and waits for its thread; or until [stopped](Self::stop).
+/// Accepts until it is dropped or [stopped](Self::stop). The drop hangs up on every peer and waits for its thread.
 ///
-/// Unauthenticated peers cost a thread and a descriptor each, for a bounded time, and there are never many: one more takes the place
-/// of the one that has been longest about saying what it wants. A peer with a grant says that within a round trip or
-/// three, so that only a flood that brings as many of them meanwhile keeps it out.
+/// An unauthenticated peer costs one thread and one descriptor for a bounded time, and their number is bounded: a new
+/// one replaces the oldest. A peer with a grant shows its access key within three round trips. So only a flood that
+/// brings the maximum of new peers within that time keeps it out.
 pub struct Acceptor<S: Service> {
     shared: Arc<Shared<S>>,
     thread: Option<JoinHandle<()>>,
@@ -169,12 +171,12 @@ struct Shared<S: Service> {
 /// A connection and its thread, oldest first.
 struct Served<S: Service> {
     connection: Arc<S::Connection>,
-    admission: Arc<Admission>,
+    admission: Arc<PeerAdmission>,
     is_hung_up: bool,
     thread: JoinHandle<()>,
 }
 
-/// With the thread that serves each.
+/// Connections, each with the thread that serves it.
 type Connections<S> = Vec<(Arc<<S as Service>::Connection>, JoinHandle<()>)>;
 
 impl<S: Service> Acceptor<S> {
@@ -201,7 +203,7 @@ impl<S: Service> Acceptor<S> {
         Ok(Acceptor { shared, thread: Some(thread) })
     }
 
-    /// Accepts no more; the caller ends the connections there are.
+    /// Stops accepting. The caller ends the connections that are returned.
     pub fn stop(&mut self) -> Connections<S> {
         self.shared.gate.is_stopping.store(true, Ordering::SeqCst);
         // SAFETY: a plain system call on a descriptor that `shared` owns; wakes the thread.
@@ -241,7 +243,7 @@ impl<S: Service> Shared<S> {
                 Ok(stream) => self.take(stream),
                 Err(error) => {
                     self.gate.reject(None, &error);
-                    // Out of descriptors, mostly: others must close first.
+                    // The usual cause is a lack of descriptors: other connections must close first.
                     thread::sleep(Duration::from_millis(50));
                 }
             }
@@ -255,7 +257,7 @@ impl<S: Service> Shared<S> {
         if connections.iter().filter(|served| is_unauthenticated(served)).count()
             >= 2 * self.max_unauthenticated
         {
-            // Those that were hung up on have not gone yet.
+            // Connections that were hung up on have not ended yet.
             let max_unauthenticated = self.max_unauthenticated;
             let why = format!("{max_unauthenticated} other peers have not shown an access key yet");
             return self.gate.reject(None, &why);
@@ -270,7 +272,7 @@ impl<S: Service> Shared<S> {
         }
         let connection = Arc::new(self.service.connection(stream));
         let admission =
-            Arc::new(Admission { is_admitted: AtomicBool::new(false), gate: Arc::clone(&self.gate) });
+            Arc::new(PeerAdmission { is_admitted: AtomicBool::new(false), gate: Arc::clone(&self.gate) });
         let thread = thread::Builder::new().name(S::THREADS.1.into()).spawn({
             let (service, connection) = (Arc::clone(&self.service), Arc::clone(&connection));
             let admission = Arc::clone(&admission);

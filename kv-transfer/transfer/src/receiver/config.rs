@@ -8,18 +8,18 @@ use std::{
 
 use baton_handoff::TransportKind;
 
-/// What holds for every transport of a [`Receiver`](crate::Receiver). What only one of them needs is configured there.
+/// Settings of every transport of a [`Receiver`](crate::Receiver). Each transport has its own settings beside these.
 #[derive(Clone, Debug)]
 pub struct ReceiverConfig {
-    /// The host that peers reach this one by; by default the listener's address.
+    /// The host name or address at which peers reach this receiver. Default: the listener's address.
     pub advertise_host: Option<String>,
-    /// For the next byte of something begun (a handshake, a frame, an answer).
+    /// Longest wait for the next byte of a handshake, a frame or an answer that has begun.
     pub io_timeout: Duration,
-    /// For everything that a peer has to say until it is known to have a grant.
+    /// Longest time until a new peer has shown a valid access key.
     pub handshake_timeout: Duration,
-    /// Peers that are known to have a grant; those beyond are closed at once.
+    /// Most peers that have shown an access key. Further ones are closed at once.
     pub max_connections: usize,
-    /// Peers that have not shown an access key yet; when one more comes, the one that has been longest about it is closed.
+    /// Most peers that have not shown an access key yet. One more closes the oldest of them.
     pub max_unauthenticated: usize,
 }
 
@@ -35,7 +35,7 @@ impl Default for ReceiverConfig {
     }
 }
 
-/// Listens for peers, and says at which "host:port" they reach it.
+/// Listens for peers. Returns the listener, and the "host:port" at which peers reach it.
 pub fn listen(
     kind: TransportKind,
     address: SocketAddr,

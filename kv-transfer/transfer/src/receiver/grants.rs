@@ -1,8 +1,9 @@
-//! The table of grants: who may write where, and when a revoked grant is fenced.
+//! The table of grants: which peer may write into which blocks, and when a revoked grant is fenced.
 //!
-//! Two kinds of writers. The receiver's own threads write what sockets bring, always under the
-//! grant's [`LiveGrant::with_fence`]; closing the fence stops them at once. One-sided writers (peers
-//! that mapped the memory) are registered while they hold a grant open, and fence it by leaving.
+//! There are two kinds of writers. The receiver's own threads write what sockets bring, always inside of
+//! [`LiveGrant::with_fence`]; a revocation stops them at once. One-sided writers are peers that write into the memory
+//! themselves. They are registered while they hold a grant open. A revoked grant is fenced when the last of them has
+//! left. How a peer writes is not known here.
 
 use std::{
     collections::HashMap,
@@ -21,42 +22,42 @@ use tracing::warn;
 
 use crate::counters::Counters;
 
-/// What a receiver holds now.
+/// The numbers of grants and blocks that a receiver holds now.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ReceiverLoad {
-    /// Grants that may be written.
+    /// Grants that peers may write into.
     pub num_grants: usize,
-    /// Revoked grants that a one-sided writer has not let go of.
+    /// Revoked grants that a one-sided writer still holds open.
     pub num_quarantined_grants: usize,
-    /// Their blocks.
+    /// Blocks of these grants.
     pub num_quarantined_blocks: usize,
 }
 
-/// A peer's connection through which it holds grants open.
+/// The identity of a peer's connection that holds grants open.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct WriterId(u64);
 
-/// A peer that writes by itself.
+/// A peer that writes into granted blocks itself.
 pub trait OneSidedWriter: Send + Sync {
-    /// How it writes.
+    /// The transport over which it writes.
     fn kind(&self) -> TransportKind;
-    /// Asks it to let go of a grant. Must not block: the peer may be frozen.
+    /// Asks the peer to close a grant. Must not block: the peer may be frozen.
     fn ask_to_close(&self, generation: Generation);
-    /// Whether nothing of it is written any more once its peer says so.
+    /// Whether the peer's word that it has stopped is enough to fence its grants.
     fn stops_by_word(&self) -> bool {
         true
     }
 }
 
-/// Gives the grant's guard back, or sees to it that nobody ever gets it.
+/// Gives the grant's guard back, or leaks it when the blocks must never be used again.
 pub(super) type Release = Box<dyn FnOnce(End) + Send>;
 
 /// How a grant ends.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum End {
-    /// No writer can reach its blocks.
+    /// No writer can reach its blocks any more.
     Fenced,
-    /// The receiver ends while a peer may still write: the blocks must not be used again.
+    /// The receiver ends while a peer may still write. The blocks must not be used again.
     Abandoned,
 }
 
@@ -92,7 +93,7 @@ impl Grants {
         &self.storage
     }
 
-    /// Incarnation of the pool.
+    /// The incarnation of the pool.
     pub fn pool(&self) -> u64 {
         self.pool
     }
@@ -136,23 +137,23 @@ impl Grants {
         access_key
     }
 
-    /// A grant that may be written.
+    /// The grant of this name, unless it is unknown or revoked.
     pub fn find(&self, generation: Generation) -> Option<Arc<LiveGrant>> {
         let entries = self.entries();
         let entry = entries.get(&generation).filter(|entry| !entry.is_revoked)?;
         Some(Arc::clone(&entry.grant))
     }
 
-    /// The grant that `peer` may write, by the access key that it shows; `peer` is nobody where there is no TLS.
+    /// The grant that `peer` may write into with this access key. `peer` is `None` on a connection without TLS.
     pub fn admit(&self, access_key: &AccessKey, peer: Option<Identity>) -> Option<Arc<LiveGrant>> {
         self.find(access_key.generation).filter(|grant| grant.admits(access_key, peer))
     }
 
-    /// Closes the grant to sockets at once, and asks one-sided writers to leave. Does nothing to a
+    /// Closes the grant to sockets at once, and asks one-sided writers to close it. Does nothing to a
     /// grant that is unknown or revoked.
     pub(super) fn revoke(&self, generation: Generation) {
         let Some(grant) = self.find(generation) else { return };
-        // Waits for what the receiver's threads are copying this moment, not for a peer.
+        // This waits for the receiver's threads that are copying now, never for a peer.
         *grant.is_revoked.write().unwrap_or_else(PoisonError::into_inner) = true;
         let mut entries = self.entries();
         let Some(entry) = entries.get_mut(&generation) else { return };
@@ -166,17 +167,18 @@ impl Grants {
         run(release);
     }
 
-    /// A name for a connection that writes by itself.
+    /// A new identity for the connection of a one-sided writer.
     pub fn new_writer(&self) -> WriterId {
         WriterId(self.next_writer.fetch_add(1, Ordering::Relaxed))
     }
 
-    /// From now on `writer` may write into the grant by itself; `false` when there is none to write to.
+    /// Registers `writer` as a one-sided writer of the grant. `false`: the grant is unknown or revoked, or the access
+    /// key is wrong.
     pub fn open(&self, access_key: &AccessKey, writer: WriterId, peer: Arc<dyn OneSidedWriter>) -> bool {
         let mut entries = self.entries();
         match entries.get_mut(&access_key.generation) {
             Some(entry) if !entry.is_revoked && entry.grant.access_key.secret == access_key.secret => {
-                // Never more than one way: a prefill worker opens a route, and keeps to it.
+                // A prefill worker opens one route and keeps to it, so there is never a second kind.
                 let _ = entry.grant.one_sided.set(peer.kind());
                 if entry.writers.iter().all(|(id, _)| *id != writer) {
                     entry.writers.push((writer, peer));
@@ -193,12 +195,12 @@ impl Grants {
         entries.get(&generation).is_some_and(|entry| entry.writers.iter().any(|(id, _)| *id == writer))
     }
 
-    /// Whether there is any grant that `writer` may still write into.
+    /// Whether `writer` may still write into any grant.
     pub fn has_open(&self, writer: WriterId) -> bool {
         self.entries().values().any(|entry| entry.writers.iter().any(|(id, _)| *id == writer))
     }
 
-    /// `writer` writes into the grant no more.
+    /// Removes `writer` from the grant's writers: it has stopped writing.
     pub fn close(&self, generation: Generation, writer: WriterId) {
         let mut entries = self.entries();
         let Some(entry) = entries.get_mut(&generation) else { return };
@@ -208,7 +210,7 @@ impl Grants {
         run(release);
     }
 
-    /// `writer` is gone and writes nowhere any more.
+    /// Removes `writer` from all grants: it is gone and writes nothing any more.
     pub fn writer_gone(&self, writer: WriterId) {
         let mut entries = self.entries();
         for entry in entries.values_mut() {
@@ -225,7 +227,8 @@ impl Grants {
         releases.into_iter().for_each(run);
     }
 
-    /// Nobody writes into the grant any more, by the word of the one who was given it.
+    /// The peer that was given the grant has said that it stopped writing. Removes the writers for which its word is
+    /// enough.
     pub(super) fn writers_stopped(&self, generation: Generation) {
         let mut entries = self.entries();
         let Some(entry) = entries.get_mut(&generation) else { return };
@@ -263,7 +266,7 @@ impl Drop for Grants {
     }
 }
 
-/// Removes a grant that is fenced. Its release runs outside of the lock: it may be anybody's code.
+/// Removes the grant if it is fenced. The caller runs the release outside of the lock, because it runs foreign code.
 fn settle(entries: &mut HashMap<Generation, Entry>, generation: Generation) -> Option<Release> {
     let entry = entries.get(&generation)?;
     // Invariant 3: the blocks return only after every one-sided writer has left. Time does not count.
@@ -280,23 +283,23 @@ fn run(release: Option<Release>) {
     }
 }
 
-/// A grant as the receiver's threads see it.
+/// A grant, as the receiver's threads use it.
 pub struct LiveGrant {
     access_key: AccessKey,
-    /// Who alone may write over connections that know who is there; unset: anybody who shows the access key.
+    /// The only peer that may write over TLS. Unset: any peer that shows the access key.
     writer: OnceLock<Identity>,
-    /// Somebody else has shown the access key.
+    /// Another peer than `writer` has shown the access key.
     shown_by_another: AtomicBool,
     num_layers: usize,
     blocks: Vec<BlockId>,
-    /// How pieces may travel beside as they are; `None`: in any way.
+    /// The wire format that is allowed beside `AsIs`. `None`: every format.
     wire: Option<WireFormat>,
-    /// Read while memory is touched; written once, by the revocation.
+    /// Locked for reading while the blocks are touched. The revocation writes it, once.
     is_revoked: RwLock<bool>,
-    /// How a peer writes that has opened it to write by itself.
+    /// The transport of the one-sided writer that has opened the grant.
     one_sided: OnceLock<TransportKind>,
     pieces: Mutex<Vec<PieceState>>,
-    /// Some are not arriving any more.
+    /// Signals that some pieces are not arriving any more.
     arrived: Condvar,
 }
 
@@ -307,25 +310,25 @@ enum PieceState {
     Placed,
 }
 
-/// What [`LiveGrant::claim`] says to somebody who wants to write pieces.
+/// The answer of [`LiveGrant::claim`] to a thread that wants to write pieces.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Claim {
-    /// They are his now: to be [`placed`](LiveGrant::placed) or [`abandoned`](LiveGrant::abandon).
+    /// The caller has claimed the pieces. It must [place](LiveGrant::placed) or [abandon](LiveGrant::abandon) them.
     Taken,
-    /// All of them were placed before.
+    /// All of the pieces were placed before.
     Placed,
-    /// Some were never granted, or are somebody else's.
+    /// Some pieces were never granted, or another connection has claimed or placed them.
     Refused,
 }
 
 impl LiveGrant {
-    /// Of the grant.
+    /// The name of the grant.
     pub fn generation(&self) -> Generation {
         self.access_key.generation
     }
 
     pub(super) fn bind(&self, writer: Identity) {
-        // The first word counts.
+        // Only the first call counts.
         let _ = self.writer.set(writer);
     }
 
@@ -339,7 +342,7 @@ impl LiveGrant {
         }
         match (self.writer.get(), peer) {
             (Some(writer), Some(peer)) if *writer != peer => {
-                // A key that was changed meanwhile, or an access key that was stolen.
+                // Either the peer has a new certificate, or the access key was stolen.
                 if !self.shown_by_another.swap(true, Ordering::Relaxed) {
                     warn!(generation = %access_key.generation, %writer, %peer, "kv write refused: another worker shows the access key of a grant");
                 }
@@ -353,27 +356,29 @@ impl LiveGrant {
         self.one_sided.get().copied()
     }
 
-    /// Whether pieces may come in this form.
+    /// Whether pieces may arrive in this wire format.
     pub fn takes(&self, format: WireFormat) -> bool {
         format == WireFormat::AsIs || self.wire.is_none_or(|wire| wire == format)
     }
 
-    /// The block here of a position in the grant.
+    /// The block of this pool at a position of the grant.
     pub fn block(&self, block_idx: u32) -> Option<BlockId> {
         self.blocks.get(block_idx as usize).copied()
     }
 
-    /// Runs `touch`, which may read and write the grant's memory, unless the grant is revoked; a
-    /// revocation waits for it.
+    /// Runs `touch`, which may read and write the grant's blocks. A revocation waits until it returns. `None`: the
+    /// grant is revoked.
     pub fn with_fence<R>(&self, touch: impl FnOnce() -> R) -> Option<R> {
         let is_revoked = self.is_revoked.read().unwrap_or_else(PoisonError::into_inner);
         // Invariant 3: the read lock is held while memory is written, and a revocation takes the write lock.
         (!*is_revoked).then(touch)
     }
 
-    /// Each piece is written once: what was verified cannot change before it is committed.
-    /// `pieces` are (layer, position in the grant). Those that are being written over another connection are waited for
-    /// within `patience`: that one may be lost, and this the frame that is sent again, and only the peer knows it yet.
+    /// Claims pieces for one writer. `pieces` are (layer, position in the grant).
+    ///
+    /// Each piece is written once, so that what was verified cannot change before it is committed. A piece that another
+    /// connection is writing is waited for, at most for `patience`: that connection may be lost, and the peer may know
+    /// that before this side and send the frame again.
     pub fn claim(&self, pieces: &[(u32, u32)], patience: Duration) -> Claim {
         let deadline = Instant::now() + patience;
         let mut states = self.pieces.lock().unwrap_or_else(PoisonError::into_inner);
@@ -389,7 +394,7 @@ impl LiveGrant {
         }
     }
 
-    /// `None`: somebody else is writing some of them.
+    /// `None`: another connection is writing some of the pieces.
     fn try_claim(&self, states: &mut [PieceState], pieces: &[(u32, u32)]) -> Option<Claim> {
         let mut num_placed = 0;
         for (n, &piece) in pieces.iter().enumerate() {
@@ -398,7 +403,7 @@ impl LiveGrant {
                 Some(PieceState::Placed) => num_placed += 1,
                 found => {
                     let is_others = found.is_some() && !pieces[..n].contains(&piece);
-                    // Undo what this claim took: of equal pieces in it, the first.
+                    // Give back the pieces that this claim took before.
                     for &piece in &pieces[..n] {
                         if let Some(state) = self.idx(piece).map(|idx| &mut states[idx])
                             && *state == PieceState::Arriving
@@ -420,13 +425,13 @@ impl LiveGrant {
         })
     }
 
-    /// These pieces hold what was sent.
+    /// The claimed pieces hold what was sent.
     pub fn placed(&self, pieces: &[(u32, u32)]) {
         let mut states = self.pieces.lock().unwrap_or_else(PoisonError::into_inner);
         self.set_arriving(&mut states, pieces, PieceState::Placed);
     }
 
-    /// These pieces may be written by others again.
+    /// Gives claimed pieces back: other connections may write them again.
     pub fn abandon(&self, pieces: &[(u32, u32)]) {
         let mut states = self.pieces.lock().unwrap_or_else(PoisonError::into_inner);
         self.set_arriving(&mut states, pieces, PieceState::Empty);
@@ -450,10 +455,10 @@ impl LiveGrant {
     }
 }
 
-/// Bytes that nobody can guess.
+/// Random bytes of the kernel, which no peer can guess.
 ///
 /// # Panics
-/// When the kernel has none, which it promises to have.
+/// When the kernel returns none, which does not happen for so few bytes.
 pub(super) fn random<const N: usize>() -> [u8; N] {
     let mut bytes = [0; N];
     // SAFETY: the buffer is valid for its length; so few bytes are never returned in part.

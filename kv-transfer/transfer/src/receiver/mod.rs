@@ -1,16 +1,16 @@
-//! The decode worker's end of the data plane: it lets peers write into granted blocks, verifies
-//! what they wrote, and takes grants back.
+//! The decode worker's end of the data plane. It lets peers write into granted blocks, verifies
+//! what they wrote, and revokes grants.
 //!
 //! ```text
 //! grant() --> Granted --- verify() * ---> commit() ---+
-//!                |                                    |  one-sided writers: when each said so or is gone
+//!                |                                    |  once every one-sided writer has stopped or is gone
 //!                +--- revoke(), drop ----> revoked ---+---------------------> fenced: the guard is released
 //! ```
 //!
-//! Sockets are read by this side's own threads, straight into the blocks and under the grant's
-//! fence: once it is closed, nothing more lands, not even the rest of a half-read frame. Shared
-//! memory is written by the peer, so a revoked grant that a peer has opened stays quarantined until
-//! the peer confirms or its socket closes. [`ReceiverLoad`] counts what is quarantined.
+//! This side's own threads read sockets straight into the blocks, under the grant's fence. After a revocation they
+//! write nothing more, not even the rest of a half-read frame. A one-sided writer (shared memory, RDMA) writes into the
+//! blocks itself. So a revoked grant that such a peer has opened stays quarantined until the peer confirms that it
+//! stopped, or until its transport has fenced it. [`ReceiverLoad`] counts the quarantined grants.
 
 mod acceptor;
 mod config;
@@ -31,7 +31,7 @@ use baton_kv_cache::{BlockId, BlockStorage, WireFormat};
 use baton_tls::Identity;
 use tokio::sync::oneshot;
 
-pub use acceptor::{Acceptor, Admission, Listen, Service};
+pub use acceptor::{Acceptor, Listen, PeerAdmission, Service};
 pub use config::{ReceiverConfig, listen};
 pub use grants::{Claim, Grants, LiveGrant, OneSidedWriter, ReceiverLoad, WriterId};
 use grants::{End, random};
@@ -39,9 +39,9 @@ pub use transport::{Listening, ReceivingTransport};
 
 use crate::counters::Counters;
 
-/// Lets peers write into granted blocks of one pool. Cheap to clone; the threads stop, and the
-/// socket file goes, with the last clone and the last [`Granted`]. That waits up to a second for
-/// peers that have a grant open; the guards of those that do not let go are never dropped.
+/// Lets peers write into granted blocks of one pool. Cheap to clone. The threads stop, and the
+/// socket file is removed, with the last clone and the last [`Granted`]. That waits up to a second for
+/// peers that have a grant open. Guards of grants that a peer does not close are never dropped.
 #[derive(Clone)]
 pub struct Receiver {
     shared: Arc<Shared>,
@@ -51,7 +51,7 @@ struct Shared {
     grants: Arc<Grants>,
     verifier: verify::Verifier,
     offers: Vec<TransportOffer>,
-    // No thread outlives the receiver.
+    // Dropped last: no thread outlives the receiver.
     _listening: Vec<Box<dyn Send + Sync>>,
 }
 
@@ -59,7 +59,7 @@ impl Receiver {
     /// Listens over `transports` for peers that write into `storage`.
     ///
     /// # Errors
-    /// When one of them cannot listen, or a thread cannot be started.
+    /// When a transport cannot listen, or a thread cannot be started.
     pub fn start(
         storage: Arc<BlockStorage>,
         config: &ReceiverConfig,
@@ -78,21 +78,20 @@ impl Receiver {
         Ok(Receiver { shared: Arc::new(Shared { grants, verifier, offers, _listening: guards }) })
     }
 
-    /// As [`grant_as`](Self::grant_as), of pieces that travel as they are.
+    /// As [`grant_as`](Self::grant_as), for pieces that travel as they are.
     ///
     /// # Panics
-    /// As there.
+    /// As [`grant_as`](Self::grant_as).
     pub fn grant<K: Send + 'static>(&self, blocks: Vec<BlockId>, keep: K) -> Granted<K> {
         self.grant_as(blocks, Some(WireFormat::AsIs), keep)
     }
 
-    /// Lets the peer that shows the access key write into `blocks`, pieces travelling as they are or as `wire` says; with
-    /// `None` in any form. `keep` is what holds the blocks
-    /// allocated; it comes back from [`Granted::commit`] or [`Granted::revoke`], or is dropped,
-    /// once no writer can reach them.
+    /// Grants `blocks` to the peer that shows the access key. Pieces travel as they are or in the format `wire`; `None`
+    /// allows every format. `keep` holds the blocks allocated. It comes back from [`Granted::commit`] or
+    /// [`Granted::revoke`], or is dropped, once no writer can reach the blocks.
     ///
     /// # Panics
-    /// When a block is not of the receiver's storage, or the system has no randomness to give.
+    /// When a block is not of the receiver's storage, or the kernel returns no random bytes.
     pub fn grant_as<K: Send + 'static>(
         &self,
         blocks: Vec<BlockId>,
@@ -101,7 +100,7 @@ impl Receiver {
     ) -> Granted<K> {
         let (give_back, fenced) = oneshot::channel();
         let release = Box::new(move |end| match end {
-            // Nobody waits for it: then it is dropped, which is as good.
+            // If no caller waits for the guard, it is dropped here, which also frees the blocks.
             End::Fenced => drop(give_back.send(keep)),
             End::Abandoned => std::mem::forget(keep),
         });
@@ -109,8 +108,8 @@ impl Receiver {
         Granted { access_key, receiver: self.clone(), fenced: Some(fenced) }
     }
 
-    /// The peer has said, on the handoff's stream, that nothing of it writes under a grant any more: a
-    /// grant that was revoked meanwhile need not be quarantined any longer.
+    /// The peer has said on the handoff's stream that it stopped writing under a grant. If the grant is revoked and the
+    /// transport accepts the peer's word, its quarantine ends.
     pub fn writer_stopped(&self, generation: Generation) {
         self.shared.grants.writers_stopped(generation);
     }
@@ -120,18 +119,18 @@ impl Receiver {
         &self.shared.offers
     }
 
-    /// What arrived, by transport.
+    /// What has arrived, by transport.
     pub fn counters(&self) -> &Counters {
         self.shared.grants.counters()
     }
 
-    /// What is granted and quarantined now.
+    /// The grants and quarantined blocks of this moment.
     pub fn load(&self) -> ReceiverLoad {
         self.shared.grants.load()
     }
 }
 
-/// Blocks that a peer may write into. Dropping it revokes the grant.
+/// A grant: blocks that a peer may write into. Dropping it revokes the grant.
 #[must_use = "dropping a grant revokes it"]
 pub struct Granted<K> {
     access_key: AccessKey,
@@ -140,26 +139,26 @@ pub struct Granted<K> {
 }
 
 impl<K> Granted<K> {
-    /// Its name.
+    /// The name of the grant.
     pub fn generation(&self) -> Generation {
         self.access_key.generation
     }
 
-    /// What its writer shows, to be told to the one peer that shall write.
+    /// The access key. It is told only to the peer that shall write.
     pub fn access_key(&self) -> AccessKey {
         self.access_key
     }
 
-    /// From now on only this peer may write over data connections that know who is there. To be called before the access key
-    /// is told to anybody; only the first call counts.
+    /// Binds the grant to one peer: over TLS, only this peer may write from now on. Call it before any peer is told the
+    /// access key. Only the first call counts.
     pub fn bind(&self, writer: Identity) {
         if let Some(grant) = self.receiver.shared.grants.find(self.generation()) {
             grant.bind(writer);
         }
     }
 
-    /// Whether another peer than the [bound](Self::bind) one has shown the access key: the bound peer has another
-    /// certificate now, or the access key was stolen.
+    /// Whether another peer than the [bound](Self::bind) one has shown the access key. Then either the bound peer has a
+    /// new certificate, or the access key was stolen.
     pub fn was_shown_by_another(&self) -> bool {
         self.receiver.shared.grants.find(self.generation()).is_some_and(|grant| grant.was_shown_by_another())
     }
@@ -183,8 +182,8 @@ impl<K> Granted<K> {
         self.revoke()
     }
 
-    /// Takes the grant back. Sockets are fenced when this returns; the result resolves when
-    /// everything is. Dropping the result is fine: then `keep` is dropped at that time.
+    /// Revokes the grant. Sockets are fenced when this returns. The result resolves when all writers
+    /// are fenced. If the result is dropped, `keep` is dropped at that time.
     pub fn revoke(mut self) -> Fenced<K> {
         self.receiver.shared.grants.revoke(self.generation());
         Fenced(self.fenced.take().expect("taken only here, where the grant is consumed"))
@@ -199,8 +198,8 @@ impl<K> Drop for Granted<K> {
     }
 }
 
-/// Resolves to the grant's guard when no writer can reach its blocks; to `None` only if the
-/// receiver was torn down.
+/// Resolves to the grant's guard when no writer can reach its blocks any more. Resolves to `None` only if the
+/// receiver ended first.
 pub struct Fenced<K>(oneshot::Receiver<K>);
 
 impl<K> Future for Fenced<K> {

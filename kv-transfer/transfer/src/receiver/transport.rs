@@ -8,7 +8,7 @@ use super::{config::ReceiverConfig, grants::Grants};
 
 /// A decode worker's half of a transport: it lets peers reach the pool.
 pub trait ReceivingTransport {
-    /// Which it is.
+    /// The kind of this transport.
     fn kind(&self) -> TransportKind;
 
     /// Listens for peers that write into the blocks of `grants`.

@@ -1,5 +1,5 @@
-//! The thread that compares what arrived with what was sent: hashing at memory speed has no place
-//! on the async runtime.
+//! The thread that compares the blocks' checksums with the sender's. It is a thread of its own because hashing
+//! at memory speed must not block the async runtime.
 
 use std::{
     future::Future,
@@ -15,11 +15,11 @@ use tracing::error;
 use super::grants::Grants;
 use crate::checksum::{Hasher, SumOf};
 
-/// Pieces of one turn, during which the grant cannot be revoked.
+/// Pieces that are hashed in one turn. A revocation waits for the end of the turn.
 const HASHED_AT_A_TIME: usize = 64;
 
 pub(super) struct Verifier {
-    // Unbounded: a handoff has few answers outstanding, and their number is bounded by its pieces.
+    // Unbounded: a handoff has few jobs outstanding, and their number is bounded by its pieces.
     jobs: Option<mpsc::Sender<Job>>,
     thread: Option<JoinHandle<()>>,
 }
@@ -36,7 +36,7 @@ impl Verifier {
         let thread = thread::Builder::new().name("kv-verify".into()).spawn(move || {
             for job in jobs {
                 let result = verify(&grants, job.generation, &job.pieces);
-                // Nobody waits any more: fine.
+                // Fails when the handoff has ended: then the result is not needed.
                 let _ = job.reply.send(result);
             }
         })?;
@@ -50,7 +50,7 @@ impl Verifier {
     ) -> impl Future<Output = Result<(), KvFault>> + Send + use<> {
         let (reply, answer) = oneshot::channel();
         let jobs = self.jobs.as_ref().expect("there until the drop");
-        // A thread that is gone answers nothing, which is read as a revoked grant below.
+        // If the thread has ended, no answer comes, and the grant counts as revoked below.
         let _ = jobs.send(Job { generation, pieces, reply });
         async { answer.await.unwrap_or(Err(KvFault::WrongGeneration)) }
     }
@@ -66,7 +66,7 @@ impl Drop for Verifier {
     }
 }
 
-/// A grant that is revoked meanwhile has no right pieces.
+/// Compares checksums. A grant that is revoked meanwhile fails with `WrongGeneration`.
 fn verify(grants: &Grants, generation: Generation, pieces: &[Piece]) -> Result<(), KvFault> {
     let grant = grants.find(generation).ok_or(KvFault::WrongGeneration)?;
     let storage = grants.storage();
@@ -79,8 +79,8 @@ fn verify(grants: &Grants, generation: Generation, pieces: &[Piece]) -> Result<(
         });
         let places = places.collect::<Result<Vec<_>, KvFault>>()?;
         let sums = grant
-            // SAFETY: the grant holds the blocks, and their writer has said that the pieces are written; one that writes
-            // on nevertheless changes the checksum, which is what is looked for.
+            // SAFETY: the grant holds the blocks, and the writer has said that the pieces are written. A writer that
+            // goes on writing changes the checksum, and the comparison finds it.
             .with_fence(|| unsafe { hasher.checksums(storage, &places, grant.generation(), sum_of) })
             .ok_or(KvFault::WrongGeneration)?
             .map_err(|error| {
@@ -94,7 +94,8 @@ fn verify(grants: &Grants, generation: Generation, pieces: &[Piece]) -> Result<(
         }
     }
     if let Some(kind) = grant.one_sided() {
-        // Nothing here saw the bytes move: this is the first time they are known to have.
+        // This side does not see one-sided writes. Verification is the first proof that they arrived, so count them
+        // here.
         let num_bytes = pieces.len() * storage.layout().layer_bytes();
         grants.counters().of(kind).placed(pieces.len(), num_bytes);
     }

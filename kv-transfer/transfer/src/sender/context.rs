@@ -1,4 +1,4 @@
-//! How a sender is configured, and what its transports share.
+//! The configuration of a sender, and what its transports share.
 
 use std::{sync::Arc, time::Duration};
 
@@ -6,14 +6,14 @@ use baton_kv_cache::BlockStorage;
 
 use crate::counters::Counters;
 
-/// What holds for every transport of a [`Sender`](crate::Sender). What only one of them needs is configured there.
+/// Settings of every transport of a [`Sender`](crate::Sender). Each transport has its own settings beside these.
 #[derive(Clone, Debug)]
 pub struct SenderConfig {
     /// KV bytes of one frame, at least one piece. Large frames cost less, small ones spread better over streams.
     pub frame_bytes: usize,
-    /// To reach a peer and shake hands.
+    /// Longest time to connect to a peer and to finish the handshake.
     pub connect_timeout: Duration,
-    /// For a peer to take or confirm what is written.
+    /// Longest time for a peer to take or to confirm what is written.
     pub io_timeout: Duration,
 }
 
@@ -33,6 +33,6 @@ pub struct SenderContext {
     pub storage: Arc<BlockStorage>,
     /// Limits and deadlines.
     pub config: SenderConfig,
-    /// What was sent.
+    /// What was sent, by transport.
     pub counters: Counters,
 }

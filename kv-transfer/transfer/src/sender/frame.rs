@@ -1,4 +1,4 @@
-//! A push and its frames: what a transport writes in one go, and how the push learns of it.
+//! A push, and its frames. A transport writes one frame at a time and reports its end to the push.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -7,7 +7,7 @@ use tokio::sync::oneshot;
 
 use super::route_state::RouteState;
 
-/// One push of a route, until the last of its frames has ended.
+/// One push of a route. It lives until the last of its frames has ended.
 pub(super) struct Push {
     route: Arc<RouteState>,
     progress: Mutex<Progress>,
@@ -39,7 +39,7 @@ impl Push {
         {
             let pieces = std::mem::take(&mut progress.pieces);
             let bytes = (pieces.len() * self.route.wire_bytes()) as u64;
-            // Nobody waits any more: fine.
+            // Fails when the caller has dropped the push's future: then the result is not needed.
             let _ = reply.send(Ok(Pushed { pieces, transport: self.route.kind(), bytes }));
         }
     }
@@ -53,12 +53,12 @@ impl Push {
     }
 }
 
-/// Some pieces of a push: what a peer writes in one go.
+/// Some pieces of a push. A transport writes them together.
 pub struct Frame {
     push: Arc<Push>,
     /// Read from the source blocks, in order.
     pub pieces: Vec<PieceWrite>,
-    /// How often it was begun on a connection that broke.
+    /// How many connections broke while this frame was on them.
     pub num_tries: usize,
 }
 
@@ -67,18 +67,18 @@ impl Frame {
         Frame { push: Arc::clone(push), pieces, num_tries: 0 }
     }
 
-    /// Whose push this is part of.
+    /// The route that this frame belongs to.
     pub fn route(&self) -> &Arc<RouteState> {
         &self.push.route
     }
 
-    /// Its pieces are in the granted blocks.
+    /// Reports that the pieces are in the granted blocks.
     pub fn done(self, pieces: Vec<Piece>) {
         self.push.route.placed(pieces.len());
         self.push.add(pieces);
     }
 
-    /// They may not be.
+    /// Reports that some of the pieces may not be in the granted blocks.
     pub fn fail(self, error: PushError) {
         self.push.fail(error);
     }

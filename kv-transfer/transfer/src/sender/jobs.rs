@@ -1,4 +1,4 @@
-//! What waits for the threads of one peer: grants to open, which go first, and frames to write.
+//! The queue of one peer's threads: grants to open and frames to write. Grants to open go first.
 
 use std::{
     collections::VecDeque,
@@ -13,16 +13,16 @@ use tokio::sync::oneshot;
 
 use super::{frame::Frame, route_state::RouteState};
 
-/// Times that something may be on a connection that breaks. It is tried once more: a connection may have broken long before,
-/// unnoticed while nothing was said, and nothing of a grant that stands is harmed by the same bytes again.
+/// How many connections may break under one job before the job fails. One retry is allowed: an idle connection may have
+/// broken long before, unnoticed. Writing the same bytes again does no harm to a grant that stands.
 pub const MAX_LOSSES: usize = 1;
 
-/// A grant that a route wants to write under; answered once.
+/// A route's request to open a grant. It is answered once.
 pub struct Open {
-    /// What the peer is shown.
+    /// The access key that is shown to the peer.
     pub access_key: AccessKey,
     answer: oneshot::Sender<Result<(), RouteError>>,
-    /// Connections that were lost with it.
+    /// How many connections were lost while this request was on them.
     num_losses: usize,
 }
 
@@ -32,19 +32,19 @@ impl Open {
         (Open { access_key, answer, num_losses: 0 }, opened)
     }
 
-    /// The peer may be written to. `false`: nobody waits for that any more, so nobody will close it.
+    /// Reports that the grant is open. `false`: no route waits for it any more, so the caller must close the grant.
     pub fn succeed(self) -> bool {
         self.answer.send(Ok(())).is_ok()
     }
 
-    /// There is no way to the grant.
+    /// Reports that the grant cannot be opened.
     pub fn fail(self, error: RouteError) {
-        // Nobody waits any more: fine.
+        // Fails when the route is not wanted any more: then the error is not needed.
         let _ = self.answer.send(Err(error));
     }
 }
 
-/// One thing for a thread to do.
+/// One job of a peer's thread.
 pub enum Job {
     /// A grant to open.
     Open(Open),
@@ -53,7 +53,7 @@ pub enum Job {
 }
 
 impl Job {
-    /// What it may be done with.
+    /// The access key of the job's grant.
     pub fn access_key(&self) -> AccessKey {
         match self {
             Job::Open(open) => open.access_key,
@@ -61,7 +61,7 @@ impl Job {
         }
     }
 
-    /// The peer cannot be reached.
+    /// Fails the job, because the peer cannot be reached.
     pub fn fail(self, error: &RouteError) {
         match self {
             Job::Open(open) => open.fail(error.clone()),
@@ -73,7 +73,7 @@ impl Job {
     }
 }
 
-/// The jobs of one peer, taken by any number of threads.
+/// The jobs of one peer. Any number of threads take them.
 #[derive(Default)]
 pub struct Jobs {
     queue: Mutex<Queue>,
@@ -84,7 +84,7 @@ pub struct Jobs {
 struct Queue {
     opens: VecDeque<Open>,
     frames: VecDeque<Frame>,
-    /// Threads.
+    /// Threads that wait for a job.
     num_waiting: usize,
     is_closed: bool,
 }
@@ -97,19 +97,19 @@ impl Queue {
 }
 
 impl Jobs {
-    /// A grant waits to be opened.
+    /// Queues a grant to open.
     pub fn open(&self, open: Open) {
         self.queue().opens.push_back(open);
         self.more.notify_one();
     }
 
-    /// A frame waits to be written.
+    /// Queues a frame to write.
     pub fn push(&self, frame: Frame) {
         self.queue().frames.push_back(frame);
         self.more.notify_one();
     }
 
-    /// Before all other frames; given back when the jobs are closed.
+    /// Queues a frame before all other frames. Returns the frame when the jobs are closed.
     pub fn push_again(&self, frame: Frame) -> Result<(), Frame> {
         let mut queue = self.queue();
         if queue.is_closed {
@@ -121,7 +121,7 @@ impl Jobs {
         Ok(())
     }
 
-    /// A frame whose connection broke: again, unless that has happened to it more than `max_losses` times.
+    /// Queues a frame again whose connection broke. It fails when that has happened more than `max_losses` times.
     pub fn retry(&self, mut frame: Frame, max_losses: usize, why: &str) {
         frame.num_tries += 1;
         let refused = if frame.num_tries <= max_losses { self.push_again(frame) } else { Err(frame) };
@@ -130,7 +130,8 @@ impl Jobs {
         }
     }
 
-    /// Before all others, on the next connection; or it fails, if it was lost too often, or the jobs are closed.
+    /// Queues a grant again whose connection broke, before all other jobs. It fails when that has happened too often,
+    /// or when the jobs are closed.
     pub fn open_again(&self, mut open: Open, why: &str) {
         open.num_losses += 1;
         let mut queue = self.queue();
@@ -143,7 +144,7 @@ impl Jobs {
         self.more.notify_one();
     }
 
-    /// Waits for the next one; `None` when the jobs are closed.
+    /// Waits for the next job. `None`: the jobs are closed.
     pub fn next(&self) -> Option<Job> {
         let mut queue = self.queue();
         loop {
@@ -159,7 +160,7 @@ impl Jobs {
         }
     }
 
-    /// As [`poll`](Self::poll), after waiting for one for so long.
+    /// As [`poll`](Self::poll), but waits for a job for at most `timeout`.
     pub fn next_within(&self, timeout: Duration) -> Poll<Option<Job>> {
         let queue = self.queue();
         let has_none =
@@ -169,7 +170,7 @@ impl Jobs {
         self.poll()
     }
 
-    /// The next one, if there is one; `Ready(None)` when the jobs are closed.
+    /// The next job, if there is one. `Ready(None)`: the jobs are closed.
     pub fn poll(&self) -> Poll<Option<Job>> {
         let mut queue = self.queue();
         if queue.is_closed {
@@ -181,7 +182,7 @@ impl Jobs {
         }
     }
 
-    /// A route is closed: fails its frames.
+    /// Fails the frames of a route that is closed.
     pub fn retire(&self, route: &Arc<RouteState>) {
         let mut queue = self.queue();
         let (retired, kept): (VecDeque<Frame>, _) =
@@ -191,7 +192,7 @@ impl Jobs {
         retired.into_iter().for_each(|frame| frame.fail(PushError::Closed));
     }
 
-    /// The peer cannot be reached: nothing that waits for it gets through.
+    /// Fails all jobs, because the peer cannot be reached.
     pub fn fail_all(&self, error: &RouteError) {
         let Queue { opens, frames, .. } = {
             let mut queue = self.queue();
@@ -205,7 +206,7 @@ impl Jobs {
             .for_each(|job| job.fail(error));
     }
 
-    /// Ends every `next`, and fails the frames that wait.
+    /// Closes the jobs: ends every `next`, and fails the queued frames.
     pub fn close(&self) {
         let frames = {
             let mut queue = self.queue();
@@ -216,13 +217,13 @@ impl Jobs {
         frames.into_iter().for_each(|frame| frame.fail(PushError::Closed));
     }
 
-    /// Whether nothing is to be done, and a thread waits for something.
+    /// Whether the queue is empty and a thread waits for a job.
     pub fn is_idle(&self) -> bool {
         let queue = self.queue();
         queue.num_waiting > 0 && queue.opens.is_empty() && queue.frames.is_empty()
     }
 
-    /// Whether no job is done any more.
+    /// Whether the jobs are closed.
     pub fn is_closed(&self) -> bool {
         self.queue().is_closed
     }
@@ -233,12 +234,12 @@ impl Jobs {
     }
 }
 
-/// The one thread that does a peer's jobs, where there is one: from the first grant on.
+/// The thread that does a peer's jobs, for transports that need only one. It starts with the first grant.
 #[derive(Default)]
 pub struct JobThread(Mutex<Option<JoinHandle<()>>>);
 
 impl JobThread {
-    /// Has a grant opened by the thread, which runs `run` until the jobs are closed.
+    /// Queues a grant to open. Starts the thread if it does not run; it runs `run` until the jobs are closed.
     pub fn open(&self, name: &str, jobs: &Jobs, open: Open, run: impl FnOnce() + Send + 'static) {
         let mut thread = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if thread.is_none() {

@@ -1,4 +1,5 @@
-//! How fast a way to a peer's blocks is, by moving blocks over it; and what limits every way.
+//! Measures the rate and the latency of a transport to a peer's blocks, and the limits of the machine: memory and
+//! loopback.
 
 use std::{
     hint::black_box,
@@ -12,30 +13,31 @@ use baton_kv_cache::{BlockId, KvLayout, KvShard, WireFormat};
 
 use super::Sender;
 
-/// How long one way is measured at most, but for what has begun.
+/// Longest time of one measurement. A push that has begun may end later.
 const PATIENCE: Duration = Duration::from_secs(2);
 
-/// What was measured of one way.
+/// The result of measuring one transport.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Measured {
-    /// Of a push of all blocks.
+    /// Bytes of one push of all blocks.
     pub num_bytes: u64,
-    /// Of pushes of all blocks: checksummed bytes, from the call until the receiver's blocks hold them; the median.
+    /// Median rate of pushes of all blocks, from the call until the receiver's blocks hold the bytes. Hashing is
+    /// included.
     pub bytes_per_second: f64,
-    /// Of pushes of one piece; the median.
+    /// Median time of a push of one piece.
     pub latency: Duration,
 }
 
 impl Sender {
-    /// Pushes `blocks` into those of `peer` under each of `grants`, which all name the same `offer` and as many blocks:
-    /// first to open connections and touch memory, then half of them with one piece, the others with everything. Where
-    /// the sides differ, pieces are put together as for a handoff. The sender remembers the rate: where it knows those
-    /// of all ways to a pool, it takes the fastest.
+    /// Pushes `blocks` into the blocks of `peer` under each of `grants`. All grants name the same `offer` and equally
+    /// many blocks. The first push opens connections and touches memory. Then half of the pushes have one piece, and
+    /// the others have all pieces. If the sides differ, pieces are assembled as in a handoff. The sender remembers the
+    /// rate. Once it knows the rates of all offers of a pool, it takes the fastest.
     ///
-    /// `keep` holds the source blocks; what they contain does not matter.
+    /// `keep` holds the source blocks allocated. Their contents do not matter.
     ///
     /// # Errors
-    /// Why the way is of no use, in words.
+    /// Why the transport cannot be used, as text for the operator.
     pub async fn measure<K: Clone + Send + 'static>(
         &self,
         peer: &KvShard,
@@ -103,25 +105,25 @@ fn pieces(own: &KvLayout, src: &[BlockId], peer: &KvLayout, dst: &[BlockId]) -> 
     layers.collect()
 }
 
-/// Memory of one round of a rate: more than caches hold.
+/// Bytes that one round copies: more than the caches hold.
 const ROUND_BYTES: usize = 64 << 20;
 
-/// What the fastest way over memory can do: bytes a second of one thread that copies pieces of `piece_bytes` within this
-/// process, from and to memory that no cache holds.
+/// The limit of memory: bytes per second of one thread that copies pieces of `piece_bytes` inside of this process, from
+/// and to memory that is in no cache.
 pub fn copy_rate(piece_bytes: usize) -> f64 {
     let (source, mut target) = (vec![1_u8; ROUND_BYTES], vec![0_u8; ROUND_BYTES]);
     let rate = rate(|| {
         for (target, source) in target.chunks_mut(piece_bytes).zip(source.chunks(piece_bytes)) {
             target.copy_from_slice(source);
         }
-        // Nobody reads it, which must not make it vanish.
+        // Keeps the compiler from removing a copy that is not read.
         black_box(&mut target);
         Ok(())
     });
     rate.unwrap_or_default()
 }
 
-/// What sockets of this machine can do: bytes a second of one plain TCP stream over loopback, between two threads.
+/// The limit of sockets: bytes per second of one plain TCP stream over loopback, between two threads.
 ///
 /// # Errors
 /// When there is no loopback.
@@ -133,7 +135,7 @@ pub fn stream_rate() -> io::Result<f64> {
     std::thread::scope(|scope| {
         scope.spawn(move || {
             let mut memory = vec![0; ROUND_BYTES];
-            // Ends with the stream.
+            // Returns at the end of the stream.
             while theirs.read_exact(&mut memory).and_then(|()| theirs.write_all(&[1])).is_ok() {}
         });
         let memory = vec![1; ROUND_BYTES];
@@ -146,7 +148,7 @@ pub fn stream_rate() -> io::Result<f64> {
     })
 }
 
-/// Median over rounds, the first of which does not count.
+/// The median of the rounds after the first one.
 fn rate(mut round: impl FnMut() -> io::Result<()>) -> io::Result<f64> {
     let mut times = Vec::new();
     for _ in 0..6 {
@@ -165,7 +167,7 @@ mod tests {
 
     #[test]
     fn what_limits_is_measured() {
-        // No memory is faster, but a copy that the compiler left out is.
+        // A rate above this means that the compiler removed the copy.
         assert!((1e6..1e12).contains(&copy_rate(64 << 10)));
         assert!(stream_rate().unwrap() > 0.0);
     }

@@ -1,8 +1,8 @@
-//! The prefill worker's end of the data plane: it finds the best way to a decode worker's granted
+//! The prefill worker's end of the data plane. It finds the best way to a decode worker's granted
 //! blocks and writes pieces there.
 //!
-//! The other pool's blocks may have another size, and hold another element type: what is not the same bytes there is
-//! put together piece by piece before it is written, and may be quantised for the way ([`RouteState::load`]).
+//! The decode worker's blocks may have another size or another element type. Then this side assembles each piece in the
+//! decode worker's form before it writes it. It may also encode pieces for the wire ([`RouteState::load`]).
 //!
 //! ```text
 //! Sender --- route(access key, offers, keep) ---> Route --- push(pieces) * ---> close()
@@ -10,7 +10,7 @@
 //!    +--- pools, one per pool and transport: persistent connections and threads
 //! ```
 //!
-//! `keep` is what holds the source blocks allocated. It is dropped when the route is, and no thread
+//! `keep` holds the source blocks allocated. It is dropped when the route is closed and no thread
 //! reads from the blocks any more. How a transport moves a frame is not known here.
 
 mod context;
@@ -46,8 +46,8 @@ pub use transport::{RemotePool, SendingTransport};
 
 use crate::counters::Counters;
 
-/// Writes blocks of one pool into those of other workers. Cheap to clone; connections and threads
-/// stop with the last clone and the last route.
+/// Writes blocks of one pool into blocks of other workers. Cheap to clone. Connections and threads
+/// end with the last clone and the last route.
 #[derive(Clone)]
 pub struct Sender {
     shared: Arc<Shared>,
@@ -57,25 +57,26 @@ struct Shared {
     context: Arc<SenderContext>,
     transports: Vec<Box<dyn SendingTransport>>,
     pools: Mutex<HashMap<(TransportOffer, KvLayout), Arc<dyn RemotePool>>>,
-    /// Bytes a second, where somebody has asked for a measurement.
+    /// Bytes per second of each offer that was measured.
     rates: Mutex<HashMap<TransportOffer, f64>>,
 }
 
-/// How much faster a way must be than the one before it in the order of kinds to be taken instead: measurements of a
-/// busy machine differ by as much, and what comes first costs less of the processors.
+/// How much faster a transport must be than the one before it in the order of kinds to be preferred. Measurements on a
+/// busy machine differ by as much, and earlier kinds take less time of the processors.
 const MARGIN: f64 = 1.5;
 
-/// Rates beyond these belong to pools that have gone.
+/// Most rates that are kept. When there are more, most of their pools have gone.
 const MAX_RATES: usize = 4096;
 
-/// Bytes of the largest piece that is put together for a peer: its word must not make this side allocate any amount.
+/// Largest piece that is assembled for a peer. A peer's message must not make this side allocate an unbounded amount.
 const MAX_STAGED_BYTES: usize = 64 << 20;
 
 impl Sender {
-    /// A sender that reads from `storage`, and writes over `transports`. Peers are connected when first needed.
+    /// A sender that reads from `storage` and writes over `transports`. It connects to a peer when the first route
+    /// needs it.
     ///
     /// # Errors
-    /// When the configuration makes no sense.
+    /// When `frame_bytes` is 0.
     pub fn start(
         storage: Arc<BlockStorage>,
         config: SenderConfig,
@@ -89,12 +90,12 @@ impl Sender {
         Ok(Sender { shared: Arc::new(Shared { context, transports, pools, rates }) })
     }
 
-    /// A way to the blocks of a grant, arranged as those of this side: the best of `offers` that is allowed and
-    /// reachable. Best is the first kind of [`TransportKind::ALL`], or the fastest where [`measure`](Self::measure) has
-    /// found the rates of all.
+    /// A route to granted blocks that are arranged as this side's blocks, over the best of `offers` that is allowed and
+    /// reachable. Best is the first kind of [`TransportKind::ALL`], or the fastest if [`measure`](Self::measure) has
+    /// measured all of them.
     ///
     /// # Errors
-    /// When there is none. `keep` is dropped then.
+    /// When no offer leads to the blocks. `keep` is dropped then.
     pub async fn route(
         &self,
         access_key: AccessKey,
@@ -105,11 +106,11 @@ impl Sender {
         self.route_to(&own, WireFormat::AsIs, access_key, offers, keep).await
     }
 
-    /// A way to the blocks of a grant, which hold `peer` of the model's KV. Pieces travel as `wire` says, where
-    /// the transport [takes](SendingTransport::takes_wire_formats) that and it is smaller than they are.
+    /// A route to granted blocks that hold the part `peer` of the model's KV. Pieces travel in the format `wire` if the
+    /// transport [supports](SendingTransport::takes_wire_formats) it and the format is smaller than the pieces.
     ///
     /// # Errors
-    /// When there is none, or KV cannot go there. `keep` is dropped then.
+    /// When no offer leads to the blocks, or they cannot hold this side's KV. `keep` is dropped then.
     pub async fn route_to(
         &self,
         peer: &KvShard,
@@ -183,7 +184,7 @@ impl Sender {
         &self.shared.context.counters
     }
 
-    /// Best first: in the order of kinds, unless the rates of all are known.
+    /// Sorts best first: by kind, or by rate if the rates of all candidates are known.
     fn sort(&self, candidates: &mut [&TransportOffer]) {
         candidates.sort_by_key(|offer| offer.kind());
         let rates = self.shared.rates.lock().unwrap_or_else(PoisonError::into_inner);
@@ -202,7 +203,7 @@ impl Sender {
         rates.insert(offer.clone(), bytes_per_second);
     }
 
-    /// What carries an offer, if it may be used.
+    /// The transport of an offer, if this sender has it.
     fn transport(&self, offer: &TransportOffer) -> Option<&dyn SendingTransport> {
         let mut transports = self.shared.transports.iter();
         transports.find(|transport| transport.kind() == offer.kind()).map(|transport| &**transport)
@@ -215,7 +216,7 @@ impl Sender {
         layout: &KvLayout,
     ) -> Arc<dyn RemotePool> {
         let mut pools = self.shared.pools.lock().unwrap_or_else(PoisonError::into_inner);
-        // Pools that have gone: their offers never come back.
+        // Forget pools that have gone: their offers never come back.
         let mut cold = Vec::new();
         pools.retain(|(known, _), pool| {
             let keep = known == offer || Arc::strong_count(pool) > 1 || !pool.is_cold();
@@ -235,12 +236,12 @@ impl Sender {
 }
 
 impl Shared {
-    /// What this side holds: all heads, as long as a worker is one rank.
+    /// The part of the model's KV that this side's pool holds: all heads.
     fn own_shard(&self) -> Result<KvShard, ShardError> {
         KvShard::new(self.context.storage.layout(), 1, 0)
     }
 
-    /// How KV goes from here to `peer`; `None` when every piece is the same there.
+    /// How pieces of this side become pieces of `peer`. `None`: they are the same bytes on both sides.
     fn mapping(&self, peer: &KvShard) -> Result<Option<KvMapping>, RouteError> {
         let mapping = self.own_shard().and_then(|own| KvMapping::new(&own, peer));
         let mapping = mapping.map_err(|error| RouteError::OtherKv(error.to_string()))?;

@@ -1,5 +1,5 @@
-//! The grants of one connection to a pool that is written one-sidedly: which wait for the peer's word, and under which
-//! something may be, or is being, written. It knows no socket: what has to be said is returned.
+//! The grants of one connection to a pool that is written one-sidedly. A grant waits for the peer's answer, or it is
+//! open and may have writes in flight. This file knows no socket: it returns the words that must be sent.
 //!
 //! ```text
 //! wait ---> opening --- Opened ---> open --- close ---> (flights land) ---> gone, and `Close` is said
@@ -17,7 +17,7 @@ use crate::word::Word;
 /// The grants of one connection.
 #[derive(Default)]
 pub struct OpenGrants {
-    /// What waits for the peer's word, the first of each having asked for it.
+    /// Jobs that wait for the peer to open their grant. The first job of each grant has asked the peer.
     opening: HashMap<Generation, Vec<Job>>,
     open: HashMap<Generation, OpenGrant>,
 }
@@ -25,12 +25,12 @@ pub struct OpenGrants {
 #[derive(Default)]
 struct OpenGrant {
     num_flights: usize,
-    /// Nothing new is written; `Close` is said after the last flight.
+    /// No new write begins. `Close` is sent after the last flight.
     is_closing: bool,
 }
 
 impl OpenGrants {
-    /// Keeps a job until the peer has opened its grant, and says what the peer is to be asked, if it was not yet.
+    /// Keeps a job until the peer has opened its grant. Returns the word that asks the peer, if it was not asked yet.
     #[must_use]
     pub fn wait(&mut self, job: Job) -> Option<Word> {
         let access_key = job.access_key();
@@ -39,24 +39,24 @@ impl OpenGrants {
         (waiting.len() == 1).then_some(Word::Open(access_key))
     }
 
-    /// Those under which something may be written, or is being.
+    /// The grants that are open, or that still have flights.
     pub fn open(&self) -> impl Iterator<Item = Generation> {
         self.open.keys().copied()
     }
 
-    /// Whether something may be written under the grant now.
+    /// Whether a write may begin under the grant now.
     pub fn is_open(&self, generation: Generation) -> bool {
         self.open.get(&generation).is_some_and(|grant| !grant.is_closing)
     }
 
-    /// Notes that something is being written, until it has [`landed`](Self::landed); `false` when it may not be.
+    /// Notes a write that begins; it ends with [`landed`](Self::landed). `false`: no write may begin.
     #[must_use]
     pub fn begin(&mut self, generation: Generation) -> bool {
         let grant = self.open.get_mut(&generation).filter(|grant| !grant.is_closing);
         grant.map(|grant| grant.num_flights += 1).is_some()
     }
 
-    /// Something is not being written any more.
+    /// Notes that a write has ended. Returns the word to send, if this was the last write of a closing grant.
     #[must_use]
     pub fn landed(&mut self, generation: Generation) -> Option<Word> {
         let grant = self.open.get_mut(&generation)?;
@@ -67,16 +67,16 @@ impl OpenGrants {
         })
     }
 
-    /// Nothing new is written under the grant: its route is closed.
+    /// Closes the grant, because its route is closed: no new write begins. Returns the word to send.
     #[must_use]
     pub fn close(&mut self, generation: Generation) -> Option<Word> {
         self.end(generation, &RouteError::Closed, &PushError::Closed)
     }
 
-    /// Does what the peer says; frames that may be written go back to `jobs`. What it is answered.
+    /// Handles a word of the peer. Frames that may be written now go back to `jobs`. Returns the answer to send.
     ///
     /// # Errors
-    /// The word itself, when it is not for a writer.
+    /// Returns the word itself when it is not one for a writer.
     pub fn hear(&mut self, word: Word, jobs: &Jobs) -> Result<Option<Word>, Word> {
         let revoked = RouteError::Unreachable("the grant is revoked".into());
         Ok(match word {
@@ -105,7 +105,7 @@ impl OpenGrants {
         })
     }
 
-    /// The connection is gone. What waited is tried again on the next one, or fails.
+    /// The connection is lost. Waiting jobs are tried again on the next connection, or fail.
     pub fn lost(self, jobs: &Jobs, why: &str) {
         for job in self.opening.into_values().flatten() {
             match job {
@@ -130,7 +130,7 @@ impl OpenGrants {
         }
     }
 
-    /// Answers what waits; whether there was something.
+    /// Fails the waiting jobs of a grant. Returns whether the grant was being opened.
     fn fail(&mut self, generation: Generation, open_error: &RouteError, error: &PushError) -> bool {
         let waiting = self.opening.remove(&generation);
         let was_opening = waiting.is_some();
@@ -172,7 +172,7 @@ mod tests {
     }
 
     #[test]
-    fn the_peer_is_asked_once_for_all_that_wait() {
+    fn the_peer_is_asked_once_for_all_waiting_jobs() {
         let mut grants = OpenGrants::default();
         let ((first, mut first_answer), (second, mut second_answer)) = (open(), open());
         assert_eq!(grants.wait(first), Some(Word::Open(some_access_key(ONE.0))));
@@ -183,7 +183,7 @@ mod tests {
     }
 
     #[test]
-    fn close_is_said_after_the_last_flight() {
+    fn close_is_sent_after_the_last_flight() {
         let mut grants = opened();
         assert!(grants.begin(ONE) && grants.begin(ONE));
         assert_eq!(grants.hear(Word::Revoke(ONE), &Jobs::default()), Ok(None));
@@ -195,7 +195,7 @@ mod tests {
     }
 
     #[test]
-    fn a_grant_that_nobody_waits_for_any_more_is_closed() {
+    fn a_grant_that_no_route_waits_for_is_closed() {
         let mut grants = OpenGrants::default();
         assert_eq!(grants.wait(open().0), Some(Word::Open(some_access_key(ONE.0))));
         assert_eq!(grants.hear(Word::Opened(ONE), &Jobs::default()), Ok(Some(Word::Close(ONE))));
@@ -203,7 +203,7 @@ mod tests {
     }
 
     #[test]
-    fn what_waits_is_answered_whatever_the_peer_says() {
+    fn a_waiting_job_fails_when_the_peer_refuses_its_grant() {
         let revoked = || RouteError::Unreachable("the grant is revoked".into());
         for (word, answer) in [(Word::Unknown(ONE), None), (Word::Revoke(ONE), Some(Word::Close(ONE)))] {
             let mut grants = OpenGrants::default();
@@ -217,7 +217,7 @@ mod tests {
     }
 
     #[test]
-    fn what_waits_on_a_lost_connection_is_asked_once_more() {
+    fn a_job_on_a_lost_connection_is_tried_once_more() {
         let jobs = Jobs::default();
         let (mut job, mut opened) = open();
         for _ in 0..MAX_LOSSES {

@@ -1,9 +1,9 @@
-//! How a thread waits for what nothing wakes it for, such as a device that copies: small transfers end in microseconds,
-//! large ones need not cost a core.
+//! How a thread polls for an event that does not wake it, such as the end of a device's copy. Small transfers end in
+//! microseconds, so it polls without a pause at first. Large transfers must not cost a core, so it pauses later.
 
 use std::{thread, time::Duration};
 
-/// How often it looks without a pause, and how long the pauses are afterwards.
+/// The number of polls without a pause, and the length of the pauses afterwards.
 const NUM_SPINS: u32 = 200;
 const PAUSE: Duration = Duration::from_micros(50);
 
@@ -14,18 +14,18 @@ pub struct Pace {
 }
 
 impl Pace {
-    /// Something has happened, and more may soon.
+    /// Starts again without pauses: an event has happened, and more may follow soon.
     pub fn moved(&mut self) {
         self.num_idle = 0;
     }
 
-    /// For how long to wait for something else before the next look, when nothing has happened at this one.
+    /// How long to wait before the next poll, after a poll without an event.
     pub fn pause(&mut self) -> Duration {
         self.num_idle = self.num_idle.saturating_add(1);
         if self.num_idle > NUM_SPINS { PAUSE } else { Duration::ZERO }
     }
 
-    /// Waits until the next look.
+    /// Waits until the next poll.
     pub fn wait(&mut self) {
         match self.pause() {
             Duration::ZERO => thread::yield_now(),

@@ -1,4 +1,4 @@
-//! A route: one handoff's way to granted blocks.
+//! A route: the way of one handoff to granted blocks.
 
 use std::{future::Future, sync::Arc};
 
@@ -11,7 +11,7 @@ use super::{
     transport::RemotePool,
 };
 
-/// One handoff's way to granted blocks. Dropping it closes it.
+/// The way of one handoff to granted blocks. Dropping the route closes it.
 pub struct Route {
     state: Arc<RouteState>,
     pool: Arc<dyn RemotePool>,
@@ -22,16 +22,16 @@ impl Route {
         Route { state, pool }
     }
 
-    /// What carries it.
+    /// The transport that carries it.
     pub fn transport(&self) -> TransportKind {
         self.state.kind()
     }
 
-    /// Writes pieces, on the sender's own threads; resolves when the receiver's blocks hold them.
-    /// Dropping the future does not stop the writing; closing the route does.
+    /// Writes pieces, on the sender's own threads. Resolves when the receiver's blocks hold them.
+    /// Dropping the future does not stop the writing. Closing the route does.
     ///
     /// # Errors
-    /// When one of the pieces could not be written; some of the others may have been.
+    /// When a piece could not be written. Other pieces may have been written.
     pub fn push(
         &self,
         pieces: Vec<PieceWrite>,
@@ -55,8 +55,8 @@ impl Route {
         }
     }
 
-    /// Stops writing; resolves when no thread touches the blocks of either side for this route.
-    /// The guard given to [`Sender::route`](super::Sender::route) has been dropped then.
+    /// Stops writing. Resolves when no thread touches the blocks of either side for this route.
+    /// The guard that was given to [`Sender::route`](super::Sender::route) has been dropped by then.
     pub fn close(self) -> impl Future<Output = ()> + Send {
         let mut active = self.state.activity();
         let state = Arc::clone(&self.state);

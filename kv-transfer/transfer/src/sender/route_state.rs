@@ -1,5 +1,5 @@
-//! What the threads of a transport see of a route: how its pieces are read, put together and summed up, and who uses
-//! its blocks.
+//! A route as the threads of a transport use it: how its pieces are read, assembled, encoded and hashed, and how many
+//! threads use its blocks.
 
 use std::{
     io,
@@ -13,26 +13,26 @@ use tokio::sync::watch;
 use super::context::SenderContext;
 use crate::checksum::{self, SumOf};
 
-/// What becomes of pieces on a route.
+/// How a route changes pieces on their way.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Form {
-    /// Of the peer's blocks.
+    /// The layout of the peer's blocks.
     pub(super) layout: KvLayout,
-    /// `None`: pieces are the same on both sides.
+    /// `None`: pieces are the same bytes on both sides.
     pub(super) mapping: Option<KvMapping>,
-    /// `None`: they travel as they are.
+    /// `None`: pieces travel as they are.
     pub(super) codec: Option<WireCodec>,
     pub(super) sum_of: SumOf,
 }
 
-/// What the threads of a peer see of a route.
+/// A route, as the threads of a transport use it.
 pub struct RouteState {
     access_key: AccessKey,
     kind: TransportKind,
     context: Arc<SenderContext>,
     form: Form,
     is_closed: Mutex<bool>,
-    /// Threads, or frames on the wire, that use the blocks.
+    /// How many threads and frames on the wire use the blocks.
     num_active: watch::Sender<usize>,
     keep: Mutex<Box<dyn Send>>,
 }
@@ -56,7 +56,7 @@ impl RouteState {
         })
     }
 
-    /// What carries it.
+    /// The transport that carries it.
     pub(super) fn kind(&self) -> TransportKind {
         self.kind
     }
@@ -66,62 +66,62 @@ impl RouteState {
         self.context.config.frame_bytes
     }
 
-    /// How many threads, or frames on the wire, use the blocks.
+    /// How many threads and frames on the wire use the blocks.
     pub(super) fn activity(&self) -> watch::Receiver<usize> {
         self.num_active.subscribe()
     }
 
-    /// So many pieces of a frame are in the peer's blocks.
+    /// Counts pieces that are in the peer's blocks.
     pub(super) fn placed(&self, num_pieces: usize) {
         self.context.counters.of(self.kind).placed(num_pieces, num_pieces * self.wire_bytes());
     }
 
-    /// What the peer is shown.
+    /// The access key that is shown to the peer.
     pub fn access_key(&self) -> AccessKey {
         self.access_key
     }
 
-    /// Of the grant.
+    /// The name of the grant.
     pub fn generation(&self) -> Generation {
         self.access_key.generation
     }
 
-    /// Where the pieces are read from.
+    /// The pool that pieces are read from.
     pub fn storage(&self) -> &BlockStorage {
         &self.context.storage
     }
 
-    /// What the checksums are of.
+    /// What a checksum covers.
     pub fn sum_of(&self) -> SumOf {
         self.form.sum_of
     }
 
-    /// Checksum of what the peer's piece shall hold.
+    /// The checksum of a piece as the peer's blocks must hold it.
     pub fn checksum(&self, piece: &[u8]) -> u64 {
         self.form.sum_of.sum(piece, self.generation())
     }
 
-    /// Bytes of a piece of the peer.
+    /// Bytes of a piece in the peer's blocks.
     pub fn piece_bytes(&self) -> usize {
         self.form.layout.layer_bytes()
     }
 
-    /// How pieces travel.
+    /// The format in which pieces travel.
     pub fn wire(&self) -> WireFormat {
         self.form.codec.map_or(WireFormat::AsIs, |codec| codec.format())
     }
 
-    /// Bytes of a piece on its way.
+    /// Bytes of a piece on the wire.
     pub fn wire_bytes(&self) -> usize {
         self.form.codec.map_or_else(|| self.piece_bytes(), |codec| codec.piece_bytes())
     }
 
-    /// Bytes in which a piece is put together before it travels: none where it travels as it lies in the pool.
+    /// Bytes that assembling one piece needs. 0 when pieces travel as they are stored in the pool.
     pub fn room_bytes(&self) -> usize {
         if self.form.mapping.is_none() && self.form.codec.is_none() { 0 } else { self.wire_bytes() }
     }
 
-    /// Bytes for which [`load`](Self::load) needs room: the host must also fetch what a device has.
+    /// Bytes of room that [`load`](Self::load) needs for one piece. The host also needs room for pieces on a device.
     pub fn host_room_bytes(&self) -> usize {
         if self.storage().device().is_some() { self.wire_bytes() } else { self.room_bytes() }
     }
@@ -146,7 +146,8 @@ impl RouteState {
             && (piece.layer_idx as usize) < storage.layout().num_layers
     }
 
-    /// [Loads](Self::load) the pieces of a frame, in order; `rooms` has [`host_room_bytes`](Self::host_room_bytes) for each.
+    /// [Loads](Self::load) the pieces of a frame, in order. `rooms` has [`host_room_bytes`](Self::host_room_bytes) for
+    /// each piece.
     ///
     /// # Errors
     /// When the device fails.
@@ -173,7 +174,7 @@ impl RouteState {
         Ok(Loaded { pieces: loaded.collect::<io::Result<_>>()?, sums: None })
     }
 
-    /// Loads pieces that a device has, and gives their checksums if it has taken them.
+    /// Loads pieces that are on a device. Returns their checksums if the device has computed them.
     ///
     /// # Safety
     /// As of [`load_all`](Self::load_all).
@@ -190,19 +191,20 @@ impl RouteState {
         };
         // SAFETY: as above.
         if let Some(sums) = unsafe { storage.encode_there(codec, pieces, rooms, self.generation().0) }? {
-            // The device's are of pieces.
+            // The device computes checksums of whole pieces.
             return Ok(Some(sums).filter(|_| self.form.sum_of == SumOf::Pieces));
         }
         staged.resize(pieces.len() * self.piece_bytes(), 0);
         // SAFETY: as above.
         unsafe { storage.load_all(pieces, staged) }?;
         let pieces = staged.chunks_exact(self.piece_bytes()).zip(rooms.chunks_exact_mut(self.wire_bytes()));
-        pieces.for_each(|(piece, coded)| codec.encode(piece, coded, wire));
+        pieces.for_each(|(piece, encoded)| codec.encode(piece, encoded, wire));
         Ok(None)
     }
 
-    /// What goes to the peer for a piece: the own block's bytes as they are, or, where the sides differ, pieces travel in
-    /// another form or lie on a device, what is put together in `room`, of [`host_room_bytes`](Self::host_room_bytes).
+    /// The bytes of a piece as they travel to the peer. They are read in place when the pool is in host memory and
+    /// pieces travel as they are. Otherwise they are assembled in `room`, which has
+    /// [`host_room_bytes`](Self::host_room_bytes).
     ///
     /// # Errors
     /// When the device fails.
@@ -228,7 +230,7 @@ impl RouteState {
         Ok(room)
     }
 
-    /// Has the processor fetch the beginning of a piece that is read next, if it is read where it lies.
+    /// Prefetches the beginning of the piece that is read next, if it is read in place.
     pub fn fetch_ahead(&self, piece: &PieceWrite) {
         if self.host_room_bytes() == 0 {
             let (block, layer_idx) = piece.source();
@@ -236,23 +238,23 @@ impl RouteState {
         }
     }
 
-    /// The checksums of what the peer's blocks hold when it has got these pieces, in order.
+    /// The checksums of the loaded pieces as the peer's blocks will hold them, in order.
     pub fn sums(&self, loaded: Loaded<'_>, scratch: &mut Scratch) -> Vec<u64> {
         let Loaded { pieces, sums } = loaded;
         sums.unwrap_or_else(|| pieces.iter().map(|bytes| self.sum(bytes, scratch)).collect())
     }
 
-    /// The same of one that [`load`](Self::load) gave.
+    /// The checksum of one piece that [`load`](Self::load) returned.
     fn sum(&self, loaded: &[u8], Scratch { wire, decoded, .. }: &mut Scratch) -> u64 {
         let Some(codec) = &self.form.codec else { return self.checksum(loaded) };
-        // What the peer will make of it, so that its check covers the decoding, too.
+        // Hash what the peer will decode, so that its verification covers the decoding too.
         decoded.resize(self.piece_bytes(), 0);
         codec.decode(loaded, decoded, wire);
         self.checksum(decoded)
     }
 
-    /// What the peer's piece shall hold, in the own block or, where the sides differ or that is on a device, in `staging`,
-    /// of the peer's piece.
+    /// The bytes that the peer's piece must hold. They are read in place when the pool is in host memory and pieces are
+    /// the same on both sides. Otherwise they are assembled in `staging`, which has [`piece_bytes`](Self::piece_bytes).
     ///
     /// # Errors
     /// When the device fails.
@@ -295,7 +297,7 @@ impl RouteState {
             Source::Tokens { tokens, .. } => tokens.clone(),
         };
         if tokens.len() < self.form.layout.block_size {
-            // Tokens that do not exist yet.
+            // The tokens after the end do not exist yet: their bytes are 0.
             staging.fill(0);
         }
         let first = tokens.start / block_size;
@@ -305,7 +307,7 @@ impl RouteState {
         Ok(staging)
     }
 
-    /// The right to use the blocks of both sides, while it lives; `None` when the route is closed.
+    /// The right to use the blocks of both sides while the result lives. `None`: the route is closed.
     pub fn enter(self: &Arc<Self>) -> Option<Active> {
         let is_closed = self.closed();
         if *is_closed {
@@ -315,7 +317,7 @@ impl RouteState {
         Some(Active(Arc::clone(self)))
     }
 
-    /// Nobody enters any more.
+    /// Closes the route: no thread enters any more.
     pub fn shut(&self) {
         *self.closed() = true;
     }
@@ -338,41 +340,41 @@ impl Drop for Active {
     }
 }
 
-/// Pieces of a frame, as they go to the peer.
+/// The pieces of a frame, as they travel to the peer.
 pub struct Loaded<'a> {
     /// Their bytes, in order.
     pub pieces: Vec<&'a [u8]>,
-    /// Where a device has taken them.
+    /// Their checksums, if a device has computed them.
     sums: Option<Vec<u64>>,
 }
 
-/// Memory in which a thread puts pieces together, kept between frames.
+/// Memory in which a thread assembles pieces. It is kept between frames.
 #[derive(Default)]
 pub struct Staging {
     room: Vec<u8>,
     scratch: Scratch,
 }
 
-/// For one piece at a time.
+/// Memory for assembling and encoding one piece at a time.
 #[derive(Default)]
 pub struct Scratch {
-    /// What puts pieces together.
+    /// Memory for assembling pieces.
     pub assembly: Assembly,
     wire: WireScratch,
     staged: Vec<u8>,
     decoded: Vec<u8>,
 }
 
-/// What putting pieces together takes.
+/// Memory for assembling pieces.
 #[derive(Default)]
 pub struct Assembly {
     vectors: Vec<f32>,
-    /// The own blocks, from a device.
+    /// This side's blocks, read from a device.
     fetched: Vec<u8>,
 }
 
 impl Staging {
-    /// Room for so many pieces of a route, and what else loading them takes.
+    /// Room for `num_pieces` pieces of a route, and the scratch memory for loading them.
     pub fn of(&mut self, route: &RouteState, num_pieces: usize) -> (&mut [u8], &mut Scratch) {
         let num_bytes = num_pieces * route.host_room_bytes();
         if self.room.len() < num_bytes {
@@ -382,12 +384,12 @@ impl Staging {
     }
 }
 
-/// Pieces that a frame holds at most.
+/// The most pieces of one frame.
 pub fn max_pieces(frame_bytes: usize, piece_bytes: usize) -> usize {
     (frame_bytes / piece_bytes).clamp(1, 256)
 }
 
-/// The push failed because a device did not return its blocks.
+/// The error of a push whose source blocks could not be read from a device.
 pub fn unread(error: &io::Error) -> PushError {
-    PushError::Lost(format!("the device does not give its blocks: {error}"))
+    PushError::Lost(format!("the device does not return its blocks: {error}"))
 }

@@ -17,21 +17,21 @@ use crate::checksum::SumOf;
 
 /// A prefill worker's half of a transport: it reaches pools of other workers.
 pub trait SendingTransport: Send + Sync {
-    /// Which it is. Its methods get offers of this kind only.
+    /// The kind of this transport. The methods below get offers of this kind only.
     fn kind(&self) -> TransportKind;
 
-    /// Whether an offer can lead anywhere from this host. One that cannot is not tried, and not reported as a failure.
+    /// Whether an offer can be reached from this host. An offer that cannot is not tried and not reported as a failure.
     fn may_reach(&self, offer: &TransportOffer) -> bool {
         let _ = offer;
         true
     }
 
-    /// Whether pieces travel in the wire format that the route asks for. Without, they travel as they are.
+    /// Whether pieces can travel in the wire format that the route asks for. If not, they travel as they are.
     fn takes_wire_formats(&self) -> bool {
         false
     }
 
-    /// The pool of an offer, whose blocks have this layout. It connects when a grant is opened.
+    /// The pool of an offer, whose blocks have this layout. It connects when the first grant is opened.
     fn pool(
         &self,
         context: &Arc<SenderContext>,
@@ -42,14 +42,14 @@ pub trait SendingTransport: Send + Sync {
 
 /// Another worker's pool, reached by one transport.
 pub trait RemotePool: Send + Sync {
-    /// Makes sure that the peer is connected and may be written to under the grant.
+    /// Connects to the peer if needed, and opens a grant for writing.
     fn open(&self, open: Open);
     /// Queues a frame of an opened route; it ends by [`Frame::done`] or [`Frame::fail`].
     fn push(&self, frame: Frame);
-    /// The route is closed: drops what is queued of it, and tells the peer where that matters.
+    /// Drops the queued frames of a route that is closed, and tells the peer if the transport needs that.
     fn retire(&self, route: &Arc<RouteState>);
-    /// Whether nothing is connected, so that the pool may be forgotten.
+    /// Whether the pool has no connection, so that it may be forgotten.
     fn is_cold(&self) -> bool;
-    /// What the checksums of its pieces are of. Known when a grant was opened.
+    /// What the checksums of its pieces cover. It is known once a grant was opened.
     fn sum_of(&self) -> SumOf;
 }

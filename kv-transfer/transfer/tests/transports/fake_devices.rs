@@ -11,7 +11,7 @@ use baton_transfer_conformance::{
 };
 
 #[test]
-fn checksums_are_those_of_processors_whoever_takes_them() {
+fn checksums_of_devices_equal_those_of_processors() {
     let pieces = [(BlockId(2), 1), (BlockId(0), 0), (BlockId(2), 2)];
     let content: Vec<u8> = (0..3 * LAYOUT.layer_bytes()).map(|n| (n * 7 % 251) as u8).collect();
     let host = BlockStorage::new(LAYOUT, 3).unwrap();
@@ -20,7 +20,7 @@ fn checksums_are_those_of_processors_whoever_takes_them() {
     let storages = [host, device_with_kernels, device_without_kernels(LAYOUT, 3), devices];
     for storage in &storages {
         let mut loaded = vec![0; content.len()];
-        // SAFETY: nobody else uses the storage.
+        // SAFETY: only this test uses the storage.
         unsafe {
             storage.store_all(&pieces, &content).unwrap();
             storage.load_all(&pieces, &mut loaded).unwrap();

@@ -1,5 +1,5 @@
-//! Every state of a handoff that nccl takes part in with every fault that it sees, and what must come of it; with memory
-//! in a device's place, and a proxy on the control connection. What needs processes of their own, or is the
+//! Every state of a handoff that nccl takes part in with every fault that it sees, and what must come of it; with
+//! memory in a device's place, and a proxy on the control connection. What needs processes of their own, or is the
 //! handoff's state machine's, stands in `decode-worker/tests/handoff/matrix`, for transports that run there.
 
 mod proxy;
@@ -29,7 +29,7 @@ enum State {
     Granted,
     /// The first layer is written and verified.
     FirstChunkWritten,
-    /// Everything lies in the blocks; the sender has not heard of the last chunk.
+    /// All pieces are in the blocks. The sender has no answer for the last chunk yet.
     LastChunkUnacknowledged,
     /// Everything is written and verified, and the grant has ended; the route has not.
     Committed,
@@ -56,7 +56,7 @@ enum Fault {
     Duplicate,
     /// What the decode worker says next comes after what it says then.
     Reordered,
-    /// The grant is taken back, its blocks are somebody else's; then the rest of the route is written.
+    /// The grant is revoked and another request uses its blocks. Then the rest of the route is written.
     StaleWrite,
     /// A byte is another one before it is verified.
     BitFlip,
@@ -80,11 +80,11 @@ const FAULTS: [Fault; 10] = [
 enum Rest {
     /// It is, or has been, written.
     Written,
-    /// Nobody knows: the connection was lost.
+    /// Unknown: the connection was lost.
     Lost,
     /// It is not: the grant is gone.
     Revoked,
-    /// There is none, or nobody to write it.
+    /// There is no such piece, or no sender to write it.
     Nothing,
 }
 
@@ -96,7 +96,7 @@ fn expected(state: State, fault: Fault) -> Result<Rest, &'static str> {
         (Duplicate | Reordered, Committed) => return Err("nothing is under way to be answered"),
         (StaleWrite, Committed) => return Err("everything was written"),
         (PrefillGone, _) | (_, Committed) => Rest::Nothing,
-        // What lies there already is only not known to.
+        // The pieces are in the blocks already; only the answer is missing.
         (Revoked | StaleWrite | BitFlip, LastChunkUnacknowledged) => Rest::Written,
         (_, LastChunkUnacknowledged) => Rest::Lost,
         (Revoked | StaleWrite, _) => Rest::Revoked,
@@ -201,7 +201,7 @@ impl Handoff {
         })
     }
 
-    /// As if the blocks were somebody else's now.
+    /// As if another request used the blocks now.
     fn overwrite(&self) {
         for write in writes(&blocks([3, 4])) {
             fill(&self.target, write.dst, write.layer_idx as usize, 0xEE);
@@ -283,7 +283,7 @@ async fn meet(state: State, fault: Fault) {
             assert_eq!(soon(granted.verify(pieces)).await, Ok(()), "{cell}");
         }
     }
-    // Every block is free on both sides, and nobody writes into them any more.
+    // Every block is free on both sides, and no writer writes into them any more.
     handoff.revoke().await;
     handoff.overwrite();
     if let Some(route) = handoff.route.take() {
@@ -337,7 +337,7 @@ matrix!(
 
 /// How often what cannot be is said to be so: a new gap must be argued for here.
 #[test]
-fn what_cannot_meet_is_as_little_as_it_was() {
+fn no_new_cell_of_the_matrix_is_left_out() {
     let cells = STATES.into_iter().flat_map(|state| FAULTS.map(|fault| expected(state, fault)));
     assert_eq!(cells.filter(Result::is_err).count(), 5);
 }

@@ -81,7 +81,7 @@ impl Proxy {
         Proxy { address, shared }
     }
 
-    /// As if the decode worker listened here; `None`: nobody does.
+    /// As if the decode worker listened here. `None`: nothing listens.
     pub(super) fn lead_to(&self, receiver: Option<&Receiver>) -> Option<TransportOffer> {
         let mut to = self.shared.to.lock().unwrap();
         let Some(TransportOffer::Nccl { address, pool }) =

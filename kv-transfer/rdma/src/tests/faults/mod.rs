@@ -79,7 +79,7 @@ impl ByHand {
         let target = self.pool.base + LAYOUT.piece_offset(block, layer_idx) as u64;
         let source = self.source.region(0).piece(block, layer_idx);
         let copies = [Copy { source, target, len: LAYOUT.layer_bytes() }];
-        // SAFETY: nobody writes the source in these tests; the target is what is tested.
+        // SAFETY: these tests do not write the source. They test the target.
         let written = unsafe { self.agent.write(&self.remote, self.pool.memory, &copies) };
         let Ok(transfer) = written else { return false };
         let start = Instant::now();
@@ -106,7 +106,7 @@ fn hear(control: &TcpStream) -> Option<Message> {
 }
 
 #[tokio::test]
-async fn a_late_writer_that_never_lets_go_is_fenced_and_writes_nothing() {
+async fn a_late_writer_that_never_closes_is_fenced_and_writes_nothing() {
     if !has_rdma() {
         return;
     }
@@ -122,7 +122,7 @@ async fn a_late_writer_that_never_lets_go_is_fenced_and_writes_nothing() {
     assert!(soon(granted.revoke()).await.is_some());
     assert_eq!((guards.num_out(), fabric.receiver.load()), (0, ReceiverLoad::default()));
 
-    // The block is somebody else's now.
+    // Another request uses the block now.
     for layer_idx in 0..LAYOUT.num_layers {
         fill(&fabric.target, BlockId(3), layer_idx, 0xEE);
     }
@@ -176,7 +176,7 @@ async fn a_revoked_grant_is_quarantined_until_its_writer_lets_go() {
         let quarantined =
             ReceiverLoad { num_grants: 0, num_quarantined_grants: 1, num_quarantined_blocks: 2 };
         assert_eq!(fabric.receiver.load(), quarantined);
-        // The key is of the whole pool: nothing but good manners keeps the peer from writing.
+        // The key is of the whole pool: only the peer's own code keeps it from writing.
         assert!(peer.write(BlockId(3), 1));
         assert!(is_pending(&mut fenced).await);
         match end {
@@ -192,7 +192,7 @@ async fn a_revoked_grant_is_quarantined_until_its_writer_lets_go() {
 }
 
 #[tokio::test]
-async fn a_receiver_that_ends_takes_every_key_back() {
+async fn a_receiver_that_ends_revokes_every_key() {
     if !has_rdma() {
         return;
     }
@@ -240,7 +240,7 @@ async fn unauthenticated_peers_get_no_key() {
 }
 
 #[tokio::test]
-async fn answers_that_make_no_sense_are_errors_in_words() {
+async fn malformed_answers_are_errors_with_a_reason() {
     if !has_rdma() {
         return;
     }
@@ -285,7 +285,7 @@ async fn answers_that_make_no_sense_are_errors_in_words() {
 }
 
 #[test]
-fn an_absent_library_is_an_error_in_words() {
+fn an_absent_library_is_an_error_with_a_reason() {
     let nixl = Some(Path::new("/nowhere/libnixl_capi.so"));
     let errors = [
         RdmaSending::start(&storage(), nixl).err().unwrap(),
@@ -372,7 +372,7 @@ fn cut(socket: &TcpStream) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_was_on_a_connection_that_broke_is_written_again_over_a_new_one() {
+async fn frames_of_a_lost_connection_are_written_again_over_a_new_one() {
     if !has_rdma() {
         return;
     }
@@ -410,7 +410,7 @@ async fn what_was_on_a_connection_that_broke_is_written_again_over_a_new_one() {
 }
 
 #[tokio::test]
-async fn what_is_lost_twice_fails() {
+async fn a_frame_that_is_lost_twice_fails() {
     if !has_rdma() {
         return;
     }
