@@ -10,11 +10,9 @@ use std::{
 
 use baton_kv_cache::{
     BlockId, BlockKernels, BlockStorage, DeviceMemory, DividedMemory, KvLayout, KvShard, WireCodec,
-    WireFormat, WireScratch,
+    WireScratch,
 };
 use xxhash_rust::xxh3::xxh3_64_with_seed;
-
-use crate::{LAYOUT, TestTransport, TransferPair, blocks, bytes, sender, soon, writes};
 
 /// The device, where there is one.
 const DEVICE: u32 = 5;
@@ -199,33 +197,4 @@ impl BlockKernels for FakeKernels {
         self.counts.coded.fetch_add(places.len(), Ordering::SeqCst);
         Ok(true)
     }
-}
-
-/// The pieces that the sending side of one handoff in this format copied to the host, and hashed and encoded on the
-/// device.
-pub async fn pushed(
-    transport: TestTransport,
-    format: WireFormat,
-    (source, counts): (BlockStorage, Arc<Counts>),
-) -> [usize; 3] {
-    let fabric = TransferPair::new(&[transport]);
-    let source = Arc::new(source);
-    let ids = blocks([3, 9, 4]);
-    for (nth, &block) in ids.iter().enumerate() {
-        for layer_idx in 0..LAYOUT.num_layers {
-            let piece = vec![(nth * 16 + layer_idx) as u8; LAYOUT.layer_bytes()];
-            // SAFETY: only this test uses the pool so far.
-            unsafe { source.store(block, layer_idx, &piece) }.unwrap();
-        }
-    }
-    let sender = sender(&source, &[transport]).unwrap();
-    let granted = fabric.receiver.grant_as(ids.clone(), Some(format), ());
-    let peer = KvShard::new(&LAYOUT, 1, 0).unwrap();
-    let routed = sender.route_to(&peer, format, granted.access_key(), granted.offers(), ());
-    let pushed = soon(soon(routed).await.unwrap().push(writes(&ids))).await.unwrap();
-    soon(granted.verify(pushed.pieces)).await.unwrap();
-    if format == WireFormat::AsIs {
-        assert!(bytes(&fabric.target, BlockId(9), 2).iter().all(|&byte| byte == 18));
-    }
-    [&counts.moved, &counts.hashed, &counts.coded].map(|count| count.load(Ordering::SeqCst))
 }

@@ -3,6 +3,7 @@
 //!
 //! A transport says how both of its halves are made ([`TestTransport`]), and runs the suite with [`conformance!`].
 
+pub mod device_work;
 pub mod fake_devices;
 mod macros;
 pub mod measure;

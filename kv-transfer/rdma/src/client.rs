@@ -23,7 +23,7 @@ use baton_transfer::{
 use super::{
     connection::{Broken, Connection},
     link::{GONE, Shared},
-    nixl::Nixl,
+    nixl::{self, Nixl},
 };
 
 /// Writes through NIXL.
@@ -37,7 +37,7 @@ impl RdmaSending {
     /// # Errors
     /// When NIXL is missing, or cannot use the memory of `storage`.
     pub fn start(storage: &Arc<BlockStorage>, nixl: Option<&Path>) -> io::Result<RdmaSending> {
-        Ok(RdmaSending { nixl: Nixl::start(nixl, storage).map_err(io::Error::other)? })
+        Ok(RdmaSending { nixl: nixl::start(nixl, storage).map_err(io::Error::other)? })
     }
 }
 

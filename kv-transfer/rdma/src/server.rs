@@ -24,7 +24,7 @@ use baton_transfer::{
 use tracing::{debug, info, warn};
 
 use super::{
-    nixl::{Agent, Nixl, NixlError},
+    nixl::{self, Agent, Nixl, NixlError},
     wire::{MESSAGE_BYTES, Message, RankMemory},
 };
 
@@ -45,7 +45,7 @@ impl RdmaReceiving {
         nixl: Option<&Path>,
         listen: SocketAddr,
     ) -> io::Result<RdmaReceiving> {
-        Ok(RdmaReceiving { nixl: Nixl::start(nixl, storage).map_err(io::Error::other)?, listen })
+        Ok(RdmaReceiving { nixl: nixl::start(nixl, storage).map_err(io::Error::other)?, listen })
     }
 }
 

@@ -12,9 +12,7 @@ use baton_cuda::nccl::Nccl;
 use baton_handoff::TransportKind;
 use baton_kv_cache::WireFormat;
 use baton_transfer_conformance::{
-    LAYOUT, NUM_BLOCKS, TestTransport, conformance,
-    fake_devices::{counted_device, pushed},
-    skip,
+    LAYOUT, NUM_BLOCKS, TestTransport, conformance, device_work::pushed, fake_devices::counted_device, skip,
 };
 
 use crate::{NcclFindings, NcclReceiving, NcclSending};

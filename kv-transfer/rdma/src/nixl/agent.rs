@@ -11,8 +11,10 @@ use baton_transfer::ranks::Copy;
 use tracing::debug;
 
 use super::{
-    Engine, Memory, Nixl, NixlError,
     api::{IN_PROGRESS, Object, WRITE, check},
+    engine::Engine,
+    error::{Memory, NixlError},
+    library::Nixl,
 };
 
 /// One rank's blocks, registered with the host's network devices, and the endpoints to one peer. Each peer has agents

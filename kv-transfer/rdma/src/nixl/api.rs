@@ -4,7 +4,7 @@ use std::ffi::{c_char, c_int, c_uint, c_void};
 
 use libloading::Library;
 
-use super::NixlError;
+use super::error::NixlError;
 
 macro_rules! api {
     ($($name:ident: fn($($arg:ty),*);)*) => {

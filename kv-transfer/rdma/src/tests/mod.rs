@@ -10,7 +10,8 @@ use baton_handoff::TransportKind;
 use baton_kv_cache::WireFormat;
 use baton_transfer_conformance::{
     LAYOUT, NUM_BLOCKS, Setup, TestTransport, conformance,
-    fake_devices::{counted_device, counted_devices, pushed},
+    device_work::pushed,
+    fake_devices::{counted_device, counted_devices},
     skip,
 };
 

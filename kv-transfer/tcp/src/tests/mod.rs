@@ -12,7 +12,8 @@ use baton_tls::Tls;
 use baton_transfer::{ReceivingTransport, SendingTransport};
 use baton_transfer_conformance::{
     LAYOUT, NUM_BLOCKS, Setup, TestTransport, conformance,
-    fake_devices::{counted_device, counted_devices, pushed},
+    device_work::pushed,
+    fake_devices::{counted_device, counted_devices},
     tls,
 };
 
