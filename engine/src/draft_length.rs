@@ -1,7 +1,7 @@
 //! How many tokens to draft. Plain arithmetic over acceptance counts: it knows neither tokens nor time.
 //!
-//! If each drafted token is accepted with probability `a` once those before it were, a draft of `k` tokens yields `1
-//! + a + ... + a^k` tokens (Leviathan et al., Fast Inference from Transformers via Speculative Decoding, 2023,
+//! If each drafted token is accepted with probability `a` once those before it were, a draft of `k` tokens yields
+//! `1 + a + ... + a^k` tokens (Leviathan et al., Fast Inference from Transformers via Speculative Decoding, 2023,
 //! equation 1). Its price is `1 + o + k c` steps: `c` is the cost of drafting and verifying one token, `o` the
 //! overhead of any draft. The chosen length is the `k` of the best yield per price, and 0 when no draft is worth its
 //! price.

@@ -49,6 +49,9 @@ pub const PATIENCE: Duration = Duration::from_millis(1500);
 /// Timeout of a whole test: long for every operation.
 pub const NEVER: Duration = Duration::from_secs(600);
 
+/// Starts the decode side of a transport for blocks of this storage.
+pub type StartReceiving = fn(&Arc<BlockStorage>, &Path) -> io::Result<Box<dyn ReceivingTransport>>;
+
 /// How a test makes both halves of a transport.
 #[derive(Clone, Copy)]
 pub struct TestTransport {
@@ -57,7 +60,7 @@ pub struct TestTransport {
     /// The prefill side, for blocks of this storage.
     pub sending: fn(&Arc<BlockStorage>) -> io::Result<Box<dyn SendingTransport>>,
     /// The decode side, for blocks of this storage. Sockets may be put into the folder.
-    pub receiving: fn(&Arc<BlockStorage>, &Path) -> io::Result<Box<dyn ReceivingTransport>>,
+    pub receiving: StartReceiving,
 }
 
 /// A prefill worker's and a decode worker's data plane.

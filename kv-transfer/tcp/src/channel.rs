@@ -224,7 +224,7 @@ impl Reader {
 
     /// Fills `bytes`, waiting at most `timeout` for each part of it.
     pub(super) fn receive_exact(&mut self, bytes: &mut [u8], timeout: Duration) -> io::Result<()> {
-        let mut places = Places::new();
+        let mut places = Places::default();
         places.push(bytes.as_mut_ptr(), bytes.len());
         while !places.is_done() {
             // SAFETY: the place is `bytes`, borrowed mutably.
@@ -237,7 +237,7 @@ impl Reader {
 
     /// Fills `bytes` before the deadline.
     pub(super) fn receive_until(&mut self, bytes: &mut [u8], deadline: Instant) -> io::Result<()> {
-        let mut places = Places::new();
+        let mut places = Places::default();
         places.push(bytes.as_mut_ptr(), bytes.len());
         while !places.is_done() {
             // Checked before each receive, so that a peer that sends byte by byte cannot extend the deadline.
@@ -291,7 +291,7 @@ impl Writer {
 
     /// Sends a short message.
     pub(super) fn send(&mut self, bytes: &[u8]) -> io::Result<()> {
-        let mut places = Places::new();
+        let mut places = Places::default();
         places.push(bytes.as_ptr().cast_mut(), bytes.len());
         // SAFETY: the bytes outlive the call, which only reads them.
         unsafe { self.send_all(places) }

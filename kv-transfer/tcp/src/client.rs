@@ -314,7 +314,7 @@ impl Connection {
             head.extend(wire::encode_piece(piece.layer_idx, piece.block_idx));
             idxs.push((piece.layer_idx, piece.block_idx));
         }
-        let mut places = Places::new();
+        let mut places = Places::default();
         places.push(head.as_mut_ptr(), head.len());
         loaded.pieces.iter().for_each(|bytes| places.push(bytes.as_ptr().cast_mut(), bytes.len()));
 

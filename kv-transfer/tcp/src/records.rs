@@ -61,7 +61,7 @@ impl Sealer {
             let (batch, after) = rest.split_at(BATCH_BYTES);
             rest = after;
             let mut records = self.seal(batch)?;
-            let mut sealed = Places::new();
+            let mut sealed = Places::default();
             for record in &mut records {
                 sealed.push(record.as_mut_ptr(), record.len());
             }

@@ -232,7 +232,7 @@ impl Connection<'_> {
     ) -> io::Result<AckStatus> {
         let storage = Arc::clone(self.receiving.grants.storage());
         let layer_bytes = self.layer_bytes();
-        let mut places = Places::new();
+        let mut places = Places::default();
         for &(layer_idx, block_idx) in pieces {
             let block = grant.block(block_idx).expect("a claimed piece is in the grant");
             places.push(storage.layer_ptr(block, layer_idx as usize).as_ptr(), layer_bytes);

@@ -55,8 +55,8 @@ async fn measure(size_bytes: usize, max_piece_bytes: usize) {
     let senders = [
         sender(Box::new(ShmSending::new(usize::MAX))),
         sender(Box::new(ShmSending::new(0))),
-        sender(Box::new(TcpSending::default())),
-        sender(Box::new(TcpSending::default())),
+        sender(Box::<TcpSending>::default()),
+        sender(Box::<TcpSending>::default()),
     ];
     let num_pieces = size_bytes / piece_bytes;
     let num_parts = source.num_blocks() / num_pieces;

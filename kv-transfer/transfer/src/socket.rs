@@ -8,17 +8,13 @@ use std::{
 };
 
 /// The memory that a message is gathered from or scattered to, in order.
+#[derive(Default)]
 pub struct Places {
     places: Vec<libc::iovec>,
     first: usize,
 }
 
 impl Places {
-    /// An empty list.
-    pub fn new() -> Places {
-        Places { places: Vec::new(), first: 0 }
-    }
-
     /// Adds a place at the end. Its bytes are used until the places are done.
     pub fn push(&mut self, base: *mut u8, len: usize) {
         self.places.push(libc::iovec { iov_base: base.cast(), iov_len: len });
@@ -174,7 +170,7 @@ pub fn is_readable_within(socket: &TcpStream, timeout: Duration) -> io::Result<b
 
 /// Fills `bytes`, waiting at most `timeout` for each part of it.
 pub fn receive_exact(socket: &TcpStream, bytes: &mut [u8], timeout: Duration) -> io::Result<()> {
-    let mut places = Places::new();
+    let mut places = Places::default();
     places.push(bytes.as_mut_ptr(), bytes.len());
     while !places.is_done() {
         // SAFETY: the place is `bytes`, borrowed mutably.
@@ -194,7 +190,7 @@ pub fn receive_exact(socket: &TcpStream, bytes: &mut [u8], timeout: Duration) ->
 
 /// Fills `bytes` before the deadline.
 pub fn receive_until(socket: &TcpStream, bytes: &mut [u8], deadline: Instant) -> io::Result<()> {
-    let mut places = Places::new();
+    let mut places = Places::default();
     places.push(bytes.as_mut_ptr(), bytes.len());
     while !places.is_done() {
         let left = deadline.saturating_duration_since(Instant::now());

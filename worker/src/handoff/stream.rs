@@ -32,7 +32,7 @@ pub type StreamOpening<In> = BoxFuture<'static, Result<Response<Streaming<In>>, 
 /// The peer's half.
 enum Inbound<In> {
     Opening(StreamOpening<In>),
-    Open(Streaming<In>),
+    Open(Box<Streaming<In>>),
     /// It has ended, or is not read any more.
     Closed,
 }
@@ -48,7 +48,7 @@ pub enum StreamEvent<In> {
 impl<In, Out> HandoffStream<In, Out> {
     /// A stream that the peer opened. Messages leave through `outbound`.
     pub fn accepted(inbound: Streaming<In>, outbound: mpsc::Sender<Out>) -> HandoffStream<In, Out> {
-        HandoffStream::new(Inbound::Open(inbound), outbound)
+        HandoffStream::new(Inbound::Open(Box::new(inbound)), outbound)
     }
 
     /// A stream that this worker opens.
@@ -115,7 +115,7 @@ impl<In> Inbound<In> {
     async fn receive(&mut self) -> Result<Option<In>, Status> {
         loop {
             match self {
-                Inbound::Opening(opening) => *self = Inbound::Open(opening.await?.into_inner()),
+                Inbound::Opening(opening) => *self = Inbound::Open(Box::new(opening.await?.into_inner())),
                 Inbound::Open(inbound) => return inbound.message().await,
                 Inbound::Closed => return pending().await,
             }
