@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use arbitrary::Arbitrary;
 use baton_fuzz::{Field, edit};
-use baton_handoff::{AccessKey, Generation, PieceWrite, Secret, TransportKind, TransportOffer};
+use baton_handoff::{AccessKey, Generation, PieceWrite, Secret, TransportOffer};
 use baton_kv_cache::{BlockId, BlockStorage, KvDtype, KvLayout};
 use baton_transfer::{Receiver, ReceiverConfig, Sender, SenderConfig};
 use baton_transport_nccl::{
