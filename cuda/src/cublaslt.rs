@@ -57,6 +57,11 @@ api! {
             cublasLtMatrixLayout_t, cublasLtMatrixLayout_t, cublasLtMatmulPreference_t, c_int,
             *mut cublasLtMatmulHeuristicResult_t, *mut c_int
         ) -> c_int;
+        check_algorithm: "cublasLtMatmulAlgoCheck" fn(
+            cublasLtHandle_t, cublasLtMatmulDesc_t, cublasLtMatrixLayout_t, cublasLtMatrixLayout_t,
+            cublasLtMatrixLayout_t, cublasLtMatrixLayout_t, *const cublasLtMatmulAlgo_t,
+            *mut cublasLtMatmulHeuristicResult_t
+        ) -> c_int;
         multiply: "cublasLtMatmul" fn(
             cublasLtHandle_t, cublasLtMatmulDesc_t, *const c_void, *const c_void, cublasLtMatrixLayout_t,
             *const c_void, cublasLtMatrixLayout_t, *const c_void, *const c_void, cublasLtMatrixLayout_t,
@@ -76,8 +81,7 @@ pub struct CublasLt {
 impl fmt::Debug for CublasLt {
     /// "12.9.1 of libcublasLt.so.12".
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        // SAFETY: no arguments.
-        let version = unsafe { (self.api.version)() };
+        let version = self.version();
         let (major, minor, patch) = (version / 10_000, version / 100 % 100, version % 100);
         write!(f, "{major}.{minor}.{patch} of {}", self.path.display())
     }
@@ -96,6 +100,12 @@ impl CublasLt {
         let version = CudaVersion::of_number(unsafe { (api.cuda_version)() } as u32);
         PART.check(&path, version, driver)?;
         Ok(CublasLt { api, path, _library: library })
+    }
+
+    /// The number of its version: 120901 is 12.9.1.
+    pub fn version(&self) -> usize {
+        // SAFETY: no arguments.
+        unsafe { (self.api.version)() }
     }
 
     /// Converts a status to a result.

@@ -27,6 +27,19 @@ pub fn num_devices() -> Result<usize, CudaError> {
     }
 }
 
+/// What the driver calls device `ordinal`.
+///
+/// # Errors
+/// When there is no such device, or the driver fails.
+pub fn device_name(ordinal: u32) -> Result<String, CudaError> {
+    let num_devices = num_devices()?;
+    if ordinal as usize >= num_devices {
+        return Err(CudaError::NoSuchDevice { device: ordinal, num_devices });
+    }
+    let name = device::get(ordinal as i32).and_then(device::get_name);
+    name.map_err(|error| failed("cuDeviceGetName", error))
+}
+
 /// One device, with its primary context. The CUDA runtime, and therefore NCCL, uses the same context.
 #[derive(Clone, Debug)]
 pub struct Device(Arc<CudaContext>);

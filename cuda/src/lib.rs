@@ -8,6 +8,7 @@
 //! Tested so far: the errors for a missing driver and a missing device, and the parts of the libraries that need no
 //! device. The rest has not been run on a device yet.
 
+mod connections;
 pub mod cublaslt;
 mod device;
 mod error;
@@ -16,7 +17,8 @@ mod memory;
 pub mod nccl;
 pub mod nvrtc;
 
-pub use device::{Device, num_devices};
+pub use connections::set_connections;
+pub use device::{Device, device_name, num_devices};
 pub use error::{CudaError, failed};
 pub use library::{CudaVersion, NoLibrary, majors};
 pub use memory::{Allocation, Copier, Pinned};

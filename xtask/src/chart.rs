@@ -12,6 +12,8 @@ use crate::{check::Outcome, tools, workspace::Workspace};
 const CHART: &str = "helm/baton";
 /// One YAML document per supported way to install.
 const VALUES: &str = "helm/baton/ci";
+/// Values that users start from.
+const PRESETS: &str = "helm/baton/presets";
 /// Rendered for this Kubernetes: without a cluster to ask, helm assumes an ancient one.
 const KUBERNETES: &str = "--kube-version=1.31.0";
 /// Mistakes that the schema must catch.
@@ -25,7 +27,7 @@ pub(crate) fn check(workspace: &Workspace) -> Result<Outcome> {
         ));
     };
     let helm = |args: &[&str]| run(&helm, args, &workspace.root);
-    let accepted = yaml_files(&workspace.root, VALUES)?;
+    let accepted = [yaml_files(&workspace.root, VALUES)?, yaml_files(&workspace.root, PRESETS)?].concat();
     let refused = yaml_files(&workspace.root, REFUSED)?;
     let mut findings = Vec::new();
     for values in &accepted {

@@ -26,6 +26,9 @@ const ROOMS: &[Room] = &[
         name: "baton-tests",
         uses: &[
             "baton-cli",
+            "baton-simulator",
+            "baton-cluster-record",
+            "baton-cost",
             "baton-proto",
             "baton-tokenizer",
             "baton-engine",
@@ -40,6 +43,7 @@ const ROOMS: &[Room] = &[
         name: "baton-cli",
         uses: &[
             "baton-bench",
+            "baton-simulator",
             "baton-command",
             "baton-router",
             "baton-prefill-worker",
@@ -60,11 +64,29 @@ const ROOMS: &[Room] = &[
         tests_use: &[],
         never: &[],
     },
+    // The real scheduler and planner under a virtual clock. It knows no network, and loads no model.
+    Room {
+        name: "baton-simulator",
+        uses: &[
+            "baton-engine",
+            "baton-planner",
+            "baton-cost",
+            "baton-cluster-record",
+            "baton-model-sim",
+            "baton-model-spec",
+            "baton-kv-cache",
+            "baton-kv-index",
+            "baton-request",
+        ],
+        tests_use: &[],
+        never: &["baton-router", "baton-worker", "baton-proto", "tonic", "hyper", "axum", "cudarc"],
+    },
     // Also measures a worker without a router, and transfers alone.
     Room {
         name: "baton-bench",
         uses: &[
             "baton-command",
+            "baton-cost",
             "baton-handoff",
             "baton-transport-nccl",
             "baton-transport-rdma",
@@ -77,7 +99,7 @@ const ROOMS: &[Room] = &[
             "baton-proto",
         ],
         tests_use: &[],
-        never: &["baton-router", "baton-tokenizer"],
+        never: &["baton-router"],
     },
     // Shared by several commands; it knows no command.
     Room {
@@ -86,55 +108,75 @@ const ROOMS: &[Room] = &[
         tests_use: &[],
         never: &["baton-router"],
     },
-    // Tokenises and plans. It loads no weights: it runs on machines without accelerators.
+    // HTTP and gRPC around the core.
     Room {
         name: "baton-router",
         uses: &[
+            "baton-router-core",
+            "baton-request-fields",
             "baton-planner",
+            "baton-cluster",
+            "baton-tokenizer",
+            "baton-telemetry",
+            "baton-tls",
+            "baton-tools",
+            "baton-proto",
+            "baton-request",
+        ],
+        tests_use: &["baton-kv-cache"],
+        never: ROUTER_NEVER,
+    },
+    // Tokenises and plans. It loads no weights: it runs on machines without accelerators.
+    Room {
+        name: "baton-router-core",
+        uses: &[
+            "baton-request-fields",
+            "baton-planner",
+            "baton-kv-index",
+            "baton-cost",
             "baton-cluster",
             "baton-kv-cache",
             "baton-tokenizer",
             "baton-gguf",
+            "baton-grammar",
             "baton-telemetry",
             "baton-tls",
+            "baton-tools",
             "baton-proto",
             "baton-request",
         ],
         tests_use: &[],
-        never: &[
-            "baton-model",
-            "baton-engine",
-            "baton-handoff",
-            "baton-transfer",
-            "baton-worker",
-            "safetensors",
-            "cudarc",
-        ],
+        never: ROUTER_NEVER,
     },
     // Pure decisions. A simulator can use it alone.
     Room {
         name: "baton-planner",
-        uses: &["baton-cluster-record", "baton-request"],
-        tests_use: &["baton-kv-cache"],
+        uses: &["baton-cost", "baton-cluster-record", "baton-request"],
+        tests_use: &["baton-kv-cache", "baton-kv-index"],
         never: PURE,
     },
+    // What workers' caches hold, by their events. It knows no worker.
+    Room { name: "baton-kv-index", uses: &["baton-kv-events"], tests_use: &["baton-kv-cache"], never: PURE },
     Room {
         name: "baton-prefill-worker",
         uses: ROLE,
         tests_use: &["baton-model", "baton-decode-worker"],
-        never: &["baton-router", "baton-tokenizer", "tokenizers"],
+        never: &["baton-router"],
     },
     Room {
         name: "baton-decode-worker",
         uses: ROLE,
         tests_use: &["baton-model", "baton-prefill-worker", "baton-engine-testing"],
-        never: &["baton-router", "baton-tokenizer", "tokenizers"],
+        never: &["baton-router"],
     },
     Room {
         name: "baton-worker",
         uses: &[
             "baton-engine",
+            "baton-grammar",
+            "baton-tokenizer",
             "baton-model",
+            "baton-model-sim",
             "baton-transport-tcp",
             "baton-transport-shm",
             "baton-transport-rdma",
@@ -142,14 +184,16 @@ const ROOMS: &[Room] = &[
             "baton-transfer",
             "baton-handoff",
             "baton-kv-cache",
+            "baton-kv-events",
             "baton-cluster",
+            "baton-cost",
             "baton-telemetry",
             "baton-tls",
             "baton-proto",
             "baton-request",
         ],
         tests_use: &["baton-engine-testing"],
-        never: &["baton-router", "baton-tokenizer", "tokenizers"],
+        never: &["baton-router"],
     },
     // A fake model for tests.
     Room {
@@ -161,7 +205,14 @@ const ROOMS: &[Room] = &[
     // Knows no network and no protocol.
     Room {
         name: "baton-engine",
-        uses: &["baton-model-spec", "baton-kv-cache", "baton-request"],
+        uses: &[
+            "baton-model-spec",
+            "baton-kv-cache",
+            "baton-kv-events",
+            "baton-cost",
+            "baton-grammar",
+            "baton-request",
+        ],
         tests_use: &["baton-engine-testing", "baton-model", "baton-cuda-emulator"],
         never: &[
             "baton-model",
@@ -190,8 +241,15 @@ const ROOMS: &[Room] = &[
             "baton-kv-cache",
             "baton-cuda",
         ],
-        tests_use: &["baton-gguf", "baton-model-testing"],
+        tests_use: &["baton-gguf", "baton-model-testing", "baton-tokenizer"],
         never: &["baton-cuda-emulator", "baton-proto", "tonic", "prost", "hyper", "axum", "h2", "tokio"],
+    },
+    // Takes the time of a model and computes nothing: the backend of workers that are only simulated.
+    Room {
+        name: "baton-model-sim",
+        uses: &["baton-model-spec", "baton-cost", "baton-kv-cache"],
+        tests_use: &[],
+        never: &["baton-checkpoint", "baton-cuda", "cudarc", "tokio"],
     },
     // Emulates devices for tests of kernels and models. No production code uses it.
     Room {
@@ -317,7 +375,7 @@ const ROOMS: &[Room] = &[
     },
     Room {
         name: "baton-proto",
-        uses: &["baton-cluster-record", "baton-kv-layout", "baton-request"],
+        uses: &["baton-cluster-record", "baton-kv-events", "baton-kv-layout", "baton-request"],
         tests_use: &[],
         never: &[],
     },
@@ -329,6 +387,8 @@ const ROOMS: &[Room] = &[
         tests_use: &[],
         never: &["tokio", "tonic", "prost", "hyper"],
     },
+    // What a prefix cache stores and evicts: told by engines, read by routers.
+    Room { name: "baton-kv-events", uses: &[], tests_use: &[], never: PURE },
     // The layout of KV, without its memory.
     Room { name: "baton-kv-layout", uses: &[], tests_use: &[], never: PURE },
     Room {
@@ -337,6 +397,13 @@ const ROOMS: &[Room] = &[
         tests_use: &[],
         never: &["tokio", "tonic", "prost", "hyper"],
     },
+    // Grammars and vocabularies as plain data: no requests, no sampling.
+    Room {
+        name: "baton-grammar",
+        uses: &["baton-request"],
+        tests_use: &["baton-tokenizer"],
+        never: &["tokio", "tonic", "prost", "hyper", "axum", "h2", "tokenizers"],
+    },
     // Its own tests use its writer.
     Room { name: "baton-gguf", uses: &[], tests_use: &["baton-gguf"], never: &["tokio", "serde"] },
     // Knows identities of peers, not their messages.
@@ -344,6 +411,12 @@ const ROOMS: &[Room] = &[
     // Knows devices and memory, not their use.
     Room { name: "baton-cuda", uses: &[], tests_use: &[], never: &["tokio"] },
     Room { name: "baton-telemetry", uses: &[], tests_use: &[], never: &[] },
+    // How long work takes: measured by workers, predicted by the planner, lived by a simulator.
+    Room { name: "baton-cost", uses: &[], tests_use: &[], never: PURE },
+    // A table of names; a library finds similar ones.
+    Room { name: "baton-request-fields", uses: &[], tests_use: &[], never: &["tokio", "axum", "tonic"] },
+    // Text of answers and fields of requests.
+    Room { name: "baton-tools", uses: &["baton-request"], tests_use: &["baton-grammar"], never: PURE },
     // The definition of a request, shared by all processes.
     Room { name: "baton-request", uses: &[], tests_use: &[], never: PURE },
     Room { name: "xtask", uses: &[], tests_use: &[], never: &["tokio", "tonic"] },
@@ -354,6 +427,16 @@ const NO_ENGINE: &[&str] =
     &["baton-engine", "baton-model", "baton-proto", "tonic", "prost", "hyper", "axum", "h2"];
 
 /// The dependencies of both roles are the same.
+const ROUTER_NEVER: &[&str] = &[
+    "baton-model",
+    "baton-engine",
+    "baton-handoff",
+    "baton-transfer",
+    "baton-worker",
+    "safetensors",
+    "cudarc",
+];
+
 const ROLE: &[&str] = &[
     "baton-worker",
     "baton-engine",
@@ -374,13 +457,15 @@ const PURE: &[&str] = &["tokio", "libc", "tonic", "prost", "hyper", "axum", "h2"
 const BEHIND: &[(&str, &[&str])] = &[
     ("etcd-client", &["baton-cluster"]),
     ("tokenizers", &["baton-tokenizer"]),
+    ("llguidance", &["baton-grammar"]),
+    ("toktrie", &["baton-grammar"]),
     ("minijinja", &["baton-tokenizer"]),
     ("safetensors", &["baton-checkpoint"]),
     ("cudarc", &["baton-cuda", "baton-cuda-kernels", "baton-transfer", "baton-transport-nccl"]),
     ("opentelemetry-otlp", &["baton-telemetry"]),
     ("rustls", &["baton-tls"]),
     ("tokio-rustls", &["baton-tls"]),
-    ("clap", &["baton-cli", "baton-bench", "baton-command", "xtask"]),
+    ("clap", &["baton-cli", "baton-bench", "baton-command", "baton-simulator", "xtask"]),
 ];
 
 pub(crate) fn check(workspace: &Workspace) -> anyhow::Result<Outcome> {

@@ -12,18 +12,20 @@ const LICENSE: &str = "Apache-2.0";
 const EDITION: &str = "2024";
 const MAX_FILE_BYTES: u64 = 20 << 20;
 
-/// Packages that are workspaces of their own: fuzz targets are built with other instrumentation.
-const OWN_WORKSPACES: [&str; 1] = [fuzz::FOLDER];
+/// Packages that are workspaces of their own: fuzz targets are built with other instrumentation, and what the index is compared
+/// with brings other versions of our dependencies.
+const OWN_WORKSPACES: [&str; 2] = [fuzz::FOLDER, "router/index/peers"];
 
 /// Crates that talk to devices, SIMD, shared memory or the operating system, and may say `unsafe`; and the
 /// engine, which calls the model's executor under a contract that no type can state.
-const MAY_BE_UNSAFE: [&str; 22] = [
+const MAY_BE_UNSAFE: [&str; 23] = [
     "baton-bench",
     "baton-cuda",
     "baton-cuda-kernels",
     "baton-cuda-emulator",
     "baton-model",
     "baton-model-cuda",
+    "baton-model-sim",
     "baton-model-spec",
     "baton-checkpoint",
     "baton-cpu-kernels",

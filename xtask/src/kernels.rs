@@ -1,7 +1,7 @@
 //! Compiles the GPU kernels for the architecture of every card, with NVRTC and without a GPU.
 
 use std::{
-    path::PathBuf,
+    path::{Path, PathBuf},
     process::{Command, Stdio},
 };
 
@@ -9,28 +9,41 @@ use anyhow::{Context, Result};
 
 use crate::{check::Outcome, tools, workspace::Workspace};
 
-/// For `verify`, which does not install.
+/// What is said where [`nvrtc`] finds none.
+pub(crate) const NO_NVRTC: &str =
+    "there is no NVRTC in target/: `cargo xtask setup` fetches it from PyPI; BATON_NVRTC can name another";
+
+/// For `verify`, which does not install. It also writes the file that releases install.
 pub(crate) fn check(workspace: &Workspace) -> Result<Outcome> {
     let Some(nvrtc) = nvrtc(workspace) else {
         return Ok(Outcome::Skipped("no NVRTC here: `cargo xtask setup` fetches it from PyPI".to_owned()));
     };
-    let output = command(workspace, nvrtc).stdout(Stdio::piped()).stderr(Stdio::inherit()).output()?;
+    let file = workspace.root.join("target/kernels.cubins");
+    let mut command = command(workspace, nvrtc);
+    command.args(["--", "--write"]).arg(&file).stdout(Stdio::piped()).stderr(Stdio::inherit());
+    let output = command.output()?;
     let said = String::from_utf8_lossy(&output.stdout);
-    let last = said.lines().last().unwrap_or_default().to_owned();
+    // The size of the file, and the counts.
+    let last: Vec<&str> = said.lines().rev().take(2).collect();
+    let last = last.join("; ");
     let findings =
         if output.status.success() { vec![] } else { vec![format!("cuda-check: {}", output.status)] };
     Ok(Outcome::of(findings, last))
 }
 
-/// `cargo xtask cuda-check`: the table; whether all kernels compile.
-pub(crate) fn run(workspace: &Workspace) -> Result<bool> {
-    let nvrtc = nvrtc(workspace)
-        .context("there is no NVRTC in target/: `cargo xtask setup` fetches it from PyPI; BATON_NVRTC can name another")?;
-    Ok(command(workspace, nvrtc).status()?.success())
+/// `cargo xtask cuda-check`: the table; whether all kernels compile and keep their limits on instructions. Their code is
+/// written into a file, if there is one.
+pub(crate) fn run(workspace: &Workspace, file: Option<&Path>) -> Result<bool> {
+    let nvrtc = nvrtc(workspace).context(NO_NVRTC)?;
+    let mut command = command(workspace, nvrtc);
+    if let Some(file) = file {
+        command.args(["--", "--write"]).arg(std::path::absolute(file)?);
+    }
+    Ok(command.status()?.success())
 }
 
 /// The NVRTC that the environment names, or that of `setup`.
-fn nvrtc(workspace: &Workspace) -> Option<PathBuf> {
+pub(crate) fn nvrtc(workspace: &Workspace) -> Option<PathBuf> {
     let of_setup = || Some(tools::nvrtc(&workspace.root)).filter(|file| file.exists());
     std::env::var_os("BATON_NVRTC").map(PathBuf::from).or_else(of_setup)
 }

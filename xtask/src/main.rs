@@ -69,8 +69,12 @@ enum Command {
     /// `setup`, then `verify`: what CI runs.
     Ci,
     /// Compile every GPU kernel for every card, and print its registers and spills. Needs no GPU.
-    CudaCheck,
-    /// Check and measure everything that needs a GPU, in eight minutes at most. Not part of `verify`.
+    CudaCheck {
+        /// Also write the code into a file, for releases: `kernels.cubins` beside the program.
+        #[arg(long, value_name = "FILE")]
+        write: Option<std::path::PathBuf>,
+    },
+    /// Check and measure everything that needs a GPU, in nine minutes at most. Not part of `verify`.
     GpuCheck(gpu::Options),
     /// Run the fuzz targets, one after the other. Not part of `verify`.
     Fuzz {
@@ -132,7 +136,7 @@ fn run(command: Command) -> anyhow::Result<bool> {
             }
             Ok(verified && complete)
         }
-        Command::CudaCheck => kernels::run(&workspace),
+        Command::CudaCheck { write } => kernels::run(&workspace, write.as_deref()),
         Command::Fuzz { target, seconds } => fuzz::run(&workspace, target.as_deref(), seconds),
         Command::Soak { minutes, rate, seed } => soak::run(&workspace, minutes, rate, seed),
     }

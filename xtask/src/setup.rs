@@ -40,7 +40,7 @@ const NEEDS: &[Need] = &[
     },
     Need {
         name: "python clients",
-        what_for: "tests with the official openai client and with grpcio",
+        what_for: "tests with the official clients of OpenAI and Anthropic, and with grpcio",
         required: true,
         find: find_venv,
         install: install_venv,
@@ -80,9 +80,8 @@ const NEEDS: &[Need] = &[
 const NCCL_NEED: Need =
     Need { name: "nccl", what_for: "tests of nccl", required: false, find: find_nccl, install: install_nccl };
 
-/// NCCL's library, and where its wheel has it. Neither a device nor CUDA is needed to load it.
+/// NCCL's library. Neither a device nor CUDA is needed to load it.
 const NCCL: &str = "nvidia-nccl-cu12==2.32.3";
-const NCCL_LIBRARY: &str = "nvidia/nccl/lib/libnccl.so.2";
 
 /// CUDA's compiler as a library. It compiles for any card, and needs none.
 const NVRTC: &str = "nvidia-cuda-nvrtc-cu12==12.9.86";
@@ -193,7 +192,7 @@ fn install_nvrtc(root: &Path) -> Result<()> {
 }
 
 fn find_nccl(root: &Path) -> Result<Option<String>> {
-    let library = tools::nccl(root).join(NCCL_LIBRARY);
+    let library = tools::nccl_library(root);
     Ok(library.exists().then(|| library.display().to_string()))
 }
 

@@ -37,6 +37,11 @@ pub(crate) fn nccl(root: &Path) -> PathBuf {
     root.join("target/nccl")
 }
 
+/// NCCL's library in there.
+pub(crate) fn nccl_library(root: &Path) -> PathBuf {
+    nccl(root).join("nvidia/nccl/lib/libnccl.so.2")
+}
+
 /// NVRTC's library, where `setup` puts it.
 pub(crate) fn nvrtc(root: &Path) -> PathBuf {
     root.join("target/nvrtc/nvidia/cuda_nvrtc/lib/libnvrtc.so.12")
@@ -47,6 +52,12 @@ pub(crate) fn shown(command: &Command) -> String {
     let mut words = vec![command.get_program().to_string_lossy().into_owned()];
     words.extend(command.get_args().map(|arg| arg.to_string_lossy().into_owned()));
     words.join(" ")
+}
+
+/// What a program says, without the space around it. `None`: it failed.
+pub(crate) fn said(command: &mut Command) -> Option<String> {
+    let output = command.output().ok().filter(|output| output.status.success())?;
+    Some(String::from_utf8_lossy(&output.stdout).trim().to_owned())
 }
 
 #[cfg(unix)]

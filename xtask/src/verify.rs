@@ -40,7 +40,11 @@ const CHECKS: &[Check] = &[
     Check { name: "settings", about: "deploy/ and helm/ use flags that exist", run: settings::check },
     Check { name: "chart", about: "the Helm chart lints, renders, and refuses mistakes", run: chart::check },
     Check { name: "clippy", about: "clippy has nothing to say", run: clippy },
-    Check { name: "kernels", about: "GPU kernels compile for every card", run: kernels::check },
+    Check {
+        name: "kernels",
+        about: "GPU kernels compile for every card, within limits on instructions",
+        run: kernels::check,
+    },
     Check { name: "tests", about: "cargo test --workspace passes", run: tests },
 ];
 

@@ -9,15 +9,13 @@ use anyhow::Result;
 use crate::{check::Outcome, workspace::Workspace};
 
 /// A banned word or phrase in lower case, and what to write.
-const BANNED: [(&str, &str); 24] = [
+const BANNED: [(&str, &str); 22] = [
     ("stranger", "unauthenticated peer"),
     ("strangers", "unauthenticated peers"),
     ("pretended", "fake"),
     ("pretends", "fakes"),
     ("seat", "slot, or migration"),
     ("seats", "slots, or migrations"),
-    ("passage", "migration"),
-    ("passages", "migrations"),
     ("draws", "samples"),
     ("drawn", "sampled"),
     ("undrawn", "unsampled"),

@@ -2,14 +2,16 @@
 // turns at barriers, shuffles and matrix instructions. Slow, but exact about synchronisation:
 //
 //   - a barrier that some threads never reach is reported as an error;
-//   - the order of threads between barriers comes from a seed, and some warps are held back while others run ahead, so
-//     that a missing barrier shows;
-//   - shared memory is poisoned before each block, and the target of an asynchronous copy until the copy is waited for;
-//     buffers have guards of the address sanitizer around them;
-//   - warpgroup products run as early as their start or as late as their wait, and see only those copies to shared memory
+//   - the order of blocks, and of threads between barriers, comes from a seed, and some warps are held back while others
+//     run ahead, so that a missing barrier shows;
+//   - shared memory is poisoned before each block; it and all buffers have guards of the address sanitizer around them;
+//   - asynchronous copies happen as late as possible, and an access to their targets before that is an error (copies.h);
+//   - dynamic shared memory has the alignment that the kernel declares and no larger one;
+//   - if results are compared, stores are visible to other blocks as late as fences allow (visibility.h);
+//   - warpgroup products run as early as their start or as late as their wait, and see only those writes to shared memory
 //     that were shown to them.
 //
-// kernels/common.cuh includes this file. It ends in a `main` (run.h) that reads buffers and launches from its input.
+// kernels/common.cuh includes this file. The program ends in a `main` (run.h) that reads buffers and launches from its input.
 #pragma once
 
 #include <algorithm>
@@ -23,9 +25,14 @@
 #include <map>
 #include <memory>
 #include <random>
+#include <set>
 #include <string>
 #include <ucontext.h>
+#include <unordered_map>
 #include <vector>
+
+#include "shared_memory.h"
+#include "visibility.h"
 
 typedef uint8_t u8;
 typedef uint16_t u16;
@@ -66,8 +73,6 @@ struct dim3 {
 namespace emulator {
 
 constexpr size_t STACK_BYTES = 256 << 10;
-// The alignment that the largest tiles need.
-constexpr size_t SHARED_ALIGNMENT = 1024;
 
 struct Thread {
     // The context at its start, then the point at which it stopped.
@@ -81,11 +86,14 @@ struct Thread {
     bool is_done = false;
 };
 
-// A copy of 16 bytes, or of zeros.
+// A copy of 16 bytes, or of zeros, and its place in the kernel.
 struct Copy {
     void* to;
     const void* from;
     bool is_wanted;
+    u32 thread;
+    const char* file;
+    int line;
 };
 
 // One thread's part of a warpgroup product: two rows of 16.
@@ -108,7 +116,16 @@ struct Barrier {
     u64 generation = 0;
 };
 
+// A numbered barrier, for some of the warps of a block.
+struct NumberedBarrier {
+    // Of this phase: how many threads it is for, and those that have come.
+    u32 expected = 0;
+    std::set<u32> come;
+    u64 generation = 0;
+};
+
 struct Block {
+    std::string kernel;
     dim3 grid, dim, idx;
     std::vector<Thread> threads;
     u32 num_alive = 0;
@@ -116,26 +133,47 @@ struct Block {
     std::vector<Barrier> warps;
     // The values that lanes exchange.
     std::vector<std::array<u64, 16>> shown;
-    std::vector<u8> dynamic_shared;
+    std::unique_ptr<SharedMemory> shared;
     // The copies of each thread, by group. The open group is last.
     std::vector<std::vector<std::vector<Copy>>> copies;
+    // The copies that have not happened, by the address of their target in units of 16 bytes.
+    std::unordered_map<uintptr_t, Copy> pending_copies;
     std::vector<Barrier> warpgroups;
+    std::array<NumberedBarrier, 16> numbered;
     // The products of each thread, by group, like copies, and when they are computed.
     std::vector<std::vector<std::vector<WarpgroupProduct>>> products;
     bool are_products_late = false;
-    // Shared memory as products see it, and the targets of each thread's copies since it was last shown.
+    // The threads whose registers are ready for products.
+    std::vector<bool> may_multiply;
+    // Shared memory as products see it, and what each thread wrote for them and has not shown to them.
     std::vector<u8> shown_to_products;
-    std::vector<std::vector<void*>> copied;
+    std::vector<std::vector<void*>> unshown;
     u64 num_events = 0;
 };
+
+// What kernels have done since the start.
+struct Work {
+    // Bytes of `load_once`: those of weights.
+    u64 loaded_bytes = 0;
+    // Instructions of a warp: `mma_bf16`.
+    u64 num_products = 0;
+};
+inline Work work;
 
 inline Block* block = nullptr;
 inline Thread* current = nullptr;
 inline void* scheduler[5];
 inline std::function<void()> body;
 
+// "decode_attention, block 1,0,0: ". Empty while no kernel runs.
+inline std::string running_kernel() {
+    if (!block) return "";
+    auto& idx = block->idx;
+    return block->kernel + ", block " + std::to_string(idx.x) + "," + std::to_string(idx.y) + "," + std::to_string(idx.z) + ": ";
+}
+
 [[noreturn]] inline void fail(const std::string& what) {
-    fprintf(stderr, "emulator: %s\n", what.c_str());
+    fprintf(stderr, "emulator: %s%s\n", running_kernel().c_str(), what.c_str());
     exit(3);
 }
 
@@ -208,12 +246,66 @@ struct LaunchShape {
     u32 shared_bytes;
 };
 
-// Runs `work` in every thread of every block.
-inline void launch(const LaunchShape& shape, u32 seed, const std::function<void()>& work) {
+void finish_all_copies();
+
+// Runs `body` in every thread of one block.
+inline void run_block(Block& here, dim3 idx, const LaunchShape& shape, u32 seed, std::mt19937& random) {
+    here.idx = idx;
+    here.num_alive = shape.threads;
+    here.all = {};
+    here.warps.assign((shape.threads + 31) / 32, {});
+    here.shown.assign(shape.threads, {});
+    here.copies.assign(shape.threads, {});
+    here.shared.reset(new SharedMemory(shape.shared_bytes));
+    here.warpgroups.assign((shape.threads + 127) / 128, {});
+    here.numbered = {};
+    here.products.assign(shape.threads, {});
+    here.may_multiply.assign(shape.threads, false);
+    here.are_products_late = seed && (idx.x + idx.y + idx.z) % 2 == 0;
+    here.shown_to_products.assign(here.shared->num_addresses(), 0xff);
+    here.unshown.assign(shape.threads, {});
+    for (auto& thread : here.threads) {
+        thread.is_done = thread.has_begun = false;
+        getcontext(&thread.context);
+        thread.context.uc_stack.ss_sp = thread.stack.get();
+        thread.context.uc_stack.ss_size = STACK_BYTES;
+        thread.context.uc_link = nullptr;
+        makecontext(&thread.context, enter, 0);
+    }
+    std::vector<u32> order(shape.threads);
+    for (u32 i = 0; i < shape.threads; ++i) order[i] = i;
+    std::vector<bool> is_held(here.warps.size());
+    for (u32 round = 0, num_idle = 0; here.num_alive > 0; ++round) {
+        if (seed) std::shuffle(order.begin(), order.end(), random);
+        // Lets warps that do not wait for each other drift far apart.
+        if (seed && round % 128 == 0 && num_idle == 0) {
+            for (size_t i = 0; i < is_held.size(); ++i) is_held[i] = random() % 2;
+        }
+        u64 before = here.num_events;
+        for (u32 i : order) {
+            if (here.threads[i].is_done || is_held[i / 32]) continue;
+            resume(here.threads[i]);
+        }
+        num_idle = here.num_events == before ? num_idle + 1 : 0;
+        if (num_idle == 1) {
+            // The other threads run while these wait.
+            is_held.flip();
+        } else if (num_idle == 2) {
+            fail("threads wait for others that do not come");
+        }
+    }
+    finish_all_copies();
+    for (auto& barrier : here.numbered)
+        if (!barrier.come.empty()) fail("the block ends in the middle of a phase of a barrier");
+}
+
+// Runs `work` in every thread of every block. A seed shuffles blocks and threads.
+inline void launch(const std::string& kernel, const LaunchShape& shape, u32 seed, const std::function<void()>& work) {
     body = work;
     std::mt19937 random(seed);
     Block here;
     block = &here;
+    here.kernel = kernel;
     here.grid = {shape.grid[0], shape.grid[1], shape.grid[2]};
     here.dim = {shape.threads, 1, 1};
     here.threads.resize(shape.threads);
@@ -222,63 +314,20 @@ inline void launch(const LaunchShape& shape, u32 seed, const std::function<void(
         here.threads[i].idx = {i, 0, 0};
         here.threads[i].linear = i;
     }
-    std::vector<u32> order(shape.threads);
-    for (u32 i = 0; i < shape.threads; ++i) order[i] = i;
+    std::vector<dim3> blocks;
     for (u32 z = 0; z < shape.grid[2]; ++z)
         for (u32 y = 0; y < shape.grid[1]; ++y)
-            for (u32 x = 0; x < shape.grid[0]; ++x) {
-                here.idx = {x, y, z};
-                here.num_alive = shape.threads;
-                here.all = {};
-                here.warps.assign((shape.threads + 31) / 32, {});
-                here.shown.assign(shape.threads, {});
-                here.copies.assign(shape.threads, {});
-                // NaN in every type.
-                here.dynamic_shared.assign(shape.shared_bytes + SHARED_ALIGNMENT, 0xff);
-                here.warpgroups.assign((shape.threads + 127) / 128, {});
-                here.products.assign(shape.threads, {});
-                here.are_products_late = seed && (x + y + z) % 2 == 0;
-                here.shown_to_products.assign(shape.shared_bytes, 0xff);
-                here.copied.assign(shape.threads, {});
-                for (auto& thread : here.threads) {
-                    thread.is_done = thread.has_begun = false;
-                    getcontext(&thread.context);
-                    thread.context.uc_stack.ss_sp = thread.stack.get();
-                    thread.context.uc_stack.ss_size = STACK_BYTES;
-                    thread.context.uc_link = nullptr;
-                    makecontext(&thread.context, enter, 0);
-                }
-                std::vector<bool> is_held(here.warps.size());
-                for (u32 round = 0, num_idle = 0; here.num_alive > 0; ++round) {
-                    if (seed) std::shuffle(order.begin(), order.end(), random);
-                    // Lets warps that do not wait for each other drift far apart.
-                    if (seed && round % 128 == 0 && num_idle == 0) {
-                        for (size_t i = 0; i < is_held.size(); ++i) is_held[i] = random() % 2;
-                    }
-                    u64 before = here.num_events;
-                    for (u32 i : order) {
-                        if (here.threads[i].is_done || is_held[i / 32]) continue;
-                        resume(here.threads[i]);
-                    }
-                    num_idle = here.num_events == before ? num_idle + 1 : 0;
-                    if (num_idle == 1) {
-                        // The other threads run while these wait.
-                        is_held.flip();
-                    } else if (num_idle == 2) {
-                        fail("threads of block " + std::to_string(x) + "," + std::to_string(y) + "," +
-                             std::to_string(z) + " wait for others that do not come");
-                    }
-                }
-            }
+            for (u32 x = 0; x < shape.grid[0]; ++x) blocks.push_back({x, y, z});
+    if (seed) std::shuffle(blocks.begin(), blocks.end(), random);
+    for (dim3 idx : blocks) {
+        run_block(here, idx, shape, seed, random);
+        if (visibility) visibility->end_block();
+    }
     block = nullptr;
 }
 
-inline void* dynamic_shared() {
-    auto at = reinterpret_cast<uintptr_t>(block->dynamic_shared.data());
-    return reinterpret_cast<void*>((at + SHARED_ALIGNMENT - 1) / SHARED_ALIGNMENT * SHARED_ALIGNMENT);
-}
-
 struct Kernel {
+    std::string name;
     size_t params_bytes;
     u32 max_threads;
     std::function<void(const void*)> call;
@@ -291,10 +340,13 @@ inline std::map<std::string, Kernel>& kernels() {
 
 template <class Params> struct Register {
     Register(const char* name, u32 max_threads, void (*call)(const Params&)) {
-        kernels()[name] = {sizeof(Params), max_threads,
+        kernels()[name] = {name, sizeof(Params), max_threads,
                            [call](const void* params) { call(*static_cast<const Params*>(params)); }};
     }
 };
+
+// The first of a kernel's bounds.
+constexpr u32 max_threads(u32 threads, u32 = 0) { return threads; }
 
 inline float bf16(u32 bits) {
     float x;
@@ -310,15 +362,15 @@ inline float bf16(u32 bits) {
 #define blockDim (emulator::block->dim)
 #define gridDim (emulator::block->grid)
 
-#define KERNEL(name, Params, max_threads)                                                                              \
+#define KERNEL(name, Params, ...)                                                                                      \
     static void name(const Params& p);                                                                                 \
-    static emulator::Register<Params> name##_registered(#name, max_threads, name);                                     \
+    static emulator::Register<Params> name##_registered(#name, emulator::max_threads(__VA_ARGS__), name);              \
     static void name(const Params& p)
-#define DYNAMIC_SHARED(name) u8* name = static_cast<u8*>(emulator::dynamic_shared())
+#define DYNAMIC_SHARED_ALIGNED(name, alignment) u8* name = emulator::block->shared->aligned(alignment)
 
 inline void __syncthreads() { emulator::arrive(emulator::block->all, emulator::block->num_alive); }
 inline void __syncwarp() { emulator::sync_warp(); }
-inline void __threadfence() {}
+inline void __threadfence() { emulator::note_fence(); }
 inline void __threadfence_block() {}
 
 inline float shuffle_xor(float value, int mask) { return emulator::of_lane(value, (emulator::current->linear % 32) ^ mask); }
@@ -362,11 +414,13 @@ inline int __ffs(int x) { return __builtin_ffs(x); }
 template <class T> inline T atomicAdd(T* at, T value) {
     T old = *at;
     *at = old + value;
+    emulator::note_atomic(at, sizeof *at);
     return old;
 }
 template <class T> inline T atomicMax(T* at, T value) {
     T old = *at;
     *at = std::max(old, value);
+    emulator::note_atomic(at, sizeof *at);
     return old;
 }
 
@@ -382,9 +436,15 @@ inline u32 pack_bf16(float low, float high) {
 inline u32 pick_bytes(u32 low, u32 high, u32 selector) {
     u64 bytes = u64(high) << 32 | low;
     u32 picked = 0;
-    for (u32 i = 0; i < 4; ++i) picked |= u32(bytes >> (selector >> 4 * i & 7) * 8 & 0xff) << 8 * i;
+    for (u32 i = 0; i < 4; ++i) {
+        u32 byte = u32(bytes >> (selector >> 4 * i & 7) * 8 & 0xff);
+        if (selector >> 4 * i & 8) byte = byte & 0x80 ? 0xff : 0;
+        picked |= byte << 8 * i;
+    }
     return picked;
 }
+
+inline u32 and_or(u32 x, u32 mask, u32 bits) { return (x & mask) | bits; }
 
 inline u32 multiply_add_bf16(u32 a, u32 b, u32 c) {
     auto of_half = [&](u32 shift) -> float {
@@ -401,6 +461,7 @@ inline void mma_bf16(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
     for (int i = 0; i < 4; ++i) shown[linear][i] = a[i];
     for (int i = 0; i < 2; ++i) shown[linear][4 + i] = b[i];
     emulator::sync_warp();
+    emulator::work.num_products += lane == 0;
     u32 group = lane / 4, in = lane % 4;
     for (u32 k = 0; k < 16; ++k) {
         u32 holder = k % 8 / 2, half = k / 8, shift = k % 2 * 16;
@@ -435,49 +496,12 @@ inline void matrices(u32 (&m)[4], const void* row, bool is_transposed) {
 inline void load_matrices(u32 (&m)[4], const void* row) { emulator::matrices(m, row, false); }
 inline void load_matrices_transposed(u32 (&m)[4], const void* row) { emulator::matrices(m, row, true); }
 
-namespace emulator {
-// 16 bytes of dynamic shared memory, made visible to products.
-inline void show(const void* at) {
-    size_t offset = static_cast<const u8*>(at) - static_cast<const u8*>(dynamic_shared());
-    if (offset + 16 <= block->shown_to_products.size()) memcpy(&block->shown_to_products[offset], at, 16);
-}
-} // namespace emulator
-
-// The copy happens at the wait. Until then its target holds poison.
-inline void copy_async(void* to, const void* from, bool is_wanted) {
-    if (reinterpret_cast<uintptr_t>(to) % 16 != 0 || (is_wanted && reinterpret_cast<uintptr_t>(from) % 16 != 0)) {
-        emulator::fail("an asynchronous copy is not aligned to 16 bytes");
-    }
-    auto& groups = emulator::block->copies[emulator::current->linear];
-    if (groups.empty()) groups.emplace_back();
-    groups.back().push_back({to, from, is_wanted});
-    memset(to, 0xff, 16);
-    emulator::show(to);
-}
-inline void end_copy_group() {
-    auto& groups = emulator::block->copies[emulator::current->linear];
-    if (groups.empty()) groups.emplace_back();
-    groups.emplace_back();
-}
-template <int num_groups> inline void await_copies() {
-    auto& groups = emulator::block->copies[emulator::current->linear];
-    // The last group is still open.
-    while (groups.size() > size_t(num_groups) + 1) {
-        for (auto& copy : groups.front()) {
-            if (copy.is_wanted) {
-                memcpy(copy.to, copy.from, 16);
-            } else {
-                memset(copy.to, 0, 16);
-            }
-            emulator::block->copied[emulator::current->linear].push_back(copy.to);
-        }
-        groups.erase(groups.begin());
-    }
-}
-
 inline uint4 load_once(const void* from) {
     if (reinterpret_cast<uintptr_t>(from) % 16 != 0) emulator::fail("a load of 16 bytes is not aligned");
+    emulator::work.loaded_bytes += 16;
     uint4 v;
     memcpy(&v, from, 16);
     return v;
 }
+
+#include "copies.h"

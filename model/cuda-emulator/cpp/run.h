@@ -7,17 +7,16 @@
 //     LAUNCH    u32 name bytes, name, LaunchShape, u32 params bytes, params
 //     MULTIPLY  Product
 //     MULTIPLY_FP8  Fp8Product
-// Addresses are those of this process. If results are compared, kernels run twice: with threads in order, and in a
-// random order.
+//     COUNT                                    -> Work
+// Addresses are those of this process. If results are compared, kernels run twice: with blocks and threads in order, and in
+// a random order. A kernel whose blocks may communicate runs a third time, with stores that are visible as late as possible.
 #pragma once
 
 #include "emulator.h"
 
-#include <sanitizer/asan_interface.h>
-
 namespace emulator {
 
-enum Command : u32 { ALLOCATE, WRITE, READ, LAUNCH, MULTIPLY, MULTIPLY_FP8 };
+enum Command : u32 { ALLOCATE, WRITE, READ, LAUNCH, MULTIPLY, MULTIPLY_FP8, COUNT };
 
 // The struct `Product` of device.rs.
 struct Product {
@@ -51,7 +50,7 @@ inline void reply(const void* from, size_t num_bytes) {
 // Each buffer is an allocation of its own, so that the sanitizer detects its ends. Aligned to 256 bytes, like
 // cuMemAlloc.
 struct Memory {
-    std::map<u8*, size_t> buffers;
+    Buffers buffers;
 
     u8* allocate(size_t num_bytes) {
         void* memory = nullptr;
@@ -90,13 +89,22 @@ inline void launch(const Memory& memory, u32 seed, bool is_compared) {
     }
     if (shape.threads > kernel.max_threads) fail(name + " was compiled for fewer threads");
     auto call = [&] { kernel.call(params.data()); };
-    if (!is_compared) return launch(shape, seed, call);
+    if (!is_compared) return launch(name, shape, seed, call);
     auto before = memory.contents();
-    launch(shape, 0, call);
+    have_blocks_met = false;
+    launch(name, shape, 0, call);
     auto after = memory.contents();
     memory.restore(before);
-    launch(shape, seed, call);
-    if (memory.contents() != after) fail(name + ": the result depends on the order of threads");
+    launch(name, shape, seed, call);
+    if (memory.contents() != after) fail(name + ": the result depends on the order of blocks or threads");
+    if (!have_blocks_met) return;
+    memory.restore(before);
+    Visibility late(memory.buffers);
+    visibility = &late;
+    launch(name, shape, seed, call);
+    visibility = nullptr;
+    late.end();
+    if (memory.contents() != after) fail(name + ": a block reads what another one stored, without fences between them");
 }
 
 // `multiply` has checked whole rows with the sanitizer, so elements are not checked.
@@ -192,6 +200,7 @@ inline void serve() {
     u32 seed = read_value<u32>();
     bool is_compared = read_value<u32>();
     Memory memory;
+    global_memory = &memory.buffers;
     u32 command;
     while (fread(&command, sizeof command, 1, stdin) == 1) {
         switch (command) {
@@ -213,12 +222,26 @@ inline void serve() {
         case LAUNCH: launch(memory, seed, is_compared); break;
         case MULTIPLY: multiply(read_value<Product>()); break;
         case MULTIPLY_FP8: multiply_fp8(read_value<Fp8Product>()); break;
+        case COUNT: reply(&work, sizeof work); break;
         default: fail("unknown command " + std::to_string(command));
         }
     }
 }
 
+// What the sanitizer's report cannot know about an access: the kernel, and the copy that it comes too early for.
+inline void explain_access(const void* at) {
+    if (!block) return;
+    std::string what = "a thread leaves its memory";
+    if (Copy* copy = find_pending_copy(at)) {
+        what = "shared memory is accessed while the copy of " + place_of(*copy) + " into it is pending";
+    }
+    fprintf(stderr, "emulator: %s%s\n", running_kernel().c_str(), what.c_str());
+}
+
 } // namespace emulator
+
+// The sanitizer calls this before its report, which names the place of the access.
+extern "C" void __asan_on_error() { emulator::explain_access(__asan_get_report_address()); }
 
 int main() {
     emulator::serve();

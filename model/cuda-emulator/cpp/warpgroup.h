@@ -6,15 +6,23 @@
 namespace warpgroup {
 
 inline u64 matrix_of(const void* at, u32 panel_bytes) {
-    u64 offset = static_cast<const u8*>(at) - static_cast<const u8*>(emulator::dynamic_shared());
-    if (offset % 128 != 0 || offset >= 1 << 18) emulator::fail("a matrix is misaligned or beyond the reach of descriptors");
-    return offset >> 4 | u64(panel_bytes >> 4) << 16 | u64(1024 >> 4) << 32 | u64(1) << 62;
+    u64 address = emulator::block->shared->address(at);
+    // The swizzle is a function of the address.
+    if (address % 1024 != 0) emulator::fail("a matrix is not aligned to 1024 bytes");
+    if (address >= 1 << 18) emulator::fail("a matrix is beyond the reach of descriptors");
+    return address >> 4 | u64(panel_bytes >> 4) << 16 | u64(1024 >> 4) << 32 | u64(1) << 62;
 }
 
 inline void show_to_products() {
-    auto& copied = emulator::block->copied[emulator::current->linear];
-    for (void* at : copied) emulator::show(at);
-    copied.clear();
+    auto& unshown = emulator::block->unshown[emulator::current->linear];
+    for (void* at : unshown) emulator::show(at);
+    unshown.clear();
+}
+
+// Products see the old 16 bytes until the thread shows the new ones.
+inline void store_for_products(void* to, uint4 bytes) {
+    memcpy(to, &bytes, 16);
+    emulator::block->unshown[emulator::current->linear].push_back(to);
 }
 
 } // namespace warpgroup
@@ -34,6 +42,10 @@ inline float element(u64 matrix, u32 row, u32 column) {
 
 inline void multiply(const WarpgroupProduct& product) {
     u32 warp = current->linear / 32 % 4, lane = current->linear % 32;
+    float left[2][16];
+    for (u32 r = 0; r < 2; ++r)
+        for (u32 k = 0; k < 16; ++k)
+            left[r][k] = product.has_rows ? product.rows[r][k] : element(product.left, warp * 16 + lane / 4 + 8 * r, k);
     for (u32 n = 0; n < product.num_columns; ++n) {
         if (n % 8 / 2 != lane % 4) continue;
         float right[16];
@@ -42,15 +54,27 @@ inline void multiply(const WarpgroupProduct& product) {
         for (u32 r = 0; r < 2; ++r) {
             float& sum = product.sums[n / 8][2 * r + n % 2];
             if (!product.is_added) sum = 0.0f;
-            for (u32 k = 0; k < 16; ++k) {
-                u32 row = warp * 16 + lane / 4 + 8 * r;
-                sum += (product.has_rows ? product.rows[r][k] : element(product.left, row, k)) * right[k];
-            }
+            for (u32 k = 0; k < 16; ++k) sum += left[r][k] * right[k];
         }
     }
 }
 
+// Comes to a barrier. Returns the generation of the phase that this thread belongs to.
+inline u64 come_to(u32 number, u32 num_threads) {
+    if (number == 0 || number >= block->numbered.size() || num_threads % 32 != 0) fail("a barrier that does not exist");
+    NumberedBarrier& barrier = block->numbered[number];
+    u64 generation = barrier.generation;
+    if (barrier.come.empty()) barrier.expected = num_threads;
+    std::string name = "barrier " + std::to_string(number);
+    if (barrier.expected != num_threads) fail(name + " is for different numbers of threads in one phase");
+    if (!barrier.come.insert(current->linear).second) fail("a thread comes twice to a phase of " + name);
+    block->num_events += 1;
+    if (barrier.come.size() == num_threads) barrier.come.clear(), barrier.generation += 1;
+    return generation;
+}
+
 inline void begin(const WarpgroupProduct& product) {
+    if (!block->may_multiply[current->linear]) fail("a product begins without begin_products since the last wait");
     // All four warps take part.
     arrive(block->warpgroups[current->linear / 128], 128);
     auto& groups = block->products[current->linear];
@@ -66,7 +90,17 @@ inline void begin(const WarpgroupProduct& product) {
 
 namespace warpgroup {
 
-inline void begin_products() {}
+inline void arrive_at_barrier(u32 number, u32 num_threads) { emulator::come_to(number, num_threads); }
+
+inline void sync_at_barrier(u32 number, u32 num_threads) {
+    u64 generation = emulator::come_to(number, num_threads);
+    while (emulator::block->numbered[number].generation == generation) emulator::yield();
+}
+
+template <int num> inline void give_registers() {}
+template <int num> inline void take_registers() {}
+
+inline void begin_products() { emulator::block->may_multiply[emulator::current->linear] = true; }
 template <class T> inline void hold(T&) {}
 
 inline void end_product_group() {
@@ -75,7 +109,9 @@ inline void end_product_group() {
     groups.emplace_back();
 }
 
+// The registers of products may be touched from here on, which takes another `begin_products`.
 template <int num_groups> inline void await_products() {
+    emulator::block->may_multiply[emulator::current->linear] = false;
     auto& groups = emulator::block->products[emulator::current->linear];
     while (groups.size() > size_t(num_groups) + 1) {
         for (auto& product : groups.front()) emulator::multiply(product);
@@ -86,6 +122,8 @@ template <int num_groups> inline void await_products() {
 template <bool is_added, int N> inline void multiply(float (&d)[N][4], u64 a, u64 b) {
     emulator::begin({d, 8 * N, is_added, a, {}, false, b, false});
 }
+
+inline void add_product(float (&d)[32][4], u64 a, u64 b) { multiply<true>(d, a, b); }
 
 template <int N> inline void add_product(float (&d)[N][4], const u32 (&a)[4], u64 b) {
     emulator::WarpgroupProduct product = {d, 8 * N, true, 0, {}, true, b, true};

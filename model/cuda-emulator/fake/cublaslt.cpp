@@ -1,5 +1,10 @@
 // A fake cuBLASLt on the fake driver: the products that Baton uses, in the manual's column-major terms. It rejects
 // everything else, as the library does.
+//
+// There are eight algorithms. Which one it proposes first depends on the number of rows. They differ in speed, and the odd
+// ones add the two halves of K separately, so their last bits differ too.
+//
+// Environment: FAKE_REFUSED_ROWS, numbers of rows for which there are no fp8 products.
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -7,6 +12,8 @@
 #include <cstring>
 #include <dlfcn.h>
 #include <map>
+#include <sstream>
+#include <string>
 #include <vector>
 
 typedef uint8_t u8;
@@ -16,7 +23,7 @@ typedef uint64_t u64;
 
 #define API extern "C" __attribute__((visibility("default")))
 
-enum { SUCCESS = 0, NOT_INITIALIZED = 1, INVALID_VALUE = 7, NOT_SUPPORTED = 15 };
+enum { SUCCESS = 0, NOT_INITIALIZED = 1, INVALID_VALUE = 7, EXECUTION_FAILED = 13, NOT_SUPPORTED = 15 };
 enum { F32 = 0, BF16 = 14, E4M3 = 28, COMPUTE_32F = 68 };
 // Modes of scales: one scale, one for each row, for each 128 numbers of a row, for each block of 128 x 128.
 enum { SCALAR = 0, OUTER_VECTOR = 3, VECTORS_OF_128 = 4, BLOCKS_OF_128 = 5 };
@@ -37,12 +44,21 @@ struct Layout {
 
 struct Preference {
     u64 workspace_bytes = 0;
+    // Of sums of parts. All by default.
+    u32 reductions = 0xffffffff;
     std::map<int, u32> alignments;
 };
 
 struct Algorithm {
+    // The shape, then the number of the algorithm.
     u64 data[8];
 };
+
+constexpr u64 NUM_ALGORITHMS = 8;
+// Milliseconds of a product.
+constexpr double COSTS[NUM_ALGORITHMS] = {0.8, 0.7, 0.6, 0.1, 0.5, 0.05, 0.04, 0.9};
+// One algorithm is refused when it runs, and one is found with a bad state.
+constexpr u64 REFUSED = 5, BAD = 6;
 
 struct Heuristic {
     Algorithm algorithm;
@@ -122,10 +138,20 @@ API int cublasLtMatmulPreferenceDestroy(Preference* preference) {
     return SUCCESS;
 }
 API int cublasLtMatmulPreferenceSetAttribute(Preference* preference, int attribute, const void* value, size_t size) {
+    if (attribute == 3 && size == 4) return memcpy(&preference->reductions, value, 4), SUCCESS;
     if (attribute == 1 && size == 8) return memcpy(&preference->workspace_bytes, value, 8), SUCCESS;
     // Attributes of each matrix.
     bool is_alignment = attribute >= 5 && attribute <= 8 && size == 4;
     return is_alignment ? (memcpy(&preference->alignments[attribute], value, 4), SUCCESS) : INVALID_VALUE;
+}
+
+static bool is_refused(u64 num_rows) {
+    const char* list = getenv("FAKE_REFUSED_ROWS");
+    std::istringstream rows(list ? list : "");
+    for (std::string number; std::getline(rows, number, ',');) {
+        if (std::stoull(number) == num_rows) return true;
+    }
+    return false;
 }
 
 static int check(const Description* d, const Layout* a, const Layout* b, const Layout* c, const Layout* out) {
@@ -139,16 +165,15 @@ static int check(const Description* d, const Layout* a, const Layout* b, const L
     }
     if (a->type != E4M3 || b->type != E4M3 || out->type != BF16) return NOT_SUPPORTED;
     if (depth % 16 || out->rows % 16 || a->stride % 16 || b->stride % 16) return NOT_SUPPORTED;
+    if (is_refused(b->columns)) return NOT_SUPPORTED;
     if (d->mode_a == BLOCKS_OF_128 && d->mode_b == VECTORS_OF_128) {
         return depth % 128 == 0 && b->columns % 4 == 0 ? SUCCESS : NOT_SUPPORTED;
     }
     return d->mode_a == d->mode_b && (d->mode_a == SCALAR || d->mode_a == OUTER_VECTOR) ? SUCCESS : NOT_SUPPORTED;
 }
 
-// An algorithm is valid for one shape.
-static u64 mark_of(const Layout* a, const Layout* b) {
-    return u64(a->type) << 56 ^ a->rows << 40 ^ a->columns << 20 ^ b->columns;
-}
+// An algorithm is valid for one matrix and any number of rows.
+static u64 mark_of(const Layout* a) { return u64(a->type) << 56 ^ a->rows << 28 ^ a->columns; }
 
 API int cublasLtMatmulAlgoGetHeuristic(void* handle, const Description* description, const Layout* a, const Layout* b,
                                        const Layout* c, const Layout* out, const Preference* preference, int num_wanted,
@@ -157,8 +182,26 @@ API int cublasLtMatmulAlgoGetHeuristic(void* handle, const Description* descript
     if (!handle) return NOT_INITIALIZED;
     if (num_wanted < 1 || preference->alignments.size() != 4) return INVALID_VALUE;
     if (int status = check(description, a, b, c, out)) return status;
-    *found = {{{mark_of(a, b)}}, preference->workspace_bytes, SUCCESS, 1.0f, {}};
-    *num_found = 1;
+    std::vector<u64> numbers = {b->columns % 3};
+    for (u64 number = 0; number < NUM_ALGORITHMS; ++number) {
+        if (number != numbers[0]) numbers.push_back(number);
+    }
+    for (u64 number : numbers) {
+        if (*num_found == num_wanted) break;
+        if (preference->reductions == 0 && number % 2 == 1) continue;
+        int state = number == BAD ? NOT_SUPPORTED : SUCCESS;
+        found[(*num_found)++] = {{{mark_of(a), number}}, preference->workspace_bytes, state, 1.0f, {}};
+    }
+    return SUCCESS;
+}
+
+API int cublasLtMatmulAlgoCheck(void* handle, const Description* description, const Layout* a, const Layout* b,
+                                const Layout* c, const Layout* out, const Algorithm* algorithm, Heuristic* found) {
+    if (!handle) return NOT_INITIALIZED;
+    if (int status = check(description, a, b, c, out)) return status;
+    u64 number = algorithm->data[1];
+    if (algorithm->data[0] != mark_of(a) || number >= NUM_ALGORITHMS || number == BAD) return NOT_SUPPORTED;
+    *found = {*algorithm, 0, SUCCESS, 1.0f, {}};
     return SUCCESS;
 }
 
@@ -184,6 +227,7 @@ struct Product {
     void* to;
     float alpha, beta;
     void* workspace;
+    u64 algorithm;
 };
 
 // out = alpha a^T b + beta out.
@@ -191,6 +235,7 @@ static int multiply(void* at) {
     auto& p = *static_cast<Product*>(at);
     // Algorithms may use the workspace.
     memset(p.workspace, 0xff, 4096);
+    reinterpret_cast<int (*)(double)>(of_driver("fake_spend"))(COSTS[p.algorithm]);
     u64 depth = p.a.rows, num_groups = (depth / 128 + 3) / 4 * 4;
     int mode = p.description.mode_a;
     auto* scales_a = reinterpret_cast<const float*>(p.description.scales_a);
@@ -203,6 +248,7 @@ static int multiply(void* at) {
         for (u64 n = 0; n < p.b.columns; ++n) {
             float sum = 0.0f, part = 0.0f;
             for (u64 k = 0; k < depth; ++k) {
+                if (mode != BLOCKS_OF_128 && p.algorithm % 2 == 1 && k == depth / 2) sum = part, part = 0.0f;
                 part += a[k] * b[n * depth + k];
                 if (mode == BLOCKS_OF_128 && k % 128 == 127) {
                     u64 group = k / 128;
@@ -232,7 +278,9 @@ API int cublasLtMatmul(void* handle, const Description* description, const float
                        const Layout* out, const Algorithm* algorithm, void* workspace, size_t workspace_bytes, void* stream) {
     if (!handle) return NOT_INITIALIZED;
     if (int status = check(description, a, b, c_layout, out)) return status;
-    if (c != to || algorithm->data[0] != mark_of(a, b)) return INVALID_VALUE;
+    u64 number = algorithm->data[1];
+    if (c != to || algorithm->data[0] != mark_of(a) || number >= NUM_ALGORITHMS) return INVALID_VALUE;
+    if (number == REFUSED || number == BAD) return NOT_SUPPORTED;
     if ((u64(from_a) | u64(from_b) | u64(to)) % 16 != 0) return INVALID_VALUE;
     bool has_scales = description->mode_a != SCALAR;
     if (has_scales != (description->scales_a != 0) || has_scales != (description->scales_b != 0)) return INVALID_VALUE;
@@ -243,8 +291,7 @@ API int cublasLtMatmul(void* handle, const Description* description, const float
         abort();
     }
     // The graph keeps a copy and runs it again.
-    auto* product = new Product{*description, *a, *b, *out, from_a, from_b, to, *alpha, *beta, workspace};
-    auto ask = reinterpret_cast<void (*)(void*, int (*)(void*), void*)>(of_driver("fake_ask"));
-    ask(stream, multiply, product);
-    return SUCCESS;
+    auto* product = new Product{*description, *a, *b, *out, from_a, from_b, to, *alpha, *beta, workspace, number};
+    auto ask = reinterpret_cast<int (*)(void*, int (*)(void*), void*)>(of_driver("fake_ask"));
+    return ask(stream, multiply, product) == 0 ? SUCCESS : EXECUTION_FAILED;
 }

@@ -3,7 +3,8 @@
 // The fake is as strict as a driver: contexts of threads, operations that a capture forbids, limits of shared memory
 // and grids, the sizes of allocations. The host cannot access the devices' memory while none of them works.
 //
-// Environment: FAKE_DEVICES, 1 by default, and FAKE_MEMORY_BYTES of each device.
+// Environment: FAKE_DEVICES, 1 by default, and FAKE_MEMORY_BYTES of each device. FAKE_CONNECTIONS: the queues of a device
+// that the program must ask for before it starts the driver. FAKE_OVERLAP: 1 if all launches must be programmatic.
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
@@ -20,6 +21,7 @@
 #include <set>
 #include <string>
 #include <sys/mman.h>
+#include <thread>
 #include <type_traits>
 #include <unistd.h>
 #include <utility>
@@ -46,6 +48,7 @@ enum Result : int {
     CAPTURE_UNSUPPORTED = 900,
     CAPTURE_INVALIDATED = 901,
     CAPTURE_UNMATCHED = 903,
+    CAPTURE_WRONG_THREAD = 908,
 };
 
 // The limit of an H100.
@@ -67,7 +70,7 @@ constexpr int MAX_DEVICES = 8;
 // Primary contexts. Their addresses identify them.
 int contexts[MAX_DEVICES];
 thread_local int* current = nullptr;
-// Captures that this thread has started and not ended.
+// Captures that this thread has started and not ended, without those in relaxed mode.
 thread_local int num_captures = 0;
 
 u64 said(const char* variable, u64 otherwise) {
@@ -162,6 +165,10 @@ typedef std::function<bool()> Work;
 
 // The captured operations, in order.
 struct Graph {
+    // The thread that captures.
+    std::thread::id thread = std::this_thread::get_id();
+    // Operations of any thread are captured, and no thread is restricted.
+    bool is_relaxed = false;
     std::vector<Work> work;
     bool is_valid = true;
 };
@@ -181,7 +188,12 @@ struct Event {
     u64 place = 0;
     std::weak_ptr<Graph> captured;
     bool was_queried = false;
+    // The milliseconds that all work before it has spent, when that is done.
+    std::shared_ptr<double> time;
 };
+
+// Milliseconds of all work so far. Only products spend any.
+double spent = 0;
 
 std::set<Stream*> streams;
 
@@ -218,20 +230,30 @@ void work_off_all() {
     });
 }
 
-void ask(Stream* stream, Work work) {
-    if (stream->capture) {
-        stream->capture->work.push_back(std::move(work));
-    } else {
-        stream->work.emplace_back(++stream->num_asked, std::move(work));
-    }
-}
-
 // An operation was queued that a capture forbids.
 Result spoil_captures() {
     for (Stream* stream : streams) {
         if (stream->capture) stream->capture->is_valid = false;
     }
     return CAPTURE_UNSUPPORTED;
+}
+
+// NVIDIA's manual promises only for relaxed captures that they take part in the work of several threads, such as those
+// of NCCL. So the other modes reject it.
+Result check_thread(const Stream* stream) {
+    const auto& capture = stream->capture;
+    bool is_allowed = !capture || capture->is_relaxed || capture->thread == std::this_thread::get_id();
+    return is_allowed ? OK : spoil_captures();
+}
+
+Result ask(Stream* stream, Work work) {
+    if (Result result = check_thread(stream)) return result;
+    if (stream->capture) {
+        stream->capture->work.push_back(std::move(work));
+    } else {
+        stream->work.emplace_back(++stream->num_asked, std::move(work));
+    }
+    return OK;
 }
 
 Result check_context() {
@@ -268,9 +290,15 @@ struct Function {
     guard.lock()
 
 // For the other fake libraries.
-extern "C" __attribute__((visibility("default"))) void fake_ask(void* stream, int (*work)(void*), void* argument) {
+API fake_ask(void* stream, int (*work)(void*), void* argument) {
     LOCK;
-    ask(static_cast<Stream*>(stream), [=] { return work(argument) != 0; });
+    return ask(static_cast<Stream*>(stream), [=] { return work(argument) != 0; });
+}
+// Called by work.
+API fake_spend(double milliseconds) {
+    LOCK;
+    spent += milliseconds;
+    return OK;
 }
 API fake_reaches(u64 at, u64 num_bytes) {
     LOCK;
@@ -279,6 +307,8 @@ API fake_reaches(u64 at, u64 num_bytes) {
 
 API cuInit(unsigned) {
     LOCK;
+    u64 wanted = said("FAKE_CONNECTIONS", 0), found = said("CUDA_DEVICE_MAX_CONNECTIONS", 8);
+    if (wanted && found != wanted) fail("the program asks for " + std::to_string(found) + " queues");
     is_initialized = true;
     return OK;
 }
@@ -437,8 +467,7 @@ static int copy(u64 to, u64 from, size_t len, void* stream, bool is_to_device, b
         fail("a copy of " + std::to_string(len) + " bytes leaves the device's memory");
     }
     auto work = [=] { return memcpy(reinterpret_cast<void*>(to), reinterpret_cast<void*>(from), len), true; };
-    ask(static_cast<Stream*>(stream), work);
-    return OK;
+    return ask(static_cast<Stream*>(stream), work);
 }
 API cuMemcpyHtoDAsync_v2(u64 to, u64 from, size_t len, void* stream) { return copy(to, from, len, stream, true, false); }
 API cuMemcpyDtoHAsync_v2(u64 to, u64 from, size_t len, void* stream) { return copy(to, from, len, stream, false, true); }
@@ -446,8 +475,7 @@ API cuMemcpyDtoDAsync_v2(u64 to, u64 from, size_t len, void* stream) { return co
 API cuMemsetD8Async(u64 to, unsigned char byte, size_t len, void* stream) {
     IN_CONTEXT;
     if (!reaches(to, len)) fail("a fill leaves the device's memory");
-    ask(static_cast<Stream*>(stream), [=] { return memset(reinterpret_cast<void*>(to), byte, len), true; });
-    return OK;
+    return ask(static_cast<Stream*>(stream), [=] { return memset(reinterpret_cast<void*>(to), byte, len), true; });
 }
 API cuMemsetD8_v2(u64 to, unsigned char byte, size_t len) {
     NOT_CAPTURING;
@@ -469,19 +497,21 @@ API cuStreamDestroy_v2(Stream* stream) {
 }
 API cuStreamSynchronize(Stream* stream) {
     NOT_CAPTURING;
+    if (stream->capture) return spoil_captures();
     WAIT(work_off(stream));
     return OK;
 }
 API cuStreamWaitEvent(Stream* stream, Event* event, unsigned) {
     IN_CONTEXT;
+    if (Result result = check_thread(stream)) return result;
     if (auto graph = event->captured.lock()) {
         if (stream->capture && stream->capture != graph) return CAPTURE_UNMATCHED;
         stream->capture = graph;
         return OK;
     }
     if (stream->capture) return spoil_captures();
-    if (event->stream) ask(stream, [from = event->stream, place = event->place] { return work_until(from, place); });
-    return OK;
+    if (!event->stream) return OK;
+    return ask(stream, [from = event->stream, place = event->place] { return work_until(from, place); });
 }
 API cuEventCreate(Event** event, unsigned) {
     IN_CONTEXT;
@@ -495,9 +525,11 @@ API cuEventDestroy_v2(Event* event) {
 }
 API cuEventRecord(Event* event, Stream* stream) {
     IN_CONTEXT;
+    if (Result result = check_thread(stream)) return result;
     event->captured = stream->capture;
     if (stream->capture) return OK;
-    ask(stream, [] { return true; });
+    event->time = std::make_shared<double>();
+    ask(stream, [time = event->time] { return *time = spent, true; });
     event->stream = stream, event->place = stream->num_asked, event->was_queried = false;
     return OK;
 }
@@ -517,30 +549,35 @@ API cuEventSynchronize(Event* event) {
     }
     return OK;
 }
-API cuEventElapsedTime(float* milliseconds, Event*, Event*) {
-    *milliseconds = 1.0f;
+API cuEventElapsedTime(float* milliseconds, Event* from, Event* to) {
+    LOCK;
+    // A millisecond for all other work.
+    *milliseconds = float(1.0 + (from->time && to->time ? *to->time - *from->time : 0.0));
     return OK;
 }
 
 API cuStreamBeginCapture_v2(Stream* stream, int mode) {
     IN_CONTEXT;
-    // CU_STREAM_CAPTURE_MODE_THREAD_LOCAL: other threads are not restricted.
-    if (mode != 1) fail("a capture must be thread-local");
+    // CU_STREAM_CAPTURE_MODE_GLOBAL: other threads must not allocate meanwhile, which those of handoffs do.
+    if (mode == 0) fail("a capture must not restrict other threads");
     if (stream->capture) return INVALID_VALUE;
     stream->capture = std::make_shared<Graph>();
+    // CU_STREAM_CAPTURE_MODE_RELAXED
+    stream->capture->is_relaxed = mode == 2;
     stream->is_origin = true;
-    num_captures += 1;
+    num_captures += mode != 2;
     return OK;
 }
 API cuStreamEndCapture(Stream* stream, std::shared_ptr<Graph>** graph) {
     IN_CONTEXT;
     if (!stream->capture || !stream->is_origin) return INVALID_VALUE;
     auto captured = stream->capture;
+    if (!captured->is_relaxed && captured->thread != std::this_thread::get_id()) return CAPTURE_WRONG_THREAD;
     for (Stream* joined : streams) {
         if (joined->capture == captured) joined->capture = nullptr;
     }
     stream->is_origin = false;
-    num_captures -= 1;
+    num_captures -= !captured->is_relaxed;
     *graph = captured->is_valid ? new std::shared_ptr<Graph>(captured) : nullptr;
     return captured->is_valid ? OK : CAPTURE_INVALIDATED;
 }
@@ -552,7 +589,9 @@ API cuGraphInstantiateWithFlags(std::shared_ptr<Graph>** executable, std::shared
 API cuGraphLaunch(std::shared_ptr<Graph>* executable, Stream* stream) {
     IN_CONTEXT;
     if (stream->capture) return spoil_captures();
-    for (auto& work : (*executable)->work) ask(stream, work);
+    for (auto& work : (*executable)->work) {
+        if (Result result = ask(stream, work)) return result;
+    }
     return OK;
 }
 API cuGraphExecDestroy(std::shared_ptr<Graph>* executable) {
@@ -608,9 +647,30 @@ API cuFuncSetAttribute(Function* function, int attribute, int value) {
     function->shared_bytes = value;
     return OK;
 }
-API cuLaunchKernel(Function* function, u32 x, u32 y, u32 z, u32 threads, u32 threads_y, u32 threads_z, u32 shared_bytes,
-                   Stream* stream, void** params, void** extra) {
+
+struct LaunchAttribute {
+    u32 id;
+    char pad[4];
+    union {
+        char bytes[64];
+        int number;
+    };
+};
+struct LaunchConfig {
+    u32 x, y, z, threads, threads_y, threads_z, shared_bytes;
+    Stream* stream;
+    const LaunchAttribute* attributes;
+    u32 num_attributes;
+};
+
+// A kernel that may start early still waits for the kernels before it, so the order stays the same here.
+API cuLaunchKernelEx(const LaunchConfig* config, Function* function, void** params, void** extra) {
     IN_CONTEXT;
+    auto [x, y, z, threads, threads_y, threads_z, shared_bytes, stream, attributes, num_attributes] = *config;
+    bool is_overlapped = num_attributes > 0;
+    // CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    if (is_overlapped && (num_attributes > 1 || attributes[0].id != 6 || attributes[0].number != 1)) return INVALID_VALUE;
+    if (is_overlapped != said("FAKE_OVERLAP", 0)) fail("a launch overlaps others, or not, against the wish of the test");
     auto [module, kernel, most_shared_bytes] = *function;
     if (!x || !y || !z || x > 0x7fffffff || y > 65535 || z > 65535 || threads_y != 1 || threads_z != 1 || extra) {
         return INVALID_VALUE;
@@ -621,8 +681,7 @@ API cuLaunchKernel(Function* function, u32 x, u32 y, u32 z, u32 threads, u32 thr
     std::vector<u64> copied((num_bytes + 7) / 8);
     memcpy(copied.data(), params[0], num_bytes);
     std::vector<u32> shape = {x, y, z, threads, shared_bytes};
-    ask(stream, [=, module = module, kernel = kernel] {
+    return ask(stream, [=, module = module, kernel = kernel] {
         return module->launch(kernel, shape.data(), copied.data()), true;
     });
-    return OK;
 }

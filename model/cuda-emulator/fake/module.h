@@ -13,5 +13,6 @@ API u32 fake_max_threads(const void* kernel) { return static_cast<const emulator
 API void fake_launch(const void* kernel, const u32* shape, const void* params) {
     static u32 seed = 0;
     emulator::LaunchShape launched = {{shape[0], shape[1], shape[2]}, shape[3], shape[4]};
-    emulator::launch(launched, ++seed, [&] { static_cast<const emulator::Kernel*>(kernel)->call(params); });
+    auto called = static_cast<const emulator::Kernel*>(kernel);
+    emulator::launch(called->name, launched, ++seed, [&] { called->call(params); });
 }

@@ -1,5 +1,6 @@
 // A fake NCCL for the devices of the fake driver. An operation on a stream blocks that stream until every rank's
-// stream has reached it, and is then done.
+// stream has reached it, and is then done. Communicators do not block, so a thread of this library queues their
+// operations, as in NCCL (group.cc). Until it has done so, the communicator is in progress and rejects operations.
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -8,6 +9,9 @@
 #include <map>
 #include <mutex>
 #include <string>
+#include <thread>
+#include <unistd.h>
+#include <utility>
 #include <vector>
 
 typedef uint16_t u16;
@@ -16,7 +20,7 @@ typedef uint64_t u64;
 
 #define API extern "C" __attribute__((visibility("default")))
 
-enum { SUCCESS = 0, INVALID_USAGE = 5, IN_PROGRESS = 7 };
+enum { SUCCESS = 0, CUDA_ERROR = 1, INVALID_USAGE = 5, IN_PROGRESS = 7 };
 
 struct Moved {
     bool is_send;
@@ -52,6 +56,8 @@ struct Comm {
     u64 nth = 0;
     bool has_come = false;
     bool is_aborted = false;
+    // Whether a thread queues an operation, and whether the driver has rejected one.
+    bool is_asking = false, has_failed = false;
 };
 
 static std::mutex mutex;
@@ -112,15 +118,32 @@ static int come(void* at) {
     return 1;
 }
 
-// The graph keeps a copy and runs it again.
-static void ask(Posted* posted, void* stream) {
+static int fake_ask(void* stream, Posted* posted) {
     static void* library = dlopen("libcuda.so.1", RTLD_NOW);
     static void* found = library ? dlsym(library, "fake_ask") : nullptr;
     if (!found) {
         fprintf(stderr, "fake NCCL: this is not the fake driver\n");
         abort();
     }
-    reinterpret_cast<void (*)(void*, int (*)(void*), void*)>(found)(stream, come, posted);
+    // A graph keeps a copy and runs it again.
+    return reinterpret_cast<int (*)(void*, int (*)(void*), void*)>(found)(stream, come, posted);
+}
+
+// Queues the operation from another thread.
+static int ask(Posted* posted, void* stream) {
+    std::lock_guard<std::mutex> guard(mutex);
+    Comm* comm = posted->comm;
+    if (comm->is_asking) return INVALID_USAGE;
+    comm->is_asking = true;
+    std::thread([=] {
+        // Late: the caller has returned.
+        usleep(100);
+        int result = fake_ask(stream, posted);
+        std::lock_guard<std::mutex> guard(mutex);
+        comm->is_asking = false;
+        comm->has_failed |= result != 0;
+    }).detach();
+    return IN_PROGRESS;
 }
 
 static int move(Moved moved, int type, Comm* comm, void* stream) {
@@ -154,11 +177,16 @@ API int ncclCommInitRankConfig(Comm** comm, int num_ranks, Id id, int rank, void
 }
 API int ncclCommGetAsyncError(Comm* comm, int* state) {
     std::lock_guard<std::mutex> guard(mutex);
-    *state = comm->group->num_joined == comm->group->num_ranks ? SUCCESS : IN_PROGRESS;
+    bool is_ready = comm->group->num_joined == comm->group->num_ranks && !comm->is_asking;
+    *state = comm->has_failed ? CUDA_ERROR : is_ready ? SUCCESS : IN_PROGRESS;
     return SUCCESS;
 }
 // Its operations may still be in a stream.
 API int ncclCommAbort(Comm* comm) {
+    for (bool is_asking = true; is_asking; usleep(100)) {
+        std::lock_guard<std::mutex> guard(mutex);
+        is_asking = comm->is_asking;
+    }
     std::lock_guard<std::mutex> guard(mutex);
     comm->is_aborted = true;
     return SUCCESS;
@@ -166,13 +194,13 @@ API int ncclCommAbort(Comm* comm) {
 API int ncclGroupStart() { return ++depth, SUCCESS; }
 API int ncclGroupEnd() {
     depth -= 1;
-    if (open) ask(open, open_stream), open = nullptr;
-    return IN_PROGRESS;
+    return open ? ask(std::exchange(open, nullptr), open_stream) : SUCCESS;
 }
 API int ncclAllReduce(const void* from, void* to, size_t len, int type, int op, Comm* comm, void* stream) {
     if (from != to || type != 9 || op != 0) return INVALID_USAGE;
-    ask(new Posted{comm, static_cast<u16*>(to), len, {}}, stream);
-    return IN_PROGRESS;
+    // The sum of one rank is there already.
+    if (comm->group->num_ranks == 1) return SUCCESS;
+    return ask(new Posted{comm, static_cast<u16*>(to), len, {}}, stream);
 }
 API int ncclSend(const void* from, size_t len, int type, int peer, Comm* comm, void* stream) {
     return move({true, const_cast<void*>(from), len, peer}, type, comm, stream);

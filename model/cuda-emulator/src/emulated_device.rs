@@ -5,12 +5,13 @@ use std::collections::HashMap;
 use baton_cuda::CudaError;
 use baton_cuda_kernels::device::{
     Fp8Product, Fp8Products, Fp8Scaling, KernelDevice, NUM_MARKS, NUM_RETURNS, Product, TimedDevice,
+    WgmmaKernels,
 };
 use baton_cuda_kernels::kernel::{Address, Kernel, KernelSource};
 use baton_model_spec::{Communicator, CommunicatorError, ThreadCommunicator};
 
 use crate::numbers::{bf16, floats, widened};
-use crate::session::{Session, Threads};
+use crate::session::{KernelWork, Session, Threads};
 
 /// Does all work at once, when it is queued.
 pub struct EmulatedDevice {
@@ -19,6 +20,8 @@ pub struct EmulatedDevice {
     num_free: usize,
     /// The fp8 products that it claims to have.
     pub fp8_products: Fp8Products,
+    /// A number of rows for which it refuses them nevertheless.
+    pub refused_rows: Option<u64>,
     /// The marks that were set.
     marks: Vec<bool>,
     returns: [Vec<u8>; NUM_RETURNS],
@@ -32,6 +35,7 @@ pub struct EmulatedDevice {
     pub num_overlapped: usize,
     /// Keys of repeated work, and how often each was repeated.
     pub repeated: HashMap<u64, usize>,
+    pub counts: Counts,
 }
 
 /// When sums are computed.
@@ -43,7 +47,23 @@ pub enum Sums {
     Late,
 }
 
+/// What was asked of a device.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Counts {
+    /// Bytes that were copied to the device.
+    pub num_uploaded: usize,
+    /// Launches of kernels, and products, outside of repeated work.
+    pub num_launches: usize,
+    /// Launches and products of repeated work.
+    pub num_repeated: usize,
+}
+
 impl EmulatedDevice {
+    fn count_launch(&mut self) {
+        let Counts { num_launches, num_repeated, .. } = &mut self.counts;
+        *(if self.is_repeating { num_repeated } else { num_launches }) += 1;
+    }
+
     /// The link to the other ranks.
     pub fn join(mut self, end: ThreadCommunicator, sums: Sums) -> EmulatedDevice {
         (self.ranks, self.sums) = (Some(end), sums);
@@ -66,6 +86,7 @@ impl EmulatedDevice {
             session: Session::new(sources, threads),
             num_free: memory_bytes,
             fp8_products: Fp8Products::None,
+            refused_rows: None,
             marks: vec![false; NUM_MARKS],
             returns: Default::default(),
             is_repeating: false,
@@ -74,7 +95,13 @@ impl EmulatedDevice {
             begun: vec![],
             num_overlapped: 0,
             repeated: HashMap::new(),
+            counts: Counts::default(),
         }
+    }
+
+    /// What its kernels have done so far.
+    pub fn work(&mut self) -> KernelWork {
+        self.session.work()
     }
 
     /// Checks, until `end_repeating`, that the work under this key is the work that was recorded for it.
@@ -116,6 +143,7 @@ impl KernelDevice for EmulatedDevice {
 
     unsafe fn upload(&mut self, to: Address, bytes: &[u8]) -> Result<(), CudaError> {
         assert!(!self.is_repeating, "what is repeated does not copy");
+        self.counts.num_uploaded += bytes.len();
         self.session.write(to, bytes);
         Ok(())
     }
@@ -138,33 +166,46 @@ impl KernelDevice for EmulatedDevice {
     }
 
     unsafe fn launch<K: Kernel>(&mut self, kernel: &K) -> Result<(), CudaError> {
+        self.count_launch();
         self.session.launch(kernel);
         Ok(())
     }
 
     unsafe fn multiply(&mut self, product: &Product) -> Result<(), CudaError> {
+        self.count_launch();
         self.session.multiply(product);
         Ok(())
     }
 
-    fn has_wgmma(&self) -> bool {
-        true
+    fn wgmma(&self) -> WgmmaKernels {
+        WgmmaKernels::all(true)
     }
 
     fn fp8_products(&self) -> Fp8Products {
         self.fp8_products
     }
 
-    unsafe fn multiply_fp8(&mut self, product: &Fp8Product) -> Result<(), CudaError> {
+    unsafe fn multiply_fp8(&mut self, product: &Fp8Product) -> Result<bool, CudaError> {
         let needed = match product.scaling {
             Fp8Scaling::None => Fp8Products::Plain,
             Fp8Scaling::Rows => Fp8Products::Scaled,
             Fp8Scaling::Blocks => Fp8Products::Blocks,
         };
         assert!(self.fp8_products >= needed, "a product that the device does not have");
+        if self.refused_rows == Some(product.num_rows) {
+            return Ok(false);
+        }
+        self.count_launch();
         self.session.multiply_fp8(product);
-        Ok(())
+        Ok(true)
     }
+
+    // Products here always add in one order.
+    fn fix_products(&mut self) {}
+
+    fn begin_choice(&mut self) {}
+
+    fn end_choice(&mut self) {}
 
     unsafe fn begin_sum(&mut self, numbers: Address, len: usize) -> Result<(), CudaError> {
         let mut bytes = vec![0; len * 2];

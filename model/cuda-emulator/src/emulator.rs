@@ -1,6 +1,6 @@
 //! The environment of a kernel test: buffers, launches, and the final contents of the buffers.
 
-use baton_cuda_kernels::device::KernelDevice;
+use baton_cuda_kernels::device::{KernelDevice, WgmmaKernels};
 use baton_cuda_kernels::kernel::{Address, Kernel, KernelSource};
 
 use crate::test_device::TestDevice;
@@ -27,9 +27,9 @@ impl Emulator {
         Emulator { device: TestDevice::of_kernels(sources), buffers: vec![] }
     }
 
-    /// Whether warpgroup products are available.
-    pub fn has_wgmma(&self) -> bool {
-        self.device.has_wgmma()
+    /// Which kernels with warpgroup products are available.
+    pub fn wgmma(&self) -> WgmmaKernels {
+        self.device.wgmma()
     }
 
     /// A buffer that holds `bytes`.

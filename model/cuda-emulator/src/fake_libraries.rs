@@ -7,12 +7,23 @@ use std::process::Command;
 use crate::files::fake_folder;
 use crate::test_device;
 
-/// Runs these tests of the current test program on the fake libraries. Does nothing where `BATON_KERNELS_ON` names a
-/// device.
+/// Lets launches overlap, and the fake driver expect it.
+pub const OVERLAP: [(&str, &str); 2] = [("BATON_OVERLAP_LAUNCHES", "1"), ("FAKE_OVERLAP", "1")];
+
+/// The variable that tells a test that the libraries are fake.
+const FAKE: &str = "BATON_FAKE_LIBRARIES";
+
+/// Whether this process runs on fake libraries: some of what they do is known.
+pub fn are_fake() -> bool {
+    std::env::var_os(FAKE).is_some()
+}
+
+/// Runs these tests of the current test program on the fake libraries, with these variables. Does nothing where
+/// `BATON_KERNELS_ON` names a device.
 ///
 /// # Panics
 /// When a test fails or is skipped.
-pub fn run_own_tests(names: &[&str]) {
+pub fn run_own_tests(names: &[&str], variables: &[(&str, &str)]) {
     if test_device::ordinal().is_some() {
         return println!("SKIPPED: BATON_KERNELS_ON names a device");
     }
@@ -33,6 +44,8 @@ pub fn run_own_tests(names: &[&str]) {
     let mut command = Command::new(tests);
     command.args(names).args(["--exact", "--nocapture"]);
     command.env("LD_LIBRARY_PATH", folders).env("BATON_NVRTC", dir.path()).env("BATON_KERNELS_ON", "cuda:0");
+    // Some tests are of ranks.
+    command.env("FAKE_DEVICES", "2").env_remove("BATON_NCCL").env(FAKE, "1").envs(variables.iter().copied());
     let output = command.output().expect("it can be started");
     let said = String::from_utf8_lossy(&output.stdout);
     let complained = String::from_utf8_lossy(&output.stderr);

@@ -16,3 +16,4 @@ pub mod numbers;
 mod program;
 pub mod session;
 pub mod test_device;
+pub mod tested;

@@ -10,31 +10,33 @@ use crate::files::{cpp_folder, kernel_files, kernel_folder};
 /// The program with the kernels of `sources`. The program and its object files are cached beside the build's other
 /// outputs, by a hash of everything that affects them.
 pub fn program(sources: &[KernelSource]) -> PathBuf {
-    let mut objects = vec![object("run", &cpp_folder().join("run.h"), &[])];
+    let mut objects = vec![object(&cpp_folder().join("run.h"), &[])];
     for source in sources {
-        objects.push(object(source.file, &kernel_folder().join(source.file), &source.defines));
+        // A path of its own replaces the folder of the kernels.
+        objects.push(object(&kernel_folder().join(source.file), &source.defines));
     }
     let mut hasher = blake3::Hasher::new();
     for object in &objects {
         hasher.update(object.as_os_str().as_encoded_bytes());
     }
-    let last = sources.last().map_or("none", |source| source.file);
+    let last = sources.last().map_or("none", |source| name_of(Path::new(source.file)));
     built(&format!("{last}-{}", &hasher.finalize().to_hex()[..16]), |command| {
         command.args(&objects);
     })
 }
 
 /// Compiles one file. Each file is an object of its own, so that a change of one constant leaves the others.
-fn object(name: &str, file: &Path, defines: &[(&str, u64)]) -> PathBuf {
+fn object(file: &Path, defines: &[(&str, u64)]) -> PathBuf {
     let mut hasher = blake3::Hasher::new();
     for (_, header) in kernel_files().headers() {
         hasher.update(header.as_bytes());
     }
-    for file in [&cpp_folder().join("emulator.h"), &cpp_folder().join("warpgroup.h"), file] {
-        hasher.update(&std::fs::read(file).expect("it is in the source tree"));
+    for name in ["emulator.h", "shared_memory.h", "visibility.h", "copies.h", "warpgroup.h"] {
+        hasher.update(&read(&cpp_folder().join(name)));
     }
+    hasher.update(&read(file));
     hasher.update(format!("{defines:?}").as_bytes());
-    built(&format!("{name}-{}.o", &hasher.finalize().to_hex()[..16]), |command| {
+    built(&format!("{}-{}.o", name_of(file), &hasher.finalize().to_hex()[..16]), |command| {
         // Forbids fused multiplications, so that results are the same on every machine.
         command.args([
             "-c",
@@ -48,6 +50,14 @@ fn object(name: &str, file: &Path, defines: &[(&str, u64)]) -> PathBuf {
         command.args(defines.iter().map(|(name, value)| format!("-D{name}={value}")));
         command.args(["-x", "c++"]).arg(file);
     })
+}
+
+fn name_of(file: &Path) -> &str {
+    file.file_name().and_then(|name| name.to_str()).expect("a file with a name in ASCII")
+}
+
+fn read(file: &Path) -> Vec<u8> {
+    std::fs::read(file).unwrap_or_else(|error| panic!("{}: {error}", file.display()))
 }
 
 /// Runs g++, unless its output is cached.

@@ -41,6 +41,16 @@ enum Order {
     Launch,
     Multiply,
     MultiplyFp8,
+    Count,
+}
+
+/// What kernels have done in a session.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct KernelWork {
+    /// Bytes of weights that were loaded: those of `load_once`.
+    pub loaded_bytes: u64,
+    /// Instructions of a warp that multiply: `mma_bf16`.
+    pub num_products: u64,
 }
 
 impl Session {
@@ -93,6 +103,19 @@ impl Session {
 
     pub fn multiply_fp8(&mut self, product: &Fp8Product) {
         self.order(Order::MultiplyFp8, &[bytes_of(product)]);
+    }
+
+    /// What kernels have done so far.
+    pub fn work(&mut self) -> KernelWork {
+        self.order(Order::Count, &[]);
+        let mut counts = [0; 2];
+        for count in &mut counts {
+            let mut bytes = [0; 8];
+            self.receive(&mut bytes);
+            *count = u64::from_le_bytes(bytes);
+        }
+        let [loaded_bytes, num_products] = counts;
+        KernelWork { loaded_bytes, num_products }
     }
 
     fn order(&mut self, order: Order, parts: &[&[u8]]) {

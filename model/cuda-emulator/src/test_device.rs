@@ -5,14 +5,16 @@ use std::collections::HashMap;
 use std::sync::OnceLock;
 
 use baton_cuda::CudaError;
-use baton_cuda_kernels::device::{Fp8Product, Fp8Products, KernelDevice, Product};
+use baton_cuda_kernels::device::{Fp8Product, Fp8Products, KernelDevice, Product, WgmmaKernels};
 use baton_cuda_kernels::driver::graphs::{self, Graphs};
 use baton_cuda_kernels::driver::{DriverDevice, OpenError};
 use baton_cuda_kernels::kernel::{Address, Kernel, KernelCode, KernelSource};
+use baton_cuda_kernels::shipped;
 
-use crate::emulated_device::EmulatedDevice;
+use crate::emulated_device::{Counts, EmulatedDevice};
 use crate::files::kernel_files;
 use crate::session::Threads;
+use crate::tested;
 
 /// Bytes of the guards before and after each buffer. Buffers are aligned to as many bytes.
 const GUARD_BYTES: usize = 256;
@@ -38,6 +40,7 @@ pub enum TestDevice {
 impl TestDevice {
     /// A device with these kernels. `memory_bytes` and `threads` apply to the emulator only.
     pub fn new(sources: &[KernelSource], memory_bytes: usize, threads: Threads) -> TestDevice {
+        tested::check(sources);
         match ordinal() {
             None => TestDevice::Emulated(EmulatedDevice::new(sources, memory_bytes, threads)),
             Some(ordinal) => TestDevice::Guarded(GuardedDevice::open(ordinal, |code| {
@@ -48,6 +51,7 @@ impl TestDevice {
 
     /// A device for kernels only, without products.
     pub fn of_kernels(sources: &[KernelSource]) -> TestDevice {
+        tested::check(sources);
         match ordinal() {
             None => TestDevice::Emulated(EmulatedDevice::new(sources, usize::MAX, Threads::Compared)),
             Some(ordinal) => TestDevice::Guarded(GuardedDevice::open(ordinal, |code| {
@@ -94,6 +98,19 @@ impl TestDevice {
         true
     }
 
+    /// Makes the device refuse E4M3 products of this many rows. A fake library reads `FAKE_REFUSED_ROWS` instead. Returns
+    /// whether it refuses them now.
+    pub fn refuse_fp8(&mut self, num_rows: usize) -> bool {
+        match self {
+            TestDevice::Emulated(device) => {
+                device.refused_rows = Some(num_rows as u64);
+                true
+            }
+            TestDevice::Guarded(_) => std::env::var("FAKE_REFUSED_ROWS")
+                .is_ok_and(|rows| rows.split(',').any(|it| it == num_rows.to_string())),
+        }
+    }
+
     /// How often work was repeated under each key.
     pub fn repeated(&self) -> Vec<usize> {
         let repeated = match self {
@@ -101,6 +118,17 @@ impl TestDevice {
             TestDevice::Guarded(device) => &device.repeated,
         };
         repeated.values().copied().collect()
+    }
+
+    /// What was asked of the emulated device.
+    ///
+    /// # Panics
+    /// When it is another device.
+    pub fn counts(&self) -> Counts {
+        match self {
+            TestDevice::Emulated(device) => device.counts,
+            TestDevice::Guarded(_) => panic!("only the emulated device counts"),
+        }
     }
 
     /// # Panics
@@ -173,17 +201,29 @@ impl KernelDevice for TestDevice {
         unsafe { of_either!(self, device => device.multiply(product)) }
     }
 
-    fn has_wgmma(&self) -> bool {
-        of_either!(self, device => device.has_wgmma())
+    fn wgmma(&self) -> WgmmaKernels {
+        of_either!(self, device => device.wgmma())
     }
 
     fn fp8_products(&self) -> Fp8Products {
         of_either!(self, device => device.fp8_products())
     }
 
-    unsafe fn multiply_fp8(&mut self, product: &Fp8Product) -> Result<(), CudaError> {
+    unsafe fn multiply_fp8(&mut self, product: &Fp8Product) -> Result<bool, CudaError> {
         // SAFETY: the caller guarantees it.
         unsafe { of_either!(self, device => device.multiply_fp8(product)) }
+    }
+
+    fn fix_products(&mut self) {
+        of_either!(self, device => device.fix_products());
+    }
+
+    fn begin_choice(&mut self) {
+        of_either!(self, device => device.begin_choice());
+    }
+
+    fn end_choice(&mut self) {
+        of_either!(self, device => device.end_choice());
     }
 
     unsafe fn begin_sum(&mut self, numbers: Address, len: usize) -> Result<(), CudaError> {
@@ -336,9 +376,10 @@ impl GuardedDevice {
     }
 }
 
-/// The cache of compiled kernels is beside the test program, so that cleaning the build removes it.
-fn kernel_code() -> KernelCode {
+/// The kernels of tests on a device. The cache of compiled ones is beside the test program, so that cleaning the build removes
+/// it. `gpu-check --pack` installs kernels there, too: a machine with a GPU may have no NVRTC.
+pub fn kernel_code() -> KernelCode {
     let program = std::env::current_exe().expect("this is a program");
     let cache_dir = program.parent().expect("in a folder").join("gpu-kernels");
-    KernelCode { files: kernel_files(), cache_dir: Some(cache_dir) }
+    KernelCode { files: kernel_files(), cache_dir: Some(cache_dir), shipped: shipped::beside_program() }
 }

@@ -7,15 +7,14 @@ struct DecodeAttention {
     float* sums;
     // [rows][heads][max_splits][2]: the largest score, and the sum of the weights relative to it.
     float* stats;
+    // [rows * heads]: how many blocks have written their split, for each kv head and tile of pairs of a sequence, from
+    // its first row on. Zeros between launches.
+    u32* num_done;
     u32 max_splits;
     u32 min_split;
     // The largest number of rows of a sequence.
     u32 max_rows;
     u32 unused;
-};
-
-struct MergeSplits {
-    DecodeAttention decode;
 };
 
 namespace attention {
@@ -122,13 +121,70 @@ __device__ __forceinline__ void add(float (&out)[DIM / 8][4], const u32 (&weight
     }
 }
 
+// Whether this block is the last of `num_splits` blocks to write its split of a tile of pairs. The last block then sees
+// the splits of all. `num_done` is zero before the first and after the last.
+__device__ __forceinline__ bool is_last_split(u32* num_done, u32 num_splits, u32* shared) {
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        // What the block wrote is visible before it is counted, what others counted is visible after it.
+        __threadfence();
+        bool is_last = atomicAdd(num_done, 1u) == num_splits - 1;
+        __threadfence();
+        if (is_last) *num_done = 0;
+        *shared = is_last;
+    }
+    __syncthreads();
+    return *shared != 0;
+}
+
+// Merges the splits of one pair, by a warp, always in the same order. `to` is the pair's place in the results.
+__device__ __forceinline__ void merge_splits(const DecodeAttention& p, u64 to, u32 num_splits, u32 lane) {
+    const float* sums = p.sums + to * p.max_splits * DIM;
+    const float2* stats = reinterpret_cast<const float2*>(p.stats) + to * p.max_splits;
+    float max = MINUS_INFINITY;
+    for (u32 i = lane; i < num_splits; i += WARP) max = max_of(max, stats[i].x);
+    float base = base_of(warp_max(max));
+    float sum = 0.0f;
+    constexpr int PARTS = (DIM + 127) / 128;
+    float4 out[PARTS] = {};
+    for (u32 first = 0; first < num_splits; first += WARP) {
+        float2 mine = make_float2(MINUS_INFINITY, 0.0f);
+        if (first + lane < num_splits) mine = stats[first + lane];
+        float weight = exp2_fast(mine.x - base);
+        sum += weight * mine.y;
+        u32 num = num_splits - first < WARP ? num_splits - first : WARP;
+#pragma unroll 4
+        for (u32 i = 0; i < num; ++i, sums += DIM) {
+            float factor = shuffle(weight, i);
+#pragma unroll
+            for (int part = 0; part < PARTS; ++part) {
+                u32 column = part * 128 + lane * 4;
+                if (column >= DIM) continue;
+                float4 some = *reinterpret_cast<const float4*>(sums + column);
+                out[part].x += factor * some.x, out[part].y += factor * some.y;
+                out[part].z += factor * some.z, out[part].w += factor * some.w;
+            }
+        }
+    }
+    float whole = 1.0f / warp_sum(sum);
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part) {
+        u32 column = part * 128 + lane * 4;
+        if (column >= DIM) continue;
+        uint2 rounded = make_uint2(pack_bf16(out[part].x * whole, out[part].y * whole),
+                                   pack_bf16(out[part].z * whole, out[part].w * whole));
+        *reinterpret_cast<uint2*>(p.a.out + to * DIM + column) = rounded;
+    }
+}
+
 } // namespace decode
 
 } // namespace attention
 
 // Attention for few rows. There is a block for each split of the context, 16 pairs of a kv head, and sequence. Its
-// warps take turns at 16 positions each, and each warp has a pipeline of its own. A single split writes `out`;
-// several splits write sums for merge_splits.
+// warps take turns at 16 positions each, and each warp has a pipeline of its own. A single split writes `out`. Of
+// several splits, each writes its sums, and the last block to do so merges them, mostly from the L2 cache:
+// 4 (HEAD_DIM + 2) bytes per pair and split.
 //
 // Reads each key and value once per 16 pairs: 4 HEAD_DIM bytes per position and kv head in bf16, half of that in
 // eight bits, for 32 HEAD_DIM multiplications. By an H100's data sheet the tensor cores are a tenth busy, or a fifth
@@ -249,7 +305,9 @@ KERNEL(decode_attention, DecodeAttention, attention::decode::WARPS * WARP) {
     }
     running.end();
 
-    // Merges the results of the warps, always in the same order.
+    // Merges the results of the warps, always in the same order. A barrier does not wait for the copies beyond the end,
+    // which would overwrite them.
+    await_copies<0>();
     __syncthreads();
     float* stats = reinterpret_cast<float*>(shared); // [2][WARPS][16]
     float* outs = stats + 2 * WARPS * 16;            // [WARPS][16][DIM]
@@ -286,55 +344,10 @@ KERNEL(decode_attention, DecodeAttention, attention::decode::WARPS * WARP) {
             if (column == 0) *reinterpret_cast<float2*>(p.stats + part * 2) = make_float2(max, sum);
         }
     }
-}
-
-// Merges the splits of each pair, one warp per pair, always in the same order. Does nothing for a single split. Reads
-// 4 (HEAD_DIM + 2) bytes per split, mostly from the L2 cache: bound by latency.
-KERNEL(merge_splits, MergeSplits, 4 * WARP) {
-    using namespace attention;
-    const DecodeAttention& d = p.decode;
-    const AttentionArgs& a = d.a;
-    u32 sequence = blockIdx.y, num_heads = a.num_kv_heads * a.group;
-    u32 idx = blockIdx.x * 4 + threadIdx.x / WARP, lane = threadIdx.x % WARP;
-    u32 num_rows = a.num_rows[sequence];
-    if (idx >= num_rows * num_heads) return;
-    u32 num_splits = splits_of(d, a.start_idx[sequence], num_rows).num;
-    if (num_splits == 1) return;
-    u64 to = u64(a.first_row[sequence]) * num_heads + idx;
-    const float* sums = d.sums + to * d.max_splits * DIM;
-    const float2* stats = reinterpret_cast<const float2*>(d.stats) + to * d.max_splits;
-    float max = MINUS_INFINITY;
-    for (u32 i = lane; i < num_splits; i += WARP) max = max_of(max, stats[i].x);
-    float base = base_of(warp_max(max));
-    float sum = 0.0f;
-    constexpr int PARTS = (DIM + 127) / 128;
-    float4 out[PARTS] = {};
-    for (u32 first = 0; first < num_splits; first += WARP) {
-        float2 mine = make_float2(MINUS_INFINITY, 0.0f);
-        if (first + lane < num_splits) mine = stats[first + lane];
-        float weight = exp2_fast(mine.x - base);
-        sum += weight * mine.y;
-        u32 num = num_splits - first < WARP ? num_splits - first : WARP;
-#pragma unroll 2
-        for (u32 i = 0; i < num; ++i, sums += DIM) {
-            float factor = shuffle(weight, i);
-#pragma unroll
-            for (int part = 0; part < PARTS; ++part) {
-                u32 column = part * 128 + lane * 4;
-                if (column >= DIM) continue;
-                float4 some = *reinterpret_cast<const float4*>(sums + column);
-                out[part].x += factor * some.x, out[part].y += factor * some.y;
-                out[part].z += factor * some.z, out[part].w += factor * some.w;
-            }
-        }
-    }
-    float whole = 1.0f / warp_sum(sum);
-#pragma unroll
-    for (int part = 0; part < PARTS; ++part) {
-        u32 column = part * 128 + lane * 4;
-        if (column >= DIM) continue;
-        uint2 rounded = make_uint2(pack_bf16(out[part].x * whole, out[part].y * whole),
-                                   pack_bf16(out[part].z * whole, out[part].w * whole));
-        *reinterpret_cast<uint2*>(a.out + to * DIM + column) = rounded;
-    }
+    if (splits.num == 1) return;
+    u32* num_done = p.num_done + first_row * (a.num_kv_heads * a.group) + kv_head * num_pairs + first_pair / 16;
+    if (!is_last_split(num_done, splits.num, reinterpret_cast<u32*>(shared))) return;
+#pragma unroll 1
+    for (u32 row = warp; row < num; row += WARPS)
+        merge_splits(p, head_row(a, first_row, kv_head, first_pair + row), splits.num, lane);
 }

@@ -34,14 +34,8 @@ __device__ __forceinline__ u64& place(u8* shared, u32 buffer, u32 i) {
 
 // Widens 16 codes to 32 bytes. Half of the lanes start with the second 16 bytes, so that eight lanes use eight banks.
 __device__ __forceinline__ void store_widened(u8* to, uint4 codes, bool is_second_first) {
-    u32 words[4] = {codes.x, codes.y, codes.z, codes.w}, wide[8];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        u32 even, odd;
-        widen_codes(words[i], even, odd);
-        wide[2 * i] = pick_bytes(even, odd, 0x5410), wide[2 * i + 1] = pick_bytes(even, odd, 0x7632);
-    }
-    uint4 first = make_uint4(wide[0], wide[1], wide[2], wide[3]), second = make_uint4(wide[4], wide[5], wide[6], wide[7]);
+    uint4 first, second;
+    widen_16_codes(codes, first, second);
     u32 shift = is_second_first ? 16 : 0;
     *reinterpret_cast<uint4*>(to + shift) = is_second_first ? second : first;
     *reinterpret_cast<uint4*>(to + (16 - shift)) = is_second_first ? first : second;

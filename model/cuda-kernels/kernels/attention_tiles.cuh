@@ -153,4 +153,16 @@ __device__ __forceinline__ void widen_codes(u32 codes, u32& even, u32& odd) {
     }
 }
 
+// Converts 16 codes to 16 numbers in bf16, in their order.
+__device__ __forceinline__ void widen_16_codes(uint4 codes, uint4& first, uint4& second) {
+    u32 words[4] = {codes.x, codes.y, codes.z, codes.w}, wide[8];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        u32 even, odd;
+        widen_codes(words[i], even, odd);
+        wide[2 * i] = pick_bytes(even, odd, 0x5410), wide[2 * i + 1] = pick_bytes(even, odd, 0x7632);
+    }
+    first = make_uint4(wide[0], wide[1], wide[2], wide[3]), second = make_uint4(wide[4], wide[5], wide[6], wide[7]);
+}
+
 } // namespace attention

@@ -16,12 +16,27 @@ typedef unsigned long long u64;
 typedef signed char i8;
 typedef int i32;
 
-// Defines a kernel. Its only parameter is a struct by value, `p`, with the layout of the Rust struct (#[repr(C)]).
-#define KERNEL(name, Params, max_threads)                                                                              \
-    extern "C" __global__ void __launch_bounds__(max_threads) name(const __grid_constant__ Params p)
+// Waits until the kernels before this one have ended and their writes are visible, and lets the kernel after this one
+// start as far as its own wait. Without a programmatic launch both have happened already (driver/loaded.rs).
+__device__ __forceinline__ void begin_kernel() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
 
-// Shared memory whose size the launch sets.
-#define DYNAMIC_SHARED(name) extern __shared__ __align__(128) u8 name[]
+// Defines a kernel. Its only parameter is a struct by value, `p`, with the layout of the Rust struct (#[repr(C)]). The
+// bounds are the threads of a block, then, if registers are to be limited, the blocks of a multiprocessor.
+#define KERNEL(name, Params, ...)                                                                                      \
+    __device__ __forceinline__ void name##_body(const Params& p);                                                      \
+    extern "C" __global__ void __launch_bounds__(__VA_ARGS__) name(const __grid_constant__ Params p) {                 \
+        begin_kernel();                                                                                                \
+        name##_body(p);                                                                                                \
+    }                                                                                                                  \
+    __device__ __forceinline__ void name##_body(const Params& p)
+
+// Shared memory whose size the launch sets, aligned to a power of two.
+#define DYNAMIC_SHARED_ALIGNED(name, alignment) extern __shared__ __align__(alignment) u8 name[]
 
 __device__ __forceinline__ float shuffle_xor(float value, int mask) {
     return __shfl_xor_sync(0xffffffffu, value, mask);
@@ -55,9 +70,18 @@ __device__ __forceinline__ float reciprocal_fast(float x) {
 }
 
 // Selects bytes of `low` (0 to 3) and `high` (4 to 7). The four digits of `selector` name them, from the last byte to
-// the first.
+// the first. A digit of 8 + n is the sign of byte n, eight times.
 __device__ __forceinline__ u32 pick_bytes(u32 low, u32 high, u32 selector) {
-    return __byte_perm(low, high, selector);
+    u32 picked;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(picked) : "r"(low), "r"(high), "r"(selector));
+    return picked;
+}
+
+// (x & mask) | bits in one instruction: the compiler makes two of two constants.
+__device__ __forceinline__ u32 and_or(u32 x, u32 mask, u32 bits) {
+    u32 result;
+    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(result) : "r"(x), "r"(mask), "r"(bits));
+    return result;
 }
 
 // a * b + c for both bf16 numbers of a pair, rounded once. Keeps denormal numbers.
@@ -131,6 +155,8 @@ __device__ __forceinline__ uint4 load_once(const void* from) {
 
 #endif
 
+#define DYNAMIC_SHARED(name) DYNAMIC_SHARED_ALIGNED(name, 128)
+
 #define WARP 32
 #define LOG2_E 1.4426950408889634f
 #define MINUS_INFINITY float_of(0xff800000u)
@@ -196,8 +222,8 @@ __device__ __forceinline__ void widen_e4m3(u32 codes, u32& even, u32& odd) {
 __device__ __forceinline__ void widen_i8(u32 codes, u32& even, u32& odd) {
     const u32 base = 0x43004300, minus_one = 0xbf80bf80;
     u32 high = codes >> 8;
-    even = multiply_add_bf16((codes & 0x00800080) | base, minus_one, (codes & 0x007f007f) | base);
-    odd = multiply_add_bf16((high & 0x00800080) | base, minus_one, (high & 0x007f007f) | base);
+    even = multiply_add_bf16(and_or(codes, 0x00800080, base), minus_one, and_or(codes, 0x007f007f, base));
+    odd = multiply_add_bf16(and_or(high, 0x00800080, base), minus_one, and_or(high, 0x007f007f, base));
 }
 
 __device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + exp2_fast(-LOG2_E * x)); }
@@ -363,3 +389,70 @@ __device__ __forceinline__ void load(const u8* from, Elements<dtype, num>& to) {
 }
 
 } // namespace kv
+
+// Activations in E4M3. The largest number of a row, or of a group of a row, becomes 448.
+namespace fp8 {
+
+// The largest magnitude of some numbers; and 0, or NaN if one of them is NaN or infinity. A product with the scale
+// then shows it.
+struct Range {
+    float largest, poison;
+
+    __device__ __forceinline__ void take(const float (&x)[8]) {
+        for (u32 i = 0; i < 8; ++i) largest = max_of(largest, fabsf(x[i])), poison += x[i] * 0.0f;
+    }
+
+    // The range of the numbers of all of `lanes` adjacent lanes.
+    __device__ __forceinline__ void join(int lanes) {
+        for (int mask = lanes / 2; mask > 0; mask /= 2) {
+            largest = max_of(largest, shuffle_xor(largest, mask));
+            poison += shuffle_xor(poison, mask);
+        }
+    }
+
+    // The range of the numbers of all threads of a block. Each needs a float of scratch per warp.
+    __device__ __forceinline__ void join_block(float* all_largest, float* all_poison) {
+        join(WARP);
+        u32 lane = threadIdx.x % WARP;
+        if (lane == 0) all_largest[threadIdx.x / WARP] = largest, all_poison[threadIdx.x / WARP] = poison;
+        __syncthreads();
+        bool is_there = lane < (blockDim.x + WARP - 1) / WARP;
+        largest = is_there ? all_largest[lane] : 0.0f, poison = is_there ? all_poison[lane] : 0.0f;
+        join(WARP);
+    }
+
+    // The factor that restores the numbers.
+    __device__ __forceinline__ float scale() const { return largest / 448.0f + poison; }
+};
+
+// The codes of eight numbers. They are zero if all numbers of the scale are zero, or too small to scale.
+__device__ __forceinline__ uint2 quantise(const float (&x)[8], float scale) {
+    kv::Elements<kv::FP8, 8> codes = kv::quantise<kv::FP8>(x, scale > 1e-37f ? 1.0f / scale : 0.0f);
+    return make_uint2(codes.words[0], codes.words[1]);
+}
+
+// Quantises a row. `range` is that of the numbers which the thread has taken: every eight from 8 threadIdx.x on, in
+// steps of 8 blockDim.x. They may have been written by this thread.
+__device__ __forceinline__ void quantise_row(const u16* row, u32 width, Range range, float (&scratch)[2][32], u8* to,
+                                             float* scale_to) {
+    range.join_block(scratch[0], scratch[1]);
+    float scale = range.scale();
+    if (threadIdx.x == 0) *scale_to = scale;
+    for (u32 i = threadIdx.x * 8; i < width; i += blockDim.x * 8) {
+        float here[8];
+        widen_bf16(*reinterpret_cast<const uint4*>(row + i), here);
+        *reinterpret_cast<uint2*>(to + i) = quantise(here, scale);
+    }
+}
+
+// Quantises a group of 128 numbers, eight of each of 16 adjacent lanes, which all call this.
+__device__ __forceinline__ void quantise_group(const float (&x)[8], bool is_there, u8* to, float* scale_to) {
+    Range range = {0.0f, 0.0f};
+    range.take(x);
+    range.join(16);
+    if (!is_there) return;
+    if (threadIdx.x % 16 == 0) *scale_to = range.scale();
+    *reinterpret_cast<uint2*>(to) = quantise(x, range.scale());
+}
+
+} // namespace fp8

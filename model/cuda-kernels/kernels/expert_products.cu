@@ -3,7 +3,7 @@
 //   TILE_ROWS    rows of an output tile: 16, 32, 64 or 128
 //   GATED        1: weights are gate rows, then up rows; the output is activation(gate) * up
 //   ACTIVATION   activation of the gates
-#include "common.cuh"
+#include "expert_tiles.cuh"
 
 #if GATED
 // A program may contain both variants.
@@ -29,42 +29,7 @@ __device__ __forceinline__ u8* chunk_at(u8* rows, u32 row, u32 chunk) {
     return rows + row * DEPTH * 2 + (chunk ^ row % 8) * 16;
 }
 
-// The index of each expert's first tile, and the number of tiles: [num_experts + 1], computed by the first warp.
-__device__ __forceinline__ void count_tiles(const u32* offsets, u32 num_experts, u32* first_tiles) {
-    u32 lane = threadIdx.x, done = 0;
-    for (u32 first = 0; first < num_experts; first += WARP) {
-        u32 expert = first + lane, sum = 0;
-        if (expert < num_experts) sum = (offsets[expert + 1] - offsets[expert] + TILE_ROWS - 1) / TILE_ROWS;
-        for (u32 step = 1; step < WARP; step *= 2) {
-            u32 lower = shuffle(sum, lane >= step ? lane - step : lane);
-            if (lane >= step) sum += lower;
-        }
-        if (expert < num_experts) first_tiles[expert + 1] = done + sum;
-        done += shuffle(sum, WARP - 1);
-    }
-    if (lane == 0) first_tiles[0] = 0;
-}
-
 } // namespace expert_products
-
-struct ExpertProduct {
-    // [..][depth]
-    const u16* a;
-    // [places]: the row of a at each place. Null: the place itself.
-    const u32* rows;
-    // [num_experts + 1]: each expert's first place.
-    const u32* offsets;
-    // [num_experts][columns, twice if gated][depth]
-    const u16* weights;
-    // [places][columns]
-    u16* out;
-    u32 depth;
-    u32 columns;
-    u32 num_experts;
-    // Read by the launch only.
-    u16 num_blocks;
-    u16 tile_rows;
-};
 
 // out = a weights^T. The blocks share the tiles, which they derive from the offsets: only the device knows their
 // number. Tiles with the same weights follow each other. Reads the weights once per TILE_ROWS rows of an expert, 2
@@ -78,31 +43,20 @@ KERNEL(expert_product, ExpertProduct, expert_products::THREADS) {
     using namespace expert_products;
     DYNAMIC_SHARED(shared);
     u32* first_tiles = reinterpret_cast<u32*>(shared + STAGES * STAGE_BYTES);
-    if (threadIdx.x < WARP) count_tiles(p.offsets, p.num_experts, first_tiles);
+    experts::Tiles tiles = experts::tiles_of(p, first_tiles, TILE_ROWS, TILE_COLUMNS);
+    tiles.count(p);
     __syncthreads();
     u32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     u32 warp_row = warp / 4 * WARP_ROWS, warp_column = warp % 4;
-    u32 column_tiles = (p.columns + TILE_COLUMNS - 1) / TILE_COLUMNS, num_steps = (p.depth + DEPTH - 1) / DEPTH;
-    u64 num_tiles = u64(first_tiles[p.num_experts]) * column_tiles;
+    u32 num_steps = (p.depth + DEPTH - 1) / DEPTH;
+    u64 num_tiles = tiles.number(p);
     // The chunks that a thread copies of each row.
     u32 chunk = threadIdx.x % 8, copied_row = threadIdx.x / 8;
 
     for (u64 tile = blockIdx.x; tile < num_tiles; tile += gridDim.x) {
-        // Finds the expert of the tile.
-        u32 row_tile = u32(tile / column_tiles), expert = 0;
-        for (u32 end = p.num_experts; end - expert > 1;) {
-            u32 middle = (expert + end) / 2;
-            if (first_tiles[middle] <= row_tile) {
-                expert = middle;
-            } else {
-                end = middle;
-            }
-        }
-        u32 row_tiles = first_tiles[expert + 1] - first_tiles[expert];
-        u32 of_expert = u32(tile - u64(first_tiles[expert]) * column_tiles);
-        u32 first_place = p.offsets[expert] + of_expert % row_tiles * TILE_ROWS, end_place = p.offsets[expert + 1];
-        u32 first_column = of_expert / row_tiles * TILE_COLUMNS;
-        const u16* weights = p.weights + u64(expert) * (GATED ? 2 : 1) * p.columns * p.depth;
+        experts::Tile found = tiles.find(p, tile);
+        u32 first_place = found.first_place, end_place = found.end_place, first_column = found.first_column;
+        const u16* weights = p.weights + u64(found.expert) * (GATED ? 2 : 1) * p.columns * p.depth;
 
         const u16* a_rows[TILE_ROWS / COPIED + 1];
 #pragma unroll

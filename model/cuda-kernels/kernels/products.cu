@@ -1,5 +1,5 @@
-// Products of few rows with weights of all formats: out[row][n] = sum over k of x[row][k] w[n][k], 16 rows at a time.
-// Also the conversions around a library's products of many rows: weights to bf16, activations to fp8.
+// Products of few rows with weights of all formats: out[row][n] = sum over k of x[row][k] w[n][k], 16 or 32 rows at a
+// time. Also the conversions around a library's products of many rows: weights to bf16, activations to fp8.
 //
 // Weights are widened to bf16 in registers, exactly, and multiplied by tensor cores with f32 sums. Scales are applied
 // to the sums of groups, in f32. The bits of a row's result do not depend on the other rows or their number: a row is
@@ -33,12 +33,13 @@
 #define OF_KIND(name) name##_int4
 #endif
 // Expands the macro.
-#define NAMED_KERNEL(name, Params, max_threads) KERNEL(name, Params, max_threads)
+#define NAMED_KERNEL(name, Params, ...) KERNEL(name, Params, __VA_ARGS__)
 
 namespace products {
 
 struct Scales {
-    // For output n and number k: [n / rows_per_scale * row_stride + k / group * group_stride].
+    // For output n and number k: [n / rows_per_scale * row_stride + k / group * group_stride]. Integers have
+    // rows_per_scale 1, row_stride 1, and a group_stride that is a multiple of 4: four outputs are one load.
     const float* scales;
     // Like scales: the level that stands for zero, minus the middle level (8 or 128). Null if the format has no
     // zeros.
@@ -46,10 +47,15 @@ struct Scales {
     u32 rows_per_scale, row_stride, group_stride;
     // A multiple of 32, for fp8 of 64.
     u32 group;
+};
 
-    __device__ __forceinline__ u64 place(u32 n, u32 k) const {
-        return u64(n / rows_per_scale) * row_stride + u64(k / group) * group_stride;
-    }
+// Divides by a number that is known before a loop: one multiplication each. Exact while the quotient times the square
+// of the divisor is below 2^31, so for groups of any size in rows of up to a million numbers.
+struct Divisor {
+    u32 inverse;
+
+    __device__ __forceinline__ explicit Divisor(u32 divisor) : inverse((0x80000000u + divisor - 1) / divisor) {}
+    __device__ __forceinline__ u32 of(u32 x) const { return u32(u64(x * 2) * inverse >> 32); }
 };
 
 } // namespace products
@@ -67,7 +73,6 @@ constexpr u32 UNITS = STEP / 32;
 constexpr u32 TILES = WEIGHTS == BF16 ? 1 : 2;
 constexpr u32 OUTPUTS = 16 * TILES;
 constexpr u32 WARPS = 8;
-constexpr u32 NO_ROW = 0xffffffffu;
 
 // Offset of a lane's eight numbers of a unit, from the start of the step.
 __device__ __forceinline__ u32 numbers_at(u32 in, u32 unit) {
@@ -87,15 +92,17 @@ __device__ __forceinline__ void widen_unit(uint4 from, u32 unit, u32 (&to)[4]) {
     if (WEIGHTS == BF16) {
         for (u32 i = 0; i < 4; ++i) to[i] = words[i];
     } else if (WEIGHTS == FP8) {
-        for (u32 i = 0; i < 2; ++i) {
-            widen_e4m3(pick_bytes(words[(2 * unit + i) % 4], 0, 0x3120), to[2 * i], to[2 * i + 1]);
+        // Like widen_e4m3, with two codes next to each other: the sign is extended, so that one mask is enough.
+        for (u32 i = 0; i < 4; ++i) {
+            u32 pair = pick_bytes(words[(2 * unit + i / 2) % 4], 0, i % 2 ? 0xb3a2 : 0x9180);
+            to[i] = multiply_add_bf16(pair << 4 & 0x87f087f0u, 0x7b807b80u, 0x80008000u);
         }
     } else if (WEIGHTS == INT8) {
         for (u32 i = 0; i < 2; ++i) widen_i8(words[(2 * unit + i) % 4], to[2 * i], to[2 * i + 1]);
     } else {
         for (u32 i = 0; i < 4; ++i) {
             // 128 + level, exactly; then minus 136.
-            u32 levels = (words[unit % 4] >> 4 * i & 0x000f000fu) | 0x43004300u;
+            u32 levels = and_or(words[unit % 4] >> 4 * i, 0x000f000fu, 0x43004300u);
             to[i] = multiply_add_bf16(levels, 0x3f803f80u, 0xc308c308u);
         }
     }
@@ -135,147 +142,238 @@ __device__ __forceinline__ u32 end_place(const MultiplyFew& p) {
     return p.offsets ? p.offsets[blockIdx.y + 1] : p.num_rows;
 }
 
-// The next 16 places, or fewer.
-template <u32 COLUMN_TILES>
+// How the groups of K that share a scale meet the steps of K.
+//   WHOLE_ROWS   a row is one group: its scale is applied to the whole sum
+//   LONG         a group is one or more steps
+//   SHORT        a group is one or more units
+enum class Groups { WHOLE_ROWS, LONG, SHORT };
+
+// The outputs of a lane: ROWS adjacent ones, of which each is a row of a matrix instruction. Outputs past the end
+// repeat the last one, and places past the end the last place: their results are not stored.
+constexpr u32 ROWS = 2 * TILES;
+
+// The numbers of a group for the outputs of a lane.
+__device__ __forceinline__ void load_scales(const float* from, const u32 (&places)[ROWS], u64 at, float (&to)[ROWS]) {
+    if constexpr (IS_INTEGER) {
+        const float4 four = *reinterpret_cast<const float4*>(from + places[0] + at);
+        to[0] = four.x, to[1] = four.y, to[2] = four.z, to[3] = four.w;
+    } else {
+#pragma unroll
+        for (u32 i = 0; i < ROWS; ++i) to[i] = from[places[i] + at];
+    }
+}
+
+// The sums of the warps, [warp][place][output]. Their memory is aligned to 16 bytes: if it is not, the assembler of CUDA 12.9
+// spills three times as many registers for sm_120.
+template <u32 COLUMN_TILES> constexpr u32 NUM_SUMS = WARPS * 8 * COLUMN_TILES * OUTPUTS;
+
+// The next 8 * COLUMN_TILES places, or fewer. Leaves their sums in shared memory.
+template <u32 COLUMN_TILES, Groups GROUPS, bool HAS_ZEROS>
 __device__ __forceinline__ void multiply(const MultiplyFew& p, u32 done, float* sums) {
     const u32 warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, group = lane / 4, in = lane % 4;
     // The weights of this expert.
     const u32 first_row = blockIdx.y * p.n;
-    const u32 first = blockIdx.x * OUTPUTS, num_steps = (p.k + STEP - 1) / STEP;
-    const u64 stride = row_bytes(p.k);
-    const u8* weights = p.weights + first_row * stride + in * 16;
-    const u32 place = first_place(p) + done, num_places = end_place(p) - place;
-    // The start of the rows of x, in units of eight numbers.
-    u32 rows[COLUMN_TILES];
+    const u32 first = blockIdx.x * OUTPUTS + group * ROWS, num_steps = (p.k + STEP - 1) / STEP;
+    const u32 place = first_place(p) + done, last = end_place(p) - place - 1;
+    // A lane's numbers of the next step, in the rows of x and of the weights.
+    const u16* x_rows[COLUMN_TILES];
 #pragma unroll
     for (u32 c = 0; c < COLUMN_TILES; ++c) {
-        const u32 of_tile = c * 8 + group, at = place + of_tile;
-        rows[c] = of_tile < num_places ? (p.rows ? p.rows[at] : at) * (p.k / 8) : NO_ROW;
+        const u32 of_tile = c * 8 + group, at = place + (of_tile < last ? of_tile : last);
+        x_rows[c] = p.x + u64(p.rows ? p.rows[at] : at) * p.k + warp * STEP + numbers_at(in, 0);
     }
-    // Whether a group ends inside a step.
-    const bool has_short_groups = IS_INTEGER && p.scales.group % STEP != 0;
-    const bool has_zeros = IS_INTEGER && p.scales.zeros;
+    const u8* weight_rows[ROWS];
+    u32 scale_places[ROWS];
+#pragma unroll
+    for (u32 i = 0; i < ROWS; ++i) {
+        const u32 n = first_row + (first + i < p.n ? first + i : p.n - 1);
+        weight_rows[i] = p.weights + n * row_bytes(p.k) + warp * 64 + in * 16;
+        scale_places[i] = IS_INTEGER ? n : HAS_SCALES ? n / p.scales.rows_per_scale * p.scales.row_stride : 0;
+    }
+    // Four outputs are loaded together. The rows of a table are padded to a multiple of four.
+    if (IS_INTEGER) scale_places[0] = first_row + (first < p.n ? first : (p.n - 1) / 4 * 4);
+    const products::Divisor groups(GROUPS == Groups::SHORT  ? p.scales.group / 32
+                                   : GROUPS == Groups::LONG ? p.scales.group / STEP
+                                                            : 1);
+    const u32 last_group = (p.k - 1) / p.scales.group;
     float total[TILES][COLUMN_TILES][4] = {};
-    uint4 next[TILES][2];
+    uint4 next[ROWS];
     auto load = [&](u32 step) {
 #pragma unroll
-        for (u32 i = 0; i < 2 * TILES; ++i) {
-            u32 n = first + i * 8 + group;
+        for (u32 i = 0; i < ROWS; ++i) {
             // Integers are padded to whole steps.
-            bool is_inside = n < p.n && step < num_steps && (IS_INTEGER || step * STEP + numbers_at(in, 0) < p.k);
-            next[i / 2][i % 2] = make_uint4(0, 0, 0, 0);
-            if (is_inside) {
-                next[i / 2][i % 2] = load_once(weights + n * stride + step * 64);
-            }
+            if (!IS_INTEGER) next[i] = make_uint4(0, 0, 0, 0);
+            if (IS_INTEGER || step * STEP + numbers_at(in, 0) < p.k) next[i] = load_once(weight_rows[i]);
+            weight_rows[i] += WARPS * 64;
         }
     };
-    load(warp);
+    if (warp < num_steps) load(warp);
     for (u32 step = warp; step < num_steps; step += WARPS) {
-        uint4 now[TILES][2];
+        uint4 now[ROWS];
 #pragma unroll
-        for (u32 i = 0; i < 2 * TILES; ++i) now[i / 2][i % 2] = next[i / 2][i % 2];
-        load(step + WARPS);
+        for (u32 i = 0; i < ROWS; ++i) now[i] = next[i];
+        if (step + WARPS < num_steps) load(step + WARPS);
         float part[TILES][COLUMN_TILES][4] = {};
         // The sums of a group's activations, for the product with its zero.
         float sum_of_x[COLUMN_TILES][4] = {};
+        float scales[ROWS], zeros[ROWS];
 #pragma unroll
         for (u32 unit = 0; unit < UNITS; ++unit) {
+            if (GROUPS == Groups::SHORT || (GROUPS == Groups::LONG && unit == 0)) {
+                u32 nth = groups.of(GROUPS == Groups::SHORT ? step * UNITS + unit : step);
+                // The last step may have units past the end of K. Their activations are zero.
+                if (GROUPS == Groups::SHORT) nth = nth < last_group ? nth : last_group;
+                const u64 at = u64(nth) * p.scales.group_stride;
+                load_scales(p.scales.scales, scale_places, at, scales);
+                if (HAS_ZEROS) load_scales(p.scales.zeros, scale_places, at, zeros);
+            }
             const u32 k = step * STEP + numbers_at(in, unit);
             uint4 x[COLUMN_TILES];
 #pragma unroll
             for (u32 c = 0; c < COLUMN_TILES; ++c) {
                 x[c] = make_uint4(0, 0, 0, 0);
-                if (rows[c] != NO_ROW && k < p.k) x[c] = *reinterpret_cast<const uint4*>(p.x + u64(rows[c] + k / 8) * 8);
-                if (has_zeros) {
+                if (k < p.k) x[c] = *reinterpret_cast<const uint4*>(x_rows[c] + numbers_at(0, unit));
+                if (HAS_ZEROS) {
                     const u32 ones[4] = {0x3f803f80u, 0x3f803f80u, 0x3f803f80u, 0x3f803f80u};
                     mma_bf16(sum_of_x[c], ones, {x[c].x, x[c].y});
                     mma_bf16(sum_of_x[c], ones, {x[c].z, x[c].w});
                 }
             }
+            constexpr bool IS_SCALED_LATER = GROUPS != Groups::WHOLE_ROWS;
 #pragma unroll
             for (u32 t = 0; t < TILES; ++t) {
                 u32 upper[4], lower[4];
-                widen_unit(now[t][0], unit, upper);
-                widen_unit(now[t][1], unit, lower);
+                widen_unit(now[2 * t], unit, upper);
+                widen_unit(now[2 * t + 1], unit, lower);
                 const u32 a[4] = {upper[0], lower[0], upper[1], lower[1]};
                 const u32 b[4] = {upper[2], lower[2], upper[3], lower[3]};
 #pragma unroll
                 for (u32 c = 0; c < COLUMN_TILES; ++c) {
-                    mma_bf16(HAS_SCALES ? part[t][c] : total[t][c], a, {x[c].x, x[c].y});
-                    mma_bf16(HAS_SCALES ? part[t][c] : total[t][c], b, {x[c].z, x[c].w});
+                    mma_bf16(IS_SCALED_LATER ? part[t][c] : total[t][c], a, {x[c].x, x[c].y});
+                    mma_bf16(IS_SCALED_LATER ? part[t][c] : total[t][c], b, {x[c].z, x[c].w});
                 }
             }
-            if (!HAS_SCALES || (unit + 1 < UNITS && !has_short_groups)) continue;
-            // Applies the scale and the zero of a group to the sums in `part`. `of_group` is one of the group's numbers.
-            const u32 of_group = has_short_groups ? step * STEP + 32 * unit : step * STEP;
-            if (of_group >= p.k) continue;
-#pragma unroll
-            for (u32 i = 0; i < 2 * TILES; ++i) {
-                u32 n = first + i * 8 + group;
-                if (n >= p.n) continue;
-                u64 of_output = p.scales.place(first_row + n, of_group);
-                float scale = p.scales.scales[of_output];
-                float zero = has_zeros ? p.scales.zeros[of_output] : 0.0f;
+            if constexpr (IS_SCALED_LATER) {
+                if (GROUPS == Groups::LONG && unit + 1 < UNITS) continue;
 #pragma unroll
                 for (u32 c = 0; c < COLUMN_TILES; ++c) {
-                    for (u32 j = 0; j < 2; ++j) {
-                        float& of_tile = part[i / 2][c][i % 2 * 2 + j];
-                        total[i / 2][c][i % 2 * 2 + j] += scale * (of_tile - zero * sum_of_x[c][j]);
-                        of_tile = 0.0f;
+#pragma unroll
+                    for (u32 i = 0; i < ROWS * 2; ++i) {
+                        float& of_group = part[i / 4][c][i % 4];
+                        if (HAS_ZEROS) of_group -= zeros[i / 2] * sum_of_x[c][i % 2];
+                        total[i / 4][c][i % 4] += scales[i / 2] * of_group;
+                        of_group = 0.0f;
                     }
+                    sum_of_x[c][0] = sum_of_x[c][1] = 0.0f;
                 }
             }
-            for (u32 c = 0; c < COLUMN_TILES; ++c) sum_of_x[c][0] = sum_of_x[c][1] = 0.0f;
         }
+#pragma unroll
+        for (u32 c = 0; c < COLUMN_TILES; ++c) x_rows[c] += WARPS * STEP;
     }
-    // [warp][row][output]
+    float scales[ROWS];
+    if (HAS_SCALES && GROUPS == Groups::WHOLE_ROWS) load_scales(p.scales.scales, scale_places, 0, scales);
 #pragma unroll
     for (u32 t = 0; t < TILES; ++t) {
+#pragma unroll
         for (u32 c = 0; c < COLUMN_TILES; ++c) {
+#pragma unroll
             for (u32 i = 0; i < 4; ++i) {
-                u32 row = c * 8 + 2 * in + i % 2, output = t * 16 + group + i / 2 * 8;
-                sums[(warp * 16 + row) * OUTPUTS + output] = total[t][c][i];
+                u32 row = c * 8 + 2 * in + i % 2, output = group * ROWS + 2 * t + i / 2;
+                float sum = total[t][c][i];
+                if (HAS_SCALES && GROUPS == Groups::WHOLE_ROWS) sum *= scales[2 * t + i / 2];
+                sums[(warp * 8 * COLUMN_TILES + row) * OUTPUTS + output] = sum;
             }
         }
     }
 }
 
-} // namespace OF_KIND(products)
+// Multiplies the next 8 * COLUMN_TILES places, or fewer, and stores the results.
+template <u32 COLUMN_TILES, bool HAS_ZEROS>
+__device__ __forceinline__ void multiply(const MultiplyFew& p, u32 done, float* sums) {
+    if constexpr (!HAS_SCALES) {
+        multiply<COLUMN_TILES, Groups::WHOLE_ROWS, false>(p, done, sums);
+    } else if constexpr (IS_INTEGER) {
+        if (p.scales.group % STEP == 0) {
+            multiply<COLUMN_TILES, Groups::LONG, HAS_ZEROS>(p, done, sums);
+        } else {
+            multiply<COLUMN_TILES, Groups::SHORT, HAS_ZEROS>(p, done, sums);
+        }
+    } else if (p.scales.group >= p.k) {
+        multiply<COLUMN_TILES, Groups::WHOLE_ROWS, false>(p, done, sums);
+    } else {
+        multiply<COLUMN_TILES, Groups::LONG, false>(p, done, sums);
+    }
+    __syncthreads();
+    // The sums of the warps are added in one order, always.
+    const u32 place = first_place(p) + done, num_places = end_place(p) - place, most = 8 * COLUMN_TILES;
+    for (u32 i = threadIdx.x; i < (num_places < most ? num_places : most) * OUTPUTS; i += WARPS * WARP) {
+        u32 n = blockIdx.x * OUTPUTS + i % OUTPUTS;
+        if (n >= p.n) continue;
+        float sum = 0.0f;
+        for (u32 warp = 0; warp < WARPS; ++warp) sum += sums[warp * most * OUTPUTS + i];
+        u64 to = u64(place + i / OUTPUTS) * p.n + n;
+        if (p.bias) sum += p.bias[n];
+        if (p.is_f32) {
+            static_cast<float*>(p.out)[to] = sum;
+        } else {
+            static_cast<u16*>(p.out)[to] = round_bf16(sum);
+        }
+    }
+    // The sums were read.
+    __syncthreads();
+}
 
-// One block per expert and 16 outputs of bf16, or 32 outputs of smaller weights. Its warps take turns at steps of K,
-// every eighth step each. For every 16 rows it reads each weight once (2, 1 or 1/2 bytes, and 4 bytes of scale per
-// group): from memory the first time, mostly from the L2 cache after that, like activations. Two operations per
-// weight and row, and about 1 to 2.5 more to widen a weight for 16 rows: bound by memory bandwidth. The next step's
-// weights are loaded while the current ones are multiplied.
-NAMED_KERNEL(OF_KIND(multiply_few), MultiplyFew, 256) {
-    using namespace OF_KIND(products);
-    __shared__ float sums[WARPS * 16 * OUTPUTS];
+// 16 places at a time.
+template <bool HAS_ZEROS> __device__ __forceinline__ void multiply_few(const MultiplyFew& p) {
+    __shared__ uint4 shared[NUM_SUMS<2> / 4];
+    float* sums = reinterpret_cast<float*>(shared);
     // Registers are scarce, so both ends are read again for every 16 places.
     for (u32 done = 0;; done += 16) {
         if (first_place(p) + done >= end_place(p)) return;
         if (end_place(p) - first_place(p) - done <= 8) {
-            multiply<1>(p, done, sums);
+            multiply<1, HAS_ZEROS>(p, done, sums);
         } else {
-            multiply<2>(p, done, sums);
+            multiply<2, HAS_ZEROS>(p, done, sums);
         }
-        __syncthreads();
-        const u32 place = first_place(p) + done, num_places = end_place(p) - place;
-        for (u32 i = threadIdx.x; i < (num_places < 16 ? num_places : 16) * OUTPUTS; i += WARPS * WARP) {
-            u32 row = i / OUTPUTS, n = blockIdx.x * OUTPUTS + i % OUTPUTS;
-            if (n >= p.n) continue;
-            float sum = 0.0f;
-            for (u32 warp = 0; warp < WARPS; ++warp) sum += sums[(warp * 16 + row) * OUTPUTS + i % OUTPUTS];
-            u64 to = u64(place + row) * p.n + n;
-            if (p.bias) sum += p.bias[n];
-            if (p.is_f32) {
-                static_cast<float*>(p.out)[to] = sum;
-            } else {
-                static_cast<u16*>(p.out)[to] = round_bf16(sum);
-            }
-        }
-        __syncthreads();
     }
 }
+
+// 32 places at a time, without experts.
+template <bool HAS_ZEROS> __device__ __forceinline__ void multiply_few32(const MultiplyFew& p) {
+    __shared__ uint4 shared[NUM_SUMS<4> / 4];
+    float* sums = reinterpret_cast<float*>(shared);
+    for (u32 done = 0; done < p.num_rows; done += 32) multiply<4, HAS_ZEROS>(p, done, sums);
+}
+
+} // namespace OF_KIND(products)
+
+// Blocks of 16 places on a multiprocessor. The assembler of CUDA 12.9 spills many registers for Blackwell if it must
+// leave room for a second one.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+#define BLOCKS_OF_FEW 1
+#else
+#define BLOCKS_OF_FEW 2
+#endif
+
+// One block per expert and 16 outputs of bf16, or 32 outputs of smaller weights. Its warps take turns at steps of K,
+// every eighth step each. For every 16 rows it reads each weight once (2, 1 or 1/2 bytes, and 4 bytes of scale per
+// group): from memory the first time, mostly from the L2 cache after that, like activations. Two operations per
+// weight and row, and 1 to 2 more to widen a weight for 16 rows: bound by memory bandwidth. The weights of the next step
+// are in flight, in registers, while one is multiplied.
+NAMED_KERNEL(OF_KIND(multiply_few), MultiplyFew, 256, BLOCKS_OF_FEW) { OF_KIND(products)::multiply_few<false>(p); }
+
+// The same for 32 rows at a time, with the same bits. Weights are read and widened half as often. It takes more
+// registers: one block runs on a multiprocessor.
+NAMED_KERNEL(OF_KIND(multiply_few32), MultiplyFew, 256) { OF_KIND(products)::multiply_few32<false>(p); }
+
+#if WEIGHTS >= 2
+// The same for weights with zeros.
+NAMED_KERNEL(OF_KIND(multiply_few_zeros), MultiplyFew, 256, BLOCKS_OF_FEW) { OF_KIND(products)::multiply_few<true>(p); }
+NAMED_KERNEL(OF_KIND(multiply_few32_zeros), MultiplyFew, 256) { OF_KIND(products)::multiply_few32<true>(p); }
+#endif
+
+#undef BLOCKS_OF_FEW
 
 #if WEIGHTS != 0
 
@@ -300,21 +398,24 @@ struct Dequantise {
 NAMED_KERNEL(OF_KIND(dequantise), Dequantise, 256) {
     using namespace OF_KIND(products);
     const u32 chunks = (p.k + STEP - 1) / STEP * 4;
-    const u64 idx = u64(blockIdx.x) * 256 + threadIdx.x;
-    if (idx >= u64(p.n) * chunks) return;
-    const u32 n = u32(idx / chunks), chunk = u32(idx % chunks), in = chunk % 4, start = chunk / 4 * STEP;
+    const u32 idx = blockIdx.x * 256 + threadIdx.x;
+    if (idx >= p.n * chunks) return;
+    const u32 n = idx / chunks, chunk = idx % chunks, in = chunk % 4, start = chunk / 4 * STEP;
     if (start + numbers_at(in, 0) >= p.k) return;
     const u32 row = p.rows ? p.rows[n] - p.first_row : n;
     const bool is_held = row < p.num_held;
     uint4 from = make_uint4(0, 0, 0, 0);
     if (is_held) from = load_once(p.weights + row * row_bytes(p.k) + u64(chunk) * 16);
+    // A step of fp8 is of one group, and a unit of integers.
+    const products::Divisor groups(IS_INTEGER ? p.scales.group / 32 : p.scales.group);
+    const u64 of_row = is_held ? u64(IS_INTEGER ? row : row / p.scales.rows_per_scale * p.scales.row_stride) : 0;
 #pragma unroll
     for (u32 unit = 0; unit < UNITS; ++unit) {
         u32 k = start + numbers_at(in, unit);
         if (k >= p.k) return;
         u32 pairs[4];
         widen_unit(from, unit, pairs);
-        u64 of_group = p.scales.place(row, k);
+        u64 of_group = of_row + u64(groups.of(IS_INTEGER ? start / 32 + unit : start)) * p.scales.group_stride;
         float scale = is_held ? p.scales.scales[of_group] * p.factor : 0.0f;
         float zero = IS_INTEGER && p.scales.zeros && is_held ? p.scales.zeros[of_group] : 0.0f;
         float numbers[8];
@@ -339,59 +440,18 @@ struct QuantiseRows {
     u32 num_rows;
 };
 
-namespace products {
-
-// Quantises a number of magnitude at most 448 to the nearest E4M3 number, ties to even.
-__device__ __forceinline__ u32 quantise_fp8(float x) {
-    u32 bits = bits_of(x), sign = bits >> 24 & 0x80, size = bits & 0x7fffffffu;
-    // Below 2^-6 the steps are 2^-9, like those of floats from 2^14 on.
-    if (size < 0x3c800000u) return sign | (bits_of(float_of(size) + 16384.0f) - 0x46800000u);
-    return sign | ((size + 0x7ffff + (size >> 20 & 1)) >> 20) - (120 << 3);
-}
-
-// The factor that quantises numbers of this scale. It is zero if all numbers are zero, or too small to scale.
-__device__ __forceinline__ float inverse_of(float scale) { return scale > 1e-37f ? 1.0f / scale : 0.0f; }
-
-__device__ __forceinline__ uint2 quantise_fp8(const float (&x)[8], float inverse) {
-    u32 words[2] = {};
-#pragma unroll
-    for (u32 i = 0; i < 8; ++i) {
-        float scaled = min_of(max_of(x[i] * inverse, -448.0f), 448.0f);
-        words[i / 4] |= quantise_fp8(scaled) << i % 4 * 8;
-    }
-    return make_uint2(words[0], words[1]);
-}
-
-} // namespace products
-
 // Quantises rows of activations to E4M3. The largest number of a row becomes 448. One block per row. Reads 2 bytes
 // and writes 1: bound by memory bandwidth; the second read hits a cache.
 KERNEL(quantise_rows, QuantiseRows, 256) {
-    using namespace products;
-    __shared__ float largest[8], poisons[8];
-    const u16* x = p.x + u64(blockIdx.x) * p.k;
-    float max = 0.0f;
-    // 0, or NaN if the row holds NaN or infinity. A product with the scale then shows it.
-    float poison = 0.0f;
+    __shared__ float scratch[2][32];
+    u64 row = u64(blockIdx.x) * p.k;
+    fp8::Range range = {0.0f, 0.0f};
     for (u32 k = threadIdx.x * 8; k < p.k; k += 256 * 8) {
         float here[8];
-        widen_bf16(*reinterpret_cast<const uint4*>(x + k), here);
-        for (u32 i = 0; i < 8; ++i) max = max_of(max, fabsf(here[i])), poison += here[i] * 0.0f;
+        widen_bf16(*reinterpret_cast<const uint4*>(p.x + row + k), here);
+        range.take(here);
     }
-    max = warp_max(max);
-    poison = warp_sum(poison);
-    if (threadIdx.x % WARP == 0) largest[threadIdx.x / WARP] = max, poisons[threadIdx.x / WARP] = poison;
-    __syncthreads();
-    for (u32 i = 0; i < 8; ++i) max = max_of(max, largest[i]);
-    float scale = max / 448.0f;
-    for (u32 i = 0; i < 8; ++i) scale += poisons[i];
-    if (threadIdx.x == 0) p.scales[blockIdx.x] = scale;
-    float inverse = inverse_of(scale);
-    for (u32 k = threadIdx.x * 8; k < p.k; k += 256 * 8) {
-        float here[8];
-        widen_bf16(*reinterpret_cast<const uint4*>(x + k), here);
-        *reinterpret_cast<uint2*>(p.out + u64(blockIdx.x) * p.k + k) = quantise_fp8(here, inverse);
-    }
+    fp8::quantise_row(p.x + row, p.k, range, scratch, p.out + row, p.scales + blockIdx.x);
 }
 
 struct QuantiseGroups {
@@ -410,21 +470,12 @@ struct QuantiseGroups {
 // Like quantise_rows, for each 128 numbers of a row, with 16 lanes each. Reads 2 bytes and writes 1: bound by memory
 // bandwidth.
 KERNEL(quantise_groups, QuantiseGroups, 256) {
-    using namespace products;
-    u64 row = blockIdx.x;
+    const u64 row = u64(blockIdx.x) * p.k;
     for (u32 first = 0; first < p.k; first += 256 * 8) {
         u32 k = first + threadIdx.x * 8;
-        float here[8] = {}, max = 0.0f, poison = 0.0f;
-        if (k < p.k) widen_bf16(*reinterpret_cast<const uint4*>(p.x + row * p.k + k), here);
-        for (u32 i = 0; i < 8; ++i) max = max_of(max, fabsf(here[i])), poison += here[i] * 0.0f;
-        for (int mask = 8; mask > 0; mask /= 2) {
-            max = max_of(max, shuffle_xor(max, mask));
-            poison += shuffle_xor(poison, mask);
-        }
-        if (k >= p.k) continue;
-        float scale = max / 448.0f + poison;
-        if (threadIdx.x % 16 == 0) p.scales[k / 128 * p.stride + row] = scale;
-        *reinterpret_cast<uint2*>(p.out + row * p.k + k) = quantise_fp8(here, inverse_of(scale));
+        float here[8] = {};
+        if (k < p.k) widen_bf16(*reinterpret_cast<const uint4*>(p.x + row + k), here);
+        fp8::quantise_group(here, k < p.k, p.out + row + k, p.scales + k / 128 * p.stride + blockIdx.x);
     }
 }
 

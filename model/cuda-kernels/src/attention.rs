@@ -1,13 +1,14 @@
 //! Causal attention over paged KV: `kernels/attention_*.cu`.
 //!
-//! [`DecodeAttention`] and [`MergeSplits`] compute sequences of few rows, [`PrefillAttention`] computes sequences of
-//! many rows. Each takes all its sequences in one launch. A batch of both kinds is split: an array of sequences can
+//! [`DecodeAttention`] computes sequences of few rows, [`PrefillAttention`] computes sequences of many rows. Each takes all its sequences in one launch. A batch of both kinds is split: an array of sequences can
 //! start at any address. [`WgmmaAttention`] is [`PrefillAttention`] with Hopper's warpgroup products, for KV that
 //! [`takes_wgmma`]. [`PlainAttention`] computes KV for which [`has_tensor_cores`] is false. The result of a sequence
 //! does not depend on the other sequences.
 
+use baton_cuda::CudaError;
 use baton_kv_cache::{KvDtype, KvLayout};
 
+use crate::device::KernelDevice;
 use crate::kernel::{Address, Kernel, KernelSource, LaunchShape};
 use crate::kv_type;
 
@@ -51,7 +52,7 @@ pub fn has_tensor_cores(layout: &KvLayout) -> bool {
 
 /// Whether [`WgmmaAttention`] supports this KV.
 pub fn takes_wgmma(layout: &KvLayout) -> bool {
-    has_tensor_cores(layout) && layout.dtype == KvDtype::Bf16 && [64, 128].contains(&layout.head_dim)
+    has_tensor_cores(layout) && [64, 128].contains(&layout.head_dim)
 }
 
 /// Arguments of all attention kernels. The keys and values of the rows are already in the cache.
@@ -161,18 +162,15 @@ impl AttentionArgs {
 
 /// Attention for few rows of each sequence. Splits divide the context among several blocks of threads.
 ///
-/// Reads each key and value once per 16 pairs of row and query head: bound by memory bandwidth. The kernel itself
-/// finishes sequences with a single split. [`MergeSplits`] runs after it and finishes the others.
+/// Reads each key and value once per 16 pairs of row and query head: bound by memory bandwidth. The last block of
+/// threads to finish a split merges all splits, in their order.
 ///
 /// The launch shape depends only on `num_sequences` and `max_rows`. The device reads the lengths.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct DecodeAttention {
     pub attention: AttentionArgs,
-    /// `[rows][heads][max_splits][head_dim]`, f32: scratch. See [`split_scratch_bytes`].
-    pub sums: Address,
-    /// `[rows][heads][max_splits][2]`, f32: scratch.
-    pub stats: Address,
+    pub scratch: SplitScratch,
     /// The largest number of splits of a context. See [`max_splits`].
     pub max_splits: u32,
     /// Positions of the shortest split, a multiple of 64. See [`MIN_SPLIT`].
@@ -183,11 +181,41 @@ pub struct DecodeAttention {
     pub unused: u32,
 }
 
-/// Merges the splits of a [`DecodeAttention`] with the same arguments.
+/// Memory of a [`DecodeAttention`], for launches that follow each other.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
-pub struct MergeSplits {
-    pub decode: DecodeAttention,
+pub struct SplitScratch {
+    /// `[rows][heads][max_splits][head_dim]`, f32: the weighted sum of a split's values.
+    pub sums: Address,
+    /// `[rows][heads][max_splits][2]`, f32: the largest score, and the sum of the weights relative to it.
+    pub stats: Address,
+    /// `[rows * heads]`, u32: counts finished splits. Zeros before the first launch; every launch leaves zeros.
+    pub num_done: Address,
+}
+
+impl SplitScratch {
+    /// For KV without tensor cores.
+    pub const NONE: SplitScratch =
+        SplitScratch { sums: Address::NULL, stats: Address::NULL, num_done: Address::NULL };
+
+    /// Memory for `num_rows` rows.
+    ///
+    /// # Errors
+    /// When the device has too little memory.
+    pub fn new<D: KernelDevice>(
+        device: &mut D,
+        num_rows: usize,
+        num_heads: usize,
+        head_dim: usize,
+        max_splits: u32,
+    ) -> Result<SplitScratch, CudaError> {
+        let [sums, stats, num_done] = split_scratch_bytes(num_rows, num_heads, head_dim, max_splits);
+        Ok(SplitScratch {
+            sums: device.allocate(sums)?,
+            stats: device.allocate(stats)?,
+            num_done: device.allocate_holding(&vec![0; num_done])?,
+        })
+    }
 }
 
 /// Attention for many rows of each sequence. Bound by the tensor cores.
@@ -216,7 +244,10 @@ pub struct PlainAttention {
 
 /// Pairs of row and query head in a tile of [`DecodeAttention`].
 const DECODE_PAIRS: u32 = 16;
-/// [`DecodeAttention::min_split`]: large enough that the work of a block outweighs its start and end.
+/// [`DecodeAttention::min_split`]. A split reads 4 bytes of KV for each position and number of a head (bf16), and writes and
+/// reads again 8 bytes of sums for each query head and number. With 4 query heads for a kv head that is 3 % more, where
+/// splits of 64 positions would add 12 %. What more blocks gain is not counted: gpu-check's figures of decode attention
+/// with one sequence decide.
 pub const MIN_SPLIT: u32 = 256;
 /// The file of [`WgmmaAttention`].
 pub const WGMMA_FILE: &str = "attention_wgmma.cu";
@@ -228,15 +259,15 @@ pub fn max_splits(num_kv_heads: usize) -> u32 {
     (128 / num_kv_heads).next_power_of_two().clamp(4, 64) as u32
 }
 
-/// Bytes of [`DecodeAttention::sums`] and of [`DecodeAttention::stats`] for `num_rows` rows.
+/// Bytes of the fields of [`SplitScratch`] for `num_rows` rows.
 pub fn split_scratch_bytes(
     num_rows: usize,
     num_heads: usize,
     head_dim: usize,
     max_splits: u32,
-) -> [usize; 2] {
+) -> [usize; 3] {
     let parts = num_rows * num_heads * max_splits as usize;
-    [parts * head_dim * 4, parts * 8]
+    [parts * head_dim * 4, parts * 8, num_rows * num_heads * 4]
 }
 
 /// Pairs of row and query head in a tile of [`PrefillAttention`].
@@ -297,17 +328,6 @@ unsafe impl Kernel for DecodeAttention {
     }
 }
 
-// SAFETY: the fields are those of `MergeSplits` in the kernel file.
-unsafe impl Kernel for MergeSplits {
-    const NAME: &'static str = "merge_splits";
-
-    fn shape(&self) -> LaunchShape {
-        let a = &self.decode.attention;
-        let num_blocks = (self.decode.max_rows * a.num_heads()).div_ceil(4);
-        LaunchShape { grid: [num_blocks, a.num_sequences, 1], threads: 128, shared_bytes: 0 }
-    }
-}
-
 // SAFETY: the fields are those of `PrefillAttention` in the kernel file.
 unsafe impl Kernel for PrefillAttention {
     const NAME: &'static str = "prefill_attention";
@@ -329,9 +349,12 @@ unsafe impl Kernel for WgmmaAttention {
 
     fn shape(&self) -> LaunchShape {
         let PrefillAttention { attention: a, num_tiles, .. } = &self.0;
-        // Queries, two tiles of keys, two tiles of values.
-        let shared_bytes = 5 * prefill_pairs(a.head_dim as usize) * a.head_dim * 2;
-        LaunchShape { grid: [*num_tiles as u32, a.num_kv_heads, 1], threads: 256, shared_bytes }
+        // Queries, two tiles of keys, two tiles of values. With 8-bit KV also the codes of a tile of keys and of a tile
+        // of values, and the scales of four tiles of each.
+        let tile = prefill_pairs(a.head_dim as usize);
+        let codes = if a.is_scaled() { 2 * tile * a.head_dim + 8 * tile * 4 } else { 0 };
+        let shared_bytes = 5 * tile * a.head_dim * 2 + codes;
+        LaunchShape { grid: [*num_tiles as u32, a.num_kv_heads, 1], threads: 384, shared_bytes }
     }
 }
 

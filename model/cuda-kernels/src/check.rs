@@ -1,10 +1,9 @@
-//! Compiles every kernel for every architecture and reports its registers and memory, for `cargo xtask cuda-check`.
+//! Compiles every kernel for every architecture and reports its registers, its memory and its loops, for `cargo xtask
+//! cuda-check`.
 
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::thread;
-
-use crate::compile::{Architecture, CompileError, CubinCache};
-use crate::kernel::{KernelCode, KernelFiles, KernelSource};
+use crate::compile::{Architecture, CompileError, NamedCubin, compile_all};
+use crate::kernel::{KernelCode, KernelFiles};
+use crate::loops::{MatrixLoop, matrix_loops};
 use crate::sources::all_sources;
 
 /// Resources of one kernel, as the assembler reports them.
@@ -26,51 +25,70 @@ pub struct KernelReport {
     pub stack_bytes: u32,
     /// Static shared memory of a block.
     pub shared_bytes: u32,
+    /// Innermost loops with matrix products.
+    pub loops: Vec<MatrixLoop>,
 }
 
-/// Compiles everything on all processors and calls `report` for each kernel.
+/// Most bytes of registers that kernels spill: name, architecture, bytes. No other kernel may spill any. Kernels for few
+/// rows leave room for a second block, and only three of their loops, for 16 rows, have spills: at most 8 of 532
+/// instructions. With one block to a multiprocessor they would have none, and half of the warps to hide latency.
+pub const SPILLS: &[(&str, &str, u32)] = &[
+    ("decode_attention", "sm_120", 12),
+    ("expert_product", "sm_120", 4),
+    ("multiply_few32_zeros_int4", "sm_100", 24),
+    ("multiply_few32_zeros_int4", "sm_120", 24),
+    ("multiply_few_int4", "sm_80", 4),
+    ("multiply_few_int4", "sm_89", 4),
+    ("multiply_few_int4", "sm_90a", 44),
+    ("multiply_few_zeros_int4", "sm_80", 68),
+    ("multiply_few_zeros_int4", "sm_89", 68),
+    ("multiply_few_zeros_int4", "sm_90a", 8),
+    ("multiply_few_zeros_int8", "sm_90a", 16),
+];
+
+impl KernelReport {
+    /// What breaks the limits of [`SPILLS`]. A stack that holds no spilt registers holds an array, which no kernel may
+    /// have.
+    pub fn over_spills(&self) -> Option<String> {
+        let is_it = |it: &&(&str, &str, u32)| (it.0, it.1) == (&*self.name, &*self.architecture);
+        let most = SPILLS.iter().find(is_it).map_or(0, |it| it.2);
+        if self.spill_bytes > most {
+            return Some(format!(
+                "{} bytes of registers are spilt, at most {most} are allowed",
+                self.spill_bytes
+            ));
+        }
+        (self.spill_bytes == 0 && self.stack_bytes > 0)
+            .then(|| format!("a stack of {} bytes, which is not for spilt registers", self.stack_bytes))
+    }
+}
+
+/// Compiles everything on all processors and calls `report` for each kernel. Returns the code.
 ///
 /// # Errors
 /// When NVRTC is missing, or a kernel does not compile.
-pub fn check_kernels(files: KernelFiles, report: &mut dyn FnMut(KernelReport)) -> Result<(), CompileError> {
-    let jobs: Vec<(KernelSource, Architecture)> = all_sources()
-        .into_iter()
-        .flat_map(|source| Architecture::CHECKED.map(|architecture| (source.clone(), architecture)))
-        .collect();
-    let next = AtomicUsize::new(0);
-    let compile = || {
-        let take = || jobs.get(next.fetch_add(1, Ordering::Relaxed));
-        let mut compiled = Vec::new();
-        while let Some((source, architecture)) = take() {
-            compiled.extend(reports(files, source, *architecture)?);
-        }
-        Ok::<_, CompileError>(compiled)
-    };
-    let compiled = thread::scope(|scope| {
-        let num_threads = thread::available_parallelism().map_or(1, usize::from);
-        let threads: Vec<_> = (0..num_threads).map(|_| scope.spawn(compile)).collect();
-        threads.into_iter().map(|thread| thread.join().expect("no panic")).collect::<Result<Vec<_>, _>>()
-    })?;
-    let mut compiled = compiled.concat();
-    compiled.sort_by(|a, b| (a.file, &a.name, &a.defines).cmp(&(b.file, &b.name, &b.defines)));
-    compiled.into_iter().for_each(report);
-    Ok(())
+pub fn check_kernels(
+    files: KernelFiles,
+    report: &mut dyn FnMut(KernelReport),
+) -> Result<Vec<NamedCubin>, CompileError> {
+    let code = KernelCode { files, cache_dir: None, shipped: None };
+    let cubins = compile_all(&code, &all_sources(), &Architecture::CHECKED)?;
+    let mut reports: Vec<KernelReport> = cubins.iter().flat_map(reports).collect();
+    reports.sort_by(|a, b| (a.file, &a.name, &a.defines).cmp(&(b.file, &b.name, &b.defines)));
+    reports.into_iter().for_each(report);
+    Ok(cubins)
 }
 
-fn reports(
-    files: KernelFiles,
-    source: &KernelSource,
-    architecture: Architecture,
-) -> Result<Vec<KernelReport>, CompileError> {
-    let log = CubinCache::new(KernelCode { files, cache_dir: None }, None).get(source, architecture)?.log;
+fn reports(compiled: &NamedCubin) -> impl Iterator<Item = KernelReport> {
+    let NamedCubin { source, architecture, cubin, .. } = compiled;
     let defines: Vec<String> = source.defines.iter().map(|(name, value)| format!("{name}={value}")).collect();
-    let named = kernels(&log).into_iter().map(|found| KernelReport {
+    kernels(&cubin.log).into_iter().map(move |found| KernelReport {
         file: source.file,
         defines: defines.join(" "),
         architecture: architecture.to_string(),
+        loops: matrix_loops(&cubin.code, &found.name, architecture.major()).unwrap_or_default(),
         ..found
-    });
-    Ok(named.collect())
+    })
 }
 
 /// Reads the kernels from a log of the assembler.
@@ -88,6 +106,7 @@ fn kernels(log: &str) -> Vec<KernelReport> {
                 spill_bytes: 0,
                 stack_bytes: 0,
                 shared_bytes: 0,
+                loops: vec![],
             });
         }
         let Some(kernel) = kernels.last_mut() else { continue };
@@ -124,5 +143,28 @@ mod tests {
             ("add_norm", 29, 12, 128)
         );
         assert_eq!(kernel.stack_bytes, 8);
+        // It may not spill anything.
+        assert!(kernel.over_spills().is_some_and(|why| why.starts_with("12 bytes")));
+    }
+
+    #[test]
+    fn more_spills_than_before_break_the_limits() {
+        let (name, architecture, most) = SPILLS[0];
+        let of = |spill_bytes, stack_bytes| KernelReport {
+            file: "",
+            defines: String::new(),
+            name: name.into(),
+            architecture: architecture.into(),
+            num_registers: 128,
+            spill_bytes,
+            stack_bytes,
+            shared_bytes: 0,
+            loops: vec![],
+        };
+        assert_eq!(of(most, 8).over_spills(), None);
+        assert_eq!(of(0, 0).over_spills(), None);
+        assert!(of(most + 4, 8).over_spills().is_some());
+        assert!(of(0, 8).over_spills().is_some());
+        assert!(KernelReport { architecture: "sm_80".into(), ..of(most, 8) }.over_spills().is_some());
     }
 }

@@ -71,20 +71,27 @@ pub trait KernelDevice: Send {
     /// The three matrices are valid until the product is done.
     unsafe fn multiply(&mut self, product: &Product) -> Result<(), CudaError>;
 
-    /// Whether the device has warpgroup products (`kernels/warpgroup.cuh`).
-    fn has_wgmma(&self) -> bool;
+    /// Which kernels with warpgroup products (`kernels/warpgroup.cuh`) the device has.
+    fn wgmma(&self) -> WgmmaKernels;
 
     /// Which products of E4M3 numbers the device has.
     fn fp8_products(&self) -> Fp8Products;
 
-    /// Queues a matrix product of E4M3 numbers.
+    /// Queues a matrix product of E4M3 numbers. Returns `false` if the device does not have it for this shape; then
+    /// nothing was queued.
     ///
     /// # Safety
     /// The matrices and scales are valid until the product is done.
-    ///
-    /// # Errors
-    /// Also when the device has no such products.
-    unsafe fn multiply_fp8(&mut self, product: &Fp8Product) -> Result<(), CudaError>;
+    unsafe fn multiply_fp8(&mut self, product: &Fp8Product) -> Result<bool, CudaError>;
+
+    /// From now on the bits of a row of [`multiply`](Self::multiply) do not depend on the number of rows.
+    fn fix_products(&mut self);
+
+    /// The device may run the products that follow several times, to find out how they are fastest.
+    fn begin_choice(&mut self);
+
+    /// Products are as they were chosen from now on.
+    fn end_choice(&mut self);
 
     /// Queues a sum of `len` bf16 numbers over all ranks. Every rank calls this with the same `len`, and every rank
     /// gets the same bits. The sum may overlap other work that is queued before [`end_sums`](Self::end_sums); that
@@ -181,6 +188,22 @@ pub struct Product {
     pub beta: f32,
 }
 
+/// Kernels with warpgroup products. Each is tested by itself when a device is opened.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct WgmmaKernels {
+    /// [`WgmmaAttention`](crate::attention::WgmmaAttention)
+    pub attention: bool,
+    /// [`WgmmaExpertProduct`](crate::expert_products::WgmmaExpertProduct)
+    pub experts: bool,
+}
+
+impl WgmmaKernels {
+    /// All of them, or none.
+    pub fn all(has_wgmma: bool) -> WgmmaKernels {
+        WgmmaKernels { attention: has_wgmma, experts: has_wgmma }
+    }
+}
+
 /// Products of E4M3 numbers that a device has. Each level includes the levels before it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Fp8Products {
@@ -195,7 +218,7 @@ pub enum Fp8Products {
 }
 
 /// Scales of a product of E4M3 numbers.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[repr(u64)]
 pub enum Fp8Scaling {
     /// No scales. Both addresses are null.

@@ -40,6 +40,40 @@ unsafe impl Kernel for ApplyGate {
     }
 }
 
+/// [`ApplyGate`], then [`QuantiseRows`](crate::products::QuantiseRows) or
+/// [`QuantiseGroups`](crate::products::QuantiseGroups) of its output, with the same bits.
+///
+/// Moves 7 bytes per element: bound by memory bandwidth.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct GateQuantise {
+    pub gate: ApplyGate,
+    /// `[rows][width]`, E4M3.
+    pub quantised: Address,
+    /// `[rows]`, or `[width / 128][stride]`, f32: the factors that restore the numbers.
+    pub scales: Address,
+    /// 0: a scale for each row. Otherwise one for each 128 numbers of a row.
+    pub stride: u32,
+    pub unused: u32,
+}
+
+// SAFETY: the fields are those of `GateQuantise` in the kernel file.
+unsafe impl Kernel for GateQuantise {
+    const NAME: &'static str = "gate_rows";
+
+    fn name(&self) -> &'static str {
+        if self.stride == 0 { Self::NAME } else { "gate_groups" }
+    }
+
+    fn shape(&self) -> LaunchShape {
+        if self.stride > 0 {
+            return self.gate.shape();
+        }
+        let threads = (self.gate.width / 8).next_multiple_of(32).min(1024);
+        LaunchShape { grid: [self.gate.num_rows, 1, 1], threads, shared_bytes: 0 }
+    }
+}
+
 /// One thread per 8 elements of a row.
 fn by_eights(num_rows: u32, width: u32) -> LaunchShape {
     debug_assert!(width.is_multiple_of(8), "16 bytes at a time");

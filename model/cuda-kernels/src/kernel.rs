@@ -26,6 +26,17 @@ pub struct KernelSource {
     pub defines: Vec<(&'static str, u64)>,
 }
 
+impl KernelSource {
+    /// The value of a macro.
+    ///
+    /// # Panics
+    /// When the file is compiled without it.
+    pub fn defined(&self, name: &str) -> u64 {
+        let found = self.defines.iter().find(|(defined, _)| *defined == name);
+        found.unwrap_or_else(|| panic!("{} is compiled without {name}", self.file)).1
+    }
+}
+
 /// The text of the kernel files, by name. The caller that opens a device passes them in. A changed kernel therefore
 /// rebuilds only the crate that embeds the files, not the crates that launch the kernels.
 #[derive(Clone, Copy, Debug)]
@@ -52,13 +63,15 @@ impl KernelFiles {
     }
 }
 
-/// The text of the kernels and the cache of compiled code.
+/// The text of the kernels, and where compiled code is.
 #[derive(Clone, Debug)]
 pub struct KernelCode {
     /// The text that is compiled.
     pub files: KernelFiles,
-    /// The folder of compiled code. `None`: kernels are compiled at every start.
+    /// The folder of code that was compiled here. `None`: nothing is kept.
     pub cache_dir: Option<PathBuf>,
+    /// The file of code that is installed with the program ([`crate::shipped`]).
+    pub shipped: Option<PathBuf>,
 }
 
 /// Threads and shared memory of a launch.

@@ -15,10 +15,12 @@ pub mod kernel;
 pub mod device;
 
 pub mod compile;
+pub mod shipped;
 
 pub mod check;
 pub mod driver;
 pub mod kv_type;
+pub mod loops;
 pub mod noise;
 pub mod sources;
 

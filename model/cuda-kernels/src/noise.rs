@@ -29,13 +29,16 @@ impl Noise {
 
 /// `num` bf16 numbers in `-magnitude..magnitude`.
 pub fn bf16(num: usize, magnitude: f32) -> Vec<u8> {
+    numbers(num).flat_map(|number| half::bf16::from_f32(number * magnitude).to_le_bytes()).collect()
+}
+
+/// `num` numbers in -1..1.
+pub fn numbers(num: usize) -> impl Iterator<Item = f32> {
     let mut state = 0x9e37_79b9_7f4a_7c15u64;
-    let numbers = (0..num).flat_map(|_| {
+    (0..num).map(move |_| {
         state ^= state << 13;
         state ^= state >> 7;
         state ^= state << 17;
-        let number = (state >> 40) as f32 / (1u64 << 23) as f32 - 1.0;
-        half::bf16::from_f32(number * magnitude).to_le_bytes()
-    });
-    numbers.collect()
+        (state >> 40) as f32 / (1u64 << 23) as f32 - 1.0
+    })
 }

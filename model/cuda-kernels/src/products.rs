@@ -25,6 +25,10 @@ pub enum WeightKind {
 impl WeightKind {
     pub const ALL: [WeightKind; 4] = [WeightKind::Bf16, WeightKind::Fp8, WeightKind::Int8, WeightKind::Int4];
 
+    fn is_integer(self) -> bool {
+        matches!(self, WeightKind::Int8 | WeightKind::Int4)
+    }
+
     /// Numbers in 64 bytes of a row. Four lanes read them together.
     fn step(self) -> usize {
         match self {
@@ -95,7 +99,8 @@ pub fn pack(levels: &[u8], kind: WeightKind, to: &mut [u8]) {
 }
 
 /// Scales and zeros that groups of weights share. Output `n` and input `k` find theirs at `n / rows_per_scale *
-/// row_stride + k / group * group_stride`.
+/// row_stride + k / group * group_stride`. Integers have a scale for each row, at a stride of 1, and a `group_stride`
+/// that is a multiple of 4: kernels load the scales of four rows at once.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct Scales {
@@ -133,8 +138,8 @@ impl Scales {
 /// `out[place][n] = sum over k of x[row][k] w[n][k] + bias[n]`, rounded to the output's type once. Without experts a
 /// place is a row. With experts `rows` gives the row of each place, and `w` is the matrix of the place's expert.
 ///
-/// Reads each weight once per 16 rows, with two operations per weight and row: bound by memory bandwidth, or by the
-/// L2 cache.
+/// Reads each weight once per 16 rows (per 32 rows, if there are more than 16 and no experts), with two operations per
+/// weight and row: bound by memory bandwidth, or by the L2 cache.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct MultiplyFew {
@@ -145,7 +150,8 @@ pub struct MultiplyFew {
     /// `[num_experts + 1]`, u32: each expert's first place ([`SortPairs`](crate::experts::SortPairs)). Null: there is
     /// one matrix and `num_rows` places.
     pub offsets: Address,
-    /// `[num_experts][n]`, rows of [`row_bytes`](WeightKind::row_bytes).
+    /// `[num_experts][n]`, rows of [`row_bytes`](WeightKind::row_bytes). With experts of integers, `n` is a multiple of
+    /// 4.
     pub weights: Address,
     /// The scales of all experts' outputs, in their order.
     pub scales: Scales,
@@ -169,16 +175,28 @@ unsafe impl Kernel for MultiplyFew {
     const NAME: &'static str = "multiply_few";
 
     fn name(&self) -> &'static str {
-        match self.kind {
-            WeightKind::Bf16 => "multiply_few_bf16",
-            WeightKind::Fp8 => "multiply_few_fp8",
-            WeightKind::Int8 => "multiply_few_int8",
-            WeightKind::Int4 => "multiply_few_int4",
+        let is_wide = self.offsets == Address::NULL && self.num_rows > 16;
+        let has_zeros = self.scales.zeros != Address::NULL;
+        match (self.kind, is_wide, has_zeros) {
+            (WeightKind::Bf16, false, _) => "multiply_few_bf16",
+            (WeightKind::Bf16, true, _) => "multiply_few32_bf16",
+            (WeightKind::Fp8, false, _) => "multiply_few_fp8",
+            (WeightKind::Fp8, true, _) => "multiply_few32_fp8",
+            (WeightKind::Int8, false, false) => "multiply_few_int8",
+            (WeightKind::Int8, true, false) => "multiply_few32_int8",
+            (WeightKind::Int8, false, true) => "multiply_few_zeros_int8",
+            (WeightKind::Int8, true, true) => "multiply_few32_zeros_int8",
+            (WeightKind::Int4, false, false) => "multiply_few_int4",
+            (WeightKind::Int4, true, false) => "multiply_few32_int4",
+            (WeightKind::Int4, false, true) => "multiply_few_zeros_int4",
+            (WeightKind::Int4, true, true) => "multiply_few32_zeros_int4",
         }
     }
 
     fn shape(&self) -> LaunchShape {
-        check(self.kind, self.k, self.scales.group);
+        check(self.kind, self.k, &self.scales);
+        let are_fours = self.num_experts == 1 || self.n.is_multiple_of(4);
+        debug_assert!(are_fours || !self.kind.is_integer(), "{} outputs of an expert", self.n);
         let grid = [self.n.div_ceil(self.kind.outputs()), self.num_experts, 1];
         LaunchShape { grid, threads: 256, shared_bytes: 0 }
     }
@@ -220,20 +238,26 @@ unsafe impl Kernel for Dequantise {
     }
 
     fn shape(&self) -> LaunchShape {
-        check(self.kind, self.k, self.scales.group);
+        check(self.kind, self.k, &self.scales);
         let num_threads = u64::from(self.n) * (self.k as usize).div_ceil(self.kind.step()) as u64 * 4;
+        debug_assert!(num_threads < 1 << 31, "the kernel counts in 32 bits");
         LaunchShape { grid: [num_threads.div_ceil(256) as u32, 1, 1], threads: 256, shared_bytes: 0 }
     }
 }
 
 /// 16 bytes belong to one row, and the numbers of one multiplication to one group.
-fn check(kind: WeightKind, k: u32, group: u32) {
+fn check(kind: WeightKind, k: u32, scales: &Scales) {
     let (numbers, of_group) = match kind {
         WeightKind::Bf16 | WeightKind::Int8 | WeightKind::Int4 => (8, 32),
         WeightKind::Fp8 => (16, 64),
     };
+    let Scales { group, rows_per_scale, row_stride, group_stride, .. } = *scales;
     debug_assert!(k.is_multiple_of(numbers), "{k} numbers of {kind:?}");
     debug_assert!(group >= k || group.is_multiple_of(of_group), "groups of {group} numbers of {kind:?}");
+    if kind.is_integer() {
+        debug_assert!(group.is_multiple_of(of_group), "groups of {group} numbers of {kind:?}");
+        debug_assert!((rows_per_scale, row_stride, group_stride % 4) == (1, 1, 0), "four scales in a row");
+    }
 }
 
 /// Quantises rows of activations to E4M3 for a library's fp8 products. The largest number of a row becomes 448. A row

@@ -1,4 +1,6 @@
-//! All kernels, for the shapes of common models. `cargo xtask cuda-check` compiles them.
+//! All kernels, for the shapes of common models. `cargo xtask cuda-check` compiles them, and releases install them.
+
+use std::collections::HashSet;
 
 use baton_kv_cache::{KvDtype, KvLayout};
 use baton_model_spec::Activation;
@@ -9,13 +11,24 @@ use crate::{
     rows, sample,
 };
 
-/// Every file, for the shapes of common models.
+/// Numbers of a head in common models.
+const HEAD_DIMS: [usize; 6] = [64, 80, 96, 128, 192, 256];
+
+/// The default of `--block-size`.
+const BLOCK_SIZE: usize = 16;
+
+/// Numbers of a head, and how many of them Phi-4-mini rotates. Other models rotate all.
+const PARTIALLY_ROTATED: (usize, usize) = (128, 96);
+
+/// Every file, for the shapes of common models. Each source occurs once.
 pub fn all_sources() -> Vec<KernelSource> {
-    let layout =
-        |head_dim, dtype| KvLayout { block_size: 16, num_layers: 1, num_kv_heads: 1, head_dim, dtype };
-    let ropes = [64, 128]
-        .into_iter()
-        .flat_map(|head_dim| KvDtype::ALL.map(|dtype| rope::source(head_dim, &layout(head_dim, dtype))));
+    let of_layouts = layouts().into_iter().flat_map(|layout| {
+        let (head_dim, rotary_dim) = PARTIALLY_ROTATED;
+        let partial = (layout.head_dim == head_dim).then_some(rotary_dim);
+        let ropes = [layout.head_dim].into_iter().chain(partial);
+        let ropes: Vec<KernelSource> = ropes.map(|rotary_dim| rope::source(rotary_dim, &layout)).collect();
+        [attention::sources(&layout), ropes, vec![codes::source(&layout)]].concat()
+    });
     let gates = [Activation::Silu, Activation::Gelu, Activation::GeluTanh].map(gate::source);
     let others = [
         embed::source(),
@@ -27,8 +40,26 @@ pub fn all_sources() -> Vec<KernelSource> {
         checksum::source(),
         ranks::source(),
     ];
-    let large =
-        [attention::usual_sources(), products::sources(), expert_products::sources(), codes::sources()]
-            .concat();
-    large.into_iter().chain(ropes).chain(gates).chain(others).collect()
+    let products = [products::sources(), expert_products::sources()].concat();
+    let all = of_layouts.chain(attention::usual_sources()).chain(products).chain(gates).chain(others);
+    let mut seen = HashSet::new();
+    all.filter(|source| seen.insert(source.clone())).collect()
+}
+
+/// Every kv type, for heads of every size; f16 and f32, for which there are no fast kernels, with the most common sizes.
+fn layouts() -> Vec<KvLayout> {
+    let is_common = |head_dim, dtype| {
+        matches!(dtype, KvDtype::Bf16 | KvDtype::Fp8 | KvDtype::Int8) || [64, 128].contains(&head_dim)
+    };
+    let of = |head_dim, dtype| KvLayout {
+        block_size: BLOCK_SIZE,
+        num_layers: 1,
+        num_kv_heads: 1,
+        head_dim,
+        dtype,
+    };
+    let all = HEAD_DIMS.into_iter().flat_map(|head_dim| KvDtype::ALL.map(|dtype| (head_dim, dtype)));
+    all.filter(|&(head_dim, dtype)| is_common(head_dim, dtype))
+        .map(|(head_dim, dtype)| of(head_dim, dtype))
+        .collect()
 }

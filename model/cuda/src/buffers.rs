@@ -2,13 +2,14 @@
 //! same addresses.
 
 use baton_cuda::CudaError;
-use baton_cuda_kernels::attention::{has_tensor_cores, max_splits, split_scratch_bytes};
+use baton_cuda_kernels::attention::{SplitScratch, has_tensor_cores, max_splits};
 use baton_cuda_kernels::device::KernelDevice;
 use baton_cuda_kernels::kernel::Address;
 use baton_cuda_kernels::ranks::logit_stride;
 use baton_kv_cache::KvLayout;
 use baton_model_spec::{DecoderSpec, MlpSpec, Rank};
 
+use crate::block_tables::BlockTables;
 use crate::inputs::{BatchLimits, InputShape, Inputs, padded};
 use crate::samplings::{SamplingBuffers, SamplingInputs};
 
@@ -16,6 +17,9 @@ use crate::samplings::{SamplingBuffers, SamplingInputs};
 #[derive(Debug)]
 pub struct Buffers {
     pub inputs: Address,
+    /// `[slots][max_blocks]`, u32.
+    pub block_tables: Address,
+    pub max_blocks: usize,
     /// `[rows][hidden]`: the residual stream.
     pub x: Address,
     /// `[rows][hidden]`: the normed residual stream.
@@ -41,8 +45,7 @@ pub struct Buffers {
     /// for a single rank.
     pub logit_parts: Address,
     /// Scratch of decode attention.
-    pub sums: Address,
-    pub stats: Address,
+    pub splits: SplitScratch,
     pub samplings: SamplingBuffers,
     pub routed: RoutedBuffers,
 }
@@ -105,6 +108,7 @@ impl Buffers {
         layout: &KvLayout,
         limits: &BatchLimits,
         shape: &InputShape,
+        tables: &BlockTables,
         rank: Rank,
     ) -> Result<Buffers, CudaError> {
         let rows = padded(limits.num_rows);
@@ -119,21 +123,23 @@ impl Buffers {
         });
         let width = dense.max().expect("a model has layers");
         let (gate_up, gated) = (bf16(2 * width)?, bf16(width)?);
-        let [sums, stats] = if has_tensor_cores(layout) {
-            let splits = max_splits(spec.num_kv_heads);
-            let sizes = split_scratch_bytes(shape.max_decode_rows, spec.num_heads, spec.head_dim, splits);
-            [device.allocate(sizes[0])?, device.allocate(sizes[1])?]
-        } else {
-            [Address::NULL; 2]
+        let splits = match has_tensor_cores(layout) {
+            true => {
+                let max_splits = max_splits(spec.num_kv_heads);
+                SplitScratch::new(device, shape.max_decode_rows, spec.num_heads, spec.head_dim, max_splits)?
+            }
+            false => SplitScratch::NONE,
         };
         let slots = device.allocate(rows * 4)?;
-        let tables = spec.ropes.iter().map(|rope| device.allocate(rows * rope.rotary_dim * 4));
-        let cos_sin = tables.collect::<Result<_, CudaError>>()?;
+        let of_rope = spec.ropes.iter().map(|rope| device.allocate(rows * rope.rotary_dim * 4));
+        let cos_sin = of_rope.collect::<Result<_, CudaError>>()?;
         let [results, saved] = SamplingInputs::buffer_bytes(rows);
         let samplings =
             SamplingBuffers { results: device.allocate(results)?, saved: device.allocate(saved)? };
         Ok(Buffers {
             inputs: device.allocate(Inputs::max_bytes(limits, shape) + SamplingInputs::max_bytes(rows))?,
+            block_tables: device.allocate(tables.size_bytes())?,
+            max_blocks: tables.max_blocks,
             x,
             hidden,
             added,
@@ -156,8 +162,7 @@ impl Buffers {
                     device.allocate(num_parts * logit_rows * stride * 4)?
                 }
             },
-            sums,
-            stats,
+            splits,
             samplings,
             routed: RoutedBuffers::new(device, spec, rows)?,
         })

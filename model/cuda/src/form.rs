@@ -109,7 +109,7 @@ impl WeightForm {
     }
 
     /// The layout of the scales, with null addresses. It is `[groups][rows]`, because kernels read the scales of
-    /// neighbouring rows together. [`Fp8Scaling::Blocks`](baton_cuda_kernels::device::Fp8Scaling::Blocks) has the
+    /// neighbouring rows together; those of integers four at a time. [`Fp8Scaling::Blocks`](baton_cuda_kernels::device::Fp8Scaling::Blocks) has the
     /// layout of its library.
     pub fn scales(self, rows: usize, cols: usize) -> Scales {
         let stride = self.num_scales(rows) as u32;
@@ -131,7 +131,7 @@ impl WeightForm {
             },
             WeightForm::Integers { group, .. } => Scales {
                 row_stride: 1,
-                group_stride: stride,
+                group_stride: stride.next_multiple_of(4),
                 // No step of a kernel contains two groups.
                 group: if group == cols { cols.next_multiple_of(128) as u32 } else { group as u32 },
                 ..Scales::NONE

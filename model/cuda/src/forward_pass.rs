@@ -5,26 +5,24 @@ use std::ops::Range;
 
 use baton_cuda::CudaError;
 use baton_cuda_kernels::attention::{
-    AttentionArgs, AttentionRows, DecodeAttention, MIN_SPLIT, MergeSplits, PlainAttention, PrefillAttention,
+    AttentionArgs, AttentionRows, DecodeAttention, MIN_SPLIT, PlainAttention, PrefillAttention,
     WgmmaAttention, has_tensor_cores, max_splits, takes_wgmma,
 };
 use baton_cuda_kernels::device::KernelDevice;
 use baton_cuda_kernels::embed::Embed;
-use baton_cuda_kernels::experts::{Combine, RouteToExperts, SortPairs};
-use baton_cuda_kernels::gate::ApplyGate;
 use baton_cuda_kernels::kernel::Address;
-use baton_cuda_kernels::norm::AddNorm;
+use baton_cuda_kernels::norm::{AddNorm, AddNormQuantise};
 use baton_cuda_kernels::products::{Dequantise, WeightKind};
 use baton_cuda_kernels::ranks::{JoinLogits, logit_stride};
 use baton_cuda_kernels::rope::{PlaceRows, RopeTable, StoreQkv, lanes};
 use baton_cuda_kernels::rows::{NormWanted, PostNorm, SoftCap};
 use baton_kv_cache::KvLayout;
-use baton_model_spec::{DecoderSpec, MlpSpec, Rank};
+use baton_model_spec::{DecoderSpec, Rank};
 
 use crate::buffers::Buffers;
 use crate::inputs::{InputAddresses, Inputs};
-use crate::multiply::{ExpertPlaces, ProductScratch, dequantise_rows};
-use crate::weights::{DeviceLayer, DeviceLinear, DeviceMatrix, DeviceMlp, DeviceWeights};
+use crate::multiply::{ProductScratch, QuantisedRows, Rows, dequantise_rows};
+use crate::weights::{DeviceLinear, DeviceMlp, DeviceWeights};
 
 /// One step. The executor has allocated all addresses for the largest batch.
 #[derive(Clone)]
@@ -62,10 +60,10 @@ impl ForwardPass<'_> {
         };
         let place = PlaceRows {
             positions: self.at.positions,
-            sequence_of: self.at.row_sequences,
-            block_tables: self.at.block_tables,
+            sequence_of: self.at.row_slots,
+            block_tables: self.buffers.block_tables,
             slots: self.buffers.slots,
-            max_blocks: self.inputs.max_blocks as u32,
+            max_blocks: self.buffers.max_blocks as u32,
             block_size: self.layout.block_size as u32,
             num_rows: self.inputs.num_rows as u64,
         };
@@ -94,14 +92,16 @@ impl ForwardPass<'_> {
                     rotary_dim: rope.rotary_dim as u64,
                 })?;
             }
-            device.launch(&self.add_norm(Address::NULL, self.weights.layers[0].attention_norm))
         }
+        let first = &self.weights.layers[0];
+        self.add_norm(device, Address::NULL, first.attention_norm, Some(&first.qkv))
     }
 
     /// Queues the queries, keys and values of a layer, and the stores of keys and values in their blocks.
     pub fn store<D: KernelDevice>(&self, device: &mut D, layer_idx: usize) -> Result<(), CudaError> {
         let layer = &self.weights.layers[layer_idx];
-        self.apply(device, &layer.qkv, self.buffers.hidden, self.buffers.qkv)?;
+        let before = layer_idx.checked_sub(1).map(|before| self.weights.layers[before].mlp_post_norm);
+        self.apply_normed(device, &layer.qkv, before.unwrap_or(Address::NULL), self.buffers.qkv)?;
         let rope_idx = self.spec.layers[layer_idx].rope_idx;
         let kernel = StoreQkv {
             qkv: self.buffers.qkv,
@@ -128,14 +128,18 @@ impl ForwardPass<'_> {
         let layer = &self.weights.layers[layer_idx];
         let buffers = self.buffers;
         self.attend(device, layer_idx)?;
-        self.apply_to_sum(device, &layer.output, buffers.attended)?;
-        self.add(device, layer.attention_post_norm, layer.mlp_norm)?;
+        self.apply_to_sum(device, &layer.output, Rows { at: buffers.attended, are_quantised: false })?;
+        let next = match &layer.mlp {
+            DeviceMlp::Dense { gate_up, .. } => Some(gate_up),
+            DeviceMlp::Experts { .. } => None,
+        };
+        self.add(device, layer.attention_post_norm, layer.mlp_norm, next)?;
         self.mlp(device, &self.spec.layers[layer_idx].mlp, layer)?;
         match self.weights.layers.get(layer_idx + 1) {
-            Some(next) => self.add(device, layer.mlp_post_norm, next.attention_norm),
+            Some(next) => self.add(device, layer.mlp_post_norm, next.attention_norm, Some(&next.qkv)),
             // The norm of the wanted rows adds the last output.
             None if layer.mlp_post_norm == Address::NULL => Ok(()),
-            None => self.add(device, layer.mlp_post_norm, Address::NULL),
+            None => self.add(device, layer.mlp_post_norm, Address::NULL, None),
         }
     }
 
@@ -212,21 +216,19 @@ impl ForwardPass<'_> {
             if num_decoded > 0 {
                 let decode = DecodeAttention {
                     attention: self.attention(layer_idx, 0, num_decoded),
-                    sums: self.buffers.sums,
-                    stats: self.buffers.stats,
+                    scratch: self.buffers.splits,
                     max_splits: max_splits(self.layout.num_kv_heads),
                     min_split: MIN_SPLIT,
                     max_rows: max_decode_rows,
                     unused: 0,
                 };
                 device.launch(&decode)?;
-                device.launch(&MergeSplits { decode })?;
             }
             if num_sequences > num_decoded {
                 let attention = self.attention(layer_idx, num_decoded, num_sequences - num_decoded);
                 let (tiles, num_tiles) = (self.at.tiles, inputs.num_tiles as u64);
                 let prefill = PrefillAttention { attention, tiles, num_tiles };
-                match device.has_wgmma() && takes_wgmma(self.layout) {
+                match device.wgmma().attention && takes_wgmma(self.layout) {
                     true => device.launch(&WgmmaAttention(prefill))?,
                     false => device.launch(&prefill)?,
                 }
@@ -235,17 +237,17 @@ impl ForwardPass<'_> {
         Ok(())
     }
 
-    /// Arguments for `num_sequences` sequences from `first` on.
+    /// Arguments for `num_sequences` slots from `first` on.
     fn attention(&self, layer_idx: usize, first: usize, num_sequences: usize) -> AttentionArgs {
         let spec = self.spec;
         let rows = AttentionRows {
             q: self.buffers.qkv,
             out: self.buffers.attended,
-            block_tables: self.at.block_tables.offset_by(first * self.inputs.max_blocks * 4),
+            block_tables: self.buffers.block_tables.offset_by(first * self.buffers.max_blocks * 4),
             first_row: self.at.first_row.offset_by(first * 4),
             num_rows: self.at.num_rows.offset_by(first * 4),
             start_idx: self.at.start_idx.offset_by(first * 4),
-            max_blocks: self.inputs.max_blocks as u32,
+            max_blocks: self.buffers.max_blocks as u32,
             num_sequences: num_sequences as u32,
         };
         let group = spec.num_heads / spec.num_kv_heads;
@@ -257,34 +259,42 @@ impl ForwardPass<'_> {
         attention
     }
 
-    /// Adds the output of a part of a layer to the residual stream, and norms the stream for the next part.
+    /// Adds the output of a part of a layer to the residual stream, and norms the stream for the next part, which
+    /// begins with the product `next`.
     fn add<D: KernelDevice>(
         &self,
         device: &mut D,
         post_weight: Address,
         weight: Address,
+        next: Option<&DeviceLinear>,
     ) -> Result<(), CudaError> {
         let buffers = self.buffers;
-        // SAFETY: as `ForwardPass` says.
-        unsafe {
-            if post_weight == Address::NULL {
-                return device.launch(&self.add_norm(buffers.added, weight));
-            }
-            device.launch(&PostNorm {
-                x: buffers.x,
-                added: buffers.added,
-                post_weight,
-                weight,
-                out: if weight == Address::NULL { Address::NULL } else { buffers.hidden },
-                hidden: self.spec.hidden_size as u32,
-                eps: self.spec.norm_eps,
-                num_rows: self.inputs.num_rows as u64,
-            })
+        if post_weight == Address::NULL {
+            return self.add_norm(device, buffers.added, weight, next);
         }
+        let kernel = PostNorm {
+            x: buffers.x,
+            added: buffers.added,
+            post_weight,
+            weight,
+            out: if weight == Address::NULL { Address::NULL } else { buffers.hidden },
+            hidden: self.spec.hidden_size as u32,
+            eps: self.spec.norm_eps,
+            num_rows: self.inputs.num_rows as u64,
+        };
+        // SAFETY: as `ForwardPass` says.
+        unsafe { device.launch(&kernel) }
     }
 
-    fn add_norm(&self, added: Address, weight: Address) -> AddNorm {
-        AddNorm {
+    /// Also quantises the normed rows if the product `next` multiplies them in E4M3.
+    fn add_norm<D: KernelDevice>(
+        &self,
+        device: &mut D,
+        added: Address,
+        weight: Address,
+        next: Option<&DeviceLinear>,
+    ) -> Result<(), CudaError> {
+        let norm = AddNorm {
             x: self.buffers.x,
             added,
             weight,
@@ -292,132 +302,54 @@ impl ForwardPass<'_> {
             hidden: self.spec.hidden_size as u32,
             eps: self.spec.norm_eps,
             num_rows: self.inputs.num_rows as u64,
-        }
-    }
-
-    fn mlp<D: KernelDevice>(
-        &self,
-        device: &mut D,
-        mlp: &MlpSpec,
-        layer: &DeviceLayer,
-    ) -> Result<(), CudaError> {
-        let buffers = self.buffers;
-        match &layer.mlp {
-            DeviceMlp::Dense { gate_up, down } => {
-                self.apply(device, gate_up, buffers.hidden, buffers.gate_up)?;
-                self.gate(device, down.weight.num_in, self.inputs.num_rows)?;
-                self.apply_to_sum(device, down, buffers.gated)
-            }
-            DeviceMlp::Experts { router, gate_up, down } => {
-                self.experts(device, mlp, *router, *gate_up, *down)?;
-                self.begin_sum(device, 0..self.inputs.num_rows)?;
-                self.end_sums(device)
-            }
-        }
-    }
-
-    /// Computes each row's experts. Only the device knows how many rows an expert has, so the step can be repeated.
-    fn experts<D: KernelDevice>(
-        &self,
-        device: &mut D,
-        mlp: &MlpSpec,
-        router: DeviceMatrix,
-        gate_up: DeviceMatrix,
-        down: DeviceMatrix,
-    ) -> Result<(), CudaError> {
-        let MlpSpec::Experts { num_experts, num_active, renormalise, .. } = *mlp else {
-            unreachable!("experts by the specification")
         };
-        let (buffers, routed) = (self.buffers, &self.buffers.routed);
-        let (num_rows, hidden) = (self.inputs.num_rows as u32, self.spec.hidden_size as u32);
-        let (num_experts, num_active) = (num_experts as u32, num_active as u32);
-        let num_pairs = num_rows * num_active;
-        let (offsets, rows, gate_up_rows) = (routed.offsets, routed.rows, buffers.gate_up);
-        let places = ExpertPlaces { offsets, rows, gate_up: gate_up_rows, num_pairs, num_experts };
-        let in_order = ExpertPlaces { rows: Address::NULL, ..places };
-        let scratch = self.scratch;
         // SAFETY: as `ForwardPass` says.
         unsafe {
-            let num_all = self.inputs.num_rows;
-            scratch.multiply_exactly(device, router, buffers.hidden, routed.logits, num_all)?;
-            device.launch(&RouteToExperts {
-                logits: routed.logits,
-                slots: buffers.slots,
-                experts: routed.experts,
-                weights: routed.weights,
-                num_rows,
-                num_experts,
-                num_active,
-                renormalise: renormalise.into(),
-            })?;
-            device.launch(&SortPairs {
-                experts: routed.experts,
-                offsets: routed.offsets,
-                rows: routed.rows,
-                places: routed.places,
-                num_pairs,
-                num_active,
-                num_experts,
-                unused: 0,
-            })?;
-            scratch.apply_experts(device, gate_up, &places, buffers.hidden, buffers.gated, true)?;
-            scratch.apply_experts(device, down, &in_order, buffers.gated, routed.outputs, false)?;
-            device.launch(&Combine {
-                outputs: routed.outputs,
-                places: routed.places,
-                weights: routed.weights,
-                out: buffers.added,
-                hidden,
-                num_active,
-                is_added: 0,
-                num_rows,
-            })
+            match next.and_then(|next| self.scratch.quantised_rows(next.weight, self.inputs.num_rows)) {
+                None => device.launch(&norm),
+                Some(QuantisedRows { at, scales, stride }) => {
+                    device.launch(&AddNormQuantise { norm, quantised: at, scales, stride, unused: 0 })
+                }
+            }
         }
     }
 
-    fn gate<D: KernelDevice>(&self, device: &mut D, width: usize, num_rows: usize) -> Result<(), CudaError> {
-        let kernel = ApplyGate {
-            gate_up: self.buffers.gate_up,
-            out: self.buffers.gated,
-            width: width as u32,
-            num_rows: num_rows as u32,
-        };
-        // SAFETY: as `ForwardPass` says.
-        unsafe { device.launch(&kernel) }
+    /// Whether the products that are summed over ranks are computed in two halves.
+    pub(crate) fn is_sum_divided<D: KernelDevice>(&self) -> bool {
+        self.rank.num_ranks > 1 && self.inputs.num_rows >= D::ROWS_TO_OVERLAP
     }
 
     /// The output of a part of a layer: a product of all rows, summed over ranks. With many rows, the sum of the
     /// first half overlaps the product of the second.
-    fn apply_to_sum<D: KernelDevice>(
+    pub(crate) fn apply_to_sum<D: KernelDevice>(
         &self,
         device: &mut D,
         linear: &DeviceLinear,
-        from: Address,
+        Rows { at: from, are_quantised }: Rows,
     ) -> Result<(), CudaError> {
         let (num_rows, hidden) = (self.inputs.num_rows, self.spec.hidden_size);
-        let is_divided = self.rank.num_ranks > 1 && num_rows >= D::ROWS_TO_OVERLAP;
-        let half = if is_divided { num_rows / 2 } else { num_rows };
+        let half = if self.is_sum_divided::<D>() { num_rows / 2 } else { num_rows };
         for rows in [0..half, half..num_rows].into_iter().filter(|rows| !rows.is_empty()) {
             let first = rows.start;
-            let from = from.offset_by(first * linear.weight.num_in * 2);
-            self.apply_rows(
-                device,
-                linear,
-                from,
-                self.buffers.added.offset_by(first * hidden * 2),
-                rows.len(),
-            )?;
+            let from = Rows { at: from.offset_by(first * linear.weight.num_in * 2), are_quantised };
+            let out = self.buffers.added.offset_by(first * hidden * 2);
+            // SAFETY: as `ForwardPass` says.
+            unsafe { self.scratch.apply_to(device, linear, from, out, rows.len()) }?;
             self.begin_sum(device, rows)?;
         }
         self.end_sums(device)
     }
 
-    fn end_sums<D: KernelDevice>(&self, device: &mut D) -> Result<(), CudaError> {
+    pub(crate) fn end_sums<D: KernelDevice>(&self, device: &mut D) -> Result<(), CudaError> {
         if self.rank.num_ranks == 1 { Ok(()) } else { device.end_sums() }
     }
 
     /// Queues the sum of some output rows over the ranks, if there are several ranks.
-    fn begin_sum<D: KernelDevice>(&self, device: &mut D, rows: Range<usize>) -> Result<(), CudaError> {
+    pub(crate) fn begin_sum<D: KernelDevice>(
+        &self,
+        device: &mut D,
+        rows: Range<usize>,
+    ) -> Result<(), CudaError> {
         if self.rank.num_ranks == 1 {
             return Ok(());
         }
@@ -428,26 +360,19 @@ impl ForwardPass<'_> {
         }
     }
 
-    /// A product of all rows, plus its bias.
-    fn apply<D: KernelDevice>(
+    /// A product of all normed rows, plus its bias. `post_weight` is that of the norm.
+    pub(crate) fn apply_normed<D: KernelDevice>(
         &self,
         device: &mut D,
         linear: &DeviceLinear,
-        from: Address,
+        post_weight: Address,
         out: Address,
     ) -> Result<(), CudaError> {
-        self.apply_rows(device, linear, from, out, self.inputs.num_rows)
-    }
-
-    fn apply_rows<D: KernelDevice>(
-        &self,
-        device: &mut D,
-        linear: &DeviceLinear,
-        from: Address,
-        out: Address,
-        num_rows: usize,
-    ) -> Result<(), CudaError> {
+        let num_rows = self.inputs.num_rows;
+        let are_quantised =
+            post_weight == Address::NULL && self.scratch.quantised_rows(linear.weight, num_rows).is_some();
+        let rows = Rows { at: self.buffers.hidden, are_quantised };
         // SAFETY: as `ForwardPass` says.
-        unsafe { self.scratch.apply(device, linear, from, out, num_rows) }
+        unsafe { self.scratch.apply_to(device, linear, rows, out, num_rows) }
     }
 }

@@ -1,31 +1,37 @@
-//! The inputs of a step: the tokens of a batch, their positions, and the blocks of their KV. They are one piece of
+//! The inputs of a step: the tokens of a batch, their positions, and changes of block tables. They are one piece of
 //! memory and one copy.
 //!
-//! Sequences of few rows come before sequences of many rows, because attention has a kernel for each kind. Logits
-//! keep the order of the batch.
+//! Rows of sequences with few rows come before rows of sequences with many, because attention has a kernel for each
+//! kind. Logits keep the order of the batch. What is said of a sequence is at its slot ([`BlockTables`]); a slot
+//! without a sequence has no rows.
 
 use baton_cuda_kernels::attention::{max_prefill_tiles, prefill_tiles};
+use baton_cuda_kernels::blocks::{ByteRun, CopyRuns};
 use baton_cuda_kernels::kernel::Address;
 use baton_cuda_kernels::rows::NONE;
 use baton_model_spec::{Batch, BatchSequence};
 
-/// Limits of a batch.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct BatchLimits {
-    /// Tokens of all sequences of a step.
-    pub num_rows: usize,
-    /// Sequences of a step.
-    pub num_sequences: usize,
-    /// Tokens of one sequence, including those in the cache.
-    pub context_length: usize,
-}
+use crate::block_tables::{BlockTables, Placed};
+
+pub use crate::limits::{BatchLimits, padded};
 
 /// Sequences of at most this many rows use the decode kernel, whose time depends on the context. Enough for one token
 /// and the default number of drafts of a worker.
 pub const MAX_DECODE_ROWS: usize = 9;
 
+/// The largest number of rows of a repeated step with drafts. Below it the launches of a step take about as long as
+/// its work; above it there would be many sizes, each with a graph that few steps use.
+const MAX_VERIFIED_ROWS: usize = 64;
+
+/// Rows of a step with drafts are padded to a multiple of this. Products of few rows compute as many at a time, so
+/// the padding costs little.
+const VERIFIED_ROWS: usize = 16;
+
 /// Alignment of the parts in words: 16 bytes.
 const ALIGNED_WORDS: usize = 4;
+
+/// Bytes of a changed part of a table that one block of threads copies.
+const PART_BYTES: usize = 4 << 10;
 
 /// The batch of one step in the device's format.
 #[derive(Debug, Default)]
@@ -34,17 +40,19 @@ pub struct Inputs {
     /// The first word of each part.
     parts: Parts,
     pub num_rows: usize,
+    /// The number of slots.
     pub num_sequences: usize,
-    /// The number of decoded sequences. They come first.
+    /// The number of slots of decoded sequences. They come first.
     pub num_decoded: usize,
     /// The largest number of rows of a decoded sequence, and of another sequence.
     pub max_rows: [usize; 2],
     pub num_tiles: usize,
     pub num_wanted: usize,
-    /// Blocks in a row of the block tables.
-    pub max_blocks: usize,
+    /// The number of changed parts of block tables, and the bytes of the longest.
+    num_changes: usize,
+    longest_change: usize,
     /// The key of repeated work. Set when every batch of this size has the same launches: all sequences decode one
-    /// token, and the batch is padded with empty sequences to a round size.
+    /// token, or verify drafts, and the batch is padded with rows and sequences to a round size.
     pub key: Option<u64>,
     order: Vec<usize>,
     first_rows: Vec<usize>,
@@ -55,13 +63,14 @@ pub struct Inputs {
 struct Parts {
     tokens: usize,
     positions: usize,
-    row_sequences: usize,
+    row_slots: usize,
     first_row: usize,
     num_rows: usize,
     start_idx: usize,
     wanted: usize,
     tiles: usize,
-    block_tables: usize,
+    changed_runs: usize,
+    changed_entries: usize,
 }
 
 /// Addresses of the parts on the device. All numbers are u32.
@@ -71,20 +80,18 @@ pub struct InputAddresses {
     pub tokens: Address,
     /// `[rows]`. [`NONE`] for padding.
     pub positions: Address,
-    /// `[rows]`: the sequence of each row. [`NONE`] for padding.
-    pub row_sequences: Address,
-    /// `[sequences]`
+    /// `[rows]`: the slot of each row's sequence. [`NONE`] for padding.
+    pub row_slots: Address,
+    /// `[slots]`
     pub first_row: Address,
-    /// `[sequences]`. 0 for padding.
+    /// `[slots]`. 0 for padding.
     pub num_rows: Address,
-    /// `[sequences]`
+    /// `[slots]`
     pub start_idx: Address,
     /// `[wanted]`: rows whose logits are wanted. [`NONE`] for padding.
     pub wanted: Address,
     /// `[tiles][2]`
     pub tiles: Address,
-    /// `[sequences][max_blocks]`
-    pub block_tables: Address,
 }
 
 /// Properties of the model that attention and the stores of KV depend on.
@@ -101,64 +108,73 @@ pub struct InputShape {
 impl Inputs {
     /// Bytes of the largest inputs.
     pub fn max_bytes(limits: &BatchLimits, shape: &InputShape) -> usize {
-        let (rows, sequences) = (padded(limits.num_rows), padded(limits.num_sequences));
-        let max_blocks = limits.context_length.div_ceil(shape.block_size).next_power_of_two();
-        let tiles = max_prefill_tiles(rows, sequences, shape.group, shape.head_dim);
-        let words = 4 * rows + 3 * sequences + 2 * tiles + sequences * max_blocks;
+        let (rows, slots) = (padded(limits.num_rows), BlockTables::num_slots(limits));
+        let tiles = max_prefill_tiles(rows, slots, shape.group, shape.head_dim);
+        let table_words = size_of::<ByteRun>() / 4 + limits.context_length.div_ceil(shape.block_size);
+        let words = 4 * rows + 3 * slots + 2 * tiles + limits.num_sequences * table_words;
         (words + 16 * ALIGNED_WORDS) * 4
     }
 
-    /// Fills the inputs with `batch`.
+    /// Fills the inputs with `batch`, and `tables` with its blocks: the step must also
+    /// [change](Self::change_tables) the tables on the device.
     ///
     /// # Panics
     /// When a sequence has no tokens or too few blocks.
-    pub fn fill(&mut self, batch: &Batch<'_>, shape: &InputShape) {
+    pub fn fill(&mut self, batch: &Batch<'_>, shape: &InputShape, tables: &mut BlockTables) {
         let sequences = &batch.sequences;
-        let is_repeated = sequences.iter().all(|it| it.tokens.len() == 1 && it.num_logits == 1);
         self.arrange(batch, shape);
-        let fill_up = |count: usize| if is_repeated { padded(count) } else { count };
-        self.num_rows = fill_up(sequences.iter().map(|it| it.tokens.len()).sum());
-        self.num_sequences = fill_up(sequences.len());
-        self.num_decoded = if is_repeated { self.num_sequences } else { self.num_decoded };
-        self.num_wanted = fill_up(sequences.iter().map(|it| it.num_logits).sum());
-        let used = |end: usize| end.div_ceil(shape.block_size);
-        let ends = sequences.iter().map(|it| it.start_idx + it.tokens.len());
-        self.max_blocks = ends.map(used).max().unwrap_or(1).next_power_of_two();
-        self.key = is_repeated.then_some((self.max_blocks as u64) << 32 | self.num_rows as u64);
-
+        self.num_rows = sequences.iter().map(|it| it.tokens.len()).sum();
+        self.num_wanted = sequences.iter().map(|it| it.num_logits).sum();
+        let repeated = repeated_rows(sequences, self.num_rows, shape);
+        if let Some([num_rows, max_rows]) = repeated {
+            (self.num_rows, self.num_wanted, self.max_rows) = (num_rows, num_rows, [max_rows, 0]);
+        }
         let Inputs { words, order, first_rows, .. } = self;
-        words.clear();
         let ordered = order.iter().map(|&idx| &sequences[idx]);
+        let placed: Vec<Placed<'_>> = ordered.clone().map(|it| placed(it, shape.block_size)).collect();
+        let (slots, changes) = tables.place(&placed, self.num_decoded);
+        let num_prefilled = sequences.len() - self.num_decoded;
+        let prefilled = ordered.clone().skip(self.num_decoded);
+        self.num_decoded = BlockTables::num_decode_slots(self.num_decoded);
+        self.num_sequences = self.num_decoded + num_prefilled;
+        let key = |[num_rows, max_rows]: [usize; 2]| {
+            (max_rows as u64) << 48 | (self.num_sequences as u64) << 32 | num_rows as u64
+        };
+        self.key = repeated.map(key);
+        words.clear();
         let num_rows_of = |it: &BatchSequence<'_>| it.tokens.len() as u32;
         let start_of = |it: &BatchSequence<'_>| it.start_idx as u32;
         let tokens = ordered.clone().flat_map(|it| it.tokens).copied();
         self.parts.tokens = part(words, self.num_rows, NONE, tokens);
         let positions = ordered.clone().flat_map(|it| start_of(it)..start_of(it) + num_rows_of(it));
         self.parts.positions = part(words, self.num_rows, NONE, positions);
-        let of_rows = ordered.clone().enumerate();
-        let of_rows = of_rows.flat_map(|(nth, it)| std::iter::repeat_n(nth as u32, it.tokens.len()));
-        self.parts.row_sequences = part(words, self.num_rows, NONE, of_rows);
-        let first = order.iter().map(|&idx| first_rows[idx] as u32);
-        self.parts.first_row = part(words, self.num_sequences, 0, first);
-        self.parts.num_rows = part(words, self.num_sequences, 0, ordered.clone().map(num_rows_of));
-        self.parts.start_idx = part(words, self.num_sequences, 0, ordered.clone().map(start_of));
+        let of_rows = slots.iter().zip(ordered.clone());
+        let of_rows = of_rows.flat_map(|(&slot, it)| std::iter::repeat_n(slot as u32, it.tokens.len()));
+        self.parts.row_slots = part(words, self.num_rows, NONE, of_rows);
+        let mut of_slots = |values: &mut dyn Iterator<Item = u32>| {
+            let start = part(words, self.num_sequences, 0, std::iter::empty());
+            slots.iter().zip(values).for_each(|(slot, value)| words[start + slot] = value);
+            start
+        };
+        self.parts.first_row = of_slots(&mut order.iter().map(|&idx| first_rows[idx] as u32));
+        self.parts.num_rows = of_slots(&mut ordered.clone().map(num_rows_of));
+        self.parts.start_idx = of_slots(&mut ordered.map(start_of));
         // In the order of the batch.
         let wanted = sequences.iter().zip(&*first_rows).flat_map(|(it, first_row)| {
             let end = first_row + it.tokens.len();
             end - it.num_logits..end
         });
         self.parts.wanted = part(words, self.num_wanted, NONE, wanted.map(|row| row as u32));
-        let prefilled = ordered.clone().skip(self.num_decoded).map(|it| (num_rows_of(it), start_of(it)));
+        let prefilled = prefilled.map(|it| (num_rows_of(it), start_of(it)));
         let tiles = prefill_tiles(prefilled, shape.group as u32, u32::MAX, shape.head_dim);
         self.num_tiles = tiles.len();
         self.parts.tiles = part(words, 2 * tiles.len(), 0, tiles.as_flattened().iter().copied());
-        let max_blocks = self.max_blocks;
-        let tables = ordered.flat_map(|it| {
-            let blocks = &it.blocks[..used(it.start_idx + it.tokens.len())];
-            let rest = std::iter::repeat_n(0, max_blocks - blocks.len());
-            blocks.iter().map(|block| block.0).chain(rest)
-        });
-        self.parts.block_tables = part(words, self.num_sequences * max_blocks, 0, tables);
+        let runs: &[u32] = bytemuck::cast_slice(&changes.runs);
+        self.num_changes = changes.runs.len();
+        self.longest_change = changes.runs.iter().map(|run| run.num_bytes as usize).max().unwrap_or(0);
+        self.parts.changed_runs = part(words, runs.len(), 0, runs.iter().copied());
+        let entries = &changes.entries;
+        self.parts.changed_entries = part(words, entries.len(), 0, entries.iter().copied());
     }
 
     /// Fills the inputs with padding only: `num_rows` rows and `num_sequences` empty sequences, decoded or not. Such
@@ -170,11 +186,11 @@ impl Inputs {
         self.max_rows = if are_decoded { [1, 0] } else { [0, num_rows] };
         self.num_tiles = usize::from(!are_decoded);
         self.num_wanted = num_sequences;
-        self.max_blocks = 1;
+        self.num_changes = 0;
         self.key = None;
         let Inputs { words, parts, num_tiles, .. } = self;
         words.clear();
-        for rows in [&mut parts.tokens, &mut parts.positions, &mut parts.row_sequences] {
+        for rows in [&mut parts.tokens, &mut parts.positions, &mut parts.row_slots] {
             *rows = part(words, num_rows, NONE, std::iter::empty());
         }
         for sequences in [&mut parts.first_row, &mut parts.num_rows, &mut parts.start_idx] {
@@ -182,7 +198,6 @@ impl Inputs {
         }
         parts.wanted = part(words, num_sequences, NONE, std::iter::empty());
         parts.tiles = part(words, 2 * *num_tiles, u32::MAX, std::iter::empty());
-        parts.block_tables = part(words, num_sequences, 0, std::iter::empty());
     }
 
     /// The bytes to copy to the device.
@@ -212,14 +227,26 @@ impl Inputs {
         InputAddresses {
             tokens: at(self.parts.tokens),
             positions: at(self.parts.positions),
-            row_sequences: at(self.parts.row_sequences),
+            row_slots: at(self.parts.row_slots),
             first_row: at(self.parts.first_row),
             num_rows: at(self.parts.num_rows),
             start_idx: at(self.parts.start_idx),
             wanted: at(self.parts.wanted),
             tiles: at(self.parts.tiles),
-            block_tables: at(self.parts.block_tables),
         }
+    }
+
+    /// The kernel that changes the block tables at `tables` for this step. The inputs start at `base`. `None`: the
+    /// tables do not change.
+    pub fn change_tables(&self, base: Address, tables: Address) -> Option<CopyRuns> {
+        let kernel = CopyRuns {
+            from: base.offset_by(self.parts.changed_entries * 4),
+            to: tables,
+            runs: base.offset_by(self.parts.changed_runs * 4),
+            num_runs: self.num_changes as u32,
+            num_parts: self.longest_change.div_ceil(PART_BYTES) as u32,
+        };
+        (self.num_changes > 0).then_some(kernel)
     }
 
     /// Computes the order of the sequences and the first row of each.
@@ -257,6 +284,29 @@ impl Inputs {
     }
 }
 
+/// The padded rows of a repeated step, and the largest number of rows of a sequence. `None`: it is not repeated. With
+/// 16 to 64 rows of 1 to 64 sequences there are 26 sizes with drafts.
+fn repeated_rows(sequences: &[BatchSequence<'_>], num_rows: usize, shape: &InputShape) -> Option<[usize; 2]> {
+    if !sequences.iter().all(|it| it.num_logits == it.tokens.len() && it.tokens.len() <= MAX_DECODE_ROWS) {
+        return None;
+    }
+    if num_rows == sequences.len() {
+        return Some([padded(num_rows), 1]);
+    }
+    let num_padded = num_rows.next_multiple_of(VERIFIED_ROWS);
+    let fits = num_padded <= MAX_VERIFIED_ROWS.min(shape.max_decode_rows);
+    fits.then_some([num_padded, MAX_DECODE_ROWS])
+}
+
+/// The blocks that a sequence of a step uses.
+fn placed<'a>(sequence: &BatchSequence<'a>, block_size: usize) -> Placed<'a> {
+    let end = sequence.start_idx + sequence.tokens.len();
+    Placed {
+        blocks: &sequence.blocks[..end.div_ceil(block_size)],
+        first_written: sequence.start_idx / block_size,
+    }
+}
+
 /// Appends `values`, padded to `len` and to the alignment of the next part. Returns the part's first word.
 fn part(words: &mut Vec<u32>, len: usize, filling: u32, values: impl Iterator<Item = u32>) -> usize {
     let start = words.len();
@@ -264,13 +314,4 @@ fn part(words: &mut Vec<u32>, len: usize, filling: u32, values: impl Iterator<It
     assert!(words.len() <= start + len, "a part of {len} words has {}", words.len() - start);
     words.resize((start + len).next_multiple_of(ALIGNED_WORDS), filling);
     start
-}
-
-/// The next size to which batches are padded.
-pub fn padded(count: usize) -> usize {
-    match count {
-        0..=8 => count.next_power_of_two(),
-        9..=64 => count.next_multiple_of(8),
-        _ => count.next_multiple_of(32),
-    }
 }

@@ -6,12 +6,14 @@
 
 pub use block_queue::block_kernels;
 pub use error::StartError;
-pub use inputs::BatchLimits;
+pub use limits::BatchLimits;
 pub use on_devices::ModelOnDevices;
 pub use weights::DeviceWeightBytes;
 
 #[doc(hidden)]
 pub mod block_queue;
+#[doc(hidden)]
+pub mod block_tables;
 #[doc(hidden)]
 pub mod buffers;
 #[doc(hidden)]
@@ -24,7 +26,9 @@ pub mod form;
 pub mod forward_pass;
 #[doc(hidden)]
 pub mod inputs;
+mod limits;
 pub mod measure;
+mod mlp;
 #[doc(hidden)]
 pub mod multiply;
 #[doc(hidden)]

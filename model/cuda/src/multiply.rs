@@ -6,12 +6,16 @@
 //! | integers; fp8 in other blocks | [`MultiplyFew`] | widened in parts, cuBLASLt for each part |
 //! | fp8 with a scale for each row, or for 128 x 128 | [`MultiplyFew`] | activations quantised, cuBLASLt in fp8; widened where the device has no such product |
 //!
+//! A product in fp8 that the device refuses for some number of rows is widened, too.
+//!
 //! Products of experts cover all experts in one launch. Only the device knows how many rows an expert has, so the
-//! choice between few and many rows uses the average.
+//! choice between few and many rows, and of warpgroup products on Hopper, uses the average.
 
 use baton_cuda::CudaError;
 use baton_cuda_kernels::device::{FP8_BLOCK, Fp8Product, Fp8Products, Fp8Scaling, KernelDevice, Product};
-use baton_cuda_kernels::expert_products::{ExpertProduct, GatedExpertProduct};
+use baton_cuda_kernels::expert_products::{
+    ExpertProduct, ExpertTile, GatedExpertProduct, WgmmaExpertProduct, WgmmaGatedExpertProduct,
+};
 use baton_cuda_kernels::gate::ApplyGate;
 use baton_cuda_kernels::kernel::Address;
 use baton_cuda_kernels::products::{
@@ -24,15 +28,25 @@ use crate::form::MAX_SCALE_ROWS;
 use crate::inputs::{BatchLimits, padded};
 use crate::weights::{DeviceLinear, DeviceMatrix, DeviceMlp, DeviceWeights};
 
-/// Quantised weights are multiplied directly up to this number of rows. [`MultiplyFew`] reads the weights once per 16
-/// rows, partly from the L2 cache. Widening reads them once, then writes and reads two bytes each. With 64 rows an
-/// 8-bit weight moves four bytes directly and five bytes widened; a 4-bit weight moves two bytes directly and four
-/// and a half widened. The limit is a guess until it is measured.
+/// Quantised weights are multiplied directly up to this number of rows.
+///
+/// The count behind it is of bytes for each weight that cross the L2 cache. Directly, 32 rows at a time read the weight
+/// (4 or 8 bits), and a block of 32 outputs reads its rows (2/32 bytes for each row). Widening reads the weight, writes
+/// it in bf16 and reads that; the library's tiles of 128 outputs read the rows (2/128 bytes).
+///
+/// | rows | 4 bits | widened | 8 bits | widened |
+/// |---|---|---|---|---|
+/// | 32 | 2.5 | 5 | 3 | 5.5 |
+/// | 64 | 5 | 5.5 | 6 | 6 |
+/// | 96 | 7.5 | 6 | 9 | 6.5 |
+///
+/// FP8 that the library multiplies takes 1.5 bytes with 64 rows, but rounds the rows. No card has confirmed the count:
+/// gpu-check's figures "few rows" measure both ways.
 pub const FEW_ROWS: usize = 64;
 
 /// Weights are widened in pieces of this size, so that the product reads them from the L2 cache (40 MB on A100, 50 MB
 /// on H100).
-const WIDENED_BYTES: usize = 32 << 20;
+pub(crate) const WIDENED_BYTES: usize = 32 << 20;
 
 /// Weights of experts are widened in larger pieces: each expert has few rows, and it takes several experts to fill a
 /// device.
@@ -41,8 +55,30 @@ const WIDENED_EXPERT_BYTES: usize = 256 << 20;
 /// Rows of a tile of experts' products. An expert has few rows; more rows take more tiles.
 pub const EXPERT_TILE_ROWS: u32 = 64;
 
+/// Products of experts use warpgroup products from this number of rows of an expert on, the average.
+///
+/// Up to a tile of [`EXPERT_TILE_ROWS`] rows, both kernels read each weight once and multiply 64 rows: 64 operations for each
+/// byte of HBM, where an H100 has 295 (989 TFLOP/s, 3.35 TB/s), and half as many with `mma.sync` would still do. So
+/// neither is faster, and the smaller tiles fill more multiprocessors. From there on `mma.sync` reads each weight once
+/// per 64 rows and warpgroup products once per 128: with 128 rows, 3 bytes against 1.5 from the L2 cache for each byte
+/// of HBM. The cache is some two times as fast as HBM, so that the former take longer than HBM, and the latter do not.
+/// No card has confirmed it: gpu-check's figures "rows of each" measure both kernels.
+const WGMMA_EXPERT_ROWS: usize = EXPERT_TILE_ROWS as usize;
+
 /// Blocks of threads of experts' products. No device runs more at a time; each block computes several tiles.
 const MAX_EXPERT_BLOCKS: u64 = 1024;
+
+/// What products of many rows may do to be fast.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ProductRule {
+    /// Activations may be quantised to eight bits. cuBLASLt uses the fastest algorithm for the number of rows.
+    Fast,
+    /// Activations stay in bf16.
+    Bf16,
+    /// Activations stay in bf16, and the bits of a row do not depend on the number of rows: [`MultiplyFew`] multiplies
+    /// any number of rows, and cuBLASLt has one algorithm for each matrix.
+    Fixed,
+}
 
 /// Device memory for converted weights and activations. Addresses are null where no product needs them.
 #[derive(Debug)]
@@ -55,10 +91,27 @@ pub struct ProductScratch {
     /// `[rows]` or `[in / 128][rows]`, f32: the scales of the activations.
     pub row_scales: Address,
     pub fp8: Fp8Products,
+    /// Quantised weights are multiplied directly up to this number of rows.
+    pub few_rows: usize,
+    /// Experts with this many rows or more, on average, have warpgroup products.
+    pub wgmma_expert_rows: usize,
 }
 
 impl ProductScratch {
-    /// Allocates scratch memory for the largest batch. `quantises`: activations may be quantised to eight bits.
+    /// None, which suffices for weights in bf16.
+    pub const fn of_bf16() -> ProductScratch {
+        ProductScratch {
+            widened: Address::NULL,
+            widened_bytes: 0,
+            quantised: Address::NULL,
+            row_scales: Address::NULL,
+            fp8: Fp8Products::None,
+            few_rows: 0,
+            wgmma_expert_rows: usize::MAX,
+        }
+    }
+
+    /// Allocates scratch memory for the largest batch.
     ///
     /// # Errors
     /// When the device has too little memory.
@@ -67,29 +120,27 @@ impl ProductScratch {
         spec: &DecoderSpec,
         weights: &DeviceWeights,
         limits: &BatchLimits,
-        quantises: bool,
+        rule: ProductRule,
     ) -> Result<ProductScratch, CudaError> {
-        let fp8 = if quantises { device.fp8_products() } else { Fp8Products::None };
-        let mut scratch = ProductScratch {
-            widened: Address::NULL,
-            widened_bytes: 0,
-            quantised: Address::NULL,
-            row_scales: Address::NULL,
-            fp8,
-        };
+        let fp8 = if rule == ProductRule::Fast { device.fp8_products() } else { Fp8Products::None };
+        let few_rows = if rule == ProductRule::Fixed { usize::MAX } else { FEW_ROWS };
+        // The two kernels may differ in their bits.
+        let has_wgmma = device.wgmma().experts && rule != ProductRule::Fixed;
+        let wgmma_expert_rows = if has_wgmma { WGMMA_EXPERT_ROWS } else { usize::MAX };
+        let mut scratch = ProductScratch { fp8, few_rows, wgmma_expert_rows, ..ProductScratch::of_bf16() };
         let rows = padded(limits.num_rows);
         let (mut quantised_width, mut num_row_scales) = (0, 0);
         let mut room_for = |matrix: &DeviceMatrix, most: usize, is_exact: bool| {
-            if matrix.kind == WeightKind::Bf16 || rows <= FEW_ROWS {
+            if matrix.kind == WeightKind::Bf16 || rows <= few_rows {
                 return;
             }
+            // Products in fp8 may be refused for some numbers of rows.
+            scratch.widened_bytes = scratch.widened_bytes.max(most);
             if let Some(scaling) = matrix.fp8_scaling(fp8).filter(|_| !is_exact) {
                 let num_groups = if scaling == Fp8Scaling::Blocks { matrix.num_in / FP8_BLOCK } else { 1 };
                 quantised_width = quantised_width.max(matrix.num_in);
                 num_row_scales = num_row_scales.max(num_groups);
-                return;
             }
-            scratch.widened_bytes = scratch.widened_bytes.max(most);
         };
         let some_rows = |matrix: &DeviceMatrix| {
             matrix.bf16_bytes().min(WIDENED_BYTES.max(matrix.num_in * 2 * MAX_SCALE_ROWS))
@@ -102,7 +153,7 @@ impl ProductScratch {
                 (
                     DeviceMlp::Experts { gate_up, down, .. },
                     &MlpSpec::Experts { num_experts, num_active, .. },
-                ) if rows * num_active > FEW_ROWS * num_experts => {
+                ) if rows * num_active > few_rows.saturating_mul(num_experts) => {
                     for matrix in [gate_up, down] {
                         let some = (matrix.bf16_bytes() * num_experts).min(WIDENED_EXPERT_BYTES);
                         room_for(matrix, some.max(matrix.bf16_bytes()), true);
@@ -122,6 +173,16 @@ impl ProductScratch {
         Ok(scratch)
     }
 
+    /// Where the kernel before a product of these rows can put them in E4M3. `None`: the product takes bf16.
+    pub fn quantised_rows(&self, matrix: DeviceMatrix, num_rows: usize) -> Option<QuantisedRows> {
+        let scaling = matrix.fp8_scaling(self.fp8).filter(|_| !self.is_direct(matrix, num_rows))?;
+        Some(QuantisedRows {
+            at: self.quantised,
+            scales: self.row_scales,
+            stride: if scaling == Fp8Scaling::Blocks { num_rows.next_multiple_of(4) as u32 } else { 0 },
+        })
+    }
+
     /// `out = from weight^T + bias`, in bf16.
     ///
     /// # Safety
@@ -135,15 +196,39 @@ impl ProductScratch {
         out: Address,
         num_rows: usize,
     ) -> Result<(), CudaError> {
+        // SAFETY: the caller guarantees it.
+        unsafe { self.apply_to(device, linear, Rows { at: from, are_quantised: false }, out, num_rows) }
+    }
+
+    /// Like [`apply`](Self::apply). The rows may be in [`quantised_rows`](Self::quantised_rows) as well.
+    ///
+    /// # Safety
+    /// As for [`apply`](Self::apply).
+    pub unsafe fn apply_to<D: KernelDevice>(
+        &self,
+        device: &mut D,
+        linear: &DeviceLinear,
+        Rows { at: from, are_quantised }: Rows,
+        out: Address,
+        num_rows: usize,
+    ) -> Result<(), CudaError> {
         let matrix = linear.weight;
         // SAFETY: the caller guarantees it.
         unsafe {
-            if matrix.is_multiplied_directly(num_rows) {
+            if self.is_direct(matrix, num_rows) {
                 return device.launch(&few(matrix, from, out, num_rows, linear.bias));
             }
-            match matrix.fp8_scaling(self.fp8) {
-                Some(scaling) => self.multiply_fp8(device, matrix, scaling, from, out, num_rows)?,
-                None => self.multiply_widened(device, &product(matrix, from, out, num_rows), matrix)?,
+            let is_done = match matrix.fp8_scaling(self.fp8) {
+                Some(scaling) => {
+                    if !are_quantised {
+                        self.quantise(device, matrix, scaling, from, num_rows)?;
+                    }
+                    self.multiply_fp8(device, matrix, scaling, out, num_rows)?
+                }
+                None => false,
+            };
+            if !is_done {
+                self.multiply_widened(device, &product(matrix, from, out, num_rows), matrix)?;
             }
             if linear.bias == Address::NULL {
                 return Ok(());
@@ -167,7 +252,7 @@ impl ProductScratch {
     ) -> Result<(), CudaError> {
         // SAFETY: the caller guarantees it.
         unsafe {
-            if matrix.is_multiplied_directly(num_rows) {
+            if self.is_direct(matrix, num_rows) {
                 let few = few(matrix, from, out, num_rows, Address::NULL);
                 return device.launch(&MultiplyFew { is_f32: 1, ..few });
             }
@@ -176,32 +261,50 @@ impl ProductScratch {
         }
     }
 
+    fn is_direct(&self, matrix: DeviceMatrix, num_rows: usize) -> bool {
+        matrix.kind != WeightKind::Bf16 && num_rows <= self.few_rows
+    }
+
+    /// Quantises the rows of a product.
+    unsafe fn quantise<D: KernelDevice>(
+        &self,
+        device: &mut D,
+        matrix: DeviceMatrix,
+        scaling: Fp8Scaling,
+        x: Address,
+        num_rows: usize,
+    ) -> Result<(), CudaError> {
+        let (k, out, scales) = (matrix.num_in as u32, self.quantised, self.row_scales);
+        // SAFETY: the caller guarantees it.
+        unsafe {
+            match scaling {
+                Fp8Scaling::None | Fp8Scaling::Rows => {
+                    device.launch(&QuantiseRows { x, out, scales, k, num_rows: num_rows as u32 })
+                }
+                Fp8Scaling::Blocks => {
+                    let (stride, num_rows) = (num_rows.next_multiple_of(4) as u32, num_rows as u64);
+                    device.launch(&QuantiseGroups { x, out, scales, k, stride, num_rows })
+                }
+            }
+        }
+    }
+
+    /// A product of the quantised rows. Returns `false` if the device refuses it.
     unsafe fn multiply_fp8<D: KernelDevice>(
         &self,
         device: &mut D,
         matrix: DeviceMatrix,
         scaling: Fp8Scaling,
-        from: Address,
         out: Address,
         num_rows: usize,
-    ) -> Result<(), CudaError> {
-        let (k, rows) = (matrix.num_in as u32, num_rows as u32);
-        let (x, quantised, scales) = (from, self.quantised, self.row_scales);
+    ) -> Result<bool, CudaError> {
+        let (rows, quantised, scales) = (num_rows as u32, self.quantised, self.row_scales);
         let given = |scales: Address| if scaling == Fp8Scaling::None { Address::NULL } else { scales };
         // All buffers have rows up to a multiple of 4. The results of the extra rows are not read.
         let num_multiplied = if scaling == Fp8Scaling::Blocks { rows.next_multiple_of(4) } else { rows };
         // SAFETY: the caller guarantees it.
         unsafe {
-            match scaling {
-                Fp8Scaling::None | Fp8Scaling::Rows => {
-                    device.launch(&QuantiseRows { x, out: quantised, scales, k, num_rows: rows })?;
-                }
-                Fp8Scaling::Blocks => {
-                    let (stride, num_rows) = (num_multiplied, num_rows as u64);
-                    device.launch(&QuantiseGroups { x, out: quantised, scales, k, stride, num_rows })?;
-                }
-            }
-            device.multiply_fp8(&Fp8Product {
+            let is_done = device.multiply_fp8(&Fp8Product {
                 left: quantised,
                 right: matrix.at,
                 out,
@@ -212,8 +315,8 @@ impl ProductScratch {
                 num_in: matrix.num_in as u64,
                 scaling,
             })?;
-            if scaling != Fp8Scaling::None {
-                return Ok(());
+            if !is_done || scaling != Fp8Scaling::None {
+                return Ok(is_done);
             }
             device.launch(&ScaleProduct {
                 x: out,
@@ -221,7 +324,8 @@ impl ProductScratch {
                 column_scales: matrix.scales.scales,
                 n: matrix.num_out as u32,
                 num_rows: rows,
-            })
+            })?;
+            Ok(true)
         }
     }
 
@@ -273,9 +377,10 @@ impl ProductScratch {
     ) -> Result<(), CudaError> {
         let ExpertPlaces { offsets, rows, gate_up, num_pairs, num_experts } = *places;
         let columns = if is_gated { matrix.num_out / 2 } else { matrix.num_out } as u32;
+        let has_wgmma = num_pairs as usize >= self.wgmma_expert_rows.saturating_mul(num_experts as usize);
+        let tile = if has_wgmma { ExpertTile::WGMMA } else { ExpertTile::of_rows(EXPERT_TILE_ROWS) };
         let product = |weights: Address, first: usize, num_experts: u32| {
-            let tiles =
-                ExpertProduct::most_tiles(num_pairs, num_experts, columns, EXPERT_TILE_ROWS, is_gated);
+            let tiles = tile.most(num_pairs, num_experts, columns, is_gated);
             ExpertProduct {
                 a: from,
                 rows,
@@ -286,19 +391,24 @@ impl ProductScratch {
                 columns,
                 num_experts,
                 num_blocks: tiles.min(MAX_EXPERT_BLOCKS) as u16,
-                tile_rows: EXPERT_TILE_ROWS as u16,
+                tile_rows: tile.rows as u16,
             }
         };
         let launch = |device: &mut D, product: ExpertProduct| {
             // SAFETY: the caller guarantees it.
             unsafe {
-                if is_gated { device.launch(&GatedExpertProduct(product)) } else { device.launch(&product) }
+                match (has_wgmma, is_gated) {
+                    (true, true) => device.launch(&WgmmaGatedExpertProduct(product)),
+                    (true, false) => device.launch(&WgmmaExpertProduct(product)),
+                    (false, true) => device.launch(&GatedExpertProduct(product)),
+                    (false, false) => device.launch(&product),
+                }
             }
         };
         if matrix.kind == WeightKind::Bf16 {
             return launch(device, product(matrix.at, 0, num_experts));
         }
-        if num_pairs as usize <= FEW_ROWS * num_experts as usize {
+        if num_pairs as usize <= self.few_rows.saturating_mul(num_experts as usize) {
             let multiplied = if is_gated { gate_up } else { out };
             let few = few(matrix, from, multiplied, num_pairs as usize, Address::NULL);
             // SAFETY: the caller guarantees it.
@@ -322,6 +432,24 @@ impl ProductScratch {
     }
 }
 
+/// The left side of a product: rows in bf16, and whether [`QuantisedRows`] holds them too.
+#[derive(Clone, Copy, Debug)]
+pub struct Rows {
+    pub at: Address,
+    pub are_quantised: bool,
+}
+
+/// Room for the rows of a product in E4M3.
+#[derive(Clone, Copy, Debug)]
+pub struct QuantisedRows {
+    /// `[rows][in]`
+    pub at: Address,
+    /// `[rows]`, or `[in / 128][stride]`, f32.
+    pub scales: Address,
+    /// 0: a scale for each row.
+    pub stride: u32,
+}
+
 /// Places of rows that are routed through experts. A pair is a row and one of its experts.
 #[derive(Clone, Copy, Debug)]
 pub struct ExpertPlaces {
@@ -336,10 +464,6 @@ pub struct ExpertPlaces {
 }
 
 impl DeviceMatrix {
-    fn is_multiplied_directly(&self, num_rows: usize) -> bool {
-        self.kind != WeightKind::Bf16 && num_rows <= FEW_ROWS
-    }
-
     fn bf16_bytes(&self) -> usize {
         self.num_out * self.num_in * 2
     }

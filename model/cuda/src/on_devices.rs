@@ -21,8 +21,8 @@ use crate::weights::DeviceWeightBytes;
 /// emulated devices connected in host memory.
 ///
 /// The result of a row depends on its sequence only, with one exception: cuBLASLt may add in a different order for a
-/// different number of rows. Logits can therefore differ in their last bits with the rest of the batch and with the
-/// chunks of a prompt. The same batch gives the same bits. Several devices round their sums to bf16 at another point
+/// different number of rows, unless the model was loaded with `is_deterministic`. Logits can therefore differ in their
+/// last bits with the rest of the batch and with the chunks of a prompt. The same batch gives the same bits. Several devices round their sums to bf16 at another point
 /// than one device does; their logits differ in the last bits too.
 pub struct ModelOnDevices {
     /// Runs the steps.

@@ -1,7 +1,7 @@
 //! The sampling inputs of a step in the device's format, and the results. The inputs follow the batch in the same
 //! copy.
 //!
-//! A row that the kernel cannot sample, because its lists do not fit, comes back as logits.
+//! A row that the kernel cannot sample, because its lists do not fit or the host has to sample it, comes back as logits.
 
 use baton_cuda_kernels::kernel::Address;
 use baton_cuda_kernels::sample::{
@@ -88,7 +88,7 @@ impl SamplingInputs {
             let has_room = counts.len() + biases.len() + stops.len() + num_listed <= MAX_LISTED;
             let num_top = sampling.logprobs.map(|num_top| num_top as usize);
             let are_distinct = sampling.logit_bias.is_sorted_by(|a, b| a.0 < b.0);
-            if !has_room || !are_distinct || num_top > Some(MAX_TOP) {
+            if sampling.on_host || !has_room || !are_distinct || num_top > Some(MAX_TOP) {
                 wanted.push(Wanted::Logits);
                 rows.push(bytemuck::Zeroable::zeroed());
                 continue;

@@ -12,7 +12,9 @@ use serde_json::{Value, json};
 
 use super::{
     bench::Bench,
-    steps::{Group, last_line},
+    checks::{Checks, too_small},
+    group::{Group, last_line},
+    outcomes::{self, Tally},
 };
 use crate::check::Outcome;
 
@@ -20,49 +22,69 @@ use crate::check::Outcome;
 const MEMORY_SHARE: &str = "0.3";
 
 /// Prompts of some 600 tokens, from the tiny model's evaluation.
-const NUM_PROMPTS: usize = 8;
-const NUM_TOKENS: usize = 24;
+const NUM_PROMPTS: usize = 4;
+const NUM_TOKENS: usize = 16;
 
-/// For workers to start: kernels may have to be compiled.
-const START_LIMIT: Duration = Duration::from_secs(60);
-const ANSWER_LIMIT: Duration = Duration::from_secs(20);
+/// The transports between two pools of one device: the driver's memory handles (shm), and through the host (tcp).
+const TRANSPORTS: [&str; 2] = ["shm", "tcp"];
 
-/// Checks that answers equal those on processors, over both transports between two pools of one device: the driver's
-/// memory handles (shm), and through the host (tcp).
-pub(super) fn tokens(bench: &Bench) -> Result<Outcome> {
-    let file = bench.root.join("models/tiny/eval/recall-512.jsonl");
+/// For an answer about readiness.
+const LOOK_LIMIT: Duration = Duration::from_secs(1);
+const END_LIMIT: Duration = Duration::from_secs(5);
+
+pub(super) fn run(bench: &Bench, checks: &mut Checks<'_>) {
+    let mut expected = None;
+    for transport in TRANSPORTS {
+        checks.add(format!("answers, {transport}"), || tokens(bench, transport, &mut expected));
+    }
+    for transport in TRANSPORTS {
+        checks.add(format!("exposed, {transport}"), || exposed(bench, transport));
+    }
+}
+
+/// Checks that answers equal those on processors, which are `expected` once they are known.
+fn tokens(bench: &Bench, transport: &str, expected: &mut Option<Vec<String>>) -> Result<Tally> {
+    let file = bench.repository.join("models/tiny/eval/recall-512.jsonl");
     let text = std::fs::read_to_string(&file).with_context(|| format!("read {}", file.display()))?;
     let prompts: Vec<Value> =
         text.lines().take(NUM_PROMPTS).map(serde_json::from_str).collect::<Result<_, _>>()?;
-    let expected = answers(bench, "cpu", "shm", &prompts)?;
-    let mut findings = Vec::new();
-    for transport in ["shm", "tcp"] {
-        let found = answers(bench, &bench.device, transport, &prompts)
-            .with_context(|| format!("over {transport}"))?;
-        for (nth, (found, expected)) in found.iter().zip(&expected).enumerate() {
-            if found != expected {
-                findings
-                    .push(format!("over {transport}, prompt {nth}: {found:?}, on processors {expected:?}"));
-            }
-        }
+    // If it hangs, most of the stage's time is left for the others.
+    let end = Instant::now() + bench.left() / 3;
+    if expected.is_none() {
+        *expected = Some(answers(bench, "cpu", transport, &prompts, end).context("on processors")?);
     }
-    Ok(Outcome::of(findings, format!("{NUM_PROMPTS} answers as on processors, over shm and tcp")))
+    let found = answers(bench, &bench.device, transport, &prompts, end)?;
+    let both = found.iter().zip(expected.iter().flatten()).enumerate();
+    let differ = both.filter(|(_, (found, expected))| found != expected);
+    let findings = differ
+        .map(|(nth, (found, expected))| format!("prompt {nth}: {found:?}, on processors {expected:?}"))
+        .collect();
+    Ok(Tally::of(Outcome::of(findings, format!("{NUM_PROMPTS} answers as on processors"))))
 }
 
-fn answers(bench: &Bench, device: &str, transport: &str, prompts: &[Value]) -> Result<Vec<String>> {
+/// What two workers on a device answer before `end`.
+fn answers(
+    bench: &Bench,
+    device: &str,
+    transport: &str,
+    prompts: &[Value],
+    end: Instant,
+) -> Result<Vec<String>> {
+    let left = || end.saturating_duration_since(Instant::now());
     let port = TcpListener::bind("127.0.0.1:0")?.local_addr()?.port();
     let mut command = bench.command(&bench.programs.baton);
     command.arg("up").args(["--port", &port.to_string(), "--device", device, "--kv-dtype", "bf16"]);
     command.args(["--gpu-memory-utilization", MEMORY_SHARE]).env("BATON_TRANSPORTS", transport);
-    let log = bench.logs.join(format!("up-{}-{transport}.log", device.replace(':', "-")));
+    // Small steps: each size runs once at the start. Prompts take several.
+    command.args(["--token-budget", "256", "--max-running", "4"]);
+    let log = bench.log(&format!("up-{device}-{transport}"));
     let mut workers = Group::start(&mut command, &log)?;
-    let start = Instant::now();
-    while !call(port, "GET /readyz", "").is_ok_and(|(status, _)| status == 200) {
+    while !call(port, "GET /readyz", "", LOOK_LIMIT).is_ok_and(|(status, _)| status == 200) {
         let said = || last_line(&std::fs::read_to_string(&log).unwrap_or_default());
-        if let Some(status) = workers.0.try_wait()? {
+        if let Some(status) = workers.wait(Duration::ZERO)? {
             bail!("baton up: {status}: {}", said());
         }
-        ensure!(start.elapsed() < START_LIMIT && Instant::now() < bench.end, "baton up: {}", said());
+        ensure!(!left().is_zero(), "baton up is not ready in time: {}", said());
         std::thread::sleep(Duration::from_millis(100));
     }
     let ask = |prompt: &Value| {
@@ -70,25 +92,23 @@ fn answers(bench: &Bench, device: &str, transport: &str, prompts: &[Value]) -> R
             "model": "baton-tiny", "messages": prompt["messages"], "max_tokens": NUM_TOKENS, "temperature": 0,
             "prefill_mode": "remote",
         });
-        let (status, answer) = call(port, "POST /v1/chat/completions", &body.to_string())?;
+        ensure!(!left().is_zero(), "no time left to ask");
+        let (status, answer) = call(port, "POST /v1/chat/completions", &body.to_string(), left())?;
         ensure!(status == 200, "{status}: {answer}");
         let answer: Value = serde_json::from_str(&answer)?;
         let text = answer["choices"][0]["message"]["content"].as_str().context("no answer")?;
         Ok(text.to_owned())
     };
     let answers = prompts.iter().map(ask).collect();
-    workers.signal("TERM");
-    let asked = Instant::now();
-    while workers.0.try_wait()?.is_none() && asked.elapsed() < Duration::from_secs(15) {
-        std::thread::sleep(Duration::from_millis(50));
-    }
+    workers.terminate();
+    workers.wait(END_LIMIT)?;
     answers
 }
 
 /// One exchange of HTTP: the status, and the body.
-fn call(port: u16, request: &str, body: &str) -> Result<(u16, String)> {
+fn call(port: u16, request: &str, body: &str, limit: Duration) -> Result<(u16, String)> {
     let mut stream = TcpStream::connect(("127.0.0.1", port))?;
-    stream.set_read_timeout(Some(ANSWER_LIMIT))?;
+    stream.set_read_timeout(Some(limit.max(Duration::from_millis(1))))?;
     let num_bytes = body.len();
     write!(
         stream,
@@ -103,19 +123,25 @@ fn call(port: u16, request: &str, body: &str) -> Result<(u16, String)> {
 }
 
 /// Measures how long the second token waits for the KV of a remote prefill.
-pub(super) fn exposed(bench: &Bench) -> Result<Outcome> {
-    let mut command: Command = bench.command(&bench.programs.baton);
-    command.args(["bench", "overlap", "--quiet", "--device", &bench.device, "--transports", "shm"]);
-    command.args(["--kv-dtype", "bf16", "--lengths", "256,512,1024", "--rounds", "5"]);
-    command.args(["--gpu-memory-utilization", MEMORY_SHARE]);
-    let ended = bench.finish("exposed", 90, &mut command)?;
-    if ended.code != Some(0) {
-        return Ok(Outcome::Failed(vec![last_line(&ended.output)]));
+fn exposed(bench: &Bench, transport: &str) -> Result<Tally> {
+    if let Some(skipped) = too_small(bench) {
+        return Ok(skipped);
     }
-    let rows = ended.output.lines().map(|line| line.split_whitespace().collect::<Vec<_>>());
-    // tokens, KV MiB, local, remote, added, allowed, exposed, ...
-    let exposed = rows.filter(|row| row.len() > 9 && row[0].parse::<u32>().is_ok());
-    let exposed: Vec<String> = exposed.map(|row| format!("{} ms of {} tokens", row[6], row[0])).collect();
-    ensure!(!exposed.is_empty(), "no rows in the table of baton bench overlap");
-    Ok(Outcome::Passed(format!("exposed {}", exposed.join(", "))))
+    let report = bench.results.join("logs").join(format!("exposed-{transport}.json"));
+    let mut command: Command = bench.command(&bench.programs.baton);
+    command.args(["bench", "overlap", "--quiet", "--device", &bench.device, "--transports", transport]);
+    command.args(["--kv-dtype", "bf16", "--lengths", "256,512,1024", "--rounds", "5"]);
+    command.args(["--gpu-memory-utilization", MEMORY_SHARE, "--json"]).arg(&report);
+    let ended = bench.finish_one_of_several(&format!("exposed-{transport}"), &mut command)?;
+    ensure!(!ended.is_late, "not done in {:.0} s", ended.took.as_secs_f32());
+    ensure!(ended.code == Some(0), "{}", ended.why());
+    let text = std::fs::read_to_string(&report).context("read what baton bench overlap has measured")?;
+    let figures =
+        outcomes::exposed(&text, transport).context("no rows in the report of baton bench overlap")?;
+    let missed: Vec<String> =
+        figures.iter().filter(|figure| figure["is_missed"] == true).map(outcomes::in_words).collect();
+    let all: Vec<String> = figures.iter().map(outcomes::in_words).collect();
+    let (num_failed, num_passed) = (missed.len(), figures.len() - missed.len());
+    let outcome = Outcome::of(missed, all.join("; "));
+    Ok(Tally { outcome, num_passed, num_failed, num_skipped: 0, figures })
 }

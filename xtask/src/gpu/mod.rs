@@ -1,26 +1,39 @@
-//! `cargo xtask gpu-check`: everything that needs a GPU, in one run and one table.
+//! `cargo xtask gpu-check`: everything that needs a GPU, in one run of nine minutes and one report.
 //!
 //! It runs programs that were built before: the tests of kernels, of models and of the engine on a device, of transports,
 //! `model/examples/gpu_check.rs`, and `baton`. A machine with a GPU often has no Rust: `--pack` builds them elsewhere,
 //! `--packed` runs them there.
 
 mod bench;
+mod checks;
+mod compare;
+mod group;
 mod handoff;
 mod libraries;
+mod outcomes;
+mod pack;
 mod programs;
-mod steps;
+mod report;
+mod sanitizer;
+mod stages;
 
 use std::{
-    fmt::Write as _,
     path::{Path, PathBuf},
     process::Command,
     time::{Duration, Instant},
 };
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail};
+use serde_json::Value;
 
-use self::{bench::Bench, programs::Programs};
-use crate::{check::Outcome, tools, workspace::Workspace};
+use self::{
+    bench::Bench,
+    libraries::Libraries,
+    programs::Programs,
+    report::{Report, StageReport},
+    stages::{ALL_SECONDS, STAGES, Stage},
+};
+use crate::{tools, workspace::Workspace};
 
 /// The options of `cargo xtask gpu-check`.
 #[derive(Debug, clap::Args)]
@@ -31,212 +44,180 @@ pub(crate) struct Options {
     /// Cargo's profile of the programs.
     #[arg(long, default_value = "release")]
     profile: String,
-    /// Build the programs and put them into this directory, with this one beside them; run nothing.
-    #[arg(long, value_name = "DIR")]
+    /// Build the programs and put them into one archive; run nothing.
+    #[arg(long, value_name = "FILE", num_args = 0..=1, default_missing_value = "target/baton-gpu-check.tar.xz")]
     pack: Option<PathBuf>,
-    /// Build nothing: run what `--pack` has put there, in the repository's root.
-    #[arg(long, value_name = "DIR", conflicts_with = "pack")]
-    packed: Option<PathBuf>,
+    /// Build nothing: run the programs beside this one, which `--pack` has packed.
+    #[arg(long, conflicts_with = "pack")]
+    packed: bool,
+    /// Run only this stage. May be repeated; `--list` names them.
+    #[arg(long, value_name = "STAGE")]
+    only: Vec<String>,
+    /// Name the stages and stop.
+    #[arg(long)]
+    list: bool,
+    /// Time of a whole run. Each stage has its share, and what those before it left over.
+    #[arg(long, default_value_t = ALL_SECONDS)]
+    seconds: u64,
+    /// Print what changed since this earlier report.json.
+    #[arg(long, value_name = "FILE")]
+    compare: Option<PathBuf>,
+    /// The folder of the report and of the logs. Default: `results` beside packed programs, else target/gpu-check/results.
+    #[arg(long, value_name = "DIR")]
+    results: Option<PathBuf>,
 }
-
-/// Time limit of everything after the build.
-const LIMIT: Duration = Duration::from_secs(8 * 60);
 
 /// Device files of NVIDIA's driver, or of Windows under WSL.
 const DRIVER_FILES: [&str; 3] = ["/dev/nvidiactl", "/dev/dxg", "/proc/driver/nvidia/version"];
 
 /// Runs the check. Returns whether everything ran, passed and was fast enough.
 pub(crate) fn run(options: &Options) -> Result<bool> {
-    if let Some(dir) = &options.pack {
-        let workspace = Workspace::load()?;
-        Programs::build(&workspace, &options.profile)?.pack(dir)?;
-        println!("on the machine with the GPU, in the repository's root: DIR/xtask gpu-check --packed DIR");
+    if options.list {
+        for Stage { name, seconds, is_extra, about, .. } in &STAGES {
+            let extra = if *is_extra { ", only where --only asks for it" } else { "" };
+            println!("{name:<10} {seconds:>4} s  {about}{extra}");
+        }
         return Ok(true);
     }
-    if !DRIVER_FILES.iter().any(|file| Path::new(file).exists()) {
+    let stages = chosen(&options.only)?;
+    // Before anything runs: a wrong path should not cost minutes of a GPU.
+    let earlier = options.compare.as_deref().map(read).transpose()?;
+    if let Some(archive) = &options.pack {
+        pack::pack(&Workspace::load()?, &options.profile, archive)?;
+        return Ok(true);
+    }
+    let Some(bench) = bench(options)? else {
         println!("gpu-check: no GPU: this machine has no NVIDIA driver; nothing was checked");
         return Ok(false);
-    }
-    let (root, programs) = match &options.packed {
-        Some(dir) => (std::env::current_dir()?, Programs::packed(dir)?),
-        None => {
-            let workspace = Workspace::load()?;
-            (workspace.root.clone(), Programs::build(&workspace, &options.profile)?)
+    };
+    let scale = |seconds: u64| Duration::from_secs(seconds) * options.seconds as u32 / ALL_SECONDS as u32;
+    // What a stage leaves of its share is for those after it.
+    let mut end = Instant::now();
+    bench.begin(end + scale(STAGES[0].seconds));
+    let card = match bench.card()? {
+        Ok(card) => card,
+        Err(why) => {
+            println!("gpu-check: {why}; nothing was checked");
+            return Ok(false);
         }
     };
-    ensure!(
-        root.join("tests/parity/fixtures").is_dir(),
-        "{} is not the repository's root: tests need its files",
-        root.display()
-    );
-    let bench = Bench::new(root, programs, options.device, Instant::now() + LIMIT)?;
-    let card = bench.card()?;
-    let Some(card) = card else { return Ok(false) };
-    println!("{card}; logs are in {}", bench.logs.display());
-    let lines = bench.check();
-    let passed = lines.iter().all(|line| !matches!(line.outcome, Outcome::Failed(_)));
-    let table = table(&lines);
-    println!("\n{table}");
-    let report = bench.logs.join("report.md");
-    std::fs::write(&report, bench.report(&card, &table)).context("write the report")?;
-    println!("for docs/benchmarks/gpu.md: {}", report.display());
-    Ok(passed)
+    let mut report = begin(&bench, card, options);
+    let name = report.card["card"].as_str().unwrap_or("an unknown card");
+    println!("{name}, {}; results are in {}", report.driver, bench.results.display());
+    let num_stages = stages.len();
+    for (idx, stage) in stages.into_iter().enumerate() {
+        end += scale(stage.seconds);
+        bench.begin(end);
+        let (budget, start) = (bench.left(), Instant::now());
+        println!("{}: {}, {:.0} s at most", stage.name, stage.about, budget.as_secs_f32());
+        let mut of_stage = StageReport { name: stage.name, budget, took: Duration::ZERO, checks: vec![] };
+        stage.run(&bench, &mut of_stage);
+        of_stage.took = start.elapsed();
+        report.stages.push(of_stage);
+        report.is_complete = idx + 1 == num_stages;
+        report.write(&bench.results)?;
+    }
+    println!("{}", report.counts());
+    println!("for docs/benchmarks/gpu.md: {}", bench.results.join("report.md").display());
+    println!("{}", pack_logs(&bench.results));
+    if let Some(earlier) = earlier {
+        tell_changes(&earlier, &report.json());
+    }
+    Ok(!report.has_failed())
 }
 
-/// One line of the table.
-struct Line {
-    name: &'static str,
-    outcome: Outcome,
-    took: Duration,
+/// The stages of these names, in the order of a whole run.
+fn chosen(names: &[String]) -> Result<Vec<&'static Stage>> {
+    if let Some(unknown) = names.iter().find(|name| STAGES.iter().all(|stage| stage.name != **name)) {
+        bail!("no stage is called {unknown}; --list names them");
+    }
+    let is_chosen = |stage: &&Stage| match names {
+        [] => !stage.is_extra,
+        names => names.iter().any(|name| name == stage.name),
+    };
+    Ok(STAGES.iter().filter(is_chosen).collect())
 }
 
-fn table(lines: &[Line]) -> String {
-    let mut table = String::from("| check | outcome | s | what |\n|---|---|---|---|\n");
-    for Line { name, outcome, took } in lines {
-        let (word, detail) = match outcome {
-            Outcome::Passed(detail) => ("ok", detail.clone()),
-            Outcome::Skipped(why) => ("SKIPPED", why.clone()),
-            Outcome::Failed(findings) => ("FAILED", findings.join("; ")),
-        };
-        let detail = detail.replace('|', "/");
-        let _ = writeln!(table, "| {name} | {word} | {:.0} | {detail} |", took.as_secs_f32());
+/// `None`: there is no driver, so nothing has to be built.
+fn bench(options: &Options) -> Result<Option<Bench>> {
+    if options.packed {
+        let this = std::env::current_exe().context("find this program")?;
+        let folder = this.parent().context("a program is in a folder")?;
+        let results = options.results.clone().unwrap_or_else(|| folder.join("results"));
+        let programs = Programs::packed(folder)?;
+        let libraries = Libraries::find(None)?;
+        let repository = folder.join("repository");
+        return Bench::new(programs, repository, absolute(&results)?, options.device, libraries).map(Some);
     }
-    table
+    let workspace = Workspace::load()?;
+    let libraries = Libraries::find(Some(&workspace.root))?;
+    if libraries.place_of("driver").is_none() && !DRIVER_FILES.iter().any(|file| Path::new(file).exists()) {
+        return Ok(None);
+    }
+    let programs = Programs::build(&workspace, &options.profile)?;
+    let results = options.results.clone().unwrap_or_else(|| workspace.root.join("target/gpu-check/results"));
+    Bench::new(programs, workspace.root.clone(), absolute(&results)?, options.device, libraries).map(Some)
 }
 
-/// Tests of models and engines that need the emulator: tests of it, or of several devices.
-const NOT_ON_DEVICE: [&str; 4] = ["measure::", "ranks::", "a_model_that_does_not_fit", "several_ranks"];
+fn absolute(path: &Path) -> Result<PathBuf> {
+    std::path::absolute(path).with_context(|| format!("the folder {}", path.display()))
+}
 
-/// The same for kernels.
-const NOT_OF_KERNELS: [&str; 1] = ["nccl::"];
-
-/// Tests under the sanitizer: a few of each file of kernels, because it slows them down by a factor of tens.
-const SANITIZED: [&str; 11] = [
-    "attention::chunks",
-    "attention::windows",
-    "rope::",
-    "rows::",
-    "experts::",
-    "expert_products::",
-    "products::few",
-    "blocks::",
-    "checksum::",
-    "codes::",
-    "sample::the_end",
-];
-
-impl Bench {
-    /// The name of the device; `None` if there is none, which has been printed.
-    fn card(&self) -> Result<Option<String>> {
-        let mut command = self.command(&self.programs.figures);
-        let ended = self.finish("card", 60, command.arg("--card"))?;
-        let said = ended.output.trim().to_owned();
-        match ended.code {
-            Some(0) => Ok(Some(format!("{said}, {}", driver_version()))),
-            _ => {
-                println!("gpu-check: {said}; nothing was checked");
-                Ok(None)
-            }
-        }
-    }
-
-    /// Runs one step after the other: each has the device for itself.
-    fn check(&self) -> Vec<Line> {
-        let mut lines = Vec::new();
-        let mut line = |name: &'static str, run: &dyn Fn() -> Result<Outcome>| {
-            let start = Instant::now();
-            let outcome = run().unwrap_or_else(|error| Outcome::Failed(vec![format!("{error:#}")]));
-            println!("{name}: {:.0} s", start.elapsed().as_secs_f32());
-            lines.push(Line { name, outcome, took: start.elapsed() });
-        };
-        line("kernels", &|| self.tests("kernels", &self.programs.kernels, 110, &[], NOT_OF_KERNELS.iter()));
-        line("models", &|| self.tests("models", &self.programs.models, 140, &[], NOT_ON_DEVICE.iter()));
-        line("engine", &|| self.tests("engine", &self.programs.engine, 60, &[], NOT_ON_DEVICE.iter()));
-        line("figures", &|| self.figures());
-        line("handoff tokens", &|| handoff::tokens(self));
-        line("handoff exposed", &|| handoff::exposed(self));
-        // Tests of transports that use a device where there is one.
-        line("shm", &|| self.tests("shm", &self.programs.shm, 20, &["tests::devices::"], [].iter()));
-        line("rdma", &|| {
-            let filters = ["tests::devices::blocks_go_between_a_gpu"];
-            self.tests("rdma", &self.programs.rdma, 20, &filters, [].iter())
-        });
-        line("nccl", &|| self.tests("nccl", &self.programs.nccl, 40, &["cuda::"], [].iter()));
-        line("memcheck", &|| self.sanitizer("memcheck", 100, &SANITIZED));
-        line("racecheck", &|| self.sanitizer("racecheck", 60, &SANITIZED[..3]));
-        lines
-    }
-
-    /// Tests whose names have one of `filters` in them.
-    fn tests<'a>(
-        &self,
-        name: &str,
-        program: &Path,
-        seconds: u64,
-        filters: &[&str],
-        skipped: impl Iterator<Item = &'a &'a str>,
-    ) -> Result<Outcome> {
-        let mut command = self.command(program);
-        command.args(filters).args(skipped.flat_map(|name| ["--skip", name]));
-        Ok(steps::of_tests(&self.finish(name, seconds, &mut command)?))
-    }
-
-    fn sanitizer(&self, tool: &'static str, seconds: u64, filters: &[&str]) -> Result<Outcome> {
-        let toolkit = PathBuf::from("/usr/local/cuda/bin/compute-sanitizer");
-        let found = tools::on_path("compute-sanitizer").or_else(|| toolkit.is_file().then_some(toolkit));
-        let Some(sanitizer) = found else {
-            return Ok(Outcome::Skipped("no compute-sanitizer here".into()));
-        };
-        let mut command = self.command(&sanitizer);
-        command.args(["--tool", tool, "--error-exitcode", "9"]).arg(&self.programs.kernels).args(filters);
-        let ended = self.finish(tool, seconds, &mut command)?;
-        if ended.code.is_none() {
-            return Ok(Outcome::Skipped(format!("not done in {:.0} s", ended.took.as_secs_f32())));
-        }
-        let summary = ended.output.lines().rfind(|line| line.contains("SUMMARY"));
-        let summary = summary.map(|line| line.trim_start_matches(['=', ' ']).to_owned());
-        Ok(match (ended.code, steps::of_tests(&ended), summary) {
-            (Some(0), Outcome::Passed(tests), Some(summary)) => {
-                Outcome::Passed(format!("{tests}; {summary}"))
-            }
-            (_, Outcome::Failed(findings), _) => Outcome::Failed(findings),
-            (code, _, summary) => {
-                Outcome::Failed(vec![format!("{}, ended with {code:?}", summary.unwrap_or_default())])
-            }
-        })
-    }
-
-    fn figures(&self) -> Result<Outcome> {
-        let ended = self.finish("figures", 150, &mut self.command(&self.programs.figures))?;
-        Ok(steps::of_figures(&ended))
-    }
-
-    /// The text for docs/benchmarks/gpu.md.
-    fn report(&self, card: &str, table: &str) -> String {
-        let date = said(Command::new("date").args(["-u", "+%F"])).unwrap_or_else(|| "undated".into());
-        let commit = said(Command::new("git").args(["rev-parse", "--short", "HEAD"]).current_dir(&self.root));
-        let commit = commit.map_or(String::new(), |commit| format!(", commit {commit}"));
-        let log = |name: &str| std::fs::read_to_string(self.logs.join(name)).unwrap_or_default();
-        let figures: Vec<String> =
-            log("figures.log").lines().filter(|line| line.starts_with('|')).map(str::to_owned).collect();
-        let (figures, exposed) = (figures.join("\n"), log("exposed.log"));
-        let exposed = exposed.trim();
-        format!(
-            "## {date}{commit}\n\n{card}\n\n`cargo xtask gpu-check`\n\n{table}\n{figures}\n\n\
-             Handoff, `baton bench overlap`:\n\n```\n{exposed}\n```\n"
-        )
+fn begin(bench: &Bench, card: Value, options: &Options) -> Report {
+    let date = tools::said(Command::new("date").args(["-u", "+%F"])).unwrap_or_else(|| "undated".into());
+    let packed =
+        bench.repository.parent().and_then(|folder| std::fs::read_to_string(folder.join("commit")).ok());
+    let of_git = || {
+        let mut git = Command::new("git");
+        tools::said(git.args(["rev-parse", "--short", "HEAD"]).current_dir(&bench.repository))
+    };
+    let commit = packed.filter(|_| options.packed).or_else(of_git).unwrap_or_else(|| "unknown".into());
+    let mut command = "cargo xtask gpu-check".to_owned();
+    command += if options.packed { " --packed" } else { "" };
+    command.extend(options.only.iter().map(|stage| format!(" --only {stage}")));
+    let libraries = bench.libraries.found.clone();
+    let (driver, stages) = (driver_version(), vec![]);
+    Report {
+        date,
+        commit: commit.trim().to_owned(),
+        command,
+        card,
+        driver,
+        libraries,
+        stages,
+        is_complete: false,
     }
 }
 
 /// The version of the driver. CUDA reports only the newest CUDA version that the driver runs.
 fn driver_version() -> String {
-    let asked =
-        said(Command::new("nvidia-smi").args(["--query-gpu=driver_version", "--format=csv,noheader"]));
+    let mut ask = Command::new("nvidia-smi");
+    let asked = tools::said(ask.args(["--query-gpu=driver_version", "--format=csv,noheader"]));
     let version = asked.and_then(|text| text.lines().next().map(str::to_owned));
     version.map_or("driver of unknown version".into(), |version| format!("driver {version}"))
 }
 
-fn said(command: &mut Command) -> Option<String> {
-    let output = command.output().ok().filter(|output| output.status.success())?;
-    Some(String::from_utf8_lossy(&output.stdout).trim().to_owned())
+/// Puts all logs into one archive, which is easier to carry away.
+fn pack_logs(results: &Path) -> String {
+    let mut tar = Command::new("tar");
+    tar.args(["--create", "--gzip", "--file", "logs.tar.gz", "logs"]).current_dir(results);
+    match tar.status() {
+        Ok(status) if status.success() => format!("logs: {}", results.join("logs.tar.gz").display()),
+        _ => format!("logs: {}, which tar could not pack", results.join("logs").display()),
+    }
+}
+
+fn read(report: &Path) -> Result<Value> {
+    let text = std::fs::read_to_string(report).with_context(|| format!("read {}", report.display()))?;
+    serde_json::from_str(&text).with_context(|| format!("{} is no report", report.display()))
+}
+
+fn tell_changes(earlier: &Value, report: &Value) {
+    let text = |name: &str| earlier[name].as_str().unwrap_or("?").to_owned();
+    println!("\nsince {}, commit {}:", text("date"), text("commit"));
+    let changes = compare::changes(earlier, report);
+    changes.iter().for_each(|change| println!("  {change}"));
+    if changes.is_empty() {
+        println!("  nothing changed");
+    }
 }

@@ -5,7 +5,7 @@ use std::{
     process::{Command, Stdio},
 };
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 
 use crate::{tools, workspace::Workspace};
@@ -27,6 +27,8 @@ pub(super) struct Programs {
     /// `model/examples/gpu_check.rs`
     pub(super) figures: PathBuf,
     pub(super) baton: PathBuf,
+    /// `model/cuda-emulator/examples/tested_cubins.rs`, which makes the pack's kernels. `None`: they are packed.
+    pub(super) tested_cubins: Option<PathBuf>,
 }
 
 /// The names of the packed programs, in the same order.
@@ -42,48 +44,54 @@ const NAMES: [&str; 8] = [
 ];
 
 impl Programs {
+    /// Few calls of cargo, because each compiles libraries with the features of its own packages.
     pub(super) fn build(workspace: &Workspace, profile: &str) -> Result<Programs> {
-        let of = |arguments: &[&str], name: &str| built(workspace, profile, arguments, name);
+        let of_models = built(
+            workspace,
+            profile,
+            "test --no-run --package baton-cuda-kernels --package baton-model-cuda --package baton-engine \
+             --package baton-cuda-emulator --package baton-model --test kernels --test models --test device \
+             --example tested_cubins --example gpu_check",
+        )?;
+        let of_transports = built(
+            workspace,
+            profile,
+            "test --no-run --package baton-transport-shm --package baton-transport-rdma \
+             --package baton-transport-nccl --lib",
+        )?;
+        let program = built(workspace, profile, "build --package baton-cli --bin baton")?;
+        let find = |messages: &str, name: &str| {
+            executable(messages, name).with_context(|| format!("cargo tells of no program {name}"))
+        };
         Ok(Programs {
-            kernels: of(
-                &["test", "--no-run", "--package", "baton-cuda-kernels", "--test", "kernels"],
-                "kernels",
-            )?,
-            models: of(&["test", "--no-run", "--package", "baton-model-cuda", "--test", "models"], "models")?,
-            engine: of(&["test", "--no-run", "--package", "baton-engine", "--test", "device"], "device")?,
-            shm: of(
-                &["test", "--no-run", "--package", "baton-transport-shm", "--lib"],
-                "baton_transport_shm",
-            )?,
-            rdma: of(
-                &["test", "--no-run", "--package", "baton-transport-rdma", "--lib"],
-                "baton_transport_rdma",
-            )?,
-            nccl: of(
-                &["test", "--no-run", "--package", "baton-transport-nccl", "--lib"],
-                "baton_transport_nccl",
-            )?,
-            figures: of(&["build", "--package", "baton-model", "--example", "gpu_check"], "gpu_check")?,
-            baton: of(&["build", "--package", "baton-cli", "--bin", "baton"], "baton")?,
+            kernels: find(&of_models, "kernels")?,
+            models: find(&of_models, "models")?,
+            engine: find(&of_models, "device")?,
+            shm: find(&of_transports, "baton_transport_shm")?,
+            rdma: find(&of_transports, "baton_transport_rdma")?,
+            nccl: find(&of_transports, "baton_transport_nccl")?,
+            figures: find(&of_models, "gpu_check")?,
+            baton: find(&program, "baton")?,
+            tested_cubins: Some(find(&of_models, "tested_cubins")?),
         })
     }
 
-    /// As [`pack`](Self::pack) has left them.
+    /// As [`copy`](Self::copy) has left them.
     pub(super) fn packed(dir: &Path) -> Result<Programs> {
-        let dir = dir.canonicalize().with_context(|| format!("look into {}", dir.display()))?;
         let [kernels, models, engine, shm, rdma, nccl, figures, baton] = NAMES.map(|name| dir.join(name));
         for program in [&kernels, &models, &engine, &shm, &rdma, &nccl, &figures, &baton] {
             ensure!(
                 program.is_file(),
-                "{} is not there: `cargo xtask gpu-check --pack` makes it",
+                "{} is not there: `cargo xtask gpu-check --pack` makes an archive with it",
                 program.display()
             );
         }
-        Ok(Programs { kernels, models, engine, shm, rdma, nccl, figures, baton })
+        let tested_cubins = None;
+        Ok(Programs { kernels, models, engine, shm, rdma, nccl, figures, baton, tested_cubins })
     }
 
-    /// Copies them and this program, without debug information.
-    pub(super) fn pack(&self, dir: &Path) -> Result<()> {
+    /// Copies them and this program into a new folder, without debug information.
+    pub(super) fn copy(&self, dir: &Path) -> Result<()> {
         std::fs::create_dir_all(dir).with_context(|| format!("make {}", dir.display()))?;
         let this = std::env::current_exe().context("find this program")?;
         let programs = [
@@ -99,25 +107,21 @@ impl Programs {
         for (from, name) in programs.into_iter().zip(NAMES).chain([(&this, "xtask")]) {
             let to = dir.join(name);
             std::fs::copy(from, &to).with_context(|| format!("copy {}", from.display()))?;
-            // If stripping fails, the programs are only larger.
-            let _ = Command::new("strip").arg(&to).status();
-            println!("{}: {} MB", to.display(), std::fs::metadata(&to)?.len() / 1_000_000);
+            let stripped = Command::new("strip").arg("--strip-all").arg(&to).status().context("run strip")?;
+            ensure!(stripped.success(), "strip {}: {stripped}", to.display());
         }
         Ok(())
     }
 }
 
-/// Has cargo build one program, and finds it.
-fn built(workspace: &Workspace, profile: &str, arguments: &[&str], name: &str) -> Result<PathBuf> {
+/// Has cargo build some programs. Returns its messages.
+fn built(workspace: &Workspace, profile: &str, arguments: &str) -> Result<String> {
     let mut cargo = workspace.cargo();
-    let (first, rest) = arguments.split_first().context("a command")?;
-    cargo.arg(first).args(["--locked", "--profile", profile, "--message-format", "json-render-diagnostics"]);
-    let output = cargo.args(rest).stderr(Stdio::inherit()).output().context("run cargo")?;
-    if !output.status.success() {
-        bail!("{}: {}", tools::shown(&cargo), output.status);
-    }
-    let text = String::from_utf8_lossy(&output.stdout);
-    executable(&text, name).with_context(|| format!("cargo tells of no program {name}"))
+    cargo.args(arguments.split_whitespace());
+    cargo.args(["--locked", "--profile", profile, "--message-format", "json-render-diagnostics"]);
+    let output = cargo.stderr(Stdio::inherit()).output().context("run cargo")?;
+    ensure!(output.status.success(), "{}: {}", tools::shown(&cargo), output.status);
+    Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
 /// The program of that name among cargo's messages.

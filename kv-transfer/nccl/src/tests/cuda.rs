@@ -1,4 +1,4 @@
-//! What one GPU can show. Where there is none, or no NCCL, each says SKIPPED and why; so far none of this has run.
+//! Tests that need one GPU and NCCL. Without them, each prints SKIPPED and the reason. None has run on a GPU so far.
 
 use std::{
     path::PathBuf,
@@ -16,7 +16,7 @@ use crate::{
     tests::nccl_library,
 };
 
-/// Long for a device.
+/// Much longer than a device takes.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 fn library() -> Option<PathBuf> {
@@ -56,7 +56,7 @@ fn blocks_on_a_device_are_zeroed_and_hold_what_is_written() {
 #[test]
 fn one_rank_sends_pieces_to_itself_from_pool_to_pool() {
     let Some(library) = library() else { return };
-    // In the device's memory, and in the host's, which it reaches by registration.
+    // In the memory of the device, and in registered memory of the host.
     for pools in [[pool(), pool()], [storage(), storage()], [storage(), pool()]] {
         let [source, target] = &pools;
         let fabric = CudaFabric::start(Some(&library), target).unwrap();
@@ -75,7 +75,7 @@ fn one_rank_sends_pieces_to_itself_from_pool_to_pool() {
                 [(TransferDirection::Send, source), (TransferDirection::Receive, target)]
             });
             wait_until("ready", || communicator.is_ready().unwrap());
-            // SAFETY: no other code uses the pools until the group is done.
+            // SAFETY: no other code accesses the pools until the group is done.
             unsafe { communicator.post_all(operations) }.unwrap();
             wait_until("done", || communicator.num_done().unwrap() == nth);
         }
@@ -92,10 +92,10 @@ fn a_rank_whose_peer_never_joins_can_be_aborted() {
     let pool = pool();
     let fabric = CudaFabric::start(Some(&library), &pool).unwrap();
     let mut communicator = fabric.join_as(&fabric.unique_id().unwrap(), 2, 0, 1).unwrap();
-    assert!(!communicator.is_ready().unwrap(), "joining does not block, and is not over");
+    assert!(!communicator.is_ready().unwrap(), "joining returns before it is complete");
     let start = Instant::now();
     communicator.abort().unwrap();
     assert!(start.elapsed() < PATIENCE);
-    // Others are not disturbed.
+    // Another communicator still works.
     alone(&fabric).abort().unwrap();
 }

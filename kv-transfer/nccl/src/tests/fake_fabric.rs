@@ -1,8 +1,8 @@
-//! What tests have in NCCL's place: communicators of two ranks in one process, and a thread for each pair that copies.
+//! A fake of NCCL: communicators of two ranks in one process, with a thread for each pair that copies.
 //!
-//! It keeps to what makes NCCL hard. Sends meet receives by order alone; joining and posting take a while to take
-//! hold; a group whose other half never comes never ends; a rank that aborts tells no peer. And to what the fence
-//! needs: after an abort nothing is copied to or from that rank's places.
+//! It has the properties that make NCCL hard to use. Sends match receives only by their order. Joining and posting complete
+//! later. A group whose other half is never posted never ends. A rank that aborts does not tell its peer. It also has the
+//! property that the fence needs: after an abort, nothing is copied to or from the places of that rank.
 
 use std::{
     collections::{HashMap, VecDeque},
@@ -24,11 +24,11 @@ use crate::fabric::{
 pub(crate) struct MemoryFabric {
     /// Aborts of its communicators fail.
     pub(crate) is_stuck: AtomicBool,
-    /// Ranks do not wait for each other.
+    /// Each rank joins without the other.
     pub(crate) joins_alone: bool,
 }
 
-/// Ranks find each other by the id, as if through the network.
+/// Ranks find each other by the unique id.
 static PAIRS: LazyLock<Mutex<HashMap<UniqueId, Arc<Pair>>>> = LazyLock::new(Mutex::default);
 
 #[derive(Default)]
@@ -47,9 +47,9 @@ struct PairState {
 struct End {
     has_joined: bool,
     is_aborted: bool,
-    /// By direction: places that were posted, each with its group.
+    /// Posted places with their groups, by direction.
     posted: [VecDeque<(u64, Place)>; 2],
-    /// Places of each group that were not copied yet, oldest first.
+    /// For each group, oldest first: places that are not copied yet.
     groups: VecDeque<usize>,
     num_posted: u64,
     num_done: u64,
@@ -60,7 +60,7 @@ impl Pair {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The device: copies what meets, place by place, until a rank aborts.
+    /// Plays the device: copies each matching send and receive, until a rank aborts.
     fn run(&self) {
         let mut state = self.state();
         while !state.ends.iter().any(|end| end.is_aborted) && !state.has_mismatch {
@@ -73,7 +73,7 @@ impl Pair {
 }
 
 impl PairState {
-    /// The oldest place that `from` sends goes to the oldest that the other receives.
+    /// Copies the oldest place that `from` sends to the oldest that the other rank receives. Returns whether there was one.
     fn copy_one(&mut self, from: usize) -> bool {
         let to = 1 - from;
         let source = self.ends[from].posted[TransferDirection::Send as usize].front().copied();
@@ -83,8 +83,8 @@ impl PairState {
             self.has_mismatch = true;
             return false;
         }
-        // SAFETY: both ranks keep what they posted until it is done or they have aborted, and aborting takes the lock
-        // that is held here.
+        // SAFETY: each rank keeps posted memory until the group is done or it has aborted. An abort needs the lock that is
+        // held here.
         unsafe {
             std::ptr::copy_nonoverlapping(source.address as *const u8, target.address as *mut u8, source.len);
         }
@@ -129,7 +129,7 @@ impl Fabric for MemoryFabric {
         drop(pairs);
         let mut state = pair.state();
         if std::mem::replace(&mut state.ends[rank as usize].has_joined, true) {
-            return Err(failed("join", "there is such a rank"));
+            return Err(failed("join", "the rank has joined before"));
         }
         let is_whole = state.ends.iter().all(|end| end.has_joined);
         drop(state);
@@ -145,7 +145,7 @@ impl Fabric for MemoryFabric {
 struct MemoryCommunicator {
     pair: Arc<Pair>,
     rank: NcclRank,
-    /// Until what was begun has taken hold.
+    /// Polls until the last operation takes effect.
     num_polls: usize,
     is_stuck: bool,
 }

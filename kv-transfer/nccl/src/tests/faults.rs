@@ -1,4 +1,4 @@
-//! Peers that misbehave over nccl, by hand, with memory in a device's place.
+//! Peers that misbehave over nccl. The tests play the peer, and memory of the host replaces that of a device.
 
 use std::{
     io::Write,
@@ -45,22 +45,22 @@ pub(super) fn say(mut control: &TcpStream, message: Message) {
     control.write_all(&message.encode()).unwrap();
 }
 
-/// `None`: it has hung up.
+/// The next message; `None` when the peer has closed the connection.
 pub(super) fn hear(control: &TcpStream) -> Option<Message> {
     let mut bytes = [0; MESSAGE_BYTES];
     socket::receive_exact(control, &mut bytes, Duration::from_secs(30)).ok()?;
     Some(Message::decode(&bytes).expect("well-formed"))
 }
 
-/// A joined sender, which sends whatever it likes, whenever it likes.
-pub(super) struct ByHand {
+/// A joined sender that a test controls: it may send anything at any time.
+pub(super) struct ManualSender {
     control: TcpStream,
     communicator: Box<dyn NcclCommunicator>,
     source: Arc<BlockStorage>,
 }
 
-impl ByHand {
-    pub(super) fn connect(fabric: &TransferPair, access_key: AccessKey) -> ByHand {
+impl ManualSender {
+    pub(super) fn connect(fabric: &TransferPair, access_key: AccessKey) -> ManualSender {
         let (address, pool) = fabric.address(TransportKind::Nccl);
         let control = TcpStream::connect(address).unwrap();
         say(&control, hello(pool, access_key));
@@ -68,7 +68,7 @@ impl ByHand {
         let mut id = UniqueId([0; UniqueId::BYTES]);
         socket::receive_exact(&control, &mut id.0, NEVER).unwrap();
         let communicator = MemoryFabric::default().join(&id, NcclRank::Sender).unwrap();
-        ByHand { control, communicator, source: Arc::clone(&fabric.source) }
+        ManualSender { control, communicator, source: Arc::clone(&fabric.source) }
     }
 
     pub(super) fn announce(
@@ -102,14 +102,14 @@ async fn a_peer_that_announces_and_never_sends_is_fenced_at_its_deadline() {
     let fabric = fabric(PATIENCE);
     let guards = Guards::default();
     let granted = fabric.receiver.grant(blocks([3]), guards.guard());
-    let mut late = ByHand::connect(&fabric, granted.access_key());
+    let mut late = ManualSender::connect(&fabric, granted.access_key());
     assert_eq!(late.announce(0, granted.access_key(), &ALL_LAYERS), Some(Message::Go { sequence: 0 }));
-    // One of three: the group has begun, and does not end.
+    // One piece of three: the group has begun and does not end.
     late.send(BlockId(3), [0]);
     eventually("the first piece lands", || holds(&fabric.target, BlockId(3), 0, pattern(3, 0))).await;
     let start = Instant::now();
     assert!(soon(granted.revoke()).await.is_some());
-    assert!(start.elapsed() >= PATIENCE / 2, "only the deadline has ended it");
+    assert!(start.elapsed() >= PATIENCE / 2, "it ended before the deadline");
     assert_eq!((guards.num_out(), fabric.receiver.load()), (0, ReceiverLoad::default()));
 
     // Another request uses the block now.
@@ -117,7 +117,7 @@ async fn a_peer_that_announces_and_never_sends_is_fenced_at_its_deadline() {
         fill(&fabric.target, BlockId(3), layer_idx, 0xEE);
     }
     late.send(BlockId(3), [1, 2]);
-    assert_eq!(hear(&late.control), None, "hung up on");
+    assert_eq!(hear(&late.control), None, "the connection is closed");
     for layer_idx in 0..LAYOUT.num_layers {
         assert!(holds(&fabric.target, BlockId(3), layer_idx, 0xEE));
     }
@@ -125,11 +125,11 @@ async fn a_peer_that_announces_and_never_sends_is_fenced_at_its_deadline() {
 }
 
 #[tokio::test]
-async fn a_peer_that_dies_in_the_middle_of_a_group_lets_go() {
+async fn blocks_return_when_a_peer_dies_in_the_middle_of_a_group() {
     let fabric = fabric(NEVER);
     let guards = Guards::default();
     let granted = fabric.receiver.grant(blocks([3]), guards.guard());
-    let mut peer = ByHand::connect(&fabric, granted.access_key());
+    let mut peer = ManualSender::connect(&fabric, granted.access_key());
     assert_eq!(peer.announce(0, granted.access_key(), &ALL_LAYERS), Some(Message::Go { sequence: 0 }));
     peer.send(BlockId(3), [0, 1]);
     drop(peer);
@@ -138,27 +138,27 @@ async fn a_peer_that_dies_in_the_middle_of_a_group_lets_go() {
 }
 
 #[tokio::test]
-async fn a_revoked_grant_is_quarantined_until_its_groups_are_done_whatever_the_peer_says() {
+async fn a_revoked_grant_is_quarantined_until_its_groups_are_done_even_after_stopped() {
     let fabric = fabric(NEVER);
     let guards = Guards::default();
     let granted = fabric.receiver.grant(blocks([3, 4]), guards.guard());
     let access_key = granted.access_key();
-    let mut peer = ByHand::connect(&fabric, access_key);
+    let mut peer = ManualSender::connect(&fabric, access_key);
     assert_eq!(peer.announce(0, access_key, &ALL_LAYERS), Some(Message::Go { sequence: 0 }));
     assert_eq!(peer.announce(1, access_key, &[(0, 1)]), Some(Message::Go { sequence: 1 }));
     let mut fenced = granted.revoke();
     let quarantined = ReceiverLoad { num_grants: 0, num_quarantined_grants: 1, num_quarantined_blocks: 2 };
     assert!(is_pending(&mut fenced).await);
     assert_eq!(fabric.receiver.load(), quarantined);
-    // `Stopped`, on the handoff's stream: this side still receives.
+    // The peer has sent `Stopped` on the handoff's stream, but receives are still posted here.
     fabric.receiver.writer_stopped(access_key.generation);
     assert!(is_pending(&mut fenced).await);
-    // Nothing new.
+    // A new group is refused.
     let refused = Message::No { sequence: 2, why: Refusal::Revoked };
     assert_eq!(peer.announce(2, access_key, &[(1, 1)]), Some(refused));
     peer.send(BlockId(3), 0..3);
     assert_eq!(hear(&peer.control), Some(Message::Landed { sequence: 0 }));
-    assert!(is_pending(&mut fenced).await, "there is a second group");
+    assert!(is_pending(&mut fenced).await, "the second group is not done");
     peer.send(BlockId(4), [0]);
     assert_eq!(hear(&peer.control), Some(Message::Landed { sequence: 1 }));
     assert!(soon(fenced).await.is_some());
@@ -172,7 +172,7 @@ async fn announcements_are_checked_against_the_grant() {
     let revoked = fabric.receiver.grant(blocks([5]), ());
     let (access_key, stale) = (granted.access_key(), revoked.access_key());
     assert!(soon(revoked.revoke()).await.is_some());
-    let mut peer = ByHand::connect(&fabric, granted.access_key());
+    let mut peer = ManualSender::connect(&fabric, granted.access_key());
     let no = |sequence, why| Some(Message::No { sequence, why });
     assert_eq!(peer.announce(0, stale, &[(0, 0)]), no(0, Refusal::Revoked));
     assert_eq!(peer.announce(1, some_access_key(1), &[(0, 0)]), no(1, Refusal::Revoked));
@@ -183,7 +183,7 @@ async fn announcements_are_checked_against_the_grant() {
     {
         assert_eq!(peer.announce(sequence, access_key, &pieces), no(sequence, Refusal::Pieces), "{pieces:?}");
     }
-    // What was refused is not in the way of what is right.
+    // Refused announcements do not affect a valid one.
     assert_eq!(peer.announce(6, access_key, &[(1, 1)]), Some(Message::Go { sequence: 6 }));
     assert_eq!(peer.announce(7, access_key, &[(1, 1)]), no(7, Refusal::Pieces), "announced before");
     peer.send(BlockId(4), [1]);
@@ -193,16 +193,16 @@ async fn announcements_are_checked_against_the_grant() {
 }
 
 #[tokio::test]
-async fn pieces_of_a_connection_that_is_lost_are_waited_for() {
+async fn pieces_of_a_lost_connection_can_be_announced_again() {
     let fabric = fabric(NEVER);
     let granted = fabric.receiver.grant(blocks([3]), ());
     let access_key = granted.access_key();
-    let lost = ByHand::connect(&fabric, access_key);
+    let lost = ManualSender::connect(&fabric, access_key);
     assert_eq!(lost.announce(0, access_key, &ALL_LAYERS), Some(Message::Go { sequence: 0 }));
-    let mut again = ByHand::connect(&fabric, access_key);
+    let mut again = ManualSender::connect(&fabric, access_key);
     let bytes = wire::announcement(0, access_key, ALL_LAYERS.into_iter());
     (&again.control).write_all(&bytes).unwrap();
-    // Refused at once, as `announcements_are_checked_against_the_grant` shows, it would be over now.
+    // A refusal would come at once, as in `announcements_are_checked_against_the_grant`.
     assert!(!socket::is_readable_within(&again.control, Duration::from_millis(50)).unwrap());
     drop(lost);
     assert_eq!(hear(&again.control), Some(Message::Go { sequence: 0 }));
@@ -212,8 +212,7 @@ async fn pieces_of_a_connection_that_is_lost_are_waited_for() {
 }
 
 #[tokio::test]
-async fn a_peer_that_announces_too_much_or_nonsense_is_hung_up_on() {
-    /// What it does wrong.
+async fn a_peer_that_announces_too_much_or_nonsense_is_disconnected() {
     enum Fault {
         TooMany,
         Garbage,
@@ -223,7 +222,7 @@ async fn a_peer_that_announces_too_much_or_nonsense_is_hung_up_on() {
         let fabric = fabric(NEVER);
         let guards = Guards::default();
         let granted = fabric.receiver.grant(blocks(0..32), guards.guard());
-        let peer = ByHand::connect(&fabric, granted.access_key());
+        let peer = ManualSender::connect(&fabric, granted.access_key());
         let announced = peer.announce(0, granted.access_key(), &[(0, 0)]);
         assert_eq!(announced, Some(Message::Go { sequence: 0 }));
         match fault {
@@ -253,46 +252,46 @@ async fn blocks_of_a_communicator_that_does_not_end_are_never_released() {
     fabric.receiver = Receiver::start(target, &ReceiverConfig::default(), vec![Box::new(transport)]).unwrap();
     let guards = Guards::default();
     let granted = fabric.receiver.grant(blocks([3]), guards.guard());
-    let peer = ByHand::connect(&fabric, granted.access_key());
+    let peer = ManualSender::connect(&fabric, granted.access_key());
     assert_eq!(peer.announce(0, granted.access_key(), &ALL_LAYERS), Some(Message::Go { sequence: 0 }));
     let mut fenced = granted.revoke();
     drop(peer);
     let counters = fabric.receiver.counters().of(TransportKind::Nccl);
-    eventually("the peer's end is noticed", || counters.read().failures == 1).await;
+    eventually("the lost connection is noticed", || counters.read().failures == 1).await;
     assert!(is_pending(&mut fenced).await);
     assert_eq!(fabric.receiver.load().num_quarantined_blocks, 1);
     drop(fabric);
-    assert_eq!(soon(fenced).await.map(drop), None, "torn down");
+    assert_eq!(soon(fenced).await.map(drop), None, "the receiver is gone");
     assert_eq!(guards.num_out(), 1, "the blocks stay in quarantine");
 }
 
 #[tokio::test]
-async fn an_idle_peer_makes_room_for_another_and_comes_back_unnoticed() {
+async fn an_idle_peer_is_evicted_for_another_and_joins_again_without_an_error() {
     let fabric = fabric(NEVER);
     let granted = fabric.receiver.grant(blocks([1, 2]), ());
     let route = fabric.route(&granted).await.unwrap();
     let [first, second] = [0..3, 3..6].map(|range| writes(&blocks([1, 2]))[range].to_vec());
     soon(route.push(first)).await.unwrap();
-    // One of them is busy, and older.
-    let busy = ByHand::connect(&fabric, granted.access_key());
+    // The oldest peer is busy.
+    let busy = ManualSender::connect(&fabric, granted.access_key());
     let other = fabric.receiver.grant(blocks([3]), ());
     assert_eq!(busy.announce(0, other.access_key(), &[(0, 0)]), Some(Message::Go { sequence: 0 }));
     let peers: Vec<_> =
-        (2..MAX_COMMUNICATORS).map(|_| ByHand::connect(&fabric, granted.access_key())).collect();
+        (2..MAX_COMMUNICATORS).map(|_| ManualSender::connect(&fabric, granted.access_key())).collect();
     let counts = || fabric.receiver.counters().of(TransportKind::Nccl).read();
     eventually("all have joined", || counts().routes == MAX_COMMUNICATORS as u64).await;
 
-    let one_more = ByHand::connect(&fabric, granted.access_key());
+    let one_more = ManualSender::connect(&fabric, granted.access_key());
     soon(route.push(second)).await.unwrap();
     assert!(fabric.holds(&writes(&blocks([1, 2]))));
     eventually("the sender has joined once more", || counts().routes == MAX_COMMUNICATORS as u64 + 2).await;
     assert_eq!(counts().failures, 0);
     assert_eq!(fabric.sender.counters().of(TransportKind::Nccl).read().failures, 0);
-    assert_eq!(hear(&peers[0].control), None, "the next one that was idle for the longest has made room");
+    assert_eq!(hear(&peers[0].control), None, "the peer that was idle longest was evicted");
     drop((busy, one_more));
 }
 
-/// A decode worker by hand: welcomes one sender, and does as `act` says.
+/// A decode worker that a test controls: it welcomes one sender, and then runs `act`.
 fn decode_worker(
     act: impl FnOnce(TcpStream, Box<dyn NcclCommunicator>) + Send + 'static,
 ) -> (TransportOffer, std::thread::JoinHandle<()>) {
@@ -319,8 +318,8 @@ fn hear_announcement(control: &TcpStream) -> u64 {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_decode_worker_that_stops_to_answer_is_given_up_at_the_deadline() {
-    /// How far it gets.
+async fn a_push_to_a_decode_worker_that_stops_answering_fails_at_the_deadline() {
+    /// Where the decode worker stops.
     #[derive(Debug)]
     enum Stop {
         BeforeGo,
@@ -341,7 +340,7 @@ async fn a_decode_worker_that_stops_to_answer_is_given_up_at_the_deadline() {
                 // SAFETY: only this test uses the target.
                 unsafe { communicator.post(TransferDirection::Receive, &[place]) }.unwrap();
             }
-            assert_eq!(hear(&control), None, "given up");
+            assert_eq!(hear(&control), None, "the sender has closed the connection");
         });
         let sender = sender_with(&storage(), NCCL, |config| config.io_timeout = PATIENCE).unwrap();
         let guards = Guards::default();
@@ -388,7 +387,7 @@ async fn a_decode_worker_that_answers_nonsense_or_does_not_join_is_an_error_with
         b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n\r\n".to_vec(),
         Message::Busy.encode().to_vec(),
         welcome.to_vec(),
-        // An id of no other communicator.
+        // The id of no communicator.
         [welcome.as_slice(), &[0xA5; UniqueId::BYTES]].concat(),
         Vec::new(),
     ];
@@ -410,7 +409,7 @@ async fn a_decode_worker_that_answers_nonsense_or_does_not_join_is_an_error_with
 }
 
 #[tokio::test]
-async fn a_decode_worker_that_goes_is_noticed_and_the_next_push_says_so() {
+async fn the_next_push_to_a_decode_worker_that_is_gone_fails() {
     let TransferPair { receiver, sender, source, dir, .. } = fabric(NEVER);
     let granted = receiver.grant(blocks([3]), ());
     let route = soon(sender.route(granted.access_key(), granted.offers(), ())).await.unwrap();
@@ -420,13 +419,13 @@ async fn a_decode_worker_that_goes_is_noticed_and_the_next_push_says_so() {
 }
 
 #[tokio::test]
-async fn blocks_on_devices_are_moved_and_verified_and_nothing_else_touches_them() {
+async fn blocks_on_devices_are_transferred_and_verified() {
     let pool = || Arc::new(fake_device(LAYOUT, NUM_BLOCKS));
     let (source, target) = (pool(), pool());
     for write in writes(&blocks([3, 4])) {
         let offset = source.layer_offset(write.dst, write.layer_idx as usize);
         let bytes = vec![pattern(write.dst.0, write.layer_idx as usize); LAYOUT.layer_bytes()];
-        // SAFETY: only this test uses the pool so far.
+        // SAFETY: only this test accesses the pool so far.
         unsafe { source.device().unwrap().write(offset, &bytes) }.unwrap();
     }
     let receiver = receiver(&target, NCCL, Path::new(""), &ReceiverConfig::default()).unwrap();
@@ -471,7 +470,7 @@ fn an_absent_device_is_an_error_with_a_reason() {
 }
 
 #[test]
-fn blocks_on_several_devices_are_refused_as_ranks_do_not_reach_each_other() {
+fn blocks_on_several_devices_are_refused() {
     let pool = Arc::new(counted_devices(LAYOUT, NUM_BLOCKS, &[0, 1]).0);
     let refused = [
         NcclReceiving::start(&pool, None, ([127, 0, 0, 1], 0).into()).err(),

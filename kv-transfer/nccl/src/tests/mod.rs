@@ -1,4 +1,4 @@
-//! The suite of every transport over a fake fabric, and what only NCCL can get wrong.
+//! The conformance suite over a fake fabric, and tests of what is specific to NCCL.
 
 mod cuda;
 pub(crate) mod fake_fabric;
@@ -26,14 +26,14 @@ pub(crate) const NCCL: &[TestTransport] = &[TestTransport {
     },
 }];
 
-/// NCCL's library, where it can be tested; says so where the test harness does not hide it, if it cannot.
+/// The path of NCCL's library. If it is missing, prints SKIPPED and the reason.
 pub(crate) fn nccl_library() -> Option<PathBuf> {
     let own = concat!(env!("CARGO_MANIFEST_DIR"), "/../../target/nccl/nvidia/nccl/lib/libnccl.so.2");
     let place = std::env::var_os("BATON_NCCL").map_or_else(|| own.into(), PathBuf::from);
     if place.exists() {
         return Some(place);
     }
-    skip(&format!("no NCCL in {}; `cargo xtask setup --nccl` does", place.display()));
+    skip(&format!("no NCCL in {}; `cargo xtask setup --nccl` fetches it", place.display()));
     None
 }
 

@@ -1,5 +1,4 @@
-//! What an unauthenticated peer at an nccl port can learn, hold and exhaust: nothing, and no communicator in
-//! particular.
+//! An unauthenticated peer at an nccl port learns nothing and holds or exhausts no resource, in particular no communicator.
 
 use std::{
     io::{Read, Write},
@@ -16,7 +15,7 @@ use crate::{
     fabric::UniqueId,
     tests::{
         NCCL,
-        faults::{ByHand, hear, hello, say},
+        faults::{ManualSender, hear, hello, say},
     },
     wire::{MESSAGE_BYTES, Message},
 };
@@ -49,7 +48,7 @@ async fn every_refusal_has_the_same_answer() {
     let garbage: Vec<u8> = (0..4096_u32).map(|n| (n.wrapping_mul(2_654_435_761) >> 13) as u8).collect();
     let early = Message::Announce { sequence: 0, access_key: right, num_pieces: 1 }.encode();
     for bytes in [&garbage[..], b"GET / HTTP/1.1\r\n\r\n", &early, b""] {
-        assert_eq!(fabric.ask(TransportKind::Nccl, bytes), b"", "not even that it is a kv port");
+        assert_eq!(fabric.ask(TransportKind::Nccl, bytes), b"", "it does not learn that this is a kv port");
     }
     assert_eq!(num_joined(&fabric), 0);
     fabric.works().await;
@@ -71,14 +70,14 @@ async fn an_unauthenticated_peer_does_not_evict_an_idle_peer() {
     let (_, pool) = fabric.address(TransportKind::Nccl);
     let granted = fabric.receiver.grant(blocks([5]), ());
     let peers: Vec<_> =
-        (0..MAX_COMMUNICATORS).map(|_| ByHand::connect(&fabric, granted.access_key())).collect();
+        (0..MAX_COMMUNICATORS).map(|_| ManualSender::connect(&fabric, granted.access_key())).collect();
     eventually("all have joined", || num_joined(&fabric) == MAX_COMMUNICATORS as u64).await;
     let unauthenticated = hello(pool, AccessKey { secret: Secret::default(), ..granted.access_key() });
     for _ in 0..2 * MAX_COMMUNICATORS {
         assert_eq!(fabric.ask(TransportKind::Nccl, &unauthenticated.encode()), Message::Refused.encode());
     }
     for (sequence, peer) in peers.iter().enumerate() {
-        // Of a piece that was never granted: it is answered, so the peer is still there.
+        // The piece was never granted. The answer shows that the peer is still connected.
         let announced = peer.announce(0, granted.access_key(), &[(0, 9)]);
         assert!(matches!(announced, Some(Message::No { .. })), "{sequence}: {announced:?}");
     }
@@ -88,7 +87,7 @@ async fn an_unauthenticated_peer_does_not_evict_an_idle_peer() {
 async fn a_silent_or_slow_peer_is_not_waited_for() {
     let fabric = TransferPair::with(NCCL, |config| {
         config.handshake_timeout = Duration::from_millis(300);
-        // For one that is welcome, and does not join.
+        // For a peer that is welcomed and does not join.
         config.io_timeout = PATIENCE;
     });
     let (address, pool) = fabric.address(TransportKind::Nccl);
@@ -107,7 +106,7 @@ async fn a_silent_or_slow_peer_is_not_waited_for() {
                 }
                 std::thread::sleep(Duration::from_millis(100));
             }
-            // Hung up on, in the middle.
+            // The receiver has closed the connection in the middle of the message.
             socket.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
             assert!(matches!(socket.read(&mut [0; MESSAGE_BYTES]), Ok(0) | Err(_)));
             start.elapsed()
@@ -126,8 +125,8 @@ async fn a_silent_or_slow_peer_is_not_waited_for() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn half_open_connections_keep_no_admitted_peer_out() {
-    // Their time is never up: only their number ends them.
+async fn half_open_connections_do_not_block_authenticated_peers() {
+    // Handshakes never time out here: only the limit on their number closes connections.
     let fabric = TransferPair::with(NCCL, |config| config.handshake_timeout = NEVER);
     let (address, _) = fabric.address(TransportKind::Nccl);
     let max_unauthenticated = ReceiverConfig::default().max_unauthenticated;
@@ -135,16 +134,16 @@ async fn half_open_connections_keep_no_admitted_peer_out() {
     for n in 0..4 * max_unauthenticated {
         let mut socket = TcpStream::connect(&address).unwrap();
         if n % 2 == 0 {
-            // It may be hung up on already.
+            // The receiver may have closed it already.
             let _ = socket.write_all(b"B");
         }
         silent.push(socket);
     }
-    // While those that were hung up on have not gone yet, newcomers are turned away, too.
+    // New connections are refused as well until the closed ones are gone.
     let granted = fabric.receiver.grant(blocks([5]), ());
     drop(fabric.route_in_the_end(&granted).await);
     fabric.works().await;
-    // The oldest have made room.
+    // The oldest connections were closed.
     assert_eq!(hear(&silent[0]), None);
 
     let receiver: Receiver = fabric.receiver;

@@ -7,7 +7,8 @@ use crate::device::{FP8_BLOCK, Fp8Product, Fp8Products, Fp8Scaling, KernelDevice
 use crate::kernel::Address;
 use crate::products::E4M3_ONE;
 
-const NUM_ROWS: usize = 132;
+/// Numbers of rows that are tried: prompts have any number. Products with scales of blocks round up to a multiple of 4.
+const NUM_ROWS: [usize; 4] = [132, 65, 71, 259];
 const NUM_OUT: usize = 2 * FP8_BLOCK;
 /// A number of blocks that is not a multiple of four.
 const NUM_IN: usize = 5 * FP8_BLOCK;
@@ -36,11 +37,26 @@ pub fn fp8_products<D: KernelDevice>(device: &mut D) -> Result<Fp8Products, Cuda
 
 /// Whether the device has products with this scaling and computes them correctly.
 pub fn multiplies<D: KernelDevice>(device: &mut D, scaling: Fp8Scaling) -> Result<bool, CudaError> {
+    for num_rows in NUM_ROWS {
+        let num_rows = if scaling == Fp8Scaling::Blocks { num_rows.next_multiple_of(4) } else { num_rows };
+        if !multiplies_rows(device, scaling, num_rows)? {
+            tracing::info!(?scaling, num_rows, "the library does not multiply fp8 with this number of rows");
+            return Ok(false);
+        }
+    }
+    Ok(true)
+}
+
+fn multiplies_rows<D: KernelDevice>(
+    device: &mut D,
+    scaling: Fp8Scaling,
+    num_rows: usize,
+) -> Result<bool, CudaError> {
     let num_groups = NUM_IN / FP8_BLOCK;
     let (num_left, num_right) = match scaling {
         Fp8Scaling::None => (0, 0),
-        Fp8Scaling::Rows => (NUM_ROWS, NUM_OUT),
-        Fp8Scaling::Blocks => (num_groups * NUM_ROWS, NUM_OUT / FP8_BLOCK * num_groups.next_multiple_of(4)),
+        Fp8Scaling::Rows => (num_rows, NUM_OUT),
+        Fp8Scaling::Blocks => (num_groups * num_rows, NUM_OUT / FP8_BLOCK * num_groups.next_multiple_of(4)),
     };
     // Powers of two, so that the sums of products are exact.
     let scales = |num: usize| (0..num).map(|idx| [1.0f32, 2.0, 4.0][(idx + idx / 7) % 3]).collect::<Vec<_>>();
@@ -49,7 +65,7 @@ pub fn multiplies<D: KernelDevice>(device: &mut D, scaling: Fp8Scaling) -> Resul
         Fp8Scaling::None => 1.0,
         Fp8Scaling::Rows => left[row] * right[column],
         Fp8Scaling::Blocks => {
-            left[group * NUM_ROWS + row] * right[column / FP8_BLOCK * num_groups.next_multiple_of(4) + group]
+            left[group * num_rows + row] * right[column / FP8_BLOCK * num_groups.next_multiple_of(4) + group]
         }
     };
     let mut scales_of = |scales: &[f32]| match scaling {
@@ -57,23 +73,22 @@ pub fn multiplies<D: KernelDevice>(device: &mut D, scaling: Fp8Scaling) -> Resul
         Fp8Scaling::Rows | Fp8Scaling::Blocks => device.allocate_holding(bytemuck::cast_slice(scales)),
     };
     let (left_scales, right_scales) = (scales_of(&left)?, scales_of(&right)?);
-    let mut found = vec![0xff; NUM_ROWS * NUM_OUT * 2];
+    let mut found = vec![0xff; num_rows * NUM_OUT * 2];
     let product = Fp8Product {
-        left: device.allocate_holding(&[E4M3_ONE; NUM_ROWS * NUM_IN])?,
+        left: device.allocate_holding(&vec![E4M3_ONE; num_rows * NUM_IN])?,
         right: device.allocate_holding(&[E4M3_ONE; NUM_OUT * NUM_IN])?,
         // NaN, which is never the correct result.
         out: device.allocate_holding(&found)?,
         left_scales,
         right_scales,
-        num_rows: NUM_ROWS as u64,
+        num_rows: num_rows as u64,
         num_out: NUM_OUT as u64,
         num_in: NUM_IN as u64,
         scaling,
     };
     // SAFETY: all were allocated above with these shapes.
     unsafe {
-        if let Err(error) = device.multiply_fp8(&product) {
-            tracing::debug!(?scaling, %error, "the library rejected an fp8 product");
+        if !device.multiply_fp8(&product)? {
             return Ok(false);
         }
         device.download(product.out, &mut found)?;

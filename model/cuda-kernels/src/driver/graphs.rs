@@ -13,6 +13,7 @@ const MAX_GRAPHS: usize = 512;
 pub struct Graphs {
     repeated: HashMap<u64, Repeated>,
     stream: Arc<CudaStream>,
+    mode: sys::CUstreamCaptureMode,
 }
 
 /// State of the work of one key.
@@ -26,7 +27,15 @@ enum Repeated {
 
 impl Graphs {
     pub fn new(stream: &Arc<CudaStream>) -> Graphs {
-        Graphs { repeated: HashMap::new(), stream: Arc::clone(stream) }
+        // Other threads of this process, such as those of handoffs, may allocate during a capture.
+        let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+        Graphs { repeated: HashMap::new(), stream: Arc::clone(stream), mode }
+    }
+
+    /// Captures also what other threads queue: a communicator of NCCL that does not block queues its operations from
+    /// a thread of NCCL. Without this call, work that allocates or waits during a capture is an error.
+    pub fn capture_all_threads(&mut self) {
+        self.mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
     }
 
     /// Drops all graphs.
@@ -42,9 +51,7 @@ impl Graphs {
     }
 
     fn begin_capture(&self) -> Result<(), CudaError> {
-        // Other threads of this process, such as those of handoffs, may allocate during the capture.
-        let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
-        self.stream.begin_capture(mode).map_err(|error| failed("cuStreamBeginCapture", error))
+        self.stream.begin_capture(self.mode).map_err(|error| failed("cuStreamBeginCapture", error))
     }
 
     /// The captured graph. `None`: there was no memory for it.

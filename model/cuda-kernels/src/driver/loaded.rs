@@ -2,21 +2,29 @@
 
 use std::collections::HashMap;
 use std::ffi::c_void;
+use std::ptr;
 use std::sync::Arc;
 
 use baton_cuda::{CudaError, Device, failed};
-use cudarc::driver::{CudaFunction, CudaModule, CudaStream, result, sys};
+use cudarc::driver::{CudaFunction, CudaModule, CudaStream, sys};
 use cudarc::nvrtc::Ptx;
 
 use super::error::OpenError;
 use crate::compile::{Architecture, CubinCache};
 use crate::kernel::{Kernel, KernelCode, KernelSource};
 
+/// The variable that lets kernels start before the kernels before them have ended: "1" on Hopper and later.
+pub const OVERLAP: &str = "BATON_OVERLAP_LAUNCHES";
+
 /// The kernels of some sources.
 pub struct LoadedKernels {
     device: Device,
     modules: Vec<Arc<CudaModule>>,
     functions: HashMap<&'static str, Function>,
+    /// Whether launches are programmatic: a kernel may start when all blocks of the kernel before have started. Every
+    /// kernel begins with a wait for the end of the kernels before (`KERNEL` of `kernels/common.cuh`), so only the
+    /// latency of its launch is saved. Only Hopper and later architectures have that wait.
+    are_overlapped: bool,
 }
 
 struct Function {
@@ -49,7 +57,11 @@ impl LoadedKernels {
             Ok(module.map_err(|error| failed("cuModuleLoadData", error))?)
         };
         let modules = sources.iter().map(load).collect::<Result<_, OpenError>>()?;
-        Ok(LoadedKernels { device: device.clone(), modules, functions: HashMap::new() })
+        let are_overlapped = major >= 9 && std::env::var_os(OVERLAP).is_some_and(|value| value == "1");
+        if are_overlapped {
+            tracing::info!("launches of kernels overlap: {OVERLAP} is 1");
+        }
+        Ok(LoadedKernels { device: device.clone(), modules, functions: HashMap::new(), are_overlapped })
     }
 
     /// Launches a kernel on `stream`.
@@ -65,13 +77,31 @@ impl LoadedKernels {
         self.device.bind()?;
         let function = self.function(kernel.name(), shape.shared_bytes)?;
         let mut params = [(&raw const *kernel).cast_mut().cast::<c_void>()];
-        let (threads, stream) = ((shape.threads, 1, 1), stream.cu_stream());
-        // SAFETY: the type guarantees that the one parameter is the kernel's own; the call copies it. The caller
-        // guarantees the memory that it points to.
-        unsafe {
-            result::launch_kernel(function, (x, y, z), threads, shape.shared_bytes, stream, &mut params)
-        }
-        .map_err(|error| CudaError::Failed { call: kernel.name(), why: format!("cuLaunchKernel: {error}") })
+        let mut overlap = sys::CUlaunchAttribute {
+            id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+            pad: [0; 4],
+            value: sys::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
+        };
+        let config = sys::CUlaunchConfig {
+            gridDimX: x,
+            gridDimY: y,
+            gridDimZ: z,
+            blockDimX: shape.threads,
+            blockDimY: 1,
+            blockDimZ: 1,
+            sharedMemBytes: shape.shared_bytes,
+            hStream: stream.cu_stream(),
+            attrs: &mut overlap,
+            numAttrs: self.are_overlapped.into(),
+        };
+        // SAFETY: the type guarantees that the one parameter is the kernel's own; the call copies it and the
+        // configuration. The caller guarantees the memory that it points to.
+        let launched =
+            unsafe { sys::cuLaunchKernelEx(&config, function, params.as_mut_ptr(), ptr::null_mut()) };
+        launched.result().map_err(|error| CudaError::Failed {
+            call: kernel.name(),
+            why: format!("cuLaunchKernelEx: {error}"),
+        })
     }
 
     /// The kernel of this name, with its limit of dynamic shared memory raised to `shared_bytes`.

@@ -2,7 +2,8 @@
 //! A second stream carries the NCCL operations with other ranks.
 //!
 //! An event makes each NCCL operation wait for the work queued before it. Another event makes the first stream wait
-//! for the operation. Both events are part of graphs. While a rank waits for its device, it also checks that the
+//! for the operation. Both events are part of graphs. A thread of NCCL queues the operation; a graph captures it
+//! nevertheless, because this thread waits until it is queued, and captures what all threads queue. While a rank waits for its device, it also checks that the
 //! other ranks are still there: the device may be waiting for them.
 //!
 //! It has not run on a GPU yet. The tests run it against a fake driver (`baton-cuda-emulator`) and check the errors
@@ -11,6 +12,7 @@
 use std::sync::Arc;
 
 use baton_cuda::{Allocation, CudaError, Pinned, failed};
+use baton_kv_cache::KvDtype;
 use baton_model_spec::Rank;
 use cudarc::driver::{CudaEvent, CudaStream, result, sys};
 use fp8_trial::fp8_products;
@@ -18,20 +20,25 @@ use graphs::{Graphs, repeat};
 use loaded::LoadedKernels;
 use lt::Products;
 use nccl::{NcclGroup, NcclMember};
-use wgmma_trial::wgmma_works;
+use wgmma_trial::{wgmma_experts_work, wgmma_works};
 
-use crate::attention::WGMMA_FILE;
-use crate::device::{Fp8Product, Fp8Products, KernelDevice, NUM_MARKS, NUM_RETURNS, Product, TimedDevice};
+use crate::device::{
+    Fp8Product, Fp8Products, KernelDevice, NUM_MARKS, NUM_RETURNS, Product, TimedDevice, WgmmaKernels,
+};
 use crate::kernel::{Address, Kernel, KernelCode, KernelSource};
+use crate::{attention, expert_products};
 
 pub use error::OpenError;
 
+mod choices;
 mod error;
 pub mod fp8_trial;
 pub mod graphs;
 mod loaded;
 mod lt;
 pub mod nccl;
+mod plan;
+mod shape;
 pub mod wgmma_trial;
 
 /// Bytes of one staged copy between the host and the device.
@@ -51,7 +58,7 @@ pub struct DriverDevice {
     /// `None`: the device was opened without products.
     products: Option<Products>,
     pub fp8_products: Fp8Products,
-    has_wgmma: bool,
+    wgmma: WgmmaKernels,
     kernels: LoadedKernels,
     marks: Vec<Option<CudaEvent>>,
     /// `None`: this device computes a whole model.
@@ -98,16 +105,15 @@ impl DriverDevice {
     /// # Errors
     /// When something is missing or broken.
     pub fn open(ordinal: u32, sources: &[KernelSource], code: KernelCode) -> Result<DriverDevice, OpenError> {
+        let cache_dir = code.cache_dir.clone();
         let mut device = DriverDevice::without_products(ordinal, sources, code)?;
-        device.products = Some(Products::new(&device.device, &device.stream)?);
+        device.products = Some(Products::new(&device.device, &device.stream, cache_dir.as_deref())?);
         // Ada is the first architecture with E4M3 products.
         if device.capability()? >= (8, 9) {
             device.fp8_products = device.with_temporary_memory(fp8_products)?;
             tracing::info!(products = ?device.fp8_products, "fp8 products were tested");
         }
-        if let Some(source) = sources.iter().find(|source| source.file == WGMMA_FILE && device.has_wgmma) {
-            device.has_wgmma = device.try_wgmma(source)?;
-        }
+        device.try_wgmma(sources)?;
         Ok(device)
     }
 
@@ -116,17 +122,31 @@ impl DriverDevice {
         capability.map_err(|error| failed("cuDeviceGetAttribute", error))
     }
 
-    /// Whether attention with warpgroup products computes correct results.
-    fn try_wgmma(&mut self, source: &KernelSource) -> Result<bool, CudaError> {
-        let head_dim = source.defines.iter().find(|(name, _)| *name == "HEAD_DIM").expect("it is defined").1;
-        let works = self.with_temporary_memory(|device| wgmma_works(device, head_dim as usize))?;
-        match works {
-            true => tracing::info!("prefill attention uses warpgroup products"),
-            false => tracing::error!(
-                "warpgroup attention computes wrong results on this device and is not used: please report this"
-            ),
+    /// Finds out which kernels with warpgroup products compute correct results.
+    fn try_wgmma(&mut self, sources: &[KernelSource]) -> Result<(), CudaError> {
+        let source_of = |file| sources.iter().find(|source| source.file == file);
+        if let Some(source) = source_of(attention::WGMMA_FILE).filter(|_| self.wgmma.attention) {
+            let (head_dim, dtype) = (source.defined("HEAD_DIM"), source.defined("KV_TYPE"));
+            let dtype = KvDtype::ALL[dtype as usize];
+            let work = |device: &mut DriverDevice| wgmma_works(device, dtype, head_dim as usize);
+            self.wgmma.attention = self.with_temporary_memory(work)?;
+            log_trial("prefill attention", self.wgmma.attention);
         }
-        Ok(works)
+        for source in sources.iter().filter(|source| source.file == expert_products::WGMMA_FILE) {
+            if !self.wgmma.experts {
+                break;
+            }
+            let gated = source.defined("GATED");
+            let is_other =
+                |it: &&KernelSource| it.file == expert_products::FILE && it.defined("GATED") == gated;
+            let other = sources.iter().find(is_other).expect("the kernel that all cards have");
+            let tile_rows = other.defined("TILE_ROWS") as u32;
+            let work = |device: &mut DriverDevice| wgmma_experts_work(device, tile_rows, gated != 0);
+            self.wgmma.experts = self.with_temporary_memory(work)?;
+            let which = if gated != 0 { "gated products of experts" } else { "products of experts" };
+            log_trial(which, self.wgmma.experts);
+        }
+        Ok(())
     }
 
     /// Does some work, then frees the memory that it allocated.
@@ -164,7 +184,7 @@ impl DriverDevice {
             graphs: Graphs::new(&stream),
             products: None,
             fp8_products: Fp8Products::None,
-            has_wgmma: false,
+            wgmma: WgmmaKernels::all(false),
             kernels,
             marks: (0..NUM_MARKS).map(|_| None).collect(),
             uploads: [staging(STAGED_BYTES)?, staging(STAGED_BYTES)?],
@@ -177,7 +197,7 @@ impl DriverDevice {
             device,
         };
         // Only Hopper has wgmma; later architectures do not.
-        device.has_wgmma = device.capability()? == (9, 0);
+        device.wgmma = WgmmaKernels::all(device.capability()? == (9, 0));
         Ok(device)
     }
 
@@ -194,6 +214,7 @@ impl DriverDevice {
         self.device.bind()?;
         let event = || self.device.context().new_event(None).map_err(|error| failed("cuEventCreate", error));
         let (stream, asked, done) = (self.device.stream()?, event()?, event()?);
+        self.graphs.capture_all_threads();
         self.others = Some(Others { member: group.join(rank)?, stream, asked, done });
         Ok(())
     }
@@ -254,6 +275,16 @@ impl Drop for DriverDevice {
     }
 }
 
+fn log_trial(kernels: &str, works: bool) {
+    match works {
+        true => tracing::info!(kernels, "warpgroup products were tested"),
+        false => tracing::error!(
+            kernels,
+            "warpgroup products compute wrong results on this device and are not used: please report this"
+        ),
+    }
+}
+
 /// Waits for an event. Fails if another rank is gone, because the event may then never happen.
 fn wait(event: &CudaEvent, others: Option<&mut Others>) -> Result<(), CudaError> {
     let Some(others) = others else {
@@ -272,7 +303,8 @@ fn wait(event: &CudaEvent, others: Option<&mut Others>) -> Result<(), CudaError>
 }
 
 impl KernelDevice for DriverDevice {
-    // A guess: half of the rows still fill a device, and the sum takes longer than its launch.
+    // A guess, not measured: half of the rows still fill a device, and the sum takes longer than its launch.
+    // Two GPUs with NVLink decide it: a prompt's step with and without the overlap. gpu-check is for one GPU.
     const ROWS_TO_OVERLAP: usize = 1024;
 
     fn name(&self) -> &str {
@@ -364,21 +396,33 @@ impl KernelDevice for DriverDevice {
         unsafe { self.products.as_mut().expect("opened for products").multiply(product) }
     }
 
-    fn has_wgmma(&self) -> bool {
-        self.has_wgmma
+    fn wgmma(&self) -> WgmmaKernels {
+        self.wgmma
     }
 
     fn fp8_products(&self) -> Fp8Products {
         self.fp8_products
     }
 
-    unsafe fn multiply_fp8(&mut self, product: &Fp8Product) -> Result<(), CudaError> {
+    unsafe fn multiply_fp8(&mut self, product: &Fp8Product) -> Result<bool, CudaError> {
         if product.num_rows == 0 {
-            return Ok(());
+            return Ok(true);
         }
         self.device.bind()?;
         // SAFETY: the caller guarantees it.
         unsafe { self.products.as_mut().expect("opened for products").multiply_fp8(product) }
+    }
+
+    fn fix_products(&mut self) {
+        self.products.as_mut().expect("opened for products").fix();
+    }
+
+    fn begin_choice(&mut self) {
+        self.products.as_mut().expect("opened for products").begin_choice();
+    }
+
+    fn end_choice(&mut self) {
+        self.products.as_mut().expect("opened for products").end_choice();
     }
 
     unsafe fn begin_sum(&mut self, numbers: Address, len: usize) -> Result<(), CudaError> {

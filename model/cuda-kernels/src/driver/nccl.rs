@@ -164,7 +164,13 @@ impl NcclMember {
 
     /// Queues sends and receives of `len` bytes as one NCCL group. Each operation is (is it a send, address, peer
     /// rank).
-    unsafe fn post(
+    ///
+    /// # Errors
+    /// As for [`sum`](Self::sum).
+    ///
+    /// # Safety
+    /// As for [`sum`](Self::sum).
+    pub unsafe fn post(
         &mut self,
         operations: Vec<(bool, Address, usize)>,
         len: usize,
@@ -207,8 +213,9 @@ impl NcclMember {
         }
     }
 
-    /// Waits until NCCL has accepted the last operation. The first operation on a link connects it, which needs the
-    /// other ranks.
+    /// Waits until NCCL has queued the last operation. A thread of NCCL does that, so what this thread queues next
+    /// would come before it, and a capture would end without it. The first operation on a link connects it, which
+    /// needs the other ranks.
     fn settle(&mut self) -> Result<(), CudaError> {
         while !self.is_ready()? {
             std::thread::yield_now();

@@ -3,8 +3,11 @@
 use baton_cuda_emulator::emulator::Emulator;
 use baton_cuda_emulator::numbers::{assert_close, bf16, widened};
 use baton_cuda_kernels::gate::*;
+use baton_cuda_kernels::products::{self, QuantiseGroups, QuantiseRows, WeightKind};
 use baton_model_spec::Activation;
 use baton_model_testing::noise;
+
+use super::norm::QUANTISED;
 
 const ALL: [Activation; 3] = [Activation::Silu, Activation::Gelu, Activation::GeluTanh];
 
@@ -64,6 +67,42 @@ fn gates_apply_their_activation() {
                 .flat_map(|row| (0..width).map(|i| formula(activation, row[i]) * row[width + i]))
                 .collect();
             assert_close(&widened(emulator.run().of(kernel.out)), &expected, RELATIVE, ABSOLUTE * 12.0);
+        }
+    }
+}
+
+#[test]
+fn gated_rows_are_quantised_with_the_same_bits() {
+    for (num_rows, width, stride) in QUANTISED {
+        let gate_up = bf16(&noise(1, num_rows * 2 * width).iter().map(|x| x * 12.0).collect::<Vec<_>>()).0;
+        let mut emulator = Emulator::of(&[source(Activation::Silu), products::source(WeightKind::Fp8)]);
+        let gate_up = emulator.buffer(&gate_up);
+        let num_scales = if stride == 0 { num_rows } else { width / 128 * stride as usize };
+        let found = [false, true].map(|is_fused| {
+            let out = emulator.poisoned(num_rows * width * 2);
+            let gate = ApplyGate { gate_up, out, width: width as u32, num_rows: num_rows as u32 };
+            let quantised = emulator.poisoned(num_rows * width);
+            let scales = emulator.poisoned(num_scales * 4);
+            let (x, k, num_rows) = (gate.out, gate.width, gate.num_rows);
+            if is_fused {
+                emulator.launch(&GateQuantise { gate, quantised, scales, stride, unused: 0 });
+            } else {
+                emulator.launch(&gate);
+                match stride {
+                    0 => emulator.launch(&QuantiseRows { x, out: quantised, scales, k, num_rows }),
+                    _ => {
+                        let num_rows = u64::from(num_rows);
+                        emulator.launch(&QuantiseGroups { x, out: quantised, scales, k, stride, num_rows });
+                    }
+                }
+            }
+            [gate.out, quantised, scales]
+        });
+        let memory = emulator.run();
+        for (what, (apart, fused)) in
+            ["rows", "codes", "scales"].iter().zip(found[0].into_iter().zip(found[1]))
+        {
+            assert_eq!(memory.of(apart), memory.of(fused), "{what}, {num_rows} x {width}, stride {stride}");
         }
     }
 }

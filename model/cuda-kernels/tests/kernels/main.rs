@@ -1,5 +1,6 @@
 //! Every kernel against a plain reference: on the emulator, or on the device that `BATON_KERNELS_ON` names.
 
+mod algorithms;
 mod attention;
 mod blocks;
 mod checksum;

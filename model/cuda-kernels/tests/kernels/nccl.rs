@@ -1,18 +1,24 @@
-//! Ranks that join, sum, leave and wait, with a fake NCCL.
+//! Ranks that join, sum, leave and wait, with a fake NCCL; and graphs with NCCL's operations, on a device.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::ptr;
 use std::thread;
 use std::time::Duration;
 
-use baton_cuda::CudaError;
 use baton_cuda::nccl::Nccl;
+use baton_cuda::{Allocation, CudaError, Device};
 use baton_cuda_emulator::files::cpp_folder;
 use baton_cuda_emulator::numbers::{bf16, widened};
+use baton_cuda_emulator::test_device;
+use baton_cuda_kernels::device::KernelDevice;
+use baton_cuda_kernels::driver::DriverDevice;
+use baton_cuda_kernels::driver::graphs::{Graphs, repeat};
 use baton_cuda_kernels::driver::nccl::*;
 use baton_cuda_kernels::kernel::Address;
+use baton_cuda_kernels::rows::{self, AddBias};
 use baton_model_spec::Rank;
+use cudarc::driver::result;
 use tempfile::TempDir;
 
 const LONG: Duration = Duration::from_secs(600);
@@ -160,4 +166,98 @@ fn a_rank_that_has_left_makes_no_calls() {
         sum(&mut member, &mut bf16(&[1.0]).0)
     });
     assert_eq!(outcomes, [Err(CudaError::RankGone { rank: 0 })]);
+}
+
+/// Runs of repeated work: the first one queues, the second one captures, the others replay.
+const NUM_RUNS: usize = 4;
+
+/// NCCL, and the device that `BATON_KERNELS_ON` names.
+fn on_a_device() -> Option<(Nccl, u32)> {
+    let place = std::env::var_os("BATON_NCCL");
+    let found = test_device::ordinal().map(|ordinal| (Nccl::load(place.as_deref().map(Path::new)), ordinal));
+    match found {
+        Some((Ok(nccl), ordinal)) => return Some((nccl, ordinal)),
+        Some((Err(error), _)) => println!("SKIPPED: {error}"),
+        None => println!("SKIPPED: BATON_KERNELS_ON names no device"),
+    }
+    None
+}
+
+/// One rank, which computes alone, and two ranks where there are two devices.
+#[test]
+fn sums_are_a_part_of_graphs() {
+    let Some((nccl, first)) = on_a_device() else { return };
+    let num_devices = baton_cuda::num_devices().unwrap() - first as usize;
+    for num_ranks in 1..=num_devices.min(2) {
+        let group = NcclGroup::new(nccl.clone()).unwrap();
+        let all_are_done = std::sync::Barrier::new(num_ranks);
+        let run = |rank: Rank| {
+            let ordinal = first + rank.idx as u32;
+            let sources = [rows::source()];
+            let mut device =
+                DriverDevice::without_products(ordinal, &sources, test_device::kernel_code()).unwrap();
+            device.join(&group, rank).unwrap();
+            let x = device.allocate_holding(&bf16(&[1.0; 8]).0).unwrap();
+            let bias = device.allocate_holding(bytemuck::cast_slice(&[1.0f32; 8])).unwrap();
+            for _ in 0..NUM_RUNS {
+                let mut add_and_sum = |device: &mut DriverDevice| {
+                    // SAFETY: the numbers and their biases live as long as the device.
+                    unsafe {
+                        device.launch(&AddBias { x, bias, width: 8, num_rows: 1 })?;
+                        device.begin_sum(x, 8)?;
+                    }
+                    device.end_sums()
+                };
+                device.repeat(0, &mut add_and_sum).unwrap();
+            }
+            let mut bytes = [0; 16];
+            // SAFETY: these are eight numbers.
+            unsafe { device.download(x, &mut bytes) }.unwrap();
+            all_are_done.wait();
+            let expected = (0..NUM_RUNS).fold(1.0, |x, _| num_ranks as f32 * (x + 1.0));
+            assert_eq!(widened(&bytes), [expected; 8], "{num_ranks} ranks");
+        };
+        let run = &run;
+        thread::scope(|scope| {
+            Rank::all(num_ranks).for_each(|rank| drop(scope.spawn(move || run(rank))));
+        });
+    }
+}
+
+/// A stream of work that is captured, and its rank.
+struct Capturing {
+    graphs: Graphs,
+    member: NcclMember,
+}
+
+/// NCCL does nothing for the sum of one rank. For an exchange of a rank with itself it launches a kernel, from a
+/// thread of its own, into the stream that this thread captures.
+#[test]
+fn what_another_thread_queues_is_a_part_of_a_graph() {
+    let Some((nccl, ordinal)) = on_a_device() else { return };
+    let device = Device::open(ordinal).unwrap();
+    device.bind().unwrap();
+    let stream = device.stream().unwrap();
+    let [from, to] = [(); 2].map(|()| Allocation::new(&device, 4).unwrap());
+    let member = NcclGroup::new(nccl).unwrap().join(Rank::ONLY).unwrap();
+    let mut capturing = Capturing { graphs: Graphs::new(&stream), member };
+    capturing.graphs.capture_all_threads();
+    for run in 1..=NUM_RUNS as u32 {
+        let sent = [run];
+        // SAFETY: both sides have four bytes, which live until the stream is idle.
+        unsafe { result::memcpy_htod_async(from.address(), &sent, stream.cu_stream()) }.unwrap();
+        stream.synchronize().unwrap();
+        let mut exchange = |capturing: &mut Capturing| {
+            let operations = vec![(true, Address(from.address()), 0), (false, Address(to.address()), 0)];
+            // SAFETY: as above.
+            unsafe { capturing.member.post(operations, 4, stream.cu_stream().cast()) }
+        };
+        repeat(&mut capturing, |capturing| &mut capturing.graphs, 0, &mut exchange).unwrap();
+        let mut received = [0];
+        // SAFETY: as above.
+        unsafe { result::memcpy_dtoh_async(&mut received, to.address(), stream.cu_stream()) }.unwrap();
+        stream.synchronize().unwrap();
+        assert_eq!(received, sent);
+    }
+    capturing.graphs.clear();
 }

@@ -31,8 +31,9 @@ fn integers(width: IntegerWidth, n: usize, k: usize, group: usize, has_zeros: bo
     let num_groups = k.div_ceil(group);
     let format = IntegerFormat { width, group, has_zeros };
     let (mut bytes, mut values) = (vec![], vec![]);
-    // `[groups][n]`: kernels read the scales of neighbouring rows together.
-    let (mut scales, mut zeros) = (vec![0.0; num_groups * n], vec![0.0; num_groups * n]);
+    // `[groups][n]`: kernels read the scales of four neighbouring rows together.
+    let stride = n.next_multiple_of(4);
+    let (mut scales, mut zeros) = (vec![0.0; num_groups * stride], vec![0.0; num_groups * stride]);
     for row_idx in 0..n {
         let seed = row_idx as u64 + 10;
         let top = 2.0 * f32::from(width.middle()) - 1.0;
@@ -51,13 +52,13 @@ fn integers(width: IntegerWidth, n: usize, k: usize, group: usize, has_zeros: bo
         pack(&row.levels, kind, &mut bytes[first..]);
         values.extend(row.values(format).map(f64::from));
         for group_idx in 0..num_groups {
-            scales[group_idx * n + row_idx] = row.scales[group_idx];
+            scales[group_idx * stride + row_idx] = row.scales[group_idx];
             if has_zeros {
-                zeros[group_idx * n + row_idx] = row.zeros[group_idx] - f32::from(width.middle());
+                zeros[group_idx * stride + row_idx] = row.zeros[group_idx] - f32::from(width.middle());
             }
         }
     }
-    let places = Scales { row_stride: 1, group_stride: n as u32, group: group as u32, ..Scales::NONE };
+    let places = Scales { row_stride: 1, group_stride: stride as u32, group: group as u32, ..Scales::NONE };
     Weights { kind, n, k, bytes, scales, zeros: if has_zeros { zeros } else { vec![] }, places, values }
 }
 
@@ -203,7 +204,7 @@ fn each_place_is_multiplied_with_its_experts_weights() {
     let counts = [0, 3, 21, 0, 8];
     for (n, all) in [
         (8, integers(IntegerWidth::Four, 40, 160, 32, true)),
-        (34, integers(IntegerWidth::Eight, 170, 72, 64, false)),
+        (36, integers(IntegerWidth::Eight, 180, 72, 64, false)),
         (33, fp8(165, 80, 1, 80)),
         (32, fp8(160, 144, 32, 64)),
         (16, floats(80, 40)),

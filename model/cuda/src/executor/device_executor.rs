@@ -22,11 +22,12 @@ use baton_model_spec::{
 
 use super::launched::{Collected, Launched, Reported};
 use super::shape::check_shape;
+use crate::block_tables::BlockTables;
 use crate::buffers::Buffers;
 use crate::error::StartError;
 use crate::forward_pass::ForwardPass;
 use crate::inputs::{BatchLimits, InputShape, Inputs, MAX_DECODE_ROWS, padded};
-use crate::multiply::ProductScratch;
+use crate::multiply::{ProductRule, ProductScratch};
 use crate::part::Part;
 use crate::samplings::SamplingInputs;
 use crate::weights::{self, DeviceWeightBytes, DeviceWeights};
@@ -43,6 +44,7 @@ pub struct DeviceExecutor<D> {
     pub scratch: ProductScratch,
     pub(super) limits: BatchLimits,
     pub shape: InputShape,
+    pub tables: BlockTables,
     pub(super) inputs: Inputs,
     pub(super) samplings: SamplingInputs,
     /// Logits of the step that `execute` runs, or of the unsampled rows of each step in flight.
@@ -73,9 +75,14 @@ impl<D: KernelDevice> DeviceExecutor<D> {
         let part = Part::of(&model);
         let weights =
             weights::upload(&mut device, part.spec(), model.weights(), model.num_threads(), progress);
+        let rule = match model.activations() {
+            _ if model.is_deterministic() => ProductRule::Fixed,
+            Activations::Auto => ProductRule::Fast,
+            _ => ProductRule::Bf16,
+        };
         let remedy = "--quantize makes them smaller, --tensor-parallel divides them among GPUs";
         let weights = weights.map_err(StartError::taking("the weights", remedy))?;
-        DeviceExecutor::with_weights(device, part, weights, limits, model.activations() == Activations::Auto)
+        DeviceExecutor::with_weights(device, part, weights, limits, rule)
     }
 
     /// Like [`new`](Self::new), with weights that are on the device already.
@@ -87,8 +94,11 @@ impl<D: KernelDevice> DeviceExecutor<D> {
         part: Part,
         weights: DeviceWeights,
         limits: BatchLimits,
-        quantises_activations: bool,
+        rule: ProductRule,
     ) -> Result<DeviceExecutor<D>, StartError> {
+        if rule == ProductRule::Fixed {
+            device.fix_products();
+        }
         let (spec, layout) = (part.spec(), part.layout);
         let shape = InputShape {
             block_size: layout.block_size,
@@ -101,9 +111,10 @@ impl<D: KernelDevice> DeviceExecutor<D> {
         };
         let remedy = "a smaller --token-budget or --max-running takes less";
         let no_room = StartError::taking("the largest step", remedy);
-        let buffers = Buffers::new(&mut device, spec, &layout, &limits, &shape, part.rank());
+        let tables = BlockTables::new(&limits, layout.block_size);
+        let buffers = Buffers::new(&mut device, spec, &layout, &limits, &shape, &tables, part.rank());
         let buffers = buffers.map_err(no_room)?;
-        let scratch = ProductScratch::new(&mut device, spec, &weights, &limits, quantises_activations);
+        let scratch = ProductScratch::new(&mut device, spec, &weights, &limits, rule);
         let scratch = scratch.map_err(no_room)?;
         let mut executor = DeviceExecutor {
             device,
@@ -113,6 +124,7 @@ impl<D: KernelDevice> DeviceExecutor<D> {
             scratch,
             limits,
             shape,
+            tables,
             inputs: Inputs::default(),
             samplings: SamplingInputs::default(),
             logits: Default::default(),
@@ -151,9 +163,10 @@ impl<D: KernelDevice> DeviceExecutor<D> {
     }
 
     /// Runs steps of many sizes, the largest one with all layers. Libraries and the driver thereby load code and
-    /// allocate memory before the rest of the memory goes to blocks. The steps touch no block, and later steps
-    /// overwrite their results.
+    /// allocate memory before the rest of the memory goes to blocks, and the device chooses how it multiplies. The
+    /// steps touch no block, and later steps overwrite their results.
     fn warm_up(&mut self) -> Result<(), CudaError> {
+        self.device.begin_choice();
         let DeviceExecutor { device, part, weights, buffers, scratch, inputs, limits, .. } = self;
         let smaller = std::iter::successors(Some(1), |num_rows| Some(2 * num_rows));
         let smaller = smaller.take_while(|&num_rows| num_rows < limits.num_rows);
@@ -176,6 +189,7 @@ impl<D: KernelDevice> DeviceExecutor<D> {
             }
         }
         self.warm_up_sampling()?;
+        self.device.end_choice();
         self.device.mark(0)?;
         self.device.wait_for(0)
     }
@@ -210,7 +224,7 @@ impl<D: KernelDevice> DeviceExecutor<D> {
     pub(super) fn take(&mut self, batch: &Batch<'_>, storage: &BlockStorage) -> Result<(), String> {
         self.check_blocks(storage);
         self.check_limits(batch)?;
-        self.inputs.fill(batch, &self.shape);
+        self.inputs.fill(batch, &self.shape, &mut self.tables);
         Ok(())
     }
 
@@ -219,9 +233,17 @@ impl<D: KernelDevice> DeviceExecutor<D> {
         ExecuteError { device: self.device.name().to_owned(), message }
     }
 
+    /// Queues the copy of the inputs, and changes the block tables. Steps in flight read the tables before that.
     pub(super) fn upload(&mut self) -> Result<(), CudaError> {
-        // SAFETY: there is room for the largest batch and its samplings.
-        unsafe { self.device.upload(self.buffers.inputs, self.inputs.bytes()) }
+        let Buffers { inputs, block_tables, .. } = self.buffers;
+        // SAFETY: there is room for the largest batch and its samplings, and for the tables of all slots.
+        unsafe {
+            self.device.upload(inputs, self.inputs.bytes())?;
+            match self.inputs.change_tables(inputs, block_tables) {
+                Some(change) => self.device.launch(&change),
+                None => Ok(()),
+            }
+        }
     }
 
     /// The device, and the pass of the current inputs.

@@ -1,7 +1,7 @@
 //! The executor of a model, or of one rank's part of it, on a device.
 
 pub use device_executor::DeviceExecutor;
-pub use shape::{check_shape, sources, sources_of};
+pub use shape::{check_shape, expert_sources, sources, sources_of};
 
 mod device_executor;
 mod launched;

@@ -4,9 +4,11 @@ use baton_checkpoint::DeviceModel;
 use baton_cuda_kernels::device::NUM_MARKS;
 use baton_cuda_kernels::kernel::KernelSource;
 use baton_cuda_kernels::products::{self, WeightKind};
-use baton_cuda_kernels::{attention, embed, expert_products, experts, gate, norm, ranks, rope, rows, sample};
+use baton_cuda_kernels::{
+    attention, blocks, embed, expert_products, experts, gate, norm, ranks, rope, rows, sample,
+};
 use baton_kv_cache::KvLayout;
-use baton_model_spec::{DecoderSpec, MlpSpec};
+use baton_model_spec::{Activation, DecoderSpec, MlpSpec};
 
 use crate::error::StartError;
 use crate::multiply::EXPERT_TILE_ROWS;
@@ -24,6 +26,7 @@ pub fn sources(model: &DeviceModel) -> Vec<KernelSource> {
 /// The kernels of a decoder, or of a rank's part of it, with bf16 weights.
 pub fn sources_of(spec: &DecoderSpec, layout: &KvLayout) -> Vec<KernelSource> {
     [
+        blocks::source(),
         embed::source(),
         norm::source(),
         rows::source(),
@@ -35,14 +38,17 @@ pub fn sources_of(spec: &DecoderSpec, layout: &KvLayout) -> Vec<KernelSource> {
     .chain(attention::sources(layout))
     .chain(
         is_routed(spec)
-            .then(|| {
-                let product = |gate| expert_products::source(EXPERT_TILE_ROWS, gate);
-                [experts::source(), product(None), product(Some(spec.activation))]
-            })
+            .then(|| [experts::source()].into_iter().chain(expert_sources(spec.activation)))
             .into_iter()
             .flatten(),
     )
     .collect()
+}
+
+/// The products of experts with this activation.
+pub fn expert_sources(activation: Activation) -> Vec<KernelSource> {
+    let of = |gate| [expert_products::source(EXPERT_TILE_ROWS, gate), expert_products::wgmma_source(gate)];
+    [None, Some(activation)].into_iter().flat_map(of).collect()
 }
 
 fn is_routed(spec: &DecoderSpec) -> bool {

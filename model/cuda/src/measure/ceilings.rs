@@ -3,7 +3,7 @@
 use baton_cuda_kernels::device::{Product, TimedDevice};
 use baton_cuda_kernels::noise::Noise;
 
-use super::figure::{Amount, Figure};
+use super::figure::{Amount, Figure, Finding, fits};
 use super::sizes::Sizes;
 use super::timing::median;
 use crate::error::StartError;
@@ -15,31 +15,34 @@ pub struct Ceilings {
 }
 
 impl Ceilings {
+    /// `None`: they do not fit into the memory, so nothing can be compared with them.
     pub fn measure<D: TimedDevice>(
         device: &mut D,
         sizes: &Sizes,
-        report: &mut dyn FnMut(&Figure),
-    ) -> Result<Ceilings, StartError> {
-        let (noise, bytes) = (Noise::new(device)?, sizes.copied_bytes);
+        report: &mut dyn FnMut(&Finding),
+    ) -> Result<Option<Ceilings>, StartError> {
+        let bytes = sizes.copied_bytes;
+        let n = sizes.product;
+        let matrix = 2 * n * n;
+        if !fits(device, "the ceilings, and all that is compared with them", 2 * bytes + 3 * matrix, report)?
+        {
+            return Ok(None);
+        }
+        let noise = Noise::new(device)?;
         let [from, to] = [noise.fill_new(device, bytes)?, device.allocate(bytes)?];
         // SAFETY: both allocations have this size.
         let seconds =
             median(sizes.repetitions, device, &mut |device| unsafe { device.copy(to, from, bytes) })?;
         let copied = 2.0 * bytes as f64;
-        let figure = |what: &str, seconds, amount| Figure {
-            what: what.into(),
-            seconds,
-            amount,
-            share: None,
-            target: None,
+        let figure = |what: &str, seconds, amount| {
+            let what = what.to_owned();
+            Finding::Measured(Figure { what, seconds, amount, share: None, target: None })
         };
         report(&figure("copy within the device's memory", seconds, Amount::Bytes(copied)));
         let bytes_per_second = copied / seconds;
 
-        let n = sizes.product;
-        let matrix = || [n, n].into_iter().product::<usize>() * 2;
-        let (left, right) = (noise.fill_new(device, matrix())?, noise.fill_new(device, matrix())?);
-        let out = device.allocate(matrix())?;
+        let (left, right) = (noise.fill_new(device, matrix)?, noise.fill_new(device, matrix)?);
+        let out = device.allocate(matrix)?;
         let [num_rows, num_out, num_in, left_stride, out_stride] = [n as u64; 5];
         let (is_out_f32, beta) = (0, 0.0);
         let product = Product {
@@ -62,14 +65,14 @@ impl Ceilings {
             seconds,
             Amount::Operations(operations),
         ));
-        Ok(Ceilings { bytes_per_second, operations_per_second: operations / seconds })
+        Ok(Some(Ceilings { bytes_per_second, operations_per_second: operations / seconds }))
     }
 
-    pub fn figure(&self, what: String, seconds: f64, amount: Amount, target: Option<f64>) -> Figure {
+    pub fn figure(&self, what: String, seconds: f64, amount: Amount, target: Option<f64>) -> Finding {
         let least = match amount {
             Amount::Bytes(bytes) => bytes / self.bytes_per_second,
             Amount::Operations(operations) => operations / self.operations_per_second,
         };
-        Figure { what, seconds, amount, share: Some(least / seconds), target }
+        Finding::Measured(Figure { what, seconds, amount, share: Some(least / seconds), target })
     }
 }

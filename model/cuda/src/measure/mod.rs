@@ -2,7 +2,8 @@
 //!
 //! The same run measures the ceilings: a large copy, counted in bytes read and written, and a large bf16 product.
 //! Times are medians, measured with the device's clock, or with the host's clock for steps as the engine sees them.
-//! Weights and KV are noise, because products of zeros are faster than others.
+//! Weights and KV are noise, because products of zeros are faster than others. What does not fit into the device's memory is
+//! left out, and the report says so.
 
 use baton_cuda::CudaError;
 use baton_cuda_kernels::device::TimedDevice;
@@ -11,13 +12,14 @@ use baton_cuda_kernels::kernel::KernelCode;
 
 use self::ceilings::Ceilings;
 use crate::error::StartError;
-use crate::executor::sources_of;
 
-pub use figure::{Amount, Figure};
-pub use sizes::{Sizes, llama};
+pub use figure::{Amount, Figure, Finding};
+pub use sizes::{ExpertSizes, Sizes, llama};
 
 mod attention;
 mod ceilings;
+mod experts;
+mod few_rows;
 mod figure;
 mod sizes;
 mod steps;
@@ -47,14 +49,28 @@ pub fn card(ordinal: u32) -> Result<Card, CudaError> {
     Ok(Card { name, capability, memory_bytes: device.memory()?.1 })
 }
 
-/// Measures a model of the shape of Llama 3.1 8B. Calls `report` for each figure.
+/// What is measured.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Scope {
+    /// The limits of the device.
+    Ceilings,
+    /// Kernels and steps, too.
+    All,
+}
+
+/// Measures a model of the shape of Llama 3.1 8B. Calls `report` for each finding, when it is known.
 ///
 /// # Errors
-/// When a library is missing, there is too little memory, or the device fails.
-pub fn measure(ordinal: u32, code: &KernelCode, report: &mut dyn FnMut(&Figure)) -> Result<(), StartError> {
+/// When a library is missing, or the device fails.
+pub fn measure(
+    ordinal: u32,
+    code: &KernelCode,
+    scope: Scope,
+    report: &mut dyn FnMut(&Finding),
+) -> Result<(), StartError> {
     let sizes = Sizes::full();
-    let sources = sources_of(&sizes.spec, &sizes.layout());
-    measure_on(&sizes, || Ok(DriverDevice::open(ordinal, &sources, code.clone())?), report)
+    let sources = sizes.sources();
+    measure_on(&sizes, scope, || Ok(DriverDevice::open(ordinal, &sources, code.clone())?), report)
 }
 
 /// Like [`measure`], for other sizes. The device is opened again for each part, which frees the memory of the part
@@ -64,10 +80,21 @@ pub fn measure(ordinal: u32, code: &KernelCode, report: &mut dyn FnMut(&Figure))
 /// As for [`measure`].
 pub fn measure_on<D: TimedDevice>(
     sizes: &Sizes,
+    scope: Scope,
     open: impl Fn() -> Result<D, StartError>,
-    report: &mut dyn FnMut(&Figure),
+    report: &mut dyn FnMut(&Finding),
 ) -> Result<(), StartError> {
-    let ceilings = Ceilings::measure(&mut open()?, sizes, report)?;
-    attention::measure(&mut open()?, sizes, &ceilings, report)?;
+    let Some(ceilings) = Ceilings::measure(&mut open()?, sizes, report)? else { return Ok(()) };
+    if scope == Scope::Ceilings {
+        return Ok(());
+    }
+    for &num_sequences in &sizes.attention_batches {
+        attention::measure_decode(&mut open()?, sizes, num_sequences, &ceilings, report)?;
+    }
+    attention::measure_prefill(&mut open()?, sizes, &ceilings, report)?;
+    for experts in &sizes.experts {
+        experts::measure(&mut open()?, sizes, experts, &ceilings, report)?;
+    }
+    few_rows::measure(&mut open()?, sizes, &ceilings, report)?;
     steps::measure(open()?, sizes, &ceilings, report)
 }

@@ -1,7 +1,11 @@
 //! Sizes of the measured model, batches and ceilings.
 
+use baton_cuda_kernels::kernel::KernelSource;
+use baton_cuda_kernels::products::{self, WeightKind};
 use baton_kv_cache::{KvDtype, KvLayout};
 use baton_model_spec::{Activation, DecoderSpec, LayerSpec, MlpSpec, RopeScaling, RopeSpec};
+
+use crate::executor::{expert_sources, sources_of};
 
 /// Sizes of all measurements.
 #[derive(Clone, Debug)]
@@ -10,10 +14,14 @@ pub struct Sizes {
     pub spec: DecoderSpec,
     /// Tokens in the cache of a decoding sequence, including the newest.
     pub context: usize,
-    /// Number of decoding sequences.
+    /// Number of decoding sequences of a step.
     pub batch: usize,
+    /// Numbers of decoding sequences for which attention alone is measured.
+    pub attention_batches: Vec<usize>,
     /// Tokens of the prompt.
     pub prompt: usize,
+    /// Layers of routed experts that are measured alone.
+    pub experts: Vec<ExpertSizes>,
     /// Bytes of the large copy.
     pub copied_bytes: usize,
     /// Rows and columns of the large product.
@@ -32,11 +40,24 @@ impl Sizes {
             spec: llama(shape, vec![LayerSpec { window: None, rope_idx: 0, mlp }; 32], 128_256),
             context: 4096,
             batch: 32,
+            attention_batches: vec![1, 8, 32, 128],
             prompt: 8192,
+            experts: vec![
+                // Mixtral 8x7B, and Qwen3 30B-A3B.
+                ExpertSizes { num_experts: 8, num_active: 2, hidden_size: 4096, intermediate_size: 14336 },
+                ExpertSizes { num_experts: 128, num_active: 8, hidden_size: 2048, intermediate_size: 768 },
+            ],
             copied_bytes: 4 << 30,
             product: 8192,
             repetitions: 15,
         }
+    }
+
+    /// The kernels of all measurements.
+    pub fn sources(&self) -> Vec<KernelSource> {
+        let experts = expert_sources(Activation::Silu);
+        let quantised = [WeightKind::Int4, WeightKind::Fp8].map(products::source);
+        sources_of(&self.spec, &self.layout()).into_iter().chain(experts).chain(quantised).collect()
     }
 
     /// Layout of its blocks.
@@ -49,6 +70,19 @@ impl Sizes {
             dtype: KvDtype::Bf16,
         }
     }
+}
+
+/// A layer of routed experts.
+#[derive(Clone, Copy, Debug)]
+pub struct ExpertSizes {
+    /// Experts of the layer.
+    pub num_experts: usize,
+    /// Experts of a token.
+    pub num_active: usize,
+    /// Numbers of a token.
+    pub hidden_size: usize,
+    /// Numbers between the gate and the last product of an expert.
+    pub intermediate_size: usize,
 }
 
 /// A model of the Llama architecture. `shape` is the hidden size, the heads, the kv heads and the head size.

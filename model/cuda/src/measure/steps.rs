@@ -12,35 +12,43 @@ use baton_model_spec::{
 };
 
 use super::ceilings::Ceilings;
-use super::figure::{Amount, Figure};
+use super::figure::{Amount, Finding, fits};
 use super::sizes::{Sizes, attention_operations};
 use super::timing::{median, middle};
-use super::weights::random_weights;
+use super::weights::{random_weights, weight_bytes};
 use crate::error::StartError;
 use crate::executor::DeviceExecutor;
 use crate::inputs::{BatchLimits, Inputs};
+use crate::multiply::ProductRule;
 use crate::part::Part;
 use crate::pool::PoolAddress;
 use crate::weights::{DeviceLayer, DeviceMlp};
+
+/// Memory for the buffers of the largest step, and for what libraries and graphs allocate.
+const BUFFER_BYTES: usize = 4 << 30;
 
 /// Measures decode steps with few and with many sequences, and a prompt.
 pub fn measure<D: TimedDevice>(
     mut device: D,
     sizes: &Sizes,
     ceilings: &Ceilings,
-    report: &mut dyn FnMut(&Figure),
+    report: &mut dyn FnMut(&Finding),
 ) -> Result<(), StartError> {
     let Sizes { spec, context, batch, prompt, repetitions, .. } = sizes;
     let layout = sizes.layout();
+    let num_blocks = (batch * layout.num_blocks_for(*context)).max(layout.num_blocks_for(*prompt));
+    let needed_bytes = weight_bytes(spec) + num_blocks * layout.block_bytes() + BUFFER_BYTES;
+    if !fits(&mut device, "steps of a whole model", needed_bytes, report)? {
+        return Ok(());
+    }
     let noise = Noise::new(&mut device)?;
     let weights = random_weights(&mut device, spec, &noise)?;
-    let num_blocks = (batch * layout.num_blocks_for(*context)).max(layout.num_blocks_for(*prompt));
     let pool = noise.fill_new(&mut device, num_blocks * layout.block_bytes())?;
     let storage = BlockStorage::on_device(Box::new(PoolAddress(pool)), layout, num_blocks);
     let limits =
         BatchLimits { num_rows: *prompt, num_sequences: *batch, context_length: (*context).max(*prompt) };
     let mut executor =
-        DeviceExecutor::with_weights(device, Part::whole(spec, layout), weights, limits, false)?;
+        DeviceExecutor::with_weights(device, Part::whole(spec, layout), weights, limits, ProductRule::Bf16)?;
 
     let seconds = products(&mut executor, *batch, *repetitions)?;
     let weight_bytes = (2 * num_multiplied(&executor)) as f64;
@@ -57,7 +65,7 @@ pub fn measure<D: TimedDevice>(
         let bytes = Amount::Bytes(weight_bytes + (num_sequences * context * layout.token_bytes()) as f64);
         let what = format!("decode step, {num_sequences} x {context}");
         let seconds = as_the_engine_decodes(&mut executor, &step, &storage, *repetitions)?;
-        report(&ceilings.figure(what.clone(), seconds, bytes, Some(0.8)));
+        report(&ceilings.figure(what.clone(), seconds, bytes, Some(0.85)));
         let seconds = on_the_device(&mut executor, &step, pool, *repetitions)?;
         report(&ceilings.figure(format!("{what}, device alone"), seconds, bytes, None));
     }
@@ -69,7 +77,7 @@ pub fn measure<D: TimedDevice>(
     let products = 2.0 * ((num_multiplied(&executor) - head) * prompt + head) as f64;
     let attention = spec.layers.len() as f64 * attention_operations(spec, *prompt);
     let what = format!("prefill, {prompt} tokens");
-    report(&ceilings.figure(what, seconds, Amount::Operations(products + attention), Some(0.65)));
+    report(&ceilings.figure(what, seconds, Amount::Operations(products + attention), Some(0.7)));
     Ok(())
 }
 
@@ -107,7 +115,7 @@ fn products<D: TimedDevice>(
         // SAFETY: as above.
         unsafe { scratch.multiply_exactly(device, weights.head, buffers.hidden, buffers.logits, num_rows) }
     };
-    // Smaller than the keys of steps, whose upper half is the number of blocks.
+    // Smaller than the keys of steps, whose upper half is the number of sequences.
     median(repetitions, device, &mut |device| device.repeat(num_rows as u64, &mut work))
 }
 
@@ -193,9 +201,10 @@ fn on_the_device<D: TimedDevice>(
     pool: Address,
     repetitions: usize,
 ) -> Result<f64, CudaError> {
-    let DeviceExecutor { device, part, weights, buffers, scratch, shape, .. } = executor;
+    let DeviceExecutor { device, part, weights, buffers, scratch, shape, tables, .. } = executor;
     let mut inputs = Inputs::default();
-    inputs.fill(step, shape);
+    // The steps before this one had the same blocks.
+    inputs.fill(step, shape, tables);
     // SAFETY: there is room for the largest batch.
     unsafe { device.upload(buffers.inputs, inputs.bytes()) }?;
     let pass = part.pass(weights, buffers, scratch, &inputs, pool);

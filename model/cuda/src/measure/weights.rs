@@ -5,11 +5,21 @@ use baton_cuda_kernels::device::TimedDevice;
 use baton_cuda_kernels::kernel::Address;
 use baton_cuda_kernels::noise::Noise;
 use baton_cuda_kernels::products::{Scales, WeightKind};
-use baton_model_spec::{DecoderSpec, MlpSpec};
+use baton_model_spec::{DecoderSpec, LayerSpec, MlpSpec};
 
 use crate::weights::{
     DeviceLayer, DeviceLinear, DeviceMatrix, DeviceMlp, DeviceRope, DeviceWeightBytes, DeviceWeights,
 };
+
+/// Bytes of all matrices of [`random_weights`].
+pub fn weight_bytes(spec: &DecoderSpec) -> usize {
+    let of_layer = |layer: &LayerSpec| {
+        let attention = 2 * spec.query_width() + 2 * spec.kv_width();
+        (attention + 3 * layer.mlp.intermediate_size()) * spec.hidden_size
+    };
+    let embeddings = 2 * spec.vocab_size * spec.hidden_size;
+    2 * (spec.layers.iter().map(of_layer).sum::<usize>() + embeddings)
+}
 
 /// Weights of a model without experts, biases and head norms.
 pub fn random_weights<D: TimedDevice>(

@@ -1,5 +1,6 @@
 //! The block queue gathers, scatters, encodes and hashes pieces with the results of processors.
 
+use baton_cuda_emulator::fake_libraries::are_fake;
 use baton_cuda_emulator::session::Threads;
 use baton_cuda_emulator::test_device::TestDevice;
 use baton_cuda_kernels::device::KernelDevice;
@@ -90,7 +91,16 @@ fn pieces_are_encoded_and_decoded_in_the_pool() {
     let layout = KvLayout { block_size: 1, num_layers: 1, num_kv_heads: 1, head_dim, dtype };
     check_coding(layout, WireFormat::Int8, 3);
     check_coding(layout, WireFormat::Int4, 5);
-    // More pieces than a group holds.
+}
+
+#[test]
+fn pieces_beyond_a_group_are_encoded_and_decoded_in_the_pool() {
+    if are_fake() {
+        println!("SKIPPED: fake libraries run kernels on processors, which takes a minute for these sizes");
+        return;
+    }
+    let (dtype, head_dim) = (KvDtype::Bf16, 64);
+    let layout = KvLayout { block_size: 1, num_layers: 1, num_kv_heads: 1, head_dim, dtype };
     check_coding(layout, WireFormat::Int8, MAX_RUNS + 3);
 }
 

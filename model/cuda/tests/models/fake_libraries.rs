@@ -1,14 +1,27 @@
 //! Steps and a block queue on fake CUDA libraries.
 
-use baton_cuda_emulator::fake_libraries::run_own_tests;
+use baton_cuda_emulator::fake_libraries::{OVERLAP, run_own_tests};
 
-/// Steps that are launched ahead and become graphs, prompts, a block queue, and products of every kind.
+/// Steps that are launched ahead and become graphs, prompts, a block queue, and products of every kind, with launches
+/// that overlap.
 #[test]
 fn a_strict_driver_accepts_all_calls() {
-    run_own_tests(&[
+    let names = [
         "sampling::tokens_match_the_logits",
         "sampling::a_step_is_launched_before_the_last_one_is_collected",
         "block_queue::pieces_are_gathered_hashed_and_scattered",
         "low_bit::fp8_is_multiplied_with_any_scales",
-    ]);
+        "multiply::widened_experts_are_multiplied_by_warpgroups",
+        "whole::rows_take_the_experts_that_processors_choose",
+    ];
+    run_own_tests(&names, &OVERLAP);
+}
+
+/// The trial at the opening of a device finds products in fp8. The library refuses those of some steps later.
+#[test]
+fn products_that_are_refused_later_do_not_fail_a_step() {
+    run_own_tests(
+        &["low_bit::fp8_is_multiplied_with_any_scales", "multiply::refused_fp8_products_are_widened"],
+        &[("FAKE_REFUSED_ROWS", "66,73,76")],
+    );
 }

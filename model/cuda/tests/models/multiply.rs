@@ -7,6 +7,7 @@ use baton_cuda_kernels::device::{FP8_BLOCK, Fp8Products, KernelDevice};
 use baton_cuda_kernels::kernel::Address;
 use baton_cuda_kernels::products::WeightKind;
 use baton_cuda_kernels::products::{Scales, pack, source};
+use baton_kv_cache::e4m3;
 use baton_model_cuda::form::MAX_SCALE_ROWS;
 use baton_model_cuda::multiply::*;
 use baton_model_cuda::weights::*;
@@ -58,6 +59,8 @@ fn weights_are_widened_in_parts() {
         quantised: Address::NULL,
         row_scales: Address::NULL,
         fp8: Fp8Products::None,
+        few_rows: FEW_ROWS,
+        wgmma_expert_rows: usize::MAX,
     };
     let (x, x_values) = bf16(&noise(1, num_rows * num_in));
     let from = upload(&mut device, &x);
@@ -82,12 +85,29 @@ fn weights_are_widened_in_parts() {
 /// The same for experts. Two are widened at a time, and one is left.
 #[test]
 fn experts_are_widened_in_parts() {
+    experts_are_widened(usize::MAX);
+}
+
+#[test]
+fn widened_experts_are_multiplied_by_warpgroups() {
+    experts_are_widened(0);
+}
+
+/// Experts with `wgmma_expert_rows` rows or more have warpgroup products.
+fn experts_are_widened(wgmma_expert_rows: usize) {
     use baton_cuda_emulator::numbers::widened;
     use baton_cuda_kernels::expert_products;
 
     let (num_experts, num_out, num_in) = (3, 24, 40);
-    let sources = [source(WeightKind::Int4), expert_products::source(EXPERT_TILE_ROWS, None)];
+    let sources = [
+        source(WeightKind::Int4),
+        expert_products::source(EXPERT_TILE_ROWS, None),
+        expert_products::wgmma_source(None),
+    ];
     let mut device = TestDevice::new(&sources, 1 << 20, Threads::Shuffled);
+    if wgmma_expert_rows == 0 && !device.wgmma().experts {
+        return println!("SKIPPED: no wgmma");
+    }
     let (all, values) = uploaded(&mut device, num_experts * num_out, num_in);
     let matrix = DeviceMatrix { num_out, ..all };
     let widened_bytes = 2 * num_out * num_in * 2 + 6;
@@ -97,6 +117,8 @@ fn experts_are_widened_in_parts() {
         quantised: Address::NULL,
         row_scales: Address::NULL,
         fp8: Fp8Products::None,
+        few_rows: FEW_ROWS,
+        wgmma_expert_rows,
     };
     let offsets = [0u32, 70, 71, (FEW_ROWS * num_experts + 1) as u32];
     let num_pairs = offsets[num_experts] as usize;
@@ -134,7 +156,6 @@ fn experts_are_widened_in_parts() {
 #[test]
 fn fp8_products_apply_the_scales_of_both_sides() {
     use baton_cuda_emulator::numbers::widened;
-    use baton_kv_cache::e4m3;
 
     for (fp8, group) in
         [(Fp8Products::Plain, 80), (Fp8Products::Scaled, 80), (Fp8Products::Blocks, FP8_BLOCK)]
@@ -171,6 +192,8 @@ fn fp8_products_apply_the_scales_of_both_sides() {
             quantised: device.allocate(room * num_in).unwrap(),
             row_scales: device.allocate(room * num_groups * 4).unwrap(),
             fp8,
+            few_rows: FEW_ROWS,
+            wgmma_expert_rows: usize::MAX,
         };
         let values: Vec<f32> = noise(1, num_rows * num_in);
         let values: Vec<f32> =
@@ -205,4 +228,93 @@ fn fp8_products_apply_the_scales_of_both_sides() {
         let largest = expected.iter().fold(0.0f32, |max, x| max.max(x.abs()));
         assert_close(&widened(&found), &expected, 1.0 / 120.0, 1e-5 * largest);
     }
+}
+
+/// The device multiplies fp8, but not this number of rows.
+#[test]
+fn refused_fp8_products_are_widened() {
+    let refused = FEW_ROWS + 2;
+    let (num_out, num_in) = (48, 80);
+    let sources = [source(WeightKind::Fp8), baton_cuda_kernels::rows::source()];
+    let mut device = TestDevice::new(&sources, 1 << 20, Threads::Shuffled);
+    if !device.limit_fp8(Fp8Products::Scaled) || !device.refuse_fp8(refused) {
+        return println!("SKIPPED: the device refuses no products");
+    }
+    let codes: Vec<u8> = noise(2, num_out * num_in).iter().map(|x| e4m3::from_f32(x * 448.0)).collect();
+    let weight_scales: Vec<f32> = (1..=num_out).map(|n| n as f32 / 1e4).collect();
+    let scales = Scales {
+        scales: upload(&mut device, bytemuck::cast_slice(&weight_scales)),
+        row_stride: 1,
+        group: num_in as u32,
+        ..Scales::NONE
+    };
+    let at = upload(&mut device, &codes);
+    let weight = DeviceMatrix { at, kind: WeightKind::Fp8, scales, num_out, num_in };
+    let bias = upload(&mut device, bytemuck::cast_slice(&noise(7, num_out)));
+    let linear = DeviceLinear { weight, bias };
+    let mut multiplied = |num_rows: usize, fp8: Fp8Products| {
+        let widened_bytes = num_out * num_in * 2;
+        let scratch = ProductScratch {
+            widened: device.allocate(widened_bytes).unwrap(),
+            widened_bytes,
+            quantised: device.allocate(num_rows * num_in).unwrap(),
+            row_scales: device.allocate(num_rows * 4).unwrap(),
+            fp8,
+            few_rows: FEW_ROWS,
+            wgmma_expert_rows: usize::MAX,
+        };
+        let from = upload(&mut device, &bf16(&noise(1, num_rows * num_in)).0);
+        let out = device.allocate(num_rows * num_out * 2).unwrap();
+        let mut found = vec![0; num_rows * num_out * 2];
+        // SAFETY: the allocations have this many rows.
+        unsafe {
+            scratch.apply(&mut device, &linear, from, out, num_rows).unwrap();
+            device.download(out, &mut found).unwrap();
+        }
+        found
+    };
+    // Twice: the second time the refusal is known.
+    for _ in 0..2 {
+        assert!(multiplied(refused, Fp8Products::Scaled) == multiplied(refused, Fp8Products::None));
+    }
+    assert!(multiplied(refused + 1, Fp8Products::Scaled) != multiplied(refused + 1, Fp8Products::None));
+}
+
+/// What `--deterministic` costs for int4 weights: it reads them once for every 32 rows and multiplies them without
+/// cuBLASLt. Otherwise they are read once, to be widened.
+#[test]
+fn fixed_products_read_weights_once_for_32_rows() {
+    let (num_rows, num_out, num_in) = (FEW_ROWS + 32, 64, 256);
+    let mut device = TestDevice::new(&[source(WeightKind::Int4)], 1 << 20, Threads::Shuffled);
+    let (matrix, _) = uploaded(&mut device, num_out, num_in);
+    let widened_bytes = num_out * num_in * 2;
+    let [widened, out] =
+        [widened_bytes, num_rows * num_out * 4].map(|num_bytes| device.allocate(num_bytes).unwrap());
+    let from = upload(&mut device, &bf16(&noise(1, num_rows * num_in)).0);
+    let mut work_of = |few_rows: usize| {
+        let scratch = ProductScratch {
+            widened,
+            widened_bytes,
+            quantised: Address::NULL,
+            row_scales: Address::NULL,
+            fp8: Fp8Products::None,
+            few_rows,
+            wgmma_expert_rows: usize::MAX,
+        };
+        let TestDevice::Emulated(emulated) = &mut device else { return None };
+        let before = emulated.work();
+        // SAFETY: the allocations have this many rows.
+        unsafe { scratch.multiply_exactly(emulated, matrix, from, out, num_rows).unwrap() };
+        let after = emulated.work();
+        Some((after.loaded_bytes - before.loaded_bytes, after.num_products - before.num_products))
+    };
+    let (Some(fast), Some(fixed)) = (work_of(FEW_ROWS), work_of(usize::MAX)) else {
+        return println!("SKIPPED: only the emulated device counts");
+    };
+    let weight_bytes = (num_out * num_in / 2) as u64;
+    // A warp multiplies 16 outputs with 8 rows, 16 numbers deep.
+    let num_products = (num_out * num_rows * num_in / (16 * 8 * 16)) as u64;
+    println!("{num_rows} rows of int4: {fast:?} otherwise, {fixed:?} with --deterministic");
+    assert_eq!(fast, (weight_bytes, 0));
+    assert_eq!(fixed, (3 * weight_bytes, num_products));
 }

@@ -88,9 +88,11 @@ fn tokens_match_the_logits() {
     let many: Vec<_> = (0..600_000).map(|_| 7).collect();
     (samplings[2].logit_bias, samplings[10].logprobs) = (twice[..].into(), Some(21));
     (samplings[3].masked, samplings[9].masked) = (many[..].into(), many[..].into());
+    // A row with a grammar, which the host samples.
+    samplings[4].on_host = true;
     assert!(!launch(&mut machine, &[sequence], &samplings, &[]));
     for (row_idx, (answer, logits)) in collect(&mut machine).iter().zip(&logits).enumerate() {
-        let is_left = [2, 9, 10].contains(&row_idx);
+        let is_left = [2, 4, 9, 10].contains(&row_idx);
         assert_eq!(matches!(answer, SampledRow::Logits(row) if *row == logits), is_left, "row {row_idx}");
         assert_eq!(matches!(answer, SampledRow::Sampled(Ok(_))), !is_left, "row {row_idx}: {answer:?}");
     }

@@ -15,7 +15,7 @@ use baton_model_cpu::{CpuExecutor, CpuModel};
 use baton_model_cuda::error::StartError;
 use baton_model_cuda::executor::{self, DeviceExecutor};
 use baton_model_cuda::inputs::BatchLimits;
-use baton_model_spec::{Activations, Backend, Batch, BatchSequence, Executor};
+use baton_model_spec::{Activations, Batch, BatchSequence, Executor};
 use safetensors::SafeTensors;
 
 /// Relative to the largest logit. bf16 activations on processors have the same tolerance (tests/parity.rs): a
@@ -30,17 +30,8 @@ const LIMITS: BatchLimits = BatchLimits { num_rows: 64, num_sequences: 6, contex
 
 const NUM_BLOCKS: usize = 64;
 
-fn options(name: &str, kv_dtype: KvDtype, block_size: usize, backend: Backend) -> (PathBuf, LoadOptions) {
-    let activations = if backend == Backend::Cpu { Activations::F32 } else { Activations::Auto };
-    let options = LoadOptions {
-        kv_dtype: Some(kv_dtype),
-        block_size,
-        threads: Some(1),
-        activations,
-        backend,
-        ..LoadOptions::default()
-    };
-    (fixtures().join(name), options)
+fn options(kv_dtype: KvDtype, block_size: usize) -> LoadOptions {
+    LoadOptions { kv_dtype: Some(kv_dtype), block_size, threads: Some(1), ..LoadOptions::default() }
 }
 
 pub(super) fn fixtures() -> PathBuf {
@@ -48,13 +39,12 @@ pub(super) fn fixtures() -> PathBuf {
 }
 
 pub(super) fn loaded(name: &str, kv_dtype: KvDtype, block_size: usize) -> DeviceModel {
-    let (dir, options) = options(name, kv_dtype, block_size, Backend::Cuda);
-    load_for_device(&dir, &options).unwrap()
+    load_for_device(&fixtures().join(name), &options(kv_dtype, block_size)).unwrap()
 }
 
 fn loaded_on_cpu(name: &str, kv_dtype: KvDtype, block_size: usize) -> CpuModel {
-    let (dir, options) = options(name, kv_dtype, block_size, Backend::Cpu);
-    baton_model_cpu::load(&dir, &options, &mut |_| {}).unwrap()
+    let options = LoadOptions { activations: Activations::F32, ..options(kv_dtype, block_size) };
+    baton_model_cpu::load(&fixtures().join(name), &options, &mut |_| {}).unwrap()
 }
 
 /// With this many rows per step and these E4M3 products.
@@ -167,7 +157,7 @@ pub(super) struct Pair {
 }
 
 impl Pair {
-    fn new(name: &str, kv_dtype: KvDtype, block_size: usize) -> Pair {
+    pub(super) fn new(name: &str, kv_dtype: KvDtype, block_size: usize) -> Pair {
         let cpu = loaded_on_cpu(name, kv_dtype, block_size);
         let device = loaded(name, kv_dtype, block_size);
         let tolerance = if kv_dtype.scale_bytes() > 0 { TOLERANCE_OF_EIGHT_BITS } else { TOLERANCE };
@@ -194,6 +184,10 @@ impl Pair {
     pub(super) fn prompt(&self, num_tokens: usize, seed: u32) -> Vec<u32> {
         let num_known = self.cpu.executor.vocab_size() as u32;
         prompt(num_tokens, seed).into_iter().map(|token| token % num_known).collect()
+    }
+
+    pub(super) fn num_layers(&self) -> usize {
+        self.device.storage.layout().num_layers
     }
 
     pub(super) fn place(&mut self, num_tokens: usize) -> [Vec<BlockId>; 2] {
@@ -420,8 +414,7 @@ fn a_batch_that_is_too_large_is_an_error() {
 
 #[test]
 fn activations_of_processors_are_rejected() {
-    let (dir, options) = options("qwen3", KvDtype::Bf16, 16, Backend::Cuda);
-    let options = LoadOptions { activations: Activations::F32, ..options };
-    let error = load_for_device(&dir, &options).unwrap_err().to_string();
+    let options = LoadOptions { activations: Activations::F32, ..options(KvDtype::Bf16, 16) };
+    let error = load_for_device(&fixtures().join("qwen3"), &options).unwrap_err().to_string();
     assert!(error.contains("--device cpu"), "{error}");
 }

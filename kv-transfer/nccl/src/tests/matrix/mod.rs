@@ -1,6 +1,6 @@
-//! Every state of a handoff that nccl takes part in with every fault that it sees, and what must come of it; with
-//! memory in a device's place, and a proxy on the control connection. What needs processes of their own, or is the
-//! handoff's state machine's, stands in `decode-worker/tests/handoff/matrix`, for transports that run there.
+//! Each state of a handoff that involves nccl, combined with each fault that nccl observes, and the expected outcome. Memory of
+//! the host replaces that of a device, and a proxy is on the control connection. Faults that need separate processes, and those
+//! of the handoff's state machines, are in `decode-worker/tests/handoff/matrix`, for the other transports.
 
 mod proxy;
 
@@ -22,43 +22,43 @@ use proxy::{Proxy, Rule};
 use Fault::*;
 use State::*;
 
-/// How far a handoff's KV has come when the fault does. Before a grant the transport knows nothing of a handoff.
+/// How much KV was transferred when the fault occurs. Before a grant, the transport does not know the handoff.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum State {
-    /// A route is open, and nothing is written.
+    /// The route is open; no piece is written.
     Granted,
     /// The first layer is written and verified.
     FirstChunkWritten,
     /// All pieces are in the blocks. The sender has no answer for the last chunk yet.
     LastChunkUnacknowledged,
-    /// Everything is written and verified, and the grant has ended; the route has not.
+    /// All pieces are verified and the grant is committed. The route is still open.
     Committed,
 }
 
 const STATES: [State; 4] = [State::Granted, FirstChunkWritten, LastChunkUnacknowledged, Committed];
 
-/// Of the handoff's faults, what they are to the transport.
+/// The faults of a handoff, as the transport observes them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Fault {
-    /// The grant is taken back: the client has left, the router is gone, the deadline has passed, the stream was reset.
+    /// The grant is revoked: the client or the router is gone, the deadline has passed, or the stream was reset.
     Revoked,
     /// The prefill worker is gone.
     PrefillGone,
     /// The decode worker is gone.
     DecodeGone,
-    /// Another one listens at its address.
+    /// Another incarnation listens at its address.
     DecodeRestarted,
-    /// Nothing that the decode worker says arrives any more: packets are dropped, or the prefill worker is frozen.
+    /// No answer of the decode worker arrives: packets are dropped, or the prefill worker is frozen.
     Silence,
     /// The control connection is reset.
     DataReset,
-    /// What the decode worker says next comes twice.
+    /// The next answer of the decode worker arrives twice.
     Duplicate,
-    /// What the decode worker says next comes after what it says then.
+    /// The next two answers of the decode worker change places.
     Reordered,
-    /// The grant is revoked and another request uses its blocks. Then the rest of the route is written.
+    /// The grant is revoked and another request uses its blocks. Then the sender pushes the other pieces.
     StaleWrite,
-    /// A byte is another one before it is verified.
+    /// A byte changes before it is verified.
     BitFlip,
 }
 
@@ -75,44 +75,48 @@ const FAULTS: [Fault; 10] = [
     BitFlip,
 ];
 
-/// What becomes of the KV that the sender has not heard to be written when the fault comes.
+/// The outcome of the pieces that were not acknowledged to the sender when the fault occurs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Rest {
-    /// It is, or has been, written.
+    /// The push succeeds.
     Written,
-    /// Unknown: the connection was lost.
+    /// The push fails: the connection was lost.
     Lost,
-    /// It is not: the grant is gone.
+    /// The push fails: the grant is revoked.
     Revoked,
-    /// There is no such piece, or no sender to write it.
+    /// No piece is left, or the sender is gone.
     Nothing,
 }
 
-/// What must come of it, or why the two cannot meet.
+/// The expected outcome, or why the fault cannot occur in this state.
 fn expected(state: State, fault: Fault) -> Result<Rest, &'static str> {
     Ok(match (fault, state) {
-        (BitFlip, State::Granted) => return Err("there is no KV to be damaged yet"),
-        (BitFlip, Committed) => return Err("all is verified, and nothing arrives any more"),
-        (Duplicate | Reordered, Committed) => return Err("nothing is under way to be answered"),
-        (StaleWrite, Committed) => return Err("everything was written"),
+        (BitFlip, State::Granted) => return Err("no KV is written yet"),
+        (BitFlip, Committed) => return Err("all KV is verified"),
+        (Duplicate | Reordered, Committed) => return Err("no answer is expected"),
+        (StaleWrite, Committed) => return Err("all pieces are written"),
         (PrefillGone, _) | (_, Committed) => Rest::Nothing,
-        // The pieces are in the blocks already; only the answer is missing.
+        // The pieces are in the blocks. Only the answer is missing.
         (Revoked | StaleWrite | BitFlip, LastChunkUnacknowledged) => Rest::Written,
         (_, LastChunkUnacknowledged) => Rest::Lost,
         (Revoked | StaleWrite, _) => Rest::Revoked,
-        // The new life has no such grant.
+        // The new incarnation does not know the grant.
         (DecodeRestarted, _) => Rest::Revoked,
         (DecodeGone | Silence, _) => Rest::Lost,
-        // A frame that was answered may have begun; others are announced again, on another connection.
+        // A group that was answered may have begun, so its pieces are lost. Others are announced again, on another connection.
         (Duplicate, _) => Rest::Lost,
         (DataReset | Reordered | BitFlip, _) => Rest::Written,
     })
 }
 
-/// How long either side waits for the other: only what is lost may be found by that, however busy the machine is.
+/// How long either side waits for the other. It is short only where a timeout is the expected cause, so that a busy machine
+/// causes no others.
 fn io_timeout(expected: Rest) -> Duration {
     if expected == Rest::Lost { PATIENCE } else { NEVER }
 }
+
+/// So few that several frames are in flight.
+const PIECES_PER_FRAME: usize = 2;
 
 /// A handoff of two blocks.
 struct Handoff {
@@ -124,9 +128,9 @@ struct Handoff {
     granted: Option<Granted<Guard>>,
     route: Option<Route>,
     guards: Guards,
-    /// Not pushed yet.
+    /// Pieces that are not pushed yet.
     rest: Vec<PieceWrite>,
-    /// Pushed and not answered.
+    /// The push that is not acknowledged yet.
     pushing: Option<JoinHandle<Result<Pushed, PushError>>>,
     proxy: Proxy,
 }
@@ -136,15 +140,14 @@ impl Handoff {
         let fabric = TransferPair::with(NCCL, |config| config.io_timeout = io_timeout);
         let TransferPair { receiver, source, target, config, .. } = fabric;
         let proxy = Proxy::start();
-        // Two pieces a frame, so that several are under way.
-        let frame_bytes = 2 * LAYOUT.layer_bytes();
+        let frame_bytes = PIECES_PER_FRAME * LAYOUT.layer_bytes();
         let sender = sender_with(&source, NCCL, |config| {
             (config.io_timeout, config.frame_bytes) = (io_timeout, frame_bytes);
         });
         let sender = sender.unwrap();
         let guards = Guards::default();
         let granted = receiver.grant(blocks([3, 4]), guards.guard());
-        let offers = [proxy.lead_to(Some(&receiver)).unwrap()];
+        let offers = [proxy.forward_to(Some(&receiver)).unwrap()];
         let route = soon(sender.route(granted.access_key(), &offers, guards.guard())).await.unwrap();
         let rest = writes(&blocks([3, 4]));
         let (receiver, sender, granted, route) = (Some(receiver), Some(sender), Some(granted), Some(route));
@@ -168,7 +171,7 @@ impl Handoff {
         match state {
             State::Granted | FirstChunkWritten => {}
             LastChunkUnacknowledged => {
-                handoff.proxy.set(Rule::HoldLanded);
+                handoff.proxy.set(Rule::HoldLanded(handoff.rest.len() / PIECES_PER_FRAME));
                 handoff.push();
                 eventually("the last chunk has landed", || handoff.has_all()).await;
             }
@@ -180,7 +183,7 @@ impl Handoff {
         handoff
     }
 
-    /// Writes and verifies some of the rest.
+    /// Writes and verifies the next pieces.
     async fn write(&mut self, num_pieces: usize) {
         let pieces = self.rest.drain(..num_pieces).collect();
         let pushed = soon(self.route.as_ref().unwrap().push(pieces)).await.unwrap();
@@ -201,7 +204,7 @@ impl Handoff {
         })
     }
 
-    /// As if another request used the blocks now.
+    /// Fills the blocks, as another request would.
     fn overwrite(&self) {
         for write in writes(&blocks([3, 4])) {
             fill(&self.target, write.dst, write.layer_idx as usize, 0xEE);
@@ -220,7 +223,7 @@ impl Handoff {
         }
     }
 
-    async fn strike(&mut self, fault: Fault) {
+    async fn inject(&mut self, fault: Fault) {
         match fault {
             Revoked => self.revoke().await,
             StaleWrite => {
@@ -238,13 +241,13 @@ impl Handoff {
                     let receiver = receiver(&self.target, NCCL, Path::new(""), &self.config);
                     self.receiver = Some(receiver.unwrap());
                 }
-                self.proxy.lead_to(self.receiver.as_ref());
+                self.proxy.forward_to(self.receiver.as_ref());
                 self.proxy.cut();
             }
             Silence => self.proxy.set(Rule::Hold),
             DataReset => self.proxy.cut(),
-            Duplicate => self.proxy.set(Rule::Twice),
-            Reordered => self.proxy.set(Rule::Exchange),
+            Duplicate => self.proxy.set(Rule::Duplicate),
+            Reordered => self.proxy.set(Rule::Swap),
             BitFlip => {}
         }
         if matches!(fault, Revoked | StaleWrite | BitFlip) {
@@ -264,11 +267,11 @@ impl Handoff {
     }
 }
 
-async fn meet(state: State, fault: Fault) {
+async fn check_cell(state: State, fault: Fault) {
     let Ok(expected) = expected(state, fault) else { return };
     let cell = format!("{state:?} x {fault:?}");
     let mut handoff = Handoff::at(state, io_timeout(expected)).await;
-    handoff.strike(fault).await;
+    handoff.inject(fault).await;
     let (rest, pieces) = handoff.rest().await;
     assert_eq!(rest, expected, "{cell}");
     if let Some(granted) = handoff.granted.as_ref().filter(|_| rest == Rest::Written) {
@@ -283,7 +286,7 @@ async fn meet(state: State, fault: Fault) {
             assert_eq!(soon(granted.verify(pieces)).await, Ok(()), "{cell}");
         }
     }
-    // Every block is free on both sides, and no writer writes into them any more.
+    // All blocks are free on both sides, and no writer can write into them.
     handoff.revoke().await;
     handoff.overwrite();
     if let Some(route) = handoff.route.take() {
@@ -293,9 +296,9 @@ async fn meet(state: State, fault: Fault) {
     handoff.proxy.set(Rule::Forward);
     if let Some(receiver) = &handoff.receiver {
         assert_eq!(receiver.load(), ReceiverLoad::default(), "{cell}");
-        // Others are served, by the same workers where they are still there.
+        // The next handoff works, with the same workers if they are still there.
         let granted = receiver.grant(blocks([7]), ());
-        let offers = [handoff.proxy.lead_to(Some(receiver)).unwrap()];
+        let offers = [handoff.proxy.forward_to(Some(receiver)).unwrap()];
         let another = || sender(&handoff.source, NCCL).unwrap();
         let sender = handoff.sender.take().unwrap_or_else(another);
         let route = soon(sender.route(granted.access_key(), &offers, ())).await.unwrap();
@@ -305,13 +308,13 @@ async fn meet(state: State, fault: Fault) {
     assert!(handoff.is_overwritten(), "{cell}: a late write");
 }
 
-/// One test for each fault: those that wait for deadlines do so at the same time.
+/// One test per fault, so that those that wait for a deadline run in parallel.
 macro_rules! matrix {
     ($($name:ident: $fault:expr),* $(,)?) => {
         $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn $name() {
             for state in STATES {
-                meet(state, $fault).await;
+                check_cell(state, $fault).await;
             }
         })*
 
@@ -335,14 +338,14 @@ matrix!(
     bit_flip: BitFlip,
 );
 
-/// How often what cannot be is said to be so: a new gap must be argued for here.
+/// A change that excludes another cell must change this number.
 #[test]
-fn no_new_cell_of_the_matrix_is_left_out() {
+fn five_cells_of_the_matrix_are_impossible() {
     let cells = STATES.into_iter().flat_map(|state| FAULTS.map(|fault| expected(state, fault)));
     assert_eq!(cells.filter(Result::is_err).count(), 5);
 }
 
-/// A thousand handoffs get as far, and are given up.
+/// A thousand handoffs reach each state and are then aborted.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn abort_storm() {
     for state in STATES {

@@ -1,9 +1,10 @@
-//! What stands between a sender and a decode worker in the matrix, on the control connection.
+//! A proxy on the control connection between a sender and a decode worker.
 
 use std::{
+    collections::VecDeque,
     io::{Read, Write},
     net::{Shutdown, TcpListener, TcpStream},
-    sync::{Arc, Condvar, Mutex},
+    sync::{Arc, Condvar, Mutex, MutexGuard},
 };
 
 use baton_handoff::TransportOffer;
@@ -14,43 +15,40 @@ use crate::{
     wire::{MESSAGE_BYTES, Message},
 };
 
-/// Holds back, repeats or exchanges what the latter says.
+/// Delays, duplicates or reorders messages of the decode worker.
 pub(super) struct Proxy {
     address: String,
-    shared: Arc<Between>,
+    shared: Arc<ProxyState>,
 }
 
 #[derive(Default)]
-struct Between {
-    /// Where the decode worker listens.
+struct ProxyState {
+    /// The address of the decode worker.
     to: Mutex<String>,
     rule: Mutex<Rule>,
     changed: Condvar,
     sockets: Mutex<Vec<TcpStream>>,
 }
 
-/// What becomes of the decode worker's answers.
+/// What the proxy does with answers of the decode worker.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) enum Rule {
     #[default]
     Forward,
-    /// `Landed`, and what follows it, waits.
-    HoldLanded,
-    /// Everything waits.
+    /// Delay this many `Landed` and all later messages. Messages between them are forwarded: the `Go` of a frame may follow the
+    /// `Landed` of the frame before it.
+    HoldLanded(usize),
+    /// Delay all messages.
     Hold,
-    /// The next one comes twice.
-    Twice,
-    /// The next two change places.
-    Exchange,
+    /// Send the next message twice.
+    Duplicate,
+    /// Swap the next two messages.
+    Swap,
 }
 
 impl Rule {
-    fn holds(self, message: Option<Message>) -> bool {
-        match self {
-            Rule::Hold => true,
-            Rule::HoldLanded => matches!(message, Some(Message::Landed { .. })),
-            Rule::Forward | Rule::Twice | Rule::Exchange => false,
-        }
+    fn holds_landed(self) -> bool {
+        matches!(self, Rule::HoldLanded(_))
     }
 }
 
@@ -58,22 +56,22 @@ impl Proxy {
     pub(super) fn start() -> Proxy {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap().to_string();
-        let shared = Arc::new(Between::default());
-        let between = Arc::clone(&shared);
+        let shared = Arc::new(ProxyState::default());
+        let state = Arc::clone(&shared);
         std::thread::spawn(move || {
             for from in listener.incoming() {
                 let from = from.unwrap();
-                let Ok(to) = TcpStream::connect(&*between.to.lock().unwrap()) else { continue };
+                let Ok(to) = TcpStream::connect(&*state.to.lock().unwrap()) else { continue };
                 let pair = || [&from, &to].map(|socket| socket.try_clone().unwrap());
-                between.sockets.lock().unwrap().extend(pair());
-                let ([mut up_from, mut up_to], between) = (pair(), Arc::clone(&between));
+                state.sockets.lock().unwrap().extend(pair());
+                let ([mut up_from, mut up_to], state) = (pair(), Arc::clone(&state));
                 std::thread::spawn(move || {
                     let _ = std::io::copy(&mut up_from, &mut up_to);
                     let _ = up_to.shutdown(Shutdown::Both);
                 });
                 std::thread::spawn(move || {
-                    // Until either end is gone.
-                    let _ = between.forward(&to, &from);
+                    // An error means that either end has closed.
+                    let _ = state.forward(&to, &from);
                     let _ = from.shutdown(Shutdown::Both);
                 });
             }
@@ -81,8 +79,8 @@ impl Proxy {
         Proxy { address, shared }
     }
 
-    /// As if the decode worker listened here. `None`: nothing listens.
-    pub(super) fn lead_to(&self, receiver: Option<&Receiver>) -> Option<TransportOffer> {
+    /// Forwards to this decode worker from now on, and returns an offer with the proxy's address. `None`: to none.
+    pub(super) fn forward_to(&self, receiver: Option<&Receiver>) -> Option<TransportOffer> {
         let mut to = self.shared.to.lock().unwrap();
         let Some(TransportOffer::Nccl { address, pool }) =
             receiver.and_then(|receiver| receiver.offers().first())
@@ -113,37 +111,83 @@ impl Drop for Proxy {
     }
 }
 
-impl Between {
-    fn forward(&self, mut from: &TcpStream, mut to: &TcpStream) -> std::io::Result<()> {
-        let mut message = [0; MESSAGE_BYTES];
+impl ProxyState {
+    fn forward(&self, from: &TcpStream, mut to: &TcpStream) -> std::io::Result<()> {
+        let mut answers = Answers { from, held: VecDeque::new() };
         loop {
-            from.read_exact(&mut message)?;
-            let mut bytes = message.to_vec();
+            let message = answers.next()?;
             let decoded = Message::decode(&message);
+            let mut bytes = message.to_vec();
+            if let (Some(Message::Landed { .. }), Rule::HoldLanded(num_held)) = (decoded, self.rule()) {
+                answers.hold(message, num_held, to)?;
+                drop(self.wait_while(Rule::holds_landed));
+                continue;
+            }
             if decoded == Some(Message::Welcome) {
                 bytes.resize(MESSAGE_BYTES + UniqueId::BYTES, 0);
-                from.read_exact(&mut bytes[MESSAGE_BYTES..])?;
+                answers.from.read_exact(&mut bytes[MESSAGE_BYTES..])?;
             } else {
-                match self.rule_for(decoded) {
-                    Rule::Twice => bytes.extend(message),
-                    Rule::Exchange => {
-                        from.read_exact(&mut message)?;
-                        bytes.splice(0..0, message);
-                    }
-                    Rule::Forward | Rule::HoldLanded | Rule::Hold => {}
+                match self.rule_for_next() {
+                    Rule::Duplicate => bytes.extend(message),
+                    Rule::Swap => drop(bytes.splice(0..0, answers.next()?)),
+                    Rule::Forward | Rule::HoldLanded(_) | Rule::Hold => {}
                 }
             }
             to.write_all(&bytes)?;
         }
     }
 
-    /// Waits as long as the message is held. Rules about the next one are used up.
-    fn rule_for(&self, message: Option<Message>) -> Rule {
-        let rule = self.rule.lock().unwrap();
-        let mut rule = self.changed.wait_while(rule, |rule| rule.holds(message)).unwrap();
+    fn rule(&self) -> Rule {
+        *self.rule.lock().unwrap()
+    }
+
+    /// Waits while messages are delayed. A rule for the next message applies once.
+    fn rule_for_next(&self) -> Rule {
+        let mut rule = self.wait_while(|rule| rule == Rule::Hold);
         match *rule {
-            Rule::Twice | Rule::Exchange => std::mem::take(&mut *rule),
+            Rule::Duplicate | Rule::Swap => std::mem::take(&mut *rule),
             rule => rule,
         }
+    }
+
+    fn wait_while(&self, holds: impl Fn(Rule) -> bool) -> MutexGuard<'_, Rule> {
+        self.changed.wait_while(self.rule.lock().unwrap(), |rule| holds(*rule)).unwrap()
+    }
+}
+
+/// Messages of the decode worker.
+struct Answers<'a> {
+    from: &'a TcpStream,
+    /// Messages that are read and not forwarded yet.
+    held: VecDeque<[u8; MESSAGE_BYTES]>,
+}
+
+impl Answers<'_> {
+    fn next(&mut self) -> std::io::Result<[u8; MESSAGE_BYTES]> {
+        if let Some(message) = self.held.pop_front() {
+            return Ok(message);
+        }
+        let mut message = [0; MESSAGE_BYTES];
+        self.from.read_exact(&mut message)?;
+        Ok(message)
+    }
+
+    /// Holds this many `Landed`, of which this message is the first, and forwards the messages between them.
+    fn hold(
+        &mut self,
+        message: [u8; MESSAGE_BYTES],
+        num_held: usize,
+        mut to: &TcpStream,
+    ) -> std::io::Result<()> {
+        let mut held = VecDeque::from([message]);
+        while held.len() < num_held {
+            let message = self.next()?;
+            match Message::decode(&message) {
+                Some(Message::Landed { .. }) => held.push_back(message),
+                _ => to.write_all(&message)?,
+            }
+        }
+        self.held = held;
+        Ok(())
     }
 }

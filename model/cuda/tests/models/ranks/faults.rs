@@ -8,7 +8,7 @@ use baton_cuda::CudaError;
 use baton_cuda_emulator::emulated_device::{EmulatedDevice, Sums};
 use baton_cuda_emulator::models::devices;
 use baton_cuda_emulator::session::Threads;
-use baton_cuda_kernels::device::{Fp8Product, Fp8Products, KernelDevice, Product};
+use baton_cuda_kernels::device::{Fp8Product, Fp8Products, KernelDevice, Product, WgmmaKernels};
 use baton_cuda_kernels::kernel::{Address, Kernel};
 use baton_kv_cache::{BlockId, KvDtype};
 use baton_model_cuda::error::StartError;
@@ -87,18 +87,30 @@ impl KernelDevice for Fragile {
         unsafe { self.device.multiply(product) }
     }
 
-    fn has_wgmma(&self) -> bool {
-        self.device.has_wgmma()
+    fn wgmma(&self) -> WgmmaKernels {
+        self.device.wgmma()
     }
 
     fn fp8_products(&self) -> Fp8Products {
         self.device.fp8_products()
     }
 
-    unsafe fn multiply_fp8(&mut self, product: &Fp8Product) -> Result<(), CudaError> {
+    unsafe fn multiply_fp8(&mut self, product: &Fp8Product) -> Result<bool, CudaError> {
         self.count()?;
         // SAFETY: as above.
         unsafe { self.device.multiply_fp8(product) }
+    }
+
+    fn fix_products(&mut self) {
+        self.device.fix_products();
+    }
+
+    fn begin_choice(&mut self) {
+        self.device.begin_choice();
+    }
+
+    fn end_choice(&mut self) {
+        self.device.end_choice();
     }
 
     unsafe fn begin_sum(&mut self, numbers: Address, len: usize) -> Result<(), CudaError> {

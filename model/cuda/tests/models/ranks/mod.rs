@@ -18,9 +18,7 @@ use baton_model_cuda::error::StartError;
 use baton_model_cuda::executor::{DeviceExecutor, check_shape};
 use baton_model_cuda::inputs::BatchLimits;
 use baton_model_cuda::parallel::start_ranks;
-use baton_model_spec::{
-    Backend, Batch, BatchSequence, ExecuteError, Executor, ParallelExecutor, RankExecutor,
-};
+use baton_model_spec::{Batch, BatchSequence, ExecuteError, Executor, ParallelExecutor, RankExecutor};
 use baton_model_testing::noise;
 use safetensors::tensor::{Dtype, TensorView};
 use tempfile::TempDir;
@@ -138,7 +136,6 @@ pub(super) fn options() -> LoadOptions {
         kv_dtype: Some(KvDtype::Bf16),
         block_size: BLOCK_SIZE,
         threads: Some(1),
-        backend: Backend::Cuda,
         ..LoadOptions::default()
     }
 }
