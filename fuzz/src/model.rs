@@ -4,7 +4,7 @@ use std::path::Path;
 
 use arbitrary::Arbitrary;
 use baton_kv_cache::{BlockId, BlockStorage};
-use baton_model::{Activations, Batch, BatchSequence, Executor, LoadOptions, load};
+use baton_model::{Activations, Backend, Batch, BatchSequence, Executor, LoadOptions, load};
 
 use crate::pick;
 
@@ -41,7 +41,7 @@ pub fn own_activations() -> Activations {
 /// Loads the model and, if there is one, has it compute two tokens.
 pub fn load_and_compute(model: &Path, options: &LoadOptions) {
     // A refusal must have a message.
-    let loaded = match load(model, options, &mut |_| {}) {
+    let loaded = match load(model, Backend::Cpu, options, &mut |_| {}) {
         Ok(loaded) => loaded,
         Err(error) => return assert!(!error.to_string().is_empty()),
     };

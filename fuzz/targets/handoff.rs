@@ -149,7 +149,8 @@ fn again(message: &DecodeMessage) {
     if !matches!(message, DecodeMessage::Begin(_) | DecodeMessage::Fetch(_)) {
         let (request, kv_format) = Default::default();
         let format = baton_kv_cache::KvFormat::new(kv_format, &LAYOUT, String::new());
-        let payload = Payload { request: &request, kv_format: &format, wire: None, prefix_source: None };
+        let payload =
+            Payload { request: &request, kv_format: &format, wire: None, prefix_source: None, ticket: None };
         let said = decode_message_to_proto(message.clone(), payload);
         assert_eq!(decode_message_from_proto(said).as_ref(), Ok(message));
     }
@@ -174,28 +175,28 @@ fn said(message: Option<DecodeMessage>) -> PrefillInput {
     message.map_or_else(|| PrefillInput::StreamClosed("nonsense".into()), PrefillInput::Message)
 }
 
-/// The machine of a prefill worker. Its peer's first message says which one.
-enum Giving {
+/// The machine of a prefill worker. The first message of its peer decides which one.
+enum Machine {
     Opening(Opening),
     Computed(ComputedHandoff),
     Cached(CachedHandoff),
     Over,
 }
 
-impl Giving {
+impl Machine {
     fn deadline(&self) -> Option<Instant> {
         match self {
-            Giving::Opening(opening) => Some(opening.deadline()),
-            Giving::Computed(machine) => machine.deadline(),
-            Giving::Cached(machine) => machine.deadline(),
-            Giving::Over => None,
+            Machine::Opening(opening) => Some(opening.deadline()),
+            Machine::Computed(machine) => machine.deadline(),
+            Machine::Cached(machine) => machine.deadline(),
+            Machine::Over => None,
         }
     }
 }
 
 /// A prefill worker whose peer sends any messages.
 struct Prefill {
-    machine: Giving,
+    machine: Machine,
     now: Instant,
     is_computing: bool,
     is_holding: bool,
@@ -218,7 +219,7 @@ impl Prefill {
         let KvLayout { block_size, num_layers, .. } = LAYOUT;
         let own = OwnSide { incarnation: INCARNATION, block_size, num_layers };
         Prefill {
-            machine: Giving::Opening(Opening::new(own, limits, now)),
+            machine: Machine::Opening(Opening::new(own, limits, now)),
             now,
             is_computing: false,
             is_holding: false,
@@ -255,50 +256,50 @@ impl Prefill {
 
     fn take(&mut self, input: Give) {
         let now = self.now;
-        self.machine = match (std::mem::replace(&mut self.machine, Giving::Over), input) {
-            (Giving::Opening(opening), Give::Other(PrefillInput::Message(DecodeMessage::Begin(begin)))) => {
+        self.machine = match (std::mem::replace(&mut self.machine, Machine::Over), input) {
+            (Machine::Opening(opening), Give::Other(PrefillInput::Message(DecodeMessage::Begin(begin)))) => {
                 match opening.begin(&begin, now) {
                     Ok(machine) => {
                         (self.is_computing, self.was_computed) = (true, true);
-                        Giving::Computed(machine)
+                        Machine::Computed(machine)
                     }
-                    Err(actions) => self.obey(actions, Giving::Over),
+                    Err(actions) => self.obey(actions, Machine::Over),
                 }
             }
-            (Giving::Opening(opening), Give::Other(PrefillInput::Message(DecodeMessage::Fetch(begin)))) => {
+            (Machine::Opening(opening), Give::Other(PrefillInput::Message(DecodeMessage::Fetch(begin)))) => {
                 match opening.fetch(&begin, now) {
                     Ok(machine) => {
                         (self.is_holding, self.was_computed) = (true, true);
-                        Giving::Cached(machine)
+                        Machine::Cached(machine)
                     }
-                    Err(actions) => self.obey(actions, Giving::Over),
+                    Err(actions) => self.obey(actions, Machine::Over),
                 }
             }
-            (Giving::Opening(opening), Give::Other(input)) => match opening.on(input, now) {
-                Ok(opening) => Giving::Opening(opening),
-                Err(actions) => self.obey(actions, Giving::Over),
+            (Machine::Opening(opening), Give::Other(input)) => match opening.on(input, now) {
+                Ok(opening) => Machine::Opening(opening),
+                Err(actions) => self.obey(actions, Machine::Over),
             },
-            (Giving::Computed(mut machine), Give::Engine(input)) => {
+            (Machine::Computed(mut machine), Give::Engine(input)) => {
                 let actions = machine.on(input, now);
-                self.obey(actions, Giving::Computed(machine))
+                self.obey(actions, Machine::Computed(machine))
             }
-            (Giving::Computed(mut machine), Give::Other(input)) => {
+            (Machine::Computed(mut machine), Give::Other(input)) => {
                 let actions = machine.on(ComputeInput::Other(input), now);
-                self.obey(actions, Giving::Computed(machine))
+                self.obey(actions, Machine::Computed(machine))
             }
-            (Giving::Cached(mut machine), Give::Held(blocks)) => {
+            (Machine::Cached(mut machine), Give::Held(blocks)) => {
                 let actions = machine.held(&blocks, now);
-                self.obey(actions, Giving::Cached(machine))
+                self.obey(actions, Machine::Cached(machine))
             }
-            (Giving::Cached(mut machine), Give::Other(input)) => {
+            (Machine::Cached(mut machine), Give::Other(input)) => {
                 let actions = machine.on(input, now);
-                self.obey(actions, Giving::Cached(machine))
+                self.obey(actions, Machine::Cached(machine))
             }
             (machine, _) => machine,
         };
     }
 
-    fn obey<E>(&mut self, actions: Vec<PrefillAction<FirstToken, E>>, machine: Giving) -> Giving {
+    fn obey<E>(&mut self, actions: Vec<PrefillAction<FirstToken, E>>, machine: Machine) -> Machine {
         use PrefillAction as A;
         for action in actions {
             assert!(!self.is_closed, "nothing follows Close");

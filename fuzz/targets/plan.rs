@@ -7,7 +7,8 @@ use arbitrary::Arbitrary;
 use baton_cluster::WorkerRecord;
 use baton_fuzz::{Change, pick};
 use baton_planner::{
-    ClusterView, Load, PlanRequest, Policy, PrefillMode, PrefixAware, Usability, WorkerKey, WorkerView,
+    ClusterView, LinkLine, Load, PlanByTime, PlanRequest, Policy, PrefillMode, SentWork, Slo, StepLine,
+    Usability, WorkerKey, WorkerPace, WorkerView,
 };
 use baton_proto::worker as proto;
 use libfuzzer_sys::fuzz_target;
@@ -17,6 +18,8 @@ struct Input {
     num_tokens: Change,
     max_tokens: Change,
     mode: u8,
+    slo: [Option<f64>; 2],
+    seed: u64,
     workers: Vec<Worker>,
 }
 
@@ -26,6 +29,11 @@ struct Worker {
     block_size: Change,
     context_length: Change,
     load: [Change; 6],
+    /// A line, and five counts. `None`: an older worker.
+    pace: Option<([f64; 4], [Change; 5])>,
+    link: Option<[f64; 2]>,
+    sent: [Change; 5],
+    shares: bool,
     num_assigned: u8,
     usability: u8,
     cached: Option<Change>,
@@ -38,6 +46,9 @@ fuzz_target!(|input: Input| {
         num_tokens: input.num_tokens.of(8) as u32 as usize,
         max_tokens: input.max_tokens.of(16) as u32 as usize,
         prefill: *pick(&[PrefillMode::Auto, PrefillMode::Local, PrefillMode::Remote], input.mode),
+        slo: Slo { ttft: input.slo[0], tpot: input.slo[1] },
+        seed: input.seed,
+        explain: true,
         ..PlanRequest::default()
     };
     let mut view = ClusterView::default();
@@ -45,7 +56,7 @@ fuzz_target!(|input: Input| {
         let Ok(record) = WorkerRecord::try_from(worker.record(idx)) else { continue };
         let key = WorkerKey::of(&record);
         if let Some(cached) = worker.cached {
-            request.cached.push((key.clone(), cached.of(8) as u32 as usize));
+            request.cached.push((key.clone().into(), cached.of(8) as u32 as usize));
         }
         if worker.is_excluded {
             request.excluded.push(key);
@@ -58,15 +69,41 @@ fuzz_target!(|input: Input| {
             num_running: num_running as u32 as usize,
             num_free_blocks: num_free_blocks as u32 as usize,
             num_total_blocks: num_total_blocks as u32 as usize,
+            age: std::time::Duration::from_nanos(num_queued_tokens.rotate_left(17)),
             num_queued_tokens,
             prefill_tokens_per_second: speed,
+            pace: worker.pace.map(|(step, counts)| {
+                let [num_decoding, context, pairs, max_step_tokens, itl] = counts.map(|change| change.of(4));
+                WorkerPace {
+                    step: StepLine {
+                        fixed: step[0],
+                        per_token: step[1],
+                        per_context_token: step[2],
+                        per_pair: step[3],
+                    },
+                    is_measured: num_decoding % 2 == 0,
+                    num_decoding: num_decoding as u32 as usize,
+                    num_context_tokens: context,
+                    num_queued_pairs: pairs,
+                    recent_itl: f64::from_bits(itl),
+                    max_step_tokens: max_step_tokens as u32 as usize,
+                    itl_target: f64::from_bits(itl.rotate_left(32)),
+                }
+            }),
+            link_within: None,
+            link_beyond: worker
+                .link
+                .map(|[latency_seconds, bytes_per_second]| LinkLine { latency_seconds, bytes_per_second }),
         };
+        let [num_requests, num_tokens, num_pairs, num_context_tokens, num_blocks] =
+            worker.sent.map(|change| change.of(4));
+        let sent = SentWork { num_requests, num_tokens, num_pairs, num_context_tokens, num_blocks };
         let all = [Usability::Ready, Usability::Unreachable, Usability::BackingOff, Usability::Draining];
         let usability = *pick(&all, worker.usability);
         let num_assigned = worker.num_assigned.into();
-        view.workers.push(WorkerView { record: Arc::new(record), usability, load, num_assigned });
+        view.workers.push(WorkerView { record: Arc::new(record), usability, load, num_assigned, sent });
     }
-    if let Ok(plan) = PrefixAware::default().plan(&request, &view) {
+    if let Ok(plan) = PlanByTime::default().plan(&request, &view) {
         let may_ask = |record: &WorkerRecord| !request.excluded.contains(&WorkerKey::of(record));
         assert!(may_ask(&plan.decode), "asks who must not be asked");
         assert!(
@@ -91,6 +128,11 @@ impl Worker {
             capacity: Some(proto::Capacity {
                 context_length: self.context_length.of(64) as u32,
                 ..proto::Capacity::default()
+            }),
+            compute: self.shares.then(|| proto::Compute {
+                machine: "m".into(),
+                device: "cpu".into(),
+                units: vec![0, idx as u32 + 1],
             }),
             ..proto::WorkerRecord::default()
         }

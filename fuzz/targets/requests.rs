@@ -54,7 +54,11 @@ static ENGINE: LazyLock<(EngineHandle, Mutex<EngineThread>)> = LazyLock::new(|| 
         max_waiting: 4,
         prefix_cache: true,
         model_revision: "fake".into(),
+        step_prior: None,
+        grammars: None,
+        blending: None,
         clock: Instant::now,
+        thread_waits: || std::time::Duration::ZERO,
     };
     let (handle, thread) =
         baton_engine::start(FakeModel::new(4).executor(), None, config).expect("an engine");
@@ -121,6 +125,7 @@ impl Fields<'_> {
             seed: self.seed,
             stop_token_ids: self.stop_token_ids.iter().map(|token| u32::from(*token)).collect(),
             logprobs: self.logprobs.map(|logprobs| logprobs.of(2) as u32),
+            grammar: None,
         }
     }
 }

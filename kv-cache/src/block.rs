@@ -21,6 +21,11 @@ impl BlockHash {
         BlockHash::from_hasher(&hasher)
     }
 
+    /// 64 bits of it, for those who only believe: routers.
+    pub fn short(self) -> u64 {
+        self.0 as u64
+    }
+
     fn from_hasher(hasher: &blake3::Hasher) -> BlockHash {
         let mut bytes = [0; 16];
         bytes.copy_from_slice(&hasher.finalize().as_bytes()[..16]);

@@ -35,6 +35,8 @@ pub enum FailureKind {
     PrefillDraining,
     /// The worker's engine failed.
     Internal,
+    /// The model's logits are not finite. Another worker with the same weights computes the same.
+    Model,
     /// The worker's stream broke or could not be opened. Only the router finds this.
     Lost,
     /// The worker sent nothing for too long. Only the router finds this.
@@ -45,7 +47,7 @@ pub enum FailureKind {
 
 impl FailureKind {
     /// Every kind.
-    pub const ALL: [FailureKind; 11] = [
+    pub const ALL: [FailureKind; 12] = [
         FailureKind::Invalid,
         FailureKind::Full,
         FailureKind::PrefillLost,
@@ -54,6 +56,7 @@ impl FailureKind {
         FailureKind::Draining,
         FailureKind::PrefillDraining,
         FailureKind::Internal,
+        FailureKind::Model,
         FailureKind::Lost,
         FailureKind::Stalled,
         FailureKind::Diverged,
@@ -70,6 +73,7 @@ impl FailureKind {
             FailureKind::Draining => "draining",
             FailureKind::PrefillDraining => "prefill_draining",
             FailureKind::Internal => "internal",
+            FailureKind::Model => "model",
             FailureKind::Lost => "lost",
             FailureKind::Stalled => "stalled",
             FailureKind::Diverged => "diverged",

@@ -63,6 +63,49 @@ pub enum Problem {
         /// Tokens of the model.
         vocab_size: usize,
     },
+    /// A grammar alone decides where the output may end.
+    #[error("cannot be combined with a grammar, which decides where the output may end")]
+    WithGrammar,
+    /// The text of a grammar is too long.
+    #[error("{num_bytes} bytes; at most {max_bytes} are possible")]
+    TooLong {
+        /// Bytes of the text.
+        num_bytes: usize,
+        /// The limit.
+        max_bytes: usize,
+    },
+    /// A passage without tokens.
+    #[error("the passage from {start_idx} to {end_idx} has no tokens")]
+    EmptyPassage {
+        /// Its first position.
+        start_idx: usize,
+        /// The position after its last one.
+        end_idx: usize,
+    },
+    /// Passages overlap or are not in order.
+    #[error("a passage begins at {start_idx}, and the one before it ends at {before_idx}")]
+    PassageOverlap {
+        /// The first position of a passage.
+        start_idx: usize,
+        /// The position after the passage before it.
+        before_idx: usize,
+    },
+    /// No token of the prompt follows a passage.
+    #[error(
+        "a passage ends at {end_idx} in a prompt of {num_tokens} tokens, whose last token must follow it"
+    )]
+    PassageTooLate {
+        /// The position after the passage.
+        end_idx: usize,
+        /// Tokens of the prompt.
+        num_tokens: usize,
+    },
+    /// A grammar that cannot be compiled, or a model without what grammars need.
+    #[error("{reason}")]
+    Grammar {
+        /// Why.
+        reason: String,
+    },
 }
 
 impl InvalidRequest {

@@ -1,17 +1,21 @@
-//! What every process agrees on about a request: its tokens ([`Request`]), how tokens are sampled
-//! ([`SamplingParams`]), the one validation of both ([`InvalidRequest`] names the field), how a sequence ends
+//! What every process agrees on about a request: its tokens ([`Request`]), which of them are passages of other prompts, too ([`BlendMarks`]), how tokens are sampled
+//! ([`SamplingParams`]), what they must match ([`Grammar`]), the one validation of both ([`InvalidRequest`] names the field), how a sequence ends
 //! ([`FinishReason`]) and why an attempt fails ([`FailureKind`]).
 //!
 //! Plain data. It knows neither text nor messages, neither blocks nor threads.
 #![forbid(unsafe_code)]
 
+mod blend;
+mod grammar;
 mod request;
 mod sampling;
 
 mod failure;
 mod invalid;
 
+pub use blend::BlendMarks;
 pub use failure::{Failure, FailureKind};
+pub use grammar::{Grammar, GrammarKind, JSON_WHITE_SPACE, MAX_GRAMMAR_BYTES};
 pub use invalid::{InvalidRequest, Problem, check_tokens};
 pub use request::{FinishReason, Request, SpeculationMode};
 pub use sampling::{MAX_LOGPROBS, SamplingParams};

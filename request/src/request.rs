@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use crate::{
+    blend::BlendMarks,
     invalid::{InvalidRequest, Problem, check_tokens},
     sampling::SamplingParams,
 };
@@ -23,6 +24,8 @@ pub struct Request {
     pub cache_salt: String,
     /// Whether tokens may be drafted. It never changes them.
     pub speculation: SpeculationMode,
+    /// Passages of the prompt whose KV may be blended; `None`: the prompt is computed as ever.
+    pub blend: Option<BlendMarks>,
 }
 
 /// Whether the tokens of a request may be drafted.
@@ -73,6 +76,7 @@ impl Request {
         check_tokens("prompt", self.prompt.iter().copied(), vocab_size)?;
         check_tokens("output", self.output.iter().copied(), vocab_size)?;
         self.sampling.validate(vocab_size)?;
+        self.blend.as_ref().map_or(Ok(()), |marks| marks.validate(self.prompt.len()))?;
         let (num_output_tokens, max_tokens) = (self.output.len(), self.sampling.max_tokens);
         if num_output_tokens >= max_tokens as usize {
             let problem = Problem::NothingLeft { num_output_tokens, max_tokens };
@@ -112,9 +116,14 @@ impl Request {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::grammar::{Grammar, GrammarKind};
 
     fn request() -> Request {
         Request { prompt: [1, 2, 3].into(), ..Request::default() }
+    }
+
+    fn grammar(text: &str) -> Grammar {
+        Grammar::new(GrammarKind::Regex, text)
     }
 
     fn with(change: impl FnOnce(&mut Request)) -> Request {
@@ -151,10 +160,22 @@ mod tests {
             ),
             ("logit_bias: -101 is not between", with(|r| r.sampling.logit_bias = vec![(1, -101.0)])),
             ("stop_token_ids: token id 100", with(|r| r.sampling.stop_token_ids = vec![100])),
+            (
+                "blend.passages: a passage ends at 3 in",
+                with(|r| r.blend = Some(BlendMarks { passages: vec![1..2, 2..3], ratio: None })),
+            ),
             ("logprobs: 21 is not at most 20", with(|r| r.sampling.logprobs = Some(21))),
             (
                 "stop_token_ids: all of the vocabulary of 100, so no token may follow before min_tokens",
                 with(|r| (r.sampling.min_tokens, r.sampling.stop_token_ids) = (1, (0..100).collect())),
+            ),
+            (
+                "min_tokens: cannot be combined with a grammar",
+                with(|r| (r.sampling.min_tokens, r.sampling.grammar) = (1, Some(grammar("a")))),
+            ),
+            (
+                "grammar: 262145 bytes; at most 262144",
+                with(|r| r.sampling.grammar = Some(grammar(&"a".repeat((256 << 10) + 1)))),
             ),
             ("output: 16 tokens are delivered of max_tokens 16", with(|r| r.output = vec![0; 16])),
         ];

@@ -2,7 +2,10 @@
 
 use std::collections::HashSet;
 
-use crate::invalid::{InvalidRequest, Problem, check_tokens};
+use crate::{
+    grammar::{Grammar, MAX_GRAMMAR_BYTES},
+    invalid::{InvalidRequest, Problem, check_tokens},
+};
 
 /// Most log-probabilities per token, as in OpenAI's API.
 pub const MAX_LOGPROBS: u32 = 20;
@@ -37,6 +40,8 @@ pub struct SamplingParams {
     pub stop_token_ids: Vec<u32>,
     /// Whether log-probabilities are wanted, and of how many of the likeliest tokens; at most [`MAX_LOGPROBS`].
     pub logprobs: Option<u32>,
+    /// What the output must match.
+    pub grammar: Option<Grammar>,
 }
 
 impl Default for SamplingParams {
@@ -55,6 +60,7 @@ impl Default for SamplingParams {
             seed: 0,
             stop_token_ids: Vec::new(),
             logprobs: None,
+            grammar: None,
         }
     }
 }
@@ -100,6 +106,16 @@ impl SamplingParams {
         if min_tokens > max_tokens {
             let problem = Problem::ExceedsMaxTokens { min_tokens, max_tokens };
             return Err(InvalidRequest::new("min_tokens", problem));
+        }
+        if let Some(grammar) = &self.grammar {
+            let num_bytes = grammar.text.len();
+            if num_bytes > MAX_GRAMMAR_BYTES {
+                let problem = Problem::TooLong { num_bytes, max_bytes: MAX_GRAMMAR_BYTES };
+                return Err(InvalidRequest::new("grammar", problem));
+            }
+            if min_tokens > 0 {
+                return Err(InvalidRequest::new("min_tokens", Problem::WithGrammar));
+            }
         }
         if min_tokens > 0 && covers(&self.stop_token_ids, vocab_size) {
             return Err(InvalidRequest::new("stop_token_ids", Problem::NothingAllowed { vocab_size }));

@@ -12,7 +12,7 @@ pub(crate) struct Deadlines {
 }
 
 impl Deadlines {
-    /// Whichever comes first.
+    /// The earlier one.
     pub(crate) fn next(&self) -> Instant {
         // Invariant 6: `total` is always set, so no state of a handoff waits for ever.
         self.stall.map_or(self.total, |stall| stall.min(self.total))

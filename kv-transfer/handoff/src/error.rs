@@ -145,7 +145,7 @@ pub enum RouteError {
         allowed: String,
     },
     /// Every offer was tried and failed.
-    #[error("no way to the peer's blocks: {0}")]
+    #[error("no route to the peer's blocks: {0}")]
     Unreachable(String),
     /// The peer does not know the grant, or it does not accept this side as its writer. It does not tell which.
     #[error("{0} refuses: it has restarted or taken the grant back, or the grant is not for this worker")]

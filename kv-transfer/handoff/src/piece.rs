@@ -1,4 +1,4 @@
-//! One layer of one block: what is to be written, and what was.
+//! Pieces, before and after a transfer. A piece is one layer of one block of the decode worker.
 
 use std::{ops::Range, sync::Arc};
 
@@ -6,32 +6,32 @@ use baton_kv_layout::BlockId;
 
 use crate::transport::TransportKind;
 
-/// One layer of one block, written.
+/// A piece that was written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Piece {
-    /// Counted in the grant's `block_ids`.
+    /// Index into the grant's `block_ids`.
     pub block_idx: u32,
     /// Decoder layer.
     pub layer_idx: u32,
-    /// Of its bytes; the transfer computes and compares it.
+    /// Checksum of the piece's bytes. The data plane computes and compares it.
     pub checksum: u64,
 }
 
-/// One layer of one of the decode worker's blocks, to be written.
+/// A piece to write.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PieceWrite {
     /// Decoder layer.
     pub layer_idx: u32,
-    /// Counted in the grant's `block_ids`.
+    /// Index into the grant's `block_ids`.
     pub block_idx: u32,
-    /// Where its KV is.
+    /// The prefill worker's blocks that hold its KV.
     pub src: Source,
     /// The decode worker's block: `block_ids[block_idx]`.
     pub dst: BlockId,
 }
 
 impl PieceWrite {
-    /// The prefill worker's piece, where the blocks of both sides have one size.
+    /// The prefill worker's block and layer that hold its KV, if the blocks of both sides have the same size.
     pub fn source(&self) -> (BlockId, usize) {
         (self.src.blocks()[0], self.layer_idx as usize)
     }
@@ -40,13 +40,13 @@ impl PieceWrite {
 /// Where the prefill worker has the KV of one of the decode worker's blocks.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Source {
-    /// In this block of as many tokens, full or not.
+    /// The blocks of both sides have the same size: in this block, which may be partly filled.
     Block(BlockId),
-    /// In blocks of another size.
+    /// The blocks of the sides differ in size.
     Tokens {
         /// Positions in the sequence.
         tokens: Range<usize>,
-        /// The blocks that hold them, in the order of the sequence.
+        /// The blocks that hold these tokens, in the order of the sequence.
         blocks: Arc<[BlockId]>,
     },
 }
@@ -58,7 +58,7 @@ impl From<BlockId> for Source {
 }
 
 impl Source {
-    /// Its blocks.
+    /// The blocks to read.
     pub fn blocks(&self) -> &[BlockId] {
         match self {
             Source::Block(block) => std::slice::from_ref(block),
@@ -67,13 +67,13 @@ impl Source {
     }
 }
 
-/// Pieces that a push has placed in the granted blocks.
+/// The pieces that one push has written into the granted blocks.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Pushed {
-    /// Which, and their checksums.
+    /// The pieces and their checksums.
     pub pieces: Vec<Piece>,
-    /// What carried them.
+    /// The transport that carried them.
     pub transport: TransportKind,
-    /// Their bytes.
+    /// Bytes that were transferred.
     pub bytes: u64,
 }

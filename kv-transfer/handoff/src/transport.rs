@@ -1,20 +1,20 @@
-//! The kinds of transport, and the ways to granted blocks that a decode worker offers. What a transport does is not
-//! known here.
+//! The kinds of transport, and what a decode worker offers so that a peer can reach granted blocks. How a transport works is
+//! not known here.
 
 use std::{fmt, path::PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-/// What moves KV between two workers.
+/// A means of moving KV between two workers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum TransportKind {
-    /// The decode worker's memory, mapped: same user, same host.
+    /// Shared memory: the peer maps the decode worker's blocks. Both have the same user and host.
     Shm,
     /// One-sided writes by a network device, through NIXL.
     Rdma,
-    /// From one device to another, through NCCL.
+    /// From one GPU to another, through NCCL.
     Nccl,
-    /// Sockets.
+    /// TCP sockets.
     Tcp,
 }
 
@@ -33,8 +33,8 @@ impl TransportKind {
         }
     }
 
-    /// Whether it carries blocks that are on several devices, some heads on each.
-    pub fn takes_ranks(self) -> bool {
+    /// Whether it can write into blocks that are divided among ranks, each with some of the heads.
+    pub fn supports_ranks(self) -> bool {
         self != TransportKind::Nccl
     }
 
@@ -50,34 +50,34 @@ impl fmt::Display for TransportKind {
     }
 }
 
-/// A way to reach the decode worker's blocks. `pool` is the incarnation of its block pool: a peer that answers at the address
-/// with another one has restarted, and is not written to.
+/// How a peer reaches the decode worker's blocks over one transport. `pool` is the incarnation of the block pool. If the
+/// worker at this address reports another one, it has restarted, and nothing is written.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum TransportOffer {
     /// Shared memory.
     Shm {
         /// Boot id and name of the host.
         host_id: String,
-        /// Unix socket that hands out the pool's memory.
+        /// Unix socket that sends a descriptor of the pool's memory.
         socket_path: PathBuf,
         /// Incarnation of the pool.
         pool: u64,
     },
     /// One-sided writes by a network device.
     Rdma {
-        /// "host:port" of the control listener, which hands out addresses and keys.
+        /// "host:port" of the control listener, which sends memory addresses and keys.
         address: String,
         /// Incarnation of the pool.
         pool: u64,
     },
-    /// From one device to another, through NCCL.
+    /// From one GPU to another, through NCCL.
     Nccl {
-        /// "host:port" of the control listener, through which communicators are arranged.
+        /// "host:port" of the control listener, through which both sides create communicators.
         address: String,
         /// Incarnation of the pool.
         pool: u64,
     },
-    /// Sockets.
+    /// TCP sockets.
     Tcp {
         /// "host:port" of the data listener.
         address: String,
@@ -87,7 +87,7 @@ pub enum TransportOffer {
 }
 
 impl TransportOffer {
-    /// Which transport it is for.
+    /// The transport of the offer.
     pub fn kind(&self) -> TransportKind {
         match self {
             TransportOffer::Shm { .. } => TransportKind::Shm,

@@ -1,10 +1,11 @@
-//! What it takes to hand over little: a transfer of 4 KiB to 1 MiB over shared memory, copied by the pushing thread or
-//! by the peer's thread, next to memcpy; and over sockets, next to a plain one that answers with a byte when all is
-//! there. Two pools in one process, which share no mapping; in turns, in memory that no cache holds and whose pages are
-//! there.
+//! Latency of small transfers, 4 KiB to 1 MiB: over shared memory compared with memcpy, and over tcp compared with a plain
+//! socket whose peer answers with one byte after it has received everything. Over shared memory, either the pushing thread copies
+//! ("at once") or the thread of the peer's pool does ("by thread").
+//!
+//! Two pools in one process share no mapping. The cases take turns, in memory that is in no cache and whose pages are mapped.
 //!
 //! ```text
-//! cargo bench -p baton-transfer --bench small [-- BYTES OF A PIECE]
+//! cargo bench -p baton-transfer --bench small [-- MAX_PIECE_BYTES]
 //! ```
 
 use std::{
@@ -25,16 +26,14 @@ const SIZES: [usize; 9] =
     [4 << 10, 8 << 10, 16 << 10, 32 << 10, 64 << 10, 128 << 10, 256 << 10, 512 << 10, 1 << 20];
 const POOL_BYTES: usize = 128 << 20;
 const ROUNDS: usize = 600;
-const NUM_WAYS: usize = 6;
+const NUM_CASES: usize = 5;
 
 #[tokio::main(flavor = "current_thread")]
 async fn main() {
     println!(
-        "            shm, us                              x memcpy           tcp, us                 x stream"
+        "            shm, us                              x memcpy           tcp, us            x stream"
     );
-    println!(
-        "    size    memcpy   at once   by thread   at once   by thread   stream   at once   by thread   at once   by thread"
-    );
+    println!("    size    memcpy   at once   by thread   at once   by thread   stream      push       push");
     let max_piece_bytes = std::env::args().find_map(|arg| arg.parse().ok()).unwrap_or(64 << 10);
     for size_bytes in SIZES {
         measure(size_bytes, max_piece_bytes).await;
@@ -56,17 +55,16 @@ async fn measure(size_bytes: usize, max_piece_bytes: usize) {
         sender(Box::new(ShmSending::new(usize::MAX))),
         sender(Box::new(ShmSending::new(0))),
         sender(Box::<TcpSending>::default()),
-        sender(Box::<TcpSending>::default()),
     ];
     let num_pieces = size_bytes / piece_bytes;
     let num_parts = source.num_blocks() / num_pieces;
     let mut plain = plain_stream(streamed, size_bytes).expect("a plain stream");
-    let mut times = [const { Vec::new() }; NUM_WAYS];
-    // Every page of both sides is touched before it counts.
+    let mut times = [const { Vec::new() }; NUM_CASES];
+    // The first rounds touch every page of both pools and are not counted.
     for round in 0..num_parts + ROUNDS {
-        // Blocks that were just read are in a cache, so each transfer has its own blocks.
+        // Blocks that were just read are in a cache, so each case has other blocks.
         let blocks = |nth: usize| {
-            let first = (round + nth * num_parts / NUM_WAYS) % num_parts * num_pieces;
+            let first = (round + nth * num_parts / NUM_CASES) % num_parts * num_pieces;
             (first..first + num_pieces).map(|block| BlockId(block as u32)).collect::<Vec<_>>()
         };
         let start = Instant::now();
@@ -88,22 +86,20 @@ async fn measure(size_bytes: usize, max_piece_bytes: usize) {
                 .for_each(|(times, elapsed): (&mut Vec<Duration>, _)| times.push(elapsed));
         }
     }
-    let [memcpy, stream, at_once, by_thread, sent_at_once, sent_by_thread] = times.map(|mut times| {
+    let [memcpy, stream, at_once, by_thread, sent] = times.map(|mut times| {
         times.sort();
         times[times.len() / 2].as_secs_f64() * 1e6
     });
     println!(
-        "{:>4} KiB{memcpy:>10.1}{at_once:>10.1}{by_thread:>12.1}{:>10.2}{:>12.2}{stream:>9.0}{sent_at_once:>10.0}\
-        {sent_by_thread:>12.0}{:>10.2}{:>12.2}",
+        "{:>4} KiB{memcpy:>10.1}{at_once:>10.1}{by_thread:>12.1}{:>10.2}{:>12.2}{stream:>9.0}{sent:>10.0}{:>11.2}",
         size_bytes >> 10,
         memcpy / at_once,
         memcpy / by_thread,
-        stream / sent_at_once,
-        stream / sent_by_thread,
+        stream / sent,
     );
 }
 
-/// From the call until the blocks hold the bytes; the grant's way there is not part of it.
+/// Time from the call of `push` until the blocks hold the bytes. Granting and routing are not included.
 async fn push(sender: &Sender, receiver: &Receiver, blocks: &[BlockId]) -> Duration {
     let granted = receiver.grant(blocks.to_vec(), ());
     let route = sender.route(granted.access_key(), granted.offers(), ()).await.expect("a route");
@@ -122,7 +118,7 @@ async fn push(sender: &Sender, receiver: &Receiver, blocks: &[BlockId]) -> Durat
     elapsed
 }
 
-/// A socket whose other end reads into `memory` from its start on, as often as it is written to.
+/// A socket whose peer reads into `memory`, block after block, and answers each transfer with one byte.
 fn plain_stream(memory: Arc<BlockStorage>, size_bytes: usize) -> std::io::Result<TcpStream> {
     let listener = TcpListener::bind("127.0.0.1:0")?;
     let near = TcpStream::connect(listener.local_addr()?)?;
@@ -134,7 +130,7 @@ fn plain_stream(memory: Arc<BlockStorage>, size_bytes: usize) -> std::io::Result
     thread::spawn(move || {
         for first in (0..num_blocks).step_by(size_bytes / piece_bytes).cycle() {
             let start = memory.layer_ptr(BlockId(first as u32), 0).as_ptr();
-            // SAFETY: blocks of one piece are side by side, and only this bench uses this memory.
+            // SAFETY: a block is one piece and blocks are contiguous; only this bench uses this memory.
             let place = unsafe { std::slice::from_raw_parts_mut(start, size_bytes) };
             if far.read_exact(place).and_then(|()| far.write_all(&[1])).is_err() {
                 return;
@@ -144,7 +140,7 @@ fn plain_stream(memory: Arc<BlockStorage>, size_bytes: usize) -> std::io::Result
     Ok(near)
 }
 
-/// From the first write until the peer says that all is there.
+/// Sends the blocks, and waits for the answer of the peer.
 fn push_plain(stream: &mut TcpStream, source: &BlockStorage, blocks: &[BlockId]) -> std::io::Result<()> {
     for &block in blocks {
         // SAFETY: the source is not written.
@@ -164,7 +160,7 @@ fn storage(piece_bytes: usize, byte: u8) -> Arc<BlockStorage> {
     };
     let storage = BlockStorage::new(layout, POOL_BYTES / piece_bytes).expect("memory");
     for block in 0..storage.num_blocks() {
-        // SAFETY: only this bench knows this memory so far.
+        // SAFETY: only this bench uses this memory so far.
         unsafe { storage.layer_mut(BlockId(block as u32), 0) }.fill(byte);
     }
     Arc::new(storage)

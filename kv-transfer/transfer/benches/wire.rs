@@ -1,5 +1,5 @@
-//! How long the KV of a long prompt takes on a link, in each form in which it can travel. Real sockets in one process:
-//! the link is whatever `lo` is where this runs.
+//! Transfer time of a long prompt's KV over tcp, in each wire format. Sender and receiver are in one process; the link is the
+//! loopback device of the network namespace in which this runs.
 //!
 //! ```text
 //! ip netns add wire && ip -n wire link set lo up
@@ -34,7 +34,7 @@ async fn main() {
     let sender = Sender::start(source, SenderConfig::default(), vec![Box::new(tcp)]).expect("a sender");
     let mut times = WireFormat::ALL.map(|_| Vec::new());
     let mut sizes = [0; WireFormat::ALL.len()];
-    // In turns, one round more than counts.
+    // Formats take turns. The first round is not counted.
     for round in 0..=ROUNDS {
         for (idx, format) in WireFormat::ALL.into_iter().enumerate() {
             let (elapsed, num_bytes) = handoff(&sender, &receiver, format).await;
@@ -44,7 +44,7 @@ async fn main() {
             }
         }
     }
-    println!("form        MB on the way   ms, median (least-most)    GB/s of KV   of as-is");
+    println!("format     MB transferred   ms, median (min-max)       GB/s of KV   of as-is");
     let mut as_is = Duration::ZERO;
     for ((format, times), num_bytes) in WireFormat::ALL.into_iter().zip(&mut times).zip(sizes) {
         times.sort();
@@ -66,7 +66,7 @@ async fn main() {
     }
 }
 
-/// From the open route to the last piece verified; the bytes that travelled.
+/// Time from the open route to the last verified piece, and the bytes that were transferred.
 async fn handoff(sender: &Sender, receiver: &Receiver, format: WireFormat) -> (Duration, u64) {
     let blocks: Vec<BlockId> = (0..NUM_BLOCKS as u32).map(BlockId).collect();
     let granted = receiver.grant_as(blocks.clone(), Some(format), ());
@@ -96,7 +96,7 @@ async fn handoff(sender: &Sender, receiver: &Receiver, format: WireFormat) -> (D
     (elapsed, num_bytes)
 }
 
-/// Numbers of one magnitude.
+/// A pool filled with values of similar magnitude.
 fn storage() -> Arc<BlockStorage> {
     let storage = BlockStorage::new(LAYOUT, NUM_BLOCKS).expect("memory");
     let vector: Vec<f32> = (0..LAYOUT.layer_bytes() / 2).map(|idx| (idx as f32).sin()).collect();

@@ -6,7 +6,7 @@ use crate::{
     error::KvFault,
     message::{Grant, Written},
     piece::{Piece, Pushed},
-    pieces::{Insert, PieceSet},
+    piece_set::{Insert, PieceSet},
     transport::TransportKind,
 };
 
@@ -17,7 +17,7 @@ pub struct Committed {
     pub generation: Generation,
     /// The transport that carried it. `None`: every block was cached.
     pub transport: Option<TransportKind>,
-    /// Bytes that moved.
+    /// Bytes that were transferred, as the peer counts them.
     pub bytes: u64,
 }
 
@@ -26,9 +26,11 @@ pub struct Committed {
 #[cfg_attr(test, derive(Clone))]
 pub(super) struct Incoming {
     generation: Generation,
-    named: PieceSet,
+    /// Pieces that the peer has reported as written.
+    reported: PieceSet,
     num_unverified: usize,
-    is_last_named: bool,
+    /// Whether the peer has reported that no piece follows.
+    is_complete: bool,
     transport: Option<TransportKind>,
     bytes: u64,
 }
@@ -41,9 +43,9 @@ impl Incoming {
         }
         Some(Incoming {
             generation: grant.generation,
-            named: PieceSet::new(grant.block_ids.len(), num_layers),
+            reported: PieceSet::new(grant.block_ids.len(), num_layers),
             num_unverified: 0,
-            is_last_named: false,
+            is_complete: false,
             transport: None,
             bytes: 0,
         })
@@ -53,51 +55,51 @@ impl Incoming {
         self.generation
     }
 
-    /// Notes what is written and returns what must be verified.
-    pub(super) fn note(&mut self, written: Written) -> Result<Vec<Piece>, KvFault> {
+    /// Records a report of written pieces and returns those that must be verified, if there are any.
+    pub(super) fn written(&mut self, written: Written) -> Result<Option<Vec<Piece>>, KvFault> {
         // Invariant 4: the generation and, below, the count of pieces.
         if written.generation != self.generation {
             return Err(KvFault::WrongGeneration);
         }
         let pieces = written.pushed.as_ref().map_or(&[][..], |pushed| &pushed.pieces);
         for &Piece { block_idx, layer_idx, .. } in pieces {
-            match self.named.insert(block_idx as usize, layer_idx as usize) {
+            match self.reported.insert(block_idx as usize, layer_idx as usize) {
                 Insert::New => {}
                 Insert::Present => return Err(KvFault::DuplicatePiece { block_idx, layer_idx }),
                 Insert::OutOfRange => return Err(KvFault::UnknownPiece { block_idx, layer_idx }),
             }
         }
-        if written.last && !self.named.is_full() {
-            return Err(KvFault::MissingPieces { missing: self.named.num_missing() });
+        if written.last && !self.reported.is_full() {
+            return Err(KvFault::MissingPieces { missing: self.reported.num_missing() });
         }
-        self.is_last_named |= written.last;
-        let Some(Pushed { pieces, transport, bytes }) = written.pushed else { return Ok(Vec::new()) };
+        self.is_complete |= written.last;
+        let Some(Pushed { pieces, transport, bytes }) = written.pushed else { return Ok(None) };
         self.num_unverified += pieces.len();
         self.transport = Some(transport);
         // The peer's own count, for logs.
         self.bytes = self.bytes.saturating_add(bytes);
-        Ok(pieces)
+        Ok(Some(pieces).filter(|pieces| !pieces.is_empty()))
     }
 
-    /// Notes that `num_pieces` of the reported pieces were verified.
+    /// Records the result of verifying `num_pieces` of the reported pieces.
     pub(super) fn verified(&mut self, num_pieces: usize, result: Result<(), KvFault>) -> Result<(), KvFault> {
         result?;
         self.num_unverified -= num_pieces;
         Ok(())
     }
 
-    /// Whether the peer has reported every piece, and the last one as the last.
-    pub(super) fn is_named(&self) -> bool {
-        self.is_last_named
+    /// Whether the peer has reported every piece.
+    pub(super) fn is_complete(&self) -> bool {
+        self.is_complete
     }
 
     /// The received KV, once all of it is reported and verified.
     pub(super) fn committed(&self) -> Option<Committed> {
         // Invariant 4: both machines of the decode side commit only what this returns.
-        if !self.is_last_named || self.num_unverified > 0 {
+        if !self.is_complete || self.num_unverified > 0 {
             return None;
         }
-        debug_assert!(self.named.is_full());
+        debug_assert!(self.reported.is_full());
         Some(Committed { generation: self.generation, transport: self.transport, bytes: self.bytes })
     }
 }

@@ -3,9 +3,9 @@
 //! ```text
 //!   begin()
 //!      | Fetch
-//!      v       Held                Granted                  all verified, last named:
+//!      v       Held                Granted                  all reported and verified:
 //!   Asking -----------> Reserving -----------> Receiving --- Commit ----------------------+
-//!      |     (Reserve)      |       (Grant)        |  \  stream closed, all said:         |
+//!      |     (Reserve)      |       (Grant)        |  \  stream closed, all reported:     |
 //!      |                    |                      |   Verifying ---- all verified -------+
 //!      +--------------------+----------------------+-------+                              |
 //!      | nothing held, failure, Cancel, deadline:  | stream closed:                       |
@@ -14,20 +14,15 @@
 //!   Stopping --- Stopped, stream closed, deadline ------------------------------------> Over
 //! ```
 //!
-//! The peer computes nothing: there is neither a first token nor `Progress`. Blocks are reserved for those tokens that the
-//! peer holds.
+//! The peer computes nothing: there is neither a first token nor `Progress`. This side reserves blocks only for the tokens
+//! that the peer holds.
 
-use std::{
-    convert::Infallible,
-    time::{Duration, Instant},
-};
+use std::{convert::Infallible, time::Instant};
 
 use super::{
+    ending::{Abort, Ending, PeerStream, RECEIVING, RESERVING, refuse_grant, unexpected},
     incoming::{Committed, Incoming},
-    side::{
-        Abort, DecodeAction, DecodeInput, PeerStream, RECEIVING, RESERVING, Stopping, on_after_end, refuse,
-        refuse_grant, verify_rest,
-    },
+    side::{DecodeAction, DecodeInput},
 };
 use crate::{
     deadlines::Deadlines,
@@ -36,20 +31,20 @@ use crate::{
     message::{Begin, DecodeMessage, PrefillMessage},
 };
 
-/// What the driver of a [`PrefixFetch`] must do: it never has a first token.
+/// An action of a [`PrefixFetch`]: there is no first token.
 pub type PrefixFetchAction = DecodeAction<Infallible, Committed>;
 
-/// The decode side of a prefix that another worker has cached. See the module's picture.
+/// The decode side of a prefix that another worker has cached. The module's documentation shows the states.
 #[derive(Debug)]
 #[cfg_attr(test, derive(Clone))]
 pub struct PrefixFetch {
-    terms: Terms,
+    params: Params,
     state: State,
 }
 
-/// What does not change during a handoff.
+/// What stays the same during a handoff.
 #[derive(Clone, Copy, Debug)]
-struct Terms {
+struct Params {
     num_tokens: usize,
     block_size: usize,
     num_layers: usize,
@@ -59,11 +54,11 @@ struct Terms {
 #[derive(Debug)]
 #[cfg_attr(test, derive(Clone))]
 enum State {
-    /// The peer looks into its cache.
+    /// The peer looks up the prefix in its cache.
     Asking {
         total: Instant,
     },
-    /// The peer holds so many tokens, and this side looks for free blocks.
+    /// The peer holds `num_tokens` tokens. This side waits for free blocks.
     Reserving {
         total: Instant,
         num_tokens: usize,
@@ -73,14 +68,7 @@ enum State {
         deadlines: Deadlines,
         incoming: Incoming,
     },
-    /// The peer has said everything and closed the stream; this side verifies the rest.
-    Verifying {
-        deadlines: Deadlines,
-        incoming: Incoming,
-    },
-    /// The outcome is known; the peer has not stopped yet.
-    Stopping(Stopping),
-    Over,
+    Ending(Ending),
 }
 
 const ASKING: &str = "asking for a cached prefix";
@@ -94,63 +82,47 @@ impl PrefixFetch {
         now: Instant,
     ) -> (PrefixFetch, Vec<PrefixFetchAction>) {
         let (num_tokens, block_size) = (begin.num_tokens, begin.block_size);
-        let terms = Terms { num_tokens, block_size, num_layers, limits };
+        let params = Params { num_tokens, block_size, num_layers, limits };
         let state = State::Asking { total: now + begin.deadline };
-        (PrefixFetch { terms, state }, vec![DecodeAction::Send(DecodeMessage::Fetch(begin))])
+        (PrefixFetch { params, state }, vec![DecodeAction::Send(DecodeMessage::Fetch(begin))])
     }
 
     /// When [`DecodeInput::Tick`] is due; `None` when the handoff is over.
     pub fn deadline(&self) -> Option<Instant> {
         match &self.state {
             State::Asking { total } | State::Reserving { total, .. } => Some(*total),
-            State::Receiving { deadlines, .. } | State::Verifying { deadlines, .. } => Some(deadlines.next()),
-            State::Stopping(stopping) => Some(stopping.until),
-            State::Over => None,
+            State::Receiving { deadlines, .. } => Some(deadlines.next()),
+            State::Ending(ending) => ending.deadline(),
         }
     }
 
-    /// Whether `Close` was an action.
+    /// Whether the handoff is over: `Close` was an action.
     pub fn is_over(&self) -> bool {
-        matches!(self.state, State::Over)
+        matches!(self.state, State::Ending(Ending::Over))
     }
 
     /// Takes one input.
     pub fn on<T>(&mut self, input: DecodeInput<T>, now: Instant) -> Vec<PrefixFetchAction> {
-        let (terms, mut actions) = (self.terms, Vec::new());
-        let next = match std::mem::replace(&mut self.state, State::Over) {
-            State::Asking { total } => terms.asking(total, input, now, &mut actions),
+        let (params, mut actions) = (self.params, Vec::new());
+        let next = match std::mem::replace(&mut self.state, State::Ending(Ending::Over)) {
+            State::Asking { total } => params.asking(total, input, now, &mut actions),
             State::Reserving { total, num_tokens } => {
-                terms.reserving(total, num_tokens, input, now, &mut actions)
+                params.reserving(total, num_tokens, input, now, &mut actions)
             }
             State::Receiving { deadlines, incoming } => {
-                let granted = incoming.generation();
-                let next = terms.receiving(deadlines, incoming, input, now, &mut actions);
-                next.map_err(|failure| failure.under(granted))
+                let generation = incoming.generation();
+                let next = params.receiving(deadlines, incoming, input, now, &mut actions);
+                next.map_err(|abort| abort.with_grant(generation))
             }
-            State::Verifying { deadlines, incoming } => {
-                let granted = incoming.generation();
-                let next = verifying(deadlines, incoming, input, terms.limits.stall, now, &mut actions);
-                next.map_err(|failure| failure.under(granted).without_stream())
-            }
-            State::Stopping(stopping) => Ok(State::ended(stopping.on(input, now, &mut actions))),
-            State::Over => {
-                on_after_end(input, &mut actions);
-                Ok(State::Over)
-            }
+            State::Ending(ending) => Ok(State::Ending(ending.on(input, &params.limits, now, &mut actions))),
         };
         self.state =
-            next.unwrap_or_else(|failure| State::ended(failure.end(terms.limits.stop, now, &mut actions)));
+            next.unwrap_or_else(|abort| State::Ending(abort.end(params.limits.stop, now, &mut actions)));
         actions
     }
 }
 
-impl State {
-    fn ended(stopping: Option<Stopping>) -> State {
-        stopping.map_or(State::Over, State::Stopping)
-    }
-}
-
-impl Terms {
+impl Params {
     fn asking<T>(
         self,
         total: Instant,
@@ -169,7 +141,7 @@ impl Terms {
                 Ok(State::Reserving { total, num_tokens })
             }
             input => {
-                refuse(input, ASKING, total, now, actions)?;
+                unexpected(input, ASKING, total, now, actions)?;
                 Ok(State::Asking { total })
             }
         }
@@ -194,7 +166,7 @@ impl Terms {
                 Ok(State::Receiving { deadlines, incoming })
             }
             input => {
-                refuse(input, RESERVING, total, now, actions)?;
+                unexpected(input, RESERVING, total, now, actions)?;
                 Ok(State::Reserving { total, num_tokens })
             }
         }
@@ -210,48 +182,21 @@ impl Terms {
     ) -> Result<State, Abort> {
         match input {
             DecodeInput::Message(PrefillMessage::Written(written)) => {
-                let pieces = incoming.note(written)?;
-                if !pieces.is_empty() {
-                    actions.push(DecodeAction::Verify(pieces));
-                }
+                actions.extend(incoming.written(written)?.map(DecodeAction::Verify));
             }
             DecodeInput::Verified { num_pieces, result } => incoming.verified(num_pieces, result)?,
-            DecodeInput::StreamClosed(_) if incoming.is_named() => {
-                return Ok(State::Verifying { deadlines, incoming });
+            DecodeInput::StreamClosed(_) if incoming.is_complete() => {
+                return Ok(State::Ending(Ending::Verifying { deadlines, incoming }));
             }
             input => {
-                refuse(input, RECEIVING, deadlines.next(), now, actions)?;
+                unexpected(input, RECEIVING, deadlines.next(), now, actions)?;
                 return Ok(State::Receiving { deadlines, incoming });
             }
         }
         deadlines.stall = Some(now + self.limits.stall);
         match incoming.committed() {
-            Some(committed) => {
-                let generation = committed.generation;
-                actions.push(DecodeAction::Send(DecodeMessage::Commit { generation }));
-                Ok(commit(committed, actions))
-            }
+            Some(committed) => Ok(State::Ending(Ending::commit(committed, actions))),
             None => Ok(State::Receiving { deadlines, incoming }),
         }
     }
-}
-
-fn verifying<T>(
-    mut deadlines: Deadlines,
-    mut incoming: Incoming,
-    input: DecodeInput<T>,
-    stall: Duration,
-    now: Instant,
-    actions: &mut Vec<PrefixFetchAction>,
-) -> Result<State, Abort> {
-    match verify_rest(&mut deadlines, &mut incoming, input, stall, now, actions)? {
-        Some(committed) => Ok(commit(committed, actions)),
-        None => Ok(State::Verifying { deadlines, incoming }),
-    }
-}
-
-fn commit(committed: Committed, actions: &mut Vec<PrefixFetchAction>) -> State {
-    actions.push(DecodeAction::Finish(Ok(committed)));
-    actions.push(DecodeAction::Close);
-    State::Over
 }

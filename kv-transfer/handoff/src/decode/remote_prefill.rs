@@ -3,10 +3,10 @@
 //! ```text
 //!   begin()
 //!      | Begin
-//!      v        Started             Granted                  all verified, last named,
+//!      v        Started             Granted                  all reported and verified,
 //!   Queued -----------> Reserving -----------> Receiving --- first token known: Commit ---+
 //!      |     (Reserve)      |       (Grant)        |  \                                   |
-//!      |                    |                      |   stream closed, all said:           |
+//!      |                    |                      |   stream closed, all reported:       |
 //!      |                    |                      |   Verifying ---- all verified -------+
 //!      |                    |                      |       |                              |
 //!      +--------------------+----------------------+-------+                              |
@@ -24,26 +24,23 @@
 use std::time::{Duration, Instant};
 
 use super::{
+    ending::{Abort, Ending, RECEIVING, RESERVING, refuse_grant, unexpected},
     incoming::{Committed, Incoming},
-    side::{
-        Abort, DecodeAction, DecodeInput, RECEIVING, RESERVING, Stopping, on_after_end, refuse, refuse_grant,
-        verify_rest,
-    },
+    side::{DecodeAction, DecodeInput},
 };
 use crate::{
-    access::Generation,
     deadlines::Deadlines,
     limits::Limits,
     message::{Begin, DecodeMessage, PrefillMessage},
 };
 
-/// What the driver of a [`RemotePrefill`] must do.
+/// An action of a [`RemotePrefill`].
 pub type RemotePrefillAction<T> = DecodeAction<T, RemotePrefilled>;
 
-/// A remote prefill that ended well.
+/// The outcome of a successful remote prefill.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum RemotePrefilled {
-    /// The KV is here: decode on it.
+    /// All KV was received and verified: decode with it.
     Committed(Committed),
     /// The first token ended the request, so its KV is not needed.
     Ended,
@@ -59,17 +56,23 @@ impl RemotePrefilled {
     }
 }
 
-/// The decode side of a prompt that a prefill worker computes. See the module's picture.
+impl From<Committed> for RemotePrefilled {
+    fn from(committed: Committed) -> RemotePrefilled {
+        RemotePrefilled::Committed(committed)
+    }
+}
+
+/// The decode side of a prompt that a prefill worker computes. The module's documentation shows the states.
 #[derive(Debug)]
 #[cfg_attr(test, derive(Clone))]
 pub struct RemotePrefill {
-    terms: Terms,
+    params: Params,
     state: State,
 }
 
-/// What does not change during a handoff.
+/// What stays the same during a handoff.
 #[derive(Clone, Copy, Debug)]
-struct Terms {
+struct Params {
     num_tokens: usize,
     block_size: usize,
     num_layers: usize,
@@ -85,21 +88,14 @@ enum State {
     Queued {
         total: Instant,
     },
-    /// The prompt is computed, and this side waits for free blocks.
+    /// The prefill worker computes the prompt. This side waits for free blocks.
     Reserving {
         total: Instant,
         has_first_token: bool,
     },
     /// The peer writes into the granted blocks.
     Receiving(Receiving),
-    /// The peer has said everything and closed the stream; this side verifies the rest.
-    Verifying {
-        deadlines: Deadlines,
-        incoming: Incoming,
-    },
-    /// The outcome is known; the peer has not stopped yet.
-    Stopping(Stopping),
-    Over,
+    Ending(Ending),
 }
 
 #[derive(Debug)]
@@ -120,7 +116,7 @@ impl RemotePrefill {
         limits: Limits,
         now: Instant,
     ) -> (RemotePrefill, Vec<RemotePrefillAction<T>>) {
-        let terms = Terms {
+        let params = Params {
             num_tokens: begin.num_tokens,
             block_size: begin.block_size,
             num_layers,
@@ -128,83 +124,60 @@ impl RemotePrefill {
             deadline: begin.deadline,
         };
         let state = State::Queued { total: now + begin.deadline };
-        (RemotePrefill { terms, state }, vec![DecodeAction::Send(DecodeMessage::Begin(begin))])
+        (RemotePrefill { params, state }, vec![DecodeAction::Send(DecodeMessage::Begin(begin))])
     }
 
     /// When [`DecodeInput::Tick`] is due; `None` when the handoff is over.
     pub fn deadline(&self) -> Option<Instant> {
         match &self.state {
             State::Queued { total } | State::Reserving { total, .. } => Some(*total),
-            State::Receiving(Receiving { deadlines, .. }) | State::Verifying { deadlines, .. } => {
-                Some(deadlines.next())
-            }
-            State::Stopping(stopping) => Some(stopping.until),
-            State::Over => None,
+            State::Receiving(receiving) => Some(receiving.deadlines.next()),
+            State::Ending(ending) => ending.deadline(),
         }
     }
 
-    /// Whether `Close` was an action.
+    /// Whether the handoff is over: `Close` was an action.
     pub fn is_over(&self) -> bool {
-        matches!(self.state, State::Over)
+        matches!(self.state, State::Ending(Ending::Over))
     }
 
     /// Takes one input.
     pub fn on<T>(&mut self, input: DecodeInput<T>, now: Instant) -> Vec<RemotePrefillAction<T>> {
-        let (terms, mut actions) = (self.terms, Vec::new());
-        let next = match std::mem::replace(&mut self.state, State::Over) {
-            State::Queued { total } => terms.queued(total, input, now, &mut actions),
+        let (params, mut actions) = (self.params, Vec::new());
+        let next = match std::mem::replace(&mut self.state, State::Ending(Ending::Over)) {
+            State::Queued { total } => params.queued(total, input, now, &mut actions),
             State::Reserving { total, has_first_token } => {
-                terms.reserving(total, has_first_token, input, now, &mut actions)
+                params.reserving(total, has_first_token, input, now, &mut actions)
             }
             State::Receiving(receiving) => {
-                let granted = receiving.incoming.generation();
-                let next = terms.receiving(receiving, input, now, &mut actions);
-                next.map_err(|failure| failure.under(granted))
+                let generation = receiving.incoming.generation();
+                let next = params.receiving(receiving, input, now, &mut actions);
+                next.map_err(|abort| abort.with_grant(generation))
             }
-            State::Verifying { deadlines, incoming } => {
-                let granted = incoming.generation();
-                let next = verifying(deadlines, incoming, input, terms.limits.stall, now, &mut actions);
-                next.map_err(|failure| failure.under(granted).without_stream())
-            }
-            State::Stopping(stopping) => Ok(State::ended(stopping.on(input, now, &mut actions))),
-            State::Over => {
-                on_after_end(input, &mut actions);
-                Ok(State::Over)
-            }
+            State::Ending(ending) => Ok(State::Ending(ending.on(input, &params.limits, now, &mut actions))),
         };
         self.state =
-            next.unwrap_or_else(|failure| State::ended(failure.end(terms.limits.stop, now, &mut actions)));
+            next.unwrap_or_else(|abort| State::Ending(abort.end(params.limits.stop, now, &mut actions)));
         actions
     }
 
-    /// The first token, which was just passed on, ends the request: its KV is not needed. Does nothing to a handoff that has
-    /// ended.
+    /// The first token, which was just forwarded, ends the request: its KV is not needed. Does nothing to a handoff that
+    /// has ended.
     pub fn request_ended<T>(&mut self, now: Instant) -> Vec<RemotePrefillAction<T>> {
-        let mut actions = Vec::new();
-        let done = |granted: Option<Generation>, actions: &mut Vec<_>| {
-            actions.extend(granted.map(DecodeAction::Revoke));
-            actions.push(DecodeAction::Send(DecodeMessage::Done));
-            actions.push(DecodeAction::Finish(Ok(RemotePrefilled::Ended)));
-            State::Stopping(Stopping { until: now + self.terms.limits.stop, granted })
+        let granted = match &self.state {
+            State::Reserving { has_first_token: true, .. } => None,
+            State::Receiving(receiving) if receiving.has_first_token => Some(receiving.incoming.generation()),
+            _ => return Vec::new(),
         };
-        self.state = match std::mem::replace(&mut self.state, State::Over) {
-            State::Reserving { has_first_token: true, .. } => done(None, &mut actions),
-            State::Receiving(receiving) if receiving.has_first_token => {
-                done(Some(receiving.incoming.generation()), &mut actions)
-            }
-            ended => ended,
-        };
+        self.state = State::Ending(Ending::Stopping { until: now + self.params.limits.stop, granted });
+        let mut actions: Vec<_> = granted.map(DecodeAction::Revoke).into_iter().collect();
+        actions.push(DecodeAction::Send(DecodeMessage::Done));
+        actions.push(DecodeAction::Finish(Ok(RemotePrefilled::Ended)));
         actions
     }
 }
 
-impl State {
-    fn ended(stopping: Option<Stopping>) -> State {
-        stopping.map_or(State::Over, State::Stopping)
-    }
-}
-
-impl Terms {
+impl Params {
     fn queued<T>(
         self,
         total: Instant,
@@ -221,7 +194,7 @@ impl Terms {
                 Ok(State::Queued { total: now + self.deadline })
             }
             input => {
-                refuse(input, QUEUED, total, now, actions)?;
+                unexpected(input, QUEUED, total, now, actions)?;
                 Ok(State::Queued { total })
             }
         }
@@ -253,7 +226,7 @@ impl Terms {
                 Ok(State::Receiving(Receiving { deadlines, has_first_token, incoming }))
             }
             input => {
-                refuse(input, RESERVING, total, now, actions)?;
+                unexpected(input, RESERVING, total, now, actions)?;
                 Ok(State::Reserving { total, has_first_token })
             }
         }
@@ -276,49 +249,22 @@ impl Terms {
                 actions.push(DecodeAction::FirstToken(token));
             }
             DecodeInput::Message(PrefillMessage::Written(written)) => {
-                let pieces = incoming.note(written)?;
-                if !pieces.is_empty() {
-                    actions.push(DecodeAction::Verify(pieces));
-                }
+                actions.extend(incoming.written(written)?.map(DecodeAction::Verify));
             }
             DecodeInput::Verified { num_pieces, result } => incoming.verified(num_pieces, result)?,
-            DecodeInput::StreamClosed(_) if *has_first_token && incoming.is_named() => {
+            DecodeInput::StreamClosed(_) if *has_first_token && incoming.is_complete() => {
                 let Receiving { deadlines, incoming, .. } = receiving;
-                return Ok(State::Verifying { deadlines, incoming });
+                return Ok(State::Ending(Ending::Verifying { deadlines, incoming }));
             }
             input => {
-                refuse(input, RECEIVING, deadlines.next(), now, actions)?;
+                unexpected(input, RECEIVING, deadlines.next(), now, actions)?;
                 return Ok(State::Receiving(receiving));
             }
         }
         deadlines.stall = Some(now + self.limits.stall);
         match incoming.committed().filter(|_| *has_first_token) {
-            Some(committed) => {
-                let generation = committed.generation;
-                actions.push(DecodeAction::Send(DecodeMessage::Commit { generation }));
-                Ok(commit(committed, actions))
-            }
+            Some(committed) => Ok(State::Ending(Ending::commit(committed, actions))),
             None => Ok(State::Receiving(receiving)),
         }
     }
-}
-
-fn verifying<T>(
-    mut deadlines: Deadlines,
-    mut incoming: Incoming,
-    input: DecodeInput<T>,
-    stall: Duration,
-    now: Instant,
-    actions: &mut Vec<RemotePrefillAction<T>>,
-) -> Result<State, Abort> {
-    match verify_rest(&mut deadlines, &mut incoming, input, stall, now, actions)? {
-        Some(committed) => Ok(commit(committed, actions)),
-        None => Ok(State::Verifying { deadlines, incoming }),
-    }
-}
-
-fn commit<T>(committed: Committed, actions: &mut Vec<RemotePrefillAction<T>>) -> State {
-    actions.push(DecodeAction::Finish(Ok(RemotePrefilled::Committed(committed))));
-    actions.push(DecodeAction::Close);
-    State::Over
 }

@@ -20,19 +20,21 @@ use baton_kv_layout::BlockId;
 
 use super::{
     delivery::Delivery,
-    side::{Abort, COMMITTING, Committing, OwnSide, PrefillAction, PrefillInput, Stopping, refuse, release},
+    side::{
+        Abort, COMMITTING, Committing, OwnSide, PrefillAction, PrefillInput, Stopping, release, unexpected,
+    },
 };
 use crate::{
+    block_map::BlockMap,
     deadlines::Deadlines,
     limits::Limits,
     message::{Begin, DecodeMessage, PrefillMessage},
-    sides::Sides,
 };
 
-/// What the driver of a [`CachedHandoff`] must do.
+/// An action of a [`CachedHandoff`].
 pub type CachedHandoffAction<T> = PrefillAction<T, ()>;
 
-/// The prefill side of a prefix that is cached here. See the module's picture.
+/// The prefill side of a prefix that is cached here. The module's documentation shows the states.
 #[derive(Debug)]
 #[cfg_attr(test, derive(Clone))]
 pub struct CachedHandoff {
@@ -47,7 +49,7 @@ enum State {
     /// The engine looks up the cached blocks of the sequence.
     Holding {
         total: Instant,
-        sides: Sides,
+        block_map: BlockMap,
     },
     /// The held blocks are pushed.
     Writing {
@@ -67,8 +69,8 @@ const WRITING: &str = "writing the prefix";
 impl CachedHandoff {
     pub(super) fn new(begin: &Begin, own: OwnSide, limits: Limits, now: Instant) -> CachedHandoff {
         let total = now + begin.deadline.min(limits.total);
-        let sides = Sides::new(begin.num_tokens, own.block_size, begin.block_size, own.num_layers);
-        CachedHandoff { own, limits, state: State::Holding { total, sides } }
+        let block_map = BlockMap::new(begin.num_tokens, own.block_size, begin.block_size, own.num_layers);
+        CachedHandoff { own, limits, state: State::Holding { total, block_map } }
     }
 
     /// When [`PrefillInput::Tick`] is due; `None` when the handoff is over.
@@ -84,23 +86,23 @@ impl CachedHandoff {
         }
     }
 
-    /// Whether `Close` was an action.
+    /// Whether the handoff is over: `Close` was an action.
     pub fn is_over(&self) -> bool {
         matches!(self.state, State::Over)
     }
 
-    /// Notes the blocks of this worker that hold the front of the sequence. They are full, cached and unchanging. There
-    /// may be none.
+    /// Records the blocks of this worker that hold the front of the sequence. They are full and cached and do not change.
+    /// The list may be empty.
     pub fn held<T>(&mut self, blocks: &[BlockId], now: Instant) -> Vec<CachedHandoffAction<T>> {
         let mut actions = Vec::new();
         self.state = match std::mem::replace(&mut self.state, State::Over) {
-            State::Holding { total, sides } => {
-                // The sequence is cut to the peer's blocks that these cover.
-                let sides = sides.cut(blocks.len());
-                let num_tokens = sides.num_tokens();
+            State::Holding { total, block_map } => {
+                // The peer gets only full blocks of its own.
+                let block_map = block_map.truncated(blocks.len());
+                let num_tokens = block_map.num_tokens();
                 actions.push(PrefillAction::Send(PrefillMessage::Held { num_tokens }));
                 let num_blocks = num_tokens.div_ceil(self.own.block_size);
-                let mut delivery = Delivery::new(sides, self.limits.stall);
+                let mut delivery = Delivery::new(block_map, self.limits.stall);
                 let layers = 0..self.own.num_layers;
                 match delivery.ready(layers, 0, &blocks[..num_blocks], now, &mut actions) {
                     Ok(()) => State::Writing { total, delivery },
@@ -116,8 +118,8 @@ impl CachedHandoff {
     pub fn on<T>(&mut self, input: PrefillInput, now: Instant) -> Vec<CachedHandoffAction<T>> {
         let mut actions = Vec::new();
         let next = match std::mem::replace(&mut self.state, State::Over) {
-            State::Holding { total, sides } => {
-                refuse(input, HOLDING, total, now).map(|()| State::Holding { total, sides })
+            State::Holding { total, block_map } => {
+                unexpected(input, HOLDING, total, now).map(|()| State::Holding { total, block_map })
             }
             State::Writing { total, delivery } => writing(total, delivery, input, now, &mut actions),
             State::Committing(state) => committing(state, input, now, &mut actions),
@@ -143,7 +145,7 @@ fn writing<T>(
     actions: &mut Vec<CachedHandoffAction<T>>,
 ) -> Result<State, Abort> {
     if let Some(input) = delivery.on(input, now, actions)? {
-        refuse(input, WRITING, Deadlines { total, stall: delivery.stall() }.next(), now)?;
+        unexpected(input, WRITING, Deadlines { total, stall: delivery.stall() }.next(), now)?;
     }
     Ok(delivery.committing(total, now).map_or(State::Writing { total, delivery }, State::Committing))
 }
@@ -163,7 +165,7 @@ fn committing<T>(
             Ok(State::Over)
         }
         input => {
-            refuse(input, COMMITTING, committing.deadlines.next(), now)?;
+            unexpected(input, COMMITTING, committing.deadlines.next(), now)?;
             Ok(State::Committing(committing))
         }
     }

@@ -26,20 +26,22 @@ use baton_kv_layout::BlockId;
 
 use super::{
     delivery::Delivery,
-    side::{Abort, COMMITTING, Committing, OwnSide, PrefillAction, PrefillInput, Stopping, refuse, release},
+    side::{
+        Abort, COMMITTING, Committing, OwnSide, PrefillAction, PrefillInput, Stopping, release, unexpected,
+    },
 };
 use crate::{
+    block_map::BlockMap,
     deadlines::Deadlines,
     error::{HandoffError, PushError, RouteError},
     limits::Limits,
     message::{Begin, DecodeMessage, PrefillMessage},
-    sides::Sides,
 };
 
-/// What the driver of a [`ComputedHandoff`] must do.
+/// An action of a [`ComputedHandoff`].
 pub type ComputedHandoffAction<T> = PrefillAction<T, HandedOver>;
 
-/// A computed handoff that ended well.
+/// The outcome of a successful computed handoff.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum HandedOver {
     /// The decode worker has verified all KV.
@@ -80,7 +82,7 @@ pub enum ComputeInput<T> {
     Other(PrefillInput),
 }
 
-/// The prefill side of a prompt that is computed here. See the module's picture.
+/// The prefill side of a prompt that is computed here. The module's documentation shows the states.
 #[derive(Debug)]
 #[cfg_attr(test, derive(Clone))]
 pub struct ComputedHandoff {
@@ -93,7 +95,7 @@ pub struct ComputedHandoff {
 enum State {
     /// The engine has not scheduled the request.
     Queued(Work),
-    /// The engine computes, and what is ready is pushed.
+    /// The engine computes. Final pieces are pushed.
     Computing(Work),
     /// Every piece is written and reported. The decode worker verifies.
     Committing(Committing),
@@ -105,7 +107,7 @@ enum State {
 #[derive(Debug)]
 #[cfg_attr(test, derive(Clone))]
 struct Work {
-    /// From `Begin` to `total`; a quarter more from the last `Progress`.
+    /// Time from `Begin` to `total`. From the last `Progress`, it is a quarter longer.
     deadline: Duration,
     total: Instant,
     has_first_token: bool,
@@ -113,23 +115,23 @@ struct Work {
     withdrawn: Option<Withdrawn>,
 }
 
-/// The data plane said that the grant is gone. The decode side sends the reason on the stream, which may arrive later.
+/// The data plane reported that the grant is revoked. The decode side sends the reason on the stream, which may arrive later.
 #[derive(Debug)]
 #[cfg_attr(test, derive(Clone))]
 struct Withdrawn {
-    /// The transfer failed if there is no reason by then.
+    /// Without a reason by this time, the transfer has failed.
     until: Instant,
     error: HandoffError,
 }
 
-/// How long the reason for a withdrawn grant may take after the data plane's word. Both leave the decode side together.
+/// How long the reason for a revoked grant may take after the data plane's report. The decode side sends both at once.
 const REASON_TIMEOUT: Duration = Duration::from_secs(1);
 
 impl ComputedHandoff {
     pub(super) fn new(begin: &Begin, own: OwnSide, limits: Limits, now: Instant) -> ComputedHandoff {
         let deadline = begin.deadline.min(limits.total);
-        let sides = Sides::new(begin.num_tokens, own.block_size, begin.block_size, own.num_layers);
-        let delivery = Delivery::new(sides, limits.stall);
+        let block_map = BlockMap::new(begin.num_tokens, own.block_size, begin.block_size, own.num_layers);
+        let delivery = Delivery::new(block_map, limits.stall);
         let work =
             Work { deadline, total: now + deadline, has_first_token: false, delivery, withdrawn: None };
         ComputedHandoff { limits, state: State::Queued(work) }
@@ -145,7 +147,7 @@ impl ComputedHandoff {
         }
     }
 
-    /// Whether `Close` was an action.
+    /// Whether the handoff is over: `Close` was an action.
     pub fn is_over(&self) -> bool {
         matches!(self.state, State::Over)
     }
@@ -212,7 +214,7 @@ fn committing<T>(
     now: Instant,
     actions: &mut Vec<ComputedHandoffAction<T>>,
 ) -> Result<State, Abort> {
-    // The engine has done its part.
+    // The engine has finished. What it computes for other requests does not matter here.
     let ComputeInput::Other(input) = input else { return Ok(State::Committing(committing)) };
     match input {
         PrefillInput::Message(DecodeMessage::Commit { generation })
@@ -224,7 +226,7 @@ fn committing<T>(
         }
         PrefillInput::Message(DecodeMessage::Done) => Ok(State::Stopping(done(stop, now, actions))),
         input => {
-            refuse(input, COMMITTING, committing.deadlines.next(), now)?;
+            unexpected(input, COMMITTING, committing.deadlines.next(), now)?;
             Ok(State::Committing(committing))
         }
     }
@@ -285,14 +287,14 @@ impl Work {
             }
             ComputeInput::Other(input) => {
                 if let Some(input) = self.delivery.on(input, now, actions)? {
-                    refuse(input, doing, self.deadlines().next(), now)?;
+                    unexpected(input, doing, self.deadlines().next(), now)?;
                 }
             }
         }
         Ok(None)
     }
 
-    /// The grant is gone, and after the first token that is no failure: the token may have ended the request.
+    /// The grant is revoked. After the first token this may be no failure: the token may have ended the request.
     fn withdraw(&mut self, error: String, now: Instant) {
         let error = HandoffError::TransferFailed(error);
         self.withdrawn.get_or_insert(Withdrawn { until: now + REASON_TIMEOUT, error });

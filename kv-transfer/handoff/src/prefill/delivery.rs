@@ -13,11 +13,11 @@ use baton_request::{Failure, FailureKind};
 use super::side::{Abort, Committing, PrefillAction, PrefillInput};
 use crate::{
     access::Generation,
+    block_map::BlockMap,
     deadlines::Deadlines,
     error::{HandoffError, Side},
     message::{DecodeMessage, Grant, PrefillMessage, Written},
     piece::{PieceWrite, Pushed},
-    sides::Sides,
 };
 
 /// Most pushes in flight: enough to keep every stream of a route busy. Pieces that become ready meanwhile are gathered
@@ -30,8 +30,7 @@ const MAX_PUSH_PIECES: usize = 1024;
 #[derive(Debug)]
 #[cfg_attr(test, derive(Clone))]
 pub(super) struct Delivery {
-    /// The sequence in the blocks of both workers.
-    sides: Sides,
+    block_map: BlockMap,
     /// Pieces to be pushed: layer, and the peer's block as counted in the sequence.
     waiting: VecDeque<(usize, usize)>,
     destination: Destination,
@@ -69,8 +68,8 @@ struct Route {
 
 impl Delivery {
     /// Nothing is ready. `stall` bounds how long a route or a push may make no progress.
-    pub(super) fn new(sides: Sides, stall: Duration) -> Delivery {
-        Delivery { sides, waiting: VecDeque::new(), destination: Destination::Ungranted, stall }
+    pub(super) fn new(block_map: BlockMap, stall: Duration) -> Delivery {
+        Delivery { block_map, waiting: VecDeque::new(), destination: Destination::Ungranted, stall }
     }
 
     /// When KV must next have moved. `None` while none is expected to move.
@@ -114,7 +113,7 @@ impl Delivery {
         now: Instant,
         actions: &mut Vec<PrefillAction<T, E>>,
     ) -> Result<(), Abort> {
-        let num_blocks = self.sides.num_peer_blocks();
+        let num_blocks = self.block_map.num_peer_blocks();
         if grant.num_cached_blocks.checked_add(grant.block_ids.len()) != Some(num_blocks) {
             let what = format!(
                 "grant of {} + {} blocks for a sequence of {num_blocks}",
@@ -126,7 +125,7 @@ impl Delivery {
         let access_key = grant.access_key();
         let Grant { generation, num_cached_blocks, block_ids, offers, .. } = grant;
         self.waiting.retain(|&(_, block_idx)| block_idx >= num_cached_blocks);
-        let num_unwritten = block_ids.len() * self.sides.num_layers();
+        let num_unwritten = block_ids.len() * self.block_map.num_layers();
         let granted = Granted { generation, num_cached_blocks, block_ids, num_unwritten };
         self.destination = Destination::Routing(granted, now + self.stall);
         actions.push(PrefillAction::Route { access_key, offers });
@@ -181,7 +180,7 @@ impl Delivery {
         };
         for layer_idx in layers {
             for (block_idx, &block) in (first_block_idx..).zip(blocks) {
-                let Some(complete) = self.sides.complete(block_idx, layer_idx, block) else {
+                let Some(complete) = self.block_map.set_ready(block_idx, layer_idx, block) else {
                     let what = format!("engine finished piece {block_idx}/{layer_idx} of no such block");
                     let failed = Failure::new(FailureKind::Internal, what);
                     return Err(HandoffError::Refused { by: Side::Prefill, failed }.into());
@@ -205,7 +204,7 @@ impl Delivery {
                 PieceWrite {
                     layer_idx: layer_idx as u32,
                     block_idx: block_idx as u32,
-                    src: self.sides.source(seq_idx),
+                    src: self.block_map.source(seq_idx),
                     dst: granted.block_ids[block_idx],
                 }
             });

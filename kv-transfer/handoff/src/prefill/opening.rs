@@ -1,4 +1,4 @@
-//! A stream whose first message has not come. That message decides which machine continues.
+//! A stream before its first message. That message decides which machine continues.
 
 use std::{convert::Infallible, time::Instant};
 
@@ -7,7 +7,7 @@ use baton_request::{Failure, FailureKind};
 use super::{
     cached::CachedHandoff,
     computed::ComputedHandoff,
-    side::{Abort, OwnSide, PrefillAction, PrefillInput, refuse},
+    side::{Abort, OwnSide, PrefillAction, PrefillInput, unexpected},
 };
 use crate::{
     error::{HandoffError, Side},
@@ -15,10 +15,10 @@ use crate::{
     message::{Begin, PrefillMessage},
 };
 
-/// What the driver of an [`Opening`] must do. It ends well only by becoming another machine.
+/// An action of an [`Opening`]. There is no successful outcome: on success, another machine continues.
 pub type OpeningAction<T> = PrefillAction<T, Infallible>;
 
-/// A stream whose first message has not come.
+/// A stream before its first message.
 #[derive(Debug)]
 #[cfg_attr(test, derive(Clone))]
 pub struct Opening {
@@ -63,13 +63,13 @@ impl Opening {
     /// # Errors
     /// When the handoff is over: the actions that end it.
     pub fn on<T>(self, input: PrefillInput, now: Instant) -> Result<Opening, Vec<OpeningAction<T>>> {
-        match refuse(input, OPENING, self.until, now) {
+        match unexpected(input, OPENING, self.until, now) {
             Ok(()) => Ok(self),
             Err(abort) => Err(abort.decline()),
         }
     }
 
-    /// Ends a handoff that has begun, of which nothing has been done yet.
+    /// Ends a handoff after its first message, before any work has started.
     pub fn declined<T>(failed: Failure) -> Vec<OpeningAction<T>> {
         Abort::from(HandoffError::Refused { by: Side::Prefill, failed }).decline()
     }
@@ -88,7 +88,7 @@ impl Opening {
 }
 
 impl Abort {
-    /// Nothing was begun, so nothing must stop.
+    /// Ends the handoff at once. No work has started, so nothing must stop.
     fn decline<T>(self) -> Vec<OpeningAction<T>> {
         let is_peer_listening = self.is_peer_listening;
         let mut actions = Vec::new();

@@ -24,14 +24,14 @@ pub struct OwnSide {
     pub num_layers: usize,
 }
 
-/// What happened to the stream, the data plane and the clock. The engine has inputs of its own.
+/// What happened on the stream, in the data plane, or by the clock. Events of the engine are separate inputs.
 #[derive(Clone, Debug)]
 pub enum PrefillInput {
     /// From the decode side.
     Message(DecodeMessage),
     /// The stream ended or broke, for this reason.
     StreamClosed(String),
-    /// The engine or the service gives up.
+    /// The engine or the service has failed.
     Fail(Failure),
     /// Answer to [`PrefillAction::Route`].
     Routed(Result<(), RouteError>),
@@ -43,23 +43,23 @@ pub enum PrefillInput {
     Tick,
 }
 
-/// What the driver must do, in this order. `T` is the first token, `E` how the handoff can end well.
+/// What the driver must do, in this order. `T` is the type of the first token, `E` that of a successful outcome.
 #[derive(Clone, Debug, PartialEq)]
 pub enum PrefillAction<T, E> {
-    /// Open a route to the granted blocks (the blocks' guard goes with it), answer [`PrefillInput::Routed`].
+    /// Open a route to the granted blocks, then answer [`PrefillInput::Routed`]. The route keeps the guard of the own blocks.
     Route {
         /// The access key of the grant.
         access_key: AccessKey,
-        /// Offers, best first.
+        /// The peer's offers, best first.
         offers: Vec<TransportOffer>,
     },
-    /// Write these over the route, answer [`PrefillInput::Pushed`].
+    /// Write these pieces over the route, then answer [`PrefillInput::Pushed`].
     Push(Vec<PieceWrite>),
     /// Send to the decode side.
     Send(PrefillMessage<T>),
     /// The outcome, once.
     Finish(Result<E, HandoffError>),
-    /// Drop the computation, close the route, answer [`PrefillInput::Idle`]. No push follows.
+    /// Drop the computation and close the route, then answer [`PrefillInput::Idle`]. No push follows.
     Stop,
     /// Drop the blocks and the route. Once.
     Release,
@@ -100,7 +100,7 @@ impl Stopping {
             }
             PrefillInput::Tick if now >= self.until => {}
             PrefillInput::StreamClosed(_) => return Some(Stopping { is_peer_listening: false, ..self }),
-            // Answers to actions from before the end.
+            // Answers to earlier actions.
             _ => return Some(self),
         }
         release(actions);
@@ -112,7 +112,7 @@ pub(super) fn release<T, E>(actions: &mut Vec<PrefillAction<T, E>>) {
     actions.extend([PrefillAction::Release, PrefillAction::Close]);
 }
 
-/// Why a handoff ends badly.
+/// Why a handoff fails, and whether the peer must be told.
 #[derive(Debug)]
 pub(super) struct Abort {
     error: HandoffError,
@@ -155,7 +155,7 @@ impl Abort {
 }
 
 /// Handles input that a running state does not expect: the input is ignored, or the handoff fails.
-pub(super) fn refuse(
+pub(super) fn unexpected(
     input: PrefillInput,
     doing: &'static str,
     deadline: Instant,
@@ -174,7 +174,7 @@ pub(super) fn refuse(
         PrefillInput::Tick
         | PrefillInput::Routed(_)
         | PrefillInput::Pushed(_)
-        // Nothing was told to stop.
+        // `Stop` was no action yet.
         | PrefillInput::Idle => return Ok(()),
     })
 }

@@ -1,5 +1,5 @@
-//! The decode side by small scripts: what comes in, and what must come out.
-//! A sequence of 3 blocks, of which 1 is cached, in 2 layers; the grant is generation 1.
+//! Scripts for the decode side. Each line is an input and the expected actions.
+//! The sequence has 3 blocks, of which 1 is cached, and 2 layers. The grant has generation 1.
 
 use std::time::{Duration, Instant};
 
@@ -16,16 +16,16 @@ const LIMITS: Limits =
     Limits { total: Duration::from_secs(100), stall: Duration::from_secs(30), stop: Duration::from_secs(10) };
 
 fn check(script: &str) {
-    check_of(Wanted::Whole, script);
+    check_kind(Kind::RemotePrefill, script);
 }
 
 #[derive(Clone, Copy, PartialEq)]
-enum Wanted {
-    Whole,
-    Cached,
+enum Kind {
+    RemotePrefill,
+    PrefixFetch,
 }
 
-fn check_of(wanted: Wanted, script: &str) {
+fn check_kind(kind: Kind, script: &str) {
     let mut now = Instant::now();
     let begin = Begin {
         request_id: "r".into(),
@@ -33,12 +33,12 @@ fn check_of(wanted: Wanted, script: &str) {
         prefill_incarnation: 7,
         decode_worker_id: "d".into(),
         decode_incarnation: 8,
-        num_tokens: if wanted == Wanted::Whole { 11 } else { 12 },
+        num_tokens: if kind == Kind::RemotePrefill { 11 } else { 12 },
         block_size: 4,
         deadline: LIMITS.total,
     };
-    let (mut handoff, actions) = DecodeHandoff::begin(begin, wanted == Wanted::Cached, 2, LIMITS, now);
-    let expected = if wanted == Wanted::Whole { "send Begin" } else { "send Fetch" };
+    let (mut handoff, actions) = DecodeHandoff::begin(begin, kind == Kind::PrefixFetch, 2, LIMITS, now);
+    let expected = if kind == Kind::RemotePrefill { "send Begin" } else { "send Fetch" };
     assert_eq!(show(&actions), expected);
     for line in script.lines().map(str::trim).filter(|line| !line.is_empty()) {
         let (input, expected) = line.split_once("=>").expect("input => actions");
@@ -64,16 +64,16 @@ fn parse(input: &str, now: &mut Instant) -> Input<u32> {
         "Written" => {
             let mut written = Written { generation: Generation(1), pushed: None, last: false };
             let mut pieces = vec![];
-            let mut exaggerates = false;
+            let mut is_huge = false;
             for word in words {
                 match word {
-                    "exaggerating" => exaggerates = true,
+                    "huge" => is_huge = true,
                     "last" => written.last = true,
                     "stale" => written.generation = Generation(2),
                     piece => pieces.push(parse_piece(piece)),
                 }
             }
-            let bytes = match exaggerates {
+            let bytes = match is_huge {
                 true => u64::MAX,
                 false => 10 * pieces.len() as u64,
             };
@@ -169,7 +169,7 @@ fn a_handoff_commits_when_all_is_verified_and_the_token_is_known() {
 }
 
 #[test]
-fn the_token_may_come_before_the_grant_or_last_of_all() {
+fn the_token_may_come_before_the_grant_or_last() {
     check(
         "Started                    => reserve
          FirstToken                 => first token 5
@@ -203,7 +203,7 @@ fn nothing_is_committed_before_the_last_piece_is_verified() {
 }
 
 #[test]
-fn pieces_that_are_not_what_was_granted_are_rejected() {
+fn reports_that_do_not_match_the_grant_are_rejected() {
     for (written, fault) in [
         ("0/0 0/0", "piece 0/0 was written twice"),
         ("2/0", "piece 2/0 was never granted"),
@@ -224,19 +224,19 @@ fn pieces_that_are_not_what_was_granted_are_rejected() {
 }
 
 #[test]
-fn byte_counts_that_overflow_break_nothing() {
+fn byte_counts_that_overflow_are_capped() {
     check(
         "Started                         => reserve
          granted                         => send Grant
          FirstToken                      => first token 5
-         Written 0/0 1/0 exaggerating    => verify 0/0 1/0
+         Written 0/0 1/0 huge            => verify 0/0 1/0
          Written 0/1 1/1 last            => verify 0/1 1/1
          verified 4                      => send Commit, finish with 18446744073709551615 bytes, close",
     );
 }
 
 #[test]
-fn messages_out_of_order_lose_the_peer() {
+fn messages_out_of_order_fail_the_handoff() {
     for (before, message) in [
         ("", "FirstToken"),
         ("", "Written 0/0"),
@@ -301,7 +301,7 @@ fn a_cancelled_handoff_waits_for_the_peer_to_stop_but_not_for_ever() {
 }
 
 #[test]
-fn a_peer_that_fails_or_vanishes_is_typed() {
+fn a_peer_that_fails_or_vanishes_gives_a_typed_error() {
     check(
         "Failed     => finish refused
          closed     => close",
@@ -420,17 +420,17 @@ fn every_state_has_a_deadline() {
 }
 
 #[test]
-fn a_prefix_fetch_reserves_what_the_peer_holds_and_waits_for_no_token() {
-    check_of(
-        Wanted::Cached,
+fn a_prefix_fetch_reserves_as_much_as_the_peer_holds_and_needs_no_token() {
+    check_kind(
+        Kind::PrefixFetch,
         "Held 8              => reserve 8
          granted-too-few     => send Grant
          Written 0/0 0/1 last => verify 0/0 0/1
          verified 2          => send Commit, finish with 20 bytes, close",
     );
-    // What was missing has come meanwhile, by another way.
-    check_of(
-        Wanted::Cached,
+    // Meanwhile the missing blocks were cached for another request.
+    check_kind(
+        Kind::PrefixFetch,
         "Held 4              => reserve 4
          granted-nothing     => send Grant
          Written last        => send Commit, finish with 0 bytes, close",
@@ -439,18 +439,18 @@ fn a_prefix_fetch_reserves_what_the_peer_holds_and_waits_for_no_token() {
 
 #[test]
 fn a_fetch_of_a_prefix_that_is_not_cached_is_cancelled() {
-    check_of(
-        Wanted::Cached,
+    check_kind(
+        Kind::PrefixFetch,
         "Held 0   => send Cancel, finish not_cached
          Stopped  => close",
     );
 }
 
 #[test]
-fn a_peer_that_claims_impossible_blocks_is_not_believed() {
+fn a_peer_that_reports_an_impossible_prefix_fails_the_handoff() {
     for held in ["Held 16", "Held 3", "Started"] {
-        check_of(
-            Wanted::Cached,
+        check_kind(
+            Kind::PrefixFetch,
             &format!(
                 "{held}  => send Cancel, finish prefill_lost
                  closed  => close"
@@ -458,8 +458,8 @@ fn a_peer_that_claims_impossible_blocks_is_not_believed() {
         );
     }
     check("Held 8 => send Cancel, finish prefill_lost");
-    check_of(
-        Wanted::Cached,
+    check_kind(
+        Kind::PrefixFetch,
         "Held 8     => reserve 8
          FirstToken => send Cancel, finish prefill_lost",
     );
@@ -484,7 +484,7 @@ fn a_request_that_its_first_token_ends_is_done_without_kv() {
          granted       => revoke
          Stopped       => close",
     );
-    // The KV was there first: it is committed, and the engine hears that the request has ended.
+    // All KV was verified before the token came: the handoff is committed, and its blocks are freed later.
     check(
         "Started                      => reserve
          granted                      => send Grant
@@ -493,7 +493,7 @@ fn a_request_that_its_first_token_ends_is_done_without_kv() {
          FirstToken                   => first token 5, send Commit, finish with 40 bytes, close
          request-ended                =>",
     );
-    // What comes after that fails nothing any more.
+    // Later failures do not change the outcome.
     check(
         "Started       => reserve
          granted       => send Grant

@@ -1,10 +1,9 @@
-//! Every interleaving of a handoff: both machines, the stream between them, their engines and the data plane, as
-//! [`exchange`](super::exchange) has them, with a bounded number of faults at any moments. What
-//! `promises_hold_whatever_happens` samples for large handoffs, this exhausts for small ones.
+//! Every interleaving of a small handoff, with a bounded number of faults at any times: both machines, the stream between them,
+//! their engines and the data plane, as modelled in [`exchange`](super::exchange). `promises_hold_whatever_happens` samples
+//! interleavings of larger handoffs.
 //!
-//! A depth-first search with a set of fingerprints of the states seen. That is all that a model checker would do
-//! here: the promises are assertions that the world makes as it moves, and there is no temporal property beyond "it
-//! ends", which is tried from every state.
+//! It is a depth-first search with a set of fingerprints of visited states. The model asserts the promises at each step. The
+//! only temporal property is that a handoff ends, which is checked from every state. So no model checker is needed.
 
 use std::{
     collections::HashSet,
@@ -13,25 +12,25 @@ use std::{
 
 use super::exchange::{Event, Flaw, Sizes, World};
 
-/// What is explored.
+/// One exploration.
 struct Bounds {
     sizes: Sizes,
     num_cached_blocks: usize,
     num_faults: usize,
 }
 
-/// The number of states; panics with the way to the first that breaks a promise.
+/// Returns the number of states. Panics with the path to the first state that breaks a promise.
 fn explore(world: World, num_faults: usize) -> usize {
-    // Fingerprints with the faults that are left: with more of them, more can follow.
+    // Fingerprints with the number of faults left: with more faults left, more states can follow.
     let mut seen = HashSet::from([(world.fingerprint(), num_faults)]);
     let mut open = vec![(world, num_faults, Vec::<(Event, usize)>::new())];
-    while let Some((world, faults_left, way)) = open.pop() {
+    while let Some((world, faults_left, path)) = open.pop() {
         let broken = |panic: Box<dyn std::any::Any + Send>| {
             let what = panic.downcast_ref::<String>().cloned();
             let what = what.or_else(|| panic.downcast_ref::<&str>().map(|text| text.to_string()));
-            panic!("{} after {way:?}", what.unwrap_or_default());
+            panic!("{} after {path:?}", what.unwrap_or_default());
         };
-        // From here, without another fault, it ends well.
+        // Without further faults, the handoff ends from here as promised.
         let mut rest = world.clone();
         let settles = catch_unwind(AssertUnwindSafe(|| {
             rest.settle();
@@ -46,13 +45,13 @@ fn explore(world: World, num_faults: usize) -> usize {
             if is_fault && faults_left == 0 {
                 continue;
             }
-            for nth in 0..world.num_ways(event) {
+            for nth in 0..world.num_variants(event) {
                 let mut next = world.clone();
-                catch_unwind(AssertUnwindSafe(|| next.happen(event, nth))).unwrap_or_else(broken);
+                catch_unwind(AssertUnwindSafe(|| next.apply(event, nth))).unwrap_or_else(broken);
                 let faults_left = faults_left - usize::from(is_fault);
                 if seen.insert((next.fingerprint(), faults_left)) {
-                    let way = way.iter().copied().chain([(event, nth)]).collect();
-                    open.push((next, faults_left, way));
+                    let path = path.iter().copied().chain([(event, nth)]).collect();
+                    open.push((next, faults_left, path));
                 }
             }
         }
@@ -67,10 +66,10 @@ fn promises_hold_in_every_interleaving() {
         Bounds { sizes: Sizes::blocks(1), num_cached_blocks: 1, num_faults: 2 },
         Bounds { sizes: Sizes::blocks(2), num_cached_blocks: 0, num_faults: 1 },
         Bounds { sizes: Sizes::blocks(2), num_cached_blocks: 1, num_faults: 2 },
-        // One block here is two there.
+        // One block of one side is two blocks of the other.
         Bounds { sizes: sides(2, 1), num_cached_blocks: 0, num_faults: 1 },
         Bounds { sizes: sides(1, 2), num_cached_blocks: 0, num_faults: 2 },
-        // What is cached: all of it, a part, nothing, and a part of what P's blocks cover.
+        // Prefix fetches: P holds all, a part, nothing, and a part of one of its larger blocks.
         Bounds { sizes: cached(sides(1, 1), 2), num_cached_blocks: 1, num_faults: 2 },
         Bounds { sizes: cached(sides(1, 1), 1), num_cached_blocks: 0, num_faults: 3 },
         Bounds { sizes: cached(sides(1, 1), 0), num_cached_blocks: 0, num_faults: 3 },
@@ -89,8 +88,8 @@ fn promises_hold_in_every_interleaving() {
         }
     }
     println!("{total} states in all");
-    // A change that makes the world smaller is noticed.
-    assert!(total > 100_000, "{total} states are fewer than there were");
+    // Fails if a change makes the model smaller.
+    assert!(total > 100_000, "only {total} states: the model has become smaller");
 }
 
 /// Two tokens, in blocks of these sizes.
@@ -98,12 +97,12 @@ fn sides(prefill_block_size: usize, decode_block_size: usize) -> Sizes {
     Sizes { num_tokens: 2, prefill_block_size, decode_block_size, cached: None }
 }
 
-/// The same, of which P has so many blocks cached, and only those are wanted.
+/// The same for a prefix fetch: P has `num_blocks` blocks cached.
 fn cached(sizes: Sizes, num_blocks: usize) -> Sizes {
     Sizes { cached: Some(num_blocks), ..sizes }
 }
 
-/// What the search would say if the machines, or their drivers, broke a promise.
+/// The search finds each flaw of the machines or their drivers.
 #[test]
 fn every_flaw_is_found() {
     for (flaw, says) in [
@@ -113,12 +112,12 @@ fn every_flaw_is_found() {
         (Flaw::FreesBeforeTheFence, "late write into Released blocks"),
         (Flaw::ReleasesTwice, "released once"),
         (Flaw::SaysStoppedAtOnce, "Stopped was not true"),
-        (Flaw::NeverTicks, "no end in sight"),
+        (Flaw::NeverTicks, "the handoff does not end"),
     ] {
         let world = World::with(Sizes::blocks(1), 0, 7, true, Some(flaw));
         let found = catch_unwind(AssertUnwindSafe(|| explore(world, 2)));
         let panic = found.expect_err("a flaw breaks a promise");
-        let what = panic.downcast_ref::<String>().expect("said in words");
+        let what = panic.downcast_ref::<String>().expect("a message");
         assert!(what.contains(says), "{flaw:?}: {what}");
     }
 }

@@ -1,5 +1,4 @@
-//! The machines of either side behind one type, as the stream and the engine of a worker meet them: which machine it is, a
-//! test chooses by the first message.
+//! One type for both machines of a side, so that a test can run any of them. The first message decides which machine it is.
 
 pub(super) mod decode {
     use std::time::Instant;
@@ -163,7 +162,7 @@ pub(super) mod prefill {
                             ComputeInput::Other(input) => {
                                 (opening.on(input, now).map(PrefillHandoff::Opening), vec![])
                             }
-                            // The engine does not know of it yet.
+                            // The engine does not have the request yet.
                             _ => return vec![],
                         },
                     };

@@ -1,4 +1,4 @@
-//! Tests of both state machines: each side by scripts, both against each other in random and in all interleavings.
+//! Tests of the state machines: each side alone by scripts, and both sides together in random and in all interleavings.
 
 mod decode_scripts;
 mod exchange;

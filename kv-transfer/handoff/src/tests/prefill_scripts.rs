@@ -1,5 +1,5 @@
-//! The prefill side by small scripts: what comes in, and what must come out.
-//! A sequence of 3 blocks of 4 tokens, of which 1 is cached at the peer, in 2 layers; the grant is generation 1.
+//! Scripts for the prefill side. Each line is an input and the expected actions.
+//! The sequence has 3 blocks of 4 tokens, of which the peer has cached 1, and 2 layers. The grant has generation 1.
 
 use std::time::{Duration, Instant};
 
@@ -46,7 +46,7 @@ fn parse(input: &str, now: &mut Instant) -> Input {
         "closed" => return Input::StreamClosed("reset".into()),
         "progress" => return Input::Progress,
         "started" => return Input::Started,
-        // `held NUM_BLOCKS`: the same blocks.
+        // `held NUM_BLOCKS`: blocks from 10 on, as for `ready`.
         "held" => {
             let blocks = (0..number(&mut words) as u32).map(|n| BlockId(10 + n)).collect();
             return Input::Held { blocks };
@@ -180,7 +180,7 @@ fn pieces_are_pushed_layer_by_layer_as_they_become_ready() {
 }
 
 #[test]
-fn pieces_that_are_ready_before_the_grant_are_kept_and_pushed_in_one() {
+fn pieces_that_are_ready_before_the_grant_are_kept_for_one_push() {
     check(
         "Begin           => compute
          started         => send Started
@@ -210,7 +210,7 @@ fn the_last_piece_may_be_written_before_the_token_is_sampled() {
 }
 
 #[test]
-fn what_becomes_ready_while_the_route_is_full_is_gathered() {
+fn pieces_that_become_ready_while_the_route_is_full_share_the_next_push() {
     check(
         "Begin           => compute
          started         => send Started
@@ -226,7 +226,7 @@ fn what_becomes_ready_while_the_route_is_full_is_gathered() {
 }
 
 #[test]
-fn larger_blocks_of_the_peer_wait_for_every_block_under_them() {
+fn a_larger_peer_block_waits_for_all_own_blocks_with_its_tokens() {
     // 13 tokens: here | 0-3 | 4-7 | 8-11 | 12 |, there | 0-5 | 6-11 | 12 |.
     check(
         "begin 13 6      => compute
@@ -249,7 +249,7 @@ fn larger_blocks_of_the_peer_wait_for_every_block_under_them() {
 }
 
 #[test]
-fn smaller_blocks_of_the_peer_come_several_at_a_time() {
+fn smaller_peer_blocks_complete_several_at_a_time() {
     // 7 tokens: here | 0-3 | 4-6 |, there | 0 1 | 2 3 | 4 5 | 6 |, the first of them cached there.
     check(
         "begin 7 2       => compute
@@ -274,7 +274,7 @@ fn a_grant_is_counted_in_the_peers_blocks() {
 }
 
 #[test]
-fn a_peer_that_has_every_block_is_told_that_nothing_is_written() {
+fn a_peer_with_every_block_cached_is_told_that_nothing_follows() {
     check(
         "Begin            => compute
          started          => send Started
@@ -292,7 +292,7 @@ fn a_begin_meant_for_another_incarnation_is_refused() {
 }
 
 #[test]
-fn a_cancel_before_anything_began_leaves_nothing() {
+fn a_cancel_before_the_engine_started_releases_everything() {
     check("Cancel => finish cancelled, send Stopped, close");
     check(
         "Begin   => compute
@@ -302,7 +302,7 @@ fn a_cancel_before_anything_began_leaves_nothing() {
 }
 
 #[test]
-fn a_cancel_is_answered_when_nothing_moves_any_more() {
+fn a_cancel_is_answered_after_the_last_write() {
     check(
         "Begin        => compute
          started      => send Started
@@ -319,7 +319,7 @@ fn a_cancel_is_answered_when_nothing_moves_any_more() {
 }
 
 #[test]
-fn messages_out_of_order_lose_the_peer() {
+fn messages_out_of_order_fail_the_handoff() {
     check("Grant   => send Failed Internal, finish decode_lost, send Stopped, close");
     check("Commit  => send Failed Internal, finish decode_lost, send Stopped, close");
     for message in ["Begin", "Commit", "Grant-too-few"] {
@@ -355,7 +355,7 @@ fn a_commit_of_another_generation_frees_nothing() {
 }
 
 #[test]
-fn a_broken_stream_stops_the_work_without_a_word() {
+fn a_broken_stream_stops_the_work_and_sends_nothing() {
     check("closed => finish decode_lost, close");
     check(
         "Begin        => compute
@@ -374,7 +374,7 @@ fn a_broken_stream_stops_the_work_without_a_word() {
 }
 
 #[test]
-fn a_failure_of_this_side_is_told_to_the_peer() {
+fn a_failure_of_this_side_is_reported_to_the_peer() {
     check(
         "Begin          => compute
          engine-failed  => send Failed Internal, finish refused, stop
@@ -437,7 +437,7 @@ fn every_state_has_a_deadline() {
          after 90           => send Failed Deadline, finish deadline, stop
          idle               => send Stopped, release, close",
     );
-    // Computing may take any time. A route without progress may not.
+    // Computing has no stall deadline. A route with pushes in flight has.
     check(
         "Begin       => compute
          started     => send Started
@@ -493,7 +493,7 @@ fn cached_blocks_are_handed_over_and_nothing_is_computed() {
 }
 
 #[test]
-fn a_worker_without_cached_blocks_says_so() {
+fn a_worker_without_cached_blocks_reports_none() {
     check(
         "fetch 12 4 => hold
          held 0            => send Held 0
@@ -503,7 +503,7 @@ fn a_worker_without_cached_blocks_says_so() {
 }
 
 #[test]
-fn a_grant_for_what_is_not_held_yet_is_refused() {
+fn a_grant_that_does_not_match_the_held_blocks_is_refused() {
     check(
         "fetch 12 4 => hold
          grant 0 3         => send Failed Internal, finish decode_lost, stop",
@@ -516,7 +516,7 @@ fn a_grant_for_what_is_not_held_yet_is_refused() {
 }
 
 #[test]
-fn a_request_that_its_first_token_ends_frees_its_blocks_and_ends_well() {
+fn a_request_that_its_first_token_ends_frees_its_blocks_and_succeeds() {
     check(
         "Begin           => compute
          started         => send Started
@@ -550,7 +550,7 @@ fn a_request_that_its_first_token_ends_frees_its_blocks_and_ends_well() {
 }
 
 #[test]
-fn a_request_without_a_first_token_cannot_be_done() {
+fn done_without_a_first_token_fails_the_handoff() {
     check("Done => send Failed Internal, finish decode_lost, send Stopped, close");
     check(
         "Begin   => compute
@@ -565,7 +565,7 @@ fn a_request_without_a_first_token_cannot_be_done() {
 }
 
 #[test]
-fn a_grant_that_is_gone_after_the_first_token_waits_for_the_reason() {
+fn after_the_first_token_a_revoked_grant_waits_for_the_reason() {
     let granted = "Begin          => compute
          started        => send Started
          Grant          => route";

@@ -1,4 +1,4 @@
-//! Pools on devices: what is handed to NIXL for them, and, where there is a GPU, that it works.
+//! Pools on devices: which memory is registered with NIXL and written, and, on a machine with a GPU, real transfers.
 
 use std::{io, path::Path, sync::Arc, time::Duration};
 
@@ -21,20 +21,20 @@ use crate::{
     tests::{fake_nixl, has_rdma, nixl},
 };
 
-/// A receiver over the NIXL of this place.
+/// A receiver that uses the NIXL library at `place`.
 fn receiver_over(target: Arc<BlockStorage>, place: &Path) -> io::Result<Receiver> {
     let transport = RdmaReceiving::start(&target, Some(place), ([127, 0, 0, 1], 0).into())?;
     Receiver::start(target, &ReceiverConfig::default(), vec![Box::new(transport)])
 }
 
-/// A sender over the NIXL of this place.
+/// A sender that uses the NIXL library at `place`.
 fn sender_over(source: Arc<BlockStorage>, place: &Path) -> io::Result<Sender> {
     let config = SenderConfig { connect_timeout: Duration::from_secs(25), ..SenderConfig::default() };
     let transport = RdmaSending::start(&source, Some(place))?;
     Sender::start(source, config, vec![Box::new(transport)])
 }
 
-/// Pushes two blocks from pool to pool, verifies them, and finds a byte that was changed afterwards.
+/// Pushes two blocks from pool to pool and verifies them. Then changes a byte, which verification must find.
 async fn hand_over(source: &Arc<BlockStorage>, target: &Arc<BlockStorage>, place: &str) {
     let dst = blocks([3, 40]);
     let all = writes(&dst);
@@ -51,7 +51,10 @@ async fn hand_over(source: &Arc<BlockStorage>, target: &Arc<BlockStorage>, place
     for write in &all {
         let layer_idx = write.layer_idx as usize;
         assert!(holds(target, write.dst, layer_idx, pattern(write.dst.0, layer_idx)), "{write:?}");
-        assert!(holds(target, BlockId(write.dst.0 + 1), layer_idx, 0), "beside {write:?}");
+        assert!(
+            holds(target, BlockId(write.dst.0 + 1), layer_idx, 0),
+            "the block after {write:?} is unchanged"
+        );
     }
     soon(granted.verify(pushed.pieces.clone())).await.unwrap();
     fill(target, BlockId(40), 1, 0);
@@ -64,10 +67,10 @@ async fn hand_over(source: &Arc<BlockStorage>, target: &Arc<BlockStorage>, place
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn pieces_are_described_by_the_memory_that_each_rank_has() {
+async fn pieces_are_described_to_nixl_by_the_memory_of_each_rank() {
     let host = || storage();
     let device = || Arc::new(fake_device(LAYOUT, NUM_BLOCKS));
-    // Each with one of the two heads; each head on two.
+    // `devices`: each has one of the two heads. `replicas`: each head is on two devices.
     let devices = || Arc::new(counted_devices(LAYOUT, NUM_BLOCKS, &[1, 2]).0);
     let replicas = || Arc::new(counted_devices(LAYOUT, NUM_BLOCKS, &[3, 4, 5, 6]).0);
     let pools: [&dyn Fn() -> Arc<BlockStorage>; 4] = [&host, &device, &devices, &replicas];
@@ -85,7 +88,7 @@ async fn pieces_are_described_by_the_memory_that_each_rank_has() {
             let mut num_bytes = 0;
             for (read, wrote) in fake_nixl::take_written(place) {
                 assert_eq!((wrote.kind, wrote.device), (kind, device.into()));
-                // NIXL has found it in what the rank of that number has registered.
+                // The source is memory that a rank has registered.
                 assert!(memories.iter().any(|memory| (read.kind, read.device as u32) == memory.code()));
                 assert_eq!(read.len, wrote.len);
                 num_bytes += wrote.len;
@@ -93,13 +96,13 @@ async fn pieces_are_described_by_the_memory_that_each_rank_has() {
             assert_eq!(num_bytes, 2 * LAYOUT.num_layers * region.layout().layer_bytes(), "all heads, once");
         }
     }
-    // As NIXL numbers them: DRAM_SEG 0, VRAM_SEG 1.
+    // NIXL's numbers: DRAM_SEG 0, VRAM_SEG 1.
     let code = |pool: Arc<BlockStorage>| Memory::of(&pool.region(0)).code();
     assert_eq!((code(host()), code(device())), ((0, 0), (1, 5)));
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_frame_of_which_one_rank_takes_nothing_is_not_written() {
+async fn a_frame_that_one_rank_refuses_is_not_written() {
     let pool = |devices: &[u32]| Arc::new(counted_devices(LAYOUT, NUM_BLOCKS, devices).0);
     let place = Path::new(fake_nixl::PLACE);
     let receiver = receiver_over(pool(&[1, fake_nixl::REFUSING]), place).unwrap();
@@ -107,7 +110,7 @@ async fn a_frame_of_which_one_rank_takes_nothing_is_not_written() {
     let guards = Guards::default();
     let granted = receiver.grant(blocks([3]), guards.guard());
     let route = soon(sender.route(granted.access_key(), granted.offers(), guards.guard())).await.unwrap();
-    // What the other rank has taken is written once more, to no avail.
+    // The sender tries once more. The same rank refuses again.
     let error = soon(route.push(writes(&blocks([3])))).await.unwrap_err();
     assert!(matches!(error, PushError::Lost(_)), "{error}");
     soon(route.close()).await;
@@ -115,9 +118,9 @@ async fn a_frame_of_which_one_rank_takes_nothing_is_not_written() {
     assert_eq!(guards.num_out(), 0);
 }
 
-/// The real NIXL, an agent for each rank, over memory of the host.
+/// With the real NIXL, an agent for each rank, and memory of the host.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn every_rank_reaches_those_that_share_its_heads() {
+async fn every_rank_writes_to_the_ranks_with_the_same_heads() {
     if !has_rdma() {
         return;
     }
@@ -127,9 +130,9 @@ async fn every_rank_reaches_those_that_share_its_heads() {
     }
 }
 
-/// The real NIXL: UCX looks what the memory is, and finds that no GPU has it.
+/// With the real NIXL: UCX looks up the memory, and finds that it belongs to no GPU.
 #[test]
-fn memory_that_is_no_gpus_is_refused_at_the_start_with_a_reason() {
+fn memory_of_no_gpu_is_refused_at_the_start_with_a_reason() {
     if !has_rdma() {
         return;
     }
@@ -143,7 +146,7 @@ fn memory_that_is_no_gpus_is_refused_at_the_start_with_a_reason() {
         };
         assert!(error.contains(&why), "{error}");
     }
-    // Nothing of it is in the way of others.
+    // The failures do not affect other pools.
     drop(sender(&storage(), RDMA).unwrap());
 }
 

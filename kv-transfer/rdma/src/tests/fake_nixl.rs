@@ -1,5 +1,5 @@
-//! What tests have in NIXL's place where there is no GPU: its C API over memory of this process. It keeps to what NIXL
-//! checks: each write is inside of memory that was registered, on each side, with the same kind and device.
+//! A fake of NIXL for tests without a GPU: its C API over memory of this process. Like NIXL, it checks that each write is inside
+//! registered memory of the same kind and device, on both sides.
 
 use std::{
     collections::HashMap,
@@ -17,16 +17,16 @@ use crate::nixl::{
     api::{AgentConfig, Api, Object},
 };
 
-/// Where it is, for a configuration that asks for NIXL.
+/// The path that selects this fake.
 pub(crate) const PLACE: &str = "/fake/libnixl_capi.so";
 
-/// A device into which nothing can be written.
+/// A device that refuses all writes.
 pub(crate) const REFUSING: u32 = 13;
 
-/// As NIXL's own.
+/// NIXL's status code for an invalid argument.
 const INVALID: c_int = -1;
 
-/// A run of bytes, as it is described to NIXL: kind of memory, number of its device, address and length.
+/// A descriptor: kind of memory, device number, address and length.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Described {
     pub(crate) kind: c_uint,
@@ -43,10 +43,11 @@ impl Described {
     }
 }
 
-/// Writes of all tests that no test has polled for: source and target.
+/// Source and target of each write that no test has taken yet.
 static WRITTEN: Mutex<Vec<(Described, Described)>> = Mutex::new(Vec::new());
 
-/// The writes to these addresses since it was last asked. The first time they may be of a pool that lay there before.
+/// Takes the writes to these addresses since the last call. The first call may return writes to an earlier pool at the same
+/// addresses.
 pub(crate) fn take_written(addresses: &Range<u64>) -> Vec<(Described, Described)> {
     let mut written = WRITTEN.lock().unwrap_or_else(PoisonError::into_inner);
     written.extract_if(.., |(_, target)| addresses.contains(&(target.address as u64))).collect()
@@ -59,7 +60,7 @@ struct Agent {
     peers: HashMap<CString, Vec<Described>>,
 }
 
-/// Of either kind of descriptors.
+/// A list of descriptors, for registration or for a transfer.
 struct List {
     kind: c_uint,
     runs: Vec<Described>,
@@ -98,28 +99,28 @@ pub(crate) fn nixl() -> Nixl {
 }
 
 fn new<T>(object: T, place: *mut Object) -> c_int {
-    // SAFETY: the caller of each function below gives a valid place for what is created.
+    // SAFETY: the callers of the functions below pass a valid place for the new object.
     unsafe { *place = Box::into_raw(Box::new(object)).cast() };
     0
 }
 
 /// # Safety
-/// The object was created as such, and was not destroyed.
+/// The object must have been created by `new::<T>`, and must not be destroyed yet.
 unsafe fn of<'a, T>(object: Object) -> &'a mut T {
-    // SAFETY: by the caller's word; one thread uses it at a time.
+    // SAFETY: guaranteed by the caller; only one thread uses the object at a time.
     unsafe { &mut *object.cast() }
 }
 
 unsafe extern "C" fn destroy<T>(object: Object) -> c_int {
-    // SAFETY: made by `new`, and used no more.
+    // SAFETY: created by `new`, and not used afterwards.
     drop(unsafe { Box::from_raw(object.cast::<T>()) });
     0
 }
 
 /// # Safety
-/// As of [`of`].
+/// As for [`of`].
 unsafe fn agent<'a>(object: Object) -> std::sync::MutexGuard<'a, Agent> {
-    // SAFETY: by the caller's word.
+    // SAFETY: guaranteed by the caller.
     let agent: &Mutex<Agent> = unsafe { &*object.cast() };
     agent.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -129,13 +130,13 @@ unsafe extern "C" fn create_configured_agent(
     _: *const AgentConfig,
     place: *mut Object,
 ) -> c_int {
-    // SAFETY: a C string, by the API.
+    // SAFETY: the API requires a C string.
     let name = unsafe { CStr::from_ptr(name) }.to_owned();
     new(Mutex::new(Agent { name, ..Agent::default() }), place)
 }
 
 unsafe extern "C" fn create_nothing(place: *mut Object) -> c_int {
-    // SAFETY: as of `new`.
+    // SAFETY: as in `new`.
     unsafe { *place = ptr::dangling_mut::<u8>().cast() };
     0
 }
@@ -149,13 +150,13 @@ unsafe extern "C" fn params_add(_: Object, _: *const c_char, _: *const c_char) -
 }
 
 unsafe extern "C" fn create_backend(_: Object, _: *const c_char, _: Object, place: *mut Object) -> c_int {
-    // SAFETY: as of `new`.
+    // SAFETY: as in `new`.
     unsafe { create_nothing(place) }
 }
 
-/// The agent's name, and what it has registered.
+/// The metadata: the agent's name, and the memory that it has registered.
 unsafe extern "C" fn get_local_md(object: Object, data: *mut *mut c_void, len: *mut usize) -> c_int {
-    // SAFETY: by the API.
+    // SAFETY: the API requires valid objects and pointers.
     let agent = unsafe { agent(object) };
     let mut bytes = agent.name.as_bytes_with_nul().to_vec();
     for run in &agent.registered {
@@ -163,7 +164,7 @@ unsafe extern "C" fn get_local_md(object: Object, data: *mut *mut c_void, len: *
             bytes.extend(u64::to_le_bytes(number));
         }
     }
-    // SAFETY: new memory of that size; the places are valid, by the API.
+    // SAFETY: the memory is new and has that size; the API requires valid places.
     unsafe {
         let copy = libc::malloc(bytes.len());
         ptr::copy_nonoverlapping(bytes.as_ptr(), copy.cast(), bytes.len());
@@ -178,7 +179,7 @@ unsafe extern "C" fn load_remote_md(
     len: usize,
     name: *mut *mut c_char,
 ) -> c_int {
-    // SAFETY: by the API.
+    // SAFETY: the API requires valid objects and pointers.
     let bytes = unsafe { std::slice::from_raw_parts(data.cast::<u8>(), len) };
     let Ok(peer) = CStr::from_bytes_until_nul(bytes) else { return INVALID };
     let numbers: Vec<u64> = bytes[peer.to_bytes_with_nul().len()..]
@@ -191,7 +192,7 @@ unsafe extern "C" fn load_remote_md(
         address: run[2] as usize,
         len: run[3] as usize,
     });
-    // SAFETY: by the API.
+    // SAFETY: the API requires valid objects and pointers.
     unsafe {
         agent(object).peers.insert(peer.to_owned(), runs.collect());
         *name = libc::strdup(peer.as_ptr());
@@ -200,7 +201,7 @@ unsafe extern "C" fn load_remote_md(
 }
 
 unsafe extern "C" fn agent_make_connection(object: Object, name: *const c_char, _: Object) -> c_int {
-    // SAFETY: by the API.
+    // SAFETY: the API requires valid objects and pointers.
     match unsafe { agent(object).peers.contains_key(CStr::from_ptr(name)) } {
         true => 0,
         false => INVALID,
@@ -219,25 +220,25 @@ unsafe extern "C" fn reg_dlist_add_desc(
     _: *const c_void,
     _: usize,
 ) -> c_int {
-    // SAFETY: by the API.
+    // SAFETY: the API requires valid objects and pointers.
     unsafe { xfer_dlist_add_desc(list, address, len, device) }
 }
 
 unsafe extern "C" fn xfer_dlist_add_desc(list: Object, address: usize, len: usize, device: u64) -> c_int {
-    // SAFETY: by the API.
+    // SAFETY: the API requires valid objects and pointers.
     let list = unsafe { of::<List>(list) };
     list.runs.push(Described { kind: list.kind, device, address, len });
     0
 }
 
 unsafe extern "C" fn register_mem(object: Object, list: Object, _: Object) -> c_int {
-    // SAFETY: by the API.
+    // SAFETY: the API requires valid objects and pointers.
     unsafe { agent(object).registered.extend(&of::<List>(list).runs) };
     0
 }
 
 unsafe extern "C" fn deregister_mem(object: Object, list: Object, _: Object) -> c_int {
-    // SAFETY: by the API.
+    // SAFETY: the API requires valid objects and pointers.
     unsafe { agent(object).registered.retain(|run| !of::<List>(list).runs.contains(run)) };
     0
 }
@@ -251,17 +252,17 @@ unsafe extern "C" fn create_xfer_req(
     place: *mut Object,
     _: Object,
 ) -> c_int {
-    // SAFETY: by the API.
+    // SAFETY: the API requires valid objects and pointers.
     let (agent, sources, targets, peer) = unsafe {
         (agent(object), &of::<List>(sources).runs, &of::<List>(targets).runs, CStr::from_ptr(peer))
     };
     let Some(remote) = agent.peers.get(peer) else { return INVALID };
-    let lie_in = |runs: &[Described], registered: &[Described]| {
+    let are_inside = |runs: &[Described], registered: &[Described]| {
         runs.iter().all(|run| registered.iter().any(|whole| whole.holds(run)))
     };
     let is_refused = targets.iter().any(|target| target.device == u64::from(REFUSING));
-    if !lie_in(sources, &agent.registered)
-        || !lie_in(targets, remote)
+    if !are_inside(sources, &agent.registered)
+        || !are_inside(targets, remote)
         || sources.len() != targets.len()
         || is_refused
     {
@@ -271,7 +272,7 @@ unsafe extern "C" fn create_xfer_req(
 }
 
 unsafe extern "C" fn post_xfer_req(_: Object, request: Object, _: Object) -> c_int {
-    // SAFETY: by the API.
+    // SAFETY: the API requires valid objects and pointers.
     let request = unsafe { of::<Request>(request) };
     for (source, target) in &*request {
         // SAFETY: both are in registered memory of this process, and the writer holds a grant.

@@ -1,4 +1,4 @@
-//! The suite of every transport through NIXL, and what only one-sided writes of a network device can get wrong.
+//! The conformance suite over NIXL, and tests of what is specific to one-sided writes of a network device.
 
 mod devices;
 pub(crate) mod fake_nixl;
@@ -25,7 +25,7 @@ pub(crate) const RDMA: &[TestTransport] = &[TestTransport {
     },
 }];
 
-/// Where `cargo xtask setup` puts NIXL, unless the environment names another one; the fake one for fake devices.
+/// The path of NIXL: the fake one for fake devices, else that of `BATON_NIXL`, else where `cargo xtask setup` unpacks it.
 pub(crate) fn nixl() -> PathBuf {
     if Setup::Devices.is_on() || Setup::Divided.is_on() {
         return fake_nixl::PLACE.into();
@@ -34,11 +34,11 @@ pub(crate) fn nixl() -> PathBuf {
     std::env::var_os("BATON_NIXL").map_or_else(|| own.into(), PathBuf::from)
 }
 
-/// Whether rdma can be tested; says so where the test harness does not hide it, if it cannot.
+/// Whether NIXL can be loaded. If not, prints SKIPPED and the reason.
 pub(crate) fn has_rdma() -> bool {
     let loaded = Nixl::load(Some(&nixl()));
     if let Err(error) = &loaded {
-        skip(&format!("{error}; `cargo xtask setup` does"));
+        skip(&format!("{error}; `cargo xtask setup` unpacks it"));
     }
     loaded.is_ok()
 }
@@ -52,6 +52,6 @@ async fn pieces_of_a_device_do_not_cross_to_the_host() {
     let num_heads = 2 * LAYOUT.num_kv_heads * 3 * LAYOUT.num_layers;
     for source in [counted_device(LAYOUT, NUM_BLOCKS), counted_devices(LAYOUT, NUM_BLOCKS, &[0, 1])] {
         let counts = pushed(RDMA[0], WireFormat::AsIs, source).await;
-        assert_eq!(counts, [0, num_heads, 0], "a device has each head");
+        assert_eq!(counts, [0, num_heads, 0], "each head goes from device to device");
     }
 }

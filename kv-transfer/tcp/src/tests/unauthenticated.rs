@@ -246,7 +246,7 @@ async fn foreign_certificates_and_plain_peers_are_refused_either_way() {
     let plain = sender(&fabric.source, TCP).unwrap();
     let error =
         soon(plain.route(granted.access_key(), granted.offers(), ())).await.err().unwrap().to_string();
-    assert!(error.contains("no way to the peer's blocks"), "{error}");
+    assert!(error.contains("no route to the peer's blocks"), "{error}");
 
     // One that this side's authority has not signed, though it believes in ours.
     let foreign = tls("foreign");

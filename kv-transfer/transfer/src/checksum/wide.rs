@@ -1,15 +1,15 @@
-//! XXH3-64 of long inputs with the vectors that this processor has, and the same fused with a copy.
+//! XXH3-64 of long inputs with the vector instructions of this processor, alone or fused with a copy.
 //!
 //! The algorithm is that of <https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md>, "XXH3 Algorithm (for
-//! large inputs)": eight 64-bit accumulators take stripes of 64 bytes, each under a window of the secret that moves by
-//! eight bytes, and are scrambled after every 16. The crate xxhash-rust, which chooses its vectors when it is compiled,
-//! is the reference.
+//! large inputs)". Eight 64-bit accumulators add up stripes of 64 bytes. Each stripe is combined with a window of the secret that
+//! moves by eight bytes per stripe. After 16 stripes the accumulators are scrambled. The crate xxhash-rust is the reference; it
+//! selects its vector instructions at compile time.
 
 use std::arch::x86_64::*;
 
 use xxhash_rust::const_xxh3::const_custom_default_secret;
 
-/// Inputs of at most so many bytes have an algorithm of their own, which the crate has.
+/// XXH3 hashes inputs of at most this length with other algorithms, for which the crate is used.
 const MAX_SHORT_BYTES: usize = 240;
 const STRIPE_BYTES: usize = 64;
 const STRIPES_PER_BLOCK: usize = 16;
@@ -28,27 +28,29 @@ const PRIME64_3: u64 = 0x1656_67B1_9E37_79F9;
 const PRIME64_4: u64 = 0x85EB_CA77_C2B2_AE63;
 const PRIME64_5: u64 = 0x27D4_EB2F_1656_67C5;
 
-/// How far ahead a streaming copy asks for its source: 512 to 2,048 bytes are alike.
+/// How far ahead a streaming copy prefetches its source. 512 to 2,048 bytes perform alike.
 pub(super) const PREFETCH_BYTES: usize = 1024;
 
-/// Pieces of at least so many bytes are written past the caches. Below, a reader that follows at once is served best
-/// from a cache, and a fence costs more than it saves.
+/// Pieces of at least this size are stored past the caches. A smaller piece is better read from a cache by a reader that
+/// follows at once, and a fence would cost more than the streaming stores save.
 const MIN_STREAM_BYTES: usize = 4 << 10;
 
-/// Vectors of this processor.
+/// The vector instructions to use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kernel {
     Avx2,
     Avx512,
 }
 
-/// What becomes of a stripe besides being hashed.
+/// Stripes are only hashed.
 const HASH: u8 = 0;
+/// Stripes are hashed and stored.
 const STORE: u8 = 1;
+/// Stripes are hashed and stored past the caches.
 const STREAM: u8 = 2;
 
 impl Kernel {
-    /// The widest for inputs of this length; `None` when the crate does as well.
+    /// The widest available one for inputs of this length; `None` when the crate must be used.
     pub(super) fn best(num_bytes: usize) -> Option<Kernel> {
         match num_bytes {
             0..=MAX_SHORT_BYTES => None,
@@ -60,18 +62,18 @@ impl Kernel {
 
     /// XXH3-64 of more than 240 bytes.
     pub(super) fn hash(self, bytes: &[u8], seed: u64) -> u64 {
-        // SAFETY: nothing is written; `best` has found the vectors.
+        // SAFETY: nothing is written; `best` has found that the processor has these instructions.
         unsafe { self.run::<HASH>(bytes, std::ptr::null_mut(), seed) }
     }
 
-    /// The same, and a copy.
+    /// XXH3-64 of more than 240 bytes, which are copied to `target`.
     ///
     /// # Safety
     /// As for [`copy`](super::copy).
     pub(super) unsafe fn copy(self, source: &[u8], target: *mut u8, seed: u64) -> u64 {
         // A streamed store must be aligned.
         let is_streamed = source.len() >= MIN_STREAM_BYTES && target.addr().is_multiple_of(STRIPE_BYTES);
-        // SAFETY: by the caller's word; `best` has found the vectors.
+        // SAFETY: the caller guarantees the pointers; `best` has found that the processor has these instructions.
         unsafe {
             if is_streamed {
                 self.run::<STREAM>(source, target, seed)
@@ -82,11 +84,11 @@ impl Kernel {
     }
 
     /// # Safety
-    /// The processor has the vectors; `target` is valid unless only hashed.
+    /// The processor must have the instructions. Except in mode `HASH`, `target` must be valid for `source.len()` bytes.
     unsafe fn run<const MODE: u8>(self, source: &[u8], target: *mut u8, seed: u64) -> u64 {
         assert!(source.len() > MAX_SHORT_BYTES);
         let secret = secret(seed);
-        // SAFETY: by the caller's word.
+        // SAFETY: guaranteed by the caller.
         let lanes = unsafe {
             match self {
                 Kernel::Avx512 => avx512::<MODE>(source, target, &secret),
@@ -127,21 +129,21 @@ fn u64_at(bytes: &[u8], at: usize) -> u64 {
 
 #[target_feature(enable = "avx512f")]
 unsafe fn avx512<const MODE: u8>(source: &[u8], target: *mut u8, secret: &[u8; SECRET_BYTES]) -> [u64; 8] {
-    // SAFETY: by the caller's word, and the feature is enabled.
+    // SAFETY: the caller guarantees the pointers, and the feature is enabled.
     unsafe { stripes::<__m512i, MODE>(source, target, secret) }
 }
 
 #[target_feature(enable = "avx2")]
 unsafe fn avx2<const MODE: u8>(source: &[u8], target: *mut u8, secret: &[u8; SECRET_BYTES]) -> [u64; 8] {
-    // SAFETY: by the caller's word, and the feature is enabled.
+    // SAFETY: the caller guarantees the pointers, and the feature is enabled.
     unsafe { stripes::<[__m256i; 2], MODE>(source, target, secret) }
 }
 
-/// Eight lanes of 64 bits. To be called where the vectors are enabled, and inlined there.
+/// Eight lanes of 64 bits. Methods are inlined into a function that enables the instructions.
 trait Lanes: Copy {
     unsafe fn load(from: *const u8) -> Self;
     unsafe fn store(self, to: *mut u8);
-    /// Past the caches; `to` is aligned to 64 bytes.
+    /// Stores past the caches; `to` is aligned to 64 bytes.
     unsafe fn stream(self, to: *mut u8);
     unsafe fn accumulate(self, data: Self, secret: Self) -> Self;
     unsafe fn scramble(self, secret: Self) -> Self;
@@ -156,9 +158,9 @@ unsafe fn stripes<L: Lanes, const MODE: u8>(
     const FIRST: [u64; 8] =
         [PRIME32_3, PRIME64_1, PRIME64_2, PRIME64_3, PRIME64_4, PRIME32_2, PRIME64_5, PRIME32_1];
     let from = source.as_ptr();
-    // The last stripe, whole or not, is taken by itself, from the end of the input backwards.
+    // The last stripe is the last 64 bytes of the input. It is added after the loop, and may overlap the stripe before it.
     let num_stripes = (source.len() - 1) / STRIPE_BYTES;
-    // SAFETY: stripes are inside of the source and of the target, if there is one. Windows are inside of the secret.
+    // SAFETY: stripes are inside the source and, if there is one, the target. Windows are inside the secret.
     unsafe {
         let window = |at: usize| L::load(secret.as_ptr().add(at));
         let mut lanes = L::load(FIRST.as_ptr().cast());
@@ -171,7 +173,7 @@ unsafe fn stripes<L: Lanes, const MODE: u8>(
                 match MODE {
                     STORE => data.store(target.add(at)),
                     STREAM => {
-                        // May point past the end: a prefetch does not fault.
+                        // The address may be past the end: a prefetch does not fault.
                         _mm_prefetch(from.wrapping_add(at + PREFETCH_BYTES).cast(), _MM_HINT_T0);
                         data.stream(target.add(at));
                     }
@@ -191,7 +193,7 @@ unsafe fn stripes<L: Lanes, const MODE: u8>(
             std::ptr::copy_nonoverlapping(from.add(at), target.add(at), source.len() - at);
         }
         if MODE == STREAM {
-            // Streamed stores are not ordered with later stores. The fence comes before the caller reports the copy.
+            // Streaming stores are not ordered with later stores, so a fence precedes the caller's report of the copy.
             _mm_sfence();
         }
         lanes = lanes.accumulate(L::load(from.add(source.len() - STRIPE_BYTES)), window(LAST_AT));
@@ -204,25 +206,25 @@ unsafe fn stripes<L: Lanes, const MODE: u8>(
 impl Lanes for __m512i {
     #[inline(always)]
     unsafe fn load(from: *const u8) -> Self {
-        // SAFETY: by the caller's word.
+        // SAFETY: guaranteed by the caller.
         unsafe { _mm512_loadu_si512(from.cast()) }
     }
 
     #[inline(always)]
     unsafe fn store(self, to: *mut u8) {
-        // SAFETY: by the caller's word.
+        // SAFETY: guaranteed by the caller.
         unsafe { _mm512_storeu_si512(to.cast(), self) }
     }
 
     #[inline(always)]
     unsafe fn stream(self, to: *mut u8) {
-        // SAFETY: by the caller's word.
+        // SAFETY: guaranteed by the caller.
         unsafe { _mm512_stream_si512(to.cast(), self) }
     }
 
     #[inline(always)]
     unsafe fn accumulate(self, data: Self, secret: Self) -> Self {
-        // SAFETY: registers only, of vectors that the caller has enabled.
+        // SAFETY: no memory is accessed, and the caller has enabled the instructions.
         unsafe {
             let key = _mm512_xor_si512(data, secret);
             let product = _mm512_mul_epu32(key, _mm512_srli_epi64::<32>(key));
@@ -246,13 +248,13 @@ impl Lanes for __m512i {
 impl Lanes for [__m256i; 2] {
     #[inline(always)]
     unsafe fn load(from: *const u8) -> Self {
-        // SAFETY: by the caller's word.
+        // SAFETY: guaranteed by the caller.
         unsafe { [_mm256_loadu_si256(from.cast()), _mm256_loadu_si256(from.add(32).cast())] }
     }
 
     #[inline(always)]
     unsafe fn store(self, to: *mut u8) {
-        // SAFETY: by the caller's word.
+        // SAFETY: guaranteed by the caller.
         unsafe {
             _mm256_storeu_si256(to.cast(), self[0]);
             _mm256_storeu_si256(to.add(32).cast(), self[1]);
@@ -261,7 +263,7 @@ impl Lanes for [__m256i; 2] {
 
     #[inline(always)]
     unsafe fn stream(self, to: *mut u8) {
-        // SAFETY: by the caller's word.
+        // SAFETY: guaranteed by the caller.
         unsafe {
             _mm256_stream_si256(to.cast(), self[0]);
             _mm256_stream_si256(to.add(32).cast(), self[1]);
@@ -272,7 +274,7 @@ impl Lanes for [__m256i; 2] {
     unsafe fn accumulate(self, data: Self, secret: Self) -> Self {
         std::array::from_fn(
             #[inline(always)]
-            // SAFETY: registers only, of vectors that the caller has enabled.
+            // SAFETY: no memory is accessed, and the caller has enabled the instructions.
             |half| unsafe {
                 let key = _mm256_xor_si256(data[half], secret[half]);
                 let product = _mm256_mul_epu32(key, _mm256_srli_epi64::<32>(key));

@@ -29,7 +29,7 @@ async fn the_best_reachable_transport_is_taken_and_a_fallback_counted() {
         let error =
             soon(fabric.sender.route(granted.access_key(), &[nowhere], ())).await.err().unwrap().to_string();
         assert_eq!(
-            error.matches("no way to the peer's blocks").count(),
+            error.matches("no route to the peer's blocks").count(),
             usize::from(num_fallbacks > 0),
             "{error}"
         );

@@ -1,6 +1,6 @@
-//! What may happen to the two machines, and what may be wrong with what drives them.
+//! The events of the model, and the flaws that a driver of the machines could have.
 
-/// What may happen next.
+/// One step of the model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::tests) enum Event {
     ToPrefill,
@@ -13,10 +13,10 @@ pub(in crate::tests) enum Event {
     Routed,
     Pushed,
     Idle,
-    // From here on: faults.
+    // All events below are faults, except `RequestEnds`.
     Time,
     Cancel,
-    /// The first token ends the request. No fault, but none of the orderly exchanges has it.
+    /// The first token ends the request. Runs without faults do not have this event.
     RequestEnds,
     Break,
     EngineFails,
@@ -24,32 +24,32 @@ pub(in crate::tests) enum Event {
     PushFails,
     RouteFails,
     WrongBytes,
-    // A peer, or what is between, that does not keep the protocol.
+    // The peer or the network breaks the protocol.
     RepeatToPrefill,
     RepeatToDecode,
     SwapToPrefill,
     SwapToDecode,
-    // What never comes, and does not say so: only deadlines help.
+    // Silent failures: only deadlines detect them.
     NoBlocks,
     EngineHangs,
     Partition,
     PrefillDies,
-    /// It dies, and another life reads what the old one had not read.
+    /// It dies, and its next incarnation reads the messages that the old one had not read.
     PrefillRestarts,
 }
 
-/// What a driver of the machines could do wrong.
+/// A defect of a driver.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::tests) enum Flaw {
-    /// Takes everything to be right that was said to be written.
+    /// Reports all written pieces as verified.
     VerifiesNothing,
     ForgetsToRevoke,
     RevokesTwice,
-    /// Gives blocks away that a peer which maps them may still write.
+    /// Frees blocks that a peer with a mapping may still write.
     FreesBeforeTheFence,
     ReleasesTwice,
-    /// Says that it has stopped when it was told to.
+    /// Sends `Stopped` when it is told to stop, not when it has stopped.
     SaysStoppedAtOnce,
-    /// The clocks of both sides stand still.
+    /// Never delivers `Tick`.
     NeverTicks,
 }

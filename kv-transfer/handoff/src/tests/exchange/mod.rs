@@ -1,6 +1,5 @@
-//! Both machines against each other, over a stream that keeps order but may break at any moment,
-//! with engines and a data plane that do their parts in any order, or fail. Every promise of the
-//! module above is checked on the way.
+//! A model of one handoff: both machines, a stream that keeps the order of messages but may break at any time, and engines and
+//! a data plane that answer in any order or fail. Each step asserts the promises of the crate's documentation.
 
 mod events;
 mod play;
@@ -30,22 +29,22 @@ const LIMITS: Limits =
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Blocks {
     None,
-    /// In a grant that may be written.
+    /// In a grant: the peer may write.
     Granted,
-    /// Taken back, with a writer that has not left.
+    /// The grant is revoked, but the peer has not closed its route.
     Quarantined,
-    /// Free, or another request's.
+    /// Free, or in use by another request.
     Released,
     Committed,
 }
 
-/// A sequence, and the blocks of both sides.
+/// The length of the sequence, and the block sizes of both sides.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Sizes {
     pub(super) num_tokens: usize,
     pub(super) prefill_block_size: usize,
     pub(super) decode_block_size: usize,
-    /// With how many of its own blocks P has cached.
+    /// For a prefix fetch: how many of its own blocks P has cached.
     pub(super) cached: Option<usize>,
 }
 
@@ -58,25 +57,25 @@ impl Sizes {
 
 #[derive(Clone, Debug)]
 pub(super) struct World {
-    /// Whether writers map the blocks, or D's own threads place what they send.
+    /// Whether the peer writes into D's memory. Otherwise D's threads write what the peer sends.
     is_one_sided: bool,
     flaw: Option<Flaw>,
     now: Instant,
     sizes: Sizes,
     decode: decode::DecodeHandoff,
     prefill: prefill::PrefillHandoff,
-    /// The decode worker's.
+    /// Blocks of D.
     num_blocks: usize,
     num_cached_blocks: usize,
     // The stream.
     to_prefill: VecDeque<DecodeMessage>,
     to_decode: VecDeque<PrefillMessage<u32>>,
-    decode_hung_up: bool,
-    prefill_hung_up: bool,
-    /// What is sent is lost, and neither side notices.
+    has_decode_closed: bool,
+    has_prefill_closed: bool,
+    /// Messages are lost, and neither side notices.
     is_partitioned: bool,
-    /// Told of the end of the stream: prefill, decode.
-    heard_end: [bool; 2],
+    /// Which side has read the end of the stream: prefill, decode.
+    has_read_end: [bool; 2],
     // D's engine and data plane.
     is_reserving: bool,
     blocks: Blocks,
@@ -84,18 +83,18 @@ pub(super) struct World {
     verified: BTreeSet<(u32, u32)>,
     // P's engine and data plane.
     engine: VecDeque<prefill::Input>,
-    /// How often more P may say that its engine computes.
+    /// How many more `Progress` messages P may send.
     num_progress_left: usize,
     is_routing: bool,
     is_route_open: bool,
     pushing: Vec<Vec<PieceWrite>>,
     is_stopping: bool,
     was_stopped: bool,
-    // What was said.
+    // Outcomes.
     decode_outcomes: Vec<bool>,
     decode_closes: usize,
     num_tokens: usize,
-    /// D ended well without KV.
+    /// D has succeeded without KV.
     is_done: bool,
     prefill_outcomes: Vec<bool>,
     prefill_closes: usize,
@@ -140,10 +139,10 @@ impl World {
             num_cached_blocks: num_cached_blocks.min(num_blocks),
             to_prefill: VecDeque::new(),
             to_decode: VecDeque::new(),
-            decode_hung_up: false,
-            prefill_hung_up: false,
+            has_decode_closed: false,
+            has_prefill_closed: false,
             is_partitioned: false,
-            heard_end: [false; 2],
+            has_read_end: [false; 2],
             is_reserving: false,
             blocks: Blocks::None,
             verifying: VecDeque::new(),
@@ -164,13 +163,15 @@ impl World {
             num_computes: 0,
             num_releases: 0,
         };
-        world.obey_decode(actions);
+        world.perform_decode(actions);
         world
     }
 
     pub(super) fn enabled(&self, with_faults: bool) -> Vec<Event> {
-        let prefill_hears = !self.to_prefill.is_empty() || (self.decode_hung_up && !self.heard_end[0]);
-        let decode_hears = !self.to_decode.is_empty() || (self.prefill_hung_up && !self.heard_end[1]);
+        let prefill_can_read =
+            !self.to_prefill.is_empty() || (self.has_decode_closed && !self.has_read_end[0]);
+        let decode_can_read =
+            !self.to_decode.is_empty() || (self.has_prefill_closed && !self.has_read_end[1]);
         let mut events = Vec::new();
         let mut offer = |event, is_possible| {
             if is_possible {
@@ -178,8 +179,8 @@ impl World {
             }
         };
         let is_whole = !self.is_partitioned;
-        offer(Event::ToPrefill, is_whole && prefill_hears && !self.prefill.is_over());
-        offer(Event::ToDecode, is_whole && decode_hears && !self.decode.is_over());
+        offer(Event::ToPrefill, is_whole && prefill_can_read && !self.prefill.is_over());
+        offer(Event::ToDecode, is_whole && decode_can_read && !self.decode.is_over());
         offer(Event::Reserved, self.is_reserving);
         offer(Event::Verified, !self.verifying.is_empty());
         offer(Event::Engine, !self.engine.is_empty());
@@ -192,7 +193,7 @@ impl World {
             offer(Event::Time, time);
             offer(Event::Cancel, !self.decode.is_over());
             offer(Event::RequestEnds, self.num_tokens == 1 && self.decode_outcomes.is_empty());
-            offer(Event::Break, !self.decode_hung_up || !self.prefill_hung_up);
+            offer(Event::Break, !self.has_decode_closed || !self.has_prefill_closed);
             offer(Event::EngineFails, !self.engine.is_empty());
             offer(Event::ReserveFails, self.is_reserving);
             offer(Event::PushFails, !self.pushing.is_empty());
@@ -211,29 +212,29 @@ impl World {
         events
     }
 
-    pub(super) fn happen(&mut self, event: Event, nth: usize) {
+    pub(super) fn apply(&mut self, event: Event, nth: usize) {
         match event {
             Event::ToPrefill => {
                 let input = match self.to_prefill.pop_front() {
                     Some(message) => prefill::Input::Message(message),
                     None => prefill::Input::StreamClosed("closed".into()),
                 };
-                self.heard_end[0] |= matches!(input, prefill::Input::StreamClosed(_));
-                self.give_prefill(input);
+                self.has_read_end[0] |= matches!(input, prefill::Input::StreamClosed(_));
+                self.input_prefill(input);
             }
             Event::ToDecode => {
                 let input = match self.to_decode.pop_front() {
                     Some(message) => decode::Input::Message(message),
                     None => decode::Input::StreamClosed("closed".into()),
                 };
-                self.heard_end[1] |= matches!(input, decode::Input::StreamClosed(_));
-                self.give_decode(input);
+                self.has_read_end[1] |= matches!(input, decode::Input::StreamClosed(_));
+                self.input_decode(input);
             }
             Event::Reserved => {
                 self.is_reserving = false;
                 self.blocks = Blocks::Granted;
                 let num_blocks = self.num_blocks - self.num_cached_blocks;
-                self.give_decode(decode::Input::Granted(Grant {
+                self.input_decode(decode::Input::Granted(Grant {
                     generation: GENERATION,
                     secret: Secret::default(),
                     num_cached_blocks: self.num_cached_blocks,
@@ -243,60 +244,60 @@ impl World {
             }
             Event::ReserveFails => {
                 self.is_reserving = false;
-                self.give_decode(decode::Input::ReserveFailed(Failure::new(FailureKind::Full, "full")));
+                self.input_decode(decode::Input::ReserveFailed(Failure::new(FailureKind::Full, "full")));
             }
             Event::Verified => {
                 let pieces = self.verifying.pop_front().expect("enabled");
-                // A grant that was revoked meanwhile has no right pieces.
+                // Verification fails for a grant that was revoked meanwhile.
                 let result =
                     if self.blocks == Blocks::Granted { Ok(()) } else { Err(KvFault::WrongGeneration) };
                 if result.is_ok() {
                     self.verified.extend(pieces.iter().map(|piece| (piece.block_idx, piece.layer_idx)));
                 }
-                self.give_decode(decode::Input::Verified { num_pieces: pieces.len(), result });
+                self.input_decode(decode::Input::Verified { num_pieces: pieces.len(), result });
             }
             Event::WrongBytes => {
                 let pieces = self.verifying.pop_front().expect("enabled");
                 let Piece { block_idx, layer_idx, .. } = pieces[nth % pieces.len()];
                 let result = Err(KvFault::Checksum { block_idx, layer_idx });
-                self.give_decode(decode::Input::Verified { num_pieces: pieces.len(), result });
+                self.input_decode(decode::Input::Verified { num_pieces: pieces.len(), result });
             }
             Event::Engine => {
                 let input = self.engine.pop_front().expect("enabled");
-                self.give_prefill(input);
+                self.input_prefill(input);
             }
             Event::Progress => {
                 self.num_progress_left -= 1;
-                self.give_prefill(prefill::Input::Progress);
+                self.input_prefill(prefill::Input::Progress);
             }
             Event::EngineFails => {
                 self.engine.clear();
-                self.give_prefill(prefill::Input::Fail(Failure::new(FailureKind::Internal, "broken")));
+                self.input_prefill(prefill::Input::Fail(Failure::new(FailureKind::Internal, "broken")));
             }
             Event::Routed => {
                 self.is_routing = false;
                 self.is_route_open = self.blocks == Blocks::Granted;
                 if self.is_stopping {
-                    // Opened too late; it is closed before the route is idle.
+                    // It was opened too late. It is closed before `Idle`.
                     return;
                 }
                 let result = match self.is_route_open {
                     true => Ok(()),
                     false => Err(RouteError::Unreachable("revoked".into())),
                 };
-                self.give_prefill(prefill::Input::Routed(result));
+                self.input_prefill(prefill::Input::Routed(result));
             }
             Event::RouteFails => {
                 self.is_routing = false;
                 if self.is_stopping {
                     return;
                 }
-                self.give_prefill(prefill::Input::Routed(Err(RouteError::Unreachable("no".into()))));
+                self.input_prefill(prefill::Input::Routed(Err(RouteError::Unreachable("no".into()))));
             }
             Event::Pushed => {
                 let writes = self.pushing.swap_remove(nth % self.pushing.len());
                 if !self.write() {
-                    self.give_prefill(prefill::Input::Pushed(Err(PushError::Revoked)));
+                    self.input_prefill(prefill::Input::Pushed(Err(PushError::Revoked)));
                     return;
                 }
                 let pieces = writes
@@ -304,11 +305,11 @@ impl World {
                     .map(|w| Piece { block_idx: w.block_idx, layer_idx: w.layer_idx, checksum: 0 })
                     .collect();
                 let pushed = Pushed { pieces, transport: TransportKind::Shm, bytes: 1 };
-                self.give_prefill(prefill::Input::Pushed(Ok(pushed)));
+                self.input_prefill(prefill::Input::Pushed(Ok(pushed)));
             }
             Event::PushFails => {
                 self.pushing.swap_remove(nth % self.pushing.len());
-                self.give_prefill(prefill::Input::Pushed(Err(PushError::Revoked)));
+                self.input_prefill(prefill::Input::Pushed(Err(PushError::Revoked)));
             }
             Event::NoBlocks => self.is_reserving = false,
             Event::EngineHangs => self.engine.clear(),
@@ -323,14 +324,14 @@ impl World {
             Event::SwapToDecode => self.to_decode.swap(0, 1),
             Event::PrefillDies | Event::PrefillRestarts => {
                 let has_read = self.prefill_outcomes.len();
-                self.prefill_hung_up = true;
+                self.has_prefill_closed = true;
                 self.engine.clear();
                 self.pushing.clear();
                 (self.is_routing, self.is_stopping) = (false, false);
                 self.close_route();
-                if event == Event::PrefillRestarts && has_read == 0 && !self.decode_hung_up {
+                if event == Event::PrefillRestarts && has_read == 0 && !self.has_decode_closed {
                     // The stream begins anew with what was not read.
-                    self.prefill_hung_up = false;
+                    self.has_prefill_closed = false;
                     self.prefill = prefill::PrefillHandoff::new(
                         6,
                         self.sizes.prefill_block_size,
@@ -339,28 +340,28 @@ impl World {
                         self.now,
                     );
                 } else {
-                    self.bury_prefill();
+                    self.kill_prefill();
                 }
             }
             Event::Idle => {
                 self.is_stopping = false;
                 self.close_route();
-                self.give_prefill(prefill::Input::Idle);
+                self.input_prefill(prefill::Input::Idle);
             }
             Event::Time => {
                 let deadlines = [self.decode.deadline(), self.prefill.deadline()];
                 self.now = deadlines.into_iter().flatten().min().expect("enabled").max(self.now);
-                self.give_decode(decode::Input::Tick);
-                self.give_prefill(prefill::Input::Tick);
+                self.input_decode(decode::Input::Tick);
+                self.input_prefill(prefill::Input::Tick);
             }
-            Event::Cancel => self.give_decode(decode::Input::Cancel("client left".into())),
+            Event::Cancel => self.input_decode(decode::Input::Cancel("client left".into())),
             Event::RequestEnds => {
                 let actions = self.decode.request_ended(self.now);
-                self.obey_decode(actions);
+                self.perform_decode(actions);
             }
             Event::Break => {
-                self.decode_hung_up = true;
-                self.prefill_hung_up = true;
+                self.has_decode_closed = true;
+                self.has_prefill_closed = true;
                 // What was on the way is lost, or some of it arrives.
                 self.to_prefill.truncate(nth % 3);
                 self.to_decode.truncate(nth % 2);
@@ -368,9 +369,9 @@ impl World {
         }
     }
 
-    /// The one thing that must never happen is a write into another request's memory. Returns whether the bytes landed.
+    /// Asserts that no write reaches blocks that are free or in use by another request. Returns whether D accepts the write.
     fn write(&mut self) -> bool {
-        // D's own threads look first.
+        // D's own threads check the grant.
         if !self.is_one_sided && self.blocks != Blocks::Granted {
             return false;
         }
@@ -382,8 +383,8 @@ impl World {
         true
     }
 
-    /// A dead worker says nothing more and holds nothing more.
-    fn bury_prefill(&mut self) {
+    /// A dead worker sends no message and holds no blocks.
+    fn kill_prefill(&mut self) {
         while !self.prefill.is_over() {
             let over: Vec<prefill::Action> =
                 self.prefill.on(prefill::Input::StreamClosed("dead".into()), self.now);
@@ -394,22 +395,22 @@ impl World {
         self.num_releases = self.num_computes;
     }
 
-    fn give_decode(&mut self, input: decode::Input<u32>) {
+    fn input_decode(&mut self, input: decode::Input<u32>) {
         if self.flaw == Some(Flaw::NeverTicks) && matches!(input, decode::Input::Tick) {
             return;
         }
         let actions = self.decode.on(input, self.now);
-        self.obey_decode(actions);
+        self.perform_decode(actions);
         assert_eq!(self.decode.deadline().is_some(), !self.decode.is_over());
     }
 
-    fn obey_decode(&mut self, actions: Vec<decode::Action<u32>>) {
+    fn perform_decode(&mut self, actions: Vec<decode::Action<u32>>) {
         use decode::Action as A;
         for action in actions {
             assert!(self.decode_closes == 0 || matches!(action, A::Revoke(_)), "{action:?} after Close");
             match action {
                 A::Send(message) => {
-                    if !self.decode_hung_up && !self.is_partitioned {
+                    if !self.has_decode_closed && !self.is_partitioned {
                         self.to_prefill.push_back(message);
                     }
                 }
@@ -424,7 +425,7 @@ impl World {
                 }
                 A::Verify(pieces) if self.flaw == Some(Flaw::VerifiesNothing) => {
                     let num_pieces = pieces.len();
-                    self.give_decode(decode::Input::Verified { num_pieces, result: Ok(()) });
+                    self.input_decode(decode::Input::Verified { num_pieces, result: Ok(()) });
                 }
                 A::Verify(pieces) => self.verifying.push_back(pieces),
                 A::Revoke(_) if self.flaw == Some(Flaw::ForgetsToRevoke) => {}
@@ -448,12 +449,12 @@ impl World {
                         assert_eq!(self.num_tokens, usize::from(self.sizes.cached.is_none()));
                         self.blocks = Blocks::Committed;
                     }
-                    // D does not wait for blocks any more; but they may have been found this moment.
+                    // D does not wait for blocks any more, but a reservation may complete at the same time.
                     self.decode_outcomes.push(result.is_ok());
                 }
                 A::Close => {
                     self.decode_closes += 1;
-                    self.decode_hung_up = true;
+                    self.has_decode_closed = true;
                 }
             }
         }
@@ -468,16 +469,16 @@ impl World {
         };
     }
 
-    fn give_prefill(&mut self, input: prefill::Input) {
+    fn input_prefill(&mut self, input: prefill::Input) {
         if self.flaw == Some(Flaw::NeverTicks) && matches!(input, prefill::Input::Tick) {
             return;
         }
         let actions = self.prefill.on(input, self.now);
-        self.obey_prefill(actions);
+        self.perform_prefill(actions);
         assert_eq!(self.prefill.deadline().is_some(), !self.prefill.is_over());
     }
 
-    fn obey_prefill(&mut self, actions: Vec<prefill::Action>) {
+    fn perform_prefill(&mut self, actions: Vec<prefill::Action>) {
         use prefill::Action as A;
         for action in actions {
             assert_eq!(self.prefill_closes, 0, "{action:?} after Close");
@@ -488,7 +489,7 @@ impl World {
                 }
                 A::Hold => {
                     self.num_computes += 1;
-                    let num_blocks = self.sizes.cached.expect("what is cached was asked for");
+                    let num_blocks = self.sizes.cached.expect("this is a prefix fetch");
                     let blocks = (0..num_blocks as u32).map(BlockId).collect();
                     self.engine.push_back(prefill::Input::Held { blocks });
                 }
@@ -501,7 +502,7 @@ impl World {
                     if message == PrefillMessage::Stopped {
                         assert!(!self.is_route_open && self.pushing.is_empty(), "not stopped");
                     }
-                    if !self.prefill_hung_up && !self.is_partitioned {
+                    if !self.has_prefill_closed && !self.is_partitioned {
                         self.to_decode.push_back(message);
                     }
                 }
@@ -510,7 +511,7 @@ impl World {
                     self.engine.clear();
                     self.is_stopping = true;
                     self.was_stopped = true;
-                    if self.flaw == Some(Flaw::SaysStoppedAtOnce) && !self.prefill_hung_up {
+                    if self.flaw == Some(Flaw::SaysStoppedAtOnce) && !self.has_prefill_closed {
                         self.to_decode.push_back(PrefillMessage::Stopped);
                     }
                 }
@@ -519,30 +520,30 @@ impl World {
                     self.num_releases += usize::from(self.flaw == Some(Flaw::ReleasesTwice));
                     let was_good = self.prefill_outcomes == [true];
                     assert!(self.was_stopped || (was_good && self.pushing.is_empty()));
-                    // The route goes, but what it has begun to write it finishes writing.
+                    // Dropping the route does not interrupt writes in flight.
                     if self.pushing.is_empty() {
                         self.close_route();
                     }
                 }
                 A::Close => {
                     self.prefill_closes += 1;
-                    self.prefill_hung_up = true;
+                    self.has_prefill_closed = true;
                 }
             }
         }
     }
 
-    /// How many different things `event` may be: which push ends, what of the stream is lost.
-    pub(super) fn num_ways(&self, event: Event) -> usize {
+    /// How many variants `event` has: which push ends, or which messages of the stream are lost.
+    pub(super) fn num_variants(&self, event: Event) -> usize {
         match event {
             Event::Pushed | Event::PushFails => self.pushing.len(),
-            // See `happen`.
+            // See `apply`.
             Event::Break => 6,
             _ => 1,
         }
     }
 
-    /// A number for this state, for those who have seen it before.
+    /// A hash of the state.
     pub(super) fn fingerprint(&self) -> u128 {
         struct Hasher(xxhash_rust::xxh3::Xxh3);
         impl std::fmt::Write for Hasher {
@@ -558,7 +559,7 @@ impl World {
 
     fn compute(&mut self) {
         self.engine.push_back(prefill::Input::Started);
-        // One chunk of the cached prefix, all layers at once; then layer by layer.
+        // First a cached prefix, all layers at once. Then the rest, layer by layer.
         let num_blocks = self.sizes.num_tokens.div_ceil(self.sizes.prefill_block_size);
         let num_prefix_blocks = num_blocks / 2;
         let blocks = |range: std::ops::Range<usize>| range.map(|n| BlockId(n as u32)).collect::<Vec<_>>();
@@ -577,7 +578,7 @@ impl World {
         self.engine.push_back(prefill::Input::FirstToken(5));
     }
 
-    /// The writer has left: what was quarantined for it is free.
+    /// Closes the route of the peer. Quarantined blocks become free.
     fn close_route(&mut self) {
         self.is_route_open = false;
         if self.blocks == Blocks::Quarantined {

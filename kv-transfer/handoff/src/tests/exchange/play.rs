@@ -1,25 +1,25 @@
-//! Random events, and what must hold at the end.
+//! Random sequences of events, and assertions on the final state.
 
 use proptest::prelude::*;
 
 use super::{Blocks, Event, Sizes, World};
 
 impl World {
-    /// Lets everything come to its end, without further faults but the passing of time.
+    /// Runs the handoff to its end. Time passes when no other event is possible; there are no further faults.
     pub(in crate::tests) fn settle(&mut self) {
         for _ in 0..1000 {
             let event = match self.enabled(false).first() {
                 Some(&event) => event,
                 None if !self.decode.is_over() || !self.prefill.is_over() => Event::Time,
                 None => {
-                    // The route's last write has ended, and so has the route.
+                    // The last write has ended.
                     self.close_route();
                     return;
                 }
             };
-            self.happen(event, 0);
+            self.apply(event, 0);
         }
-        panic!("no end in sight");
+        panic!("the handoff does not end");
     }
 
     pub(in crate::tests) fn check_end(&self) {
@@ -34,7 +34,7 @@ impl World {
             Blocks::None | Blocks::Released => assert_eq!(is_good, self.is_done),
             Blocks::Granted | Blocks::Quarantined => panic!("{:?} blocks at the end", self.blocks),
         }
-        assert!(is_good || self.prefill_outcomes == [false], "P alone believes that it went well");
+        assert!(is_good || self.prefill_outcomes == [false], "P reports success, D does not");
     }
 }
 
@@ -44,7 +44,7 @@ fn play(sizes: Sizes, num_cached_blocks: usize, incarnation: u64, choices: &[(u1
         // One choice in 16 may be a fault.
         let events = world.enabled(choice % 16 == 0);
         if !events.is_empty() {
-            world.happen(events[choice as usize / 16 % events.len()], nth as usize);
+            world.apply(events[choice as usize / 16 % events.len()], nth as usize);
         }
     }
     world.settle();
@@ -53,7 +53,7 @@ fn play(sizes: Sizes, num_cached_blocks: usize, incarnation: u64, choices: &[(u1
 }
 
 #[test]
-fn without_faults_both_sides_end_well() {
+fn without_faults_both_sides_succeed() {
     for num_blocks in 1..6 {
         for num_cached_blocks in 0..=num_blocks {
             let world = play(Sizes::blocks(num_blocks), num_cached_blocks, 7, &[]);
@@ -64,7 +64,7 @@ fn without_faults_both_sides_end_well() {
 }
 
 #[test]
-fn without_faults_sides_with_other_blocks_end_well() {
+fn without_faults_sides_with_different_block_sizes_succeed() {
     for num_tokens in [1, 5, 8, 11] {
         for (prefill_block_size, decode_block_size) in [(1, 4), (4, 1), (2, 3), (3, 2), (16, 2)] {
             let sizes = Sizes { num_tokens, prefill_block_size, decode_block_size, cached: None };
@@ -78,7 +78,7 @@ fn without_faults_sides_with_other_blocks_end_well() {
 }
 
 #[test]
-fn without_faults_what_is_cached_is_handed_over() {
+fn without_faults_a_cached_prefix_is_handed_over() {
     for num_tokens in [4, 12] {
         for (prefill_block_size, decode_block_size) in [(1, 4), (4, 1), (4, 4), (3, 2), (16, 2)] {
             for num_held in 0..=num_tokens / prefill_block_size {

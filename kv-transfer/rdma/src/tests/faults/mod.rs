@@ -1,5 +1,5 @@
-//! Peers that misbehave over rdma; those in [`processes`] are processes of their own. All of it runs on a software
-//! fabric (UCX over sockets): what a network device does about a revoked key is what `tests/rdma` shows.
+//! Peers that misbehave over rdma; [`processes`] has those that need separate processes. All tests use a software fabric (UCX
+//! over sockets). `tests/rdma` shows how a network device handles a revoked key.
 
 mod processes;
 
@@ -44,8 +44,8 @@ fn hello(pool: u64, access_key: AccessKey) -> Message {
     }
 }
 
-/// A sender by hand, which can write whenever it likes.
-struct ByHand {
+/// A sender that a test controls: it can write at any time.
+struct ManualSender {
     control: TcpStream,
     agent: Arc<Agent>,
     remote: RemoteAgent,
@@ -53,8 +53,8 @@ struct ByHand {
     source: Arc<BlockStorage>,
 }
 
-impl ByHand {
-    fn connect(fabric: &TransferPair, access_key: AccessKey) -> ByHand {
+impl ManualSender {
+    fn connect(fabric: &TransferPair, access_key: AccessKey) -> ManualSender {
         let (address, pool) = fabric.address(TransportKind::Rdma);
         let control = TcpStream::connect(address).unwrap();
         say(&control, hello(pool, access_key));
@@ -66,7 +66,7 @@ impl ByHand {
         let loaded = Nixl::load(Some(&nixl())).unwrap();
         let agent = Agent::new(&loaded, "by hand", Arc::clone(&fabric.source), 0).unwrap();
         let remote = agent.connect(&metadata).unwrap();
-        ByHand { control, agent: Arc::new(agent), remote, pool, source: Arc::clone(&fabric.source) }
+        ManualSender { control, agent: Arc::new(agent), remote, pool, source: Arc::clone(&fabric.source) }
     }
 
     fn open(&self, access_key: AccessKey) {
@@ -74,12 +74,12 @@ impl ByHand {
         assert_eq!(hear(&self.control), Some(Message::Word(Word::Opened(access_key.generation))));
     }
 
-    /// Writes a piece, with or without a grant, and says whether that worked.
+    /// Writes a piece, with or without a grant. Returns whether the write succeeded.
     fn write(&self, block: BlockId, layer_idx: usize) -> bool {
         let target = self.pool.base + LAYOUT.piece_offset(block, layer_idx) as u64;
         let source = self.source.region(0).piece(block, layer_idx);
         let copies = [Copy { source, target, len: LAYOUT.layer_bytes() }];
-        // SAFETY: these tests do not write the source. They test the target.
+        // SAFETY: these tests do not write the source. The target is what they test.
         let written = unsafe { self.agent.write(&self.remote, self.pool.memory, &copies) };
         let Ok(transfer) = written else { return false };
         let start = Instant::now();
@@ -98,7 +98,7 @@ fn say(mut control: &TcpStream, message: Message) {
     control.write_all(&message.encode()).unwrap();
 }
 
-/// The next message; `None` at the end of the stream.
+/// The next message; `None` when the peer has closed the connection.
 fn hear(control: &TcpStream) -> Option<Message> {
     let mut bytes = [0; MESSAGE_BYTES];
     socket::receive_exact(control, &mut bytes, Duration::from_secs(30)).ok()?;
@@ -114,11 +114,11 @@ async fn a_late_writer_that_never_closes_is_fenced_and_writes_nothing() {
     let guards = Guards::default();
     let granted = fabric.receiver.grant(blocks([3]), guards.guard());
     let generation = granted.generation();
-    let late = ByHand::connect(&fabric, granted.access_key());
+    let late = ManualSender::connect(&fabric, granted.access_key());
     late.open(granted.access_key());
     assert!(late.write(BlockId(3), 0));
     assert!(holds(&fabric.target, BlockId(3), 0, pattern(3, 0)));
-    // It is asked, and does nothing.
+    // The peer is asked to close the grant, and does nothing.
     assert!(soon(granted.revoke()).await.is_some());
     assert_eq!((guards.num_out(), fabric.receiver.load()), (0, ReceiverLoad::default()));
 
@@ -131,7 +131,7 @@ async fn a_late_writer_that_never_closes_is_fenced_and_writes_nothing() {
         assert!(holds(&fabric.target, BlockId(3), layer_idx, 0xEE));
     }
     assert_eq!(hear(&late.control), Some(Message::Word(Word::Revoke(generation))));
-    assert_eq!(hear(&late.control), None, "hung up on");
+    assert_eq!(hear(&late.control), None, "the connection is closed");
     assert_eq!(fabric.receiver.counters().of(TransportKind::Rdma).read().failures, 1);
 }
 
@@ -144,7 +144,7 @@ async fn fencing_one_peer_does_not_disturb_another() {
     let granted = fabric.receiver.grant(blocks([1]), ());
     let route = fabric.route(&granted).await.unwrap();
     let other = fabric.receiver.grant(blocks([3]), ());
-    let late = ByHand::connect(&fabric, granted.access_key());
+    let late = ManualSender::connect(&fabric, granted.access_key());
     late.open(other.access_key());
     assert!(soon(other.revoke()).await.is_some());
     soon(route.push(writes(&blocks([1])))).await.unwrap();
@@ -152,11 +152,11 @@ async fn fencing_one_peer_does_not_disturb_another() {
 }
 
 #[tokio::test]
-async fn a_revoked_grant_is_quarantined_until_its_writer_lets_go() {
+async fn a_revoked_grant_is_quarantined_until_its_writer_has_stopped() {
     if !has_rdma() {
         return;
     }
-    /// Ways to let go.
+    /// How the writer stops.
     enum End {
         Close,
         Leave,
@@ -168,7 +168,7 @@ async fn a_revoked_grant_is_quarantined_until_its_writer_lets_go() {
         let guards = Guards::default();
         let granted = fabric.receiver.grant(blocks([3, 4]), guards.guard());
         let generation = granted.generation();
-        let peer = ByHand::connect(&fabric, granted.access_key());
+        let peer = ManualSender::connect(&fabric, granted.access_key());
         peer.open(granted.access_key());
         let mut fenced = granted.revoke();
         assert_eq!(hear(&peer.control), Some(Message::Word(Word::Revoke(generation))));
@@ -176,14 +176,14 @@ async fn a_revoked_grant_is_quarantined_until_its_writer_lets_go() {
         let quarantined =
             ReceiverLoad { num_grants: 0, num_quarantined_grants: 1, num_quarantined_blocks: 2 };
         assert_eq!(fabric.receiver.load(), quarantined);
-        // The key is of the whole pool: only the peer's own code keeps it from writing.
+        // The key is valid for the whole pool: only the peer's own code keeps it from writing.
         assert!(peer.write(BlockId(3), 1));
         assert!(is_pending(&mut fenced).await);
         match end {
             End::Close => say(&peer.control, Message::Word(Word::Close(generation))),
             End::Leave => drop(peer),
             End::Stopped => fabric.receiver.writer_stopped(generation),
-            // Unlike with shared memory there is no need to wait until it has gone.
+            // Unlike shared memory, rdma can revoke the key, so the receiver does not wait for the peer's process to end.
             End::Garbage => (&peer.control).write_all(&[0xFF; MESSAGE_BYTES]).unwrap(),
         }
         assert!(soon(fenced).await.is_some());
@@ -199,7 +199,7 @@ async fn a_receiver_that_ends_revokes_every_key() {
     let fabric = fabric(NEVER);
     let guards = Guards::default();
     let granted = fabric.receiver.grant(blocks([3]), guards.guard());
-    let late = ByHand::connect(&fabric, granted.access_key());
+    let late = ManualSender::connect(&fabric, granted.access_key());
     late.open(granted.access_key());
     let fenced = granted.revoke();
     let TransferPair { receiver, target, .. } = fabric;
@@ -232,9 +232,9 @@ async fn unauthenticated_peers_get_no_key() {
         let control = TcpStream::connect(&address).unwrap();
         say(&control, message);
         assert_eq!(hear(&control), answer);
-        assert_eq!(hear(&control), None, "hung up on");
+        assert_eq!(hear(&control), None, "the connection is closed");
     }
-    // Nor does one that says nothing.
+    // A peer that sends nothing gets no key either.
     let silent = TcpStream::connect(&address).unwrap();
     assert_eq!(hear(&silent), None);
 }
@@ -256,10 +256,10 @@ async fn malformed_answers_are_errors_with_a_reason() {
         answer(64, 1, RankMemory { base: u64::MAX - 4096, ..sound }),
         answer(0, 1, sound),
         answer(64, 1, RankMemory { metadata_bytes: u32::MAX, ..sound }),
-        // Promises more than comes.
+        // Announces more bytes than follow.
         answer(64, 1, RankMemory { metadata_bytes: 65, ..sound }),
         answer(64, 2, sound),
-        // Two heads are not divided so, nor among as many.
+        // Two heads cannot be divided among so many ranks.
         answer(64, 0, sound),
         answer(64, 3, sound),
         answer(64, u32::MAX - 1, sound),
@@ -298,7 +298,7 @@ fn an_absent_library_is_an_error_with_a_reason() {
 }
 
 #[tokio::test]
-async fn a_decode_worker_that_goes_is_noticed_by_its_socket() {
+async fn the_loss_of_a_decode_worker_is_noticed_by_its_socket() {
     if !has_rdma() {
         return;
     }
@@ -312,12 +312,12 @@ async fn a_decode_worker_that_goes_is_noticed_by_its_socket() {
     drop((source, dir));
 }
 
-/// Stands before a control port, and cuts connections.
+/// A proxy for a control port that can cut connections.
 struct Proxy {
     offer: TransportOffer,
     /// Both ends of each connection so far.
     sockets: Arc<Mutex<Vec<TcpStream>>>,
-    /// Connections end when the writer wants to open a grant.
+    /// Cuts a connection when the writer sends `Open`.
     cuts_at_open: Arc<AtomicBool>,
 }
 
@@ -332,7 +332,7 @@ impl Proxy {
             cuts_at_open: Arc::default(),
         };
         let (sockets, cuts_at_open) = (Arc::clone(&proxy.sockets), Arc::clone(&proxy.cuts_at_open));
-        // Its threads end with their connections, and with the process.
+        // The threads end with their connections, or with the process.
         std::thread::spawn(move || {
             for writer in listener.incoming() {
                 let (writer, server) = (writer.unwrap(), TcpStream::connect(&target).unwrap());
@@ -367,7 +367,7 @@ impl Proxy {
 }
 
 fn cut(socket: &TcpStream) {
-    // It may have ended.
+    // It may be closed already.
     let _ = socket.shutdown(Shutdown::Both);
 }
 
@@ -391,18 +391,18 @@ async fn frames_of_a_lost_connection_are_written_again_over_a_new_one() {
                 fill(&fabric.target, block, layer_idx, 0);
             }
         }
-        // Before, while and after the frames are on the wire.
+        // The connections are cut before, during and after the transfer.
         let pushed = route.push(writes(&all));
         std::thread::sleep(Duration::from_micros(100 * round));
         proxy.cut_all();
         let pushed = soon(pushed).await.unwrap();
-        assert_eq!(pushed.pieces.len(), all.len() * LAYOUT.num_layers, "each is answered for once");
+        assert_eq!(pushed.pieces.len(), all.len() * LAYOUT.num_layers, "each piece is reported once");
         assert!(fabric.holds(&writes(&all)), "round {round}");
     }
     soon(route.push(writes(&all))).await.unwrap();
     assert!(proxy.num_connections() > 2, "{} connections", proxy.num_connections());
 
-    // Revoked while nothing is connected: the peer's word decides, not what was open before.
+    // The grant is revoked while no connection is open. The sender must ask again, although the grant was open before.
     proxy.cut_all();
     assert!(soon(granted.revoke()).await.is_some());
     assert_eq!(soon(route.push(writes(&all))).await.unwrap_err(), PushError::Revoked);
@@ -426,7 +426,7 @@ async fn a_frame_that_is_lost_twice_fails() {
     eventually("the loss is noticed", || failures() == 1).await;
     let error = soon(route.push(writes(&blocks([3])))).await.unwrap_err();
     assert!(matches!(error, PushError::Lost(_)), "{error}");
-    assert_eq!(proxy.num_connections(), 3, "the first, and one for each time that it was tried");
+    assert_eq!(proxy.num_connections(), 3, "the first one, and one for each try");
     soon(route.close()).await;
     assert!(soon(granted.revoke()).await.is_some());
     assert_eq!((guards.num_out(), fabric.receiver.load()), (0, ReceiverLoad::default()));

@@ -1,4 +1,4 @@
-//! Workers that are killed or frozen: processes of their own, which run a test of this file.
+//! Workers that are killed or frozen. Each is a separate process that runs an ignored test of this file.
 
 use std::{
     io::{BufRead, BufReader, Write},
@@ -32,7 +32,7 @@ async fn prefill_process() {
     let route = sender.route(access_key, &[offer], ()).await.unwrap();
     let mut pushes = writes(&blocks([3])).into_iter().map(|write| route.push(vec![write]));
     println!("\npushed {}", pushes.next().unwrap().await.is_ok());
-    // Until killed, or told to go on.
+    // The test kills the process or sends a line.
     let _ = std::io::stdin().read_line(&mut String::new());
     println!("pushed {}", pushes.next().unwrap().await.is_ok());
     let _ = std::io::stdin().read_line(&mut String::new());
@@ -80,10 +80,12 @@ impl Process {
         Process::start("prefill_process", &variables)
     }
 
-    /// What follows `word` on the next line that begins with it.
+    /// Reads the next line that begins with `word`, and returns the rest of it.
     fn hear(&mut self, word: &str) -> String {
         let mut lines = self.lines.by_ref().map_while(Result::ok);
-        lines.find_map(|line| line.strip_prefix(word).map(|rest| rest.trim().to_owned())).expect("says it")
+        lines
+            .find_map(|line| line.strip_prefix(word).map(|rest| rest.trim().to_owned()))
+            .expect("the process prints the line")
     }
 
     fn go_on(&mut self) {
@@ -95,7 +97,7 @@ impl Process {
         assert_eq!(unsafe { libc::kill(self.child.id() as libc::pid_t, signal) }, 0);
     }
 
-    /// Signals are asynchronous: a stop is complete when the kernel reports it.
+    /// Stops the process, and waits until the kernel reports that it has stopped.
     fn stop(&self) {
         self.signal(libc::SIGSTOP);
         let mut status = 0;
@@ -107,14 +109,14 @@ impl Process {
 
 impl Drop for Process {
     fn drop(&mut self) {
-        // It may be gone.
+        // It may have exited.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_frozen_process_loses_its_key_and_its_late_write_lands_nowhere() {
+async fn a_frozen_process_loses_its_key_and_its_late_write_changes_nothing() {
     if !has_rdma() {
         return;
     }
@@ -125,7 +127,7 @@ async fn a_frozen_process_loses_its_key_and_its_late_write_lands_nowhere() {
     assert_eq!(tokio::task::block_in_place(|| process.hear("pushed")), "true");
     assert!(holds(&fabric.target, BlockId(3), 0, pattern(3, 0)));
     process.stop();
-    // It is still frozen when its blocks are free.
+    // The blocks are freed while the process is still frozen.
     assert!(soon(granted.revoke()).await.is_some());
     assert_eq!((guards.num_out(), fabric.receiver.load()), (0, ReceiverLoad::default()));
     for layer_idx in 0..LAYOUT.num_layers {
@@ -140,7 +142,7 @@ async fn a_frozen_process_loses_its_key_and_its_late_write_lands_nowhere() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_killed_process_lets_go() {
+async fn the_blocks_of_a_killed_process_return() {
     if !has_rdma() {
         return;
     }

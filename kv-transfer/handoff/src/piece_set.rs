@@ -1,6 +1,6 @@
-//! A set of pieces of a sequence: which layers of which blocks.
+//! A set of pieces of one sequence.
 
-/// Bits for `num_blocks` x `num_layers` pieces.
+/// One bit for each of `num_blocks` x `num_layers` pieces.
 #[derive(Debug)]
 #[cfg_attr(test, derive(Clone))]
 pub(crate) struct PieceSet {
@@ -10,7 +10,7 @@ pub(crate) struct PieceSet {
     len: usize,
 }
 
-/// What [`PieceSet::insert`] found.
+/// The result of [`PieceSet::insert`].
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Insert {
     New,
@@ -61,7 +61,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_piece_goes_in_once() {
+    fn a_piece_is_new_only_once() {
         let mut set = PieceSet::new(3, 70);
         for block_idx in 0..3 {
             for layer_idx in 0..70 {

@@ -1,0 +1,11 @@
+//! What a prefix cache stores and evicts: [`CacheEvent`]s, numbered from 0 in each life of a worker, and the [`EventLog`]
+//! from which readers get them.
+//!
+//! Pure: it knows neither engines nor the protocol, and no clock.
+#![forbid(unsafe_code)]
+
+mod event;
+mod log;
+
+pub use event::{BatchKind, BlockKey, CacheEvent, EventBatch, PendingEvents};
+pub use log::{CacheDump, CacheReader, EventLog};

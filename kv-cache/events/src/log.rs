@@ -1,0 +1,321 @@
+//! The newest events of a worker, and what its cache holds: enough to continue any reader.
+
+use std::collections::{HashMap, VecDeque};
+
+use crate::{BatchKind, BlockKey, CacheEvent, EventBatch};
+
+/// The newest events, bounded by the blocks that they name, and all that is cached now.
+#[derive(Debug)]
+pub struct EventLog {
+    ring: VecDeque<CacheEvent>,
+    /// The number of the next event.
+    next: u64,
+    /// Blocks that the events of the ring name.
+    num_blocks: usize,
+    max_blocks: usize,
+    /// Every cached block, and the one before it.
+    cached: HashMap<BlockKey, Option<BlockKey>>,
+}
+
+/// All that was cached before event `next`.
+#[derive(Debug)]
+pub struct CacheDump {
+    next: u64,
+    blocks: Vec<(BlockKey, Option<BlockKey>)>,
+}
+
+/// One reader's place in the log of a worker.
+#[derive(Debug)]
+pub struct CacheReader {
+    /// The next event that it lacks. `None`: it knows nothing yet.
+    next: Option<u64>,
+    /// Parts of a dump that it has not got yet, the last one first.
+    parts: Vec<EventBatch>,
+}
+
+/// Blocks in one batch: a quarter of a megabyte.
+const BATCH_BLOCKS: usize = 1 << 15;
+
+impl EventLog {
+    /// Of a pool of so many blocks. A reader that is farther behind than this many blocks gets a dump, which is no longer.
+    pub fn new(num_pool_blocks: usize) -> EventLog {
+        EventLog {
+            ring: VecDeque::new(),
+            next: 0,
+            num_blocks: 0,
+            max_blocks: num_pool_blocks.max(64),
+            cached: HashMap::new(),
+        }
+    }
+
+    /// Numbers the events.
+    pub fn append(&mut self, events: Vec<CacheEvent>) {
+        for event in events {
+            match &event {
+                CacheEvent::Stored { parent, blocks } => {
+                    let mut parent = *parent;
+                    for &block in blocks {
+                        self.cached.insert(block, parent);
+                        parent = Some(block);
+                    }
+                }
+                CacheEvent::Removed { blocks } => {
+                    for block in blocks {
+                        self.cached.remove(block);
+                    }
+                }
+            }
+            self.num_blocks += event.blocks().len();
+            self.next += 1;
+            self.ring.push_back(event);
+            while self.num_blocks > self.max_blocks {
+                let Some(oldest) = self.ring.pop_front() else { break };
+                self.num_blocks -= oldest.blocks().len();
+            }
+        }
+    }
+
+    /// The number of the next event.
+    pub fn next(&self) -> u64 {
+        self.next
+    }
+
+    /// Blocks that are cached.
+    pub fn num_cached(&self) -> usize {
+        self.cached.len()
+    }
+
+    /// The events from this number on, as far as one batch goes. `None`: the log has lost some, or they are not its own.
+    fn since(&self, from: u64) -> Option<EventBatch> {
+        let num_behind = usize::try_from(self.next.checked_sub(from)?).ok()?;
+        let start = self.ring.len().checked_sub(num_behind)?;
+        let mut num_blocks = 0;
+        let fits = |event: &&CacheEvent| {
+            num_blocks += event.blocks().len();
+            num_blocks <= BATCH_BLOCKS || num_blocks == event.blocks().len()
+        };
+        let events = self.ring.iter().skip(start).take_while(fits).cloned().collect();
+        Some(EventBatch { first: from, events, kind: BatchKind::Events })
+    }
+
+    fn dump(&self) -> CacheDump {
+        CacheDump {
+            next: self.next,
+            blocks: self.cached.iter().map(|(&key, &parent)| (key, parent)).collect(),
+        }
+    }
+}
+
+impl CacheDump {
+    /// Its parts, the last one first. Blocks that follow each other are named together.
+    fn into_parts(self) -> Vec<EventBatch> {
+        let CacheDump { next, blocks } = self;
+        // One block after each; the others begin events of their own.
+        let mut after: HashMap<BlockKey, BlockKey> = HashMap::with_capacity(blocks.len());
+        let mut is_cached: std::collections::HashSet<BlockKey> =
+            std::collections::HashSet::with_capacity(blocks.len());
+        for &(block, parent) in &blocks {
+            is_cached.insert(block);
+            if let Some(parent) = parent {
+                after.insert(parent, block);
+            }
+        }
+        let follows = |block: BlockKey, parent: Option<BlockKey>| {
+            parent.is_some_and(|parent| is_cached.contains(&parent) && after.get(&parent) == Some(&block))
+        };
+        let mut parts = Vec::new();
+        let mut part = EventBatch { first: next, events: Vec::new(), kind: BatchKind::DumpPart };
+        let mut room = BATCH_BLOCKS;
+        for &(block, parent) in blocks.iter().filter(|(block, parent)| !follows(*block, *parent)) {
+            let (mut parent, mut next_block) = (parent, Some(block));
+            while let Some(first) = next_block {
+                let mut run = Vec::new();
+                while let Some(block) = next_block.filter(|_| run.len() < room) {
+                    run.push(block);
+                    next_block = after.get(&block).copied();
+                }
+                room -= run.len();
+                debug_assert_eq!(run.first(), Some(&first));
+                let last = run.last().copied();
+                part.events.push(CacheEvent::Stored { parent, blocks: run });
+                parent = last;
+                if room == 0 {
+                    room = BATCH_BLOCKS;
+                    let full = EventBatch { events: std::mem::take(&mut part.events), ..part.clone() };
+                    parts.push(full);
+                }
+            }
+        }
+        part.kind = BatchKind::DumpEnd;
+        parts.push(part);
+        parts.reverse();
+        parts
+    }
+}
+
+impl CacheReader {
+    /// A reader that has all events before this number. `None`: it has nothing, and gets a dump first.
+    pub fn new(next: Option<u64>) -> CacheReader {
+        CacheReader { next, parts: Vec::new() }
+    }
+
+    /// The next batch, if the reader lacks anything. `read` reads the log, and should hold it for no longer than that.
+    pub fn next(&mut self, read: impl FnOnce(&mut dyn FnMut(&EventLog))) -> Option<EventBatch> {
+        if let Some(part) = self.parts.pop() {
+            return Some(part);
+        }
+        let mut found = None;
+        let mut dump = None;
+        read(&mut |log| match self.next.and_then(|next| log.since(next)) {
+            Some(events) => found = Some(events),
+            None => dump = Some(log.dump()),
+        });
+        if let Some(dump) = dump {
+            self.next = Some(dump.next);
+            self.parts = dump.into_parts();
+            return self.parts.pop();
+        }
+        let batch = found.filter(|batch| !batch.events.is_empty())?;
+        self.next = Some(batch.next());
+        Some(batch)
+    }
+
+    /// Whether a dump is under way.
+    pub fn has_parts(&self) -> bool {
+        !self.parts.is_empty()
+    }
+
+    /// Whether it lacks nothing that comes before event `next`.
+    pub fn is_at(&self, next: u64) -> bool {
+        self.parts.is_empty() && self.next == Some(next)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn keys(range: std::ops::Range<u64>) -> Vec<BlockKey> {
+        range.map(BlockKey).collect()
+    }
+
+    fn stored(parent: Option<u64>, range: std::ops::Range<u64>) -> CacheEvent {
+        CacheEvent::Stored { parent: parent.map(BlockKey), blocks: keys(range) }
+    }
+
+    fn read(reader: &mut CacheReader, log: &EventLog) -> Option<EventBatch> {
+        reader.next(|take| take(log))
+    }
+
+    /// What a reader knows after all that it has read.
+    fn replay(reader: &mut CacheReader, log: &EventLog, known: &mut HashMap<BlockKey, Option<BlockKey>>) {
+        let mut dump: Option<HashMap<_, _>> = None;
+        while let Some(batch) = read(reader, log) {
+            let mut own = EventLog::new(usize::MAX);
+            own.cached = match batch.kind {
+                BatchKind::Events => std::mem::take(known),
+                _ => dump.take().unwrap_or_default(),
+            };
+            own.append(batch.events);
+            match batch.kind {
+                BatchKind::DumpPart => dump = Some(own.cached),
+                _ => *known = own.cached,
+            }
+        }
+    }
+
+    #[test]
+    fn a_reader_gets_a_dump_and_then_what_happens_and_after_an_overrun_a_dump_again() {
+        let mut log = EventLog::new(64);
+        log.append(vec![stored(None, 0..10), CacheEvent::Removed { blocks: keys(8..10) }]);
+        let mut reader = CacheReader::new(None);
+        let first = read(&mut reader, &log).expect("a dump");
+        assert_eq!((first.first, first.kind, first.next()), (2, BatchKind::DumpEnd, 2));
+        assert_eq!(first.events, [stored(None, 0..8)]);
+        assert!(reader.is_at(2) && read(&mut reader, &log).is_none());
+
+        log.append(vec![stored(Some(7), 20..22)]);
+        assert!(!reader.is_at(3));
+        let then = read(&mut reader, &log).expect("an event");
+        assert_eq!((then.first, then.kind, then.next()), (2, BatchKind::Events, 3));
+        assert_eq!(then.events, [stored(Some(7), 20..22)]);
+
+        for idx in 0..100 {
+            log.append(vec![stored(Some(21), 1000 + idx..1001 + idx)]);
+        }
+        let again = read(&mut reader, &log).expect("the ring has lost some");
+        assert_eq!((again.first, again.kind), (103, BatchKind::DumpEnd));
+        // A number that this life of the worker has not reached.
+        assert_eq!(
+            read(&mut CacheReader::new(Some(500)), &log).map(|batch| batch.kind),
+            Some(BatchKind::DumpEnd)
+        );
+        assert_eq!(read(&mut CacheReader::new(Some(103)), &log), None);
+    }
+
+    #[test]
+    fn an_empty_cache_is_dumped_too_and_a_reader_may_begin_with_the_first_event() {
+        let mut log = EventLog::new(64);
+        let nothing = read(&mut CacheReader::new(None), &log).expect("all that there is");
+        assert_eq!((nothing.first, nothing.events.len(), nothing.kind), (0, 0, BatchKind::DumpEnd));
+        log.append(vec![stored(None, 0..3)]);
+        let mut reader = CacheReader::new(Some(0));
+        assert_eq!(read(&mut reader, &log).map(|batch| batch.events), Some(vec![stored(None, 0..3)]));
+    }
+
+    #[test]
+    fn long_dumps_come_in_parts_that_hold_each_block_once_after_its_parent() {
+        let mut log = EventLog::new(1 << 20);
+        let num = 3 * BATCH_BLOCKS as u64 + 5;
+        log.append(vec![
+            stored(None, 0..num),
+            stored(Some(100), num..num + 50),
+            stored(Some(9_999_999), 1 << 40..(1 << 40) + 2),
+        ]);
+        let mut reader = CacheReader::new(None);
+        let mut parts = Vec::new();
+        while let Some(part) = read(&mut reader, &log) {
+            assert!(part.events.iter().map(|event| event.blocks().len()).sum::<usize>() <= BATCH_BLOCKS);
+            parts.push(part);
+        }
+        assert_eq!(parts.len(), 4);
+        let kinds: Vec<_> = parts.iter().map(|part| part.kind).collect();
+        assert_eq!(kinds, [[BatchKind::DumpPart; 3].as_slice(), &[BatchKind::DumpEnd]].concat());
+        let mut known = HashMap::new();
+        replay(&mut CacheReader::new(None), &log, &mut known);
+        assert_eq!(known, log.cached);
+    }
+
+    #[test]
+    fn readers_of_any_speed_end_with_what_the_cache_holds() {
+        let mut log = EventLog::new(64);
+        let mut readers: Vec<_> = (1..8).map(|_| (CacheReader::new(None), HashMap::new())).collect();
+        let mut random = 1_u64;
+        for step in 0..2000_u64 {
+            random = random.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+            let place = (random >> 40) % 60;
+            let event = match random >> 62 {
+                0 => CacheEvent::Removed { blocks: keys(place..place + 3) },
+                _ => stored(Some(place), place + 1..place + 4),
+            };
+            log.append(vec![event]);
+            for (idx, (reader, known)) in readers.iter_mut().enumerate() {
+                if step % (1 << (2 * idx)) == 0 {
+                    replay(reader, &log, known);
+                    assert_eq!(*known, log.cached, "reader {idx} after {step}");
+                    assert!(reader.is_at(log.next()));
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn the_log_is_bounded() {
+        let mut log = EventLog::new(64);
+        for round in 0..1000 {
+            log.append(vec![stored(None, 0..50), CacheEvent::Removed { blocks: keys(0..50) }]);
+            assert!(log.ring.len() <= 2 && log.num_blocks <= 100, "{round}");
+        }
+        assert_eq!(log.num_cached(), 0);
+    }
+}
