@@ -1,25 +1,35 @@
 //! Who serves a request: plain data in ([`PlanRequest`], [`ClusterView`]), a [`Plan`] out ([`Policy`]). Beside it the
-//! [`PrefixIndex`], the [`Balance`] between decode workers, and the rules of [`Retry`].
+//! [`Ledger`] of what was sent, the [`Balance`] between decode workers, and the rules of [`Retry`].
 //!
 //! Pure: it reads no clock, takes no lock and sends nothing. Time comes in as an argument, so that a simulator drives the
 //! same decisions under its own time. It does not know HTTP, the protocol, or how a worker is reached.
 // Invariant 12: `cargo xtask verify purity` checks that this crate reaches no runtime and no clock.
 #![forbid(unsafe_code)]
 
+mod back_off;
 mod balance;
+mod by_time;
+mod expected_output;
+mod ledger;
+mod outlook;
+mod plan;
 mod policy;
-mod prefix_index;
 mod retry;
 #[cfg(test)]
 mod tests;
 
-use std::{fmt, sync::Arc};
+use std::{fmt, sync::Arc, time::Duration};
 
 use baton_cluster_record::{Role, WorkerId, WorkerRecord};
 
+pub use back_off::BackOff;
 pub use balance::{Balance, Migration};
-pub use policy::{PrefixAware, PrefixAwareConfig};
-pub use prefix_index::PrefixIndex;
+pub use baton_cost::{LinkLine, StepLine};
+pub use by_time::PlanByTime;
+pub use expected_output::expected_output;
+pub use ledger::{Ledger, SentWork};
+pub use plan::{Estimate, Plan, PlanOption, Prefill};
+pub use policy::{PrefixAware, PrefixAwareConfig, decode_candidates, prefill_candidates};
 pub use retry::{AttemptStage, Blame, GiveUp, Retry};
 
 /// Decides who computes the prompt and who decodes.
@@ -61,11 +71,28 @@ pub struct PlanRequest {
     /// Tokens of the sequence at its longest.
     pub max_tokens: usize,
     /// Tokens at the front that workers are believed to hold. A worker that is absent holds none.
-    pub cached: Vec<(WorkerKey, usize)>,
+    pub cached: Vec<(Arc<WorkerKey>, usize)>,
     /// Workers that must not be asked: they failed this request already.
     pub excluded: Vec<WorkerKey>,
     /// Where the prompt is computed.
     pub prefill: PrefillMode,
+    /// What the request should meet.
+    pub slo: Slo,
+    /// Tokens that it is expected to generate; 0: not known.
+    pub num_expected_tokens: usize,
+    /// Chooses among plans that are as good. Routers with different seeds do not all take the same.
+    pub seed: u64,
+    /// Whether the plan lists what it was chosen from.
+    pub explain: bool,
+}
+
+/// Latencies that a request should meet, in seconds. `None`: any.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Slo {
+    /// Time to the first token.
+    pub ttft: Option<f64>,
+    /// Mean time between tokens.
+    pub tpot: Option<f64>,
 }
 
 /// Where a prompt is computed.
@@ -98,6 +125,8 @@ pub struct WorkerView {
     pub load: Load,
     /// Requests that this router has with it now; its report may not count the newest yet.
     pub num_assigned: usize,
+    /// What this router sent to it and its report does not count.
+    pub sent: SentWork,
 }
 
 /// Whether a worker can be sent to.
@@ -114,7 +143,7 @@ pub enum Usability {
 }
 
 /// How busy a worker is.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Load {
     /// Requests that wait there.
     pub num_waiting: usize,
@@ -124,40 +153,39 @@ pub struct Load {
     pub num_free_blocks: usize,
     /// Blocks in its pool.
     pub num_total_blocks: usize,
+    /// How old the report is: its queue has shrunk since.
+    pub age: Duration,
     /// Prompt tokens that wait to be computed.
     pub num_queued_tokens: u64,
     /// Prompt tokens that it computes in a second; 0 when it has not computed any.
     pub prefill_tokens_per_second: u64,
+    /// What its steps take. `None`: an older worker.
+    pub pace: Option<WorkerPace>,
+    /// To workers of the same machine.
+    pub link_within: Option<LinkLine>,
+    /// To workers of others.
+    pub link_beyond: Option<LinkLine>,
 }
 
-/// Which workers serve a request.
-#[derive(Clone, Debug)]
-pub struct Plan {
-    /// Owns the request.
-    pub decode: Arc<WorkerRecord>,
-    /// Computes the prompt.
-    pub prefill: Prefill,
-    /// Has more of the sequence cached than the worker that computes the prompt, which fetches it from here first.
-    pub prefix_source: Option<Arc<WorkerRecord>>,
-}
-
-/// Who computes the prompt.
-#[derive(Clone, Debug)]
-pub enum Prefill {
-    /// The decode worker.
-    Local,
-    /// This prefill worker.
-    Remote(Arc<WorkerRecord>),
-}
-
-impl Prefill {
-    /// "local" or "remote".
-    pub fn name(&self) -> &'static str {
-        match self {
-            Prefill::Local => "local",
-            Prefill::Remote(_) => "remote",
-        }
-    }
+/// What the steps of a worker take, and what they compute now.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct WorkerPace {
+    /// Seconds of a step.
+    pub step: StepLine,
+    /// Whether steps were measured. Otherwise the line is a prior.
+    pub is_measured: bool,
+    /// Sequences that decode.
+    pub num_decoding: usize,
+    /// Their tokens, all together.
+    pub num_context_tokens: u64,
+    /// Pairs of a queued prompt token and a token that it will see.
+    pub num_queued_pairs: u64,
+    /// Between two tokens of a sequence that decodes, recently, in seconds; 0 when none did.
+    pub recent_itl: f64,
+    /// Tokens that a step computes at most; 0: not known.
+    pub max_step_tokens: usize,
+    /// Target time between tokens beside which prompts are computed in chunks, in seconds; 0: none.
+    pub itl_target: f64,
 }
 
 /// Why there is no plan, in words for the client.

@@ -1,4 +1,5 @@
-//! The default policy: a request goes where its prefix is cached, else to the least loaded worker.
+//! The policy for workers that do not say what their steps take: a request goes where its prefix is cached, else to the
+//! least loaded worker.
 //!
 //! Costs are counted in tokens that a worker computes before the request's first token, so that a
 //! cached prefix and a queue weigh against each other in one unit.
@@ -6,9 +7,10 @@
 use std::sync::Arc;
 
 use baton_cluster_record::{Role, WorkerRecord};
+use baton_cost::PromptWork;
 
 use crate::{
-    ClusterView, Load, NoPlan, Plan, PlanRequest, Policy, Prefill, PrefillMode, Usability, WorkerKey,
+    ClusterView, NoPlan, Plan, PlanRequest, Policy, Prefill, PrefillMode, SentWork, Usability, WorkerKey,
     WorkerView,
 };
 
@@ -54,14 +56,20 @@ impl PrefixAware {
         PrefixAware { config }
     }
 
+    /// Tokens from which a prefix is fetched while nothing is measured.
+    pub(crate) fn fetch_prefix_from(&self) -> usize {
+        self.config.fetch_prefix_from.max(1)
+    }
+
     fn cost(&self, worker: &WorkerView, request: &PlanRequest) -> u64 {
         let uncached = uncached(&worker.record, request);
         let sequences = (worker.load.num_running + worker.load.num_waiting).max(worker.num_assigned);
         // A worker may report any number.
         let mut cost = (uncached as u64)
             .saturating_add(worker.load.num_queued_tokens)
+            .saturating_add(worker.sent.num_tokens)
             .saturating_add((sequences as u64).saturating_mul(self.config.tokens_per_sequence));
-        if lacks_blocks(&worker.load, uncached, worker.record.kv_format.block_size) {
+        if lacks_blocks(worker, uncached) {
             // The request would wait until others end: any worker with room is better.
             cost = cost.saturating_add(1 << 32);
         }
@@ -113,6 +121,43 @@ impl PrefixAware {
     }
 }
 
+impl Plan {
+    /// A plan without an estimate. `prompt` is what must be computed.
+    pub fn new(
+        request: &PlanRequest,
+        decode: &WorkerView,
+        prefill: Prefill,
+        prefix_source: Option<Arc<WorkerRecord>>,
+        prompt: &PromptWork,
+    ) -> Plan {
+        let computed = |block_size: usize| SentWork {
+            num_requests: 1,
+            num_tokens: prompt.num_tokens as u64,
+            num_pairs: prompt.num_pairs as u64,
+            num_context_tokens: 0,
+            num_blocks: request.num_tokens.div_ceil(block_size.max(1)) as u64,
+        };
+        let decoded = |work: SentWork| SentWork { num_context_tokens: request.num_tokens as u64, ..work };
+        let own = computed(decode.record.kv_format.block_size);
+        let (decode_work, prefill_work) = match &prefill {
+            Prefill::Local => (decoded(own), SentWork::default()),
+            Prefill::Remote(worker) => {
+                let only_decoded = SentWork { num_tokens: 0, num_pairs: 0, ..own };
+                (decoded(only_decoded), computed(worker.kv_format.block_size))
+            }
+        };
+        Plan {
+            decode: decode.record.clone(),
+            prefill,
+            prefix_source,
+            decode_work,
+            prefill_work,
+            estimate: None,
+            options: Vec::new(),
+        }
+    }
+}
+
 impl Policy for PrefixAware {
     fn plan(&self, request: &PlanRequest, view: &ClusterView) -> Result<Plan, NoPlan> {
         let candidates = decode_candidates(request, view)?;
@@ -126,14 +171,7 @@ impl Policy for PrefixAware {
             }
         };
         let prefill = if worth_it {
-            let peers = view.workers.iter().filter(|worker| {
-                worker.record.role == Role::Prefill
-                    && worker.usability == Usability::Ready
-                    && worker.record.kv_format.difference(&decode.record.kv_format).is_none()
-                    && fits(&worker.record, request.num_tokens + 1)
-                    && !excluded(&worker.record, request)
-            });
-            least(peers, |worker| self.cost(worker, request))
+            least(prefill_candidates(request, &decode.record, view), |worker| self.cost(worker, request))
         } else {
             None
         };
@@ -145,12 +183,35 @@ impl Policy for PrefixAware {
             (None, _) => (Prefill::Local, source),
         };
         let (prefill, prefix_source) = prefill;
-        Ok(Plan { decode: decode.record.clone(), prefill, prefix_source })
+        let computes = match &prefill {
+            Prefill::Local => &decode.record,
+            Prefill::Remote(worker) => worker,
+        };
+        let prompt = PromptWork::new(request.num_tokens, request.num_tokens - uncached(computes, request));
+        Ok(Plan::new(request, decode, prefill, prefix_source, &prompt))
     }
 }
 
-/// The decode workers that may be asked, or the check that the last of them failed.
-fn decode_candidates<'a>(
+/// The prefill workers that may be asked to compute the prompt for `decode`.
+pub fn prefill_candidates<'a>(
+    request: &'a PlanRequest,
+    decode: &'a WorkerRecord,
+    view: &'a ClusterView,
+) -> impl Iterator<Item = &'a WorkerView> {
+    view.workers.iter().filter(|worker| {
+        worker.record.role == Role::Prefill
+            && worker.usability == Usability::Ready
+            && worker.record.kv_format.difference(&decode.kv_format).is_none()
+            && fits(&worker.record, request.num_tokens + 1)
+            && !excluded(&worker.record, request)
+    })
+}
+
+/// The decode workers that may be asked.
+///
+/// # Errors
+/// The check that the last of them failed.
+pub fn decode_candidates<'a>(
     request: &PlanRequest,
     view: &'a ClusterView,
 ) -> Result<Vec<&'a WorkerView>, NoPlan> {
@@ -175,23 +236,25 @@ fn decode_candidates<'a>(
 }
 
 /// A worker that does not say its context takes anything.
-fn fits(record: &WorkerRecord, num_tokens: usize) -> bool {
+pub(crate) fn fits(record: &WorkerRecord, num_tokens: usize) -> bool {
     record.capacity.context_length == 0 || num_tokens <= record.capacity.context_length
 }
 
-fn excluded(record: &WorkerRecord, request: &PlanRequest) -> bool {
+pub(crate) fn excluded(record: &WorkerRecord, request: &PlanRequest) -> bool {
     request.excluded.iter().any(|key| key.id == record.id && key.incarnation == record.incarnation)
 }
 
 /// Tokens of the request that the worker must compute or fetch.
 fn uncached(record: &Arc<WorkerRecord>, request: &PlanRequest) -> usize {
     let key = WorkerKey::of(record);
-    let cached = request.cached.iter().find(|(holder, _)| *holder == key).map_or(0, |(_, tokens)| *tokens);
+    let cached = request.cached.iter().find(|(holder, _)| **holder == key).map_or(0, |(_, tokens)| *tokens);
     request.num_tokens.saturating_sub(cached)
 }
 
-fn lacks_blocks(load: &Load, num_tokens: usize, block_size: usize) -> bool {
-    load.num_total_blocks > 0 && num_tokens.div_ceil(block_size.max(1)) > load.num_free_blocks
+fn lacks_blocks(worker: &WorkerView, num_tokens: usize) -> bool {
+    let num_blocks = num_tokens.div_ceil(worker.record.kv_format.block_size.max(1)) as u64;
+    let num_taken = num_blocks.saturating_add(worker.sent.num_blocks);
+    worker.load.num_total_blocks > 0 && num_taken > worker.load.num_free_blocks as u64
 }
 
 /// The cheapest; of equals the one with the fewest of our requests, then the first by name.

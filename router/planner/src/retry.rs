@@ -15,6 +15,9 @@ pub enum GiveUp {
     /// No worker has room; the last one's words.
     #[error("every worker is full, try again later; the last: {0}")]
     Full(String),
+    /// The model failed on two attempts in a row: every worker has the same weights.
+    #[error("the model cannot answer this request: {0}")]
+    Model(String),
     /// Too many attempts failed, or they took too long.
     #[error("the request failed {num_failures} times in a row, last: {last}")]
     Failed {
@@ -122,6 +125,10 @@ impl Retry {
         if failure.kind == FailureKind::Invalid {
             return Err(GiveUp::Invalid(failure.message));
         }
+        let is_model = |failure: &Failure| failure.kind == FailureKind::Model;
+        if is_model(&failure) && self.num_failures > 0 && self.last.as_ref().is_some_and(is_model) {
+            return Err(GiveUp::Model(failure.message));
+        }
         let mut blame = blame(failure.kind, plan);
         if blames_prefill(failure.kind)
             && let Prefill::Remote(prefill) = &plan.prefill
@@ -225,7 +232,8 @@ fn blame(kind: FailureKind, plan: &Plan) -> Blame {
     };
     match kind {
         FailureKind::Invalid => Blame::default(),
-        FailureKind::Full => {
+        // Either worker may have computed them.
+        FailureKind::Full | FailureKind::Model => {
             Blame { exclude: [Some(decode), prefill].into_iter().flatten().collect(), spare: None }
         }
         FailureKind::Draining => Blame { exclude: vec![decode], spare: None },
@@ -359,6 +367,21 @@ mod tests {
             let asked = play.fail(kind, Duration::ZERO).expect("goes on");
             assert_eq!(asked, "d1<-p0", "{kind:?}");
         }
+    }
+
+    #[test]
+    fn what_every_worker_repeats_is_tried_twice() {
+        for cluster in [CLUSTER, "d0 decode\n p0 prefill"] {
+            let mut play = Play::new(cluster);
+            assert_eq!(play.fail(FailureKind::Model, Duration::ZERO).expect("goes on"), "d0<-p0");
+            assert_eq!(play.fail(FailureKind::Model, Duration::ZERO), Err(GiveUp::Model("why".into())));
+            assert!(play.now - play.start <= PAUSE_FIRST, "{:?}", play.now - play.start);
+        }
+        // One broken worker, and a token in between.
+        let mut play = Play::new(CLUSTER);
+        play.fail(FailureKind::Model, Duration::ZERO).expect("goes on");
+        play.retry.on_progress();
+        play.fail(FailureKind::Model, Duration::ZERO).expect("goes on");
     }
 
     #[test]

@@ -1,9 +1,12 @@
-use std::sync::Arc;
+use std::{sync::Arc, time::Duration};
 
-use baton_cluster_record::{Capacity, Role, WorkerRecord};
-use baton_kv_cache::{HashRoot, KvDtype, KvFormat, KvLayout};
+use baton_cluster_record::{Capacity, Compute, Role, WorkerRecord};
+use baton_cost::{LinkLine, StepLine};
+use baton_kv_cache::{KvDtype, KvFormat, KvLayout};
 
 use crate::*;
+
+mod by_time;
 
 fn record(id: &str, role: Role) -> WorkerRecord {
     let layout =
@@ -16,11 +19,27 @@ fn record(id: &str, role: Role) -> WorkerRecord {
         model: "tiny".into(),
         kv_format: KvFormat::new("r1".into(), &layout, "theta=10000".into()),
         capacity: Capacity { num_blocks: 100, block_size: 16, max_running: 8, context_length: 1000 },
+        compute: None,
+    }
+}
+
+/// Steps of 10 ms and so many seconds for each prompt token; 1,000 tokens of context and a million pairs cost 1 ms each.
+fn pace(per_token: f64) -> WorkerPace {
+    WorkerPace {
+        step: StepLine { fixed: 0.01, per_token, per_context_token: 1e-6, per_pair: 1e-9 },
+        is_measured: true,
+        num_decoding: 0,
+        num_context_tokens: 0,
+        num_queued_pairs: 0,
+        recent_itl: 0.0,
+        max_step_tokens: 2048,
+        itl_target: 0.0,
     }
 }
 
 /// Reads lines like `d0 decode running=3 waiting=1 speed=1000 queued=100 free=5 assigned=2 backing-off draining unreachable
-/// other-format other-blocks context=64`.
+/// age=0.1 other-format other-blocks context=64`. A worker with `rate=20000`, in prompt tokens a second, says what its steps take; then
+/// `decoding=8`, `itl-target=0.05`, `link=1e9` and `on=machine:0,1` may follow.
 pub(crate) fn view(text: &str) -> ClusterView {
     let workers = text.lines().map(str::trim).filter(|line| !line.is_empty()).map(|line| {
         let mut words = line.split_whitespace();
@@ -33,15 +52,40 @@ pub(crate) fn view(text: &str) -> ClusterView {
         let mut record = record(id, role);
         let mut usability = Usability::Ready;
         let mut load = Load { num_free_blocks: 100, num_total_blocks: 100, ..Load::default() };
-        let mut num_assigned = 0;
+        let (mut num_assigned, mut sent) = (0, SentWork::default());
         for word in words {
             match word.split_once('=') {
                 Some(("running", n)) => load.num_running = n.parse().unwrap(),
+                Some(("age", n)) => load.age = Duration::from_secs_f64(n.parse().unwrap()),
                 Some(("queued", n)) => load.num_queued_tokens = n.parse().unwrap(),
                 Some(("waiting", n)) => load.num_waiting = n.parse().unwrap(),
                 Some(("speed", n)) => load.prefill_tokens_per_second = n.parse().unwrap(),
                 Some(("free", n)) => load.num_free_blocks = n.parse().unwrap(),
                 Some(("assigned", n)) => num_assigned = n.parse().unwrap(),
+                Some(("rate", n)) => load.pace = Some(pace(1.0 / n.parse::<f64>().unwrap())),
+                Some(("decoding", n)) => {
+                    let pace = load.pace.as_mut().expect("after rate=");
+                    pace.num_decoding = n.parse().unwrap();
+                    pace.num_context_tokens = 1000 * pace.num_decoding as u64;
+                    load.num_running = pace.num_decoding;
+                }
+                Some(("itl-target", n)) => {
+                    load.pace.as_mut().expect("after rate=").itl_target = n.parse().unwrap();
+                }
+                None if word == "prior" => {
+                    load.pace.as_mut().expect("after rate=").is_measured = false;
+                }
+                Some(("link", n)) => {
+                    let bytes_per_second = n.parse().unwrap();
+                    load.link_beyond = Some(LinkLine { latency_seconds: 0.001, bytes_per_second });
+                }
+                Some(("on", machine)) => {
+                    let (machine, units) = machine.split_once(':').expect("on=<machine>:<processors>");
+                    let units = units.split(',').map(|unit| unit.parse().unwrap()).collect();
+                    record.compute = Some(Compute { machine: machine.into(), device: "cpu".into(), units });
+                }
+                Some(("max-running", n)) => record.capacity.max_running = n.parse().unwrap(),
+                Some(("sent", n)) => sent = SentWork { num_tokens: n.parse().unwrap(), ..sent },
                 Some(("context", n)) => record.capacity.context_length = n.parse().unwrap(),
                 None if word == "backing-off" => usability = Usability::BackingOff,
                 None if word == "draining" => usability = Usability::Draining,
@@ -54,7 +98,7 @@ pub(crate) fn view(text: &str) -> ClusterView {
                 _ => panic!("word {word:?}"),
             }
         }
-        WorkerView { record: Arc::new(record), usability, load, num_assigned }
+        WorkerView { record: Arc::new(record), usability, load, num_assigned, sent }
     });
     ClusterView { workers: workers.collect() }
 }
@@ -68,7 +112,7 @@ pub(crate) fn request(text: &str) -> PlanRequest {
             Some(("tokens", n)) => request.num_tokens = n.parse().unwrap(),
             Some((name, n)) => {
                 let id = name.strip_prefix("cached:").expect("cached:<id>=<tokens>");
-                request.cached.push((key(id), n.parse().unwrap()));
+                request.cached.push((Arc::new(key(id)), n.parse().unwrap()));
             }
             None => match word {
                 "local" => request.prefill = PrefillMode::Local,
@@ -82,7 +126,7 @@ pub(crate) fn request(text: &str) -> PlanRequest {
 
 fn outcome(request: &PlanRequest, view: &ClusterView) -> String {
     match PrefixAware::default().plan(request, view) {
-        Ok(Plan { decode, prefill, prefix_source }) => {
+        Ok(Plan { decode, prefill, prefix_source, .. }) => {
             let prefill = match prefill {
                 Prefill::Local => String::new(),
                 Prefill::Remote(worker) => format!("<-{}", worker.id),
@@ -155,6 +199,12 @@ fn plans() {
             "d1 with d0",
         ),
         ("one without room comes last", "d0 decode free=2\n d1 decode running=9", "tokens=100", "d1"),
+        (
+            "what was just sent counts in full",
+            "d0 decode\n p0 prefill sent=500\n p1 prefill",
+            "tokens=200",
+            "d0<-p1",
+        ),
         ("queued prompts count", "d0 decode\n p0 prefill queued=500\n p1 prefill", "tokens=200", "d0<-p1"),
         (
             "any number may be said to be queued",
@@ -235,42 +285,4 @@ fn another_incarnation_is_neither_excluded_nor_holds_anything() {
     view.workers[0].record = Arc::new(restarted);
     assert_eq!(outcome(&request("tokens=200 not:d0"), &view), "d0");
     assert_eq!(outcome(&request("tokens=200 cached:d0=64 cached:d1=16"), &view), "d1");
-}
-
-fn key(id: &str, incarnation: u64) -> WorkerKey {
-    WorkerKey { id: id.into(), incarnation }
-}
-
-fn hashes(tokens: std::ops::Range<u32>) -> Vec<baton_kv_cache::BlockHash> {
-    HashRoot::new("m", "", "").block_hashes(&tokens.collect::<Vec<_>>(), 4).collect()
-}
-
-#[test]
-fn prefixes_are_found_as_far_as_they_reach() {
-    let mut index = PrefixIndex::new(100);
-    index.insert(&hashes(0..40), &key("a", 1));
-    index.insert(&hashes(0..12), &key("b", 1));
-    let mut found = index.holders(&hashes(0..24));
-    found.sort();
-    assert_eq!(found, [(key("a", 1), 6), (key("b", 1), 3)]);
-    assert_eq!(index.holders(&hashes(1..24)), []);
-
-    index.insert(&hashes(0..4), &key("a", 2));
-    assert_eq!(index.holders(&hashes(0..4)), [(key("b", 1), 1), (key("a", 2), 1)]);
-}
-
-#[test]
-fn what_was_used_longest_ago_is_forgotten_first_and_ends_go_before_beginnings() {
-    let mut index = PrefixIndex::new(8);
-    index.insert(&hashes(0..24), &key("a", 1)); // 6 blocks
-    index.insert(&hashes(100..116), &key("b", 1)); // 4 blocks: 2 must go
-    assert_eq!(index.len(), 8);
-    assert_eq!(index.holders(&hashes(0..24)), [(key("a", 1), 4)]);
-    assert_eq!(index.holders(&hashes(100..116)), [(key("b", 1), 4)]);
-    for _ in 0..100 {
-        index.insert(&hashes(100..116), &key("b", 1));
-    }
-    assert_eq!(index.holders(&hashes(0..24)), [(key("a", 1), 4)], "reuse of others evicts nothing");
-    index.insert(&hashes(200..264), &key("a", 1)); // 16 blocks
-    assert_eq!(index.holders(&hashes(200..264)), [(key("a", 1), 8)], "of a long prompt, its beginning");
 }

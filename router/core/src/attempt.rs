@@ -1,0 +1,126 @@
+//! One attempt: one plan, one stream of a decode worker.
+
+use std::time::{Duration, Instant};
+
+use baton_cluster::WorkerRecord;
+use baton_planner::{Plan, Prefill, WorkerKey};
+use baton_proto::{
+    failure_from_status,
+    worker::{GenerateEvent, GenerateRequest, PrefillPeer, decode_client::DecodeClient, generate_event},
+};
+use baton_request::{Failure, FailureKind};
+use tokio::time::timeout;
+use tonic::{Request, Streaming};
+
+use crate::workers::{Assignment, Workers};
+
+/// Dropping it cancels the request at the worker.
+#[derive(Debug)]
+pub(crate) struct Attempt {
+    pub(crate) plan: Plan,
+    pub(crate) decode: WorkerKey,
+    /// A token has come.
+    pub(crate) answered: bool,
+    /// Position of the next token in the output.
+    pub(crate) next_idx: usize,
+    stream: Streaming<GenerateEvent>,
+    /// When it was sent.
+    pub(crate) started: Instant,
+    assignment: Assignment,
+    /// Until the first token, when the prefill worker is done.
+    prefill: Option<Assignment>,
+    stall_timeout: Duration,
+}
+
+impl Attempt {
+    /// Sends the request to the plan's decode worker.
+    pub(crate) async fn start(
+        workers: &Workers,
+        plan: Plan,
+        mut request: GenerateRequest,
+        stall_timeout: Duration,
+    ) -> Result<Attempt, (Plan, Failure)> {
+        let started = Instant::now();
+        let decode = WorkerKey::of(&plan.decode);
+        let gone = || Failure::new(FailureKind::Draining, format!("worker {decode} has left"));
+        let Some((channel, assignment, ticket)) = workers.assign(&decode, plan.decode_work) else {
+            let failure = gone();
+            return Err((plan, failure));
+        };
+        request.ticket = Some(ticket);
+        let mut prefill = None;
+        if let Prefill::Remote(worker) = &plan.prefill {
+            if let Some((_, assignment, ticket)) = workers.assign(&WorkerKey::of(worker), plan.prefill_work) {
+                prefill = Some(assignment);
+                request.prefill_ticket = Some(ticket);
+            }
+            request.prefill = Some(peer(worker));
+        }
+        request.prefix_source = plan.prefix_source.as_deref().map(peer);
+        // Invariant 1: the worker continues after the delivered tokens, which the request carries.
+        let next_idx = request.output_token_ids.len();
+        let mut message = Request::new(request);
+        crate::trace::inject(message.metadata_mut());
+        let mut client = DecodeClient::new(channel);
+        let answer = match timeout(stall_timeout, client.generate(message)).await {
+            Ok(answer) => answer.map_err(|status| failure_from_status(&status)),
+            Err(_) => Err(stalled(stall_timeout)),
+        };
+        match answer {
+            Ok(response) => Ok(Attempt {
+                plan,
+                decode,
+                answered: false,
+                next_idx,
+                stream: response.into_inner(),
+                started,
+                assignment,
+                prefill,
+                stall_timeout,
+            }),
+            Err(failure) => Err((plan, failure)),
+        }
+    }
+
+    /// The worker's next event.
+    pub(crate) async fn next(&mut self) -> Result<generate_event::Event, Failure> {
+        let message = loop {
+            match timeout(self.stall_timeout, self.stream.message()).await {
+                // The worker computes or waits its turn: the attempt has not stalled.
+                Ok(Ok(Some(GenerateEvent { event: Some(generate_event::Event::Progress(_)) }))) => {}
+                Ok(message) => break message.map_err(|status| failure_from_status(&status))?,
+                Err(_) => return Err(stalled(self.stall_timeout)),
+            }
+        };
+        match message {
+            Some(GenerateEvent { event: Some(generate_event::Event::Failed(failed)) }) => Err(failed.into()),
+            Some(GenerateEvent { event: Some(event) }) => {
+                if let generate_event::Event::Token(_) = event
+                    && !self.answered
+                {
+                    self.prefill = None;
+                    self.assignment.computed();
+                }
+                Ok(event)
+            }
+            // An event of a newer worker that this router does not know cannot be skipped safely.
+            Some(GenerateEvent { event: None }) => {
+                Err(Failure::new(FailureKind::Internal, "the worker sent an unknown event"))
+            }
+            None => Err(Failure::new(FailureKind::Lost, "the worker's stream ended without a last event")),
+        }
+    }
+}
+
+/// No message came for this long.
+pub(super) fn stalled(after: Duration) -> Failure {
+    Failure::new(FailureKind::Stalled, format!("nothing came for {after:?}"))
+}
+
+fn peer(worker: &WorkerRecord) -> PrefillPeer {
+    PrefillPeer {
+        worker_id: worker.id.0.clone(),
+        incarnation: worker.incarnation,
+        address: worker.address.clone(),
+    }
+}

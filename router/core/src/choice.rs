@@ -1,0 +1,437 @@
+//! One choice of a request, from plan to last token. It plans, sends, and after a failure plans again with the delivered
+//! tokens, so that the client sees every token exactly once.
+
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use baton_planner::{AttemptStage, NoPlan, Plan, Prefill, Retry, WorkerKey};
+use baton_proto::worker::{self as proto, GenerateRequest, generate_event};
+use baton_request::{Failure, FailureKind, FinishReason, Request};
+use baton_tokenizer::Detokenizer;
+use tokio_util::sync::CancellationToken;
+use tracing::{Instrument, Span};
+
+use super::{
+    Core, CoreError, Event, Finish, MigrationMode, TokenOut,
+    attempt::Attempt,
+    explain::ExplainedPlan,
+    hashes::{SequenceHashes, block_sizes},
+    migration::{Cause, MigrationState, MigrationStep, PAUSE, TURN},
+    migrator::Candidate,
+    output::Output,
+    planner::{Migrating, PlanWish},
+    request::PreparedRequest,
+    timing::Stopwatch,
+};
+
+/// What a choice waits for.
+enum Came {
+    /// An event of its worker.
+    Event(Result<generate_event::Event, Failure>),
+    /// A step of its migration to another worker.
+    Migration(MigrationStep),
+    /// The migrator tells the request to migrate to this worker.
+    Told(WorkerKey),
+}
+
+/// The state of one choice.
+pub(crate) struct Choice {
+    core: Arc<Core>,
+    prepared: Arc<PreparedRequest>,
+    index: u32,
+    /// What a worker is asked for; its output is what was delivered.
+    request: Request,
+    output: Output,
+    /// Of the request's known tokens, as far as they were planned with. `None` before the first plan.
+    hashes: Option<SequenceHashes>,
+    retry: Retry,
+    num_attempts: u32,
+    attempt: Option<Attempt>,
+    migration: MigrationState,
+    /// While the request decodes, if it can be told to migrate.
+    candidate: Option<Candidate>,
+    abort: CancellationToken,
+    last_token: Option<Instant>,
+    stopwatch: Stopwatch,
+    /// The client's request, also after its handler has returned.
+    span: Span,
+    done: bool,
+}
+
+impl Choice {
+    pub(crate) fn new(
+        core: Arc<Core>,
+        prepared: Arc<PreparedRequest>,
+        index: u32,
+        abort: CancellationToken,
+    ) -> Choice {
+        let started = prepared.started;
+        let mut request = prepared.prompts[(index / prepared.n) as usize].clone();
+        request.id = format!("{}-{index}", prepared.id);
+        request.sampling.seed = request.sampling.seed.wrapping_add(u64::from(index % prepared.n));
+        Choice {
+            output: Output::new(request.prompt.len(), prepared.stop.clone(), request.sampling.min_tokens),
+            retry: Retry::new(core.config.max_attempts, core.config.recovery_timeout),
+            core,
+            prepared,
+            index,
+            request,
+            hashes: None,
+            num_attempts: 0,
+            attempt: None,
+            migration: MigrationState::Idle,
+            candidate: None,
+            abort,
+            last_token: None,
+            stopwatch: Stopwatch::new(index, started),
+            span: Span::current(),
+            done: false,
+        }
+    }
+
+    /// The next event; `None` after the last one, and after an error.
+    pub(crate) async fn next(&mut self) -> Option<Result<Event, CoreError>> {
+        if self.done {
+            return None;
+        }
+        let abort = self.abort.clone();
+        let closing = self.core.closing.clone();
+        let span = self.span.clone();
+        let event = tokio::select! {
+            biased;
+            () = abort.cancelled() => Ok(self.finished(FinishReason::Abort)),
+            () = closing.cancelled() => Err(CoreError::unavailable("the router is shutting down")),
+            event = self.advance().instrument(span) => event,
+        };
+        if !matches!(event, Ok(Event { finish: None, .. })) {
+            // Dropping the attempt cancels it at the worker.
+            // Invariant 2: no event follows a terminal one.
+            self.done = true;
+            self.attempt = None;
+            self.migration = MigrationState::Idle;
+            self.candidate = None;
+        }
+        Some(event)
+    }
+
+    async fn advance(&mut self) -> Result<Event, CoreError> {
+        loop {
+            if self.attempt.is_none() && !self.migration.has_started() {
+                self.migration = MigrationState::Idle;
+                self.attempt = Some(self.connect().await?);
+            }
+            let came = tokio::select! {
+                biased;
+                // Tokens last: one may always be ready, and would starve the others.
+                step = self.migration.next() => Came::Migration(step),
+                to = told(&mut self.candidate) => Came::Told(to),
+                event = next_event(&mut self.attempt) => Came::Event(event),
+            };
+            match came {
+                Came::Event(Ok(generate_event::Event::Token(token))) => {
+                    if let Some(event) = self.take(token)? {
+                        return Ok(event);
+                    }
+                }
+                Came::Event(Ok(generate_event::Event::Finished(finished))) => {
+                    let reason = FinishReason::from(finished.reason());
+                    if reason == FinishReason::Abort {
+                        // The router did not ask for it: the worker is shutting down.
+                        self.on_failure(Failure::new(FailureKind::Draining, "it aborted"))?;
+                        continue;
+                    }
+                    if let Some(attempt) = &self.attempt {
+                        let (core, hashes) = (&self.core, self.hashes.get_or_insert_default());
+                        core.planner.note_finished(&core.workers, &attempt.decode, &self.request, hashes);
+                    }
+                    return Ok(self.finished(reason));
+                }
+                Came::Event(Ok(generate_event::Event::Leaving(_))) => {
+                    self.leave(Cause::Drain, Duration::ZERO)
+                }
+                // `Attempt::next` goes on waiting.
+                Came::Event(Ok(generate_event::Event::Progress(_))) => {}
+                // `Attempt::next` turns it into an error.
+                Came::Event(Ok(generate_event::Event::Failed(failed))) => self.on_failure(failed.into())?,
+                Came::Event(Err(failure)) => {
+                    // The last token may have been delivered, and only its `finished` lost.
+                    let ended = self.ended_already();
+                    let retried = self.on_failure(failure);
+                    match ended {
+                        Some(reason) => return Ok(self.finished(reason)),
+                        None => retried?,
+                    }
+                }
+                Came::Told(to) => {
+                    self.candidate = None;
+                    self.leave(Cause::Balance(to), Duration::ZERO);
+                }
+                Came::Migration(MigrationStep::Ready(cause)) => self.migrate(cause),
+                Came::Migration(MigrationStep::Started(cause, Ok(started))) => {
+                    let (attempt, token) = *started;
+                    self.core.metrics.on_migration(cause.name(), "moved");
+                    tracing::debug!(
+                        request = %self.prepared.id, index = self.index, cause = cause.name(),
+                        to = %attempt.decode, delivered = self.request.output.len(), known = attempt.next_idx, "request migrated"
+                    );
+                    // This drops the old attempt.
+                    self.candidate = None;
+                    self.attempt = Some(attempt);
+                    if let Some(event) = self.take(token)? {
+                        return Ok(event);
+                    }
+                }
+                Came::Migration(MigrationStep::Started(cause, Err(failed))) => {
+                    let (plan, failure) = *failed;
+                    self.core.metrics.on_migration(cause.name(), failure.kind.name());
+                    tracing::info!(
+                        request = %self.prepared.id, index = self.index, cause = cause.name(),
+                        to = %plan.decode.id, reason = failure.kind.name(), message = failure.message, "request did not migrate"
+                    );
+                    self.stay(cause);
+                }
+            }
+        }
+    }
+
+    /// The next token, unless it was delivered before: then it must be the same.
+    fn take(&mut self, token: proto::Token) -> Result<Option<Event>, CoreError> {
+        let Some(attempt) = &mut self.attempt else { return Ok(None) };
+        let idx = attempt.next_idx;
+        attempt.next_idx += 1;
+        // Invariant 1: the index says whether this token was delivered, by this attempt or an earlier one.
+        match self.request.output.get(idx) {
+            None => Ok(Some(self.on_token(token))),
+            Some(&known) if known == token.id => Ok(None),
+            Some(known) => {
+                let message = format!("token {idx} was {known} before, and is {} now", token.id);
+                self.on_failure(Failure::new(FailureKind::Diverged, message))?;
+                Ok(None)
+            }
+        }
+    }
+
+    /// Migrates, `pause` from now.
+    fn leave(&mut self, cause: Cause, pause: Duration) {
+        if self.core.migrator.mode != MigrationMode::Off && !self.migration.has_started() {
+            self.migration.wait(cause, pause);
+        }
+    }
+
+    /// Starts an attempt at another worker, if there is one. The old attempt goes on.
+    fn migrate(&mut self, cause: Cause) {
+        let Some(attempt) = &self.attempt else { return };
+        let Ok(permit) = self.core.migrator.permits.clone().try_acquire_owned() else {
+            return self.leave(cause, TURN);
+        };
+        let to = match &cause {
+            Cause::Drain => None,
+            Cause::Balance(to) => Some(to),
+        };
+        if let Some(hashes) = &mut self.hashes {
+            // Of the prompt they are there.
+            hashes.extend(&block_sizes(&self.core.workers.view()), &self.request);
+        }
+        match self.plan(Some(Migrating { from: &attempt.plan.decode, to })) {
+            Ok(plan) => {
+                self.on_plan(&plan);
+                let request = self.message();
+                self.num_attempts += 1;
+                let (workers, stall_timeout) = (self.core.workers.clone(), self.core.config.stall_timeout);
+                self.migration.start(cause, permit, workers, plan, request, stall_timeout);
+            }
+            Err(_) => {
+                self.core.metrics.on_migration(cause.name(), "nowhere");
+                self.stay(cause);
+            }
+        }
+    }
+
+    /// Goes on at its worker. When that drains, the request tries again after a pause.
+    fn stay(&mut self, cause: Cause) {
+        if cause == Cause::Drain && self.attempt.is_some() {
+            self.leave(cause, PAUSE);
+        }
+    }
+
+    fn plan(&self, migrating: Option<Migrating<'_>>) -> Result<Plan, NoPlan> {
+        let PreparedRequest { prefill, slo, explain, .. } = *self.prepared;
+        let wish = PlanWish { prefill, excluded: self.retry.excluded(), slo, explain, migrating };
+        let nothing = SequenceHashes::default();
+        let hashes = self.hashes.as_ref().unwrap_or(&nothing);
+        self.core.planner.plan(&self.core.workers, &self.request, hashes, wish)
+    }
+
+    /// Hashes what is not hashed yet. Choices of one prompt share its hashes.
+    async fn hash(&mut self) {
+        let known = match self.hashes.take() {
+            Some(known) => known,
+            None => {
+                let of_prompt = &self.prepared.hashes[(self.index / self.prepared.n) as usize];
+                of_prompt.get_or_init(|| self.core.hash(&self.request, None)).await.clone()
+            }
+        };
+        self.hashes = Some(self.core.hash(&self.request, Some(known)).await);
+    }
+
+    /// Counts the plan, and keeps it for a client that wants to know it.
+    fn on_plan(&self, plan: &Plan) {
+        self.core.metrics.on_plan(plan);
+        let explained =
+            self.prepared.explain.then(|| ExplainedPlan::new(self.index, self.num_attempts, plan));
+        ExplainedPlan::record(plan, explained.as_ref());
+        if let Some(explained) = explained {
+            self.prepared.plans().push(explained);
+        }
+    }
+
+    /// Plans until a worker takes the request.
+    async fn connect(&mut self) -> Result<Attempt, CoreError> {
+        loop {
+            // Before looking, so that no change is missed.
+            let mut changes = self.core.workers.changes();
+            self.hash().await;
+            let plan = match self.plan(None) {
+                Ok(plan) => plan,
+                Err(no_plan) => {
+                    let now = Instant::now();
+                    // A request that never failed counts an outage from its beginning.
+                    let known_until = no_plan
+                        .lacks()
+                        .and_then(|role| self.core.workers.last_usable(role))
+                        .map(|at| at + self.core.config.recovery_timeout);
+                    let has_output = !self.request.output.is_empty();
+                    let until = self.retry.on_no_plan(&no_plan, known_until, has_output, now)?;
+                    // A worker came or time passed: look again.
+                    let _ = tokio::time::timeout_at(until.into(), changes.changed()).await;
+                    self.retry.look_again(Instant::now());
+                    continue;
+                }
+            };
+            self.on_plan(&plan);
+            tracing::debug!(
+                request = %self.prepared.id, index = self.index, attempt = self.num_attempts,
+                decode = %plan.decode.id, prefill = plan.prefill.name(), delivered = self.request.output.len(), "planned"
+            );
+            let request = self.message();
+            self.num_attempts += 1;
+            match Attempt::start(&self.core.workers, plan, request, self.core.config.stall_timeout).await {
+                Ok(attempt) => return Ok(attempt),
+                Err((plan, failure)) => self.on_failed_plan(failure, &plan, AttemptStage::NoWorker)?,
+            }
+        }
+    }
+
+    /// Of the next attempt, but for its plan.
+    fn message(&self) -> GenerateRequest {
+        GenerateRequest {
+            attempt: self.num_attempts,
+            kv_wire: self.prepared.kv_wire.into(),
+            ..GenerateRequest::from(&self.request)
+        }
+    }
+
+    fn on_failure(&mut self, failure: Failure) -> Result<(), CoreError> {
+        self.candidate = None;
+        match self.attempt.take() {
+            Some(attempt) => self.on_failed_plan(failure, &attempt.plan, AttemptStage::Worker),
+            None => Ok(()),
+        }
+    }
+
+    fn on_failed_plan(
+        &mut self,
+        mut failure: Failure,
+        plan: &Plan,
+        stage: AttemptStage,
+    ) -> Result<(), CoreError> {
+        // A worker that drains closes its connections in the end. That is no crash.
+        if failure.kind == FailureKind::Lost && self.core.workers.is_leaving(&WorkerKey::of(&plan.decode)) {
+            failure.kind = FailureKind::Draining;
+        }
+        self.core.metrics.on_failed_attempt(failure.kind.name());
+        tracing::warn!(
+            request = %self.prepared.id, index = self.index, attempt = self.num_attempts - 1,
+            decode = %plan.decode.id, prefill = plan.prefill.name(), delivered = self.request.output.len(),
+            reason = failure.kind.name(), message = failure.message, "attempt failed"
+        );
+        // Invariant 9: the only place of the system that tries a request again.
+        let blame = self.retry.on_failure(failure, plan, stage, Instant::now())?;
+        if let Some(worker) = &blame.spare {
+            self.core.workers.report_failure(worker);
+        }
+        Ok(())
+    }
+
+    fn on_token(&mut self, token: proto::Token) -> Event {
+        let now = Instant::now();
+        self.note_progress(now);
+        self.stopwatch.on_token(&token, self.attempt.as_ref(), now);
+        let model = self.core.model().expect("a request exists only after its prompt was tokenised");
+        let prompt = &self.request.prompt;
+        let shown = if self.prepared.reader.is_some() { model.marks.clone() } else { Arc::default() };
+        let matched = self.output.push(&token, || Detokenizer::showing(&model.tokenizer, prompt, shown));
+        self.request.output.push(token.id);
+        let finish = matched.stop.map(|stop| self.finish(FinishReason::Stop, Some(stop)));
+        let tokens = vec![TokenOut { id: token.id, logprobs: token.logprobs }];
+        Event { index: self.index, text: matched.text, tokens, finish }
+    }
+
+    fn note_progress(&mut self, now: Instant) {
+        match self.last_token.replace(now) {
+            None => self.core.metrics.on_first_token(now - self.prepared.started),
+            Some(last) => self.core.metrics.on_next_token(now - last),
+        }
+        self.retry.on_progress();
+        if let Some(attempt) = &mut self.attempt
+            && !std::mem::replace(&mut attempt.answered, true)
+        {
+            if let Some(estimate) = &attempt.plan.estimate {
+                self.core.metrics.on_predicted(estimate.ttft, now - attempt.started);
+            }
+            self.core.workers.report_success(&attempt.decode);
+            if let Prefill::Remote(worker) = &attempt.plan.prefill {
+                self.core.workers.report_success(&WorkerKey::of(worker));
+            }
+            if self.core.migrator.mode == MigrationMode::Balance {
+                self.candidate = Some(self.core.migrator.enter(&attempt.decode));
+            }
+        }
+    }
+
+    fn finished(&mut self, reason: FinishReason) -> Event {
+        let matched = self.output.finish();
+        let finish = self.finish(reason, matched.stop);
+        Event { index: self.index, text: matched.text, tokens: Vec::new(), finish: Some(finish) }
+    }
+
+    fn finish(&self, reason: FinishReason, stop: Option<usize>) -> Finish {
+        let stop = stop.map(|stop| self.prepared.stop[stop].clone());
+        Finish { reason, stop, usage: self.output.usage(), timing: self.stopwatch.read() }
+    }
+
+    /// Why the delivered tokens end the sequence, by the worker's own rule, if they do.
+    fn ended_already(&self) -> Option<FinishReason> {
+        let &last = self.request.output.last()?;
+        // No more tokens are asked for than there is context for.
+        self.request.finish_after(self.request.output.len(), last, usize::MAX)
+    }
+}
+
+/// Pending forever without an attempt.
+async fn next_event(attempt: &mut Option<Attempt>) -> Result<generate_event::Event, Failure> {
+    match attempt {
+        Some(attempt) => attempt.next().await,
+        None => std::future::pending().await,
+    }
+}
+
+/// Pending forever without a candidate.
+async fn told(candidate: &mut Option<Candidate>) -> WorkerKey {
+    match candidate {
+        Some(candidate) => candidate.told().await,
+        None => std::future::pending().await,
+    }
+}

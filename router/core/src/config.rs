@@ -1,0 +1,106 @@
+//! What a router must be told. Plain data; flags, environment and files are `cli`'s.
+
+use std::{net::SocketAddr, path::PathBuf, time::Duration};
+
+use baton_cluster::DiscoveryConfig;
+use baton_planner::{PrefixAwareConfig, Slo};
+use baton_request_fields::UnknownFields;
+use baton_tls::Tls;
+use baton_tools::ToolFormat;
+use http::HeaderValue;
+
+use crate::migrator::MigrationMode;
+
+/// What plans are made from.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum PlanBasis {
+    /// Predicted times; constants while a worker does not say what its steps take.
+    #[default]
+    Time,
+    /// Constants.
+    Constants,
+}
+
+/// A router's configuration. [`RouterConfig::new`] gives every value but the first three its default.
+#[derive(Clone, Debug)]
+pub struct RouterConfig {
+    /// Directory or GGUF file with the model's tokenizer, chat template and generation defaults. Weights are not
+    /// read.
+    pub model: PathBuf,
+    /// The name clients ask for.
+    pub model_name: String,
+    /// Where workers are found.
+    pub discovery: DiscoveryConfig,
+    /// Where HTTP and gRPC are served.
+    pub listen: SocketAddr,
+    /// What plans are made from.
+    pub plan_by: PlanBasis,
+    /// How requests are planned by constants.
+    pub policy: PrefixAwareConfig,
+    /// What requests should meet that do not say it themselves.
+    pub slo: Slo,
+    /// Whether running requests migrate between decode workers.
+    pub migration: MigrationMode,
+    /// Choices (a request has one, or prompts times `n`) that run at a time; more are refused with 429.
+    pub max_requests: usize,
+    /// Choices of one request: prompts times `n`.
+    pub max_choices: usize,
+    /// Largest request body and gRPC message.
+    pub max_body_bytes: usize,
+    /// Until a connection's first bytes, and the head of each HTTP/1 request, must be there.
+    pub header_timeout: Duration,
+    /// Until a request's body must be there.
+    pub body_timeout: Duration,
+    /// What becomes of request fields that no API knows.
+    pub unknown_fields: UnknownFields,
+    /// How the model writes tool calls; `None`: as its chat template does.
+    pub tool_format: Option<ToolFormat>,
+    /// Origins whose pages may call the HTTP API from a browser; `*` stands for all.
+    pub cors_origins: Vec<HeaderValue>,
+    /// Attempts that may fail in a row without a token in between.
+    pub max_attempts: u32,
+    /// How long a request waits for a worker to come back, and goes on trying without progress.
+    pub recovery_timeout: Duration,
+    /// A worker that sends nothing for a request this long is given up for it.
+    pub stall_timeout: Duration,
+    /// A client's event stream gets a comment after so long without an event: proxies end what is silent, often after a
+    /// minute.
+    pub stream_keep_alive: Duration,
+    /// HTTP/2 pings to workers and clients: their interval. A worker may take four times as long to answer, a client 5 s.
+    pub keep_alive: Duration,
+    /// Certificates, for workers; clients may use TLS then, too. `None`: everybody speaks plainly.
+    pub tls: Option<Tls>,
+    /// How long running requests may go on after a shutdown began.
+    pub drain_timeout: Duration,
+}
+
+impl RouterConfig {
+    /// The defaults.
+    pub fn new(model: PathBuf, model_name: String, discovery: DiscoveryConfig) -> RouterConfig {
+        RouterConfig {
+            model,
+            model_name,
+            discovery,
+            listen: SocketAddr::from(([127, 0, 0, 1], 8080)),
+            plan_by: PlanBasis::default(),
+            policy: PrefixAwareConfig::default(),
+            slo: Slo::default(),
+            migration: MigrationMode::default(),
+            max_requests: 1024,
+            max_choices: 128,
+            max_body_bytes: 16 << 20,
+            header_timeout: Duration::from_secs(15),
+            body_timeout: Duration::from_secs(30),
+            unknown_fields: UnknownFields::default(),
+            tool_format: None,
+            cors_origins: Vec::new(),
+            max_attempts: 16,
+            recovery_timeout: Duration::from_secs(60),
+            stall_timeout: Duration::from_secs(300),
+            stream_keep_alive: Duration::from_secs(15),
+            keep_alive: Duration::from_secs(1),
+            tls: None,
+            drain_timeout: Duration::from_secs(30),
+        }
+    }
+}

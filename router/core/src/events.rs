@@ -1,0 +1,148 @@
+//! The choices of a running request, merged into one stream of [`Event`]s.
+
+use std::{pin::Pin, sync::Arc, time::Instant};
+
+use baton_request::FinishReason;
+use futures_util::{Stream, StreamExt, stream::SelectAll};
+use tokio::sync::OwnedSemaphorePermit;
+
+use super::{
+    ActiveRequest, Core, CoreError, Event, Extras, PreparedRequest, Timing, Usage, choice::Choice,
+    event::saturate,
+};
+
+impl Core {
+    /// Admits the request and begins it. Dropping the events cancels it.
+    pub fn generate(self: &Arc<Self>, request: PreparedRequest) -> Result<Events, CoreError> {
+        let num_choices = request.prompts.len() as u32 * request.n;
+        if num_choices as usize > self.config.max_requests {
+            let message = format!(
+                "{num_choices} choices were requested, this server runs at most {}",
+                self.config.max_requests
+            );
+            return Err(CoreError::invalid("n", message));
+        }
+        let Ok(permit) = self.admission.clone().try_acquire_many_owned(num_choices) else {
+            let message =
+                format!("this server runs {} choices already, try again later", self.config.max_requests);
+            return Err(CoreError::full(message));
+        };
+        let active = self.active.enter(&request.id)?;
+        Ok(Events::new(self.clone(), request, active, permit))
+    }
+}
+
+type ChoiceStream = Pin<Box<dyn Stream<Item = Result<Event, CoreError>> + Send>>;
+
+/// The events of all choices of a request. Dropping it cancels the request everywhere.
+pub struct Events {
+    choices: SelectAll<ChoiceStream>,
+    /// Summed over prompts and choices that have finished.
+    usage: Usage,
+    /// Of those, if it is asked for.
+    timing: Vec<Timing>,
+    n: u32,
+    core: Arc<Core>,
+    endpoint: &'static str,
+    request: Arc<PreparedRequest>,
+    started: Instant,
+    outcome: &'static str,
+    active: ActiveRequest,
+    _permit: OwnedSemaphorePermit,
+}
+
+impl Events {
+    pub(crate) fn new(
+        core: Arc<Core>,
+        request: PreparedRequest,
+        active: ActiveRequest,
+        permit: OwnedSemaphorePermit,
+    ) -> Events {
+        let prompt_tokens: usize = request.prompts.iter().map(|prompt| prompt.prompt.len()).sum();
+        let usage = Usage { prompt_tokens: saturate(prompt_tokens), ..Usage::default() };
+        core.metrics.on_start(usage.prompt_tokens);
+        let (n, endpoint, started) = (request.n, request.endpoint, request.started);
+        let num_prompts = request.prompts.len() as u32;
+        let request = Arc::new(request);
+        let choices = (0..num_prompts * n).map(|index| {
+            let choice = Choice::new(core.clone(), request.clone(), index, active.abort_signal().clone());
+            let events = futures_util::stream::unfold(Box::new(choice), |mut choice| async move {
+                let event = choice.next().await?;
+                Some((event, choice))
+            });
+            Box::pin(events) as ChoiceStream
+        });
+        let choices = choices.collect();
+        let outcome = "cancelled";
+        Events {
+            choices,
+            usage,
+            timing: Vec::new(),
+            n,
+            core,
+            endpoint,
+            request,
+            started,
+            outcome,
+            active,
+            _permit: permit,
+        }
+    }
+
+    /// The next event of any choice; nothing follows an error.
+    pub async fn next(&mut self) -> Option<Result<Event, CoreError>> {
+        let Some(event) = self.choices.next().await else {
+            self.outcome = if self.outcome == "cancelled" { "ok" } else { self.outcome };
+            return None;
+        };
+        match &event {
+            Ok(Event { index, finish: Some(finish), .. }) => {
+                // Choices of one prompt share its prefix: it is counted once.
+                self.usage.add(finish.usage, index % self.n == 0);
+                if self.request.timing {
+                    self.timing.push(finish.timing.clone());
+                    self.timing.sort_by_key(|timing| timing.index);
+                }
+                if finish.reason == FinishReason::Abort {
+                    self.outcome = "aborted";
+                }
+            }
+            Ok(_) => {}
+            Err(_) => {
+                self.outcome = "error";
+                self.choices.clear();
+            }
+        }
+        Some(event)
+    }
+
+    /// What the request asks for beside its answer. Complete once [`next`](Self::next) has returned `None`.
+    pub fn extras(&self) -> Extras {
+        Extras {
+            plans: self.request.explain.then(|| self.request.plans().clone()),
+            timing: self.request.timing.then(|| self.timing.clone()),
+        }
+    }
+
+    /// Tokens of the whole request; complete once [`next`](Self::next) has returned `None`.
+    pub fn usage(&self) -> Usage {
+        self.usage
+    }
+}
+
+impl Drop for Events {
+    fn drop(&mut self) {
+        // The edge has read the last event but not the end: the request is complete.
+        let outcome =
+            if self.outcome == "cancelled" && self.choices.is_empty() { "ok" } else { self.outcome };
+        tracing::debug!(
+            request = self.active.id(),
+            endpoint = self.endpoint,
+            outcome,
+            prompt_tokens = self.usage.prompt_tokens,
+            completion_tokens = self.usage.completion_tokens,
+            "request ended"
+        );
+        self.core.metrics.on_end(self.endpoint, outcome, self.started.elapsed());
+    }
+}

@@ -1,0 +1,122 @@
+//! The plans of a request in the words of its client, for requests that ask for them, and in the request's span.
+
+use baton_planner::{Estimate, Plan, PlanOption, Prefill};
+use serde::{Serialize, Serializer};
+
+/// One plan of one choice, and what it was chosen from.
+#[derive(Clone, Debug, Serialize)]
+pub struct ExplainedPlan {
+    /// Which choice.
+    pub index: u32,
+    /// How often it was planned before.
+    pub attempt: u32,
+    /// What was chosen.
+    pub chosen: ExplainedOption,
+    /// Best first; empty when the plan was made without times.
+    pub options: Vec<ExplainedOption>,
+}
+
+/// One way to serve a request: workers by their ids.
+#[derive(Clone, Debug, Serialize)]
+pub struct ExplainedOption {
+    /// Who decodes.
+    pub decode: String,
+    /// Who computes the prompt; `None`: the decode worker.
+    pub prefill: Option<String>,
+    /// Whose cached prefix is fetched.
+    pub prefix_source: Option<String>,
+    /// `None`: a worker does not say what its steps take. As JSON in milliseconds.
+    #[serde(flatten, serialize_with = "times")]
+    pub estimate: Option<Estimate>,
+}
+
+#[derive(Clone, Copy, Debug, Serialize)]
+struct Times {
+    fetch_ms: f64,
+    queue_ms: f64,
+    compute_ms: f64,
+    ttft_ms: f64,
+    exposed_ms: f64,
+    tpot_ms: f64,
+    decode_ms: f64,
+    harm_ms: f64,
+    total_ms: f64,
+    broken_slos: u32,
+    has_room: bool,
+}
+
+impl ExplainedPlan {
+    pub(super) fn new(index: u32, attempt: u32, plan: &Plan) -> ExplainedPlan {
+        ExplainedPlan {
+            index,
+            attempt,
+            chosen: ExplainedOption {
+                decode: plan.decode.id.0.clone(),
+                prefill: name(&plan.prefill),
+                prefix_source: plan.prefix_source.as_ref().map(|worker| worker.id.0.clone()),
+                estimate: plan.estimate,
+            },
+            options: plan.options.iter().map(ExplainedOption::of).collect(),
+        }
+    }
+
+    /// As attributes of the current span.
+    pub(super) fn record(plan: &Plan, explained: Option<&ExplainedPlan>) {
+        let span = tracing::Span::current();
+        span.record("plan.decode", plan.decode.id.as_str());
+        span.record("plan.prefill", name(&plan.prefill).unwrap_or_else(|| "local".to_owned()));
+        if let Some(estimate) = &plan.estimate {
+            span.record("plan.ttft_ms", millis(estimate.ttft));
+            span.record("plan.tpot_ms", millis(estimate.tpot));
+            span.record("plan.harm_ms", millis(estimate.harm));
+        }
+        if let Some(text) = explained.and_then(|explained| serde_json::to_string(&explained.options).ok()) {
+            span.record("plan.options", text);
+        }
+    }
+}
+
+impl ExplainedOption {
+    fn of(option: &PlanOption) -> ExplainedOption {
+        ExplainedOption {
+            decode: option.decode.id.0.clone(),
+            prefill: name(&option.prefill),
+            prefix_source: option.prefix_source.as_ref().map(|worker| worker.id.0.clone()),
+            estimate: Some(option.estimate),
+        }
+    }
+}
+
+impl Times {
+    fn of(estimate: &Estimate) -> Times {
+        Times {
+            fetch_ms: millis(estimate.fetch),
+            queue_ms: millis(estimate.queue),
+            compute_ms: millis(estimate.compute),
+            ttft_ms: millis(estimate.ttft),
+            exposed_ms: millis(estimate.exposed),
+            tpot_ms: millis(estimate.tpot),
+            decode_ms: millis(estimate.decode),
+            harm_ms: millis(estimate.harm),
+            total_ms: millis(estimate.total()),
+            broken_slos: estimate.num_broken,
+            has_room: estimate.has_room,
+        }
+    }
+}
+
+fn times<S: Serializer>(estimate: &Option<Estimate>, serializer: S) -> Result<S::Ok, S::Error> {
+    estimate.as_ref().map(Times::of).serialize(serializer)
+}
+
+fn name(prefill: &Prefill) -> Option<String> {
+    match prefill {
+        Prefill::Local => None,
+        Prefill::Remote(worker) => Some(worker.id.0.clone()),
+    }
+}
+
+/// To microseconds.
+fn millis(seconds: f64) -> f64 {
+    (seconds * 1e6).round() / 1e3
+}

@@ -1,0 +1,51 @@
+//! The one path of every request, below HTTP and gRPC:
+//!
+//! ```text
+//! ClientRequest ─prepare→ PreparedRequest ─admit→ choices ─plan→ worker stream ─→ Event …
+//!                                                     ↑___retry___|
+//! ```
+//!
+//! It knows neither HTTP nor the client's gRPC; both are thin shells over [`Core`]. It tokenises, plans, calls workers, retries
+//! and migrates.
+#![forbid(unsafe_code)]
+
+mod active;
+mod attempt;
+mod choice;
+mod config;
+mod error;
+mod event;
+mod events;
+mod explain;
+mod hashes;
+mod metrics;
+mod migration;
+mod migrator;
+mod model;
+mod output;
+mod planner;
+mod request;
+mod sampling;
+mod state;
+mod stops;
+mod timing;
+mod trace;
+mod workers;
+
+pub use active::{ActiveRequest, ActiveRequests};
+pub use config::{PlanBasis, RouterConfig};
+pub use error::CoreError;
+pub use event::{Event, Finish, TokenOut, Usage};
+pub use events::Events;
+pub use explain::{ExplainedOption, ExplainedPlan};
+pub use metrics::RouterMetrics;
+pub use migrator::{MigrationMode, Migrator};
+pub use model::ServedModel;
+pub(crate) use planner::Planner;
+pub use request::{
+    ChatInput, ClientRequest, FieldNames, PreparedRequest, PromptInput, Serving, check_model, tokenize,
+};
+pub use sampling::ClientSampling;
+pub use state::Core;
+pub use timing::{Extras, Timing};
+pub use workers::{Listed, Report, Workers};

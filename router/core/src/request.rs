@@ -1,0 +1,334 @@
+//! From what a client asks to a [`PreparedRequest`]: templated, tokenised, validated.
+
+use std::{
+    sync::{Mutex, MutexGuard, PoisonError},
+    time::Instant,
+};
+
+use baton_planner::{PrefillMode, Slo};
+use baton_proto::v1::KvWire;
+use baton_request::{InvalidRequest, Problem, Request, SpeculationMode};
+use baton_tokenizer::{TemplateError, TokenizerError};
+use baton_tools::{AnswerReader, ToolRequest};
+use serde_json::{Map, Value};
+use tokio::sync::OnceCell;
+
+use super::{ClientSampling, CoreError, ExplainedPlan, hashes::SequenceHashes};
+use crate::{model::ServedModel, workers::Contexts};
+
+const MAX_STOPS: usize = 16;
+const MAX_ID_CHARS: usize = 128;
+
+/// Tokens of a prompt's end that tell whether it opens the reasoning.
+const PROMPT_END: usize = 8;
+
+/// A request as a client wrote it, in the words of no API.
+#[derive(Debug)]
+pub struct ClientRequest {
+    /// Chosen by the client or by the edge.
+    pub id: String,
+    /// For metrics: which endpoint.
+    pub endpoint: &'static str,
+    /// Empty: the one that is served.
+    pub model: String,
+    /// At least one; each has `n` choices.
+    pub prompts: Vec<PromptInput>,
+    /// Choices per prompt.
+    pub n: u32,
+    /// Text at which generation ends.
+    pub stop: Vec<String>,
+    /// How tokens are sampled.
+    pub sampling: ClientSampling,
+    /// How it is served.
+    pub serving: Serving,
+    /// What this API calls the fields, for errors.
+    pub names: FieldNames,
+    /// When the request arrived.
+    pub started: Instant,
+}
+
+/// How a request is served, whatever it asks for.
+#[derive(Debug)]
+pub struct Serving {
+    /// Only requests with the same salt share cached prefixes.
+    pub cache_salt: String,
+    /// Who may compute the prompt.
+    pub prefill: PrefillMode,
+    /// Whether drafts may be used.
+    pub speculation: SpeculationMode,
+    /// The form in which its KV travels.
+    pub kv_wire: KvWire,
+    /// What it should meet; `None` as the router is configured.
+    pub slo: Slo,
+    /// Whether the answer says how it was planned.
+    pub explain: bool,
+    /// Whether the answer says how long it took, and where.
+    pub timing: bool,
+}
+
+/// What a client calls those fields of a [`Request`] that have other names in some APIs.
+#[derive(Clone, Copy, Debug)]
+pub struct FieldNames {
+    /// The prompt.
+    pub prompt: &'static str,
+    /// Most tokens to generate.
+    pub max_tokens: &'static str,
+    /// Log-probabilities of tokens.
+    pub logprobs: &'static str,
+}
+
+/// One prompt, in whichever form.
+#[derive(Debug)]
+#[expect(clippy::large_enum_variant, reason = "the large one is a chat, and a request has one chat")]
+pub enum PromptInput {
+    /// Text to tokenise.
+    Text(String),
+    /// Ids of tokens.
+    Tokens(Vec<u32>),
+    /// A conversation.
+    Chat(ChatInput),
+}
+
+/// A conversation for the chat template.
+#[derive(Debug)]
+pub struct ChatInput {
+    /// An array of OpenAI-shaped messages.
+    pub messages: Value,
+    /// An array of OpenAI-shaped tools.
+    pub tools: Option<Value>,
+    /// What of them may be called.
+    pub calls: Option<Box<ToolRequest>>,
+    /// Whether the answer continues the last message.
+    pub continue_final: bool,
+    /// Further variables of the template.
+    pub extra: Map<String, Value>,
+}
+
+/// A request that can be served: it is complete, and every value in it is possible.
+#[derive(Debug)]
+pub struct PreparedRequest {
+    pub(crate) id: String,
+    pub(crate) endpoint: &'static str,
+    /// One for each prompt, as its first choice has it; choice `i` of a prompt has `seed + i`. Choices share the tokens.
+    pub prompts: Vec<Request>,
+    /// Choices per prompt.
+    pub n: u32,
+    pub(crate) stop: Vec<String>,
+    pub(crate) prefill: PrefillMode,
+    pub(crate) kv_wire: KvWire,
+    pub(crate) slo: Slo,
+    pub(crate) explain: bool,
+    pub(crate) timing: bool,
+    /// Reads the answers, if reasoning or calls are to be found in them.
+    pub reader: Option<AnswerReader>,
+    /// Of each prompt, once its first choice was planned.
+    pub(crate) hashes: Vec<OnceCell<SequenceHashes>>,
+    /// Of all choices, if they are to be explained. Locked for a push or a copy.
+    plans: Mutex<Vec<ExplainedPlan>>,
+    pub(crate) started: Instant,
+}
+
+impl PreparedRequest {
+    /// The plans so far, of all choices; empty unless they are to be explained.
+    pub fn plans(&self) -> MutexGuard<'_, Vec<ExplainedPlan>> {
+        self.plans.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl FieldNames {
+    fn of(&self, field: &'static str) -> &'static str {
+        match field {
+            "prompt" => self.prompt,
+            "max_tokens" => self.max_tokens,
+            "logprobs" => self.logprobs,
+            field => field,
+        }
+    }
+
+    /// The one validation's error, in the client's words.
+    fn refusal(&self, error: InvalidRequest) -> CoreError {
+        let param = self.of(error.field);
+        match error.problem {
+            Problem::ContextFull { num_tokens, context_length } => {
+                let message = format!(
+                    "this model's maximum context length is {context_length} tokens, but the prompt has \
+                     {num_tokens}; shorten it to at most {}",
+                    context_length.saturating_sub(1)
+                );
+                CoreError::too_long(Some(param), message)
+            }
+            problem => CoreError::invalid(param, format!("{param}: {problem}")),
+        }
+    }
+}
+
+impl ClientRequest {
+    /// About how much text must be worked through.
+    pub(crate) fn num_bytes(&self) -> usize {
+        let has_calls =
+            |prompt: &PromptInput| matches!(prompt, PromptInput::Chat(chat) if chat.calls.is_some());
+        // Compiling a grammar takes longer than any text.
+        if self.sampling.grammar.is_some() || self.prompts.iter().any(has_calls) {
+            return usize::MAX;
+        }
+        let bytes = |prompt: &PromptInput| match prompt {
+            PromptInput::Text(text) => text.len(),
+            PromptInput::Tokens(tokens) => tokens.len() / 16,
+            PromptInput::Chat(chat) => {
+                value_bytes(&chat.messages) + chat.tools.as_ref().map_or(0, value_bytes)
+            }
+        };
+        self.prompts.iter().map(bytes).sum()
+    }
+
+    /// Applies the chat template, tokenises, fills in defaults, validates. Takes time with the length of the prompt.
+    pub(crate) fn prepare(
+        self,
+        model: &ServedModel,
+        contexts: Contexts,
+        max_choices: usize,
+    ) -> Result<PreparedRequest, CoreError> {
+        let names = self.names;
+        check_model(model, &self.model)?;
+        if self.id.chars().count() > MAX_ID_CHARS {
+            let message = format!("request_id has more than {MAX_ID_CHARS} characters");
+            return Err(CoreError::invalid("request_id", message));
+        }
+        if self.prompts.is_empty() {
+            return Err(CoreError::invalid(names.prompt, format!("{} is empty", names.prompt)));
+        }
+        let num_choices = self.prompts.len().saturating_mul(self.n as usize);
+        if num_choices > max_choices {
+            let message = format!("{num_choices} choices were requested, at most {max_choices} are possible");
+            return Err(CoreError::invalid("n", message));
+        }
+        if self.stop.len() > MAX_STOPS {
+            let message = format!("stop has {} strings, at most {MAX_STOPS} are possible", self.stop.len());
+            return Err(CoreError::invalid("stop", message));
+        }
+        if self.stop.iter().any(String::is_empty) {
+            return Err(CoreError::invalid("stop", "stop must not contain an empty string"));
+        }
+        let sampling = self.sampling.with_defaults(model);
+        // Again with each prompt; but a wrong number is not worth tokenising for.
+        sampling.validate(model.vocab_size).map_err(|error| names.refusal(error))?;
+        if let Some(asked) = &self.sampling.grammar {
+            model.check_grammar(&asked.grammar, asked.param)?;
+        }
+        // Rounding stays in the cache: a request for one form must find no other.
+        let Serving { cache_salt, prefill, speculation, kv_wire, slo, explain, timing } = self.serving;
+        let cache_salt = match kv_wire {
+            KvWire::Unspecified => cache_salt,
+            form => format!("{cache_salt}\0{}", form.as_str_name()),
+        };
+        let mut prompts = Vec::with_capacity(self.prompts.len());
+        let mut reader = None;
+        for mut prompt in self.prompts {
+            let is_chat = matches!(prompt, PromptInput::Chat(_));
+            let calls = if let PromptInput::Chat(chat) = &mut prompt { chat.calls.take() } else { None };
+            let mut request = Request {
+                id: self.id.clone(),
+                prompt: tokenize(model, prompt, names.prompt, true)?.into(),
+                output: Vec::new(),
+                sampling: sampling.clone(),
+                cache_salt: cache_salt.clone(),
+                speculation,
+                blend: None,
+            };
+            // A format that was asked for leaves no room for reasoning, unless there may be calls.
+            if is_chat && (calls.is_some() || request.sampling.grammar.is_none()) {
+                let tail = &request.prompt[request.prompt.len().saturating_sub(PROMPT_END)..];
+                let prompt_end = model.tokenizer.decode(tail, false);
+                if let Some(calls) = &calls {
+                    request.sampling.grammar = self.sampling.grammar_of_calls(model, calls, &prompt_end)?;
+                }
+                reader = model.form.reader(calls.as_deref(), &prompt_end);
+            }
+            request.sampling.max_tokens =
+                self.sampling.max_tokens(model, request.prompt.len(), contexts, names.max_tokens)?;
+            request.validate(model.vocab_size, contexts.longest).map_err(|error| names.refusal(error))?;
+            prompts.push(request);
+        }
+        Ok(PreparedRequest {
+            id: self.id,
+            endpoint: self.endpoint,
+            hashes: prompts.iter().map(|_| OnceCell::new()).collect(),
+            plans: Mutex::default(),
+            slo,
+            explain,
+            timing,
+            reader,
+            prompts,
+            n: self.n,
+            stop: self.stop,
+            prefill,
+            kv_wire,
+            started: self.started,
+        })
+    }
+}
+
+/// Refuses another model's name; an empty one is the model that is served.
+pub fn check_model(model: &ServedModel, name: &str) -> Result<(), CoreError> {
+    if name.is_empty() || name == model.name {
+        return Ok(());
+    }
+    Err(CoreError::NotFound {
+        message: format!("the model {name:?} does not exist; this server has {:?}", model.name),
+        param: Some("model".to_owned()),
+        code: Some("model_not_found"),
+    })
+}
+
+/// The token ids of a prompt. `add_special` applies to bare text only: chat templates write their own.
+pub fn tokenize(
+    model: &ServedModel,
+    prompt: PromptInput,
+    param: &str,
+    add_special: bool,
+) -> Result<Vec<u32>, CoreError> {
+    let refused = |error: TokenizerError| CoreError::invalid(param, error.to_string());
+    match prompt {
+        PromptInput::Tokens(tokens) => Ok(tokens),
+        PromptInput::Text(text) => model.tokenizer.encode(&text, add_special).map_err(refused),
+        PromptInput::Chat(mut chat) => {
+            if chat.continue_final {
+                chat.extra.insert("add_generation_prompt".to_owned(), Value::Bool(false));
+            }
+            let mut prompt = model
+                .tokenizer
+                .chat_prompt(&chat.messages, chat.tools.as_ref(), &chat.extra)
+                .map_err(|error: TemplateError| {
+                    let param = if error == TemplateError::NoTools { "tools" } else { param };
+                    CoreError::invalid(param, error.to_string())
+                })?;
+            if chat.continue_final {
+                let last = chat.messages.as_array().and_then(|messages| messages.last());
+                let last = last.and_then(|message| message["content"].as_str()).unwrap_or_default();
+                let end = end_of(last, &prompt).ok_or_else(|| {
+                    let message = "the last message cannot be continued: its prompt does not show its text";
+                    CoreError::invalid(param, message)
+                })?;
+                prompt.truncate(end);
+            }
+            model.tokenizer.encode(&prompt, false).map_err(refused)
+        }
+    }
+}
+
+/// Where the text of the last message ends in its rendered chat. Templates may trim it.
+fn end_of(text: &str, prompt: &str) -> Option<usize> {
+    let begin = prompt.rfind(text.trim()).filter(|_| !text.trim().is_empty())?;
+    let whole = text.trim_start();
+    let is_whole = prompt[begin..].starts_with(whole);
+    Some(begin + if is_whole { whole.len() } else { text.trim().len() })
+}
+
+fn value_bytes(value: &Value) -> usize {
+    match value {
+        Value::String(text) => text.len(),
+        Value::Array(items) => items.iter().map(value_bytes).sum(),
+        Value::Object(fields) => fields.values().map(value_bytes).sum(),
+        _ => 8,
+    }
+}

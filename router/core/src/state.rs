@@ -1,0 +1,155 @@
+//! What all requests share. It does not know how a request runs.
+
+use std::sync::Arc;
+
+use baton_request::Request;
+use tokio::sync::{Semaphore, SetOnce};
+use tokio_util::sync::CancellationToken;
+
+use super::{
+    ActiveRequests, ClientRequest, CoreError, Migrator, Planner, PreparedRequest,
+    hashes::{BLOCKING_TOKENS, SequenceHashes, block_sizes},
+};
+use crate::{
+    config::RouterConfig,
+    metrics::RouterMetrics,
+    model::ServedModel,
+    workers::{Contexts, Workers},
+};
+
+/// Texts longer than this are tokenised off the async threads.
+const BLOCKING_BYTES: usize = 16 << 10;
+
+/// What all requests share.
+#[derive(Debug)]
+pub struct Core {
+    /// What the router was told.
+    pub config: RouterConfig,
+    /// Absent while it is being loaded.
+    model: SetOnce<ServedModel>,
+    /// Where requests can be sent.
+    pub workers: Arc<Workers>,
+    pub(crate) planner: Planner,
+    /// What is counted.
+    pub metrics: RouterMetrics,
+    /// Requests that run.
+    pub active: ActiveRequests,
+    /// Moves running requests.
+    pub migrator: Arc<Migrator>,
+    /// Permits for choices: one each.
+    pub(super) admission: Arc<Semaphore>,
+    /// Cancelled when nothing new is taken.
+    pub drain: CancellationToken,
+    /// Cancelled when running requests must end now.
+    pub closing: CancellationToken,
+}
+
+impl Core {
+    /// Without a model yet. `seed` differs from router to router.
+    pub fn new(
+        config: RouterConfig,
+        seed: u64,
+        workers: Arc<Workers>,
+        metrics: RouterMetrics,
+        drain: CancellationToken,
+    ) -> Arc<Core> {
+        Arc::new(Core {
+            model: SetOnce::new(),
+            planner: Planner::new(&config, seed),
+            active: ActiveRequests::default(),
+            migrator: Migrator::new(config.migration),
+            admission: Arc::new(Semaphore::new(config.max_requests)),
+            drain,
+            closing: CancellationToken::new(),
+            workers,
+            metrics,
+            config,
+        })
+    }
+
+    /// Enters the model once it is loaded.
+    pub fn set_model(&self, model: ServedModel) {
+        // A second model cannot come: one task loads one directory.
+        let _ = self.model.set(model);
+    }
+
+    /// Waits until the model is there.
+    pub async fn model_loaded(&self) {
+        self.model.wait().await;
+    }
+
+    /// The served model.
+    ///
+    /// # Errors
+    /// While its tokenizer is still being loaded.
+    pub fn model(&self) -> Result<&ServedModel, CoreError> {
+        self.model.get().ok_or_else(|| CoreError::unavailable("the tokenizer is still being loaded"))
+    }
+
+    /// What keeps requests from being served, in words; nothing when the router is ready.
+    pub fn missing(&self) -> Option<String> {
+        if self.drain.is_cancelled() {
+            return Some("the router is shutting down".to_owned());
+        }
+        if let Err(error) = self.model() {
+            return Some(error.to_string());
+        }
+        if self.workers.is_ready() {
+            return None;
+        }
+        let probe = self.planner.probe(&self.workers.view());
+        Some(probe.map_or_else(|| "no decode worker is usable".to_owned(), |error| error.to_string()))
+    }
+
+    /// Tokens that prompt and output may have together.
+    pub fn context_length(&self) -> usize {
+        self.contexts().longest
+    }
+
+    fn contexts(&self) -> Contexts {
+        let known = || self.model.get().and_then(|model| model.max_context);
+        self.workers.contexts().unwrap_or_else(|| Contexts::of(known().unwrap_or(usize::MAX / 2)))
+    }
+
+    /// The hashes of a request's known tokens, for the workers that are known now; on another thread when a long prompt is to
+    /// be hashed. `known` are those that exist already.
+    pub(crate) async fn hash(&self, request: &Request, known: Option<SequenceHashes>) -> SequenceHashes {
+        let sizes = block_sizes(&self.workers.view());
+        let mut hashes = known.unwrap_or_default();
+        if request.num_known_tokens() <= BLOCKING_TOKENS || !hashes.lacks(&sizes) {
+            hashes.extend(&sizes, request);
+            return hashes;
+        }
+        let request = request.clone();
+        let hashing = tokio::task::spawn_blocking(move || {
+            hashes.extend(&sizes, &request);
+            hashes
+        });
+        // Nothing in it panics. Without hashes nothing is found in caches.
+        hashing.await.unwrap_or_default()
+    }
+
+    /// Validates and tokenises, on another thread when that takes long.
+    pub async fn prepare(self: &Arc<Self>, input: ClientRequest) -> Result<PreparedRequest, CoreError> {
+        let num_bytes = input.num_bytes();
+        self.offload(num_bytes, move |core| {
+            input.prepare(core.model()?, core.contexts(), core.config.max_choices)
+        })
+        .await
+    }
+
+    /// Runs `work`, on another thread when it has much text to go through.
+    pub async fn offload<T: Send + 'static>(
+        self: &Arc<Self>,
+        num_bytes: usize,
+        work: impl FnOnce(&Core) -> Result<T, CoreError> + Send + 'static,
+    ) -> Result<T, CoreError> {
+        if num_bytes <= BLOCKING_BYTES {
+            return work(self);
+        }
+        let core = self.clone();
+        tokio::task::spawn_blocking(move || work(&core))
+            .await
+            .unwrap_or_else(|error| Err(CoreError::internal(format!("tokenising broke: {error}"))))
+    }
+}

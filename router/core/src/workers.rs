@@ -1,0 +1,494 @@
+//! The workers the router can send to: follows the membership, keeps a channel to each worker, and
+//! watches its load reports, which also show that it lives.
+//!
+//! It does not know requests or policies; it answers with a [`ClusterView`].
+
+mod channel;
+mod watch;
+
+use std::{
+    collections::BTreeMap,
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicU32, AtomicUsize, Ordering},
+    },
+    time::{Duration, Instant},
+};
+
+use baton_cluster::{Dialer, Membership, Role, WorkerRecord};
+use baton_cost::{LinkLine, StepLine};
+use baton_kv_cache::BlockHash;
+use baton_kv_index::{BlockKey, CacheSource, IndexSize, KvIndex, SourceState};
+use baton_planner::{
+    BackOff, ClusterView, Ledger, Load, SentWork, Usability, WorkerKey, WorkerPace, WorkerView,
+};
+use baton_proto::{v1, worker::Ticket};
+use tokio::sync::watch as notify;
+use tokio_util::{sync::CancellationToken, task::TaskTracker};
+use tonic::transport::Channel;
+
+pub use watch::Report;
+
+/// Of the longest sequences that decode workers serve, prompt and output together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Contexts {
+    /// Some worker's: what may be asked for.
+    pub(crate) longest: usize,
+    /// Every worker's: what is meant where nothing was said, so that all can be asked. Pools of GPUs that are alike
+    /// differ by a few blocks.
+    pub(crate) shortest: usize,
+}
+
+impl Contexts {
+    /// All alike.
+    pub fn of(length: usize) -> Contexts {
+        Contexts { longest: length, shortest: length }
+    }
+}
+
+/// Workers in the index at a time; more are planned without a look at their caches.
+const MAX_INDEXED: usize = 1 << 15;
+
+/// Every known worker. Shared by all requests.
+#[derive(Debug)]
+pub struct Workers {
+    /// This router's name in tickets. Not 0.
+    name: u64,
+    keep_alive: Duration,
+    dialer: Dialer,
+    /// Which worker holds which blocks.
+    index: Arc<KvIndex>,
+    /// The next worker's name there.
+    next_owner: AtomicU32,
+    state: Mutex<State>,
+    /// Counts changes of who is usable.
+    changed: notify::Sender<u64>,
+    tasks: TaskTracker,
+    /// Cancelled when the membership is to stay as it is.
+    settled: CancellationToken,
+    stop: CancellationToken,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    workers: BTreeMap<WorkerKey, Worker>,
+    /// When a worker of each role was last usable.
+    last_usable: BTreeMap<Role, Instant>,
+}
+
+#[derive(Debug)]
+struct Worker {
+    key: Arc<WorkerKey>,
+    record: Arc<WorkerRecord>,
+    channel: Channel,
+    /// The newest report; absent while it does not answer.
+    report: Option<Report>,
+    /// A report has said that it drains. A process that drains never serves again.
+    is_leaving: bool,
+    back_off: BackOff,
+    assigned: Arc<Assigned>,
+    cache: Arc<CacheSource>,
+    /// A report of it cannot be true, and was logged.
+    is_absurd: bool,
+    stop: CancellationToken,
+}
+
+/// What this router has sent to one life of a worker.
+#[derive(Debug, Default)]
+struct Assigned {
+    num_requests: AtomicUsize,
+    /// Locked for a few operations, and nothing is locked meanwhile.
+    ledger: Mutex<Ledger>,
+}
+
+/// A worker with its newest report, for listings.
+#[derive(Clone, Debug)]
+pub struct Listed {
+    /// What it says of itself.
+    pub record: Arc<WorkerRecord>,
+    /// Its newest load report, once there is one.
+    pub report: Option<Report>,
+    /// How far it is known what it has cached.
+    pub source: SourceState,
+}
+
+/// A request is with a worker as long as this lives.
+#[derive(Debug)]
+pub(crate) struct Assignment {
+    assigned: Arc<Assigned>,
+    number: u64,
+}
+
+impl Assigned {
+    /// No user code runs under the lock, so a poisoned one holds whole data.
+    fn ledger(&self) -> MutexGuard<'_, Ledger> {
+        self.ledger.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Assignment {
+    /// The first token has come: the prompt is no work any more.
+    pub fn computed(&self) {
+        self.assigned.ledger().computed(self.number);
+    }
+}
+
+impl Drop for Assignment {
+    fn drop(&mut self) {
+        self.assigned.num_requests.fetch_sub(1, Ordering::Relaxed);
+        self.assigned.ledger().settle(self.number);
+    }
+}
+
+impl Workers {
+    /// No workers yet; [`follow`](Self::follow) fills it.
+    /// `name` is this router's in tickets: not 0, and new at every start.
+    pub fn new(name: u64, keep_alive: Duration, dialer: Dialer) -> Arc<Workers> {
+        let stop = CancellationToken::new();
+        Arc::new(Workers {
+            name,
+            keep_alive,
+            dialer,
+            index: Arc::new(KvIndex::new(MAX_INDEXED)),
+            next_owner: AtomicU32::new(0),
+            state: Mutex::default(),
+            changed: notify::Sender::new(0),
+            tasks: TaskTracker::new(),
+            settled: stop.child_token(),
+            stop,
+        })
+    }
+
+    /// Follows the membership until it is [settled](Self::settle).
+    pub fn follow(self: &Arc<Self>, mut members: Membership) {
+        let workers = self.clone();
+        let settled = self.settled.clone();
+        self.tasks.spawn(async move {
+            loop {
+                let records: Vec<_> = members.borrow_and_update().iter().cloned().collect();
+                workers.update(records);
+                tokio::select! {
+                    biased;
+                    () = settled.cancelled() => return,
+                    // When discovery has ended, the last known membership stays.
+                    changed = members.changed() => if changed.is_err() { return },
+                }
+            }
+        });
+    }
+
+    /// Keeps the membership as it is from now on. To be called before discovery stops: its end would look as if every
+    /// worker had left, while running requests may still need another plan.
+    pub fn settle(&self) {
+        self.settled.cancel();
+    }
+
+    /// Ends every task and waits for them.
+    pub async fn shut_down(&self) {
+        self.stop.cancel();
+        self.tasks.close();
+        self.tasks.wait().await;
+    }
+
+    /// What a policy needs to know.
+    pub(crate) fn view(&self) -> ClusterView {
+        let state = self.lock();
+        let now = Instant::now();
+        let workers = state.workers.values().map(|worker| worker.view(now)).collect();
+        ClusterView { workers }
+    }
+
+    /// Tokens at the front of a sequence that each worker has cached or is believed to; `chains` are the hashes of its blocks, by
+    /// their size. A worker that is absent has none.
+    pub(crate) fn cached<'a>(
+        &self,
+        chains: impl Iterator<Item = (usize, &'a [BlockHash])>,
+    ) -> Vec<(Arc<WorkerKey>, usize)> {
+        let found = self.index.tokens_held(chains, block_key);
+        if found.is_empty() {
+            return Vec::new();
+        }
+        let state = self.lock();
+        let tokens = |worker: &Worker| found.get(&worker.cache.owner()).copied();
+        state.workers.values().filter_map(|worker| Some((worker.key.clone(), tokens(worker)?))).collect()
+    }
+
+    /// A prompt is about to be sent to the worker, which will have its blocks.
+    pub(crate) fn expect_cached(&self, key: &WorkerKey, hashes: &[BlockHash]) {
+        let cache = self.lock().workers.get(key).map(|worker| worker.cache.clone());
+        if let Some(cache) = cache {
+            cache.expect(hashes.iter().copied().map(block_key));
+        }
+    }
+
+    /// A sequence has ended at the worker, which has its blocks.
+    pub(crate) fn note_cached(&self, key: &WorkerKey, hashes: &[BlockHash]) {
+        let cache = self.lock().workers.get(key).map(|worker| worker.cache.clone());
+        if let Some(cache) = cache {
+            cache.finished(hashes.iter().copied().map(block_key));
+        }
+    }
+
+    /// What the index of cached blocks holds.
+    pub(crate) fn index_size(&self) -> IndexSize {
+        // Perhaps no event comes for a while.
+        self.index.sweep(1 << 16);
+        self.index.size()
+    }
+
+    /// Follows the changes of who is usable. Subscribe before looking, then wait.
+    pub fn changes(&self) -> notify::Receiver<u64> {
+        self.changed.subscribe()
+    }
+
+    /// When a worker of this role was last usable; now, if one is.
+    pub(crate) fn last_usable(&self, role: Role) -> Option<Instant> {
+        let state = self.lock();
+        if state.has_usable(role) { Some(Instant::now()) } else { state.last_usable.get(&role).copied() }
+    }
+
+    /// Whether a decode worker is usable.
+    pub fn is_ready(&self) -> bool {
+        self.lock().has_usable(Role::Decode)
+    }
+
+    /// What decode workers serve; `None` while no worker has said it.
+    pub(crate) fn contexts(&self) -> Option<Contexts> {
+        let state = self.lock();
+        let decode = state.workers.values().filter(|worker| worker.record.role == Role::Decode);
+        let lengths = decode.map(|worker| worker.record.capacity.context_length).filter(|&length| length > 0);
+        lengths.fold(None, |contexts, length| {
+            let Contexts { longest, shortest } = contexts.unwrap_or(Contexts::of(length));
+            Some(Contexts { longest: longest.max(length), shortest: shortest.min(length) })
+        })
+    }
+
+    /// Counts a request to the worker, which brings it this work, and gives the way to it, and its number for the worker's
+    /// reports. `None` when it has gone.
+    pub(crate) fn assign(&self, key: &WorkerKey, work: SentWork) -> Option<(Channel, Assignment, Ticket)> {
+        let state = self.lock();
+        let worker = state.workers.get(key)?;
+        let assigned = worker.assigned.clone();
+        assigned.num_requests.fetch_add(1, Ordering::Relaxed);
+        let mut ledger = assigned.ledger();
+        let number = ledger.send(work);
+        let ticket = Ticket { router: self.name, number, settled_below: ledger.settled_below() };
+        drop(ledger);
+        Some((worker.channel.clone(), Assignment { assigned, number }, ticket))
+    }
+
+    /// The worker broke off or could not be reached: no request is sent to it for a while.
+    pub(crate) fn report_failure(&self, key: &WorkerKey) {
+        let mut state = self.lock();
+        let now = Instant::now();
+        let Some(worker) = state.workers.get_mut(key) else { return };
+        if let Some(wait) = worker.back_off.fail(now) {
+            tracing::warn!(worker = %key, ?wait, "worker failed a request; no request is sent to it for a while");
+        }
+    }
+
+    /// Whether the worker has said that it drains, or is not a member any more.
+    pub(crate) fn is_leaving(&self, key: &WorkerKey) -> bool {
+        self.lock().workers.get(key).is_none_or(|worker| worker.is_leaving)
+    }
+
+    /// The worker answered a request.
+    pub(crate) fn report_success(&self, key: &WorkerKey) {
+        let mut state = self.lock();
+        if let Some(worker) = state.workers.get_mut(key) {
+            worker.back_off.succeed();
+        }
+    }
+
+    /// Every worker with its newest report.
+    pub fn list(&self) -> Vec<Listed> {
+        let state = self.lock();
+        let listed = |worker: &Worker| Listed {
+            record: worker.record.clone(),
+            report: worker.report.clone(),
+            source: worker.cache.state(),
+        };
+        state.workers.values().map(listed).collect()
+    }
+
+    /// Makes the known workers those of the records.
+    fn update(self: &Arc<Self>, records: Vec<Arc<WorkerRecord>>) {
+        let mut state = self.lock();
+        state.note_usable();
+        let mut old = std::mem::take(&mut state.workers);
+        for record in records {
+            let key = WorkerKey::of(&record);
+            let worker = match old.remove(&key) {
+                Some(mut worker) if worker.record.address == record.address => {
+                    worker.record = record;
+                    worker
+                }
+                replaced => {
+                    if let Some(worker) = replaced {
+                        worker.stop.cancel();
+                    }
+                    match self.meet(record) {
+                        Some(worker) => worker,
+                        None => continue,
+                    }
+                }
+            };
+            state.workers.insert(key, worker);
+        }
+        for gone in old.into_values() {
+            gone.stop.cancel();
+        }
+        drop(state);
+        self.notify();
+    }
+
+    fn meet(self: &Arc<Self>, record: Arc<WorkerRecord>) -> Option<Worker> {
+        let channel = match channel::open(&self.dialer, &record.address, self.keep_alive) {
+            Ok(channel) => channel,
+            Err(error) => {
+                tracing::error!(worker = %record.id, address = record.address, %error, "worker is ignored: its address is unusable");
+                return None;
+            }
+        };
+        let stop = self.stop.child_token();
+        let owner = self.next_owner.fetch_add(1, Ordering::Relaxed);
+        let cache = Arc::new(CacheSource::new(&self.index, owner, record.capacity.num_blocks));
+        let watcher = {
+            let (workers, key) = (self.clone(), WorkerKey::of(&record));
+            let take = move |report| workers.enter(&key, report);
+            watch::Watcher::new(WorkerKey::of(&record), self.name, channel.clone(), cache.clone(), take)
+        };
+        self.tasks.spawn(watcher.run(stop.clone()));
+        Some(Worker {
+            key: Arc::new(WorkerKey::of(&record)),
+            record,
+            channel,
+            report: None,
+            is_leaving: false,
+            back_off: BackOff::default(),
+            assigned: Arc::default(),
+            cache,
+            is_absurd: false,
+            stop,
+        })
+    }
+
+    /// Enters a load report, or that there is none.
+    fn enter(&self, key: &WorkerKey, report: Option<Report>) {
+        let mut state = self.lock();
+        let now = Instant::now();
+        state.note_usable();
+        let Some(worker) = state.workers.get_mut(key) else { return };
+        let before = worker.view(now).usability;
+        if worker.report.is_none() && report.is_some() {
+            worker.back_off.come_back();
+        }
+        if let Some(report) = &report {
+            let mut ledger = worker.assigned.ledger();
+            match &report.load.covered {
+                Some(covered) => ledger.cover(covered.below, &covered.numbers),
+                None => ledger.cover_silently(),
+            }
+        }
+        if let Some(report) = &report
+            && report.load.step.is_some()
+            && pace(&report.load).is_none()
+            && !std::mem::replace(&mut worker.is_absurd, true)
+        {
+            tracing::warn!(worker = %key, step = ?report.load.step, "the worker reports steps that cannot be; it is planned by constants");
+        }
+        worker.is_leaving |= report.as_ref().is_some_and(|report| report.load.draining);
+        worker.report = report;
+        let after = worker.view(now).usability;
+        drop(state);
+        if before != after {
+            tracing::debug!(worker = %key, ?before, ?after, "worker's usability changed");
+            self.notify();
+        }
+    }
+
+    fn notify(&self) {
+        self.changed.send_modify(|count| *count += 1);
+    }
+
+    /// No user code runs under the lock, so a poisoned one holds whole data.
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl State {
+    fn has_usable(&self, role: Role) -> bool {
+        let now = Instant::now();
+        let mut workers = self.workers.values().filter(|worker| worker.record.role == role);
+        workers.any(|worker| matches!(worker.view(now).usability, Usability::Ready | Usability::BackingOff))
+    }
+
+    /// Called before a change that may take the last one away.
+    fn note_usable(&mut self) {
+        for role in [Role::Prefill, Role::Decode] {
+            if self.has_usable(role) {
+                self.last_usable.insert(role, Instant::now());
+            }
+        }
+    }
+}
+
+impl Worker {
+    fn view(&self, now: Instant) -> WorkerView {
+        let usability = match &self.report {
+            None => Usability::Unreachable,
+            Some(report) if report.load.draining => Usability::Draining,
+            Some(_) if self.back_off.lasts(now) => Usability::BackingOff,
+            Some(_) => Usability::Ready,
+        };
+        let load = self.report.as_ref().map(|report| load(report, now)).unwrap_or_default();
+        let num_assigned = self.assigned.num_requests.load(Ordering::Relaxed);
+        let sent = self.assigned.ledger().sent();
+        WorkerView { record: self.record.clone(), usability, load, num_assigned, sent }
+    }
+}
+
+/// The name of a block in the index.
+fn block_key(hash: BlockHash) -> BlockKey {
+    BlockKey(hash.short())
+}
+
+fn load(report: &Report, now: Instant) -> Load {
+    let load = &report.load;
+    Load {
+        age: now.saturating_duration_since(report.at),
+        num_waiting: load.num_waiting as usize,
+        num_running: load.num_running as usize,
+        num_free_blocks: load.num_free_blocks as usize,
+        num_total_blocks: load.num_total_blocks as usize,
+        num_queued_tokens: load.num_queued_tokens,
+        prefill_tokens_per_second: load.prefill_tokens_per_second,
+        pace: pace(load),
+        link_within: link(load, |transport| transport == "shm"),
+        link_beyond: link(load, |transport| transport != "shm"),
+    }
+}
+
+/// `None` for an older worker, and for one whose numbers cannot be true.
+fn pace(load: &v1::Load) -> Option<WorkerPace> {
+    let v1::StepLine { fixed, per_token, per_context_token, per_pair, num_steps } = load.step?;
+    let seconds = |seconds: f64| if seconds.is_finite() { seconds.max(0.0) } else { 0.0 };
+    Some(WorkerPace {
+        step: StepLine { fixed, per_token, per_context_token, per_pair }.checked()?,
+        is_measured: num_steps > 0,
+        num_decoding: load.num_decoding as usize,
+        num_context_tokens: load.num_context_tokens,
+        num_queued_pairs: load.num_queued_pairs,
+        recent_itl: seconds(load.recent_itl_seconds),
+        max_step_tokens: load.max_step_tokens as usize,
+        itl_target: seconds(load.itl_target_seconds),
+    })
+}
+
+/// The link used last of those that carry KV that far.
+fn link(load: &v1::Load, reaches: impl Fn(&str) -> bool) -> Option<LinkLine> {
+    let link = load.links.iter().find(|link| reaches(&link.transport))?;
+    let line = LinkLine { latency_seconds: link.latency_seconds, bytes_per_second: link.bytes_per_second };
+    line.checked()
+}

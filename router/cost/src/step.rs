@@ -1,0 +1,165 @@
+//! The time of one step, and of the steps that compute a prompt.
+
+use serde::{Deserialize, Serialize};
+
+/// What one step of an engine computes, all sequences together.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct StepWork {
+    /// Tokens.
+    pub num_tokens: f64,
+    /// Tokens whose KV attention reads, once for each chunk: those of the sequences up to their chunks' ends.
+    pub num_context_tokens: f64,
+    /// Pairs of a token and a token that it sees, itself included. The arithmetic of attention grows with it, and so with the
+    /// square of a prompt's length.
+    pub num_pairs: f64,
+}
+
+/// The tokens of a prompt that are to be computed, after those that are cached.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct PromptWork {
+    /// Tokens to compute.
+    pub num_tokens: f64,
+    /// See [`StepWork::num_pairs`].
+    pub num_pairs: f64,
+}
+
+/// Seconds of a step, linear in what it computes:
+///
+/// ```text
+/// t(step) = fixed + per_token tokens + per_context_token context + per_pair pairs
+/// ```
+///
+/// `fixed` is the launch of the step and reading the weights; `per_token` the arithmetic of their products;
+/// `per_context_token` reading KV, which bounds decoding; `per_pair` the arithmetic of attention, which bounds long prompts. The
+/// first three terms are those of DistServe's latency model (Zhong et al., OSDI 2024, appendix A); there, too, attention of
+/// prompts is a term of its own in the squares of their lengths.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct StepLine {
+    /// Seconds of a step that computes nothing.
+    pub fixed: f64,
+    /// Seconds for each token.
+    pub per_token: f64,
+    /// Seconds for each token whose KV is read.
+    pub per_context_token: f64,
+    /// Seconds for each pair of a token and one that it sees.
+    pub per_pair: f64,
+}
+
+/// No coefficient is outside of this range: less than a picosecond or more than this many seconds is no machine.
+const COEFFICIENTS: std::ops::RangeInclusive<f64> = 0.0..=1e3;
+
+impl StepWork {
+    /// A chunk of `num_tokens` tokens after `start` computed ones.
+    pub fn chunk(start: f64, num_tokens: f64) -> StepWork {
+        StepWork {
+            num_tokens,
+            num_context_tokens: start + num_tokens,
+            num_pairs: num_tokens * start + num_tokens * (num_tokens + 1.0) / 2.0,
+        }
+    }
+
+    /// One token of each of `num_sequences` sequences with `num_context_tokens` tokens together.
+    pub fn decode(num_sequences: f64, num_context_tokens: f64) -> StepWork {
+        StepWork { num_tokens: num_sequences, num_context_tokens, num_pairs: num_context_tokens }
+    }
+
+    /// Both in one step.
+    #[must_use]
+    pub fn plus(self, other: StepWork) -> StepWork {
+        StepWork {
+            num_tokens: self.num_tokens + other.num_tokens,
+            num_context_tokens: self.num_context_tokens + other.num_context_tokens,
+            num_pairs: self.num_pairs + other.num_pairs,
+        }
+    }
+}
+
+impl PromptWork {
+    /// A sequence of `num_tokens` tokens of which the first `num_cached` are cached.
+    pub fn new(num_tokens: usize, num_cached: usize) -> PromptWork {
+        let cached = num_cached.min(num_tokens) as f64;
+        let StepWork { num_tokens, num_pairs, .. } = StepWork::chunk(cached, num_tokens as f64 - cached);
+        PromptWork { num_tokens, num_pairs }
+    }
+}
+
+impl StepLine {
+    /// Seconds of a step.
+    pub fn seconds(&self, work: &StepWork) -> f64 {
+        self.fixed
+            + self.per_token * work.num_tokens
+            + self.per_context_token * work.num_context_tokens
+            + self.per_pair * work.num_pairs
+    }
+
+    /// Seconds of the prompt's own arithmetic: what its chunks add to the steps that they are in.
+    pub fn own_seconds(&self, prompt: &PromptWork) -> f64 {
+        self.per_token * prompt.num_tokens + self.per_pair * prompt.num_pairs
+    }
+
+    /// Seconds until the prompt is computed, in chunks of `chunk` tokens, each in a step that also computes `beside`.
+    pub fn prompt_seconds(&self, prompt: &PromptWork, beside: &StepWork, chunk: f64) -> f64 {
+        let num_chunks = (prompt.num_tokens / chunk.max(1.0)).ceil();
+        num_chunks * self.seconds(beside) + self.own_seconds(prompt)
+    }
+
+    /// How many prompt tokens fit beside `beside` into a step of `target` seconds.
+    pub fn chunk_within(&self, target: f64, beside: &StepWork) -> f64 {
+        (target - self.seconds(beside)).max(0.0) / self.per_token.max(f64::MIN_POSITIVE)
+    }
+
+    /// The line, if it can be true: every coefficient is a number in its range, and a step takes time. Foreign reports are
+    /// checked with it.
+    pub fn checked(self) -> Option<StepLine> {
+        let StepLine { fixed, per_token, per_context_token, per_pair } = self;
+        let all = [fixed, per_token, per_context_token, per_pair];
+        // A NaN is in no range.
+        let in_range = all.iter().all(|coefficient| COEFFICIENTS.contains(coefficient));
+        (in_range && fixed + per_token > 0.0).then_some(self)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LINE: StepLine = StepLine { fixed: 10.0, per_token: 2.0, per_context_token: 0.5, per_pair: 0.1 };
+
+    #[test]
+    fn chunks_of_a_prompt_are_the_prompt() {
+        let mut pairs = 0.0;
+        for (start, end) in [(0.0, 7.0), (7.0, 8.0), (8.0, 20.0)] {
+            pairs += StepWork::chunk(start, end - start).num_pairs;
+        }
+        assert_eq!(pairs, PromptWork::new(20, 0).num_pairs);
+        assert_eq!(PromptWork::new(20, 8).num_pairs, StepWork::chunk(8.0, 12.0).num_pairs);
+        assert_eq!(PromptWork::new(20, 30), PromptWork { num_tokens: 0.0, num_pairs: 0.0 });
+        assert_eq!(
+            StepWork::chunk(9.0, 1.0),
+            StepWork::decode(1.0, 10.0),
+            "decoding is a chunk of one token"
+        );
+    }
+
+    #[test]
+    fn a_prompt_beside_a_batch_pays_the_batch_once_per_chunk() {
+        let prompt = PromptWork { num_tokens: 100.0, num_pairs: 50.0 };
+        let alone = LINE.prompt_seconds(&prompt, &StepWork::default(), 40.0);
+        assert_eq!(alone, 3.0 * 10.0 + 200.0 + 5.0);
+        let beside = LINE.prompt_seconds(&prompt, &StepWork::decode(2.0, 30.0), 40.0);
+        assert_eq!(beside - alone, 3.0 * (2.0 * 2.0 + 30.0 * 0.6));
+        assert_eq!(LINE.chunk_within(50.0, &StepWork::default()), 20.0);
+        assert_eq!(LINE.chunk_within(5.0, &StepWork::default()), 0.0);
+    }
+
+    #[test]
+    fn lines_that_cannot_be_true_are_refused() {
+        assert_eq!(LINE.checked(), Some(LINE));
+        for bad in [f64::NAN, f64::INFINITY, -1.0, 1e9] {
+            assert_eq!(StepLine { fixed: bad, ..LINE }.checked(), None);
+            assert_eq!(StepLine { per_pair: bad, ..LINE }.checked(), None);
+        }
+        let nothing = StepLine { fixed: 0.0, per_token: 0.0, per_context_token: 0.0, per_pair: 0.0 };
+        assert_eq!(nothing.checked(), None);
+    }
+}

@@ -1,0 +1,281 @@
+//! What one worker says of its cache, and how far that can be relied on.
+
+use std::{fmt, sync::Arc};
+
+use baton_kv_events::{BatchKind, BlockKey, CacheEvent, EventBatch};
+
+use crate::{
+    belief::Beliefs,
+    index::{IndexFull, KvIndex},
+    member::Member,
+};
+
+/// How far the index knows what a worker holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum SourceState {
+    /// Every change up to the newest batch has come.
+    Exact,
+    /// A change was missed, or what the worker says cannot be. It is believed to hold what it held before.
+    Degraded,
+    /// It says nothing. It is believed to hold the prompts that were sent to it last.
+    Approximate,
+}
+
+impl SourceState {
+    /// All of them.
+    pub const ALL: [SourceState; 3] = [SourceState::Exact, SourceState::Degraded, SourceState::Approximate];
+
+    /// "exact", "degraded" or "approximate".
+    pub fn name(self) -> &'static str {
+        match self {
+            SourceState::Exact => "exact",
+            SourceState::Degraded => "degraded",
+            SourceState::Approximate => "approximate",
+        }
+    }
+}
+
+impl fmt::Display for SourceState {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// Why a batch was not taken whole.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum FeedError {
+    /// Events are missing. They are to be asked for from [`CacheFeed::resume_from`] on.
+    #[error("events {expected} to {first} are missing")]
+    Gap {
+        /// The next one that is needed.
+        expected: u64,
+        /// The first one that came.
+        first: u64,
+    },
+    /// Events came before a dump. A dump is to be asked for.
+    #[error("events from {first} on came without what was cached before")]
+    NoBeginning {
+        /// The first one that came.
+        first: u64,
+    },
+    /// A dump contained a removal. Another one is to be asked for.
+    #[error("a dump contains removed blocks")]
+    NoDump,
+    /// The rest was taken.
+    #[error("{num} blocks are more than the worker's pool of {max}, or follow themselves")]
+    Refused {
+        /// Blocks that were not taken.
+        num: usize,
+        /// What the worker announced.
+        max: usize,
+    },
+    /// It goes on as an approximate source.
+    #[error(transparent)]
+    Full(#[from] IndexFull),
+}
+
+impl FeedError {
+    /// Whether the worker is to be asked again.
+    pub fn wants_replay(&self) -> bool {
+        match self {
+            FeedError::Gap { .. } | FeedError::NoBeginning { .. } | FeedError::NoDump => true,
+            FeedError::Refused { .. } | FeedError::Full(_) => false,
+        }
+    }
+}
+
+/// The source of one life of a worker. Dropping it makes the worker hold nothing, at once.
+#[derive(Debug)]
+pub struct CacheFeed {
+    index: Arc<KvIndex>,
+    owner: u32,
+    max_blocks: usize,
+    /// By events.
+    held: Option<Member>,
+    /// The parts of a dump that have come.
+    dump: Option<Member>,
+    /// The next event. `None`: a dump is needed.
+    next: Option<u64>,
+    state: SourceState,
+    /// Blocks were refused since the last dump.
+    lacks_blocks: bool,
+    /// What was sent to it and no event can tell yet; of a silent worker, all that is known.
+    beliefs: Option<Beliefs>,
+    /// Counts prompts of a silent worker, reports of another one.
+    now: u64,
+}
+
+/// In reports, for how long a prompt that was sent is believed to be cached soon, with events that do not say so yet. A report
+/// comes every second at least, and 20 times a second under load.
+const UNTIL_COMPUTED: u64 = 64;
+/// As long after its end.
+const UNTIL_REPORTED: u64 = 2;
+
+impl CacheFeed {
+    /// Of a worker that has said nothing so far and whose pool has so many blocks. Lookups call it `owner`.
+    pub fn new(index: Arc<KvIndex>, owner: u32, max_blocks: usize) -> CacheFeed {
+        let state = SourceState::Approximate;
+        CacheFeed {
+            index,
+            owner,
+            max_blocks,
+            held: None,
+            dump: None,
+            next: None,
+            state,
+            lacks_blocks: false,
+            beliefs: None,
+            now: 0,
+        }
+    }
+
+    /// How far the index knows what it holds.
+    pub fn state(&self) -> SourceState {
+        self.state
+    }
+
+    /// Blocks that it holds, or is believed to.
+    pub fn num_blocks(&self) -> usize {
+        let held = self.held.as_ref().map_or(0, Member::num_held);
+        held.max(self.beliefs.as_ref().map_or(0, Beliefs::num_held))
+    }
+
+    /// The first event that is lacking. `None`: all of them; a dump is needed.
+    pub fn resume_from(&self) -> Option<u64> {
+        self.next
+    }
+
+    /// Takes what the worker says. After a gap nothing is taken before what is missing has come, or a dump.
+    ///
+    /// # Errors
+    /// When something is missing or impossible; the source is degraded then.
+    pub fn take(&mut self, batch: &EventBatch) -> Result<(), FeedError> {
+        let result = match batch.kind {
+            BatchKind::Events => self.take_events(batch),
+            BatchKind::DumpPart | BatchKind::DumpEnd => self.take_dump(batch),
+        };
+        if let Err(error) = &result {
+            if self.state == SourceState::Degraded && error.wants_replay() {
+                // Asking for events did not help.
+                self.next = None;
+            }
+            if self.held.is_some() {
+                self.state = SourceState::Degraded;
+            }
+        }
+        result
+    }
+
+    fn take_events(&mut self, batch: &EventBatch) -> Result<(), FeedError> {
+        let first = batch.first;
+        let expected = match self.next {
+            Some(next) => next,
+            None if first == 0 && self.held.is_none() => 0,
+            None => return Err(FeedError::NoBeginning { first }),
+        };
+        if first > expected {
+            return Err(FeedError::Gap { expected, first });
+        }
+        let num_known = usize::try_from(expected - first).unwrap_or(usize::MAX);
+        let Some(new) = batch.events.get(num_known..).filter(|new| !new.is_empty()) else {
+            // A replay: all of it is known, and so the gap is closed as far as it goes.
+            return Ok(());
+        };
+        if self.held.is_none() {
+            self.begin(Member::join(&self.index, self.owner, self.max_blocks)?);
+        }
+        let held = self.held.as_mut().expect("it has begun");
+        let mut num_refused = 0;
+        for event in new {
+            match event {
+                CacheEvent::Stored { parent, blocks } => num_refused += held.store(*parent, blocks),
+                CacheEvent::Removed { blocks } => held.remove(blocks),
+            }
+        }
+        self.next = Some(batch.next());
+        self.finish(num_refused)
+    }
+
+    fn take_dump(&mut self, batch: &EventBatch) -> Result<(), FeedError> {
+        let mut dump = match self.dump.take() {
+            Some(dump) => dump,
+            None => Member::join(&self.index, self.owner, self.max_blocks)?,
+        };
+        let mut num_refused = 0;
+        for event in &batch.events {
+            match event {
+                CacheEvent::Stored { parent, blocks } => num_refused += dump.store(*parent, blocks),
+                CacheEvent::Removed { .. } => return Err(FeedError::NoDump),
+            }
+        }
+        if batch.kind == BatchKind::DumpPart {
+            self.dump = Some(dump);
+            return Ok(());
+        }
+        self.begin(dump);
+        self.lacks_blocks = false;
+        self.next = Some(batch.first);
+        self.finish(num_refused)
+    }
+
+    /// What it held before is gone, and so is what it was believed to hold.
+    fn begin(&mut self, held: Member) {
+        if self.held.replace(held).is_none() {
+            self.beliefs = None;
+            self.now = 0;
+        }
+    }
+
+    fn finish(&mut self, num: usize) -> Result<(), FeedError> {
+        if num > 0 {
+            self.lacks_blocks = true;
+            return Err(FeedError::Refused { num, max: self.max_blocks });
+        }
+        self.state = if self.lacks_blocks { SourceState::Degraded } else { SourceState::Exact };
+        Ok(())
+    }
+
+    /// A report has come: what was believed for so long and no event said is not believed any more.
+    pub fn on_report(&mut self) {
+        if self.held.is_some() {
+            self.now += 1;
+            if let Some(beliefs) = &mut self.beliefs {
+                beliefs.expire(self.now);
+                if beliefs.num_held() == 0 {
+                    self.beliefs = None;
+                }
+            }
+        }
+    }
+
+    /// A prompt is sent to it, and will be cached.
+    ///
+    /// # Errors
+    /// When the index has no room for another worker.
+    pub fn expect(&mut self, chain: impl Iterator<Item = BlockKey>) -> Result<(), IndexFull> {
+        self.believe(chain, UNTIL_COMPUTED)
+    }
+
+    /// A request has ended there, and its whole sequence is cached.
+    ///
+    /// # Errors
+    /// When the index has no room for another worker.
+    pub fn finished(&mut self, chain: impl Iterator<Item = BlockKey>) -> Result<(), IndexFull> {
+        self.believe(chain, UNTIL_REPORTED)
+    }
+
+    fn believe(&mut self, chain: impl Iterator<Item = BlockKey>, num_reports: u64) -> Result<(), IndexFull> {
+        let time = if self.held.is_some() {
+            self.now + num_reports
+        } else {
+            self.now += 1;
+            self.now
+        };
+        if self.beliefs.is_none() {
+            self.beliefs = Some(Beliefs::new(&self.index, self.owner, self.max_blocks)?);
+        }
+        let beliefs = self.beliefs.as_mut().expect("it was made");
+        beliefs.add(chain, time);
+        Ok(())
+    }
+}

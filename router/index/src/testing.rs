@@ -1,0 +1,280 @@
+//! Streams of events against a plain model: a set of blocks for each worker. For tests and fuzzing.
+
+use std::{collections::BTreeSet, sync::Arc};
+
+use baton_kv_events::{BatchKind, BlockKey, CacheEvent, CacheReader, EventBatch, EventLog};
+
+use crate::{CacheFeed, FeedError, KvIndex, SourceState};
+
+/// Blocks of the tree of all prompts: each but the first three follows another one.
+const NUM_BLOCKS: u64 = 120;
+const NUM_WORKERS: usize = 5;
+/// Blocks of a worker's pool.
+const POOL: usize = 90;
+
+/// One worker, what its events say, and what a router has got of that.
+struct Worker {
+    log: EventLog,
+    /// What it held before each event.
+    history: Vec<BTreeSet<u64>>,
+    feed: CacheFeed,
+    /// Batches that were sent, whether they came or not.
+    sent: Vec<EventBatch>,
+    owner: u32,
+    /// The next event that the router needed when it last knew.
+    known: usize,
+}
+
+fn parent(block: u64) -> Option<u64> {
+    block.checked_sub(3).map(|above| above / 2)
+}
+
+/// The prompt that ends with a block.
+fn prompt(mut block: u64) -> Vec<u64> {
+    let mut blocks = vec![block];
+    while let Some(before) = parent(block) {
+        blocks.push(before);
+        block = before;
+    }
+    blocks.reverse();
+    blocks
+}
+
+fn key(block: u64) -> BlockKey {
+    BlockKey(block * 0x1_0000_0001)
+}
+
+/// Plays a script, two bytes a step, and compares what each worker is said to hold of each prompt with the model.
+///
+/// # Panics
+/// When they differ, or something is left over.
+pub fn check(script: &[u8]) {
+    let index = Arc::new(KvIndex::with_shards(2 * NUM_WORKERS + 6, 4));
+    let mut num_workers = 0;
+    let mut start = || {
+        num_workers += 1;
+        Worker {
+            log: EventLog::new(64),
+            history: vec![BTreeSet::new()],
+            feed: CacheFeed::new(index.clone(), num_workers, POOL),
+            sent: Vec::new(),
+            owner: num_workers,
+            known: 0,
+        }
+    };
+    let mut workers: Vec<Worker> = (0..NUM_WORKERS).map(|_| start()).collect();
+    for step in script.chunks_exact(2) {
+        let worker = &mut workers[usize::from(step[0] >> 4) % NUM_WORKERS];
+        let block = u64::from(step[1]) % NUM_BLOCKS;
+        match step[0] & 15 {
+            0..=3 => worker.store(block, 4),
+            4 => worker.store(block, 1),
+            5 | 6 => worker.remove(&[block]),
+            7 => worker.remove(&[block, 0, block, block.saturating_sub(1), NUM_BLOCKS + block]),
+            8 => worker.lose(),
+            9 => worker.repeat(usize::from(step[1])),
+            10 => worker.ask_again(),
+            11 => worker.dump(),
+            12 => worker.send_nonsense(),
+            13 => index.sweep(usize::from(step[1])),
+            14 if step[1] < 40 => *worker = start(),
+            _ => worker.deliver(),
+        }
+        worker.check();
+        let num_held = workers.iter().map(Worker::num_held).sum::<usize>();
+        check_lookups(&index, &workers);
+        if index.is_swept() {
+            let num_memberships = index.size().num_memberships;
+            assert!(num_memberships <= num_held as u64, "{num_memberships} of {num_held}");
+        }
+    }
+    for worker in &mut workers {
+        worker.deliver();
+        worker.ask_again();
+        worker.ask_again();
+        assert_eq!(worker.feed.state(), SourceState::Exact);
+        assert_eq!(worker.feed.resume_from(), Some(worker.log.next()));
+        worker.check();
+    }
+    check_lookups(&index, &workers);
+    drop(workers);
+    assert!(
+        (0..NUM_BLOCKS).all(|block| index.lookup(&prompt(block), key).is_empty()),
+        "they are gone at once"
+    );
+    index.sweep(usize::MAX);
+    let size = index.size();
+    assert_eq!((size.num_blocks, size.num_memberships), (0, 0));
+}
+
+/// Plays events as no worker sends them: blocks that follow any other, far too many, in any order. They are contained.
+///
+/// # Panics
+/// When they are not.
+pub fn check_nonsense(script: &[u8]) {
+    let index = Arc::new(KvIndex::with_shards(4, 1));
+    let mut feed = CacheFeed::new(index.clone(), 1, 30);
+    for (number, step) in script.chunks_exact(4).enumerate() {
+        let block = |byte: u8| BlockKey(u64::from(byte % 50));
+        let events = match step[0] % 4 {
+            0 => vec![CacheEvent::Removed { blocks: vec![block(step[1]), block(step[2])] }],
+            1 => vec![CacheEvent::Stored {
+                parent: None,
+                blocks: vec![block(step[1]), block(step[2]), block(step[3])],
+            }],
+            _ => vec![CacheEvent::Stored {
+                parent: Some(block(step[1])),
+                blocks: vec![block(step[2]), block(step[3])],
+            }],
+        };
+        let kind = if step[0] > 250 { BatchKind::DumpEnd } else { BatchKind::Events };
+        let first =
+            if step[0] > 240 { u64::from(step[3]) } else { feed.resume_from().unwrap_or(number as u64) };
+        // Anything but a panic is an answer.
+        let _ = feed.take(&EventBatch { first, events, kind });
+        assert!(feed.num_blocks() <= 30 && index.size().num_memberships <= 60);
+        for holder in index.lookup(&[step[1], step[2], step[3]], block) {
+            assert_eq!(holder.owner, 1);
+            assert!(holder.num_blocks <= 3);
+        }
+    }
+    drop(feed);
+    index.sweep(usize::MAX);
+    assert_eq!(index.size().num_memberships, 0);
+}
+
+fn check_lookups(index: &KvIndex, workers: &[Worker]) {
+    for block in (NUM_BLOCKS / 2..NUM_BLOCKS).step_by(7) {
+        let prompt = prompt(block);
+        let mut found = index.lookup(&prompt, key);
+        found.sort();
+        let num_held = |worker: &Worker| {
+            let held = worker.known();
+            prompt.iter().take_while(|block| held.contains(block)).count()
+        };
+        let expected: Vec<_> = workers
+            .iter()
+            .map(|worker| (worker.owner, num_held(worker)))
+            .filter(|&(_, num)| num > 0)
+            .collect();
+        let mut found: Vec<_> = found.into_iter().map(|holder| (holder.owner, holder.num_blocks)).collect();
+        found.sort_unstable();
+        let mut expected = expected;
+        expected.sort_unstable();
+        assert_eq!(found, expected, "of {prompt:?}");
+    }
+}
+
+impl Worker {
+    fn held(&self) -> &BTreeSet<u64> {
+        self.history.last().expect("there is always one")
+    }
+
+    /// What it held when the newest event happened that the router has.
+    fn known(&self) -> &BTreeSet<u64> {
+        &self.history[self.known]
+    }
+
+    fn num_held(&self) -> usize {
+        self.feed.num_blocks()
+    }
+
+    fn happens(&mut self, event: CacheEvent, held: BTreeSet<u64>) {
+        self.log.append(vec![event]);
+        self.history.push(held);
+    }
+
+    /// The end of a prompt.
+    fn store(&mut self, block: u64, num: usize) {
+        let prompt = prompt(block);
+        let (before, end) = prompt.split_at(prompt.len().saturating_sub(num));
+        let mut held = self.held().clone();
+        held.extend(end);
+        if held.len() > POOL {
+            return;
+        }
+        let blocks = end.iter().map(|&block| key(block)).collect();
+        self.happens(CacheEvent::Stored { parent: before.last().map(|&block| key(block)), blocks }, held);
+    }
+
+    /// Some may not be there.
+    fn remove(&mut self, blocks: &[u64]) {
+        let mut held = self.held().clone();
+        held.retain(|block| !blocks.contains(block));
+        self.happens(CacheEvent::Removed { blocks: blocks.iter().map(|&block| key(block)).collect() }, held);
+    }
+
+    /// What the stream of load reports would bring now.
+    fn next_batch(&mut self) -> Option<EventBatch> {
+        let from = self.sent.last().map(EventBatch::next);
+        let batch = CacheReader::new(Some(from.unwrap_or(0))).next(|read| read(&self.log))?;
+        self.sent.push(batch.clone());
+        Some(batch)
+    }
+
+    fn take(&mut self, batch: &EventBatch) {
+        let result = self.feed.take(batch);
+        assert!(
+            matches!(result, Ok(()) | Err(FeedError::Gap { .. } | FeedError::NoBeginning { .. })),
+            "{result:?}"
+        );
+        // While a dump is awaited the source keeps what it had.
+        self.known = self.feed.resume_from().map_or(self.known, |next| next as usize);
+    }
+
+    fn deliver(&mut self) {
+        if let Some(batch) = self.next_batch() {
+            self.take(&batch);
+        }
+    }
+
+    fn lose(&mut self) {
+        self.next_batch();
+    }
+
+    /// A batch comes a second time, or late.
+    fn repeat(&mut self, idx: usize) {
+        if self.sent.is_empty() {
+            return;
+        }
+        let batch = self.sent[idx % self.sent.len()].clone();
+        // A dump is never late: nothing is sent before it has come.
+        if batch.kind == BatchKind::Events {
+            self.take(&batch);
+        }
+    }
+
+    fn ask_again(&mut self) {
+        let mut reader = CacheReader::new(self.feed.resume_from());
+        while let Some(batch) = reader.next(|read| read(&self.log)) {
+            self.take(&batch);
+            self.sent.push(batch);
+        }
+    }
+
+    fn dump(&mut self) {
+        let mut reader = CacheReader::new(None);
+        let batch = reader.next(|read| read(&self.log)).expect("a dump");
+        self.take(&batch);
+        self.sent.push(batch);
+    }
+
+    /// Numbers that no event has yet.
+    fn send_nonsense(&mut self) {
+        for first in [u64::MAX, self.log.next() + 1] {
+            let blocks = vec![key(0)];
+            let batch =
+                EventBatch { first, events: vec![CacheEvent::Removed { blocks }], kind: BatchKind::Events };
+            assert!(self.feed.take(&batch).is_err());
+        }
+    }
+
+    fn check(&self) {
+        let next = self.feed.resume_from();
+        assert!(next.is_none_or(|next| next <= self.log.next()), "it knows what has not happened");
+        if self.feed.state() == SourceState::Exact {
+            let next = next.expect("an exact source knows how far it is");
+            assert_eq!(self.feed.num_blocks(), self.history[next as usize].len());
+        }
+    }
+}

@@ -1,0 +1,384 @@
+//! The policy that predicts: of all ways to serve a request, the one that adds the least time to all requests together, or any of
+//! those that are about as good. Missed SLOs count as time.
+//!
+//! ```text
+//! ttft   = fetch + queue + compute [+ calls of a handoff]
+//! decode = expected tokens x step of the decode worker's batch with the request, chunks of its queue and exposed transfer in
+//!          between
+//! harm   = sequences there x (chunks of the prompt in their steps + expected tokens left x growth of their step)
+//!          + sequences of workers on the same processors x what computing adds to the time that these share with it
+//! missed = time allowed to the request x (1/2 if it misses an SLO + 1/10 x running sequences x part of their slack that it takes)
+//! slack  = expected tokens x (SLO between tokens - step of the batch)
+//! ```
+//!
+//! A request that misses its SLOs everywhere is not served where that costs others theirs: its own miss is the same in all plans,
+//! and what it takes from the slack of others decides. Time still counts, so it is not put off for ever.
+//!
+//! A thousand workers are not paired with each other: the time until the first token depends on the worker that computes the
+//! prompt, and the rest on the one that decodes. So the best few of either are paired.
+
+use std::sync::Arc;
+
+use baton_cluster_record::{Role, WorkerRecord};
+use baton_cost::{PromptWork, StepWork};
+
+use crate::{
+    ClusterView, Estimate, NoPlan, Plan, PlanOption, PlanRequest, Policy, Prefill, PrefillMode, PrefixAware,
+    Slo, Usability, WorkerView,
+    outlook::{Outlook, outlooks},
+    policy::{decode_candidates, excluded, fits},
+};
+
+/// The calls of a handoff before its first token: to the prefill worker, and back.
+const HANDOFF_SECONDS: f64 = 0.002;
+/// Tokens that a request generates when nothing is known about it.
+const EXPECTED_TOKENS: f64 = 128.0;
+/// So many workers of each kind are looked at in detail.
+const NUM_BEST: usize = 4;
+/// A missed SLO counts as this part of the time that is allowed to the request: such that a plan which meets it is taken also if it
+/// makes others wait, but not at any price to them.
+const MISSED: f64 = 0.5;
+/// The whole slack of a running sequence counts as this part of the time that is allowed to the request. Less than a miss, because
+/// most sequences end with slack left.
+const SLACK: f64 = 0.1;
+/// A sequence has at least this part of its SLO as slack: what is predicted to be lost is not worth nothing.
+const LEAST_SLACK: f64 = 0.1;
+/// Plans are about as good if their time differs by this part of the best one's time to the first token.
+const NEAR: f64 = 0.05;
+
+/// Plans by predicted times. Where workers do not say what their steps take, another policy plans.
+#[derive(Clone, Debug, Default)]
+pub struct PlanByTime {
+    otherwise: PrefixAware,
+}
+
+/// A plan under consideration, by places in the view.
+#[derive(Clone, Copy, Debug)]
+struct Way {
+    decode: usize,
+    /// `None`: the decode worker.
+    prefill: Option<usize>,
+    source: Option<usize>,
+    /// Tokens that are computed.
+    prompt: PromptWork,
+    estimate: Estimate,
+}
+
+/// One request, and all workers as they look to it.
+struct Search<'a> {
+    request: &'a PlanRequest,
+    view: &'a ClusterView,
+    workers: Vec<Option<Outlook<'a>>>,
+    /// What the request should meet, as far as that can be true.
+    slo: Slo,
+    /// The usable holder of the longest cached prefix.
+    holder: Option<usize>,
+    num_expected: f64,
+    /// Tokens from which a prefix is fetched while nothing is measured.
+    fetch_from: usize,
+}
+
+impl PlanByTime {
+    /// With the policy for workers that do not say what their steps take.
+    pub fn new(otherwise: PrefixAware) -> PlanByTime {
+        PlanByTime { otherwise }
+    }
+}
+
+impl Policy for PlanByTime {
+    fn plan(&self, request: &PlanRequest, view: &ClusterView) -> Result<Plan, NoPlan> {
+        let decode = decode_candidates(request, view)?;
+        let search = Search::new(request, view, self.otherwise.fetch_prefix_from());
+        let is_usable = |worker: &WorkerView| worker.usability == Usability::Ready;
+        let is_silent =
+            |(worker, outlook): (&WorkerView, &Option<Outlook<'_>>)| is_usable(worker) && outlook.is_none();
+        if view.workers.iter().zip(&search.workers).any(is_silent) {
+            return self.otherwise.plan(request, view);
+        }
+        // Both are in the order of the view.
+        let mut left = decode.into_iter().peekable();
+        let is_next = |&idx: &usize| left.next_if(|next| std::ptr::eq(*next, &view.workers[idx])).is_some();
+        let decode: Vec<usize> = (0..view.workers.len()).filter(is_next).collect();
+        search.plan(&decode)
+    }
+}
+
+impl<'a> Search<'a> {
+    fn new(request: &'a PlanRequest, view: &'a ClusterView, fetch_from: usize) -> Search<'a> {
+        let workers = outlooks(request, view);
+        let may_give = |&idx: &usize| {
+            let worker = &view.workers[idx];
+            matches!(worker.usability, Usability::Ready | Usability::Draining)
+                && !excluded(&worker.record, request)
+        };
+        let cached = |idx: usize| workers[idx].as_ref().map_or(0, |worker: &Outlook<'_>| worker.num_cached);
+        let holders = (0..view.workers.len()).filter(|&idx| cached(idx) > 0).filter(may_give);
+        let holder =
+            holders.max_by_key(|&idx| (cached(idx), std::cmp::Reverse(view.workers[idx].num_assigned)));
+        let num_expected = match request.num_expected_tokens {
+            0 => EXPECTED_TOKENS,
+            num => num as f64,
+        };
+        let num_left = request.max_tokens.saturating_sub(request.num_tokens).max(1) as f64;
+        let num_expected = if request.max_tokens > 0 { num_expected.min(num_left) } else { num_expected };
+        let possible = |seconds: Option<f64>| seconds.filter(|seconds| seconds.is_finite() && *seconds > 0.0);
+        let slo = Slo { ttft: possible(request.slo.ttft), tpot: possible(request.slo.tpot) };
+        Search { request, view, workers, slo, holder, num_expected, fetch_from }
+    }
+
+    fn plan(&self, decode: &[usize]) -> Result<Plan, NoPlan> {
+        let mut ways = Vec::new();
+        if self.request.prefill != PrefillMode::Remote {
+            ways.extend(self.best(decode.iter().flat_map(|&idx| self.local(idx))));
+        }
+        if self.request.prefill != PrefillMode::Local {
+            self.add_remote(decode, &mut ways);
+        }
+        if ways.is_empty() {
+            // Only remote plans were allowed: decode workers are there.
+            return Err(NoPlan::NoPrefillWorker);
+        }
+        ways.sort_by(|a, b| a.estimate.order(&b.estimate));
+        let chosen = self.draw(&ways);
+        let mut plan = Plan::new(
+            self.request,
+            &self.view.workers[chosen.decode],
+            self.prefill(&chosen),
+            self.record(chosen.source),
+            &chosen.prompt,
+        );
+        plan.estimate = Some(chosen.estimate);
+        if self.request.explain {
+            plan.options = ways.iter().map(|way| self.option(way)).collect();
+        }
+        Ok(plan)
+    }
+
+    /// The prompt is computed by the decode worker, with and without a fetched prefix.
+    fn local(&self, idx: usize) -> impl Iterator<Item = Way> {
+        self.sources(idx).filter_map(move |source| {
+            let worker = self.workers[idx].as_ref()?;
+            let (fetch, prompt) = self.prompt(worker, source);
+            let mut estimate = self.first_token(worker, fetch, &prompt);
+            self.decode(worker, &prompt, 0.0, &mut estimate);
+            estimate.harm += worker.harm_to_sharers(estimate.compute, self.num_left(), &self.workers);
+            Some(Way { decode: idx, prefill: None, source, prompt, estimate })
+        })
+    }
+
+    /// Pairs of the best prefill and the best decode workers.
+    fn add_remote(&self, decode: &[usize], ways: &mut Vec<Way>) {
+        let num_tokens = self.request.num_tokens;
+        let decode = self.best_decode(decode);
+        let mut prefill: Vec<(usize, Vec<Way>)> = Vec::new();
+        for &decode_idx in &decode {
+            let format = &self.view.workers[decode_idx].record.kv_format;
+            let is_like = |other: usize| {
+                std::ptr::eq(format, &self.view.workers[other].record.kv_format)
+                    || format.difference(&self.view.workers[other].record.kv_format).is_none()
+            };
+            // Decode workers that understand each other's blocks have the same prefill workers.
+            let known = prefill.iter().position(|(other, _)| is_like(*other));
+            let best = known.unwrap_or_else(|| {
+                let peers = (0..self.view.workers.len()).filter(|&idx| {
+                    let worker = &self.view.workers[idx];
+                    worker.record.role == Role::Prefill
+                        && worker.usability == Usability::Ready
+                        && is_like(idx)
+                        && fits(&worker.record, num_tokens + 1)
+                        && !excluded(&worker.record, self.request)
+                });
+                let ways = self.best(peers.flat_map(|idx| self.remote(idx)));
+                prefill.push((decode_idx, ways));
+                prefill.len() - 1
+            });
+            for half in &prefill[best].1 {
+                ways.extend(self.pair(half, decode_idx));
+            }
+        }
+    }
+
+    /// The part of a plan that depends on its prefill worker, with and without a fetched prefix.
+    fn remote(&self, idx: usize) -> impl Iterator<Item = Way> {
+        self.sources(idx).filter_map(move |source| {
+            let worker = self.workers[idx].as_ref()?;
+            let (fetch, prompt) = self.prompt(worker, source);
+            let mut estimate = self.first_token(worker, fetch, &prompt);
+            estimate.ttft += HANDOFF_SECONDS;
+            estimate.harm = worker.harm_to_sharers(estimate.compute, self.num_left(), &self.workers);
+            estimate.has_room = true;
+            Some(Way { decode: idx, prefill: Some(idx), source, prompt, estimate })
+        })
+    }
+
+    /// Adds the decode worker's part.
+    fn pair(&self, half: &Way, decode: usize) -> Option<Way> {
+        let giver = self.workers[half.prefill?].as_ref()?;
+        let worker = self.workers[decode].as_ref()?;
+        let num_tokens = self.request.num_tokens.saturating_sub(worker.num_cached);
+        let link = giver.link_to(worker.view);
+        let transfer = num_tokens as f64 * worker.token_bytes() / link.bytes_per_second;
+        // Layers travel while later ones are computed. The last one follows the computation.
+        let num_layers = worker.view.record.kv_format.num_layers.max(1) as f64;
+        let exposed = link.latency_seconds + (transfer - half.estimate.compute).max(transfer / num_layers);
+        let mut estimate = half.estimate;
+        let nothing = PromptWork::default();
+        self.decode(worker, &nothing, exposed, &mut estimate);
+        Some(Way { decode, estimate, ..*half })
+    }
+
+    /// The decode workers that serve the tokens after the first best.
+    fn best_decode(&self, decode: &[usize]) -> Vec<usize> {
+        let half = |&idx: &usize| {
+            let worker = self.workers[idx].as_ref()?;
+            let mut estimate = Estimate::default();
+            self.decode(worker, &PromptWork::default(), 0.0, &mut estimate);
+            Some(Way { decode: idx, prefill: None, source: None, prompt: PromptWork::default(), estimate })
+        };
+        self.best(decode.iter().filter_map(half)).iter().map(|way| way.decode).collect()
+    }
+
+    /// No prefix source, and the one that is worth a look. While nothing is measured, a long prefix is fetched: the worker is
+    /// assumed to be slow.
+    fn sources(&self, idx: usize) -> impl Iterator<Item = Option<usize>> + use<> {
+        let num_cached = |idx: usize| self.workers[idx].as_ref().map_or(0, |worker| worker.num_cached);
+        let format = &self.view.workers[idx].record.kv_format;
+        let gives = |&holder: &usize| {
+            holder != idx
+                && num_cached(holder) > num_cached(idx)
+                && self.view.workers[holder].record.kv_format.difference(format).is_none()
+        };
+        let source = self.holder.filter(gives);
+        let outlook = |idx: usize| self.workers[idx].as_ref();
+        let is_fetched = match (source, outlook(idx), source.and_then(outlook)) {
+            (Some(holder), Some(worker), Some(giver))
+                if num_cached(holder) - num_cached(idx) >= self.fetch_from =>
+            {
+                worker.is_unknown_beside(giver)
+            }
+            _ => false,
+        };
+        let without = (!is_fetched).then_some(None);
+        without.into_iter().chain(source.map(Some))
+    }
+
+    /// Seconds to fetch what `source` has, and what is left to compute.
+    fn prompt(&self, worker: &Outlook<'_>, source: Option<usize>) -> (f64, PromptWork) {
+        // The last token is computed in any case.
+        let most = self.request.num_tokens.saturating_sub(1);
+        let own = worker.num_cached.min(most);
+        let Some(giver) = source.and_then(|idx| self.workers[idx].as_ref()) else {
+            return (0.0, PromptWork::new(self.request.num_tokens, own));
+        };
+        let theirs = giver.num_cached.min(most);
+        let num_bytes = (theirs - own) as f64 * worker.token_bytes();
+        (giver.link_to(worker.view).seconds(num_bytes), PromptWork::new(self.request.num_tokens, theirs))
+    }
+
+    /// Until the first token, computed by `worker`.
+    fn first_token(&self, worker: &Outlook<'_>, fetch: f64, prompt: &PromptWork) -> Estimate {
+        let queue = worker.queue_seconds;
+        let alone = worker.prompt_seconds(prompt);
+        let compute = alone + worker.slowdown(queue + alone, &self.workers);
+        // The queue shrinks while the prefix comes.
+        let ttft = fetch.max(queue) + compute;
+        Estimate { fetch, queue, compute, ttft, ..Estimate::default() }
+    }
+
+    /// Adds what follows the first token: decoding by `worker`, and what that and computing `prompt` there do to its running
+    /// sequences.
+    fn decode(&self, worker: &Outlook<'_>, prompt: &PromptWork, exposed: f64, estimate: &mut Estimate) {
+        let Outlook { line, batch, .. } = worker;
+        let num_running = batch.num_tokens;
+        let before = line.seconds(batch);
+        let after = line.seconds(&batch.plus(StepWork::decode(1.0, self.request.num_tokens as f64)));
+        // What a running sequence waits longer for its tokens.
+        let num_left = self.num_left();
+        let stall = worker.delay_by(prompt, num_left) + num_left * (after - before);
+        let steps = self.num_expected * after;
+        let shared = worker.slowdown(steps, &self.workers);
+        estimate.exposed = exposed;
+        let queue = worker.delay_by(&worker.queue, self.num_expected);
+        estimate.decode = steps + shared + queue + exposed;
+        estimate.tpot = estimate.decode / self.num_expected;
+        estimate.harm += num_running * stall;
+        estimate.has_room = worker.has_room(self.request.num_tokens);
+        let recent = worker.view.load.pace.map_or(0.0, |pace| pace.recent_itl);
+        let is_missed = |seconds: f64, slo: Option<f64>| slo.is_some_and(|slo| seconds > slo);
+        let (misses_ttft, misses_tpot) =
+            (is_missed(estimate.ttft, self.slo.ttft), is_missed(estimate.tpot.max(recent), self.slo.tpot));
+        estimate.num_broken = u32::from(misses_ttft) + u32::from(misses_tpot);
+        let taken = self.slo.tpot.map_or(0.0, |slo| {
+            let slack = self.num_expected * (slo - before).max(LEAST_SLACK * slo);
+            num_running * (stall / slack).min(1.0)
+        });
+        let own = if estimate.num_broken > 0 { MISSED } else { 0.0 };
+        let step = self.slo.tpot.unwrap_or(line.fixed + line.per_token);
+        let allowed = self.slo.ttft.unwrap_or(0.0) + self.num_expected * step;
+        let has_slo = self.slo != Slo::default();
+        estimate.missed = if has_slo { allowed * (own + SLACK * taken) } else { 0.0 };
+    }
+
+    /// Tokens that a running sequence still generates: it is in the middle of its output.
+    fn num_left(&self) -> f64 {
+        self.num_expected / 2.0
+    }
+
+    /// The best few, in their order. Of equals, which ones depends on the seed.
+    fn best(&self, ways: impl Iterator<Item = Way>) -> Vec<Way> {
+        let mix = |way: &Way| mix(self.request.seed ^ way.decode as u64);
+        let order = |a: &Way, b: &Way| a.estimate.order(&b.estimate).then_with(|| mix(a).cmp(&mix(b)));
+        let mut best: Vec<Way> = Vec::with_capacity(NUM_BEST + 1);
+        for way in ways {
+            if best.len() < NUM_BEST || best.last().is_some_and(|last| order(&way, last).is_lt()) {
+                let place = best.partition_point(|better| order(better, &way).is_le());
+                best.insert(place, way);
+                best.truncate(NUM_BEST);
+            }
+        }
+        best
+    }
+
+    /// One of those that are about as good as the first, in the same way: routers that see the same do not all choose the same
+    /// worker.
+    fn draw(&self, ways: &[Way]) -> Way {
+        let best = &ways[0];
+        let window = NEAR * best.estimate.ttft;
+        let is_near = |way: &&Way| {
+            let (a, b) = (&way.estimate, &best.estimate);
+            way.prefill.is_some() == best.prefill.is_some()
+                && way.source == best.source
+                && way.prompt == best.prompt
+                && (a.has_room, a.num_broken) == (b.has_room, b.num_broken)
+                && a.total() <= b.total() + window
+        };
+        let near: Vec<&Way> = ways.iter().filter(is_near).collect();
+        let place = mix(self.request.seed) % near.len().max(1) as u64;
+        **near.get(place as usize).unwrap_or(&best)
+    }
+
+    fn prefill(&self, way: &Way) -> Prefill {
+        self.record(way.prefill).map_or(Prefill::Local, Prefill::Remote)
+    }
+
+    fn record(&self, idx: Option<usize>) -> Option<Arc<WorkerRecord>> {
+        idx.map(|idx| self.view.workers[idx].record.clone())
+    }
+
+    fn option(&self, way: &Way) -> PlanOption {
+        PlanOption {
+            decode: self.view.workers[way.decode].record.clone(),
+            prefill: self.prefill(way),
+            prefix_source: self.record(way.source),
+            estimate: way.estimate,
+        }
+    }
+}
+
+/// A number that looks random (splitmix64; Steele, Lea, Flood 2014).
+fn mix(seed: u64) -> u64 {
+    let mut z = seed.wrapping_add(0x9E37_79B9_7F4A_7C15);
+    z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+    z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+    z ^ (z >> 31)
+}

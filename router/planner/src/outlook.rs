@@ -1,0 +1,214 @@
+//! What one worker would take for a request: its queue, its chunks, its batch, and who shares its processors.
+
+use std::{borrow::Cow, cmp::Ordering, collections::HashMap};
+
+use baton_cluster_record::{Role, WorkerRecord};
+use baton_cost::{LinkLine, PromptWork, StepLine, StepWork};
+
+use crate::{ClusterView, PlanRequest, WorkerKey, WorkerView};
+
+/// Of a link that was not measured: 10 Gbit/s, after a call, a grant, a first write and a commit.
+const UNMEASURED_LINK: LinkLine = LinkLine { latency_seconds: 0.005, bytes_per_second: 1e9 };
+/// Of a worker that does not say how many tokens a step computes at most.
+const CHUNK: usize = 512;
+
+/// One worker, as far as a plan depends on it.
+#[derive(Debug)]
+pub(crate) struct Outlook<'a> {
+    pub(crate) view: &'a WorkerView,
+    pub(crate) line: StepLine,
+    /// Tokens of the request that it has cached.
+    pub(crate) num_cached: usize,
+    /// One step of what it decodes by its report.
+    now: StepWork,
+    /// One step of what it decodes soon: all that it has, and all that was sent to it.
+    pub(crate) batch: StepWork,
+    /// Prompt tokens of a step beside what it decodes now.
+    chunk: f64,
+    /// Prompt tokens of a step beside what it decodes soon.
+    chunk_beside: f64,
+    /// Until it has computed its queue.
+    pub(crate) queue_seconds: f64,
+    /// Its queue. What waits now stands for what waits when the request decodes.
+    pub(crate) queue: PromptWork,
+    /// Other workers on its processors, by their place in the view.
+    pub(crate) sharers: Vec<usize>,
+}
+
+/// The outlooks of all workers of the view, in its order; `None` for those that do not say what their steps take.
+pub(crate) fn outlooks<'a>(request: &PlanRequest, view: &'a ClusterView) -> Vec<Option<Outlook<'a>>> {
+    let mut cached = Cow::Borrowed(&request.cached);
+    if !cached.is_sorted_by(|a, b| a.0 <= b.0) {
+        cached.to_mut().sort();
+    }
+    let compare = |key: &WorkerKey, record: &WorkerRecord| {
+        key.id.cmp(&record.id).then(key.incarnation.cmp(&record.incarnation))
+    };
+    // Workers and keys usually have the same order: then each key is passed once.
+    let mut next = 0;
+    let mut num_cached = |record: &WorkerRecord| {
+        let order = |place: usize| cached.get(place).map(|(key, _)| compare(key, record));
+        let is_passed = |place: usize| order(place).is_some_and(Ordering::is_lt);
+        if is_passed(next) || !next.checked_sub(1).is_none_or(is_passed) {
+            next = cached.partition_point(|(key, _)| compare(key, record).is_lt());
+        }
+        if order(next) != Some(Ordering::Equal) {
+            return 0;
+        }
+        next += 1;
+        cached[next - 1].1
+    };
+    let mut outlooks: Vec<_> = view
+        .workers
+        .iter()
+        .map(|worker| Outlook::new(worker, num_cached(&worker.record).min(request.num_tokens)))
+        .collect();
+    let mut machines: HashMap<&str, Vec<usize>> = HashMap::new();
+    for (idx, worker) in view.workers.iter().enumerate() {
+        if let Some(compute) = &worker.record.compute {
+            machines.entry(&compute.machine).or_default().push(idx);
+        }
+    }
+    let compute = |idx: usize| view.workers[idx].record.compute.as_ref().expect("it names its machine");
+    for of_machine in machines.into_values().filter(|workers| workers.len() > 1) {
+        for &idx in &of_machine {
+            let others = of_machine.iter().filter(|&&other| other != idx);
+            let sharers = others.filter(|&&other| compute(idx).shares(compute(other))).copied().collect();
+            if let Some(outlook) = &mut outlooks[idx] {
+                outlook.sharers = sharers;
+            }
+        }
+    }
+    outlooks
+}
+
+impl<'a> Outlook<'a> {
+    fn new(view: &'a WorkerView, num_cached: usize) -> Option<Outlook<'a>> {
+        let pace = view.load.pace?;
+        let line = pace.step.checked()?;
+        let sent = &view.sent;
+        // A request that was sent decodes soon; one whose prompt is computed elsewhere has no tokens to compute here.
+        let num_sent = if sent.num_context_tokens > 0 { sent.num_requests } else { 0 };
+        let now = StepWork::decode(pace.num_decoding as f64, pace.num_context_tokens as f64);
+        // So does what waits for its prompt, here or elsewhere. The latter's tokens are not reported.
+        let num_present = match view.record.role {
+            Role::Decode => view.load.num_running as f64 + view.load.num_waiting as f64,
+            Role::Prefill => 0.0,
+        };
+        let num_soon = (num_present - now.num_tokens).max(0.0);
+        let context_soon = if num_soon > 0.0 { view.load.num_queued_tokens as f64 } else { 0.0 };
+        let batch = now
+            .plus(StepWork::decode(num_soon, context_soon))
+            .plus(StepWork::decode(num_sent as f64, sent.num_context_tokens as f64));
+        let most = if pace.max_step_tokens == 0 { CHUNK } else { pace.max_step_tokens } as f64;
+        let least = (view.record.kv_format.block_size.max(1) as f64).min(most);
+        let chunk_beside = |batch: &StepWork| {
+            let is_limited = pace.itl_target > 0.0 && batch.num_tokens > 0.0;
+            if is_limited { line.chunk_within(pace.itl_target, batch).clamp(least, most) } else { most }
+        };
+        let mut outlook = Outlook {
+            view,
+            line,
+            num_cached,
+            now,
+            batch,
+            chunk: chunk_beside(&now),
+            chunk_beside: chunk_beside(&batch),
+            queue_seconds: 0.0,
+            queue: PromptWork::default(),
+            sharers: Vec::new(),
+        };
+        let reported = PromptWork {
+            num_tokens: view.load.num_queued_tokens as f64,
+            num_pairs: pace.num_queued_pairs as f64,
+        };
+        // The worker has computed since it reported.
+        let seconds = outlook.prompt_seconds(&reported);
+        let left = if seconds > 0.0 { 1.0 - (view.load.age.as_secs_f64() / seconds).min(1.0) } else { 0.0 };
+        outlook.queue = PromptWork {
+            num_tokens: left * reported.num_tokens + sent.num_tokens as f64,
+            num_pairs: left * reported.num_pairs + sent.num_pairs as f64,
+        };
+        outlook.queue_seconds = outlook.prompt_seconds(&outlook.queue);
+        Some(outlook)
+    }
+
+    /// Until a prompt is computed that nothing waits before.
+    pub(crate) fn prompt_seconds(&self, prompt: &PromptWork) -> f64 {
+        self.line.prompt_seconds(prompt, &self.now, self.chunk)
+    }
+
+    /// By how much computing `prompt` here delays a sequence that meanwhile decodes so many tokens: each of its steps has a chunk,
+    /// until it ends or the prompt does.
+    pub(crate) fn delay_by(&self, prompt: &PromptWork, num_tokens: f64) -> f64 {
+        let num_chunks = (prompt.num_tokens / self.chunk_beside.max(1.0)).ceil().max(1.0);
+        self.line.own_seconds(prompt) * (num_tokens / num_chunks).min(1.0)
+    }
+
+    /// How long its processors are busy by themselves.
+    fn busy_seconds(&self) -> f64 {
+        if self.now.num_tokens > 0.0 { f64::INFINITY } else { self.queue_seconds }
+    }
+
+    /// By how much work of `seconds` here takes longer because others compute on the same processors: all advance at the same
+    /// speed, so each takes as much of it as it has itself, and at most as much as the work (processor sharing, Kleinrock
+    /// 1967).
+    pub(crate) fn slowdown(&self, seconds: f64, all: &[Option<Outlook<'_>>]) -> f64 {
+        let sharers = self.sharers.iter().filter_map(|&idx| all[idx].as_ref());
+        sharers.map(|other| other.busy_seconds().min(seconds)).sum()
+    }
+
+    /// By how much computing for `seconds` more here delays what others decode on the same processors, all their sequences
+    /// together, if each has `num_left` tokens left. They are delayed by as much as they have to compute themselves, as in
+    /// [`slowdown`](Self::slowdown); if this worker is busy for longer than that anyway, its further work delays nothing.
+    pub(crate) fn harm_to_sharers(&self, seconds: f64, num_left: f64, all: &[Option<Outlook<'_>>]) -> f64 {
+        let left = |outlook: &Outlook<'_>| num_left * outlook.line.seconds(&outlook.batch);
+        let busy = self.queue_seconds + if self.batch.num_tokens > 0.0 { left(self) } else { 0.0 };
+        let sharers = self.sharers.iter().filter_map(|&idx| all[idx].as_ref());
+        sharers
+            .map(|other| other.batch.num_tokens * ((busy + seconds).min(left(other)) - busy.min(left(other))))
+            .sum()
+    }
+
+    /// Whether nothing was measured that tells if fetching from `giver` is quicker than computing here.
+    pub(crate) fn is_unknown_beside(&self, giver: &Outlook<'_>) -> bool {
+        let is_measured = self.view.load.pace.is_some_and(|pace| pace.is_measured);
+        !is_measured && giver.measured_link_to(self.view).is_none()
+    }
+
+    /// What a transfer from here takes.
+    pub(crate) fn link_to(&self, other: &WorkerView) -> LinkLine {
+        self.measured_link_to(other).unwrap_or(UNMEASURED_LINK)
+    }
+
+    fn measured_link_to(&self, other: &WorkerView) -> Option<LinkLine> {
+        let is_near = match (&self.view.record.compute, &other.record.compute) {
+            (Some(own), Some(theirs)) => own.machine == theirs.machine,
+            _ => false,
+        };
+        let load = &self.view.load;
+        let measured = if is_near { load.link_within.or(load.link_beyond) } else { load.link_beyond };
+        measured.and_then(LinkLine::checked)
+    }
+
+    /// Bytes of a token's KV.
+    pub(crate) fn token_bytes(&self) -> f64 {
+        let format = &self.view.record.kv_format;
+        // A worker may report any number.
+        let sizes = [2, format.num_layers, format.num_kv_heads, format.dtype.vector_bytes(format.head_dim)];
+        sizes.iter().map(|&size| size as f64).product()
+    }
+
+    /// Whether it has a slot, and blocks for so many tokens beside those that wait.
+    pub(crate) fn has_room(&self, num_tokens: usize) -> bool {
+        let (load, sent, record) = (&self.view.load, &self.view.sent, &self.view.record);
+        let block_size = record.kv_format.block_size.max(1) as u64;
+        let num_blocks = (num_tokens.saturating_sub(self.num_cached) as u64 + 1).div_ceil(block_size);
+        let num_taken = num_blocks.saturating_add(sent.num_blocks);
+        let num_present = (load.num_running as u64).saturating_add(load.num_waiting as u64);
+        let num_sequences = num_present.saturating_add(sent.num_requests);
+        let max_running = record.capacity.max_running as u64;
+        (load.num_total_blocks == 0 || num_taken <= load.num_free_blocks as u64)
+            && (max_running == 0 || num_sequences < max_running)
+    }
+}

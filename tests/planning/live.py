@@ -1,0 +1,155 @@
+#!/usr/bin/env python3
+"""Compares plans on this machine with real workers, in turns within one run. By hand; CI runs nothing of it.
+
+    ./live.py constants                    # planning by time beside planning by constants, on the same four workers
+    ./live.py separation                   # the default `up` beside `up --prefill 0`
+    ./live.py constants --model DIR        # a model whose context holds the prompts; default: the tiny one, with 16k positions
+
+The load is `baton bench --compare`: each turn is so many requests at once to one side while the other idles. Workers beside
+other programs get less of the machine than alone, and two processes more than one: `--nice -10` (root) keeps others away.
+"""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+SECONDS_TO_START = 300
+SLOS = ["--slo-ttft", "2000", "--slo-tpot", "20"]
+LOADS = {
+    # Short prompts beside some of 8,000 tokens.
+    "constants": "--input-tokens lognormal:250,1.8 --max-input-tokens 8000 --output-tokens 32..96 --requests 192",
+    "separation": "--input-tokens 64..512 --output-tokens 64 --requests 96",
+}
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def long_tiny_model(directory: Path) -> Path:
+    """The tiny model with positions for long prompts. What it answers then is nonsense, and takes as long."""
+    shutil.copytree(ROOT / "models/tiny", directory, ignore=shutil.ignore_patterns("draft", "eval"))
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 16384}))
+    return directory
+
+
+class Cluster:
+    """Servers of one run. All end with it."""
+
+    def __init__(self, args: argparse.Namespace, logs: Path) -> None:
+        self.args, self.logs, self.servers = args, logs, []
+
+    def start(self, *command: object) -> str:
+        """Starts `baton COMMAND`, with `PORT` replaced by a free port. Returns its URL."""
+        port = free_port()
+        words = [str(word).replace("PORT", str(port)) for word in (self.args.baton, *command)]
+        log = open(self.logs / f"{len(self.servers)}.log", "w")
+        prefix = ["nice", "-n", str(self.args.nice)] if self.args.nice else []
+        self.servers.append(subprocess.Popen(prefix + words, stdout=log, stderr=log))
+        return f"http://127.0.0.1:{port}"
+
+    def workers(self, url: str, num: int) -> list[str]:
+        """Waits for so many workers, and returns their addresses."""
+        deadline = time.monotonic() + SECONDS_TO_START
+        while time.monotonic() < deadline:
+            if any(server.poll() is not None for server in self.servers):
+                sys.exit(f"a server has ended; its log is in {self.logs}")
+            try:
+                workers = json.load(urllib.request.urlopen(f"{url}/health", timeout=5))["workers"]
+                if len(workers) == num and all(worker["answers"] for worker in workers):
+                    return [worker["address"] for worker in workers]
+            except OSError:
+                pass
+            time.sleep(0.2)
+        sys.exit(f"no {num} workers at {url} after {SECONDS_TO_START} s; logs are in {self.logs}")
+
+    def stop(self) -> None:
+        for server in self.servers:
+            server.terminate()
+        for server in self.servers:
+            server.wait(60)
+
+
+def plans(url: str) -> str:
+    """How a router planned, and how far its predictions were off."""
+    text = urllib.request.urlopen(f"{url}/metrics", timeout=5).read().decode()
+    counts = re.findall(r'^baton_plans_total\{prefill="(\w+)"\} (\d+)', text, re.M)
+    value = {name: float(n) for name, n in re.findall(r"^baton_ttft_ratio_(sum|count) (\S+)", text, re.M)}
+    ratio = f", TTFT {value['sum'] / value['count']:.2f}x as predicted" if value.get("count") else ""
+    return ", ".join(f"{num} {prefill}" for prefill, num in counts) + ratio
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=LOADS)
+    parser.add_argument("--baton", type=Path, default=ROOT / "target/release/baton")
+    parser.add_argument("--model", type=Path)
+    parser.add_argument("--clients", type=int, nargs="+", default=[4, 8, 24])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--up", default="", help="more flags of `up`")
+    parser.add_argument("--nice", type=int, default=0)
+    parser.add_argument("--bench", help="flags of `baton bench`, instead of its lengths and counts here")
+    args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    with tempfile.TemporaryDirectory() as folder:
+        folder = Path(folder)
+        model = args.model or long_tiny_model(folder / "model")
+        cluster = Cluster(args, folder)
+        try:
+            up = ["up", model, "--port", "PORT", "--migration", "off", *args.up.split()]
+            if args.what == "constants":
+                ours = cluster.start(*up, "--prefill", 2, "--decode", 2)
+                workers = ",".join(cluster.workers(ours, 4))
+                other = cluster.start("router", "--listen", "127.0.0.1:PORT", "--model", model, "--migration", "off",
+                                      "--discovery", "static", "--workers", workers, "--plan-by", "constants")
+                cluster.workers(other, 4)
+            else:
+                ours, other = cluster.start(*up), cluster.start(*up, "--prefill", 0)
+                cluster.workers(ours, 2)
+                cluster.workers(other, 1)
+            compare(args, folder, ours, other)
+        finally:
+            cluster.stop()
+
+
+def compare(args: argparse.Namespace, folder: Path, ours: str, other: str) -> None:
+    # No prompt comes twice: seeds differ from row to row.
+    flags = (args.bench or LOADS[args.what]).split()
+    print(f"times of the first by those of the second; requests that meet {' '.join(SLOS)} ms", flush=True)
+    print("clients seed   TTFT p50   TTFT p99   TPOT p50   E2E p50    E2E p99   E2E mean    goodput", flush=True)
+    for clients in args.clients:
+        for seed in args.seeds:
+            report = folder / "report.json"
+            subprocess.run(
+                [args.baton, "bench", "--quiet", "--compare", "--url", ours, "--url", other, "--prompt", "ids",
+                 "--concurrency", str(clients), "--seed", str(1000 * clients + seed), "--json", report, *SLOS, *flags],
+                check=True, stdout=subprocess.DEVNULL,
+            )
+            sides = json.loads(report.read_text())
+            failed = sum(sides[side]["requests"]["failed"] for side in "ab")
+            ratio = lambda what, which: sides["a"][what][which] / max(sides["b"][what][which], 1e-9)
+            good = [sides[side]["goodput"]["good_requests"] for side in "ab"]
+            columns = [("ttft_ms", "p50"), ("ttft_ms", "p99"), ("tpot_ms", "p50"), ("e2e_ms", "p50"), ("e2e_ms", "p99"),
+                       ("e2e_ms", "mean")]
+            row = "".join(f"{ratio(*column):11.2f}" for column in columns)
+            goodput = f"{good[0]:4} / {good[1]}"
+            print(f"{clients:7} {seed:4}{row} {goodput}{f'   {failed} failed' if failed else ''}", flush=True)
+    print(f"first:  {plans(ours)}\nsecond: {plans(other)}")
+
+
+if __name__ == "__main__":
+    main()
