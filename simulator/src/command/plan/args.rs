@@ -1,0 +1,159 @@
+//! The flags of `baton plan`.
+
+use std::path::PathBuf;
+
+use anyhow::ensure;
+use baton_cost::GpuKind;
+use clap::Args;
+
+use super::{super::args::SimulateArgs, deployment::Deployment};
+use crate::cluster::SloTarget;
+
+const EXAMPLES: &str = "\
+Examples:
+  Sixteen H100s, three requests a second of 8,000 tokens, answers of 300:
+    baton plan --model llama-70b --device H100 --gpus 16 --rate 3 --prompt-tokens 8000 --output-tokens 300
+  Your own model and a trace of your own requests, twice as many as there were; Helm values into a file:
+    baton plan --model path/to/config.json --gpus 32 --trace requests.csv --speed 2 \\
+      --slo-ttft 1.5 --slo-tpot 0.05 --values values.yaml
+    helm template baton helm/baton --values values.yaml
+
+What it does: it plays the requests against deployments that differ in how many GPUs compute a model together, how many workers
+compute prompts for others, how many tokens a step computes, and how many sequences run at a time. Each is simulated with the
+scheduler and the planner that Baton serves with. The best are repeated with other seeds, which gives the error of the numbers.
+
+What it does not know: your kernels and your network. Times are of a roofline. They rank deployments; measure the one that you
+take (baton bench) before you promise a latency.";
+
+/// What to plan for.
+#[derive(Clone, Debug, Args)]
+#[command(after_help = EXAMPLES)]
+pub struct PlanArgs {
+    /// The model: llama-8b, llama-70b, qwen-32b, a config.json, or a directory with one.
+    #[arg(long, value_name = "NAME|FILE", default_value = "llama-70b")]
+    pub model: String,
+    /// The GPUs: A100, H100 or H200.
+    #[arg(long, value_name = "NAME", default_value = "H100")]
+    pub device: String,
+    /// How many there are.
+    #[arg(long, value_name = "N", default_value_t = 8)]
+    pub gpus: usize,
+    /// GPUs of one host, at most so many of which compute a model together.
+    #[arg(long, value_name = "N", default_value_t = 8)]
+    pub gpus_per_host: usize,
+    /// Requests: Mooncake's JSONL or Azure's CSV. Without it all have --prompt-tokens and --output-tokens.
+    #[arg(long, value_name = "FILE")]
+    pub trace: Option<PathBuf>,
+    /// Requests per second, at random moments. Without it they come when the trace says.
+    #[arg(long, value_name = "N")]
+    pub rate: Option<f64>,
+    /// So many requests at most. Default: those of the trace, or 2,000. Fewer are faster, and less certain.
+    #[arg(long, value_name = "N")]
+    pub requests: Option<usize>,
+    /// With --rate: for ten seconds of every minute so many times the rate, and less in between.
+    #[arg(long, value_name = "FACTOR")]
+    pub bursts: Option<f64>,
+    /// The trace so many times as fast.
+    #[arg(long, value_name = "FACTOR", default_value_t = 1.0)]
+    pub speed: f64,
+    /// Tokens of each prompt without a trace.
+    #[arg(long, value_name = "TOKENS", default_value_t = 2000)]
+    pub prompt_tokens: u32,
+    /// Tokens of each answer without a trace.
+    #[arg(long, value_name = "TOKENS", default_value_t = 200)]
+    pub output_tokens: u32,
+    /// Seconds until the first token that a request should meet.
+    #[arg(long, value_name = "SECONDS", default_value_t = 2.0)]
+    pub slo_ttft: f64,
+    /// Mean seconds between tokens that a request should meet.
+    #[arg(long, value_name = "SECONDS", default_value_t = 0.1)]
+    pub slo_tpot: f64,
+    /// What a GPU sends to other workers, in gigabytes per second.
+    #[arg(long, value_name = "GB/S", default_value_t = 25.0)]
+    pub link: f64,
+    /// Tokens in a KV block. Must divide the blocks of the trace.
+    #[arg(long, value_name = "TOKENS", default_value_t = 64)]
+    pub block_size: usize,
+    /// Every step takes up to this part more or less, at random.
+    #[arg(long, value_name = "PART", default_value_t = 0.05)]
+    pub noise: f64,
+    /// Seeds with which the best deployments are repeated.
+    #[arg(long, value_name = "N", value_delimiter = ',', default_value = "1,2,3")]
+    pub seeds: Vec<u64>,
+    /// Write Helm values here instead of printing them.
+    #[arg(long, value_name = "FILE")]
+    pub values: Option<PathBuf>,
+}
+
+impl PlanArgs {
+    /// Checks what no simulation checks.
+    pub(super) fn validate(&self) -> anyhow::Result<()> {
+        ensure!((1..=100_000).contains(&self.gpus), "--gpus is {}; 1 to 100000 are possible", self.gpus);
+        ensure!(self.gpus_per_host > 0, "--gpus-per-host is 0");
+        let (device, names) = (&self.device, GpuKind::names());
+        ensure!(GpuKind::named(device).is_some(), "no device is called {device:?}; there are {names}");
+        ensure!(!self.seeds.is_empty(), "--seeds is empty");
+        for (name, seconds) in [("--slo-ttft", self.slo_ttft), ("--slo-tpot", self.slo_tpot)] {
+            ensure!(seconds > 0.0 && seconds.is_finite(), "{name} is {seconds} s; it must be above 0");
+        }
+        Ok(())
+    }
+
+    /// One line for people.
+    pub(super) fn describe(&self) -> String {
+        let requests = match (&self.trace, self.rate) {
+            (Some(path), None) => format!("{} at {} x its speed", path.display(), self.speed),
+            (Some(path), Some(rate)) => format!("{}, {rate} requests a second", path.display()),
+            (None, rate) => format!(
+                "prompts of {} tokens, answers of {}, {} a second",
+                self.prompt_tokens,
+                self.output_tokens,
+                rate.unwrap_or_default()
+            ),
+        };
+        format!(
+            "{} on {} x {}: {requests}\nSLOs: first token within {} s, mean time between tokens at most {} s",
+            self.model, self.gpus, self.device, self.slo_ttft, self.slo_tpot
+        )
+    }
+
+    /// The simulation of a deployment.
+    pub(super) fn simulation(&self, deployment: &Deployment, seed: u64) -> SimulateArgs {
+        SimulateArgs {
+            model: self.model.clone(),
+            device: self.device.clone(),
+            tensor_parallel: deployment.tensor_parallel,
+            prefill: deployment.num_prefill,
+            decode: deployment.num_decode,
+            trace: self.trace.clone(),
+            rate: self.rate,
+            requests: self.requests,
+            bursts: self.bursts,
+            copies: 1,
+            speed: self.speed,
+            prompt_tokens: self.prompt_tokens,
+            output_tokens: self.output_tokens,
+            policy: vec!["baton".to_owned()],
+            slo_ttft: SloTarget::Seconds(self.slo_ttft),
+            slo_tpot: SloTarget::Seconds(self.slo_tpot),
+            routers: 1,
+            report_interval: 50.0,
+            call: 0.5,
+            link: self.link,
+            block_size: self.block_size,
+            token_budget: deployment.token_budget,
+            itl_target: None,
+            max_running: deployment.max_running,
+            kv_tokens: None,
+            noise: self.noise,
+            slow: Vec::new(),
+            fail: Vec::new(),
+            join: Vec::new(),
+            seeds: vec![seed],
+            sweep: Vec::new(),
+            tune: false,
+            hit_rate: false,
+            html: None,
+        }
+    }
+}

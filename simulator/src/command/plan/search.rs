@@ -1,0 +1,214 @@
+//! The search: first the shape of the deployment, then the limits of a step, then other seeds.
+//!
+//! ```text
+//! every degree of tensor parallelism x shares of prefill workers      one seed
+//! the best 3 of them x token budgets x running sequences              one seed
+//! the best of each of the best 3 shapes                               every seed
+//! the best one, at higher loads                                       one seed
+//! ```
+
+use anyhow::ensure;
+use baton_model_spec::{DecoderShard, Rank};
+
+use super::{args::PlanArgs, deployment::Deployment, progress::Progress};
+use crate::{
+    command::{setup::Setup, variants::Variant},
+    model::{self, ModelOnDevice},
+    report::SimSummary,
+    run::simulate,
+    trace::Trace,
+};
+
+/// GPUs that compute a model together.
+const DEGREES: [usize; 4] = [1, 2, 4, 8];
+/// Shares of the workers that compute prompts for others, in eighths.
+const PREFILL_EIGHTHS: std::ops::RangeInclusive<usize> = 0..=6;
+const TOKEN_BUDGETS: [usize; 3] = [512, 2048, 8192];
+const MAX_RUNNING: [usize; 3] = [64, 256, 512];
+/// Of the first round: in the middle.
+const FIRST_BUDGET: usize = 2048;
+const FIRST_RUNNING: usize = 256;
+/// How many go on to the next round.
+const NUM_KEPT: usize = 3;
+/// Loads of the best one.
+const LOADS: [f64; 5] = [1.25, 1.5, 2.0, 3.0, 4.0];
+/// A load is served if so many requests meet both SLOs.
+const SERVED: f64 = 0.9;
+/// Of two deployments with which as many requests meet their SLOs the faster one is better: latency counts this much.
+const WEIGHT_OF_LATENCY: f64 = 0.01;
+
+/// A deployment and what became of it, by seed.
+#[derive(Clone, Debug)]
+pub(super) struct Candidate {
+    pub(super) deployment: Deployment,
+    pub(super) summaries: Vec<SimSummary>,
+}
+
+/// What the search has found.
+#[derive(Debug)]
+pub(super) struct Found {
+    /// The best deployments, with every seed; the best one first.
+    pub(super) best: Vec<Candidate>,
+    pub(super) num_tried: usize,
+    /// How much more load the best one serves, in words.
+    pub(super) headroom: String,
+}
+
+#[derive(Debug)]
+pub(super) struct Search<'a> {
+    args: &'a PlanArgs,
+    trace: Trace,
+    shapes: Vec<Deployment>,
+    num_done: usize,
+    num_all: usize,
+}
+
+impl Candidate {
+    /// The part of the requests that meet both SLOs, and a little for being fast.
+    fn score(&self, args: &PlanArgs) -> f64 {
+        let summary = SimSummary::mean(&self.summaries);
+        let latency = (summary.ttft[2] / args.slo_ttft + summary.tpot[2] / args.slo_tpot) / 2.0;
+        // Without an answer there is no latency.
+        let latency = if latency.is_finite() { latency.min(1.0) } else { 1.0 };
+        summary.good_share() - WEIGHT_OF_LATENCY * latency
+    }
+}
+
+impl<'a> Search<'a> {
+    /// # Errors
+    /// When a flag makes no sense, or the model fits on no number of GPUs.
+    pub(super) fn new(args: &'a PlanArgs) -> anyhow::Result<Search<'a>> {
+        args.validate()?;
+        let shapes = shapes(args)?;
+        let trace = args.simulation(&shapes[0], 1).trace()?;
+        let num_second = NUM_KEPT.min(shapes.len()) * (TOKEN_BUDGETS.len() * MAX_RUNNING.len() - 1);
+        let num_all = shapes.len() + num_second + NUM_KEPT * (args.seeds.len() - 1) + LOADS.len();
+        Ok(Search { args, trace, shapes, num_done: 0, num_all })
+    }
+
+    pub(super) fn run(mut self, progress: &mut Progress) -> anyhow::Result<Found> {
+        let shapes = std::mem::take(&mut self.shapes);
+        let mut all = self.try_all(shapes, progress)?;
+        self.sort(&mut all);
+        let mut limits = Vec::new();
+        for Candidate { deployment, .. } in all.iter().take(NUM_KEPT) {
+            for token_budget in TOKEN_BUDGETS {
+                for max_running in MAX_RUNNING {
+                    let other = Deployment { token_budget, max_running, ..deployment.clone() };
+                    limits.extend((other != *deployment).then_some(other));
+                }
+            }
+        }
+        all.extend(self.try_all(limits, progress)?);
+        self.sort(&mut all);
+        let num_tried = all.len();
+        let mut shapes = Vec::new();
+        all.retain(|candidate| {
+            let shape = candidate.deployment.shape();
+            let is_new = !shapes.contains(&shape);
+            shapes.extend(is_new.then_some(shape));
+            is_new && shapes.len() <= NUM_KEPT
+        });
+        for candidate in &mut all {
+            for &seed in &self.args.seeds[1..] {
+                let summary = self.simulate(&candidate.deployment, seed, 1.0, progress)?;
+                candidate.summaries.push(summary);
+            }
+        }
+        self.sort(&mut all);
+        let headroom = self.headroom(&all[0], progress)?;
+        progress.clear();
+        Ok(Found { best: all, num_tried, headroom })
+    }
+
+    fn sort(&self, candidates: &mut [Candidate]) {
+        // Stable: of equals the one that was tried first.
+        candidates.sort_by(|a, b| b.score(self.args).total_cmp(&a.score(self.args)));
+    }
+
+    fn try_all(
+        &mut self,
+        deployments: Vec<Deployment>,
+        progress: &mut Progress,
+    ) -> anyhow::Result<Vec<Candidate>> {
+        let mut tried = Vec::with_capacity(deployments.len());
+        for deployment in deployments {
+            let summaries = vec![self.simulate(&deployment, self.args.seeds[0], 1.0, progress)?];
+            tried.push(Candidate { deployment, summaries });
+        }
+        Ok(tried)
+    }
+
+    fn simulate(
+        &mut self,
+        deployment: &Deployment,
+        seed: u64,
+        load: f64,
+        progress: &mut Progress,
+    ) -> anyhow::Result<SimSummary> {
+        progress.tell(self.num_done, self.num_all, &deployment.describe(self.args.gpus));
+        self.num_done += 1;
+        let args = self.args.simulation(deployment, seed);
+        let setup = Setup::new(&args, &self.trace)?;
+        let variant = Variant::of_args(&args, &args.policies()?[0]);
+        let spec = setup.cluster(&args, &variant, seed)?;
+        let mut arrivals = args.arrivals(load, &self.trace)?.of(&self.trace, seed);
+        arrivals.truncate(args.requests.unwrap_or(usize::MAX));
+        Ok(simulate(&spec, &self.trace, &arrivals, &mut |_| {}).summary())
+    }
+
+    /// How much more load it serves.
+    fn headroom(&mut self, best: &Candidate, progress: &mut Progress) -> anyhow::Result<String> {
+        let is_served = |summary: &SimSummary| summary.good_share() >= SERVED;
+        if !is_served(&SimSummary::mean(&best.summaries)) {
+            return Ok(format!(
+                "too much for these GPUs: fewer than {:.0} % of the requests meet both SLOs",
+                100.0 * SERVED
+            ));
+        }
+        let mut served = 1.0;
+        for load in LOADS {
+            if !is_served(&self.simulate(&best.deployment, self.args.seeds[0], load, progress)?) {
+                return Ok(format!(
+                    "x{served} of this is served ({:.0} % of requests within both SLOs), x{load} is not",
+                    100.0 * SERVED
+                ));
+            }
+            served = load;
+        }
+        Ok(format!("x{served} of this is served, too"))
+    }
+}
+
+/// Deployments that differ in degree and share, and are possible.
+fn shapes(args: &PlanArgs) -> anyhow::Result<Vec<Deployment>> {
+    let config = model::config(&args.model)?;
+    let mut shapes = Vec::new();
+    let mut why = None;
+    for tensor_parallel in DEGREES {
+        if tensor_parallel > args.gpus.min(args.gpus_per_host)
+            || DecoderShard::new(&config.decoder, Rank { idx: 0, num_ranks: tensor_parallel }).is_err()
+        {
+            continue;
+        }
+        if let Err(error) = ModelOnDevice::new(&args.model, &args.device, tensor_parallel) {
+            why = Some(error);
+            continue;
+        }
+        let num_workers = args.gpus / tensor_parallel;
+        let mut shares: Vec<usize> = PREFILL_EIGHTHS.map(|share| share * num_workers / 8).collect();
+        shares.dedup();
+        shapes.extend(shares.into_iter().map(|num_prefill| Deployment {
+            tensor_parallel,
+            num_prefill,
+            num_decode: num_workers - num_prefill,
+            token_budget: FIRST_BUDGET,
+            max_running: FIRST_RUNNING,
+        }));
+    }
+    if let (true, Some(error)) = (shapes.is_empty(), why) {
+        return Err(error.context(format!("{} does not fit on {} x {}", args.model, args.gpus, args.device)));
+    }
+    ensure!(!shapes.is_empty(), "the heads of {} cannot be divided among {} GPUs", args.model, args.gpus);
+    Ok(shapes)
+}

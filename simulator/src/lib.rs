@@ -1,0 +1,37 @@
+//! A simulator of a whole cluster: the real scheduler, block pool and prefix cache of the engine, the real planner, ledger and
+//! retry rules of the router, under a virtual clock. A step takes what `baton-cost` says; nothing else is computed.
+//!
+//! In reading order:
+//! - [`time`](SimTime), `random` and `event_queue`: the virtual clock, chance by seed, what happens next;
+//! - [`trace`]: which requests come, and when;
+//! - [`model`]: the shape of a model on devices;
+//! - [`cluster`](ClusterSpec): which workers there are, and what happens to them;
+//! - `worker` and `router`: one of each, around the real parts;
+//! - `run`: the events that connect them;
+//! - [`policies`]: what other systems would do, to compare with;
+//! - [`report`]: what came of it, as text and as a picture;
+//! - [`command`]: `baton simulate` and `baton plan`.
+//!
+//! The same seed gives the same bytes. It does not know the network, threads of servers, text or weights.
+#![forbid(unsafe_code)]
+
+mod cluster;
+mod event_queue;
+mod random;
+mod router;
+mod run;
+mod time;
+mod worker;
+
+pub mod command;
+pub mod hit_rate;
+pub mod model;
+pub mod policies;
+pub mod report;
+pub mod trace;
+
+pub use cluster::{Change, ChangeKind, ClusterSpec, PolicyName, SloTarget, WorkerSpec};
+pub use command::{PlanArgs, SimulateArgs, run, run_plan};
+pub use report::{Outcome, RequestEnd, SimReport};
+pub use run::{Simulation, simulate};
+pub use time::SimTime;

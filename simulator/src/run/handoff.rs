@@ -1,0 +1,194 @@
+//! KV that moves between workers: of prompts that are computed for a decode worker, and of cached prefixes.
+//!
+//! A transfer is not simulated message by message. Pieces leave as layers are computed, over one outgoing link of each worker,
+//! one transfer after the other:
+//!
+//! ```text
+//! begins = later of: blocks granted, computing began, link free
+//! ends   = later of: begins + bytes / rate, computed + last layer / rate; and the latency
+//! ```
+
+use baton_engine::sequence::{SequenceId, SequenceRole};
+use baton_planner::WorkerKey;
+
+use super::{
+    Event, Simulation,
+    live::{Fetch, Granted, Held, with_output},
+};
+use crate::{report::RequestEnd, time::SimTime, worker::RequestIdx, worker::Worker};
+
+impl Simulation<'_> {
+    /// A sequence or a reservation holds blocks now.
+    pub(super) fn on_admitted(&mut self, idx: usize, id: SequenceId, num_cached_blocks: usize) {
+        let now = self.now();
+        let request = Worker::request_of(id);
+        let Some(live) = self.live[request as usize].as_mut() else { return };
+        let router = live.router;
+        let Some(attempt) = live.attempt.as_mut() else { return };
+        let (is_remote, computes) = (attempt.prefill.is_some(), attempt.computes());
+        let is_reservation = is_remote
+            && !attempt.is_decoding
+            && attempt.decode_sequence.is_some_and(|held| held.worker == idx && held.id == id);
+        if is_reservation {
+            attempt.granted = Some(Granted { at: now, num_cached_blocks });
+            self.workers[idx].covered.push((router, attempt.decode_ticket));
+            return self.transfer(request);
+        }
+        let sequence = self.workers[idx].scheduler.sequence(id);
+        let num_cached = sequence.map_or(0, |sequence| sequence.num_cached_tokens()) as u32;
+        if is_remote && attempt.prefill == Some(idx) {
+            attempt.prefill_began = now;
+            let number = attempt.number;
+            self.queue.push(now + self.spec.call, Event::Reserve { request, attempt: number });
+        }
+        if idx == computes {
+            let outcome = &mut self.outcomes[request as usize];
+            outcome.num_cached_tokens = num_cached.min(outcome.num_prompt_tokens);
+        }
+    }
+
+    /// Sets blocks aside at the decode worker.
+    pub(super) fn reserve(&mut self, request: RequestIdx, number: u32) {
+        let idx = request as usize;
+        let root = self.roots[self.arrivals[idx].copy as usize];
+        let Some(live) = self.live[idx].as_mut() else { return };
+        let Some(attempt) = live.attempt.as_mut().filter(|attempt| attempt.number == number) else { return };
+        let hashes = with_output(&live.hashes, request, attempt.num_tokens, self.block_size);
+        // The first token may have come from the prefill worker meanwhile.
+        let max_tokens = attempt.num_tokens + self.num_left[idx] as usize + 1;
+        let decode = attempt.decode;
+        let worker = &mut self.workers[decode];
+        let most = worker.spec.num_blocks * self.block_size;
+        let max_tokens = max_tokens.min(most + 1);
+        let id = worker.add(request, SequenceRole::Decode, attempt.num_tokens, max_tokens, &hashes, root);
+        attempt.decode_sequence = Some(Held { worker: decode, life: worker.life, id });
+        self.kick(decode);
+    }
+
+    /// A prefill worker has the first token of a request.
+    pub(super) fn prefilled(&mut self, request: RequestIdx) {
+        let now = self.now();
+        let idx = request as usize;
+        let Some(live) = self.live[idx].as_mut() else { return };
+        let Some(attempt) = live.attempt.as_mut() else { return };
+        attempt.computed = Some(now);
+        self.num_left[idx] -= 1;
+        // To the decode worker, and to the router.
+        self.first_token(request, now + self.spec.call + self.spec.call);
+        if self.num_left[idx] == 0 {
+            return self.end(request, RequestEnd::Finished);
+        }
+        self.transfer(request);
+    }
+
+    /// Says when the KV has come, once blocks are granted and the prompt is computed.
+    fn transfer(&mut self, request: RequestIdx) {
+        let Some(live) = self.live[request as usize].as_mut() else { return };
+        let Some(attempt) = live.attempt.as_mut() else { return };
+        let (Some(granted), Some(computed), Some(prefill)) =
+            (attempt.granted, attempt.computed, attempt.prefill)
+        else {
+            return;
+        };
+        let worker = &mut self.workers[prefill];
+        let num_cached = granted.num_cached_blocks * self.block_size;
+        let num_tokens = attempt.num_tokens.saturating_sub(num_cached);
+        let num_bytes = num_tokens as f64 * worker.spec.kv_bytes_per_token;
+        let rate = self.spec.link.bytes_per_second;
+        let begins = granted.at.max(attempt.prefill_began).max(worker.link_free_at);
+        let sent = begins + SimTime::from_seconds(num_bytes / rate);
+        let last_layer = num_bytes / rate / worker.spec.kv_format.num_layers.max(1) as f64;
+        let ends = sent.max(computed + SimTime::from_seconds(last_layer))
+            + SimTime::from_seconds(self.spec.link.latency_seconds);
+        worker.link_free_at = sent;
+        worker.links.observe(num_bytes as u64, self.spec.link.seconds(num_bytes));
+        let attempt = attempt.number;
+        self.queue.push(ends, Event::Transferred { request, attempt });
+    }
+
+    /// The decode worker has the prompt's KV: it decodes, and the prefill worker gives its blocks up.
+    pub(super) fn transferred(&mut self, request: RequestIdx, number: u32) {
+        let Some(attempt) = self.attempt(request, number) else { return };
+        let (decode, prefill) = (attempt.decode_sequence, attempt.prefill_sequence.take());
+        attempt.is_decoding = true;
+        let decode = decode.expect("blocks were granted");
+        self.workers[decode.worker].scheduler.start_decode(decode.id, request);
+        if let Some(prefill) = prefill.filter(|held| self.holds(held)) {
+            self.workers[prefill.worker].scheduler.release(prefill.id);
+            self.workers[prefill.worker].present.remove(&request);
+            self.kick(prefill.worker);
+        }
+        self.kick(decode.worker);
+    }
+
+    /// Begins to fetch what `source` has of the prompt. False when that is nothing, or there is no room for it.
+    pub(super) fn fetch(&mut self, request: RequestIdx, source: &WorkerKey) -> bool {
+        let now = self.now();
+        let Some(live) = self.live[request as usize].as_mut() else { return false };
+        let from = self.routers[live.router as usize].place(&source.id);
+        let Some(attempt) = live.attempt.as_mut() else { return false };
+        let to = attempt.computes();
+        if from == to
+            || !self.workers[from].is_alive
+            || self.workers[from].record.incarnation != source.incarnation
+        {
+            return false;
+        }
+        // The last token is computed in any case.
+        let num_sharable = attempt.num_tokens.saturating_sub(1) / self.block_size;
+        let hashes = &live.hashes[..live.hashes.len().min(num_sharable)];
+        let from_id = self.workers[from].next_id(request);
+        let num_blocks = self.workers[from].scheduler.hold_cached(from_id, hashes).len();
+        let to_id = self.workers[to].next_id(request);
+        let reserved = self.workers[to].scheduler.reserve_prefix(to_id, &hashes[..num_blocks]);
+        let num_fetched = reserved.as_ref().map_or(0, |found| num_blocks - found.num_cached_blocks);
+        if num_fetched == 0 {
+            self.workers[from].scheduler.release(from_id);
+            self.workers[to].scheduler.release(to_id);
+            return false;
+        }
+        let num_bytes = (num_fetched * self.block_size) as f64 * self.workers[to].spec.kv_bytes_per_token;
+        let begins = now.max(self.workers[from].link_free_at);
+        let ends = begins + SimTime::from_seconds(self.spec.link.seconds(num_bytes));
+        self.workers[from].link_free_at = ends;
+        self.workers[from].links.observe(num_bytes as u64, self.spec.link.seconds(num_bytes));
+        attempt.fetch = Some(Fetch {
+            from: Held { worker: from, life: self.workers[from].life, id: from_id },
+            to: Held { worker: to, life: self.workers[to].life, id: to_id },
+            num_blocks,
+        });
+        self.workers[from].present.insert(request);
+        self.workers[to].present.insert(request);
+        let attempt = attempt.number;
+        self.queue.push(ends, Event::Fetched { request, attempt });
+        true
+    }
+
+    pub(super) fn fetched(&mut self, request: RequestIdx, number: u32) {
+        if self.attempt(request, number).is_some_and(|attempt| attempt.fetch.is_some()) {
+            self.fetch_ended(request, true);
+        }
+    }
+
+    /// A fetch is over: the prefix has come, or its source is gone. The rest of the prompt is computed.
+    pub(super) fn fetch_ended(&mut self, request: RequestIdx, has_come: bool) {
+        let Some(live) = self.live[request as usize].as_mut() else { return };
+        let Some(attempt) = live.attempt.as_mut() else { return };
+        let Some(Fetch { from, to, num_blocks }) = attempt.fetch.take() else { return };
+        let is_decode = attempt.decode == from.worker;
+        if has_come {
+            self.workers[to.worker].scheduler.cache_prefix(to.id, &live.hashes[..num_blocks]);
+            self.outcomes[request as usize].num_fetched_tokens += (num_blocks * self.block_size) as u32;
+        }
+        for held in [from, to] {
+            if self.holds(&held) {
+                self.workers[held.worker].scheduler.release(held.id);
+            }
+        }
+        if !is_decode {
+            self.workers[from.worker].present.remove(&request);
+        }
+        self.compute(request);
+        self.kick(from.worker);
+    }
+}

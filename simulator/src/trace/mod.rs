@@ -1,0 +1,122 @@
+//! Which requests come, and when: a [`Trace`] of lengths and prefixes, read from a file or made, and [`Arrivals`], the
+//! moments at which its requests come.
+
+mod arrivals;
+mod azure;
+mod mooncake;
+mod request;
+
+use std::path::Path;
+
+pub use arrivals::{Arrival, Arrivals, Bursts};
+pub use request::{MAX_TOKENS, Trace, TraceError, TraceRequest};
+
+impl Trace {
+    /// Reads a trace: Mooncake's JSONL or Azure's CSV, by its first character.
+    ///
+    /// # Errors
+    /// When the file cannot be read, or a line cannot be true.
+    pub fn read(path: &Path) -> Result<Trace, TraceError> {
+        let name = path.display().to_string();
+        let text =
+            std::fs::read_to_string(path).map_err(|source| TraceError::Io { path: name.clone(), source })?;
+        Trace::parse(&name, &text)
+    }
+
+    /// Parses the text of a trace; `path` is for messages.
+    ///
+    /// # Errors
+    /// As [`read`](Self::read).
+    pub fn parse(path: &str, text: &str) -> Result<Trace, TraceError> {
+        let parsed =
+            if text.trim_start().starts_with('{') { mooncake::parse(text) } else { azure::parse(text) };
+        let mut trace =
+            parsed.map_err(|(line, what)| TraceError::Line { path: path.to_owned(), line, what })?;
+        if trace.requests.is_empty() {
+            return Err(TraceError::Empty { path: path.to_owned() });
+        }
+        // Real traces are nearly in order.
+        trace.requests.sort_by(|a, b| a.seconds.total_cmp(&b.seconds));
+        let first = trace.requests[0].seconds;
+        trace.requests.iter_mut().for_each(|request| request.seconds -= first);
+        Ok(trace)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn error(text: &str) -> String {
+        Trace::parse("t", text).expect_err("it is refused").to_string()
+    }
+
+    #[test]
+    fn both_formats_are_read() {
+        let mooncake = r#"{"timestamp": 3000, "input_length": 600, "output_length": 5, "hash_ids": [0, 7]}
+            {"timestamp": 0, "input_length": 512, "output_length": 0, "hash_ids": [0]}"#;
+        let trace = Trace::parse("t", mooncake).expect("a trace");
+        let [first, second] = trace.requests[..] else { panic!("{trace:?}") };
+        assert_eq!((first.seconds, first.num_prompt_tokens, first.num_output_tokens), (0.0, 512, 1));
+        assert_eq!((second.seconds, trace.hash_ids(&second)), (3.0, &[0, 7][..]));
+        assert_eq!((trace.block_tokens, trace.quantum_seconds), (512, 3.0));
+
+        let azure = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 23:59:59.5000000,374,44\n\n\
+                     2023-11-17 00:00:01.2500000,396,109\n";
+        let trace = Trace::parse("t", azure).expect("a trace");
+        let [first, second] = trace.requests[..] else { panic!("{trace:?}") };
+        assert_eq!((first.seconds, first.num_prompt_tokens, first.num_output_tokens), (0.0, 374, 44));
+        assert!((second.seconds - 1.75).abs() < 1e-6, "{}", second.seconds);
+        assert_eq!((trace.block_tokens, trace.hash_ids(&second).len()), (0, 0));
+    }
+
+    #[test]
+    fn what_cannot_be_true_is_refused_by_line() {
+        let line = |fields: &str| {
+            format!(
+                "{{\"timestamp\": 0, \"input_length\": 5, \"output_length\": 1, \"hash_ids\": [1]}}\n{{{fields}}}"
+            )
+        };
+        for (fields, expected) in [
+            (
+                r#""timestamp": -1, "input_length": 5, "output_length": 1, "hash_ids": [1]"#,
+                "its time is -0.001",
+            ),
+            (r#""timestamp": 1e300, "input_length": 5, "output_length": 1, "hash_ids": [1]"#, "its time is"),
+            (
+                r#""timestamp": 0, "input_length": 99999999, "output_length": 1, "hash_ids": [1]"#,
+                "99999999 tokens",
+            ),
+            (
+                r#""timestamp": 0, "input_length": 5, "output_length": 99999999, "hash_ids": [1]"#,
+                "its answer has",
+            ),
+            (
+                r#""timestamp": 0, "input_length": 0, "output_length": 1, "hash_ids": []"#,
+                "its prompt is empty",
+            ),
+            (
+                r#""timestamp": 0, "input_length": 513, "output_length": 1, "hash_ids": [1]"#,
+                "1 hash ids for 513 tokens",
+            ),
+            (r#""timestamp": 0, "input_length": -5, "output_length": 1, "hash_ids": [1]"#, "invalid value"),
+            (r#""input_length": 5, "output_length": 1, "hash_ids": [1]"#, "missing field `timestamp`"),
+        ] {
+            let said = error(&line(fields));
+            assert!(said.contains(expected) && said.contains("line 2"), "{said} does not say {expected}");
+        }
+        let csv = |row: &str| format!("TIMESTAMP,ContextTokens,GeneratedTokens\n{row}\n");
+        for (row, expected) in [
+            ("2023-11-16 18:15:46.68,1", "3 columns"),
+            ("2023-13-16 18:15:46.68,1,1", "is no time"),
+            ("yesterday,1,1", "is no time"),
+            ("2023-11-16 18:15:46.68,-1,1", "\"-1\" is no number of tokens"),
+            ("2023-11-16 18:15:46.68,99999999999,1", "99999999999 tokens"),
+        ] {
+            let said = error(&csv(row));
+            assert!(said.contains(expected) && said.contains("line 2"), "{said} does not say {expected}");
+        }
+        assert!(error("").contains("no request") || error("").contains("line 1"), "{}", error(""));
+        assert!(error("hello\n1,2,3").contains("line 1"));
+    }
+}

@@ -1,0 +1,188 @@
+//! `baton simulate` as it is called.
+
+use baton_simulator::{
+    PlanArgs, SimulateArgs,
+    command::{run_plan_to, run_to},
+};
+use clap::{CommandFactory, Parser};
+
+#[derive(Debug, Parser)]
+struct Command {
+    #[command(flatten)]
+    args: SimulateArgs,
+}
+
+/// The first hundred seconds of Mooncake's conversation trace (Apache-2.0), as far as their hashes go.
+const EXCERPT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/data/mooncake_excerpt.jsonl");
+
+fn call(line: &str) -> Result<String, String> {
+    let words = std::iter::once("simulate").chain(line.split_whitespace());
+    let command = Command::try_parse_from(words).map_err(|error| error.to_string())?;
+    let mut out = Vec::new();
+    run_to(&command.args, &mut out).map_err(|error| format!("{error:#}"))?;
+    Ok(String::from_utf8(out).expect("text"))
+}
+
+#[test]
+fn the_command_line_is_consistent() {
+    Command::command().debug_assert();
+}
+
+#[test]
+fn a_trace_gives_numbers_and_a_picture_and_the_same_ones_again() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let page = |name: &str| {
+        let path = dir.path().join(name);
+        let line = format!(
+            "--trace {EXCERPT} --prefill 2 --decode 3 --policy baton,least-loaded --sweep 0.5,1 --slow d1=2 --fail d0@20 \
+             --join d0@40 --routers 2 --html {}",
+            path.display()
+        );
+        let said = call(&line).expect("it runs");
+        for part in ["== baton 2P 3D", "== least-loaded 0P 5D", "goodput", "ttft", "busy", "load x0.5"] {
+            assert!(said.contains(part), "{said} does not say {part}");
+        }
+        std::fs::read_to_string(path).expect("it was written")
+    };
+    let (first, second) = (page("a.html"), page("b.html"));
+    assert_eq!(first, second);
+    for part in
+        ["Goodput against load", "Time to the first token", "Workers over time", "<polyline", "d00000"]
+    {
+        assert!(first.contains(part), "the page lacks {part}");
+    }
+    assert!(!first.contains("<script") && !first.contains("http://") && !first.contains("NaN"));
+}
+
+#[test]
+fn a_grid_search_prints_every_setting_and_the_best() {
+    let said = call("--model llama-8b --tensor-parallel 1 --prefill 1 --decode 1 --rate 4 --requests 60 --policy all --tune")
+        .expect("it runs");
+    for part in
+        ["separated 1P 1D, budget 512", "prefix-only 0P 2D, budget 8192, imbalance 4", "-- the best of each"]
+    {
+        assert!(said.contains(part), "{said} does not say {part}");
+    }
+}
+
+#[test]
+fn half_names_every_other_worker() {
+    let said =
+        |slow: &str| call(&format!("--rate 6 --requests 60 --decode 3 --prefill 2 {slow}")).expect("it runs");
+    assert_eq!(said("--slow half=2"), said("--slow d1=2,p0=2"));
+    assert_ne!(said("--slow half=2"), said(""));
+}
+
+#[test]
+fn hit_rates_of_the_excerpt_are_those_of_its_blocks() {
+    let text = std::fs::read_to_string(EXCERPT).expect("it is in the repository");
+    // Counted without a pool: a block hits if an earlier prompt had it. Equal ids are equal prefixes.
+    let (mut seen, mut num_all, mut num_hits) = (std::collections::HashSet::new(), 0, 0);
+    for line in text.lines() {
+        let ids = line.split_once('[').expect("ids").1.trim_end_matches(['}', ']']);
+        let ids: Vec<u32> = ids.split(", ").map(|id| id.parse().expect("an id")).collect();
+        num_all += ids.len();
+        num_hits += ids.iter().filter(|id| seen.contains(*id)).count();
+        seen.extend(ids);
+    }
+    let said = call(&format!("--hit-rate --trace {EXCERPT}")).expect("it runs");
+    let expected = format!("{:.2} %", 100.0 * num_hits as f64 / num_all as f64);
+    let unlimited = said.lines().find(|line| line.contains("unlimited")).expect("a line");
+    assert_eq!(unlimited.matches(&expected).count(), 2, "{said}, expected {expected}");
+}
+
+#[test]
+fn calls_that_make_no_sense_say_why() {
+    for (line, expected) in [
+        ("", "give --rate or --trace"),
+        ("--rate 0", "--rate is 0"),
+        ("--rate nan", "--rate is NaN"),
+        ("--rate 1 --decode 0", "--decode is 0"),
+        ("--rate 1 --model gpt-5", "llama-70b"),
+        ("--rate 1 --device TPU", "H200"),
+        ("--rate 1 --tensor-parallel 1", "raise the tensor-parallel degree"),
+        ("--rate 1 --policy best", "least-loaded"),
+        ("--rate 1 --slow d9=2", "no worker is called \"d9\""),
+        ("--rate 1 --slow d1", "WORKER=NUMBER"),
+        ("--rate 1 --slow d1=0", "a step takes some time"),
+        ("--rate 1 --fail d0@-1", "-1 is not possible"),
+        ("--rate 1 --slo-ttft 0x", "above 0"),
+        ("--rate 1 --sweep 1,-1", "loads are above 0"),
+        ("--trace /does/not/exist", "cannot read trace"),
+        ("--hit-rate", "--hit-rate needs --trace"),
+        ("--rate 1 --kv-tokens 3", "not one block"),
+    ] {
+        let said = call(line).expect_err(line);
+        assert!(said.contains(expected), "{line}: {said:?} does not say {expected:?}");
+    }
+    let said = call(&format!("--trace {EXCERPT} --block-size 100")).expect_err("it does not divide");
+    assert!(said.contains("does not divide the 512"), "{said}");
+}
+
+#[derive(Debug, Parser)]
+struct Plan {
+    #[command(flatten)]
+    args: PlanArgs,
+}
+
+fn plan(line: &str) -> Result<String, String> {
+    let words = std::iter::once("plan").chain(line.split_whitespace());
+    let command = Plan::try_parse_from(words).map_err(|error| error.to_string())?;
+    let mut out = Vec::new();
+    run_plan_to(&command.args, &mut out).map_err(|error| format!("{error:#}"))?;
+    Ok(String::from_utf8(out).expect("text"))
+}
+
+/// What the chart is rendered with by its own check.
+const PLANNED: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../helm/baton/ci/planned-values.yaml");
+
+#[test]
+fn a_plan_has_a_deployment_its_numbers_and_the_values_of_the_chart() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let file = dir.path().join("values.yaml");
+    let line =
+        "--model llama-8b --device H200 --gpus 5 --rate 8 --requests 150 --prompt-tokens 3000 --seeds 1,2";
+    let said = plan(line).expect("it runs");
+    assert_eq!(said, plan(line).expect("it runs"), "two runs are equal");
+    for part in
+        ["the best of", "decode workers of", "2 seeds", " ± ", "within both SLOs", "next best:", "replicas:"]
+    {
+        assert!(said.contains(part), "{said} does not say {part}");
+    }
+    let written = plan(&format!("{line} --values {}", file.display())).expect("it runs");
+    assert!(!written.contains("replicas:"), "{written}");
+    let values = std::fs::read_to_string(&file).expect("it was written");
+    assert!(said.ends_with(&values));
+    assert_eq!(
+        values,
+        std::fs::read_to_string(PLANNED).expect("the chart's example"),
+        "copy it: the chart is checked with it"
+    );
+}
+
+#[test]
+fn a_plan_takes_what_meets_the_slos() {
+    // A step of one GPU reads 8 B parameters in 6 ms and more: only several GPUs together are faster.
+    let line = "--model llama-8b --device A100 --gpus 8 --rate 2 --requests 80 --prompt-tokens 500";
+    let fast = plan(&format!("{line} --slo-tpot 0.008 --seeds 1")).expect("it runs");
+    assert!(fast.contains("of 4 GPUs each") || fast.contains("of 8 GPUs each"), "{fast}");
+    assert!(fast.contains("one seed"), "{fast}");
+    let hopeless = plan(&format!("{line} --slo-ttft 0.001 --seeds 1")).expect("it runs");
+    assert!(hopeless.contains("too much for these GPUs"), "{hopeless}");
+}
+
+#[test]
+fn plans_that_make_no_sense_say_why() {
+    for (line, expected) in [
+        ("", "give --rate or --trace"),
+        ("--rate 1 --gpus 0", "--gpus is 0"),
+        ("--rate 1 --gpus 1", "does not fit on 1 x H100"),
+        ("--rate 1 --device TPU", "H200"),
+        ("--rate 1 --slo-ttft 0", "--slo-ttft is 0"),
+        ("--rate 1 --model gpt-5", "llama-70b"),
+        ("--trace /does/not/exist", "cannot read trace"),
+    ] {
+        let said = plan(line).expect_err(line);
+        assert!(said.contains(expected), "{line}: {said:?} does not say {expected:?}");
+    }
+}

@@ -1,0 +1,6 @@
+//! The simulator against what is known without it.
+
+mod cluster;
+mod command;
+mod queues;
+mod support;
