@@ -5,25 +5,27 @@ use baton_kv_cache::BlockId;
 use baton_model_spec::{Batch, BatchSequence};
 
 use crate::{
-    command::ReplyChannel,
+    blending::Head,
     events::PrefillEvent,
     execution::UNKNOWN,
     live::LiveRequests,
+    live_request::ReplyChannel,
     plan::{Chunk, StepPlan},
     sequence::SequenceId,
 };
 
 /// Blocks that a chunk of a prefill completes. They are announced layer by layer.
 pub(crate) struct Completion {
-    id: SequenceId,
+    pub(crate) id: SequenceId,
     first_block_idx: usize,
     blocks: Vec<BlockId>,
 }
 
 /// The tokens of a plan. A chunk that wants a token gets logits after its last token. A chunk with a draft gets logits
-/// after the token before the draft and after each token of the draft.
+/// after the token before the draft and after each token of the draft. Heads are left out: see [`heads`].
 pub(crate) fn batch<'a>(live: &'a LiveRequests, plan: &StepPlan) -> Batch<'a> {
-    let sequences = plan.chunks.iter().map(|chunk| {
+    let chunks = plan.chunks.iter().filter(|chunk| !live.is_head(chunk));
+    let sequences = chunks.map(|chunk| {
         let sequence = live.scheduler.sequence(chunk.id).expect("planned sequences run");
         BatchSequence {
             tokens: &sequence.tokens_and_draft()[chunk.start_idx..chunk.start_idx + chunk.num_tokens],
@@ -33,6 +35,14 @@ pub(crate) fn batch<'a>(live: &'a LiveRequests, plan: &StepPlan) -> Batch<'a> {
         }
     });
     Batch { sequences: sequences.collect() }
+}
+
+/// The heads of a plan, which are blended one by one.
+pub(crate) fn heads<'a>(
+    live: &'a LiveRequests,
+    plan: &'a StepPlan,
+) -> impl Iterator<Item = (SequenceId, Head<'a>)> {
+    plan.chunks.iter().filter(|chunk| live.is_head(chunk)).map(|chunk| (chunk.id, live.head(chunk)))
 }
 
 /// The batch of a plan that was decided before its tokens are known: one token of each sequence.

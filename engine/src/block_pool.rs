@@ -17,6 +17,7 @@
 use std::collections::{BTreeMap, HashMap};
 
 use baton_kv_cache::{BlockHash, BlockId};
+use baton_kv_events::{BlockKey, CacheEvent, PendingEvents};
 
 /// The blocks of one engine.
 #[derive(Debug)]
@@ -32,6 +33,8 @@ pub struct BlockPool {
     clock: u64,
     /// One more than the largest id ever allocated.
     num_used: usize,
+    /// What has changed in the prefix cache, if it is to be told.
+    events: Option<PendingEvents>,
 }
 
 #[derive(Clone, Debug, Default)]
@@ -71,7 +74,18 @@ impl BlockPool {
             by_hash: HashMap::new(),
             clock: 0,
             num_used: 0,
+            events: None,
         }
+    }
+
+    /// Keeps what is stored and evicted from now on, for [`take_events`](Self::take_events).
+    pub fn record_events(&mut self) {
+        self.events.get_or_insert_default();
+    }
+
+    /// What was stored and evicted since the last call.
+    pub fn take_events(&mut self) -> Vec<CacheEvent> {
+        self.events.as_mut().map(PendingEvents::take).unwrap_or_default()
     }
 
     /// All blocks.
@@ -111,6 +125,9 @@ impl BlockPool {
         let (_, id) = self.evictable.pop_first()?;
         let hash = self.blocks[id.idx()].hash.take().expect("an evictable block has a hash");
         self.by_hash.remove(&hash);
+        if let Some(events) = &mut self.events {
+            events.removed(key(hash));
+        }
         Some(id)
     }
 
@@ -153,20 +170,30 @@ impl BlockPool {
         }
     }
 
-    /// Declares that the owned `block` holds the KV that `hash` names, for good. When another block is cached under
-    /// `hash`, that one stays.
-    pub fn cache(&mut self, block: BlockId, hash: BlockHash) {
+    /// Declares that the owned `block` holds the KV that `hash` names, for good, which follows that of `after`. When another
+    /// block is cached under `hash`, that one stays.
+    pub fn cache(&mut self, block: BlockId, hash: BlockHash, after: Option<BlockHash>) {
         let entry = &mut self.blocks[block.idx()];
         debug_assert!(entry.num_owners > 0, "only an owner knows what a block holds");
         if entry.hash.is_none() && !self.by_hash.contains_key(&hash) {
             entry.hash = Some(hash);
             self.by_hash.insert(hash, block);
+            if let Some(events) = &mut self.events {
+                events.stored(after.map(key), key(hash));
+            }
         }
     }
 
-    /// [Caches](Self::cache) each block under its hash.
-    pub fn cache_all(&mut self, blocks: impl IntoIterator<Item = (BlockId, BlockHash)>) {
-        blocks.into_iter().for_each(|(block, hash)| self.cache(block, hash));
+    /// [Caches](Self::cache) blocks that follow each other, each under its hash.
+    pub fn cache_all(
+        &mut self,
+        mut after: Option<BlockHash>,
+        blocks: impl IntoIterator<Item = (BlockId, BlockHash)>,
+    ) {
+        for (block, hash) in blocks {
+            self.cache(block, hash, after);
+            after = Some(hash);
+        }
     }
 
     /// Checks every rule above and the counts of owners. `tables` are the block tables of all owners.
@@ -226,4 +253,8 @@ impl BlockPool {
         }
         Ok(report)
     }
+}
+
+fn key(hash: BlockHash) -> BlockKey {
+    BlockKey(hash.short())
 }

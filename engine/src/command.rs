@@ -1,21 +1,16 @@
 //! What other threads ask of the engine thread. `Command` is closed: nothing else crosses.
 
-use std::sync::{
-    Arc,
-    atomic::{AtomicUsize, Ordering},
-    mpsc,
-};
+use std::sync::mpsc;
 
 use baton_kv_cache::{BlockHash, BlockId};
 use tokio::sync::oneshot;
 
 use baton_model_spec::SampledToken;
-use baton_request::Request;
 
 use crate::{
     block_pool::PoolReport,
-    events::{PrefillEvent, Sink, TokenEvent},
-    sampler::TokenHistory,
+    events::{Sink, TokenEvent},
+    live_request::LiveRequest,
     scheduler::PrefixBlocks,
     sequence::{Sequence, SequenceId},
     status::IdleError,
@@ -27,7 +22,7 @@ pub(crate) type Commands = mpsc::Sender<Command>;
 
 pub(crate) enum Command {
     /// A new sequence.
-    Submit(Box<Submission>),
+    Submit(Sequence, Box<LiveRequest>),
     /// The prompt of a granted reservation is computed. Continue after its first token.
     Decode { id: SequenceId, first: SampledToken, sink: Sink<TokenEvent> },
     /// The reader of the sequence's events is gone.
@@ -44,49 +39,6 @@ pub(crate) enum Command {
     CheckIdle(oneshot::Sender<Result<PoolReport, IdleError>>),
     /// End every stream, then the thread.
     Shutdown,
-}
-
-pub(crate) struct Submission {
-    pub(crate) sequence: Sequence,
-    pub(crate) request: Request,
-    pub(crate) history: TokenHistory,
-    pub(crate) reply: ReplyChannel,
-    pub(crate) slot: QueueSlot,
-}
-
-/// Where a request's events go, by role.
-pub(crate) enum ReplyChannel {
-    Tokens(Sink<TokenEvent>),
-    Prefill(Sink<PrefillEvent>),
-    /// `None` after the grant. Then `Decode` brings a sink.
-    Reservation(Option<oneshot::Sender<Grant>>),
-}
-
-/// The blocks of a reservation, sent when it is admitted.
-#[derive(Debug)]
-pub(crate) struct Grant {
-    pub(crate) blocks: Vec<BlockId>,
-    /// So many of them at the front are cached.
-    pub(crate) num_cached_blocks: usize,
-}
-
-/// A slot in the queue, held from submission until admission or the end.
-#[derive(Debug)]
-pub(crate) struct QueueSlot(Arc<AtomicUsize>);
-
-impl QueueSlot {
-    /// Takes one of at most `max_waiting` slots. `Err` with the number of taken slots when none is free.
-    pub(crate) fn take(num_taken: &Arc<AtomicUsize>, max_waiting: usize) -> Result<QueueSlot, usize> {
-        let more = |num| (num < max_waiting).then_some(num + 1);
-        num_taken.try_update(Ordering::AcqRel, Ordering::Acquire, more)?;
-        Ok(QueueSlot(num_taken.clone()))
-    }
-}
-
-impl Drop for QueueSlot {
-    fn drop(&mut self) {
-        self.0.fetch_sub(1, Ordering::AcqRel);
-    }
 }
 
 /// Sends a command about a sequence when it is dropped.

@@ -1,6 +1,13 @@
 //! The configuration of an engine.
 
-use std::time::{Duration, Instant};
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use baton_cost::StepLine;
+use baton_grammar::GrammarCompiler;
+use baton_model_spec::BlendRatio;
 
 /// Sizes and limits of one engine.
 #[derive(Clone, Debug)]
@@ -24,8 +31,28 @@ pub struct EngineConfig {
     pub prefix_cache: bool,
     /// Identity of the weights: part of every block's hash.
     pub model_revision: String,
+    /// What a step takes, before any was measured; `None`: the first step tells.
+    pub step_prior: Option<StepLine>,
+    /// Compiles the grammars of requests; `None`: a request with a grammar is refused.
+    pub grammars: Option<Arc<GrammarCompiler>>,
+    /// How prompts with passages are blended; `None`: they are computed as ever.
+    pub blending: Option<BlendConfig>,
     /// [`Instant::now`]. Measures steps; tokens do not depend on it.
     pub clock: fn() -> Instant,
+    /// How long the calling thread has waited for a processor since it began. The waits of the engine's thread are no part of
+    /// what steps take.
+    pub thread_waits: fn() -> Duration,
+}
+
+/// How an engine blends prompts.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct BlendConfig {
+    /// Bytes of KV of passages that are kept for later prompts.
+    pub max_store_bytes: usize,
+    /// The part of the passages' tokens that is computed again, for requests that name none.
+    pub ratio: BlendRatio,
+    /// So many tokens at the start of each passage are computed again, too.
+    pub num_first_tokens: usize,
 }
 
 /// Why an engine did not start.

@@ -5,6 +5,7 @@
 
 use std::ops::Range;
 
+use baton_grammar::GrammarError;
 use baton_kv_cache::BlockId;
 use tokio::sync::mpsc;
 
@@ -72,6 +73,9 @@ pub enum EngineError {
     /// The model computed NaN or infinite logits for this request. Other requests continue.
     #[error("the model's logits are not finite")]
     InvalidLogits,
+    /// The request's grammar cannot go on. Other requests continue.
+    #[error(transparent)]
+    Grammar(#[from] GrammarError),
     /// The device failed. The engine has ended.
     #[error("the executor failed: {message}")]
     Executor {

@@ -6,8 +6,11 @@ use std::{
     panic::{AssertUnwindSafe, catch_unwind},
 };
 
-use baton_kv_cache::BlockStorage;
-use baton_model_spec::{Batch, ExecuteError, Executor, SampledRow, TokenSampling};
+use baton_kv_cache::{BlockId, BlockStorage};
+use baton_model_spec::{
+    Batch, BlendedPrompt, BlendingExecutor, ExecuteError, Executor, InvalidLogits, PassageKv, SampledRow,
+    TokenSampling,
+};
 
 use crate::events::EngineError;
 
@@ -47,6 +50,39 @@ pub(crate) fn launch(
     Ok(outcome??)
 }
 
+/// Computes the KV of a passage on its own, in the blocks of a sequence.
+pub(crate) fn compute_passage(
+    executor: &mut dyn Executor,
+    tokens: &[u32],
+    blocks: &[BlockId],
+    storage: &BlockStorage,
+) -> Result<PassageKv, EngineError> {
+    let executor = blending(executor);
+    // SAFETY: a head is computed from its first token on, so all its blocks are its sequence's own, and no layer of them
+    // was announced.
+    #[allow(unsafe_code)]
+    let outcome = catch_panic(move || unsafe { executor.compute_passage(tokens, blocks, storage) });
+    Ok(outcome??)
+}
+
+/// Blends the head of a sequence. Returns the number of tokens that were computed in all layers.
+pub(crate) fn blend(
+    executor: &mut dyn Executor,
+    prompt: &BlendedPrompt<'_>,
+    storage: &BlockStorage,
+    on_layer: &mut dyn FnMut(usize),
+) -> Result<usize, EngineError> {
+    let executor = blending(executor);
+    // SAFETY: as for `compute_passage`; readers wait for `on_layer`.
+    #[allow(unsafe_code)]
+    let outcome = catch_panic(move || unsafe { executor.blend(prompt, storage, on_layer) });
+    Ok(outcome??)
+}
+
+fn blending(executor: &mut dyn Executor) -> &mut dyn BlendingExecutor {
+    executor.blending().expect("a sequence has a head only if the executor blends")
+}
+
 /// Waits for the oldest launched step.
 pub(crate) fn collect<'e>(
     executor: &'e mut dyn Executor,
@@ -59,6 +95,12 @@ pub(crate) fn collect<'e>(
 /// Turns a panic of the executor into an error. The engine ends after it and does not use the executor again.
 fn catch_panic<T>(execute: impl FnOnce() -> T) -> Result<T, EngineError> {
     catch_unwind(AssertUnwindSafe(execute)).map_err(|panic| EngineError::from_panic(&*panic))
+}
+
+impl From<InvalidLogits> for EngineError {
+    fn from(InvalidLogits: InvalidLogits) -> EngineError {
+        EngineError::InvalidLogits
+    }
 }
 
 impl From<ExecuteError> for EngineError {

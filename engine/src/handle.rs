@@ -9,19 +9,22 @@ use std::{
     time::Duration,
 };
 
-use baton_kv_cache::{BlockId, BlockStorage, HashRoot};
+use baton_grammar::{GrammarError, TokenMatcher};
+use baton_kv_cache::{BlockId, BlockStorage};
 use baton_model_spec::SampledToken;
 use baton_request::{InvalidRequest, Problem, Request};
 use tokio::sync::{oneshot, watch};
 
 use crate::{
+    blending::{BlendCounters, BlendCounts, hash_root, marks},
     block_pool::PoolReport,
-    command::{Command, Commands, DropCommand, Grant, QueueSlot, ReplyChannel, Submission},
+    cache_log::CacheLog,
+    command::{Command, Commands, DropCommand},
     config::EngineConfig,
     events::{DraftCounts, Sink},
-    sampler::TokenHistory,
+    live_request::{Grant, LiveRequest, QueueSlot, ReplyChannel},
     sequence::{Sequence, SequenceId, SequenceRole},
-    status::{DraftCounters, EngineLoad, IdleError, Progress},
+    status::{DraftCounters, EngineLoad, EnginePace, EngineTotals, IdleError, Progress},
     streams::{PrefillEvents, TokenStream},
 };
 
@@ -43,7 +46,9 @@ pub(crate) struct HandleState {
     pub(crate) load: watch::Receiver<EngineLoad>,
     pub(crate) drafter: Option<&'static str>,
     pub(crate) draft_counters: Arc<DraftCounters>,
+    pub(crate) blend_counters: Arc<BlendCounters>,
     pub(crate) progress: Arc<Progress>,
+    pub(crate) cache_log: CacheLog,
 }
 
 /// Why a request was not accepted.
@@ -60,6 +65,9 @@ pub enum SubmitError {
         /// The limit.
         max_waiting: usize,
     },
+    /// The request's grammar cannot be used here.
+    #[error("grammar: {0}")]
+    Grammar(#[from] GrammarError),
     /// The engine ends. Try another worker.
     #[error("the engine is shutting down")]
     ShuttingDown,
@@ -181,9 +189,46 @@ impl EngineHandle {
         self.state.load.clone()
     }
 
+    /// The engine's load now, with what was submitted since its last step began.
+    pub fn load_now(&self) -> EngineLoad {
+        // The engine's part first: what it has taken by then was submitted before.
+        let load = *self.state.load.borrow();
+        load.with_submitted(self.state.progress.submitted())
+    }
+
+    /// What its prefix cache stores and evicts.
+    pub fn cache_log(&self) -> &CacheLog {
+        &self.state.cache_log
+    }
+
+    /// What its steps take.
+    pub fn pace(&self) -> EnginePace {
+        self.state.progress.pace()
+    }
+
+    /// Tokens that one step computes at most.
+    pub fn token_budget(&self) -> usize {
+        self.state.config.token_budget
+    }
+
+    /// Target time between tokens while prompts are computed beside decoding sequences.
+    pub fn itl_target(&self) -> Option<Duration> {
+        self.state.config.itl_target
+    }
+
     /// The drafter's name, "ngram" or "draft", and its counts; `None` without a drafter.
     pub fn drafts(&self) -> Option<(&'static str, DraftCounts)> {
         self.state.drafter.map(|drafter| (drafter, self.state.draft_counters.read()))
+    }
+
+    /// What it has blended.
+    pub fn blends(&self) -> BlendCounts {
+        self.state.blend_counters.read()
+    }
+
+    /// What it has done since it started.
+    pub fn totals(&self) -> EngineTotals {
+        self.state.progress.totals()
     }
 
     /// Tokens whose KV this engine has computed so far, drafts included.
@@ -237,17 +282,38 @@ impl EngineHandle {
         let slot = QueueSlot::take(&state.num_waiting, config.max_waiting)
             .map_err(|num_waiting| SubmitError::Full { num_waiting, max_waiting: config.max_waiting })?;
 
+        let matcher = self.matcher(&request)?;
         let id = self.next_id();
-        let root =
-            config.prefix_cache.then(|| HashRoot::new(&config.model_revision, "", &request.cache_salt));
+        let (num_head_tokens, is_shared) = match (marks(&request), role) {
+            (None, _) => (0, true),
+            (Some(marks), _) if config.blending.is_some() => (marks.end_idx(), true),
+            // Its KV comes from an engine that may have blended it, so it is not that of a full prefill.
+            (Some(_), SequenceRole::Decode) => (0, false),
+            (Some(_), SequenceRole::Generate | SequenceRole::Prefill) => {
+                state.blend_counters.add_refused();
+                (0, true)
+            }
+        };
+        let root = (config.prefix_cache && is_shared).then(|| hash_root(config, &request));
         let tokens = [&request.prompt[..], &request.output].concat();
         let max_num_tokens = request.max_num_tokens(config.context_length);
         let block_size = state.storage.layout().block_size;
-        let sequence = Sequence::new(id, role, tokens, max_num_tokens, block_size, root);
-        let history = TokenHistory::new(&request);
-        let submission = Submission { sequence, request, history, reply, slot };
-        self.send(Command::Submit(Box::new(submission)))?;
+        let sequence =
+            Sequence::new(id, role, tokens, max_num_tokens, block_size, root).with_head(num_head_tokens);
+        state.progress.submit(sequence.num_prompt_tokens_left());
+        self.send(Command::Submit(sequence, Box::new(LiveRequest::new(request, matcher, reply, slot))))?;
         Ok(DropCommand::new(id, state.commands.clone(), at_drop))
+    }
+
+    /// Compiles the grammar of a request, unless that was done before.
+    ///
+    /// # Errors
+    /// When the request has a grammar that cannot be used here.
+    pub fn matcher(&self, request: &Request) -> Result<Option<TokenMatcher>, GrammarError> {
+        let Some(grammar) = &request.sampling.grammar else { return Ok(None) };
+        let unknown = || GrammarError::vocabulary("the worker does not know the model's tokenizer");
+        let grammars = self.state.config.grammars.as_ref().ok_or_else(unknown)?;
+        grammars.matcher(grammar, &request.output).map(Some)
     }
 
     pub(crate) fn next_id(&self) -> SequenceId {

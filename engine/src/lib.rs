@@ -7,10 +7,15 @@
 //! - [`sampler`]: from logits to a token;
 //! - [`draft_length`]: how many tokens to draft for a sequence;
 //! - [`events`] and `streams`: what the engine says about a request;
+//! - `cache_log`: what its prefix cache stores and evicts;
 //! - `status`: what the engine publishes about itself;
+//! - `constraint`: the grammar of a request, and the masks of allowed tokens;
+//! - `execution`: calls of an executor;
+//! - `passage_store` and `blending`: KV of passages of text, and prompts that are blended from it;
+//! - `live_request`: one request, from its submission to its terminal event;
 //! - `command`: what other threads ask of the engine thread;
-//! - `live`: the running requests, from submission to their terminal event;
-//! - `execution` and `batch`: calls of an executor, and what it computes for a plan;
+//! - `live`: all requests of an engine, and its scheduler;
+//! - `batch`: what an executor computes for a plan;
 //! - [`speculation`]: which tokens are drafted;
 //! - `step_loop`: the thread that owns all of the above and an [`Executor`](baton_model_spec::Executor);
 //! - [`handle`] and `prefix`: how other threads use the engine;
@@ -24,19 +29,24 @@
 //!
 //! The engine does not know the network, protocol messages, text, or how blocks are transferred.
 
-// Two calls of an executor need unsafe code; each says why.
+// Calls of an executor need unsafe code; each says why.
 #![deny(unsafe_code)]
 
 mod batch;
+mod blending;
 pub mod block_pool;
+mod cache_log;
 mod command;
 mod config;
+mod constraint;
 pub mod draft_length;
 pub mod events;
 mod execution;
 pub mod handle;
 mod live;
+mod live_request;
 mod pages;
+mod passage_store;
 pub mod plan;
 mod prefix;
 pub mod sampler;
@@ -49,14 +59,18 @@ mod step_loop;
 mod step_time;
 mod streams;
 
-pub use baton_model_spec::{SampledToken, TokenLogprobs};
-pub use baton_request::{FinishReason, InvalidRequest, Problem, Request, SamplingParams, SpeculationMode};
+pub use baton_model_spec::{BlendRatio, SampledToken, TokenLogprobs};
+pub use baton_request::{
+    BlendMarks, FinishReason, InvalidRequest, Problem, Request, SamplingParams, SpeculationMode,
+};
+pub use blending::BlendCounts;
 pub use block_pool::{BlockPool, IntegrityError, PoolReport};
-pub use config::{EngineConfig, EngineStartError};
+pub use cache_log::CacheLog;
+pub use config::{BlendConfig, EngineConfig, EngineStartError};
 pub use events::{DraftCounts, EngineError, PrefillEvent, TokenEvent};
 pub use handle::{EngineHandle, HeldBlocks, Reservation, SubmitError};
 pub use prefix::{CachedPrefix, PrefixReservation};
 pub use speculation::{Drafter, Speculation};
 pub use start::{EngineThread, start, start_over};
-pub use status::{EngineLoad, IdleError};
+pub use status::{EngineLoad, EnginePace, EngineTotals, IdleError};
 pub use streams::{PrefillEvents, TokenStream};

@@ -3,23 +3,26 @@
 //!
 //! Dropping a live request tells its reader; see [`Sink`].
 
+mod constrained;
+
 use std::{collections::HashMap, mem, sync::Arc};
 
 use baton_kv_cache::KvLayout;
 use baton_model_spec::{SampledRow, SampledToken, TokenSampling};
-use baton_request::{FinishReason, Request, SpeculationMode};
+use baton_request::{FinishReason, SpeculationMode};
 
 use crate::{
+    blending::Head,
     block_pool::PoolReport,
-    command::{Grant, QueueSlot, ReplyChannel, Submission},
     config::EngineConfig,
-    draft_length::DraftLength,
+    constraint::MaskThread,
     events::{DraftCounts, EngineError, PrefillEvent, Sink, TokenEvent},
+    live_request::{Grant, LiveRequest, ReplyChannel},
     plan::{Admission, Chunk, StepPlan},
-    sampler::{InvalidLogits, Sampler, TokenHistory},
+    sampler::Sampler,
     scheduler::{Scheduler, SchedulerConfig},
-    sequence::SequenceId,
-    status::{DraftCounters, EngineLoad, IdleError},
+    sequence::{Sequence, SequenceId},
+    status::{DraftCounters, EngineLoad, EnginePace, IdleError, Submitted},
 };
 
 /// Every request of an engine, and its sequences.
@@ -27,20 +30,14 @@ pub(crate) struct LiveRequests {
     pub(crate) scheduler: Scheduler,
     requests: HashMap<SequenceId, LiveRequest>,
     sampler: Sampler,
+    masks: MaskThread,
     /// The tokens of one sequence in one step; reused.
     sampled: Sampled,
     draft_counters: Arc<DraftCounters>,
     context_length: usize,
     num_layers: usize,
-}
-
-struct LiveRequest {
-    request: Request,
-    history: TokenHistory,
-    reply: ReplyChannel,
-    draft_length: DraftLength,
-    /// Held until admission.
-    slot: Option<QueueSlot>,
+    /// What was submitted to this engine and has come here.
+    taken: Submitted,
 }
 
 /// The tokens sampled after a chunk.
@@ -64,20 +61,24 @@ impl LiveRequests {
                 max_running: config.max_running,
                 token_budget: config.token_budget,
                 itl_target: config.itl_target,
-            }),
+            })
+            .with_step_prior(config.step_prior)
+            .with_cache_events(),
             requests: HashMap::new(),
             sampler: Sampler::default(),
+            masks: MaskThread::default(),
             sampled: Sampled::default(),
             draft_counters,
             context_length: config.context_length,
             num_layers: layout.num_layers,
+            taken: Submitted::default(),
         }
     }
 
-    pub(crate) fn submit(&mut self, submission: Submission) {
-        let Submission { sequence, request, history, reply, slot } = submission;
-        let (draft_length, slot) = (DraftLength::default(), Some(slot));
-        self.requests.insert(sequence.id, LiveRequest { request, history, reply, draft_length, slot });
+    pub(crate) fn submit(&mut self, sequence: Sequence, request: LiveRequest) {
+        self.taken.num_requests += 1;
+        self.taken.num_tokens += sequence.num_prompt_tokens_left() as u64;
+        self.requests.insert(sequence.id, request);
         self.scheduler.add(sequence);
     }
 
@@ -86,9 +87,10 @@ impl LiveRequests {
         let live = self.requests.get_mut(&id).expect("a reservation is live until it is released or used");
         live.reply = ReplyChannel::Tokens(sink);
         self.scheduler.start_decode(id, first);
-        live.history.push(first);
-        if let Some(reason) = live.finish_after(first, self.context_length) {
-            self.finish(id, reason);
+        match live.take(first, self.context_length) {
+            Ok(None) => {}
+            Ok(Some(reason)) => self.finish(id, reason),
+            Err(error) => self.fail(id, error),
         }
     }
 
@@ -135,6 +137,20 @@ impl LiveRequests {
             num_free_blocks: self.scheduler.num_free_blocks(),
             num_total_blocks: self.scheduler.num_total_blocks(),
             num_queued_tokens: self.scheduler.num_queued_tokens(),
+            taken: self.taken,
+        }
+    }
+
+    /// What routers plan with.
+    pub(crate) fn pace(&self) -> EnginePace {
+        let decoding = self.scheduler.decoding();
+        EnginePace {
+            step: self.scheduler.step_line(),
+            num_steps: self.scheduler.num_measured_steps(),
+            num_decoding: decoding.num_tokens as usize,
+            num_context_tokens: decoding.num_context_tokens as usize,
+            num_queued_pairs: self.scheduler.num_queued_pairs(),
+            recent_itl_seconds: 0.0,
         }
     }
 
@@ -144,6 +160,16 @@ impl LiveRequests {
         for admission in &plan.admitted {
             self.requests.get_mut(&admission.id).expect("a waiting request is live").slot = None;
         }
+    }
+
+    /// Prompt tokens of a sequence that is admitted for the first time and computes its prompt here, and how many of them the
+    /// prefix cache supplied.
+    pub(crate) fn prompt_lookup(&self, admission: &Admission) -> Option<(usize, usize)> {
+        let live = &self.requests[&admission.id];
+        let computes = !matches!(live.reply, ReplyChannel::Reservation(_));
+        let sequence = self.scheduler.sequence(admission.id).filter(|_| admission.is_first && computes)?;
+        let num_tokens = live.request.prompt.len();
+        Some((num_tokens, sequence.num_cached_tokens().min(num_tokens)))
     }
 
     pub(crate) fn tell_admitted(&mut self, admission: &Admission) {
@@ -178,6 +204,18 @@ impl LiveRequests {
         }
     }
 
+    /// Whether a chunk is the head of its sequence. A step ahead has no heads; its sequences may have ended meanwhile.
+    pub(crate) fn is_head(&self, chunk: &Chunk) -> bool {
+        self.scheduler.sequence(chunk.id).is_some_and(|sequence| sequence.num_head_left() > 0)
+    }
+
+    /// The head of a sequence, which `chunk` is.
+    pub(crate) fn head(&self, chunk: &Chunk) -> Head<'_> {
+        let sequence = self.scheduler.sequence(chunk.id).expect("planned sequences run");
+        let (tokens, blocks) = (&sequence.tokens()[..chunk.num_tokens], sequence.blocks());
+        Head { request: &self.requests[&chunk.id].request, tokens, blocks }
+    }
+
     /// Where the events of a sequence go.
     pub(crate) fn reply(&self, id: SequenceId) -> &ReplyChannel {
         &self.requests[&id].reply
@@ -201,9 +239,10 @@ impl LiveRequests {
         self.requests[&id].history.num_output_tokens()
     }
 
-    /// Whether the request of a sequence allows drafts.
+    /// Whether the request of a sequence allows drafts, and has none yet.
     pub(crate) fn may_draft(&self, id: SequenceId) -> bool {
-        self.requests[&id].request.speculation == SpeculationMode::Auto
+        let live = &self.requests[&id];
+        live.request.speculation == SpeculationMode::Auto && !live.has_forced_draft
     }
 
     /// Sampling of the next draft token: the same as the target's, without log-probabilities.
@@ -288,22 +327,25 @@ impl LiveRequests {
         &mut self,
         id: SequenceId,
         rows: &mut impl Iterator<Item = SampledRow<'a>>,
-    ) -> Result<Option<FinishReason>, InvalidLogits> {
+    ) -> Result<Option<FinishReason>, EngineError> {
         let live = self.requests.get_mut(&id).expect("sampled sequences live");
         self.sampled.tokens.clear();
         self.sampled.num_accepted = 0;
-        for row in rows {
-            let token = match row {
-                SampledRow::Sampled(token) => token?,
-                SampledRow::Logits(row) => self.sampler.sample(row, &live.request.sampling, &live.history)?,
+        for (row_idx, row) in rows.enumerate() {
+            let (params, history) = (&live.request.sampling, &live.history);
+            let token = match (row, &live.constraint) {
+                (SampledRow::Sampled(token), _) => token?,
+                (SampledRow::Logits(row), None) => self.sampler.sample(row, params, history)?,
+                (SampledRow::Logits(row), Some(constraint)) => {
+                    self.sampler.sample_within(constraint.mask(row_idx)?, row, params, history)?
+                }
             };
             let token_id = token.id;
             self.sampled.tokens.push(token);
-            live.history.push(token_id);
+            let finish = live.take(token_id, self.context_length)?;
             // Invariant 7: the sampled token is kept. A draft token that differs from it is dropped.
             let was_drafted = self.scheduler.push_token(id, token_id);
             self.sampled.num_accepted += usize::from(was_drafted);
-            let finish = live.finish_after(token_id, self.context_length);
             if finish.is_some() || !was_drafted {
                 return Ok(finish);
             }
@@ -311,7 +353,7 @@ impl LiveRequests {
         unreachable!("no draft token follows the last row")
     }
 
-    fn tell_sampled(&mut self, chunk: &Chunk, outcome: Result<Option<FinishReason>, InvalidLogits>) {
+    fn tell_sampled(&mut self, chunk: &Chunk, outcome: Result<Option<FinishReason>, EngineError>) {
         let mut sampled = mem::take(&mut self.sampled);
         if chunk.num_drafts > 0 {
             self.tell_verified(chunk, sampled.num_accepted);
@@ -322,10 +364,10 @@ impl LiveRequests {
                 match outcome {
                     Ok(None) => {}
                     Ok(Some(reason)) => self.finish(chunk.id, reason),
-                    Err(InvalidLogits) => self.fail(chunk.id),
+                    Err(error) => self.fail(chunk.id, error),
                 }
             }
-            (_, Err(InvalidLogits)) => self.fail(chunk.id),
+            (_, Err(error)) => self.fail(chunk.id, error),
             (_, Ok(_)) => {
                 let token = sampled.tokens.pop().expect("a token was sampled");
                 if let ReplyChannel::Prefill(sink) = self.end(chunk.id).reply {
@@ -338,7 +380,12 @@ impl LiveRequests {
 
     fn tell_verified(&mut self, chunk: &Chunk, num_accepted: usize) {
         let live = self.requests.get_mut(&chunk.id).expect("sampled sequences live");
-        live.draft_length.observe(chunk.num_drafts, num_accepted);
+        // What is forced says nothing about the drafter.
+        if live.has_forced_draft {
+            live.observe_forced(chunk.num_drafts, num_accepted);
+        } else {
+            live.draft_length.observe(chunk.num_drafts, num_accepted);
+        }
         let counts = DraftCounts { drafted: chunk.num_drafts as u64, accepted: num_accepted as u64 };
         self.draft_counters.add(counts);
         if let ReplyChannel::Tokens(sink) = &live.reply {
@@ -352,10 +399,10 @@ impl LiveRequests {
         }
     }
 
-    fn fail(&mut self, id: SequenceId) {
+    fn fail(&mut self, id: SequenceId, error: EngineError) {
         let live = self.end(id);
-        tracing::warn!(request = live.request.id, "request failed: the model's logits are not finite");
-        live.reply.fail(EngineError::InvalidLogits);
+        tracing::warn!(request = live.request.id, %error, "request failed");
+        live.reply.fail(error);
     }
 
     /// Removes a sequence here and from the scheduler. The caller tells its reader.
@@ -366,23 +413,5 @@ impl LiveRequests {
 
     pub(crate) fn num_live(&self) -> usize {
         self.requests.len()
-    }
-}
-
-impl LiveRequest {
-    /// The reason to end the sequence after `token`, its newest, if there is one.
-    fn finish_after(&self, token: u32, context_length: usize) -> Option<FinishReason> {
-        self.request.finish_after(self.history.num_output_tokens(), token, context_length)
-    }
-}
-
-impl ReplyChannel {
-    fn fail(self, error: EngineError) {
-        match self {
-            ReplyChannel::Tokens(sink) => sink.end(TokenEvent::Failed(error)),
-            ReplyChannel::Prefill(sink) => sink.end(PrefillEvent::Failed(error)),
-            // The future of the reservation reports a shutdown.
-            ReplyChannel::Reservation(_) => {}
-        }
     }
 }

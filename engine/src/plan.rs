@@ -1,5 +1,7 @@
 //! What one step does. The scheduler decides it, and the step loop carries it out.
 
+use baton_cost::StepWork;
+
 use crate::sequence::{Sequence, SequenceId};
 
 /// What the next step does. Reused from step to step.
@@ -53,6 +55,17 @@ impl StepPlan {
     /// Drafted tokens among them.
     pub fn num_drafts(&self) -> usize {
         self.chunks.iter().map(|chunk| chunk.num_drafts).sum()
+    }
+
+    /// What the step computes.
+    pub fn work(&self) -> StepWork {
+        let work = |chunk: &Chunk| StepWork::chunk(chunk.start_idx as f64, chunk.num_tokens as f64);
+        self.chunks.iter().map(work).fold(StepWork::default(), StepWork::plus)
+    }
+
+    /// Whether a sequence in it decodes, or ends its prompt.
+    pub(crate) fn has_decodes(&self) -> bool {
+        self.chunks.iter().any(|chunk| chunk.num_tokens == 1 + chunk.num_drafts && chunk.wants_token)
     }
 
     pub(crate) fn clear(&mut self) {

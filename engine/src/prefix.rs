@@ -1,12 +1,13 @@
 //! Prefixes that move between engines. The cached blocks of a prefix are held while another engine reads them, and a
 //! prefix from another engine is cached here.
 
-use baton_kv_cache::{BlockHash, BlockId, HashRoot};
+use baton_kv_cache::{BlockHash, BlockId};
 use tokio::sync::oneshot;
 
 use baton_request::Request;
 
 use crate::{
+    blending::hash_root,
     command::{Command, DropCommand},
     handle::{EngineHandle, SubmitError},
     sequence::SequenceId,
@@ -106,8 +107,7 @@ impl EngineHandle {
         }
         let mut tokens = [&request.prompt[..], &request.output].concat();
         tokens.truncate(num_tokens);
-        let root = HashRoot::new(&config.model_revision, "", &request.cache_salt);
-        root.block_hashes(&tokens, self.state.storage.layout().block_size).collect()
+        hash_root(config, request).block_hashes(&tokens, self.state.storage.layout().block_size).collect()
     }
 
     /// Sends a command that replies with blocks. The returned owner releases them.

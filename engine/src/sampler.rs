@@ -1,7 +1,8 @@
 //! From a row of logits to a token. A pure function of the row, the parameters and the tokens so far: it does not
 //! know what else is in the batch.
 //!
-//! In this order: repetition, frequency and presence penalty; logit bias; stop ids are masked until `min_tokens`.
+//! In this order: repetition, frequency and presence penalty; logit bias; stop ids are masked until `min_tokens`;
+//! then what a grammar does not allow.
 //! Temperature 0 then takes the largest logit (the smallest id of equals). Otherwise: temperature, min-p, top-k,
 //! top-p over the remaining candidates, and one random number. It chooses among candidates in the order of their
 //! likelihood if top-k or top-p removed some, else in the order of ids. Log-probabilities are those of the unmodified
@@ -13,6 +14,7 @@ use std::{
     collections::{HashMap, hash_map::Entry},
 };
 
+use baton_grammar::TokenMask;
 pub use baton_model_spec::InvalidLogits;
 use baton_model_spec::{SampledToken, TokenCount, TokenLogprobs, TokenSampling};
 
@@ -180,6 +182,7 @@ fn sampling_at<'a>(
         counts,
         logit_bias: Cow::Borrowed(&params.logit_bias),
         masked: Cow::Borrowed(if must_not_stop { &params.stop_token_ids } else { &[] }),
+        on_host: params.grammar.is_some(),
         logprobs: params.logprobs,
     }
 }
@@ -196,6 +199,28 @@ impl Sampler {
         history: &TokenHistory,
     ) -> Result<SampledToken, InvalidLogits> {
         self.sample_row(logits, &history.sampling(params))
+    }
+
+    /// Samples the next token among those that `mask` allows.
+    ///
+    /// # Errors
+    /// When the row is invalid.
+    pub fn sample_within(
+        &mut self,
+        mask: &TokenMask,
+        logits: &[f32],
+        params: &SamplingParams,
+        history: &TokenHistory,
+    ) -> Result<SampledToken, InvalidLogits> {
+        let sampling = history.sampling(params);
+        self.logits.clear();
+        self.logits.extend_from_slice(logits);
+        check(&self.logits)?;
+        apply(&mut self.logits, &sampling);
+        mask.apply_to(&mut self.logits);
+        let id = choose(&self.logits, &mut self.candidates, &sampling)?;
+        let logprobs = sampling.logprobs.map(|num_top| token_logprobs(logits, id, num_top as usize));
+        Ok(SampledToken { id, logprobs })
     }
 
     /// Samples a token from a row.

@@ -45,9 +45,13 @@ pub struct Sequence {
     pub id: SequenceId,
     /// Its role.
     pub role: SequenceRole,
-    /// Prompt and output, followed by the draft.
+    /// Prompt and output, followed by the draft; from `first_idx` on.
     tokens: Vec<u32>,
+    /// Position of the first of `tokens`. Not 0 only where the text before it is unknown.
+    first_idx: usize,
     num_drafts: usize,
+    /// So many tokens at the front are computed by one step, as a whole; 0 if there is no such head.
+    num_head_tokens: usize,
     block_size: usize,
     /// The largest number of tokens whose KV it can need.
     max_kv_tokens: usize,
@@ -73,15 +77,52 @@ impl Sequence {
         block_size: usize,
         root: Option<HashRoot>,
     ) -> Sequence {
-        debug_assert!(!tokens.is_empty() && tokens.len() < max_num_tokens);
-        // The last token of a sequence is never fed back, so its KV is never computed.
-        let max_kv_tokens = if role == SequenceRole::Prefill { tokens.len() } else { max_num_tokens - 1 };
         let hashes = root.iter().flat_map(|root| root.block_hashes(&tokens, block_size)).collect();
+        Sequence::of_parts(id, role, 0, tokens, max_num_tokens, block_size, root, hashes)
+    }
+
+    /// The same of `num_tokens` tokens whose text is unknown, as in a simulator: only the hashes of their full blocks are
+    /// known. Each of the rest is `token`. Such a sequence is scheduled, but neither drafted for nor executed.
+    #[allow(clippy::too_many_arguments)] // the parts of a sequence
+    pub fn without_text(
+        id: SequenceId,
+        role: SequenceRole,
+        num_tokens: usize,
+        token: u32,
+        max_num_tokens: usize,
+        block_size: usize,
+        root: Option<HashRoot>,
+        hashes: Vec<BlockHash>,
+    ) -> Sequence {
+        debug_assert!(hashes.len() == root.map_or(0, |_| num_tokens / block_size));
+        let num_rest = num_tokens % block_size;
+        let first_idx = num_tokens - num_rest;
+        let tokens = vec![token; num_rest];
+        Sequence::of_parts(id, role, first_idx, tokens, max_num_tokens, block_size, root, hashes)
+    }
+
+    #[allow(clippy::too_many_arguments)] // as above
+    fn of_parts(
+        id: SequenceId,
+        role: SequenceRole,
+        first_idx: usize,
+        tokens: Vec<u32>,
+        max_num_tokens: usize,
+        block_size: usize,
+        root: Option<HashRoot>,
+        hashes: Vec<BlockHash>,
+    ) -> Sequence {
+        let num_tokens = first_idx + tokens.len();
+        debug_assert!(num_tokens > 0 && num_tokens < max_num_tokens);
+        // The last token of a sequence is never fed back, so its KV is never computed.
+        let max_kv_tokens = if role == SequenceRole::Prefill { num_tokens } else { max_num_tokens - 1 };
         Sequence {
             id,
             role,
             tokens,
+            first_idx,
             num_drafts: 0,
+            num_head_tokens: 0,
             block_size,
             max_kv_tokens,
             root,
@@ -93,9 +134,30 @@ impl Sequence {
         }
     }
 
+    /// The same with a head of `num_tokens` tokens: one step computes all of it, however many they are. The prefix cache
+    /// supplies the whole head or nothing.
+    #[must_use]
+    pub fn with_head(mut self, num_tokens: usize) -> Sequence {
+        debug_assert!(num_tokens < self.num_tokens());
+        self.num_head_tokens = num_tokens;
+        self
+    }
+
+    /// Tokens of its head that a step computes now: all of them, or none.
+    pub(crate) fn num_head_left(&self) -> usize {
+        debug_assert!(self.num_computed == 0 || self.num_computed >= self.num_head_tokens);
+        if self.num_computed == 0 { self.num_head_tokens } else { 0 }
+    }
+
+    /// Whether it can begin with `num_tokens` tokens whose KV is in shared blocks. What a sequence computes must not be in
+    /// such a block.
+    pub(crate) fn can_begin_after(&self, num_tokens: usize) -> bool {
+        self.role == SequenceRole::Decode || num_tokens >= self.num_head_tokens
+    }
+
     /// Prompt and output so far.
     pub fn tokens(&self) -> &[u32] {
-        &self.tokens[..self.num_tokens()]
+        &self.tokens[..self.tokens.len() - self.num_drafts]
     }
 
     /// Prompt and output so far, and the draft.
@@ -105,7 +167,7 @@ impl Sequence {
 
     /// The drafted tokens.
     pub fn draft(&self) -> &[u32] {
-        &self.tokens[self.num_tokens()..]
+        &self.tokens[self.tokens.len() - self.num_drafts..]
     }
 
     /// The largest length of a draft. The last token of a sequence is never fed back.
@@ -128,8 +190,13 @@ impl Sequence {
         self.num_tokens() - self.num_computed
     }
 
+    /// Of those, the tokens that this engine computes before the sequence decodes.
+    pub(crate) fn num_prompt_tokens_left(&self) -> usize {
+        if self.role == SequenceRole::Decode { 0 } else { self.num_left() }
+    }
+
     fn num_tokens(&self) -> usize {
-        self.tokens.len() - self.num_drafts
+        self.first_idx + self.tokens.len() - self.num_drafts
     }
 
     /// Tokens found in the prefix cache when it was first admitted.
@@ -185,7 +252,7 @@ impl Sequence {
 
     /// Cuts the draft to its first `num_drafts` tokens.
     pub(crate) fn truncate_draft(&mut self, num_drafts: usize) {
-        self.tokens.truncate(self.num_tokens() + num_drafts);
+        self.tokens.truncate(self.tokens().len() + num_drafts);
         self.num_drafts = self.num_drafts.min(num_drafts);
     }
 
@@ -202,18 +269,23 @@ impl Sequence {
             && self.num_tokens().is_multiple_of(self.block_size)
         {
             let parent = self.hashes.last().copied().unwrap_or(root.hash());
-            self.hashes.push(parent.child(&self.tokens()[self.num_tokens() - self.block_size..]));
+            self.hashes.push(parent.child(&self.tokens()[self.tokens().len() - self.block_size..]));
         }
         is_accepted
     }
 
-    /// Counts `num_tokens` more tokens as computed. Returns the blocks that this filled, with their hashes.
-    pub(crate) fn advance(&mut self, num_tokens: usize) -> impl Iterator<Item = (BlockId, BlockHash)> {
+    /// Counts `num_tokens` more tokens as computed. Returns the blocks that this filled, with their hashes, and the hash of the
+    /// block before them.
+    pub(crate) fn advance(
+        &mut self,
+        num_tokens: usize,
+    ) -> (Option<BlockHash>, impl Iterator<Item = (BlockId, BlockHash)>) {
         let first = self.num_computed / self.block_size;
         self.num_computed += num_tokens;
         debug_assert!(self.num_computed <= self.num_tokens());
         let filled = self.num_computed / self.block_size;
         let hashes = self.hashes.iter().take(filled).skip(first);
-        self.blocks[first.min(self.blocks.len())..].iter().copied().zip(hashes.copied())
+        let before = first.checked_sub(1).and_then(|idx| self.hashes.get(idx)).copied();
+        (before, self.blocks[first.min(self.blocks.len())..].iter().copied().zip(hashes.copied()))
     }
 }

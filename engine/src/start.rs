@@ -14,6 +14,8 @@ use baton_model_spec::Executor;
 use tokio::sync::watch;
 
 use crate::{
+    blending::{BlendCounters, Blender},
+    cache_log::CacheLog,
     config::{EngineConfig, EngineStartError},
     events::EngineError,
     handle::{EngineHandle, HandleState},
@@ -60,7 +62,7 @@ pub fn start(
 /// As [`start`], and when `storage` does not have the blocks of `config` in the layout of `executor`.
 pub fn start_over(
     storage: BlockStorage,
-    executor: Box<dyn Executor>,
+    mut executor: Box<dyn Executor>,
     speculation: Option<Speculation>,
     mut config: EngineConfig,
 ) -> Result<(EngineHandle, EngineThread), EngineStartError> {
@@ -68,10 +70,21 @@ pub fn start_over(
     let layout = executor.kv_layout();
     assert_eq!((storage.num_blocks(), *storage.layout()), (config.num_blocks, layout), "blocks of an engine");
     config.context_length = config.context_length.min(config.num_blocks.saturating_mul(layout.block_size));
+    if config.blending.is_some()
+        && let Err(reason) = executor.blending()
+    {
+        tracing::warn!(%reason, "prompts are not blended; they are computed in full");
+        config.blending = None;
+    }
+    let blend_counters = Arc::new(BlendCounters::default());
+    let blender = config
+        .blending
+        .map(|blend| Blender::new(blend, config.model_revision.clone(), blend_counters.clone()));
     let storage = Arc::new(storage);
     let (commands, inbox) = mpsc::channel();
     let draft_counters = Arc::new(DraftCounters::default());
     let progress = Arc::new(Progress::default());
+    let cache_log = CacheLog::new(config.num_blocks);
     let drafter = speculation.as_ref().map(|speculation| speculation.drafter.name());
     let speculator = match speculation {
         Some(speculation) => {
@@ -91,15 +104,30 @@ pub fn start_over(
             load,
             drafter,
             draft_counters: draft_counters.clone(),
+            blend_counters,
             progress: progress.clone(),
+            cache_log: cache_log.clone(),
             config: config.clone(),
         }),
     };
     let live = LiveRequests::new(&config, &layout, draft_counters);
-    let (token_budget, clock) = (config.token_budget, config.clock);
-    let step_loop =
-        StepLoop::new(executor, speculator, storage, live, inbox, load_sender, progress, token_budget, clock)
-            .map_err(|source| EngineStartError::Thread { source })?;
+    progress.set_pace(live.pace(), None);
+    let EngineConfig { token_budget, clock, thread_waits, .. } = config;
+    let step_loop = StepLoop::new(
+        executor,
+        speculator,
+        blender,
+        storage,
+        live,
+        inbox,
+        load_sender,
+        progress,
+        cache_log,
+        token_budget,
+        clock,
+        thread_waits,
+    )
+    .map_err(|source| EngineStartError::Thread { source })?;
     let thread = std::thread::Builder::new()
         .name("engine".into())
         .spawn(|| step_loop.run())

@@ -1,6 +1,11 @@
 //! What an engine publishes about itself: its load, its progress, and whether everything was returned.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{
+    Mutex, PoisonError,
+    atomic::{AtomicU64, Ordering},
+};
+
+use baton_cost::StepLine;
 
 use crate::{block_pool::IntegrityError, events::DraftCounts};
 
@@ -17,6 +22,44 @@ pub struct EngineLoad {
     pub num_total_blocks: usize,
     /// Tokens to compute before every sequence here decodes.
     pub num_queued_tokens: usize,
+    /// Requests that the engine has taken from its callers since it started, and their tokens. What was submitted and is
+    /// not taken yet waits for the end of a step.
+    pub(crate) taken: Submitted,
+}
+
+/// Requests, and the tokens that they bring to compute.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Submitted {
+    pub(crate) num_requests: u64,
+    pub(crate) num_tokens: u64,
+}
+
+/// What an engine's steps took and what it computes now, after its newest step.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct EnginePace {
+    /// Seconds of a step. `None` without a prior and before the first step.
+    pub step: Option<StepLine>,
+    /// Steps that it was measured by.
+    pub num_steps: u64,
+    /// Sequences that decode.
+    pub num_decoding: usize,
+    /// Their tokens, all together.
+    pub num_context_tokens: usize,
+    /// Pairs of a queued prompt token and a token that it will see.
+    pub num_queued_pairs: f64,
+    /// Between two tokens of a sequence that decodes, by the newest steps; 0 when the newest step decoded nothing.
+    pub recent_itl_seconds: f64,
+}
+
+/// What an engine has done since it started.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct EngineTotals {
+    /// Times that a sequence lost its blocks to others.
+    pub num_preempted: u64,
+    /// Prompt tokens of admitted sequences. What arrives computed is not counted.
+    pub num_prompt_tokens: u64,
+    /// Of those, the tokens that the prefix cache supplied.
+    pub num_cached_tokens: u64,
 }
 
 /// Why an engine is not idle and whole.
@@ -44,8 +87,60 @@ pub enum IdleError {
 #[derive(Debug, Default)]
 pub(crate) struct Progress {
     pub(crate) num_computed: AtomicU64,
+    pub(crate) num_preempted: AtomicU64,
+    num_prompt_tokens: AtomicU64,
+    num_cached_tokens: AtomicU64,
     /// Tokens per second, as the bits of an `f64`. 0 until the first step was measured.
     pub(crate) prefill_rate: AtomicU64,
+    /// Locked for a copy only.
+    pace: Mutex<EnginePace>,
+    /// What callers have submitted.
+    num_submitted: AtomicU64,
+    num_submitted_tokens: AtomicU64,
+}
+
+/// Weight of the newest step in the recent time between tokens.
+const NEWEST_ITL: f64 = 0.2;
+
+impl Progress {
+    pub(crate) fn totals(&self) -> EngineTotals {
+        let [num_preempted, num_prompt_tokens, num_cached_tokens] =
+            [&self.num_preempted, &self.num_prompt_tokens, &self.num_cached_tokens]
+                .map(|count| count.load(Ordering::Relaxed));
+        EngineTotals { num_preempted, num_prompt_tokens, num_cached_tokens }
+    }
+
+    /// Counts a sequence that is admitted for the first time.
+    pub(crate) fn admit(&self, num_prompt_tokens: usize, num_cached_tokens: usize) {
+        self.num_prompt_tokens.fetch_add(num_prompt_tokens as u64, Ordering::Relaxed);
+        self.num_cached_tokens.fetch_add(num_cached_tokens as u64, Ordering::Relaxed);
+    }
+
+    pub(crate) fn pace(&self) -> EnginePace {
+        *self.pace.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Publishes what the scheduler says now. `itl_seconds`: the duration of the newest step, if it decoded.
+    pub(crate) fn set_pace(&self, now: EnginePace, itl_seconds: Option<f64>) {
+        let mut pace = self.pace.lock().unwrap_or_else(PoisonError::into_inner);
+        let recent_itl_seconds = match itl_seconds {
+            None => 0.0,
+            Some(newest) if pace.recent_itl_seconds == 0.0 => newest,
+            Some(newest) => pace.recent_itl_seconds + NEWEST_ITL * (newest - pace.recent_itl_seconds),
+        };
+        *pace = EnginePace { recent_itl_seconds, ..now };
+    }
+
+    /// Counts a request before it is sent to the engine.
+    pub(crate) fn submit(&self, num_tokens: usize) {
+        self.num_submitted_tokens.fetch_add(num_tokens as u64, Ordering::Relaxed);
+        self.num_submitted.fetch_add(1, Ordering::Release);
+    }
+
+    pub(crate) fn submitted(&self) -> Submitted {
+        let num_requests = self.num_submitted.load(Ordering::Acquire);
+        Submitted { num_requests, num_tokens: self.num_submitted_tokens.load(Ordering::Relaxed) }
+    }
 }
 
 /// [`DraftCounts`] since the start of the engine.
@@ -56,6 +151,17 @@ pub(crate) struct DraftCounters {
 }
 
 impl EngineLoad {
+    /// With what was submitted and is not taken yet, as part of the queue.
+    pub(crate) fn with_submitted(self, submitted: Submitted) -> EngineLoad {
+        let num_requests = submitted.num_requests.saturating_sub(self.taken.num_requests);
+        let num_tokens = submitted.num_tokens.saturating_sub(self.taken.num_tokens);
+        EngineLoad {
+            num_waiting: self.num_waiting + num_requests as usize,
+            num_queued_tokens: self.num_queued_tokens + num_tokens as usize,
+            ..self
+        }
+    }
+
     pub(crate) fn idle(num_blocks: usize) -> EngineLoad {
         EngineLoad {
             num_waiting: 0,
@@ -63,6 +169,7 @@ impl EngineLoad {
             num_free_blocks: num_blocks,
             num_total_blocks: num_blocks,
             num_queued_tokens: 0,
+            taken: Submitted::default(),
         }
     }
 }

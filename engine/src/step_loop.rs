@@ -23,7 +23,7 @@ use std::{
         atomic::Ordering,
         mpsc::{Receiver, TryRecvError},
     },
-    time::Instant,
+    time::{Duration, Instant},
 };
 
 use baton_kv_cache::BlockStorage;
@@ -33,7 +33,9 @@ use tokio::sync::watch;
 #[cfg(doc)]
 use crate::scheduler::Scheduler;
 use crate::{
-    batch::{Completion, announcing, batch, batch_ahead},
+    batch::{Completion, announcing, batch, batch_ahead, heads},
+    blending::Blender,
+    cache_log::CacheLog,
     command::Command,
     events::EngineError,
     execution::{collect, execute, launch},
@@ -51,18 +53,29 @@ pub(crate) struct StepLoop {
     vocab_size: usize,
     live: LiveRequests,
     speculator: Option<Speculator>,
+    /// `None` if no sequence has a head.
+    blender: Option<Blender>,
     /// The launched step whose tokens are not known yet.
     ahead: Option<Step>,
     /// Start of the oldest step under way.
-    started: Instant,
+    started: Moment,
     /// Reused from step to step.
     plans: Vec<StepPlan>,
     follows: Vec<usize>,
     inbox: Receiver<Command>,
     load: watch::Sender<EngineLoad>,
     progress: Arc<Progress>,
+    cache_log: CacheLog,
     token_budget: usize,
     clock: fn() -> Instant,
+    thread_waits: fn() -> Duration,
+}
+
+/// A moment, and how long the engine's thread had waited for a processor until then.
+#[derive(Clone, Copy)]
+struct Moment {
+    at: Instant,
+    waited: Duration,
 }
 
 /// A planned step.
@@ -85,13 +98,16 @@ impl StepLoop {
     pub(crate) fn new(
         executor: Box<dyn Executor>,
         speculator: Option<Speculator>,
+        blender: Option<Blender>,
         storage: Arc<BlockStorage>,
         live: LiveRequests,
         inbox: Receiver<Command>,
         load: watch::Sender<EngineLoad>,
         progress: Arc<Progress>,
+        cache_log: CacheLog,
         token_budget: usize,
         clock: fn() -> Instant,
+        thread_waits: fn() -> Duration,
     ) -> io::Result<StepLoop> {
         let vocab_size = executor.vocab_size();
         Ok(StepLoop {
@@ -101,15 +117,18 @@ impl StepLoop {
             vocab_size,
             live,
             speculator,
+            blender,
             ahead: None,
-            started: clock(),
+            started: Moment { at: clock(), waited: Duration::ZERO },
             plans: Vec::new(),
             follows: Vec::new(),
             inbox,
             load,
             progress,
+            cache_log,
             token_budget,
             clock,
+            thread_waits,
         })
     }
 
@@ -160,7 +179,7 @@ impl StepLoop {
 
     fn handle(&mut self, command: Command) -> Result<(), EngineError> {
         match command {
-            Command::Submit(submission) => self.live.submit(*submission),
+            Command::Submit(sequence, request) => self.live.submit(sequence, *request),
             Command::Decode { id, first, sink } => self.live.start_decode(id, first.id, sink),
             Command::Cancel(id) => self.live.cancel(id),
             Command::Release(id) => self.live.release(id),
@@ -171,7 +190,10 @@ impl StepLoop {
             Command::ReservePrefix { id, hashes, reply } => {
                 drop(reply.send(self.live.scheduler.reserve_prefix(id, &hashes)));
             }
-            Command::CachePrefix { id, hashes } => self.live.scheduler.cache_prefix(id, &hashes),
+            Command::CachePrefix { id, hashes } => {
+                self.live.scheduler.cache_prefix(id, &hashes);
+                self.cache_log.append(self.live.scheduler.take_cache_events());
+            }
             Command::CheckIdle(reply) => {
                 self.finish_ahead()?;
                 drop(reply.send(self.live.check_idle()));
@@ -210,19 +232,30 @@ impl StepLoop {
         self.pages.used(self.live.scheduler.num_used_blocks());
         // Published first: a client that learns of its admission finds it counted, and its slot in the queue free.
         self.publish_load();
+        self.progress.num_preempted.fetch_add(plan.preempted.len() as u64, Ordering::Relaxed);
         for admission in &plan.admitted {
+            if let Some((num_prompt_tokens, num_cached_tokens)) = self.live.prompt_lookup(admission) {
+                self.progress.admit(num_prompt_tokens, num_cached_tokens);
+            }
             self.live.tell_admitted(admission);
         }
+        let has_drafts = self.live.draft_forced(plan);
         match &mut self.speculator {
             Some(speculator) if !plan.chunks.is_empty() => speculator.draft(plan, &mut self.live),
-            _ => Ok(()),
+            _ => {
+                if has_drafts {
+                    self.live.scheduler.plan_drafts(plan);
+                }
+                Ok(())
+            }
         }
     }
 
     /// Launches the step if the executor samples. Otherwise `finish` computes it.
     fn begin(&mut self, plan: StepPlan) -> Result<Step, EngineError> {
-        self.started = (self.clock)();
+        self.started = self.now();
         let completions = Completion::all(&plan, &self.live, self.storage.layout().block_size);
+        self.live.begin_masks(&plan)?;
         let mut can_be_followed = false;
         if self.executor.sampling().is_some() {
             let (executor, batch) = (&mut *self.executor, batch(&self.live, &plan));
@@ -259,32 +292,53 @@ impl StepLoop {
 
     /// Waits for the step's tokens, or computes and samples them, and tells the readers.
     fn finish(&mut self, step: Step) -> Result<(), EngineError> {
-        let Step { plan, completions, .. } = step;
+        let Step { plan, mut completions, .. } = step;
         let StepLoop { executor, storage, live, .. } = self;
+        let mut is_blended = false;
+        for (id, head) in heads(live, &plan) {
+            let own: Vec<Completion> = completions.extract_if(.., |completion| completion.id == id).collect();
+            let blender = self.blender.as_mut().expect("a sequence has a head only if the engine blends");
+            blender.blend(&mut **executor, &head, storage, &mut announcing(&own, live))?;
+            is_blended = true;
+        }
         let rows = {
             let mut on_layer = announcing(&completions, live);
             if executor.sampling().is_some() {
                 collect(&mut **executor, &mut on_layer)?
             } else {
-                let logits = execute(&mut **executor, &batch(live, &plan), storage, &mut on_layer)?;
+                let batch = batch(live, &plan);
+                let logits = match batch.sequences.is_empty() {
+                    true => &[],
+                    false => execute(&mut **executor, &batch, storage, &mut on_layer)?,
+                };
                 logits.chunks_exact(self.vocab_size).map(SampledRow::Logits).collect()
             }
         };
+        self.live.collect_masks()?;
         // Counted before a reader gets a token, so that it finds the token counted.
         self.progress.num_computed.fetch_add(plan.num_tokens() as u64, Ordering::Relaxed);
         self.live.scheduler.computed(self.ahead.is_some());
         self.live.advance(&plan, rows.into_iter());
-        let now = (self.clock)();
-        let elapsed = now - self.started;
+        let now = self.now();
+        let elapsed = now.at - self.started.at;
+        let waited = now.waited.saturating_sub(self.started.waited);
         self.started = now;
-        self.live.scheduler.observe(&plan, elapsed);
-        if let Some(speculator) = &mut self.speculator {
-            speculator.observe(&plan, self.live.scheduler.step_time(), elapsed);
+        // A blended head takes another time than as many tokens of a full prefill.
+        if !is_blended {
+            self.live.scheduler.observe(&plan, elapsed, waited);
+            if let Some(speculator) = &mut self.speculator {
+                speculator.observe(&plan, self.live.scheduler.step_time(), elapsed);
+            }
         }
         self.publish_rate();
+        self.progress.set_pace(self.live.pace(), plan.has_decodes().then_some(elapsed.as_secs_f64()));
         self.publish_load();
         self.plans.push(plan);
         Ok(())
+    }
+
+    fn now(&self) -> Moment {
+        Moment { at: (self.clock)(), waited: (self.thread_waits)() }
     }
 
     fn finish_ahead(&mut self) -> Result<(), EngineError> {
@@ -298,7 +352,8 @@ impl StepLoop {
         }
     }
 
-    fn publish_load(&self) {
+    fn publish_load(&mut self) {
+        self.cache_log.append(self.live.scheduler.take_cache_events());
         let load = self.live.load();
         self.load.send_if_modified(|current| mem::replace(current, load) != load);
     }

@@ -79,7 +79,7 @@ proptest! {
                 PoolOperation::Cache(idx) if !owners.is_empty() => {
                     let (text, table) = &owners[idx % owners.len()];
                     for (block, hash) in table.iter().zip(hashes(*text, table.len())) {
-                        pool.cache(*block, hash);
+                        pool.cache(*block, hash, None);
                         contents.insert(*block, hash);
                     }
                 }
@@ -190,7 +190,7 @@ fn prompts_beside_decodes_come_in_chunks_that_keep_the_target() {
         scheduler.step(&mut plan);
         let elapsed = time_of(plan.chunks.iter().map(|chunk| chunk.num_tokens).sum());
         scheduler.advance(&plan);
-        scheduler.observe(&plan, elapsed);
+        scheduler.observe(&plan, elapsed, Duration::ZERO);
         for chunk in plan.chunks.iter().filter(|chunk| chunk.wants_token) {
             scheduler.push_token(chunk.id, SAMPLED);
         }
@@ -297,7 +297,7 @@ impl Driver {
         }
         self.scheduler.advance(&self.plan);
         let num_tokens = self.plan.chunks.iter().map(|chunk| chunk.num_tokens).sum();
-        self.scheduler.observe(&self.plan, time_of(num_tokens));
+        self.scheduler.observe(&self.plan, time_of(num_tokens), Duration::ZERO);
         let plan = std::mem::take(&mut self.plan);
         for chunk in plan.chunks.iter().filter(|chunk| chunk.wants_token) {
             let mut num_sampled = 0;

@@ -1,15 +1,20 @@
-//! Measures a GPU, and the rates of kernels and whole steps on it, as a table in Markdown. `--card` only describes
-//! the GPU.
+//! Measures a GPU, and the rates of kernels and whole steps on it. `cargo xtask gpu-check` runs it.
 //!
-//! `cargo xtask gpu-check` runs it. The exit code is 2 if there is no GPU, and 3 if a target was missed.
+//! ```text
+//! gpu_check card       describes the GPU
+//! gpu_check ceilings   measures a large copy and a large product
+//! gpu_check all        measures kernels and steps, too
+//! ```
+//!
+//! It writes one JSON object per line, each as soon as it is known. The exit code is 2 if there is no GPU.
 
 use std::process::ExitCode;
 
 use baton_model::kernel_code;
-use baton_model_cuda::measure::{Amount, Figure, card, measure};
+use baton_model_cuda::measure::{Amount, Figure, Finding, Scope, card, measure};
+use serde_json::{Value, json};
 
 const NO_GPU: u8 = 2;
-const MISSED: u8 = 3;
 
 fn main() -> ExitCode {
     let ordinal = std::env::var("BATON_KERNELS_ON").ok();
@@ -21,38 +26,55 @@ fn main() -> ExitCode {
             return NO_GPU.into();
         }
     };
-    let ((major, minor), gib) = (card.capability, card.memory_bytes as f64 / f64::from(1 << 30));
-    println!("{}, compute capability {major}.{minor}, {gib:.1} GiB", card.name);
-    if std::env::args().any(|argument| argument == "--card") {
-        return ExitCode::SUCCESS;
-    }
+    let scope = match std::env::args().nth(1).as_deref() {
+        Some("card") => None,
+        Some("ceilings") => Some(Scope::Ceilings),
+        Some("all") => Some(Scope::All),
+        other => {
+            eprintln!("expected card, ceilings or all, found {other:?}");
+            return ExitCode::FAILURE;
+        }
+    };
+    let (major, minor) = card.capability;
+    println!(
+        "{}",
+        json!({"card": card.name, "capability": format!("{major}.{minor}"), "memory_bytes": card.memory_bytes})
+    );
+    let Some(scope) = scope else { return ExitCode::SUCCESS };
     // Beside this program, so that it is removed with the build.
     let kernel_cache = std::env::current_exe().ok().map(|program| program.with_file_name("gpu-kernels"));
-    println!("\n| what | median, ms | reached | of the ceiling | target |\n|---|---|---|---|---|");
-    let mut num_missed = 0;
-    let measured = measure(ordinal, &kernel_code(kernel_cache), &mut |figure| {
-        num_missed += usize::from(figure.is_missed());
-        println!("{}", row(figure));
-    });
-    match (measured, num_missed) {
-        (Err(error), _) => {
+    let mut report = |finding: &Finding| println!("{}", line(finding));
+    match measure(ordinal, &kernel_code(kernel_cache), scope, &mut report) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
             eprintln!("{error}");
             ExitCode::FAILURE
         }
-        (Ok(()), 0) => ExitCode::SUCCESS,
-        (Ok(()), _) => MISSED.into(),
     }
 }
 
-fn row(figure: &Figure) -> String {
-    let reached = match figure.amount {
-        Amount::Bytes(bytes) => format!("{:.0} GB/s", bytes / figure.seconds / 1e9),
-        Amount::Operations(operations) => format!("{:.0} TFLOP/s", operations / figure.seconds / 1e12),
-    };
-    let percent =
-        |share: Option<f64>| share.map_or("–".to_owned(), |share| format!("{:.1} %", 100.0 * share));
-    let missed = if figure.is_missed() { ", MISSED" } else { "" };
-    let (what, milliseconds) = (&figure.what, 1e3 * figure.seconds);
-    let (share, target) = (percent(figure.share), percent(figure.target));
-    format!("| {what} | {milliseconds:.3} | {reached} | {share} | {target}{missed} |")
+/// `rate` is in GB/s or TFLOP/s; `share` and `target` are of the ceiling.
+fn line(finding: &Finding) -> Value {
+    match finding {
+        Finding::LeftOut { what, needed_bytes, free_bytes } => {
+            let gigabytes = |bytes: usize| bytes as f64 / 1e9;
+            let why = format!(
+                "needs {:.1} GB, {:.1} GB are free",
+                gigabytes(*needed_bytes),
+                gigabytes(*free_bytes)
+            );
+            json!({"left_out": what, "why": why})
+        }
+        Finding::Measured(figure) => {
+            let (rate, unit) = match figure.amount {
+                Amount::Bytes(bytes) => (bytes / figure.seconds / 1e9, "GB/s"),
+                Amount::Operations(operations) => (operations / figure.seconds / 1e12, "TFLOP/s"),
+            };
+            let Figure { what, seconds, share, target, .. } = figure;
+            json!({
+                "figure": what, "ms": 1e3 * seconds, "rate": rate, "unit": unit, "share": share,
+                "target": target, "is_missed": figure.is_missed(),
+            })
+        }
+    }
 }

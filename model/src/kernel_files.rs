@@ -5,6 +5,7 @@
 use std::path::PathBuf;
 
 use baton_cuda_kernels::kernel::{KernelCode, KernelFiles};
+use baton_cuda_kernels::shipped;
 
 macro_rules! files {
     ($($name:literal,)*) => {
@@ -26,6 +27,8 @@ pub const KERNEL_FILES: KernelFiles = files![
     "common.cuh",
     "embed.cu",
     "expert_products.cu",
+    "expert_products_wgmma.cu",
+    "expert_tiles.cuh",
     "experts.cu",
     "gate.cu",
     "norm.cu",
@@ -37,9 +40,10 @@ pub const KERNEL_FILES: KernelFiles = files![
     "warpgroup.cuh",
 ];
 
-/// Kernels compiled from [`KERNEL_FILES`] and cached in `cache_dir`.
+/// Kernels of [`KERNEL_FILES`]: those that are installed beside this program, and others compiled and cached in
+/// `cache_dir`.
 pub fn kernel_code(cache_dir: Option<PathBuf>) -> KernelCode {
-    KernelCode { files: KERNEL_FILES, cache_dir }
+    KernelCode { files: KERNEL_FILES, cache_dir, shipped: shipped::beside_program() }
 }
 
 #[cfg(test)]

@@ -12,8 +12,11 @@ pub use baton_checkpoint::{
     DeviceModel, LoadOptions, LoadProgress, gguf_files, load_config, load_for_device, load_ranks_for_devices,
 };
 pub use baton_cpu_kernels::{CpuList, CpuListError, ThreadPool};
-pub use baton_cuda::num_devices as num_cuda_devices;
+pub use baton_cuda::{
+    device_name as cuda_device_name, num_devices as num_cuda_devices, set_connections as set_cuda_connections,
+};
 pub use baton_cuda_kernels::kernel::KernelCode;
+pub use baton_cuda_kernels::shipped as shipped_kernels;
 pub use baton_model_cpu::{CpuExecutor, CpuModel, ParallelCpuExecutor};
 pub use baton_model_cuda::{
     BatchLimits, DeviceWeightBytes, ModelOnDevices, StartError as CudaStartError,

@@ -117,7 +117,7 @@ impl LoadedModel {
     }
 }
 
-/// Loads `model`, a Hugging Face directory or a GGUF file, for the backend of `options`.
+/// Loads `model`, a Hugging Face directory or a GGUF file, for this backend.
 ///
 /// Calls `progress` from time to time while weights are read, first with zero bytes done. A GPU backend reads weights
 /// later and reports progress then.
@@ -126,10 +126,11 @@ impl LoadedModel {
 /// When a part is missing, malformed or not supported; the message names it.
 pub fn load(
     model: &Path,
+    backend: Backend,
     options: &LoadOptions,
     progress: &mut dyn FnMut(LoadProgress),
 ) -> Result<LoadedModel, LoadError> {
-    match options.backend {
+    match backend {
         Backend::Cpu => baton_model_cpu::load(model, options, progress).map(LoadedModel::Cpu),
         Backend::Cuda => load_for_device(model, options).map(LoadedModel::Cuda),
     }
@@ -142,11 +143,12 @@ pub fn load(
 /// As [`load`], and when the model cannot be divided among the ranks.
 pub fn load_ranks(
     model: &Path,
+    backend: Backend,
     num_ranks: usize,
     options: &LoadOptions,
     progress: &mut dyn FnMut(LoadProgress),
 ) -> Result<Vec<LoadedModel>, LoadError> {
-    match options.backend {
+    match backend {
         Backend::Cpu => {
             let ranks = baton_model_cpu::load_ranks(model, num_ranks, options, progress)?;
             Ok(ranks.into_iter().map(LoadedModel::Cpu).collect())

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use baton_kv_cache::{BlockId, BlockStorage};
 use baton_model::{
-    Batch, BatchSequence, Executor, LoadOptions, ParallelCpuExecutor, ThreadPool, load, load_ranks,
+    Backend, Batch, BatchSequence, Executor, LoadOptions, ParallelCpuExecutor, ThreadPool, load, load_ranks,
 };
 
 struct Counting;
@@ -45,8 +45,8 @@ fn decode_steps_do_not_allocate() {
     for name in ["llama", "gemma3", "qwen3-moe"] {
         let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/parity/fixtures").join(name);
         let options = LoadOptions { threads: Some(NUM_THREADS), ..LoadOptions::default() };
-        let model = load(&dir, &options, &mut |_| {}).unwrap();
-        let ranks = load_ranks(&dir, NUM_THREADS, &options, &mut |_| {}).unwrap();
+        let model = load(&dir, Backend::Cpu, &options, &mut |_| {}).unwrap();
+        let ranks = load_ranks(&dir, Backend::Cpu, NUM_THREADS, &options, &mut |_| {}).unwrap();
         let pool = || Arc::new(ThreadPool::new(1).unwrap());
         let ranks = ranks.into_iter().map(|rank| (rank.into_cpu(), pool())).collect();
         count(name, &mut model.cpu_executor().unwrap());

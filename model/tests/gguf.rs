@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use baton_gguf::testing::{Damage, Writer};
 use baton_gguf::{Gguf, TensorType, Value};
 use baton_kv_cache::{BlockId, BlockStorage, KvDtype};
-use baton_model::{Activations, Batch, BatchSequence, Executor, LoadOptions, LoadedModel, load};
+use baton_model::{Activations, Backend, Batch, BatchSequence, Executor, LoadOptions, LoadedModel, load};
 
 const FIXTURES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/gguf/fixtures");
 
@@ -33,7 +33,7 @@ fn open(path: &Path) -> LoadedModel {
 fn open_with(path: &Path, activations: Activations) -> LoadedModel {
     let kv_dtype = Some(KvDtype::F32);
     let options = LoadOptions { kv_dtype, threads: Some(2), activations, ..LoadOptions::default() };
-    load(path, &options, &mut |_| {}).unwrap()
+    load(path, Backend::Cpu, &options, &mut |_| {}).unwrap()
 }
 
 /// The logits after each of the prompt's tokens, computed one by one.
@@ -411,7 +411,8 @@ fn split_models_are_loaded_whole() {
     assert_eq!(logits(&split, &prompt), logits(&whole, &prompt));
     assert_ne!(split.revision(), whole.revision());
 
-    let load = |path: &Path| load(path, &LoadOptions::default(), &mut |_| {}).unwrap_err().to_string();
+    let load =
+        |path: &Path| load(path, Backend::Cpu, &LoadOptions::default(), &mut |_| {}).unwrap_err().to_string();
     assert!(load(&part(2)).ends_with("expected 1, or the first of as many files: NAME-00001-of-00003.gguf"));
     fs::remove_file(part(3)).unwrap();
     assert!(load(&part(1)).ends_with("llama-00003-of-00003.gguf: No such file or directory (os error 2)"));
@@ -422,7 +423,7 @@ fn split_models_are_loaded_whole() {
 /// The message that refuses a file with these bytes, without the temporary directory's name.
 fn refusal(bytes: &[u8]) -> String {
     let dir = tempfile::tempdir().unwrap();
-    let error = load(&write(&dir, bytes), &LoadOptions::default(), &mut |_| {}).unwrap_err();
+    let error = load(&write(&dir, bytes), Backend::Cpu, &LoadOptions::default(), &mut |_| {}).unwrap_err();
     let message = error.to_string().replace(&format!("{}/", dir.path().display()), "");
     assert!(!message.contains('\n'), "{message}");
     message
@@ -544,7 +545,7 @@ fn damaged_files_are_loaded_or_refused() {
         let mut bytes = whole.clone();
         damage.apply(&mut bytes, header_len);
         let options = LoadOptions { threads: Some(1), ..LoadOptions::default() };
-        match load(&write(&dir, &bytes), &options, &mut |_| {}) {
+        match load(&write(&dir, &bytes), Backend::Cpu, &options, &mut |_| {}) {
             Ok(_) => num_loaded += 1,
             Err(error) => {
                 num_refused += 1;

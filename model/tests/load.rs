@@ -4,7 +4,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use baton_kv_cache::{BlockId, BlockStorage, KvDtype};
-use baton_model::{Batch, BatchSequence, Executor, LoadOptions, LoadProgress, load};
+use baton_model::{Backend, Batch, BatchSequence, Executor, LoadOptions, LoadProgress, load};
 use safetensors::tensor::{Dtype, TensorView};
 use tempfile::TempDir;
 
@@ -57,7 +57,7 @@ impl Model {
 
     /// The refusal's message, without the temporary directory's name.
     fn refusal(&self) -> String {
-        let error = load(self.dir.path(), &LoadOptions::default(), &mut |_| {}).unwrap_err();
+        let error = load(self.dir.path(), Backend::Cpu, &LoadOptions::default(), &mut |_| {}).unwrap_err();
         let message = error.to_string().replace(&format!("{}/", self.dir.path().display()), "");
         assert!(!message.contains('\n'), "{message}");
         message
@@ -211,7 +211,7 @@ fn tensors_that_do_not_fit_are_refused() {
     let model = Model::new("llama");
     let buffer = "model.layers.0.self_attn.rotary_emb.inv_freq";
     model.rewrite(|tensors| tensors.push((buffer.to_owned(), Dtype::F32, vec![2], vec![0; 8])));
-    load(model.dir.path(), &LoadOptions::default(), &mut |_| {}).unwrap();
+    load(model.dir.path(), Backend::Cpu, &LoadOptions::default(), &mut |_| {}).unwrap();
 }
 
 #[test]
@@ -234,7 +234,8 @@ fn damaged_weight_files_are_refused() {
     check(b"version https://git-lfs.github.com/spec/v1\n", "truncated, or another format");
 
     fs::remove_file(&path).unwrap();
-    let error = load(model.dir.path(), &LoadOptions::default(), &mut |_| {}).unwrap_err().to_string();
+    let error =
+        load(model.dir.path(), Backend::Cpu, &LoadOptions::default(), &mut |_| {}).unwrap_err().to_string();
     assert!(error.ends_with("found neither model.safetensors nor model.safetensors.index.json"), "{error}");
 }
 
@@ -278,7 +279,7 @@ fn options_out_of_range_are_refused() {
         ),
         (LoadOptions { threads: Some(0), ..LoadOptions::default() }, "threads is 0, expected 1 to 1024"),
     ] {
-        let error = load(model.dir.path(), &options, &mut |_| {}).unwrap_err();
+        let error = load(model.dir.path(), Backend::Cpu, &options, &mut |_| {}).unwrap_err();
         assert_eq!(error.to_string(), expected);
     }
 }
@@ -288,7 +289,8 @@ fn loading_reports_bytes_and_describes_the_model() {
     let model = Model::new("llama-bf16-sharded");
     let mut seen: Vec<LoadProgress> = Vec::new();
     let loaded =
-        load(model.dir.path(), &LoadOptions::default(), &mut |progress| seen.push(progress)).unwrap();
+        load(model.dir.path(), Backend::Cpu, &LoadOptions::default(), &mut |progress| seen.push(progress))
+            .unwrap();
     let weight_bytes: u64 = fs::read_dir(model.dir.path())
         .unwrap()
         .map(|entry| entry.unwrap())
@@ -324,7 +326,7 @@ fn logits_with(model: &Model, weight_cache: Option<&Path>, quantise: Option<&str
         quantise: quantise.map(|text| text.parse().unwrap()),
         ..LoadOptions::default()
     };
-    let loaded = load(model.dir.path(), &options, &mut |_| {}).unwrap();
+    let loaded = load(model.dir.path(), Backend::Cpu, &options, &mut |_| {}).unwrap();
     let storage = BlockStorage::new(loaded.kv_layout(), 1).unwrap();
     let sequence = BatchSequence { tokens: &[5, 9], start_idx: 0, blocks: &[BlockId(0)], num_logits: 1 };
     let batch = Batch { sequences: vec![sequence] };
@@ -414,7 +416,7 @@ fn without_a_usable_cache_weights_are_packed_in_memory() {
 fn another_configuration_or_other_weights_make_another_revision() {
     let load = |model: &Model| {
         let options = LoadOptions { kv_dtype: Some(KvDtype::F32), ..LoadOptions::default() };
-        load(model.dir.path(), &options, &mut |_| {}).unwrap().kv_format()
+        load(model.dir.path(), Backend::Cpu, &options, &mut |_| {}).unwrap().kv_format()
     };
     let format = load(&Model::new("llama"));
     assert_eq!(format.difference(&load(&Model::new("llama"))), None);

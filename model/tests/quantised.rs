@@ -4,7 +4,7 @@ use std::fs;
 use std::path::Path;
 
 use baton_kv_cache::{BlockId, BlockStorage, KvDtype};
-use baton_model::{Activations, Batch, BatchSequence, Executor, LoadOptions, load};
+use baton_model::{Activations, Backend, Batch, BatchSequence, Executor, LoadOptions, load};
 use safetensors::SafeTensors;
 use safetensors::tensor::{Dtype, TensorView};
 use tempfile::TempDir;
@@ -71,7 +71,7 @@ fn logits(dir: &TempDir) -> (Vec<f32>, u64) {
         activations: Activations::F32,
         ..LoadOptions::default()
     };
-    let loaded = load(dir.path(), &options, &mut |_| {}).unwrap();
+    let loaded = load(dir.path(), Backend::Cpu, &options, &mut |_| {}).unwrap();
     let storage = BlockStorage::new(loaded.kv_layout(), 1).unwrap();
     let sequence = BatchSequence { tokens: &[5, 9, 77], start_idx: 0, blocks: &[BlockId(0)], num_logits: 1 };
     let mut executor = loaded.cpu_executor().unwrap();
@@ -105,6 +105,6 @@ fn zero_biases_of_quantisation_tools_are_ignored() {
     assert_eq!(logits(&write("llama", &integers, config.clone())), expected);
     integers.last_mut().unwrap().3[7] = 1;
     let dir = write("llama", &integers, config);
-    let error = load(dir.path(), &LoadOptions::default(), &mut |_| {}).unwrap_err().to_string();
+    let error = load(dir.path(), Backend::Cpu, &LoadOptions::default(), &mut |_| {}).unwrap_err().to_string();
     assert!(error.contains(&format!("tensor {bias} is not part of LlamaForCausalLM")), "{error}");
 }

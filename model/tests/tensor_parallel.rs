@@ -7,7 +7,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use baton_kv_cache::KvDtype;
-use baton_model::{Activations, LoadOptions, Rank, load, load_ranks};
+use baton_model::{Activations, Backend, LoadOptions, Rank, load, load_ranks};
 use safetensors::tensor::{Dtype, TensorView};
 use tempfile::TempDir;
 
@@ -109,7 +109,7 @@ fn gguf_files_are_divided_inside_blocks() {
         let alone = logits(Machine::new(&path, &one_thread()));
         for num_ranks in DEGREES {
             // Two heads cannot be divided among four ranks.
-            if load_ranks(&path, num_ranks, &one_thread(), &mut |_| {}).is_err() {
+            if load_ranks(&path, Backend::Cpu, num_ranks, &one_thread(), &mut |_| {}).is_err() {
                 assert_eq!(num_ranks, 4, "{name}");
                 continue;
             }
@@ -201,7 +201,8 @@ fn a_model_that_cannot_be_divided_is_refused() {
     let check = |model: &Path, quantise: Option<&str>, num_ranks, expected: &str| {
         let quantise = quantise.map(|text| text.parse().unwrap());
         let options = LoadOptions { quantise, ..one_thread() };
-        let error = load_ranks(model, num_ranks, &options, &mut |_| {}).unwrap_err().to_string();
+        let error =
+            load_ranks(model, Backend::Cpu, num_ranks, &options, &mut |_| {}).unwrap_err().to_string();
         assert!(error.ends_with(expected), "{error:?} is not {expected:?}");
     };
     check(
@@ -242,8 +243,8 @@ fn each_rank_packs_its_own_weights() {
         assert_eq!(bits(&logits(Machine::parallel(model.path(), &cached, 2))), expected);
         assert_eq!(packed_files(&cache).len(), num_files);
     }
-    let alone = load(model.path(), &cached, &mut |_| {}).unwrap();
-    let parts = load_ranks(model.path(), 4, &cached, &mut |_| {}).unwrap();
+    let alone = load(model.path(), Backend::Cpu, &cached, &mut |_| {}).unwrap();
+    let parts = load_ranks(model.path(), Backend::Cpu, 4, &cached, &mut |_| {}).unwrap();
     assert_eq!(packed_files(&cache).len(), 2 + 1 + 4);
     for (part, rank) in parts.iter().zip(Rank::all(4)) {
         assert_eq!(part.shard().rank(), rank);
@@ -261,5 +262,5 @@ fn each_rank_packs_its_own_weights() {
 #[should_panic(expected = "a part of a model needs its other ranks")]
 fn a_part_needs_its_other_ranks() {
     let options = LoadOptions { rank: Rank { idx: 1, num_ranks: 2 }, ..one_thread() };
-    let _ = load(&dir_of("llama"), &options, &mut |_| {}).unwrap().cpu_executor();
+    let _ = load(&dir_of("llama"), Backend::Cpu, &options, &mut |_| {}).unwrap().cpu_executor();
 }

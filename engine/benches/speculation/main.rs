@@ -17,7 +17,7 @@ use baton_engine::{
     Drafter, EngineConfig, EngineHandle, EngineThread, Request, SamplingParams, Speculation, SpeculationMode,
     TokenEvent, sampler::random_unit,
 };
-use baton_model::{LoadOptions, LoadedModel, ThreadPool, load};
+use baton_model::{Backend, LoadOptions, LoadedModel, ThreadPool, load};
 use steps::DraftCosts;
 
 /// Factors by which the MLPs of the targets are wider than the tiny model's.
@@ -135,7 +135,7 @@ fn best(acceptance: f64, cost: f64) -> f64 {
 }
 
 fn open(dir: &Path) -> LoadedModel {
-    load(dir, &LoadOptions::default(), &mut |_| {}).expect("the model is there")
+    load(dir, Backend::Cpu, &LoadOptions::default(), &mut |_| {}).expect("the model is there")
 }
 
 fn start(target: &LoadedModel, pool: &Arc<ThreadPool>, drafter: Drafter) -> (EngineHandle, EngineThread) {
@@ -148,7 +148,11 @@ fn start(target: &LoadedModel, pool: &Arc<ThreadPool>, drafter: Drafter) -> (Eng
         max_waiting: 64,
         prefix_cache: false,
         model_revision: "bench".into(),
+        step_prior: None,
+        grammars: None,
+        blending: None,
         clock: Instant::now,
+        thread_waits: || std::time::Duration::ZERO,
     };
     let speculation = Speculation { drafter, max_draft_tokens: MAX_DRAFT_TOKENS, max_step_tokens: 32 };
     let executor = Box::new(target.cpu_executor_on(Arc::clone(pool)));

@@ -35,7 +35,8 @@ pub(super) fn plan(
 pub(super) fn push_token(sequence: &mut Sequence, token: u32, pool: &mut BlockPool) -> bool {
     let is_accepted = sequence.push(token);
     if is_accepted {
-        pool.cache_all(sequence.advance(1));
+        let (before, filled) = sequence.advance(1);
+        pool.cache_all(before, filled);
     } else {
         let num_blocks = sequence.blocks.len().min(sequence.num_blocks_needed());
         pool.release(&sequence.blocks[num_blocks..]);

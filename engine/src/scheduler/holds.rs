@@ -101,7 +101,7 @@ impl Holds {
     /// Enters the blocks of a held prefix into the prefix cache.
     pub(super) fn cache_prefix(&self, id: SequenceId, hashes: &[BlockHash], pool: &mut BlockPool) {
         let blocks = self.tables.get(&id).expect("a prefix is cached before it is released");
-        pool.cache_all(blocks.iter().copied().zip(hashes.iter().copied()));
+        pool.cache_all(None, blocks.iter().copied().zip(hashes.iter().copied()));
     }
 
     /// A granted reservation.

@@ -16,7 +16,7 @@
 //! 2. Prompts get chunks of the remaining token budget, whether they run or wait ([`budget`]). Preempted prompts come
 //!    first, then prompts with far fewer tokens left, then the oldest. The oldest always gets a quarter of the budget.
 //!    A chunk that does not reach the end of its prompt stops at a block boundary: only full blocks can be shared or
-//!    pushed.
+//!    pushed. The head of a blended prompt is one chunk of any length.
 //! 3. A waiting sequence is admitted if it has a chunk, or is a reservation, which computes nothing here, and if there
 //!    are a slot (`max_running`) and enough blocks: those of its tokens, and one for each present sequence that may
 //!    still grow. So admitted sequences run for a while before one is preempted. No sequence passes one that lacks
@@ -41,7 +41,9 @@ mod sequence_list;
 
 use std::time::Duration;
 
+use baton_cost::{StepCalibration, StepLine};
 use baton_kv_cache::{BlockHash, BlockId};
+use baton_kv_events::CacheEvent;
 
 use crate::{
     block_pool::BlockPool,
@@ -79,6 +81,8 @@ pub struct SchedulerConfig {
 pub struct Scheduler {
     config: SchedulerConfig,
     prefill_budget: PrefillBudget,
+    /// What a step takes, for routers.
+    calibration: StepCalibration,
     pool: BlockPool,
     waiting: SequenceList,
     running: SequenceList,
@@ -92,12 +96,32 @@ impl Scheduler {
         Scheduler {
             config,
             prefill_budget: PrefillBudget::new(config.itl_target),
+            calibration: StepCalibration::new(None),
             pool: BlockPool::new(config.num_blocks),
             waiting: SequenceList::default(),
             running: SequenceList::default(),
             holds: Holds::default(),
             ahead: StepAhead::default(),
         }
+    }
+
+    /// The same, with what a step takes before any was measured.
+    #[must_use]
+    pub fn with_step_prior(mut self, prior: Option<StepLine>) -> Scheduler {
+        self.calibration = StepCalibration::new(prior);
+        self
+    }
+
+    /// The same, and it keeps what its prefix cache stores and evicts, for [`take_cache_events`](Self::take_cache_events).
+    #[must_use]
+    pub fn with_cache_events(mut self) -> Scheduler {
+        self.pool.record_events();
+        self
+    }
+
+    /// What the prefix cache has stored and evicted since the last call.
+    pub fn take_cache_events(&mut self) -> Vec<CacheEvent> {
+        self.pool.take_events()
     }
 
     /// Puts a sequence into the queue. A prefill's blocks get their hold with it; see [`release`](Self::release).
@@ -143,11 +167,13 @@ impl Scheduler {
         self.ahead.computed(is_ahead, &mut self.pool);
     }
 
-    /// The step of `plan` took `elapsed`, sampling included.
+    /// The step of `plan` took `elapsed`, sampling included. For `waited` of it the engine's thread had no processor: sequences
+    /// waited as well, but another plan would take that time from other steps.
     /// Invariant 12: the duration is an argument, so the scheduler reads no clock.
-    pub fn observe(&mut self, plan: &StepPlan, elapsed: Duration) {
+    pub fn observe(&mut self, plan: &StepPlan, elapsed: Duration, waited: Duration) {
         if plan.num_drafts() == 0 {
             self.prefill_budget.observe(plan.num_tokens(), elapsed);
+            self.calibration.observe(&plan.work(), elapsed.saturating_sub(waited).as_secs_f64());
         }
     }
 
@@ -161,9 +187,15 @@ impl Scheduler {
         self.running.get_mut(id).expect("a sequence with a draft runs").push_draft(token);
     }
 
+    /// Cuts the draft of a running sequence to its first `num_drafts` tokens.
+    pub(crate) fn truncate_draft(&mut self, id: SequenceId, num_drafts: usize) {
+        self.running.get_mut(id).expect("a sequence with a draft runs").truncate_draft(num_drafts);
+    }
+
     /// Adds drafts to the chunks of sequences that decode, as far as budget and blocks are left.
     pub fn plan_drafts(&mut self, plan: &mut StepPlan) {
-        let budget = self.config.token_budget - plan.num_tokens();
+        // A head may have exceeded it.
+        let budget = self.config.token_budget.saturating_sub(plan.num_tokens());
         drafts::plan(&mut self.running, &mut self.pool, self.config.block_size, budget, plan);
     }
 
@@ -172,7 +204,8 @@ impl Scheduler {
     pub fn advance(&mut self, plan: &StepPlan) {
         for chunk in &plan.chunks {
             let Some(sequence) = self.running.get_mut(chunk.id) else { continue };
-            self.pool.cache_all(sequence.advance(chunk.num_tokens - chunk.num_drafts));
+            let (before, filled) = sequence.advance(chunk.num_tokens - chunk.num_drafts);
+            self.pool.cache_all(before, filled);
         }
     }
 
@@ -186,7 +219,8 @@ impl Scheduler {
     /// Moves a reservation to the running sequences. Its prompt is computed now, and `first` is the token after it.
     pub fn start_decode(&mut self, id: SequenceId, first: u32) {
         let mut sequence = self.holds.take_reserved(id).expect("a reservation is used once");
-        self.pool.cache_all(sequence.advance(sequence.num_left()));
+        let (before, filled) = sequence.advance(sequence.num_left());
+        self.pool.cache_all(before, filled);
         sequence.push(first);
         sequence.role = SequenceRole::Generate; // from here on like any other, also when it is preempted
         self.running.insert(sequence);
@@ -293,7 +327,7 @@ impl Scheduler {
             if claim.num_left > 0 && spare > 0 {
                 let sequence = self.running.get(claim.id).expect("the sequence runs now");
                 let chunk = Chunk::of(sequence, self.chunk_len(sequence, spare));
-                spare -= chunk.num_tokens;
+                spare = spare.saturating_sub(chunk.num_tokens);
                 plan.chunks.push(chunk);
             }
         }
@@ -302,7 +336,7 @@ impl Scheduler {
             let sequence = self.running.get(chunk.id).expect("the sequence runs");
             spare += chunk.num_tokens;
             *chunk = Chunk::of(sequence, self.chunk_len(sequence, spare));
-            spare -= chunk.num_tokens;
+            spare = spare.saturating_sub(chunk.num_tokens);
         }
     }
 
@@ -313,7 +347,7 @@ impl Scheduler {
         let mut claims: Vec<BudgetClaim> = prompts.map(BudgetClaim::running).collect();
         if may_admit && self.num_running() < self.config.max_running {
             for sequence in self.waiting.iter().take(WINDOW) {
-                let cached = self.pool.find_prefix(sequence.sharable_hashes());
+                let cached = self.find_cached(sequence);
                 if !self.has_room_for(sequence, &cached) {
                     break;
                 }
@@ -324,10 +358,16 @@ impl Scheduler {
         claims
     }
 
+    /// The cached blocks that a waiting sequence begins with.
+    fn find_cached(&self, sequence: &Sequence) -> Vec<BlockId> {
+        let cached = self.pool.find_prefix(sequence.sharable_hashes());
+        if sequence.can_begin_after(cached.len() * self.config.block_size) { cached } else { Vec::new() }
+    }
+
     /// The cached blocks of a waiting sequence, if there are a slot and blocks for it.
     fn find_room(&self, id: SequenceId) -> Option<Vec<BlockId>> {
         let sequence = self.waiting.get(id).expect("the sequence waits");
-        let cached = self.pool.find_prefix(sequence.sharable_hashes());
+        let cached = self.find_cached(sequence);
         let is_room = self.num_running() < self.config.max_running && self.has_room_for(sequence, &cached);
         is_room.then_some(cached)
     }
@@ -354,8 +394,11 @@ impl Scheduler {
     }
 
     /// Tokens of the next chunk: all that are left; else up to the last block boundary within the budget; else, when
-    /// the budget reaches no boundary, the budget.
+    /// the budget reaches no boundary, the budget. A head is never cut, even if it exceeds the budget.
     fn chunk_len(&self, sequence: &Sequence, budget: usize) -> usize {
+        if sequence.num_head_left() > 0 {
+            return sequence.num_head_left();
+        }
         if sequence.num_left() <= budget {
             return sequence.num_left();
         }
@@ -366,7 +409,7 @@ impl Scheduler {
 
     /// Whether the head of the queue could be admitted now.
     fn can_admit(&self) -> bool {
-        let fits = |head: &Sequence| self.has_room_for(head, &self.pool.find_prefix(head.sharable_hashes()));
+        let fits = |first: &Sequence| self.has_room_for(first, &self.find_cached(first));
         self.num_running() < self.config.max_running && self.waiting.iter().next().is_some_and(fits)
     }
 

@@ -1,5 +1,7 @@
 //! What a scheduler tells about its sequences and blocks. Nothing here changes them.
 
+use baton_cost::{PromptWork, StepLine, StepWork};
+
 use super::Scheduler;
 use crate::{
     block_pool::{IntegrityError, PoolReport},
@@ -44,9 +46,38 @@ impl Scheduler {
 
     /// Tokens that this engine will compute before every sequence here decodes.
     pub fn num_queued_tokens(&self) -> usize {
+        self.prompts().map(Sequence::num_left).sum()
+    }
+
+    /// Pairs of those tokens and the tokens that each will see.
+    pub fn num_queued_pairs(&self) -> f64 {
+        let pairs = |sequence: &Sequence| {
+            PromptWork::new(sequence.num_computed + sequence.num_left(), sequence.num_computed).num_pairs
+        };
+        self.prompts().map(pairs).sum()
+    }
+
+    /// One step of the sequences that decode now.
+    pub fn decoding(&self) -> StepWork {
+        let decoding = self.running.iter().filter(|sequence| sequence.num_left() == 1);
+        let work = |sequence: &Sequence| StepWork::decode(1.0, (sequence.num_computed + 1) as f64);
+        decoding.map(work).fold(StepWork::default(), StepWork::plus)
+    }
+
+    /// What a step takes; `None` without a prior and before the first measured step.
+    pub fn step_line(&self) -> Option<StepLine> {
+        self.calibration.line()
+    }
+
+    /// Steps that the line was measured by.
+    pub fn num_measured_steps(&self) -> u64 {
+        self.calibration.num_steps()
+    }
+
+    /// Sequences that wait for computing or are in the midst of it.
+    fn prompts(&self) -> impl Iterator<Item = &Sequence> {
         let waiting = self.waiting.iter().filter(|sequence| sequence.role != SequenceRole::Decode);
-        let prompts = self.running.iter().filter(|sequence| sequence.num_left() > 1);
-        waiting.chain(prompts).map(Sequence::num_left).sum()
+        waiting.chain(self.running.iter().filter(|sequence| sequence.num_left() > 1))
     }
 
     /// Whether nothing waits, runs, is reserved or held.

@@ -1,6 +1,7 @@
 //! Sequences in the order of their ids, which is the order of their arrival.
 
 use std::{
+    cell::Cell,
     collections::VecDeque,
     ops::{Index, IndexMut},
 };
@@ -9,45 +10,49 @@ use crate::sequence::{Sequence, SequenceId};
 
 /// Sequences, oldest first.
 #[derive(Debug, Default)]
-pub(super) struct SequenceList(VecDeque<Sequence>);
+pub(super) struct SequenceList {
+    sequences: VecDeque<Sequence>,
+    /// Where the newest look-up ended. A step looks for sequences in their order: most are there, or next to it.
+    newest_idx: Cell<usize>,
+}
 
 impl SequenceList {
     pub(super) fn len(&self) -> usize {
-        self.0.len()
+        self.sequences.len()
     }
 
     pub(super) fn is_empty(&self) -> bool {
-        self.0.is_empty()
+        self.sequences.is_empty()
     }
 
     pub(super) fn iter(&self) -> impl Iterator<Item = &Sequence> + Clone {
-        self.0.iter()
+        self.sequences.iter()
     }
 
     pub(super) fn iter_mut(&mut self) -> impl Iterator<Item = &mut Sequence> {
-        self.0.iter_mut()
+        self.sequences.iter_mut()
     }
 
     pub(super) fn get(&self, id: SequenceId) -> Option<&Sequence> {
-        self.idx(id).map(|idx| &self.0[idx])
+        self.idx(id).map(|idx| &self.sequences[idx])
     }
 
     pub(super) fn get_mut(&mut self, id: SequenceId) -> Option<&mut Sequence> {
-        self.idx(id).map(|idx| &mut self.0[idx])
+        self.idx(id).map(|idx| &mut self.sequences[idx])
     }
 
     /// Index of the youngest sequence for which `is_wanted` holds.
     pub(super) fn youngest(&self, is_wanted: impl Fn(&Sequence) -> bool) -> Option<usize> {
-        self.0.iter().rposition(is_wanted)
+        self.sequences.iter().rposition(is_wanted)
     }
 
     pub(super) fn insert(&mut self, sequence: Sequence) {
-        let idx = self.0.partition_point(|other| other.id < sequence.id);
-        self.0.insert(idx, sequence);
+        let idx = self.sequences.partition_point(|other| other.id < sequence.id);
+        self.sequences.insert(idx, sequence);
     }
 
     pub(super) fn remove(&mut self, idx: usize) -> Sequence {
-        self.0.remove(idx).expect("the index is below the length")
+        self.sequences.remove(idx).expect("the index is below the length")
     }
 
     /// Removes the sequence of this id, if it is here.
@@ -56,7 +61,12 @@ impl SequenceList {
     }
 
     fn idx(&self, id: SequenceId) -> Option<usize> {
-        self.0.binary_search_by_key(&id, |sequence| sequence.id).ok()
+        let newest_idx = self.newest_idx.get();
+        let is_at = |idx: &usize| self.sequences.get(*idx).is_some_and(|sequence| sequence.id == id);
+        let near = [newest_idx, newest_idx + 1].into_iter().find(is_at);
+        let found = near.or_else(|| self.sequences.binary_search_by_key(&id, |sequence| sequence.id).ok())?;
+        self.newest_idx.set(found);
+        Some(found)
     }
 }
 
@@ -64,12 +74,12 @@ impl Index<usize> for SequenceList {
     type Output = Sequence;
 
     fn index(&self, idx: usize) -> &Sequence {
-        &self.0[idx]
+        &self.sequences[idx]
     }
 }
 
 impl IndexMut<usize> for SequenceList {
     fn index_mut(&mut self, idx: usize) -> &mut Sequence {
-        &mut self.0[idx]
+        &mut self.sequences[idx]
     }
 }

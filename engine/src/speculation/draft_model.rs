@@ -322,6 +322,6 @@ impl DraftKv {
         self.num_computed += num_tokens;
         let filled = self.num_computed / sequence.block_size();
         let hashes = sequence.hashes().iter().zip(&self.blocks).take(filled).skip(first);
-        hashes.for_each(|(&hash, &block)| pool.cache(block, hash));
+        hashes.for_each(|(&hash, &block)| pool.cache(block, hash, None));
     }
 }

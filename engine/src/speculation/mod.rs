@@ -155,6 +155,7 @@ impl Speculator {
             }
             Proposer::Model(model) => model.draft(wanted, live, &mut self.costs, self.clock)?,
         }
+        live.cut_drafts(plan);
         live.scheduler.plan_drafts(plan);
         Ok(())
     }

@@ -263,7 +263,7 @@ impl SamplingExecutor for FakeSamplingExecutor {
             follows: follows.to_vec(),
             storage,
         });
-        Ok(samplings.iter().all(|sampling| sampling.logit_bias.is_empty()))
+        Ok(samplings.iter().all(samples))
     }
 
     fn collect(&mut self, on_layer: &mut dyn FnMut(usize)) -> Result<Vec<SampledRow<'_>>, ExecuteError> {
@@ -292,7 +292,7 @@ impl SamplingExecutor for FakeSamplingExecutor {
         let logits = unsafe { self.executor.execute(&batch, &*step.storage, on_layer) }?;
         let rows = logits.chunks_exact(vocab_size).zip(&step.samplings);
         let sample = |(row, sampling): (_, &TokenSampling<'_>)| {
-            sampling.logit_bias.is_empty().then(|| self.sampler.sample_row(row, sampling))
+            samples(sampling).then(|| self.sampler.sample_row(row, sampling))
         };
         self.sampled = rows.clone().map(sample).collect();
         let answers = rows.zip(&self.sampled).map(|((row, _), sampled)| match sampled {
@@ -301,6 +301,11 @@ impl SamplingExecutor for FakeSamplingExecutor {
         });
         Ok(answers.collect())
     }
+}
+
+/// Whether the fake device samples with these parameters.
+fn samples(sampling: &TokenSampling<'_>) -> bool {
+    sampling.logit_bias.is_empty() && !sampling.on_host
 }
 
 /// Makes the copies of a token differ, so that one cannot replace another.

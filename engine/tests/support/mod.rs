@@ -15,9 +15,12 @@ use baton_engine::{
     SamplingParams, Speculation, TokenEvent, TokenStream,
 };
 use baton_engine_testing::FakeModel;
+use baton_grammar::{GrammarCompiler, GrammarLimits, Vocabulary, VocabularyToken};
 use baton_model_spec::{Batch, ExecuteError};
 
 pub const BLOCK_SIZE: usize = 4;
+/// The token that ends a text of a grammar.
+pub const END: u32 = 2;
 /// Limit on the tokens of a step with drafts.
 pub const MAX_STEP_TOKENS: usize = 40;
 
@@ -32,8 +35,26 @@ pub fn config() -> EngineConfig {
         max_waiting: 1024,
         prefix_cache: true,
         model_revision: "fake".into(),
+        step_prior: None,
+        grammars: Some(grammars()),
+        blending: None,
         clock: standing_clock,
+        thread_waits: || std::time::Duration::ZERO,
     }
+}
+
+/// Grammars over three tokens: `a`, `b`, and the end.
+pub fn grammars() -> Arc<GrammarCompiler> {
+    static COMPILER: LazyLock<Arc<GrammarCompiler>> = LazyLock::new(|| {
+        let load = || {
+            let token = |text: &str, is_special| VocabularyToken { bytes: text.into(), is_special };
+            let tokens = [token("a", false), token("b", false), token("<end>", true)];
+            let encode = |text: &str| text.bytes().map(|byte| u32::from(byte - b'a')).collect();
+            Vocabulary::new(tokens, &[END], Box::new(encode))
+        };
+        Arc::new(GrammarCompiler::new(load, GrammarLimits::default()))
+    });
+    COMPILER.clone()
 }
 
 /// Greedy, `max_tokens` long.

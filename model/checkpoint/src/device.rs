@@ -5,7 +5,8 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use baton_model_spec::{Activations, Backend, IntegerFormat, LoadError, Quantisation, Rank};
+use baton_kv_cache::KvDtype;
+use baton_model_spec::{Activations, IntegerFormat, LoadError, Quantisation, Rank};
 
 use crate::integer_choice::{IntegerChoice, SplitGroup, Tolerance};
 use crate::load::{LoadOptions, LoadedDecoder, load_decoder};
@@ -72,16 +73,13 @@ pub type DeviceModel = LoadedDecoder<DeviceSource>;
 ///
 /// # Errors
 /// As [`load_decoder`], and when an option is not supported on GPUs.
-///
-/// # Panics
-/// When `options.backend` is another one.
 pub fn load_for_device(model: &Path, options: &LoadOptions) -> Result<DeviceModel, LoadError> {
-    assert_eq!(options.backend, Backend::Cuda, "options for a GPU");
     if options.activations == Activations::F32 {
         return Err(LoadError::NotOnDevice { what: "activations in f32" });
     }
+    let options = LoadOptions { kv_dtype: options.kv_dtype.or(Some(KvDtype::Bf16)), ..options.clone() };
     let mut sink = DeviceSink::new(options.quantise.map(Quantisation::format));
-    Ok(load_decoder(model, options, &mut sink)?.0)
+    Ok(load_decoder(model, &options, &mut sink)?.0)
 }
 
 /// Opens the parts of `num_ranks` ranks. `options` apply to each, except the rank.

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use baton_kv_cache::{KvDtype, KvFormat, KvLayout};
-use baton_model_spec::{Activations, Backend, DecoderShard, LoadError, ModelConfig, Quantisation, Rank};
+use baton_model_spec::{Activations, DecoderShard, LoadError, ModelConfig, Quantisation, Rank};
 
 use crate::checkpoint::Checkpoint;
 use crate::decoder::{DecoderWeights, is_redundant, take_weights};
@@ -16,7 +16,7 @@ use crate::sink::MatrixSink;
 /// Options of loading a model.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LoadOptions {
-    /// Type of KV; `None` takes the type of the weights.
+    /// Type of KV; `None` takes that of the weights on CPUs, and BF16 on GPUs.
     pub kv_dtype: Option<KvDtype>,
     /// Tokens in a block.
     pub block_size: usize,
@@ -24,12 +24,13 @@ pub struct LoadOptions {
     pub threads: Option<usize>,
     /// Number format of activations in products.
     pub activations: Activations,
+    /// On GPUs: products are slower, and the bits of a row do not depend on the other rows. On processors they never
+    /// do.
+    pub is_deterministic: bool,
     /// Quantises weights to integers when loading.
     pub quantise: Option<Quantisation>,
     /// Directory for packed weights, shared by the processes of this host. `None`: each process keeps its own copy.
     pub weight_cache: Option<PathBuf>,
-    /// The backend that computes the model.
-    pub backend: Backend,
     /// The rank whose part is loaded, if several ranks compute the model together.
     pub rank: Rank,
 }
@@ -41,9 +42,9 @@ impl Default for LoadOptions {
             block_size: 16,
             threads: None,
             activations: Activations::Auto,
+            is_deterministic: false,
             quantise: None,
             weight_cache: None,
-            backend: Backend::Cpu,
             rank: Rank::ONLY,
         }
     }
@@ -71,6 +72,7 @@ struct Inner<M> {
     weights: DecoderWeights<M>,
     layout: KvLayout,
     activations: Activations,
+    is_deterministic: bool,
     revision: String,
     threads: usize,
     weight_bytes: u64,
@@ -139,6 +141,11 @@ impl<M> LoadedDecoder<M> {
     /// Number format of activations in products.
     pub fn activations(&self) -> Activations {
         self.inner.activations
+    }
+
+    /// Whether the bits of a row must not depend on the other rows of a step.
+    pub fn is_deterministic(&self) -> bool {
+        self.inner.is_deterministic
     }
 
     /// Checks that these ranks are the parts of one model.
@@ -221,10 +228,7 @@ pub fn load_decoder<S: MatrixSink>(
         num_layers: spec.layers.len(),
         num_kv_heads: spec.num_kv_heads,
         head_dim: spec.head_dim,
-        dtype: options.kv_dtype.unwrap_or(match options.backend {
-            Backend::Cpu => weights.kv_dtype,
-            Backend::Cuda => KvDtype::Bf16,
-        }),
+        dtype: options.kv_dtype.unwrap_or(weights.kv_dtype),
     };
     let inner = Inner {
         revision: revision(identity.clone(), options.quantise),
@@ -234,6 +238,7 @@ pub fn load_decoder<S: MatrixSink>(
         weights,
         layout,
         activations: options.activations,
+        is_deterministic: options.is_deterministic,
         threads,
         config,
     };

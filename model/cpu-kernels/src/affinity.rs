@@ -87,6 +87,11 @@ impl CpuList {
         self.0.len()
     }
 
+    /// Their numbers.
+    pub fn numbers(&self) -> &[usize] {
+        &self.0
+    }
+
     /// The first `num_cpus` CPUs.
     ///
     /// # Errors

@@ -4,7 +4,9 @@ use std::sync::Arc;
 
 use baton_cpu_kernels::{Cpu, Isa, ThreadPool};
 use baton_kv_cache::{BlockStorage, KvLayout};
-use baton_model_spec::{Batch, CommunicatorError, ExecuteError, Executor, Rank};
+use baton_model_spec::{
+    Batch, BlendRefusal, BlendingExecutor, CommunicatorError, ExecuteError, Executor, Rank,
+};
 
 use crate::forward::{Buffers, ForwardPass, Ranks};
 use crate::model::CpuModel;
@@ -12,10 +14,10 @@ use crate::rope::RopeTables;
 
 /// Computes a model on this machine's CPUs.
 pub struct CpuExecutor {
-    model: CpuModel,
-    cpu: Cpu,
-    buffers: Buffers,
-    ropes: RopeTables,
+    pub(crate) model: CpuModel,
+    pub(crate) cpu: Cpu,
+    pub(crate) buffers: Buffers,
+    pub(crate) ropes: RopeTables,
 }
 
 impl CpuExecutor {
@@ -62,6 +64,11 @@ impl Executor for CpuExecutor {
         let num_logits = unsafe { self.compute(batch, storage, on_layer, None) };
         Ok(self.logits(num_logits.expect("a single rank cannot lose another")))
     }
+
+    fn blending(&mut self) -> Result<&mut dyn BlendingExecutor, BlendRefusal> {
+        self.model.decoder().shard().spec().check_blending()?;
+        Ok(self)
+    }
 }
 
 impl CpuExecutor {
@@ -88,40 +95,21 @@ impl CpuExecutor {
         assert_eq!(*storage.layout(), self.kv_layout(), "blocks of another layout");
         let CpuExecutor { model, cpu, buffers, ropes } = self;
         let weights = model.decoder().weights();
-        buffers.positions.clear();
-        buffers.first_rows.clear();
-        for sequence in &batch.sequences {
-            assert!(!sequence.tokens.is_empty(), "a sequence without tokens");
-            assert!(sequence.num_logits <= sequence.tokens.len(), "more logits than tokens");
-            buffers.first_rows.push(buffers.positions.len());
-            buffers.positions.extend(sequence.start_idx..sequence.start_idx + sequence.tokens.len());
-        }
-        let mut pass = ForwardPass {
-            shard: model.decoder().shard(),
-            spec: model.decoder().shard().spec(),
-            bf16_pairs: model.bf16_pairs(),
-            cpu,
-            num_rows: buffers.positions.len(),
-            buffers,
-            sequences: &batch.sequences,
-            ranks,
-        };
+        let mut pass = ForwardPass::new(model, cpu, buffers, &batch.sequences, ranks);
         ropes.prepare(&pass.buffers.positions);
         let tokens = batch.sequences.iter().flat_map(|sequence| sequence.tokens);
         pass.embed(weights, tokens)?;
         for (layer_idx, layer) in weights.layers.iter().enumerate() {
             pass.project(layer);
             // SAFETY: the caller gives this call exclusive access to the blocks of the batch.
-            unsafe { pass.store(layer_idx, layer, ropes, storage) };
+            unsafe { pass.store(layer_idx, layer, ropes, storage, |_, _, _| {}) };
             // A rank may attend to heads that another rank writes.
             if let Some(ranks) = &mut pass.ranks {
                 ranks.barrier()?;
             }
             on_layer(layer_idx);
             // SAFETY: as above, and the layer's KV is written.
-            unsafe { pass.attend(layer_idx, storage) };
-            pass.finish_attention(layer)?;
-            pass.mlp(&pass.spec.layers[layer_idx].mlp, layer)?;
+            unsafe { pass.finish_layer(layer_idx, layer, storage) }?;
         }
         let num_wanted = pass.normalise_wanted(&weights.norm);
         pass.logits(weights.head.as_ref(), num_wanted)

@@ -15,6 +15,7 @@ use baton_model_spec::{
 
 use crate::experts::{self, ExpertBuffers, Routing};
 use crate::linear::{apply, dense_mlp, gate_and_up};
+use crate::model::CpuModel;
 use crate::packed::PackedMatrix;
 use crate::rope::RopeTables;
 
@@ -46,6 +47,21 @@ pub(crate) struct Buffers {
     pub(crate) first_rows: Vec<usize>,
 }
 
+impl Buffers {
+    /// Gives each token of the batch a row. Returns the number of rows.
+    fn place(&mut self, sequences: &[BatchSequence<'_>]) -> usize {
+        self.positions.clear();
+        self.first_rows.clear();
+        for sequence in sequences {
+            assert!(!sequence.tokens.is_empty(), "a sequence without tokens");
+            assert!(sequence.num_logits <= sequence.tokens.len(), "more logits than tokens");
+            self.first_rows.push(self.positions.len());
+            self.positions.extend(sequence.start_idx..sequence.start_idx + sequence.tokens.len());
+        }
+        self.positions.len()
+    }
+}
+
 /// The state of one call of `execute`.
 pub(crate) struct ForwardPass<'a> {
     pub(crate) shard: &'a DecoderShard,
@@ -60,7 +76,35 @@ pub(crate) struct ForwardPass<'a> {
     pub(crate) ranks: Option<&'a mut Ranks>,
 }
 
-impl ForwardPass<'_> {
+impl<'a> ForwardPass<'a> {
+    /// A pass over the tokens of `sequences`.
+    pub(crate) fn new(
+        model: &'a CpuModel,
+        cpu: &'a mut Cpu,
+        buffers: &'a mut Buffers,
+        sequences: &'a [BatchSequence<'a>],
+        ranks: Option<&'a mut Ranks>,
+    ) -> ForwardPass<'a> {
+        let shard = model.decoder().shard();
+        let num_rows = buffers.place(sequences);
+        let (spec, bf16_pairs) = (shard.spec(), model.bf16_pairs());
+        ForwardPass { shard, spec, bf16_pairs, cpu, buffers, sequences, num_rows, ranks }
+    }
+
+    /// Goes on with the hidden states and projections of `rows` alone, in ascending order. They are the tokens of
+    /// `sequences`.
+    pub(crate) fn narrow(&mut self, rows: &[usize], sequences: &'a [BatchSequence<'a>]) {
+        let hidden = self.spec.hidden_size;
+        let width = self.spec.query_width() + 2 * self.spec.kv_width();
+        for (to, &from) in rows.iter().enumerate() {
+            self.buffers.x.copy_within(from * hidden..(from + 1) * hidden, to * hidden);
+            self.buffers.qkv.copy_within(from * width..(from + 1) * width, to * width);
+        }
+        self.sequences = sequences;
+        self.num_rows = self.buffers.place(sequences);
+        debug_assert_eq!(self.num_rows, rows.len());
+    }
+
     pub(crate) fn embed<'t>(
         &mut self,
         weights: &DecoderWeights<PackedMatrix>,
@@ -101,7 +145,8 @@ impl ForwardPass<'_> {
         apply(self.cpu, rows, hidden, &layer.qkv, qkv, Output::Store);
     }
 
-    /// Normalises and rotates heads in place and writes keys and values to their blocks.
+    /// Normalises and rotates heads in place and writes keys and values to their blocks. Calls `observe` with each row,
+    /// its keys before they are rotated, and its values.
     ///
     /// # Safety
     /// No other code reads or writes this layer's slots of these rows.
@@ -111,6 +156,7 @@ impl ForwardPass<'_> {
         layer: &LayerWeights<PackedMatrix>,
         ropes: &RopeTables,
         storage: &BlockStorage,
+        observe: impl Fn(usize, &[f32], &[f32]) + Sync,
     ) {
         let spec = self.spec;
         let (query, kv) = (spec.query_width(), spec.kv_width());
@@ -126,13 +172,15 @@ impl ForwardPass<'_> {
             let row = unsafe { std::slice::from_raw_parts_mut(qkv.ptr().add(row_idx * width), width) };
             let (queries, key_values) = row.split_at_mut(query);
             let (keys, values) = key_values.split_at_mut(kv);
-            for (heads, norm) in [(queries, &layer.query_norm), (&mut *keys, &layer.key_norm)] {
+            for (heads, norm) in [(&mut *queries, &layer.query_norm), (&mut *keys, &layer.key_norm)] {
+                let Some(norm) = norm else { continue };
                 for head in heads.chunks_exact_mut(spec.head_dim) {
-                    if let Some(norm) = norm {
-                        rms_norm_in_place(isa, head, norm, spec.norm_eps);
-                    }
-                    ropes.rotate(rope_idx, row_idx, head);
+                    rms_norm_in_place(isa, head, norm, spec.norm_eps);
                 }
+            }
+            observe(row_idx, keys, values);
+            for head in queries.chunks_exact_mut(spec.head_dim).chain(keys.chunks_exact_mut(spec.head_dim)) {
+                ropes.rotate(rope_idx, row_idx, head);
             }
             // Sequences are ordered by their first row.
             let at = first_rows.partition_point(|&first_row| first_row <= row_idx) - 1;
@@ -145,9 +193,25 @@ impl ForwardPass<'_> {
         });
     }
 
+    /// Computes what follows a layer's KV: attention and the MLP.
+    ///
     /// # Safety
     /// No other code writes this layer of the batch's blocks during the call.
-    pub(crate) unsafe fn attend(&mut self, layer_idx: usize, storage: &BlockStorage) {
+    pub(crate) unsafe fn finish_layer(
+        &mut self,
+        layer_idx: usize,
+        layer: &LayerWeights<PackedMatrix>,
+        storage: &BlockStorage,
+    ) -> Result<(), CommunicatorError> {
+        // SAFETY: guaranteed by the caller.
+        unsafe { self.attend(layer_idx, storage) };
+        self.finish_attention(layer)?;
+        self.mlp(&self.spec.layers[layer_idx].mlp, layer)
+    }
+
+    /// # Safety
+    /// No other code writes this layer of the batch's blocks during the call.
+    unsafe fn attend(&mut self, layer_idx: usize, storage: &BlockStorage) {
         let spec = self.spec;
         let shape = AttentionShape {
             num_heads: spec.num_heads,
@@ -176,10 +240,7 @@ impl ForwardPass<'_> {
     }
 
     /// Applies the output projection and adds it to the residual stream.
-    pub(crate) fn finish_attention(
-        &mut self,
-        layer: &LayerWeights<PackedMatrix>,
-    ) -> Result<(), CommunicatorError> {
+    fn finish_attention(&mut self, layer: &LayerWeights<PackedMatrix>) -> Result<(), CommunicatorError> {
         let to_stream = self.to_stream();
         let rows = self.num_rows;
         let x = &mut self.buffers.x[..rows * self.spec.hidden_size];
@@ -199,11 +260,7 @@ impl ForwardPass<'_> {
         Ok(())
     }
 
-    pub(crate) fn mlp(
-        &mut self,
-        mlp: &MlpSpec,
-        layer: &LayerWeights<PackedMatrix>,
-    ) -> Result<(), CommunicatorError> {
+    fn mlp(&mut self, mlp: &MlpSpec, layer: &LayerWeights<PackedMatrix>) -> Result<(), CommunicatorError> {
         let (spec, to_stream) = (self.spec, self.to_stream());
         let rows = self.num_rows;
         let buffers = &mut *self.buffers;

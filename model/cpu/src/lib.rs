@@ -6,6 +6,7 @@
 //! This crate does not know GPUs, requests or the network.
 
 pub mod benchmark;
+mod blend;
 mod executor;
 mod experts;
 mod fastest;

@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use baton_checkpoint::{IntegerChoice, LoadOptions, LoadProgress, load_decoder};
-use baton_model_spec::{Activations, Backend, LoadError, Quantisation, Rank};
+use baton_model_spec::{Activations, LoadError, Quantisation, Rank};
 
 use crate::fastest::{bf16_is_faster, multiplies_bf16};
 use crate::model::CpuModel;
@@ -15,9 +15,6 @@ use crate::packed::{Packer, Packing, WeightCache};
 ///
 /// # Errors
 /// When a part is missing, malformed or not supported; the message names it.
-///
-/// # Panics
-/// When `options.backend` is another one.
 pub fn load(
     model: &Path,
     options: &LoadOptions,
@@ -64,7 +61,6 @@ fn load_packed(
 }
 
 fn packing(options: &LoadOptions) -> Result<Packing, LoadError> {
-    assert_eq!(options.backend, Backend::Cpu, "options for CPUs");
     let bf16_pairs = match options.activations {
         Activations::F32 => false,
         Activations::Bf16 if !multiplies_bf16() => return Err(LoadError::NoBf16),

@@ -89,6 +89,16 @@ impl ModelCost {
         (self.num_parameters() as f64 * self.bytes_per_weight) as u64
     }
 
+    /// Operations of one token's products with the weights, without the head.
+    pub fn flops_per_token(&self) -> f64 {
+        2.0 * self.active_weights()
+    }
+
+    /// Operations of attention for one token and one position that it sees, in all layers.
+    pub fn flops_per_pair(&self) -> f64 {
+        self.attention_flops(self.spec.layers.len() as f64)
+    }
+
     /// Bytes of one token's KV in all layers.
     pub fn kv_bytes_per_token(&self) -> u64 {
         (self.spec.layers.len() * self.kv_bytes_per_position()) as u64
@@ -290,6 +300,15 @@ mod tests {
             let parts = model.prefill(11, 0).flops + model.prefill(17, 11).flops - 2.0 * head;
             assert!((parts / whole - 1.0).abs() < 1e-12);
         }
+    }
+
+    #[test]
+    fn a_prompts_operations_are_those_of_its_tokens_and_pairs() {
+        let model = cost(LLAMA);
+        let (tokens, pairs) = (1000.0, 1000.0 * 1001.0 / 2.0);
+        let sum = tokens * model.flops_per_token() + pairs * model.flops_per_pair();
+        let whole = model.prefill(1000, 0).flops - 2.0 * model.head_weights();
+        assert!((sum / whole - 1.0).abs() < 1e-12, "{sum} {whole}");
     }
 
     #[test]

@@ -5,6 +5,7 @@
 
 use baton_kv_cache::{BlockId, BlockStorage, KvLayout};
 
+use crate::blend::{BlendRefusal, BlendedPrompt, PassageKv};
 use crate::sampling::{SampledRow, TokenSampling};
 
 /// Sequences to advance in one step.
@@ -72,6 +73,14 @@ pub trait Executor: Send {
     fn sampling(&mut self) -> Option<&mut dyn SamplingExecutor> {
         None
     }
+
+    /// This executor as one that blends.
+    ///
+    /// # Errors
+    /// When it or its model cannot.
+    fn blending(&mut self) -> Result<&mut dyn BlendingExecutor, BlendRefusal> {
+        Err(BlendRefusal::Backend)
+    }
 }
 
 /// An executor whose logits stay in device memory. It samples there, and its caller works on while it does.
@@ -109,6 +118,43 @@ pub trait SamplingExecutor {
     /// # Panics
     /// When no step was launched.
     fn collect(&mut self, on_layer: &mut dyn FnMut(usize)) -> Result<Vec<SampledRow<'_>>, ExecuteError>;
+}
+
+/// An executor that can blend.
+pub trait BlendingExecutor {
+    /// Computes the KV of a passage of text on its own, as the whole of a prompt. It depends on the tokens alone.
+    /// `blocks` are memory to compute in, enough for the tokens; their contents are unspecified afterwards.
+    ///
+    /// # Errors
+    /// When the device fails.
+    ///
+    /// # Safety
+    /// During the call no other code reads or writes the blocks.
+    unsafe fn compute_passage(
+        &mut self,
+        tokens: &[u32],
+        blocks: &[BlockId],
+        storage: &BlockStorage,
+    ) -> Result<PassageKv, ExecuteError>;
+
+    /// Writes the KV of every token of `prompt` into its blocks, and calls `on_layer` as
+    /// [`Executor::execute`] does. Returns how many tokens were computed in all layers. With
+    /// [`BlendRatio::ALL`](crate::BlendRatio::ALL) the KV is bit for bit that of a full prefill.
+    ///
+    /// # Errors
+    /// When the device fails. The contents of the blocks are then unspecified.
+    ///
+    /// # Panics
+    /// When passages overlap, are out of order or beyond the prompt, or are of another model.
+    ///
+    /// # Safety
+    /// As for [`Executor::execute`].
+    unsafe fn blend(
+        &mut self,
+        prompt: &BlendedPrompt<'_>,
+        storage: &BlockStorage,
+        on_layer: &mut dyn FnMut(usize),
+    ) -> Result<usize, ExecuteError>;
 }
 
 /// The device failed. The engine cannot use this executor any more.

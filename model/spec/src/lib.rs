@@ -7,6 +7,7 @@
 //! This crate does not know weights, kernels, devices, requests or the network.
 
 pub mod architecture;
+mod blend;
 mod communicator;
 mod config;
 pub mod cost;
@@ -23,11 +24,15 @@ mod rope;
 mod sampling;
 mod shard;
 
+pub use blend::{
+    BlendPassage, BlendRatio, BlendRefusal, BlendedPrompt, InvalidRatio, PassageKv, SELECTING_LAYER,
+    Selection, SelectionOrder, select,
+};
 pub use communicator::{Communicator, CommunicatorError, ThreadCommunicator};
 pub use config::ModelConfig;
 pub use decoder::{Activation, DecoderSpec, ExpertNaming, LayerSpec, MlpSpec};
 pub use error::LoadError;
-pub use executor::{Batch, BatchSequence, ExecuteError, Executor, SamplingExecutor};
+pub use executor::{Batch, BatchSequence, BlendingExecutor, ExecuteError, Executor, SamplingExecutor};
 pub use float::FloatDtype;
 pub use integers::{IntegerFormat, IntegerRow, IntegerWidth, MAX_GROUP, MIN_GROUP};
 pub use precision::{Activations, Backend, ParseQuantisationError, Quantisation};

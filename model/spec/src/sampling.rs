@@ -29,6 +29,8 @@ pub struct TokenSampling<'a> {
     pub logit_bias: Cow<'a, [(u32, f32)]>,
     /// Tokens that cannot be sampled.
     pub masked: Cow<'a, [u32]>,
+    /// The host samples, because a grammar restricts the token: a device returns the row.
+    pub on_host: bool,
     /// The number of most likely tokens whose log-probabilities are returned, at most 20; `None` returns none at all.
     pub logprobs: Option<u32>,
 }
@@ -90,6 +92,7 @@ impl Default for TokenSampling<'_> {
             counts: Cow::Borrowed(&[]),
             logit_bias: Cow::Borrowed(&[]),
             masked: Cow::Borrowed(&[]),
+            on_host: false,
             logprobs: None,
         }
     }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use baton_kv_cache::{BlockId, BlockStorage, KvDtype};
 use baton_model::{
-    Activations, Batch, BatchSequence, Executor, LoadOptions, ParallelCpuExecutor, ThreadPool, load,
+    Activations, Backend, Batch, BatchSequence, Executor, LoadOptions, ParallelCpuExecutor, ThreadPool, load,
     load_ranks,
 };
 use safetensors::SafeTensors;
@@ -90,7 +90,7 @@ pub struct Place {
 
 impl Machine {
     pub fn new(model: &Path, options: &LoadOptions) -> Machine {
-        let model = load(model, options, &mut |_| {}).unwrap();
+        let model = load(model, Backend::Cpu, options, &mut |_| {}).unwrap();
         Machine::on(Box::new(model.cpu_executor().unwrap()))
     }
 
@@ -109,7 +109,7 @@ impl Machine {
 
     /// The model computed by `num_ranks` ranks.
     pub fn parallel(model: &Path, options: &LoadOptions, num_ranks: usize) -> Machine {
-        let ranks = load_ranks(model, num_ranks, options, &mut |_| {}).unwrap();
+        let ranks = load_ranks(model, Backend::Cpu, num_ranks, options, &mut |_| {}).unwrap();
         let ranks = ranks.into_iter().map(|rank| {
             let pool = ThreadPool::new(rank.num_threads()).unwrap();
             (rank.into_cpu(), Arc::new(pool))

@@ -59,11 +59,14 @@ impl Barrier {
             self.wake();
             return Ok(());
         }
+        let is_completed = || self.num_completed.load(Ordering::SeqCst) != num_completed;
         let outcome = || {
-            if self.num_completed.load(Ordering::SeqCst) != num_completed {
+            if is_completed() {
                 return Some(Ok(()));
             }
-            self.lost().map(Err)
+            let error = self.lost()?;
+            // A thread may have completed this barrier and left between the two looks.
+            Some(if is_completed() { Ok(()) } else { Err(error) })
         };
         for spins in 1..=SPINS {
             if let Some(outcome) = outcome() {

@@ -13,6 +13,9 @@ pub(super) fn run<C: Communicator>(group: impl Fn(usize) -> Vec<C>) {
         parts_are_gathered_in_the_order_of_ranks(group(num_ranks));
         writes_before_a_barrier_are_seen_after_it(group(num_ranks));
     }
+    for _ in 0..500 {
+        a_rank_that_leaves_after_an_operation_fails_no_other(group(3));
+    }
     for num_ranks in 2..=4 {
         for lost in 0..num_ranks {
             a_lost_rank_fails_the_others(group(num_ranks), lost, false);
@@ -79,6 +82,11 @@ fn writes_before_a_barrier_are_seen_after_it<C: Communicator>(ends: Vec<C>) {
             end.barrier().unwrap();
         }
     });
+}
+
+/// A rank may leave as soon as its last call returns: the others complete that operation, too.
+fn a_rank_that_leaves_after_an_operation_fails_no_other<C: Communicator>(ends: Vec<C>) {
+    on_threads(ends, |mut end| end.barrier().unwrap());
 }
 
 /// After some rounds one rank is dropped. The waiting ranks get an error, and so does each later call.

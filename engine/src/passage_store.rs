@@ -1,0 +1,125 @@
+//! The KV of passages of text, kept for the prompts that contain them. It does not know prompts, blocks or how KV is
+//! computed.
+
+use std::{
+    collections::{BTreeMap, HashMap},
+    sync::Arc,
+};
+
+use baton_kv_cache::{BlockHash, HashRoot};
+use baton_model_spec::PassageKv;
+
+/// The content of a passage: a hash of its model, its tenant's salt and its tokens. Hashes of passages and of blocks have
+/// roots of their own, so a passage is never taken for a block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct PassageKey(BlockHash);
+
+/// Passages by content, at most so many bytes of them. The least recently used one is evicted first. A passage has counted
+/// owners: the store, and each prompt that is being blended. So an evicted passage stays in memory until that is over.
+#[derive(Debug)]
+pub(crate) struct PassageStore {
+    max_bytes: usize,
+    num_bytes: usize,
+    entries: HashMap<PassageKey, Entry>,
+    /// Every passage, by the time of its last use.
+    by_use: BTreeMap<u64, PassageKey>,
+    /// Counts uses.
+    clock: u64,
+}
+
+#[derive(Debug)]
+struct Entry {
+    kv: Arc<PassageKv>,
+    used_at: u64,
+}
+
+impl PassageKey {
+    pub(crate) fn new(model: &str, salt: &str, tokens: &[u32]) -> PassageKey {
+        PassageKey(HashRoot::new(model, "passage", salt).hash().child(tokens))
+    }
+}
+
+impl PassageStore {
+    pub(crate) fn new(max_bytes: usize) -> PassageStore {
+        PassageStore { max_bytes, num_bytes: 0, entries: HashMap::new(), by_use: BTreeMap::new(), clock: 0 }
+    }
+
+    /// The passage, if it is kept. This uses it.
+    pub(crate) fn get(&mut self, key: PassageKey) -> Option<Arc<PassageKv>> {
+        let entry = self.entries.get_mut(&key)?;
+        self.clock += 1;
+        self.by_use.remove(&entry.used_at);
+        entry.used_at = self.clock;
+        self.by_use.insert(self.clock, key);
+        Some(entry.kv.clone())
+    }
+
+    /// Keeps a passage that is not kept yet, and evicts others until there is room. One that is larger than the store is
+    /// not kept.
+    pub(crate) fn insert(&mut self, key: PassageKey, kv: Arc<PassageKv>) {
+        if kv.size_bytes() > self.max_bytes {
+            return;
+        }
+        debug_assert!(!self.entries.contains_key(&key), "kept already");
+        self.num_bytes += kv.size_bytes();
+        while self.num_bytes > self.max_bytes {
+            let (_, oldest) = self.by_use.pop_first().expect("what is kept has bytes");
+            let entry = self.entries.remove(&oldest).expect("kept under its key");
+            self.num_bytes -= entry.kv.size_bytes();
+        }
+        self.clock += 1;
+        self.by_use.insert(self.clock, key);
+        self.entries.insert(key, Entry { kv, used_at: self.clock });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn key(idx: u32) -> PassageKey {
+        PassageKey::new("model", "", &[idx])
+    }
+
+    /// A passage of 16 bytes per token.
+    fn passage(num_tokens: usize) -> Arc<PassageKv> {
+        Arc::new(PassageKv::zeroed(num_tokens, 2, 2))
+    }
+
+    #[test]
+    fn the_least_recently_used_passages_make_room() {
+        let mut store = PassageStore::new(10 * 16);
+        for idx in 0..3 {
+            store.insert(key(idx), passage(3));
+        }
+        assert!(store.get(key(0)).is_some(), "used last now");
+        let in_use = store.get(key(1)).expect("kept");
+        store.get(key(0));
+        store.get(key(2));
+        store.insert(key(3), passage(2));
+        let kept = |store: &mut PassageStore| {
+            (0..5).filter(|&idx| store.get(key(idx)).is_some()).collect::<Vec<_>>()
+        };
+        assert_eq!(kept(&mut store), [0, 2, 3], "9 + 2 tokens are one too many");
+        assert_eq!(
+            (store.num_bytes, Arc::strong_count(&in_use)),
+            (8 * 16, 1),
+            "a user keeps what is evicted"
+        );
+        store.insert(key(4), passage(11));
+        assert_eq!(kept(&mut store), [0, 2, 3], "larger than the store: nothing is evicted for it");
+        store.insert(key(4), passage(10));
+        assert_eq!((kept(&mut store), store.num_bytes), (vec![4], 10 * 16));
+        assert_eq!(store.by_use.len(), 1);
+    }
+
+    #[test]
+    fn models_salts_and_tokens_keep_passages_apart() {
+        let keys =
+            [("a", "", &[1][..]), ("", "a", &[1]), ("a", "a", &[1]), ("a", "", &[1, 2]), ("a", "", &[2])];
+        let keys = keys.map(|(model, salt, tokens)| PassageKey::new(model, salt, tokens));
+        let distinct: std::collections::HashSet<_> = keys.iter().collect();
+        assert_eq!(distinct.len(), keys.len());
+        assert_ne!(keys[0].0, HashRoot::new("a", "", "").hash().child(&[1]), "a block of the same tokens");
+    }
+}

@@ -1,0 +1,183 @@
+//! Requests with a grammar: what they produce matches, however they were computed, and others notice nothing.
+
+mod support;
+
+use std::sync::atomic::Ordering;
+
+use baton_engine::{
+    Drafter, EngineConfig, EngineError, FinishReason, Request, SamplingParams, SpeculationMode, SubmitError,
+};
+use baton_engine_testing::FakeModel;
+use baton_grammar::GrammarError;
+use baton_request::{Grammar, GrammarKind};
+use support::{
+    BLOCK_SIZE, END, TestEngine, config, draft, engine_of, grammars,
+    handoff::hand_off,
+    kinds::{pairs, prompt, read, requests, words},
+    request, sampling_engine, speculating,
+};
+
+fn model() -> FakeModel {
+    FakeModel { vocab_size: 3, ..FakeModel::new(BLOCK_SIZE) }
+}
+
+fn plain() -> TestEngine {
+    engine_of(model(), config(), |_| Ok(())).1
+}
+
+fn constrained(grammar: Grammar, seed: u32) -> Request {
+    let sampling = SamplingParams {
+        max_tokens: 60,
+        temperature: 0.9,
+        seed: seed.into(),
+        stop_token_ids: vec![END],
+        grammar: Some(grammar),
+        ..SamplingParams::default()
+    };
+    Request { sampling, ..request(&prompt(seed, 3 + seed % 9), 0) }
+}
+
+/// Whether the grammar allows these tokens, and whether they end it.
+fn follows(grammar: &Grammar, tokens: &[u32]) -> (bool, bool) {
+    match grammars().matcher(grammar, tokens) {
+        Ok(matcher) => (true, matcher.has_ended()),
+        Err(_) => (false, false),
+    }
+}
+
+#[tokio::test]
+async fn tokens_match_and_end_with_the_grammar() {
+    let engine = plain();
+    let mut num_stops = 0;
+    for seed in 0..40 {
+        for grammar in [words(), pairs()] {
+            let output = engine.generate_all(constrained(grammar.clone(), seed)).await;
+            let (reason, _) = output.end.expect("finished");
+            assert_eq!(follows(&grammar, &output.tokens), (true, reason == FinishReason::Stop), "{seed}");
+            num_stops += usize::from(reason == FinishReason::Stop);
+        }
+    }
+    assert!(num_stops > 45, "{num_stops} of 80 end");
+    // Without its stop id the end of the text ends the sequence all the same: nothing could follow.
+    let mut endless = constrained(words(), 1);
+    endless.sampling.stop_token_ids.clear();
+    let output = engine.generate_all(endless).await;
+    assert_eq!((output.end.unwrap().0, output.tokens.last()), (FinishReason::Stop, Some(&END)));
+    engine.check_whole().await;
+}
+
+#[tokio::test]
+async fn tokens_are_the_same_wherever_and_however_they_are_computed() {
+    let plain = plain();
+    let all: Vec<Request> =
+        (0..24).map(|seed| constrained(if seed % 2 == 0 { words() } else { pairs() }, seed)).collect();
+    let mut expected = Vec::new();
+    for request in &all {
+        let mut request = request.clone();
+        request.speculation = SpeculationMode::Off;
+        let (tokens, end, counts) = read(plain.generate(request).expect("accepted")).await;
+        assert_eq!(counts.drafted, 0);
+        expected.push((tokens, end));
+    }
+    // Few blocks: sequences are preempted and computed again.
+    for (num_blocks, max_running, token_budget) in [(256, 32, 64), (40, 8, 16), (26, 3, 7)] {
+        let config = || EngineConfig { num_blocks, max_running, token_budget, ..config() };
+        let errs = FakeModel { errs_in: Some(4), ..model() };
+        for engine in [
+            engine_of(model(), config(), |_| Ok(())).1,
+            speculating(model(), Drafter::Ngram, config()),
+            speculating(model(), draft(errs), config()),
+            sampling_engine(model(), None, config(), |_| Ok(())).0,
+            sampling_engine(model(), Some(draft(errs)), config(), |_| Ok(())).0,
+        ] {
+            let streams: Vec<_> =
+                all.iter().map(|request| engine.generate(request.clone()).expect("accepted")).collect();
+            for (idx, (stream, expected)) in streams.into_iter().zip(&expected).enumerate() {
+                let (tokens, end, _) = read(stream).await;
+                assert_eq!((&tokens, &end), (&expected.0, &expected.1), "request {idx}, {num_blocks} blocks");
+            }
+            engine.check_whole().await;
+        }
+    }
+    // The first token on another engine; and after a part of the answer, as when a worker was lost.
+    let (p, d) = (self::plain(), self::plain());
+    for (request, (tokens, end)) in all.iter().zip(&expected) {
+        let ids: Vec<u32> = tokens.iter().map(|token| token.id).collect();
+        let (output, _) = hand_off(&p, &d, request.clone()).await;
+        assert_eq!((&output.tokens, output.end.map(|(reason, _)| reason)), (&ids, end.clone()));
+        let num_delivered = ids.len() / 2;
+        let rest = Request { output: ids[..num_delivered].to_vec(), ..request.clone() };
+        let output = d.generate_all(rest.clone()).await;
+        assert_eq!(output.tokens, ids[num_delivered..]);
+        let (output, _) = hand_off(&p, &d, rest).await;
+        assert_eq!(output.tokens, ids[num_delivered..]);
+    }
+}
+
+#[tokio::test]
+async fn forced_text_is_verified_several_tokens_at_a_time() {
+    let (model, engine) = engine_of(model(), config(), |_| Ok(()));
+    assert_eq!(model.vocab_size, 3);
+    let fixed = "ab".repeat(20);
+    let grammar = Grammar::new(GrammarKind::Regex, format!("(a|b){fixed}b*"));
+    let request = constrained(grammar.clone(), 7);
+    let mut one_by_one = request.clone();
+    one_by_one.speculation = SpeculationMode::Off;
+    let (expected, end, none) = read(engine.generate(one_by_one).expect("accepted")).await;
+    let num_slow = engine.num_computed_tokens();
+    let (tokens, same_end, counts) = read(engine.generate(request).expect("accepted")).await;
+    assert_eq!((&tokens, &same_end), (&expected, &end));
+    assert_eq!(none.drafted, 0);
+    // In a vocabulary of single letters nothing else is allowed, so every draft is accepted.
+    assert!(counts.accepted >= 36 && counts.accepted == counts.drafted, "{counts:?} of {num_slow}");
+    engine.check_whole().await;
+}
+
+#[tokio::test]
+async fn neighbours_without_a_grammar_are_the_same_and_run_ahead_without_it() {
+    let (engine, num_ahead) = sampling_engine(model(), None, config(), |_| Ok(()));
+    let neighbour = || request(&prompt(5, 9), 40);
+    let alone = engine.generate_all(neighbour()).await;
+    assert_eq!(num_ahead.load(Ordering::Relaxed), 39);
+    let beside = engine.generate(neighbour()).expect("accepted");
+    let constrained = engine.generate_all(constrained(words(), 3)).await;
+    assert!(matches!(constrained.end, Ok((FinishReason::Stop, _))));
+    assert_eq!(support::collect(beside).await.tokens, alone.tokens);
+}
+
+#[tokio::test]
+async fn every_kind_is_among_the_requests_of_the_other_tests() {
+    assert!(requests().iter().filter(|request| request.sampling.grammar.is_some()).count() >= 9);
+}
+
+#[tokio::test]
+async fn grammars_that_cannot_be_used_are_refused() {
+    let engine = plain();
+    let refused = |request: Request| match engine.generate(request).expect_err("refused") {
+        SubmitError::Grammar(error) => error,
+        error => panic!("{error}"),
+    };
+    let bad = constrained(Grammar::new(GrammarKind::Regex, "("), 0);
+    assert!(matches!(refused(bad), GrammarError::Invalid { kind: GrammarKind::Regex, .. }));
+    let elsewhere = Request { output: vec![1], ..constrained(words(), 0) };
+    assert_eq!(refused(elsewhere), GrammarError::Refused { token: 1 });
+    let (_, without) = engine_of(model(), EngineConfig { grammars: None, ..config() }, |_| Ok(()));
+    let error = without.generate(constrained(words(), 0)).expect_err("refused");
+    assert!(error.to_string().contains("does not know the model's tokenizer"), "{error}");
+    engine.check_whole().await;
+}
+
+#[tokio::test]
+async fn a_first_token_that_the_grammar_refuses_fails_the_request_alone() {
+    let (p, d) = (plain(), plain());
+    let other = d.generate(request(&prompt(2, 5), 30)).expect("accepted");
+    let request = constrained(words(), 0);
+    let prefilled = support::handoff::prefill(&p, request.clone()).await;
+    let reservation = d.reserve(request).await.expect("granted");
+    let wrong = baton_engine::SampledToken { id: 1, logprobs: None };
+    let output = support::collect(d.decode(reservation, wrong).expect("accepted")).await;
+    assert_eq!(output.end, Err(EngineError::Grammar(GrammarError::Refused { token: 1 })));
+    assert_eq!(support::collect(other).await.tokens.len(), 30);
+    drop(prefilled);
+    d.check_whole().await;
+}

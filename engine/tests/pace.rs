@@ -1,0 +1,118 @@
+//! What an engine tells about its speed and its queue.
+
+mod support;
+
+use std::{
+    sync::{
+        LazyLock,
+        atomic::{AtomicU64, Ordering},
+        mpsc,
+    },
+    time::{Duration, Instant},
+};
+
+use baton_cost::{StepLine, StepWork};
+use baton_engine::EngineConfig;
+
+use support::{config, engine, engine_with_hook, request};
+
+#[tokio::test]
+async fn a_request_is_counted_from_its_submission_on_also_during_a_step() {
+    let (permit, permits) = mpsc::channel::<()>();
+    let (started, starts) = mpsc::channel::<()>();
+    let (_, engine) = engine_with_hook(config(), move |_| {
+        started.send(()).ok();
+        permits.recv().ok();
+        Ok(())
+    });
+    let first = engine.generate(request(&[1; 20], 9)).expect("accepted");
+    starts.recv().expect("the engine computes");
+    // The engine is in the midst of a step and has not seen these.
+    let others: Vec<_> =
+        (0..3).map(|idx| engine.generate(request(&[idx; 50], 9)).expect("accepted")).collect();
+    let load = engine.load_now();
+    assert_eq!((load.num_waiting, load.num_queued_tokens), (3, 20 + 150));
+    drop(permit);
+    for stream in [first].into_iter().chain(others) {
+        support::collect(stream).await;
+    }
+    engine.check_whole().await;
+    let load = engine.load_now();
+    assert_eq!((load.num_waiting, load.num_queued_tokens), (0, 0), "nothing lingers");
+}
+
+/// A clock that only executed steps advance.
+static NANOS: AtomicU64 = AtomicU64::new(0);
+
+fn clock() -> Instant {
+    static START: LazyLock<Instant> = LazyLock::new(Instant::now);
+    *START + Duration::from_nanos(NANOS.load(Ordering::Relaxed))
+}
+
+#[tokio::test]
+async fn the_step_line_begins_with_the_prior_and_follows_the_steps() {
+    let truth = StepLine { fixed: 0.01, per_token: 1e-4, per_context_token: 2e-6, per_pair: 1e-7 };
+    let prior = StepLine { fixed: 0.001, per_token: 1e-3, per_context_token: 1e-6, per_pair: 1e-6 };
+    let (_, engine) = engine_with_hook(
+        EngineConfig { clock, step_prior: Some(prior), prefix_cache: false, ..config() },
+        move |batch| {
+            let chunks = batch.sequences.iter();
+            let work = chunks
+                .map(|chunk| StepWork::chunk(chunk.start_idx as f64, chunk.tokens.len() as f64))
+                .fold(StepWork::default(), StepWork::plus);
+            NANOS.fetch_add((truth.seconds(&work) * 1e9) as u64, Ordering::Relaxed);
+            Ok(())
+        },
+    );
+    assert_eq!(engine.pace().step, Some(prior));
+    for idx in 0..40 {
+        let prompt = vec![idx; 10 + 9 * idx as usize];
+        engine.generate_all(request(&prompt, 8)).await;
+    }
+    engine.check_whole().await;
+    let pace = engine.pace();
+    assert!(pace.num_steps > 300, "{pace:?}");
+    let line = pace.step.expect("it was measured");
+    for work in [StepWork::decode(1.0, 200.0), StepWork::chunk(0.0, 64.0), StepWork::chunk(256.0, 64.0)] {
+        let ratio = line.seconds(&work) / truth.seconds(&work);
+        assert!((0.85..1.15).contains(&ratio), "{work:?}: {ratio}");
+    }
+    let itl = truth.seconds(&StepWork::decode(1.0, 365.0));
+    assert!((0.9..1.1).contains(&(pace.recent_itl_seconds / itl)), "{pace:?}, {itl}");
+    assert_eq!((pace.num_decoding, pace.num_context_tokens, pace.num_queued_pairs), (0, 0, 0.0));
+}
+
+#[tokio::test]
+async fn waits_for_a_processor_lengthen_what_clients_see_and_not_what_steps_take() {
+    static STEPS: AtomicU64 = AtomicU64::new(0);
+    const STEP: Duration = Duration::from_millis(10);
+    /// Three others share the processors.
+    const WAIT: Duration = Duration::from_millis(30);
+    fn clock() -> Instant {
+        static START: LazyLock<Instant> = LazyLock::new(Instant::now);
+        *START + (STEP + WAIT) * STEPS.load(Ordering::Relaxed) as u32
+    }
+    let thread_waits = || WAIT * STEPS.load(Ordering::Relaxed) as u32;
+    let prior = StepLine { fixed: STEP.as_secs_f64(), per_token: 0.0, per_context_token: 0.0, per_pair: 0.0 };
+    let (_, engine) = engine_with_hook(
+        EngineConfig { clock, thread_waits, step_prior: Some(prior), ..config() },
+        move |_| {
+            STEPS.fetch_add(1, Ordering::Relaxed);
+            Ok(())
+        },
+    );
+    engine.generate_all(request(&[1; 20], 50)).await;
+    engine.check_whole().await;
+    let pace = engine.pace();
+    assert!(pace.num_steps >= 50, "{pace:?}");
+    let seconds = pace.step.expect("a prior").seconds(&StepWork::decode(1.0, 60.0));
+    assert!((seconds / STEP.as_secs_f64() - 1.0).abs() < 1e-3, "{seconds}");
+    let itl = (STEP + WAIT).as_secs_f64();
+    assert!((pace.recent_itl_seconds / itl - 1.0).abs() < 1e-3, "{pace:?}");
+}
+
+#[tokio::test]
+async fn without_a_prior_nothing_is_claimed_before_the_first_step() {
+    let (_, engine) = engine(config());
+    assert_eq!(engine.pace().step, None);
+}

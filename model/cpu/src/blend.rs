@@ -1,0 +1,219 @@
+//! Blended prompts on CPUs: the forward pass over all tokens up to the selection, and over the selected tokens after it.
+//!
+//! A run of consecutive selected tokens is a sequence of the batch over the blocks of the prompt. So attention sees every
+//! position before a token's own, and a row has the numbers that a full prefill over the same KV gives it.
+//!
+//! It does not know where passages are kept.
+
+use baton_checkpoint::LayerWeights;
+use baton_cpu_kernels::{Cpu, SharedMut, store_rows};
+use baton_kv_cache::{BlockId, BlockStorage};
+use baton_model_spec::{
+    BatchSequence, BlendedPrompt, BlendingExecutor, CommunicatorError, ExecuteError, Executor, PassageKv,
+    RopeSpec, SELECTING_LAYER, select,
+};
+
+use crate::executor::CpuExecutor;
+use crate::forward::ForwardPass;
+use crate::packed::PackedMatrix;
+use crate::rope::RopeTables;
+
+const ONE_RANK: &str = "a single rank cannot lose another";
+
+/// Tokens that keep the KV of their passage.
+struct KeptTokens {
+    positions: Vec<usize>,
+    ropes: RopeTables,
+}
+
+impl BlendingExecutor for CpuExecutor {
+    unsafe fn compute_passage(
+        &mut self,
+        tokens: &[u32],
+        blocks: &[BlockId],
+        storage: &BlockStorage,
+    ) -> Result<PassageKv, ExecuteError> {
+        // SAFETY: guaranteed by the caller.
+        Ok(unsafe { self.compute_alone(tokens, blocks, storage) }.expect(ONE_RANK))
+    }
+
+    unsafe fn blend(
+        &mut self,
+        prompt: &BlendedPrompt<'_>,
+        storage: &BlockStorage,
+        on_layer: &mut dyn FnMut(usize),
+    ) -> Result<usize, ExecuteError> {
+        // SAFETY: guaranteed by the caller.
+        Ok(unsafe { self.compute_blended(prompt, storage, on_layer) }.expect(ONE_RANK))
+    }
+}
+
+impl CpuExecutor {
+    /// # Safety
+    /// As for [`BlendingExecutor::compute_passage`].
+    unsafe fn compute_alone(
+        &mut self,
+        tokens: &[u32],
+        blocks: &[BlockId],
+        storage: &BlockStorage,
+    ) -> Result<PassageKv, CommunicatorError> {
+        let whole = [BatchSequence { tokens, start_idx: 0, blocks, num_logits: 0 }];
+        let (mut pass, layers, ropes) = self.begin(&whole, storage)?;
+        let width = pass.spec.kv_width();
+        let mut passage = PassageKv::zeroed(tokens.len(), layers.len(), width);
+        for (layer_idx, layer) in layers.iter().enumerate() {
+            let to = (layer_idx >= SELECTING_LAYER).then(|| {
+                let (keys, values) = passage.layer_mut(layer_idx);
+                [keys, values].map(SharedMut::new)
+            });
+            let keep = |row_idx: usize, keys: &[f32], values: &[f32]| {
+                for (to, row) in to.iter().flatten().zip([keys, values]) {
+                    // SAFETY: each row has its own place, and the passage has as many rows.
+                    unsafe { std::slice::from_raw_parts_mut(to.ptr().add(row_idx * width), width) }
+                        .copy_from_slice(row);
+                }
+            };
+            pass.project(layer);
+            // SAFETY: the caller gives this call exclusive access to the blocks.
+            unsafe { pass.store(layer_idx, layer, ropes, storage, keep) };
+            // Nothing needs what follows the last layer's KV.
+            if layer_idx + 1 < layers.len() {
+                // SAFETY: as above, and the layer's KV is written.
+                unsafe { pass.finish_layer(layer_idx, layer, storage) }?;
+            }
+        }
+        Ok(passage)
+    }
+
+    /// # Safety
+    /// As for [`BlendingExecutor::blend`].
+    unsafe fn compute_blended(
+        &mut self,
+        prompt: &BlendedPrompt<'_>,
+        storage: &BlockStorage,
+        on_layer: &mut dyn FnMut(usize),
+    ) -> Result<usize, CommunicatorError> {
+        let passages = prompt.ranges();
+        let (tokens, blocks) = (prompt.tokens, prompt.blocks);
+        let whole = [BatchSequence { tokens, start_idx: 0, blocks, num_logits: 0 }];
+        let (mut pass, layers, ropes) = self.begin(&whole, storage)?;
+        for (layer_idx, layer) in layers[..SELECTING_LAYER].iter().enumerate() {
+            pass.project(layer);
+            // SAFETY: the caller gives this call exclusive access to the blocks.
+            unsafe { pass.store(layer_idx, layer, ropes, storage, |_, _, _| {}) };
+            on_layer(layer_idx);
+            // SAFETY: as above, and the layer's KV is written.
+            unsafe { pass.finish_layer(layer_idx, layer, storage) }?;
+        }
+
+        let layer = &layers[SELECTING_LAYER];
+        let mut deviations = vec![0.0; tokens.len()];
+        let to = SharedMut::new(&mut deviations);
+        let deviate = |row_idx: usize, keys: &[f32], _: &[f32]| {
+            if let Some((own, _)) = prompt.kept(row_idx, SELECTING_LAYER) {
+                // SAFETY: each row has its own number.
+                unsafe { *to.ptr().add(row_idx) = squared_distance(keys, own) };
+            }
+        };
+        pass.project(layer);
+        // SAFETY: as above. Row indices are positions.
+        unsafe { pass.store(SELECTING_LAYER, layer, ropes, storage, deviate) };
+        on_layer(SELECTING_LAYER);
+
+        let selected = select(&deviations, &passages, &prompt.selection);
+        let runs = runs_of(&selected, prompt);
+        let kept = KeptTokens::new(&pass.spec.ropes, &selected, tokens.len());
+        pass.narrow(&selected, &runs);
+        ropes.prepare(&pass.buffers.positions);
+        for (layer_idx, layer) in layers.iter().enumerate().skip(SELECTING_LAYER) {
+            if layer_idx > SELECTING_LAYER {
+                // SAFETY: as above; a token is either kept or computed.
+                unsafe {
+                    kept.store(pass.cpu, prompt, layer_idx, pass.spec.layers[layer_idx].rope_idx, storage)
+                };
+                if !selected.is_empty() {
+                    pass.project(layer);
+                    // SAFETY: as above.
+                    unsafe { pass.store(layer_idx, layer, ropes, storage, |_, _, _| {}) };
+                }
+                on_layer(layer_idx);
+            }
+            // Nothing needs what follows the last layer's KV.
+            if layer_idx + 1 < layers.len() && !selected.is_empty() {
+                // SAFETY: as above, and the layer's KV is written.
+                unsafe { pass.finish_layer(layer_idx, layer, storage) }?;
+            }
+        }
+        Ok(selected.len())
+    }
+
+    /// A pass over `sequences` with the embeddings of their tokens, the layers, and the rotations of the rows.
+    fn begin<'a>(
+        &'a mut self,
+        sequences: &'a [BatchSequence<'a>],
+        storage: &BlockStorage,
+    ) -> Result<(ForwardPass<'a>, &'a [LayerWeights<PackedMatrix>], &'a mut RopeTables), CommunicatorError>
+    {
+        assert_eq!(*storage.layout(), self.kv_layout(), "blocks of another layout");
+        let CpuExecutor { model, cpu, buffers, ropes } = self;
+        let weights = model.decoder().weights();
+        let mut pass = ForwardPass::new(model, cpu, buffers, sequences, None);
+        ropes.prepare(&pass.buffers.positions);
+        pass.embed(weights, sequences.iter().flat_map(|sequence| sequence.tokens))?;
+        Ok((pass, &weights.layers, ropes))
+    }
+}
+
+impl KeptTokens {
+    /// All but the `selected` ones of `num_tokens` tokens.
+    fn new(ropes: &[RopeSpec], selected: &[usize], num_tokens: usize) -> KeptTokens {
+        let mut selected = selected.iter().peekable();
+        let positions: Vec<usize> =
+            (0..num_tokens).filter(|position| selected.next_if_eq(&position).is_none()).collect();
+        let mut ropes = RopeTables::new(ropes);
+        ropes.prepare(&positions);
+        KeptTokens { positions, ropes }
+    }
+
+    /// Writes the KV that the passages have for these tokens, keys rotated to their positions.
+    ///
+    /// # Safety
+    /// No other code reads or writes this layer's slots of these tokens.
+    unsafe fn store(
+        &self,
+        cpu: &mut Cpu,
+        prompt: &BlendedPrompt<'_>,
+        layer_idx: usize,
+        rope_idx: usize,
+        storage: &BlockStorage,
+    ) {
+        let layout = storage.layout();
+        let width = layout.num_kv_heads * layout.head_dim;
+        cpu.for_rows(self.positions.len(), 2 * width, |row_idx| {
+            let position = self.positions[row_idx];
+            let (keys, values) = prompt.kept(position, layer_idx).expect("only tokens of passages are kept");
+            let mut keys = keys.to_vec();
+            for head in keys.chunks_exact_mut(layout.head_dim) {
+                self.ropes.rotate(rope_idx, row_idx, head);
+            }
+            // SAFETY: tokens have distinct positions; the caller guarantees that no other code accesses them.
+            unsafe { store_rows(storage, layer_idx, prompt.blocks, position, 0, &keys, values) };
+        });
+    }
+}
+
+/// The selected tokens as sequences of consecutive ones.
+fn runs_of<'a>(selected: &[usize], prompt: &BlendedPrompt<'a>) -> Vec<BatchSequence<'a>> {
+    let runs = selected.chunk_by(|one, next| one + 1 == *next);
+    let sequence = |run: &[usize]| BatchSequence {
+        tokens: &prompt.tokens[run[0]..run[0] + run.len()],
+        start_idx: run[0],
+        blocks: prompt.blocks,
+        num_logits: 0,
+    };
+    runs.map(sequence).collect()
+}
+
+fn squared_distance(a: &[f32], b: &[f32]) -> f32 {
+    a.iter().zip(b).map(|(a, b)| (a - b) * (a - b)).sum()
+}

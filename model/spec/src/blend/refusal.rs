@@ -1,0 +1,54 @@
+//! Why a model cannot blend.
+
+use super::selection::SELECTING_LAYER;
+use crate::decoder::DecoderSpec;
+use crate::rope::RopeScaling;
+
+/// Why prompts of a model are never blended. They are computed in full instead.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum BlendRefusal {
+    /// A layer sees a window only.
+    #[error("layer {layer_idx} has a sliding window of {window} tokens")]
+    SlidingWindow {
+        /// The first such layer.
+        layer_idx: usize,
+        /// Its window.
+        window: usize,
+    },
+    /// There is no layer after the one that is computed in full.
+    #[error("the model has {num_layers} layers; blending needs at least 2")]
+    TooFewLayers {
+        /// Layers of the model.
+        num_layers: usize,
+    },
+    /// The executor does not implement blending.
+    #[error("this backend does not blend")]
+    Backend,
+}
+
+impl DecoderSpec {
+    /// Whether prompts of this model may be blended.
+    ///
+    /// # Errors
+    /// When they may not.
+    pub fn check_blending(&self) -> Result<(), BlendRefusal> {
+        if self.layers.len() <= SELECTING_LAYER {
+            return Err(BlendRefusal::TooFewLayers { num_layers: self.layers.len() });
+        }
+        for (layer_idx, layer) in self.layers.iter().enumerate() {
+            if let Some(window) = layer.window {
+                return Err(BlendRefusal::SlidingWindow { layer_idx, window });
+            }
+            // Keys can be rotated from position 0 only if the frequencies do not depend on the length of the prompt. A
+            // scaling that switches its frequencies by length, such as LongRoPE, is to be refused here.
+            match self.ropes[layer.rope_idx].scaling {
+                RopeScaling::None
+                | RopeScaling::Linear { .. }
+                | RopeScaling::Llama3 { .. }
+                | RopeScaling::Yarn { .. }
+                | RopeScaling::Divided { .. } => {}
+            }
+        }
+        Ok(())
+    }
+}
