@@ -1,10 +1,11 @@
 //! The protocol's types, generated from the `.proto` files beside this folder, and their one conversion from and to the
-//! types of `baton-request` and `baton-cluster-record`. Other types are converted by the services that own them, at
+//! types of `baton-request`, `baton-cluster-record` and `baton-kv-events`. Other types are converted by the services that own them, at
 //! their edge.
 #![forbid(unsafe_code)]
 // Generated; the comments are in the .proto files.
 #![allow(missing_docs, unreachable_pub, clippy::large_enum_variant)]
 
+mod cache;
 mod record;
 mod request;
 

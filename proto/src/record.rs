@@ -1,6 +1,6 @@
 //! Between the messages and the types of `baton-cluster-record`: a worker's record and its KV format.
 
-use baton_cluster_record::{Capacity, RecordError, Role, WorkerId, WorkerRecord};
+use baton_cluster_record::{Capacity, Compute, RecordError, Role, WorkerId, WorkerRecord};
 use baton_kv_layout::{KvDtype, KvFormat};
 
 use crate::worker;
@@ -19,6 +19,11 @@ impl From<&WorkerRecord> for worker::WorkerRecord {
                 block_size: saturate(record.capacity.block_size),
                 max_running: saturate(record.capacity.max_running),
                 context_length: saturate(record.capacity.context_length),
+            }),
+            compute: record.compute.as_ref().map(|compute| worker::Compute {
+                machine: compute.machine.clone(),
+                device: compute.device.clone(),
+                units: compute.units.clone(),
             }),
         }
     }
@@ -48,6 +53,11 @@ impl TryFrom<worker::WorkerRecord> for WorkerRecord {
                 max_running: capacity.max_running as usize,
                 context_length: capacity.context_length as usize,
             },
+            compute: message.compute.map(|compute| Compute {
+                machine: compute.machine,
+                device: compute.device,
+                units: compute.units,
+            }),
         };
         record.validate()?;
         Ok(record)
@@ -121,6 +131,7 @@ mod tests {
             model: "tiny".into(),
             kv_format: KvFormat::new("r1".into(), &layout, "theta=10000".into()),
             capacity: Capacity { num_blocks: 8, block_size: 16, max_running: 4, context_length: 128 },
+            compute: Some(Compute { machine: "m".into(), device: "cpu".into(), units: vec![0, 3] }),
         };
         let message = worker::WorkerRecord::from(&record);
         assert_eq!(WorkerRecord::try_from(message.clone()), Ok(record));

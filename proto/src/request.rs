@@ -3,7 +3,9 @@
 //!
 //! Every process converts here, so that all of them mean the same.
 
-use baton_request::{Failure, FailureKind, FinishReason, Request, SamplingParams, SpeculationMode};
+use baton_request::{
+    Failure, FailureKind, FinishReason, Grammar, GrammarKind, Request, SamplingParams, SpeculationMode,
+};
 use tonic::{Code, Status, metadata::MetadataValue};
 
 use crate::{v1, worker};
@@ -24,7 +26,39 @@ impl From<&SamplingParams> for worker::Sampling {
             seed: sampling.seed,
             stop_token_ids: sampling.stop_token_ids.clone(),
             logprobs: sampling.logprobs,
+            grammar: sampling.grammar.as_ref().map(v1::Grammar::from),
         }
+    }
+}
+
+impl From<&Grammar> for v1::Grammar {
+    fn from(grammar: &Grammar) -> v1::Grammar {
+        use v1::grammar::Kind;
+        let kind = match grammar.kind {
+            GrammarKind::JsonSchema => Kind::JsonSchema,
+            GrammarKind::Regex => Kind::Regex,
+            GrammarKind::Choice => Kind::Choice,
+            GrammarKind::Lark => Kind::Lark,
+        };
+        v1::Grammar { kind: kind.into(), text: grammar.text.to_string() }
+    }
+}
+
+/// A grammar of an unknown kind, such as a later version may have, becomes one that does not compile: to ignore it
+/// would change the answer.
+impl From<&v1::Grammar> for Grammar {
+    fn from(grammar: &v1::Grammar) -> Grammar {
+        use v1::grammar::Kind;
+        let kind = match grammar.kind() {
+            Kind::JsonSchema => GrammarKind::JsonSchema,
+            Kind::Regex => GrammarKind::Regex,
+            Kind::Choice => GrammarKind::Choice,
+            Kind::Lark => GrammarKind::Lark,
+            Kind::Unspecified => {
+                return Grammar::new(GrammarKind::Choice, format!("unknown kind {}", grammar.kind));
+            }
+        };
+        Grammar::new(kind, grammar.text.as_str())
     }
 }
 
@@ -47,6 +81,7 @@ impl From<&worker::Sampling> for SamplingParams {
             seed: sampling.seed,
             stop_token_ids: sampling.stop_token_ids.clone(),
             logprobs: sampling.logprobs,
+            grammar: sampling.grammar.as_ref().map(Grammar::from),
         }
     }
 }
@@ -115,6 +150,7 @@ impl From<Failure> for worker::Failed {
             FailureKind::Deadline => Kind::Deadline,
             FailureKind::Draining => Kind::Draining,
             FailureKind::PrefillDraining => Kind::PrefillDraining,
+            FailureKind::Model => Kind::Model,
             // The last three are what a router finds of a worker; no worker says them.
             FailureKind::Internal | FailureKind::Lost | FailureKind::Stalled | FailureKind::Diverged => {
                 Kind::Internal
@@ -136,6 +172,7 @@ impl From<worker::Failed> for Failure {
             Kind::Deadline => FailureKind::Deadline,
             Kind::Draining => FailureKind::Draining,
             Kind::PrefillDraining => FailureKind::PrefillDraining,
+            Kind::Model => FailureKind::Model,
             Kind::Internal | Kind::Unspecified => FailureKind::Internal,
         };
         Failure::new(kind, failed.message)
@@ -156,7 +193,7 @@ pub fn failure_to_status(failure: &Failure) -> Status {
         | FailureKind::Lost => Code::Unavailable,
         FailureKind::KvRejected => Code::DataLoss,
         FailureKind::Deadline | FailureKind::Stalled => Code::DeadlineExceeded,
-        FailureKind::Internal | FailureKind::Diverged => Code::Internal,
+        FailureKind::Internal | FailureKind::Model | FailureKind::Diverged => Code::Internal,
     };
     let mut status = Status::new(code, failure.message.clone());
     status.metadata_mut().insert(FAILURE_KIND, MetadataValue::from_static(failure.kind.name()));
@@ -202,10 +239,12 @@ mod tests {
                 logit_bias: vec![(1, 0.5), (7, -1.0)],
                 logprobs: Some(2),
                 seed: 9,
+                grammar: Some(Grammar::new(GrammarKind::Regex, "[0-9]+")),
                 ..SamplingParams::default()
             },
             cache_salt: "salt".into(),
             speculation: SpeculationMode::Off,
+            blend: None,
         };
         let message = worker::GenerateRequest::from(&request);
         assert_eq!(SamplingParams::from(message.sampling.as_ref().unwrap()), request.sampling);

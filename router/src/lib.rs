@@ -1,21 +1,12 @@
-//! The router: HTTP and gRPC edge, tokenising, planning, retries.
+//! The router's server: HTTP and gRPC around `baton-router-core`.
 //!
-//! [`run`] serves one model on one port. Who serves a request is decided by `baton-planner`. The crate knows no model
-//! weights, no engine, and no KV.
+//! [`run`] serves one model on one port. Requests are planned, sent and retried by the core, which knows no API.
 #![forbid(unsafe_code)]
 
 mod server;
 
 mod grpc;
 mod http;
-
-mod core;
-mod workers;
-
-mod config;
-mod metrics;
-mod model;
-mod trace;
 
 use std::sync::Arc;
 
@@ -25,10 +16,11 @@ use baton_telemetry::Metrics;
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 
-pub use config::RouterConfig;
-pub use core::MigrationMode;
-
-use crate::{core::Core, metrics::RouterMetrics, model::Model, workers::Workers};
+pub use baton_planner::Slo;
+pub use baton_request_fields::UnknownFields;
+use baton_router_core::{Core, RouterMetrics, ServedModel, Workers};
+pub use baton_router_core::{MigrationMode, PlanBasis, RouterConfig};
+pub use baton_tools::ToolFormat;
 
 /// Serves until `shutdown` is cancelled and running requests have ended.
 ///
@@ -52,12 +44,14 @@ pub async fn run_on(
 ) -> anyhow::Result<()> {
     let dialer = Dialer::new(config.tls.clone());
     let discovery = baton_cluster::watch_over(&config.discovery, &dialer)?;
-    let workers = Workers::new(config.keep_alive, dialer);
+    // New at every start: tickets of an earlier router mean nothing to this one's ledgers.
+    let name = (uuid::Uuid::new_v4().as_u128() as u64).max(1);
+    let workers = Workers::new(name, config.keep_alive, dialer);
     workers.follow(discovery.members());
     let metrics = RouterMetrics::new(&Metrics::new());
     // A model that cannot be loaded ends the server like a shutdown.
     let drain = shutdown.child_token();
-    let core = Core::new(config.clone(), workers.clone(), metrics, drain.clone());
+    let core = Core::new(config.clone(), name, workers.clone(), metrics, drain.clone());
     let loading = tokio::spawn(load_model(core.clone(), drain.clone()));
     let balancing = (config.migration == MigrationMode::Balance)
         .then(|| tokio::spawn(core.migrator.clone().balance(workers.clone(), drain.clone())));
@@ -74,7 +68,7 @@ pub async fn run_on(
         () = drain.cancelled() => {}
         () = &mut server => unreachable!("the server runs until it is told to drain"),
     }
-    tracing::info!(running = core.active.len(), "router drains");
+    tracing::info!(running = core.active.num_running(), "router drains");
     // Watch streams never end by themselves, and would keep the server from draining.
     readiness.stop().await;
     workers.settle();
@@ -98,7 +92,7 @@ async fn drain_requests(
         return;
     }
     tracing::warn!(
-        running = core.active.len(),
+        running = core.active.num_running(),
         "requests that still run after {timeout:?} are ended with an error"
     );
     core.closing.cancel();
@@ -113,9 +107,11 @@ const LAST_WORDS: std::time::Duration = std::time::Duration::from_secs(1);
 
 async fn load_model(core: Arc<Core>, drain: CancellationToken) -> anyhow::Result<()> {
     let loader = core.clone();
-    let loaded =
-        tokio::task::spawn_blocking(move || Model::load(&loader.config.model, &loader.config.model_name))
-            .await;
+    let loaded = tokio::task::spawn_blocking(move || {
+        let RouterConfig { model, model_name, tool_format, .. } = &loader.config;
+        ServedModel::load(model, model_name, *tool_format)
+    })
+    .await;
     match loaded.context("the loading thread failed").and_then(|model| model) {
         Ok(model) => {
             tracing::info!(model = model.name, vocab_size = model.vocab_size, "tokenizer loaded");

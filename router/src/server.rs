@@ -23,7 +23,7 @@ use tokio::{
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 use tower::ServiceExt;
 
-use crate::config::RouterConfig;
+use baton_router_core::RouterConfig;
 
 const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 /// Streams that one HTTP/2 connection may have open.

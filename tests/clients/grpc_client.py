@@ -5,6 +5,7 @@
 
 import argparse
 import importlib
+import json
 import sys
 import tempfile
 import time
@@ -310,6 +311,32 @@ def reflection_tells_what_can_be_called(server: Server) -> None:
         except grpc.RpcError as error:
             code = error.code().value[0]
         assert code == grpc.StatusCode.NOT_FOUND.value[0], code
+
+
+@check
+def a_chat_with_tools_says_what_its_text_is(server: Server) -> None:
+    schema = {"type": "object", "properties": {"n": {"type": "integer", "minimum": 0, "maximum": 9}}, "required": ["n"]}
+    tool = pb.Tool(name="note", description="Notes a number.", parameters=json.dumps(schema))
+    choice = pb.ToolChoice(mode=pb.ToolChoice.MODE_REQUIRED)
+    chat = pb.ChatMessages(messages=[pb.ChatMessage(role="user", content=CHAT)], tools=[tool], tool_choice=choice)
+    try:
+        list(server.generate(chat=chat, sampling=pb.SamplingParams(max_tokens=1)))
+    except grpc.RpcError as error:
+        assert "takes no tools" in error.details(), error
+        print("SKIPPED: this model's chat template takes no tools")
+        return
+    for mode in (pb.PREFILL_MODE_LOCAL, pb.PREFILL_MODE_REMOTE):
+        names, arguments, timing = [], "", None
+        sampling = pb.SamplingParams(max_tokens=200, temperature=0)
+        for response in server.generate(chat=chat, sampling=sampling, prefill_mode=mode, include_timing=True):
+            for part in response.output.parts:
+                names += [part.call.name] if part.WhichOneof("part") == "call" else []
+                arguments += part.arguments
+            timing = response.finished.timing
+        # Several calls may follow each other.
+        value, _ = json.JSONDecoder().raw_decode(arguments)
+        assert set(names) == {"note"} and 0 <= value["n"] <= 9, (names, arguments)
+        assert timing.HasField("exposed") == (mode == pb.PREFILL_MODE_REMOTE) and timing.ttft > 0, timing
 
 
 def main() -> None:

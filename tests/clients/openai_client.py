@@ -9,11 +9,14 @@ learned something: the questions of models/tiny/eval, which come with their answ
 import argparse
 import asyncio
 import json
+import urllib.error
 import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import openai
+import pydantic
 
 from checks import check, raises, run
 
@@ -41,6 +44,18 @@ class Server:
         request = urllib.request.Request(f"{self.url}/tokenize", body, {"content-type": "application/json"})
         with urllib.request.urlopen(request) as response:
             return json.load(response)["tokens"]
+
+    def takes_tools(self) -> bool:
+        """Whether the model's chat template takes tools; if not, says that a check is skipped."""
+        tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+        body = json.dumps({"messages": MESSAGES, "tools": [tool]}).encode()
+        request = urllib.request.Request(f"{self.url}/tokenize", body, {"content-type": "application/json"})
+        try:
+            urllib.request.urlopen(request).close()
+        except urllib.error.HTTPError:
+            print("SKIPPED: this model's chat template takes no tools")
+            return False
+        return True
 
 
 @check
@@ -230,7 +245,7 @@ def mistakes_raise_the_right_exception(server: Server) -> None:
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
         ({"top_logprobs": 3}, "top_logprobs"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
     ]:
         error = raises(bad_request, server.chat, **params)
         assert error.type == "invalid_request_error" and error.param == param, (params, error.body)
@@ -246,6 +261,156 @@ def mistakes_raise_the_right_exception(server: Server) -> None:
 def a_prompt_over_the_context_has_openais_code(server: Server) -> None:
     error = raises(openai.BadRequestError, server.complete, prompt="word " * 5000)
     assert error.code == "context_length_exceeded", error.body
+
+
+class Thing(pydantic.BaseModel):
+    """What an answer is parsed as."""
+
+    colour: Literal["red", "green", "blue"]
+    number_of_keys: int = pydantic.Field(ge=0, le=99)
+    is_old: bool
+
+
+@check
+def answers_are_parsed_as_a_class(server: Server) -> None:
+    parsed = server.client.chat.completions.parse(
+        model=server.model, messages=MESSAGES, max_tokens=200, temperature=0, response_format=Thing
+    )
+    choice = parsed.choices[0]
+    assert choice.finish_reason == "stop" and isinstance(choice.message.parsed, Thing), choice
+    assert 0 <= choice.message.parsed.number_of_keys <= 99, choice
+
+
+@check
+def an_answer_is_one_of_the_choices(server: Server) -> None:
+    answer = server.chat(max_tokens=50, temperature=0, extra_body={"guided_choice": ["the river", "the box"]})
+    assert answer.choices[0].message.content in ("the river", "the box"), answer
+    error = raises(openai.BadRequestError, server.chat, extra_body={"guided_regex": "("})
+    assert error.param == "guided_regex", error.body
+
+
+NOTE = {
+    "type": "object",
+    "properties": {"number": {"type": "integer", "minimum": 0, "maximum": 99}, "name": {"enum": ["Mara", "Otto"]}},
+    "required": ["number", "name"],
+    "additionalProperties": False,
+}
+
+
+def note(text: str) -> dict:
+    value = json.loads(text)
+    assert 0 <= value["number"] <= 99 and value["name"] in ("Mara", "Otto") and len(value) == 2, value
+    return value
+
+
+@check
+def with_tools_and_a_format_an_answer_is_a_call_or_has_the_format(server: Server) -> None:
+    if not server.takes_tools():
+        return
+    tool = {"type": "function", "function": {"name": "note", "parameters": NOTE}}
+    format = {"type": "json_schema", "json_schema": {"name": "note", "schema": NOTE}}
+    kinds = set()
+    for seed in range(8):
+        answers = []
+        for mode in ("local", "remote"):
+            answer = server.chat(
+                max_tokens=200, tools=[tool], response_format=format, temperature=1, seed=seed,
+                extra_body={"prefill_mode": mode},
+            )
+            [choice] = answer.choices
+            calls = [(call.function.name, call.function.arguments) for call in choice.message.tool_calls or []]
+            answers.append((choice.message.content, calls, choice.finish_reason))
+        content, calls, reason = answers[0]
+        assert answers[0] == answers[1], answers
+        kinds.add(reason)
+        if reason == "tool_calls":
+            assert calls and all(name == "note" and note(arguments) for name, arguments in calls), calls
+        else:
+            assert reason == "stop" and note(content), answers
+    assert kinds <= {"stop", "tool_calls"}, kinds
+
+
+@check
+def a_call_that_the_model_decides_on_fits_its_schema(server: Server) -> None:
+    if not server.takes_tools():
+        return
+    # The tiny model calls a tool that it knows with an argument that it never saw.
+    parameters = {
+        "type": "object",
+        "properties": {"expression": {"type": "string", "pattern": "^[a-c]{1,5}$"}},
+        "required": ["expression"],
+        "additionalProperties": False,
+    }
+    tool = {"type": "function", "function": {"name": "calculate", "parameters": parameters}}
+    messages = [{"role": "user", "content": "What is 47 + 38?"}]
+    for mode in ("local", "remote"):
+        answer = server.chat(messages=messages, tools=[tool], max_tokens=100, temperature=0, extra_body={"prefill_mode": mode})
+        for call in answer.choices[0].message.tool_calls or []:
+            argument = json.loads(call.function.arguments)["expression"]
+            assert argument and set(argument) <= set("abc"), answer
+
+
+@check
+def a_response_says_what_a_chat_says(server: Server) -> None:
+    chat = server.chat(max_tokens=24, temperature=0)
+    params = {"model": server.model, "input": MESSAGES, "max_output_tokens": 24, "temperature": 0}
+    answer = server.client.responses.create(**params)
+    assert answer.output_text == chat.choices[0].message.content, (answer, chat)
+    assert answer.status == "incomplete" and answer.incomplete_details.reason == "max_output_tokens", answer
+    assert answer.usage.output_tokens == 24 and answer.usage.input_tokens == chat.usage.prompt_tokens, answer.usage
+    text, last = "", None
+    for event in server.client.responses.create(stream=True, **params):
+        text += event.delta if event.type == "response.output_text.delta" else ""
+        last = event
+    assert text == answer.output_text and last.type == "response.incomplete", last
+    assert last.response.output_text == text
+
+
+@check
+def a_response_is_parsed_and_its_calls_come_back(server: Server) -> None:
+    params = {"model": server.model, "input": MESSAGES, "max_output_tokens": 200, "temperature": 0}
+    parsed = server.client.responses.parse(text_format=Thing, **params)
+    assert parsed.status == "completed" and isinstance(parsed.output_parsed, Thing), parsed
+    if not server.takes_tools():
+        return
+    tool = {"type": "function", "name": "note", "parameters": NOTE, "strict": True}
+    with server.client.responses.stream(tools=[tool], tool_choice="required", **params) as stream:
+        for _ in stream:
+            pass
+        answer = stream.get_final_response()
+    [*_, call] = answer.output
+    assert call.type == "function_call" and call.name == "note" and note(call.arguments), answer
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "noted"}
+    given = [item.model_dump(exclude_none=True, exclude={"parsed_arguments"}) for item in answer.output]
+    again = server.client.responses.create(**{**params, "input": MESSAGES + given + [result]}, tools=[tool])
+    assert again.output, again
+
+
+@check
+def what_a_response_cannot_do_raises_the_right_exception(server: Server) -> None:
+    for params, param in [
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"store": True}, "store"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"reasoning": {"effort": "high"}}, "reasoning"),
+    ]:
+        error = raises(openai.BadRequestError, server.client.responses.create, model=server.model, input="x", **params)
+        assert error.param == param, error.body
+    status = raises(openai.InternalServerError, server.client.embeddings.create, model=server.model, input="x").status_code
+    assert status == 501
+
+
+@check
+def every_answer_tells_what_it_took_if_asked(server: Server) -> None:
+    for mode, workers in (("local", 1), ("remote", 2)):
+        answer = server.chat(
+            max_tokens=8, temperature=0, messages=[{"role": "user", "content": f"Timing of {mode} prefill."}],
+            extra_body={"include_timing": True, "prefill_mode": mode, "ignore_eos": True},
+        )
+        [timing] = answer.model_extra["timing"]
+        assert len({timing["prefill_worker"], timing["decode_worker"]}) == workers, timing
+        assert (timing["exposed_ms"] is not None) == (mode == "remote"), timing
+        assert timing["ttft_ms"] >= timing["prefill_ms"] > 0 and timing["queue_ms"] >= 0 and timing["tpot_ms"] > 0, timing
 
 
 @check

@@ -1,7 +1,7 @@
 //! One model that computes one sequence at a time.
 
 use baton_kv_cache::{BlockId, BlockStorage, WireCodec, WireFormat, WireScratch};
-use baton_model::{Batch, BatchSequence, CpuExecutor, Executor, LoadOptions, load};
+use baton_model::{Backend, Batch, BatchSequence, CpuExecutor, Executor, LoadOptions, load};
 
 use crate::prompts::model_dir;
 
@@ -31,7 +31,7 @@ pub(crate) struct Reply {
 impl Runner {
     /// `wire` is the wire format of a prompt's KV, `end` the token that ends a reply.
     pub(crate) fn new(options: &LoadOptions, wire: WireFormat, end: u32) -> Runner {
-        let model = load(&model_dir(), options, &mut |_| {}).expect("the tiny model loads");
+        let model = load(&model_dir(), Backend::Cpu, options, &mut |_| {}).expect("the tiny model loads");
         let layout = model.kv_layout();
         let num_blocks = layout.num_blocks_for(MAX_TOKENS);
         Runner {

@@ -1,4 +1,4 @@
-//! Third-party clients: the official OpenAI client, and grpcio with code generated from our .proto files.
+//! Third-party clients: the official ones of OpenAI and Anthropic, and grpcio with code generated from our .proto files.
 
 use std::path::Path;
 
@@ -10,7 +10,7 @@ fn python() -> String {
     path.display().to_string()
 }
 
-fn run_script(script: &str, flags: &[&str]) {
+pub(crate) fn run_script(script: &str, flags: &[&str]) {
     let dir = tempfile::tempdir().expect("a temporary directory can be made");
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("clients").join(script);
     let mut args = vec![path.display().to_string()];
@@ -26,6 +26,15 @@ async fn the_official_openai_client_works() {
     let up = Up::start("").await;
     let base = up.base.clone();
     tokio::task::spawn_blocking(move || run_script("openai_client.py", &["--base-url", &base]))
+        .await
+        .expect("the script runs");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_official_anthropic_client_works() {
+    let up = Up::start("").await;
+    let base = up.base.clone();
+    tokio::task::spawn_blocking(move || run_script("anthropic_client.py", &["--base-url", &base]))
         .await
         .expect("the script runs");
 }

@@ -2,6 +2,8 @@
 
 mod bad_input;
 mod bench;
+mod broken_models;
+mod cache_events;
 mod cancel;
 mod clients;
 mod devices;
@@ -17,7 +19,9 @@ mod prefix;
 mod prompts;
 mod serving;
 mod sides;
+mod simulated;
 mod soak;
+mod structured;
 mod tls;
 mod up;
 /// The proxy that the handoff's fault matrix uses to disturb connections.

@@ -96,7 +96,7 @@ async fn a_draining_worker_hands_over_its_streams_and_no_prompt_is_computed_agai
     // The new worker computed only new tokens, a part of a block for each stream, and the tokens that the old worker
     // sampled during the transfer.
     let address = address_of(&cluster, "decode-1").await;
-    let output = cluster.metric(&address, "baton_output_tokens_total", &[]).await;
+    let output = cluster.metric(&address, "vllm:generation_tokens_total", &[]).await;
     let computed = computed(&cluster, "decode-1").await;
     let again = computed - output;
     assert!(again < (NUM_STREAMS * BLOCK_SIZE) as f64, "{computed} tokens computed for {output}");

@@ -33,8 +33,11 @@ const MAX_FAILED_SHARE: f64 = 0.002;
 /// One freeze in so many lasts 30 s.
 const LONG_ONE_IN: u32 = 12;
 /// The largest growth of a process in the last two thirds of the run, if it was never killed. It covers memory that allocators
-/// keep and the router's prefix index until that is full (some 25 MiB, half of them before), but no leak.
+/// keep and the router's index of cached blocks until pools are full (some 25 MiB, half of them before), but no leak.
 const MAX_GROWTH_BYTES: u64 = 16 << 20;
+/// The same of half a minute. What allocators keep of one burst after a freeze (16 MiB were seen) is not yet small beside
+/// what a leak would lose; one of 100 KiB a request is still found.
+const MAX_GROWTH_BYTES_SHORT: u64 = 48 << 20;
 /// Concurrent requests. A tick that finds more sends no request and is counted.
 const MAX_AT_ONCE: usize = 500;
 
@@ -46,6 +49,7 @@ struct Soak {
     duration: Duration,
     rate: u32,
     seed: u64,
+    max_growth_bytes: u64,
 }
 
 /// The outcomes of requests, and the faults.
@@ -67,7 +71,8 @@ impl Tally {
 
 #[tokio::test]
 async fn half_a_minute_of_random_faults_costs_no_block_and_no_token() {
-    Soak { duration: Duration::from_secs(30), rate: 25, seed: 1 }.run().await;
+    let max_growth_bytes = MAX_GROWTH_BYTES_SHORT;
+    Soak { duration: Duration::from_secs(30), rate: 25, seed: 1, max_growth_bytes }.run().await;
 }
 
 #[tokio::test]
@@ -78,12 +83,13 @@ async fn soak() {
     };
     let duration = Duration::from_secs(60 * number("BATON_SOAK_MINUTES", 30));
     let rate = number("BATON_SOAK_RATE", 50) as u32;
-    Soak { duration, rate, seed: number("BATON_SOAK_SEED", 1) }.run().await;
+    let seed = number("BATON_SOAK_SEED", 1);
+    Soak { duration, rate, seed, max_growth_bytes: MAX_GROWTH_BYTES }.run().await;
 }
 
 impl Soak {
     async fn run(self) {
-        let Soak { duration, rate, seed } = self;
+        let Soak { duration, rate, seed, max_growth_bytes } = self;
         let (cluster, wires) = start().await;
         let http = cluster.http.clone();
         let undisturbed: Rc<Vec<String>> = Rc::new(
@@ -140,7 +146,8 @@ impl Soak {
                 let took = start.elapsed();
                 let tally = tally.take();
                 println!("{:.1} requests a second ended", tally.num_ended() as f64 / took.as_secs_f64());
-                self::check(&*cluster.lock().await, &tally, &warm.expect("a third has passed")).await;
+                let warm = warm.expect("a third has passed");
+                self::check(&*cluster.lock().await, &tally, &warm, max_growth_bytes).await;
             })
             .await;
     }
@@ -264,7 +271,7 @@ fn memory(cluster: &Cluster) -> BTreeMap<&'static str, u64> {
     STEADY.into_iter().map(|name| (name, resident(name))).collect()
 }
 
-async fn check(cluster: &Cluster, tally: &Tally, warm: &BTreeMap<&str, u64>) {
+async fn check(cluster: &Cluster, tally: &Tally, warm: &BTreeMap<&str, u64>, max_growth_bytes: u64) {
     let Tally { num_right, num_left, num_held_back, wrong, failed, faults } = tally;
     println!("{num_right} right, {num_left} left early, {num_held_back} held back, faults {faults:?}");
     println!("{} wrong, {} failed", wrong.len(), failed.len());
@@ -282,7 +289,7 @@ async fn check(cluster: &Cluster, tally: &Tally, warm: &BTreeMap<&str, u64>) {
     assert!(failed_share <= MAX_FAILED_SHARE, "{} of {num_right} failed", failed.len());
     for (name, &before) in warm {
         assert!(
-            after[name] <= before + MAX_GROWTH_BYTES,
+            after[name] <= before + max_growth_bytes,
             "{name} has grown from {before} to {}",
             after[name]
         );

@@ -22,12 +22,33 @@ async fn a_killed_worker_is_started_again_and_serves() {
     .await;
 }
 
+/// An exit is no failure to start: a worker that has served comes back, however often it is told to end.
+#[tokio::test]
+async fn a_worker_that_is_told_to_end_again_and_again_comes_back() {
+    let up = Up::start("--prefill 0").await;
+    for _ in 0..4 {
+        let before = up.pid_of("decode-0").expect("it runs");
+        signal_pid(before, libc::SIGTERM);
+        eventually("a new decode-0", Duration::from_secs(60), async || {
+            up.pid_of("decode-0").filter(|pid| *pid != before)
+        })
+        .await;
+    }
+    eventually("an answer", Duration::from_secs(60), async || {
+        let body = json!({"model": "baton-tiny", "prompt": "Hello", "max_tokens": 2});
+        up.http.post("/v1/completions", &body).await.ok().filter(|answer| answer.status.as_u16() == 200)
+    })
+    .await;
+}
+
 #[tokio::test]
 async fn everything_ends_with_the_supervisor() {
     let mut up = Up::start("").await;
     let parts = ["router", "prefill-0", "decode-0"].map(|name| up.pid_of(name).expect("it runs"));
     up.supervisor.signal(libc::SIGTERM);
     assert!(up.supervisor.wait().success());
+    let log = up.supervisor.log();
+    assert!(!log.contains("WARN") && !log.contains("ERROR"), "nothing is wrong: {log}");
     for pid in parts {
         assert!(!std::path::Path::new(&format!("/proc/{pid}")).exists(), "{pid} is left");
     }

@@ -29,6 +29,9 @@ pub enum TemplateError {
     /// The model has no chat template.
     #[error("this model has no chat template")]
     Missing,
+    /// Tools were given, and the template does not read them.
+    #[error("this model's chat template takes no tools")]
+    NoTools,
     /// The template does not compile; found when it is loaded.
     #[error("the chat template is not valid: {0}")]
     Syntax(String),
@@ -71,6 +74,11 @@ impl ChatTemplate {
         Ok(Self { environment })
     }
 
+    /// Whether the text of one of the templates contains `text`.
+    pub(crate) fn contains(&self, text: &str) -> bool {
+        self.environment.templates().any(|(_, template)| template.source().contains(text))
+    }
+
     pub(crate) fn render(
         &self,
         messages: &Value,
@@ -84,12 +92,17 @@ impl ChatTemplate {
         variables.extend(extra.clone());
         variables.insert("messages".into(), messages.clone());
         variables.insert("tools".into(), tools.cloned().unwrap_or_default());
-        self.template(tools.is_some()).and_then(|template| template.render(Serde(&variables))).map_err(
-            |error| match functions::raised(&error) {
-                Some(message) => TemplateError::Raised(message.to_owned()),
-                None => TemplateError::Failed(describe(&error)),
-            },
-        )
+        let failed = |error: minijinja::Error| match functions::raised(&error) {
+            Some(message) => TemplateError::Raised(message.to_owned()),
+            None => TemplateError::Failed(describe(&error)),
+        };
+        let template = self.template(tools.is_some()).map_err(failed)?;
+        let takes_tools =
+            || template.name() == TOOL_USE || template.undeclared_variables(false).contains("tools");
+        if tools.is_some() && !takes_tools() {
+            return Err(TemplateError::NoTools);
+        }
+        template.render(Serde(&variables)).map_err(failed)
     }
 
     fn template(&self, with_tools: bool) -> Result<minijinja::Template<'_, '_>, minijinja::Error> {

@@ -102,9 +102,12 @@ fn tojson_is_pythons() {
         ("{{ {'b': 1, 'a': 2}|tojson(sort_keys=true, separators=(',', ':')) }}", "{\"a\":2,\"b\":1}"),
     ];
     for (source, expected) in cases {
-        let text = render_with(source, json!([]), json!({ "tools": tools })).unwrap();
+        let extra = if source.contains("tools") { json!({ "tools": tools }) } else { json!({}) };
+        let text = render_with(source, json!([]), extra).unwrap();
         assert_eq!(text, expected, "{source}");
     }
+    let refused = render_with("no tools", json!([]), json!({ "tools": tools }));
+    assert_eq!(refused, Err(TemplateError::NoTools));
 }
 
 #[test]

@@ -1,6 +1,6 @@
 //! Text out of a stream of tokens, as soon as it is certain.
 
-use std::str;
+use std::{str, sync::Arc};
 
 use crate::{Tokenizer, vocabulary::Joining};
 
@@ -19,6 +19,8 @@ const MAX_INCOMPLETE: usize = 4;
 pub struct Detokenizer {
     tokenizer: Tokenizer,
     skip_special: bool,
+    /// Special tokens that give text all the same.
+    shown: Arc<[u32]>,
     state: State,
 }
 
@@ -32,6 +34,11 @@ impl Detokenizer {
     /// Continues after `prompt`, of which the last few tokens matter. Special tokens give no text.
     pub fn new(tokenizer: &Tokenizer, prompt: &[u32]) -> Self {
         Self::with_special(tokenizer, prompt, true)
+    }
+
+    /// Like [`new`](Self::new); the special tokens `shown` give their text.
+    pub fn showing(tokenizer: &Tokenizer, prompt: &[u32], shown: Arc<[u32]>) -> Self {
+        Self { shown, ..Self::new(tokenizer, prompt) }
     }
 
     /// Like [`new`](Self::new); `skip_special` says whether special tokens give no text.
@@ -49,7 +56,8 @@ impl Detokenizer {
                 })
             }
         };
-        let mut detokenizer = Self { tokenizer: tokenizer.clone(), skip_special, state };
+        let mut detokenizer =
+            Self { tokenizer: tokenizer.clone(), skip_special, shown: Arc::default(), state };
         for &id in tail {
             detokenizer.push(id);
         }
@@ -58,7 +66,7 @@ impl Detokenizer {
 
     /// The characters that `id` completes; often one word, sometimes nothing.
     pub fn push(&mut self, id: u32) -> String {
-        if self.tokenizer.is_hidden(id, self.skip_special) {
+        if self.tokenizer.is_hidden(id, self.skip_special) && !self.shown.contains(&id) {
             return String::new();
         }
         match &mut self.state {

@@ -94,6 +94,14 @@ impl Tokenizer {
         })
     }
 
+    /// The bytes of every token by id, none for an id that names no token, and whether it is special. `None` when a
+    /// text is more than its tokens' bytes in a row.
+    pub fn all_token_bytes(&self) -> Option<impl Iterator<Item = (Vec<u8>, bool)> + '_> {
+        let vocabulary = &self.inner.vocabulary;
+        let of = |id| (vocabulary.bytes(id).to_vec(), vocabulary.flags(id).special);
+        (vocabulary.joining != Joining::Opaque).then(|| (0..vocabulary.num_ids() as u32).map(of))
+    }
+
     /// The id of the token that is written `token` in the vocabulary.
     pub fn token_id(&self, token: &str) -> Option<u32> {
         self.inner.tokenizer.token_to_id(token)
@@ -112,6 +120,11 @@ impl Tokenizer {
     /// Whether the model has a chat template, which [`chat_prompt`](Self::chat_prompt) needs.
     pub fn has_chat_template(&self) -> bool {
         self.inner.chat_template.is_some()
+    }
+
+    /// Whether the text of the chat template contains `text`: how a model's answers are written shows there.
+    pub fn chat_template_contains(&self, text: &str) -> bool {
+        self.inner.chat_template.as_ref().is_some_and(|template| template.contains(text))
     }
 
     /// Writes a chat as the prompt that the model was trained on. `messages` is an array of

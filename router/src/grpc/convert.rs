@@ -1,16 +1,17 @@
 //! Between `baton.v1`'s messages and the core's types.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
-use baton_planner::PrefillMode;
+use baton_planner::{PrefillMode, Slo};
 use baton_proto::v1;
 use baton_request::SpeculationMode;
-use serde_json::json;
-use tonic::{Code, Status};
-
-use crate::core::{
-    ChatInput, ClientRequest, ClientSampling, CoreError, Event, FieldNames, PromptInput, TokenOut, Usage,
+use baton_router_core::{
+    ChatInput, ClientRequest, ClientSampling, CoreError, Event, ExplainedOption, ExplainedPlan, Extras,
+    FieldNames, PromptInput, Serving, Timing, TokenOut, Usage,
 };
+use baton_tools::{AnswerPart, AskedGrammar, ToolRequest};
+use serde_json::{Value, json};
+use tonic::{Code, Status};
 
 /// A client's message as a request of the core.
 pub(super) fn input(
@@ -38,16 +39,7 @@ pub(super) fn input(
     let (prompt, prompt_param) = match request.prompt {
         Some(Prompt::Text(text)) => (PromptInput::Text(text), "text"),
         Some(Prompt::TokenIds(tokens)) => (PromptInput::Tokens(tokens.ids), "token_ids"),
-        Some(Prompt::Chat(chat)) => {
-            if chat.messages.is_empty() {
-                return Err(CoreError::invalid("chat", "chat has no messages"));
-            }
-            let messages = chat.messages.into_iter();
-            let messages = messages.map(|message| json!({"role": message.role, "content": message.content}));
-            let messages = serde_json::Value::Array(messages.collect());
-            let chat = ChatInput { messages, tools: None, extra: serde_json::Map::new() };
-            (PromptInput::Chat(chat), "chat")
-        }
+        Some(Prompt::Chat(chat)) => (PromptInput::Chat(conversation(chat)?), "chat"),
         None => return Err(CoreError::invalid("prompt", "the prompt is missing: text, token_ids or chat")),
     };
     Ok(ClientRequest {
@@ -58,13 +50,91 @@ pub(super) fn input(
         n: request.n.max(1),
         stop: request.stop,
         sampling: sampling(request.sampling.unwrap_or_default()),
-        cache_salt: request.cache_salt,
-        prefill,
-        speculation,
-        kv_wire,
+        serving: Serving {
+            cache_salt: request.cache_salt,
+            prefill,
+            speculation,
+            kv_wire,
+            slo: Slo {
+                ttft: slo("slo_ttft_seconds", request.slo_ttft_seconds)?,
+                tpot: slo("slo_tpot_seconds", request.slo_tpot_seconds)?,
+            },
+            explain: request.explain,
+            timing: request.include_timing,
+        },
         names: FieldNames { prompt: prompt_param, max_tokens: "max_tokens", logprobs: "logprobs" },
         started,
     })
+}
+
+/// A chat as templates read it.
+fn conversation(chat: v1::ChatMessages) -> Result<ChatInput, CoreError> {
+    if chat.messages.is_empty() {
+        return Err(CoreError::invalid("chat", "chat has no messages"));
+    }
+    let tools = chat.tools.into_iter().enumerate().map(|(idx, tool)| {
+        let param = format!("tools[{idx}].parameters");
+        let wrong = |error| CoreError::invalid(&param, format!("{param}: it is not JSON: {error}"));
+        let mut function = json!({"name": tool.name, "description": tool.description});
+        if !tool.parameters.is_empty() {
+            function["parameters"] = serde_json::from_str(&tool.parameters).map_err(wrong)?;
+        }
+        if let Some(strict) = tool.strict {
+            function["strict"] = strict.into();
+        }
+        Ok(json!({"type": "function", "function": function}))
+    });
+    let tools = tools.collect::<Result<Vec<Value>, CoreError>>()?;
+    use v1::tool_choice::Mode;
+    let choice = chat.tool_choice.map(|choice| match choice.mode() {
+        Mode::Unspecified => json!("auto"),
+        Mode::None => json!("none"),
+        Mode::Required => json!("required"),
+        Mode::Named => json!({"type": "function", "function": {"name": choice.name}}),
+    });
+    let calls = ToolRequest::parse(Some(&tools), choice.as_ref(), chat.parallel_tool_calls);
+    // The fields of a function are fields of the tool here.
+    let place = |text: &str| text.replace("].function", "]");
+    let calls =
+        calls.map_err(|refusal| CoreError::invalid(&place(&refusal.param), place(&refusal.to_string())))?;
+    Ok(ChatInput {
+        messages: chat.messages.into_iter().map(message).collect(),
+        tools: (!tools.is_empty() && calls.is_some()).then_some(Value::Array(tools)),
+        calls: calls.map(Box::new),
+        continue_final: chat.continue_final_message,
+        extra: serde_json::Map::new(),
+    })
+}
+
+fn message(message: v1::ChatMessage) -> Value {
+    let mut fields = json!({"role": message.role, "content": message.content});
+    let calls = message.tool_calls.into_iter().map(|call| {
+        // Templates read an object.
+        let arguments = serde_json::from_str(&call.arguments).unwrap_or(Value::String(call.arguments));
+        json!({"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}})
+    });
+    let calls: Vec<Value> = calls.collect();
+    if !calls.is_empty() {
+        fields["tool_calls"] = calls.into();
+    }
+    let texts = [
+        ("tool_call_id", message.tool_call_id),
+        ("name", message.name),
+        ("reasoning_content", message.reasoning),
+    ];
+    for (name, text) in texts.into_iter().filter(|(_, text)| !text.is_empty()) {
+        fields[name] = text.into();
+    }
+    fields
+}
+
+fn slo(param: &str, seconds: Option<f64>) -> Result<Option<f64>, CoreError> {
+    match seconds {
+        Some(seconds) if !(seconds > 0.0 && seconds.is_finite()) => {
+            Err(CoreError::invalid(param, format!("{param} is {seconds}, it must be above 0")))
+        }
+        seconds => Ok(seconds),
+    }
 }
 
 fn sampling(sampling: v1::SamplingParams) -> ClientSampling {
@@ -84,25 +154,98 @@ fn sampling(sampling: v1::SamplingParams) -> ClientSampling {
         stop_token_ids: sampling.stop_token_ids,
         ignore_eos: sampling.ignore_eos,
         logprobs: sampling.logprobs,
+        grammar: sampling
+            .grammar
+            .as_ref()
+            .map(|grammar| AskedGrammar { param: "grammar", grammar: grammar.into() }),
     }
 }
 
-/// The responses of one event: the output, then the end of the choice.
-pub(super) fn responses(id: &str, event: Event) -> impl Iterator<Item = v1::GenerateResponse> {
+/// The responses of one event: the output, in which a chat's text is `parts`, then the end of the choice, with what else the
+/// request asks for.
+pub(super) fn responses(
+    id: &str,
+    event: Event,
+    parts: Vec<AnswerPart>,
+    extras: impl FnOnce() -> Extras,
+) -> impl Iterator<Item = v1::GenerateResponse> {
     use v1::generate_response::Event as Body;
-    let output = (!event.text.is_empty() || !event.tokens.is_empty()).then(|| {
+    let has_output = !event.text.is_empty() || !event.tokens.is_empty() || !parts.is_empty();
+    let output = has_output.then(|| {
         let token_ids = event.tokens.iter().map(|token| token.id).collect();
         let logprobs = event.tokens.into_iter().filter_map(|token: TokenOut| token.logprobs).collect();
-        Body::Output(v1::Output { text: event.text, token_ids, logprobs })
+        let parts = parts.into_iter().map(part).collect();
+        Body::Output(v1::Output { text: event.text, token_ids, logprobs, parts })
     });
     let finished = event.finish.map(|finish| {
         let reason = v1::FinishReason::from(finish.reason);
         let usage = Some(usage(finish.usage));
-        Body::Finished(v1::Finished { reason: reason.into(), usage, stop: finish.stop })
+        let extras = extras();
+        let plans = extras.plans.into_iter().flatten().filter(|plan| plan.index == event.index);
+        let plans = plans.map(explained).collect();
+        let timing = extras.timing.map(|_| timing(finish.timing));
+        Body::Finished(v1::Finished { reason: reason.into(), usage, stop: finish.stop, plans, timing })
     });
     let (request_id, index) = (id.to_owned(), event.index);
     let bodies = output.into_iter().chain(finished);
     bodies.map(move |body| v1::GenerateResponse { request_id: request_id.clone(), index, event: Some(body) })
+}
+
+fn part(part: AnswerPart) -> v1::AnswerPart {
+    use v1::answer_part::Part;
+    let part = match part {
+        AnswerPart::Content(text) => Part::Content(text),
+        AnswerPart::Reasoning(text) => Part::Reasoning(text),
+        AnswerPart::Call { name } => {
+            Part::Call(v1::ToolCall { id: call_id(), name, arguments: String::new() })
+        }
+        AnswerPart::Arguments(text) => Part::Arguments(text),
+    };
+    v1::AnswerPart { part: Some(part) }
+}
+
+/// A new id of a call.
+pub(super) fn call_id() -> String {
+    format!("call_{}", uuid::Uuid::new_v4().simple())
+}
+
+fn timing(timing: Timing) -> v1::Timing {
+    let seconds = |duration: Option<Duration>| duration.map(|duration| duration.as_secs_f64());
+    v1::Timing {
+        queue: seconds(timing.queue),
+        prefill: seconds(timing.prefill),
+        exposed: seconds(timing.exposed),
+        ttft: seconds(timing.ttft),
+        tpot: seconds(timing.tpot),
+        prefill_worker: timing.prefill_worker.unwrap_or_default(),
+        decode_worker: timing.decode_worker.unwrap_or_default(),
+    }
+}
+
+fn explained(plan: ExplainedPlan) -> v1::ExplainedPlan {
+    v1::ExplainedPlan {
+        attempt: plan.attempt,
+        chosen: Some(way(plan.chosen)),
+        options: plan.options.into_iter().map(way).collect(),
+    }
+}
+
+fn way(option: ExplainedOption) -> v1::PlannedWay {
+    let times = option.estimate.map(|estimate| v1::PlannedTimes {
+        fetch: estimate.fetch,
+        queue: estimate.queue,
+        compute: estimate.compute,
+        ttft: estimate.ttft,
+        exposed: estimate.exposed,
+        tpot: estimate.tpot,
+        decode: estimate.decode,
+        harm: estimate.harm,
+        total: estimate.total(),
+        broken_slos: estimate.num_broken,
+        has_room: estimate.has_room,
+    });
+    let ExplainedOption { decode, prefill, prefix_source, .. } = option;
+    v1::PlannedWay { decode, prefill, prefix_source, times }
 }
 
 fn usage(usage: Usage) -> v1::Usage {

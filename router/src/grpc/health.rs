@@ -12,7 +12,7 @@ use tonic_health::pb::{
     health_server::{Health, HealthServer},
 };
 
-use crate::core::Core;
+use baton_router_core::Core;
 
 /// The services that have a status; the empty name is the whole server.
 const SERVICES: [&str; 2] = ["", "baton.v1.Inference"];

@@ -9,8 +9,9 @@ use baton_proto::v1::{
 use futures_util::Stream;
 use tonic::{Request, Response, Status};
 
-use super::convert::{input, responses, status};
-use crate::core::{Core, Events};
+use super::convert::{call_id, input, responses, status};
+use baton_router_core::{Core, Events, PromptInput};
+use baton_tools::ChatAnswer;
 
 /// Serves `Inference`.
 #[derive(Debug)]
@@ -28,6 +29,8 @@ impl Inference {
 struct Outgoing {
     id: String,
     events: Events,
+    /// Of each choice of a chat.
+    answers: Vec<ChatAnswer>,
     ready: VecDeque<GenerateResponse>,
     over: bool,
 }
@@ -42,7 +45,12 @@ impl Outgoing {
                 return None;
             }
             match self.events.next().await? {
-                Ok(event) => self.ready.extend(responses(&self.id, event)),
+                Ok(event) => {
+                    let answer = self.answers.get_mut(event.index as usize);
+                    let parts = answer.map(|answer| answer.read(&event.text, event.finish.is_some()));
+                    let extras = || self.events.extras();
+                    self.ready.extend(responses(&self.id, event, parts.unwrap_or_default(), extras));
+                }
                 Err(error) => {
                     self.over = true;
                     return Some(Err(status(error)));
@@ -67,9 +75,12 @@ impl inference_server::Inference for Inference {
             id => id.to_owned(),
         };
         let input = input(request, id.clone(), started).map_err(status)?;
+        let is_chat = matches!(input.prompts[..], [PromptInput::Chat(_)]);
         let request = self.core.prepare(input).await.map_err(status)?;
+        let num_chats = if is_chat { request.n as usize } else { 0 };
+        let answers = vec![ChatAnswer::new(request.reader.clone(), call_id); num_chats];
         let events = self.core.generate(request).map_err(status)?;
-        let outgoing = Outgoing { id, events, ready: VecDeque::new(), over: false };
+        let outgoing = Outgoing { id, events, answers, ready: VecDeque::new(), over: false };
         let stream = futures_util::stream::unfold(outgoing, |mut outgoing| async move {
             let response = outgoing.next().await?;
             Some((response, outgoing))

@@ -16,7 +16,7 @@ use tokio::time::{Instant, timeout_at};
 use tonic::{Code, Status, server::NamedService};
 use tower::ServiceExt;
 
-use crate::core::Core;
+use baton_router_core::Core;
 use inference::Inference;
 
 pub(crate) use health::Readiness;

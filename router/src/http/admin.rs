@@ -11,7 +11,7 @@ use http::{StatusCode, header};
 use serde::Serialize;
 
 use super::{body::json, error::ApiError};
-use crate::core::{Core, check_model};
+use baton_router_core::{Core, check_model};
 
 #[derive(Serialize)]
 struct ModelBody<'a> {
@@ -89,6 +89,8 @@ struct WorkerHealth {
     role: &'static str,
     address: String,
     answers: bool,
+    /// How far it is known what it has cached: "exact", "degraded" or "approximate".
+    index: &'static str,
 }
 
 /// `GET /health`: the same as JSON.
@@ -99,6 +101,7 @@ pub(crate) async fn health(State(core): State<Arc<Core>>) -> Response {
         role: listed.record.role.name(),
         address: listed.record.address.clone(),
         answers: listed.report.is_some(),
+        index: listed.source.name(),
     });
     let status = if reason.is_none() { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
     let word = if reason.is_none() { "ok" } else { "unavailable" };

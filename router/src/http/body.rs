@@ -11,7 +11,7 @@ use serde::{Serialize, de::DeserializeOwned};
 use tokio::time::{Instant, timeout_at};
 
 use super::error::ApiError;
-use crate::config::RouterConfig;
+use baton_router_core::RouterConfig;
 
 /// Reads a JSON body.
 pub(crate) async fn read_json<T: DeserializeOwned>(
@@ -35,7 +35,10 @@ fn check_content_type(headers: &HeaderMap) -> Result<(), ApiError> {
     let Some(value) = headers.get(header::CONTENT_TYPE) else { return Ok(()) };
     let text = value.to_str().unwrap_or_default();
     let essence = text.split(';').next().unwrap_or_default().trim().to_ascii_lowercase();
-    if essence == "application/json" || essence.ends_with("+json") {
+    // `curl -d` says that it sends a form unless it is told otherwise. The parser finds out.
+    if matches!(&*essence, "application/json" | "application/x-www-form-urlencoded")
+        || essence.ends_with("+json")
+    {
         return Ok(());
     }
     let message = format!("content-type is {text:?}, expected application/json");

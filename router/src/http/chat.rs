@@ -6,10 +6,9 @@ use axum::{
     extract::{Request, State},
     response::Response,
 };
-use baton_planner::PrefillMode;
-use baton_proto::v1::KvWire;
-use baton_request::SpeculationMode;
+use baton_request_fields::Endpoint;
 use baton_tokenizer::Tokenizer;
+use baton_tools::{AnswerPart, ChatAnswer, ChatDelta, ChatMessage, ToolRequest};
 use serde::Serialize;
 use serde_json::{Map, Value};
 
@@ -21,18 +20,23 @@ use super::{
     shape::{ChatLogprob, Head, UsageBody},
     sse::{self, Chunks, Frame},
 };
-use crate::core::{ChatInput, ClientRequest, Core, Event, Events, FieldNames, PromptInput, TokenOut, Usage};
+use baton_router_core::{
+    ChatInput, ClientRequest, Core, Event, Events, Extras, FieldNames, PromptInput, TokenOut, Usage,
+};
 
 request_body! {
     /// The request.
     ChatRequest {
         messages: Vec<Value>,
         tools: Option<Vec<Value>>,
+        tool_choice: Option<Value>,
+        parallel_tool_calls: Option<bool>,
         max_completion_tokens: Option<u32>,
         logprobs: Option<bool>,
         top_logprobs: Option<u32>,
         chat_template_kwargs: Option<Map<String, Value>>,
         add_generation_prompt: Option<bool>,
+        continue_final_message: Option<bool>,
     }
 }
 
@@ -43,26 +47,28 @@ pub(crate) async fn chat_completions(
 ) -> Result<Response, ApiError> {
     let started = Instant::now();
     let request: ChatRequest = read_json(&core.config, request).await?;
+    request.check_fields(Endpoint::Chat, core.config.unknown_fields)?;
     let streamed = request.stream.unwrap_or(false);
-    let include_usage = request.stream_options.and_then(|options| options.include_usage).unwrap_or(false);
+    let include_usage =
+        request.stream_options.as_ref().and_then(|options| options.include_usage).unwrap_or(false);
     let with_logprobs = request.logprobs.unwrap_or(false);
     let input = request.into_input(started)?;
     let head = Head::new(input.id.clone(), core.model()?);
     let n = input.n;
     let request = core.prepare(input).await?;
+    let answers = vec![ChatAnswer::new(request.reader.clone(), call_id); n as usize];
     let events = core.generate(request)?;
     let logprobs = if with_logprobs { Some(core.model()?.tokenizer.clone()) } else { None };
     if streamed {
-        let chunks = ChatChunks { head, include_usage, logprobs, begun: vec![false; n as usize] };
+        let chunks = ChatChunks { head, include_usage, logprobs, begun: vec![false; n as usize], answers };
         return sse::stream(events, chunks, core.config.stream_keep_alive).await;
     }
-    collect(head, logprobs, n, events).await
+    collect(head, logprobs, answers, events).await
 }
 
 impl ChatRequest {
     fn into_input(self, started: Instant) -> Result<ClientRequest, ApiError> {
-        params::refuse_unsupported(&self.rest)?;
-        let mut sampling = self.sampling()?;
+        let (mut sampling, serving) = (self.sampling()?, self.serving()?);
         let mut max_tokens = "max_tokens";
         if let Some(max) = self.max_completion_tokens {
             sampling.max_tokens = Some(max);
@@ -79,9 +85,23 @@ impl ChatRequest {
         if let Some(add) = self.add_generation_prompt {
             extra.insert("add_generation_prompt".to_owned(), Value::Bool(add));
         }
-        let none = self.rest.get("tool_choice").is_some_and(|choice| choice == "none");
-        let tools = self.tools.filter(|tools| !tools.is_empty() && !none).map(Value::Array);
-        let chat = ChatInput { messages: messages::normalise(self.messages)?, tools, extra };
+        if self.continue_final_message == Some(true) && self.add_generation_prompt == Some(true) {
+            let param = "continue_final_message";
+            return Err(ApiError::invalid(
+                param,
+                format!("{param}: add_generation_prompt begins another message"),
+            ));
+        }
+        let calls =
+            ToolRequest::parse(self.tools.as_deref(), self.tool_choice.as_ref(), self.parallel_tool_calls)?;
+        let tools = self.tools.filter(|_| calls.is_some()).map(Value::Array);
+        let chat = ChatInput {
+            messages: messages::normalise(self.messages)?,
+            tools,
+            calls: calls.map(Box::new),
+            continue_final: self.continue_final_message.unwrap_or(false),
+            extra,
+        };
         Ok(ClientRequest {
             id: format!("chatcmpl-{}", uuid::Uuid::new_v4().simple()),
             endpoint: "/v1/chat/completions",
@@ -90,10 +110,7 @@ impl ChatRequest {
             n: params::num_choices(self.n)?,
             stop: self.stop.map(|stop| stop.0).unwrap_or_default(),
             sampling,
-            cache_salt: self.cache_salt.unwrap_or_default(),
-            prefill: self.prefill_mode.map_or(PrefillMode::Auto, PrefillMode::from),
-            speculation: self.speculation_mode.map(SpeculationMode::from).unwrap_or_default(),
-            kv_wire: self.kv_wire.map(KvWire::from).unwrap_or_default(),
+            serving,
             names: FieldNames { prompt: "messages", max_tokens, logprobs: "top_logprobs" },
             started,
         })
@@ -113,19 +130,11 @@ fn logprobs(tokenizer: Option<&Tokenizer>, tokens: &[TokenOut]) -> Option<Logpro
 }
 
 #[derive(Serialize)]
-struct ChunkChoice<'a> {
+struct ChunkChoice {
     index: u32,
-    delta: Delta<'a>,
+    delta: ChatDelta,
     logprobs: Option<Logprobs>,
     finish_reason: Option<&'static str>,
-}
-
-#[derive(Default, Serialize)]
-struct Delta<'a> {
-    #[serde(skip_serializing_if = "Option::is_none")]
-    role: Option<&'static str>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    content: Option<&'a str>,
 }
 
 /// Writes `chat.completion.chunk`s: the role, then pieces of content, then the finish reason.
@@ -136,10 +145,12 @@ struct ChatChunks {
     logprobs: Option<Tokenizer>,
     /// Which choices have had their role chunk.
     begun: Vec<bool>,
+    /// Of each choice.
+    answers: Vec<ChatAnswer>,
 }
 
 impl ChatChunks {
-    fn push(&self, choices: &[ChunkChoice<'_>], usage: Option<UsageBody>, out: &mut Frame) {
+    fn push(&self, choices: &[ChunkChoice], usage: Option<UsageBody>, out: &mut Frame) {
         let usage = self.include_usage.then_some(usage);
         out.push(&self.head.answer("chat.completion.chunk", choices, usage));
     }
@@ -147,7 +158,7 @@ impl ChatChunks {
     fn push_choice(
         &self,
         index: u32,
-        delta: Delta<'_>,
+        delta: ChatDelta,
         logprobs: Option<Logprobs>,
         finish_reason: Option<&'static str>,
         out: &mut Frame,
@@ -160,67 +171,76 @@ impl Chunks for ChatChunks {
     fn write_event(&mut self, event: &Event, out: &mut Frame) {
         let index = event.index;
         if !std::mem::replace(&mut self.begun[index as usize], true) {
-            let role = Delta { role: Some("assistant"), content: Some("") };
-            self.push_choice(index, role, None, None, out);
+            self.push_choice(index, ChatDelta::first(), None, None, out);
         }
         let has_logprobs = self.logprobs.is_some() && !event.tokens.is_empty();
-        if !event.text.is_empty() || has_logprobs {
-            let content = Delta { role: None, content: Some(&event.text) };
-            let logprobs = logprobs(self.logprobs.as_ref().filter(|_| has_logprobs), &event.tokens);
-            self.push_choice(index, content, logprobs, None, out);
+        let mut logprobs = logprobs(self.logprobs.as_ref().filter(|_| has_logprobs), &event.tokens);
+        let mut parts = self.answers[index as usize].read(&event.text, event.finish.is_some());
+        if parts.is_empty() && has_logprobs {
+            parts.push(AnswerPart::Content(String::new()));
+        }
+        for part in parts {
+            let delta = self.answers[index as usize].delta(part);
+            self.push_choice(index, delta, logprobs.take(), None, out);
         }
         if let Some(finish) = &event.finish {
-            self.push_choice(index, Delta::default(), None, Some(finish.reason.name()), out);
+            let reason = self.answers[index as usize].finish_reason(finish.reason);
+            self.push_choice(index, ChatDelta::default(), None, Some(reason), out);
         }
     }
 
-    fn write_end(&mut self, usage: Usage, out: &mut Frame) {
-        if self.include_usage {
-            self.push(&[], Some(usage.into()), out);
+    fn write_end(&mut self, usage: Usage, extras: Extras, out: &mut Frame) {
+        if self.include_usage || !extras.is_empty() {
+            let usage = self.include_usage.then(|| Some(usage.into()));
+            let end = self.head.answer::<ChunkChoice>("chat.completion.chunk", &[], usage);
+            out.push(&end.with(extras));
         }
+        out.push_done();
     }
+}
+
+/// A new id of a call.
+pub(crate) fn call_id() -> String {
+    format!("call_{}", uuid::Uuid::new_v4().simple())
 }
 
 #[derive(Serialize)]
 struct Choice {
     index: u32,
-    message: Message,
+    message: ChatMessage,
     logprobs: Option<Logprobs>,
     finish_reason: &'static str,
-}
-
-#[derive(Serialize)]
-struct Message {
-    role: &'static str,
-    content: String,
-    refusal: Option<()>,
 }
 
 /// Answers in one piece.
 async fn collect(
     head: Head,
     tokenizer: Option<Tokenizer>,
-    n: u32,
+    mut answers: Vec<ChatAnswer>,
     mut events: Events,
 ) -> Result<Response, ApiError> {
-    let mut choices: Vec<Choice> = (0..n)
+    let mut choices: Vec<Choice> = (0..answers.len() as u32)
         .map(|index| Choice {
             index,
-            message: Message { role: "assistant", content: String::new(), refusal: None },
+            message: ChatMessage::default(),
             logprobs: logprobs(tokenizer.as_ref(), &[]),
             finish_reason: "abort",
         })
         .collect();
     while let Some(event) = events.next().await {
         let event = event?;
-        let choice = &mut choices[event.index as usize];
-        choice.message.content.push_str(&event.text);
+        let (choice, answer) = (&mut choices[event.index as usize], &mut answers[event.index as usize]);
+        for part in answer.read(&event.text, event.finish.is_some()) {
+            choice.message.add(answer, part);
+        }
         if let (Some(all), Some(tokenizer)) = (&mut choice.logprobs, &tokenizer) {
             all.content.extend(event.tokens.iter().map(|token| ChatLogprob::new(tokenizer, token)));
         }
         if let Some(finish) = event.finish {
-            choice.finish_reason = finish.reason.name();
+            choice.message.finish();
+            choice.finish_reason = answer.finish_reason(finish.reason);
         }
     }
-    Ok(json(&head.answer("chat.completion", &choices, Some(Some(events.usage().into())))))
+    let answer = head.answer("chat.completion", &choices, Some(Some(events.usage().into())));
+    Ok(json(&answer.with(events.extras())))
 }

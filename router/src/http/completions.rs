@@ -6,9 +6,7 @@ use axum::{
     extract::{Request, State},
     response::Response,
 };
-use baton_planner::PrefillMode;
-use baton_proto::v1::KvWire;
-use baton_request::SpeculationMode;
+use baton_request_fields::Endpoint;
 use baton_tokenizer::Tokenizer;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -20,7 +18,9 @@ use super::{
     shape::{Head, chosen_and_top, finite, token_text},
     sse::{self, Chunks, Frame},
 };
-use crate::core::{ClientRequest, Core, Event, Events, FieldNames, PromptInput, TokenOut, Usage};
+use baton_router_core::{
+    ClientRequest, Core, Event, Events, Extras, FieldNames, PromptInput, TokenOut, Usage,
+};
 
 /// OpenAI's default for this endpoint.
 const DEFAULT_MAX_TOKENS: u32 = 16;
@@ -78,8 +78,10 @@ pub(crate) async fn completions(
 ) -> Result<Response, ApiError> {
     let started = Instant::now();
     let request: CompletionRequest = read_json(&core.config, request).await?;
+    request.check_fields(Endpoint::Completions, core.config.unknown_fields)?;
     let streamed = request.stream.unwrap_or(false);
-    let include_usage = request.stream_options.and_then(|options| options.include_usage).unwrap_or(false);
+    let include_usage =
+        request.stream_options.as_ref().and_then(|options| options.include_usage).unwrap_or(false);
     let with_logprobs = request.logprobs.is_some();
     let input = request.into_input(started)?;
     let head = Head::new(input.id.clone(), core.model()?);
@@ -96,8 +98,7 @@ pub(crate) async fn completions(
 
 impl CompletionRequest {
     fn into_input(self, started: Instant) -> Result<ClientRequest, ApiError> {
-        params::refuse_unsupported(&self.rest)?;
-        let mut sampling = self.sampling()?;
+        let (mut sampling, serving) = (self.sampling()?, self.serving()?);
         sampling.default_max_tokens = Some(DEFAULT_MAX_TOKENS);
         sampling.logprobs = self.logprobs;
         Ok(ClientRequest {
@@ -108,10 +109,7 @@ impl CompletionRequest {
             n: params::num_choices(self.n)?,
             stop: self.stop.map(|stop| stop.0).unwrap_or_default(),
             sampling,
-            cache_salt: self.cache_salt.unwrap_or_default(),
-            prefill: self.prefill_mode.map_or(PrefillMode::Auto, PrefillMode::from),
-            speculation: self.speculation_mode.map(SpeculationMode::from).unwrap_or_default(),
-            kv_wire: self.kv_wire.map(KvWire::from).unwrap_or_default(),
+            serving,
             names: FieldNames { prompt: "prompt", max_tokens: "max_tokens", logprobs: "logprobs" },
             started,
         })
@@ -189,10 +187,12 @@ impl Chunks for CompletionChunks {
         }
     }
 
-    fn write_end(&mut self, usage: Usage, out: &mut Frame) {
-        if self.include_usage {
-            out.push(&self.head.answer::<Choice<'_>>(OBJECT, &[], Some(Some(usage.into()))));
+    fn write_end(&mut self, usage: Usage, extras: Extras, out: &mut Frame) {
+        if self.include_usage || !extras.is_empty() {
+            let usage = self.include_usage.then(|| Some(usage.into()));
+            out.push(&self.head.answer::<Choice<'_>>(OBJECT, &[], usage).with(extras));
         }
+        out.push_done();
     }
 }
 
@@ -235,5 +235,6 @@ async fn collect(
             finish_reason: choice.finish_reason,
         })
         .collect();
-    Ok(json(&head.answer(OBJECT, &choices, Some(Some(events.usage().into())))))
+    let answer = head.answer(OBJECT, &choices, Some(Some(events.usage().into())));
+    Ok(json(&answer.with(events.extras())))
 }

@@ -3,10 +3,12 @@
 use std::time::Duration;
 
 use axum::response::{IntoResponse, Response};
+use baton_request_fields::FieldRefusal;
+use baton_tools::OutputRefusal;
 use http::{HeaderValue, StatusCode, header};
 use serde::Serialize;
 
-use crate::core::CoreError;
+use baton_router_core::CoreError;
 
 /// An error as a client sees it.
 #[derive(Clone, Debug)]
@@ -60,6 +62,19 @@ impl ApiError {
     /// A 400 for what is not built.
     pub(crate) fn unsupported(param: impl Into<String>, message: impl Into<String>) -> ApiError {
         ApiError::invalid(param, message).with_code("unsupported_parameter")
+    }
+}
+
+impl From<FieldRefusal> for ApiError {
+    fn from(refusal: FieldRefusal) -> ApiError {
+        let code = if refusal.is_unknown { "unknown_parameter" } else { "unsupported_parameter" };
+        ApiError::invalid(refusal.field, refusal.message).with_code(code)
+    }
+}
+
+impl From<OutputRefusal> for ApiError {
+    fn from(refusal: OutputRefusal) -> ApiError {
+        ApiError::invalid(refusal.param.clone(), refusal.to_string())
     }
 }
 

@@ -28,7 +28,8 @@ fn normalise_one(idx: usize, message: Value) -> Result<Value, ApiError> {
             if !message.contains_key("tool_calls") {
                 return wrong("content", "a string or a list of parts");
             }
-            Value::Null
+            // Templates write what is no text as "None".
+            Value::String(String::new())
         }
         Some(Value::String(text)) => Value::String(text),
         Some(Value::Array(parts)) => Value::String(join_parts(&path, parts)?),

@@ -1,6 +1,8 @@
-//! The HTTP edge: OpenAI's API, probes, and errors in OpenAI's shape.
+//! The HTTP edge: OpenAI's and Anthropic's APIs, probes, and errors in the shape of each.
 
 mod admin;
+mod anthropic;
+mod blocks;
 mod body;
 mod chat;
 mod completions;
@@ -8,6 +10,7 @@ mod error;
 mod messages;
 mod observe;
 mod params;
+mod responses;
 mod shape;
 mod sse;
 mod tokens;
@@ -21,9 +24,10 @@ use axum::{
     response::{IntoResponse, Response},
     routing::{get, post},
 };
-use http::StatusCode;
+use http::{HeaderValue, Method, StatusCode};
+use tower_http::cors::{AllowHeaders, AllowOrigin, CorsLayer};
 
-use crate::core::Core;
+use baton_router_core::Core;
 use error::ApiError;
 
 /// Every route. `grpc` adds the gRPC services' routes.
@@ -31,6 +35,10 @@ pub(crate) fn routes(core: Arc<Core>, grpc: impl FnOnce(Router<Arc<Core>>) -> Ro
     let router = Router::new()
         .route("/v1/chat/completions", post(chat::chat_completions))
         .route("/v1/completions", post(completions::completions))
+        .route("/v1/responses", post(responses::responses))
+        .route("/v1/messages", post(anthropic::create))
+        .route("/v1/messages/count_tokens", post(anthropic::count_tokens))
+        .route("/v1/embeddings", post(embeddings))
         .route("/v1/models", get(admin::models))
         .route("/v1/models/{*id}", get(admin::model))
         .route("/tokenize", post(tokens::tokenize_text))
@@ -41,11 +49,28 @@ pub(crate) fn routes(core: Arc<Core>, grpc: impl FnOnce(Router<Arc<Core>>) -> Ro
         .route("/startupz", get(admin::started))
         .route("/version", get(admin::version))
         .route("/metrics", get(admin::metrics));
+    let cors = cors(&core.config.cors_origins);
     grpc(router)
         .fallback(not_found)
         .method_not_allowed_fallback(method_not_allowed)
         .layer(middleware::from_fn_with_state(core.clone(), observe::observe))
+        .layer(tower::util::option_layer(cors))
         .with_state(core)
+}
+
+/// Lets pages of these origins call the API; `None` without any. Browsers then send what clients send.
+fn cors(origins: &[HeaderValue]) -> Option<CorsLayer> {
+    let origins = match origins {
+        [] => return None,
+        origins if origins.iter().any(|origin| origin == "*") => AllowOrigin::any(),
+        origins => AllowOrigin::list(origins.iter().cloned()),
+    };
+    let layer = CorsLayer::new()
+        .allow_origin(origins)
+        .allow_methods([Method::GET, Method::POST])
+        .allow_headers(AllowHeaders::mirror_request())
+        .expose_headers([observe::REQUEST_ID]);
+    Some(layer)
 }
 
 async fn not_found(request: Request) -> Response {
@@ -55,6 +80,13 @@ async fn not_found(request: Request) -> Response {
     }
     let message = format!("there is no {} {}", request.method(), request.uri().path());
     ApiError::new(StatusCode::NOT_FOUND, message).with_code("not_found").into_response()
+}
+
+/// Embeddings need a model that was trained for them, and hidden states that engines do not hand out.
+async fn embeddings() -> ApiError {
+    let message = "this server makes no embeddings: it serves a model that generates text, whose hidden states are not \
+                   trained to be compared; serve an embedding model with another program";
+    ApiError::new(StatusCode::NOT_IMPLEMENTED, message).with_code("not_implemented")
 }
 
 async fn method_not_allowed(State(_): State<Arc<Core>>, request: Request) -> Response {

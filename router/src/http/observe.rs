@@ -7,12 +7,12 @@ use axum::{
     middleware::Next,
     response::Response,
 };
+use baton_router_core::Core;
+use baton_telemetry::trace_context;
 use http::{HeaderMap, HeaderName, HeaderValue, header};
-use tracing::Instrument;
+use tracing::{Instrument, field::Empty};
 
-use crate::{core::Core, trace};
-
-const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
+pub(super) const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 const MAX_ID_BYTES: usize = 128;
 
 /// Gives the request an id, unless the client gave one, and returns the id with the answer. Counts the answer.
@@ -24,9 +24,16 @@ pub(crate) async fn observe(State(core): State<Arc<Core>>, mut request: Request,
         "request",
         id = id.to_str().unwrap_or_default(),
         method = %request.method(),
-        endpoint
+        endpoint,
+        plan.decode = Empty,
+        plan.prefill = Empty,
+        plan.ttft_ms = Empty,
+        plan.tpot_ms = Empty,
+        plan.harm_ms = Empty,
+        plan.options = Empty,
     );
-    trace::set_parent(&span, request.headers());
+    let caller = request.headers();
+    trace_context::set_parent(&span, |name| Some(caller.get(name)?.to_str().ok()?.to_owned()));
     let mut response = next.run(request).instrument(span).await;
     core.metrics.on_answer(endpoint, status(&response));
     response.headers_mut().insert(REQUEST_ID, id);

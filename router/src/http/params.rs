@@ -2,9 +2,10 @@
 
 use std::collections::BTreeMap;
 
-use baton_planner::PrefillMode;
+use baton_planner::{PrefillMode, Slo};
 use baton_proto::v1::KvWire;
 use baton_request::SpeculationMode;
+use baton_request_fields::UnknownFields;
 use serde::Deserialize;
 use serde_json::{Map, Value};
 
@@ -13,43 +14,43 @@ use super::error::ApiError;
 /// Defines a request body with the shared fields and its own. One struct, not two flattened into one:
 /// flattening would lose the positions and paths of errors.
 macro_rules! request_body {
-    ($(#[$meta:meta])* $name:ident { $($(#[$field_meta:meta])* $field:ident: $type:ty,)* }) => {
-        $(#[$meta])*
-        #[derive(Debug, serde::Deserialize)]
-        pub(crate) struct $name {
-            $($(#[$field_meta])* pub(crate) $field: $type,)*
-            pub(crate) model: Option<String>,
-            pub(crate) n: Option<u32>,
-            pub(crate) stream: Option<bool>,
-            pub(crate) stream_options: Option<crate::http::params::StreamOptions>,
-            pub(crate) stop: Option<crate::http::params::Strings>,
-            pub(crate) seed: Option<i64>,
-            pub(crate) max_tokens: Option<u32>,
-            pub(crate) min_tokens: Option<u32>,
-            pub(crate) temperature: Option<f32>,
-            pub(crate) top_p: Option<f32>,
-            /// -1 is off, as some clients write it.
-            pub(crate) top_k: Option<i64>,
-            pub(crate) min_p: Option<f32>,
-            pub(crate) repetition_penalty: Option<f32>,
-            pub(crate) presence_penalty: Option<f32>,
-            pub(crate) frequency_penalty: Option<f32>,
-            pub(crate) logit_bias: Option<std::collections::BTreeMap<String, f32>>,
-            pub(crate) stop_token_ids: Option<Vec<u32>>,
-            pub(crate) ignore_eos: Option<bool>,
-            pub(crate) cache_salt: Option<String>,
-            pub(crate) prefill_mode: Option<crate::http::params::PrefillModeName>,
-            pub(crate) speculation_mode: Option<crate::http::params::SpeculationModeName>,
-            pub(crate) kv_wire: Option<crate::http::params::KvWireName>,
-            /// Everything else: to refuse what would change the answer and is not built.
-            #[serde(flatten)]
-            pub(crate) rest: serde_json::Map<String, serde_json::Value>,
+    ($(#[$meta:meta])* $name:ident { $($own:tt)* }) => {
+        crate::http::params::request_body! { @served
+            $(#[$meta])* $name {
+                $($own)*
+                n: Option<u32>,
+                stream_options: Option<crate::http::params::StreamOptions>,
+                stop: Option<crate::http::params::Strings>,
+                max_tokens: Option<u32>,
+                min_tokens: Option<u32>,
+                min_p: Option<f32>,
+                repetition_penalty: Option<f32>,
+                presence_penalty: Option<f32>,
+                frequency_penalty: Option<f32>,
+                logit_bias: Option<std::collections::BTreeMap<String, f32>>,
+                stop_token_ids: Option<Vec<u32>>,
+                ignore_eos: Option<bool>,
+                response_format: Option<serde_json::Value>,
+                structured_outputs: Option<serde_json::Value>,
+                guided_json: Option<serde_json::Value>,
+                guided_regex: Option<serde_json::Value>,
+                guided_choice: Option<serde_json::Value>,
+                guided_grammar: Option<serde_json::Value>,
+            }
         }
 
         impl $name {
             /// The sampling parameters but for those whose shape differs between endpoints.
-            pub(crate) fn sampling(&self) -> Result<crate::core::ClientSampling, crate::http::error::ApiError> {
-                Ok(crate::core::ClientSampling {
+            pub(crate) fn sampling(&self) -> Result<baton_router_core::ClientSampling, crate::http::error::ApiError> {
+                let output = baton_tools::OutputFields {
+                    response_format: self.response_format.as_ref(),
+                    structured_outputs: self.structured_outputs.as_ref(),
+                    guided_json: self.guided_json.as_ref(),
+                    guided_regex: self.guided_regex.as_ref(),
+                    guided_choice: self.guided_choice.as_ref(),
+                    guided_grammar: self.guided_grammar.as_ref(),
+                };
+                Ok(baton_router_core::ClientSampling {
                     max_tokens: self.max_tokens,
                     min_tokens: self.min_tokens,
                     temperature: self.temperature,
@@ -63,17 +64,108 @@ macro_rules! request_body {
                     seed: self.seed.map(|seed| seed as u64),
                     stop_token_ids: self.stop_token_ids.clone().unwrap_or_default(),
                     ignore_eos: self.ignore_eos.unwrap_or(false),
-                    ..crate::core::ClientSampling::default()
+                    grammar: output.grammar()?,
+                    ..baton_router_core::ClientSampling::default()
                 })
             }
+
+            /// Looks at every field that this type does not hold.
+            pub(crate) fn check_fields(
+                &self,
+                endpoint: baton_request_fields::Endpoint,
+                unknown: baton_request_fields::UnknownFields,
+            ) -> Result<(), crate::http::error::ApiError> {
+                endpoint.check(&self.rest, unknown)?;
+                self.stream_options.as_ref().map_or(Ok(()), |options| options.check(unknown))
+            }
+        }
+    };
+    // A body of any API that generates.
+    (@served $(#[$meta:meta])* $name:ident { $($own:tt)* }) => {
+        crate::http::params::request_body! { @whole
+            $(#[$meta])* $name {
+                $($own)*
+                model: Option<String>,
+                stream: Option<bool>,
+                temperature: Option<f32>,
+                top_p: Option<f32>,
+                /// -1 is off, as some clients write it.
+                top_k: Option<i64>,
+                seed: Option<i64>,
+                cache_salt: Option<String>,
+                prefill_mode: Option<crate::http::params::PrefillModeName>,
+                speculation_mode: Option<crate::http::params::SpeculationModeName>,
+                kv_wire: Option<crate::http::params::KvWireName>,
+                /// Milliseconds.
+                slo_ttft: Option<f64>,
+                /// Milliseconds.
+                slo_tpot: Option<f64>,
+                explain: Option<bool>,
+                include_timing: Option<bool>,
+            }
+        }
+
+        impl $name {
+            /// How the request is served.
+            pub(crate) fn serving(&self) -> Result<baton_router_core::Serving, crate::http::error::ApiError> {
+                Ok(baton_router_core::Serving {
+                    cache_salt: self.cache_salt.clone().unwrap_or_default(),
+                    prefill: self.prefill_mode.map_or(baton_planner::PrefillMode::Auto, Into::into),
+                    speculation: self.speculation_mode.map(Into::into).unwrap_or_default(),
+                    kv_wire: self.kv_wire.map(Into::into).unwrap_or_default(),
+                    slo: crate::http::params::slo(self.slo_ttft, self.slo_tpot)?,
+                    explain: self.explain.unwrap_or(false),
+                    timing: self.include_timing.unwrap_or(false),
+                })
+            }
+        }
+    };
+    (@whole $(#[$meta:meta])* $name:ident { $($(#[$field_meta:meta])* $field:ident: $type:ty,)* }) => {
+        $(#[$meta])*
+        #[derive(Debug, serde::Deserialize)]
+        pub(crate) struct $name {
+            $($(#[$field_meta])* pub(crate) $field: $type,)*
+            /// Everything else: see [`Endpoint::check`](baton_request_fields::Endpoint::check).
+            #[serde(flatten)]
+            pub(crate) rest: serde_json::Map<String, serde_json::Value>,
+        }
+
+        #[cfg(test)]
+        impl $name {
+            /// The fields that this type holds.
+            pub(crate) const FIELDS: &[&str] = &[$(stringify!($field)),*];
         }
     };
 }
 pub(crate) use request_body;
 
-#[derive(Clone, Copy, Debug, Default, Deserialize)]
+#[derive(Clone, Debug, Default, Deserialize)]
 pub(crate) struct StreamOptions {
     pub(crate) include_usage: Option<bool>,
+    #[serde(flatten)]
+    rest: Map<String, Value>,
+}
+
+impl StreamOptions {
+    pub(crate) fn check(&self, unknown: UnknownFields) -> Result<(), ApiError> {
+        for (name, value) in self.rest.iter().filter(|(_, value)| !value.is_null()) {
+            let param = format!("stream_options.{name}");
+            match name.as_str() {
+                "include_obfuscation" => {}
+                "continuous_usage_stats" if *value == Value::Bool(false) => {}
+                "continuous_usage_stats" => {
+                    let message = format!("{param}: anything but `false` is not supported by this server");
+                    return Err(ApiError::unsupported(param, message));
+                }
+                _ if unknown == UnknownFields::Ignore => {}
+                _ => {
+                    let message = format!("{param}: stream_options has no such field");
+                    return Err(ApiError::invalid(param, message).with_code("unknown_parameter"));
+                }
+            }
+        }
+        Ok(())
+    }
 }
 
 /// A string or a list of strings.
@@ -159,6 +251,17 @@ impl From<KvWireName> for KvWire {
     }
 }
 
+/// What the request should meet, from milliseconds.
+pub(crate) fn slo(ttft: Option<f64>, tpot: Option<f64>) -> Result<Slo, ApiError> {
+    let seconds = |param: &str, millis: Option<f64>| match millis {
+        Some(millis) if !(millis > 0.0 && millis.is_finite()) => {
+            Err(ApiError::invalid(param, format!("{param} is {millis}, it must be above 0 ms")))
+        }
+        millis => Ok(millis.map(|millis| millis / 1e3)),
+    };
+    Ok(Slo { ttft: seconds("slo_ttft", ttft)?, tpot: seconds("slo_tpot", tpot)? })
+}
+
 /// `n`: absent is 1, 0 is wrong.
 pub(crate) fn num_choices(n: Option<u32>) -> Result<u32, ApiError> {
     match n {
@@ -187,49 +290,31 @@ pub(crate) fn logit_bias(bias: Option<&BTreeMap<String, f32>>) -> Result<Vec<(u3
     entries.collect()
 }
 
-/// Refuses what would change the answer and is not built, wherever it asks for more than the default.
-pub(crate) fn refuse_unsupported(rest: &Map<String, Value>) -> Result<(), ApiError> {
-    const NEVER: [&str; 14] = [
-        "audio",
-        "functions",
-        "function_call",
-        "prediction",
-        "web_search_options",
-        "guided_json",
-        "guided_regex",
-        "guided_choice",
-        "guided_grammar",
-        "structured_outputs",
-        "suffix",
-        "prompt_logprobs",
-        "length_penalty",
-        "documents",
-    ];
-    const NOT_TRUE: [&str; 5] =
-        ["echo", "use_beam_search", "store", "continue_final_message", "include_stop_str_in_output"];
-    let no = |param: &str, what: &str| {
-        Err(ApiError::unsupported(param, format!("{param}: {what} is not supported by this server")))
+#[cfg(test)]
+mod tests {
+    use baton_request_fields::{Endpoint, FIELDS, Treatment};
+
+    use crate::http::{
+        anthropic::MessagesRequest, chat::ChatRequest, completions::CompletionRequest,
+        responses::request::ResponsesRequest,
     };
-    for (name, value) in rest.iter().filter(|(_, value)| !value.is_null()) {
-        if NEVER.contains(&name.as_str()) {
-            return no(name, "this");
-        }
-        if NOT_TRUE.contains(&name.as_str()) && *value != Value::Bool(false) {
-            return no(name, "anything but false");
-        }
-        match name.as_str() {
-            "response_format" if value["type"] != "text" => {
-                return no(name, "anything but {\"type\": \"text\"}");
+
+    #[test]
+    fn the_types_of_bodies_hold_the_honoured_fields_and_no_others() {
+        for (endpoint, held) in [
+            (Endpoint::Chat, ChatRequest::FIELDS),
+            (Endpoint::Completions, CompletionRequest::FIELDS),
+            (Endpoint::Responses, ResponsesRequest::FIELDS),
+            (Endpoint::Messages, MessagesRequest::FIELDS),
+        ] {
+            for name in held {
+                let field = endpoint.field(name).unwrap_or_else(|| panic!("{name} is not in the table"));
+                assert!(matches!(field.treatment, Treatment::Honoured), "{name}");
             }
-            "modalities" if value.as_array().is_none_or(|kinds| kinds.iter().any(|kind| kind != "text")) => {
-                return no(name, "anything but [\"text\"]");
+            for field in FIELDS.iter().filter(|field| field.endpoints.contains(&endpoint)) {
+                let is_honoured = matches!(field.treatment, Treatment::Honoured);
+                assert_eq!(is_honoured, held.contains(&field.name), "{} {}", endpoint.path(), field.name);
             }
-            "tool_choice" if value != "auto" && value != "none" => {
-                return no(name, "anything but \"auto\" and \"none\"");
-            }
-            "best_of" if *value != 1 => return no(name, "anything but 1"),
-            _ => {}
         }
     }
-    Ok(())
 }

@@ -6,10 +6,7 @@ use baton_proto::v1;
 use baton_tokenizer::Tokenizer;
 use serde::Serialize;
 
-use crate::{
-    core::{TokenOut, Usage},
-    model::Model,
-};
+use baton_router_core::{Extras, ServedModel, TokenOut, Usage};
 
 /// The fields that every chunk of one answer repeats.
 #[derive(Clone, Debug)]
@@ -21,7 +18,7 @@ pub(crate) struct Head {
 }
 
 impl Head {
-    pub(crate) fn new(id: String, model: &Model) -> Head {
+    pub(crate) fn new(id: String, model: &ServedModel) -> Head {
         let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
         Head {
             id,
@@ -47,7 +44,16 @@ impl Head {
             system_fingerprint: &self.fingerprint,
             choices,
             usage,
+            extras: Extras::default(),
         }
+    }
+}
+
+impl<C> Answer<'_, C> {
+    /// The same with what else the request asks for: an extension.
+    pub(crate) fn with(mut self, extras: Extras) -> Self {
+        self.extras = extras;
+        self
     }
 }
 
@@ -62,6 +68,8 @@ pub(crate) struct Answer<'a, C> {
     choices: &'a [C],
     #[serde(skip_serializing_if = "Option::is_none")]
     usage: Option<Option<UsageBody>>,
+    #[serde(flatten)]
+    extras: Extras,
 }
 
 /// `usage`.

@@ -11,14 +11,18 @@ use serde::Serialize;
 use tokio::time::timeout;
 
 use super::error::{ApiError, ErrorBody};
-use crate::core::{Event, Events, Usage};
+use baton_router_core::{Event, Events, Extras, Usage};
 
-/// Turns events into chunks of one of OpenAI's shapes.
+/// Turns events into chunks of one API's shape.
 pub(crate) trait Chunks: Send + 'static {
     /// Appends the chunks of one event.
     fn write_event(&mut self, event: &Event, out: &mut Frame);
-    /// Appends the chunks after the last event.
-    fn write_end(&mut self, usage: Usage, out: &mut Frame);
+    /// Appends the chunks after the last event; `extras` if the request asks for them.
+    fn write_end(&mut self, usage: Usage, extras: Extras, out: &mut Frame);
+    /// Appends the chunk of an error, after which nothing follows.
+    fn write_error(&mut self, error: ApiError, out: &mut Frame) {
+        out.push(&ErrorBody { error: &error.detail });
+    }
 }
 
 /// Bytes of some SSE events, under construction.
@@ -33,11 +37,20 @@ impl Frame {
         self.0.extend_from_slice(b"\n\n");
     }
 
+    /// Appends one event with a name.
+    pub(crate) fn push_named(&mut self, name: &str, data: &impl Serialize) {
+        self.0.extend_from_slice(b"event: ");
+        self.0.extend_from_slice(name.as_bytes());
+        self.0.push(b'\n');
+        self.push(data);
+    }
+
     fn push_comment(&mut self) {
         self.0.extend_from_slice(b": keep-alive\n\n");
     }
 
-    fn push_done(&mut self) {
+    /// Appends what OpenAI's older APIs end a stream with.
+    pub(crate) fn push_done(&mut self) {
         self.0.extend_from_slice(b"data: [DONE]\n\n");
     }
 }
@@ -98,12 +111,14 @@ impl<C: Chunks> State<C> {
                 Some(Ok(event)) => self.chunks.write_event(&event, &mut frame),
                 Some(Err(error)) => {
                     self.over = true;
-                    frame.push(&ErrorBody { error: &ApiError::from(error).detail });
+                    self.chunks.write_error(error.into(), &mut frame);
                 }
                 None => {
                     self.over = true;
-                    self.chunks.write_end(self.events.usage(), &mut frame);
-                    frame.push_done();
+                    self.chunks.write_end(self.events.usage(), self.events.extras(), &mut frame);
+                    if frame.0.is_empty() {
+                        return None;
+                    }
                 }
             }
         }

@@ -7,6 +7,7 @@ use axum::{
     response::Response,
 };
 use baton_request::check_tokens;
+use baton_request_fields::Endpoint;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
@@ -15,7 +16,7 @@ use super::{
     error::ApiError,
     messages,
 };
-use crate::core::{ChatInput, Core, CoreError, PromptInput, check_model, tokenize};
+use baton_router_core::{ChatInput, Core, CoreError, PromptInput, check_model, tokenize};
 
 #[derive(Debug, Deserialize)]
 struct TokenizeRequest {
@@ -25,7 +26,10 @@ struct TokenizeRequest {
     tools: Option<Vec<Value>>,
     add_special_tokens: Option<bool>,
     add_generation_prompt: Option<bool>,
+    continue_final_message: Option<bool>,
     return_token_strs: Option<bool>,
+    #[serde(flatten)]
+    rest: Map<String, Value>,
 }
 
 #[derive(Serialize)]
@@ -42,6 +46,7 @@ pub(crate) async fn tokenize_text(
     request: Request,
 ) -> Result<Response, ApiError> {
     let request: TokenizeRequest = read_json(&core.config, request).await?;
+    Endpoint::Tokenize.check(&request.rest, core.config.unknown_fields)?;
     check_model(core.model()?, &request.model.unwrap_or_default())?;
     let (prompt, param, num_bytes) = match (request.prompt, request.messages) {
         (Some(text), None) => {
@@ -56,7 +61,9 @@ pub(crate) async fn tokenize_text(
             let tools = request.tools.filter(|tools| !tools.is_empty()).map(Value::Array);
             let messages = messages::normalise(messages)?;
             // A chat goes to the blocking thread, whatever its size: measuring it takes as long as tokenising.
-            (PromptInput::Chat(ChatInput { messages, tools, extra }), "messages", usize::MAX)
+            let continue_final = request.continue_final_message.unwrap_or(false);
+            let chat = ChatInput { messages, tools, calls: None, continue_final, extra };
+            (PromptInput::Chat(chat), "messages", usize::MAX)
         }
         _ => return Err(ApiError::invalid("prompt", "either prompt or messages is needed, and not both")),
     };
@@ -78,6 +85,8 @@ pub(crate) async fn tokenize_text(
 struct DetokenizeRequest {
     model: Option<String>,
     tokens: Vec<u32>,
+    #[serde(flatten)]
+    rest: Map<String, Value>,
 }
 
 #[derive(Serialize)]
@@ -91,6 +100,7 @@ pub(crate) async fn detokenize(
     request: Request,
 ) -> Result<Response, ApiError> {
     let request: DetokenizeRequest = read_json(&core.config, request).await?;
+    Endpoint::Detokenize.check(&request.rest, core.config.unknown_fields)?;
     check_model(core.model()?, &request.model.unwrap_or_default())?;
     let detokenized = core
         .offload(request.tokens.len(), move |core| {

@@ -101,6 +101,19 @@ impl Answer {
     }
 }
 
+/// The JSON of every SSE event of a stream whose events have names: those are their types.
+pub fn named_events(answer: &Answer) -> Vec<Value> {
+    assert_eq!(answer.headers[header::CONTENT_TYPE], "text/event-stream; charset=utf-8");
+    let text = answer.text();
+    let events = text.split_terminator("\n\n").map(|event| {
+        let (name, data) = event.split_once('\n').expect("two lines");
+        let data: Value = serde_json::from_str(data.strip_prefix("data: ").expect("data")).expect("JSON");
+        assert_eq!(name, format!("event: {}", data["type"].as_str().expect("a type")));
+        data
+    });
+    events.collect()
+}
+
 /// The text of a chat stream's choice.
 pub fn content(events: &[Value], index: u64) -> String {
     let choices = events.iter().flat_map(|event| event["choices"].as_array().expect("a list").clone());

@@ -39,6 +39,8 @@ pub enum Step {
     Logprobs(u32, f32, Vec<(u32, f32)>),
     /// A token after a draft: the numbers of drafted and of accepted tokens.
     Verified(u32, u32, u32),
+    /// A token with seconds of queue, prefill and exposed transfer.
+    Timed(u32, [Option<f64>; 3]),
     Finish(v1::FinishReason),
     Fail(Kind),
     /// Refuses the call. Only as the first step.
@@ -79,6 +81,7 @@ struct Shared {
     record: WorkerRecord,
     script: Mutex<Arc<Script>>,
     requests: Mutex<Vec<GenerateRequest>>,
+    watches: watch::Sender<Vec<WatchLoadRequest>>,
     dropped: mpsc::UnboundedSender<String>,
     arrived: mpsc::UnboundedSender<String>,
     load: watch::Receiver<v1::Load>,
@@ -129,6 +132,7 @@ impl FakeWorker {
             model: MODEL.into(),
             kv_format: KvFormat::new("r1".into(), &layout, "theta=1".into()),
             capacity: Capacity { num_blocks: 64, block_size: 16, max_running: 8, context_length: CONTEXT },
+            compute: None,
         };
         let (dropped_sender, dropped) = mpsc::unbounded_channel();
         let (arrived_sender, arrived) = mpsc::unbounded_channel();
@@ -142,6 +146,7 @@ impl FakeWorker {
             record: record.clone(),
             script: Mutex::new(Arc::new(say("Hello"))),
             requests: Mutex::default(),
+            watches: watch::Sender::default(),
             dropped: dropped_sender,
             arrived: arrived_sender,
             load: load_receiver,
@@ -192,6 +197,13 @@ impl FakeWorker {
         self.shared.requests.lock().unwrap().clone()
     }
 
+    /// Waits for the stream of reports of this number, and what its reader asked for.
+    pub async fn watched(&self, idx: usize) -> WatchLoadRequest {
+        let mut watches = self.shared.watches.subscribe();
+        let found = tokio::time::timeout(crate::harness::SOON, watches.wait_for(|all| all.len() > idx)).await;
+        found.expect("in time").expect("the worker lives")[idx]
+    }
+
     pub async fn next_dropped(&self) -> String {
         self.dropped.lock().await.recv().await.expect("the worker lives")
     }
@@ -217,6 +229,11 @@ impl FakeWorker {
     /// Reports this load.
     pub fn set_free_blocks(&self, num: u32) {
         self.load.send_modify(|load| load.num_free_blocks = num);
+    }
+
+    /// Changes its load report.
+    pub fn set_load(&self, change: impl FnOnce(&mut v1::Load)) {
+        self.load.send_modify(change);
     }
 
     pub fn set_draining(&self) {
@@ -247,7 +264,8 @@ impl worker_server::Worker for Service {
 
     type WatchLoadStream = Reports;
 
-    async fn watch_load(&self, _: Request<WatchLoadRequest>) -> Result<Response<Reports>, Status> {
+    async fn watch_load(&self, request: Request<WatchLoadRequest>) -> Result<Response<Reports>, Status> {
+        self.0.watches.send_modify(|watches| watches.push(request.into_inner()));
         let mut load = self.0.load.clone();
         load.mark_changed();
         let reports = futures_util::stream::unfold(load, |mut load| async move {
@@ -343,6 +361,15 @@ impl Stream for Play {
                 accepted_tokens,
                 ..proto::Token::default()
             }),
+            Some(Step::Timed(id, [queue_seconds, prefill_seconds, exposed_seconds])) => {
+                Event::Token(proto::Token {
+                    id,
+                    queue_seconds,
+                    prefill_seconds,
+                    exposed_seconds,
+                    ..proto::Token::default()
+                })
+            }
             Some(Step::Finish(reason)) => {
                 self.over = true;
                 Event::Finished(proto::Finished { reason: reason.into() })

@@ -1,5 +1,6 @@
 use std::{collections::HashMap, time::Duration};
 
+use baton_cluster::Role;
 use baton_proto::v1::{
     self, AbortRequest, ChatMessage, ChatMessages, FinishReason, GenerateRequest, LoadsRequest,
     ModelInfoRequest, SamplingParams, TokenIds, generate_request::Prompt, generate_response::Event,
@@ -20,6 +21,7 @@ use crate::{
     fake::{Step, say},
     harness::Router,
     model::{END, ids},
+    planning::reporting,
 };
 
 async fn channel(router: &Router) -> Channel {
@@ -27,7 +29,7 @@ async fn channel(router: &Router) -> Channel {
     tonic::transport::Endpoint::from_shared(address).unwrap().connect().await.unwrap()
 }
 
-async fn client(router: &Router) -> InferenceClient<Channel> {
+pub(crate) async fn client(router: &Router) -> InferenceClient<Channel> {
     InferenceClient::new(channel(router).await)
 }
 
@@ -60,11 +62,14 @@ async fn generate(
 async fn generates_from_text_chat_and_ids() {
     let (router, worker) = Router::with_worker().await;
     let mut client = client(&router).await;
-    let message = ChatMessage { role: "user".into(), content: "Hi".into() };
+    let message = ChatMessage { role: "user".into(), content: "Hi".into(), ..Default::default() };
     let prompts = [
         (Prompt::Text("Hi".into()), ids("Hi")),
         (Prompt::TokenIds(TokenIds { ids: vec![1, 2] }), vec![1, 2]),
-        (Prompt::Chat(ChatMessages { messages: vec![message] }), vec![257, 72, 105, 258]),
+        (
+            Prompt::Chat(ChatMessages { messages: vec![message], ..Default::default() }),
+            vec![257, 72, 105, 258],
+        ),
     ];
     for (prompt, tokens) in prompts {
         let request = GenerateRequest { prompt: Some(prompt), ..GenerateRequest::default() };
@@ -83,6 +88,26 @@ async fn generates_from_text_chat_and_ids() {
     }
     let sampling = worker.requests()[0].sampling.clone().unwrap();
     assert_eq!(sampling.max_tokens, 510, "what is left of the context");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn each_choice_ends_with_its_plans_if_they_are_asked_for() {
+    let mut router = Router::start(|_| {}).await;
+    let worker = reporting(&mut router, "d0", Role::Decode).await;
+    worker.script(say("Hello"));
+    let mut client = client(&router).await;
+    let answers = generate(&mut client, GenerateRequest { n: 2, explain: true, ..text("Hi") }).await.unwrap();
+    assert_eq!(answers.len(), 2);
+    for (_, finished) in answers.values() {
+        let [plan] = &finished.plans[..] else { panic!("{finished:?}") };
+        let chosen = plan.chosen.as_ref().unwrap();
+        assert_eq!((plan.attempt, &*chosen.decode, &chosen.prefill), (0, "d0", &None));
+        let times = chosen.times.as_ref().unwrap();
+        assert!(times.ttft > 0.0 && times.total >= times.ttft, "{times:?}");
+        assert_eq!(plan.options.len(), 1, "{plan:?}");
+    }
+    let answers = generate(&mut client, text("Hi")).await.unwrap();
+    assert!(answers.values().all(|(_, finished)| finished.plans.is_empty()));
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -149,7 +174,8 @@ async fn invalid_requests_get_the_right_status() {
         (
             GenerateRequest {
                 prompt: Some(Prompt::Chat(ChatMessages {
-                    messages: vec![ChatMessage { role: "evil".into(), content: String::new() }],
+                    messages: vec![ChatMessage { role: "evil".into(), ..Default::default() }],
+                    ..Default::default()
                 })),
                 ..text("x")
             },

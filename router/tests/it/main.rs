@@ -1,3 +1,5 @@
+#![recursion_limit = "512"]
+
 //! The router from outside: real HTTP and gRPC against fake workers.
 
 mod client;
@@ -9,8 +11,15 @@ mod chat;
 mod completions;
 mod edges;
 mod errors;
+mod fields;
 mod grpc;
+mod index;
 mod load;
+mod messages;
 mod migration;
+mod planning;
 mod ranges;
+mod responses;
 mod retry;
+mod timing;
+mod tools;

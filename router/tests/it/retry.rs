@@ -71,6 +71,19 @@ async fn every_token_comes_exactly_once_after_any_failure() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_model_that_fails_twice_is_an_internal_error_at_once() {
+    let (router, worker) = Router::with_worker().await;
+    worker.script(|_| vec![Step::Fail(Kind::Model)]);
+    let started = std::time::Instant::now();
+    let answer = router.client.post(TEXT, &json!({"prompt": "x"})).await;
+    assert_eq!(answer.status, 500, "{}", answer.text());
+    assert!(answer.json()["error"]["message"].as_str().unwrap().contains("the model cannot answer"));
+    assert_eq!(worker.requests().len(), 2);
+    // Patience is a minute, and 16 attempts took 58 s.
+    assert!(started.elapsed() < Duration::from_secs(20));
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_long_prompt_with_progress_does_not_time_out() {
     let (router, worker) =
         Router::with_worker_and(|config| config.stall_timeout = Duration::from_secs(3)).await;

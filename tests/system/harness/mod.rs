@@ -223,19 +223,7 @@ impl Cluster {
     }
 
     pub(crate) async fn wait_for_workers(&self, num_prefill: usize, num_decode: usize) {
-        eventually(
-            &format!("{num_prefill} prefill and {num_decode} decode workers"),
-            START_LIMIT,
-            async || {
-                let answer = self.http.get("/health").await.ok()?;
-                let health = answer.json();
-                // Workers may be registered before the router has loaded its tokenizer.
-                let ready = answer.status.is_success();
-                let num = |role| num_workers(&health, role);
-                (ready && num("prefill") == num_prefill && num("decode") == num_decode).then_some(())
-            },
-        )
-        .await;
+        wait_for_workers(&self.http, num_prefill, num_decode).await;
     }
 
     /// A completion of `prompt`, read whole.
@@ -286,6 +274,19 @@ impl Cluster {
     }
 }
 
+/// Waits until a router has so many workers.
+pub(crate) async fn wait_for_workers(router: &Http, num_prefill: usize, num_decode: usize) {
+    eventually(&format!("{num_prefill} prefill and {num_decode} decode workers"), START_LIMIT, async || {
+        let answer = router.get("/health").await.ok()?;
+        let health = answer.json();
+        // Workers may be registered before the router has loaded its tokenizer.
+        let ready = answer.status.is_success();
+        let num = |role| num_workers(&health, role);
+        (ready && num("prefill") == num_prefill && num("decode") == num_decode).then_some(())
+    })
+    .await;
+}
+
 /// Workers of a role that answer, in the body of `/health`.
 pub(crate) fn num_workers(health: &Value, role: &str) -> usize {
     let workers = health["workers"].as_array().expect("/health lists the workers");
@@ -322,12 +323,18 @@ impl Up {
 
     /// The same with more environment variables and the default memory for KV.
     pub(crate) async fn start_in(environment: &[(&str, &Path)], flags: &str) -> Up {
+        Up::start_program(Path::new(BATON), environment, flags).await
+    }
+
+    /// The same with the program at another place.
+    pub(crate) async fn start_program(program: &Path, environment: &[(&str, &Path)], flags: &str) -> Up {
         let turn = TURN.lock().await;
         let dir = tempfile::tempdir().expect("a temporary directory can be made");
         let port = free_port();
         let mut args = vec!["up".to_owned(), "--port".to_owned(), port.to_string()];
         args.extend(flags.split_whitespace().map(str::to_owned));
-        let mut supervisor = Process::start_in(environment, "up", BATON, &args, dir.path());
+        let program = program.to_str().expect("a path in UTF-8");
+        let mut supervisor = Process::start_in(environment, "up", program, &args, dir.path());
         eventually("baton up is ready", START_LIMIT, async || {
             let log = supervisor.log();
             assert!(supervisor.exit_status().is_none(), "baton up ended: {log}");

@@ -1,0 +1,194 @@
+//! Compiles grammars within limits, and keeps what it compiled.
+
+use std::{
+    fmt,
+    sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, mpsc},
+    thread,
+    time::Duration,
+};
+
+use baton_request::Grammar;
+use llguidance::{Matcher, ParserFactory, api::ParserLimits};
+
+use crate::{
+    cache::{Cache, Compiled},
+    error::GrammarError,
+    matcher::TokenMatcher,
+    source,
+    vocabulary::{Lexicon, Vocabulary},
+};
+
+/// The compiler's recursion is bounded by limits on nesting. With these bytes it also has room for them.
+const STACK_BYTES: usize = 64 << 20;
+
+/// Bounds on what grammars may take.
+#[derive(Clone, Copy, Debug)]
+pub struct GrammarLimits {
+    /// How long a grammar may be compiled. The thread of one that takes longer still counts as compiling until it ends.
+    pub compile_time: Duration,
+    /// Grammars that are compiled at a time. Others wait, at most for `compile_time`.
+    pub max_compiling: usize,
+    /// Compiled grammars that are kept.
+    pub max_cached: usize,
+}
+
+impl Default for GrammarLimits {
+    fn default() -> GrammarLimits {
+        GrammarLimits { compile_time: Duration::from_secs(5), max_compiling: 4, max_cached: 64 }
+    }
+}
+
+/// Compiles grammars for one vocabulary. Used from many threads. The vocabulary is loaded for the first grammar.
+pub struct GrammarCompiler {
+    load: Box<dyn Fn() -> Result<Vocabulary, GrammarError> + Send + Sync>,
+    target: OnceLock<Result<Target, GrammarError>>,
+    limits: GrammarLimits,
+    cache: Mutex<Cache>,
+    compiling: Arc<NumCompiling>,
+}
+
+/// What grammars are compiled against.
+struct Target {
+    factory: Arc<ParserFactory>,
+    lexicon: Arc<Lexicon>,
+}
+
+/// One of the grammars that are compiled at a time.
+struct Compiling(Arc<NumCompiling>);
+
+/// How many grammars are being compiled.
+#[derive(Default)]
+struct NumCompiling {
+    num: Mutex<usize>,
+    has_ended: Condvar,
+}
+
+impl GrammarCompiler {
+    /// A compiler for the vocabulary that `load` loads.
+    pub fn new(
+        load: impl Fn() -> Result<Vocabulary, GrammarError> + Send + Sync + 'static,
+        limits: GrammarLimits,
+    ) -> GrammarCompiler {
+        GrammarCompiler {
+            load: Box::new(load),
+            target: OnceLock::new(),
+            limits,
+            cache: Mutex::new(Cache::new(limits.max_cached)),
+            compiling: Arc::default(),
+        }
+    }
+
+    /// A matcher for a sequence whose output begins with `output`. Compiles the grammar unless that was done before:
+    /// that blocks the caller, the first
+    /// time until the vocabulary is loaded, and then at most for [`GrammarLimits::compile_time`].
+    ///
+    /// # Errors
+    /// When the vocabulary cannot be constrained, the grammar does not compile within the limits, or does not allow `output`.
+    pub fn matcher(&self, grammar: &Grammar, output: &[u32]) -> Result<TokenMatcher, GrammarError> {
+        let target =
+            self.target.get_or_init(|| Target::new(&(self.load)()?)).as_ref().map_err(Clone::clone)?;
+        let known = self.cache().get(grammar);
+        let matcher = match known {
+            Some(compiled) => compiled?,
+            None => self.compile(&target.factory, grammar)?,
+        };
+        let mut matcher = TokenMatcher::new(matcher, target.lexicon.clone());
+        output.iter().try_for_each(|&token| matcher.accept(token))?;
+        Ok(matcher)
+    }
+
+    fn compile(&self, factory: &Arc<ParserFactory>, grammar: &Grammar) -> Compiled {
+        let (kind, limit) = (grammar.kind, self.limits.compile_time);
+        let slot = self.take_slot()?;
+        // Another request may have brought the same one meanwhile.
+        if let Some(compiled) = self.cache().get(grammar) {
+            return compiled;
+        }
+        let (done, compiled) = mpsc::sync_channel(1);
+        let (factory, source) = (factory.clone(), grammar.clone());
+        let work = move || {
+            let compiled = compile(&factory, &source);
+            drop(slot);
+            // A caller that no longer waits has refused the grammar.
+            let _ = done.send(compiled);
+        };
+        thread::Builder::new()
+            .name("grammar".into())
+            .stack_size(STACK_BYTES)
+            .spawn(work)
+            .map_err(|error| GrammarError::exhausted(format!("no thread: {error}")))?;
+        let compiled = match compiled.recv_timeout(limit) {
+            Ok(compiled) => compiled,
+            // Not kept: a busy machine may be the reason.
+            Err(mpsc::RecvTimeoutError::Timeout) => return Err(GrammarError::TooSlow { kind, limit }),
+            Err(mpsc::RecvTimeoutError::Disconnected) => {
+                Err(GrammarError::invalid(kind, "the compiler broke"))
+            }
+        };
+        let copy = compiled.as_ref().map(Matcher::deep_clone).map_err(Clone::clone);
+        self.cache().insert(grammar, copy);
+        compiled
+    }
+
+    fn take_slot(&self) -> Result<Compiling, GrammarError> {
+        let max_compiling = self.limits.max_compiling;
+        let NumCompiling { num, has_ended } = &*self.compiling;
+        let num = num.lock().unwrap_or_else(PoisonError::into_inner);
+        let waited = has_ended.wait_timeout_while(num, self.limits.compile_time, |num| *num >= max_compiling);
+        let (mut num, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        if *num >= max_compiling {
+            return Err(GrammarError::Busy { max_compiling });
+        }
+        *num += 1;
+        drop(num);
+        Ok(Compiling(self.compiling.clone()))
+    }
+
+    fn cache(&self) -> MutexGuard<'_, Cache> {
+        // It is changed by single operations, so a panic leaves it whole.
+        self.cache.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Target {
+    fn new(vocabulary: &Vocabulary) -> Result<Target, GrammarError> {
+        let mut factory = ParserFactory::new_simple(&vocabulary.env)
+            .map_err(|error| GrammarError::vocabulary(error.to_string()))?;
+        factory.quiet();
+        // The other limits are llguidance's: they bound one step to some ten milliseconds.
+        *factory.limits_mut() = ParserLimits { verbose_errors: false, ..ParserLimits::default() };
+        Ok(Target { factory: Arc::new(factory), lexicon: vocabulary.lexicon.clone() })
+    }
+}
+
+impl Drop for Compiling {
+    fn drop(&mut self) {
+        *self.0.num.lock().unwrap_or_else(PoisonError::into_inner) -= 1;
+        self.0.has_ended.notify_one();
+    }
+}
+
+/// A matcher at the start of the grammar, which has found its first tokens once.
+fn compile(factory: &ParserFactory, grammar: &Grammar) -> Compiled {
+    let kind = grammar.kind;
+    let invalid = |reason: String| GrammarError::invalid(kind, reason);
+    let parsed = source::parse(grammar)?;
+    let caught = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+        let mut matcher = Matcher::new(factory.create_parser(parsed));
+        let mask = match matcher.get_error() {
+            Some(reason) => return Err(invalid(reason)),
+            None => matcher.compute_mask_or_eos().map_err(|error| invalid(error.to_string()))?,
+        };
+        if mask.is_zero() {
+            return Err(invalid("no text matches it".into()));
+        }
+        Ok(matcher)
+    }));
+    caught.unwrap_or_else(|_| Err(invalid("the compiler panicked".into())))
+}
+
+impl fmt::Debug for GrammarCompiler {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("GrammarCompiler").field("limits", &self.limits).finish_non_exhaustive()
+    }
+}

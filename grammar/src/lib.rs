@@ -1,0 +1,22 @@
+//! Structured output: grammars, compiled against a model's vocabulary, and the tokens that they allow next.
+//!
+//! A thin crate over `llguidance`. [`Vocabulary`] is what it must know of a tokenizer: the bytes of each token.
+//! [`GrammarCompiler`] compiles a [`Grammar`](baton_request::Grammar), bounded in time, memory and number, and keeps
+//! what it compiled. [`TokenMatcher`] follows one sequence: a [`TokenMask`] of the tokens that may come next, then the
+//! token that was sampled.
+//!
+//! It knows neither requests nor sampling nor HTTP.
+#![forbid(unsafe_code)]
+
+mod compiler;
+mod matcher;
+mod vocabulary;
+
+mod cache;
+mod error;
+mod source;
+
+pub use compiler::{GrammarCompiler, GrammarLimits};
+pub use error::GrammarError;
+pub use matcher::{TokenMask, TokenMatcher};
+pub use vocabulary::{TextEncoder, Vocabulary, VocabularyToken};

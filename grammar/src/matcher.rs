@@ -1,0 +1,178 @@
+//! One sequence and its grammar: which tokens may come next.
+
+use std::{fmt, sync::Arc};
+
+use llguidance::Matcher;
+use toktrie::SimpleVob;
+
+use crate::{error::GrammarError, vocabulary::Lexicon};
+
+/// Shorter texts are not worth a draft.
+const MIN_FORCED_BYTES: usize = 4;
+
+/// The tokens that may come next.
+#[derive(Clone)]
+pub struct TokenMask {
+    allowed: SimpleVob,
+}
+
+/// A grammar, and how far a sequence has come in it.
+pub struct TokenMatcher {
+    matcher: Matcher,
+    lexicon: Arc<Lexicon>,
+    has_ended: bool,
+}
+
+impl TokenMask {
+    /// Whether `token` may come next. Ids beyond the vocabulary may not.
+    pub fn allows(&self, token: u32) -> bool {
+        (token as usize) < self.allowed.len() && self.allowed.is_allowed(token)
+    }
+
+    /// Number of tokens that may come next; at least one.
+    pub fn num_allowed(&self) -> usize {
+        self.allowed.num_set()
+    }
+
+    /// The tokens that may come next, in the order of their ids.
+    pub fn to_list(&self) -> Vec<u32> {
+        self.allowed.to_list()
+    }
+
+    /// Sets the logits of all other tokens to minus infinity. The row may be longer than the vocabulary.
+    pub fn apply_to(&self, logits: &mut [f32]) {
+        let words = self.allowed.as_slice();
+        for (chunk_idx, chunk) in logits.chunks_mut(32).enumerate() {
+            let word = words.get(chunk_idx).copied().unwrap_or(0);
+            if word == u32::MAX {
+                continue;
+            }
+            for (bit, logit) in chunk.iter_mut().enumerate() {
+                let token = 32 * chunk_idx + bit;
+                if word & (1 << bit) == 0 || token >= self.allowed.len() {
+                    *logit = f32::NEG_INFINITY;
+                }
+            }
+        }
+    }
+}
+
+impl TokenMatcher {
+    pub(crate) fn new(matcher: Matcher, lexicon: Arc<Lexicon>) -> TokenMatcher {
+        TokenMatcher { matcher, lexicon, has_ended: false }
+    }
+
+    /// The tokens that may come next: those of the grammar, and those that end a text if the text so far is complete.
+    /// When the text is complete and nothing may follow, only those that end it.
+    ///
+    /// # Errors
+    /// When the grammar needs more than it may, or has ended.
+    pub fn mask(&mut self) -> Result<TokenMask, GrammarError> {
+        let allowed = self.matcher.compute_mask_or_eos().map_err(|error| self.exhausted(error))?;
+        if allowed.is_zero() {
+            return Err(GrammarError::exhausted("no token may follow"));
+        }
+        Ok(TokenMask { allowed })
+    }
+
+    /// The masks before each of `drafts` and after the last. The position in the grammar stays.
+    ///
+    /// # Errors
+    /// As [`mask`](Self::mask), and when a draft is not allowed: see [`num_allowed`](Self::num_allowed).
+    pub fn masks(&mut self, drafts: &[u32]) -> Result<Vec<TokenMask>, GrammarError> {
+        let mut masks = Vec::with_capacity(drafts.len() + 1);
+        masks.push(self.mask()?);
+        for &draft in drafts {
+            self.consume(draft)?;
+            masks.push(self.mask()?);
+        }
+        if !drafts.is_empty() {
+            self.matcher.rollback(drafts.len()).map_err(|error| self.exhausted(error))?;
+        }
+        Ok(masks)
+    }
+
+    /// How many of `tokens`, in a row, the grammar allows next, before the text ends.
+    pub fn num_allowed(&mut self, tokens: &[u32]) -> usize {
+        let num_text = tokens.iter().take_while(|token| !self.lexicon.end_tokens.contains(token)).count();
+        if num_text == 0 || self.matcher.is_stopped() {
+            return 0;
+        }
+        self.matcher.validate_tokens(&tokens[..num_text]).unwrap_or(0)
+    }
+
+    /// Goes on after `token`, which was sampled.
+    ///
+    /// # Errors
+    /// When the grammar does not allow it.
+    pub fn accept(&mut self, token: u32) -> Result<(), GrammarError> {
+        if self.has_ended {
+            return Err(GrammarError::Refused { token });
+        }
+        if self.lexicon.end_tokens.contains(&token) && self.is_complete() {
+            self.has_ended = true;
+            return Ok(());
+        }
+        self.consume(token)
+    }
+
+    /// Tokens of the text that is certain to come, as the tokenizer would write it: at most `max_tokens`, and empty if
+    /// there is none. The model may cut the same text into other tokens.
+    pub fn forced(&mut self, max_tokens: usize) -> Vec<u32> {
+        if self.matcher.is_stopped() {
+            return Vec::new();
+        }
+        let bytes = self.matcher.compute_ff_bytes();
+        let text = match std::str::from_utf8(&bytes) {
+            Ok(text) => text,
+            Err(error) => std::str::from_utf8(&bytes[..error.valid_up_to()]).unwrap_or_default(),
+        };
+        if text.len() < MIN_FORCED_BYTES {
+            return Vec::new();
+        }
+        let mut tokens = (self.lexicon.encode)(text);
+        // The last token may go on in the text that follows.
+        tokens.truncate(tokens.len().saturating_sub(1).min(max_tokens));
+        let num_allowed = self.num_allowed(&tokens);
+        tokens.truncate(num_allowed);
+        tokens
+    }
+
+    /// Whether the text so far is a text of the grammar.
+    pub fn is_complete(&mut self) -> bool {
+        !self.matcher.is_error()
+            && (self.matcher.is_stopped() || self.matcher.is_accepting().unwrap_or(false))
+    }
+
+    /// Whether a token has ended the text.
+    pub fn has_ended(&self) -> bool {
+        self.has_ended
+    }
+
+    fn consume(&mut self, token: u32) -> Result<(), GrammarError> {
+        // llguidance takes a refused token for an error of its caller, and does not recover.
+        if self.matcher.is_stopped() || self.matcher.validate_tokens(&[token]).unwrap_or(0) != 1 {
+            return Err(match self.matcher.get_error() {
+                Some(reason) => GrammarError::exhausted(reason),
+                None => GrammarError::Refused { token },
+            });
+        }
+        self.matcher.consume_token(token).map_err(|error| self.exhausted(error))
+    }
+
+    fn exhausted(&self, error: impl fmt::Display) -> GrammarError {
+        GrammarError::exhausted(error.to_string())
+    }
+}
+
+impl fmt::Debug for TokenMask {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("TokenMask").field("num_allowed", &self.num_allowed()).finish()
+    }
+}
+
+impl fmt::Debug for TokenMatcher {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("TokenMatcher").field("has_ended", &self.has_ended).finish_non_exhaustive()
+    }
+}

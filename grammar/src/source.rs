@@ -1,0 +1,82 @@
+//! From a grammar's text to what llguidance compiles. What would need more than the compiler may use is refused here.
+
+use baton_request::{Grammar, GrammarKind, JSON_WHITE_SPACE};
+use llguidance::api::TopLevelGrammar;
+use serde_json::{Value, json};
+
+use crate::error::GrammarError;
+
+/// Brackets inside brackets. The parsers are recursive.
+const MAX_DEPTH: usize = 100;
+
+/// Rules of a grammar in Lark. Terminals are expanded recursively.
+const MAX_RULES: usize = 2_000;
+
+/// Strings of a choice.
+const MAX_CHOICES: usize = 10_000;
+
+/// What llguidance compiles for `grammar`.
+pub(crate) fn parse(grammar: &Grammar) -> Result<TopLevelGrammar, GrammarError> {
+    let (kind, text) = (grammar.kind, &*grammar.text);
+    let invalid = |reason: &str| GrammarError::invalid(kind, reason);
+    match kind {
+        GrammarKind::JsonSchema => {
+            let schema: Value = serde_json::from_str(text).map_err(|error| invalid(&error.to_string()))?;
+            if !(schema.is_object() || schema.is_boolean()) {
+                return Err(invalid("a schema is a JSON object or a boolean"));
+            }
+            Ok(TopLevelGrammar::from_json_schema(with_white_space(schema)))
+        }
+        GrammarKind::Regex => {
+            check_depth(kind, text)?;
+            Ok(TopLevelGrammar::from_regex(text))
+        }
+        GrammarKind::Choice => {
+            let choices: Vec<String> =
+                serde_json::from_str(text).map_err(|_| invalid("it is not a JSON array of strings"))?;
+            if choices.is_empty() || choices.len() > MAX_CHOICES {
+                return Err(invalid(&format!("it has {} strings, not 1 to {MAX_CHOICES}", choices.len())));
+            }
+            if choices.iter().any(String::is_empty) {
+                return Err(invalid("a string is empty"));
+            }
+            let choices: Vec<String> =
+                choices.iter().map(|choice| Value::from(&**choice).to_string()).collect();
+            Ok(TopLevelGrammar::from_lark(format!("start: {}", choices.join("\n     | "))))
+        }
+        GrammarKind::Lark => {
+            if text.contains("::=") {
+                return Err(invalid("it is written with `::=`; write Lark: `start: \"yes\" | \"no\"`"));
+            }
+            check_depth(kind, text)?;
+            if text.lines().count() > MAX_RULES {
+                return Err(invalid(&format!("it has more than {MAX_RULES} lines")));
+            }
+            Ok(TopLevelGrammar::from_lark(text.to_owned()))
+        }
+    }
+}
+
+/// The schema, with [`JSON_WHITE_SPACE`] unless it says otherwise.
+fn with_white_space(schema: Value) -> Value {
+    let Value::Object(mut schema) = schema else { return schema };
+    let options = json!({"whitespace_pattern": JSON_WHITE_SPACE});
+    schema.entry("x-guidance").or_insert(options);
+    Value::Object(schema)
+}
+
+fn check_depth(kind: GrammarKind, text: &str) -> Result<(), GrammarError> {
+    let (mut depth, mut deepest) = (0_usize, 0);
+    for byte in text.bytes() {
+        match byte {
+            b'(' | b'[' | b'{' => depth += 1,
+            b')' | b']' | b'}' => depth = depth.saturating_sub(1),
+            _ => {}
+        }
+        deepest = deepest.max(depth);
+    }
+    if deepest > MAX_DEPTH {
+        return Err(GrammarError::invalid(kind, format!("brackets are nested more than {MAX_DEPTH} deep")));
+    }
+    Ok(())
+}

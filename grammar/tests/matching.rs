@@ -1,0 +1,160 @@
+//! Texts that follow masks are texts of the grammar, however a sequence came to where it is.
+
+mod support;
+
+use baton_request::{Grammar, GrammarKind};
+use serde_json::{Value, json};
+use support::{Tiny, tiny};
+
+const PERSON: &str = r#"{
+    "type": "object", "additionalProperties": false, "required": ["name", "age"],
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {"type": "array", "maxItems": 2, "items": {"enum": ["é", "blue", "red"]}}
+    }
+}"#;
+
+fn texts(tiny: &Tiny, kind: GrammarKind, text: &str) -> Vec<String> {
+    let sampled = (0..30).filter_map(|seed| {
+        let mut matcher = tiny.matcher(kind, text).expect(text);
+        tiny.draw(&mut matcher, seed, 300).map(|tokens| tiny.text(&tokens))
+    });
+    let texts: Vec<String> = sampled.collect();
+    assert!(texts.len() >= 20, "{} of 30 texts of {text} end", texts.len());
+    texts
+}
+
+#[test]
+fn texts_of_every_kind_match() {
+    let tiny = tiny();
+    for text in texts(&tiny, GrammarKind::JsonSchema, PERSON) {
+        let person: Value = serde_json::from_str(&text).unwrap_or_else(|error| panic!("{text}: {error}"));
+        assert!(person["name"].as_str().is_some_and(|name| name.chars().count() <= 12), "{text}");
+        assert!(person["age"].as_u64().is_some_and(|age| age <= 150), "{text}");
+        let tags = person.get("tags").map_or(&[][..], |tags| tags.as_array().unwrap());
+        assert!(
+            tags.len() <= 2 && tags.iter().all(|tag| ["é", "blue", "red"].map(Value::from).contains(tag))
+        );
+    }
+    for text in texts(&tiny, GrammarKind::JsonSchema, r#"{"type": "object"}"#) {
+        assert!(serde_json::from_str::<Value>(&text).unwrap().is_object(), "{text}");
+    }
+    for text in texts(&tiny, GrammarKind::Regex, r"(\+49|0)[1-9][0-9]{2,5}") {
+        let digits = text.strip_prefix("+49").or_else(|| text.strip_prefix('0')).expect("a prefix");
+        assert!(
+            (3..=6).contains(&digits.len()) && digits.bytes().all(|byte| byte.is_ascii_digit()),
+            "{text}"
+        );
+    }
+    let choices = ["yes", "no", "a \"quoted\" \\ one", "zwölf\n"];
+    for text in texts(&tiny, GrammarKind::Choice, &json!(choices).to_string()) {
+        assert!(choices.contains(&&*text), "{text:?}");
+    }
+    let sums = "start: NUMBER (\"+\" NUMBER)*\nNUMBER: /[0-9]{1,3}/";
+    for text in texts(&tiny, GrammarKind::Lark, sums) {
+        assert!(text.split('+').all(|number| number.parse::<u32>().is_ok_and(|n| n < 1000)), "{text}");
+    }
+}
+
+#[test]
+fn a_complete_text_is_followed_by_its_end_only() {
+    let tiny = tiny();
+    let mut matcher = tiny.matcher(GrammarKind::Choice, r#"["yes"]"#).unwrap();
+    assert!(!matcher.mask().unwrap().allows(tiny.end));
+    for token in tiny.tokenizer.encode("yes", false).unwrap() {
+        assert!(!matcher.is_complete());
+        matcher.accept(token).unwrap();
+    }
+    assert!(matcher.is_complete() && !matcher.has_ended());
+    let mask = matcher.mask().unwrap();
+    assert!(mask.allows(tiny.end) && mask.num_allowed() == 1);
+    let mut row = vec![1.0; tiny.tokenizer.vocab_size() + 70];
+    mask.apply_to(&mut row);
+    let left: Vec<usize> = (0..row.len()).filter(|&token| row[token] > f32::NEG_INFINITY).collect();
+    assert_eq!(left, [tiny.end as usize]);
+    matcher.accept(tiny.end).unwrap();
+    assert!(matcher.has_ended());
+    matcher.accept(tiny.end).expect_err("nothing follows the end");
+}
+
+#[test]
+fn a_refused_token_is_named_and_special_tokens_are_no_text() {
+    let tiny = tiny();
+    let letter = tiny.tokenizer.encode("x", false).unwrap()[0];
+    let mut matcher = tiny.matcher(GrammarKind::Regex, "[0-9]+").unwrap();
+    let error = matcher.accept(letter).unwrap_err();
+    assert_eq!(error.to_string(), format!("token {letter} does not follow in the grammar"));
+    let mask = tiny.matcher(GrammarKind::Regex, ".*").unwrap().mask().unwrap();
+    for special in ["<|bos|>", "<|user|>", "<|pad|>"] {
+        assert!(!mask.allows(tiny.tokenizer.token_id(special).unwrap()), "{special}");
+    }
+}
+
+#[test]
+fn masks_of_drafts_are_those_of_tokens_one_by_one() {
+    let tiny = tiny();
+    for seed in 0..20 {
+        let mut drawing = tiny.matcher(GrammarKind::JsonSchema, PERSON).unwrap();
+        let Some(tokens) = tiny.draw(&mut drawing, seed, 300) else { continue };
+        let mut drafting = tiny.matcher(GrammarKind::JsonSchema, PERSON).unwrap();
+        let mut stepping = tiny.matcher(GrammarKind::JsonSchema, PERSON).unwrap();
+        for draft in tokens.chunks(5) {
+            // A draft that goes wrong is cut; what was verified of it leaves no trace.
+            let wrong = [draft, &[tiny.end, 3]].concat();
+            assert_eq!(drafting.num_allowed(&wrong), draft.len());
+            let masks = drafting.masks(draft).unwrap();
+            for (idx, mask) in masks.iter().enumerate() {
+                let expected = format!("{:?}", stepping.mask().unwrap().to_list());
+                assert_eq!(format!("{:?}", mask.to_list()), expected, "seed {seed}");
+                if let Some(&token) = draft.get(idx) {
+                    stepping.accept(token).unwrap();
+                }
+            }
+            draft.iter().for_each(|&token| drafting.accept(token).unwrap());
+        }
+        drafting.accept(tiny.end).unwrap();
+    }
+}
+
+#[test]
+fn a_matcher_is_rebuilt_from_the_tokens_so_far() {
+    let tiny = tiny();
+    let grammar = Grammar::new(GrammarKind::JsonSchema, PERSON);
+    for seed in 0..10 {
+        let mut matcher = tiny.compiler.matcher(&grammar, &[]).unwrap();
+        let Some(mut tokens) = tiny.draw(&mut matcher, seed, 300) else { continue };
+        tokens.push(tiny.end);
+        let mut going = tiny.compiler.matcher(&grammar, &[]).unwrap();
+        for num_tokens in 0..tokens.len() {
+            let mut rebuilt = tiny.compiler.matcher(&grammar, &tokens[..num_tokens]).unwrap();
+            assert_eq!(rebuilt.mask().unwrap().to_list(), going.mask().unwrap().to_list());
+            going.accept(tokens[num_tokens]).unwrap();
+        }
+        assert!(tiny.compiler.matcher(&grammar, &tokens).unwrap().has_ended());
+    }
+}
+
+#[test]
+fn forced_text_is_proposed_as_the_tokenizer_writes_it() {
+    let tiny = tiny();
+    let mut matcher = tiny.matcher(GrammarKind::Regex, r#"\{"orange button": (yes|no)\}"#).unwrap();
+    let mut alone = tiny.matcher(GrammarKind::Regex, r#"\{"orange button": (yes|no)\}"#).unwrap();
+    let forced = matcher.forced(100);
+    let text = tiny.text(&forced);
+    assert!(text.len() > 12 && r#"{"orange button": "#.starts_with(&text), "{text:?}");
+    assert_eq!(matcher.num_allowed(&forced), forced.len());
+    assert_eq!(forced, tiny.tokenizer.encode(r#"{"orange button": yes}"#, false).unwrap()[..forced.len()]);
+    // Proposing does not go on.
+    assert_eq!(matcher.forced(100), forced);
+    assert_eq!(matcher.forced(2), forced[..2]);
+    // It changes no mask: other tokens of the same text are allowed as well.
+    for (idx, &token) in forced.iter().enumerate() {
+        let mask = matcher.mask().unwrap();
+        assert_eq!(mask.to_list(), alone.mask().unwrap().to_list(), "{idx}");
+        assert!(mask.allows(token));
+        matcher.accept(token).unwrap();
+        alone.accept(token).unwrap();
+        matcher.forced(3);
+    }
+}

@@ -1,0 +1,196 @@
+//! From the messages and fields of Anthropic's API to the chat that templates read.
+
+use baton_request::{Grammar, GrammarKind};
+use baton_tools::AskedGrammar;
+use serde_json::{Map, Value, json};
+
+use crate::http::error::ApiError;
+
+/// The messages of `system` and `messages`, in OpenAI's shape for chats.
+pub(super) fn messages(system: Option<&Value>, messages: &[Value]) -> Result<Vec<Value>, ApiError> {
+    let mut list = Vec::with_capacity(messages.len() + 1);
+    if let Some(system) = system {
+        let text = texts("system", system)?;
+        if !text.is_empty() {
+            list.push(json!({"role": "system", "content": text}));
+        }
+    }
+    if messages.is_empty() {
+        return Err(ApiError::invalid("messages", "messages is empty, at least one message is needed"));
+    }
+    for (idx, message) in messages.iter().enumerate() {
+        let at = format!("messages[{idx}]");
+        match message["role"].as_str() {
+            Some("user") => add_user(&format!("{at}.content"), &message["content"], &mut list)?,
+            Some("assistant") => list.push(assistant(&format!("{at}.content"), &message["content"])?),
+            Some("system") => {
+                let content = texts(&format!("{at}.content"), &message["content"])?;
+                list.push(json!({"role": "system", "content": content}));
+            }
+            _ => return Err(wrong(&format!("{at}.role"), "\"user\", \"assistant\" or \"system\"")),
+        }
+    }
+    Ok(list)
+}
+
+/// Results of tools are messages of their own, before what the user says.
+fn add_user(at: &str, content: &Value, list: &mut Vec<Value>) -> Result<(), ApiError> {
+    let Value::Array(blocks) = content else {
+        list.push(json!({"role": "user", "content": texts(at, content)?}));
+        return Ok(());
+    };
+    let mut said = Vec::new();
+    for (idx, block) in blocks.iter().enumerate() {
+        let at = format!("{at}[{idx}]");
+        if block["type"] != "tool_result" {
+            said.push(block_text(&at, block)?);
+            continue;
+        }
+        let id = string(&at, block, "tool_use_id")?;
+        let result = match &block["content"] {
+            Value::Null => String::new(),
+            content => texts(&format!("{at}.content"), content)?,
+        };
+        // Templates do not tell errors from results.
+        let result = if block["is_error"] == true { format!("Error: {result}") } else { result };
+        let calls = list.iter().flat_map(|message| message["tool_calls"].as_array()).flatten();
+        let name = calls.filter(|call| call["id"] == id).find_map(|call| call["function"]["name"].as_str());
+        let message = json!({"role": "tool", "tool_call_id": id, "name": name, "content": result});
+        list.push(message);
+    }
+    if !said.is_empty() {
+        list.push(json!({"role": "user", "content": said.join("\n")}));
+    }
+    Ok(())
+}
+
+fn assistant(at: &str, content: &Value) -> Result<Value, ApiError> {
+    let Value::Array(blocks) = content else {
+        return Ok(json!({"role": "assistant", "content": texts(at, content)?}));
+    };
+    let (mut said, mut thought, mut calls) = (Vec::new(), Vec::new(), Vec::new());
+    for (idx, block) in blocks.iter().enumerate() {
+        let at = format!("{at}[{idx}]");
+        match block["type"].as_str() {
+            Some("thinking") => thought.push(string(&at, block, "thinking")?),
+            Some("tool_use") => {
+                if !block["input"].is_object() {
+                    return Err(wrong(&format!("{at}.input"), "an object"));
+                }
+                let function = json!({"name": string(&at, block, "name")?, "arguments": block["input"]});
+                calls
+                    .push(json!({"id": string(&at, block, "id")?, "type": "function", "function": function}));
+            }
+            _ => said.push(block_text(&at, block)?),
+        }
+    }
+    let mut message = json!({"role": "assistant", "content": said.join("\n")});
+    if !thought.is_empty() {
+        message["reasoning_content"] = thought.join("\n").into();
+    }
+    if !calls.is_empty() {
+        message["tool_calls"] = calls.into();
+    }
+    Ok(message)
+}
+
+/// A string, or the texts of a list of blocks.
+fn texts(at: &str, content: &Value) -> Result<String, ApiError> {
+    match content {
+        Value::String(text) => Ok(text.clone()),
+        Value::Array(blocks) => {
+            let texts =
+                blocks.iter().enumerate().map(|(idx, block)| block_text(&format!("{at}[{idx}]"), block));
+            Ok(texts.collect::<Result<Vec<_>, _>>()?.join("\n"))
+        }
+        _ => Err(wrong(at, "a string or a list of blocks")),
+    }
+}
+
+fn block_text<'a>(at: &str, block: &'a Value) -> Result<&'a str, ApiError> {
+    match block["type"].as_str() {
+        Some("text") => string(at, block, "text"),
+        Some(kind) => {
+            let param = format!("{at}.type");
+            let message = format!("{param}: {kind:?} is not supported here by this server");
+            Err(ApiError::unsupported(param, message))
+        }
+        None => Err(wrong(&format!("{at}.type"), "a string")),
+    }
+}
+
+fn string<'a>(at: &str, block: &'a Value, field: &str) -> Result<&'a str, ApiError> {
+    block[field].as_str().ok_or_else(|| wrong(&format!("{at}.{field}"), "a string"))
+}
+
+fn wrong(param: &str, expected: &str) -> ApiError {
+    ApiError::invalid(param, format!("{param}: expected {expected}"))
+}
+
+/// Tools in the shape of chats.
+pub(super) fn tools(tools: Option<&[Value]>) -> Result<Vec<Value>, ApiError> {
+    let tools = tools.unwrap_or_default().iter().enumerate().map(|(idx, tool)| {
+        match tool["type"].as_str() {
+            None | Some("custom") => {}
+            Some(kind) => {
+                let param = format!("tools[{idx}].type");
+                let message =
+                    format!("{param}: this server has no tool {kind:?}, only \"custom\" ones of the client");
+                return Err(ApiError::unsupported(param, message));
+            }
+        }
+        if !tool["input_schema"].is_object() {
+            return Err(wrong(&format!("tools[{idx}].input_schema"), "a schema"));
+        }
+        let function = json!({
+            "name": tool["name"], "description": tool["description"], "parameters": tool["input_schema"],
+            "strict": tool["strict"],
+        });
+        let function = without_nulls(function);
+        Ok(json!({"type": "function", "function": function}))
+    });
+    tools.collect()
+}
+
+fn without_nulls(value: Value) -> Value {
+    match value {
+        Value::Object(fields) => fields.into_iter().filter(|(_, value)| !value.is_null()).collect(),
+        value => value,
+    }
+}
+
+/// `tool_choice` in the shape of chats, and whether an answer may have several calls.
+pub(super) fn tool_choice(choice: Option<&Value>) -> Result<(Option<Value>, bool), ApiError> {
+    let Some(choice) = choice else { return Ok((None, true)) };
+    let mapped = match choice["type"].as_str() {
+        Some("auto") => json!("auto"),
+        Some("any") => json!("required"),
+        Some("none") => json!("none"),
+        Some("tool") => {
+            json!({"type": "function", "function": {"name": string("tool_choice", choice, "name")?}})
+        }
+        _ => return Err(wrong("tool_choice.type", "\"auto\", \"any\", \"tool\" or \"none\"")),
+    };
+    Ok((Some(mapped), choice["disable_parallel_tool_use"] != true))
+}
+
+/// What `output_config` asks for.
+pub(super) fn format(config: Option<&Map<String, Value>>) -> Result<Option<AskedGrammar>, ApiError> {
+    let param = "output_config.format";
+    let Some(config) = config else { return Ok(None) };
+    if let Some((name, _)) = config.iter().find(|(name, value)| !value.is_null() && *name != "format") {
+        let param = format!("output_config.{name}");
+        return Err(ApiError::unsupported(
+            param.clone(),
+            format!("{param}: this is not supported by this server"),
+        ));
+    }
+    match config.get("format") {
+        None | Some(Value::Null) => Ok(None),
+        Some(format) if format["type"] == "json_schema" && format["schema"].is_object() => {
+            let grammar = Grammar::new(GrammarKind::JsonSchema, format["schema"].to_string());
+            Ok(Some(AskedGrammar { param, grammar }))
+        }
+        Some(_) => Err(wrong(param, "{\"type\": \"json_schema\", \"schema\": {…}}")),
+    }
+}

@@ -1,0 +1,168 @@
+//! `POST /v1/messages` and `/v1/messages/count_tokens`: Anthropic's API. A request is translated into a chat; its answer is a
+//! list of blocks.
+
+mod error;
+mod input;
+mod output;
+
+use std::{sync::Arc, time::Instant};
+
+use axum::{
+    extract::{Request, State},
+    response::Response,
+};
+use baton_request_fields::Endpoint;
+use baton_router_core::{
+    ChatInput, ClientRequest, ClientSampling, Core, FieldNames, PromptInput, check_model, tokenize,
+};
+use baton_tools::ToolRequest;
+use serde::Deserialize;
+use serde_json::{Map, Value, json};
+
+use super::{
+    blocks::Blocks,
+    body::{json, read_json},
+    error::ApiError,
+    messages,
+    params::{self, request_body},
+    sse,
+};
+use error::MessagesError;
+use output::MessageChunks;
+
+request_body! { @served
+    /// The request.
+    MessagesRequest {
+        messages: Vec<Value>,
+        max_tokens: u32,
+        system: Option<Value>,
+        stop_sequences: Option<Vec<String>>,
+        tools: Option<Vec<Value>>,
+        tool_choice: Option<Value>,
+        output_config: Option<Map<String, Value>>,
+    }
+}
+
+/// Serves one message.
+pub(crate) async fn create(
+    State(core): State<Arc<Core>>,
+    request: Request,
+) -> Result<Response, MessagesError> {
+    let started = Instant::now();
+    let request: MessagesRequest = read_json(&core.config, request).await?;
+    Endpoint::Messages.check(&request.rest, core.config.unknown_fields)?;
+    let streamed = request.stream.unwrap_or(false);
+    let input = request.into_input(started)?;
+    let (id, model) = (input.id.clone(), core.model()?.name.clone());
+    let request = core.prepare(input).await?;
+    let blocks = Blocks::new(request.reader.clone(), call_id);
+    let mut events = core.generate(request)?;
+    let mut chunks = MessageChunks::new(id, model, blocks, events.usage());
+    if streamed {
+        return sse::stream(events, chunks, core.config.stream_keep_alive).await.map_err(MessagesError);
+    }
+    while let Some(event) = events.next().await {
+        chunks.read(&event?);
+    }
+    Ok(json(&chunks.whole(events.usage(), &events.extras())))
+}
+
+/// A conversation for the chat template.
+struct Conversation<'a> {
+    system: Option<&'a Value>,
+    messages: &'a [Value],
+    tools: Option<&'a [Value]>,
+    tool_choice: Option<&'a Value>,
+}
+
+impl Conversation<'_> {
+    fn into_chat(self) -> Result<ChatInput, ApiError> {
+        let tools = input::tools(self.tools)?;
+        let (choice, is_parallel) = input::tool_choice(self.tool_choice)?;
+        let calls = ToolRequest::parse(Some(&tools), choice.as_ref(), Some(is_parallel));
+        let place =
+            |text: &str| text.replace(".function.parameters", ".input_schema").replace("].function", "]");
+        let calls =
+            calls.map_err(|refusal| ApiError::invalid(place(&refusal.param), place(&refusal.to_string())))?;
+        let messages = messages::normalise(input::messages(self.system, self.messages)?)?;
+        let last = messages.as_array().and_then(|messages| messages.last());
+        Ok(ChatInput {
+            // An answer continues what the assistant has begun.
+            continue_final: last.is_some_and(|last| last["role"] == "assistant"),
+            tools: (!tools.is_empty() && calls.is_some()).then_some(Value::Array(tools)),
+            calls: calls.map(Box::new),
+            messages,
+            extra: Map::new(),
+        })
+    }
+}
+
+impl MessagesRequest {
+    fn into_input(self, started: Instant) -> Result<ClientRequest, ApiError> {
+        let serving = self.serving()?;
+        let sampling = ClientSampling {
+            max_tokens: Some(self.max_tokens),
+            temperature: self.temperature,
+            top_p: self.top_p,
+            top_k: params::top_k(self.top_k)?,
+            seed: self.seed.map(|seed| seed as u64),
+            grammar: input::format(self.output_config.as_ref())?,
+            ..ClientSampling::default()
+        };
+        let conversation = Conversation {
+            system: self.system.as_ref(),
+            messages: &self.messages,
+            tools: self.tools.as_deref(),
+            tool_choice: self.tool_choice.as_ref(),
+        };
+        Ok(ClientRequest {
+            id: format!("msg_{}", uuid::Uuid::new_v4().simple()),
+            endpoint: "/v1/messages",
+            prompts: vec![PromptInput::Chat(conversation.into_chat()?)],
+            model: self.model.unwrap_or_default(),
+            n: 1,
+            stop: self.stop_sequences.unwrap_or_default(),
+            sampling,
+            serving,
+            names: FieldNames { prompt: "messages", max_tokens: "max_tokens", logprobs: "logprobs" },
+            started,
+        })
+    }
+}
+
+#[derive(Debug, Deserialize)]
+pub(crate) struct CountRequest {
+    model: Option<String>,
+    messages: Vec<Value>,
+    system: Option<Value>,
+    tools: Option<Vec<Value>>,
+    tool_choice: Option<Value>,
+    #[serde(flatten)]
+    rest: Map<String, Value>,
+}
+
+/// The number of tokens of a prompt.
+pub(crate) async fn count_tokens(
+    State(core): State<Arc<Core>>,
+    request: Request,
+) -> Result<Response, MessagesError> {
+    let request: CountRequest = read_json(&core.config, request).await?;
+    Endpoint::CountTokens.check(&request.rest, core.config.unknown_fields)?;
+    check_model(core.model()?, request.model.as_deref().unwrap_or_default())?;
+    let conversation = Conversation {
+        system: request.system.as_ref(),
+        messages: &request.messages,
+        tools: request.tools.as_deref(),
+        tool_choice: request.tool_choice.as_ref(),
+    };
+    let chat = PromptInput::Chat(conversation.into_chat()?);
+    // On the blocking thread, whatever its size: measuring it takes as long as tokenising.
+    let num_tokens = core
+        .offload(usize::MAX, move |core| Ok(tokenize(core.model()?, chat, "messages", false)?.len()))
+        .await?;
+    Ok(json(&json!({"input_tokens": num_tokens})))
+}
+
+fn call_id() -> String {
+    format!("toolu_{}", uuid::Uuid::new_v4().simple())
+}

@@ -1,0 +1,191 @@
+//! From the items and fields of a Responses request to the chat that templates read.
+
+use baton_tools::{AskedGrammar, OutputFields};
+use serde_json::{Map, Value, json};
+
+use crate::http::error::ApiError;
+
+/// The messages of `instructions` and `input`, in OpenAI's shape for chats.
+pub(super) fn messages(instructions: Option<&str>, input: &Value) -> Result<Vec<Value>, ApiError> {
+    let mut messages = Messages { list: Vec::new(), reasoning: None };
+    if let Some(text) = instructions.filter(|text| !text.is_empty()) {
+        messages.list.push(json!({"role": "system", "content": text}));
+    }
+    match input {
+        Value::String(text) => messages.list.push(json!({"role": "user", "content": text})),
+        Value::Array(items) if !items.is_empty() => {
+            for (idx, item) in items.iter().enumerate() {
+                messages.add(&format!("input[{idx}]"), item)?;
+            }
+        }
+        _ => return Err(wrong("input", "a string or a list of items that is not empty")),
+    }
+    Ok(messages.list)
+}
+
+struct Messages {
+    list: Vec<Value>,
+    /// Of the assistant's message that follows.
+    reasoning: Option<String>,
+}
+
+impl Messages {
+    fn add(&mut self, at: &str, item: &Value) -> Result<(), ApiError> {
+        let kind = item["type"].as_str().unwrap_or(if item["role"].is_string() { "message" } else { "" });
+        match kind {
+            "message" => {
+                let role = match string(at, item, "role")? {
+                    // Templates know no developers.
+                    "developer" => "system",
+                    role => role,
+                };
+                let content = text(&format!("{at}.content"), &item["content"])?;
+                self.push(json!({"role": role, "content": content}));
+            }
+            "function_call" => {
+                let function =
+                    json!({"name": string(at, item, "name")?, "arguments": string(at, item, "arguments")?});
+                let call =
+                    json!({"id": string(at, item, "call_id")?, "type": "function", "function": function});
+                // Calls belong to the message that they follow.
+                match self.list.last_mut().filter(|last| last["role"] == "assistant") {
+                    Some(Value::Object(last)) => match last.entry("tool_calls").or_insert(json!([])) {
+                        Value::Array(calls) => calls.push(call),
+                        _ => unreachable!("calls are a list"),
+                    },
+                    _ => self.push(json!({"role": "assistant", "content": null, "tool_calls": [call]})),
+                }
+            }
+            "function_call_output" => {
+                let id = string(at, item, "call_id")?;
+                let calls = self.list.iter().flat_map(|message| message["tool_calls"].as_array()).flatten();
+                let name =
+                    calls.filter(|call| call["id"] == id).find_map(|call| call["function"]["name"].as_str());
+                let content = text(&format!("{at}.output"), &item["output"])?;
+                let message = json!({"role": "tool", "tool_call_id": id, "name": name, "content": content});
+                self.list.push(message);
+            }
+            "reasoning" => {
+                let parts = |field: &str| item[field].as_array().cloned().unwrap_or_default();
+                let texts = parts("content").into_iter().chain(parts("summary"));
+                let texts: Vec<String> =
+                    texts.filter_map(|part| part["text"].as_str().map(str::to_owned)).collect();
+                self.reasoning = (!texts.is_empty()).then(|| texts.join("\n"));
+            }
+            "item_reference" => {
+                let message = format!("{at}.type: this server keeps no items: send the item itself");
+                return Err(ApiError::unsupported(format!("{at}.type"), message));
+            }
+            "" => return Err(wrong(&format!("{at}.type"), "a string")),
+            kind => {
+                let message = format!("{at}.type: {kind:?} is not supported by this server");
+                return Err(ApiError::unsupported(format!("{at}.type"), message));
+            }
+        }
+        Ok(())
+    }
+
+    fn push(&mut self, mut message: Value) {
+        if message["role"] == "assistant"
+            && let Some(reasoning) = self.reasoning.take()
+        {
+            message["reasoning_content"] = reasoning.into();
+        }
+        self.list.push(message);
+    }
+}
+
+/// A string, or the texts of a list of parts.
+fn text(at: &str, content: &Value) -> Result<String, ApiError> {
+    match content {
+        Value::String(text) => Ok(text.clone()),
+        Value::Array(parts) => {
+            let texts = parts.iter().enumerate().map(|(idx, part)| match (&part["type"], &part["text"]) {
+                (Value::String(kind), Value::String(text))
+                    if matches!(&**kind, "input_text" | "output_text" | "text") =>
+                {
+                    Ok(text.as_str())
+                }
+                (Value::String(kind), _) => {
+                    let param = format!("{at}[{idx}].type");
+                    let message = format!("{param}: {kind:?} is not supported by this model, only text is");
+                    Err(ApiError::unsupported(param, message))
+                }
+                _ => Err(wrong(&format!("{at}[{idx}].type"), "a string")),
+            });
+            Ok(texts.collect::<Result<Vec<_>, _>>()?.join("\n"))
+        }
+        _ => Err(wrong(at, "a string or a list of parts")),
+    }
+}
+
+fn string<'a>(at: &str, item: &'a Value, field: &str) -> Result<&'a str, ApiError> {
+    item[field].as_str().ok_or_else(|| wrong(&format!("{at}.{field}"), "a string"))
+}
+
+fn wrong(param: &str, expected: &str) -> ApiError {
+    ApiError::invalid(param, format!("{param}: expected {expected}"))
+}
+
+/// Tools in the shape of chats: the function is an object of its own there.
+pub(super) fn tools(tools: Option<Vec<Value>>) -> Result<Option<Vec<Value>>, ApiError> {
+    let Some(tools) = tools else { return Ok(None) };
+    let tools = tools.into_iter().enumerate().map(|(idx, tool)| match tool {
+        Value::Object(mut fields) if fields.get("type").is_some_and(|kind| kind == "function") => {
+            fields.remove("type");
+            Ok(json!({"type": "function", "function": fields}))
+        }
+        tool => {
+            let param = format!("tools[{idx}].type");
+            let message =
+                format!("{param}: {} is not supported by this server, only \"function\" is", tool["type"]);
+            Err(ApiError::unsupported(param, message))
+        }
+    });
+    tools.collect::<Result<_, _>>().map(Some)
+}
+
+/// `tool_choice` in the shape of chats.
+pub(super) fn tool_choice(choice: Option<Value>) -> Option<Value> {
+    let choice = choice?;
+    match (choice["type"].as_str(), choice["name"].as_str()) {
+        (Some("function"), Some(name)) => Some(json!({"type": "function", "function": {"name": name}})),
+        _ => Some(choice),
+    }
+}
+
+/// What `text` asks for.
+pub(super) fn format(text: Option<&Map<String, Value>>) -> Result<Option<AskedGrammar>, ApiError> {
+    let Some(text) = text else { return Ok(None) };
+    for (name, value) in text.iter().filter(|(_, value)| !value.is_null()) {
+        let is_known = name == "format" || (name == "verbosity" && value == "medium");
+        if !is_known {
+            let param = format!("text.{name}");
+            return Err(ApiError::unsupported(
+                param.clone(),
+                format!("{param}: this is not supported by this server"),
+            ));
+        }
+    }
+    let Some(format) = text.get("format").filter(|format| !format.is_null()) else { return Ok(None) };
+    // Chats have the schema in an object of its own.
+    let response_format = match format {
+        Value::Object(fields) if format["type"] == "json_schema" => {
+            let mut fields = fields.clone();
+            fields.remove("type");
+            json!({"type": "json_schema", "json_schema": fields})
+        }
+        format => format.clone(),
+    };
+    let fields = OutputFields { response_format: Some(&response_format), ..OutputFields::default() };
+    match fields.grammar() {
+        Ok(asked) => Ok(asked.map(|asked| AskedGrammar { param: "text.format", ..asked })),
+        Err(refusal) => {
+            let place = |text: &str| {
+                text.replace("response_format.json_schema", "text.format")
+                    .replace("response_format", "text.format")
+            };
+            Err(ApiError::invalid(place(&refusal.param), place(&refusal.to_string())))
+        }
+    }
+}

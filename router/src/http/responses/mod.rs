@@ -1,0 +1,47 @@
+//! `POST /v1/responses`: OpenAI's Responses, without state. A request is translated into a chat; its answer is a list of items.
+
+pub(crate) mod request;
+
+mod input;
+mod output;
+
+use std::{sync::Arc, time::Instant};
+
+use axum::{
+    extract::{Request, State},
+    response::Response,
+};
+use baton_request_fields::Endpoint;
+use baton_router_core::Core;
+
+use super::{
+    blocks::Blocks,
+    body::{json, read_json},
+    chat::call_id,
+    error::ApiError,
+    sse,
+};
+use output::{Echo, ResponseChunks};
+use request::ResponsesRequest;
+
+/// Serves one response.
+pub(crate) async fn responses(State(core): State<Arc<Core>>, request: Request) -> Result<Response, ApiError> {
+    let started = Instant::now();
+    let request: ResponsesRequest = read_json(&core.config, request).await?;
+    Endpoint::Responses.check(&request.rest, core.config.unknown_fields)?;
+    let streamed = request.stream.unwrap_or(false);
+    let echo = Echo::new(&request, &core.model()?.name);
+    let input = request.into_input(started)?;
+    let id = input.id.clone();
+    let request = core.prepare(input).await?;
+    let blocks = Blocks::new(request.reader.clone(), call_id);
+    let mut events = core.generate(request)?;
+    let mut chunks = ResponseChunks::new(id, echo, blocks);
+    if streamed {
+        return sse::stream(events, chunks, core.config.stream_keep_alive).await;
+    }
+    while let Some(event) = events.next().await {
+        chunks.read(&event?);
+    }
+    Ok(json(&chunks.whole(Some(events.usage()), &events.extras())))
+}

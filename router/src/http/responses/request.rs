@@ -1,0 +1,68 @@
+//! The body of a Responses request, and the chat that it asks for.
+
+use std::time::Instant;
+
+use baton_router_core::{ChatInput, ClientRequest, ClientSampling, FieldNames, PromptInput};
+use baton_tools::ToolRequest;
+use serde_json::{Map, Value};
+
+use super::input;
+use crate::http::{
+    error::ApiError,
+    messages,
+    params::{self, request_body},
+};
+
+request_body! { @served
+    /// The request.
+    ResponsesRequest {
+        input: Value,
+        instructions: Option<String>,
+        max_output_tokens: Option<u32>,
+        tools: Option<Vec<Value>>,
+        tool_choice: Option<Value>,
+        parallel_tool_calls: Option<bool>,
+        text: Option<Map<String, Value>>,
+    }
+}
+
+impl ResponsesRequest {
+    pub(super) fn into_input(self, started: Instant) -> Result<ClientRequest, ApiError> {
+        let serving = self.serving()?;
+        let sampling = ClientSampling {
+            max_tokens: self.max_output_tokens,
+            temperature: self.temperature,
+            top_p: self.top_p,
+            top_k: params::top_k(self.top_k)?,
+            seed: self.seed.map(|seed| seed as u64),
+            grammar: input::format(self.text.as_ref())?,
+            ..ClientSampling::default()
+        };
+        let tools = input::tools(self.tools)?;
+        let choice = input::tool_choice(self.tool_choice);
+        let calls = ToolRequest::parse(tools.as_deref(), choice.as_ref(), self.parallel_tool_calls);
+        // The fields of a function are fields of the tool here.
+        let place = |text: &str| text.replace("].function", "]");
+        let calls =
+            calls.map_err(|refusal| ApiError::invalid(place(&refusal.param), place(&refusal.to_string())))?;
+        let chat = ChatInput {
+            messages: messages::normalise(input::messages(self.instructions.as_deref(), &self.input)?)?,
+            tools: tools.filter(|_| calls.is_some()).map(Value::Array),
+            calls: calls.map(Box::new),
+            continue_final: false,
+            extra: Map::new(),
+        };
+        Ok(ClientRequest {
+            id: format!("resp_{}", uuid::Uuid::new_v4().simple()),
+            endpoint: "/v1/responses",
+            model: self.model.unwrap_or_default(),
+            prompts: vec![PromptInput::Chat(chat)],
+            n: 1,
+            stop: Vec::new(),
+            sampling,
+            serving,
+            names: FieldNames { prompt: "input", max_tokens: "max_output_tokens", logprobs: "top_logprobs" },
+            started,
+        })
+    }
+}

@@ -1,0 +1,230 @@
+//! Anthropic's Messages over HTTP.
+
+use serde_json::{Value, json};
+
+use crate::{
+    client::named_events,
+    fake::{FakeWorker, Step, say},
+    harness::Router,
+    model::{MODEL, ids},
+};
+
+const PATH: &str = "/v1/messages";
+const COUNT: &str = "/v1/messages/count_tokens";
+const CALL: &str = "<tool_call>\n{\"name\": \"add\", \"arguments\": {\"a\": 1}}\n</tool_call>";
+
+fn ask(fields: Value) -> Value {
+    let mut body =
+        json!({"model": MODEL, "max_tokens": 200, "messages": [{"role": "user", "content": "Hi"}]});
+    body.as_object_mut().unwrap().extend(fields.as_object().unwrap().clone());
+    body
+}
+
+fn add() -> Value {
+    let schema = json!({"type": "object", "properties": {"a": {"type": "integer"}}});
+    json!({"name": "add", "description": "Adds.", "input_schema": schema})
+}
+
+async fn hermes() -> (Router, FakeWorker) {
+    Router::with_worker_and(|config| config.tool_format = Some(baton_router::ToolFormat::Hermes)).await
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_message_has_blocks_a_reason_and_usage() {
+    let (router, worker) = Router::with_worker().await;
+    worker.script(say("Good day."));
+    let body = ask(
+        json!({"system": [{"type": "text", "text": "S"}], "temperature": 0.5, "metadata": {"user_id": "u"}}),
+    );
+    let answer = router.client.post(PATH, &body).await;
+    assert_eq!(answer.status, 200, "{}", answer.text());
+    let answer = answer.json();
+    assert_eq!(
+        (&answer["type"], &answer["role"], &answer["model"]),
+        (&json!("message"), &json!("assistant"), &json!(MODEL))
+    );
+    assert_eq!(answer["content"][0]["text"], "Good day.");
+    assert_eq!((&answer["stop_reason"], &answer["stop_sequence"]), (&json!("end_turn"), &Value::Null));
+    let request = worker.requests().pop().unwrap();
+    let shown: Vec<u32> = ids("<|system|>S").into_iter().chain([257]).chain(ids("Hi")).chain([258]).collect();
+    assert_eq!(request.prompt_token_ids, shown);
+    // The fake reports three cached tokens.
+    let usage = &answer["usage"];
+    assert_eq!(
+        (&usage["input_tokens"], &usage["cache_read_input_tokens"]),
+        (&json!(shown.len() - 3), &json!(3))
+    );
+    assert_eq!(usage["output_tokens"], 10);
+    let counted = json!({"messages": body["messages"], "system": body["system"], "model": MODEL});
+    assert_eq!(router.client.post(COUNT, &counted).await.json(), json!({"input_tokens": shown.len()}));
+
+    let cut = router.client.post(PATH, &ask(json!({"max_tokens": 4}))).await.json();
+    assert_eq!((&cut["stop_reason"], &cut["content"][0]["text"]), (&json!("max_tokens"), &json!("Good")));
+    let stopped = router.client.post(PATH, &ask(json!({"stop_sequences": [" day"]}))).await.json();
+    assert_eq!(
+        (&stopped["stop_reason"], &stopped["stop_sequence"]),
+        (&json!("stop_sequence"), &json!(" day"))
+    );
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn tools_are_called_and_their_results_are_messages() {
+    let (router, worker) = hermes().await;
+    worker.script(say(&format!("Let me see.\n{CALL}")));
+    let messages = json!([
+        {"role": "user", "content": "U"},
+        {"role": "assistant", "content": [
+            {"type": "thinking", "thinking": "T", "signature": ""},
+            {"type": "text", "text": "A"},
+            {"type": "tool_use", "id": "t1", "name": "add", "input": {"a": 1}}]},
+        {"role": "user", "content": [
+            {"type": "tool_result", "tool_use_id": "t1", "content": [{"type": "text", "text": "2"}]},
+            {"type": "text", "text": "Thanks", "cache_control": {"type": "ephemeral"}}]},
+    ]);
+    let answer = router.client.post(PATH, &ask(json!({"messages": messages, "tools": [add()]}))).await;
+    assert_eq!(answer.status, 200, "{}", answer.text());
+    let answer = answer.json();
+    assert_eq!(answer["stop_reason"], "tool_use");
+    assert_eq!(answer["content"][0]["text"], "Let me see.");
+    let call = &answer["content"][1];
+    assert_eq!(
+        (&call["type"], &call["name"], &call["input"]),
+        (&json!("tool_use"), &json!("add"), &json!({"a": 1}))
+    );
+    assert!(call["id"].as_str().unwrap().starts_with("toolu_"));
+    let shown = [257].into_iter().chain(ids("U")).chain([258]).chain(ids("A<|tool|>2")).chain([257]);
+    let shown: Vec<u32> = shown.chain(ids("Thanks[1 tools]")).chain([258]).collect();
+    assert_eq!(worker.requests().pop().unwrap().prompt_token_ids, shown);
+    for (choice, part) in [
+        (json!({"type": "auto"}), Some("TEXT")),
+        (json!({"type": "any"}), Some("answer: call (\"\\n\" call)*")),
+        (json!({"type": "tool", "name": "add"}), Some("answer: call\n")),
+        (json!({"type": "auto", "disable_parallel_tool_use": true}), Some("after_mark)? TEXT")),
+        (json!({"type": "none"}), None),
+    ] {
+        let answer = router.client.post(PATH, &ask(json!({"tools": [add()], "tool_choice": choice}))).await;
+        assert_eq!(answer.status, 200, "{}", answer.text());
+        let grammar = worker.requests().pop().unwrap().sampling.unwrap().grammar;
+        match (&grammar, part) {
+            (Some(grammar), Some(part)) => assert!(grammar.text.contains(part), "{choice} {}", grammar.text),
+            (grammar, part) => assert_eq!((grammar.is_some(), part), (false, None), "{choice}"),
+        }
+    }
+    let format = json!({"format": {"type": "json_schema", "schema": {"type": "null"}}});
+    assert_eq!(router.client.post(PATH, &ask(json!({"output_config": format}))).await.status, 200);
+    assert_eq!(
+        worker.requests().pop().unwrap().sampling.unwrap().grammar.unwrap().text,
+        "{\"type\":\"null\"}"
+    );
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_stream_has_blocks_that_begin_and_end() {
+    let (router, worker) = hermes().await;
+    worker.script(say(&format!("Well.\n{CALL}")));
+    let events =
+        named_events(&router.client.post(PATH, &ask(json!({"tools": [add()], "stream": true}))).await);
+    let mut kinds: Vec<&str> = events.iter().map(|event| event["type"].as_str().unwrap()).collect();
+    kinds.dedup();
+    let block = ["content_block_start", "content_block_delta", "content_block_stop"];
+    let expected: Vec<&str> = ["message_start"]
+        .into_iter()
+        .chain(block)
+        .chain(block)
+        .chain(["message_delta", "message_stop"])
+        .collect();
+    assert_eq!(kinds, expected);
+    let joined = |field: &str| -> String {
+        events.iter().filter_map(|event| event["delta"][field].as_str()).collect()
+    };
+    assert_eq!((joined("text"), joined("partial_json")), ("Well.".into(), "{\"a\": 1}".into()));
+    let start = &events[0]["message"];
+    assert_eq!((&start["content"], &start["stop_reason"]), (&json!([]), &Value::Null));
+    assert!(start["usage"]["input_tokens"].as_u64().unwrap() > 0);
+    let last = &events[events.len() - 2];
+    assert_eq!(last["delta"]["stop_reason"], "tool_use");
+    assert!(last["usage"]["output_tokens"].as_u64().unwrap() > 10);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_answer_continues_what_the_assistant_has_begun() {
+    let (router, worker) = Router::with_worker().await;
+    worker.script(say(" day."));
+    let messages = json!([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Good"}]);
+    let answer = router.client.post(PATH, &ask(json!({"messages": messages}))).await.json();
+    assert_eq!(answer["content"][0]["text"], " day.");
+    let shown: Vec<u32> = [257].into_iter().chain(ids("Hi")).chain([258]).chain(ids("Good")).collect();
+    assert_eq!(worker.requests().pop().unwrap().prompt_token_ids, shown);
+    // The same as a chat.
+    let chat = json!({"messages": messages, "continue_final_message": true});
+    let path = "/v1/chat/completions";
+    assert_eq!(router.client.post(path, &chat).await.json()["choices"][0]["message"]["content"], " day.");
+    assert_eq!(worker.requests().pop().unwrap().prompt_token_ids, shown);
+    let tokens = router.client.post("/tokenize", &chat).await.json()["tokens"].clone();
+    assert_eq!(tokens, json!(shown));
+    let begins = json!({"messages": messages, "continue_final_message": true, "add_generation_prompt": true});
+    assert_eq!(router.client.post(path, &begins).await.json()["error"]["param"], "continue_final_message");
+    let empty = json!({"messages": [{"role": "user", "content": " "}], "continue_final_message": true});
+    assert_eq!(router.client.post(path, &empty).await.status, 400);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn errors_have_anthropics_shape() {
+    let (router, worker) = Router::with_worker().await;
+    let block = |kind: &str| json!({"messages": [{"role": "user", "content": [{"type": kind}]}]});
+    for (fields, status, kind, reason) in [
+        (json!({"model": "gpt"}), 404, "not_found_error", "\"gpt\" does not exist"),
+        (json!({"max_tokens": null}), 400, "invalid_request_error", "max_tokens"),
+        (json!({"max_tokens": 0}), 400, "invalid_request_error", "max_tokens"),
+        (json!({"messages": []}), 400, "invalid_request_error", "messages is empty"),
+        (block("image"), 400, "invalid_request_error", "messages[0].content[0].type: \"image\""),
+        (
+            json!({"tools": [{"type": "bash_20250124", "name": "bash"}]}),
+            400,
+            "invalid_request_error",
+            "no tool \"bash_20250124\"",
+        ),
+        (
+            json!({"tools": [{"name": "a b", "input_schema": {}}]}),
+            400,
+            "invalid_request_error",
+            "tools[0].name",
+        ),
+        (json!({"tool_choice": {"type": "any"}}), 400, "invalid_request_error", "there are no tools"),
+        (
+            json!({"thinking": {"type": "enabled", "budget_tokens": 1024}}),
+            400,
+            "invalid_request_error",
+            "thinking",
+        ),
+        (json!({"output_config": {"effort": "low"}}), 400, "invalid_request_error", "output_config.effort"),
+        (json!({"container": "c"}), 400, "invalid_request_error", "runs no code"),
+        (
+            json!({"max_completion_tokens": 3}),
+            400,
+            "invalid_request_error",
+            "a field of /v1/chat/completions",
+        ),
+        (json!({"stop_sequence": ["x"]}), 400, "invalid_request_error", "did you mean stop_sequences?"),
+    ] {
+        let answer = router.client.post(PATH, &ask(fields.clone())).await;
+        let body = answer.json();
+        assert_eq!(
+            (answer.status, &body["type"], &body["error"]["type"]),
+            (status, &json!("error"), &json!(kind)),
+            "{body}"
+        );
+        assert!(body["error"]["message"].as_str().unwrap().contains(reason), "{body} does not say {reason}");
+    }
+    assert!(worker.requests().is_empty());
+    let refused = router
+        .client
+        .post(COUNT, &json!({"messages": [{"role": "user", "content": "x"}], "max_tokens": 3}))
+        .await;
+    assert_eq!((refused.status, &refused.json()["type"]), (400, &json!("error")));
+    // After the first event an error is an event.
+    worker.script(|_| vec![Step::Token(65), Step::Fail(baton_proto::worker::failed::Kind::Invalid)]);
+    let events = named_events(&router.client.post(PATH, &ask(json!({"stream": true}))).await);
+    let last = events.last().unwrap();
+    assert_eq!((&last["type"], &last["error"]["type"]), (&json!("error"), &json!("invalid_request_error")));
+}

@@ -1,0 +1,168 @@
+//! Plans by what workers report of their steps, what counts until a report does, and explained plans.
+
+use std::time::Duration;
+
+use baton_cluster::Role;
+use baton_proto::v1;
+use serde_json::{Value, json};
+
+use crate::{
+    fake::{FakeWorker, Step, say},
+    harness::{Router, SOON},
+};
+
+const TEXT: &str = "/v1/completions";
+
+/// Steps of 10 ms, and 10,000 prompt tokens a second.
+const STEP: v1::StepLine =
+    v1::StepLine { fixed: 0.01, per_token: 1e-4, per_context_token: 1e-6, per_pair: 1e-9, num_steps: 100 };
+
+/// A worker that reports what its steps take and which requests it counts.
+pub(crate) async fn reporting(router: &mut Router, id: &str, role: Role) -> FakeWorker {
+    let worker = FakeWorker::start(id, role, 1).await;
+    worker.set_load(|load| {
+        load.step = Some(STEP);
+        load.max_step_tokens = 2048;
+        load.covered = Some(v1::Covered::default());
+    });
+    router.register(&worker).await;
+    worker
+}
+
+fn prompt(first: char, num_tokens: usize) -> Value {
+    json!({"prompt": format!("{first}{}", "y".repeat(num_tokens - 1)), "max_tokens": 8})
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_request_counts_until_a_report_covers_it() {
+    let mut router = Router::start(|_| {}).await;
+    let d0 = reporting(&mut router, "d0", Role::Decode).await;
+    let d1 = reporting(&mut router, "d1", Role::Decode).await;
+    for worker in [&d0, &d1] {
+        worker.script(|_| vec![Step::Hang]);
+    }
+    let router = std::sync::Arc::new(router);
+    let send = |first: char, num_tokens: usize| {
+        let (router, body) = (router.clone(), prompt(first, num_tokens));
+        tokio::spawn(async move { router.client.post(TEXT, &body).await.status })
+    };
+    // Neither report says anything of what the other requests brought.
+    let mut running = vec![send('a', 400)];
+    let (first, second) = tokio::select! {
+        _ = d0.next_arrived() => (&d0, &d1),
+        _ = d1.next_arrived() => (&d1, &d0),
+    };
+    running.push(send('b', 100));
+    second.next_arrived().await;
+    running.push(send('c', 100));
+    second.next_arrived().await;
+    let numbers = |worker: &FakeWorker| {
+        let tickets = worker.requests().into_iter().map(|request| request.ticket.expect("one"));
+        tickets.map(|ticket| (ticket.number, ticket.settled_below)).collect::<Vec<_>>()
+    };
+    assert_eq!(numbers(first), [(0, 0)]);
+    assert_eq!(numbers(second), [(0, 0), (1, 0)]);
+
+    // The report covers the long prompt: the worker says that it has computed it.
+    first.set_load(|load| load.covered = Some(v1::Covered { below: 0, numbers: vec![0] }));
+    first.set_load(|load| load.num_running = 1);
+    tokio::time::timeout(SOON, async {
+        loop {
+            running.push(send('d', 40));
+            let at_first = tokio::select! {
+                _ = first.next_arrived() => true,
+                _ = second.next_arrived() => false,
+            };
+            if at_first {
+                return;
+            }
+            // The report has not come yet.
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    })
+    .await
+    .expect("it is the emptier one");
+    let (_, settled_below) = *numbers(first).last().expect("it came");
+    assert_eq!(settled_below, 1);
+    for worker in [&d0, &d1] {
+        worker.release(Step::Finish(v1::FinishReason::Stop));
+    }
+    for request in running {
+        assert_eq!(request.await.expect("no panic"), 200);
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_explained_answer_says_how_it_was_planned() {
+    let mut router = Router::start(|_| {}).await;
+    let decode = reporting(&mut router, "d0", Role::Decode).await;
+    let prefill = reporting(&mut router, "p0", Role::Prefill).await;
+    decode.script(say("Hello"));
+    // Sequences that would wait for the prompt.
+    decode.set_load(|load| {
+        load.num_decoding = 5;
+        load.num_running = 5;
+        load.num_context_tokens = 5000;
+    });
+    let explained = |first: char| {
+        let mut body = prompt(first, 400);
+        body["explain"] = json!(true);
+        body
+    };
+    let mut plans = Value::Null;
+    // The report may not have come yet. Each time another prompt, because a computed one is cached.
+    for first in 'a'..='z' {
+        let answer = router.client.post(TEXT, &explained(first)).await;
+        assert_eq!(answer.status, 200);
+        plans = answer.json()["plans"].clone();
+        if plans[0]["chosen"]["prefill"] == "p0" {
+            break;
+        }
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+    assert_eq!(plans[0]["chosen"]["prefill"], "p0", "{plans}");
+    assert_eq!(plans.as_array().map(Vec::len), Some(1), "{plans}");
+    let plan = &plans[0];
+    assert_eq!(
+        (&plan["index"], &plan["attempt"], &plan["chosen"]["decode"]),
+        (&json!(0), &json!(0), &json!("d0"))
+    );
+    let options = plan["options"].as_array().expect("a list");
+    assert!(options.iter().any(|option| option["prefill"] == "p0"), "{plan}");
+    assert!(options.iter().any(|option| option["prefill"].is_null()), "{plan}");
+    for option in options {
+        for field in ["queue_ms", "compute_ms", "ttft_ms", "tpot_ms", "harm_ms", "total_ms"] {
+            assert!(option[field].is_number(), "{field} in {option}");
+        }
+    }
+    let totals: Vec<f64> = options.iter().map(|option| option["total_ms"].as_f64().expect("ms")).collect();
+    assert!(totals.is_sorted(), "{totals:?}");
+    let sent = decode.requests();
+    let remote = sent.iter().find(|request| request.prefill.is_some()).expect("one was remote");
+    assert!(remote.prefill_ticket.is_some() && remote.ticket.is_some());
+    drop(prefill);
+
+    // In a stream they come last, and without being asked they do not come.
+    let mut body = explained('A');
+    body["stream"] = json!(true);
+    let events = router.client.post(TEXT, &body).await.events();
+    assert_eq!(events.last().expect("events")["plans"].as_array().map(Vec::len), Some(1));
+    body["explain"] = json!(false);
+    let events = router.client.post(TEXT, &body).await.events();
+    assert!(events.iter().all(|event| event.get("plans").is_none()));
+    let metrics = router.client.get("/metrics").await.text();
+    assert!(metrics.contains("baton_ttft_ratio_bucket"), "{metrics}");
+    assert!(!metrics.contains("baton_predicted_ttft_seconds_count 0"), "{metrics}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn slos_that_no_request_can_have_are_refused() {
+    let (router, _worker) = Router::with_worker().await;
+    for (field, value) in [("slo_ttft", json!(0)), ("slo_tpot", json!(-1.5)), ("slo_ttft", json!(-0.0))] {
+        let answer = router.client.post(TEXT, &json!({"prompt": "x", field: value})).await;
+        assert_eq!(answer.status, 400);
+        assert_eq!(answer.json()["error"]["param"], field);
+    }
+    let fine = json!({"prompt": "x", "slo_ttft": 200, "slo_tpot": 20.5});
+    assert_eq!(router.client.post(TEXT, &fine).await.status, 200);
+}

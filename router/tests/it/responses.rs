@@ -1,0 +1,207 @@
+//! OpenAI's Responses over HTTP.
+
+use serde_json::{Value, json};
+
+use crate::{
+    client::named_events,
+    fake::say,
+    harness::Router,
+    model::{MODEL, ids},
+};
+
+const PATH: &str = "/v1/responses";
+const CALL: &str = "<tool_call>\n{\"name\": \"add\", \"arguments\": {\"a\": 1}}\n</tool_call>";
+
+fn add() -> Value {
+    let parameters = json!({"type": "object", "properties": {"a": {"type": "integer"}}});
+    json!({"type": "function", "name": "add", "description": "Adds.", "parameters": parameters})
+}
+
+async fn hermes() -> (Router, crate::fake::FakeWorker) {
+    Router::with_worker_and(|config| config.tool_format = Some(baton_router::ToolFormat::Hermes)).await
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_text_is_a_message_and_the_request_is_repeated() {
+    let (router, worker) = Router::with_worker().await;
+    worker.script(say("Good day."));
+    let body = json!({
+        "model": MODEL, "input": "Hi", "instructions": "Be kind.", "metadata": {"a": "b"}, "temperature": 0.5,
+        "max_output_tokens": 40, "store": false,
+    });
+    let answer = router.client.post(PATH, &body).await;
+    assert_eq!(answer.status, 200, "{}", answer.text());
+    let answer = answer.json();
+    assert_eq!((&answer["object"], &answer["status"]), (&json!("response"), &json!("completed")));
+    let message = &answer["output"][0];
+    assert_eq!((&message["type"], &message["role"]), (&json!("message"), &json!("assistant")));
+    assert_eq!(message["content"][0]["text"], "Good day.");
+    let prompt = "<|system|>Be kind.<|user|>Hi<|assistant|>";
+    let usage = &answer["usage"];
+    let request = worker.requests().pop().unwrap();
+    assert_eq!(usage["input_tokens"], request.prompt_token_ids.len());
+    assert_eq!(
+        (&usage["output_tokens"], &usage["input_tokens_details"]["cached_tokens"]),
+        (&json!(10), &json!(3))
+    );
+    let system: Vec<u32> =
+        ids("<|system|>Be kind.").into_iter().chain([257]).chain(ids("Hi")).chain([258]).collect();
+    assert_eq!(request.prompt_token_ids, system, "{prompt}");
+    for field in ["instructions", "metadata", "temperature", "max_output_tokens", "store"] {
+        assert_eq!(answer[field], body[field], "{field}");
+    }
+    // An answer that is cut off.
+    let cut = router.client.post(PATH, &json!({"input": "Hi", "max_output_tokens": 4})).await.json();
+    assert_eq!(
+        (&cut["status"], &cut["incomplete_details"]),
+        (&json!("incomplete"), &json!({"reason": "max_output_tokens"}))
+    );
+    assert_eq!(cut["output"][0]["content"][0]["text"], "Good");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_conversation_with_calls_is_a_chat() {
+    let (router, worker) = hermes().await;
+    worker.script(say(&format!("Let me see.\n{CALL}")));
+    let input = json!([
+        {"role": "developer", "content": "D"},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "U"}]},
+        {"type": "reasoning", "id": "rs_1", "summary": []},
+        {"type": "function_call", "call_id": "c1", "name": "add", "arguments": "{\"a\": 1}"},
+        {"type": "function_call_output", "call_id": "c1", "output": "2"},
+        {"type": "message", "id": "msg_1", "role": "assistant", "status": "completed",
+         "content": [{"type": "output_text", "text": "A", "annotations": []}]},
+    ]);
+    let answer = router.client.post(PATH, &json!({"input": input, "tools": [add()]})).await;
+    assert_eq!(answer.status, 200, "{}", answer.text());
+    let answer = answer.json();
+    let output = answer["output"].as_array().unwrap();
+    assert_eq!(
+        output.iter().map(|item| item["type"].as_str().unwrap()).collect::<Vec<_>>(),
+        ["message", "function_call"]
+    );
+    assert_eq!(output[0]["content"][0]["text"], "Let me see.");
+    assert_eq!((&output[1]["name"], &output[1]["arguments"]), (&json!("add"), &json!("{\"a\": 1}")));
+    assert!(output[1]["call_id"].as_str().unwrap().starts_with("call_"));
+    let prompt = worker.requests().pop().unwrap().prompt_token_ids;
+    // The template of the test shows roles and contents.
+    let shown =
+        ids("<|system|>D").into_iter().chain([257]).chain(ids("U")).chain([258]).chain(ids("<|tool|>2"));
+    let shown: Vec<u32> = shown.chain([258]).chain(ids("A[1 tools]")).chain([258]).collect();
+    assert_eq!(prompt, shown);
+    // Choices and formats reach the grammar.
+    for (fields, part) in [
+        (json!({"tool_choice": {"type": "function", "name": "add"}}), "answer: call\n"),
+        (
+            json!({"text": {"format": {"type": "json_schema", "name": "n", "schema": {"type": "null"}}}}),
+            "other: %json {\"type\":\"null\"",
+        ),
+        (
+            json!({"tool_choice": "none", "text": {"format": {"type": "json_object"}}}),
+            "{\"type\":\"object\"}",
+        ),
+    ] {
+        let mut body = json!({"input": "x", "tools": [add()]});
+        body.as_object_mut().unwrap().extend(fields.as_object().unwrap().clone());
+        let answer = router.client.post(PATH, &body).await;
+        assert_eq!(answer.status, 200, "{}", answer.text());
+        let grammar = worker.requests().pop().unwrap().sampling.unwrap().grammar.unwrap().text;
+        assert!(grammar.contains(part), "{grammar}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_stream_has_every_event_and_ends_with_the_whole_response() {
+    let (router, worker) = hermes().await;
+    worker.script(say(&format!("Well.\n{CALL}")));
+    let body = json!({"input": "x", "tools": [add()], "stream": true});
+    let events = named_events(&router.client.post(PATH, &body).await);
+    for (idx, event) in events.iter().enumerate() {
+        assert_eq!(event["sequence_number"], idx);
+    }
+    let mut kinds: Vec<&str> = events.iter().map(|event| event["type"].as_str().unwrap()).collect();
+    kinds.dedup();
+    assert_eq!(
+        kinds,
+        [
+            "response.created",
+            "response.in_progress",
+            "response.output_item.added",
+            "response.content_part.added",
+            "response.output_text.delta",
+            "response.output_text.done",
+            "response.content_part.done",
+            "response.output_item.done",
+            "response.output_item.added",
+            "response.function_call_arguments.delta",
+            "response.function_call_arguments.done",
+            "response.output_item.done",
+            "response.completed",
+        ]
+    );
+    let deltas = |kind: &str| -> String {
+        let deltas = events.iter().filter(|event| event["type"] == kind);
+        deltas.map(|event| event["delta"].as_str().unwrap()).collect()
+    };
+    assert_eq!(deltas("response.output_text.delta"), "Well.");
+    assert_eq!(deltas("response.function_call_arguments.delta"), "{\"a\": 1}");
+    assert_eq!(events[0]["response"]["output"], json!([]));
+    let whole = &events.last().unwrap()["response"];
+    let done: Vec<&Value> =
+        events.iter().filter(|event| event["type"] == "response.output_item.done").collect();
+    assert_eq!(whole["output"], json!([done[0]["item"], done[1]["item"]]));
+    assert!(
+        whole["usage"]["output_tokens"].as_u64().unwrap() > 10 && whole["id"] == events[0]["response"]["id"]
+    );
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_failure_ends_a_stream_with_its_event() {
+    use crate::fake::Step;
+    let (router, worker) = Router::with_worker().await;
+    worker.script(|_| vec![Step::Token(65), Step::Fail(baton_proto::worker::failed::Kind::Invalid)]);
+    let events = named_events(&router.client.post(PATH, &json!({"input": "x", "stream": true})).await);
+    let last = events.last().unwrap();
+    assert_eq!((&last["type"], &last["response"]["status"]), (&json!("response.failed"), &json!("failed")));
+    assert!(last["response"]["error"]["message"].is_string());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_cannot_be_done_is_refused_by_field() {
+    let (router, worker) = Router::with_worker().await;
+    for (fields, param, reason) in [
+        (json!({"previous_response_id": "resp_1"}), "previous_response_id", "keeps no answers"),
+        (json!({"conversation": "c"}), "conversation", "keeps no conversations"),
+        (json!({"store": true}), "store", "anything but `false`"),
+        (json!({"background": true}), "background", "anything but"),
+        (json!({"truncation": "auto"}), "truncation", "anything but"),
+        (json!({"include": ["message.output_text.logprobs"]}), "include", "anything but an empty list"),
+        (json!({"reasoning": {"effort": "high"}}), "reasoning", "the model decides"),
+        (json!({"tools": [{"type": "web_search"}]}), "tools[0].type", "web_search"),
+        (json!({"tools": [{"type": "function"}]}), "tools[0].name", "missing"),
+        (json!({"text": {"format": {"type": "xml"}}}), "text.format.type", "it is not"),
+        (json!({"text": {"verbosity": "low"}}), "text.verbosity", "not supported"),
+        (json!({"max_output_tokens": 0}), "max_output_tokens", "max_output_tokens"),
+        (json!({"max_tokens": 3}), "max_tokens", "a field of /v1/chat/completions"),
+        (json!({"max_output_tokns": 3}), "max_output_tokns", "did you mean max_output_tokens?"),
+        (json!({"input": []}), "input", "a string or a list of items"),
+        (json!({"input": [{"type": "item_reference", "id": "x"}]}), "input[0].type", "keeps no items"),
+        (
+            json!({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}),
+            "input[0].content[0].type",
+            "input_image",
+        ),
+        (json!({"input": [{"role": "evil", "content": "x"}]}), "input", "no evil"),
+    ] {
+        let mut body = json!({"input": "x"});
+        body.as_object_mut().unwrap().extend(fields.as_object().unwrap().clone());
+        let answer = router.client.post(PATH, &body).await;
+        assert_eq!(answer.status, 400, "{fields}: {}", answer.text());
+        let error = &answer.json()["error"];
+        assert_eq!(error["param"], param, "{error}");
+        assert!(error["message"].as_str().unwrap().contains(reason), "{error} does not say {reason}");
+    }
+    assert!(worker.requests().is_empty());
+    let answer = router.client.post("/v1/embeddings", &json!({"input": "x"})).await;
+    assert_eq!((answer.status, &answer.json()["error"]["code"]), (501, &json!("not_implemented")));
+}

@@ -1,0 +1,283 @@
+//! Response formats, tools and reasoning over HTTP and gRPC.
+
+use baton_proto::v1;
+use serde_json::{Value, json};
+
+use crate::{
+    client::content,
+    fake::say,
+    grpc::client,
+    harness::Router,
+    model::{END, ids},
+};
+
+const PATH: &str = "/v1/chat/completions";
+const CALL: &str = "<tool_call>\n{\"name\": \"add\", \"arguments\": {\"a\": 1}}\n</tool_call>";
+
+fn ask(extra: Value) -> Value {
+    let mut body = json!({"messages": [{"role": "user", "content": "Hi"}]});
+    body.as_object_mut().unwrap().extend(extra.as_object().unwrap().clone());
+    body
+}
+
+fn tools(extra: Value) -> Value {
+    let parameters = json!({"type": "object", "properties": {"a": {"type": "integer"}}});
+    let tool = |name: &str| json!({"type": "function", "function": {"name": name, "parameters": parameters}});
+    let mut body = ask(json!({"tools": [tool("add"), tool("sub")]}));
+    body.as_object_mut().unwrap().extend(extra.as_object().unwrap().clone());
+    body
+}
+
+async fn hermes() -> (Router, crate::fake::FakeWorker) {
+    Router::with_worker_and(|config| config.tool_format = Some(baton_router::ToolFormat::Hermes)).await
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_the_output_must_match_reaches_the_worker() {
+    let (router, worker) = Router::with_worker().await;
+    let schema = json!({"type": "object", "properties": {"b": {"type": "string"}, "a": {}}});
+    let kind =
+        |kind: v1::grammar::Kind, text: &str| Some(v1::Grammar { kind: kind.into(), text: text.into() });
+    use v1::grammar::Kind;
+    for (fields, expected) in [
+        (json!({"response_format": {"type": "text"}}), None),
+        (json!({"response_format": {"type": "json_object"}}), kind(Kind::JsonSchema, r#"{"type":"object"}"#)),
+        (
+            json!({"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}}),
+            kind(Kind::JsonSchema, &schema.to_string()),
+        ),
+        (json!({"structured_outputs": {"regex": "a+"}}), kind(Kind::Regex, "a+")),
+        (json!({"guided_choice": ["x", "y"]}), kind(Kind::Choice, r#"["x","y"]"#)),
+        (json!({"guided_grammar": "start: \"a\""}), kind(Kind::Lark, "start: \"a\"")),
+    ] {
+        for (path, base) in [(PATH, ask(json!({}))), ("/v1/completions", json!({"prompt": "x"}))] {
+            let mut body = base;
+            body.as_object_mut().unwrap().extend(fields.as_object().unwrap().clone());
+            let answer = router.client.post(path, &body).await;
+            assert_eq!(answer.status, 200, "{path} {fields}: {}", answer.text());
+            let sampling = worker.requests().pop().unwrap().sampling.unwrap();
+            assert_eq!(sampling.grammar, expected, "{path} {fields}");
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_cannot_be_compiled_is_refused_with_the_field_and_the_reason() {
+    let (router, worker) = hermes().await;
+    let named = json!({"type": "function", "function": {"name": "mul"}});
+    for (body, param, reason) in [
+        (ask(json!({"guided_regex": "("})), "guided_regex", "cannot be compiled"),
+        (ask(json!({"guided_json": {"type": "colour"}})), "guided_json", "colour"),
+        (ask(json!({"guided_grammar": "root ::= \"a\""})), "guided_grammar", "write Lark"),
+        (ask(json!({"guided_regex": "a", "min_tokens": 1})), "min_tokens", "with a grammar"),
+        (
+            ask(json!({"guided_regex": "a", "guided_choice": ["b"]})),
+            "guided_choice",
+            "asks for a format already",
+        ),
+        (tools(json!({"guided_grammar": "start: \"a\""})), "guided_grammar", "a grammar and tools exclude"),
+        (tools(json!({"response_format": {"type": "xml"}})), "response_format.type", "it is not"),
+        (tools(json!({"tool_choice": named})), "tool_choice", "no tool \"mul\""),
+        (ask(json!({"tool_choice": "required"})), "tool_choice", "there are no tools"),
+        (ask(json!({"tools": [{"type": "retrieval"}]})), "tools[0].type", "not \"function\""),
+    ] {
+        let answer = router.client.post(PATH, &body).await;
+        assert_eq!(answer.status, 400, "{body}: {}", answer.text());
+        let error = &answer.json()["error"];
+        assert_eq!(error["param"], param, "{body}");
+        assert!(error["message"].as_str().unwrap().contains(reason), "{error} does not say {reason}");
+    }
+    assert!(worker.requests().is_empty());
+    // Without a format, a call cannot be required.
+    let (router, _worker) = Router::with_worker().await;
+    let answer = router.client.post(PATH, &tools(json!({"tool_choice": "required"}))).await;
+    assert!(answer.status == 400 && answer.text().contains("--tool-format"), "{}", answer.text());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn calls_are_read_from_an_answer() {
+    let (router, worker) = hermes().await;
+    worker.script(say(&format!("Let me see.\n{CALL}\n{CALL}")));
+    let answer = router.client.post(PATH, &tools(json!({}))).await.json();
+    let choice = &answer["choices"][0];
+    assert_eq!(
+        (&choice["finish_reason"], &choice["message"]["content"]),
+        (&json!("tool_calls"), &json!("Let me see."))
+    );
+    let calls = choice["message"]["tool_calls"].as_array().unwrap();
+    assert_eq!(calls.len(), 2);
+    assert_ne!(calls[0]["id"], calls[1]["id"]);
+    for call in calls {
+        assert!(call["id"].as_str().unwrap().starts_with("call_"));
+        assert_eq!(
+            (&call["type"], &call["function"]),
+            (&json!("function"), &json!({"name": "add", "arguments": "{\"a\": 1}"}))
+        );
+    }
+    let one = router.client.post(PATH, &tools(json!({"parallel_tool_calls": false}))).await.json();
+    assert_eq!(one["choices"][0]["message"]["tool_calls"].as_array().unwrap().len(), 1);
+    // Nothing but a call.
+    worker.script(say(CALL));
+    let answer = router.client.post(PATH, &tools(json!({}))).await.json();
+    assert_eq!(answer["choices"][0]["message"]["content"], Value::Null);
+    // Tools that may not be called are not described, and nothing is read.
+    let answer = router.client.post(PATH, &tools(json!({"tool_choice": "none"}))).await.json();
+    assert_eq!(answer["choices"][0]["message"]["content"], CALL);
+    let prompt = worker.requests().pop().unwrap().prompt_token_ids;
+    assert!(!prompt.windows(5).any(|window| window == ids("tools")));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn calls_are_streamed_as_deltas() {
+    let (router, worker) = hermes().await;
+    worker.script(say(&format!("Well: {CALL}")));
+    let events = router.client.post(PATH, &tools(json!({"stream": true}))).await.events();
+    assert_eq!(content(&events, 0), "Well:");
+    let deltas = events.iter().filter_map(|event| event["choices"][0]["delta"]["tool_calls"].as_array());
+    let deltas: Vec<&Value> = deltas.map(|calls| &calls[0]).collect();
+    assert!(deltas[0]["id"].as_str().unwrap().starts_with("call_") && deltas[0]["type"] == "function");
+    assert_eq!(deltas[0]["function"], json!({"name": "add", "arguments": ""}));
+    assert!(deltas.len() > 5, "arguments come as they are generated");
+    let arguments: String =
+        deltas.iter().map(|delta| delta["function"]["arguments"].as_str().unwrap()).collect();
+    assert_eq!(arguments, "{\"a\": 1}");
+    assert!(deltas.iter().all(|delta| delta["index"] == 0));
+    let last = events.iter().rfind(|event| !event["choices"][0]["finish_reason"].is_null()).unwrap();
+    assert_eq!(last["choices"][0]["finish_reason"], "tool_calls");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn calls_constrain_the_output() {
+    let (router, worker) = hermes().await;
+    worker.script(say(CALL));
+    let format = json!({"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "null"}}});
+    let named = json!({"type": "function", "function": {"name": "sub"}});
+    // Fields; whether the grammar has the tool "add", free text, and the format.
+    for (fields, expected) in [
+        (json!({}), Some([true, true, false])),
+        (json!({"tool_choice": "auto", "response_format": format}), Some([true, false, true])),
+        (json!({"tool_choice": "required"}), Some([true, false, false])),
+        (json!({"tool_choice": "required", "response_format": format}), Some([true, false, false])),
+        (json!({"tool_choice": named}), Some([false, false, false])),
+        // A text of a grammar may end before these fields allow it.
+        (json!({"min_tokens": 3}), None),
+        (json!({"ignore_eos": true}), None),
+    ] {
+        let answer = router.client.post(PATH, &tools(fields.clone())).await;
+        assert_eq!(answer.status, 200, "{fields}: {}", answer.text());
+        let grammar = worker.requests().pop().unwrap().sampling.unwrap().grammar;
+        let found = grammar.map(|grammar| {
+            ["\\\"add\\\"", "TEXT:", "other: %json {\"type\":\"null\""]
+                .map(|part| grammar.text.contains(part))
+        });
+        assert_eq!(found, expected, "{fields}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn only_a_strict_function_must_have_a_schema_that_can_be_compiled() {
+    let (router, worker) = hermes().await;
+    worker.script(say(CALL));
+    let odd = |strict: Value| {
+        let function = json!({"name": "odd", "strict": strict, "parameters": {"type": "object",
+            "properties": {"a": {"type": "colour"}}}});
+        ask(json!({"tools": [{"type": "function", "function": function}]}))
+    };
+    for strict in [json!(null), json!(false)] {
+        let answer = router.client.post(PATH, &odd(strict)).await;
+        assert_eq!(answer.status, 200, "{}", answer.text());
+        assert_eq!(worker.requests().pop().unwrap().sampling.unwrap().grammar, None);
+    }
+    let answer = router.client.post(PATH, &odd(json!(true))).await;
+    assert_eq!((answer.status, &answer.json()["error"]["param"]), (400, &json!("tools")));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_grammar_is_taken_over_grpc() {
+    let (router, worker) = Router::with_worker().await;
+    let mut client = client(&router).await;
+    let request = |text: &str| v1::GenerateRequest {
+        prompt: Some(v1::generate_request::Prompt::Text("x".into())),
+        sampling: Some(v1::SamplingParams {
+            grammar: Some(v1::Grammar { kind: v1::grammar::Kind::Regex.into(), text: text.into() }),
+            ..Default::default()
+        }),
+        ..Default::default()
+    };
+    let mut stream = client.generate(request("[0-9]+")).await.expect("accepted").into_inner();
+    while stream.message().await.expect("no error").is_some() {}
+    let sampling = worker.requests().pop().unwrap().sampling.unwrap();
+    assert_eq!(sampling.grammar.unwrap().text, "[0-9]+");
+    assert!(sampling.stop_token_ids.contains(&END));
+    let status = client.generate(request("(")).await.expect_err("refused");
+    assert_eq!(status.code(), tonic::Code::InvalidArgument);
+    assert!(status.message().starts_with("grammar: the regular expression cannot be compiled"), "{status}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_chat_over_grpc_has_tools_and_says_what_its_text_is() {
+    use v1::{answer_part::Part, generate_response::Event, tool_choice::Mode};
+    let (router, worker) = hermes().await;
+    worker.script(say(&format!("Well.\n{CALL}")));
+    let mut client = client(&router).await;
+    let parameters = r#"{"type": "object", "properties": {"a": {"type": "integer"}}}"#;
+    let tool = v1::Tool {
+        name: "add".into(),
+        description: "Adds.".into(),
+        parameters: parameters.into(),
+        strict: None,
+    };
+    let message = |role: &str, content: &str| v1::ChatMessage {
+        role: role.into(),
+        content: content.into(),
+        ..Default::default()
+    };
+    let call = v1::ToolCall { id: "c".into(), name: "add".into(), arguments: "{\"a\": 1}".into() };
+    let chat = v1::ChatMessages {
+        messages: vec![
+            message("user", "U"),
+            v1::ChatMessage { tool_calls: vec![call], ..message("assistant", "A") },
+            v1::ChatMessage { tool_call_id: "c".into(), name: "add".into(), ..message("tool", "2") },
+        ],
+        tools: vec![tool],
+        tool_choice: None,
+        parallel_tool_calls: None,
+        continue_final_message: false,
+    };
+    let request = |chat: &v1::ChatMessages| v1::GenerateRequest {
+        prompt: Some(v1::generate_request::Prompt::Chat(chat.clone())),
+        ..Default::default()
+    };
+    let mut stream = client.generate(request(&chat)).await.expect("accepted").into_inner();
+    let (mut content, mut names, mut arguments) = (String::new(), Vec::new(), String::new());
+    while let Some(response) = stream.message().await.expect("no error") {
+        let Some(Event::Output(output)) = response.event else { continue };
+        for part in output.parts {
+            match part.part.expect("a part") {
+                Part::Content(text) => content += &text,
+                Part::Call(call) => names.push(call.name),
+                Part::Arguments(text) => arguments += &text,
+                Part::Reasoning(text) => panic!("{text}"),
+            }
+        }
+    }
+    assert_eq!((content.as_str(), arguments.as_str()), ("Well.", "{\"a\": 1}"));
+    assert_eq!(names, ["add"]);
+    let request_seen = worker.requests().pop().unwrap();
+    assert!(request_seen.sampling.unwrap().grammar.unwrap().text.contains("TEXT"));
+    let shown = [257].into_iter().chain(ids("U")).chain([258]).chain(ids("A<|tool|>2[1 tools]")).chain([258]);
+    assert_eq!(request_seen.prompt_token_ids, shown.collect::<Vec<u32>>());
+
+    let choice = v1::ToolChoice { mode: Mode::Named.into(), name: "add".into() };
+    let named = v1::ChatMessages { tool_choice: Some(choice), ..chat.clone() };
+    let mut stream = client.generate(request(&named)).await.expect("accepted").into_inner();
+    while stream.message().await.expect("no error").is_some() {}
+    assert!(
+        worker.requests().pop().unwrap().sampling.unwrap().grammar.unwrap().text.contains("answer: call\n")
+    );
+
+    let mut bad = chat.clone();
+    bad.tools[0].parameters = "{".into();
+    let status = client.generate(request(&bad)).await.expect_err("refused");
+    assert!(status.message().starts_with("tools[0].parameters: it is not JSON"), "{status}");
+}

@@ -1,0 +1,227 @@
+//! Reads a call that is a JSON object, `{"name": …, "arguments": {…}}`, character by character.
+
+use serde_json::Value;
+
+/// A call under way.
+#[derive(Clone, Debug)]
+pub(crate) struct CallScanner {
+    place: Place,
+    key: String,
+    /// The value of `name` as JSON, or of another field.
+    value: String,
+    name: Option<String>,
+    /// Arguments that came before the name.
+    early: String,
+    shape: Shape,
+    is_string: bool,
+}
+
+/// What a character gave.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Scanned {
+    /// The tool's name is known.
+    Name(String),
+    /// A part of the arguments, as JSON. The name comes first.
+    Arguments(String),
+    /// The object is complete.
+    End,
+    /// This is no call.
+    Broken,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Place {
+    Object,
+    KeyOrEnd,
+    Key,
+    Colon,
+    Value,
+    CommaOrEnd,
+}
+
+/// How deep a character is in a JSON value.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Shape {
+    depth: usize,
+    in_string: bool,
+    is_escaped: bool,
+    has_begun: bool,
+}
+
+impl Shape {
+    /// Takes the next character. `Some(true)`: the value is complete with it; `Some(false)`: it was complete before it.
+    pub(crate) fn push(&mut self, c: char) -> Option<bool> {
+        if self.in_string {
+            match c {
+                _ if self.is_escaped => self.is_escaped = false,
+                '\\' => self.is_escaped = true,
+                '"' => {
+                    self.in_string = false;
+                    return (self.depth == 0).then_some(true);
+                }
+                _ => {}
+            }
+            return None;
+        }
+        match c {
+            '"' => self.in_string = true,
+            '{' | '[' => self.depth += 1,
+            '}' | ']' | ',' if self.depth == 0 => return Some(false),
+            '}' | ']' => {
+                self.depth -= 1;
+                if self.depth == 0 {
+                    return Some(true);
+                }
+            }
+            c if c.is_whitespace() && self.depth == 0 && self.has_begun => return Some(false),
+            _ => {}
+        }
+        self.has_begun |= !c.is_whitespace();
+        None
+    }
+}
+
+impl CallScanner {
+    pub(crate) fn new() -> CallScanner {
+        CallScanner {
+            place: Place::Object,
+            key: String::new(),
+            value: String::new(),
+            name: None,
+            early: String::new(),
+            shape: Shape::default(),
+            is_string: false,
+        }
+    }
+
+    pub(crate) fn has_name(&self) -> bool {
+        self.name.is_some()
+    }
+
+    /// Takes the next character.
+    pub(crate) fn push(&mut self, c: char) -> Vec<Scanned> {
+        let broken = || vec![Scanned::Broken];
+        match (self.place, c) {
+            (Place::Object | Place::KeyOrEnd | Place::Colon | Place::CommaOrEnd, c) if c.is_whitespace() => {}
+            (Place::Object, '{') | (Place::CommaOrEnd, ',') => self.place = Place::KeyOrEnd,
+            (Place::KeyOrEnd, '"') => {
+                (self.place, self.shape) = (Place::Key, Shape { in_string: true, ..Shape::default() });
+                self.key = "\"".into();
+            }
+            (Place::Key, c) => {
+                self.key.push(c);
+                if self.shape.push(c) == Some(true) {
+                    self.place = Place::Colon;
+                }
+            }
+            (Place::Colon, ':') => {
+                (self.place, self.shape, self.is_string) = (Place::Value, Shape::default(), false);
+                self.value.clear();
+            }
+            (Place::Value, c) => return self.push_value(c),
+            (Place::KeyOrEnd | Place::CommaOrEnd, '}') => {
+                return if self.name.is_some() { self.end() } else { broken() };
+            }
+            _ => return broken(),
+        }
+        Vec::new()
+    }
+
+    fn push_value(&mut self, c: char) -> Vec<Scanned> {
+        if !self.shape.has_begun && !self.shape.in_string {
+            if c.is_whitespace() {
+                return Vec::new();
+            }
+            self.is_string = c == '"';
+        }
+        let is_arguments = matches!(self.key.as_str(), "\"arguments\"" | "\"parameters\"");
+        let end = self.shape.push(c);
+        self.shape.has_begun = true;
+        let mut scanned = Vec::new();
+        if end != Some(false) {
+            // Arguments that are JSON in a string are read when they are complete.
+            if is_arguments && !self.is_string {
+                scanned.extend(self.arguments(&c.to_string()));
+            } else {
+                self.value.push(c);
+            }
+        }
+        let Some(has_taken) = end else { return scanned };
+        self.place = Place::CommaOrEnd;
+        match serde_json::from_str(&self.value) {
+            Ok(Value::String(text)) if is_arguments => scanned.extend(self.arguments(&text)),
+            Ok(Value::String(name)) if self.key == "\"name\"" && self.name.is_none() => {
+                self.name = Some(name.clone());
+                scanned.push(Scanned::Name(name));
+                if !self.early.is_empty() {
+                    scanned.push(Scanned::Arguments(std::mem::take(&mut self.early)));
+                }
+            }
+            _ if self.key == "\"name\"" => return vec![Scanned::Broken],
+            _ => {}
+        }
+        if !has_taken {
+            scanned.extend(self.push(c));
+        }
+        scanned
+    }
+
+    fn arguments(&mut self, text: &str) -> Option<Scanned> {
+        if self.name.is_some() {
+            return Some(Scanned::Arguments(text.to_owned()));
+        }
+        self.early += text;
+        None
+    }
+
+    fn end(&mut self) -> Vec<Scanned> {
+        vec![Scanned::End]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn scan(text: &str) -> (Option<String>, String, Option<Scanned>) {
+        let (mut scanner, mut name, mut arguments) = (CallScanner::new(), None, String::new());
+        for c in text.chars() {
+            for scanned in scanner.push(c) {
+                match scanned {
+                    Scanned::Name(text) => name = Some(text),
+                    Scanned::Arguments(text) => {
+                        assert!(name.is_some(), "the name comes first");
+                        arguments += &text;
+                    }
+                    end => return (name, arguments, Some(end)),
+                }
+            }
+        }
+        (name, arguments, None)
+    }
+
+    #[test]
+    fn names_and_arguments_are_found_in_any_order() {
+        let end = Some(Scanned::End);
+        for (text, name, arguments, outcome) in [
+            (r#"{"name": "f", "arguments": {"a": 1}}"#, "f", r#"{"a": 1}"#, &end),
+            (r#" { "arguments":{"a":"}\"{"} , "name":"f" }"#, "f", r#"{"a":"}\"{"}"#, &end),
+            (r#"{"id": [1, {"name": 2}], "name": "f", "parameters": {}}"#, "f", "{}", &end),
+            (r#"{"name": "f", "arguments": "{\"a\": 1}"}"#, "f", r#"{"a": 1}"#, &end),
+            (r#"{"name": "f"}"#, "f", "", &end),
+            (r#"{"name": "f\u00e9", "arguments": null}"#, "fé", "null", &end),
+            (r#"{"name": "f", "arguments": {"a": [1"#, "f", r#"{"a": [1"#, &None),
+            (r#"{"name": 7}"#, "", "", &Some(Scanned::Broken)),
+            (r#"{"a": 7}"#, "", "", &Some(Scanned::Broken)),
+            (r#"{name: "f"}"#, "", "", &Some(Scanned::Broken)),
+            ("[1]", "", "", &Some(Scanned::Broken)),
+        ] {
+            let found = scan(text);
+            assert_eq!(
+                (found.0.unwrap_or_default().as_str(), found.1.as_str(), &found.2),
+                (name, arguments, outcome),
+                "{text}"
+            );
+        }
+    }
+}

@@ -1,0 +1,192 @@
+//! The tools of a request: `tools`, `tool_choice` and `parallel_tool_calls`.
+
+use serde_json::{Value, json};
+
+use crate::refusal::OutputRefusal;
+
+/// Most tools of a request.
+const MAX_TOOLS: usize = 128;
+
+/// What the model may call, and whether it must.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ToolRequest {
+    pub(crate) tools: Vec<Tool>,
+    /// Whether it must.
+    pub choice: ToolChoice,
+    /// Whether an answer may have more than one call.
+    pub is_parallel: bool,
+}
+
+/// Whether the model calls a tool.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ToolChoice {
+    /// As the model decides.
+    Auto,
+    /// At least one.
+    Required,
+    /// The one with this name.
+    Named(String),
+}
+
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Tool {
+    pub(crate) name: String,
+    /// The schema of its arguments.
+    pub(crate) parameters: Value,
+    /// Whether calls must match the schema; `None`: not said.
+    pub(crate) strict: Option<bool>,
+}
+
+impl ToolRequest {
+    /// Reads the fields. `None` without tools, and when none may be called.
+    ///
+    /// # Errors
+    /// When a field is not what it should be.
+    pub fn parse(
+        tools: Option<&[Value]>,
+        choice: Option<&Value>,
+        is_parallel: Option<bool>,
+    ) -> Result<Option<ToolRequest>, OutputRefusal> {
+        let tools = tools.unwrap_or_default();
+        let refused = |message: String| Err(OutputRefusal::new("tool_choice", message));
+        let choice = match choice {
+            None | Some(Value::Null) => ToolChoice::Auto,
+            Some(Value::String(word)) => match word.as_str() {
+                "auto" => ToolChoice::Auto,
+                "required" => ToolChoice::Required,
+                "none" => return Ok(None),
+                _ => return refused(format!("{word:?} is not \"auto\", \"none\" or \"required\"")),
+            },
+            Some(choice) => match choice["function"]["name"].as_str() {
+                Some(name) if choice["type"] == "function" => ToolChoice::Named(name.to_owned()),
+                _ => {
+                    return refused("it is not {\"type\": \"function\", \"function\": {\"name\": …}}".into());
+                }
+            },
+        };
+        if tools.is_empty() {
+            return match choice {
+                ToolChoice::Auto => Ok(None),
+                _ => refused("a call is required, and there are no tools".into()),
+            };
+        }
+        if tools.len() > MAX_TOOLS {
+            let message = format!("{} tools, at most {MAX_TOOLS} are possible", tools.len());
+            return Err(OutputRefusal::new("tools", message));
+        }
+        let tools = tools.iter().enumerate().map(Tool::parse).collect::<Result<Vec<_>, _>>()?;
+        if let ToolChoice::Named(name) = &choice
+            && !tools.iter().any(|tool| tool.name == *name)
+        {
+            return refused(format!("there is no tool {name:?}"));
+        }
+        Ok(Some(ToolRequest { tools, choice, is_parallel: is_parallel.unwrap_or(true) }))
+    }
+
+    /// Whether the output must be a call.
+    pub fn is_required(&self) -> bool {
+        self.choice != ToolChoice::Auto
+    }
+
+    /// Whether any tool demands that calls match its schema.
+    pub fn is_strict(&self) -> bool {
+        self.tools.iter().any(|tool| tool.strict == Some(true))
+    }
+
+    /// Whether the client waives all schemas.
+    pub(crate) fn is_loose(&self) -> bool {
+        self.tools.iter().all(|tool| tool.strict == Some(false))
+    }
+
+    /// Names of the tools.
+    pub fn names(&self) -> impl Iterator<Item = &str> {
+        self.tools.iter().map(|tool| tool.name.as_str())
+    }
+
+    /// The tools that may be called.
+    pub(crate) fn callable(&self) -> impl Iterator<Item = &Tool> {
+        self.tools.iter().filter(|tool| match &self.choice {
+            ToolChoice::Named(name) => tool.name == *name,
+            ToolChoice::Auto | ToolChoice::Required => true,
+        })
+    }
+}
+
+impl Tool {
+    fn parse((idx, tool): (usize, &Value)) -> Result<Tool, OutputRefusal> {
+        let refused = |at: &str, message: &str| Err(OutputRefusal::new(format!("tools[{idx}]{at}"), message));
+        if tool["type"] != "function" {
+            return refused(".type", "it is not \"function\"");
+        }
+        let function = &tool["function"];
+        let Some(name) = function["name"].as_str() else { return refused(".function.name", "it is missing") };
+        let may_be_name = |c: char| c.is_ascii_alphanumeric() || matches!(c, '_' | '-' | '.');
+        if name.is_empty() || name.len() > 128 || !name.chars().all(may_be_name) {
+            return refused(".function.name", "it is not 1 to 128 letters, digits, _, - or .");
+        }
+        let parameters = match &function["parameters"] {
+            Value::Null => json!({"type": "object", "properties": {}, "additionalProperties": false}),
+            parameters if parameters.is_object() => parameters.clone(),
+            _ => return refused(".function.parameters", "it is not a schema"),
+        };
+        let strict = match &function["strict"] {
+            Value::Null => None,
+            Value::Bool(strict) => Some(*strict),
+            _ => return refused(".function.strict", "it is not a boolean"),
+        };
+        Ok(Tool { name: name.to_owned(), parameters, strict })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn tool(name: &str) -> Value {
+        json!({"type": "function", "function": {"name": name, "parameters": {"type": "object"}}})
+    }
+
+    fn parse(tools: &[Value], choice: Value) -> Result<Option<ToolChoice>, String> {
+        let request = ToolRequest::parse(Some(tools), Some(&choice), None);
+        request.map(|request| request.map(|request| request.choice)).map_err(|refusal| refusal.to_string())
+    }
+
+    #[test]
+    fn choices_are_read() {
+        let tools = [tool("add"), tool("look-up")];
+        assert_eq!(parse(&tools, json!(null)), Ok(Some(ToolChoice::Auto)));
+        assert_eq!(parse(&tools, json!("auto")), Ok(Some(ToolChoice::Auto)));
+        assert_eq!(parse(&tools, json!("none")), Ok(None));
+        assert_eq!(parse(&[], json!("auto")), Ok(None));
+        assert_eq!(parse(&tools, json!("required")), Ok(Some(ToolChoice::Required)));
+        let named = json!({"type": "function", "function": {"name": "add"}});
+        assert_eq!(parse(&tools, named), Ok(Some(ToolChoice::Named("add".into()))));
+    }
+
+    #[test]
+    fn bad_tools_are_refused_by_field() {
+        let named = json!({"type": "function", "function": {"name": "sub"}});
+        for (tools, choice, expected) in [
+            (vec![tool("add")], json!("any"), "tool_choice: \"any\" is not"),
+            (vec![tool("add")], json!({"name": "add"}), "tool_choice: it is not {\"type\""),
+            (vec![tool("add")], named, "tool_choice: there is no tool \"sub\""),
+            (vec![], json!("required"), "tool_choice: a call is required"),
+            (vec![json!({"name": "add"})], json!("auto"), "tools[0].type: it is not"),
+            (
+                vec![tool("add"), json!({"type": "function"})],
+                json!("auto"),
+                "tools[1].function.name: it is missing",
+            ),
+            (vec![tool("a b")], json!("auto"), "tools[0].function.name: it is not 1 to 128"),
+            (
+                vec![json!({"type": "function", "function": {"name": "a", "parameters": 1}})],
+                json!("auto"),
+                "tools[0].function.parameters: it is not a schema",
+            ),
+            (vec![tool("add"); 129], json!("auto"), "tools: 129 tools, at most 128"),
+        ] {
+            let message = parse(&tools, choice).expect_err(expected);
+            assert!(message.starts_with(expected), "{message:?} does not begin with {expected:?}");
+        }
+    }
+}

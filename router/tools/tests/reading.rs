@@ -1,0 +1,116 @@
+//! Answers in every format, cut at every place.
+
+use baton_tools::{AnswerPart, AnswerReader, ReasoningMarks, ToolFormat};
+
+const THINK: ReasoningMarks = ReasoningMarks { open: "<think>", close: "</think>", is_open: false };
+
+fn reader(format: Option<ToolFormat>, is_parallel: bool, reasoning: Option<ReasoningMarks>) -> AnswerReader {
+    AnswerReader::new(format, vec!["add".into(), "look_up".into()], is_parallel, reasoning)
+}
+
+/// The parts of an answer that arrives in `pieces`, joined; in short: `R reasoning`, `C content`, `F name`, `A arguments`.
+fn read<'a>(mut reader: AnswerReader, pieces: impl Iterator<Item = &'a str>) -> Vec<String> {
+    let mut parts: Vec<AnswerPart> = Vec::new();
+    for piece in pieces {
+        parts.extend(reader.push(piece));
+    }
+    parts.extend(reader.finish());
+    let num_calls = parts.iter().filter(|part| matches!(part, AnswerPart::Call { .. })).count();
+    assert_eq!(reader.num_calls(), num_calls);
+    let mut joined: Vec<String> = Vec::new();
+    for part in parts {
+        let (kind, text) = match part {
+            AnswerPart::Reasoning(text) => ("R ", text),
+            AnswerPart::Content(text) => ("C ", text),
+            AnswerPart::Call { name } => ("F ", name),
+            AnswerPart::Arguments(text) => ("A ", text),
+        };
+        match joined.last_mut() {
+            Some(last) if last.starts_with(kind) && kind != "F " => last.push_str(&text),
+            _ => joined.push(format!("{kind}{text}")),
+        }
+    }
+    joined
+}
+
+/// Reads `answer` at once, character by character, and cut in two and in three at every place.
+fn check(reader: &AnswerReader, answer: &str, expected: &[&str]) {
+    assert_eq!(read(reader.clone(), [answer].into_iter()), expected, "{answer}");
+    let ends: Vec<usize> = answer.char_indices().map(|(idx, _)| idx).chain([answer.len()]).collect();
+    let chars = ends.windows(2).map(|ends| &answer[ends[0]..ends[1]]);
+    assert_eq!(read(reader.clone(), chars), expected, "{answer} by characters");
+    for (idx, &first) in ends.iter().enumerate() {
+        let (head, tail) = answer.split_at(first);
+        assert_eq!(read(reader.clone(), [head, tail].into_iter()), expected, "{head:?} then {tail:?}");
+        for &second in &ends[idx..] {
+            let pieces = [head, &answer[first..second], &answer[second..]];
+            assert_eq!(read(reader.clone(), pieces.into_iter()), expected, "{pieces:?}");
+        }
+    }
+}
+
+#[test]
+fn hermes() {
+    let plain = reader(Some(ToolFormat::Hermes), true, None);
+    let call = "<tool_call>\n{\"name\": \"add\", \"arguments\": {\"a\": \"}<\"}}\n</tool_call>";
+    let args = r#"A {"a": "}<"}"#;
+    check(&plain, "Hello <b>\n\nyou\n", &["C Hello <b>\n\nyou\n"]);
+    check(&plain, call, &["F add", args]);
+    check(&plain, &format!("Let me see.\n{call}\n{call}"), &["C Let me see.", "F add", args, "F add", args]);
+    check(&plain, &format!("{call} and so"), &["F add", args, "C and so"]);
+    check(&plain, "<tool_call>\nadd(1)\n</tool_call>", &["C <tool_call>\nadd(1)"]);
+    check(&plain, "<tool_call>{\"name\": \"add\", \"argu", &["F add"]);
+    check(&plain, "<tool_call>{\"na", &["C <tool_call>{\"na"]);
+    check(&plain, "1 <tool", &["C 1 <tool"]);
+    let single = reader(Some(ToolFormat::Hermes), false, None);
+    check(&single, &format!("{call}\n{call}"), &["F add", args]);
+}
+
+#[test]
+fn reasoning() {
+    let thinks = reader(Some(ToolFormat::Hermes), true, Some(THINK));
+    let call = "<tool_call>{\"name\":\"look_up\",\"arguments\":{}}</tool_call>";
+    check(&thinks, "<think>\nhm </thin\n</think>\n\nYes.", &["R \nhm </thin\n", "C Yes."]);
+    check(&thinks, &format!("<think>é</think>{call}"), &["R é", "F look_up", "A {}"]);
+    check(&thinks, "no thoughts", &["C no thoughts"]);
+    check(&thinks, "<think>cut off", &["R cut off"]);
+    let is_open = Some(ReasoningMarks { is_open: true, ..THINK });
+    check(&reader(None, true, is_open), "because</think>so", &["R because", "C so"]);
+    // Without marks a text is left alone.
+    check(&reader(None, true, None), " <think>x</think> ", &["C  <think>x</think> "]);
+}
+
+#[test]
+fn llama() {
+    let llama = reader(Some(ToolFormat::Llama3), true, None);
+    let call = r#"{"name": "add", "parameters": {"a": [1, 2]}}"#;
+    let args = r#"A {"a": [1, 2]}"#;
+    check(&llama, call, &["F add", args]);
+    check(&llama, &format!("<|python_tag|>{call}; {call}"), &["F add", args, "F add", args]);
+    check(&llama, r#"{"name": "Bob", "age": 7} is JSON"#, &[r#"C {"name": "Bob", "age": 7} is JSON"#]);
+    check(&llama, r#"{"a": 1}"#, &[r#"C {"a": 1}"#]);
+    check(&llama, "A set: {1, 2}", &["C A set: {1, 2}"]);
+}
+
+#[test]
+fn mistral() {
+    let old = reader(Some(ToolFormat::Mistral), true, None);
+    let list =
+        r#"[TOOL_CALLS] [{"name": "add", "arguments": {"a": "]"}}, {"arguments": {}, "name": "look_up"}]"#;
+    check(&old, list, &["F add", r#"A {"a": "]"}"#, "F look_up", "A {}"]);
+    check(&old, "[1, 2] is [TOOL", &["C [1, 2] is [TOOL"]);
+    let new = reader(Some(ToolFormat::MistralArgs), true, None);
+    let calls = r#"Well.[TOOL_CALLS]add[ARGS]{"a": {"b": 1}}[TOOL_CALLS]look_up[CALL_ID]x1[ARGS]{}"#;
+    check(&new, calls, &["C Well.", "F add", r#"A {"a": {"b": 1}}"#, "F look_up", "A {}"]);
+}
+
+#[test]
+fn harmony() {
+    let harmony = reader(Some(ToolFormat::Harmony), true, None);
+    let thought = "<|channel|>analysis<|message|>They ask < 1 + 2.<|end|>";
+    let call = "<|start|>assistant<|channel|>commentary to=functions.add <|constrain|>json<|message|>{\"a\":1}<|call|>";
+    check(&harmony, &format!("{thought}{call}"), &["R They ask < 1 + 2.", "F add", "A {\"a\":1}"]);
+    let answer = "<|start|>assistant<|channel|>final<|message|>Three.<|return|>";
+    check(&harmony, &format!("{thought}{answer}"), &["R They ask < 1 + 2.", "C Three."]);
+    check(&harmony, "<|channel|>final<|message|>cut", &["C cut"]);
+}

@@ -1,0 +1,151 @@
+//! `baton up` on models that cannot be loaded: one error that names the cause, and an end. No process is started again.
+
+use std::{fs, path::Path, process::Command};
+
+use serde_json::{Value, json};
+
+use crate::harness::BATON;
+
+const TINY: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../models/tiny");
+const FILES: [&str; 6] = [
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "model.safetensors",
+];
+
+/// What is broken of a copy of the tiny model, and the error without the name of the process. DIR stands for the copy.
+type Case = (&'static str, fn(&Path), &'static str);
+
+const CASES: &[Case] = &[
+    ("nothing there", |dir| remove_all(dir), "No such file or directory (os error 2)"),
+    (
+        "no config",
+        |dir| remove(dir, "config.json"),
+        "DIR/config.json: No such file or directory (os error 2)",
+    ),
+    (
+        "config cut off",
+        |dir| write(dir, "config.json", "{"),
+        "EOF while parsing an object at line 1 column 1",
+    ),
+    (
+        "another architecture",
+        |dir| change_config(dir, |config| config["architectures"] = json!(["MambaForCausalLM"])),
+        "DIR/config.json: architecture MambaForCausalLM is not supported, expected one of LlamaForCausalLM, ",
+    ),
+    (
+        "a field is missing",
+        |dir| change_config(dir, |config| drop(config.as_object_mut().unwrap().remove("num_hidden_layers"))),
+        "DIR/config.json: num_hidden_layers is missing, expected a whole number from 1 to 2^31",
+    ),
+    (
+        "no weights",
+        |dir| remove(dir, "model.safetensors"),
+        "DIR: found neither model.safetensors nor model.safetensors.index.json",
+    ),
+    (
+        "weights cut off",
+        |dir| truncate_weights(dir, 1_000_000),
+        "DIR/model.safetensors: the file has 1000000 bytes, expected ",
+    ),
+    (
+        "weights of another format",
+        |dir| write(dir, "model.safetensors", "xxxxxxxxxxxxxxxxxx"),
+        "DIR/model.safetensors: the file has 18 bytes, expected a safetensors header of 8680820740569200760: truncated, \
+         or another format",
+    ),
+    (
+        "tensors of another shape",
+        |dir| change_config(dir, |config| config["intermediate_size"] = json!(640)),
+        "DIR/model.safetensors: tensor model.layers.0.mlp.gate_proj.weight has shape [320, 192], expected [640, 192]",
+    ),
+    (
+        "a layer is missing",
+        |dir| change_config(dir, |config| config["num_hidden_layers"] = json!(5)),
+        "DIR/model.safetensors: tensor model.layers.4.self_attn.q_proj.weight is missing, expected one of shape [256, 192]",
+    ),
+    (
+        "no tokenizer",
+        |dir| remove(dir, "tokenizer.json"),
+        "cannot read DIR/tokenizer.json: No such file or directory (os error 2)",
+    ),
+    (
+        "another tokenizer",
+        |dir| write(dir, "tokenizer.json", "{\"model\":1}"),
+        "DIR/tokenizer.json is not valid: data did not match any variant of untagged enum ModelUntagged",
+    ),
+    (
+        "a template that does not compile",
+        |dir| write(dir, "chat_template.jinja", "{% for x in %}"),
+        "DIR/chat_template.jinja is not valid: template \"default\": the chat template is not valid: syntax error",
+    ),
+];
+
+#[test]
+fn a_broken_model_is_one_error_with_its_cause_and_an_end() {
+    for (what, spoil, expected) in CASES {
+        let dir = tempfile::tempdir().expect("a temporary directory");
+        let dir = dir.path().canonicalize().expect("it is there");
+        for name in FILES {
+            fs::copy(Path::new(TINY).join(name), dir.join(name)).expect("the tiny model has it");
+        }
+        spoil(&dir);
+        let output = Command::new(BATON)
+            .args(["up", "--port", "0", "--threads", "1", "--log-color", "never"])
+            .arg(&dir)
+            .output()
+            .expect("the program runs");
+        let text = String::from_utf8_lossy(&output.stderr).replace(&dir.display().to_string(), "DIR");
+        let errors: Vec<_> = text.lines().filter(|line| line.contains("error: ")).collect();
+        assert_eq!(errors.len(), 1, "{what}: {text}");
+        let (_, error) = errors[0].split_once(" cannot start: ").unwrap_or_else(|| panic!("{what}: {text}"));
+        // The router and the workers say it in words of their own, and any of them may be first.
+        assert!(error.contains(expected), "{what}: {error}");
+        assert!(
+            text.ends_with("`baton inspect DIR` looks at it without starting anything\n"),
+            "{what}: {text}"
+        );
+        assert!(!text.contains("starting it again"), "{what}: {text}");
+        assert_eq!(output.status.code(), Some(1), "{what}: {text}");
+    }
+}
+
+#[test]
+fn a_worker_that_cannot_start_has_an_exit_code_of_its_own() {
+    let dir = tempfile::tempdir().expect("a temporary directory");
+    for role in ["router", "prefill-worker", "decode-worker"] {
+        let output = Command::new(BATON)
+            .args([role, "--listen", "127.0.0.1:0", "--model"])
+            .arg(dir.path())
+            .output()
+            .expect("the program runs");
+        assert_eq!(output.status.code(), Some(78), "{role}: {}", String::from_utf8_lossy(&output.stderr));
+    }
+}
+
+fn remove_all(dir: &Path) {
+    FILES.iter().for_each(|name| remove(dir, name));
+}
+
+fn remove(dir: &Path, name: &str) {
+    fs::remove_file(dir.join(name)).expect("the tiny model has it");
+}
+
+fn write(dir: &Path, name: &str, text: &str) {
+    fs::write(dir.join(name), text).expect("a directory of the test");
+}
+
+fn change_config(dir: &Path, change: impl FnOnce(&mut Value)) {
+    let text = fs::read_to_string(dir.join("config.json")).expect("the tiny model has it");
+    let mut config: Value = serde_json::from_str(&text).expect("JSON");
+    change(&mut config);
+    write(dir, "config.json", &config.to_string());
+}
+
+fn truncate_weights(dir: &Path, num_bytes: u64) {
+    let file = fs::File::options().write(true).open(dir.join("model.safetensors")).expect("it is there");
+    file.set_len(num_bytes).expect("a file of the test");
+}
