@@ -30,7 +30,20 @@ metadata:
   labels:
     {{- include "baton.labels" $component | nindent 4 }}
 spec:
+  {{- if eq $values.autoscaling.mode "none" }}
   replicas: {{ $values.replicas }}
+  {{- end }}
+  strategy:
+    type: RollingUpdate
+    rollingUpdate:
+      {{- if $values.surge }}
+      maxSurge: {{ $values.surge }}
+      maxUnavailable: 0
+      {{- else }}
+      # No node has room for one more: one leaves before its successor comes.
+      maxSurge: 0
+      maxUnavailable: 1
+      {{- end }}
   selector:
     matchLabels:
       {{- include "baton.selectorLabels" $component | nindent 6 }}
@@ -206,6 +219,7 @@ spec:
     matchLabels:
       {{- include "baton.selectorLabels" $component | nindent 6 }}
 {{- end }}
+{{- include "baton.autoscaler" . }}
 {{- end -}}
 
 {{/* What a worker is given, its devices among it. */}}

@@ -1,0 +1,63 @@
+{{/*
+What changes a role's number of workers: a HorizontalPodAutoscaler, or a ScaledObject of KEDA that asks Prometheus.
+Takes a dict of root, role and values.
+*/}}
+{{- define "baton.autoscaler" -}}
+{{- $scaling := .values.autoscaling -}}
+{{- $name := printf "%s-%s" (include "baton.fullname" .root) .role -}}
+{{- $labels := include "baton.labels" (dict "root" .root "component" .role) -}}
+{{- $target := dict "apiVersion" "apps/v1" "kind" "Deployment" "name" $name -}}
+{{- if eq $scaling.mode "hpa" }}
+---
+apiVersion: autoscaling/v2
+kind: HorizontalPodAutoscaler
+metadata:
+  name: {{ $name }}
+  labels:
+    {{- $labels | nindent 4 }}
+spec:
+  scaleTargetRef:
+    {{- toYaml $target | nindent 4 }}
+  minReplicas: {{ $scaling.minReplicas }}
+  maxReplicas: {{ $scaling.maxReplicas }}
+  metrics:
+    {{- toYaml $scaling.metrics | nindent 4 }}
+  behavior:
+    scaleDown:
+      stabilizationWindowSeconds: {{ $scaling.scaleDownSeconds }}
+{{- else if eq $scaling.mode "keda" }}
+{{- /* Labels that the PodMonitor gives each series. */ -}}
+{{- $series := printf "namespace=%q,app_kubernetes_io_instance=%q,app_kubernetes_io_component=%q" .root.Release.Namespace .root.Release.Name .role }}
+---
+apiVersion: keda.sh/v1alpha1
+kind: ScaledObject
+metadata:
+  name: {{ $name }}
+  labels:
+    {{- $labels | nindent 4 }}
+spec:
+  scaleTargetRef:
+    {{- toYaml $target | nindent 4 }}
+  minReplicaCount: {{ $scaling.minReplicas }}
+  maxReplicaCount: {{ $scaling.maxReplicas }}
+  cooldownPeriod: {{ $scaling.scaleDownSeconds }}
+  advanced:
+    horizontalPodAutoscalerConfig:
+      behavior:
+        scaleDown:
+          stabilizationWindowSeconds: {{ $scaling.scaleDownSeconds }}
+  triggers:
+    # Prompt tokens that wait, of all workers; the target is of one.
+    - type: prometheus
+      metadata:
+        serverAddress: {{ .root.Values.monitoring.prometheusUrl }}
+        query: sum(baton_engine_queued_tokens{ {{- $series -}} })
+        threshold: {{ $scaling.queuedTokens | quote }}
+    # Workers' worth of KV blocks in use.
+    - type: prometheus
+      metadata:
+        serverAddress: {{ .root.Values.monitoring.prometheusUrl }}
+        query: sum(1 - baton_engine_free_blocks{ {{- $series -}} } / baton_engine_total_blocks{ {{- $series -}} })
+        threshold: {{ $scaling.kvUse | quote }}
+{{- end }}
+{{- end -}}
