@@ -5,10 +5,12 @@
 
 mod drive;
 mod overlap;
+mod process;
 mod progress;
 mod random;
 mod report;
 mod stats;
+mod steps;
 mod target;
 mod trace;
 mod transfer;
@@ -181,6 +183,8 @@ pub(crate) enum Part {
     Transfer(Box<transfer::TransferArgs>),
     /// Measure how much of the transfer of KV is hidden behind prefill.
     Overlap(Box<overlap::OverlapArgs>),
+    /// Measure what a worker's steps take, for --step-profile.
+    Steps(Box<steps::StepsArgs>),
     /// The second process of `transfer`.
     #[command(hide = true)]
     TransferPeer,
@@ -221,6 +225,7 @@ pub fn run(mut args: BenchArgs) -> anyhow::Result<()> {
     match args.part.take() {
         None => block_on(load(args)),
         Some(Part::Overlap(args)) => block_on(overlap::run(*args)),
+        Some(Part::Steps(args)) => block_on(steps::run(*args)),
         Some(Part::Transfer(args)) => transfer::run(*args),
         Some(Part::TransferPeer) => transfer::serve(),
     }

@@ -3,6 +3,7 @@
 //! Each command declares its own arguments, beside what it does with them.
 
 use baton_bench::BenchArgs;
+use baton_simulator::{PlanArgs, SimulateArgs};
 use clap::{Parser, Subcommand};
 
 use crate::{
@@ -36,6 +37,10 @@ pub(crate) enum Command {
     Bench(BenchArgs),
     /// Measure how fast KV travels between the workers of a cluster, and report what limits it.
     Doctor(DoctorArgs),
+    /// Simulate a cluster that serves a trace, with the real scheduler and planner: latencies, goodput, utilisation.
+    Simulate(Box<SimulateArgs>),
+    /// Find the deployment that serves a trace best on so many GPUs, by simulation, and print Helm values for it.
+    Plan(Box<PlanArgs>),
     /// Print what a model costs: memory, arithmetic, and estimated times on a device.
     Inspect(InspectArgs),
     /// Print a completion script for a shell.

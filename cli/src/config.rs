@@ -100,8 +100,11 @@ impl ConfigFile {
         let text = std::fs::read_to_string(path).map_err(|error| fail(error.to_string()))?;
         let mut whole: toml::Table =
             text.parse().map_err(|error: toml::de::Error| fail(error.to_string()))?;
-        for table in whole.keys() {
+        for (table, value) in &whole {
             if command.find_subcommand(table).is_none() {
+                if !value.is_table() {
+                    return Err(fail(format!("{table} stands in no table; put it under [{role}]")));
+                }
                 let roles = "[router], [prefill-worker], [decode-worker] or [up]";
                 return Err(fail(format!("unknown table [{table}]; a file holds {roles}")));
             }
@@ -237,6 +240,7 @@ mod tests {
             ("[router]\nlisten-on = 1\n", "no setting 'listen-on'"),
             ("[rooter]\n", "unknown table [rooter]"),
             ("router = 1\n", "not a table"),
+            ("listen = 1\n[router]\n", "listen stands in no table; put it under [router]"),
             ("[router\n", "config file"),
         ];
         for (text, expected) in cases {

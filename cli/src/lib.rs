@@ -8,11 +8,14 @@ mod completions;
 mod config;
 mod discovery;
 mod doctor;
+mod environment;
+mod exit;
 mod inspect;
 mod log;
 mod model;
 mod router;
 mod shutdown;
+mod transfer;
 mod up;
 mod worker;
 
@@ -24,8 +27,10 @@ use args::{Cli, Command};
 use config::Parsed;
 
 /// Parses, runs one subcommand, and turns its outcome into an exit code: 0, 1 for a failure while
-/// running, 2 for a wrong call.
+/// running, 2 for a wrong call, [`CANNOT_START`](exit::CANNOT_START) for a router or worker that cannot start.
 pub fn main(args: impl IntoIterator<Item = OsString>) -> ExitCode {
+    // Before there are other threads. Workers that `up` starts inherit the environment.
+    baton_model::set_cuda_connections();
     let cli = match config::parse::<Cli>(args) {
         Ok(Parsed::Run(cli)) => cli,
         Ok(Parsed::Print(text)) => {
@@ -34,13 +39,28 @@ pub fn main(args: impl IntoIterator<Item = OsString>) -> ExitCode {
         }
         Err(error) => return error.exit(),
     };
+    let is_server =
+        matches!(cli.command, Command::Router(_) | Command::PrefillWorker(_) | Command::DecodeWorker(_));
+    // SAFETY: the runtime and its threads start below.
+    unsafe { environment::remove_unknown(&Cli::command()) };
     match run(*cli) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("error: {error:#}");
-            ExitCode::FAILURE
+            eprintln!("error: {}", describe(&error));
+            if is_server { exit::of_server(&error) } else { ExitCode::FAILURE }
         }
     }
+}
+
+/// The error and its causes, each once: some messages end with that of their cause.
+fn describe(error: &anyhow::Error) -> String {
+    let mut text = error.to_string();
+    for cause in error.chain().skip(1).map(ToString::to_string) {
+        if !text.contains(&cause) {
+            text = format!("{text}: {cause}");
+        }
+    }
+    text
 }
 
 fn run(cli: Cli) -> anyhow::Result<()> {
@@ -56,6 +76,8 @@ fn run(cli: Cli) -> anyhow::Result<()> {
         Command::Chat(args) => block_on(chat::run(args)),
         Command::Bench(args) => baton_bench::run(args),
         Command::Doctor(args) => block_on(doctor::run(args)),
+        Command::Simulate(args) => baton_simulator::run(*args),
+        Command::Plan(args) => baton_simulator::run_plan(&args),
         Command::Inspect(args) => inspect::run(args),
     }
 }

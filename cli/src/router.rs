@@ -3,8 +3,9 @@
 use std::net::SocketAddr;
 
 use baton_command::{TlsArgs, at_least_one};
-use baton_router::RouterConfig;
-use clap::{Args, ValueEnum};
+use baton_router::{MigrationMode, PlanBasis, RouterConfig, Slo, ToolFormat, UnknownFields};
+use clap::{Args, ValueEnum, builder::PossibleValue};
+use http::HeaderValue;
 
 use crate::{config::LayerArgs, discovery::DiscoveryArgs, log::LogArgs, model::ModelArgs, shutdown};
 
@@ -20,13 +21,37 @@ pub(crate) struct RouterArgs {
     /// Addresses of the workers for --discovery static: http://host:port, separated by commas.
     #[arg(long, value_name = "URLS", value_delimiter = ',', env = "BATON_WORKERS")]
     pub workers: Vec<String>,
-    /// Prompts with fewer uncached tokens than this are prefilled by the decode worker itself.
+    #[command(flatten)]
+    pub routing: RoutingArgs,
+    #[command(flatten)]
+    pub tls: TlsArgs,
+    #[command(flatten)]
+    pub log: LogArgs,
+    #[command(flatten)]
+    pub layers: LayerArgs,
+}
+
+/// How requests are accepted and planned.
+#[derive(Clone, Debug, Args)]
+pub(crate) struct RoutingArgs {
+    /// What plans are made from: time (predicted from what workers report) or constants (the next two options).
+    #[arg(long, value_enum, default_value_t = PlanBasisChoice::Time, env = "BATON_PLAN_BY")]
+    pub plan_by: PlanBasisChoice,
+    /// Prompts with fewer uncached tokens than this are prefilled by the decode worker itself, with --plan-by constants and
+    /// while a worker does not report what its steps take. Otherwise predicted times decide.
     #[arg(long, value_name = "TOKENS", default_value_t = 32, env = "BATON_LOCAL_PREFILL_BELOW")]
     pub local_prefill_below: usize,
     /// Fetch a cached prefix from another worker if that worker has at least this many tokens more of it, and
-    /// if fetching is faster than computing.
+    /// if fetching is faster than computing; in the same cases.
     #[arg(long, value_name = "TOKENS", default_value_t = 64, env = "BATON_FETCH_PREFIX_FROM")]
     pub fetch_prefix_from: usize,
+    /// Time to the first token that requests should meet, in milliseconds. Of all plans, one that breaks the fewest such
+    /// targets is chosen. A request can bring its own (slo_ttft).
+    #[arg(long, value_name = "MS", value_parser = at_least_one, env = "BATON_SLO_TTFT")]
+    pub slo_ttft: Option<usize>,
+    /// Mean time between tokens that requests should meet, in milliseconds. A request can bring its own (slo_tpot).
+    #[arg(long, value_name = "MS", value_parser = at_least_one, env = "BATON_SLO_TPOT")]
+    pub slo_tpot: Option<usize>,
     /// When running requests migrate between decode workers: off, drain or balance.
     ///
     /// off: never. drain: from a worker that is shutting down, with their KV. balance: also from a much
@@ -36,12 +61,40 @@ pub(crate) struct RouterArgs {
     /// Requests in flight at the same time. Further requests are answered with 429.
     #[arg(long, value_name = "N", default_value_t = 1024, value_parser = at_least_one, env = "BATON_MAX_REQUESTS")]
     pub max_requests: usize,
-    #[command(flatten)]
-    pub tls: TlsArgs,
-    #[command(flatten)]
-    pub log: LogArgs,
-    #[command(flatten)]
-    pub layers: LayerArgs,
+    /// What becomes of request fields that no API knows: refuse (400, with the nearest name) or ignore.
+    #[arg(long, value_enum, default_value_t = UnknownFieldsChoice::Refuse, env = "BATON_UNKNOWN_FIELDS")]
+    pub unknown_fields: UnknownFieldsChoice,
+    /// How the model writes tool calls: hermes, llama3, mistral, mistral-args or harmony. By default it is found from the
+    /// chat template.
+    #[arg(long, value_name = "FORMAT", value_parser = tool_format, env = "BATON_TOOL_FORMAT")]
+    pub tool_format: Option<ToolFormat>,
+    /// Origins whose pages may call the HTTP API from a browser, such as https://chat.example.com, separated by
+    /// commas; * stands for all.
+    #[arg(long, value_name = "ORIGINS", value_delimiter = ',', env = "BATON_CORS_ORIGINS")]
+    pub cors_origins: Vec<HeaderValue>,
+}
+
+/// What plans are made from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum PlanBasisChoice {
+    /// Predicted times decide.
+    Time,
+    /// Lengths of prompts and queues decide.
+    Constants,
+}
+
+fn tool_format(name: &str) -> Result<ToolFormat, String> {
+    let names = ToolFormat::ALL.map(ToolFormat::name).join(", ");
+    ToolFormat::from_name(name).ok_or_else(|| format!("there are {names}"))
+}
+
+/// What becomes of unknown fields.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum UnknownFieldsChoice {
+    /// The request is refused.
+    Refuse,
+    /// The fields have no effect.
+    Ignore,
 }
 
 /// Whether running requests move between decode workers.
@@ -55,6 +108,65 @@ pub(crate) enum MigrationChoice {
     Balance,
 }
 
+impl RoutingArgs {
+    fn configure(self, config: &mut RouterConfig) {
+        let seconds = |millis: Option<usize>| millis.map(|millis| millis as f64 / 1e3);
+        config.slo = Slo { ttft: seconds(self.slo_ttft), tpot: seconds(self.slo_tpot) };
+        config.max_requests = self.max_requests;
+        config.plan_by = match self.plan_by {
+            PlanBasisChoice::Time => PlanBasis::Time,
+            PlanBasisChoice::Constants => PlanBasis::Constants,
+        };
+        config.policy.local_prefill_below = self.local_prefill_below;
+        config.policy.fetch_prefix_from = self.fetch_prefix_from;
+        config.migration = match self.migration {
+            MigrationChoice::Off => MigrationMode::Off,
+            MigrationChoice::Drain => MigrationMode::Drain,
+            MigrationChoice::Balance => MigrationMode::Balance,
+        };
+        config.unknown_fields = match self.unknown_fields {
+            UnknownFieldsChoice::Refuse => UnknownFields::Refuse,
+            UnknownFieldsChoice::Ignore => UnknownFields::Ignore,
+        };
+        config.tool_format = self.tool_format;
+        config.cors_origins = self.cors_origins;
+    }
+
+    /// These settings as flags of a router.
+    pub(crate) fn flags(&self) -> Vec<String> {
+        // Every field is named, so that none is forgotten.
+        let RoutingArgs {
+            plan_by,
+            local_prefill_below,
+            fetch_prefix_from,
+            slo_ttft,
+            slo_tpot,
+            migration,
+            max_requests,
+            unknown_fields,
+            tool_format,
+            cors_origins,
+        } = self;
+        let name = |value: Option<PossibleValue>| value.expect("no choice is hidden").get_name().to_owned();
+        let mut flags = vec![
+            format!("--plan-by={}", name(plan_by.to_possible_value())),
+            format!("--local-prefill-below={local_prefill_below}"),
+            format!("--fetch-prefix-from={fetch_prefix_from}"),
+            format!("--migration={}", name(migration.to_possible_value())),
+            format!("--max-requests={max_requests}"),
+            format!("--unknown-fields={}", name(unknown_fields.to_possible_value())),
+        ];
+        let origins: Vec<_> = cors_origins.iter().filter_map(|origin| origin.to_str().ok()).collect();
+        flags.extend(slo_ttft.map(|ms| format!("--slo-ttft={ms}")));
+        flags.extend(slo_tpot.map(|ms| format!("--slo-tpot={ms}")));
+        flags.extend(tool_format.map(|format| format!("--tool-format={}", format.name())));
+        if !origins.is_empty() {
+            flags.push(format!("--cors-origins={}", origins.join(",")));
+        }
+        flags
+    }
+}
+
 /// Runs a router.
 pub(crate) async fn run(args: RouterArgs) -> anyhow::Result<()> {
     let _telemetry = args.log.init("baton-router", &args.listen.to_string())?;
@@ -63,13 +175,6 @@ pub(crate) async fn run(args: RouterArgs) -> anyhow::Result<()> {
     let mut config = RouterConfig::new(model, model_name, discovery);
     config.listen = args.listen;
     config.tls = args.tls.load()?;
-    config.max_requests = args.max_requests;
-    config.policy.local_prefill_below = args.local_prefill_below;
-    config.policy.fetch_prefix_from = args.fetch_prefix_from;
-    config.migration = match args.migration {
-        MigrationChoice::Off => baton_router::MigrationMode::Off,
-        MigrationChoice::Drain => baton_router::MigrationMode::Drain,
-        MigrationChoice::Balance => baton_router::MigrationMode::Balance,
-    };
+    args.routing.configure(&mut config);
     baton_router::run(config, shutdown::on_signal()?).await
 }

@@ -1,21 +1,20 @@
 //! `baton prefill-worker` and `baton decode-worker`: their arguments become a configuration, and one runs until a signal.
 
-use std::{
-    fs,
-    net::SocketAddr,
-    path::{Path, PathBuf},
-    time::Duration,
-};
+use std::{fs, net::SocketAddr, path::Path, time::Duration};
 
+use anyhow::ensure;
 use baton_cluster::{Role, WorkerId};
-use baton_command::{EngineArgs, Speculate, TlsArgs, Transport, at_least_one, draft_model, embedded_model};
-use baton_kv_cache::WireFormat;
+use baton_command::{EngineArgs, Speculate, TlsArgs, at_least_one, draft_model, embedded_model};
 use baton_telemetry::TelemetryGuard;
-use baton_worker::{DrafterConfig, KvMemory, TransportKind, WorkerConfig};
+use baton_worker::{ComputeDevice, DrafterConfig, KvMemory, WorkerConfig};
 use clap::Args;
-use tracing::debug;
+use tokio::task::JoinSet;
+use tokio_util::sync::CancellationToken;
 
-use crate::{config::LayerArgs, discovery::DiscoveryArgs, log::LogArgs, model::ModelArgs, shutdown};
+use crate::{
+    config::LayerArgs, discovery::DiscoveryArgs, log::LogArgs, model::ModelArgs, shutdown,
+    transfer::TransferArgs,
+};
 
 #[derive(Debug, Args)]
 pub(crate) struct WorkerArgs {
@@ -28,6 +27,9 @@ pub(crate) struct WorkerArgs {
     /// URL at which routers and workers reach --listen. Default: the address that it is bound to.
     #[arg(long, value_name = "URL", env = "BATON_ADVERTISE")]
     pub advertise: Option<String>,
+    /// Workers in this process, each with a port and an id of its own. Only with --device sim:GPU.
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = at_least_one, env = "BATON_NUM_WORKERS")]
+    pub num_workers: usize,
     #[command(flatten)]
     pub model: ModelArgs,
     #[command(flatten)]
@@ -37,50 +39,8 @@ pub(crate) struct WorkerArgs {
     pub router: String,
     #[command(flatten)]
     pub engine: EngineArgs,
-    /// Transports for KV blocks, separated by commas. Two workers use the best that both have. Default: shm,
-    /// tcp, and rdma where NIXL and a device for it are found.
-    #[arg(long, value_enum, value_delimiter = ',', env = "BATON_TRANSPORTS")]
-    pub transports: Vec<Transport>,
-    /// Format of KV on its way over TCP: as-is, or quantised to int8 or int4, which takes fewer bytes.
-    ///
-    /// The decode worker's setting decides; a prefill worker that is set to as-is never quantises. Over
-    /// shared memory, RDMA and NCCL KV travels as it is. Default: as the other worker asks for.
-    #[arg(long, value_name = "FORM", value_parser = parse_kv_wire, env = "BATON_KV_WIRE")]
-    pub kv_wire: Option<WireFormat>,
-    /// Address and port that receive KV over TCP. Port 0 takes a free one.
-    #[arg(long, value_name = "ADDR", default_value = "127.0.0.1:0", env = "BATON_DATA_LISTEN")]
-    pub data_listen: SocketAddr,
-    /// Address and port at which senders set up rdma. Port 0 takes a free one. Default: a free port at the
-    /// address of --data-listen.
-    #[arg(long, value_name = "ADDR", env = "BATON_RDMA_LISTEN")]
-    pub rdma_listen: Option<SocketAddr>,
-    /// NIXL's library for rdma: libnixl_capi.so or its folder. Default: where the system's loader finds it.
-    #[arg(long, value_name = "PATH", env = "BATON_NIXL")]
-    pub nixl: Option<PathBuf>,
-    /// Address and port at which peers set up nccl with a decode worker. Port 0 takes a free one.
-    #[arg(long, value_name = "ADDR", default_value = "127.0.0.1:0", env = "BATON_NCCL_LISTEN")]
-    pub nccl_listen: SocketAddr,
-    /// NCCL's library, for the nccl transport and for --tensor-parallel on GPUs: libnccl.so.2 or its folder.
-    /// Default: where the system's loader finds it.
-    #[arg(long, value_name = "PATH", env = "BATON_NCCL")]
-    pub nccl: Option<PathBuf>,
-    /// Host name or address at which other workers reach --data-listen, --rdma-listen and --nccl-listen.
-    /// Default: the host of --advertise.
-    #[arg(long, value_name = "HOST", env = "BATON_DATA_HOST")]
-    pub data_host: Option<String>,
-    /// Directory for the sockets of the shm transport. Default: a private one in the runtime directory.
-    #[arg(long, value_name = "DIR", env = "BATON_SHM_DIR")]
-    pub shm_dir: Option<PathBuf>,
-    /// Seconds that a handoff may make no progress before it fails.
-    ///
-    /// Until the first token, any computation of the prefill worker counts as progress. From then on only
-    /// arriving KV does.
-    #[arg(long, value_name = "SECONDS", default_value_t = 60, env = "BATON_HANDOFF_DEADLINE")]
-    pub handoff_deadline: u64,
-    /// Milliseconds to fetch a cached prefix from another worker. What has not arrived by then is computed.
-    /// Default: about the time that computing it takes.
-    #[arg(long, value_name = "MS", value_parser = at_least_one, env = "BATON_FETCH_DEADLINE")]
-    pub fetch_deadline: Option<usize>,
+    #[command(flatten)]
+    pub transfer: TransferArgs,
     /// Seconds after SIGTERM for running requests to finish or migrate.
     #[arg(long, value_name = "SECONDS", default_value_t = 30, env = "BATON_DRAIN_TIMEOUT")]
     pub drain_timeout: u64,
@@ -92,16 +52,60 @@ pub(crate) struct WorkerArgs {
     pub layers: LayerArgs,
 }
 
-/// Runs a prefill worker.
+/// Runs a prefill worker, or several simulated ones.
 pub(crate) async fn run_prefill(args: WorkerArgs) -> anyhow::Result<()> {
+    let num_workers = args.num_workers;
     let (config, _telemetry) = worker(Role::Prefill, args)?;
-    baton_prefill_worker::run(config, shutdown::on_signal()?).await
+    run_all(several(config, num_workers)?, baton_prefill_worker::run).await
 }
 
-/// Runs a decode worker.
+/// Runs a decode worker, or several simulated ones.
 pub(crate) async fn run_decode(args: WorkerArgs) -> anyhow::Result<()> {
+    let num_workers = args.num_workers;
     let (config, _telemetry) = worker(Role::Decode, args)?;
-    baton_decode_worker::run(config, shutdown::on_signal()?).await
+    run_all(several(config, num_workers)?, baton_decode_worker::run).await
+}
+
+/// Configurations of so many workers like that one: `id-0`, `id-1` and so on.
+fn several(config: WorkerConfig, num_workers: usize) -> anyhow::Result<Vec<WorkerConfig>> {
+    if num_workers == 1 {
+        return Ok(vec![config]);
+    }
+    ensure!(
+        matches!(config.device, ComputeDevice::Sim(_)),
+        "--num-workers is {num_workers}, but workers that compute have a process each; it goes with --device sim:GPU"
+    );
+    let ports = [("--listen", config.listen.port()), ("--data-listen", config.data_listen.port())];
+    for (flag, port) in ports {
+        ensure!(
+            port == 0,
+            "{flag} has port {port}, but --num-workers {num_workers} needs one for each; take port 0"
+        );
+    }
+    ensure!(config.advertise.is_none(), "--advertise names one worker, but --num-workers is {num_workers}");
+    let nth = |idx| WorkerConfig { id: format!("{}-{idx}", config.id).as_str().into(), ..config.clone() };
+    Ok((0..num_workers).map(nth).collect())
+}
+
+/// Runs workers until a signal, or until one of them fails: then all end.
+async fn run_all<F>(
+    configs: Vec<WorkerConfig>,
+    run: impl Fn(WorkerConfig, CancellationToken) -> F,
+) -> anyhow::Result<()>
+where
+    F: Future<Output = anyhow::Result<()>> + Send + 'static,
+{
+    let shutdown = shutdown::on_signal()?;
+    let mut workers = JoinSet::new();
+    for config in configs {
+        workers.spawn(run(config, shutdown.clone()));
+    }
+    let mut outcome = Ok(());
+    while let Some(ended) = workers.join_next().await {
+        shutdown.cancel();
+        outcome = outcome.and(ended.map_err(anyhow::Error::from).flatten());
+    }
+    outcome
 }
 
 fn worker(role: Role, args: WorkerArgs) -> anyhow::Result<(WorkerConfig, TelemetryGuard)> {
@@ -131,6 +135,8 @@ fn worker(role: Role, args: WorkerArgs) -> anyhow::Result<(WorkerConfig, Telemet
     config.pin_threads = args.engine.pin_threads;
     config.quantise = args.engine.quantize;
     config.activations = args.engine.activations;
+    config.is_deterministic = args.engine.deterministic;
+    config.step_profile = args.engine.step_profile;
     config.device = args.engine.device;
     config.gpu_memory_utilisation = args.engine.gpu_memory_utilization;
     config.weight_cache = match args.engine.weight_cache {
@@ -144,45 +150,10 @@ fn worker(role: Role, args: WorkerArgs) -> anyhow::Result<(WorkerConfig, Telemet
         Speculate::Draft => draft_model.map(DrafterConfig::Model),
     };
     config.max_draft_tokens = args.engine.max_draft_tokens;
-    config.kv_wire = args.kv_wire;
     config.tls = args.tls.load()?;
-    config.transports = match args.transports.is_empty() {
-        // What rdma carries is not encrypted: with certificates it has to be asked for.
-        true if config.tls.is_some() => vec![TransportKind::Shm, TransportKind::Tcp],
-        true => default_transports(args.nixl.as_deref()),
-        false => args.transports.into_iter().map(transport).collect(),
-    };
-    config.rdma_listen = args.rdma_listen;
-    config.nixl = args.nixl;
-    config.nccl_listen = args.nccl_listen;
-    config.nccl = args.nccl;
-    config.data_listen = args.data_listen;
-    config.data_host = args.data_host;
-    config.shm_dir = args.shm_dir;
-    config.handoff_deadline = Duration::from_secs(args.handoff_deadline);
-    config.fetch_deadline = args.fetch_deadline.map(|ms| Duration::from_millis(ms as u64));
+    args.transfer.configure(&mut config);
     config.drain_timeout = Duration::from_secs(args.drain_timeout);
     Ok((config, telemetry))
-}
-
-/// The default transports of this host. nccl is not among them: blocks are in host memory, where it is a detour.
-fn default_transports(nixl: Option<&Path>) -> Vec<TransportKind> {
-    match baton_worker::finds_rdma(nixl) {
-        Ok(()) => vec![TransportKind::Shm, TransportKind::Rdma, TransportKind::Tcp],
-        Err(why) => {
-            debug!(why, "kv does not travel over rdma");
-            vec![TransportKind::Shm, TransportKind::Tcp]
-        }
-    }
-}
-
-fn transport(transport: Transport) -> TransportKind {
-    match transport {
-        Transport::Shm => TransportKind::Shm,
-        Transport::Rdma => TransportKind::Rdma,
-        Transport::Nccl => TransportKind::Nccl,
-        Transport::Tcp => TransportKind::Tcp,
-    }
 }
 
 fn host_name() -> String {
@@ -191,16 +162,45 @@ fn host_name() -> String {
     if name.is_empty() { "host".to_owned() } else { name.to_owned() }
 }
 
-fn parse_kv_wire(name: &str) -> Result<WireFormat, String> {
-    WireFormat::from_name(name).ok_or_else(|| format!("expected one of {}", WireFormat::names()))
-}
-
 #[cfg(test)]
 mod tests {
     use clap::Parser;
 
     use super::*;
     use crate::args::{Cli, Command};
+
+    fn config_of(flags: &str) -> (WorkerConfig, usize) {
+        let cli = Cli::parse_from(format!("baton decode-worker --id d {flags}").split_whitespace());
+        let Command::DecodeWorker(args) = cli.command else { panic!("not a decode worker") };
+        let discovery = args.discovery.config(args.router.clone(), Vec::new()).expect("the default");
+        let mut config = WorkerConfig::new(Role::Decode, "d".into(), "/model".into(), discovery);
+        config.listen = args.listen;
+        config.advertise = args.advertise;
+        config.device = args.engine.device;
+        config.data_listen = args.transfer.data_listen;
+        (config, args.num_workers)
+    }
+
+    #[test]
+    fn a_process_has_several_workers_only_if_they_are_simulated() {
+        let ids = |flags: &str| {
+            let (config, num_workers) = config_of(flags);
+            let configs = several(config, num_workers).map_err(|error| error.to_string())?;
+            Ok::<_, String>(configs.into_iter().map(|config| config.id.0).collect::<Vec<_>>())
+        };
+        assert_eq!(ids(""), Ok(vec!["d".to_owned()]));
+        assert_eq!(ids("--device sim:H100"), Ok(vec!["d".to_owned()]));
+        assert_eq!(ids("--device sim:H100 --num-workers 2"), Ok(vec!["d-0".to_owned(), "d-1".to_owned()]));
+        for (flags, message) in [
+            ("--num-workers 2", "it goes with --device sim:GPU"),
+            ("--device sim:H100 --num-workers 2 --listen 127.0.0.1:81", "--listen has port 81"),
+            ("--device sim:H100 --num-workers 2 --data-listen 127.0.0.1:82", "--data-listen has port 82"),
+            ("--device sim:H100 --num-workers 2 --advertise http://h:1", "--advertise"),
+        ] {
+            let error = ids(flags).unwrap_err();
+            assert!(error.contains(message), "{flags}: {error}");
+        }
+    }
 
     #[test]
     fn a_draft_model_is_given_or_embedded_or_missed() {

@@ -52,6 +52,12 @@ impl StateReport {
         });
     }
 
+    /// The router of an embedded registry has ended in good order.
+    pub(crate) fn router_left(&mut self) {
+        tracing::info!("the router has left; requests go on, and the worker registers again when it returns");
+        self.sender.send_replace(RegistrationState::Searching { problem: None });
+    }
+
     pub(crate) fn searching(&mut self, problem: impl std::fmt::Display) {
         self.set(RegistrationState::Searching { problem: Some(problem.to_string()) });
     }

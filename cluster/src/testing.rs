@@ -20,6 +20,7 @@ pub(crate) fn record(id: &str, role: Role) -> WorkerRecord {
         model: "tiny".into(),
         kv_format: KvFormat::new("r1".into(), &layout, "theta=10000".into()),
         capacity: Capacity { num_blocks: 8, block_size: 16, max_running: 4, context_length: 128 },
+        compute: None,
     }
 }
 

@@ -9,59 +9,52 @@ use baton_worker::{
     Worker,
     convert::{request_from_generate, submit_failure},
     convert_handoff::wire_from_generate,
-    peers::Link,
 };
 use tonic::Status;
 
 use crate::remote_prefill::RemotePrefillPlan;
 
-/// An accepted request.
-pub enum Admitted {
-    /// The engine here computes the prompt.
-    Local(Request),
-    /// The engine here computes what `source` has not cached of the prompt.
+/// Where the KV of an accepted prompt comes from.
+pub enum PromptKv {
+    /// This worker's engine computes it.
+    Local,
+    /// This worker fetches the prefix that `source` has cached, and its engine computes the rest.
     Fetch {
-        /// The request.
-        request: Request,
         /// The worker that probably has more of it cached.
         source: PrefillPeer,
         /// How often the request was planned before.
         attempt: u32,
     },
-    /// A prefill worker computes the prompt.
-    Remote(RemotePrefillPlan, Link),
+    /// A prefill worker computes it.
+    Remote(RemotePrefillPlan),
 }
 
-/// Accepts a request unless the worker drains or the request cannot be served. Whether the engine has room for it, the
-/// engine decides.
+/// Accepts a request unless the worker drains or the request is invalid. Whether there is room for it, the engine decides
+/// later.
 ///
 /// # Errors
-/// Why not: the call is refused.
-pub fn admit(worker: &Worker, message: &GenerateRequest) -> Result<Admitted, Status> {
+/// The status with which the call is refused.
+pub fn admit(worker: &Worker, message: &GenerateRequest) -> Result<(Request, PromptKv), Status> {
     if worker.lifecycle().is_draining() {
         let failure = Failure::new(FailureKind::Draining, "the decode worker is leaving");
         return Err(failure_to_status(&failure));
     }
     let request = request_from_generate(message)?;
     let wire = wire_from_generate(message)?.or(worker.config().kv_wire);
-    let attempt = message.attempt;
-    let Some(peer) = message.prefill.clone() else {
-        return Ok(match message.prefix_source.clone() {
-            // The engine validates.
-            None => Admitted::Local(request),
-            Some(source) => {
-                validate(worker, &request)?;
-                Admitted::Fetch { request, source, attempt }
-            }
-        });
+    let (attempt, prefix_source) = (message.attempt, message.prefix_source.clone());
+    let kv = match (message.prefill.clone(), prefix_source) {
+        // The engine validates.
+        (None, None) => return Ok((request, PromptKv::Local)),
+        (None, Some(source)) => PromptKv::Fetch { source, attempt },
+        (Some(peer), prefix_source) => {
+            let link = worker.peers().link(&peer.address);
+            let link = link.map_err(|error| Status::invalid_argument(format!("prefill.address: {error}")))?;
+            let ticket = message.prefill_ticket;
+            PromptKv::Remote(RemotePrefillPlan { attempt, peer, link, wire, prefix_source, ticket })
+        }
     };
     validate(worker, &request)?;
-    let link = worker
-        .peers()
-        .link(&peer.address)
-        .map_err(|error| Status::invalid_argument(format!("prefill.address: {error}")))?;
-    let prefix_source = message.prefix_source.clone();
-    Ok(Admitted::Remote(RemotePrefillPlan { request, attempt, peer, wire, prefix_source }, link))
+    Ok((request, kv))
 }
 
 fn validate(worker: &Worker, request: &Request) -> Result<(), Status> {

@@ -1,16 +1,18 @@
-//! The stream that a router reads: token events, then exactly one end. Dropping it cancels the request.
+//! The stream that a router reads: token events, then exactly one terminal event. Dropping it cancels the request.
 
 use std::sync::{
     Arc,
     atomic::{AtomicU64, Ordering},
 };
 
-use baton_engine::{DraftCounts, Request, SampledToken, TokenEvent, TokenStream};
+use baton_engine::{Request, SampledToken, TokenEvent, TokenStream};
 use baton_proto::worker::GenerateEvent;
-use baton_request::{Failure, FailureKind};
+use baton_request::{Failure, FailureKind, FinishReason};
 use baton_worker::{
-    Worker,
-    convert::{engine_failure, failed_event, finished_event, leaving_event, submit_failure, token_event},
+    RequestClock, Uncovered, Worker,
+    convert::{
+        TokenNotes, engine_failure, failed_event, finished_event, leaving_event, submit_failure, token_event,
+    },
 };
 use futures_util::future::BoxFuture;
 use tokio::sync::mpsc;
@@ -18,38 +20,37 @@ use tokio_util::{sync::CancellationToken, task::task_tracker::TaskTrackerToken};
 
 use crate::remote_prefill::RemotePrefillEvent;
 
-/// What the next event comes from.
+/// The source of the next event.
 enum TokenSource {
-    /// A cached prefix is fetched from another worker; then the engine here computes the rest.
-    Fetch(BoxFuture<'static, ()>, Request),
+    /// A cached prefix is fetched from another worker. Then this worker's engine computes the rest.
+    Fetch(BoxFuture<'static, ()>, Box<Request>, Option<Uncovered>),
     RemotePrefill(mpsc::Receiver<RemotePrefillEvent>),
     Engine(TokenStream),
-    /// One last event.
-    End(GenerateEvent),
+    /// The first token was the last.
+    End(FinishReason),
     Over,
 }
 
 /// One request's events.
 pub struct GenerateStream {
     source: TokenSource,
-    /// How often the prefill worker reported that it computes.
-    num_beats: Arc<AtomicU64>,
-    /// Prompt tokens found in a prefix cache; sent with the first token.
-    cached_tokens: Option<usize>,
-    /// Drafts verified since the last token; sent with the next.
-    drafts: DraftCounts,
+    /// `Progress` messages of the prefill worker.
+    num_progress: Arc<AtomicU64>,
+    /// Sent with the next token.
+    notes: TokenNotes,
     worker: Arc<Worker>,
-    /// Cancelled when the worker begins to drain; `None` once the router was told.
+    clock: RequestClock,
+    /// Cancelled when the worker begins to drain; `None` after the router was told.
     draining: Option<CancellationToken>,
     halted: CancellationToken,
-    /// The worker waits for the stream before it ends.
+    /// The worker does not exit before the stream has ended.
     _busy: TaskTrackerToken,
 }
 
 impl GenerateStream {
-    /// The engine here computes the prompt.
-    pub fn local(worker: Arc<Worker>, tokens: TokenStream) -> GenerateStream {
-        GenerateStream::new(worker, TokenSource::Engine(tokens), Arc::default())
+    /// This worker's engine computes the prompt.
+    pub fn local(worker: Arc<Worker>, tokens: TokenStream, clock: RequestClock) -> GenerateStream {
+        GenerateStream::new(worker, TokenSource::Engine(tokens), Arc::default(), clock)
     }
 
     /// The same, after `fetch` has ended.
@@ -57,53 +58,70 @@ impl GenerateStream {
         worker: Arc<Worker>,
         fetch: impl Future<Output = ()> + Send + 'static,
         request: Request,
+        uncovered: Option<Uncovered>,
+        clock: RequestClock,
     ) -> GenerateStream {
-        GenerateStream::new(worker, TokenSource::Fetch(Box::pin(fetch), request), Arc::default())
+        GenerateStream::new(
+            worker,
+            TokenSource::Fetch(Box::pin(fetch), Box::new(request), uncovered),
+            Arc::default(),
+            clock,
+        )
     }
 
-    /// A remote prefill supplies the first token and then the engine's stream. `num_beats` counts the prefill worker's
-    /// reports of progress.
+    /// A remote prefill supplies the first token, and then the engine's stream. `num_progress` counts the `Progress` messages
+    /// of the prefill worker.
     pub fn remote(
         worker: Arc<Worker>,
         events: mpsc::Receiver<RemotePrefillEvent>,
-        num_beats: Arc<AtomicU64>,
+        num_progress: Arc<AtomicU64>,
+        clock: RequestClock,
     ) -> GenerateStream {
-        GenerateStream::new(worker, TokenSource::RemotePrefill(events), num_beats)
+        GenerateStream::new(worker, TokenSource::RemotePrefill(events), num_progress, clock)
     }
 
-    fn new(worker: Arc<Worker>, source: TokenSource, num_beats: Arc<AtomicU64>) -> GenerateStream {
+    fn new(
+        worker: Arc<Worker>,
+        source: TokenSource,
+        num_progress: Arc<AtomicU64>,
+        clock: RequestClock,
+    ) -> GenerateStream {
         let lifecycle = worker.lifecycle();
         let (draining, halted, busy) = (lifecycle.drain_signal(), lifecycle.halted(), lifecycle.token());
         GenerateStream {
             source,
-            num_beats,
-            cached_tokens: None,
-            drafts: DraftCounts::default(),
+            num_progress,
+            notes: TokenNotes::default(),
             worker,
+            clock,
             draining: Some(draining),
             halted,
             _busy: busy,
         }
     }
 
-    /// A count that grows while the engine here or that of the prefill worker computes, for any request.
+    /// A count that grows while this worker's engine or that of the prefill worker computes, for any request.
     pub fn work(&self) -> impl Fn() -> u64 + Send + use<> {
-        let (worker, num_beats) = (self.worker.clone(), self.num_beats.clone());
-        move || worker.engine().num_computed_tokens() + num_beats.load(Ordering::Relaxed)
+        let (worker, num_progress) = (self.worker.clone(), self.num_progress.clone());
+        move || worker.engine().num_computed_tokens() + num_progress.load(Ordering::Relaxed)
     }
 
     /// The next event; `None` after the terminal one.
     pub async fn next(&mut self) -> Option<GenerateEvent> {
         loop {
             match &mut self.source {
-                TokenSource::Fetch(fetch, request) => {
+                TokenSource::Fetch(fetch, request, uncovered) => {
                     tokio::select! {
                         biased;
                         () = fetch => {}
-                        () = self.halted.cancelled() => return Some(self.fail(leaving())),
+                        () = self.halted.cancelled() => return Some(self.fail(draining_failure())),
                     }
-                    match self.worker.engine().generate(std::mem::take(request)) {
-                        Ok(tokens) => self.source = TokenSource::Engine(tokens),
+                    match self.worker.engine().generate(std::mem::take(request.as_mut())) {
+                        Ok(tokens) => {
+                            // The engine counts it from here on.
+                            drop(uncovered.take());
+                            self.source = TokenSource::Engine(tokens);
+                        }
                         Err(error) => return Some(self.fail(submit_failure(&error))),
                     }
                 }
@@ -111,22 +129,25 @@ impl GenerateStream {
                     let event = tokio::select! {
                         biased;
                         event = events.recv() => event,
-                        () = self.halted.cancelled() => return Some(self.fail(leaving())),
+                        () = self.halted.cancelled() => return Some(self.fail(draining_failure())),
                     };
                     match event {
-                        Some(RemotePrefillEvent::First { token, cached_tokens, finish }) => {
-                            self.cached_tokens = Some(cached_tokens);
+                        Some(RemotePrefillEvent::First { token, cached_tokens, pace, finish }) => {
+                            self.notes.cached_tokens = Some(cached_tokens);
+                            self.notes.pace = Some(pace);
                             if let Some(reason) = finish {
-                                self.source = TokenSource::End(finished_event(reason));
+                                self.source = TokenSource::End(reason);
                             }
                             return Some(self.token(&token));
                         }
-                        Some(RemotePrefillEvent::Decoding(tokens)) => {
-                            self.source = TokenSource::Engine(tokens)
+                        Some(RemotePrefillEvent::Decoding { tokens, exposed }) => {
+                            self.notes.exposed = Some(exposed);
+                            self.source = TokenSource::Engine(tokens);
                         }
                         Some(RemotePrefillEvent::Failed(failed)) => return Some(self.fail(failed)),
                         None => {
-                            let failed = Failure::new(FailureKind::Internal, "the handoff broke off");
+                            let failed =
+                                Failure::new(FailureKind::Internal, "the handoff ended without an outcome");
                             return Some(self.fail(failed));
                         }
                     }
@@ -135,7 +156,7 @@ impl GenerateStream {
                     let event = tokio::select! {
                         biased;
                         event = tokens.next() => event,
-                        () = self.halted.cancelled() => return Some(self.fail(leaving())),
+                        () = self.halted.cancelled() => return Some(self.fail(draining_failure())),
                         () = cancelled(&self.draining) => {
                             self.draining = None;
                             return Some(leaving_event());
@@ -143,27 +164,25 @@ impl GenerateStream {
                     };
                     match event {
                         Some(TokenEvent::Started { cached_tokens }) => {
-                            self.cached_tokens = Some(cached_tokens);
+                            self.clock.admitted();
+                            self.notes.cached_tokens = Some(cached_tokens);
                         }
-                        Some(TokenEvent::Verified(drafts)) => self.drafts = drafts,
+                        Some(TokenEvent::Verified(drafts)) => self.notes.drafts = drafts,
                         Some(TokenEvent::Token(token)) => return Some(self.token(&token)),
-                        Some(TokenEvent::Finished(reason)) => {
-                            self.source = TokenSource::Over;
-                            return Some(finished_event(reason));
-                        }
+                        Some(TokenEvent::Finished(reason)) => return Some(self.finish(reason)),
                         Some(TokenEvent::Failed(error)) => return Some(self.fail(engine_failure(&error))),
                         None => {
-                            let failed = Failure::new(FailureKind::Internal, "the engine broke off");
+                            let failed = Failure::new(
+                                FailureKind::Internal,
+                                "the engine ended the request without an outcome",
+                            );
                             return Some(self.fail(failed));
                         }
                     }
                 }
-                TokenSource::End(_) => {
-                    let TokenSource::End(event) = std::mem::replace(&mut self.source, TokenSource::Over)
-                    else {
-                        unreachable!("just matched")
-                    };
-                    return Some(event);
+                TokenSource::End(reason) => {
+                    let reason = *reason;
+                    return Some(self.finish(reason));
                 }
                 TokenSource::Over => return None,
             }
@@ -171,8 +190,15 @@ impl GenerateStream {
     }
 
     fn token(&mut self, token: &SampledToken) -> GenerateEvent {
-        self.worker.metrics().output_tokens.inc();
-        token_event(token, self.cached_tokens.take(), std::mem::take(&mut self.drafts))
+        let pace = self.clock.token();
+        self.notes.pace = self.notes.pace.or(pace);
+        token_event(token, std::mem::take(&mut self.notes))
+    }
+
+    fn finish(&mut self, reason: FinishReason) -> GenerateEvent {
+        self.source = TokenSource::Over;
+        self.clock.finished(reason);
+        finished_event(reason)
     }
 
     fn fail(&mut self, failure: Failure) -> GenerateEvent {
@@ -190,6 +216,6 @@ async fn cancelled(token: &Option<CancellationToken>) {
     }
 }
 
-fn leaving() -> Failure {
+fn draining_failure() -> Failure {
     Failure::new(FailureKind::Draining, "the decode worker is leaving")
 }

@@ -1,12 +1,12 @@
-//! The decode worker: owns a request from plan to last token. It computes the prompt itself, or has a
-//! prefill worker do it and receives the KV.
+//! The decode worker: owns a request from `Generate` to the last token. Its engine computes the prompt, or a prefill worker
+//! does and hands the KV over.
 //!
-//! [`run()`] is one from start to end, [`service`] its gRPC service, [`admission`] says which requests it accepts.
-//! [`remote_prefill`] is a prompt that a prefill worker computes, [`generate_stream`] the events that a router reads, and
-//! [`loan`] lends blocks to a worker that measures its ways here. Handing over what is cached, as every worker does, is
-//! [`baton_worker::handoff`]'s.
+//! [`run()`] runs a decode worker, [`service`] is its gRPC service, and [`admission`] decides which requests it accepts.
+//! [`remote_prefill`] drives the decode side of a handoff, [`generate_stream`] has the events that a router reads, and
+//! [`loan`] lends blocks to a worker that measures the transports to them. [`baton_worker::handoff`] hands over cached
+//! prefixes, as on every worker.
 //!
-//! It does not know why a request came here, nor text.
+//! It knows neither text nor why the router chose this worker.
 #![forbid(unsafe_code)]
 
 pub mod admission;
@@ -26,15 +26,15 @@ use tonic::service::Routes;
 
 use service::DecodeService;
 
-/// Runs a decode worker until `shutdown` and a drain.
+/// Runs a decode worker until `shutdown`, and then drains it.
 ///
 /// # Errors
-/// When it cannot start, or its engine broke.
+/// When it cannot start, or when its engine has failed.
 pub async fn run(config: WorkerConfig, shutdown: CancellationToken) -> anyhow::Result<()> {
     baton_worker::run(config, shutdown, role).await
 }
 
-/// What makes a worker a decode worker.
+/// The services of a decode worker.
 pub fn role(worker: &Arc<Worker>) -> RoleService {
     let service = DecodeServer::new(DecodeService::new(worker.clone()))
         .max_decoding_message_size(MAX_MESSAGE_BYTES)

@@ -1,4 +1,4 @@
-//! Lends blocks to a prefill worker that measures the transports to them: few blocks, for a short time, and only while this
+//! Lends blocks to a prefill worker that measures the transports to them: a few blocks, for a short time, and only while this
 //! worker is not busy.
 
 use std::{sync::Arc, time::Duration};
@@ -15,11 +15,11 @@ use tokio::{
 use tokio_util::task::task_tracker::TaskTrackerToken;
 use tonic::Status;
 
-/// After that the borrower loses its grants.
+/// After this time the grants of the loan are revoked.
 const LEASE: Duration = Duration::from_secs(10);
 
-/// For each offer: one grant to open it, and some to measure its latency and its rate. One more grant shows which offer is
-/// chosen.
+/// For each offer: one grant to open a route, and others to measure latency and rate. One further grant of the loan shows
+/// which offer a sender chooses.
 const GRANTS_PER_OFFER: usize = 15;
 
 /// Lends one loan at a time.
@@ -35,7 +35,7 @@ pub struct Loan {
     deadline: Instant,
     _granted: Vec<Granted<Arc<Reservation>>>,
     _permit: OwnedSemaphorePermit,
-    /// The worker waits for it before it ends.
+    /// The worker does not exit before the loan has ended.
     _busy: TaskTrackerToken,
 }
 
@@ -45,10 +45,10 @@ impl Lender {
         Lender { worker, only_one: Arc::new(Semaphore::new(1)) }
     }
 
-    /// Reserves blocks and grants them, with TLS to this borrower alone.
+    /// Reserves blocks and grants them. With TLS, only this borrower may write into them.
     ///
     /// # Errors
-    /// `UNAVAILABLE` when the worker is busy, `FAILED_PRECONDITION` when the borrower's KV cannot be handed over here.
+    /// `UNAVAILABLE` when the worker is busy, `FAILED_PRECONDITION` when this worker cannot use the borrower's KV.
     pub async fn lend(
         &self,
         request: proto::LendRequest,
@@ -93,7 +93,7 @@ impl Lender {
 }
 
 impl Loan {
-    /// The stream's next message: the grants, and then its end when the lease is over.
+    /// The next message of the stream: the grants, and then the end of the stream when the lease is over.
     pub async fn next(mut self) -> Option<(Result<proto::Loan, Status>, Loan)> {
         if let Some(message) = self.message.take() {
             return Some((Ok(message), self));

@@ -1,8 +1,8 @@
-//! A prompt that a prefill worker computes: its first token goes to the router at once, its KV into reserved blocks here, and
-//! the engine decodes on these when all is verified.
+//! A prompt that a prefill worker computes. Its first token goes to the router at once, its KV into reserved blocks of this
+//! worker. The engine decodes with these blocks when all KV is verified.
 //!
-//! This is the driver of [`RemotePrefill`]: it feeds the state machine with what the stream, the engine, the data plane, the
-//! router and the clock say, and does what it decides.
+//! This is the driver of [`RemotePrefill`]: it feeds the state machine with events of the stream, the engine, the data plane,
+//! the router and the clock, and carries out its actions.
 
 use std::{
     collections::VecDeque,
@@ -19,73 +19,86 @@ use baton_handoff::{
     decode::{Committed, DecodeAction, DecodeInput, RemotePrefill, RemotePrefillAction, RemotePrefilled},
 };
 use baton_kv_cache::WireFormat;
-use baton_proto::worker::PrefillPeer;
+use baton_proto::worker::{PrefillPeer, Ticket};
 use baton_request::{Failure, FailureKind, FinishReason, Request};
 use baton_worker::{
-    Worker,
-    convert::submit_failure,
+    Uncovered, Worker,
+    convert::{PromptPace, submit_failure},
     convert_handoff::FirstToken,
     handoff::{
+        decode_side::{DecodeSide, begin, limits},
         stream::sleep_until,
-        taking::{Taking, begin, limits},
     },
     peers::Link,
 };
 use tokio::sync::mpsc;
 
-/// What the router decided.
-#[derive(Clone, Debug)]
+/// The router's plan for a request whose prompt another worker computes.
 pub struct RemotePrefillPlan {
-    /// The request.
-    pub request: Request,
-    /// How often it was planned before.
+    /// How often the router planned the request before.
     pub attempt: u32,
     /// The worker that computes the prompt.
     pub peer: PrefillPeer,
-    /// How KV may travel; `None`: as the prefill worker prefers.
+    /// The connection to it.
+    pub link: Link,
+    /// The wire format to ask for; `None`: the prefill worker chooses.
     pub wire: Option<WireFormat>,
-    /// The worker that the peer asks for a cached prefix before it computes.
+    /// The worker from which the peer fetches a cached prefix before it computes.
     pub prefix_source: Option<PrefillPeer>,
+    /// The router's number for what the peer gets.
+    pub ticket: Option<Ticket>,
 }
 
-/// What a remote prefill gives to the router's stream.
+/// An event of a remote prefill for the router's stream.
 #[derive(Debug)]
 pub enum RemotePrefillEvent {
-    /// Sampled by the prefill worker.
+    /// The prefill worker has sampled the first token.
     First {
         /// The token.
         token: SampledToken,
         /// Prompt tokens found in the prefill worker's cache.
         cached_tokens: usize,
+        /// What it took.
+        pace: PromptPace,
         /// Present when the token ends the request.
         finish: Option<FinishReason>,
     },
-    /// The KV has arrived; these are the tokens after the first.
-    Decoding(TokenStream),
-    /// There will be no more tokens.
+    /// The engine decodes.
+    Decoding {
+        /// The stream of the tokens after the first.
+        tokens: TokenStream,
+        /// From the first token until the KV was here.
+        exposed: Duration,
+    },
+    /// No token follows.
     Failed(Failure),
 }
 
 /// The driver of a [`RemotePrefill`].
 pub struct RemotePrefillDriver {
     machine: RemotePrefill,
-    first_actions: Vec<RemotePrefillAction<FirstToken>>,
+    /// Actions of the machine that are not done yet.
+    actions: VecDeque<RemotePrefillAction<FirstToken>>,
     started: Instant,
+    /// When the prefill worker began to compute.
+    computing: Option<Instant>,
     request: Request,
     prefix_source: Option<PrefillPeer>,
-    taking: Taking<Reservation>,
-    /// The router's stream; closed when it is not read any more.
+    side: DecodeSide<Reservation>,
+    /// Until the engine counts the request: when its blocks are reserved.
+    uncovered: Option<Uncovered>,
+    /// The router's stream. Closed when the router has stopped reading.
     events: mpsc::Sender<RemotePrefillEvent>,
-    told: Told,
-    num_beats: Arc<AtomicU64>,
+    sent: SentToRouter,
+    num_progress: Arc<AtomicU64>,
 }
 
-/// What the router's stream was told.
-enum Told {
+/// What the router's stream has received.
+enum SentToRouter {
     Nothing,
     /// The first token, at this time.
-    First(SampledToken, Instant),
-    /// Its end, or it has left.
+    FirstToken(SampledToken, Instant),
+    /// Its last event, or the router has gone.
     End,
 }
 
@@ -93,171 +106,187 @@ impl RemotePrefillDriver {
     /// Opens the stream to the prefill worker. `deadline` bounds everything except the computation there.
     pub fn new(
         worker: Arc<Worker>,
-        link: Link,
+        request: Request,
         plan: RemotePrefillPlan,
+        uncovered: Option<Uncovered>,
         deadline: Duration,
         events: mpsc::Sender<RemotePrefillEvent>,
     ) -> RemotePrefillDriver {
-        let RemotePrefillPlan { request, attempt, peer, wire, prefix_source } = plan;
+        let RemotePrefillPlan { attempt, peer, link, wire, prefix_source, ticket } = plan;
         let started = Instant::now();
         let begin = begin(&worker, &peer, attempt, &request, deadline);
         let num_layers = worker.engine().storage().layout().num_layers;
-        let (machine, first_actions) = RemotePrefill::begin(begin, num_layers, limits(deadline), started);
-        let taking = Taking::new(worker, link, peer, wire);
+        let (machine, actions) = RemotePrefill::begin(begin, num_layers, limits(deadline), started);
+        let side = DecodeSide::new(worker, link, peer, wire).with_ticket(ticket);
         RemotePrefillDriver {
             machine,
-            first_actions,
+            actions: actions.into(),
             started,
+            computing: None,
             request,
             prefix_source,
-            taking,
+            side,
+            uncovered,
             events,
-            told: Told::Nothing,
-            num_beats: Arc::default(),
+            sent: SentToRouter::Nothing,
+            num_progress: Arc::default(),
         }
     }
 
-    /// Counts how often the prefill worker reported that it computes.
-    pub fn num_beats(&self) -> Arc<AtomicU64> {
-        self.num_beats.clone()
+    /// Counts the `Progress` messages of the prefill worker.
+    pub fn num_progress(&self) -> Arc<AtomicU64> {
+        self.num_progress.clone()
     }
 
-    /// Drives it to its end.
+    /// Drives the handoff to its end.
     pub async fn run(mut self) {
-        let mut actions = VecDeque::from(std::mem::take(&mut self.first_actions));
         loop {
-            while let Some(action) = actions.pop_front() {
-                actions.extend(self.act(action).await);
+            while let Some(action) = self.actions.pop_front() {
+                self.act(action).await;
             }
             if self.machine.is_over() {
                 break;
             }
             let input = self.next().await;
-            actions.extend(self.machine.on(input, Instant::now()));
+            self.actions.extend(self.machine.on(input, Instant::now()));
         }
-        self.taking.end().await;
+        self.side.end().await;
     }
 
     async fn next(&mut self) -> DecodeInput<FirstToken> {
-        let halted = self.taking.worker().lifecycle().halted();
+        let halted = self.side.worker().lifecycle().halted();
         let deadline = self.machine.deadline();
-        let is_read = !matches!(self.told, Told::End);
+        let is_read = !matches!(self.sent, SentToRouter::End);
         let why = tokio::select! {
-            // Time first, so that nothing busy outlives its deadline.
+            // The deadline comes first: a busy stream must not delay it.
             biased;
             // Invariant 6: the deadline of the reservation.
             () = sleep_until(deadline) => return DecodeInput::Tick,
-            input = self.taking.next() => {
-                if let DecodeInput::Message(PrefillMessage::Progress) = &input {
-                    self.num_beats.fetch_add(1, Ordering::Relaxed);
+            input = self.side.next() => {
+                match &input {
+                    DecodeInput::Message(PrefillMessage::Progress) => {
+                        self.num_progress.fetch_add(1, Ordering::Relaxed);
+                    }
+                    DecodeInput::Message(PrefillMessage::Started) => self.computing = Some(Instant::now()),
+                    _ => {}
                 }
                 return input;
             }
             () = self.events.closed(), if is_read => "the request was cancelled",
             () = halted.cancelled(), if is_read => "this worker is leaving",
         };
-        self.told = Told::End;
+        self.sent = SentToRouter::End;
         DecodeInput::Cancel(why.into())
     }
 
-    /// Does what was decided. Returns what that leads to at once.
-    async fn act(&mut self, action: RemotePrefillAction<FirstToken>) -> Vec<RemotePrefillAction<FirstToken>> {
+    async fn act(&mut self, action: RemotePrefillAction<FirstToken>) {
         match action {
             DecodeAction::Send(message) => {
-                self.taking.send(message, &self.request, self.prefix_source.as_ref());
+                self.side.send(message, &self.request, self.prefix_source.as_ref());
             }
             DecodeAction::Reserve { .. } => {
-                let reserving = reserve(self.taking.worker().clone(), self.request.clone());
-                self.taking.reserve(Box::pin(reserving));
+                let (worker, uncovered) = (self.side.worker().clone(), self.uncovered.take());
+                let reserving = reserve(worker, self.request.clone(), uncovered);
+                self.side.reserve(Box::pin(reserving));
             }
             DecodeAction::FirstToken(first) => {
-                if self.pass_on(first).is_some() {
-                    return self.machine.request_ended(Instant::now());
+                if self.forward(first).is_some() {
+                    self.actions.extend(self.machine.request_ended(Instant::now()));
                 }
             }
-            DecodeAction::Verify(pieces) => self.taking.verify(pieces),
-            DecodeAction::Revoke(generation) => self.taking.revoke(generation),
-            DecodeAction::WriterStopped(generation) => self.taking.writer_stopped(generation),
+            DecodeAction::Verify(pieces) => self.side.verify(pieces),
+            DecodeAction::Revoke(generation) => self.side.revoke(generation),
+            DecodeAction::WriterStopped(generation) => self.side.writer_stopped(generation),
             DecodeAction::Finish(result) => self.finish(result).await,
             // `run` ends, and with it the stream.
             DecodeAction::Close => {}
         }
-        Vec::new()
     }
 
-    /// The router gets the first token at once, and the end with it if it ends the request.
-    fn pass_on(&mut self, first: FirstToken) -> Option<FinishReason> {
+    /// Sends the first token to the router, with the finish reason if the token ends the request.
+    fn forward(&mut self, first: FirstToken) -> Option<FinishReason> {
         let FirstToken { token, cached_tokens } = first;
-        let context_length = self.taking.worker().engine().context_length();
+        let context_length = self.side.worker().engine().context_length();
         let num_output_tokens = self.request.output.len() + 1;
         let finish = self.request.finish_after(num_output_tokens, token.id, context_length);
-        self.tell(RemotePrefillEvent::First { token: token.clone(), cached_tokens, finish });
-        self.told = match (&self.told, finish) {
-            (Told::Nothing, None) => Told::First(token, Instant::now()),
-            _ => Told::End,
+        let pace = PromptPace::new(self.started, self.computing, Instant::now());
+        self.send_event(RemotePrefillEvent::First { token: token.clone(), cached_tokens, pace, finish });
+        self.sent = match (&self.sent, finish) {
+            (SentToRouter::Nothing, None) => SentToRouter::FirstToken(token, Instant::now()),
+            _ => SentToRouter::End,
         };
         finish
     }
 
     async fn finish(&mut self, result: Result<RemotePrefilled, HandoffError>) {
         let elapsed = self.started.elapsed();
-        let metrics = self.taking.worker().metrics();
+        let metrics = self.side.worker().metrics();
         metrics.handoff_seconds.observe(elapsed.as_secs_f64());
         metrics.handoff_ended(result.as_ref().map_or_else(HandoffError::label, RemotePrefilled::label));
-        let peer = self.taking.peer().worker_id.clone();
+        let peer = self.side.peer().worker_id.clone();
         match result {
             Ok(RemotePrefilled::Committed(committed)) => self.decode(&committed, &peer, elapsed).await,
             Ok(RemotePrefilled::Ended) => {
-                self.taking.give_up();
+                self.side.cancel_reservation();
                 tracing::info!(prefill = %peer, ?elapsed, "the first token ended the request; its kv is not needed");
             }
             Err(error) => {
-                self.taking.give_up();
+                self.side.cancel_reservation();
                 tracing::info!(prefill = %peer, ?elapsed, %error, "handoff ended");
                 // Invariant 9: a failed handoff is reported, not repeated. The router plans again.
-                self.tell(RemotePrefillEvent::Failed(failure_of(&error)));
+                self.send_event(RemotePrefillEvent::Failed(failure_of(&error)));
             }
         }
-        self.told = Told::End;
+        self.sent = SentToRouter::End;
     }
 
-    /// The KV is here: gives the blocks to the engine.
+    /// All KV is verified: gives the blocks to the engine.
     async fn decode(&mut self, committed: &Committed, peer: &str, elapsed: Duration) {
         // Invariant 4: only the machine's commit leads here, so the engine never sees unverified blocks.
-        let committed_blocks = self.taking.commit().await;
-        // A router that left, or whose request has ended, needs no more tokens: the blocks return.
-        let Told::First(token, sampled) = std::mem::replace(&mut self.told, Told::End) else { return };
-        let worker = self.taking.worker();
+        let committed_blocks = self.side.commit().await;
+        // If the router has gone or the request has ended, no token is needed: the blocks return to the pool.
+        let SentToRouter::FirstToken(token, sampled) = std::mem::replace(&mut self.sent, SentToRouter::End)
+        else {
+            return;
+        };
+        let worker = self.side.worker();
         let exposed = sampled.elapsed();
         worker.metrics().exposed_seconds.observe(exposed.as_secs_f64());
         let transport = committed.transport.map_or("none", |kind| kind.name());
         tracing::info!(prefill = %peer, transport, bytes = committed.bytes, ?elapsed, ?exposed, "kv received");
         let decoding = committed_blocks.and_then(|reservation| {
-            // Invariant 1: the engine starts after the first token, which the router has already.
+            // Invariant 1: the router already has the first token, so the engine starts after it.
             worker.engine().decode(reservation, token).map_err(|error| submit_failure(&error))
         });
-        let event = decoding.map_or_else(RemotePrefillEvent::Failed, RemotePrefillEvent::Decoding);
+        let event = match decoding {
+            Ok(tokens) => RemotePrefillEvent::Decoding { tokens, exposed },
+            Err(failure) => RemotePrefillEvent::Failed(failure),
+        };
         let _ = self.events.try_send(event);
     }
 
-    /// Tells the router's stream, unless it was told its end or has left.
-    fn tell(&self, event: RemotePrefillEvent) {
-        if !matches!(self.told, Told::End) {
-            // The channel has room for all that a handoff says; a closed one is a router that left.
+    /// Sends an event to the router's stream, unless the stream has its last event or the router has gone.
+    fn send_event(&self, event: RemotePrefillEvent) {
+        if !matches!(self.sent, SentToRouter::End) {
+            // The channel has room for all events of a handoff. It is closed when the router has gone.
             let _ = self.events.try_send(event);
         }
     }
 }
 
-/// Blocks for the request, and a place to decode it: they are waited for.
-async fn reserve(worker: Arc<Worker>, request: Request) -> Result<Reservation, Failure> {
+/// Waits for blocks for the request, and for a running slot. Load reports count them once they are there.
+async fn reserve(
+    worker: Arc<Worker>,
+    request: Request,
+    _uncovered: Option<Uncovered>,
+) -> Result<Reservation, Failure> {
     worker.engine().reserve(request).await.map_err(|error| submit_failure(&error))
 }
 
-/// What the router hears of a handoff that failed.
+/// The failure that the router receives when a handoff fails.
 fn failure_of(error: &HandoffError) -> Failure {
     match error {
-        // The router avoids the worker that drains, which is not this one.
+        // The prefill worker drains, not this one: the kind tells the router which of them to avoid.
         HandoffError::Refused { by: Side::Prefill, failed } if failed.kind == FailureKind::Draining => {
             Failure::new(FailureKind::PrefillDraining, failed.message.clone())
         }

@@ -8,7 +8,7 @@ use baton_proto::{
 };
 use baton_telemetry::trace_context;
 use baton_worker::{
-    Worker,
+    Uncovered, Worker,
     convert::{progress_event, submit_failure},
     handoff::{prefix_fetch, pulse::Pulse},
     identity_of,
@@ -19,13 +19,13 @@ use tonic::{Request, Response, Status};
 use tracing::Instrument;
 
 use crate::{
-    admission::{Admitted, admit},
+    admission::{PromptKv, admit},
     generate_stream::GenerateStream,
     loan::{Lender, Loan},
     remote_prefill::RemotePrefillDriver,
 };
 
-/// A handoff says at most two things: the first token, and the stream of the others or a failure.
+/// A handoff sends at most two events: the first token, and then the stream of the others or a failure.
 const EVENTS_BOUND: usize = 2;
 
 /// Serves `Decode`.
@@ -43,29 +43,38 @@ impl DecodeService {
     }
 
     /// Starts an accepted request.
-    fn start(&self, admitted: Admitted, span: tracing::Span) -> Result<GenerateStream, Status> {
+    fn start(
+        &self,
+        request: baton_request::Request,
+        kv: PromptKv,
+        uncovered: Option<Uncovered>,
+        span: tracing::Span,
+    ) -> Result<GenerateStream, Status> {
         let worker = self.worker.clone();
-        match admitted {
-            Admitted::Local(request) => {
-                let num_tokens = request.num_known_tokens();
+        let num_tokens = request.num_known_tokens();
+        match kv {
+            PromptKv::Local => {
                 let tokens = worker.engine().generate(request);
                 let tokens = tokens.map_err(|error| failure_to_status(&submit_failure(&error)))?;
-                worker.metrics().request_taken("local", num_tokens);
-                Ok(GenerateStream::local(worker, tokens))
+                // The engine counts it from here on.
+                drop(uncovered);
+                let clock = worker.metrics().request_taken("local", num_tokens);
+                Ok(GenerateStream::local(worker, tokens, clock))
             }
-            Admitted::Fetch { request, source, attempt } => {
-                worker.metrics().request_taken("local", request.num_known_tokens());
+            PromptKv::Fetch { source, attempt } => {
+                let clock = worker.metrics().request_taken("local", num_tokens);
                 let fetch = prefix_fetch::fetch(worker.clone(), source, attempt, request.clone());
-                Ok(GenerateStream::fetching(worker, fetch.instrument(span), request))
+                Ok(GenerateStream::fetching(worker, fetch.instrument(span), request, uncovered, clock))
             }
-            Admitted::Remote(plan, link) => {
-                worker.metrics().request_taken("remote", plan.request.num_known_tokens());
+            PromptKv::Remote(plan) => {
+                let clock = worker.metrics().request_taken("remote", num_tokens);
                 let (events, received) = mpsc::channel(EVENTS_BOUND);
                 let deadline = worker.config().handoff_deadline;
-                let driver = RemotePrefillDriver::new(worker.clone(), link, plan, deadline, events);
-                let num_beats = driver.num_beats();
+                let driver =
+                    RemotePrefillDriver::new(worker.clone(), request, plan, uncovered, deadline, events);
+                let num_progress = driver.num_progress();
                 worker.lifecycle().spawn(driver.run().instrument(span));
-                Ok(GenerateStream::remote(worker, received, num_beats))
+                Ok(GenerateStream::remote(worker, received, num_progress, clock))
             }
         }
     }
@@ -85,8 +94,12 @@ impl Decode for DecodeService {
         trace_context::set_parent(&span, |name| {
             request.metadata().get(name).and_then(|value| value.to_str().ok()).map(str::to_owned)
         });
-        let stream = self.start(admit(&self.worker, message)?, span)?;
-        // A router may have to wait longer than a handoff may make no progress.
+        let uncovered = self.worker.tickets().take(message.ticket);
+        let (accepted, kv) = admit(&self.worker, message)?;
+        let prepared = self.worker.prepare_grammar(&accepted).await;
+        prepared.map_err(|failure| failure_to_status(&failure))?;
+        let stream = self.start(accepted, kv, uncovered, span)?;
+        // The router's timeout for a silent stream may be shorter than a prefill: `Progress` events restart it.
         let work = stream.work();
         let pulse = Pulse::new(self.worker.config().handoff_deadline, work());
         let state = (stream, pulse, work);

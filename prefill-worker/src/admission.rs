@@ -5,19 +5,19 @@ use baton_request::Failure;
 use baton_worker::{
     Worker,
     handoff::{
-        giving::PeerBlocks,
-        opening::{Begun, leaving},
+        opening::{OpenedHandoff, draining_failure},
+        prefill_side::PeerFormat,
     },
 };
 
-/// Accepts a prompt unless the worker drains or its KV cannot be used by the decode worker. Whether the engine has room
-/// for it, the engine decides.
+/// Accepts a prompt unless the worker drains or the decode worker cannot use its KV. Whether there is room for it, the engine
+/// decides later.
 ///
 /// # Errors
-/// Why not: the decode worker hears it.
-pub fn admit(worker: &Worker, begun: &Begun<ComputedHandoff>) -> Result<PeerBlocks, Failure> {
+/// The failure that the decode worker receives.
+pub fn admit(worker: &Worker, opened: &OpenedHandoff<ComputedHandoff>) -> Result<PeerFormat, Failure> {
     if worker.lifecycle().is_draining() {
-        return Err(leaving());
+        return Err(draining_failure());
     }
-    PeerBlocks::accept(worker, &begun.kv_format, begun.wire)
+    PeerFormat::new(worker, &opened.kv_format, opened.wire)
 }

@@ -1,8 +1,8 @@
-//! One prompt that a decode worker wants computed: it waits in the engine's queue, is computed, and each layer is pushed into
-//! the decode worker's blocks when it is final. The first token is sent when it is sampled.
+//! A prompt that this worker computes for a decode worker. It waits in the engine's queue and is computed. Each layer is pushed
+//! into the decode worker's blocks when it is final. The first token is sent when it is sampled.
 //!
-//! This is the driver of [`ComputedHandoff`]: it feeds the state machine with what the stream, the engine, the data plane and
-//! the clock say, and does what it decides.
+//! This is the driver of [`ComputedHandoff`]: it feeds the state machine with events of the stream, the engine, the data plane
+//! and the clock, and carries out its actions.
 
 use std::{
     collections::VecDeque,
@@ -17,14 +17,14 @@ use baton_handoff::{
         ComputeInput, ComputedHandoff, ComputedHandoffAction, HandedOver, PrefillAction, PrefillInput,
     },
 };
-use baton_request::{Failure, FailureKind, Request};
+use baton_request::{Failure, FailureKind, FinishReason, Request};
 use baton_worker::{
-    Worker,
+    RequestClock, Uncovered, Worker,
     convert::{engine_failure, submit_failure},
     convert_handoff::FirstToken,
     handoff::{
-        giving::{Giving, PeerBlocks},
-        opening::{Begun, PrefixSource, leaving},
+        opening::{OpenedHandoff, PrefixSource, draining_failure},
+        prefill_side::{PeerFormat, PrefillSide},
         prefix_fetch,
         pulse::Pulse,
         stream::sleep_until,
@@ -36,22 +36,23 @@ use futures_util::future::BoxFuture;
 pub struct ComputedHandoffDriver {
     machine: ComputedHandoff,
     started: Instant,
-    /// How long either side waits without a sign of progress.
+    /// How long either side waits without progress.
     deadline: Duration,
-    giving: Giving,
+    side: PrefillSide,
     prompt: Prompt,
+    clock: RequestClock,
     is_halted: bool,
 }
 
 /// The prompt and its blocks.
 enum Prompt {
-    /// The engine was not asked yet: another worker's cached prefix is fetched first, if there is one.
-    Fetching { fetch: BoxFuture<'static, ()>, request: Request },
-    /// It waits in the engine's queue, or is computed.
+    /// The engine does not have the prompt yet. A prefix that another worker has cached is fetched first, if there is one.
+    Fetching { fetch: BoxFuture<'static, ()>, request: Request, uncovered: Option<Uncovered> },
+    /// The prompt is in the engine: it waits in the queue or is computed.
     Computing(Computing),
-    /// The engine has done its part. Shared with the route: whichever is dropped last returns the blocks.
+    /// The engine has finished. The route shares this guard; the last owner to drop it returns the blocks.
     Computed { blocks: Arc<HeldBlocks> },
-    /// The blocks are returned, or there were none.
+    /// The blocks are returned to the pool, or there were none.
     Released,
 }
 
@@ -60,39 +61,40 @@ struct Computing {
     blocks: Arc<HeldBlocks>,
     /// Prompt tokens that were found in the prefix cache.
     cached_tokens: usize,
-    /// Reports to the decode worker that this engine computes.
+    /// Tells when to report progress to the decode worker.
     pulse: Pulse,
-    /// What of this sequence was computed, event by event: a step may be long.
+    /// `Ready` events of this sequence. They are progress within a step, which may be long.
     num_ready: u64,
 }
 
 enum Event {
-    /// The prefix is here, or will not come.
+    /// The fetch of a cached prefix has ended, with or without success.
     Fetched,
     Engine(Option<PrefillEvent>),
-    Computed,
+    /// The engine has made progress, for any request.
+    Progress,
     Other(PrefillInput),
 }
 
 type Action = ComputedHandoffAction<FirstToken>;
 
 impl ComputedHandoffDriver {
-    /// Fetches what `source` has of the prompt, if it is named, and has the rest computed.
+    /// Fetches the prefix that `source` has cached, if there is a source. Then the engine computes the rest of the prompt.
     pub fn new(
         worker: Arc<Worker>,
-        begun: Begun<ComputedHandoff>,
+        opened: OpenedHandoff<ComputedHandoff>,
         source: Option<PrefixSource>,
-        peer_blocks: PeerBlocks,
+        peer_format: PeerFormat,
     ) -> ComputedHandoffDriver {
-        let Begun { machine, request, deadline, started, stream, .. } = begun;
-        worker.metrics().request_taken("handoff", request.num_known_tokens());
+        let OpenedHandoff { machine, request, deadline, started, stream, uncovered, .. } = opened;
+        let clock = worker.metrics().request_taken("handoff", request.num_known_tokens());
         let fetch = fetch(worker.clone(), source, request.clone());
-        let prompt = Prompt::Fetching { fetch: Box::pin(fetch), request };
-        let giving = Giving::new(worker, stream, peer_blocks);
-        ComputedHandoffDriver { machine, started, deadline, giving, prompt, is_halted: false }
+        let prompt = Prompt::Fetching { fetch: Box::pin(fetch), request, uncovered };
+        let side = PrefillSide::new(worker, stream, peer_format);
+        ComputedHandoffDriver { machine, started, deadline, side, prompt, clock, is_halted: false }
     }
 
-    /// Drives it to its end.
+    /// Drives the handoff to its end.
     pub async fn run(mut self) {
         let mut actions = VecDeque::new();
         while !self.machine.is_over() {
@@ -102,22 +104,23 @@ impl ComputedHandoffDriver {
                 self.act(action);
             }
         }
-        self.giving.end().await;
+        self.side.end().await;
     }
 
     async fn next(&mut self) -> Event {
-        let worker = self.giving.worker();
+        let worker = self.side.worker();
         let (engine, halted) = (worker.engine().clone(), worker.lifecycle().halted());
         let deadline = self.machine.deadline();
         tokio::select! {
-            // Time first, so that nothing busy outlives its deadline; leaving last, since what just happened says more.
+            // The deadline comes first: a busy stream must not delay it. The halt comes last: an event that is ready gives a
+            // better reason.
             biased;
             () = sleep_until(deadline) => Event::Other(PrefillInput::Tick),
             event = self.prompt.next(|| engine.num_computed_tokens()) => event,
-            input = self.giving.next() => Event::Other(input),
+            input = self.side.next() => Event::Other(input),
             () = halted.cancelled(), if !self.is_halted => {
                 self.is_halted = true;
-                Event::Other(PrefillInput::Fail(leaving()))
+                Event::Other(PrefillInput::Fail(draining_failure()))
             }
         }
     }
@@ -128,8 +131,8 @@ impl ComputedHandoffDriver {
                 Ok(()) => return Vec::new(),
                 Err(failure) => ComputeInput::Other(PrefillInput::Fail(failure)),
             },
-            Event::Engine(event) => self.computed(event),
-            Event::Computed => ComputeInput::Progress,
+            Event::Engine(event) => self.engine_event(event),
+            Event::Progress => ComputeInput::Progress,
             Event::Other(input) => ComputeInput::Other(input),
         };
         self.machine.on(input, Instant::now())
@@ -137,22 +140,27 @@ impl ComputedHandoffDriver {
 
     /// Gives the prompt to the engine.
     fn submit(&mut self) -> Result<(), Failure> {
-        let Prompt::Fetching { request, .. } = std::mem::replace(&mut self.prompt, Prompt::Released) else {
+        let Prompt::Fetching { request, uncovered, .. } =
+            std::mem::replace(&mut self.prompt, Prompt::Released)
+        else {
             return Ok(());
         };
-        let engine = self.giving.worker().engine();
+        let engine = self.side.worker().engine();
         let (events, blocks) = engine.prefill(request).map_err(|error| submit_failure(&error))?;
+        // The engine counts it from here on.
+        drop(uncovered);
         let pulse = Pulse::new(self.deadline, engine.num_computed_tokens());
         let blocks = Arc::new(blocks);
         self.prompt = Prompt::Computing(Computing { events, blocks, cached_tokens: 0, pulse, num_ready: 0 });
         Ok(())
     }
 
-    fn computed(&mut self, event: Option<PrefillEvent>) -> ComputeInput<FirstToken> {
+    fn engine_event(&mut self, event: Option<PrefillEvent>) -> ComputeInput<FirstToken> {
         let Prompt::Computing(computing) = &mut self.prompt else { return ComputeInput::Progress };
         let failure = match event {
             Some(PrefillEvent::Started { cached_tokens }) => {
                 computing.cached_tokens = cached_tokens;
+                self.clock.admitted();
                 return ComputeInput::Started;
             }
             Some(PrefillEvent::Ready { layers, first_block_idx, blocks }) => {
@@ -161,11 +169,12 @@ impl ComputedHandoffDriver {
             }
             Some(PrefillEvent::FirstToken(token)) => {
                 let cached_tokens = computing.cached_tokens;
+                self.clock.token();
                 self.prompt.stop_computing();
                 return ComputeInput::FirstToken(FirstToken { token, cached_tokens });
             }
             Some(PrefillEvent::Failed(error)) => engine_failure(&error),
-            None => Failure::new(FailureKind::Internal, "the engine broke off"),
+            None => Failure::new(FailureKind::Internal, "the engine ended the request without an outcome"),
         };
         self.prompt.stop_computing();
         ComputeInput::Other(PrefillInput::Fail(failure))
@@ -175,17 +184,17 @@ impl ComputedHandoffDriver {
         match action {
             PrefillAction::Route { access_key, offers } => {
                 let blocks = self.prompt.blocks();
-                self.giving.route(access_key, offers, blocks);
+                self.side.open_route(access_key, offers, blocks);
             }
-            PrefillAction::Push(pieces) => self.giving.push(pieces),
-            PrefillAction::Send(message) => self.giving.send(message),
+            PrefillAction::Push(pieces) => self.side.push(pieces),
+            PrefillAction::Send(message) => self.side.send(message),
             PrefillAction::Finish(result) => self.finish(result),
             PrefillAction::Stop => {
                 self.prompt.stop_computing();
-                self.giving.stop();
+                self.side.close_route();
             }
             PrefillAction::Release => {
-                self.giving.release();
+                self.side.drop_route();
                 self.prompt = Prompt::Released;
             }
             // `run` ends, and with it the stream.
@@ -193,15 +202,19 @@ impl ComputedHandoffDriver {
         }
     }
 
-    fn finish(&self, result: Result<HandedOver, HandoffError>) {
+    fn finish(&mut self, result: Result<HandedOver, HandoffError>) {
         let elapsed = self.started.elapsed();
-        let metrics = self.giving.worker().metrics();
+        let metrics = self.side.worker().metrics();
         metrics.handoff_seconds.observe(elapsed.as_secs_f64());
         metrics.handoff_ended(result.as_ref().map_or_else(HandoffError::label, |outcome| outcome.label()));
-        let (transport, bytes) = self.giving.moved();
+        let (transport, bytes) = self.side.transferred();
         match result {
-            Ok(HandedOver::Committed) => tracing::debug!(transport, bytes, ?elapsed, "prompt handed over"),
+            Ok(HandedOver::Committed) => {
+                self.clock.finished(FinishReason::Length);
+                tracing::debug!(transport, bytes, ?elapsed, "prompt handed over");
+            }
             Ok(HandedOver::Ended) => {
+                self.clock.finished(FinishReason::Stop);
                 tracing::debug!(
                     transport,
                     bytes,
@@ -215,7 +228,7 @@ impl ComputedHandoffDriver {
 }
 
 impl Prompt {
-    /// `num_computed`: what the engine has computed so far, for any request.
+    /// `num_computed`: tokens that the engine has computed so far, for any request.
     async fn next(&mut self, num_computed: impl Fn() -> u64) -> Event {
         match self {
             Prompt::Fetching { fetch, .. } => {
@@ -225,13 +238,13 @@ impl Prompt {
             Prompt::Computing(Computing { events, pulse, num_ready, .. }) => tokio::select! {
                 biased;
                 event = events.next() => Event::Engine(event),
-                () = pulse.beat(|| num_computed() + *num_ready) => Event::Computed,
+                () = pulse.beat(|| num_computed() + *num_ready) => Event::Progress,
             },
             Prompt::Computed { .. } | Prompt::Released => std::future::pending().await,
         }
     }
 
-    /// Drops the computation. The blocks stay as they are.
+    /// Drops the computation. The blocks and their KV stay.
     fn stop_computing(&mut self) {
         *self = match std::mem::replace(self, Prompt::Released) {
             Prompt::Computing(Computing { blocks, .. }) => Prompt::Computed { blocks },
@@ -240,7 +253,7 @@ impl Prompt {
         };
     }
 
-    /// The blocks, for a route that reads them; `None` before the engine has them.
+    /// The blocks, for a route that reads them; `None` before the engine has the prompt.
     fn blocks(&self) -> Option<Arc<HeldBlocks>> {
         match self {
             Prompt::Computing(Computing { blocks, .. }) | Prompt::Computed { blocks } => {

@@ -1,10 +1,10 @@
 //! The prefill worker: computes prompts for decode workers and hands their KV over.
 //!
-//! [`run()`] is one from start to end, [`service`] its gRPC service, [`admission`] says which prompts it accepts, and
-//! [`handoff`] is one prompt from its queue to its last layer. Handing over what is cached, as every worker does, is
-//! [`baton_worker::handoff`]'s.
+//! [`run()`] runs a prefill worker, [`service`] is its gRPC service, [`admission`] decides which prompts it accepts, and
+//! [`handoff`] drives one prompt from the queue to the last layer. [`baton_worker::handoff`] hands over cached prefixes, as on
+//! every worker.
 //!
-//! It owns no request: it does not know who decodes, nor why a prompt came here.
+//! It owns no request. It knows neither the router's plan nor what the decode worker does with the KV.
 #![forbid(unsafe_code)]
 
 pub mod admission;
@@ -20,15 +20,15 @@ use tonic::service::Routes;
 
 use service::PrefillService;
 
-/// Runs a prefill worker until `shutdown` and a drain.
+/// Runs a prefill worker until `shutdown`, and then drains it.
 ///
 /// # Errors
-/// When it cannot start, or its engine broke.
+/// When it cannot start, or when its engine has failed.
 pub async fn run(config: WorkerConfig, shutdown: CancellationToken) -> anyhow::Result<()> {
     baton_worker::run(config, shutdown, role).await
 }
 
-/// What makes a worker a prefill worker.
+/// The services of a prefill worker.
 pub fn role(worker: &Arc<Worker>) -> RoleService {
     let service = PrefillServer::new(PrefillService::new(worker.clone()))
         .max_decoding_message_size(MAX_MESSAGE_BYTES)

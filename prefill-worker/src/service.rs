@@ -1,5 +1,5 @@
-//! `baton.worker.v1.Prefill`: prompts are computed here; what every worker serves, cached prefixes and measurements, is
-//! `worker`'s.
+//! `baton.worker.v1.Prefill` on a prefill worker: it computes prompts. Cached prefixes and measurements, which every worker
+//! serves, are in `worker`.
 
 use std::sync::Arc;
 
@@ -9,7 +9,7 @@ use baton_worker::{
     Worker,
     handoff::{
         cached,
-        opening::{Begun, OpenedHandoff, PrefixSource},
+        opening::{HandoffRequest, OpenedHandoff, PrefixSource},
         probe::Prober,
         service::{HandoffMessages, accept},
     },
@@ -26,7 +26,7 @@ pub struct PrefillService {
 }
 
 impl PrefillService {
-    /// Computes on `worker`'s engine.
+    /// The service of `worker`.
     pub fn new(worker: Arc<Worker>) -> PrefillService {
         let prober = Prober::new(worker.clone());
         PrefillService { worker, prober }
@@ -41,10 +41,10 @@ impl Prefill for PrefillService {
         &self,
         request: Request<Streaming<DecodeMessage>>,
     ) -> Result<Response<Self::HandoffStream>, Status> {
-        Ok(accept(&self.worker, request, |worker, opened| async move {
-            match opened {
-                OpenedHandoff::Compute(begun, source) => compute(worker, begun, source).await,
-                OpenedHandoff::Fetch(begun) => cached::give(worker, begun).await,
+        Ok(accept(&self.worker, request, |worker, handoff| async move {
+            match handoff {
+                HandoffRequest::Compute(opened, source) => compute(worker, opened, source).await,
+                HandoffRequest::Fetch(opened) => cached::hand_over(worker, opened).await,
             }
         }))
     }
@@ -54,10 +54,14 @@ impl Prefill for PrefillService {
     }
 }
 
-/// Computes the prompt in `begun` and hands it over, or says why not.
-async fn compute(worker: Arc<Worker>, begun: Begun<ComputedHandoff>, source: Option<PrefixSource>) {
-    match admit(&worker, &begun) {
-        Ok(peer_blocks) => ComputedHandoffDriver::new(worker, begun, source, peer_blocks).run().await,
-        Err(failure) => begun.decline(&worker, failure).await,
+/// Computes the prompt in `opened` and hands its KV over, or refuses with a reason.
+async fn compute(worker: Arc<Worker>, opened: OpenedHandoff<ComputedHandoff>, source: Option<PrefixSource>) {
+    if let Err(failure) = worker.prepare_grammar(&opened.request).await {
+        opened.decline(&worker, failure).await;
+        return;
+    }
+    match admit(&worker, &opened) {
+        Ok(peer_format) => ComputedHandoffDriver::new(worker, opened, source, peer_format).run().await,
+        Err(failure) => opened.decline(&worker, failure).await,
     }
 }

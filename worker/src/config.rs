@@ -31,7 +31,8 @@ pub struct WorkerConfig {
     pub model: PathBuf,
     /// Name that clients ask for. `None`: [that of the path](name_of).
     pub model_name: Option<String>,
-    /// Size of the block pool.
+    /// Size of the block pool. Bytes are those of this machine's memory: a GPU has as many blocks as fit there, and a simulated
+    /// device as many as would.
     pub kv: KvMemory,
     /// Tokens in a block.
     pub block_size: usize,
@@ -59,9 +60,14 @@ pub struct WorkerConfig {
     pub quantise: Option<Quantisation>,
     /// How activations enter products.
     pub activations: Activations,
+    /// On GPUs: the bits of products do not depend on the other requests of a step.
+    pub is_deterministic: bool,
     /// The device to compute on.
     pub device: ComputeDevice,
-    /// The share of a GPU's memory for blocks, of what weights and the largest batch leave.
+    /// JSON file of what steps take until some were measured. `None`: a roofline of the model on the device.
+    pub step_profile: Option<PathBuf>,
+    /// The share of a GPU's memory for blocks, of what weights and the largest batch leave. Of a simulated GPU: the share of all
+    /// its memory for weights and blocks.
     pub gpu_memory_utilisation: f64,
     /// Directory for packed weights, which processes of this host share; `None`: each keeps its own.
     pub weight_cache: Option<PathBuf>,
@@ -253,6 +259,14 @@ pub enum ConfigError {
         "ranks on several GPUs do not exchange KV over nccl, and --transports names nothing else; add tcp"
     )]
     OnlyNccl,
+    /// A simulated device has nothing that the setting could change.
+    #[error("--device {device} computes nothing; leave out {flag}")]
+    NotSimulated {
+        /// What was given.
+        device: ComputeDevice,
+        /// What contradicts it.
+        flag: &'static str,
+    },
     /// No way for KV to travel.
     #[error("--transports is empty; give some of shm, rdma, nccl and tcp")]
     NoTransport,
@@ -286,6 +300,8 @@ impl WorkerConfig {
             pin_threads: ThreadPinning::None,
             quantise: None,
             activations: Activations::Auto,
+            is_deterministic: false,
+            step_profile: None,
             device: ComputeDevice::Cpu,
             gpu_memory_utilisation: 0.9,
             weight_cache: None,
@@ -333,6 +349,11 @@ impl WorkerConfig {
         if let Some(threads) = self.threads.filter(|&threads| is_on_cpu && threads < self.tensor_parallel) {
             return Err(ConfigError::TooFewThreads { threads, num_ranks: self.tensor_parallel });
         }
+        if let device @ ComputeDevice::Sim(_) = self.device
+            && let Some(flag) = self.not_simulated()
+        {
+            return Err(ConfigError::NotSimulated { device, flag });
+        }
         if self.transports.is_empty() {
             return Err(ConfigError::NoTransport);
         }
@@ -341,13 +362,30 @@ impl WorkerConfig {
         Ok(())
     }
 
+    /// A setting that a simulated device contradicts.
+    fn not_simulated(&self) -> Option<&'static str> {
+        let settings = [
+            ("--quantize", self.quantise.is_some()),
+            ("--activations", self.activations != Activations::Auto),
+            ("--deterministic", self.is_deterministic),
+            ("--threads", self.threads.is_some()),
+            ("--pin-threads", self.pin_threads != ThreadPinning::None),
+            // Its KV is hashes: they do not survive rounding.
+            ("--kv-dtype", self.kv_dtype.is_some()),
+            ("--kv-wire", self.kv_wire.is_some_and(|wire| wire != WireFormat::AsIs)),
+            // No draft would be right.
+            ("--speculate", self.drafter.is_some()),
+        ];
+        settings.into_iter().find(|&(_, is_set)| is_set).map(|(flag, _)| flag)
+    }
+
     /// The ways of [`transports`](Self::transports) that blocks can travel, also where they `are_divided` among GPUs.
     ///
     /// # Errors
     /// When there is none.
     pub(crate) fn usable_transports(&self, are_divided: bool) -> Result<Vec<TransportKind>, ConfigError> {
         let mut usable = self.transports.clone();
-        usable.retain(|&kind| !are_divided || kind.takes_ranks());
+        usable.retain(|&kind| !are_divided || kind.supports_ranks());
         if usable.is_empty() { Err(ConfigError::OnlyNccl) } else { Ok(usable) }
     }
 
@@ -434,6 +472,12 @@ mod tests {
         config
     }
 
+    fn simulated(change: impl FnOnce(&mut WorkerConfig)) -> WorkerConfig {
+        let mut config = with(|c| c.device = ComputeDevice::Sim(baton_cost::GpuKind::H100));
+        change(&mut config);
+        config
+    }
+
     #[test]
     fn what_cannot_work_is_refused_with_what_to_do() {
         let cases = [
@@ -451,12 +495,20 @@ mod tests {
             (with(|c| c.advertise = Some("http://host".into())), "expected http://host:port"),
             (with(|c| c.advertise = Some("https://host:1".into())), "reached by http"),
             (with(|c| c.handoff_deadline = Duration::ZERO), "--handoff-deadline is 0"),
+            (simulated(|c| c.kv_dtype = Some(KvDtype::Int8)), "leave out --kv-dtype"),
+            (
+                simulated(|c| c.kv_wire = Some(WireFormat::Int8)),
+                "sim:H100 computes nothing; leave out --kv-wire",
+            ),
+            (simulated(|c| c.drafter = Some(DrafterConfig::Ngram)), "leave out --speculate"),
+            (simulated(|c| c.threads = Some(2)), "leave out --threads"),
         ];
         for (config, expected) in cases {
             let error = config.validate().unwrap_err().to_string();
             assert!(error.contains(expected), "{error:?} does not say {expected:?}");
         }
         assert!(config().validate().is_ok());
+        assert!(simulated(|c| c.tensor_parallel = 4).validate().is_ok());
         // On GPUs a rank has a device, however many threads there are.
         let on_gpus =
             with(|c| (c.threads, c.tensor_parallel, c.device) = (Some(3), 4, ComputeDevice::Cuda(0)));

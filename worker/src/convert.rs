@@ -4,7 +4,10 @@
 //! What comes from the wire is checked here for what the types cannot hold; what a request may ask of
 //! a model is checked by the engine ([`Request::validate`]).
 
+use std::time::{Duration, Instant};
+
 use baton_engine::{DraftCounts, EngineError, SampledToken, SubmitError, TokenLogprobs};
+use baton_grammar::GrammarError;
 use baton_proto::{v1, worker as proto};
 use baton_request::{Failure, FailureKind, FinishReason, Request};
 use tonic::Status;
@@ -50,6 +53,7 @@ pub fn request_from_generate(message: &proto::GenerateRequest) -> Result<Request
         sampling: sampling.into(),
         cache_salt: message.cache_salt.clone(),
         speculation: message.speculation_mode().into(),
+        blend: None,
     })
 }
 
@@ -108,18 +112,49 @@ pub fn token_from_proto(token: proto::Token) -> SampledToken {
     SampledToken { id: token.id, logprobs }
 }
 
-/// The next token, as the router gets it: the first with the number of cached prompt tokens, the first after
-/// a draft with what became of that.
-pub fn token_event(
-    token: &SampledToken,
-    cached_tokens: Option<usize>,
-    drafts: DraftCounts,
-) -> proto::GenerateEvent {
+/// How long a prompt took on the worker that computed it, as the decode worker sees it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PromptPace {
+    /// Until its first step.
+    pub queue: Duration,
+    /// From then to the first token.
+    pub prefill: Duration,
+}
+
+impl PromptPace {
+    /// Of a request that came at `started`. Without `computing` nothing tells the two apart.
+    pub fn new(started: Instant, computing: Option<Instant>, first_token: Instant) -> PromptPace {
+        let computing = computing.unwrap_or(started);
+        PromptPace {
+            queue: computing.saturating_duration_since(started),
+            prefill: first_token.saturating_duration_since(computing),
+        }
+    }
+}
+
+/// What the router learns with a token.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct TokenNotes {
+    /// With the first token: prompt tokens that were cached.
+    pub cached_tokens: Option<usize>,
+    /// With the first token.
+    pub pace: Option<PromptPace>,
+    /// With the first token after a handoff: from the first token of all until the KV was there.
+    pub exposed: Option<Duration>,
+    /// With the first token after a draft: what became of that.
+    pub drafts: DraftCounts,
+}
+
+/// The next token, as the router gets it.
+pub fn token_event(token: &SampledToken, notes: TokenNotes) -> proto::GenerateEvent {
     let count = |num: u64| u32::try_from(num).unwrap_or(u32::MAX);
     event(proto::generate_event::Event::Token(proto::Token {
-        cached_tokens: cached_tokens.map(|num| count(num as u64)),
-        drafted_tokens: count(drafts.drafted),
-        accepted_tokens: count(drafts.accepted),
+        cached_tokens: notes.cached_tokens.map(|num| count(num as u64)),
+        queue_seconds: notes.pace.map(|pace| pace.queue.as_secs_f64()),
+        prefill_seconds: notes.pace.map(|pace| pace.prefill.as_secs_f64()),
+        exposed_seconds: notes.exposed.map(|exposed| exposed.as_secs_f64()),
+        drafted_tokens: count(notes.drafts.drafted),
+        accepted_tokens: count(notes.drafts.accepted),
         ..token_to_proto(token)
     }))
 }
@@ -154,6 +189,8 @@ pub fn submit_failure(error: &SubmitError) -> Failure {
     let kind = match error {
         SubmitError::Full { .. } => FailureKind::Full,
         SubmitError::Invalid(_) => FailureKind::Invalid,
+        SubmitError::Grammar(GrammarError::Busy { .. }) => FailureKind::Full,
+        SubmitError::Grammar(_) => FailureKind::Invalid,
         SubmitError::ShuttingDown => FailureKind::Draining,
     };
     Failure::new(kind, error.to_string())
@@ -163,9 +200,10 @@ pub fn submit_failure(error: &SubmitError) -> Failure {
 pub fn engine_failure(error: &EngineError) -> Failure {
     let kind = match error {
         EngineError::ShuttingDown => FailureKind::Draining,
-        EngineError::InvalidLogits | EngineError::Executor { .. } | EngineError::Panicked { .. } => {
-            FailureKind::Internal
-        }
+        EngineError::InvalidLogits => FailureKind::Model,
+        // Every other worker would find the same.
+        EngineError::Grammar(_) => FailureKind::Invalid,
+        EngineError::Executor { .. } | EngineError::Panicked { .. } => FailureKind::Internal,
     };
     Failure::new(kind, error.to_string())
 }

@@ -38,6 +38,8 @@ pub struct Payload<'a> {
     pub wire: Option<WireFormat>,
     /// The worker that probably has more of it cached than the prefill worker.
     pub prefix_source: Option<&'a proto::PrefillPeer>,
+    /// The router's number for what the prefill worker gets, if it gave one.
+    pub ticket: Option<proto::Ticket>,
 }
 
 /// The reason that goes with [`DecodeMessage::Done`], for prefill workers that know only `Cancel`.
@@ -81,7 +83,7 @@ pub fn grant_from_proto(grant: proto::Grant) -> Grant {
 }
 
 fn begin_to_proto(begin: Begin, cached_only: bool, payload: Payload<'_>) -> proto::Begin {
-    let Payload { request, kv_format, wire, prefix_source } = payload;
+    let Payload { request, kv_format, wire, prefix_source, ticket } = payload;
     proto::Begin {
         request_id: begin.request_id,
         attempt: begin.attempt,
@@ -97,6 +99,7 @@ fn begin_to_proto(begin: Begin, cached_only: bool, payload: Payload<'_>) -> prot
         wire_format: wire.map_or(ANY_WIRE_FORMAT, WireFormat::name).to_owned(),
         cached_only,
         prefix_source: prefix_source.cloned(),
+        ticket,
     }
 }
 
@@ -312,7 +315,8 @@ mod tests {
         let request =
             Request { id: "r".into(), prompt: [1; 9].into(), output: vec![2], ..Request::default() };
         let kv_format = KvFormat::new("rev".into(), &layout(), "theta".into());
-        let payload = Payload { request: &request, kv_format: &kv_format, wire: None, prefix_source: None };
+        let (kv_format, prefix_source) = (&kv_format, None);
+        let payload = Payload { request: &request, kv_format, wire: None, prefix_source, ticket: None };
         let begin = Begin {
             request_id: "r".into(),
             attempt: 2,
@@ -331,6 +335,8 @@ mod tests {
         let sourced =
             begin_to_proto(begin.clone(), false, Payload { prefix_source: Some(&source), ..payload });
         assert_eq!(sourced.prefix_source, Some(source));
+        let ticket = Some(proto::Ticket { router: 3, number: 5, settled_below: 4 });
+        assert_eq!(begin_to_proto(begin.clone(), false, Payload { ticket, ..payload }).ticket, ticket);
         for message in [DecodeMessage::Begin(begin.clone()), DecodeMessage::Fetch(begin.clone())] {
             let wire = decode_message_to_proto(message.clone(), payload);
             assert_eq!(decode_message_from_proto(wire), Ok(message));
@@ -402,7 +408,8 @@ mod tests {
     fn older_workers_read_a_done_handoff_as_cancelled_and_nothing_written_as_tcp() {
         let request = Request::default();
         let kv_format = KvFormat::new("rev".into(), &layout(), "theta".into());
-        let payload = Payload { request: &request, kv_format: &kv_format, wire: None, prefix_source: None };
+        let (kv_format, prefix_source) = (&kv_format, None);
+        let payload = Payload { request: &request, kv_format, wire: None, prefix_source, ticket: None };
         let done = decode_message_to_proto(DecodeMessage::Done, payload);
         let Some(decode_message::Message::Cancel(cancel)) = done.message else { panic!("{done:?}") };
         assert_eq!(cancel.reason, DONE);

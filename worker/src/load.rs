@@ -8,19 +8,26 @@ use std::{
 };
 
 use anyhow::Context;
-use baton_cluster::Role;
+use baton_cluster::{Compute, Role};
+use baton_cost::{GpuKind, StepLine};
 use baton_engine::Drafter;
+use baton_grammar::GrammarCompiler;
 use baton_kv_cache::{BlockKernels, KvLayout, KvShard};
 use baton_model::{
     Backend, BatchLimits, CpuList, DeviceWeightBytes, Executor, KernelCode, LoadOptions, LoadProgress,
-    LoadedModel, ModelOnDevices, ParallelCpuExecutor, ThreadPool, cuda_block_kernels, kernel_code,
-    num_cuda_devices,
+    LoadedModel, ModelConfig, ModelOnDevices, ParallelCpuExecutor, ThreadPool, cuda_block_kernels,
+    kernel_code, load_config, num_cuda_devices,
 };
+use baton_model_sim::{DeviceShare, SimExecutor};
+use baton_tokenizer::GenerationDefaults;
 use indicatif::{ProgressBar, ProgressStyle};
 use tokio::sync::oneshot;
 
 use crate::block_device::BlockDevice;
-use crate::config::{ConfigError, DrafterConfig, WorkerConfig};
+use crate::config::{ConfigError, DrafterConfig, KvMemory, WorkerConfig};
+use crate::device::ComputeDevice;
+use crate::grammars;
+use crate::pace::{Devices, step_prior, step_profile};
 
 /// A loaded model.
 pub struct Model {
@@ -28,6 +35,8 @@ pub struct Model {
     pub executor: Box<dyn Executor>,
     /// The GPU that holds its blocks; `None`: the host's memory does.
     pub block_device: Option<BlockDevice>,
+    /// Blocks that a simulated device would hold; `None`: the device is real.
+    pub simulated_blocks: Option<usize>,
     /// Drafts tokens for it.
     pub drafter: Option<Drafter>,
     /// Name that clients ask for.
@@ -38,6 +47,12 @@ pub struct Model {
     pub rope: String,
     /// Longest sequence, prompt and output together.
     pub context_length: usize,
+    /// What a step takes before any was measured; `None`: the first one tells.
+    pub step_prior: Option<StepLine>,
+    /// Compiles grammars for its vocabulary; `None`: requests with a grammar are refused.
+    pub grammars: Option<Arc<GrammarCompiler>>,
+    /// The processors that compute; `None`: others than those of this machine's other workers, as far as is known.
+    pub compute: Option<Compute>,
 }
 
 impl Model {
@@ -47,16 +62,23 @@ impl Model {
         drafter: Option<Drafter>,
         name: String,
         loaded: &LoadedModel,
+        devices: Devices,
     ) -> Model {
         let format = loaded.kv_format();
+        let weight_bytes = loaded.weight_bytes().saturating_mul(devices.num_ranks as u64);
+        let prior = step_prior(&loaded.config().decoder, weight_bytes, format.dtype, devices.profile);
         Model {
             executor,
             block_device,
+            simulated_blocks: None,
             drafter,
             name,
             revision: format.model_revision,
             rope: format.rope,
             context_length: loaded.config().context_length,
+            step_prior: prior,
+            grammars: None,
+            compute: devices.processors,
         }
     }
 
@@ -79,16 +101,24 @@ impl std::fmt::Debug for Model {
 ///
 /// It loads on a thread of its own, so that a process that is told to end does not wait for it.
 pub(crate) async fn load(config: &WorkerConfig) -> anyhow::Result<Model> {
+    let profile = config.step_profile.as_deref().map(step_profile).transpose()?;
     let (config, (done, loaded)) = (config.clone(), oneshot::channel());
     std::thread::Builder::new().name("model-load".into()).spawn(move || {
         // A caller that left needs no answer.
-        let _ = done.send(load_blocking(&config));
+        let loaded = load_blocking(&config);
+        let grammars = Some(grammars::compiler(&config.model));
+        let _ = done.send(loaded.map(|model| Model { grammars, ..model }));
     })?;
-    loaded.await.context("loading the model broke")?
+    let mut model = loaded.await.context("loading the model broke")??;
+    model.step_prior = profile.or(model.step_prior);
+    Ok(model)
 }
 
 fn load_blocking(config: &WorkerConfig) -> anyhow::Result<Model> {
     let name = config.model_name();
+    if let ComputeDevice::Sim(gpu) = config.device {
+        return simulate(gpu, name, config);
+    }
     if let Some(ordinal) = config.device.ordinal() {
         return load_on_gpu(ordinal, &name, config);
     }
@@ -96,7 +126,8 @@ fn load_blocking(config: &WorkerConfig) -> anyhow::Result<Model> {
     let threads = cpus.as_ref().map_or(config.threads, |cpus| Some(cpus.num_cpus()));
     let ranks = load_model(&config.model, &name, config, threads, Backend::Cpu, config.tensor_parallel)?;
     let loaded = ranks[0].clone();
-    let pools = start_pools(ranks.len(), loaded.num_threads(), cpus)?;
+    let pools = start_pools(ranks.len(), loaded.num_threads(), cpus.clone())?;
+    let num_threads = pools.iter().map(|pool| pool.num_threads()).sum();
     let drafter = match &config.drafter {
         // The first rank's threads compute the draft while the other ranks wait.
         Some(drafter) if config.role == Role::Decode => {
@@ -104,14 +135,52 @@ fn load_blocking(config: &WorkerConfig) -> anyhow::Result<Model> {
         }
         _ => None,
     };
-    let executor: Box<dyn Executor> = match ranks.len() {
+    let num_ranks = ranks.len();
+    let executor: Box<dyn Executor> = match num_ranks {
         1 => Box::new(loaded.cpu_executor_on(Arc::clone(&pools[0]))),
         _ => {
             let ranks = ranks.into_iter().map(LoadedModel::into_cpu).zip(pools).collect();
             Box::new(ParallelCpuExecutor::new(ranks).context("cannot start the ranks")?)
         }
     };
-    Ok(Model::new(executor, None, drafter, name, &loaded))
+    let devices = Devices::processors(num_threads, num_ranks, cpus);
+    Ok(Model::new(executor, None, drafter, name, &loaded, devices))
+}
+
+/// A model of which only the configuration is read: it says what steps would take on the device, and how much KV would fit.
+fn simulate(gpu: GpuKind, name: String, config: &WorkerConfig) -> anyhow::Result<Model> {
+    let ModelConfig { architecture, context_length, eos_token_ids, decoder, .. } =
+        load_config(&config.model)?;
+    let share = DeviceShare::new(&decoder, gpu, config.tensor_parallel, config.gpu_memory_utilisation)
+        .with_context(|| format!("{} on --device {}", config.model.display(), config.device))?;
+    let measured = config.step_profile.as_deref().map(step_profile).transpose()?;
+    let step = measured.unwrap_or(share.step);
+    let ends = [eos_token_ids, GenerationDefaults::load(&config.model)?.eos_token_ids].concat();
+    let executor = SimExecutor::new(config.block_size, decoder.vocab_size, step, share.host_seconds, ends);
+    tracing::warn!(
+        model = name,
+        step_seconds = step.fixed,
+        prompt_tokens_per_second = (1.0 / step.per_token) as u64,
+        "nothing is computed: --device {} makes tokens up, in the time that a roofline says",
+        config.device
+    );
+    let simulated_blocks = match config.kv {
+        KvMemory::Blocks(num_blocks) => num_blocks,
+        KvMemory::Bytes(_) => share.num_kv_tokens / config.block_size,
+    };
+    Ok(Model {
+        executor: Box::new(executor),
+        block_device: None,
+        simulated_blocks: Some(simulated_blocks),
+        drafter: None,
+        name,
+        revision: format!("sim:{architecture}:{:.0}", share.weight_bytes),
+        rope: String::new(),
+        context_length,
+        step_prior: Some(step),
+        grammars: None,
+        compute: None,
+    })
 }
 
 fn load_on_gpu(ordinal: u32, name: &str, config: &WorkerConfig) -> anyhow::Result<Model> {
@@ -149,7 +218,8 @@ fn load_on_gpu(ordinal: u32, name: &str, config: &WorkerConfig) -> anyhow::Resul
         }
         _ => None,
     };
-    Ok(Model::new(executor, Some(block_device), drafter, name.to_owned(), &loaded))
+    let devices = Devices::gpus(ordinal, num_ranks);
+    Ok(Model::new(executor, Some(block_device), drafter, name.to_owned(), &loaded, devices))
 }
 
 /// The kernels with which each rank's GPU gathers, scatters and hashes the blocks of its kv heads.
@@ -251,13 +321,14 @@ fn load_model(
         threads,
         quantise: config.quantise,
         activations: config.activations,
+        is_deterministic: config.is_deterministic,
         weight_cache: config.weight_cache.clone(),
-        backend,
         ..LoadOptions::default()
     };
     let started = Instant::now();
     let mut shown = Shown::new();
-    let ranks = baton_model::load_ranks(path, num_ranks, &options, &mut |progress| shown.update(progress))?;
+    let progress = &mut |progress| shown.update(progress);
+    let ranks = baton_model::load_ranks(path, backend, num_ranks, &options, progress)?;
     shown.finish();
     let loaded = &ranks[0];
     tracing::info!(

@@ -1,4 +1,4 @@
-//! A worker's metrics, under their names in `/metrics`.
+//! A worker's metrics, under their names in `/metrics`. What vLLM measures, too, is in `vllm_metrics`.
 
 use baton_engine::{EngineHandle, EngineLoad};
 use baton_handoff::TransportKind;
@@ -15,7 +15,10 @@ use prometheus_client::{
     },
 };
 
-use crate::data_plane::{DataPlane, KvDirection};
+use crate::{
+    data_plane::{DataPlane, KvDirection},
+    vllm_metrics::{RequestClock, VllmMetrics},
+};
 
 /// Counters and histograms that services feed.
 #[derive(Clone, Debug)]
@@ -28,12 +31,9 @@ pub struct WorkerMetrics {
     prefix_fetches: Family<Outcome, Counter>,
     prefix_fetched_tokens: Counter,
     prefixes_given: Family<Outcome, Counter>,
-    /// Output tokens sent to routers.
-    pub output_tokens: Counter,
-    /// Prompt tokens of accepted requests.
-    pub prompt_tokens: Counter,
     /// Requests accepted.
-    pub requests: Family<PrefillPlace, Counter>,
+    requests: Family<PrefillPlace, Counter>,
+    vllm: VllmMetrics,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -41,17 +41,23 @@ struct Outcome {
     outcome: &'static str,
 }
 
-/// Where a request's prompt is computed, as a label.
+/// Where a request's prompt is computed.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
-pub struct PrefillPlace {
+struct PrefillPlace {
     /// "local", "remote", or on a prefill worker "handoff".
-    pub prefill: &'static str,
+    prefill: &'static str,
 }
 
 impl WorkerMetrics {
     /// Registers everything, the engine's gauges and the data plane's bytes included.
-    pub(crate) fn register(metrics: &Metrics, engine: &EngineHandle, data_plane: DataPlane) -> WorkerMetrics {
+    pub(crate) fn register(
+        metrics: &Metrics,
+        model: &str,
+        engine: &EngineHandle,
+        data_plane: DataPlane,
+    ) -> WorkerMetrics {
         let seconds = || Histogram::new(exponential_buckets(0.000_5, 2.0, 18));
+        let vllm = metrics.register(|registry| VllmMetrics::register(registry, model, engine));
         let ours = WorkerMetrics {
             handoffs: Family::default(),
             handoff_seconds: seconds(),
@@ -59,9 +65,8 @@ impl WorkerMetrics {
             prefix_fetches: Family::default(),
             prefix_fetched_tokens: Counter::default(),
             prefixes_given: Family::default(),
-            output_tokens: Counter::default(),
-            prompt_tokens: Counter::default(),
             requests: Family::default(),
+            vllm,
         };
         metrics.register(|registry| {
             registry.register("baton_handoffs", "Handoffs that ended, by how", ours.handoffs.clone());
@@ -77,22 +82,20 @@ impl WorkerMetrics {
             );
             registry.register(
                 "baton_prefix_fetches",
-                "Cached prefixes asked for at other workers, by what came of it",
+                "Cached prefixes requested from other workers, by outcome",
                 ours.prefix_fetches.clone(),
             );
             registry.register(
                 "baton_prefix_fetched_tokens",
-                "Tokens whose KV another worker had cached, and gave",
+                "Tokens whose KV was fetched from the cache of another worker",
                 ours.prefix_fetched_tokens.clone(),
             );
             registry.register(
                 "baton_prefixes_given",
-                "Cached prefixes that other workers asked for, by what came of it",
+                "Cached prefixes that other workers requested, by outcome",
                 ours.prefixes_given.clone(),
             );
-            registry.register("baton_output_tokens", "Output tokens", ours.output_tokens.clone());
-            registry.register("baton_prompt_tokens", "Prompt tokens taken", ours.prompt_tokens.clone());
-            registry.register("baton_requests", "Requests taken, by plan", ours.requests.clone());
+            registry.register("baton_worker_requests", "Requests taken, by plan", ours.requests.clone());
             registry.register_collector(Box::new(EngineCollector { engine: engine.clone(), data_plane }));
         });
         ours
@@ -110,14 +113,14 @@ impl WorkerMetrics {
     }
 
     /// A handoff of a cached prefix ended here: "committed" or the error's label.
-    pub fn prefix_given(&self, outcome: &'static str) {
+    pub fn prefix_handed_over(&self, outcome: &'static str) {
         self.prefixes_given.get_or_create(&Outcome { outcome }).inc();
     }
 
-    /// A request was accepted.
-    pub fn request_taken(&self, prefill: &'static str, num_prompt_tokens: usize) {
+    /// A request was accepted. What it becomes is told to the clock.
+    pub fn request_taken(&self, prefill: &'static str, num_prompt_tokens: usize) -> RequestClock {
         self.requests.get_or_create(&PrefillPlace { prefill }).inc();
-        self.prompt_tokens.inc_by(num_prompt_tokens as u64);
+        self.vllm.accept(num_prompt_tokens)
     }
 }
 

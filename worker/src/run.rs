@@ -19,11 +19,14 @@ use crate::{
     config::WorkerConfig,
     data_plane::DataPlane,
     lifecycle::Lifecycle,
+    links::Links,
     load::{self, Model},
     metrics::WorkerMetrics,
     peers::Peers,
     server::Server,
     service::WorkerService,
+    thread_waits,
+    tickets::Tickets,
     worker::Worker,
 };
 
@@ -44,6 +47,11 @@ pub struct RoleService {
     /// The full name of the service that `grpc.health.v1` reports.
     pub name: &'static str,
 }
+
+/// The engine of a worker broke after it had started: starting the worker again may help.
+#[derive(Clone, Copy, Debug, thiserror::Error)]
+#[error("the engine broke")]
+pub struct EngineBroke;
 
 impl std::fmt::Debug for RoleService {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -122,10 +130,12 @@ where
         );
     }
     let data_plane = DataPlane::start(&config, &record, &engine)?;
-    let metrics = WorkerMetrics::register(&metrics, &engine, data_plane.clone());
+    let metrics = WorkerMetrics::register(&metrics, &record.model, &engine, data_plane.clone());
     let drain_timeout = config.drain_timeout;
     let peers = Peers::new(Dialer::new(config.tls.clone()));
-    let worker = Arc::new(Worker { config, record, engine, lifecycle, metrics, data_plane, peers });
+    let (tickets, links) = (Tickets::default(), Links::default());
+    let worker =
+        Arc::new(Worker { config, record, engine, lifecycle, metrics, data_plane, peers, tickets, links });
     let role = role(&worker);
     let control = WorkerServer::new(WorkerService { worker: worker.clone() });
     server.mount(role.routes.add_service(control));
@@ -153,7 +163,7 @@ where
     server.close().await;
     // Dropping the last clone of the data plane waits for its listeners and threads.
     let _ = tokio::task::spawn_blocking(|| drop(worker)).await;
-    ended.context("the engine broke")
+    ended.context(EngineBroke)
 }
 
 fn describe(config: &WorkerConfig, model: &Model, server: &Server) -> anyhow::Result<WorkerRecord> {
@@ -166,17 +176,19 @@ fn describe(config: &WorkerConfig, model: &Model, server: &Server) -> anyhow::Re
         model: model.name.clone(),
         kv_format: KvFormat::new(model.revision.clone(), &layout, model.rope.clone()),
         capacity: Capacity {
-            num_blocks: match &model.block_device {
-                Some(device) => {
+            num_blocks: match (&model.block_device, model.simulated_blocks) {
+                (Some(device), _) => {
                     let utilisation = config.gpu_memory_utilisation;
                     device.num_blocks(utilisation, &layout, model.draft_block_bytes())?
                 }
-                None => config.kv.num_blocks(layout.block_bytes() + model.draft_block_bytes())?,
+                (None, Some(num_blocks)) => num_blocks,
+                (None, None) => config.kv.num_blocks(layout.block_bytes() + model.draft_block_bytes())?,
             },
             block_size: layout.block_size,
             max_running: config.max_running,
             context_length: model.context_length,
         },
+        compute: model.compute.clone(),
     })
 }
 
@@ -194,7 +206,11 @@ fn start_engine(
         max_waiting: config.max_waiting,
         prefix_cache: config.prefix_cache,
         model_revision: model.revision,
+        step_prior: model.step_prior,
+        grammars: model.grammars,
+        blending: None,
         clock: Instant::now,
+        thread_waits: thread_waits::of_this_thread,
     };
     if let (Some(device), Some(Drafter::Model { executor, storage, .. })) =
         (&model.block_device, &mut model.drafter)

@@ -3,6 +3,7 @@
 use std::{pin::Pin, sync::Arc, time::Duration};
 
 use baton_engine::EngineLoad;
+use baton_kv_events::CacheReader;
 use baton_proto::{v1, worker as proto};
 use tokio::{
     sync::watch,
@@ -27,26 +28,55 @@ pub(crate) struct WorkerService {
 /// Makes a report when one is due.
 struct Reports {
     worker: Arc<Worker>,
+    /// Who reads; 0: it has no name.
+    router: u64,
     load: watch::Receiver<EngineLoad>,
     phase: watch::Receiver<Phase>,
+    cache: Option<CacheReports>,
     last: Option<Instant>,
+}
+
+/// What one reader lacks of the cache's events.
+struct CacheReports {
+    reader: CacheReader,
+    /// The number of the next event.
+    next: watch::Receiver<u64>,
+}
+
+impl CacheReports {
+    /// Completes when the reader lacks something.
+    async fn lacking(cache: &mut Option<CacheReports>) {
+        let Some(CacheReports { reader, next }) = cache else { return std::future::pending().await };
+        if next.wait_for(|&next| !reader.is_at(next)).await.is_err() {
+            // The engine has ended, and its load says so.
+            std::future::pending().await
+        }
+    }
+
+    /// Whether a dump is under way, of which the next part is due at once.
+    fn has_parts(&self) -> bool {
+        self.reader.has_parts()
+    }
 }
 
 impl Reports {
     /// `None` when the engine has ended: the server closes and does not wait for this stream.
     async fn next(&mut self) -> Option<v1::Load> {
-        if let Some(last) = self.last {
+        if let Some(last) = self.last.filter(|_| !self.cache.as_ref().is_some_and(CacheReports::has_parts)) {
             tokio::select! {
                 () = sleep_until(last + REPORT_AT_LEAST_EVERY) => {}
                 changed = self.load.changed() => changed.ok()?,
                 Ok(()) = self.phase.changed() => {}
+                () = CacheReports::lacking(&mut self.cache) => {}
             }
             sleep_until(last + REPORT_AT_MOST_EVERY).await;
         }
         self.load.mark_unchanged();
         self.phase.mark_unchanged();
         self.last = Some(Instant::now());
-        Some(self.worker.load())
+        let log = self.worker.engine().cache_log();
+        let cache = self.cache.as_mut().and_then(|cache| log.read(&mut cache.reader));
+        Some(v1::Load { cache: cache.map(v1::CacheEvents::from), ..self.worker.load(self.router) })
     }
 }
 
@@ -60,12 +90,17 @@ impl proto::worker_server::Worker for WorkerService {
 
     async fn watch_load(
         &self,
-        _: Request<proto::WatchLoadRequest>,
+        request: Request<proto::WatchLoadRequest>,
     ) -> Result<Response<Self::WatchLoadStream>, Status> {
         let reports = Reports {
             worker: self.worker.clone(),
+            router: request.get_ref().router,
             load: self.worker.engine().load(),
             phase: self.worker.lifecycle().watch(),
+            cache: request.get_ref().cache_events.then(|| CacheReports {
+                reader: CacheReader::new(request.get_ref().cache_from),
+                next: self.worker.engine().cache_log().changes(),
+            }),
             last: None,
         };
         let reports = futures_util::stream::unfold(reports, |mut reports| async move {

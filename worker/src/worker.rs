@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use baton_cluster::{Dialer, WorkerId, WorkerRecord};
+use baton_cost::LinkLine;
 use baton_engine::EngineHandle;
 use baton_handoff::TransportKind;
 use baton_kv_cache::KvFormat;
@@ -12,8 +13,10 @@ use crate::{
     config::WorkerConfig,
     data_plane::{DataPlane, KvDirection},
     lifecycle::Lifecycle,
+    links::Links,
     metrics::WorkerMetrics,
     peers::Peers,
+    tickets::Tickets,
 };
 
 /// What the services of one worker share.
@@ -25,6 +28,8 @@ pub struct Worker {
     pub(crate) metrics: WorkerMetrics,
     pub(crate) data_plane: DataPlane,
     pub(crate) peers: Arc<Peers>,
+    pub(crate) tickets: Tickets,
+    pub(crate) links: Links,
 }
 
 impl std::fmt::Debug for Worker {
@@ -89,9 +94,17 @@ impl Worker {
         &self.peers
     }
 
-    /// Its load, for routers.
-    pub fn load(&self) -> v1::Load {
-        let load = *self.engine.load().borrow();
+    /// Which requests its load reports count.
+    pub fn tickets(&self) -> &Tickets {
+        &self.tickets
+    }
+
+    /// Its load, for the router of this name, or for a reader without one: 0.
+    pub fn load(&self, router: u64) -> v1::Load {
+        // Before the load: a request that is covered now is counted by it, or is gone.
+        let covered = self.tickets.covered(router);
+        let load = self.engine.load_now();
+        let pace = self.engine.pace();
         let count = |count: usize| u32::try_from(count).unwrap_or(u32::MAX);
         let handoff_bytes = TransportKind::ALL.map(|kind| v1::TransportBytes {
             transport: kind.name().to_owned(),
@@ -106,6 +119,31 @@ impl Worker {
             draining: self.lifecycle.is_draining(),
             handoff_bytes: handoff_bytes.into(),
             prefill_tokens_per_second: self.engine.prefill_rate().unwrap_or(0.0) as u64,
+            step: pace.step.map(|step| v1::StepLine {
+                fixed: step.fixed,
+                per_token: step.per_token,
+                per_context_token: step.per_context_token,
+                per_pair: step.per_pair,
+                num_steps: pace.num_steps,
+            }),
+            num_decoding: count(pace.num_decoding),
+            num_context_tokens: pace.num_context_tokens as u64,
+            num_queued_pairs: pace.num_queued_pairs as u64,
+            recent_itl_seconds: pace.recent_itl_seconds,
+            max_step_tokens: count(self.engine.token_budget()),
+            itl_target_seconds: self.engine.itl_target().map_or(0.0, |target| target.as_secs_f64()),
+            links: self.links.read().into_iter().map(link_rate).collect(),
+            covered,
+            // Of each reader its own.
+            cache: None,
         }
+    }
+}
+
+fn link_rate((kind, line): (TransportKind, LinkLine)) -> v1::LinkRate {
+    v1::LinkRate {
+        transport: kind.name().to_owned(),
+        latency_seconds: line.latency_seconds,
+        bytes_per_second: line.bytes_per_second,
     }
 }

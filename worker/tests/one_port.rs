@@ -5,7 +5,9 @@
 use std::{sync::Arc, time::Duration};
 
 use baton_cluster::{DiscoveryConfig, Role};
+use baton_engine::{Request as EngineRequest, SamplingParams};
 use baton_engine_testing::FakeModel;
+use baton_kv_events::{BatchKind, CacheEvent, EventBatch, EventLog};
 use baton_proto::worker::{DrainRequest, InfoRequest, WatchLoadRequest, worker_client::WorkerClient};
 use baton_worker::{KvMemory, Model, RoleService, Worker, WorkerConfig, service_name};
 use tokio::{
@@ -40,11 +42,15 @@ async fn start(discovery: DiscoveryConfig) -> TestWorker {
     let model = Model {
         executor: FakeModel::new(4).executor(),
         block_device: None,
+        simulated_blocks: None,
         drafter: None,
         name: "fake".into(),
         revision: "r1".into(),
         rope: "none".into(),
         context_length: 64,
+        step_prior: None,
+        grammars: None,
+        compute: None,
     };
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let (give, worker) = oneshot::channel();
@@ -193,7 +199,7 @@ async fn load_reports_come_at_once_at_changes_and_every_second() {
     let worker = start(found_by_list()).await;
     worker.until_ready().await;
     let mut client = WorkerClient::new(worker.channel().await);
-    let mut reports = client.watch_load(WatchLoadRequest {}).await.unwrap().into_inner();
+    let mut reports = client.watch_load(WatchLoadRequest::default()).await.unwrap().into_inner();
     let first = timeout(PATIENCE, reports.message()).await.unwrap().unwrap().unwrap();
     assert_eq!((first.num_free_blocks, first.num_total_blocks, first.draining), (8, 8, false));
     // A report comes although the load has not changed.
@@ -211,4 +217,62 @@ async fn load_reports_come_at_once_at_changes_and_every_second() {
     });
     assert!(told.await.unwrap());
     timeout(PATIENCE, worker.ended).await.expect("in time").expect("no panic").expect("a good end");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn reports_bring_what_the_cache_stores_from_a_dump_on_or_from_where_a_reader_was() {
+    let worker = start(found_by_list()).await;
+    worker.until_ready().await;
+    let channel = worker.channel().await;
+    let watch = |cache_from| {
+        let mut client = WorkerClient::new(channel.clone());
+        async move {
+            let request = WatchLoadRequest { cache_events: true, cache_from, ..WatchLoadRequest::default() };
+            client.watch_load(request).await.unwrap().into_inner()
+        }
+    };
+    async fn next(reports: &mut tonic::Streaming<baton_proto::v1::Load>) -> EventBatch {
+        let cache = async {
+            loop {
+                let report = reports.message().await.unwrap().expect("another report");
+                if let Some(cache) = report.cache {
+                    return EventBatch::from(cache);
+                }
+            }
+        };
+        timeout(PATIENCE, cache).await.expect("in time")
+    }
+    let mut reports = watch(None).await;
+    let empty = next(&mut reports).await;
+    assert_eq!((empty.kind, empty.first, empty.events.len()), (BatchKind::DumpEnd, 0, 0));
+
+    let generate = |prompt: Vec<u32>| {
+        let sampling = SamplingParams { max_tokens: 2, ..SamplingParams::default() };
+        let request = EngineRequest { prompt: prompt.into(), sampling, ..EngineRequest::default() };
+        let mut tokens = worker.worker.engine().generate(request).expect("a valid request");
+        async move { while tokens.next().await.is_some() {} }
+    };
+    generate((0..9).collect()).await;
+    let mut known = EventLog::new(100);
+    while known.num_cached() < 2 {
+        let batch = next(&mut reports).await;
+        assert_eq!((batch.kind, batch.first), (BatchKind::Events, known.next()));
+        known.append(batch.events);
+    }
+    // A reader that comes back continues, and a new one gets everything.
+    let from = known.next();
+    let mut continued = watch(Some(from)).await;
+    let whole = next(&mut watch(None).await).await;
+    assert_eq!((whole.kind, whole.first), (BatchKind::DumpEnd, from));
+    assert_eq!(whole.events.iter().map(|event| event.blocks().len()).sum::<usize>(), 2);
+    // Eight blocks: the second prompt takes seven, and so evicts.
+    generate((30..56).collect()).await;
+    let mut was_removed = false;
+    while !was_removed {
+        let batch = next(&mut continued).await;
+        assert_eq!((batch.kind, batch.first), (BatchKind::Events, known.next()));
+        was_removed = batch.events.iter().any(|event| matches!(event, CacheEvent::Removed { .. }));
+        known.append(batch.events);
+    }
+    worker.stop().await;
 }

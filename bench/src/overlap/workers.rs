@@ -1,38 +1,22 @@
 //! The two workers that are measured: processes of this program, which end with the benchmark.
 
-use std::{
-    fs::File,
-    net::TcpListener,
-    path::Path,
-    process::{Child, Command, Stdio},
-    time::{Duration, Instant},
-};
+use std::path::Path;
 
-use anyhow::{Context, bail};
-use baton_command::{EngineArgs, Transport, embedded_model, model_path};
-use baton_proto::worker::{InfoRequest, PrefillPeer, WorkerRecord, worker_client::WorkerClient};
+use anyhow::Context;
+use baton_command::{EngineArgs, Transport};
+use baton_proto::worker::{PrefillPeer, WorkerRecord};
 use clap::ValueEnum;
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
     net::TcpStream,
 };
 
-/// How long a worker may take to load its model and serve.
-const START_TIMEOUT: Duration = Duration::from_secs(300);
+use crate::process::WorkerProcess;
 
 /// A prefill and a decode worker.
 pub(super) struct Workers {
-    prefill: Process,
-    decode: Process,
-    // Holds their logs.
-    _dir: tempfile::TempDir,
-}
-
-struct Process {
-    child: Child,
-    /// "host:port"
-    address: String,
-    record: WorkerRecord,
+    prefill: WorkerProcess,
+    decode: WorkerProcess,
 }
 
 /// What the decode worker has counted so far.
@@ -51,26 +35,20 @@ impl Workers {
         transports: &[Transport],
         engine: &EngineArgs,
     ) -> anyhow::Result<Workers> {
-        let dir = tempfile::Builder::new().prefix("baton-bench").tempdir()?;
-        let model = match model {
-            Some(model) => model_path(model)?,
-            None => embedded_model::directory()?,
-        };
-        let mut flags = vec!["--discovery=static".to_owned(), format!("--model={}", model.display())];
         // No deadline: it would distort the measurement.
-        flags.push("--handoff-deadline=3600".to_owned());
+        let mut flags = vec!["--handoff-deadline=3600".to_owned()];
         let names = transports.iter().filter_map(|transport| transport.to_possible_value());
         let names: Vec<_> = names.map(|name| name.get_name().to_owned()).collect();
         flags.push(format!("--transports={}", names.join(",")));
         flags.extend(engine.flags());
         flags.push(format!("--pin-threads={}", engine.pin_threads));
-        let prefill = Process::spawn("prefill-worker", &flags, &dir)?;
+        let prefill = WorkerProcess::spawn("prefill-worker", model, &flags)?;
         let mut decode_flags = flags.clone();
         if !engine.no_prefix_cache {
             decode_flags.push("--no-prefix-cache".to_owned());
         }
-        let decode = Process::spawn("decode-worker", &decode_flags, &dir)?;
-        Ok(Workers { prefill: prefill.ready(&dir).await?, decode: decode.ready(&dir).await?, _dir: dir })
+        let decode = WorkerProcess::spawn("decode-worker", model, &decode_flags)?;
+        Ok(Workers { prefill: prefill.ready().await?, decode: decode.ready().await? })
     }
 
     pub(super) fn decode_address(&self) -> &str {
@@ -89,65 +67,14 @@ impl Workers {
 
     /// The longest sequence that both can hold.
     pub(super) fn context_length(&self) -> usize {
-        let of = |process: &Process| process.record.capacity.unwrap_or_default().context_length as usize;
+        let of =
+            |process: &WorkerProcess| process.record.capacity.unwrap_or_default().context_length as usize;
         of(&self.prefill).min(of(&self.decode))
     }
 
     pub(super) async fn counts(&self) -> anyhow::Result<Counts> {
         let text = get_metrics(&self.decode.address).await.context("the decode worker's metrics")?;
         Ok(Counts::read(&text))
-    }
-}
-
-impl Process {
-    fn spawn(role: &str, flags: &[String], dir: &tempfile::TempDir) -> anyhow::Result<Process> {
-        // Another process may take the port first; then the worker reports that and ends.
-        let address = TcpListener::bind("127.0.0.1:0")?.local_addr()?.to_string();
-        let log = File::create(dir.path().join(role))?;
-        let child = Command::new(std::env::current_exe().context("this program's file")?)
-            .arg(role)
-            .args([format!("--listen={address}"), format!("--id={role}")])
-            .args(flags)
-            .stdin(Stdio::null())
-            .stdout(log.try_clone()?)
-            .stderr(log)
-            .spawn()
-            .with_context(|| format!("cannot start a {role}"))?;
-        Ok(Process {
-            child,
-            address,
-            record: WorkerRecord { id: role.to_owned(), ..WorkerRecord::default() },
-        })
-    }
-
-    /// Waits until it serves.
-    async fn ready(mut self, dir: &tempfile::TempDir) -> anyhow::Result<Process> {
-        let role = self.record.id.clone();
-        let start = Instant::now();
-        loop {
-            if let Ok(mut client) = WorkerClient::connect(format!("http://{}", self.address)).await
-                && let Ok(record) = client.info(InfoRequest {}).await
-            {
-                self.record = record.into_inner();
-                return Ok(self);
-            }
-            if let Some(status) = self.child.try_wait()? {
-                let log = std::fs::read_to_string(dir.path().join(&role)).unwrap_or_default();
-                bail!("the {role} ended ({status}):\n{log}");
-            }
-            if start.elapsed() > START_TIMEOUT {
-                bail!("the {role} did not start within {} s", START_TIMEOUT.as_secs());
-            }
-            tokio::time::sleep(Duration::from_millis(20)).await;
-        }
-    }
-}
-
-impl Drop for Process {
-    fn drop(&mut self) {
-        // No request is left to drain.
-        let _ = self.child.kill();
-        let _ = self.child.wait();
     }
 }
 

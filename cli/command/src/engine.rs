@@ -71,12 +71,25 @@ pub struct EngineArgs {
     /// fp8.
     #[arg(long, value_name = "TYPE", default_value = "auto", value_parser = parse_activations, env = "BATON_ACTIVATIONS")]
     pub activations: Activations,
-    /// What computes: cpu, cuda:N for an NVIDIA GPU, or auto for the first GPU if there is one.
+    /// On a GPU: products whose last bits do not depend on the other requests of a step.
+    ///
+    /// Without it cuBLASLt takes the fastest algorithm for each number of rows, and algorithms add in different orders.
+    /// Prompts of quantised weights become several times slower. On processors products are always so.
+    #[arg(long, env = "BATON_DETERMINISTIC")]
+    pub deterministic: bool,
+    /// What computes: cpu, cuda:N for an NVIDIA GPU, or auto for the first GPU if there is one; or nothing: sim:H100.
     ///
     /// The code for GPUs has been tested in an emulator, not yet on a GPU: so the default is cpu. With
-    /// --tensor-parallel this is the device of the first rank.
-    #[arg(long, value_name = "auto|cpu|cuda:N", default_value = "cpu", env = "BATON_DEVICE")]
+    /// --tensor-parallel this is the device of the first rank. With sim:A100, sim:H100 or sim:H200 steps take
+    /// what a roofline of --model says for so many of these GPUs (or --step-profile), and tokens are made up:
+    /// to try out clusters that one does not have. Of the model only config.json and the tokenizer are read.
+    #[arg(long, value_name = "auto|cpu|cuda:N|sim:GPU", default_value = "cpu", env = "BATON_DEVICE")]
     pub device: ComputeDevice,
+    /// What steps take until some were measured, as `baton bench steps --json FILE` writes it.
+    ///
+    /// Routers plan with it. Default: a roofline of the model on the device.
+    #[arg(long, value_name = "FILE", env = "BATON_STEP_PROFILE")]
+    pub step_profile: Option<PathBuf>,
     /// On a GPU: the share for KV of the memory that weights and the largest step leave free.
     #[arg(long, value_name = "SHARE", default_value_t = 0.9, env = "BATON_GPU_MEMORY_UTILIZATION")]
     pub gpu_memory_utilization: f64,
@@ -120,7 +133,9 @@ impl EngineArgs {
             pin_threads: _,
             quantize,
             activations,
+            deterministic,
             device,
+            step_profile,
             gpu_memory_utilization,
             weight_cache,
             speculate,
@@ -141,7 +156,9 @@ impl EngineArgs {
             Some(format!("--tensor-parallel={tensor_parallel}")),
             quantize.map(|quantisation| format!("--quantize={quantisation}")),
             Some(format!("--activations={}", activations.name())),
+            deterministic.then(|| "--deterministic".to_owned()),
             Some(format!("--device={device}")),
+            step_profile.as_ref().map(|file| format!("--step-profile={}", file.display())),
             Some(format!("--gpu-memory-utilization={gpu_memory_utilization}")),
             weight_cache.as_ref().map(|dir| format!("--weight-cache={}", dir.display())),
             Some(format!("--speculate={}", speculate.get_name())),

@@ -19,7 +19,23 @@ pub fn model_path(model: &Path) -> anyhow::Result<PathBuf> {
         true => std::path::absolute(model),
         false => model.canonicalize(),
     };
+    if whole.is_err()
+        && let Some(name) = hub_name(model)
+    {
+        bail!(
+            "there is no file or directory {name}, and Baton downloads nothing; get the model with \
+             `hf download {name} --local-dir DIR`, and give DIR"
+        );
+    }
     whole.with_context(|| format!("model {}", model.display()))
+}
+
+/// The path as the name of a model on a hub, if it looks like one: `owner/name`.
+fn hub_name(model: &Path) -> Option<&str> {
+    let name = model.to_str()?;
+    let (owner, rest) = name.split_once('/')?;
+    let is_name = |part: &str| !part.is_empty() && !part.starts_with('.') && !part.contains(['/', '\\']);
+    (is_name(owner) && is_name(rest)).then_some(name)
 }
 
 /// Directory of the draft model, if the settings ask for one: the given directory, or that of the embedded model.
@@ -37,5 +53,19 @@ pub fn draft_model(engine: &EngineArgs, is_embedded: bool) -> anyhow::Result<Opt
             bail!("--draft-model is for --speculate draft; give both or neither")
         }
         (Speculate::Off | Speculate::Ngram, None) => Ok(None),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_name_of_a_hub_explains_how_to_get_the_model() {
+        let error = |model: &str| format!("{:#}", model_path(Path::new(model)).unwrap_err());
+        assert!(error("meta-llama/Llama-3.1-8B").contains("hf download meta-llama/Llama-3.1-8B"));
+        for model in ["/no/where", "./no/where", "nowhere", "../no", "a/b/c"] {
+            assert!(!error(model).contains("hf download"), "{model}");
+        }
     }
 }

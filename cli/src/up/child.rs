@@ -13,6 +13,7 @@ use tokio::{
 use tokio_util::sync::CancellationToken;
 
 use super::logs::Logs;
+use crate::exit::CANNOT_START;
 
 /// A process to keep running: a subcommand of this program.
 pub(super) struct Child {
@@ -20,6 +21,8 @@ pub(super) struct Child {
     pub name: String,
     /// Arguments of `baton`.
     pub args: Vec<String>,
+    /// How long it may take to end after SIGTERM.
+    pub stop_timeout: Duration,
 }
 
 /// Why supervision of a process has ended.
@@ -34,15 +37,12 @@ pub(super) enum Supervised {
 const SETTLED: Duration = Duration::from_secs(10);
 const FIRST_DELAY: Duration = Duration::from_millis(100);
 const LONGEST_DELAY: Duration = Duration::from_secs(5);
-/// Supervision gives up after so many exits in a row before this time.
-const MAX_FAILED_STARTS: u32 = 3;
-/// How long a process may take to end after SIGTERM.
-const STOP_TIMEOUT: Duration = Duration::from_secs(35);
 
-/// Keeps `child` running until `stop`.
+/// Keeps `child` running until `stop`. A child that has served is started again whatever its end: requests run on the
+/// others. A child that cannot start ends everything, as long as it has never served.
 pub(super) async fn supervise(child: Child, logs: Logs, stop: CancellationToken) -> Supervised {
     let mut delay = FIRST_DELAY;
-    let mut failed_starts = 0;
+    let mut has_served = false;
     loop {
         let started = Instant::now();
         let ended = match run_once(&child, &logs, &stop).await {
@@ -50,19 +50,21 @@ pub(super) async fn supervise(child: Child, logs: Logs, stop: CancellationToken)
             Ok(None) => return Supervised::Stopped,
             Err(error) => return Supervised::GaveUp(format!("cannot start {}: {error}", child.name)),
         };
-        if started.elapsed() >= SETTLED {
+        let is_settled = started.elapsed() >= SETTLED;
+        if ended.cannot_start() {
+            let reason = ended.error.unwrap_or_else(|| ended.status.to_string());
+            if !has_served {
+                return Supervised::GaveUp(format!("{} cannot start: {reason}", child.name));
+            }
+            logs.note(&format!("{} cannot start again ({reason}); trying once more", child.name));
+        } else {
+            // A process that could not start says so; a signal comes from outside at any time.
+            has_served |= ended.status.code().is_some() || is_settled;
+            logs.note(&format!("{} ended ({}); starting it again", child.name, ended.status));
+        }
+        if is_settled {
             delay = FIRST_DELAY;
-            failed_starts = 0;
         }
-        // A signal comes from outside; an exit code is the process's own decision.
-        if ended.status.code().is_some() {
-            failed_starts += 1;
-        }
-        if failed_starts == MAX_FAILED_STARTS || ended.status.code() == Some(2) {
-            let reason = ended.last_line.unwrap_or_else(|| ended.status.to_string());
-            return Supervised::GaveUp(format!("{} does not start: {reason}", child.name));
-        }
-        logs.note(&format!("{} ended ({}); starting it again", child.name, ended.status));
         tokio::select! {
             () = stop.cancelled() => return Supervised::Stopped,
             () = tokio::time::sleep(delay) => {}
@@ -73,7 +75,15 @@ pub(super) async fn supervise(child: Child, logs: Logs, stop: CancellationToken)
 
 struct Ended {
     status: ExitStatus,
-    last_line: Option<String>,
+    /// The error that it printed last.
+    error: Option<String>,
+}
+
+impl Ended {
+    /// By its own words: of the command line (2), or of anything else that it needs to serve.
+    fn cannot_start(&self) -> bool {
+        self.status.code().is_some_and(|code| code == 2 || code == i32::from(CANNOT_START))
+    }
 }
 
 /// `None` when it ended because it was told to.
@@ -88,14 +98,18 @@ async fn run_once(child: &Child, logs: &Logs, stop: &CancellationToken) -> io::R
             () = stop.cancelled() => {}
         }
         terminate(&process);
-        if tokio::time::timeout(STOP_TIMEOUT, process.wait()).await.is_err() {
+        if tokio::time::timeout(child.stop_timeout, process.wait()).await.is_err() {
             logs.note(&format!("{} does not end; killing it", child.name));
             process.kill().await?;
         }
         Ok(None)
     };
-    let (status, last_line) = tokio::join!(stopped, lines);
-    Ok(status?.map(|status| Ended { status, last_line }))
+    let (status, error) = tokio::join!(stopped, lines);
+    let ended = status?.map(|status| Ended { status, error });
+    if let Some(Ended { error: Some(error), .. }) = ended.as_ref().filter(|ended| !ended.cannot_start()) {
+        logs.line(&child.name, &format!("{ERROR}{error}"));
+    }
+    Ok(ended)
 }
 
 fn terminate(process: &tokio::process::Child) {
@@ -128,15 +142,19 @@ fn command(child: &Child) -> io::Result<Command> {
     Ok(command)
 }
 
-/// Forwards lines until the pipe closes. Returns the last line that is not empty.
+/// How the program's last words begin; see `main`.
+const ERROR: &str = "error: ";
+
+/// Forwards lines until the pipe closes. Returns the error that the process ends with, which is not forwarded: three
+/// processes may have the same.
 async fn forward(child: &Child, logs: &Logs, pipe: impl AsyncRead + Unpin) -> Option<String> {
     let mut lines = BufReader::new(pipe).lines();
-    let mut last = None;
+    let mut error = None;
     while let Ok(Some(line)) = lines.next_line().await {
-        logs.line(&child.name, &line);
-        if !line.trim().is_empty() {
-            last = Some(line);
+        match line.strip_prefix(ERROR) {
+            Some(text) => error = Some(text.to_owned()),
+            None => logs.line(&child.name, &line),
         }
     }
-    last
+    error
 }

@@ -22,13 +22,19 @@ use clap::Args;
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
-use crate::{config::LayerArgs, log::LogArgs, shutdown};
+use crate::{config::LayerArgs, log::LogArgs, router::RoutingArgs, shutdown, transfer::TransferArgs};
 use child::{Child, Supervised};
 use logs::Logs;
 use places::Place;
 
 /// How long the router gets to end its streams before the workers are told to stop.
 const ROUTER_DRAIN: Duration = Duration::from_secs(10);
+
+/// How long a router may take to end after SIGTERM: its own drain, and a margin.
+const ROUTER_STOP_TIMEOUT: Duration = Duration::from_secs(35);
+
+/// How much longer than its drain a worker may take to end after SIGTERM.
+const STOP_MARGIN: Duration = Duration::from_secs(5);
 
 #[derive(Debug, Args)]
 pub(crate) struct UpArgs {
@@ -47,8 +53,18 @@ pub(crate) struct UpArgs {
     /// Decode workers to start.
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = at_least_one, env = "BATON_DECODE")]
     pub decode: usize,
+    /// Name of the model in the API. Default: the name of the directory, or of the file without .gguf.
+    #[arg(long, value_name = "NAME", env = "BATON_MODEL_NAME")]
+    pub model_name: Option<String>,
     #[command(flatten)]
     pub engine: EngineArgs,
+    #[command(flatten)]
+    pub transfer: TransferArgs,
+    #[command(flatten)]
+    pub routing: RoutingArgs,
+    /// Seconds after SIGTERM for running requests of a worker to finish or migrate.
+    #[arg(long, value_name = "SECONDS", default_value_t = 30, env = "BATON_DRAIN_TIMEOUT")]
+    pub drain_timeout: u64,
     #[command(flatten)]
     pub tls: TlsArgs,
     #[command(flatten)]
@@ -59,10 +75,13 @@ pub(crate) struct UpArgs {
 
 /// Runs until Ctrl-C or SIGTERM, or until a part cannot be started.
 pub(crate) async fn run(mut args: UpArgs) -> anyhow::Result<()> {
-    let (model, model_name) = match &args.model {
-        Some(model) => (model_path(model)?, None),
-        None => (embedded_model::directory()?, Some(embedded_model::NAME)),
+    let model = match &args.model {
+        Some(model) => model_path(model)?,
+        None => embedded_model::directory()?,
     };
+    if args.model.is_none() && args.model_name.is_none() {
+        args.model_name = Some(embedded_model::NAME.to_owned());
+    }
     args.engine.draft_model = draft_model(&args.engine, args.model.is_none())?;
     let address = SocketAddr::new(args.host, args.port);
     // Checked here for a clear message, as below.
@@ -74,7 +93,7 @@ pub(crate) async fn run(mut args: UpArgs) -> anyhow::Result<()> {
     let num_gpus = num_cuda_devices().unwrap_or(0);
     let places =
         places::divide(&args.engine, args.prefill + args.decode, num_gpus).context("--pin-threads")?;
-    let children = plan(&args, address, &model, model_name, &places, colour);
+    let children = plan(&args, address, &model, &places, colour);
     let logs = Logs::new(children.iter().map(|child| child.name.len()).max().unwrap_or(0), colour);
     let mut children = children.into_iter();
     let router = children.next().expect("the plan begins with the router");
@@ -88,15 +107,17 @@ pub(crate) async fn run(mut args: UpArgs) -> anyhow::Result<()> {
 
     let ready = tokio::spawn(banner::print_when_ready(address, args.prefill, args.decode));
     let outcome = tokio::select! {
-        () = shutdown.cancelled() => Ok(()),
-        ended = &mut router => describe(ended?),
-        Some(ended) = workers.join_next() => describe(ended?),
+        () = shutdown.cancelled() => {
+            logs.note("stopping; press Ctrl-C again to stop at once");
+            Ok(())
+        }
+        ended = &mut router => describe(ended?, &model),
+        Some(ended) = workers.join_next() => describe(ended?, &model),
     };
     ready.abort();
 
     shutdown.cancel();
     if !router.is_finished() {
-        logs.note("stopping; press Ctrl-C again to stop at once");
         // A router that does not end in time is killed when its task is dropped, with the runtime.
         let _ = tokio::time::timeout(ROUTER_DRAIN, &mut router).await;
     }
@@ -105,11 +126,17 @@ pub(crate) async fn run(mut args: UpArgs) -> anyhow::Result<()> {
     outcome
 }
 
-fn describe(ended: Supervised) -> anyhow::Result<()> {
-    match ended {
-        Supervised::Stopped => Ok(()),
-        Supervised::GaveUp(message) => bail!(message),
+/// What ended everything, and what to do if it is the model.
+fn describe(ended: Supervised, model: &Path) -> anyhow::Result<()> {
+    let Supervised::GaveUp(message) = ended else { return Ok(()) };
+    let path = model.display().to_string();
+    if message.contains(&path) {
+        bail!(
+            "{message}\nhelp: a model is a directory with config.json, tokenizer.json and *.safetensors, or a .gguf file; \
+             `baton inspect {path}` looks at it without starting anything"
+        );
     }
+    bail!(message)
 }
 
 /// Without this check, the router would fail and be restarted again and again.
@@ -120,23 +147,17 @@ fn check_port_is_free(address: SocketAddr) -> anyhow::Result<()> {
 }
 
 /// The processes to run, the router first. `places` has one for each worker.
-fn plan(
-    args: &UpArgs,
-    address: SocketAddr,
-    model: &Path,
-    model_name: Option<&str>,
-    places: &[Place],
-    colour: bool,
-) -> Vec<Child> {
+fn plan(args: &UpArgs, address: SocketAddr, model: &Path, places: &[Place], colour: bool) -> Vec<Child> {
     let mut common = vec!["--model".to_owned(), model.display().to_string()];
-    if let Some(name) = model_name {
-        common.extend(["--model-name".to_owned(), name.to_owned()]);
+    if let Some(name) = &args.model_name {
+        common.extend(["--model-name".to_owned(), name.clone()]);
     }
     common.extend(args.tls.flags());
     common.extend(args.log.flags(colour));
 
     let mut router = vec!["router".to_owned(), "--listen".to_owned(), address.to_string()];
     router.extend(common.clone());
+    router.extend(args.routing.flags());
 
     // Workers reach the router over loopback, for every address that it listens on.
     let scheme = if args.tls.tls_cert.is_some() { "https" } else { "http" };
@@ -146,8 +167,12 @@ fn plan(
     };
     let mut worker = vec!["--router".to_owned(), local];
     worker.extend(common);
+    worker.extend(args.transfer.flags());
+    worker.push(format!("--drain-timeout={}", args.drain_timeout));
 
-    let mut children = vec![Child { name: "router".to_owned(), args: router }];
+    let stop_timeout = STOP_MARGIN + Duration::from_secs(args.drain_timeout);
+    let mut children =
+        vec![Child { name: "router".to_owned(), args: router, stop_timeout: ROUTER_STOP_TIMEOUT }];
     let mut places = places.iter();
     for (role, num) in [("prefill", args.prefill), ("decode", args.decode)] {
         for idx in 0..num {
@@ -157,7 +182,7 @@ fn plan(
             flags.extend(worker.clone());
             flags.extend(place.engine(&args.engine).flags());
             flags.push(format!("--pin-threads={}", place.cpus));
-            children.push(Child { name, args: flags });
+            children.push(Child { name, args: flags, stop_timeout });
         }
     }
     children
@@ -176,9 +201,12 @@ mod tests {
     fn children_get_what_up_was_told() {
         let cli = Cli::parse_from(
             "baton up --port 9 --prefill 2 --decode 2 --threads 2 --tensor-parallel 2 --kv-dtype fp8 --kv-memory 3M --itl-target 40 --no-prefix-cache \
-             --quantize int4:64 --activations f32 --device cuda:1 --gpu-memory-utilization 0.5 --speculate draft --draft-model /draft \
+             --quantize int4:64 --activations f32 --deterministic --device cuda:1 --gpu-memory-utilization 0.5 --speculate draft --draft-model /draft \
              --max-draft-tokens 3 --log-format json --log-color never \
-             --otlp-endpoint http://127.0.0.1:4317 --tls-cert /c --tls-key /k --tls-ca /ca --tls-name baton"
+             --transports tcp,shm --kv-wire int8 --data-listen 127.0.0.2:0 --rdma-listen 127.0.0.3:0 --nixl /n --nccl-listen 127.0.0.4:0 \
+             --nccl /c --data-host h --shm-dir /s --handoff-deadline 7 --fetch-deadline 8 --drain-timeout 9 --model-name tiny \
+             --slo-ttft 900 --slo-tpot 50 --local-prefill-below 5 --fetch-prefix-from 6 --migration off --max-requests 4 --unknown-fields ignore \
+             --cors-origins https://a.example,https://b.example --otlp-endpoint http://127.0.0.1:4317 --tls-cert /c --tls-key /k --tls-ca /ca --tls-name baton"
                 .split_whitespace(),
         );
         let Command::Up(args) = cli.command else { panic!("not up") };
@@ -188,8 +216,7 @@ mod tests {
             gpu_memory_utilization: 0.25,
         };
         let places = [(0, "0"), (1, "1"), (2, "2-3"), (3, "none")].map(place);
-        let children =
-            plan(&args, "127.0.0.1:9".parse().unwrap(), Path::new("/model"), Some("tiny"), &places, true);
+        let children = plan(&args, "127.0.0.1:9".parse().unwrap(), Path::new("/model"), &places, true);
         let names: Vec<_> = children.iter().map(|child| child.name.as_str()).collect();
         assert_eq!(names, ["router", "prefill-0", "prefill-1", "decode-0", "decode-1"]);
         let mut places = places.into_iter();
@@ -197,8 +224,13 @@ mod tests {
             let line = std::iter::once("baton".to_owned()).chain(child.args.clone());
             let cli = Cli::try_parse_from(line).unwrap_or_else(|error| panic!("{}: {error}", child.name));
             let (engine, log, tls) = match cli.command {
-                Command::Router(router) => (None, router.log, router.tls),
+                Command::Router(router) => {
+                    assert_eq!(format!("{:?}", router.routing), format!("{:?}", args.routing));
+                    (None, router.log, router.tls)
+                }
                 Command::PrefillWorker(worker) | Command::DecodeWorker(worker) => {
+                    assert_eq!(format!("{:?}", worker.transfer), format!("{:?}", args.transfer));
+                    assert_eq!(worker.drain_timeout, 9);
                     (Some(worker.engine), worker.log, worker.tls)
                 }
                 other => panic!("{other:?}"),

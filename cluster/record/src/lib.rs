@@ -93,6 +93,21 @@ pub struct WorkerRecord {
     pub kv_format: KvFormat,
     /// How much it can hold.
     pub capacity: Capacity,
+    /// What computes for it. `None`: nothing that another worker shares, as far as is known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub compute: Option<Compute>,
+}
+
+/// The processors that compute for a worker. Workers that have one in common share its arithmetic: while both compute, each
+/// is slower.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Compute {
+    /// Boot id of the machine.
+    pub machine: String,
+    /// "cpu".
+    pub device: String,
+    /// Numbers of processors of that machine.
+    pub units: Vec<u32>,
 }
 
 /// Why a record is not valid.
@@ -114,6 +129,15 @@ pub enum RecordError {
     /// The record's JSON cannot be read.
     #[error("worker record is not readable: {0}")]
     Json(String),
+}
+
+impl Compute {
+    /// Whether a processor is in both.
+    pub fn shares(&self, other: &Compute) -> bool {
+        self.machine == other.machine
+            && self.device == other.device
+            && self.units.iter().any(|unit| other.units.contains(unit))
+    }
 }
 
 impl WorkerRecord {
@@ -188,7 +212,28 @@ mod tests {
             model: "tiny".into(),
             kv_format: KvFormat::new("r1".into(), &layout, "theta=10000".into()),
             capacity: Capacity { num_blocks: 8, block_size: 16, max_running: 4, context_length: 128 },
+            compute: Some(Compute { machine: "m".into(), device: "cpu".into(), units: vec![0, 1] }),
         }
+    }
+
+    #[test]
+    fn workers_share_what_both_name() {
+        let compute = |machine: &str, units: &[u32]| Compute {
+            machine: machine.into(),
+            device: "cpu".into(),
+            units: units.to_vec(),
+        };
+        assert!(compute("m", &[0, 1]).shares(&compute("m", &[1, 2])));
+        assert!(!compute("m", &[0, 1]).shares(&compute("m", &[2, 3])));
+        assert!(!compute("m", &[0, 1]).shares(&compute("n", &[0, 1])));
+    }
+
+    #[test]
+    fn a_record_of_an_older_worker_is_read() {
+        let older = WorkerRecord { compute: None, ..record() };
+        let json = String::from_utf8(older.to_json()).unwrap();
+        assert!(!json.contains("compute"), "{json}");
+        assert_eq!(WorkerRecord::from_json(json.as_bytes()), Ok(older));
     }
 
     #[test]

@@ -31,6 +31,8 @@ pub(crate) struct Registrar {
 enum End {
     Withdrawn,
     Lost(Status),
+    /// The router ended the stream, as a router does that shuts down.
+    Closed,
     Refused(String),
 }
 
@@ -58,6 +60,7 @@ impl Registrar {
             match self.session(&withdraw, &mut backoff).await {
                 End::Withdrawn => return,
                 End::Lost(status) => self.report.searching(status.message()),
+                End::Closed => self.report.router_left(),
                 End::Refused(reason) => self.report.set(RegistrationState::Refused(reason)),
             }
             tokio::select! {
@@ -102,7 +105,7 @@ impl Registrar {
                 answer = answers.message() => match answer {
                     Ok(Some(answer)) if answer.refused.is_empty() => {}
                     Ok(Some(answer)) => return End::Refused(answer.refused),
-                    Ok(None) => return End::Lost(Status::unavailable("the router closed the stream")),
+                    Ok(None) => return End::Closed,
                     Err(status) => return End::Lost(status),
                 }
             }

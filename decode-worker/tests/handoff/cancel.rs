@@ -32,7 +32,7 @@ async fn cancelled_during_the_transfer() {
     let events = client.generate(request(&prompt(1, 80), 8, Some(p.peer()))).await.unwrap();
     // Two chunks are computed and pushed, the third is about to be.
     steps.pass(2);
-    while d.worker.load().handoff_bytes.iter().all(|transport| transport.bytes == 0) {
+    while d.worker.load(0).handoff_bytes.iter().all(|transport| transport.bytes == 0) {
         tokio::task::yield_now().await;
     }
     drop(events);

@@ -20,7 +20,7 @@ async fn a_prefill_worker_killed_during_a_handoff_is_reported_as_lost_and_costs_
         let prompt = prompt(1, 80);
         let mut events = client.generate(request(&prompt, 8, Some(p.peer()))).await.unwrap().into_inner();
         tokio::task::block_in_place(|| steps.pass(num_steps));
-        while num_steps > 0 && d.worker.load().handoff_bytes.iter().all(|transport| transport.bytes == 0) {
+        while num_steps > 0 && d.worker.load(0).handoff_bytes.iter().all(|transport| transport.bytes == 0) {
             tokio::task::yield_now().await;
         }
         p.kill();
@@ -155,7 +155,7 @@ async fn a_decode_worker_computes_no_prompts_for_others() {
     let answer = generate(&d.client().await, request(&prompt(1, 80), 8, Some(other.peer()))).await.unwrap();
     let (kind, message) = answer.failed();
     assert_eq!(kind, Kind::PrefillLost, "{message}");
-    assert!(message.contains("no prefill worker"), "{message}");
+    assert!(message.contains("not a prefill worker"), "{message}");
     assert_eq!(other.worker.engine().num_computed_tokens(), 0);
     d.assert_all_free().await;
     other.assert_all_free().await;

@@ -173,11 +173,15 @@ impl Builder {
         let model = Model {
             executor,
             block_device: None,
+            simulated_blocks: None,
             drafter,
             name: "fake".into(),
             revision: "r1".into(),
             rope,
             context_length: CONTEXT_LENGTH,
+            step_prior: None,
+            grammars: None,
+            compute: None,
         };
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(2)
@@ -233,7 +237,7 @@ impl TestWorker {
 
     /// Bytes that its data plane has moved.
     pub(crate) fn moved(&self, kind: TransportKind) -> u64 {
-        let load = self.worker.load();
+        let load = self.worker.load(0);
         let bytes = load.handoff_bytes.iter().find(|bytes| bytes.transport == kind.name());
         bytes.expect("every transport is reported").bytes
     }

@@ -13,6 +13,7 @@ mod matrix;
 #[path = "../../../tests/ports.rs"]
 mod ports;
 mod prefix;
+mod reports;
 mod serving;
 mod sides;
 mod speculation;

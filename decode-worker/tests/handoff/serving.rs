@@ -161,3 +161,49 @@ async fn bad_requests_are_refused_by_name() {
     p.assert_all_free().await;
     d.assert_all_free().await;
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn requests_are_measured_under_the_names_of_vllm() {
+    let (p, d) = (prefill().start().await, decode().start().await);
+    let client = d.client().await;
+    let prompt = prompt(9, 64);
+    let before = d.metrics().await;
+    for series in ["vllm:request_success_total{", "finished_reason=\"stop\"", "vllm:num_preemptions_total{"] {
+        assert!(before.contains(series), "{series} is not there from the start:\n{before}");
+    }
+    // The second one finds all blocks but the last in the cache. Nothing is found under another salt.
+    for _ in 0..2 {
+        generate(&client, request(&prompt, 8, None)).await.unwrap().finished();
+    }
+    let mut remote = request(&prompt, 8, Some(p.peer()));
+    remote.cache_salt = "other".into();
+    generate(&client, remote).await.unwrap().finished();
+    p.assert_all_free().await;
+    d.assert_all_free().await;
+
+    let length = "finished_reason=\"length\"";
+    for (name, label, of_prefill, of_decode) in [
+        ("vllm:prompt_tokens_total", "", 64.0, 192.0),
+        ("vllm:generation_tokens_total", "", 1.0, 24.0),
+        ("vllm:prefix_cache_queries_total", "", 64.0, 128.0),
+        ("vllm:prefix_cache_hits_total", "", 0.0, (64 - BLOCK_SIZE) as f64),
+        ("vllm:request_success_total", length, 1.0, 3.0),
+        ("vllm:time_to_first_token_seconds_count", "", 1.0, 3.0),
+        ("vllm:request_queue_time_seconds_count", "", 1.0, 2.0),
+        ("vllm:request_prefill_time_seconds_count", "", 1.0, 2.0),
+        ("vllm:inter_token_latency_seconds_count", "", 0.0, 21.0),
+        ("vllm:e2e_request_latency_seconds_count", "", 1.0, 3.0),
+        ("vllm:num_requests_running", "", 0.0, 0.0),
+        ("vllm:kv_cache_usage_perc", "", 0.0, 0.0),
+        ("vllm:cache_config_info", "block_size=", 1.0, 1.0),
+    ] {
+        for (worker, expected) in [(&p, of_prefill), (&d, of_decode)] {
+            let metrics = worker.metrics().await;
+            let line =
+                metrics.lines().find(|line| line.starts_with(&format!("{name}{{")) && line.contains(label));
+            let line = line.unwrap_or_else(|| panic!("no {name} in\n{metrics}"));
+            assert!(line.contains("model_name=\"") && line.contains("engine=\"0\""), "{line}");
+            assert_eq!(line.rsplit(' ').next().unwrap().parse(), Ok(expected), "{line}");
+        }
+    }
+}

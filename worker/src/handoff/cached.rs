@@ -1,5 +1,5 @@
-//! Hands over what this worker has cached of a sequence. Every worker does that, whatever its role, also while it drains:
-//! it costs next to nothing, and its requests migrate by it.
+//! Hands over the prefix of a sequence that this worker has cached. Every worker does this, whatever its role, and also while
+//! it drains: its requests migrate this way, and it costs almost nothing.
 
 use std::{collections::VecDeque, sync::Arc, time::Instant};
 
@@ -12,17 +12,17 @@ use baton_request::Request;
 use futures_util::future::BoxFuture;
 
 use super::{
-    giving::{Giving, PeerBlocks},
-    opening::{Begun, leaving},
+    opening::{OpenedHandoff, draining_failure},
+    prefill_side::{PeerFormat, PrefillSide},
     stream::sleep_until,
 };
 use crate::{convert::submit_failure, convert_handoff::FirstToken, worker::Worker};
 
-/// Hands over what is cached of the sequence in `begun`, or says why not.
-pub async fn give(worker: Arc<Worker>, begun: Begun<CachedHandoff>) {
-    match PeerBlocks::accept(&worker, &begun.kv_format, begun.wire) {
-        Ok(peer_blocks) => CachedHandoffDriver::new(worker, begun, peer_blocks).run().await,
-        Err(failure) => begun.decline(&worker, failure).await,
+/// Hands over what is cached of the sequence in `opened`, or refuses with a reason.
+pub async fn hand_over(worker: Arc<Worker>, opened: OpenedHandoff<CachedHandoff>) {
+    match PeerFormat::new(&worker, &opened.kv_format, opened.wire) {
+        Ok(peer_format) => CachedHandoffDriver::new(worker, opened, peer_format).run().await,
+        Err(failure) => opened.decline(&worker, failure).await,
     }
 }
 
@@ -30,16 +30,16 @@ pub async fn give(worker: Arc<Worker>, begun: Begun<CachedHandoff>) {
 struct CachedHandoffDriver {
     machine: CachedHandoff,
     started: Instant,
-    giving: Giving,
+    side: PrefillSide,
     prefix: Prefix,
     is_halted: bool,
 }
 
 /// The blocks that are handed over.
 enum Prefix {
-    /// The engine looks for them.
+    /// The engine looks them up.
     Holding(BoxFuture<'static, Result<CachedPrefix, SubmitError>>),
-    /// They stay as they are. Shared with the route: whichever is dropped last returns them.
+    /// The engine keeps them. The route shares this guard; the last owner to drop it returns the blocks.
     Held(Arc<CachedPrefix>),
     Released,
 }
@@ -50,11 +50,15 @@ enum Event {
 }
 
 impl CachedHandoffDriver {
-    fn new(worker: Arc<Worker>, begun: Begun<CachedHandoff>, peer_blocks: PeerBlocks) -> CachedHandoffDriver {
-        let Begun { machine, request, started, stream, .. } = begun;
+    fn new(
+        worker: Arc<Worker>,
+        opened: OpenedHandoff<CachedHandoff>,
+        peer_format: PeerFormat,
+    ) -> CachedHandoffDriver {
+        let OpenedHandoff { machine, request, started, stream, .. } = opened;
         let prefix = Prefix::Holding(Box::pin(hold(worker.clone(), request)));
-        let giving = Giving::new(worker, stream, peer_blocks);
-        CachedHandoffDriver { machine, started, giving, prefix, is_halted: false }
+        let side = PrefillSide::new(worker, stream, peer_format);
+        CachedHandoffDriver { machine, started, side, prefix, is_halted: false }
     }
 
     async fn run(mut self) {
@@ -66,22 +70,23 @@ impl CachedHandoffDriver {
                 self.act(action);
             }
         }
-        self.giving.end().await;
+        self.side.end().await;
     }
 
     async fn next(&mut self) -> Event {
-        let halted = self.giving.worker().lifecycle().halted();
+        let halted = self.side.worker().lifecycle().halted();
         let deadline = self.machine.deadline();
         tokio::select! {
-            // Time first, so that nothing busy outlives its deadline; leaving last, since what just happened says more.
+            // The deadline comes first: a busy stream must not delay it. The halt comes last: an event that is ready gives a
+            // better reason.
             biased;
             // Invariant 6: the deadline of the held prefix.
             () = sleep_until(deadline) => Event::Input(PrefillInput::Tick),
-            input = self.giving.next() => Event::Input(input),
+            input = self.side.next() => Event::Input(input),
             held = self.prefix.held() => Event::Held(held),
             () = halted.cancelled(), if !self.is_halted => {
                 self.is_halted = true;
-                Event::Input(PrefillInput::Fail(leaving()))
+                Event::Input(PrefillInput::Fail(draining_failure()))
             }
         }
     }
@@ -105,22 +110,22 @@ impl CachedHandoffDriver {
     fn act(&mut self, action: CachedHandoffAction<FirstToken>) {
         match action {
             PrefillAction::Route { access_key, offers } => {
-                // A grant is accepted only once the prefix is held.
+                // The machine accepts a grant only after the prefix is held.
                 if let Prefix::Held(prefix) = &self.prefix {
-                    self.giving.route(access_key, offers, Arc::clone(prefix));
+                    self.side.open_route(access_key, offers, Arc::clone(prefix));
                 }
             }
-            PrefillAction::Push(pieces) => self.giving.push(pieces),
-            PrefillAction::Send(message) => self.giving.send(message),
+            PrefillAction::Push(pieces) => self.side.push(pieces),
+            PrefillAction::Send(message) => self.side.send(message),
             PrefillAction::Finish(result) => self.finish(result),
             PrefillAction::Stop => {
                 if let Prefix::Holding(_) = self.prefix {
                     self.prefix = Prefix::Released;
                 }
-                self.giving.stop();
+                self.side.close_route();
             }
             PrefillAction::Release => {
-                self.giving.release();
+                self.side.drop_route();
                 self.prefix = Prefix::Released;
             }
             // `run` ends, and with it the stream.
@@ -131,8 +136,8 @@ impl CachedHandoffDriver {
     fn finish(&self, result: Result<(), HandoffError>) {
         let elapsed = self.started.elapsed();
         let outcome = result.as_ref().map_or_else(HandoffError::label, |()| "committed");
-        self.giving.worker().metrics().prefix_given(outcome);
-        let (transport, bytes) = self.giving.moved();
+        self.side.worker().metrics().prefix_handed_over(outcome);
+        let (transport, bytes) = self.side.transferred();
         match result {
             Ok(()) => tracing::debug!(transport, bytes, ?elapsed, "cached prefix handed over"),
             Err(error) => tracing::info!(transport, bytes, ?elapsed, %error, "cached prefix not handed over"),
@@ -141,7 +146,7 @@ impl CachedHandoffDriver {
 }
 
 impl Prefix {
-    /// Completes when the engine has looked.
+    /// Completes when the engine has looked up the blocks.
     async fn held(&mut self) -> Result<CachedPrefix, SubmitError> {
         match self {
             Prefix::Holding(holding) => holding.await,

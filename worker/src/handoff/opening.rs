@@ -1,4 +1,5 @@
-//! A handoff stream that another worker has opened, until its first message: who may continue it, and with what request.
+//! A handoff stream that another worker has opened, until its first message. That message has the request and decides which
+//! state machine continues.
 
 use std::{sync::Arc, time::Instant};
 
@@ -13,71 +14,75 @@ use tokio::sync::mpsc;
 use tonic::{Status, Streaming};
 
 use super::{
-    giving::{GivingStream, read},
+    prefill_side::{PrefillStream, input_from_stream},
     stream::{HandoffStream, StreamEvent, sleep_until},
 };
 use crate::{
     convert::{WireError, request_from_begin},
     convert_handoff::{FirstToken, begin_from_proto, prefill_message_to_proto, wire_from_begin},
+    tickets::Uncovered,
     worker::Worker,
 };
 
-/// A handoff whose first message has come.
-pub enum OpenedHandoff {
-    /// The decode worker wants a prompt to be computed.
-    Compute(Begun<ComputedHandoff>, Option<PrefixSource>),
-    /// Another worker wants what is cached of a sequence.
-    Fetch(Begun<CachedHandoff>),
+/// What the first message of a handoff asks for.
+pub enum HandoffRequest {
+    /// The decode worker asks for a prompt to be computed.
+    Compute(OpenedHandoff<ComputedHandoff>, Option<PrefixSource>),
+    /// Another worker asks for the cached prefix of a sequence.
+    Fetch(OpenedHandoff<CachedHandoff>),
 }
 
-/// What every handoff begins with, and the state machine that continues it.
-pub struct Begun<M> {
-    /// Decides what to do.
+/// A handoff after its first message: the request, the stream, and the state machine that continues.
+pub struct OpenedHandoff<M> {
+    /// The state machine of the handoff.
     pub machine: M,
     /// The sequence.
     pub request: Request,
-    /// What the peer's blocks mean.
+    /// Format of the peer's blocks.
     pub kv_format: KvFormat,
-    /// How KV travels, as both sides agree.
+    /// Wire format that both sides have agreed on.
     pub wire: WireFormat,
-    /// How long either side waits without a sign of progress.
+    /// How long either side waits without progress.
     pub deadline: std::time::Duration,
     /// When the stream opened.
     pub started: Instant,
-    /// To the peer.
-    pub stream: GivingStream,
+    /// The stream to the peer.
+    pub stream: PrefillStream,
+    /// Until load reports count the request.
+    pub uncovered: Option<Uncovered>,
 }
 
 /// The worker that probably has more of a sequence cached than this one.
 #[derive(Clone, Debug)]
 pub struct PrefixSource {
-    /// It.
+    /// The worker.
     pub peer: PrefillPeer,
     /// How often the router planned the request before.
     pub attempt: u32,
 }
 
-/// The request in a first message.
-struct Asked {
+/// The first message, decoded.
+struct FirstMessage {
     begin: baton_handoff::Begin,
     cached_only: bool,
     request: Request,
     kv_format: KvFormat,
     wire: WireFormat,
     prefix_source: Option<PrefixSource>,
+    uncovered: Option<Uncovered>,
 }
 
-enum First {
-    Asked(Box<Asked>),
+enum Event {
+    FirstMessage(Box<FirstMessage>),
     Other(PrefillInput),
 }
 
-/// Waits for the first message. `None` when the handoff ended before it; that was counted and said to the peer.
+/// Waits for the first message. `None` when the handoff has ended before it; the peer is told, and a metric counts it.
 pub async fn open(
     worker: &Arc<Worker>,
     inbound: Streaming<proto::DecodeMessage>,
     outbound: mpsc::Sender<Result<proto::PrefillMessage, Status>>,
-) -> Option<OpenedHandoff> {
+) -> Option<HandoffRequest> {
     let mut stream = HandoffStream::accepted(inbound, outbound);
     let started = Instant::now();
     let total = worker.config().handoff_deadline;
@@ -86,118 +91,135 @@ pub async fn open(
     let own = OwnSide { incarnation: worker.incarnation(), block_size, num_layers };
     let mut opening = Opening::new(own, limits, started);
     loop {
-        let over = match first(worker, &mut stream, opening.deadline()).await {
-            First::Asked(asked) => {
-                let Asked { begin, cached_only, request, kv_format, wire, prefix_source } = *asked;
+        let (served, actions) = match next_event(worker, &mut stream, opening.deadline()).await {
+            Event::FirstMessage(message) => {
+                let FirstMessage { begin, cached_only, request, kv_format, wire, prefix_source, uncovered } =
+                    *message;
                 let (now, deadline) = (Instant::now(), total.min(begin.deadline));
                 if cached_only {
                     match opening.fetch(&begin, now) {
                         Ok(machine) => {
-                            let begun =
-                                Begun { machine, request, kv_format, wire, deadline, started, stream };
-                            return Some(OpenedHandoff::Fetch(begun));
+                            let opened = OpenedHandoff {
+                                machine,
+                                request,
+                                kv_format,
+                                wire,
+                                deadline,
+                                started,
+                                stream,
+                                uncovered,
+                            };
+                            return Some(HandoffRequest::Fetch(opened));
                         }
-                        Err(over) => (Served::CachedPrefix, over),
+                        Err(actions) => (Served::CachedPrefix, actions),
                     }
                 } else {
                     match opening.begin(&begin, now) {
                         Ok(machine) => {
-                            let begun =
-                                Begun { machine, request, kv_format, wire, deadline, started, stream };
-                            return Some(OpenedHandoff::Compute(begun, prefix_source));
+                            let opened = OpenedHandoff {
+                                machine,
+                                request,
+                                kv_format,
+                                wire,
+                                deadline,
+                                started,
+                                stream,
+                                uncovered,
+                            };
+                            return Some(HandoffRequest::Compute(opened, prefix_source));
                         }
-                        Err(over) => (Served::Prompt, over),
+                        Err(actions) => (Served::Prompt, actions),
                     }
                 }
             }
-            First::Other(input) => match opening.on(input, Instant::now()) {
+            Event::Other(input) => match opening.on(input, Instant::now()) {
                 Ok(waiting) => {
                     opening = waiting;
                     continue;
                 }
-                Err(over) => (Served::Prompt, over),
+                Err(actions) => (Served::Prompt, actions),
             },
         };
-        let (served, actions) = over;
         end(worker, served, actions, started, stream).await;
         return None;
     }
 }
 
-impl Begun<ComputedHandoff> {
+impl OpenedHandoff<ComputedHandoff> {
     /// Refuses to compute the prompt.
     pub async fn decline(self, worker: &Worker, failure: Failure) {
         end(worker, Served::Prompt, Opening::declined(failure), self.started, self.stream).await;
     }
 }
 
-impl Begun<CachedHandoff> {
+impl OpenedHandoff<CachedHandoff> {
     /// Refuses to hand over what is cached.
     pub async fn decline(self, worker: &Worker, failure: Failure) {
         end(worker, Served::CachedPrefix, Opening::declined(failure), self.started, self.stream).await;
     }
 }
 
-/// What a worker that leaves says.
-pub fn leaving() -> Failure {
+/// Why a worker that drains or shuts down refuses or ends a handoff.
+pub fn draining_failure() -> Failure {
     Failure::new(FailureKind::Draining, "this worker is leaving")
 }
 
-/// What a handoff on the prefill side serves, and so how it is counted.
+/// What a handoff on the prefill side serves. Metrics count each separately.
 #[derive(Clone, Copy, Debug)]
 enum Served {
     Prompt,
     CachedPrefix,
 }
 
-async fn first(worker: &Worker, stream: &mut GivingStream, deadline: Instant) -> First {
+async fn next_event(worker: &Worker, stream: &mut PrefillStream, deadline: Instant) -> Event {
     let halted = worker.lifecycle().halted();
     let event = tokio::select! {
         biased;
-        () = sleep_until(Some(deadline)) => return First::Other(PrefillInput::Tick),
+        () = sleep_until(Some(deadline)) => return Event::Other(PrefillInput::Tick),
         event = stream.next() => event,
-        () = halted.cancelled() => return First::Other(PrefillInput::Fail(leaving())),
+        () = halted.cancelled() => return Event::Other(PrefillInput::Fail(draining_failure())),
     };
     let begin = match event {
         StreamEvent::Received(Ok(Some(proto::DecodeMessage {
             message: Some(proto::decode_message::Message::Begin(begin)),
         }))) => begin,
-        event => return First::Other(read(stream, event)),
+        event => return Event::Other(input_from_stream(stream, event)),
     };
-    match asked(worker, &begin) {
-        Ok(asked) => {
-            tracing::Span::current().record("request_id", &asked.begin.request_id);
-            First::Asked(Box::new(asked))
+    match first_message(worker, &begin) {
+        Ok(message) => {
+            tracing::Span::current().record("request_id", &message.begin.request_id);
+            Event::FirstMessage(Box::new(message))
         }
         Err(error) => {
             stream.send(Err(error.clone().into()));
             stream.close();
-            First::Other(PrefillInput::StreamClosed(error.to_string()))
+            Event::Other(PrefillInput::StreamClosed(error.to_string()))
         }
     }
 }
 
-fn asked(worker: &Worker, message: &proto::Begin) -> Result<Asked, WireError> {
+fn first_message(worker: &Worker, message: &proto::Begin) -> Result<FirstMessage, WireError> {
     let request = request_from_begin(message)?;
     let (begin, kv_format) = begin_from_proto(message)?;
     let source = |peer| PrefixSource { peer, attempt: message.attempt };
-    Ok(Asked {
+    Ok(FirstMessage {
         begin,
         cached_only: message.cached_only,
         request,
         kv_format,
         wire: WireFormat::agreed(wire_from_begin(message), worker.config().kv_wire),
         prefix_source: message.prefix_source.clone().map(source),
+        uncovered: worker.tickets().take(message.ticket),
     })
 }
 
-/// Nothing was begun: only messages are left.
+/// Ends a handoff that has no computation and no route: only messages remain.
 async fn end(
     worker: &Worker,
     served: Served,
     actions: Vec<OpeningAction<FirstToken>>,
     started: Instant,
-    mut stream: GivingStream,
+    mut stream: PrefillStream,
 ) {
     for action in actions {
         match action {
@@ -221,7 +243,7 @@ fn count(worker: &Worker, served: Served, error: &HandoffError, started: Instant
             metrics.handoff_seconds.observe(elapsed.as_secs_f64());
             metrics.handoff_ended(error.label());
         }
-        Served::CachedPrefix => metrics.prefix_given(error.label()),
+        Served::CachedPrefix => metrics.prefix_handed_over(error.label()),
     }
-    tracing::info!(?elapsed, %error, "handoff ended before it began");
+    tracing::info!(?elapsed, %error, "handoff refused or broken off before any work started");
 }

@@ -1,6 +1,6 @@
-//! Prefixes that another worker has cached: fetched before a prompt is computed, and put into this worker's cache.
+//! Fetches a prefix that another worker has cached, before a prompt is computed, and adds it to this worker's cache.
 //!
-//! A failure costs the time until then, and no more: what did not come is computed.
+//! A failed fetch costs only the time until it fails: the engine computes what did not arrive.
 
 use std::{
     collections::VecDeque,
@@ -19,15 +19,15 @@ use tokio::sync::oneshot;
 use tracing::Instrument;
 
 use super::{
+    decode_side::{DecodeSide, begin, limits},
     stream::sleep_until,
-    taking::{Taking, begin, limits},
 };
 use crate::{convert::submit_failure, convert_handoff::FirstToken, peers::Link, worker::Worker};
 
-/// Nothing was computed here yet.
-const UNKNOWN: Duration = Duration::from_secs(1);
-/// Less says nothing about the source: the first connection to it and one step of its engine take as long.
-const SHORTEST: Duration = Duration::from_millis(250);
+/// Estimated prefill time before this worker has computed anything.
+const DEFAULT_PREFILL_TIME: Duration = Duration::from_secs(1);
+/// Shortest deadline of a fetch: the first connection to the source and one step of its engine take about as long.
+const MIN_DEADLINE: Duration = Duration::from_millis(250);
 
 /// Fetches the full blocks of a request's known tokens that `source` has cached and this worker lacks. Dropping the
 /// future cancels it.
@@ -39,15 +39,18 @@ pub async fn fetch(worker: Arc<Worker>, source: PrefillPeer, attempt: u32, reque
     let prompt = request.prompt.iter().chain(&request.output).copied().take(num_tokens).collect();
     let request = Request { prompt, output: Vec::new(), ..request };
     let Ok(link) = worker.peers().link(&source.address) else {
-        tracing::warn!(address = source.address, "the source of a prefix has no usable address");
+        tracing::warn!(
+            address = source.address,
+            "prefix not fetched: the address of its source is invalid; the prompt is computed"
+        );
         return;
     };
-    let deadline = patience(&worker, num_tokens);
+    let deadline = fetch_deadline(&worker, num_tokens);
     let (reply, outcome) = oneshot::channel();
     let driver = PrefixFetchDriver::new(worker.clone(), link, source, attempt, request, deadline, reply);
     worker.lifecycle().spawn(driver.run().in_current_span());
     let metrics = worker.metrics();
-    // It ends by its deadline.
+    // The driver ends at its deadline at the latest.
     match outcome.await {
         Ok(Ok(num_tokens)) => metrics.prefix_fetched("fetched", num_tokens),
         Ok(Err(error)) => metrics.prefix_fetched(error.label(), 0),
@@ -55,22 +58,23 @@ pub async fn fetch(worker: Arc<Worker>, source: PrefillPeer, attempt: u32, reque
     }
 }
 
-/// A fetch may take as long as the computation that it saves, by what steps took here. So a slow or silent source at most
-/// doubles the time to the first token.
-fn patience(worker: &Worker, num_tokens: usize) -> Duration {
+/// A fetch may take as long as the prefill that it saves, estimated from the steps of this engine. So a slow or silent source
+/// at most doubles the TTFT.
+fn fetch_deadline(worker: &Worker, num_tokens: usize) -> Duration {
     let config = worker.config();
-    let computing = || worker.engine().prefill_time(num_tokens).unwrap_or(UNKNOWN).max(SHORTEST);
-    config.fetch_deadline.unwrap_or_else(computing).min(config.handoff_deadline)
+    let prefill_time = || worker.engine().prefill_time(num_tokens).unwrap_or(DEFAULT_PREFILL_TIME);
+    config.fetch_deadline.unwrap_or_else(|| prefill_time().max(MIN_DEADLINE)).min(config.handoff_deadline)
 }
 
 /// The driver of a [`PrefixFetch`].
 struct PrefixFetchDriver {
     machine: PrefixFetch,
-    first_actions: Vec<PrefixFetchAction>,
+    /// Actions of the machine that are not done yet.
+    actions: VecDeque<PrefixFetchAction>,
     started: Instant,
     request: Request,
-    taking: Taking<PrefixReservation>,
-    /// `None` once the caller was answered, or has left.
+    side: DecodeSide<PrefixReservation>,
+    /// `None` after the caller was answered or has gone.
     reply: Option<oneshot::Sender<Result<usize, HandoffError>>>,
 }
 
@@ -87,36 +91,35 @@ impl PrefixFetchDriver {
         let started = Instant::now();
         let begin = begin(&worker, &source, attempt, &request, deadline);
         let num_layers = worker.engine().storage().layout().num_layers;
-        let (machine, first_actions) = PrefixFetch::begin(begin, num_layers, limits(deadline), started);
-        // The cache serves every request, so the preference of this one does not count.
+        let (machine, actions) = PrefixFetch::begin(begin, num_layers, limits(deadline), started);
+        // The cache serves every request, so the wire format that this request prefers does not count.
         let wire = worker.config().kv_wire;
-        let taking = Taking::new(worker, link, source, wire);
-        PrefixFetchDriver { machine, first_actions, started, request, taking, reply: Some(reply) }
+        let side = DecodeSide::new(worker, link, source, wire);
+        PrefixFetchDriver { machine, actions: actions.into(), started, request, side, reply: Some(reply) }
     }
 
     async fn run(mut self) {
-        let mut actions = VecDeque::from(std::mem::take(&mut self.first_actions));
         loop {
-            while let Some(action) = actions.pop_front() {
+            while let Some(action) = self.actions.pop_front() {
                 self.act(action).await;
             }
             if self.machine.is_over() {
                 break;
             }
             let input = self.next().await;
-            actions.extend(self.machine.on(input, Instant::now()));
+            self.actions.extend(self.machine.on(input, Instant::now()));
         }
-        self.taking.end().await;
+        self.side.end().await;
     }
 
     async fn next(&mut self) -> DecodeInput<FirstToken> {
-        let halted = self.taking.worker().lifecycle().halted();
+        let halted = self.side.worker().lifecycle().halted();
         let deadline = self.machine.deadline();
         let why = tokio::select! {
-            // Time first, so that nothing busy outlives its deadline.
+            // The deadline comes first: a busy stream must not delay it.
             biased;
             () = sleep_until(deadline) => return DecodeInput::Tick,
-            input = self.taking.next() => return input,
+            input = self.side.next() => return input,
             () = closed(&mut self.reply) => "the request was cancelled",
             () = halted.cancelled(), if self.reply.is_some() => "this worker is leaving",
         };
@@ -126,15 +129,15 @@ impl PrefixFetchDriver {
 
     async fn act(&mut self, action: PrefixFetchAction) {
         match action {
-            DecodeAction::Send(message) => self.taking.send(message, &self.request, None),
+            DecodeAction::Send(message) => self.side.send(message, &self.request, None),
             DecodeAction::Reserve { num_tokens } => {
-                let reserving = reserve(self.taking.worker().clone(), self.request.clone(), num_tokens);
-                self.taking.reserve(Box::pin(reserving));
+                let reserving = reserve(self.side.worker().clone(), self.request.clone(), num_tokens);
+                self.side.reserve(Box::pin(reserving));
             }
             DecodeAction::FirstToken(never) => match never {},
-            DecodeAction::Verify(pieces) => self.taking.verify(pieces),
-            DecodeAction::Revoke(generation) => self.taking.revoke(generation),
-            DecodeAction::WriterStopped(generation) => self.taking.writer_stopped(generation),
+            DecodeAction::Verify(pieces) => self.side.verify(pieces),
+            DecodeAction::Revoke(generation) => self.side.revoke(generation),
+            DecodeAction::WriterStopped(generation) => self.side.writer_stopped(generation),
             DecodeAction::Finish(result) => self.finish(result).await,
             // `run` ends, and with it the stream.
             DecodeAction::Close => {}
@@ -143,36 +146,36 @@ impl PrefixFetchDriver {
 
     async fn finish(&mut self, result: Result<Committed, HandoffError>) {
         let elapsed = self.started.elapsed();
-        let source = self.taking.peer().worker_id.clone();
+        let source = self.side.peer().worker_id.clone();
         let result = match result {
             Ok(committed) => {
                 tracing::debug!(%source, bytes = committed.bytes, ?elapsed, "prefix fetched");
                 self.cache().await
             }
             Err(error) => {
-                self.taking.give_up();
+                self.side.cancel_reservation();
                 tracing::info!(%source, ?elapsed, %error, "prefix not fetched");
                 Err(error)
             }
         };
         if let Some(reply) = self.reply.take() {
-            // A caller that left needs no answer.
+            // A caller that has gone needs no answer.
             let _ = reply.send(result);
         }
     }
 
-    /// The KV is here: lets every request find it. Returns how many tokens of it are new here.
+    /// Adds the received blocks to the prefix cache. Returns how many of their tokens were not cached here.
     async fn cache(&mut self) -> Result<usize, HandoffError> {
         let refused = |failed| HandoffError::Refused { by: Side::Decode, failed };
-        let reservation = self.taking.commit().await.map_err(refused)?;
+        let reservation = self.side.commit().await.map_err(refused)?;
         let num_blocks = reservation.blocks().len() - reservation.num_cached_blocks();
-        let engine = self.taking.worker().engine();
+        let engine = self.side.worker().engine();
         engine.cache_prefix(reservation);
         Ok(num_blocks * engine.storage().layout().block_size)
     }
 }
 
-/// Blocks for a prefix: those that are free now.
+/// Reserves blocks for a prefix. It does not wait until blocks become free.
 async fn reserve(
     worker: Arc<Worker>,
     request: Request,
@@ -185,7 +188,7 @@ async fn reserve(
     }
 }
 
-/// Completes when the caller has left; never once it was answered.
+/// Completes when the caller has gone; never after it was answered.
 async fn closed<T>(reply: &mut Option<oneshot::Sender<T>>) {
     match reply {
         Some(reply) => reply.closed().await,

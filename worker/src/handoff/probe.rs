@@ -16,9 +16,9 @@ use crate::{
     convert_handoff::grant_from_proto, scratch::MAX_SCRATCH_BLOCKS, server::MAX_MESSAGE_BYTES, worker::Worker,
 };
 
-/// For the connection to the decode worker.
+/// How long connecting to the decode worker may take.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
-/// For the whole measurement: the decode worker lends blocks for as long.
+/// How long the whole measurement may take. The decode worker lends blocks for the same time.
 const TOTAL_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Measures one decode worker at a time.
@@ -50,7 +50,7 @@ impl Prober {
 
     async fn measure(&self, address: &str) -> Result<proto::ProbeReport, Status> {
         let scratch = Arc::new(self.worker.reserve_scratch(MAX_SCRATCH_BLOCKS).await?);
-        // Before blocks are lent: the lease is short.
+        // This comes before blocks are lent, because the lease is short.
         let (copy_bytes_per_second, stream_bytes_per_second) = self.limits().await?;
         let dialer = self.worker.dialer();
         let endpoint = dialer
@@ -128,7 +128,7 @@ impl Prober {
             let is_rdma = kind == TransportKind::Rdma;
             return Err(match is_rdma {
                 true => {
-                    "the prefill worker has no device for it or no NIXL, or its --transports leaves it out"
+                    "the prefill worker has no RDMA device or no NIXL, or its --transports does not list rdma"
                 }
                 false => "the prefill worker does not use it; see its --transports",
             });
@@ -137,7 +137,7 @@ impl Prober {
         offer.ok_or("the decode worker does not offer it; see its --transports")
     }
 
-    /// What bounds every transport here: copies in memory, and plain sockets.
+    /// Upper bounds of every transport on this host, in bytes per second: copies in memory, and plain sockets.
     async fn limits(&self) -> Result<(f64, f64), Status> {
         let piece_bytes = self.worker.engine().storage().layout().layer_bytes();
         let measured =
@@ -146,7 +146,7 @@ impl Prober {
     }
 }
 
-/// How blocks of one format become blocks of another, in words.
+/// A text that says how blocks of one format are converted to the other; empty when they are not.
 fn conversion(from: &KvFormat, to: &KvFormat) -> String {
     if (from.block_size, from.dtype) == (to.block_size, to.dtype) {
         return String::new();

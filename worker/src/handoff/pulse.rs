@@ -1,4 +1,4 @@
-//! Reports that an engine makes progress, to a peer that waits for it.
+//! Tells when to report progress of an engine to a peer that waits.
 
 use std::time::Duration;
 
@@ -12,7 +12,7 @@ pub struct Pulse {
 }
 
 impl Pulse {
-    /// Checks several times within `deadline`, after which the peer would give up. `count`: its value now.
+    /// Checks several times within `deadline`, after which the peer would fail the handoff. `count` is the current value.
     pub fn new(deadline: Duration, count: u64) -> Pulse {
         let period = (deadline / 4).clamp(Duration::from_millis(1), Duration::from_secs(5));
         let mut interval = interval_at(Instant::now() + period, period);
@@ -20,7 +20,7 @@ impl Pulse {
         Pulse { interval, last: count }
     }
 
-    /// Completes when a check finds another `count` than the check before. Nothing is lost when the future is dropped.
+    /// Completes when a check finds another `count` than the previous check. The future may be dropped and called again.
     pub async fn beat(&mut self, count: impl Fn() -> u64) {
         loop {
             self.interval.tick().await;
@@ -39,14 +39,20 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn beats_only_while_something_is_counted() {
+    async fn beats_only_while_the_count_grows() {
         let several_checks = Duration::from_millis(100);
         let count = AtomicU64::new(7);
         let read = || count.load(Ordering::Relaxed);
         let mut pulse = Pulse::new(Duration::from_millis(40), read());
-        assert!(tokio::time::timeout(several_checks, pulse.beat(read)).await.is_err(), "nothing was counted");
+        assert!(
+            tokio::time::timeout(several_checks, pulse.beat(read)).await.is_err(),
+            "the count has not grown"
+        );
         count.store(8, Ordering::Relaxed);
         pulse.beat(read).await;
-        assert!(tokio::time::timeout(several_checks, pulse.beat(read)).await.is_err(), "nothing more was");
+        assert!(
+            tokio::time::timeout(several_checks, pulse.beat(read)).await.is_err(),
+            "the count has not grown again"
+        );
     }
 }

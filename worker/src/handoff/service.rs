@@ -1,4 +1,4 @@
-//! `baton.worker.v1.Prefill`, as far as every worker serves it: cached prefixes, and measurements of the ways to decode
+//! `baton.worker.v1.Prefill`, as far as every worker serves it: cached prefixes, and measurements of the transports to decode
 //! workers.
 
 use std::sync::Arc;
@@ -15,12 +15,12 @@ use tracing::Instrument;
 
 use super::{
     cached,
-    opening::{OpenedHandoff, open},
+    opening::{HandoffRequest, open},
     probe::Prober,
 };
 use crate::worker::Worker;
 
-/// Messages to the peer that wait in the stream; more wait in the handoff, in order.
+/// Messages to the peer that wait in the channel. More wait in the handoff's own queue.
 const OUTBOUND_BOUND: usize = 16;
 
 /// What the peer of a handoff reads.
@@ -34,18 +34,18 @@ pub struct PrefixService {
 }
 
 impl PrefixService {
-    /// Gives what is in `worker`'s blocks.
+    /// Hands over prefixes that `worker` has cached.
     pub fn new(worker: Arc<Worker>) -> PrefixService {
         let prober = Prober::new(worker.clone());
         PrefixService { worker, prober }
     }
 }
 
-/// Runs a handoff that another worker opens: `serve` continues it after its first message.
+/// Runs a handoff that another worker opens. `serve` continues it after the first message.
 pub fn accept<F>(
     worker: &Arc<Worker>,
     request: Request<Streaming<DecodeMessage>>,
-    serve: impl FnOnce(Arc<Worker>, OpenedHandoff) -> F + Send + 'static,
+    serve: impl FnOnce(Arc<Worker>, HandoffRequest) -> F + Send + 'static,
 ) -> Response<HandoffMessages>
 where
     F: Future<Output = ()> + Send,
@@ -57,8 +57,8 @@ where
     let (outbound, messages) = mpsc::channel(OUTBOUND_BOUND);
     let (served, inbound) = (worker.clone(), request.into_inner());
     let handoff = async move {
-        if let Some(opened) = open(&served, inbound, outbound).await {
-            serve(served, opened).await;
+        if let Some(handoff) = open(&served, inbound, outbound).await {
+            serve(served, handoff).await;
         }
     };
     worker.lifecycle().spawn(handoff.instrument(span));
@@ -73,12 +73,13 @@ impl Prefill for PrefixService {
         &self,
         request: Request<Streaming<DecodeMessage>>,
     ) -> Result<Response<Self::HandoffStream>, Status> {
-        Ok(accept(&self.worker, request, |worker, opened| async move {
-            match opened {
-                OpenedHandoff::Fetch(begun) => cached::give(worker, begun).await,
-                OpenedHandoff::Compute(begun, _) => {
-                    let message = "this worker computes no prompts for others: it is no prefill worker";
-                    begun.decline(&worker, Failure::new(FailureKind::PrefillLost, message)).await;
+        Ok(accept(&self.worker, request, |worker, handoff| async move {
+            match handoff {
+                HandoffRequest::Fetch(opened) => cached::hand_over(worker, opened).await,
+                HandoffRequest::Compute(opened, _) => {
+                    let message =
+                        "this worker computes no prompts for other workers: it is not a prefill worker";
+                    opened.decline(&worker, Failure::new(FailureKind::PrefillLost, message)).await;
                 }
             }
         }))

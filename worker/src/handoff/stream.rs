@@ -11,14 +11,14 @@ use futures_util::future::BoxFuture;
 use tokio::{sync::mpsc, time::timeout};
 use tonic::{Response, Status, Streaming};
 
-/// For the last messages to leave.
+/// How long the last messages may wait to be sent.
 const FLUSH_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// For the peer to read them and to end its half. On a busy machine, or while a process is stopped for a moment, a handoff
-/// that was committed must not be taken for a lost one. Only the stream is held meanwhile.
+/// How long the peer may take to read them and to end its half. It is long because a peer on a busy machine, or one that is
+/// stopped for a moment, must still receive the last message of a committed handoff. Only the stream is held meanwhile.
 const REST_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Our end of a `Handoff` stream: messages of type `In` arrive, those of type `Out` leave.
+/// This worker's end of a `Handoff` stream. It receives messages of type `In` and sends messages of type `Out`.
 pub struct HandoffStream<In, Out> {
     inbound: Inbound<In>,
     outbound: mpsc::Sender<Out>,
@@ -26,27 +26,27 @@ pub struct HandoffStream<In, Out> {
     is_dropped: bool,
 }
 
-/// The answer of a call whose stream is not open yet.
+/// A call that opens a stream.
 pub type StreamOpening<In> = BoxFuture<'static, Result<Response<Streaming<In>>, Status>>;
 
-/// The peer's half.
+/// The inbound half of the stream.
 enum Inbound<In> {
     Opening(StreamOpening<In>),
     Open(Box<Streaming<In>>),
-    /// It has ended, or is not read any more.
+    /// The peer has ended it, or this side has stopped reading.
     Closed,
 }
 
-/// What a [`HandoffStream`] has to say.
+/// An event of a [`HandoffStream`].
 pub enum StreamEvent<In> {
-    /// A message, the end of the peer's half, or why it broke off.
+    /// A message, the end of the inbound half (`None`), or why the stream broke.
     Received(Result<Option<In>, Status>),
-    /// The peer does not read any more; said once.
+    /// The peer has stopped reading. Reported once.
     Dropped,
 }
 
 impl<In, Out> HandoffStream<In, Out> {
-    /// A stream that the peer opened. Messages leave through `outbound`.
+    /// A stream that the peer has opened. Messages are sent through `outbound`.
     pub fn accepted(inbound: Streaming<In>, outbound: mpsc::Sender<Out>) -> HandoffStream<In, Out> {
         HandoffStream::new(Inbound::Open(Box::new(inbound)), outbound)
     }
@@ -65,7 +65,7 @@ impl<In, Out> HandoffStream<In, Out> {
         self.inbound = Inbound::Closed;
     }
 
-    /// Queues a message; it leaves while [`next`](HandoffStream::next) is awaited.
+    /// Queues a message. It is sent while [`next`](HandoffStream::next) is awaited.
     pub fn send(&mut self, message: Out) {
         self.unsent.push_back(message);
     }
@@ -90,8 +90,8 @@ impl<In, Out> HandoffStream<In, Out> {
         }
     }
 
-    /// Sends what is queued, and ends our half. What the peer still says is read and dropped, so that our
-    /// last message arrives: dropping the stream at once would reset it and could discard messages under way.
+    /// Sends the queued messages and ends the outbound half. Then reads and drops what the peer still sends: dropping the
+    /// stream at once would reset it, and messages in transit could be lost.
     pub async fn end(self) {
         let HandoffStream { inbound, outbound, unsent, .. } = self;
         let flush = async move {
@@ -101,7 +101,7 @@ impl<In, Out> HandoffStream<In, Out> {
                 }
             }
         };
-        // A peer that reads nothing loses what it did not read.
+        // On a timeout the rest is lost: the peer does not read.
         let _ = timeout(FLUSH_TIMEOUT, flush).await;
         if let Inbound::Open(mut inbound) = inbound {
             let rest = async { while let Ok(Some(_)) = inbound.message().await {} };
@@ -111,7 +111,7 @@ impl<In, Out> HandoffStream<In, Out> {
 }
 
 impl<In> Inbound<In> {
-    /// Never completes once it is closed.
+    /// Never completes after it is closed.
     async fn receive(&mut self) -> Result<Option<In>, Status> {
         loop {
             match self {

@@ -41,6 +41,7 @@ pub(super) async fn run(state: State, fault: Fault, kind: TransportKind, expecte
             let mut router = Router::start(cell.decode.address, &cell.prefill.peer(cell.wires[0].address));
             cell.reach(state, fault, kind).await;
             router.kill();
+            cell.cancelled(state).await;
             cell.let_go();
             cell.check(fault, End::Gone, Vec::new()).await
         }
@@ -164,6 +165,13 @@ impl Cell {
         self.start = Clock::now();
     }
 
+    /// Waits until the decode worker knows that its caller is gone, where the message that is held would let it commit first.
+    async fn cancelled(&self, state: State) {
+        if state == State::LastChunkUnacknowledged {
+            counted(&self.decode, self.expected.decode).await;
+        }
+    }
+
     /// Removes everything that kept the handoff in its state.
     fn let_go(&mut self) {
         self.tap.straighten();
@@ -182,6 +190,7 @@ impl Cell {
         match fault {
             Fault::ClientCancels => {
                 let tokens = attempt.cancel().await;
+                self.cancelled(state).await;
                 self.let_go();
                 return self.check(fault, End::Gone, tokens).await;
             }
@@ -371,7 +380,7 @@ impl Cell {
                 // The pool has blocks for one request, so this one gets those of the first attempt.
                 let second = self.local_attempt(&[]);
                 until(async || {
-                    self.decode.metric("baton_output_tokens_total", "").await > tokens.len() as u64
+                    self.decode.metric("vllm:generation_tokens_total", "").await > tokens.len() as u64
                 })
                 .await;
                 if state == State::Granted {

@@ -250,7 +250,7 @@ async fn process() {
                 worker.assert_all_free().await;
                 say("idle");
             }
-            ["free"] => say(&worker.worker.load().num_free_blocks.to_string()),
+            ["free"] => say(&worker.worker.load(0).num_free_blocks.to_string()),
             ref other => panic!("unknown command {other:?}"),
         }
     }
@@ -286,7 +286,7 @@ fn hold_before(step: Option<usize>) -> (mpsc::Sender<()>, StepHook) {
 /// Leaves too few blocks free for a prompt.
 async fn occupy(worker: &TestWorker) -> Vec<HeldBlocks> {
     let mut held = Vec::new();
-    while worker.worker.load().num_free_blocks >= 8 {
+    while worker.worker.load(0).num_free_blocks >= 8 {
         let num_tokens = 28;
         let request = Request {
             id: "occupant".into(),

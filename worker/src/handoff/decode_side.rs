@@ -1,7 +1,7 @@
-//! The decode side of a handoff, as far as a remote prefill and a prefix fetch do it the same way: the stream to the peer,
-//! the grant, and the verification of what arrives.
+//! The decode side of a handoff, as far as remote prefills and prefix fetches share it: the stream to the peer, the grant, and
+//! the verification of received KV.
 //!
-//! It decides nothing: a state machine of `baton-handoff` says what to do.
+//! It decides nothing: a state machine of `baton-handoff` does.
 
 use std::{sync::Arc, time::Duration};
 
@@ -10,7 +10,7 @@ use baton_handoff::{
     AccessKey, Begin, DecodeMessage, Generation, Grant, KvFault, Limits, Piece, decode::DecodeInput,
 };
 use baton_kv_cache::{BlockId, WireFormat};
-use baton_proto::worker::{self as proto, PrefillPeer, prefill_client::PrefillClient};
+use baton_proto::worker::{self as proto, PrefillPeer, Ticket, prefill_client::PrefillClient};
 use baton_request::{Failure, FailureKind, Request};
 use baton_telemetry::trace_context;
 use baton_transfer::Granted;
@@ -26,17 +26,17 @@ use crate::{
     worker::Worker,
 };
 
-/// Messages to the peer that wait in the stream: all that one handoff can have, the first one, `Grant`, and `Commit` or
+/// Messages to the peer that wait in the stream. One handoff sends at most the first message, `Grant`, and `Commit` or
 /// `Cancel`.
 const OUTBOUND_BOUND: usize = 4;
 
 type Verifying = BoxFuture<'static, (usize, Result<(), KvFault>)>;
 
-/// Blocks of this worker's engine that a grant can be made of.
+/// Blocks of this worker's engine that can be granted to a peer.
 pub trait ReservedBlocks: Send + 'static {
-    /// The block table of what is handed over.
+    /// The block table of the sequence.
     fn blocks(&self) -> &[BlockId];
-    /// Blocks at its front that hold their KV already.
+    /// Blocks at its front that already hold their KV.
     fn num_cached_blocks(&self) -> usize;
 }
 
@@ -60,15 +60,17 @@ impl ReservedBlocks for PrefixReservation {
     }
 }
 
-/// One handoff's stream to the peer and its blocks here.
-pub struct Taking<R> {
+/// The stream of one handoff to the peer, and its blocks on this worker.
+pub struct DecodeSide<R> {
     worker: Arc<Worker>,
     link: Link,
     peer: PrefillPeer,
-    /// How KV may travel; `None`: as the peer prefers.
+    /// The wire format to ask for; `None`: the peer chooses.
     wire: Option<WireFormat>,
     stream: HandoffStream<proto::PrefillMessage, proto::DecodeMessage>,
     blocks: Blocks<R>,
+    /// The router's number for what the peer gets; sent with the first message.
+    ticket: Option<Ticket>,
 }
 
 enum Blocks<R> {
@@ -82,21 +84,33 @@ enum BlocksEvent<R> {
     Verified { num_pieces: usize, result: Result<(), KvFault> },
 }
 
-impl<R: ReservedBlocks> Taking<R> {
+impl<R: ReservedBlocks> DecodeSide<R> {
     /// Opens the stream to the peer.
-    pub fn new(worker: Arc<Worker>, link: Link, peer: PrefillPeer, wire: Option<WireFormat>) -> Taking<R> {
+    pub fn new(
+        worker: Arc<Worker>,
+        link: Link,
+        peer: PrefillPeer,
+        wire: Option<WireFormat>,
+    ) -> DecodeSide<R> {
         let (outbound, messages) = mpsc::channel(OUTBOUND_BOUND);
         let opening = Box::pin(open(link.client(), messages));
         let stream = HandoffStream::opening(opening, outbound);
-        Taking { worker, link, peer, wire, stream, blocks: Blocks::None }
+        DecodeSide { worker, link, peer, wire, stream, blocks: Blocks::None, ticket: None }
     }
 
-    /// The worker that takes.
+    /// The same, with the router's number for what the peer gets.
+    #[must_use]
+    pub fn with_ticket(mut self, ticket: Option<Ticket>) -> DecodeSide<R> {
+        self.ticket = ticket;
+        self
+    }
+
+    /// This worker, which receives KV.
     pub fn worker(&self) -> &Arc<Worker> {
         &self.worker
     }
 
-    /// The worker that gives.
+    /// The worker that sends KV.
     pub fn peer(&self) -> &PrefillPeer {
         &self.peer
     }
@@ -108,7 +122,7 @@ impl<R: ReservedBlocks> Taking<R> {
                 biased;
                 event = self.stream.next() => match event {
                     StreamEvent::Received(message) => return self.received(message),
-                    // The other half of the stream will say why.
+                    // The inbound half of the stream ends as well, with the reason.
                     StreamEvent::Dropped => {}
                 },
                 event = self.blocks.next() => return match event {
@@ -150,7 +164,7 @@ impl<R: ReservedBlocks> Taking<R> {
             match self.link.identity() {
                 Some(identity) => granted.bind(identity),
                 None => {
-                    let message = "the prefill worker showed no certificate";
+                    let message = "the prefill worker presented no certificate";
                     return DecodeInput::ReserveFailed(Failure::new(FailureKind::Internal, message));
                 }
             }
@@ -163,62 +177,63 @@ impl<R: ReservedBlocks> Taking<R> {
 
     /// Sends a message; the first one carries the request.
     pub fn send(&mut self, message: DecodeMessage, request: &Request, prefix_source: Option<&PrefillPeer>) {
-        let payload = Payload { request, kv_format: self.worker.kv_format(), wire: self.wire, prefix_source };
+        let (kv_format, wire, ticket) = (self.worker.kv_format(), self.wire, self.ticket);
+        let payload = Payload { request, kv_format, wire, prefix_source, ticket };
         self.stream.send(decode_message_to_proto(message, payload));
     }
 
-    /// Waits for these blocks, and grants them to the peer.
+    /// Waits for blocks, and grants them to the peer.
     pub fn reserve(&mut self, reserving: BoxFuture<'static, Result<R, Failure>>) {
         self.blocks = Blocks::Reserving(reserving);
     }
 
-    /// Compares pieces that were written with their checksums.
+    /// Compares written pieces with their checksums.
     pub fn verify(&mut self, pieces: Vec<Piece>) {
-        // Pieces are named only under a grant.
+        // The machine verifies only pieces of a grant.
         let Blocks::Granted { granted, verifying } = &self.blocks else { return };
         let num_pieces = pieces.len();
         let verified = granted.verify(pieces);
         verifying.push(Box::pin(async move { (num_pieces, verified.await) }));
     }
 
-    /// Takes the grant back. Its blocks return once no writer can reach them.
+    /// Revokes the grant. Its blocks return to the pool when no writer can reach them.
     pub fn revoke(&mut self, generation: Generation) {
         match std::mem::replace(&mut self.blocks, Blocks::None) {
             Blocks::Granted { granted, .. } if granted.generation() == generation => {
                 if granted.was_shown_by_another() {
-                    // The peer probably has a new key, which it shows to new connections only.
+                    // The peer probably has a new certificate. It presents it only on new connections.
                     self.link.forget();
                 }
-                // The reservation goes with the grant.
+                // The grant owns the reservation.
                 drop(granted.revoke());
             }
             other => self.blocks = other,
         }
     }
 
-    /// The peer says that it writes no more.
+    /// The peer reports that it has stopped writing.
     pub fn writer_stopped(&self, generation: Generation) {
         self.worker.data_plane().receiver.writer_stopped(generation);
     }
 
     /// Stops waiting for blocks.
-    pub fn give_up(&mut self) {
+    pub fn cancel_reservation(&mut self) {
         self.blocks = Blocks::None;
     }
 
-    /// Everything was verified: the blocks, once no writer can reach them.
+    /// Commits the grant, whose pieces are all verified. Returns the blocks when no writer can reach them.
     ///
     /// # Errors
-    /// When the receiver was torn down.
+    /// When the receiver was shut down.
     pub async fn commit(&mut self) -> Result<R, Failure> {
-        let torn_down = || Failure::new(FailureKind::Internal, "the receiver was torn down");
+        let shut_down = || Failure::new(FailureKind::Internal, "the kv receiver was shut down");
         match std::mem::replace(&mut self.blocks, Blocks::None) {
-            Blocks::Granted { granted, .. } => granted.commit().await.ok_or_else(torn_down),
-            Blocks::None | Blocks::Reserving(_) => Err(torn_down()),
+            Blocks::Granted { granted, .. } => granted.commit().await.ok_or_else(shut_down),
+            Blocks::None | Blocks::Reserving(_) => Err(shut_down()),
         }
     }
 
-    /// Sends what is queued, and ends the stream.
+    /// Sends the queued messages, and ends the stream.
     pub async fn end(self) {
         self.stream.end().await;
     }
@@ -237,7 +252,7 @@ impl<R> Blocks<R> {
     }
 }
 
-/// The first message of a handoff that `worker` takes.
+/// The first message of a handoff to `worker`.
 pub fn begin(
     worker: &Worker,
     peer: &PrefillPeer,

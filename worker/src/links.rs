@@ -1,0 +1,47 @@
+//! How fast KV leaves this worker, by what carries it, as handoffs measure it.
+
+use std::sync::{Mutex, PoisonError};
+
+use baton_cost::{LinkCalibration, LinkLine};
+use baton_handoff::TransportKind;
+
+/// The links of one worker.
+#[derive(Debug, Default)]
+pub(crate) struct Links {
+    /// The one used last is first. Locked for a few operations only.
+    links: Mutex<Vec<(TransportKind, LinkCalibration)>>,
+}
+
+impl Links {
+    /// So many bytes went out in so many seconds.
+    pub(crate) fn observe(&self, kind: TransportKind, num_bytes: u64, seconds: f64) {
+        let mut links = self.links.lock().unwrap_or_else(PoisonError::into_inner);
+        let idx = links.iter().position(|(other, _)| *other == kind);
+        let (_, mut link) = idx.map_or((kind, LinkCalibration::default()), |idx| links.remove(idx));
+        link.observe(num_bytes, seconds);
+        links.insert(0, (kind, link));
+    }
+
+    /// What was measured, the link used last first.
+    pub(crate) fn read(&self) -> Vec<(TransportKind, LinkLine)> {
+        let links = self.links.lock().unwrap_or_else(PoisonError::into_inner);
+        links.iter().filter_map(|(kind, link)| Some((*kind, link.line()?))).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_link_used_last_is_first() {
+        let links = Links::default();
+        let kinds = || links.read().iter().map(|(kind, _)| *kind).collect::<Vec<_>>();
+        links.observe(TransportKind::Tcp, 1 << 20, 0.01);
+        links.observe(TransportKind::Shm, 1 << 20, 0.001);
+        assert_eq!(kinds(), [TransportKind::Shm, TransportKind::Tcp]);
+        links.observe(TransportKind::Tcp, 1 << 20, f64::NAN);
+        assert_eq!(kinds(), [TransportKind::Tcp, TransportKind::Shm]);
+        assert!(links.read()[1].1.bytes_per_second > 5e8);
+    }
+}

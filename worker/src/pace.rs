@@ -1,0 +1,114 @@
+//! What a worker says of its speed: the prior of its steps, from the model's shape and the device's profile, and which
+//! processors compute for it.
+
+use std::path::Path;
+
+use anyhow::Context;
+use baton_cluster::Compute;
+use baton_cost::{DeviceProfile, ModelShape, StepLine, prior};
+use baton_kv_cache::KvDtype;
+use baton_model::{CpuList, DecoderSpec, cost::ModelCost, cuda_device_name};
+use serde::Deserialize;
+
+/// What a step takes before any was measured. `weight_bytes` are those of all ranks.
+pub(crate) fn step_prior(
+    spec: &DecoderSpec,
+    weight_bytes: u64,
+    kv_dtype: KvDtype,
+    device: DeviceProfile,
+) -> Option<StepLine> {
+    // The size of a weight does not change counts of operations.
+    let cost = ModelCost::new(spec, 1.0, kv_dtype);
+    let shape = ModelShape {
+        weight_bytes: weight_bytes as f64,
+        flops_per_token: cost.flops_per_token(),
+        flops_per_pair: cost.flops_per_pair(),
+        kv_bytes_per_token: cost.kv_bytes_per_token() as f64,
+    };
+    prior(&shape, &device).checked()
+}
+
+/// Reads what steps take from the JSON that `baton bench steps` writes.
+pub(crate) fn step_profile(path: &Path) -> anyhow::Result<StepLine> {
+    #[derive(Deserialize)]
+    struct Profile {
+        step: StepLine,
+    }
+    let read = || {
+        let Profile { step } = serde_json::from_slice(&std::fs::read(path)?)?;
+        step.checked().context("its step line cannot be true: a time is negative or above 1,000 s")
+    };
+    read()
+        .with_context(|| format!("--step-profile {}: `baton bench steps --json` writes one", path.display()))
+}
+
+/// What a model computes on.
+#[derive(Clone, Debug)]
+pub(crate) struct Devices {
+    /// All of them together.
+    pub(crate) profile: DeviceProfile,
+    pub(crate) num_ranks: usize,
+    /// The processors that other workers of this machine may compute with, too.
+    pub(crate) processors: Option<Compute>,
+}
+
+impl Devices {
+    /// Threads of this machine's processors, pinned or not.
+    pub(crate) fn processors(num_threads: usize, num_ranks: usize, pinned: Option<CpuList>) -> Devices {
+        let profile = DeviceProfile::of_processor(num_threads);
+        Devices { profile, num_ranks, processors: processors(pinned) }
+    }
+
+    /// GPUs like that one, one for each rank.
+    pub(crate) fn gpus(ordinal: u32, num_ranks: usize) -> Devices {
+        let profile = DeviceProfile::of_gpu(&cuda_device_name(ordinal).unwrap_or_default()).times(num_ranks);
+        Devices { profile, num_ranks, processors: None }
+    }
+}
+
+/// The processors that threads are pinned to, or all that this process may use. `None` where the system does not say.
+fn processors(pinned: Option<CpuList>) -> Option<Compute> {
+    let machine = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").ok()?;
+    let cpus = pinned.or_else(|| CpuList::allowed().ok())?;
+    Some(Compute {
+        machine: machine.trim().to_owned(),
+        device: "cpu".into(),
+        units: cpus.numbers().iter().map(|&cpu| cpu as u32).collect(),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_step_profile_is_read_or_refused_with_its_name() {
+        let dir = tempfile::tempdir().expect("a folder");
+        let path = dir.path().join("steps.json");
+        let read = |text: &str| {
+            std::fs::write(&path, text).expect("written");
+            step_profile(&path).map_err(|error| format!("{error:#}"))
+        };
+        let step = r#"{"fixed": 0.002, "per_token": 4e-5, "per_context_token": 0, "per_pair": 1e-9}"#;
+        let line = read(&format!(r#"{{"model": "tiny", "step": {step}}}"#)).expect("a line");
+        assert_eq!((line.fixed, line.per_pair), (0.002, 1e-9));
+        let negative = step.replace("0.002", "-1");
+        let bad = ["", "{}", r#"{"step": {"fixed": 1}}"#, &format!(r#"{{"step": {negative}}}"#)];
+        for text in bad {
+            let error = read(text).expect_err(text);
+            assert!(error.contains("steps.json") && error.contains("baton bench steps"), "{error}");
+        }
+        std::fs::remove_file(&path).expect("it is there");
+        assert!(step_profile(&path).is_err());
+    }
+
+    #[test]
+    fn workers_of_one_machine_share_the_processors_that_both_may_use() {
+        let Some(all) = processors(None) else { return };
+        assert!(!all.units.is_empty());
+        let one = CpuList::allowed().map(|cpus| cpus.first(1).expect("there is one"));
+        let one = processors(Some(one.expect("the system says which"))).expect("as above");
+        assert_eq!(one.units.len(), 1);
+        assert!(one.shares(&all));
+    }
+}
