@@ -1,5 +1,6 @@
 //! Compiles every kernel for every architecture and prints the resources of its code. Fails if a loop has more
-//! instructions than its limit, or a kernel spills more registers than its own. Needs no GPU.
+//! instructions than its limit, a kernel spills more registers than its own, a warpgroup kernel has other registers than its
+//! warpgroups share, or the assembler warns of something. Needs no GPU.
 //!
 //! `cargo xtask cuda-check` runs it with NVRTC's library. `--write FILE` also writes the code into a file. Installed beside
 //! `baton` under the name `kernels.cubins`, it makes NVRTC optional.
@@ -10,7 +11,6 @@ use std::process::ExitCode;
 
 use baton_cuda_kernels::check::{KernelReport, check_kernels};
 use baton_cuda_kernels::compile::{Architecture, NamedCubin};
-use baton_cuda_kernels::loops::over_limits;
 use baton_cuda_kernels::shipped;
 use baton_model::KERNEL_FILES;
 
@@ -39,8 +39,7 @@ fn main() -> ExitCode {
         num_kernels += 1;
         num_spilt += usize::from(kernel.spill_bytes > 0);
         num_stacked += usize::from(kernel.stack_bytes > 0);
-        let mut broken = over_limits(&kernel.name, &kernel.architecture, &kernel.loops);
-        broken.extend(kernel.over_spills());
+        let broken = kernel.findings();
         findings
             .extend(broken.iter().map(|why| format!("{} for {}: {why}", kernel.name, kernel.architecture)));
         let loops = kernel.loops.iter().map(|it| format!("{}/{}", it.num_instructions, it.num_products));

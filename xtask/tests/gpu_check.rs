@@ -11,11 +11,12 @@ use std::{
 
 use serde_json::Value;
 
-/// One GPU of 80 GB, two figures, and one that does not fit.
+/// One GPU, of 80 GB unless told otherwise, two figures, and one that does not fit.
 const GPU_CHECK: &str = r#"
 [ -z "$NO_GPU" ] || { echo "no GPU: no driver"; exit 2; }
-echo '{"card": "a card of scripts", "capability": "9.0", "memory_bytes": 80000000000}'
+echo "{\"card\": \"a card of scripts\", \"capability\": \"9.0\", \"memory_bytes\": ${MEMORY_BYTES:-80000000000}}"
 [ "$1" = card ] && exit 0
+[ -z "$NO_LT" ] || { echo "no cuBLASLt: libcublasLt.so.12 is not there"; exit 1; }
 echo '{"figure": "copy", "ms": 2.5, "rate": 3000, "unit": "GB/s", "share": null, "target": null, "is_missed": false}'
 echo "{\"figure\": \"product\", \"ms\": ${PRODUCT_MS:-1.5}, \"rate\": 700, \"unit\": \"TFLOP/s\", \"share\": null, \"target\": null, \"is_missed\": false}"
 echo '{"left_out": "128 x 4096", "why": "needs 69.2 GB, 60.0 GB are free"}'
@@ -36,6 +37,43 @@ rope::) [ -z "$BROKEN" ] || { echo "test rope::a ... FAILED"; exit 101; }; ok ro
 nccl::sums_are_in_a_graph) ok nccl::sums_are_in_a_graph ;;
 *) echo "no such test: $1"; exit 1 ;;
 esac
+"#;
+
+/// Every kernel after an illegal access fails. The other modules, and the attention of the sanitizer, pass.
+const ILLEGAL_ACCESS: &str = r#"
+if [ "$1" = --list ]; then
+    for test in illegal::a illegal::b norm::a nccl::sums_are_in_a_graph; do echo "$test: test"; done
+    exit 0
+fi
+case "$1" in
+illegal::)
+    echo "test illegal::a ... FAILED"; echo "test illegal::b ... FAILED"
+    echo "CUDA_ERROR_ILLEGAL_ADDRESS"; exit 101 ;;
+attention::* | expert_products::* | fp8_trial:: | norm:: | nccl::*) echo "test ${1}a ... ok" ;;
+*) echo "no such test: $1"; exit 1 ;;
+esac
+"#;
+
+/// Runs the program that it is to check, and finds a race in it.
+const SANITIZER: &str = r#"
+[ "$1 $2 $3 $4" = "--tool racecheck --error-exitcode 9" ] || exit 1
+shift 4
+"$@"
+echo "========= Error: Race reported between Write access at decode_attention+0x10 and Read access [2 hazards]"
+exit 9
+"#;
+
+/// Workers that are never ready over shm and end at once over tcp, and a handoff that exposes too much over tcp.
+const BATON: &str = r#"
+[ "$1" != up ] || { [ "$BATON_TRANSPORTS" = tcp ] || sleep 300; echo "no pool on this device"; exit 1; }
+[ "$1 $2" = "bench overlap" ] || exit 1
+exposed=0.5
+while [ $# -gt 1 ]; do
+    [ "$1 $2" != "--transports tcp" ] || exposed=2.5
+    [ "$1" != --json ] || report=$2
+    shift
+done
+echo "{\"rows\": [{\"prompt_tokens\": 256, \"exposed_ms\": $exposed, \"allowed_ms\": 1.5}]}" > "$report"
 "#;
 
 /// Keeps the report that is there when the second stage runs.
@@ -62,9 +100,7 @@ impl Pack {
             ("nccl_tests", one_test),
             ("baton", "echo no model here; exit 1"),
         ] {
-            let path = dir.join(name);
-            fs::write(&path, format!("#!/bin/sh\n{script}\n")).unwrap();
-            fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
+            write_script(&dir.join(name), script);
         }
         fs::copy(env!("CARGO_BIN_EXE_xtask"), dir.join("xtask")).unwrap();
         fs::write(dir.join("commit"), "abc1234\n").unwrap();
@@ -90,6 +126,11 @@ impl Drop for Pack {
     fn drop(&mut self) {
         let _ = fs::remove_dir_all(&self.0);
     }
+}
+
+fn write_script(path: &Path, script: &str) {
+    fs::write(path, format!("#!/bin/sh\n{script}\n")).unwrap();
+    fs::set_permissions(path, fs::Permissions::from_mode(0o755)).unwrap();
 }
 
 fn said(output: &Output) -> String {
@@ -196,4 +237,68 @@ fn mistakes_cost_no_minutes() {
     let incomplete = pack.command("").output().unwrap();
     assert!(said(&incomplete).contains("shm_tests is not there"), "{}", said(&incomplete));
     assert!(!Path::new(&pack.results("report.json")).exists());
+}
+
+/// Every stage, without cargo and without variables of the environment: what fails in one leaves the others whole.
+#[test]
+fn a_whole_run_ends_with_every_stage_in_the_report() {
+    let pack = Pack::new("whole");
+    write_script(&pack.0.join("kernel_tests"), ILLEGAL_ACCESS);
+    write_script(&pack.0.join("baton"), BATON);
+    let tools = pack.0.join("tools");
+    fs::create_dir(&tools).unwrap();
+    write_script(&tools.join("compute-sanitizer"), SANITIZER);
+    let prompts = pack.0.join("repository/models/tiny/eval");
+    fs::create_dir_all(&prompts).unwrap();
+    fs::write(prompts.join("recall-512.jsonl"), "{\"messages\": []}\n").unwrap();
+    let mut command = pack.command("--seconds 108");
+    command.env_clear().env("PATH", format!("{}:/usr/bin:/bin", tools.display())).env("NO_LT", "1");
+    let start = Instant::now();
+    let output = command.output().unwrap();
+    let (report, said) = (pack.report("report.json"), said(&output));
+    assert!(start.elapsed() < Duration::from_secs(108), "{said}");
+    assert_eq!((output.status.code(), &report["is_complete"]), (Some(1), &Value::Bool(true)), "{said}");
+    let stages: Vec<&str> =
+        report["stages"].as_array().unwrap().iter().map(|stage| stage["stage"].as_str().unwrap()).collect();
+    assert_eq!(
+        stages,
+        ["card", "smoke", "figures", "kernels", "models", "racecheck", "handoff", "nccl"],
+        "memcheck is only for those who ask"
+    );
+    let no_lt = ("failed", [0, 1, 0], "no cuBLASLt: libcublasLt.so.12 is not there");
+    for (name, expected) in [
+        ("ceilings", no_lt),
+        ("figures", no_lt),
+        ("wgmma trials", ("passed", [1, 0, 0], "1 tests")),
+        ("illegal", ("failed", [0, 2, 0], "illegal::a; illegal::b")),
+        ("norm", ("passed", [1, 0, 0], "1 tests")),
+        ("whole", ("passed", [1, 0, 0], "1 tests")),
+        ("exposed, shm", ("passed", [1, 0, 0], "exposed handoff, shm, 256 tokens: 0.500 ms of 1.500 ms")),
+        ("exposed, tcp", ("failed", [0, 1, 0], "exposed handoff, tcp, 256 tokens: 2.500 ms of 1.500 ms")),
+        ("tests of rdma", ("passed", [1, 0, 0], "1 tests")),
+        ("nccl in a graph", ("passed", [1, 0, 0], "1 tests")),
+    ] {
+        assert_eq!(check(&report, name), expected, "{name}");
+    }
+    let finding = |name| {
+        let (outcome, [_, num_failed, _], what) = check(&report, name);
+        assert_eq!((outcome, num_failed), ("failed", 1), "{name}: {what}");
+        what
+    };
+    assert!(finding("attention").contains("Race reported"), "{}", finding("attention"));
+    assert!(finding("answers, shm").contains("not ready in time"), "{}", finding("answers, shm"));
+    assert!(finding("answers, tcp").contains("no pool on this device"), "{}", finding("answers, tcp"));
+}
+
+#[test]
+fn figures_of_a_small_card_are_skipped_with_the_reason() {
+    let pack = Pack::new("small");
+    let mut command = pack.command("--seconds 100 --only card --only figures");
+    let output = command.env("MEMORY_BYTES", "2100000000").output().unwrap();
+    assert!(output.status.success(), "{}", said(&output));
+    let report = pack.report("report.json");
+    let expected = ("skipped", [0, 0, 1], "figures are for cards of 16 GB or more, this device has 2.1 GB");
+    for name in ["ceilings", "figures"] {
+        assert_eq!(check(&report, name), expected);
+    }
 }

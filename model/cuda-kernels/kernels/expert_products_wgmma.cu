@@ -15,9 +15,10 @@ namespace wgmma_expert_products {
 
 // Two warpgroups compute, a third one copies.
 constexpr u32 COMPUTING = 2 * warpgroup::THREADS, COPYING = warpgroup::THREADS, THREADS = COMPUTING + COPYING;
-// Registers of a thread, of the 65,536 of a multiprocessor.
-constexpr int COMPUTING_REGISTERS = 216, COPYING_REGISTERS = 72;
-static_assert(COMPUTING * COMPUTING_REGISTERS + COPYING * COPYING_REGISTERS <= 65536, "all have room");
+// Registers of a thread. See attention_wgmma.cu.
+constexpr int COMPUTING_REGISTERS = 216, COPYING_REGISTERS = 72, LAUNCH_REGISTERS = 65536 / THREADS / 8 * 8;
+static_assert(COMPUTING * COMPUTING_REGISTERS + COPYING * COPYING_REGISTERS == THREADS * LAUNCH_REGISTERS,
+              "what one warpgroup gives is what the others take");
 // Rows of a tile, 64 per computing warpgroup; its weight rows, and columns of the output.
 constexpr u32 ROWS = 128, WEIGHTS = 256, TILE_COLUMNS = GATED ? WEIGHTS / 2 : WEIGHTS;
 // The depth of a stage: a panel of each matrix.

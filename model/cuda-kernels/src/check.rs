@@ -3,7 +3,7 @@
 
 use crate::compile::{Architecture, CompileError, NamedCubin, compile_all};
 use crate::kernel::{KernelCode, KernelFiles};
-use crate::loops::{MatrixLoop, matrix_loops};
+use crate::loops::{MatrixLoop, WGMMA_ARCHITECTURE, matrix_loops, over_limits};
 use crate::sources::all_sources;
 
 /// Resources of one kernel, as the assembler reports them.
@@ -27,6 +27,8 @@ pub struct KernelReport {
     pub shared_bytes: u32,
     /// Innermost loops with matrix products.
     pub loops: Vec<MatrixLoop>,
+    /// What the assembler warns of: products that do not overlap, for example.
+    pub warnings: Vec<String>,
 }
 
 /// Most bytes of registers that kernels spill: name, architecture, bytes. No other kernel may spill any. Kernels for few
@@ -46,7 +48,34 @@ pub const SPILLS: &[(&str, &str, u32)] = &[
     ("multiply_few_zeros_int8", "sm_90a", 16),
 ];
 
+/// Registers that a thread of warpgroup kernels has at the launch: name, registers. Then the copying warpgroup gives
+/// registers back, and `setmaxnreg.inc` of the others waits until there are as many as they ask for (PTX ISA). With
+/// fewer than these at the launch they would wait for ever; of more, 384 threads have no room. The kernels assert the
+/// same sum.
+pub const LAUNCH_REGISTERS: &[(&str, u32)] =
+    &[("wgmma_attention", 168), ("wgmma_expert_product", 168), ("wgmma_gated_expert_product", 168)];
+
+/// How the assembler begins warnings. It calls some of them information.
+const WARNINGS: [&str; 2] = ["warning", "Potential Performance Loss"];
+
 impl KernelReport {
+    /// What is wrong with the code: limits of loops and spills, registers at the launch, warnings.
+    pub fn findings(&self) -> Vec<String> {
+        let mut findings = over_limits(&self.name, &self.architecture, &self.loops);
+        findings.extend(self.over_spills());
+        findings.extend(self.wrong_registers());
+        findings.extend(self.warnings.iter().cloned());
+        findings
+    }
+
+    fn wrong_registers(&self) -> Option<String> {
+        let limit = LAUNCH_REGISTERS.iter().find(|(name, _)| *name == self.name);
+        let (_, wanted) = limit.filter(|_| self.architecture == WGMMA_ARCHITECTURE)?;
+        (self.num_registers != *wanted).then(|| {
+            format!("{} registers, its warpgroups share {wanted} for each thread", self.num_registers)
+        })
+    }
+
     /// What breaks the limits of [`SPILLS`]. A stack that holds no spilt registers holds an array, which no kernel may
     /// have.
     pub fn over_spills(&self) -> Option<String> {
@@ -107,6 +136,7 @@ fn kernels(log: &str) -> Vec<KernelReport> {
                 stack_bytes: 0,
                 shared_bytes: 0,
                 loops: vec![],
+                warnings: vec![],
             });
         }
         let Some(kernel) = kernels.last_mut() else { continue };
@@ -121,6 +151,13 @@ fn kernels(log: &str) -> Vec<KernelReport> {
             } else if part.ends_with("bytes smem") {
                 kernel.shared_bytes = number(part);
             }
+        }
+    }
+    for warning in log.lines().filter(|line| WARNINGS.iter().any(|begin| line.contains(begin))) {
+        // A warning that names no kernel counts for the first one.
+        let named = kernels.iter().position(|it| warning.contains(&format!("'{}'", it.name)));
+        if let Some(kernel) = kernels.get_mut(named.unwrap_or(0)) {
+            kernel.warnings.push(warning.trim().to_owned());
         }
     }
     kernels
@@ -147,6 +184,34 @@ mod tests {
         assert!(kernel.over_spills().is_some_and(|why| why.starts_with("12 bytes")));
     }
 
+    /// The texts of the warnings are examples: no kernel has had one yet.
+    #[test]
+    fn warpgroup_kernels_that_would_hang_or_not_overlap_are_found() {
+        let log = |registers: u32, warning: &str| {
+            format!(
+                "{warning}ptxas info    : Compiling entry function 'norm' for 'sm_90a'\n\
+                 ptxas info    : Used 20 registers\n\
+                 ptxas info    : Compiling entry function 'wgmma_attention' for 'sm_90a'\n\
+                 ptxas info    : Used {registers} registers, used 15 barriers\n"
+            )
+        };
+        let serialised = "ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized \
+                          due to non wgmma instructions defining accumulator registers of a wgmma between start and end of \
+                          the pipeline stage in the function 'wgmma_attention'\n";
+        let findings = |log: &str, architecture: &str| -> Vec<Vec<String>> {
+            let of = |kernel: KernelReport| KernelReport { architecture: architecture.into(), ..kernel };
+            kernels(log).into_iter().map(|kernel| of(kernel).findings()).collect()
+        };
+        assert_eq!(findings(&log(168, ""), "sm_90a"), [[""; 0]; 2]);
+        assert_eq!(findings(&log(160, ""), "sm_80"), [[""; 0]; 2], "the code of other cards is empty");
+        let [norm, attention] = &findings(&log(160, serialised), "sm_90a")[..] else { panic!("two kernels") };
+        assert_eq!(norm, &[""; 0]);
+        assert_eq!(attention[0], "160 registers, its warpgroups share 168 for each thread");
+        assert!(attention[1].contains("serialized"), "{attention:?}");
+        let unnamed = "warning: 'setmaxnreg' ignored to maintain minimum register requirements\n";
+        assert_eq!(findings(&log(168, unnamed), "sm_90a")[0].len(), 1);
+    }
+
     #[test]
     fn more_spills_than_before_break_the_limits() {
         let (name, architecture, most) = SPILLS[0];
@@ -160,6 +225,7 @@ mod tests {
             stack_bytes,
             shared_bytes: 0,
             loops: vec![],
+            warnings: vec![],
         };
         assert_eq!(of(most, 8).over_spills(), None);
         assert_eq!(of(0, 0).over_spills(), None);

@@ -14,9 +14,12 @@ pub struct MatrixLoop {
 }
 
 /// Most instructions in the loops of a kernel, by their products. The slowest loop of an architecture has about 4 %
-/// less. Weights arrive at the rate of HBM while a warp of an H100 takes fewer than 566 instructions for 2 KiB of them:
-/// 3.35 TB/s against 132 multiprocessors with four instructions a cycle at 1.755 GHz. That is the work of one loop of
-/// int8 and int4, and of fp8.
+/// less. Weights arrive at the rate of HBM while a warp of an H100 takes fewer than 590 instructions for 2 KiB of them:
+/// 3.35 TB/s against 132 multiprocessors with four instructions a cycle. An H200, with 4.8 TB/s, leaves 412. That is
+/// the work of one loop of int8 and int4, and of fp8.
+///
+/// The rates are those of NVIDIA's data sheets of the SXM modules, which give dense BF16 as 989.4 TFLOP/s. With 4,096
+/// operations of a multiprocessor in a cycle (glennklockwood.com/garden/peak-FLOPS) that is 1.83 GHz.
 pub const LIMITS: &[(&str, &[MatrixLoop])] = &[
     ("multiply_few_fp8", &[most(255, 8), most(277, 16)]),
     ("multiply_few32_fp8", &[most(330, 32)]),

@@ -45,7 +45,7 @@ use crate::weights::{DeviceLinear, DeviceMatrix, DeviceMlp, DeviceWeights};
 pub const FEW_ROWS: usize = 64;
 
 /// Weights are widened in pieces of this size, so that the product reads them from the L2 cache (40 MB on A100, 50 MB
-/// on H100).
+/// on H100: "NVIDIA Hopper Architecture In-Depth").
 pub(crate) const WIDENED_BYTES: usize = 32 << 20;
 
 /// Weights of experts are widened in larger pieces: each expert has few rows, and it takes several experts to fill a
@@ -58,11 +58,11 @@ pub const EXPERT_TILE_ROWS: u32 = 64;
 /// Products of experts use warpgroup products from this number of rows of an expert on, the average.
 ///
 /// Up to a tile of [`EXPERT_TILE_ROWS`] rows, both kernels read each weight once and multiply 64 rows: 64 operations for each
-/// byte of HBM, where an H100 has 295 (989 TFLOP/s, 3.35 TB/s), and half as many with `mma.sync` would still do. So
+/// byte of HBM, where an H100 has 295 (989 TFLOP/s, 3.35 TB/s by its data sheet), and half as many with `mma.sync` would still do. So
 /// neither is faster, and the smaller tiles fill more multiprocessors. From there on `mma.sync` reads each weight once
 /// per 64 rows and warpgroup products once per 128: with 128 rows, 3 bytes against 1.5 from the L2 cache for each byte
-/// of HBM. The cache is some two times as fast as HBM, so that the former take longer than HBM, and the latter do not.
-/// No card has confirmed it: gpu-check's figures "rows of each" measure both kernels.
+/// of HBM. NVIDIA publishes no rate of the cache. If it is less than three times that of HBM, the former take longer
+/// than HBM. That is a guess: gpu-check's figures "rows of each" measure both kernels.
 const WGMMA_EXPERT_ROWS: usize = EXPERT_TILE_ROWS as usize;
 
 /// Blocks of threads of experts' products. No device runs more at a time; each block computes several tiles.

@@ -26,7 +26,7 @@ pub struct DeviceProfile {
     pub overhead_seconds: f64,
 }
 
-/// A GPU whose data sheet is known: NVIDIA's SXM modules.
+/// A GPU of NVIDIA: the SXM module, with the numbers of its data sheet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum GpuKind {
     /// 312 TFLOPS of dense BF16, 2.039 TB/s, 80 GB.

@@ -37,9 +37,9 @@ const FILES: [&str; 5] = [
 /// Code of branches in programs becomes equal where it calls the same function (`--x86`). The window covers all programs, which
 /// share much.
 #[cfg(target_arch = "x86_64")]
-const COMPRESSION: [&str; 3] = ["--check=crc32", "--x86", "--lzma2=preset=9,dict=128MiB"];
+const COMPRESSION: [&str; 4] = ["--threads=1", "--check=crc32", "--x86", "--lzma2=preset=9,dict=128MiB"];
 #[cfg(not(target_arch = "x86_64"))]
-const COMPRESSION: [&str; 2] = ["--check=crc32", "--lzma2=preset=9,dict=128MiB"];
+const COMPRESSION: [&str; 3] = ["--threads=1", "--check=crc32", "--lzma2=preset=9,dict=128MiB"];
 
 const RUN: &str = "#!/bin/sh\nexec \"$(dirname \"$0\")/xtask\" gpu-check --packed \"$@\"\n";
 
@@ -56,8 +56,8 @@ pub(super) fn pack(workspace: &Workspace, profile: &str, archive: &Path) -> Resu
     for file in FILES {
         copy_all(&workspace.root.join(file), &folder.join("repository").join(file))?;
     }
-    let commit =
-        tools::said(Command::new("git").args(["rev-parse", "--short", "HEAD"]).current_dir(&workspace.root));
+    let describe = ["describe", "--always", "--dirty", "--exclude=*"];
+    let commit = tools::said(Command::new("git").args(describe).current_dir(&workspace.root));
     std::fs::write(folder.join("commit"), commit.unwrap_or_else(|| "unknown".to_owned()))?;
     std::fs::write(folder.join("run"), RUN)?;
     make_executable(&folder.join("run"))?;
@@ -106,12 +106,14 @@ fn compile_kernels(workspace: &Workspace, programs: &Programs, folder: &Path) ->
     Ok(())
 }
 
-/// tar and xz of the system, so that both are certain to read what they write.
+/// tar and xz of the system, so that both are certain to read what they write. The same files give the same bytes: neither times
+/// nor rights of this machine are in the archive.
 fn compress(stage: &Path, archive: &Path) -> Result<()> {
     let new = archive.with_extension("new");
     let file = std::fs::File::create(&new).with_context(|| format!("make {}", new.display()))?;
     let mut tar = Command::new("tar");
-    tar.args(["--create", "--sort=name", "--owner=0", "--group=0", "--numeric-owner", "--directory"]);
+    tar.args(["--create", "--sort=name", "--owner=0", "--group=0", "--numeric-owner", "--mtime=@0"]);
+    tar.args(["--mode=u=rwX,go=rX", "--directory"]);
     let mut tar = tar.arg(stage).arg(FOLDER).stdout(Stdio::piped()).spawn().context("run tar")?;
     let from = tar.stdout.take().context("tar's output")?;
     let compressed =
@@ -190,6 +192,30 @@ mod tests {
         let program = b"\x7fELF..\0GLIBC_2.2.5\0GLIBC_2.34\0GLIBC_2.9\0GLIBC_PRIVATE\0";
         assert_eq!(glibc_of(program), (2, 34));
         assert_eq!(glibc_of(&program[1..]), (0, 0), "no program");
+    }
+
+    #[test]
+    fn the_same_files_give_the_same_archive() {
+        let dir = std::env::temp_dir().join(format!("baton-xtask-pack-{}", std::process::id()));
+        let archive = |name: &str, mode: u32, files: [&str; 2]| {
+            use std::os::unix::fs::PermissionsExt;
+            let stage = dir.join(name);
+            std::fs::create_dir_all(stage.join(FOLDER)).unwrap();
+            for file in files {
+                let path = stage.join(FOLDER).join(file);
+                std::fs::write(&path, format!("the bytes of {file}")).unwrap();
+                std::fs::set_permissions(&path, std::fs::Permissions::from_mode(mode)).unwrap();
+                let long_ago = std::time::UNIX_EPOCH + std::time::Duration::from_secs(u64::from(mode));
+                std::fs::File::open(&path).unwrap().set_modified(long_ago).unwrap();
+            }
+            let packed = dir.join(format!("{name}.tar.xz"));
+            compress(&stage, &packed).unwrap();
+            std::fs::read(packed).unwrap()
+        };
+        let first = archive("first", 0o644, ["a", "b"]);
+        assert_eq!(first, archive("second", 0o600, ["b", "a"]), "other times, rights and order");
+        assert_ne!(first, archive("third", 0o755, ["a", "b"]), "programs stay programs");
+        std::fs::remove_dir_all(dir).unwrap();
     }
 
     #[test]

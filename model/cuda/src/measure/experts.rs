@@ -20,11 +20,10 @@ const REST_BYTES: usize = 64 << 20;
 /// faster is what that limit should be.
 const LIMIT_ROWS: [usize; 4] = [16, 32, 64, 128];
 
-/// The share of the large product's rate that warpgroup products should reach. Their tiles take 85 operations for each
-/// byte from the L2 cache. It was measured to deliver 5.5 to 6 TB/s (Chips and Cheese, 2023, of a PCIe card), so that
-/// they can have 470 to 510 TFLOP/s: two thirds of the 700 to 750 of a large product of cuBLASLt. A tile of the narrow
-/// experts has 12 stages of 1,024 cycles at best, and then stores 64 KiB, in some 2,600 cycles at the rate of HBM. So
-/// three quarters of two thirds. No card has confirmed it.
+/// The share of the large product's rate that warpgroup products should reach. It is chosen, not derived: their tiles
+/// take 85 operations for each byte from the L2 cache, whose rate NVIDIA does not publish. A tile of the narrow experts
+/// has 12 stages of 1,024 cycles at best, and then stores 64 KiB: at the rate of HBM (`cuda-kernels/src/loops.rs`) in
+/// 4,700 cycles, in which it does not multiply.
 const WGMMA_TARGET: f64 = 0.5;
 
 /// All products of one layer's experts, each of which has the same number of rows.
