@@ -49,7 +49,7 @@ fn key(block: u64) -> BlockKey {
 /// # Panics
 /// When they differ, or something is left over.
 pub fn check(script: &[u8]) {
-    let index = Arc::new(KvIndex::with_shards(2 * NUM_WORKERS + 6, 4));
+    let index = Arc::new(KvIndex::new(2 * NUM_WORKERS + 6));
     let mut num_workers = 0;
     let mut start = || {
         num_workers += 1;
@@ -112,7 +112,7 @@ pub fn check(script: &[u8]) {
 /// # Panics
 /// When they are not.
 pub fn check_nonsense(script: &[u8]) {
-    let index = Arc::new(KvIndex::with_shards(4, 1));
+    let index = Arc::new(KvIndex::new(4));
     let mut feed = CacheFeed::new(index.clone(), 1, 30);
     for (number, step) in script.chunks_exact(4).enumerate() {
         let block = |byte: u8| BlockKey(u64::from(byte % 50));
