@@ -18,9 +18,7 @@ use crate::{held::Held, run::MAX_MEMBERS, runs::Runs};
 #[derive(Debug)]
 pub struct KvIndex {
     runs: Runs,
-    /// Members that are there, a bit of each.
-    live: Box<[AtomicU64]>,
-    /// Whose number each is, and above that, after how many joins it was given.
+    /// Whose number each is, and above that, after how many joins it was given; 0: it means no worker.
     owners: Box<[AtomicU64]>,
     /// Counts joins.
     now: AtomicU32,
@@ -71,7 +69,6 @@ impl KvIndex {
         let max_members = max_members.clamp(1, MAX_MEMBERS as usize);
         KvIndex {
             runs: Runs::new(),
-            live: (0..max_members.div_ceil(u64::BITS as usize)).map(|_| AtomicU64::new(0)).collect(),
             owners: (0..max_members).map(|_| AtomicU64::new(0)).collect(),
             now: AtomicU32::new(0),
             numbers: Mutex::default(),
@@ -82,7 +79,7 @@ impl KvIndex {
 
     /// What it holds.
     pub fn size(&self) -> IndexSize {
-        let own = self.live.len() * size_of::<AtomicU64>() + self.owners.len() * size_of::<AtomicU64>();
+        let own = self.owners.len() * size_of::<AtomicU64>();
         IndexSize {
             num_blocks: self.runs.num_blocks(),
             num_memberships: self.runs.num_memberships(),
@@ -108,15 +105,15 @@ impl KvIndex {
                 self.numbers().free.pop().ok_or(IndexFull { max })?
             }
         };
-        let since = self.now.fetch_add(1, Ordering::AcqRel).wrapping_add(1);
+        // Never 0, also when the count begins again.
+        let since = self.now.fetch_add(1, Ordering::AcqRel).wrapping_add(1).max(1);
         self.owners[id as usize].store(u64::from(since) << 32 | u64::from(owner), Ordering::Release);
-        self.live[(id / u64::BITS) as usize].fetch_or(1 << (id % u64::BITS), Ordering::AcqRel);
         Ok(MemberId(id))
     }
 
     /// The number means no worker from now on. What it held is swept away later.
     pub(crate) fn retire(&self, id: MemberId, held: Held) {
-        self.live[(id.0 / u64::BITS) as usize].fetch_and(!(1 << (id.0 % u64::BITS)), Ordering::AcqRel);
+        self.owners[id.0 as usize].store(0, Ordering::Release);
         let mut numbers = self.numbers();
         numbers.retired.push_back((id.0, held));
         self.num_retired.fetch_add(1, Ordering::AcqRel);
@@ -164,18 +161,13 @@ impl KvIndex {
         self.now.load(Ordering::Acquire)
     }
 
-    /// Whether the number means a worker.
-    pub(crate) fn is_live(&self, member: u32) -> bool {
-        let word = self.live.get((member / u64::BITS) as usize);
-        word.is_some_and(|word| word.load(Ordering::Acquire) >> (member % u64::BITS) & 1 != 0)
-    }
-
-    /// Whose number it is, unless it was given after that many joins.
+    /// Whose number it is, unless it means no worker or was given after that many joins.
+    #[inline]
     pub(crate) fn owner(&self, id: u32, num_joins: u32) -> Option<u32> {
         let entry = self.owners.get(id as usize)?.load(Ordering::Acquire);
-        // The count may begin again at 0.
+        // The count may begin again.
         let is_later = num_joins.wrapping_sub((entry >> 32) as u32) > u32::MAX / 2;
-        (!is_later).then_some(entry as u32)
+        (entry != 0 && !is_later).then_some(entry as u32)
     }
 
     /// No user code runs under the lock, so a poisoned one holds whole data.

@@ -75,12 +75,12 @@ impl KvIndex {
                 if found.len() <= word {
                     found.resize(word + 1, 0);
                 }
-                if found[word] & bit == 0 && self.is_live(member) {
+                if found[word] & bit == 0
+                    && let Some(owner) = self.owner(member, num_joins)
+                {
                     found[word] |= bit;
-                    if let Some(owner) = self.owner(member, num_joins) {
-                        let num_blocks = step.first + holding.num_blocks().min(step.num);
-                        holders.push(Holder { owner, num_blocks });
-                    }
+                    let num_blocks = step.first + holding.num_blocks().min(step.num);
+                    holders.push(Holder { owner, num_blocks });
                 }
             });
             // If nothing changed meanwhile, these are all members of this mark.

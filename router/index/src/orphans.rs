@@ -77,11 +77,11 @@ impl Orphans {
         self.num_held > 0 && self.find(block).is_some_and(|node| self.node(node).is_held())
     }
 
-    /// A block that is none of them is stored after `parent`, which cannot be reached. False: it would follow itself.
+    /// A block is stored after `parent`, which cannot be reached. False: it would follow itself, or is held already.
     pub(crate) fn store(&mut self, parent: u64, block: u64) -> bool {
         let before = self.find(parent).unwrap_or_else(|| self.create(parent));
         let node = match self.find(block) {
-            Some(node) if self.is_before(node, before) => {
+            Some(node) if self.node(node).is_held() || self.is_before(node, before) => {
                 self.drop_if_needless(before);
                 return false;
             }
@@ -264,6 +264,7 @@ impl Orphans {
         let size = self.places.len();
         let mut hole = self.home(tag(self.node(node).key));
         while self.places[hole] as u32 != node + 1 {
+            debug_assert!(self.places[hole] != 0, "a node that is in use can be found");
             hole = if hole + 1 == size { 0 } else { hole + 1 };
         }
         // Moves up what is behind it (Knuth 6.4, algorithm R).

@@ -32,14 +32,17 @@ const OFFSET_BITS: u32 = 10;
 pub(crate) struct Spot(pub(crate) u64);
 
 impl Spot {
+    #[inline]
     pub(crate) fn new(run: u32, offset: usize) -> Spot {
         Spot(u64::from(run + 1) << OFFSET_BITS | offset as u64)
     }
 
+    #[inline]
     pub(crate) fn run(self) -> u32 {
         ((self.0 >> OFFSET_BITS) as u32).wrapping_sub(1)
     }
 
+    #[inline]
     pub(crate) fn offset(self) -> usize {
         (self.0 & ((1 << OFFSET_BITS) - 1)) as usize
     }
@@ -52,22 +55,27 @@ impl Spot {
 pub(crate) struct Holding(u64);
 
 impl Holding {
+    #[inline]
     pub(crate) fn new(member: u32, num_blocks: usize, node: u32) -> Holding {
         Holding(u64::from(member + 1) << 44 | (num_blocks as u64) << 32 | u64::from(node))
     }
 
+    #[inline]
     pub(crate) fn is_none(self) -> bool {
         self.0 == 0
     }
 
+    #[inline]
     pub(crate) fn member(self) -> u32 {
         ((self.0 >> 44) as u32).wrapping_sub(1)
     }
 
+    #[inline]
     pub(crate) fn num_blocks(self) -> usize {
         (self.0 >> 32 & 0xFFF) as usize
     }
 
+    #[inline]
     pub(crate) fn node(self) -> u32 {
         self.0 as u32
     }
@@ -78,6 +86,7 @@ impl Holding {
 pub(crate) struct Mark(u64);
 
 impl Mark {
+    #[inline]
     pub(crate) fn count(self) -> u32 {
         (self.0 >> 44) as u32
     }
@@ -128,10 +137,11 @@ impl Run {
     }
 
     pub(crate) fn num_bytes(&self) -> u64 {
-        let others = self.others.load().as_ref().map_or(0, |others| 40 + others.len() * size_of::<u64>());
-        (size_of::<Run>() + 32 + self.keys.len() * size_of::<u64>() + others) as u64
+        let own = size_of::<Run>() + 32 + self.keys.len() * size_of::<u64>();
+        own as u64 + self.others.load().as_ref().map_or(0, |others| bytes_of(others.len()))
     }
 
+    #[inline]
     pub(crate) fn len(&self) -> usize {
         self.len.load(Ordering::Acquire) as usize
     }
@@ -140,10 +150,16 @@ impl Run {
         self.keys.len()
     }
 
+    #[inline]
     pub(crate) fn key(&self, offset: usize) -> u64 {
         self.keys[offset].load(Ordering::Relaxed)
     }
 
+    pub(crate) fn keys_from(&self, offset: usize) -> impl Iterator<Item = u64> {
+        self.keys[offset..self.len()].iter().map(|key| key.load(Ordering::Relaxed))
+    }
+
+    #[inline]
     pub(crate) fn mark(&self) -> Mark {
         Mark(self.mark.load(Ordering::Acquire))
     }
@@ -178,6 +194,7 @@ impl Run {
     }
 
     /// Visits its members.
+    #[inline]
     pub(crate) fn for_each(&self, mut visit: impl FnMut(Holding)) {
         let mut one = |word: &AtomicU64| {
             let holding = Holding(word.load(Ordering::Acquire));
@@ -224,18 +241,18 @@ impl Run {
         }
     }
 
-    /// Adds a member. Where it is.
-    pub(crate) fn join(&self, holding: Holding) -> u32 {
+    /// Adds a member. Where it is, and the bytes that it took.
+    pub(crate) fn join(&self, holding: Holding) -> (u32, u64) {
         let mark = self.mark();
-        let place = self.free_place(mark.count() as usize);
+        let (place, num_bytes) = self.free_place(mark.count() as usize);
         self.store(place, holding.0);
         self.mark.store(mark.join(holding.member(), true).0, Ordering::Release);
-        place
+        (place, num_bytes)
     }
 
-    fn free_place(&self, num_members: usize) -> u32 {
+    fn free_place(&self, num_members: usize) -> (u32, u64) {
         if self.one.load(Ordering::Relaxed) == 0 {
-            return 0;
+            return (0, 0);
         }
         let others = self.others.load();
         let len = others.as_ref().map_or(0, |others| others.len());
@@ -246,15 +263,16 @@ impl Run {
             let guess = num_members - 1;
             let is_free = |place: &usize| others[*place].load(Ordering::Relaxed) == 0;
             let place = Some(guess).filter(is_free).or_else(|| (0..len).find(is_free));
-            return place.map_or(0, |place| place as u32 + 1);
+            return (place.map_or(0, |place| place as u32 + 1), 0);
         }
         let words = others.iter().flat_map(|others| others.iter()).map(|word| word.load(Ordering::Relaxed));
         let mut new: Vec<AtomicU64> = words.map(AtomicU64::new).collect();
         let place = new.len();
         new.resize_with((len + len / 2).max(3), || AtomicU64::new(0));
+        let num_bytes = bytes_of(new.len()) - bytes_of(len);
         drop(others);
         self.others.store(Some(Arc::new(new.into())));
-        place as u32 + 1
+        (place as u32 + 1, num_bytes)
     }
 
     /// A member holds another number of blocks. `hint`: where it is expected; where it is.
@@ -264,22 +282,24 @@ impl Run {
         place
     }
 
-    /// Removes a member.
-    pub(crate) fn leave(&self, member: u32, hint: u32) {
+    /// Removes a member. The bytes that this gave back.
+    pub(crate) fn leave(&self, member: u32, hint: u32) -> u64 {
         let place = self.place_of(member, hint).expect("it is a member");
         let mark = self.mark().join(member, false);
         self.store(place, 0);
         self.mark.store(mark.0, Ordering::Release);
         let others = self.others.load();
         let len = others.as_ref().map_or(0, |others| others.len());
-        if len > 3 && mark.count() as usize * 3 < len {
-            let words =
-                others.iter().flat_map(|others| others.iter()).map(|word| word.load(Ordering::Relaxed));
-            let mut new: Vec<AtomicU64> = words.filter(|&word| word != 0).map(AtomicU64::new).collect();
-            new.resize_with((mark.count() as usize + 1).max(3), || AtomicU64::new(0));
-            drop(others);
-            self.others.store(Some(Arc::new(new.into())));
+        if len <= 3 || mark.count() as usize * 3 >= len {
+            return 0;
         }
+        let words = others.iter().flat_map(|others| others.iter()).map(|word| word.load(Ordering::Relaxed));
+        let mut new: Vec<AtomicU64> = words.filter(|&word| word != 0).map(AtomicU64::new).collect();
+        new.resize_with((mark.count() as usize + 1).max(3), || AtomicU64::new(0));
+        let num_bytes = bytes_of(len) - bytes_of(new.len());
+        drop(others);
+        self.others.store(Some(Arc::new(new.into())));
+        num_bytes
     }
 
     /// The most blocks that any member holds.
@@ -288,6 +308,11 @@ impl Run {
         self.for_each(|holding| longest = longest.max(holding.num_blocks()));
         longest
     }
+}
+
+/// Of so many members beside the first.
+fn bytes_of(num_others: usize) -> u64 {
+    if num_others == 0 { 0 } else { 40 + (num_others * size_of::<u64>()) as u64 }
 }
 
 #[cfg(test)]
@@ -310,7 +335,7 @@ mod tests {
                 match (plain.contains_key(&member), random >> 62) {
                     (false, _) => drop(run.join(Holding::new(member, num, change))),
                     (true, 0 | 1) => drop(run.update(hint, Holding::new(member, num, change))),
-                    (true, _) => run.leave(member, hint),
+                    (true, _) => drop(run.leave(member, hint)),
                 }
                 if plain.contains_key(&member) && random >> 62 > 1 {
                     plain.remove(&member);

@@ -5,7 +5,7 @@
 use std::{
     hint::black_box,
     sync::{
-        Arc, Mutex, MutexGuard, OnceLock, PoisonError,
+        Arc, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError,
         atomic::{AtomicU64, Ordering},
     },
 };
@@ -14,12 +14,14 @@ use arc_swap::{ArcSwap, ArcSwapOption};
 
 use crate::{
     run::{Holding, MAX_RUN, MAX_RUNS, Run, Spot},
-    table::{Table, TableUse},
+    table::{KeyHash, Table, TableUse},
 };
 
 /// Runs of the first part; each further part has twice as many as the one before.
 const FIRST_PART: u32 = 64;
 const NUM_PARTS: usize = 25;
+/// A few microseconds.
+const NUM_SPINS: u32 = 100;
 
 #[derive(Debug)]
 pub(crate) struct Runs {
@@ -43,6 +45,8 @@ struct Writer {
     num_memberships: u64,
     /// Of runs.
     num_bytes: u64,
+    /// Reused.
+    hashes: Vec<KeyHash>,
 }
 
 /// Runs that are being changed.
@@ -54,7 +58,7 @@ pub(crate) struct Change<'a> {
 impl Runs {
     pub(crate) fn new() -> Runs {
         let table = Arc::new(Table::new(0));
-        let (used, runs, free) = Default::default();
+        let (used, runs, free, hashes) = Default::default();
         let num_bytes = AtomicU64::new(table.num_bytes());
         Runs {
             parts: std::array::from_fn(|_| OnceLock::new()),
@@ -67,6 +71,7 @@ impl Runs {
                 serial: 0,
                 num_memberships: 0,
                 num_bytes: 0,
+                hashes,
             }),
             num_blocks: AtomicU64::new(0),
             num_memberships: AtomicU64::new(0),
@@ -75,15 +80,18 @@ impl Runs {
     }
 
     /// The table as it is now.
+    #[inline]
     pub(crate) fn table(&self) -> arc_swap::Guard<Arc<Table>> {
         self.table.load()
     }
 
     /// A run, unless there is none of that number.
+    #[inline]
     pub(crate) fn run(&self, run: u32) -> Option<arc_swap::Guard<Option<Arc<Run>>>> {
         Some(self.slot(run)?.load()).filter(|run| run.is_some())
     }
 
+    #[inline]
     fn slot(&self, run: u32) -> Option<&ArcSwapOption<Run>> {
         let (part, place) = part_of(run);
         self.parts.get(part)?.get()?.get(place)
@@ -104,11 +112,20 @@ impl Runs {
 
     /// Waits for other writers.
     pub(crate) fn change(&self) -> Change<'_> {
+        // To sleep and to be woken takes longer than most changes.
+        for turn in 0..NUM_SPINS {
+            match self.writer.try_lock() {
+                Ok(writer) => return Change { shared: self, writer },
+                Err(TryLockError::Poisoned(_)) => break,
+                Err(TryLockError::WouldBlock) => (0..=turn % 16).for_each(|_| std::hint::spin_loop()),
+            }
+        }
         // A writer does nothing that panics between two changes that belong together.
         Change { shared: self, writer: self.writer.lock().unwrap_or_else(PoisonError::into_inner) }
     }
 }
 
+#[inline]
 fn part_of(run: u32) -> (usize, usize) {
     let shifted = run + FIRST_PART;
     let part = shifted.ilog2() - FIRST_PART.ilog2();
@@ -116,6 +133,7 @@ fn part_of(run: u32) -> (usize, usize) {
 }
 
 impl Change<'_> {
+    #[inline]
     pub(crate) fn run(&self, run: u32) -> &Run {
         self.writer.runs[run as usize].as_ref().expect("a node names a run that is there")
     }
@@ -146,7 +164,8 @@ impl Change<'_> {
         };
         writer.serial += 1;
         let serial = writer.serial;
-        self.put(run, Run::new(serial, after, keys.len()));
+        // More is likely to follow.
+        self.put(run, Run::new(serial, after, (keys.len() * 2).min(MAX_RUN)));
         self.fill(run, keys);
         Some(run)
     }
@@ -170,7 +189,7 @@ impl Change<'_> {
     pub(crate) fn append(&mut self, run: u32, keys: &[u64]) {
         let (len, capacity) = (self.run(run).len(), self.run(run).capacity());
         if len + keys.len() > capacity {
-            let capacity = (len + keys.len()).max(len + len / 2).min(MAX_RUN);
+            let capacity = ((len + keys.len()) * 2).min(MAX_RUN);
             let grown = self.run(run).grown(capacity);
             self.put(run, grown);
         }
@@ -179,18 +198,18 @@ impl Change<'_> {
 
     fn fill(&mut self, run: u32, keys: &[u64]) {
         self.reserve(keys.len());
-        let Writer { table, used, runs, .. } = &mut *self.writer;
+        let Writer { table, used, runs, hashes, .. } = &mut *self.writer;
         let new = runs[run as usize].as_ref().expect("it is there");
-        touch(table, keys.iter().copied());
-        for &key in keys {
-            let offset = new.len();
-            new.push(key);
-            table.add(used, key, Spot::new(run, offset));
+        let from = new.len();
+        keys.iter().for_each(|&key| new.push(key));
+        touch(table, hashes, new, from);
+        for (offset, &hash) in (from..).zip(&*hashes) {
+            table.add(used, hash, Spot::new(run, offset));
         }
     }
 
     fn reserve(&mut self, num_keys: usize) {
-        let Writer { table, used, runs, .. } = &mut *self.writer;
+        let Writer { table, used, runs, hashes, .. } = &mut *self.writer;
         if !table.is_unfit(used, num_keys) {
             return;
         }
@@ -198,9 +217,9 @@ impl Change<'_> {
         *used = TableUse::default();
         for (number, run) in runs.iter().enumerate() {
             let Some(run) = run else { continue };
-            touch(&new, (0..run.len()).map(|offset| run.key(offset)));
-            for offset in 0..run.len() {
-                new.add(used, run.key(offset), Spot::new(number as u32, offset));
+            touch(&new, hashes, run, 0);
+            for (offset, &hash) in hashes.iter().enumerate() {
+                new.add(used, hash, Spot::new(number as u32, offset));
             }
         }
         *table = Arc::new(new);
@@ -210,7 +229,9 @@ impl Change<'_> {
     /// A member holds the front of a run from now on. Where it is in the run.
     pub(crate) fn join(&mut self, run: u32, holding: Holding) -> u32 {
         self.writer.num_memberships += holding.num_blocks() as u64;
-        self.resized(run, |run| run.join(holding))
+        let (place, num_bytes) = self.run(run).join(holding);
+        self.writer.num_bytes += num_bytes;
+        place
     }
 
     /// A member holds more of a run, or less, than `before`.
@@ -234,7 +255,9 @@ impl Change<'_> {
     pub(crate) fn leave(&mut self, run: u32, member: u32, hint: u32, before: usize) {
         self.writer.num_memberships -= before as u64;
         if self.run(run).mark().count() > 1 {
-            return self.resized(run, |run| run.leave(member, hint));
+            let num_bytes = self.run(run).leave(member, hint);
+            self.writer.num_bytes -= num_bytes;
+            return;
         }
         self.cut(run, 0);
         let (part, place) = part_of(run);
@@ -250,27 +273,21 @@ impl Change<'_> {
 
     /// Takes the blocks of a run from `from` on out of the table.
     fn cut(&mut self, run: u32, from: usize) {
-        let Writer { table, used, runs, .. } = &mut *self.writer;
+        let Writer { table, used, runs, hashes, .. } = &mut *self.writer;
         let old = runs[run as usize].as_ref().expect("it is there");
-        touch(table, (from..old.len()).map(|offset| old.key(offset)));
-        for offset in from..old.len() {
-            table.remove(used, old.key(offset), Spot::new(run, offset));
+        touch(table, hashes, old, from);
+        for (offset, &hash) in (from..).zip(&*hashes) {
+            table.remove(used, hash, Spot::new(run, offset));
         }
-    }
-
-    fn resized<T>(&mut self, run: u32, change: impl FnOnce(&Run) -> T) -> T {
-        let changed = self.run(run);
-        let before = changed.num_bytes();
-        let result = change(changed);
-        let after = changed.num_bytes();
-        self.writer.num_bytes = self.writer.num_bytes + after - before;
-        result
     }
 }
 
-/// Reads what is about to be changed: the processor waits for all of it at the same time.
-fn touch(table: &Table, keys: impl Iterator<Item = u64>) {
-    black_box(keys.fold(0, |sum, key| sum ^ table.peek(key)));
+/// Hashes the blocks of a run from `from` on, and reads the memory where they are expected: the processor waits for all of it
+/// at the same time.
+fn touch(table: &Table, hashes: &mut Vec<KeyHash>, run: &Run, from: usize) {
+    hashes.clear();
+    hashes.extend(run.keys_from(from).map(KeyHash::of));
+    black_box(hashes.iter().fold(0, |sum, &hash| sum ^ table.peek(hash)));
 }
 
 impl Drop for Change<'_> {

@@ -46,8 +46,8 @@ fn held(index: &KvIndex, chain: &[BlockKey]) -> Vec<(u32, usize)> {
 #[test]
 fn any_stream_of_events_leads_to_what_a_plain_model_holds() {
     let mut state = 18;
-    for _ in 0..300 {
-        let script: Vec<u8> = (0..300).map(|_| random(&mut state) as u8).collect();
+    for _ in 0..400 {
+        let script: Vec<u8> = (0..400).map(|_| random(&mut state) as u8).collect();
         testing::check(&script);
         testing::check_nonsense(&script);
     }
