@@ -52,7 +52,7 @@ async def serve(ports: list[int], step: float) -> None:
                     await asyncio.sleep(step)
                     for queue, _ in batch:
                         queue.put_nowait(True)
-                    running += [(queue, left - 1) for queue, left in batch if left > 1]
+                    running.extend((queue, left - 1) for queue, left in batch if left > 1)
                 arrived.clear()
 
         async def connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
