@@ -1,23 +1,26 @@
 //! Which workers hold which blocks of KV ([`KvIndex`]), by what they say ([`CacheFeed`]), and which of them hold how much of a
 //! prompt ([`Holder`]).
 //!
-//! In reading order: `members` is a set of workers, `shard` a table of such sets, `chain` what one worker holds and can use,
-//! `index` all of it, `lookup` the search, `member`, `belief` and `feed` what feeds it, `source` a feed that is shared.
+//! In reading order: `run` is blocks that follow each other and who holds how many of them, `table` finds a block in a run,
+//! `runs` all of them, `held` what one worker holds of them, `orphans` what it holds and cannot use, `index` all of it, `lookup`
+//! the search, `member`, `belief` and `feed` what feeds it, `source` a feed that is shared.
 //!
-//! Pure: no clock, no thread, no I/O. Writers of one shard wait for each other; readers never wait. It does not know
+//! Pure: no clock, no thread, no I/O. Writers wait for each other; readers never wait. It does not know
 //! workers, prompts or tokens: they are numbers here.
 // Invariant 12: `cargo xtask verify purity` checks that this crate reaches no runtime and no clock.
 #![forbid(unsafe_code)]
 
 mod belief;
-mod chain;
 mod feed;
+mod held;
 mod index;
 mod lookup;
 mod member;
-mod members;
-mod shard;
+mod orphans;
+mod run;
+mod runs;
 mod source;
+mod table;
 
 #[cfg(any(test, feature = "testing"))]
 pub mod testing;

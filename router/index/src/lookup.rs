@@ -1,14 +1,13 @@
 //! How much of a prompt each worker holds.
 //!
-//! The holders of a block hold all blocks before it. So along a chain the sets of holders only shrink, and between two equal
-//! ones nothing happens. The places where a set shrinks are found by dividing, and the blocks of a round are read one after the
-//! other without a need for the result of any: the processor waits for their memory at the same time.
+//! A prompt is followed from run to run: within a run, blocks that are the same are found by halving. Who holds a run holds what
+//! it begins after. So the members of later runs are named first, and a run with no other members than those is passed over.
 
 use baton_kv_events::BlockKey;
 
 use crate::{
     index::KvIndex,
-    members::{CHUNK, Mark, Some44, bits},
+    run::{Mark, Run, Spot},
 };
 
 /// A worker that holds the beginning of a prompt.
@@ -23,30 +22,20 @@ pub struct Holder {
 /// Memory for lookups; used again, a lookup allocates nothing.
 #[derive(Debug, Default)]
 pub struct LookupScratch {
-    spans: Vec<Span>,
-    next: Vec<Span>,
-    /// Places whose set is larger than that of the next one.
-    ends: Vec<Place>,
-    /// Members that were found, by chunk.
+    path: Vec<Step>,
+    /// Members that were found, by number.
     found: Vec<u64>,
 }
 
-/// A block of the prompt, and the mark of its holders.
+/// A run on the way of a prompt.
 #[derive(Clone, Copy, Debug)]
-struct Place {
-    idx: usize,
-    mark: Mark,
+struct Step {
+    run: u32,
+    serial: u64,
+    /// Where the run begins in the prompt, and how many of its blocks are the prompt's.
+    first: usize,
+    num: usize,
 }
-
-#[derive(Clone, Copy, Debug)]
-struct Span {
-    first: Place,
-    last: Place,
-}
-
-/// As long as a round has few spans it divides each into many parts: to read seven blocks takes little longer than one.
-const FEW_SPANS: usize = 2;
-const MANY_PARTS: usize = 8;
 
 impl KvIndex {
     /// Who holds how much of a prompt, in no order. An owner is named twice if it is believed to hold more, or less, than it
@@ -67,64 +56,78 @@ impl KvIndex {
     ) {
         holders.clear();
         let num_joins = self.num_joins();
-        let LookupScratch { spans, next, ends, found } = scratch;
-        spans.clear();
-        next.clear();
-        ends.clear();
+        let LookupScratch { path, found } = scratch;
+        path.clear();
         found.clear();
-        let mut tables = self.read();
-        let mut place = |idx: usize| {
-            let (table, key) = tables.table(key(chain[idx]));
-            Place { idx, mark: table.arena().mark(table.word(key)) }
-        };
-        let Some(last) = chain.len().checked_sub(1) else { return };
-        let first = place(0);
-        if first.mark.count() == 0 {
-            return;
-        }
-        let last = if last == 0 { first } else { place(last) };
-        if last.mark.count() > 0 {
-            ends.push(last);
-        }
-        spans.push(Span { first, last });
-        while !spans.is_empty() {
-            let num_parts = if spans.len() <= FEW_SPANS { MANY_PARTS } else { 2 };
-            for Span { first, last } in spans.drain(..) {
-                if first.mark == last.mark {
-                    continue;
-                }
-                let length = last.idx - first.idx;
-                if length == 1 {
-                    ends.push(first);
-                    continue;
-                }
-                let mut before = first;
-                for part in 1..num_parts.min(length) {
-                    let middle = place(first.idx + length * part / num_parts.min(length));
-                    next.push(Span { first: before, last: middle });
-                    before = middle;
-                }
-                next.push(Span { first: before, last });
+        self.follow(chain, key, path);
+        let mut seen: Option<Mark> = None;
+        for step in path.iter().rev() {
+            // A run that is gone has no member that was there all the time.
+            let Some(run) = self.runs().run(step.run) else { continue };
+            let Some(run) = run.as_ref().filter(|run| run.serial == step.serial) else { continue };
+            let mark = run.mark();
+            if seen == Some(mark) {
+                continue;
             }
-            std::mem::swap(spans, next);
-        }
-        // The farthest first: who was found there holds the others, too.
-        ends.sort_unstable_by_key(|end| std::cmp::Reverse(end.idx));
-        for end in &*ends {
-            let (table, key) = tables.table(key(chain[end.idx]));
-            table.arena().for_each(table.word(key), |some| {
-                let chunk = some.chunk as usize;
-                if found.len() <= chunk {
-                    found.resize(chunk + 1, 0);
+            run.for_each(|holding| {
+                let member = holding.member();
+                let (word, bit) = ((member / u64::BITS) as usize, 1 << (member % u64::BITS));
+                if found.len() <= word {
+                    found.resize(word + 1, 0);
                 }
-                let new = self.living(Some44 { mask: some.mask & !found[chunk], ..some });
-                found[chunk] |= new;
-                for bit in bits(new) {
-                    if let Some(owner) = self.owner(some.chunk * CHUNK + bit, num_joins) {
-                        holders.push(Holder { owner, num_blocks: end.idx + 1 });
-                    }
+                if found[word] & bit == 0
+                    && let Some(owner) = self.owner(member, num_joins)
+                {
+                    found[word] |= bit;
+                    let num_blocks = step.first + holding.num_blocks().min(step.num);
+                    holders.push(Holder { owner, num_blocks });
                 }
             });
+            // If nothing changed meanwhile, these are all members of this mark.
+            seen = Some(mark).filter(|mark| *mark == run.mark());
         }
     }
+
+    /// The runs of a prompt, from its beginning on.
+    fn follow<T: Copy>(&self, chain: &[T], key: impl Fn(T) -> BlockKey, path: &mut Vec<Step>) {
+        let table = self.runs().table();
+        let (mut first, mut after) = (0, Spot::default());
+        while let Some(&block) = chain.get(first) {
+            let block = key(block).0;
+            let step = table.find(block, |spot| {
+                if spot.offset() != 0 {
+                    return None;
+                }
+                let run = self.runs().run(spot.run())?;
+                let run = run.as_ref()?;
+                if run.after != after || run.key(0) != block {
+                    return None;
+                }
+                let num = num_same(run, &chain[first..], &key);
+                Some(Step { run: spot.run(), serial: run.serial, first, num })
+            });
+            let Some(step) = step else { return };
+            path.push(step);
+            first += step.num;
+            after = Spot::new(step.run, step.num - 1);
+        }
+    }
+}
+
+/// How many blocks of a run the prompt begins with. The first one is the same. A block's name covers those before it.
+fn num_same<T: Copy>(run: &Run, chain: &[T], key: &impl Fn(T) -> BlockKey) -> usize {
+    let is_same = |offset: usize| run.key(offset) == key(chain[offset]).0;
+    let (mut same, mut other) = (1, run.len().min(chain.len()).max(1) + 1);
+    if is_same(other - 2) {
+        return other - 1;
+    }
+    while same + 1 < other {
+        let middle = usize::midpoint(same, other);
+        if is_same(middle - 1) {
+            same = middle;
+        } else {
+            other = middle;
+        }
+    }
+    same
 }

@@ -1,11 +1,11 @@
-//! One member of the index: what it holds, and what of that is published.
+//! One member of the index, and what it holds.
 
 use std::sync::Arc;
 
 use baton_kv_events::BlockKey;
 
 use crate::{
-    chain::Chains,
+    held::Held,
     index::{IndexFull, KvIndex, MemberId},
 };
 
@@ -14,64 +14,53 @@ use crate::{
 pub(crate) struct Member {
     index: Arc<KvIndex>,
     id: MemberId,
-    chains: Chains,
+    held: Held,
     max_held: usize,
-    /// Reused.
-    keys: Vec<BlockKey>,
 }
 
 impl Member {
     /// Of `owner`, with at most so many blocks.
     pub(crate) fn join(index: &Arc<KvIndex>, owner: u32, max_held: usize) -> Result<Member, IndexFull> {
         let id = index.join(owner)?;
-        Ok(Member { index: index.clone(), id, chains: Chains::default(), max_held, keys: Vec::new() })
+        Ok(Member { index: index.clone(), id, held: Held::default(), max_held })
     }
 
     pub(crate) fn num_held(&self) -> usize {
-        self.chains.num_held()
+        self.held.num_held()
     }
 
     pub(crate) fn holds(&self, block: BlockKey) -> bool {
-        self.chains.holds(block)
+        self.held.holds(&self.index.runs().change(), self.id.0, block)
     }
 
     /// Blocks that follow each other, the first one after `parent`. How many were refused.
     pub(crate) fn store(&mut self, parent: Option<BlockKey>, blocks: &[BlockKey]) -> usize {
-        self.change(blocks.len(), |chains, max_held, keys, index, id| {
-            let num_refused = chains.store(parent, blocks, max_held, keys);
-            index.add(id, keys);
-            num_refused
-        })
+        let before = self.held.num_bytes();
+        let mut runs = self.index.runs().change();
+        let num_refused = self.held.store(&mut runs, self.id.0, parent, blocks, self.max_held);
+        drop(runs);
+        self.finish(before, blocks.len());
+        num_refused
     }
 
     /// Blocks that are not held any more.
     pub(crate) fn remove(&mut self, blocks: &[BlockKey]) {
-        self.change(blocks.len(), |chains, _, keys, index, id| {
-            chains.remove(blocks, keys);
-            index.remove(id, keys);
-        });
+        let before = self.held.num_bytes();
+        let mut runs = self.index.runs().change();
+        self.held.remove(&mut runs, self.id.0, blocks);
+        drop(runs);
+        self.finish(before, blocks.len());
     }
 
-    fn change<T>(
-        &mut self,
-        num_blocks: usize,
-        change: impl FnOnce(&mut Chains, usize, &mut Vec<BlockKey>, &KvIndex, MemberId) -> T,
-    ) -> T {
-        let Member { index, id, chains, max_held, keys } = self;
-        let before = chains.num_bytes();
-        keys.clear();
-        let changed = change(chains, *max_held, keys, index, *id);
-        // What a hole hid at once is rare.
-        keys.shrink_to(1 << 12);
-        index.note_bytes(before, chains.num_bytes());
+    fn finish(&self, bytes_before: usize, num_blocks: usize) {
+        self.index.note_bytes(bytes_before, self.held.num_bytes());
         // Who writes sweeps twice as much, so that it ends.
-        index.sweep(2 * num_blocks);
-        changed
+        self.index.sweep(2 * num_blocks);
     }
 }
 
 impl Drop for Member {
     fn drop(&mut self) {
-        self.index.retire(self.id, std::mem::take(&mut self.chains));
+        self.index.retire(self.id, std::mem::take(&mut self.held));
     }
 }

@@ -6,7 +6,7 @@ use baton_kv_events::{BatchKind, BlockKey, CacheEvent, CacheReader, EventBatch, 
 
 use crate::{CacheFeed, FeedError, KvIndex, SourceState};
 
-/// Blocks of the tree of all prompts: each but the first three follows another one.
+/// Blocks of the tree of all prompts.
 const NUM_BLOCKS: u64 = 120;
 const NUM_WORKERS: usize = 5;
 /// Blocks of a worker's pool.
@@ -14,6 +14,7 @@ const POOL: usize = 90;
 
 /// One worker, what its events say, and what a router has got of that.
 struct Worker {
+    tree: Tree,
     log: EventLog,
     /// What it held before each event.
     history: Vec<BTreeSet<u64>>,
@@ -25,35 +26,54 @@ struct Worker {
     known: usize,
 }
 
-fn parent(block: u64) -> Option<u64> {
-    block.checked_sub(3).map(|above| above / 2)
+/// The tree of all prompts.
+#[derive(Clone, Copy, Debug)]
+enum Tree {
+    /// Each block but the first three follows another one, and two follow each.
+    Bushy,
+    /// Thirty blocks follow each other before a branch.
+    Long,
 }
 
-/// The prompt that ends with a block.
-fn prompt(mut block: u64) -> Vec<u64> {
-    let mut blocks = vec![block];
-    while let Some(before) = parent(block) {
-        blocks.push(before);
-        block = before;
+impl Tree {
+    fn parent(self, block: u64) -> Option<u64> {
+        match self {
+            Tree::Bushy => block.checked_sub(3).map(|above| above / 2),
+            Tree::Long if block > 0 && block.is_multiple_of(30) => Some(block / 2 + 3),
+            Tree::Long => block.checked_sub(1),
+        }
     }
-    blocks.reverse();
-    blocks
+
+    /// The prompt that ends with a block.
+    fn prompt(self, mut block: u64) -> Vec<u64> {
+        let mut blocks = vec![block];
+        while let Some(before) = self.parent(block) {
+            blocks.push(before);
+            block = before;
+        }
+        blocks.reverse();
+        blocks
+    }
 }
 
 fn key(block: u64) -> BlockKey {
     BlockKey(block * 0x1_0000_0001)
 }
 
-/// Plays a script, two bytes a step, and compares what each worker is said to hold of each prompt with the model.
+/// Plays a script, two bytes a step after the first one, and compares what each worker is said to hold of each prompt with the
+/// model.
 ///
 /// # Panics
 /// When they differ, or something is left over.
 pub fn check(script: &[u8]) {
-    let index = Arc::new(KvIndex::with_shards(2 * NUM_WORKERS + 6, 4));
+    let Some((tree, script)) = script.split_first() else { return };
+    let tree = if tree & 1 == 0 { Tree::Bushy } else { Tree::Long };
+    let index = Arc::new(KvIndex::new(2 * NUM_WORKERS + 6));
     let mut num_workers = 0;
     let mut start = || {
         num_workers += 1;
         Worker {
+            tree,
             log: EventLog::new(64),
             history: vec![BTreeSet::new()],
             feed: CacheFeed::new(index.clone(), num_workers, POOL),
@@ -67,9 +87,16 @@ pub fn check(script: &[u8]) {
         let worker = &mut workers[usize::from(step[0] >> 4) % NUM_WORKERS];
         let block = u64::from(step[1]) % NUM_BLOCKS;
         match step[0] & 15 {
-            0..=3 => worker.store(block, 4),
+            0..=2 => worker.store(block, 4),
+            3 => worker.store(block, 60),
             4 => worker.store(block, 1),
-            5 | 6 => worker.remove(&[block]),
+            5 => worker.remove(&[block]),
+            6 => {
+                let mut end = tree.prompt(block);
+                end.reverse();
+                end.truncate(usize::from(step[1]) / 4 + 1);
+                worker.remove(&end);
+            }
             7 => worker.remove(&[block, 0, block, block.saturating_sub(1), NUM_BLOCKS + block]),
             8 => worker.lose(),
             9 => worker.repeat(usize::from(step[1])),
@@ -82,7 +109,7 @@ pub fn check(script: &[u8]) {
         }
         worker.check();
         let num_held = workers.iter().map(Worker::num_held).sum::<usize>();
-        check_lookups(&index, &workers);
+        check_lookups(tree, &index, &workers);
         if index.is_swept() {
             let num_memberships = index.size().num_memberships;
             assert!(num_memberships <= num_held as u64, "{num_memberships} of {num_held}");
@@ -96,10 +123,10 @@ pub fn check(script: &[u8]) {
         assert_eq!(worker.feed.resume_from(), Some(worker.log.next()));
         worker.check();
     }
-    check_lookups(&index, &workers);
+    check_lookups(tree, &index, &workers);
     drop(workers);
     assert!(
-        (0..NUM_BLOCKS).all(|block| index.lookup(&prompt(block), key).is_empty()),
+        (0..NUM_BLOCKS).all(|block| index.lookup(&tree.prompt(block), key).is_empty()),
         "they are gone at once"
     );
     index.sweep(usize::MAX);
@@ -112,7 +139,7 @@ pub fn check(script: &[u8]) {
 /// # Panics
 /// When they are not.
 pub fn check_nonsense(script: &[u8]) {
-    let index = Arc::new(KvIndex::with_shards(4, 1));
+    let index = Arc::new(KvIndex::new(4));
     let mut feed = CacheFeed::new(index.clone(), 1, 30);
     for (number, step) in script.chunks_exact(4).enumerate() {
         let block = |byte: u8| BlockKey(u64::from(byte % 50));
@@ -143,9 +170,9 @@ pub fn check_nonsense(script: &[u8]) {
     assert_eq!(index.size().num_memberships, 0);
 }
 
-fn check_lookups(index: &KvIndex, workers: &[Worker]) {
+fn check_lookups(tree: Tree, index: &KvIndex, workers: &[Worker]) {
     for block in (NUM_BLOCKS / 2..NUM_BLOCKS).step_by(7) {
-        let prompt = prompt(block);
+        let prompt = tree.prompt(block);
         let mut found = index.lookup(&prompt, key);
         found.sort();
         let num_held = |worker: &Worker| {
@@ -186,7 +213,7 @@ impl Worker {
 
     /// The end of a prompt.
     fn store(&mut self, block: u64, num: usize) {
-        let prompt = prompt(block);
+        let prompt = self.tree.prompt(block);
         let (before, end) = prompt.split_at(prompt.len().saturating_sub(num));
         let mut held = self.held().clone();
         held.extend(end);

@@ -46,8 +46,8 @@ fn held(index: &KvIndex, chain: &[BlockKey]) -> Vec<(u32, usize)> {
 #[test]
 fn any_stream_of_events_leads_to_what_a_plain_model_holds() {
     let mut state = 18;
-    for _ in 0..300 {
-        let script: Vec<u8> = (0..300).map(|_| random(&mut state) as u8).collect();
+    for _ in 0..400 {
+        let script: Vec<u8> = (0..400).map(|_| random(&mut state) as u8).collect();
         testing::check(&script);
         testing::check_nonsense(&script);
     }
@@ -230,7 +230,7 @@ fn numbers_of_workers_that_are_gone_are_given_again_and_never_mistaken() {
 
 #[test]
 fn a_long_run_of_stores_and_removals_does_not_grow() {
-    let index = Arc::new(KvIndex::with_shards(8, 2));
+    let index = Arc::new(KvIndex::new(8));
     let mut feeds: Vec<_> = (0..4).map(|owner| CacheFeed::new(index.clone(), owner, 2000)).collect();
     let mut most = 0;
     for round in 0..300_u64 {
@@ -253,7 +253,7 @@ fn a_long_run_of_stores_and_removals_does_not_grow() {
 
 #[test]
 fn readers_see_what_is_always_there_while_everything_else_changes() {
-    let index = Arc::new(KvIndex::with_shards(64, 2));
+    let index = Arc::new(KvIndex::new(64));
     let prompt = chain(1, 500);
     let mut steady: Vec<_> = (0..5).map(|owner| CacheFeed::new(index.clone(), owner, 1000)).collect();
     for (idx, feed) in steady.iter_mut().enumerate() {
