@@ -1,6 +1,7 @@
 //! `baton simulate`: flags in, numbers and a picture out. `baton plan`: a deployment and its numbers.
 
 mod args;
+mod load;
 mod plan;
 mod setup;
 mod variants;
@@ -10,9 +11,10 @@ use std::{
     time::Instant,
 };
 
-use anyhow::Context;
+use anyhow::{Context, ensure};
 
 pub use args::SimulateArgs;
+pub use load::LoadArgs;
 pub use plan::{PlanArgs, run_plan, run_plan_to};
 
 use crate::{
@@ -39,8 +41,9 @@ pub fn run(args: SimulateArgs) -> anyhow::Result<()> {
 /// # Errors
 /// As [`run`].
 pub fn run_to(args: &SimulateArgs, out: &mut dyn Write) -> anyhow::Result<()> {
-    let trace = args.trace()?;
+    let trace = args.load.trace()?;
     if args.hit_rate {
+        ensure!(args.load.trace.is_some(), "--hit-rate needs --trace");
         return print_hit_rates(&trace, out);
     }
     let setup = Setup::new(args, &trace)?;
@@ -84,8 +87,7 @@ fn play(
     let mut summaries = Vec::new();
     for &seed in &args.seeds {
         let spec = setup.cluster(args, variant, seed)?;
-        let mut arrivals = args.arrivals(load, trace)?.of(trace, seed);
-        arrivals.truncate(args.requests.unwrap_or(usize::MAX));
+        let arrivals = args.load.arrivals(load, args.copies, trace, seed)?;
         let began = Instant::now();
         let is_terminal = is_loud && std::io::stderr().is_terminal();
         let mut told = Instant::now();
@@ -160,7 +162,7 @@ fn row(name: &str, summary: &SimSummary) -> String {
 const HIT_SIZES: [Option<usize>; 3] = [Some(3_000_000), Some(50_000_000), None];
 
 fn print_hit_rates(trace: &Trace, out: &mut dyn Write) -> anyhow::Result<()> {
-    anyhow::ensure!(trace.block_tokens > 0, "--hit-rate needs a trace with hashes of blocks, as Mooncake's");
+    ensure!(trace.block_tokens > 0, "--hit-rate needs a trace with hashes of blocks, as Mooncake's");
     writeln!(out, "tokens in one pool    blocks that hit: pool    index")?;
     for size in HIT_SIZES {
         let found = hit_rate(trace, size);
