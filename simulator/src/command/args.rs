@@ -116,7 +116,8 @@ pub struct SimulateArgs {
     /// Try settings of each policy (prefill workers, token budgets, its own parameters), and print all.
     #[arg(long)]
     pub tune: bool,
-    /// Print how many blocks of the trace hit in one pool of 3 M, 50 M and unlimited tokens, and stop.
+    /// Print how many blocks of the trace hit in one pool of 3 M, 50 M and unlimited tokens, and stop. With --kv-tokens also
+    /// how many prompt tokens hit in the workers' pools, and in one pool as large as all of them.
     #[arg(long)]
     pub hit_rate: bool,
     /// Write a picture: workers over time, percentiles, goodput against load. One file, without a network.

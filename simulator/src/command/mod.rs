@@ -44,9 +44,12 @@ pub fn run_to(args: &SimulateArgs, out: &mut dyn Write) -> anyhow::Result<()> {
     let trace = args.load.trace()?;
     if args.hit_rate {
         ensure!(args.load.trace.is_some(), "--hit-rate needs --trace");
-        return print_hit_rates(&trace, out);
+        print_hit_rates(&trace, out)?;
     }
     let setup = Setup::new(args, &trace)?;
+    if args.hit_rate {
+        return compare_with_one_pool(args, &setup, &trace, out);
+    }
     writeln!(out, "{}", setup.describe(args, &trace))?;
     let policies = args.policies()?;
     if args.tune {
@@ -168,6 +171,32 @@ fn print_hit_rates(trace: &Trace, out: &mut dyn Write) -> anyhow::Result<()> {
         let found = hit_rate(trace, size);
         let size = size.map_or_else(|| "unlimited".to_owned(), |size| size.to_string());
         writeln!(out, "{size:>18} {:>24.2} % {:>6.2} %", 100.0 * found.pool, 100.0 * found.index)?;
+    }
+    Ok(())
+}
+
+/// Plays the cluster, if its workers are of a given size, and compares what its prompts find cached with what they would find if
+/// all workers had one pool.
+fn compare_with_one_pool(
+    args: &SimulateArgs,
+    setup: &Setup,
+    trace: &Trace,
+    out: &mut dyn Write,
+) -> anyhow::Result<()> {
+    let Some(kv_tokens) = args.kv_tokens else { return Ok(()) };
+    let num_all = kv_tokens * setup.num_workers();
+    let one = hit_rate(trace, Some(num_all)).tokens;
+    writeln!(out, "\nprompt tokens that hit in one pool of {num_all} tokens: {:.2} %", 100.0 * one)?;
+    for policy in &args.policies()? {
+        let variant = Variant::of_args(args, policy);
+        let found = play(args, setup, trace, &variant, 1.0, true)?.1.hit_rate;
+        writeln!(
+            out,
+            "{} of {kv_tokens} tokens each: {:.2} %, {:.3} of it",
+            variant.name(),
+            100.0 * found,
+            found / one.max(f64::MIN_POSITIVE)
+        )?;
     }
     Ok(())
 }
