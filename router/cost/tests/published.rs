@@ -52,7 +52,9 @@ fn steps(profile: &[f64]) -> Vec<(StepWork, f64)> {
 #[test]
 fn one_overhead_utilisation_and_bandwidth_describe_a_published_profile() {
     let a100 = DeviceProfile { flops_per_second: 312e12, bytes_per_second: 2.039e12, overhead_seconds: 0.0 };
-    println!("model, GPUs: overhead, part of peak bandwidth, of peak arithmetic; error mean (wanted: 10 %), worst");
+    println!(
+        "model, GPUs: overhead, part of peak bandwidth, of peak arithmetic; error mean (wanted: 10 %), worst"
+    );
     let mut num_profiles = 0;
     for line in DISTSERVE.lines().skip(1) {
         let (name, rest) = line.split_once(',').expect("a name");
