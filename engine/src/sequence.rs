@@ -283,9 +283,11 @@ impl Sequence {
         let first = self.num_computed / self.block_size;
         self.num_computed += num_tokens;
         debug_assert!(self.num_computed <= self.num_tokens());
-        let filled = self.num_computed / self.block_size;
-        let hashes = self.hashes.iter().take(filled).skip(first);
-        let before = first.checked_sub(1).and_then(|idx| self.hashes.get(idx)).copied();
-        (before, self.blocks[first.min(self.blocks.len())..].iter().copied().zip(hashes.copied()))
+        // Most steps fill no block: then neither hashes nor blocks are read, which are not in a processor's cache.
+        let last = (self.num_computed / self.block_size).min(self.hashes.len());
+        let filled = first.min(last)..last;
+        let before = if filled.is_empty() { None } else { first.checked_sub(1).map(|idx| self.hashes[idx]) };
+        let blocks = if filled.is_empty() { &[] } else { &self.blocks[filled.clone()] };
+        (before, blocks.iter().copied().zip(self.hashes[filled].iter().copied()))
     }
 }

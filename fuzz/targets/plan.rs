@@ -94,6 +94,7 @@ fuzz_target!(|input: Input| {
             link_beyond: worker
                 .link
                 .map(|[latency_seconds, bytes_per_second]| LinkLine { latency_seconds, bytes_per_second }),
+            is_home_of_another: num_waiting % 3 == 0,
         };
         let [num_requests, num_tokens, num_pairs, num_context_tokens, num_blocks] =
             worker.sent.map(|change| change.of(4));

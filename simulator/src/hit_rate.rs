@@ -16,6 +16,8 @@ pub struct HitRate {
     pub pool: f64,
     /// That the index of a router said to be cached, by the pool's events.
     pub index: f64,
+    /// The part of the trace's prompt tokens that is in the blocks which the pool had cached.
+    pub tokens: f64,
 }
 
 /// Blocks of a trace, its hit rates with a pool of so many tokens; `None`: as many as the trace needs. The trace must know
@@ -31,7 +33,7 @@ pub fn hit_rate(trace: &Trace, num_tokens: Option<usize>) -> HitRate {
     let index = Arc::new(KvIndex::new(1));
     let mut feed = CacheFeed::new(index.clone(), 0, num_blocks);
     let mut first = 0;
-    let (mut num_in_pool, mut num_in_index) = (0, 0);
+    let (mut num_in_pool, mut num_in_index, mut num_tokens_in_pool, mut num_prompt_tokens) = (0, 0, 0, 0);
     for request in &trace.requests {
         let of = |&id: &u32| *hashes.entry(id).or_insert_with(|| root.child(&[id]));
         let chain: Vec<BlockHash> = trace.hash_ids(request).iter().map(of).collect();
@@ -39,6 +41,10 @@ pub fn hit_rate(trace: &Trace, num_tokens: Option<usize>) -> HitRate {
         num_in_index += held.first().map_or(0, |holder| holder.num_blocks);
         let mut table = pool.find_prefix(&chain);
         num_in_pool += table.len();
+        let num_prompt = request.num_prompt_tokens as usize;
+        num_prompt_tokens += num_prompt;
+        // The last block is partial.
+        num_tokens_in_pool += (table.len() * trace.block_tokens).min(num_prompt);
         pool.acquire(&table);
         for hash in &chain[table.len()..] {
             let block =
@@ -52,8 +58,12 @@ pub fn hit_rate(trace: &Trace, num_tokens: Option<usize>) -> HitRate {
         feed.take(&batch).expect("the index has room for a pool of this size");
         pool.release(&table);
     }
-    let part = |num: usize| num as f64 / num_all.max(1) as f64;
-    HitRate { pool: part(num_in_pool), index: part(num_in_index) }
+    let part = |num: usize, all: usize| num as f64 / all.max(1) as f64;
+    HitRate {
+        pool: part(num_in_pool, num_all),
+        index: part(num_in_index, num_all),
+        tokens: part(num_tokens_in_pool, num_prompt_tokens),
+    }
 }
 
 #[cfg(test)]
@@ -74,10 +84,11 @@ mod tests {
     fn a_pool_that_is_too_small_forgets_what_was_used_least_recently() {
         let trace = trace(&[&[1, 2, 3], &[1, 2, 4], &[5, 6, 7], &[1, 2, 3]]);
         // 2 of the second prompt, 3 of the last.
-        assert_eq!(hit_rate(&trace, None), HitRate { pool: 5.0 / 12.0, index: 5.0 / 12.0 });
+        let all = |part: f64| HitRate { pool: part, index: part, tokens: part };
+        assert_eq!(hit_rate(&trace, None), all(5.0 / 12.0));
         // Six blocks: the third prompt takes the place of 3, then what is left.
         let small = hit_rate(&trace, Some(6 * 512));
-        assert_eq!(small, HitRate { pool: 4.0 / 12.0, index: 4.0 / 12.0 });
+        assert_eq!(small, all(4.0 / 12.0));
         assert_eq!(hit_rate(&trace, Some(0)).pool, 2.0 / 12.0, "one prompt fits at least");
     }
 }

@@ -30,6 +30,13 @@ pub mod policies;
 pub mod report;
 pub mod trace;
 
+// The small clusters of the tests in `tests/it`, which name this crate.
+#[cfg(test)]
+extern crate self as baton_simulator;
+#[cfg(test)]
+#[path = "../tests/it/support.rs"]
+mod test_clusters;
+
 pub use cluster::{Change, ChangeKind, ClusterSpec, PolicyName, SloTarget, WorkerSpec};
 pub use command::{PlanArgs, SimulateArgs, run, run_plan};
 pub use report::{Outcome, RequestEnd, SimReport};

@@ -257,62 +257,18 @@ impl Router {
 
 #[cfg(test)]
 mod tests {
-    use baton_cost::{LinkLine, StepLine};
-    use baton_kv_cache::{HashRoot, KvDtype, KvFormat};
+    use baton_kv_cache::HashRoot;
     use baton_kv_index::{BatchKind, CacheEvent};
 
     use super::*;
     use crate::{
-        cluster::{SloTarget, WorkerSpec},
-        time::SimTime,
+        test_clusters::{cluster, workers},
         worker::Worker,
     };
 
-    fn spec() -> ClusterSpec {
-        let kv_format = KvFormat {
-            model_revision: "r".into(),
-            dtype: KvDtype::Bf16,
-            block_size: 16,
-            num_layers: 4,
-            num_kv_heads: 2,
-            head_dim: 64,
-            tensor_parallel: 1,
-            rope: String::new(),
-        };
-        let worker = WorkerSpec {
-            role: Role::Decode,
-            num_devices: 1,
-            step: StepLine { fixed: 0.008, per_token: 30e-6, per_context_token: 50e-9, per_pair: 1e-9 },
-            slowness: 1.0,
-            kv_format,
-            kv_bytes_per_token: 4096.0,
-            num_blocks: 1000,
-            max_running: 16,
-            max_waiting: 16,
-            token_budget: 2048,
-            itl_target: None,
-            context_length: 16_000,
-        };
-        ClusterSpec {
-            workers: vec![worker],
-            num_routers: 1,
-            policy: PolicyName::Baton,
-            slo_ttft: SloTarget::TimesAlone(10.0),
-            slo_tpot: SloTarget::TimesAlone(3.0),
-            report_interval: SimTime::from_seconds(0.05),
-            call: SimTime::from_seconds(0.0005),
-            link: LinkLine { latency_seconds: 0.001, bytes_per_second: 10e9 },
-            max_attempts: 16,
-            recovery_timeout: Duration::from_secs(60),
-            noise: 0.0,
-            changes: Vec::new(),
-            seed: 1,
-        }
-    }
-
     #[test]
     fn a_finished_sequence_is_believed_whole_until_two_reports_say_nothing_of_it() {
-        let (spec, now) = (spec(), Instant::now());
+        let (spec, now) = (cluster(workers(1, 0)), Instant::now());
         let worker = Worker::new(&spec.workers[0], 0, 1, 0.0);
         let mut router = Router::new(&spec, std::slice::from_ref(&worker.record), 0);
         let mut first = 0;

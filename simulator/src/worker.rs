@@ -289,6 +289,8 @@ impl Worker {
             pace,
             link_within: None,
             link_beyond: self.links.line(),
+            // Each router is told.
+            is_home_of_another: false,
         }
     }
 

@@ -30,6 +30,7 @@ mod service;
 mod thread_waits;
 mod tickets;
 mod vllm_metrics;
+mod watchers;
 mod worker;
 
 pub use baton_handoff::TransportKind;

@@ -27,6 +27,7 @@ use crate::{
     service::WorkerService,
     thread_waits,
     tickets::Tickets,
+    watchers::Watchers,
     worker::Worker,
 };
 
@@ -133,9 +134,19 @@ where
     let metrics = WorkerMetrics::register(&metrics, &record.model, &engine, data_plane.clone());
     let drain_timeout = config.drain_timeout;
     let peers = Peers::new(Dialer::new(config.tls.clone()));
-    let (tickets, links) = (Tickets::default(), Links::default());
-    let worker =
-        Arc::new(Worker { config, record, engine, lifecycle, metrics, data_plane, peers, tickets, links });
+    let (tickets, links, watchers) = (Tickets::default(), Links::default(), Watchers::default());
+    let worker = Arc::new(Worker {
+        config,
+        record,
+        engine,
+        lifecycle,
+        metrics,
+        data_plane,
+        peers,
+        tickets,
+        links,
+        watchers,
+    });
     let role = role(&worker);
     let control = WorkerServer::new(WorkerService { worker: worker.clone() });
     server.mount(role.routes.add_service(control));

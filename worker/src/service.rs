@@ -12,7 +12,7 @@ use tokio::{
 use tokio_stream::Stream;
 use tonic::{Request, Response, Status};
 
-use crate::{lifecycle::Phase, worker::Worker};
+use crate::{lifecycle::Phase, watchers::Watching, worker::Worker};
 
 /// Shortest time between two load reports.
 const REPORT_AT_MOST_EVERY: Duration = Duration::from_millis(50);
@@ -34,6 +34,8 @@ struct Reports {
     phase: watch::Receiver<Phase>,
     cache: Option<CacheReports>,
     last: Option<Instant>,
+    /// Counts this reader.
+    _watching: Watching,
 }
 
 /// What one reader lacks of the cache's events.
@@ -102,6 +104,7 @@ impl proto::worker_server::Worker for WorkerService {
                 next: self.worker.engine().cache_log().changes(),
             }),
             last: None,
+            _watching: self.worker.watchers.enter(request.get_ref().router),
         };
         let reports = futures_util::stream::unfold(reports, |mut reports| async move {
             let report = reports.next().await?;

@@ -17,6 +17,7 @@ use crate::{
     metrics::WorkerMetrics,
     peers::Peers,
     tickets::Tickets,
+    watchers::Watchers,
 };
 
 /// What the services of one worker share.
@@ -30,6 +31,7 @@ pub struct Worker {
     pub(crate) peers: Arc<Peers>,
     pub(crate) tickets: Tickets,
     pub(crate) links: Links,
+    pub(crate) watchers: Watchers,
 }
 
 impl std::fmt::Debug for Worker {
@@ -132,6 +134,7 @@ impl Worker {
             recent_itl_seconds: pace.recent_itl_seconds,
             max_step_tokens: count(self.engine.token_budget()),
             itl_target_seconds: self.engine.itl_target().map_or(0.0, |target| target.as_secs_f64()),
+            is_home_of_another: self.watchers.prefer_another(self.id(), router),
             links: self.links.read().into_iter().map(link_rate).collect(),
             covered,
             // Of each reader its own.

@@ -17,6 +17,23 @@ impl WorkerId {
     pub fn as_str(&self) -> &str {
         &self.0
     }
+
+    /// Of these routers, by their names, the one that this worker belongs to. Each of several routers is the one of about as many
+    /// workers, all agree on it without talking to each other, and one more router takes workers from others only as far as it
+    /// gets them (rendezvous hashing; Thaler, Ravishankar 1998).
+    pub fn home_router(&self, routers: impl IntoIterator<Item = u64>) -> Option<u64> {
+        // FNV-1a of the name, mixed with the router (splitmix64; Steele, Lea, Flood 2014).
+        let own = self.0.bytes().fold(0xCBF2_9CE4_8422_2325, |hash: u64, byte| {
+            (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01B3)
+        });
+        let weight = |router: u64| {
+            let mut z = own ^ router.wrapping_mul(0x9E37_79B9_7F4A_7C15);
+            z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+            z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+            z ^ (z >> 31)
+        };
+        routers.into_iter().max_by_key(|&router| (weight(router), router))
+    }
 }
 
 impl From<&str> for WorkerId {
@@ -214,6 +231,23 @@ mod tests {
             capacity: Capacity { num_blocks: 8, block_size: 16, max_running: 4, context_length: 128 },
             compute: Some(Compute { machine: "m".into(), device: "cpu".into(), units: vec![0, 1] }),
         }
+    }
+
+    #[test]
+    fn every_router_is_the_home_of_its_part_and_keeps_it() {
+        let workers: Vec<WorkerId> = (0..400).map(|idx| WorkerId(format!("d{idx:05}"))).collect();
+        let homes = |routers: std::ops::Range<u64>| {
+            workers.iter().map(move |worker| worker.home_router(routers.clone())).collect::<Vec<_>>()
+        };
+        let (four, five) = (homes(0..4), homes(0..5));
+        for router in 0..4 {
+            let num = four.iter().filter(|&&home| home == Some(router)).count();
+            assert!((70..130).contains(&num), "{router} has {num}");
+        }
+        for (before, after) in four.iter().zip(&five) {
+            assert!(before == after || *after == Some(4), "{before:?} {after:?}");
+        }
+        assert_eq!(homes(0..0)[0], None);
     }
 
     #[test]

@@ -467,6 +467,7 @@ fn load(report: &Report, now: Instant) -> Load {
         pace: pace(load),
         link_within: link(load, |transport| transport == "shm"),
         link_beyond: link(load, |transport| transport != "shm"),
+        is_home_of_another: load.is_home_of_another,
     }
 }
 

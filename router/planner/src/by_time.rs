@@ -45,6 +45,12 @@ const SLACK: f64 = 0.1;
 const LEAST_SLACK: f64 = 0.1;
 /// Plans are about as good if their time differs by this part of the best one's time to the first token.
 const NEAR: f64 = 0.05;
+/// A block that is copied from another worker counts as this part of its computing: about that part of the blocks that leave a
+/// full cache for it is asked for again.
+const COPY: f64 = 0.3;
+/// A worker of another router counts as so many full steps worse. Then routers whose reports are old rarely send to the same
+/// worker, and still help each other's workers when one has much more to do.
+const OTHERS: f64 = 16.0;
 
 /// Plans by predicted times. Where workers do not say what their steps take, another policy plans.
 #[derive(Clone, Debug, Default)]
@@ -160,10 +166,22 @@ impl<'a> Search<'a> {
             let worker = self.workers[idx].as_ref()?;
             let (fetch, prompt) = self.prompt(worker, source);
             let mut estimate = self.first_token(worker, fetch, &prompt);
+            estimate.harm += self.later_harm(worker);
             self.decode(worker, &prompt, 0.0, &mut estimate);
             estimate.harm += worker.harm_to_sharers(estimate.compute, self.num_left(), &self.workers);
             Some(Way { decode: idx, prefill: None, source, prompt, estimate })
         })
+    }
+
+    /// What computing the prompt there costs others later. Blocks that another worker holds become a copy, and take the place of
+    /// blocks that no other worker holds: those are computed again when they are asked for. And the router that the worker
+    /// belongs to has sent what this one does not know yet.
+    fn later_harm(&self, worker: &Outlook<'_>) -> f64 {
+        let holder = self.holder.and_then(|idx| self.workers[idx].as_ref());
+        let num_held = holder.map_or(0, |holder| holder.num_cached);
+        let copy = worker.line.own_seconds(&PromptWork::new(num_held, worker.num_cached));
+        let is_others = worker.view.load.is_home_of_another;
+        COPY * copy + if is_others { OTHERS * worker.chunk_seconds() } else { 0.0 }
     }
 
     /// Pairs of the best prefill and the best decode workers.
@@ -206,6 +224,7 @@ impl<'a> Search<'a> {
             let mut estimate = self.first_token(worker, fetch, &prompt);
             estimate.ttft += HANDOFF_SECONDS;
             estimate.harm = worker.harm_to_sharers(estimate.compute, self.num_left(), &self.workers);
+            estimate.harm += self.later_harm(worker);
             estimate.has_room = true;
             Some(Way { decode: idx, prefill: Some(idx), source, prompt, estimate })
         })

@@ -165,6 +165,8 @@ pub struct Load {
     pub link_within: Option<LinkLine>,
     /// To workers of others.
     pub link_beyond: Option<LinkLine>,
+    /// Whether the worker belongs to another router: others that are about as good are preferred.
+    pub is_home_of_another: bool,
 }
 
 /// What the steps of a worker take, and what they compute now.

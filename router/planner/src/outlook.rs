@@ -48,11 +48,14 @@ pub(crate) fn outlooks<'a>(request: &PlanRequest, view: &'a ClusterView) -> Vec<
     let mut next = 0;
     let mut num_cached = |record: &WorkerRecord| {
         let order = |place: usize| cached.get(place).map(|(key, _)| compare(key, record));
-        let is_passed = |place: usize| order(place).is_some_and(Ordering::is_lt);
-        if is_passed(next) || !next.checked_sub(1).is_none_or(is_passed) {
+        let mut found = order(next);
+        if found == Some(Ordering::Less)
+            || next.checked_sub(1).is_some_and(|last| order(last) != Some(Ordering::Less))
+        {
             next = cached.partition_point(|(key, _)| compare(key, record).is_lt());
+            found = order(next);
         }
-        if order(next) != Some(Ordering::Equal) {
+        if found != Some(Ordering::Equal) {
             return 0;
         }
         next += 1;
@@ -136,6 +139,11 @@ impl<'a> Outlook<'a> {
     /// Until a prompt is computed that nothing waits before.
     pub(crate) fn prompt_seconds(&self, prompt: &PromptWork) -> f64 {
         self.line.prompt_seconds(prompt, &self.now, self.chunk)
+    }
+
+    /// A step that computes nothing but a full chunk of prompts.
+    pub(crate) fn chunk_seconds(&self) -> f64 {
+        self.line.seconds(&StepWork::chunk(0.0, self.chunk))
     }
 
     /// By how much computing `prompt` here delays a sequence that meanwhile decodes so many tokens: each of its steps has a chunk,

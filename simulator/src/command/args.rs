@@ -1,15 +1,15 @@
-//! The flags of `baton simulate`, and what they say of requests.
+//! The flags of `baton simulate`.
 
 use std::path::PathBuf;
 
 use anyhow::{Context, bail, ensure};
 use clap::Args;
 
+use super::load::LoadArgs;
 use crate::{
     cluster::{Change, ChangeKind, PolicyName, SloTarget},
     policies::{Baseline, BaselineChoice},
     time::SimTime,
-    trace::{Arrivals, Bursts, Trace},
 };
 
 const EXAMPLES: &str = "\
@@ -48,30 +48,12 @@ pub struct SimulateArgs {
     /// Workers that decode, and compute prompts where that is sooner.
     #[arg(long, value_name = "N", default_value_t = 2)]
     pub decode: usize,
-    /// Requests: Mooncake's JSONL or Azure's CSV. Without it all have --prompt-tokens and --output-tokens.
-    #[arg(long, value_name = "FILE")]
-    pub trace: Option<PathBuf>,
-    /// Requests per second, at random moments. Without it they come when the trace says.
-    #[arg(long, value_name = "N")]
-    pub rate: Option<f64>,
-    /// So many requests come at most. Default: those of the trace, or 2,000.
-    #[arg(long, value_name = "N")]
-    pub requests: Option<usize>,
-    /// With --rate: for ten seconds of every minute so many times the rate, and less in between.
-    #[arg(long, value_name = "FACTOR")]
-    pub bursts: Option<f64>,
+    /// Which requests come.
+    #[command(flatten)]
+    pub load: LoadArgs,
     /// Copies of the trace at the same time, each with prefixes of its own.
     #[arg(long, value_name = "N", default_value_t = 1)]
     pub copies: u32,
-    /// The trace so many times as fast.
-    #[arg(long, value_name = "FACTOR", default_value_t = 1.0)]
-    pub speed: f64,
-    /// Tokens of each prompt without a trace.
-    #[arg(long, value_name = "TOKENS", default_value_t = 2000)]
-    pub prompt_tokens: u32,
-    /// Tokens of each answer without a trace.
-    #[arg(long, value_name = "TOKENS", default_value_t = 200)]
-    pub output_tokens: u32,
     /// How routers choose, or several: baton, constants (baton's before it predicted times), round-robin, least-loaded,
     /// prefix-only, lmetric (new tokens x batch), separated, separated-lmetric, or all.
     ///
@@ -134,7 +116,8 @@ pub struct SimulateArgs {
     /// Try settings of each policy (prefill workers, token budgets, its own parameters), and print all.
     #[arg(long)]
     pub tune: bool,
-    /// Print how many blocks of the trace hit in one pool of 3 M, 50 M and unlimited tokens, and stop.
+    /// Print how many blocks of the trace hit in one pool of 3 M, 50 M and unlimited tokens, and stop. With --kv-tokens also
+    /// how many prompt tokens hit in the workers' pools, and in one pool as large as all of them.
     #[arg(long)]
     pub hit_rate: bool,
     /// Write a picture: workers over time, percentiles, goodput against load. One file, without a network.
@@ -171,45 +154,6 @@ fn known_policies() -> [ParsedPolicy; 8] {
 }
 
 impl SimulateArgs {
-    /// The requests.
-    pub(super) fn trace(&self) -> anyhow::Result<Trace> {
-        match &self.trace {
-            Some(path) => Ok(Trace::read(path)?),
-            None => {
-                ensure!(!self.hit_rate, "--hit-rate needs --trace");
-                Ok(Trace::of_lengths([(self.prompt_tokens, self.output_tokens)]))
-            }
-        }
-    }
-
-    /// When requests come, at a multiple of the load.
-    pub(super) fn arrivals(&self, load: f64, trace: &Trace) -> anyhow::Result<Arrivals> {
-        let is_load = |value: f64| value.is_finite() && value > 0.0;
-        ensure!(is_load(load), "--sweep holds {load}; loads are above 0");
-        ensure!(is_load(self.speed), "--speed is {}; it must be above 0", self.speed);
-        ensure!((1..=10_000).contains(&self.copies), "--copies is {}; 1 to 10000 are possible", self.copies);
-        let num_traced = match &self.trace {
-            Some(_) => trace.requests.len() * self.copies as usize,
-            None => 2000,
-        };
-        match self.rate {
-            Some(rate) => {
-                ensure!(is_load(rate), "--rate is {rate}; it must be above 0");
-                let num_requests = self.requests.unwrap_or(num_traced);
-                Ok(Arrivals::Poisson {
-                    rate: rate * load,
-                    num_requests,
-                    bursts: self.bursts.map(Bursts::of_factor),
-                })
-            }
-            None => {
-                ensure!(self.trace.is_some(), "give --rate or --trace: when do requests come?");
-                ensure!(self.bursts.is_none(), "--bursts goes with --rate");
-                Ok(Arrivals::AsTraced { speed: self.speed * load, num_copies: self.copies })
-            }
-        }
-    }
-
     pub(super) fn loads(&self) -> Vec<f64> {
         if self.sweep.is_empty() { vec![1.0] } else { self.sweep.clone() }
     }

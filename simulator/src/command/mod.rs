@@ -1,6 +1,7 @@
 //! `baton simulate`: flags in, numbers and a picture out. `baton plan`: a deployment and its numbers.
 
 mod args;
+mod load;
 mod plan;
 mod setup;
 mod variants;
@@ -10,9 +11,10 @@ use std::{
     time::Instant,
 };
 
-use anyhow::Context;
+use anyhow::{Context, ensure};
 
 pub use args::SimulateArgs;
+pub use load::LoadArgs;
 pub use plan::{PlanArgs, run_plan, run_plan_to};
 
 use crate::{
@@ -39,11 +41,15 @@ pub fn run(args: SimulateArgs) -> anyhow::Result<()> {
 /// # Errors
 /// As [`run`].
 pub fn run_to(args: &SimulateArgs, out: &mut dyn Write) -> anyhow::Result<()> {
-    let trace = args.trace()?;
+    let trace = args.load.trace()?;
     if args.hit_rate {
-        return print_hit_rates(&trace, out);
+        ensure!(args.load.trace.is_some(), "--hit-rate needs --trace");
+        print_hit_rates(&trace, out)?;
     }
     let setup = Setup::new(args, &trace)?;
+    if args.hit_rate {
+        return compare_with_one_pool(args, &setup, &trace, out);
+    }
     writeln!(out, "{}", setup.describe(args, &trace))?;
     let policies = args.policies()?;
     if args.tune {
@@ -84,8 +90,7 @@ fn play(
     let mut summaries = Vec::new();
     for &seed in &args.seeds {
         let spec = setup.cluster(args, variant, seed)?;
-        let mut arrivals = args.arrivals(load, trace)?.of(trace, seed);
-        arrivals.truncate(args.requests.unwrap_or(usize::MAX));
+        let arrivals = args.load.arrivals(load, args.copies, trace, seed)?;
         let began = Instant::now();
         let is_terminal = is_loud && std::io::stderr().is_terminal();
         let mut told = Instant::now();
@@ -160,12 +165,38 @@ fn row(name: &str, summary: &SimSummary) -> String {
 const HIT_SIZES: [Option<usize>; 3] = [Some(3_000_000), Some(50_000_000), None];
 
 fn print_hit_rates(trace: &Trace, out: &mut dyn Write) -> anyhow::Result<()> {
-    anyhow::ensure!(trace.block_tokens > 0, "--hit-rate needs a trace with hashes of blocks, as Mooncake's");
+    ensure!(trace.block_tokens > 0, "--hit-rate needs a trace with hashes of blocks, as Mooncake's");
     writeln!(out, "tokens in one pool    blocks that hit: pool    index")?;
     for size in HIT_SIZES {
         let found = hit_rate(trace, size);
         let size = size.map_or_else(|| "unlimited".to_owned(), |size| size.to_string());
         writeln!(out, "{size:>18} {:>24.2} % {:>6.2} %", 100.0 * found.pool, 100.0 * found.index)?;
+    }
+    Ok(())
+}
+
+/// Plays the cluster, if its workers are of a given size, and compares what its prompts find cached with what they would find if
+/// all workers had one pool.
+fn compare_with_one_pool(
+    args: &SimulateArgs,
+    setup: &Setup,
+    trace: &Trace,
+    out: &mut dyn Write,
+) -> anyhow::Result<()> {
+    let Some(kv_tokens) = args.kv_tokens else { return Ok(()) };
+    let num_all = kv_tokens * setup.num_workers();
+    let one = hit_rate(trace, Some(num_all)).tokens;
+    writeln!(out, "\nprompt tokens that hit in one pool of {num_all} tokens: {:.2} %", 100.0 * one)?;
+    for policy in &args.policies()? {
+        let variant = Variant::of_args(args, policy);
+        let found = play(args, setup, trace, &variant, 1.0, true)?.1.hit_rate;
+        writeln!(
+            out,
+            "{} of {kv_tokens} tokens each: {:.2} %, {:.3} of it",
+            variant.name(),
+            100.0 * found,
+            found / one.max(f64::MIN_POSITIVE)
+        )?;
     }
     Ok(())
 }

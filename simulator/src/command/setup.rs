@@ -69,7 +69,7 @@ impl Setup {
     /// One line for people.
     pub(super) fn describe(&self, args: &SimulateArgs, trace: &Trace) -> String {
         let step = &self.model.step;
-        let requests = match &args.trace {
+        let requests = match &args.load.trace {
             Some(path) => {
                 let name = path.file_name().unwrap_or_default().to_string_lossy();
                 format!(
@@ -79,7 +79,10 @@ impl Setup {
                     args.copies
                 )
             }
-            None => format!("prompts of {} tokens, answers of {}", args.prompt_tokens, args.output_tokens),
+            None => format!(
+                "prompts of {} tokens, answers of {}",
+                args.load.prompt_tokens, args.load.output_tokens
+            ),
         };
         format!(
             "{} on {} workers of {} x {}: a step reads weights in {:.1} ms, {:.0} prompt tokens take a second, {} tokens of KV \

@@ -73,6 +73,8 @@ pub struct Simulation<'a> {
     workers: Vec<Worker>,
     reports: Vec<VecDeque<ReportOnItsWay>>,
     routers: Vec<Router>,
+    /// The router that each worker belongs to.
+    homes: Vec<u64>,
     /// One root for each copy of the trace.
     roots: Vec<HashRoot>,
     block_size: usize,
@@ -126,7 +128,10 @@ impl<'a> Simulation<'a> {
             queue.push(arrivals[0].at, Event::Arrive);
         }
         let records: Vec<Arc<WorkerRecord>> = workers.iter().map(|worker| worker.record.clone()).collect();
-        let routers = (0..spec.num_routers.max(1)).map(|idx| Router::new(spec, &records, idx)).collect();
+        let num_routers = spec.num_routers.max(1);
+        let routers = (0..num_routers).map(|idx| Router::new(spec, &records, idx)).collect();
+        let home = |record: &Arc<WorkerRecord>| record.id.home_router(0..num_routers as u64).unwrap_or(0);
+        let homes = records.iter().map(home).collect();
         let num_copies = arrivals.iter().map(|arrival| arrival.copy + 1).max().unwrap_or(0);
         let outcome =
             |arrival: &Arrival| Outcome::new(arrival.at, &trace.requests[arrival.request_idx as usize]);
@@ -138,6 +143,7 @@ impl<'a> Simulation<'a> {
             reports: workers.iter().map(|_| VecDeque::new()).collect(),
             workers,
             routers,
+            homes,
             roots: (0..num_copies).map(|copy| HashRoot::new("sim", "", &copy.to_string())).collect(),
             block_size: spec.workers.first().map_or(1, |worker| worker.kv_format.block_size),
             live: arrivals.iter().map(|_| None).collect(),
@@ -325,7 +331,8 @@ impl<'a> Simulation<'a> {
         for (router_idx, router) in self.routers.iter_mut().enumerate() {
             let own = covered.iter().filter(|(router, _)| *router == router_idx as u32);
             let numbers: Vec<u64> = own.map(|&(_, number)| number).collect();
-            router.enter(idx, load, cached, &numbers, now);
+            let load = Load { is_home_of_another: self.homes[idx] != router_idx as u64, ..*load };
+            router.enter(idx, &load, cached, &numbers, now);
         }
     }
 

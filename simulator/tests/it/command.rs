@@ -92,6 +92,22 @@ fn hit_rates_of_the_excerpt_are_those_of_its_blocks() {
 }
 
 #[test]
+fn sixteen_workers_find_most_of_what_one_pool_of_their_size_would() {
+    let said =
+        call(&format!("--hit-rate --trace {EXCERPT} --decode 16 --kv-tokens 1000000")).expect("it runs");
+    println!("wanted: 0.900 of it\n{said}");
+    let last = said.lines().last().expect("a line");
+    let part = last.strip_suffix(" of it").and_then(|rest| rest.rsplit(' ').next()).expect("a part");
+    assert!(part.parse::<f64>().expect("a number") >= 0.9, "{said}");
+}
+
+#[test]
+fn two_runs_of_a_thousand_gpus_are_equal_to_the_byte() {
+    let line = format!("--trace {EXCERPT} --decode 250 --copies 6 --block-size 512 --requests 800");
+    assert_eq!(call(&line).expect("it runs"), call(&line).expect("it runs"));
+}
+
+#[test]
 fn calls_that_make_no_sense_say_why() {
     for (line, expected) in [
         ("", "give --rate or --trace"),

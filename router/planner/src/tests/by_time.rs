@@ -192,6 +192,24 @@ fn processors_that_both_workers_use_are_not_gained_by_separating() {
 }
 
 #[test]
+fn a_worker_of_another_router_is_taken_when_the_own_ones_have_much_more_to_do() {
+    check(&[
+        (
+            "the own one has half a second to do",
+            "d0 decode rate=20000 of-another-router\n d1 decode rate=20000 queued=10000",
+            "tokens=500",
+            "d1",
+        ),
+        (
+            "it has five seconds to do",
+            "d0 decode rate=20000 of-another-router\n d1 decode rate=20000 queued=100000",
+            "tokens=500",
+            "d0",
+        ),
+    ]);
+}
+
+#[test]
 fn fewer_broken_slos_come_before_less_time() {
     // Alone at d0: sooner, in chunks that 20 sequences wait for. Through p0: later.
     let workers = view("d0 decode rate=20000 decoding=20\n p0 prefill rate=4000");

@@ -6,7 +6,10 @@ use anyhow::ensure;
 use baton_cost::GpuKind;
 use clap::Args;
 
-use super::{super::args::SimulateArgs, deployment::Deployment};
+use super::{
+    super::{args::SimulateArgs, load::LoadArgs},
+    deployment::Deployment,
+};
 use crate::cluster::SloTarget;
 
 const EXAMPLES: &str = "\
@@ -41,27 +44,9 @@ pub struct PlanArgs {
     /// GPUs of one host, at most so many of which compute a model together.
     #[arg(long, value_name = "N", default_value_t = 8)]
     pub gpus_per_host: usize,
-    /// Requests: Mooncake's JSONL or Azure's CSV. Without it all have --prompt-tokens and --output-tokens.
-    #[arg(long, value_name = "FILE")]
-    pub trace: Option<PathBuf>,
-    /// Requests per second, at random moments. Without it they come when the trace says.
-    #[arg(long, value_name = "N")]
-    pub rate: Option<f64>,
-    /// So many requests at most. Default: those of the trace, or 2,000. Fewer are faster, and less certain.
-    #[arg(long, value_name = "N")]
-    pub requests: Option<usize>,
-    /// With --rate: for ten seconds of every minute so many times the rate, and less in between.
-    #[arg(long, value_name = "FACTOR")]
-    pub bursts: Option<f64>,
-    /// The trace so many times as fast.
-    #[arg(long, value_name = "FACTOR", default_value_t = 1.0)]
-    pub speed: f64,
-    /// Tokens of each prompt without a trace.
-    #[arg(long, value_name = "TOKENS", default_value_t = 2000)]
-    pub prompt_tokens: u32,
-    /// Tokens of each answer without a trace.
-    #[arg(long, value_name = "TOKENS", default_value_t = 200)]
-    pub output_tokens: u32,
+    /// Which requests come.
+    #[command(flatten)]
+    pub load: LoadArgs,
     /// Seconds until the first token that a request should meet.
     #[arg(long, value_name = "SECONDS", default_value_t = 2.0)]
     pub slo_ttft: f64,
@@ -101,13 +86,14 @@ impl PlanArgs {
 
     /// One line for people.
     pub(super) fn describe(&self) -> String {
-        let requests = match (&self.trace, self.rate) {
-            (Some(path), None) => format!("{} at {} x its speed", path.display(), self.speed),
+        let load = &self.load;
+        let requests = match (&load.trace, load.rate) {
+            (Some(path), None) => format!("{} at {} x its speed", path.display(), load.speed),
             (Some(path), Some(rate)) => format!("{}, {rate} requests a second", path.display()),
             (None, rate) => format!(
                 "prompts of {} tokens, answers of {}, {} a second",
-                self.prompt_tokens,
-                self.output_tokens,
+                load.prompt_tokens,
+                load.output_tokens,
                 rate.unwrap_or_default()
             ),
         };
@@ -125,14 +111,8 @@ impl PlanArgs {
             tensor_parallel: deployment.tensor_parallel,
             prefill: deployment.num_prefill,
             decode: deployment.num_decode,
-            trace: self.trace.clone(),
-            rate: self.rate,
-            requests: self.requests,
-            bursts: self.bursts,
+            load: self.load.clone(),
             copies: 1,
-            speed: self.speed,
-            prompt_tokens: self.prompt_tokens,
-            output_tokens: self.output_tokens,
             policy: vec!["baton".to_owned()],
             slo_ttft: SloTarget::Seconds(self.slo_ttft),
             slo_tpot: SloTarget::Seconds(self.slo_tpot),

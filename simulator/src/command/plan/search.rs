@@ -80,7 +80,7 @@ impl<'a> Search<'a> {
     pub(super) fn new(args: &'a PlanArgs) -> anyhow::Result<Search<'a>> {
         args.validate()?;
         let shapes = shapes(args)?;
-        let trace = args.simulation(&shapes[0], 1).trace()?;
+        let trace = args.load.trace()?;
         let num_second = NUM_KEPT.min(shapes.len()) * (TOKEN_BUDGETS.len() * MAX_RUNNING.len() - 1);
         let num_all = shapes.len() + num_second + NUM_KEPT * (args.seeds.len() - 1) + LOADS.len();
         Ok(Search { args, trace, shapes, num_done: 0, num_all })
@@ -152,8 +152,7 @@ impl<'a> Search<'a> {
         let setup = Setup::new(&args, &self.trace)?;
         let variant = Variant::of_args(&args, &args.policies()?[0]);
         let spec = setup.cluster(&args, &variant, seed)?;
-        let mut arrivals = args.arrivals(load, &self.trace)?.of(&self.trace, seed);
-        arrivals.truncate(args.requests.unwrap_or(usize::MAX));
+        let arrivals = args.load.arrivals(load, args.copies, &self.trace, seed)?;
         Ok(simulate(&spec, &self.trace, &arrivals, &mut |_| {}).summary())
     }
 
