@@ -374,11 +374,16 @@ fn a_worker_at_a_third_of_the_speed_gets_a_third_of_the_tokens() {
     }
 }
 
+/// Offline greedy (LPT: Graham, SIAM J. Appl. Math. 17, 1969) takes the longest prompt first. A planner must send each prompt as it
+/// comes: in orders where a long one comes last, nothing that sends at once is within 1.25 of it (for 8 workers no online rule is
+/// within 1.8 in every order: Rudin, 2001; of these prompts in random orders, the rule that knows all times is within 1.25 in two of
+/// three orders, 1.21 on average and 1.45 at worst). So orders are told apart.
 #[test]
-fn prompts_between_two_reports_end_about_as_soon_as_by_greedy_with_the_true_times() {
+fn prompts_between_two_reports_end_about_as_soon_as_by_offline_greedy() {
+    let longest_first: Vec<usize> = (0..28).rev().map(|idx| 1000 + idx * 99_000 / 27).collect();
+    let offline = greedy(&longest_first, 8);
     for mode in [PrefillMode::Remote, PrefillMode::Local] {
-        let mut worst: f64 = 0.0;
-        for seed in 0..40 {
+        let last = |lengths: &[usize], seed: u64| {
             let workers: String = match mode {
                 PrefillMode::Remote => {
                     "d0 decode rate=20000\n".to_owned()
@@ -388,16 +393,28 @@ fn prompts_between_two_reports_end_about_as_soon_as_by_greedy_with_the_true_time
             };
             let mut cluster = view(&workers);
             unbounded(&mut cluster);
+            let busy = send(&mut cluster, mode, lengths, seed);
+            busy.iter().map(|(_, seconds)| *seconds).fold(0.0, f64::max)
+        };
+        let num_orders = 40;
+        let (mut sum, mut worst): (f64, f64) = (0.0, 0.0);
+        for seed in 0..num_orders {
+            let ratio = last(&longest_first, seed) / offline;
+            assert!(ratio <= 1.25, "{mode:?}, longest first: {ratio}");
             let mut numbers = Numbers(seed);
-            let mut lengths: Vec<usize> = (0..28).map(|idx| 1000 + idx * 99_000 / 27).collect();
+            let mut lengths = longest_first.clone();
             for idx in (1..lengths.len()).rev() {
                 lengths.swap(idx, numbers.below(idx as u64 + 1) as usize);
             }
-            let busy = send(&mut cluster, mode, &lengths, seed);
-            let last = busy.iter().map(|(_, seconds)| *seconds).fold(0.0, f64::max);
-            worst = worst.max(last / greedy(&lengths, 8));
+            let seconds = last(&lengths, seed);
+            worst = worst.max(seconds / greedy(&lengths, 8));
+            sum += seconds / offline;
         }
-        assert!(worst <= 1.25, "{mode:?}: {worst}");
+        let mean = sum / num_orders as f64;
+        println!("{mode:?}: {mean:.3} of offline greedy on average, at worst {worst:.3} of greedy in the same order");
+        // Where a prompt also delays sequences that decode, the least time of all together is not the earliest end.
+        let (most_mean, most_worst) = if mode == PrefillMode::Remote { (1.25, 1.1) } else { (1.4, 1.35) };
+        assert!(mean <= most_mean && worst <= most_worst, "{mode:?}: {mean}, {worst}");
     }
 }
 
