@@ -158,6 +158,20 @@ mod tests {
     }
 
     #[test]
+    fn a_clock_that_jumps_makes_no_burst() {
+        let mut balance = Balance::default();
+        let start = Instant::now() + Duration::from_secs(86_400);
+        let view = view("d0 decode free=0\n d1 decode free=100");
+        let mut num = |now: Instant| {
+            let next = (0..100).filter(|_| balance.next(&view, &running("d0=9"), now).is_some());
+            next.count()
+        };
+        assert_eq!(num(start), 1);
+        assert_eq!(num(start - Duration::from_secs(3600)), 0, "back");
+        assert_eq!(num(start + Duration::from_secs(3600)), 1, "ahead");
+    }
+
+    #[test]
     fn no_two_migrations_are_closer_than_the_reports_that_show_them() {
         let mut balance = Balance::default();
         let start = Instant::now();

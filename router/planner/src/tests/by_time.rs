@@ -458,6 +458,10 @@ fn absurd_reports_are_contained() {
             };
             cluster.workers[0].load.num_queued_tokens = u64::MAX;
             cluster.workers[0].load.num_running = usize::MAX;
+            // A clock has jumped, or a link was measured by one that had.
+            cluster.workers[0].load.age = if fixed > 0.0 { Duration::MAX } else { Duration::ZERO };
+            cluster.workers[0].load.link_beyond =
+                Some(LinkLine { latency_seconds: fixed, bytes_per_second: per_token });
             cluster.workers[0].sent =
                 SentWork { num_requests: u64::MAX, num_tokens: u64::MAX, ..SentWork::default() };
             let expected = if pace_is_sane(fixed, per_token) { "d1" } else { "constants" };
