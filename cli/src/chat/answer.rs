@@ -120,7 +120,12 @@ mod tests {
             "timing": [{"prefill_worker": "p0", "decode_worker": "d0", "queue_ms": 0.25, "exposed_ms": null}],
         }));
         let text = answer.statistics();
-        for line in ["found cached      4", "computed by       p0", "computed by       d0", "queue               0.2 ms"] {
+        for line in [
+            "found cached      4",
+            "computed by       p0",
+            "computed by       d0",
+            "queue               0.2 ms",
+        ] {
             assert!(text.contains(line), "{line:?} in {text}");
         }
         assert!(!text.contains("transfer"), "{text}");

@@ -210,7 +210,8 @@ fn io_write(file: &mut fs::File, text: &str) -> std::io::Result<()> {
 }
 
 fn help() -> String {
-    let commands = COMMANDS.map(|(name, argument, what)| format!("{:<15}{what}", format!("{name} {argument}")));
+    let commands =
+        COMMANDS.map(|(name, argument, what)| format!("{:<15}{what}", format!("{name} {argument}")));
     format!("{}\n{KEYS}", commands.join("\n"))
 }
 

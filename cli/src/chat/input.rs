@@ -12,8 +12,8 @@ use std::{
 
 use rustyline::{
     Cmd, Config, Context, Editor, Event, EventHandler, Helper, KeyCode, KeyEvent, Modifiers,
-    completion::Completer, error::ReadlineError, highlight::Highlighter, hint::Hinter,
-    history::FileHistory, validate::Validator,
+    completion::Completer, error::ReadlineError, highlight::Highlighter, hint::Hinter, history::FileHistory,
+    validate::Validator,
 };
 use tokio::sync::mpsc;
 
