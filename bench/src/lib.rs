@@ -427,7 +427,8 @@ async fn first_model(server: &OpenAi) -> anyhow::Result<String> {
     let models = server.models().await.with_context(|| {
         format!("no answer from {}; start a server with `baton up`, or name one with --url", server.base())
     })?;
-    models.into_iter().next().with_context(|| format!("{} serves no model", server.base()))
+    let first = models.into_iter().next().with_context(|| format!("{} serves no model", server.base()))?;
+    Ok(first.name)
 }
 
 /// Measures the tokens per word: the server counts the tokens of two prompts.

@@ -7,13 +7,12 @@ The checks compare answers with each other and with those of OpenAI's API, which
 
 import argparse
 import json
-import urllib.error
 import urllib.request
 from dataclasses import dataclass
 
 import anthropic
 
-from checks import check, raises, run
+from checks import check, raises, run, takes_tools
 
 MESSAGES = [{"role": "user", "content": "Mara keeps the red key. Tell me a story about Mara and the key."}]
 SUM = [{"role": "user", "content": "What is 47 + 38?"}]
@@ -47,18 +46,6 @@ class Server:
         with urllib.request.urlopen(request) as response:
             return json.load(response)
 
-    def takes_tools(self) -> bool:
-        """Whether the model's chat template takes tools; if not, says that a check is skipped."""
-        tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-        body = json.dumps({"messages": MESSAGES, "tools": [tool]}).encode()
-        request = urllib.request.Request(f"{self.url}/tokenize", body, {"content-type": "application/json"})
-        try:
-            urllib.request.urlopen(request).close()
-        except urllib.error.HTTPError:
-            print("SKIPPED: this model's chat template takes no tools")
-            return False
-        return True
-
 
 @check
 def a_message_says_what_a_chat_says(server: Server) -> None:
@@ -84,7 +71,7 @@ def a_stream_says_the_same(server: Server) -> None:
 
 @check
 def tokens_are_counted_as_they_are_used(server: Server) -> None:
-    tools = [{"tools": [TOOL]}] if server.takes_tools() else []
+    tools = [{"tools": [TOOL]}] if takes_tools(server.url) else []
     for params in ({}, {"system": "Be kind."}, *tools):
         count = server.client.messages.count_tokens(model=server.model, messages=MESSAGES, **params)
         usage = server.ask(**params).usage
@@ -117,7 +104,7 @@ def a_stop_sequence_ends_the_answer_before_itself(server: Server) -> None:
 
 @check
 def a_required_call_fits_its_schema_streamed_or_not(server: Server) -> None:
-    if not server.takes_tools():
+    if not takes_tools(server.url):
         return
     for choice in ({"type": "any"}, {"type": "tool", "name": "note"}):
         params = {"tools": [TOOL], "tool_choice": choice, "max_tokens": 200}
@@ -133,7 +120,7 @@ def a_required_call_fits_its_schema_streamed_or_not(server: Server) -> None:
 
 @check
 def results_of_calls_come_back_as_messages(server: Server) -> None:
-    if not server.takes_tools():
+    if not takes_tools(server.url):
         return
     calculator = {
         "name": "calculate",

@@ -9,7 +9,6 @@ learned something: the questions of models/tiny/eval, which come with their answ
 import argparse
 import asyncio
 import json
-import urllib.error
 import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Literal
 import openai
 import pydantic
 
-from checks import check, raises, run
+from checks import check, raises, run, takes_tools
 
 EVAL = Path(__file__).resolve().parents[2] / "models/tiny/eval"
 MESSAGES = [{"role": "user", "content": "Mara keeps the red key. Tell me a story about Mara and the key."}]
@@ -44,18 +43,6 @@ class Server:
         request = urllib.request.Request(f"{self.url}/tokenize", body, {"content-type": "application/json"})
         with urllib.request.urlopen(request) as response:
             return json.load(response)["tokens"]
-
-    def takes_tools(self) -> bool:
-        """Whether the model's chat template takes tools; if not, says that a check is skipped."""
-        tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-        body = json.dumps({"messages": MESSAGES, "tools": [tool]}).encode()
-        request = urllib.request.Request(f"{self.url}/tokenize", body, {"content-type": "application/json"})
-        try:
-            urllib.request.urlopen(request).close()
-        except urllib.error.HTTPError:
-            print("SKIPPED: this model's chat template takes no tools")
-            return False
-        return True
 
 
 @check
@@ -305,7 +292,7 @@ def note(text: str) -> dict:
 
 @check
 def with_tools_and_a_format_an_answer_is_a_call_or_has_the_format(server: Server) -> None:
-    if not server.takes_tools():
+    if not takes_tools(server.url):
         return
     tool = {"type": "function", "function": {"name": "note", "parameters": NOTE}}
     format = {"type": "json_schema", "json_schema": {"name": "note", "schema": NOTE}}
@@ -332,7 +319,7 @@ def with_tools_and_a_format_an_answer_is_a_call_or_has_the_format(server: Server
 
 @check
 def a_call_that_the_model_decides_on_fits_its_schema(server: Server) -> None:
-    if not server.takes_tools():
+    if not takes_tools(server.url):
         return
     # The tiny model calls a tool that it knows with an argument that it never saw.
     parameters = {
@@ -371,7 +358,7 @@ def a_response_is_parsed_and_its_calls_come_back(server: Server) -> None:
     params = {"model": server.model, "input": MESSAGES, "max_output_tokens": 200, "temperature": 0}
     parsed = server.client.responses.parse(text_format=Thing, **params)
     assert parsed.status == "completed" and isinstance(parsed.output_parsed, Thing), parsed
-    if not server.takes_tools():
+    if not takes_tools(server.url):
         return
     tool = {"type": "function", "name": "note", "parameters": NOTE, "strict": True}
     with server.client.responses.stream(tools=[tool], tool_choice="required", **params) as stream:

@@ -96,11 +96,15 @@ const NIXL_EXTRAS: [&str; 2] = ["nixl_ep_cu12", "nixl_cu12"];
 /// helm 3, built from source through the Go module proxy. Needs Go 1.26.
 const HELM: &str = "helm.sh/helm/v3/cmd/helm@v3.22.0";
 
+/// What a build of the workspace with its tests takes, in KiB: 5.5 GB, 9.5 GB with incremental compilation.
+const BUILD_KIB: u64 = 8 << 20;
+
 const REQUIREMENTS: &str = "tests/clients/requirements.txt";
 
 /// Whether every required tool is installed at the end.
 pub(crate) fn run(workspace: &Workspace, mode: Mode, with_nccl: bool) -> Result<bool> {
     let root = &workspace.root;
+    say_room(root)?;
     let mut complete = true;
     for need in NEEDS.iter().chain(with_nccl.then_some(&NCCL_NEED)) {
         let mut problem = None;
@@ -122,6 +126,35 @@ pub(crate) fn run(workspace: &Workspace, mode: Mode, with_nccl: bool) -> Result<
         }
     }
     Ok(complete)
+}
+
+/// Says whether a build fits: a full disk ends it with errors of the linker that do not tell why.
+fn say_room(root: &Path) -> Result<()> {
+    let kib = |program: &str, args: &[&str], path: &Path, line: usize, column: usize| -> Result<u64> {
+        let output =
+            Command::new(program).args(args).arg(path).output().with_context(|| format!("run {program}"))?;
+        let text = String::from_utf8_lossy(&output.stdout);
+        let field = text.lines().nth(line).and_then(|line| line.split_whitespace().nth(column));
+        field.and_then(|field| field.parse().ok()).with_context(|| format!("{program} printed {text:?}"))
+    };
+    let target = root.join("target");
+    let built = if target.exists() { kib("du", &["-sk"], &target, 0, 0)? } else { 0 };
+    let free = kib("df", &["-Pk"], root, 1, 3)?;
+    let gib = |kib: u64| kib as f64 / f64::from(1 << 20);
+    let word = if enough(free, built) { "ok" } else { "LOW" };
+    println!(
+        "setup {:<15} {word:<8}  {:.1} GiB free at {}; a build takes {:.0}, of which {:.1} are there",
+        "disk",
+        gib(free),
+        root.display(),
+        gib(BUILD_KIB),
+        gib(built)
+    );
+    Ok(())
+}
+
+fn enough(free_kib: u64, built_kib: u64) -> bool {
+    free_kib.saturating_add(built_kib) >= BUILD_KIB
 }
 
 fn find_etcd(_: &Path) -> Result<Option<String>> {
@@ -278,6 +311,14 @@ fn succeeds(command: &mut Command) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_full_disk_is_found_before_the_build() {
+        assert!(!enough(300 << 10, 0));
+        assert!(enough(9 << 20, 0));
+        assert!(enough(1 << 20, 8 << 20), "what is built already needs no room");
+        assert!(say_room(Path::new("/nowhere")).is_err());
+    }
 
     #[test]
     fn images_have_the_libraries_that_are_tested() {

@@ -24,6 +24,15 @@ pub struct OpenAi {
     api_key: Option<String>,
 }
 
+/// A model as a server lists it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ModelEntry {
+    /// What requests name it by.
+    pub name: String,
+    /// The server is Baton, which knows fields that other servers refuse.
+    pub is_ours: bool,
+}
+
 /// Why a request got no whole answer.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum RequestError {
@@ -95,12 +104,16 @@ impl OpenAi {
         &self.base
     }
 
-    /// The names of the models that are served.
-    pub async fn models(&self) -> Result<Vec<String>, RequestError> {
+    /// The models that are served.
+    pub async fn models(&self) -> Result<Vec<ModelEntry>, RequestError> {
         let response = self.send(Method::GET, "/v1/models", Bytes::new()).await?;
         let list = read_json(response).await?;
         let models = list["data"].as_array().into_iter().flatten();
-        Ok(models.filter_map(|model| model["id"].as_str().map(str::to_owned)).collect())
+        let entry = |model: &Value| {
+            let name = model["id"].as_str()?.to_owned();
+            Some(ModelEntry { name, is_ours: model["owned_by"] == "baton" })
+        };
+        Ok(models.filter_map(entry).collect())
     }
 
     /// Posts `body` and reads the whole answer.

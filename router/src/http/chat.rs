@@ -17,7 +17,7 @@ use super::{
     error::ApiError,
     messages,
     params::{self, request_body},
-    shape::{ChatLogprob, Head, UsageBody},
+    shape::{ChatLogprob, Head, ids_of},
     sse::{self, Chunks, Frame},
 };
 use baton_router_core::{
@@ -52,18 +52,21 @@ pub(crate) async fn chat_completions(
     let include_usage =
         request.stream_options.as_ref().and_then(|options| options.include_usage).unwrap_or(false);
     let with_logprobs = request.logprobs.unwrap_or(false);
+    let with_ids = request.return_token_ids.unwrap_or(false);
     let input = request.into_input(started)?;
     let head = Head::new(input.id.clone(), core.model()?);
     let n = input.n;
     let request = core.prepare(input).await?;
     let answers = vec![ChatAnswer::new(request.reader.clone(), call_id); n as usize];
+    let prompt = if with_ids { request.prompts.first().map(|request| request.prompt.clone()) } else { None };
     let events = core.generate(request)?;
     let logprobs = if with_logprobs { Some(core.model()?.tokenizer.clone()) } else { None };
     if streamed {
-        let chunks = ChatChunks { head, include_usage, logprobs, begun: vec![false; n as usize], answers };
+        let begun = vec![false; n as usize];
+        let chunks = ChatChunks { head, include_usage, logprobs, with_ids, prompt, begun, answers };
         return sse::stream(events, chunks, core.config.stream_keep_alive).await;
     }
-    collect(head, logprobs, answers, events).await
+    collect(head, logprobs, prompt, answers, events).await
 }
 
 impl ChatRequest {
@@ -135,6 +138,14 @@ struct ChunkChoice {
     delta: ChatDelta,
     logprobs: Option<Logprobs>,
     finish_reason: Option<&'static str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    token_ids: Option<Vec<u32>>,
+}
+
+impl ChunkChoice {
+    fn new(index: u32, delta: ChatDelta) -> ChunkChoice {
+        ChunkChoice { index, delta, logprobs: None, finish_reason: None, token_ids: None }
+    }
 }
 
 /// Writes `chat.completion.chunk`s: the role, then pieces of content, then the finish reason.
@@ -143,6 +154,9 @@ struct ChatChunks {
     include_usage: bool,
     /// Set when log-probabilities were asked for.
     logprobs: Option<Tokenizer>,
+    with_ids: bool,
+    /// Until the first chunk, if its tokens were asked for.
+    prompt: Option<Arc<[u32]>>,
     /// Which choices have had their role chunk.
     begun: Vec<bool>,
     /// Of each choice.
@@ -150,20 +164,11 @@ struct ChatChunks {
 }
 
 impl ChatChunks {
-    fn push(&self, choices: &[ChunkChoice], usage: Option<UsageBody>, out: &mut Frame) {
-        let usage = self.include_usage.then_some(usage);
-        out.push(&self.head.answer("chat.completion.chunk", choices, usage));
-    }
-
-    fn push_choice(
-        &self,
-        index: u32,
-        delta: ChatDelta,
-        logprobs: Option<Logprobs>,
-        finish_reason: Option<&'static str>,
-        out: &mut Frame,
-    ) {
-        self.push(&[ChunkChoice { index, delta, logprobs, finish_reason }], None, out);
+    fn push(&mut self, choice: ChunkChoice, out: &mut Frame) {
+        let usage = self.include_usage.then_some(None);
+        let (choices, prompt) = ([choice], self.prompt.take());
+        let chunk = self.head.answer("chat.completion.chunk", &choices, usage);
+        out.push(&chunk.with_prompt(prompt.as_deref()));
     }
 }
 
@@ -171,21 +176,23 @@ impl Chunks for ChatChunks {
     fn write_event(&mut self, event: &Event, out: &mut Frame) {
         let index = event.index;
         if !std::mem::replace(&mut self.begun[index as usize], true) {
-            self.push_choice(index, ChatDelta::first(), None, None, out);
+            self.push(ChunkChoice::new(index, ChatDelta::first()), out);
         }
         let has_logprobs = self.logprobs.is_some() && !event.tokens.is_empty();
         let mut logprobs = logprobs(self.logprobs.as_ref().filter(|_| has_logprobs), &event.tokens);
+        let mut token_ids = ids_of(&event.tokens, self.with_ids).filter(|ids| !ids.is_empty());
         let mut parts = self.answers[index as usize].read(&event.text, event.finish.is_some());
-        if parts.is_empty() && has_logprobs {
+        if parts.is_empty() && (has_logprobs || token_ids.is_some()) {
             parts.push(AnswerPart::Content(String::new()));
         }
         for part in parts {
             let delta = self.answers[index as usize].delta(part);
-            self.push_choice(index, delta, logprobs.take(), None, out);
+            let (logprobs, token_ids) = (logprobs.take(), token_ids.take());
+            self.push(ChunkChoice { logprobs, token_ids, ..ChunkChoice::new(index, delta) }, out);
         }
         if let Some(finish) = &event.finish {
-            let reason = self.answers[index as usize].finish_reason(finish.reason);
-            self.push_choice(index, ChatDelta::default(), None, Some(reason), out);
+            let finish_reason = Some(self.answers[index as usize].finish_reason(finish.reason));
+            self.push(ChunkChoice { finish_reason, ..ChunkChoice::new(index, ChatDelta::default()) }, out);
         }
     }
 
@@ -210,12 +217,15 @@ struct Choice {
     message: ChatMessage,
     logprobs: Option<Logprobs>,
     finish_reason: &'static str,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    token_ids: Option<Vec<u32>>,
 }
 
 /// Answers in one piece.
 async fn collect(
     head: Head,
     tokenizer: Option<Tokenizer>,
+    prompt: Option<Arc<[u32]>>,
     mut answers: Vec<ChatAnswer>,
     mut events: Events,
 ) -> Result<Response, ApiError> {
@@ -225,6 +235,7 @@ async fn collect(
             message: ChatMessage::default(),
             logprobs: logprobs(tokenizer.as_ref(), &[]),
             finish_reason: "abort",
+            token_ids: ids_of(&[], prompt.is_some()),
         })
         .collect();
     while let Some(event) = events.next().await {
@@ -236,11 +247,14 @@ async fn collect(
         if let (Some(all), Some(tokenizer)) = (&mut choice.logprobs, &tokenizer) {
             all.content.extend(event.tokens.iter().map(|token| ChatLogprob::new(tokenizer, token)));
         }
+        if let Some(ids) = &mut choice.token_ids {
+            ids.extend(event.tokens.iter().map(|token| token.id));
+        }
         if let Some(finish) = event.finish {
             choice.message.finish();
             choice.finish_reason = answer.finish_reason(finish.reason);
         }
     }
     let answer = head.answer("chat.completion", &choices, Some(Some(events.usage().into())));
-    Ok(json(&answer.with(events.extras())))
+    Ok(json(&answer.with_prompt(prompt.as_deref()).with(events.extras())))
 }

@@ -15,7 +15,7 @@ use super::{
     body::{json, read_json},
     error::ApiError,
     params::{self, request_body},
-    shape::{Head, chosen_and_top, finite, token_text},
+    shape::{Head, chosen_and_top, finite, ids_of, token_text},
     sse::{self, Chunks, Frame},
 };
 use baton_router_core::{
@@ -32,6 +32,7 @@ request_body! {
     /// The request.
     CompletionRequest {
         prompt: Prompts,
+        echo: Option<bool>,
         logprobs: Option<u32>,
     }
 }
@@ -83,17 +84,39 @@ pub(crate) async fn completions(
     let include_usage =
         request.stream_options.as_ref().and_then(|options| options.include_usage).unwrap_or(false);
     let with_logprobs = request.logprobs.is_some();
+    let (echo, with_ids) = (request.echo.unwrap_or(false), request.return_token_ids.unwrap_or(false));
+    if echo && with_logprobs {
+        let message = "echo: log-probabilities of a prompt are not computed; leave out echo or logprobs";
+        return Err(ApiError::unsupported("echo", message));
+    }
     let input = request.into_input(started)?;
     let head = Head::new(input.id.clone(), core.model()?);
     let request = core.prepare(input).await?;
-    let num_choices = request.prompts.len() * request.n as usize;
+    let tokenizer = &core.model()?.tokenizer;
+    let beginnings = request.prompts.iter().map(|prompt| Beginning {
+        text: if echo { tokenizer.decode(&prompt.prompt, true) } else { String::new() },
+        prompt_token_ids: with_ids.then(|| prompt.prompt.clone()),
+    });
+    let beginnings: Vec<Beginning> =
+        beginnings.flat_map(|beginning| std::iter::repeat_n(beginning, request.n as usize)).collect();
+    let tokenizer = with_logprobs.then(|| tokenizer.clone());
     let events = core.generate(request)?;
-    let tokenizer = if with_logprobs { Some(core.model()?.tokenizer.clone()) } else { None };
     if streamed {
-        let chunks = CompletionChunks { head, include_usage, tokenizer, offsets: vec![0; num_choices] };
+        let offsets = vec![0; beginnings.len()];
+        let beginnings = beginnings.into_iter().map(Some).collect();
+        let chunks = CompletionChunks { head, include_usage, tokenizer, with_ids, beginnings, offsets };
         return sse::stream(events, chunks, core.config.stream_keep_alive).await;
     }
-    collect(head, tokenizer, num_choices, events).await
+    collect(head, tokenizer, with_ids, beginnings, events).await
+}
+
+/// What a choice tells of its prompt.
+#[derive(Clone, Debug, Default)]
+struct Beginning {
+    /// With `echo`.
+    text: String,
+    /// With `return_token_ids`.
+    prompt_token_ids: Option<Arc<[u32]>>,
 }
 
 impl CompletionRequest {
@@ -154,6 +177,10 @@ struct Choice<'a> {
     index: u32,
     logprobs: Option<Logprobs>,
     finish_reason: Option<&'static str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    token_ids: Option<Vec<u32>>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    prompt_token_ids: Option<&'a [u32]>,
 }
 
 /// Writes `text_completion` chunks: pieces of text, then the finish reason.
@@ -162,6 +189,9 @@ struct CompletionChunks {
     include_usage: bool,
     /// Set when log-probabilities were asked for.
     tokenizer: Option<Tokenizer>,
+    with_ids: bool,
+    /// Per choice, until its first chunk.
+    beginnings: Vec<Option<Beginning>>,
     /// Per choice, where its next token begins.
     offsets: Vec<usize>,
 }
@@ -176,13 +206,25 @@ impl Chunks for CompletionChunks {
             all.extend(tokenizer, &event.tokens, &mut self.offsets[index as usize]);
             logprobs = Some(all);
         }
-        if !event.text.is_empty() || logprobs.is_some() {
-            let choice = Choice { text: &event.text, index, logprobs, finish_reason: None };
+        let beginning = self.beginnings[index as usize].take().unwrap_or_default();
+        let token_ids = ids_of(&event.tokens, self.with_ids).filter(|ids| !ids.is_empty());
+        let text = beginning.text + &event.text;
+        let prompt_token_ids = beginning.prompt_token_ids.as_deref();
+        if !text.is_empty() || logprobs.is_some() || token_ids.is_some() || prompt_token_ids.is_some() {
+            let choice =
+                Choice { text: &text, index, logprobs, finish_reason: None, token_ids, prompt_token_ids };
             out.push(&self.head.answer(OBJECT, &[choice], usage));
         }
         if let Some(finish) = &event.finish {
             let finish_reason = Some(finish.reason.name());
-            let choice = Choice { text: "", index, logprobs: None, finish_reason };
+            let choice = Choice {
+                text: "",
+                index,
+                logprobs: None,
+                finish_reason,
+                token_ids: None,
+                prompt_token_ids: None,
+            };
             out.push(&self.head.answer(OBJECT, &[choice], usage));
         }
     }
@@ -199,6 +241,8 @@ impl Chunks for CompletionChunks {
 #[derive(Default)]
 struct Collected {
     text: String,
+    prompt_token_ids: Option<Arc<[u32]>>,
+    token_ids: Option<Vec<u32>>,
     logprobs: Option<Logprobs>,
     offset: usize,
     finish_reason: Option<&'static str>,
@@ -208,15 +252,24 @@ struct Collected {
 async fn collect(
     head: Head,
     tokenizer: Option<Tokenizer>,
-    num_choices: usize,
+    with_ids: bool,
+    beginnings: Vec<Beginning>,
     mut events: Events,
 ) -> Result<Response, ApiError> {
-    let mut collected: Vec<Collected> = Vec::new();
-    collected.resize_with(num_choices, Collected::default);
+    let begin = |Beginning { text, prompt_token_ids }| Collected {
+        text,
+        prompt_token_ids,
+        token_ids: ids_of(&[], with_ids),
+        ..Collected::default()
+    };
+    let mut collected: Vec<Collected> = beginnings.into_iter().map(begin).collect();
     while let Some(event) = events.next().await {
         let event = event?;
         let choice = &mut collected[event.index as usize];
         choice.text.push_str(&event.text);
+        if let Some(ids) = &mut choice.token_ids {
+            ids.extend(event.tokens.iter().map(|token| token.id));
+        }
         if let Some(tokenizer) = &tokenizer {
             let logprobs = choice.logprobs.get_or_insert_default();
             logprobs.extend(tokenizer, &event.tokens, &mut choice.offset);
@@ -233,6 +286,8 @@ async fn collect(
             index,
             logprobs: choice.logprobs.take(),
             finish_reason: choice.finish_reason,
+            token_ids: choice.token_ids.take(),
+            prompt_token_ids: choice.prompt_token_ids.as_deref(),
         })
         .collect();
     let answer = head.answer(OBJECT, &choices, Some(Some(events.usage().into())));

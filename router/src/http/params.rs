@@ -30,6 +30,7 @@ macro_rules! request_body {
                 logit_bias: Option<std::collections::BTreeMap<String, f32>>,
                 stop_token_ids: Option<Vec<u32>>,
                 ignore_eos: Option<bool>,
+                return_token_ids: Option<bool>,
                 response_format: Option<serde_json::Value>,
                 structured_outputs: Option<serde_json::Value>,
                 guided_json: Option<serde_json::Value>,

@@ -43,13 +43,20 @@ impl Head {
             model: &self.model,
             system_fingerprint: &self.fingerprint,
             choices,
+            prompt_token_ids: None,
             usage,
             extras: Extras::default(),
         }
     }
 }
 
-impl<C> Answer<'_, C> {
+impl<'a, C> Answer<'a, C> {
+    /// The same with the tokens of the prompt: an extension of vLLM.
+    pub(crate) fn with_prompt(mut self, token_ids: Option<&'a [u32]>) -> Self {
+        self.prompt_token_ids = token_ids;
+        self
+    }
+
     /// The same with what else the request asks for: an extension.
     pub(crate) fn with(mut self, extras: Extras) -> Self {
         self.extras = extras;
@@ -66,6 +73,9 @@ pub(crate) struct Answer<'a, C> {
     model: &'a str,
     system_fingerprint: &'a str,
     choices: &'a [C],
+    /// Of a chat; a completion may have several prompts.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    prompt_token_ids: Option<&'a [u32]>,
     #[serde(skip_serializing_if = "Option::is_none")]
     usage: Option<Option<UsageBody>>,
     #[serde(flatten)]
@@ -156,6 +166,11 @@ pub(crate) fn chosen_and_top(token: &TokenOut) -> (f32, &[v1::TopLogprob]) {
 /// JSON has no infinity; OpenAI writes this instead.
 pub(crate) fn finite(logprob: f32) -> f32 {
     if logprob.is_finite() { logprob } else { -9999.0 }
+}
+
+/// The ids of new tokens, if they were asked for.
+pub(crate) fn ids_of(tokens: &[TokenOut], with_ids: bool) -> Option<Vec<u32>> {
+    with_ids.then(|| tokens.iter().map(|token| token.id).collect())
 }
 
 /// Ids that the tokenizer does not name (a padded vocabulary) still need a text.

@@ -22,4 +22,5 @@ mod ranges;
 mod responses;
 mod retry;
 mod timing;
+mod token_ids;
 mod tools;
