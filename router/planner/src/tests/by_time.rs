@@ -411,7 +411,9 @@ fn prompts_between_two_reports_end_about_as_soon_as_by_offline_greedy() {
             sum += seconds / offline;
         }
         let mean = sum / num_orders as f64;
-        println!("{mode:?}: {mean:.3} of offline greedy on average, at worst {worst:.3} of greedy in the same order");
+        println!(
+            "{mode:?}: {mean:.3} of offline greedy on average, at worst {worst:.3} of greedy in the same order"
+        );
         // Where a prompt also delays sequences that decode, the least time of all together is not the earliest end.
         let (most_mean, most_worst) = if mode == PrefillMode::Remote { (1.25, 1.1) } else { (1.4, 1.35) };
         assert!(mean <= most_mean && worst <= most_worst, "{mode:?}: {mean}, {worst}");
