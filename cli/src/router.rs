@@ -6,6 +6,7 @@ use baton_command::{TlsArgs, at_least_one};
 use baton_router::{MigrationMode, PlanBasis, RouterConfig, Slo, ToolFormat, UnknownFields};
 use clap::{Args, ValueEnum, builder::PossibleValue};
 use http::HeaderValue;
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use crate::{config::LayerArgs, discovery::DiscoveryArgs, log::LogArgs, model::ModelArgs, shutdown};
 
@@ -58,8 +59,8 @@ pub(crate) struct RoutingArgs {
     /// fuller worker to an emptier one.
     #[arg(long, value_enum, default_value_t = MigrationChoice::Balance, env = "BATON_MIGRATION")]
     pub migration: MigrationChoice,
-    /// Requests in flight at the same time. Further requests are answered with 429.
-    #[arg(long, value_name = "N", default_value_t = 1024, value_parser = at_least_one, env = "BATON_MAX_REQUESTS")]
+    /// Requests in flight at the same time, streams included. Further requests are answered with 429.
+    #[arg(long, value_name = "N", default_value_t = 16_384, value_parser = at_least_one, env = "BATON_MAX_REQUESTS")]
     pub max_requests: usize,
     /// What becomes of request fields that no API knows: refuse (400, with the nearest name) or ignore.
     #[arg(long, value_enum, default_value_t = UnknownFieldsChoice::Refuse, env = "BATON_UNKNOWN_FIELDS")]
@@ -170,6 +171,7 @@ impl RoutingArgs {
 /// Runs a router.
 pub(crate) async fn run(args: RouterArgs) -> anyhow::Result<()> {
     let _telemetry = args.log.init("baton-router", &args.listen.to_string())?;
+    allow_open_files(args.routing.max_requests);
     let (model, model_name) = args.model.resolve()?;
     let discovery = args.discovery.config(String::new(), args.workers)?;
     let mut config = RouterConfig::new(model, model_name, discovery);
@@ -177,4 +179,18 @@ pub(crate) async fn run(args: RouterArgs) -> anyhow::Result<()> {
     config.tls = args.tls.load()?;
     args.routing.configure(&mut config);
     baton_router::run(config, shutdown::on_signal()?).await
+}
+
+/// Raises the limit of open files as far as this process may: each client has a connection, and shells often allow 1,024.
+fn allow_open_files(max_requests: usize) {
+    let limit = getrlimit(Resource::Nofile);
+    let raised = Rlimit { current: limit.maximum, ..limit };
+    let allowed = if setrlimit(Resource::Nofile, raised).is_ok() { limit.maximum } else { limit.current };
+    if allowed.is_some_and(|allowed| allowed < max_requests as u64) {
+        tracing::info!(
+            allowed,
+            max_requests,
+            "this process may open fewer files than --max-requests clients need; `ulimit -n` raises that"
+        );
+    }
 }

@@ -83,10 +83,9 @@ pub(crate) async fn run(mut args: UpArgs) -> anyhow::Result<()> {
         args.model_name = Some(embedded_model::NAME.to_owned());
     }
     args.engine.draft_model = draft_model(&args.engine, args.model.is_none())?;
-    let address = SocketAddr::new(args.host, args.port);
     // Checked here for a clear message, as below.
     args.tls.load()?;
-    check_port_is_free(address)?;
+    let address = free_address(SocketAddr::new(args.host, args.port))?;
 
     let shutdown = shutdown::on_signal()?;
     let colour = std::io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none();
@@ -139,10 +138,11 @@ fn describe(ended: Supervised, model: &Path) -> anyhow::Result<()> {
     bail!(message)
 }
 
-/// Without this check, the router would fail and be restarted again and again.
-fn check_port_is_free(address: SocketAddr) -> anyhow::Result<()> {
+/// The address, if it is free; with a port of 0, a free one, for workers and the banner have to know it. Without this check,
+/// the router would fail and be restarted again and again.
+fn free_address(address: SocketAddr) -> anyhow::Result<SocketAddr> {
     std::net::TcpListener::bind(address)
-        .map(drop)
+        .and_then(|listener| listener.local_addr())
         .with_context(|| format!("cannot listen on {address}; is another server running? try --port"))
 }
 
@@ -196,6 +196,16 @@ mod tests {
 
     use super::*;
     use crate::args::{Cli, Command};
+
+    #[test]
+    fn port_0_is_a_free_one_and_a_used_one_is_refused() {
+        let any = SocketAddr::from(([127, 0, 0, 1], 0));
+        let free = free_address(any).unwrap();
+        assert_ne!(free.port(), 0);
+        let used = std::net::TcpListener::bind(any).unwrap();
+        let error = free_address(used.local_addr().unwrap()).unwrap_err();
+        assert!(error.to_string().contains("--port"), "{error}");
+    }
 
     #[test]
     fn children_get_what_up_was_told() {

@@ -86,7 +86,7 @@ impl RouterConfig {
             policy: PrefixAwareConfig::default(),
             slo: Slo::default(),
             migration: MigrationMode::default(),
-            max_requests: 1024,
+            max_requests: 16_384,
             max_choices: 128,
             max_body_bytes: 16 << 20,
             header_timeout: Duration::from_secs(15),
