@@ -76,11 +76,11 @@ async fn invalid_requests_are_refused_with_the_field_and_the_reason() {
         ),
         (
             TEXT,
-            r#"{"prompt":"x","echo":true}"#,
+            r#"{"prompt":"x","echo":true,"logprobs":1}"#,
             400,
             Some("echo"),
             Some("unsupported_parameter"),
-            "not supported",
+            "log-probabilities of a prompt",
         ),
         (
             TEXT,

@@ -38,6 +38,8 @@ const ACCEPTED: &[&str] = &[
     "chat_template_kwargs",
     "add_generation_prompt",
     "continue_final_message",
+    "echo",
+    "return_token_ids",
     "cache_salt",
     "stream_options",
     "stream",
@@ -120,6 +122,7 @@ async fn a_field_is_honoured_or_harmless_or_refused() {
                             "chat_template_kwargs",
                             "add_generation_prompt",
                             "continue_final_message",
+                            "echo",
                         ]
                         .contains(&name.as_str());
                     assert!(is_refused_here, "{path}: {text}");
