@@ -7,6 +7,7 @@ use std::{
         Arc, Mutex,
         atomic::{AtomicBool, Ordering},
     },
+    time::Duration,
 };
 
 use tokio::{
@@ -18,6 +19,9 @@ use tokio::{
 
 /// A kilobyte here is hundreds of pieces of the fake model.
 const BUFFER_BYTES: usize = 64 << 10;
+
+/// Between the parts of one message there is less.
+const MESSAGE_PAUSE: Duration = Duration::from_millis(100);
 
 /// Forwards connections to `address` to the target. They end when it is dropped.
 pub(super) struct Wire {
@@ -181,6 +185,16 @@ async fn exchange(
     while !(up_ended && num_up == 0 && down_ended) {
         let flows = !*is_dead.borrow_and_update();
         if flows && num_up > 0 {
+            if shared.flips_next.load(Ordering::SeqCst) && !up_ended && num_up < BUFFER_BYTES {
+                // The end of a message is KV. What was read so far may end within its head, whose damage ends the connection.
+                let more = client_read.read(&mut up[num_up..]);
+                if let Ok(read) = tokio::time::timeout(MESSAGE_PAUSE, more).await {
+                    let num_bytes = read?;
+                    num_up += num_bytes;
+                    up_ended = num_bytes == 0;
+                    continue;
+                }
+            }
             let bytes = &mut up[..num_up];
             if shared.flips_next.swap(false, Ordering::SeqCst) {
                 *bytes.last_mut().expect("not empty") ^= 4;
@@ -190,6 +204,9 @@ async fn exchange(
             }
             server_write.write_all(bytes).await?;
             num_up = 0;
+            if up_ended {
+                server_write.shutdown().await?;
+            }
         }
         tokio::select! {
             // Bytes that arrived while packets were dropped must not pass only because this task runs late.
