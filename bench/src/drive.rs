@@ -8,6 +8,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use anyhow::Context;
 use baton_command::openai::RequestError;
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
@@ -25,6 +26,8 @@ pub(crate) struct Load {
     pub(crate) prompts: Prompts,
     /// One target, or two that take turns.
     pub(crate) targets: Vec<Target>,
+    /// Beside each turn of a target, one more request, which is not counted: one for each target, or none.
+    pub(crate) neighbours: Vec<Target>,
     /// Requests in flight at once, if they have no planned times.
     pub(crate) concurrency: usize,
     pub(crate) timeout: Duration,
@@ -124,6 +127,7 @@ impl Running {
             let left = if turn % 2 == 0 { (num_requests - next).div_ceil(2) } else { num_requests - next };
             let target_idx = self.load.target_idx(turn);
             let wave = next..next + left.min(self.load.concurrency);
+            self.add_neighbour(target_idx, next)?;
             next = wave.end;
             turn += 1;
             for idx in wave {
@@ -136,6 +140,25 @@ impl Running {
             outcomes.extend(self.collect().await?);
         }
         Ok(outcomes)
+    }
+
+    /// Sends a request like that of `idx`, which is not counted. The turn ends with it, and the run with its failure.
+    fn add_neighbour(&mut self, target_idx: usize, idx: usize) -> anyhow::Result<()> {
+        let Some(neighbour) = self.load.neighbours.get(target_idx).cloned() else { return Ok(()) };
+        let like = &self.load.requests[idx];
+        let planned = Planned { id: !like.id, ..like.clone() };
+        let prompt = self.load.prompts.make(&planned);
+        let prepared = neighbour.prepare(prompt, planned.output_tokens, planned.id)?;
+        let (timeout, stop) = (self.load.timeout, self.stop.clone());
+        self.tasks.spawn(async move {
+            let answer = tokio::select! {
+                answer = tokio::time::timeout(timeout, neighbour.send(prepared)) => answer,
+                () = stop.cancelled() => return Ok(Vec::new()),
+            };
+            answer.unwrap_or(Err(RequestError::Timeout)).context("a neighbour's request failed")?;
+            Ok(Vec::new())
+        });
+        Ok(())
     }
 
     /// Each request is sent at its time, independent of the others.
@@ -237,16 +260,22 @@ mod tests {
     const ANSWER: &str =
         "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n";
 
-    /// Answers every request with two chunks; every third one with 429.
-    async fn serve(listener: TcpListener) {
-        let num_requests = Arc::new(AtomicUsize::new(0));
+    /// What a server was asked.
+    #[derive(Default)]
+    struct Asked {
+        num_requests: AtomicUsize,
+        num_neighbours: AtomicUsize,
+    }
+
+    /// Answers every request with two chunks; every third one, neighbours not counted, with 429.
+    async fn serve(listener: TcpListener, asked: Arc<Asked>) {
         loop {
             let (connection, _) = listener.accept().await.unwrap();
-            tokio::spawn(serve_connection(connection, Arc::clone(&num_requests)));
+            tokio::spawn(serve_connection(connection, asked.clone()));
         }
     }
 
-    async fn serve_connection(mut connection: TcpStream, num_requests: Arc<AtomicUsize>) {
+    async fn serve_connection(mut connection: TcpStream, asked: Arc<Asked>) {
         let mut received = Vec::new();
         loop {
             let body_end = loop {
@@ -257,8 +286,10 @@ mod tests {
                     return;
                 }
             };
-            received.drain(..body_end);
-            let answer = if num_requests.fetch_add(1, Ordering::Relaxed) % 3 == 2 {
+            let body: Vec<u8> = received.drain(..body_end).collect();
+            let is_neighbour = String::from_utf8_lossy(&body).contains("is_neighbour");
+            let num = if is_neighbour { &asked.num_neighbours } else { &asked.num_requests };
+            let answer = if num.fetch_add(1, Ordering::Relaxed) % 3 == 2 && !is_neighbour {
                 let body = r#"{"error": {"message": "full"}}"#;
                 format!("HTTP/1.1 429 Too Many Requests\r\ncontent-length: {}\r\n\r\n{body}", body.len())
             } else {
@@ -286,10 +317,11 @@ mod tests {
         Some(head + length.parse::<usize>().unwrap()).filter(|&end| end <= received.len())
     }
 
-    async fn run(rate: Option<f64>, num_targets: usize) -> Outcomes {
+    async fn run(rate: Option<f64>, num_targets: usize, has_neighbours: bool) -> (Outcomes, Arc<Asked>) {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let url = format!("http://{}", listener.local_addr().unwrap());
-        let server = tokio::spawn(serve(listener));
+        let asked = Arc::<Asked>::default();
+        let server = tokio::spawn(serve(listener, asked.clone()));
         let target = Target::OpenAi(OpenAiTarget {
             server: OpenAi::new(&url, None, None).unwrap(),
             chat: false,
@@ -298,6 +330,10 @@ mod tests {
             ignore_eos: true,
             extra: serde_json::Map::new(),
         });
+        let mut neighbour = target.clone();
+        if let Target::OpenAi(neighbour) = &mut neighbour {
+            neighbour.extra.insert("is_neighbour".into(), true.into());
+        }
         let load = Load {
             requests: workload::synthetic(30, rate, Lengths::Fixed(3), Lengths::Fixed(2), 1),
             prompts: Prompts {
@@ -307,19 +343,20 @@ mod tests {
                 shared_prefix: 0,
             },
             targets: vec![target; num_targets],
+            neighbours: if has_neighbours { vec![neighbour; num_targets] } else { Vec::new() },
             concurrency: 4,
             timeout: Duration::from_secs(60),
             duration: None,
         };
         let outcomes = load.run(Progress::hidden(), CancellationToken::new()).await.unwrap();
         server.abort();
-        outcomes
+        (outcomes, asked)
     }
 
     #[tokio::test]
     async fn every_request_has_one_outcome() {
         for rate in [None, Some(2000.0)] {
-            let outcomes = run(rate, 1).await;
+            let (outcomes, _) = run(rate, 1, false).await;
             assert_eq!(outcomes.requests.len(), 30);
             let (ok, failed): (Vec<_>, Vec<_>) =
                 outcomes.requests.iter().partition(|outcome| outcome.result.is_ok());
@@ -338,7 +375,8 @@ mod tests {
 
     #[tokio::test]
     async fn two_targets_take_turns() {
-        let outcomes = run(None, 2).await;
+        let (outcomes, asked) = run(None, 2, false).await;
+        assert_eq!(asked.num_neighbours.load(Ordering::Relaxed), 0);
         let num_b = outcomes.requests.iter().filter(|outcome| outcome.target_idx == 1).count();
         assert_eq!(num_b, 15);
         // Four clients: waves of four, A B B A, and the last two share what is left.
@@ -353,6 +391,14 @@ mod tests {
             let start = outcomes.requests[after.clone()].iter().map(|outcome| outcome.sent).min();
             assert!(end <= start, "{before:?} and {after:?} overlap");
         }
+    }
+
+    #[tokio::test]
+    async fn neighbours_accompany_each_turn_and_are_not_counted() {
+        let (outcomes, asked) = run(None, 2, true).await;
+        assert_eq!((outcomes.requests.len(), asked.num_requests.load(Ordering::Relaxed)), (30, 30));
+        // As many as the waves in the test above.
+        assert_eq!(asked.num_neighbours.load(Ordering::Relaxed), 8);
     }
 
     #[tokio::test]

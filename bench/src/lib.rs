@@ -7,7 +7,6 @@ mod drive;
 mod overlap;
 mod process;
 mod progress;
-mod random;
 mod report;
 mod stats;
 mod steps;
@@ -57,6 +56,8 @@ Examples:
       --url http://127.0.0.1:8080 --worker http://127.0.0.1:50051
   The gain of speculative decoding, on `baton up --speculate draft` (A / B of TPOT):
     baton bench --compare --concurrency 1 --body-b '{\"speculation_mode\": \"off\"}'
+  What a constrained request costs seven others in its batch:
+    baton bench --compare --concurrency 7 --neighbour-b '{\"guided_regex\": \"[a-z ]{600}\"}'
 
 What is measured:
   TTFT  from when a request was due to its first token
@@ -86,6 +87,10 @@ pub struct BenchArgs {
     /// --extra-body.
     #[arg(long, value_name = "JSON", value_parser = parse_object, requires = "compare", conflicts_with = "worker")]
     pub(crate) body_b: Option<Map<String, Value>>,
+    /// Compare the --url with itself: beside each turn's requests goes one more, which is not counted. In the turns of B it
+    /// has these fields.
+    #[arg(long, value_name = "JSON", value_parser = parse_object, requires = "compare", conflicts_with_all = ["worker", "body_b", "rate", "trace"])]
+    pub(crate) neighbour_b: Option<Map<String, Value>>,
     /// API of the endpoint.
     #[arg(long, value_enum, default_value_t = Api::Completions)]
     pub(crate) api: Api,
@@ -246,6 +251,7 @@ async fn load(args: BenchArgs) -> anyhow::Result<()> {
         block_tokens: args.fit().block_tokens(),
         shared_prefix: args.shared_prefix,
     };
+    let neighbours = args.neighbours(&targets);
     let timeout = seconds("--timeout", args.timeout)?;
     let duration = args.duration.map(|value| seconds("--duration", value)).transpose()?;
     warm_up(&targets, &prompts, args.warmup, timeout).await?;
@@ -254,6 +260,7 @@ async fn load(args: BenchArgs) -> anyhow::Result<()> {
         requests: plan,
         prompts,
         targets: targets.clone(),
+        neighbours: neighbours.clone(),
         concurrency: args.concurrency.max(1),
         timeout,
         duration,
@@ -278,7 +285,11 @@ async fn load(args: BenchArgs) -> anyhow::Result<()> {
 
     let slo = args.slo()?;
     let report = |target_idx: usize| {
-        Report::of(&outcomes, target_idx, targets[target_idx].name(), args.describe_load(), slo)
+        let name = match neighbours.get(target_idx) {
+            Some(neighbour) => format!("beside {}", neighbour.name()),
+            None => targets[target_idx].name(),
+        };
+        Report::of(&outcomes, target_idx, name, args.describe_load(), slo)
     };
     if targets.len() == 2 {
         print(&Comparison::of(&outcomes, [report(0), report(1)], args.seed), args.json.as_deref())?;
@@ -346,8 +357,8 @@ impl BenchArgs {
         if urls.is_empty() && self.worker.is_empty() {
             urls.push(DEFAULT_URL.to_owned());
         }
-        if self.body_b.is_some() {
-            ensure!(urls.len() == 1, "--body-b compares one --url with itself");
+        if self.body_b.is_some() || self.neighbour_b.is_some() {
+            ensure!(urls.len() == 1, "--body-b and --neighbour-b compare one --url with itself");
             urls.push(urls[0].clone());
         }
         let num_targets = urls.len() + self.worker.len();
@@ -384,6 +395,16 @@ impl BenchArgs {
             targets.push(Target::Worker(WorkerTarget::new(&dialer, address, self.temperature, run)?));
         }
         Ok(targets)
+    }
+
+    /// The neighbours of both targets' requests, if there are to be any.
+    fn neighbours(&self, targets: &[Target]) -> Vec<Target> {
+        let Some(fields) = &self.neighbour_b else { return Vec::new() };
+        let mut neighbours = targets.to_vec();
+        if let Some(Target::OpenAi(target)) = neighbours.last_mut() {
+            target.extra.extend(fields.clone());
+        }
+        neighbours
     }
 
     async fn material(&self, targets: &[Target]) -> anyhow::Result<Material> {

@@ -12,11 +12,11 @@
 
 use std::{collections::BTreeMap, fmt, time::Duration};
 
+use baton_random::Random;
 use serde::Serialize;
 
 use super::{
     drive::{Outcome, Outcomes},
-    random::Random,
     stats::{Difference, Summary},
 };
 

@@ -1,8 +1,7 @@
 //! Summaries of samples, and the difference of two.
 
+use baton_random::Random;
 use serde::Serialize;
-
-use super::random::Random;
 
 /// The shape of a sample. Percentiles interpolate linearly between the two nearest ranks, as numpy's do.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]

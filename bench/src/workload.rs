@@ -2,10 +2,9 @@
 
 use std::{fmt, str::FromStr, time::Duration};
 
-use super::{
-    random::Random,
-    trace::{Fit, TraceRequest},
-};
+use baton_random::Random;
+
+use super::trace::{Fit, TraceRequest};
 
 /// One planned request.
 #[derive(Clone, Debug, PartialEq)]

@@ -25,7 +25,9 @@ mod registration_state;
 #[cfg(test)]
 mod testing;
 
-pub use baton_cluster_record::{Capacity, Compute, RecordError, Role, WorkerId, WorkerRecord};
+pub use baton_cluster_record::{
+    BalanceGrants, BalanceRefused, Capacity, Compute, RecordError, Role, WorkerId, WorkerRecord,
+};
 pub use config::{DiscoveryConfig, DiscoveryError, EtcdAuth, EtcdConfig, EtcdTls};
 pub use dial::{DialError, Dialed, Dialer};
 pub use discovery::{Discovery, watch, watch_over};

@@ -56,6 +56,10 @@ impl Device {
         }
         let context =
             CudaContext::new(ordinal as usize).map_err(|error| failed("cuDevicePrimaryCtxRetain", error))?;
+        // With event tracking, the first stream would wait for all streams of the device, which ends the captures of
+        // other threads with an error, in every mode.
+        // SAFETY: the events track only cudarc's slices, which nothing here uses.
+        unsafe { context.disable_event_tracking() };
         Ok(Device(context))
     }
 

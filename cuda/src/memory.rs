@@ -33,11 +33,12 @@ impl Allocation {
     /// As for [`new`](Self::new).
     pub fn zeroed(device: &Device, size_bytes: usize) -> Result<Allocation, CudaError> {
         let allocation = Allocation::new(device, size_bytes)?;
+        // A stream of its own: a wait for all streams ends the captures of other threads with an error.
+        let stream = device.stream()?;
         // SAFETY: the range is the whole allocation, which nothing else uses yet.
-        unsafe { result::memset_d8_sync(allocation.address, 0, size_bytes) }
-            .map_err(|error| failed("cuMemsetD8", error))?;
-        // The call may return before the memory is set.
-        result::ctx::synchronize().map_err(|error| failed("cuCtxSynchronize", error))?;
+        unsafe { result::memset_d8_async(allocation.address, 0, size_bytes, stream.cu_stream()) }
+            .and_then(|()| stream.synchronize())
+            .map_err(|error| failed("cuMemsetD8Async", error))?;
         Ok(allocation)
     }
 

@@ -1,7 +1,8 @@
 //! The decode worker: owns a request from `Generate` to the last token. Its engine computes the prompt, or a prefill worker
 //! does and hands the KV over.
 //!
-//! [`run()`] runs a decode worker, [`service`] is its gRPC service, and [`admission`] decides which requests it accepts.
+//! [`run()`] runs a decode worker, [`service`] is its gRPC service, and [`admission`] decides which requests it accepts,
+//! and [`balance`] which of those that migrate for balance.
 //! [`remote_prefill`] drives the decode side of a handoff, [`generate_stream`] has the events that a router reads, and
 //! [`loan`] lends blocks to a worker that measures the transports to them. [`baton_worker::handoff`] hands over cached
 //! prefixes, as on every worker.
@@ -10,6 +11,7 @@
 #![forbid(unsafe_code)]
 
 pub mod admission;
+pub mod balance;
 pub mod generate_stream;
 pub mod loan;
 pub mod remote_prefill;

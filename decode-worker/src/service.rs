@@ -4,7 +4,10 @@ use std::{pin::Pin, sync::Arc};
 
 use baton_proto::{
     failure_to_status,
-    worker::{GenerateEvent, GenerateRequest, LendRequest, Loan as LoanMessage, decode_server::Decode},
+    worker::{
+        GenerateEvent, GenerateRequest, LendRequest, LetGoRequest, LetGoResponse, Loan as LoanMessage,
+        decode_server::Decode,
+    },
 };
 use baton_telemetry::trace_context;
 use baton_worker::{
@@ -20,6 +23,7 @@ use tracing::Instrument;
 
 use crate::{
     admission::{PromptKv, admit},
+    balance::BalanceGate,
     generate_stream::GenerateStream,
     loan::{Lender, Loan},
     remote_prefill::RemotePrefillDriver,
@@ -33,13 +37,14 @@ const EVENTS_BOUND: usize = 2;
 pub struct DecodeService {
     worker: Arc<Worker>,
     lender: Lender,
+    balance: BalanceGate,
 }
 
 impl DecodeService {
     /// Decodes on `worker`'s engine.
     pub fn new(worker: Arc<Worker>) -> DecodeService {
         let lender = Lender::new(worker.clone());
-        DecodeService { worker, lender }
+        DecodeService { worker, lender, balance: BalanceGate::default() }
     }
 
     /// Starts an accepted request.
@@ -96,6 +101,9 @@ impl Decode for DecodeService {
         });
         let uncovered = self.worker.tickets().take(message.ticket);
         let (accepted, kv) = admit(&self.worker, message)?;
+        if message.for_balance {
+            self.balance.arrive(&self.worker, message.prefix_source.as_ref()).await?;
+        }
         let prepared = self.worker.prepare_grammar(&accepted).await;
         prepared.map_err(|failure| failure_to_status(&failure))?;
         let stream = self.start(accepted, kv, uncovered, span)?;
@@ -120,5 +128,10 @@ impl Decode for DecodeService {
         let borrower = identity_of(request.extensions());
         let loan = self.lender.lend(request.into_inner(), borrower).await?;
         Ok(Response::new(Box::pin(futures_util::stream::unfold(loan, Loan::next))))
+    }
+
+    async fn let_go(&self, request: Request<LetGoRequest>) -> Result<Response<LetGoResponse>, Status> {
+        self.balance.let_go(&self.worker, request.get_ref())?;
+        Ok(Response::new(LetGoResponse {}))
     }
 }

@@ -30,7 +30,14 @@ fn scheduler(c: &mut Criterion) {
         let mut scheduler = Scheduler::new(config);
         for id in 0..NUM_RUNNING {
             let prompt = (0..256).map(|idx| id as u32 * 256 + idx).collect();
-            scheduler.add(Sequence::new(SequenceId(id), SequenceRole::Generate, prompt, 4096, 16, root));
+            scheduler.add(Sequence::new(
+                SequenceId::new(0, id),
+                SequenceRole::Generate,
+                prompt,
+                4096,
+                16,
+                root,
+            ));
         }
         scheduler
     };

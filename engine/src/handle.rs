@@ -283,7 +283,7 @@ impl EngineHandle {
             .map_err(|num_waiting| SubmitError::Full { num_waiting, max_waiting: config.max_waiting })?;
 
         let matcher = self.matcher(&request)?;
-        let id = self.next_id();
+        let id = self.next_id(request.priority);
         let (num_head_tokens, is_shared) = match (marks(&request), role) {
             (None, _) => (0, true),
             (Some(marks), _) if config.blending.is_some() => (marks.end_idx(), true),
@@ -316,8 +316,8 @@ impl EngineHandle {
         grammars.matcher(grammar, &request.output).map(Some)
     }
 
-    pub(crate) fn next_id(&self) -> SequenceId {
-        SequenceId(self.state.next_id.fetch_add(1, Ordering::Relaxed))
+    pub(crate) fn next_id(&self, priority: i32) -> SequenceId {
+        SequenceId::new(priority, self.state.next_id.fetch_add(1, Ordering::Relaxed))
     }
 
     pub(crate) fn send(&self, command: Command) -> Result<(), SubmitError> {

@@ -115,7 +115,7 @@ impl EngineHandle {
         &self,
         command: impl FnOnce(SequenceId, oneshot::Sender<T>) -> Command,
     ) -> Result<(DropCommand, T), SubmitError> {
-        let id = self.next_id();
+        let id = self.next_id(0);
         let (reply, answer) = oneshot::channel();
         self.send(command(id, reply))?;
         // Created before the reply, so that the blocks are released even when this future is dropped.

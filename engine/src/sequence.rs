@@ -5,13 +5,26 @@ use std::fmt;
 
 use baton_kv_cache::{BlockHash, BlockId, HashRoot};
 
-/// Identifies a sequence of one engine. Ids grow in the order of arrival: a smaller one is older.
+/// Identifies a sequence of one engine. Ids are in the order in which sequences are served: a smaller one comes first, and
+/// counts as older.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct SequenceId(pub u64);
+pub struct SequenceId {
+    /// [Priority](baton_request::Request::priority): lower ones first.
+    pub priority: i32,
+    /// Unique. Among equal priorities it grows in the order of arrival.
+    pub number: u64,
+}
+
+impl SequenceId {
+    /// The id of the sequence that arrived as `number`.
+    pub const fn new(priority: i32, number: u64) -> SequenceId {
+        SequenceId { priority, number }
+    }
+}
 
 impl fmt::Display for SequenceId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "#{}", self.0)
+        write!(f, "#{}", self.number)
     }
 }
 

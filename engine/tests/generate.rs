@@ -48,6 +48,29 @@ async fn tokens_do_not_depend_on_batch_chunks_or_preemption() {
 }
 
 #[tokio::test]
+async fn a_lower_priority_number_passes_requests_that_came_before_it() {
+    let (go, gate) = mpsc::channel::<()>();
+    let (computed, order) = mpsc::channel();
+    let config = EngineConfig { max_running: 1, ..config() };
+    let (_, engine) = engine_with_hook(config, move |batch| {
+        let _ = gate.recv();
+        computed.send(batch.sequences[0].tokens[0]).expect("the test runs");
+        Ok(())
+    });
+    let of_priority = |token, priority| Request { priority, ..request(&[token], 1) };
+    // The second is computed after both of the others have come, at the earliest.
+    let requests = [of_priority(1, 0), of_priority(2, 1), of_priority(3, 0), of_priority(4, -1)];
+    let streams = requests.map(|request| engine.generate(request).expect("accepted"));
+    drop(go);
+    for stream in streams {
+        collect(stream).await.end.expect("it ends well");
+    }
+    let order: Vec<u32> = order.try_iter().collect();
+    assert_eq!(order.iter().filter(|&&token| token != 1).collect::<Vec<_>>(), [&4, &3, &2]);
+    engine.check_whole().await;
+}
+
+#[tokio::test]
 async fn sampled_tokens_do_not_depend_on_batch_or_preemption() {
     let sampled = |idx: u32| Request {
         sampling: SamplingParams {

@@ -29,7 +29,14 @@ impl Stepping {
 
     fn add_as(&mut self, role: SequenceRole, id: u64, num_prompt: usize, max_num_tokens: usize) {
         let prompt = vec![id as u32; num_prompt];
-        self.scheduler.add(Sequence::new(SequenceId(id), role, prompt, max_num_tokens, BLOCK_SIZE, None));
+        self.scheduler.add(Sequence::new(
+            SequenceId::new(0, id),
+            role,
+            prompt,
+            max_num_tokens,
+            BLOCK_SIZE,
+            None,
+        ));
     }
 
     fn step(&mut self) {
@@ -44,7 +51,7 @@ impl Stepping {
 
     /// Sets blocks aside for a prefix that is not cached.
     fn reserve_prefix(&mut self, id: u64, num_blocks: usize) -> Option<Vec<BlockId>> {
-        let found = self.scheduler.reserve_prefix(SequenceId(id), &hashes(id, num_blocks));
+        let found = self.scheduler.reserve_prefix(SequenceId::new(0, id), &hashes(id, num_blocks));
         self.scheduler.check_integrity().expect("the accounting is right");
         found.map(|found| {
             assert_eq!((found.blocks.len(), found.num_cached_blocks), (num_blocks, 0));
@@ -60,7 +67,7 @@ impl Stepping {
         is_decided.then(|| {
             assert!(next.chunks.iter().all(|chunk| chunk.num_tokens == 1 && chunk.wants_token));
             let chunks = next.chunks.iter().zip(&follows);
-            let chunks = chunks.map(|(chunk, &row)| (chunk.id.0, chunk.start_idx, row)).collect();
+            let chunks = chunks.map(|(chunk, &row)| (chunk.id.number, chunk.start_idx, row)).collect();
             self.plan = next;
             chunks
         })
@@ -96,11 +103,11 @@ fn every_sequence_has_one_more_token_unless_its_length_ends_it() {
     assert_eq!(all.ahead(), Some(vec![(1, 4, 0), (3, 9, 2)]));
     let second = all.plan.clone();
     all.collect(&first, true);
-    all.scheduler.end(SequenceId(2));
+    all.scheduler.end(SequenceId::new(0, 2));
     // The row of the step that is followed.
     assert_eq!(all.ahead(), Some(vec![(1, 5, 0)]));
     all.collect(&second, true);
-    all.scheduler.end(SequenceId(3));
+    all.scheduler.end(SequenceId::new(0, 3));
     let third = all.plan.clone();
     all.collect(&third, false);
     // The same as if every token had been known.
@@ -123,7 +130,7 @@ fn a_step_that_depends_on_tokens_or_admissions_is_not_decided_ahead() {
     all.add_as(SequenceRole::Decode, 1, 4, 20);
     all.add(2, 4, 20);
     all.step();
-    all.scheduler.start_decode(SequenceId(1), TOKEN);
+    all.scheduler.start_decode(SequenceId::new(0, 1), TOKEN);
     assert_eq!(all.ahead(), None);
     // A prompt is not complete.
     let mut all = Stepping::new(64, 8, 8);
@@ -142,7 +149,7 @@ fn a_step_that_depends_on_tokens_or_admissions_is_not_decided_ahead() {
     let plan = all.plan.clone();
     all.collect(&plan, false);
     all.step();
-    all.scheduler.push_draft(SequenceId(1), TOKEN);
+    all.scheduler.push_draft(SequenceId::new(0, 1), TOKEN);
     all.scheduler.plan_drafts(&mut all.plan);
     assert_eq!(all.ahead(), None);
     // No block is left. A sequence is preempted only when it must be.
@@ -158,7 +165,7 @@ fn a_step_that_depends_on_tokens_or_admissions_is_not_decided_ahead() {
     let plan = all.plan.clone();
     all.collect(&plan, false);
     all.step();
-    assert_eq!(all.plan.preempted, [SequenceId(2)]);
+    assert_eq!(all.plan.preempted, [SequenceId::new(0, 2)]);
 }
 
 #[test]
@@ -171,13 +178,13 @@ fn blocks_of_a_sequence_that_ends_meanwhile_return_after_the_step() {
     assert_eq!(all.scheduler.num_free_blocks(), 4, "two more for what follows");
     let second = all.plan.clone();
     all.collect(&first, true);
-    all.scheduler.end(SequenceId(1));
+    all.scheduler.end(SequenceId::new(0, 1));
     assert_eq!(all.scheduler.num_free_blocks(), 4, "the step that is ahead writes there");
     assert_eq!(all.ahead(), Some(vec![(2, 5, 1)]), "it follows the second row");
     let third = all.plan.clone();
     all.collect(&second, true);
     assert_eq!(all.scheduler.num_free_blocks(), 6);
-    all.scheduler.end(SequenceId(2));
+    all.scheduler.end(SequenceId::new(0, 2));
     assert_eq!(all.ahead(), None, "no sequence is left");
     all.collect(&third, false);
     assert_eq!(all.scheduler.num_free_blocks(), 8);
@@ -195,7 +202,7 @@ fn a_prefix_is_given_no_block_of_the_step_that_is_ahead() {
     let second = all.plan.clone();
     let under_way = all.blocks(&second);
     all.collect(&first, true);
-    all.scheduler.end(SequenceId(3));
+    all.scheduler.end(SequenceId::new(0, 3));
     // Six are free. The step ahead writes to two of each, and two sequences may need one more.
     assert_eq!(all.reserve_prefix(10, 5), None);
     let prefix = all.reserve_prefix(10, 4).expect("there is room");
@@ -207,10 +214,10 @@ fn a_prefix_is_given_no_block_of_the_step_that_is_ahead() {
     // The two blocks of the ended sequence are back.
     let other = all.reserve_prefix(11, 2).expect("there is room");
     assert_eq!(all.reserve_prefix(12, 1), None);
-    all.scheduler.cache_prefix(SequenceId(10), &hashes(10, 4));
-    all.scheduler.release(SequenceId(10));
+    all.scheduler.cache_prefix(SequenceId::new(0, 10), &hashes(10, 4));
+    all.scheduler.release(SequenceId::new(0, 10));
     // The next hold on the prefix gets the same blocks, before the step is over.
-    assert_eq!(all.scheduler.hold_cached(SequenceId(13), &hashes(10, 4)), prefix);
+    assert_eq!(all.scheduler.hold_cached(SequenceId::new(0, 13), &hashes(10, 4)), prefix);
 
     let mut under_way = third;
     for num_tokens in 6..10 {
@@ -222,8 +229,8 @@ fn a_prefix_is_given_no_block_of_the_step_that_is_ahead() {
         under_way = next;
     }
     all.collect(&under_way, false);
-    (1..3).for_each(|id| all.scheduler.end(SequenceId(id)));
-    [11, 13].into_iter().for_each(|id| all.scheduler.release(SequenceId(id)));
+    (1..3).for_each(|id| all.scheduler.end(SequenceId::new(0, id)));
+    [11, 13].into_iter().for_each(|id| all.scheduler.release(SequenceId::new(0, id)));
     assert_eq!(all.scheduler.num_free_blocks(), 12);
     assert!(all.scheduler.is_idle());
 }
@@ -245,6 +252,6 @@ fn a_prefix_is_given_no_block_that_the_next_admission_needs() {
     assert_eq!(all.ahead(), None);
     all.collect(&second, false);
     all.step();
-    let admitted: Vec<u64> = all.plan.admitted.iter().map(|admission| admission.id.0).collect();
+    let admitted: Vec<u64> = all.plan.admitted.iter().map(|admission| admission.id.number).collect();
     assert_eq!(admitted, [2, 3]);
 }

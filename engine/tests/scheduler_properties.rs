@@ -114,6 +114,7 @@ fn wrong_accounting_is_noticed() {
 enum Operation {
     Add {
         role: SequenceRole,
+        priority: i32,
         text: u32,
         num_prompt: usize,
         num_output: usize,
@@ -136,9 +137,11 @@ fn operation() -> impl Strategy<Value = Operation> {
         1 => Just(SequenceRole::Decode),
     ];
     prop_oneof![
-        3 => (role, 0..3u32, 1..40usize, 1..30usize).prop_map(|(role, text, num_prompt, num_output)| {
-            Operation::Add { role, text, num_prompt, num_output }
-        }),
+        3 => (role, -1..2, 0..3u32, 1..40usize, 1..30usize).prop_map(
+            |(role, priority, text, num_prompt, num_output)| {
+                Operation::Add { role, priority, text, num_prompt, num_output }
+            }
+        ),
         6 => Just(Operation::Step),
         4 => (0..9usize, 0..9usize)
             .prop_map(|(num_drafts, num_right)| Operation::Draft { num_drafts, num_right }),
@@ -176,14 +179,14 @@ fn prompts_beside_decodes_come_in_chunks_that_keep_the_target() {
         itl_target: Some(itl_target),
     });
     let prompt = |id: u64, len: usize, max: usize| {
-        Sequence::new(SequenceId(id), SequenceRole::Generate, vec![id as u32; len], max, 4, None)
+        Sequence::new(SequenceId::new(0, id), SequenceRole::Generate, vec![id as u32; len], max, 4, None)
     };
     scheduler.add(prompt(0, 4, 4000));
     let mut plan = StepPlan::default();
     let mut longest = Duration::ZERO;
     let mut longest_late = Duration::ZERO;
     let mut num_steps = 0;
-    while scheduler.sequence(SequenceId(1)).is_none_or(|sequence| sequence.tokens().len() == 3000) {
+    while scheduler.sequence(SequenceId::new(0, 1)).is_none_or(|sequence| sequence.tokens().len() == 3000) {
         if num_steps == 1 {
             scheduler.add(prompt(1, 3000, 3001));
         }
@@ -236,8 +239,8 @@ impl Driver {
 
     fn apply(&mut self, operation: Operation) {
         match operation {
-            Operation::Add { role, text, num_prompt, num_output } => {
-                let id = SequenceId(self.next_id);
+            Operation::Add { role, priority, text, num_prompt, num_output } => {
+                let id = SequenceId::new(priority, self.next_id);
                 self.next_id += 1;
                 let tokens = (0..num_prompt as u32).map(|idx| text * 1000 + idx).collect();
                 let max = num_prompt + num_output;

@@ -54,6 +54,7 @@ const WORDS: &[&str] = &[
     "stop_token_ids",
     "ignore_eos",
     "cache_salt",
+    "priority",
     "prefill_mode",
     "auto",
     "remote",

@@ -32,6 +32,7 @@ struct Fields<'a> {
     prompt: Vec<u8>,
     num_output_tokens: u8,
     speculation: i32,
+    priority: i32,
     max_tokens: Change,
     min_tokens: Change,
     numbers: [Option<f32>; 6],
@@ -90,6 +91,7 @@ fuzz_target!(|input: Input<'_>| match input {
                 sampling,
                 token_ids,
                 num_output_tokens,
+                priority: fields.priority,
                 ..default
             });
         } else {
@@ -101,6 +103,7 @@ fuzz_target!(|input: Input<'_>| match input {
                 prompt_token_ids: tokens,
                 output_token_ids: output,
                 speculation_mode: fields.speculation,
+                priority: fields.priority,
                 ..proto::GenerateRequest::default()
             };
             generate(&message, fields.first.map(|first| first.of(1) as u32));

@@ -37,6 +37,8 @@ pub const KERNEL_FILES: KernelFiles = files![
     "rope.cu",
     "rows.cu",
     "sample.cu",
+    "sample_rows.cuh",
+    "sample_search.cuh",
     "warpgroup.cuh",
 ];
 

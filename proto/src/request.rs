@@ -95,6 +95,7 @@ impl From<&Request> for worker::GenerateRequest {
             output_token_ids: request.output.clone(),
             sampling: Some((&request.sampling).into()),
             cache_salt: request.cache_salt.clone(),
+            priority: request.priority,
             speculation_mode: v1::SpeculationMode::from(request.speculation).into(),
             ..worker::GenerateRequest::default()
         }
@@ -151,6 +152,7 @@ impl From<Failure> for worker::Failed {
             FailureKind::Draining => Kind::Draining,
             FailureKind::PrefillDraining => Kind::PrefillDraining,
             FailureKind::Model => Kind::Model,
+            FailureKind::MigrationRefused => Kind::MigrationRefused,
             // The last three are what a router finds of a worker; no worker says them.
             FailureKind::Internal | FailureKind::Lost | FailureKind::Stalled | FailureKind::Diverged => {
                 Kind::Internal
@@ -173,6 +175,7 @@ impl From<worker::Failed> for Failure {
             Kind::Draining => FailureKind::Draining,
             Kind::PrefillDraining => FailureKind::PrefillDraining,
             Kind::Model => FailureKind::Model,
+            Kind::MigrationRefused => FailureKind::MigrationRefused,
             Kind::Internal | Kind::Unspecified => FailureKind::Internal,
         };
         Failure::new(kind, failed.message)
@@ -191,6 +194,7 @@ pub fn failure_to_status(failure: &Failure) -> Status {
         | FailureKind::PrefillDraining
         | FailureKind::PrefillLost
         | FailureKind::Lost => Code::Unavailable,
+        FailureKind::MigrationRefused => Code::FailedPrecondition,
         FailureKind::KvRejected => Code::DataLoss,
         FailureKind::Deadline | FailureKind::Stalled => Code::DeadlineExceeded,
         FailureKind::Internal | FailureKind::Model | FailureKind::Diverged => Code::Internal,
@@ -242,6 +246,7 @@ mod tests {
                 grammar: Some(Grammar::new(GrammarKind::Regex, "[0-9]+")),
                 ..SamplingParams::default()
             },
+            priority: -2,
             cache_salt: "salt".into(),
             speculation: SpeculationMode::Off,
             blend: None,
@@ -249,6 +254,7 @@ mod tests {
         let message = worker::GenerateRequest::from(&request);
         assert_eq!(SamplingParams::from(message.sampling.as_ref().unwrap()), request.sampling);
         assert_eq!(SpeculationMode::from(message.speculation_mode()), request.speculation);
+        assert_eq!(message.priority, request.priority);
         assert_eq!((message.prompt_token_ids, message.output_token_ids), (vec![1, 2], vec![3]));
     }
 

@@ -37,6 +37,8 @@ pub enum FailureKind {
     Internal,
     /// The model's logits are not finite. Another worker with the same weights computes the same.
     Model,
+    /// A request would migrate for balance against what balance has just moved. It stays where it runs.
+    MigrationRefused,
     /// The worker's stream broke or could not be opened. Only the router finds this.
     Lost,
     /// The worker sent nothing for too long. Only the router finds this.
@@ -47,7 +49,7 @@ pub enum FailureKind {
 
 impl FailureKind {
     /// Every kind.
-    pub const ALL: [FailureKind; 12] = [
+    pub const ALL: [FailureKind; 13] = [
         FailureKind::Invalid,
         FailureKind::Full,
         FailureKind::PrefillLost,
@@ -57,6 +59,7 @@ impl FailureKind {
         FailureKind::PrefillDraining,
         FailureKind::Internal,
         FailureKind::Model,
+        FailureKind::MigrationRefused,
         FailureKind::Lost,
         FailureKind::Stalled,
         FailureKind::Diverged,
@@ -74,6 +77,7 @@ impl FailureKind {
             FailureKind::PrefillDraining => "prefill_draining",
             FailureKind::Internal => "internal",
             FailureKind::Model => "model",
+            FailureKind::MigrationRefused => "migration_refused",
             FailureKind::Lost => "lost",
             FailureKind::Stalled => "stalled",
             FailureKind::Diverged => "diverged",

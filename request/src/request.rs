@@ -20,6 +20,8 @@ pub struct Request {
     pub output: Vec<u32>,
     /// How tokens are sampled, and when to stop.
     pub sampling: SamplingParams,
+    /// Workers serve requests of lower numbers first, and those of equal numbers in the order of arrival.
+    pub priority: i32,
     /// Only requests with equal salts share blocks. A secret of a tenant, or empty.
     pub cache_salt: String,
     /// Whether tokens may be drafted. It never changes them.

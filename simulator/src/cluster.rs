@@ -29,6 +29,8 @@ pub struct ClusterSpec {
     pub link: LinkLine,
     /// Attempts of a request.
     pub max_attempts: u32,
+    /// Whether running requests migrate from much fuller decode workers to emptier ones.
+    pub balances: bool,
     /// How long a request waits for a worker.
     pub recovery_timeout: Duration,
     /// How long every step takes differs by at most this part.

@@ -45,6 +45,11 @@ impl<E> EventQueue<E> {
         Some(entry.event)
     }
 
+    /// Events that wait.
+    pub(crate) fn len(&self) -> usize {
+        self.heap.len()
+    }
+
     /// Events that were popped or wait.
     pub(crate) fn num_pushed(&self) -> u64 {
         self.num_pushed

@@ -2,7 +2,7 @@
 //! retry rules of the router, under a virtual clock. A step takes what `baton-cost` says; nothing else is computed.
 //!
 //! In reading order:
-//! - [`time`](SimTime), `random` and `event_queue`: the virtual clock, chance by seed, what happens next;
+//! - [`time`](SimTime) and `event_queue`: the virtual clock, and what happens next;
 //! - [`trace`]: which requests come, and when;
 //! - [`model`]: the shape of a model on devices;
 //! - [`cluster`](ClusterSpec): which workers there are, and what happens to them;
@@ -17,7 +17,6 @@
 
 mod cluster;
 mod event_queue;
-mod random;
 mod router;
 mod run;
 mod time;
@@ -39,6 +38,6 @@ mod test_clusters;
 
 pub use cluster::{Change, ChangeKind, ClusterSpec, PolicyName, SloTarget, WorkerSpec};
 pub use command::{PlanArgs, SimulateArgs, run, run_plan};
-pub use report::{Outcome, RequestEnd, SimReport};
+pub use report::{BalanceMigration, Outcome, RequestEnd, SimReport};
 pub use run::{Simulation, simulate};
 pub use time::SimTime;

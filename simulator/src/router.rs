@@ -2,7 +2,7 @@
 //! their records and reports.
 
 use std::{
-    collections::HashMap,
+    collections::{BTreeMap, HashMap},
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -11,8 +11,8 @@ use baton_cluster_record::{Role, WorkerId, WorkerRecord};
 use baton_kv_cache::BlockHash;
 use baton_kv_index::{BlockKey, CacheFeed, EventBatch, KvIndex};
 use baton_planner::{
-    BackOff, ClusterView, Ledger, Load, NoPlan, Plan, PlanByTime, PlanRequest, Policy, Prefill, PrefixAware,
-    SentWork, Usability, WorkerKey, WorkerView, expected_output,
+    BackOff, Balance, ClusterView, Ledger, Load, NoPlan, Plan, PlanByTime, PlanRequest, Policy, Prefill,
+    PrefixAware, SentWork, Usability, WorkerKey, WorkerView, expected_output,
 };
 
 use crate::{
@@ -33,6 +33,7 @@ pub(crate) struct Router {
     /// Workers whose back-off may last.
     backing_off: Vec<usize>,
     last_usable: [Option<Instant>; 2],
+    balance: Balance,
 }
 
 #[derive(Debug)]
@@ -96,7 +97,18 @@ impl Router {
             num_expected: 0.0,
             backing_off: Vec::new(),
             last_usable: [None; 2],
+            balance: Balance::default(),
         }
+    }
+
+    /// The migration that is due: from which worker and to which. `num_running` counts this router's requests at each.
+    pub(crate) fn balance(
+        &mut self,
+        num_running: &BTreeMap<WorkerKey, usize>,
+        now: Instant,
+    ) -> Option<(usize, usize)> {
+        let migration = self.balance.next(&self.view, num_running, now)?;
+        Some((self.place(&migration.from.id), self.place(&migration.to.id)))
     }
 
     /// The place of a worker.

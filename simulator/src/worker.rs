@@ -3,7 +3,7 @@
 
 use std::{collections::BTreeSet, mem, sync::Arc, time::Duration};
 
-use baton_cluster_record::{Capacity, Role, WorkerRecord};
+use baton_cluster_record::{BalanceGrants, Capacity, Role, WorkerRecord};
 use baton_cost::{LinkCalibration, StepLine};
 use baton_engine::{
     plan::StepPlan,
@@ -13,8 +13,9 @@ use baton_engine::{
 use baton_kv_cache::{BlockHash, HashRoot};
 use baton_kv_index::{BatchKind, EventBatch};
 use baton_planner::{Load, WorkerPace};
+use baton_random::Random;
 
-use crate::{cluster::WorkerSpec, random::Random, time::SimTime};
+use crate::{cluster::WorkerSpec, time::SimTime};
 
 /// A request of the simulation, by its place in the arrivals.
 pub(crate) type RequestIdx = u32;
@@ -45,6 +46,8 @@ pub(crate) struct Worker {
     pub(crate) covered: Vec<(u32, u64)>,
     /// Requests that have something here.
     pub(crate) present: BTreeSet<RequestIdx>,
+    /// Which migrations for balance it has granted.
+    pub(crate) grants: BalanceGrants,
     pub(crate) last_report: Option<SimTime>,
     pub(crate) is_report_due: bool,
     pub(crate) usage: Usage,
@@ -117,11 +120,12 @@ impl Worker {
             link_free_at: SimTime(0),
             covered: Vec::new(),
             present: BTreeSet::new(),
+            grants: BalanceGrants::default(),
             last_report: None,
             is_report_due: false,
             usage: Usage::default(),
             published: None,
-            random: Random::new(seed.wrapping_add(idx as u64)),
+            random: Random::stream(seed, 1 + idx as u64),
             noise,
         }
     }
@@ -148,17 +152,18 @@ impl Worker {
         let record = Arc::make_mut(&mut self.record);
         record.incarnation = u64::from(self.life);
         (self.links, self.link_free_at, self.recent_itl) = (LinkCalibration::default(), SimTime(0), 0.0);
+        self.grants = BalanceGrants::default();
     }
 
     /// A new id. The request is in its lower half; the upper half grows, as ids of the engine do.
     pub(crate) fn next_id(&mut self, request: RequestIdx) -> SequenceId {
         self.next_number += 1;
-        SequenceId(u64::from(self.next_number) << 32 | u64::from(request))
+        SequenceId::new(0, u64::from(self.next_number) << 32 | u64::from(request))
     }
 
     /// The request of an id.
     pub(crate) fn request_of(id: SequenceId) -> RequestIdx {
-        id.0 as u32
+        id.number as u32
     }
 
     /// Queues a sequence of `num_tokens` tokens whose full blocks have these hashes; none: it shares nothing.

@@ -3,7 +3,10 @@
 //! Carriers are closures over names and values, so that gRPC metadata, HTTP headers and maps of tests can all be
 //! used.
 
-use opentelemetry::propagation::{Extractor, Injector, TextMapPropagator};
+use opentelemetry::{
+    propagation::{Extractor, Injector, TextMapPropagator},
+    trace::TraceContextExt,
+};
 use opentelemetry_sdk::propagation::TraceContextPropagator;
 use tracing::Span;
 use tracing_opentelemetry::OpenTelemetrySpanExt;
@@ -31,6 +34,13 @@ pub fn set_parent(span: &Span, get: impl Fn(&str) -> Option<String>) {
     let context = TraceContextPropagator::new().extract(&Get(values));
     // Fails when no spans are recorded, which is fine.
     let _ = span.set_parent(context);
+}
+
+/// The id of the trace that `span` belongs to, in hexadecimal; `None` when no trace is recorded.
+pub fn trace_id(span: &Span) -> Option<String> {
+    let context = span.context();
+    let context = context.span().span_context().clone();
+    context.is_valid().then(|| context.trace_id().to_string())
 }
 
 struct Set<F>(F);
@@ -86,6 +96,7 @@ mod tests {
             assert_eq!(name, "traceparent");
             assert!(value.starts_with("00-0af7651916cd43dd8448eb211c80319c-"), "same trace: {value}");
             assert!(!value.contains("b7ad6b7169203331"), "another span: {value}");
+            assert_eq!(trace_id(&span).as_deref(), Some("0af7651916cd43dd8448eb211c80319c"));
         });
     }
 
@@ -108,6 +119,7 @@ mod tests {
             let span = tracing::info_span!("request");
             set_parent(&span, |_| Some(PARENT.to_owned()));
             assert_eq!(injected(&span), []);
+            assert_eq!(trace_id(&span), None);
         });
     }
 }

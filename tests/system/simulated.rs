@@ -363,6 +363,7 @@ fn predict(model: &Path, trace: &Trace, arrivals: &[Arrival], fleets: [Fleet; 2]
         call: SimTime::from_seconds(0.001),
         link: LinkLine { latency_seconds: 0.002, bytes_per_second: 1e9 },
         max_attempts: 16,
+        balances: false,
         recovery_timeout: Duration::from_secs(60),
         noise: 0.0,
         changes: changes.collect(),

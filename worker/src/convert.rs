@@ -51,6 +51,7 @@ pub fn request_from_generate(message: &proto::GenerateRequest) -> Result<Request
         prompt: message.prompt_token_ids.as_slice().into(),
         output: message.output_token_ids.clone(),
         sampling: sampling.into(),
+        priority: message.priority,
         cache_salt: message.cache_salt.clone(),
         speculation: message.speculation_mode().into(),
         blend: None,
@@ -77,6 +78,7 @@ pub fn request_from_begin(message: &proto::Begin) -> Result<Request, WireError> 
         prompt: prompt.into(),
         output: output.to_vec(),
         sampling: sampling.into(),
+        priority: message.priority,
         cache_salt: message.cache_salt.clone(),
         ..Request::default()
     })
@@ -219,6 +221,7 @@ mod tests {
             request_id: "r".into(),
             prompt_token_ids: vec![1, 2],
             output_token_ids: vec![3],
+            priority: -4,
             sampling: Some(
                 (&SamplingParams {
                     logit_bias: vec![(1, 0.5), (7, -1.0)],
@@ -239,6 +242,7 @@ mod tests {
             request_id: request.id.clone(),
             token_ids: [&request.prompt[..], &request.output].concat(),
             num_output_tokens: 1,
+            priority: -4,
             sampling: Some((&request.sampling).into()),
             ..proto::Begin::default()
         };

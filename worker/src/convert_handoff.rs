@@ -94,6 +94,7 @@ fn begin_to_proto(begin: Begin, cached_only: bool, payload: Payload<'_>) -> prot
         num_output_tokens: request.output.len() as u32,
         sampling: Some((&request.sampling).into()),
         kv_format: Some(kv_format_to_proto(kv_format)),
+        priority: request.priority,
         cache_salt: request.cache_salt.clone(),
         deadline_ms: u64::try_from(begin.deadline.as_millis()).unwrap_or(u64::MAX),
         wire_format: wire.map_or(ANY_WIRE_FORMAT, WireFormat::name).to_owned(),
@@ -312,8 +313,8 @@ mod tests {
 
     #[test]
     fn messages_of_the_decode_side_survive_the_wire() {
-        let request =
-            Request { id: "r".into(), prompt: [1; 9].into(), output: vec![2], ..Request::default() };
+        let (id, prompt, output) = ("r".into(), [1; 9].into(), vec![2]);
+        let request = Request { id, prompt, output, priority: -4, ..Request::default() };
         let kv_format = KvFormat::new("rev".into(), &layout(), "theta".into());
         let (kv_format, prefix_source) = (&kv_format, None);
         let payload = Payload { request: &request, kv_format, wire: None, prefix_source, ticket: None };
@@ -330,6 +331,7 @@ mod tests {
         let wire = decode_message_to_proto(DecodeMessage::Begin(begin.clone()), payload);
         let Some(decode_message::Message::Begin(wire)) = wire.message else { panic!("{wire:?}") };
         assert_eq!(begin_from_proto(&wire), Ok((begin.clone(), kv_format.clone())));
+        assert_eq!(wire.priority, -4);
         let source =
             proto::PrefillPeer { worker_id: "d1".into(), incarnation: 3, address: "http://h".into() };
         let sourced =

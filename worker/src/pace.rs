@@ -24,6 +24,8 @@ pub(crate) fn step_prior(
         flops_per_token: cost.flops_per_token(),
         flops_per_pair: cost.flops_per_pair(),
         kv_bytes_per_token: cost.kv_bytes_per_token() as f64,
+        num_layers: spec.layers.len() as f64,
+        sum_bytes_per_token: cost.sum_bytes_per_token(),
     };
     prior(&shape, &device).checked()
 }

@@ -7,7 +7,7 @@ use std::{
 };
 
 use baton_cluster::{DialError, Dialed, Dialer};
-use baton_proto::worker::prefill_client::PrefillClient;
+use baton_proto::worker::{decode_client::DecodeClient, prefill_client::PrefillClient};
 use baton_tls::Identity;
 use tonic::transport::Channel;
 
@@ -77,6 +77,13 @@ impl Link {
     /// A client of the worker.
     pub fn client(&self) -> PrefillClient<Channel> {
         PrefillClient::new(self.dialed.channel.clone())
+            .max_decoding_message_size(MAX_MESSAGE_BYTES)
+            .max_encoding_message_size(MAX_MESSAGE_BYTES)
+    }
+
+    /// As above, of a decode worker.
+    pub fn decode_client(&self) -> DecodeClient<Channel> {
+        DecodeClient::new(self.dialed.channel.clone())
             .max_decoding_message_size(MAX_MESSAGE_BYTES)
             .max_encoding_message_size(MAX_MESSAGE_BYTES)
     }

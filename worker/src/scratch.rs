@@ -43,6 +43,7 @@ impl Worker {
             sampling: SamplingParams { max_tokens: 1, ..SamplingParams::default() },
             cache_salt: salt,
             speculation: SpeculationMode::Off,
+            priority: 0,
             blend: None,
         };
         match tokio::time::timeout(PATIENCE, self.engine.reserve(request)).await {

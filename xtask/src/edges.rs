@@ -76,6 +76,7 @@ const ROOMS: &[Room] = &[
             "baton-model-spec",
             "baton-kv-cache",
             "baton-kv-index",
+            "baton-random",
             "baton-request",
         ],
         tests_use: &[],
@@ -95,6 +96,7 @@ const ROOMS: &[Room] = &[
             "baton-transfer",
             "baton-cluster",
             "baton-kv-cache",
+            "baton-random",
             "baton-tls",
             "baton-proto",
         ],
@@ -151,12 +153,17 @@ const ROOMS: &[Room] = &[
     // Pure decisions. A simulator can use it alone.
     Room {
         name: "baton-planner",
-        uses: &["baton-cost", "baton-cluster-record", "baton-request"],
+        uses: &["baton-cost", "baton-cluster-record", "baton-random", "baton-request"],
         tests_use: &["baton-kv-cache", "baton-kv-index"],
         never: PURE,
     },
     // What workers' caches hold, by their events. It knows no worker.
-    Room { name: "baton-kv-index", uses: &["baton-kv-events"], tests_use: &["baton-kv-cache"], never: PURE },
+    Room {
+        name: "baton-kv-index",
+        uses: &["baton-kv-events", "baton-random"],
+        tests_use: &["baton-kv-cache"],
+        never: PURE,
+    },
     Room {
         name: "baton-prefill-worker",
         uses: ROLE,
@@ -379,8 +386,13 @@ const ROOMS: &[Room] = &[
         tests_use: &[],
         never: &[],
     },
-    // The record of a worker, without the protocols that carry it.
-    Room { name: "baton-cluster-record", uses: &["baton-kv-layout"], tests_use: &[], never: PURE },
+    // The record of a worker, without the protocols that carry it, and what workers agree on without a third party.
+    Room {
+        name: "baton-cluster-record",
+        uses: &["baton-kv-layout", "baton-random"],
+        tests_use: &[],
+        never: PURE,
+    },
     Room {
         name: "baton-kv-cache",
         uses: &["baton-kv-layout"],
@@ -417,6 +429,8 @@ const ROOMS: &[Room] = &[
     Room { name: "baton-request-fields", uses: &[], tests_use: &[], never: &["tokio", "axum", "tonic"] },
     // Text of answers and fields of requests.
     Room { name: "baton-tools", uses: &["baton-request"], tests_use: &["baton-grammar"], never: PURE },
+    // Chance by seed.
+    Room { name: "baton-random", uses: &[], tests_use: &[], never: PURE },
     // The definition of a request, shared by all processes.
     Room { name: "baton-request", uses: &[], tests_use: &[], never: PURE },
     Room { name: "xtask", uses: &[], tests_use: &[], never: &["tokio", "tonic"] },

@@ -19,6 +19,7 @@ use std::{path::PathBuf, time::Instant};
 use anyhow::{Context, ensure};
 use baton_cluster::Dialer;
 use baton_command::{EngineArgs, Transport, at_least_one, print};
+use baton_random::Random;
 use clap::Args;
 
 use self::{
@@ -27,7 +28,6 @@ use self::{
 };
 use super::{
     progress::Progress,
-    random::Random,
     target::{Answer, WorkerTarget},
     workload::Prompt,
 };

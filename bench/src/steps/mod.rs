@@ -15,6 +15,7 @@ use baton_cluster::Dialer;
 use baton_command::{EngineArgs, at_least_one, print};
 use baton_cost::{PromptWork, StepLine, StepWork};
 use baton_proto::worker::{WatchLoadRequest, worker_client::WorkerClient};
+use baton_random::Random;
 use clap::Args;
 use tokio::task::JoinSet;
 
@@ -22,7 +23,6 @@ use self::report::{Report, Row};
 use super::{
     process::WorkerProcess,
     progress::Progress,
-    random::Random,
     stats::Summary,
     target::{Answer, WorkerTarget},
     workload::Prompt,

@@ -16,6 +16,7 @@ use anyhow::ensure;
 use baton_command::{Size, TlsArgs, at_least_one, parse_size, print};
 use baton_handoff::TransportKind;
 use baton_kv_cache::{BlockId, BlockStorage};
+use baton_random::Random;
 use baton_transfer::SenderConfig;
 use baton_transport_tcp::TcpSending;
 use clap::Args;
@@ -26,7 +27,7 @@ use self::{
     report::{Entry, Report, Row},
     round::{Move, Round, Shape, layout, storage},
 };
-use super::{progress::Progress, random::Random, stats::Summary};
+use super::{progress::Progress, stats::Summary};
 
 pub(crate) use peer::serve;
 

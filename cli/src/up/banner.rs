@@ -57,6 +57,7 @@ fn text(base: &str, model: &str) -> String {
     format!(
         r#"
   Baton is ready: {base}  (model {model})
+  Open it in a browser to chat and to watch the workers.
 
   HTTP, OpenAI style:
     curl -N {base}/v1/chat/completions -H 'Content-Type: application/json' -d '{{

@@ -1,11 +1,16 @@
 //! What a worker says about itself: [`WorkerRecord`], and (through serde) the JSON that etcd keeps. It does not know how
-//! a record travels, nor the protocol's message of it.
+//! a record travels, nor the protocol's message of it. [`BalanceGrants`] is what a decode worker decides about its own load.
 #![forbid(unsafe_code)]
+
+mod balance;
 
 use std::fmt;
 
 use baton_kv_layout::KvFormat;
+use baton_random::{GOLDEN, mix};
 use serde::{Deserialize, Serialize};
+
+pub use balance::{BalanceGrants, BalanceRefused};
 
 /// A worker's name: unique in the cluster and kept over restarts.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
@@ -22,16 +27,11 @@ impl WorkerId {
     /// workers, all agree on it without talking to each other, and one more router takes workers from others only as far as it
     /// gets them (rendezvous hashing; Thaler, Ravishankar 1998).
     pub fn home_router(&self, routers: impl IntoIterator<Item = u64>) -> Option<u64> {
-        // FNV-1a of the name, mixed with the router (splitmix64; Steele, Lea, Flood 2014).
+        // FNV-1a of the name, mixed with the router.
         let own = self.0.bytes().fold(0xCBF2_9CE4_8422_2325, |hash: u64, byte| {
             (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01B3)
         });
-        let weight = |router: u64| {
-            let mut z = own ^ router.wrapping_mul(0x9E37_79B9_7F4A_7C15);
-            z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-            z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-            z ^ (z >> 31)
-        };
+        let weight = |router: u64| mix(own ^ router.wrapping_mul(GOLDEN));
         routers.into_iter().max_by_key(|&router| (weight(router), router))
     }
 }

@@ -3,6 +3,7 @@
 #![forbid(unsafe_code)]
 
 mod architectures;
+mod balance;
 mod cancel;
 mod faults;
 mod first_token;

@@ -43,13 +43,16 @@ impl BudgetClaim {
 /// Schrage, "A Proof of the Optimality of the Shortest Remaining Processing Time Discipline", 1968). Within the same
 /// power of four the older comes first: passing would gain little and cost the last one much. Preempted prompts come
 /// before all others: their readers wait in the middle of an answer. The oldest prompt always gets its part, or it
-/// could wait for ever.
+/// could wait for ever. All that holds among prompts of one priority; those of a lower number come first.
 pub(super) fn share_budget(claims: &mut [BudgetClaim], mut budget: usize, block_size: usize) -> usize {
     let Some(oldest) = claims.iter().position(|claim| claim.num_left > 0) else { return budget };
     // Kept for the oldest until its turn.
     let mut kept = (budget / OLDEST_SHARE).max(block_size).min(budget).min(claims[oldest].num_left);
     let mut order: Vec<usize> = (0..claims.len()).collect();
-    order.sort_by_key(|&idx| (!claims[idx].was_preempted, claims[idx].num_left.checked_ilog(4)));
+    order.sort_by_key(|&idx| {
+        let claim = &claims[idx];
+        (claim.id.priority, !claim.was_preempted, claim.num_left.checked_ilog(4))
+    });
     for idx in order {
         if idx == oldest {
             kept = 0;
@@ -64,15 +67,13 @@ pub(super) fn share_budget(claims: &mut [BudgetClaim], mut budget: usize, block_
 mod tests {
     use super::*;
 
-    /// The shares and the rest, for claims like `8000 500 preempted:90`, oldest first.
+    /// The shares and the rest, for claims like `8000 500 preempted:90 later:10`, oldest first.
     fn shares(claims: &str, budget: usize) -> (Vec<usize>, usize) {
         let claim = |(nth, text): (usize, &str)| {
-            let (was_preempted, num_left) = match text.strip_prefix("preempted:") {
-                Some(num_left) => (true, num_left),
-                None => (false, text),
-            };
+            let (word, num_left) = text.split_once(':').unwrap_or(("", text));
+            let id = SequenceId::new(i32::from(word == "later"), nth as u64);
             let num_left = num_left.parse().expect("a number of tokens");
-            BudgetClaim { id: SequenceId(nth as u64), num_left, is_waiting: false, share: 0, was_preempted }
+            BudgetClaim { id, num_left, is_waiting: false, share: 0, was_preempted: word == "preempted" }
         };
         let mut claims: Vec<BudgetClaim> = claims.split_whitespace().enumerate().map(claim).collect();
         let left = share_budget(&mut claims, budget, 16);
@@ -97,6 +98,9 @@ mod tests {
             ("2000 8000 400", vec![128, 0, 384]),
             ("8000 300 preempted:900", vec![128, 0, 384]),
             ("0 8000 100", vec![0, 412, 100]),
+            // A later priority gets what is left over, also if it is shorter.
+            ("8000 later:100", vec![512, 0]),
+            ("300 later:500 later:100", vec![300, 112, 100]),
         ] {
             let total: usize = expected.iter().sum();
             assert_eq!(shares(claims, 512), (expected, 512 - total), "{claims}");

@@ -29,6 +29,10 @@
 //! ([`Scheduler::step_ahead`]). A sequence that meets a stop meanwhile was computed in vain, and its blocks return when
 //! that step is over. Waiting sequences are admitted as soon as no step is ahead.
 //!
+//! All of this goes by the ids of sequences: "older" means a lower priority number, and among equal ones an earlier
+//! arrival. So a sequence waits for as long as others of lower numbers take the slots, blocks or tokens, and loses its
+//! blocks to them. A newcomer takes no block of a running sequence, whatever their priorities.
+//!
 //! Blocks of a prefill's prompt are never taken away (see [`Sequence`]), and reserved blocks neither: their owners
 //! return them by a deadline of their own. Until then a sequence that cannot grow waits.
 

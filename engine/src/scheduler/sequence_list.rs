@@ -1,4 +1,4 @@
-//! Sequences in the order of their ids, which is the order of their arrival.
+//! Sequences in the order of their ids: of priority, then of arrival.
 
 use std::{
     cell::Cell,

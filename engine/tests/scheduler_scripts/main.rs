@@ -6,4 +6,5 @@ mod drafts;
 mod handoffs;
 mod preemption;
 mod prefix_cache;
+mod priority;
 mod steps;

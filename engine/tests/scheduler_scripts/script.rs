@@ -76,7 +76,9 @@ impl<'a> Command<'a> {
     }
 
     fn id(&self) -> SequenceId {
-        SequenceId(self.number("id") as u64)
+        let priority =
+            self.arguments.get("priority").map_or(0, |priority| priority.parse().expect("a number"));
+        SequenceId::new(priority, self.number("id") as u64)
     }
 }
 
@@ -156,7 +158,7 @@ impl Player {
         // Its own text unless the script gives one.
         let text = match command.arguments.get("text") {
             Some(text) => u32::from(text.as_bytes()[0]) * 1000,
-            None => 1_000_000 + id.0 as u32 * 1000,
+            None => 1_000_000 + id.number as u32 * 1000,
         };
         let prompt = (0..command.number("prompt") as u32).map(|idx| text + idx);
         let tokens = prompt.chain(command.tokens("output")).collect();
@@ -179,9 +181,9 @@ impl Player {
                 0 => String::new(),
                 num => format!(" cached {num}"),
             };
-            answers.push(format!("{verb} {}{cached}", admission.id.0));
+            answers.push(format!("{verb} {}{cached}", admission.id.number));
         }
-        answers.extend(self.plan.preempted.iter().map(|id| format!("preempt {}", id.0)));
+        answers.extend(self.plan.preempted.iter().map(|id| format!("preempt {}", id.number)));
         for (id, draft) in std::mem::take(&mut self.drafts) {
             draft.into_iter().for_each(|token| self.scheduler.push_draft(id, token));
         }
@@ -198,12 +200,12 @@ impl Player {
                 let (max, ends_at_once) = self.ends[&chunk.id];
                 if ends_at_once || self.num_tokens(chunk.id) == max {
                     self.scheduler.end(chunk.id);
-                    ends.push(format!("end {}", chunk.id.0));
+                    ends.push(format!("end {}", chunk.id.number));
                 }
             }
             let end = chunk.start_idx + chunk.num_tokens;
             let token = if chunk.wants_token { " token" } else { "" };
-            answers.push(format!("{}: {}..{end}{token}{draft}", chunk.id.0, chunk.start_idx));
+            answers.push(format!("{}: {}..{end}{token}{draft}", chunk.id.number, chunk.start_idx));
         }
         answers.extend(ends);
         answers

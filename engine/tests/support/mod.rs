@@ -162,9 +162,14 @@ pub fn draft_with_hook(
 
 /// A draft model that samples, and the number of steps that it launched ahead.
 pub fn sampling_draft(model: FakeModel) -> (Drafter, Arc<AtomicUsize>) {
+    sampling_draft_of_cost(model, 0.2)
+}
+
+/// The same. A drafted token costs `cost` steps of the target.
+pub fn sampling_draft_of_cost(model: FakeModel, cost: f64) -> (Drafter, Arc<AtomicUsize>) {
     let num_ahead = Arc::new(AtomicUsize::new(0));
     let executor = model.sampling_executor_with_hook(num_ahead.clone(), |_| Ok(()));
-    (Drafter::Model { executor, storage: None, cost: 0.2 }, num_ahead)
+    (Drafter::Model { executor, storage: None, cost }, num_ahead)
 }
 
 impl TestEngine {

@@ -4,7 +4,8 @@
 // There are eight algorithms. Which one it proposes first depends on the number of rows. They differ in speed, and the odd
 // ones add the two halves of K separately, so their last bits differ too.
 //
-// Environment: FAKE_REFUSED_ROWS, numbers of rows for which there are no fp8 products.
+// Environment: FAKE_REFUSED_ROWS, numbers of rows for which there are no fp8 products. FAKE_OLD_CUBLASLT: 1 for a library
+// before CUDA 12.8, which knows no modes of scales.
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -57,8 +58,8 @@ struct Algorithm {
 constexpr u64 NUM_ALGORITHMS = 8;
 // Milliseconds of a product.
 constexpr double COSTS[NUM_ALGORITHMS] = {0.8, 0.7, 0.6, 0.1, 0.5, 0.05, 0.04, 0.9};
-// One algorithm is refused when it runs, and one is found with a bad state.
-constexpr u64 REFUSED = 5, BAD = 6;
+// One algorithm is refused when it runs, one is found with a bad state, and one does not serve a single row.
+constexpr u64 REFUSED = 5, BAD = 6, OF_MANY_ROWS = 0;
 
 struct Heuristic {
     Algorithm algorithm;
@@ -78,8 +79,10 @@ static void* of_driver(const char* name) {
     return found;
 }
 
-API size_t cublasLtGetVersion() { return 120901; }
-API size_t cublasLtGetCudartVersion() { return 12090; }
+static bool is_old() { return getenv("FAKE_OLD_CUBLASLT") != nullptr; }
+
+API size_t cublasLtGetVersion() { return is_old() ? 120601 : 120901; }
+API size_t cublasLtGetCudartVersion() { return is_old() ? 12060 : 12090; }
 API const char* cublasLtGetStatusName(int status) {
     switch (status) {
     case SUCCESS: return "CUBLAS_STATUS_SUCCESS";
@@ -111,6 +114,7 @@ API int cublasLtMatmulDescSetAttribute(Description* description, int attribute, 
         memcpy(&to, value, size);
         return SUCCESS;
     };
+    if (is_old() && attribute > 30) return INVALID_VALUE;
     switch (attribute) {
     case 3: return set(description->transposes_a);
     case 4: return set(description->transposes_b);
@@ -189,6 +193,7 @@ API int cublasLtMatmulAlgoGetHeuristic(void* handle, const Description* descript
     for (u64 number : numbers) {
         if (*num_found == num_wanted) break;
         if (preference->reductions == 0 && number % 2 == 1) continue;
+        if (number == OF_MANY_ROWS && b->columns == 1) continue;
         int state = number == BAD ? NOT_SUPPORTED : SUCCESS;
         found[(*num_found)++] = {{{mark_of(a), number}}, preference->workspace_bytes, state, 1.0f, {}};
     }
@@ -201,6 +206,7 @@ API int cublasLtMatmulAlgoCheck(void* handle, const Description* description, co
     if (int status = check(description, a, b, c, out)) return status;
     u64 number = algorithm->data[1];
     if (algorithm->data[0] != mark_of(a) || number >= NUM_ALGORITHMS || number == BAD) return NOT_SUPPORTED;
+    if (number == OF_MANY_ROWS && b->columns == 1) return NOT_SUPPORTED;
     *found = {*algorithm, 0, SUCCESS, 1.0f, {}};
     return SUCCESS;
 }

@@ -63,7 +63,8 @@ constexpr u64 ALIGNMENT = 512;
     abort();
 }
 
-// Protects everything below.
+// Protects everything below. Nothing here is destroyed at the end of the process: threads that a test has not waited for may
+// still call.
 std::recursive_mutex mutex;
 bool is_initialized = false;
 constexpr int MAX_DEVICES = 8;
@@ -138,8 +139,8 @@ struct Working {
 int Working::num = 0;
 
 // Opened memory of other processes, and registered memory of the host.
-std::map<u64, u64> foreign;
-std::set<void*> pinned;
+std::map<u64, u64>& foreign = *new std::map<u64, u64>;
+std::set<void*>& pinned = *new std::set<void*>;
 
 // The contiguous range that contains `at`, if devices can access it.
 bool piece(u64 at, u64& first, u64& len) {
@@ -195,7 +196,7 @@ struct Event {
 // Milliseconds of all work so far. Only products spend any.
 double spent = 0;
 
-std::set<Stream*> streams;
+std::set<Stream*>& streams = *new std::set<Stream*>;
 
 // Does a stream's operations up to `place`, as far as possible. Returns whether all are done.
 bool work_until(Stream* stream, u64 place) {
@@ -353,8 +354,12 @@ API cuCtxSetCurrent(int* context) {
     current = context;
     return OK;
 }
+// Invalid while any stream of the device is captured, whatever the mode and the thread.
 API cuCtxSynchronize() {
-    NOT_CAPTURING;
+    IN_CONTEXT;
+    if (std::any_of(streams.begin(), streams.end(), [](Stream* stream) { return stream->capture != nullptr; })) {
+        return spoil_captures();
+    }
     WAIT(work_off_all());
     return OK;
 }
@@ -476,13 +481,6 @@ API cuMemsetD8Async(u64 to, unsigned char byte, size_t len, void* stream) {
     IN_CONTEXT;
     if (!reaches(to, len)) fail("a fill leaves the device's memory");
     return ask(static_cast<Stream*>(stream), [=] { return memset(reinterpret_cast<void*>(to), byte, len), true; });
-}
-API cuMemsetD8_v2(u64 to, unsigned char byte, size_t len) {
-    NOT_CAPTURING;
-    if (!reaches(to, len)) fail("a fill leaves the device's memory");
-    Working working;
-    memset(reinterpret_cast<void*>(to), byte, len);
-    return OK;
 }
 
 API cuStreamCreate(Stream** stream, unsigned) {

@@ -61,7 +61,8 @@ struct Comm {
 };
 
 static std::mutex mutex;
-static std::map<std::string, Group> groups;
+// Never destroyed: threads may use it while the process ends.
+static std::map<std::string, Group>& groups = *new std::map<std::string, Group>;
 static int num_ids = 0;
 // The open group of this thread.
 static thread_local int depth = 0;
@@ -89,12 +90,15 @@ static void meet(Meeting& meeting) {
         for (auto& [_, one] : posted) sum += widened(one->numbers[i]);
         for (auto& [_, one] : posted) one->numbers[i] = rounded(sum);
     }
+    // What a rank receives from a peer is what that peer sends to it, in the order of both.
     for (auto& [rank, one] : posted) {
+        std::map<int, size_t> next;
         for (Moved& to : one->moved) {
             if (to.is_send) continue;
-            for (Moved& from : posted[to.peer]->moved) {
-                if (from.is_send && from.peer == rank) memcpy(to.at, from.at, to.len);
-            }
+            auto& sent = posted[to.peer]->moved;
+            size_t& idx = next[to.peer];
+            while (idx < sent.size() && !(sent[idx].is_send && sent[idx].peer == rank)) ++idx;
+            if (idx < sent.size()) memcpy(to.at, sent[idx++].at, to.len);
         }
     }
 }

@@ -14,7 +14,8 @@ constexpr int COMPUTING = 2 * warpgroup::THREADS;
 constexpr int COPYING = warpgroup::THREADS;
 constexpr int THREADS = COMPUTING + COPYING;
 // Registers of a thread: at the launch as many as 384 threads can have of 65,536, a multiple of 8. cuda-check sees
-// that the compiler takes them all: with fewer, the computing warpgroups would wait for the rest for ever.
+// that the compiler takes them all: with fewer, the computing warpgroups would wait for the rest for ever. The bound of one
+// block tells it their number; without one, some versions ignore the exchange.
 constexpr int COMPUTING_REGISTERS = 224, COPYING_REGISTERS = 56, LAUNCH_REGISTERS = 65536 / THREADS / 8 * 8;
 static_assert(COMPUTING * COMPUTING_REGISTERS + COPYING * COPYING_REGISTERS == THREADS * LAUNCH_REGISTERS,
               "what one warpgroup gives is what the others take");
@@ -209,7 +210,7 @@ struct Copier {
 //
 // 8-bit KV is widened to bf16 by the copying warpgroup, each thread the codes that it copied itself: as many
 // instructions as softmax takes, for half of the bytes from the L2 cache. This uses 196 KiB.
-KERNEL(wgmma_attention, PrefillAttention, attention::wgmma::THREADS) {
+KERNEL(wgmma_attention, PrefillAttention, attention::wgmma::THREADS, 1) {
 #if defined(BATON_EMULATED) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
     using namespace attention;
     using namespace attention::wgmma;

@@ -135,9 +135,9 @@ __device__ __forceinline__ uint4 join_columns(u32 (&pairs)[4]) {
 //
 // `columns` is a multiple of 8.
 #if GATED
-KERNEL(wgmma_gated_expert_product, ExpertProduct, wgmma_expert_products::THREADS) {
+KERNEL(wgmma_gated_expert_product, ExpertProduct, wgmma_expert_products::THREADS, 1) {
 #else
-KERNEL(wgmma_expert_product, ExpertProduct, wgmma_expert_products::THREADS) {
+KERNEL(wgmma_expert_product, ExpertProduct, wgmma_expert_products::THREADS, 1) {
 #endif
 #if defined(BATON_EMULATED) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
     using namespace wgmma_expert_products;

@@ -153,9 +153,9 @@ enum class Groups { WHOLE_ROWS, LONG, SHORT };
 constexpr u32 ROWS = 2 * TILES;
 
 // The numbers of a group for the outputs of a lane.
-__device__ __forceinline__ void load_scales(const float* from, const u32 (&places)[ROWS], u64 at, float (&to)[ROWS]) {
+__device__ __forceinline__ void load_scales(const float* from, const u32 (&places)[ROWS], u32 at, float (&to)[ROWS]) {
     if constexpr (IS_INTEGER) {
-        const float4 four = *reinterpret_cast<const float4*>(from + places[0] + at);
+        const float4 four = *reinterpret_cast<const float4*>(from + (places[0] + at));
         to[0] = four.x, to[1] = four.y, to[2] = four.z, to[3] = four.w;
     } else {
 #pragma unroll
@@ -182,12 +182,13 @@ __device__ __forceinline__ void multiply(const MultiplyFew& p, u32 done, float* 
         const u32 of_tile = c * 8 + group, at = place + (of_tile < last ? of_tile : last);
         x_rows[c] = p.x + u64(p.rows ? p.rows[at] : at) * p.k + warp * STEP + numbers_at(in, 0);
     }
-    const u8* weight_rows[ROWS];
+    // In units of 16 bytes, in which 32 bits reach 64 GiB: they take half of the registers of addresses.
+    u32 weight_places[ROWS];
     u32 scale_places[ROWS];
 #pragma unroll
     for (u32 i = 0; i < ROWS; ++i) {
         const u32 n = first_row + (first + i < p.n ? first + i : p.n - 1);
-        weight_rows[i] = p.weights + n * row_bytes(p.k) + warp * 64 + in * 16;
+        weight_places[i] = n * u32(row_bytes(p.k) / 16) + warp * 4 + in;
         scale_places[i] = IS_INTEGER ? n : HAS_SCALES ? n / p.scales.rows_per_scale * p.scales.row_stride : 0;
     }
     // Four outputs are loaded together. The rows of a table are padded to a multiple of four.
@@ -203,8 +204,10 @@ __device__ __forceinline__ void multiply(const MultiplyFew& p, u32 done, float* 
         for (u32 i = 0; i < ROWS; ++i) {
             // Integers are padded to whole steps.
             if (!IS_INTEGER) next[i] = make_uint4(0, 0, 0, 0);
-            if (IS_INTEGER || step * STEP + numbers_at(in, 0) < p.k) next[i] = load_once(weight_rows[i]);
-            weight_rows[i] += WARPS * 64;
+            if (IS_INTEGER || step * STEP + numbers_at(in, 0) < p.k) {
+                next[i] = load_once(p.weights + u64(weight_places[i]) * 16);
+            }
+            weight_places[i] += WARPS * 4;
         }
     };
     if (warp < num_steps) load(warp);
@@ -223,7 +226,7 @@ __device__ __forceinline__ void multiply(const MultiplyFew& p, u32 done, float* 
                 u32 nth = groups.of(GROUPS == Groups::SHORT ? step * UNITS + unit : step);
                 // The last step may have units past the end of K. Their activations are zero.
                 if (GROUPS == Groups::SHORT) nth = nth < last_group ? nth : last_group;
-                const u64 at = u64(nth) * p.scales.group_stride;
+                const u32 at = nth * p.scales.group_stride;
                 load_scales(p.scales.scales, scale_places, at, scales);
                 if (HAS_ZEROS) load_scales(p.scales.zeros, scale_places, at, zeros);
             }

@@ -27,6 +27,13 @@ pub struct KernelSource {
 }
 
 impl KernelSource {
+    /// All macros: "HEAD_DIM=64 KV=2".
+    pub fn constants(&self) -> String {
+        let constants: Vec<String> =
+            self.defines.iter().map(|(name, value)| format!("{name}={value}")).collect();
+        constants.join(" ")
+    }
+
     /// The value of a macro.
     ///
     /// # Panics

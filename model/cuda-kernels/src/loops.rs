@@ -18,25 +18,44 @@ pub struct MatrixLoop {
 /// 3.35 TB/s against 132 multiprocessors with four instructions a cycle. An H200, with 4.8 TB/s, leaves 412. That is
 /// the work of one loop of int8 and int4, and of fp8.
 ///
+/// A step of decode attention takes 16 positions of a head: 8 KiB of bf16, half of that in eight bits, so an H200 leaves 1,648
+/// instructions, or 824. A product takes a tensor core of an A100 eight cycles, in which its scheduler issues eight
+/// instructions: 128 products of prefill attention leave 1,024, 64 of experts 512. The counts of attention contain masks and
+/// caps, which most steps skip. Prefill attention of eight bits has an inner loop, which widens, so its products are not in an
+/// innermost one.
+///
 /// The rates are those of NVIDIA's data sheets of the SXM modules, which give dense BF16 as 989.4 TFLOP/s. With 4,096
 /// operations of a multiprocessor in a cycle (glennklockwood.com/garden/peak-FLOPS) that is 1.83 GHz.
+///
+/// A name alone is that of all variants of a kernel. Constants after it name one of them, as the table of `cuda-check` does.
 pub const LIMITS: &[(&str, &[MatrixLoop])] = &[
-    ("multiply_few_fp8", &[most(255, 8), most(277, 16)]),
-    ("multiply_few32_fp8", &[most(330, 32)]),
-    ("multiply_few_int8", &[most(216, 8), most(256, 16)]),
-    ("multiply_few32_int8", &[most(300, 32)]),
-    ("multiply_few_zeros_int8", &[most(256, 12), most(319, 24)]),
+    ("multiply_few_fp8", &[most(237, 8), most(261, 16)]),
+    ("multiply_few32_fp8", &[most(312, 32)]),
+    ("multiply_few_int8", &[most(208, 8), most(244, 16)]),
+    ("multiply_few32_int8", &[most(309, 32)]),
+    ("multiply_few_zeros_int8", &[most(241, 12), most(310, 24)]),
     ("multiply_few32_zeros_int8", &[most(415, 48)]),
-    ("multiply_few_int4", &[most(339, 16), most(413, 32)]),
+    ("multiply_few_int4", &[most(330, 16), most(397, 32)]),
     ("multiply_few32_int4", &[most(525, 64)]),
-    ("multiply_few_zeros_int4", &[most(419, 24), most(579, 48)]),
+    ("multiply_few_zeros_int4", &[most(386, 24), most(528, 48)]),
     ("multiply_few32_zeros_int4", &[most(777, 96)]),
+    ("decode_attention HEAD_DIM=128 KV_TYPE=2", &[most(569, 32)]),
+    ("decode_attention HEAD_DIM=128 KV_TYPE=3", &[most(916, 32)]),
+    ("decode_attention HEAD_DIM=128 KV_TYPE=4", &[most(850, 32)]),
+    ("prefill_attention HEAD_DIM=128 KV_TYPE=2", &[most(1407, 128)]),
+    ("expert_product TILE_ROWS=64 GATED=0 ACTIVATION=0", &[most(316, 64)]),
+    ("gated_expert_product TILE_ROWS=64 GATED=1 ACTIVATION=0", &[most(298, 64)]),
 ];
 
 /// The same for kernels that only [`WGMMA_ARCHITECTURE`] has code of. Four stages of experts' products keep the tensor
 /// cores busy for 4,096 cycles, in which each warp that starts them has that many instructions.
-pub const WGMMA_LIMITS: &[(&str, &[MatrixLoop])] =
-    &[("wgmma_expert_product", &[most(184, 16)]), ("wgmma_gated_expert_product", &[most(184, 16)])];
+pub const WGMMA_LIMITS: &[(&str, &[MatrixLoop])] = &[
+    ("wgmma_expert_product", &[most(184, 16)]),
+    ("wgmma_gated_expert_product", &[most(184, 16)]),
+    ("wgmma_attention HEAD_DIM=128 KV_TYPE=2", &[most(1482, 16)]),
+    ("wgmma_attention HEAD_DIM=128 KV_TYPE=3", &[most(1746, 16)]),
+    ("wgmma_attention HEAD_DIM=128 KV_TYPE=4", &[most(1746, 16)]),
+];
 
 /// As [`Architecture`](crate::compile::Architecture) shows it.
 pub const WGMMA_ARCHITECTURE: &str = "sm_90a";
@@ -53,10 +72,12 @@ const BRANCHES: [u64; 2] = [0x947, 0x547];
 const PRODUCTS: [u64; 3] = [0x23c, 0x9f0, 0xdf0];
 
 /// What breaks the limits of this kernel for an architecture. Empty if it has none.
-pub fn over_limits(kernel: &str, architecture: &str, loops: &[MatrixLoop]) -> Vec<String> {
+pub fn over_limits(kernel: &str, constants: &str, architecture: &str, loops: &[MatrixLoop]) -> Vec<String> {
     let wgmma = if architecture == WGMMA_ARCHITECTURE { WGMMA_LIMITS } else { &[] };
-    let mut all = LIMITS.iter().chain(wgmma);
-    let Some((_, limits)) = all.find(|(name, _)| *name == kernel) else { return vec![] };
+    let is_it = |(named, _): &&(&str, _)| {
+        named.split_once(' ').map_or(*named == kernel, |variant| variant == (kernel, constants))
+    };
+    let Some((_, limits)) = LIMITS.iter().chain(wgmma).find(is_it) else { return vec![] };
     let check = |limit: &MatrixLoop| {
         let alike = loops.iter().filter(|it| it.num_products == limit.num_products);
         match alike.map(|it| it.num_instructions).max() {
@@ -146,6 +167,7 @@ fn section<'a>(file: &'a [u8], wanted: &str) -> Option<&'a [u8]> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::kernel::KernelSource;
 
     /// A cubin with one kernel.
     fn cubin(kernel: &str, instructions: &[u128]) -> Vec<u8> {
@@ -220,14 +242,29 @@ mod tests {
 
     #[test]
     fn long_and_missing_loops_break_the_limits() {
-        assert_eq!(over_limits("norm", "sm_80", &[]), [""; 0]);
-        for ((name, limits), architecture) in [(LIMITS[0], "sm_80"), (WGMMA_LIMITS[0], WGMMA_ARCHITECTURE)] {
-            assert_eq!(over_limits(name, architecture, limits), [""; 0]);
+        assert_eq!(over_limits("norm", "", "sm_80", &[]), [""; 0]);
+        let of_wgmma = WGMMA_LIMITS.iter().map(|limit| (limit, WGMMA_ARCHITECTURE));
+        for ((named, limits), architecture) in LIMITS.iter().map(|limit| (limit, "sm_80")).chain(of_wgmma) {
+            let (name, constants) = named.split_once(' ').unwrap_or((named, "ANY=1"));
+            let over = |loops: &[MatrixLoop]| over_limits(name, constants, architecture, loops);
+            assert_eq!(over(limits), [""; 0]);
             let longer =
                 limits.iter().map(|it| MatrixLoop { num_instructions: it.num_instructions + 1, ..*it });
-            assert_eq!(over_limits(name, architecture, &longer.collect::<Vec<_>>()).len(), limits.len());
-            assert_eq!(over_limits(name, architecture, &[]).len(), limits.len());
+            assert_eq!(over(&longer.collect::<Vec<_>>()).len(), limits.len());
+            assert_eq!(over(&[]).len(), limits.len());
         }
-        assert_eq!(over_limits(WGMMA_LIMITS[0].0, "sm_80", &[]), [""; 0]);
+        assert_eq!(over_limits(WGMMA_LIMITS[0].0, "", "sm_80", &[]), [""; 0]);
+        assert_eq!(over_limits("decode_attention", "HEAD_DIM=256 KV_TYPE=2", "sm_80", &[]), [""; 0]);
+    }
+
+    #[test]
+    fn limits_are_of_variants_that_are_compiled() {
+        let sources = crate::sources::all_sources();
+        let compiled: Vec<String> = sources.iter().map(KernelSource::constants).collect();
+        for (named, _) in LIMITS.iter().chain(WGMMA_LIMITS) {
+            if let Some((_, constants)) = named.split_once(' ') {
+                assert!(compiled.iter().any(|it| it == constants), "{named}");
+            }
+        }
     }
 }

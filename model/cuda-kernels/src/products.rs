@@ -100,7 +100,7 @@ pub fn pack(levels: &[u8], kind: WeightKind, to: &mut [u8]) {
 
 /// Scales and zeros that groups of weights share. Output `n` and input `k` find theirs at `n / rows_per_scale *
 /// row_stride + k / group * group_stride`. Integers have a scale for each row, at a stride of 1, and a `group_stride`
-/// that is a multiple of 4: kernels load the scales of four rows at once.
+/// that is a multiple of 4: kernels load the scales of four rows at once. There are fewer than 2^32 scales.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct Scales {

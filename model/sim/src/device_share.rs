@@ -58,6 +58,8 @@ impl DeviceShare {
             flops_per_token: cost.flops_per_token(),
             flops_per_pair: cost.flops_per_pair(),
             kv_bytes_per_token: cost.kv_bytes_per_token() as f64,
+            num_layers: spec.layers.len() as f64,
+            sum_bytes_per_token: cost.sum_bytes_per_token(),
         };
         let ModelShape { weight_bytes, kv_bytes_per_token, .. } = shape;
         let room_bytes = gpu.memory_bytes() * num_gpus as f64 * utilisation;

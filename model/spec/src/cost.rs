@@ -104,6 +104,11 @@ impl ModelCost {
         (self.spec.layers.len() * self.kv_bytes_per_position()) as u64
     }
 
+    /// Bytes of one token's activations that ranks sum: 16 bits, after attention and after the MLP of each layer.
+    pub fn sum_bytes_per_token(&self) -> f64 {
+        2.0 * 2.0 * (self.spec.layers.len() * self.spec.hidden_size) as f64
+    }
+
     /// Bytes of one token's KV in one layer.
     fn kv_bytes_per_position(&self) -> usize {
         2 * self.spec.num_kv_heads * self.kv_dtype.vector_bytes(self.spec.head_dim)

@@ -67,7 +67,6 @@ impl Choice {
         index: u32,
         abort: CancellationToken,
     ) -> Choice {
-        let started = prepared.started;
         let mut request = prepared.prompts[(index / prepared.n) as usize].clone();
         request.id = format!("{}-{index}", prepared.id);
         request.sampling.seed = request.sampling.seed.wrapping_add(u64::from(index % prepared.n));
@@ -75,6 +74,7 @@ impl Choice {
             output: Output::new(request.prompt.len(), prepared.stop.clone(), request.sampling.min_tokens),
             retry: Retry::new(core.config.max_attempts, core.config.recovery_timeout),
             core,
+            stopwatch: Stopwatch::new(index, &prepared),
             prepared,
             index,
             request,
@@ -85,7 +85,6 @@ impl Choice {
             candidate: None,
             abort,
             last_token: None,
-            stopwatch: Stopwatch::new(index, started),
             span: Span::current(),
             done: false,
         }
@@ -237,7 +236,8 @@ impl Choice {
         match self.plan(Some(Migrating { from: &attempt.plan.decode, to })) {
             Ok(plan) => {
                 self.on_plan(&plan);
-                let request = self.message();
+                let for_balance = matches!(cause, Cause::Balance(_));
+                let request = GenerateRequest { for_balance, ..self.message() };
                 self.num_attempts += 1;
                 let (workers, stall_timeout) = (self.core.workers.clone(), self.core.config.stall_timeout);
                 self.migration.start(cause, permit, workers, plan, request, stall_timeout);
@@ -381,7 +381,7 @@ impl Choice {
 
     fn note_progress(&mut self, now: Instant) {
         match self.last_token.replace(now) {
-            None => self.core.metrics.on_first_token(now - self.prepared.started),
+            None => self.core.metrics.on_first_token(now - self.prepared.arrival.at),
             Some(last) => self.core.metrics.on_next_token(now - last),
         }
         self.retry.on_progress();

@@ -2,6 +2,7 @@
 
 use baton_proto::v1;
 use baton_request::FinishReason;
+use serde::Serialize;
 
 use super::timing::Timing;
 
@@ -41,7 +42,7 @@ pub struct Finish {
 }
 
 /// Tokens of one choice.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Usage {
     /// Of the prompt.
     pub prompt_tokens: u32,

@@ -1,14 +1,16 @@
 //! The choices of a running request, merged into one stream of [`Event`]s.
 
-use std::{pin::Pin, sync::Arc, time::Instant};
+use std::{pin::Pin, sync::Arc};
 
 use baton_request::FinishReason;
+use baton_telemetry::trace_context;
 use futures_util::{Stream, StreamExt, stream::SelectAll};
 use tokio::sync::OwnedSemaphorePermit;
+use tracing::Span;
 
 use super::{
-    ActiveRequest, Core, CoreError, Event, Extras, PreparedRequest, Timing, Usage, choice::Choice,
-    event::saturate,
+    ActiveRequest, Core, CoreError, EndedRequest, Event, Extras, PreparedRequest, Timing, Usage,
+    choice::Choice, event::saturate,
 };
 
 impl Core {
@@ -39,14 +41,15 @@ pub struct Events {
     choices: SelectAll<ChoiceStream>,
     /// Summed over prompts and choices that have finished.
     usage: Usage,
-    /// Of those, if it is asked for.
+    /// Of those.
     timing: Vec<Timing>,
     n: u32,
     core: Arc<Core>,
     endpoint: &'static str,
     request: Arc<PreparedRequest>,
-    started: Instant,
     outcome: &'static str,
+    /// The client's request, also after its handler has returned.
+    span: Span,
     active: ActiveRequest,
     _permit: OwnedSemaphorePermit,
 }
@@ -61,7 +64,7 @@ impl Events {
         let prompt_tokens: usize = request.prompts.iter().map(|prompt| prompt.prompt.len()).sum();
         let usage = Usage { prompt_tokens: saturate(prompt_tokens), ..Usage::default() };
         core.metrics.on_start(usage.prompt_tokens);
-        let (n, endpoint, started) = (request.n, request.endpoint, request.started);
+        let (n, endpoint) = (request.n, request.endpoint);
         let num_prompts = request.prompts.len() as u32;
         let request = Arc::new(request);
         let choices = (0..num_prompts * n).map(|index| {
@@ -82,8 +85,8 @@ impl Events {
             core,
             endpoint,
             request,
-            started,
             outcome,
+            span: Span::current(),
             active,
             _permit: permit,
         }
@@ -99,10 +102,8 @@ impl Events {
             Ok(Event { index, finish: Some(finish), .. }) => {
                 // Choices of one prompt share its prefix: it is counted once.
                 self.usage.add(finish.usage, index % self.n == 0);
-                if self.request.timing {
-                    self.timing.push(finish.timing.clone());
-                    self.timing.sort_by_key(|timing| timing.index);
-                }
+                self.timing.push(finish.timing.clone());
+                self.timing.sort_by_key(|timing| timing.index);
                 if finish.reason == FinishReason::Abort {
                     self.outcome = "aborted";
                 }
@@ -135,14 +136,21 @@ impl Drop for Events {
         // The edge has read the last event but not the end: the request is complete.
         let outcome =
             if self.outcome == "cancelled" && self.choices.is_empty() { "ok" } else { self.outcome };
-        tracing::debug!(
-            request = self.active.id(),
-            endpoint = self.endpoint,
+        let took = self.request.arrival.at.elapsed();
+        self.core.metrics.on_end(self.endpoint, outcome, took);
+        let ended = EndedRequest {
+            id: self.active.id().to_owned(),
+            x_request_id: self.request.arrival.x_request_id.clone(),
+            trace_id: trace_context::trace_id(&self.span),
+            endpoint: self.endpoint,
             outcome,
-            prompt_tokens = self.usage.prompt_tokens,
-            completion_tokens = self.usage.completion_tokens,
-            "request ended"
-        );
-        self.core.metrics.on_end(self.endpoint, outcome, self.started.elapsed());
+            num_choices: self.request.prompts.len() as u32 * self.n,
+            usage: self.usage,
+            timing: self.timing.first().cloned().unwrap_or_default(),
+            e2e: Some(took),
+        };
+        ended.log();
+        // Fails without a watcher.
+        let _ = self.core.ended.send(Arc::new(ended));
     }
 }

@@ -13,6 +13,7 @@ mod active;
 mod attempt;
 mod choice;
 mod config;
+mod ended;
 mod error;
 mod event;
 mod events;
@@ -34,6 +35,7 @@ mod workers;
 
 pub use active::{ActiveRequest, ActiveRequests};
 pub use config::{PlanBasis, RouterConfig};
+pub use ended::EndedRequest;
 pub use error::CoreError;
 pub use event::{Event, Finish, TokenOut, Usage};
 pub use events::Events;
@@ -43,7 +45,8 @@ pub use migrator::{MigrationMode, Migrator};
 pub use model::ServedModel;
 pub(crate) use planner::Planner;
 pub use request::{
-    ChatInput, ClientRequest, FieldNames, PreparedRequest, PromptInput, Serving, check_model, tokenize,
+    Arrival, ChatInput, ClientRequest, FieldNames, PreparedRequest, PromptInput, Serving, check_model,
+    tokenize,
 };
 pub use sampling::ClientSampling;
 pub use state::Core;

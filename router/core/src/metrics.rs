@@ -3,7 +3,7 @@
 use std::{sync::atomic::AtomicU64, time::Duration};
 
 use baton_kv_index::SourceState;
-use baton_planner::{Plan, Usability};
+use baton_planner::Plan;
 use baton_telemetry::{Metrics, e2e_histogram, itl_histogram, ttft_histogram};
 use prometheus_client::{
     encoding::EncodeLabelSet,
@@ -290,13 +290,8 @@ impl RouterMetrics {
             }
         }
         for worker in workers.view().workers {
-            let state = match worker.usability {
-                Usability::Ready => "ready",
-                Usability::BackingOff => "backing_off",
-                Usability::Draining => "draining",
-                Usability::Unreachable => "unreachable",
-            };
-            self.workers.get_or_create(&RoleState { role: worker.record.role.name(), state }).inc();
+            let (role, state) = (worker.record.role.name(), worker.usability.name());
+            self.workers.get_or_create(&RoleState { role, state }).inc();
         }
         // A worker that has left has no series any more.
         self.worker_running.clear();

@@ -22,10 +22,19 @@ const MAX_ID_CHARS: usize = 128;
 /// Tokens of a prompt's end that tell whether it opens the reasoning.
 const PROMPT_END: usize = 8;
 
+/// The call that a request came with.
+#[derive(Clone, Debug)]
+pub struct Arrival {
+    /// `X-Request-Id`: chosen by the client, else by the edge. Several calls may have the same.
+    pub x_request_id: String,
+    /// When it came.
+    pub at: Instant,
+}
+
 /// A request as a client wrote it, in the words of no API.
 #[derive(Debug)]
 pub struct ClientRequest {
-    /// Chosen by the client or by the edge.
+    /// Of the answer. Chosen by the client or by the edge; one running request has it.
     pub id: String,
     /// For metrics: which endpoint.
     pub endpoint: &'static str,
@@ -43,8 +52,8 @@ pub struct ClientRequest {
     pub serving: Serving,
     /// What this API calls the fields, for errors.
     pub names: FieldNames,
-    /// When the request arrived.
-    pub started: Instant,
+    /// When and as what it came.
+    pub arrival: Arrival,
 }
 
 /// How a request is served, whatever it asks for.
@@ -52,6 +61,8 @@ pub struct ClientRequest {
 pub struct Serving {
     /// Only requests with the same salt share cached prefixes.
     pub cache_salt: String,
+    /// Workers serve lower numbers first.
+    pub priority: i32,
     /// Who may compute the prompt.
     pub prefill: PrefillMode,
     /// Whether drafts may be used.
@@ -125,7 +136,9 @@ pub struct PreparedRequest {
     pub(crate) hashes: Vec<OnceCell<SequenceHashes>>,
     /// Of all choices, if they are to be explained. Locked for a push or a copy.
     plans: Mutex<Vec<ExplainedPlan>>,
-    pub(crate) started: Instant,
+    pub(crate) arrival: Arrival,
+    /// When it was tokenised.
+    pub(crate) tokenised: Instant,
 }
 
 impl PreparedRequest {
@@ -216,7 +229,8 @@ impl ClientRequest {
             model.check_grammar(&asked.grammar, asked.param)?;
         }
         // Rounding stays in the cache: a request for one form must find no other.
-        let Serving { cache_salt, prefill, speculation, kv_wire, slo, explain, timing } = self.serving;
+        let Serving { cache_salt, priority, prefill, speculation, kv_wire, slo, explain, timing } =
+            self.serving;
         let cache_salt = match kv_wire {
             KvWire::Unspecified => cache_salt,
             form => format!("{cache_salt}\0{}", form.as_str_name()),
@@ -231,6 +245,7 @@ impl ClientRequest {
                 prompt: tokenize(model, prompt, names.prompt, true)?.into(),
                 output: Vec::new(),
                 sampling: sampling.clone(),
+                priority,
                 cache_salt: cache_salt.clone(),
                 speculation,
                 blend: None,
@@ -263,7 +278,8 @@ impl ClientRequest {
             stop: self.stop,
             prefill,
             kv_wire,
-            started: self.started,
+            arrival: self.arrival,
+            tokenised: Instant::now(),
         })
     }
 }

@@ -3,11 +3,11 @@
 use std::sync::Arc;
 
 use baton_request::Request;
-use tokio::sync::{Semaphore, SetOnce};
+use tokio::sync::{Semaphore, SetOnce, broadcast};
 use tokio_util::sync::CancellationToken;
 
 use super::{
-    ActiveRequests, ClientRequest, CoreError, Migrator, Planner, PreparedRequest,
+    ActiveRequests, ClientRequest, CoreError, EndedRequest, Migrator, Planner, PreparedRequest,
     hashes::{BLOCKING_TOKENS, SequenceHashes, block_sizes},
 };
 use crate::{
@@ -19,6 +19,9 @@ use crate::{
 
 /// Texts longer than this are tokenised off the async threads.
 const BLOCKING_BYTES: usize = 16 << 10;
+
+/// Ended requests that a slow watcher may be behind; it then misses some.
+const NUM_ENDED: usize = 256;
 
 /// What all requests share.
 #[derive(Debug)]
@@ -34,6 +37,8 @@ pub struct Core {
     pub metrics: RouterMetrics,
     /// Requests that run.
     pub active: ActiveRequests,
+    /// Tells of requests that have ended.
+    pub ended: broadcast::Sender<Arc<EndedRequest>>,
     /// Moves running requests.
     pub migrator: Arc<Migrator>,
     /// Permits for choices: one each.
@@ -57,6 +62,7 @@ impl Core {
             model: SetOnce::new(),
             planner: Planner::new(&config, seed),
             active: ActiveRequests::default(),
+            ended: broadcast::Sender::new(NUM_ENDED),
             migrator: Migrator::new(config.migration),
             admission: Arc::new(Semaphore::new(config.max_requests)),
             drain,

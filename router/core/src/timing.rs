@@ -6,7 +6,7 @@ use baton_planner::Prefill;
 use baton_proto::worker::Token;
 use serde::{Serialize, Serializer};
 
-use super::{ExplainedPlan, attempt::Attempt};
+use super::{ExplainedPlan, PreparedRequest, attempt::Attempt};
 
 /// What an answer tells beside itself, if its request asks for it.
 #[derive(Clone, Debug, Default, Serialize)]
@@ -24,6 +24,12 @@ pub struct Extras {
 pub struct Timing {
     /// Which choice.
     pub index: u32,
+    /// From the request's arrival here until its tokens were known.
+    #[serde(rename = "tokenise_ms", serialize_with = "millis")]
+    pub tokenise: Option<Duration>,
+    /// From then until it was sent to the worker that answered, failed attempts included.
+    #[serde(rename = "plan_ms", serialize_with = "millis")]
+    pub plan: Option<Duration>,
     /// Until the worker that computed the prompt began with it. A remote one: and until it answered.
     #[serde(rename = "queue_ms", serialize_with = "millis")]
     pub queue: Option<Duration>,
@@ -48,7 +54,8 @@ pub struct Timing {
 /// Measures one choice.
 #[derive(Debug)]
 pub(crate) struct Stopwatch {
-    started: Instant,
+    arrived: Instant,
+    tokenised: Instant,
     /// The first token and the newest.
     tokens: Option<(Instant, Instant)>,
     num_tokens: u32,
@@ -63,9 +70,10 @@ impl Extras {
 }
 
 impl Stopwatch {
-    pub(crate) fn new(index: u32, started: Instant) -> Stopwatch {
-        let timing = Timing { index, ..Timing::default() };
-        Stopwatch { started, tokens: None, num_tokens: 0, timing }
+    pub(crate) fn new(index: u32, request: &PreparedRequest) -> Stopwatch {
+        let (arrived, tokenised) = (request.arrival.at, request.tokenised);
+        let timing = Timing { index, tokenise: Some(tokenised - arrived), ..Timing::default() };
+        Stopwatch { arrived, tokenised, tokens: None, num_tokens: 0, timing }
     }
 
     /// A token that was not delivered before.
@@ -74,13 +82,14 @@ impl Stopwatch {
             |seconds: Option<f64>| seconds.and_then(|seconds| Duration::try_from_secs_f64(seconds).ok());
         let timing = &mut self.timing;
         if self.tokens.is_none() {
+            timing.plan = attempt.map(|attempt| attempt.started - self.tokenised);
             timing.queue = seconds(token.queue_seconds);
             timing.prefill = seconds(token.prefill_seconds);
             timing.prefill_worker = attempt.map(|attempt| match &attempt.plan.prefill {
                 Prefill::Local => attempt.decode.id.0.clone(),
                 Prefill::Remote(worker) => worker.id.0.clone(),
             });
-            timing.ttft = Some(now - self.started);
+            timing.ttft = Some(now - self.arrived);
         }
         // Of several handoffs (retries, migrations) the first: later ones hide behind decoding.
         timing.exposed = timing.exposed.or(seconds(token.exposed_seconds));
@@ -101,6 +110,6 @@ impl Stopwatch {
 }
 
 /// To microseconds.
-fn millis<S: Serializer>(duration: &Option<Duration>, serializer: S) -> Result<S::Ok, S::Error> {
+pub(crate) fn millis<S: Serializer>(duration: &Option<Duration>, serializer: S) -> Result<S::Ok, S::Error> {
     duration.map(|duration| (duration.as_secs_f64() * 1e6).round() / 1e3).serialize(serializer)
 }

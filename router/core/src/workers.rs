@@ -106,6 +106,8 @@ struct Assigned {
 pub struct Listed {
     /// What it says of itself.
     pub record: Arc<WorkerRecord>,
+    /// Whether it can be sent to.
+    pub usability: Usability,
     /// Its newest load report, once there is one.
     pub report: Option<Report>,
     /// How far it is known what it has cached.
@@ -303,8 +305,10 @@ impl Workers {
     /// Every worker with its newest report.
     pub fn list(&self) -> Vec<Listed> {
         let state = self.lock();
+        let now = Instant::now();
         let listed = |worker: &Worker| Listed {
             record: worker.record.clone(),
+            usability: worker.usability(now),
             report: worker.report.clone(),
             source: worker.cache.state(),
         };
@@ -390,12 +394,10 @@ impl Workers {
                 None => ledger.cover_silently(),
             }
         }
-        if let Some(report) = &report
-            && report.load.step.is_some()
-            && pace(&report.load).is_none()
+        if let Some(what) = report.as_ref().and_then(|report| absurdity(&report.load))
             && !std::mem::replace(&mut worker.is_absurd, true)
         {
-            tracing::warn!(worker = %key, step = ?report.load.step, "the worker reports steps that cannot be; it is planned by constants");
+            tracing::warn!(worker = %key, what, "the worker's load reports have numbers that cannot be: they are ignored, and not logged again");
         }
         worker.is_leaving |= report.as_ref().is_some_and(|report| report.load.draining);
         worker.report = report;
@@ -421,7 +423,7 @@ impl State {
     fn has_usable(&self, role: Role) -> bool {
         let now = Instant::now();
         let mut workers = self.workers.values().filter(|worker| worker.record.role == role);
-        workers.any(|worker| matches!(worker.view(now).usability, Usability::Ready | Usability::BackingOff))
+        workers.any(|worker| matches!(worker.usability(now), Usability::Ready | Usability::BackingOff))
     }
 
     /// Called before a change that may take the last one away.
@@ -435,13 +437,17 @@ impl State {
 }
 
 impl Worker {
-    fn view(&self, now: Instant) -> WorkerView {
-        let usability = match &self.report {
+    fn usability(&self, now: Instant) -> Usability {
+        match &self.report {
             None => Usability::Unreachable,
             Some(report) if report.load.draining => Usability::Draining,
             Some(_) if self.back_off.lasts(now) => Usability::BackingOff,
             Some(_) => Usability::Ready,
-        };
+        }
+    }
+
+    fn view(&self, now: Instant) -> WorkerView {
+        let usability = self.usability(now);
         let load = self.report.as_ref().map(|report| load(report, now)).unwrap_or_default();
         let num_assigned = self.assigned.num_requests.load(Ordering::Relaxed);
         let sent = self.assigned.ledger().sent();
@@ -487,9 +493,26 @@ fn pace(load: &v1::Load) -> Option<WorkerPace> {
     })
 }
 
+/// What of a report cannot be true, if anything. It is not planned with.
+fn absurdity(load: &v1::Load) -> Option<String> {
+    if load.step.is_some() && pace(load).is_none() {
+        return Some(format!("{:?}", load.step));
+    }
+    let times =
+        [("recent_itl_seconds", load.recent_itl_seconds), ("itl_target_seconds", load.itl_target_seconds)];
+    let is_time = |seconds: f64| seconds.is_finite() && seconds >= 0.0;
+    if let Some((name, seconds)) = times.into_iter().find(|&(_, seconds)| !is_time(seconds)) {
+        return Some(format!("{name} is {seconds}"));
+    }
+    load.links.iter().find(|rate| link_line(rate).is_none()).map(|rate| format!("{rate:?}"))
+}
+
+fn link_line(rate: &v1::LinkRate) -> Option<LinkLine> {
+    let v1::LinkRate { latency_seconds, bytes_per_second, .. } = *rate;
+    LinkLine { latency_seconds, bytes_per_second }.checked()
+}
+
 /// The link used last of those that carry KV that far.
 fn link(load: &v1::Load, reaches: impl Fn(&str) -> bool) -> Option<LinkLine> {
-    let link = load.links.iter().find(|link| reaches(&link.transport))?;
-    let line = LinkLine { latency_seconds: link.latency_seconds, bytes_per_second: link.bytes_per_second };
-    line.checked()
+    load.links.iter().find(|link| reaches(&link.transport)).and_then(link_line)
 }

@@ -13,6 +13,10 @@ pub struct ModelShape {
     pub flops_per_pair: f64,
     /// Bytes of a token's KV in all layers.
     pub kv_bytes_per_token: f64,
+    /// Layers: each launches its kernels, and its all-reduces.
+    pub num_layers: f64,
+    /// Bytes of a token's activations that devices sum if they share the model: two all-reduces in each layer.
+    pub sum_bytes_per_token: f64,
 }
 
 /// What a device does in a second, as far as models reach it.
@@ -24,6 +28,12 @@ pub struct DeviceProfile {
     pub bytes_per_second: f64,
     /// Seconds of a step beside arithmetic and memory: planning, launching, sampling.
     pub overhead_seconds: f64,
+    /// As above, for each layer.
+    pub layer_seconds: f64,
+    /// Bytes that each device sends to the others in a second. Infinite: the utilisation of the arithmetic counts all-reduces.
+    pub link_bytes_per_second: f64,
+    /// How many devices compute together; arithmetic and memory are those of all of them.
+    pub num_devices: usize,
 }
 
 /// A GPU of NVIDIA: the SXM module, with the numbers of its data sheet.
@@ -78,8 +88,8 @@ impl GpuKind {
     }
 }
 
-/// The part of a GPU's peak arithmetic that prompts reach. Published values for dense models of 7 to 70 B lie between 0.4
-/// and 0.6 (DistServe, OSDI 2024; Splitwise, ISCA 2024).
+/// The part of a GPU's peak arithmetic that prompts reach, all-reduces included. Published values for dense models of 7 to 70 B
+/// lie between 0.4 and 0.6 (DistServe, OSDI 2024; Splitwise, ISCA 2024).
 const GPU_FLOPS_UTILISATION: f64 = 0.5;
 /// The part of a GPU's peak memory bandwidth that decoding reaches, from the same measurements.
 const GPU_BYTES_UTILISATION: f64 = 0.7;
@@ -92,12 +102,23 @@ const THREAD_BYTES: f64 = 10e9;
 const PROCESSOR_BYTES: f64 = 40e9;
 
 impl DeviceProfile {
+    /// One device that takes no time: what a profile does not say.
+    pub const UNBOUNDED: DeviceProfile = DeviceProfile {
+        flops_per_second: f64::INFINITY,
+        bytes_per_second: f64::INFINITY,
+        overhead_seconds: 0.0,
+        layer_seconds: 0.0,
+        link_bytes_per_second: f64::INFINITY,
+        num_devices: 1,
+    };
+
     /// A GPU with this peak of dense BF16 arithmetic and of memory bandwidth.
     pub const fn gpu(peak_flops: f64, peak_bytes: f64) -> DeviceProfile {
         DeviceProfile {
             flops_per_second: peak_flops * GPU_FLOPS_UTILISATION,
             bytes_per_second: peak_bytes * GPU_BYTES_UTILISATION,
             overhead_seconds: GPU_OVERHEAD_SECONDS,
+            ..DeviceProfile::UNBOUNDED
         }
     }
 
@@ -115,18 +136,26 @@ impl DeviceProfile {
             flops_per_second: num_threads * THREAD_FLOPS,
             bytes_per_second: (num_threads * THREAD_BYTES).min(PROCESSOR_BYTES),
             overhead_seconds: 0.000_2,
+            ..DeviceProfile::UNBOUNDED
         }
     }
 
-    /// So many of them, each with its part of a model. All-reduces are not counted.
+    /// So many of them, each with its part of a model.
     #[must_use]
     pub fn times(self, num_devices: usize) -> DeviceProfile {
-        let num_devices = num_devices.max(1) as f64;
+        let num_devices = num_devices.max(1);
         DeviceProfile {
-            flops_per_second: self.flops_per_second * num_devices,
-            bytes_per_second: self.bytes_per_second * num_devices,
+            flops_per_second: self.flops_per_second * num_devices as f64,
+            bytes_per_second: self.bytes_per_second * num_devices as f64,
+            num_devices: self.num_devices * num_devices,
             ..self
         }
+    }
+
+    /// Seconds until so many bytes are summed on all devices: a ring, which is optimal in bytes (Patarasuk, Yuan 2009).
+    fn sum_seconds(&self, num_bytes: f64) -> f64 {
+        let num_devices = self.num_devices as f64;
+        num_bytes * 2.0 * (num_devices - 1.0) / num_devices / self.link_bytes_per_second
     }
 }
 
@@ -134,8 +163,11 @@ impl DeviceProfile {
 /// takes their sum, which is at most twice as long, and less where one of them dominates: prompts, or decoding.
 pub fn prior(model: &ModelShape, device: &DeviceProfile) -> StepLine {
     StepLine {
-        fixed: device.overhead_seconds + model.weight_bytes / device.bytes_per_second,
-        per_token: model.flops_per_token / device.flops_per_second,
+        fixed: device.overhead_seconds
+            + model.num_layers * device.layer_seconds
+            + model.weight_bytes / device.bytes_per_second,
+        per_token: model.flops_per_token / device.flops_per_second
+            + device.sum_seconds(model.sum_bytes_per_token),
         per_context_token: model.kv_bytes_per_token / device.bytes_per_second,
         per_pair: model.flops_per_pair / device.flops_per_second,
     }
@@ -164,6 +196,8 @@ mod tests {
         flops_per_token: 15e9,
         flops_per_pair: 4.0 * 32.0 * 4096.0,
         kv_bytes_per_token: 131_072.0,
+        num_layers: 32.0,
+        sum_bytes_per_token: 2.0 * 32.0 * 4096.0 * 2.0,
     };
 
     #[test]
@@ -181,6 +215,22 @@ mod tests {
         assert_eq!(of("some other GPU"), of("A100"));
         let two = prior(&LLAMA_8B, &DeviceProfile::of_gpu("H100").times(2));
         assert_eq!(two.per_token, h100.per_token / 2.0);
+    }
+
+    #[test]
+    fn layers_and_all_reduces_take_time_where_a_profile_says_how_much() {
+        let profile = DeviceProfile {
+            layer_seconds: 50e-6,
+            link_bytes_per_second: 100e9,
+            ..DeviceProfile::gpu(989e12, 3.35e12)
+        };
+        let (plain, one) = (prior(&LLAMA_8B, &DeviceProfile::of_gpu("H100")), prior(&LLAMA_8B, &profile));
+        assert!((one.fixed - plain.fixed - 32.0 * 50e-6).abs() < 1e-12);
+        assert_eq!(one.per_token, plain.per_token, "one device sums nothing");
+        let four = prior(&LLAMA_8B, &profile.times(4));
+        // 512 KiB of a token, of which each device sends 2 x 3/4.
+        let sums = four.per_token - plain.per_token / 4.0;
+        assert!((sums - 524_288.0 * 1.5 / 100e9).abs() < 1e-12, "{sums}");
     }
 
     #[test]

@@ -1,25 +1,11 @@
 //! The step line against steps that others measured. The data and their licences: `data/README.md`.
 
+mod solve;
+
 use baton_cost::{DeviceProfile, ModelShape, StepWork, prior};
+use solve::solve;
 
 const DISTSERVE: &str = include_str!("data/distserve_a100.csv");
-
-/// Solves a small system of linear equations by Gaussian elimination with pivots.
-fn solve<const N: usize>(mut rows: [[f64; N]; N], mut right: [f64; N]) -> [f64; N] {
-    for idx in 0..N {
-        let pivot = (idx..N).max_by(|&a, &b| rows[a][idx].abs().total_cmp(&rows[b][idx].abs()));
-        let pivot = pivot.expect("there is a row left");
-        rows.swap(idx, pivot);
-        right.swap(idx, pivot);
-        for other in (0..N).filter(|&other| other != idx) {
-            let factor = rows[other][idx] / rows[idx][idx];
-            let row = rows[idx];
-            rows[other].iter_mut().zip(row).for_each(|(value, above)| *value -= factor * above);
-            right[other] -= factor * right[idx];
-        }
-    }
-    std::array::from_fn(|idx| right[idx] / rows[idx][idx])
-}
 
 /// OPT's decoder in 16 bits: layers, hidden size; 12 hidden² weights in a layer, as many query as kv heads.
 fn opt(num_layers: f64, hidden: f64) -> ModelShape {
@@ -29,6 +15,8 @@ fn opt(num_layers: f64, hidden: f64) -> ModelShape {
         flops_per_token: 2.0 * num_weights,
         flops_per_pair: 4.0 * num_layers * hidden,
         kv_bytes_per_token: 4.0 * num_layers * hidden,
+        num_layers,
+        sum_bytes_per_token: 4.0 * num_layers * hidden,
     }
 }
 
@@ -51,7 +39,8 @@ fn steps(profile: &[f64]) -> Vec<(StepWork, f64)> {
 
 #[test]
 fn one_overhead_utilisation_and_bandwidth_describe_a_published_profile() {
-    let a100 = DeviceProfile { flops_per_second: 312e12, bytes_per_second: 2.039e12, overhead_seconds: 0.0 };
+    let a100 =
+        DeviceProfile { flops_per_second: 312e12, bytes_per_second: 2.039e12, ..DeviceProfile::UNBOUNDED };
     println!(
         "model, GPUs: overhead, part of peak bandwidth, of peak arithmetic; error mean (wanted: 10 %), worst"
     );
@@ -86,6 +75,7 @@ fn one_overhead_utilisation_and_bandwidth_describe_a_published_profile() {
             flops_per_second: a100.flops_per_second / arithmetic,
             bytes_per_second: a100.bytes_per_second / memory,
             overhead_seconds: overhead,
+            ..a100
         };
         let fitted = prior(&model, &device.times(num_gpus));
         let errors: Vec<f64> =

@@ -175,6 +175,7 @@ pub const FIELDS: &[Field] = &[
     honoured("add_special_tokens", TOKENIZE, "for `prompt`; default true"),
     honoured("return_token_strs", TOKENIZE, "also the tokens' texts"),
     honoured("cache_salt", ALL, "only requests with the same salt share cached prefixes"),
+    honoured("priority", OPENAI, "an integer: workers serve lower ones first; default 0"),
     honoured("prefill_mode", ALL, "`auto`, `local`, `remote`: where the prompt is computed"),
     honoured("speculation_mode", ALL, "`auto`, `off`"),
     honoured("kv_wire", ALL, "`auto`, `as-is`, `int8`, `int4`: number format of KV in transit"),
@@ -227,7 +228,6 @@ pub const FIELDS: &[Field] = &[
     only("add_special_tokens", TEXT, is_true, "`true`"),
     only("return_tokens_as_token_ids", BOTH, is_false, "`false`"),
     only("include_reasoning", CHAT, is_true, "`true`: it is split off as `reasoning_content`"),
-    only("priority", BOTH, |value| value.as_f64() == Some(0.0), "0: first come, first served"),
     only("typical_p", BOTH, is_one, "1"),
     only("mirostat", BOTH, |value| value.as_f64() == Some(0.0), "0"),
     refused(

@@ -5,6 +5,8 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use baton_random::mix;
+
 use crate::run::Spot;
 
 /// Words that are read together: a line of the processor's cache.
@@ -147,10 +149,7 @@ impl KeyHash {
     /// Keys are hashes. This spreads those that are not (the finaliser of splitmix64; Steele, Lea, Flood 2014).
     #[inline]
     pub(crate) fn of(key: u64) -> KeyHash {
-        let mut z = key;
-        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-        KeyHash(z ^ (z >> 31))
+        KeyHash(mix(key))
     }
 
     /// The words of a bucket, the likeliest first.

@@ -21,6 +21,7 @@ use std::sync::Arc;
 
 use baton_cluster_record::{Role, WorkerRecord};
 use baton_cost::{PromptWork, StepWork};
+use baton_random::{GOLDEN, mix};
 
 use crate::{
     ClusterView, Estimate, NoPlan, Plan, PlanOption, PlanRequest, Policy, Prefill, PrefillMode, PrefixAware,
@@ -135,7 +136,8 @@ impl<'a> Search<'a> {
     fn plan(&self, decode: &[usize]) -> Result<Plan, NoPlan> {
         let mut ways = Vec::new();
         if self.request.prefill != PrefillMode::Remote {
-            ways.extend(self.best(decode.iter().flat_map(|&idx| self.local(idx))));
+            let least = |worker: &Outlook<'_>| worker.queue_seconds + self.least_decode(worker);
+            ways.extend(self.best(decode.iter().copied(), least, |idx| self.local(idx)));
         }
         if self.request.prefill != PrefillMode::Local {
             self.add_remote(decode, &mut ways);
@@ -206,7 +208,7 @@ impl<'a> Search<'a> {
                         && fits(&worker.record, num_tokens + 1)
                         && !excluded(&worker.record, self.request)
                 });
-                let ways = self.best(peers.flat_map(|idx| self.remote(idx)));
+                let ways = self.best(peers, |worker| worker.queue_seconds, |idx| self.remote(idx));
                 prefill.push((decode_idx, ways));
                 prefill.len() - 1
             });
@@ -248,13 +250,14 @@ impl<'a> Search<'a> {
 
     /// The decode workers that serve the tokens after the first best.
     fn best_decode(&self, decode: &[usize]) -> Vec<usize> {
-        let half = |&idx: &usize| {
+        let half = |idx: usize| {
             let worker = self.workers[idx].as_ref()?;
             let mut estimate = Estimate::default();
             self.decode(worker, &PromptWork::default(), 0.0, &mut estimate);
             Some(Way { decode: idx, prefill: None, source: None, prompt: PromptWork::default(), estimate })
         };
-        self.best(decode.iter().filter_map(half)).iter().map(|way| way.decode).collect()
+        let best = self.best(decode.iter().copied(), |worker| self.least_decode(worker), half);
+        best.iter().map(|way| way.decode).collect()
     }
 
     /// No prefix source, and the one that is worth a look. While nothing is measured, a long prefix is fetched: the worker is
@@ -309,8 +312,7 @@ impl<'a> Search<'a> {
     fn decode(&self, worker: &Outlook<'_>, prompt: &PromptWork, exposed: f64, estimate: &mut Estimate) {
         let Outlook { line, batch, .. } = worker;
         let num_running = batch.num_tokens;
-        let before = line.seconds(batch);
-        let after = line.seconds(&batch.plus(StepWork::decode(1.0, self.request.num_tokens as f64)));
+        let (before, after) = self.steps(worker);
         // What a running sequence waits longer for its tokens.
         let num_left = self.num_left();
         let stall = worker.delay_by(prompt, num_left) + num_left * (after - before);
@@ -338,21 +340,51 @@ impl<'a> Search<'a> {
         estimate.missed = if has_slo { allowed * (own + SLACK * taken) } else { 0.0 };
     }
 
+    /// A step of a worker's batch, without the request and with it.
+    fn steps(&self, worker: &Outlook<'_>) -> (f64, f64) {
+        let Outlook { line, batch, .. } = worker;
+        let with_request = batch.plus(StepWork::decode(1.0, self.request.num_tokens as f64));
+        (line.seconds(batch), line.seconds(&with_request))
+    }
+
+    /// What [`decode`](Self::decode) adds to the total at least.
+    fn least_decode(&self, worker: &Outlook<'_>) -> f64 {
+        let (before, after) = self.steps(worker);
+        self.num_expected * after + worker.batch.num_tokens * self.num_left() * (after - before)
+    }
+
     /// Tokens that a running sequence still generates: it is in the middle of its output.
     fn num_left(&self) -> f64 {
         self.num_expected / 2.0
     }
 
-    /// The best few, in their order. Of equals, which ones depends on the seed.
-    fn best(&self, ways: impl Iterator<Item = Way>) -> Vec<Way> {
-        let mix = |way: &Way| mix(self.request.seed ^ way.decode as u64);
-        let order = |a: &Way, b: &Way| a.estimate.order(&b.estimate).then_with(|| mix(a).cmp(&mix(b)));
+    /// The best few of the ways at these workers, in their order. Of equals, which ones depends on the seed. No way has a total
+    /// below what `least` says of its worker: most workers are passed over by that.
+    fn best<W: IntoIterator<Item = Way>>(
+        &self,
+        workers: impl Iterator<Item = usize>,
+        least: impl Fn(&Outlook<'_>) -> f64,
+        ways: impl Fn(usize) -> W,
+    ) -> Vec<Way> {
+        let chance = |way: &Way| chance(self.request.seed ^ way.decode as u64);
+        let order = |a: &Way, b: &Way| a.estimate.order(&b.estimate).then_with(|| chance(a).cmp(&chance(b)));
         let mut best: Vec<Way> = Vec::with_capacity(NUM_BEST + 1);
-        for way in ways {
-            if best.len() < NUM_BEST || best.last().is_some_and(|last| order(&way, last).is_lt()) {
-                let place = best.partition_point(|better| order(better, &way).is_le());
-                best.insert(place, way);
-                best.truncate(NUM_BEST);
+        // Nothing above it is among the best.
+        let mut most = f64::INFINITY;
+        for idx in workers {
+            if self.workers[idx].as_ref().is_none_or(|worker| least(worker) > most) {
+                continue;
+            }
+            for way in ways(idx) {
+                if best.len() < NUM_BEST || best.last().is_some_and(|last| order(&way, last).is_lt()) {
+                    let place = best.partition_point(|better| order(better, &way).is_le());
+                    best.insert(place, way);
+                    best.truncate(NUM_BEST);
+                }
+            }
+            if let Some(last) = best.get(NUM_BEST - 1).filter(|last| last.estimate.has_room) {
+                // Sums in another order differ by roundings.
+                most = last.estimate.total() * (1.0 + 1e-9);
             }
         }
         best
@@ -372,7 +404,7 @@ impl<'a> Search<'a> {
                 && a.total() <= b.total() + window
         };
         let near: Vec<&Way> = ways.iter().filter(is_near).collect();
-        let place = mix(self.request.seed) % near.len().max(1) as u64;
+        let place = chance(self.request.seed) % near.len().max(1) as u64;
         **near.get(place as usize).unwrap_or(&best)
     }
 
@@ -394,10 +426,48 @@ impl<'a> Search<'a> {
     }
 }
 
-/// A number that looks random (splitmix64; Steele, Lea, Flood 2014).
-fn mix(seed: u64) -> u64 {
-    let mut z = seed.wrapping_add(0x9E37_79B9_7F4A_7C15);
-    z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-    z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-    z ^ (z >> 31)
+/// A number that looks random.
+fn chance(seed: u64) -> u64 {
+    mix(seed.wrapping_add(GOLDEN))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fmt::Write;
+
+    use super::*;
+    use crate::tests::view;
+
+    #[test]
+    fn workers_are_passed_over_only_if_all_their_ways_are_worse_than_the_best() {
+        for seed in 0..50 {
+            let number = |idx: u64, below: u64| chance(seed * 1000 + idx) % below;
+            let mut text = String::new();
+            for idx in 0..40 {
+                let (decoding, queued) = (number(idx, 30), number(100 + idx, 20_000));
+                let (rate, free) = (1000 * (1 + number(200 + idx, 3)), number(300 + idx, 200));
+                writeln!(
+                    text,
+                    "d{idx} decode rate={rate} decoding={decoding} queued={queued} free={free} itl-target=0.05"
+                )
+                .expect("it is a string");
+            }
+            let view = view(&text);
+            let slo = Slo { ttft: Some(2.0), tpot: Some(0.05) };
+            let slo = if seed % 2 == 0 { slo } else { Slo::default() };
+            let request =
+                PlanRequest { num_tokens: 700, max_tokens: 1000, slo, seed, ..PlanRequest::default() };
+            let search = Search::new(&request, &view, 64);
+            let all = || 0..view.workers.len();
+            let show = |ways: Vec<Way>| format!("{ways:?}");
+            let least = |worker: &Outlook<'_>| worker.queue_seconds + search.least_decode(worker);
+            let quick = search.best(all(), least, |idx| search.local(idx));
+            let whole = search.best(all(), |_| 0.0, |idx| search.local(idx));
+            assert_eq!(show(quick), show(whole), "local, seed {seed}");
+            let least = |worker: &Outlook<'_>| worker.queue_seconds;
+            let quick = search.best(all(), least, |idx| search.remote(idx));
+            let whole = search.best(all(), |_| 0.0, |idx| search.remote(idx));
+            assert_eq!(show(quick), show(whole), "remote, seed {seed}");
+        }
+    }
 }

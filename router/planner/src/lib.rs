@@ -142,6 +142,18 @@ pub enum Usability {
     Draining,
 }
 
+impl Usability {
+    /// The word in metrics and listings.
+    pub fn name(self) -> &'static str {
+        match self {
+            Usability::Ready => "ready",
+            Usability::Unreachable => "unreachable",
+            Usability::BackingOff => "backing_off",
+            Usability::Draining => "draining",
+        }
+    }
+}
+
 /// How busy a worker is.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Load {

@@ -5,7 +5,7 @@ use std::{borrow::Cow, cmp::Ordering, collections::HashMap};
 use baton_cluster_record::{Role, WorkerRecord};
 use baton_cost::{LinkLine, PromptWork, StepLine, StepWork};
 
-use crate::{ClusterView, PlanRequest, WorkerKey, WorkerView};
+use crate::{ClusterView, PlanRequest, WorkerKey, WorkerPace, WorkerView};
 
 /// Of a link that was not measured: 10 Gbit/s, after a call, a grant, a first write and a commit.
 const UNMEASURED_LINK: LinkLine = LinkLine { latency_seconds: 0.005, bytes_per_second: 1e9 };
@@ -16,6 +16,7 @@ const CHUNK: usize = 512;
 #[derive(Debug)]
 pub(crate) struct Outlook<'a> {
     pub(crate) view: &'a WorkerView,
+    pace: &'a WorkerPace,
     pub(crate) line: StepLine,
     /// Tokens of the request that it has cached.
     pub(crate) num_cached: usize,
@@ -25,8 +26,6 @@ pub(crate) struct Outlook<'a> {
     pub(crate) batch: StepWork,
     /// Prompt tokens of a step beside what it decodes now.
     chunk: f64,
-    /// Prompt tokens of a step beside what it decodes soon.
-    chunk_beside: f64,
     /// Until it has computed its queue.
     pub(crate) queue_seconds: f64,
     /// Its queue. What waits now stands for what waits when the request decodes.
@@ -49,9 +48,8 @@ pub(crate) fn outlooks<'a>(request: &PlanRequest, view: &'a ClusterView) -> Vec<
     let mut num_cached = |record: &WorkerRecord| {
         let order = |place: usize| cached.get(place).map(|(key, _)| compare(key, record));
         let mut found = order(next);
-        if found == Some(Ordering::Less)
-            || next.checked_sub(1).is_some_and(|last| order(last) != Some(Ordering::Less))
-        {
+        let is_passed = || next.checked_sub(1).is_some_and(|last| order(last) != Some(Ordering::Less));
+        if found == Some(Ordering::Less) || (found != Some(Ordering::Equal) && is_passed()) {
             next = cached.partition_point(|(key, _)| compare(key, record).is_lt());
             found = order(next);
         }
@@ -87,7 +85,7 @@ pub(crate) fn outlooks<'a>(request: &PlanRequest, view: &'a ClusterView) -> Vec<
 
 impl<'a> Outlook<'a> {
     fn new(view: &'a WorkerView, num_cached: usize) -> Option<Outlook<'a>> {
-        let pace = view.load.pace?;
+        let pace = view.load.pace.as_ref()?;
         let line = pace.step.checked()?;
         let sent = &view.sent;
         // A request that was sent decodes soon; one whose prompt is computed elsewhere has no tokens to compute here.
@@ -103,24 +101,19 @@ impl<'a> Outlook<'a> {
         let batch = now
             .plus(StepWork::decode(num_soon, context_soon))
             .plus(StepWork::decode(num_sent as f64, sent.num_context_tokens as f64));
-        let most = if pace.max_step_tokens == 0 { CHUNK } else { pace.max_step_tokens } as f64;
-        let least = (view.record.kv_format.block_size.max(1) as f64).min(most);
-        let chunk_beside = |batch: &StepWork| {
-            let is_limited = pace.itl_target > 0.0 && batch.num_tokens > 0.0;
-            if is_limited { line.chunk_within(pace.itl_target, batch).clamp(least, most) } else { most }
-        };
         let mut outlook = Outlook {
             view,
+            pace,
             line,
             num_cached,
             now,
             batch,
-            chunk: chunk_beside(&now),
-            chunk_beside: chunk_beside(&batch),
+            chunk: 0.0,
             queue_seconds: 0.0,
             queue: PromptWork::default(),
             sharers: Vec::new(),
         };
+        outlook.chunk = outlook.chunk_beside(&now);
         let reported = PromptWork {
             num_tokens: view.load.num_queued_tokens as f64,
             num_pairs: pace.num_queued_pairs as f64,
@@ -136,6 +129,15 @@ impl<'a> Outlook<'a> {
         Some(outlook)
     }
 
+    /// Prompt tokens of a step beside `batch`.
+    fn chunk_beside(&self, batch: &StepWork) -> f64 {
+        let &WorkerPace { max_step_tokens, itl_target, .. } = self.pace;
+        let most = if max_step_tokens == 0 { CHUNK } else { max_step_tokens } as f64;
+        let least = (self.view.record.kv_format.block_size.max(1) as f64).min(most);
+        let is_limited = itl_target > 0.0 && batch.num_tokens > 0.0;
+        if is_limited { self.line.chunk_within(itl_target, batch).clamp(least, most) } else { most }
+    }
+
     /// Until a prompt is computed that nothing waits before.
     pub(crate) fn prompt_seconds(&self, prompt: &PromptWork) -> f64 {
         self.line.prompt_seconds(prompt, &self.now, self.chunk)
@@ -149,7 +151,7 @@ impl<'a> Outlook<'a> {
     /// By how much computing `prompt` here delays a sequence that meanwhile decodes so many tokens: each of its steps has a chunk,
     /// until it ends or the prompt does.
     pub(crate) fn delay_by(&self, prompt: &PromptWork, num_tokens: f64) -> f64 {
-        let num_chunks = (prompt.num_tokens / self.chunk_beside.max(1.0)).ceil().max(1.0);
+        let num_chunks = (prompt.num_tokens / self.chunk_beside(&self.batch).max(1.0)).ceil().max(1.0);
         self.line.own_seconds(prompt) * (num_tokens / num_chunks).min(1.0)
     }
 
@@ -180,8 +182,7 @@ impl<'a> Outlook<'a> {
 
     /// Whether nothing was measured that tells if fetching from `giver` is quicker than computing here.
     pub(crate) fn is_unknown_beside(&self, giver: &Outlook<'_>) -> bool {
-        let is_measured = self.view.load.pace.is_some_and(|pace| pace.is_measured);
-        !is_measured && giver.measured_link_to(self.view).is_none()
+        !self.pace.is_measured && giver.measured_link_to(self.view).is_none()
     }
 
     /// What a transfer from here takes.

@@ -215,6 +215,18 @@ pub fn decode_candidates<'a>(
     request: &PlanRequest,
     view: &'a ClusterView,
 ) -> Result<Vec<&'a WorkerView>, NoPlan> {
+    let num_tokens = request.max_tokens.max(request.num_tokens + 1);
+    let is_asked = |worker: &&WorkerView| {
+        worker.record.role == Role::Decode
+            && worker.usability == Usability::Ready
+            && fits(&worker.record, num_tokens)
+            && !excluded(&worker.record, request)
+    };
+    let asked: Vec<_> = view.workers.iter().filter(is_asked).collect();
+    if !asked.is_empty() {
+        return Ok(asked);
+    }
+    // None: why, is the first check that the last of them fails.
     let all: Vec<_> = view.workers.iter().filter(|worker| worker.record.role == Role::Decode).collect();
     let pass = |workers: Vec<&'a WorkerView>, keep: &dyn Fn(&WorkerView) -> bool, otherwise: NoPlan| {
         let kept: Vec<_> = workers.into_iter().filter(|worker| keep(worker)).collect();
@@ -222,7 +234,6 @@ pub fn decode_candidates<'a>(
     };
     let workers = pass(all, &|_| true, NoPlan::NoDecodeWorker)?;
     // First, because a worker that comes back has the same context.
-    let num_tokens = request.max_tokens.max(request.num_tokens + 1);
     let workers = pass(workers, &|w| fits(&w.record, num_tokens), NoPlan::DecodeTooSmall { num_tokens })?;
     let num = workers.len();
     let workers =

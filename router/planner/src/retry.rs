@@ -231,7 +231,7 @@ fn blame(kind: FailureKind, plan: &Plan) -> Blame {
         Prefill::Local => None,
     };
     match kind {
-        FailureKind::Invalid => Blame::default(),
+        FailureKind::Invalid | FailureKind::MigrationRefused => Blame::default(),
         // Either worker may have computed them.
         FailureKind::Full | FailureKind::Model => {
             Blame { exclude: [Some(decode), prefill].into_iter().flatten().collect(), spare: None }

@@ -1,13 +1,13 @@
 //! Between `baton.v1`'s messages and the core's types.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use baton_planner::{PrefillMode, Slo};
 use baton_proto::v1;
 use baton_request::SpeculationMode;
 use baton_router_core::{
-    ChatInput, ClientRequest, ClientSampling, CoreError, Event, ExplainedOption, ExplainedPlan, Extras,
-    FieldNames, PromptInput, Serving, Timing, TokenOut, Usage,
+    Arrival, ChatInput, ClientRequest, ClientSampling, CoreError, Event, ExplainedOption, ExplainedPlan,
+    Extras, FieldNames, PromptInput, Serving, Timing, TokenOut, Usage,
 };
 use baton_tools::{AnswerPart, AskedGrammar, ToolRequest};
 use serde_json::{Value, json};
@@ -17,7 +17,7 @@ use tonic::{Code, Status};
 pub(super) fn input(
     request: v1::GenerateRequest,
     id: String,
-    started: Instant,
+    arrival: Arrival,
 ) -> Result<ClientRequest, CoreError> {
     let prefill = match request.prefill_mode() {
         v1::PrefillMode::Unspecified => PrefillMode::Auto,
@@ -52,6 +52,7 @@ pub(super) fn input(
         sampling: sampling(request.sampling.unwrap_or_default()),
         serving: Serving {
             cache_salt: request.cache_salt,
+            priority: request.priority,
             prefill,
             speculation,
             kv_wire,
@@ -63,7 +64,7 @@ pub(super) fn input(
             timing: request.include_timing,
         },
         names: FieldNames { prompt: prompt_param, max_tokens: "max_tokens", logprobs: "logprobs" },
-        started,
+        arrival,
     })
 }
 

@@ -1,6 +1,6 @@
 //! `baton.v1.Inference`: a thin shell over the core.
 
-use std::{collections::VecDeque, pin::Pin, sync::Arc, time::Instant};
+use std::{collections::VecDeque, pin::Pin, sync::Arc};
 
 use baton_proto::v1::{
     AbortRequest, AbortResponse, GenerateRequest, GenerateResponse, LoadsRequest, LoadsResponse,
@@ -10,7 +10,7 @@ use futures_util::Stream;
 use tonic::{Request, Response, Status};
 
 use super::convert::{call_id, input, responses, status};
-use baton_router_core::{Core, Events, PromptInput};
+use baton_router_core::{Arrival, Core, Events, PromptInput};
 use baton_tools::ChatAnswer;
 
 /// Serves `Inference`.
@@ -68,13 +68,13 @@ impl inference_server::Inference for Inference {
         &self,
         request: Request<GenerateRequest>,
     ) -> Result<Response<Self::GenerateStream>, Status> {
-        let started = Instant::now();
+        let arrival = request.extensions().get::<Arrival>().expect("the edge observes every call").clone();
         let request = request.into_inner();
         let id = match request.request_id.as_str() {
             "" => uuid::Uuid::new_v4().to_string(),
             id => id.to_owned(),
         };
-        let input = input(request, id.clone(), started).map_err(status)?;
+        let input = input(request, id.clone(), arrival).map_err(status)?;
         let is_chat = matches!(input.prompts[..], [PromptInput::Chat(_)]);
         let request = self.core.prepare(input).await.map_err(status)?;
         let num_chats = if is_chat { request.n as usize } else { 0 };

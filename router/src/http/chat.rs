@@ -1,9 +1,9 @@
 //! `POST /v1/chat/completions`.
 
-use std::{sync::Arc, time::Instant};
+use std::sync::Arc;
 
 use axum::{
-    extract::{Request, State},
+    extract::{Extension, Request, State},
     response::Response,
 };
 use baton_request_fields::Endpoint;
@@ -21,7 +21,8 @@ use super::{
     sse::{self, Chunks, Frame},
 };
 use baton_router_core::{
-    ChatInput, ClientRequest, Core, Event, Events, Extras, FieldNames, PromptInput, TokenOut, Usage,
+    Arrival, ChatInput, ClientRequest, Core, Event, Events, Extras, FieldNames, PromptInput, Serving,
+    TokenOut, Usage,
 };
 
 request_body! {
@@ -43,9 +44,9 @@ request_body! {
 /// Serves one chat completion.
 pub(crate) async fn chat_completions(
     State(core): State<Arc<Core>>,
+    Extension(arrival): Extension<Arrival>,
     request: Request,
 ) -> Result<Response, ApiError> {
-    let started = Instant::now();
     let request: ChatRequest = read_json(&core.config, request).await?;
     request.check_fields(Endpoint::Chat, core.config.unknown_fields)?;
     let streamed = request.stream.unwrap_or(false);
@@ -53,7 +54,7 @@ pub(crate) async fn chat_completions(
         request.stream_options.as_ref().and_then(|options| options.include_usage).unwrap_or(false);
     let with_logprobs = request.logprobs.unwrap_or(false);
     let with_ids = request.return_token_ids.unwrap_or(false);
-    let input = request.into_input(started)?;
+    let input = request.into_input(arrival)?;
     let head = Head::new(input.id.clone(), core.model()?);
     let n = input.n;
     let request = core.prepare(input).await?;
@@ -70,8 +71,9 @@ pub(crate) async fn chat_completions(
 }
 
 impl ChatRequest {
-    fn into_input(self, started: Instant) -> Result<ClientRequest, ApiError> {
-        let (mut sampling, serving) = (self.sampling()?, self.serving()?);
+    fn into_input(self, arrival: Arrival) -> Result<ClientRequest, ApiError> {
+        let mut sampling = self.sampling()?;
+        let serving = Serving { priority: self.priority.unwrap_or(0), ..self.serving()? };
         let mut max_tokens = "max_tokens";
         if let Some(max) = self.max_completion_tokens {
             sampling.max_tokens = Some(max);
@@ -115,7 +117,7 @@ impl ChatRequest {
             sampling,
             serving,
             names: FieldNames { prompt: "messages", max_tokens, logprobs: "top_logprobs" },
-            started,
+            arrival,
         })
     }
 }

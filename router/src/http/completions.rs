@@ -1,9 +1,9 @@
 //! `POST /v1/completions`.
 
-use std::{collections::BTreeMap, sync::Arc, time::Instant};
+use std::{collections::BTreeMap, sync::Arc};
 
 use axum::{
-    extract::{Request, State},
+    extract::{Extension, Request, State},
     response::Response,
 };
 use baton_request_fields::Endpoint;
@@ -19,7 +19,7 @@ use super::{
     sse::{self, Chunks, Frame},
 };
 use baton_router_core::{
-    ClientRequest, Core, Event, Events, Extras, FieldNames, PromptInput, TokenOut, Usage,
+    Arrival, ClientRequest, Core, Event, Events, Extras, FieldNames, PromptInput, Serving, TokenOut, Usage,
 };
 
 /// OpenAI's default for this endpoint.
@@ -75,9 +75,9 @@ fn token_ids(items: &[Value]) -> Result<Vec<u32>, String> {
 /// Serves one completion.
 pub(crate) async fn completions(
     State(core): State<Arc<Core>>,
+    Extension(arrival): Extension<Arrival>,
     request: Request,
 ) -> Result<Response, ApiError> {
-    let started = Instant::now();
     let request: CompletionRequest = read_json(&core.config, request).await?;
     request.check_fields(Endpoint::Completions, core.config.unknown_fields)?;
     let streamed = request.stream.unwrap_or(false);
@@ -89,7 +89,7 @@ pub(crate) async fn completions(
         let message = "echo: log-probabilities of a prompt are not computed; leave out echo or logprobs";
         return Err(ApiError::unsupported("echo", message));
     }
-    let input = request.into_input(started)?;
+    let input = request.into_input(arrival)?;
     let head = Head::new(input.id.clone(), core.model()?);
     let request = core.prepare(input).await?;
     let tokenizer = &core.model()?.tokenizer;
@@ -120,8 +120,9 @@ struct Beginning {
 }
 
 impl CompletionRequest {
-    fn into_input(self, started: Instant) -> Result<ClientRequest, ApiError> {
-        let (mut sampling, serving) = (self.sampling()?, self.serving()?);
+    fn into_input(self, arrival: Arrival) -> Result<ClientRequest, ApiError> {
+        let mut sampling = self.sampling()?;
+        let serving = Serving { priority: self.priority.unwrap_or(0), ..self.serving()? };
         sampling.default_max_tokens = Some(DEFAULT_MAX_TOKENS);
         sampling.logprobs = self.logprobs;
         Ok(ClientRequest {
@@ -134,7 +135,7 @@ impl CompletionRequest {
             sampling,
             serving,
             names: FieldNames { prompt: "prompt", max_tokens: "max_tokens", logprobs: "logprobs" },
-            started,
+            arrival,
         })
     }
 }

@@ -1,4 +1,4 @@
-//! The HTTP edge: OpenAI's and Anthropic's APIs, probes, and errors in the shape of each.
+//! The HTTP edge: OpenAI's and Anthropic's APIs, probes, the page, and errors in the shape of each.
 
 mod admin;
 mod anthropic;
@@ -9,6 +9,7 @@ mod completions;
 mod error;
 mod messages;
 mod observe;
+mod page;
 mod params;
 mod responses;
 mod shape;
@@ -48,7 +49,8 @@ pub(crate) fn routes(core: Arc<Core>, grpc: impl FnOnce(Router<Arc<Core>>) -> Ro
         .route("/readyz", get(admin::ready))
         .route("/startupz", get(admin::started))
         .route("/version", get(admin::version))
-        .route("/metrics", get(admin::metrics));
+        .route("/metrics", get(admin::metrics))
+        .merge(page::routes());
     let cors = cors(&core.config.cors_origins);
     grpc(router)
         .fallback(not_found)

@@ -1,13 +1,13 @@
 //! Around every request: its id, its span, its count.
 
-use std::sync::Arc;
+use std::{sync::Arc, time::Instant};
 
 use axum::{
     extract::{Request, State},
     middleware::Next,
     response::Response,
 };
-use baton_router_core::Core;
+use baton_router_core::{Arrival, Core};
 use baton_telemetry::trace_context;
 use http::{HeaderMap, HeaderName, HeaderValue, header};
 use tracing::{Instrument, field::Empty};
@@ -18,11 +18,11 @@ const MAX_ID_BYTES: usize = 128;
 /// Gives the request an id, unless the client gave one, and returns the id with the answer. Counts the answer.
 pub(crate) async fn observe(State(core): State<Arc<Core>>, mut request: Request, next: Next) -> Response {
     let id = request_id(request.headers());
-    request.headers_mut().insert(REQUEST_ID, id.clone());
+    let x_request_id = id.to_str().expect("it is graphic ASCII").to_owned();
     let endpoint = endpoint(request.uri().path());
     let span = tracing::info_span!(
         "request",
-        id = id.to_str().unwrap_or_default(),
+        id = x_request_id,
         method = %request.method(),
         endpoint,
         plan.decode = Empty,
@@ -32,6 +32,7 @@ pub(crate) async fn observe(State(core): State<Arc<Core>>, mut request: Request,
         plan.harm_ms = Empty,
         plan.options = Empty,
     );
+    request.extensions_mut().insert(Arrival { x_request_id, at: Instant::now() });
     let caller = request.headers();
     trace_context::set_parent(&span, |name| Some(caller.get(name)?.to_str().ok()?.to_owned()));
     let mut response = next.run(request).instrument(span).await;

@@ -31,6 +31,7 @@ macro_rules! request_body {
                 stop_token_ids: Option<Vec<u32>>,
                 ignore_eos: Option<bool>,
                 return_token_ids: Option<bool>,
+                priority: Option<i32>,
                 response_format: Option<serde_json::Value>,
                 structured_outputs: Option<serde_json::Value>,
                 guided_json: Option<serde_json::Value>,
@@ -111,6 +112,8 @@ macro_rules! request_body {
             pub(crate) fn serving(&self) -> Result<baton_router_core::Serving, crate::http::error::ApiError> {
                 Ok(baton_router_core::Serving {
                     cache_salt: self.cache_salt.clone().unwrap_or_default(),
+                    // Where an API has the field, its endpoint adds it.
+                    priority: 0,
                     prefill: self.prefill_mode.map_or(baton_planner::PrefillMode::Auto, Into::into),
                     speculation: self.speculation_mode.map(Into::into).unwrap_or_default(),
                     kv_wire: self.kv_wire.map(Into::into).unwrap_or_default(),

@@ -127,13 +127,14 @@ async fn every_sampling_field_reaches_the_worker() {
         "repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": -0.5,
         "logit_bias": {"65": -100, "66": 1.5}, "stop_token_ids": [10], "ignore_eos": true, "seed": -1,
         "logprobs": true, "top_logprobs": 2, "cache_salt": "tenant", "prefill_mode": "local",
-        "speculation_mode": "off", "kv_wire": "int4",
+        "speculation_mode": "off", "kv_wire": "int4", "priority": -3,
     }));
     assert_eq!(router.client.post("/v1/chat/completions", &body).await.status, 200);
     let request = worker.requests().remove(0);
     assert_eq!(request.cache_salt, "tenant\0KV_WIRE_INT4", "what was rounded is for those who asked for it");
     assert_eq!(request.kv_wire(), v1::KvWire::Int4);
     assert_eq!(request.speculation_mode(), v1::SpeculationMode::Off);
+    assert_eq!(request.priority, -3);
     let expected = baton_proto::worker::Sampling {
         max_tokens: 9,
         min_tokens: 2,

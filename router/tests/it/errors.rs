@@ -107,6 +107,7 @@ async fn invalid_requests_are_refused_with_the_field_and_the_reason() {
             None,
             "expected `auto` or `off`",
         ),
+        (TEXT, r#"{"prompt":"x","priority":1.5}"#, 400, Some("priority"), None, "expected i32"),
         (TEXT, r#"{"prompt":"x","kv_wire":"int2"}"#, 400, Some("kv_wire"), None, "expected one of"),
         (TEXT, r#"{"prompt":"x","kv_wire":"fp8"}"#, 400, Some("kv_wire"), None, "`int8`, `int4`"),
         (TEXT, r#"{"prompt":"x","model":"other"}"#, 404, Some("model"), Some("model_not_found"), "\"other\""),

@@ -314,6 +314,13 @@ impl decode_server::Decode for Service {
     async fn lend(&self, _: Request<proto::LendRequest>) -> Result<Response<Self::LendStream>, Status> {
         Err(Status::unimplemented("it has no blocks"))
     }
+
+    async fn let_go(
+        &self,
+        _: Request<proto::LetGoRequest>,
+    ) -> Result<Response<proto::LetGoResponse>, Status> {
+        Err(Status::unimplemented("no worker asks it"))
+    }
 }
 
 /// A running script.

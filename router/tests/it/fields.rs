@@ -41,6 +41,7 @@ const ACCEPTED: &[&str] = &[
     "echo",
     "return_token_ids",
     "cache_salt",
+    "priority",
     "stream_options",
     "stream",
     "prompt",

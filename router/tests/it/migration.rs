@@ -49,7 +49,7 @@ async fn a_draining_worker_is_the_prefix_source_of_the_migrated_request() {
     assert_eq!(ask(&router).await, ANSWER);
     let [request] = &new.requests()[..] else { panic!("asked once") };
     assert_eq!(request.output_token_ids, ids(ANSWER)[..2]);
-    assert!(request.prefill.is_none());
+    assert!(request.prefill.is_none() && !request.for_balance);
     let source = request.prefix_source.as_ref().expect("it is told who has the KV");
     assert_eq!((source.worker_id.as_str(), source.incarnation), ("d0", 1));
     // The old stream is dropped before its end.
@@ -164,6 +164,7 @@ async fn a_request_of_a_crowded_worker_migrates_to_an_empty_one() {
         full.set_free_blocks(4);
         router.until_metric("baton_migrations_total{cause=\"balance\",outcome=\"moved\"} 1").await;
         let moved = empty.requests()[num_before].clone();
+        assert!(moved.for_balance, "the worker decides by it");
         assert_eq!(moved.prefix_source.map(|source| source.worker_id), Some(full.record.id.0.clone()));
         // One request remains there and stays.
         full.set_free_blocks(64);

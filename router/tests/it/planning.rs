@@ -1,6 +1,9 @@
 //! Plans by what workers report of their steps, what counts until a report does, and explained plans.
 
-use std::time::Duration;
+use std::{
+    sync::{Arc, Mutex},
+    time::Duration,
+};
 
 use baton_cluster::Role;
 use baton_proto::v1;
@@ -9,6 +12,7 @@ use serde_json::{Value, json};
 use crate::{
     fake::{FakeWorker, Step, say},
     harness::{Router, SOON},
+    page::Stream,
 };
 
 const TEXT: &str = "/v1/completions";
@@ -41,7 +45,7 @@ async fn a_request_counts_until_a_report_covers_it() {
     for worker in [&d0, &d1] {
         worker.script(|_| vec![Step::Hang]);
     }
-    let router = std::sync::Arc::new(router);
+    let router = Arc::new(router);
     let send = |first: char, num_tokens: usize| {
         let (router, body) = (router.clone(), prompt(first, num_tokens));
         tokio::spawn(async move { router.client.post(TEXT, &body).await.status })
@@ -165,4 +169,65 @@ async fn slos_that_no_request_can_have_are_refused() {
     }
     let fine = json!({"prompt": "x", "slo_ttft": 200, "slo_tpot": 20.5});
     assert_eq!(router.client.post(TEXT, &fine).await.status, 200);
+}
+
+/// The messages of warnings of this thread.
+#[derive(Clone, Default)]
+struct Warnings(Arc<Mutex<Vec<String>>>);
+
+impl tracing::Subscriber for Warnings {
+    fn enabled(&self, metadata: &tracing::Metadata<'_>) -> bool {
+        *metadata.level() == tracing::Level::WARN
+    }
+
+    fn event(&self, event: &tracing::Event<'_>) {
+        self.0.lock().unwrap().push(format!("{event:?}"));
+    }
+
+    fn new_span(&self, _: &tracing::span::Attributes<'_>) -> tracing::span::Id {
+        tracing::span::Id::from_u64(1)
+    }
+
+    fn record(&self, _: &tracing::span::Id, _: &tracing::span::Record<'_>) {}
+    fn record_follows_from(&self, _: &tracing::span::Id, _: &tracing::span::Id) {}
+    fn enter(&self, _: &tracing::span::Id) {}
+    fn exit(&self, _: &tracing::span::Id) {}
+}
+
+/// On one thread, so that all of the router logs to the test.
+#[tokio::test]
+async fn loads_that_cannot_be_true_are_logged_once_for_each_worker_and_do_no_harm() {
+    type Change = fn(&mut v1::Load);
+    let changes: [Change; 4] = [
+        |load| load.step = Some(v1::StepLine { fixed: f64::NAN, ..STEP }),
+        |load| load.step = Some(v1::StepLine { per_token: -1.0, ..STEP }),
+        |load| (load.step, load.recent_itl_seconds) = (Some(STEP), f64::INFINITY),
+        |load| {
+            let rate = v1::LinkRate { latency_seconds: -5.0, ..v1::LinkRate::default() };
+            (load.recent_itl_seconds, load.links) = (0.0, vec![rate]);
+        },
+    ];
+    let warnings = Warnings::default();
+    let _logged = tracing::subscriber::set_default(warnings.clone());
+    for (idx, first) in changes.into_iter().enumerate() {
+        let mut router = Router::start(|_| {}).await;
+        let worker = reporting(&mut router, &format!("d{idx}"), Role::Decode).await;
+        worker.script(say("Hello"));
+        let mut events = Stream::open(&router).await;
+        for (num_waiting, change) in (1..).zip([first].into_iter().chain(changes)) {
+            worker.set_load(|load| {
+                change(load);
+                load.num_waiting = num_waiting;
+            });
+            while events.next("cluster").await.expect("a picture")["workers"][0]["num_waiting"] != num_waiting
+            {
+            }
+        }
+        assert_eq!(router.client.post(TEXT, &prompt('a', 50)).await.status, 200);
+        let name = format!("d{idx}");
+        let logged = warnings.0.lock().unwrap().clone();
+        let of_worker: Vec<_> = logged.iter().filter(|warning| warning.contains(&name)).collect();
+        assert_eq!(of_worker.len(), 1, "{of_worker:?}");
+        assert!(of_worker[0].contains("cannot be"), "{of_worker:?}");
+    }
 }

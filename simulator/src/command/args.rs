@@ -70,6 +70,10 @@ pub struct SimulateArgs {
     /// Routers. Each knows only what it sent itself, and what reports say.
     #[arg(long, value_name = "N", default_value_t = 1)]
     pub routers: usize,
+    /// Running requests migrate from much fuller decode workers to emptier ones, as routers do by default. A request pauses while it
+    /// migrates.
+    #[arg(long)]
+    pub balance: bool,
     /// Shortest time between two load reports of a worker, in milliseconds.
     #[arg(long, value_name = "MS", default_value_t = 50.0)]
     pub report_interval: f64,

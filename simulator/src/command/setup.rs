@@ -135,6 +135,7 @@ impl Setup {
                 bytes_per_second: args.link * 1e9 * args.tensor_parallel as f64,
             },
             max_attempts: MAX_ATTEMPTS,
+            balances: args.balance,
             recovery_timeout: RECOVERY_TIMEOUT,
             noise: args.noise,
             changes: args.changes(num_decode, num_prefill)?,

@@ -7,5 +7,5 @@ mod summary;
 
 pub use html::{Page, page};
 pub use outcome::{Outcome, RequestEnd, WorkerUse};
-pub use sim_report::SimReport;
+pub use sim_report::{BalanceMigration, SimReport};
 pub use summary::{SimSummary, percentile};

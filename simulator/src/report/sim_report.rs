@@ -7,6 +7,17 @@ use crate::{
     worker::Worker,
 };
 
+/// A running request has migrated for balance.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BalanceMigration {
+    /// When the workers granted it.
+    pub at: SimTime,
+    /// The worker that it left, by its place in the cluster.
+    pub from: usize,
+    /// The worker at which it arrived.
+    pub to: usize,
+}
+
 /// What came of a simulation.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SimReport {
@@ -14,6 +25,10 @@ pub struct SimReport {
     pub outcomes: Vec<Outcome>,
     /// By worker.
     pub workers: Vec<WorkerUse>,
+    /// Migrations for balance, in their order.
+    pub migrations: Vec<BalanceMigration>,
+    /// What routers proposed and workers did not grant.
+    pub num_refused_migrations: u64,
     /// When the last request ended.
     pub ended: SimTime,
     /// Events that were played.
@@ -39,6 +54,6 @@ impl SimReport {
             num_preempted: worker.usage.num_preempted,
         };
         let workers = workers.into_iter().zip(&spec.workers).map(used).collect();
-        SimReport { outcomes, workers, ended, num_events }
+        SimReport { outcomes, workers, migrations: Vec::new(), num_refused_migrations: 0, ended, num_events }
     }
 }

@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use baton_engine::sequence::SequenceRole;
-use baton_planner::{AttemptStage, GiveUp, NoPlan, PlanRequest, Prefill, Slo, WorkerKey};
+use baton_planner::{AttemptStage, GiveUp, NoPlan, Plan, PlanRequest, Prefill, PrefillMode, Slo, WorkerKey};
 use baton_request::{Failure, FailureKind};
 
 use super::{
@@ -18,29 +18,58 @@ const ALLOWED_OUTPUT: usize = 4096;
 impl Simulation<'_> {
     /// Plans a request, and sends it.
     pub(super) fn plan(&mut self, request: RequestIdx) {
-        let (now, instant) = (self.now(), self.instant());
+        let now = self.instant();
+        let excluded = self.live[request as usize].as_ref().map(|live| live.retry.excluded().to_vec());
+        let excluded = excluded.expect("a request is planned before it ends");
+        let plan = match self.plan_without(request, excluded, PrefillMode::Auto) {
+            Ok(plan) => plan,
+            Err(no_plan) => return self.wait(request, &no_plan, now),
+        };
+        let live = self.live[request as usize].as_ref().expect("as above");
+        let outcome = &mut self.outcomes[request as usize];
+        outcome.num_attempts += 1;
+        outcome.is_remote = matches!(plan.prefill, Prefill::Remote(_));
+        if live.num_attempts == 0 {
+            outcome.predicted_ttft = plan.estimate.map_or(f32::NAN, |estimate| estimate.ttft as f32);
+        }
+        self.send(request, plan);
+    }
+
+    /// What the request's router plans, but for these workers.
+    pub(super) fn plan_without(
+        &mut self,
+        request: RequestIdx,
+        excluded: Vec<WorkerKey>,
+        prefill: PrefillMode,
+    ) -> Result<Plan, NoPlan> {
+        let instant = self.instant();
         let idx = request as usize;
         let outcome = &self.outcomes[idx];
         let (num_prompt, num_output) =
             (outcome.num_prompt_tokens as usize, outcome.num_output_tokens as usize);
-        let num_tokens = num_prompt + num_output - self.num_left[idx] as usize;
+        let num_tokens = self.num_known_tokens(request);
         let longest =
             self.workers.iter().map(|worker| worker.record.capacity.context_length).max().unwrap_or(0);
         let allowed = (num_prompt + ALLOWED_OUTPUT).min(longest);
         let slo = Slo { ttft: Some(f64::from(outcome.slo_ttft)), tpot: Some(f64::from(outcome.slo_tpot)) };
-        let live = self.live[idx].as_mut().expect("a request is planned before it ends");
+        let live = self.live[idx].as_ref().expect("a request is planned before it ends");
         let asked = PlanRequest {
             num_tokens,
             max_tokens: allowed.max(num_prompt + num_output),
-            excluded: live.retry.excluded().to_vec(),
+            excluded,
+            prefill,
             slo,
             ..PlanRequest::default()
         };
+        self.routers[live.router as usize].plan(asked, &live.hashes, self.block_size, instant)
+    }
+
+    /// Sends a request as planned. An earlier attempt has nothing at any worker.
+    pub(super) fn send(&mut self, request: RequestIdx, plan: Plan) {
+        let (now, idx) = (self.now(), request as usize);
+        let num_tokens = self.num_known_tokens(request);
+        let live = self.live[idx].as_mut().expect("it was planned");
         let router = &mut self.routers[live.router as usize];
-        let plan = match router.plan(asked, &live.hashes, self.block_size, instant) {
-            Ok(plan) => plan,
-            Err(no_plan) => return self.wait(request, &no_plan, instant),
-        };
         let decode = router.place(&plan.decode.id);
         let decode_ticket = router.send(decode, plan.decode_work);
         let prefill = match &plan.prefill {
@@ -51,12 +80,6 @@ impl Simulation<'_> {
         live.num_attempts += 1;
         let number = live.num_attempts;
         self.is_awaited[idx] = true;
-        let outcome = &mut self.outcomes[idx];
-        outcome.num_attempts = number;
-        outcome.is_remote = prefill.is_some();
-        if number == 1 {
-            outcome.predicted_ttft = plan.estimate.map_or(f32::NAN, |estimate| estimate.ttft as f32);
-        }
         live.attempt = Some(Attempt {
             plan,
             number,
@@ -76,6 +99,12 @@ impl Simulation<'_> {
         // To the decode worker, which calls the prefill worker.
         let calls = if prefill.is_some() { self.spec.call + self.spec.call } else { self.spec.call };
         self.queue.push(now + calls, Event::Submit { request, attempt: number });
+    }
+
+    /// Of its prompt, and of what was delivered.
+    fn num_known_tokens(&self, request: RequestIdx) -> usize {
+        let outcome = &self.outcomes[request as usize];
+        (outcome.num_prompt_tokens + outcome.num_output_tokens - self.num_left[request as usize]) as usize
     }
 
     /// There is no plan now.
@@ -233,7 +262,7 @@ impl Simulation<'_> {
     }
 
     /// Takes back what the attempt has anywhere.
-    fn take_attempt(&mut self, request: RequestIdx) -> Option<Attempt> {
+    pub(super) fn take_attempt(&mut self, request: RequestIdx) -> Option<Attempt> {
         let live = self.live[request as usize].as_mut()?;
         let attempt = live.attempt.take()?;
         let router = &mut self.routers[live.router as usize];

@@ -7,6 +7,7 @@
 //! ```
 
 mod attempt;
+mod balance;
 mod handoff;
 mod live;
 
@@ -27,7 +28,7 @@ use baton_request::FailureKind;
 use crate::{
     cluster::{ChangeKind, ClusterSpec},
     event_queue::EventQueue,
-    report::{Outcome, RequestEnd, SimReport},
+    report::{BalanceMigration, Outcome, RequestEnd, SimReport},
     router::Router,
     time::SimTime,
     trace::{Arrival, Trace, TraceRequest},
@@ -56,6 +57,10 @@ enum Event {
     Transferred { request: RequestIdx, attempt: u32 },
     /// A request without a plan looks again.
     Replan { request: RequestIdx },
+    /// A router looks whether a running request should migrate.
+    Balance { router: u32 },
+    /// The worker at which a request is to arrive for balance is asked.
+    Migrate { request: RequestIdx, attempt: u32, to: u32 },
     /// Something happens to a worker.
     Change { idx: u32 },
 }
@@ -85,6 +90,8 @@ pub struct Simulation<'a> {
     /// Whether the newest attempt has no token yet.
     is_awaited: Vec<bool>,
     outcomes: Vec<Outcome>,
+    migrations: Vec<BalanceMigration>,
+    num_refused_migrations: u64,
     num_ended: usize,
     next_arrival: usize,
     /// Retry rules compare instants; only differences matter.
@@ -151,6 +158,8 @@ impl<'a> Simulation<'a> {
             first_token_at: vec![0; arrivals.len()],
             is_awaited: vec![true; arrivals.len()],
             outcomes: arrivals.iter().map(outcome).collect(),
+            migrations: Vec::new(),
+            num_refused_migrations: 0,
             num_ended: 0,
             next_arrival: 0,
             epoch: Instant::now(),
@@ -165,6 +174,9 @@ impl<'a> Simulation<'a> {
                 let (load, cached) = (worker.load(), worker.cache_events());
                 simulation.enter_report(idx, &load, &cached, &[]);
             }
+        }
+        if spec.balances {
+            (0..simulation.routers.len() as u32).for_each(|router| simulation.balance_soon(router));
         }
         simulation
     }
@@ -184,7 +196,17 @@ impl<'a> Simulation<'a> {
                 on_progress(percent as f64 / 100.0);
             }
         }
-        SimReport::new(self.spec, self.outcomes, self.workers, self.queue.now(), self.queue.num_pushed())
+        SimReport {
+            migrations: self.migrations,
+            num_refused_migrations: self.num_refused_migrations,
+            ..SimReport::new(
+                self.spec,
+                self.outcomes,
+                self.workers,
+                self.queue.now(),
+                self.queue.num_pushed(),
+            )
+        }
     }
 
     fn play(&mut self, event: Event) {
@@ -202,6 +224,8 @@ impl<'a> Simulation<'a> {
             Event::Fetched { request, attempt } => self.fetched(request, attempt),
             Event::Transferred { request, attempt } => self.transferred(request, attempt),
             Event::Replan { request } => self.replan(request),
+            Event::Balance { router } => self.balance(router),
+            Event::Migrate { request, attempt, to } => self.migrate(request, attempt, to as usize),
             Event::Change { idx } => self.change(idx as usize),
             Event::StepDone { .. } | Event::Report { .. } | Event::Reported { .. } => {}
         }

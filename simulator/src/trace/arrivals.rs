@@ -1,7 +1,12 @@
 //! When requests come.
 
+use baton_random::Random;
+
 use super::request::Trace;
-use crate::{random::Random, time::SimTime};
+use crate::time::SimTime;
+
+/// Told from the seeds of other chance.
+const SEED: u64 = 0x5851_F42D_4C95_7F2D;
 
 /// One request that comes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -72,7 +77,7 @@ impl Bursts {
 impl Arrivals {
     /// The arrivals of a trace, in order. Times that a trace has only in steps are spread within them.
     pub fn of(&self, trace: &Trace, seed: u64) -> Vec<Arrival> {
-        let mut random = Random::new(seed);
+        let mut random = Random::new(seed ^ SEED);
         match *self {
             Arrivals::AsTraced { speed, num_copies } => {
                 let mut arrivals = Vec::with_capacity(trace.requests.len() * num_copies as usize);
@@ -91,7 +96,7 @@ impl Arrivals {
                 let mut seconds = 0.0;
                 let len = trace.requests.len().max(1);
                 let arrival = |idx: usize| {
-                    seconds += random.exponential(1.0 / rate);
+                    seconds += random.exponential() * (1.0 / rate);
                     let at = SimTime::from_seconds(bursts.map_or(seconds, |bursts| bursts.warp(seconds)));
                     Arrival { at, request_idx: (idx % len) as u32, copy: (idx / len) as u32 }
                 };

@@ -151,6 +151,41 @@ fn an_overloaded_decode_worker_is_relieved_by_a_prefill_worker() {
     assert!(ours > colocated, "{ours} {colocated}");
 }
 
+/// Four routers whose reports are 100 ms old, and few long requests on small pools: a request is much of its worker.
+fn run_with_balance(seed: u64) -> SimReport {
+    let mut all = workers(4, 0);
+    all.iter_mut().for_each(|worker| worker.num_blocks = 500);
+    let spec = ClusterSpec {
+        num_routers: 4,
+        report_interval: SimTime::from_seconds(0.1),
+        balances: true,
+        seed,
+        ..cluster(all)
+    };
+    let trace = Trace::of_lengths((0..200).map(|idx| (500 + idx % 7 * 100, 100 + idx * 37 % 3000)));
+    let arrivals = Arrivals::Poisson { rate: 0.8, num_requests: 200, bursts: None }.of(&trace, seed);
+    simulate(&spec, &trace, &arrivals, &mut |_| {})
+}
+
+#[test]
+fn no_migration_for_balance_is_undone_within_ten_seconds() {
+    let mut num_refused = 0;
+    for seed in 1..4 {
+        let report = run_with_balance(seed);
+        assert_all_finished(&report);
+        num_refused += report.num_refused_migrations;
+        let moved = &report.migrations;
+        println!("{} migrations, {} refused", moved.len(), report.num_refused_migrations);
+        assert!(moved.len() > 10, "there is something to balance: {moved:?}");
+        for (idx, first) in moved.iter().enumerate() {
+            let soon = moved[idx..].iter().take_while(|next| (next.at - first.at).seconds() < 10.0);
+            let undone = soon.filter(|next| next.to == first.from || next.from == first.to).next();
+            assert_eq!(undone, None, "seed {seed}: {first:?}");
+        }
+    }
+    assert!(num_refused > 0, "routers do propose it");
+}
+
 #[test]
 fn a_slow_worker_gets_less() {
     let mut all = workers(2, 0);

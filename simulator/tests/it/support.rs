@@ -48,6 +48,7 @@ pub(crate) fn cluster(workers: Vec<WorkerSpec>) -> ClusterSpec {
         call: SimTime::from_seconds(0.0005),
         link: LinkLine { latency_seconds: 0.001, bytes_per_second: 10e9 },
         max_attempts: 16,
+        balances: false,
         recovery_timeout: Duration::from_secs(60),
         noise: 0.0,
         changes: Vec::new(),

@@ -31,8 +31,8 @@ pub(super) struct Bench {
     pub(super) memory_bytes: Cell<u64>,
     /// The end of the current stage.
     end: Cell<Instant>,
-    /// Commands that share its time and are not started yet, if their number is known.
-    num_left: Cell<Option<u32>>,
+    /// The weights of the commands that share its time and are not started yet, if they are known.
+    weight_left: Cell<Option<u32>>,
 }
 
 impl Bench {
@@ -50,19 +50,19 @@ impl Bench {
         std::fs::create_dir_all(&logs).with_context(|| format!("make {}", logs.display()))?;
         let device = format!("cuda:{device}");
         let (memory_bytes, end) = (Cell::new(0), Cell::new(Instant::now()));
-        let num_left = Cell::new(None);
-        Ok(Bench { programs, repository, device, libraries, results, memory_bytes, end, num_left })
+        let weight_left = Cell::new(None);
+        Ok(Bench { programs, repository, device, libraries, results, memory_bytes, end, weight_left })
     }
 
     /// The next stage ends then.
     pub(super) fn begin(&self, end: Instant) {
         self.end.set(end);
-        self.num_left.set(None);
+        self.weight_left.set(None);
     }
 
-    /// So many commands share what is left of the stage's time.
-    pub(super) fn share(&self, num_commands: usize) {
-        self.num_left.set(Some(u32::try_from(num_commands).unwrap_or(u32::MAX)));
+    /// Commands of so much weight in all share what is left of the stage's time.
+    pub(super) fn share(&self, weight: usize) {
+        self.weight_left.set(Some(u32::try_from(weight).unwrap_or(u32::MAX)));
     }
 
     /// What is left of the stage's time.
@@ -93,10 +93,16 @@ impl Bench {
     }
 
     /// Runs one of several commands of a stage. It may take twice its share of the time that is left, so that the others have
-    /// time if it hangs; or half of it, if nothing says how many there are.
-    pub(super) fn finish_one_of_several(&self, name: &str, command: &mut Command) -> Result<Ended> {
-        let limit = share_of(self.left(), self.num_left.get());
-        self.num_left.set(self.num_left.get().map(|num_left| num_left.saturating_sub(1)));
+    /// time if it hangs; or half of it, if nothing says how many there are. `weight`: how many tests it has.
+    pub(super) fn finish_one_of_several(
+        &self,
+        name: &str,
+        command: &mut Command,
+        weight: usize,
+    ) -> Result<Ended> {
+        let weight = u32::try_from(weight).unwrap_or(u32::MAX).max(1);
+        let limit = share_of(self.left(), weight, self.weight_left.get());
+        self.weight_left.set(self.weight_left.get().map(|left| left.saturating_sub(weight)));
         group::finish(command, &self.log(name), limit)
     }
 
@@ -107,7 +113,7 @@ impl Bench {
     /// The names of a program's tests.
     pub(super) fn tests_of(&self, program: &Path) -> Result<Vec<String>> {
         let name = format!("list-{}", program.file_name().unwrap_or_default().to_string_lossy());
-        let ended = self.finish_one_of_several(&name, self.command(program).arg("--list"))?;
+        let ended = self.finish_one_of_several(&name, self.command(program).arg("--list"), 1)?;
         anyhow::ensure!(ended.code == Some(0), "{}: {}", program.display(), ended.why());
         Ok(ended.output.lines().filter_map(|line| line.strip_suffix(": test")).map(str::to_owned).collect())
     }
@@ -129,9 +135,10 @@ impl Bench {
     }
 }
 
-/// What one of `num_left` commands may take: twice its share, and all if it is the last one.
-fn share_of(left: Duration, num_left: Option<u32>) -> Duration {
-    left * 2 / (num_left.unwrap_or(3).max(1).saturating_add(1))
+/// What a command may take of the time that is left: twice its share, and all if it is the last one.
+fn share_of(left: Duration, weight: u32, weight_left: Option<u32>) -> Duration {
+    let weight_left = weight_left.unwrap_or(3 * weight).max(weight);
+    left.mul_f64(2.0 * f64::from(weight) / (f64::from(weight_left) + f64::from(weight)))
 }
 
 #[cfg(test)]
@@ -141,12 +148,14 @@ mod tests {
     #[test]
     fn a_command_that_hangs_leaves_time_for_the_others() {
         let second = Duration::from_secs(1);
-        assert_eq!(share_of(120 * second, None), 60 * second);
-        assert_eq!(share_of(120 * second, Some(1)), 120 * second);
+        assert_eq!(share_of(120 * second, 1, None), 60 * second);
+        assert_eq!(share_of(120 * second, 1, Some(1)), 120 * second);
+        assert_eq!(share_of(120 * second, 14, Some(14)), 120 * second);
+        assert_eq!(share_of(120 * second, 10, Some(50)), 40 * second, "as many tests as a fifth of all");
         // Each of twelve takes all that it may: the last one still has a seventh of an equal share.
         let mut left = 120 * second;
         for num_left in (2..=12).rev() {
-            left -= share_of(left, Some(num_left));
+            left -= share_of(left, 1, Some(num_left));
         }
         assert!(left >= 120 * second / 12 / 7, "{left:?}");
     }

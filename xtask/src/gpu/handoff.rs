@@ -79,7 +79,7 @@ fn answers(
     command.args(["--token-budget", "256", "--max-running", "4"]);
     let log = bench.log(&format!("up-{device}-{transport}"));
     let mut workers = Group::start(&mut command, &log)?;
-    while !call(port, "GET /readyz", "", LOOK_LIMIT).is_ok_and(|(status, _)| status == 200) {
+    while !call(port, "GET /health", "", LOOK_LIMIT).is_ok_and(|(_, health)| has_both_roles(&health)) {
         let said = || last_line(&std::fs::read_to_string(&log).unwrap_or_default());
         if let Some(status) = workers.wait(Duration::ZERO)? {
             bail!("baton up: {status}: {}", said());
@@ -103,6 +103,16 @@ fn answers(
     workers.terminate();
     workers.wait(END_LIMIT)?;
     answers
+}
+
+/// Whether a worker of each role answers. The router is ready before: a decode worker alone can serve, but not a request that
+/// asks for remote prefill.
+fn has_both_roles(health: &str) -> bool {
+    let health: Value = serde_json::from_str(health).unwrap_or_default();
+    let workers = health["workers"].as_array().map_or(&[][..], Vec::as_slice);
+    ["prefill", "decode"]
+        .iter()
+        .all(|role| workers.iter().any(|worker| worker["role"] == *role && worker["answers"] == true))
 }
 
 /// One exchange of HTTP: the status, and the body.
@@ -132,7 +142,7 @@ fn exposed(bench: &Bench, transport: &str) -> Result<Tally> {
     command.args(["bench", "overlap", "--quiet", "--device", &bench.device, "--transports", transport]);
     command.args(["--kv-dtype", "bf16", "--lengths", "256,512,1024", "--rounds", "5"]);
     command.args(["--gpu-memory-utilization", MEMORY_SHARE, "--json"]).arg(&report);
-    let ended = bench.finish_one_of_several(&format!("exposed-{transport}"), &mut command)?;
+    let ended = bench.finish_one_of_several(&format!("exposed-{transport}"), &mut command, 1)?;
     ensure!(!ended.is_late, "not done in {:.0} s", ended.took.as_secs_f32());
     ensure!(ended.code == Some(0), "{}", ended.why());
     let text = std::fs::read_to_string(&report).context("read what baton bench overlap has measured")?;
@@ -144,4 +154,22 @@ fn exposed(bench: &Bench, transport: &str) -> Result<Tally> {
     let (num_failed, num_passed) = (missed.len(), figures.len() - missed.len());
     let outcome = Outcome::of(missed, all.join("; "));
     Ok(Tally { outcome, num_passed, num_failed, num_skipped: 0, figures })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn workers_are_waited_for_until_both_roles_answer() {
+        let health = |prefill: bool| {
+            let worker = |role, answers| json!({"id": role, "role": role, "answers": answers});
+            json!({"status": "ok", "workers": [worker("decode", true), worker("prefill", prefill)]})
+                .to_string()
+        };
+        assert!(has_both_roles(&health(true)));
+        assert!(!has_both_roles(&health(false)));
+        assert!(!has_both_roles(r#"{"status": "ok", "workers": [{"role": "decode", "answers": true}]}"#));
+        assert!(!has_both_roles("not yet"));
+    }
 }

@@ -90,6 +90,23 @@ impl Programs {
         Ok(Programs { kernels, models, engine, shm, rdma, nccl, figures, baton, tested_cubins })
     }
 
+    /// The same program under all names.
+    #[cfg(test)]
+    pub(super) fn all_are(program: &Path) -> Programs {
+        let path = || program.to_owned();
+        Programs {
+            kernels: path(),
+            models: path(),
+            engine: path(),
+            shm: path(),
+            rdma: path(),
+            nccl: path(),
+            figures: path(),
+            baton: path(),
+            tested_cubins: None,
+        }
+    }
+
     /// Copies them and this program into a new folder, without debug information.
     pub(super) fn copy(&self, dir: &Path) -> Result<()> {
         std::fs::create_dir_all(dir).with_context(|| format!("make {}", dir.display()))?;

@@ -48,8 +48,8 @@ pub(super) fn run(bench: &Bench, checks: &mut Checks<'_>, tool: &str, filters: &
 fn sanitized(bench: &Bench, sanitizer: &Path, tool: &str, filter: &str) -> Result<Tally> {
     let mut command = bench.command(sanitizer);
     command.args(["--tool", tool, "--error-exitcode", "9"]).arg(&bench.programs.kernels);
-    // One test after the other, so that what was done in time is whole.
-    command.args([filter, "--test-threads", "1", "--show-output"]);
+    // One test after the other, so that what was done in time is whole. Long contexts alone would take all of it.
+    command.args([filter, "--skip", "long_contexts", "--test-threads", "1", "--show-output"]);
     let ended = bench.finish(&format!("{tool}-{filter}"), &mut command)?;
     let is_error =
         |line: &&str| line.starts_with("====") && FINDINGS.iter().any(|finding| line.contains(finding));

@@ -1,6 +1,6 @@
 //! The stages of a check in their order: what tells most comes first, because the machine may go away.
 
-use std::{collections::BTreeSet, path::Path, process::Command};
+use std::{collections::BTreeMap, path::Path, process::Command};
 
 use anyhow::Result;
 
@@ -128,7 +128,7 @@ fn smoke(bench: &Bench, checks: &mut Checks<'_>) {
     let (kernels, models) = (&bench.programs.kernels, &bench.programs.models);
     bench.share(4);
     let mut smoke = |name: &str, program: &Path, filters: &[&str]| {
-        checks.add(name, || tests(bench, &format!("smoke-{name}"), program, filters, &[]));
+        checks.add(name, || tests(bench, &format!("smoke-{name}"), program, filters, &[], 1));
     };
     smoke("norm and blocks", kernels, &["norm::", "blocks::"]);
     smoke("wgmma trials", kernels, &["attention::warpgroup", "expert_products::warpgroup_products"]);
@@ -141,12 +141,14 @@ fn kernels(bench: &Bench, checks: &mut Checks<'_>) {
 }
 
 fn models(bench: &Bench, checks: &mut Checks<'_>) {
-    by_module(bench, checks, "models", &bench.programs.models, &NOT_ON_DEVICE, 1);
-    checks.add("engine", || tests(bench, "engine", &bench.programs.engine, &[], &NOT_ON_DEVICE));
+    let program = &bench.programs.engine;
+    let num_tests = bench.tests_of(program).map_or(1, |names| names.len());
+    by_module(bench, checks, "models", &bench.programs.models, &NOT_ON_DEVICE, num_tests);
+    checks.add("engine", || tests(bench, "engine", program, &[], &NOT_ON_DEVICE, num_tests));
 }
 
-/// One process for each module: after an illegal access, every later test of that process fails. `num_others`: commands that
-/// the stage runs after them.
+/// One process for each module: after an illegal access, every later test of that process fails. Its time is a share by its
+/// number of tests. `num_others`: tests that the stage runs after them.
 fn by_module(
     bench: &Bench,
     checks: &mut Checks<'_>,
@@ -160,15 +162,18 @@ fn by_module(
         Err(error) => return checks.add(stage, || Err(error)),
     };
     let taken = names.iter().filter(|name| !skipped.iter().any(|skipped| name.contains(skipped)));
-    let modules: BTreeSet<&str> = taken.filter_map(|name| Some(name.split_once("::")?.0)).collect();
+    let mut modules = BTreeMap::<&str, usize>::new();
+    for (module, _) in taken.filter_map(|name| name.split_once("::")) {
+        *modules.entry(module).or_default() += 1;
+    }
     if modules.is_empty() {
         return checks.add(stage, || Ok(Tally::of(Outcome::Failed(vec!["it has no tests".to_owned()]))));
     }
-    bench.share(modules.len() + num_others);
-    for module in modules {
+    bench.share(modules.values().sum::<usize>() + num_others);
+    for (module, num_tests) in modules {
         let filter = format!("{module}::");
         let name = format!("{stage}-{module}");
-        checks.add(module, || tests(bench, &name, program, &[filter.as_str()], skipped));
+        checks.add(module, || tests(bench, &name, program, &[filter.as_str()], skipped, num_tests));
     }
 }
 
@@ -182,7 +187,7 @@ fn handoff(bench: &Bench, checks: &mut Checks<'_>) {
         ("nccl", &programs.nccl, "cuda::"),
     ] {
         checks.add(format!("tests of {name}"), || {
-            tests(bench, &format!("transport-{name}"), program, &[filter], &[])
+            tests(bench, &format!("transport-{name}"), program, &[filter], &[], 1)
         });
     }
 }
@@ -200,25 +205,62 @@ fn nccl(bench: &Bench, checks: &mut Checks<'_>) {
             let why = "the programs have no test nccl::*graph*".to_owned();
             return Ok(Tally::of(Outcome::Skipped(why)));
         }
-        tests(bench, "nccl-graph", &bench.programs.kernels, &with_graphs, &[])
+        tests(bench, "nccl-graph", &bench.programs.kernels, &with_graphs, &[], 1)
     });
 }
 
-/// Tests whose names have one of `filters` in them.
-fn tests(bench: &Bench, log: &str, program: &Path, filters: &[&str], skipped: &[&str]) -> Result<Tally> {
+/// Tests whose names have one of `filters` in them; `weight` as in [`Bench::finish_one_of_several`].
+fn tests(
+    bench: &Bench,
+    log: &str,
+    program: &Path,
+    filters: &[&str],
+    skipped: &[&str],
+    weight: usize,
+) -> Result<Tally> {
     let mut command = bench.command(program);
     command.args(filters).args(skipped.iter().flat_map(|name| ["--skip", name])).arg("--show-output");
-    Ok(outcomes::of_tests(&bench.finish_one_of_several(log, &mut command)?))
+    Ok(outcomes::of_tests(&bench.finish_one_of_several(log, &mut command, weight)?))
 }
 
 #[cfg(test)]
 mod tests {
+    use std::time::{Duration, Instant};
+
     use super::*;
+    use crate::gpu::{libraries::Libraries, programs::Programs};
 
     #[test]
     fn a_whole_run_takes_nine_minutes_at_most() {
         let whole: u64 = STAGES.iter().filter(|stage| !stage.is_extra).map(|stage| stage.seconds).sum();
         assert!(whole < ALL_SECONDS, "{whole} s leave no time for the report");
         assert_eq!(ALL_SECONDS, 9 * 60);
+    }
+
+    /// The device is lost for the process of one module only.
+    #[test]
+    fn a_crash_in_one_module_leaves_the_others() {
+        let dir = std::env::temp_dir().join(format!("baton-xtask-modules-{}", std::process::id()));
+        let program = dir.join("tests");
+        std::fs::create_dir_all(&dir).unwrap();
+        let script = "#!/bin/sh\ncase \"$1\" in\n\
+                      --list) printf 'a::one: test\\nb::two: test\\nb::three: test\\nnccl::four: test\\n' ;;\n\
+                      a::) kill -ABRT $$ ;;\n\
+                      *) printf 'test b::two ... ok\\ntest b::three ... ok\\n' ;;\nesac\n";
+        let text = dir.join("text");
+        std::fs::write(&text, script).unwrap();
+        std::fs::set_permissions(&text, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+        // A file that this process has written may still be open in a child process of another test, and cannot be run.
+        assert!(Command::new("cp").arg("-p").arg(&text).arg(&program).status().unwrap().success());
+        let programs = Programs::all_are(&program);
+        let libraries = Libraries { path: "".into(), found: vec![] };
+        let bench = Bench::new(programs, dir.clone(), dir.join("results"), 0, libraries).unwrap();
+        bench.begin(Instant::now() + Duration::from_secs(60));
+        let mut report =
+            StageReport { name: "kernels", budget: Duration::ZERO, took: Duration::ZERO, checks: vec![] };
+        kernels(&bench, &mut Checks::of(&mut report));
+        let counts = report.checks.iter().map(|it| (&*it.name, it.tally.num_passed, it.tally.num_failed));
+        assert_eq!(counts.collect::<Vec<_>>(), [("a", 0, 1), ("b", 2, 0)]);
+        std::fs::remove_dir_all(dir).unwrap();
     }
 }

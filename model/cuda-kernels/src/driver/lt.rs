@@ -38,6 +38,8 @@ const REPORT_PERIOD: Duration = Duration::from_secs(2);
 
 /// The rows of the shape whose algorithm is used for any number of rows, if bits must not depend on it.
 const FIXED_ROWS: u64 = 256;
+/// Few and many rows, which that algorithm must serve too.
+const SERVED_ROWS: [u64; 2] = [1, 8192];
 
 pub struct Products {
     /// `None`: the library refused the product.
@@ -195,7 +197,7 @@ impl Products {
     /// # Safety
     /// As for [`run`](Self::run).
     unsafe fn plan(&mut self, shape: &Shape, operands: &Operands) -> Result<Option<ProductPlan>, CudaError> {
-        let mut plan = ProductPlan::new(&self.library, shape, operands)?;
+        let Some(mut plan) = ProductPlan::new(&self.library, shape, operands)? else { return Ok(None) };
         let algorithm = match self.rule {
             AlgorithmRule::OnePerMatrix => self.fixed(&plan, shape, operands)?,
             AlgorithmRule::Fastest => {
@@ -219,11 +221,16 @@ impl Products {
         shape: &Shape,
         operands: &Operands,
     ) -> Result<Option<Algorithm>, CudaError> {
-        let of_all = ProductPlan::new(&self.library, &Shape { num_rows: FIXED_ROWS, ..*shape }, operands)?;
-        let mut found = of_all.find(self.handle, NUM_CANDIDATES, Sums::Whole)?;
-        // The choice must not depend on the rows: if the first one does not serve them, there is none.
-        found.truncate(1);
-        Ok(found.into_iter().find(|algorithm| plan.takes(self.handle, *algorithm)))
+        let plan_of = |num_rows| ProductPlan::new(&self.library, &Shape { num_rows, ..*shape }, operands);
+        let Some(of_all) = plan_of(FIXED_ROWS)? else { return Ok(None) };
+        let mut served = Vec::new();
+        for num_rows in SERVED_ROWS {
+            served.extend(plan_of(num_rows)?);
+        }
+        let serves = |algorithm: &Algorithm| served.iter().all(|plan| plan.takes(self.handle, *algorithm));
+        let found = of_all.find(self.handle, NUM_CANDIDATES, Sums::Whole)?.into_iter().find(serves);
+        // The choice must not depend on these rows: if it does not serve them, there is none.
+        Ok(found.filter(|algorithm| plan.takes(self.handle, *algorithm)))
     }
 
     /// The fastest algorithm while the device starts, later the library's first one. `None`: there is none.

@@ -159,14 +159,14 @@ impl Case {
         let sum: f64 = weights.iter().sum();
         let greatest = scores.iter().fold(0.0, |greatest, score| score.abs().max(greatest));
         let allowed = 1.0 / 128.0 + (greatest + cap) * 2f64.powi(-20) + 1e-5;
-        (0..n)
-            .map(|i| {
-                let value = |t: usize| f64::from(values[t * n + i]);
-                let found: f64 = seen.clone().zip(&weights).map(|(t, w)| w * value(t)).sum();
-                let total: f64 = seen.clone().zip(&weights).map(|(t, w)| w * value(t).abs()).sum();
-                (found / sum, allowed * total / sum)
-            })
-            .collect()
+        let mut sums = vec![(0.0, 0.0); n];
+        for (t, weight) in seen.zip(&weights) {
+            for ((found, total), value) in sums.iter_mut().zip(&values[t * n..]) {
+                *found += weight * f64::from(*value);
+                *total += weight * f64::from(value.abs());
+            }
+        }
+        sums.into_iter().map(|(found, total)| (found / sum, allowed * total / sum)).collect()
     }
 
     /// Runs the kernels that support this case. Returns the results of the decode and prefill kernels, or of the

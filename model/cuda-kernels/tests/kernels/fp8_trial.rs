@@ -22,6 +22,16 @@ fn products_that_lack_some_rows_are_not_used() {
     );
 }
 
+/// cuBLASLt before CUDA 12.8 refuses scales when a product is described. The device opens all the same.
+#[test]
+fn an_old_library_multiplies_without_scales() {
+    if std::env::var_os("FAKE_OLD_CUBLASLT").is_none() {
+        return println!("SKIPPED: the library is not an old one");
+    }
+    let device = TestDevice::new(&[], 8 << 20, Threads::Shuffled);
+    assert_eq!(device.fp8_products(), Fp8Products::Plain);
+}
+
 #[test]
 fn the_trial_finds_the_fp8_products_of_a_device() {
     for (products, scaling) in WAYS {

@@ -11,6 +11,7 @@ mod experts;
 mod fake_libraries;
 mod fp8_trial;
 mod gate;
+mod graphs;
 mod nccl;
 mod norm;
 mod products;

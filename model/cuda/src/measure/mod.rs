@@ -68,6 +68,8 @@ pub fn measure(
     scope: Scope,
     report: &mut dyn FnMut(&Finding),
 ) -> Result<(), StartError> {
+    // Keeps the device's context, with what the libraries have loaded, from part to part.
+    let _device = baton_cuda::Device::open(ordinal)?;
     let sizes = Sizes::full();
     let sources = sizes.sources();
     measure_on(&sizes, scope, || Ok(DriverDevice::open(ordinal, &sources, code.clone())?), report)

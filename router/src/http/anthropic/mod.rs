@@ -5,15 +5,15 @@ mod error;
 mod input;
 mod output;
 
-use std::{sync::Arc, time::Instant};
+use std::sync::Arc;
 
 use axum::{
-    extract::{Request, State},
+    extract::{Extension, Request, State},
     response::Response,
 };
 use baton_request_fields::Endpoint;
 use baton_router_core::{
-    ChatInput, ClientRequest, ClientSampling, Core, FieldNames, PromptInput, check_model, tokenize,
+    Arrival, ChatInput, ClientRequest, ClientSampling, Core, FieldNames, PromptInput, check_model, tokenize,
 };
 use baton_tools::ToolRequest;
 use serde::Deserialize;
@@ -46,13 +46,13 @@ request_body! { @served
 /// Serves one message.
 pub(crate) async fn create(
     State(core): State<Arc<Core>>,
+    Extension(arrival): Extension<Arrival>,
     request: Request,
 ) -> Result<Response, MessagesError> {
-    let started = Instant::now();
     let request: MessagesRequest = read_json(&core.config, request).await?;
     Endpoint::Messages.check(&request.rest, core.config.unknown_fields)?;
     let streamed = request.stream.unwrap_or(false);
-    let input = request.into_input(started)?;
+    let input = request.into_input(arrival)?;
     let (id, model) = (input.id.clone(), core.model()?.name.clone());
     let request = core.prepare(input).await?;
     let blocks = Blocks::new(request.reader.clone(), call_id);
@@ -98,7 +98,7 @@ impl Conversation<'_> {
 }
 
 impl MessagesRequest {
-    fn into_input(self, started: Instant) -> Result<ClientRequest, ApiError> {
+    fn into_input(self, arrival: Arrival) -> Result<ClientRequest, ApiError> {
         let serving = self.serving()?;
         let sampling = ClientSampling {
             max_tokens: Some(self.max_tokens),
@@ -125,7 +125,7 @@ impl MessagesRequest {
             sampling,
             serving,
             names: FieldNames { prompt: "messages", max_tokens: "max_tokens", logprobs: "logprobs" },
-            started,
+            arrival,
         })
     }
 }

@@ -5,14 +5,14 @@ pub(crate) mod request;
 mod input;
 mod output;
 
-use std::{sync::Arc, time::Instant};
+use std::sync::Arc;
 
 use axum::{
-    extract::{Request, State},
+    extract::{Extension, Request, State},
     response::Response,
 };
 use baton_request_fields::Endpoint;
-use baton_router_core::Core;
+use baton_router_core::{Arrival, Core};
 
 use super::{
     blocks::Blocks,
@@ -25,13 +25,16 @@ use output::{Echo, ResponseChunks};
 use request::ResponsesRequest;
 
 /// Serves one response.
-pub(crate) async fn responses(State(core): State<Arc<Core>>, request: Request) -> Result<Response, ApiError> {
-    let started = Instant::now();
+pub(crate) async fn responses(
+    State(core): State<Arc<Core>>,
+    Extension(arrival): Extension<Arrival>,
+    request: Request,
+) -> Result<Response, ApiError> {
     let request: ResponsesRequest = read_json(&core.config, request).await?;
     Endpoint::Responses.check(&request.rest, core.config.unknown_fields)?;
     let streamed = request.stream.unwrap_or(false);
     let echo = Echo::new(&request, &core.model()?.name);
-    let input = request.into_input(started)?;
+    let input = request.into_input(arrival)?;
     let id = input.id.clone();
     let request = core.prepare(input).await?;
     let blocks = Blocks::new(request.reader.clone(), call_id);

@@ -1,8 +1,8 @@
 //! The body of a Responses request, and the chat that it asks for.
 
-use std::time::Instant;
-
-use baton_router_core::{ChatInput, ClientRequest, ClientSampling, FieldNames, PromptInput};
+use baton_router_core::{
+    Arrival, ChatInput, ClientRequest, ClientSampling, FieldNames, PromptInput, Serving,
+};
 use baton_tools::ToolRequest;
 use serde_json::{Map, Value};
 
@@ -23,12 +23,13 @@ request_body! { @served
         tool_choice: Option<Value>,
         parallel_tool_calls: Option<bool>,
         text: Option<Map<String, Value>>,
+        priority: Option<i32>,
     }
 }
 
 impl ResponsesRequest {
-    pub(super) fn into_input(self, started: Instant) -> Result<ClientRequest, ApiError> {
-        let serving = self.serving()?;
+    pub(super) fn into_input(self, arrival: Arrival) -> Result<ClientRequest, ApiError> {
+        let serving = Serving { priority: self.priority.unwrap_or(0), ..self.serving()? };
         let sampling = ClientSampling {
             max_tokens: self.max_output_tokens,
             temperature: self.temperature,
@@ -62,7 +63,7 @@ impl ResponsesRequest {
             sampling,
             serving,
             names: FieldNames { prompt: "input", max_tokens: "max_output_tokens", logprobs: "top_logprobs" },
-            started,
+            arrival,
         })
     }
 }

@@ -117,6 +117,7 @@ impl PlanArgs {
             slo_ttft: SloTarget::Seconds(self.slo_ttft),
             slo_tpot: SloTarget::Seconds(self.slo_tpot),
             routers: 1,
+            balance: false,
             report_interval: 50.0,
             call: 0.5,
             link: self.link,

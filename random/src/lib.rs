@@ -1,54 +1,69 @@
-//! A small generator of random numbers: the same seed makes the same load, on every machine and with
-//! every version of every dependency.
+//! Numbers that look random: the same by the same seed, on every machine and with every version of every dependency.
+//!
+//! SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, OOPSLA 2014). Not for secrets.
+#![forbid(unsafe_code)]
 
-/// SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014).
+/// The odd number closest to 2^64 by the golden ratio: multiples of it are spread evenly.
+pub const GOLDEN: u64 = 0x9E37_79B9_7F4A_7C15;
+
+/// A bijection after which every bit depends on every bit.
+#[inline]
+pub const fn mix(mut z: u64) -> u64 {
+    z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+    z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+    z ^ (z >> 31)
+}
+
+/// A generator.
 #[derive(Clone, Debug)]
-pub(crate) struct Random(u64);
+pub struct Random(u64);
 
 impl Random {
-    pub(crate) fn new(seed: u64) -> Self {
-        Self(seed)
+    /// By this seed.
+    pub const fn new(seed: u64) -> Random {
+        Random(seed)
     }
 
     /// A generator of its own for each `stream` of a seed.
-    pub(crate) fn stream(seed: u64, stream: u64) -> Self {
-        let mut random = Self(seed ^ stream.wrapping_mul(0xD1B5_4A32_D192_ED03));
+    pub fn stream(seed: u64, stream: u64) -> Random {
+        let mut random = Random(seed ^ stream.wrapping_mul(0xD1B5_4A32_D192_ED03));
         random.next();
         random
     }
 
-    pub(crate) fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-        z ^ (z >> 31)
+    /// Any number.
+    #[inline]
+    #[expect(clippy::should_implement_trait, reason = "it never ends, and nothing iterates over it")]
+    pub fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(GOLDEN);
+        mix(self.0)
     }
 
     /// In [0, 1).
-    pub(crate) fn unit(&mut self) -> f64 {
+    #[inline]
+    pub fn unit(&mut self) -> f64 {
         (self.next() >> 11) as f64 / (1u64 << 53) as f64
     }
 
     /// Below `bound`, which is not 0.
-    pub(crate) fn below(&mut self, bound: u64) -> u64 {
+    pub fn below(&mut self, bound: u64) -> u64 {
         ((u128::from(self.next()) * u128::from(bound)) >> 64) as u64
     }
 
     /// Fisher and Yates.
-    pub(crate) fn shuffle<T>(&mut self, items: &mut [T]) {
+    pub fn shuffle<T>(&mut self, items: &mut [T]) {
         for idx in (1..items.len()).rev() {
             items.swap(idx, self.below(idx as u64 + 1) as usize);
         }
     }
 
     /// Of mean 1: the gaps of a Poisson process of rate 1.
-    pub(crate) fn exponential(&mut self) -> f64 {
+    pub fn exponential(&mut self) -> f64 {
         -(1.0 - self.unit()).ln()
     }
 
     /// Of mean 0 and deviation 1 (Box and Muller).
-    pub(crate) fn normal(&mut self) -> f64 {
+    pub fn normal(&mut self) -> f64 {
         (2.0 * self.exponential()).sqrt() * (std::f64::consts::TAU * self.unit()).cos()
     }
 }
@@ -56,6 +71,14 @@ impl Random {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_numbers_are_those_of_the_paper() {
+        // Of the reference implementation with seed 1234567.
+        let mut random = Random::new(1_234_567);
+        let numbers = [6457827717110365317, 3203168211198807973, 9817491932198370423];
+        assert_eq!([random.next(), random.next(), random.next()], numbers);
+    }
 
     #[test]
     fn moments() {
