@@ -24,7 +24,7 @@ const PROMPT_END: usize = 8;
 
 /// The call that a request came with.
 #[derive(Clone, Debug)]
-pub struct Arrival {
+pub struct RequestArrival {
     /// `X-Request-Id`: chosen by the client, else by the edge. Several calls may have the same.
     pub x_request_id: String,
     /// When it came.
@@ -53,7 +53,7 @@ pub struct ClientRequest {
     /// What this API calls the fields, for errors.
     pub names: FieldNames,
     /// When and as what it came.
-    pub arrival: Arrival,
+    pub arrival: RequestArrival,
 }
 
 /// How a request is served, whatever it asks for.
@@ -136,7 +136,7 @@ pub struct PreparedRequest {
     pub(crate) hashes: Vec<OnceCell<SequenceHashes>>,
     /// Of all choices, if they are to be explained. Locked for a push or a copy.
     plans: Mutex<Vec<ExplainedPlan>>,
-    pub(crate) arrival: Arrival,
+    pub(crate) arrival: RequestArrival,
     /// When it was tokenised.
     pub(crate) tokenised: Instant,
 }

@@ -6,7 +6,7 @@ use baton_planner::{PrefillMode, Slo};
 use baton_proto::v1;
 use baton_request::SpeculationMode;
 use baton_router_core::{
-    Arrival, ChatInput, ClientRequest, ClientSampling, CoreError, Event, ExplainedOption, ExplainedPlan,
+    RequestArrival, ChatInput, ClientRequest, ClientSampling, CoreError, Event, ExplainedOption, ExplainedPlan,
     Extras, FieldNames, PromptInput, Serving, Timing, TokenOut, Usage,
 };
 use baton_tools::{AnswerPart, AskedGrammar, ToolRequest};
@@ -17,7 +17,7 @@ use tonic::{Code, Status};
 pub(super) fn input(
     request: v1::GenerateRequest,
     id: String,
-    arrival: Arrival,
+    arrival: RequestArrival,
 ) -> Result<ClientRequest, CoreError> {
     let prefill = match request.prefill_mode() {
         v1::PrefillMode::Unspecified => PrefillMode::Auto,

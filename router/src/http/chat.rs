@@ -21,7 +21,7 @@ use super::{
     sse::{self, Chunks, Frame},
 };
 use baton_router_core::{
-    Arrival, ChatInput, ClientRequest, Core, Event, Events, Extras, FieldNames, PromptInput, Serving,
+    RequestArrival, ChatInput, ClientRequest, Core, Event, Events, Extras, FieldNames, PromptInput, Serving,
     TokenOut, Usage,
 };
 
@@ -44,7 +44,7 @@ request_body! {
 /// Serves one chat completion.
 pub(crate) async fn chat_completions(
     State(core): State<Arc<Core>>,
-    Extension(arrival): Extension<Arrival>,
+    Extension(arrival): Extension<RequestArrival>,
     request: Request,
 ) -> Result<Response, ApiError> {
     let request: ChatRequest = read_json(&core.config, request).await?;
@@ -71,7 +71,7 @@ pub(crate) async fn chat_completions(
 }
 
 impl ChatRequest {
-    fn into_input(self, arrival: Arrival) -> Result<ClientRequest, ApiError> {
+    fn into_input(self, arrival: RequestArrival) -> Result<ClientRequest, ApiError> {
         let mut sampling = self.sampling()?;
         let serving = Serving { priority: self.priority.unwrap_or(0), ..self.serving()? };
         let mut max_tokens = "max_tokens";

@@ -19,7 +19,7 @@ use super::{
     sse::{self, Chunks, Frame},
 };
 use baton_router_core::{
-    Arrival, ClientRequest, Core, Event, Events, Extras, FieldNames, PromptInput, Serving, TokenOut, Usage,
+    RequestArrival, ClientRequest, Core, Event, Events, Extras, FieldNames, PromptInput, Serving, TokenOut, Usage,
 };
 
 /// OpenAI's default for this endpoint.
@@ -75,7 +75,7 @@ fn token_ids(items: &[Value]) -> Result<Vec<u32>, String> {
 /// Serves one completion.
 pub(crate) async fn completions(
     State(core): State<Arc<Core>>,
-    Extension(arrival): Extension<Arrival>,
+    Extension(arrival): Extension<RequestArrival>,
     request: Request,
 ) -> Result<Response, ApiError> {
     let request: CompletionRequest = read_json(&core.config, request).await?;
@@ -120,7 +120,7 @@ struct Beginning {
 }
 
 impl CompletionRequest {
-    fn into_input(self, arrival: Arrival) -> Result<ClientRequest, ApiError> {
+    fn into_input(self, arrival: RequestArrival) -> Result<ClientRequest, ApiError> {
         let mut sampling = self.sampling()?;
         let serving = Serving { priority: self.priority.unwrap_or(0), ..self.serving()? };
         sampling.default_max_tokens = Some(DEFAULT_MAX_TOKENS);

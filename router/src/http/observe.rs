@@ -7,7 +7,7 @@ use axum::{
     middleware::Next,
     response::Response,
 };
-use baton_router_core::{Arrival, Core};
+use baton_router_core::{RequestArrival, Core};
 use baton_telemetry::trace_context;
 use http::{HeaderMap, HeaderName, HeaderValue, header};
 use tracing::{Instrument, field::Empty};
@@ -32,7 +32,7 @@ pub(crate) async fn observe(State(core): State<Arc<Core>>, mut request: Request,
         plan.harm_ms = Empty,
         plan.options = Empty,
     );
-    request.extensions_mut().insert(Arrival { x_request_id, at: Instant::now() });
+    request.extensions_mut().insert(RequestArrival { x_request_id, at: Instant::now() });
     let caller = request.headers();
     trace_context::set_parent(&span, |name| Some(caller.get(name)?.to_str().ok()?.to_owned()));
     let mut response = next.run(request).instrument(span).await;

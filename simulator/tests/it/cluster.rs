@@ -178,8 +178,8 @@ fn no_migration_for_balance_is_undone_within_ten_seconds() {
         println!("{} migrations, {} refused", moved.len(), report.num_refused_migrations);
         assert!(moved.len() > 10, "there is something to balance: {moved:?}");
         for (idx, first) in moved.iter().enumerate() {
-            let soon = moved[idx..].iter().take_while(|next| (next.at - first.at).seconds() < 10.0);
-            let undone = soon.filter(|next| next.to == first.from || next.from == first.to).next();
+            let mut soon = moved[idx..].iter().take_while(|next| (next.at - first.at).seconds() < 10.0);
+            let undone = soon.find(|next| next.to == first.from || next.from == first.to);
             assert_eq!(undone, None, "seed {seed}: {first:?}");
         }
     }

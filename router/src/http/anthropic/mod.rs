@@ -13,7 +13,7 @@ use axum::{
 };
 use baton_request_fields::Endpoint;
 use baton_router_core::{
-    Arrival, ChatInput, ClientRequest, ClientSampling, Core, FieldNames, PromptInput, check_model, tokenize,
+    RequestArrival, ChatInput, ClientRequest, ClientSampling, Core, FieldNames, PromptInput, check_model, tokenize,
 };
 use baton_tools::ToolRequest;
 use serde::Deserialize;
@@ -46,7 +46,7 @@ request_body! { @served
 /// Serves one message.
 pub(crate) async fn create(
     State(core): State<Arc<Core>>,
-    Extension(arrival): Extension<Arrival>,
+    Extension(arrival): Extension<RequestArrival>,
     request: Request,
 ) -> Result<Response, MessagesError> {
     let request: MessagesRequest = read_json(&core.config, request).await?;
@@ -98,7 +98,7 @@ impl Conversation<'_> {
 }
 
 impl MessagesRequest {
-    fn into_input(self, arrival: Arrival) -> Result<ClientRequest, ApiError> {
+    fn into_input(self, arrival: RequestArrival) -> Result<ClientRequest, ApiError> {
         let serving = self.serving()?;
         let sampling = ClientSampling {
             max_tokens: Some(self.max_tokens),

@@ -12,7 +12,7 @@ use axum::{
     response::Response,
 };
 use baton_request_fields::Endpoint;
-use baton_router_core::{Arrival, Core};
+use baton_router_core::{RequestArrival, Core};
 
 use super::{
     blocks::Blocks,
@@ -27,7 +27,7 @@ use request::ResponsesRequest;
 /// Serves one response.
 pub(crate) async fn responses(
     State(core): State<Arc<Core>>,
-    Extension(arrival): Extension<Arrival>,
+    Extension(arrival): Extension<RequestArrival>,
     request: Request,
 ) -> Result<Response, ApiError> {
     let request: ResponsesRequest = read_json(&core.config, request).await?;

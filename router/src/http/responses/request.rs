@@ -1,7 +1,7 @@
 //! The body of a Responses request, and the chat that it asks for.
 
 use baton_router_core::{
-    Arrival, ChatInput, ClientRequest, ClientSampling, FieldNames, PromptInput, Serving,
+    RequestArrival, ChatInput, ClientRequest, ClientSampling, FieldNames, PromptInput, Serving,
 };
 use baton_tools::ToolRequest;
 use serde_json::{Map, Value};
@@ -28,7 +28,7 @@ request_body! { @served
 }
 
 impl ResponsesRequest {
-    pub(super) fn into_input(self, arrival: Arrival) -> Result<ClientRequest, ApiError> {
+    pub(super) fn into_input(self, arrival: RequestArrival) -> Result<ClientRequest, ApiError> {
         let serving = Serving { priority: self.priority.unwrap_or(0), ..self.serving()? };
         let sampling = ClientSampling {
             max_tokens: self.max_output_tokens,
