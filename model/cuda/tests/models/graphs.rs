@@ -55,7 +55,7 @@ fn steps_with_drafts_are_graphs() {
 }
 
 /// Launches and products of a step of one token, for each layer and for the rest of a step: its beginning, the last
-/// norm and the head. Attention is one launch here where tensor cores do not support the heads, and two elsewhere.
+/// norm and the head. Attention is one launch, with splits of a context (qwen3) and without (llama).
 #[test]
 fn a_layer_takes_few_launches() {
     if test_device::ordinal().is_some() {
@@ -63,9 +63,10 @@ fn a_layer_takes_few_launches() {
     }
     let bf16 = |name| loaded(name, KvDtype::Bf16, 8);
     let int4 = Some("int4".parse().unwrap());
-    let cases: [(&str, DeviceModel, usize, usize); 4] = [
+    let cases: [(&str, DeviceModel, usize, usize); 5] = [
         ("llama", bf16("llama"), 9, 5),
         ("llama, int4", low_bit::loaded(&fixtures().join("llama"), int4), 9, 5),
+        ("qwen3", bf16("qwen3"), 9, 5),
         // With a cap of logits, and a norm after the last layer.
         ("gemma2", bf16("gemma2"), 10, 7),
         ("mixtral", bf16("mixtral"), 12, 5),
