@@ -17,6 +17,7 @@ mod rows;
 mod scratch;
 mod shared;
 mod simd;
+mod tiles;
 
 pub use affinity::{CpuList, CpuListError};
 pub use attention::{AttentionShape, attend};
@@ -32,3 +33,4 @@ pub use products::{
 pub use rows::{GateFunction, rms_norm, rms_norm_in_place, rotate, soft_cap};
 pub use shared::SharedMut;
 pub use simd::{CHAINS, Isa, LANES};
+pub use tiles::{TILE_OPERATIONS, tiles_loop};

@@ -173,9 +173,11 @@ mod tests {
             #[cfg(target_arch = "x86_64")]
             for isa in Isa::available() {
                 match isa {
-                    Isa::Avx512 => $check::<crate::simd::Avx512>(),
+                    Isa::Amx | Isa::Avx512 => $check::<crate::simd::Avx512>(),
                     Isa::Avx2 => $check::<crate::simd::Avx2>(),
                     Isa::Portable => {}
+                    #[cfg(target_arch = "x86_64")]
+                    Isa::TileModel => unreachable!("not of a CPU"),
                 }
             }
         };

@@ -17,9 +17,9 @@ pub(crate) struct ThreadScratch {
 }
 
 impl Scratch {
-    /// Reserves at least `len` elements, with unspecified contents, for each of `num_threads`.
+    /// Reserves at least `len` elements, with unspecified contents, in whole pages for each of `num_threads`.
     pub(crate) fn reserve(&mut self, num_threads: usize, len: usize) -> ThreadScratch {
-        let stride = len.next_multiple_of(16);
+        let stride = len.next_multiple_of(1024);
         let memory = SharedMut::new(self.memory.grown(stride * num_threads));
         ThreadScratch { memory, stride }
     }

@@ -2,6 +2,7 @@
 //!
 //!     cargo bench -p baton-model-cpu                     # everything, some minutes
 //!     cargo bench -p baton-model-cpu -- int8             # rows that contain a word
+//!     cargo bench -p baton-model-cpu -- --isa avx512     # another instruction set than the best: amx, avx512, avx2
 //!
 //! A rate is the best of many runs, because other load on the machine can only lower one. Products of many rows are
 //! compared with a loop of multiply-adds alone. Products of one row, and attention of one query, are compared with a
@@ -10,6 +11,7 @@
 use std::hint::black_box;
 use std::time::{Duration, Instant};
 
+use baton_cpu_kernels::{Isa, has_pairs};
 use baton_kv_cache::KvDtype;
 use baton_model_cpu::benchmark::{AttentionRun, Gemm, Peak, Peaks, Weights};
 
@@ -20,11 +22,20 @@ const SHAPES: [(usize, usize); 2] = [(16384, 2048), (2048, 8192)];
 const BUDGET: Duration = Duration::from_millis(1500);
 
 fn main() {
-    let words: Vec<String> = std::env::args().skip(1).filter(|word| !word.starts_with('-')).collect();
+    let mut words: Vec<String> = std::env::args().skip(1).filter(|word| word != "--bench").collect();
+    let isa = match words.iter().position(|word| word == "--isa") {
+        None => Isa::detect(),
+        Some(at) => {
+            let name = words.drain(at..words.len().min(at + 2)).nth(1).expect("--isa needs a name");
+            let found = Isa::available().into_iter().find(|isa| isa.name() == name);
+            found.unwrap_or_else(|| panic!("this CPU has no {name}"))
+        }
+    };
+    println!("{}", isa.name());
     let all = std::thread::available_parallelism().map_or(1, usize::from);
     println!("{:<28} {:>7} {:>8} {:>10} {:>10} {:>6}", "kernel", "threads", "rows", "rate", "peak", "share");
     for threads in if all == 1 { vec![1] } else { vec![1, all] } {
-        let mut table = Table { words: &words, threads, peaks: Peaks::new(threads, MATRIX_BYTES) };
+        let mut table = Table { words: &words, isa, threads, peaks: Peaks::new(isa, threads, MATRIX_BYTES) };
         products(&mut table);
         attention(&mut table);
     }
@@ -32,6 +43,7 @@ fn main() {
 
 struct Table<'a> {
     words: &'a [String],
+    isa: Isa,
     threads: usize,
     peaks: Peaks,
 }
@@ -85,7 +97,7 @@ fn time(run: impl FnOnce()) -> Duration {
 }
 
 fn products(table: &mut Table<'_>) {
-    for (weights_name, weights) in Weights::available() {
+    for (weights_name, weights) in Weights::available(table.isa) {
         for (n, k) in SHAPES {
             let name = format!("{weights_name} {n}x{k}");
             if !table.wants(&name) {
@@ -95,10 +107,10 @@ fn products(table: &mut Table<'_>) {
                 let bytes = weights.matrix_bytes(n, k);
                 // Several matrices in turn, so that none is still in a cache.
                 let num = if m < 64 { MATRIX_BYTES.div_ceil(bytes) } else { 1 };
-                let mut gemm = Gemm::new(m, n, k, weights, num, table.threads);
+                let mut gemm = Gemm::new(table.isa, (m, n, k), weights, num, table.threads);
                 let ceiling = match m {
                     1 => Ceiling::Bytes(num * bytes),
-                    _ => Ceiling::Operations(weights.peak(), 2 * num * m * n * k),
+                    _ => Ceiling::Operations(weights.peak(table.isa), 2 * num * m * n * k),
                 };
                 table.row(&name, m, ceiling, || _ = black_box(gemm.run()));
             }
@@ -110,8 +122,9 @@ fn attention(table: &mut Table<'_>) {
     // A token's key and value in 8 KV heads of 64.
     let bytes = |dtype: KvDtype| 2 * 8 * dtype.vector_bytes(64);
     let mut kinds = vec![("bf16", KvDtype::Bf16, Peak::F32)];
-    if Weights::available().iter().any(|(_, weights)| weights.peak() == Peak::Bf16Pairs) {
-        kinds.push(("bf16_pairs", KvDtype::Bf16, Peak::Bf16Pairs));
+    if has_pairs(table.isa) {
+        let peak = if table.isa.has_tiles() { Peak::Bf16Tiles } else { Peak::Bf16Pairs };
+        kinds.push(("bf16_pairs", KvDtype::Bf16, peak));
     }
     kinds.extend([("fp8", KvDtype::Fp8, Peak::F32), ("int8", KvDtype::Int8, Peak::F32)]);
     for (kind, dtype, peak) in kinds {
@@ -125,8 +138,8 @@ fn attention(table: &mut Table<'_>) {
                     1 => Ceiling::Bytes(context * bytes(dtype)),
                     rows => Ceiling::Operations(peak, 4 * 32 * 64 * rows * (context - rows / 2)),
                 };
-                let pairs = peak == Peak::Bf16Pairs;
-                let mut attention = AttentionRun::new(rows, context, dtype, pairs, table.threads);
+                let pairs = peak != Peak::F32;
+                let mut attention = AttentionRun::new(table.isa, rows, context, dtype, pairs, table.threads);
                 table.row(&name, rows, ceiling, || _ = black_box(attention.run()));
             }
         }

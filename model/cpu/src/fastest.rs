@@ -23,6 +23,9 @@ pub(crate) fn bf16_is_faster() -> bool {
         return false;
     }
     let isa = Isa::detect();
+    if isa.has_tiles() {
+        return true;
+    }
     let [mut f32, mut bf16] = [Duration::MAX; 2];
     // Measured alternately, taking the best of several, so that other load on this CPU does not decide.
     for _ in 0..8 {

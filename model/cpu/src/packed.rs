@@ -24,7 +24,7 @@ use memmap2::{Mmap, MmapMut};
 use crate::whole_pages::WholePages;
 
 /// Raised when the layout changes: files of another version are not read.
-const LAYOUT_VERSION: u32 = 3;
+const LAYOUT_VERSION: u32 = 4;
 /// Size of a file's header, which starts with the key.
 const HEADER_BYTES: usize = 4096;
 /// Matrices start at multiples of this.

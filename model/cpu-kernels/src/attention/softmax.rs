@@ -291,10 +291,12 @@ mod tests {
             unsafe {
                 match isa {
                     #[cfg(target_arch = "x86_64")]
-                    Isa::Avx512 => check::<crate::simd::Avx512>(),
+                    Isa::Amx | Isa::Avx512 => check::<crate::simd::Avx512>(),
                     #[cfg(target_arch = "x86_64")]
                     Isa::Avx2 => check::<crate::simd::Avx2>(),
                     Isa::Portable => check::<Portable>(),
+                    #[cfg(target_arch = "x86_64")]
+                    Isa::TileModel => unreachable!("not of a CPU"),
                 }
             }
         }

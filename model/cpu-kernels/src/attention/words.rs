@@ -101,7 +101,7 @@ macro_rules! pair_kernel {
             unsafe {
                 match isa {
                     #[cfg(target_arch = "x86_64")]
-                    $crate::simd::Isa::Avx512 => avx512($($arg),*),
+                    $crate::simd::Isa::Amx | $crate::simd::Isa::Avx512 => avx512($($arg),*),
                     _ => $generic::<$crate::simd::Portable $(, $factor)?>($($arg),*),
                 }
             }

@@ -65,10 +65,13 @@ unsafe fn tile_of<S: Simd, W: Panel>(args: &TileArgs) {
 pub(super) fn tile_rows(isa: Isa) -> usize {
     match isa {
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx512 => Avx512::PANEL_ROWS,
+        Isa::Amx | Isa::Avx512 => Avx512::PANEL_ROWS,
         #[cfg(target_arch = "x86_64")]
         Isa::Avx2 => Avx2::PANEL_ROWS,
         Isa::Portable => Portable::PANEL_ROWS,
+        #[cfg(test)]
+        #[cfg(target_arch = "x86_64")]
+        Isa::TileModel => Avx2::PANEL_ROWS,
     }
 }
 

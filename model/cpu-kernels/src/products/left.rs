@@ -6,8 +6,13 @@
 //! pairs     [K / 2][R][2] bf16
 //! levels    for every activation group of K: [R] f32 scales, then for every group of weights in it:
 //!           [R] sums, [K / 4][R][4] i8
+//!
+//! for tiles, with steps of as many numbers of K as a tile's row has, and zeroes up to whole steps:
+//! pairs     [steps][R][32] bf16
+//! levels    [steps][R][32 or 64] i8, then [activation groups][R] f32 scales, then [groups][R] f32 sums
 //! ```
 
+use super::{level_tiles, pair_tiles};
 use crate::cpu::Cpu;
 use crate::shared::SharedMut;
 use crate::simd::{Simd, kernel};
@@ -20,6 +25,9 @@ pub(super) enum LeftKind {
     Pairs,
     /// Quantised to -127..=127, with one scale per [activation group](IntegerFormat::activation_group) of a row.
     Levels(IntegerFormat),
+    /// As `Pairs` and `Levels`, in the order of tiles.
+    PairTiles,
+    LevelTiles(IntegerFormat),
 }
 
 impl LeftKind {
@@ -28,6 +36,12 @@ impl LeftKind {
         match self {
             LeftKind::Floats => k * 4,
             LeftKind::Pairs => k.next_multiple_of(2) * 2,
+            LeftKind::PairTiles => k.next_multiple_of(pair_tiles::STEP) * 2,
+            // Tiles' rows are read in whole cache lines.
+            LeftKind::LevelTiles(format) => {
+                let scales = (k.div_ceil(format.activation_group()) + k.div_ceil(format.group)) * 4;
+                (level_tiles::padded(format, k) + scales).next_multiple_of(64)
+            }
             LeftKind::Levels(format) => {
                 (k.div_ceil(format.activation_group()) + k.div_ceil(format.group)) * 4 + k.next_multiple_of(8)
             }
@@ -38,7 +52,8 @@ impl LeftKind {
     fn bytes_before(self, column: usize) -> usize {
         match self {
             LeftKind::Floats => column * 4,
-            LeftKind::Pairs => column * 2,
+            LeftKind::Pairs | LeftKind::PairTiles => column * 2,
+            LeftKind::LevelTiles(_) => 0,
             LeftKind::Levels(format) => {
                 (column / format.activation_group() + column / format.group) * 4 + column
             }
@@ -48,8 +63,10 @@ impl LeftKind {
     /// The number of columns packed at a time, about `about`.
     fn chunk(self, about: usize) -> usize {
         match self {
-            LeftKind::Floats | LeftKind::Pairs => about,
-            LeftKind::Levels(format) => about.next_multiple_of(format.activation_group()),
+            LeftKind::Floats | LeftKind::Pairs | LeftKind::PairTiles => about,
+            LeftKind::Levels(format) | LeftKind::LevelTiles(format) => {
+                about.next_multiple_of(format.activation_group())
+            }
         }
     }
 }
@@ -115,7 +132,7 @@ pub(super) fn pack_left(cpu: &mut Cpu, kind: LeftKind, tiles: &Tiles, a: &[f32],
         };
         let real_rows = tiles.real_rows_of(tile_idx);
         let from = &a[first_row * k + first_column..(first_row + real_rows - 1) * k + first_column + len];
-        let args = ChunkArgs { kind, from: from.as_ptr(), stride: k, len, rows, real_rows, to };
+        let args = ChunkArgs { kind, from: from.as_ptr(), first_column, stride: k, len, rows, real_rows, to };
         // SAFETY: the rows are inside `a`, and the chunk has room for them.
         unsafe { chunk_kernel(*isa, &args) };
     };
@@ -130,10 +147,13 @@ pub(super) fn pack_left(cpu: &mut Cpu, kind: LeftKind, tiles: &Tiles, a: &[f32],
 struct ChunkArgs {
     kind: LeftKind,
     from: *const f32,
+    first_column: usize,
+    /// Columns of the matrix.
     stride: usize,
     len: usize,
     rows: usize,
     real_rows: usize,
+    /// The place of the chunk; that of the whole tile for `LevelTiles`.
     to: *mut u8,
 }
 
@@ -151,6 +171,8 @@ unsafe fn pack_chunk<S: Simd>(args: &ChunkArgs) {
             LeftKind::Floats => pack_floats(args),
             LeftKind::Pairs => pack_pairs(args),
             LeftKind::Levels(format) => pack_groups(args, format),
+            LeftKind::PairTiles => pack_pair_tiles(args),
+            LeftKind::LevelTiles(format) => pack_level_tiles(args, format),
         }
     }
 }
@@ -181,6 +203,26 @@ unsafe fn pack_pairs(args: &ChunkArgs) {
                 let values = [*from, second].map(bf16_bits);
                 *to.add(pair * args.rows + row) = if row < args.real_rows { values } else { [0, 0] };
             }
+        }
+    }
+}
+
+#[inline(always)]
+unsafe fn pack_pair_tiles(args: &ChunkArgs) {
+    const STEP: usize = pair_tiles::STEP;
+    let to = args.to.cast::<[u16; STEP]>();
+    for row in 0..args.rows {
+        for step in 0..args.len.div_ceil(STEP) {
+            let mut line = [0; STEP];
+            if row < args.real_rows {
+                let len = if args.len - step * STEP < STEP { args.len - step * STEP } else { STEP };
+                for i in 0..len {
+                    // SAFETY: row and column indices are in range.
+                    line[i] = bf16_bits(unsafe { *args.from.add(row * args.stride + step * STEP + i) });
+                }
+            }
+            // SAFETY: as above.
+            unsafe { to.add(step * args.rows + row).write_unaligned(line) };
         }
     }
 }
@@ -223,17 +265,7 @@ unsafe fn pack_group(
             let is_real = row < args.real_rows;
             // Padding rows are zero.
             let from = args.from.add(if is_real { row * args.stride + first } else { 0 });
-            let mut largest = 0u32;
-            if is_real {
-                // Bit patterns of magnitudes have the order of the numbers. A NaN is above all of them and makes the
-                // scale NaN.
-                for k in 0..len {
-                    largest = largest.max((*from.add(k)).to_bits() & 0x7fff_ffff);
-                }
-            }
-            let scale = f32::from_bits(largest) * (1.0 / 127.0);
-            let scale = if scale.is_finite() { scale } else { f32::NAN };
-            let inverse = if scale > f32::MIN_POSITIVE { 1.0 / scale } else { 0.0 };
+            let (scale, inverse) = scale_of(from, if is_real { len } else { 0 });
             to.cast::<f32>().add(row).write_unaligned(scale);
 
             let mut sums = to.cast::<u32>().wrapping_add(rows);
@@ -241,15 +273,7 @@ unsafe fn pack_group(
             while done < len {
                 let group = format.group.min(len - done);
                 let num_words = group.div_ceil(8) * 2;
-                // Two loops, because the compiler vectorises them.
-                let mut rounded = [[0i8; 4]; MAX_GROUP / 4];
-                let flat = rounded.as_mut_ptr().cast::<i8>();
-                let mut sum = 0i32;
-                for k in 0..if is_real { group } else { 0 } {
-                    let level = round(*from.add(done + k) * inverse);
-                    sum = sum.wrapping_add(level);
-                    *flat.add(k) = level as i8;
-                }
+                let (rounded, sum) = quantise(from.add(done), if is_real { group } else { 0 }, inverse);
                 let levels = sums.add(rows);
                 for word in 0..num_words {
                     let four = rounded.as_ptr().add(word).cast::<u32>().read_unaligned();
@@ -268,6 +292,72 @@ unsafe fn pack_group(
         let num_groups = len.div_ceil(format.group);
         to.add(rows * (4 + 4 * num_groups + len.next_multiple_of(8)))
     }
+}
+
+/// Packs activation groups of all rows for tiles.
+#[inline(always)]
+unsafe fn pack_level_tiles(args: &ChunkArgs, format: IntegerFormat) {
+    let (rows, shared, step) = (args.rows, format.activation_group(), level_tiles::step(format));
+    let mut first = 0;
+    // SAFETY: row and column indices are in range.
+    unsafe {
+        let scales = args.to.add(rows * level_tiles::padded(format, args.stride)).cast::<f32>();
+        let sums = scales.add(args.stride.div_ceil(shared) * rows);
+        while first < args.len {
+            let len = if shared < args.len - first { shared } else { args.len - first };
+            let column = args.first_column + first;
+            for row in 0..rows {
+                let is_real = row < args.real_rows;
+                let from = args.from.add(if is_real { row * args.stride + first } else { 0 });
+                let (scale, inverse) = scale_of(from, if is_real { len } else { 0 });
+                *scales.add(column / shared * rows + row) = scale;
+                let mut done = 0;
+                while done < len {
+                    let group = if format.group < len - done { format.group } else { len - done };
+                    let (rounded, sum) = quantise(from.add(done), if is_real { group } else { 0 }, inverse);
+                    *sums.add((column + done) / format.group * rows + row) = sum as f32;
+                    let levels = args.to.add((column + done) * rows + row * step);
+                    for idx in 0..group.div_ceil(step) {
+                        let from = rounded.as_ptr().cast::<u8>().add(idx * step);
+                        std::ptr::copy_nonoverlapping(from, levels.add(idx * rows * step), step);
+                    }
+                    done += group;
+                }
+            }
+            first += len;
+        }
+    }
+}
+
+/// The scale of an activation group and its inverse.
+#[inline(always)]
+unsafe fn scale_of(from: *const f32, len: usize) -> (f32, f32) {
+    // Bit patterns of magnitudes have the order of the numbers. A NaN is above all of them and makes the scale NaN.
+    let mut largest = 0u32;
+    for k in 0..len {
+        // SAFETY: the caller guarantees `len` numbers.
+        largest = largest.max(unsafe { *from.add(k) }.to_bits() & 0x7fff_ffff);
+    }
+    let scale = f32::from_bits(largest) * (1.0 / 127.0);
+    let scale = if scale.is_finite() { scale } else { f32::NAN };
+    (scale, if scale > f32::MIN_POSITIVE { 1.0 / scale } else { 0.0 })
+}
+
+/// The levels of a group, zeroes after them, and their sum.
+#[inline(always)]
+unsafe fn quantise(from: *const f32, len: usize, inverse: f32) -> ([[i8; 4]; MAX_GROUP / 4], i32) {
+    let mut rounded = [[0i8; 4]; MAX_GROUP / 4];
+    let flat = rounded.as_mut_ptr().cast::<i8>();
+    let mut sum = 0i32;
+    for k in 0..len {
+        // SAFETY: the caller guarantees `len` numbers, at most `MAX_GROUP`.
+        unsafe {
+            let level = round(*from.add(k) * inverse);
+            sum = sum.wrapping_add(level);
+            *flat.add(k) = level as i8;
+        }
+    }
+    (rounded, sum)
 }
 
 /// Rounds a number far below 2^22 to the nearest integer, ties to even: adding a constant leaves the integer in the

@@ -60,10 +60,15 @@ impl IntegerIsa {
     fn of(isa: Isa) -> IntegerIsa {
         match isa {
             #[cfg(target_arch = "x86_64")]
+            Isa::Amx => IntegerIsa::Vnni,
+            #[cfg(target_arch = "x86_64")]
             Isa::Avx512 if is_x86_feature_detected!("avx512vnni") => IntegerIsa::Vnni,
             #[cfg(target_arch = "x86_64")]
             Isa::Avx512 | Isa::Avx2 => IntegerIsa::Avx2,
             Isa::Portable => IntegerIsa::Portable,
+            #[cfg(test)]
+            #[cfg(target_arch = "x86_64")]
+            Isa::TileModel => IntegerIsa::Avx2,
         }
     }
 }

@@ -6,18 +6,21 @@
 //! | panels | activations | kernel |
 //! |---|---|---|
 //! | f32, f16, bf16 | f32 | [`floats`] |
-//! | pairs of bf16 | bf16 | [`pairs`] |
-//! | integers | eight bits, by group | [`levels`] |
+//! | pairs of bf16 | bf16 | [`pairs`]; [`pair_tiles`] where there are tiles |
+//! | integers | eight bits, by group | [`levels`]; [`level_tiles`] where there are tiles, from some rows on |
 //!
 //! Each kernel sums an element of C in one fixed order, whatever the tile and the number of threads. So a row of C
 //! does not depend on the number of rows or on its index.
 
 mod floats;
 mod left;
+mod level_tiles;
 mod levels;
 mod multiply;
+mod pair_tiles;
 mod pairs;
 mod panels;
+mod slabs;
 mod tile;
 
 pub(crate) use left::bf16_bits;

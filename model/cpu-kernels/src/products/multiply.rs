@@ -2,11 +2,14 @@
 
 use super::left::{LeftKind, Tiles, pack_left};
 use super::panels::{PANEL, PanelFormat, PanelsRef, RowOrder};
+use super::slabs::Slab;
 use super::tile::{Output, TileArgs};
-use super::{floats, levels, pairs};
+use super::{floats, level_tiles, levels, pair_tiles, pairs, slabs};
 use crate::cpu::Cpu;
 use crate::shared::SharedMut;
-use crate::simd::{Isa, LANES};
+use crate::simd::{Dtype, Isa, LANES};
+use crate::tiles::TileUse;
+use baton_model_spec::IntegerFormat;
 
 /// Bytes of weights that stay in a core's second-level cache while all rows pass: a quarter of the usual 1 MiB,
 /// because the next group and the rows need room, too.
@@ -46,18 +49,15 @@ pub fn multiply(
     let num_threads = cpu.pool.num_threads();
     let shared = num_threads > 1 && num_rows * n * k >= MIN_SHARED_WORK;
     let isa = cpu.isa;
-    let (kind, max_rows) = match weights.format {
-        PanelFormat::Floats(_) => (LeftKind::Floats, floats::tile_rows(isa)),
-        PanelFormat::Bf16Pairs => (LeftKind::Pairs, pairs::TILE_ROWS),
-        PanelFormat::Integers(format) => (LeftKind::Levels(format), levels::tile_rows(isa, num_rows)),
-    };
-    let tiles = Tiles::new(num_rows, max_rows);
+    let kernel = Kernel::of(isa, weights.format, num_rows);
+    let kind = kernel.left();
+    let tiles = Tiles::new(num_rows, kernel.tile_rows(isa, num_rows));
     // One row of floats is read in place.
     let in_place = num_rows == 1 && matches!(kind, LeftKind::Floats);
     if !in_place {
         pack_left(cpu, kind, &tiles, a, k, shared);
     }
-    let Cpu { packed, pool, .. } = cpu;
+    let Cpu { packed, pool, scratch, .. } = cpu;
     let left: *const u8 = if in_place { a.as_ptr().cast() } else { packed.as_ptr().cast() };
     let left = SharedMut(left.cast_mut());
     let row_bytes = kind.row_bytes(k);
@@ -76,37 +76,59 @@ pub fn multiply(
     let tiles_per_item = tiles.len().div_ceil(wanted.min(tiles.len()));
     let num_row_items = tiles.len().div_ceil(tiles_per_item);
 
+    let scratch = scratch.reserve(if shared { num_threads } else { 1 }, kernel.scratch_len(k));
     let out = SharedMut::new(out);
     let tiles = &tiles;
-    let item = |_: usize, item_idx: usize| {
+    let item = |thread_idx: usize, item_idx: usize| {
         let (panel_item, row_item) = (item_idx / num_row_items, item_idx % num_row_items);
         let item_end = num_panels.min((panel_item + 1) * item_panels);
         let tile_range = row_item * tiles_per_item..tiles.len().min((row_item + 1) * tiles_per_item);
+        let args = |tile_idx: usize, first_panel: usize, panels: usize, ahead| {
+            let first_row = tiles.first_row(tile_idx);
+            TileArgs {
+                // SAFETY: all tiles are packed.
+                a: unsafe { left.ptr().add(first_row * row_bytes) },
+                rows: tiles.rows_of(tile_idx),
+                real_rows: tiles.real_rows_of(tile_idx),
+                w: weights.data[first_panel * panel_bytes..][..panels * panel_bytes].as_ptr(),
+                panel_bytes,
+                k,
+                panels,
+                ahead,
+                bias: bias.map_or(std::ptr::null(), |bias| bias[first_panel * panel_cols..].as_ptr()),
+                // SAFETY: rows and columns were checked above.
+                out: unsafe { out.ptr().add(first_row * num_cols + first_panel * panel_cols) },
+                out_stride: num_cols,
+                num_cols: num_cols - first_panel * panel_cols,
+                output,
+            }
+        };
+        if let Some(slab) = kernel.slab() {
+            let shapes = &mut TileUse::new(isa);
+            let panels = panel_item * item_panels..item_end;
+            slabs::for_each((k, slab), tile_range, panels, scratch.of(thread_idx), |block, panel, slab| {
+                let from = panel * panel_bytes + slab.end * panel_bytes / k;
+                let next = &weights.data[from..item_end * panel_bytes];
+                let next = &next[..next.len().min((slab.end - slab.first) * panel_bytes / k)];
+                let tile = |tile_idx: usize| {
+                    let ahead = slabs::share(next, tile_idx - block.start, block.len());
+                    args(tile_idx.min(block.end - 1), panel, 1, ahead)
+                };
+                let tiles: [TileArgs; slabs::BLOCK_TILES] =
+                    std::array::from_fn(|idx| tile(block.start + idx));
+                // SAFETY: the sizes match; each item has its own elements of `out`.
+                unsafe { kernel.run_slab(isa, shapes, &tiles[..block.len()], slab) };
+            });
+            return;
+        }
         for first_panel in (panel_item * item_panels..item_end).step_by(group) {
             let panels = group.min(item_end - first_panel);
             let next = &weights.data[(first_panel + panels) * panel_bytes..item_end * panel_bytes];
             let next = &next[..next.len().min(group * panel_bytes)];
             for tile_idx in tile_range.clone() {
-                let first_row = tiles.first_row(tile_idx);
-                let tile = TileArgs {
-                    // SAFETY: all tiles are packed.
-                    a: unsafe { left.ptr().add(first_row * row_bytes) },
-                    rows: tiles.rows_of(tile_idx),
-                    real_rows: tiles.real_rows_of(tile_idx),
-                    w: weights.data[first_panel * panel_bytes..][..panels * panel_bytes].as_ptr(),
-                    panel_bytes,
-                    k,
-                    panels,
-                    ahead: ahead(next, tile_idx - tile_range.start, tile_range.len()),
-                    bias: bias.map_or(std::ptr::null(), |bias| bias[first_panel * panel_cols..].as_ptr()),
-                    // SAFETY: rows and columns were checked above.
-                    out: unsafe { out.ptr().add(first_row * num_cols + first_panel * panel_cols) },
-                    out_stride: num_cols,
-                    num_cols: num_cols - first_panel * panel_cols,
-                    output,
-                };
+                let ahead = ahead(next, tile_idx - tile_range.start, tile_range.len());
                 // SAFETY: the sizes match; each item has its own elements of `out`.
-                unsafe { run_tile(isa, weights.format, &tile) };
+                unsafe { kernel.run(isa, &args(tile_idx, first_panel, panels, ahead)) };
             }
         }
     };
@@ -124,13 +146,94 @@ fn ahead(next: &[u8], tile_idx: usize, num_tiles: usize) -> &[u8] {
     &next[next.len().min((tile_idx - 1) * share)..next.len().min(tile_idx * share)]
 }
 
-unsafe fn run_tile(isa: Isa, format: PanelFormat, tile: &TileArgs) {
-    // SAFETY: guaranteed by the caller; weights are packed in pairs only if the CPU multiplies them.
-    unsafe {
+/// The kernel of a product.
+#[derive(Clone, Copy)]
+enum Kernel {
+    Floats(Dtype),
+    Pairs,
+    PairTiles,
+    Levels(IntegerFormat),
+    LevelTiles(IntegerFormat),
+}
+
+impl Kernel {
+    /// The kernel for these weights and so many rows.
+    fn of(isa: Isa, format: PanelFormat, num_rows: usize) -> Kernel {
         match format {
-            PanelFormat::Floats(dtype) => floats::tile_kernel(isa, tile, dtype),
-            PanelFormat::Bf16Pairs => pairs::tile_kernel(tile),
-            PanelFormat::Integers(format) => levels::tile_kernel(isa, tile, format),
+            PanelFormat::Floats(dtype) => Kernel::Floats(dtype),
+            // Invariant 8: no other kernel adds in the order of tiles, so all rows are multiplied in tiles.
+            PanelFormat::Bf16Pairs if isa.has_tiles() => Kernel::PairTiles,
+            PanelFormat::Bf16Pairs => Kernel::Pairs,
+            // Both kernels of integers have the same results.
+            PanelFormat::Integers(format) if isa.has_tiles() && num_rows >= level_tiles::MIN_ROWS => {
+                Kernel::LevelTiles(format)
+            }
+            PanelFormat::Integers(format) => Kernel::Levels(format),
+        }
+    }
+
+    /// The packed format of activations.
+    fn left(self) -> LeftKind {
+        match self {
+            Kernel::Floats(_) => LeftKind::Floats,
+            Kernel::Pairs => LeftKind::Pairs,
+            Kernel::PairTiles => LeftKind::PairTiles,
+            Kernel::Levels(format) => LeftKind::Levels(format),
+            Kernel::LevelTiles(format) => LeftKind::LevelTiles(format),
+        }
+    }
+
+    /// Rows of the largest tile for `num_rows` rows.
+    fn tile_rows(self, isa: Isa, num_rows: usize) -> usize {
+        match self {
+            Kernel::Floats(_) => floats::tile_rows(isa),
+            Kernel::Pairs => pairs::TILE_ROWS,
+            Kernel::PairTiles | Kernel::LevelTiles(_) => slabs::TILE_ROWS,
+            Kernel::Levels(_) => levels::tile_rows(isa, num_rows),
+        }
+    }
+
+    /// Columns that a kernel in tiles multiplies at a time.
+    fn slab(self) -> Option<usize> {
+        match self {
+            Kernel::PairTiles => Some(pair_tiles::SLAB),
+            Kernel::LevelTiles(format) => Some(level_tiles::slab(format)),
+            Kernel::Floats(_) | Kernel::Pairs | Kernel::Levels(_) => None,
+        }
+    }
+
+    /// Numbers of a thread's memory for products of `k` columns.
+    fn scratch_len(self, k: usize) -> usize {
+        let sums = self.slab().map_or(0, |slab| slabs::num_sums(k.div_ceil(slab)));
+        match self {
+            Kernel::LevelTiles(format) => sums + level_tiles::scratch_len(format),
+            Kernel::Floats(_) | Kernel::Pairs | Kernel::Levels(_) | Kernel::PairTiles => sums,
+        }
+    }
+
+    /// # Safety
+    /// As for [`TileArgs`]. Weights are packed in pairs only if the CPU multiplies them.
+    unsafe fn run(self, isa: Isa, tile: &TileArgs) {
+        // SAFETY: guaranteed by the caller.
+        unsafe {
+            match self {
+                Kernel::Floats(dtype) => floats::tile_kernel(isa, tile, dtype),
+                Kernel::Pairs => pairs::tile_kernel(tile),
+                Kernel::Levels(format) => levels::tile_kernel(isa, tile, format),
+                Kernel::PairTiles | Kernel::LevelTiles(_) => unreachable!("they multiply slabs"),
+            }
+        }
+    }
+
+    /// # Safety
+    /// As for [`TileArgs`]; the thread's memory is as long as [`scratch_len`](Self::scratch_len) says.
+    unsafe fn run_slab(self, isa: Isa, shapes: &mut TileUse, rows: &[TileArgs], slab: &Slab) {
+        // SAFETY: guaranteed by the caller.
+        unsafe {
+            match self {
+                Kernel::LevelTiles(format) => level_tiles::kernel(isa, shapes, rows, slab, format),
+                _ => pair_tiles::kernel(isa, shapes, rows, slab),
+            }
         }
     }
 }

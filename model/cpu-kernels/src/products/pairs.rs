@@ -17,6 +17,8 @@ const PREFETCH: usize = 4096;
 pub fn has_pairs(isa: Isa) -> bool {
     match isa {
         #[cfg(target_arch = "x86_64")]
+        Isa::Amx => true,
+        #[cfg(target_arch = "x86_64")]
         Isa::Avx512 => is_x86_feature_detected!("avx512bf16"),
         _ => false,
     }

@@ -4,7 +4,7 @@
 //! panels of 32 outputs, one after the other; zeroes where N is no multiple
 //! f32, f16     [K][32]
 //! bf16         [K][32]       output i beside output i + 16
-//! bf16 pairs   [K / 2][32][2]
+//! bf16 pairs   [K / 2][32][2]; zeroes up to a multiple of 32 of K
 //! integers     [32] f32 scales of rows, then group by group of K
 //!              [32] f16 scales, [32] f16 zeros if there are, levels [K / 4][32][4]
 //!              or nibbles [K / 8][32][4]: of eight numbers the first four low, the others high
@@ -14,6 +14,7 @@
 
 use half::f16;
 
+use super::pair_tiles;
 use crate::simd::{Bf16, Dtype, F16, F32, LANES, Stored};
 use baton_model_spec::{IntegerFormat, IntegerRow, IntegerWidth};
 
@@ -43,7 +44,7 @@ impl PanelFormat {
     pub fn panel_bytes(self, cols: usize) -> usize {
         match self {
             PanelFormat::Floats(dtype) => PANEL * cols * dtype.size_bytes(),
-            PanelFormat::Bf16Pairs => PANEL * cols.next_multiple_of(2) * 2,
+            PanelFormat::Bf16Pairs => PANEL * cols.next_multiple_of(pair_tiles::STEP) * 2,
             PanelFormat::Integers(format) => {
                 ROW_SCALE_BYTES
                     + cols.div_ceil(format.group) * group_head_bytes(format)
@@ -207,9 +208,9 @@ fn pack_elements<const SIZE: usize, const RUN: usize, R: AsRef<[u8]>>(
         for (output, row) in rows.iter().enumerate() {
             let to = runs.iter_mut().skip(place(output)).step_by(PANEL);
             let (row, _) = row.as_ref().as_chunks::<SIZE>();
-            let row = row[block_idx * LINES * RUN..].chunks(RUN);
-            // The last run of a row may be short.
-            to.zip(row).for_each(|(to, from)| {
+            // The last run of a row may be short, and runs without numbers may follow.
+            let row = row.get(block_idx * LINES * RUN..).unwrap_or_default().chunks(RUN);
+            to.zip(row.chain(std::iter::repeat(&[][..]))).for_each(|(to, from)| {
                 *to = [[0; SIZE]; RUN];
                 to[..from.len()].copy_from_slice(from);
             });

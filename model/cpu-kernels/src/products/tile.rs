@@ -40,6 +40,21 @@ pub(super) struct TileArgs<'a> {
 }
 
 impl TileArgs<'_> {
+    /// Prefetches the elements of C of one panel, which will be written.
+    ///
+    /// # Safety
+    /// As for [`Simd`].
+    #[inline(always)]
+    pub(super) unsafe fn prefetch_output<S: Simd>(&self) {
+        let num = if matches!(self.output, Output::Gated(_)) { 1 } else { 2 };
+        for row in 0..self.real_rows {
+            for line in 0..num {
+                // SAFETY: a prefetched address need not be valid.
+                unsafe { S::prefetch_to_write(self.out.wrapping_add(row * self.out_stride + line * LANES)) };
+            }
+        }
+    }
+
     /// Applies the output to the sums of half a panel and writes them to the columns that exist. For a row and a
     /// panel the first half is finished first.
     ///

@@ -1,8 +1,14 @@
 //! The instruction sets for which kernels are compiled.
 
+#[cfg(target_arch = "x86_64")]
+use crate::tiles::Amx;
+
 /// The instruction set of the kernels, detected once when an executor is built.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Isa {
+    /// AVX-512 with bf16, and the tiles of AMX.
+    #[cfg(target_arch = "x86_64")]
+    Amx,
     /// AVX-512 with F, DQ, BW and VL.
     #[cfg(target_arch = "x86_64")]
     Avx512,
@@ -11,6 +17,10 @@ pub enum Isa {
     Avx2,
     /// Plain Rust.
     Portable,
+    /// AVX2 and a software model of tiles.
+    #[cfg(test)]
+    #[cfg(target_arch = "x86_64")]
+    TileModel,
 }
 
 impl Isa {
@@ -31,6 +41,9 @@ impl Isa {
                 && is_x86_feature_detected!("avx512dq")
                 && is_x86_feature_detected!("avx512bw")
                 && is_x86_feature_detected!("avx512vl");
+            if avx2 && avx512 && Amx::is_available() {
+                found.push(Isa::Amx);
+            }
             if avx2 && avx512 {
                 found.push(Isa::Avx512);
             }
@@ -46,10 +59,38 @@ impl Isa {
     pub fn name(self) -> &'static str {
         match self {
             #[cfg(target_arch = "x86_64")]
+            Isa::Amx => "amx",
+            #[cfg(target_arch = "x86_64")]
             Isa::Avx512 => "avx512",
             #[cfg(target_arch = "x86_64")]
             Isa::Avx2 => "avx2",
             Isa::Portable => "portable",
+            #[cfg(test)]
+            #[cfg(target_arch = "x86_64")]
+            Isa::TileModel => "tile model",
         }
+    }
+
+    /// Whether products are computed in tiles.
+    pub fn has_tiles(self) -> bool {
+        match self {
+            #[cfg(target_arch = "x86_64")]
+            Isa::Amx => true,
+            #[cfg(test)]
+            #[cfg(target_arch = "x86_64")]
+            Isa::TileModel => true,
+            _ => false,
+        }
+    }
+
+    /// The instruction sets to test: those of this CPU, and the software model of tiles.
+    #[cfg(test)]
+    pub(crate) fn tested() -> Vec<Isa> {
+        let mut all = Isa::available();
+        #[cfg(target_arch = "x86_64")]
+        if all.contains(&Isa::Avx2) {
+            all.push(Isa::TileModel);
+        }
+        all
     }
 }

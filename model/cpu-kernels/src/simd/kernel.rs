@@ -27,9 +27,12 @@ macro_rules! kernel {
             unsafe {
                 match isa {
                     #[cfg(target_arch = "x86_64")]
-                    $crate::simd::isa::Isa::Avx512 => avx512($($arg),*),
+                    $crate::simd::isa::Isa::Amx | $crate::simd::isa::Isa::Avx512 => avx512($($arg),*),
                     #[cfg(target_arch = "x86_64")]
                     $crate::simd::isa::Isa::Avx2 => avx2($($arg),*),
+                    #[cfg(test)]
+                    #[cfg(target_arch = "x86_64")]
+                    $crate::simd::isa::Isa::TileModel => avx2($($arg),*),
                     $crate::simd::isa::Isa::Portable => $generic::<$crate::simd::lanes::Portable $(, $factor)?>($($arg),*),
                 }
             }

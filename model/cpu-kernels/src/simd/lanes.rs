@@ -32,6 +32,7 @@ pub(crate) trait Simd: Copy {
     /// Loads sixteen E4M3 that are not NaN; the result for NaN is unspecified.
     unsafe fn load_e4m3(p: *const u8) -> Self::V;
     unsafe fn load_i8(p: *const i8) -> Self::V;
+    unsafe fn load_i32(p: *const i32) -> Self::V;
     /// Loads thirty-two bf16, alternately for lane `i` of the first vector and of the second.
     unsafe fn load_bf16_pair(p: *const u16) -> [Self::V; 2];
     /// Prefetches the cache line at `p`, which need not be valid.
@@ -40,6 +41,9 @@ pub(crate) trait Simd: Copy {
     /// As [`prefetch`](Self::prefetch), into the second-level cache only, for data that is needed later.
     #[inline(always)]
     unsafe fn prefetch_for_later(_p: *const u8) {}
+    /// Prefetches the cache line at `p`, which need not be valid, to be written.
+    #[inline(always)]
+    unsafe fn prefetch_to_write(_p: *mut f32) {}
     unsafe fn store(p: *mut f32, v: Self::V);
     /// `a * b + c`, rounded once.
     unsafe fn fma(a: Self::V, b: Self::V, c: Self::V) -> Self::V;
@@ -152,6 +156,11 @@ impl Simd for Portable {
     unsafe fn load_i8(p: *const i8) -> Self::V {
         // SAFETY: as above.
         unsafe { *p.cast::<[i8; LANES]>() }.map(f32::from)
+    }
+    #[inline(always)]
+    unsafe fn load_i32(p: *const i32) -> Self::V {
+        // SAFETY: as above.
+        unsafe { p.cast::<[i32; LANES]>().read_unaligned() }.map(|x| x as f32)
     }
     #[inline(always)]
     unsafe fn load_bf16_pair(p: *const u16) -> [Self::V; 2] {

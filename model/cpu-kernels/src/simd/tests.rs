@@ -20,10 +20,12 @@ fn all_kernels_widen_every_bit_pattern_equally() {
             let got = unsafe {
                 match isa {
                     #[cfg(target_arch = "x86_64")]
-                    Isa::Avx512 => widened::<Avx512>(&codes),
+                    Isa::Amx | Isa::Avx512 => widened::<Avx512>(&codes),
                     #[cfg(target_arch = "x86_64")]
                     Isa::Avx2 => widened::<Avx2>(&codes),
                     Isa::Portable => widened::<Portable>(&codes),
+                    #[cfg(target_arch = "x86_64")]
+                    Isa::TileModel => unreachable!("not of a CPU"),
                 }
             };
             assert_eq!(got, expected, "{isa:?} from {first:#x}");

@@ -51,6 +51,10 @@ impl Simd for Avx512 {
         unsafe { _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(p.cast()))) }
     }
     #[inline(always)]
+    unsafe fn load_i32(p: *const i32) -> __m512 {
+        unsafe { _mm512_cvtepi32_ps(_mm512_loadu_si512(p.cast())) }
+    }
+    #[inline(always)]
     unsafe fn load_bf16_pair(p: *const u16) -> [__m512; 2] {
         unsafe {
             let both = _mm512_loadu_si512(p.cast());
@@ -66,6 +70,11 @@ impl Simd for Avx512 {
     #[inline(always)]
     unsafe fn prefetch_for_later(p: *const u8) {
         unsafe { _mm_prefetch::<_MM_HINT_T1>(p.cast()) }
+    }
+    #[inline(always)]
+    unsafe fn prefetch_to_write(p: *mut f32) {
+        // The intrinsic with a hint to write compiles to nothing without the feature that names it.
+        unsafe { std::arch::asm!("prefetchw [{}]", in(reg) p, options(nostack, preserves_flags, readonly)) }
     }
     #[inline(always)]
     unsafe fn store(p: *mut f32, v: __m512) {
@@ -169,6 +178,13 @@ impl Simd for Avx2 {
         unsafe {
             let (low, high) = (_mm_loadl_epi64(p.cast()), _mm_loadl_epi64(p.add(8).cast()));
             (_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(low)), _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(high)))
+        }
+    }
+    #[inline(always)]
+    unsafe fn load_i32(p: *const i32) -> Self::V {
+        unsafe {
+            let (low, high) = (_mm256_loadu_si256(p.cast()), _mm256_loadu_si256(p.add(8).cast()));
+            (_mm256_cvtepi32_ps(low), _mm256_cvtepi32_ps(high))
         }
     }
     #[inline(always)]

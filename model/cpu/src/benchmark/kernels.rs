@@ -1,14 +1,13 @@
 //! Kernels on generated data.
 
 use baton_cpu_kernels::{
-    Aligned, AttentionShape, Cpu, Isa, Output, PanelFormat, PanelsRef, attend, multiply,
+    Aligned, AttentionShape, Cpu, Isa, Output, PanelFormat, PanelsRef, attend, has_pairs, multiply,
 };
 use baton_kv_cache::{BlockId, BlockStorage, KvDtype, KvLayout};
 use baton_model_spec::{BatchSequence, FloatDtype, Quantisation};
 use memmap2::MmapMut;
 
 use super::peaks::{Peak, memory};
-use crate::fastest::multiplies_bf16;
 
 /// A format of packed weights to measure.
 #[derive(Clone, Copy, Debug)]
@@ -16,10 +15,10 @@ pub struct Weights(PanelFormat);
 
 impl Weights {
     /// The formats that this CPU has kernels for, with their names.
-    pub fn available() -> Vec<(&'static str, Weights)> {
+    pub fn available(isa: Isa) -> Vec<(&'static str, Weights)> {
         let integers = |text: &str| text.parse::<Quantisation>().expect("one of ours").format();
         let mut all = vec![("bf16", PanelFormat::Floats(FloatDtype::Bf16))];
-        if multiplies_bf16() {
+        if has_pairs(isa) {
             all.push(("bf16_pairs", PanelFormat::Bf16Pairs));
         }
         all.push(("int8", PanelFormat::Integers(integers("int8"))));
@@ -28,8 +27,10 @@ impl Weights {
     }
 
     /// The peak rate that bounds their products.
-    pub fn peak(self) -> Peak {
+    pub fn peak(self, isa: Isa) -> Peak {
         match self.0 {
+            PanelFormat::Bf16Pairs if isa.has_tiles() => Peak::Bf16Tiles,
+            PanelFormat::Integers(_) if isa.has_tiles() => Peak::Int8Tiles,
             PanelFormat::Floats(_) => Peak::F32,
             PanelFormat::Bf16Pairs => Peak::Bf16Pairs,
             PanelFormat::Integers(_) => Peak::Int8,
@@ -57,8 +58,14 @@ pub struct Gemm {
 
 impl Gemm {
     /// Products with `num` matrices on `threads` threads.
-    pub fn new(m: usize, n: usize, k: usize, weights: Weights, num: usize, threads: usize) -> Gemm {
-        let cpu = Cpu::new(Isa::detect(), threads).expect("threads start");
+    pub fn new(
+        isa: Isa,
+        (m, n, k): (usize, usize, usize),
+        weights: Weights,
+        num: usize,
+        threads: usize,
+    ) -> Gemm {
+        let cpu = Cpu::new(isa, threads).expect("threads start");
         let w = memory(num * weights.matrix_bytes(n, k));
         let mut a = Aligned::default();
         a.grown(m * k).fill(1.0);
@@ -91,7 +98,14 @@ pub struct AttentionRun {
 impl AttentionRun {
     /// Attention of the last `num_rows` rows of a context of `context` tokens, with 32 heads of 64 and 8 KV heads.
     /// `pairs` of bf16 need a CPU that has [weights](Weights::available) of that kind.
-    pub fn new(num_rows: usize, context: usize, dtype: KvDtype, pairs: bool, threads: usize) -> AttentionRun {
+    pub fn new(
+        isa: Isa,
+        num_rows: usize,
+        context: usize,
+        dtype: KvDtype,
+        pairs: bool,
+        threads: usize,
+    ) -> AttentionRun {
         let shape = AttentionShape {
             num_heads: 32,
             num_kv_heads: 8,
@@ -103,11 +117,11 @@ impl AttentionRun {
             bf16_pairs: pairs,
         };
         let layout = KvLayout { block_size: 16, num_layers: 1, num_kv_heads: 8, head_dim: 64, dtype };
-        assert!(!pairs || multiplies_bf16(), "this CPU does not multiply bf16");
+        assert!(!pairs || has_pairs(isa), "this CPU does not multiply bf16");
         let num_blocks = context.div_ceil(16);
         let width = shape.num_heads * shape.head_dim;
         AttentionRun {
-            cpu: Cpu::new(Isa::detect(), threads).expect("threads start"),
+            cpu: Cpu::new(isa, threads).expect("threads start"),
             shape,
             storage: BlockStorage::new(layout, num_blocks).expect("memory for the blocks"),
             blocks: (0..num_blocks as u32).map(BlockId).collect(),

@@ -1,6 +1,8 @@
 //! The CPU's peak rates, with which kernels are compared.
 
-use baton_cpu_kernels::{CHAINS, Cpu, Isa, LANES, anonymous, fma_loop, integers_loop, pairs_loop, read_loop};
+use baton_cpu_kernels::{
+    CHAINS, Cpu, Isa, LANES, TILE_OPERATIONS, anonymous, fma_loop, integers_loop, pairs_loop, read_loop, tiles_loop,
+};
 use memmap2::MmapMut;
 
 /// A loop of independent multiply-adds of one type.
@@ -12,11 +14,17 @@ pub enum Peak {
     Bf16Pairs,
     /// Multiply-adds of eight-bit integers.
     Int8,
+    /// Products of tiles of bf16, if the CPU has them.
+    Bf16Tiles,
+    /// The same of eight-bit integers.
+    Int8Tiles,
 }
 
 /// Iterations of a loop. Loops are short, so that an idle thread takes the next one.
 const ROUNDS: usize = 2000;
 const LOOPS: usize = 40;
+/// The same of products of tiles.
+const TILE_ROUNDS: usize = 500;
 
 impl Peak {
     /// Operations of one call of [`Peaks::run`]: a multiplication and an addition each.
@@ -25,6 +33,8 @@ impl Peak {
             Peak::F32 => 2,
             Peak::Bf16Pairs => 4,
             Peak::Int8 => 8,
+            Peak::Bf16Tiles => return threads * LOOPS * TILE_ROUNDS * TILE_OPERATIONS,
+            Peak::Int8Tiles => return threads * LOOPS * TILE_ROUNDS * 2 * TILE_OPERATIONS,
         };
         threads * LOOPS * ROUNDS * CHAINS * LANES * per_lane
     }
@@ -38,8 +48,8 @@ pub struct Peaks {
 
 impl Peaks {
     /// Uses `threads` threads and `num_bytes` of memory to read.
-    pub fn new(threads: usize, num_bytes: usize) -> Peaks {
-        Peaks { cpu: Cpu::new(Isa::detect(), threads).expect("threads start"), memory: memory(num_bytes) }
+    pub fn new(isa: Isa, threads: usize, num_bytes: usize) -> Peaks {
+        Peaks { cpu: Cpu::new(isa, threads).expect("threads start"), memory: memory(num_bytes) }
     }
 
     /// Runs the same number of loops on every thread.
@@ -53,6 +63,8 @@ impl Peaks {
                     Peak::F32 => fma_loop(isa, ROUNDS),
                     Peak::Bf16Pairs => pairs_loop(ROUNDS),
                     Peak::Int8 => integers_loop(isa, ROUNDS),
+                    Peak::Bf16Tiles => tiles_loop(true, TILE_ROUNDS),
+                    Peak::Int8Tiles => tiles_loop(false, TILE_ROUNDS),
                 }
             };
             std::hint::black_box(sum);
@@ -73,9 +85,10 @@ impl Peaks {
     }
 }
 
-/// Memory in large pages, as packed weights have. It is not zero, because the system may map all zero pages to one.
+/// Memory in large pages, as packed weights have. It is not zero, because the system may map all zero pages to one, and
+/// holds no numbers whose products are subnormal, which are slow.
 pub(super) fn memory(num_bytes: usize) -> MmapMut {
     let mut map = anonymous(num_bytes);
-    map.fill(1);
+    map.fill(0x3c);
     map
 }
