@@ -80,6 +80,7 @@ pub unsafe fn attend(
                 window: shape.window.unwrap_or(usize::MAX),
                 soft_cap: shape.soft_cap,
                 bf16_pairs: shape.bf16_pairs && storage.layout().dtype == KvDtype::Bf16,
+                in_tiles: shape.bf16_pairs && isa.has_tiles() && storage.layout().dtype == KvDtype::Bf16,
             },
             scale: shape.scale,
             // SAFETY: rows were checked above.

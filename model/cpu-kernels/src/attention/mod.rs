@@ -24,6 +24,7 @@ mod pass;
 mod product;
 mod shape;
 mod softmax;
+mod tiles;
 mod widen;
 mod words;
 

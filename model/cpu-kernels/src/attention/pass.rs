@@ -8,9 +8,11 @@ use super::direct;
 use super::product::{Rows, Start, multiply, multiply_pairs};
 use super::shape::{SPAN, TILE};
 use super::softmax::{Scaling, State, weigh};
+use super::tiles;
 use super::widen::{Positions, padded, pair_columns, pair_rows, widen_columns, widen_rows};
 use crate::kv::HeadKv;
 use crate::simd::{Isa, LANES};
+use crate::tiles::TileUse;
 
 /// The queries of an item: all heads of a group in consecutive rows; the index is `row * group + head`.
 #[derive(Clone, Copy)]
@@ -27,6 +29,8 @@ pub(super) struct Queries<'a> {
     pub(super) soft_cap: Option<f32>,
     /// KV is bf16; queries and weights are rounded to bf16, and pairs are multiplied.
     pub(super) bf16_pairs: bool,
+    /// Pairs are multiplied in tile registers.
+    pub(super) in_tiles: bool,
 }
 
 impl Queries<'_> {
@@ -41,7 +45,12 @@ impl Queries<'_> {
 
     /// Words of 32 bits of a query.
     pub(super) fn num_words(&self) -> usize {
-        if self.bf16_pairs { self.dim() / 2 } else { self.dim() }
+        match (self.bf16_pairs, self.in_tiles) {
+            (false, _) => self.dim(),
+            (true, false) => self.dim() / 2,
+            // Whole lines of tile registers.
+            (true, true) => (self.dim() / 2).next_multiple_of(tiles::LINES),
+        }
     }
 
     /// The positions that a query sees.
@@ -176,10 +185,11 @@ pub(super) unsafe fn pass(
     let end = ((span_idx + 1) * SPAN).min(queries.end());
     let (mut places, mut following) = (&mut Places::new(), &mut Places::new());
     places.find(&queries.kv, first, end);
+    let shapes = &mut TileUse::new(isa);
     while first < end {
         following.find(&queries.kv, first + TILE, end.max(read_ahead_to));
         // SAFETY: guaranteed by the caller.
-        unsafe { tile(isa, queries, memory, first, places, following) };
+        unsafe { tile(isa, shapes, queries, memory, first, places, following) };
         std::mem::swap(&mut places, &mut following);
         first += TILE;
     }
@@ -188,13 +198,14 @@ pub(super) unsafe fn pass(
 /// One tile, from position `first` on.
 unsafe fn tile(
     isa: Isa,
+    shapes: &mut TileUse,
     queries: &Queries<'_>,
     memory: &Memory,
     first: usize,
     places: &Places,
     following: &Places,
 ) {
-    let Queries { kv, head_dim, bf16_pairs, .. } = *queries;
+    let Queries { kv, head_dim, bf16_pairs, in_tiles, .. } = *queries;
     let (dim, len) = (queries.dim(), places.len);
     let layout = kv[0].layout();
     let dtype = layout.dtype;
@@ -202,7 +213,7 @@ unsafe fn tile(
     // After the last tile the current one is prefetched, which costs nothing.
     let next = if following.len > 0 { following } else { places };
     let next = [0, 1].map(|half| next.positions(half, layout));
-    let direct = direct::is_possible(queries.len(), head_dim, dtype);
+    let direct = !in_tiles && direct::is_possible(queries.len(), head_dim, dtype);
     // Kernels for few queries may process rows after the last query. Such a row must not be a query of this item that
     // sees other tiles only, so all queries are taken.
     let some = if direct { 0..queries.len() } else { queries.that_see(first..first + len) };
@@ -234,7 +245,22 @@ unsafe fn tile(
             (false, true) => {
                 pair_columns(isa, &keys, memory.widened, TILE);
                 let num_pairs = head_dim.div_ceil(2);
-                multiply_pairs(isa, num, num_pairs, TILE / LANES, q, columns, scores, Start::Zero);
+                if in_tiles {
+                    clear_lines(memory.widened, num_pairs, TILE);
+                    tiles::multiply(
+                        isa,
+                        shapes,
+                        num,
+                        num_pairs,
+                        len.div_ceil(LANES),
+                        q,
+                        columns,
+                        scores,
+                        Start::Zero,
+                    );
+                } else {
+                    multiply_pairs(isa, num, num_pairs, TILE / LANES, q, columns, scores, Start::Zero);
+                }
             }
         }
         for (idx, query) in some.enumerate() {
@@ -254,8 +280,30 @@ unsafe fn tile(
             (false, true) => {
                 pair_rows(isa, &values, memory.widened, dim);
                 let num_pairs = len.div_ceil(2);
-                multiply_pairs(isa, num, num_pairs, dim / LANES, weights, lines, sums, Start::Result);
+                if in_tiles {
+                    clear_lines(memory.widened, num_pairs, dim);
+                    tiles::multiply(
+                        isa,
+                        shapes,
+                        num,
+                        num_pairs,
+                        dim / LANES,
+                        weights,
+                        lines,
+                        sums,
+                        Start::Result,
+                    );
+                } else {
+                    multiply_pairs(isa, num, num_pairs, dim / LANES, weights, lines, sums, Start::Result);
+                }
             }
         }
     }
+}
+
+/// Fills the lines from `num_lines` on, up to a whole tile register, with zeros.
+unsafe fn clear_lines(widened: *mut f32, num_lines: usize, stride: usize) {
+    let missing = num_lines.next_multiple_of(tiles::LINES) - num_lines;
+    // SAFETY: the memory has room for whole registers of lines.
+    unsafe { std::slice::from_raw_parts_mut(widened.add(num_lines * stride), missing * stride).fill(0.0) };
 }
