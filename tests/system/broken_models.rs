@@ -1,10 +1,15 @@
-//! `baton up` on models that cannot be loaded: one error that names the cause, and an end. No process is started again.
+//! `baton up` on models that cannot be loaded: one error that names the cause, and an end. No process is started again. And on
+//! one that loads and computes nothing of use.
 
-use std::{fs, path::Path, process::Command};
+use std::{fs, path::Path, process::Command, time::Duration};
 
 use serde_json::{Value, json};
+use tokio::time::timeout;
 
-use crate::harness::BATON;
+use crate::harness::{BATON, Up};
+
+/// The promise is 2 s; a busy machine needs more.
+const LIMIT: Duration = Duration::from_secs(20);
 
 const TINY: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../models/tiny");
 const FILES: [&str; 6] = [
@@ -124,6 +129,37 @@ fn a_worker_that_cannot_start_has_an_exit_code_of_its_own() {
             .expect("the program runs");
         assert_eq!(output.status.code(), Some(78), "{role}: {}", String::from_utf8_lossy(&output.stderr));
     }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_model_without_finite_logits_fails_requests_at_once() {
+    let dir = tempfile::tempdir().expect("a temporary directory");
+    for name in FILES {
+        fs::copy(Path::new(TINY).join(name), dir.path().join(name)).expect("the tiny model has it");
+    }
+    fill_with_nan(&dir.path().join("model.safetensors"), "model.norm.weight");
+    let up = Up::start(&format!("--decode 2 {}", dir.path().display())).await;
+    let messages = json!([{"role": "user", "content": "Hello"}]);
+    for mode in ["local", "remote"] {
+        for stream in [false, true] {
+            let body = json!({"messages": messages, "stream": stream, "prefill_mode": mode});
+            let answer = timeout(LIMIT, up.http.post("/v1/chat/completions", &body));
+            let answer = answer.await.expect("it does not wait").expect("it answers");
+            assert_eq!(answer.status, 500, "{}", answer.text);
+            assert!(answer.text.contains("the model's logits are not finite"), "{}", answer.text);
+        }
+    }
+}
+
+/// Overwrites a tensor of 16-bit floats.
+fn fill_with_nan(path: &Path, name: &str) {
+    let mut bytes = fs::read(path).expect("a file of the test");
+    let num_header = u64::from_le_bytes(bytes[..8].try_into().expect("eight bytes")) as usize;
+    let header: Value = serde_json::from_slice(&bytes[8..8 + num_header]).expect("a header");
+    let offset = |end: usize| header[name]["data_offsets"][end].as_u64().expect("an offset") as usize;
+    let tensor = &mut bytes[8 + num_header..][offset(0)..offset(1)];
+    tensor.chunks_exact_mut(2).for_each(|number| number.copy_from_slice(&0x7fff_u16.to_le_bytes()));
+    fs::write(path, bytes).expect("a file of the test");
 }
 
 fn remove_all(dir: &Path) {

@@ -364,9 +364,12 @@ impl Endpoint {
         Err(FieldRefusal { field, message, is_unknown: true })
     }
 
-    /// The known field with the most similar name, if one is similar.
+    /// The field with the most similar name, of those that are accepted, if one is similar.
     fn nearest(self, name: &str) -> Option<&'static str> {
-        let known = FIELDS.iter().filter(|field| field.endpoints.contains(&self));
+        let is_of_use = |field: &&Field| {
+            field.endpoints.contains(&self) && !matches!(field.treatment, Treatment::Refused)
+        };
+        let known = FIELDS.iter().filter(is_of_use);
         let similar = known.map(|field| (strsim::jaro_winkler(name, field.name), field.name));
         let (score, name) = similar.max_by(|a, b| a.0.total_cmp(&b.0))?;
         (score > 0.8).then_some(name)

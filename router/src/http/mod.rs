@@ -81,7 +81,15 @@ async fn not_found(request: Request) -> Response {
         return tonic::Status::unimplemented(message).into_http::<axum::body::Body>();
     }
     let message = format!("there is no {} {}", request.method(), request.uri().path());
-    ApiError::new(StatusCode::NOT_FOUND, message).with_code("not_found").into_response()
+    answer(request.uri().path(), ApiError::new(StatusCode::NOT_FOUND, message).with_code("not_found"))
+}
+
+/// The error in the shape of the API that a path belongs to.
+fn answer(path: &str, error: ApiError) -> Response {
+    match path.strip_prefix("/v1/messages") {
+        Some(rest) if rest.is_empty() || rest.starts_with('/') => anthropic::error_response(error),
+        _ => error.into_response(),
+    }
 }
 
 /// Embeddings need a model that was trained for them, and hidden states that engines do not hand out.
@@ -93,5 +101,6 @@ async fn embeddings() -> ApiError {
 
 async fn method_not_allowed(State(_): State<Arc<Core>>, request: Request) -> Response {
     let message = format!("{} is not possible here, see the allow header", request.method());
-    ApiError::new(StatusCode::METHOD_NOT_ALLOWED, message).with_code("method_not_allowed").into_response()
+    let error = ApiError::new(StatusCode::METHOD_NOT_ALLOWED, message).with_code("method_not_allowed");
+    answer(request.uri().path(), error)
 }

@@ -222,6 +222,12 @@ async fn errors_have_anthropics_shape() {
         .post(COUNT, &json!({"messages": [{"role": "user", "content": "x"}], "max_tokens": 3}))
         .await;
     assert_eq!((refused.status, &refused.json()["type"]), (400, &json!("error")));
+    // Of paths of this API that do not exist, too.
+    for (method, path, status) in [("GET", PATH, 405), ("POST", "/v1/messages/batches", 404)] {
+        let answer = router.client.send(method, path, &[], bytes::Bytes::new()).await;
+        assert_eq!((answer.status, &answer.json()["type"]), (status, &json!("error")), "{path}");
+    }
+    assert_eq!(router.client.get("/v1/messagesx").await.json()["error"]["code"], "not_found");
     // After the first event an error is an event.
     worker.script(|_| vec![Step::Token(65), Step::Fail(baton_proto::worker::failed::Kind::Invalid)]);
     let events = named_events(&router.client.post(PATH, &ask(json!({"stream": true}))).await);

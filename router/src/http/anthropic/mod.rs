@@ -9,11 +9,12 @@ use std::sync::Arc;
 
 use axum::{
     extract::{Extension, Request, State},
-    response::Response,
+    response::{IntoResponse, Response},
 };
 use baton_request_fields::Endpoint;
 use baton_router_core::{
-    RequestArrival, ChatInput, ClientRequest, ClientSampling, Core, FieldNames, PromptInput, check_model, tokenize,
+    ChatInput, ClientRequest, ClientSampling, Core, FieldNames, PromptInput, RequestArrival, check_model,
+    tokenize,
 };
 use baton_tools::ToolRequest;
 use serde::Deserialize;
@@ -161,6 +162,11 @@ pub(crate) async fn count_tokens(
         .offload(usize::MAX, move |core| Ok(tokenize(core.model()?, chat, "messages", false)?.len()))
         .await?;
     Ok(json(&json!({"input_tokens": num_tokens})))
+}
+
+/// An error outside the calls of this API, in its shape.
+pub(super) fn error_response(error: ApiError) -> Response {
+    MessagesError(error).into_response()
 }
 
 fn call_id() -> String {
