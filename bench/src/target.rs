@@ -242,7 +242,7 @@ impl WorkerTarget {
                     let kind = failed.kind().as_str_name();
                     return Err(RequestError::Server(format!("{kind}: {}", failed.message)));
                 }
-                Some(Event::Leaving(_) | Event::Progress(_)) | None => {}
+                Some(Event::Leaving(_) | Event::Progress(_) | Event::Scored(_)) | None => {}
             }
         }
         if answer.finished.is_none() {

@@ -11,7 +11,8 @@ use baton_request::{Failure, FailureKind, FinishReason};
 use baton_worker::{
     RequestClock, Uncovered, Worker,
     convert::{
-        TokenNotes, engine_failure, failed_event, finished_event, leaving_event, submit_failure, token_event,
+        TokenNotes, engine_failure, failed_event, finished_event, leaving_event, scored_event,
+        submit_failure, token_event,
     },
 };
 use futures_util::future::BoxFuture;
@@ -166,6 +167,9 @@ impl GenerateStream {
                         Some(TokenEvent::Started { cached_tokens }) => {
                             self.clock.admitted();
                             self.notes.cached_tokens = Some(cached_tokens);
+                        }
+                        Some(TokenEvent::Scored { first_idx, tokens }) => {
+                            return Some(scored_event(first_idx, &tokens));
                         }
                         Some(TokenEvent::Verified(drafts)) => self.notes.drafts = drafts,
                         Some(TokenEvent::Token(token)) => return Some(self.token(&token)),

@@ -22,7 +22,7 @@ pub(crate) struct Completion {
 }
 
 /// The tokens of a plan. A chunk that wants a token gets logits after its last token. A chunk with a draft gets logits
-/// after the token before the draft and after each token of the draft. Heads are left out: see [`heads`].
+/// after the token before the draft and after each token of the draft. So does a chunk that is scored. Heads are left out: see [`heads`].
 pub(crate) fn batch<'a>(live: &'a LiveRequests, plan: &StepPlan) -> Batch<'a> {
     let chunks = plan.chunks.iter().filter(|chunk| !live.is_head(chunk));
     let sequences = chunks.map(|chunk| {
@@ -31,7 +31,7 @@ pub(crate) fn batch<'a>(live: &'a LiveRequests, plan: &StepPlan) -> Batch<'a> {
             tokens: &sequence.tokens_and_draft()[chunk.start_idx..chunk.start_idx + chunk.num_tokens],
             start_idx: chunk.start_idx,
             blocks: sequence.blocks(),
-            num_logits: if chunk.wants_token { chunk.num_drafts + 1 } else { 0 },
+            num_logits: chunk.num_rows(),
         }
     });
     Batch { sequences: sequences.collect() }

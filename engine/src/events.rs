@@ -11,6 +11,7 @@ use tokio::sync::mpsc;
 
 use baton_model_spec::SampledToken;
 use baton_request::FinishReason;
+use baton_sampler::ScoredToken;
 
 /// An event of a sequence that decodes.
 #[derive(Clone, Debug, PartialEq)]
@@ -19,6 +20,13 @@ pub enum TokenEvent {
     Started {
         /// Prompt tokens that the prefix cache supplied.
         cached_tokens: usize,
+    },
+    /// Tokens of the prompt were scored. All but the first are, in order, before the first token.
+    Scored {
+        /// Position of the first.
+        first_idx: usize,
+        /// Consecutive tokens.
+        tokens: Vec<ScoredToken>,
     },
     /// A draft was verified. The tokens that follow at once come from it.
     Verified(DraftCounts),

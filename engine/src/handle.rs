@@ -284,7 +284,13 @@ impl EngineHandle {
 
         let matcher = self.matcher(&request)?;
         let id = self.next_id(request.priority);
+        let is_scored = request.is_scored();
+        if is_scored && role != SequenceRole::Generate {
+            return Err(InvalidRequest::new("prompt_logprobs", Problem::PromptElsewhere).into());
+        }
         let (num_head_tokens, is_shared) = match (marks(&request), role) {
+            // Logits of cached or blended tokens do not exist.
+            _ if is_scored => (0, false),
             (None, _) => (0, true),
             (Some(marks), _) if config.blending.is_some() => (marks.end_idx(), true),
             // Its KV comes from an engine that may have blended it, so it is not that of a full prefill.
@@ -300,6 +306,7 @@ impl EngineHandle {
         let block_size = state.storage.layout().block_size;
         let sequence =
             Sequence::new(id, role, tokens, max_num_tokens, block_size, root).with_head(num_head_tokens);
+        let sequence = if is_scored { sequence.with_scores() } else { sequence };
         state.progress.submit(sequence.num_prompt_tokens_left());
         self.send(Command::Submit(sequence, Box::new(LiveRequest::new(request, matcher, reply, slot))))?;
         Ok(DropCommand::new(id, state.commands.clone(), at_drop))
@@ -324,9 +331,10 @@ impl EngineHandle {
         self.state.commands.send(command).map_err(|_| SubmitError::ShuttingDown)
     }
 
-    /// `Started`, each remaining token with a draft before it, and the terminal event.
+    /// `Started`, each remaining token with a draft before it, the scores of each prompt token, and the terminal event.
     fn max_token_events(&self, request: &Request) -> usize {
         let max_num_tokens = request.max_num_tokens(self.state.config.context_length);
-        2 * max_num_tokens.saturating_sub(request.num_known_tokens()) + 2
+        let max_scored = if request.is_scored() { request.prompt.len() } else { 0 };
+        2 * max_num_tokens.saturating_sub(request.num_known_tokens()) + max_scored + 2
     }
 }

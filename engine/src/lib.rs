@@ -4,7 +4,6 @@
 //! - [`block_pool`]: the owners of KV blocks, and the prefix cache;
 //! - [`sequence`], [`plan`] and [`scheduler`]: which tokens the next step computes, decided purely;
 //! - `step_time`: how long steps take, and how many prompt tokens fit beside decodes;
-//! - [`sampler`]: from logits to a token;
 //! - [`draft_length`]: how many tokens to draft for a sequence;
 //! - [`events`] and `streams`: what the engine says about a request;
 //! - `cache_log`: what its prefix cache stores and evicts;
@@ -49,7 +48,6 @@ mod pages;
 mod passage_store;
 pub mod plan;
 mod prefix;
-pub mod sampler;
 pub mod scheduler;
 pub mod sequence;
 pub mod speculation;
@@ -63,6 +61,7 @@ pub use baton_model_spec::{BlendRatio, SampledToken, TokenLogprobs};
 pub use baton_request::{
     BlendMarks, FinishReason, InvalidRequest, Problem, Request, SamplingParams, SpeculationMode,
 };
+pub use baton_sampler::{self as sampler, ScoredToken};
 pub use blending::BlendCounts;
 pub use block_pool::{BlockPool, IntegrityError, PoolReport};
 pub use cache_log::CacheLog;

@@ -5,7 +5,7 @@
 
 mod constrained;
 
-use std::{collections::HashMap, mem, sync::Arc};
+use std::{collections::HashMap, iter, mem, sync::Arc};
 
 use baton_kv_cache::KvLayout;
 use baton_model_spec::{SampledRow, SampledToken, TokenSampling};
@@ -19,7 +19,7 @@ use crate::{
     events::{DraftCounts, EngineError, PrefillEvent, Sink, TokenEvent},
     live_request::{Grant, LiveRequest, ReplyChannel},
     plan::{Admission, Chunk, StepPlan},
-    sampler::Sampler,
+    sampler::{Sampler, ScoredToken},
     scheduler::{Scheduler, SchedulerConfig},
     sequence::{Sequence, SequenceId},
     status::{DraftCounters, EngineLoad, EnginePace, IdleError, Submitted},
@@ -280,12 +280,14 @@ impl LiveRequests {
         sequence.draft().iter().rev().for_each(|&token| live.history.pop(token));
     }
 
-    /// The samplings of a plan, in the order of its logits: one after each token that a sampled token follows.
+    /// The samplings of a plan, in the order of its logits. What scores tokens is left to the host.
     pub(crate) fn samplings<'a>(&'a self, plan: &'a StepPlan) -> impl Iterator<Item = TokenSampling<'a>> {
-        plan.chunks.iter().filter(|chunk| chunk.wants_token).flat_map(|chunk| {
+        plan.chunks.iter().flat_map(|chunk| {
             let live = &self.requests[&chunk.id];
             let sequence = self.scheduler.sequence(chunk.id).expect("planned sequences run");
-            live.history.samplings(sequence.draft(), &live.request.sampling)
+            let scored = iter::repeat_with(|| TokenSampling { on_host: true, ..TokenSampling::default() });
+            let sampled = live.history.samplings(sequence.draft(), &live.request.sampling);
+            scored.take(chunk.num_scored).chain(sampled.filter(|_| chunk.wants_token))
         })
     }
 
@@ -308,16 +310,46 @@ impl LiveRequests {
     /// The plan's tokens are computed, and `rows` has a row for each wanted token. Samples and tells the readers.
     pub(crate) fn advance<'a>(&mut self, plan: &StepPlan, mut rows: impl Iterator<Item = SampledRow<'a>>) {
         self.scheduler.advance(plan);
-        for chunk in plan.chunks.iter().filter(|chunk| chunk.wants_token) {
-            let mut own_rows = rows.by_ref().take(chunk.num_drafts + 1);
+        for chunk in plan.chunks.iter().filter(|chunk| chunk.num_rows() > 0) {
+            let mut own_rows = rows.by_ref().take(chunk.num_rows());
             // A sequence of a step ahead may have ended since.
             if self.requests.contains_key(&chunk.id) {
-                let outcome = self.sample(chunk.id, &mut own_rows);
-                self.tell_sampled(chunk, outcome);
+                match self.score(chunk, &mut own_rows) {
+                    Err(error) => self.fail(chunk.id, error),
+                    Ok(()) if !chunk.wants_token => {}
+                    Ok(()) => {
+                        let outcome = self.sample(chunk.id, &mut own_rows);
+                        self.tell_sampled(chunk, outcome);
+                    }
+                }
             }
             own_rows.for_each(drop);
         }
         debug_assert!(rows.next().is_none(), "every row is wanted");
+    }
+
+    /// Tells how likely the prompt tokens after the first `num_scored` rows are.
+    fn score<'a>(
+        &self,
+        chunk: &Chunk,
+        rows: &mut impl Iterator<Item = SampledRow<'a>>,
+    ) -> Result<(), EngineError> {
+        if chunk.num_scored == 0 {
+            return Ok(());
+        }
+        let live = &self.requests[&chunk.id];
+        let num_top = live.request.sampling.prompt_logprobs.expect("only then is a chunk scored");
+        let first_idx = chunk.start_idx + chunk.num_tokens + 1 - chunk.num_rows();
+        let score = |(row, &token): (_, &u32)| match row {
+            SampledRow::Logits(row) => ScoredToken::new(row, token, num_top),
+            SampledRow::Sampled(_) => unreachable!("the host scores"),
+        };
+        let rows = rows.take(chunk.num_scored).zip(&live.request.prompt[first_idx..]);
+        let tokens = rows.map(score).collect::<Result<_, _>>()?;
+        if let ReplyChannel::Tokens(sink) = &live.reply {
+            sink.send(TokenEvent::Scored { first_idx, tokens });
+        }
+        Ok(())
     }
 
     /// Collects in `sampled` the token after each row, as long as the draft had the one before. Each is sampled as

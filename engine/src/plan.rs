@@ -26,6 +26,8 @@ pub struct Chunk {
     pub num_tokens: usize,
     /// So many of them at the end are a draft.
     pub num_drafts: usize,
+    /// After so many of its tokens, the next token of the prompt is scored. Besides them, only the last one may have logits.
+    pub num_scored: usize,
     /// Whether these are the last known tokens, so that the next token is sampled.
     pub wants_token: bool,
 }
@@ -76,6 +78,11 @@ impl StepPlan {
 }
 
 impl Chunk {
+    /// The number of its last tokens whose logits are needed: those that are scored, then those that a token is sampled after.
+    pub(crate) fn num_rows(&self) -> usize {
+        self.num_scored + if self.wants_token { self.num_drafts + 1 } else { 0 }
+    }
+
     /// The next `num_tokens` of a sequence.
     pub(crate) fn of(sequence: &Sequence, num_tokens: usize) -> Chunk {
         Chunk {
@@ -83,6 +90,7 @@ impl Chunk {
             start_idx: sequence.num_computed,
             num_tokens,
             num_drafts: 0,
+            num_scored: sequence.num_scored_in(num_tokens),
             wants_token: num_tokens == sequence.num_left(),
         }
     }

@@ -1,7 +1,7 @@
 //! A sequence as the scheduler sees it: its tokens, how many are computed, and its blocks. It does not know sampling,
 //! streams or clients.
 
-use std::fmt;
+use std::{fmt, ops::Range};
 
 use baton_kv_cache::{BlockHash, BlockId, HashRoot};
 
@@ -65,6 +65,8 @@ pub struct Sequence {
     num_drafts: usize,
     /// So many tokens at the front are computed by one step, as a whole; 0 if there is no such head.
     num_head_tokens: usize,
+    /// Positions after which the next token is still to be scored.
+    unscored: Range<usize>,
     block_size: usize,
     /// The largest number of tokens whose KV it can need.
     max_kv_tokens: usize,
@@ -136,6 +138,7 @@ impl Sequence {
             first_idx,
             num_drafts: 0,
             num_head_tokens: 0,
+            unscored: 0..0,
             block_size,
             max_kv_tokens,
             root,
@@ -154,6 +157,20 @@ impl Sequence {
         debug_assert!(num_tokens < self.num_tokens());
         self.num_head_tokens = num_tokens;
         self
+    }
+
+    /// The same, and all tokens but the first are scored. It must begin with no cached token.
+    #[must_use]
+    pub fn with_scores(mut self) -> Sequence {
+        debug_assert!(self.root.is_none(), "nothing is scored after a cached token");
+        self.unscored = 0..self.num_tokens() - 1;
+        self
+    }
+
+    /// After so many of its next `num_tokens` tokens, the next token is scored: once each, also after a preemption.
+    pub(crate) fn num_scored_in(&self, num_tokens: usize) -> usize {
+        let end = self.unscored.end.min(self.num_computed + num_tokens);
+        end.saturating_sub(self.unscored.start.max(self.num_computed))
     }
 
     /// Tokens of its head that a step computes now: all of them, or none.
@@ -296,6 +313,7 @@ impl Sequence {
         let first = self.num_computed / self.block_size;
         self.num_computed += num_tokens;
         debug_assert!(self.num_computed <= self.num_tokens());
+        self.unscored.start = self.unscored.start.max(self.num_computed);
         // Most steps fill no block: then neither hashes nor blocks are read, which are not in a processor's cache.
         let last = (self.num_computed / self.block_size).min(self.hashes.len());
         let filled = first.min(last)..last;

@@ -323,8 +323,9 @@ impl StepLoop {
         let elapsed = now.at - self.started.at;
         let waited = now.waited.saturating_sub(self.started.waited);
         self.started = now;
-        // A blended head takes another time than as many tokens of a full prefill.
-        if !is_blended {
+        // A blended head and scored tokens take another time than as many tokens of a full prefill.
+        let is_scored = plan.chunks.iter().any(|chunk| chunk.num_scored > 0);
+        if !is_blended && !is_scored {
             self.live.scheduler.observe(&plan, elapsed, waited);
             if let Some(speculator) = &mut self.speculator {
                 speculator.observe(&plan, self.live.scheduler.step_time(), elapsed);

@@ -163,7 +163,7 @@ impl Client {
             self.use_patience()?;
             match stream.next().await.expect("a terminal event comes first") {
                 TokenEvent::Token(token) => tokens.push(token.id),
-                TokenEvent::Started { .. } | TokenEvent::Verified(_) => {}
+                TokenEvent::Started { .. } | TokenEvent::Scored { .. } | TokenEvent::Verified(_) => {}
                 TokenEvent::Finished(_) => break,
                 TokenEvent::Failed(error) => panic!("{error}"),
             }

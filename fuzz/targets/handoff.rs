@@ -626,7 +626,7 @@ impl Decode {
                 let top =
                     top.iter().map(|&(token_id, logprob)| baton_proto::v1::TopLogprob { token_id, logprob });
                 let logprobs =
-                    baton_proto::v1::TokenLogprobs { token_id: *id, logprob: 0.0, top: top.collect() };
+                    baton_proto::v1::TokenLogprobs { token_id: *id, logprob: 0.0, top: top.collect(), rank: 0 };
                 let token = proto::Token { id: *id, logprobs: Some(logprobs), ..proto::Token::default() };
                 let (token, cached_tokens) = (Some(token), *cached_tokens);
                 return sent(M::FirstToken(proto::FirstToken { token, cached_tokens }));

@@ -128,6 +128,7 @@ impl Fields<'_> {
             seed: self.seed,
             stop_token_ids: self.stop_token_ids.iter().map(|token| u32::from(*token)).collect(),
             logprobs: self.logprobs.map(|logprobs| logprobs.of(2) as u32),
+            prompt_logprobs: self.logprobs.map(|num| num.of(2) as u32).filter(|_| self.seed % 2 == 1),
             grammar: None,
         }
     }
@@ -153,7 +154,7 @@ fn num_tokens(mut tokens: TokenStream) -> usize {
         match block_on(tokens.next()) {
             Some(TokenEvent::Token(_)) => num_tokens += 1,
             Some(TokenEvent::Finished(_)) => break,
-            Some(TokenEvent::Started { .. } | TokenEvent::Verified(_)) => {}
+            Some(TokenEvent::Started { .. } | TokenEvent::Scored { .. } | TokenEvent::Verified(_)) => {}
             other => panic!("{other:?} of a request that was accepted"),
         }
     }

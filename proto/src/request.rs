@@ -26,6 +26,7 @@ impl From<&SamplingParams> for worker::Sampling {
             seed: sampling.seed,
             stop_token_ids: sampling.stop_token_ids.clone(),
             logprobs: sampling.logprobs,
+            prompt_logprobs: sampling.prompt_logprobs,
             grammar: sampling.grammar.as_ref().map(v1::Grammar::from),
         }
     }
@@ -81,6 +82,7 @@ impl From<&worker::Sampling> for SamplingParams {
             seed: sampling.seed,
             stop_token_ids: sampling.stop_token_ids.clone(),
             logprobs: sampling.logprobs,
+            prompt_logprobs: sampling.prompt_logprobs,
             grammar: sampling.grammar.as_ref().map(Grammar::from),
         }
     }
@@ -242,6 +244,7 @@ mod tests {
             sampling: SamplingParams {
                 logit_bias: vec![(1, 0.5), (7, -1.0)],
                 logprobs: Some(2),
+                prompt_logprobs: Some(3),
                 seed: 9,
                 grammar: Some(Grammar::new(GrammarKind::Regex, "[0-9]+")),
                 ..SamplingParams::default()

@@ -74,6 +74,9 @@ pub enum Problem {
         /// The limit.
         max_bytes: usize,
     },
+    /// Another worker computes the prompt, and keeps its logits to itself.
+    #[error("the worker that generates the answer must compute the prompt (prefill_mode: auto or local)")]
+    PromptElsewhere,
     /// A passage without tokens.
     #[error("the passage from {start_idx} to {end_idx} has no tokens")]
     EmptyPassage {

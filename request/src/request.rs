@@ -104,6 +104,11 @@ impl Request {
         used_up.then_some(FinishReason::Length)
     }
 
+    /// Whether log-probabilities of the prompt are still to be told: an attempt with output follows one that told them.
+    pub fn is_scored(&self) -> bool {
+        self.sampling.prompt_logprobs.is_some() && self.output.is_empty()
+    }
+
     /// Tokens of prompt and delivered output: everything whose KV is computed before the next token.
     pub fn num_known_tokens(&self) -> usize {
         self.prompt.len() + self.output.len()
@@ -167,6 +172,7 @@ mod tests {
                 with(|r| r.blend = Some(BlendMarks { passages: vec![1..2, 2..3], ratio: None })),
             ),
             ("logprobs: 21 is not at most 20", with(|r| r.sampling.logprobs = Some(21))),
+            ("prompt_logprobs: 21 is not at most 20", with(|r| r.sampling.prompt_logprobs = Some(21))),
             (
                 "stop_token_ids: all of the vocabulary of 100, so no token may follow before min_tokens",
                 with(|r| (r.sampling.min_tokens, r.sampling.stop_token_ids) = (1, (0..100).collect())),

@@ -40,6 +40,8 @@ pub struct SamplingParams {
     pub stop_token_ids: Vec<u32>,
     /// Whether log-probabilities are wanted, and of how many of the likeliest tokens; at most [`MAX_LOGPROBS`].
     pub logprobs: Option<u32>,
+    /// The same of each token of the prompt but the first. The prompt is then computed without cached prefixes.
+    pub prompt_logprobs: Option<u32>,
     /// What the output must match.
     pub grammar: Option<Grammar>,
 }
@@ -60,6 +62,7 @@ impl Default for SamplingParams {
             seed: 0,
             stop_token_ids: Vec::new(),
             logprobs: None,
+            prompt_logprobs: None,
             grammar: None,
         }
     }
@@ -87,12 +90,8 @@ impl SamplingParams {
             ),
             between("presence_penalty", self.presence_penalty, -2.0, 2.0, "between -2 and 2"),
             between("frequency_penalty", self.frequency_penalty, -2.0, 2.0, "between -2 and 2"),
-            (
-                "logprobs",
-                self.logprobs.unwrap_or(0) <= MAX_LOGPROBS,
-                f64::from(self.logprobs.unwrap_or(0)),
-                "at most 20",
-            ),
+            at_most_20("logprobs", self.logprobs),
+            at_most_20("prompt_logprobs", self.prompt_logprobs),
         ];
         let biases = self.logit_bias.iter();
         let biases =
@@ -129,6 +128,11 @@ type Check = (&'static str, bool, f64, &'static str);
 
 fn between(field: &'static str, value: f32, low: f32, high: f32, expected: &'static str) -> Check {
     (field, (low..=high).contains(&value), f64::from(value), expected)
+}
+
+fn at_most_20(field: &'static str, num: Option<u32>) -> Check {
+    let num = num.unwrap_or(0);
+    (field, num <= MAX_LOGPROBS, f64::from(num), "at most 20")
 }
 
 /// Whether every token is one of `tokens`, all of which are in the vocabulary.

@@ -62,6 +62,7 @@ class Server:
                 choice.text += response.output.text
                 choice.token_ids += response.output.token_ids
                 choice.logprobs += response.output.logprobs
+                choice.prompt_logprobs += response.output.prompt_logprobs
         assert all(choice.finished for choice in choices), "a choice without an end"
         return choices
 
@@ -71,6 +72,7 @@ class Choice:
     text: str = ""
     token_ids: list = field(default_factory=list)
     logprobs: list = field(default_factory=list)
+    prompt_logprobs: list = field(default_factory=list)
     finished: "pb.Finished | None" = None
 
 
@@ -114,6 +116,18 @@ def text_is_continued(server: Server) -> None:
     assert choice.text and len(choice.token_ids) == 12, choice
     assert choice.finished.reason == pb.FINISH_REASON_LENGTH
     assert choice.finished.usage.completion_tokens == 12 and choice.finished.usage.prompt_tokens > 0
+
+
+@check
+def a_prompt_has_log_probabilities_when_asked(server: Server) -> None:
+    [first] = server.outputs(sampling=fixed(8, logprobs=1))
+    ids = pb.TokenIds(ids=[7, *first.token_ids])
+    choices = server.outputs(token_ids=ids, n=2, sampling=fixed(2, prompt_logprobs=3))
+    assert [entry.token_id for entry in choices[0].prompt_logprobs] == list(first.token_ids)
+    assert all(len(entry.top) == 3 and entry.rank >= 1 and entry.logprob <= 0 for entry in choices[0].prompt_logprobs)
+    assert not choices[1].prompt_logprobs, "the first choice has them"
+    remote = {"sampling": fixed(2, prompt_logprobs=3), "prefill_mode": pb.PREFILL_MODE_REMOTE}
+    assert "prompt_logprobs" in fails_with(grpc.StatusCode.INVALID_ARGUMENT, server.generate(**remote))
 
 
 @check

@@ -195,6 +195,39 @@ def completion_logprobs_are_parallel_lists(server: Server) -> None:
 
 
 @check
+def log_probabilities_of_a_prompt_are_those_of_generating_it(server: Server) -> None:
+    params = {"temperature": 0, "max_tokens": 1}
+    ids = {"ignore_eos": True, "return_token_ids": True}
+    # Longer than one chunk of a prompt with log-probabilities.
+    begun = server.complete(prompt=PROMPT * 6, max_tokens=40, temperature=0, logprobs=2, extra_body=ids).choices[0]
+    prompt = begun.prompt_token_ids + begun.token_ids
+    [choice] = server.complete(prompt=prompt, extra_body={"prompt_logprobs": 2}, **params).choices
+    assert len(choice.prompt_logprobs) == len(prompt) and choice.prompt_logprobs[0] is None
+    for token, known in zip(prompt[1:], choice.prompt_logprobs[1:]):
+        best = [entry for entry in known.values() if entry["rank"] == 1]
+        assert str(token) in known and len(known) in (2, 3) and best, known
+        assert known[str(token)]["logprob"] <= best[0]["logprob"] <= 0, known
+    told = [known[str(token)] for token, known in zip(prompt, choice.prompt_logprobs) if known][-40:]
+    # Greedy: each was the most likely one. The prompt takes other chunks than the answer took steps, and yet the numbers are the same.
+    assert all(entry["rank"] == 1 for entry in told), told
+    assert [entry["logprob"] for entry in told] == begun.logprobs.token_logprobs
+    # What evaluations ask for.
+    [echoed] = server.complete(prompt=prompt, echo=True, logprobs=2, **params).choices
+    assert len(echoed.logprobs.tokens) == len(prompt) + 1 and echoed.logprobs.token_logprobs[0] is None, echoed
+    assert echoed.logprobs.token_logprobs[-41:-1] == begun.logprobs.token_logprobs
+    # A chat has them too; they change no token, and need no other worker.
+    plain = server.chat(max_tokens=8, **FIXED)
+    body = {**FIXED["extra_body"], "prompt_logprobs": 0}
+    chat = server.chat(max_tokens=8, temperature=0, extra_body=body)
+    assert chat.choices[0].message.content == plain.choices[0].message.content
+    assert len(chat.prompt_logprobs) == chat.usage.prompt_tokens and all(len(it) == 1 for it in chat.prompt_logprobs[1:])
+    for extra, param in [({"prompt_logprobs": 21}, "prompt_logprobs"), ({"prompt_logprobs": 1, "prefill_mode": "remote"}, "prompt_logprobs")]:
+        error = raises(openai.BadRequestError, server.chat, extra_body=extra)
+        assert error.param == param, error.body
+    raises(openai.BadRequestError, server.chat, stream=True, extra_body={"prompt_logprobs": 1})
+
+
+@check
 def many_at_once_get_what_one_alone_gets(server: Server) -> None:
     alone = server.complete(max_tokens=24, **FIXED).choices[0].text
 

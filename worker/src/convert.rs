@@ -6,7 +6,7 @@
 
 use std::time::{Duration, Instant};
 
-use baton_engine::{DraftCounts, EngineError, SampledToken, SubmitError, TokenLogprobs};
+use baton_engine::{DraftCounts, EngineError, SampledToken, ScoredToken, SubmitError, TokenLogprobs};
 use baton_grammar::GrammarError;
 use baton_proto::{v1, worker as proto};
 use baton_request::{Failure, FailureKind, FinishReason, Request};
@@ -97,12 +97,13 @@ fn check_id(field: &'static str, id: &str) -> Result<(), WireError> {
 
 /// A token for the wire.
 pub fn token_to_proto(token: &SampledToken) -> proto::Token {
-    let logprobs = token.logprobs.as_ref().map(|logprobs| v1::TokenLogprobs {
-        token_id: token.id,
-        logprob: logprobs.logprob,
-        top: logprobs.top.iter().map(|&(token_id, logprob)| v1::TopLogprob { token_id, logprob }).collect(),
-    });
+    let logprobs = token.logprobs.as_ref().map(|logprobs| logprobs_to_proto(token.id, logprobs));
     proto::Token { id: token.id, logprobs, ..proto::Token::default() }
+}
+
+fn logprobs_to_proto(token_id: u32, logprobs: &TokenLogprobs) -> v1::TokenLogprobs {
+    let top = logprobs.top.iter().map(|&(token_id, logprob)| v1::TopLogprob { token_id, logprob });
+    v1::TokenLogprobs { token_id, logprob: logprobs.logprob, top: top.collect(), rank: 0 }
 }
 
 /// A token from the wire.
@@ -159,6 +160,16 @@ pub fn token_event(token: &SampledToken, notes: TokenNotes) -> proto::GenerateEv
         accepted_tokens: count(notes.drafts.accepted),
         ..token_to_proto(token)
     }))
+}
+
+/// Tokens of the prompt, with their log-probabilities.
+pub fn scored_event(first_idx: usize, tokens: &[ScoredToken]) -> proto::GenerateEvent {
+    let token = |token: &ScoredToken| v1::TokenLogprobs {
+        rank: token.rank,
+        ..logprobs_to_proto(token.id, &token.logprobs)
+    };
+    let (first_idx, tokens) = (first_idx as u32, tokens.iter().map(token).collect());
+    event(proto::generate_event::Event::Scored(proto::Scored { first_idx, tokens }))
 }
 
 /// A good end.

@@ -219,6 +219,7 @@ const ROOMS: &[Room] = &[
             "baton-cost",
             "baton-grammar",
             "baton-request",
+            "baton-sampler",
         ],
         tests_use: &["baton-engine-testing", "baton-model", "baton-cuda-emulator"],
         never: &[
@@ -234,6 +235,13 @@ const ROOMS: &[Room] = &[
             "axum",
             "h2",
         ],
+    },
+    // A function of a row of logits and parameters: it knows no batch.
+    Room {
+        name: "baton-sampler",
+        uses: &["baton-model-spec", "baton-grammar", "baton-request"],
+        tests_use: &[],
+        never: &["baton-model", "baton-proto", "tokio"],
     },
     // Loads a model onto a backend. The only crate that knows both backends.
     Room {

@@ -388,7 +388,7 @@ pub(crate) async fn read(events: &mut Streaming<GenerateEvent>) -> Result<Answer
                 tokens.push(token.id);
                 continue;
             }
-            Event::Leaving(_) | Event::Progress(_) => continue,
+            Event::Leaving(_) | Event::Progress(_) | Event::Scored(_) => continue,
             Event::Finished(_) => End::Finished { cached_tokens },
             Event::Failed(failed) => End::Failed(failed.kind(), failed.message),
         };

@@ -54,7 +54,7 @@ pub(super) fn plan(
         let found = plan.chunks.binary_search_by_key(&sequence.id, |chunk| chunk.id);
         let Ok(row_idx) = found else { return false };
         let chunk = &plan.chunks[row_idx];
-        if !chunk.wants_token || chunk.num_drafts > 0 || sequence.role != SequenceRole::Generate {
+        if !chunk.wants_token || chunk.num_rows() != 1 || sequence.role != SequenceRole::Generate {
             return false;
         }
         if sequence.max_num_drafts() == 0 {
@@ -68,7 +68,14 @@ pub(super) fn plan(
             }
         }
         let id = sequence.id;
-        next.chunks.push(Chunk { id, start_idx, num_tokens: 1, num_drafts: 0, wants_token: true });
+        next.chunks.push(Chunk {
+            id,
+            start_idx,
+            num_tokens: 1,
+            num_drafts: 0,
+            num_scored: 0,
+            wants_token: true,
+        });
         follows.push(row_idx);
     }
     !next.chunks.is_empty()

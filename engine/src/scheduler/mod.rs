@@ -22,6 +22,9 @@
 //!    still grow. So admitted sequences run for a while before one is preempted. No sequence passes one that lacks
 //!    blocks, so none starves. Admission preempts nothing, and a step with a preemption admits nothing.
 //!
+//! Where the tokens of a prompt are scored, every token of a chunk has a row of logits. Such a chunk is short, and a step
+//! has at most one.
+//!
 //! Then [`Scheduler::plan_drafts`] may add drafted tokens, as far as budget and blocks are left over. Blocks that only
 //! rejected drafts needed return after the step. So drafts change neither admission nor preemption.
 //!
@@ -64,6 +67,9 @@ pub use holds::PrefixBlocks;
 
 /// So many sequences at the front of the queue are considered in a step.
 const WINDOW: usize = 16;
+
+/// Most tokens of a chunk with scores: with 150,000 tokens in the vocabulary its logits are 38 MB.
+const MAX_SCORED: usize = 64;
 
 /// Limits of one scheduler.
 #[derive(Clone, Copy, Debug)]
@@ -330,6 +336,9 @@ impl Scheduler {
             }
             if claim.num_left > 0 && spare > 0 {
                 let sequence = self.running.get(claim.id).expect("the sequence runs now");
+                if sequence.num_scored_in(1) > 0 && plan.chunks.iter().any(|chunk| chunk.num_scored > 0) {
+                    continue;
+                }
                 let chunk = Chunk::of(sequence, self.chunk_len(sequence, spare));
                 spare = spare.saturating_sub(chunk.num_tokens);
                 plan.chunks.push(chunk);
@@ -403,6 +412,7 @@ impl Scheduler {
         if sequence.num_head_left() > 0 {
             return sequence.num_head_left();
         }
+        let budget = if sequence.num_scored_in(budget) > 0 { budget.min(MAX_SCORED) } else { budget };
         if sequence.num_left() <= budget {
             return sequence.num_left();
         }

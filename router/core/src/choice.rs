@@ -6,7 +6,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use baton_planner::{AttemptStage, NoPlan, Plan, Prefill, Retry, WorkerKey};
+use baton_planner::{AttemptStage, NoPlan, Plan, Prefill, PrefillMode, Retry, WorkerKey};
 use baton_proto::worker::{self as proto, GenerateRequest, generate_event};
 use baton_request::{Failure, FailureKind, FinishReason, Request};
 use baton_tokenizer::Detokenizer;
@@ -44,6 +44,8 @@ pub(crate) struct Choice {
     /// What a worker is asked for; its output is what was delivered.
     request: Request,
     output: Output,
+    /// Position of the next token of the prompt whose log-probability is to be delivered.
+    next_scored: usize,
     /// Of the request's known tokens, as far as they were planned with. `None` before the first plan.
     hashes: Option<SequenceHashes>,
     retry: Retry,
@@ -70,6 +72,9 @@ impl Choice {
         let mut request = prepared.prompts[(index / prepared.n) as usize].clone();
         request.id = format!("{}-{index}", prepared.id);
         request.sampling.seed = request.sampling.seed.wrapping_add(u64::from(index % prepared.n));
+        if !index.is_multiple_of(prepared.n) {
+            request.sampling.prompt_logprobs = None;
+        }
         Choice {
             output: Output::new(request.prompt.len(), prepared.stop.clone(), request.sampling.min_tokens),
             retry: Retry::new(core.config.max_attempts, core.config.recovery_timeout),
@@ -78,6 +83,7 @@ impl Choice {
             prepared,
             index,
             request,
+            next_scored: 1,
             hashes: None,
             num_attempts: 0,
             attempt: None,
@@ -150,6 +156,11 @@ impl Choice {
                 Came::Event(Ok(generate_event::Event::Leaving(_))) => {
                     self.leave(Cause::Drain, Duration::ZERO)
                 }
+                Came::Event(Ok(generate_event::Event::Scored(scored))) => {
+                    if let Some(event) = self.take_scored(scored) {
+                        return Ok(event);
+                    }
+                }
                 // `Attempt::next` goes on waiting.
                 Came::Event(Ok(generate_event::Event::Progress(_))) => {}
                 // `Attempt::next` turns it into an error.
@@ -212,6 +223,14 @@ impl Choice {
         }
     }
 
+    /// The tokens of the prompt that an earlier attempt has not delivered.
+    fn take_scored(&mut self, scored: proto::Scored) -> Option<Event> {
+        let num_known = self.next_scored.saturating_sub(scored.first_idx as usize);
+        let scored: Vec<_> = scored.tokens.into_iter().skip(num_known).collect();
+        self.next_scored += scored.len();
+        (!scored.is_empty()).then(|| Event { scored, ..Event::empty(self.index) })
+    }
+
     /// Migrates, `pause` from now.
     fn leave(&mut self, cause: Cause, pause: Duration) {
         if self.core.migrator.mode != MigrationMode::Off && !self.migration.has_started() {
@@ -261,6 +280,11 @@ impl Choice {
         let wish = PlanWish { prefill, excluded: self.retry.excluded(), slo, explain, migrating };
         let nothing = SequenceHashes::default();
         let hashes = self.hashes.as_ref().unwrap_or(&nothing);
+        // Whoever generates computes all of such a prompt.
+        let (wish, hashes) = match self.request.is_scored() {
+            true => (PlanWish { prefill: PrefillMode::Local, ..wish }, &nothing),
+            false => (wish, hashes),
+        };
         self.core.planner.plan(&self.core.workers, &self.request, hashes, wish)
     }
 
@@ -376,7 +400,7 @@ impl Choice {
         self.request.output.push(token.id);
         let finish = matched.stop.map(|stop| self.finish(FinishReason::Stop, Some(stop)));
         let tokens = vec![TokenOut { id: token.id, logprobs: token.logprobs }];
-        Event { index: self.index, text: matched.text, tokens, finish }
+        Event { text: matched.text, tokens, finish, ..Event::empty(self.index) }
     }
 
     fn note_progress(&mut self, now: Instant) {
@@ -404,7 +428,7 @@ impl Choice {
     fn finished(&mut self, reason: FinishReason) -> Event {
         let matched = self.output.finish();
         let finish = self.finish(reason, matched.stop);
-        Event { index: self.index, text: matched.text, tokens: Vec::new(), finish: Some(finish) }
+        Event { text: matched.text, finish: Some(finish), ..Event::empty(self.index) }
     }
 
     fn finish(&self, reason: FinishReason, stop: Option<usize>) -> Finish {

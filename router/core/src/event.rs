@@ -15,8 +15,18 @@ pub struct Event {
     pub text: String,
     /// The tokens that the text came from, and those whose text is still held back.
     pub tokens: Vec<TokenOut>,
+    /// The next tokens of the prompt, from the second on, if the request asks for their log-probabilities. All come before the first
+    /// generated token, and with the first choice of a prompt.
+    pub scored: Vec<v1::TokenLogprobs>,
     /// Set in the choice's last event.
     pub finish: Option<Finish>,
+}
+
+impl Event {
+    /// A step that says nothing.
+    pub fn empty(index: u32) -> Event {
+        Event { index, text: String::new(), tokens: Vec::new(), scored: Vec::new(), finish: None }
+    }
 }
 
 /// One generated token.

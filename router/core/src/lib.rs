@@ -45,7 +45,7 @@ pub use migrator::{MigrationMode, Migrator};
 pub use model::ServedModel;
 pub(crate) use planner::Planner;
 pub use request::{
-    RequestArrival, ChatInput, ClientRequest, FieldNames, PreparedRequest, PromptInput, Serving, check_model,
+    ChatInput, ClientRequest, FieldNames, PreparedRequest, PromptInput, RequestArrival, Serving, check_model,
     tokenize,
 };
 pub use sampling::ClientSampling;

@@ -225,6 +225,10 @@ impl ClientRequest {
         let sampling = self.sampling.with_defaults(model);
         // Again with each prompt; but a wrong number is not worth tokenising for.
         sampling.validate(model.vocab_size).map_err(|error| names.refusal(error))?;
+        if sampling.prompt_logprobs.is_some() && self.serving.prefill == PrefillMode::Remote {
+            let refusal = InvalidRequest::new("prompt_logprobs", Problem::PromptElsewhere);
+            return Err(names.refusal(refusal));
+        }
         if let Some(asked) = &self.sampling.grammar {
             model.check_grammar(&asked.grammar, asked.param)?;
         }

@@ -42,6 +42,8 @@ pub struct ClientSampling {
     pub ignore_eos: bool,
     /// Absent: no log-probabilities. k: of the chosen token and of the k most likely.
     pub logprobs: Option<u32>,
+    /// The same of each token of the prompt but the first.
+    pub prompt_logprobs: Option<u32>,
     /// What the output must match.
     pub grammar: Option<AskedGrammar>,
 }
@@ -75,6 +77,7 @@ impl ClientSampling {
             seed: self.seed.unwrap_or_else(random_seed),
             stop_token_ids,
             logprobs: self.logprobs,
+            prompt_logprobs: self.prompt_logprobs,
             grammar: self.grammar.as_ref().map(|asked| asked.grammar.clone()),
         }
     }

@@ -139,6 +139,11 @@ pub const FIELDS: &[Field] = &[
     honoured("logprobs", BOTH, "chat: a boolean; completions: a number up to 20"),
     honoured("top_logprobs", CHAT, "up to 20; needs `logprobs`"),
     honoured(
+        "prompt_logprobs",
+        BOTH,
+        "up to 20: log-probabilities of the prompt's tokens; not with `stream` or `prefill_mode: remote`",
+    ),
+    honoured(
         "tools",
         &[Endpoint::Chat, Endpoint::Responses, Endpoint::Messages, Endpoint::CountTokens, Endpoint::Tokenize],
         "functions that the model may call; 400 if its chat template reads none",
@@ -182,7 +187,7 @@ pub const FIELDS: &[Field] = &[
     honoured("slo_ttft", ALL, "milliseconds to the first token that the plan should meet"),
     honoured("slo_tpot", ALL, "milliseconds between tokens that the plan should meet"),
     honoured("explain", ALL, "the answer tells the plans it was chosen from, with their predicted times"),
-    honoured("echo", TEXT, "the answer begins with the prompt; not with `logprobs`"),
+    honoured("echo", TEXT, "the answer begins with the prompt; with `logprobs` and `stream` it is refused"),
     honoured("return_token_ids", BOTH, "the answer has `prompt_token_ids`, and each choice `token_ids`"),
     honoured(
         "include_timing",
@@ -261,7 +266,6 @@ pub const FIELDS: &[Field] = &[
     refused("chat_template", BOTH, "the server uses the model's own"),
     refused("mm_processor_kwargs", BOTH, "only text is served"),
     refused("prompt_embeds", BOTH, "give text or token ids"),
-    refused("prompt_logprobs", BOTH, "the engine computes logits of the last token of a prompt only"),
     refused("truncate_prompt_tokens", BOTH, "shorten the prompt"),
     refused("allowed_token_ids", BOTH, "use `logit_bias`"),
     refused("bad_words", BOTH, "use `logit_bias`"),

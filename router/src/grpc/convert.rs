@@ -6,8 +6,8 @@ use baton_planner::{PrefillMode, Slo};
 use baton_proto::v1;
 use baton_request::SpeculationMode;
 use baton_router_core::{
-    RequestArrival, ChatInput, ClientRequest, ClientSampling, CoreError, Event, ExplainedOption, ExplainedPlan,
-    Extras, FieldNames, PromptInput, Serving, Timing, TokenOut, Usage,
+    ChatInput, ClientRequest, ClientSampling, CoreError, Event, ExplainedOption, ExplainedPlan, Extras,
+    FieldNames, PromptInput, RequestArrival, Serving, Timing, TokenOut, Usage,
 };
 use baton_tools::{AnswerPart, AskedGrammar, ToolRequest};
 use serde_json::{Value, json};
@@ -155,6 +155,7 @@ fn sampling(sampling: v1::SamplingParams) -> ClientSampling {
         stop_token_ids: sampling.stop_token_ids,
         ignore_eos: sampling.ignore_eos,
         logprobs: sampling.logprobs,
+        prompt_logprobs: sampling.prompt_logprobs,
         grammar: sampling
             .grammar
             .as_ref()
@@ -171,12 +172,19 @@ pub(super) fn responses(
     extras: impl FnOnce() -> Extras,
 ) -> impl Iterator<Item = v1::GenerateResponse> {
     use v1::generate_response::Event as Body;
-    let has_output = !event.text.is_empty() || !event.tokens.is_empty() || !parts.is_empty();
+    let is_scored = !event.scored.is_empty();
+    let has_output = is_scored || !event.text.is_empty() || !event.tokens.is_empty() || !parts.is_empty();
     let output = has_output.then(|| {
         let token_ids = event.tokens.iter().map(|token| token.id).collect();
         let logprobs = event.tokens.into_iter().filter_map(|token: TokenOut| token.logprobs).collect();
         let parts = parts.into_iter().map(part).collect();
-        Body::Output(v1::Output { text: event.text, token_ids, logprobs, parts })
+        Body::Output(v1::Output {
+            text: event.text,
+            token_ids,
+            logprobs,
+            parts,
+            prompt_logprobs: event.scored,
+        })
     });
     let finished = event.finish.map(|finish| {
         let reason = v1::FinishReason::from(finish.reason);

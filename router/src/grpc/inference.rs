@@ -10,7 +10,7 @@ use futures_util::Stream;
 use tonic::{Request, Response, Status};
 
 use super::convert::{call_id, input, responses, status};
-use baton_router_core::{RequestArrival, Core, Events, PromptInput};
+use baton_router_core::{Core, Events, PromptInput, RequestArrival};
 use baton_tools::ChatAnswer;
 
 /// Serves `Inference`.
@@ -68,7 +68,8 @@ impl inference_server::Inference for Inference {
         &self,
         request: Request<GenerateRequest>,
     ) -> Result<Response<Self::GenerateStream>, Status> {
-        let arrival = request.extensions().get::<RequestArrival>().expect("the edge observes every call").clone();
+        let arrival =
+            request.extensions().get::<RequestArrival>().expect("the edge observes every call").clone();
         let request = request.into_inner();
         let id = match request.request_id.as_str() {
             "" => uuid::Uuid::new_v4().to_string(),

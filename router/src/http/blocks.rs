@@ -143,7 +143,7 @@ mod tests {
                     timing: Default::default(),
                 });
                 let text = String::from_utf8(piece.to_vec()).unwrap();
-                for step in blocks.read(&Event { index: 0, text, tokens: Vec::new(), finish }) {
+                for step in blocks.read(&Event { text, finish, ..Event::empty(0) }) {
                     match step {
                         Step::Begun(idx) => {
                             assert_eq!((open.replace(idx), idx), (None, texts.len()));

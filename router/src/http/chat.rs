@@ -17,11 +17,11 @@ use super::{
     error::ApiError,
     messages,
     params::{self, request_body},
-    shape::{ChatLogprob, Head, ids_of},
+    shape::{ChatLogprob, Head, PromptLogprobs, ids_of},
     sse::{self, Chunks, Frame},
 };
 use baton_router_core::{
-    RequestArrival, ChatInput, ClientRequest, Core, Event, Events, Extras, FieldNames, PromptInput, Serving,
+    ChatInput, ClientRequest, Core, Event, Events, Extras, FieldNames, PromptInput, RequestArrival, Serving,
     TokenOut, Usage,
 };
 
@@ -54,6 +54,7 @@ pub(crate) async fn chat_completions(
         request.stream_options.as_ref().and_then(|options| options.include_usage).unwrap_or(false);
     let with_logprobs = request.logprobs.unwrap_or(false);
     let with_ids = request.return_token_ids.unwrap_or(false);
+    let is_scored = request.prompt_logprobs.is_some();
     let input = request.into_input(arrival)?;
     let head = Head::new(input.id.clone(), core.model()?);
     let n = input.n;
@@ -67,7 +68,8 @@ pub(crate) async fn chat_completions(
         let chunks = ChatChunks { head, include_usage, logprobs, with_ids, prompt, begun, answers };
         return sse::stream(events, chunks, core.config.stream_keep_alive).await;
     }
-    collect(head, logprobs, prompt, answers, events).await
+    let scored = if is_scored { Some(core.model()?.tokenizer.clone()) } else { None };
+    collect(head, logprobs, scored, prompt, answers, events).await
 }
 
 impl ChatRequest {
@@ -227,6 +229,7 @@ struct Choice {
 async fn collect(
     head: Head,
     tokenizer: Option<Tokenizer>,
+    scored: Option<Tokenizer>,
     prompt: Option<Arc<[u32]>>,
     mut answers: Vec<ChatAnswer>,
     mut events: Events,
@@ -240,8 +243,10 @@ async fn collect(
             token_ids: ids_of(&[], prompt.is_some()),
         })
         .collect();
+    let mut prompt_scores = Vec::new();
     while let Some(event) = events.next().await {
         let event = event?;
+        prompt_scores.extend(event.scored);
         let (choice, answer) = (&mut choices[event.index as usize], &mut answers[event.index as usize]);
         for part in answer.read(&event.text, event.finish.is_some()) {
             choice.message.add(answer, part);
@@ -258,5 +263,7 @@ async fn collect(
         }
     }
     let answer = head.answer("chat.completion", &choices, Some(Some(events.usage().into())));
-    Ok(json(&answer.with_prompt(prompt.as_deref()).with(events.extras())))
+    let scored = scored.map(|tokenizer| PromptLogprobs::new(&tokenizer, &prompt_scores));
+    let answer = answer.with_prompt(prompt.as_deref()).with_prompt_logprobs(scored.as_ref());
+    Ok(json(&answer.with(events.extras())))
 }

@@ -6,20 +6,26 @@ use axum::{
     extract::{Extension, Request, State},
     response::Response,
 };
+use baton_proto::v1;
 use baton_request_fields::Endpoint;
 use baton_tokenizer::Tokenizer;
 use serde::{Deserialize, Serialize};
-use serde_json::Value;
+use serde_json::{Value, json};
+use utoipa::{
+    PartialSchema, ToSchema,
+    openapi::{RefOr, Schema},
+};
 
 use super::{
-    body::{json, read_json},
+    body::{self, read_json},
     error::ApiError,
     params::{self, request_body},
-    shape::{Head, chosen_and_top, finite, ids_of, token_text},
+    shape::{Head, PromptLogprobs, chosen_and_top, finite, ids_of, token_text},
     sse::{self, Chunks, Frame},
 };
 use baton_router_core::{
-    RequestArrival, ClientRequest, Core, Event, Events, Extras, FieldNames, PromptInput, Serving, TokenOut, Usage,
+    ClientRequest, Core, Event, Events, Extras, FieldNames, PromptInput, RequestArrival, Serving, TokenOut,
+    Usage,
 };
 
 /// OpenAI's default for this endpoint.
@@ -41,6 +47,16 @@ request_body! {
 #[derive(Debug, Deserialize)]
 #[serde(try_from = "Value")]
 pub(crate) struct Prompts(Vec<PromptInput>);
+
+impl PartialSchema for Prompts {
+    fn schema() -> RefOr<Schema> {
+        let ids = json!({"type": "array", "items": {"type": "integer", "minimum": 0}});
+        let strings = json!({"type": "array", "items": {"type": "string"}});
+        params::one_of(json!([{"type": "string"}, strings, ids, {"type": "array", "items": ids}]))
+    }
+}
+
+impl ToSchema for Prompts {}
 
 impl TryFrom<Value> for Prompts {
     type Error = String;
@@ -85,38 +101,57 @@ pub(crate) async fn completions(
         request.stream_options.as_ref().and_then(|options| options.include_usage).unwrap_or(false);
     let with_logprobs = request.logprobs.is_some();
     let (echo, with_ids) = (request.echo.unwrap_or(false), request.return_token_ids.unwrap_or(false));
-    if echo && with_logprobs {
-        let message = "echo: log-probabilities of a prompt are not computed; leave out echo or logprobs";
+    if echo && with_logprobs && streamed {
+        let message =
+            "echo: log-probabilities of a prompt come in one piece; leave out echo, logprobs or stream";
         return Err(ApiError::unsupported("echo", message));
     }
+    let wanted = Wanted {
+        num_top: request.logprobs,
+        with_ids,
+        with_prompt_logprobs: request.prompt_logprobs.is_some(),
+        echoes_logprobs: echo && with_logprobs,
+    };
     let input = request.into_input(arrival)?;
     let head = Head::new(input.id.clone(), core.model()?);
     let request = core.prepare(input).await?;
     let tokenizer = &core.model()?.tokenizer;
     let beginnings = request.prompts.iter().map(|prompt| Beginning {
         text: if echo { tokenizer.decode(&prompt.prompt, true) } else { String::new() },
-        prompt_token_ids: with_ids.then(|| prompt.prompt.clone()),
+        prompt: prompt.prompt.clone(),
     });
+    let n = request.n as usize;
     let beginnings: Vec<Beginning> =
-        beginnings.flat_map(|beginning| std::iter::repeat_n(beginning, request.n as usize)).collect();
-    let tokenizer = with_logprobs.then(|| tokenizer.clone());
+        beginnings.flat_map(|beginning| std::iter::repeat_n(beginning, n)).collect();
+    let tokenizer = tokenizer.clone();
     let events = core.generate(request)?;
     if streamed {
+        let tokenizer = with_logprobs.then_some(tokenizer);
         let offsets = vec![0; beginnings.len()];
         let beginnings = beginnings.into_iter().map(Some).collect();
         let chunks = CompletionChunks { head, include_usage, tokenizer, with_ids, beginnings, offsets };
         return sse::stream(events, chunks, core.config.stream_keep_alive).await;
     }
-    collect(head, tokenizer, with_ids, beginnings, events).await
+    collect(head, &tokenizer, wanted, n, beginnings, events).await
 }
 
-/// What a choice tells of its prompt.
+/// What a choice may tell of its prompt.
 #[derive(Clone, Debug, Default)]
 struct Beginning {
     /// With `echo`.
     text: String,
-    /// With `return_token_ids`.
-    prompt_token_ids: Option<Arc<[u32]>>,
+    prompt: Arc<[u32]>,
+}
+
+/// What an answer has beside its text.
+#[derive(Clone, Copy, Debug)]
+struct Wanted {
+    /// Log-probabilities, and of how many of the most likely tokens.
+    num_top: Option<u32>,
+    with_ids: bool,
+    with_prompt_logprobs: bool,
+    /// Whether log-probabilities begin with those of the prompt.
+    echoes_logprobs: bool,
 }
 
 impl CompletionRequest {
@@ -125,6 +160,9 @@ impl CompletionRequest {
         let serving = Serving { priority: self.priority.unwrap_or(0), ..self.serving()? };
         sampling.default_max_tokens = Some(DEFAULT_MAX_TOKENS);
         sampling.logprobs = self.logprobs;
+        if self.echo == Some(true) {
+            sampling.prompt_logprobs = sampling.prompt_logprobs.max(self.logprobs);
+        }
         Ok(ClientRequest {
             id: format!("cmpl-{}", uuid::Uuid::new_v4().simple()),
             endpoint: "/v1/completions",
@@ -144,13 +182,32 @@ impl CompletionRequest {
 #[derive(Debug, Default, Serialize)]
 struct Logprobs {
     tokens: Vec<String>,
-    token_logprobs: Vec<f32>,
-    top_logprobs: Vec<BTreeMap<String, f32>>,
+    token_logprobs: Vec<Option<f32>>,
+    top_logprobs: Vec<Option<BTreeMap<String, f32>>>,
     /// Where each token begins in the choice's text, in characters.
     text_offset: Vec<usize>,
 }
 
 impl Logprobs {
+    /// Those of a prompt: of its first token nothing is known.
+    fn of_prompt(
+        tokenizer: &Tokenizer,
+        prompt: &[u32],
+        scored: &[v1::TokenLogprobs],
+        num_top: usize,
+        offset: &mut usize,
+    ) -> Logprobs {
+        let mut logprobs = Logprobs::default();
+        logprobs.push(token_text(tokenizer, prompt[0]), None, offset);
+        let tokens = scored.iter().map(|token| {
+            let mut logprobs = token.clone();
+            logprobs.top.truncate(num_top);
+            TokenOut { id: token.token_id, logprobs: Some(logprobs) }
+        });
+        logprobs.extend(tokenizer, &tokens.collect::<Vec<_>>(), offset);
+        logprobs
+    }
+
     /// Appends tokens; `offset` is where the next one begins.
     fn extend(&mut self, tokenizer: &Tokenizer, tokens: &[TokenOut], offset: &mut usize) {
         for token in tokens {
@@ -163,12 +220,17 @@ impl Logprobs {
                 .collect();
             // OpenAI names the chosen token even when it is not among the most likely.
             top.insert(text.clone(), logprob);
-            self.text_offset.push(*offset);
-            *offset += text.chars().count();
-            self.tokens.push(text);
-            self.token_logprobs.push(logprob);
-            self.top_logprobs.push(top);
+            self.push(text, Some((logprob, top)), offset);
         }
+    }
+
+    fn push(&mut self, text: String, known: Option<(f32, BTreeMap<String, f32>)>, offset: &mut usize) {
+        let (logprob, top) = known.unzip();
+        self.text_offset.push(*offset);
+        *offset += text.chars().count();
+        self.tokens.push(text);
+        self.token_logprobs.push(logprob);
+        self.top_logprobs.push(top);
     }
 }
 
@@ -182,6 +244,22 @@ struct Choice<'a> {
     token_ids: Option<Vec<u32>>,
     #[serde(skip_serializing_if = "Option::is_none")]
     prompt_token_ids: Option<&'a [u32]>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    prompt_logprobs: Option<PromptLogprobs>,
+}
+
+impl<'a> Choice<'a> {
+    fn new(index: u32, text: &'a str) -> Choice<'a> {
+        Choice {
+            text,
+            index,
+            logprobs: None,
+            finish_reason: None,
+            token_ids: None,
+            prompt_token_ids: None,
+            prompt_logprobs: None,
+        }
+    }
 }
 
 /// Writes `text_completion` chunks: pieces of text, then the finish reason.
@@ -207,25 +285,19 @@ impl Chunks for CompletionChunks {
             all.extend(tokenizer, &event.tokens, &mut self.offsets[index as usize]);
             logprobs = Some(all);
         }
-        let beginning = self.beginnings[index as usize].take().unwrap_or_default();
+        let beginning = self.beginnings[index as usize].take();
         let token_ids = ids_of(&event.tokens, self.with_ids).filter(|ids| !ids.is_empty());
-        let text = beginning.text + &event.text;
-        let prompt_token_ids = beginning.prompt_token_ids.as_deref();
+        let prompt_token_ids =
+            beginning.as_ref().map(|beginning| &*beginning.prompt).filter(|_| self.with_ids);
+        let echoed = beginning.as_ref().map_or("", |beginning| &beginning.text);
+        let text = format!("{echoed}{}", event.text);
         if !text.is_empty() || logprobs.is_some() || token_ids.is_some() || prompt_token_ids.is_some() {
-            let choice =
-                Choice { text: &text, index, logprobs, finish_reason: None, token_ids, prompt_token_ids };
+            let choice = Choice { logprobs, token_ids, prompt_token_ids, ..Choice::new(index, &text) };
             out.push(&self.head.answer(OBJECT, &[choice], usage));
         }
         if let Some(finish) = &event.finish {
             let finish_reason = Some(finish.reason.name());
-            let choice = Choice {
-                text: "",
-                index,
-                logprobs: None,
-                finish_reason,
-                token_ids: None,
-                prompt_token_ids: None,
-            };
+            let choice = Choice { finish_reason, ..Choice::new(index, "") };
             out.push(&self.head.answer(OBJECT, &[choice], usage));
         }
     }
@@ -239,58 +311,63 @@ impl Chunks for CompletionChunks {
     }
 }
 
+/// An answer in one piece, as it comes.
 #[derive(Default)]
 struct Collected {
+    beginning: Beginning,
     text: String,
-    prompt_token_ids: Option<Arc<[u32]>>,
-    token_ids: Option<Vec<u32>>,
-    logprobs: Option<Logprobs>,
-    offset: usize,
+    tokens: Vec<TokenOut>,
     finish_reason: Option<&'static str>,
 }
 
 /// Answers in one piece.
 async fn collect(
     head: Head,
-    tokenizer: Option<Tokenizer>,
-    with_ids: bool,
+    tokenizer: &Tokenizer,
+    wanted: Wanted,
+    n: usize,
     beginnings: Vec<Beginning>,
     mut events: Events,
 ) -> Result<Response, ApiError> {
-    let begin = |Beginning { text, prompt_token_ids }| Collected {
-        text,
-        prompt_token_ids,
-        token_ids: ids_of(&[], with_ids),
-        ..Collected::default()
-    };
+    // Of each prompt.
+    let mut scored = vec![Vec::new(); beginnings.len() / n];
+    let begin =
+        |beginning: Beginning| Collected { text: beginning.text.clone(), beginning, ..Collected::default() };
     let mut collected: Vec<Collected> = beginnings.into_iter().map(begin).collect();
     while let Some(event) = events.next().await {
         let event = event?;
         let choice = &mut collected[event.index as usize];
         choice.text.push_str(&event.text);
-        if let Some(ids) = &mut choice.token_ids {
-            ids.extend(event.tokens.iter().map(|token| token.id));
-        }
-        if let Some(tokenizer) = &tokenizer {
-            let logprobs = choice.logprobs.get_or_insert_default();
-            logprobs.extend(tokenizer, &event.tokens, &mut choice.offset);
-        }
+        choice.tokens.extend(event.tokens);
+        scored[event.index as usize / n].extend(event.scored);
         if let Some(finish) = event.finish {
             choice.finish_reason = Some(finish.reason.name());
         }
     }
-    let choices: Vec<_> = collected
-        .iter_mut()
-        .zip(0..)
-        .map(|(choice, index)| Choice {
-            text: &choice.text,
-            index,
-            logprobs: choice.logprobs.take(),
-            finish_reason: choice.finish_reason,
-            token_ids: choice.token_ids.take(),
-            prompt_token_ids: choice.prompt_token_ids.as_deref(),
-        })
-        .collect();
+    let choices = collected.iter().enumerate().map(|(index, choice)| {
+        let Collected { beginning, text, tokens, finish_reason } = choice;
+        let scored: &[v1::TokenLogprobs] = &scored[index / n];
+        let mut offset = 0;
+        let logprobs = wanted.num_top.map(|num_top| {
+            let mut logprobs = match wanted.echoes_logprobs {
+                true => {
+                    Logprobs::of_prompt(tokenizer, &beginning.prompt, scored, num_top as usize, &mut offset)
+                }
+                false => Logprobs::default(),
+            };
+            logprobs.extend(tokenizer, tokens, &mut offset);
+            logprobs
+        });
+        Choice {
+            logprobs,
+            finish_reason: *finish_reason,
+            token_ids: ids_of(tokens, wanted.with_ids),
+            prompt_token_ids: wanted.with_ids.then_some(&*beginning.prompt),
+            prompt_logprobs: wanted.with_prompt_logprobs.then(|| PromptLogprobs::new(tokenizer, scored)),
+            ..Choice::new(index as u32, text)
+        }
+    });
+    let choices: Vec<_> = choices.collect();
     let answer = head.answer(OBJECT, &choices, Some(Some(events.usage().into())));
-    Ok(json(&answer.with(events.extras())))
+    Ok(body::json(&answer.with(events.extras())))
 }

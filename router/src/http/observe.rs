@@ -7,7 +7,7 @@ use axum::{
     middleware::Next,
     response::Response,
 };
-use baton_router_core::{RequestArrival, Core};
+use baton_router_core::{Core, RequestArrival};
 use baton_telemetry::trace_context;
 use http::{HeaderMap, HeaderName, HeaderValue, header};
 use tracing::{Instrument, field::Empty};

@@ -7,7 +7,11 @@ use baton_proto::v1::KvWire;
 use baton_request::SpeculationMode;
 use baton_request_fields::UnknownFields;
 use serde::Deserialize;
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
+use utoipa::{
+    PartialSchema, ToSchema,
+    openapi::{RefOr, Schema},
+};
 
 use super::error::ApiError;
 
@@ -30,6 +34,7 @@ macro_rules! request_body {
                 logit_bias: Option<std::collections::BTreeMap<String, f32>>,
                 stop_token_ids: Option<Vec<u32>>,
                 ignore_eos: Option<bool>,
+                prompt_logprobs: Option<u32>,
                 return_token_ids: Option<bool>,
                 priority: Option<i32>,
                 response_format: Option<serde_json::Value>,
@@ -66,6 +71,7 @@ macro_rules! request_body {
                     seed: self.seed.map(|seed| seed as u64),
                     stop_token_ids: self.stop_token_ids.clone().unwrap_or_default(),
                     ignore_eos: self.ignore_eos.unwrap_or(false),
+                    prompt_logprobs: crate::http::params::prompt_logprobs(self.prompt_logprobs, self.stream)?,
                     grammar: output.grammar()?,
                     ..baton_router_core::ClientSampling::default()
                 })
@@ -126,11 +132,12 @@ macro_rules! request_body {
     };
     (@whole $(#[$meta:meta])* $name:ident { $($(#[$field_meta:meta])* $field:ident: $type:ty,)* }) => {
         $(#[$meta])*
-        #[derive(Debug, serde::Deserialize)]
+        #[derive(Debug, serde::Deserialize, utoipa::ToSchema)]
         pub(crate) struct $name {
             $($(#[$field_meta])* pub(crate) $field: $type,)*
             /// Everything else: see [`Endpoint::check`](baton_request_fields::Endpoint::check).
             #[serde(flatten)]
+            #[schema(ignore)]
             pub(crate) rest: serde_json::Map<String, serde_json::Value>,
         }
 
@@ -143,10 +150,11 @@ macro_rules! request_body {
 }
 pub(crate) use request_body;
 
-#[derive(Clone, Debug, Default, Deserialize)]
+#[derive(Clone, Debug, Default, Deserialize, ToSchema)]
 pub(crate) struct StreamOptions {
     pub(crate) include_usage: Option<bool>,
     #[serde(flatten)]
+    #[schema(ignore)]
     rest: Map<String, Value>,
 }
 
@@ -177,6 +185,19 @@ impl StreamOptions {
 #[serde(try_from = "Value")]
 pub(crate) struct Strings(pub(crate) Vec<String>);
 
+impl PartialSchema for Strings {
+    fn schema() -> RefOr<Schema> {
+        one_of(json!([{"type": "string"}, {"type": "array", "items": {"type": "string"}}]))
+    }
+}
+
+impl ToSchema for Strings {}
+
+/// The schema of a value that has one of several shapes.
+pub(crate) fn one_of(shapes: Value) -> RefOr<Schema> {
+    serde_json::from_value(json!({"oneOf": shapes})).expect("a schema")
+}
+
 impl TryFrom<Value> for Strings {
     type Error = &'static str;
 
@@ -197,8 +218,9 @@ impl TryFrom<Value> for Strings {
 }
 
 /// Where the prompt is to be computed; for tests of the handoff.
-#[derive(Clone, Copy, Debug, Deserialize)]
+#[derive(Clone, Copy, Debug, Deserialize, ToSchema)]
 #[serde(rename_all = "lowercase")]
+#[schema(as = PrefillMode)]
 pub(crate) enum PrefillModeName {
     Auto,
     Local,
@@ -216,8 +238,9 @@ impl From<PrefillModeName> for PrefillMode {
 }
 
 /// Whether tokens may be drafted; it changes no token.
-#[derive(Clone, Copy, Debug, Deserialize)]
+#[derive(Clone, Copy, Debug, Deserialize, ToSchema)]
 #[serde(rename_all = "lowercase")]
+#[schema(as = SpeculationMode)]
 pub(crate) enum SpeculationModeName {
     /// As the workers are configured.
     Auto,
@@ -234,8 +257,9 @@ impl From<SpeculationModeName> for SpeculationMode {
 }
 
 /// How the prompt's KV travels over TCP; what rounds it changes tokens.
-#[derive(Clone, Copy, Debug, Deserialize)]
+#[derive(Clone, Copy, Debug, Deserialize, ToSchema)]
 #[serde(rename_all = "kebab-case")]
+#[schema(as = KvWire)]
 pub(crate) enum KvWireName {
     /// As the workers are configured.
     Auto,
@@ -283,6 +307,16 @@ pub(crate) fn top_k(top_k: Option<i64>) -> Result<Option<u32>, ApiError> {
             ApiError::invalid("top_k", format!("top_k is {k}, it must be positive, or 0 or -1 for off"))
         }),
     }
+}
+
+/// Log-probabilities of a prompt come in one piece, as in vLLM.
+pub(crate) fn prompt_logprobs(num_top: Option<u32>, stream: Option<bool>) -> Result<Option<u32>, ApiError> {
+    if num_top.is_some() && stream == Some(true) {
+        let message =
+            "prompt_logprobs: an answer that is streamed has none; ask for it in one piece, or over gRPC";
+        return Err(ApiError::unsupported("prompt_logprobs", message));
+    }
+    Ok(num_top)
 }
 
 /// JSON's keys are strings; these must be token ids.

@@ -1,6 +1,6 @@
 //! Pieces of OpenAI's answers that chat and completions share.
 
-use std::sync::Arc;
+use std::{collections::BTreeMap, sync::Arc};
 
 use baton_proto::v1;
 use baton_tokenizer::Tokenizer;
@@ -44,6 +44,7 @@ impl Head {
             system_fingerprint: &self.fingerprint,
             choices,
             prompt_token_ids: None,
+            prompt_logprobs: None,
             usage,
             extras: Extras::default(),
         }
@@ -54,6 +55,12 @@ impl<'a, C> Answer<'a, C> {
     /// The same with the tokens of the prompt: an extension of vLLM.
     pub(crate) fn with_prompt(mut self, token_ids: Option<&'a [u32]>) -> Self {
         self.prompt_token_ids = token_ids;
+        self
+    }
+
+    /// The same with log-probabilities of the prompt: an extension of vLLM.
+    pub(crate) fn with_prompt_logprobs(mut self, logprobs: Option<&'a PromptLogprobs>) -> Self {
+        self.prompt_logprobs = logprobs;
         self
     }
 
@@ -76,6 +83,8 @@ pub(crate) struct Answer<'a, C> {
     /// Of a chat; a completion may have several prompts.
     #[serde(skip_serializing_if = "Option::is_none")]
     prompt_token_ids: Option<&'a [u32]>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    prompt_logprobs: Option<&'a PromptLogprobs>,
     #[serde(skip_serializing_if = "Option::is_none")]
     usage: Option<Option<UsageBody>>,
     #[serde(flatten)]
@@ -152,6 +161,35 @@ impl ChatLogprob {
             bytes: tokenizer.token_bytes(token.id),
             top_logprobs: top.collect(),
         }
+    }
+}
+
+/// vLLM's `prompt_logprobs`: for each token of the prompt, it and the most likely ones by their ids. Of the first token
+/// nothing is known.
+#[derive(Clone, Debug, Serialize)]
+#[serde(transparent)]
+pub(crate) struct PromptLogprobs(Vec<Option<BTreeMap<u32, PromptLogprob>>>);
+
+#[derive(Clone, Debug, Serialize)]
+struct PromptLogprob {
+    logprob: f32,
+    rank: u32,
+    decoded_token: String,
+}
+
+impl PromptLogprobs {
+    /// Those of `scored`, the tokens of a prompt but for its first.
+    pub(crate) fn new(tokenizer: &Tokenizer, scored: &[v1::TokenLogprobs]) -> PromptLogprobs {
+        let entry = |id, logprob, rank| {
+            let decoded_token = token_text(tokenizer, id);
+            (id, PromptLogprob { logprob: finite(logprob), rank, decoded_token })
+        };
+        let token = |token: &v1::TokenLogprobs| {
+            let top = token.top.iter().zip(1..).map(|(top, rank)| entry(top.token_id, top.logprob, rank));
+            // Its own rank last: tokens that are as likely as it share it.
+            Some(top.chain([entry(token.token_id, token.logprob, token.rank)]).collect())
+        };
+        PromptLogprobs(std::iter::once(None).chain(scored.iter().map(token)).collect())
     }
 }
 

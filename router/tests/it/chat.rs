@@ -149,6 +149,7 @@ async fn every_sampling_field_reaches_the_worker() {
         seed: u64::MAX,
         stop_token_ids: vec![10],
         logprobs: Some(2),
+        prompt_logprobs: None,
         grammar: None,
     };
     assert_eq!(request.sampling, Some(expected));

@@ -37,6 +37,8 @@ const NUM_CACHED: u32 = 3;
 pub enum Step {
     Token(u32),
     Logprobs(u32, f32, Vec<(u32, f32)>),
+    /// Log-probabilities of the prompt's tokens from this position on, of rank 2 with one more likely token.
+    Scored(u32, Vec<(u32, f32)>),
     /// A token after a draft: the numbers of drafted and of accepted tokens.
     Verified(u32, u32, u32),
     /// A token with seconds of queue, prefill and exposed transfer.
@@ -353,13 +355,20 @@ impl Stream for Play {
             }),
             Some(Step::Logprobs(id, logprob, top)) => {
                 let top = top.into_iter().map(|(token_id, logprob)| v1::TopLogprob { token_id, logprob });
-                let logprobs = v1::TokenLogprobs { token_id: id, logprob, top: top.collect() };
+                let logprobs = v1::TokenLogprobs { token_id: id, logprob, top: top.collect(), rank: 0 };
                 Event::Token(proto::Token {
                     id,
                     logprobs: Some(logprobs),
                     cached_tokens: self.cached.take(),
                     ..proto::Token::default()
                 })
+            }
+            Some(Step::Scored(first_idx, tokens)) => {
+                let token = |(token_id, logprob)| {
+                    let top = vec![v1::TopLogprob { token_id: token_id + 1, logprob: logprob / 2.0 }];
+                    v1::TokenLogprobs { token_id, logprob, top, rank: 2 }
+                };
+                Event::Scored(proto::Scored { first_idx, tokens: tokens.into_iter().map(token).collect() })
             }
             Some(Step::Verified(id, drafted_tokens, accepted_tokens)) => Event::Token(proto::Token {
                 id,

@@ -27,6 +27,7 @@ const ACCEPTED: &[&str] = &[
     "ignore_eos",
     "logprobs",
     "top_logprobs",
+    "prompt_logprobs",
     "tools",
     "parallel_tool_calls",
     "response_format",

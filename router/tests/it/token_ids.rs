@@ -7,7 +7,7 @@ use crate::{
     harness::Router,
     model::{END, MODEL},
 };
-use baton_proto::v1;
+use baton_proto::{v1, worker::failed::Kind};
 
 async fn scripted() -> (Router, crate::fake::FakeWorker) {
     let (router, worker) = Router::with_worker().await;
@@ -70,7 +70,69 @@ async fn an_echoed_prompt_comes_before_the_answer() {
         let text: String = of_second.filter_map(|chunk| chunk["choices"][0]["text"].as_str()).collect();
         assert_eq!(text, "abA\u{e9}");
     }
-    let answer = router.client.post(path, &json!({"prompt": "ab", "echo": true, "logprobs": 1})).await;
+    let streamed = json!({"prompt": "ab", "echo": true, "logprobs": 1, "stream": true});
+    let answer = router.client.post(path, &streamed).await;
     assert_eq!(answer.status, 400);
     assert_eq!(answer.json()["error"]["param"], "echo");
+}
+
+/// Tells half of a prompt's log-probabilities and fails. The next attempt tells all.
+async fn scored() -> (Router, crate::fake::FakeWorker) {
+    let (router, worker) = Router::with_worker().await;
+    worker.script(|request| {
+        let all = [(98, -0.5), (99, -1.0), (100, -2.0)];
+        match request.attempt {
+            0 => vec![Step::Scored(1, all[..2].into()), Step::Fail(Kind::Full)],
+            _ => vec![
+                Step::Scored(1, all[..1].into()),
+                Step::Scored(2, all[1..].into()),
+                Step::Logprobs(65, -0.25, vec![(65, -0.25)]),
+                Step::Finish(v1::FinishReason::Length),
+            ],
+        }
+    });
+    (router, worker)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn each_token_of_a_prompt_has_one_log_probability_after_a_retry() {
+    let entry = |id: u32, logprob: f64| {
+        let text = |id: u32| char::from_u32(id).unwrap().to_string();
+        json!({
+            id.to_string(): {"logprob": logprob, "rank": 2, "decoded_token": text(id)},
+            (id + 1).to_string(): {"logprob": logprob / 2.0, "rank": 1, "decoded_token": text(id + 1)},
+        })
+    };
+    let expected = json!([null, entry(98, -0.5), entry(99, -1.0), entry(100, -2.0)]);
+
+    let (router, _worker) = scored().await;
+    let body = json!({"prompt": "abcd", "max_tokens": 1, "prompt_logprobs": 1});
+    let whole = router.client.post("/v1/completions", &body).await.json();
+    assert_eq!(whole["choices"][0]["prompt_logprobs"], expected, "{whole}");
+
+    let (router, _worker) = scored().await;
+    let mut chat = json!({"messages": [{"role": "user", "content": "x"}], "max_tokens": 1});
+    chat["prompt_logprobs"] = json!(1);
+    let whole = router.client.post("/v1/chat/completions", &chat).await.json();
+    assert_eq!(whole["prompt_logprobs"], expected, "{whole}");
+
+    let (router, _worker) = scored().await;
+    let body = json!({"prompt": "abcd", "max_tokens": 1, "logprobs": 0, "echo": true});
+    let logprobs = router.client.post("/v1/completions", &body).await.json()["choices"][0]["logprobs"].take();
+    assert_eq!(logprobs["tokens"], json!(["a", "b", "c", "d", "A"]));
+    assert_eq!(logprobs["token_logprobs"], json!([null, -0.5, -1.0, -2.0, -0.25]));
+    assert_eq!(logprobs["text_offset"], json!([0, 1, 2, 3, 4]));
+    assert_eq!(logprobs["top_logprobs"][1], json!({"b": -0.5}));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn log_probabilities_of_a_prompt_cannot_be_streamed_or_come_from_another_worker() {
+    let (router, worker) = scored().await;
+    for (name, value) in [("stream", json!(true)), ("prefill_mode", json!("remote"))] {
+        let mut body = json!({"prompt": "abcd", "max_tokens": 1, "prompt_logprobs": 1});
+        body[name] = value;
+        let answer = router.client.post("/v1/completions", &body).await;
+        assert_eq!((answer.status, &answer.json()["error"]["param"]), (400, &json!("prompt_logprobs")));
+    }
+    assert!(worker.requests().is_empty());
 }

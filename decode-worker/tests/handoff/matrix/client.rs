@@ -66,7 +66,7 @@ async fn read(decode: SocketAddr, request: proto::GenerateRequest, tokens: Arc<M
                 assert_eq!(end, None, "nothing follows the terminal event");
                 match event.event.expect("an event says something") {
                     Event::Token(token) => tokens.lock().expect("no panic").push(token.id),
-                    Event::Leaving(_) | Event::Progress(_) => {}
+                    Event::Leaving(_) | Event::Progress(_) | Event::Scored(_) => {}
                     Event::Finished(_) => end = Some(End::Finished),
                     Event::Failed(failed) => end = Some(End::Failed(failed.kind())),
                 }

@@ -12,7 +12,7 @@ use axum::{
     response::Response,
 };
 use baton_request_fields::Endpoint;
-use baton_router_core::{RequestArrival, Core};
+use baton_router_core::{Core, RequestArrival};
 
 use super::{
     blocks::Blocks,

@@ -1,7 +1,7 @@
 //! The body of a Responses request, and the chat that it asks for.
 
 use baton_router_core::{
-    RequestArrival, ChatInput, ClientRequest, ClientSampling, FieldNames, PromptInput, Serving,
+    ChatInput, ClientRequest, ClientSampling, FieldNames, PromptInput, RequestArrival, Serving,
 };
 use baton_tools::ToolRequest;
 use serde_json::{Map, Value};

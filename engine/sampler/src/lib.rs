@@ -1,5 +1,5 @@
-//! From a row of logits to a token. A pure function of the row, the parameters and the tokens so far: it does not
-//! know what else is in the batch.
+//! From a row of logits to a token, and to the log-probability of a known one. A pure function of the row, the parameters
+//! and the tokens so far: it does not know what else is in the batch.
 //!
 //! In this order: repetition, frequency and presence penalty; logit bias; stop ids are masked until `min_tokens`;
 //! then what a grammar does not allow.
@@ -7,6 +7,8 @@
 //! top-p over the remaining candidates, and one random number. It chooses among candidates in the order of their
 //! likelihood if top-k or top-p removed some, else in the order of ids. Log-probabilities are those of the unmodified
 //! row, as in OpenAI and vLLM.
+
+#![forbid(unsafe_code)]
 
 use std::{
     borrow::Cow,
@@ -35,6 +37,17 @@ const NUM_LANES: usize = 16;
 pub struct Sampler {
     logits: Vec<f32>,
     candidates: Vec<Candidate>,
+}
+
+/// How likely the model found a token of a prompt.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ScoredToken {
+    /// Its id.
+    pub id: u32,
+    /// Of it, and of the most likely tokens in its place.
+    pub logprobs: TokenLogprobs,
+    /// One more than the number of tokens that are more likely.
+    pub rank: u32,
 }
 
 /// The tokens before, as far as the sampler needs them.
@@ -97,12 +110,12 @@ impl TokenHistory {
     }
 
     /// Sampling of the token after the next one, which is not counted yet.
-    pub(crate) fn sampling_after_next<'a>(&'a self, params: &'a SamplingParams) -> TokenSampling<'a> {
+    pub fn sampling_after_next<'a>(&'a self, params: &'a SamplingParams) -> TokenSampling<'a> {
         sampling_at(self.num_output_tokens + 1, self.counts(), params)
     }
 
     /// Sampling of the next token and of the token after each of `drafts`.
-    pub(crate) fn samplings<'a>(
+    pub fn samplings<'a>(
         &'a self,
         drafts: &'a [u32],
         params: &'a SamplingParams,
@@ -254,6 +267,19 @@ impl Sampler {
         check(&self.logits)?;
         apply(&mut self.logits, sampling);
         choose(&self.logits, &mut self.candidates, sampling)
+    }
+}
+
+impl ScoredToken {
+    /// Scores `id` after the row `[vocab_size]`, with `num_top` of the most likely tokens.
+    ///
+    /// # Errors
+    /// When the row is invalid.
+    pub fn new(logits: &[f32], id: u32, num_top: u32) -> Result<ScoredToken, InvalidLogits> {
+        check(logits)?;
+        let own = logits[id as usize];
+        let rank = 1 + logits.iter().filter(|&&logit| logit > own).count() as u32;
+        Ok(ScoredToken { id, logprobs: token_logprobs(logits, id, num_top as usize), rank })
     }
 }
 
