@@ -19,7 +19,8 @@ pub(crate) struct ApiError {
 }
 
 /// The object under `error`.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Serialize, utoipa::ToSchema)]
+#[schema(as = ErrorDetail)]
 pub(crate) struct Detail {
     pub(crate) message: String,
     #[serde(rename = "type")]

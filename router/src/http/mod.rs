@@ -9,6 +9,7 @@ mod completions;
 mod error;
 mod messages;
 mod observe;
+mod openapi;
 mod page;
 mod params;
 mod responses;
@@ -50,6 +51,7 @@ pub(crate) fn routes(core: Arc<Core>, grpc: impl FnOnce(Router<Arc<Core>>) -> Ro
         .route("/startupz", get(admin::started))
         .route("/version", get(admin::version))
         .route("/metrics", get(admin::metrics))
+        .route("/openapi.json", get(openapi::openapi))
         .merge(page::routes());
     let cors = cors(&core.config.cors_origins);
     grpc(router)

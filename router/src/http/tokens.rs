@@ -18,8 +18,9 @@ use super::{
 };
 use baton_router_core::{ChatInput, Core, CoreError, PromptInput, check_model, tokenize};
 
-#[derive(Debug, Deserialize)]
-struct TokenizeRequest {
+/// The request.
+#[derive(Debug, Deserialize, utoipa::ToSchema)]
+pub(crate) struct TokenizeRequest {
     model: Option<String>,
     prompt: Option<String>,
     messages: Option<Vec<Value>>,
@@ -29,6 +30,7 @@ struct TokenizeRequest {
     continue_final_message: Option<bool>,
     return_token_strs: Option<bool>,
     #[serde(flatten)]
+    #[schema(ignore)]
     rest: Map<String, Value>,
 }
 
@@ -81,11 +83,13 @@ pub(crate) async fn tokenize_text(
     Ok(json(&tokenized))
 }
 
-#[derive(Debug, Deserialize)]
-struct DetokenizeRequest {
+/// The request.
+#[derive(Debug, Deserialize, utoipa::ToSchema)]
+pub(crate) struct DetokenizeRequest {
     model: Option<String>,
     tokens: Vec<u32>,
     #[serde(flatten)]
+    #[schema(ignore)]
     rest: Map<String, Value>,
 }
 

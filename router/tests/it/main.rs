@@ -17,6 +17,7 @@ mod index;
 mod load;
 mod messages;
 mod migration;
+mod openapi;
 mod page;
 mod planning;
 mod ranges;

@@ -131,7 +131,8 @@ impl MessagesRequest {
     }
 }
 
-#[derive(Debug, Deserialize)]
+/// The request.
+#[derive(Debug, Deserialize, utoipa::ToSchema)]
 pub(crate) struct CountRequest {
     model: Option<String>,
     messages: Vec<Value>,
@@ -139,6 +140,7 @@ pub(crate) struct CountRequest {
     tools: Option<Vec<Value>>,
     tool_choice: Option<Value>,
     #[serde(flatten)]
+    #[schema(ignore)]
     rest: Map<String, Value>,
 }
 
