@@ -1,6 +1,6 @@
-//! Third-party clients: the official ones of OpenAI and Anthropic, and grpcio with code generated from our .proto files.
+//! Third-party clients: the official ones of OpenAI (Python and JavaScript) and Anthropic, and grpcio with code generated from our .proto files.
 
-use std::path::Path;
+use std::{io::Write, path::Path};
 
 use crate::harness::{Process, Up};
 
@@ -11,11 +11,15 @@ fn python() -> String {
 }
 
 pub(crate) fn run_script(script: &str, flags: &[&str]) {
+    run_with(&python(), script, flags);
+}
+
+fn run_with(program: &str, script: &str, flags: &[&str]) {
     let dir = tempfile::tempdir().expect("a temporary directory can be made");
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("clients").join(script);
     let mut args = vec![path.display().to_string()];
     args.extend(flags.iter().map(|&flag| flag.to_owned()));
-    let mut process = Process::start(script, &python(), &args, dir.path());
+    let mut process = Process::start(script, program, &args, dir.path());
     let status = process.wait();
     println!("{}", process.log());
     assert!(status.success(), "{script}: {status}");
@@ -26,6 +30,43 @@ async fn the_official_openai_client_works() {
     let up = Up::start("").await;
     let base = up.base.clone();
     tokio::task::spawn_blocking(move || run_script("openai_client.py", &["--base-url", &base]))
+        .await
+        .expect("the script runs");
+}
+
+/// `cargo test -p baton-tests --test system -- --ignored aiperf --nocapture`
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "it installs 1.2 GB; run it by hand"]
+async fn aiperf_measures_a_running_server() {
+    let up = Up::start("").await;
+    let base = up.base.clone();
+    tokio::task::spawn_blocking(move || run_script("aiperf_check.py", &["--base-url", &base]))
+        .await
+        .expect("the script runs");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_server_does_what_its_openapi_document_says() {
+    let up = Up::start("").await;
+    let base = up.base.clone();
+    tokio::task::spawn_blocking(move || run_script("openapi_check.py", &["--base-url", &base]))
+        .await
+        .expect("the script runs");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_official_javascript_client_works() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../target/node");
+    if !folder.join("node_modules/openai").exists() {
+        // Not captured, so that it shows in the output of a test that passes.
+        let line =
+            "SKIPPED the JavaScript client: no target/node; see `cargo xtask setup`, which needs npm\n";
+        std::io::stderr().write_all(line.as_bytes()).expect("stderr is open");
+        return;
+    }
+    let up = Up::start("").await;
+    let (base, folder) = (up.base.clone(), folder.display().to_string());
+    tokio::task::spawn_blocking(move || run_with("node", "openai_client.mjs", &[&base, &folder]))
         .await
         .expect("the script runs");
 }

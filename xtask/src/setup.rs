@@ -46,6 +46,13 @@ const NEEDS: &[Need] = &[
         install: install_venv,
     },
     Need {
+        name: "node clients",
+        what_for: "tests with OpenAI's JavaScript client",
+        required: false,
+        find: find_node_modules,
+        install: install_node_modules,
+    },
+    Need {
         name: "g++",
         what_for: "tests that run GPU kernels without a GPU",
         required: true,
@@ -100,6 +107,9 @@ const HELM: &str = "helm.sh/helm/v3/cmd/helm@v3.22.0";
 const BUILD_KIB: u64 = 8 << 20;
 
 const REQUIREMENTS: &str = "tests/clients/requirements.txt";
+
+/// What npm installs, with all versions.
+const NODE_FILES: [&str; 2] = ["package.json", "package-lock.json"];
 
 /// Whether every required tool is installed at the end.
 pub(crate) fn run(workspace: &Workspace, mode: Mode, with_nccl: bool) -> Result<bool> {
@@ -203,6 +213,31 @@ fn install_venv(root: &Path) -> Result<()> {
 /// A copy of the requirements that were installed.
 fn stamp(venv: &Path) -> PathBuf {
     venv.join("requirements.installed")
+}
+
+fn find_node_modules(root: &Path) -> Result<Option<String>> {
+    let node = tools::node(root);
+    let wanted = std::fs::read(root.join("tests/clients").join(NODE_FILES[1]))?;
+    // npm writes it at the end.
+    let is_whole = node.join("node_modules/.package-lock.json").exists();
+    let installed = std::fs::read(node.join(NODE_FILES[1])).ok().filter(|_| is_whole);
+    let is_found = installed == Some(wanted) && tools::on_path("node").is_some();
+    Ok(is_found.then(|| node.display().to_string()))
+}
+
+fn install_node_modules(root: &Path) -> Result<()> {
+    let npm = tools::on_path("npm").context("skipped, as there is no npm (Node.js 20 or newer)")?;
+    let node = tools::node(root);
+    println!("setup: making {} with what tests/clients/package.json names, from npm", node.display());
+    if node.exists() {
+        std::fs::remove_dir_all(&node).with_context(|| format!("remove {}", node.display()))?;
+    }
+    std::fs::create_dir_all(&node)?;
+    for name in NODE_FILES {
+        std::fs::copy(root.join("tests/clients").join(name), node.join(name))?;
+    }
+    let ci = ["ci", "--ignore-scripts", "--no-audit", "--no-fund", "--prefix"];
+    run_shown(Command::new(npm).args(ci).arg(&node)).context("skipped")
 }
 
 fn find_nixl(root: &Path) -> Result<Option<String>> {

@@ -27,6 +27,11 @@ pub(crate) fn venv(root: &Path) -> PathBuf {
     root.join("target/venv")
 }
 
+/// Where `setup` puts the packages that the JavaScript client tests import.
+pub(crate) fn node(root: &Path) -> PathBuf {
+    root.join("target/node")
+}
+
 /// Where `setup` puts NIXL's libraries.
 pub(crate) fn nixl(root: &Path) -> PathBuf {
     root.join("target/nixl")
