@@ -21,6 +21,16 @@ impl BlockHash {
         BlockHash::from_hasher(&hasher)
     }
 
+    /// All of it, for a file.
+    pub fn to_bytes(self) -> [u8; 16] {
+        self.0.to_le_bytes()
+    }
+
+    /// The inverse of [`to_bytes`](Self::to_bytes).
+    pub fn from_bytes(bytes: [u8; 16]) -> BlockHash {
+        BlockHash(u128::from_le_bytes(bytes))
+    }
+
     /// 64 bits of it, for those who only believe: routers.
     pub fn short(self) -> u64 {
         self.0 as u64

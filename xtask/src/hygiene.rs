@@ -18,7 +18,7 @@ const OWN_WORKSPACES: [&str; 2] = [fuzz::FOLDER, "router/index/peers"];
 
 /// Crates that talk to devices, SIMD, shared memory or the operating system, and may say `unsafe`; and the
 /// engine, which calls the model's executor under a contract that no type can state.
-const MAY_BE_UNSAFE: [&str; 23] = [
+const MAY_BE_UNSAFE: [&str; 24] = [
     "baton-bench",
     "baton-cuda",
     "baton-cuda-kernels",
@@ -32,6 +32,7 @@ const MAY_BE_UNSAFE: [&str; 23] = [
     "baton-model-cpu",
     "baton-gguf",
     "baton-kv-cache",
+    "baton-kv-store",
     "baton-transfer",
     "baton-transfer-conformance",
     "baton-transport-nccl",

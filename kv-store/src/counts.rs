@@ -1,0 +1,71 @@
+//! What a tier has done: counters for metrics.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use crate::slots::Slots;
+
+/// What a tier holds, and what it has done since it was opened.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TierCounts {
+    /// Its name: "host", "disk".
+    pub name: &'static str,
+    /// Records that fit.
+    pub num_slots: u64,
+    /// Records that it holds.
+    pub num_held: u64,
+    /// Bytes of one.
+    pub record_bytes: u64,
+    /// Blocks that were read and used.
+    pub hits: u64,
+    /// Blocks that were written.
+    pub writes: u64,
+    /// Blocks that made room for others.
+    pub evictions: u64,
+    /// Blocks that were not written because too much waited.
+    pub dropped: u64,
+    /// Records that were not what was written.
+    pub damaged: u64,
+    /// Reads that the device refused.
+    pub read_errors: u64,
+    /// Writes that the device refused.
+    pub write_errors: u64,
+}
+
+/// One of the counts.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Count {
+    Hits,
+    Writes,
+    Dropped,
+    Damaged,
+    ReadErrors,
+    WriteErrors,
+}
+
+/// [`TierCounts`] as they grow.
+#[derive(Debug, Default)]
+pub(crate) struct TierCounters([AtomicU64; 6]);
+
+impl TierCounters {
+    /// Adds, and returns what was counted before.
+    pub(crate) fn add(&self, count: Count, num: u64) -> u64 {
+        self.0[count as usize].fetch_add(num, Ordering::Relaxed)
+    }
+
+    pub(crate) fn read(&self, slots: &dyn Slots, num_held: usize, evictions: u64) -> TierCounts {
+        let count = |count: Count| self.0[count as usize].load(Ordering::Relaxed);
+        TierCounts {
+            name: slots.name(),
+            num_slots: u64::from(slots.num_slots()),
+            num_held: num_held as u64,
+            record_bytes: slots.record_bytes() as u64,
+            hits: count(Count::Hits),
+            writes: count(Count::Writes),
+            evictions,
+            dropped: count(Count::Dropped),
+            damaged: count(Count::Damaged),
+            read_errors: count(Count::ReadErrors),
+            write_errors: count(Count::WriteErrors),
+        }
+    }
+}

@@ -1,0 +1,197 @@
+//! The directory of a disk tier, and its files.
+//!
+//! ```text
+//! lock     locked by the process that uses the directory
+//! index    superblock of one page | head of slot 0 | head of slot 1 | …      through the page cache
+//! slabs    body of slot 0 | body of slot 1 | …      whole pages, past the page cache where the file system can
+//! ```
+
+use std::{
+    fs::{self, DirBuilder, File, OpenOptions, TryLockError},
+    io::{self, ErrorKind},
+    os::unix::fs::{DirBuilderExt, FileExt, MetadataExt, OpenOptionsExt},
+    path::{Path, PathBuf},
+};
+
+use rustix::{
+    fs::{FallocateFlags, OFlags},
+    io::Errno,
+};
+use xxhash_rust::xxh3::xxh3_64;
+
+use crate::{buffer::PAGE, record::RecordShape};
+
+const MAGIC: &[u8; 8] = b"BATONKVS";
+const VERSION: u32 = 1;
+/// The part of the superblock that its checksum covers.
+const SUPERBLOCK_BYTES: usize = 40;
+
+/// Why a directory cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum OpenError {
+    /// Another process uses it.
+    #[error("{}: another worker uses this directory; each needs one of its own", dir.display())]
+    InUse {
+        /// The directory.
+        dir: PathBuf,
+    },
+    /// It holds KV of another model or format.
+    #[error(
+        "{}: holds KV of another model, KV type or block size, which is useless here; remove the directory, or give another one",
+        dir.display()
+    )]
+    Foreign {
+        /// The directory.
+        dir: PathBuf,
+    },
+    /// Its index is not one.
+    #[error("{}: the index is damaged or of another version of Baton; remove the directory", dir.display())]
+    Damaged {
+        /// The directory.
+        dir: PathBuf,
+    },
+    /// Not one record fits.
+    #[error("{max_bytes} bytes are too few: a block of this model takes {slot_bytes}")]
+    TooSmall {
+        /// What was given.
+        max_bytes: u64,
+        /// What a slot takes.
+        slot_bytes: u64,
+    },
+    /// The file system has no room.
+    #[error("{}: the file system has no room for {bytes} bytes; give fewer", dir.display())]
+    Full {
+        /// The directory.
+        dir: PathBuf,
+        /// What was given.
+        bytes: u64,
+    },
+    /// The file system refuses.
+    #[error("{}: {action}", path.display())]
+    Io {
+        /// The file or directory.
+        path: PathBuf,
+        /// What was tried.
+        action: &'static str,
+        /// Its error.
+        source: io::Error,
+    },
+}
+
+/// An open directory, locked until this is dropped.
+#[derive(Debug)]
+pub(crate) struct Files {
+    pub(crate) index: File,
+    pub(crate) slabs: File,
+    pub(crate) num_slots: u32,
+    pub(crate) lock: File,
+}
+
+impl Files {
+    /// Opens a directory for at most `max_bytes`, and makes it first if it does not exist. Slots that an earlier size had and
+    /// this one lacks are lost.
+    pub(crate) fn open(dir: &Path, max_bytes: u64, shape: &RecordShape) -> Result<Files, OpenError> {
+        let slot_bytes = (shape.head_bytes() + shape.body_pages_bytes()) as u64;
+        let num_slots =
+            u32::try_from(max_bytes.saturating_sub(PAGE as u64) / slot_bytes).unwrap_or(u32::MAX - 1);
+        if num_slots == 0 {
+            return Err(OpenError::TooSmall { max_bytes, slot_bytes });
+        }
+        let failed = |path: &Path, action| {
+            let path = path.to_owned();
+            move |source| OpenError::Io { path, action, source }
+        };
+        // Prompts can be read from KV, and the index holds their tokens.
+        let made = DirBuilder::new().recursive(true).mode(0o700).create(dir);
+        made.map_err(failed(dir, "cannot make the directory"))?;
+        let lock_path = dir.join("lock");
+        let lock = options().open(&lock_path).map_err(failed(&lock_path, "cannot open"))?;
+        match lock.try_lock() {
+            Ok(()) => {}
+            Err(TryLockError::WouldBlock) => return Err(OpenError::InUse { dir: dir.to_owned() }),
+            Err(TryLockError::Error(source)) => return Err(failed(&lock_path, "cannot lock")(source)),
+        }
+        let (index_path, slabs_path) = (dir.join("index"), dir.join("slabs"));
+        let index = options().open(&index_path).map_err(failed(&index_path, "cannot open"))?;
+        let slabs = open_past_cache(&slabs_path).map_err(failed(&slabs_path, "cannot open"))?;
+        let superblock = superblock(shape);
+        let mut found = [0; SUPERBLOCK_BYTES + 8];
+        match index.read_exact_at(&mut found, 0) {
+            Ok(()) if found == superblock => {}
+            Ok(()) if is_superblock(&found) => return Err(OpenError::Foreign { dir: dir.to_owned() }),
+            Ok(()) if found.iter().any(|&byte| byte != 0) => {
+                return Err(OpenError::Damaged { dir: dir.to_owned() });
+            }
+            // New, or the end of the process that made it was earlier than this.
+            Ok(()) => {}
+            Err(error) if error.kind() == ErrorKind::UnexpectedEof => {}
+            Err(error) => return Err(failed(&index_path, "cannot read")(error)),
+        }
+        let index_bytes = PAGE as u64 + u64::from(num_slots) * shape.head_bytes() as u64;
+        let slabs_bytes = u64::from(num_slots) * shape.body_pages_bytes() as u64;
+        for (file, path, bytes) in [(&index, &index_path, index_bytes), (&slabs, &slabs_path, slabs_bytes)] {
+            reserve(file, bytes).map_err(|source| match source.kind() {
+                ErrorKind::StorageFull | ErrorKind::QuotaExceeded => {
+                    OpenError::Full { dir: dir.to_owned(), bytes: index_bytes + slabs_bytes }
+                }
+                _ => failed(path, "cannot reserve room")(source),
+            })?;
+        }
+        index.write_all_at(&superblock, 0).map_err(failed(&index_path, "cannot write"))?;
+        Ok(Files { index, slabs, num_slots, lock })
+    }
+}
+
+fn options() -> OpenOptions {
+    let mut options = fs::OpenOptions::new();
+    options.read(true).write(true).create(true).truncate(false).mode(0o600);
+    options
+}
+
+/// Some file systems have no way past the page cache.
+fn open_past_cache(path: &Path) -> io::Result<File> {
+    match options().custom_flags(OFlags::DIRECT.bits() as i32).open(path) {
+        Err(error) if error.kind() == ErrorKind::InvalidInput => options().open(path),
+        opened => opened,
+    }
+}
+
+/// Makes the file so long, and has the file system keep room for it, if it can. After an error the file is as long as before.
+fn reserve(file: &File, bytes: u64) -> io::Result<()> {
+    let found = file.metadata()?;
+    let old_bytes = found.len();
+    // Asked first: some file systems hand out all that is left before they refuse, which others would miss meanwhile.
+    let free = rustix::fs::fstatvfs(file)?;
+    if bytes.saturating_sub(found.blocks() * 512) > free.f_bavail.saturating_mul(free.f_frsize) {
+        return Err(ErrorKind::StorageFull.into());
+    }
+    let reserve = || {
+        file.set_len(bytes)?;
+        match rustix::fs::fallocate(file, FallocateFlags::empty(), 0, bytes) {
+            Ok(()) | Err(Errno::OPNOTSUPP | Errno::NOSYS) => Ok(()),
+            Err(error) => Err(error.into()),
+        }
+    };
+    reserve().inspect_err(|_| {
+        // What was reserved beyond it is of no use, and the records before it are.
+        let _ = file.set_len(old_bytes);
+    })
+}
+
+fn superblock(shape: &RecordShape) -> [u8; SUPERBLOCK_BYTES + 8] {
+    let mut bytes = [0; SUPERBLOCK_BYTES + 8];
+    bytes[..8].copy_from_slice(MAGIC);
+    bytes[8..12].copy_from_slice(&VERSION.to_le_bytes());
+    bytes[12..28].copy_from_slice(&shape.fingerprint.0);
+    bytes[28..32].copy_from_slice(&(shape.block_size as u32).to_le_bytes());
+    bytes[32..40].copy_from_slice(&(shape.body_bytes as u64).to_le_bytes());
+    let checksum = xxh3_64(&bytes[..SUPERBLOCK_BYTES]);
+    bytes[SUPERBLOCK_BYTES..].copy_from_slice(&checksum.to_le_bytes());
+    bytes
+}
+
+/// Whether these bytes are a whole superblock of this version, of any format.
+fn is_superblock(bytes: &[u8; SUPERBLOCK_BYTES + 8]) -> bool {
+    let (start, checksum) = bytes.split_at(SUPERBLOCK_BYTES);
+    bytes[..8] == *MAGIC && bytes[8..12] == VERSION.to_le_bytes() && xxh3_64(start).to_le_bytes() == checksum
+}

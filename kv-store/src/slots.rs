@@ -1,0 +1,48 @@
+//! The seam of the stores: numbered slots, each with room for one record. A store moves bytes. It does not know which slot
+//! is for which block, nor which record makes room for another.
+
+use std::{fmt, io, sync::Arc};
+
+use baton_kv_cache::BlockHash;
+
+use crate::record::{Record, RecordName};
+
+/// The slots of one tier.
+pub trait Slots: Send + Sync + fmt::Debug {
+    /// The tier's name in metrics: "host", "disk".
+    fn name(&self) -> &'static str;
+
+    /// Whether a write only copies memory. Others are left to a thread that may wait.
+    fn is_memory(&self) -> bool;
+
+    /// Slots, numbered from 0.
+    fn num_slots(&self) -> u32;
+
+    /// Bytes that a record takes.
+    fn record_bytes(&self) -> usize;
+
+    /// Replaces what a slot holds. The caller is the only writer of this slot. After an error, and while this runs, the slot
+    /// holds the old record, the new one, or none.
+    ///
+    /// # Errors
+    /// When the device refuses.
+    fn write(&self, slot: u32, record: &Arc<Record>) -> io::Result<()>;
+
+    /// The record of each of `wanted`, in order: a slot, and the hash of the block that it should hold. What comes back is
+    /// verified.
+    fn read(&self, wanted: &[(u32, BlockHash)]) -> Vec<Result<Arc<Record>, ReadError>>;
+
+    /// What the slots held when the store was opened, each with its slot. Told once.
+    fn take_found(&mut self) -> Vec<(u32, RecordName)>;
+}
+
+/// Why a slot's record cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum ReadError {
+    /// The slot holds no record, another one, or a damaged one.
+    #[error("the slot does not hold the block undamaged")]
+    Damaged,
+    /// The device refuses.
+    #[error("cannot read the slot")]
+    Io(#[from] io::Error),
+}

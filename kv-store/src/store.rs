@@ -1,0 +1,381 @@
+//! The tiers of one worker: [`KvStore`]. Blocks of sequences that ended are copied out of the pool, and come back before a
+//! later prompt is computed.
+//!
+//! ```text
+//! save    pool --copy--> record --> host slot
+//!                          |
+//!                          +--bounded queue--> writer --> disk slot
+//! read    host slot, disk slot --verify--> record --copy--> pool
+//! ```
+//!
+//! Only the copies out of the pool hold blocks of the pool, and a disk is never waited for meanwhile. What a slow disk cannot
+//! take is not written, and counted. It does not know engines: the caller says which blocks hold what, and keeps them.
+
+#[cfg(test)]
+#[path = "tests/store.rs"]
+mod tests;
+
+use std::{
+    fmt, io,
+    path::PathBuf,
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        mpsc::{self, Receiver, SyncSender, TrySendError},
+    },
+    thread::{self, JoinHandle},
+    time::{Duration, Instant},
+};
+
+use baton_kv_cache::{BlockHash, BlockId, BlockStorage, KvFormat, KvLayout};
+use baton_kv_events::CacheEvent;
+
+use crate::{
+    copy,
+    counts::{Count, TierCounters, TierCounts},
+    directory::{Directory, Place},
+    disk::{DiskSlots, OpenError},
+    host::HostSlots,
+    record::{Fingerprint, Record, RecordName, RecordShape},
+    slots::{ReadError, Slots},
+};
+
+/// Sequences that wait to be copied out of the pool. Each keeps its blocks, and copies are fast: a longer queue would keep
+/// more of the pool than it is worth.
+const MAX_SAVES: usize = 16;
+/// Memory of records that wait for the disk: enough for its bursts.
+const MAX_QUEUED_BYTES: usize = 64 << 20;
+/// How long the end waits for what is queued. A disk that hangs does not keep the process.
+const END_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// What a worker's tiers are.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct StoreConfig {
+    /// Bytes of host memory; `None`: no host tier.
+    pub host_bytes: Option<u64>,
+    /// `None`: no disk tier.
+    pub disk: Option<DiskConfig>,
+}
+
+/// A disk tier.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DiskConfig {
+    /// Its directory, of this worker alone.
+    pub dir: PathBuf,
+    /// Bytes of its files.
+    pub max_bytes: u64,
+}
+
+/// Blocks of a sequence in a pool, to be copied. `G` keeps them as they are.
+#[derive(Debug)]
+pub struct SequenceBlocks<G> {
+    /// The start of the chain of hashes.
+    pub root: BlockHash,
+    /// Hashes of the blocks, in order.
+    pub hashes: Vec<BlockHash>,
+    /// Their tokens, one after the other.
+    pub tokens: Vec<u32>,
+    /// Where they are. There may be fewer than hashes.
+    pub blocks: Vec<BlockId>,
+    /// No block is written before this is dropped.
+    pub guard: G,
+}
+
+/// The tiers of one worker. Dropping it waits a bounded time for what is queued.
+pub struct KvStore {
+    shared: Arc<Shared>,
+    /// `None` only while it is dropped.
+    saves: Option<SyncSender<Save>>,
+    threads: Vec<JoinHandle<()>>,
+}
+
+type Save = SequenceBlocks<Box<dyn Send>>;
+
+struct Shared {
+    directory: Mutex<Directory>,
+    tiers: Vec<Box<dyn Slots>>,
+    counters: Vec<TierCounters>,
+    storage: Arc<BlockStorage>,
+    on_change: Box<dyn Fn(Vec<CacheEvent>) + Send + Sync>,
+}
+
+/// A record on its way to a tier.
+struct Write {
+    tier: usize,
+    record: Arc<Record>,
+}
+
+impl KvStore {
+    /// Opens the tiers of a pool. `on_change` is told which blocks came into the first of them, and which left the last; first
+    /// of all, what was found on disk. It is called under a lock, in the order of the changes.
+    ///
+    /// # Errors
+    /// When the directory of the disk tier cannot be used.
+    pub fn open(
+        config: &StoreConfig,
+        format: &KvFormat,
+        storage: Arc<BlockStorage>,
+        on_change: impl Fn(Vec<CacheEvent>) + Send + Sync + 'static,
+    ) -> Result<KvStore, OpenError> {
+        let KvLayout { block_size, .. } = *storage.layout();
+        let body_bytes = storage.layout().block_bytes();
+        let mut tiers: Vec<Box<dyn Slots>> = Vec::new();
+        if let Some(host_bytes) = config.host_bytes {
+            tiers.push(Box::new(HostSlots::new(host_bytes, body_bytes)));
+        }
+        let mut num_damaged = 0;
+        if let Some(DiskConfig { dir, max_bytes }) = &config.disk {
+            let shape = RecordShape { fingerprint: Fingerprint::new(format), block_size, body_bytes };
+            let slots = DiskSlots::open(dir, *max_bytes, shape)?;
+            num_damaged = slots.num_damaged();
+            tiers.push(Box::new(slots));
+        }
+        Ok(KvStore::over(tiers, storage, num_damaged, Box::new(on_change)))
+    }
+
+    /// Over these stores, the fastest first.
+    pub(crate) fn over(
+        mut tiers: Vec<Box<dyn Slots>>,
+        storage: Arc<BlockStorage>,
+        num_damaged: usize,
+        on_change: Box<dyn Fn(Vec<CacheEvent>) + Send + Sync>,
+    ) -> KvStore {
+        let mut directory = Directory::new(&tiers.iter().map(|tier| tier.num_slots()).collect::<Vec<_>>());
+        for (tier, slots) in tiers.iter_mut().enumerate() {
+            let mut found = slots.take_found();
+            // The beginnings of sequences last: the ends make room first.
+            found.sort_by_key(|(_, name)| std::cmp::Reverse(name.block_idx));
+            for (slot, name) in found {
+                directory.restore(Place { tier, slot }, name.hash, name.block_before());
+            }
+            directory.end_restore(tier);
+        }
+        let counters: Vec<TierCounters> = tiers.iter().map(|_| TierCounters::default()).collect();
+        if let Some(last) = counters.last() {
+            last.add(Count::Damaged, num_damaged as u64);
+        }
+        let shared =
+            Arc::new(Shared { directory: Mutex::new(directory), tiers, counters, storage, on_change });
+        shared.update(|_| ());
+        let (saves, to_copy) = mpsc::sync_channel(MAX_SAVES);
+        let record_bytes = shared.storage.layout().block_bytes();
+        let (writes, to_write) = mpsc::sync_channel((MAX_QUEUED_BYTES / record_bytes).max(1));
+        let copier = thread::spawn({
+            let shared = shared.clone();
+            move || shared.copy_all(&to_copy, &writes)
+        });
+        let writer = thread::spawn({
+            let shared = shared.clone();
+            move || to_write.iter().for_each(|write: Write| shared.write(&write))
+        });
+        KvStore { shared, saves: Some(saves), threads: vec![copier, writer] }
+    }
+
+    /// Copies a sequence's blocks to the tiers that lack them, in the background. When too many sequences wait already, these
+    /// are not copied.
+    pub fn save(&self, sequence: SequenceBlocks<impl Send + 'static>) {
+        let SequenceBlocks { root, hashes, tokens, blocks, guard } = sequence;
+        let num_blocks = blocks.len() as u64;
+        let save = SequenceBlocks { root, hashes, tokens, blocks, guard: Box::new(guard) as Box<dyn Send> };
+        let saves = self.saves.as_ref().expect("the store is open");
+        if saves.try_send(save).is_err() {
+            for counters in &self.shared.counters {
+                counters.add(Count::Dropped, num_blocks);
+            }
+        }
+    }
+
+    /// Blocks at the front of a sequence, by its hashes in order, that tiers hold.
+    pub fn num_found(&self, hashes: &[BlockHash]) -> usize {
+        self.shared.lock().find_prefix(hashes).len()
+    }
+
+    /// The records of blocks that follow each other, until the first one that no tier holds whole. Waits for a disk.
+    pub fn read(&self, hashes: &[BlockHash]) -> Vec<Arc<Record>> {
+        let shared = &*self.shared;
+        let places = {
+            let mut directory = shared.lock();
+            let places = directory.find_prefix(hashes);
+            directory.used(&hashes[..places.len()]);
+            places
+        };
+        let mut records = Vec::with_capacity(places.len());
+        let mut rest = hashes;
+        for run in places.chunk_by(|one, next| one.tier == next.tier) {
+            let (own, later) = rest.split_at(run.len());
+            rest = later;
+            let wanted: Vec<_> = run.iter().zip(own).map(|(place, &hash)| (place.slot, hash)).collect();
+            let read = shared.tiers[run[0].tier].read(&wanted);
+            for ((read, &place), &hash) in read.into_iter().zip(run).zip(own) {
+                match read {
+                    Ok(record) => {
+                        shared.counters[place.tier].add(Count::Hits, 1);
+                        records.push(record);
+                    }
+                    Err(error) => {
+                        shared.read_failed(place, hash, &error);
+                        return records;
+                    }
+                }
+            }
+        }
+        records
+    }
+
+    /// Writes records into blocks of the pool, and waits for them. The caller owns the blocks, and no other code reads or
+    /// writes them meanwhile.
+    ///
+    /// # Errors
+    /// When the device of the pool fails.
+    pub fn write_to_pool(&self, records: &[Arc<Record>], blocks: &[BlockId]) -> io::Result<()> {
+        records
+            .iter()
+            .zip(blocks)
+            .try_for_each(|(record, &block)| copy::to_pool(&self.shared.storage, block, record))
+    }
+
+    /// What each tier holds and has done.
+    pub fn counts(&self) -> Vec<TierCounts> {
+        let directory = self.shared.lock();
+        let tiers = self.shared.tiers.iter().zip(&self.shared.counters).enumerate();
+        tiers
+            .map(|(tier, (slots, counters))| {
+                counters.read(&**slots, directory.num_held(tier), directory.num_evicted(tier))
+            })
+            .collect()
+    }
+}
+
+impl Shared {
+    fn copy_all(&self, saves: &Receiver<Save>, writes: &SyncSender<Write>) {
+        for save in saves {
+            self.copy(&save, writes);
+            self.lock().used(&save.hashes);
+        }
+    }
+
+    /// Copies what tiers lack, in the order of the sequence. A tier that cannot take a block gets none of the later ones: they
+    /// are useless without it.
+    fn copy(&self, save: &Save, writes: &SyncSender<Write>) {
+        let block_size = self.storage.layout().block_size;
+        let mut parent = save.root;
+        let mut takes = vec![true; self.tiers.len()];
+        let blocks = save.blocks.iter().zip(&save.hashes).zip(save.tokens.chunks_exact(block_size));
+        for (block_idx, ((&block, &hash), tokens)) in blocks.enumerate() {
+            let lacking: Vec<usize> = {
+                let directory = self.lock();
+                (0..self.tiers.len())
+                    .filter(|&tier| takes[tier] && !directory.is_expected(tier, hash))
+                    .collect()
+            };
+            if !lacking.is_empty() {
+                let name = RecordName { hash, parent, block_idx: block_idx as u32, tokens: tokens.to_vec() };
+                debug_assert_eq!(parent.child(tokens), hash, "the tokens are those of the hash");
+                let record = match copy::from_pool(&self.storage, block, name) {
+                    Ok(record) => Arc::new(record),
+                    Err(error) => {
+                        tracing::warn!(%error, "kv not saved: the pool's device fails");
+                        return;
+                    }
+                };
+                for tier in lacking {
+                    takes[tier] = self.take(Write { tier, record: record.clone() }, writes);
+                }
+            }
+            parent = hash;
+        }
+    }
+
+    /// Writes to memory at once, and leaves a disk to the writer. False when the tier does not take the record.
+    fn take(&self, write: Write, writes: &SyncSender<Write>) -> bool {
+        if self.tiers[write.tier].is_memory() {
+            self.write(&write);
+            return true;
+        }
+        match writes.try_send(write) {
+            Ok(()) => true,
+            Err(TrySendError::Full(write) | TrySendError::Disconnected(write)) => {
+                self.counters[write.tier].add(Count::Dropped, 1);
+                false
+            }
+        }
+    }
+
+    fn write(&self, Write { tier, record }: &Write) {
+        let RecordName { hash, block_idx, .. } = record.name;
+        let Some(slot) = self.update(|directory| directory.begin_write(*tier, hash, block_idx)) else {
+            return;
+        };
+        let place = Place { tier: *tier, slot };
+        match self.tiers[*tier].write(slot, record) {
+            Ok(()) => {
+                self.counters[*tier].add(Count::Writes, 1);
+                self.update(|directory| directory.end_write(place, record.name.block_before()));
+            }
+            Err(error) => {
+                let name = self.tiers[*tier].name();
+                let num_before = self.counters[*tier].add(Count::WriteErrors, 1);
+                // A full disk refuses every write.
+                if num_before.is_power_of_two() || num_before == 0 {
+                    tracing::warn!(tier = name, %error, num_before, "kv not saved: the tier refuses a write");
+                }
+                self.update(|directory| directory.fail_write(place));
+            }
+        }
+    }
+
+    fn read_failed(&self, place: Place, hash: BlockHash, error: &ReadError) {
+        self.update(|directory| {
+            // Another record may have taken the slot while it was read.
+            if !directory.holds(place, hash) {
+                return;
+            }
+            directory.forget(place, hash);
+            let count = match error {
+                ReadError::Damaged => Count::Damaged,
+                ReadError::Io(_) => Count::ReadErrors,
+            };
+            self.counters[place.tier].add(count, 1);
+            let name = self.tiers[place.tier].name();
+            tracing::warn!(tier = name, slot = place.slot, %error, "kv of a block is lost; it is computed again");
+        });
+    }
+
+    /// Changes the directory, and tells of the changes.
+    fn update<R>(&self, change: impl FnOnce(&mut Directory) -> R) -> R {
+        let mut directory = self.lock();
+        let result = change(&mut directory);
+        let events = directory.take_events();
+        if !events.is_empty() {
+            (self.on_change)(events);
+        }
+        result
+    }
+
+    /// A panic under the lock is one of the directory's own rules; what it holds is checked before it is used.
+    fn lock(&self) -> MutexGuard<'_, Directory> {
+        self.directory.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for KvStore {
+    fn drop(&mut self) {
+        // The copier ends after the last save, and the writer after the copier.
+        self.saves = None;
+        let deadline = Instant::now() + END_TIMEOUT;
+        for thread in self.threads.drain(..) {
+            while !thread.is_finished() && Instant::now() < deadline {
+                thread::sleep(Duration::from_millis(1));
+            }
+            match thread.is_finished() {
+                true => thread.join().expect("a thread of the store does not panic"),
+                false => tracing::warn!("the disk takes too long: kv that waits for it is not saved"),
+            }
+        }
+    }
+}
+
+impl fmt::Debug for KvStore {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("KvStore").field("tiers", &self.shared.tiers).finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,310 @@
+//! Whole stores: blocks leave a pool and come back.
+
+use std::{
+    path::Path,
+    sync::atomic::{AtomicBool, Ordering},
+};
+
+use baton_kv_cache::DeviceMemory;
+
+use super::*;
+use crate::testing::{BLOCK_SIZE, body, chain, format, layout, root, tokens};
+
+/// A pool whose block `idx` may hold any block.
+struct Pool {
+    storage: Arc<BlockStorage>,
+    events: Arc<Mutex<Vec<CacheEvent>>>,
+}
+
+impl Pool {
+    fn new() -> Pool {
+        let storage = BlockStorage::new(layout(), 64).expect("memory");
+        Pool { storage: Arc::new(storage), events: Arc::default() }
+    }
+
+    fn open(&self, host_blocks: u64, disk: Option<&Path>) -> KvStore {
+        let config = StoreConfig {
+            host_bytes: (host_blocks > 0).then_some(host_blocks * layout().block_bytes() as u64),
+            disk: disk.map(|dir| DiskConfig { dir: dir.to_owned(), max_bytes: 1 << 20 }),
+        };
+        let events = self.events.clone();
+        KvStore::open(&config, &format(), self.storage.clone(), move |new| events.lock().unwrap().extend(new))
+            .expect("it opens")
+    }
+
+    fn over(&self, tiers: Vec<Box<dyn Slots>>) -> KvStore {
+        KvStore::over(tiers, self.storage.clone(), 0, Box::new(|_| ()))
+    }
+
+    /// Writes the KV of a sequence to the pool's first blocks.
+    fn fill(&self, hashes: &[BlockHash]) {
+        for (idx, &hash) in hashes.iter().enumerate() {
+            let bytes = body(hash);
+            for (layer_idx, bytes) in bytes.chunks_exact(layout().layer_bytes()).enumerate() {
+                // SAFETY: the test alone uses the pool.
+                #[allow(unsafe_code)]
+                unsafe { self.storage.store(BlockId(idx as u32), layer_idx, bytes) }.expect("memory");
+            }
+        }
+    }
+
+    fn holds(&self, block: BlockId, hash: BlockHash) -> bool {
+        let mut bytes = vec![0; layout().block_bytes()];
+        let pieces = [(block, 0), (block, 1)];
+        // SAFETY: as above.
+        #[allow(unsafe_code)]
+        unsafe { self.storage.load_all(&pieces, &mut bytes) }.expect("memory");
+        bytes == body(hash)
+    }
+
+    /// Fills the pool with a sequence, saves it, and waits until its blocks are free again.
+    fn save(&self, store: &KvStore, seed: u64, num_blocks: usize) -> Vec<BlockHash> {
+        let hashes = chain(seed, num_blocks);
+        self.fill(&hashes);
+        let (kept, released) = mpsc::channel::<()>();
+        store.save(SequenceBlocks {
+            root: root(),
+            hashes: hashes.clone(),
+            tokens: tokens(seed, num_blocks),
+            blocks: (0..num_blocks as u32).map(BlockId).collect(),
+            guard: kept,
+        });
+        released.recv().expect_err("nothing is sent");
+        hashes
+    }
+}
+
+/// Memory of a device: the host sees copies.
+#[derive(Debug)]
+struct FakeDevice(Mutex<Vec<u8>>);
+
+// SAFETY: there is no address to keep.
+#[allow(unsafe_code)]
+unsafe impl DeviceMemory for FakeDevice {
+    fn device(&self) -> u32 {
+        0
+    }
+
+    fn address(&self) -> Option<u64> {
+        None
+    }
+
+    fn bind(&self) -> io::Result<()> {
+        Ok(())
+    }
+
+    unsafe fn read(&self, offset: usize, bytes: &mut [u8]) -> io::Result<()> {
+        bytes.copy_from_slice(&self.0.lock().unwrap()[offset..][..bytes.len()]);
+        Ok(())
+    }
+
+    unsafe fn write(&self, offset: usize, bytes: &[u8]) -> io::Result<()> {
+        self.0.lock().unwrap()[offset..][..bytes.len()].copy_from_slice(bytes);
+        Ok(())
+    }
+
+    fn handle(&self) -> Option<[u8; 64]> {
+        None
+    }
+}
+
+#[test]
+fn a_pool_on_a_device_is_saved_and_restored_by_copies() {
+    let memory = Box::new(FakeDevice(Mutex::new(vec![0; 64 * layout().block_bytes()])));
+    let storage = Arc::new(BlockStorage::on_device(memory, layout(), 64));
+    let pool = Pool { storage, events: Arc::default() };
+    let store = pool.open(8, None);
+    let hashes = pool.save(&store, 1, 5);
+    pool.fill(&chain(2, 10));
+    let blocks: Vec<_> = (20..25).map(BlockId).collect();
+    store.write_to_pool(&store.read(&hashes), &blocks).expect("memory");
+    assert!(blocks.iter().zip(&hashes).all(|(&block, &hash)| pool.holds(block, hash)));
+}
+
+fn eventually(what: &str, holds: impl Fn() -> bool) {
+    let deadline = Instant::now() + Duration::from_secs(30);
+    while !holds() {
+        assert!(Instant::now() < deadline, "{what}");
+        thread::sleep(Duration::from_millis(1));
+    }
+}
+
+#[test]
+fn blocks_leave_the_pool_and_come_back() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let pool = Pool::new();
+    for (host_blocks, disk) in [(8, None), (0, Some(dir.path())), (2, Some(&*dir.path().join("other")))] {
+        let store = pool.open(host_blocks, disk);
+        let hashes = pool.save(&store, 1, 5);
+        eventually("all are saved", || store.num_found(&hashes) == 5);
+        pool.fill(&chain(2, 10));
+        let records = store.read(&hashes);
+        let blocks: Vec<_> = (20..25).map(BlockId).collect();
+        store.write_to_pool(&records, &blocks).expect("memory");
+        assert!(blocks.iter().zip(&hashes).all(|(&block, &hash)| pool.holds(block, hash)));
+        let counts = store.counts();
+        assert_eq!(counts.iter().map(|tier| tier.hits).sum::<u64>(), 5);
+        assert_eq!((counts[0].evictions, counts[0].damaged, counts[0].dropped), (0, 0, 0));
+        assert_eq!(store.read(&chain(3, 2)).len(), 0);
+    }
+}
+
+#[test]
+fn a_sequence_is_saved_once_and_its_new_end_later() {
+    let pool = Pool::new();
+    let store = pool.open(16, None);
+    pool.save(&store, 1, 3);
+    pool.save(&store, 1, 3);
+    let hashes = pool.save(&store, 1, 6);
+    eventually("all are saved", || store.num_found(&hashes) == 6);
+    assert_eq!(store.counts()[0].writes, 6);
+    let events = pool.events.lock().unwrap();
+    let stored: Vec<_> = events.iter().flat_map(CacheEvent::blocks).map(|key| key.0).collect();
+    assert_eq!(stored, hashes.iter().map(|hash| hash.short()).collect::<Vec<_>>());
+}
+
+#[test]
+fn another_store_of_the_directory_tells_what_it_found_and_serves_it() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let hashes = {
+        let pool = Pool::new();
+        let store = pool.open(0, Some(dir.path()));
+        pool.save(&store, 1, 7)
+    };
+    let pool = Pool::new();
+    let store = pool.open(4, Some(dir.path()));
+    let told: usize = pool.events.lock().unwrap().iter().map(|event| event.blocks().len()).sum();
+    assert_eq!((told, store.num_found(&hashes)), (7, 7));
+    assert_eq!(store.read(&hashes).len(), 7);
+    assert_eq!(store.counts()[1].hits, 7);
+}
+
+#[test]
+fn damage_is_a_counted_miss_that_is_told_and_saved_again() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let pool = Pool::new();
+    let hashes = {
+        let store = pool.open(0, Some(dir.path()));
+        pool.save(&store, 1, 4)
+    };
+    let slabs = dir.path().join("slabs");
+    let mut bytes = std::fs::read(&slabs).expect("it is there");
+    bytes[4096 + 5] ^= 1;
+    std::fs::write(&slabs, bytes).expect("it is there");
+    let store = pool.open(0, Some(dir.path()));
+    pool.events.lock().unwrap().clear();
+    assert_eq!(store.read(&hashes).len(), 1, "the second block is damaged");
+    assert_eq!((store.counts()[0].damaged, store.num_found(&hashes)), (1, 1));
+    let removed: Vec<_> = pool.events.lock().unwrap().iter().flat_map(CacheEvent::blocks).copied().collect();
+    assert_eq!(removed, [baton_kv_events::BlockKey(hashes[1].short())]);
+    pool.save(&store, 1, 4);
+    eventually("it is saved again", || store.read(&hashes).len() == 4);
+}
+
+/// A disk that can hang and fail.
+#[derive(Debug)]
+struct BadDisk {
+    hangs: Arc<AtomicBool>,
+    fails: bool,
+}
+
+impl Slots for BadDisk {
+    fn name(&self) -> &'static str {
+        "bad"
+    }
+
+    fn is_memory(&self) -> bool {
+        false
+    }
+
+    fn num_slots(&self) -> u32 {
+        1 << 20
+    }
+
+    fn record_bytes(&self) -> usize {
+        layout().block_bytes()
+    }
+
+    fn write(&self, _: u32, _: &Arc<Record>) -> io::Result<()> {
+        while self.hangs.load(Ordering::Relaxed) {
+            thread::sleep(Duration::from_millis(1));
+        }
+        if self.fails { Err(io::ErrorKind::StorageFull.into()) } else { Ok(()) }
+    }
+
+    fn read(&self, wanted: &[(u32, BlockHash)]) -> Vec<Result<Arc<Record>, ReadError>> {
+        wanted.iter().map(|_| Err(io::Error::other("broken").into())).collect()
+    }
+
+    fn take_found(&mut self) -> Vec<(u32, RecordName)> {
+        Vec::new()
+    }
+}
+
+#[test]
+fn a_disk_that_hangs_keeps_no_blocks_and_what_it_cannot_take_is_dropped() {
+    let hangs = Arc::new(AtomicBool::new(true));
+    let pool = Pool::new();
+    let store = pool.over(vec![Box::new(BadDisk { hangs: hangs.clone(), fails: false })]);
+    let queue = MAX_QUEUED_BYTES / layout().block_bytes();
+    let mut num_saved = 0;
+    // Each returns although the disk hangs: more than the queue takes.
+    for seed in 0..queue as u64 / 60 + 3 {
+        pool.save(&store, seed, 60);
+        num_saved += 60;
+    }
+    let dropped = store.counts()[0].dropped;
+    assert!(dropped > 0 && store.counts()[0].writes == 0, "{dropped} of {num_saved}");
+    hangs.store(false, Ordering::Relaxed);
+    eventually("the queue is written", || store.counts()[0].writes as usize >= queue);
+}
+
+#[test]
+fn a_full_disk_and_a_broken_one_are_counted_and_the_host_goes_on() {
+    let pool = Pool::new();
+    let bad = |fails| Box::new(BadDisk { hangs: Arc::default(), fails });
+    let host = HostSlots::new(1 << 20, layout().block_bytes());
+    let store = pool.over(vec![Box::new(host), bad(true)]);
+    let hashes = pool.save(&store, 1, 5);
+    eventually("every write failed", || store.counts()[1].write_errors == 5);
+    assert_eq!(store.read(&hashes).len(), 5);
+
+    let store = pool.over(vec![bad(false)]);
+    let hashes = pool.save(&store, 1, 5);
+    eventually("all are written", || store.num_found(&hashes) == 5);
+    assert_eq!(store.read(&hashes).len(), 0);
+    assert_eq!((store.counts()[0].read_errors, store.num_found(&hashes)), (1, 0));
+}
+
+#[test]
+fn readers_and_writers_of_few_slots_never_meet_wrong_kv() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let pool = Pool::new();
+    let config = StoreConfig {
+        host_bytes: Some(8 * layout().block_bytes() as u64),
+        disk: Some(DiskConfig { dir: dir.path().to_owned(), max_bytes: 4096 + 12 * (512 + 4096) }),
+    };
+    let store = KvStore::open(&config, &format(), pool.storage.clone(), |_| ()).expect("it opens");
+    let is_over = AtomicBool::new(false);
+    thread::scope(|scope| {
+        for reader in 0..2 {
+            let (store, is_over) = (&store, &is_over);
+            scope.spawn(move || {
+                let mut random = baton_random::Random::new(reader);
+                while !is_over.load(Ordering::Relaxed) {
+                    let hashes = chain(random.below(6), 5);
+                    for (record, &hash) in store.read(&hashes).iter().zip(&hashes) {
+                        assert!(record.name.hash == hash && record.body() == body(hash), "wrong KV");
+                    }
+                }
+            });
+        }
+        for nth in 0..600 {
+            pool.save(&store, nth % 6, 5);
+        }
+        is_over.store(true, Ordering::Relaxed);
+    });
+    let counts = store.counts();
+    assert!(counts.iter().all(|tier| tier.evictions > 0 && tier.damaged == 0), "{counts:?}");
+    assert_eq!(BLOCK_SIZE * 5, tokens(0, 5).len());
+}
