@@ -17,6 +17,7 @@ mod files;
 mod generation_defaults;
 mod gguf;
 mod load;
+mod pieces;
 mod splitter;
 
 pub use chat_template::{ChatTemplate, TemplateError};

@@ -86,7 +86,7 @@ pub(crate) fn from_json(json: &Value) -> Tokenizer {
     Tokenizer::new(json.to_string().parse().unwrap(), Map::new(), None)
 }
 
-fn byte_level_json() -> Value {
+pub(crate) fn byte_level_json() -> Value {
     let mut alphabet: Vec<char> =
         tokenizers::pre_tokenizers::byte_level::ByteLevel::alphabet().into_iter().collect();
     alphabet.sort_unstable();

@@ -6,6 +6,7 @@ use serde_json::{Map, Value};
 
 use crate::{
     ChatTemplate, TemplateError, TokenizerError,
+    pieces::PieceEncoder,
     vocabulary::{Joining, Vocabulary},
 };
 
@@ -21,6 +22,7 @@ pub struct Tokenizer {
 
 struct Inner {
     tokenizer: tokenizers::Tokenizer,
+    pieces: Option<PieceEncoder>,
     vocabulary: Vocabulary,
     special_tokens: Map<String, Value>,
     chat_template: Option<ChatTemplate>,
@@ -37,7 +39,8 @@ impl Tokenizer {
         tokenizer.with_truncation(None).expect("no truncation suits every tokenizer");
         tokenizer.with_padding(None);
         let vocabulary = Vocabulary::new(&tokenizer);
-        Self { inner: Arc::new(Inner { tokenizer, vocabulary, special_tokens, chat_template }) }
+        let pieces = PieceEncoder::of(&tokenizer);
+        Self { inner: Arc::new(Inner { tokenizer, pieces, vocabulary, special_tokens, chat_template }) }
     }
 
     /// Token ids of `text`. With `add_special_tokens`, what the model expects around a bare text
@@ -49,18 +52,17 @@ impl Tokenizer {
     /// # Errors
     /// When the text cannot be tokenised faithfully.
     pub fn encode(&self, text: &str, add_special_tokens: bool) -> Result<Vec<u32>, TokenizerError> {
-        let run = longest_whitespace_run(text);
+        let run = if text.len() > MAX_WHITESPACE_RUN { longest_whitespace_run(text) } else { 0 };
         if run > MAX_WHITESPACE_RUN {
             return Err(TokenizerError::Encode(format!(
                 "it holds {run} white-space characters in a row; at most {MAX_WHITESPACE_RUN} are possible"
             )));
         }
-        let encoding = self
-            .inner
-            .tokenizer
-            .encode_fast(text, add_special_tokens)
-            .map_err(|error| TokenizerError::Encode(error.to_string()))?;
-        Ok(encoding.get_ids().to_vec())
+        let Inner { tokenizer, pieces, .. } = &*self.inner;
+        let ids = pieces.as_ref().and_then(|pieces| pieces.encode(tokenizer, text, add_special_tokens));
+        let plainly = || Ok(tokenizer.encode_fast(text, add_special_tokens)?.get_ids().to_vec());
+        ids.unwrap_or_else(plainly)
+            .map_err(|error: tokenizers::Error| TokenizerError::Encode(error.to_string()))
     }
 
     /// The text of `ids`, as Hugging Face's `decode` gives it. Bytes that form no character become
@@ -141,6 +143,11 @@ impl Tokenizer {
     ) -> Result<String, TemplateError> {
         let template = self.inner.chat_template.as_ref().ok_or(TemplateError::Missing)?;
         template.render(messages, tools, &self.inner.special_tokens, extra)
+    }
+
+    #[cfg(test)]
+    pub(crate) fn encodes_by_pieces(&self) -> bool {
+        self.inner.pieces.is_some()
     }
 
     pub(crate) fn vocabulary(&self) -> &Vocabulary {

@@ -202,21 +202,23 @@ impl Rules {
     }
 }
 
-/// GPT-2's way to write any byte as a printable character.
 fn chars_to_bytes() -> HashMap<char, u8> {
+    bytes_to_chars().into_iter().zip(0..=u8::MAX).collect()
+}
+
+/// GPT-2's way to write any byte as a printable character.
+pub(crate) fn bytes_to_chars() -> [char; 256] {
     let printable = |byte: u8| matches!(byte, b'!'..=b'~' | 0xA1..=0xAC | 0xAE..=0xFF);
     let mut next = 256;
-    (0..=u8::MAX)
-        .map(|byte| {
-            let code = if printable(byte) {
-                u32::from(byte)
-            } else {
-                next += 1;
-                next - 1
-            };
-            (char::from_u32(code).expect("codes below 512 are characters"), byte)
-        })
-        .collect()
+    std::array::from_fn(|byte| {
+        let code = if printable(byte as u8) {
+            byte as u32
+        } else {
+            next += 1;
+            next - 1
+        };
+        char::from_u32(code).expect("codes below 512 are characters")
+    })
 }
 
 #[cfg(test)]
