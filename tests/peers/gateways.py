@@ -2,10 +2,13 @@
 """Gateways before simulated workers: `smg`, `vllm-router`, and Baton's router.
 
 Workers compute nothing: all sequences of a worker advance by a token with each step, and a step takes the same time for all
-(`--step-ms`). Those of the peers speak the HTTP of OpenAI and are below; Baton's are `--device sim:H100`. The peers are
-installed into a throw-away environment. For each gateway, prompts of 500 and 8,000 tokens, as token ids and as text, and
-printed beside Baton's: the processor seconds of the gateway for 1,000 requests, and what it adds to the time to the first
-token: that through the gateway less that of the workers alone. Gateways take turns.
+(`--step-ms`). Those of the peers are in `gateway_workers.py`; Baton's are `--device sim:H100`. The peers are installed into a
+throw-away environment. Each runs twice: before workers of HTTP it forwards what the client sent and what the worker answers;
+before workers of gRPC it reads text and writes it, as Baton does.
+
+For each gateway, and prompts of 500 and 8,000 tokens, as token ids and as a chat, it prints the processor seconds of the gateway
+for 1,000 requests, and what it adds to the time to the first token: that through the gateway less that of the workers of HTTP
+alone. Gateways take turns.
 
     ./gateways.py --baton ../../target/release/baton
     ./gateways.py --baton ../../target/release/baton --streams 10000
@@ -18,6 +21,7 @@ import asyncio
 import json
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -26,78 +30,48 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Iterator
 
+ROOT = Path(__file__).parents[2]
 PEERS = {"smg": "smg==1.13.0", "vllm-router": "vllm-router==0.1.17"}
-TINY = Path(__file__).parents[2] / "models/tiny"
 MODEL = "simulated"
 NUM_WORKERS = 4
-WORDS = "the of and a to in is you that it he was for on are as with his they at be this have from or one had by".split()
+FIRST_TEXT = re.compile(rb'"(text|content)":"[^"]')
 
 
-async def serve(ports: list[int], step: float) -> None:
-    """Workers that speak the HTTP of OpenAI. A sequence begins with the next step."""
+@dataclass
+class Gateway:
+    """A gateway, or the workers themselves."""
 
-    def worker() -> tuple:
-        running: list[tuple[asyncio.Queue, int]] = []
-        arrived = asyncio.Event()
+    ports: list[int]
+    pids: list[int] = field(default_factory=list)
+    takes_ids_at_generate: bool = False
 
-        async def steps() -> None:
-            while True:
-                await arrived.wait()
-                while running:
-                    batch, running[:] = running[:], []
-                    await asyncio.sleep(step)
-                    for queue, _ in batch:
-                        queue.put_nowait(True)
-                    running.extend((queue, left - 1) for queue, left in batch if left > 1)
-                arrived.clear()
+    def cpu_seconds(self) -> float:
+        """Of all its processes, ended threads included: the clock that Linux has for each process."""
+        return sum(time.clock_gettime(~pid << 3 | 2) for pid in self.pids)
 
-        async def connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            try:
-                while True:
-                    head = (await reader.readuntil(b"\r\n\r\n")).decode("latin1")
-                    path = head.split()[1]
-                    fields = dict(line.lower().split(": ", 1) for line in head.split("\r\n")[1:] if ": " in line)
-                    body = await reader.readexactly(int(fields.get("content-length", 0)))
-                    if path.startswith("/v1/completions"):
-                        await complete(json.loads(body), writer)
-                        continue
-                    answer = {"object": "list", "data": [{"id": MODEL, "object": "model"}], "model_path": MODEL}
-                    text = json.dumps(answer).encode()
-                    head = f"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: {len(text)}\r\n\r\n"
-                    writer.write(head.encode() + text)
-            except (asyncio.IncompleteReadError, ConnectionError):
-                pass
-            finally:
-                writer.close()
+    def resident_bytes(self) -> int:
+        pages = sum(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in self.pids)
+        return pages * resource.getpagesize()
 
-        async def complete(request: dict, writer: asyncio.StreamWriter) -> None:
-            queue: asyncio.Queue = asyncio.Queue()
-            num = request["max_tokens"]
-            running.append((queue, num))
-            arrived.set()
-            writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
-            for idx in range(num):
-                await queue.get()
-                reason = "length" if idx + 1 == num else None
-                choice = {"index": 0, "text": " word", "logprobs": None, "finish_reason": reason}
-                event = {"id": "cmpl-1", "object": "text_completion", "created": 1, "model": MODEL, "choices": [choice]}
-                text = b"data: " + json.dumps(event).encode() + b"\n\n"
-                writer.write(b"%x\r\n%s\r\n" % (len(text), text))
-            writer.write(b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")
-            await writer.drain()
-
-        return steps, connection
-
-    tasks = []
-    for port in ports:
-        steps, connection = worker()
-        tasks.append(asyncio.create_task(steps()))
-        tasks.append(asyncio.create_task((await asyncio.start_server(connection, "127.0.0.1", port, backlog=20000)).serve_forever()))
-    await asyncio.gather(*tasks)
+    def request(self, prompt: list[int] | str, num_tokens: int) -> bytes:
+        """Token ids as a completion, or in SGLang's words; text as a chat."""
+        common = {"model": MODEL, "stream": True}
+        sampling = {"temperature": 0, "ignore_eos": True}
+        if isinstance(prompt, str):
+            path, fields = "/v1/chat/completions", {"messages": [{"role": "user", "content": prompt}], "max_tokens": num_tokens} | sampling
+        elif self.takes_ids_at_generate:
+            path, fields = "/generate", {"input_ids": prompt, "sampling_params": {"max_new_tokens": num_tokens} | sampling}
+        else:
+            path, fields = "/v1/completions", {"prompt": prompt, "max_tokens": num_tokens} | sampling
+        body = json.dumps(common | fields).encode()
+        head = f"POST {path} HTTP/1.1\r\nhost: gateway\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+        return head.encode() + body
 
 
 class Refused(Exception):
@@ -110,15 +84,14 @@ class Client:
     def __init__(self, ports: list[int]) -> None:
         self.ports, self.idle, self.num = ports, {port: [] for port in ports}, 0
 
-    async def stream(self, body: bytes, on_first=lambda: None) -> float:
-        """Seconds to the first token. The stream is read to its end."""
+    async def stream(self, request: bytes, on_first=lambda: None) -> float:
+        """Seconds to the first text. The stream is read to its end."""
         port = self.ports[self.num % len(self.ports)]
         self.num += 1
         connection = self.idle[port].pop() if self.idle[port] else await asyncio.open_connection("127.0.0.1", port)
         reader, writer = connection
-        head = "POST /v1/completions HTTP/1.1\r\nhost: gateway\r\ncontent-type: application/json\r\n"
         started = time.perf_counter()
-        writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+        writer.write(request)
         answer = await reader.readuntil(b"\r\n\r\n")
         if not answer.startswith(b"HTTP/1.1 200"):
             writer.close()
@@ -127,58 +100,41 @@ class Client:
         while True:
             size = int((await reader.readline()).split(b";")[0], 16)
             data = await reader.readexactly(size + 2)
-            if first is None and b'"text"' in data:
+            if first is None and FIRST_TEXT.search(data):
                 first = time.perf_counter() - started
                 on_first()
             assert b'"error"' not in data, data
             if size == 0:
                 break
         self.idle[port].append(connection)
-        assert first is not None, "no token came"
+        assert first is not None, "no text came"
         return first
 
 
-def body(prompt: object, num_tokens: int) -> bytes:
-    request = {"model": MODEL, "prompt": prompt, "max_tokens": num_tokens, "stream": True, "temperature": 0}
-    return json.dumps(request | {"ignore_eos": True}).encode()
-
-
-def prompts(kind: str, num_tokens: int, num: int, words_per_token: float) -> list[object]:
-    """Half of each prompt is one of eight beginnings."""
+def prompts(kind: str, num_tokens: int, num: int, chars_per_token: float) -> list[list[int] | str]:
+    """Half of each prompt is one of eight beginnings. Text is cut out of the project's pages."""
     choose = random.Random(num_tokens)
+    pages = " ".join(path.read_text() for path in sorted((ROOT / "docs").rglob("*.md")))
 
-    def part(size: int) -> list:
+    def part(size: int) -> list[int] | str:
         if kind == "ids":
             return [choose.randrange(300, 1800) for _ in range(size)]
-        return choose.choices(WORDS, k=round(size * words_per_token))
+        begin = choose.randrange(len(pages) - round(size * chars_per_token))
+        return pages[begin : begin + round(size * chars_per_token)]
 
     beginnings = [part(num_tokens // 2) for _ in range(8)]
-    all_parts = [choose.choice(beginnings) + part(num_tokens // 2) for _ in range(num)]
-    return all_parts if kind == "ids" else [" ".join(words) for words in all_parts]
+    return [choose.choice(beginnings) + part(num_tokens // 2) for _ in range(num)]
 
 
-async def load(ports: list[int], bodies: list[bytes], rate: float) -> list[float]:
+async def load(ports: list[int], requests: list[bytes], rate: float) -> list[float]:
     """Seconds to the first token of each; the requests begin at a fixed rate."""
     client = Client(ports)
     tasks = []
     began = time.perf_counter()
-    for idx, request in enumerate(bodies):
+    for idx, request in enumerate(requests):
         await asyncio.sleep(max(0, began + idx / rate - time.perf_counter()))
         tasks.append(asyncio.create_task(client.stream(request)))
     return await asyncio.gather(*tasks)
-
-
-def cpu_seconds(pids: list[int]) -> float:
-    ticks = 0
-    for pid in pids:
-        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-        ticks += int(fields[11]) + int(fields[12])
-    return ticks / os.sysconf("SC_CLK_TCK")
-
-
-def resident_bytes(pids: list[int]) -> int:
-    pages = sum(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in pids)
-    return pages * resource.getpagesize()
 
 
 def family(pid: int) -> list[int]:
@@ -190,9 +146,11 @@ def family(pid: int) -> list[int]:
 
 
 @contextmanager
-def process(command: list, log: Path) -> Iterator[subprocess.Popen]:
+def process(command: list, log: Path, **environment: object) -> Iterator[subprocess.Popen]:
+    variables = os.environ | {name: str(value) for name, value in environment.items()}
     with open(log, "wb") as output:
-        started = subprocess.Popen([str(word) for word in command], stdout=output, stderr=output, start_new_session=True)
+        words = [str(word) for word in command]
+        started = subprocess.Popen(words, stdout=output, stderr=output, start_new_session=True, env=variables)
     try:
         yield started
     finally:
@@ -207,13 +165,13 @@ def process(command: list, log: Path) -> Iterator[subprocess.Popen]:
 def wait_until_ready(port: int, started: subprocess.Popen, log: Path) -> None:
     async def ask() -> None:
         for _ in range(6):  # several in a row: workers may join one after the other
-            await asyncio.wait_for(Client([port]).stream(body("ready", 1)), 5)
+            await asyncio.wait_for(Client([port]).stream(Gateway([port]).request("ready", 1)), 5)
 
     for _ in range(150):
         time.sleep(0.2)
         try:
             return asyncio.run(ask())
-        except (OSError, Refused, ValueError, asyncio.TimeoutError, asyncio.IncompleteReadError):
+        except (OSError, Refused, ValueError, AssertionError, asyncio.TimeoutError, asyncio.IncompleteReadError):
             if started.poll() is not None:
                 break
     raise SystemExit(f"{log} says why this did not start:\n{log.read_text()[-2000:]}")
@@ -230,87 +188,99 @@ def install(peer: str, at: Path) -> Path:
 def model_directory(at: Path) -> None:
     """The tiny model's tokenizer and a configuration with a long context."""
     at.mkdir()
+    tiny = ROOT / "models/tiny"
     for name in ["tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"]:
-        shutil.copy(TINY / name, at)
-    config = json.loads((TINY / "config.json").read_text()) | {"max_position_embeddings": 32768}
+        shutil.copy(tiny / name, at)
+    config = json.loads((tiny / "config.json").read_text()) | {"max_position_embeddings": 32768}
     (at / "config.json").write_text(json.dumps(config))
 
 
-def start(args: argparse.Namespace, dir: Path, stack: ExitStack) -> dict[str, tuple[int, list[int]]]:
-    """All gateways: port and processes of each. The workers of the peers have the ports above `args.port + 10`."""
-    ports = [args.port + 10 + idx for idx in range(NUM_WORKERS)]
-    urls = [f"http://127.0.0.1:{port}" for port in ports]
-    command = [sys.executable, __file__, "--serve", *ports, "--step-ms", args.step_ms]
-    worker = stack.enter_context(process(command, dir / "workers.log"))
-    wait_until_ready(ports[0], worker, dir / "workers.log")
-    found = {}
-    for idx, peer in enumerate(PEERS):
-        if args.only and peer not in args.only:
+def start_peers(args: argparse.Namespace, dir: Path, stack: ExitStack) -> dict[str, Gateway]:
+    """Each before both kinds of workers; "" are the workers of HTTP themselves."""
+    programs = {peer: install(peer, args.environments / peer) for peer in PEERS}
+    ports = {protocol: [args.port + 10 * idx + worker for worker in range(NUM_WORKERS)] for idx, protocol in enumerate(["http", "grpc"], 1)}
+    found = {"": Gateway(ports["http"])}
+    for protocol in ports:
+        # smg brings grpcio.
+        python = sys.executable if protocol == "http" else args.environments / "smg/bin/python"
+        command = [python, Path(__file__).with_name("gateway_workers.py"), protocol, *ports[protocol]]
+        stack.enter_context(process([*command, "--step-ms", args.step_ms, "--model", dir / MODEL], dir / f"{protocol}.log"))
+    for idx, (peer, protocol) in enumerate((peer, protocol) for peer in PEERS for protocol in ports):
+        name = peer if protocol == "http" else f"{peer}, tokenising"
+        if args.only is not None and name not in args.only:
             continue
-        program = install(peer, args.environments / peer)
-        command = [program, *(["launch"] if peer == "smg" else []), "--worker-urls", *urls, "--port", args.port + idx]
+        urls = [f"{protocol}://127.0.0.1:{port}" for port in ports[protocol]]
+        port = args.port + idx
+        command = [programs[peer], *(["launch"] if peer == "smg" else []), "--worker-urls", *urls, "--port", port]
         command += ["--policy", "cache_aware", "--prometheus-port", args.port + 30 + idx]
-        log = dir / f"{peer}.log"
-        started = stack.enter_context(process(command, log))
-        wait_until_ready(args.port + idx, started, log)
-        found[peer] = (args.port + idx, family(started.pid))
-    model_directory(dir / MODEL)
-    profile = {"step": {"fixed": args.step_ms / 1000, "per_token": 0.0, "per_context_token": 0.0, "per_pair": 0.0}}
-    (dir / "profile.json").write_text(json.dumps(profile))
-    listen = args.port + 5
-    command = [args.baton, "router", "--model", dir / MODEL, "--listen", f"127.0.0.1:{listen}"]
-    router = stack.enter_context(process(command, dir / "router.log"))
-    command = [args.baton, "decode-worker", "--model", dir / MODEL, "--device", "sim:H100", "--id", "worker"]
-    command += ["--num-workers", NUM_WORKERS, "--router", f"http://127.0.0.1:{listen}", "--kv-memory", "256M"]
-    command += ["--step-profile", dir / "profile.json", "--token-budget", 65536, "--max-running", 4096]
-    command += ["--max-waiting", 16384]
-    stack.enter_context(process(command, dir / "baton-workers.log"))
-    wait_until_ready(listen, router, dir / "router.log")
-    found["baton"] = (listen, [router.pid])
+        command += ["--model-path", dir / MODEL] if peer == "smg" and protocol == "grpc" else []
+        log = dir / f"{peer}-{protocol}.log"
+        started = stack.enter_context(process(command, log, VLLM_ROUTER_TOKENIZER=dir / MODEL))
+        wait_until_ready(port, started, log)
+        found[name] = Gateway([port], family(started.pid), takes_ids_at_generate=peer == "smg")
     return found
 
 
-def words_per_token(port: int) -> float:
-    """Of the tokenizer of Baton's router, which is the only one that reads text here."""
-    import urllib.request
+def start_baton(program: Path, name: str, port: int, args: argparse.Namespace, dir: Path, stack: ExitStack) -> Gateway:
+    command = [program, "router", "--model", dir / MODEL, "--listen", f"127.0.0.1:{port}"]
+    router = stack.enter_context(process(command, dir / f"{name}.log"))
+    command = [program, "decode-worker", "--model", dir / MODEL, "--device", "sim:H100", "--id", "worker"]
+    command += ["--num-workers", NUM_WORKERS, "--router", f"http://127.0.0.1:{port}", "--kv-memory", "256M"]
+    command += ["--step-profile", dir / "profile.json", "--token-budget", 65536, "--max-running", 4096]
+    command += ["--max-waiting", 16384]
+    stack.enter_context(process(command, dir / f"{name}-workers.log"))
+    wait_until_ready(port, router, dir / f"{name}.log")
+    return Gateway([port], [router.pid])
 
-    request = {"model": MODEL, "prompt": " ".join(random.Random(1).choices(WORDS, k=400)), "max_tokens": 1}
-    head = {"content-type": "application/json"}
-    asked = urllib.request.Request(f"http://127.0.0.1:{port}/v1/completions", json.dumps(request).encode(), head)
-    return 400 / json.load(urllib.request.urlopen(asked))["usage"]["prompt_tokens"]
+
+def start(args: argparse.Namespace, dir: Path, stack: ExitStack) -> dict[str, Gateway]:
+    """All gateways, and "", which are workers alone."""
+    model_directory(dir / MODEL)
+    profile = {"step": {"fixed": args.step_ms / 1000, "per_token": 0.0, "per_context_token": 0.0, "per_pair": 0.0}}
+    (dir / "profile.json").write_text(json.dumps(profile))
+    found = start_peers(args, dir, stack)
+    if args.before:
+        found["Baton before"] = start_baton(args.before, "before", args.port + 6, args, dir, stack)
+    found["Baton"] = start_baton(args.baton, "baton", args.port + 5, args, dir, stack)
+    return found
 
 
-def compare(args: argparse.Namespace, gateways: dict[str, tuple[int, list[int]]]) -> None:
-    ratio = words_per_token(gateways["baton"][0])
-    workers = [args.port + 10 + idx for idx in range(NUM_WORKERS)]
-    print(f"{args.requests} requests at {args.rate}/s, {args.output_tokens} tokens each, steps of {args.step_ms} ms, {NUM_WORKERS} workers")
-    print("| prompts | gateway | CPU s per 1,000 requests | added p50 ms | added p99 ms | CPU, Baton's of it |")
+def chars_per_token(baton: Gateway) -> float:
+    text = prompts("chat", 4000, 1, 1.0)[0]
+    asked = urllib.request.Request(f"http://127.0.0.1:{baton.ports[0]}/tokenize", json.dumps({"prompt": text}).encode(), {"content-type": "application/json"})
+    return len(text) / json.load(urllib.request.urlopen(asked))["count"]
+
+
+def compare(args: argparse.Namespace, gateways: dict[str, Gateway]) -> None:
+    ratio = chars_per_token(gateways["Baton"])
+    num = args.requests // args.rounds
+    print(f"{args.rounds} rounds of {num} requests at {args.rate}/s, {args.output_tokens} tokens each, steps of {args.step_ms} ms, {NUM_WORKERS} workers")
+    print("| prompts | gateway | CPU s per 1,000 requests | added p50 ms | added p99 ms | Baton's CPU is |")
     print("|---|---|---|---|---|---|")
     for num_tokens in args.input_tokens:
-        for kind in ["ids", "text"]:
-            bodies = [body(prompt, args.output_tokens) for prompt in prompts(kind, num_tokens, args.requests, ratio)]
-            rows = {}
-            for name, (port, pids) in {"": (0, []), **gateways}.items():
-                ports = [port] if name else workers
-                try:
-                    asyncio.run(load(ports, bodies[:1], args.rate))
-                except Refused as refused:
-                    print(f"| {num_tokens} {kind} | {name} | refused | | | |", refused, file=sys.stderr)
+        for kind in args.kinds:
+            all_prompts = prompts(kind, num_tokens, args.requests, ratio)
+            cpu, times = dict.fromkeys(gateways, 0.0), {name: [] for name in gateways}
+            for turn in range(args.rounds):
+                for name, gateway in gateways.items():
+                    requests = [gateway.request(prompt, args.output_tokens) for prompt in all_prompts[turn * num : (turn + 1) * num]]
+                    asyncio.run(load(gateway.ports, requests[: max(1, num // 10)], args.rate))
+                    before = gateway.cpu_seconds()
+                    times[name] += asyncio.run(load(gateway.ports, requests, args.rate))
+                    cpu[name] += gateway.cpu_seconds() - before
+            centiles = {name: statistics.quantiles(each, n=100, method="inclusive") for name, each in times.items()}
+            for name in gateways:
+                if not name:
                     continue
-                asyncio.run(load(ports, bodies[: args.requests // 10], args.rate))
-                before = cpu_seconds(pids)
-                times = sorted(asyncio.run(load(ports, bodies, args.rate)))
-                cpu = (cpu_seconds(pids) - before) * 1000 / len(bodies)
-                rows[name] = (cpu, statistics.median(times) * 1e3, times[len(times) * 99 // 100] * 1e3)
-            _, p50, p99 = rows.pop("")
-            for name, (cpu, own_p50, own_p99) in rows.items():
-                part = rows["baton"][0] / cpu if cpu else float("nan")
-                print(f"| {num_tokens} {kind} | {name} | {cpu:.2f} | {own_p50 - p50:.1f} | {own_p99 - p99:.1f} | {part:.2f} |", flush=True)
+                p50, p99 = ((centiles[name][idx] - centiles[""][idx]) * 1e3 for idx in (49, 98))
+                seconds = cpu[name] * 1000 / (num * args.rounds)
+                part = cpu["Baton"] / cpu[name]
+                print(f"| {num_tokens} {kind} | {name} | {seconds:.2f} | {p50:.1f} | {p99:.1f} | {part:.2f}x |", flush=True)
 
 
-async def open_streams(port: int, num: int, pids: list[int], num_tokens: int) -> int:
+async def open_streams(gateway: Gateway, num: int, num_tokens: int) -> int:
     """Bytes of the gateway while so many streams are open, each after its first token, less those before."""
-    before, num_begun = resident_bytes(pids), 0
+    before, num_begun = gateway.resident_bytes(), 0
     all_begun = asyncio.Event()
 
     def begun() -> None:
@@ -319,8 +289,8 @@ async def open_streams(port: int, num: int, pids: list[int], num_tokens: int) ->
         if num_begun == num:
             all_begun.set()
 
-    client = Client([port])
-    request = body([300 + idx for idx in range(100)], num_tokens)
+    client = Client(gateway.ports)
+    request = gateway.request([300 + idx for idx in range(100)], num_tokens)
     tasks = []
     for _ in range(num):
         tasks.append(asyncio.create_task(client.stream(request, begun)))
@@ -328,42 +298,43 @@ async def open_streams(port: int, num: int, pids: list[int], num_tokens: int) ->
             await asyncio.sleep(0.1)
     waiting = asyncio.create_task(all_begun.wait())
     done, _ = await asyncio.wait([waiting, *tasks], timeout=90, return_when=asyncio.FIRST_COMPLETED)
-    for failed in done - {waiting}:
-        failed.result()  # says why
     print(f"  {num_begun} of {num} streams had their first token at the same time", flush=True)
-    used = resident_bytes(pids) - before
+    used = gateway.resident_bytes() - before
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+    for failed in done - {waiting}:
+        print(f"  the first that ended: {failed.exception()!r:.300}")
     return used
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--baton", type=Path)
+    parser.add_argument("--baton", type=Path, required=True)
+    parser.add_argument("--before", type=Path, help="another build of Baton, measured beside it")
     parser.add_argument("--environments", type=Path, default=Path("/tmp/baton-gateways"), help="of the peers")
     parser.add_argument("--only", nargs="*", help="these peers")
     parser.add_argument("--port", type=int, default=31000, help="this and the next 40")
-    parser.add_argument("--requests", type=int, default=400)
+    parser.add_argument("--requests", type=int, default=300)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--rate", type=float, default=50)
     parser.add_argument("--input-tokens", type=int, nargs="*", default=[500, 8000])
     parser.add_argument("--output-tokens", type=int, default=16)
+    parser.add_argument("--kinds", nargs="*", choices=["ids", "chat"], default=["ids", "chat"])
     parser.add_argument("--step-ms", type=float, default=10)
     parser.add_argument("--streams", type=int)
-    parser.add_argument("--serve", type=int, nargs="*", help=argparse.SUPPRESS)
     args = parser.parse_args()
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    if args.serve:
-        return asyncio.run(serve(args.serve, args.step_ms / 1000))
     args.step_ms = 2000 if args.streams else args.step_ms
     with tempfile.TemporaryDirectory() as dir, ExitStack() as stack:
         gateways = start(args, Path(dir), stack)
         if not args.streams:
             return compare(args, gateways)
-        for name, (port, pids) in gateways.items():
-            used = asyncio.run(open_streams(port, args.streams, pids, 100))
-            print(f"{name}: {used / args.streams / 1024:.1f} KiB of memory for each stream", flush=True)
+        for name, gateway in gateways.items():
+            if name:
+                used = asyncio.run(open_streams(gateway, args.streams, 100))
+                print(f"{name}: {used / args.streams / 1024:.1f} KiB of memory for each stream", flush=True)
 
 
 if __name__ == "__main__":
