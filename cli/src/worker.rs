@@ -4,9 +4,9 @@ use std::{fs, net::SocketAddr, path::Path, time::Duration};
 
 use anyhow::ensure;
 use baton_cluster::{Role, WorkerId};
-use baton_command::{EngineArgs, Speculate, TlsArgs, at_least_one, draft_model, embedded_model};
+use baton_command::{Blend, EngineArgs, Speculate, TlsArgs, at_least_one, draft_model, embedded_model};
 use baton_telemetry::TelemetryGuard;
-use baton_worker::{ComputeDevice, DrafterConfig, KvMemory, WorkerConfig};
+use baton_worker::{BlendSettings, ComputeDevice, DrafterConfig, KvMemory, WorkerConfig};
 use clap::Args;
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
@@ -150,6 +150,11 @@ fn worker(role: Role, args: WorkerArgs) -> anyhow::Result<(WorkerConfig, Telemet
         Speculate::Draft => draft_model.map(DrafterConfig::Model),
     };
     config.max_draft_tokens = args.engine.max_draft_tokens;
+    config.blend = (args.engine.blend == Blend::Auto).then_some(BlendSettings {
+        max_store_bytes: args.engine.blend_memory.0,
+        max_kl: args.engine.blend_max_kl,
+        audit: args.engine.blend_audit,
+    });
     config.tls = args.tls.load()?;
     args.transfer.configure(&mut config);
     config.drain_timeout = Duration::from_secs(args.drain_timeout);

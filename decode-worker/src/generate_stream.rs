@@ -133,8 +133,15 @@ impl GenerateStream {
                         () = self.halted.cancelled() => return Some(self.fail(draining_failure())),
                     };
                     match event {
-                        Some(RemotePrefillEvent::First { token, cached_tokens, pace, finish }) => {
+                        Some(RemotePrefillEvent::First {
+                            token,
+                            cached_tokens,
+                            blended_tokens,
+                            pace,
+                            finish,
+                        }) => {
                             self.notes.cached_tokens = Some(cached_tokens);
+                            self.notes.blended_tokens = blended_tokens;
                             self.notes.pace = Some(pace);
                             if let Some(reason) = finish {
                                 self.source = TokenSource::End(reason);
@@ -170,6 +177,9 @@ impl GenerateStream {
                         }
                         Some(TokenEvent::Scored { first_idx, tokens }) => {
                             return Some(scored_event(first_idx, &tokens));
+                        }
+                        Some(TokenEvent::Blended { reused_tokens }) => {
+                            self.notes.blended_tokens = reused_tokens;
                         }
                         Some(TokenEvent::Verified(drafts)) => self.notes.drafts = drafts,
                         Some(TokenEvent::Token(token)) => return Some(self.token(&token)),

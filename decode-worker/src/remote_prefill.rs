@@ -58,6 +58,8 @@ pub enum RemotePrefillEvent {
         token: SampledToken,
         /// Prompt tokens found in the prefill worker's cache.
         cached_tokens: usize,
+        /// Prompt tokens whose KV came from passages that the prefill worker had kept.
+        blended_tokens: usize,
         /// What it took.
         pace: PromptPace,
         /// Present when the token ends the request.
@@ -205,12 +207,14 @@ impl RemotePrefillDriver {
 
     /// Sends the first token to the router, with the finish reason if the token ends the request.
     fn forward(&mut self, first: FirstToken) -> Option<FinishReason> {
-        let FirstToken { token, cached_tokens } = first;
+        let FirstToken { token, cached_tokens, blended_tokens } = first;
         let context_length = self.side.worker().engine().context_length();
         let num_output_tokens = self.request.output.len() + 1;
         let finish = self.request.finish_after(num_output_tokens, token.id, context_length);
         let pace = PromptPace::new(self.started, self.computing, Instant::now());
-        self.send_event(RemotePrefillEvent::First { token: token.clone(), cached_tokens, pace, finish });
+        let event =
+            RemotePrefillEvent::First { token: token.clone(), cached_tokens, blended_tokens, pace, finish };
+        self.send_event(event);
         self.sent = match (&self.sent, finish) {
             (SentToRouter::Nothing, None) => SentToRouter::FirstToken(token, Instant::now()),
             _ => SentToRouter::End,

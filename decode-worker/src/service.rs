@@ -11,7 +11,7 @@ use baton_proto::{
 };
 use baton_telemetry::trace_context;
 use baton_worker::{
-    Uncovered, Worker,
+    Uncovered, Worker, blending,
     convert::{progress_event, submit_failure},
     handoff::{prefix_fetch, pulse::Pulse},
     identity_of,
@@ -50,13 +50,16 @@ impl DecodeService {
     /// Starts an accepted request.
     fn start(
         &self,
-        request: baton_request::Request,
+        mut request: baton_request::Request,
         kv: PromptKv,
         uncovered: Option<Uncovered>,
         span: tracing::Span,
     ) -> Result<GenerateStream, Status> {
         let worker = self.worker.clone();
         let num_tokens = request.num_known_tokens();
+        if !matches!(kv, PromptKv::Remote(_)) {
+            blending::decide(&worker, &mut request);
+        }
         match kv {
             PromptKv::Local => {
                 let tokens = worker.engine().generate(request);

@@ -7,7 +7,6 @@ use std::{
 
 use baton_cost::StepLine;
 use baton_grammar::GrammarCompiler;
-use baton_model_spec::BlendRatio;
 
 /// Sizes and limits of one engine.
 #[derive(Clone, Debug)]
@@ -35,7 +34,7 @@ pub struct EngineConfig {
     pub step_prior: Option<StepLine>,
     /// Compiles the grammars of requests; `None`: a request with a grammar is refused.
     pub grammars: Option<Arc<GrammarCompiler>>,
-    /// How prompts with passages are blended; `None`: they are computed as ever.
+    /// How prompts with passages are blended; `None`: they are computed in full.
     pub blending: Option<BlendConfig>,
     /// [`Instant::now`]. Measures steps; tokens do not depend on it.
     pub clock: fn() -> Instant,
@@ -49,10 +48,6 @@ pub struct EngineConfig {
 pub struct BlendConfig {
     /// Bytes of KV of passages that are kept for later prompts.
     pub max_store_bytes: usize,
-    /// The part of the passages' tokens that is computed again, for requests that name none.
-    pub ratio: BlendRatio,
-    /// So many tokens at the start of each passage are computed again, too.
-    pub num_first_tokens: usize,
 }
 
 /// Why an engine did not start.

@@ -28,6 +28,11 @@ pub enum TokenEvent {
         /// Consecutive tokens.
         tokens: Vec<ScoredToken>,
     },
+    /// The head of its prompt was blended.
+    Blended {
+        /// Tokens whose KV came from passages that were kept.
+        reused_tokens: usize,
+    },
     /// A draft was verified. The tokens that follow at once come from it.
     Verified(DraftCounts),
     /// The next output token.
@@ -45,6 +50,11 @@ pub enum PrefillEvent {
     Started {
         /// Prompt tokens that the prefix cache supplied.
         cached_tokens: usize,
+    },
+    /// As [`TokenEvent::Blended`]. The blocks of the head are announced before it.
+    Blended {
+        /// Tokens whose KV came from passages that were kept.
+        reused_tokens: usize,
     },
     /// From now on these blocks hold their final KV of these layers. Each layer of each block is named once: of a
     /// cached prefix at once, of a full block when a chunk completes it, of a partial last block when the prompt

@@ -65,13 +65,13 @@ pub(crate) fn compute_passage(
     Ok(outcome??)
 }
 
-/// Blends the head of a sequence. Returns the number of tokens that were computed in all layers.
+/// Blends the head of a sequence. Returns the positions that were computed in all layers.
 pub(crate) fn blend(
     executor: &mut dyn Executor,
     prompt: &BlendedPrompt<'_>,
     storage: &BlockStorage,
     on_layer: &mut dyn FnMut(usize),
-) -> Result<usize, EngineError> {
+) -> Result<Vec<usize>, EngineError> {
     let executor = blending(executor);
     // SAFETY: as for `compute_passage`; readers wait for `on_layer`.
     #[allow(unsafe_code)]

@@ -12,11 +12,11 @@ use std::{
 use baton_grammar::{GrammarError, TokenMatcher};
 use baton_kv_cache::{BlockId, BlockStorage};
 use baton_model_spec::SampledToken;
-use baton_request::{InvalidRequest, Problem, Request};
+use baton_request::{BlendMarks, InvalidRequest, Problem, Request};
 use tokio::sync::{oneshot, watch};
 
 use crate::{
-    blending::{BlendCounters, BlendCounts, hash_root, marks},
+    blending::{BlendCounters, BlendCounts, hash_root},
     block_pool::PoolReport,
     cache_log::CacheLog,
     command::{Command, Commands, DropCommand},
@@ -136,9 +136,9 @@ impl EngineHandle {
     /// As [`generate`](Self::generate).
     pub fn prefill(&self, request: Request) -> Result<(PrefillEvents, HeldBlocks), SubmitError> {
         let layout = self.state.storage.layout();
-        // One event for each piece, one for the cached prefix, `Started`, and the terminal one.
+        // One event for each piece, one for the cached prefix, `Started`, `Blended`, and the terminal one.
         let num_pieces = layout.num_blocks_for(request.num_known_tokens()) * layout.num_layers;
-        let (sink, events) = Sink::new(num_pieces + 3);
+        let (sink, events) = Sink::new(num_pieces + 4);
         let cancel =
             self.submit(request, SequenceRole::Prefill, ReplyChannel::Prefill(sink), Command::Cancel)?;
         let owner = DropCommand::new(cancel.id, self.state.commands.clone(), Command::Release);
@@ -221,9 +221,9 @@ impl EngineHandle {
         self.state.drafter.map(|drafter| (drafter, self.state.draft_counters.read()))
     }
 
-    /// What it has blended.
-    pub fn blends(&self) -> BlendCounts {
-        self.state.blend_counters.read()
+    /// What it has blended; `None`: it does not blend.
+    pub fn blends(&self) -> Option<BlendCounts> {
+        self.state.config.blending.map(|_| self.state.blend_counters.read())
     }
 
     /// What it has done since it started.
@@ -268,7 +268,7 @@ impl EngineHandle {
 
     fn submit(
         &self,
-        request: Request,
+        mut request: Request,
         role: SequenceRole,
         reply: ReplyChannel,
         at_drop: fn(SequenceId) -> Command,
@@ -288,19 +288,14 @@ impl EngineHandle {
         if is_scored && role != SequenceRole::Generate {
             return Err(InvalidRequest::new("prompt_logprobs", Problem::PromptElsewhere).into());
         }
-        let (num_head_tokens, is_shared) = match (marks(&request), role) {
-            // Logits of cached or blended tokens do not exist.
-            _ if is_scored => (0, false),
-            (None, _) => (0, true),
-            (Some(marks), _) if config.blending.is_some() => (marks.end_idx(), true),
-            // Its KV comes from an engine that may have blended it, so it is not that of a full prefill.
-            (Some(_), SequenceRole::Decode) => (0, false),
-            (Some(_), SequenceRole::Generate | SequenceRole::Prefill) => {
-                state.blend_counters.add_refused();
-                (0, true)
-            }
-        };
-        let root = (config.prefix_cache && is_shared).then(|| hash_root(config, &request));
+        // Without blending, what is computed here is not blended; what arrives computed may be. Cached and blended tokens have no
+        // logits.
+        if is_scored || config.blending.is_none() && role != SequenceRole::Decode {
+            request.blend = None;
+        }
+        let head = request.blended().filter(|_| config.blending.is_some());
+        let num_head_tokens = head.map_or(0, BlendMarks::end_idx);
+        let root = (config.prefix_cache && !is_scored).then(|| hash_root(&config.model_revision, &request));
         let tokens = [&request.prompt[..], &request.output].concat();
         let max_num_tokens = request.max_num_tokens(config.context_length);
         let block_size = state.storage.layout().block_size;
@@ -331,10 +326,11 @@ impl EngineHandle {
         self.state.commands.send(command).map_err(|_| SubmitError::ShuttingDown)
     }
 
-    /// `Started`, each remaining token with a draft before it, the scores of each prompt token, and the terminal event.
+    /// `Started`, `Blended`, each remaining token with a draft before it, the scores of each prompt token, and the
+    /// terminal event.
     fn max_token_events(&self, request: &Request) -> usize {
         let max_num_tokens = request.max_num_tokens(self.state.config.context_length);
         let max_scored = if request.is_scored() { request.prompt.len() } else { 0 };
-        2 * max_num_tokens.saturating_sub(request.num_known_tokens()) + max_scored + 2
+        2 * max_num_tokens.saturating_sub(request.num_known_tokens()) + max_scored + 3
     }
 }

@@ -57,9 +57,10 @@ mod step_loop;
 mod step_time;
 mod streams;
 
-pub use baton_model_spec::{BlendRatio, SampledToken, TokenLogprobs};
+pub use baton_model_spec::{SampledToken, TokenLogprobs};
 pub use baton_request::{
-    BlendMarks, FinishReason, InvalidRequest, Problem, Request, SamplingParams, SpeculationMode,
+    BlendMarks, FinishReason, InvalidRequest, NUM_FIRST_TOKENS, Problem, Request, SamplingParams,
+    SpeculationMode,
 };
 pub use baton_sampler::{self as sampler, ScoredToken};
 pub use blending::BlendCounts;

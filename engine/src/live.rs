@@ -216,6 +216,19 @@ impl LiveRequests {
         Head { request: &self.requests[&chunk.id].request, tokens, blocks }
     }
 
+    /// The head of a sequence was blended. A preempted sequence blends it again, and its reader knows.
+    pub(crate) fn tell_blended(&mut self, id: SequenceId, reused_tokens: usize) {
+        let live = self.requests.get_mut(&id).expect("planned sequences live");
+        if mem::replace(&mut live.is_blended, true) {
+            return;
+        }
+        match &live.reply {
+            ReplyChannel::Tokens(sink) => sink.send(TokenEvent::Blended { reused_tokens }),
+            ReplyChannel::Prefill(sink) => sink.send(PrefillEvent::Blended { reused_tokens }),
+            ReplyChannel::Reservation(_) => {}
+        }
+    }
+
     /// Where the events of a sequence go.
     pub(crate) fn reply(&self, id: SequenceId) -> &ReplyChannel {
         &self.requests[&id].reply

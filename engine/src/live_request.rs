@@ -35,6 +35,8 @@ pub(crate) struct LiveRequest {
     pub(crate) has_forced_draft: bool,
     /// Most tokens of its next draft of forced text.
     pub(crate) forced_length: usize,
+    /// Whether its reader knows that its head was blended.
+    pub(crate) is_blended: bool,
     /// Held until admission.
     pub(crate) slot: Option<QueueSlot>,
 }
@@ -77,6 +79,7 @@ impl LiveRequest {
             draft_length: DraftLength::default(),
             has_forced_draft: false,
             forced_length: MAX_FORCED,
+            is_blended: false,
             slot: Some(slot),
         }
     }

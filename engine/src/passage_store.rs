@@ -6,7 +6,8 @@ use std::{
     sync::Arc,
 };
 
-use baton_kv_cache::{BlockHash, HashRoot};
+use baton_kv_cache::BlockHash;
+use baton_kv_events::{BlockKey, CacheEvent, PendingEvents};
 use baton_model_spec::PassageKv;
 
 /// The content of a passage: a hash of its model, its tenant's salt and its tokens. Hashes of passages and of blocks have
@@ -25,6 +26,8 @@ pub(crate) struct PassageStore {
     by_use: BTreeMap<u64, PassageKey>,
     /// Counts uses.
     clock: u64,
+    /// What was kept and evicted since it was last asked: for readers, a passage is a sequence of one block.
+    events: PendingEvents,
 }
 
 #[derive(Debug)]
@@ -35,13 +38,32 @@ struct Entry {
 
 impl PassageKey {
     pub(crate) fn new(model: &str, salt: &str, tokens: &[u32]) -> PassageKey {
-        PassageKey(HashRoot::new(model, "passage", salt).hash().child(tokens))
+        PassageKey(BlockHash::of_passage(model, salt, tokens))
+    }
+
+    fn block_key(self) -> BlockKey {
+        BlockKey(self.0.short())
     }
 }
 
 impl PassageStore {
     pub(crate) fn new(max_bytes: usize) -> PassageStore {
-        PassageStore { max_bytes, num_bytes: 0, entries: HashMap::new(), by_use: BTreeMap::new(), clock: 0 }
+        PassageStore {
+            max_bytes,
+            num_bytes: 0,
+            entries: HashMap::new(),
+            by_use: BTreeMap::new(),
+            clock: 0,
+            events: PendingEvents::default(),
+        }
+    }
+
+    pub(crate) fn num_bytes(&self) -> usize {
+        self.num_bytes
+    }
+
+    pub(crate) fn take_events(&mut self) -> Vec<CacheEvent> {
+        self.events.take()
     }
 
     /// The passage, if it is kept. This uses it.
@@ -66,7 +88,9 @@ impl PassageStore {
             let (_, oldest) = self.by_use.pop_first().expect("what is kept has bytes");
             let entry = self.entries.remove(&oldest).expect("kept under its key");
             self.num_bytes -= entry.kv.size_bytes();
+            self.events.removed(oldest.block_key());
         }
+        self.events.stored(None, key.block_key());
         self.clock += 1;
         self.by_use.insert(self.clock, key);
         self.entries.insert(key, Entry { kv, used_at: self.clock });
@@ -110,6 +134,13 @@ mod tests {
         assert_eq!(kept(&mut store), [0, 2, 3], "larger than the store: nothing is evicted for it");
         store.insert(key(4), passage(10));
         assert_eq!((kept(&mut store), store.num_bytes), (vec![4], 10 * 16));
+        let told: Vec<(bool, usize)> = store
+            .take_events()
+            .iter()
+            .map(|event| (matches!(event, CacheEvent::Stored { .. }), event.blocks().len()))
+            .collect();
+        let stored = (true, 1);
+        assert_eq!(told, [stored, stored, stored, (false, 1), stored, (false, 3), stored]);
         assert_eq!(store.by_use.len(), 1);
     }
 
@@ -120,6 +151,10 @@ mod tests {
         let keys = keys.map(|(model, salt, tokens)| PassageKey::new(model, salt, tokens));
         let distinct: std::collections::HashSet<_> = keys.iter().collect();
         assert_eq!(distinct.len(), keys.len());
-        assert_ne!(keys[0].0, HashRoot::new("a", "", "").hash().child(&[1]), "a block of the same tokens");
+        assert_ne!(
+            keys[0].0,
+            baton_kv_cache::HashRoot::new("a", "", "").hash().child(&[1]),
+            "a block of the same tokens"
+        );
     }
 }

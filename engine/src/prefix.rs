@@ -107,7 +107,9 @@ impl EngineHandle {
         }
         let mut tokens = [&request.prompt[..], &request.output].concat();
         tokens.truncate(num_tokens);
-        hash_root(config, request).block_hashes(&tokens, self.state.storage.layout().block_size).collect()
+        hash_root(&config.model_revision, request)
+            .block_hashes(&tokens, self.state.storage.layout().block_size)
+            .collect()
     }
 
     /// Sends a command that replies with blocks. The returned owner releases them.

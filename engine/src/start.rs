@@ -77,9 +77,9 @@ pub fn start_over(
         config.blending = None;
     }
     let blend_counters = Arc::new(BlendCounters::default());
-    let blender = config
-        .blending
-        .map(|blend| Blender::new(blend, config.model_revision.clone(), blend_counters.clone()));
+    let blender = config.blending.map(|blend| {
+        Blender::new(blend.max_store_bytes, config.model_revision.clone(), blend_counters.clone())
+    });
     let storage = Arc::new(storage);
     let (commands, inbox) = mpsc::channel();
     let draft_counters = Arc::new(DraftCounters::default());

@@ -294,13 +294,15 @@ impl StepLoop {
     fn finish(&mut self, step: Step) -> Result<(), EngineError> {
         let Step { plan, mut completions, .. } = step;
         let StepLoop { executor, storage, live, .. } = self;
-        let mut is_blended = false;
+        let mut blended = Vec::new();
         for (id, head) in heads(live, &plan) {
             let own: Vec<Completion> = completions.extract_if(.., |completion| completion.id == id).collect();
             let blender = self.blender.as_mut().expect("a sequence has a head only if the engine blends");
-            blender.blend(&mut **executor, &head, storage, &mut announcing(&own, live))?;
-            is_blended = true;
+            let reused = blender.blend(&mut **executor, &head, storage, &mut announcing(&own, live))?;
+            self.cache_log.append(blender.take_events());
+            blended.push((id, reused));
         }
+        blended.iter().for_each(|&(id, reused)| live.tell_blended(id, reused));
         let rows = {
             let mut on_layer = announcing(&completions, live);
             if executor.sampling().is_some() {
@@ -325,7 +327,7 @@ impl StepLoop {
         self.started = now;
         // A blended head and scored tokens take another time than as many tokens of a full prefill.
         let is_scored = plan.chunks.iter().any(|chunk| chunk.num_scored > 0);
-        if !is_blended && !is_scored {
+        if blended.is_empty() && !is_scored {
             self.live.scheduler.observe(&plan, elapsed, waited);
             if let Some(speculator) = &mut self.speculator {
                 speculator.observe(&plan, self.live.scheduler.step_time(), elapsed);

@@ -5,8 +5,8 @@ mod support;
 use std::{ops::Range, path::Path};
 
 use baton_engine::{
-    BlendConfig, BlendCounts, BlendMarks, BlendRatio, Drafter, EngineConfig, EngineHandle, EngineThread,
-    PrefillEvent, Request, Speculation, SubmitError,
+    BlendConfig, BlendCounts, BlendMarks, Drafter, EngineConfig, EngineHandle, EngineThread,
+    NUM_FIRST_TOKENS, PrefillEvent, Request, SampledToken, Speculation, SubmitError,
 };
 use baton_kv_cache::KvDtype;
 use baton_model::{Activations, Backend, LoadOptions, load};
@@ -14,7 +14,8 @@ use support::{Output, collect, config, request};
 
 const VOCABULARY: u32 = 250;
 const BLOCK_SIZE: usize = 8;
-const FIRST: usize = 2;
+const FIRST: usize = NUM_FIRST_TOKENS;
+const RATIO: f32 = 0.2;
 
 /// An engine of a fixture, shut down when dropped.
 struct Blending {
@@ -23,8 +24,7 @@ struct Blending {
 }
 
 fn blending(max_store_bytes: usize) -> Option<BlendConfig> {
-    let ratio = BlendRatio::new(0.2).expect("a ratio");
-    Some(BlendConfig { max_store_bytes, ratio, num_first_tokens: FIRST })
+    Some(BlendConfig { max_store_bytes })
 }
 
 fn roomy() -> EngineConfig {
@@ -56,6 +56,10 @@ impl Blending {
     async fn run(&self, request: &Request) -> Output {
         collect(self.engine.generate(request.clone()).expect("accepted")).await
     }
+
+    fn blends(&self) -> BlendCounts {
+        self.engine.blends().expect("it blends")
+    }
 }
 
 fn text(seed: u32, num_tokens: u32) -> Vec<u32> {
@@ -67,7 +71,7 @@ fn documents() -> [Vec<u32>; 3] {
     [text(1, 37), text(2, 21), text(3, 30)]
 }
 
-/// Some text, the documents in an order, and a question.
+/// Some text, the documents in an order, and a question; to be blended with a ratio or with [`RATIO`].
 fn prompt(order: &[usize], question: u32, ratio: Option<f32>) -> Request {
     let mut tokens = text(9, 5);
     let mut passages: Vec<Range<usize>> = Vec::new();
@@ -77,6 +81,7 @@ fn prompt(order: &[usize], question: u32, ratio: Option<f32>) -> Request {
         passages.push(start..tokens.len());
     }
     tokens.extend(text(question, 9));
+    let ratio = Some(ratio.unwrap_or(RATIO));
     Request { blend: Some(BlendMarks { passages, ratio }), ..request(&tokens, 12) }
 }
 
@@ -106,24 +111,31 @@ async fn passages_are_computed_once_and_found_at_any_position() {
     let blending = start("llama", roomy());
     let counts = |counts: BlendCounts| (counts.blended, counts.passages_computed, counts.passages_found);
     blending.run(&prompt(&[0, 1], 20, None)).await;
-    assert_eq!(counts(blending.engine.blends()), (1, 2, 0));
+    assert_eq!(counts(blending.blends()), (1, 2, 0));
     blending.run(&prompt(&[1, 0, 2], 20, None)).await;
-    assert_eq!(counts(blending.engine.blends()), (2, 3, 2));
+    assert_eq!(counts(blending.blends()), (2, 3, 2));
     blending.run(&prompt(&[2, 2], 20, None)).await;
-    assert_eq!(counts(blending.engine.blends()), (3, 3, 4));
-    let BlendCounts { tokens, tokens_computed, refused, .. } = blending.engine.blends();
+    assert_eq!(counts(blending.blends()), (3, 3, 4));
+    let BlendCounts { tokens, tokens_computed, tokens_reused, store_bytes, .. } = blending.blends();
     let head = |num_documents: u64, num_tokens: u64| {
         let rest = num_tokens - FIRST as u64 * num_documents;
-        5 + FIRST as u64 * num_documents + (0.2 * rest as f64).round() as u64
+        5 + FIRST as u64 * num_documents + (f64::from(RATIO) * rest as f64).round() as u64
     };
     assert_eq!(tokens, 5 + 58 + 5 + 88 + 5 + 60);
     assert_eq!(tokens_computed, head(2, 58) + head(3, 88) + head(2, 60));
-    assert_eq!(refused, 0);
+    // Of the second prompt and of the third one, which has one document twice.
+    let kept = |num_tokens: u64| num_tokens - FIRST as u64;
+    let num_found = kept(37) + kept(21) + 2 * kept(30);
+    assert!(
+        (num_found / 2..num_found).contains(&tokens_reused),
+        "{tokens_reused}: a fifth of them is computed"
+    );
+    assert!(store_bytes > 0);
 
     // Another tenant finds nothing.
     let other = Request { cache_salt: "other".into(), ..prompt(&[0, 1], 20, None) };
     blending.run(&other).await;
-    assert_eq!(counts(blending.engine.blends()), (4, 5, 4));
+    assert_eq!(counts(blending.blends()), (4, 5, 4));
 }
 
 #[tokio::test]
@@ -141,7 +153,7 @@ async fn a_full_store_changes_no_tokens() {
             let expected = roomy_engine.run(&prompt(order, 20, None)).await.tokens;
             assert_eq!(small.run(&prompt(order, 20, None)).await.tokens, expected);
         }
-        let counts = small.engine.blends();
+        let counts = small.blends();
         assert_eq!((counts.passages_computed, counts.passages_found), (6 - num_found, num_found));
     }
 }
@@ -181,7 +193,7 @@ async fn tokens_depend_neither_on_the_batch_nor_on_preemption_nor_on_retries() {
         let report = crowded.engine.check_idle_integrity().await.expect("idle and whole");
         assert_eq!(report.num_owned, 0);
         if num_blocks == 20 {
-            assert!(crowded.engine.blends().blended >= requests.len() as u64);
+            assert!(crowded.blends().blended >= requests.len() as u64);
         }
     }
     for num_delivered in [1, 5, 11] {
@@ -210,12 +222,12 @@ async fn only_prompts_that_are_blended_alike_share_blocks() {
         request
     };
     let first = blending.run(&aligned(20, None)).await;
-    let num_blended = blending.engine.blends().blended;
+    let num_blended = blending.blends().blended;
     assert_eq!(num_cached(&first), 0, "other passages");
     let again = blending.run(&aligned(20, None)).await;
     assert_eq!((num_cached(&again), &again.tokens), (64, &first.tokens));
     assert_eq!(num_cached(&blending.run(&aligned(31, None)).await), 56);
-    assert_eq!(blending.engine.blends().blended, num_blended, "nothing was blended again");
+    assert_eq!(blending.blends().blended, num_blended, "nothing was blended again");
     assert_eq!(num_cached(&blending.run(&aligned(20, Some(0.3))).await), 0, "another ratio");
     let salted = Request { cache_salt: "other".into(), ..aligned(20, None) };
     assert_eq!(num_cached(&blending.run(&salted).await), 0);
@@ -234,6 +246,7 @@ async fn a_blended_prefill_hands_over_every_piece_once_and_its_blocks_decode_els
     let reservation = d.engine.reserve(request.clone()).await.expect("there is room");
     let (mut events, _held) = p.engine.prefill(request.clone()).expect("accepted");
     let mut num_ready = vec![0; layout.num_layers * num_blocks];
+    let mut num_told = Vec::new();
     let first = loop {
         match events.next().await.expect("a terminal event comes first") {
             PrefillEvent::Started { cached_tokens } => assert_eq!(cached_tokens, 0),
@@ -249,6 +262,7 @@ async fn a_blended_prefill_hands_over_every_piece_once_and_its_blocks_decode_els
                     }
                 }
             }
+            PrefillEvent::Blended { reused_tokens } => num_told.push(reused_tokens),
             PrefillEvent::FirstToken(token) => break token,
             PrefillEvent::Failed(error) => panic!("{error}"),
         }
@@ -257,13 +271,14 @@ async fn a_blended_prefill_hands_over_every_piece_once_and_its_blocks_decode_els
     let mut tokens = vec![first.id];
     tokens.extend(collect(d.engine.decode(reservation, first).expect("accepted")).await.tokens);
     assert_eq!(tokens, expected);
-    assert_eq!(d.engine.blends(), BlendCounts::default(), "it blended nothing");
+    assert_eq!(d.blends(), BlendCounts::default(), "it blended nothing");
+    assert_eq!(num_told, [0], "all passages were new");
     // What it received is cached as what it is.
     assert_eq!(num_cached(&d.run(&plain(&request)).await), 0);
 }
 
 #[tokio::test]
-async fn engines_that_do_not_blend_compute_in_full_and_count() {
+async fn engines_that_do_not_blend_compute_in_full() {
     let request = prompt(&[0, 1], 20, None);
     for (model, config) in [("gemma3", roomy()), ("llama", EngineConfig { blending: None, ..roomy() })] {
         let refusing = start(model, config);
@@ -271,8 +286,25 @@ async fn engines_that_do_not_blend_compute_in_full_and_count() {
         let full = refusing.run(&plain(&request)).await;
         assert_eq!(blended.tokens, full.tokens);
         assert_eq!(num_cached(&full), 64, "it is an exact prefix");
-        assert_eq!(refusing.engine.blends(), BlendCounts { refused: 1, ..BlendCounts::default() });
+        assert_eq!(refusing.engine.blends(), None);
+        // What another engine may have blended is no exact prefix.
+        let other = prompt(&[1, 0], 20, None);
+        let reservation = refusing.engine.reserve(other.clone()).await.expect("there is room");
+        let first = SampledToken { id: 1, logprobs: None };
+        collect(refusing.engine.decode(reservation, first).expect("accepted")).await;
+        assert_eq!(num_cached(&refusing.run(&plain(&other)).await), 0);
     }
+}
+
+#[tokio::test]
+async fn a_prompt_without_a_ratio_is_computed_in_full() {
+    let blending = start("llama", roomy());
+    let mut undecided = prompt(&[0, 1], 20, None);
+    undecided.blend.as_mut().expect("it has passages").ratio = None;
+    let output = blending.run(&undecided).await;
+    let full = blending.run(&plain(&undecided)).await;
+    assert_eq!((&output.tokens, num_cached(&full)), (&full.tokens, 64));
+    assert_eq!(blending.blends(), BlendCounts::default());
 }
 
 #[tokio::test]

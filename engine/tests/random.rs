@@ -125,7 +125,7 @@ impl Client {
         let first = loop {
             self.use_patience()?;
             match events.next().await.expect("a terminal event comes first") {
-                PrefillEvent::Started { .. } => {}
+                PrefillEvent::Started { .. } | PrefillEvent::Blended { .. } => {}
                 PrefillEvent::Ready { first_block_idx, blocks, .. } => {
                     (first_block_idx..).zip(blocks).for_each(|(idx, block)| table[idx] = Some(block));
                 }
@@ -163,7 +163,10 @@ impl Client {
             self.use_patience()?;
             match stream.next().await.expect("a terminal event comes first") {
                 TokenEvent::Token(token) => tokens.push(token.id),
-                TokenEvent::Started { .. } | TokenEvent::Scored { .. } | TokenEvent::Verified(_) => {}
+                TokenEvent::Started { .. }
+                | TokenEvent::Blended { .. }
+                | TokenEvent::Scored { .. }
+                | TokenEvent::Verified(_) => {}
                 TokenEvent::Finished(_) => break,
                 TokenEvent::Failed(error) => panic!("{error}"),
             }

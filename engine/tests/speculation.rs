@@ -111,7 +111,10 @@ async fn a_draft_model_recovers_from_a_wrong_draft() {
                     }
                 }
                 TokenEvent::Token(token) => text.push(token.id),
-                TokenEvent::Started { .. } | TokenEvent::Scored { .. } | TokenEvent::Finished(_) => {}
+                TokenEvent::Started { .. }
+                | TokenEvent::Blended { .. }
+                | TokenEvent::Scored { .. }
+                | TokenEvent::Finished(_) => {}
                 TokenEvent::Failed(error) => panic!("{error}"),
             }
         }

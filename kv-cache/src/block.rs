@@ -31,6 +31,12 @@ impl BlockHash {
         BlockHash(u128::from_le_bytes(bytes))
     }
 
+    /// The content of a passage of text, whose KV is kept apart from sequences. Passages and blocks have roots of their own, so
+    /// that none is taken for the other.
+    pub fn of_passage(model: &str, salt: &str, tokens: &[u32]) -> BlockHash {
+        HashRoot::new(model, "passage", salt).hash().child(tokens)
+    }
+
     /// 64 bits of it, for those who only believe: routers.
     pub fn short(self) -> u64 {
         self.0 as u64
@@ -64,6 +70,13 @@ impl HashRoot {
             hasher.update(part.as_bytes());
         }
         HashRoot(BlockHash::from_hasher(&hasher))
+    }
+
+    /// The root of sequences whose beginning, `head`, is blended from passages. Their KV is another one than that of a full
+    /// prefill, and it depends on the whole head and on how it is blended. So only sequences that are blended alike share it.
+    pub fn blended(model: &str, salt: &str, head: &[u32], settings: &[u32]) -> HashRoot {
+        let head = HashRoot::new(model, "", salt).hash().child(head).child(settings);
+        HashRoot::new(model, &format!("blend {head:?}"), salt)
     }
 
     /// The parent of a sequence's first block.

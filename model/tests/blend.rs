@@ -61,7 +61,9 @@ fn blend(
     let blender = machine.executor.blending().unwrap();
     // SAFETY: no other code uses the storage.
     let num_computed =
-        unsafe { blender.blend(&prompt, &machine.storage, &mut |layer_idx| layers.push(layer_idx)) }.unwrap();
+        unsafe { blender.blend(&prompt, &machine.storage, &mut |layer_idx| layers.push(layer_idx)) }
+            .unwrap()
+            .len();
     assert_eq!(layers, (0..machine.storage.layout().num_layers).collect::<Vec<_>>());
     num_computed
 }

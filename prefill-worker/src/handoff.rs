@@ -19,7 +19,7 @@ use baton_handoff::{
 };
 use baton_request::{Failure, FailureKind, FinishReason, Request};
 use baton_worker::{
-    RequestClock, Uncovered, Worker,
+    RequestClock, Uncovered, Worker, blending,
     convert::{engine_failure, submit_failure},
     convert_handoff::FirstToken,
     handoff::{
@@ -61,6 +61,8 @@ struct Computing {
     blocks: Arc<HeldBlocks>,
     /// Prompt tokens that were found in the prefix cache.
     cached_tokens: usize,
+    /// Prompt tokens whose KV came from kept passages.
+    blended_tokens: usize,
     /// Tells when to report progress to the decode worker.
     pulse: Pulse,
     /// `Ready` events of this sequence. They are progress within a step, which may be long.
@@ -86,7 +88,8 @@ impl ComputedHandoffDriver {
         source: Option<PrefixSource>,
         peer_format: PeerFormat,
     ) -> ComputedHandoffDriver {
-        let OpenedHandoff { machine, request, deadline, started, stream, uncovered, .. } = opened;
+        let OpenedHandoff { machine, mut request, deadline, started, stream, uncovered, .. } = opened;
+        blending::decide(&worker, &mut request);
         let clock = worker.metrics().request_taken("handoff", request.num_known_tokens());
         let fetch = fetch(worker.clone(), source, request.clone());
         let prompt = Prompt::Fetching { fetch: Box::pin(fetch), request, uncovered };
@@ -151,7 +154,14 @@ impl ComputedHandoffDriver {
         drop(uncovered);
         let pulse = Pulse::new(self.deadline, engine.num_computed_tokens());
         let blocks = Arc::new(blocks);
-        self.prompt = Prompt::Computing(Computing { events, blocks, cached_tokens: 0, pulse, num_ready: 0 });
+        self.prompt = Prompt::Computing(Computing {
+            events,
+            blocks,
+            cached_tokens: 0,
+            blended_tokens: 0,
+            pulse,
+            num_ready: 0,
+        });
         Ok(())
     }
 
@@ -163,15 +173,19 @@ impl ComputedHandoffDriver {
                 self.clock.admitted();
                 return ComputeInput::Started;
             }
+            Some(PrefillEvent::Blended { reused_tokens }) => {
+                computing.blended_tokens = reused_tokens;
+                return ComputeInput::Progress;
+            }
             Some(PrefillEvent::Ready { layers, first_block_idx, blocks }) => {
                 computing.num_ready += 1;
                 return ComputeInput::Ready { layers, first_block_idx, blocks };
             }
             Some(PrefillEvent::FirstToken(token)) => {
-                let cached_tokens = computing.cached_tokens;
+                let &mut Computing { cached_tokens, blended_tokens, .. } = computing;
                 self.clock.token();
                 self.prompt.stop_computing();
-                return ComputeInput::FirstToken(FirstToken { token, cached_tokens });
+                return ComputeInput::FirstToken(FirstToken { token, cached_tokens, blended_tokens });
             }
             Some(PrefillEvent::Failed(error)) => engine_failure(&error),
             None => Failure::new(FailureKind::Internal, "the engine ended the request without an outcome"),

@@ -4,7 +4,8 @@
 //! Every process converts here, so that all of them mean the same.
 
 use baton_request::{
-    Failure, FailureKind, FinishReason, Grammar, GrammarKind, Request, SamplingParams, SpeculationMode,
+    BlendMarks, Failure, FailureKind, FinishReason, Grammar, GrammarKind, Request, SamplingParams,
+    SpeculationMode,
 };
 use tonic::{Code, Status, metadata::MetadataValue};
 
@@ -99,8 +100,28 @@ impl From<&Request> for worker::GenerateRequest {
             cache_salt: request.cache_salt.clone(),
             priority: request.priority,
             speculation_mode: v1::SpeculationMode::from(request.speculation).into(),
+            blend: request.blend.as_ref().map(worker::Blend::from),
             ..worker::GenerateRequest::default()
         }
+    }
+}
+
+impl From<&BlendMarks> for worker::Blend {
+    fn from(marks: &BlendMarks) -> worker::Blend {
+        // A position that does not fit is beyond every prompt: it is refused where it arrives.
+        let position = |idx: usize| u32::try_from(idx).unwrap_or(u32::MAX);
+        let range = |range: &std::ops::Range<usize>| v1::TokenRange {
+            start: position(range.start),
+            end: position(range.end),
+        };
+        worker::Blend { passages: marks.passages.iter().map(range).collect(), ratio: marks.ratio }
+    }
+}
+
+impl From<&worker::Blend> for BlendMarks {
+    fn from(blend: &worker::Blend) -> BlendMarks {
+        let range = |range: &v1::TokenRange| range.start as usize..range.end as usize;
+        BlendMarks { passages: blend.passages.iter().map(range).collect(), ratio: blend.ratio }
     }
 }
 
@@ -252,12 +273,13 @@ mod tests {
             priority: -2,
             cache_salt: "salt".into(),
             speculation: SpeculationMode::Off,
-            blend: None,
+            blend: Some(BlendMarks { passages: vec![0..1], ratio: Some(0.25) }),
         };
         let message = worker::GenerateRequest::from(&request);
         assert_eq!(SamplingParams::from(message.sampling.as_ref().unwrap()), request.sampling);
         assert_eq!(SpeculationMode::from(message.speculation_mode()), request.speculation);
         assert_eq!(message.priority, request.priority);
+        assert_eq!(message.blend.as_ref().map(BlendMarks::from), request.blend);
         assert_eq!((message.prompt_token_ids, message.output_token_ids), (vec![1, 2], vec![3]));
     }
 

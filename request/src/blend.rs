@@ -10,9 +10,13 @@ use crate::invalid::{InvalidRequest, Problem};
 pub struct BlendMarks {
     /// Positions of the prompt, in order; they do not overlap. The last token of the prompt is in none.
     pub passages: Vec<Range<usize>>,
-    /// Which part of the passages' tokens is computed again, from 0 to 1. `None`: what the engine was configured for.
+    /// Which part of the passages' tokens is computed again, from 0 to 1. `None`: not decided. Until it is, the prompt is computed
+    /// in full.
     pub ratio: Option<f32>,
 }
+
+/// So many tokens at the start of each passage are always computed again: alone, they attend to nothing before them.
+pub const NUM_FIRST_TOKENS: usize = 4;
 
 impl BlendMarks {
     /// Checks the marks of a prompt with `num_tokens` tokens. Names the first bad one.
@@ -42,6 +46,13 @@ impl BlendMarks {
             }
             _ => Ok(()),
         }
+    }
+
+    /// What a blended head depends on beside its tokens: the ratio, and the bounds of its passages.
+    pub fn settings(&self) -> Vec<u32> {
+        let bounds = self.passages.iter().flat_map(|passage| [passage.start as u32, passage.end as u32]);
+        let ratio = self.ratio.map_or(u32::MAX, f32::to_bits);
+        [ratio, NUM_FIRST_TOKENS as u32].into_iter().chain(bounds).collect()
     }
 
     /// The end of the last passage; 0 without passages. Tokens from there on are computed as ever.

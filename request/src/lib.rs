@@ -13,7 +13,7 @@ mod sampling;
 mod failure;
 mod invalid;
 
-pub use blend::BlendMarks;
+pub use blend::{BlendMarks, NUM_FIRST_TOKENS};
 pub use failure::{Failure, FailureKind};
 pub use grammar::{Grammar, GrammarKind, JSON_WHITE_SPACE, MAX_GRAMMAR_BYTES};
 pub use invalid::{InvalidRequest, Problem, check_tokens};

@@ -109,6 +109,11 @@ impl Request {
         self.sampling.prompt_logprobs.is_some() && self.output.is_empty()
     }
 
+    /// The passages that are to be blended, if there are any and it is decided how.
+    pub fn blended(&self) -> Option<&BlendMarks> {
+        self.blend.as_ref().filter(|marks| !marks.passages.is_empty() && marks.ratio.is_some())
+    }
+
     /// Tokens of prompt and delivered output: everything whose KV is computed before the next token.
     pub fn num_known_tokens(&self) -> usize {
         self.prompt.len() + self.output.len()

@@ -294,6 +294,7 @@ impl Worker {
             pace,
             link_within: None,
             link_beyond: self.links.line(),
+            blends: false,
             // Each router is told.
             is_home_of_another: false,
         }

@@ -2,6 +2,7 @@
 
 mod bad_input;
 mod bench;
+mod blending;
 mod broken_models;
 mod cache_events;
 mod cancel;

@@ -79,6 +79,12 @@ impl ChatTemplate {
         self.environment.templates().any(|(_, template)| template.source().contains(text))
     }
 
+    /// Whether the template of chats with or without tools reads a variable.
+    pub(crate) fn reads(&self, variable: &str, with_tools: bool) -> bool {
+        self.template(with_tools)
+            .is_ok_and(|template| template.undeclared_variables(false).contains(variable))
+    }
+
     pub(crate) fn render(
         &self,
         messages: &Value,

@@ -129,6 +129,11 @@ impl Tokenizer {
         self.inner.chat_template.as_ref().is_some_and(|template| template.contains(text))
     }
 
+    /// Whether the chat template reads this variable.
+    pub fn chat_template_reads(&self, variable: &str, with_tools: bool) -> bool {
+        self.inner.chat_template.as_ref().is_some_and(|template| template.reads(variable, with_tools))
+    }
+
     /// Writes a chat as the prompt that the model was trained on. `messages` is an array of
     /// OpenAI-shaped messages, `tools` one of tool descriptions. `extra` are further variables of the
     /// template; `add_generation_prompt` is true unless `extra` says otherwise.

@@ -73,6 +73,8 @@ pub struct WorkerConfig {
     pub weight_cache: Option<PathBuf>,
     /// The drafter for speculative decoding. Only decode workers speculate.
     pub drafter: Option<DrafterConfig>,
+    /// How prompts with passages are blended. `None`: they are computed in full.
+    pub blend: Option<BlendSettings>,
     /// Most tokens that are drafted for a sequence in one step.
     pub max_draft_tokens: usize,
     /// How routers find this worker.
@@ -162,6 +164,23 @@ pub enum DrafterConfig {
     Model(PathBuf),
 }
 
+/// How prompts with passages are blended, and what they may lose by it.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct BlendSettings {
+    /// Memory for the KV of passages.
+    pub max_store_bytes: usize,
+    /// Mean divergence of the next token's distribution from that of a full prefill, in nats, above which nothing is blended.
+    pub max_kl: f64,
+    /// The part of blended prompts, from 0 to 1, that is also computed in full, to compare.
+    pub audit: f64,
+}
+
+impl Default for BlendSettings {
+    fn default() -> BlendSettings {
+        BlendSettings { max_store_bytes: 1 << 30, max_kl: 0.02, audit: 0.01 }
+    }
+}
+
 /// How large the block pool is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum KvMemory {
@@ -213,6 +232,12 @@ pub enum ConfigError {
     /// No share of anything.
     #[error("--gpu-memory-utilization is {0}; expected a number above 0 and at most 1")]
     Utilisation(f64),
+    /// No divergence.
+    #[error("--blend-max-kl is {0}; expected nats, above 0")]
+    BlendMaxKl(f64),
+    /// No part of anything.
+    #[error("--blend-audit is {0}; expected a number from 0 to 1")]
+    BlendAudit(f64),
     /// Other workers cannot connect to "any address".
     #[error("--listen {listen} is no address that others can connect to; say with --advertise which is")]
     Unadvertised {
@@ -306,6 +331,7 @@ impl WorkerConfig {
             gpu_memory_utilisation: 0.9,
             weight_cache: None,
             drafter: None,
+            blend: None,
             max_draft_tokens: 8,
             discovery,
             transports: vec![TransportKind::Shm, TransportKind::Tcp],
@@ -344,6 +370,14 @@ impl WorkerConfig {
         }
         if !(self.gpu_memory_utilisation > 0.0 && self.gpu_memory_utilisation <= 1.0) {
             return Err(ConfigError::Utilisation(self.gpu_memory_utilisation));
+        }
+        if let Some(BlendSettings { max_kl, audit, .. }) = self.blend {
+            if !(max_kl > 0.0 && max_kl.is_finite()) {
+                return Err(ConfigError::BlendMaxKl(max_kl));
+            }
+            if !(0.0..=1.0).contains(&audit) {
+                return Err(ConfigError::BlendAudit(audit));
+            }
         }
         let is_on_cpu = self.device == ComputeDevice::Cpu;
         if let Some(threads) = self.threads.filter(|&threads| is_on_cpu && threads < self.tensor_parallel) {
@@ -494,6 +528,14 @@ mod tests {
             (with(|c| c.advertise = Some("host:80".into())), "expected http://host:port"),
             (with(|c| c.advertise = Some("http://host".into())), "expected http://host:port"),
             (with(|c| c.advertise = Some("https://host:1".into())), "reached by http"),
+            (
+                with(|c| c.blend = Some(BlendSettings { max_kl: 0.0, ..Default::default() })),
+                "--blend-max-kl is 0",
+            ),
+            (
+                with(|c| c.blend = Some(BlendSettings { audit: 1.5, ..Default::default() })),
+                "--blend-audit is 1.5",
+            ),
             (with(|c| c.handoff_deadline = Duration::ZERO), "--handoff-deadline is 0"),
             (simulated(|c| c.kv_dtype = Some(KvDtype::Int8)), "leave out --kv-dtype"),
             (

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use baton_engine::{DraftCounts, EngineError, SampledToken, ScoredToken, SubmitError, TokenLogprobs};
 use baton_grammar::GrammarError;
 use baton_proto::{v1, worker as proto};
-use baton_request::{Failure, FailureKind, FinishReason, Request};
+use baton_request::{BlendMarks, Failure, FailureKind, FinishReason, Request};
 use tonic::Status;
 
 /// Longest accepted request id.
@@ -54,7 +54,7 @@ pub fn request_from_generate(message: &proto::GenerateRequest) -> Result<Request
         priority: message.priority,
         cache_salt: message.cache_salt.clone(),
         speculation: message.speculation_mode().into(),
-        blend: None,
+        blend: message.blend.as_ref().map(BlendMarks::from),
     })
 }
 
@@ -80,6 +80,7 @@ pub fn request_from_begin(message: &proto::Begin) -> Result<Request, WireError> 
         sampling: sampling.into(),
         priority: message.priority,
         cache_salt: message.cache_salt.clone(),
+        blend: message.blend.as_ref().map(BlendMarks::from),
         ..Request::default()
     })
 }
@@ -140,6 +141,8 @@ impl PromptPace {
 pub struct TokenNotes {
     /// With the first token: prompt tokens that were cached.
     pub cached_tokens: Option<usize>,
+    /// With the first token: prompt tokens whose KV came from kept passages.
+    pub blended_tokens: usize,
     /// With the first token.
     pub pace: Option<PromptPace>,
     /// With the first token after a handoff: from the first token of all until the KV was there.
@@ -153,6 +156,7 @@ pub fn token_event(token: &SampledToken, notes: TokenNotes) -> proto::GenerateEv
     let count = |num: u64| u32::try_from(num).unwrap_or(u32::MAX);
     event(proto::generate_event::Event::Token(proto::Token {
         cached_tokens: notes.cached_tokens.map(|num| count(num as u64)),
+        blended_tokens: count(notes.blended_tokens as u64),
         queue_seconds: notes.pace.map(|pace| pace.queue.as_secs_f64()),
         prefill_seconds: notes.pace.map(|pace| pace.prefill.as_secs_f64()),
         exposed_seconds: notes.exposed.map(|exposed| exposed.as_secs_f64()),
@@ -233,6 +237,10 @@ mod tests {
             prompt_token_ids: vec![1, 2],
             output_token_ids: vec![3],
             priority: -4,
+            blend: Some(proto::Blend {
+                passages: vec![v1::TokenRange { start: 0, end: 1 }],
+                ratio: Some(0.5),
+            }),
             sampling: Some(
                 (&SamplingParams {
                     logit_bias: vec![(1, 0.5), (7, -1.0)],
@@ -255,6 +263,7 @@ mod tests {
             num_output_tokens: 1,
             priority: -4,
             sampling: Some((&request.sampling).into()),
+            blend: request.blend.as_ref().map(proto::Blend::from),
             ..proto::Begin::default()
         };
         assert_eq!(format!("{:?}", request_from_begin(&begin).unwrap()), format!("{request:?}"));

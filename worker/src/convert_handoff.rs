@@ -25,6 +25,8 @@ pub struct FirstToken {
     pub token: SampledToken,
     /// Prompt tokens found in the prefill worker's prefix cache.
     pub cached_tokens: usize,
+    /// Prompt tokens whose KV came from passages that the prefill worker had kept.
+    pub blended_tokens: usize,
 }
 
 /// What `Begin` carries beside the state machine's own fields.
@@ -101,6 +103,7 @@ fn begin_to_proto(begin: Begin, cached_only: bool, payload: Payload<'_>) -> prot
         cached_only,
         prefix_source: prefix_source.cloned(),
         ticket,
+        blend: request.blend.as_ref().map(proto::Blend::from),
     }
 }
 
@@ -192,6 +195,7 @@ pub fn prefill_message_to_proto(message: PrefillMessage<FirstToken>) -> proto::P
         PrefillMessage::FirstToken(first) => Message::FirstToken(proto::FirstToken {
             token: Some(token_to_proto(&first.token)),
             cached_tokens: u32::try_from(first.cached_tokens).unwrap_or(u32::MAX),
+            blended_tokens: u32::try_from(first.blended_tokens).unwrap_or(u32::MAX),
         }),
         PrefillMessage::Written(written) => Message::Written(written_to_proto(written)),
         PrefillMessage::Stopped => Message::Stopped(proto::Stopped {}),
@@ -217,6 +221,7 @@ pub fn prefill_message_from_proto(
         Message::FirstToken(first) => PrefillMessage::FirstToken(FirstToken {
             token: token_from_proto(first.token.ok_or(WireError::Missing("token"))?),
             cached_tokens: first.cached_tokens as usize,
+            blended_tokens: first.blended_tokens as usize,
         }),
         Message::Written(written) => PrefillMessage::Written(written_from_proto(written)?),
         Message::Stopped(proto::Stopped {}) => PrefillMessage::Stopped,
@@ -387,6 +392,7 @@ mod tests {
             PrefillMessage::FirstToken(FirstToken {
                 token: SampledToken { id: 3, logprobs: None },
                 cached_tokens: 16,
+                blended_tokens: 9,
             }),
             PrefillMessage::Written(Written {
                 generation: Generation(5),

@@ -8,6 +8,7 @@
 //! This crate does not know how requests are planned, nor who owns them.
 #![forbid(unsafe_code)]
 
+pub mod blending;
 mod block_device;
 mod config;
 pub mod convert;
@@ -37,7 +38,8 @@ pub use baton_handoff::TransportKind;
 pub use baton_transport_rdma::finds_rdma;
 pub use block_device::BlockDevice;
 pub use config::{
-    ConfigError, DrafterConfig, KvMemory, ThreadPinning, WorkerConfig, name_of, private_runtime_dir,
+    BlendSettings, ConfigError, DrafterConfig, KvMemory, ThreadPinning, WorkerConfig, name_of,
+    private_runtime_dir,
 };
 pub use data_plane::{DataPlane, KvDirection};
 pub use device::ComputeDevice;

@@ -1,6 +1,6 @@
 //! A worker's metrics, under their names in `/metrics`. What vLLM measures, too, is in `vllm_metrics`.
 
-use baton_engine::{EngineHandle, EngineLoad};
+use baton_engine::{BlendCounts, EngineHandle, EngineLoad};
 use baton_handoff::TransportKind;
 use baton_telemetry::Metrics;
 use baton_transfer::TransportCounts;
@@ -31,6 +31,8 @@ pub struct WorkerMetrics {
     prefix_fetches: Family<Outcome, Counter>,
     prefix_fetched_tokens: Counter,
     prefixes_given: Family<Outcome, Counter>,
+    blends_refused: Family<Refusal, Counter>,
+    blend_audits: Histogram,
     /// Requests accepted.
     requests: Family<PrefillPlace, Counter>,
     vllm: VllmMetrics,
@@ -39,6 +41,12 @@ pub struct WorkerMetrics {
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct Outcome {
     outcome: &'static str,
+}
+
+/// Why a prompt with passages is computed in full: "off", "model", "uncalibrated", "closed".
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct Refusal {
+    reason: &'static str,
 }
 
 /// Where a request's prompt is computed.
@@ -65,6 +73,8 @@ impl WorkerMetrics {
             prefix_fetches: Family::default(),
             prefix_fetched_tokens: Counter::default(),
             prefixes_given: Family::default(),
+            blends_refused: Family::default(),
+            blend_audits: Histogram::new(exponential_buckets(1e-5, 4.0, 12)),
             requests: Family::default(),
             vllm,
         };
@@ -95,6 +105,16 @@ impl WorkerMetrics {
                 "Cached prefixes that other workers requested, by outcome",
                 ours.prefixes_given.clone(),
             );
+            registry.register(
+                "baton_blends_refused",
+                "Prompts with passages that were computed in full, by reason",
+                ours.blends_refused.clone(),
+            );
+            registry.register(
+                "baton_blend_audit_kl",
+                "Divergence of blended prompts from full prefills, in nats, of those that were audited",
+                ours.blend_audits.clone(),
+            );
             registry.register("baton_worker_requests", "Requests taken, by plan", ours.requests.clone());
             registry.register_collector(Box::new(EngineCollector { engine: engine.clone(), data_plane }));
         });
@@ -115,6 +135,16 @@ impl WorkerMetrics {
     /// A handoff of a cached prefix ended here: "committed" or the error's label.
     pub fn prefix_handed_over(&self, outcome: &'static str) {
         self.prefixes_given.get_or_create(&Outcome { outcome }).inc();
+    }
+
+    /// A prompt with passages is computed in full.
+    pub(crate) fn blend_refused(&self, reason: &'static str) {
+        self.blends_refused.get_or_create(&Refusal { reason }).inc();
+    }
+
+    /// A blended prompt was compared with a full prefill.
+    pub(crate) fn blend_audited(&self, kl: f64) {
+        self.blend_audits.observe(kl);
     }
 
     /// A request was accepted. What it becomes is told to the clock.
@@ -159,6 +189,25 @@ const COUNTS: [Count; 6] = [
     ("baton_handoff_connection_failures", "Connections that broke in use", |counts| counts.failures),
 ];
 
+type BlendCount = (&'static str, &'static str, fn(&BlendCounts) -> u64);
+
+const BLEND_COUNTS: [BlendCount; 6] = [
+    ("baton_blends", "Prompts that were blended", |counts| counts.blended),
+    ("baton_blended_tokens", "Tokens of blended prompts up to the end of their last passages", |counts| {
+        counts.tokens
+    }),
+    ("baton_blend_computed_tokens", "Of those, tokens that were computed in all layers", |counts| {
+        counts.tokens_computed
+    }),
+    ("baton_blend_reused_tokens", "Of those, tokens whose KV came from kept passages", |counts| {
+        counts.tokens_reused
+    }),
+    ("baton_passages_found", "Passages of blended prompts that were kept", |counts| counts.passages_found),
+    ("baton_passages_computed", "Passages of blended prompts that were computed", |counts| {
+        counts.passages_computed
+    }),
+];
+
 impl Collector for EngineCollector {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), std::fmt::Error> {
         let load = *self.engine.load().borrow();
@@ -183,6 +232,16 @@ impl Collector for EngineCollector {
                 let counter = ConstCounter::new(count);
                 let mut family = encoder.encode_descriptor(name, help, None, counter.metric_type())?;
                 counter.encode(family.encode_family(&[("drafter", drafter)])?)?;
+            }
+        }
+        if let Some(counts) = self.engine.blends() {
+            let gauge = ConstGauge::new(counts.store_bytes as i64);
+            let help = "Bytes of KV of passages that are kept";
+            let metric = encoder.encode_descriptor("baton_passage_bytes", help, None, gauge.metric_type())?;
+            gauge.encode(metric)?;
+            for (name, help, read) in BLEND_COUNTS {
+                let counter = ConstCounter::new(read(&counts));
+                counter.encode(encoder.encode_descriptor(name, help, None, counter.metric_type())?)?;
             }
         }
         for (name, help, read) in COUNTS {

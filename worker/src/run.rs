@@ -7,7 +7,7 @@ use std::{
 
 use anyhow::Context;
 use baton_cluster::{Capacity, Dialer, Registration, RegistrationState, Role, WorkerRecord, register_over};
-use baton_engine::{Drafter, EngineConfig, EngineHandle, EngineThread, Speculation};
+use baton_engine::{BlendConfig, Drafter, EngineConfig, EngineHandle, EngineThread, Speculation};
 use baton_kv_cache::KvFormat;
 use baton_proto::worker::worker_server::WorkerServer;
 use baton_telemetry::Metrics;
@@ -16,6 +16,7 @@ use tokio_util::sync::CancellationToken;
 use tonic::service::Routes;
 
 use crate::{
+    blending::Blending,
     config::WorkerConfig,
     data_plane::DataPlane,
     lifecycle::Lifecycle,
@@ -134,6 +135,7 @@ where
     let metrics = WorkerMetrics::register(&metrics, &record.model, &engine, data_plane.clone());
     let drain_timeout = config.drain_timeout;
     let peers = Peers::new(Dialer::new(config.tls.clone()));
+    let blending = Blending::new(&config, &metrics, &engine);
     let (tickets, links, watchers) = (Tickets::default(), Links::default(), Watchers::default());
     let worker = Arc::new(Worker {
         config,
@@ -141,6 +143,7 @@ where
         engine,
         lifecycle,
         metrics,
+        blending,
         data_plane,
         peers,
         tickets,
@@ -219,7 +222,7 @@ fn start_engine(
         model_revision: model.revision,
         step_prior: model.step_prior,
         grammars: model.grammars,
-        blending: None,
+        blending: config.blend.map(|blend| BlendConfig { max_store_bytes: blend.max_store_bytes }),
         clock: Instant::now,
         thread_waits: thread_waits::of_this_thread,
     };

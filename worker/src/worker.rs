@@ -10,6 +10,7 @@ use baton_kv_cache::KvFormat;
 use baton_proto::v1;
 
 use crate::{
+    blending::Blending,
     config::WorkerConfig,
     data_plane::{DataPlane, KvDirection},
     lifecycle::Lifecycle,
@@ -27,6 +28,7 @@ pub struct Worker {
     pub(crate) engine: EngineHandle,
     pub(crate) lifecycle: Lifecycle,
     pub(crate) metrics: WorkerMetrics,
+    pub(crate) blending: Blending,
     pub(crate) data_plane: DataPlane,
     pub(crate) peers: Arc<Peers>,
     pub(crate) tickets: Tickets,
@@ -137,6 +139,7 @@ impl Worker {
             is_home_of_another: self.watchers.prefer_another(self.id(), router),
             links: self.links.read().into_iter().map(link_rate).collect(),
             covered,
+            blend_ratio: self.blending.ratio(),
             // Of each reader its own.
             cache: None,
         }

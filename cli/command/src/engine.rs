@@ -113,6 +113,22 @@ pub struct EngineArgs {
     /// wrong.
     #[arg(long, value_name = "N", default_value_t = 8, value_parser = at_least_one, env = "BATON_MAX_DRAFT_TOKENS")]
     pub max_draft_tokens: usize,
+    /// Reuse the KV of passages that requests mark, wherever they are in a prompt: off or auto.
+    ///
+    /// A part of each passage is computed again. How much, is measured with the first passages that come: as much as keeps
+    /// the next token near to that of a full prefill (--blend-max-kl). Answers differ from those of full prefills, a
+    /// little: therefore it is off. Processors do it; GPUs, several ranks and models with sliding windows compute in full.
+    #[arg(long, value_enum, default_value_t = Blend::Off, env = "BATON_BLEND")]
+    pub blend: Blend,
+    /// Memory of each worker for the KV of passages.
+    #[arg(long, value_name = "SIZE", default_value = "1G", value_parser = parse_size, env = "BATON_BLEND_MEMORY")]
+    pub blend_memory: Size,
+    /// Mean divergence of the next token that blending may cost, in nats. Above it prompts are computed in full.
+    #[arg(long, value_name = "NATS", default_value_t = 0.02, env = "BATON_BLEND_MAX_KL")]
+    pub blend_max_kl: f64,
+    /// The part of blended prompts, from 0 to 1, that is also computed in full, to compare.
+    #[arg(long, value_name = "PART", default_value_t = 0.01, env = "BATON_BLEND_AUDIT")]
+    pub blend_audit: f64,
 }
 
 impl EngineArgs {
@@ -141,7 +157,12 @@ impl EngineArgs {
             speculate,
             draft_model,
             max_draft_tokens,
+            blend,
+            blend_memory,
+            blend_max_kl,
+            blend_audit,
         } = self;
+        let blend = blend.to_possible_value().expect("no mode is hidden");
         let speculate = speculate.to_possible_value().expect("no drafter is hidden");
         let flags = [
             Some(format!("--kv-memory={kv_memory}")),
@@ -164,6 +185,10 @@ impl EngineArgs {
             Some(format!("--speculate={}", speculate.get_name())),
             draft_model.as_ref().map(|dir| format!("--draft-model={}", dir.display())),
             Some(format!("--max-draft-tokens={max_draft_tokens}")),
+            Some(format!("--blend={}", blend.get_name())),
+            Some(format!("--blend-memory={blend_memory}")),
+            Some(format!("--blend-max-kl={blend_max_kl}")),
+            Some(format!("--blend-audit={blend_audit}")),
         ];
         flags.into_iter().flatten().collect()
     }
@@ -178,6 +203,15 @@ pub enum Speculate {
     Ngram,
     /// Tokens of a smaller model.
     Draft,
+}
+
+/// Whether passages are blended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Blend {
+    /// Prompts are computed in full.
+    Off,
+    /// Where it is measured to cost little.
+    Auto,
 }
 
 fn parse_activations(text: &str) -> Result<Activations, String> {

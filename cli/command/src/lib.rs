@@ -15,7 +15,7 @@ mod sse;
 mod tls;
 mod transport;
 
-pub use engine::{EngineArgs, Speculate, parse_kv_dtype};
+pub use engine::{Blend, EngineArgs, Speculate, parse_kv_dtype};
 pub use model::{draft_model, model_path};
 pub use output::print;
 pub use size::{Size, at_least_one, parse_size};

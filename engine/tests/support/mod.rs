@@ -205,7 +205,7 @@ pub async fn collect(mut stream: TokenStream) -> Output {
                 cached_tokens = num;
                 continue;
             }
-            TokenEvent::Verified(_) | TokenEvent::Scored { .. } => continue,
+            TokenEvent::Verified(_) | TokenEvent::Blended { .. } | TokenEvent::Scored { .. } => continue,
             TokenEvent::Token(token) => {
                 tokens.push(token.id);
                 continue;

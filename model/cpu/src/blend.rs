@@ -42,7 +42,7 @@ impl BlendingExecutor for CpuExecutor {
         prompt: &BlendedPrompt<'_>,
         storage: &BlockStorage,
         on_layer: &mut dyn FnMut(usize),
-    ) -> Result<usize, ExecuteError> {
+    ) -> Result<Vec<usize>, ExecuteError> {
         // SAFETY: guaranteed by the caller.
         Ok(unsafe { self.compute_blended(prompt, storage, on_layer) }.expect(ONE_RANK))
     }
@@ -92,7 +92,7 @@ impl CpuExecutor {
         prompt: &BlendedPrompt<'_>,
         storage: &BlockStorage,
         on_layer: &mut dyn FnMut(usize),
-    ) -> Result<usize, CommunicatorError> {
+    ) -> Result<Vec<usize>, CommunicatorError> {
         let passages = prompt.ranges();
         let (tokens, blocks) = (prompt.tokens, prompt.blocks);
         let whole = [BatchSequence { tokens, start_idx: 0, blocks, num_logits: 0 }];
@@ -144,7 +144,7 @@ impl CpuExecutor {
                 unsafe { pass.finish_layer(layer_idx, layer, storage) }?;
             }
         }
-        Ok(selected.len())
+        Ok(selected)
     }
 
     /// A pass over `sequences` with the embeddings of their tokens, the layers, and the rotations of the rows.

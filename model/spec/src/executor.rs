@@ -138,7 +138,7 @@ pub trait BlendingExecutor {
     ) -> Result<PassageKv, ExecuteError>;
 
     /// Writes the KV of every token of `prompt` into its blocks, and calls `on_layer` as
-    /// [`Executor::execute`] does. Returns how many tokens were computed in all layers. With
+    /// [`Executor::execute`] does. Returns the positions that were computed in all layers, in order. With
     /// [`BlendRatio::ALL`](crate::BlendRatio::ALL) the KV is bit for bit that of a full prefill.
     ///
     /// # Errors
@@ -154,7 +154,7 @@ pub trait BlendingExecutor {
         prompt: &BlendedPrompt<'_>,
         storage: &BlockStorage,
         on_layer: &mut dyn FnMut(usize),
-    ) -> Result<usize, ExecuteError>;
+    ) -> Result<Vec<usize>, ExecuteError>;
 }
 
 /// The device failed. The engine cannot use this executor any more.

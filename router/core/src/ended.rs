@@ -48,6 +48,7 @@ impl EndedRequest {
             choices = self.num_choices,
             prompt_tokens = self.usage.prompt_tokens,
             cached_tokens = self.usage.cached_tokens,
+            blended_tokens = self.usage.blended_tokens,
             completion_tokens = self.usage.completion_tokens,
             drafted_tokens = self.usage.drafted_tokens,
             accepted_tokens = self.usage.accepted_tokens,

@@ -60,6 +60,8 @@ pub struct Usage {
     pub completion_tokens: u32,
     /// Of the prompt, found in a prefix cache.
     pub cached_tokens: u32,
+    /// Of the prompt: their KV came from passages that were computed for other prompts.
+    pub blended_tokens: u32,
     /// Proposed by a drafter and verified.
     pub drafted_tokens: u32,
     /// Of those.
@@ -75,6 +77,7 @@ impl Usage {
         add(&mut self.accepted_tokens, choice.accepted_tokens);
         if is_first {
             add(&mut self.cached_tokens, choice.cached_tokens);
+            add(&mut self.blended_tokens, choice.blended_tokens);
         }
     }
 }

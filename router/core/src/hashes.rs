@@ -17,6 +17,8 @@ pub(crate) type BlockSizes = BTreeMap<usize, String>;
 #[derive(Clone, Debug, Default)]
 pub(crate) struct SequenceHashes {
     chains: BTreeMap<usize, Chain>,
+    /// Of the passages, with their tokens, once a worker is known.
+    passages: Arc<[(BlockHash, usize)]>,
 }
 
 #[derive(Clone, Debug)]
@@ -28,11 +30,18 @@ struct Chain {
 impl SequenceHashes {
     /// Hashes what is not hashed yet: blocks of a new size, and those that output has filled.
     pub(crate) fn extend(&mut self, sizes: &BlockSizes, request: &Request) {
+        if let (Some(marks), Some(revision), true) =
+            (request.blended(), sizes.values().next(), self.passages.is_empty())
+        {
+            let passages = marks.passages.iter().map(|range| &request.prompt[range.clone()]);
+            let hash = |tokens: &[u32]| BlockHash::of_passage(revision, &request.cache_salt, tokens);
+            self.passages = passages.map(|tokens| (hash(tokens), tokens.len())).collect();
+        }
         for (&block_size, revision) in sizes {
-            let chain = self.chains.entry(block_size).or_insert_with(|| Chain {
-                root: HashRoot::new(revision, "", &request.cache_salt),
-                hashes: Arc::default(),
-            });
+            let chain = self
+                .chains
+                .entry(block_size)
+                .or_insert_with(|| Chain { root: root(revision, request), hashes: Arc::default() });
             chain.extend(block_size, request);
         }
     }
@@ -45,6 +54,11 @@ impl SequenceHashes {
     /// Of blocks of this size.
     pub(crate) fn of(&self, block_size: usize) -> &[BlockHash] {
         self.chains.get(&block_size).map_or(&[], |chain| &chain.hashes)
+    }
+
+    /// Of the passages that are blended, with their tokens.
+    pub(crate) fn passages(&self) -> &[(BlockHash, usize)] {
+        &self.passages
     }
 
     /// Of every size.
@@ -79,6 +93,17 @@ impl Chain {
             parent = parent.child(block);
             hashes.push(parent);
         }
+    }
+}
+
+/// As engines have it.
+fn root(revision: &str, request: &Request) -> HashRoot {
+    match request.blended() {
+        Some(marks) => {
+            let head = &request.prompt[..marks.end_idx()];
+            HashRoot::blended(revision, &request.cache_salt, head, &marks.settings())
+        }
+        None => HashRoot::new(revision, "", &request.cache_salt),
     }
 }
 

@@ -24,6 +24,7 @@ mod migration;
 mod migrator;
 mod model;
 mod output;
+mod passages;
 mod planner;
 mod request;
 mod sampling;
@@ -43,6 +44,7 @@ pub use explain::{ExplainedOption, ExplainedPlan};
 pub use metrics::RouterMetrics;
 pub use migrator::{MigrationMode, Migrator};
 pub use model::ServedModel;
+pub use passages::{BlendMode, TokenisedPrompt, documents, mark_passage};
 pub(crate) use planner::Planner;
 pub use request::{
     ChatInput, ClientRequest, FieldNames, PreparedRequest, PromptInput, RequestArrival, Serving, check_model,

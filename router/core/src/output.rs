@@ -33,6 +33,7 @@ impl Output {
     pub(super) fn push(&mut self, token: &Token, detokenizer: impl FnOnce() -> Detokenizer) -> Matched {
         // Cached tokens are those of the first attempt: later ones find what the first has computed.
         if self.usage.completion_tokens == 0 {
+            self.usage.blended_tokens = token.blended_tokens.min(self.usage.prompt_tokens);
             self.usage.cached_tokens = token.cached_tokens.unwrap_or(0).min(self.usage.prompt_tokens);
         }
         self.usage.drafted_tokens = self.usage.drafted_tokens.saturating_add(token.drafted_tokens);

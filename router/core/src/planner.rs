@@ -4,8 +4,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use baton_cluster::{Role, WorkerRecord};
 use baton_planner::{
-    ClusterView, NoPlan, Plan, PlanByTime, PlanRequest, Policy, Prefill, PrefillMode, PrefixAware, Slo,
-    WorkerKey, expected_output,
+    BlendedPassages, ClusterView, NoPlan, Plan, PlanByTime, PlanRequest, Policy, Prefill, PrefillMode,
+    PrefixAware, Slo, WorkerKey, expected_output,
 };
 use baton_request::Request;
 
@@ -70,10 +70,20 @@ impl Planner {
     ) -> Result<Plan, NoPlan> {
         let mut view = workers.view();
         let PlanWish { prefill, excluded, slo, explain, migrating } = wish;
+        let blend = request.blended().map(|marks| BlendedPassages {
+            num_tokens: marks.passages.iter().map(ExactSizeIterator::len).sum(),
+            end_idx: marks.end_idx(),
+            ratio: marks.ratio.unwrap_or(1.0),
+            kept: workers.kept_passages(hashes.passages()),
+        });
+        let mut cached = workers.cached(hashes.all());
+        // A part of a blended head is never used.
+        cached.retain(|(_, num_tokens)| blend.as_ref().is_none_or(|blend| *num_tokens >= blend.end_idx));
         let mut request = PlanRequest {
             num_tokens: request.num_known_tokens(),
             max_tokens: request.max_num_tokens(usize::MAX),
-            cached: workers.cached(hashes.all()),
+            cached,
+            blend,
             excluded: excluded.to_vec(),
             prefill,
             slo: Slo { ttft: slo.ttft.or(self.slo.ttft), tpot: slo.tpot.or(self.slo.tpot) },
@@ -95,6 +105,13 @@ impl Planner {
         let mut plan = self.policy.plan(&request, &view)?;
         if let Some(Migrating { from, .. }) = migrating {
             plan.prefix_source = Some(from.clone());
+        }
+        let computes = match &plan.prefill {
+            Prefill::Remote(worker) => worker,
+            Prefill::Local => &plan.decode,
+        };
+        for (hash, _) in hashes.passages() {
+            workers.expect_cached(&WorkerKey::of(computes), std::slice::from_ref(hash));
         }
         workers.expect_cached(&WorkerKey::of(&plan.decode), hashes.of(plan.decode.kv_format.block_size));
         if let Prefill::Remote(worker) = &plan.prefill {

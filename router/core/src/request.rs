@@ -14,7 +14,11 @@ use serde_json::{Map, Value};
 use tokio::sync::OnceCell;
 
 use super::{ClientSampling, CoreError, ExplainedPlan, hashes::SequenceHashes};
-use crate::{model::ServedModel, workers::Contexts};
+use crate::{
+    model::ServedModel,
+    passages::{self, BlendMode, TokenisedPrompt},
+    workers::Contexts,
+};
 
 const MAX_STOPS: usize = 16;
 const MAX_ID_CHARS: usize = 128;
@@ -69,6 +73,8 @@ pub struct Serving {
     pub speculation: SpeculationMode,
     /// The form in which its KV travels.
     pub kv_wire: KvWire,
+    /// Whether its passages are blended.
+    pub blend: BlendMode,
     /// What it should meet; `None` as the router is configured.
     pub slo: Slo,
     /// Whether the answer says how it was planned.
@@ -95,7 +101,7 @@ pub enum PromptInput {
     /// Text to tokenise.
     Text(String),
     /// Ids of tokens.
-    Tokens(Vec<u32>),
+    Tokens(TokenisedPrompt),
     /// A conversation.
     Chat(ChatInput),
 }
@@ -103,8 +109,10 @@ pub enum PromptInput {
 /// A conversation for the chat template.
 #[derive(Debug)]
 pub struct ChatInput {
-    /// An array of OpenAI-shaped messages.
+    /// An array of OpenAI-shaped messages. Passages are marked in their texts ([`mark_passage`](crate::mark_passage)).
     pub messages: Value,
+    /// As [`documents`](crate::documents) returns them: each is a passage.
+    pub documents: Vec<Value>,
     /// An array of OpenAI-shaped tools.
     pub tools: Option<Value>,
     /// What of them may be called.
@@ -142,6 +150,14 @@ pub struct PreparedRequest {
 }
 
 impl PreparedRequest {
+    /// Gives prompts whose passages may be blended the ratio that workers have calibrated, if one has. All choices and attempts
+    /// have the same, so that they get the same tokens.
+    pub(crate) fn decide_blending(&mut self, calibrated: Option<f32>) {
+        for marks in self.prompts.iter_mut().filter_map(|request| request.blend.as_mut()) {
+            marks.ratio = marks.ratio.or(calibrated);
+        }
+    }
+
     /// The plans so far, of all choices; empty unless they are to be explained.
     pub fn plans(&self) -> MutexGuard<'_, Vec<ExplainedPlan>> {
         self.plans.lock().unwrap_or_else(PoisonError::into_inner)
@@ -154,6 +170,8 @@ impl FieldNames {
             "prompt" => self.prompt,
             "max_tokens" => self.max_tokens,
             "logprobs" => self.logprobs,
+            "blend.ratio" => "blend",
+            "blend.passages" => "passages",
             field => field,
         }
     }
@@ -186,9 +204,10 @@ impl ClientRequest {
         }
         let bytes = |prompt: &PromptInput| match prompt {
             PromptInput::Text(text) => text.len(),
-            PromptInput::Tokens(tokens) => tokens.len() / 16,
+            PromptInput::Tokens(tokens) => tokens.ids.len() / 16,
             PromptInput::Chat(chat) => {
-                value_bytes(&chat.messages) + chat.tools.as_ref().map_or(0, value_bytes)
+                let documents = chat.documents.iter().map(value_bytes).sum::<usize>();
+                value_bytes(&chat.messages) + documents + chat.tools.as_ref().map_or(0, value_bytes)
             }
         };
         self.prompts.iter().map(bytes).sum()
@@ -233,7 +252,7 @@ impl ClientRequest {
             model.check_grammar(&asked.grammar, asked.param)?;
         }
         // Rounding stays in the cache: a request for one form must find no other.
-        let Serving { cache_salt, priority, prefill, speculation, kv_wire, slo, explain, timing } =
+        let Serving { cache_salt, priority, prefill, speculation, kv_wire, blend, slo, explain, timing } =
             self.serving;
         let cache_salt = match kv_wire {
             KvWire::Unspecified => cache_salt,
@@ -244,15 +263,16 @@ impl ClientRequest {
         for mut prompt in self.prompts {
             let is_chat = matches!(prompt, PromptInput::Chat(_));
             let calls = if let PromptInput::Chat(chat) = &mut prompt { chat.calls.take() } else { None };
+            let TokenisedPrompt { ids, passages } = tokenize(model, prompt, names.prompt, true)?;
             let mut request = Request {
                 id: self.id.clone(),
-                prompt: tokenize(model, prompt, names.prompt, true)?.into(),
+                prompt: ids.into(),
                 output: Vec::new(),
                 sampling: sampling.clone(),
                 priority,
                 cache_salt: cache_salt.clone(),
                 speculation,
-                blend: None,
+                blend: blend.marks(passages),
             };
             // A format that was asked for leaves no room for reasoning, unless there may be calls.
             if is_chat && (calls.is_some() || request.sampling.grammar.is_none()) {
@@ -266,6 +286,7 @@ impl ClientRequest {
             request.sampling.max_tokens =
                 self.sampling.max_tokens(model, request.prompt.len(), contexts, names.max_tokens)?;
             request.validate(model.vocab_size, contexts.longest).map_err(|error| names.refusal(error))?;
+            request.blend = request.blend.filter(|_| blend != BlendMode::Off);
             prompts.push(request);
         }
         Ok(PreparedRequest {
@@ -306,14 +327,20 @@ pub fn tokenize(
     prompt: PromptInput,
     param: &str,
     add_special: bool,
-) -> Result<Vec<u32>, CoreError> {
+) -> Result<TokenisedPrompt, CoreError> {
     let refused = |error: TokenizerError| CoreError::invalid(param, error.to_string());
     match prompt {
         PromptInput::Tokens(tokens) => Ok(tokens),
-        PromptInput::Text(text) => model.tokenizer.encode(&text, add_special).map_err(refused),
+        PromptInput::Text(text) => {
+            model.tokenizer.encode(&text, add_special).map(TokenisedPrompt::from).map_err(refused)
+        }
         PromptInput::Chat(mut chat) => {
             if chat.continue_final {
                 chat.extra.insert("add_generation_prompt".to_owned(), Value::Bool(false));
+            }
+            if !chat.documents.is_empty() {
+                let is_read = model.tokenizer.chat_template_reads("documents", chat.tools.is_some());
+                passages::place_documents(chat.documents, is_read, &mut chat.messages, &mut chat.extra)?;
             }
             let mut prompt = model
                 .tokenizer
@@ -331,7 +358,7 @@ pub fn tokenize(
                 })?;
                 prompt.truncate(end);
             }
-            model.tokenizer.encode(&prompt, false).map_err(refused)
+            passages::tokenise(&model.tokenizer, &prompt).map_err(refused)
         }
     }
 }

@@ -139,7 +139,9 @@ impl Core {
     pub async fn prepare(self: &Arc<Self>, input: ClientRequest) -> Result<PreparedRequest, CoreError> {
         let num_bytes = input.num_bytes();
         self.offload(num_bytes, move |core| {
-            input.prepare(core.model()?, core.contexts(), core.config.max_choices)
+            let mut prepared = input.prepare(core.model()?, core.contexts(), core.config.max_choices)?;
+            prepared.decide_blending(core.workers.blend_ratio());
+            Ok(prepared)
         })
         .await
     }

@@ -7,7 +7,7 @@ mod channel;
 mod watch;
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, HashMap},
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicU32, AtomicUsize, Ordering},
@@ -215,6 +215,24 @@ impl Workers {
         state.workers.values().filter_map(|worker| Some((worker.key.clone(), tokens(worker)?))).collect()
     }
 
+    /// Tokens of passages whose KV each worker keeps or is believed to. A worker that is absent keeps none.
+    pub(crate) fn kept_passages(&self, passages: &[(BlockHash, usize)]) -> Vec<(Arc<WorkerKey>, usize)> {
+        let mut kept: HashMap<u32, usize> = HashMap::new();
+        for (hash, num_tokens) in passages {
+            // In the index a passage is a sequence of one block.
+            let chain = std::iter::once((*num_tokens, std::slice::from_ref(hash)));
+            for (owner, num) in self.index.tokens_held(chain, block_key) {
+                *kept.entry(owner).or_default() += num;
+            }
+        }
+        if kept.is_empty() {
+            return Vec::new();
+        }
+        let state = self.lock();
+        let tokens = |worker: &Worker| kept.get(&worker.cache.owner()).copied();
+        state.workers.values().filter_map(|worker| Some((worker.key.clone(), tokens(worker)?))).collect()
+    }
+
     /// A prompt is about to be sent to the worker, which will have its blocks.
     pub(crate) fn expect_cached(&self, key: &WorkerKey, hashes: &[BlockHash]) {
         let cache = self.lock().workers.get(key).map(|worker| worker.cache.clone());
@@ -247,6 +265,13 @@ impl Workers {
     pub(crate) fn last_usable(&self, role: Role) -> Option<Instant> {
         let state = self.lock();
         if state.has_usable(role) { Some(Instant::now()) } else { state.last_usable.get(&role).copied() }
+    }
+
+    /// The part of passages that is computed again: the largest that a worker has calibrated. `None` while none has.
+    pub(crate) fn blend_ratio(&self) -> Option<f32> {
+        let state = self.lock();
+        let ratios = state.workers.values().filter_map(|worker| worker.report.as_ref()?.load.blend_ratio);
+        ratios.filter(|ratio| (0.0..=1.0).contains(ratio)).max_by(f32::total_cmp)
     }
 
     /// Whether a decode worker is usable.
@@ -471,6 +496,7 @@ fn load(report: &Report, now: Instant) -> Load {
         num_queued_tokens: load.num_queued_tokens,
         prefill_tokens_per_second: load.prefill_tokens_per_second,
         pace: pace(load),
+        blends: load.blend_ratio.is_some(),
         link_within: link(load, |transport| transport == "shm"),
         link_beyond: link(load, |transport| transport != "shm"),
         is_home_of_another: load.is_home_of_another,

@@ -15,7 +15,7 @@ mod step;
 pub use calibration::StepCalibration;
 pub use link::{LinkCalibration, LinkLine};
 pub use roofline::{DeviceProfile, GpuKind, ModelShape, prior};
-pub use step::{PromptWork, StepLine, StepWork};
+pub use step::{PassageWork, PromptWork, StepLine, StepWork};
 
 /// A measured time that can be true: positive, and no longer than an hour.
 fn is_plausible(seconds: f64) -> bool {

@@ -93,7 +93,7 @@ const fn refused(name: &'static str, endpoints: &'static [Endpoint], note: &'sta
 
 /// Every known field, in groups. `null` is the same as an absent field.
 pub const FIELDS: &[Field] = &[
-    honoured("messages", CONVERSED, "the conversation; parts of type `text`"),
+    honoured("messages", CONVERSED, "the conversation; parts of type `text`, which may be passages"),
     honoured("system", CLAUDE, "the first message"),
     honoured("input", RESPONSES, "the conversation: text, or a list of items; parts that are text"),
     honoured("instructions", RESPONSES, "the first message"),
@@ -184,6 +184,12 @@ pub const FIELDS: &[Field] = &[
     honoured("prefill_mode", ALL, "`auto`, `local`, `remote`: where the prompt is computed"),
     honoured("speculation_mode", ALL, "`auto`, `off`"),
     honoured("kv_wire", ALL, "`auto`, `as-is`, `int8`, `int4`: number format of KV in transit"),
+    honoured(
+        "documents",
+        TEMPLATED,
+        "texts, or objects with a `text` and perhaps a `title`: passages for the chat template, or before the last message",
+    ),
+    honoured("blend", CHAT, "`auto`, `off`, or a ratio from 0 to 1: how the KV of passages is used"),
     honoured("slo_ttft", ALL, "milliseconds to the first token that the plan should meet"),
     honoured("slo_tpot", ALL, "milliseconds between tokens that the plan should meet"),
     honoured("explain", ALL, "the answer tells the plans it was chosen from, with their predicted times"),
@@ -262,7 +268,7 @@ pub const FIELDS: &[Field] = &[
     refused("web_search_options", BOTH, "this server does not search"),
     refused("reasoning_effort", BOTH, "give it in `chat_template_kwargs` if the template reads it"),
     refused("suffix", BOTH, "write the model's own infill prompt"),
-    refused("documents", BOTH, "put them into `messages`"),
+    refused("documents", TEXT, "chats have documents"),
     refused("chat_template", BOTH, "the server uses the model's own"),
     refused("mm_processor_kwargs", BOTH, "only text is served"),
     refused("prompt_embeds", BOTH, "give text or token ids"),

@@ -20,12 +20,12 @@
 use std::sync::Arc;
 
 use baton_cluster_record::{Role, WorkerRecord};
-use baton_cost::{PromptWork, StepWork};
+use baton_cost::{PassageWork, PromptWork, StepWork};
 use baton_random::{GOLDEN, mix};
 
 use crate::{
     ClusterView, Estimate, NoPlan, Plan, PlanOption, PlanRequest, Policy, Prefill, PrefillMode, PrefixAware,
-    Slo, Usability, WorkerView,
+    Slo, Usability, WorkerKey, WorkerView,
     outlook::{Outlook, outlooks},
     policy::{decode_candidates, excluded, fits},
 };
@@ -166,8 +166,8 @@ impl<'a> Search<'a> {
     fn local(&self, idx: usize) -> impl Iterator<Item = Way> {
         self.sources(idx).filter_map(move |source| {
             let worker = self.workers[idx].as_ref()?;
-            let (fetch, prompt) = self.prompt(worker, source);
-            let mut estimate = self.first_token(worker, fetch, &prompt);
+            let (fetch, prompt, num_kept) = self.prompt(worker, source);
+            let mut estimate = Estimate { num_kept, ..self.first_token(worker, fetch, &prompt) };
             estimate.harm += self.later_harm(worker);
             self.decode(worker, &prompt, 0.0, &mut estimate);
             estimate.harm += worker.harm_to_sharers(estimate.compute, self.num_left(), &self.workers);
@@ -222,8 +222,8 @@ impl<'a> Search<'a> {
     fn remote(&self, idx: usize) -> impl Iterator<Item = Way> {
         self.sources(idx).filter_map(move |source| {
             let worker = self.workers[idx].as_ref()?;
-            let (fetch, prompt) = self.prompt(worker, source);
-            let mut estimate = self.first_token(worker, fetch, &prompt);
+            let (fetch, prompt, num_kept) = self.prompt(worker, source);
+            let mut estimate = Estimate { num_kept, ..self.first_token(worker, fetch, &prompt) };
             estimate.ttft += HANDOFF_SECONDS;
             estimate.harm = worker.harm_to_sharers(estimate.compute, self.num_left(), &self.workers);
             estimate.harm += self.later_harm(worker);
@@ -284,17 +284,27 @@ impl<'a> Search<'a> {
         without.into_iter().chain(source.map(Some))
     }
 
-    /// Seconds to fetch what `source` has, and what is left to compute.
-    fn prompt(&self, worker: &Outlook<'_>, source: Option<usize>) -> (f64, PromptWork) {
+    /// Seconds to fetch what `source` has, what is left to compute, and the tokens of passages that are kept for that.
+    fn prompt(&self, worker: &Outlook<'_>, source: Option<usize>) -> (f64, PromptWork, usize) {
         // The last token is computed in any case.
         let most = self.request.num_tokens.saturating_sub(1);
         let own = worker.num_cached.min(most);
-        let Some(giver) = source.and_then(|idx| self.workers[idx].as_ref()) else {
-            return (0.0, PromptWork::new(self.request.num_tokens, own));
+        let giver = source.and_then(|idx| self.workers[idx].as_ref());
+        let cached = giver.map_or(own, |giver| giver.num_cached.min(most));
+        let num_bytes = (cached - own) as f64 * worker.token_bytes();
+        let fetch = giver.map_or(0.0, |giver| giver.link_to(worker.view).seconds(num_bytes));
+        let prompt = PromptWork::new(self.request.num_tokens, cached);
+        // A head that is cached is not computed at all.
+        let blend = self.request.blend.as_ref().filter(|blend| cached < blend.end_idx);
+        let Some(blend) = blend.filter(|_| worker.view.load.blends) else { return (fetch, prompt, 0) };
+        let key = WorkerKey::of(&worker.view.record);
+        let kept = blend.kept.iter().find(|(other, _)| **other == key).map_or(0, |&(_, num)| num);
+        let passages = PassageWork {
+            num_tokens: blend.num_tokens as f64,
+            num_kept: kept as f64,
+            ratio: f64::from(blend.ratio),
         };
-        let theirs = giver.num_cached.min(most);
-        let num_bytes = (theirs - own) as f64 * worker.token_bytes();
-        (giver.link_to(worker.view).seconds(num_bytes), PromptWork::new(self.request.num_tokens, theirs))
+        (fetch, prompt.blended(&passages, worker.view.record.kv_format.num_layers), kept)
     }
 
     /// Until the first token, computed by `worker`.

@@ -72,6 +72,8 @@ pub struct PlanRequest {
     pub max_tokens: usize,
     /// Tokens at the front that workers are believed to hold. A worker that is absent holds none.
     pub cached: Vec<(Arc<WorkerKey>, usize)>,
+    /// How its passages are blended. `None`: it has none, or it is not decided.
+    pub blend: Option<BlendedPassages>,
     /// Workers that must not be asked: they failed this request already.
     pub excluded: Vec<WorkerKey>,
     /// Where the prompt is computed.
@@ -84,6 +86,19 @@ pub struct PlanRequest {
     pub seed: u64,
     /// Whether the plan lists what it was chosen from.
     pub explain: bool,
+}
+
+/// The passages of a request.
+#[derive(Clone, Debug, Default)]
+pub struct BlendedPassages {
+    /// Their tokens.
+    pub num_tokens: usize,
+    /// Where the last one ends: a prefix that ends before is not used.
+    pub end_idx: usize,
+    /// The part that is computed again.
+    pub ratio: f32,
+    /// Tokens of those whose KV workers are believed to have kept. A worker that is absent has kept none.
+    pub kept: Vec<(Arc<WorkerKey>, usize)>,
 }
 
 /// Latencies that a request should meet, in seconds. `None`: any.
@@ -173,6 +188,8 @@ pub struct Load {
     pub prefill_tokens_per_second: u64,
     /// What its steps take. `None`: an older worker.
     pub pace: Option<WorkerPace>,
+    /// Whether it blends passages.
+    pub blends: bool,
     /// To workers of the same machine.
     pub link_within: Option<LinkLine>,
     /// To workers of others.

@@ -53,6 +53,8 @@ pub struct Estimate {
     pub queue: f64,
     /// Until the prompt is computed, from then on, beside what the worker decodes and what else computes on its processors.
     pub compute: f64,
+    /// Tokens of passages whose KV is kept where the prompt is computed. `compute` counts a part of them.
+    pub num_kept: usize,
     /// Until the first token: all of the above, and the calls of a handoff.
     pub ttft: f64,
     /// After the first token, until the KV that computation did not hide has arrived.

@@ -6,8 +6,9 @@ use baton_planner::{PrefillMode, Slo};
 use baton_proto::v1;
 use baton_request::SpeculationMode;
 use baton_router_core::{
-    ChatInput, ClientRequest, ClientSampling, CoreError, Event, ExplainedOption, ExplainedPlan, Extras,
-    FieldNames, PromptInput, RequestArrival, Serving, Timing, TokenOut, Usage,
+    BlendMode, ChatInput, ClientRequest, ClientSampling, CoreError, Event, ExplainedOption, ExplainedPlan,
+    Extras, FieldNames, PromptInput, RequestArrival, Serving, Timing, TokenOut, TokenisedPrompt, Usage,
+    documents, mark_passage,
 };
 use baton_tools::{AnswerPart, AskedGrammar, ToolRequest};
 use serde_json::{Value, json};
@@ -35,10 +36,19 @@ pub(super) fn input(
             ),
         )
     })?;
+    let blend = match request.blend.unwrap_or_default().mode {
+        None | Some(v1::blend::Mode::Off(false)) => BlendMode::Auto,
+        Some(v1::blend::Mode::Off(true)) => BlendMode::Off,
+        Some(v1::blend::Mode::Ratio(ratio)) => BlendMode::Ratio(ratio),
+    };
     use v1::generate_request::Prompt;
     let (prompt, prompt_param) = match request.prompt {
         Some(Prompt::Text(text)) => (PromptInput::Text(text), "text"),
-        Some(Prompt::TokenIds(tokens)) => (PromptInput::Tokens(tokens.ids), "token_ids"),
+        Some(Prompt::TokenIds(tokens)) => {
+            let passages = tokens.passages.iter().map(|range| range.start as usize..range.end as usize);
+            let passages = passages.collect();
+            (PromptInput::Tokens(TokenisedPrompt { ids: tokens.ids, passages }), "token_ids")
+        }
         Some(Prompt::Chat(chat)) => (PromptInput::Chat(conversation(chat)?), "chat"),
         None => return Err(CoreError::invalid("prompt", "the prompt is missing: text, token_ids or chat")),
     };
@@ -56,6 +66,7 @@ pub(super) fn input(
             prefill,
             speculation,
             kv_wire,
+            blend,
             slo: Slo {
                 ttft: slo("slo_ttft_seconds", request.slo_ttft_seconds)?,
                 tpot: slo("slo_tpot_seconds", request.slo_tpot_seconds)?,
@@ -100,6 +111,7 @@ fn conversation(chat: v1::ChatMessages) -> Result<ChatInput, CoreError> {
         calls.map_err(|refusal| CoreError::invalid(&place(&refusal.param), place(&refusal.to_string())))?;
     Ok(ChatInput {
         messages: chat.messages.into_iter().map(message).collect(),
+        documents: documents(chat.documents.into_iter().map(document).collect())?,
         tools: (!tools.is_empty() && calls.is_some()).then_some(Value::Array(tools)),
         calls: calls.map(Box::new),
         continue_final: chat.continue_final_message,
@@ -107,8 +119,19 @@ fn conversation(chat: v1::ChatMessages) -> Result<ChatInput, CoreError> {
     })
 }
 
+fn document(document: v1::Document) -> Value {
+    json!({"title": document.title, "text": document.text})
+}
+
 fn message(message: v1::ChatMessage) -> Value {
-    let mut fields = json!({"role": message.role, "content": message.content});
+    let parts = message.parts.into_iter().map(|part| match part.passage {
+        true => mark_passage(&part.text),
+        false => part.text,
+    });
+    // As over HTTP: parts are lines.
+    let texts: Vec<String> =
+        Some(message.content).filter(|text| !text.is_empty()).into_iter().chain(parts).collect();
+    let mut fields = json!({"role": message.role, "content": texts.join("\n")});
     let calls = message.tool_calls.into_iter().map(|call| {
         // Templates read an object.
         let arguments = serde_json::from_str(&call.arguments).unwrap_or(Value::String(call.arguments));
@@ -244,6 +267,7 @@ fn way(option: ExplainedOption) -> v1::PlannedWay {
         fetch: estimate.fetch,
         queue: estimate.queue,
         compute: estimate.compute,
+        kept_passage_tokens: estimate.num_kept.try_into().unwrap_or(u32::MAX),
         ttft: estimate.ttft,
         exposed: estimate.exposed,
         tpot: estimate.tpot,
@@ -264,6 +288,7 @@ fn usage(usage: Usage) -> v1::Usage {
         cached_tokens: usage.cached_tokens,
         drafted_tokens: usage.drafted_tokens,
         accepted_tokens: usage.accepted_tokens,
+        blended_tokens: usage.blended_tokens,
     }
 }
 

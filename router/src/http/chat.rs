@@ -22,13 +22,15 @@ use super::{
 };
 use baton_router_core::{
     ChatInput, ClientRequest, Core, Event, Events, Extras, FieldNames, PromptInput, RequestArrival, Serving,
-    TokenOut, Usage,
+    TokenOut, Usage, documents,
 };
 
 request_body! {
     /// The request.
     ChatRequest {
         messages: Vec<Value>,
+        documents: Option<Vec<Value>>,
+        blend: Option<params::BlendName>,
         tools: Option<Vec<Value>>,
         tool_choice: Option<Value>,
         parallel_tool_calls: Option<bool>,
@@ -75,7 +77,8 @@ pub(crate) async fn chat_completions(
 impl ChatRequest {
     fn into_input(self, arrival: RequestArrival) -> Result<ClientRequest, ApiError> {
         let mut sampling = self.sampling()?;
-        let serving = Serving { priority: self.priority.unwrap_or(0), ..self.serving()? };
+        let blend = self.blend.map(|blend| blend.0).unwrap_or_default();
+        let serving = Serving { priority: self.priority.unwrap_or(0), blend, ..self.serving()? };
         let mut max_tokens = "max_tokens";
         if let Some(max) = self.max_completion_tokens {
             sampling.max_tokens = Some(max);
@@ -104,6 +107,7 @@ impl ChatRequest {
         let tools = self.tools.filter(|_| calls.is_some()).map(Value::Array);
         let chat = ChatInput {
             messages: messages::normalise(self.messages)?,
+            documents: documents(self.documents.unwrap_or_default())?,
             tools,
             calls: calls.map(Box::new),
             continue_final: self.continue_final_message.unwrap_or(false),

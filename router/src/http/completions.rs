@@ -69,11 +69,11 @@ impl TryFrom<Value> for Prompts {
             _ => return Err(EXPECTED.to_owned()),
         };
         if items.first().is_some_and(Value::is_number) {
-            return Ok(Prompts(vec![PromptInput::Tokens(token_ids(&items)?)]));
+            return Ok(Prompts(vec![PromptInput::Tokens(token_ids(&items)?.into())]));
         }
         let prompts = items.into_iter().map(|item| match item {
             Value::String(text) => Ok(PromptInput::Text(text)),
-            Value::Array(ids) => token_ids(&ids).map(PromptInput::Tokens),
+            Value::Array(ids) => token_ids(&ids).map(|ids| PromptInput::Tokens(ids.into())),
             _ => Err(EXPECTED.to_owned()),
         });
         prompts.collect::<Result<_, _>>().map(Prompts)

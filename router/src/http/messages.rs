@@ -1,10 +1,11 @@
 //! Chat messages: from what OpenAI clients send to what chat templates read.
 
+use baton_router_core::mark_passage;
 use serde_json::{Map, Value};
 
 use super::error::ApiError;
 
-/// Checks the messages, joins text parts, and gives templates tool arguments as objects.
+/// Checks the messages, joins text parts, marks passages, and gives templates tool arguments as objects.
 pub(crate) fn normalise(messages: Vec<Value>) -> Result<Value, ApiError> {
     if messages.is_empty() {
         return Err(ApiError::invalid("messages", "messages is empty, at least one message is needed"));
@@ -47,17 +48,22 @@ fn join_parts(path: &str, parts: Vec<Value>) -> Result<String, ApiError> {
     for (idx, part) in parts.into_iter().enumerate() {
         let path = format!("{path}.content[{idx}]");
         let kind = part["type"].as_str().unwrap_or_default();
-        match (kind, &part["text"]) {
-            ("text", Value::String(text)) => texts.push(text.clone()),
-            ("text", _) => {
+        match (kind, &part["text"], &part["passage"]) {
+            ("text", Value::String(text), Value::Null | Value::Bool(false)) => texts.push(text.clone()),
+            ("text", Value::String(text), Value::Bool(true)) => texts.push(mark_passage(text)),
+            ("text", Value::String(_), _) => {
+                let param = format!("{path}.passage");
+                return Err(ApiError::invalid(param.clone(), format!("{param}: expected a boolean")));
+            }
+            ("text", _, _) => {
                 let param = format!("{path}.text");
                 return Err(ApiError::invalid(param.clone(), format!("{param}: expected a string")));
             }
-            ("", _) => {
+            ("", _, _) => {
                 let param = format!("{path}.type");
                 return Err(ApiError::invalid(param.clone(), format!("{param}: expected \"text\"")));
             }
-            (kind, _) => {
+            (kind, _, _) => {
                 let param = format!("{path}.type");
                 let message = format!("{param}: {kind:?} is not supported by this model, only \"text\" is");
                 return Err(ApiError::unsupported(param, message));

@@ -6,6 +6,7 @@ use baton_planner::{PrefillMode, Slo};
 use baton_proto::v1::KvWire;
 use baton_request::SpeculationMode;
 use baton_request_fields::UnknownFields;
+use baton_router_core::BlendMode;
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 use utoipa::{
@@ -123,6 +124,8 @@ macro_rules! request_body {
                     prefill: self.prefill_mode.map_or(baton_planner::PrefillMode::Auto, Into::into),
                     speculation: self.speculation_mode.map(Into::into).unwrap_or_default(),
                     kv_wire: self.kv_wire.map(Into::into).unwrap_or_default(),
+                    // As for the priority.
+                    blend: baton_router_core::BlendMode::Auto,
                     slo: crate::http::params::slo(self.slo_ttft, self.slo_tpot)?,
                     explain: self.explain.unwrap_or(false),
                     timing: self.include_timing.unwrap_or(false),
@@ -275,6 +278,33 @@ impl From<KvWireName> for KvWire {
             KvWireName::AsIs => KvWire::AsIs,
             KvWireName::Int8 => KvWire::Int8,
             KvWireName::Int4 => KvWire::Int4,
+        }
+    }
+}
+
+/// Whether passages are blended: a word, or the part of them that is computed again.
+#[derive(Clone, Copy, Debug, Deserialize)]
+#[serde(try_from = "Value")]
+pub(crate) struct BlendName(pub(crate) BlendMode);
+
+impl PartialSchema for BlendName {
+    fn schema() -> RefOr<Schema> {
+        let ratio = json!({"type": "number", "minimum": 0, "maximum": 1});
+        one_of(json!([{"type": "string", "enum": ["auto", "off"]}, ratio]))
+    }
+}
+
+impl ToSchema for BlendName {}
+
+impl TryFrom<Value> for BlendName {
+    type Error = &'static str;
+
+    fn try_from(value: Value) -> Result<BlendName, Self::Error> {
+        match (value.as_str(), value.as_f64()) {
+            (Some("auto"), _) => Ok(BlendName(BlendMode::Auto)),
+            (Some("off"), _) => Ok(BlendName(BlendMode::Off)),
+            (_, Some(ratio)) => Ok(BlendName(BlendMode::Ratio(ratio as f32))),
+            _ => Err("expected \"off\", \"auto\" or a ratio between 0 and 1"),
         }
     }
 }

@@ -106,6 +106,9 @@ pub(crate) struct UsageBody {
 #[derive(Clone, Copy, Debug, Serialize)]
 struct PromptDetails {
     cached_tokens: u32,
+    /// Absent without blended passages.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    blended_tokens: Option<u32>,
 }
 
 /// OpenAI's names for drafts. Rejected tokens are not among `completion_tokens`.
@@ -125,7 +128,10 @@ impl From<Usage> for UsageBody {
             prompt_tokens: usage.prompt_tokens,
             completion_tokens: usage.completion_tokens,
             total_tokens: usage.prompt_tokens.saturating_add(usage.completion_tokens),
-            prompt_tokens_details: PromptDetails { cached_tokens: usage.cached_tokens },
+            prompt_tokens_details: PromptDetails {
+                cached_tokens: usage.cached_tokens,
+                blended_tokens: Some(usage.blended_tokens).filter(|&num| num > 0),
+            },
             completion_tokens_details: drafted,
         }
     }

@@ -16,7 +16,7 @@ use super::{
     error::ApiError,
     messages,
 };
-use baton_router_core::{ChatInput, Core, CoreError, PromptInput, check_model, tokenize};
+use baton_router_core::{ChatInput, Core, CoreError, PromptInput, check_model, documents, tokenize};
 
 /// The request.
 #[derive(Debug, Deserialize, utoipa::ToSchema)]
@@ -24,6 +24,7 @@ pub(crate) struct TokenizeRequest {
     model: Option<String>,
     prompt: Option<String>,
     messages: Option<Vec<Value>>,
+    documents: Option<Vec<Value>>,
     tools: Option<Vec<Value>>,
     add_special_tokens: Option<bool>,
     add_generation_prompt: Option<bool>,
@@ -64,7 +65,8 @@ pub(crate) async fn tokenize_text(
             let messages = messages::normalise(messages)?;
             // A chat goes to the blocking thread, whatever its size: measuring it takes as long as tokenising.
             let continue_final = request.continue_final_message.unwrap_or(false);
-            let chat = ChatInput { messages, tools, calls: None, continue_final, extra };
+            let documents = documents(request.documents.unwrap_or_default())?;
+            let chat = ChatInput { messages, documents, tools, calls: None, continue_final, extra };
             (PromptInput::Chat(chat), "messages", usize::MAX)
         }
         _ => return Err(ApiError::invalid("prompt", "either prompt or messages is needed, and not both")),
@@ -74,7 +76,7 @@ pub(crate) async fn tokenize_text(
     let tokenized = core
         .offload(num_bytes, move |core| {
             let model = core.model()?;
-            let tokens = tokenize(model, prompt, param, add_special)?;
+            let tokens = tokenize(model, prompt, param, add_special)?.ids;
             let text = |id: &u32| model.tokenizer.token_text(*id).unwrap_or_default();
             let token_strs = with_texts.then(|| tokens.iter().map(text).collect());
             Ok(Tokenized { count: tokens.len(), max_model_len: core.context_length(), tokens, token_strs })

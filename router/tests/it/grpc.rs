@@ -65,7 +65,7 @@ async fn generates_from_text_chat_and_ids() {
     let message = ChatMessage { role: "user".into(), content: "Hi".into(), ..Default::default() };
     let prompts = [
         (Prompt::Text("Hi".into()), ids("Hi")),
-        (Prompt::TokenIds(TokenIds { ids: vec![1, 2] }), vec![1, 2]),
+        (Prompt::TokenIds(TokenIds { ids: vec![1, 2], passages: Vec::new() }), vec![1, 2]),
         (
             Prompt::Chat(ChatMessages { messages: vec![message], ..Default::default() }),
             vec![257, 72, 105, 258],
@@ -167,7 +167,10 @@ async fn invalid_requests_get_the_right_status() {
             "128 characters",
         ),
         (
-            GenerateRequest { prompt: Some(Prompt::TokenIds(TokenIds { ids: vec![259] })), ..text("x") },
+            GenerateRequest {
+                prompt: Some(Prompt::TokenIds(TokenIds { ids: vec![259], passages: Vec::new() })),
+                ..text("x")
+            },
             Code::InvalidArgument,
             "vocabulary",
         ),

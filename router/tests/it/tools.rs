@@ -243,6 +243,7 @@ async fn a_chat_over_grpc_has_tools_and_says_what_its_text_is() {
         tool_choice: None,
         parallel_tool_calls: None,
         continue_final_message: false,
+        documents: Vec::new(),
     };
     let request = |chat: &v1::ChatMessages| v1::GenerateRequest {
         prompt: Some(v1::generate_request::Prompt::Chat(chat.clone())),

@@ -19,7 +19,7 @@ use tokio::sync::{Mutex, MutexGuard};
 use crate::ports::free_port;
 
 pub(crate) use etcd::{Etcd, eventually};
-pub(crate) use http::Http;
+pub(crate) use http::{Events, Http};
 pub(crate) use process::{Process, children_of, signal_pid};
 
 /// The program under test.

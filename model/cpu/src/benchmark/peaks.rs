@@ -1,7 +1,8 @@
 //! The CPU's peak rates, with which kernels are compared.
 
 use baton_cpu_kernels::{
-    CHAINS, Cpu, Isa, LANES, TILE_OPERATIONS, anonymous, fma_loop, integers_loop, pairs_loop, read_loop, tiles_loop,
+    CHAINS, Cpu, Isa, LANES, TILE_OPERATIONS, anonymous, fma_loop, integers_loop, pairs_loop, read_loop,
+    tiles_loop,
 };
 use memmap2::MmapMut;
 

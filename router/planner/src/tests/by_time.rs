@@ -291,6 +291,50 @@ fn an_explained_plan_lists_its_options_best_first() {
 }
 
 #[test]
+fn a_prompt_is_computed_where_its_passages_are_kept() {
+    let two = "d0 decode rate=20000 blends\n d1 decode rate=20000 blends\n p0 prefill rate=9000 blends";
+    let key = |id: &str| Arc::new(WorkerKey { id: id.into(), incarnation: 1 });
+    for (name, workers, end_idx, kept, expected, num_kept) in [
+        ("it has them", two, 880, &[("d1", 850)][..], "d1", 850),
+        ("mirrored", two, 880, &[("d0", 850)], "d0", 850),
+        ("more of them", two, 880, &[("d0", 200), ("d1", 700)], "d1", 700),
+        (
+            "a worker that does not blend has no use for them",
+            "d0 decode rate=20000\n d1 decode rate=19000 blends\n p0 prefill rate=200",
+            880,
+            &[("d0", 850)],
+            "d0",
+            0,
+        ),
+        (
+            "not worth the queue",
+            "d0 decode rate=20000 blends\n d1 decode rate=20000 queued=9000 blends",
+            880,
+            &[("d1", 850)],
+            "d0",
+            0,
+        ),
+    ] {
+        let blend = BlendedPassages {
+            num_tokens: 850,
+            end_idx,
+            ratio: 0.15,
+            kept: kept.iter().map(|&(id, num)| (key(id), num)).collect(),
+        };
+        for seed in 0..8 {
+            let request = PlanRequest { blend: Some(blend.clone()), seed, ..request("tokens=900") };
+            assert_eq!(outcome(&request, &view(workers)), expected, "{name}");
+            let estimate = plan(&request, &view(workers)).expect("a plan").estimate.expect("by time");
+            assert_eq!(estimate.num_kept, num_kept, "{name}");
+        }
+    }
+    // A head that is cached is not computed at all.
+    let blend = BlendedPassages { num_tokens: 850, end_idx: 880, ratio: 0.15, kept: vec![(key("d1"), 850)] };
+    let request = PlanRequest { blend: Some(blend), ..request("tokens=900 cached:d0=880") };
+    assert_eq!(outcome(&request, &view(two)), "d0");
+}
+
+#[test]
 fn of_equals_the_seed_chooses_one_and_always_the_same() {
     let workers: String = (0..40).map(|idx| format!("d{idx:02} decode rate=20000\n")).collect();
     let workers = view(&workers);

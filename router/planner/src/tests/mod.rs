@@ -89,6 +89,7 @@ pub(crate) fn view(text: &str) -> ClusterView {
                 Some(("context", n)) => record.capacity.context_length = n.parse().unwrap(),
                 None if word == "backing-off" => usability = Usability::BackingOff,
                 None if word == "of-another-router" => load.is_home_of_another = true,
+                None if word == "blends" => load.blends = true,
                 None if word == "draining" => usability = Usability::Draining,
                 None if word == "unreachable" => usability = Usability::Unreachable,
                 None if word == "other-format" => record.kv_format.rope = "theta=1".into(),

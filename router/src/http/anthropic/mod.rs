@@ -93,6 +93,7 @@ impl Conversation<'_> {
             tools: (!tools.is_empty() && calls.is_some()).then_some(Value::Array(tools)),
             calls: calls.map(Box::new),
             messages,
+            documents: Vec::new(),
             extra: Map::new(),
         })
     }
@@ -161,7 +162,7 @@ pub(crate) async fn count_tokens(
     let chat = PromptInput::Chat(conversation.into_chat()?);
     // On the blocking thread, whatever its size: measuring it takes as long as tokenising.
     let num_tokens = core
-        .offload(usize::MAX, move |core| Ok(tokenize(core.model()?, chat, "messages", false)?.len()))
+        .offload(usize::MAX, move |core| Ok(tokenize(core.model()?, chat, "messages", false)?.ids.len()))
         .await?;
     Ok(json(&json!({"input_tokens": num_tokens})))
 }

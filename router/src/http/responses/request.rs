@@ -48,6 +48,7 @@ impl ResponsesRequest {
             calls.map_err(|refusal| ApiError::invalid(place(&refusal.param), place(&refusal.to_string())))?;
         let chat = ChatInput {
             messages: messages::normalise(input::messages(self.instructions.as_deref(), &self.input)?)?,
+            documents: Vec::new(),
             tools: tools.filter(|_| calls.is_some()).map(Value::Array),
             calls: calls.map(Box::new),
             continue_final: false,

@@ -1,0 +1,236 @@
+//! Whether this worker blends a prompt: the [`Gate`] decides, and what it needs to know is measured here.
+//!
+//! The gate opens by calibration: prompts are made of passages that the worker has met, and computed in full and with each
+//! ratio of a table. The smallest ratio whose next-token distributions are near enough to those of the full prefills is the
+//! worker's. Made-up tokens would say little: how much one passage depends on another is a property of the text. After that a
+//! part of the traffic is audited: computed once more in full, and compared. All of this is ordinary work of the engine that
+//! every request passes.
+//!
+//! It does not know how prompts are blended.
+
+mod divergence;
+mod gate;
+
+use std::{
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::Duration,
+};
+
+use baton_engine::{EngineHandle, TokenEvent, TokenLogprobs};
+use baton_request::{BlendMarks, MAX_LOGPROBS, Request, SamplingParams, SpeculationMode};
+use tokio::time::timeout;
+
+use crate::{config::WorkerConfig, metrics::WorkerMetrics, worker::Worker};
+use divergence::divergence;
+use gate::{Decision, Gate, Measure, RATIOS};
+
+/// A calibration prompt has at most so many passages, each of at most so many tokens, and so many tokens after them. So it takes
+/// seconds even where a step takes a second.
+const MAX_PASSAGES: usize = 4;
+const MAX_PASSAGE_TOKENS: usize = 64;
+const MAX_QUESTION_TOKENS: usize = 32;
+/// Prompts that are made of one that was met.
+const MAX_PROMPTS_OF_ONE: usize = 4;
+/// For one computation beside the traffic. An engine that has no time for it that long has more to do than to be measured.
+const PATIENCE: Duration = Duration::from_mins(2);
+
+/// Decides for one worker.
+#[derive(Debug)]
+pub struct Blending {
+    /// Locked for a decision. `None`: this worker never blends, for this reason.
+    gate: Result<Mutex<Gate>, &'static str>,
+    metrics: WorkerMetrics,
+}
+
+impl Blending {
+    pub(crate) fn new(config: &WorkerConfig, metrics: &WorkerMetrics, engine: &EngineHandle) -> Blending {
+        let gate = match (config.blend, engine.blends()) {
+            (None, _) => Err("off"),
+            // The engine has said why.
+            (Some(_), None) => Err("model"),
+            (Some(settings), Some(_)) => Ok(Mutex::new(Gate::new(settings.max_kl, settings.audit))),
+        };
+        Blending { gate, metrics: metrics.clone() }
+    }
+
+    /// The part of passages that is computed again; `None` while nothing is blended by itself.
+    pub fn ratio(&self) -> Option<f32> {
+        self.gate().and_then(|gate| gate.ratio())
+    }
+
+    fn gate(&self) -> Option<MutexGuard<'_, Gate>> {
+        self.gate.as_ref().ok().map(lock)
+    }
+}
+
+/// No user code runs under the lock, so a poisoned one holds whole data.
+fn lock(gate: &Mutex<Gate>) -> MutexGuard<'_, Gate> {
+    gate.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Decides whether this worker, which computes the prompt, blends it: if not, the request loses its marks. Then it is computed in
+/// full, and shares blocks with all that are.
+pub fn decide(worker: &Arc<Worker>, request: &mut Request) {
+    let Some(marks) = request.blend.as_ref().filter(|marks| !marks.passages.is_empty()) else {
+        request.blend = None;
+        return;
+    };
+    let blending = &worker.blending;
+    let Decision { refused, measure } = match &blending.gate {
+        Ok(gate) => lock(gate).decide(marks.ratio),
+        Err(reason) => Decision { refused: Some(reason), measure: None },
+    };
+    let own = worker.clone();
+    match measure {
+        Some(Measure::Calibrate) => {
+            let prompts = calibration_prompts(request);
+            worker.lifecycle.spawn(async move { calibrate(&own, prompts).await });
+        }
+        Some(Measure::Audit) => {
+            let request = request.clone();
+            worker.lifecycle.spawn(async move { audit(&own, request).await });
+        }
+        None => {}
+    }
+    if let Some(reason) = refused {
+        blending.metrics.blend_refused(reason);
+        request.blend = None;
+    }
+}
+
+/// Measures what each ratio costs on prompts, and tells the gate.
+async fn calibrate(worker: &Arc<Worker>, prompts: Vec<Request>) {
+    let mut samples = Vec::new();
+    for prompt in prompts {
+        match sample(worker, &prompt).await {
+            Some(sample) => samples.push(sample),
+            None => break,
+        }
+    }
+    let num = samples.len();
+    let Some(mut gate) = worker.blending.gate() else { return };
+    gate.calibrated(samples);
+    match (gate.ratio(), gate.closed()) {
+        (Some(ratio), _) => tracing::info!(ratio, "prompts with passages are blended from now on"),
+        (None, Some(reason)) => tracing::warn!(reason, "prompts with passages are computed in full"),
+        (None, None) => tracing::debug!(num, "blending is not calibrated yet"),
+    }
+}
+
+/// The divergence of a prompt's next token at each ratio. `None`: the engine has no time, or ends.
+async fn sample(worker: &Worker, prompt: &Request) -> Option<[f64; RATIOS.len()]> {
+    let full = next_token(worker, Request { blend: None, ..prompt.clone() }).await?;
+    let mut sample = [0.0; RATIOS.len()];
+    for (kl, ratio) in sample.iter_mut().zip(RATIOS) {
+        *kl = divergence(&full, &next_token(worker, with_ratio(prompt, ratio)).await?);
+    }
+    Some(sample)
+}
+
+/// Computes a blended prompt in full, and compares.
+async fn audit(worker: &Arc<Worker>, request: Request) {
+    let full = next_token(worker, Request { blend: None, ..request.clone() }).await;
+    let blended = next_token(worker, request).await;
+    let kl = full.zip(blended).map(|(full, blended)| divergence(&full, &blended));
+    if let Some(kl) = kl {
+        worker.metrics.blend_audited(kl);
+    }
+    let Some(mut gate) = worker.blending.gate() else { return };
+    let was_open = gate.closed().is_none();
+    gate.audited(kl);
+    if let Some(reason) = gate.closed().filter(|_| was_open) {
+        tracing::error!(
+            reason,
+            "blended prompts differ too much from full prefills: prompts with passages are computed in full from now on"
+        );
+    }
+}
+
+/// The distribution of a request's next token: the most likely tokens of it.
+async fn next_token(worker: &Worker, request: Request) -> Option<TokenLogprobs> {
+    let max_tokens = request.output.len() as u32 + 1;
+    let request = Request {
+        id: format!("{}-measured", request.id),
+        sampling: SamplingParams {
+            temperature: 0.0,
+            max_tokens,
+            logprobs: Some(MAX_LOGPROBS),
+            ..SamplingParams::default()
+        },
+        // Everything else is more urgent.
+        priority: i32::MAX,
+        speculation: SpeculationMode::Off,
+        ..request
+    };
+    let mut tokens = worker.engine.generate(request).ok()?;
+    let first = async {
+        loop {
+            match tokens.next().await? {
+                TokenEvent::Token(token) => return token.logprobs,
+                TokenEvent::Finished(_) | TokenEvent::Failed(_) => return None,
+                TokenEvent::Started { .. }
+                | TokenEvent::Blended { .. }
+                | TokenEvent::Scored { .. }
+                | TokenEvent::Verified(_) => {}
+            }
+        }
+    };
+    timeout(PATIENCE, first).await.ok().flatten()
+}
+
+fn with_ratio(prompt: &Request, ratio: f32) -> Request {
+    let passages = prompt.blend.as_ref().map(|marks| marks.passages.clone()).unwrap_or_default();
+    Request { blend: Some(BlendMarks { passages, ratio: Some(ratio) }), ..prompt.clone() }
+}
+
+/// Short prompts of a request's passages, in several orders, before the end of its prompt.
+fn calibration_prompts(request: &Request) -> Vec<Request> {
+    let Some(marks) = &request.blend else { return Vec::new() };
+    let question = &request.prompt[marks.end_idx()..];
+    let question = &question[question.len().saturating_sub(MAX_QUESTION_TOKENS)..];
+    let num = marks.passages.len();
+    let of_order = |first: usize| {
+        let mut tokens = Vec::new();
+        let mut passages = Vec::new();
+        for idx in (0..num.min(MAX_PASSAGES)).map(|idx| (first + idx) % num) {
+            let passage = &request.prompt[marks.passages[idx].clone()];
+            let start = tokens.len();
+            tokens.extend_from_slice(&passage[..passage.len().min(MAX_PASSAGE_TOKENS)]);
+            passages.push(start..tokens.len());
+        }
+        tokens.extend_from_slice(question);
+        Request {
+            prompt: tokens.into(),
+            output: Vec::new(),
+            blend: Some(BlendMarks { passages, ratio: None }),
+            ..request.clone()
+        }
+    };
+    (0..num.min(MAX_PROMPTS_OF_ONE)).map(of_order).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn calibration_prompts_are_short_and_have_the_passages_in_several_orders() {
+        let passages = vec![2..102, 102..110, 115..120, 120..130, 130..131];
+        let request = Request {
+            prompt: (0..200).collect(),
+            output: vec![7],
+            blend: Some(BlendMarks { passages, ratio: None }),
+            ..Request::default()
+        };
+        let prompts = calibration_prompts(&request);
+        assert_eq!(prompts.len(), 4);
+        for prompt in &prompts {
+            prompt.validate(200, 1000).expect("a good request");
+            assert_eq!(prompt.prompt[prompt.prompt.len() - 32..], (168..200).collect::<Vec<u32>>());
+        }
+        let bounds = |prompt: &Request| prompt.blend.clone().expect("it has passages").passages;
+        assert_eq!(bounds(&prompts[0]), [0..64, 64..72, 72..77, 77..87]);
+        assert_eq!(bounds(&prompts[3]), [0..10, 10..11, 11..75, 75..83]);
+        assert_eq!((prompts[3].prompt[0], prompts[3].prompt[11]), (120, 2));
+    }
+}

@@ -1,0 +1,220 @@
+//! Whether prompts are blended, by what was measured. Pure: what is measured, and when, others decide.
+
+use std::collections::VecDeque;
+
+/// Ratios that are tried, the smallest first.
+pub(crate) const RATIOS: [f32; 6] = [0.05, 0.1, 0.15, 0.2, 0.3, 0.5];
+
+/// Prompts of a calibration.
+const NUM_SAMPLES: usize = 8;
+/// Calibrations that yield nothing, one after the other, before there are no more.
+const MAX_FAILURES: usize = 3;
+/// Audits that count: the newest.
+const NUM_AUDITS: usize = 32;
+/// Audits without which nothing is closed: one prompt may be an exception.
+const MIN_AUDITS: usize = 4;
+
+/// What becomes of a prompt with passages.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct Decision {
+    /// Why it is computed in full; `None`: it is blended.
+    pub(crate) refused: Option<&'static str>,
+    /// What is measured by it, beside serving it.
+    pub(crate) measure: Option<Measure>,
+}
+
+/// What is measured by a prompt.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum Measure {
+    /// What each ratio costs.
+    Calibrate,
+    /// What the ratio that it is blended with costs.
+    Audit,
+}
+
+/// Decides for one model on one worker.
+#[derive(Debug)]
+pub(crate) struct Gate {
+    max_kl: f64,
+    /// The part of blended prompts that is audited, and what of the next one is due.
+    audit: f64,
+    due: f64,
+    /// Whether a calibration or an audit runs.
+    is_measuring: bool,
+    state: State,
+}
+
+#[derive(Debug)]
+enum State {
+    Uncalibrated { sums: [f64; RATIOS.len()], num: usize, num_failures: usize },
+    Open { ratio: f32, audits: VecDeque<f64> },
+    Closed(&'static str),
+}
+
+impl Gate {
+    pub(crate) fn new(max_kl: f64, audit: f64) -> Gate {
+        let state = State::Uncalibrated { sums: Default::default(), num: 0, num_failures: 0 };
+        // The first prompt is audited at once, unless none is.
+        Gate { max_kl, audit, due: 1.0, is_measuring: false, state }
+    }
+
+    /// The calibrated ratio, while prompts are blended with it.
+    pub(crate) fn ratio(&self) -> Option<f32> {
+        match self.state {
+            State::Open { ratio, .. } => Some(ratio),
+            State::Uncalibrated { .. } | State::Closed(_) => None,
+        }
+    }
+
+    /// Why nothing is blended any more.
+    pub(crate) fn closed(&self) -> Option<&'static str> {
+        match self.state {
+            State::Closed(reason) => Some(reason),
+            State::Uncalibrated { .. } | State::Open { .. } => None,
+        }
+    }
+
+    /// What becomes of a prompt that comes with this ratio. One with a ratio is blended also before the calibration: its client,
+    /// or another worker's calibration, has chosen the ratio.
+    pub(crate) fn decide(&mut self, ratio: Option<f32>) -> Decision {
+        // A router that sends none does not know of any yet.
+        let refused = if ratio.is_none() { Some("uncalibrated") } else { None };
+        let measure = match &self.state {
+            State::Closed(_) => return Decision { refused: Some("closed"), measure: None },
+            _ if self.is_measuring => None,
+            State::Uncalibrated { .. } => Some(Measure::Calibrate),
+            // A client that asks for less recomputation does not close the gate for others.
+            State::Open { ratio: own, .. } if ratio.is_some_and(|ratio| ratio >= *own) => {
+                self.due = (self.due + self.audit).min(1.0 + self.audit);
+                let is_due = self.audit > 0.0 && self.due >= 1.0;
+                is_due.then(|| {
+                    self.due -= 1.0;
+                    Measure::Audit
+                })
+            }
+            State::Open { .. } => None,
+        };
+        self.is_measuring |= measure.is_some();
+        Decision { refused, measure }
+    }
+
+    /// A calibration has ended with these divergences, by ratio. Without any it has failed.
+    pub(crate) fn calibrated(&mut self, samples: Vec<[f64; RATIOS.len()]>) {
+        self.is_measuring = false;
+        let State::Uncalibrated { sums, num, num_failures } = &mut self.state else { return };
+        if samples.is_empty() {
+            *num_failures += 1;
+            if *num_failures == MAX_FAILURES {
+                self.state = State::Closed("the engine has had no time to calibrate");
+            }
+            return;
+        }
+        *num_failures = 0;
+        *num += samples.len();
+        for sample in samples {
+            sums.iter_mut().zip(sample).for_each(|(sum, kl)| *sum += kl);
+        }
+        if *num < NUM_SAMPLES {
+            return;
+        }
+        let is_near = |sum: &f64| *sum / *num as f64 <= self.max_kl;
+        // All larger ratios must be near, too: one that is so by chance says nothing.
+        let num_near = sums.iter().rev().take_while(|sum| is_near(sum)).count();
+        self.state = match RATIOS.get(RATIOS.len() - num_near) {
+            Some(&ratio) => State::Open { ratio, audits: VecDeque::new() },
+            None => State::Closed("no ratio keeps the divergence under --blend-max-kl"),
+        };
+    }
+
+    /// An audit has found this divergence, or was not possible.
+    pub(crate) fn audited(&mut self, kl: Option<f64>) {
+        self.is_measuring = false;
+        let (State::Open { audits, .. }, Some(kl)) = (&mut self.state, kl) else { return };
+        audits.push_back(kl);
+        if audits.len() > NUM_AUDITS {
+            audits.pop_front();
+        }
+        let mean = audits.iter().sum::<f64>() / audits.len() as f64;
+        if audits.len() >= MIN_AUDITS && mean > self.max_kl {
+            self.state = State::Closed("audits found a divergence above --blend-max-kl");
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Divergences by ratio.
+    const FALLING: [f64; 6] = [0.5, 0.3, 0.1, 0.04, 0.01, 0.001];
+
+    const BLEND: Decision = Decision { refused: None, measure: None };
+    const UNCALIBRATED: Decision = Decision { refused: Some("uncalibrated"), measure: None };
+    const CLOSED: Decision = Decision { refused: Some("closed"), measure: None };
+    const CALIBRATE: Option<Measure> = Some(Measure::Calibrate);
+
+    fn calibrated(max_kl: f64, audit: f64) -> Gate {
+        let mut gate = Gate::new(max_kl, audit);
+        for _ in 0..2 {
+            assert_eq!(gate.decide(None), Decision { measure: CALIBRATE, ..UNCALIBRATED });
+            assert_eq!(gate.decide(None), UNCALIBRATED, "one at a time");
+            assert_eq!(gate.decide(Some(0.3)), BLEND, "the client has decided");
+            assert_eq!(gate.ratio(), None);
+            gate.calibrated(vec![FALLING; 4]);
+        }
+        gate
+    }
+
+    #[test]
+    fn the_smallest_ratio_that_is_near_enough_opens_it() {
+        for (max_kl, ratio) in [(0.05, Some(0.2)), (0.04, Some(0.2)), (0.6, Some(0.05)), (0.0005, None)] {
+            let gate = calibrated(max_kl, 0.0);
+            assert_eq!((gate.ratio(), gate.closed().is_some()), (ratio, ratio.is_none()), "{max_kl}");
+        }
+        let mut lucky = Gate::new(0.05, 0.0);
+        lucky.calibrated(vec![[0.01, 0.3, 0.1, 0.04, 0.01, 0.0]; 8]);
+        assert_eq!(lucky.ratio(), Some(0.2), "a smaller one is near by chance");
+        lucky.calibrated(vec![[1.0; 6]; 8]);
+        assert_eq!(lucky.ratio(), Some(0.2), "it calibrates once");
+        let mut unknown = Gate::new(0.05, 0.0);
+        unknown.calibrated(vec![[f64::NAN; 6]; 8]);
+        assert!(unknown.closed().is_some());
+    }
+
+    #[test]
+    fn calibrations_that_fail_end() {
+        let mut gate = Gate::new(0.05, 0.0);
+        for _ in 0..3 {
+            assert_eq!(gate.decide(Some(0.1)), Decision { measure: CALIBRATE, ..BLEND });
+            gate.calibrated(Vec::new());
+        }
+        assert_eq!((gate.decide(None), gate.decide(Some(0.1))), (CLOSED, CLOSED));
+    }
+
+    #[test]
+    fn a_part_of_the_prompts_is_audited_and_a_mean_above_the_limit_closes_it() {
+        let mut gate = calibrated(0.05, 0.25);
+        let mut num_audited = 0;
+        for _ in 0..100 {
+            let decision = gate.decide(Some(0.2));
+            assert_eq!(decision.refused, None);
+            if decision.measure == Some(Measure::Audit) {
+                assert_eq!(gate.decide(Some(0.1)), BLEND, "less than calibrated");
+                num_audited += 1;
+                gate.audited(Some(0.04));
+            }
+        }
+        assert!((25..=26).contains(&num_audited), "{num_audited}");
+        gate.audited(Some(0.3));
+        assert_eq!(gate.ratio(), Some(0.2), "one exception");
+        gate.audited(None);
+        gate.audited(Some(0.3));
+        assert_eq!(gate.closed(), Some("audits found a divergence above --blend-max-kl"));
+        assert_eq!(gate.decide(Some(0.2)), CLOSED);
+        gate.audited(Some(0.0));
+        assert!(gate.closed().is_some(), "it stays closed");
+
+        let mut never = calibrated(0.05, 0.0);
+        assert!((0..1000).all(|_| never.decide(Some(0.2)) == BLEND));
+    }
+}
