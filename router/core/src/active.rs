@@ -24,12 +24,12 @@ pub struct ActiveRequest {
 }
 
 impl ActiveRequests {
-    /// Enters a request.
+    /// Enters a request, which `closing` aborts too.
     ///
     /// # Errors
     /// When one of this id runs.
-    pub(crate) fn enter(&self, id: &str) -> Result<ActiveRequest, CoreError> {
-        let abort = CancellationToken::new();
+    pub(crate) fn enter(&self, id: &str, closing: &CancellationToken) -> Result<ActiveRequest, CoreError> {
+        let abort = closing.child_token();
         let mut requests = self.lock();
         if requests.contains_key(id) {
             return Err(CoreError::Duplicate { id: id.to_owned() });
@@ -65,7 +65,7 @@ impl ActiveRequest {
         &self.id
     }
 
-    /// Cancelled when the request is aborted.
+    /// Cancelled when the request is aborted, or all are.
     pub(crate) fn abort_signal(&self) -> &CancellationToken {
         &self.abort
     }

@@ -12,7 +12,10 @@ use baton_request::{Failure, FailureKind};
 use tokio::time::timeout;
 use tonic::{Request, Streaming};
 
-use crate::workers::{Assignment, Workers};
+use crate::{
+    patience::Patience,
+    workers::{Assignment, Workers},
+};
 
 /// Dropping it cancels the request at the worker.
 #[derive(Debug)]
@@ -29,7 +32,8 @@ pub(crate) struct Attempt {
     assignment: Assignment,
     /// Until the first token, when the prefill worker is done.
     prefill: Option<Assignment>,
-    stall_timeout: Duration,
+    /// With the worker.
+    patience: Patience,
 }
 
 impl Attempt {
@@ -76,7 +80,7 @@ impl Attempt {
                 started,
                 assignment,
                 prefill,
-                stall_timeout,
+                patience: Patience::new(stall_timeout),
             }),
             Err(failure) => Err((plan, failure)),
         }
@@ -85,11 +89,11 @@ impl Attempt {
     /// The worker's next event.
     pub(crate) async fn next(&mut self) -> Result<generate_event::Event, Failure> {
         let message = loop {
-            match timeout(self.stall_timeout, self.stream.message()).await {
+            match self.patience.wait(self.stream.message()).await {
                 // The worker computes or waits its turn: the attempt has not stalled.
-                Ok(Ok(Some(GenerateEvent { event: Some(generate_event::Event::Progress(_)) }))) => {}
-                Ok(message) => break message.map_err(|status| failure_from_status(&status))?,
-                Err(_) => return Err(stalled(self.stall_timeout)),
+                Some(Ok(Some(GenerateEvent { event: Some(generate_event::Event::Progress(_)) }))) => {}
+                Some(message) => break message.map_err(|status| failure_from_status(&status))?,
+                None => return Err(stalled(self.patience.limit())),
             }
         };
         match message {

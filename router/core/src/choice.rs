@@ -10,7 +10,6 @@ use baton_planner::{AttemptStage, NoPlan, Plan, Prefill, PrefillMode, Retry, Wor
 use baton_proto::worker::{self as proto, GenerateRequest, generate_event};
 use baton_request::{Failure, FailureKind, FinishReason, Request};
 use baton_tokenizer::Detokenizer;
-use tokio_util::sync::CancellationToken;
 use tracing::{Instrument, Span};
 
 use super::{
@@ -54,7 +53,6 @@ pub(crate) struct Choice {
     migration: MigrationState,
     /// While the request decodes, if it can be told to migrate.
     candidate: Option<Candidate>,
-    abort: CancellationToken,
     last_token: Option<Instant>,
     stopwatch: Stopwatch,
     /// The client's request, also after its handler has returned.
@@ -63,12 +61,7 @@ pub(crate) struct Choice {
 }
 
 impl Choice {
-    pub(crate) fn new(
-        core: Arc<Core>,
-        prepared: Arc<PreparedRequest>,
-        index: u32,
-        abort: CancellationToken,
-    ) -> Choice {
+    pub(crate) fn new(core: Arc<Core>, prepared: Arc<PreparedRequest>, index: u32) -> Choice {
         let mut request = prepared.prompts[(index / prepared.n) as usize].clone();
         request.id = format!("{}-{index}", prepared.id);
         request.sampling.seed = request.sampling.seed.wrapping_add(u64::from(index % prepared.n));
@@ -89,26 +82,28 @@ impl Choice {
             attempt: None,
             migration: MigrationState::Idle,
             candidate: None,
-            abort,
             last_token: None,
             span: Span::current(),
             done: false,
         }
     }
 
-    /// The next event; `None` after the last one, and after an error.
-    pub(crate) async fn next(&mut self) -> Option<Result<Event, CoreError>> {
+    /// The next event; `None` after the last one, and after an error. `aborted` completes when the request is to end; it is the
+    /// same for all events, as to wait anew for each costs locks.
+    pub(crate) async fn next(
+        &mut self,
+        aborted: &mut (impl Future<Output = ()> + Unpin),
+    ) -> Option<Result<Event, CoreError>> {
         if self.done {
             return None;
         }
-        let abort = self.abort.clone();
-        let closing = self.core.closing.clone();
-        let span = self.span.clone();
         let event = tokio::select! {
             biased;
-            () = abort.cancelled() => Ok(self.finished(FinishReason::Abort)),
-            () = closing.cancelled() => Err(CoreError::unavailable("the router is shutting down")),
-            event = self.advance().instrument(span) => event,
+            () = aborted => match self.core.closing.is_cancelled() {
+                true => Err(CoreError::unavailable("the router is shutting down")),
+                false => Ok(self.finished(FinishReason::Abort)),
+            },
+            event = self.advance() => event,
         };
         if !matches!(event, Ok(Event { finish: None, .. })) {
             // Dropping the attempt cancels it at the worker.
@@ -125,7 +120,8 @@ impl Choice {
         loop {
             if self.attempt.is_none() && !self.migration.has_started() {
                 self.migration = MigrationState::Idle;
-                self.attempt = Some(self.connect().await?);
+                let span = self.span.clone();
+                self.attempt = Some(self.connect().instrument(span).await?);
             }
             let came = tokio::select! {
                 biased;
@@ -134,76 +130,80 @@ impl Choice {
                 to = told(&mut self.candidate) => Came::Told(to),
                 event = next_event(&mut self.attempt) => Came::Event(event),
             };
-            match came {
-                Came::Event(Ok(generate_event::Event::Token(token))) => {
-                    if let Some(event) = self.take(token)? {
-                        return Ok(event);
-                    }
+            // The way of a token logs nothing, so it does without the span.
+            let event = match came {
+                Came::Event(Ok(generate_event::Event::Token(token))) => self.take(token)?,
+                came => {
+                    let span = self.span.clone();
+                    span.in_scope(|| self.on(came))?
                 }
-                Came::Event(Ok(generate_event::Event::Finished(finished))) => {
-                    let reason = FinishReason::from(finished.reason());
-                    if reason == FinishReason::Abort {
-                        // The router did not ask for it: the worker is shutting down.
-                        self.on_failure(Failure::new(FailureKind::Draining, "it aborted"))?;
-                        continue;
-                    }
-                    if let Some(attempt) = &self.attempt {
-                        let (core, hashes) = (&self.core, self.hashes.get_or_insert_default());
-                        core.planner.note_finished(&core.workers, &attempt.decode, &self.request, hashes);
-                    }
-                    return Ok(self.finished(reason));
-                }
-                Came::Event(Ok(generate_event::Event::Leaving(_))) => {
-                    self.leave(Cause::Drain, Duration::ZERO)
-                }
-                Came::Event(Ok(generate_event::Event::Scored(scored))) => {
-                    if let Some(event) = self.take_scored(scored) {
-                        return Ok(event);
-                    }
-                }
-                // `Attempt::next` goes on waiting.
-                Came::Event(Ok(generate_event::Event::Progress(_))) => {}
-                // `Attempt::next` turns it into an error.
-                Came::Event(Ok(generate_event::Event::Failed(failed))) => self.on_failure(failed.into())?,
-                Came::Event(Err(failure)) => {
-                    // The last token may have been delivered, and only its `finished` lost.
-                    let ended = self.ended_already();
-                    let retried = self.on_failure(failure);
-                    match ended {
-                        Some(reason) => return Ok(self.finished(reason)),
-                        None => retried?,
-                    }
-                }
-                Came::Told(to) => {
-                    self.candidate = None;
-                    self.leave(Cause::Balance(to), Duration::ZERO);
-                }
-                Came::Migration(MigrationStep::Ready(cause)) => self.migrate(cause),
-                Came::Migration(MigrationStep::Started(cause, Ok(started))) => {
-                    let (attempt, token) = *started;
-                    self.core.metrics.on_migration(cause.name(), "moved");
-                    tracing::debug!(
-                        request = %self.prepared.id, index = self.index, cause = cause.name(),
-                        to = %attempt.decode, delivered = self.request.output.len(), known = attempt.next_idx, "request migrated"
-                    );
-                    // This drops the old attempt.
-                    self.candidate = None;
-                    self.attempt = Some(attempt);
-                    if let Some(event) = self.take(token)? {
-                        return Ok(event);
-                    }
-                }
-                Came::Migration(MigrationStep::Started(cause, Err(failed))) => {
-                    let (plan, failure) = *failed;
-                    self.core.metrics.on_migration(cause.name(), failure.kind.name());
-                    tracing::info!(
-                        request = %self.prepared.id, index = self.index, cause = cause.name(),
-                        to = %plan.decode.id, reason = failure.kind.name(), message = failure.message, "request did not migrate"
-                    );
-                    self.stay(cause);
-                }
+            };
+            if let Some(event) = event {
+                return Ok(event);
             }
         }
+    }
+
+    /// What follows from anything but a token.
+    fn on(&mut self, came: Came) -> Result<Option<Event>, CoreError> {
+        match came {
+            Came::Event(Ok(generate_event::Event::Token(token))) => return self.take(token),
+            Came::Event(Ok(generate_event::Event::Finished(finished))) => {
+                let reason = FinishReason::from(finished.reason());
+                if reason == FinishReason::Abort {
+                    // The router did not ask for it: the worker is shutting down.
+                    self.on_failure(Failure::new(FailureKind::Draining, "it aborted"))?;
+                    return Ok(None);
+                }
+                if let Some(attempt) = &self.attempt {
+                    let (core, hashes) = (&self.core, self.hashes.get_or_insert_default());
+                    core.planner.note_finished(&core.workers, &attempt.decode, &self.request, hashes);
+                }
+                return Ok(Some(self.finished(reason)));
+            }
+            Came::Event(Ok(generate_event::Event::Leaving(_))) => self.leave(Cause::Drain, Duration::ZERO),
+            Came::Event(Ok(generate_event::Event::Scored(scored))) => return Ok(self.take_scored(scored)),
+            // `Attempt::next` goes on waiting.
+            Came::Event(Ok(generate_event::Event::Progress(_))) => {}
+            // `Attempt::next` turns it into an error.
+            Came::Event(Ok(generate_event::Event::Failed(failed))) => self.on_failure(failed.into())?,
+            Came::Event(Err(failure)) => {
+                // The last token may have been delivered, and only its `finished` lost.
+                let ended = self.ended_already();
+                let retried = self.on_failure(failure);
+                match ended {
+                    Some(reason) => return Ok(Some(self.finished(reason))),
+                    None => retried?,
+                }
+            }
+            Came::Told(to) => {
+                self.candidate = None;
+                self.leave(Cause::Balance(to), Duration::ZERO);
+            }
+            Came::Migration(MigrationStep::Ready(cause)) => self.migrate(cause),
+            Came::Migration(MigrationStep::Started(cause, Ok(started))) => {
+                let (attempt, token) = *started;
+                self.core.metrics.on_migration(cause.name(), "moved");
+                tracing::debug!(
+                    request = %self.prepared.id, index = self.index, cause = cause.name(),
+                    to = %attempt.decode, delivered = self.request.output.len(), known = attempt.next_idx, "request migrated"
+                );
+                // This drops the old attempt.
+                self.candidate = None;
+                self.attempt = Some(attempt);
+                return self.take(token);
+            }
+            Came::Migration(MigrationStep::Started(cause, Err(failed))) => {
+                let (plan, failure) = *failed;
+                self.core.metrics.on_migration(cause.name(), failure.kind.name());
+                tracing::info!(
+                    request = %self.prepared.id, index = self.index, cause = cause.name(),
+                    to = %plan.decode.id, reason = failure.kind.name(), message = failure.message, "request did not migrate"
+                );
+                self.stay(cause);
+            }
+        }
+        Ok(None)
     }
 
     /// The next token, unless it was delivered before: then it must be the same.
@@ -376,7 +376,7 @@ impl Choice {
             failure.kind = FailureKind::Draining;
         }
         self.core.metrics.on_failed_attempt(failure.kind.name());
-        tracing::warn!(
+        tracing::warn!(parent: &self.span,
             request = %self.prepared.id, index = self.index, attempt = self.num_attempts - 1,
             decode = %plan.decode.id, prefill = plan.prefill.name(), delivered = self.request.output.len(),
             reason = failure.kind.name(), message = failure.message, "attempt failed"

@@ -29,8 +29,51 @@ impl Core {
                 format!("this server runs {} choices already, try again later", self.config.max_requests);
             return Err(CoreError::full(message));
         };
-        let active = self.active.enter(&request.id)?;
+        let active = self.active.enter(&request.id, &self.closing)?;
         Ok(Events::new(self.clone(), request, active, permit))
+    }
+}
+
+/// The events of all choices, as they come.
+enum Choices {
+    /// Needs no queue of those that are ready, with its allocation for each event. Empty once it has ended.
+    One(Option<ChoiceStream>),
+    Many(SelectAll<ChoiceStream>),
+}
+
+impl Choices {
+    fn of(mut choices: Vec<ChoiceStream>) -> Choices {
+        if choices.len() == 1 {
+            return Choices::One(choices.pop());
+        }
+        Choices::Many(choices.into_iter().collect())
+    }
+
+    async fn next(&mut self) -> Option<Result<Event, CoreError>> {
+        match self {
+            Choices::One(choice) => {
+                let event = choice.as_mut()?.next().await;
+                if event.is_none() {
+                    *choice = None;
+                }
+                event
+            }
+            Choices::Many(choices) => choices.next().await,
+        }
+    }
+
+    fn clear(&mut self) {
+        match self {
+            Choices::One(choice) => *choice = None,
+            Choices::Many(choices) => choices.clear(),
+        }
+    }
+
+    fn is_empty(&self) -> bool {
+        match self {
+            Choices::One(choice) => choice.is_none(),
+            Choices::Many(choices) => choices.is_empty(),
+        }
     }
 }
 
@@ -38,7 +81,7 @@ type ChoiceStream = Pin<Box<dyn Stream<Item = Result<Event, CoreError>> + Send>>
 
 /// The events of all choices of a request. Dropping it cancels the request everywhere.
 pub struct Events {
-    choices: SelectAll<ChoiceStream>,
+    choices: Choices,
     /// Summed over prompts and choices that have finished.
     usage: Usage,
     /// Of those.
@@ -68,14 +111,16 @@ impl Events {
         let num_prompts = request.prompts.len() as u32;
         let request = Arc::new(request);
         let choices = (0..num_prompts * n).map(|index| {
-            let choice = Choice::new(core.clone(), request.clone(), index, active.abort_signal().clone());
-            let events = futures_util::stream::unfold(Box::new(choice), |mut choice| async move {
-                let event = choice.next().await?;
-                Some((event, choice))
-            });
+            let choice = Box::new(Choice::new(core.clone(), request.clone(), index));
+            let aborted = Box::pin(active.abort_signal().clone().cancelled_owned());
+            let events =
+                futures_util::stream::unfold((choice, aborted), |(mut choice, mut aborted)| async move {
+                    let event = choice.next(&mut aborted).await?;
+                    Some((event, (choice, aborted)))
+                });
             Box::pin(events) as ChoiceStream
         });
-        let choices = choices.collect();
+        let choices = Choices::of(choices.collect());
         let outcome = "cancelled";
         Events {
             choices,

@@ -25,6 +25,7 @@ mod migrator;
 mod model;
 mod output;
 mod passages;
+mod patience;
 mod planner;
 mod request;
 mod sampling;
@@ -45,6 +46,7 @@ pub use metrics::RouterMetrics;
 pub use migrator::{MigrationMode, Migrator};
 pub use model::ServedModel;
 pub use passages::{BlendMode, TokenisedPrompt, documents, mark_passage};
+pub use patience::Patience;
 pub(crate) use planner::Planner;
 pub use request::{
     ChatInput, ClientRequest, FieldNames, PreparedRequest, PromptInput, RequestArrival, Serving, check_model,

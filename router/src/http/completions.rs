@@ -1,6 +1,6 @@
 //! `POST /v1/completions`.
 
-use std::{collections::BTreeMap, sync::Arc};
+use std::{collections::BTreeMap, fmt, sync::Arc};
 
 use axum::{
     extract::{Extension, Request, State},
@@ -9,7 +9,13 @@ use axum::{
 use baton_proto::v1;
 use baton_request_fields::Endpoint;
 use baton_tokenizer::Tokenizer;
-use serde::{Deserialize, Serialize};
+use serde::{
+    Deserialize, Deserializer, Serialize,
+    de::{
+        self, MapAccess, SeqAccess, Visitor,
+        value::{MapAccessDeserializer, SeqAccessDeserializer},
+    },
+};
 use serde_json::{Value, json};
 use utoipa::{
     PartialSchema, ToSchema,
@@ -31,6 +37,9 @@ use baton_router_core::{
 /// OpenAI's default for this endpoint.
 const DEFAULT_MAX_TOKENS: u32 = 16;
 
+/// What a client may write as `prompt`.
+const PROMPTS: &str = "a string, a list of strings, token ids, or a list of token id lists";
+
 /// What the answer calls itself, in one piece or in chunks.
 const OBJECT: &str = "text_completion";
 
@@ -44,8 +53,7 @@ request_body! {
 }
 
 /// A string, a list of strings, token ids, or a list of lists of token ids.
-#[derive(Debug, Deserialize)]
-#[serde(try_from = "Value")]
+#[derive(Debug)]
 pub(crate) struct Prompts(Vec<PromptInput>);
 
 impl PartialSchema for Prompts {
@@ -58,23 +66,107 @@ impl PartialSchema for Prompts {
 
 impl ToSchema for Prompts {}
 
-impl TryFrom<Value> for Prompts {
-    type Error = String;
+impl<'de> Deserialize<'de> for Prompts {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Prompts, D::Error> {
+        deserializer.deserialize_any(PromptsVisitor)
+    }
+}
 
-    fn try_from(value: Value) -> Result<Prompts, String> {
-        const EXPECTED: &str = "expected a string, a list of strings, token ids, or a list of token id lists";
-        let items = match value {
-            Value::String(text) => return Ok(Prompts(vec![PromptInput::Text(text)])),
-            Value::Array(items) => items,
-            _ => return Err(EXPECTED.to_owned()),
-        };
+/// Takes token ids as they come: as values of JSON they would need eight times the memory. All else becomes a value first.
+struct PromptsVisitor;
+
+impl<'de> Visitor<'de> for PromptsVisitor {
+    type Value = Prompts;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(PROMPTS)
+    }
+
+    fn visit_str<E: de::Error>(self, text: &str) -> Result<Prompts, E> {
+        Ok(Prompts(vec![PromptInput::Text(text.to_owned())]))
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut items: A) -> Result<Prompts, A::Error> {
+        let mut ids = Vec::new();
+        while let Some(item) = items.next_element()? {
+            match item {
+                Item::TokenId(id) => ids.push(id),
+                Item::Value(value) => {
+                    let mut values: Vec<Value> = ids.into_iter().map(Value::from).chain([value]).collect();
+                    while let Some(value) = items.next_element()? {
+                        values.push(value);
+                    }
+                    return Prompts::of(values).map_err(de::Error::custom);
+                }
+            }
+        }
+        Ok(Prompts(if ids.is_empty() { Vec::new() } else { vec![PromptInput::Tokens(ids.into())] }))
+    }
+}
+
+/// An item of a list of prompts.
+enum Item {
+    TokenId(u32),
+    Value(Value),
+}
+
+impl<'de> Deserialize<'de> for Item {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Item, D::Error> {
+        deserializer.deserialize_any(ItemVisitor)
+    }
+}
+
+struct ItemVisitor;
+
+impl<'de> Visitor<'de> for ItemVisitor {
+    type Value = Item;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a prompt or a token id")
+    }
+
+    fn visit_u64<E: de::Error>(self, number: u64) -> Result<Item, E> {
+        Ok(u32::try_from(number).map_or_else(|_| Item::Value(number.into()), Item::TokenId))
+    }
+
+    fn visit_i64<E: de::Error>(self, number: i64) -> Result<Item, E> {
+        Ok(Item::Value(number.into()))
+    }
+
+    fn visit_f64<E: de::Error>(self, number: f64) -> Result<Item, E> {
+        Ok(Item::Value(number.into()))
+    }
+
+    fn visit_bool<E: de::Error>(self, value: bool) -> Result<Item, E> {
+        Ok(Item::Value(value.into()))
+    }
+
+    fn visit_unit<E: de::Error>(self) -> Result<Item, E> {
+        Ok(Item::Value(Value::Null))
+    }
+
+    fn visit_str<E: de::Error>(self, text: &str) -> Result<Item, E> {
+        Ok(Item::Value(text.into()))
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, items: A) -> Result<Item, A::Error> {
+        Value::deserialize(SeqAccessDeserializer::new(items)).map(Item::Value)
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, fields: A) -> Result<Item, A::Error> {
+        Value::deserialize(MapAccessDeserializer::new(fields)).map(Item::Value)
+    }
+}
+
+impl Prompts {
+    fn of(items: Vec<Value>) -> Result<Prompts, String> {
         if items.first().is_some_and(Value::is_number) {
             return Ok(Prompts(vec![PromptInput::Tokens(token_ids(&items)?.into())]));
         }
         let prompts = items.into_iter().map(|item| match item {
             Value::String(text) => Ok(PromptInput::Text(text)),
             Value::Array(ids) => token_ids(&ids).map(|ids| PromptInput::Tokens(ids.into())),
-            _ => Err(EXPECTED.to_owned()),
+            _ => Err(format!("expected {PROMPTS}")),
         });
         prompts.collect::<Result<_, _>>().map(Prompts)
     }

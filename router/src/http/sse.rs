@@ -8,10 +8,9 @@ use axum::{
 };
 use http::{HeaderValue, header};
 use serde::Serialize;
-use tokio::time::timeout;
 
 use super::error::{ApiError, ErrorBody};
-use baton_router_core::{Event, Events, Extras, Usage};
+use baton_router_core::{Event, Events, Extras, Patience, Usage};
 
 /// Turns events into chunks of one API's shape.
 pub(crate) trait Chunks: Send + 'static {
@@ -60,7 +59,10 @@ struct State<C> {
     chunks: C,
     /// The first event, taken to see whether the request can be answered.
     first: Option<Event>,
-    keep_alive: Duration,
+    /// After each such silence a comment is sent.
+    keep_alive: Patience,
+    /// Of the newest frame: the next one is about as long.
+    frame_bytes: usize,
     over: bool,
 }
 
@@ -71,11 +73,9 @@ pub(crate) async fn stream<C: Chunks>(
     chunks: C,
     keep_alive: Duration,
 ) -> Result<Response, ApiError> {
-    let first = match timeout(keep_alive, events.next()).await {
-        Ok(first) => first.transpose()?,
-        Err(_) => None,
-    };
-    let state = State { events, chunks, first, keep_alive, over: false };
+    let mut keep_alive = Patience::new(keep_alive);
+    let first = keep_alive.wait(events.next()).await.flatten().transpose()?;
+    let state = State { events, chunks, first, keep_alive, frame_bytes: 0, over: false };
     let frames = futures_util::stream::unfold(state, |mut state| async move {
         let frame = state.next_frame().await?;
         Some((Ok::<_, std::convert::Infallible>(Bytes::from(frame.0)), state))
@@ -94,14 +94,14 @@ impl<C: Chunks> State<C> {
         if self.over {
             return None;
         }
-        let mut frame = Frame::default();
+        let mut frame = Frame(Vec::with_capacity(self.frame_bytes));
         // An event without text or tokens makes no frame.
         while frame.0.is_empty() {
             let event = match self.first.take() {
                 Some(event) => Some(Ok(event)),
-                None => match timeout(self.keep_alive, self.events.next()).await {
-                    Ok(event) => event,
-                    Err(_) => {
+                None => match self.keep_alive.wait(self.events.next()).await {
+                    Some(event) => event,
+                    None => {
                         frame.push_comment();
                         return Some(frame);
                     }
@@ -122,6 +122,7 @@ impl<C: Chunks> State<C> {
                 }
             }
         }
+        self.frame_bytes = frame.0.len();
         Some(frame)
     }
 }
