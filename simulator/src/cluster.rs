@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use baton_cluster_record::Role;
+use baton_cluster_record::{Compute, Role};
 use baton_cost::{LinkLine, StepLine};
 use baton_kv_cache::KvFormat;
 
@@ -68,6 +68,8 @@ pub struct WorkerSpec {
     pub itl_target: Option<Duration>,
     /// Longest sequence.
     pub context_length: usize,
+    /// The processors that compute for it. Workers that have some in common advance at the same speed. `None`: its own.
+    pub compute: Option<Compute>,
 }
 
 /// Something happens to a worker.

@@ -10,7 +10,7 @@ use baton_kv_index::{BatchKind, BlockKey, CacheFeed, EventBatch, KvIndex};
 use crate::trace::Trace;
 
 /// Parts of a trace's blocks.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct HitRate {
     /// That the pool had cached.
     pub pool: f64,
@@ -18,6 +18,8 @@ pub struct HitRate {
     pub index: f64,
     /// The part of the trace's prompt tokens that is in the blocks which the pool had cached.
     pub tokens: f64,
+    /// By request: prompt tokens that the pool had cached.
+    pub num_cached: Vec<usize>,
 }
 
 /// Blocks of a trace, its hit rates with a pool of so many tokens; `None`: as many as the trace needs. The trace must know
@@ -33,7 +35,8 @@ pub fn hit_rate(trace: &Trace, num_tokens: Option<usize>) -> HitRate {
     let index = Arc::new(KvIndex::new(1));
     let mut feed = CacheFeed::new(index.clone(), 0, num_blocks);
     let mut first = 0;
-    let (mut num_in_pool, mut num_in_index, mut num_tokens_in_pool, mut num_prompt_tokens) = (0, 0, 0, 0);
+    let (mut num_in_pool, mut num_in_index, mut num_prompt_tokens) = (0, 0, 0);
+    let mut num_cached = Vec::with_capacity(trace.requests.len());
     for request in &trace.requests {
         let of = |&id: &u32| *hashes.entry(id).or_insert_with(|| root.child(&[id]));
         let chain: Vec<BlockHash> = trace.hash_ids(request).iter().map(of).collect();
@@ -44,7 +47,7 @@ pub fn hit_rate(trace: &Trace, num_tokens: Option<usize>) -> HitRate {
         let num_prompt = request.num_prompt_tokens as usize;
         num_prompt_tokens += num_prompt;
         // The last block is partial.
-        num_tokens_in_pool += (table.len() * trace.block_tokens).min(num_prompt);
+        num_cached.push((table.len() * trace.block_tokens).min(num_prompt));
         pool.acquire(&table);
         for hash in &chain[table.len()..] {
             let block =
@@ -62,7 +65,8 @@ pub fn hit_rate(trace: &Trace, num_tokens: Option<usize>) -> HitRate {
     HitRate {
         pool: part(num_in_pool, num_all),
         index: part(num_in_index, num_all),
-        tokens: part(num_tokens_in_pool, num_prompt_tokens),
+        tokens: part(num_cached.iter().sum(), num_prompt_tokens),
+        num_cached,
     }
 }
 
@@ -84,11 +88,18 @@ mod tests {
     fn a_pool_that_is_too_small_forgets_what_was_used_least_recently() {
         let trace = trace(&[&[1, 2, 3], &[1, 2, 4], &[5, 6, 7], &[1, 2, 3]]);
         // 2 of the second prompt, 3 of the last.
-        let all = |part: f64| HitRate { pool: part, index: part, tokens: part };
-        assert_eq!(hit_rate(&trace, None), all(5.0 / 12.0));
+        let all = |blocks: [usize; 4]| {
+            let part = blocks.iter().sum::<usize>() as f64 / 12.0;
+            HitRate {
+                pool: part,
+                index: part,
+                tokens: part,
+                num_cached: blocks.map(|num| num * 512).to_vec(),
+            }
+        };
+        assert_eq!(hit_rate(&trace, None), all([0, 2, 0, 3]));
         // Six blocks: the third prompt takes the place of 3, then what is left.
-        let small = hit_rate(&trace, Some(6 * 512));
-        assert_eq!(small, all(4.0 / 12.0));
+        assert_eq!(hit_rate(&trace, Some(6 * 512)), all([0, 2, 0, 2]));
         assert_eq!(hit_rate(&trace, Some(0)).pool, 2.0 / 12.0, "one prompt fits at least");
     }
 }

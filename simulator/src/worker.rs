@@ -33,6 +33,7 @@ pub(crate) struct Worker {
     plan: StepPlan,
     pub(crate) is_stepping: bool,
     step_began: SimTime,
+    pace: StepPace,
     /// A sequence ended while a step was computed.
     has_cancelled: bool,
     next_number: u32,
@@ -57,6 +58,21 @@ pub(crate) struct Worker {
     noise: f64,
 }
 
+/// How far a step is computed, on processors that others compute on as well.
+#[derive(Clone, Copy, Debug, Default)]
+struct StepPace {
+    /// Counts steps and changes of their speed: the ends that were expected before mean nothing.
+    number: u32,
+    /// What is left, if nothing else computes there.
+    left: f64,
+    /// Since when it has this speed.
+    since: SimTime,
+    /// Steps that advance at the same speed, this one included.
+    num_sharing: usize,
+    /// All of it, if nothing else computes there.
+    own_seconds: f64,
+}
+
 /// What a worker has done.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Usage {
@@ -74,8 +90,8 @@ pub(crate) const BUCKET: f64 = 1.0;
 
 /// What came of an attempt to begin a step.
 pub(crate) enum Begun {
-    /// It takes so long.
-    Step(SimTime),
+    /// It is being computed.
+    Step,
     /// Sequences were only admitted or preempted.
     Moved,
     /// There is nothing to compute.
@@ -101,7 +117,7 @@ impl Worker {
                 max_running: spec.max_running,
                 context_length: spec.context_length.min(spec.num_blocks * spec.kv_format.block_size),
             },
-            compute: None,
+            compute: spec.compute.clone(),
         };
         Worker {
             scheduler: scheduler(spec),
@@ -112,6 +128,7 @@ impl Worker {
             plan: StepPlan::default(),
             is_stepping: false,
             step_began: SimTime(0),
+            pace: StepPace::default(),
             has_cancelled: false,
             next_number: 0,
             num_cache_events: 0,
@@ -219,7 +236,24 @@ impl Worker {
         self.usage.add_busy(now.seconds(), seconds);
         self.is_stepping = true;
         self.step_began = now;
-        Begun::Step(SimTime::from_seconds(seconds))
+        let number = self.pace.number + 1;
+        self.pace = StepPace { number, left: seconds, since: now, num_sharing: 1, own_seconds: seconds };
+        Begun::Step
+    }
+
+    /// When its step ends if, from now on, so many steps share its processors, this one included; and the number of that end.
+    pub(crate) fn step_end(&mut self, now: SimTime, num_sharing: usize) -> (SimTime, u32) {
+        let pace = &mut self.pace;
+        let elapsed = (now - pace.since).seconds() / pace.num_sharing as f64;
+        pace.left = (pace.left - elapsed).max(0.0);
+        (pace.since, pace.num_sharing) = (now, num_sharing);
+        pace.number += 1;
+        (now + SimTime::from_seconds(pace.left * num_sharing as f64), pace.number)
+    }
+
+    /// Whether its step still ends as that number says.
+    pub(crate) fn ends_with(&self, number: u32) -> bool {
+        self.pace.number == number
     }
 
     /// The step is computed. Calls `on_token` with each sequence that has a token; true ends the sequence.
@@ -243,7 +277,9 @@ impl Worker {
         }
         self.has_cancelled = false;
         let elapsed = now - self.step_began;
-        self.scheduler.observe(&plan, Duration::from_nanos(elapsed.0), Duration::ZERO);
+        let elapsed_time = Duration::from_nanos(elapsed.0);
+        let own = Duration::from_nanos(SimTime::from_seconds(self.pace.own_seconds).0);
+        self.scheduler.observe(&plan, elapsed_time, elapsed_time.saturating_sub(own));
         self.recent_itl = match has_decodes {
             false => 0.0,
             true if self.recent_itl == 0.0 => elapsed.seconds(),

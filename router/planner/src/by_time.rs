@@ -5,7 +5,8 @@
 //! ttft   = fetch + queue + compute [+ calls of a handoff]
 //! decode = expected tokens x step of the decode worker's batch with the request, chunks of its queue and exposed transfer in
 //!          between
-//! harm   = sequences there x (chunks of the prompt in their steps + expected tokens left x growth of their step)
+//! harm   = sequences there x (chunks of the prompt in their steps + expected tokens left x growth of their step), in the time
+//!          that sharing makes of it,
 //!          + sequences of workers on the same processors x what computing adds to the time that these share with it
 //! missed = time allowed to the request x (1/2 if it misses an SLO + 1/10 x running sequences x part of their slack that it takes)
 //! slack  = expected tokens x (SLO between tokens - step of the batch)
@@ -326,6 +327,7 @@ impl<'a> Search<'a> {
         // What a running sequence waits longer for its tokens.
         let num_left = self.num_left();
         let stall = worker.delay_by(prompt, num_left) + num_left * (after - before);
+        let stall = stall + worker.slowdown(stall, &self.workers);
         let steps = self.num_expected * after;
         let shared = worker.slowdown(steps, &self.workers);
         estimate.exposed = exposed;

@@ -18,7 +18,7 @@ pub use load::LoadArgs;
 pub use plan::{PlanArgs, run_plan, run_plan_to};
 
 use crate::{
-    hit_rate::hit_rate,
+    hit_rate::{HitRate, hit_rate},
     report::{Page, SimReport, SimSummary, page},
     run::simulate,
     trace::Trace,
@@ -41,8 +41,9 @@ pub fn run(args: SimulateArgs) -> anyhow::Result<()> {
 /// # Errors
 /// As [`run`].
 pub fn run_to(args: &SimulateArgs, out: &mut dyn Write) -> anyhow::Result<()> {
-    let trace = args.load.trace()?;
+    let mut trace = args.load.trace()?;
     if args.hit_rate {
+        trace.requests.truncate(args.load.requests.unwrap_or(usize::MAX));
         ensure!(args.load.trace.is_some(), "--hit-rate needs --trace");
         print_hit_rates(&trace, out)?;
     }
@@ -185,8 +186,16 @@ fn compare_with_one_pool(
 ) -> anyhow::Result<()> {
     let Some(kv_tokens) = args.kv_tokens else { return Ok(()) };
     let num_all = kv_tokens * setup.num_workers();
-    let one = hit_rate(trace, Some(num_all)).tokens;
+    let found = hit_rate(trace, Some(num_all));
+    let one = found.tokens;
     writeln!(out, "\nprompt tokens that hit in one pool of {num_all} tokens: {:.2} %", 100.0 * one)?;
+    let least = |found: &HitRate| 1e3 * setup.least_mean_ttft(args, trace, &found.num_cached);
+    writeln!(
+        out,
+        "mean ttft if no prompt waits: {:.0} ms with that pool, {:.0} ms if nothing is ever evicted",
+        least(&found),
+        least(&hit_rate(trace, None))
+    )?;
     for policy in &args.policies()? {
         let variant = Variant::of_args(args, policy);
         let found = play(args, setup, trace, &variant, 1.0, true)?.1.hit_rate;

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use anyhow::ensure;
 use baton_cluster_record::Role;
-use baton_cost::LinkLine;
+use baton_cost::{LinkLine, PromptWork, StepWork};
 use baton_kv_cache::KvFormat;
 
 use super::{args::SimulateArgs, variants::Variant};
@@ -12,7 +12,7 @@ use crate::{
     cluster::{ClusterSpec, WorkerSpec},
     model::ModelOnDevice,
     time::SimTime,
-    trace::Trace,
+    trace::{Trace, TraceRequest},
 };
 
 /// A call, a grant, a first write and a commit.
@@ -60,6 +60,18 @@ impl Setup {
 
     pub(super) fn num_workers(&self) -> usize {
         self.num_workers
+    }
+
+    /// Mean seconds until the first token, if each prompt is computed alone and at once by a worker that has so many of its tokens
+    /// cached: no policy is below it with such a cache.
+    pub(super) fn least_mean_ttft(&self, args: &SimulateArgs, trace: &Trace, num_cached: &[usize]) -> f64 {
+        let alone = |(request, &num_cached): (&TraceRequest, &usize)| {
+            let num_tokens = request.num_prompt_tokens as usize;
+            let prompt = PromptWork::new(num_tokens, num_cached.min(num_tokens.saturating_sub(1)));
+            self.model.step.prompt_seconds(&prompt, &StepWork::default(), args.token_budget as f64)
+        };
+        let sum: f64 = trace.requests.iter().zip(num_cached).map(alone).sum();
+        sum / trace.requests.len().max(1) as f64
     }
 
     fn num_kv_tokens(&self, args: &SimulateArgs) -> usize {
@@ -119,6 +131,7 @@ impl Setup {
             token_budget: variant.token_budget,
             itl_target: args.itl_target.map(|ms| Duration::from_secs_f64(ms.clamp(0.001, 1e6) / 1e3)),
             context_length: self.model.context_length,
+            compute: None,
         };
         let of = |role: Role, num: usize| std::iter::repeat_n(role, num).map(worker);
         let (num_decode, num_prefill) = (variant.num_decode, variant.num_prefill);

@@ -10,7 +10,7 @@ use super::{
     Event, Simulation,
     live::{Attempt, Held, with_output},
 };
-use crate::{report::RequestEnd, time::SimTime, worker::RequestIdx};
+use crate::{report::RequestEnd, time::SimTime, trace::Arrival, worker::RequestIdx};
 
 /// Clients allow answers of so many tokens: the planner must not learn from it how long they will be.
 const ALLOWED_OUTPUT: usize = 4096;
@@ -259,6 +259,9 @@ impl Simulation<'_> {
             outcome.tpot = if gaps == 0 { 0.0 } else { (decoding.seconds() / f64::from(gaps)) as f32 };
         }
         self.num_ended += 1;
+        if self.arrivals.get(self.next_arrival).is_some_and(|next| next.at == Arrival::AFTER_ANOTHER) {
+            self.queue.push(at, Event::Arrive);
+        }
     }
 
     /// Takes back what the attempt has anywhere.

@@ -42,7 +42,7 @@ enum Event {
     /// The next request comes.
     Arrive,
     /// A worker's step is computed.
-    StepDone { worker: u32, life: u32 },
+    StepDone { worker: u32, life: u32, number: u32 },
     /// A worker makes a load report.
     Report { worker: u32, life: u32 },
     /// The report is at the routers.
@@ -80,6 +80,8 @@ pub struct Simulation<'a> {
     routers: Vec<Router>,
     /// The router that each worker belongs to.
     homes: Vec<u64>,
+    /// By worker: others that compute on the same processors.
+    sharers: Vec<Vec<usize>>,
     /// One root for each copy of the trace.
     roots: Vec<HashRoot>,
     block_size: usize,
@@ -139,6 +141,8 @@ impl<'a> Simulation<'a> {
         let routers = (0..num_routers).map(|idx| Router::new(spec, &records, idx)).collect();
         let home = |record: &Arc<WorkerRecord>| record.id.home_router(0..num_routers as u64).unwrap_or(0);
         let homes = records.iter().map(home).collect();
+        let sharers =
+            records.iter().enumerate().map(|(idx, record)| sharers(&records, idx, record)).collect();
         let num_copies = arrivals.iter().map(|arrival| arrival.copy + 1).max().unwrap_or(0);
         let outcome =
             |arrival: &Arrival| Outcome::new(arrival.at, &trace.requests[arrival.request_idx as usize]);
@@ -151,6 +155,7 @@ impl<'a> Simulation<'a> {
             workers,
             routers,
             homes,
+            sharers,
             roots: (0..num_copies).map(|copy| HashRoot::new("sim", "", &copy.to_string())).collect(),
             block_size: spec.workers.first().map_or(1, |worker| worker.kv_format.block_size),
             live: arrivals.iter().map(|_| None).collect(),
@@ -212,7 +217,11 @@ impl<'a> Simulation<'a> {
     fn play(&mut self, event: Event) {
         match event {
             Event::Arrive => self.arrive(),
-            Event::StepDone { worker, life } if self.lives(worker, life) => self.finish_step(worker as usize),
+            Event::StepDone { worker, life, number } if self.lives(worker, life) => {
+                if self.workers[worker as usize].ends_with(number) {
+                    self.finish_step(worker as usize);
+                }
+            }
             Event::Report { worker, life } if self.lives(worker, life) => self.make_report(worker as usize),
             Event::Reported { worker, life } if self.lives(worker, life) => {
                 let report = self.reports[worker as usize].pop_front();
@@ -246,9 +255,12 @@ impl<'a> Simulation<'a> {
 
     fn arrive(&mut self) {
         let request = self.next_arrival as RequestIdx;
-        let arrival = self.arrivals[self.next_arrival];
+        // Several requests may have ended before the last one came.
+        let Some(&arrival) = self.arrivals.get(self.next_arrival) else { return };
         self.next_arrival += 1;
-        if let Some(next) = self.arrivals.get(self.next_arrival) {
+        if let Some(next) =
+            self.arrivals.get(self.next_arrival).filter(|next| next.at != Arrival::AFTER_ANOTHER)
+        {
             self.queue.push(next.at, Event::Arrive);
         }
         let traced = self.trace.requests[arrival.request_idx as usize];
@@ -256,7 +268,9 @@ impl<'a> Simulation<'a> {
         let hashes =
             live::block_hashes(self.trace, &arrival, self.roots[arrival.copy as usize], self.block_size);
         let (slo_ttft, slo_tpot) = self.slo(&traced);
+        let now = self.now();
         let outcome = &mut self.outcomes[request as usize];
+        outcome.arrived = now;
         (outcome.slo_ttft, outcome.slo_tpot) = (slo_ttft as f32, slo_tpot as f32);
         self.live[request as usize] = Some(Box::new(Live {
             hashes,
@@ -289,15 +303,27 @@ impl<'a> Simulation<'a> {
             }
             self.admitted = admitted;
             match begun {
-                Begun::Step(duration) => {
-                    let life = self.workers[idx].life;
-                    self.queue.push(now + duration, Event::StepDone { worker: idx as u32, life });
-                }
+                Begun::Step => self.share_processors(idx),
                 Begun::Moved => {}
                 Begun::Idle => break,
             }
         }
         self.report_soon(idx);
+    }
+
+    /// A worker has begun or ended a step: steps on the same processors go on at another speed.
+    fn share_processors(&mut self, idx: usize) {
+        let now = self.now();
+        let is_stepping = |&other: &usize| self.workers[other].is_stepping;
+        let affected = std::iter::once(&idx).chain(&self.sharers[idx]).filter(|other| is_stepping(other));
+        let speeds: Vec<(usize, usize)> = affected
+            .map(|&other| (other, 1 + self.sharers[other].iter().filter(|other| is_stepping(other)).count()))
+            .collect();
+        for (other, num_sharing) in speeds {
+            let (at, number) = self.workers[other].step_end(now, num_sharing);
+            let life = self.workers[other].life;
+            self.queue.push(at, Event::StepDone { worker: other as u32, life, number });
+        }
     }
 
     fn finish_step(&mut self, idx: usize) {
@@ -321,6 +347,9 @@ impl<'a> Simulation<'a> {
             }
             *num_left == 0
         });
+        if !self.sharers[idx].is_empty() {
+            self.share_processors(idx);
+        }
         for request in std::mem::take(&mut self.first_tokens) {
             if is_prefill { self.prefilled(request) } else { self.first_token(request, now + self.spec.call) }
         }
@@ -373,6 +402,7 @@ impl<'a> Simulation<'a> {
             }
             ChangeKind::Fail if self.workers[idx].is_alive => {
                 let present = self.workers[idx].fail();
+                self.share_processors(idx);
                 self.reports[idx].clear();
                 self.routers.iter_mut().for_each(|router| router.lose(idx, now));
                 for request in present {
@@ -398,4 +428,11 @@ impl<'a> Simulation<'a> {
             self.fetch_ended(request, false);
         }
     }
+}
+
+/// Workers that compute on processors of this one.
+fn sharers(records: &[Arc<WorkerRecord>], idx: usize, record: &WorkerRecord) -> Vec<usize> {
+    let Some(compute) = &record.compute else { return Vec::new() };
+    let shares = |other: usize| records[other].compute.as_ref().is_some_and(|other| compute.shares(other));
+    (0..records.len()).filter(|&other| other != idx && shares(other)).collect()
 }

@@ -19,6 +19,11 @@ pub struct Arrival {
     pub copy: u32,
 }
 
+impl Arrival {
+    /// When an earlier request has ended.
+    pub const AFTER_ANOTHER: SimTime = SimTime(u64::MAX);
+}
+
 /// The moments at which the requests of a trace come.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Arrivals {
@@ -38,6 +43,13 @@ pub enum Arrivals {
         num_requests: usize,
         /// Whether the rate changes.
         bursts: Option<Bursts>,
+    },
+    /// Each client sends its next request when its last one has ended; the trace in its order, again and again.
+    Clients {
+        /// How many send at a time.
+        num_clients: usize,
+        /// How many requests come.
+        num_requests: usize,
     },
 }
 
@@ -98,6 +110,14 @@ impl Arrivals {
                 let arrival = |idx: usize| {
                     seconds += random.exponential() * (1.0 / rate);
                     let at = SimTime::from_seconds(bursts.map_or(seconds, |bursts| bursts.warp(seconds)));
+                    Arrival { at, request_idx: (idx % len) as u32, copy: (idx / len) as u32 }
+                };
+                (0..num_requests).map(arrival).collect()
+            }
+            Arrivals::Clients { num_clients, num_requests } => {
+                let len = trace.requests.len().max(1);
+                let arrival = |idx: usize| {
+                    let at = if idx < num_clients { SimTime(0) } else { Arrival::AFTER_ANOTHER };
                     Arrival { at, request_idx: (idx % len) as u32, copy: (idx / len) as u32 }
                 };
                 (0..num_requests).map(arrival).collect()

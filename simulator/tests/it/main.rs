@@ -3,4 +3,5 @@
 mod cluster;
 mod command;
 mod queues;
+mod sharing;
 mod support;

@@ -30,6 +30,7 @@ pub(crate) fn worker(role: Role, step: StepLine) -> WorkerSpec {
         token_budget: 2048,
         itl_target: None,
         context_length: 1 << 17,
+        compute: None,
     }
 }
 
