@@ -49,7 +49,7 @@ async fn held(address: &str) -> BTreeSet<u64> {
 /// Sends a prompt. Returns how many of its tokens were cached where it was computed.
 async fn ask(cluster: &Cluster, nth: usize) -> usize {
     let request = GenerateRequest {
-        prompt: Some(Prompt::TokenIds(TokenIds { ids: prompt(nth) })),
+        prompt: Some(Prompt::TokenIds(TokenIds { ids: prompt(nth), passages: Vec::new() })),
         sampling: Some(SamplingParams {
             max_tokens: Some(2),
             temperature: Some(0.0),

@@ -32,7 +32,7 @@ pub(crate) async fn answer(
     salt: &str,
 ) -> Vec<u32> {
     let request = GenerateRequest {
-        prompt: Some(Prompt::TokenIds(TokenIds { ids: prompt.to_vec() })),
+        prompt: Some(Prompt::TokenIds(TokenIds { ids: prompt.to_vec(), passages: Vec::new() })),
         sampling: Some(SamplingParams {
             max_tokens: Some(num_tokens as u32),
             temperature: Some(0.0),

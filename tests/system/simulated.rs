@@ -163,7 +163,7 @@ impl Kinds {
         // Ordinary tokens, different ones for each kind.
         let ids = (0..num_prompt).map(|at| 100 + (at * 31 + kind as u32 * 97) % 1900).collect();
         let request = GenerateRequest {
-            prompt: Some(Prompt::TokenIds(TokenIds { ids })),
+            prompt: Some(Prompt::TokenIds(TokenIds { ids, passages: Vec::new() })),
             sampling: Some(SamplingParams {
                 max_tokens: Some(num_output),
                 temperature: Some(0.0),
