@@ -104,12 +104,8 @@ impl Document {
                 Treatment::Harmless => format!("accepted, without effect: {}", field.note),
                 Treatment::Only(_) => format!("only {}", field.note),
             };
-            let property = &mut body["properties"][field.name];
-            // A reference has no room for a description of its own in older tools, but in 3.1 it has.
-            match property.as_object_mut() {
-                Some(property) => drop(property.insert("description".to_owned(), accepted.into())),
-                None => *property = json!({"description": accepted}),
-            }
+            // In OpenAPI 3.1 a reference may have a description, too.
+            body["properties"][field.name]["description"] = accepted.into();
         }
         body["additionalProperties"] = false.into();
         let is_anthropic = matches!(endpoint, Endpoint::Messages | Endpoint::CountTokens);

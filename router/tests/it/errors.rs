@@ -76,7 +76,7 @@ async fn invalid_requests_are_refused_with_the_field_and_the_reason() {
         ),
         (
             TEXT,
-            r#"{"prompt":"x","echo":true,"logprobs":1}"#,
+            r#"{"prompt":"x","echo":true,"logprobs":1,"stream":true}"#,
             400,
             Some("echo"),
             Some("unsupported_parameter"),

@@ -82,7 +82,7 @@ async fn scored() -> (Router, crate::fake::FakeWorker) {
     worker.script(|request| {
         let all = [(98, -0.5), (99, -1.0), (100, -2.0)];
         match request.attempt {
-            0 => vec![Step::Scored(1, all[..2].into()), Step::Fail(Kind::Full)],
+            0 => vec![Step::Scored(1, all[..2].into()), Step::Fail(Kind::PrefillLost)],
             _ => vec![
                 Step::Scored(1, all[..1].into()),
                 Step::Scored(2, all[1..].into()),
