@@ -2,7 +2,8 @@
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use baton_kv_events::{CacheEvent, CacheReader, EventBatch, EventLog};
+use baton_kv_cache::BlockHash;
+use baton_kv_events::{BlockKey, CacheEvent, CacheReader, EventBatch, EventLog, Holder};
 use tokio::sync::watch;
 
 /// The events of an engine. Clones share them.
@@ -19,17 +20,22 @@ impl CacheLog {
         CacheLog { log: Arc::new(Mutex::new(EventLog::new(num_blocks))), next: watch::Sender::new(0) }
     }
 
-    /// Numbers the events and wakes the readers.
-    pub(crate) fn append(&self, events: Vec<CacheEvent>) {
+    /// Numbers the events of the pool, or of the tiers below it, and wakes the readers.
+    pub fn append(&self, holder: Holder, events: Vec<CacheEvent>) {
         if events.is_empty() {
             return;
         }
         let next = {
             let mut log = self.lock();
-            log.append(events);
+            log.append(holder, events);
             log.next()
         };
         self.next.send_replace(next);
+    }
+
+    /// How many blocks at the front of a sequence, by its hashes in order, are in the pool.
+    pub fn num_in_pool(&self, hashes: &[BlockHash]) -> usize {
+        self.lock().num_held(Holder::Pool, hashes.iter().map(|hash| BlockKey(hash.short())))
     }
 
     /// The next batch that a reader lacks, if any.

@@ -100,7 +100,13 @@ impl EngineHandle {
         }
     }
 
-    fn prefix_hashes(&self, request: &Request, num_tokens: usize) -> Vec<BlockHash> {
+    /// The start of the chain of a request's block hashes.
+    pub fn hash_root(&self, request: &Request) -> BlockHash {
+        hash_root(&self.state.config, request).hash()
+    }
+
+    /// Hashes of the full blocks of a request's first `num_tokens` known tokens; none without a prefix cache.
+    pub fn prefix_hashes(&self, request: &Request, num_tokens: usize) -> Vec<BlockHash> {
         let config = &self.state.config;
         if !config.prefix_cache {
             return Vec::new();

@@ -27,6 +27,7 @@ use std::{
 };
 
 use baton_kv_cache::BlockStorage;
+use baton_kv_events::Holder;
 use baton_model_spec::{Executor, SampledRow};
 use tokio::sync::watch;
 
@@ -192,7 +193,7 @@ impl StepLoop {
             }
             Command::CachePrefix { id, hashes } => {
                 self.live.scheduler.cache_prefix(id, &hashes);
-                self.cache_log.append(self.live.scheduler.take_cache_events());
+                self.cache_log.append(Holder::Pool, self.live.scheduler.take_cache_events());
             }
             Command::CheckIdle(reply) => {
                 self.finish_ahead()?;
@@ -356,7 +357,7 @@ impl StepLoop {
     }
 
     fn publish_load(&mut self) {
-        self.cache_log.append(self.live.scheduler.take_cache_events());
+        self.cache_log.append(Holder::Pool, self.live.scheduler.take_cache_events());
         let load = self.live.load();
         self.load.send_if_modified(|current| mem::replace(current, load) != load);
     }

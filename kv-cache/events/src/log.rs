@@ -2,7 +2,16 @@
 
 use std::collections::{HashMap, VecDeque};
 
-use crate::{BatchKind, BlockKey, CacheEvent, EventBatch};
+use crate::{BatchKind, BlockKey, CacheEvent, EventBatch, PendingEvents};
+
+/// What holds a block. A reader is told that a block is stored as long as one of them holds it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Holder {
+    /// The block pool.
+    Pool = 1,
+    /// The tiers below the pool, all together.
+    Store = 2,
+}
 
 /// The newest events, bounded by the blocks that they name, and all that is cached now.
 #[derive(Debug)]
@@ -13,8 +22,16 @@ pub struct EventLog {
     /// Blocks that the events of the ring name.
     num_blocks: usize,
     max_blocks: usize,
-    /// Every cached block, and the one before it.
-    cached: HashMap<BlockKey, Option<BlockKey>>,
+    cached: HashMap<BlockKey, Cached>,
+}
+
+/// A block that is cached.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Cached {
+    /// The block before it.
+    parent: Option<BlockKey>,
+    /// A bit of each [`Holder`].
+    holders: u8,
 }
 
 /// All that was cached before event `next`.
@@ -48,23 +65,34 @@ impl EventLog {
         }
     }
 
-    /// Numbers the events.
-    pub fn append(&mut self, events: Vec<CacheEvent>) {
+    /// Numbers the events of one holder. Those that change nothing, as the other one holds the block, too, are left out.
+    pub fn append(&mut self, holder: Holder, events: Vec<CacheEvent>) {
+        let mut changes = PendingEvents::default();
         for event in events {
-            match &event {
-                CacheEvent::Stored { parent, blocks } => {
-                    let mut parent = *parent;
-                    for &block in blocks {
-                        self.cached.insert(block, parent);
+            match event {
+                CacheEvent::Stored { mut parent, blocks } => {
+                    for block in blocks {
+                        let cached = self.cached.entry(block).or_insert(Cached { parent, holders: 0 });
+                        if cached.holders == 0 {
+                            changes.stored(parent, block);
+                        }
+                        cached.holders |= holder as u8;
                         parent = Some(block);
                     }
                 }
                 CacheEvent::Removed { blocks } => {
                     for block in blocks {
-                        self.cached.remove(block);
+                        let Some(cached) = self.cached.get_mut(&block) else { continue };
+                        cached.holders &= !(holder as u8);
+                        if cached.holders == 0 {
+                            self.cached.remove(&block);
+                            changes.removed(block);
+                        }
                     }
                 }
             }
+        }
+        for event in changes.take() {
             self.num_blocks += event.blocks().len();
             self.next += 1;
             self.ring.push_back(event);
@@ -73,6 +101,12 @@ impl EventLog {
                 self.num_blocks -= oldest.blocks().len();
             }
         }
+    }
+
+    /// How many blocks at the front of `keys`, a sequence's in order, this holder has.
+    pub fn num_held(&self, holder: Holder, keys: impl Iterator<Item = BlockKey>) -> usize {
+        let is_held = |key| self.cached.get(&key).is_some_and(|cached| cached.holders & holder as u8 != 0);
+        keys.take_while(|&key| is_held(key)).count()
     }
 
     /// The number of the next event.
@@ -101,7 +135,7 @@ impl EventLog {
     fn dump(&self) -> CacheDump {
         CacheDump {
             next: self.next,
-            blocks: self.cached.iter().map(|(&key, &parent)| (key, parent)).collect(),
+            blocks: self.cached.iter().map(|(&key, cached)| (key, cached.parent)).collect(),
         }
     }
 }
@@ -208,7 +242,7 @@ mod tests {
     }
 
     /// What a reader knows after all that it has read.
-    fn replay(reader: &mut CacheReader, log: &EventLog, known: &mut HashMap<BlockKey, Option<BlockKey>>) {
+    fn replay(reader: &mut CacheReader, log: &EventLog, known: &mut HashMap<BlockKey, Cached>) {
         let mut dump: Option<HashMap<_, _>> = None;
         while let Some(batch) = read(reader, log) {
             let mut own = EventLog::new(usize::MAX);
@@ -216,7 +250,7 @@ mod tests {
                 BatchKind::Events => std::mem::take(known),
                 _ => dump.take().unwrap_or_default(),
             };
-            own.append(batch.events);
+            own.append(Holder::Pool, batch.events);
             match batch.kind {
                 BatchKind::DumpPart => dump = Some(own.cached),
                 _ => *known = own.cached,
@@ -227,21 +261,21 @@ mod tests {
     #[test]
     fn a_reader_gets_a_dump_and_then_what_happens_and_after_an_overrun_a_dump_again() {
         let mut log = EventLog::new(64);
-        log.append(vec![stored(None, 0..10), CacheEvent::Removed { blocks: keys(8..10) }]);
+        log.append(Holder::Pool, vec![stored(None, 0..10), CacheEvent::Removed { blocks: keys(8..10) }]);
         let mut reader = CacheReader::new(None);
         let first = read(&mut reader, &log).expect("a dump");
         assert_eq!((first.first, first.kind, first.next()), (2, BatchKind::DumpEnd, 2));
         assert_eq!(first.events, [stored(None, 0..8)]);
         assert!(reader.is_at(2) && read(&mut reader, &log).is_none());
 
-        log.append(vec![stored(Some(7), 20..22)]);
+        log.append(Holder::Pool, vec![stored(Some(7), 20..22)]);
         assert!(!reader.is_at(3));
         let then = read(&mut reader, &log).expect("an event");
         assert_eq!((then.first, then.kind, then.next()), (2, BatchKind::Events, 3));
         assert_eq!(then.events, [stored(Some(7), 20..22)]);
 
         for idx in 0..100 {
-            log.append(vec![stored(Some(21), 1000 + idx..1001 + idx)]);
+            log.append(Holder::Pool, vec![stored(Some(21), 1000 + idx..1001 + idx)]);
         }
         let again = read(&mut reader, &log).expect("the ring has lost some");
         assert_eq!((again.first, again.kind), (103, BatchKind::DumpEnd));
@@ -258,7 +292,7 @@ mod tests {
         let mut log = EventLog::new(64);
         let nothing = read(&mut CacheReader::new(None), &log).expect("all that there is");
         assert_eq!((nothing.first, nothing.events.len(), nothing.kind), (0, 0, BatchKind::DumpEnd));
-        log.append(vec![stored(None, 0..3)]);
+        log.append(Holder::Pool, vec![stored(None, 0..3)]);
         let mut reader = CacheReader::new(Some(0));
         assert_eq!(read(&mut reader, &log).map(|batch| batch.events), Some(vec![stored(None, 0..3)]));
     }
@@ -267,11 +301,14 @@ mod tests {
     fn long_dumps_come_in_parts_that_hold_each_block_once_after_its_parent() {
         let mut log = EventLog::new(1 << 20);
         let num = 3 * BATCH_BLOCKS as u64 + 5;
-        log.append(vec![
-            stored(None, 0..num),
-            stored(Some(100), num..num + 50),
-            stored(Some(9_999_999), 1 << 40..(1 << 40) + 2),
-        ]);
+        log.append(
+            Holder::Pool,
+            vec![
+                stored(None, 0..num),
+                stored(Some(100), num..num + 50),
+                stored(Some(9_999_999), 1 << 40..(1 << 40) + 2),
+            ],
+        );
         let mut reader = CacheReader::new(None);
         let mut parts = Vec::new();
         while let Some(part) = read(&mut reader, &log) {
@@ -298,7 +335,7 @@ mod tests {
                 0 => CacheEvent::Removed { blocks: keys(place..place + 3) },
                 _ => stored(Some(place), place + 1..place + 4),
             };
-            log.append(vec![event]);
+            log.append(Holder::Pool, vec![event]);
             for (idx, (reader, known)) in readers.iter_mut().enumerate() {
                 if step % (1 << (2 * idx)) == 0 {
                     replay(reader, &log, known);
@@ -313,9 +350,28 @@ mod tests {
     fn the_log_is_bounded() {
         let mut log = EventLog::new(64);
         for round in 0..1000 {
-            log.append(vec![stored(None, 0..50), CacheEvent::Removed { blocks: keys(0..50) }]);
+            log.append(Holder::Pool, vec![stored(None, 0..50), CacheEvent::Removed { blocks: keys(0..50) }]);
             assert!(log.ring.len() <= 2 && log.num_blocks <= 100, "{round}");
         }
         assert_eq!(log.num_cached(), 0);
+    }
+
+    #[test]
+    fn a_block_is_stored_until_its_last_holder_has_removed_it() {
+        let mut log = EventLog::new(64);
+        log.append(Holder::Pool, vec![stored(None, 0..4)]);
+        log.append(Holder::Store, vec![stored(None, 0..3)]);
+        assert_eq!(log.next(), 1, "nothing new");
+        let num_held = |log: &EventLog, holder| log.num_held(holder, (0..10).map(BlockKey));
+        assert_eq!([Holder::Pool, Holder::Store].map(|holder| num_held(&log, holder)), [4, 3]);
+        log.append(Holder::Pool, vec![CacheEvent::Removed { blocks: keys(2..4) }]);
+        log.append(Holder::Store, vec![stored(Some(2), 3..6), CacheEvent::Removed { blocks: keys(0..2) }]);
+        log.append(Holder::Pool, vec![CacheEvent::Removed { blocks: keys(0..2) }]);
+        let mut reader = CacheReader::new(Some(0));
+        let events = read(&mut reader, &log).expect("events").events;
+        let removed = |range| CacheEvent::Removed { blocks: keys(range) };
+        assert_eq!(events, [stored(None, 0..4), removed(3..4), stored(Some(2), 3..6), removed(0..2)]);
+        assert_eq!(num_held(&log, Holder::Store), 0, "a prefix without its beginning");
+        assert_eq!(log.num_cached(), 4);
     }
 }

@@ -2,7 +2,7 @@
 
 use std::{collections::BTreeSet, sync::Arc};
 
-use baton_kv_events::{BatchKind, BlockKey, CacheEvent, CacheReader, EventBatch, EventLog};
+use baton_kv_events::{BatchKind, BlockKey, CacheEvent, CacheReader, EventBatch, EventLog, Holder};
 
 use crate::{CacheFeed, FeedError, KvIndex, SourceState};
 
@@ -207,7 +207,7 @@ impl Worker {
     }
 
     fn happens(&mut self, event: CacheEvent, held: BTreeSet<u64>) {
-        self.log.append(vec![event]);
+        self.log.append(Holder::Pool, vec![event]);
         self.history.push(held);
     }
 
