@@ -10,9 +10,9 @@ use anyhow::{Context, bail};
 use baton_cluster::Dialer;
 use baton_command::{TlsArgs, print};
 use baton_proto::{
-    v1::{LoadsRequest, inference_client::InferenceClient},
+    v1::{KvTier, LoadsRequest, inference_client::InferenceClient},
     worker::{
-        InfoRequest, ProbeReport, ProbeRequest, ProbedTransport, Role, WorkerRecord,
+        InfoRequest, ProbeReport, ProbeRequest, ProbedTransport, Role, WatchLoadRequest, WorkerRecord,
         prefill_client::PrefillClient, worker_client::WorkerClient,
     },
 };
@@ -34,6 +34,7 @@ Printed for each pair of prefill and decode worker, and each transport:
   x a copy   speed of shm, relative to a copy in the prefill worker's memory
   x a plain  speed of the others, relative to a plain TCP stream on loopback
 and why a transport is not available, and whether handoffs fell back to it.
+Of workers with --host-kv or --disk-kv: what these tiers hold and have done.
 
 Fails when KV cannot travel between two workers.";
 
@@ -68,7 +69,31 @@ pub(crate) struct DoctorArgs {
 struct Report {
     /// The state of NCCL on this host.
     nccl: String,
+    /// Of workers with any.
+    tiers: Vec<TiersOf>,
     pairs: Vec<Pair>,
+}
+
+/// The tiers of KV below the pool of a worker.
+#[derive(Debug, Serialize)]
+struct TiersOf {
+    worker: String,
+    tiers: Vec<Tier>,
+}
+
+/// What a tier holds, in blocks, and what it has done since the worker started.
+#[derive(Debug, Default, Serialize)]
+struct Tier {
+    name: String,
+    held: u64,
+    capacity: u64,
+    block_bytes: u64,
+    hits: u64,
+    writes: u64,
+    evictions: u64,
+    dropped: u64,
+    damaged: u64,
+    errors: u64,
 }
 
 /// A prefill worker and a decode worker.
@@ -126,6 +151,15 @@ pub(crate) async fn run(args: DoctorArgs) -> anyhow::Result<()> {
             decode.len()
         );
     }
+    let mut tiers = Vec::new();
+    for address in prefill.iter().chain(&decode) {
+        // A worker that does not answer is told of below.
+        if let Ok(of_worker) = tiers_of(&dialer, address).await
+            && !of_worker.tiers.is_empty()
+        {
+            tiers.push(of_worker);
+        }
+    }
     let mut pairs = Vec::new();
     for prefill in &prefill {
         for decode in &decode {
@@ -134,7 +168,7 @@ pub(crate) async fn run(args: DoctorArgs) -> anyhow::Result<()> {
     }
     // Loading a library can block.
     let nccl = tokio::task::spawn_blocking(move || NcclFindings::look(args.nccl.as_deref())).await?;
-    let report = Report { nccl: nccl.to_string(), pairs };
+    let report = Report { nccl: nccl.to_string(), tiers, pairs };
     print(&report, args.json.as_deref())?;
     let is_well =
         |pair: &Pair| matches!(&pair.finding, Finding::Measured(measured) if !measured.chosen.is_empty());
@@ -180,6 +214,17 @@ async fn examine(dialer: &Dialer, prefill: &str, decode: &str) -> Pair {
         Err(error) => Finding::Failed(format!("{error:#}")),
     };
     Pair { prefill: prefill_name, decode: decode_name, finding }
+}
+
+/// By the worker's next load report.
+async fn tiers_of(dialer: &Dialer, address: &str) -> anyhow::Result<TiersOf> {
+    let mut client = WorkerClient::new(connect(dialer, address).await?);
+    let worker = client.info(InfoRequest {}).await?.into_inner().id;
+    let request = WatchLoadRequest { router: 0, cache_events: false, cache_from: None };
+    let mut reports = client.watch_load(request).await?.into_inner();
+    let report = tokio::time::timeout(CONNECT_TIMEOUT, reports.message()).await??;
+    let tiers = report.map(|load| load.tiers).unwrap_or_default();
+    Ok(TiersOf { worker, tiers: tiers.into_iter().map(Tier::from).collect() })
 }
 
 async fn name_of(dialer: &Dialer, address: &str, expected: Role) -> anyhow::Result<String> {
@@ -256,6 +301,11 @@ impl Measured {
 impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(f, "this host\n  nccl   {}\n", self.nccl)?;
+        for TiersOf { worker, tiers } in &self.tiers {
+            writeln!(f, "{worker}, KV below the pool")?;
+            tiers.iter().try_for_each(|tier| write!(f, "{tier}"))?;
+            writeln!(f)?;
+        }
         for pair in &self.pairs {
             let measured = match &pair.finding {
                 Finding::Measured(measured) => measured,
@@ -296,6 +346,40 @@ impl fmt::Display for Report {
             }
         }
         Ok(())
+    }
+}
+
+impl From<KvTier> for Tier {
+    fn from(tier: KvTier) -> Tier {
+        Tier {
+            name: tier.name,
+            held: tier.num_held,
+            capacity: tier.num_slots,
+            block_bytes: tier.record_bytes,
+            hits: tier.num_hits,
+            writes: tier.num_writes,
+            evictions: tier.num_evicted,
+            dropped: tier.num_dropped,
+            damaged: tier.num_damaged,
+            errors: tier.num_errors,
+        }
+    }
+}
+
+impl fmt::Display for Tier {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let gib = |num_blocks: u64| (num_blocks * self.block_bytes) as f64 / f64::from(1 << 30);
+        let Tier { name, held, hits, writes, evictions, .. } = self;
+        let (size, room) = (gib(*held), gib(self.capacity));
+        writeln!(f, "  {name:<6} {size:.2} of {room:.2} GiB, {held} blocks")?;
+        writeln!(f, "         {hits} blocks were read, {writes} written, {evictions} made room for others")?;
+        let troubles = [
+            (self.dropped, "blocks were not saved, because the tier is too slow"),
+            (self.damaged, "blocks were damaged; they are computed again"),
+            (self.errors, "reads or writes failed; the worker's log says why"),
+        ];
+        let mut troubles = troubles.iter().filter(|(num, _)| *num > 0);
+        troubles.try_for_each(|(num, what)| writeln!(f, "         warning: {num} {what}"))
     }
 }
 
@@ -344,7 +428,7 @@ mod tests {
 
     fn text(finding: Finding) -> String {
         let pairs = vec![Pair { prefill: "p-0".into(), decode: "d-0".into(), finding }];
-        Report { nccl: "no device".into(), pairs }.to_string()
+        Report { nccl: "no device".into(), tiers: Vec::new(), pairs }.to_string()
     }
 
     #[test]
@@ -366,6 +450,28 @@ mod tests {
     }
 
     #[test]
+    fn tiers_say_what_they_hold_and_what_went_wrong() {
+        let disk = Tier {
+            name: "disk".into(),
+            held: 1024,
+            capacity: 4096,
+            block_bytes: 1 << 19,
+            hits: 7,
+            damaged: 2,
+            ..Tier::default()
+        };
+        let tiers = vec![TiersOf { worker: "d-0".into(), tiers: vec![disk] }];
+        let text = Report { nccl: String::new(), tiers, pairs: Vec::new() }.to_string();
+        for expected in [
+            "d-0, KV below the pool\n  disk   0.50 of 2.00 GiB, 1024 blocks\n         7 blocks were read",
+            "warning: 2 blocks were damaged",
+        ] {
+            assert!(text.contains(expected), "no {expected:?} in\n{text}");
+        }
+        assert!(!text.contains("too slow"), "{text}");
+    }
+
+    #[test]
     fn slow_memory_and_missing_ways_are_said() {
         assert!(
             text(Finding::Measured(measured("tcp", 0.5, 2.0))).contains("tcp was found much faster than shm")
@@ -384,6 +490,7 @@ mod tests {
         }
         let json = serde_json::to_value(Report {
             nccl: String::new(),
+            tiers: Vec::new(),
             pairs: vec![Pair {
                 prefill: "p".into(),
                 decode: "d".into(),

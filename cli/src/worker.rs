@@ -130,6 +130,9 @@ fn worker(role: Role, args: WorkerArgs) -> anyhow::Result<(WorkerConfig, Telemet
     config.token_budget = args.engine.token_budget;
     config.itl_target = args.engine.itl_target.map(|ms| Duration::from_millis(ms as u64));
     config.prefix_cache = !args.engine.no_prefix_cache;
+    config.host_kv_bytes = args.engine.host_kv.map(|size| size.0 as u64);
+    config.disk_kv =
+        args.engine.disk_kv.zip(args.engine.disk_kv_size).map(|(dir, size)| (dir, size.0 as u64));
     config.threads = args.engine.threads;
     config.tensor_parallel = args.engine.tensor_parallel;
     config.pin_threads = args.engine.pin_threads;

@@ -14,6 +14,7 @@ use baton_worker::{
         TokenNotes, engine_failure, failed_event, finished_event, leaving_event, scored_event,
         submit_failure, token_event,
     },
+    tiers::SaveAtEnd,
 };
 use futures_util::future::BoxFuture;
 use tokio::sync::mpsc;
@@ -23,7 +24,7 @@ use crate::remote_prefill::RemotePrefillEvent;
 
 /// The source of the next event.
 enum TokenSource {
-    /// A cached prefix is fetched from another worker. Then this worker's engine computes the rest.
+    /// A cached prefix is fetched from another worker, or recalled from a tier. Then this worker's engine computes the rest.
     Fetch(BoxFuture<'static, ()>, Box<Request>, Option<Uncovered>),
     RemotePrefill(mpsc::Receiver<RemotePrefillEvent>),
     Engine(TokenStream),
@@ -44,6 +45,8 @@ pub struct GenerateStream {
     /// Cancelled when the worker begins to drain; `None` after the router was told.
     draining: Option<CancellationToken>,
     halted: CancellationToken,
+    /// Saves the blocks when the stream ends or is dropped.
+    save: Option<SaveAtEnd>,
     /// The worker does not exit before the stream has ended.
     _busy: TaskTrackerToken,
 }
@@ -97,8 +100,14 @@ impl GenerateStream {
             clock,
             draining: Some(draining),
             halted,
+            save: None,
             _busy: busy,
         }
+    }
+
+    /// Its blocks are saved at its end.
+    pub fn saving(self, save: Option<SaveAtEnd>) -> GenerateStream {
+        GenerateStream { save, ..self }
     }
 
     /// A count that grows while this worker's engine or that of the prefill worker computes, for any request.
@@ -204,6 +213,9 @@ impl GenerateStream {
     }
 
     fn token(&mut self, token: &SampledToken) -> GenerateEvent {
+        if let Some(save) = &mut self.save {
+            save.push(token.id);
+        }
         let pace = self.clock.token();
         self.notes.pace = self.notes.pace.or(pace);
         token_event(token, std::mem::take(&mut self.notes))

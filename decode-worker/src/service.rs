@@ -15,6 +15,7 @@ use baton_worker::{
     convert::{progress_event, submit_failure},
     handoff::{prefix_fetch, pulse::Pulse},
     identity_of,
+    tiers::{Recall, SaveAtEnd},
 };
 use tokio::sync::mpsc;
 use tokio_stream::Stream;
@@ -60,21 +61,38 @@ impl DecodeService {
         if !matches!(kv, PromptKv::Remote(_)) {
             blending::decide(&worker, &mut request);
         }
-        match kv {
-            PromptKv::Local => {
+        let save = SaveAtEnd::new(&worker, &request);
+        let recall = match kv {
+            PromptKv::Local | PromptKv::Fetch { .. } => Recall::of(&worker, &request),
+            PromptKv::Remote(_) => None,
+        };
+        let stream = match (kv, recall) {
+            (PromptKv::Local, None) => {
                 let tokens = worker.engine().generate(request);
                 let tokens = tokens.map_err(|error| failure_to_status(&submit_failure(&error)))?;
                 // The engine counts it from here on.
                 drop(uncovered);
                 let clock = worker.metrics().request_taken("local", num_tokens);
-                Ok(GenerateStream::local(worker, tokens, clock))
+                GenerateStream::local(worker, tokens, clock)
             }
-            PromptKv::Fetch { source, attempt } => {
+            (PromptKv::Local, Some(recall)) => {
                 let clock = worker.metrics().request_taken("local", num_tokens);
-                let fetch = prefix_fetch::fetch(worker.clone(), source, attempt, request.clone());
-                Ok(GenerateStream::fetching(worker, fetch.instrument(span), request, uncovered, clock))
+                let recall = recall.run(worker.clone());
+                GenerateStream::fetching(worker, recall.instrument(span), request, uncovered, clock)
             }
-            PromptKv::Remote(plan) => {
+            (PromptKv::Fetch { source, attempt }, recall) => {
+                let clock = worker.metrics().request_taken("local", num_tokens);
+                let (own, asked) = (worker.clone(), request.clone());
+                // The peer is asked for what the tiers lack.
+                let fetch = async move {
+                    if let Some(recall) = recall {
+                        recall.run(own.clone()).await;
+                    }
+                    prefix_fetch::fetch(own, source, attempt, asked).await;
+                };
+                GenerateStream::fetching(worker, fetch.instrument(span), request, uncovered, clock)
+            }
+            (PromptKv::Remote(plan), _) => {
                 let clock = worker.metrics().request_taken("remote", num_tokens);
                 let (events, received) = mpsc::channel(EVENTS_BOUND);
                 let deadline = worker.config().handoff_deadline;
@@ -82,9 +100,10 @@ impl DecodeService {
                     RemotePrefillDriver::new(worker.clone(), request, plan, uncovered, deadline, events);
                 let num_progress = driver.num_progress();
                 worker.lifecycle().spawn(driver.run().instrument(span));
-                Ok(GenerateStream::remote(worker, received, num_progress, clock))
+                GenerateStream::remote(worker, received, num_progress, clock)
             }
-        }
+        };
+        Ok(stream.saving(save))
     }
 }
 

@@ -29,6 +29,7 @@ use baton_worker::{
         pulse::Pulse,
         stream::sleep_until,
     },
+    tiers::{Recall, SaveAtEnd},
 };
 use futures_util::future::BoxFuture;
 
@@ -41,6 +42,8 @@ pub struct ComputedHandoffDriver {
     side: PrefillSide,
     prompt: Prompt,
     clock: RequestClock,
+    /// Saves the blocks when the handoff is over.
+    save: Option<SaveAtEnd>,
     is_halted: bool,
 }
 
@@ -91,10 +94,11 @@ impl ComputedHandoffDriver {
         let OpenedHandoff { machine, mut request, deadline, started, stream, uncovered, .. } = opened;
         blending::decide(&worker, &mut request);
         let clock = worker.metrics().request_taken("handoff", request.num_known_tokens());
+        let save = SaveAtEnd::new(&worker, &request);
         let fetch = fetch(worker.clone(), source, request.clone());
         let prompt = Prompt::Fetching { fetch: Box::pin(fetch), request, uncovered };
         let side = PrefillSide::new(worker, stream, peer_format);
-        ComputedHandoffDriver { machine, started, deadline, side, prompt, clock, is_halted: false }
+        ComputedHandoffDriver { machine, started, deadline, side, prompt, clock, save, is_halted: false }
     }
 
     /// Drives the handoff to its end.
@@ -210,6 +214,7 @@ impl ComputedHandoffDriver {
             PrefillAction::Release => {
                 self.side.drop_route();
                 self.prompt = Prompt::Released;
+                self.save = None;
             }
             // `run` ends, and with it the stream.
             PrefillAction::Close => {}
@@ -278,7 +283,11 @@ impl Prompt {
     }
 }
 
+/// Brings cached KV of the prompt into the pool: first from this worker's tiers, then from another worker.
 async fn fetch(worker: Arc<Worker>, source: Option<PrefixSource>, request: Request) {
+    if let Some(recall) = Recall::of(&worker, &request) {
+        recall.run(worker.clone()).await;
+    }
     if let Some(PrefixSource { peer, attempt }) = source {
         prefix_fetch::fetch(worker, peer, attempt, request).await;
     }

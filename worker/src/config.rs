@@ -50,6 +50,10 @@ pub struct WorkerConfig {
     pub itl_target: Option<Duration>,
     /// Whether blocks are shared between requests of equal prefix.
     pub prefix_cache: bool,
+    /// Bytes of host memory for KV that the pool no longer holds; `None`: no such tier.
+    pub host_kv_bytes: Option<u64>,
+    /// A directory of this worker alone for KV that outlives it, and the bytes of its files; `None`: no such tier.
+    pub disk_kv: Option<(PathBuf, u64)>,
     /// Threads that compute. `None`: one per core, or for each processor of `pin_threads`.
     pub threads: Option<usize>,
     /// Ranks among which the model is divided, each with its share of the threads or with a GPU of its own.
@@ -292,6 +296,9 @@ pub enum ConfigError {
         /// What contradicts it.
         flag: &'static str,
     },
+    /// Tiers hold what the prefix cache held.
+    #[error("{0} keeps what --no-prefix-cache does not keep; leave out one of them")]
+    TierWithoutCache(&'static str),
     /// No way for KV to travel.
     #[error("--transports is empty; give some of shm, rdma, nccl and tcp")]
     NoTransport,
@@ -320,6 +327,8 @@ impl WorkerConfig {
             token_budget: 512,
             itl_target: None,
             prefix_cache: true,
+            host_kv_bytes: None,
+            disk_kv: None,
             threads: None,
             tensor_parallel: 1,
             pin_threads: ThreadPinning::None,
@@ -387,6 +396,10 @@ impl WorkerConfig {
             && let Some(flag) = self.not_simulated()
         {
             return Err(ConfigError::NotSimulated { device, flag });
+        }
+        let tiers = [("--host-kv", self.host_kv_bytes.is_some()), ("--disk-kv", self.disk_kv.is_some())];
+        if let Some((flag, _)) = tiers.into_iter().find(|&(_, is_set)| is_set && !self.prefix_cache) {
+            return Err(ConfigError::TierWithoutCache(flag));
         }
         if self.transports.is_empty() {
             return Err(ConfigError::NoTransport);

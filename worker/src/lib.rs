@@ -30,6 +30,7 @@ mod server;
 mod service;
 mod thread_waits;
 mod tickets;
+pub mod tiers;
 mod vllm_metrics;
 mod watchers;
 mod worker;

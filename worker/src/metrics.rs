@@ -1,7 +1,10 @@
 //! A worker's metrics, under their names in `/metrics`. What vLLM measures, too, is in `vllm_metrics`.
 
+use std::sync::Weak;
+
 use baton_engine::{BlendCounts, EngineHandle, EngineLoad};
 use baton_handoff::TransportKind;
+use baton_kv_store::TierCounts;
 use baton_telemetry::Metrics;
 use baton_transfer::TransportCounts;
 use prometheus_client::{
@@ -17,6 +20,7 @@ use prometheus_client::{
 
 use crate::{
     data_plane::{DataPlane, KvDirection},
+    tiers::Tiers,
     vllm_metrics::{RequestClock, VllmMetrics},
 };
 
@@ -63,6 +67,7 @@ impl WorkerMetrics {
         model: &str,
         engine: &EngineHandle,
         data_plane: DataPlane,
+        tiers: Weak<Tiers>,
     ) -> WorkerMetrics {
         let seconds = || Histogram::new(exponential_buckets(0.000_5, 2.0, 18));
         let vllm = metrics.register(|registry| VllmMetrics::register(registry, model, engine));
@@ -116,7 +121,11 @@ impl WorkerMetrics {
                 ours.blend_audits.clone(),
             );
             registry.register("baton_worker_requests", "Requests taken, by plan", ours.requests.clone());
-            registry.register_collector(Box::new(EngineCollector { engine: engine.clone(), data_plane }));
+            registry.register_collector(Box::new(EngineCollector {
+                engine: engine.clone(),
+                data_plane,
+                tiers,
+            }));
         });
         ours
     }
@@ -158,6 +167,8 @@ impl WorkerMetrics {
 struct EngineCollector {
     engine: EngineHandle,
     data_plane: DataPlane,
+    /// The worker alone owns them: when it ends, they write what is queued.
+    tiers: Weak<Tiers>,
 }
 
 impl std::fmt::Debug for EngineCollector {
@@ -208,6 +219,25 @@ const BLEND_COUNTS: [BlendCount; 6] = [
     }),
 ];
 
+type TierCount = (&'static str, &'static str, fn(&TierCounts) -> u64);
+
+const TIER_GAUGES: [TierCount; 2] = [
+    ("baton_kv_tier_blocks", "Blocks that a tier below the pool holds", |tier| tier.num_held),
+    ("baton_kv_tier_capacity_blocks", "Blocks that fit into a tier", |tier| tier.num_slots),
+];
+
+const TIER_COUNTS: [TierCount; 9] = [
+    ("baton_kv_tier_hits", "Blocks that were read from a tier and verified", |tier| tier.hits),
+    ("baton_kv_tier_read_bytes", "Bytes of those blocks", |tier| tier.hits * tier.record_bytes),
+    ("baton_kv_tier_writes", "Blocks that were written to a tier", |tier| tier.writes),
+    ("baton_kv_tier_written_bytes", "Bytes of those blocks", |tier| tier.writes * tier.record_bytes),
+    ("baton_kv_tier_evictions", "Blocks that made room for others in a tier", |tier| tier.evictions),
+    ("baton_kv_tier_dropped", "Blocks that a tier did not take because too much waited", |tier| tier.dropped),
+    ("baton_kv_tier_damaged", "Blocks that were not what was written, and not used", |tier| tier.damaged),
+    ("baton_kv_tier_read_errors", "Reads that a tier's device refused", |tier| tier.read_errors),
+    ("baton_kv_tier_write_errors", "Writes that a tier's device refused", |tier| tier.write_errors),
+];
+
 impl Collector for EngineCollector {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), std::fmt::Error> {
         let load = *self.engine.load().borrow();
@@ -242,6 +272,23 @@ impl Collector for EngineCollector {
             for (name, help, read) in BLEND_COUNTS {
                 let counter = ConstCounter::new(read(&counts));
                 counter.encode(encoder.encode_descriptor(name, help, None, counter.metric_type())?)?;
+            }
+        }
+        let tiers: Vec<_> = self.tiers.upgrade().iter().flat_map(|tiers| tiers.counts()).collect();
+        for (name, help, read) in TIER_GAUGES {
+            let metric_type = ConstGauge::new(0_i64).metric_type();
+            let mut family = encoder.encode_descriptor(name, help, None, metric_type)?;
+            for tier in &tiers {
+                let gauge = ConstGauge::new(read(tier) as i64);
+                gauge.encode(family.encode_family(&[("tier", tier.name)])?)?;
+            }
+        }
+        for (name, help, read) in TIER_COUNTS {
+            let metric_type = ConstCounter::new(0_u64).metric_type();
+            let mut family = encoder.encode_descriptor(name, help, None, metric_type)?;
+            for tier in &tiers {
+                let counter = ConstCounter::new(read(tier));
+                counter.encode(family.encode_family(&[("tier", tier.name)])?)?;
             }
         }
         for (name, help, read) in COUNTS {

@@ -1,7 +1,7 @@
 //! The life of a worker: listen, load, start, register, serve, drain, end.
 
 use std::{
-    sync::Arc,
+    sync::{Arc, Weak},
     time::{Duration, Instant},
 };
 
@@ -28,6 +28,7 @@ use crate::{
     service::WorkerService,
     thread_waits,
     tickets::Tickets,
+    tiers::Tiers,
     watchers::Watchers,
     worker::Worker,
 };
@@ -131,8 +132,15 @@ where
              GPU --gpu-memory-utilization, makes it larger"
         );
     }
+    let tiers = Tiers::open(&config, &record.kv_format, &engine)?.map(Arc::new);
     let data_plane = DataPlane::start(&config, &record, &engine)?;
-    let metrics = WorkerMetrics::register(&metrics, &record.model, &engine, data_plane.clone());
+    let metrics = WorkerMetrics::register(
+        &metrics,
+        &record.model,
+        &engine,
+        data_plane.clone(),
+        tiers.as_ref().map_or_else(Weak::new, Arc::downgrade),
+    );
     let drain_timeout = config.drain_timeout;
     let peers = Peers::new(Dialer::new(config.tls.clone()));
     let blending = Blending::new(&config, &metrics, &engine);
@@ -141,6 +149,7 @@ where
         config,
         record,
         engine,
+        tiers,
         lifecycle,
         metrics,
         blending,
@@ -175,7 +184,7 @@ where
     worker.engine.shutdown();
     let ended = tokio::task::spawn_blocking(|| thread.join()).await.context("the engine thread")?;
     server.close().await;
-    // Dropping the last clone of the data plane waits for its listeners and threads.
+    // Dropping the last clone of the data plane waits for its listeners and threads, and the tiers write what is queued.
     let _ = tokio::task::spawn_blocking(|| drop(worker)).await;
     ended.context(EngineBroke)
 }

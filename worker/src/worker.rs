@@ -7,6 +7,7 @@ use baton_cost::LinkLine;
 use baton_engine::EngineHandle;
 use baton_handoff::TransportKind;
 use baton_kv_cache::KvFormat;
+use baton_kv_store::TierCounts;
 use baton_proto::v1;
 
 use crate::{
@@ -18,6 +19,7 @@ use crate::{
     metrics::WorkerMetrics,
     peers::Peers,
     tickets::Tickets,
+    tiers::Tiers,
     watchers::Watchers,
 };
 
@@ -26,6 +28,7 @@ pub struct Worker {
     pub(crate) config: WorkerConfig,
     pub(crate) record: WorkerRecord,
     pub(crate) engine: EngineHandle,
+    pub(crate) tiers: Option<Arc<Tiers>>,
     pub(crate) lifecycle: Lifecycle,
     pub(crate) metrics: WorkerMetrics,
     pub(crate) blending: Blending,
@@ -76,6 +79,11 @@ impl Worker {
     /// Its engine.
     pub fn engine(&self) -> &EngineHandle {
         &self.engine
+    }
+
+    /// The tiers below its pool, if it has any.
+    pub fn tiers(&self) -> Option<&Arc<Tiers>> {
+        self.tiers.as_ref()
     }
 
     /// Its phase and its tasks.
@@ -140,9 +148,25 @@ impl Worker {
             links: self.links.read().into_iter().map(link_rate).collect(),
             covered,
             blend_ratio: self.blending.ratio(),
+            tiers: self.tiers.iter().flat_map(|tiers| tiers.counts()).map(kv_tier).collect(),
             // Of each reader its own.
             cache: None,
         }
+    }
+}
+
+fn kv_tier(tier: TierCounts) -> v1::KvTier {
+    v1::KvTier {
+        name: tier.name.to_owned(),
+        num_slots: tier.num_slots,
+        num_held: tier.num_held,
+        record_bytes: tier.record_bytes,
+        num_hits: tier.hits,
+        num_writes: tier.writes,
+        num_evicted: tier.evictions,
+        num_dropped: tier.dropped,
+        num_damaged: tier.damaged,
+        num_errors: tier.read_errors + tier.write_errors,
     }
 }
 

@@ -192,6 +192,7 @@ const ROOMS: &[Room] = &[
             "baton-handoff",
             "baton-kv-cache",
             "baton-kv-events",
+            "baton-kv-store",
             "baton-cluster",
             "baton-cost",
             "baton-telemetry",
@@ -406,6 +407,13 @@ const ROOMS: &[Room] = &[
         uses: &["baton-kv-layout"],
         tests_use: &[],
         never: &["tokio", "tonic", "prost", "hyper"],
+    },
+    // Tiers below a pool: they never know who fills it.
+    Room {
+        name: "baton-kv-store",
+        uses: &["baton-kv-cache", "baton-kv-events"],
+        tests_use: &["baton-random"],
+        never: NO_ENGINE,
     },
     // What a prefix cache stores and evicts: told by engines, read by routers.
     Room { name: "baton-kv-events", uses: &[], tests_use: &[], never: PURE },

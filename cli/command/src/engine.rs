@@ -38,6 +38,21 @@ pub struct EngineArgs {
     /// Do not keep the KV of finished prompts for later prompts with the same beginning.
     #[arg(long, env = "BATON_NO_PREFIX_CACHE")]
     pub no_prefix_cache: bool,
+    /// Host memory for KV that the pool no longer holds, such as 8G. Useful for pools on GPUs: give at least twice the pool.
+    ///
+    /// Blocks of finished requests are copied there, and come back before a later prompt with the same beginning is computed.
+    /// On processors a larger --kv-memory does more.
+    #[arg(long, value_name = "SIZE", value_parser = parse_size, env = "BATON_HOST_KV")]
+    pub host_kv: Option<Size>,
+    /// Directory for KV that outlives this worker. Each worker needs one of its own: `baton up` adds the worker's name.
+    ///
+    /// Blocks of finished requests are written there, and come back after a restart, too. Needs --disk-kv-size. What is stored
+    /// can be read by users who may read the directory: it is made for its owner alone.
+    #[arg(long, value_name = "DIR", requires = "disk_kv_size", env = "BATON_DISK_KV")]
+    pub disk_kv: Option<PathBuf>,
+    /// Size of the files in --disk-kv, such as 50G. They are reserved at the start.
+    #[arg(long, value_name = "SIZE", requires = "disk_kv", value_parser = parse_size, env = "BATON_DISK_KV_SIZE")]
+    pub disk_kv_size: Option<Size>,
     /// Threads that compute. Default: one per core, at most 64.
     #[arg(long, value_name = "N", value_parser = at_least_one, env = "BATON_THREADS")]
     pub threads: Option<usize>,
@@ -144,6 +159,9 @@ impl EngineArgs {
             token_budget,
             itl_target,
             no_prefix_cache,
+            host_kv,
+            disk_kv,
+            disk_kv_size,
             threads,
             tensor_parallel,
             pin_threads: _,
@@ -173,6 +191,9 @@ impl EngineArgs {
             Some(format!("--token-budget={token_budget}")),
             itl_target.map(|ms| format!("--itl-target={ms}")),
             no_prefix_cache.then(|| "--no-prefix-cache".to_owned()),
+            host_kv.map(|size| format!("--host-kv={size}")),
+            disk_kv.as_ref().map(|dir| format!("--disk-kv={}", dir.display())),
+            disk_kv_size.map(|size| format!("--disk-kv-size={size}")),
             threads.map(|threads| format!("--threads={threads}")),
             Some(format!("--tensor-parallel={tensor_parallel}")),
             quantize.map(|quantisation| format!("--quantize={quantisation}")),

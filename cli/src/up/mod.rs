@@ -180,7 +180,10 @@ fn plan(args: &UpArgs, address: SocketAddr, model: &Path, places: &[Place], colo
             let place = places.next().expect("one for each worker");
             let mut flags = vec![format!("{role}-worker"), "--id".to_owned(), name.clone()];
             flags.extend(worker.clone());
-            flags.extend(place.engine(&args.engine).flags());
+            let engine = place.engine(&args.engine);
+            // A directory has one owner.
+            let disk_kv = args.engine.disk_kv.as_ref().map(|dir| dir.join(&name));
+            flags.extend(EngineArgs { disk_kv, ..engine }.flags());
             flags.push(format!("--pin-threads={}", place.cpus));
             children.push(Child { name, args: flags, stop_timeout });
         }
@@ -210,7 +213,7 @@ mod tests {
     #[test]
     fn children_get_what_up_was_told() {
         let cli = Cli::parse_from(
-            "baton up --port 9 --prefill 2 --decode 2 --threads 2 --tensor-parallel 2 --kv-dtype fp8 --kv-memory 3M --itl-target 40 --no-prefix-cache \
+            "baton up --port 9 --prefill 2 --decode 2 --threads 2 --tensor-parallel 2 --kv-dtype fp8 --kv-memory 3M --itl-target 40 --no-prefix-cache --host-kv 8M --disk-kv /kv --disk-kv-size 9M \
              --quantize int4:64 --activations f32 --deterministic --device cuda:1 --gpu-memory-utilization 0.5 --speculate draft --draft-model /draft \
              --max-draft-tokens 3 --blend auto --blend-memory 2G --blend-max-kl 0.5 --blend-audit 0.25 --log-format json --log-color never \
              --transports tcp,shm --kv-wire int8 --data-listen 127.0.0.2:0 --rdma-listen 127.0.0.3:0 --nixl /n --nccl-listen 127.0.0.4:0 \
@@ -250,7 +253,8 @@ mod tests {
             if let Some(engine) = engine {
                 let place = places.next().unwrap();
                 let engine_of_place = place.engine(&args.engine);
-                let expected = EngineArgs { pin_threads: place.cpus, ..engine_of_place };
+                let disk_kv = Some(Path::new("/kv").join(&child.name));
+                let expected = EngineArgs { pin_threads: place.cpus, disk_kv, ..engine_of_place };
                 assert_eq!(format!("{engine:?}"), format!("{expected:?}"));
             }
         }

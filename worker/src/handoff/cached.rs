@@ -16,7 +16,7 @@ use super::{
     prefill_side::{PeerFormat, PrefillSide},
     stream::sleep_until,
 };
-use crate::{convert::submit_failure, convert_handoff::FirstToken, worker::Worker};
+use crate::{convert::submit_failure, convert_handoff::FirstToken, tiers::Recall, worker::Worker};
 
 /// Hands over what is cached of the sequence in `opened`, or refuses with a reason.
 pub async fn hand_over(worker: Arc<Worker>, opened: OpenedHandoff<CachedHandoff>) {
@@ -155,6 +155,10 @@ impl Prefix {
     }
 }
 
+/// Also what the tiers have: a router takes it for cached here.
 async fn hold(worker: Arc<Worker>, request: Request) -> Result<CachedPrefix, SubmitError> {
+    if let Some(recall) = Recall::of(&worker, &request) {
+        recall.run(worker.clone()).await;
+    }
     worker.engine().hold_cached(&request).await
 }

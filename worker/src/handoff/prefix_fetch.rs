@@ -58,9 +58,9 @@ pub async fn fetch(worker: Arc<Worker>, source: PrefillPeer, attempt: u32, reque
     }
 }
 
-/// A fetch may take as long as the prefill that it saves, estimated from the steps of this engine. So a slow or silent source
-/// at most doubles the TTFT.
-fn fetch_deadline(worker: &Worker, num_tokens: usize) -> Duration {
+/// A fetch, or a recall from a tier, may take as long as the prefill that it saves, estimated from the steps of this engine.
+/// So a slow or silent source at most doubles the TTFT.
+pub(crate) fn fetch_deadline(worker: &Worker, num_tokens: usize) -> Duration {
     let config = worker.config();
     let prefill_time = || worker.engine().prefill_time(num_tokens).unwrap_or(DEFAULT_PREFILL_TIME);
     config.fetch_deadline.unwrap_or_else(|| prefill_time().max(MIN_DEADLINE)).min(config.handoff_deadline)
