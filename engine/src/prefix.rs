@@ -102,7 +102,7 @@ impl EngineHandle {
 
     /// The start of the chain of a request's block hashes.
     pub fn hash_root(&self, request: &Request) -> BlockHash {
-        hash_root(&self.state.config, request).hash()
+        hash_root(&self.state.config.model_revision, request).hash()
     }
 
     /// Hashes of the full blocks of a request's first `num_tokens` known tokens; none without a prefix cache.
