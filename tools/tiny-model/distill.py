@@ -18,7 +18,7 @@ from torch import Tensor
 
 import llama
 from llama import Llama
-from train import Run, Stage, add_run_arguments, on_all_ranks, parse_run_arguments
+from train import Batch, Run, Stage, add_run_arguments, on_all_ranks, parse_run_arguments
 from world import FULL, MEDIUM
 
 # The layer that notes which tokens stand before each one, and the one with the longest matches (circuits.py).
@@ -34,7 +34,8 @@ class Distillation:
     def __init__(self, teacher: Llama) -> None:
         self._teacher = teacher
 
-    def __call__(self, draft: Llama, forward: Callable[[Tensor], Tensor], ids: Tensor, weights: Tensor) -> Tensor:
+    def __call__(self, draft: Llama, forward: Callable[[Tensor], Tensor], batch: Batch) -> Tensor:
+        ids, weights = batch.ids, batch.weights
         counted = weights[:, 1:] > 0
         with torch.no_grad():
             wanted = F.log_softmax(self._teacher.logits(self._teacher(ids[:, :-1])[counted]), dim=-1)

@@ -114,12 +114,16 @@ class Llama(nn.Module):
         self.register_buffer("sin", angles.sin(), persistent=False)
 
     def forward(self, ids: Tensor) -> Tensor:
-        length = ids.shape[1]
-        cos, sin = self.cos[:length], self.sin[:length]
+        return self.model.norm(self.layers(ids)[-1])
+
+    def layers(self, ids: Tensor, num_layers: int | None = None) -> list[Tensor]:
+        """What each layer, or each of the first ones, hands to the next, [batch, length, hidden] each."""
+        length, outputs = ids.shape[1], []
         x = self.model.embed_tokens(ids)
-        for layer in self.model.layers:
-            x = layer(x, cos, sin)
-        return self.model.norm(x)
+        for layer in self.model.layers[:num_layers]:
+            x = layer(x, self.cos[:length], self.sin[:length])
+            outputs.append(x)
+        return outputs
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Embeddings are tied."""

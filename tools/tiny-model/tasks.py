@@ -24,6 +24,21 @@ class Segment:
     role: Role
     text: str
     value: str = ""  # of an assistant turn: what a checker looks for
+    links: "tuple[Link, ...]" = ()
+
+
+@dataclass(frozen=True)
+class Link:
+    """What a model should attend to: from the token with one character of this text to that of another one, or the same.
+
+    `to_turn` is the index of that text's segment. `kind`: "name" leads from a value to its name, "value" from the token before a
+    value in a reply to the value.
+    """
+
+    kind: Literal["name", "value"]
+    char_idx: int
+    to_turn: int
+    to_char_idx: int
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -66,10 +66,10 @@ def _corpus():
         yield from [name] * 60
 
 
-def save(tokenizer: Tokenizer, directory: Path) -> None:
+def save(tokenizer: Tokenizer, directory: Path, chat_template: str = CHAT_TEMPLATE) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(directory / "tokenizer.json"))
-    (directory / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    (directory / "chat_template.jinja").write_text(chat_template)
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": BOS,
@@ -82,7 +82,7 @@ def save(tokenizer: Tokenizer, directory: Path) -> None:
                 "content": token, "special": True, "lstrip": False, "rstrip": False, "normalized": False, "single_word": False,
             } for token in SPECIAL_TOKENS
         },
-        "chat_template": CHAT_TEMPLATE,
+        "chat_template": chat_template,
     }
     (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
 
@@ -105,18 +105,31 @@ class ExampleEncoder:
     def _ids(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
-    def encode(self, segments: list[Segment]) -> tuple[list[int], list[float]]:
-        ids, weights = [self.bos], [0.0]
+    def encode(self, segments: list[Segment]) -> tuple[list[int], list[float], dict[str, list[tuple[int, int]]]]:
+        """Ids, a loss weight for each, and by their kind the links, as pairs of positions: from, to."""
+        ids, weights, links = [self.bos], [0.0], {"name": [], "value": []}
+        # Of each segment: where it begins, and where its tokens are in the text.
+        tokens: list[tuple[int, list[tuple[int, int]]]] = []
         for segment in segments:
-            body = self._ids(segment.text)
-            weight = self.WEIGHTS[segment.role]
-            if segment.role in self._roles:
-                ids += [self._roles[segment.role], *self._newline, *body, self.end, *self._newline]
-                weights += [0.0] * (1 + len(self._newline)) + [weight] * (len(body) + 1) + [0.0] * len(self._newline)
-            else:
-                ids += body
-                weights += [weight] * len(body)
-        return ids, weights
+            encoding = self._tokenizer.encode(segment.text, add_special_tokens=False)
+            body, weight, is_turn = encoding.ids, self.WEIGHTS[segment.role], segment.role in self._roles
+            if is_turn:
+                ids += [self._roles[segment.role], *self._newline]
+                weights += [0.0] * (1 + len(self._newline))
+            tokens.append((len(ids), encoding.offsets))
+            for link in segment.links:
+                begin = position(*tokens[-1], link.char_idx) - (link.kind == "value")
+                links[link.kind].append((begin, position(*tokens[link.to_turn], link.to_char_idx)))
+            ids += body
+            weights += [weight] * len(body)
+            if is_turn:
+                ids += [self.end, *self._newline]
+                weights += [weight] + [0.0] * len(self._newline)
+        return ids, weights, links
+
+
+def position(start: int, offsets: list[tuple[int, int]], char_idx: int) -> int:
+    return start + next(idx for idx, (_, end) in enumerate(offsets) if end > char_idx)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ import llama
 from circuits import plant
 from llama import Llama, LlamaShape
 from muon import Muon
-from tasks import copy_example, facts_example, sums_example, training_example
+from tasks import Segment, copy_example, facts_example, sums_example, training_example
 from tokenizer import ExampleEncoder
 from world import EASY, FULL, MEDIUM, Difficulty, World
 
@@ -40,6 +40,8 @@ class Stage:
     batch_tokens: int
     difficulty: Difficulty
     easy_start: bool = False
+    example: Callable[[random.Random, int, Difficulty, bool], list[Segment]] = training_example
+    is_cropped: bool = False  # to the longest example of a batch
 
 
 CURRICULUM = (
@@ -59,39 +61,68 @@ def stage_at(curriculum: tuple[Stage, ...], tokens: float) -> Stage:
 # Data
 
 
-def make_batch(encoder: ExampleEncoder, stage: Stage, step: int, rank: int, num_ranks: int) -> tuple[Tensor, Tensor]:
-    """This rank's share of a batch: (ids, weights), each [rows, length].
+@dataclass(frozen=True)
+class Batch:
+    """An example per row, cut off or padded: ids and loss weights, [rows, length] each.
+
+    `links` has those of `ExampleEncoder.encode` by their kind, each [n, 3]: row, from, to.
+    """
+
+    ids: Tensor
+    weights: Tensor
+    links: dict[str, Tensor]
+
+    def to(self, device: str) -> "Batch":
+        return Batch(self.ids.to(device), self.weights.to(device), {kind: link.to(device) for kind, link in self.links.items()})
+
+
+def make_batch(encoder: ExampleEncoder, stage: Stage, step: int, rank: int, num_ranks: int) -> Batch:
+    """This rank's share of a batch.
 
     One example per row, so that facts of two examples never contradict.
     """
     length = random.Random(step).choice(stage.lengths)  # the same for all ranks: none waits for another
     rng = random.Random(step * num_ranks + rank)
-    rows = max(1, stage.batch_tokens // num_ranks // length)
-    ids = torch.full((rows, length), encoder.pad)
-    weights = torch.zeros((rows, length))
-    for row in range(rows):
+    rows, weights, links = [], [], {"name": [], "value": []}
+    for row in range(max(1, stage.batch_tokens // num_ranks // length)):
         # Aimed a little short: what does not fit is cut off, and with it the last answers.
-        row_ids, row_weights = encoder.encode(training_example(rng, int(length * 0.85), stage.difficulty, stage.easy_start))
-        size = min(length, len(row_ids))
-        ids[row, :size] = torch.tensor(row_ids[:size])
-        weights[row, :size] = torch.tensor(row_weights[:size])
-    return ids, weights
+        example = stage.example(rng, int(length * 0.85), stage.difficulty, stage.easy_start)
+        row_ids, row_weights, row_links = encoder.encode(example)
+        for kind, pairs in row_links.items():
+            links[kind] += [(row, begin, end) for begin, end in pairs if begin < length - 1]  # the last token is no input
+        rows.append(row_ids[:length])
+        weights.append(row_weights[:length])
+    tensors = {kind: torch.tensor(found, dtype=torch.long).view(-1, 3) for kind, found in links.items()}
+    width = max(map(len, rows)) if stage.is_cropped else length
+    return Batch(padded(rows, width, encoder.pad), padded(weights, width, 0.0), tensors)
+
+
+def padded(rows: list[list], width: int, filling: float) -> Tensor:
+    """[rows, width]"""
+    return torch.tensor([row + [filling] * (width - len(row)) for row in rows])
 
 
 # ---------------------------------------------------------------------------------------------------------------
 # Loss and probes
 
 
-# (model, its compiled forward, ids, weights) to a scalar
-Loss = Callable[[Llama, Callable[[Tensor], Tensor], Tensor, Tensor], Tensor]
+# (model, its compiled forward, batch) to a scalar
+Loss = Callable[[Llama, Callable[[Tensor], Tensor], Batch], Tensor]
 
 
-def next_token_loss(model: Llama, forward: Callable[[Tensor], Tensor], ids: Tensor, weights: Tensor) -> Tensor:
-    hidden = forward(ids[:, :-1])
-    weights = weights[:, 1:]
+def next_token_loss(model: Llama, forward: Callable[[Tensor], Tensor], batch: Batch) -> Tensor:
+    return loss_of_hidden(model, forward(batch.ids[:, :-1]), batch)
+
+
+def loss_of_hidden(model: Llama, hidden: Tensor, batch: Batch) -> Tensor:
+    ids, weights = batch.ids, batch.weights[:, 1:]
     counted = weights > 0
     losses = F.cross_entropy(model.logits(hidden[counted]), ids[:, 1:][counted], reduction="none")
     return (losses * weights[counted]).sum() / weights.sum()
+
+
+# (name, maker, tokens)
+ProbeTask = tuple[str, Callable[[World, int], list[Segment]], int]
 
 
 class Probe:
@@ -100,10 +131,11 @@ class Probe:
     With the right answer as input, this equals greedy decoding that gives exactly that answer.
     """
 
-    def __init__(self, encoder: ExampleEncoder) -> None:
+    def __init__(self, encoder: ExampleEncoder, more: tuple[ProbeTask, ...] = ()) -> None:
         self.batches: dict[str, list[tuple[Tensor, Tensor]]] = {}
         single = Difficulty(single=1.0)
         for name, maker, length in (
+            *more,
             ("one-hop@128", lambda world, room: facts_example(world, room, "one"), 128),
             ("one-hop@512", lambda world, room: facts_example(world, room, "one"), 512),
             ("two-hop@256", lambda world, room: facts_example(world, room, "two"), 256),
@@ -113,7 +145,7 @@ class Probe:
             rng = random.Random(name)
             rows = []
             for _ in range(12):
-                ids, weights = encoder.encode(maker(World(rng, single, "held_out"), int(length * 3.3)))
+                ids, weights, _ = encoder.encode(maker(World(rng, single, "held_out"), int(length * 3.3)))
                 rows.append((torch.tensor(ids)[None], torch.tensor(weights)[None]))
             self.batches[name] = rows
 
@@ -146,8 +178,9 @@ class Run:
     Every rank holds a copy and makes the same updates, from gradients averaged over the ranks; rank 0 saves.
     """
 
-    def __init__(self, args: argparse.Namespace, rank: int, model: Llama, curriculum: tuple[Stage, ...], loss: Loss) -> None:
-        self.args, self.rank, self.curriculum, self.loss = args, rank, curriculum, loss
+    def __init__(self, args: argparse.Namespace, rank: int, model: Llama, curriculum: tuple[Stage, ...], loss: Loss,
+                 probed: tuple[ProbeTask, ...] = ()) -> None:
+        self.args, self.rank, self.curriculum, self.loss, self.probed = args, rank, curriculum, loss, probed
         self.model = model.to(args.device)
         self.encoder = ExampleEncoder(Tokenizer.from_file(str(args.out / "tokenizer.json")))
         inside_layers = {n: p.ndim == 2 and "embed" not in n for n, p in self.model.named_parameters()}
@@ -180,7 +213,7 @@ class Run:
     def until_done(self) -> None:
         self._report(f"{self.model.num_parameters():,} parameters, from step {self.step}, {self.tokens / 1e6:.2f} M tokens")
         forward = torch.compile(self.model, dynamic=True) if self.args.compile else self.model
-        probe = Probe(self.encoder)
+        probe = Probe(self.encoder, self.probed)
         last_save = last_log = time.monotonic()
         losses: list[float] = []
         tokens_logged = self.tokens
@@ -211,8 +244,8 @@ class Run:
         factor = learning_rate_factor(self.step, self.tokens / 1e6 / self.args.million_tokens)
         if factor <= 0:
             return None
-        ids, weights = make_batch(self.encoder, stage_at(self.curriculum, self.tokens), self.step, self.rank, num_ranks)
-        loss = self.loss(self.model, forward, ids.to(self.args.device), weights.to(self.args.device))
+        batch = make_batch(self.encoder, stage_at(self.curriculum, self.tokens), self.step, self.rank, num_ranks)
+        loss = self.loss(self.model, forward, batch.to(self.args.device))
         loss.backward()
         self._average_gradients()
         for optimiser, base in zip(self.optimisers, self.base_rates):
@@ -221,7 +254,7 @@ class Run:
             optimiser.step()
             optimiser.zero_grad()
         self.step += 1
-        self.tokens += ids.numel() * num_ranks
+        self.tokens += batch.ids.numel() * num_ranks
         return loss.item()
 
     def _average_gradients(self) -> None:
