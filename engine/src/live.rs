@@ -10,6 +10,7 @@ use std::{collections::HashMap, iter, mem, sync::Arc};
 use baton_kv_cache::KvLayout;
 use baton_model_spec::{SampledRow, SampledToken, TokenSampling};
 use baton_request::{FinishReason, SpeculationMode};
+use baton_sampler::{Sampler, ScoredToken};
 
 use crate::{
     blending::Head,
@@ -19,7 +20,6 @@ use crate::{
     events::{DraftCounts, EngineError, PrefillEvent, Sink, TokenEvent},
     live_request::{Grant, LiveRequest, ReplyChannel},
     plan::{Admission, Chunk, StepPlan},
-    sampler::{Sampler, ScoredToken},
     scheduler::{Scheduler, SchedulerConfig},
     sequence::{Sequence, SequenceId},
     status::{DraftCounters, EngineLoad, EnginePace, IdleError, Submitted},
@@ -427,7 +427,7 @@ impl LiveRequests {
         let live = self.requests.get_mut(&chunk.id).expect("sampled sequences live");
         // What is forced says nothing about the drafter.
         if live.has_forced_draft {
-            live.observe_forced(chunk.num_drafts, num_accepted);
+            live.forced_length.observe(chunk.num_drafts, num_accepted);
         } else {
             live.draft_length.observe(chunk.num_drafts, num_accepted);
         }

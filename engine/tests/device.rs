@@ -17,7 +17,7 @@ use baton_cuda_emulator::{
 };
 use baton_engine::{
     Drafter, EngineConfig, EngineError, EngineHandle, EngineThread, FinishReason, Request, SampledToken,
-    SamplingParams, Speculation, TokenEvent,
+    SamplingParams, Speculation,
 };
 use baton_kv_cache::BlockStorage;
 use baton_model::{
@@ -303,57 +303,4 @@ async fn invalid_logits_fail_only_their_request() {
     let found = run(&engine, requests).await;
     assert_eq!(found[1], (vec![], Err(EngineError::InvalidLogits)));
     assert_same(&[found[0].clone(), found[2].clone()], &[expected[0].clone(), expected[2].clone()]);
-}
-
-/// What transformers computed: a prompt with the token after it, and logits after some of its positions.
-fn recorded() -> (Vec<u32>, Vec<(usize, Vec<f32>)>) {
-    let bytes = fs::read(fixture().join("expected.safetensors")).expect("a fixture");
-    let num_header = u64::from_le_bytes(bytes[..8].try_into().expect("eight bytes")) as usize;
-    let header: serde_json::Value = serde_json::from_slice(&bytes[8..8 + num_header]).expect("a header");
-    let words = |name: &str| -> Vec<u32> {
-        let offset = |end: usize| header[name]["data_offsets"][end].as_u64().expect("an offset") as usize;
-        let tensor = &bytes[8 + num_header..][offset(0)..offset(1)];
-        tensor.chunks_exact(4).map(|word| u32::from_le_bytes(word.try_into().expect("a word"))).collect()
-    };
-    let positions = words("positions");
-    let logits: Vec<f32> = words("logits").into_iter().map(f32::from_bits).collect();
-    let rows = logits.chunks_exact(logits.len() / positions.len()).map(<[f32]>::to_vec);
-    let prompt = [&words("prompt")[..], &words("greedy")[..1]].concat();
-    (prompt, positions.into_iter().map(|position| position as usize).zip(rows).collect())
-}
-
-#[tokio::test]
-async fn prompts_are_scored_as_by_transformers_on_the_device_and_the_cpu() {
-    let (by_device, _thread) = on_device(&fixture(), SamplingSide::OnDevice, None);
-    let options = LoadOptions { activations: Activations::F32, ..options() };
-    let executor = load(&fixture(), Backend::Cpu, &options, &mut |_| {})
-        .expect("a fixture")
-        .cpu_executor()
-        .expect("a thread");
-    // Steps of 16 tokens: the prompt is cut.
-    let config = EngineConfig { token_budget: 16, ..engine_config() };
-    let (cpu, _other) = baton_engine::start(Box::new(executor), None, config).expect("it starts");
-    let (prompt, rows) = recorded();
-    let mut scored = request(&prompt, 2);
-    scored.sampling.prompt_logprobs = Some(1);
-    for (engine, tolerance) in [(&cpu, 2e-4), (&by_device, 2e-2)] {
-        let mut stream = engine.generate(scored.clone()).expect("accepted");
-        let mut scores = Vec::new();
-        while let Some(event) = stream.next().await {
-            match event {
-                TokenEvent::Scored { tokens, .. } => scores.extend(tokens),
-                TokenEvent::Failed(error) => panic!("{error}"),
-                _ => {}
-            }
-        }
-        assert_eq!(scores.len(), prompt.len() - 1);
-        for (position, logits) in &rows {
-            let largest = logits.iter().copied().fold(0.0, f32::max);
-            let sum: f32 = logits.iter().map(|logit| (logit - largest).exp()).sum();
-            let score = &scores[*position];
-            let expected = logits[score.id as usize] - largest - sum.ln();
-            let difference = (score.logprobs.logprob - expected).abs();
-            assert!(difference < tolerance * largest.max(1.0), "{position}: {score:?}, {expected}");
-        }
-    }
 }

@@ -2,13 +2,19 @@
 
 mod support;
 
+use std::{fs, path::Path};
+
 use baton_engine::{
     EngineConfig, FinishReason, InvalidRequest, Problem, Request, ScoredToken, TokenEvent, TokenStream,
 };
 use baton_engine_testing::FakeModel;
+use baton_kv_cache::KvDtype;
+use baton_model::{Activations, Backend, LoadOptions, load};
 use support::{BLOCK_SIZE, TestEngine, config, engine, request, sampling_engine};
 
 const NUM_TOP: u32 = 3;
+/// A small model, and what transformers computed with it.
+const FIXTURE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/parity/fixtures/qwen3");
 
 fn prompt(first: u32, num_tokens: u32) -> Vec<u32> {
     (first..first + num_tokens).map(|token| token * 7 % 64).collect()
@@ -122,4 +128,47 @@ async fn only_the_worker_that_generates_scores_a_prompt() {
     assert_eq!(engine.prefill(scored(&[1, 2], 2)).expect_err("refused"), refused.clone().into());
     assert_eq!(engine.reserve(scored(&[1, 2], 2)).await.expect_err("refused"), refused.into());
     engine.check_whole().await;
+}
+
+/// What transformers computed: a prompt with the token after it, and logits after some of its positions.
+fn recorded() -> (Vec<u32>, Vec<(usize, Vec<f32>)>) {
+    let bytes = fs::read(Path::new(FIXTURE).join("expected.safetensors")).expect("a fixture");
+    let num_header = u64::from_le_bytes(bytes[..8].try_into().expect("eight bytes")) as usize;
+    let header: serde_json::Value = serde_json::from_slice(&bytes[8..8 + num_header]).expect("a header");
+    let words = |name: &str| -> Vec<u32> {
+        let offset = |end: usize| header[name]["data_offsets"][end].as_u64().expect("an offset") as usize;
+        let tensor = &bytes[8 + num_header..][offset(0)..offset(1)];
+        tensor.chunks_exact(4).map(|word| u32::from_le_bytes(word.try_into().expect("a word"))).collect()
+    };
+    let positions = words("positions");
+    let logits: Vec<f32> = words("logits").into_iter().map(f32::from_bits).collect();
+    let rows = logits.chunks_exact(logits.len() / positions.len()).map(<[f32]>::to_vec);
+    let prompt = [&words("prompt")[..], &words("greedy")[..1]].concat();
+    (prompt, positions.into_iter().map(|position| position as usize).zip(rows).collect())
+}
+
+#[tokio::test]
+async fn prompts_are_scored_as_by_transformers() {
+    let options = LoadOptions {
+        kv_dtype: Some(KvDtype::F32),
+        activations: Activations::F32,
+        threads: Some(1),
+        ..LoadOptions::default()
+    };
+    let model = load(Path::new(FIXTURE), Backend::Cpu, &options, &mut |_| {}).expect("a fixture");
+    let executor = model.cpu_executor().expect("a thread");
+    // Steps of 16 tokens: the prompt is cut.
+    let config = EngineConfig { token_budget: 16, context_length: 128, ..config() };
+    let (engine, _thread) = baton_engine::start(Box::new(executor), None, config).expect("it starts");
+    let (prompt, rows) = recorded();
+    let (scores, _) = read(engine.generate(scored(&prompt, 2)).expect("accepted")).await;
+    assert_eq!((scores.len(), rows.len()), (prompt.len() - 1, 4));
+    for (position, logits) in &rows {
+        let largest = logits.iter().copied().fold(0.0, f32::max);
+        let sum: f32 = logits.iter().map(|logit| (logit - largest).exp()).sum();
+        let score = &scores[*position];
+        let expected = logits[score.id as usize] - largest - sum.ln();
+        let difference = (score.logprobs.logprob - expected).abs();
+        assert!(difference < 2e-4 * largest.max(1.0), "{position}: {score:?}, {expected}");
+    }
 }

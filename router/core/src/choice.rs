@@ -280,7 +280,7 @@ impl Choice {
         let wish = PlanWish { prefill, excluded: self.retry.excluded(), slo, explain, migrating };
         let nothing = SequenceHashes::default();
         let hashes = self.hashes.as_ref().unwrap_or(&nothing);
-        // Whoever generates computes all of such a prompt.
+        // The worker that generates computes all of such a prompt.
         let (wish, hashes) = match self.request.is_scored() {
             true => (PlanWish { prefill: PrefillMode::Local, ..wish }, &nothing),
             false => (wish, hashes),
