@@ -11,17 +11,14 @@ use std::sync::{
 use baton_grammar::TokenMatcher;
 use baton_kv_cache::BlockId;
 use baton_request::{FinishReason, Request};
+use baton_sampler::TokenHistory;
 use tokio::sync::oneshot;
 
 use crate::{
     constraint::Constraint,
     draft_length::DraftLength,
     events::{EngineError, PrefillEvent, Sink, TokenEvent},
-    sampler::TokenHistory,
 };
-
-/// Most tokens of forced text in a step.
-const MAX_FORCED: usize = 16;
 
 /// A request from its submission to its terminal event.
 pub(crate) struct LiveRequest {
@@ -33,8 +30,8 @@ pub(crate) struct LiveRequest {
     pub(crate) draft_length: DraftLength,
     /// Whether its draft is text that its grammar forces.
     pub(crate) has_forced_draft: bool,
-    /// Most tokens of its next draft of forced text.
-    pub(crate) forced_length: usize,
+    /// Of its drafts of forced text.
+    pub(crate) forced_length: DraftLength,
     /// Whether its reader knows that its head was blended.
     pub(crate) is_blended: bool,
     /// Held until admission.
@@ -78,7 +75,7 @@ impl LiveRequest {
             reply,
             draft_length: DraftLength::default(),
             has_forced_draft: false,
-            forced_length: MAX_FORCED,
+            forced_length: DraftLength::default(),
             is_blended: false,
             slot: Some(slot),
         }
@@ -96,12 +93,6 @@ impl LiveRequest {
         self.history.push(token);
         let has_ended = self.constraint.as_mut().map_or(Ok(false), |constraint| constraint.accept(token))?;
         Ok(self.finish_after(token, context_length).or(has_ended.then_some(FinishReason::Stop)))
-    }
-
-    /// Forced text was verified. A model that cuts it into other tokens soon gets short drafts, which cost little.
-    pub(crate) fn observe_forced(&mut self, num_drafts: usize, num_accepted: usize) {
-        let is_accepted = num_accepted == num_drafts;
-        self.forced_length = if is_accepted { (2 * num_drafts).min(MAX_FORCED) } else { num_accepted + 1 };
     }
 
     /// The reason to end the sequence after `token`, its newest, if there is one.

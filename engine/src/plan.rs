@@ -67,7 +67,13 @@ impl StepPlan {
 
     /// Whether a sequence in it decodes, or ends its prompt.
     pub(crate) fn has_decodes(&self) -> bool {
-        self.chunks.iter().any(|chunk| chunk.num_tokens == 1 + chunk.num_drafts && chunk.wants_token)
+        self.num_decodes() > 0
+    }
+
+    /// How many do.
+    pub(crate) fn num_decodes(&self) -> usize {
+        let decodes = |chunk: &&Chunk| chunk.num_tokens == 1 + chunk.num_drafts && chunk.wants_token;
+        self.chunks.iter().filter(decodes).count()
     }
 
     pub(crate) fn clear(&mut self) {

@@ -3,13 +3,24 @@
 use baton_request::SpeculationMode;
 
 use super::LiveRequests;
-use crate::{events::EngineError, plan::StepPlan};
+use crate::{
+    events::EngineError,
+    plan::StepPlan,
+    step_time::{StepTime, TOKEN_GUESS},
+};
+
+/// Most tokens of forced text in a step.
+const MAX_FORCED: usize = 16;
 
 impl LiveRequests {
     /// Drafts the text that grammars force, for the plan's sequences that decode. The model may cut it into other tokens,
-    /// so it is verified like every draft. Returns whether there is such a draft.
+    /// so it is verified like every draft, and is as long as pays by what steps take. Returns whether there is such a draft.
     pub(crate) fn draft_forced(&mut self, plan: &StepPlan) -> bool {
         let mut has_drafts = false;
+        // Of one more token for each sequence, in steps. To find the text costs none.
+        let num_decodes = plan.num_decodes();
+        let share = |step: StepTime| num_decodes as f64 * step.per_token / step.of(num_decodes);
+        let cost = self.scheduler.step_time().map_or(TOKEN_GUESS, share);
         for chunk in plan.chunks.iter().filter(|chunk| chunk.wants_token && chunk.num_tokens == 1) {
             let live = self.requests.get_mut(&chunk.id).expect("planned sequences live");
             live.has_forced_draft = false;
@@ -18,7 +29,9 @@ impl LiveRequests {
                 continue;
             }
             let sequence = self.scheduler.sequence(chunk.id).expect("planned sequences run");
-            let forced = constraint.forced(sequence.max_num_drafts().min(live.forced_length));
+            let max = sequence.max_num_drafts().min(MAX_FORCED);
+            let max = live.forced_length.next(max, cost, 0.0);
+            let forced = if max > 0 { constraint.forced(max) } else { Vec::new() };
             live.has_forced_draft = !forced.is_empty();
             has_drafts |= live.has_forced_draft;
             forced.into_iter().for_each(|token| self.scheduler.push_draft(chunk.id, token));
