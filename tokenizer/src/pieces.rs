@@ -294,8 +294,8 @@ impl Splitter {
             Some(before) => vec![before, r"\s+"],
             None => vec![pattern],
         };
-        let asts = patterns.iter().map(|pattern| Parser::new().parse(pattern));
-        let is_alike = asts.collect::<Result<Vec<Ast>, _>>().ok()?.iter().all(means_the_same);
+        let is_alike = |pattern: &&str| Parser::new().parse(pattern).is_ok_and(|ast| means_the_same(&ast));
+        let is_alike = patterns.iter().all(is_alike);
         Some(Splitter { regex: Regex::new_many(&patterns).ok().filter(|_| is_alike)? })
     }
 
