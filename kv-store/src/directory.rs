@@ -27,7 +27,7 @@ pub struct Directory {
 
 /// Where a block is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Place {
+pub struct SlotPlace {
     /// The tier.
     pub tier: usize,
     /// Its slot there.
@@ -61,12 +61,12 @@ impl Directory {
     }
 
     /// The fastest place of a block; `None` when no tier holds it.
-    pub fn find(&self, hash: BlockHash) -> Option<Place> {
-        (0..self.tiers.len()).find_map(|tier| self.find_in(tier, hash).map(|slot| Place { tier, slot }))
+    pub fn find(&self, hash: BlockHash) -> Option<SlotPlace> {
+        (0..self.tiers.len()).find_map(|tier| self.find_in(tier, hash).map(|slot| SlotPlace { tier, slot }))
     }
 
     /// The places of the longest prefix of `hashes`, a sequence's hashes in order.
-    pub fn find_prefix(&self, hashes: &[BlockHash]) -> Vec<Place> {
+    pub fn find_prefix(&self, hashes: &[BlockHash]) -> Vec<SlotPlace> {
         hashes.iter().map_while(|&hash| self.find(hash)).collect()
     }
 
@@ -76,7 +76,7 @@ impl Directory {
     }
 
     /// Whether `place` holds this block.
-    pub fn holds(&self, place: Place, hash: BlockHash) -> bool {
+    pub fn holds(&self, place: SlotPlace, hash: BlockHash) -> bool {
         self.tiers[place.tier].slots[place.slot as usize] == Slot::Holds(hash)
     }
 
@@ -123,7 +123,7 @@ impl Directory {
     }
 
     /// The slot holds its block now, which follows `before`.
-    pub fn end_write(&mut self, place: Place, before: Option<BlockHash>) {
+    pub fn end_write(&mut self, place: SlotPlace, before: Option<BlockHash>) {
         let Slot::Writing(hash) = self.tiers[place.tier].slots[place.slot as usize] else {
             panic!("slot {} of tier {} is not being written", place.slot, place.tier)
         };
@@ -137,7 +137,7 @@ impl Directory {
     }
 
     /// The block was not written: its slot is free.
-    pub fn fail_write(&mut self, place: Place) {
+    pub fn fail_write(&mut self, place: SlotPlace) {
         let tier = &mut self.tiers[place.tier];
         if let Slot::Writing(hash) = tier.slots[place.slot as usize] {
             tier.free_slot(place.slot, hash);
@@ -145,7 +145,7 @@ impl Directory {
     }
 
     /// The slot turned out not to hold its block: it is free. Nothing happens if it holds another block meanwhile.
-    pub fn forget(&mut self, place: Place, hash: BlockHash) {
+    pub fn forget(&mut self, place: SlotPlace, hash: BlockHash) {
         if self.holds(place, hash) {
             let tier = &mut self.tiers[place.tier];
             tier.recency.remove(place.slot);
@@ -156,7 +156,7 @@ impl Directory {
 
     /// A free slot was found to hold this block, after a restart. False: the tier holds the block already, and the slot stays
     /// free.
-    pub fn restore(&mut self, place: Place, hash: BlockHash, before: Option<BlockHash>) -> bool {
+    pub fn restore(&mut self, place: SlotPlace, hash: BlockHash, before: Option<BlockHash>) -> bool {
         let is_known = self.find(hash).is_some();
         let tier = &mut self.tiers[place.tier];
         if tier.by_hash.contains_key(&hash) {
@@ -242,7 +242,7 @@ mod tests {
     fn write(directory: &mut Directory, tier: usize, hashes: &[BlockHash]) {
         for (idx, &hash) in hashes.iter().enumerate() {
             if let Some(slot) = directory.begin_write(tier, hash, idx as u32) {
-                directory.end_write(Place { tier, slot }, idx.checked_sub(1).map(|idx| hashes[idx]));
+                directory.end_write(SlotPlace { tier, slot }, idx.checked_sub(1).map(|idx| hashes[idx]));
             }
         }
         directory.used(hashes);
@@ -305,7 +305,7 @@ mod tests {
         let mut directory = Directory::new(&[2]);
         let a = chain(1, 2);
         let slot = directory.begin_write(0, a[0], 0).expect("a free slot");
-        let place = Place { tier: 0, slot };
+        let place = SlotPlace { tier: 0, slot };
         assert!(directory.find(a[0]).is_none() && directory.is_expected(0, a[0]));
         assert!(directory.begin_write(0, a[0], 0).is_none(), "it is being written");
         directory.fail_write(place);
@@ -328,7 +328,7 @@ mod tests {
         let a = chain(1, 3);
         let slots = [0, 1].map(|idx| directory.begin_write(0, a[idx], idx as u32).expect("free"));
         assert!(directory.begin_write(0, chain(2, 1)[0], 0).is_none());
-        directory.end_write(Place { tier: 0, slot: slots[1] }, Some(a[0]));
+        directory.end_write(SlotPlace { tier: 0, slot: slots[1] }, Some(a[0]));
         assert_eq!(directory.begin_write(0, chain(2, 1)[0], 0), Some(slots[1]));
     }
 
@@ -336,9 +336,9 @@ mod tests {
     fn a_restored_directory_holds_what_the_slots_hold() {
         let mut directory = Directory::new(&[4]);
         let a = chain(1, 3);
-        assert!(directory.restore(Place { tier: 0, slot: 3 }, a[0], None));
-        assert!(directory.restore(Place { tier: 0, slot: 1 }, a[1], Some(a[0])));
-        assert!(!directory.restore(Place { tier: 0, slot: 2 }, a[1], Some(a[0])), "held already");
+        assert!(directory.restore(SlotPlace { tier: 0, slot: 3 }, a[0], None));
+        assert!(directory.restore(SlotPlace { tier: 0, slot: 1 }, a[1], Some(a[0])));
+        assert!(!directory.restore(SlotPlace { tier: 0, slot: 2 }, a[1], Some(a[0])), "held already");
         directory.end_restore(0);
         assert_eq!(directory.find_prefix(&a).len(), 2);
         assert_eq!(directory.take_events(), [CacheEvent::Stored { parent: None, blocks: keys(&a[..2]) }]);

@@ -24,8 +24,8 @@ mod store;
 mod testing;
 
 pub use counts::TierCounts;
-pub use directory::{Directory, Place};
-pub use disk::{DiskSlots, Medium, OpenError};
+pub use directory::{Directory, SlotPlace};
+pub use disk::{DiskSlots, Medium, StoreOpenError};
 pub use host::HostSlots;
 pub use record::{Fingerprint, Record, RecordName};
 pub use slots::{ReadError, Slots};

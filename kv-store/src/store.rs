@@ -32,8 +32,8 @@ use baton_kv_events::CacheEvent;
 use crate::{
     copy,
     counts::{Count, TierCounters, TierCounts},
-    directory::{Directory, Place},
-    disk::{DiskSlots, OpenError},
+    directory::{Directory, SlotPlace},
+    disk::{DiskSlots, StoreOpenError},
     host::HostSlots,
     record::{Fingerprint, Record, RecordName, RecordShape},
     slots::{ReadError, Slots},
@@ -115,7 +115,7 @@ impl KvStore {
         format: &KvFormat,
         storage: Arc<BlockStorage>,
         on_change: impl Fn(Vec<CacheEvent>) + Send + Sync + 'static,
-    ) -> Result<KvStore, OpenError> {
+    ) -> Result<KvStore, StoreOpenError> {
         let KvLayout { block_size, .. } = *storage.layout();
         let body_bytes = storage.layout().block_bytes();
         let mut tiers: Vec<Box<dyn Slots>> = Vec::new();
@@ -145,7 +145,7 @@ impl KvStore {
             // The beginnings of sequences last: the ends make room first.
             found.sort_by_key(|(_, name)| std::cmp::Reverse(name.block_idx));
             for (slot, name) in found {
-                directory.restore(Place { tier, slot }, name.hash, name.block_before());
+                directory.restore(SlotPlace { tier, slot }, name.hash, name.block_before());
             }
             directory.end_restore(tier);
         }
@@ -305,7 +305,7 @@ impl Shared {
         let Some(slot) = self.update(|directory| directory.begin_write(*tier, hash, block_idx)) else {
             return;
         };
-        let place = Place { tier: *tier, slot };
+        let place = SlotPlace { tier: *tier, slot };
         match self.tiers[*tier].write(slot, record) {
             Ok(()) => {
                 self.counters[*tier].add(Count::Writes, 1);
@@ -323,7 +323,7 @@ impl Shared {
         }
     }
 
-    fn read_failed(&self, place: Place, hash: BlockHash, error: &ReadError) {
+    fn read_failed(&self, place: SlotPlace, hash: BlockHash, error: &ReadError) {
         self.update(|directory| {
             // Another record may have taken the slot while it was read.
             if !directory.holds(place, hash) {

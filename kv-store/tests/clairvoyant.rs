@@ -8,7 +8,7 @@
 use std::collections::{BTreeSet, HashMap, HashSet};
 
 use baton_kv_cache::BlockHash;
-use baton_kv_store::{Directory, Place};
+use baton_kv_store::{Directory, SlotPlace};
 use baton_random::Random;
 
 const BLOCK_SIZE: usize = 16;
@@ -50,7 +50,7 @@ fn trace(seed: u64, num_at_once: f64) -> Vec<Vec<BlockHash>> {
 fn use_all(directory: &mut Directory, hashes: &[BlockHash]) {
     for (idx, &hash) in hashes.iter().enumerate() {
         if let Some(slot) = directory.begin_write(0, hash, idx as u32) {
-            directory.end_write(Place { tier: 0, slot }, None);
+            directory.end_write(SlotPlace { tier: 0, slot }, None);
         }
     }
     directory.used(hashes);

@@ -28,7 +28,7 @@ const SUPERBLOCK_BYTES: usize = 40;
 
 /// Why a directory cannot be used.
 #[derive(Debug, thiserror::Error)]
-pub enum OpenError {
+pub enum StoreOpenError {
     /// Another process uses it.
     #[error("{}: another worker uses this directory; each needs one of its own", dir.display())]
     InUse {
@@ -90,16 +90,16 @@ pub(crate) struct Files {
 impl Files {
     /// Opens a directory for at most `max_bytes`, and makes it first if it does not exist. Slots that an earlier size had and
     /// this one lacks are lost.
-    pub(crate) fn open(dir: &Path, max_bytes: u64, shape: &RecordShape) -> Result<Files, OpenError> {
+    pub(crate) fn open(dir: &Path, max_bytes: u64, shape: &RecordShape) -> Result<Files, StoreOpenError> {
         let slot_bytes = (shape.head_bytes() + shape.body_pages_bytes()) as u64;
         let num_slots =
             u32::try_from(max_bytes.saturating_sub(PAGE as u64) / slot_bytes).unwrap_or(u32::MAX - 1);
         if num_slots == 0 {
-            return Err(OpenError::TooSmall { max_bytes, slot_bytes });
+            return Err(StoreOpenError::TooSmall { max_bytes, slot_bytes });
         }
         let failed = |path: &Path, action| {
             let path = path.to_owned();
-            move |source| OpenError::Io { path, action, source }
+            move |source| StoreOpenError::Io { path, action, source }
         };
         // Prompts can be read from KV, and the index holds their tokens.
         let made = DirBuilder::new().recursive(true).mode(0o700).create(dir);
@@ -108,7 +108,7 @@ impl Files {
         let lock = options().open(&lock_path).map_err(failed(&lock_path, "cannot open"))?;
         match lock.try_lock() {
             Ok(()) => {}
-            Err(TryLockError::WouldBlock) => return Err(OpenError::InUse { dir: dir.to_owned() }),
+            Err(TryLockError::WouldBlock) => return Err(StoreOpenError::InUse { dir: dir.to_owned() }),
             Err(TryLockError::Error(source)) => return Err(failed(&lock_path, "cannot lock")(source)),
         }
         let (index_path, slabs_path) = (dir.join("index"), dir.join("slabs"));
@@ -118,9 +118,9 @@ impl Files {
         let mut found = [0; SUPERBLOCK_BYTES + 8];
         match index.read_exact_at(&mut found, 0) {
             Ok(()) if found == superblock => {}
-            Ok(()) if is_superblock(&found) => return Err(OpenError::Foreign { dir: dir.to_owned() }),
+            Ok(()) if is_superblock(&found) => return Err(StoreOpenError::Foreign { dir: dir.to_owned() }),
             Ok(()) if found.iter().any(|&byte| byte != 0) => {
-                return Err(OpenError::Damaged { dir: dir.to_owned() });
+                return Err(StoreOpenError::Damaged { dir: dir.to_owned() });
             }
             // New, or the end of the process that made it was earlier than this.
             Ok(()) => {}
@@ -132,7 +132,7 @@ impl Files {
         for (file, path, bytes) in [(&index, &index_path, index_bytes), (&slabs, &slabs_path, slabs_bytes)] {
             reserve(file, bytes).map_err(|source| match source.kind() {
                 ErrorKind::StorageFull | ErrorKind::QuotaExceeded => {
-                    OpenError::Full { dir: dir.to_owned(), bytes: index_bytes + slabs_bytes }
+                    StoreOpenError::Full { dir: dir.to_owned(), bytes: index_bytes + slabs_bytes }
                 }
                 _ => failed(path, "cannot reserve room")(source),
             })?;

@@ -24,7 +24,7 @@ use std::{
 use baton_kv_cache::BlockHash;
 
 use self::files::Files;
-pub use self::{files::OpenError, medium::Medium};
+pub use self::{files::StoreOpenError, medium::Medium};
 use crate::{
     buffer::{PAGE, PageBuffer},
     record::{HeadError, Record, RecordName, RecordShape},
@@ -54,9 +54,9 @@ impl DiskSlots {
     ///
     /// # Errors
     /// When another process uses it, it holds KV of another format, or the file system refuses.
-    pub(crate) fn open(dir: &Path, max_bytes: u64, shape: RecordShape) -> Result<DiskSlots, OpenError> {
+    pub(crate) fn open(dir: &Path, max_bytes: u64, shape: RecordShape) -> Result<DiskSlots, StoreOpenError> {
         let Files { index, slabs, num_slots, lock } = Files::open(dir, max_bytes, &shape)?;
-        let slots = DiskSlots::over(index, slabs, num_slots, shape).map_err(|source| OpenError::Io {
+        let slots = DiskSlots::over(index, slabs, num_slots, shape).map_err(|source| StoreOpenError::Io {
             path: dir.join("index"),
             action: "cannot read",
             source,

@@ -3,7 +3,7 @@
 use std::{fs, os::unix::fs::FileExt, path::Path, sync::Arc};
 
 use crate::{
-    disk::{DiskSlots, OpenError},
+    disk::{DiskSlots, StoreOpenError},
     record::{Fingerprint, Record, RecordShape},
     slots::{ReadError, Slots},
     testing::{body, record, shape},
@@ -11,7 +11,7 @@ use crate::{
 
 const ROOM: u64 = 64 << 10;
 
-fn open(dir: &Path) -> Result<DiskSlots, OpenError> {
+fn open(dir: &Path) -> Result<DiskSlots, StoreOpenError> {
     DiskSlots::open(dir, ROOM, shape())
 }
 
@@ -69,7 +69,7 @@ fn open_slots(room: u64) -> u32 {
 fn one_process_at_a_time() {
     let dir = tempfile::tempdir().expect("a directory");
     let first = open(dir.path()).expect("free");
-    assert!(matches!(open(dir.path()), Err(OpenError::InUse { .. })));
+    assert!(matches!(open(dir.path()), Err(StoreOpenError::InUse { .. })));
     drop(first);
     open(dir.path()).expect("free again");
 }
@@ -84,7 +84,7 @@ fn files_of_another_format_are_refused_and_stay() {
         RecordShape { body_bytes: 2048, ..shape() },
     ] {
         let refused = DiskSlots::open(dir.path(), ROOM, foreign);
-        assert!(matches!(refused, Err(OpenError::Foreign { .. })), "{refused:?}");
+        assert!(matches!(refused, Err(StoreOpenError::Foreign { .. })), "{refused:?}");
     }
     assert!(open(dir.path()).expect("untouched").read(&wanted(&records)).iter().all(is_right));
 }
@@ -93,10 +93,10 @@ fn files_of_another_format_are_refused_and_stay() {
 fn what_cannot_be_used_is_said() {
     let dir = tempfile::tempdir().expect("a directory");
     let too_small = DiskSlots::open(dir.path(), 5000, shape());
-    assert!(matches!(too_small, Err(OpenError::TooSmall { .. })), "{too_small:?}");
+    assert!(matches!(too_small, Err(StoreOpenError::TooSmall { .. })), "{too_small:?}");
     // /dev/shm and the like would be filled; no file system here has so much.
     let full = DiskSlots::open(&dir.path().join("full"), 1 << 50, shape());
-    assert!(matches!(full, Err(OpenError::Full { .. } | OpenError::Io { .. })), "{full:?}");
+    assert!(matches!(full, Err(StoreOpenError::Full { .. } | StoreOpenError::Io { .. })), "{full:?}");
 
     let records = filled(&dir.path().join("full"));
     DiskSlots::open(&dir.path().join("full"), 1 << 50, shape()).expect_err("still full");
@@ -104,23 +104,26 @@ fn what_cannot_be_used_is_said() {
 
     let file = dir.path().join("file");
     fs::write(&file, "no directory").expect("a file");
-    assert!(matches!(open(&file), Err(OpenError::Io { action: "cannot make the directory", .. })));
+    assert!(matches!(open(&file), Err(StoreOpenError::Io { action: "cannot make the directory", .. })));
 
     let garbage = dir.path().join("garbage");
     fs::create_dir(&garbage).expect("a directory");
     fs::write(garbage.join("index"), [7; 5000]).expect("a file");
-    assert!(matches!(open(&garbage), Err(OpenError::Damaged { .. })));
+    assert!(matches!(open(&garbage), Err(StoreOpenError::Damaged { .. })));
 
     let folder = dir.path().join("folder");
     fs::create_dir_all(folder.join("slabs")).expect("a directory");
-    assert!(matches!(open(&folder), Err(OpenError::Io { action: "cannot open", .. })));
+    assert!(matches!(open(&folder), Err(StoreOpenError::Io { action: "cannot open", .. })));
 }
 
 #[test]
 fn no_permission_is_said() {
     // Root may do everything, except write where the kernel itself refuses.
     let refused = open(Path::new("/proc/baton-kv"));
-    assert!(matches!(refused, Err(OpenError::Io { action: "cannot make the directory", .. })), "{refused:?}");
+    assert!(
+        matches!(refused, Err(StoreOpenError::Io { action: "cannot make the directory", .. })),
+        "{refused:?}"
+    );
 }
 
 #[test]
