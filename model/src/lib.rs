@@ -11,7 +11,7 @@ mod load;
 pub use baton_checkpoint::{
     DeviceModel, LoadOptions, LoadProgress, gguf_files, load_config, load_for_device, load_ranks_for_devices,
 };
-pub use baton_cpu_kernels::{CpuList, CpuListError, ThreadPool};
+pub use baton_cpu_threads::{CpuList, CpuListError, ThreadPool};
 pub use baton_cuda::{
     device_name as cuda_device_name, num_devices as num_cuda_devices, set_connections as set_cuda_connections,
 };

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use baton_checkpoint::{DeviceModel, LoadOptions, LoadProgress, load_for_device, load_ranks_for_devices};
-use baton_cpu_kernels::ThreadPool;
+use baton_cpu_threads::ThreadPool;
 use baton_kv_cache::{KvFormat, KvLayout};
 use baton_model_cpu::{CpuExecutor, CpuModel};
 use baton_model_spec::{Backend, DecoderShard, LoadError, ModelConfig};

@@ -252,6 +252,7 @@ const ROOMS: &[Room] = &[
             "baton-cuda-kernels",
             "baton-model-cpu",
             "baton-cpu-kernels",
+            "baton-cpu-threads",
             "baton-checkpoint",
             "baton-model-spec",
             "baton-kv-cache",
@@ -298,17 +299,25 @@ const ROOMS: &[Room] = &[
     // The forward pass on processors, which never see a device.
     Room {
         name: "baton-model-cpu",
-        uses: &["baton-cpu-kernels", "baton-checkpoint", "baton-model-spec", "baton-kv-cache"],
+        uses: &[
+            "baton-cpu-kernels",
+            "baton-cpu-threads",
+            "baton-checkpoint",
+            "baton-model-spec",
+            "baton-kv-cache",
+        ],
         tests_use: &[],
         never: &["baton-cuda", "cudarc", "tokio"],
     },
-    // Kernels and the threads that run them: no weight files, no order of operations.
+    // Kernels: no weight files, no order of operations.
     Room {
         name: "baton-cpu-kernels",
-        uses: &["baton-model-spec", "baton-kv-cache"],
+        uses: &["baton-cpu-threads", "baton-model-spec", "baton-kv-cache"],
         tests_use: &["baton-model-testing"],
         never: &["baton-checkpoint", "baton-cuda", "safetensors", "cudarc", "tokio"],
     },
+    // Threads and the memory that they share, whatever they compute.
+    Room { name: "baton-cpu-threads", uses: &[], tests_use: &[], never: &["tokio"] },
     // Files to matrices. It does not know how a backend stores them.
     Room {
         name: "baton-checkpoint",

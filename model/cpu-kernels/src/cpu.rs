@@ -2,16 +2,15 @@
 
 use std::sync::Arc;
 
-use crate::memory::Aligned;
-use crate::pool::ThreadPool;
-use crate::scratch::Scratch;
+use baton_cpu_threads::{Aligned, ComputeScratch, ThreadPool};
+
 use crate::simd::Isa;
 
 /// The context of every operation: the instruction set, the threads, and memory for each thread.
 pub struct Cpu {
     pub(crate) isa: Isa,
     pub(crate) pool: Arc<ThreadPool>,
-    pub(crate) scratch: Scratch,
+    pub(crate) scratch: ComputeScratch,
     /// Left-side rows of a product, packed for its kernel.
     pub(crate) packed: Aligned,
     /// Partial results of several threads for the same rows.
@@ -32,7 +31,7 @@ impl Cpu {
         Cpu {
             isa,
             pool,
-            scratch: Scratch::default(),
+            scratch: ComputeScratch::default(),
             packed: Aligned::default(),
             partials: Aligned::default(),
         }

@@ -1,36 +1,27 @@
-//! Kernels of a forward pass on CPUs: products, attention and row operations, and the threads that run them.
+//! Kernels of a forward pass on CPUs: products, attention and row operations.
 //!
 //! Kernels read weights from packed panels ([`PanelsRef`]) and KV from its blocks. Every sum has a fixed order, so a
 //! row's result does not depend on other rows, on tiles or on threads.
 //!
 //! This crate does not know models, weight files or the order of operations.
 
-mod affinity;
 mod attention;
 mod cpu;
 mod kv;
 mod loops;
-mod memory;
-mod pool;
 mod products;
 mod rows;
-mod scratch;
-mod shared;
 mod simd;
 mod tiles;
 
-pub use affinity::{CpuList, CpuListError};
 pub use attention::{AttentionShape, attend};
 pub use cpu::Cpu;
 pub use kv::store_rows;
 pub use loops::{fma_loop, read_loop};
-pub use memory::{Aligned, anonymous};
-pub use pool::ThreadPool;
 pub use products::{
     Output, PANEL, PanelFormat, PanelsRef, RowOrder, has_pairs, integers_loop, multiply, pack_floats,
     pack_integers, pairs_loop,
 };
 pub use rows::{GateFunction, rms_norm, rms_norm_in_place, rotate, soft_cap};
-pub use shared::SharedMut;
 pub use simd::{CHAINS, Isa, LANES};
 pub use tiles::{TILE_OPERATIONS, tiles_loop};

@@ -6,7 +6,8 @@
 //! It does not know where passages are kept.
 
 use baton_checkpoint::LayerWeights;
-use baton_cpu_kernels::{Cpu, SharedMut, store_rows};
+use baton_cpu_kernels::{Cpu, store_rows};
+use baton_cpu_threads::SharedMut;
 use baton_kv_cache::{BlockId, BlockStorage};
 use baton_model_spec::{
     BatchSequence, BlendedPrompt, BlendingExecutor, CommunicatorError, ExecuteError, Executor, PassageKv,

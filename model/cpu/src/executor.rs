@@ -2,7 +2,8 @@
 
 use std::sync::Arc;
 
-use baton_cpu_kernels::{Cpu, Isa, ThreadPool};
+use baton_cpu_kernels::{Cpu, Isa};
+use baton_cpu_threads::ThreadPool;
 use baton_kv_cache::{BlockStorage, KvLayout};
 use baton_model_spec::{
     Batch, BlendRefusal, BlendingExecutor, CommunicatorError, ExecuteError, Executor, Rank,

@@ -4,7 +4,8 @@
 //! order of their indices, so its result does not depend on the other rows.
 
 use baton_checkpoint::{DenseMlp, Linear};
-use baton_cpu_kernels::{Aligned, Cpu, Output};
+use baton_cpu_kernels::{Cpu, Output};
+use baton_cpu_threads::Aligned;
 use baton_model_spec::Activation;
 
 use crate::linear::{apply, dense_mlp};

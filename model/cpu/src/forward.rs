@@ -5,9 +5,10 @@
 
 use baton_checkpoint::{DecoderWeights, LayerWeights, Mlp};
 use baton_cpu_kernels::{
-    Aligned, AttentionShape, Cpu, Output, PanelsRef, SharedMut, attend, multiply, rms_norm,
-    rms_norm_in_place, soft_cap, store_rows,
+    AttentionShape, Cpu, Output, PanelsRef, attend, multiply, rms_norm, rms_norm_in_place, soft_cap,
+    store_rows,
 };
+use baton_cpu_threads::{Aligned, SharedMut};
 use baton_kv_cache::BlockStorage;
 use baton_model_spec::{
     BatchSequence, Communicator, CommunicatorError, DecoderShard, DecoderSpec, MlpSpec, Rank,

@@ -1,7 +1,8 @@
 //! Products of a layer with packed weights, and the MLP made of them.
 
 use baton_checkpoint::{DenseMlp, Linear};
-use baton_cpu_kernels::{Aligned, Cpu, GateFunction, Output, multiply};
+use baton_cpu_kernels::{Cpu, GateFunction, Output, multiply};
+use baton_cpu_threads::Aligned;
 use baton_model_spec::Activation;
 
 use crate::packed::PackedMatrix;

@@ -8,7 +8,7 @@ use std::io;
 use std::sync::Arc;
 
 use baton_checkpoint::LoadedDecoder;
-use baton_cpu_kernels::ThreadPool;
+use baton_cpu_threads::ThreadPool;
 use baton_kv_cache::{BlockStorage, KvLayout};
 use baton_model_spec::{
     Batch, ExecuteError, Executor, ParallelExecutor, RankError, RankExecutor, ThreadCommunicator,

@@ -1,6 +1,7 @@
 //! Cosines and sines of a batch's positions.
 
-use baton_cpu_kernels::{Aligned, rotate};
+use baton_cpu_kernels::rotate;
+use baton_cpu_threads::Aligned;
 use baton_model_spec::RopeSpec;
 
 /// Computed once per batch and shared by all layers.

@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 
+use baton_cpu_threads::SharedMut;
 use baton_kv_cache::{BlockStorage, KvDtype};
 use baton_model_spec::BatchSequence;
 
@@ -13,7 +14,6 @@ use super::softmax::{State, finish, fold};
 use crate::cpu::Cpu;
 use crate::kv::HeadKv;
 use crate::products::bf16_bits;
-use crate::shared::SharedMut;
 use crate::simd::{Isa, LANES};
 
 /// Number of multiplications below which waking the helpers costs more than it gains.

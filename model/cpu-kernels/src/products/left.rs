@@ -12,10 +12,10 @@
 //! levels    [steps][R][32 or 64] i8, then [activation groups][R] f32 scales, then [groups][R] f32 sums
 //! ```
 
-use super::{level_tiles, pair_tiles};
+use super::{level_tiles, panels::PAIR_STEP};
 use crate::cpu::Cpu;
-use crate::shared::SharedMut;
 use crate::simd::{Simd, kernel};
+use baton_cpu_threads::SharedMut;
 use baton_model_spec::{IntegerFormat, MAX_GROUP};
 
 /// The packed format of activations.
@@ -36,7 +36,7 @@ impl LeftKind {
         match self {
             LeftKind::Floats => k * 4,
             LeftKind::Pairs => k.next_multiple_of(2) * 2,
-            LeftKind::PairTiles => k.next_multiple_of(pair_tiles::STEP) * 2,
+            LeftKind::PairTiles => k.next_multiple_of(PAIR_STEP) * 2,
             // Tiles' rows are read in whole cache lines.
             LeftKind::LevelTiles(format) => {
                 let scales = (k.div_ceil(format.activation_group()) + k.div_ceil(format.group)) * 4;
@@ -209,16 +209,16 @@ unsafe fn pack_pairs(args: &ChunkArgs) {
 
 #[inline(always)]
 unsafe fn pack_pair_tiles(args: &ChunkArgs) {
-    const STEP: usize = pair_tiles::STEP;
+    const STEP: usize = PAIR_STEP;
     let to = args.to.cast::<[u16; STEP]>();
     for row in 0..args.rows {
         for step in 0..args.len.div_ceil(STEP) {
             let mut line = [0; STEP];
             if row < args.real_rows {
                 let len = if args.len - step * STEP < STEP { args.len - step * STEP } else { STEP };
-                for i in 0..len {
+                for (i, to) in line[..len].iter_mut().enumerate() {
                     // SAFETY: row and column indices are in range.
-                    line[i] = bf16_bits(unsafe { *args.from.add(row * args.stride + step * STEP + i) });
+                    *to = bf16_bits(unsafe { *args.from.add(row * args.stride + step * STEP + i) });
                 }
             }
             // SAFETY: as above.

@@ -6,9 +6,9 @@ use super::slabs::Slab;
 use super::tile::{Output, TileArgs};
 use super::{floats, level_tiles, levels, pair_tiles, pairs, slabs};
 use crate::cpu::Cpu;
-use crate::shared::SharedMut;
 use crate::simd::{Dtype, Isa, LANES};
 use crate::tiles::TileUse;
+use baton_cpu_threads::SharedMut;
 use baton_model_spec::IntegerFormat;
 
 /// Bytes of weights that stay in a core's second-level cache while all rows pass: a quarter of the usual 1 MiB,
@@ -59,7 +59,7 @@ pub fn multiply(
     }
     let Cpu { packed, pool, scratch, .. } = cpu;
     let left: *const u8 = if in_place { a.as_ptr().cast() } else { packed.as_ptr().cast() };
-    let left = SharedMut(left.cast_mut());
+    let left = SharedMut::from_ptr(left.cast_mut());
     let row_bytes = kind.row_bytes(k);
 
     let num_panels = n.div_ceil(PANEL);

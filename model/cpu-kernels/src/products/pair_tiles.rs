@@ -5,14 +5,13 @@
 //! a step of 32 numbers of K adds its even products and its odd ones to one sum each, and both to the output
 //! ([`Tiles::dot_bf16`]), which no other instruction does.
 
-use super::panels::PANEL;
+use super::panels::{PAIR_STEP as STEP, PANEL};
 use super::slabs::Slab;
 use super::tile::TileArgs;
 use crate::simd::{LANES, Simd};
 use crate::tiles::{ROW_BYTES, ROWS, TileUse, Tiles, tile_kernel};
 
-/// Numbers of K in a tile.
-pub(super) const STEP: usize = ROW_BYTES / 2;
+const _: () = assert!(STEP == ROW_BYTES / 2);
 /// Numbers of K that are multiplied at a time.
 pub(super) const SLAB: usize = 2048;
 /// Bytes of a panel in a step.

@@ -14,7 +14,6 @@
 
 use half::f16;
 
-use super::pair_tiles;
 use crate::simd::{Bf16, Dtype, F16, F32, LANES, Stored};
 use baton_model_spec::{IntegerFormat, IntegerRow, IntegerWidth};
 
@@ -38,13 +37,16 @@ pub enum PanelFormat {
     Integers(IntegerFormat),
 }
 
+/// Columns of bf16 pairs are filled up to a multiple of this: the numbers of a row of a tile register.
+pub(super) const PAIR_STEP: usize = 32;
+
 impl PanelFormat {
     /// Bytes of a panel of `cols` columns.
     #[inline]
     pub fn panel_bytes(self, cols: usize) -> usize {
         match self {
             PanelFormat::Floats(dtype) => PANEL * cols * dtype.size_bytes(),
-            PanelFormat::Bf16Pairs => PANEL * cols.next_multiple_of(pair_tiles::STEP) * 2,
+            PanelFormat::Bf16Pairs => PANEL * cols.next_multiple_of(PAIR_STEP) * 2,
             PanelFormat::Integers(format) => {
                 ROW_SCALE_BYTES
                     + cols.div_ceil(format.group) * group_head_bytes(format)

@@ -1,7 +1,7 @@
 //! The instruction sets for which kernels are compiled.
 
 #[cfg(target_arch = "x86_64")]
-use crate::tiles::Amx;
+use baton_cpu_threads::has_tiles;
 
 /// The instruction set of the kernels, detected once when an executor is built.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -41,7 +41,7 @@ impl Isa {
                 && is_x86_feature_detected!("avx512dq")
                 && is_x86_feature_detected!("avx512bw")
                 && is_x86_feature_detected!("avx512vl");
-            if avx2 && avx512 && Amx::is_available() {
+            if avx2 && avx512 && has_tiles() {
                 found.push(Isa::Amx);
             }
             if avx2 && avx512 {

@@ -11,14 +11,12 @@ macro_rules! kernel {
         $vis unsafe fn $name(isa: $crate::simd::isa::Isa, $($arg: $ty),*) $(-> $out)? {
             #[cfg(target_arch = "x86_64")]
             #[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx2,fma,f16c")]
-            #[allow(clippy::too_many_arguments)]
             unsafe fn avx512($($arg: $ty),*) $(-> $out)? {
                 // SAFETY: guaranteed by the caller.
                 unsafe { $generic::<$crate::simd::x86::Avx512 $(, $factor)?>($($arg),*) }
             }
             #[cfg(target_arch = "x86_64")]
             #[target_feature(enable = "avx2,fma,f16c")]
-            #[allow(clippy::too_many_arguments)]
             unsafe fn avx2($($arg: $ty),*) $(-> $out)? {
                 // SAFETY: guaranteed by the caller.
                 unsafe { $generic::<$crate::simd::x86::Avx2 $(, $factor)?>($($arg),*) }

@@ -1,8 +1,9 @@
 //! Kernels on generated data.
 
 use baton_cpu_kernels::{
-    Aligned, AttentionShape, Cpu, Isa, Output, PanelFormat, PanelsRef, attend, has_pairs, multiply,
+    AttentionShape, Cpu, Isa, Output, PanelFormat, PanelsRef, attend, has_pairs, multiply,
 };
+use baton_cpu_threads::Aligned;
 use baton_kv_cache::{BlockId, BlockStorage, KvDtype, KvLayout};
 use baton_model_spec::{BatchSequence, FloatDtype, Quantisation};
 use memmap2::MmapMut;

@@ -1,9 +1,9 @@
 //! The CPU's peak rates, with which kernels are compared.
 
 use baton_cpu_kernels::{
-    CHAINS, Cpu, Isa, LANES, TILE_OPERATIONS, anonymous, fma_loop, integers_loop, pairs_loop, read_loop,
-    tiles_loop,
+    CHAINS, Cpu, Isa, LANES, TILE_OPERATIONS, fma_loop, integers_loop, pairs_loop, read_loop, tiles_loop,
 };
+use baton_cpu_threads::anonymous;
 use memmap2::MmapMut;
 
 /// A loop of independent multiply-adds of one type.

@@ -1,7 +1,7 @@
 //! A software model of the tile instructions, after Intel's Software Developer's Manual, volume 2 (TDPBF16PS, TDPBSSD,
 //! TDPBSUD, TILELOADD).
 
-use super::{ROW_BYTES, ROWS, TileShapes, Tiles};
+use super::super::{ROW_BYTES, ROWS, TileShapes, Tiles};
 
 /// Eight tiles in memory.
 pub(crate) struct TileModel {

@@ -1,3 +1,5 @@
+pub(crate) mod model;
+
 use super::*;
 
 /// Random bits: xorshift.
@@ -86,7 +88,7 @@ fn the_model_computes_what_the_manual_says() {
 #[test]
 #[cfg(target_arch = "x86_64")]
 fn the_model_agrees_with_the_hardware_to_the_bit() {
-    if !Amx::is_available() {
+    if !baton_cpu_threads::has_tiles() {
         eprintln!("skipped: this CPU has no tiles");
         return;
     }

@@ -2,7 +2,7 @@
 
 /// A pointer through which work items write disjoint parts.
 #[derive(Clone, Copy)]
-pub struct SharedMut<T>(pub(crate) *mut T);
+pub struct SharedMut<T>(*mut T);
 
 // SAFETY: the code that makes one ensures that its users' parts are disjoint.
 unsafe impl<T> Sync for SharedMut<T> {}
@@ -14,6 +14,12 @@ impl<T> SharedMut<T> {
     #[inline]
     pub fn new(slice: &mut [T]) -> SharedMut<T> {
         SharedMut(slice.as_mut_ptr())
+    }
+
+    /// From a pointer to the first element.
+    #[inline]
+    pub fn from_ptr(first: *mut T) -> SharedMut<T> {
+        SharedMut(first)
     }
 
     /// The first element.
