@@ -14,7 +14,7 @@ use baton_worker::{
         TokenNotes, engine_failure, failed_event, finished_event, leaving_event, scored_event,
         submit_failure, token_event,
     },
-    tiers::SaveAtEnd,
+    tier_copies::SaveAtEnd,
 };
 use futures_util::future::BoxFuture;
 use tokio::sync::mpsc;

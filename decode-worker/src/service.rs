@@ -15,7 +15,7 @@ use baton_worker::{
     convert::{progress_event, submit_failure},
     handoff::{prefix_fetch, pulse::Pulse},
     identity_of,
-    tiers::{Recall, SaveAtEnd},
+    tier_copies::{Recall, SaveAtEnd},
 };
 use tokio::sync::mpsc;
 use tokio_stream::Stream;

@@ -29,7 +29,7 @@ use baton_worker::{
         pulse::Pulse,
         stream::sleep_until,
     },
-    tiers::{Recall, SaveAtEnd},
+    tier_copies::{Recall, SaveAtEnd},
 };
 use futures_util::future::BoxFuture;
 

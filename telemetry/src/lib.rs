@@ -10,6 +10,7 @@ mod otlp;
 mod panics;
 
 mod metrics;
+pub mod thread_waits;
 pub mod trace_context;
 
 pub use init::{LogFormat, TelemetryConfig, TelemetryGuard, init};

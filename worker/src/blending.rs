@@ -8,21 +8,17 @@
 //!
 //! It does not know how prompts are blended.
 
-mod divergence;
 mod gate;
+pub(crate) mod state;
 
-use std::{
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
-    time::Duration,
-};
+use std::{sync::Arc, time::Duration};
 
-use baton_engine::{EngineHandle, TokenEvent, TokenLogprobs};
+use baton_engine::{TokenEvent, TokenLogprobs};
 use baton_request::{BlendMarks, MAX_LOGPROBS, Request, SamplingParams, SpeculationMode};
 use tokio::time::timeout;
 
-use crate::{config::WorkerConfig, metrics::WorkerMetrics, worker::Worker};
-use divergence::divergence;
-use gate::{Decision, Gate, Measure, RATIOS};
+use crate::worker::Worker;
+use gate::{Decision, Measure, RATIOS};
 
 /// A calibration prompt has at most so many passages, each of at most so many tokens, and so many tokens after them. So it takes
 /// seconds even where a step takes a second.
@@ -34,40 +30,6 @@ const MAX_PROMPTS_OF_ONE: usize = 4;
 /// For one computation beside the traffic. An engine that has no time for it that long has more to do than to be measured.
 const PATIENCE: Duration = Duration::from_mins(2);
 
-/// Decides for one worker.
-#[derive(Debug)]
-pub struct Blending {
-    /// Locked for a decision. `None`: this worker never blends, for this reason.
-    gate: Result<Mutex<Gate>, &'static str>,
-    metrics: WorkerMetrics,
-}
-
-impl Blending {
-    pub(crate) fn new(config: &WorkerConfig, metrics: &WorkerMetrics, engine: &EngineHandle) -> Blending {
-        let gate = match (config.blend, engine.blends()) {
-            (None, _) => Err("off"),
-            // The engine has said why.
-            (Some(_), None) => Err("model"),
-            (Some(settings), Some(_)) => Ok(Mutex::new(Gate::new(settings.max_kl, settings.audit))),
-        };
-        Blending { gate, metrics: metrics.clone() }
-    }
-
-    /// The part of passages that is computed again; `None` while nothing is blended by itself.
-    pub fn ratio(&self) -> Option<f32> {
-        self.gate().and_then(|gate| gate.ratio())
-    }
-
-    fn gate(&self) -> Option<MutexGuard<'_, Gate>> {
-        self.gate.as_ref().ok().map(lock)
-    }
-}
-
-/// No user code runs under the lock, so a poisoned one holds whole data.
-fn lock(gate: &Mutex<Gate>) -> MutexGuard<'_, Gate> {
-    gate.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 /// Decides whether this worker, which computes the prompt, blends it: if not, the request loses its marks. Then it is computed in
 /// full, and shares blocks with all that are.
 pub fn decide(worker: &Arc<Worker>, request: &mut Request) {
@@ -76,10 +38,7 @@ pub fn decide(worker: &Arc<Worker>, request: &mut Request) {
         return;
     };
     let blending = &worker.blending;
-    let Decision { refused, measure } = match &blending.gate {
-        Ok(gate) => lock(gate).decide(marks.ratio),
-        Err(reason) => Decision { refused: Some(reason), measure: None },
-    };
+    let Decision { refused, measure } = blending.decide(marks.ratio);
     let own = worker.clone();
     match measure {
         Some(Measure::Calibrate) => {
@@ -93,7 +52,7 @@ pub fn decide(worker: &Arc<Worker>, request: &mut Request) {
         None => {}
     }
     if let Some(reason) = refused {
-        blending.metrics.blend_refused(reason);
+        worker.metrics.blend_refused(reason);
         request.blend = None;
     }
 }
@@ -122,7 +81,7 @@ async fn sample(worker: &Worker, prompt: &Request) -> Option<[f64; RATIOS.len()]
     let full = next_token(worker, Request { blend: None, ..prompt.clone() }).await?;
     let mut sample = [0.0; RATIOS.len()];
     for (kl, ratio) in sample.iter_mut().zip(RATIOS) {
-        *kl = divergence(&full, &next_token(worker, with_ratio(prompt, ratio)).await?);
+        *kl = full.divergence(&next_token(worker, with_ratio(prompt, ratio)).await?);
     }
     Some(sample)
 }
@@ -131,7 +90,7 @@ async fn sample(worker: &Worker, prompt: &Request) -> Option<[f64; RATIOS.len()]
 async fn audit(worker: &Arc<Worker>, request: Request) {
     let full = next_token(worker, Request { blend: None, ..request.clone() }).await;
     let blended = next_token(worker, request).await;
-    let kl = full.zip(blended).map(|(full, blended)| divergence(&full, &blended));
+    let kl = full.zip(blended).map(|(full, blended)| full.divergence(&blended));
     if let Some(kl) = kl {
         worker.metrics.blend_audited(kl);
     }

@@ -10,13 +10,13 @@ use baton_cluster::{Capacity, Dialer, Registration, RegistrationState, Role, Wor
 use baton_engine::{BlendConfig, Drafter, EngineConfig, EngineHandle, EngineThread, Speculation};
 use baton_kv_cache::KvFormat;
 use baton_proto::worker::worker_server::WorkerServer;
-use baton_telemetry::Metrics;
+use baton_telemetry::{Metrics, thread_waits};
 use tokio::{net::TcpListener, time::timeout};
 use tokio_util::sync::CancellationToken;
 use tonic::service::Routes;
 
 use crate::{
-    blending::Blending,
+    blending::state::Blending,
     config::WorkerConfig,
     data_plane::DataPlane,
     lifecycle::Lifecycle,
@@ -26,7 +26,6 @@ use crate::{
     peers::Peers,
     server::Server,
     service::WorkerService,
-    thread_waits,
     tickets::Tickets,
     tiers::Tiers,
     watchers::Watchers,
@@ -143,7 +142,7 @@ where
     );
     let drain_timeout = config.drain_timeout;
     let peers = Peers::new(Dialer::new(config.tls.clone()));
-    let blending = Blending::new(&config, &metrics, &engine);
+    let blending = Blending::new(&config, &engine);
     let (tickets, links, watchers) = (Tickets::default(), Links::default(), Watchers::default());
     let worker = Arc::new(Worker {
         config,

@@ -11,7 +11,7 @@ use baton_kv_store::TierCounts;
 use baton_proto::v1;
 
 use crate::{
-    blending::Blending,
+    blending::state::Blending,
     config::WorkerConfig,
     data_plane::{DataPlane, KvDirection},
     lifecycle::Lifecycle,

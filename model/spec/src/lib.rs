@@ -12,6 +12,7 @@ mod communicator;
 mod config;
 pub mod cost;
 mod decoder;
+mod divergence;
 mod error;
 mod executor;
 pub mod fields;

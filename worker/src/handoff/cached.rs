@@ -16,7 +16,7 @@ use super::{
     prefill_side::{PeerFormat, PrefillSide},
     stream::sleep_until,
 };
-use crate::{convert::submit_failure, convert_handoff::FirstToken, tiers::Recall, worker::Worker};
+use crate::{convert::submit_failure, convert_handoff::FirstToken, tier_copies::Recall, worker::Worker};
 
 /// Hands over what is cached of the sequence in `opened`, or refuses with a reason.
 pub async fn hand_over(worker: Arc<Worker>, opened: OpenedHandoff<CachedHandoff>) {

@@ -13,7 +13,7 @@ thread_local! {
 ///
 /// A step that waits takes longer, and says nothing of what its work takes: a planner that knows both the work and what else
 /// computes on the same processors would count the others twice.
-pub(crate) fn of_this_thread() -> Duration {
+pub fn of_this_thread() -> Duration {
     WAITS.with(ThreadWaits::total)
 }
 

@@ -1,0 +1,50 @@
+//! The gate of a worker, as its tasks share it.
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use baton_engine::EngineHandle;
+
+use super::gate::{Decision, Gate};
+use crate::config::WorkerConfig;
+
+/// Decides for one worker.
+#[derive(Debug)]
+pub struct Blending {
+    /// Locked for a decision. `None`: this worker never blends, for this reason.
+    gate: Result<Mutex<Gate>, &'static str>,
+}
+
+impl Blending {
+    pub(crate) fn new(config: &WorkerConfig, engine: &EngineHandle) -> Blending {
+        let gate = match (config.blend, engine.blends()) {
+            (None, _) => Err("off"),
+            // The engine has said why.
+            (Some(_), None) => Err("model"),
+            (Some(settings), Some(_)) => Ok(Mutex::new(Gate::new(settings.max_kl, settings.audit))),
+        };
+        Blending { gate }
+    }
+
+    /// The part of passages that is computed again; `None` while nothing is blended by itself.
+    pub fn ratio(&self) -> Option<f32> {
+        self.gate().and_then(|gate| gate.ratio())
+    }
+
+    /// What becomes of a prompt whose client asks for `ratio`.
+    pub(crate) fn decide(&self, ratio: Option<f32>) -> Decision {
+        match &self.gate {
+            Ok(gate) => lock(gate).decide(ratio),
+            Err(reason) => Decision { refused: Some(reason), measure: None },
+        }
+    }
+
+    /// `None`: this worker never blends.
+    pub(crate) fn gate(&self) -> Option<MutexGuard<'_, Gate>> {
+        self.gate.as_ref().ok().map(lock)
+    }
+}
+
+/// No user code runs under the lock, so a poisoned one holds whole data.
+fn lock(gate: &Mutex<Gate>) -> MutexGuard<'_, Gate> {
+    gate.lock().unwrap_or_else(PoisonError::into_inner)
+}

@@ -1,0 +1,157 @@
+//! Copies between the pool and the tiers below it: what requests leave is saved, and what the pool lacks is recalled before a
+//! prompt is computed. A recall is like the fetch of a prefix: blocks are reserved, written and cached. If it fails or takes
+//! too long, the engine computes what did not come.
+
+use std::{sync::Arc, time::Instant};
+
+use anyhow::Context;
+use baton_engine::EngineHandle;
+use baton_kv_cache::BlockHash;
+use baton_kv_store::SequenceBlocks;
+use baton_request::Request;
+use tokio::{
+    runtime::Handle,
+    task::spawn_blocking,
+    time::{error::Elapsed, timeout},
+};
+
+use crate::{handoff::prefix_fetch::fetch_deadline, tiers::Tiers, worker::Worker};
+
+/// Bytes that are read before they are written to the pool.
+const BATCH_BYTES: usize = 32 << 20;
+
+/// What tiers have of a request and the pool lacks.
+#[derive(Debug)]
+pub struct Recall {
+    tiers: Arc<Tiers>,
+    request: Request,
+    hashes: Vec<BlockHash>,
+    /// Blocks at the front that are in the pool.
+    num_pooled: usize,
+}
+
+/// Saves the blocks of a request when this is dropped: when the request has ended, whatever its end.
+#[derive(Debug)]
+pub struct SaveAtEnd {
+    worker: Arc<Worker>,
+    request: Request,
+}
+
+impl Recall {
+    /// `None` when the pool has all that the tiers have of the request, or there are no tiers.
+    pub fn of(worker: &Worker, request: &Request) -> Option<Recall> {
+        let (tiers, engine) = (worker.tiers()?.clone(), worker.engine());
+        let mut hashes = engine.prefix_hashes(request, engine.num_sharable_tokens(request));
+        let num_pooled = engine.cache_log().num_in_pool(&hashes);
+        let num_found = tiers.store.num_found(&hashes[num_pooled..]);
+        hashes.truncate(num_pooled + num_found);
+        (num_found > 0).then(|| Recall { tiers, request: request.clone(), hashes, num_pooled })
+    }
+
+    /// Brings the blocks into the pool, as far as there is room, and no longer than it would take to compute them. Dropping the
+    /// future ends it; blocks that are being written are free when that is done.
+    pub async fn run(self, worker: Arc<Worker>) {
+        let block_size = worker.engine().storage().layout().block_size;
+        let num_tokens = (self.hashes.len() - self.num_pooled) * block_size;
+        let limit = fetch_deadline(&worker, num_tokens);
+        let started = Instant::now();
+        match timeout(limit, self.bring_in(worker.engine())).await {
+            Ok(Ok(num_blocks)) => {
+                let num_recalled = num_blocks * block_size;
+                tracing::debug!(num_tokens, num_recalled, elapsed = ?started.elapsed(), "prefix recalled from tiers");
+            }
+            Ok(Err(error)) => tracing::warn!(%error, "prefix not recalled; the prompt is computed"),
+            Err(Elapsed { .. }) => {
+                tracing::info!(
+                    num_tokens,
+                    ?limit,
+                    "prefix not recalled in time; the rest of the prompt is computed"
+                );
+            }
+        }
+    }
+
+    /// Returns how many blocks came.
+    async fn bring_in(&self, engine: &EngineHandle) -> anyhow::Result<usize> {
+        let layout = *engine.storage().layout();
+        let batch = (BATCH_BYTES / layout.block_bytes()).max(1);
+        let mut end = self.num_pooled;
+        while end < self.hashes.len() {
+            let wanted = self.hashes[end..self.hashes.len().min(end + batch)].to_vec();
+            let num_wanted = wanted.len();
+            let permit = self.tiers.reading.clone().acquire_owned().await?;
+            let tiers = self.tiers.clone();
+            let (records, permit) = spawn_blocking(move || (tiers.store.read(&wanted), permit)).await?;
+            if records.is_empty() {
+                break;
+            }
+            let start = end;
+            end += records.len();
+            let reservation = engine.reserve_prefix(&self.request, end * layout.block_size).await?;
+            // Without room, or after blocks before these were evicted, the engine computes them.
+            let Some(reservation) = reservation.filter(|found| found.num_cached_blocks() >= start) else {
+                return Ok(start - self.num_pooled);
+            };
+            let tiers = self.tiers.clone();
+            let written = spawn_blocking(move || {
+                let _permit = permit;
+                let num_cached = reservation.num_cached_blocks();
+                let (blocks, records) = (&reservation.blocks()[num_cached..], &records[num_cached - start..]);
+                tiers.store.write_to_pool(records, blocks).map(|()| reservation)
+            });
+            engine.cache_prefix(written.await?.context("the pool's device")?);
+            if end - start < num_wanted {
+                break;
+            }
+        }
+        Ok(end - self.num_pooled)
+    }
+}
+
+impl SaveAtEnd {
+    /// `None` without tiers.
+    pub fn new(worker: &Arc<Worker>, request: &Request) -> Option<SaveAtEnd> {
+        worker.tiers()?;
+        Some(SaveAtEnd { worker: worker.clone(), request: request.clone() })
+    }
+
+    /// The request has one more token of output.
+    pub fn push(&mut self, token: u32) {
+        self.request.output.push(token);
+    }
+}
+
+impl Drop for SaveAtEnd {
+    fn drop(&mut self) {
+        // Without a runtime the worker has ended, and its engine.
+        if Handle::try_current().is_ok() {
+            let (worker, request) = (self.worker.clone(), std::mem::take(&mut self.request));
+            self.worker.lifecycle().spawn(async move { save(&worker, request).await });
+        }
+    }
+}
+
+/// Copies the blocks of a request's known tokens that the pool has.
+async fn save(worker: &Worker, request: Request) {
+    let (Some(tiers), engine) = (worker.tiers(), worker.engine()) else { return };
+    let block_size = engine.storage().layout().block_size;
+    // As a prompt: a request that has all of its output is not valid. The last token is never computed.
+    let mut tokens = [&request.prompt[..], &request.output].concat();
+    tokens.truncate(tokens.len().min(engine.context_length()).saturating_sub(1) / block_size * block_size);
+    if tokens.is_empty() {
+        return;
+    }
+    let request = Request { prompt: tokens.clone().into(), output: Vec::new(), ..request };
+    let hashes = engine.prefix_hashes(&request, tokens.len());
+    // Held, so that the blocks stay as they are until they are copied.
+    match engine.hold_cached(&request).await {
+        Ok(held) => tiers.store.save(SequenceBlocks {
+            root: engine.hash_root(&request),
+            hashes,
+            tokens,
+            blocks: held.blocks().to_vec(),
+            guard: held,
+        }),
+        Err(error) => tracing::debug!(%error, "kv not saved"),
+    }
+}
