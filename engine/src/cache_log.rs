@@ -3,7 +3,7 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use baton_kv_cache::BlockHash;
-use baton_kv_events::{BlockKey, CacheEvent, CacheReader, EventBatch, EventLog, Holder};
+use baton_kv_events::{BlockHolder, BlockKey, CacheEvent, CacheReader, EventBatch, EventLog};
 use tokio::sync::watch;
 
 /// The events of an engine. Clones share them.
@@ -21,7 +21,7 @@ impl CacheLog {
     }
 
     /// Numbers the events of the pool, or of the tiers below it, and wakes the readers.
-    pub fn append(&self, holder: Holder, events: Vec<CacheEvent>) {
+    pub fn append(&self, holder: BlockHolder, events: Vec<CacheEvent>) {
         if events.is_empty() {
             return;
         }
@@ -35,7 +35,7 @@ impl CacheLog {
 
     /// How many blocks at the front of a sequence, by its hashes in order, are in the pool.
     pub fn num_in_pool(&self, hashes: &[BlockHash]) -> usize {
-        self.lock().num_held(Holder::Pool, hashes.iter().map(|hash| BlockKey(hash.short())))
+        self.lock().num_held(BlockHolder::Pool, hashes.iter().map(|hash| BlockKey(hash.short())))
     }
 
     /// The next batch that a reader lacks, if any.

@@ -27,7 +27,7 @@ use std::{
 };
 
 use baton_kv_cache::BlockStorage;
-use baton_kv_events::Holder;
+use baton_kv_events::BlockHolder;
 use baton_model_spec::{Executor, SampledRow};
 use tokio::sync::watch;
 
@@ -193,7 +193,7 @@ impl StepLoop {
             }
             Command::CachePrefix { id, hashes } => {
                 self.live.scheduler.cache_prefix(id, &hashes);
-                self.cache_log.append(Holder::Pool, self.live.scheduler.take_cache_events());
+                self.cache_log.append(BlockHolder::Pool, self.live.scheduler.take_cache_events());
             }
             Command::CheckIdle(reply) => {
                 self.finish_ahead()?;
@@ -300,7 +300,7 @@ impl StepLoop {
             let own: Vec<Completion> = completions.extract_if(.., |completion| completion.id == id).collect();
             let blender = self.blender.as_mut().expect("a sequence has a head only if the engine blends");
             let reused = blender.blend(&mut **executor, &head, storage, &mut announcing(&own, live))?;
-            self.cache_log.append(blender.take_events());
+            self.cache_log.append(BlockHolder::Pool, blender.take_events());
             blended.push((id, reused));
         }
         blended.iter().for_each(|&(id, reused)| live.tell_blended(id, reused));
@@ -357,7 +357,7 @@ impl StepLoop {
     }
 
     fn publish_load(&mut self) {
-        self.cache_log.append(Holder::Pool, self.live.scheduler.take_cache_events());
+        self.cache_log.append(BlockHolder::Pool, self.live.scheduler.take_cache_events());
         let load = self.live.load();
         self.load.send_if_modified(|current| mem::replace(current, load) != load);
     }

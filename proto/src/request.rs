@@ -273,7 +273,7 @@ mod tests {
             priority: -2,
             cache_salt: "salt".into(),
             speculation: SpeculationMode::Off,
-            blend: Some(BlendMarks { passages: vec![0..1], ratio: Some(0.25) }),
+            blend: Some(BlendMarks { passages: vec![0..1, 1..2], ratio: Some(0.25) }),
         };
         let message = worker::GenerateRequest::from(&request);
         assert_eq!(SamplingParams::from(message.sampling.as_ref().unwrap()), request.sampling);

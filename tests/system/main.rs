@@ -23,6 +23,7 @@ mod sides;
 mod simulated;
 mod soak;
 mod structured;
+mod tiers;
 mod tls;
 mod up;
 /// The proxy that the handoff's fault matrix uses to disturb connections.

@@ -328,6 +328,7 @@ fn predict(model: &Path, trace: &Trace, arrivals: &[Arrival], fleets: [Fleet; 2]
         num_devices: 4,
         step: model.step,
         slowness: 1.0,
+        compute: None,
         kv_format: kv_format.clone(),
         kv_bytes_per_token: 8.0,
         num_blocks: model.num_kv_tokens / BLOCK_SIZE,

@@ -7,7 +7,7 @@ use std::{sync::Arc, time::Duration};
 use baton_cluster::{DiscoveryConfig, Role};
 use baton_engine::{Request as EngineRequest, SamplingParams};
 use baton_engine_testing::FakeModel;
-use baton_kv_events::{BatchKind, CacheEvent, EventBatch, EventLog, Holder};
+use baton_kv_events::{BatchKind, BlockHolder, CacheEvent, EventBatch, EventLog};
 use baton_proto::worker::{DrainRequest, InfoRequest, WatchLoadRequest, worker_client::WorkerClient};
 use baton_worker::{KvMemory, Model, RoleService, Worker, WorkerConfig, service_name};
 use tokio::{
@@ -257,7 +257,7 @@ async fn reports_bring_what_the_cache_stores_from_a_dump_on_or_from_where_a_read
     while known.num_cached() < 2 {
         let batch = next(&mut reports).await;
         assert_eq!((batch.kind, batch.first), (BatchKind::Events, known.next()));
-        known.append(Holder::Pool, batch.events);
+        known.append(BlockHolder::Pool, batch.events);
     }
     // A reader that comes back continues, and a new one gets everything.
     let from = known.next();
@@ -272,7 +272,7 @@ async fn reports_bring_what_the_cache_stores_from_a_dump_on_or_from_where_a_read
         let batch = next(&mut continued).await;
         assert_eq!((batch.kind, batch.first), (BatchKind::Events, known.next()));
         was_removed = batch.events.iter().any(|event| matches!(event, CacheEvent::Removed { .. }));
-        known.append(Holder::Pool, batch.events);
+        known.append(BlockHolder::Pool, batch.events);
     }
     worker.stop().await;
 }

@@ -8,4 +8,4 @@ mod event;
 mod log;
 
 pub use event::{BatchKind, BlockKey, CacheEvent, EventBatch, PendingEvents};
-pub use log::{CacheDump, CacheReader, EventLog, Holder};
+pub use log::{BlockHolder, CacheDump, CacheReader, EventLog};

@@ -6,8 +6,8 @@ use crate::{BatchKind, BlockKey, CacheEvent, EventBatch, PendingEvents};
 
 /// What holds a block. A reader is told that a block is stored as long as one of them holds it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Holder {
-    /// The block pool.
+pub enum BlockHolder {
+    /// The engine's memory: the block pool, and the passages that it keeps.
     Pool = 1,
     /// The tiers below the pool, all together.
     Store = 2,
@@ -30,7 +30,7 @@ pub struct EventLog {
 struct Cached {
     /// The block before it.
     parent: Option<BlockKey>,
-    /// A bit of each [`Holder`].
+    /// A bit of each [`BlockHolder`].
     holders: u8,
 }
 
@@ -66,7 +66,7 @@ impl EventLog {
     }
 
     /// Numbers the events of one holder. Those that change nothing, as the other one holds the block, too, are left out.
-    pub fn append(&mut self, holder: Holder, events: Vec<CacheEvent>) {
+    pub fn append(&mut self, holder: BlockHolder, events: Vec<CacheEvent>) {
         let mut changes = PendingEvents::default();
         for event in events {
             match event {
@@ -104,7 +104,7 @@ impl EventLog {
     }
 
     /// How many blocks at the front of `keys`, a sequence's in order, this holder has.
-    pub fn num_held(&self, holder: Holder, keys: impl Iterator<Item = BlockKey>) -> usize {
+    pub fn num_held(&self, holder: BlockHolder, keys: impl Iterator<Item = BlockKey>) -> usize {
         let is_held = |key| self.cached.get(&key).is_some_and(|cached| cached.holders & holder as u8 != 0);
         keys.take_while(|&key| is_held(key)).count()
     }
@@ -250,7 +250,7 @@ mod tests {
                 BatchKind::Events => std::mem::take(known),
                 _ => dump.take().unwrap_or_default(),
             };
-            own.append(Holder::Pool, batch.events);
+            own.append(BlockHolder::Pool, batch.events);
             match batch.kind {
                 BatchKind::DumpPart => dump = Some(own.cached),
                 _ => *known = own.cached,
@@ -261,21 +261,21 @@ mod tests {
     #[test]
     fn a_reader_gets_a_dump_and_then_what_happens_and_after_an_overrun_a_dump_again() {
         let mut log = EventLog::new(64);
-        log.append(Holder::Pool, vec![stored(None, 0..10), CacheEvent::Removed { blocks: keys(8..10) }]);
+        log.append(BlockHolder::Pool, vec![stored(None, 0..10), CacheEvent::Removed { blocks: keys(8..10) }]);
         let mut reader = CacheReader::new(None);
         let first = read(&mut reader, &log).expect("a dump");
         assert_eq!((first.first, first.kind, first.next()), (2, BatchKind::DumpEnd, 2));
         assert_eq!(first.events, [stored(None, 0..8)]);
         assert!(reader.is_at(2) && read(&mut reader, &log).is_none());
 
-        log.append(Holder::Pool, vec![stored(Some(7), 20..22)]);
+        log.append(BlockHolder::Pool, vec![stored(Some(7), 20..22)]);
         assert!(!reader.is_at(3));
         let then = read(&mut reader, &log).expect("an event");
         assert_eq!((then.first, then.kind, then.next()), (2, BatchKind::Events, 3));
         assert_eq!(then.events, [stored(Some(7), 20..22)]);
 
         for idx in 0..100 {
-            log.append(Holder::Pool, vec![stored(Some(21), 1000 + idx..1001 + idx)]);
+            log.append(BlockHolder::Pool, vec![stored(Some(21), 1000 + idx..1001 + idx)]);
         }
         let again = read(&mut reader, &log).expect("the ring has lost some");
         assert_eq!((again.first, again.kind), (103, BatchKind::DumpEnd));
@@ -292,7 +292,7 @@ mod tests {
         let mut log = EventLog::new(64);
         let nothing = read(&mut CacheReader::new(None), &log).expect("all that there is");
         assert_eq!((nothing.first, nothing.events.len(), nothing.kind), (0, 0, BatchKind::DumpEnd));
-        log.append(Holder::Pool, vec![stored(None, 0..3)]);
+        log.append(BlockHolder::Pool, vec![stored(None, 0..3)]);
         let mut reader = CacheReader::new(Some(0));
         assert_eq!(read(&mut reader, &log).map(|batch| batch.events), Some(vec![stored(None, 0..3)]));
     }
@@ -302,7 +302,7 @@ mod tests {
         let mut log = EventLog::new(1 << 20);
         let num = 3 * BATCH_BLOCKS as u64 + 5;
         log.append(
-            Holder::Pool,
+            BlockHolder::Pool,
             vec![
                 stored(None, 0..num),
                 stored(Some(100), num..num + 50),
@@ -335,7 +335,7 @@ mod tests {
                 0 => CacheEvent::Removed { blocks: keys(place..place + 3) },
                 _ => stored(Some(place), place + 1..place + 4),
             };
-            log.append(Holder::Pool, vec![event]);
+            log.append(BlockHolder::Pool, vec![event]);
             for (idx, (reader, known)) in readers.iter_mut().enumerate() {
                 if step % (1 << (2 * idx)) == 0 {
                     replay(reader, &log, known);
@@ -350,7 +350,10 @@ mod tests {
     fn the_log_is_bounded() {
         let mut log = EventLog::new(64);
         for round in 0..1000 {
-            log.append(Holder::Pool, vec![stored(None, 0..50), CacheEvent::Removed { blocks: keys(0..50) }]);
+            log.append(
+                BlockHolder::Pool,
+                vec![stored(None, 0..50), CacheEvent::Removed { blocks: keys(0..50) }],
+            );
             assert!(log.ring.len() <= 2 && log.num_blocks <= 100, "{round}");
         }
         assert_eq!(log.num_cached(), 0);
@@ -359,19 +362,22 @@ mod tests {
     #[test]
     fn a_block_is_stored_until_its_last_holder_has_removed_it() {
         let mut log = EventLog::new(64);
-        log.append(Holder::Pool, vec![stored(None, 0..4)]);
-        log.append(Holder::Store, vec![stored(None, 0..3)]);
+        log.append(BlockHolder::Pool, vec![stored(None, 0..4)]);
+        log.append(BlockHolder::Store, vec![stored(None, 0..3)]);
         assert_eq!(log.next(), 1, "nothing new");
         let num_held = |log: &EventLog, holder| log.num_held(holder, (0..10).map(BlockKey));
-        assert_eq!([Holder::Pool, Holder::Store].map(|holder| num_held(&log, holder)), [4, 3]);
-        log.append(Holder::Pool, vec![CacheEvent::Removed { blocks: keys(2..4) }]);
-        log.append(Holder::Store, vec![stored(Some(2), 3..6), CacheEvent::Removed { blocks: keys(0..2) }]);
-        log.append(Holder::Pool, vec![CacheEvent::Removed { blocks: keys(0..2) }]);
+        assert_eq!([BlockHolder::Pool, BlockHolder::Store].map(|holder| num_held(&log, holder)), [4, 3]);
+        log.append(BlockHolder::Pool, vec![CacheEvent::Removed { blocks: keys(2..4) }]);
+        log.append(
+            BlockHolder::Store,
+            vec![stored(Some(2), 3..6), CacheEvent::Removed { blocks: keys(0..2) }],
+        );
+        log.append(BlockHolder::Pool, vec![CacheEvent::Removed { blocks: keys(0..2) }]);
         let mut reader = CacheReader::new(Some(0));
         let events = read(&mut reader, &log).expect("events").events;
         let removed = |range| CacheEvent::Removed { blocks: keys(range) };
         assert_eq!(events, [stored(None, 0..4), removed(3..4), stored(Some(2), 3..6), removed(0..2)]);
-        assert_eq!(num_held(&log, Holder::Store), 0, "a prefix without its beginning");
+        assert_eq!(num_held(&log, BlockHolder::Store), 0, "a prefix without its beginning");
         assert_eq!(log.num_cached(), 4);
     }
 }

@@ -2,7 +2,7 @@
 
 use std::{collections::BTreeSet, sync::Arc};
 
-use baton_kv_events::{BatchKind, BlockKey, CacheEvent, CacheReader, EventBatch, EventLog, Holder};
+use baton_kv_events::{BatchKind, BlockHolder, BlockKey, CacheEvent, CacheReader, EventBatch, EventLog};
 
 use crate::{CacheFeed, FeedError, KvIndex, SourceState};
 
@@ -207,7 +207,7 @@ impl Worker {
     }
 
     fn happens(&mut self, event: CacheEvent, held: BTreeSet<u64>) {
-        self.log.append(Holder::Pool, vec![event]);
+        self.log.append(BlockHolder::Pool, vec![event]);
         self.history.push(held);
     }
 

@@ -1,0 +1,149 @@
+//! KV below the pool, with real workers: what was computed survives the death of the process, and evictions.
+
+use std::{fs::OpenOptions, os::unix::fs::FileExt, path::Path, time::Duration};
+
+use baton_proto::v1::PrefillMode;
+
+use crate::{
+    harness::{Cluster, eventually},
+    prefix::{BLOCK_SIZE, PATIENT, address_of, answer, computed},
+};
+
+const NUM_BLOCKS: usize = 30;
+/// One more token than the blocks have: the last token of a prompt is always computed.
+const NUM_TOKENS: usize = NUM_BLOCKS * BLOCK_SIZE + 1;
+const NUM_NEXT: usize = 40;
+
+fn prompt(nth: usize) -> Vec<u32> {
+    (0..NUM_TOKENS).map(|at| 100 + ((at * 37 + nth * 101) % 1900) as u32).collect()
+}
+
+fn on_disk(dir: &Path) -> String {
+    format!("--disk-kv {} --disk-kv-size 64M {PATIENT}", dir.display())
+}
+
+async fn tier(cluster: &Cluster, id: &str, count: &str, tier: &str) -> usize {
+    let address = address_of(cluster, id).await;
+    let label = format!("tier=\"{tier}\"");
+    cluster.metric(&address, &format!("baton_kv_tier_{count}"), &[&label]).await as usize
+}
+
+async fn until_saved(cluster: &Cluster, id: &str, tier_name: &str, num_blocks: usize) {
+    eventually("blocks that are saved", Duration::from_secs(60), async || {
+        (tier(cluster, id, "blocks", tier_name).await >= num_blocks).then_some(())
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn a_killed_worker_serves_from_disk_what_it_computed_before() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let mut cluster =
+        Cluster::new().prefill(0).decode(1).flags_of("decode-0", &on_disk(dir.path())).start().await;
+    let tokens = answer(&cluster, &prompt(0), NUM_NEXT, PrefillMode::Local, "").await;
+    // The last token of the answer is never computed.
+    let num_saved = (NUM_TOKENS + NUM_NEXT - 1) / BLOCK_SIZE;
+    until_saved(&cluster, "decode-0", "disk", num_saved).await;
+
+    cluster.kill("decode-0");
+    cluster.start_again("decode-0");
+    cluster.wait_for_workers(0, 1).await;
+    assert_eq!(answer(&cluster, &prompt(0), NUM_NEXT, PrefillMode::Local, "").await, tokens);
+    assert_eq!(
+        computed(&cluster, "decode-0").await,
+        NUM_NEXT as f64,
+        "one prompt token, and all but the last"
+    );
+    assert_eq!(tier(&cluster, "decode-0", "hits_total", "disk").await, NUM_BLOCKS);
+
+    // The conversation goes on after another death: the answer's blocks are there, too.
+    cluster.kill("decode-0");
+    cluster.start_again("decode-0");
+    cluster.wait_for_workers(0, 1).await;
+    let next = [&prompt(0)[..], &tokens, &[7; 5]].concat();
+    answer(&cluster, &next, 1, PrefillMode::Local, "").await;
+    assert_eq!(computed(&cluster, "decode-0").await, (next.len() - num_saved * BLOCK_SIZE) as f64);
+    // Another tenant's salt finds nothing.
+    let before = computed(&cluster, "decode-0").await;
+    assert_eq!(answer(&cluster, &prompt(0), NUM_NEXT, PrefillMode::Local, "other").await, tokens);
+    assert_eq!(computed(&cluster, "decode-0").await - before, (NUM_TOKENS + NUM_NEXT - 1) as f64);
+    cluster.assert_all_blocks_free().await;
+}
+
+#[tokio::test]
+async fn a_killed_prefill_worker_hands_over_what_it_has_on_disk() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let mut cluster = Cluster::new().flags_of("prefill-0", &on_disk(dir.path())).start().await;
+    let tokens = answer(&cluster, &prompt(0), NUM_NEXT, PrefillMode::Remote, "").await;
+    until_saved(&cluster, "prefill-0", "disk", NUM_BLOCKS).await;
+    for name in ["prefill-0", "decode-0"] {
+        cluster.kill(name);
+        cluster.start_again(name);
+    }
+    cluster.wait_for_workers(1, 1).await;
+    assert_eq!(answer(&cluster, &prompt(0), NUM_NEXT, PrefillMode::Remote, "").await, tokens);
+    assert_eq!(computed(&cluster, "prefill-0").await, 1.0);
+    assert_eq!(tier(&cluster, "prefill-0", "hits_total", "disk").await, NUM_BLOCKS);
+    cluster.assert_all_blocks_free().await;
+}
+
+#[tokio::test]
+async fn a_changed_bit_on_disk_is_computed_again() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let mut cluster =
+        Cluster::new().prefill(0).decode(1).flags_of("decode-0", &on_disk(dir.path())).start().await;
+    let tokens = answer(&cluster, &prompt(0), NUM_NEXT, PrefillMode::Local, "").await;
+    until_saved(&cluster, "decode-0", "disk", NUM_BLOCKS).await;
+    cluster.kill("decode-0");
+    let slabs =
+        OpenOptions::new().read(true).write(true).open(dir.path().join("slabs")).expect("it is there");
+    let body_bytes = slabs.metadata().expect("a file").len() / num_slots(dir.path());
+    // Slots are taken in order: the eleventh block.
+    let (mut byte, offset) = ([0], 10 * body_bytes + 99);
+    slabs.read_exact_at(&mut byte, offset).expect("it is long enough");
+    slabs.write_all_at(&[byte[0] ^ 1], offset).expect("it is long enough");
+    cluster.start_again("decode-0");
+    cluster.wait_for_workers(0, 1).await;
+    assert_eq!(answer(&cluster, &prompt(0), NUM_NEXT, PrefillMode::Local, "").await, tokens);
+    assert_eq!(tier(&cluster, "decode-0", "damaged_total", "disk").await, 1);
+    assert_eq!(tier(&cluster, "decode-0", "hits_total", "disk").await, 10);
+}
+
+/// The index has a page, and a head of 512 bytes for each slot with 16 tokens.
+fn num_slots(dir: &Path) -> u64 {
+    (dir.join("index").metadata().expect("a file").len() - 4096) / 512
+}
+
+#[tokio::test]
+async fn host_memory_brings_back_what_the_pool_evicted() {
+    // The pool has room for a few prompts.
+    let flags = format!("--kv-memory 4M --host-kv 64M {PATIENT}");
+    let cluster = Cluster::new().prefill(0).decode(1).worker_flags(&flags).start().await;
+    let num_prompts = 12;
+    let mut tokens = Vec::new();
+    for nth in 0..num_prompts {
+        tokens.push(answer(&cluster, &prompt(nth), 2, PrefillMode::Local, "").await);
+    }
+    until_saved(&cluster, "decode-0", "host", num_prompts * NUM_BLOCKS).await;
+    let before = computed(&cluster, "decode-0").await;
+    for (nth, tokens) in tokens.iter().enumerate() {
+        assert_eq!(&answer(&cluster, &prompt(nth), 2, PrefillMode::Local, "").await, tokens, "prompt {nth}");
+    }
+    assert_eq!(computed(&cluster, "decode-0").await - before, (2 * num_prompts) as f64);
+    assert!(tier(&cluster, "decode-0", "hits_total", "host").await >= NUM_BLOCKS);
+    cluster.assert_all_blocks_free().await;
+}
+
+#[tokio::test]
+async fn a_second_worker_is_refused_the_directory_of_the_first() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let flags = on_disk(dir.path());
+    let cluster = Cluster::new().prefill(0).decode(1).flags_of("decode-0", &flags).start().await;
+    let args = format!("decode-worker --id second --router {} {flags}", cluster.base);
+    let args: Vec<String> = args.split_whitespace().map(str::to_owned).collect();
+    let mut second = cluster.start_beside("second", &args);
+    let status =
+        eventually("the end of the second", Duration::from_secs(120), async || second.exit_status()).await;
+    assert!(!status.success());
+    assert!(second.log().contains("another worker uses this directory"), "{}", second.log());
+}
