@@ -421,7 +421,7 @@ impl Prefill {
             PrefillStep::FirstToken if self.is_computing && self.num_layers_ready > LAYOUT.num_layers => {
                 self.is_computing = false;
                 let token = baton_engine::SampledToken { id: 1, logprobs: None };
-                Give::Engine(C::FirstToken(FirstToken { token, cached_tokens: 0 }))
+                Give::Engine(C::FirstToken(FirstToken { token, cached_tokens: 0, blended_tokens: 0 }))
             }
             PrefillStep::Fail if self.is_computing => {
                 self.is_computing = false;
@@ -625,11 +625,15 @@ impl Decode {
             DecodeStep::FirstToken { id, top, cached_tokens } => {
                 let top =
                     top.iter().map(|&(token_id, logprob)| baton_proto::v1::TopLogprob { token_id, logprob });
-                let logprobs =
-                    baton_proto::v1::TokenLogprobs { token_id: *id, logprob: 0.0, top: top.collect(), rank: 0 };
+                let logprobs = baton_proto::v1::TokenLogprobs {
+                    token_id: *id,
+                    logprob: 0.0,
+                    top: top.collect(),
+                    rank: 0,
+                };
                 let token = proto::Token { id: *id, logprobs: Some(logprobs), ..proto::Token::default() };
                 let (token, cached_tokens) = (Some(token), *cached_tokens);
-                return sent(M::FirstToken(proto::FirstToken { token, cached_tokens }));
+                return sent(M::FirstToken(proto::FirstToken { token, cached_tokens, blended_tokens: 0 }));
             }
             DecodeStep::Written { generation: is_right, transport, pieces, rest, last, bytes } => {
                 let piece =

@@ -90,6 +90,7 @@ fuzz_target!(|input: Input| {
                     itl_target: f64::from_bits(itl.rotate_left(32)),
                 }
             }),
+            blends: num_queued_tokens % 2 == 0,
             link_within: None,
             link_beyond: worker
                 .link

@@ -154,7 +154,12 @@ fn num_tokens(mut tokens: TokenStream) -> usize {
         match block_on(tokens.next()) {
             Some(TokenEvent::Token(_)) => num_tokens += 1,
             Some(TokenEvent::Finished(_)) => break,
-            Some(TokenEvent::Started { .. } | TokenEvent::Blended { .. } | TokenEvent::Scored { .. } | TokenEvent::Verified(_)) => {}
+            Some(
+                TokenEvent::Started { .. }
+                | TokenEvent::Blended { .. }
+                | TokenEvent::Scored { .. }
+                | TokenEvent::Verified(_),
+            ) => {}
             other => panic!("{other:?} of a request that was accepted"),
         }
     }
@@ -169,7 +174,9 @@ fn prefill(message: &proto::Begin) {
     loop {
         match block_on(events.next()) {
             Some(PrefillEvent::FirstToken(_)) => break,
-            Some(PrefillEvent::Started { .. } | PrefillEvent::Blended { .. } | PrefillEvent::Ready { .. }) => {}
+            Some(
+                PrefillEvent::Started { .. } | PrefillEvent::Blended { .. } | PrefillEvent::Ready { .. },
+            ) => {}
             other => panic!("{other:?} of a request that was accepted"),
         }
     }
