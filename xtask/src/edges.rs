@@ -411,18 +411,18 @@ const ROOMS: &[Room] = &[
         tests_use: &[],
         never: PURE,
     },
-    Room {
-        name: "baton-kv-cache",
-        uses: &["baton-kv-layout"],
-        tests_use: &[],
-        never: &["tokio", "tonic", "prost", "hyper"],
-    },
     // Tiers below a pool: they never know who fills it.
     Room {
         name: "baton-kv-store",
         uses: &["baton-kv-cache", "baton-kv-events"],
         tests_use: &["baton-random"],
         never: NO_ENGINE,
+    },
+    Room {
+        name: "baton-kv-cache",
+        uses: &["baton-kv-layout"],
+        tests_use: &[],
+        never: &["tokio", "tonic", "prost", "hyper"],
     },
     // What a prefix cache stores and evicts: told by engines, read by routers.
     Room { name: "baton-kv-events", uses: &[], tests_use: &[], never: PURE },

@@ -207,21 +207,30 @@ impl Worker {
     }
 
     fn happens(&mut self, event: CacheEvent, held: BTreeSet<u64>) {
+        let next = self.log.next();
         self.log.append(BlockHolder::Pool, vec![event]);
-        self.history.push(held);
+        // What changes nothing is left out.
+        if self.log.next() > next {
+            self.history.push(held);
+        }
     }
 
     /// The end of a prompt.
     fn store(&mut self, block: u64, num: usize) {
         let prompt = self.tree.prompt(block);
         let (before, end) = prompt.split_at(prompt.len().saturating_sub(num));
-        let mut held = self.held().clone();
-        held.extend(end);
-        if held.len() > POOL {
+        let known = self.held().clone();
+        if known.union(&end.iter().copied().collect()).count() > POOL {
             return;
         }
-        let blocks = end.iter().map(|&block| key(block)).collect();
-        self.happens(CacheEvent::Stored { parent: before.last().map(|&block| key(block)), blocks }, held);
+        // Each run of new blocks is an event of its own.
+        let (mut held, mut parent) = (known.clone(), before.last().copied());
+        for run in end.chunk_by(|a, b| known.contains(a) == known.contains(b)) {
+            held.extend(run);
+            let blocks = run.iter().map(|&block| key(block)).collect();
+            self.happens(CacheEvent::Stored { parent: parent.map(key), blocks }, held.clone());
+            parent = run.last().copied();
+        }
     }
 
     /// Some may not be there.

@@ -8,6 +8,7 @@ use crate::harness::Router;
 /// Fields that may be answered with 200: honoured, or without effect on the answer. The others must be refused.
 const ACCEPTED: &[&str] = &[
     "messages",
+    "documents",
     "model",
     "max_tokens",
     "max_completion_tokens",
@@ -118,6 +119,7 @@ async fn a_field_is_honoured_or_harmless_or_refused() {
                     let is_refused_here = !ACCEPTED.contains(&name.as_str())
                         || [
                             "tools",
+                            "documents",
                             "parallel_tool_calls",
                             "max_completion_tokens",
                             "top_logprobs",
