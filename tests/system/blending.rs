@@ -90,6 +90,28 @@ async fn a_worker_calibrates_with_the_passages_that_it_meets_and_then_blends_by_
 }
 
 #[tokio::test]
+async fn a_model_that_no_ratio_keeps_near_is_never_blended_and_its_worker_says_so() {
+    const NEARER_THAN_ANY: &str = "--blend auto --blend-max-kl 1e-12";
+    let cluster = Cluster::new().worker_flags(NEARER_THAN_ANY).start().await;
+    let began = Instant::now();
+    let prefill = address_of(&cluster, "prefill-0").await;
+    for nth in 0.. {
+        assert!(began.elapsed() < PATIENCE, "{}", cluster.log("prefill-0"));
+        let order = [[0, 1, 2, 3], [3, 1, 0, 2], [2, 3, 1, 0]][nth % 3];
+        let (_, num_blended) = answer(&cluster, &chat(&order, json!("auto"), "remote", "a")).await;
+        assert_eq!(num_blended, 0);
+        if cluster.metric(&prefill, "baton_blends_refused_total", &["closed"]).await >= 1.0 {
+            break;
+        }
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    assert!(cluster.log("prefill-0").contains("no ratio keeps the divergence under --blend-max-kl"));
+    let (_, num_blended) = answer(&cluster, &chat(&[1, 0, 2], json!(0.3), "remote", "a")).await;
+    assert_eq!(num_blended, 0, "a client's own ratio does not open it");
+    cluster.assert_all_blocks_free().await;
+}
+
+#[tokio::test]
 async fn workers_that_do_not_blend_compute_in_full_and_say_so() {
     let cluster = Cluster::new().start().await;
     let mut texts = Vec::new();
