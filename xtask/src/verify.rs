@@ -123,11 +123,17 @@ fn clippy(workspace: &Workspace) -> Result<Outcome> {
     Ok(Outcome::of(findings, "every crate, every target, fuzz targets"))
 }
 
-/// Every test binary reports its own result; the total is counted here.
+/// Every test binary reports its own result; the total is counted here. Half as many tests again as processors run at once,
+/// because many wait: for a deadline, for a process.
 fn tests(workspace: &Workspace) -> Result<Outcome> {
     let args = ["test", "--workspace", "--locked", "--no-fail-fast"];
     println!("verify: cargo {} …", args.join(" "));
-    let mut cargo = workspace.cargo().args(args).stdout(Stdio::piped()).spawn()?;
+    let mut cargo = workspace.cargo();
+    if std::env::var_os(TEST_THREADS).is_none() {
+        let num_processors = std::thread::available_parallelism().map_or(1, usize::from);
+        cargo.env(TEST_THREADS, (num_processors + num_processors.div_ceil(2)).to_string());
+    }
+    let mut cargo = cargo.args(args).stdout(Stdio::piped()).spawn()?;
     let mut total = Total::default();
     for line in BufReader::new(cargo.stdout.take().expect("piped")).lines() {
         let line = line?;
@@ -138,6 +144,9 @@ fn tests(workspace: &Workspace) -> Result<Outcome> {
     println!("tests: {} passed, {} failed, {} skipped", total.passed, total.failed, total.ignored);
     Ok(Outcome::of(finding(args[0], status).into_iter().collect(), "every crate, every target"))
 }
+
+/// Read by the test harness.
+const TEST_THREADS: &str = "RUST_TEST_THREADS";
 
 fn finding(command: &str, status: ExitStatus) -> Option<String> {
     (!status.success()).then(|| format!("cargo {command}: {status}"))
