@@ -8,7 +8,7 @@ use clap::{Parser, Subcommand};
 
 use crate::{
     chat::ChatArgs, completions::CompletionsArgs, doctor::DoctorArgs, inspect::InspectArgs,
-    router::RouterArgs, up::UpArgs, worker::WorkerArgs,
+    router::RouterArgs, top::TopArgs, up::UpArgs, worker::WorkerArgs,
 };
 
 /// Serves large language models with prefill and decode on separate workers.
@@ -33,6 +33,8 @@ pub(crate) enum Command {
     DecodeWorker(WorkerArgs),
     /// Talk to a server in the terminal.
     Chat(ChatArgs),
+    /// Watch a router's workers and requests in the terminal.
+    Top(TopArgs),
     /// Load a server and measure latency, throughput and goodput. Subcommands measure transfers of KV.
     Bench(BenchArgs),
     /// Measure how fast KV travels between the workers of a cluster, and report what limits it.

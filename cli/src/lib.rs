@@ -15,6 +15,7 @@ mod log;
 mod model;
 mod router;
 mod shutdown;
+mod top;
 mod transfer;
 mod up;
 mod worker;
@@ -74,6 +75,7 @@ fn run(cli: Cli) -> anyhow::Result<()> {
         Command::PrefillWorker(args) => block_on(worker::run_prefill(args)),
         Command::DecodeWorker(args) => block_on(worker::run_decode(args)),
         Command::Chat(args) => block_on(chat::run(args)),
+        Command::Top(args) => block_on(top::run(args)),
         Command::Bench(args) => baton_bench::run(args),
         Command::Doctor(args) => block_on(doctor::run(args)),
         Command::Simulate(args) => baton_simulator::run(*args),

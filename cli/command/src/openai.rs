@@ -123,7 +123,16 @@ impl OpenAi {
 
     /// Posts `body`, whose `stream` is true.
     pub async fn stream(&self, path: &str, body: Bytes) -> Result<EventStream, RequestError> {
-        let response = self.send(Method::POST, path, body).await?;
+        self.events(Method::POST, path, body).await
+    }
+
+    /// A stream of events that is there without a request. It breaks off when the server stops.
+    pub async fn watch(&self, path: &str) -> Result<EventStream, RequestError> {
+        self.events(Method::GET, path, Bytes::new()).await
+    }
+
+    async fn events(&self, method: Method, path: &str, body: Bytes) -> Result<EventStream, RequestError> {
+        let response = self.send(method, path, body).await?;
         let content_type = response.headers().get(header::CONTENT_TYPE);
         if !content_type.is_some_and(|value| value.as_bytes().starts_with(b"text/event-stream")) {
             let message = format!("expected a stream of events, not {content_type:?}");
