@@ -126,7 +126,7 @@ const showCluster = (cluster) => {
   }
   const moved = {};
   for (const worker of cluster.workers) {
-    for (const [transport, sum] of Object.entries(worker.handoff_bytes)) moved[transport] = (moved[transport] ?? 0) + sum;
+    for (const [transport, sum] of Object.entries(worker.handoff_bytes)) if (sum) moved[transport] = (moved[transport] ?? 0) + sum;
   }
   const at = performance.now();
   const rates = Object.entries(moved).map(([transport, sum]) => {
@@ -282,7 +282,8 @@ const bubble = (kind, text = "") => {
 const factsOf = (timing, usage) => {
   const way = timing.prefill_worker === timing.decode_worker
     ? `computed on ${timing.decode_worker}` : `prefilled on ${timing.prefill_worker}, decoded on ${timing.decode_worker}`;
-  const rate = timing.tpot_ms ? `, ${(1000 / timing.tpot_ms).toFixed(0)} tokens/s` : "";
+  // Tokens that came at once have no rate.
+  const rate = timing.tpot_ms * (usage.completion_tokens - 1) >= 5 ? `, ${(1000 / timing.tpot_ms).toFixed(0)} tokens/s` : "";
   return `TTFT ${millis(timing.ttft_ms)}${rate}, ${count(usage.completion_tokens, "token")}, ${way}`;
 };
 

@@ -1,0 +1,121 @@
+// A newcomer's first ten minutes, in a real browser: start, page, chat, a request's timeline, a worker killed, the page as it heals.
+// Fails on an error in the console, on a finding of axe, and if the page does not show what happened. By hand; CI runs nothing of it.
+//
+//     apt-get install chromium && npm ci --prefix tests/page
+//     node tests/page/walk.mjs target/release/baton [FOLDER FOR SCREENSHOTS]
+
+import assert from "node:assert/strict";
+import { spawn } from "node:child_process";
+import { readFileSync, readdirSync } from "node:fs";
+import { createRequire } from "node:module";
+import puppeteer from "puppeteer-core";
+
+const AXE = readFileSync(createRequire(import.meta.url).resolve("axe-core/axe.min.js"), "utf8");
+const [baton = "target/release/baton", folder] = process.argv.slice(2);
+const browserPath = process.env.CHROMIUM ?? "/usr/bin/chromium";
+const errors = [];
+
+const step = (text) => console.log(`${new Date().toISOString().slice(11, 19)} ${text}`);
+
+/** `baton up` on a free port; its URL. */
+const start = async () => {
+  const up = spawn(baton, ["up", "--port", "0", "--prefill", "1", "--decode", "2", "--log-color", "never"]);
+  let log = "";
+  for (const stream of [up.stdout, up.stderr]) stream.on("data", (data) => { log += data; });
+  const url = await until(() => log.match(/Baton is ready: (\S+)/)?.[1], "an address in the log of up");
+  await until(async () => (await fetch(`${url}/readyz`).catch(() => null))?.ok, "readiness");
+  return { up, url };
+};
+
+/** Waits until `what` gives something true, for at most 30 s. */
+const until = async (what, name) => {
+  for (const end = Date.now() + 30_000; Date.now() < end; await new Promise((done) => setTimeout(done, 100))) {
+    const value = await what();
+    if (value) return value;
+  }
+  throw new Error(`waited for ${name}`);
+};
+
+/** The process of a worker that `up` has started. */
+const processOf = (up, worker) => readdirSync("/proc").filter((name) => /^\d+$/.test(name)).find((pid) => {
+  try {
+    const [, parent] = readFileSync(`/proc/${pid}/stat`, "utf8").match(/\) \S (\d+)/);
+    return Number(parent) === up.pid && readFileSync(`/proc/${pid}/cmdline`, "utf8").includes(`\0--id\0${worker}\0`);
+  } catch {
+    return false;
+  }
+});
+
+const check = async (page, name) => {
+  // The page's policy forbids foreign scripts; this one comes through the debugger.
+  await page.evaluate(AXE);
+  const { violations } = await page.evaluate(() => globalThis.axe.run());
+  for (const { id, help, nodes } of violations) errors.push(`axe, ${name}: ${id}: ${help}: ${nodes.map((node) => node.html).join(" ")}`);
+  if (folder) await page.screenshot({ path: `${folder}/page-${name}.png` });
+  step(`${name}: ${violations.length} findings of axe`);
+};
+
+const text = (page, selector) => page.$eval(selector, (node) => node.textContent);
+
+const walk = async (page, { up, url }) => {
+  await page.goto(url);
+  await until(async () => (await text(page, "#status")) === "ready", "the status ready");
+  await until(async () => (await page.$$("#workers .worker")).length === 3, "three workers");
+  await check(page, "start");
+
+  // By keyboard alone.
+  await page.focus("#prompt");
+  const question = "The old house keeps a red key. The garden keeps a blue lamp. What does the old house keep? ".repeat(3);
+  await page.keyboard.type(question);
+  await page.keyboard.press("Enter");
+  await page.waitForSelector(".message.assistant .facts");
+  const facts = await text(page, ".message.assistant .facts");
+  assert.match(facts, /TTFT .* ms.*(prefilled on prefill-0, decoded on decode-\d|computed on decode-\d)/);
+  step(`chat: ${facts}`);
+  await check(page, "chat");
+
+  await page.focus(".message.assistant .facts");
+  await page.keyboard.press("Enter");
+  await page.waitForSelector("#detail[open] .timeline i");
+  assert.match(await text(page, "#detail-body"), /Plan 1/);
+  await check(page, "timeline");
+  await page.keyboard.press("Escape");
+
+  const pid = processOf(up, "decode-0");
+  assert.ok(pid, "the process of decode-0");
+  process.kill(Number(pid), "SIGKILL");
+  await until(async () => (await page.$$(".worker.gone")).length === 1, "a worker that has gone");
+  step(`killed: ${await text(page, ".worker.gone")}`);
+  await check(page, "killed");
+  await until(async () => (await page.$$(".worker.ready")).length === 3, "the worker's return");
+  step("healed: three workers are ready");
+
+  await page.click("#new-chat");
+  await page.focus("#prompt");
+  await page.keyboard.type("Hello");
+  await page.keyboard.press("Enter");
+  await page.waitForSelector(".message.assistant .facts");
+  await page.emulateMediaFeatures([{ name: "prefers-color-scheme", value: "dark" }]);
+  await check(page, "dark");
+  await page.setViewport({ width: 390, height: 844 });
+  await check(page, "narrow");
+};
+
+const server = await start();
+step(`up at ${server.url}`);
+const browser = await puppeteer.launch({ executablePath: browserPath, args: ["--no-sandbox", "--disable-gpu"] });
+try {
+  const page = await browser.newPage();
+  await page.setViewport({ width: 1280, height: 900 });
+  await page.emulateMediaFeatures([{ name: "prefers-color-scheme", value: "light" }]);
+  page.on("console", (message) => { if (["error", "warn"].includes(message.type())) errors.push(`console: ${message.text()}`); });
+  page.on("pageerror", (error) => errors.push(`page: ${error}`));
+  page.on("requestfailed", (request) => errors.push(`request: ${request.url()}: ${request.failure()?.errorText}`));
+  await walk(page, server);
+} finally {
+  await browser.close();
+  server.up.kill("SIGTERM");
+}
+for (const error of errors) console.error(error);
+step(errors.length ? `${errors.length} errors` : "no error in the console, no finding of axe");
+process.exitCode = errors.length ? 1 : 0;
