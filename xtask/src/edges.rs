@@ -46,6 +46,7 @@ const ROOMS: &[Room] = &[
             "baton-simulator",
             "baton-command",
             "baton-router",
+            "baton-keys",
             "baton-prefill-worker",
             "baton-decode-worker",
             "baton-worker",
@@ -115,6 +116,7 @@ const ROOMS: &[Room] = &[
         name: "baton-router",
         uses: &[
             "baton-router-core",
+            "baton-keys",
             "baton-request-fields",
             "baton-planner",
             "baton-cluster",
@@ -132,6 +134,7 @@ const ROOMS: &[Room] = &[
     Room {
         name: "baton-router-core",
         uses: &[
+            "baton-keys",
             "baton-request-fields",
             "baton-planner",
             "baton-kv-index",
@@ -450,6 +453,8 @@ const ROOMS: &[Room] = &[
     Room { name: "baton-telemetry", uses: &[], tests_use: &[], never: &[] },
     // How long work takes: measured by workers, predicted by the planner, lived by a simulator.
     Room { name: "baton-cost", uses: &[], tests_use: &[], never: PURE },
+    // Who may call, and how much: no HTTP, no requests.
+    Room { name: "baton-keys", uses: &[], tests_use: &[], never: PURE },
     // A table of names; a library finds similar ones.
     Room { name: "baton-request-fields", uses: &[], tests_use: &[], never: &["tokio", "axum", "tonic"] },
     // Text of answers and fields of requests.

@@ -12,8 +12,15 @@ use crate::{
 };
 
 /// Crates that only decide.
-const PURE: [&str; 6] =
-    ["baton-cost", "baton-handoff", "baton-kv-events", "baton-kv-index", "baton-planner", "baton-request"];
+const PURE: [&str; 7] = [
+    "baton-cost",
+    "baton-handoff",
+    "baton-keys",
+    "baton-kv-events",
+    "baton-kv-index",
+    "baton-planner",
+    "baton-request",
+];
 
 /// Packages that a pure crate must not reach, directly or indirectly.
 const NEVER: [&str; 5] = ["tokio", "libc", "rand", "getrandom", "memmap2"];
