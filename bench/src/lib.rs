@@ -23,6 +23,7 @@ use std::{
 use anyhow::{Context, bail, ensure};
 use baton_cluster::Dialer;
 use baton_command::{
+    ApiKeyArgs,
     dial::ClientTlsArgs,
     openai::{OpenAi, RequestError},
     print,
@@ -97,9 +98,8 @@ pub struct BenchArgs {
     /// Model to request. Default: the first that the endpoint lists.
     #[arg(long, value_name = "NAME")]
     pub(crate) model: Option<String>,
-    /// API key, sent as a bearer token.
-    #[arg(long, value_name = "KEY", env = "OPENAI_API_KEY", hide_env_values = true)]
-    pub(crate) api_key: Option<String>,
+    #[command(flatten)]
+    pub(crate) api_key: ApiKeyArgs,
 
     /// Closed loop: this many clients, each sending its next request when the last one is answered.
     #[arg(long, value_name = "N", default_value_t = 8, conflicts_with_all = ["rate", "trace"], help_heading = "Load")]
@@ -372,7 +372,7 @@ impl BenchArgs {
         let mut targets = Vec::new();
         for (idx, url) in urls.into_iter().enumerate() {
             let extra = self.body_b.as_ref().filter(|_| idx == 1).or(self.extra_body.as_ref());
-            let server = OpenAi::new(&url, self.api_key.clone(), tls.clone())?;
+            let server = OpenAi::new(&url, self.api_key.key(), tls.clone())?;
             let model = match &self.model {
                 Some(model) => model.clone(),
                 None => first_model(&server).await?,

@@ -7,7 +7,7 @@ use baton_simulator::{PlanArgs, SimulateArgs};
 use clap::{Parser, Subcommand};
 
 use crate::{
-    chat::ChatArgs, completions::CompletionsArgs, doctor::DoctorArgs, inspect::InspectArgs,
+    chat::ChatArgs, completions::CompletionsArgs, doctor::DoctorArgs, inspect::InspectArgs, keys::KeysArgs,
     router::RouterArgs, top::TopArgs, up::UpArgs, worker::WorkerArgs,
 };
 
@@ -45,6 +45,8 @@ pub(crate) enum Command {
     Plan(Box<PlanArgs>),
     /// Print what a model costs: memory, arithmetic, and estimated times on a device.
     Inspect(InspectArgs),
+    /// Make API keys for a router.
+    Keys(KeysArgs),
     /// Print a completion script for a shell.
     Completions(CompletionsArgs),
 }

@@ -165,6 +165,10 @@ fn origins(command: &Command, role: &str, matches: &ArgMatches, file: Option<&Co
             writeln!(out, "# {long} is not set").expect("writing to a string");
             continue;
         };
+        if arg.is_hide_env_values_set() {
+            writeln!(out, "# {long} is set, and not shown").expect("writing to a string");
+            continue;
+        }
         let values: Vec<String> = values.map(|value| quoted(&value.to_string_lossy())).collect();
         let value = if values.len() == 1 { values[0].clone() } else { format!("[{}]", values.join(", ")) };
         let origin = match matches.value_source(id) {

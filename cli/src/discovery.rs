@@ -3,7 +3,7 @@
 use std::{fs, path::PathBuf, time::Duration};
 
 use anyhow::{Context, bail};
-use baton_cluster::{DiscoveryConfig, EtcdAuth, EtcdConfig, EtcdTls};
+use baton_cluster::{DiscoveryConfig, EtcdAuth, EtcdConfig, EtcdTls, RegistrationKey};
 use clap::{Args, ValueEnum};
 
 /// How the parts find each other.
@@ -48,10 +48,15 @@ pub(crate) struct DiscoveryArgs {
 }
 
 impl DiscoveryArgs {
-    /// As the cluster wants it. `router` is for the embedded kind, `workers` for the static one.
-    pub(crate) fn config(&self, router: String, workers: Vec<String>) -> anyhow::Result<DiscoveryConfig> {
+    /// As the cluster wants it. `router` and `key` are for the embedded kind, `workers` for the static one.
+    pub(crate) fn config(
+        &self,
+        router: String,
+        key: Option<RegistrationKey>,
+        workers: Vec<String>,
+    ) -> anyhow::Result<DiscoveryConfig> {
         Ok(match self.discovery {
-            DiscoveryKind::Embedded => DiscoveryConfig::Embedded { router },
+            DiscoveryKind::Embedded => DiscoveryConfig::Embedded { router, key },
             DiscoveryKind::Static => DiscoveryConfig::Static { workers },
             DiscoveryKind::Etcd => DiscoveryConfig::Etcd(EtcdConfig {
                 endpoints: self.etcd_endpoints.clone(),

@@ -8,7 +8,7 @@ use std::{fmt, path::PathBuf, time::Duration};
 
 use anyhow::{Context, bail};
 use baton_cluster::Dialer;
-use baton_command::{TlsArgs, print};
+use baton_command::{ApiKeyArgs, TlsArgs, print};
 use baton_proto::{
     v1::{KvTier, LoadsRequest, inference_client::InferenceClient},
     worker::{
@@ -48,6 +48,8 @@ pub(crate) struct DoctorArgs {
     /// Router whose workers are examined: each prefill worker with each decode worker.
     #[arg(long, value_name = "URL", default_value = "http://127.0.0.1:8080", env = "BATON_ROUTER")]
     router: String,
+    #[command(flatten)]
+    api_key: ApiKeyArgs,
     /// Prefill workers to examine, instead of those of the router.
     #[arg(long, value_name = "URL", requires = "decode")]
     prefill: Vec<String>,
@@ -141,7 +143,7 @@ struct Way {
 pub(crate) async fn run(args: DoctorArgs) -> anyhow::Result<()> {
     let dialer = Dialer::new(args.tls.load()?);
     let (prefill, decode) = match args.prefill.is_empty() {
-        true => workers_of(&dialer, &args.router).await?,
+        true => workers_of(&dialer, &args.router, args.api_key.key()).await?,
         false => (args.prefill, args.decode),
     };
     if prefill.is_empty() || decode.is_empty() {
@@ -183,7 +185,11 @@ pub(crate) async fn run(args: DoctorArgs) -> anyhow::Result<()> {
 }
 
 /// Addresses of prefill and decode workers.
-async fn workers_of(dialer: &Dialer, router: &str) -> anyhow::Result<(Vec<String>, Vec<String>)> {
+async fn workers_of(
+    dialer: &Dialer,
+    router: &str,
+    key: Option<String>,
+) -> anyhow::Result<(Vec<String>, Vec<String>)> {
     // A router also accepts clients without TLS.
     let plain = Dialer::default();
     let dialer = if router.starts_with("https") { dialer } else { &plain };
@@ -192,7 +198,11 @@ async fn workers_of(dialer: &Dialer, router: &str) -> anyhow::Result<(Vec<String
             "no router at {router}; start one with `baton up`, or name workers with --prefill and --decode"
         )
     })?;
-    let loads = InferenceClient::new(channel).loads(LoadsRequest {}).await.context("the router's workers")?;
+    let mut request = tonic::Request::new(LoadsRequest {});
+    if let Some(key) = key {
+        request.metadata_mut().insert("authorization", format!("Bearer {key}").parse()?);
+    }
+    let loads = InferenceClient::new(channel).loads(request).await.context("the router's workers")?;
     let (prefill, decode): (Vec<_>, Vec<_>) =
         loads.into_inner().workers.into_iter().partition(|worker| worker.role == "prefill");
     let addresses =

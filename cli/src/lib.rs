@@ -11,6 +11,7 @@ mod doctor;
 mod environment;
 mod exit;
 mod inspect;
+mod keys;
 mod log;
 mod model;
 mod router;
@@ -81,6 +82,7 @@ fn run(cli: Cli) -> anyhow::Result<()> {
         Command::Simulate(args) => baton_simulator::run(*args),
         Command::Plan(args) => baton_simulator::run_plan(&args),
         Command::Inspect(args) => inspect::run(args),
+        Command::Keys(args) => keys::run(args),
     }
 }
 

@@ -1,8 +1,9 @@
 //! `baton router`: its arguments become a configuration, and it runs until a signal.
 
-use std::net::SocketAddr;
+use std::{net::SocketAddr, path::PathBuf};
 
 use baton_command::{TlsArgs, at_least_one};
+use baton_keys::KeyHash;
 use baton_router::{MigrationMode, PlanBasis, RouterConfig, Slo, ToolFormat, UnknownFields};
 use clap::{Args, ValueEnum, builder::PossibleValue};
 use http::HeaderValue;
@@ -22,6 +23,9 @@ pub(crate) struct RouterArgs {
     /// Addresses of the workers for --discovery static: http://host:port, separated by commas.
     #[arg(long, value_name = "URLS", value_delimiter = ',', env = "BATON_WORKERS")]
     pub workers: Vec<String>,
+    /// Hash of one more key with which workers may register, beside those of --api-keys. `baton up` makes such a key.
+    #[arg(long, value_name = "HASH", requires = "api_keys", env = "BATON_WORKER_KEY_HASH")]
+    pub worker_key_hash: Option<KeyHash>,
     #[command(flatten)]
     pub routing: RoutingArgs,
     #[command(flatten)]
@@ -73,6 +77,13 @@ pub(crate) struct RoutingArgs {
     /// commas; * stands for all.
     #[arg(long, value_name = "ORIGINS", value_delimiter = ',', env = "BATON_CORS_ORIGINS")]
     pub cors_origins: Vec<HeaderValue>,
+    /// File with the hashes of API keys, made by `baton keys new`. Callers then need a key, and workers one to register. It is read
+    /// again when it changes.
+    #[arg(long, value_name = "FILE", env = "BATON_API_KEYS")]
+    pub api_keys: Option<PathBuf>,
+    /// Serve /metrics without a key.
+    #[arg(long, env = "BATON_PUBLIC_METRICS")]
+    pub public_metrics: bool,
 }
 
 /// What plans are made from.
@@ -131,6 +142,8 @@ impl RoutingArgs {
         };
         config.tool_format = self.tool_format;
         config.cors_origins = self.cors_origins;
+        config.api_keys = self.api_keys;
+        config.has_public_metrics = self.public_metrics;
     }
 
     /// These settings as flags of a router.
@@ -147,6 +160,8 @@ impl RoutingArgs {
             unknown_fields,
             tool_format,
             cors_origins,
+            api_keys,
+            public_metrics,
         } = self;
         let name = |value: Option<PossibleValue>| value.expect("no choice is hidden").get_name().to_owned();
         let mut flags = vec![
@@ -161,6 +176,8 @@ impl RoutingArgs {
         flags.extend(slo_ttft.map(|ms| format!("--slo-ttft={ms}")));
         flags.extend(slo_tpot.map(|ms| format!("--slo-tpot={ms}")));
         flags.extend(tool_format.map(|format| format!("--tool-format={}", format.name())));
+        flags.extend(api_keys.as_ref().map(|file| format!("--api-keys={}", file.display())));
+        flags.extend(public_metrics.then(|| "--public-metrics".to_owned()));
         if !origins.is_empty() {
             flags.push(format!("--cors-origins={}", origins.join(",")));
         }
@@ -173,10 +190,11 @@ pub(crate) async fn run(args: RouterArgs) -> anyhow::Result<()> {
     let _telemetry = args.log.init("baton-router", &args.listen.to_string())?;
     allow_open_files(args.routing.max_requests);
     let (model, model_name) = args.model.resolve()?;
-    let discovery = args.discovery.config(String::new(), args.workers)?;
+    let discovery = args.discovery.config(String::new(), None, args.workers)?;
     let mut config = RouterConfig::new(model, model_name, discovery);
     config.listen = args.listen;
     config.tls = args.tls.load()?;
+    config.worker_key = args.worker_key_hash;
     args.routing.configure(&mut config);
     baton_router::run(config, shutdown::on_signal()?).await
 }

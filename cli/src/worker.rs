@@ -3,7 +3,7 @@
 use std::{fs, net::SocketAddr, path::Path, time::Duration};
 
 use anyhow::ensure;
-use baton_cluster::{Role, WorkerId};
+use baton_cluster::{RegistrationKey, Role, WorkerId};
 use baton_command::{Blend, EngineArgs, Speculate, TlsArgs, at_least_one, draft_model, embedded_model};
 use baton_telemetry::TelemetryGuard;
 use baton_worker::{BlendSettings, ComputeDevice, DrafterConfig, KvMemory, WorkerConfig};
@@ -37,6 +37,9 @@ pub(crate) struct WorkerArgs {
     /// URL of the router, for `--discovery embedded`.
     #[arg(long, value_name = "URL", default_value = "http://127.0.0.1:8080", env = "BATON_ROUTER")]
     pub router: String,
+    /// API key with which it registers, of role worker, for `--discovery embedded` and a router with --api-keys.
+    #[arg(long, value_name = "KEY", env = "BATON_API_KEY", hide_env_values = true)]
+    pub api_key: Option<String>,
     #[command(flatten)]
     pub engine: EngineArgs,
     #[command(flatten)]
@@ -116,7 +119,7 @@ fn worker(role: Role, args: WorkerArgs) -> anyhow::Result<(WorkerConfig, Telemet
     let id = args.id.unwrap_or_else(|| format!("{name}-{}-{}", host_name(), std::process::id()));
     let telemetry = args.log.init(service, &id)?;
     let (model, model_name) = args.model.resolve()?;
-    let discovery = args.discovery.config(args.router, Vec::new())?;
+    let discovery = args.discovery.config(args.router, args.api_key.map(RegistrationKey::new), Vec::new())?;
     let draft_model = draft_model(&args.engine, args.model.model.is_none())?;
     let mut config = WorkerConfig::new(role, WorkerId::from(id), model, discovery);
     config.model_name = Some(model_name);
@@ -180,7 +183,7 @@ mod tests {
     fn config_of(flags: &str) -> (WorkerConfig, usize) {
         let cli = Cli::parse_from(format!("baton decode-worker --id d {flags}").split_whitespace());
         let Command::DecodeWorker(args) = cli.command else { panic!("not a decode worker") };
-        let discovery = args.discovery.config(args.router.clone(), Vec::new()).expect("the default");
+        let discovery = args.discovery.config(args.router.clone(), None, Vec::new()).expect("the default");
         let mut config = WorkerConfig::new(Role::Decode, "d".into(), "/model".into(), discovery);
         config.listen = args.listen;
         config.advertise = args.advertise;

@@ -3,6 +3,7 @@
 use std::{path::PathBuf, time::Duration};
 
 use serde::{Deserialize, Serialize};
+use tonic::metadata::{Ascii, MetadataValue};
 
 /// The kind of discovery.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -12,6 +13,9 @@ pub enum DiscoveryConfig {
     Embedded {
         /// The router's address, `http://host:port`. Only workers use it.
         router: String,
+        /// The API key with which a worker registers, if the router needs one.
+        #[serde(default, skip_serializing)]
+        key: Option<RegistrationKey>,
     },
     /// An etcd cluster. Routers and workers survive each other.
     Etcd(EtcdConfig),
@@ -20,6 +24,35 @@ pub enum DiscoveryConfig {
         /// Addresses of workers, `http://host:port`. Only the router uses it.
         workers: Vec<String>,
     },
+}
+
+/// A worker's API key; never printed.
+#[derive(Clone, PartialEq, Eq, Deserialize)]
+#[serde(transparent)]
+pub struct RegistrationKey(String);
+
+impl RegistrationKey {
+    /// The key `secret`.
+    pub fn new(secret: String) -> RegistrationKey {
+        RegistrationKey(secret)
+    }
+
+    /// The header that shows it.
+    ///
+    /// # Errors
+    /// When no header can hold it.
+    pub(crate) fn header(&self) -> Result<MetadataValue<Ascii>, DiscoveryError> {
+        let header = MetadataValue::try_from(format!("Bearer {}", self.0));
+        let mut header = header.map_err(|_| DiscoveryError::Config("the API key is no plain text".into()))?;
+        header.set_sensitive(true);
+        Ok(header)
+    }
+}
+
+impl std::fmt::Debug for RegistrationKey {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("RegistrationKey(…)")
+    }
 }
 
 /// The connection to etcd.
@@ -105,8 +138,8 @@ impl DiscoveryConfig {
     /// [`watch`](crate::watch()) also check that the part they use is present.
     pub fn validate(&self) -> Result<(), DiscoveryError> {
         match self {
-            DiscoveryConfig::Embedded { router } if router.is_empty() => Ok(()),
-            DiscoveryConfig::Embedded { router } => url("router", router),
+            DiscoveryConfig::Embedded { router, .. } if router.is_empty() => Ok(()),
+            DiscoveryConfig::Embedded { router, .. } => url("router", router),
             DiscoveryConfig::Static { workers } => {
                 workers.iter().try_for_each(|address| url("worker", address))
             }
@@ -163,7 +196,7 @@ mod tests {
             DiscoveryConfig::Etcd(config)
         };
         let cases = [
-            (DiscoveryConfig::Embedded { router: "router:80".into() }, "router is \"router:80\""),
+            (DiscoveryConfig::Embedded { router: "router:80".into(), key: None }, "router is \"router:80\""),
             (DiscoveryConfig::Static { workers: vec!["ftp://x".into()] }, "worker is \"ftp://x\""),
             (etcd(|c| c.endpoints.clear()), "at least one endpoint"),
             (etcd(|c| c.lease_ttl = Duration::from_millis(2500)), "whole seconds"),

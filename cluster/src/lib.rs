@@ -28,7 +28,7 @@ mod testing;
 pub use baton_cluster_record::{
     BalanceGrants, BalanceRefused, Capacity, Compute, RecordError, Role, WorkerId, WorkerRecord,
 };
-pub use config::{DiscoveryConfig, DiscoveryError, EtcdAuth, EtcdConfig, EtcdTls};
+pub use config::{DiscoveryConfig, DiscoveryError, EtcdAuth, EtcdConfig, EtcdTls, RegistrationKey};
 pub use dial::{DialError, Dialed, Dialer};
 pub use discovery::{Discovery, watch, watch_over};
 pub use embedded::RegistryService;

@@ -39,12 +39,12 @@ pub fn register_over(
     let (sender, state) = watch::channel(RegistrationState::Searching { problem: None });
     let report = StateReport::new(sender);
     let task = match config {
-        DiscoveryConfig::Embedded { router } if router.is_empty() => {
+        DiscoveryConfig::Embedded { router, .. } if router.is_empty() => {
             let message = "a worker needs the router's address, http://host:port";
             return Err(DiscoveryError::Config(message.into()));
         }
-        DiscoveryConfig::Embedded { router } => {
-            let registrar = embedded::Registrar::new(router, record, report, dialer)?;
+        DiscoveryConfig::Embedded { router, key } => {
+            let registrar = embedded::Registrar::new(router, key.as_ref(), record, report, dialer)?;
             tokio::spawn(registrar.run(withdraw.clone()))
         }
         DiscoveryConfig::Etcd(config) => {

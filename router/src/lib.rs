@@ -5,12 +5,14 @@
 
 mod server;
 
+mod auth;
 mod grpc;
 mod http;
 
 use std::sync::Arc;
 
 use anyhow::Context;
+use auth::LiveKeys;
 use baton_cluster::Dialer;
 use baton_telemetry::Metrics;
 use tokio::net::TcpListener;
@@ -43,6 +45,11 @@ pub async fn run_on(
     shutdown: CancellationToken,
 ) -> anyhow::Result<()> {
     let dialer = Dialer::new(config.tls.clone());
+    let keys = config.api_keys.as_deref().map(|path| LiveKeys::read(path, config.worker_key)).transpose()?;
+    let address = listener.local_addr()?;
+    if keys.is_none() && !address.ip().is_loopback() {
+        tracing::warn!(%address, "no --api-keys: every host that reaches this address may send requests and register workers");
+    }
     let discovery = baton_cluster::watch_over(&config.discovery, &dialer)?;
     // New at every start: tickets of an earlier router mean nothing to this one's ledgers.
     let name = (uuid::Uuid::new_v4().as_u128() as u64).max(1);
@@ -56,10 +63,13 @@ pub async fn run_on(
     let balancing = (config.migration == MigrationMode::Balance)
         .then(|| tokio::spawn(core.migrator.clone().balance(workers.clone(), drain.clone())));
     let readiness = grpc::Readiness::follow(core.clone());
-    let routes = http::routes(core.clone(), |router| {
-        grpc::mount(router, core.clone(), readiness.status(), discovery.registry())
+    let following = keys.clone().map(|keys| tokio::spawn(keys.follow(drain.clone())));
+    let mount = |router| grpc::mount(router, core.clone(), readiness.status(), discovery.registry());
+    let routes = http::routes(core.clone(), mount, |router| match keys {
+        Some(keys) => auth::guard(router, keys, config.has_public_metrics),
+        None => router,
     });
-    tracing::info!(address = %listener.local_addr()?, model = config.model_name, "router listens");
+    tracing::info!(%address, model = config.model_name, "router listens");
 
     let abort = CancellationToken::new();
     let mut server = std::pin::pin!(server::serve(listener, routes, &config, &drain, &abort));
@@ -75,6 +85,9 @@ pub async fn run_on(
     discovery.stop().await;
     drain_requests(&mut server, &core, &abort).await;
     workers.shut_down().await;
+    if let Some(following) = following {
+        following.await.context("the task that reads the key file failed")?;
+    }
     if let Some(balancing) = balancing {
         balancing.await.context("the balancing task failed")?;
     }

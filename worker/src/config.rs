@@ -509,7 +509,7 @@ mod tests {
     use super::*;
 
     fn config() -> WorkerConfig {
-        let discovery = DiscoveryConfig::Embedded { router: "http://127.0.0.1:8080".into() };
+        let discovery = DiscoveryConfig::Embedded { router: "http://127.0.0.1:8080".into(), key: None };
         WorkerConfig::new(Role::Prefill, "p0".into(), "/models/tiny".into(), discovery)
     }
 

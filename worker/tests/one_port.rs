@@ -185,7 +185,7 @@ async fn an_unregistered_worker_is_alive_but_not_ready() {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let router = format!("http://{}", listener.local_addr().unwrap());
     drop(listener);
-    let worker = start(DiscoveryConfig::Embedded { router }).await;
+    let worker = start(DiscoveryConfig::Embedded { router, key: None }).await;
     assert_eq!(worker.get("/livez").await.0, "HTTP/1.1 200 OK");
     let (status, body) = worker.get("/readyz").await;
     assert_eq!(status, "HTTP/1.1 503 Service Unavailable");

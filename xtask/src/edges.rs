@@ -454,7 +454,12 @@ const ROOMS: &[Room] = &[
     // How long work takes: measured by workers, predicted by the planner, lived by a simulator.
     Room { name: "baton-cost", uses: &[], tests_use: &[], never: PURE },
     // Who may call, and how much: no HTTP, no requests.
-    Room { name: "baton-keys", uses: &[], tests_use: &[], never: PURE },
+    Room {
+        name: "baton-keys",
+        uses: &[],
+        tests_use: &[],
+        never: &["tokio", "tonic", "prost", "hyper", "axum", "h2"],
+    },
     // A table of names; a library finds similar ones.
     Room { name: "baton-request-fields", uses: &[], tests_use: &[], never: &["tokio", "axum", "tonic"] },
     // Text of answers and fields of requests.

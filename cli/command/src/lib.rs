@@ -4,6 +4,7 @@
 
 #![forbid(unsafe_code)]
 
+mod api_key;
 pub mod dial;
 pub mod embedded_model;
 mod engine;
@@ -15,6 +16,7 @@ mod sse;
 mod tls;
 mod transport;
 
+pub use api_key::ApiKeyArgs;
 pub use engine::{Blend, EngineArgs, Speculate, parse_kv_dtype};
 pub use model::{draft_model, model_path};
 pub use output::print;

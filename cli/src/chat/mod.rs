@@ -7,6 +7,7 @@ mod screen;
 
 use anyhow::{Context, bail};
 use baton_command::{
+    ApiKeyArgs,
     dial::ClientTlsArgs,
     openai::{EventStream, ModelEntry, OpenAi, RequestError},
 };
@@ -31,9 +32,8 @@ pub(crate) struct ChatArgs {
     /// Model to chat with. Default: the first that the server lists.
     #[arg(long, value_name = "NAME")]
     pub(crate) model: Option<String>,
-    /// API key, sent as a bearer token.
-    #[arg(long, value_name = "KEY", env = "OPENAI_API_KEY", hide_env_values = true)]
-    pub(crate) api_key: Option<String>,
+    #[command(flatten)]
+    pub(crate) api_key: ApiKeyArgs,
     /// System prompt: how the model should behave.
     #[arg(long, value_name = "TEXT")]
     pub(crate) system: Option<String>,
@@ -52,7 +52,7 @@ pub(crate) struct ChatArgs {
 
 /// Chats until the user quits.
 pub(crate) async fn run(args: ChatArgs) -> anyhow::Result<()> {
-    let server = OpenAi::new(&args.url, args.api_key.clone(), args.tls.load(&[&args.url])?)?;
+    let server = OpenAi::new(&args.url, args.api_key.key(), args.tls.load(&[&args.url])?)?;
     let mut model = find_model(&server, args.model.as_deref()).await?;
     let mut screen = Screen::new();
     screen.note(&format!("{} at {}. /help shows commands; Ctrl-D leaves.", model.name, server.base()));
@@ -148,7 +148,7 @@ fn advice(error: &RequestError, server: &OpenAi) -> String {
         RequestError::Status { code: 404, .. } => {
             format!("{url} does not speak the OpenAI API ({error}). Is the URL right?")
         }
-        RequestError::Status { code: 401 | 403, .. } => format!("{error}. Set OPENAI_API_KEY or --api-key."),
+        RequestError::Status { code: 401 | 403, .. } => format!("{error}. Set BATON_API_KEY or --api-key."),
         RequestError::Status { code: 400 | 413 | 422, .. } => {
             format!(
                 "{error}\nYour last message was dropped; /reset starts over if the conversation has grown too long."

@@ -2,6 +2,8 @@
 
 use std::{net::SocketAddr, time::Duration};
 
+use baton_keys::ApiKey;
+use http::{Request, header};
 use http_body_util::{BodyExt, Empty};
 use hyper_util::{
     client::legacy::{Client, connect::HttpConnector},
@@ -10,15 +12,20 @@ use hyper_util::{
 
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
-/// Waits until the router is ready with all workers, then prints.
-pub(super) async fn print_when_ready(address: SocketAddr, prefill: usize, decode: usize) {
+/// Waits until the router is ready with all workers, then prints. A router with keys lists its workers to the holder of one.
+pub(super) async fn print_when_ready(
+    address: SocketAddr,
+    prefill: usize,
+    decode: usize,
+    model: String,
+    key: Option<ApiKey>,
+) {
     let client = Client::builder(TokioExecutor::new()).build_http();
     let base = base_url(address);
-    while !is_ready(&client, &base, prefill, decode).await {
+    while !is_ready(&client, &base, key.as_ref(), prefill, decode).await {
         tokio::time::sleep(POLL_INTERVAL).await;
     }
-    let model = model_name(&client, &base).await.unwrap_or_default();
-    println!("{}", text(&base, &model));
+    println!("{}", text(&base, &model, key.is_some()));
 }
 
 type HttpClient = Client<HttpConnector, Empty<&'static [u8]>>;
@@ -29,8 +36,12 @@ fn base_url(address: SocketAddr) -> String {
     format!("http://{host}:{}", address.port())
 }
 
-async fn get(client: &HttpClient, url: &str) -> Option<serde_json::Value> {
-    let response = client.get(url.parse().ok()?).await.ok()?;
+async fn get(client: &HttpClient, url: &str, key: Option<&ApiKey>) -> Option<serde_json::Value> {
+    let mut request = Request::get(url);
+    if let Some(key) = key {
+        request = request.header(header::AUTHORIZATION, format!("Bearer {}", key.secret()));
+    }
+    let response = client.request(request.body(Empty::default()).ok()?).await.ok()?;
     if !response.status().is_success() {
         return None;
     }
@@ -38,8 +49,14 @@ async fn get(client: &HttpClient, url: &str) -> Option<serde_json::Value> {
     serde_json::from_slice(&body).ok()
 }
 
-async fn is_ready(client: &HttpClient, base: &str, prefill: usize, decode: usize) -> bool {
-    let Some(health) = get(client, &format!("{base}/health")).await else { return false };
+async fn is_ready(
+    client: &HttpClient,
+    base: &str,
+    key: Option<&ApiKey>,
+    prefill: usize,
+    decode: usize,
+) -> bool {
+    let Some(health) = get(client, &format!("{base}/health"), key).await else { return false };
     let workers = health["workers"].as_array().map_or(&[][..], Vec::as_slice);
     let num = |role: &str| {
         workers.iter().filter(|worker| worker["role"] == role && worker["answers"] == true).count()
@@ -47,25 +64,21 @@ async fn is_ready(client: &HttpClient, base: &str, prefill: usize, decode: usize
     num("prefill") >= prefill && num("decode") >= decode
 }
 
-async fn model_name(client: &HttpClient, base: &str) -> Option<String> {
-    let models = get(client, &format!("{base}/v1/models")).await?;
-    Some(models["data"][0]["id"].as_str()?.to_owned())
-}
-
-fn text(base: &str, model: &str) -> String {
+fn text(base: &str, model: &str, needs_key: bool) -> String {
     let authority = base.trim_start_matches("http://");
+    let authorization = if needs_key { " -H \"Authorization: Bearer $BATON_API_KEY\"" } else { "" };
     format!(
         r#"
   Baton is ready: {base}  (model {model})
   Open it in a browser to chat and to watch the workers.
 
   HTTP, OpenAI style:
-    curl -N {base}/v1/chat/completions -H 'Content-Type: application/json' -d '{{
+    curl -N {base}/v1/chat/completions{authorization} -H 'Content-Type: application/json' -d '{{
       "model": "{model}", "stream": true, "max_tokens": 40, "temperature": 0,
       "messages": [{{"role": "user", "content": "Mara keeps the red key. What does Mara keep?"}}]}}'
 
   gRPC:
-    grpcurl -plaintext -d '{{"chat": {{"messages": [{{"role": "user", "content": "Hello!"}}]}},
+    grpcurl -plaintext{authorization} -d '{{"chat": {{"messages": [{{"role": "user", "content": "Hello!"}}]}},
       "sampling": {{"max_tokens": 40}}}}' {authority} baton.v1.Inference/Generate
 
   Or talk to it: baton chat{chat_flag}

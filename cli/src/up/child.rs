@@ -6,6 +6,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use baton_keys::ApiKey;
 use tokio::{
     io::{AsyncBufReadExt, AsyncRead, BufReader},
     process::Command,
@@ -21,6 +22,8 @@ pub(super) struct Child {
     pub name: String,
     /// Arguments of `baton`.
     pub args: Vec<String>,
+    /// With which it registers. In its environment, which other users do not see.
+    pub api_key: Option<ApiKey>,
     /// How long it may take to end after SIGTERM.
     pub stop_timeout: Duration,
 }
@@ -121,6 +124,9 @@ fn terminate(process: &tokio::process::Child) {
 
 fn command(child: &Child) -> io::Result<Command> {
     let mut command = Command::new(std::env::current_exe()?);
+    if let Some(key) = &child.api_key {
+        command.env("BATON_API_KEY", key.secret());
+    }
     command
         .args(&child.args)
         .stdin(Stdio::null())

@@ -17,12 +17,13 @@ use std::{
 
 use anyhow::{Context, bail};
 use baton_command::{EngineArgs, TlsArgs, at_least_one, draft_model, embedded_model, model_path};
+use baton_keys::ApiKey;
 use baton_model::num_cuda_devices;
 use clap::Args;
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
-use crate::{config::LayerArgs, log::LogArgs, router::RoutingArgs, shutdown, transfer::TransferArgs};
+use crate::{config::LayerArgs, keys, log::LogArgs, router::RoutingArgs, shutdown, transfer::TransferArgs};
 use child::{Child, Supervised};
 use logs::Logs;
 use places::Place;
@@ -92,7 +93,8 @@ pub(crate) async fn run(mut args: UpArgs) -> anyhow::Result<()> {
     let num_gpus = num_cuda_devices().unwrap_or(0);
     let places =
         places::divide(&args.engine, args.prefill + args.decode, num_gpus).context("--pin-threads")?;
-    let children = plan(&args, address, &model, &places, colour);
+    let worker_key = args.routing.api_keys.is_some().then(keys::new_key).transpose()?;
+    let children = plan(&args, address, &model, &places, worker_key.as_ref(), colour);
     let logs = Logs::new(children.iter().map(|child| child.name.len()).max().unwrap_or(0), colour);
     let mut children = children.into_iter();
     let router = children.next().expect("the plan begins with the router");
@@ -104,7 +106,8 @@ pub(crate) async fn run(mut args: UpArgs) -> anyhow::Result<()> {
         workers.spawn(child::supervise(child, logs, stop_workers.clone()));
     }
 
-    let ready = tokio::spawn(banner::print_when_ready(address, args.prefill, args.decode));
+    let name = args.model_name.clone().unwrap_or_else(|| baton_worker::name_of(&model));
+    let ready = tokio::spawn(banner::print_when_ready(address, args.prefill, args.decode, name, worker_key));
     let outcome = tokio::select! {
         () = shutdown.cancelled() => {
             logs.note("stopping; press Ctrl-C again to stop at once");
@@ -147,7 +150,14 @@ fn free_address(address: SocketAddr) -> anyhow::Result<SocketAddr> {
 }
 
 /// The processes to run, the router first. `places` has one for each worker.
-fn plan(args: &UpArgs, address: SocketAddr, model: &Path, places: &[Place], colour: bool) -> Vec<Child> {
+fn plan(
+    args: &UpArgs,
+    address: SocketAddr,
+    model: &Path,
+    places: &[Place],
+    worker_key: Option<&ApiKey>,
+    colour: bool,
+) -> Vec<Child> {
     let mut common = vec!["--model".to_owned(), model.display().to_string()];
     if let Some(name) = &args.model_name {
         common.extend(["--model-name".to_owned(), name.clone()]);
@@ -158,6 +168,7 @@ fn plan(args: &UpArgs, address: SocketAddr, model: &Path, places: &[Place], colo
     let mut router = vec!["router".to_owned(), "--listen".to_owned(), address.to_string()];
     router.extend(common.clone());
     router.extend(args.routing.flags());
+    router.extend(worker_key.map(|key| format!("--worker-key-hash={}", key.hash())));
 
     // Workers reach the router over loopback, for every address that it listens on.
     let scheme = if args.tls.tls_cert.is_some() { "https" } else { "http" };
@@ -171,8 +182,8 @@ fn plan(args: &UpArgs, address: SocketAddr, model: &Path, places: &[Place], colo
     worker.push(format!("--drain-timeout={}", args.drain_timeout));
 
     let stop_timeout = STOP_MARGIN + Duration::from_secs(args.drain_timeout);
-    let mut children =
-        vec![Child { name: "router".to_owned(), args: router, stop_timeout: ROUTER_STOP_TIMEOUT }];
+    let name = "router".to_owned();
+    let mut children = vec![Child { name, args: router, api_key: None, stop_timeout: ROUTER_STOP_TIMEOUT }];
     let mut places = places.iter();
     for (role, num) in [("prefill", args.prefill), ("decode", args.decode)] {
         for idx in 0..num {
@@ -185,7 +196,7 @@ fn plan(args: &UpArgs, address: SocketAddr, model: &Path, places: &[Place], colo
             let disk_kv = args.engine.disk_kv.as_ref().map(|dir| dir.join(&name));
             flags.extend(EngineArgs { disk_kv, ..engine }.flags());
             flags.push(format!("--pin-threads={}", place.cpus));
-            children.push(Child { name, args: flags, stop_timeout });
+            children.push(Child { name, args: flags, api_key: worker_key.cloned(), stop_timeout });
         }
     }
     children
@@ -219,7 +230,7 @@ mod tests {
              --transports tcp,shm --kv-wire int8 --data-listen 127.0.0.2:0 --rdma-listen 127.0.0.3:0 --nixl /n --nccl-listen 127.0.0.4:0 \
              --nccl /c --data-host h --shm-dir /s --handoff-deadline 7 --fetch-deadline 8 --drain-timeout 9 --model-name tiny \
              --slo-ttft 900 --slo-tpot 50 --local-prefill-below 5 --fetch-prefix-from 6 --migration off --max-requests 4 --unknown-fields ignore \
-             --cors-origins https://a.example,https://b.example --otlp-endpoint http://127.0.0.1:4317 --tls-cert /c --tls-key /k --tls-ca /ca --tls-name baton"
+             --cors-origins https://a.example,https://b.example --api-keys /keys --public-metrics --otlp-endpoint http://127.0.0.1:4317 --tls-cert /c --tls-key /k --tls-ca /ca --tls-name baton"
                 .split_whitespace(),
         );
         let Command::Up(args) = cli.command else { panic!("not up") };
@@ -229,7 +240,9 @@ mod tests {
             gpu_memory_utilization: 0.25,
         };
         let places = [(0, "0"), (1, "1"), (2, "2-3"), (3, "none")].map(place);
-        let children = plan(&args, "127.0.0.1:9".parse().unwrap(), Path::new("/model"), &places, true);
+        let key = ApiKey::from_random([7; 32]);
+        let address = "127.0.0.1:9".parse().unwrap();
+        let children = plan(&args, address, Path::new("/model"), &places, Some(&key), true);
         let names: Vec<_> = children.iter().map(|child| child.name.as_str()).collect();
         assert_eq!(names, ["router", "prefill-0", "prefill-1", "decode-0", "decode-1"]);
         let mut places = places.into_iter();
@@ -239,11 +252,13 @@ mod tests {
             let (engine, log, tls) = match cli.command {
                 Command::Router(router) => {
                     assert_eq!(format!("{:?}", router.routing), format!("{:?}", args.routing));
+                    assert_eq!((router.worker_key_hash, &child.api_key), (Some(key.hash()), &None));
                     (None, router.log, router.tls)
                 }
                 Command::PrefillWorker(worker) | Command::DecodeWorker(worker) => {
                     assert_eq!(format!("{:?}", worker.transfer), format!("{:?}", args.transfer));
                     assert_eq!(worker.drain_timeout, 9);
+                    assert_eq!(child.api_key.as_ref(), Some(&key));
                     (Some(worker.engine), worker.log, worker.tls)
                 }
                 other => panic!("{other:?}"),

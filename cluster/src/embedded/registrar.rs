@@ -9,10 +9,14 @@ use tokio::{
 };
 use tokio_stream::wrappers::ReceiverStream;
 use tokio_util::sync::CancellationToken;
-use tonic::{Status, transport::Channel};
+use tonic::{
+    Request, Status,
+    metadata::{Ascii, MetadataValue},
+    transport::Channel,
+};
 
 use crate::{
-    Dialer, DiscoveryError, RegistrationState, WorkerRecord, backoff::Backoff, config::url,
+    Dialer, DiscoveryError, RegistrationKey, RegistrationState, WorkerRecord, backoff::Backoff, config::url,
     registration_state::StateReport,
 };
 
@@ -23,6 +27,8 @@ const BACKOFF_LIMIT: Duration = Duration::from_secs(2);
 /// Registers one worker with one router.
 pub(crate) struct Registrar {
     channel: Channel,
+    /// Shows the worker's API key.
+    authorization: Option<MetadataValue<Ascii>>,
     record: WorkerRecord,
     report: StateReport,
 }
@@ -39,6 +45,7 @@ enum End {
 impl Registrar {
     pub(crate) fn new(
         router: &str,
+        key: Option<&RegistrationKey>,
         record: WorkerRecord,
         report: StateReport,
         dialer: &Dialer,
@@ -51,7 +58,8 @@ impl Registrar {
             .http2_keep_alive_interval(Duration::from_secs(1))
             .keep_alive_timeout(Duration::from_secs(2))
             .keep_alive_while_idle(true);
-        Ok(Registrar { channel: dialer.dial(endpoint).channel, record, report })
+        let authorization = key.map(RegistrationKey::header).transpose()?;
+        Ok(Registrar { channel: dialer.dial(endpoint).channel, authorization, record, report })
     }
 
     pub(crate) async fn run(mut self, withdraw: CancellationToken) {
@@ -76,10 +84,14 @@ impl Registrar {
         let record = proto::WorkerRecord::from(&self.record);
         records.try_send(record).expect("the channel is new and has room for one");
         let mut client = RegistryClient::new(self.channel.clone());
+        let mut request = Request::new(ReceiverStream::new(outbound));
+        if let Some(authorization) = &self.authorization {
+            request.metadata_mut().insert("authorization", authorization.clone());
+        }
         let opened = tokio::select! {
             () = withdraw.cancelled() => return End::Withdrawn,
             opened = timeout(ANSWER_TIMEOUT, async {
-                let mut answers = client.register(ReceiverStream::new(outbound)).await?.into_inner();
+                let mut answers = client.register(request).await?.into_inner();
                 let first = answers.message().await?;
                 Ok::<_, Status>((answers, first))
             }) => opened,

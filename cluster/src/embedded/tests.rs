@@ -25,7 +25,7 @@ impl Router {
     async fn start(address: &str) -> Router {
         let listener = TcpListener::bind(address).await.expect("the port is free");
         let address = listener.local_addr().expect("it is bound");
-        let discovery = watch(&DiscoveryConfig::Embedded { router: String::new() }).unwrap();
+        let discovery = watch(&DiscoveryConfig::Embedded { router: String::new(), key: None }).unwrap();
         let registry = discovery.registry().expect("embedded discovery has a registry");
         let stop = CancellationToken::new();
         let stopped = stop.clone().cancelled_owned();
@@ -40,7 +40,7 @@ impl Router {
     }
 
     fn config(&self) -> DiscoveryConfig {
-        DiscoveryConfig::Embedded { router: format!("http://{}", self.address) }
+        DiscoveryConfig::Embedded { router: format!("http://{}", self.address), key: None }
     }
 
     fn register(&self, record: WorkerRecord) -> Registration {

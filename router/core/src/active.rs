@@ -1,7 +1,7 @@
-//! The requests that run now, by id, so that they can be aborted.
+//! The requests that run now, by tenant and id, so that they can be aborted.
 
 use std::{
-    collections::HashMap,
+    collections::{HashMap, hash_map::Entry},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
@@ -12,14 +12,21 @@ use super::CoreError;
 /// Ids of running requests.
 #[derive(Clone, Debug, Default)]
 pub struct ActiveRequests {
-    requests: Arc<Mutex<HashMap<String, CancellationToken>>>,
+    requests: Arc<Mutex<HashMap<TenantId, CancellationToken>>>,
+}
+
+/// A tenant chooses ids for its own requests, and learns nothing of those that others have chosen.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+struct TenantId {
+    tenant: String,
+    id: String,
 }
 
 /// One running request; it leaves when this is dropped.
 #[derive(Debug)]
 pub struct ActiveRequest {
     active: ActiveRequests,
-    id: String,
+    id: TenantId,
     abort: CancellationToken,
 }
 
@@ -27,21 +34,25 @@ impl ActiveRequests {
     /// Enters a request, which `closing` aborts too.
     ///
     /// # Errors
-    /// When one of this id runs.
-    pub(crate) fn enter(&self, id: &str, closing: &CancellationToken) -> Result<ActiveRequest, CoreError> {
+    /// When one of the tenant's has this id.
+    pub(crate) fn enter(
+        &self,
+        tenant: &str,
+        id: &str,
+        closing: &CancellationToken,
+    ) -> Result<ActiveRequest, CoreError> {
+        let id = TenantId { tenant: tenant.to_owned(), id: id.to_owned() };
         let abort = closing.child_token();
-        let mut requests = self.lock();
-        if requests.contains_key(id) {
-            return Err(CoreError::Duplicate { id: id.to_owned() });
-        }
-        requests.insert(id.to_owned(), abort.clone());
-        drop(requests);
-        Ok(ActiveRequest { active: self.clone(), id: id.to_owned(), abort })
+        match self.lock().entry(id.clone()) {
+            Entry::Occupied(_) => return Err(CoreError::Duplicate { id: id.id }),
+            Entry::Vacant(vacant) => vacant.insert(abort.clone()),
+        };
+        Ok(ActiveRequest { active: self.clone(), id, abort })
     }
 
-    /// Aborts a request; whether it runs.
-    pub fn abort(&self, id: &str) -> bool {
-        match self.lock().get(id) {
+    /// Aborts a request of a tenant; whether it runs.
+    pub fn abort(&self, tenant: &str, id: &str) -> bool {
+        match self.lock().get(&TenantId { tenant: tenant.to_owned(), id: id.to_owned() }) {
             Some(abort) => {
                 abort.cancel();
                 true
@@ -55,14 +66,14 @@ impl ActiveRequests {
         self.lock().len()
     }
 
-    fn lock(&self) -> MutexGuard<'_, HashMap<String, CancellationToken>> {
+    fn lock(&self) -> MutexGuard<'_, HashMap<TenantId, CancellationToken>> {
         self.requests.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl ActiveRequest {
     pub(crate) fn id(&self) -> &str {
-        &self.id
+        &self.id.id
     }
 
     /// Cancelled when the request is aborted, or all are.

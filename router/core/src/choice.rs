@@ -63,7 +63,11 @@ pub(crate) struct Choice {
 impl Choice {
     pub(crate) fn new(core: Arc<Core>, prepared: Arc<PreparedRequest>, index: u32) -> Choice {
         let mut request = prepared.prompts[(index / prepared.n) as usize].clone();
-        request.id = format!("{}-{index}", prepared.id);
+        request.id = match prepared.arrival.caller.tenant() {
+            "" => format!("{}-{index}", prepared.id),
+            // Tenants may choose the same id, and workers know no tenants.
+            tenant => format!("{tenant}/{}-{index}", prepared.id),
+        };
         request.sampling.seed = request.sampling.seed.wrapping_add(u64::from(index % prepared.n));
         if !index.is_multiple_of(prepared.n) {
             request.sampling.prompt_logprobs = None;

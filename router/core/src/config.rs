@@ -3,6 +3,7 @@
 use std::{net::SocketAddr, path::PathBuf, time::Duration};
 
 use baton_cluster::DiscoveryConfig;
+use baton_keys::KeyHash;
 use baton_planner::{PrefixAwareConfig, Slo};
 use baton_request_fields::UnknownFields;
 use baton_tls::Tls;
@@ -68,6 +69,12 @@ pub struct RouterConfig {
     pub stream_keep_alive: Duration,
     /// HTTP/2 pings to workers and clients: their interval. A worker may take four times as long to answer, a client 5 s.
     pub keep_alive: Duration,
+    /// The key file; `None`: no caller needs a key.
+    pub api_keys: Option<PathBuf>,
+    /// The hash of a key of workers that is in no file. Without a key file it has no effect.
+    pub worker_key: Option<KeyHash>,
+    /// Whether `/metrics` needs no key.
+    pub has_public_metrics: bool,
     /// Certificates, for workers; clients may use TLS then, too. `None`: everybody speaks plainly.
     pub tls: Option<Tls>,
     /// How long running requests may go on after a shutdown began.
@@ -99,6 +106,9 @@ impl RouterConfig {
             stall_timeout: Duration::from_secs(300),
             stream_keep_alive: Duration::from_secs(15),
             keep_alive: Duration::from_secs(1),
+            api_keys: None,
+            worker_key: None,
+            has_public_metrics: false,
             tls: None,
             drain_timeout: Duration::from_secs(30),
         }

@@ -13,6 +13,10 @@ pub struct EndedRequest {
     pub id: String,
     /// Of its call: the client chose it, or got it with the answer.
     pub x_request_id: String,
+    /// Whose it was; empty without keys.
+    pub tenant: String,
+    /// The name of the key that it came with.
+    pub key: Option<String>,
     /// Of its trace, in hexadecimal; `None` when no spans are recorded.
     pub trace_id: Option<String>,
     /// The path or method that took it.
@@ -42,6 +46,8 @@ impl EndedRequest {
         tracing::info!(
             request = self.id,
             x_request_id = self.x_request_id,
+            tenant = Some(&*self.tenant).filter(|tenant| !tenant.is_empty()),
+            key = self.key,
             trace = self.trace_id,
             endpoint = self.endpoint,
             outcome = self.outcome,

@@ -10,7 +10,7 @@ use tracing::Span;
 
 use super::{
     ActiveRequest, Core, CoreError, EndedRequest, Event, Extras, PreparedRequest, Timing, Usage,
-    choice::Choice, event::saturate,
+    choice::Choice,
 };
 
 impl Core {
@@ -29,7 +29,10 @@ impl Core {
                 format!("this server runs {} choices already, try again later", self.config.max_requests);
             return Err(CoreError::full(message));
         };
-        let active = self.active.enter(&request.id, &self.closing)?;
+        let caller = &request.arrival.caller;
+        let active = self.active.enter(caller.tenant(), &request.id, &self.closing)?;
+        // Last, so that a refused request costs its key no tokens.
+        caller.take_prompt_tokens(request.num_prompt_tokens())?;
         Ok(Events::new(self.clone(), request, active, permit))
     }
 }
@@ -104,8 +107,7 @@ impl Events {
         active: ActiveRequest,
         permit: OwnedSemaphorePermit,
     ) -> Events {
-        let prompt_tokens: usize = request.prompts.iter().map(|prompt| prompt.prompt.len()).sum();
-        let usage = Usage { prompt_tokens: saturate(prompt_tokens), ..Usage::default() };
+        let usage = Usage { prompt_tokens: request.num_prompt_tokens(), ..Usage::default() };
         core.metrics.on_start(usage.prompt_tokens);
         let (n, endpoint) = (request.n, request.endpoint);
         let num_prompts = request.prompts.len() as u32;
@@ -143,6 +145,9 @@ impl Events {
             self.outcome = if self.outcome == "cancelled" { "ok" } else { self.outcome };
             return None;
         };
+        if let Ok(event) = &event {
+            self.request.arrival.caller.charge_output_tokens(event.tokens.len());
+        }
         match &event {
             Ok(Event { index, finish: Some(finish), .. }) => {
                 // Choices of one prompt share its prefix: it is counted once.
@@ -186,6 +191,8 @@ impl Drop for Events {
         let ended = EndedRequest {
             id: self.active.id().to_owned(),
             x_request_id: self.request.arrival.x_request_id.clone(),
+            tenant: self.request.arrival.caller.tenant().to_owned(),
+            key: self.request.arrival.caller.key_name().map(str::to_owned),
             trace_id: trace_context::trace_id(&self.span),
             endpoint: self.endpoint,
             outcome,

@@ -11,6 +11,7 @@
 
 mod active;
 mod attempt;
+mod caller;
 mod choice;
 mod config;
 mod ended;
@@ -36,6 +37,7 @@ mod trace;
 mod workers;
 
 pub use active::{ActiveRequest, ActiveRequests};
+pub use caller::Caller;
 pub use config::{PlanBasis, RouterConfig};
 pub use ended::EndedRequest;
 pub use error::CoreError;

@@ -13,7 +13,7 @@ use baton_tools::{AnswerReader, ToolRequest};
 use serde_json::{Map, Value};
 use tokio::sync::OnceCell;
 
-use super::{ClientSampling, CoreError, ExplainedPlan, hashes::SequenceHashes};
+use super::{Caller, ClientSampling, CoreError, ExplainedPlan, hashes::SequenceHashes};
 use crate::{
     model::ServedModel,
     passages::{self, BlendMode, TokenisedPrompt},
@@ -33,6 +33,8 @@ pub struct RequestArrival {
     pub x_request_id: String,
     /// When it came.
     pub at: Instant,
+    /// Who sent it.
+    pub caller: Caller,
 }
 
 /// A request as a client wrote it, in the words of no API.
@@ -63,7 +65,7 @@ pub struct ClientRequest {
 /// How a request is served, whatever it asks for.
 #[derive(Debug)]
 pub struct Serving {
-    /// Only requests with the same salt share cached prefixes.
+    /// Of the requests of its tenant, only those with the same salt share cached prefixes.
     pub cache_salt: String,
     /// Workers serve lower numbers first.
     pub priority: i32,
@@ -156,6 +158,12 @@ impl PreparedRequest {
         for marks in self.prompts.iter_mut().filter_map(|request| request.blend.as_mut()) {
             marks.ratio = marks.ratio.or(calibrated);
         }
+    }
+
+    /// Tokens of all prompts.
+    pub(crate) fn num_prompt_tokens(&self) -> u32 {
+        let num_tokens: usize = self.prompts.iter().map(|prompt| prompt.prompt.len()).sum();
+        u32::try_from(num_tokens).unwrap_or(u32::MAX)
     }
 
     /// The plans so far, of all choices; empty unless they are to be explained.
@@ -254,6 +262,7 @@ impl ClientRequest {
         // Rounding stays in the cache: a request for one form must find no other.
         let Serving { cache_salt, priority, prefill, speculation, kv_wire, blend, slo, explain, timing } =
             self.serving;
+        let cache_salt = self.arrival.caller.cache_salt(cache_salt);
         let cache_salt = match kv_wire {
             KvWire::Unspecified => cache_salt,
             form => format!("{cache_salt}\0{}", form.as_str_name()),

@@ -90,8 +90,9 @@ impl inference_server::Inference for Inference {
     }
 
     async fn abort(&self, request: Request<AbortRequest>) -> Result<Response<AbortResponse>, Status> {
+        let arrival = request.extensions().get::<RequestArrival>().expect("the edge observes every call");
         let id = &request.get_ref().request_id;
-        if self.core.active.abort(id) {
+        if self.core.active.abort(arrival.caller.tenant(), id) {
             return Ok(Response::new(AbortResponse {}));
         }
         Err(Status::not_found(format!("no request with the id {id:?} runs here")))

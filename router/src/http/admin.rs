@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use axum::{
-    extract::{Path, State},
+    extract::{Extension, Path, State},
     response::{IntoResponse, Response},
 };
 use baton_telemetry::Metrics;
@@ -11,7 +11,7 @@ use http::{StatusCode, header};
 use serde::Serialize;
 
 use super::{body::json, error::ApiError};
-use baton_router_core::{Core, check_model};
+use baton_router_core::{Core, RequestArrival, check_model};
 
 #[derive(Serialize)]
 struct ModelBody<'a> {
@@ -59,20 +59,32 @@ pub(crate) async fn live() -> &'static str {
 }
 
 /// `GET /startupz`: the tokenizer is loaded.
-pub(crate) async fn started(State(core): State<Arc<Core>>) -> Response {
-    match core.model() {
-        Ok(_) => "ok\n".into_response(),
-        Err(error) => (StatusCode::SERVICE_UNAVAILABLE, format!("{error}\n")).into_response(),
-    }
+pub(crate) async fn started(
+    State(core): State<Arc<Core>>,
+    Extension(arrival): Extension<RequestArrival>,
+) -> Response {
+    probe(core.model().err().map(|error| error.to_string()), &arrival)
 }
 
 /// `GET /readyz`: the router can serve a request now.
-pub(crate) async fn ready(State(core): State<Arc<Core>>) -> Response {
-    match core.missing() {
-        None => "ok\n".into_response(),
-        Some(missing) => (StatusCode::SERVICE_UNAVAILABLE, format!("{missing}\n")).into_response(),
-    }
+pub(crate) async fn ready(
+    State(core): State<Arc<Core>>,
+    Extension(arrival): Extension<RequestArrival>,
+) -> Response {
+    probe(core.missing(), &arrival)
 }
+
+/// An unauthenticated caller is told that something is missing, but not what.
+fn probe(missing: Option<String>, arrival: &RequestArrival) -> Response {
+    let word = match missing {
+        None => return "ok\n".into_response(),
+        Some(missing) if arrival.caller.is_trusted() => missing,
+        Some(_) => UNAVAILABLE.to_owned(),
+    };
+    (StatusCode::SERVICE_UNAVAILABLE, word + "\n").into_response()
+}
+
+const UNAVAILABLE: &str = "unavailable";
 
 #[derive(Serialize)]
 struct Health {
@@ -80,7 +92,9 @@ struct Health {
     /// What is missing, when the status is not "ok".
     #[serde(skip_serializing_if = "Option::is_none")]
     reason: Option<String>,
-    workers: Vec<WorkerHealth>,
+    /// Absent for an unauthenticated caller, as is the reason.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    workers: Option<Vec<WorkerHealth>>,
 }
 
 #[derive(Serialize)]
@@ -94,8 +108,12 @@ struct WorkerHealth {
 }
 
 /// `GET /health`: the same as JSON.
-pub(crate) async fn health(State(core): State<Arc<Core>>) -> Response {
-    let reason = core.missing();
+pub(crate) async fn health(
+    State(core): State<Arc<Core>>,
+    Extension(arrival): Extension<RequestArrival>,
+) -> Response {
+    let is_trusted = arrival.caller.is_trusted();
+    let missing = core.missing();
     let workers = core.workers.list().into_iter().map(|listed| WorkerHealth {
         id: listed.record.id.0.clone(),
         role: listed.record.role.name(),
@@ -103,9 +121,12 @@ pub(crate) async fn health(State(core): State<Arc<Core>>) -> Response {
         answers: listed.report.is_some(),
         index: listed.source.name(),
     });
-    let status = if reason.is_none() { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
-    let word = if reason.is_none() { "ok" } else { "unavailable" };
-    let mut response = json(&Health { status: word, reason, workers: workers.collect() });
+    let (status, word) = match missing {
+        None => (StatusCode::OK, "ok"),
+        Some(_) => (StatusCode::SERVICE_UNAVAILABLE, UNAVAILABLE),
+    };
+    let workers = is_trusted.then(|| workers.collect());
+    let mut response = json(&Health { status: word, reason: missing.filter(|_| is_trusted), workers });
     *response.status_mut() = status;
     response
 }

@@ -15,7 +15,7 @@ use baton_router_core::CoreError;
 pub(crate) struct ApiError {
     pub(crate) status: StatusCode,
     pub(crate) detail: Detail,
-    retry_after: Option<Duration>,
+    pub(crate) retry_after: Option<Duration>,
 }
 
 /// The object under `error`.
@@ -64,6 +64,11 @@ impl ApiError {
     pub(crate) fn unsupported(param: impl Into<String>, message: impl Into<String>) -> ApiError {
         ApiError::invalid(param, message).with_code("unsupported_parameter")
     }
+}
+
+/// Whole seconds, rounded up, so that a client that obeys is not too early.
+pub(crate) fn retry_after(after: Duration) -> HeaderValue {
+    HeaderValue::from((after.as_secs_f64().ceil() as u64).max(1))
 }
 
 impl From<FieldRefusal> for ApiError {
@@ -118,8 +123,7 @@ impl IntoResponse for ApiError {
         let body = serde_json::to_vec(&ErrorBody { error: &self.detail }).expect("an error is plain data");
         let mut response = (self.status, [(header::CONTENT_TYPE, "application/json")], body).into_response();
         if let Some(after) = self.retry_after {
-            let seconds = after.as_secs().max(1);
-            response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from(seconds));
+            response.headers_mut().insert(header::RETRY_AFTER, retry_after(after));
         }
         if self.status == StatusCode::REQUEST_TIMEOUT || self.status == StatusCode::PAYLOAD_TOO_LARGE {
             // The rest of the body is not going to be read.

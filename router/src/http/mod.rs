@@ -6,9 +6,9 @@ mod blocks;
 mod body;
 mod chat;
 mod completions;
-mod error;
+pub(crate) mod error;
 mod messages;
-mod observe;
+pub(crate) mod observe;
 mod openapi;
 mod page;
 mod params;
@@ -26,14 +26,18 @@ use axum::{
     response::{IntoResponse, Response},
     routing::{get, post},
 };
-use http::{HeaderValue, Method, StatusCode};
+use http::{HeaderValue, Method, StatusCode, header};
 use tower_http::cors::{AllowHeaders, AllowOrigin, CorsLayer};
 
 use baton_router_core::Core;
 use error::ApiError;
 
-/// Every route. `grpc` adds the gRPC services' routes.
-pub(crate) fn routes(core: Arc<Core>, grpc: impl FnOnce(Router<Arc<Core>>) -> Router<Arc<Core>>) -> Router {
+/// Every route. `grpc` adds the gRPC services' routes, `guard` the layer that admits callers.
+pub(crate) fn routes(
+    core: Arc<Core>,
+    grpc: impl FnOnce(Router<Arc<Core>>) -> Router<Arc<Core>>,
+    guard: impl FnOnce(Router<Arc<Core>>) -> Router<Arc<Core>>,
+) -> Router {
     let router = Router::new()
         .route("/v1/chat/completions", post(chat::chat_completions))
         .route("/v1/completions", post(completions::completions))
@@ -54,9 +58,8 @@ pub(crate) fn routes(core: Arc<Core>, grpc: impl FnOnce(Router<Arc<Core>>) -> Ro
         .route("/openapi.json", get(openapi::openapi))
         .merge(page::routes());
     let cors = cors(&core.config.cors_origins);
-    grpc(router)
-        .fallback(not_found)
-        .method_not_allowed_fallback(method_not_allowed)
+    // The last layer is the first to see a request: preflights of browsers, which show no key, do not reach the guard.
+    guard(grpc(router).fallback(not_found).method_not_allowed_fallback(method_not_allowed))
         .layer(middleware::from_fn_with_state(core.clone(), observe::observe))
         .layer(tower::util::option_layer(cors))
         .with_state(core)
@@ -73,7 +76,7 @@ fn cors(origins: &[HeaderValue]) -> Option<CorsLayer> {
         .allow_origin(origins)
         .allow_methods([Method::GET, Method::POST])
         .allow_headers(AllowHeaders::mirror_request())
-        .expose_headers([observe::REQUEST_ID]);
+        .expose_headers([observe::REQUEST_ID, header::RETRY_AFTER]);
     Some(layer)
 }
 
@@ -87,7 +90,7 @@ async fn not_found(request: Request) -> Response {
 }
 
 /// The error in the shape of the API that a path belongs to.
-fn answer(path: &str, error: ApiError) -> Response {
+pub(crate) fn answer(path: &str, error: ApiError) -> Response {
     match path.strip_prefix("/v1/messages") {
         Some(rest) if rest.is_empty() || rest.starts_with('/') => anthropic::error_response(error),
         _ => error.into_response(),

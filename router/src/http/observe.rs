@@ -7,7 +7,7 @@ use axum::{
     middleware::Next,
     response::Response,
 };
-use baton_router_core::{Core, RequestArrival};
+use baton_router_core::{Caller, Core, RequestArrival};
 use baton_telemetry::trace_context;
 use http::{HeaderMap, HeaderName, HeaderValue, header};
 use tracing::{Instrument, field::Empty};
@@ -32,7 +32,12 @@ pub(crate) async fn observe(State(core): State<Arc<Core>>, mut request: Request,
         plan.harm_ms = Empty,
         plan.options = Empty,
     );
-    request.extensions_mut().insert(RequestArrival { x_request_id, at: Instant::now() });
+    // Until the caller has shown a key.
+    let caller = match core.config.api_keys {
+        Some(_) => Caller::Unauthenticated,
+        None => Caller::Any,
+    };
+    request.extensions_mut().insert(RequestArrival { x_request_id, at: Instant::now(), caller });
     let caller = request.headers();
     trace_context::set_parent(&span, |name| Some(caller.get(name)?.to_str().ok()?.to_owned()));
     let mut response = next.run(request).instrument(span).await;
@@ -86,7 +91,7 @@ fn status(response: &Response) -> String {
 }
 
 /// Whether a request or an answer is gRPC's.
-pub(super) fn is_grpc(headers: &HeaderMap) -> bool {
+pub(crate) fn is_grpc(headers: &HeaderMap) -> bool {
     let kind = headers.get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok());
     kind.is_some_and(|kind| kind.starts_with("application/grpc"))
 }

@@ -12,6 +12,8 @@ use crate::harness::SOON;
 
 pub struct Client {
     address: SocketAddr,
+    /// Shown with every request.
+    pub key: Option<String>,
     http: legacy::Client<legacy::connect::HttpConnector, Full<Bytes>>,
 }
 
@@ -25,7 +27,7 @@ pub struct Answer {
 
 impl Client {
     pub fn new(address: SocketAddr) -> Client {
-        Client { address, http: legacy::Client::builder(TokioExecutor::new()).build_http() }
+        Client { address, key: None, http: legacy::Client::builder(TokioExecutor::new()).build_http() }
     }
 
     /// Whether the address takes connections.
@@ -65,6 +67,9 @@ impl Client {
         let mut request = Request::builder().method(method).uri(format!("http://{}{path}", self.address));
         for (name, value) in headers {
             request = request.header(*name, *value);
+        }
+        if let Some(key) = &self.key {
+            request = request.header(header::AUTHORIZATION, format!("Bearer {key}"));
         }
         let request = request.body(Full::new(body)).expect("a valid request");
         tokio::time::timeout(SOON, self.http.request(request))

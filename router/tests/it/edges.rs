@@ -178,7 +178,8 @@ async fn streams_end_with_an_error_when_the_shutdown_timeout_passes() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_directory_without_a_tokenizer_is_an_error() {
     let dir = tempfile::tempdir().unwrap();
-    let discovery = baton_cluster::DiscoveryConfig::Embedded { router: "http://127.0.0.1:1".into() };
+    let discovery =
+        baton_cluster::DiscoveryConfig::Embedded { router: "http://127.0.0.1:1".into(), key: None };
     let config = baton_router::RouterConfig::new(dir.path().to_owned(), "x".into(), discovery);
     let listener = tokio::net::TcpListener::bind(("127.0.0.1", 0)).await.unwrap();
     let running = baton_router::run_on(listener, config, Default::default());

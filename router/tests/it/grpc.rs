@@ -12,7 +12,12 @@ use http_body_util::{BodyExt, Full, StreamBody, combinators::BoxBody};
 use hyper_util::{client::legacy, rt::TokioExecutor};
 use prost::Message;
 use tokio_stream::StreamExt;
-use tonic::{Code, transport::Channel};
+use tonic::{
+    Code,
+    metadata::{Ascii, MetadataValue},
+    service::{Interceptor, interceptor::InterceptedService},
+    transport::Channel,
+};
 use tonic_health::pb::{
     HealthCheckRequest, health_check_response::ServingStatus, health_client::HealthClient,
 };
@@ -31,6 +36,18 @@ async fn channel(router: &Router) -> Channel {
 
 pub(crate) async fn client(router: &Router) -> InferenceClient<Channel> {
     InferenceClient::new(channel(router).await)
+}
+
+/// A client that shows this key.
+pub(crate) async fn client_with(
+    router: &Router,
+    key: &str,
+) -> InferenceClient<InterceptedService<Channel, impl Interceptor + use<>>> {
+    let authorization: MetadataValue<Ascii> = format!("Bearer {key}").parse().unwrap();
+    InferenceClient::with_interceptor(channel(router).await, move |mut request: tonic::Request<()>| {
+        request.metadata_mut().insert("authorization", authorization.clone());
+        Ok(request)
+    })
 }
 
 fn text(prompt: &str) -> GenerateRequest {

@@ -2,7 +2,7 @@
 
 use std::{net::SocketAddr, time::Duration};
 
-use baton_cluster::{DiscoveryConfig, Registration, Role};
+use baton_cluster::{DiscoveryConfig, Registration, RegistrationKey, Role};
 use baton_router::RouterConfig;
 use tempfile::TempDir;
 use tokio::{net::TcpListener, task::JoinHandle};
@@ -16,6 +16,8 @@ pub const SOON: Duration = Duration::from_secs(60);
 pub struct Router {
     pub address: SocketAddr,
     pub client: Client,
+    /// Shown by workers that register.
+    pub worker_key: Option<String>,
     shutdown: CancellationToken,
     task: Option<JoinHandle<anyhow::Result<()>>>,
     registrations: Vec<Registration>,
@@ -26,7 +28,7 @@ impl Router {
     /// A router without registered workers.
     pub async fn start(change: impl FnOnce(&mut RouterConfig)) -> Router {
         let dir = model::directory();
-        let discovery = DiscoveryConfig::Embedded { router: "http://127.0.0.1:1".into() };
+        let discovery = DiscoveryConfig::Embedded { router: "http://127.0.0.1:1".into(), key: None };
         let mut config = RouterConfig::new(dir.path().to_owned(), model::MODEL.to_owned(), discovery);
         change(&mut config);
         let listener = TcpListener::bind(("127.0.0.1", 0)).await.expect("a free port");
@@ -34,8 +36,15 @@ impl Router {
         let shutdown = CancellationToken::new();
         let task = tokio::spawn(baton_router::run_on(listener, config, shutdown.clone()));
         let client = Client::new(address);
-        let router =
-            Router { address, client, shutdown, task: Some(task), registrations: Vec::new(), _dir: dir };
+        let router = Router {
+            address,
+            client,
+            worker_key: None,
+            shutdown,
+            task: Some(task),
+            registrations: Vec::new(),
+            _dir: dir,
+        };
         router.until("/startupz", 200).await;
         router
     }
@@ -54,7 +63,8 @@ impl Router {
 
     /// Registers a worker and waits until the router can send to it.
     pub async fn register(&mut self, worker: &FakeWorker) {
-        let config = DiscoveryConfig::Embedded { router: format!("http://{}", self.address) };
+        let key = self.worker_key.clone().map(RegistrationKey::new);
+        let config = DiscoveryConfig::Embedded { router: format!("http://{}", self.address), key };
         let registration = baton_cluster::register(&config, worker.record.clone()).expect("a valid record");
         self.registrations.push(registration);
         let id = worker.record.id.0.clone();

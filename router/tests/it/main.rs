@@ -14,6 +14,7 @@ mod errors;
 mod fields;
 mod grpc;
 mod index;
+mod keys;
 mod load;
 mod messages;
 mod migration;

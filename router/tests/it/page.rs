@@ -8,6 +8,7 @@ use serde_json::{Value, json};
 use tokio::time::timeout;
 
 use crate::{
+    client::Client,
     fake::{Step, say},
     harness::{Router, SOON},
 };
@@ -20,7 +21,11 @@ pub(crate) struct Stream {
 
 impl Stream {
     pub(crate) async fn open(router: &Router) -> Stream {
-        let response = router.client.begin("GET", "/events", &[], bytes::Bytes::new()).await;
+        Stream::open_as(&router.client).await
+    }
+
+    pub(crate) async fn open_as(client: &Client) -> Stream {
+        let response = client.begin("GET", "/events", &[], bytes::Bytes::new()).await;
         assert_eq!(response.status(), 200);
         assert_eq!(response.headers()["content-type"], "text/event-stream");
         Stream { body: response.into_body(), text: String::new() }

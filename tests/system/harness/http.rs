@@ -1,8 +1,9 @@
 //! A small HTTP client: JSON calls and streamed completions.
 
 use bytes::{Bytes, BytesMut};
-use http::{Request, StatusCode};
+use http::{Request, Response, StatusCode, header};
 use http_body_util::{BodyExt, Full};
+use hyper::body::Incoming;
 use hyper_util::{
     client::legacy::{Client, connect::HttpConnector},
     rt::TokioExecutor,
@@ -14,6 +15,8 @@ use serde_json::Value;
 pub(crate) struct Http {
     client: Client<HttpConnector, Full<Bytes>>,
     base: String,
+    /// Shown with every call.
+    key: Option<String>,
 }
 
 /// An answer that was read whole.
@@ -31,7 +34,12 @@ impl Answer {
 
 impl Http {
     pub(crate) fn new(base: String) -> Http {
-        Http { client: Client::builder(TokioExecutor::new()).build_http(), base }
+        Http { client: Client::builder(TokioExecutor::new()).build_http(), base, key: None }
+    }
+
+    /// The same for the holder of a key.
+    pub(crate) fn with_key(&self, key: &str) -> Http {
+        Http { key: Some(key.to_owned()), ..self.clone() }
     }
 
     pub(crate) async fn get(&self, path: &str) -> anyhow::Result<Answer> {
@@ -44,10 +52,17 @@ impl Http {
     }
 
     async fn call(&self, request: Request<Full<Bytes>>) -> anyhow::Result<Answer> {
-        let response = self.client.request(request).await?;
+        let response = self.send(request).await?;
         let status = response.status();
         let body = response.into_body().collect().await?.to_bytes();
         Ok(Answer { status, text: String::from_utf8(body.into())? })
+    }
+
+    async fn send(&self, mut request: Request<Full<Bytes>>) -> anyhow::Result<Response<Incoming>> {
+        if let Some(key) = &self.key {
+            request.headers_mut().insert(header::AUTHORIZATION, format!("Bearer {key}").try_into()?);
+        }
+        Ok(self.client.request(request).await?)
     }
 
     fn json_request(&self, path: &str, body: &Value) -> Request<Full<Bytes>> {
@@ -59,7 +74,7 @@ impl Http {
 
     /// Begins a streamed completion. `body` has `"stream": true`.
     pub(crate) async fn stream(&self, path: &str, body: &Value) -> anyhow::Result<Events> {
-        let response = self.client.request(self.json_request(path, body)).await?;
+        let response = self.send(self.json_request(path, body)).await?;
         let status = response.status();
         let body = response.into_body();
         if !status.is_success() {

@@ -37,6 +37,7 @@ pub(crate) struct ClusterBuilder {
     num_decode: usize,
     with_etcd: bool,
     has_tls: bool,
+    key: Option<String>,
     router_flags: Vec<String>,
     worker_flags: Vec<String>,
     prefill_flags: Vec<String>,
@@ -87,6 +88,12 @@ impl ClusterBuilder {
         self
     }
 
+    /// The API key that calls to the router show.
+    pub(crate) fn key(mut self, key: &str) -> Self {
+        self.key = Some(key.to_owned());
+        self
+    }
+
     /// Every process has a certificate of one authority: the prefill workers share one, all others share another.
     pub(crate) fn with_tls(mut self) -> Self {
         self.has_tls = true;
@@ -134,8 +141,9 @@ impl ClusterBuilder {
             }
         }
         let mut cluster = Cluster {
-            http: Http::new(base.clone()),
+            http: self.key.iter().fold(Http::new(base.clone()), |http, key| http.with_key(key)),
             base,
+            key: self.key,
             etcd,
             processes: BTreeMap::new(),
             commands,
@@ -160,6 +168,7 @@ pub(crate) fn tls_flags(name: &str, ca: &str) -> String {
 pub(crate) struct Cluster {
     pub(crate) http: Http,
     pub(crate) base: String,
+    key: Option<String>,
     pub(crate) etcd: Option<Etcd>,
     processes: BTreeMap<String, Process>,
     commands: BTreeMap<String, Vec<String>>,
@@ -175,6 +184,7 @@ impl Cluster {
             num_decode: 1,
             with_etcd: false,
             has_tls: false,
+            key: None,
             router_flags: Vec::new(),
             worker_flags: Vec::new(),
             prefill_flags: Vec::new(),
@@ -247,7 +257,12 @@ impl Cluster {
     /// What the router knows of its workers.
     pub(crate) async fn loads(&self) -> Vec<WorkerLoad> {
         let mut client = InferenceClient::connect(self.base.clone()).await.expect("the router listens");
-        client.loads(LoadsRequest {}).await.expect("the router answers").into_inner().workers
+        let mut request = tonic::Request::new(LoadsRequest {});
+        if let Some(key) = &self.key {
+            let authorization = format!("Bearer {key}").parse().expect("a key is text");
+            request.metadata_mut().insert("authorization", authorization);
+        }
+        client.loads(request).await.expect("the router answers").into_inner().workers
     }
 
     /// Sums a counter or gauge of one process over the labels that contain every one of `labels`.

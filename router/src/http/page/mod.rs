@@ -4,11 +4,11 @@ use std::{collections::BTreeMap, convert::Infallible, sync::Arc, time::Duration}
 
 use axum::{
     Router,
-    extract::State,
+    extract::{Extension, State},
     response::{IntoResponse, Response, Sse, sse::Event},
     routing::get,
 };
-use baton_router_core::{Core, EndedRequest, Listed};
+use baton_router_core::{Caller, Core, EndedRequest, Listed, RequestArrival};
 use http::{HeaderName, HeaderValue, StatusCode, header};
 use serde::Serialize;
 use tokio::{
@@ -38,7 +38,12 @@ pub(crate) fn routes() -> Router<Arc<Core>> {
         .route("/", get(asset("text/html; charset=utf-8", include_str!("index.html"))))
         .route("/page.css", get(asset("text/css; charset=utf-8", include_str!("page.css"))))
         .route("/page.js", get(asset("text/javascript; charset=utf-8", include_str!("page.js"))))
-        .route("/events", get(async move |State(core)| events(core, watchers)))
+        .route(
+            "/events",
+            get(async move |State(core), Extension(arrival): Extension<RequestArrival>| {
+                events(core, arrival.caller, watchers)
+            }),
+        )
 }
 
 fn asset(content_type: &'static str, text: &'static str) -> impl IntoResponse + Clone {
@@ -52,15 +57,15 @@ fn asset(content_type: &'static str, text: &'static str) -> impl IntoResponse + 
     (headers, text)
 }
 
-/// `GET /events`: `cluster` at once and every [`TICK`], `request` when one has ended.
-fn events(core: Arc<Core>, watchers: Arc<Semaphore>) -> Result<Response, ApiError> {
+/// `GET /events`: `cluster` at once and every [`TICK`], `request` when one that the caller may see has ended.
+fn events(core: Arc<Core>, caller: Caller, watchers: Arc<Semaphore>) -> Result<Response, ApiError> {
     let permit = watchers.try_acquire_owned().map_err(|_| {
         let message = format!("{MAX_WATCHERS} streams of events are open already, try again later");
         ApiError::new(StatusCode::TOO_MANY_REQUESTS, message)
     })?;
     let mut ticks = interval(TICK);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
-    let watcher = Watcher { ended: core.ended.subscribe(), core, ticks, _permit: permit };
+    let watcher = Watcher { ended: core.ended.subscribe(), core, caller, ticks, _permit: permit };
     let events = futures_util::stream::unfold(watcher, |mut watcher| async move {
         let event = watcher.next().await?;
         Some((Ok::<_, Infallible>(event), watcher))
@@ -74,6 +79,7 @@ fn events(core: Arc<Core>, watchers: Arc<Semaphore>) -> Result<Response, ApiErro
 /// One stream of events.
 struct Watcher {
     core: Arc<Core>,
+    caller: Caller,
     ended: Receiver<Arc<EndedRequest>>,
     ticks: Interval,
     _permit: OwnedSemaphorePermit,
@@ -86,7 +92,8 @@ impl Watcher {
             tokio::select! {
                 () = self.core.drain.cancelled() => return None,
                 ended = self.ended.recv() => match ended {
-                    Ok(ended) => return Some(event("request", &*ended)),
+                    Ok(ended) if self.caller.sees_tenant(&ended.tenant) => return Some(event("request", &*ended)),
+                    Ok(_) => {}
                     // A slow watcher misses some.
                     Err(RecvError::Lagged(_)) => {}
                     Err(RecvError::Closed) => return None,

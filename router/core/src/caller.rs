@@ -1,0 +1,78 @@
+//! Who sends a request: what the edge found, and what the core needs of it.
+
+use std::time::Instant;
+
+use baton_keys::{KeyHolder, KeyRole};
+
+use super::CoreError;
+
+/// Who calls.
+#[derive(Clone, Debug, Default)]
+pub enum Caller {
+    /// The router has no keys: all callers are alike.
+    #[default]
+    Any,
+    /// The router has keys, and the caller has shown none of them. Only probes and the page's files serve it.
+    Unauthenticated,
+    /// The holder of a key.
+    Holder(KeyHolder),
+}
+
+impl Caller {
+    /// Whether the caller may learn about the cluster.
+    pub fn is_trusted(&self) -> bool {
+        !matches!(self, Caller::Unauthenticated)
+    }
+
+    /// Requests of different tenants share nothing. Empty without keys.
+    pub fn tenant(&self) -> &str {
+        match self {
+            Caller::Holder(holder) => holder.tenant(),
+            Caller::Any | Caller::Unauthenticated => "",
+        }
+    }
+
+    /// The name of the key.
+    pub fn key_name(&self) -> Option<&str> {
+        match self {
+            Caller::Holder(holder) => Some(holder.name()),
+            Caller::Any | Caller::Unauthenticated => None,
+        }
+    }
+
+    /// Whether the caller may see requests of this tenant.
+    pub fn sees_tenant(&self, tenant: &str) -> bool {
+        match self {
+            Caller::Any => true,
+            Caller::Unauthenticated => false,
+            Caller::Holder(holder) => holder.role() == KeyRole::Operator || holder.tenant() == tenant,
+        }
+    }
+
+    /// The salt of cached prefixes: the client's within the tenant's. A tenant has no NUL, so no client's salt makes the salt of
+    /// another tenant.
+    pub(crate) fn cache_salt(&self, of_client: String) -> String {
+        match self.tenant() {
+            "" => of_client,
+            tenant => format!("{tenant}\0{of_client}"),
+        }
+    }
+
+    /// Takes the tokens of a request's prompts from its key's quota.
+    pub(crate) fn take_prompt_tokens(&self, num_tokens: u32) -> Result<(), CoreError> {
+        let Caller::Holder(holder) = self else { return Ok(()) };
+        holder.take_prompt_tokens(num_tokens, Instant::now()).map_err(|exceeded| CoreError::Full {
+            message: exceeded.to_string(),
+            retry_after: exceeded.retry_after,
+        })
+    }
+
+    /// Charges delivered tokens to its key's quota.
+    pub(crate) fn charge_output_tokens(&self, num_tokens: usize) {
+        if let Caller::Holder(holder) = self
+            && num_tokens > 0
+        {
+            holder.charge_output_tokens(u32::try_from(num_tokens).unwrap_or(u32::MAX), Instant::now());
+        }
+    }
+}

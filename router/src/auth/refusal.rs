@@ -1,0 +1,67 @@
+//! Why a call is not admitted, in the words of its API.
+
+use axum::{extract::Request, response::Response};
+use baton_keys::{BadKey, KeyRole, QuotaExceeded};
+use http::{HeaderValue, StatusCode, header};
+use tonic::Status;
+
+use crate::http::{
+    answer,
+    error::{ApiError, retry_after},
+    observe::is_grpc,
+};
+
+/// Why a call is not admitted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub(super) enum Refusal {
+    #[error("this server needs an API key: send Authorization: Bearer KEY, or x-api-key: KEY")]
+    NoKey,
+    #[error(transparent)]
+    BadKey(#[from] BadKey),
+    #[error("{}", wrong_role(*.0))]
+    WrongRole(KeyRole),
+    #[error(transparent)]
+    Exceeded(#[from] QuotaExceeded),
+}
+
+fn wrong_role(role: KeyRole) -> &'static str {
+    match role {
+        KeyRole::Worker => "this API key is for workers, which send no requests",
+        KeyRole::Client | KeyRole::Operator => {
+            "workers register with an API key of their own, whose role is worker"
+        }
+    }
+}
+
+impl Refusal {
+    pub(super) fn answer(self, request: &Request) -> Response {
+        if is_grpc(request.headers()) {
+            let message = self.to_string();
+            let status = match self {
+                Refusal::NoKey | Refusal::BadKey(_) => Status::unauthenticated(message),
+                Refusal::WrongRole(_) => Status::permission_denied(message),
+                Refusal::Exceeded(_) => Status::resource_exhausted(message),
+            };
+            let mut response = status.into_http();
+            if let Refusal::Exceeded(exceeded) = self {
+                response.headers_mut().insert(header::RETRY_AFTER, retry_after(exceeded.retry_after));
+            }
+            return response;
+        }
+        let (status, code) = match self {
+            // OpenAI's code for all of them.
+            Refusal::NoKey | Refusal::BadKey(_) => (StatusCode::UNAUTHORIZED, "invalid_api_key"),
+            Refusal::WrongRole(_) => (StatusCode::FORBIDDEN, "permission_denied"),
+            Refusal::Exceeded(_) => (StatusCode::TOO_MANY_REQUESTS, "rate_limit_exceeded"),
+        };
+        let mut error = ApiError::new(status, self.to_string()).with_code(code);
+        if let Refusal::Exceeded(exceeded) = self {
+            error.retry_after = Some(exceeded.retry_after);
+        }
+        let mut response = answer(request.uri().path(), error);
+        if status == StatusCode::UNAUTHORIZED {
+            response.headers_mut().insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
+        }
+        response
+    }
+}

@@ -1,0 +1,344 @@
+//! Keys, quotas and tenants.
+
+use std::{collections::BTreeSet, time::Duration};
+
+use baton_cluster::Role;
+use baton_keys::ApiKey;
+use baton_proto::v1::{AbortRequest, FinishReason, generate_request::Prompt};
+use bytes::Bytes;
+use prost::Message;
+use serde_json::json;
+use tempfile::NamedTempFile;
+use tonic::Code;
+
+use crate::{
+    client::{Answer, Client},
+    fake::{FakeWorker, Step, say},
+    grpc,
+    harness::{Router, SOON},
+    page::Stream,
+};
+
+const ACME: u8 = 1;
+const OTHER: u8 = 2;
+const OPERATOR: u8 = 3;
+const WORKER: u8 = 4;
+const REVOKED: u8 = 5;
+
+fn secret(number: u8) -> String {
+    ApiKey::from_random([number; 32]).secret().to_owned()
+}
+
+fn entry(number: u8, fields: &str) -> String {
+    let hash = ApiKey::from_random([number; 32]).hash();
+    format!("[[key]]\nname = \"k{number}\"\nhash = \"{hash}\"\n{fields}\n")
+}
+
+fn entries(quotas: &str) -> String {
+    [
+        entry(ACME, &format!("tenant = \"acme\"\n{quotas}")),
+        entry(OTHER, "tenant = \"other\""),
+        entry(OPERATOR, "tenant = \"ops\"\nrole = \"operator\""),
+        entry(WORKER, "role = \"worker\""),
+    ]
+    .concat()
+}
+
+/// A router with these keys and a decode worker, and the file.
+async fn start(text: &str) -> (Router, FakeWorker, NamedTempFile) {
+    let file = NamedTempFile::new().unwrap();
+    std::fs::write(file.path(), text).unwrap();
+    let path = file.path().to_owned();
+    let mut router = Router::start(|config| config.api_keys = Some(path)).await;
+    router.client.key = Some(secret(ACME));
+    router.worker_key = Some(secret(WORKER));
+    let worker = FakeWorker::start("d0", Role::Decode, 1).await;
+    router.register(&worker).await;
+    worker.script(say("Hello"));
+    (router, worker, file)
+}
+
+fn client(router: &Router, key: Option<String>) -> Client {
+    let mut client = Client::new(router.address);
+    client.key = key;
+    client
+}
+
+async fn until(client: &Client, path: &str, status: u16) {
+    let asking = async {
+        while client.begin("GET", path, &[], Bytes::new()).await.status() != status {
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    };
+    tokio::time::timeout(SOON, asking).await.unwrap_or_else(|_| panic!("{path} never answers {status}"));
+}
+
+/// Each route with its method, from the source.
+fn routes() -> Vec<(&'static str, &'static str)> {
+    let sources = [include_str!("../../src/http/mod.rs"), include_str!("../../src/http/page/mod.rs")];
+    let routes = sources.into_iter().flat_map(|source| source.split(".route(").skip(1)).map(|route| {
+        let path = route.split('"').nth(1).expect("a path");
+        let is_post = route
+            .split_once(path)
+            .expect("it is there")
+            .1
+            .trim_start_matches("\",")
+            .trim()
+            .starts_with("post");
+        (if is_post { "POST" } else { "GET" }, path)
+    });
+    routes.collect()
+}
+
+/// Each method of each service that this program has, and those of gRPC itself.
+fn methods() -> Vec<String> {
+    let mut methods: Vec<String> = ["grpc.reflection.v1", "grpc.reflection.v1alpha"]
+        .map(|version| format!("/{version}.ServerReflection/ServerReflectionInfo"))
+        .into();
+    for set in [baton_proto::DESCRIPTORS, tonic_health::pb::FILE_DESCRIPTOR_SET] {
+        for file in prost_types::FileDescriptorSet::decode(set).unwrap().file {
+            for service in &file.service {
+                let name = format!("/{}.{}/", file.package(), service.name());
+                methods.extend(service.method.iter().map(|method| name.clone() + method.name()));
+            }
+        }
+    }
+    methods
+}
+
+async fn call(client: &Client, path: &str) -> String {
+    let headers = [("content-type", "application/grpc")];
+    let response = client.begin("POST", path, &headers, Bytes::from_static(&[0; 5])).await;
+    response.headers().get("grpc-status").map_or("", |status| status.to_str().unwrap()).to_owned()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn every_route_and_method_but_probes_needs_a_valid_key() {
+    let text = entries("");
+    let expired = entry(6, "tenant = \"acme\"\nexpires = 2020-01-01");
+    let (router, _worker, file) =
+        start(&format!("{text}{}{expired}", entry(REVOKED, "tenant = \"acme\""))).await;
+    let revoked = client(&router, Some(secret(REVOKED)));
+    let mut events = revoked.begin("GET", "/events", &[], Bytes::new()).await.into_body();
+    std::fs::write(file.path(), text).unwrap();
+    until(&revoked, "/v1/models", 401).await;
+    let rest = http_body_util::BodyExt::collect(&mut events);
+    tokio::time::timeout(SOON, rest).await.expect("a stream without an end ends with its key").unwrap();
+
+    let wrong = ["baton_", "sk-0", "-"].map(|key| Some(key.to_owned()));
+    let keys = [None, Some(secret(9)), Some(secret(REVOKED)), Some(secret(6))];
+    let open = ["/", "/page.css", "/page.js", "/health", "/livez", "/readyz", "/startupz"];
+    let open_methods = ["/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"];
+    let (routes, methods) = (routes(), methods());
+    assert!(routes.len() >= 21 && methods.len() >= 15, "{routes:?} {methods:?}");
+    for key in keys.into_iter().chain(wrong) {
+        let client = client(&router, key.clone());
+        let mut refused = BTreeSet::new();
+        for &(method, path) in &routes {
+            let answer = client.send(method, &path.replace("{*id}", "bytes"), &[], Bytes::new()).await;
+            assert_eq!(answer.status != 401, open.contains(&path), "{method} {path} with {key:?}");
+            refused.extend((answer.status == 401).then_some(path));
+        }
+        assert_eq!(refused.len(), routes.len() - open.len());
+        for path in &methods {
+            let is_refused = call(&client, path).await == (Code::Unauthenticated as i32).to_string();
+            assert_eq!(!is_refused, open_methods.contains(&&path[..]), "{path} with {key:?}");
+        }
+        for (method, path) in [("GET", "/v1/nothing"), ("PUT", "/v1/models"), ("OPTIONS", "/v1/models")] {
+            assert_eq!(client.send(method, path, &[], Bytes::new()).await.status, 401, "{method} {path}");
+        }
+        assert_eq!(client.get("/health").await.json(), json!({"status": "ok"}));
+        assert_eq!(client.get("/readyz").await.text(), "ok\n");
+    }
+    for &(method, path) in routes.iter().filter(|(_, path)| *path != "/events") {
+        let answer = router.client.send(method, &path.replace("{*id}", "bytes"), &[], Bytes::new()).await;
+        assert_ne!(answer.status, 401, "{method} {path} with a key");
+    }
+    assert_eq!(router.client.get("/health").await.json()["workers"][0]["id"], "d0");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_refusal_has_the_shape_of_its_api() {
+    let (router, _worker, _file) = start(&entries("")).await;
+    let client = client(&router, None);
+    let answer = client.get("/v1/models").await;
+    assert_eq!((answer.status, answer.header("www-authenticate")), (401, "Bearer"));
+    let error = &answer.json()["error"];
+    assert_eq!(
+        (&error["type"], &error["code"]),
+        (&json!("invalid_request_error"), &json!("invalid_api_key"))
+    );
+
+    let body = json!({"model": "bytes", "max_tokens": 9, "messages": [{"role": "user", "content": "Hi"}]});
+    let answer = client.post("/v1/messages", &body).await;
+    assert_eq!((answer.status, &answer.json()["error"]["type"]), (401, &json!("authentication_error")));
+    let key = secret(ACME);
+    let headers = [("content-type", "application/json"), ("x-api-key", &*key)];
+    let answer = client.send("POST", "/v1/messages", &headers, body.to_string().into()).await;
+    assert_eq!(answer.status, 200, "{}", answer.text());
+
+    let headers = [("content-type", "application/grpc")];
+    let answer = client.send("POST", "/baton.v1.Inference/Loads", &headers, Bytes::new()).await;
+    assert_eq!((answer.status, answer.header("grpc-status")), (200, "16"));
+    assert!(answer.header("grpc-message").contains("needs%20an%20API%20key"), "{answer:?}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_key_opens_what_its_role_needs() {
+    let (router, _worker, _file) = start(&entries("")).await;
+    for number in [ACME, OPERATOR] {
+        let status = call(&client(&router, Some(secret(number))), "/baton.worker.v1.Registry/Register").await;
+        assert_eq!(status, (Code::PermissionDenied as i32).to_string(), "{number} registers no worker");
+    }
+    let worker = client(&router, Some(secret(WORKER)));
+    let answer = worker.get("/v1/models").await;
+    assert_eq!((answer.status, &answer.json()["error"]["code"]), (403, &json!("permission_denied")));
+    assert_eq!(
+        call(&worker, "/baton.v1.Inference/Generate").await,
+        (Code::PermissionDenied as i32).to_string()
+    );
+    assert_eq!(worker.get("/health").await.json()["workers"][0]["id"], "d0");
+}
+
+async fn complete(client: &Client, prompt: &str, max_tokens: u32) -> Answer {
+    client.post("/v1/completions", &json!({"prompt": prompt, "max_tokens": max_tokens})).await
+}
+
+/// Asserts a 429, and returns the seconds after which to come again.
+fn exceeded(answer: &Answer, quota: &str) -> u64 {
+    assert_eq!(answer.status, 429, "{}", answer.text());
+    let error = &answer.json()["error"];
+    assert!(error["message"].as_str().unwrap().contains(quota), "{error}");
+    assert_eq!(error["code"], "rate_limit_exceeded");
+    answer.header("retry-after").parse().unwrap()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn requests_and_tokens_are_limited_by_the_minute() {
+    let (router, worker, file) = start(&entries("requests-per-minute = 3")).await;
+    let answer = complete(&router.client, "Hi", 4).await;
+    assert_eq!((answer.status, answer.header("x-ratelimit-limit-requests")), (200, "3"));
+    assert_eq!(answer.header("x-ratelimit-remaining-requests"), "2");
+    complete(&router.client, "Hi", 4).await;
+    complete(&router.client, "Hi", 4).await;
+    let wait = exceeded(&router.client.get("/v1/models").await, "3 requests a minute");
+    assert!((1..=20).contains(&wait), "{wait}");
+    assert_eq!(client(&router, Some(secret(OTHER))).get("/v1/models").await.status, 200);
+    // Probes take nothing, and have no quota.
+    assert_eq!(router.client.get("/health").await.status, 200);
+
+    // A prompt of 100 bytes is 100 tokens; the answer has 4.
+    std::fs::write(file.path(), entries("tokens-per-minute = 110")).unwrap();
+    until(&router.client, "/v1/models", 200).await;
+    let prompt = "x".repeat(100);
+    let answer = complete(&router.client, &prompt, 4).await;
+    assert_eq!(answer.status, 200, "{}", answer.text());
+    let num_requests = worker.requests().len();
+    let wait = exceeded(&complete(&router.client, &prompt, 4).await, "110 tokens a minute");
+    // 94 are lacking, at 110 a minute.
+    assert!((50..=52).contains(&wait), "{wait}");
+    let body = json!({"model": "bytes", "max_tokens": 9, "messages": [{"role": "user", "content": prompt}]});
+    let answer = router.client.post("/v1/messages", &body).await;
+    assert_eq!((answer.status, &answer.json()["error"]["type"]), (429, &json!("rate_limit_error")));
+    assert_eq!(worker.requests().len(), num_requests, "no worker has seen them");
+    assert_eq!(router.client.get("/v1/models").await.status, 200, "which has no tokens");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn calls_at_a_time_are_limited_until_they_end() {
+    let (router, worker, _file) = start(&entries("streams = 1")).await;
+    worker.script(|_| vec![Step::Hang]);
+    let body = json!({"prompt": "x", "stream": true}).to_string();
+    let headers = [("content-type", "application/json")];
+    let first = router.client.begin("POST", "/v1/completions", &headers, body.into());
+    let second = async {
+        worker.next_arrived().await;
+        let wait = exceeded(&router.client.get("/v1/models").await, "1 streams at a time");
+        assert_eq!(wait, 1);
+        worker.release(Step::Finish(FinishReason::Stop));
+    };
+    let (first, ()) = tokio::join!(first, second);
+    assert_eq!(first.status(), 200);
+    drop(first);
+    until(&router.client, "/v1/models", 200).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn tenants_share_no_salt_no_ids_and_no_events() {
+    let (router, worker, _file) = start(&entries("")).await;
+    let other = client(&router, Some(secret(OTHER)));
+    let mut events = Vec::new();
+    for number in [OTHER, OPERATOR] {
+        events.push(Stream::open_as(&client(&router, Some(secret(number)))).await);
+    }
+    let salts = [json!({}), json!({"cache_salt": "s"}), json!({"cache_salt": "s", "kv_wire": "int4"})];
+    for client in [&router.client, &other] {
+        for salt in &salts {
+            let mut body = json!({"prompt": "Hi"});
+            body.as_object_mut().unwrap().extend(salt.as_object().unwrap().clone());
+            assert_eq!(client.post("/v1/completions", &body).await.status, 200);
+        }
+    }
+    let salts: Vec<_> = worker.requests().into_iter().map(|request| request.cache_salt).collect();
+    let expected =
+        ["acme\0", "acme\0s", "acme\0s\0KV_WIRE_INT4", "other\0", "other\0s", "other\0s\0KV_WIRE_INT4"];
+    assert_eq!(salts, expected);
+
+    let seen = events[0].next("request").await.unwrap();
+    assert_eq!((&seen["tenant"], &seen["key"]), (&json!("other"), &json!("k2")), "of its own tenant alone");
+    let seen = events[1].next("request").await.unwrap();
+    assert_eq!((&seen["tenant"], &seen["key"]), (&json!("acme"), &json!("k1")), "an operator sees all");
+
+    // Both run a request of the same id, and each aborts its own.
+    worker.script(|_| vec![Step::Silence]);
+    let mut streams = Vec::new();
+    for number in [ACME, OTHER] {
+        let request = baton_proto::v1::GenerateRequest {
+            prompt: Some(Prompt::Text("x".into())),
+            request_id: "mine".into(),
+            ..Default::default()
+        };
+        let mut caller = grpc::client_with(&router, &secret(number)).await;
+        streams.push(caller.generate(request).await.unwrap().into_inner());
+        // Those of before come first.
+        let id = format!("{}/mine-0", if number == ACME { "acme" } else { "other" });
+        while worker.next_arrived().await != id {}
+    }
+    let mut caller = grpc::client_with(&router, &secret(OPERATOR)).await;
+    let abort = AbortRequest { request_id: "mine".into() };
+    assert_eq!(caller.abort(abort.clone()).await.unwrap_err().code(), Code::NotFound);
+    let mut caller = grpc::client_with(&router, &secret(OTHER)).await;
+    caller.abort(abort.clone()).await.unwrap();
+    assert_eq!(caller.abort(abort).await.err().map(|status| status.code()), Some(Code::NotFound));
+    assert_eq!(worker.next_dropped().await, "other/mine-0");
+    assert!(streams[1].message().await.unwrap().is_some(), "it ends with a last event");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn metrics_are_public_by_choice_and_preflights_need_no_key() {
+    let file = NamedTempFile::new().unwrap();
+    let path = file.path().to_owned();
+    let router = Router::start(|config| {
+        config.api_keys = Some(path);
+        config.has_public_metrics = true;
+        config.cors_origins = vec!["https://page.example".parse().unwrap()];
+    })
+    .await;
+    assert_eq!(router.client.get("/metrics").await.status, 200);
+    assert_eq!(router.client.get("/v1/models").await.status, 401);
+    let headers = [("origin", "https://page.example"), ("access-control-request-method", "POST")];
+    let answer = router.client.send("OPTIONS", "/v1/chat/completions", &headers, Bytes::new()).await;
+    assert_eq!((answer.status, answer.header("access-control-allow-origin")), (200, "https://page.example"));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_router_does_not_start_with_a_file_that_is_wrong() {
+    let file = NamedTempFile::new().unwrap();
+    std::fs::write(file.path(), "[[key]]\nname = 1\n").unwrap();
+    let discovery = baton_cluster::DiscoveryConfig::Embedded { router: String::new(), key: None };
+    let mut config = baton_router::RouterConfig::new("/nowhere".into(), "bytes".into(), discovery);
+    config.listen = ([127, 0, 0, 1], 0).into();
+    config.api_keys = Some(file.path().to_owned());
+    let error = format!("{:#}", baton_router::run(config, Default::default()).await.unwrap_err());
+    assert!(error.contains("key file /") && error.contains("line 2: "), "{error}");
+}
