@@ -12,6 +12,7 @@ mod doctor;
 mod faults;
 mod gguf;
 mod harness;
+mod keys;
 mod measure_migration;
 mod migration;
 #[path = "../ports.rs"]
