@@ -1,4 +1,4 @@
-//! Checks and set-up of the workspace: `cargo xtask verify | fix | setup | ci | cuda-check | gpu-check | fuzz | soak`.
+//! Checks and set-up of the workspace: `cargo xtask verify | fix | sbom | setup | ci | cuda-check | gpu-check | fuzz | soak`.
 //!
 //! `verify` never writes to the checkout, `fix` does, `setup` installs. The program knows how the repository is built, not
 //! what Baton does.
@@ -9,6 +9,7 @@ mod architecture;
 mod chart;
 mod check;
 mod circles;
+mod deny;
 mod descriptors;
 mod edges;
 mod fix;
@@ -22,6 +23,7 @@ mod pages;
 mod pictures;
 mod purity;
 mod rooms;
+mod sbom;
 mod settings;
 mod setup;
 mod soak;
@@ -57,6 +59,8 @@ enum Command {
     },
     /// Repair what a program can repair: formatting, clippy's suggestions, generated files.
     Fix,
+    /// Print what the program is built from, in CycloneDX's JSON.
+    Sbom,
     /// Install what the tests need and this machine lacks.
     Setup {
         /// Only report what is installed and what is missing.
@@ -123,6 +127,7 @@ fn run(command: Command) -> anyhow::Result<bool> {
             Ok(true)
         }
         Command::Verify { checks, list: false } => verify::run(&workspace, &checks),
+        Command::Sbom => sbom::run(&workspace),
         Command::Fix => fix::run(&workspace),
         Command::Setup { check, nccl } => {
             setup::run(&workspace, if check { Mode::Check } else { Mode::Install }, nccl)

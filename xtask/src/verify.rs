@@ -11,7 +11,8 @@ use anyhow::{Result, bail};
 use crate::{
     architecture, chart,
     check::{self, Check, Outcome},
-    circles, descriptors, edges, hygiene, kernels, names, pages, pictures, purity, rooms, settings, words,
+    circles, deny, descriptors, edges, hygiene, kernels, names, pages, pictures, purity, rooms, settings,
+    words,
     workspace::Workspace,
 };
 
@@ -36,6 +37,7 @@ const CHECKS: &[Check] = &[
     },
     Check { name: "pictures", about: "docs/images/*.svg fit their sources", run: pictures::check },
     Check { name: "hygiene", about: "lints, licence, lock file, file sizes, leftovers", run: hygiene::check },
+    Check { name: "deny", about: "dependencies have licences and sources of deny.toml", run: deny::check },
     Check { name: "descriptors", about: "tools/protoc fits the locked etcd-client", run: descriptors::check },
     Check { name: "settings", about: "deploy/ and helm/ use flags that exist", run: settings::check },
     Check { name: "chart", about: "the Helm chart lints, renders, and refuses mistakes", run: chart::check },

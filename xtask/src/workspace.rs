@@ -18,8 +18,21 @@ impl Workspace {
     pub(crate) fn load() -> Result<Workspace> {
         let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().context("xtask/ is in the root")?;
         // Cargo has just built this program from the lock file, so --locked holds unless it changed since.
-        let args = ["metadata", "--format-version", "1", "--locked", "--all-features"];
-        let output = cargo(root).args(args).output().context("run cargo metadata")?;
+        Workspace::load_with(root, &["--all-features"])
+    }
+
+    /// The same with the features that are built, and without what other platforms need.
+    pub(crate) fn for_this_platform(&self) -> Result<Workspace> {
+        let version = Command::new("rustc").arg("-vV").output().context("run rustc")?;
+        let version = String::from_utf8_lossy(&version.stdout).into_owned();
+        let host =
+            version.lines().find_map(|line| line.strip_prefix("host: ")).context("rustc names its host")?;
+        Workspace::load_with(&self.root, &["--filter-platform", host])
+    }
+
+    fn load_with(root: &Path, further: &[&str]) -> Result<Workspace> {
+        let args = ["metadata", "--format-version", "1", "--locked"];
+        let output = cargo(root).args(args).args(further).output().context("run cargo metadata")?;
         if !output.status.success() {
             bail!("cargo metadata: {}", String::from_utf8_lossy(&output.stderr).trim());
         }
@@ -105,6 +118,11 @@ impl<'a> Package<'a> {
 
     pub(crate) fn license(self) -> Option<&'a str> {
         self.0["license"].as_str()
+    }
+
+    /// Where it comes from; `None` for those of the workspace.
+    pub(crate) fn source(self) -> Option<&'a str> {
+        self.0["source"].as_str()
     }
 
     pub(crate) fn edition(self) -> Option<&'a str> {
