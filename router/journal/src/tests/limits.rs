@@ -1,0 +1,100 @@
+//! Full journals, full disks, time.
+
+use std::{fs, time::Duration};
+
+use crate::{AcceptError, Acceptance, Ending, Journal, JournalConfig};
+
+use super::{NOW, acceptance, config, num_tokens, open, push};
+
+fn big(id: &str) -> Acceptance {
+    Acceptance { body: vec![b' '; 20 << 10], ..acceptance(id) }
+}
+
+#[tokio::test]
+async fn requests_that_go_on_fill_half_and_then_new_ones_are_refused() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let journal = open(dir.path());
+    let mut writers = Vec::new();
+    let refusal = loop {
+        match journal.accept(big(&writers.len().to_string())).await {
+            Ok(writer) => writers.push(writer),
+            Err(refusal) => break refusal,
+        }
+    };
+    assert!(matches!(refusal, AcceptError::Full { max_bytes: 524_288, .. }), "{refusal}");
+    assert_eq!((writers.len(), journal.counts().num_refused), (25, 1));
+    writers.pop().expect("there are some").end(Ending::Stop, 0);
+    journal.accept(big("next")).await.expect("there is room again");
+}
+
+#[tokio::test]
+async fn old_segments_go_and_a_parked_session_moves() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let journal = open(dir.path());
+    let parked = journal.accept(acceptance("parked")).await.unwrap();
+    push(&parked, 0..3);
+    journal.flush().await;
+    push(&parked, 3..5);
+    drop(parked);
+    // Five times what the journal may hold.
+    for nth in 0..250 {
+        let writer = journal.accept(big(&nth.to_string())).await.unwrap();
+        writer.end(Ending::Stop, 0);
+    }
+    let files = fs::read_dir(dir.path()).expect("a directory");
+    let num_bytes: u64 = files.map(|file| file.unwrap().metadata().unwrap().len()).sum();
+    assert!(num_bytes <= 1 << 20, "{num_bytes}");
+    assert_eq!(num_tokens(&journal, "parked").await, 5);
+    let (_, writer) = journal.resume("parked", None).await.unwrap();
+    push(&writer, 5..8);
+    drop((writer, journal));
+    let journal = open(dir.path());
+    assert_eq!(num_tokens(&journal, "parked").await, 8);
+    assert_eq!(journal.counts().num_damaged, 0);
+}
+
+#[tokio::test]
+async fn a_disk_that_fails_refuses_requests_and_keeps_those_that_run() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let place = dir.path().join("journal");
+    let journal = open(&place);
+    let running = journal.accept(acceptance("running")).await.unwrap();
+    push(&running, 0..3);
+    // The segment is full, and no other one can be made.
+    journal.accept(Acceptance { body: vec![0; 70 << 10], ..acceptance("big") }).await.unwrap();
+    let gone = dir.path().join("gone");
+    fs::rename(&place, &gone).expect("it is there");
+    let refusal = journal.accept(acceptance("late")).await.expect_err("it cannot be journalled");
+    assert!(matches!(refusal, AcceptError::Write(_)), "{refusal}");
+    assert!(journal.accept(acceptance("later")).await.is_err());
+    push(&running, 3..6);
+    fs::rename(&gone, &place).expect("it is there");
+    // The writer tries again by itself.
+    let accepted = async {
+        while journal.accept(acceptance("later")).await.is_err() {
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    };
+    tokio::time::timeout(Duration::from_secs(20), accepted).await.expect("the disk works again");
+    assert!(journal.counts().num_failed > 0);
+    drop((running, journal));
+    let journal = open(&place);
+    assert_eq!(num_tokens(&journal, "running").await, 6);
+    // A request that was refused is not served later.
+    assert_eq!(journal.resume("late", None).await.expect("written late").0.ending, Some(Ending::Abort));
+}
+
+#[tokio::test]
+async fn sessions_expire_by_a_clock_that_may_jump() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let journal = open(dir.path());
+    drop(journal.accept(acceptance("one")).await.unwrap());
+    drop(journal);
+    let config = JournalConfig { ttl: Duration::from_secs(60), ..config(dir.path()) };
+    // The clock was a day ahead before: the session is as new as now.
+    for (now, is_there) in [(NOW - 86_400_000, true), (NOW + 59_000, true), (NOW + 61_000, false)] {
+        let journal = Journal::open_at(&config, now).expect("a journal");
+        let counts = journal.counts();
+        assert_eq!((counts.num_parked, counts.num_expired), if is_there { (1, 0) } else { (0, 1) }, "{now}");
+    }
+}

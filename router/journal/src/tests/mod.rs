@@ -1,0 +1,117 @@
+//! The journal under crashes, damage, full disks and lost clients.
+
+mod damage;
+mod limits;
+mod memory;
+
+use std::{path::Path, time::Duration};
+
+use crate::{Acceptance, Ending, Journal, JournalConfig, ResumeError, SessionWriter};
+
+pub(super) const NOW: u64 = 1_800_000_000_000;
+
+pub(super) fn config(dir: &Path) -> JournalConfig {
+    JournalConfig { dir: dir.to_owned(), max_bytes: 1 << 20, ttl: Duration::from_secs(3600) }
+}
+
+pub(super) fn open(dir: &Path) -> Journal {
+    Journal::open_at(&config(dir), NOW).expect("a journal")
+}
+
+pub(super) fn acceptance(id: &str) -> Acceptance {
+    Acceptance {
+        id: id.to_owned(),
+        owner: None,
+        endpoint: "/v1/chat/completions".to_owned(),
+        body: b"{\"stream\": true}".to_vec(),
+        prepared: vec![7; 40],
+    }
+}
+
+pub(super) fn token(idx: usize) -> Vec<u8> {
+    format!("token {idx}").into_bytes()
+}
+
+pub(super) fn push(writer: &SessionWriter, range: std::ops::Range<usize>) {
+    range.for_each(|idx| writer.push(idx, token(idx)));
+}
+
+async fn num_tokens(journal: &Journal, id: &str) -> usize {
+    let (session, _writer) = journal.resume(id, None).await.expect("it is there");
+    assert_eq!(session.acceptance, acceptance(id));
+    let expected: Vec<_> = (0..session.tokens.len()).map(token).collect();
+    assert_eq!(session.tokens, expected);
+    session.tokens.len()
+}
+
+#[tokio::test]
+async fn sessions_survive_their_router() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let journal = open(dir.path());
+    let (one, two) =
+        (journal.accept(acceptance("one")).await.unwrap(), journal.accept(acceptance("two")).await.unwrap());
+    push(&one, 0..5);
+    push(&two, 0..3);
+    two.end(Ending::Stop, 3);
+    drop((one, two));
+    let counts = journal.counts();
+    assert_eq!((counts.num_running, counts.num_parked, counts.num_ended), (0, 1, 1));
+    drop(journal);
+
+    let journal = open(dir.path());
+    let (session, writer) = journal.resume("one", None).await.unwrap();
+    assert_eq!((session.tokens.len(), session.ending), (5, None));
+    push(&writer, 5..9);
+    writer.end(Ending::Length, 9);
+    drop(writer);
+    assert_eq!(num_tokens(&journal, "one").await, 9);
+    assert_eq!(journal.resume("one", None).await.unwrap().0.ending, Some(Ending::Length));
+    assert_eq!(journal.resume("two", None).await.unwrap().0.ending, Some(Ending::Stop));
+    assert!(matches!(journal.resume("three", None).await, Err(ResumeError::Unknown { .. })));
+}
+
+#[tokio::test]
+async fn who_resumes_takes_the_session_from_an_earlier_client() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let journal = open(dir.path());
+    let first = journal.accept(acceptance("one")).await.unwrap();
+    push(&first, 0..2);
+    let (session, second) = journal.resume("one", None).await.unwrap();
+    assert_eq!(session.tokens.len(), 2);
+    // The first client's connection is found dead later.
+    push(&first, 2..4);
+    first.end(Ending::Abort, 4);
+    drop(first);
+    assert_eq!(journal.counts().num_running, 1);
+    push(&second, 2..7);
+    drop(second);
+    assert_eq!(num_tokens(&journal, "one").await, 7);
+}
+
+#[tokio::test]
+async fn another_tenant_neither_reads_nor_disturbs_a_session() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let journal = open(dir.path());
+    let owned = Acceptance { owner: Some("acme".to_owned()), ..acceptance("one") };
+    let writer = journal.accept(owned).await.unwrap();
+    push(&writer, 0..2);
+    for other in [None, Some("other")] {
+        assert!(matches!(journal.resume("one", other).await, Err(ResumeError::Unknown { .. })));
+    }
+    push(&writer, 2..4);
+    assert_eq!(journal.resume("one", Some("acme")).await.unwrap().0.tokens.len(), 4);
+}
+
+#[tokio::test]
+async fn an_end_after_lost_tokens_is_no_end() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let journal = open(dir.path());
+    let writer = journal.accept(acceptance("one")).await.unwrap();
+    push(&writer, 0..2);
+    push(&writer, 3..5);
+    writer.end(Ending::Stop, 5);
+    drop(writer);
+    assert_eq!(journal.counts().num_dropped, 2);
+    let (session, _writer) = journal.resume("one", None).await.unwrap();
+    assert_eq!((session.tokens.len(), session.ending), (2, None));
+}
