@@ -1,10 +1,10 @@
 //! `baton router`: its arguments become a configuration, and it runs until a signal.
 
-use std::{net::SocketAddr, path::PathBuf};
+use std::{net::SocketAddr, path::PathBuf, time::Duration};
 
-use baton_command::{TlsArgs, at_least_one};
+use baton_command::{Size, TlsArgs, at_least_one, parse_size};
 use baton_keys::KeyHash;
-use baton_router::{MigrationMode, PlanBasis, RouterConfig, Slo, ToolFormat, UnknownFields};
+use baton_router::{JournalConfig, MigrationMode, PlanBasis, RouterConfig, Slo, ToolFormat, UnknownFields};
 use clap::{Args, ValueEnum, builder::PossibleValue};
 use http::HeaderValue;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
@@ -66,6 +66,16 @@ pub(crate) struct RoutingArgs {
     /// Requests in flight at the same time, streams included. Further requests are answered with 429.
     #[arg(long, value_name = "N", default_value_t = 16_384, value_parser = at_least_one, env = "BATON_MAX_REQUESTS")]
     pub max_requests: usize,
+    /// Directory of a journal: streams survive the loss of their connection and of the router. A client resumes one by
+    /// Last-Event-ID (HTTP) or Resume (gRPC). The journal holds prompts and answers; the directory has mode 0700.
+    #[arg(long, value_name = "DIR", env = "BATON_DURABLE")]
+    pub durable: Option<PathBuf>,
+    /// Size of the files in --durable. Streams that have not ended may fill half of it; then new ones are refused with 503.
+    #[arg(long, value_name = "SIZE", default_value = "1G", value_parser = parse_size, env = "BATON_DURABLE_SIZE")]
+    pub durable_size: Size,
+    /// Seconds for which a stream that nobody reads can be resumed.
+    #[arg(long, value_name = "SECONDS", default_value_t = 3600, value_parser = at_least_one, env = "BATON_DURABLE_TTL")]
+    pub durable_ttl: usize,
     /// What becomes of request fields that no API knows: refuse (400, with the nearest name) or ignore.
     #[arg(long, value_enum, default_value_t = UnknownFieldsChoice::Refuse, env = "BATON_UNKNOWN_FIELDS")]
     pub unknown_fields: UnknownFieldsChoice,
@@ -141,6 +151,11 @@ impl RoutingArgs {
             UnknownFieldsChoice::Ignore => UnknownFields::Ignore,
         };
         config.tool_format = self.tool_format;
+        config.durable = self.durable.map(|dir| JournalConfig {
+            dir,
+            max_bytes: self.durable_size.0 as u64,
+            ttl: Duration::from_secs(self.durable_ttl as u64),
+        });
         config.cors_origins = self.cors_origins;
         config.api_keys = self.api_keys;
         config.has_public_metrics = self.public_metrics;
@@ -162,6 +177,9 @@ impl RoutingArgs {
             cors_origins,
             api_keys,
             public_metrics,
+            durable,
+            durable_size,
+            durable_ttl,
         } = self;
         let name = |value: Option<PossibleValue>| value.expect("no choice is hidden").get_name().to_owned();
         let mut flags = vec![
@@ -178,6 +196,11 @@ impl RoutingArgs {
         flags.extend(tool_format.map(|format| format!("--tool-format={}", format.name())));
         flags.extend(api_keys.as_ref().map(|file| format!("--api-keys={}", file.display())));
         flags.extend(public_metrics.then(|| "--public-metrics".to_owned()));
+        if let Some(dir) = durable {
+            flags.push(format!("--durable={}", dir.display()));
+            flags.push(format!("--durable-size={}", durable_size.0));
+            flags.push(format!("--durable-ttl={durable_ttl}"));
+        }
         if !origins.is_empty() {
             flags.push(format!("--cors-origins={}", origins.join(",")));
         }

@@ -20,8 +20,8 @@ use tokio_util::sync::CancellationToken;
 
 pub use baton_planner::Slo;
 pub use baton_request_fields::UnknownFields;
-use baton_router_core::{Core, RouterMetrics, ServedModel, Workers};
-pub use baton_router_core::{MigrationMode, PlanBasis, RouterConfig};
+use baton_router_core::{Core, Journal, RouterMetrics, ServedModel, Workers};
+pub use baton_router_core::{JournalConfig, MigrationMode, PlanBasis, RouterConfig};
 pub use baton_tools::ToolFormat;
 
 /// Serves until `shutdown` is cancelled and running requests have ended.
@@ -58,7 +58,13 @@ pub async fn run_on(
     let metrics = RouterMetrics::new(&Metrics::new());
     // A model that cannot be loaded ends the server like a shutdown.
     let drain = shutdown.child_token();
-    let core = Core::new(config.clone(), name, workers.clone(), metrics, drain.clone());
+    let journal =
+        config.durable.clone().map(|config| tokio::task::spawn_blocking(move || Journal::open(&config)));
+    let journal = match journal {
+        Some(opening) => Some(opening.await?.context("cannot open the journal (--durable)")?),
+        None => None,
+    };
+    let core = Core::new(config.clone(), name, journal, workers.clone(), metrics, drain.clone());
     let loading = tokio::spawn(load_model(core.clone(), drain.clone()));
     let balancing = (config.migration == MigrationMode::Balance)
         .then(|| tokio::spawn(core.migrator.clone().balance(workers.clone(), drain.clone())));

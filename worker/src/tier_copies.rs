@@ -20,6 +20,9 @@ use crate::{handoff::prefix_fetch::fetch_deadline, tiers::Tiers, worker::Worker}
 /// Bytes that are read before they are written to the pool.
 const BATCH_BYTES: usize = 32 << 20;
 
+/// Tokens of output between two saves.
+const SAVE_EVERY: usize = 256;
+
 /// What tiers have of a request and the pool lacks.
 #[derive(Debug)]
 pub struct Recall {
@@ -115,9 +118,18 @@ impl SaveAtEnd {
         Some(SaveAtEnd { worker: worker.clone(), request: request.clone() })
     }
 
-    /// The request has one more token of output.
+    /// The request has one more token of output. The prompt is saved with the first, and what followed with every 256th: a
+    /// process that is killed has saved as much.
     pub fn push(&mut self, token: u32) {
         self.request.output.push(token);
+        if self.request.output.len() % SAVE_EVERY == 1 {
+            self.spawn_save(self.request.clone());
+        }
+    }
+
+    fn spawn_save(&self, request: Request) {
+        let worker = self.worker.clone();
+        self.worker.lifecycle().spawn(async move { save(&worker, request).await });
     }
 }
 
@@ -125,8 +137,8 @@ impl Drop for SaveAtEnd {
     fn drop(&mut self) {
         // Without a runtime the worker has ended, and its engine.
         if Handle::try_current().is_ok() {
-            let (worker, request) = (self.worker.clone(), std::mem::take(&mut self.request));
-            self.worker.lifecycle().spawn(async move { save(&worker, request).await });
+            let request = std::mem::take(&mut self.request);
+            self.spawn_save(request);
         }
     }
 }

@@ -137,6 +137,7 @@ const ROOMS: &[Room] = &[
             "baton-keys",
             "baton-request-fields",
             "baton-planner",
+            "baton-journal",
             "baton-kv-index",
             "baton-cost",
             "baton-cluster",
@@ -152,6 +153,13 @@ const ROOMS: &[Room] = &[
         ],
         tests_use: &[],
         never: ROUTER_NEVER,
+    },
+    // What survives the router, as bytes in files.
+    Room {
+        name: "baton-journal",
+        uses: &[],
+        tests_use: &[],
+        never: &["baton-router", "baton-proto", "tonic", "hyper", "axum"],
     },
     // Pure decisions. A simulator can use it alone.
     Room {

@@ -1,7 +1,7 @@
 //! The requests that run now, by tenant and id, so that they can be aborted.
 
 use std::{
-    collections::{HashMap, hash_map::Entry},
+    collections::HashMap,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
@@ -12,7 +12,7 @@ use super::CoreError;
 /// Ids of running requests.
 #[derive(Clone, Debug, Default)]
 pub struct ActiveRequests {
-    requests: Arc<Mutex<HashMap<TenantId, CancellationToken>>>,
+    requests: Arc<Mutex<Running>>,
 }
 
 /// A tenant chooses ids for its own requests, and learns nothing of those that others have chosen.
@@ -22,16 +22,24 @@ struct TenantId {
     id: String,
 }
 
+#[derive(Debug, Default)]
+struct Running {
+    /// With the number of their entry.
+    requests: HashMap<TenantId, (u64, CancellationToken)>,
+    num_entered: u64,
+}
+
 /// One running request; it leaves when this is dropped.
 #[derive(Debug)]
 pub struct ActiveRequest {
     active: ActiveRequests,
     id: TenantId,
+    number: u64,
     abort: CancellationToken,
 }
 
 impl ActiveRequests {
-    /// Enters a request, which `closing` aborts too.
+    /// Enters a request, which `closing` aborts too. If it is resumed, it takes the place of an earlier one.
     ///
     /// # Errors
     /// When one of the tenant's has this id.
@@ -40,20 +48,27 @@ impl ActiveRequests {
         tenant: &str,
         id: &str,
         closing: &CancellationToken,
+        is_resumed: bool,
     ) -> Result<ActiveRequest, CoreError> {
         let id = TenantId { tenant: tenant.to_owned(), id: id.to_owned() };
         let abort = closing.child_token();
-        match self.lock().entry(id.clone()) {
-            Entry::Occupied(_) => return Err(CoreError::Duplicate { id: id.id }),
-            Entry::Vacant(vacant) => vacant.insert(abort.clone()),
-        };
-        Ok(ActiveRequest { active: self.clone(), id, abort })
+        let mut running = self.lock();
+        if running.requests.contains_key(&id) && !is_resumed {
+            return Err(CoreError::Duplicate { id: id.id });
+        }
+        running.num_entered += 1;
+        let number = running.num_entered;
+        if let Some((_, earlier)) = running.requests.insert(id.clone(), (number, abort.clone())) {
+            earlier.cancel();
+        }
+        drop(running);
+        Ok(ActiveRequest { active: self.clone(), id, number, abort })
     }
 
     /// Aborts a request of a tenant; whether it runs.
     pub fn abort(&self, tenant: &str, id: &str) -> bool {
-        match self.lock().get(&TenantId { tenant: tenant.to_owned(), id: id.to_owned() }) {
-            Some(abort) => {
+        match self.lock().requests.get(&TenantId { tenant: tenant.to_owned(), id: id.to_owned() }) {
+            Some((_, abort)) => {
                 abort.cancel();
                 true
             }
@@ -63,10 +78,10 @@ impl ActiveRequests {
 
     /// How many run.
     pub fn num_running(&self) -> usize {
-        self.lock().len()
+        self.lock().requests.len()
     }
 
-    fn lock(&self) -> MutexGuard<'_, HashMap<TenantId, CancellationToken>> {
+    fn lock(&self) -> MutexGuard<'_, Running> {
         self.requests.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -74,6 +89,11 @@ impl ActiveRequests {
 impl ActiveRequest {
     pub(crate) fn id(&self) -> &str {
         &self.id.id
+    }
+
+    /// Whether another connection has resumed it.
+    pub(crate) fn is_replaced(&self) -> bool {
+        self.active.lock().requests.get(&self.id).is_none_or(|&(number, _)| number != self.number)
     }
 
     /// Cancelled when the request is aborted, or all are.
@@ -84,6 +104,10 @@ impl ActiveRequest {
 
 impl Drop for ActiveRequest {
     fn drop(&mut self) {
-        self.active.lock().remove(&self.id);
+        let mut running = self.active.lock();
+        // One that was resumed elsewhere has left already.
+        if running.requests.get(&self.id).is_some_and(|&(number, _)| number == self.number) {
+            running.requests.remove(&self.id);
+        }
     }
 }

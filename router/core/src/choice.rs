@@ -15,6 +15,7 @@ use tracing::{Instrument, Span};
 use super::{
     Core, CoreError, Event, Finish, MigrationMode, TokenOut,
     attempt::Attempt,
+    durable::{DurableSession, Replayed},
     explain::ExplainedPlan,
     hashes::{SequenceHashes, block_sizes},
     migration::{Cause, MigrationState, MigrationStep, PAUSE, TURN},
@@ -55,19 +56,30 @@ pub(crate) struct Choice {
     candidate: Option<Candidate>,
     last_token: Option<Instant>,
     stopwatch: Stopwatch,
+    /// With a journal.
+    durable: Option<DurableSession>,
     /// The client's request, also after its handler has returned.
     span: Span,
     done: bool,
 }
 
 impl Choice {
-    pub(crate) fn new(core: Arc<Core>, prepared: Arc<PreparedRequest>, index: u32) -> Choice {
+    pub(crate) fn new(
+        core: Arc<Core>,
+        prepared: Arc<PreparedRequest>,
+        index: u32,
+        durable: Option<DurableSession>,
+    ) -> Choice {
         let mut request = prepared.prompts[(index / prepared.n) as usize].clone();
         request.id = match prepared.arrival.caller.tenant() {
             "" => format!("{}-{index}", prepared.id),
             // Tenants may choose the same id, and workers know no tenants.
             tenant => format!("{tenant}/{}-{index}", prepared.id),
         };
+        if prepared.arrival.resumed_request().is_some() {
+            // Workers may still know an attempt of the router that died.
+            request.id = format!("{}-{:x}", request.id, uuid::Uuid::new_v4().as_fields().0);
+        }
         request.sampling.seed = request.sampling.seed.wrapping_add(u64::from(index % prepared.n));
         if !index.is_multiple_of(prepared.n) {
             request.sampling.prompt_logprobs = None;
@@ -87,6 +99,7 @@ impl Choice {
             migration: MigrationState::Idle,
             candidate: None,
             last_token: None,
+            durable,
             span: Span::current(),
             done: false,
         }
@@ -109,7 +122,12 @@ impl Choice {
             },
             event = self.advance() => event,
         };
+        if let (Ok(Event { finish: Some(finish), .. }), Some(session)) = (&event, &self.durable) {
+            session.end(finish.reason, self.request.output.len());
+        }
         if !matches!(event, Ok(Event { finish: None, .. })) {
+            // Without an end the session is parked.
+            self.durable = None;
             // Dropping the attempt cancels it at the worker.
             // Invariant 2: no event follows a terminal one.
             self.done = true;
@@ -121,6 +139,9 @@ impl Choice {
     }
 
     async fn advance(&mut self) -> Result<Event, CoreError> {
+        if let Some(event) = self.replay() {
+            return Ok(event);
+        }
         loop {
             if self.attempt.is_none() && !self.migration.has_started() {
                 self.migration = MigrationState::Idle;
@@ -144,6 +165,18 @@ impl Choice {
             };
             if let Some(event) = event {
                 return Ok(event);
+            }
+        }
+    }
+
+    /// What an earlier router or connection has delivered, again.
+    fn replay(&mut self) -> Option<Event> {
+        match self.durable.as_mut()?.replay()? {
+            Replayed::Token(token) => Some(self.deliver(token)),
+            Replayed::All(ending) => {
+                // The last token may be journalled, and not the end.
+                let reason = ending.or_else(|| self.ended_already())?;
+                Some(self.finished(reason))
             }
         }
     }
@@ -397,6 +430,14 @@ impl Choice {
         let now = Instant::now();
         self.note_progress(now);
         self.stopwatch.on_token(&token, self.attempt.as_ref(), now);
+        if let Some(session) = &self.durable {
+            session.push(self.request.output.len(), &token);
+        }
+        self.deliver(token)
+    }
+
+    /// The event of a token, whose text depends on those before it alone.
+    fn deliver(&mut self, token: proto::Token) -> Event {
         let model = self.core.model().expect("a request exists only after its prompt was tokenised");
         let prompt = &self.request.prompt;
         let shown = if self.prepared.reader.is_some() { model.marks.clone() } else { Arc::default() };

@@ -3,6 +3,7 @@
 use std::{net::SocketAddr, path::PathBuf, time::Duration};
 
 use baton_cluster::DiscoveryConfig;
+use baton_journal::JournalConfig;
 use baton_keys::KeyHash;
 use baton_planner::{PrefixAwareConfig, Slo};
 use baton_request_fields::UnknownFields;
@@ -52,6 +53,8 @@ pub struct RouterConfig {
     pub header_timeout: Duration,
     /// Until a request's body must be there.
     pub body_timeout: Duration,
+    /// Where streams are journalled, so that they can be resumed; `None`: they end with their connection.
+    pub durable: Option<JournalConfig>,
     /// What becomes of request fields that no API knows.
     pub unknown_fields: UnknownFields,
     /// How the model writes tool calls; `None`: as its chat template does.
@@ -98,6 +101,7 @@ impl RouterConfig {
             max_body_bytes: 16 << 20,
             header_timeout: Duration::from_secs(15),
             body_timeout: Duration::from_secs(30),
+            durable: None,
             unknown_fields: UnknownFields::default(),
             tool_format: None,
             cors_origins: Vec::new(),

@@ -21,7 +21,7 @@ pub struct EndedRequest {
     pub trace_id: Option<String>,
     /// The path or method that took it.
     pub endpoint: &'static str,
-    /// "ok", "error", "aborted", or "cancelled" (the client left).
+    /// "ok", "error", "aborted", or "cancelled" (the client left), "parked" (likewise, but it can resume).
     pub outcome: &'static str,
     /// Prompts times `n`.
     pub num_choices: u32,

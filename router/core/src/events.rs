@@ -9,13 +9,22 @@ use tokio::sync::OwnedSemaphorePermit;
 use tracing::Span;
 
 use super::{
-    ActiveRequest, Core, CoreError, EndedRequest, Event, Extras, PreparedRequest, Timing, Usage,
-    choice::Choice,
+    ActiveRequest, Core, CoreError, EndedRequest, Event, Extras, Finish, PreparedRequest, Timing, Usage,
+    choice::Choice, durable::DurableSession,
 };
 
 impl Core {
     /// Admits the request and begins it. Dropping the events cancels it.
     pub fn generate(self: &Arc<Self>, request: PreparedRequest) -> Result<Events, CoreError> {
+        self.begin(request, None)
+    }
+
+    /// The same with a journal. Dropping the events parks it.
+    pub(crate) fn begin(
+        self: &Arc<Self>,
+        request: PreparedRequest,
+        session: Option<DurableSession>,
+    ) -> Result<Events, CoreError> {
         let num_choices = request.prompts.len() as u32 * request.n;
         if num_choices as usize > self.config.max_requests {
             let message = format!(
@@ -30,10 +39,13 @@ impl Core {
             return Err(CoreError::full(message));
         };
         let caller = &request.arrival.caller;
-        let active = self.active.enter(caller.tenant(), &request.id, &self.closing)?;
-        // Last, so that a refused request costs its key no tokens.
-        caller.take_prompt_tokens(request.num_prompt_tokens())?;
-        Ok(Events::new(self.clone(), request, active, permit))
+        let is_resumed = request.arrival.resumed_request().is_some();
+        let active = self.active.enter(caller.tenant(), &request.id, &self.closing, is_resumed)?;
+        if !is_resumed {
+            // Last, so that a refused request costs its key no tokens.
+            caller.take_prompt_tokens(request.num_prompt_tokens())?;
+        }
+        Ok(Events::new(self.clone(), request, session, active, permit))
     }
 }
 
@@ -93,6 +105,7 @@ pub struct Events {
     core: Arc<Core>,
     endpoint: &'static str,
     request: Arc<PreparedRequest>,
+    is_durable: bool,
     outcome: &'static str,
     /// The client's request, also after its handler has returned.
     span: Span,
@@ -104,16 +117,18 @@ impl Events {
     pub(crate) fn new(
         core: Arc<Core>,
         request: PreparedRequest,
+        mut session: Option<DurableSession>,
         active: ActiveRequest,
         permit: OwnedSemaphorePermit,
     ) -> Events {
         let usage = Usage { prompt_tokens: request.num_prompt_tokens(), ..Usage::default() };
         core.metrics.on_start(usage.prompt_tokens);
         let (n, endpoint) = (request.n, request.endpoint);
+        let is_durable = session.is_some();
         let num_prompts = request.prompts.len() as u32;
         let request = Arc::new(request);
         let choices = (0..num_prompts * n).map(|index| {
-            let choice = Box::new(Choice::new(core.clone(), request.clone(), index));
+            let choice = Box::new(Choice::new(core.clone(), request.clone(), index, session.take()));
             let aborted = Box::pin(active.abort_signal().clone().cancelled_owned());
             let events =
                 futures_util::stream::unfold((choice, aborted), |(mut choice, mut aborted)| async move {
@@ -123,7 +138,8 @@ impl Events {
             Box::pin(events) as ChoiceStream
         });
         let choices = Choices::of(choices.collect());
-        let outcome = "cancelled";
+        // If it is dropped before its end.
+        let outcome = if is_durable { "parked" } else { "cancelled" };
         Events {
             choices,
             usage,
@@ -132,6 +148,7 @@ impl Events {
             core,
             endpoint,
             request,
+            is_durable,
             outcome,
             span: Span::current(),
             active,
@@ -142,12 +159,20 @@ impl Events {
     /// The next event of any choice; nothing follows an error.
     pub async fn next(&mut self) -> Option<Result<Event, CoreError>> {
         let Some(event) = self.choices.next().await else {
-            self.outcome = if self.outcome == "cancelled" { "ok" } else { self.outcome };
+            self.outcome = if self.is_unread() { "ok" } else { self.outcome };
             return None;
         };
         if let Ok(event) = &event {
             self.request.arrival.caller.charge_output_tokens(event.tokens.len());
         }
+        let event = event.and_then(|event| match event.finish {
+            Some(Finish { reason: FinishReason::Abort, .. })
+                if self.is_durable && self.active.is_replaced() =>
+            {
+                Err(CoreError::unavailable("the stream goes on in another connection, which has resumed it"))
+            }
+            _ => Ok(event),
+        });
         match &event {
             Ok(Event { index, finish: Some(finish), .. }) => {
                 // Choices of one prompt share its prefix: it is counted once.
@@ -167,6 +192,21 @@ impl Events {
         Some(event)
     }
 
+    /// The id by which the stream can be resumed, if it can be.
+    pub fn durable_id(&self) -> Option<&str> {
+        self.is_durable.then_some(&self.request.id)
+    }
+
+    /// What the client of a resumed stream has already: see [`DurableCall::after`](crate::DurableCall::after).
+    pub fn num_delivered(&self) -> u64 {
+        self.request.arrival.num_delivered()
+    }
+
+    /// No event has decided yet what became of the request.
+    fn is_unread(&self) -> bool {
+        matches!(self.outcome, "cancelled" | "parked")
+    }
+
     /// What the request asks for beside its answer. Complete once [`next`](Self::next) has returned `None`.
     pub fn extras(&self) -> Extras {
         Extras {
@@ -184,8 +224,7 @@ impl Events {
 impl Drop for Events {
     fn drop(&mut self) {
         // The edge has read the last event but not the end: the request is complete.
-        let outcome =
-            if self.outcome == "cancelled" && self.choices.is_empty() { "ok" } else { self.outcome };
+        let outcome = if self.is_unread() && self.choices.is_empty() { "ok" } else { self.outcome };
         let took = self.request.arrival.at.elapsed();
         self.core.metrics.on_end(self.endpoint, outcome, took);
         let ended = EndedRequest {

@@ -1,7 +1,11 @@
 //! The router's metrics. Durations are in seconds, as Prometheus has them.
 
-use std::{sync::atomic::AtomicU64, time::Duration};
+use std::{
+    sync::{Arc, atomic::AtomicU64},
+    time::Duration,
+};
 
+use baton_journal::Journal;
 use baton_kv_index::SourceState;
 use baton_planner::Plan;
 use baton_telemetry::{Metrics, e2e_histogram, itl_histogram, ttft_histogram};
@@ -16,7 +20,7 @@ use prometheus_client::{
     registry::Unit,
 };
 
-use crate::workers::Workers;
+use crate::{journal_metrics::JournalCollector, workers::Workers};
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct Outcome {
@@ -137,7 +141,7 @@ impl RouterMetrics {
             registry.register("requests", "Requests answered, by endpoint and status", this.answers.clone());
             registry.register(
                 "generations",
-                "Admitted generations that ended, by how: ok, error, aborted, cancelled (by the client)",
+                "Admitted generations that ended, by how: ok, error, aborted, cancelled (by the client), parked",
                 this.generations.clone(),
             );
             registry.register_with_unit(
@@ -227,6 +231,13 @@ impl RouterMetrics {
             );
         });
         this
+    }
+
+    /// Registers the journal's counts.
+    pub(crate) fn watch_journal(&self, journal: Option<&Arc<Journal>>) {
+        let Some(journal) = journal.cloned() else { return };
+        let collector = Box::new(JournalCollector(journal));
+        self.metrics.register(|registry| registry.register_collector(collector));
     }
 
     /// The text of `/metrics`, with the workers' newest reports.

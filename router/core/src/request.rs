@@ -1,7 +1,7 @@
 //! From what a client asks to a [`PreparedRequest`]: templated, tokenised, validated.
 
 use std::{
-    sync::{Mutex, MutexGuard, PoisonError},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::Instant,
 };
 
@@ -13,7 +13,7 @@ use baton_tools::{AnswerReader, ToolRequest};
 use serde_json::{Map, Value};
 use tokio::sync::OnceCell;
 
-use super::{Caller, ClientSampling, CoreError, ExplainedPlan, hashes::SequenceHashes};
+use super::{Caller, ClientSampling, CoreError, DurableCall, ExplainedPlan, hashes::SequenceHashes};
 use crate::{
     model::ServedModel,
     passages::{self, BlendMode, TokenisedPrompt},
@@ -35,6 +35,8 @@ pub struct RequestArrival {
     pub at: Instant,
     /// Who sent it.
     pub caller: Caller,
+    /// The call itself, if its stream can be resumed.
+    pub durable: Option<Arc<DurableCall>>,
 }
 
 /// A request as a client wrote it, in the words of no API.
@@ -153,8 +155,11 @@ pub struct PreparedRequest {
 
 impl PreparedRequest {
     /// Gives prompts whose passages may be blended the ratio that workers have calibrated, if one has. All choices and attempts
-    /// have the same, so that they get the same tokens.
+    /// have the same, so that they get the same tokens; a resumed request has what it had.
     pub(crate) fn decide_blending(&mut self, calibrated: Option<f32>) {
+        if self.arrival.resumed_request().is_some() {
+            return;
+        }
         for marks in self.prompts.iter_mut().filter_map(|request| request.blend.as_mut()) {
             marks.ratio = marks.ratio.or(calibrated);
         }
@@ -272,7 +277,10 @@ impl ClientRequest {
         for mut prompt in self.prompts {
             let is_chat = matches!(prompt, PromptInput::Chat(_));
             let calls = if let PromptInput::Chat(chat) = &mut prompt { chat.calls.take() } else { None };
-            let TokenisedPrompt { ids, passages } = tokenize(model, prompt, names.prompt, true)?;
+            let TokenisedPrompt { ids, passages } = match self.arrival.resumed_request() {
+                Some(resumed) => resumed.prompt.to_vec().into(),
+                None => tokenize(model, prompt, names.prompt, true)?,
+            };
             let mut request = Request {
                 id: self.id.clone(),
                 prompt: ids.into(),
@@ -291,6 +299,10 @@ impl ClientRequest {
                     request.sampling.grammar = self.sampling.grammar_of_calls(model, calls, &prompt_end)?;
                 }
                 reader = model.form.reader(calls.as_deref(), &prompt_end);
+            }
+            if let Some(resumed) = self.arrival.resumed_request() {
+                prompts.push(resumed.clone());
+                continue;
             }
             request.sampling.max_tokens =
                 self.sampling.max_tokens(model, request.prompt.len(), contexts, names.max_tokens)?;

@@ -6,6 +6,8 @@ use baton_request::Request;
 use tokio::sync::{Semaphore, SetOnce, broadcast};
 use tokio_util::sync::CancellationToken;
 
+use baton_journal::Journal;
+
 use super::{
     ActiveRequests, ClientRequest, CoreError, EndedRequest, Migrator, Planner, PreparedRequest,
     hashes::{BLOCKING_TOKENS, SequenceHashes, block_sizes},
@@ -43,6 +45,8 @@ pub struct Core {
     pub migrator: Arc<Migrator>,
     /// Permits for choices: one each.
     pub(super) admission: Arc<Semaphore>,
+    /// What survives the router, if it keeps a journal.
+    pub(crate) journal: Option<Arc<Journal>>,
     /// Cancelled when nothing new is taken.
     pub drain: CancellationToken,
     /// Cancelled when running requests must end now.
@@ -54,11 +58,15 @@ impl Core {
     pub fn new(
         config: RouterConfig,
         seed: u64,
+        journal: Option<Journal>,
         workers: Arc<Workers>,
         metrics: RouterMetrics,
         drain: CancellationToken,
     ) -> Arc<Core> {
+        let journal = journal.map(Arc::new);
+        metrics.watch_journal(journal.as_ref());
         Arc::new(Core {
+            journal,
             model: SetOnce::new(),
             planner: Planner::new(&config, seed),
             active: ActiveRequests::default(),

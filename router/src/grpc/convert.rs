@@ -237,7 +237,7 @@ fn part(part: AnswerPart) -> v1::AnswerPart {
 }
 
 /// A new id of a call.
-pub(super) fn call_id() -> String {
+fn call_id() -> String {
     format!("call_{}", uuid::Uuid::new_v4().simple())
 }
 

@@ -4,14 +4,15 @@ use std::{collections::VecDeque, pin::Pin, sync::Arc};
 
 use baton_proto::v1::{
     AbortRequest, AbortResponse, GenerateRequest, GenerateResponse, LoadsRequest, LoadsResponse,
-    ModelInfoRequest, ModelInfoResponse, WorkerLoad, inference_server,
+    ModelInfoRequest, ModelInfoResponse, ResumeRequest, WorkerLoad, inference_server,
 };
 use futures_util::Stream;
+use prost::Message;
 use tonic::{Request, Response, Status};
 
-use super::convert::{call_id, input, responses, status};
-use baton_router_core::{Core, Events, PromptInput, RequestArrival};
-use baton_tools::ChatAnswer;
+use super::convert::{input, responses, status};
+use baton_router_core::{Core, DurableCall, Event, Events, PromptInput, RequestArrival};
+use baton_tools::{CallIds, ChatAnswer};
 
 /// Serves `Inference`.
 #[derive(Debug)]
@@ -23,6 +24,41 @@ impl Inference {
     pub(super) fn new(core: Arc<Core>) -> Inference {
         Inference { core }
     }
+
+    /// A call, new or resumed.
+    async fn serve(
+        &self,
+        request: GenerateRequest,
+        arrival: RequestArrival,
+    ) -> Result<Response<Responses>, Status> {
+        let id = match request.request_id.as_str() {
+            "" => arrival.answer_id(""),
+            id => id.to_owned(),
+        };
+        let input = input(request, id.clone(), arrival).map_err(status)?;
+        let is_chat = matches!(input.prompts[..], [PromptInput::Chat(_)]);
+        let request = self.core.prepare(input).await.map_err(status)?;
+        let num_chats = if is_chat { request.n as usize } else { 0 };
+        let call_ids = CallIds::new("call_", &id);
+        let answers = vec![ChatAnswer::new(request.reader.clone(), call_ids); num_chats];
+        let events = self.core.stream(request).await.map_err(status)?;
+        let num_known = events.num_delivered();
+        let outgoing = Outgoing { id, events, answers, num_known, ready: VecDeque::new(), over: false };
+        let stream = futures_util::stream::unfold(outgoing, |mut outgoing| async move {
+            let response = outgoing.next().await?;
+            Some((response, outgoing))
+        });
+        Ok(Response::new(Box::pin(stream)))
+    }
+}
+
+type Responses = Pin<Box<dyn Stream<Item = Result<GenerateResponse, Status>> + Send>>;
+
+/// What a call of the journal is one of.
+const GENERATE: &str = "/baton.v1.Inference/Generate";
+
+fn arrival_of<T>(request: &Request<T>) -> RequestArrival {
+    request.extensions().get::<RequestArrival>().expect("the edge observes every call").clone()
 }
 
 /// Events that become responses; one event may become two.
@@ -31,6 +67,8 @@ struct Outgoing {
     events: Events,
     /// Of each choice of a chat.
     answers: Vec<ChatAnswer>,
+    /// Tokens that the client of a resumed stream has already.
+    num_known: u64,
     ready: VecDeque<GenerateResponse>,
     over: bool,
 }
@@ -45,9 +83,14 @@ impl Outgoing {
                 return None;
             }
             match self.events.next().await? {
-                Ok(event) => {
+                Ok(mut event) => {
                     let answer = self.answers.get_mut(event.index as usize);
-                    let parts = answer.map(|answer| answer.read(&event.text, event.finish.is_some()));
+                    let mut parts = answer.map(|answer| answer.read(&event.text, event.finish.is_some()));
+                    if self.num_known > 0 && !event.tokens.is_empty() {
+                        self.num_known = self.num_known.saturating_sub(event.tokens.len() as u64);
+                        event = Event { finish: event.finish, ..Event::empty(event.index) };
+                        parts = None;
+                    }
                     let extras = || self.events.extras();
                     self.ready.extend(responses(&self.id, event, parts.unwrap_or_default(), extras));
                 }
@@ -62,37 +105,41 @@ impl Outgoing {
 
 #[tonic::async_trait]
 impl inference_server::Inference for Inference {
-    type GenerateStream = Pin<Box<dyn Stream<Item = Result<GenerateResponse, Status>> + Send>>;
+    type GenerateStream = Responses;
 
     async fn generate(
         &self,
         request: Request<GenerateRequest>,
     ) -> Result<Response<Self::GenerateStream>, Status> {
-        let arrival =
-            request.extensions().get::<RequestArrival>().expect("the edge observes every call").clone();
+        let mut arrival = arrival_of(&request);
         let request = request.into_inner();
-        let id = match request.request_id.as_str() {
-            "" => uuid::Uuid::new_v4().to_string(),
-            id => id.to_owned(),
-        };
-        let input = input(request, id.clone(), arrival).map_err(status)?;
-        let is_chat = matches!(input.prompts[..], [PromptInput::Chat(_)]);
-        let request = self.core.prepare(input).await.map_err(status)?;
-        let num_chats = if is_chat { request.n as usize } else { 0 };
-        let answers = vec![ChatAnswer::new(request.reader.clone(), call_id); num_chats];
-        let events = self.core.generate(request).map_err(status)?;
-        let outgoing = Outgoing { id, events, answers, ready: VecDeque::new(), over: false };
-        let stream = futures_util::stream::unfold(outgoing, |mut outgoing| async move {
-            let response = outgoing.next().await?;
-            Some((response, outgoing))
-        });
-        Ok(Response::new(Box::pin(stream)))
+        if self.core.config.durable.is_some() {
+            arrival.durable = Some(Arc::new(DurableCall::new(GENERATE, request.encode_to_vec())));
+        }
+        self.serve(request, arrival).await
+    }
+
+    type ResumeStream = Responses;
+
+    async fn resume(&self, request: Request<ResumeRequest>) -> Result<Response<Responses>, Status> {
+        let mut arrival = arrival_of(&request);
+        let ResumeRequest { request_id, next_token_idx } = request.into_inner();
+        let call = self.core.resume(&arrival.caller, &request_id).await.map_err(status)?;
+        if call.endpoint != GENERATE {
+            let message = format!("the stream {request_id:?} is one of {}: resume it there", call.endpoint);
+            return Err(Status::invalid_argument(message));
+        }
+        let request = GenerateRequest::decode(&*call.body);
+        let request =
+            request.map_err(|error| Status::internal(format!("the journal holds no call: {error}")))?;
+        arrival.durable = Some(Arc::new(call.after(next_token_idx.into())));
+        self.serve(request, arrival).await
     }
 
     async fn abort(&self, request: Request<AbortRequest>) -> Result<Response<AbortResponse>, Status> {
         let arrival = request.extensions().get::<RequestArrival>().expect("the edge observes every call");
         let id = &request.get_ref().request_id;
-        if self.core.active.abort(arrival.caller.tenant(), id) {
+        if self.core.abort(&arrival.caller, id) {
             return Ok(Response::new(AbortResponse {}));
         }
         Err(Status::not_found(format!("no request with the id {id:?} runs here")))

@@ -1,7 +1,7 @@
 //! An answer as a list of blocks: reasoning, text and calls. Responses and Messages are such lists.
 
 use baton_router_core::{Event, Extras};
-use baton_tools::{AnswerPart, AnswerReader, ChatAnswer};
+use baton_tools::{AnswerPart, AnswerReader, CallIds, ChatAnswer};
 use serde_json::Value;
 
 /// A part of an answer, as far as it has come.
@@ -31,14 +31,14 @@ pub(crate) struct Blocks {
     /// Whether the last one goes on.
     is_open: bool,
     num_reasoning_tokens: u32,
-    call_id: fn() -> String,
+    call_ids: CallIds,
 }
 
 impl Blocks {
-    /// The blocks of an answer that `reader` reads. `call_id` makes ids of calls.
-    pub(crate) fn new(reader: Option<AnswerReader>, call_id: fn() -> String) -> Blocks {
-        let answer = ChatAnswer::new(reader, call_id);
-        Blocks { answer, list: Vec::new(), is_open: false, num_reasoning_tokens: 0, call_id }
+    /// The blocks of an answer that `reader` reads.
+    pub(crate) fn new(reader: Option<AnswerReader>, call_ids: CallIds) -> Blocks {
+        let answer = ChatAnswer::new(reader, call_ids.clone());
+        Blocks { answer, list: Vec::new(), is_open: false, num_reasoning_tokens: 0, call_ids }
     }
 
     pub(crate) fn list(&self) -> &[Block] {
@@ -83,7 +83,7 @@ impl Blocks {
             self.list.push(match &part {
                 AnswerPart::Reasoning(_) => Block::Reasoning(String::new()),
                 AnswerPart::Call { name } => {
-                    Block::Call { id: (self.call_id)(), name: name.clone(), arguments: String::new() }
+                    Block::Call { id: self.call_ids.make(), name: name.clone(), arguments: String::new() }
                 }
                 AnswerPart::Content(_) | AnswerPart::Arguments(_) => Block::Text(String::new()),
             });
@@ -130,7 +130,7 @@ mod tests {
         let call = "<tool_call>\n{\"name\": \"add\", \"arguments\": {\"a\": 1}}\n</tool_call>";
         let text = format!("<think>Hm.</think>Well.\n{call}\n{call}");
         for size in [1, 3, 1000] {
-            let mut blocks = Blocks::new(form.reader(Some(&tools), ""), || "c".into());
+            let mut blocks = Blocks::new(form.reader(Some(&tools), ""), CallIds::new("", "c"));
             let bytes = text.as_bytes();
             let mut texts: Vec<String> = Vec::new();
             let mut open = None;
@@ -159,16 +159,16 @@ mod tests {
             }
             assert_eq!(open, None);
             assert_eq!(texts, ["Hm.", "Well.", "{\"a\": 1}", "{\"a\": 1}"], "{size}");
-            let call = |arguments: &str| Block::Call {
-                id: "c".into(),
+            let call = |id: &str, arguments: &str| Block::Call {
+                id: id.into(),
                 name: "add".into(),
                 arguments: arguments.into(),
             };
             let expected = [
                 Block::Reasoning("Hm.".into()),
                 Block::Text("Well.".into()),
-                call(&texts[2]),
-                call(&texts[3]),
+                call("c0", &texts[2]),
+                call("c1", &texts[3]),
             ];
             assert_eq!(blocks.list(), expected);
         }

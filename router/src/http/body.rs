@@ -45,7 +45,8 @@ fn check_content_type(headers: &HeaderMap) -> Result<(), ApiError> {
     Err(ApiError::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, message))
 }
 
-async fn read(config: &RouterConfig, body: Body) -> Result<Bytes, ApiError> {
+/// Reads a body, as long and as slow as it may be.
+pub(super) async fn read(config: &RouterConfig, body: Body) -> Result<Bytes, ApiError> {
     let limit = config.max_body_bytes;
     let too_large = || {
         let message = format!("the request body is larger than {limit} bytes");

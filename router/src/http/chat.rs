@@ -8,7 +8,7 @@ use axum::{
 };
 use baton_request_fields::Endpoint;
 use baton_tokenizer::Tokenizer;
-use baton_tools::{AnswerPart, ChatAnswer, ChatDelta, ChatMessage, ToolRequest};
+use baton_tools::{AnswerPart, CallIds, ChatAnswer, ChatDelta, ChatMessage, ToolRequest};
 use serde::Serialize;
 use serde_json::{Map, Value};
 
@@ -58,12 +58,13 @@ pub(crate) async fn chat_completions(
     let with_ids = request.return_token_ids.unwrap_or(false);
     let is_scored = request.prompt_logprobs.is_some();
     let input = request.into_input(arrival)?;
-    let head = Head::new(input.id.clone(), core.model()?);
+    let head = Head::new(&input, core.model()?);
     let n = input.n;
     let request = core.prepare(input).await?;
-    let answers = vec![ChatAnswer::new(request.reader.clone(), call_id); n as usize];
+    let call_ids = CallIds::new("call_", &head.id);
+    let answers = vec![ChatAnswer::new(request.reader.clone(), call_ids); n as usize];
     let prompt = if with_ids { request.prompts.first().map(|request| request.prompt.clone()) } else { None };
-    let events = core.generate(request)?;
+    let events = if streamed { core.stream(request).await? } else { core.generate(request)? };
     let logprobs = if with_logprobs { Some(core.model()?.tokenizer.clone()) } else { None };
     if streamed {
         let begun = vec![false; n as usize];
@@ -114,7 +115,7 @@ impl ChatRequest {
             extra,
         };
         Ok(ClientRequest {
-            id: format!("chatcmpl-{}", uuid::Uuid::new_v4().simple()),
+            id: arrival.answer_id("chatcmpl-"),
             endpoint: "/v1/chat/completions",
             model: self.model.unwrap_or_default(),
             prompts: vec![PromptInput::Chat(chat)],
@@ -212,11 +213,6 @@ impl Chunks for ChatChunks {
         }
         out.push_done();
     }
-}
-
-/// A new id of a call.
-pub(crate) fn call_id() -> String {
-    format!("call_{}", uuid::Uuid::new_v4().simple())
 }
 
 #[derive(Serialize)]

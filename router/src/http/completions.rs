@@ -205,7 +205,7 @@ pub(crate) async fn completions(
         echoes_logprobs: echo && with_logprobs,
     };
     let input = request.into_input(arrival)?;
-    let head = Head::new(input.id.clone(), core.model()?);
+    let head = Head::new(&input, core.model()?);
     let request = core.prepare(input).await?;
     let tokenizer = &core.model()?.tokenizer;
     let beginnings = request.prompts.iter().map(|prompt| Beginning {
@@ -216,7 +216,7 @@ pub(crate) async fn completions(
     let beginnings: Vec<Beginning> =
         beginnings.flat_map(|beginning| std::iter::repeat_n(beginning, n)).collect();
     let tokenizer = tokenizer.clone();
-    let events = core.generate(request)?;
+    let events = if streamed { core.stream(request).await? } else { core.generate(request)? };
     if streamed {
         let tokenizer = with_logprobs.then_some(tokenizer);
         let offsets = vec![0; beginnings.len()];
@@ -256,7 +256,7 @@ impl CompletionRequest {
             sampling.prompt_logprobs = sampling.prompt_logprobs.max(self.logprobs);
         }
         Ok(ClientRequest {
-            id: format!("cmpl-{}", uuid::Uuid::new_v4().simple()),
+            id: arrival.answer_id("cmpl-"),
             endpoint: "/v1/completions",
             model: self.model.unwrap_or_default(),
             prompts: self.prompt.0,

@@ -6,6 +6,7 @@ mod blocks;
 mod body;
 mod chat;
 mod completions;
+mod durable;
 pub(crate) mod error;
 mod messages;
 pub(crate) mod observe;
@@ -38,11 +39,14 @@ pub(crate) fn routes(
     grpc: impl FnOnce(Router<Arc<Core>>) -> Router<Arc<Core>>,
     guard: impl FnOnce(Router<Arc<Core>>) -> Router<Arc<Core>>,
 ) -> Router {
-    let router = Router::new()
+    let generating = Router::new()
         .route("/v1/chat/completions", post(chat::chat_completions))
         .route("/v1/completions", post(completions::completions))
         .route("/v1/responses", post(responses::responses))
         .route("/v1/messages", post(anthropic::create))
+        .route_layer(middleware::from_fn_with_state(core.clone(), durable::keep));
+    let router = generating
+        .route("/v1/streams/{id}", get(durable::resume))
         .route("/v1/messages/count_tokens", post(anthropic::count_tokens))
         .route("/v1/embeddings", post(embeddings))
         .route("/v1/models", get(admin::models))

@@ -37,7 +37,12 @@ pub(crate) async fn observe(State(core): State<Arc<Core>>, mut request: Request,
         Some(_) => Caller::Unauthenticated,
         None => Caller::Any,
     };
-    request.extensions_mut().insert(RequestArrival { x_request_id, at: Instant::now(), caller });
+    request.extensions_mut().insert(RequestArrival {
+        x_request_id,
+        at: Instant::now(),
+        caller,
+        durable: None,
+    });
     let caller = request.headers();
     trace_context::set_parent(&span, |name| Some(caller.get(name)?.to_str().ok()?.to_owned()));
     let mut response = next.run(request).instrument(span).await;
@@ -58,7 +63,7 @@ fn request_id(headers: &HeaderMap) -> HeaderValue {
 
 /// One of a few names: text of a client must not become a label.
 fn endpoint(path: &str) -> &'static str {
-    const KNOWN: [&str; 18] = [
+    const KNOWN: [&str; 19] = [
         "/v1/chat/completions",
         "/v1/completions",
         "/v1/models",
@@ -72,6 +77,7 @@ fn endpoint(path: &str) -> &'static str {
         "/metrics",
         "/baton.v1.Inference/Generate",
         "/baton.v1.Inference/Abort",
+        "/baton.v1.Inference/Resume",
         "/baton.v1.Inference/ModelInfo",
         "/baton.v1.Inference/Loads",
         "/baton.worker.v1.Registry/Register",

@@ -27,6 +27,7 @@ const GETS: &[(&str, &str, &str)] = &[
     ("/readyz", "ready", "Requests can be served"),
     ("/startupz", "started", "Requests could be served once"),
     ("/version", "version", "The version of this program"),
+    ("/v1/streams/{id}", "stream", "A stream from the journal: all of it, or what follows Last-Event-ID"),
     ("/metrics", "metrics", "Metrics in the text format of Prometheus"),
     ("/openapi.json", "openapi", "This document"),
 ];

@@ -6,7 +6,7 @@ use baton_proto::v1;
 use baton_tokenizer::Tokenizer;
 use serde::Serialize;
 
-use baton_router_core::{Extras, ServedModel, TokenOut, Usage};
+use baton_router_core::{ClientRequest, Extras, ServedModel, TokenOut, Usage};
 
 /// The fields that every chunk of one answer repeats.
 #[derive(Clone, Debug)]
@@ -18,11 +18,10 @@ pub(crate) struct Head {
 }
 
 impl Head {
-    pub(crate) fn new(id: String, model: &ServedModel) -> Head {
-        let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
+    pub(crate) fn new(request: &ClientRequest, model: &ServedModel) -> Head {
         Head {
-            id,
-            created: now.map_or(0, |since| since.as_secs()),
+            id: request.id.clone(),
+            created: request.arrival.created(),
             model: model.name.as_str().into(),
             fingerprint: model.fingerprint.as_str().into(),
         }

@@ -1,6 +1,6 @@
 //! Server-sent events: a stream of `data:` lines from a request's events.
 
-use std::time::Duration;
+use std::{sync::Arc, time::Duration};
 
 use axum::{
     body::{Body, Bytes},
@@ -26,31 +26,62 @@ pub(crate) trait Chunks: Send + 'static {
 
 /// Bytes of some SSE events, under construction.
 #[derive(Debug, Default)]
-pub(crate) struct Frame(Vec<u8>);
+pub(crate) struct Frame {
+    bytes: Vec<u8>,
+    numbers: Option<Numbers>,
+}
+
+/// Numbers the events of a stream that can be resumed.
+#[derive(Clone, Debug)]
+struct Numbers {
+    /// Of the answer.
+    id: Arc<str>,
+    next: u64,
+    /// The client has the events before this one.
+    from: u64,
+}
 
 impl Frame {
     /// Appends one event.
     pub(crate) fn push(&mut self, data: &impl Serialize) {
-        self.0.extend_from_slice(b"data: ");
-        serde_json::to_writer(&mut self.0, data).expect("chunks are plain data and memory takes all");
-        self.0.extend_from_slice(b"\n\n");
+        self.push_event(None, |bytes| {
+            serde_json::to_writer(bytes, data).expect("chunks are plain data and memory takes all");
+        });
     }
 
     /// Appends one event with a name.
     pub(crate) fn push_named(&mut self, name: &str, data: &impl Serialize) {
-        self.0.extend_from_slice(b"event: ");
-        self.0.extend_from_slice(name.as_bytes());
-        self.0.push(b'\n');
-        self.push(data);
-    }
-
-    fn push_comment(&mut self) {
-        self.0.extend_from_slice(b": keep-alive\n\n");
+        self.push_event(Some(name), |bytes| {
+            serde_json::to_writer(bytes, data).expect("chunks are plain data and memory takes all");
+        });
     }
 
     /// Appends what OpenAI's older APIs end a stream with.
     pub(crate) fn push_done(&mut self) {
-        self.0.extend_from_slice(b"data: [DONE]\n\n");
+        self.push_event(None, |bytes| bytes.extend_from_slice(b"[DONE]"));
+    }
+
+    fn push_comment(&mut self) {
+        self.bytes.extend_from_slice(b": keep-alive\n\n");
+    }
+
+    fn push_event(&mut self, name: Option<&str>, data: impl FnOnce(&mut Vec<u8>)) {
+        if let Some(numbers) = &mut self.numbers {
+            let number = numbers.next;
+            numbers.next += 1;
+            if number < numbers.from {
+                return;
+            }
+            self.bytes.extend_from_slice(format!("id: {}:{number}\n", numbers.id).as_bytes());
+        }
+        if let Some(name) = name {
+            self.bytes.extend_from_slice(b"event: ");
+            self.bytes.extend_from_slice(name.as_bytes());
+            self.bytes.push(b'\n');
+        }
+        self.bytes.extend_from_slice(b"data: ");
+        data(&mut self.bytes);
+        self.bytes.extend_from_slice(b"\n\n");
     }
 }
 
@@ -63,6 +94,8 @@ struct State<C> {
     keep_alive: Patience,
     /// Of the newest frame: the next one is about as long.
     frame_bytes: usize,
+    /// `None` if the stream cannot be resumed.
+    numbers: Option<Numbers>,
     over: bool,
 }
 
@@ -75,10 +108,12 @@ pub(crate) async fn stream<C: Chunks>(
 ) -> Result<Response, ApiError> {
     let mut keep_alive = Patience::new(keep_alive);
     let first = keep_alive.wait(events.next()).await.flatten().transpose()?;
-    let state = State { events, chunks, first, keep_alive, frame_bytes: 0, over: false };
+    let numbers =
+        events.durable_id().map(|id| Numbers { id: id.into(), next: 0, from: events.num_delivered() });
+    let state = State { events, chunks, first, keep_alive, frame_bytes: 0, numbers, over: false };
     let frames = futures_util::stream::unfold(state, |mut state| async move {
         let frame = state.next_frame().await?;
-        Some((Ok::<_, std::convert::Infallible>(Bytes::from(frame.0)), state))
+        Some((Ok::<_, std::convert::Infallible>(Bytes::from(frame.bytes)), state))
     });
     let mut response = Body::from_stream(frames).into_response();
     let headers = response.headers_mut();
@@ -94,16 +129,16 @@ impl<C: Chunks> State<C> {
         if self.over {
             return None;
         }
-        let mut frame = Frame(Vec::with_capacity(self.frame_bytes));
+        let mut frame = Frame { bytes: Vec::with_capacity(self.frame_bytes), numbers: self.numbers.take() };
         // An event without text or tokens makes no frame.
-        while frame.0.is_empty() {
+        while frame.bytes.is_empty() {
             let event = match self.first.take() {
                 Some(event) => Some(Ok(event)),
                 None => match self.keep_alive.wait(self.events.next()).await {
                     Some(event) => event,
                     None => {
                         frame.push_comment();
-                        return Some(frame);
+                        break;
                     }
                 },
             };
@@ -111,18 +146,21 @@ impl<C: Chunks> State<C> {
                 Some(Ok(event)) => self.chunks.write_event(&event, &mut frame),
                 Some(Err(error)) => {
                     self.over = true;
+                    // An error is no part of the stream: a resumed one goes on in its place.
+                    frame.numbers = None;
                     self.chunks.write_error(error.into(), &mut frame);
                 }
                 None => {
                     self.over = true;
                     self.chunks.write_end(self.events.usage(), self.events.extras(), &mut frame);
-                    if frame.0.is_empty() {
+                    if frame.bytes.is_empty() {
                         return None;
                     }
                 }
             }
         }
-        self.frame_bytes = frame.0.len();
+        self.numbers = frame.numbers.take();
+        self.frame_bytes = frame.bytes.len();
         Some(frame)
     }
 }

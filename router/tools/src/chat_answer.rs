@@ -3,7 +3,10 @@
 use baton_request::FinishReason;
 use serde::Serialize;
 
-use crate::reader::{AnswerPart, AnswerReader};
+use crate::{
+    call_ids::CallIds,
+    reader::{AnswerPart, AnswerReader},
+};
 
 /// What one choice has answered so far.
 #[derive(Clone, Debug)]
@@ -11,8 +14,7 @@ pub struct ChatAnswer {
     /// `None`: all text is content.
     reader: Option<AnswerReader>,
     num_calls: usize,
-    /// Makes an id for a call.
-    call_id: fn() -> String,
+    call_ids: CallIds,
 }
 
 /// A change of an answer.
@@ -73,9 +75,9 @@ struct Function {
 }
 
 impl ChatAnswer {
-    /// An answer that `reader` reads. `call_id` makes ids for calls.
-    pub fn new(reader: Option<AnswerReader>, call_id: fn() -> String) -> ChatAnswer {
-        ChatAnswer { reader, num_calls: 0, call_id }
+    /// An answer that `reader` reads.
+    pub fn new(reader: Option<AnswerReader>, call_ids: CallIds) -> ChatAnswer {
+        ChatAnswer { reader, num_calls: 0, call_ids }
     }
 
     /// What more text, perhaps the last, adds.
@@ -102,7 +104,7 @@ impl ChatAnswer {
                 self.num_calls += 1;
                 let function = FunctionDelta { name: Some(name), arguments: String::new() };
                 let begun =
-                    CallDelta { id: Some((self.call_id)()), kind: Some("function"), function, index: 0 };
+                    CallDelta { id: Some(self.call_ids.make()), kind: Some("function"), function, index: 0 };
                 ChatDelta { tool_calls: call(self.num_calls, begun), ..ChatDelta::default() }
             }
             AnswerPart::Arguments(arguments) => {
@@ -147,7 +149,7 @@ impl ChatMessage {
             AnswerPart::Reasoning(text) => self.reasoning_content.get_or_insert_default().push_str(&text),
             AnswerPart::Call { name } => {
                 let function = Function { name, arguments: String::new() };
-                self.tool_calls.push(Call { id: (answer.call_id)(), kind: "function", function });
+                self.tool_calls.push(Call { id: answer.call_ids.make(), kind: "function", function });
             }
             AnswerPart::Arguments(text) => {
                 let call = self.tool_calls.last_mut().expect("arguments follow a call");

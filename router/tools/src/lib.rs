@@ -19,6 +19,7 @@ mod tool_request;
 
 mod reader;
 
+mod call_ids;
 mod chat_answer;
 
 mod answer_form;
@@ -29,6 +30,7 @@ mod markers;
 mod refusal;
 
 pub use answer_form::AnswerForm;
+pub use call_ids::CallIds;
 pub use chat_answer::{ChatAnswer, ChatDelta, ChatMessage};
 pub use format::ToolFormat;
 pub use reader::{AnswerPart, AnswerReader, ReasoningMarks};

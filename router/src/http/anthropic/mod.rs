@@ -16,7 +16,7 @@ use baton_router_core::{
     ChatInput, ClientRequest, ClientSampling, Core, FieldNames, PromptInput, RequestArrival, check_model,
     tokenize,
 };
-use baton_tools::ToolRequest;
+use baton_tools::{CallIds, ToolRequest};
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
@@ -56,8 +56,8 @@ pub(crate) async fn create(
     let input = request.into_input(arrival)?;
     let (id, model) = (input.id.clone(), core.model()?.name.clone());
     let request = core.prepare(input).await?;
-    let blocks = Blocks::new(request.reader.clone(), call_id);
-    let mut events = core.generate(request)?;
+    let blocks = Blocks::new(request.reader.clone(), CallIds::new("toolu_", &id));
+    let mut events = if streamed { core.stream(request).await? } else { core.generate(request)? };
     let mut chunks = MessageChunks::new(id, model, blocks, events.usage());
     if streamed {
         return sse::stream(events, chunks, core.config.stream_keep_alive).await.map_err(MessagesError);
@@ -118,7 +118,7 @@ impl MessagesRequest {
             tool_choice: self.tool_choice.as_ref(),
         };
         Ok(ClientRequest {
-            id: format!("msg_{}", uuid::Uuid::new_v4().simple()),
+            id: arrival.answer_id("msg_"),
             endpoint: "/v1/messages",
             prompts: vec![PromptInput::Chat(conversation.into_chat()?)],
             model: self.model.unwrap_or_default(),
@@ -170,8 +170,4 @@ pub(crate) async fn count_tokens(
 /// An error outside the calls of this API, in its shape.
 pub(super) fn error_response(error: ApiError) -> Response {
     MessagesError(error).into_response()
-}
-
-fn call_id() -> String {
-    format!("toolu_{}", uuid::Uuid::new_v4().simple())
 }

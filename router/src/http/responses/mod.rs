@@ -13,11 +13,11 @@ use axum::{
 };
 use baton_request_fields::Endpoint;
 use baton_router_core::{Core, RequestArrival};
+use baton_tools::CallIds;
 
 use super::{
     blocks::Blocks,
     body::{json, read_json},
-    chat::call_id,
     error::ApiError,
     sse,
 };
@@ -33,12 +33,12 @@ pub(crate) async fn responses(
     let request: ResponsesRequest = read_json(&core.config, request).await?;
     Endpoint::Responses.check(&request.rest, core.config.unknown_fields)?;
     let streamed = request.stream.unwrap_or(false);
-    let echo = Echo::new(&request, &core.model()?.name);
+    let echo = Echo::new(&request, arrival.created(), &core.model()?.name);
     let input = request.into_input(arrival)?;
     let id = input.id.clone();
     let request = core.prepare(input).await?;
-    let blocks = Blocks::new(request.reader.clone(), call_id);
-    let mut events = core.generate(request)?;
+    let blocks = Blocks::new(request.reader.clone(), CallIds::new("call_", &id));
+    let mut events = if streamed { core.stream(request).await? } else { core.generate(request)? };
     let mut chunks = ResponseChunks::new(id, echo, blocks);
     if streamed {
         return sse::stream(events, chunks, core.config.stream_keep_alive).await;

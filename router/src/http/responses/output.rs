@@ -1,7 +1,5 @@
 //! A Responses answer, whole or as events.
 
-use std::time::{SystemTime, UNIX_EPOCH};
-
 use baton_request::FinishReason;
 use baton_router_core::{Event, Extras, Usage};
 use serde_json::{Map, Value, json};
@@ -18,14 +16,14 @@ use crate::http::{
 pub(super) struct Echo(Map<String, Value>);
 
 impl Echo {
-    pub(super) fn new(request: &ResponsesRequest, model: &str) -> Echo {
+    pub(super) fn new(request: &ResponsesRequest, created: u64, model: &str) -> Echo {
         let label = |name: &str| request.rest.get(name).cloned().unwrap_or_default();
         let text = |name: &str| {
             request.text.as_ref().and_then(|text| text.get(name)).filter(|value| !value.is_null())
         };
         let body = json!({
             "object": "response",
-            "created_at": SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs()),
+            "created_at": created,
             "background": false,
             "instructions": request.instructions,
             "max_output_tokens": request.max_output_tokens,
@@ -79,11 +77,14 @@ impl ResponseChunks {
     pub(super) fn read(&mut self, event: &Event) -> Vec<Step> {
         let steps = self.blocks.read(event);
         for block in &self.blocks.list()[self.item_ids.len()..] {
-            self.item_ids.push(new_id(match block {
+            let kind = match block {
                 Block::Reasoning(_) => "rs",
                 Block::Text(_) => "msg",
                 Block::Call { .. } => "fc",
-            }));
+            };
+            // A resumed stream has the ids it had.
+            let unique = self.id.trim_start_matches("resp_");
+            self.item_ids.push(format!("{kind}_{unique}{}", self.item_ids.len()));
         }
         self.finish = event.finish.as_ref().map(|finish| finish.reason);
         steps
@@ -255,8 +256,4 @@ impl Chunks for ResponseChunks {
         response["error"] = json!({"code": code, "message": detail.message});
         self.push("response.failed", json!({"response": response}), out);
     }
-}
-
-fn new_id(kind: &str) -> String {
-    format!("{kind}_{}", uuid::Uuid::new_v4().simple())
 }

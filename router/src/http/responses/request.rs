@@ -55,7 +55,7 @@ impl ResponsesRequest {
             extra: Map::new(),
         };
         Ok(ClientRequest {
-            id: format!("resp_{}", uuid::Uuid::new_v4().simple()),
+            id: arrival.answer_id("resp_"),
             endpoint: "/v1/responses",
             model: self.model.unwrap_or_default(),
             prompts: vec![PromptInput::Chat(chat)],
