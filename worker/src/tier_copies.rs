@@ -118,11 +118,11 @@ impl SaveAtEnd {
         Some(SaveAtEnd { worker: worker.clone(), request: request.clone() })
     }
 
-    /// The request has one more token of output. The prompt is saved with the first, and what followed with every 256th: a
-    /// process that is killed has saved as much.
+    /// The request has one more token of output. The prompt is saved with the second, when its KV is here also after a handoff,
+    /// and what followed 256 tokens later: a worker that is killed has saved as much.
     pub fn push(&mut self, token: u32) {
         self.request.output.push(token);
-        if self.request.output.len() % SAVE_EVERY == 1 {
+        if self.request.output.len() % SAVE_EVERY == 2 {
             self.spawn_save(self.request.clone());
         }
     }
