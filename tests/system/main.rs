@@ -9,6 +9,7 @@ mod cancel;
 mod clients;
 mod devices;
 mod doctor;
+mod durable;
 mod faults;
 mod gguf;
 mod harness;

@@ -74,7 +74,26 @@ impl Http {
 
     /// Begins a streamed completion. `body` has `"stream": true`.
     pub(crate) async fn stream(&self, path: &str, body: &Value) -> anyhow::Result<Events> {
-        let response = self.send(self.json_request(path, body)).await?;
+        self.events(self.json_request(path, body)).await
+    }
+
+    /// Goes on with a stream after the event of this id: with the same call, or with `GET` when there is no `body`.
+    pub(crate) async fn resume(
+        &self,
+        path: &str,
+        last_event_id: &str,
+        body: Option<&Value>,
+    ) -> anyhow::Result<Events> {
+        let mut request = match body {
+            Some(body) => self.json_request(path, body),
+            None => Request::get(format!("{}{path}", self.base)).body(Full::default())?,
+        };
+        request.headers_mut().insert("last-event-id", last_event_id.parse()?);
+        self.events(request).await
+    }
+
+    async fn events(&self, request: Request<Full<Bytes>>) -> anyhow::Result<Events> {
+        let response = self.send(request).await?;
         let status = response.status();
         let body = response.into_body();
         if !status.is_success() {
@@ -94,17 +113,24 @@ pub(crate) struct Events {
 impl Events {
     /// The next event's JSON; `None` after `[DONE]`.
     pub(crate) async fn next(&mut self) -> anyhow::Result<Option<Value>> {
+        let (_, data) = self.next_event().await?;
+        if data == "[DONE]" {
+            return Ok(None);
+        }
+        let value: Value = serde_json::from_str(&data)?;
+        anyhow::ensure!(value.get("error").is_none(), "the stream failed: {value}");
+        Ok(Some(value))
+    }
+
+    /// The next event's id and data, whatever they are.
+    pub(crate) async fn next_event(&mut self) -> anyhow::Result<(Option<String>, String)> {
         loop {
             if let Some(end) = self.buffer.windows(2).position(|window| window == b"\n\n") {
                 let event = self.buffer.split_to(end + 2);
                 let event = std::str::from_utf8(&event[..end])?;
-                let Some(data) = event.strip_prefix("data: ") else { continue };
-                if data == "[DONE]" {
-                    return Ok(None);
-                }
-                let value: Value = serde_json::from_str(data)?;
-                anyhow::ensure!(value.get("error").is_none(), "the stream failed: {value}");
-                return Ok(Some(value));
+                let field = |name: &str| event.lines().find_map(|line| line.strip_prefix(name));
+                let Some(data) = field("data: ") else { continue };
+                return Ok((field("id: ").map(str::to_owned), data.to_owned()));
             }
             match self.body.frame().await {
                 Some(frame) => {

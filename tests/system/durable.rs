@@ -1,0 +1,362 @@
+//! Streams that survive their client, their router and their workers.
+
+use std::{path::Path, time::Duration};
+
+use baton_proto::v1::{
+    AbortRequest, FinishReason, GenerateRequest, GenerateResponse, ResumeRequest, SamplingParams, TokenIds,
+    generate_request::Prompt, generate_response::Event, inference_client::InferenceClient,
+};
+use futures_util::future::try_join_all;
+use serde_json::{Value, json};
+use tokio::time::Instant;
+
+use crate::{
+    harness::{Cluster, Events, Http, eventually, sum_metric},
+    prefix::{BLOCK_SIZE, PATIENT, answer, computed},
+};
+use baton_proto::v1::PrefillMode;
+
+const PATH: &str = "/v1/completions";
+const NUM_BLOCKS: usize = 30;
+/// The last token of a prompt is always computed.
+const NUM_TOKENS: usize = NUM_BLOCKS * BLOCK_SIZE + 1;
+/// Long enough to be cut off in the middle.
+const NUM_NEXT: usize = 1000;
+
+fn prompt(nth: usize) -> Vec<u32> {
+    (0..NUM_TOKENS).map(|at| 100 + ((at * 37 + nth * 101) % 1900) as u32).collect()
+}
+
+fn call(nth: usize, num_next: usize, salt: &str) -> Value {
+    json!({
+        "prompt": prompt(nth), "stream": true, "stream_options": {"include_usage": true}, "max_tokens": num_next,
+        "temperature": 0.8, "seed": nth, "ignore_eos": true, "return_token_ids": true, "cache_salt": salt,
+    })
+}
+
+/// A stream as far as its client has read it.
+struct Reader {
+    events: Events,
+    /// Of the newest event.
+    last_id: String,
+    /// Of each event, without what differs between equal answers.
+    data: Vec<String>,
+}
+
+impl Reader {
+    async fn begin(http: &Http, body: &Value) -> anyhow::Result<Reader> {
+        Ok(Reader { events: http.stream(PATH, body).await?, last_id: String::new(), data: Vec::new() })
+    }
+
+    /// Reads up to so many events; whether the stream goes on.
+    async fn read(&mut self, num_events: usize) -> anyhow::Result<bool> {
+        while self.data.len() < num_events {
+            let (id, data) = self.events.next_event().await?;
+            let id = id.ok_or_else(|| anyhow::anyhow!("an event without an id: {data}"))?;
+            let (answer_id, number) = id.rsplit_once(':').expect("an answer and a number");
+            anyhow::ensure!(number == self.data.len().to_string(), "{id} after {}", self.last_id);
+            let is_same = self.last_id.is_empty() || self.last_id.starts_with(answer_id);
+            anyhow::ensure!(is_same, "{id} after {}", self.last_id);
+            self.last_id = id;
+            if data == "[DONE]" {
+                self.data.push(data);
+                return Ok(false);
+            }
+            let mut event: Value = serde_json::from_str(&data)?;
+            anyhow::ensure!(event.get("error").is_none(), "{event}");
+            for field in ["id", "created"] {
+                event[field].take();
+            }
+            // What was cached differs with what ran before.
+            if let Some(usage) = event.get_mut("usage").and_then(Value::as_object_mut) {
+                usage.remove("prompt_tokens_details");
+            }
+            self.data.push(event.to_string());
+        }
+        Ok(true)
+    }
+
+    async fn finish(mut self) -> anyhow::Result<Vec<String>> {
+        while self.read(usize::MAX).await? {}
+        Ok(self.data)
+    }
+
+    /// Goes on with the same call, or with `GET`.
+    async fn resume(self, http: &Http, body: Option<&Value>) -> anyhow::Result<Reader> {
+        let (answer_id, _) = self.last_id.rsplit_once(':').expect("an answer and a number");
+        let stream = format!("/v1/streams/{answer_id}");
+        let path = if body.is_some() { PATH } else { &stream };
+        Ok(Reader { events: http.resume(path, &self.last_id, body).await?, ..self })
+    }
+}
+
+fn flags(dir: &Path, name: &str, size: &str) -> String {
+    format!("--disk-kv {} --disk-kv-size {size} --kv-memory {size} {PATIENT}", dir.join(name).display())
+}
+
+async fn start(dir: &Path, size: &str) -> Cluster {
+    Cluster::new()
+        .router_flags(&format!("--durable {}", dir.join("journal").display()))
+        .flags_of("prefill-0", &flags(dir, "prefill-0", size))
+        .flags_of("decode-0", &flags(dir, "decode-0", size))
+        .start()
+        .await
+}
+
+async fn journal(cluster: &Cluster, count: &str) -> f64 {
+    let text = cluster.http.get("/metrics").await.expect("metrics are served").text;
+    sum_metric(&text, &format!("baton_journal_{count}"), &[])
+}
+
+/// Kills everything under so many streams, starts it again and resumes them all.
+async fn survive(num_streams: usize, size: &str) {
+    let dir = tempfile::tempdir().expect("a directory");
+    let mut cluster = start(dir.path(), size).await;
+    let begin = |nth: usize, salt: &'static str| {
+        let http = cluster.http.clone();
+        async move { Reader::begin(&http, &call(nth, NUM_NEXT, salt)).await }
+    };
+    let undisturbed = try_join_all((0..num_streams).map(|nth| {
+        let begun = begin(nth, "undisturbed");
+        async move { begun.await?.finish().await }
+    }));
+    let undisturbed = undisturbed.await.expect("nothing disturbs them");
+
+    let saved_before = num_saved(&cluster).await;
+    let readers = try_join_all((0..num_streams).map(|nth| {
+        let begun = begin(nth, "cut");
+        async move {
+            let mut reader = begun.await?;
+            reader.read(5 + nth % 7).await?;
+            anyhow::Ok(reader)
+        }
+    }));
+    let readers = readers.await.expect("they begin");
+    eventually("prompts that are saved", Duration::from_secs(60), async || {
+        (num_saved(&cluster).await - saved_before >= (num_streams * NUM_BLOCKS) as f64).then_some(())
+    })
+    .await;
+    for name in ["router", "prefill-0", "decode-0"] {
+        cluster.kill(name);
+    }
+    for name in ["router", "prefill-0", "decode-0"] {
+        cluster.start_again(name);
+    }
+    cluster.wait_for_workers(1, 1).await;
+    assert_eq!(
+        journal(&cluster, "parked").await + journal(&cluster, "ended").await,
+        2.0 * num_streams as f64
+    );
+    assert_eq!(journal(&cluster, "parked").await, num_streams as f64, "all were cut off in the middle");
+
+    let began = Instant::now();
+    let resumed = try_join_all(readers.into_iter().enumerate().map(|(nth, reader)| {
+        let (http, body) = (cluster.http.clone(), call(nth, NUM_NEXT, "cut"));
+        async move { reader.resume(&http, (nth % 2 == 0).then_some(&body)).await?.finish().await }
+    }));
+    let resumed = resumed.await.expect("all go on");
+    for (nth, (resumed, undisturbed)) in resumed.iter().zip(&undisturbed).enumerate() {
+        assert_eq!(resumed, undisturbed, "stream {nth}");
+    }
+    let num_computed = computed(&cluster, "prefill-0").await + computed(&cluster, "decode-0").await;
+    let num_recomputed = num_computed - (num_streams * (NUM_NEXT - 1)) as f64;
+    let part = num_recomputed / (num_streams * NUM_TOKENS) as f64;
+    println!(
+        "{num_streams} streams went on in {:?}; {:.2} % of prompt tokens were computed again",
+        began.elapsed(),
+        100.0 * part
+    );
+    assert!(part <= 0.01, "{part}");
+    assert_eq!(journal(&cluster, "resumed_total").await, num_streams as f64);
+    assert_eq!(journal(&cluster, "damaged_total").await, 0.0);
+    cluster.assert_all_blocks_free().await;
+}
+
+/// Blocks that were ever written to disk by the decode worker.
+async fn num_saved(cluster: &Cluster) -> f64 {
+    let address = crate::prefix::address_of(cluster, "decode-0").await;
+    cluster.metric(&address, "baton_kv_tier_blocks", &["tier=\"disk\""]).await
+}
+
+#[tokio::test]
+async fn every_stream_survives_the_death_of_every_process() {
+    survive(8, "64M").await;
+}
+
+/// `cargo test --release -p baton-tests --test system -- --ignored --nocapture durable::two_hundred`
+#[tokio::test]
+#[ignore = "takes minutes"]
+async fn two_hundred_streams_survive_the_death_of_every_process() {
+    survive(200, "2G").await;
+}
+
+#[tokio::test]
+async fn clients_that_leave_come_back_and_others_are_refused() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let cluster = start(dir.path(), "64M").await;
+    let http = &cluster.http;
+    let body = call(0, 200, "");
+    let undisturbed = Reader::begin(http, &body).await.unwrap().finish().await.unwrap();
+
+    // The connection breaks.
+    let mut reader = Reader::begin(http, &body).await.unwrap();
+    reader.read(9).await.unwrap();
+    let last_id = reader.last_id.clone();
+    let (answer_id, _) = last_id.rsplit_once(':').unwrap();
+    reader.events = Reader::begin(http, &call(1, 1, "")).await.unwrap().events;
+    eventually("a parked stream", Duration::from_secs(60), async || {
+        (journal(&cluster, "parked").await == 1.0).then_some(())
+    })
+    .await;
+    // Another connection takes the stream from one that still reads it.
+    let mut first = reader.resume(http, Some(&body)).await.unwrap();
+    first.read(20).await.unwrap();
+    let first_events =
+        std::mem::replace(&mut first.events, http.resume(PATH, &first.last_id, Some(&body)).await.unwrap());
+    assert_eq!(first.finish().await.unwrap(), undisturbed);
+    let mut replaced = Reader { events: first_events, last_id: String::new(), data: Vec::new() };
+    let mut end = String::new();
+    while let Ok((_, data)) = replaced.events.next_event().await {
+        end = data;
+    }
+    assert!(end.contains("goes on in another connection") || end == "[DONE]", "{end}");
+    // A stream that is complete can be read again, from its beginning, too.
+    let again =
+        http.resume(&format!("/v1/streams/{answer_id}"), &format!("{answer_id}:0"), None).await.unwrap();
+    let again =
+        Reader { events: again, last_id: format!("{answer_id}:0"), data: vec![undisturbed[0].clone()] };
+    assert_eq!(again.finish().await.unwrap(), undisturbed);
+
+    // What does not fit is refused.
+    for (id, body, status) in [
+        ("cmpl-none:3", Some(&body), "404"),
+        (last_id.as_str(), Some(&call(1, 200, "")), "400"),
+        ("17", Some(&body), "400"),
+    ] {
+        let refusal = http.resume(PATH, id, body).await.err().expect("it is refused").to_string();
+        assert!(refusal.starts_with(status), "{id}: {refusal}");
+    }
+    // Several choices have no order, so their events have no ids.
+    let mut several = call(0, 3, "");
+    several["n"] = 2.into();
+    let (id, _) = http.stream(PATH, &several).await.unwrap().next_event().await.unwrap();
+    assert_eq!(id, None);
+
+    over_grpc(&cluster).await;
+
+    let args = format!(
+        "router --listen 127.0.0.1:0 --discovery static --workers http://127.0.0.1:1 --durable {}",
+        dir.path().join("journal").display()
+    );
+    let args: Vec<String> = args.split_whitespace().map(str::to_owned).collect();
+    let mut second = cluster.start_beside("second", &args);
+    let status =
+        eventually("the end of the second", Duration::from_secs(60), async || second.exit_status()).await;
+    assert!(!status.success());
+    assert!(second.log().contains("another router uses the journal"), "{}", second.log());
+}
+
+async fn over_grpc(cluster: &Cluster) {
+    let expected = answer(cluster, &prompt(3), 100, PrefillMode::Unspecified, "").await;
+    let request = GenerateRequest {
+        request_id: "mine".into(),
+        prompt: Some(Prompt::TokenIds(TokenIds { ids: prompt(3), passages: Vec::new() })),
+        sampling: Some(SamplingParams {
+            max_tokens: Some(100),
+            temperature: Some(0.0),
+            ignore_eos: true,
+            ..SamplingParams::default()
+        }),
+        ..GenerateRequest::default()
+    };
+    let mut client = InferenceClient::connect(cluster.base.clone()).await.expect("the router listens");
+    let mut events = client.generate(request.clone()).await.expect("it begins").into_inner();
+    let mut tokens = Vec::new();
+    while tokens.len() < 7 {
+        tokens.extend(output(&events.message().await.expect("it goes on").expect("it goes on")));
+    }
+    drop(events);
+    let resume = ResumeRequest { request_id: "mine".into(), next_token_idx: 7 };
+    let mut events = client.resume(resume).await.expect("it goes on").into_inner();
+    let mut finish = None;
+    while let Some(response) = events.message().await.expect("it goes on") {
+        tokens.extend(output(&response));
+        if let Some(Event::Finished(finished)) = response.event {
+            finish = Some(finished);
+        }
+    }
+    assert_eq!(tokens, expected);
+    let finish = finish.expect("the end comes");
+    assert_eq!((finish.reason(), finish.usage.unwrap().completion_tokens), (FinishReason::Length, 100));
+
+    // A parked request can be aborted.
+    let other = GenerateRequest { request_id: "other".into(), ..request };
+    drop(client.generate(other).await.expect("it begins").into_inner().message().await);
+    eventually("a parked stream", Duration::from_secs(60), async || {
+        client.abort(AbortRequest { request_id: "other".into() }).await.ok()
+    })
+    .await;
+    let resume = ResumeRequest { request_id: "none".into(), next_token_idx: 0 };
+    let refusal = client.resume(resume).await.expect_err("there is none");
+    assert_eq!(refusal.code(), tonic::Code::NotFound);
+}
+
+fn output(response: &GenerateResponse) -> Vec<u32> {
+    match &response.event {
+        Some(Event::Output(output)) => output.token_ids.clone(),
+        _ => Vec::new(),
+    }
+}
+
+/// `cargo test --release -p baton-tests --test system -- --ignored --nocapture durable::resuming`
+#[tokio::test]
+#[ignore = "measures"]
+async fn resuming_costs_what_a_warm_turn_costs() {
+    const NUM_ROUNDS: usize = 40;
+    let dir = tempfile::tempdir().expect("a directory");
+    let cluster = start(dir.path(), "512M").await;
+    let http = &cluster.http;
+    let (mut resumed, mut warm) = (Vec::new(), Vec::new());
+    for nth in 0..NUM_ROUNDS {
+        let body = call(nth, 64, "");
+        let mut reader = Reader::begin(http, &body).await.unwrap();
+        reader.read(32).await.unwrap();
+        let events = http.stream(PATH, &call(0, 1, "other")).await.unwrap();
+        drop(std::mem::replace(&mut reader.events, events));
+        eventually("a parked stream", Duration::from_secs(60), async || {
+            (journal(&cluster, "parked").await > 0.0).then_some(())
+        })
+        .await;
+        let outputs = reader.data.iter().flat_map(|data| {
+            let event: Value = serde_json::from_str(data).expect("an event");
+            event["choices"][0]["token_ids"].as_array().cloned().unwrap_or_default()
+        });
+        let mut turn = call(nth, 32, "");
+        let known: Vec<Value> = prompt(nth).into_iter().map(Value::from).chain(outputs).collect();
+        turn["prompt"] = known.into();
+        // Each is first every second time.
+        let mut reader = Some(reader);
+        for kind in [nth % 2, (nth + 1) % 2] {
+            let began = Instant::now();
+            if kind == 0 {
+                let mut reader = reader.take().unwrap().resume(http, Some(&body)).await.unwrap();
+                let next = reader.data.len() + 1;
+                reader.read(next).await.unwrap();
+                resumed.push(began.elapsed());
+                reader.finish().await.unwrap();
+            } else {
+                let mut reader = Reader::begin(http, &turn).await.unwrap();
+                reader.read(1).await.unwrap();
+                warm.push(began.elapsed());
+                reader.finish().await.unwrap();
+            }
+        }
+    }
+    resumed.sort_unstable();
+    warm.sort_unstable();
+    let (resumed, warm) = (resumed[NUM_ROUNDS / 2], warm[NUM_ROUNDS / 2]);
+    let ratio = resumed.as_secs_f64() / warm.as_secs_f64();
+    println!(
+        "time to the next token, median of {NUM_ROUNDS}: resumed {resumed:?}, warm turn {warm:?}: {ratio:.3}x"
+    );
+}
