@@ -73,7 +73,7 @@ pub(crate) struct RoutingArgs {
     /// Size of the files in --durable. Streams that have not ended may fill half of it; then new ones are refused with 503.
     #[arg(long, value_name = "SIZE", default_value = "1G", value_parser = parse_size, env = "BATON_DURABLE_SIZE")]
     pub durable_size: Size,
-    /// Seconds for which a stream that nobody reads can be resumed.
+    /// Seconds for which a stream that no client reads can be resumed.
     #[arg(long, value_name = "SECONDS", default_value_t = 3600, value_parser = at_least_one, env = "BATON_DURABLE_TTL")]
     pub durable_ttl: usize,
     /// What becomes of request fields that no API knows: refuse (400, with the nearest name) or ignore.

@@ -4,7 +4,7 @@ use std::{io, path::PathBuf, sync::Arc};
 
 /// Why a journal cannot be opened.
 #[derive(Debug, thiserror::Error)]
-pub enum OpenError {
+pub enum JournalOpenError {
     /// Two routers cannot share a directory.
     #[error("another router uses the journal in {}", dir.display())]
     InUse {

@@ -9,7 +9,7 @@ use crate::record::{Ending, Payload, Position, Record, SessionKey};
 pub(crate) enum Standing {
     /// A client reads it.
     Running,
-    /// Nobody reads it; it can be resumed.
+    /// No client reads it; it can be resumed.
     Parked,
     /// It is complete; it can be read again.
     Ended,
@@ -119,7 +119,7 @@ impl Index {
         Some(entry)
     }
 
-    /// After a start nobody reads any session. Times in the future are now: a clock that was ahead must keep nothing for ever.
+    /// After a start no client reads any session. Times in the future are now: a clock that was ahead must keep nothing for ever.
     pub(crate) fn park_all(&mut self, now_ms: u64) {
         for entry in self.sessions.values_mut() {
             entry.touched_ms = entry.touched_ms.min(now_ms);
@@ -129,7 +129,7 @@ impl Index {
         }
     }
 
-    /// Forgets sessions that nobody has read for so long. Returns how many.
+    /// Forgets sessions that no client has read for so long. Returns how many.
     pub(crate) fn expire(&mut self, now_ms: u64, ttl_ms: u64) -> usize {
         let over = |entry: &Entry| {
             entry.standing != Standing::Running && now_ms.saturating_sub(entry.touched_ms) >= ttl_ms

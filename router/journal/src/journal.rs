@@ -14,7 +14,7 @@ use std::{
 use tokio::{sync::watch, task::spawn_blocking, time::timeout};
 
 use crate::{
-    error::{AcceptError, OpenError, ResumeError},
+    error::{AcceptError, JournalOpenError, ResumeError},
     index::{Index, Standing},
     record::{Acceptance, Ending, Payload, Position, Record, SessionKey},
     recovery,
@@ -34,7 +34,7 @@ pub struct JournalConfig {
     pub dir: PathBuf,
     /// Of all segments together; at least 1 MiB. Requests that have not ended may fill half of it.
     pub max_bytes: u64,
-    /// How long a session that nobody reads can be resumed.
+    /// How long a session that no client reads can be resumed.
     pub ttl: Duration,
 }
 
@@ -170,17 +170,17 @@ impl Journal {
     ///
     /// # Errors
     /// When another router uses the directory, its files are of another version or no segments, or the file system refuses.
-    pub fn open(config: &JournalConfig) -> Result<Journal, OpenError> {
+    pub fn open(config: &JournalConfig) -> Result<Journal, JournalOpenError> {
         let now = SystemTime::now().duration_since(UNIX_EPOCH);
         Journal::open_at(config, now.map_or(0, |now| now.as_millis() as u64))
     }
 
     /// The same at another time: milliseconds since 1970.
-    pub(crate) fn open_at(config: &JournalConfig, now_ms: u64) -> Result<Journal, OpenError> {
+    pub(crate) fn open_at(config: &JournalConfig, now_ms: u64) -> Result<Journal, JournalOpenError> {
         let dir = &config.dir;
         let io = |action, path: &Path| {
             let path = path.to_owned();
-            move |source| OpenError::Io { path, action, source }
+            move |source| JournalOpenError::Io { path, action, source }
         };
         DirBuilder::new().recursive(true).mode(0o700).create(dir).map_err(io("cannot make", dir))?;
         let lock = lock(dir)?;
@@ -550,14 +550,15 @@ impl State {
 }
 
 /// Takes the directory for this process.
-fn lock(dir: &Path) -> Result<File, OpenError> {
+fn lock(dir: &Path) -> Result<File, JournalOpenError> {
     let path = dir.join("lock");
-    let failed = |source: io::Error| OpenError::Io { path: path.clone(), action: "cannot lock", source };
+    let failed =
+        |source: io::Error| JournalOpenError::Io { path: path.clone(), action: "cannot lock", source };
     let file = OpenOptions::new().write(true).create(true).truncate(false).mode(0o600).open(&path);
     let file = file.map_err(failed)?;
     match file.try_lock() {
         Ok(()) => Ok(file),
-        Err(TryLockError::WouldBlock) => Err(OpenError::InUse { dir: dir.to_owned() }),
+        Err(TryLockError::WouldBlock) => Err(JournalOpenError::InUse { dir: dir.to_owned() }),
         Err(TryLockError::Error(error)) => Err(failed(error)),
     }
 }

@@ -22,7 +22,7 @@ mod segment;
 
 mod error;
 
-pub use error::{AcceptError, OpenError, ResumeError};
+pub use error::{AcceptError, JournalOpenError, ResumeError};
 pub use journal::{Journal, JournalConfig, JournalCounts, Session, SessionWriter};
 pub use record::{Acceptance, Ending};
 

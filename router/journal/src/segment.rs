@@ -10,7 +10,7 @@ use std::{
 use xxhash_rust::xxh3::xxh3_64;
 
 use crate::{
-    error::OpenError,
+    error::JournalOpenError,
     record::{Acceptance, Ending, Found, MAX_BODY, Payload, Position, Record, SessionKey},
 };
 
@@ -68,18 +68,22 @@ pub(crate) fn head(segment: u32) -> [u8; HEAD] {
 ///
 /// # Errors
 /// When the file is no segment, or of another version.
-pub(crate) fn check_head(bytes: &[u8], segment: u32, path: &Path) -> Result<Head, OpenError> {
+pub(crate) fn check_head(bytes: &[u8], segment: u32, path: &Path) -> Result<Head, JournalOpenError> {
     let Some(found) = bytes.get(..HEAD) else { return Ok(Head::Damaged) };
     if found[..8] != *MAGIC {
         // A disk that filled up leaves zeros.
         let is_empty = found.iter().all(|&byte| byte == 0);
-        return if is_empty { Ok(Head::Damaged) } else { Err(OpenError::Foreign { path: path.to_owned() }) };
+        return if is_empty {
+            Ok(Head::Damaged)
+        } else {
+            Err(JournalOpenError::Foreign { path: path.to_owned() })
+        };
     }
     let checksum = u64::from_le_bytes(found[16..].try_into().expect("eight bytes"));
     let version = u32::from_le_bytes(found[8..12].try_into().expect("four bytes"));
     // A later version may have another head.
     if version != VERSION && (checksum == xxh3_64(&found[..16]) || version.abs_diff(VERSION) < 256) {
-        return Err(OpenError::Version { path: path.to_owned(), found: version, expected: VERSION });
+        return Err(JournalOpenError::Version { path: path.to_owned(), found: version, expected: VERSION });
     }
     Ok(if found == head(segment) { Head::Whole } else { Head::Damaged })
 }

@@ -3,7 +3,7 @@
 use std::{fs, path::Path};
 
 use crate::{
-    Ending, Journal, OpenError,
+    Ending, Journal, JournalOpenError,
     index::{Index, Standing},
     record::{Payload, Position, Record, SessionKey},
     recovery::scan,
@@ -119,21 +119,21 @@ fn directories_that_cannot_be_used_are_refused_by_name() {
     let dir = tempfile::tempdir().expect("a directory");
     let refused = |dir: &Path| Journal::open_at(&config(dir), NOW).expect_err("it is refused");
     let first = open(dir.path());
-    assert!(matches!(refused(dir.path()), OpenError::InUse { .. }));
+    assert!(matches!(refused(dir.path()), JournalOpenError::InUse { .. }));
     drop(first);
 
     let path = segment::path(dir.path(), 9);
     let mut head = segment::head(9);
     head[8] += 1;
     fs::write(&path, head).expect("a file");
-    assert!(matches!(refused(dir.path()), OpenError::Version { found: 2, expected: 1, .. }));
+    assert!(matches!(refused(dir.path()), JournalOpenError::Version { found: 2, expected: 1, .. }));
     fs::write(&path, [b'?'; 100]).expect("a file");
-    assert!(matches!(refused(dir.path()), OpenError::Foreign { .. }));
+    assert!(matches!(refused(dir.path()), JournalOpenError::Foreign { .. }));
     fs::remove_file(&path).expect("it is there");
 
     let file = dir.path().join("file");
     fs::write(&file, "").expect("a file");
-    assert!(matches!(refused(&file.join("dir")), OpenError::Io { action: "cannot make", .. }));
+    assert!(matches!(refused(&file.join("dir")), JournalOpenError::Io { action: "cannot make", .. }));
     // What is no segment is left alone.
     drop(open(dir.path()));
     assert!(file.exists());
