@@ -6,7 +6,8 @@ Takes a dict of root, role and values.
 {{- $scaling := .values.autoscaling -}}
 {{- $name := printf "%s-%s" (include "baton.fullname" .root) .role -}}
 {{- $labels := include "baton.labels" (dict "root" .root "component" .role) -}}
-{{- $target := dict "apiVersion" "apps/v1" "kind" "Deployment" "name" $name -}}
+{{- $group := eq .values.workload "LeaderWorkerSet" | ternary "leaderworkerset.x-k8s.io/v1" "apps/v1" -}}
+{{- $target := dict "apiVersion" $group "kind" .values.workload "name" $name -}}
 {{- if eq $scaling.mode "hpa" }}
 ---
 apiVersion: autoscaling/v2

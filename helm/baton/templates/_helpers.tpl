@@ -90,7 +90,7 @@ app.kubernetes.io/managed-by: {{ .root.Release.Service }}
 {{- define "baton.volumeMounts" -}}
 - name: tmp
   mountPath: /tmp
-{{- if .Values.model.volume }}
+{{- if include "baton.modelVolume" . }}
 - name: model
   mountPath: {{ .Values.model.mountPath }}
   readOnly: true
@@ -116,9 +116,9 @@ app.kubernetes.io/managed-by: {{ .root.Release.Service }}
 - name: tmp
   emptyDir:
     sizeLimit: 256Mi
-{{- with .Values.model.volume }}
+{{- with include "baton.modelVolume" . }}
 - name: model
-  {{- toYaml . | nindent 2 }}
+  {{- . | nindent 2 }}
 {{- end }}
 {{- if eq .Values.discovery.mode "etcd" }}
 {{- with .Values.discovery.etcd.auth.secretName }}
@@ -145,6 +145,19 @@ app.kubernetes.io/managed-by: {{ .root.Release.Service }}
 {{/* How the router and the workers are called. */}}
 {{- define "baton.scheme" -}}
 {{- if .Values.tls.secretName }}https{{ else }}http{{ end -}}
+{{- end -}}
+
+{{/* What a socket listens on to be reached by other pods, and the pod's address as a host: IPv6 takes brackets. */}}
+{{- define "baton.anyAddress" -}}
+{{- if eq .Values.network.ipFamily "IPv6" }}[::]{{ else }}0.0.0.0{{ end -}}
+{{- end -}}
+
+{{- define "baton.loopback" -}}
+{{- if eq .Values.network.ipFamily "IPv6" }}[::1]{{ else }}127.0.0.1{{ end -}}
+{{- end -}}
+
+{{- define "baton.podHost" -}}
+{{- if eq .Values.network.ipFamily "IPv6" }}[$(POD_IP)]{{ else }}$(POD_IP){{ end -}}
 {{- end -}}
 
 {{- define "baton.podSecurityContext" -}}

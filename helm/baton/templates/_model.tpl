@@ -1,0 +1,88 @@
+{{/* The volume source of the model, as YAML. Empty: the model is in the image. */}}
+{{- define "baton.modelVolume" -}}
+{{- if .Values.model.claim.create -}}
+persistentVolumeClaim:
+  claimName: {{ include "baton.fullname" . }}-model
+{{- else if .Values.model.volume -}}
+{{- toYaml .Values.model.volume -}}
+{{- end -}}
+{{- end -}}
+
+{{/* The file that the Job leaves beside a model that is complete; a new source has a new name. */}}
+{{- define "baton.modelMarker" -}}
+{{- printf "%s/.fetched-%s" .Values.model.path (sha256sum .Values.model.fetch.source | trunc 8) -}}
+{{- end -}}
+
+{{/* For pods that read the model: wait until the Job has fetched it. */}}
+{{- define "baton.modelWaits" -}}
+{{- if .Values.model.fetch.source -}}
+initContainers:
+  - name: model
+    image: {{ include "baton.image" . }}
+    imagePullPolicy: {{ .Values.image.pullPolicy }}
+    command: [sh, -c, 'until [ -e "$0" ]; do sleep 2; done', {{ include "baton.modelMarker" . | quote }}]
+    resources:
+      requests: {cpu: 10m, memory: 16Mi}
+      limits: {memory: 32Mi}
+    securityContext:
+      {{- include "baton.containerSecurityContext" . | nindent 6 }}
+    volumeMounts:
+      - name: model
+        mountPath: {{ .Values.model.mountPath }}
+        readOnly: true
+{{- end -}}
+{{- end -}}
+
+{{/* The pod that fetches the model. It says nothing of the chart's version: another pod is another Job. */}}
+{{- define "baton.fetchPod" -}}
+{{- $fetch := .Values.model.fetch -}}
+{{- $kind := $fetch.source | splitList "://" | first -}}
+{{- $claim := fromYaml (include "baton.modelVolume" .) -}}
+metadata:
+  labels:
+    {{- include "baton.selectorLabels" (dict "root" . "component" "model") | nindent 4 }}
+spec:
+  restartPolicy: OnFailure
+  serviceAccountName: {{ include "baton.serviceAccountName" . }}
+  automountServiceAccountToken: false
+  enableServiceLinks: false
+  {{- with .Values.image.pullSecrets }}
+  imagePullSecrets:
+    {{- range . }}
+    - name: {{ . }}
+    {{- end }}
+  {{- end }}
+  securityContext:
+    {{- include "baton.podSecurityContext" . | nindent 4 }}
+  containers:
+    - name: fetch
+      image: {{ get $fetch.images $kind }}
+      command: [sh, -ec]
+      args:
+        - |
+          {{- .Files.Get (printf "files/fetch/%s.sh" $kind) | trim | nindent 10 }}
+      env:
+        - {name: SOURCE, value: {{ $fetch.source | splitList "://" | last | quote }}}
+        - {name: MODEL, value: {{ .Values.model.path | quote }}}
+        - {name: MARKER, value: {{ include "baton.modelMarker" . | quote }}}
+        - {name: ENDPOINT, value: {{ $fetch.endpoint | quote }}}
+      {{- with $fetch.secretName }}
+      envFrom:
+        - secretRef: {name: {{ . }}}
+      {{- end }}
+      resources:
+        {{- toYaml $fetch.resources | nindent 8 }}
+      securityContext:
+        {{- include "baton.containerSecurityContext" . | nindent 8 }}
+      volumeMounts:
+        - {name: tmp, mountPath: /tmp}
+        - {name: model, mountPath: {{ .Values.model.mountPath }}}
+  volumes:
+    - name: tmp
+      emptyDir: {sizeLimit: 4Gi}
+    - name: model
+      persistentVolumeClaim: {claimName: {{ $claim.persistentVolumeClaim.claimName }}}
+  {{- with include "baton.placement" $fetch | trim }}
+  {{- . | nindent 2 }}
+  {{- end }}
+{{- end -}}
