@@ -9,7 +9,7 @@ use anyhow::{Context, Result};
 
 use crate::{check::Outcome, tools, workspace::Workspace};
 
-const CHART: &str = "helm/baton";
+pub(crate) const CHART: &str = "helm/baton";
 /// One YAML document per supported way to install.
 const VALUES: &str = "helm/baton/ci";
 /// Values that users start from.
@@ -27,7 +27,7 @@ pub(crate) fn check(workspace: &Workspace) -> Result<Outcome> {
         ));
     };
     let helm = |args: &[&str]| run(&helm, args, &workspace.root);
-    let accepted = [yaml_files(&workspace.root, VALUES)?, yaml_files(&workspace.root, PRESETS)?].concat();
+    let accepted = accepted(&workspace.root)?;
     let refused = yaml_files(&workspace.root, REFUSED)?;
     let mut findings = Vec::new();
     for values in &accepted {
@@ -51,6 +51,17 @@ pub(crate) fn check(workspace: &Workspace) -> Result<Outcome> {
     }
     let looked_at = format!("{} values files rendered, {} refused", accepted.len(), refused.len());
     Ok(Outcome::of(findings, looked_at))
+}
+
+/// The values files that the chart is installed with, relative to the root.
+pub(crate) fn accepted(root: &Path) -> Result<Vec<String>> {
+    Ok([yaml_files(root, VALUES)?, yaml_files(root, PRESETS)?].concat())
+}
+
+/// The name of a values file, such as "production" for `…/production-values.yaml`.
+pub(crate) fn name_of(values: &str) -> &str {
+    let file = values.rsplit('/').next().unwrap_or(values);
+    file.trim_end_matches(".yaml").trim_end_matches("-values")
 }
 
 /// Its output, or its error message in one line.

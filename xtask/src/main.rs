@@ -1,4 +1,4 @@
-//! Checks and set-up of the workspace: `cargo xtask verify | fix | sbom | setup | ci | cuda-check | gpu-check | fuzz | soak`.
+//! Checks and set-up of the workspace: `cargo xtask verify | fix | sbom | setup | ci | cuda-check | gpu-check | kube | fuzz | soak`.
 //!
 //! `verify` never writes to the checkout, `fix` does, `setup` installs. The program knows how the repository is built, not
 //! what Baton does.
@@ -18,6 +18,7 @@ mod gpu;
 mod hygiene;
 mod invariants;
 mod kernels;
+mod kube;
 mod names;
 mod pages;
 mod pictures;
@@ -80,6 +81,8 @@ enum Command {
     },
     /// Check and measure everything that needs a GPU, in nine minutes at most. Not part of `verify`.
     GpuCheck(gpu::Options),
+    /// Install the chart on a real API server with simulated nodes. Builds Kubernetes once. Not part of `verify`.
+    Kube(kube::Options),
     /// Run the fuzz targets, one after the other. Not part of `verify`.
     Fuzz {
         /// Run only this target. Default: all.
@@ -142,6 +145,7 @@ fn run(command: Command) -> anyhow::Result<bool> {
             Ok(verified && complete)
         }
         Command::CudaCheck { write } => kernels::run(&workspace, write.as_deref()),
+        Command::Kube(options) => kube::run(&workspace, &options),
         Command::Fuzz { target, seconds } => fuzz::run(&workspace, target.as_deref(), seconds),
         Command::Soak { minutes, rate, seed } => soak::run(&workspace, minutes, rate, seed),
     }

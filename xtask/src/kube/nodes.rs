@@ -1,0 +1,124 @@
+//! What the chart's objects refer to: definitions of other projects' resources, nodes with devices, classes.
+
+use std::{
+    path::{Path, PathBuf},
+    time::Duration,
+};
+
+use anyhow::Result;
+use serde_json::{Value, json};
+
+use super::cluster::{Cluster, until_nothing};
+
+/// Creates definitions and waits until the API server serves them. Returns what was added, for the report.
+pub(super) fn add_definitions(cluster: &Cluster, files: &[PathBuf]) -> Result<String> {
+    for file in files {
+        cluster.kubectl(&["apply", "--server-side", "--filename", &shown(file)])?;
+    }
+    cluster.kubectl(&[
+        "wait",
+        "--for=condition=Established",
+        "customresourcedefinitions",
+        "--all",
+        "--timeout=60s",
+    ])?;
+    let names = cluster.kubectl(&["get", "customresourcedefinitions", "--output=name"])?;
+    let kinds: Vec<&str> =
+        names.lines().filter_map(|name| name.rsplit('/').next()?.split('.').next()).collect();
+    Ok(kinds.join(", "))
+}
+
+/// Two nodes with processors, one of them for this work alone, and three with 8 GPUs, two of them tainted.
+pub(super) fn add(cluster: &Cluster) -> Result<String> {
+    let gpus = json!({"nvidia.com/gpu": "8", "rdma/hca": "8", "rdma/hca_shared_devices_a": "8"});
+    let gpu_labels = json!({"nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3"});
+    let gpu_taint = json!([{"key": "nvidia.com/gpu", "effect": "NoSchedule"}]);
+    let own_taint = json!([{"key": "dedicated", "value": "llm", "effect": "NoSchedule"}]);
+    let nodes = [
+        node(
+            "cpu-0",
+            json!({"pool": "storage"}),
+            json!([]),
+            json!({"rdma/hca": "8", "rdma/hca_shared_devices_a": "8"}),
+        ),
+        node("cpu-1", json!({"pool": "compute"}), own_taint, json!({})),
+        node("gpu-0", gpu_labels.clone(), gpu_taint.clone(), gpus.clone()),
+        node("gpu-1", gpu_labels.clone(), gpu_taint, gpus.clone()),
+        node("gpu-2", gpu_labels, json!([]), gpus),
+    ];
+    cluster.apply(&nodes)?;
+    cluster.apply(&[
+        json!({"apiVersion": "node.k8s.io/v1", "kind": "RuntimeClass", "metadata": {"name": "nvidia"}, "handler": "nvidia"}),
+        json!({"apiVersion": "scheduling.k8s.io/v1", "kind": "PriorityClass", "metadata": {"name": "serving"}, "value": 1000}),
+        json!({
+            "apiVersion": "storage.k8s.io/v1",
+            "kind": "StorageClass",
+            "metadata": {
+                "name": "standard",
+                "annotations": {"storageclass.kubernetes.io/is-default-class": "true"},
+            },
+            "provisioner": "kubernetes.io/host-path",
+        }),
+    ])?;
+    until_nothing(Duration::from_secs(60), || {
+        let nodes = cluster.get("default", "nodes", &[])?;
+        Ok(nodes
+            .iter()
+            .filter(|node| !is_ready(node))
+            .map(|node| format!("{} is not ready", node["metadata"]["name"]))
+            .collect())
+    })?;
+    Ok("2 with processors, 3 with 8 GPUs and 8 RDMA devices".to_owned())
+}
+
+/// A namespace of a Pod Security level, with the claim and the service account that values files name.
+pub(super) fn add_namespace(cluster: &Cluster, name: &str, level: &str) -> Result<()> {
+    let labels = json!({"pod-security.kubernetes.io/enforce": level});
+    let place = json!({"name": "models", "namespace": name});
+    cluster.apply(&[
+        json!({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": labels}}),
+    ])?;
+    cluster.apply(&[
+        json!({"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "llm", "namespace": name}}),
+        json!({
+            "apiVersion": "v1",
+            "kind": "PersistentVolumeClaim",
+            "metadata": place,
+            "spec": {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "500Gi"}}},
+        }),
+    ])
+}
+
+/// kwok keeps what a node's status says, and its heartbeat.
+fn node(name: &str, labels: Value, taints: Value, devices: Value) -> Value {
+    let mut room = json!({"cpu": "512", "memory": "4Ti", "ephemeral-storage": "4Ti", "pods": "250"});
+    merge(&mut room, devices);
+    let mut all_labels =
+        json!({"kubernetes.io/hostname": name, "kubernetes.io/os": "linux", "kubernetes.io/arch": "amd64"});
+    merge(&mut all_labels, labels);
+    json!({
+        "apiVersion": "v1",
+        "kind": "Node",
+        "metadata": {"name": name, "labels": all_labels, "annotations": {"kwok.x-k8s.io/node": "fake"}},
+        "spec": {"taints": taints},
+        "status": {"capacity": room, "allocatable": room},
+    })
+}
+
+fn merge(into: &mut Value, from: Value) {
+    if let (Some(into), Value::Object(from)) = (into.as_object_mut(), from) {
+        into.extend(from);
+    }
+}
+
+fn is_ready(node: &Value) -> bool {
+    let conditions = node["status"]["conditions"].as_array();
+    conditions
+        .into_iter()
+        .flatten()
+        .any(|condition| condition["type"] == "Ready" && condition["status"] == "True")
+}
+
+fn shown(file: &Path) -> String {
+    file.display().to_string()
+}

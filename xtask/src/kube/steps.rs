@@ -1,0 +1,57 @@
+//! Steps of a run: each is timed and printed, and the last line counts them.
+
+use std::{
+    fmt::Display,
+    time::{Duration, Instant},
+};
+
+use anyhow::Result;
+
+#[derive(Default)]
+pub(super) struct Steps {
+    num_passed: usize,
+    failed: Vec<String>,
+    took: Duration,
+}
+
+impl Steps {
+    /// Runs a step without which nothing else can run.
+    pub(super) fn must<T: Display>(&mut self, name: &str, step: impl FnOnce() -> Result<T>) -> Result<T> {
+        let started = Instant::now();
+        let done = step()?;
+        self.passed(name, started, &done);
+        Ok(done)
+    }
+
+    /// Runs a step; a failure is printed, and the other steps still run.
+    pub(super) fn try_to(&mut self, name: &str, step: impl FnOnce() -> Result<String>) {
+        let started = Instant::now();
+        match step() {
+            Ok(done) => self.passed(name, started, &done),
+            Err(error) => {
+                self.took += started.elapsed();
+                println!("kube {name:<16} FAILED {:>7.1} s  {error:#}", started.elapsed().as_secs_f32());
+                self.failed.push(name.to_owned());
+            }
+        }
+    }
+
+    /// Prints the last line. Returns whether all passed.
+    pub(super) fn summary(&self) -> bool {
+        let num_steps = self.num_passed + self.failed.len();
+        let seconds = self.took.as_secs_f32();
+        match self.failed.is_empty() {
+            true => println!("kube: {num_steps} steps passed in {seconds:.0} s"),
+            false => {
+                println!("kube: FAILED: {}, of {num_steps} steps in {seconds:.0} s", self.failed.join(", "))
+            }
+        }
+        self.failed.is_empty()
+    }
+
+    fn passed(&mut self, name: &str, started: Instant, done: &impl Display) {
+        self.num_passed += 1;
+        self.took += started.elapsed();
+        println!("kube {name:<16} ok     {:>7.1} s  {done}", started.elapsed().as_secs_f32());
+    }
+}
