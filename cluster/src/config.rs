@@ -128,6 +128,9 @@ pub enum DiscoveryError {
         /// Why.
         source: std::io::Error,
     },
+    /// etcd does not answer, refuses, or has no leader.
+    #[error("{0}")]
+    Etcd(String),
 }
 
 impl DiscoveryConfig {

@@ -32,6 +32,7 @@ pub use config::{DiscoveryConfig, DiscoveryError, EtcdAuth, EtcdConfig, EtcdTls,
 pub use dial::{DialError, Dialed, Dialer};
 pub use discovery::{Discovery, watch, watch_over};
 pub use embedded::RegistryService;
+pub use etcd::reach as reach_etcd;
 pub use members::{Members, Membership, Refusal};
 pub use registration::{Registration, register, register_over};
 pub use registration_state::RegistrationState;

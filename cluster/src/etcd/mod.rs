@@ -57,6 +57,20 @@ impl Connector {
     }
 }
 
+/// Connects once, and returns the version of the etcd that answers.
+///
+/// # Errors
+/// When no endpoint answers, the member has no leader, or a certificate or the password is refused.
+pub async fn reach(config: &EtcdConfig) -> Result<String, DiscoveryError> {
+    let unreached = |lost: Lost| DiscoveryError::Etcd(lost.to_string());
+    let mut client = Connector::new(config)?.connect().await.map_err(unreached)?;
+    let status = in_time(client.status()).await.map_err(unreached)?;
+    match status.leader() {
+        0 => Err(DiscoveryError::Etcd("etcd has no leader".to_owned())),
+        _ => Ok(status.version().to_owned()),
+    }
+}
+
 fn tls_options(tls: &EtcdTls) -> Result<TlsOptions, DiscoveryError> {
     let read = |path: &std::path::PathBuf| {
         std::fs::read(path).map_err(|source| DiscoveryError::File { path: path.clone(), source })

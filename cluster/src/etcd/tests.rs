@@ -13,8 +13,9 @@ use etcd_client::{Client, GetOptions};
 use tempfile::TempDir;
 use tokio::process::{Child, Command};
 
+use super::reach;
 use crate::{
-    DiscoveryConfig, EtcdConfig, RegistrationState, Role, WorkerRecord, register,
+    DiscoveryConfig, DiscoveryError, EtcdConfig, RegistrationState, Role, WorkerRecord, register,
     testing::{PATIENCE, other_format, record, until, until_state},
     watch,
 };
@@ -104,6 +105,10 @@ fn empty(dir: &Path) {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_worker_is_known_from_registration_to_withdrawal() {
     let etcd = Etcd::start().await;
+    let DiscoveryConfig::Etcd(config) = etcd.config() else { unreachable!("its own kind") };
+    assert!(reach(&config).await.unwrap().starts_with("3."), "an etcd that runs tells its version");
+    let nowhere = EtcdConfig { endpoints: vec![free_url()], ..config };
+    assert!(matches!(reach(&nowhere).await, Err(DiscoveryError::Etcd(_))));
     let discovery = watch(&etcd.config()).unwrap();
     let mut members = discovery.members();
     let registration = register(&etcd.config(), record("p0", Role::Prefill)).unwrap();

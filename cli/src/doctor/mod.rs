@@ -1,13 +1,15 @@
-//! `baton doctor`: how KV can travel between the workers of a cluster, how fast each way is, which one is taken
-//! and what limits it.
+//! `baton doctor`: what this host offers; how KV can travel between the workers of a cluster, how fast each way is, which
+//! one is taken and what limits it.
 //!
 //! The prefill worker measures, over a few blocks that the decode worker lends it; see `Probe` and `Lend` in
 //! `proto/baton/worker/v1/worker.proto`. Neither does when it is busy.
 
+mod host;
+
 use std::{fmt, path::PathBuf, time::Duration};
 
 use anyhow::{Context, bail};
-use baton_cluster::Dialer;
+use baton_cluster::{Dialer, DiscoveryConfig};
 use baton_command::{ApiKeyArgs, TlsArgs, print};
 use baton_proto::{
     v1::{KvTier, LoadsRequest, inference_client::InferenceClient},
@@ -21,11 +23,22 @@ use clap::Args;
 use serde::Serialize;
 use tonic::transport::Channel;
 
+use self::host::{Finding as HostFinding, Host};
+use crate::discovery::DiscoveryArgs;
+
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 /// A measurement ends by itself before this.
 const PROBE_TIMEOUT: Duration = Duration::from_secs(30);
 
+/// Ports of the router, and of workers by the examples: calls, KV, rdma.
+const PORTS: [u16; 4] = [8080, 8090, 8091, 8092];
+
 const EXAMPLES: &str = "\
+Of this host: GPUs and their driver, libraries, RDMA devices, the limit on
+locked memory, /dev/shm, the clock, ports, the files of --model, and etcd with
+--discovery etcd. What is not well says how to mend it. --host stops there, and
+fails when something is broken.
+
 Printed for each pair of prefill and decode worker, and each transport:
   GB/s       of transfers of so many MiB, into blocks that the decode worker
              reserves for a moment; busy workers reject the measurement
@@ -56,6 +69,20 @@ pub(crate) struct DoctorArgs {
     /// Decode workers to examine, instead of those of the router.
     #[arg(long, value_name = "URL", requires = "prefill")]
     decode: Vec<String>,
+    /// Look at this host alone; neither a router nor workers are needed.
+    #[arg(long, conflicts_with_all = ["prefill", "decode"])]
+    host: bool,
+    /// Model whose files are looked at: a directory of Hugging Face, or a .gguf file.
+    #[arg(long, value_name = "DIR|FILE", env = "BATON_MODEL")]
+    model: Option<PathBuf>,
+    /// Ports that must be free on this host.
+    #[arg(long, value_name = "PORTS", value_delimiter = ',', default_values_t = PORTS)]
+    ports: Vec<u16>,
+    /// NIXL's library to look for on this host: libnixl_capi.so or its folder.
+    #[arg(long, value_name = "PATH", env = "BATON_NIXL")]
+    nixl: Option<PathBuf>,
+    #[command(flatten)]
+    discovery: DiscoveryArgs,
     /// NCCL's library to look for on this host: libnccl.so.2 or its folder.
     #[arg(long, value_name = "PATH", env = "BATON_NCCL")]
     nccl: Option<PathBuf>,
@@ -67,8 +94,10 @@ pub(crate) struct DoctorArgs {
 }
 
 /// The report.
-#[derive(Debug, Serialize)]
+#[derive(Debug, Default, Serialize)]
 struct Report {
+    /// What this host offers.
+    host: Vec<HostFinding>,
     /// The state of NCCL on this host.
     nccl: String,
     /// Of workers with any.
@@ -141,6 +170,16 @@ struct Way {
 
 /// Examines, and prints the report. Fails when there is a pair between which KV cannot travel.
 pub(crate) async fn run(args: DoctorArgs) -> anyhow::Result<()> {
+    let mut report = Report { host: look_at_host(&args).await?, ..Report::default() };
+    // Loading a library can block.
+    let library = args.nccl.clone();
+    let nccl = tokio::task::spawn_blocking(move || NcclFindings::look(library.as_deref())).await?;
+    report.nccl = nccl.to_string();
+    if args.host {
+        print(&report, args.json.as_deref())?;
+        let num_broken = report.host.iter().filter(|finding| finding.is_broken()).count();
+        return if num_broken == 0 { Ok(()) } else { bail!("{num_broken} findings on this host are BROKEN") };
+    }
     let dialer = Dialer::new(args.tls.load()?);
     let (prefill, decode) = match args.prefill.is_empty() {
         true => workers_of(&dialer, &args.router, args.api_key.key()).await?,
@@ -153,24 +192,19 @@ pub(crate) async fn run(args: DoctorArgs) -> anyhow::Result<()> {
             decode.len()
         );
     }
-    let mut tiers = Vec::new();
     for address in prefill.iter().chain(&decode) {
         // A worker that does not answer is told of below.
         if let Ok(of_worker) = tiers_of(&dialer, address).await
             && !of_worker.tiers.is_empty()
         {
-            tiers.push(of_worker);
+            report.tiers.push(of_worker);
         }
     }
-    let mut pairs = Vec::new();
     for prefill in &prefill {
         for decode in &decode {
-            pairs.push(examine(&dialer, prefill, decode).await);
+            report.pairs.push(examine(&dialer, prefill, decode).await);
         }
     }
-    // Loading a library can block.
-    let nccl = tokio::task::spawn_blocking(move || NcclFindings::look(args.nccl.as_deref())).await?;
-    let report = Report { nccl: nccl.to_string(), tiers, pairs };
     print(&report, args.json.as_deref())?;
     let is_well =
         |pair: &Pair| matches!(&pair.finding, Finding::Measured(measured) if !measured.chosen.is_empty());
@@ -182,6 +216,32 @@ pub(crate) async fn run(args: DoctorArgs) -> anyhow::Result<()> {
         );
     }
     Ok(())
+}
+
+/// What this host offers, and whether it reaches etcd, if etcd is how the parts find each other.
+async fn look_at_host(args: &DoctorArgs) -> anyhow::Result<Vec<HostFinding>> {
+    let named = ["BATON_CUBLASLT", "BATON_NVRTC"].into_iter().filter_map(std::env::var_os).map(PathBuf::from);
+    let host = Host {
+        root: "/".into(),
+        library_path: std::env::var_os("LD_LIBRARY_PATH"),
+        libraries: named.chain(args.nccl.clone()).chain(args.nixl.clone()).collect(),
+        clock: host::kernel_clock(),
+        ports: args.ports.clone(),
+        model: args.model.clone(),
+    };
+    let mut findings = tokio::task::spawn_blocking(move || host::examine(&host)).await?;
+    if let DiscoveryConfig::Etcd(config) = args.discovery.config(args.router.clone(), Vec::new())? {
+        let endpoints = config.endpoints.join(", ");
+        findings.push(match baton_cluster::reach_etcd(&config).await {
+            Ok(version) => HostFinding::ok("etcd", format!("{version} at {endpoints}, with a leader")),
+            Err(error) => HostFinding::broken(
+                "etcd",
+                format!("{endpoints}: {error}"),
+                "start etcd, open its port 2379 to this host, or correct --etcd-endpoints, --etcd-ca and --etcd-user",
+            ),
+        });
+    }
+    Ok(findings)
 }
 
 /// Addresses of prefill and decode workers.
@@ -310,7 +370,9 @@ impl Measured {
 
 impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        writeln!(f, "this host\n  nccl   {}\n", self.nccl)?;
+        writeln!(f, "this host")?;
+        self.host.iter().try_for_each(|finding| write!(f, "{finding}"))?;
+        writeln!(f, "  {:<10} {}\n", "nccl", self.nccl)?;
         for TiersOf { worker, tiers } in &self.tiers {
             writeln!(f, "{worker}, KV below the pool")?;
             tiers.iter().try_for_each(|tier| write!(f, "{tier}"))?;
@@ -438,14 +500,14 @@ mod tests {
 
     fn text(finding: Finding) -> String {
         let pairs = vec![Pair { prefill: "p-0".into(), decode: "d-0".into(), finding }];
-        Report { nccl: "no device".into(), tiers: Vec::new(), pairs }.to_string()
+        Report { nccl: "no device".into(), pairs, ..Report::default() }.to_string()
     }
 
     #[test]
     fn a_pair_says_what_is_taken_why_and_what_limits_it() {
         let text = text(Finding::Measured(measured("shm", 15.0, 1.0)));
         for expected in [
-            "this host\n  nccl   no device\n",
+            "this host\n  nccl       no device\n",
             "p-0 -> d-0, transfers of 16.0 MiB",
             "rdma   not available: the decode worker does not offer it",
             "15.00 GB/s      12 us a piece  <- taken",
@@ -471,7 +533,7 @@ mod tests {
             ..Tier::default()
         };
         let tiers = vec![TiersOf { worker: "d-0".into(), tiers: vec![disk] }];
-        let text = Report { nccl: String::new(), tiers, pairs: Vec::new() }.to_string();
+        let text = Report { tiers, ..Report::default() }.to_string();
         for expected in [
             "d-0, KV below the pool\n  disk   0.50 of 2.00 GiB, 1024 blocks\n         7 blocks were read",
             "warning: 2 blocks were damaged",
@@ -499,13 +561,12 @@ mod tests {
             assert!(text.contains(limit), "{text}");
         }
         let json = serde_json::to_value(Report {
-            nccl: String::new(),
-            tiers: Vec::new(),
             pairs: vec![Pair {
                 prefill: "p".into(),
                 decode: "d".into(),
                 finding: Finding::Measured(measured("shm", 1.0, 1.0)),
             }],
+            ..Report::default()
         });
         assert_eq!(json.unwrap()["pairs"][0]["measured"]["chosen"], "shm");
     }
