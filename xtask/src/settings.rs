@@ -25,10 +25,10 @@ pub(crate) fn check(workspace: &Workspace) -> Result<Outcome> {
     for file in files.iter().filter(|file| FOLDERS.iter().any(|folder| file.starts_with(folder))) {
         let Ok(text) = std::fs::read_to_string(workspace.root.join(file)) else { continue };
         let role_flags = file.starts_with("helm/baton/templates/") && !file.ends_with("etcd.yaml");
-        for line in text.lines() {
+        for line in text.lines().filter(|line| !line.trim_start().starts_with('#')) {
             // Comments are not checked.
             let line = line.split(" #").next().unwrap_or_default();
-            let variables = words(line, "BATON_").filter(|name| line.contains(&format!("{name}:")));
+            let variables = words(line, "BATON_").filter(|name| is_set(line, name));
             let flags = words(line, "--").filter(|_| role_flags && line.trim_start().starts_with("- --"));
             for setting in variables.chain(flags) {
                 if !is_declared(&declared, setting) {
@@ -50,8 +50,13 @@ fn words<'a>(line: &'a str, prefix: &'a str) -> impl Iterator<Item = &'a str> {
 fn is_declared(declared: &str, setting: &str) -> bool {
     match setting.strip_prefix("--") {
         Some(flag) => declared.contains(&format!("pub {}:", flag.replace('-', "_"))),
-        None => declared.contains(&format!("env = \"{setting}\"")),
+        None => declared.contains(&format!("\"{setting}\"")),
     }
+}
+
+/// Whether a line gives the variable a value, as YAML, a Dockerfile or a unit of systemd does.
+fn is_set(line: &str, variable: &str) -> bool {
+    [":", "="].iter().any(|sign| line.contains(&format!("{variable}{sign}")))
 }
 
 #[cfg(test)]
@@ -63,6 +68,8 @@ mod tests {
         assert_eq!(words("- --etcd-prefix={{ x }}", "--").collect::<Vec<_>>(), ["--etcd-prefix"]);
         let line = "environment: {<<: *x, BATON_ID: a, BATON_ADVERTISE: \"http://a:1\"}";
         assert_eq!(words(line, "BATON_").collect::<Vec<_>>(), ["BATON_ID", "BATON_ADVERTISE"]);
+        assert!(is_set(line, "BATON_ID") && is_set("Environment=BATON_ID=%H", "BATON_ID"));
+        assert!(!is_set("--env BATON_ID", "BATON_ID"));
     }
 
     #[test]
