@@ -14,6 +14,15 @@ use crate::tools;
 const KUBERNETES: &str = "v1.37.2";
 const KWOK: &str = "v0.8.0";
 
+/// What kwok does with nodes and pods, in its module: nodes are ready, pods run at once, those of Jobs complete.
+const STAGES: [&str; 5] = [
+    "kustomize/stage/node/fast/node-initialize.yaml",
+    "kustomize/stage/node/heartbeat-with-lease/node-heartbeat-with-lease.yaml",
+    "kustomize/stage/pod/fast/pod-ready.yaml",
+    "kustomize/stage/pod/fast/pod-complete.yaml",
+    "kustomize/stage/pod/fast/pod-delete.yaml",
+];
+
 /// Modules with definitions of resources that the chart may make, and the files in each.
 const DEFINITIONS: [(&str, &[&str]); 5] = [
     (
@@ -45,6 +54,8 @@ pub(super) struct Programs {
     pub(super) controller_manager: PathBuf,
     pub(super) scheduler: PathBuf,
     pub(super) kwok: PathBuf,
+    /// Files of kwok's stages.
+    pub(super) stages: Vec<PathBuf>,
     pub(super) kubectl: PathBuf,
     /// Files of CustomResourceDefinitions.
     pub(super) definitions: Vec<PathBuf>,
@@ -70,6 +81,7 @@ impl Programs {
             let package = format!("sigs.k8s.io/kwok/cmd/kwok@{KWOK}");
             run(command(&go).args(["install", "-p=1", "-ldflags=-s -w", &package]).env("GOBIN", &kwok_bin))?;
         }
+        let kwok = download(&go, &format!("sigs.k8s.io/kwok@{KWOK}"))?.dir;
         let mut definitions = Vec::new();
         for (module, files) in DEFINITIONS {
             let dir = download(&go, module)?.dir;
@@ -81,6 +93,7 @@ impl Programs {
             controller_manager: bin.join(names[1]),
             scheduler: bin.join(names[2]),
             kwok: kwok_bin.join("kwok"),
+            stages: STAGES.iter().map(|stage| kwok.join(stage)).collect(),
             kubectl,
             definitions,
         })

@@ -88,6 +88,7 @@ impl ControlPlane {
             command.args([&config, "--secure-port=0", "--leader-elect=false"]);
         })?;
         this.spawn(place, &programs.kwok, |command| {
+            command.args(programs.stages.iter().map(|stage| format!("--config={}", stage.display())));
             command.args([
                 &config,
                 "--manage-all-nodes",
