@@ -230,7 +230,7 @@ async fn look_at_host(args: &DoctorArgs) -> anyhow::Result<Vec<HostFinding>> {
         model: args.model.clone(),
     };
     let mut findings = tokio::task::spawn_blocking(move || host::examine(&host)).await?;
-    if let DiscoveryConfig::Etcd(config) = args.discovery.config(args.router.clone(), Vec::new())? {
+    if let DiscoveryConfig::Etcd(config) = args.discovery.config(args.router.clone(), None, Vec::new())? {
         let endpoints = config.endpoints.join(", ");
         findings.push(match baton_cluster::reach_etcd(&config).await {
             Ok(version) => HostFinding::ok("etcd", format!("{version} at {endpoints}, with a leader")),
