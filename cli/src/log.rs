@@ -15,7 +15,7 @@ pub(crate) struct LogArgs {
     /// Colours in log lines.
     #[arg(long, value_enum, default_value_t = LogColor::Auto, env = "BATON_LOG_COLOR")]
     pub log_color: LogColor,
-    /// OpenTelemetry collector (gRPC) that traces are sent to, such as http://127.0.0.1:4317.
+    /// OpenTelemetry collector that traces are sent to, such as http://127.0.0.1:4317; see docs/guide/observing.md.
     #[arg(long, value_name = "URL", env = "OTEL_EXPORTER_OTLP_ENDPOINT")]
     pub otlp_endpoint: Option<String>,
 }

@@ -8,6 +8,7 @@ use std::sync::{
 use baton_engine::{Request, SampledToken, TokenEvent, TokenStream};
 use baton_proto::worker::GenerateEvent;
 use baton_request::{Failure, FailureKind, FinishReason};
+use baton_telemetry::trace_context;
 use baton_worker::{
     RequestClock, Uncovered, Worker,
     convert::{
@@ -19,6 +20,7 @@ use baton_worker::{
 use futures_util::future::BoxFuture;
 use tokio::sync::mpsc;
 use tokio_util::{sync::CancellationToken, task::task_tracker::TaskTrackerToken};
+use tracing::Span;
 
 use crate::remote_prefill::RemotePrefillEvent;
 
@@ -47,6 +49,8 @@ pub struct GenerateStream {
     halted: CancellationToken,
     /// Saves the blocks when the stream ends or is dropped.
     save: Option<SaveAtEnd>,
+    /// Ends with the stream.
+    span: Span,
     /// The worker does not exit before the stream has ended.
     _busy: TaskTrackerToken,
 }
@@ -101,6 +105,7 @@ impl GenerateStream {
             draining: Some(draining),
             halted,
             save: None,
+            span: Span::none(),
             _busy: busy,
         }
     }
@@ -108,6 +113,11 @@ impl GenerateStream {
     /// Its blocks are saved at its end.
     pub fn saving(self, save: Option<SaveAtEnd>) -> GenerateStream {
         GenerateStream { save, ..self }
+    }
+
+    /// Its failure is that of `span`.
+    pub fn in_span(self, span: Span) -> GenerateStream {
+        GenerateStream { span, ..self }
     }
 
     /// A count that grows while this worker's engine or that of the prefill worker computes, for any request.
@@ -157,8 +167,9 @@ impl GenerateStream {
                             }
                             return Some(self.token(&token));
                         }
-                        Some(RemotePrefillEvent::Decoding { tokens, exposed }) => {
+                        Some(RemotePrefillEvent::Decoding { tokens, exposed, transport }) => {
                             self.notes.exposed = Some(exposed);
+                            self.notes.transport = Some(transport);
                             self.source = TokenSource::Engine(tokens);
                         }
                         Some(RemotePrefillEvent::Failed(failed)) => return Some(self.fail(failed)),
@@ -230,6 +241,7 @@ impl GenerateStream {
     fn fail(&mut self, failure: Failure) -> GenerateEvent {
         // Invariant 2: the failure is typed, and no event follows it.
         self.source = TokenSource::Over;
+        trace_context::fail(&self.span, failure.kind.name(), &failure.message);
         tracing::debug!(kind = failure.kind.name(), "generation failed: {}", failure.message);
         failed_event(failure)
     }

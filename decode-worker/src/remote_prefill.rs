@@ -21,9 +21,10 @@ use baton_handoff::{
 use baton_kv_cache::WireFormat;
 use baton_proto::worker::{PrefillPeer, Ticket};
 use baton_request::{Failure, FailureKind, FinishReason, Request};
+use baton_telemetry::{KeyValue, TracePoint, trace_context};
 use baton_worker::{
-    Uncovered, Worker,
-    convert::{PromptPace, submit_failure},
+    PromptPace, Uncovered, Worker,
+    convert::submit_failure,
     convert_handoff::FirstToken,
     handoff::{
         decode_side::{DecodeSide, begin, limits},
@@ -32,6 +33,7 @@ use baton_worker::{
     peers::Link,
 };
 use tokio::sync::mpsc;
+use tracing::Span;
 
 /// The router's plan for a request whose prompt another worker computes.
 pub struct RemotePrefillPlan {
@@ -71,6 +73,8 @@ pub enum RemotePrefillEvent {
         tokens: TokenStream,
         /// From the first token until the KV was here.
         exposed: Duration,
+        /// What carried it.
+        transport: &'static str,
     },
     /// No token follows.
     Failed(Failure),
@@ -224,6 +228,7 @@ impl RemotePrefillDriver {
 
     async fn finish(&mut self, result: Result<RemotePrefilled, HandoffError>) {
         let elapsed = self.started.elapsed();
+        self.trace(&result);
         let metrics = self.side.worker().metrics();
         metrics.handoff_seconds.observe(elapsed.as_secs_f64());
         metrics.handoff_ended(result.as_ref().map_or_else(HandoffError::label, RemotePrefilled::label));
@@ -242,6 +247,27 @@ impl RemotePrefillDriver {
             }
         }
         self.sent = SentToRouter::End;
+    }
+
+    /// Records what the request waited for, under this handoff's span.
+    fn trace(&self, result: &Result<RemotePrefilled, HandoffError>) {
+        let span = Span::current();
+        if let Err(error) = result {
+            trace_context::fail(&span, error.label(), &error.to_string());
+        }
+        let Some(trace) = TracePoint::of(&span) else { return };
+        if let Some(computing) = self.computing {
+            trace.record("wait for prefill worker", self.started, computing, vec![]);
+        }
+        if let (Ok(RemotePrefilled::Committed(committed)), SentToRouter::FirstToken(_, sampled)) =
+            (result, &self.sent)
+        {
+            let attributes = vec![
+                KeyValue::new("transport", committed.transport.map_or("none", |kind| kind.name())),
+                KeyValue::new("bytes", committed.bytes as i64),
+            ];
+            trace.record("exposed transfer", *sampled, Instant::now(), attributes);
+        }
     }
 
     /// All KV is verified: gives the blocks to the engine.
@@ -263,7 +289,7 @@ impl RemotePrefillDriver {
             worker.engine().decode(reservation, token).map_err(|error| submit_failure(&error))
         });
         let event = match decoding {
-            Ok(tokens) => RemotePrefillEvent::Decoding { tokens, exposed },
+            Ok(tokens) => RemotePrefillEvent::Decoding { tokens, exposed, transport },
             Err(failure) => RemotePrefillEvent::Failed(failure),
         };
         let _ = self.events.try_send(event);

@@ -20,7 +20,7 @@ use baton_worker::{
 use tokio::sync::mpsc;
 use tokio_stream::Stream;
 use tonic::{Request, Response, Status};
-use tracing::Instrument;
+use tracing::{Instrument, Span};
 
 use crate::{
     admission::{PromptKv, admit},
@@ -54,7 +54,7 @@ impl DecodeService {
         mut request: baton_request::Request,
         kv: PromptKv,
         uncovered: Option<Uncovered>,
-        span: tracing::Span,
+        span: &Span,
     ) -> Result<GenerateStream, Status> {
         let worker = self.worker.clone();
         let num_tokens = request.num_known_tokens();
@@ -72,16 +72,20 @@ impl DecodeService {
                 let tokens = tokens.map_err(|error| failure_to_status(&submit_failure(&error)))?;
                 // The engine counts it from here on.
                 drop(uncovered);
-                let clock = worker.metrics().request_taken("local", num_tokens);
+                let clock = worker.metrics().request_taken("local", num_tokens, span);
                 GenerateStream::local(worker, tokens, clock)
             }
             (PromptKv::Local, Some(recall)) => {
-                let clock = worker.metrics().request_taken("local", num_tokens);
+                let clock = worker.metrics().request_taken("local", num_tokens, span);
                 let recall = recall.run(worker.clone());
+                let span = tracing::info_span!(parent: span, "recall");
                 GenerateStream::fetching(worker, recall.instrument(span), request, uncovered, clock)
             }
             (PromptKv::Fetch { source, attempt }, recall) => {
-                let clock = worker.metrics().request_taken("local", num_tokens);
+                let clock = worker.metrics().request_taken("local", num_tokens, span);
+                let span = tracing::info_span!(
+                    parent: span, "fetch prefix", otel.kind = "client", source = source.worker_id
+                );
                 let (own, asked) = (worker.clone(), request.clone());
                 // The peer is asked for what the tiers lack.
                 let fetch = async move {
@@ -93,7 +97,10 @@ impl DecodeService {
                 GenerateStream::fetching(worker, fetch.instrument(span), request, uncovered, clock)
             }
             (PromptKv::Remote(plan), _) => {
-                let clock = worker.metrics().request_taken("remote", num_tokens);
+                let clock = worker.metrics().request_taken("remote", num_tokens, span);
+                let span = tracing::info_span!(
+                    parent: span, "handoff", otel.kind = "client", prefill = plan.peer.worker_id
+                );
                 let (events, received) = mpsc::channel(EVENTS_BOUND);
                 let deadline = worker.config().handoff_deadline;
                 let driver =
@@ -103,8 +110,13 @@ impl DecodeService {
                 GenerateStream::remote(worker, received, num_progress, clock)
             }
         };
-        Ok(stream.saving(save))
+        Ok(stream.saving(save).in_span(span.clone()))
     }
+}
+
+/// The call is refused.
+fn refuse(span: &Span, status: &Status) {
+    trace_context::fail(span, "refused", status.message());
 }
 
 #[tonic::async_trait]
@@ -116,19 +128,27 @@ impl Decode for DecodeService {
         request: Request<GenerateRequest>,
     ) -> Result<Response<Self::GenerateStream>, Status> {
         let message = request.get_ref();
-        let span =
-            tracing::info_span!("generate", request_id = message.request_id, attempt = message.attempt);
+        let span = tracing::info_span!(
+            "generate",
+            otel.kind = "server",
+            request_id = message.request_id,
+            attempt = i64::from(message.attempt),
+            worker = %self.worker.id(),
+        );
         trace_context::set_parent(&span, |name| {
             request.metadata().get(name).and_then(|value| value.to_str().ok()).map(str::to_owned)
         });
         let uncovered = self.worker.tickets().take(message.ticket);
-        let (accepted, kv) = admit(&self.worker, message)?;
+        let (accepted, kv) = admit(&self.worker, message).inspect_err(|status| refuse(&span, status))?;
         if message.for_balance {
             self.balance.arrive(&self.worker, message.prefix_source.as_ref()).await?;
         }
         let prepared = self.worker.prepare_grammar(&accepted).await;
-        prepared.map_err(|failure| failure_to_status(&failure))?;
-        let stream = self.start(accepted, kv, uncovered, span)?;
+        prepared
+            .map_err(|failure| failure_to_status(&failure))
+            .inspect_err(|status| refuse(&span, status))?;
+        let stream =
+            self.start(accepted, kv, uncovered, &span).inspect_err(|status| refuse(&span, status))?;
         // The router's timeout for a silent stream may be shorter than a prefill: `Progress` events restart it.
         let work = stream.work();
         let pulse = Pulse::new(self.worker.config().handoff_deadline, work());

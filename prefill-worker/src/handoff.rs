@@ -18,6 +18,7 @@ use baton_handoff::{
     },
 };
 use baton_request::{Failure, FailureKind, FinishReason, Request};
+use baton_telemetry::{KeyValue, TracePoint, trace_context};
 use baton_worker::{
     RequestClock, Uncovered, Worker, blending,
     convert::{engine_failure, submit_failure},
@@ -32,6 +33,7 @@ use baton_worker::{
     tier_copies::{Recall, SaveAtEnd},
 };
 use futures_util::future::BoxFuture;
+use tracing::Span;
 
 /// The driver of a [`ComputedHandoff`].
 pub struct ComputedHandoffDriver {
@@ -42,6 +44,10 @@ pub struct ComputedHandoffDriver {
     side: PrefillSide,
     prompt: Prompt,
     clock: RequestClock,
+    /// Of the model.
+    num_layers: usize,
+    /// When the first piece was ready.
+    pushing: Option<Instant>,
     /// Saves the blocks when the handoff is over.
     save: Option<SaveAtEnd>,
     is_halted: bool,
@@ -93,12 +99,24 @@ impl ComputedHandoffDriver {
     ) -> ComputedHandoffDriver {
         let OpenedHandoff { machine, mut request, deadline, started, stream, uncovered, .. } = opened;
         blending::decide(&worker, &mut request);
-        let clock = worker.metrics().request_taken("handoff", request.num_known_tokens());
+        let clock = worker.metrics().request_taken("handoff", request.num_known_tokens(), &Span::current());
         let save = SaveAtEnd::new(&worker, &request);
         let fetch = fetch(worker.clone(), source, request.clone());
         let prompt = Prompt::Fetching { fetch: Box::pin(fetch), request, uncovered };
+        let num_layers = worker.engine().storage().layout().num_layers;
         let side = PrefillSide::new(worker, stream, peer_format);
-        ComputedHandoffDriver { machine, started, deadline, side, prompt, clock, save, is_halted: false }
+        ComputedHandoffDriver {
+            machine,
+            started,
+            deadline,
+            side,
+            prompt,
+            clock,
+            num_layers,
+            pushing: None,
+            save,
+            is_halted: false,
+        }
     }
 
     /// Drives the handoff to its end.
@@ -183,6 +201,9 @@ impl ComputedHandoffDriver {
             }
             Some(PrefillEvent::Ready { layers, first_block_idx, blocks }) => {
                 computing.num_ready += 1;
+                if layers.end == self.num_layers {
+                    self.clock.chunk(first_block_idx + blocks.len());
+                }
                 return ComputeInput::Ready { layers, first_block_idx, blocks };
             }
             Some(PrefillEvent::FirstToken(token)) => {
@@ -204,7 +225,10 @@ impl ComputedHandoffDriver {
                 let blocks = self.prompt.blocks();
                 self.side.open_route(access_key, offers, blocks);
             }
-            PrefillAction::Push(pieces) => self.side.push(pieces),
+            PrefillAction::Push(pieces) => {
+                self.pushing.get_or_insert_with(Instant::now);
+                self.side.push(pieces);
+            }
             PrefillAction::Send(message) => self.side.send(message),
             PrefillAction::Finish(result) => self.finish(result),
             PrefillAction::Stop => {
@@ -227,6 +251,7 @@ impl ComputedHandoffDriver {
         metrics.handoff_seconds.observe(elapsed.as_secs_f64());
         metrics.handoff_ended(result.as_ref().map_or_else(HandoffError::label, |outcome| outcome.label()));
         let (transport, bytes) = self.side.transferred();
+        self.trace(&result, transport, bytes);
         match result {
             Ok(HandedOver::Committed) => {
                 self.clock.finished(FinishReason::Length);
@@ -242,6 +267,21 @@ impl ComputedHandoffDriver {
                 );
             }
             Err(error) => tracing::info!(transport, bytes, ?elapsed, %error, "handoff ended"),
+        }
+    }
+}
+
+impl ComputedHandoffDriver {
+    /// Records the transfer, which computation hides in part, under this handoff's span.
+    fn trace(&self, result: &Result<HandedOver, HandoffError>, transport: &'static str, bytes: u64) {
+        let span = Span::current();
+        if let Err(error) = result {
+            trace_context::fail(&span, error.label(), &error.to_string());
+        }
+        if let (Some(trace), Some(pushing)) = (TracePoint::of(&span), self.pushing) {
+            let attributes =
+                vec![KeyValue::new("transport", transport), KeyValue::new("bytes", bytes as i64)];
+            trace.record("transfer", pushing, Instant::now(), attributes);
         }
     }
 }

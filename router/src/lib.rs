@@ -55,7 +55,7 @@ pub async fn run_on(
     let name = (uuid::Uuid::new_v4().as_u128() as u64).max(1);
     let workers = Workers::new(name, config.keep_alive, dialer);
     workers.follow(discovery.members());
-    let metrics = RouterMetrics::new(&Metrics::new());
+    let metrics = RouterMetrics::new(&Metrics::of_process("router"));
     // A model that cannot be loaded ends the server like a shutdown.
     let drain = shutdown.child_token();
     let journal =

@@ -15,7 +15,10 @@ use tracing_subscriber::{
     util::SubscriberInitExt,
 };
 
-use crate::{otlp, panics};
+use crate::{
+    otlp::{self, OtlpProtocol},
+    panics,
+};
 
 /// What a process logs and exports.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -26,8 +29,9 @@ pub struct TelemetryConfig {
     pub format: LogFormat,
     /// Colours in the log; `None`: when standard error is a terminal and `NO_COLOR` is not set.
     pub color: Option<bool>,
-    /// gRPC endpoint of an OpenTelemetry collector, such as `http://localhost:4317`. `None`: the
-    /// environment's `OTEL_EXPORTER_OTLP_ENDPOINT`; without either, no spans are exported.
+    /// Endpoint of an OpenTelemetry collector, such as `http://localhost:4317`. `None`: the environment's
+    /// `OTEL_EXPORTER_OTLP_ENDPOINT`; without either, no spans are exported. `OTEL_EXPORTER_OTLP_PROTOCOL` says whether
+    /// spans travel over gRPC (the default) or HTTP, and `OTEL_TRACES_SAMPLER` which traces are sampled.
     pub otlp_endpoint: Option<String>,
     /// What kind of process this is: `baton-router`.
     pub service_name: String,
@@ -110,13 +114,21 @@ pub fn init(config: &TelemetryConfig) -> anyhow::Result<TelemetryGuard> {
         .or_else(|| env::var("OTEL_EXPORTER_OTLP_ENDPOINT").ok())
         .filter(|endpoint| !endpoint.is_empty());
     let export = endpoint
-        .map(|endpoint| otlp::Export::start(&endpoint, &config.service_name, &config.instance))
+        .map(|endpoint| {
+            let protocol = otlp_protocol()?;
+            otlp::Export::start(&endpoint, protocol, &config.service_name, &config.instance)
+        })
         .transpose()?;
     // Of our own spans only: those of the exporter's own connection would never end.
     let spans = export.as_ref().map(|export| {
-        tracing_opentelemetry::layer().with_tracer(export.tracer()).with_filter(filter::filter_fn(
-            |metadata| metadata.target().starts_with("baton") && *metadata.level() <= tracing::Level::INFO,
-        ))
+        tracing_opentelemetry::layer()
+            .with_tracer(export.tracer())
+            .with_location(false)
+            .with_threads(false)
+            .with_tracked_inactivity(false)
+            .with_filter(filter::filter_fn(|metadata| {
+                metadata.target().starts_with("baton") && *metadata.level() <= tracing::Level::INFO
+            }))
     });
     tracing_subscriber::registry()
         .with(log_lines(config).with_filter(log_filter))
@@ -125,6 +137,16 @@ pub fn init(config: &TelemetryConfig) -> anyhow::Result<TelemetryGuard> {
         .context("logging can be set up only once in a process")?;
     panics::log_panics();
     Ok(TelemetryGuard { _otlp: export })
+}
+
+/// How spans travel, as OpenTelemetry's variables say it.
+fn otlp_protocol() -> anyhow::Result<OtlpProtocol> {
+    for name in ["OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"] {
+        if let Some(protocol) = env::var(name).ok().filter(|protocol| !protocol.is_empty()) {
+            return protocol.parse().context(name);
+        }
+    }
+    Ok(OtlpProtocol::default())
 }
 
 fn log_lines(config: &TelemetryConfig) -> Box<dyn Layer<Registry> + Send + Sync> {

@@ -7,10 +7,12 @@ use std::{
 
 use prometheus_client::{encoding::text, metrics::histogram::Histogram, registry::Registry};
 
+use crate::process;
+
 /// A handle to the process's metrics. Clones share them.
 ///
-/// Counters get `_total` appended when they are written: register `baton_requests`, read
-/// `baton_requests_total`.
+/// Counters get `_total` appended when they are written: register `baton_router_requests`, read
+/// `baton_router_requests_total`.
 #[derive(Clone, Default)]
 pub struct Metrics {
     registry: Arc<Mutex<Registry>>,
@@ -23,6 +25,14 @@ impl Metrics {
     /// No metrics yet.
     pub fn new() -> Self {
         Self::default()
+    }
+
+    /// Those of the process and its build: `process_*`, `baton_build_info`. `component` is what the process does: "router",
+    /// "prefill", "decode".
+    pub fn of_process(component: &str) -> Self {
+        let metrics = Self::new();
+        metrics.register(|registry| process::register(registry, component));
+        metrics
     }
 
     /// Registers metrics, once, when the part that counts them is built. Returns what `register` returns: usually a

@@ -1,18 +1,48 @@
-//! Exports spans to an OpenTelemetry collector over gRPC.
+//! Exports spans to an OpenTelemetry collector, over gRPC or HTTP.
 
-use std::time::Duration;
+use std::{str::FromStr, time::Duration};
 
 use anyhow::Context;
-use opentelemetry::{KeyValue, trace::TracerProvider};
-use opentelemetry_otlp::{SpanExporter, WithExportConfig};
+use bytes::Bytes;
+use http::{Request, Response};
+use opentelemetry::{KeyValue, global, trace::TracerProvider};
+use opentelemetry_http::{HttpClient, HttpError, hyper::HyperClient};
+use opentelemetry_otlp::{Protocol, SpanExporter, WithExportConfig, WithHttpConfig};
 use opentelemetry_sdk::{
     Resource,
     trace::{SdkTracer, SdkTracerProvider},
 };
-use tokio::runtime::{self, Runtime};
+use tokio::runtime::{self, Handle, Runtime};
+
+use crate::trace_point::SCOPE;
 
 /// A collector that does not answer must not keep a process from ending.
 const LAST_EXPORT: Duration = Duration::from_secs(3);
+
+/// Where collectors take spans over HTTP.
+const HTTP_PATH: &str = "/v1/traces";
+
+/// How spans travel: `OTEL_EXPORTER_OTLP_PROTOCOL`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) enum OtlpProtocol {
+    /// gRPC, usually on port 4317.
+    #[default]
+    Grpc,
+    /// Protobuf in the body of an HTTP/1.1 POST, usually on port 4318.
+    HttpProtobuf,
+}
+
+impl FromStr for OtlpProtocol {
+    type Err = anyhow::Error;
+
+    fn from_str(name: &str) -> anyhow::Result<Self> {
+        match name {
+            "grpc" => Ok(Self::Grpc),
+            "http/protobuf" => Ok(Self::HttpProtobuf),
+            other => anyhow::bail!("unknown OTLP protocol {other:?}: one of grpc, http/protobuf"),
+        }
+    }
+}
 
 /// A running export; dropping it sends what is left.
 ///
@@ -25,7 +55,13 @@ pub(crate) struct Export {
 }
 
 impl Export {
-    pub(crate) fn start(endpoint: &str, service_name: &str, instance: &str) -> anyhow::Result<Self> {
+    /// `OTEL_TRACES_SAMPLER` and `OTEL_TRACES_SAMPLER_ARG` say which traces are sampled; the SDK reads them.
+    pub(crate) fn start(
+        endpoint: &str,
+        protocol: OtlpProtocol,
+        service_name: &str,
+        instance: &str,
+    ) -> anyhow::Result<Self> {
         let runtime = runtime::Builder::new_multi_thread()
             .worker_threads(1)
             .thread_name("otlp")
@@ -33,24 +69,22 @@ impl Export {
             .build()
             .context("cannot start the thread that exports spans")?;
         let _inside = runtime.enter();
-        let exporter = SpanExporter::builder()
-            .with_tonic()
-            .with_endpoint(endpoint)
-            .with_timeout(LAST_EXPORT)
-            .build()
+        let exporter = exporter(endpoint, protocol, runtime.handle())
             .with_context(|| format!("cannot export spans to {endpoint:?}"))?;
         let resource = Resource::builder()
             .with_service_name(service_name.to_owned())
             .with_attribute(KeyValue::new("service.instance.id", instance.to_owned()))
+            .with_attribute(KeyValue::new("service.version", env!("CARGO_PKG_VERSION")))
             .build();
         let provider =
             SdkTracerProvider::builder().with_batch_exporter(exporter).with_resource(resource).build();
+        global::set_tracer_provider(provider.clone());
         drop(_inside);
         Ok(Self { provider, runtime: Some(runtime) })
     }
 
     pub(crate) fn tracer(&self) -> SdkTracer {
-        self.provider.tracer("baton")
+        self.provider.tracer(SCOPE)
     }
 }
 
@@ -63,5 +97,47 @@ impl Drop for Export {
         if let Some(runtime) = self.runtime.take() {
             runtime.shutdown_background();
         }
+    }
+}
+
+fn exporter(endpoint: &str, protocol: OtlpProtocol, runtime: &Handle) -> anyhow::Result<SpanExporter> {
+    anyhow::ensure!(
+        !endpoint.starts_with("https:"),
+        "spans are exported in plain text only: run a collector on this host or in this network, and let that use TLS"
+    );
+    let exporter = match protocol {
+        OtlpProtocol::Grpc => {
+            SpanExporter::builder().with_tonic().with_endpoint(endpoint).with_timeout(LAST_EXPORT).build()?
+        }
+        OtlpProtocol::HttpProtobuf => {
+            let base = endpoint.trim_end_matches('/').trim_end_matches(HTTP_PATH);
+            let client = OnRuntime {
+                client: HyperClient::with_default_connector(LAST_EXPORT, None),
+                runtime: runtime.clone(),
+            };
+            SpanExporter::builder()
+                .with_http()
+                .with_http_client(client)
+                .with_endpoint(format!("{base}{HTTP_PATH}"))
+                .with_protocol(Protocol::HttpBinary)
+                .with_timeout(LAST_EXPORT)
+                .build()?
+        }
+    };
+    Ok(exporter)
+}
+
+/// Sends on the runtime: the thread that collects batches of spans has none.
+#[derive(Debug)]
+struct OnRuntime {
+    client: HyperClient,
+    runtime: Handle,
+}
+
+#[async_trait::async_trait]
+impl HttpClient for OnRuntime {
+    async fn send_bytes(&self, request: Request<Bytes>) -> Result<Response<Bytes>, HttpError> {
+        let client = self.client.clone();
+        self.runtime.spawn(async move { client.send_bytes(request).await }).await?
     }
 }

@@ -5,7 +5,7 @@
 
 use opentelemetry::{
     propagation::{Extractor, Injector, TextMapPropagator},
-    trace::TraceContextExt,
+    trace::{Status, TraceContextExt},
 };
 use opentelemetry_sdk::propagation::TraceContextPropagator;
 use tracing::Span;
@@ -41,6 +41,17 @@ pub fn trace_id(span: &Span) -> Option<String> {
     let context = span.context();
     let context = context.span().span_context().clone();
     context.is_valid().then(|| context.trace_id().to_string())
+}
+
+/// Marks the span as failed; `kind` is a word for what went wrong, and `message` says it to people.
+pub fn fail(span: &Span, kind: &'static str, message: &str) {
+    span.set_attribute("error.type", kind);
+    set_failed(span, message);
+}
+
+/// Marks the span as failed, by something that its other attributes name.
+pub fn set_failed(span: &Span, message: &str) {
+    span.set_status(Status::error(message.to_owned()));
 }
 
 struct Set<F>(F);

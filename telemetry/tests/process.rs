@@ -2,7 +2,7 @@
 
 use std::{
     env,
-    io::Read,
+    io::{Read, Write},
     net::TcpListener,
     process::{Command, Output},
     thread,
@@ -14,11 +14,17 @@ const CASE: &str = "BATON_TELEMETRY_TEST_CASE";
 
 /// Runs `case` of this test in a child process.
 fn run_case(case: &str, otlp_endpoint: &str) -> Output {
+    run_case_with(&[], case, otlp_endpoint)
+}
+
+/// The same with more variables in its environment.
+fn run_case_with(environment: &[(&str, &str)], case: &str, otlp_endpoint: &str) -> Output {
     Command::new(env::current_exe().unwrap())
         .args(["--exact", "child", "--nocapture"])
         .env(CASE, case)
         .env("OTEL_EXPORTER_OTLP_ENDPOINT", otlp_endpoint)
         .env_remove("RUST_BACKTRACE")
+        .envs(environment.iter().copied())
         .output()
         .unwrap()
 }
@@ -80,4 +86,53 @@ fn spans_go_to_the_collector_and_a_deaf_one_does_not_hold_the_process() {
     let mut preface = [0; 24];
     connection.read_exact(&mut preface).unwrap();
     assert_eq!(&preface, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n");
+}
+
+/// What one HTTP/1.1 request says, head and body; it is answered with 200.
+fn answer_one(collector: &TcpListener) -> String {
+    let (mut connection, _) = collector.accept().unwrap();
+    let (mut said, mut part) = (Vec::new(), [0; 4096]);
+    loop {
+        let num = connection.read(&mut part).unwrap();
+        said.extend_from_slice(&part[..num]);
+        let text = String::from_utf8_lossy(&said).to_lowercase();
+        let Some((head, _)) = text.split_once("\r\n\r\n") else { continue };
+        let len =
+            head.split_once("content-length: ").unwrap().1.lines().next().unwrap().parse::<usize>().unwrap();
+        if said.len() >= head.len() + 4 + len {
+            connection.write_all(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n").unwrap();
+            return text;
+        }
+    }
+}
+
+#[test]
+fn spans_go_over_http_too() {
+    let collector = TcpListener::bind("127.0.0.1:0").unwrap();
+    let endpoint = format!("http://{}", collector.local_addr().unwrap());
+    let answering = thread::spawn(move || answer_one(&collector));
+    stderr(run_case_with(&[("OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf")], "pretty", &endpoint));
+    let said = answering.join().unwrap();
+    assert!(said.starts_with("post /v1/traces http/1.1\r\n"), "{said}");
+    assert!(said.contains("application/x-protobuf") && said.contains("request"), "{said}");
+}
+
+#[test]
+fn traces_that_are_not_sampled_are_not_sent() {
+    let collector = TcpListener::bind("127.0.0.1:0").unwrap();
+    let endpoint = format!("http://{}", collector.local_addr().unwrap());
+    let http = ("OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf");
+    stderr(run_case_with(&[http, ("OTEL_TRACES_SAMPLER", "always_off")], "pretty", &endpoint));
+    collector.set_nonblocking(true).unwrap();
+    assert!(collector.accept().is_err(), "nothing connects for a trace that is not sampled");
+}
+
+#[test]
+fn unknown_protocol_is_named() {
+    let output =
+        run_case_with(&[("OTEL_EXPORTER_OTLP_PROTOCOL", "carrier-pigeon")], "pretty", "http://127.0.0.1:1");
+    assert!(!output.status.success());
+    let text = [output.stdout, output.stderr].concat();
+    let text = String::from_utf8_lossy(&text);
+    assert!(text.contains("carrier-pigeon") && text.contains("http/protobuf"), "{text}");
 }

@@ -87,8 +87,8 @@ class Cluster:
 def plans(url: str) -> str:
     """How a router planned, and how far its predictions were off."""
     text = urllib.request.urlopen(f"{url}/metrics", timeout=5).read().decode()
-    counts = re.findall(r'^baton_plans_total\{prefill="(\w+)"\} (\d+)', text, re.M)
-    value = {name: float(n) for name, n in re.findall(r"^baton_ttft_ratio_(sum|count) (\S+)", text, re.M)}
+    counts = re.findall(r'^baton_router_plans_total\{prefill="(\w+)"\} (\d+)', text, re.M)
+    value = {name: float(n) for name, n in re.findall(r"^baton_router_ttft_ratio_(sum|count) (\S+)", text, re.M)}
     ratio = f", TTFT {value['sum'] / value['count']:.2f}x as predicted" if value.get("count") else ""
     return ", ".join(f"{num} {prefill}" for prefill, num in counts) + ratio
 

@@ -76,7 +76,7 @@ async fn until_exact(cluster: &Cluster) -> [BTreeSet<u64>; 2] {
         let workers = health["workers"].as_array().expect("a list");
         let num_exact = workers.iter().filter(|worker| worker["index"] == "exact").count();
         let metrics = cluster.http.get("/metrics").await.ok()?.text;
-        let num_known = sum_metric(&metrics, "baton_index_memberships", &[]) as usize;
+        let num_known = sum_metric(&metrics, "baton_router_index_memberships", &[]) as usize;
         let held = [
             held(&address_of(cluster, WORKERS[0]).await).await,
             held(&address_of(cluster, WORKERS[1]).await).await,

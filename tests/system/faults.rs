@@ -80,7 +80,7 @@ async fn prefill_runs(base: &str) {
     let cluster_http = Http::new(base.to_owned());
     eventually("a prefill worker that computes", Duration::from_secs(30), async || {
         let metrics = cluster_http.get("/metrics").await.ok()?.text;
-        let handing_over = crate::harness::sum_metric(&metrics, "baton_requests_running", &[]);
+        let handing_over = crate::harness::sum_metric(&metrics, "baton_router_requests_running", &[]);
         (handing_over >= NUM_STREAMS as f64).then_some(())
     })
     .await;

@@ -16,6 +16,7 @@ mod harness;
 mod keys;
 mod measure_migration;
 mod migration;
+mod observing;
 #[path = "../ports.rs"]
 mod ports;
 mod prefix;

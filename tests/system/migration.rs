@@ -89,9 +89,9 @@ async fn a_draining_worker_hands_over_its_streams_and_no_prompt_is_computed_agai
         println!("left after {:?}", began.elapsed());
     })
     .await;
-    let moved = router_metric(&cluster, "baton_migrations_total", &["drain", "moved"]).await;
+    let moved = router_metric(&cluster, "baton_router_migrations_total", &["drain", "moved"]).await;
     assert_eq!(moved, NUM_STREAMS as f64);
-    assert_eq!(router_metric(&cluster, "baton_attempt_failures_total", &[]).await, 0.0);
+    assert_eq!(router_metric(&cluster, "baton_router_attempt_failures_total", &[]).await, 0.0);
 
     // The new worker computed only new tokens, a part of a block for each stream, and the tokens that the old worker
     // sampled during the transfer.
@@ -116,7 +116,7 @@ async fn killing_the_draining_worker_costs_no_token() {
         // At this moment some streams migrate, some have migrated, and some have not begun to.
         eventually("the first stream that has moved", Duration::from_secs(60), async || {
             let metrics = http.get("/metrics").await.ok()?.text;
-            (sum_metric(&metrics, "baton_migrations_total", &["drain"]) >= 1.0).then_some(())
+            (sum_metric(&metrics, "baton_router_migrations_total", &["drain"]) >= 1.0).then_some(())
         })
         .await;
         cluster.kill("decode-0");
@@ -145,7 +145,7 @@ async fn streams_of_a_crowded_worker_migrate_to_an_empty_one() {
         cluster.wait_for_workers(0, 2).await;
     })
     .await;
-    let moved = router_metric(&cluster, "baton_migrations_total", &["balance", "moved"]).await;
+    let moved = router_metric(&cluster, "baton_router_migrations_total", &["balance", "moved"]).await;
     println!("{moved} streams moved");
     assert!(moved >= 1.0, "nothing moved");
     cluster.assert_all_blocks_free().await;

@@ -56,7 +56,8 @@ async fn remote_requests_move_their_kv(transport: &str, flags: &str) {
     let label = format!("transport=\"{transport}\"");
     eventually("the bytes moved, in the router's metrics", Duration::from_secs(20), async || {
         let metrics = cluster.http.get("/metrics").await.expect("metrics are served").text;
-        (sum_metric(&metrics, "baton_worker_handoff_bytes", &[&label]) == 2.0 * expected as f64).then_some(())
+        (sum_metric(&metrics, "baton_router_worker_handoff_bytes", &[&label]) == 2.0 * expected as f64)
+            .then_some(())
     })
     .await;
 

@@ -126,7 +126,7 @@ async fn check(num_schemas: usize, num_seeds: usize) {
         }
     }
     let metrics = cluster.http.get("/metrics").await.expect("metrics are served").text;
-    let num_lost = sum_metric(&metrics, "baton_attempt_failures_total", &[]);
+    let num_lost = sum_metric(&metrics, "baton_router_attempt_failures_total", &[]);
     assert!(num_lost > 0.0, "the deaths disturbed no answer");
     // All texts of these schemas are bounded; the model may still write more than it has tokens for.
     assert!(num_complete * 10 >= all.len() * 9, "{num_complete} of {} answers end", all.len());

@@ -4,12 +4,13 @@
 //! What comes from the wire is checked here for what the types cannot hold; what a request may ask of
 //! a model is checked by the engine ([`Request::validate`]).
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use baton_engine::{DraftCounts, EngineError, SampledToken, ScoredToken, SubmitError, TokenLogprobs};
 use baton_grammar::GrammarError;
 use baton_proto::{v1, worker as proto};
 use baton_request::{BlendMarks, Failure, FailureKind, FinishReason, Request};
+use baton_worker_metrics::PromptPace;
 use tonic::Status;
 
 /// Longest accepted request id.
@@ -116,26 +117,6 @@ pub fn token_from_proto(token: proto::Token) -> SampledToken {
     SampledToken { id: token.id, logprobs }
 }
 
-/// How long a prompt took on the worker that computed it, as the decode worker sees it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct PromptPace {
-    /// Until its first step.
-    pub queue: Duration,
-    /// From then to the first token.
-    pub prefill: Duration,
-}
-
-impl PromptPace {
-    /// Of a request that came at `started`. Without `computing` nothing tells the two apart.
-    pub fn new(started: Instant, computing: Option<Instant>, first_token: Instant) -> PromptPace {
-        let computing = computing.unwrap_or(started);
-        PromptPace {
-            queue: computing.saturating_duration_since(started),
-            prefill: first_token.saturating_duration_since(computing),
-        }
-    }
-}
-
 /// What the router learns with a token.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct TokenNotes {
@@ -147,6 +128,8 @@ pub struct TokenNotes {
     pub pace: Option<PromptPace>,
     /// With the first token after a handoff: from the first token of all until the KV was there.
     pub exposed: Option<Duration>,
+    /// With it: what carried the KV.
+    pub transport: Option<&'static str>,
     /// With the first token after a draft: what became of that.
     pub drafts: DraftCounts,
 }
@@ -160,6 +143,7 @@ pub fn token_event(token: &SampledToken, notes: TokenNotes) -> proto::GenerateEv
         queue_seconds: notes.pace.map(|pace| pace.queue.as_secs_f64()),
         prefill_seconds: notes.pace.map(|pace| pace.prefill.as_secs_f64()),
         exposed_seconds: notes.exposed.map(|exposed| exposed.as_secs_f64()),
+        transport: notes.transport.map(str::to_owned),
         drafted_tokens: count(notes.drafts.drafted),
         accepted_tokens: count(notes.drafts.accepted),
         ..token_to_proto(token)

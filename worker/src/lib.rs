@@ -31,12 +31,12 @@ mod service;
 mod tickets;
 pub mod tier_copies;
 pub mod tiers;
-mod vllm_metrics;
 mod watchers;
 mod worker;
 
 pub use baton_handoff::TransportKind;
 pub use baton_transport_rdma::finds_rdma;
+pub use baton_worker_metrics::{PromptPace, RequestClock};
 pub use block_device::BlockDevice;
 pub use config::{
     BlendSettings, ConfigError, DrafterConfig, KvMemory, ThreadPinning, WorkerConfig, name_of,
@@ -52,5 +52,4 @@ pub use run::{EngineBroke, RoleService, run, serve, service_name};
 pub use scratch::MAX_SCRATCH_BLOCKS;
 pub use server::{KEEP_ALIVE_INTERVAL, KEEP_ALIVE_TIMEOUT, MAX_MESSAGE_BYTES};
 pub use tickets::{Tickets, Uncovered};
-pub use vllm_metrics::RequestClock;
 pub use worker::Worker;

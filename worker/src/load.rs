@@ -20,6 +20,7 @@ use baton_model::{
 };
 use baton_model_sim::{DeviceShare, SimExecutor};
 use baton_tokenizer::GenerationDefaults;
+use baton_worker_metrics::LoadGauges;
 use indicatif::{ProgressBar, ProgressStyle};
 use tokio::sync::oneshot;
 
@@ -97,15 +98,15 @@ impl std::fmt::Debug for Model {
     }
 }
 
-/// Loads the model of `config` and shows the progress.
+/// Loads the model of `config` and shows the progress, also in `gauges`.
 ///
 /// It loads on a thread of its own, so that a process that is told to end does not wait for it.
-pub(crate) async fn load(config: &WorkerConfig) -> anyhow::Result<Model> {
+pub(crate) async fn load(config: &WorkerConfig, gauges: LoadGauges) -> anyhow::Result<Model> {
     let profile = config.step_profile.as_deref().map(step_profile).transpose()?;
     let (config, (done, loaded)) = (config.clone(), oneshot::channel());
     std::thread::Builder::new().name("model-load".into()).spawn(move || {
         // A caller that left needs no answer.
-        let loaded = load_blocking(&config);
+        let loaded = load_blocking(&config, &gauges);
         let grammars = Some(grammars::compiler(&config.model));
         let _ = done.send(loaded.map(|model| Model { grammars, ..model }));
     })?;
@@ -114,24 +115,25 @@ pub(crate) async fn load(config: &WorkerConfig) -> anyhow::Result<Model> {
     Ok(model)
 }
 
-fn load_blocking(config: &WorkerConfig) -> anyhow::Result<Model> {
+fn load_blocking(config: &WorkerConfig, gauges: &LoadGauges) -> anyhow::Result<Model> {
     let name = config.model_name();
     if let ComputeDevice::Sim(gpu) = config.device {
         return simulate(gpu, name, config);
     }
     if let Some(ordinal) = config.device.ordinal() {
-        return load_on_gpu(ordinal, &name, config);
+        return load_on_gpu(ordinal, &name, config, gauges);
     }
     let cpus = config.pin_threads.cpus(config.threads).context("--pin-threads")?;
     let threads = cpus.as_ref().map_or(config.threads, |cpus| Some(cpus.num_cpus()));
-    let ranks = load_model(&config.model, &name, config, threads, Backend::Cpu, config.tensor_parallel)?;
+    let num_ranks = config.tensor_parallel;
+    let ranks = load_model(&config.model, &name, config, threads, Backend::Cpu, num_ranks, gauges)?;
     let loaded = ranks[0].clone();
     let pools = start_pools(ranks.len(), loaded.num_threads(), cpus.clone())?;
     let num_threads = pools.iter().map(|pool| pool.num_threads()).sum();
     let drafter = match &config.drafter {
         // The first rank's threads compute the draft while the other ranks wait.
         Some(drafter) if config.role == Role::Decode => {
-            Some(load_drafter(drafter, &loaded, &pools[0], config)?)
+            Some(load_drafter(drafter, &loaded, &pools[0], config, gauges)?)
         }
         _ => None,
     };
@@ -183,7 +185,12 @@ fn simulate(gpu: GpuKind, name: String, config: &WorkerConfig) -> anyhow::Result
     })
 }
 
-fn load_on_gpu(ordinal: u32, name: &str, config: &WorkerConfig) -> anyhow::Result<Model> {
+fn load_on_gpu(
+    ordinal: u32,
+    name: &str,
+    config: &WorkerConfig,
+    gauges: &LoadGauges,
+) -> anyhow::Result<Model> {
     // Before files are read.
     let num_devices = num_cuda_devices().with_context(|| no_gpu(ordinal))?;
     let num_ranks = config.tensor_parallel;
@@ -191,8 +198,7 @@ fn load_on_gpu(ordinal: u32, name: &str, config: &WorkerConfig) -> anyhow::Resul
         return Err(ConfigError::TooFewGpus { ordinal, num_ranks, num_devices }.into());
     }
     tracing::info!(num_devices, ordinal, num_ranks, "computing on GPUs");
-    let ranks =
-        load_model(&config.model, name, config, config.threads, Backend::Cuda, config.tensor_parallel)?;
+    let ranks = load_model(&config.model, name, config, config.threads, Backend::Cuda, num_ranks, gauges)?;
     let loaded = ranks[0].clone();
     let limits = BatchLimits {
         num_rows: config.token_budget,
@@ -200,7 +206,7 @@ fn load_on_gpu(ordinal: u32, name: &str, config: &WorkerConfig) -> anyhow::Resul
         context_length: loaded.config().context_length,
     };
     let code = kernel_code(config.weight_cache.as_ref().map(|dir| dir.join("kernels")));
-    let mut shown = Shown::new();
+    let mut shown = Shown::new(gauges);
     let mut progress = |progress| shown.update(progress);
     let in_words = || no_gpu(ordinal);
     let ordinals = BlockDevice::ordinals(ordinal, num_ranks);
@@ -214,7 +220,7 @@ fn load_on_gpu(ordinal: u32, name: &str, config: &WorkerConfig) -> anyhow::Resul
     let mut block_device = BlockDevice { ordinal, num_ranks, free_bytes, kernels };
     let drafter = match &config.drafter {
         Some(drafter) if config.role == Role::Decode => {
-            Some(load_drafter_on_gpu(drafter, &loaded, &mut block_device, limits, &code, config)?)
+            Some(load_drafter_on_gpu(drafter, &loaded, &mut block_device, limits, &code, config, gauges)?)
         }
         _ => None,
     };
@@ -260,10 +266,11 @@ fn load_drafter_on_gpu(
     limits: BatchLimits,
     code: &KernelCode,
     config: &WorkerConfig,
+    gauges: &LoadGauges,
 ) -> anyhow::Result<Drafter> {
     let DrafterConfig::Model(dir) = drafter else { return Ok(Drafter::Ngram) };
-    let (draft, name) = load_draft_model(dir, config, config.threads, Backend::Cuda)?;
-    let mut shown = Shown::new();
+    let (draft, name) = load_draft_model(dir, config, config.threads, Backend::Cuda, gauges)?;
+    let mut shown = Shown::new(gauges);
     let mut progress = |progress| shown.update(progress);
     let cost = draft_cost(&draft, target, device.num_ranks);
     let on_gpu =
@@ -314,6 +321,7 @@ fn load_model(
     threads: Option<usize>,
     backend: Backend,
     num_ranks: usize,
+    gauges: &LoadGauges,
 ) -> anyhow::Result<Vec<LoadedModel>> {
     let options = LoadOptions {
         kv_dtype: config.kv_dtype,
@@ -326,7 +334,7 @@ fn load_model(
         ..LoadOptions::default()
     };
     let started = Instant::now();
-    let mut shown = Shown::new();
+    let mut shown = Shown::new(gauges);
     let progress = &mut |progress| shown.update(progress);
     let ranks = baton_model::load_ranks(path, backend, num_ranks, &options, progress)?;
     shown.finish();
@@ -347,9 +355,10 @@ fn load_drafter(
     target: &LoadedModel,
     pool: &Arc<ThreadPool>,
     config: &WorkerConfig,
+    gauges: &LoadGauges,
 ) -> anyhow::Result<Drafter> {
     let DrafterConfig::Model(dir) = drafter else { return Ok(Drafter::Ngram) };
-    let (draft, _) = load_draft_model(dir, config, Some(pool.num_threads()), Backend::Cpu)?;
+    let (draft, _) = load_draft_model(dir, config, Some(pool.num_threads()), Backend::Cpu, gauges)?;
     // Both models compute in turns, on the engine's thread.
     let executor = Box::new(draft.cpu_executor_on(Arc::clone(pool)));
     // All ranks share the memory.
@@ -362,9 +371,10 @@ fn load_draft_model(
     config: &WorkerConfig,
     threads: Option<usize>,
     backend: Backend,
+    gauges: &LoadGauges,
 ) -> anyhow::Result<(LoadedModel, String)> {
     let name = dir.file_name().unwrap_or(dir.as_os_str()).to_string_lossy().into_owned();
-    let draft = load_model(dir, &name, config, threads, backend, 1);
+    let draft = load_model(dir, &name, config, threads, backend, 1, gauges);
     let draft = draft.with_context(|| format!("draft model {}", dir.display()))?.swap_remove(0);
     Ok((draft, name))
 }
@@ -375,8 +385,13 @@ fn draft_cost(draft: &LoadedModel, target: &LoadedModel, num_memories: usize) ->
     (draft.weight_bytes() as f64 * num_memories as f64 / target.weight_bytes() as f64).min(0.9)
 }
 
-/// Shows progress: as a bar on a terminal, else as a log line now and then.
-enum Shown {
+/// Shows progress: in the gauges, and as a bar on a terminal, else as a log line now and then.
+struct Shown {
+    gauges: LoadGauges,
+    to_people: ShownToPeople,
+}
+
+enum ShownToPeople {
     Bar(ProgressBar),
     Lines { next: Instant },
 }
@@ -384,35 +399,39 @@ enum Shown {
 const LINE_EVERY: Duration = Duration::from_secs(2);
 
 impl Shown {
-    fn new() -> Shown {
-        if std::io::stderr().is_terminal() {
-            let style = ProgressStyle::with_template(
-                "loading {wide_bar} {bytes}/{total_bytes} {bytes_per_sec} {eta}",
-            );
-            let bar = ProgressBar::new(0).with_style(style.expect("the template is right"));
-            return Shown::Bar(bar);
-        }
-        Shown::Lines { next: Instant::now() + LINE_EVERY }
+    fn new(gauges: &LoadGauges) -> Shown {
+        let to_people = match std::io::stderr().is_terminal() {
+            true => {
+                let style = ProgressStyle::with_template(
+                    "loading {wide_bar} {bytes}/{total_bytes} {bytes_per_sec} {eta}",
+                );
+                let style = style.expect("the template is right");
+                ShownToPeople::Bar(ProgressBar::new(0).with_style(style))
+            }
+            false => ShownToPeople::Lines { next: Instant::now() + LINE_EVERY },
+        };
+        Shown { gauges: gauges.clone(), to_people }
     }
 
     fn update(&mut self, progress: LoadProgress) {
-        match self {
-            Shown::Bar(bar) => {
-                bar.set_length(progress.bytes_total);
-                bar.set_position(progress.bytes_done);
+        let LoadProgress { bytes_done, bytes_total } = progress;
+        self.gauges.set(bytes_done, bytes_total);
+        match &mut self.to_people {
+            ShownToPeople::Bar(bar) => {
+                bar.set_length(bytes_total);
+                bar.set_position(bytes_done);
             }
-            Shown::Lines { next } if Instant::now() >= *next => {
+            ShownToPeople::Lines { next } if Instant::now() >= *next => {
                 *next = Instant::now() + LINE_EVERY;
-                let LoadProgress { bytes_done, bytes_total } = progress;
                 let percent = (bytes_done * 100).checked_div(bytes_total).unwrap_or(100);
                 tracing::info!(bytes_done, bytes_total, "loading the model: {percent} %");
             }
-            Shown::Lines { .. } => {}
+            ShownToPeople::Lines { .. } => {}
         }
     }
 
     fn finish(self) {
-        if let Shown::Bar(bar) = self {
+        if let ShownToPeople::Bar(bar) = self.to_people {
             bar.finish_and_clear();
         }
     }

@@ -1,12 +1,13 @@
-//! A worker's metrics, under their names in `/metrics`. What vLLM measures, too, is in `vllm_metrics`.
+//! A worker's metrics, under their names in `/metrics`. What vLLM measures, too, is in `baton_worker_metrics`.
 
 use std::sync::Weak;
 
 use baton_engine::{BlendCounts, EngineHandle, EngineLoad};
-use baton_handoff::TransportKind;
+use baton_handoff::{HandoffError, TransportKind};
 use baton_kv_store::TierCounts;
-use baton_telemetry::Metrics;
+use baton_telemetry::{Metrics, TracePoint};
 use baton_transfer::TransportCounts;
+use baton_worker_metrics::{RequestClock, VllmMetrics};
 use prometheus_client::{
     collector::Collector,
     encoding::{DescriptorEncoder, EncodeLabelSet, EncodeMetric},
@@ -17,11 +18,11 @@ use prometheus_client::{
         histogram::{Histogram, exponential_buckets},
     },
 };
+use tracing::Span;
 
 use crate::{
     data_plane::{DataPlane, KvDirection},
     tiers::Tiers,
-    vllm_metrics::{RequestClock, VllmMetrics},
 };
 
 /// Counters and histograms that services feed.
@@ -83,6 +84,7 @@ impl WorkerMetrics {
             requests: Family::default(),
             vllm,
         };
+        ours.start_at_zero();
         metrics.register(|registry| {
             registry.register("baton_handoffs", "Handoffs that ended, by how", ours.handoffs.clone());
             registry.register(
@@ -130,6 +132,25 @@ impl WorkerMetrics {
         ours
     }
 
+    /// Series exist from the start: a rate over a series that appears later misses its first count.
+    fn start_at_zero(&self) {
+        for outcome in ["committed", "finished"].into_iter().chain(HandoffError::LABELS) {
+            drop(self.handoffs.get_or_create(&Outcome { outcome }));
+        }
+        for outcome in ["fetched"].into_iter().chain(HandoffError::LABELS) {
+            drop(self.prefix_fetches.get_or_create(&Outcome { outcome }));
+        }
+        for outcome in ["committed"].into_iter().chain(HandoffError::LABELS) {
+            drop(self.prefixes_given.get_or_create(&Outcome { outcome }));
+        }
+        for reason in ["off", "model", "uncalibrated", "closed"] {
+            drop(self.blends_refused.get_or_create(&Refusal { reason }));
+        }
+        for prefill in ["local", "remote", "handoff"] {
+            drop(self.requests.get_or_create(&PrefillPlace { prefill }));
+        }
+    }
+
     /// A handoff ended: "committed", "finished" when the first token ended the request, or the error's label.
     pub fn handoff_ended(&self, outcome: &'static str) {
         self.handoffs.get_or_create(&Outcome { outcome }).inc();
@@ -156,10 +177,15 @@ impl WorkerMetrics {
         self.blend_audits.observe(kl);
     }
 
-    /// A request was accepted. What it becomes is told to the clock.
-    pub fn request_taken(&self, prefill: &'static str, num_prompt_tokens: usize) -> RequestClock {
+    /// A request was accepted; `span` is its part here. What it becomes is told to the clock.
+    pub fn request_taken(
+        &self,
+        prefill: &'static str,
+        num_prompt_tokens: usize,
+        span: &Span,
+    ) -> RequestClock {
         self.requests.get_or_create(&PrefillPlace { prefill }).inc();
-        self.vllm.accept(num_prompt_tokens)
+        self.vllm.accept(num_prompt_tokens, TracePoint::of(span))
     }
 }
 

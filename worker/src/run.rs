@@ -11,6 +11,7 @@ use baton_engine::{BlendConfig, Drafter, EngineConfig, EngineHandle, EngineThrea
 use baton_kv_cache::KvFormat;
 use baton_proto::worker::worker_server::WorkerServer;
 use baton_telemetry::{Metrics, thread_waits};
+use baton_worker_metrics::LoadGauges;
 use tokio::{net::TcpListener, time::timeout};
 use tokio_util::sync::CancellationToken;
 use tonic::service::Routes;
@@ -70,14 +71,14 @@ where
     R: FnOnce(&Arc<Worker>) -> RoleService,
 {
     config.validate()?;
-    let metrics = Metrics::new();
+    let metrics = Metrics::of_process(config.role.name());
     let listener = TcpListener::bind(config.listen)
         .await
         .with_context(|| format!("cannot listen on {}", config.listen))?;
     let lifecycle = Lifecycle::new();
     let server = Server::start(listener, config.tls.clone(), lifecycle.clone(), metrics.clone()).await?;
     let loaded = tokio::select! {
-        loaded = load::load(&config) => loaded,
+        loaded = load::load(&config, LoadGauges::register(&metrics)) => loaded,
         () = shutdown.cancelled() => {
             server.close().await;
             return Ok(());
@@ -101,7 +102,7 @@ where
     R: FnOnce(&Arc<Worker>) -> RoleService,
 {
     config.validate()?;
-    let metrics = Metrics::new();
+    let metrics = Metrics::of_process(config.role.name());
     let lifecycle = Lifecycle::new();
     let server = Server::start(listener, config.tls.clone(), lifecycle.clone(), metrics.clone()).await?;
     operate(config, model, server, lifecycle, metrics, shutdown, role).await

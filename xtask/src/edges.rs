@@ -210,9 +210,17 @@ const ROOMS: &[Room] = &[
             "baton-tls",
             "baton-proto",
             "baton-request",
+            "baton-worker-metrics",
         ],
         tests_use: &["baton-engine-testing"],
         never: &["baton-router"],
+    },
+    // Measures; knows no protocol and no transport.
+    Room {
+        name: "baton-worker-metrics",
+        uses: &["baton-engine", "baton-telemetry", "baton-request"],
+        tests_use: &[],
+        never: &["baton-proto", "baton-handoff", "baton-transfer"],
     },
     // A fake model for tests.
     Room {
@@ -520,6 +528,7 @@ const BEHIND: &[(&str, &[&str])] = &[
     ("safetensors", &["baton-checkpoint"]),
     ("cudarc", &["baton-cuda", "baton-cuda-kernels", "baton-transfer", "baton-transport-nccl"]),
     ("opentelemetry-otlp", &["baton-telemetry"]),
+    ("procfs", &["baton-telemetry"]),
     ("rustls", &["baton-tls"]),
     ("tokio-rustls", &["baton-tls"]),
     ("clap", &["baton-cli", "baton-bench", "baton-command", "baton-simulator", "xtask"]),

@@ -54,6 +54,18 @@ impl HandoffError {
         }
     }
 
+    /// Every [`label`](Self::label).
+    pub const LABELS: [&'static str; 8] = [
+        "prefill_lost",
+        "decode_lost",
+        "kv_rejected",
+        "transfer_failed",
+        "deadline",
+        "not_cached",
+        "cancelled",
+        "refused",
+    ];
+
     /// A word for logs and metric labels.
     pub fn label(&self) -> &'static str {
         match self {

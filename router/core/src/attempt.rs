@@ -9,8 +9,10 @@ use baton_proto::{
     worker::{GenerateEvent, GenerateRequest, PrefillPeer, decode_client::DecodeClient, generate_event},
 };
 use baton_request::{Failure, FailureKind};
+use baton_telemetry::trace_context;
 use tokio::time::timeout;
 use tonic::{Request, Streaming};
+use tracing::{Instrument, Span};
 
 use crate::{
     patience::Patience,
@@ -34,6 +36,8 @@ pub(crate) struct Attempt {
     prefill: Option<Assignment>,
     /// With the worker.
     patience: Patience,
+    /// Ends with the attempt.
+    span: Span,
 }
 
 impl Attempt {
@@ -41,8 +45,30 @@ impl Attempt {
     pub(crate) async fn start(
         workers: &Workers,
         plan: Plan,
+        request: GenerateRequest,
+        stall_timeout: Duration,
+    ) -> Result<Attempt, (Plan, Failure)> {
+        let span = tracing::info_span!(
+            "attempt",
+            otel.kind = "client",
+            attempt = i64::from(request.attempt),
+            decode = plan.decode.id.0,
+            prefill = match &plan.prefill {
+                Prefill::Local => plan.decode.id.0.as_str(),
+                Prefill::Remote(worker) => worker.id.0.as_str(),
+            },
+        );
+        let sending = Attempt::send(workers, plan, request, stall_timeout, span.clone());
+        let sent = sending.instrument(span.clone()).await;
+        sent.inspect_err(|(_, failure)| trace_context::fail(&span, failure.kind.name(), &failure.message))
+    }
+
+    async fn send(
+        workers: &Workers,
+        plan: Plan,
         mut request: GenerateRequest,
         stall_timeout: Duration,
+        span: Span,
     ) -> Result<Attempt, (Plan, Failure)> {
         let started = Instant::now();
         let decode = WorkerKey::of(&plan.decode);
@@ -81,9 +107,15 @@ impl Attempt {
                 assignment,
                 prefill,
                 patience: Patience::new(stall_timeout),
+                span,
             }),
             Err(failure) => Err((plan, failure)),
         }
+    }
+
+    /// Why it ends without the request.
+    pub(crate) fn fail(&self, failure: &Failure) {
+        trace_context::fail(&self.span, failure.kind.name(), &failure.message);
     }
 
     /// The worker's next event.

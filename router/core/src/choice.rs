@@ -9,6 +9,7 @@ use std::{
 use baton_planner::{AttemptStage, NoPlan, Plan, Prefill, PrefillMode, Retry, WorkerKey};
 use baton_proto::worker::{self as proto, GenerateRequest, generate_event};
 use baton_request::{Failure, FailureKind, FinishReason, Request};
+use baton_telemetry::{KeyValue, TracePoint};
 use baton_tokenizer::Detokenizer;
 use tracing::{Instrument, Span};
 
@@ -350,6 +351,8 @@ impl Choice {
 
     /// Plans until a worker takes the request.
     async fn connect(&mut self) -> Result<Attempt, CoreError> {
+        // Of the first plan: since the tokens are known.
+        let mut since = if self.num_attempts == 0 { self.prepared.tokenised } else { Instant::now() };
         loop {
             // Before looking, so that no change is missed.
             let mut changes = self.core.workers.changes();
@@ -376,12 +379,26 @@ impl Choice {
                 request = %self.prepared.id, index = self.index, attempt = self.num_attempts,
                 decode = %plan.decode.id, prefill = plan.prefill.name(), delivered = self.request.output.len(), "planned"
             );
+            self.trace_plan(&plan, since);
             let request = self.message();
             self.num_attempts += 1;
             match Attempt::start(&self.core.workers, plan, request, self.core.config.stall_timeout).await {
                 Ok(attempt) => return Ok(attempt),
                 Err((plan, failure)) => self.on_failed_plan(failure, &plan, AttemptStage::NoWorker)?,
             }
+            since = Instant::now();
+        }
+    }
+
+    /// Records how long the plan took, waiting for workers included.
+    fn trace_plan(&self, plan: &Plan, since: Instant) {
+        if let Some(request) = TracePoint::of(&self.span) {
+            let attributes = vec![
+                KeyValue::new("attempt", i64::from(self.num_attempts)),
+                KeyValue::new("decode", plan.decode.id.0.clone()),
+                KeyValue::new("plan", plan.prefill.name()),
+            ];
+            request.record("plan", since, Instant::now(), attributes);
         }
     }
 
@@ -397,7 +414,10 @@ impl Choice {
     fn on_failure(&mut self, failure: Failure) -> Result<(), CoreError> {
         self.candidate = None;
         match self.attempt.take() {
-            Some(attempt) => self.on_failed_plan(failure, &attempt.plan, AttemptStage::Worker),
+            Some(attempt) => {
+                attempt.fail(&failure);
+                self.on_failed_plan(failure, &attempt.plan, AttemptStage::Worker)
+            }
             None => Ok(()),
         }
     }

@@ -19,6 +19,8 @@ pub struct EndedRequest {
     pub key: Option<String>,
     /// Of its trace, in hexadecimal; `None` when no spans are recorded.
     pub trace_id: Option<String>,
+    /// Which model answered.
+    pub model: String,
     /// The path or method that took it.
     pub endpoint: &'static str,
     /// "ok", "error", "aborted", or "cancelled" (the client left), "parked" (likewise, but it can resume).
@@ -41,7 +43,18 @@ impl EndedRequest {
     pub(crate) fn log(&self) {
         let millis = |duration: Option<Duration>| duration.map(|duration| duration.as_secs_f64() * 1e3);
         let Timing {
-            tokenise, plan, queue, prefill, exposed, ttft, tpot, prefill_worker, decode_worker, ..
+            tokenise,
+            plan,
+            queue,
+            prefill,
+            exposed,
+            ttft,
+            tpot,
+            transport,
+            plan_kind,
+            prefill_worker,
+            decode_worker,
+            ..
         } = &self.timing;
         tracing::info!(
             request = self.id,
@@ -49,6 +62,7 @@ impl EndedRequest {
             tenant = Some(&*self.tenant).filter(|tenant| !tenant.is_empty()),
             key = self.key,
             trace = self.trace_id,
+            model = self.model,
             endpoint = self.endpoint,
             outcome = self.outcome,
             choices = self.num_choices,
@@ -58,8 +72,10 @@ impl EndedRequest {
             completion_tokens = self.usage.completion_tokens,
             drafted_tokens = self.usage.drafted_tokens,
             accepted_tokens = self.usage.accepted_tokens,
+            plan = plan_kind,
             prefill_worker,
             decode_worker,
+            transport,
             tokenise_ms = millis(*tokenise),
             plan_ms = millis(*plan),
             queue_ms = millis(*queue),

@@ -57,6 +57,18 @@ pub enum CoreError {
 }
 
 impl CoreError {
+    /// A word for traces.
+    pub(crate) fn name(&self) -> &'static str {
+        match self {
+            CoreError::Invalid { .. } => "invalid",
+            CoreError::NotFound { .. } => "not_found",
+            CoreError::Duplicate { .. } => "duplicate",
+            CoreError::Full { .. } => "full",
+            CoreError::Unavailable { .. } => "unavailable",
+            CoreError::Internal { .. } => "internal",
+        }
+    }
+
     /// The field `param` is wrong.
     pub fn invalid(param: &str, message: impl Into<String>) -> CoreError {
         CoreError::Invalid { message: message.into(), param: Some(param.to_owned()), code: None }

@@ -3,7 +3,7 @@
 use std::{pin::Pin, sync::Arc};
 
 use baton_request::FinishReason;
-use baton_telemetry::trace_context;
+use baton_telemetry::{TracePoint, trace_context};
 use futures_util::{Stream, StreamExt, stream::SelectAll};
 use tokio::sync::OwnedSemaphorePermit;
 use tracing::Span;
@@ -46,6 +46,14 @@ impl Core {
             caller.take_prompt_tokens(request.num_prompt_tokens())?;
         }
         Ok(Events::new(self.clone(), request, session, active, permit))
+    }
+}
+
+/// What OpenTelemetry calls the operation.
+fn operation(endpoint: &str) -> &'static str {
+    match endpoint {
+        "/v1/completions" | "/baton.v1.Inference/Generate" => "text_completion",
+        _ => "chat",
     }
 }
 
@@ -109,6 +117,8 @@ pub struct Events {
     outcome: &'static str,
     /// The client's request, also after its handler has returned.
     span: Span,
+    /// The same, if its trace is sampled.
+    trace: Option<TracePoint>,
     active: ActiveRequest,
     _permit: OwnedSemaphorePermit,
 }
@@ -125,6 +135,17 @@ impl Events {
         core.metrics.on_start(usage.prompt_tokens);
         let (n, endpoint) = (request.n, request.endpoint);
         let is_durable = session.is_some();
+        let trace = TracePoint::of(&Span::current());
+        if let Some(trace) = &trace {
+            trace.record("tokenise", request.arrival.at, request.tokenised, vec![]);
+            trace.set("gen_ai.operation.name", operation(endpoint));
+            trace.set("gen_ai.provider.name", "baton");
+            if let Ok(model) = core.model() {
+                trace.set("gen_ai.request.model", model.name.clone());
+                trace.set("gen_ai.response.model", model.name.clone());
+            }
+            trace.set("gen_ai.response.id", active.id().to_owned());
+        }
         let num_prompts = request.prompts.len() as u32;
         let request = Arc::new(request);
         let choices = (0..num_prompts * n).map(|index| {
@@ -151,6 +172,7 @@ impl Events {
             is_durable,
             outcome,
             span: Span::current(),
+            trace,
             active,
             _permit: permit,
         }
@@ -184,8 +206,9 @@ impl Events {
                 }
             }
             Ok(_) => {}
-            Err(_) => {
+            Err(error) => {
                 self.outcome = "error";
+                trace_context::fail(&self.span, error.name(), &error.to_string());
                 self.choices.clear();
             }
         }
@@ -233,6 +256,7 @@ impl Drop for Events {
             tenant: self.request.arrival.caller.tenant().to_owned(),
             key: self.request.arrival.caller.key_name().map(str::to_owned),
             trace_id: trace_context::trace_id(&self.span),
+            model: self.core.model().map(|model| model.name.clone()).unwrap_or_default(),
             endpoint: self.endpoint,
             outcome,
             num_choices: self.request.prompts.len() as u32 * self.n,
@@ -240,6 +264,16 @@ impl Drop for Events {
             timing: self.timing.first().cloned().unwrap_or_default(),
             e2e: Some(took),
         };
+        if let Some(trace) = &self.trace {
+            trace.set("gen_ai.usage.input_tokens", i64::from(ended.usage.prompt_tokens));
+            trace.set("gen_ai.usage.output_tokens", i64::from(ended.usage.completion_tokens));
+            trace.set("gen_ai.usage.cache_read.input_tokens", i64::from(ended.usage.cached_tokens));
+            trace.set("outcome", outcome);
+            if let Some(ttft) = ended.timing.ttft {
+                // Named as in vLLM's spans; in seconds.
+                trace.set("gen_ai.latency.time_to_first_token", ttft.as_secs_f64());
+            }
+        }
         ended.log();
         // Fails without a watcher.
         let _ = self.core.ended.send(Arc::new(ended));

@@ -48,7 +48,7 @@ pub use error::CoreError;
 pub use event::{Event, Finish, TokenOut, Usage};
 pub use events::Events;
 pub use explain::{ExplainedOption, ExplainedPlan};
-pub use metrics::RouterMetrics;
+pub use metrics::{GENERATION_ENDPOINTS, RouterMetrics};
 pub use migrator::{MigrationMode, Migrator};
 pub use model::ServedModel;
 pub use passages::{BlendMode, TokenisedPrompt, documents, mark_passage};

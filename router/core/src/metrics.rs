@@ -1,4 +1,5 @@
-//! The router's metrics. Durations are in seconds, as Prometheus has them.
+//! The router's metrics, `baton_router_*`. Durations are in seconds, as Prometheus has them. Workers have their own, under
+//! other names.
 
 use std::{
     sync::{Arc, atomic::AtomicU64},
@@ -8,6 +9,7 @@ use std::{
 use baton_journal::Journal;
 use baton_kv_index::SourceState;
 use baton_planner::Plan;
+use baton_request::FailureKind;
 use baton_telemetry::{Metrics, e2e_histogram, itl_histogram, ttft_histogram};
 use prometheus_client::{
     encoding::EncodeLabelSet,
@@ -77,6 +79,18 @@ struct WorkerTransport {
     transport: String,
 }
 
+/// Paths and methods that generate: they have series, and traces, from the start.
+pub const GENERATION_ENDPOINTS: [&str; 5] = [
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/responses",
+    "/v1/messages",
+    "/baton.v1.Inference/Generate",
+];
+
+/// Statuses whose series exist from the start.
+const STATUSES: [&str; 5] = ["200", "400", "429", "500", "503"];
+
 /// Handles to every metric; clones share them.
 #[derive(Clone, Debug)]
 pub struct RouterMetrics {
@@ -136,8 +150,9 @@ impl RouterMetrics {
             index_memberships: Gauge::default(),
             index_bytes: Gauge::default(),
         };
+        this.start_at_zero();
         metrics.register(|registry| {
-            let registry = registry.sub_registry_with_prefix("baton");
+            let registry = registry.sub_registry_with_prefix("baton_router");
             registry.register("requests", "Requests answered, by endpoint and status", this.answers.clone());
             registry.register(
                 "generations",
@@ -238,6 +253,30 @@ impl RouterMetrics {
         let Some(journal) = journal.cloned() else { return };
         let collector = Box::new(JournalCollector(journal));
         self.metrics.register(|registry| registry.register_collector(collector));
+    }
+
+    /// Series exist from the start: a rate over a series that appears later misses its first count.
+    fn start_at_zero(&self) {
+        for endpoint in GENERATION_ENDPOINTS {
+            for status in STATUSES {
+                drop(self.answers.get_or_create(&Answer { endpoint, status: status.to_owned() }));
+            }
+            for outcome in ["ok", "error", "aborted", "cancelled"] {
+                drop(self.generations.get_or_create(&Outcome { endpoint, outcome }));
+            }
+            drop(self.e2e.get_or_create(&Endpoint { endpoint }));
+        }
+        for prefill in ["local", "remote"] {
+            drop(self.plans.get_or_create(&Kind { prefill }));
+        }
+        for kind in FailureKind::ALL {
+            drop(self.retries.get_or_create(&Reason { reason: kind.name() }));
+        }
+        for cause in ["drain", "balance"] {
+            for outcome in ["moved", "nowhere"] {
+                drop(self.migrations.get_or_create(&Migrated { cause, outcome }));
+            }
+        }
     }
 
     /// The text of `/metrics`, with the workers' newest reports.

@@ -45,6 +45,12 @@ pub struct Timing {
     /// Mean time between tokens.
     #[serde(rename = "tpot_ms", serialize_with = "millis")]
     pub tpot: Option<Duration>,
+    /// What carried the KV; absent without a handoff. For the log.
+    #[serde(skip)]
+    pub transport: Option<String>,
+    /// Where the plan computed the prompt: "local", "remote". For the log.
+    #[serde(skip)]
+    pub plan_kind: Option<&'static str>,
     /// Who computed the prompt.
     pub prefill_worker: Option<String>,
     /// Who decoded, in the end.
@@ -89,10 +95,14 @@ impl Stopwatch {
                 Prefill::Local => attempt.decode.id.0.clone(),
                 Prefill::Remote(worker) => worker.id.0.clone(),
             });
+            timing.plan_kind = attempt.map(|attempt| attempt.plan.prefill.name());
             timing.ttft = Some(now - self.arrived);
         }
         // Of several handoffs (retries, migrations) the first: later ones hide behind decoding.
         timing.exposed = timing.exposed.or(seconds(token.exposed_seconds));
+        if timing.transport.is_none() {
+            timing.transport.clone_from(&token.transport);
+        }
         if let Some(attempt) = attempt
             && timing.decode_worker.as_ref() != Some(&attempt.decode.id.0)
         {

@@ -7,10 +7,10 @@ use axum::{
     middleware::Next,
     response::Response,
 };
-use baton_router_core::{Caller, Core, RequestArrival};
+use baton_router_core::{Caller, Core, GENERATION_ENDPOINTS, RequestArrival};
 use baton_telemetry::trace_context;
 use http::{HeaderMap, HeaderName, HeaderValue, header};
-use tracing::{Instrument, field::Empty};
+use tracing::{Instrument, Span, field::Empty};
 
 pub(super) const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 const MAX_ID_BYTES: usize = 128;
@@ -20,18 +20,7 @@ pub(crate) async fn observe(State(core): State<Arc<Core>>, mut request: Request,
     let id = request_id(request.headers());
     let x_request_id = id.to_str().expect("it is graphic ASCII").to_owned();
     let endpoint = endpoint(request.uri().path());
-    let span = tracing::info_span!(
-        "request",
-        id = x_request_id,
-        method = %request.method(),
-        endpoint,
-        plan.decode = Empty,
-        plan.prefill = Empty,
-        plan.ttft_ms = Empty,
-        plan.tpot_ms = Empty,
-        plan.harm_ms = Empty,
-        plan.options = Empty,
-    );
+    let span = span(&request, endpoint, &x_request_id);
     // Until the caller has shown a key.
     let caller = match core.config.api_keys {
         Some(_) => Caller::Unauthenticated,
@@ -45,10 +34,37 @@ pub(crate) async fn observe(State(core): State<Arc<Core>>, mut request: Request,
     });
     let caller = request.headers();
     trace_context::set_parent(&span, |name| Some(caller.get(name)?.to_str().ok()?.to_owned()));
-    let mut response = next.run(request).instrument(span).await;
+    let mut response = next.run(request).instrument(span.clone()).await;
+    span.record("http.response.status_code", i64::from(response.status().as_u16()));
+    if response.status().is_server_error() {
+        trace_context::set_failed(&span, response.status().as_str());
+    }
     core.metrics.on_answer(endpoint, status(&response));
     response.headers_mut().insert(REQUEST_ID, id);
     response
+}
+
+/// Requests that generate are traced. Probes, scrapes and registrations would drown them: their spans are for the log alone.
+fn span(request: &Request, endpoint: &'static str, id: &str) -> Span {
+    let method = request.method();
+    if !GENERATION_ENDPOINTS.contains(&endpoint) {
+        return tracing::debug_span!("request", id, %method, endpoint);
+    }
+    tracing::info_span!(
+        "request",
+        otel.name = format!("{method} {endpoint}"),
+        otel.kind = "server",
+        id,
+        http.request.method = %method,
+        http.route = endpoint,
+        http.response.status_code = Empty,
+        plan.decode = Empty,
+        plan.prefill = Empty,
+        plan.ttft_ms = Empty,
+        plan.tpot_ms = Empty,
+        plan.harm_ms = Empty,
+        plan.options = Empty,
+    )
 }
 
 fn request_id(headers: &HeaderMap) -> HeaderValue {
@@ -63,9 +79,8 @@ fn request_id(headers: &HeaderMap) -> HeaderValue {
 
 /// One of a few names: text of a client must not become a label.
 fn endpoint(path: &str) -> &'static str {
-    const KNOWN: [&str; 19] = [
-        "/v1/chat/completions",
-        "/v1/completions",
+    const KNOWN: [&str; 17] = [
+        "/v1/messages/count_tokens",
         "/v1/models",
         "/tokenize",
         "/detokenize",
@@ -75,7 +90,6 @@ fn endpoint(path: &str) -> &'static str {
         "/startupz",
         "/version",
         "/metrics",
-        "/baton.v1.Inference/Generate",
         "/baton.v1.Inference/Abort",
         "/baton.v1.Inference/Resume",
         "/baton.v1.Inference/ModelInfo",
@@ -84,7 +98,7 @@ fn endpoint(path: &str) -> &'static str {
         "/grpc.health.v1.Health/Check",
         "/grpc.health.v1.Health/Watch",
     ];
-    KNOWN.into_iter().find(|known| *known == path).unwrap_or("other")
+    GENERATION_ENDPOINTS.into_iter().chain(KNOWN).find(|known| *known == path).unwrap_or("other")
 }
 
 /// The HTTP status. For gRPC the status of an answer without a body, else 0, as its stream has started.

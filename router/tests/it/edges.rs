@@ -62,17 +62,17 @@ async fn metrics_count_requests_tokens_plans_and_moved_bytes() {
     assert!(answer.header("content-type").starts_with("application/openmetrics-text"));
     let text = answer.text();
     for line in [
-        "baton_requests_total{endpoint=\"/v1/completions\",status=\"200\"} 1",
-        "baton_requests_total{endpoint=\"/v1/completions\",status=\"400\"} 1",
-        "baton_generations_total{endpoint=\"/v1/completions\",outcome=\"ok\"} 1",
-        "baton_prompt_tokens_total 3",
-        "baton_output_tokens_total 6",
-        "baton_ttft_seconds_count 1",
-        "baton_itl_seconds_count 5",
-        "baton_plans_total{prefill=\"local\"} 1",
-        "baton_requests_running 0",
-        "baton_workers{role=\"decode\",state=\"ready\"} 1",
-        "baton_worker_handoff_bytes{worker=\"d0\",transport=\"shm\"} 4096",
+        "baton_router_requests_total{endpoint=\"/v1/completions\",status=\"200\"} 1",
+        "baton_router_requests_total{endpoint=\"/v1/completions\",status=\"400\"} 1",
+        "baton_router_generations_total{endpoint=\"/v1/completions\",outcome=\"ok\"} 1",
+        "baton_router_prompt_tokens_total 3",
+        "baton_router_output_tokens_total 6",
+        "baton_router_ttft_seconds_count 1",
+        "baton_router_itl_seconds_count 5",
+        "baton_router_plans_total{prefill=\"local\"} 1",
+        "baton_router_requests_running 0",
+        "baton_router_workers{role=\"decode\",state=\"ready\"} 1",
+        "baton_router_worker_handoff_bytes{worker=\"d0\",transport=\"shm\"} 4096",
     ] {
         assert!(text.lines().any(|found| found == line), "no line {line:?} in\n{text}");
     }
@@ -111,9 +111,9 @@ async fn a_client_that_leaves_cancels_its_request() {
     let id = worker.next_arrived().await;
     drop(response);
     assert_eq!(worker.next_dropped().await, id);
-    router.until_metric("baton_requests_running 0").await;
+    router.until_metric("baton_router_requests_running 0").await;
     router
-        .until_metric("baton_generations_total{endpoint=\"/v1/completions\",outcome=\"cancelled\"} 2")
+        .until_metric("baton_router_generations_total{endpoint=\"/v1/completions\",outcome=\"cancelled\"} 2")
         .await;
 }
 
@@ -145,7 +145,7 @@ async fn an_incomplete_request_is_closed_after_a_while() {
     let answer = dawdle(&router, half.as_bytes()).await;
     assert!(answer.starts_with("HTTP/1.1 408"), "{answer}");
     assert!(answer.contains("did not arrive within 300ms"), "{answer}");
-    router.until_metric("baton_requests_running 0").await;
+    router.until_metric("baton_router_requests_running 0").await;
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -231,7 +231,7 @@ async fn a_full_router_and_full_workers_are_429() {
     // After the first request has ended there is room again.
     drop(running);
     worker.next_dropped().await;
-    router.until_metric("baton_requests_running 0").await;
+    router.until_metric("baton_router_requests_running 0").await;
     worker.script(|_| vec![Step::Fail(Kind::Invalid)]);
     let answer = router.client.post(TEXT, &json!({"prompt": "x"})).await;
     assert_eq!(answer.status, 400, "the worker's word is taken: {}", answer.text());

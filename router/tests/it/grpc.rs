@@ -158,7 +158,7 @@ async fn an_aborted_request_ends_with_that_reason() {
     assert_eq!(finished.reason(), FinishReason::Abort);
     assert!(stream.next().await.is_none());
     worker.next_dropped().await;
-    router.until_metric("baton_requests_running 0").await;
+    router.until_metric("baton_router_requests_running 0").await;
     let gone = client.abort(AbortRequest { request_id: "mine".into() }).await.unwrap_err();
     assert_eq!(gone.code(), Code::NotFound);
 }

@@ -63,7 +63,7 @@ async fn requests_go_where_a_worker_says_that_their_prefix_is() {
 
     says(&d1, 3, vec![stored(&prompt('b'))], v1::CacheBatch::DumpEnd);
     until_index(&router, "d1", "exact").await;
-    router.until_metric("baton_index_sources{state=\"exact\"} 1").await;
+    router.until_metric("baton_router_index_sources{state=\"exact\"} 1").await;
     assert_eq!(send(&router, &workers, &prompt('b')).await, "d1");
     assert_eq!(send(&router, &workers, &prompt('a')).await, "d0", "it is believed to have it");
 
@@ -78,7 +78,7 @@ async fn requests_go_where_a_worker_says_that_their_prefix_is() {
     says(&d1, 5, vec![stored(&prompt('e'))], v1::CacheBatch::DumpEnd);
     until_index(&router, "d1", "exact").await;
     assert_eq!(send(&router, &workers, &prompt('e')).await, "d1");
-    router.until_metric("baton_index_sources{state=\"degraded\"} 0").await;
+    router.until_metric("baton_router_index_sources{state=\"degraded\"} 0").await;
 
     // Another life of the worker remembers nothing.
     let address = d1.kill();
@@ -97,14 +97,14 @@ async fn what_a_worker_held_goes_with_it() {
     let d0 = FakeWorker::start("d0", Role::Decode, 1).await;
     router.register(&d0).await;
     says(&d0, 0, vec![stored(&prompt('a'))], v1::CacheBatch::Events);
-    router.until_metric("baton_index_memberships 7").await;
-    router.until_metric("baton_index_sources{state=\"exact\"} 1").await;
+    router.until_metric("baton_router_index_memberships 7").await;
+    router.until_metric("baton_router_index_sources{state=\"exact\"} 1").await;
     // More than its pool of 64 blocks: contained, and not exact any more.
     let many = v1::CacheEvent { stored: (1..=100).collect(), ..v1::CacheEvent::default() };
     says(&d0, 1, vec![many], v1::CacheBatch::Events);
     until_index(&router, "d0", "degraded").await;
-    router.until_metric("baton_index_memberships 64").await;
+    router.until_metric("baton_router_index_memberships 64").await;
     router.withdraw_first().await;
-    router.until_metric("baton_index_memberships 0").await;
-    router.until_metric("baton_index_sources{state=\"degraded\"} 0").await;
+    router.until_metric("baton_router_index_memberships 0").await;
+    router.until_metric("baton_router_index_sources{state=\"degraded\"} 0").await;
 }

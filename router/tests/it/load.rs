@@ -149,7 +149,7 @@ async fn random_failures_and_cancellations_leave_no_stream_open() {
         request.unwrap();
     }
     drop(client);
-    router.until_metric("baton_requests_running 0").await;
+    router.until_metric("baton_router_requests_running 0").await;
     for worker in [&worker, &other] {
         worker.until_idle().await;
     }

@@ -54,7 +54,7 @@ async fn a_draining_worker_is_the_prefix_source_of_the_migrated_request() {
     assert_eq!((source.worker_id.as_str(), source.incarnation), ("d0", 1));
     // The old stream is dropped before its end.
     tokio::time::timeout(SOON, old.next_dropped()).await.expect("the old worker is let go");
-    router.until_metric("baton_migrations_total{cause=\"drain\",outcome=\"moved\"} 1").await;
+    router.until_metric("baton_router_migrations_total{cause=\"drain\",outcome=\"moved\"} 1").await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -64,7 +64,7 @@ async fn a_failed_migration_costs_no_token() {
     new.script(|_| vec![Step::Fail(Kind::Full)]);
     let text = ask(&router);
     let rest = async {
-        router.until_metric("baton_migrations_total{cause=\"drain\",outcome=\"full\"} 1").await;
+        router.until_metric("baton_router_migrations_total{cause=\"drain\",outcome=\"full\"} 1").await;
         // The old worker continues.
         old.release(Step::Finish(v1::FinishReason::Length));
     };
@@ -103,7 +103,7 @@ async fn tokens_that_the_old_worker_sends_meanwhile_come_once() {
         tokio::time::timeout(SOON, new.next_arrived()).await.expect("it is asked");
         // The old worker sends one more token while the new one prepares. The new worker sends it again.
         old.release(Step::Token(ids(ANSWER)[1]));
-        router.until_metric("baton_output_tokens_total 3").await;
+        router.until_metric("baton_router_output_tokens_total 3").await;
         new.release(Step::Token(ids(ANSWER)[1]));
     };
     let (text, ()) = tokio::join!(text, rest);
@@ -128,12 +128,12 @@ async fn a_worker_that_repeats_a_token_differently_fails_the_attempt() {
     let rest = async {
         tokio::time::timeout(SOON, new.next_arrived()).await.expect("it is asked");
         old.release(Step::Token(ids(ANSWER)[1]));
-        router.until_metric("baton_output_tokens_total 2").await;
+        router.until_metric("baton_router_output_tokens_total 2").await;
         new.release(Step::Token(ids("x")[0]));
     };
     let (text, ()) = tokio::join!(text, rest);
     assert_eq!(text, ANSWER);
-    router.until_metric("baton_attempt_failures_total{reason=\"diverged\"} 1").await;
+    router.until_metric("baton_router_attempt_failures_total{reason=\"diverged\"} 1").await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -162,7 +162,7 @@ async fn a_request_of_a_crowded_worker_migrates_to_an_empty_one() {
         let num_before = empty.requests().len();
         empty.script(say(ANSWER));
         full.set_free_blocks(4);
-        router.until_metric("baton_migrations_total{cause=\"balance\",outcome=\"moved\"} 1").await;
+        router.until_metric("baton_router_migrations_total{cause=\"balance\",outcome=\"moved\"} 1").await;
         let moved = empty.requests()[num_before].clone();
         assert!(moved.for_balance, "the worker decides by it");
         assert_eq!(moved.prefix_source.map(|source| source.worker_id), Some(full.record.id.0.clone()));

@@ -155,8 +155,8 @@ async fn an_explained_answer_says_how_it_was_planned() {
     let events = router.client.post(TEXT, &body).await.events();
     assert!(events.iter().all(|event| event.get("plans").is_none()));
     let metrics = router.client.get("/metrics").await.text();
-    assert!(metrics.contains("baton_ttft_ratio_bucket"), "{metrics}");
-    assert!(!metrics.contains("baton_predicted_ttft_seconds_count 0"), "{metrics}");
+    assert!(metrics.contains("baton_router_ttft_ratio_bucket"), "{metrics}");
+    assert!(!metrics.contains("baton_router_predicted_ttft_seconds_count 0"), "{metrics}");
 }
 
 #[tokio::test(flavor = "multi_thread")]

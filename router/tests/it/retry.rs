@@ -147,7 +147,7 @@ async fn a_worker_that_drains_is_avoided_and_not_blamed() {
         // After a crash the router would avoid the worker for a while.
         assert_eq!((worker.requests().len(), other.requests().len()), (num, num));
     }
-    router.until_metric("baton_attempt_failures_total{reason=\"draining\"} 2").await;
+    router.until_metric("baton_router_attempt_failures_total{reason=\"draining\"} 2").await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -159,13 +159,13 @@ async fn a_connection_that_ends_with_its_worker_s_drain_is_no_crash() {
     let response = router.client.begin("POST", TEXT, &json, Bytes::from(request)).await;
     worker.next_arrived().await;
     worker.set_draining();
-    router.until_metric("baton_workers{role=\"decode\",state=\"draining\"} 1").await;
+    router.until_metric("baton_router_workers{role=\"decode\",state=\"draining\"} 1").await;
     let other = FakeWorker::start("d1", Role::Decode, 1).await;
     other.script(say("Hello"));
     router.register(&other).await;
     worker.release(Step::Break);
     response.into_body().collect().await.unwrap();
-    router.until_metric("baton_attempt_failures_total{reason=\"draining\"} 1").await;
+    router.until_metric("baton_router_attempt_failures_total{reason=\"draining\"} 1").await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -179,7 +179,7 @@ async fn another_worker_takes_over_at_once() {
     // d0 is taken first: they are equally idle.
     assert_eq!((worker.requests().len(), other.requests().len()), (1, 1));
     assert_eq!(other.requests()[0].output_token_ids, ids("He"));
-    router.until_metric("baton_attempt_failures_total{reason=\"lost\"} 1").await;
+    router.until_metric("baton_router_attempt_failures_total{reason=\"lost\"} 1").await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -230,7 +230,7 @@ async fn a_frozen_worker_is_detected_by_keep_alive() {
     assert_eq!(answer["choices"][0]["text"], "Hello");
     let delivered = &other.requests()[0].output_token_ids;
     assert_eq!(ids("Hello")[..delivered.len()], *delivered);
-    router.until_metric("baton_workers{role=\"decode\",state=\"unreachable\"} 1").await;
+    router.until_metric("baton_router_workers{role=\"decode\",state=\"unreachable\"} 1").await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -291,8 +291,8 @@ async fn long_prompts_use_a_prefill_worker_that_may_fail() {
     let requests = worker.requests();
     assert!(requests[2].prefill.is_some());
     assert!(requests[3].prefill.is_none(), "the prefill worker has failed: local");
-    router.until_metric("baton_plans_total{prefill=\"remote\"} 2").await;
-    router.until_metric("baton_plans_total{prefill=\"local\"} 2").await;
+    router.until_metric("baton_router_plans_total{prefill=\"remote\"} 2").await;
+    router.until_metric("baton_router_plans_total{prefill=\"local\"} 2").await;
 
     // A request that demands remote prefill waits until the prefill worker may be used again.
     let mut remote = long('c');

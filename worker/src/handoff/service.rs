@@ -50,7 +50,12 @@ pub fn accept<F>(
 where
     F: Future<Output = ()> + Send,
 {
-    let span = tracing::info_span!("handoff", request_id = tracing::field::Empty);
+    let span = tracing::info_span!(
+        "handoff",
+        otel.kind = "server",
+        request_id = tracing::field::Empty,
+        worker = %worker.id(),
+    );
     trace_context::set_parent(&span, |name| {
         request.metadata().get(name).and_then(|value| value.to_str().ok()).map(str::to_owned)
     });

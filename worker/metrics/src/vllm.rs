@@ -3,10 +3,9 @@
 //!
 //! Times are those of this worker: a prefill worker measures until its first token, a decode worker its whole part.
 
-use std::time::Instant;
-
 use baton_engine::{EngineHandle, EngineTotals};
 use baton_request::FinishReason;
+use baton_telemetry::TracePoint;
 use prometheus_client::{
     collector::Collector,
     encoding::{DescriptorEncoder, EncodeLabelSet, EncodeMetric},
@@ -20,7 +19,7 @@ use prometheus_client::{
     registry::Registry,
 };
 
-use crate::convert::PromptPace;
+use crate::RequestClock;
 
 /// Buckets of times until the first token, in seconds.
 const TTFT: [f64; 22] = [
@@ -39,15 +38,19 @@ const PHASE: [f64; 21] = [
 
 /// Times and outcomes of requests.
 #[derive(Clone, Debug)]
-pub(crate) struct VllmMetrics {
-    ttft: Histogram,
-    itl: Histogram,
-    e2e: Histogram,
-    queue: Histogram,
-    prefill: Histogram,
-    decode: Histogram,
+pub struct VllmMetrics {
+    pub(crate) ttft: Histogram,
+    pub(crate) itl: Histogram,
+    pub(crate) tpot: Histogram,
+    pub(crate) e2e: Histogram,
+    pub(crate) queue: Histogram,
+    pub(crate) inference: Histogram,
+    pub(crate) prefill: Histogram,
+    pub(crate) decode: Histogram,
+    pub(crate) prompt_lengths: Histogram,
+    pub(crate) output_lengths: Histogram,
     prompt_tokens: Counter,
-    output_tokens: Counter,
+    pub(crate) output_tokens: Counter,
     finished: Family<Finished, Counter>,
 }
 
@@ -56,28 +59,22 @@ struct Finished {
     finished_reason: &'static str,
 }
 
-/// Measures one request. Dropped before it [finished](Self::finished), it leaves out its end.
-#[derive(Debug)]
-pub struct RequestClock {
-    metrics: VllmMetrics,
-    accepted: Instant,
-    admitted: Option<Instant>,
-    first_token: Option<Instant>,
-    newest_token: Option<Instant>,
-}
-
 impl VllmMetrics {
     /// Registers everything, with the labels `model_name` and `engine`.
-    pub(crate) fn register(registry: &mut Registry, model: &str, engine: &EngineHandle) -> VllmMetrics {
+    pub fn register(registry: &mut Registry, model: &str, engine: &EngineHandle) -> VllmMetrics {
         let labels = [("model_name".into(), model.to_owned().into()), ("engine".into(), "0".into())];
         let registry = registry.sub_registry_with_labels(labels.into_iter());
         let ours = VllmMetrics {
             ttft: Histogram::new(TTFT),
             itl: Histogram::new(ITL),
+            tpot: Histogram::new(ITL),
             e2e: Histogram::new(PHASE),
             queue: Histogram::new(PHASE),
+            inference: Histogram::new(PHASE),
             prefill: Histogram::new(PHASE),
             decode: Histogram::new(PHASE),
+            prompt_lengths: Histogram::new(lengths(engine.context_length())),
+            output_lengths: Histogram::new(lengths(engine.context_length())),
             prompt_tokens: Counter::default(),
             output_tokens: Counter::default(),
             finished: Family::default(),
@@ -85,10 +82,20 @@ impl VllmMetrics {
         for (name, help, histogram) in [
             ("vllm:time_to_first_token_seconds", "From a request to its first token", &ours.ttft),
             ("vllm:inter_token_latency_seconds", "Between two tokens of a request", &ours.itl),
+            // The name before vLLM 0.11, which dashboards still read.
+            ("vllm:time_per_output_token_seconds", "Between two tokens of a request", &ours.itl),
+            (
+                "vllm:request_time_per_output_token_seconds",
+                "Mean time between tokens of a request",
+                &ours.tpot,
+            ),
             ("vllm:e2e_request_latency_seconds", "From a request to its end", &ours.e2e),
             ("vllm:request_queue_time_seconds", "From a request to its first step", &ours.queue),
+            ("vllm:request_inference_time_seconds", "From the first step to the end", &ours.inference),
             ("vllm:request_prefill_time_seconds", "From the first step to the first token", &ours.prefill),
             ("vllm:request_decode_time_seconds", "From the first token to the last", &ours.decode),
+            ("vllm:request_prompt_tokens", "Prompt tokens per request", &ours.prompt_lengths),
+            ("vllm:request_generation_tokens", "Tokens sent per request", &ours.output_lengths),
         ] {
             registry.register(name, help, histogram.clone());
         }
@@ -117,55 +124,22 @@ impl VllmMetrics {
         ours
     }
 
-    /// A request is accepted now.
-    pub(crate) fn accept(&self, num_prompt_tokens: usize) -> RequestClock {
+    /// A request is accepted now. `trace` is its span on this worker, if that is sampled.
+    pub fn accept(&self, num_prompt_tokens: usize, trace: Option<TracePoint>) -> RequestClock {
         self.prompt_tokens.inc_by(num_prompt_tokens as u64);
-        RequestClock {
-            metrics: self.clone(),
-            accepted: Instant::now(),
-            admitted: None,
-            first_token: None,
-            newest_token: None,
-        }
+        RequestClock::start(self.clone(), num_prompt_tokens, trace)
+    }
+
+    pub(crate) fn on_finish(&self, reason: FinishReason) {
+        self.finished.get_or_create(&Finished { finished_reason: reason.name() }).inc();
     }
 }
 
-impl RequestClock {
-    /// This worker's engine computes its prompt from now on.
-    pub fn admitted(&mut self) {
-        let now = Instant::now();
-        self.metrics.queue.observe((now - self.accepted).as_secs_f64());
-        self.admitted = Some(now);
-    }
-
-    /// A token is sent. Says how long the prompt took with the first one, if this worker's engine computed it.
-    pub fn token(&mut self) -> Option<PromptPace> {
-        self.metrics.output_tokens.inc();
-        let now = Instant::now();
-        match self.newest_token.replace(now) {
-            Some(before) => {
-                self.metrics.itl.observe((now - before).as_secs_f64());
-                None
-            }
-            None => {
-                self.first_token = Some(now);
-                self.metrics.ttft.observe((now - self.accepted).as_secs_f64());
-                let pace = PromptPace::new(self.accepted, Some(self.admitted?), now);
-                self.metrics.prefill.observe(pace.prefill.as_secs_f64());
-                Some(pace)
-            }
-        }
-    }
-
-    /// It ended well.
-    pub fn finished(&mut self, reason: FinishReason) {
-        let now = Instant::now();
-        self.metrics.e2e.observe((now - self.accepted).as_secs_f64());
-        if let Some(first) = self.first_token {
-            self.metrics.decode.observe((now - first).as_secs_f64());
-        }
-        self.metrics.finished.get_or_create(&Finished { finished_reason: reason.name() }).inc();
-    }
+/// Buckets of lengths: 1, 2, 5, 10, 20, 50, … up to the longest sequence.
+fn lengths(context_length: usize) -> impl Iterator<Item = f64> {
+    let decades = std::iter::successors(Some(1_usize), |decade| decade.checked_mul(10));
+    let bounds = decades.flat_map(|decade| [1, 2, 5].map(|digit: usize| digit.saturating_mul(decade)));
+    bounds.take_while(move |&bound| bound <= context_length).map(|bound| bound as f64)
 }
 
 /// What an engine says of itself, at each scrape.

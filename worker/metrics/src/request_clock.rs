@@ -1,0 +1,149 @@
+//! Measures one request on a worker: its histograms, and its spans if its trace is sampled.
+
+use std::time::{Duration, Instant};
+
+use baton_request::FinishReason;
+use baton_telemetry::{KeyValue, TracePoint};
+
+use crate::VllmMetrics;
+
+/// How long a prompt took on the worker that computed it, as the decode worker sees it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PromptPace {
+    /// Until its first step.
+    pub queue: Duration,
+    /// From then to the first token.
+    pub prefill: Duration,
+}
+
+impl PromptPace {
+    /// Of a request that came at `started`. Without `computing` nothing tells the two apart.
+    pub fn new(started: Instant, computing: Option<Instant>, first_token: Instant) -> PromptPace {
+        let computing = computing.unwrap_or(started);
+        PromptPace {
+            queue: computing.saturating_duration_since(started),
+            prefill: first_token.saturating_duration_since(computing),
+        }
+    }
+}
+
+/// Measures one request. Dropped before it [finished](Self::finished), it leaves out its end.
+#[derive(Debug)]
+pub struct RequestClock {
+    metrics: VllmMetrics,
+    num_prompt_tokens: usize,
+    accepted: Instant,
+    admitted: Option<Instant>,
+    first_token: Option<Instant>,
+    newest_token: Option<Instant>,
+    num_output_tokens: u64,
+    /// The request's span on this worker; `None` when its trace is not sampled: then no span costs anything.
+    trace: Option<TracePoint>,
+    /// Ends of the chunks of its prompt, and the blocks that were complete then. Kept for the trace.
+    chunks: Vec<(Instant, usize)>,
+}
+
+impl RequestClock {
+    pub(crate) fn start(
+        metrics: VllmMetrics,
+        num_prompt_tokens: usize,
+        trace: Option<TracePoint>,
+    ) -> RequestClock {
+        RequestClock {
+            metrics,
+            num_prompt_tokens,
+            accepted: Instant::now(),
+            admitted: None,
+            first_token: None,
+            newest_token: None,
+            num_output_tokens: 0,
+            trace,
+            chunks: Vec::new(),
+        }
+    }
+
+    /// This worker's engine computes its prompt from now on.
+    pub fn admitted(&mut self) {
+        let now = Instant::now();
+        self.metrics.queue.observe((now - self.accepted).as_secs_f64());
+        self.admitted = Some(now);
+        // After a remote prefill, the engine takes the sequence up behind its first token: it has waited elsewhere.
+        if let (Some(trace), None) = (&self.trace, self.first_token) {
+            trace.record("queue", self.accepted, now, vec![]);
+        }
+    }
+
+    /// A chunk of the prompt is computed in all layers; `num_blocks` of the prompt are complete.
+    pub fn chunk(&mut self, num_blocks: usize) {
+        if self.trace.is_some() {
+            self.chunks.push((Instant::now(), num_blocks));
+        }
+    }
+
+    /// A token is sent. Says how long the prompt took with the first one, if this worker's engine computed it.
+    pub fn token(&mut self) -> Option<PromptPace> {
+        self.metrics.output_tokens.inc();
+        self.num_output_tokens += 1;
+        let now = Instant::now();
+        match self.newest_token.replace(now) {
+            Some(before) => {
+                self.metrics.itl.observe((now - before).as_secs_f64());
+                None
+            }
+            None => {
+                self.first_token = Some(now);
+                self.metrics.ttft.observe((now - self.accepted).as_secs_f64());
+                let admitted = self.admitted?;
+                let pace = PromptPace::new(self.accepted, Some(admitted), now);
+                self.metrics.prefill.observe(pace.prefill.as_secs_f64());
+                self.trace_prefill(admitted, now);
+                Some(pace)
+            }
+        }
+    }
+
+    /// It ended well.
+    pub fn finished(&mut self, reason: FinishReason) {
+        let now = Instant::now();
+        let e2e = (now - self.accepted).as_secs_f64();
+        self.metrics.e2e.observe(e2e);
+        let inference = now - self.admitted.unwrap_or(self.accepted);
+        self.metrics.inference.observe(inference.as_secs_f64());
+        self.metrics.prompt_lengths.observe(self.num_prompt_tokens as f64);
+        self.metrics.output_lengths.observe(self.num_output_tokens as f64);
+        if let (Some(first), Some(last)) = (self.first_token, self.newest_token) {
+            self.metrics.decode.observe((now - first).as_secs_f64());
+            if self.num_output_tokens > 1 {
+                let between = (last - first).as_secs_f64() / (self.num_output_tokens - 1) as f64;
+                self.metrics.tpot.observe(between);
+            }
+        }
+        self.metrics.on_finish(reason);
+        if let Some(trace) = &self.trace {
+            trace.set("gen_ai.response.finish_reasons", reason.name());
+        }
+    }
+
+    fn trace_prefill(&mut self, admitted: Instant, first_token: Instant) {
+        let Some(trace) = &self.trace else { return };
+        let tokens = KeyValue::new("gen_ai.usage.input_tokens", self.num_prompt_tokens as i64);
+        let prefill = trace.record("prefill", admitted, first_token, vec![tokens]);
+        let mut start = admitted;
+        for (end, num_blocks) in std::mem::take(&mut self.chunks) {
+            prefill.record("prefill chunk", start, end, vec![KeyValue::new("blocks", num_blocks as i64)]);
+            start = end;
+        }
+    }
+}
+
+impl Drop for RequestClock {
+    fn drop(&mut self) {
+        let Some(trace) = &self.trace else { return };
+        if let (Some(first), Some(last)) = (self.first_token, self.newest_token)
+            && self.num_output_tokens > 1
+        {
+            let tokens = KeyValue::new("gen_ai.usage.output_tokens", self.num_output_tokens as i64);
+            trace.record("decode", first, last, vec![tokens]);
+        }
+    }
+}
