@@ -1,6 +1,6 @@
 //! Spans of what was measured: made after the fact, from instants, and only in traces that are sampled.
 //!
-//! A request waits in queues and in the engine, where no guard of a span can be held. Whoever measures it holds a
+//! A request waits in queues and in the engine, where no guard of a span can be held. The code that measures it holds a
 //! [`TracePoint`] instead.
 
 use std::time::{Instant, SystemTime};

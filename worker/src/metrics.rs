@@ -185,7 +185,7 @@ impl WorkerMetrics {
         span: &Span,
     ) -> RequestClock {
         self.requests.get_or_create(&PrefillPlace { prefill }).inc();
-        self.vllm.accept(num_prompt_tokens, TracePoint::of(span))
+        RequestClock::start(self.vllm.clone(), num_prompt_tokens, TracePoint::of(span))
     }
 }
 

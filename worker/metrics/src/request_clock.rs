@@ -44,11 +44,9 @@ pub struct RequestClock {
 }
 
 impl RequestClock {
-    pub(crate) fn start(
-        metrics: VllmMetrics,
-        num_prompt_tokens: usize,
-        trace: Option<TracePoint>,
-    ) -> RequestClock {
+    /// A request is accepted now. `trace` is its span on this worker, if that is sampled.
+    pub fn start(metrics: VllmMetrics, num_prompt_tokens: usize, trace: Option<TracePoint>) -> RequestClock {
+        metrics.prompt_tokens.inc_by(num_prompt_tokens as u64);
         RequestClock {
             metrics,
             num_prompt_tokens,

@@ -5,7 +5,6 @@
 
 use baton_engine::{EngineHandle, EngineTotals};
 use baton_request::FinishReason;
-use baton_telemetry::TracePoint;
 use prometheus_client::{
     collector::Collector,
     encoding::{DescriptorEncoder, EncodeLabelSet, EncodeMetric},
@@ -18,8 +17,6 @@ use prometheus_client::{
     },
     registry::Registry,
 };
-
-use crate::RequestClock;
 
 /// Buckets of times until the first token, in seconds.
 const TTFT: [f64; 22] = [
@@ -49,7 +46,7 @@ pub struct VllmMetrics {
     pub(crate) decode: Histogram,
     pub(crate) prompt_lengths: Histogram,
     pub(crate) output_lengths: Histogram,
-    prompt_tokens: Counter,
+    pub(crate) prompt_tokens: Counter,
     pub(crate) output_tokens: Counter,
     finished: Family<Finished, Counter>,
 }
@@ -122,12 +119,6 @@ impl VllmMetrics {
         registry.register("vllm:cache_config", "The KV pool", Info::new(cache));
         registry.register_collector(Box::new(EngineReader(engine.clone())));
         ours
-    }
-
-    /// A request is accepted now. `trace` is its span on this worker, if that is sampled.
-    pub fn accept(&self, num_prompt_tokens: usize, trace: Option<TracePoint>) -> RequestClock {
-        self.prompt_tokens.inc_by(num_prompt_tokens as u64);
-        RequestClock::start(self.clone(), num_prompt_tokens, trace)
     }
 
     pub(crate) fn on_finish(&self, reason: FinishReason) {
