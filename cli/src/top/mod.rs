@@ -39,7 +39,7 @@ pub(crate) struct TopArgs {
 pub(crate) async fn run(args: TopArgs) -> anyhow::Result<()> {
     ensure!(
         std::io::stdout().is_terminal() && std::io::stdin().is_terminal(),
-        "baton top draws into a terminal; programs read the same from `curl -N {}/events`",
+        "baton top needs a terminal; programs read the same from `curl -N {}/events`",
         args.url
     );
     let server = OpenAi::new(&args.url, args.api_key, args.tls.load(&[&args.url])?)?;

@@ -1,4 +1,4 @@
-//! Draws a [`State`]: a line about the router, its workers, the time to first tokens, the requests that have ended.
+//! A [`State`] on the screen: a line about the router, its workers, the time to first tokens, the requests that have ended.
 
 use ratatui::{
     Frame,
@@ -160,7 +160,7 @@ mod tests {
         *,
     };
 
-    fn drawn(state: &State, width: u16, height: u16) -> String {
+    fn screen_of(state: &State, width: u16, height: u16) -> String {
         let mut terminal = Terminal::new(TestBackend::new(width, height)).unwrap();
         terminal.draw(|frame| draw(frame, state)).unwrap();
         let buffer = terminal.backend().buffer();
@@ -169,14 +169,14 @@ mod tests {
     }
 
     #[test]
-    fn workers_and_requests_are_drawn() {
+    fn workers_and_requests_are_screen_of() {
         let mut state = State::new("http://h:1");
-        let empty = drawn(&state, 100, 24);
+        let empty = screen_of(&state, 100, 24);
         assert!(empty.contains("no model yet") && empty.contains("no request has ended yet"), "{empty}");
         let workers = [worker("prefill-0", "prefill", 0), worker("decode-0", "decode", 0)];
         state.take(cluster(&workers), Instant::now());
         state.take(request(1, json!(12.4)), Instant::now());
-        let text = drawn(&state, 100, 24);
+        let text = screen_of(&state, 100, 24);
         for expected in [
             "http://h:1 baton-tiny  ready",
             "3 requests running here",
@@ -188,7 +188,7 @@ mod tests {
             assert!(text.contains(expected), "{expected} is not in\n{text}");
         }
         state.connection = Connection::Lost("the router has stopped".to_owned());
-        assert!(drawn(&state, 100, 24).contains("no events: the router has stopped"));
+        assert!(screen_of(&state, 100, 24).contains("no events: the router has stopped"));
     }
 
     #[test]
@@ -197,7 +197,7 @@ mod tests {
         let workers: Vec<_> = (0..70).map(|nth| worker(&format!("decode-{nth}"), "decode", nth)).collect();
         state.take(cluster(&workers), Instant::now());
         for (width, height) in [(1, 1), (3, 2), (20, 5), (60, 12), (200, 60)] {
-            drawn(&state, width, height);
+            screen_of(&state, width, height);
         }
     }
 }

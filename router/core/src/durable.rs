@@ -1,22 +1,16 @@
-//! Streams that survive their client's connection and the router: what of a call is journalled, and how it is resumed.
+//! Streams that survive their client's connection and the router: what of a call is journalled. `resume.rs` takes it up again.
 //!
 //! The journal has three things, each as it was: the call as the client sent it, the request as workers were asked for it, and
 //! the tokens as workers sent them. A resumed stream is the same call again: the edge reads it, the core takes the request from the
 //! journal instead of a tokenizer, and a choice delivers the tokens again before it plans an attempt. So every API's events
 //! are rebuilt by the code that built them first, and the edge leaves out those that the client has.
 
-use std::{
-    collections::VecDeque,
-    sync::{Arc, Mutex, PoisonError},
-    time::{SystemTime, UNIX_EPOCH},
-};
+use std::{collections::VecDeque, sync::Mutex};
 
-use baton_journal::{AcceptError, Acceptance, Ending, Journal, ResumeError, Session, SessionWriter};
+use baton_journal::{Ending, SessionWriter};
 use baton_proto::worker::{GenerateRequest, Token};
-use baton_request::{BlendMarks, FinishReason, Request};
+use baton_request::{FinishReason, Request};
 use prost::Message;
-
-use super::{Caller, Core, CoreError, Events, PreparedRequest, RequestArrival};
 
 /// A call whose stream can be resumed.
 #[derive(Debug)]
@@ -26,42 +20,42 @@ pub struct DurableCall {
     /// As the client sent it.
     pub body: Vec<u8>,
     /// What the client has of the answer already, in units of its API.
-    num_delivered: u64,
-    resumption: Option<Resumption>,
+    pub(crate) num_delivered: u64,
+    pub(crate) resumption: Option<Resumption>,
 }
 
 /// What the journal has of a call beside the call.
 #[derive(Debug)]
-struct Resumption {
-    id: String,
-    kept: Kept,
-    request: Request,
+pub(crate) struct Resumption {
+    pub(crate) id: String,
+    pub(crate) kept: Kept,
+    pub(crate) request: Request,
     /// Until the stream begins.
-    session: Mutex<Option<DurableSession>>,
+    pub(crate) session: Mutex<Option<DurableSession>>,
 }
 
 /// What the router made of a call.
 #[derive(Clone, PartialEq, Message)]
-struct Kept {
+pub(crate) struct Kept {
     #[prost(message, optional, tag = "1")]
-    request: Option<GenerateRequest>,
+    pub(crate) request: Option<GenerateRequest>,
     /// Seconds since 1970.
     #[prost(uint64, tag = "2")]
-    created: u64,
+    pub(crate) created: u64,
     #[prost(string, tag = "3")]
-    model: String,
+    pub(crate) model: String,
     #[prost(uint64, tag = "4")]
-    vocab_size: u64,
+    pub(crate) vocab_size: u64,
 }
 
 /// The journal's side of a running choice.
 #[derive(Debug)]
 pub(crate) struct DurableSession {
-    writer: SessionWriter,
+    pub(crate) writer: SessionWriter,
     /// Tokens that are delivered again; `None` once that is done.
-    replay: Option<VecDeque<Token>>,
+    pub(crate) replay: Option<VecDeque<Token>>,
     /// How it had ended.
-    ending: Option<Ending>,
+    pub(crate) ending: Option<Ending>,
 }
 
 /// The next step of a replay.
@@ -81,37 +75,6 @@ impl DurableCall {
     /// The client has so much of the answer: events over HTTP, tokens over gRPC.
     pub fn after(self, num_delivered: u64) -> DurableCall {
         DurableCall { num_delivered, ..self }
-    }
-}
-
-impl RequestArrival {
-    fn resumption(&self) -> Option<&Resumption> {
-        self.durable.as_ref()?.resumption.as_ref()
-    }
-
-    /// The id of its answer, if it is resumed; else a new one that begins with `prefix`.
-    pub fn answer_id(&self, prefix: &str) -> String {
-        match self.resumption() {
-            Some(resumption) => resumption.id.clone(),
-            None => format!("{prefix}{}", uuid::Uuid::new_v4().simple()),
-        }
-    }
-
-    /// When it was accepted, in seconds since 1970.
-    pub fn created(&self) -> u64 {
-        match self.resumption() {
-            Some(resumption) => resumption.kept.created,
-            None => SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs()),
-        }
-    }
-
-    pub(crate) fn num_delivered(&self) -> u64 {
-        self.durable.as_ref().map_or(0, |call| call.num_delivered)
-    }
-
-    /// What workers were asked for before, if the call is resumed.
-    pub(crate) fn resumed_request(&self) -> Option<&Request> {
-        self.resumption().map(|resumption| &resumption.request)
     }
 }
 
@@ -142,157 +105,5 @@ impl DurableSession {
             FinishReason::Abort => Ending::Abort,
         };
         self.writer.end(ending, num_tokens);
-    }
-}
-
-impl Core {
-    /// Begins a request whose answer is streamed. With a journal, a request of one choice is journalled before it begins: when its
-    /// client or the router is lost, its stream can be resumed.
-    ///
-    /// # Errors
-    /// As [`generate`](Core::generate); and when the journal is full or cannot be written.
-    pub async fn stream(self: &Arc<Self>, request: PreparedRequest) -> Result<Events, CoreError> {
-        let session = match (&self.journal, &request.arrival.durable) {
-            (Some(journal), Some(call)) => match &call.resumption {
-                Some(resumption) => {
-                    let mut session = resumption.session.lock().unwrap_or_else(PoisonError::into_inner);
-                    Some(session.take().expect("a call begins one stream"))
-                }
-                None if request.is_one_choice() => Some(self.accept(journal, &request, call).await?),
-                None => None,
-            },
-            _ => None,
-        };
-        self.begin(request, session)
-    }
-
-    async fn accept(
-        &self,
-        journal: &Journal,
-        request: &PreparedRequest,
-        call: &DurableCall,
-    ) -> Result<DurableSession, CoreError> {
-        let model = self.model()?;
-        let kept = Kept {
-            request: Some((&request.prompts[0]).into()),
-            created: request.arrival.created(),
-            model: model.name.clone(),
-            vocab_size: model.vocab_size as u64,
-        };
-        let acceptance = Acceptance {
-            id: journal_id(&request.arrival.caller, &request.id),
-            owner: owner_of(&request.arrival.caller),
-            endpoint: call.endpoint.clone(),
-            body: call.body.clone(),
-            prepared: kept.encode_to_vec(),
-        };
-        let writer = journal.accept(acceptance).await?;
-        Ok(DurableSession { writer, replay: None, ending: None })
-    }
-
-    /// Takes a stream of this caller from the journal. Its call is to be served like any other: it goes on where the stream was. Another
-    /// connection that still has the stream gets no more of it.
-    ///
-    /// # Errors
-    /// Without a journal, without such a stream of this tenant in it, or when it was made for another model.
-    pub async fn resume(&self, caller: &Caller, id: &str) -> Result<DurableCall, CoreError> {
-        let Some(journal) = &self.journal else {
-            return Err(CoreError::Invalid {
-                message: "this router keeps no journal (--durable): streams cannot be resumed".to_owned(),
-                param: None,
-                code: Some("stream_not_durable"),
-            });
-        };
-        let model = self.model()?;
-        let resumed = journal.resume(&journal_id(caller, id), owner_of(caller).as_deref()).await?;
-        let (Session { acceptance, tokens, ending }, writer) = resumed;
-        let broken = || CoreError::internal(format!("the journal of {id:?} holds no request"));
-        let kept = Kept::decode(&*acceptance.prepared).map_err(|_| broken())?;
-        if (&*kept.model, kept.vocab_size) != (&model.name, model.vocab_size as u64) {
-            return Err(CoreError::Invalid {
-                message: format!(
-                    "the stream {id:?} is one of the model {:?}, this is {:?}",
-                    kept.model, model.name
-                ),
-                param: None,
-                code: Some("model_mismatch"),
-            });
-        }
-        let request = kept.request.as_ref().and_then(request_of).ok_or_else(broken)?;
-        let replay: Result<VecDeque<Token>, _> = tokens.iter().map(|token| Token::decode(&**token)).collect();
-        let replay = replay.map_err(|_| broken())?;
-        tracing::info!(request = id, tokens = replay.len(), ended = ending.is_some(), "stream resumed");
-        let session = DurableSession { writer, replay: Some(replay), ending };
-        Ok(DurableCall {
-            endpoint: acceptance.endpoint,
-            body: acceptance.body,
-            num_delivered: 0,
-            resumption: Some(Resumption {
-                id: id.to_owned(),
-                kept,
-                request,
-                session: Mutex::new(Some(session)),
-            }),
-        })
-    }
-
-    /// Aborts a request of this caller that runs here, or whose stream is parked; whether there was one.
-    pub fn abort(&self, caller: &Caller, id: &str) -> bool {
-        self.active.abort(caller.tenant(), id)
-            || self.journal.as_ref().is_some_and(|journal| journal.abort(&journal_id(caller, id)))
-    }
-}
-
-/// Tenants may choose the same id.
-fn journal_id(caller: &Caller, id: &str) -> String {
-    match caller.tenant() {
-        "" => id.to_owned(),
-        tenant => format!("{tenant}/{id}"),
-    }
-}
-
-fn owner_of(caller: &Caller) -> Option<String> {
-    Some(caller.tenant()).filter(|tenant| !tenant.is_empty()).map(str::to_owned)
-}
-
-impl PreparedRequest {
-    /// Only then the order of tokens says the order of events. Scores of a prompt are no tokens.
-    fn is_one_choice(&self) -> bool {
-        self.n == 1 && matches!(&self.prompts[..], [prompt] if prompt.sampling.prompt_logprobs.is_none())
-    }
-}
-
-/// The opposite of [`GenerateRequest::from`].
-fn request_of(message: &GenerateRequest) -> Option<Request> {
-    Some(Request {
-        id: message.request_id.clone(),
-        prompt: message.prompt_token_ids.as_slice().into(),
-        output: Vec::new(),
-        sampling: message.sampling.as_ref()?.into(),
-        priority: message.priority,
-        cache_salt: message.cache_salt.clone(),
-        speculation: message.speculation_mode().into(),
-        blend: message.blend.as_ref().map(BlendMarks::from),
-    })
-}
-
-impl From<AcceptError> for CoreError {
-    fn from(error: AcceptError) -> CoreError {
-        match error {
-            AcceptError::Exists { id } => CoreError::Duplicate { id },
-            AcceptError::Full { .. } | AcceptError::Write(_) => CoreError::unavailable(error.to_string()),
-        }
-    }
-}
-
-impl From<ResumeError> for CoreError {
-    fn from(error: ResumeError) -> CoreError {
-        let message = error.to_string();
-        match error {
-            ResumeError::Unknown { .. } => {
-                CoreError::NotFound { message, param: None, code: Some("stream_not_found") }
-            }
-            ResumeError::Read { .. } => CoreError::internal(message),
-        }
     }
 }

@@ -31,6 +31,7 @@ mod passages;
 mod patience;
 mod planner;
 mod request;
+mod resume;
 mod sampling;
 mod state;
 mod stops;

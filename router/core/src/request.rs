@@ -2,7 +2,7 @@
 
 use std::{
     sync::{Arc, Mutex, MutexGuard, PoisonError},
-    time::Instant,
+    time::{Instant, SystemTime, UNIX_EPOCH},
 };
 
 use baton_planner::{PrefillMode, Slo};
@@ -13,7 +13,10 @@ use baton_tools::{AnswerReader, ToolRequest};
 use serde_json::{Map, Value};
 use tokio::sync::OnceCell;
 
-use super::{Caller, ClientSampling, CoreError, DurableCall, ExplainedPlan, hashes::SequenceHashes};
+use super::{
+    Caller, ClientSampling, CoreError, DurableCall, ExplainedPlan, durable::Resumption,
+    hashes::SequenceHashes,
+};
 use crate::{
     model::ServedModel,
     passages::{self, BlendMode, TokenisedPrompt},
@@ -151,6 +154,37 @@ pub struct PreparedRequest {
     pub(crate) arrival: RequestArrival,
     /// When it was tokenised.
     pub(crate) tokenised: Instant,
+}
+
+impl RequestArrival {
+    fn resumption(&self) -> Option<&Resumption> {
+        self.durable.as_ref()?.resumption.as_ref()
+    }
+
+    /// The id of its answer, if it is resumed; else a new one that begins with `prefix`.
+    pub fn answer_id(&self, prefix: &str) -> String {
+        match self.resumption() {
+            Some(resumption) => resumption.id.clone(),
+            None => format!("{prefix}{}", uuid::Uuid::new_v4().simple()),
+        }
+    }
+
+    /// When it was accepted, in seconds since 1970.
+    pub fn created(&self) -> u64 {
+        match self.resumption() {
+            Some(resumption) => resumption.kept.created,
+            None => SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs()),
+        }
+    }
+
+    pub(crate) fn num_delivered(&self) -> u64 {
+        self.durable.as_ref().map_or(0, |call| call.num_delivered)
+    }
+
+    /// What workers were asked for before, if the call is resumed.
+    pub(crate) fn resumed_request(&self) -> Option<&Request> {
+        self.resumption().map(|resumption| &resumption.request)
+    }
 }
 
 impl PreparedRequest {

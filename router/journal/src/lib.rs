@@ -8,11 +8,12 @@
 //! ```
 //!
 //! `record.rs` is the format, `index.rs` what is known of each session, `recovery.rs` builds the index from segments; all pure.
-//! `writer.rs` is the only thread that writes. A session in the index takes about a hundred bytes; its records are read when
+//! `state.rs` is what callers share with `writer.rs`, the only thread that writes. A session in the index takes about a hundred bytes; its records are read when
 //! it is resumed. Requests and tokens are bytes here: the journal knows neither models nor protocols.
 #![forbid(unsafe_code)]
 
 mod journal;
+mod state;
 mod writer;
 
 mod index;
@@ -23,8 +24,9 @@ mod segment;
 mod error;
 
 pub use error::{AcceptError, JournalOpenError, ResumeError};
-pub use journal::{Journal, JournalConfig, JournalCounts, Session, SessionWriter};
+pub use journal::{Journal, JournalConfig, Session, SessionWriter};
 pub use record::{Acceptance, Ending};
+pub use state::JournalCounts;
 
 #[cfg(test)]
 mod tests;

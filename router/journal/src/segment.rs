@@ -183,3 +183,11 @@ fn read_up_to(file: &File, bytes: &mut [u8], offset: u64) -> io::Result<usize> {
     }
     Ok(num)
 }
+
+/// Deletes a segment that no session needs.
+pub(crate) fn delete(dir: &Path, number: u32) {
+    let file = path(dir, number);
+    if let Err(error) = fs::remove_file(&file) {
+        tracing::warn!(path = %file.display(), %error, "segment of the journal is not deleted");
+    }
+}

@@ -11,9 +11,9 @@ use std::{
 
 use crate::{
     index::Standing,
-    journal::{Round, Shared, delete_segment},
     record::{Payload, SessionKey},
     segment,
+    state::{Round, Shared},
 };
 
 /// Tokens are gathered for so long.
@@ -153,7 +153,7 @@ impl Writer {
             state.segments.retain(|&(number, _)| number >= oldest);
             unneeded
         };
-        unneeded.into_iter().for_each(|number| delete_segment(&self.shared.dir, number));
+        unneeded.into_iter().for_each(|number| segment::delete(&self.shared.dir, number));
     }
 
     /// Appends all of a session as one record.
