@@ -1,7 +1,7 @@
 # Computes prompts on prefill workers, and sees in the router's metrics that their KV moved.
 moved() {
     curl --silent --show-error --fail ${OPENAI_API_KEY:+--header "authorization: Bearer $OPENAI_API_KEY"} "$ROUTER/metrics" |
-        awk '/^baton_worker_handoff_bytes/ {bytes += $NF} END {printf "%.0f\n", bytes}'
+        awk '/^baton_router_worker_handoff_bytes/ {bytes += $NF} END {printf "%.0f\n", bytes}'
 }
 before=$(moved)
 # Prompts of their own: nothing of them is cached.
