@@ -15,6 +15,7 @@ use anyhow::Context;
 use auth::LiveKeys;
 use baton_cluster::Dialer;
 use baton_telemetry::Metrics;
+use baton_tokenizer::Tokenizer;
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 
@@ -127,8 +128,13 @@ const LAST_WORDS: std::time::Duration = std::time::Duration::from_secs(1);
 async fn load_model(core: Arc<Core>, drain: CancellationToken) -> anyhow::Result<()> {
     let loader = core.clone();
     let loaded = tokio::task::spawn_blocking(move || {
-        let RouterConfig { model, model_name, tool_format, .. } = &loader.config;
-        ServedModel::load(model, model_name, *tool_format)
+        let RouterConfig { model, model_name, tool_format, api_keys, .. } = &loader.config;
+        let mut tokenizer = Tokenizer::load(model)?;
+        if api_keys.is_some() {
+            // Tenants learn nothing of each other's texts from times.
+            tokenizer.forget_texts();
+        }
+        ServedModel::load(model, model_name, *tool_format, tokenizer)
     })
     .await;
     match loaded.context("the loading thread failed").and_then(|model| model) {

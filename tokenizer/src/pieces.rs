@@ -47,6 +47,8 @@ pub(crate) struct PieceEncoder {
     /// One for each text that was ever encoded at the same time, but no more than there are processors. Locked for a push or a pop.
     idle: Mutex<Vec<Memory>>,
     max_idle: usize,
+    /// Pieces are kept within a text only.
+    pub(crate) forgets_texts: bool,
 }
 
 /// What encoding a text leaves for the next one.
@@ -90,6 +92,7 @@ impl PieceEncoder {
             around: around(tokenizer)?,
             idle: Mutex::default(),
             max_idle: std::thread::available_parallelism().map_or(1, usize::from),
+            forgets_texts: false,
         })
     }
 
@@ -112,6 +115,9 @@ impl PieceEncoder {
             ids.extend(before);
         }
         let result = self.text(tokenizer, text, &mut memory, &mut ids);
+        if self.forgets_texts {
+            memory.pieces = Pieces::default();
+        }
         let mut idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner);
         if idle.len() < self.max_idle {
             idle.push(memory);

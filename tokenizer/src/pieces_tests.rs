@@ -181,6 +181,25 @@ fn other_ways_to_tokenise_are_left_to_the_tokenizer() {
 }
 
 #[test]
+fn a_tokenizer_that_forgets_texts_gives_the_same_ids_and_keeps_no_piece() {
+    let bytes =
+        json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true});
+    let plain = described(&bytes, &Value::Null);
+    let mut pieces = PieceEncoder::of(&plain).unwrap();
+    let encode =
+        |pieces: &PieceEncoder| pieces.encode(&plain, "the same the same words", false).unwrap().unwrap();
+    let num_kept = |pieces: &PieceEncoder| -> usize {
+        let idle = pieces.idle.lock().unwrap();
+        idle.iter().map(|memory| memory.pieces.recent.len() + memory.pieces.older.len()).sum()
+    };
+    let ids = encode(&pieces);
+    assert!(num_kept(&pieces) > 0);
+    pieces.forgets_texts = true;
+    assert_eq!(encode(&pieces), ids);
+    assert_eq!(num_kept(&pieces), 0);
+}
+
+#[test]
 fn what_was_not_used_for_a_generation_is_forgotten() {
     let mut pieces = Pieces::default();
     let mut num_found = 0;

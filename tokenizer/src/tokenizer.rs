@@ -43,6 +43,21 @@ impl Tokenizer {
         Self { inner: Arc::new(Inner { tokenizer, pieces, vocabulary, special_tokens, chat_template }) }
     }
 
+    /// Keeps nothing of a text for the next one, which takes longer then. Otherwise the time that a text takes tells whether its
+    /// words were in earlier ones.
+    ///
+    /// # Panics
+    /// When there are clones already.
+    pub fn forget_texts(&mut self) {
+        let inner = Arc::get_mut(&mut self.inner).expect("it is called before the tokenizer is shared");
+        let mut model = inner.tokenizer.get_model().clone();
+        model.resize_cache(0);
+        inner.tokenizer.with_model(model);
+        if let Some(pieces) = &mut inner.pieces {
+            pieces.forgets_texts = true;
+        }
+    }
+
     /// Token ids of `text`. With `add_special_tokens`, what the model expects around a bare text
     /// (usually a begin-of-sequence token): right for completions, wrong for the output of a chat
     /// template, which contains them already. Special tokens spelled out in `text` are recognised.

@@ -81,9 +81,13 @@ impl Description {
 }
 
 impl ServedModel {
-    /// Reads a model directory or a GGUF file; blocks.
-    pub fn load(model: &Path, name: &str, format: Option<ToolFormat>) -> anyhow::Result<ServedModel> {
-        let tokenizer = Tokenizer::load(model)?;
+    /// Reads a model directory or a GGUF file, whose tokenizer this is; blocks.
+    pub fn load(
+        model: &Path,
+        name: &str,
+        format: Option<ToolFormat>,
+        tokenizer: Tokenizer,
+    ) -> anyhow::Result<ServedModel> {
         let defaults = GenerationDefaults::load(model)?;
         let description =
             if model.is_dir() { Description::read(model)? } else { Description::read_gguf(model)? };
@@ -135,10 +139,14 @@ fn grammars(tokenizer: &Tokenizer, defaults: &GenerationDefaults) -> GrammarComp
 mod tests {
     use super::*;
 
+    fn load(path: &Path) -> anyhow::Result<ServedModel> {
+        ServedModel::load(path, "x", None, Tokenizer::load(path)?)
+    }
+
     #[test]
     fn a_gguf_file_says_what_a_directory_says() {
         let fixtures = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/gguf/fixtures"));
-        let model = ServedModel::load(&fixtures.join("tokenizer-qwen2.gguf"), "x", None).unwrap();
+        let model = load(&fixtures.join("tokenizer-qwen2.gguf")).unwrap();
         assert_eq!((model.architecture.as_str(), model.max_context), ("llama", None));
         assert_eq!(model.vocab_size, model.tokenizer.vocab_size(), "no embedding tells otherwise");
         assert!(model.tokenizer.has_chat_template());
@@ -146,7 +154,7 @@ mod tests {
         let path = fixtures.join("llama-f32.gguf");
         let description = Description::read_gguf(&path).unwrap();
         assert_eq!((description.vocab_size, description.max_position_embeddings), (Some(48), Some(64)));
-        let error = ServedModel::load(&path, "x", None).unwrap_err();
+        let error = load(&path).unwrap_err();
         assert!(format!("{error:#}").contains("tokenizer.ggml.model is \"none\""), "{error:#}");
     }
 }
