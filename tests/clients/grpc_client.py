@@ -316,7 +316,7 @@ def reflection_tells_what_can_be_called(server: Server) -> None:
         )
         services = {service.name: service for file in files for service in file.service}
         methods = {method.name for method in services["Inference"].method}
-        assert methods == {"Generate", "Abort", "ModelInfo", "Loads"}, methods
+        assert methods == {"Generate", "Resume", "Abort", "ModelInfo", "Loads"}, methods
         # The protocol wants an error message here; some servers end the stream with the status instead.
         unknown = reflection_pb2.ServerReflectionRequest(file_containing_symbol="no.such.Symbol")
         try:

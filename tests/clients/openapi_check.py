@@ -70,7 +70,8 @@ def paths_without_a_body_answer(url: str, document: dict) -> None:
     model = json.loads(call(f"{url}/v1/models")[1])["data"][0]["id"]
     for path in [path for path, item in document["paths"].items() if "get" in item]:
         status, text = call(url + path.replace("{id}", model))
-        assert status == 200, (path, text)
+        # This router keeps no journal.
+        assert status == (400 if path == "/v1/streams/{id}" else 200), (path, text)
 
 
 def main() -> None:
