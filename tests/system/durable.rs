@@ -91,7 +91,11 @@ impl Reader {
 }
 
 fn flags(dir: &Path, name: &str, size: &str) -> String {
-    format!("--disk-kv {} --disk-kv-size {size} --kv-memory {size} {PATIENT}", dir.join(name).display())
+    // All streams run at the same time.
+    format!(
+        "--max-running 256 --disk-kv {} --disk-kv-size {size} --kv-memory {size} {PATIENT}",
+        dir.join(name).display()
+    )
 }
 
 async fn start(dir: &Path, size: &str) -> Cluster {
