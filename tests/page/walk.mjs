@@ -81,10 +81,14 @@ const walk = async (page, { up, url }) => {
   await check(page, "timeline");
   await page.keyboard.press("Escape");
 
-  const pid = processOf(up, "decode-0");
-  assert.ok(pid, "the process of decode-0");
-  process.kill(Number(pid), "SIGKILL");
-  await until(async () => (await page.$$(".worker.gone")).length === 1, "a worker that has gone");
+  // `up` starts it again at once, sooner than the page looks, and after a longer pause each time that it dies.
+  const isGone = async () => (await page.$$(".worker.gone")).length === 1;
+  await until(async () => {
+    const pid = processOf(up, "decode-0");
+    if (pid && !(await isGone())) process.kill(Number(pid), "SIGKILL");
+    for (let looks = 0; looks < 10 && !(await isGone()); looks += 1) await new Promise((done) => setTimeout(done, 100));
+    return isGone();
+  }, "a worker that has gone");
   step(`killed: ${await text(page, ".worker.gone")}`);
   await check(page, "killed");
   await until(async () => (await page.$$(".worker.ready")).length === 3, "the worker's return");
