@@ -102,13 +102,13 @@ class Cluster:
 
 
 def load(router, stop, counts):
-    """One request after the other; every second prompt is computed by a prefill worker."""
+    """One request after the other, long enough that each worker always has some; every second prompt is computed by a prefill worker."""
     number = 0
     while not stop.is_set():
         number += 1
         words = " ".join(f"word{(number * 7919 + idx * 31) % 1000}" for idx in range(60))
         body = {
-            "model": "baton-tiny", "prompt": words, "max_tokens": 32, "ignore_eos": True,
+            "model": "baton-tiny", "prompt": words, "max_tokens": 256, "ignore_eos": True,
             "prefill_mode": ["local", "remote"][number % 2],
         }
         request = urllib.request.Request(
