@@ -5,6 +5,7 @@ use std::{collections::BTreeSet, time::Duration};
 use baton_cluster::Role;
 use baton_keys::ApiKey;
 use baton_proto::v1::{AbortRequest, FinishReason, generate_request::Prompt};
+use baton_router::{JournalConfig, RouterConfig};
 use bytes::Bytes;
 use prost::Message;
 use serde_json::json;
@@ -46,10 +47,21 @@ fn entries(quotas: &str) -> String {
 
 /// A router with these keys and a decode worker, and the file.
 async fn start(text: &str) -> (Router, FakeWorker, NamedTempFile) {
+    start_with(text, |_| {}).await
+}
+
+async fn start_with(
+    text: &str,
+    configure: impl FnOnce(&mut RouterConfig),
+) -> (Router, FakeWorker, NamedTempFile) {
     let file = NamedTempFile::new().unwrap();
     std::fs::write(file.path(), text).unwrap();
     let path = file.path().to_owned();
-    let mut router = Router::start(|config| config.api_keys = Some(path)).await;
+    let with_keys = |config: &mut RouterConfig| {
+        config.api_keys = Some(path);
+        configure(config);
+    };
+    let mut router = Router::start(with_keys).await;
     router.client.key = Some(secret(ACME));
     router.worker_key = Some(secret(WORKER));
     let worker = FakeWorker::start("d0", Role::Decode, 1).await;
@@ -312,6 +324,28 @@ async fn tenants_share_no_salt_no_ids_and_no_events() {
     assert_eq!(caller.abort(abort).await.err().map(|status| status.code()), Some(Code::NotFound));
     assert_eq!(worker.next_dropped().await, "other/mine-0");
     assert!(streams[1].message().await.unwrap().is_some(), "it ends with a last event");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_tenant_resumes_only_its_own_streams() {
+    let dir = tempfile::tempdir().unwrap();
+    let (path, ttl) = (dir.path().join("journal"), Duration::from_secs(60));
+    let durable = |config: &mut RouterConfig| {
+        config.durable = Some(JournalConfig { dir: path, max_bytes: 1 << 20, ttl });
+    };
+    let (router, _worker, _file) = start_with(&entries(""), durable).await;
+    let other = client(&router, Some(secret(OTHER)));
+    let whole = router.client.post("/v1/completions", &json!({"prompt": "Hi", "stream": true})).await;
+    let text = whole.text();
+    let id = text.strip_prefix("id: ").and_then(|text| Some(text.split_once(":0\n")?.0)).unwrap();
+    let stream = format!("/v1/streams/{id}");
+    assert_eq!(router.client.get(&stream).await.text(), text);
+    assert_eq!(other.get(&stream).await.status, 404);
+    let last_event = format!("{id}:0");
+    let headers = [("last-event-id", last_event.as_str())];
+    let stolen = other.send("POST", "/v1/completions", &headers, Bytes::new()).await;
+    assert_eq!(stolen.status, 404);
+    assert!(stolen.text().contains("is in the journal"), "{}", stolen.text());
 }
 
 #[tokio::test(flavor = "multi_thread")]
