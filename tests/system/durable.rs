@@ -322,7 +322,8 @@ async fn resuming_costs_what_a_warm_turn_costs() {
     let http = &cluster.http;
     let (mut resumed, mut warm) = (Vec::new(), Vec::new());
     for nth in 0..NUM_ROUNDS {
-        let body = call(nth, 64, "");
+        // Long enough not to end before its client leaves.
+        let body = call(nth, NUM_NEXT, "");
         let mut reader = Reader::begin(http, &body).await.unwrap();
         reader.read(32).await.unwrap();
         let events = http.stream(PATH, &call(0, 1, "other")).await.unwrap();
