@@ -39,6 +39,20 @@ async fn answer(cluster: &Cluster, body: &Value) -> (String, u64) {
     (text, answer["usage"]["prompt_tokens_details"]["blended_tokens"].as_u64().unwrap_or(0))
 }
 
+/// Sends the same passages in other orders, until `is_enough`, which is told how many tokens of a prompt were blended.
+async fn send_until(cluster: &Cluster, mut is_enough: impl AsyncFnMut(u64) -> bool) {
+    let began = Instant::now();
+    for nth in 0.. {
+        assert!(began.elapsed() < PATIENCE, "{}", cluster.log("prefill-0"));
+        let order = [[0, 1, 2, 3], [3, 1, 0, 2], [2, 3, 1, 0]][nth % 3];
+        let (_, num_blended) = answer(cluster, &chat(&order, json!("auto"), "remote", "a")).await;
+        if is_enough(num_blended).await {
+            return;
+        }
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+}
+
 #[tokio::test]
 async fn documents_in_another_order_are_blended_and_change_only_the_time() {
     let cluster = Cluster::new().worker_flags(BLENDING).start().await;
@@ -71,15 +85,7 @@ async fn a_worker_calibrates_with_the_passages_that_it_meets_and_then_blends_by_
     let cluster = Cluster::new().worker_flags(BLENDING).start().await;
     let began = Instant::now();
     let prefill = address_of(&cluster, "prefill-0").await;
-    for nth in 0.. {
-        assert!(began.elapsed() < PATIENCE, "{}", cluster.log("prefill-0"));
-        let order = [[0, 1, 2, 3], [3, 1, 0, 2], [2, 3, 1, 0]][nth % 3];
-        let (_, num_blended) = answer(&cluster, &chat(&order, json!("auto"), "remote", "a")).await;
-        if num_blended > 0 {
-            break;
-        }
-        tokio::time::sleep(Duration::from_millis(50)).await;
-    }
+    send_until(&cluster, async |num_blended| num_blended > 0).await;
     assert!(cluster.metric(&prefill, "baton_blends_refused_total", &["uncalibrated"]).await >= 1.0);
     assert!(cluster.log("prefill-0").contains("are blended from now on"));
     // The audit is work of low priority, after the answer.
@@ -93,18 +99,12 @@ async fn a_worker_calibrates_with_the_passages_that_it_meets_and_then_blends_by_
 async fn a_model_that_no_ratio_keeps_near_is_never_blended_and_its_worker_says_so() {
     const NEARER_THAN_ANY: &str = "--blend auto --blend-max-kl 1e-12";
     let cluster = Cluster::new().worker_flags(NEARER_THAN_ANY).start().await;
-    let began = Instant::now();
     let prefill = address_of(&cluster, "prefill-0").await;
-    for nth in 0.. {
-        assert!(began.elapsed() < PATIENCE, "{}", cluster.log("prefill-0"));
-        let order = [[0, 1, 2, 3], [3, 1, 0, 2], [2, 3, 1, 0]][nth % 3];
-        let (_, num_blended) = answer(&cluster, &chat(&order, json!("auto"), "remote", "a")).await;
+    send_until(&cluster, async |num_blended| {
         assert_eq!(num_blended, 0);
-        if cluster.metric(&prefill, "baton_blends_refused_total", &["closed"]).await >= 1.0 {
-            break;
-        }
-        tokio::time::sleep(Duration::from_millis(50)).await;
-    }
+        cluster.metric(&prefill, "baton_blends_refused_total", &["closed"]).await >= 1.0
+    })
+    .await;
     assert!(cluster.log("prefill-0").contains("no ratio keeps the divergence under --blend-max-kl"));
     let (_, num_blended) = answer(&cluster, &chat(&[1, 0, 2], json!(0.3), "remote", "a")).await;
     assert_eq!(num_blended, 0, "a client's own ratio does not open it");

@@ -49,6 +49,14 @@ impl Caller {
         }
     }
 
+    /// An id that the caller chose, as it is known where tenants are not: they may choose the same.
+    pub(crate) fn qualified(&self, id: &str) -> String {
+        match self.tenant() {
+            "" => id.to_owned(),
+            tenant => format!("{tenant}/{id}"),
+        }
+    }
+
     /// The salt of cached prefixes: the client's within the tenant's. A tenant has no NUL, so no client's salt makes the salt of
     /// another tenant.
     pub(crate) fn cache_salt(&self, of_client: String) -> String {

@@ -72,11 +72,7 @@ impl Choice {
         durable: Option<DurableSession>,
     ) -> Choice {
         let mut request = prepared.prompts[(index / prepared.n) as usize].clone();
-        request.id = match prepared.arrival.caller.tenant() {
-            "" => format!("{}-{index}", prepared.id),
-            // Tenants may choose the same id, and workers know no tenants.
-            tenant => format!("{tenant}/{}-{index}", prepared.id),
-        };
+        request.id = format!("{}-{index}", prepared.arrival.caller.qualified(&prepared.id));
         if prepared.arrival.resumed_request().is_some() {
             // Workers may still know an attempt of the router that died.
             request.id = format!("{}-{:x}", request.id, uuid::Uuid::new_v4().as_fields().0);

@@ -50,7 +50,7 @@ impl Core {
             vocab_size: model.vocab_size as u64,
         };
         let acceptance = Acceptance {
-            id: journal_id(&request.arrival.caller, &request.id),
+            id: request.arrival.caller.qualified(&request.id),
             owner: owner_of(&request.arrival.caller),
             endpoint: call.endpoint.clone(),
             body: call.body.clone(),
@@ -74,7 +74,7 @@ impl Core {
             });
         };
         let model = self.model()?;
-        let resumed = journal.resume(&journal_id(caller, id), owner_of(caller).as_deref()).await?;
+        let resumed = journal.resume(&caller.qualified(id), owner_of(caller).as_deref()).await?;
         let (Session { acceptance, tokens, ending }, writer) = resumed;
         let broken = || CoreError::internal(format!("the journal of {id:?} holds no request"));
         let kept = Kept::decode(&*acceptance.prepared).map_err(|_| broken())?;
@@ -109,15 +109,7 @@ impl Core {
     /// Aborts a request of this caller that runs here, or whose stream is parked; whether there was one.
     pub fn abort(&self, caller: &Caller, id: &str) -> bool {
         self.active.abort(caller.tenant(), id)
-            || self.journal.as_ref().is_some_and(|journal| journal.abort(&journal_id(caller, id)))
-    }
-}
-
-/// Tenants may choose the same id.
-fn journal_id(caller: &Caller, id: &str) -> String {
-    match caller.tenant() {
-        "" => id.to_owned(),
-        tenant => format!("{tenant}/{id}"),
+            || self.journal.as_ref().is_some_and(|journal| journal.abort(&caller.qualified(id)))
     }
 }
 
