@@ -102,7 +102,7 @@ impl Pack {
         ] {
             write_script(&dir.join(name), script);
         }
-        fs::copy(env!("CARGO_BIN_EXE_xtask"), dir.join("xtask")).unwrap();
+        copy_program(env!("CARGO_BIN_EXE_xtask").as_ref(), &dir.join("xtask"));
         fs::write(dir.join("commit"), "abc1234\n").unwrap();
         Pack(dir)
     }
@@ -129,8 +129,16 @@ impl Drop for Pack {
 }
 
 fn write_script(path: &Path, script: &str) {
-    fs::write(path, format!("#!/bin/sh\n{script}\n")).unwrap();
-    fs::set_permissions(path, fs::Permissions::from_mode(0o755)).unwrap();
+    let source = path.with_extension("sh");
+    fs::write(&source, format!("#!/bin/sh\n{script}\n")).unwrap();
+    fs::set_permissions(&source, fs::Permissions::from_mode(0o755)).unwrap();
+    copy_program(&source, path);
+}
+
+/// Copies by a process of its own: a program that this process has open for writing is inherited by the children that
+/// other tests fork meanwhile, and does not run ("text file busy") until they have called exec.
+fn copy_program(from: &Path, to: &Path) {
+    assert!(Command::new("cp").args([from, to]).status().unwrap().success());
 }
 
 fn said(output: &Output) -> String {
