@@ -32,6 +32,7 @@ use clap::{Args, Subcommand, ValueEnum};
 use serde_json::{Map, Value};
 use tokio_util::sync::CancellationToken;
 
+pub use self::stats::Summary;
 use self::{
     drive::Load,
     progress::Progress,

@@ -5,19 +5,26 @@ use serde::Serialize;
 
 /// The shape of a sample. Percentiles interpolate linearly between the two nearest ranks, as numpy's do.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
-pub(crate) struct Summary {
-    pub(crate) count: usize,
-    pub(crate) mean: f64,
-    pub(crate) p50: f64,
-    pub(crate) p90: f64,
-    pub(crate) p95: f64,
-    pub(crate) p99: f64,
-    pub(crate) max: f64,
+pub struct Summary {
+    /// Values in the sample.
+    pub count: usize,
+    /// Their mean.
+    pub mean: f64,
+    /// The median.
+    pub p50: f64,
+    /// The 90th percentile.
+    pub p90: f64,
+    /// The 95th percentile.
+    pub p95: f64,
+    /// The 99th percentile.
+    pub p99: f64,
+    /// The largest value.
+    pub max: f64,
 }
 
 impl Summary {
     /// `None` for an empty sample.
-    pub(crate) fn of(mut sample: Vec<f64>) -> Option<Self> {
+    pub fn of(mut sample: Vec<f64>) -> Option<Self> {
         sample.sort_by(f64::total_cmp);
         Some(Self {
             count: sample.len(),

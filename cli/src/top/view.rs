@@ -1,5 +1,6 @@
 //! A [`State`] on the screen: a line about the router, its workers, the time to first tokens, the requests that have ended.
 
+use baton_bench::Summary;
 use ratatui::{
     Frame,
     layout::{Constraint, Layout},
@@ -8,7 +9,7 @@ use ratatui::{
     widgets::{Block, Cell, Row, Sparkline, Table},
 };
 
-use super::state::{Connection, Request, State, Worker, percentile};
+use super::state::{Connection, Request, State, Worker};
 
 /// Cells of the bar that shows KV in use.
 const BAR: usize = 16;
@@ -90,11 +91,11 @@ fn worker_row(worker: &Worker) -> Row<'static> {
 }
 
 fn latency_title(ttfts: &[f64]) -> String {
-    match (percentile(ttfts, 0.5), percentile(ttfts, 0.99)) {
-        (Some(p50), Some(p99)) => {
-            format!("TTFT of the last {}: p50 {}, p99 {}", ttfts.len(), millis(p50), millis(p99))
+    match Summary::of(ttfts.to_vec()) {
+        Some(ttft) => {
+            format!("TTFT of the last {}: p50 {}, p99 {}", ttft.count, millis(ttft.p50), millis(ttft.p99))
         }
-        _ => "TTFT: no request has ended yet".to_owned(),
+        None => "TTFT: no request has ended yet".to_owned(),
     }
 }
 
