@@ -2,8 +2,10 @@
 //!
 //! Each channel is bounded by what its request can produce, so the engine thread never waits for a reader. It ends
 //! with exactly one terminal event: a `Sink` that is dropped without one sends [`EngineError::ShuttingDown`].
+//!
+//! An event carries the time of the engine's thread: its reader runs when it gets a processor.
 
-use std::ops::Range;
+use std::{ops::Range, time::Instant};
 
 use baton_grammar::GrammarError;
 use baton_kv_cache::BlockId;
@@ -12,6 +14,8 @@ use tokio::sync::mpsc;
 use baton_model_spec::SampledToken;
 use baton_request::FinishReason;
 use baton_sampler::ScoredToken;
+
+use crate::streams::StampedEvents;
 
 /// An event of a sequence that decodes.
 #[derive(Clone, Debug, PartialEq)]
@@ -112,7 +116,8 @@ pub enum EngineError {
 #[derive(Debug)]
 pub(crate) struct Sink<E: Event> {
     /// `None` after the terminal event.
-    events: Option<mpsc::Sender<E>>,
+    events: Option<mpsc::Sender<(Instant, E)>>,
+    clock: fn() -> Instant,
 }
 
 pub(crate) trait Event {
@@ -134,20 +139,20 @@ impl Event for PrefillEvent {
 impl<E: Event> Sink<E> {
     /// A sink and its reader. `max_events` is the largest number of events that can be sent, the terminal one
     /// included.
-    pub(crate) fn new(max_events: usize) -> (Sink<E>, mpsc::Receiver<E>) {
+    pub(crate) fn new(max_events: usize, clock: fn() -> Instant) -> (Sink<E>, StampedEvents<E>) {
         let (sender, receiver) = mpsc::channel(max_events);
-        (Sink { events: Some(sender) }, receiver)
+        (Sink { events: Some(sender), clock }, StampedEvents::new(receiver, clock()))
     }
 
     pub(crate) fn send(&self, event: E) {
         if let Some(events) = &self.events {
-            put(events, event);
+            put(events, (self.clock)(), event);
         }
     }
 
     pub(crate) fn end(mut self, event: E) {
         if let Some(events) = self.events.take() {
-            put(&events, event);
+            put(&events, (self.clock)(), event);
         }
     }
 }
@@ -156,14 +161,14 @@ impl<E: Event> Drop for Sink<E> {
     fn drop(&mut self) {
         if let Some(events) = self.events.take() {
             // Invariant 2: a request that ends without a terminal event gets this one, also when the engine stops or panics.
-            put(&events, E::failed(EngineError::ShuttingDown));
+            put(&events, (self.clock)(), E::failed(EngineError::ShuttingDown));
         }
     }
 }
 
-fn put<E>(events: &mpsc::Sender<E>, event: E) {
+fn put<E>(events: &mpsc::Sender<(Instant, E)>, now: Instant, event: E) {
     // A closed channel has no reader any more. Its cancellation is on the way.
-    let result = events.try_send(event);
+    let result = events.try_send((now, event));
     debug_assert!(
         !matches!(result, Err(mpsc::error::TrySendError::Full(_))),
         "a stream holds everything its request can produce"
