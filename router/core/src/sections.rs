@@ -75,6 +75,8 @@ mod tests {
     }
 
     proptest! {
+        #![proptest_config(ProptestConfig::with_cases(64))]
+
         #[test]
         fn a_text_has_the_same_bounds_wherever_it_is(
             text in vec(0u32..50, 0..1500), before in vec(0u32..50, 0..200), after in vec(0u32..50, 0..200),
