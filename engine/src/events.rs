@@ -5,7 +5,11 @@
 //!
 //! An event carries the time of the engine's thread: its reader runs when it gets a processor.
 
-use std::{ops::Range, time::Instant};
+use std::{
+    ops::Range,
+    task::{Context, Poll, ready},
+    time::Instant,
+};
 
 use baton_grammar::GrammarError;
 use baton_kv_cache::BlockId;
@@ -14,8 +18,6 @@ use tokio::sync::mpsc;
 use baton_model_spec::SampledToken;
 use baton_request::FinishReason;
 use baton_sampler::ScoredToken;
-
-use crate::streams::StampedEvents;
 
 /// An event of a sequence that decodes.
 #[derive(Clone, Debug, PartialEq)]
@@ -120,6 +122,26 @@ pub(crate) struct Sink<E: Event> {
     clock: fn() -> Instant,
 }
 
+/// The reader of a [`Sink`].
+#[derive(Debug)]
+pub(crate) struct StampedEvents<E> {
+    events: mpsc::Receiver<(Instant, E)>,
+    sent_at: Instant,
+}
+
+impl<E> StampedEvents<E> {
+    pub(crate) fn poll_next(&mut self, cx: &mut Context<'_>) -> Poll<Option<E>> {
+        let Some((sent_at, event)) = ready!(self.events.poll_recv(cx)) else { return Poll::Ready(None) };
+        self.sent_at = sent_at;
+        Poll::Ready(Some(event))
+    }
+
+    /// When the newest event was sent.
+    pub(crate) fn sent_at(&self) -> Instant {
+        self.sent_at
+    }
+}
+
 pub(crate) trait Event {
     fn failed(error: EngineError) -> Self;
 }
@@ -141,7 +163,7 @@ impl<E: Event> Sink<E> {
     /// included.
     pub(crate) fn new(max_events: usize, clock: fn() -> Instant) -> (Sink<E>, StampedEvents<E>) {
         let (sender, receiver) = mpsc::channel(max_events);
-        (Sink { events: Some(sender), clock }, StampedEvents::new(receiver, clock()))
+        (Sink { events: Some(sender), clock }, StampedEvents { events: receiver, sent_at: clock() })
     }
 
     pub(crate) fn send(&self, event: E) {

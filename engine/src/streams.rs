@@ -2,36 +2,14 @@
 
 use std::{
     future::poll_fn,
-    task::{Context, Poll, ready},
+    task::{Context, Poll},
     time::Instant,
 };
 
-use tokio::sync::mpsc;
-
 use crate::{
     command::DropCommand,
-    events::{PrefillEvent, TokenEvent},
+    events::{PrefillEvent, StampedEvents, TokenEvent},
 };
-
-/// Events that were sent by a [`Sink`](crate::events::Sink).
-#[derive(Debug)]
-pub(crate) struct StampedEvents<E> {
-    events: mpsc::Receiver<(Instant, E)>,
-    sent_at: Instant,
-}
-
-impl<E> StampedEvents<E> {
-    /// `now`: before the first event.
-    pub(crate) fn new(events: mpsc::Receiver<(Instant, E)>, now: Instant) -> StampedEvents<E> {
-        StampedEvents { events, sent_at: now }
-    }
-
-    fn poll_next(&mut self, cx: &mut Context<'_>) -> Poll<Option<E>> {
-        let Some((sent_at, event)) = ready!(self.events.poll_recv(cx)) else { return Poll::Ready(None) };
-        self.sent_at = sent_at;
-        Poll::Ready(Some(event))
-    }
-}
 
 /// The events of a sequence that decodes. Dropping the stream cancels the sequence. Its blocks are free at the next
 /// step.
@@ -54,7 +32,7 @@ impl TokenStream {
 
     /// When the engine sent the newest event, by its clock. A reader may be late.
     pub fn sent_at(&self) -> Instant {
-        self.events.sent_at
+        self.events.sent_at()
     }
 }
 
@@ -78,6 +56,6 @@ impl PrefillEvents {
 
     /// When the engine sent the newest event, by its clock. A reader may be late.
     pub fn sent_at(&self) -> Instant {
-        self.events.sent_at
+        self.events.sent_at()
     }
 }
