@@ -76,6 +76,9 @@ pub(crate) struct RoutingArgs {
     /// Seconds for which a stream that no client reads can be resumed.
     #[arg(long, value_name = "SECONDS", default_value_t = 3600, value_parser = at_least_one, env = "BATON_DURABLE_TTL")]
     pub durable_ttl: usize,
+    /// Blend texts that earlier prompts had, too, as if clients had marked them. Workers blend with --blend auto.
+    #[arg(long, env = "BATON_FIND_PASSAGES")]
+    pub find_passages: bool,
     /// What becomes of request fields that no API knows: refuse (400, with the nearest name) or ignore.
     #[arg(long, value_enum, default_value_t = UnknownFieldsChoice::Refuse, env = "BATON_UNKNOWN_FIELDS")]
     pub unknown_fields: UnknownFieldsChoice,
@@ -150,6 +153,7 @@ impl RoutingArgs {
             UnknownFieldsChoice::Refuse => UnknownFields::Refuse,
             UnknownFieldsChoice::Ignore => UnknownFields::Ignore,
         };
+        config.find_passages = self.find_passages;
         config.tool_format = self.tool_format;
         config.durable = self.durable.map(|dir| JournalConfig {
             dir,
@@ -180,6 +184,7 @@ impl RoutingArgs {
             durable,
             durable_size,
             durable_ttl,
+            find_passages,
         } = self;
         let name = |value: Option<PossibleValue>| value.expect("no choice is hidden").get_name().to_owned();
         let mut flags = vec![
@@ -195,6 +200,7 @@ impl RoutingArgs {
         flags.extend(slo_tpot.map(|ms| format!("--slo-tpot={ms}")));
         flags.extend(tool_format.map(|format| format!("--tool-format={}", format.name())));
         flags.extend(api_keys.as_ref().map(|file| format!("--api-keys={}", file.display())));
+        flags.extend(find_passages.then(|| "--find-passages".to_owned()));
         flags.extend(public_metrics.then(|| "--public-metrics".to_owned()));
         if let Some(dir) = durable {
             flags.push(format!("--durable={}", dir.display()));

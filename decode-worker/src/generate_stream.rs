@@ -1,8 +1,11 @@
 //! The stream that a router reads: token events, then exactly one terminal event. Dropping it cancels the request.
 
-use std::sync::{
-    Arc,
-    atomic::{AtomicU64, Ordering},
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::Instant,
 };
 
 use baton_engine::{Request, SampledToken, TokenEvent, TokenStream};
@@ -165,7 +168,7 @@ impl GenerateStream {
                             if let Some(reason) = finish {
                                 self.source = TokenSource::End(reason);
                             }
-                            return Some(self.token(&token));
+                            return Some(self.token(&token, Instant::now()));
                         }
                         Some(RemotePrefillEvent::Decoding { tokens, exposed, transport }) => {
                             self.notes.exposed = Some(exposed);
@@ -190,9 +193,10 @@ impl GenerateStream {
                             return Some(leaving_event());
                         }
                     };
+                    let sent_at = tokens.sent_at();
                     match event {
                         Some(TokenEvent::Started { cached_tokens }) => {
-                            self.clock.admitted();
+                            self.clock.admitted(sent_at);
                             self.notes.cached_tokens = Some(cached_tokens);
                         }
                         Some(TokenEvent::Scored { first_idx, tokens }) => {
@@ -202,7 +206,7 @@ impl GenerateStream {
                             self.notes.blended_tokens = reused_tokens;
                         }
                         Some(TokenEvent::Verified(drafts)) => self.notes.drafts = drafts,
-                        Some(TokenEvent::Token(token)) => return Some(self.token(&token)),
+                        Some(TokenEvent::Token(token)) => return Some(self.token(&token, sent_at)),
                         Some(TokenEvent::Finished(reason)) => return Some(self.finish(reason)),
                         Some(TokenEvent::Failed(error)) => return Some(self.fail(engine_failure(&error))),
                         None => {
@@ -223,11 +227,11 @@ impl GenerateStream {
         }
     }
 
-    fn token(&mut self, token: &SampledToken) -> GenerateEvent {
+    fn token(&mut self, token: &SampledToken, sampled: Instant) -> GenerateEvent {
         if let Some(save) = &mut self.save {
             save.push(token.id);
         }
-        let pace = self.clock.token();
+        let pace = self.clock.token(sampled);
         self.notes.pace = self.notes.pace.or(pace);
         token_event(token, std::mem::take(&mut self.notes))
     }

@@ -211,11 +211,12 @@ impl RemotePrefillDriver {
 
     /// Sends the first token to the router, with the finish reason if the token ends the request.
     fn forward(&mut self, first: FirstToken) -> Option<FinishReason> {
-        let FirstToken { token, cached_tokens, blended_tokens } = first;
+        let FirstToken { token, cached_tokens, blended_tokens, pace } = first;
         let context_length = self.side.worker().engine().context_length();
         let num_output_tokens = self.request.output.len() + 1;
         let finish = self.request.finish_after(num_output_tokens, token.id, context_length);
-        let pace = PromptPace::new(self.started, self.computing, Instant::now());
+        // Older prefill workers do not say it.
+        let pace = pace.unwrap_or_else(|| PromptPace::new(self.started, self.computing, Instant::now()));
         let event =
             RemotePrefillEvent::First { token: token.clone(), cached_tokens, blended_tokens, pace, finish };
         self.send_event(event);

@@ -36,7 +36,7 @@ pub struct EngineConfig {
     pub grammars: Option<Arc<GrammarCompiler>>,
     /// How prompts with passages are blended; `None`: they are computed in full.
     pub blending: Option<BlendConfig>,
-    /// [`Instant::now`]. Measures steps; tokens do not depend on it.
+    /// [`Instant::now`]. Measures steps and stamps events; tokens do not depend on it.
     pub clock: fn() -> Instant,
     /// How long the calling thread has waited for a processor since it began. The waits of the engine's thread are no part of
     /// what steps take.

@@ -2,8 +2,14 @@
 //!
 //! Each channel is bounded by what its request can produce, so the engine thread never waits for a reader. It ends
 //! with exactly one terminal event: a `Sink` that is dropped without one sends [`EngineError::ShuttingDown`].
+//!
+//! An event carries the time of the engine's thread: its reader runs when it gets a processor.
 
-use std::ops::Range;
+use std::{
+    ops::Range,
+    task::{Context, Poll, ready},
+    time::Instant,
+};
 
 use baton_grammar::GrammarError;
 use baton_kv_cache::BlockId;
@@ -112,7 +118,28 @@ pub enum EngineError {
 #[derive(Debug)]
 pub(crate) struct Sink<E: Event> {
     /// `None` after the terminal event.
-    events: Option<mpsc::Sender<E>>,
+    events: Option<mpsc::Sender<(Instant, E)>>,
+    clock: fn() -> Instant,
+}
+
+/// The reader of a [`Sink`].
+#[derive(Debug)]
+pub(crate) struct StampedEvents<E> {
+    events: mpsc::Receiver<(Instant, E)>,
+    sent_at: Instant,
+}
+
+impl<E> StampedEvents<E> {
+    pub(crate) fn poll_next(&mut self, cx: &mut Context<'_>) -> Poll<Option<E>> {
+        let Some((sent_at, event)) = ready!(self.events.poll_recv(cx)) else { return Poll::Ready(None) };
+        self.sent_at = sent_at;
+        Poll::Ready(Some(event))
+    }
+
+    /// When the newest event was sent.
+    pub(crate) fn sent_at(&self) -> Instant {
+        self.sent_at
+    }
 }
 
 pub(crate) trait Event {
@@ -134,20 +161,20 @@ impl Event for PrefillEvent {
 impl<E: Event> Sink<E> {
     /// A sink and its reader. `max_events` is the largest number of events that can be sent, the terminal one
     /// included.
-    pub(crate) fn new(max_events: usize) -> (Sink<E>, mpsc::Receiver<E>) {
+    pub(crate) fn new(max_events: usize, clock: fn() -> Instant) -> (Sink<E>, StampedEvents<E>) {
         let (sender, receiver) = mpsc::channel(max_events);
-        (Sink { events: Some(sender) }, receiver)
+        (Sink { events: Some(sender), clock }, StampedEvents { events: receiver, sent_at: clock() })
     }
 
     pub(crate) fn send(&self, event: E) {
         if let Some(events) = &self.events {
-            put(events, event);
+            put(events, (self.clock)(), event);
         }
     }
 
     pub(crate) fn end(mut self, event: E) {
         if let Some(events) = self.events.take() {
-            put(&events, event);
+            put(&events, (self.clock)(), event);
         }
     }
 }
@@ -156,14 +183,14 @@ impl<E: Event> Drop for Sink<E> {
     fn drop(&mut self) {
         if let Some(events) = self.events.take() {
             // Invariant 2: a request that ends without a terminal event gets this one, also when the engine stops or panics.
-            put(&events, E::failed(EngineError::ShuttingDown));
+            put(&events, (self.clock)(), E::failed(EngineError::ShuttingDown));
         }
     }
 }
 
-fn put<E>(events: &mpsc::Sender<E>, event: E) {
+fn put<E>(events: &mpsc::Sender<(Instant, E)>, now: Instant, event: E) {
     // A closed channel has no reader any more. Its cancellation is on the way.
-    let result = events.try_send(event);
+    let result = events.try_send((now, event));
     debug_assert!(
         !matches!(result, Err(mpsc::error::TrySendError::Full(_))),
         "a stream holds everything its request can produce"

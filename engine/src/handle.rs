@@ -123,7 +123,7 @@ impl EngineHandle {
     /// # Errors
     /// When the request is invalid, the queue is full, or the engine ends.
     pub fn generate(&self, request: Request) -> Result<TokenStream, SubmitError> {
-        let (sink, events) = Sink::new(self.max_token_events(&request));
+        let (sink, events) = Sink::new(self.max_token_events(&request), self.state.config.clock);
         let cancel =
             self.submit(request, SequenceRole::Generate, ReplyChannel::Tokens(sink), Command::Cancel)?;
         Ok(TokenStream { events, _cancel: cancel })
@@ -138,7 +138,7 @@ impl EngineHandle {
         let layout = self.state.storage.layout();
         // One event for each piece, one for the cached prefix, `Started`, `Blended`, and the terminal one.
         let num_pieces = layout.num_blocks_for(request.num_known_tokens()) * layout.num_layers;
-        let (sink, events) = Sink::new(num_pieces + 4);
+        let (sink, events) = Sink::new(num_pieces + 4, self.state.config.clock);
         let cancel =
             self.submit(request, SequenceRole::Prefill, ReplyChannel::Prefill(sink), Command::Cancel)?;
         let owner = DropCommand::new(cancel.id, self.state.commands.clone(), Command::Release);
@@ -177,7 +177,7 @@ impl EngineHandle {
             );
         }
         let id = reservation.owner.id;
-        let (sink, events) = Sink::new(reservation.max_events);
+        let (sink, events) = Sink::new(reservation.max_events, self.state.config.clock);
         self.send(Command::Decode { id, first, sink })?;
         reservation.owner.disarm();
         let cancel = DropCommand::new(id, self.state.commands.clone(), Command::Cancel);

@@ -12,7 +12,7 @@ use std::{
 };
 
 use baton_cost::{StepLine, StepWork};
-use baton_engine::EngineConfig;
+use baton_engine::{EngineConfig, PrefillEvent, TokenEvent, TokenStream};
 
 use support::{config, engine, engine_with_hook, request};
 
@@ -115,4 +115,48 @@ async fn waits_for_a_processor_lengthen_what_clients_see_and_not_what_steps_take
 async fn without_a_prior_nothing_is_claimed_before_the_first_step() {
     let (_, engine) = engine(config());
     assert_eq!(engine.pace().step, None);
+}
+
+#[tokio::test]
+async fn events_have_the_time_of_the_engine_however_late_they_are_read() {
+    static MILLIS: AtomicU64 = AtomicU64::new(0);
+    fn clock() -> Instant {
+        static START: LazyLock<Instant> = LazyLock::new(Instant::now);
+        *START + Duration::from_millis(MILLIS.load(Ordering::Relaxed))
+    }
+    /// The time of each event, from `start` on.
+    async fn times(mut stream: TokenStream, start: Instant) -> Vec<(&'static str, u128)> {
+        let mut times = Vec::new();
+        while let Some(event) = stream.next().await {
+            let name = match event {
+                TokenEvent::Started { .. } => "started",
+                TokenEvent::Token(_) => "token",
+                _ => "finished",
+            };
+            times.push((name, (stream.sent_at() - start).as_millis()));
+        }
+        times
+    }
+    // The prompt takes two steps.
+    let config = EngineConfig { clock, token_budget: 16, ..config() };
+    let (_, engine) = engine_with_hook(config, move |_| {
+        MILLIS.fetch_add(10, Ordering::Relaxed);
+        Ok(())
+    });
+    let start = clock();
+    let stream = engine.generate(request(&[1; 20], 2)).expect("accepted");
+    let (prefill, _blocks) = engine.prefill(request(&[2; 20], 1)).expect("accepted");
+    // The reader comes after an hour.
+    engine.generate_all(request(&[3; 4], 5)).await;
+    let computed = MILLIS.fetch_add(3_600_000, Ordering::Relaxed);
+    let times = times(stream, start).await;
+    assert_eq!(times[..2], [("started", 0), ("token", 20)]);
+    assert!(times[2..].iter().all(|&(_, millis)| millis <= computed.into()), "{times:?}");
+    let mut prefill = prefill;
+    let mut last = None;
+    while let Some(event) = prefill.next().await {
+        last = Some((event, (prefill.sent_at() - start).as_millis()));
+    }
+    let (event, millis) = last.expect("a first token");
+    assert!(matches!(event, PrefillEvent::FirstToken(_)) && millis <= computed.into(), "{event:?} {millis}");
 }

@@ -421,7 +421,12 @@ impl Prefill {
             PrefillStep::FirstToken if self.is_computing && self.num_layers_ready > LAYOUT.num_layers => {
                 self.is_computing = false;
                 let token = baton_engine::SampledToken { id: 1, logprobs: None };
-                Give::Engine(C::FirstToken(FirstToken { token, cached_tokens: 0, blended_tokens: 0 }))
+                Give::Engine(C::FirstToken(FirstToken {
+                    token,
+                    cached_tokens: 0,
+                    blended_tokens: 0,
+                    pace: None,
+                }))
             }
             PrefillStep::Fail if self.is_computing => {
                 self.is_computing = false;

@@ -189,10 +189,11 @@ impl ComputedHandoffDriver {
 
     fn engine_event(&mut self, event: Option<PrefillEvent>) -> ComputeInput<FirstToken> {
         let Prompt::Computing(computing) = &mut self.prompt else { return ComputeInput::Progress };
+        let sent_at = computing.events.sent_at();
         let failure = match event {
             Some(PrefillEvent::Started { cached_tokens }) => {
                 computing.cached_tokens = cached_tokens;
-                self.clock.admitted();
+                self.clock.admitted(sent_at);
                 return ComputeInput::Started;
             }
             Some(PrefillEvent::Blended { reused_tokens }) => {
@@ -202,15 +203,15 @@ impl ComputedHandoffDriver {
             Some(PrefillEvent::Ready { layers, first_block_idx, blocks }) => {
                 computing.num_ready += 1;
                 if layers.end == self.num_layers {
-                    self.clock.chunk(first_block_idx + blocks.len());
+                    self.clock.chunk(sent_at, first_block_idx + blocks.len());
                 }
                 return ComputeInput::Ready { layers, first_block_idx, blocks };
             }
             Some(PrefillEvent::FirstToken(token)) => {
                 let &mut Computing { cached_tokens, blended_tokens, .. } = computing;
-                self.clock.token();
+                let pace = self.clock.token(sent_at);
                 self.prompt.stop_computing();
-                return ComputeInput::FirstToken(FirstToken { token, cached_tokens, blended_tokens });
+                return ComputeInput::FirstToken(FirstToken { token, cached_tokens, blended_tokens, pace });
             }
             Some(PrefillEvent::Failed(error)) => engine_failure(&error),
             None => Failure::new(FailureKind::Internal, "the engine ended the request without an outcome"),

@@ -106,6 +106,29 @@ impl From<&Request> for worker::GenerateRequest {
     }
 }
 
+/// A message of a request lacks a field that every request has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{0} is missing")]
+pub struct MissingField(pub &'static str);
+
+/// What a request asks for is checked where it is served ([`Request::validate`]).
+impl TryFrom<&worker::GenerateRequest> for Request {
+    type Error = MissingField;
+
+    fn try_from(message: &worker::GenerateRequest) -> Result<Request, MissingField> {
+        Ok(Request {
+            id: message.request_id.clone(),
+            prompt: message.prompt_token_ids.as_slice().into(),
+            output: message.output_token_ids.clone(),
+            sampling: message.sampling.as_ref().ok_or(MissingField("sampling"))?.into(),
+            priority: message.priority,
+            cache_salt: message.cache_salt.clone(),
+            speculation: message.speculation_mode().into(),
+            blend: message.blend.as_ref().map(BlendMarks::from),
+        })
+    }
+}
+
 impl From<&BlendMarks> for worker::Blend {
     fn from(marks: &BlendMarks) -> worker::Blend {
         // A position that does not fit is beyond every prompt: it is refused where it arrives.
@@ -276,11 +299,12 @@ mod tests {
             blend: Some(BlendMarks { passages: vec![0..1, 1..2], ratio: Some(0.25) }),
         };
         let message = worker::GenerateRequest::from(&request);
-        assert_eq!(SamplingParams::from(message.sampling.as_ref().unwrap()), request.sampling);
-        assert_eq!(SpeculationMode::from(message.speculation_mode()), request.speculation);
-        assert_eq!(message.priority, request.priority);
-        assert_eq!(message.blend.as_ref().map(BlendMarks::from), request.blend);
-        assert_eq!((message.prompt_token_ids, message.output_token_ids), (vec![1, 2], vec![3]));
+        assert_eq!(
+            format!("{:?}", Request::try_from(&message)),
+            format!("{:?}", Ok::<_, MissingField>(request))
+        );
+        let message = worker::GenerateRequest { sampling: None, ..message };
+        assert_eq!(Request::try_from(&message).unwrap_err().to_string(), "sampling is missing");
     }
 
     #[test]

@@ -81,6 +81,32 @@ async fn documents_in_another_order_are_blended_and_change_only_the_time() {
 }
 
 #[tokio::test]
+async fn texts_that_earlier_prompts_had_are_found_without_marks_and_blended() {
+    let cluster = Cluster::new().router_flags("--find-passages").worker_flags(BLENDING).start().await;
+    let body = |order: &[usize], blend: Value, salt: &str| {
+        let texts: Vec<String> = order.iter().map(|&idx| filler(idx, 220)).collect();
+        let content = format!("{}\n\nWhat does the old house keep?", texts.join("\n\n"));
+        json!({"messages": [{"role": "user", "content": content}], "blend": blend, "prefill_mode": "remote",
+               "cache_salt": salt, "temperature": 0, "max_tokens": 24, "ignore_eos": true})
+    };
+    // First seen, then computed on their own, then reused.
+    for order in [[0, 1, 2], [1, 2, 0]] {
+        let (_, num_blended) = answer(&cluster, &body(&order, json!(0.3), "a")).await;
+        assert_eq!(num_blended, 0, "{order:?}");
+    }
+    let (blended, num_blended) = answer(&cluster, &body(&[2, 1, 0], json!(0.3), "a")).await;
+    assert!(num_blended > 100, "{num_blended}");
+    let (again, _) = answer(&cluster, &body(&[2, 1, 0], json!(0.3), "a")).await;
+    assert_eq!(again, blended);
+    let (whole, _) = answer(&cluster, &body(&[0, 2, 1], json!(1.0), "a")).await;
+    let (full, num_full) = answer(&cluster, &body(&[0, 2, 1], json!("off"), "a")).await;
+    assert_eq!((whole, num_full), (full, 0));
+    let (_, num_other) = answer(&cluster, &body(&[2, 1, 0], json!(0.3), "b")).await;
+    assert_eq!(num_other, 0, "another salt has seen nothing");
+    cluster.assert_all_blocks_free().await;
+}
+
+#[tokio::test]
 async fn a_worker_calibrates_with_the_passages_that_it_meets_and_then_blends_by_itself() {
     let cluster = Cluster::new().worker_flags(BLENDING).start().await;
     let began = Instant::now();

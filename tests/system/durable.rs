@@ -34,8 +34,47 @@ fn call(nth: usize, num_next: usize, salt: &str) -> Value {
     })
 }
 
+/// So many completions, and a stream of each other API.
+fn calls(num_streams: usize, salt: &str) -> Vec<(&'static str, Value)> {
+    let completions = (0..num_streams).map(|nth| (PATH, call(nth, NUM_NEXT, salt)));
+    let others = ["/v1/chat/completions", "/v1/responses", "/v1/messages"];
+    completions.chain(others.map(|path| (path, formatted(path, salt)))).collect()
+}
+
+/// The call of another API. Its answer has to match a schema, and would be longer than it may be.
+fn formatted(path: &str, salt: &str) -> Value {
+    let (text, field) = (json!({"type": "string", "minLength": 5000}), "text");
+    let schema = json!({"type": "object", "properties": {field: text}, "required": [field]});
+    let messages = json!([{"role": "user", "content": "Describe the old house as JSON, please."}]);
+    let mut body = match path {
+        "/v1/chat/completions" => {
+            let format = json!({"type": "json_schema", "json_schema": {"name": "house", "schema": schema}});
+            json!({"messages": messages, "response_format": format, "max_tokens": NUM_NEXT})
+        }
+        "/v1/responses" => {
+            let format = json!({"type": "json_schema", "name": "house", "schema": schema});
+            json!({"input": messages, "text": {"format": format}, "max_output_tokens": NUM_NEXT})
+        }
+        _ => {
+            let format = json!({"type": "json_schema", "schema": schema});
+            json!({"messages": messages, "output_config": {"format": format}, "max_tokens": NUM_NEXT})
+        }
+    };
+    for (field, value) in [("stream", json!(true)), ("temperature", json!(0)), ("cache_salt", json!(salt))] {
+        body[field] = value;
+    }
+    body
+}
+
+/// Whether an event ends its stream.
+fn is_last(data: &str) -> bool {
+    let ends = ["\"message_stop\"", "\"response.completed\"", "\"response.incomplete\""];
+    data == "[DONE]" || ends.iter().any(|end| data.contains(&format!("\"type\":{end}")))
+}
+
 /// A stream as far as its client has read it.
 struct Reader {
+    path: &'static str,
     events: Events,
     /// Of the newest event.
     last_id: String,
@@ -45,7 +84,11 @@ struct Reader {
 
 impl Reader {
     async fn begin(http: &Http, body: &Value) -> anyhow::Result<Reader> {
-        Ok(Reader { events: http.stream(PATH, body).await?, last_id: String::new(), data: Vec::new() })
+        Reader::begin_at(PATH, http, body).await
+    }
+
+    async fn begin_at(path: &'static str, http: &Http, body: &Value) -> anyhow::Result<Reader> {
+        Ok(Reader { path, events: http.stream(path, body).await?, last_id: String::new(), data: Vec::new() })
     }
 
     /// Reads up to so many events; whether the stream goes on.
@@ -58,20 +101,12 @@ impl Reader {
             let is_same = self.last_id.is_empty() || self.last_id.starts_with(answer_id);
             anyhow::ensure!(is_same, "{id} after {}", self.last_id);
             self.last_id = id;
-            if data == "[DONE]" {
-                self.data.push(data);
+            anyhow::ensure!(!data.starts_with("{\"error\""), "{data}");
+            let is_last = is_last(&data);
+            self.data.push(plain(&self.last_id, data));
+            if is_last {
                 return Ok(false);
             }
-            let mut event: Value = serde_json::from_str(&data)?;
-            anyhow::ensure!(event.get("error").is_none(), "{event}");
-            for field in ["id", "created"] {
-                event[field].take();
-            }
-            // What was cached differs with what ran before.
-            if let Some(usage) = event.get_mut("usage").and_then(Value::as_object_mut) {
-                usage.remove("prompt_tokens_details");
-            }
-            self.data.push(event.to_string());
         }
         Ok(true)
     }
@@ -85,9 +120,26 @@ impl Reader {
     async fn resume(self, http: &Http, body: Option<&Value>) -> anyhow::Result<Reader> {
         let (answer_id, _) = self.last_id.rsplit_once(':').expect("an answer and a number");
         let stream = format!("/v1/streams/{answer_id}");
-        let path = if body.is_some() { PATH } else { &stream };
+        let path = if body.is_some() { self.path } else { &stream };
         Ok(Reader { events: http.resume(path, &self.last_id, body).await?, ..self })
     }
+}
+
+/// The data of an event, without what differs between equal answers.
+fn plain(id: &str, data: String) -> String {
+    let Ok(mut event) = serde_json::from_str::<Value>(&data) else { return data };
+    for time in ["/created", "/response/created_at"] {
+        event.pointer_mut(time).map(Value::take);
+    }
+    // What was cached differs with what ran before.
+    for usage in ["/usage", "/message/usage", "/response/usage"] {
+        if let Some(usage) = event.pointer_mut(usage).and_then(Value::as_object_mut) {
+            usage.retain(|name, _| matches!(name.as_str(), "completion_tokens" | "output_tokens"));
+        }
+    }
+    // Ids of parts of an answer begin with its own.
+    let unique = id.rsplit_once(':').and_then(|(id, _)| id.split_once(['-', '_'])).map_or("", |(_, id)| id);
+    event.to_string().replace(unique, "")
 }
 
 fn flags(dir: &Path, name: &str, size: &str) -> String {
@@ -112,30 +164,30 @@ async fn journal(cluster: &Cluster, count: &str) -> f64 {
     sum_metric(&text, &format!("baton_journal_{count}"), &[])
 }
 
-/// Kills everything under so many streams, starts it again and resumes them all.
+/// Kills everything under so many completions and a stream of each other API, starts it again and resumes them all.
 async fn survive(num_streams: usize, size: &str) {
     let dir = tempfile::tempdir().expect("a directory");
     let mut cluster = start(dir.path(), size).await;
-    let begin = |nth: usize, salt: &'static str| {
+    let begin = |(path, body): (&'static str, Value)| {
         let http = cluster.http.clone();
-        async move { Reader::begin(&http, &call(nth, NUM_NEXT, salt)).await }
+        async move { Reader::begin_at(path, &http, &body).await }
     };
-    let undisturbed = try_join_all((0..num_streams).map(|nth| {
-        let begun = begin(nth, "undisturbed");
+    let undisturbed = try_join_all(calls(num_streams, "undisturbed").into_iter().map(|call| {
+        let begun = begin(call);
         async move { begun.await?.finish().await }
     }));
     let undisturbed = undisturbed.await.expect("nothing disturbs them");
 
     let saved_before = num_saved(&cluster).await;
-    let readers = try_join_all((0..num_streams).map(|nth| {
-        let begun = begin(nth, "cut");
+    let readers = try_join_all(calls(num_streams, "cut").into_iter().enumerate().map(|(nth, call)| {
+        let begun = begin(call);
         async move {
             let mut reader = begun.await?;
             reader.read(5 + nth % 7).await?;
             anyhow::Ok(reader)
         }
     }));
-    let readers = readers.await.expect("they begin");
+    let mut readers = readers.await.expect("they begin");
     eventually("prompts that are saved", Duration::from_secs(60), async || {
         (num_saved(&cluster).await - saved_before >= (num_streams * NUM_BLOCKS) as f64).then_some(())
     })
@@ -147,21 +199,24 @@ async fn survive(num_streams: usize, size: &str) {
         cluster.start_again(name);
     }
     cluster.wait_for_workers(1, 1).await;
-    assert_eq!(
-        journal(&cluster, "parked").await + journal(&cluster, "ended").await,
-        2.0 * num_streams as f64
-    );
-    assert_eq!(journal(&cluster, "parked").await, num_streams as f64, "all were cut off in the middle");
+    let num_cut = readers.len() as f64;
+    assert_eq!(journal(&cluster, "parked").await + journal(&cluster, "ended").await, 2.0 * num_cut);
+    assert_eq!(journal(&cluster, "parked").await, num_cut, "all were cut off in the middle");
 
     let began = Instant::now();
-    let resumed = try_join_all(readers.into_iter().enumerate().map(|(nth, reader)| {
-        let (http, body) = (cluster.http.clone(), call(nth, NUM_NEXT, "cut"));
-        async move { reader.resume(&http, (nth % 2 == 0).then_some(&body)).await?.finish().await }
-    }));
-    let resumed = resumed.await.expect("all go on");
-    for (nth, (resumed, undisturbed)) in resumed.iter().zip(&undisturbed).enumerate() {
-        assert_eq!(resumed, undisturbed, "stream {nth}");
-    }
+    let formatted = readers.split_off(num_streams);
+    let resume = async |readers: Vec<Reader>, first: usize| {
+        let calls = calls(num_streams, "cut").into_iter().skip(first);
+        let resumed =
+            try_join_all(readers.into_iter().zip(calls).enumerate().map(|(nth, (reader, (_, body)))| {
+                let http = cluster.http.clone();
+                async move { reader.resume(&http, (nth % 2 == 0).then_some(&body)).await?.finish().await }
+            }));
+        for (resumed, undisturbed) in resumed.await.expect("all go on").iter().zip(&undisturbed[first..]) {
+            assert_eq!(resumed, undisturbed);
+        }
+    };
+    resume(readers, 0).await;
     let num_computed = computed(&cluster, "prefill-0").await + computed(&cluster, "decode-0").await;
     let num_recomputed = num_computed - (num_streams * (NUM_NEXT - 1)) as f64;
     let part = num_recomputed / (num_streams * NUM_TOKENS) as f64;
@@ -171,7 +226,8 @@ async fn survive(num_streams: usize, size: &str) {
         100.0 * part
     );
     assert!(part <= 0.01, "{part}");
-    assert_eq!(journal(&cluster, "resumed_total").await, num_streams as f64);
+    resume(formatted, num_streams).await;
+    assert_eq!(journal(&cluster, "resumed_total").await, num_cut);
     assert_eq!(journal(&cluster, "damaged_total").await, 0.0);
     cluster.assert_all_blocks_free().await;
 }
@@ -218,7 +274,7 @@ async fn clients_that_leave_come_back_and_others_are_refused() {
     let first_events =
         std::mem::replace(&mut first.events, http.resume(PATH, &first.last_id, Some(&body)).await.unwrap());
     assert_eq!(first.finish().await.unwrap(), undisturbed);
-    let mut replaced = Reader { events: first_events, last_id: String::new(), data: Vec::new() };
+    let mut replaced = Reader { path: PATH, events: first_events, last_id: String::new(), data: Vec::new() };
     let mut end = String::new();
     while let Ok((_, data)) = replaced.events.next_event().await {
         end = data;
@@ -227,8 +283,12 @@ async fn clients_that_leave_come_back_and_others_are_refused() {
     // A stream that is complete can be read again, from its beginning, too.
     let again =
         http.resume(&format!("/v1/streams/{answer_id}"), &format!("{answer_id}:0"), None).await.unwrap();
-    let again =
-        Reader { events: again, last_id: format!("{answer_id}:0"), data: vec![undisturbed[0].clone()] };
+    let again = Reader {
+        path: PATH,
+        events: again,
+        last_id: format!("{answer_id}:0"),
+        data: vec![undisturbed[0].clone()],
+    };
     assert_eq!(again.finish().await.unwrap(), undisturbed);
 
     // What does not fit is refused.

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use baton_engine::{DraftCounts, EngineError, SampledToken, ScoredToken, SubmitError, TokenLogprobs};
 use baton_grammar::GrammarError;
-use baton_proto::{v1, worker as proto};
+use baton_proto::{MissingField, v1, worker as proto};
 use baton_request::{BlendMarks, Failure, FailureKind, FinishReason, Request};
 use baton_worker_metrics::PromptPace;
 use tonic::Status;
@@ -34,6 +34,12 @@ pub enum WireError {
     },
 }
 
+impl From<MissingField> for WireError {
+    fn from(MissingField(field): MissingField) -> WireError {
+        WireError::Missing(field)
+    }
+}
+
 impl From<WireError> for Status {
     fn from(error: WireError) -> Status {
         Status::invalid_argument(error.to_string())
@@ -46,17 +52,7 @@ impl From<WireError> for Status {
 /// When the message is not one.
 pub fn request_from_generate(message: &proto::GenerateRequest) -> Result<Request, WireError> {
     check_id("request_id", &message.request_id)?;
-    let sampling = message.sampling.as_ref().ok_or(WireError::Missing("sampling"))?;
-    Ok(Request {
-        id: message.request_id.clone(),
-        prompt: message.prompt_token_ids.as_slice().into(),
-        output: message.output_token_ids.clone(),
-        sampling: sampling.into(),
-        priority: message.priority,
-        cache_salt: message.cache_salt.clone(),
-        speculation: message.speculation_mode().into(),
-        blend: message.blend.as_ref().map(BlendMarks::from),
-    })
+    Ok(Request::try_from(message)?)
 }
 
 /// A request as a decode worker sends it to a prefill worker.

@@ -11,6 +11,7 @@ use baton_handoff::{
 };
 use baton_kv_cache::{BlockId, KvFormat, WireFormat};
 use baton_proto::{kv_format_from_proto, kv_format_to_proto, v1, worker as proto};
+use baton_worker_metrics::PromptPace;
 use proto::{decode_message, prefill_message, transport_offer};
 
 use crate::convert::{WireError, token_from_proto, token_to_proto};
@@ -27,6 +28,8 @@ pub struct FirstToken {
     pub cached_tokens: usize,
     /// Prompt tokens whose KV came from passages that the prefill worker had kept.
     pub blended_tokens: usize,
+    /// How long the prompt took there.
+    pub pace: Option<PromptPace>,
 }
 
 /// What `Begin` carries beside the state machine's own fields.
@@ -193,7 +196,11 @@ pub fn prefill_message_to_proto(message: PrefillMessage<FirstToken>) -> proto::P
         PrefillMessage::Held { num_tokens } => Message::Held(proto::Held { num_tokens: num_tokens as u64 }),
         PrefillMessage::Progress => Message::Progress(proto::Progress {}),
         PrefillMessage::FirstToken(first) => Message::FirstToken(proto::FirstToken {
-            token: Some(token_to_proto(&first.token)),
+            token: Some(proto::Token {
+                queue_seconds: first.pace.map(|pace| pace.queue.as_secs_f64()),
+                prefill_seconds: first.pace.map(|pace| pace.prefill.as_secs_f64()),
+                ..token_to_proto(&first.token)
+            }),
             cached_tokens: u32::try_from(first.cached_tokens).unwrap_or(u32::MAX),
             blended_tokens: u32::try_from(first.blended_tokens).unwrap_or(u32::MAX),
         }),
@@ -218,15 +225,25 @@ pub fn prefill_message_from_proto(
             PrefillMessage::Held { num_tokens: usize::try_from(held.num_tokens).unwrap_or(usize::MAX) }
         }
         Message::Progress(proto::Progress {}) => PrefillMessage::Progress,
-        Message::FirstToken(first) => PrefillMessage::FirstToken(FirstToken {
-            token: token_from_proto(first.token.ok_or(WireError::Missing("token"))?),
-            cached_tokens: first.cached_tokens as usize,
-            blended_tokens: first.blended_tokens as usize,
-        }),
+        Message::FirstToken(first) => {
+            let token = first.token.ok_or(WireError::Missing("token"))?;
+            PrefillMessage::FirstToken(FirstToken {
+                pace: pace_of(&token),
+                token: token_from_proto(token),
+                cached_tokens: first.cached_tokens as usize,
+                blended_tokens: first.blended_tokens as usize,
+            })
+        }
         Message::Written(written) => PrefillMessage::Written(written_from_proto(written)?),
         Message::Stopped(proto::Stopped {}) => PrefillMessage::Stopped,
         Message::Failed(failed) => PrefillMessage::Failed(failed.into()),
     })
+}
+
+/// Durations that are none count as not said.
+fn pace_of(token: &proto::Token) -> Option<PromptPace> {
+    let duration = |seconds: Option<f64>| Duration::try_from_secs_f64(seconds?).ok();
+    Some(PromptPace { queue: duration(token.queue_seconds)?, prefill: duration(token.prefill_seconds)? })
 }
 
 fn written_to_proto(written: Written) -> proto::Written {
@@ -393,6 +410,10 @@ mod tests {
                 token: SampledToken { id: 3, logprobs: None },
                 cached_tokens: 16,
                 blended_tokens: 9,
+                pace: Some(PromptPace {
+                    queue: Duration::from_millis(250),
+                    prefill: Duration::from_millis(500),
+                }),
             }),
             PrefillMessage::Written(Written {
                 generation: Generation(5),

@@ -230,7 +230,7 @@ mod tests {
              --transports tcp,shm --kv-wire int8 --data-listen 127.0.0.2:0 --rdma-listen 127.0.0.3:0 --nixl /n --nccl-listen 127.0.0.4:0 \
              --nccl /c --data-host h --shm-dir /s --handoff-deadline 7 --fetch-deadline 8 --drain-timeout 9 --model-name tiny \
              --slo-ttft 900 --slo-tpot 50 --local-prefill-below 5 --fetch-prefix-from 6 --migration off --max-requests 4 --unknown-fields ignore \
-             --durable /j --durable-size 5M --durable-ttl 77 --cors-origins https://a.example,https://b.example --api-keys /keys --public-metrics --otlp-endpoint http://127.0.0.1:4317 --tls-cert /c --tls-key /k --tls-ca /ca --tls-name baton"
+             --find-passages --durable /j --durable-size 5M --durable-ttl 77 --cors-origins https://a.example,https://b.example --api-keys /keys --public-metrics --otlp-endpoint http://127.0.0.1:4317 --tls-cert /c --tls-key /k --tls-ca /ca --tls-name baton"
                 .split_whitespace(),
         );
         let Command::Up(args) = cli.command else { panic!("not up") };

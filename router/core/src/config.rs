@@ -55,6 +55,8 @@ pub struct RouterConfig {
     pub body_timeout: Duration,
     /// Where streams are journalled, so that they can be resumed; `None`: they end with their connection.
     pub durable: Option<JournalConfig>,
+    /// Whether texts that earlier prompts had, too, are passages without marks of the client.
+    pub find_passages: bool,
     /// What becomes of request fields that no API knows.
     pub unknown_fields: UnknownFields,
     /// How the model writes tool calls; `None`: as its chat template does.
@@ -102,6 +104,7 @@ impl RouterConfig {
             header_timeout: Duration::from_secs(15),
             body_timeout: Duration::from_secs(30),
             durable: None,
+            find_passages: false,
             unknown_fields: UnknownFields::default(),
             tool_format: None,
             cors_origins: Vec::new(),

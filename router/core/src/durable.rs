@@ -79,6 +79,11 @@ impl DurableCall {
 }
 
 impl DurableSession {
+    /// Tokens that are delivered again. They were charged to a key when they were delivered first.
+    pub(crate) fn num_replayed(&self) -> usize {
+        self.replay.as_ref().map_or(0, VecDeque::len)
+    }
+
     /// `None` when there is nothing to deliver again.
     pub(crate) fn replay(&mut self) -> Option<Replayed> {
         if let Some(token) = self.replay.as_mut()?.pop_front() {

@@ -114,6 +114,8 @@ pub struct Events {
     endpoint: &'static str,
     request: Arc<PreparedRequest>,
     is_durable: bool,
+    /// The next tokens that were delivered before, to this client or another connection of it.
+    num_replayed: usize,
     outcome: &'static str,
     /// The client's request, also after its handler has returned.
     span: Span,
@@ -135,6 +137,7 @@ impl Events {
         core.metrics.on_start(usage.prompt_tokens);
         let (n, endpoint) = (request.n, request.endpoint);
         let is_durable = session.is_some();
+        let num_replayed = session.as_ref().map_or(0, DurableSession::num_replayed);
         let trace = TracePoint::of(&Span::current());
         if let Some(trace) = &trace {
             trace.record("tokenise", request.arrival.at, request.tokenised, vec![]);
@@ -170,6 +173,7 @@ impl Events {
             endpoint,
             request,
             is_durable,
+            num_replayed,
             outcome,
             span: Span::current(),
             trace,
@@ -185,7 +189,9 @@ impl Events {
             return None;
         };
         if let Ok(event) = &event {
-            self.request.arrival.caller.charge_output_tokens(event.tokens.len());
+            let num_replayed = event.tokens.len().min(self.num_replayed);
+            self.num_replayed -= num_replayed;
+            self.request.arrival.caller.charge_output_tokens(event.tokens.len() - num_replayed);
         }
         let event = event.and_then(|event| match event.finish {
             Some(Finish { reason: FinishReason::Abort, .. })

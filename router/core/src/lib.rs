@@ -33,6 +33,8 @@ mod planner;
 mod request;
 mod resume;
 mod sampling;
+mod sections;
+mod seen;
 mod state;
 mod stops;
 mod timing;

@@ -165,6 +165,14 @@ pub(crate) fn tokenise(tokenizer: &Tokenizer, prompt: &str) -> Result<TokenisedP
     Ok(tokenised)
 }
 
+/// Whether the token at `idx` ends with an empty line, or contains one.
+pub(crate) fn ends_paragraph(tokenizer: &Tokenizer, ids: &[u32], idx: usize) -> bool {
+    let bytes = |idx: usize| tokenizer.token_bytes(ids[idx]).unwrap_or_default();
+    let token = bytes(idx);
+    let begins_line = || idx > 0 && bytes(idx - 1).ends_with(b"\n");
+    token.windows(2).any(|pair| pair == b"\n\n") || (token.starts_with(b"\n") && begins_line())
+}
+
 fn push_unmarked(text: &mut String, part: &str) {
     text.extend(part.chars().filter(|&char| !is_mark(char)));
 }
@@ -198,6 +206,23 @@ mod tests {
             }
             assert_eq!(found, expected);
             assert_eq!(tokenizer.decode(&ids, false), prompt.replace(is_mark, ""));
+        }
+    }
+
+    #[test]
+    fn paragraphs_end_with_an_empty_line_however_it_is_tokenised() {
+        let tokenizer = tokenizer();
+        for (text, num_ends) in
+            [("One.\n\nTwo.\n\nThree", 2), ("One\nTwo\n", 0), ("a\n \nb", 0), ("\n", 0), ("", 0)]
+        {
+            let ids = tokenizer.encode(text, false).unwrap();
+            // Each alone, as in vocabularies without such tokens.
+            let bytes: Vec<u32> =
+                text.chars().flat_map(|char| tokenizer.encode(&char.to_string(), false).unwrap()).collect();
+            for ids in [ids, bytes] {
+                let ends = (0..ids.len()).filter(|&idx| ends_paragraph(&tokenizer, &ids, idx));
+                assert_eq!(ends.count(), num_ends, "{text:?} {ids:?}");
+            }
         }
     }
 

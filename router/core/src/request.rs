@@ -20,6 +20,7 @@ use super::{
 use crate::{
     model::ServedModel,
     passages::{self, BlendMode, TokenisedPrompt},
+    seen::SeenSections,
     workers::Contexts,
 };
 
@@ -260,12 +261,14 @@ impl ClientRequest {
         self.prompts.iter().map(bytes).sum()
     }
 
-    /// Applies the chat template, tokenises, fills in defaults, validates. Takes time with the length of the prompt.
+    /// Applies the chat template, tokenises, fills in defaults, validates. Takes time with the length of the prompt. With `seen`,
+    /// passages are found in prompts that have no marks.
     pub(crate) fn prepare(
         self,
         model: &ServedModel,
         contexts: Contexts,
         max_choices: usize,
+        seen: Option<&SeenSections>,
     ) -> Result<PreparedRequest, CoreError> {
         let names = self.names;
         check_model(model, &self.model)?;
@@ -311,10 +314,18 @@ impl ClientRequest {
         for mut prompt in self.prompts {
             let is_chat = matches!(prompt, PromptInput::Chat(_));
             let calls = if let PromptInput::Chat(chat) = &mut prompt { chat.calls.take() } else { None };
-            let TokenisedPrompt { ids, passages } = match self.arrival.resumed_request() {
+            let TokenisedPrompt { ids, mut passages } = match self.arrival.resumed_request() {
                 Some(resumed) => resumed.prompt.to_vec().into(),
                 None => tokenize(model, prompt, names.prompt, true)?,
             };
+            if let Some(seen) = seen
+                && passages.is_empty()
+                && blend != BlendMode::Off
+                && self.arrival.resumed_request().is_none()
+            {
+                let ends_paragraph = |idx| passages::ends_paragraph(&model.tokenizer, &ids, idx);
+                passages = seen.passages(&cache_salt, &ids, ends_paragraph);
+            }
             let mut request = Request {
                 id: self.id.clone(),
                 prompt: ids.into(),

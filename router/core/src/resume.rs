@@ -6,8 +6,8 @@ use std::{
 };
 
 use baton_journal::{AcceptError, Acceptance, Journal, ResumeError, Session};
-use baton_proto::worker::{GenerateRequest, Token};
-use baton_request::{BlendMarks, Request};
+use baton_proto::worker::Token;
+use baton_request::Request;
 use prost::Message;
 
 use super::{
@@ -88,7 +88,8 @@ impl Core {
                 code: Some("model_mismatch"),
             });
         }
-        let request = kept.request.as_ref().and_then(request_of).ok_or_else(broken)?;
+        let request = kept.request.as_ref().and_then(|message| Request::try_from(message).ok());
+        let request = request.ok_or_else(broken)?;
         let replay: Result<VecDeque<Token>, _> = tokens.iter().map(|token| Token::decode(&**token)).collect();
         let replay = replay.map_err(|_| broken())?;
         tracing::info!(request = id, tokens = replay.len(), ended = ending.is_some(), "stream resumed");
@@ -122,20 +123,6 @@ impl PreparedRequest {
     fn is_one_choice(&self) -> bool {
         self.n == 1 && matches!(&self.prompts[..], [prompt] if prompt.sampling.prompt_logprobs.is_none())
     }
-}
-
-/// The opposite of [`GenerateRequest::from`].
-fn request_of(message: &GenerateRequest) -> Option<Request> {
-    Some(Request {
-        id: message.request_id.clone(),
-        prompt: message.prompt_token_ids.as_slice().into(),
-        output: Vec::new(),
-        sampling: message.sampling.as_ref()?.into(),
-        priority: message.priority,
-        cache_salt: message.cache_salt.clone(),
-        speculation: message.speculation_mode().into(),
-        blend: message.blend.as_ref().map(BlendMarks::from),
-    })
 }
 
 impl From<AcceptError> for CoreError {

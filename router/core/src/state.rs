@@ -16,6 +16,7 @@ use crate::{
     config::RouterConfig,
     metrics::RouterMetrics,
     model::ServedModel,
+    seen::SeenSections,
     workers::{Contexts, Workers},
 };
 
@@ -30,6 +31,8 @@ const NUM_ENDED: usize = 256;
 pub struct Core {
     /// What the router was told.
     pub config: RouterConfig,
+    /// With `find_passages`.
+    seen: Option<SeenSections>,
     /// Absent while it is being loaded.
     model: SetOnce<ServedModel>,
     /// Where requests can be sent.
@@ -67,6 +70,7 @@ impl Core {
         metrics.watch_journal(journal.as_ref());
         Arc::new(Core {
             journal,
+            seen: config.find_passages.then(SeenSections::default),
             model: SetOnce::new(),
             planner: Planner::new(&config, seed),
             active: ActiveRequests::default(),
@@ -147,7 +151,9 @@ impl Core {
     pub async fn prepare(self: &Arc<Self>, input: ClientRequest) -> Result<PreparedRequest, CoreError> {
         let num_bytes = input.num_bytes();
         self.offload(num_bytes, move |core| {
-            let mut prepared = input.prepare(core.model()?, core.contexts(), core.config.max_choices)?;
+            let seen = core.seen.as_ref();
+            let mut prepared =
+                input.prepare(core.model()?, core.contexts(), core.config.max_choices, seen)?;
             prepared.decide_blending(core.workers.blend_ratio());
             Ok(prepared)
         })

@@ -30,7 +30,7 @@ pub struct Timing {
     /// From then until it was sent to the worker that answered, failed attempts included.
     #[serde(rename = "plan_ms", serialize_with = "millis")]
     pub plan: Option<Duration>,
-    /// Until the worker that computed the prompt began with it. A remote one: and until it answered.
+    /// From its arrival at the worker that computed the prompt until that worker's engine began with it.
     #[serde(rename = "queue_ms", serialize_with = "millis")]
     pub queue: Option<Duration>,
     /// From then to the first token.

@@ -349,6 +349,43 @@ async fn a_tenant_resumes_only_its_own_streams() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn tokens_that_are_delivered_again_are_not_charged_again() {
+    let dir = tempfile::tempdir().unwrap();
+    let (path, ttl) = (dir.path().join("journal"), Duration::from_secs(60));
+    let durable = |config: &mut RouterConfig| {
+        config.stream_keep_alive = Duration::from_millis(50);
+        config.durable = Some(JournalConfig { dir: path, max_bytes: 1 << 20, ttl });
+    };
+    // A token costs three seconds.
+    let (router, worker, _file) = start_with(&entries("tokens-per-minute = 20"), durable).await;
+    // 200 tokens, of which the second half comes only when the stream is resumed.
+    worker.script(|request| {
+        let steps = say(&"x".repeat(199))(request);
+        match request.output_token_ids.len() {
+            0 => steps.into_iter().take(100).chain([Step::Silence]).collect(),
+            _ => steps,
+        }
+    });
+    let body = json!({"prompt": "Hi", "stream": true, "max_tokens": 300}).to_string();
+    let headers = [("content-type", "application/json")];
+    let mut cut = router.client.begin("POST", "/v1/completions", &headers, body.into()).await.into_body();
+    let mut text = String::new();
+    while !text.ends_with("keep-alive\n\n") || !text.contains("data: ") {
+        let frame = http_body_util::BodyExt::frame(&mut cut).await.unwrap().unwrap();
+        text.push_str(std::str::from_utf8(&frame.into_data().unwrap()).unwrap());
+    }
+    let id = text.split_once("id: ").and_then(|(_, text)| Some(text.split_once(":0\n")?.0)).unwrap();
+    for _ in 0..3 {
+        let whole = router.client.get(&format!("/v1/streams/{id}")).await;
+        assert_eq!((whole.status, whole.text().matches("\"text\":\"x\"").count()), (200, 199));
+        let answer = router.client.get("/v1/models").await;
+        let reset: f64 = answer.header("x-ratelimit-reset-tokens").trim_end_matches('s').parse().unwrap();
+        // The prompt's 2 tokens and 200, less what came back since.
+        assert!((500.0..=606.0).contains(&reset), "{reset}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn metrics_are_public_by_choice_and_preflights_need_no_key() {
     let file = NamedTempFile::new().unwrap();
     let path = file.path().to_owned();

@@ -9,6 +9,7 @@ mod model;
 
 mod chat;
 mod completions;
+mod durable;
 mod edges;
 mod errors;
 mod fields;

@@ -60,26 +60,26 @@ impl RequestClock {
         }
     }
 
-    /// This worker's engine computes its prompt from now on.
-    pub fn admitted(&mut self) {
-        let now = Instant::now();
-        self.metrics.queue.observe((now - self.accepted).as_secs_f64());
-        self.admitted = Some(now);
+    /// This worker's engine has computed its prompt since `at`.
+    pub fn admitted(&mut self, at: Instant) {
+        self.metrics.queue.observe((at - self.accepted).as_secs_f64());
+        self.admitted = Some(at);
         // After a remote prefill, the engine takes the sequence up behind its first token: it has waited elsewhere.
         if let (Some(trace), None) = (&self.trace, self.first_token) {
-            trace.record("queue", self.accepted, now, vec![]);
+            trace.record("queue", self.accepted, at, vec![]);
         }
     }
 
-    /// A chunk of the prompt is computed in all layers; `num_blocks` of the prompt are complete.
-    pub fn chunk(&mut self, num_blocks: usize) {
+    /// A chunk of the prompt was computed in all layers `at` that time; `num_blocks` of the prompt are complete.
+    pub fn chunk(&mut self, at: Instant, num_blocks: usize) {
         if self.trace.is_some() {
-            self.chunks.push((Instant::now(), num_blocks));
+            self.chunks.push((at, num_blocks));
         }
     }
 
-    /// A token is sent. Says how long the prompt took with the first one, if this worker's engine computed it.
-    pub fn token(&mut self) -> Option<PromptPace> {
+    /// A token is sent, which was sampled at `sampled`. Says how long the prompt took with the first one, if this worker's engine
+    /// computed it.
+    pub fn token(&mut self, sampled: Instant) -> Option<PromptPace> {
         self.metrics.output_tokens.inc();
         self.num_output_tokens += 1;
         let now = Instant::now();
@@ -92,9 +92,9 @@ impl RequestClock {
                 self.first_token = Some(now);
                 self.metrics.ttft.observe((now - self.accepted).as_secs_f64());
                 let admitted = self.admitted?;
-                let pace = PromptPace::new(self.accepted, Some(admitted), now);
+                let pace = PromptPace::new(self.accepted, Some(admitted), sampled);
                 self.metrics.prefill.observe(pace.prefill.as_secs_f64());
-                self.trace_prefill(admitted, now);
+                self.trace_prefill(admitted, sampled);
                 Some(pace)
             }
         }

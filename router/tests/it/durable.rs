@@ -1,0 +1,233 @@
+//! Streams that are cut off after any token, in every API: with the events that its client has, a resumed stream is the
+//! undisturbed one. What was delivered before costs its key nothing.
+
+use std::time::Duration;
+
+use baton_proto::worker::GenerateRequest;
+use baton_router::{JournalConfig, RouterConfig, ToolFormat};
+use bytes::Bytes;
+use futures_util::{StreamExt, stream};
+use http_body_util::BodyExt;
+use serde_json::{Value, json};
+
+use crate::{
+    client::Client,
+    fake::{FakeWorker, Step, say},
+    harness::{Router, SOON},
+    model::{MODEL, ids},
+};
+
+/// Reasoning, text with a character of two tokens, and a call. A token is a byte.
+const ANSWER: &str =
+    "<think>1 é?</think>Well.\n<tool_call>\n{\"name\": \"add\", \"arguments\": {\"a\": 1}}\n</tool_call>";
+
+/// Streams at a time.
+const WAVE: usize = 32;
+
+/// The calls of one API.
+#[derive(Clone, Copy)]
+struct Api {
+    path: &'static str,
+    /// Says `prompt`.
+    body: fn(&str) -> Value,
+}
+
+const APIS: [Api; 4] = [
+    Api { path: "/v1/completions", body: |prompt| json!({"prompt": prompt, "stop": ["never"]}) },
+    Api {
+        path: "/v1/chat/completions",
+        body: |prompt| {
+            json!({"messages": [{"role": "user", "content": prompt}], "stream_options": {"include_usage": true},
+                   "tools": [{"type": "function", "function": {"name": "add", "parameters": parameters()}}]})
+        },
+    },
+    Api {
+        path: "/v1/responses",
+        body: |prompt| {
+            let tool = json!({"type": "function", "name": "add", "parameters": parameters()});
+            json!({"input": prompt, "tools": [tool], "metadata": {"a": "b"}})
+        },
+    },
+    Api {
+        path: "/v1/messages",
+        body: |prompt| {
+            json!({"model": MODEL, "max_tokens": 200, "messages": [{"role": "user", "content": prompt}],
+                   "tools": [{"name": "add", "input_schema": parameters()}]})
+        },
+    },
+];
+
+fn parameters() -> Value {
+    json!({"type": "object", "properties": {"a": {"type": "integer"}}})
+}
+
+/// A call whose answer falls silent after so many tokens, until it is asked for the next ones.
+fn call(api: Api, num_tokens: usize) -> Value {
+    let mut body = (api.body)(&format!("[{num_tokens:03}]"));
+    body["stream"] = json!(true);
+    body
+}
+
+/// What such a call says.
+fn script(request: &GenerateRequest) -> Vec<Step> {
+    let mut steps = say(ANSWER)(request);
+    let prompt: Vec<u8> = request.prompt_token_ids.iter().filter_map(|&id| u8::try_from(id).ok()).collect();
+    let number = String::from_utf8(prompt).expect("text").split(['[', ']']).nth(1).map(str::parse);
+    let num_tokens: usize = number.expect("each call has a number").expect("a number");
+    if request.output_token_ids.is_empty() && num_tokens < steps.len() {
+        steps.truncate(num_tokens);
+        steps.push(Step::Silence);
+    }
+    steps
+}
+
+/// A router that knows the marks of reasoning and of calls, with a journal.
+fn durable(dir: &std::path::Path) -> impl FnOnce(&mut RouterConfig) + use<> {
+    let dir = dir.to_owned();
+    move |config| {
+        let file = config.model.join("tokenizer_config.json");
+        let text = std::fs::read_to_string(&file).expect("the model has a template");
+        let mut tokenizer: Value = serde_json::from_str(&text).expect("JSON");
+        let template = tokenizer["chat_template"].as_str().expect("a template").to_owned();
+        tokenizer["chat_template"] = json!(template + "{# <think></think> #}");
+        std::fs::write(&file, tokenizer.to_string()).expect("the directory is writable");
+        config.tool_format = Some(ToolFormat::Hermes);
+        config.stream_keep_alive = Duration::from_millis(50);
+        config.drain_timeout = Duration::ZERO;
+        config.durable = Some(JournalConfig { dir, max_bytes: 1 << 24, ttl: SOON });
+    }
+}
+
+async fn register(router: &mut Router) -> FakeWorker {
+    let worker = FakeWorker::start("d0", baton_cluster::Role::Decode, 1).await;
+    router.register(&worker).await;
+    worker.script(script);
+    worker
+}
+
+/// An event of a stream: its id, and its name and data.
+#[derive(Clone, Debug, PartialEq)]
+struct Event {
+    id: String,
+    said: String,
+}
+
+/// A stream as far as its client has it.
+#[derive(Default)]
+struct Reader {
+    events: Vec<Event>,
+}
+
+impl Reader {
+    /// Reads a stream to its end, or until it is silent after an event. The connection stays, as one that broke unseen.
+    async fn read(&mut self, response: &mut http::Response<hyper::body::Incoming>) {
+        assert_eq!(response.status(), 200);
+        let mut text = String::new();
+        while !(text.ends_with(": keep-alive\n\n") && text.contains("data: ")) {
+            let frame = tokio::time::timeout(SOON, response.body_mut().frame()).await.expect("it goes on");
+            let Some(frame) = frame else { break };
+            let data = frame.expect("it is not cut off").into_data().expect("data");
+            text.push_str(std::str::from_utf8(&data).expect("whole events"));
+        }
+        for event in text.split_terminator("\n\n").filter(|event| !event.starts_with(':')) {
+            let (id, said) =
+                event.strip_prefix("id: ").and_then(|event| event.split_once('\n')).expect("an id");
+            assert!(id.ends_with(&format!(":{}", self.events.len())), "{id} after {:?}", self.events.last());
+            self.events.push(Event { id: id.to_owned(), said: said.to_owned() });
+        }
+    }
+
+    fn answer_id(&self) -> &str {
+        self.events[0].id.rsplit_once(':').expect("an answer and a number").0
+    }
+
+    /// What was said, without what differs between equal answers.
+    fn said(&self) -> Vec<String> {
+        let id = self.answer_id();
+        let unique = id.split_once(['-', '_']).expect("a kind and a number").1;
+        let plain = |event: &Event| {
+            let (name, data) = event.said.split_once("data: ").expect("an event has data");
+            let Ok(mut data) = serde_json::from_str::<Value>(data) else { return event.said.clone() };
+            for time in ["/created", "/response/created_at"] {
+                if let Some(time) = data.pointer_mut(time) {
+                    time.take();
+                }
+            }
+            name.to_owned() + &data.to_string().replace(unique, "")
+        };
+        self.events.iter().map(plain).collect()
+    }
+
+    /// Goes on after its first events, with the same call or with `GET`.
+    async fn resume(&mut self, client: &Client, api: Api, num_events: usize, body: Option<&Value>) {
+        self.events.truncate(num_events);
+        let last = self.events[num_events - 1].id.clone();
+        let headers = [("content-type", "application/json"), ("last-event-id", &*last)];
+        let stream = format!("/v1/streams/{}", self.answer_id());
+        let (method, path) = if body.is_some() { ("POST", api.path) } else { ("GET", &*stream) };
+        let body = body.map(Value::to_string).unwrap_or_default();
+        let mut response = client.begin(method, path, &headers, body.into()).await;
+        self.read(&mut response).await;
+    }
+}
+
+/// A stream that falls silent after so many tokens, and its connection.
+async fn begin(client: &Client, api: Api, num_tokens: usize) -> (Reader, impl Sized + use<>) {
+    let headers = [("content-type", "application/json")];
+    let body = call(api, num_tokens).to_string();
+    let mut response = client.begin("POST", api.path, &headers, Bytes::from(body)).await;
+    let mut reader = Reader::default();
+    reader.read(&mut response).await;
+    (reader, response)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_stream_that_is_cut_off_after_any_token_goes_on_with_the_same_events() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut router = Router::start(durable(dir.path())).await;
+    let _worker = register(&mut router).await;
+    let client = &router.client;
+    for api in APIS {
+        let whole = begin(client, api, 999).await.0.said();
+        if api.path != "/v1/completions" {
+            let said = whole.concat();
+            assert!(said.contains('é') && said.contains("\"name\":\"add\""), "{said}");
+            assert!(!said.contains("think>") && !said.contains("<tool_call>"), "{said}");
+        }
+        let num_tokens = ids(ANSWER).len() + 1;
+        let cuts = stream::iter(1..=num_tokens).map(async |num_tokens| {
+            let (mut reader, _connection) = begin(client, api, num_tokens).await;
+            let (num_events, body) = (reader.events.len(), call(api, num_tokens));
+            reader.resume(client, api, num_events, Some(&body)).await;
+            assert_eq!(reader.said(), whole, "{} after {num_tokens} tokens", api.path);
+            // From anywhere in the whole stream, too.
+            reader.resume(client, api, 1 + num_tokens % (whole.len() - 1), None).await;
+            assert_eq!(reader.said(), whole, "{} again, {num_tokens}", api.path);
+        });
+        cuts.buffer_unordered(WAVE).for_each(async |()| {}).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_stream_goes_on_with_the_same_events_at_another_router() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut first = Router::start(durable(dir.path())).await;
+    let worker = register(&mut first).await;
+    // In the middle of a call's arguments.
+    let num_tokens = ANSWER.find(": 1}").expect("an argument");
+    let mut cut = Vec::new();
+    for api in APIS {
+        let whole = begin(&first.client, api, 999).await.0.said();
+        cut.push((api, whole, begin(&first.client, api, num_tokens).await));
+    }
+    first.begin_shutdown();
+    first.ended().await.unwrap();
+    drop(worker);
+    let mut second = Router::start(durable(dir.path())).await;
+    let _worker = register(&mut second).await;
+    for (api, whole, (mut reader, _connection)) in cut {
+        let num_events = reader.events.len();
+        reader.resume(&second.client, api, num_events, None).await;
+        assert_eq!(reader.said(), whole, "{}", api.path);
+    }
+}
