@@ -132,7 +132,7 @@ fn question(idx: usize) -> String {
     let mut body = json!({
         "model": "baton-tiny",
         "prompt": format!("{} Box {} holds", facts.join(" "), idx + 1),
-        "max_tokens": NUM_TOKENS[usize::from(idx % 10 == 0)],
+        "max_tokens": NUM_TOKENS[usize::from(idx.is_multiple_of(10))],
         "ignore_eos": true,
         "temperature": 0,
         "stream": true,

@@ -8,6 +8,7 @@ mod build;
 mod cluster;
 mod control_plane;
 mod http;
+mod json;
 mod load;
 mod namespaces;
 mod node;
@@ -39,6 +40,7 @@ pub(crate) struct Options {
 pub(crate) fn run(workspace: &Workspace, options: &Options) -> Result<bool> {
     let root = &workspace.root;
     let place = root.join("target/kube");
+    namespaces::can_be_made()?;
     let programs = Programs::build(&place)?;
     if !options.inside {
         build_baton(workspace)?;

@@ -4,10 +4,15 @@ use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
 
+/// Fails if namespaces cannot be made.
+pub(super) fn can_be_made() -> Result<()> {
+    ensure!(rustix::process::getuid().is_root(), "it makes network namespaces, which takes root");
+    Ok(())
+}
+
 /// Runs this program again, with the same arguments and `flag`, as the first process of its own namespaces. Returns whether it
 /// succeeded.
 pub(super) fn run_again(flag: &str) -> Result<bool> {
-    ensure!(rustix::process::getuid().is_root(), "it makes network namespaces, which takes root");
     let program = std::env::current_exe().context("find this program")?;
     // If this process dies, setpriv's signal ends unshare, and its --kill-child the first process of the namespaces, with which
     // the kernel ends all others.

@@ -4,6 +4,8 @@ use std::collections::BTreeSet;
 
 use serde_json::Value;
 
+use super::json::items;
+
 /// Differences, one per line: a port of a pod that no policy names, or a policy's port that the pod does not have.
 pub(super) fn differences(pods: &[Value], policies: &[Value]) -> Vec<String> {
     pods.iter().flat_map(|pod| of_pod(pod, policies)).collect()
@@ -46,10 +48,6 @@ fn selects(labels: &Value, pod: &Value) -> bool {
     let labels = labels.as_object();
     labels
         .is_some_and(|labels| labels.iter().all(|(label, value)| pod["metadata"]["labels"][label] == *value))
-}
-
-fn items(list: &Value) -> impl Iterator<Item = &Value> {
-    list.as_array().into_iter().flatten()
 }
 
 /// A name or a number.

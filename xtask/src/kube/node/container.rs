@@ -14,11 +14,8 @@ use anyhow::{Context, Result, ensure};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 
-use super::{
-    items,
-    probe::{Probe, Verdict},
-    word,
-};
+use super::probe::{Probe, Verdict};
+use crate::kube::json::{items, word};
 
 /// What deploy/Dockerfile sets, and PATH.
 const IMAGE: [(&str, &str); 3] = [

@@ -8,10 +8,11 @@ mod container;
 mod pod;
 mod probe;
 mod services;
+mod shared;
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    path::{Path, PathBuf},
+    path::Path,
     process::Command,
     sync::{
         Arc, Mutex,
@@ -24,12 +25,15 @@ use std::{
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 
-use self::{api::Api, pod::Pod, services::Services};
-use super::{build::Programs, cluster::Cluster, control_plane::ControlPlane, nodes};
+use self::{
+    api::Api,
+    pod::Pod,
+    services::Services,
+    shared::{GATEWAY, Shared, script},
+};
+use super::{build::Programs, cluster::Cluster, control_plane::ControlPlane, json::word, nodes};
 
 const NODE: &str = include_str!("node.sh");
-/// The node's address for its pods.
-const GATEWAY: &str = "169.254.1.1";
 const NAME: &str = "real-0";
 /// Between two looks at the API server.
 const PERIOD: Duration = Duration::from_millis(200);
@@ -43,15 +47,6 @@ pub(super) fn set_up_network(services: &str) -> Result<()> {
 pub(super) struct Node {
     shared: Arc<Shared>,
     thread: Option<JoinHandle<()>>,
-}
-
-struct Shared {
-    api: Api,
-    place: PathBuf,
-    /// Folder with baton and etcd.
-    programs: PathBuf,
-    ends: AtomicBool,
-    complaints: Mutex<Vec<String>>,
 }
 
 impl Node {
@@ -79,7 +74,7 @@ impl Node {
             complaints: Mutex::default(),
         });
         let of_thread = Arc::clone(&shared);
-        Ok(Node { shared, thread: Some(std::thread::spawn(move || of_thread.run())) })
+        Ok(Node { shared, thread: Some(std::thread::spawn(move || run(&of_thread))) })
     }
 
     /// What went wrong with pods since the last call.
@@ -132,71 +127,38 @@ impl Drop for Node {
     }
 }
 
-impl Shared {
-    fn run(&self) {
-        std::thread::scope(|scope| {
-            let mut services = Services::new(&self.place);
-            let mut leaving: BTreeMap<String, Arc<AtomicBool>> = BTreeMap::new();
-            while !self.ends.load(Ordering::Relaxed) {
-                std::thread::sleep(PERIOD);
-                self.note("services", services.refresh(&self.api));
-                let bound = self.api.list(&format!("/api/v1/pods?fieldSelector=spec.nodeName%3D{NAME}"));
-                let Ok(bound) = bound.map_err(|error| self.note("pods", Err(error))) else { continue };
-                let uids: BTreeSet<&str> =
-                    bound.iter().map(|object| word(&object["metadata"]["uid"])).collect();
-                // A pod that has ended by itself is removed without asking the node.
-                for (_, is_leaving) in leaving.iter().filter(|(uid, _)| !uids.contains(uid.as_str())) {
+/// Follows the API server: runs what is bound to the node, and knows services.
+fn run(shared: &Shared) {
+    std::thread::scope(|scope| {
+        let mut services = Services::new(&shared.place);
+        let mut leaving: BTreeMap<String, Arc<AtomicBool>> = BTreeMap::new();
+        while !shared.ends.load(Ordering::Relaxed) {
+            std::thread::sleep(PERIOD);
+            shared.note("services", services.refresh(&shared.api));
+            let bound = shared.api.list(&format!("/api/v1/pods?fieldSelector=spec.nodeName%3D{NAME}"));
+            let Ok(bound) = bound.map_err(|error| shared.note("pods", Err(error))) else { continue };
+            let uids: BTreeSet<&str> = bound.iter().map(|object| word(&object["metadata"]["uid"])).collect();
+            // A pod that has ended by itself is removed without asking the node.
+            for (_, is_leaving) in leaving.iter().filter(|(uid, _)| !uids.contains(uid.as_str())) {
+                is_leaving.store(true, Ordering::Relaxed);
+            }
+            for object in bound {
+                let num_known = leaving.len();
+                let is_leaving = leaving.entry(word(&object["metadata"]["uid"]).to_owned()).or_default();
+                if !object["metadata"]["deletionTimestamp"].is_null() {
                     is_leaving.store(true, Ordering::Relaxed);
                 }
-                for object in bound {
-                    let num_known = leaving.len();
-                    let is_leaving = leaving.entry(word(&object["metadata"]["uid"]).to_owned()).or_default();
-                    if !object["metadata"]["deletionTimestamp"].is_null() {
-                        is_leaving.store(true, Ordering::Relaxed);
-                    }
-                    let is_leaving = Arc::clone(is_leaving);
-                    if leaving.len() > num_known {
-                        // 0 is the network's own address.
-                        let pod = Pod::new(object, u16::try_from(leaving.len()).expect("few pods"), self);
-                        scope.spawn(move || {
-                            let is_over =
-                                || is_leaving.load(Ordering::Relaxed) || self.ends.load(Ordering::Relaxed);
-                            self.note(pod.name(), pod.live(is_over));
-                        });
-                    }
+                let is_leaving = Arc::clone(is_leaving);
+                if leaving.len() > num_known {
+                    // 0 is the network's own address.
+                    let pod = Pod::new(object, u16::try_from(leaving.len()).expect("few pods"), shared);
+                    scope.spawn(move || {
+                        let is_over =
+                            || is_leaving.load(Ordering::Relaxed) || shared.ends.load(Ordering::Relaxed);
+                        shared.note(pod.name(), pod.live(is_over));
+                    });
                 }
             }
-        });
-    }
-
-    fn note(&self, of: &str, outcome: Result<()>) {
-        if let Err(error) = outcome {
-            self.complaints
-                .lock()
-                .expect("no thread panics while it holds it")
-                .push(format!("{of}: {error:#}"));
         }
-    }
-}
-
-/// Runs a script of the shell with arguments.
-fn script(text: &str, arguments: &[&str]) -> Result<()> {
-    let output = Command::new("sh").args(["-euc", text, "sh"]).args(arguments).output().context("run sh")?;
-    ensure!(
-        output.status.success(),
-        "{}: {}",
-        arguments.first().unwrap_or(&""),
-        String::from_utf8_lossy(&output.stderr).trim()
-    );
-    Ok(())
-}
-
-/// The items of a list, or none.
-fn items(list: &Value) -> impl Iterator<Item = &Value> {
-    list.as_array().into_iter().flatten()
-}
-
-/// A text, or nothing.
-fn word(value: &Value) -> &str {
-    value.as_str().unwrap_or_default()
+    });
 }

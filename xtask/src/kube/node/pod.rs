@@ -13,10 +13,10 @@ use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Value, json};
 
 use super::{
-    GATEWAY, Shared,
     container::{Container, Setting, expanded},
-    items, script, word,
+    shared::{GATEWAY, Shared, script},
 };
+use crate::kube::json::{items, word};
 
 const NETWORK: &str = include_str!("network.sh");
 const ROOT: &str = include_str!("root.sh");

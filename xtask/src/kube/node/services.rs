@@ -11,7 +11,8 @@ use std::{
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 
-use super::{Api, items, word};
+use super::api::Api;
+use crate::kube::json::{items, word};
 
 /// What names and addresses of services mean on the node.
 pub(super) struct Services {
