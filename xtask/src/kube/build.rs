@@ -11,8 +11,21 @@ use serde_json::Value;
 
 use crate::tools;
 
-const KUBERNETES: &str = "v1.37.2";
+/// Of the minor version whose libraries kwok uses, so that both take one build.
+pub(super) const KUBERNETES: &str = "v1.36.3";
 const KWOK: &str = "v0.8.0";
+
+/// The programs and the packages that they are built from. etcd has the version whose client Kubernetes uses: with Debian's 3.4
+/// the API server ends some watches at once ("the required storage feature RequestWatchProgress is disabled"), kwok's among
+/// them, which then sees pods minutes late.
+const PACKAGES: [(&str, &str); 6] = [
+    ("etcd", "go.etcd.io/etcd/server/v3"),
+    ("kube-apiserver", "k8s.io/kubernetes/cmd/kube-apiserver"),
+    ("kube-controller-manager", "k8s.io/kubernetes/cmd/kube-controller-manager"),
+    ("kube-scheduler", "k8s.io/kubernetes/cmd/kube-scheduler"),
+    ("kubectl", "k8s.io/kubernetes/cmd/kubectl"),
+    ("kwok", "sigs.k8s.io/kwok/cmd/kwok"),
+];
 
 /// What kwok does with nodes and pods, in its module: nodes are ready, pods run at once, those of Jobs complete.
 const STAGES: [&str; 5] = [
@@ -65,21 +78,12 @@ impl Programs {
     /// Builds what is missing under `place`. Takes long the first time, and needs Go.
     pub(super) fn build(place: &Path) -> Result<Programs> {
         let go = tools::on_path("go").context("Go is not installed (https://go.dev/dl, 1.26 or newer)")?;
-        let etcd = tools::on_path("etcd").context("etcd is not installed; `cargo xtask setup` does it")?;
-        let module = Module { go: &go, place: place.join("kubernetes") };
-        let names = ["kube-apiserver", "kube-controller-manager", "kube-scheduler"];
-        let bin = place.join(KUBERNETES);
-        let mut missing: Vec<&str> = names.into_iter().filter(|name| !bin.join(name).is_file()).collect();
-        let kubectl = tools::on_path("kubectl").unwrap_or_else(|| bin.join("kubectl"));
-        missing.extend((!kubectl.is_file()).then_some("kubectl"));
+        let bin = place.join(format!("{KUBERNETES}-kwok-{KWOK}"));
+        let missing: Vec<_> = PACKAGES.into_iter().filter(|(name, _)| !bin.join(name).is_file()).collect();
         if !missing.is_empty() {
-            module.write_kubernetes()?;
+            let module = Module { go: &go, place: place.join("kubernetes") };
+            module.write()?;
             module.build(&bin, &missing)?;
-        }
-        let kwok_bin = place.join(format!("kwok-{KWOK}"));
-        if !kwok_bin.join("kwok").is_file() {
-            let package = format!("sigs.k8s.io/kwok/cmd/kwok@{KWOK}");
-            run(command(&go).args(["install", "-p=1", "-ldflags=-s -w", &package]).env("GOBIN", &kwok_bin))?;
         }
         let kwok = download(&go, &format!("sigs.k8s.io/kwok@{KWOK}"))?.dir;
         let mut definitions = Vec::new();
@@ -88,13 +92,13 @@ impl Programs {
             definitions.extend(files.iter().map(|file| dir.join(file)));
         }
         Ok(Programs {
-            etcd,
-            apiserver: bin.join(names[0]),
-            controller_manager: bin.join(names[1]),
-            scheduler: bin.join(names[2]),
-            kwok: kwok_bin.join("kwok"),
+            etcd: bin.join("etcd"),
+            apiserver: bin.join("kube-apiserver"),
+            controller_manager: bin.join("kube-controller-manager"),
+            scheduler: bin.join("kube-scheduler"),
+            kwok: bin.join("kwok"),
             stages: STAGES.iter().map(|stage| kwok.join(stage)).collect(),
-            kubectl,
+            kubectl: bin.join("kubectl"),
             definitions,
         })
     }
@@ -102,36 +106,36 @@ impl Programs {
 
 impl fmt::Display for Programs {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Kubernetes {KUBERNETES}, kwok {KWOK}, {}", self.etcd.display())
+        write!(f, "Kubernetes {KUBERNETES}, kwok {KWOK} in {}", self.etcd.with_file_name("").display())
     }
 }
 
-/// A module that depends on Kubernetes. `go install` refuses Kubernetes' own module, as its `replace` lines name folders.
+/// A module that depends on Kubernetes and kwok, so that all have the same libraries, compiled once. `go install` refuses
+/// Kubernetes' own module, as its `replace` lines name folders.
 struct Module<'a> {
     go: &'a Path,
     place: PathBuf,
 }
 
 impl Module<'_> {
-    fn write_kubernetes(&self) -> Result<()> {
+    fn write(&self) -> Result<()> {
         let kubernetes = download(self.go, &format!("k8s.io/kubernetes@{KUBERNETES}"))?;
         let text = std::fs::read_to_string(&kubernetes.go_mod).context("read Kubernetes' go.mod")?;
         std::fs::create_dir_all(&self.place)?;
-        std::fs::write(self.place.join("go.mod"), wrapper(&text, KUBERNETES)?)?;
+        std::fs::write(self.place.join("go.mod"), wrapper(&text, KUBERNETES, KWOK)?)?;
         Ok(())
     }
 
-    /// Builds commands of Kubernetes into `bin`, one package at a time: the machine may have little memory.
-    fn build(&self, bin: &Path, names: &[&str]) -> Result<()> {
+    /// Builds programs into `bin`, one package at a time: the machine may have little memory.
+    fn build(&self, bin: &Path, programs: &[(&str, &str)]) -> Result<()> {
         let (_, minor_and_patch) = KUBERNETES.split_once('.').context("a version")?;
         let minor = minor_and_patch.split('.').next().context("a version")?;
         let version = "k8s.io/component-base/version";
         let flags = format!(
             "-ldflags=-s -w -X {version}.gitVersion={KUBERNETES} -X {version}.gitMajor=1 -X {version}.gitMinor={minor}"
         );
-        for name in names {
-            println!("kube: building {name} {KUBERNETES}; this takes minutes, once");
-            let package = format!("k8s.io/kubernetes/cmd/{name}");
+        for (name, package) in programs {
+            println!("kube: building {name}; this takes minutes, once");
             let mut go = command(self.go);
             go.current_dir(&self.place).args(["build", "-mod=mod", "-p=1", "-trimpath", &flags, "-o"]);
             run(go.arg(bin.join(name)).arg(package))?;
@@ -140,12 +144,13 @@ impl Module<'_> {
     }
 }
 
-/// The text of a `go.mod` with Kubernetes' own requirements, its folders replaced by the published modules.
-fn wrapper(kubernetes: &str, version: &str) -> Result<String> {
+/// The text of a `go.mod` with Kubernetes' own requirements, its folders replaced by the published modules, and kwok.
+fn wrapper(kubernetes: &str, version: &str, kwok: &str) -> Result<String> {
     let published = version.strip_prefix("v1.").context("Kubernetes' version is v1.MINOR.PATCH")?;
     let go = kubernetes.lines().find(|line| line.starts_with("go ")).context("no go line in go.mod")?;
-    let mut text =
-        format!("module baton.invalid/kubernetes\n\n{go}\n\nrequire k8s.io/kubernetes {version}\n\n");
+    let mut text = format!(
+        "module baton.invalid/kubernetes\n\n{go}\n\nrequire k8s.io/kubernetes {version}\nrequire sigs.k8s.io/kwok {kwok}\n\n"
+    );
     let mut num_replaced = 0;
     for line in kubernetes.lines() {
         let Some((module, _)) = line.trim().split_once(" => ./staging/") else { continue };
@@ -195,13 +200,16 @@ mod tests {
     fn folders_become_published_modules() {
         let kubernetes = "module k8s.io/kubernetes\n\ngo 1.25.0\n\nrequire (\n\tk8s.io/api v0.0.0\n)\n\nreplace (\n\t\
                           k8s.io/api => ./staging/src/k8s.io/api\n\tk8s.io/kms => ./staging/src/k8s.io/kms\n)\n";
-        let text = wrapper(kubernetes, "v1.35.3").unwrap();
+        let text = wrapper(kubernetes, "v1.35.3", "v0.8.0").unwrap();
         assert!(text.contains("\ngo 1.25.0\n"), "{text}");
-        assert!(text.contains("require k8s.io/kubernetes v1.35.3\n"), "{text}");
+        assert!(
+            text.contains("require k8s.io/kubernetes v1.35.3\nrequire sigs.k8s.io/kwok v0.8.0\n"),
+            "{text}"
+        );
         assert!(text.ends_with(
             "replace k8s.io/api => k8s.io/api v0.35.3\nreplace k8s.io/kms => k8s.io/kms v0.35.3\n"
         ));
-        assert!(wrapper("module x\n\ngo 1.25.0\n", "v1.35.3").is_err());
-        assert!(wrapper(kubernetes, "1.35").is_err());
+        assert!(wrapper("module x\n\ngo 1.25.0\n", "v1.35.3", "v0.8.0").is_err());
+        assert!(wrapper(kubernetes, "1.35", "v0.8.0").is_err());
     }
 }

@@ -3,7 +3,7 @@
 use std::{
     fmt,
     fs::File,
-    net::TcpListener,
+    net::{SocketAddr, TcpListener, TcpStream},
     path::{Path, PathBuf},
     process::{Child, Command, Stdio},
     time::{Duration, Instant},
@@ -11,8 +11,11 @@ use std::{
 
 use anyhow::{Context, Result, bail, ensure};
 
-use super::build::Programs;
+use super::{build::Programs, nodes::SIMULATED};
 use crate::tools;
+
+/// Addresses of services.
+pub(super) const SERVICES: &str = "10.96.0.0/16";
 
 const START_TIMEOUT: Duration = Duration::from_secs(90);
 
@@ -62,7 +65,9 @@ impl ControlPlane {
                 format!("--cert-dir={}", certs.display()),
                 format!("--token-auth-file={}", tokens.display()),
                 "--authorization-mode=RBAC".to_owned(),
-                "--service-cluster-ip-range=10.96.0.0/16".to_owned(),
+                format!("--service-cluster-ip-range={SERVICES}"),
+                // Of the API server's own service, which nothing uses.
+                "--advertise-address=192.0.2.1".to_owned(),
                 "--service-account-issuer=https://kubernetes.default.svc".to_owned(),
                 format!("--service-account-key-file={}", key.display()),
                 format!("--service-account-signing-key-file={}", key.display()),
@@ -80,6 +85,8 @@ impl ControlPlane {
         let config = format!("--kubeconfig={}", kubeconfig.display());
         this.spawn(place, &programs.controller_manager, |command| {
             command.args([&config, "--secure-port=0", "--leader-elect=false"]);
+            // Nodes of this machine need not say that they live.
+            command.arg("--node-monitor-grace-period=24h");
             // Volumes for claims; they are folders of this machine that stay empty.
             command.args(["--enable-hostpath-provisioner", "--concurrent-deployment-syncs=5"]);
             command.arg(format!("--service-account-private-key-file={}", key.display()));
@@ -90,13 +97,25 @@ impl ControlPlane {
         this.spawn(place, &programs.kwok, |command| {
             command.args(programs.stages.iter().map(|stage| format!("--config={}", stage.display())));
             command.args([
-                &config,
-                "--manage-all-nodes",
-                "--cidr=10.64.0.0/16",
-                "--node-lease-duration-seconds=40",
+                config.clone(),
+                format!("--manage-nodes-with-annotation-selector={SIMULATED}"),
+                "--cidr=10.64.0.0/16".to_owned(),
+                "--node-lease-duration-seconds=40".to_owned(),
             ]);
         })?;
         Ok(this)
+    }
+
+    /// Starts a proxy to the API server without keys and TLS. Returns its address.
+    pub(super) fn proxy(&mut self, kubectl: &Path, place: &Path) -> Result<SocketAddr> {
+        let [port] = free_ports()?;
+        let address = SocketAddr::from(([127, 0, 0, 1], port));
+        let kubeconfig = format!("--kubeconfig={}", self.kubeconfig.display());
+        self.spawn(place, kubectl, |command| {
+            command.args([kubeconfig, "proxy".to_owned(), format!("--port={port}")]);
+        })?;
+        self.wait_for("answer of the proxy", || TcpStream::connect(address).is_ok())?;
+        Ok(address)
     }
 
     /// For clients with all rights.

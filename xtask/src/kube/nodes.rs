@@ -10,6 +10,9 @@ use serde_json::{Value, json};
 
 use super::cluster::{Cluster, until_nothing};
 
+/// The annotation of nodes whose pods do not run, as a selector.
+pub(super) const SIMULATED: &str = "kwok.x-k8s.io/node=fake";
+
 /// Creates definitions and waits until the API server serves them. Returns what was added, for the report.
 pub(super) fn add_definitions(cluster: &Cluster, files: &[PathBuf]) -> Result<String> {
     for file in files {
@@ -89,8 +92,23 @@ pub(super) fn add_namespace(cluster: &Cluster, name: &str, level: &str) -> Resul
     ])
 }
 
+/// No pod is bound to a simulated node any more.
+pub(super) fn close_simulated(cluster: &Cluster) -> Result<()> {
+    cluster.kubectl(&["cordon", "--selector=kubernetes.io/os=linux"]).map(drop)
+}
+
+/// A node whose pods run.
+pub(super) fn real(name: &str) -> Value {
+    let mut node = node(name, json!({}), json!([]), json!({}));
+    node["metadata"]["annotations"] = json!({});
+    node["status"]["conditions"] = json!([{"type": "Ready", "status": "True"}]);
+    node
+}
+
 /// kwok keeps what a node's status says, and its heartbeat.
 fn node(name: &str, labels: Value, taints: Value, devices: Value) -> Value {
+    let (key, value) = SIMULATED.split_once('=').expect("a selector");
+    let annotations = json!({key: value});
     let mut room = json!({"cpu": "512", "memory": "4Ti", "ephemeral-storage": "4Ti", "pods": "250"});
     merge(&mut room, devices);
     let mut all_labels =
@@ -99,7 +117,7 @@ fn node(name: &str, labels: Value, taints: Value, devices: Value) -> Value {
     json!({
         "apiVersion": "v1",
         "kind": "Node",
-        "metadata": {"name": name, "labels": all_labels, "annotations": {"kwok.x-k8s.io/node": "fake"}},
+        "metadata": {"name": name, "labels": all_labels, "annotations": annotations},
         "spec": {"taints": taints},
         "status": {"capacity": room, "allocatable": room},
     })

@@ -4,9 +4,20 @@ use std::collections::BTreeSet;
 
 use serde_json::Value;
 
+use super::json::items;
+
 /// Differences, one per line: a port of a pod that no policy names, or a policy's port that the pod does not have.
 pub(super) fn differences(pods: &[Value], policies: &[Value]) -> Vec<String> {
     pods.iter().flat_map(|pod| of_pod(pod, policies)).collect()
+}
+
+/// Ports that policies let others reach, by number.
+pub(super) fn admitted(pod: &Value, policies: &[Value]) -> BTreeSet<u16> {
+    let names = named(pod, policies);
+    let all = items(&pod["spec"]["containers"]).flat_map(|container| items(&container["ports"]));
+    all.filter(|port| names.contains(&word(&port["name"])))
+        .filter_map(|port| port["containerPort"].as_u64()?.try_into().ok())
+        .collect()
 }
 
 fn of_pod(pod: &Value, policies: &[Value]) -> Vec<String> {
@@ -15,27 +26,28 @@ fn of_pod(pod: &Value, policies: &[Value]) -> Vec<String> {
         .flat_map(|container| items(&container["ports"]))
         .map(|port| word(&port["name"]))
         .collect();
-    let selecting =
-        policies.iter().filter(|policy| selects(&policy["spec"]["podSelector"]["matchLabels"], pod));
-    let named: BTreeSet<String> = selecting
-        .flat_map(|policy| items(&policy["spec"]["ingress"]))
-        .flat_map(|rule| items(&rule["ports"]))
-        .map(|port| word(&port["port"]))
-        .collect();
+    let named = named(pod, policies);
     let unnamed = opened.difference(&named).map(|port| format!("no policy names port {port} of pod {name}"));
     let unopened =
         named.difference(&opened).map(|port| format!("a policy names port {port}, which pod {name} lacks"));
     unnamed.chain(unopened).collect()
 }
 
+/// Ports as policies that select the pod name them.
+fn named(pod: &Value, policies: &[Value]) -> BTreeSet<String> {
+    let selecting =
+        policies.iter().filter(|policy| selects(&policy["spec"]["podSelector"]["matchLabels"], pod));
+    selecting
+        .flat_map(|policy| items(&policy["spec"]["ingress"]))
+        .flat_map(|rule| items(&rule["ports"]))
+        .map(|port| word(&port["port"]))
+        .collect()
+}
+
 fn selects(labels: &Value, pod: &Value) -> bool {
     let labels = labels.as_object();
     labels
         .is_some_and(|labels| labels.iter().all(|(label, value)| pod["metadata"]["labels"][label] == *value))
-}
-
-fn items(list: &Value) -> impl Iterator<Item = &Value> {
-    list.as_array().into_iter().flatten()
 }
 
 /// A name or a number.
@@ -65,6 +77,8 @@ mod tests {
         let policies =
             [policy("router", &["http"]), policy("decode", &["grpc"]), policy("decode", &["data"])];
         assert!(differences(&pods, &policies).is_empty());
+        assert_eq!(admitted(&pods[1], &policies), BTreeSet::from([1]));
+        assert!(admitted(&pods[2], &policies).is_empty());
     }
 
     #[test]

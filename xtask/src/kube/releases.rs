@@ -6,6 +6,7 @@ use anyhow::{Result, bail, ensure};
 use serde_json::Value;
 
 use super::{
+    build::KUBERNETES,
     cluster::{Cluster, until_nothing},
     nodes, ports,
 };
@@ -22,12 +23,12 @@ const CHANGE: [&str; 4] = ["--set", "image.tag=other", "--set", "log.filter=debu
 
 /// Installs a release with a values file, changes it, takes the change back, removes it. Returns what was seen.
 pub(super) fn live(cluster: &Cluster, values: &str) -> Result<String> {
-    let manifests =
-        cluster.helm(&["template", "release", CHART, "--kube-version=1.37.0", "--values", values])?;
+    let version = format!("--kube-version={KUBERNETES}");
+    let manifests = cluster.helm(&["template", "release", CHART, &version, "--values", values])?;
     let level = if manifests.contains(REFUSED_CAPABILITY) { "privileged" } else { "restricted" };
     let namespace = format!("baton-{}", chart::name_of(values));
     nodes::add_namespace(cluster, &namespace, level)?;
-    let release = Release { cluster, namespace: &namespace, name: "llm" };
+    let release = Release::simulated(cluster, &namespace, "llm");
 
     release.helm(&["install"], &["--values", values])?;
     let first = release.settle()?;
@@ -52,7 +53,7 @@ pub(super) fn live(cluster: &Cluster, values: &str) -> Result<String> {
 pub(super) fn share_a_namespace(cluster: &Cluster) -> Result<String> {
     let namespace = "baton-shared";
     nodes::add_namespace(cluster, namespace, "restricted")?;
-    let [one, two] = ["one", "two"].map(|name| Release { cluster, namespace, name });
+    let [one, two] = ["one", "two"].map(|name| Release::simulated(cluster, namespace, name));
     for release in [&one, &two] {
         release.helm(&["install"], &[])?;
     }
@@ -70,7 +71,7 @@ pub(super) fn share_a_namespace(cluster: &Cluster) -> Result<String> {
 pub(super) fn are_refused_where_restricted(cluster: &Cluster) -> Result<String> {
     let namespace = "baton-refused";
     nodes::add_namespace(cluster, namespace, "restricted")?;
-    let release = Release { cluster, namespace, name: "llm" };
+    let release = Release::simulated(cluster, namespace, "llm");
     release.helm(&["install"], &["--set", "rdma.enabled=true"])?;
     let mut refusal = String::new();
     until_nothing(SETTLE_TIMEOUT, || {
@@ -92,14 +93,21 @@ pub(super) fn are_refused_where_restricted(cluster: &Cluster) -> Result<String> 
     Ok(format!("rdma.lockMemory was refused: {refusal}"))
 }
 
-struct Release<'a> {
-    cluster: &'a Cluster,
-    namespace: &'a str,
-    name: &'a str,
+pub(super) struct Release<'a> {
+    pub(super) cluster: &'a Cluster,
+    pub(super) namespace: &'a str,
+    pub(super) name: &'a str,
+    /// How long its pods may take to be as many as they should be, and ready.
+    pub(super) settle_timeout: Duration,
 }
 
-impl Release<'_> {
-    fn helm(&self, verb: &[&str], more: &[&str]) -> Result<()> {
+impl<'a> Release<'a> {
+    /// On simulated nodes.
+    fn simulated(cluster: &'a Cluster, namespace: &'a str, name: &'a str) -> Release<'a> {
+        Release { cluster, namespace, name, settle_timeout: SETTLE_TIMEOUT }
+    }
+
+    pub(super) fn helm(&self, verb: &[&str], more: &[&str]) -> Result<()> {
         let args = [verb, &[self.name, CHART, "--namespace", self.namespace], more].concat();
         self.cluster.helm(&args).map(drop)
     }
@@ -109,7 +117,7 @@ impl Release<'_> {
     }
 
     /// Waits until nothing of the release is left but claims, which hold data.
-    fn uninstall(&self) -> Result<()> {
+    pub(super) fn uninstall(&self) -> Result<()> {
         self.cluster.helm(&["uninstall", self.name, "--namespace", self.namespace])?;
         let kinds =
             self.cluster.kubectl(&["api-resources", "--namespaced", "--verbs=list", "--output=name"])?;
@@ -118,15 +126,15 @@ impl Release<'_> {
             .filter(|kind| !kind.starts_with("events") && *kind != "persistentvolumeclaims")
             .collect();
         let selector = self.selector();
-        until_nothing(SETTLE_TIMEOUT, || {
+        until_nothing(self.settle_timeout, || {
             let args = ["get", &kinds.join(","), "--namespace", self.namespace, "--output=name", &selector];
             Ok(self.cluster.kubectl(&args)?.lines().map(|name| format!("{name} is left")).collect())
         })
     }
 
     /// Waits until every workload has the pods that it wants. Returns their number.
-    fn settle(&self) -> Result<String> {
-        until_nothing(SETTLE_TIMEOUT, || {
+    pub(super) fn settle(&self) -> Result<String> {
+        until_nothing(self.settle_timeout, || {
             let kinds = "deployments,statefulsets,jobs";
             let workloads = self.cluster.get(self.namespace, kinds, &[&self.selector()])?;
             let unsettled: Vec<String> = workloads.iter().filter_map(unsettled).collect();
@@ -158,7 +166,7 @@ impl Release<'_> {
     }
 
     /// Pods that run and stay.
-    fn pods(&self) -> Result<Vec<Value>> {
+    pub(super) fn pods(&self) -> Result<Vec<Value>> {
         let mut pods = self.cluster.get(self.namespace, "pods", &[&self.selector()])?;
         pods.retain(|pod| {
             pod["status"]["phase"] == "Running" && pod["metadata"]["deletionTimestamp"].is_null()

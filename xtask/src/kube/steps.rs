@@ -7,14 +7,24 @@ use std::{
 
 use anyhow::Result;
 
-#[derive(Default)]
 pub(super) struct Steps {
+    /// Part of the names of steps that run.
+    only: String,
     num_passed: usize,
     failed: Vec<String>,
     took: Duration,
 }
 
 impl Steps {
+    pub(super) fn new(only: &str) -> Steps {
+        Steps { only: only.to_owned(), num_passed: 0, failed: Vec::new(), took: Duration::ZERO }
+    }
+
+    /// Whether a step of this name runs.
+    pub(super) fn include(&self, name: &str) -> bool {
+        name.contains(&self.only)
+    }
+
     /// Runs a step without which nothing else can run.
     pub(super) fn must<T: Display>(&mut self, name: &str, step: impl FnOnce() -> Result<T>) -> Result<T> {
         let started = Instant::now();
@@ -23,8 +33,11 @@ impl Steps {
         Ok(done)
     }
 
-    /// Runs a step; a failure is printed, and the other steps still run.
+    /// Runs a step if it is wanted; a failure is printed, and the other steps still run.
     pub(super) fn try_to(&mut self, name: &str, step: impl FnOnce() -> Result<String>) {
+        if !self.include(name) {
+            return;
+        }
         let started = Instant::now();
         match step() {
             Ok(done) => self.passed(name, started, &done),
