@@ -136,6 +136,9 @@ fn worker(role: Role, args: WorkerArgs) -> anyhow::Result<(WorkerConfig, Telemet
     config.host_kv_bytes = args.engine.host_kv.map(|size| size.0 as u64);
     config.disk_kv =
         args.engine.disk_kv.zip(args.engine.disk_kv_size).map(|(dir, size)| (dir, size.0 as u64));
+    config.object_kv =
+        args.engine.object_kv.zip(args.engine.object_kv_size).map(|(url, size)| (url, size.0 as u64));
+    config.kv_key_file = args.engine.kv_key_file;
     config.threads = args.engine.threads;
     config.tensor_parallel = args.engine.tensor_parallel;
     config.pin_threads = args.engine.pin_threads;

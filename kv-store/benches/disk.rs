@@ -45,8 +45,9 @@ fn main() {
     let storage = Arc::new(BlockStorage::new(layout(), BLOCKS_PER_SEQUENCE).expect("memory"));
     storage.populate_all().expect("memory");
     let started = Instant::now();
-    let store = KvStore::open(&StoreConfig { host_bytes: None, disk }, &format, storage.clone(), |_| ())
-        .expect("it opens");
+    let store =
+        KvStore::open(&StoreConfig { disk, ..StoreConfig::default() }, &format, storage.clone(), |_| ())
+            .expect("it opens");
     let tier = store.counts()[0];
     println!("opened in {:?}: {} of {} blocks", started.elapsed(), tier.num_held, tier.num_slots);
     let num_sequences = (tier.num_slots as usize / BLOCKS_PER_SEQUENCE) as u32;
@@ -65,6 +66,7 @@ fn fill(store: &KvStore, num_sequences: u32) {
             hashes: hashes(sequence),
             tokens: tokens(sequence),
             blocks: (0..BLOCKS_PER_SEQUENCE as u32).map(BlockId).collect(),
+            has_ended: true,
             guard: (),
         });
         // One after the other, so that none is dropped.
@@ -81,7 +83,7 @@ fn read(store: &KvStore, num_sequences: u32) {
     let (mut num_blocks, started) = (0, Instant::now());
     while started.elapsed() < Duration::from_secs(10) {
         let hashes = hashes(random.below(u64::from(num_sequences)) as u32);
-        let records = store.read(&hashes);
+        let records = store.read(&hashes, started + Duration::from_secs(60));
         assert_eq!(records.len(), hashes.len(), "fill it first");
         num_blocks += records.len();
     }

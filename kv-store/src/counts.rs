@@ -2,12 +2,10 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use crate::slots::Slots;
-
 /// What a tier holds, and what it has done since it was opened.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TierCounts {
-    /// Its name: "host", "disk".
+    /// Its name: "host", "disk", "object".
     pub name: &'static str,
     /// Records that fit.
     pub num_slots: u64,
@@ -25,6 +23,8 @@ pub struct TierCounts {
     pub dropped: u64,
     /// Records that were not what was written.
     pub damaged: u64,
+    /// Blocks that were not read because computing them is faster, or the tier's speed is not known.
+    pub declined: u64,
     /// Reads that the device refused.
     pub read_errors: u64,
     /// Writes that the device refused.
@@ -38,13 +38,14 @@ pub(crate) enum Count {
     Writes,
     Dropped,
     Damaged,
+    Declined,
     ReadErrors,
     WriteErrors,
 }
 
 /// [`TierCounts`] as they grow.
 #[derive(Debug, Default)]
-pub(crate) struct TierCounters([AtomicU64; 6]);
+pub(crate) struct TierCounters([AtomicU64; 7]);
 
 impl TierCounters {
     /// Adds, and returns what was counted before.
@@ -52,18 +53,26 @@ impl TierCounters {
         self.0[count as usize].fetch_add(num, Ordering::Relaxed)
     }
 
-    pub(crate) fn read(&self, slots: &dyn Slots, num_held: usize, evictions: u64) -> TierCounts {
+    pub(crate) fn read(
+        &self,
+        name: &'static str,
+        num_slots: u64,
+        record_bytes: u64,
+        num_held: usize,
+        evictions: u64,
+    ) -> TierCounts {
         let count = |count: Count| self.0[count as usize].load(Ordering::Relaxed);
         TierCounts {
-            name: slots.name(),
-            num_slots: u64::from(slots.num_slots()),
+            name,
+            num_slots,
             num_held: num_held as u64,
-            record_bytes: slots.record_bytes() as u64,
+            record_bytes,
             hits: count(Count::Hits),
             writes: count(Count::Writes),
             evictions,
             dropped: count(Count::Dropped),
             damaged: count(Count::Damaged),
+            declined: count(Count::Declined),
             read_errors: count(Count::ReadErrors),
             write_errors: count(Count::WriteErrors),
         }

@@ -1,9 +1,11 @@
-//! Tiers below a worker's block pool: KV that the pool no longer holds, in host memory and on disk.
+//! Tiers below a worker's block pool: KV that the pool no longer holds, in host memory, on disk and in an object store.
 //!
 //! - `store`: [`KvStore`], which copies blocks out of the pool and back;
 //! - `directory`: which tier holds which blocks, and which make room: the one policy, pure;
 //! - `slots`: the seam of the stores, [`Slots`]; `host` and `disk` are two;
-//! - `record`: a block outside the pool, and what proves that it is whole and of this model.
+//! - `object`: what is in an object store, shared by workers; its policy is `object/catalogue`, pure;
+//! - `worth`: what of that is read sooner than computed; pure;
+//! - `record`: a block outside the pool, and what proves that it is whole and of this model; `seal`: what encrypts it.
 //!
 //! It stands on the formats of `kv-cache`. It knows neither engines nor requests, and no protocol.
 
@@ -16,17 +18,23 @@ mod counts;
 mod directory;
 mod disk;
 mod host;
+mod object;
 mod recency;
 mod record;
+mod seal;
 mod slots;
 mod store;
 #[cfg(test)]
 mod testing;
+mod worth;
 
 pub use counts::TierCounts;
 pub use directory::{Directory, SlotPlace};
 pub use disk::{DiskSlots, Medium, StoreOpenError};
 pub use host::HostSlots;
+pub use object::{ObjectConfig, ObjectOpenError};
 pub use record::{Fingerprint, Record, RecordName};
+pub use seal::{KvKey, KvKeyError};
 pub use slots::{ReadError, Slots};
-pub use store::{DiskConfig, KvStore, SequenceBlocks, StoreConfig};
+pub use store::{DiskConfig, KvStore, SequenceBlocks, StoreConfig, TierOpenError};
+pub use worth::Worth;

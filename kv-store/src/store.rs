@@ -5,7 +5,9 @@
 //! save    pool --copy--> record --> host slot
 //!                          |
 //!                          +--bounded queue--> writer --> disk slot
-//! read    host slot, disk slot --verify--> record --copy--> pool
+//!                          |
+//!                          +--bounded queue, at the second use--> object store
+//! read    host slot, disk slot, object store --verify--> record --copy--> pool
 //! ```
 //!
 //! Only the copies out of the pool hold blocks of the pool, and a disk is never waited for meanwhile. What a slow disk cannot
@@ -26,7 +28,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-use baton_kv_cache::{BlockHash, BlockId, BlockStorage, KvFormat, KvLayout};
+use baton_cost::LinkLine;
+use baton_kv_cache::{BlockHash, BlockId, BlockStorage, KvFormat};
 use baton_kv_events::CacheEvent;
 
 use crate::{
@@ -35,25 +38,32 @@ use crate::{
     directory::{Directory, SlotPlace},
     disk::{DiskSlots, StoreOpenError},
     host::HostSlots,
-    record::{Fingerprint, Record, RecordName, RecordShape},
+    object::{ObjectConfig, ObjectOpenError, ObjectTier},
+    record::{Record, RecordName, RecordShape},
+    seal::KvKey,
     slots::{ReadError, Slots},
+    worth::{Run, Worth, worth},
 };
 
 /// Sequences that wait to be copied out of the pool. Each keeps its blocks, and copies are fast: a longer queue would keep
 /// more of the pool than it is worth.
 const MAX_SAVES: usize = 16;
-/// Memory of records that wait for the disk: enough for its bursts.
+/// Memory of records that wait for the disk, and of those that wait for the object store: enough for bursts.
 const MAX_QUEUED_BYTES: usize = 64 << 20;
 /// How long the end waits for what is queued. A disk that hangs does not keep the process.
 const END_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// What a worker's tiers are.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default)]
 pub struct StoreConfig {
     /// Bytes of host memory; `None`: no host tier.
     pub host_bytes: Option<u64>,
     /// `None`: no disk tier.
     pub disk: Option<DiskConfig>,
+    /// `None`: no object store.
+    pub object: Option<ObjectConfig>,
+    /// Seals what leaves this process; `None`: it is plain.
+    pub key: Option<KvKey>,
 }
 
 /// A disk tier.
@@ -76,8 +86,21 @@ pub struct SequenceBlocks<G> {
     pub tokens: Vec<u32>,
     /// Where they are. There may be fewer than hashes.
     pub blocks: Vec<BlockId>,
+    /// The request has ended: this counts as a use of its blocks.
+    pub has_ended: bool,
     /// No block is written before this is dropped.
     pub guard: G,
+}
+
+/// Why a tier cannot be opened.
+#[derive(Debug, thiserror::Error)]
+pub enum TierOpenError {
+    /// The disk tier.
+    #[error(transparent)]
+    Disk(#[from] StoreOpenError),
+    /// The object store.
+    #[error(transparent)]
+    Object(#[from] ObjectOpenError),
 }
 
 /// The tiers of one worker. Dropping it waits a bounded time for what is queued.
@@ -94,6 +117,7 @@ struct Shared {
     directory: Mutex<Directory>,
     tiers: Vec<Box<dyn Slots>>,
     counters: Vec<TierCounters>,
+    object: Option<ObjectTier>,
     storage: Arc<BlockStorage>,
     on_change: Box<dyn Fn(Vec<CacheEvent>) + Send + Sync>,
 }
@@ -106,35 +130,37 @@ struct Write {
 
 impl KvStore {
     /// Opens the tiers of a pool. `on_change` is told which blocks came into the first of them, and which left the last; first
-    /// of all, what was found on disk. It is called under a lock, in the order of the changes.
+    /// of all, what was found on disk. It is called under a lock, in the order of the changes. What is in an object store is not
+    /// told: all workers that share it have it.
     ///
     /// # Errors
-    /// When the directory of the disk tier cannot be used.
+    /// When the directory of the disk tier cannot be used, or what is said of the object store.
     pub fn open(
         config: &StoreConfig,
         format: &KvFormat,
         storage: Arc<BlockStorage>,
         on_change: impl Fn(Vec<CacheEvent>) + Send + Sync + 'static,
-    ) -> Result<KvStore, StoreOpenError> {
-        let KvLayout { block_size, .. } = *storage.layout();
+    ) -> Result<KvStore, TierOpenError> {
         let body_bytes = storage.layout().block_bytes();
         let mut tiers: Vec<Box<dyn Slots>> = Vec::new();
         if let Some(host_bytes) = config.host_bytes {
             tiers.push(Box::new(HostSlots::new(host_bytes, body_bytes)));
         }
         let mut num_damaged = 0;
+        let shape = RecordShape::new(format, body_bytes, config.key.clone());
         if let Some(DiskConfig { dir, max_bytes }) = &config.disk {
-            let shape = RecordShape { fingerprint: Fingerprint::new(format), block_size, body_bytes };
-            let slots = DiskSlots::open(dir, *max_bytes, shape)?;
+            let slots = DiskSlots::open(dir, *max_bytes, shape.clone())?;
             num_damaged = slots.num_damaged();
             tiers.push(Box::new(slots));
         }
-        Ok(KvStore::over(tiers, storage, num_damaged, Box::new(on_change)))
+        let object = config.object.as_ref().map(|config| ObjectTier::open(config, shape, MAX_QUEUED_BYTES));
+        Ok(KvStore::over(tiers, object.transpose()?, storage, num_damaged, Box::new(on_change)))
     }
 
     /// Over these stores, the fastest first.
     pub(crate) fn over(
         mut tiers: Vec<Box<dyn Slots>>,
+        object: Option<ObjectTier>,
         storage: Arc<BlockStorage>,
         num_damaged: usize,
         on_change: Box<dyn Fn(Vec<CacheEvent>) + Send + Sync>,
@@ -153,8 +179,14 @@ impl KvStore {
         if let Some(last) = counters.last() {
             last.add(Count::Damaged, num_damaged as u64);
         }
-        let shared =
-            Arc::new(Shared { directory: Mutex::new(directory), tiers, counters, storage, on_change });
+        let shared = Arc::new(Shared {
+            directory: Mutex::new(directory),
+            tiers,
+            counters,
+            object,
+            storage,
+            on_change,
+        });
         shared.update(|_| ());
         let (saves, to_copy) = mpsc::sync_channel(MAX_SAVES);
         let record_bytes = shared.storage.layout().block_bytes();
@@ -173,9 +205,10 @@ impl KvStore {
     /// Copies a sequence's blocks to the tiers that lack them, in the background. When too many sequences wait already, these
     /// are not copied.
     pub fn save(&self, sequence: SequenceBlocks<impl Send + 'static>) {
-        let SequenceBlocks { root, hashes, tokens, blocks, guard } = sequence;
+        let SequenceBlocks { root, hashes, tokens, blocks, has_ended, guard } = sequence;
         let num_blocks = blocks.len() as u64;
-        let save = SequenceBlocks { root, hashes, tokens, blocks, guard: Box::new(guard) as Box<dyn Send> };
+        let guard = Box::new(guard) as Box<dyn Send>;
+        let save = SequenceBlocks { root, hashes, tokens, blocks, has_ended, guard };
         let saves = self.saves.as_ref().expect("the store is open");
         if saves.try_send(save).is_err() {
             for counters in &self.shared.counters {
@@ -186,26 +219,52 @@ impl KvStore {
 
     /// Blocks at the front of a sequence, by its hashes in order, that tiers hold.
     pub fn num_found(&self, hashes: &[BlockHash]) -> usize {
-        self.shared.lock().find_prefix(hashes).len()
+        self.shared.places(hashes).len()
     }
 
-    /// The records of blocks that follow each other, until the first one that no tier holds whole. Waits for a disk.
-    pub fn read(&self, hashes: &[BlockHash]) -> Vec<Arc<Record>> {
+    /// What of a sequence tiers hold and is read in less time than it is computed, when a block takes so long to compute.
+    /// Memory and disks are taken to be faster, an object store is not waited for before it was measured.
+    pub fn worth(&self, hashes: &[BlockHash], compute_block: Duration) -> Worth {
+        let (shared, mut runs) = (&*self.shared, Vec::new());
+        let places = shared.places(hashes);
+        for run in places.chunk_by(|one, next| one.is_some() == next.is_some()) {
+            let speed = match (run[0], &shared.object) {
+                (None, Some(object)) => object.speed(),
+                _ => Some(LinkLine { latency_seconds: 0.0, bytes_per_second: f64::INFINITY }),
+            };
+            runs.push(Run { num_blocks: run.len(), speed });
+        }
+        let found = worth(&runs, shared.storage.layout().block_bytes(), compute_block);
+        let num_declined = places[found.num_blocks..].iter().filter(|place| place.is_none()).count();
+        if let (Some(object), 1..) = (&shared.object, num_declined) {
+            object.declined(num_declined);
+        }
+        found
+    }
+
+    /// The records of blocks that follow each other, until the first one that no tier holds whole, or that an object store has
+    /// not sent before `until`. Waits for both, and for a disk.
+    pub fn read(&self, hashes: &[BlockHash], until: Instant) -> Vec<Arc<Record>> {
         let shared = &*self.shared;
-        let places = {
-            let mut directory = shared.lock();
-            let places = directory.find_prefix(hashes);
-            directory.used(&hashes[..places.len()]);
-            places
-        };
+        let places = shared.places(hashes);
+        shared.used(&hashes[..places.len()]);
         let mut records = Vec::with_capacity(places.len());
         let mut rest = hashes;
-        for run in places.chunk_by(|one, next| one.tier == next.tier) {
+        for run in places.chunk_by(|one, next| one.map(|place| place.tier) == next.map(|place| place.tier)) {
             let (own, later) = rest.split_at(run.len());
             rest = later;
+            let run: Vec<SlotPlace> = run.iter().copied().flatten().collect();
+            if run.is_empty() {
+                let object = shared.object.as_ref().expect("what no slot holds, it does");
+                records.extend(object.read(own, until));
+                if records.len() < hashes.len() - rest.len() {
+                    return records;
+                }
+                continue;
+            }
             let wanted: Vec<_> = run.iter().zip(own).map(|(place, &hash)| (place.slot, hash)).collect();
             let read = shared.tiers[run[0].tier].read(&wanted);
-            for ((read, &place), &hash) in read.into_iter().zip(run).zip(own) {
+            for ((read, &place), &hash) in read.into_iter().zip(&run).zip(own) {
                 match read {
                     Ok(record) => {
                         shared.counters[place.tier].add(Count::Hits, 1);
@@ -237,11 +296,12 @@ impl KvStore {
     pub fn counts(&self) -> Vec<TierCounts> {
         let directory = self.shared.lock();
         let tiers = self.shared.tiers.iter().zip(&self.shared.counters).enumerate();
-        tiers
-            .map(|(tier, (slots, counters))| {
-                counters.read(&**slots, directory.num_held(tier), directory.num_evicted(tier))
-            })
-            .collect()
+        let tiers = tiers.map(|(tier, (slots, counters))| {
+            let (num_slots, record_bytes) = (u64::from(slots.num_slots()), slots.record_bytes() as u64);
+            let (num_held, num_evicted) = (directory.num_held(tier), directory.num_evicted(tier));
+            counters.read(slots.name(), num_slots, record_bytes, num_held, num_evicted)
+        });
+        tiers.chain(self.shared.object.iter().map(ObjectTier::counts)).collect()
     }
 }
 
@@ -249,7 +309,7 @@ impl Shared {
     fn copy_all(&self, saves: &Receiver<Save>, writes: &SyncSender<Write>) {
         for save in saves {
             self.copy(&save, writes);
-            self.lock().used(&save.hashes);
+            self.used(&save.hashes);
         }
     }
 
@@ -259,6 +319,7 @@ impl Shared {
         let block_size = self.storage.layout().block_size;
         let mut parent = save.root;
         let mut takes = vec![true; self.tiers.len()];
+        let mut object = self.object.as_ref().filter(|_| save.has_ended);
         let blocks = save.blocks.iter().zip(&save.hashes).zip(save.tokens.chunks_exact(block_size));
         for (block_idx, ((&block, &hash), tokens)) in blocks.enumerate() {
             let lacking: Vec<usize> = {
@@ -267,8 +328,15 @@ impl Shared {
                     .filter(|&tier| takes[tier] && !directory.is_expected(tier, hash))
                     .collect()
             };
-            if !lacking.is_empty() {
-                let name = RecordName { hash, parent, block_idx: block_idx as u32, tokens: tokens.to_vec() };
+            let to_object = object.filter(|object| object.admit(hash));
+            if !lacking.is_empty() || to_object.is_some() {
+                let name = RecordName {
+                    root: save.root,
+                    hash,
+                    parent,
+                    block_idx: block_idx as u32,
+                    tokens: tokens.to_vec(),
+                };
                 debug_assert_eq!(parent.child(tokens), hash, "the tokens are those of the hash");
                 let record = match copy::from_pool(&self.storage, block, name) {
                     Ok(record) => Arc::new(record),
@@ -280,9 +348,28 @@ impl Shared {
                 for tier in lacking {
                     takes[tier] = self.take(Write { tier, record: record.clone() }, writes);
                 }
+                if to_object.is_some_and(|object| !object.write(record)) {
+                    object = None;
+                }
             }
             parent = hash;
         }
+    }
+
+    /// Where the front of a sequence is, as far as tiers hold it: in slots, or `None`: in the object store.
+    fn places(&self, hashes: &[BlockHash]) -> Vec<Option<SlotPlace>> {
+        let directory = self.lock();
+        let in_object = |hash| self.object.as_ref().is_some_and(|object| object.holds(hash));
+        let place = |&hash: &BlockHash| match directory.find(hash) {
+            None if in_object(hash) => Some(None),
+            place => place.map(Some),
+        };
+        hashes.iter().map_while(place).collect()
+    }
+
+    fn used(&self, hashes: &[BlockHash]) {
+        self.lock().used(hashes);
+        self.object.iter().for_each(|object| object.used(hashes));
     }
 
     /// Writes to memory at once, and leaves a disk to the writer. False when the tier does not take the record.

@@ -3,7 +3,10 @@
 use baton_kv_cache::{BlockHash, HashRoot, KvDtype, KvFormat, KvLayout};
 use baton_random::Random;
 
-use crate::record::{Fingerprint, Record, RecordName, RecordShape};
+use crate::{
+    record::{Record, RecordName, RecordShape},
+    seal::KvKey,
+};
 
 pub(crate) const BLOCK_SIZE: usize = 4;
 
@@ -17,11 +20,12 @@ pub(crate) fn format() -> KvFormat {
 }
 
 pub(crate) fn shape() -> RecordShape {
-    RecordShape {
-        fingerprint: Fingerprint::new(&format()),
-        block_size: BLOCK_SIZE,
-        body_bytes: layout().block_bytes(),
-    }
+    RecordShape::new(&format(), layout().block_bytes(), None)
+}
+
+/// A key, by a seed.
+pub(crate) fn key(seed: u8) -> KvKey {
+    KvKey::new([seed; 32])
 }
 
 /// The tokens of a sequence, by a seed.
@@ -43,6 +47,7 @@ pub(crate) fn chain(seed: u64, num_blocks: usize) -> Vec<BlockHash> {
 pub(crate) fn record(block_idx: usize, seed: u64) -> Record {
     let hashes = chain(seed, block_idx + 1);
     let name = RecordName {
+        root: root(),
         hash: hashes[block_idx],
         parent: block_idx.checked_sub(1).map_or(root(), |before| hashes[before]),
         block_idx: block_idx as u32,

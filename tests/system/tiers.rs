@@ -135,6 +135,37 @@ async fn host_memory_brings_back_what_the_pool_evicted() {
 }
 
 #[tokio::test]
+async fn an_object_store_serves_sealed_what_was_used_twice_also_to_another_worker() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let key = dir.path().join("key");
+    std::fs::write(&key, "1f".repeat(32)).expect("written");
+    let url = format!("file://{}", dir.path().join("kv").display());
+    let flags = format!("--object-kv {url} --object-kv-size 64M --kv-key-file {} {PATIENT}", key.display());
+    let mut cluster = Cluster::new().prefill(0).decode(1).flags_of("decode-0", &flags).start().await;
+    let tokens = answer(&cluster, &prompt(0), NUM_NEXT, PrefillMode::Local, "").await;
+    assert_eq!(answer(&cluster, &prompt(0), NUM_NEXT, PrefillMode::Local, "").await, tokens);
+    let num_saved = (NUM_TOKENS + NUM_NEXT - 1) / BLOCK_SIZE;
+    until_saved(&cluster, "decode-0", "object", num_saved).await;
+    cluster.kill("decode-0");
+
+    let args = format!("decode-worker --id another --router {} {flags}", cluster.base);
+    let args: Vec<String> = args.split_whitespace().map(str::to_owned).collect();
+    let another = cluster.start_beside("another", &args);
+    eventually("a measured store", Duration::from_secs(120), async || {
+        another.log().contains("object store measured").then_some(())
+    })
+    .await;
+    cluster.wait_for_workers(0, 1).await;
+    assert_eq!(answer(&cluster, &prompt(0), NUM_NEXT, PrefillMode::Local, "").await, tokens);
+    assert_eq!(tier(&cluster, "another", "hits_total", "object").await, NUM_BLOCKS);
+    assert_eq!(
+        computed(&cluster, "another").await,
+        NUM_NEXT as f64,
+        "one prompt token, and all but the last"
+    );
+}
+
+#[tokio::test]
 async fn a_second_worker_is_refused_the_directory_of_the_first() {
     let dir = tempfile::tempdir().expect("a directory");
     let flags = on_disk(dir.path());

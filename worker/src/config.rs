@@ -54,6 +54,10 @@ pub struct WorkerConfig {
     pub host_kv_bytes: Option<u64>,
     /// A directory of this worker alone for KV that outlives it, and the bytes of its files; `None`: no such tier.
     pub disk_kv: Option<(PathBuf, u64)>,
+    /// The URL of an object store for KV, which workers may share, and the bytes that this one may write; `None`: no such tier.
+    pub object_kv: Option<(String, u64)>,
+    /// The file of the key that seals KV on disk and in the object store; `None`: it is plain.
+    pub kv_key_file: Option<PathBuf>,
     /// Threads that compute. `None`: one per core, or for each processor of `pin_threads`.
     pub threads: Option<usize>,
     /// Ranks among which the model is divided, each with its share of the threads or with a GPU of its own.
@@ -299,6 +303,9 @@ pub enum ConfigError {
     /// Tiers hold what the prefix cache held.
     #[error("{0} keeps what --no-prefix-cache does not keep; leave out one of them")]
     TierWithoutCache(&'static str),
+    /// Host memory is never sealed.
+    #[error("--kv-key-file seals KV on disk and in an object store; give --disk-kv or --object-kv, too")]
+    NothingToSeal,
     /// No way for KV to travel.
     #[error("--transports is empty; give some of shm, rdma, nccl and tcp")]
     NoTransport,
@@ -329,6 +336,8 @@ impl WorkerConfig {
             prefix_cache: true,
             host_kv_bytes: None,
             disk_kv: None,
+            object_kv: None,
+            kv_key_file: None,
             threads: None,
             tensor_parallel: 1,
             pin_threads: ThreadPinning::None,
@@ -397,9 +406,16 @@ impl WorkerConfig {
         {
             return Err(ConfigError::NotSimulated { device, flag });
         }
-        let tiers = [("--host-kv", self.host_kv_bytes.is_some()), ("--disk-kv", self.disk_kv.is_some())];
+        let tiers = [
+            ("--host-kv", self.host_kv_bytes.is_some()),
+            ("--disk-kv", self.disk_kv.is_some()),
+            ("--object-kv", self.object_kv.is_some()),
+        ];
         if let Some((flag, _)) = tiers.into_iter().find(|&(_, is_set)| is_set && !self.prefix_cache) {
             return Err(ConfigError::TierWithoutCache(flag));
+        }
+        if self.kv_key_file.is_some() && self.disk_kv.is_none() && self.object_kv.is_none() {
+            return Err(ConfigError::NothingToSeal);
         }
         if self.transports.is_empty() {
             return Err(ConfigError::NoTransport);
@@ -550,6 +566,8 @@ mod tests {
                 "--blend-audit is 1.5",
             ),
             (with(|c| c.handoff_deadline = Duration::ZERO), "--handoff-deadline is 0"),
+            (with(|c| c.kv_key_file = Some("/key".into())), "give --disk-kv or --object-kv"),
+            (with(|c| (c.prefix_cache, c.object_kv) = (false, Some(("s3://kv".into(), 1)))), "--object-kv"),
             (simulated(|c| c.kv_dtype = Some(KvDtype::Int8)), "leave out --kv-dtype"),
             (
                 simulated(|c| c.kv_wire = Some(WireFormat::Int8)),

@@ -252,7 +252,7 @@ const TIER_GAUGES: [TierCount; 2] = [
     ("baton_kv_tier_capacity_blocks", "Blocks that fit into a tier", |tier| tier.num_slots),
 ];
 
-const TIER_COUNTS: [TierCount; 9] = [
+const TIER_COUNTS: [TierCount; 10] = [
     ("baton_kv_tier_hits", "Blocks that were read from a tier and verified", |tier| tier.hits),
     ("baton_kv_tier_read_bytes", "Bytes of those blocks", |tier| tier.hits * tier.record_bytes),
     ("baton_kv_tier_writes", "Blocks that were written to a tier", |tier| tier.writes),
@@ -260,6 +260,7 @@ const TIER_COUNTS: [TierCount; 9] = [
     ("baton_kv_tier_evictions", "Blocks that made room for others in a tier", |tier| tier.evictions),
     ("baton_kv_tier_dropped", "Blocks that a tier did not take because too much waited", |tier| tier.dropped),
     ("baton_kv_tier_damaged", "Blocks that were not what was written, and not used", |tier| tier.damaged),
+    ("baton_kv_tier_declined", "Blocks that were not read because computing is faster", |tier| tier.declined),
     ("baton_kv_tier_read_errors", "Reads that a tier's device refused", |tier| tier.read_errors),
     ("baton_kv_tier_write_errors", "Writes that a tier's device refused", |tier| tier.write_errors),
 ];

@@ -2,12 +2,15 @@
 //! prompt is computed. A recall is like the fetch of a prefix: blocks are reserved, written and cached. If it fails or takes
 //! too long, the engine computes what did not come.
 
-use std::{sync::Arc, time::Instant};
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use anyhow::Context;
 use baton_engine::EngineHandle;
 use baton_kv_cache::BlockHash;
-use baton_kv_store::SequenceBlocks;
+use baton_kv_store::{SequenceBlocks, Worth};
 use baton_request::Request;
 use tokio::{
     runtime::Handle,
@@ -15,7 +18,11 @@ use tokio::{
     time::{error::Elapsed, timeout},
 };
 
-use crate::{handoff::prefix_fetch::fetch_deadline, tiers::Tiers, worker::Worker};
+use crate::{
+    handoff::prefix_fetch::{compute_time, fetch_deadline},
+    tiers::Tiers,
+    worker::Worker,
+};
 
 /// Bytes that are read before they are written to the pool.
 const BATCH_BYTES: usize = 32 << 20;
@@ -31,6 +38,9 @@ pub struct Recall {
     hashes: Vec<BlockHash>,
     /// Blocks at the front that are in the pool.
     num_pooled: usize,
+    /// How long computing the others takes, and how long recalling them should.
+    compute: Duration,
+    expected: Duration,
 }
 
 /// Saves the blocks of a request when this is dropped: when the request has ended, whatever its end.
@@ -48,7 +58,17 @@ impl Recall {
         let num_pooled = engine.cache_log().num_in_pool(&hashes);
         let num_found = tiers.store.num_found(&hashes[num_pooled..]);
         hashes.truncate(num_pooled + num_found);
-        (num_found > 0).then(|| Recall { tiers, request: request.clone(), hashes, num_pooled })
+        if num_found == 0 {
+            return None;
+        }
+        let block_size = engine.storage().layout().block_size;
+        let compute = |num_blocks| compute_time(worker, num_blocks * block_size, num_pooled * block_size);
+        let compute_block = compute(hashes.len()) / num_found as u32;
+        let Worth { num_blocks, expected } = tiers.store.worth(&hashes[num_pooled..], compute_block);
+        hashes.truncate(num_pooled + num_blocks);
+        let compute = compute_block * num_blocks as u32;
+        let request = request.clone();
+        (num_blocks > 0).then_some(Recall { tiers, request, hashes, num_pooled, compute, expected })
     }
 
     /// Brings the blocks into the pool, as far as there is room, and no longer than it would take to compute them. Dropping the
@@ -58,7 +78,9 @@ impl Recall {
         let num_tokens = (self.hashes.len() - self.num_pooled) * block_size;
         let limit = fetch_deadline(&worker, num_tokens);
         let started = Instant::now();
-        match timeout(limit, self.bring_in(worker.engine())).await {
+        // An object store that is slower than expected is given up before computing would end: what came is kept.
+        let until = started + (self.expected + self.compute) / 2;
+        match timeout(limit.max(self.compute), self.bring_in(worker.engine(), until)).await {
             Ok(Ok(num_blocks)) => {
                 let num_recalled = num_blocks * block_size;
                 tracing::debug!(num_tokens, num_recalled, elapsed = ?started.elapsed(), "prefix recalled from tiers");
@@ -75,7 +97,7 @@ impl Recall {
     }
 
     /// Returns how many blocks came.
-    async fn bring_in(&self, engine: &EngineHandle) -> anyhow::Result<usize> {
+    async fn bring_in(&self, engine: &EngineHandle, until: Instant) -> anyhow::Result<usize> {
         let layout = *engine.storage().layout();
         let batch = (BATCH_BYTES / layout.block_bytes()).max(1);
         let mut end = self.num_pooled;
@@ -84,7 +106,8 @@ impl Recall {
             let num_wanted = wanted.len();
             let permit = self.tiers.reading.clone().acquire_owned().await?;
             let tiers = self.tiers.clone();
-            let (records, permit) = spawn_blocking(move || (tiers.store.read(&wanted), permit)).await?;
+            let (records, permit) =
+                spawn_blocking(move || (tiers.store.read(&wanted, until), permit)).await?;
             if records.is_empty() {
                 break;
             }
@@ -123,13 +146,13 @@ impl SaveAtEnd {
     pub fn push(&mut self, token: u32) {
         self.request.output.push(token);
         if self.request.output.len() % SAVE_EVERY == 2 {
-            self.spawn_save(self.request.clone());
+            self.spawn_save(self.request.clone(), false);
         }
     }
 
-    fn spawn_save(&self, request: Request) {
+    fn spawn_save(&self, request: Request, has_ended: bool) {
         let worker = self.worker.clone();
-        self.worker.lifecycle().spawn(async move { save(&worker, request).await });
+        self.worker.lifecycle().spawn(async move { save(&worker, request, has_ended).await });
     }
 }
 
@@ -138,13 +161,13 @@ impl Drop for SaveAtEnd {
         // Without a runtime the worker has ended, and its engine.
         if Handle::try_current().is_ok() {
             let request = std::mem::take(&mut self.request);
-            self.spawn_save(request);
+            self.spawn_save(request, true);
         }
     }
 }
 
 /// Copies the blocks of a request's known tokens that the pool has.
-async fn save(worker: &Worker, request: Request) {
+async fn save(worker: &Worker, request: Request, has_ended: bool) {
     let (Some(tiers), engine) = (worker.tiers(), worker.engine()) else { return };
     let block_size = engine.storage().layout().block_size;
     // As a prompt: a request that has all of its output is not valid. The last token is never computed.
@@ -162,6 +185,7 @@ async fn save(worker: &Worker, request: Request) {
             hashes,
             tokens,
             blocks: held.blocks().to_vec(),
+            has_ended,
             guard: held,
         }),
         Err(error) => tracing::debug!(%error, "kv not saved"),

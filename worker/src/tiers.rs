@@ -6,7 +6,7 @@ use anyhow::Context;
 use baton_engine::EngineHandle;
 use baton_kv_cache::KvFormat;
 use baton_kv_events::BlockHolder;
-use baton_kv_store::{DiskConfig, KvStore, StoreConfig, TierCounts};
+use baton_kv_store::{DiskConfig, KvKey, KvStore, ObjectConfig, StoreConfig, TierCounts};
 use tokio::sync::Semaphore;
 
 use crate::config::WorkerConfig;
@@ -14,6 +14,7 @@ use crate::config::WorkerConfig;
 /// Recalls that read at once. Each has at most a batch of KV between a tier and the pool, so this bounds memory, and
 /// the threads that a disk that hangs can keep.
 const MAX_RECALLS: usize = 4;
+
 /// The tiers of a worker.
 #[derive(Debug)]
 pub struct Tiers {
@@ -29,11 +30,17 @@ impl Tiers {
         format: &KvFormat,
         engine: &EngineHandle,
     ) -> anyhow::Result<Option<Tiers>> {
+        let worker = || config.id.to_string();
+        let object = config.object_kv.clone();
+        let object = object.map(|(url, max_bytes)| ObjectConfig { url, worker: worker(), max_bytes });
         let disk = config.disk_kv.clone().map(|(dir, max_bytes)| DiskConfig { dir, max_bytes });
-        let config = StoreConfig { host_bytes: config.host_kv_bytes, disk };
-        if config == StoreConfig::default() {
+        if config.host_kv_bytes.is_none() && disk.is_none() && object.is_none() {
             return Ok(None);
         }
+        let key = config.kv_key_file.as_deref().map(|path| {
+            KvKey::read(path).with_context(|| format!("cannot use --kv-key-file {}", path.display()))
+        });
+        let config = StoreConfig { host_bytes: config.host_kv_bytes, disk, object, key: key.transpose()? };
         let started = Instant::now();
         let log = engine.cache_log().clone();
         let tell = move |events| log.append(BlockHolder::Store, events);

@@ -167,6 +167,7 @@ fn kv_tier(tier: TierCounts) -> v1::KvTier {
         num_dropped: tier.dropped,
         num_damaged: tier.damaged,
         num_errors: tier.read_errors + tier.write_errors,
+        num_declined: tier.declined,
     }
 }
 

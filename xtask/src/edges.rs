@@ -433,7 +433,7 @@ const ROOMS: &[Room] = &[
     // Tiers below a pool: they never know who fills it.
     Room {
         name: "baton-kv-store",
-        uses: &["baton-kv-cache", "baton-kv-events"],
+        uses: &["baton-cost", "baton-kv-cache", "baton-kv-events"],
         tests_use: &["baton-random"],
         never: NO_ENGINE,
     },

@@ -53,6 +53,22 @@ pub struct EngineArgs {
     /// Size of the files in --disk-kv, such as 50G. They are reserved at the start.
     #[arg(long, value_name = "SIZE", requires = "disk_kv", value_parser = parse_size, env = "BATON_DISK_KV_SIZE")]
     pub disk_kv_size: Option<Size>,
+    /// Object store for KV that outlives this worker, shared by all workers that name it: s3://bucket/prefix or file:///dir.
+    ///
+    /// Blocks that a second request used are written there. Any worker with this model, KV type and block size gets them back
+    /// when that takes less time than computing them. Needs --object-kv-size. Region, endpoint and credentials are those of the
+    /// usual variables (AWS_REGION, AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID, …); plain http needs AWS_ALLOW_HTTP=true.
+    #[arg(long, value_name = "URL", requires = "object_kv_size", env = "BATON_OBJECT_KV")]
+    pub object_kv: Option<String>,
+    /// What each worker may keep in --object-kv, such as 500G. It deletes its own oldest objects.
+    #[arg(long, value_name = "SIZE", requires = "object_kv", value_parser = parse_size, env = "BATON_OBJECT_KV_SIZE")]
+    pub object_kv_size: Option<Size>,
+    /// File with a key of 64 hexadecimal digits (openssl rand -hex 32), which seals KV in --disk-kv and --object-kv.
+    ///
+    /// Records are encrypted (AES-256-GCM) under keys of their own, derived for each tenant and cache salt. Workers that share
+    /// an object store need the same key. What another key sealed is not used.
+    #[arg(long, value_name = "FILE", env = "BATON_KV_KEY_FILE")]
+    pub kv_key_file: Option<PathBuf>,
     /// Threads that compute. Default: one per core, at most 64.
     #[arg(long, value_name = "N", value_parser = at_least_one, env = "BATON_THREADS")]
     pub threads: Option<usize>,
@@ -162,6 +178,9 @@ impl EngineArgs {
             host_kv,
             disk_kv,
             disk_kv_size,
+            object_kv,
+            object_kv_size,
+            kv_key_file,
             threads,
             tensor_parallel,
             pin_threads: _,
@@ -194,6 +213,9 @@ impl EngineArgs {
             host_kv.map(|size| format!("--host-kv={size}")),
             disk_kv.as_ref().map(|dir| format!("--disk-kv={}", dir.display())),
             disk_kv_size.map(|size| format!("--disk-kv-size={size}")),
+            object_kv.as_ref().map(|url| format!("--object-kv={url}")),
+            object_kv_size.map(|size| format!("--object-kv-size={size}")),
+            kv_key_file.as_ref().map(|file| format!("--kv-key-file={}", file.display())),
             threads.map(|threads| format!("--threads={threads}")),
             Some(format!("--tensor-parallel={tensor_parallel}")),
             quantize.map(|quantisation| format!("--quantize={quantisation}")),

@@ -47,7 +47,7 @@ Printed for each pair of prefill and decode worker, and each transport:
   x a copy   speed of shm, relative to a copy in the prefill worker's memory
   x a plain  speed of the others, relative to a plain TCP stream on loopback
 and why a transport is not available, and whether handoffs fell back to it.
-Of workers with --host-kv or --disk-kv: what these tiers hold and have done.
+Of workers with --host-kv, --disk-kv or --object-kv: what these tiers hold and have done.
 
 Fails when KV cannot travel between two workers.";
 
@@ -124,6 +124,7 @@ struct Tier {
     evictions: u64,
     dropped: u64,
     damaged: u64,
+    declined: u64,
     errors: u64,
 }
 
@@ -433,6 +434,7 @@ impl From<KvTier> for Tier {
             evictions: tier.num_evicted,
             dropped: tier.num_dropped,
             damaged: tier.num_damaged,
+            declined: tier.num_declined,
             errors: tier.num_errors,
         }
     }
@@ -447,7 +449,8 @@ impl fmt::Display for Tier {
         writeln!(f, "         {hits} blocks were read, {writes} written, {evictions} made room for others")?;
         let troubles = [
             (self.dropped, "blocks were not saved, because the tier is too slow"),
-            (self.damaged, "blocks were damaged; they are computed again"),
+            (self.damaged, "blocks were damaged, or are sealed by another key; they are computed again"),
+            (self.declined, "blocks were not read, because computing them is faster"),
             (self.errors, "reads or writes failed; the worker's log says why"),
         ];
         let mut troubles = troubles.iter().filter(|(num, _)| *num > 0);

@@ -160,6 +160,15 @@ spec:
         {{- if not $values.prefixCache }}
         - --no-prefix-cache
         {{- end }}
+        {{- with $root.Values.kv.object }}
+        {{- if .url }}
+        - --object-kv={{ .url }}
+        - --object-kv-size={{ .size }}
+        {{- end }}
+        {{- end }}
+        {{- if $root.Values.kv.keySecret }}
+        - --kv-key-file=/etc/baton/kv-key/key
+        {{- end }}
         {{- if $values.threads }}
         - --threads={{ $values.threads }}
         {{- end }}
@@ -215,6 +224,11 @@ spec:
         {{- end }}
       volumeMounts:
         {{- include "baton.volumeMounts" $root | trim | nindent 8 }}
+        {{- if $root.Values.kv.keySecret }}
+        - name: kv-key
+          mountPath: /etc/baton/kv-key
+          readOnly: true
+        {{- end }}
         {{- if gt (int $values.gpus) 1 }}
         - name: shm
           mountPath: /dev/shm
@@ -226,6 +240,10 @@ spec:
         {{- end }}
   volumes:
     {{- include "baton.volumes" $root | trim | nindent 4 }}
+    {{- with $root.Values.kv.keySecret }}
+    - name: kv-key
+      secret: {secretName: {{ . }}}
+    {{- end }}
     {{- if gt (int $values.gpus) 1 }}
     # NCCL goes through it between GPUs that do not reach each other; a runtime gives 64 MiB.
     - name: shm

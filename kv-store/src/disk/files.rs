@@ -22,9 +22,9 @@ use xxhash_rust::xxh3::xxh3_64;
 use crate::{buffer::PAGE, record::RecordShape};
 
 const MAGIC: &[u8; 8] = b"BATONKVS";
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
 /// The part of the superblock that its checksum covers.
-const SUPERBLOCK_BYTES: usize = 40;
+const SUPERBLOCK_BYTES: usize = 48;
 
 /// Why a directory cannot be used.
 #[derive(Debug, thiserror::Error)]
@@ -37,7 +37,8 @@ pub enum StoreOpenError {
     },
     /// It holds KV of another model or format.
     #[error(
-        "{}: holds KV of another model, KV type or block size, which is useless here; remove the directory, or give another one",
+        "{}: holds KV of another model, KV type or block size, or is sealed by a key and this worker has none, or the other way \
+         round; remove the directory, or give another one",
         dir.display()
     )]
     Foreign {
@@ -185,6 +186,7 @@ fn superblock(shape: &RecordShape) -> [u8; SUPERBLOCK_BYTES + 8] {
     bytes[12..28].copy_from_slice(&shape.fingerprint.0);
     bytes[28..32].copy_from_slice(&(shape.block_size as u32).to_le_bytes());
     bytes[32..40].copy_from_slice(&(shape.body_bytes as u64).to_le_bytes());
+    bytes[40..48].copy_from_slice(&u64::from(shape.key.is_some()).to_le_bytes());
     let checksum = xxh3_64(&bytes[..SUPERBLOCK_BYTES]);
     bytes[SUPERBLOCK_BYTES..].copy_from_slice(&checksum.to_le_bytes());
     bytes

@@ -102,7 +102,7 @@ impl<M: Medium> DiskSlots<M> {
         let mut body = PageBuffer::new(self.shape.body_bytes);
         self.slabs.read_at(body.pages_mut(), self.body_offset(slot))?;
         // Invariant 4: the record is used only if it is whole.
-        Record::verified(head, body, self.shape.body_bytes).map(Arc::new).ok_or(ReadError::Damaged)
+        self.shape.verified(head, body).map(Arc::new).ok_or(ReadError::Damaged)
     }
 
     fn body_offset(&self, slot: u32) -> u64 {
@@ -130,8 +130,9 @@ impl<M: Medium> Slots for DiskSlots<M> {
     fn write(&self, slot: u32, record: &Arc<Record>) -> io::Result<()> {
         let head_at = head_offset(slot, &self.shape);
         self.index.write_at(&vec![0; self.shape.head_bytes()], head_at)?;
-        self.slabs.write_at(record.pages(), self.body_offset(slot))?;
-        self.index.write_at(&record.head(&self.shape), head_at)
+        let bytes = self.shape.write(record);
+        self.slabs.write_at(bytes.pages(), self.body_offset(slot))?;
+        self.index.write_at(&bytes.head, head_at)
     }
 
     fn read(&self, wanted: &[(u32, BlockHash)]) -> Vec<Result<Arc<Record>, ReadError>> {

@@ -8,6 +8,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use baton_cost::{PromptWork, StepWork};
 use baton_engine::PrefixReservation;
 use baton_handoff::{
     HandoffError, Side,
@@ -64,6 +65,18 @@ pub(crate) fn fetch_deadline(worker: &Worker, num_tokens: usize) -> Duration {
     let config = worker.config();
     let prefill_time = || worker.engine().prefill_time(num_tokens).unwrap_or(DEFAULT_PREFILL_TIME);
     config.fetch_deadline.unwrap_or_else(|| prefill_time().max(MIN_DEADLINE)).min(config.handoff_deadline)
+}
+
+/// How long this engine takes to compute a prompt of `num_tokens` tokens of which it has `num_cached`: by its steps, and before
+/// the first one by what its device should take.
+pub(crate) fn compute_time(worker: &Worker, num_tokens: usize, num_cached: usize) -> Duration {
+    let engine = worker.engine();
+    let seconds = engine.pace().step.map(|step| {
+        let prompt = PromptWork::new(num_tokens, num_cached);
+        step.prompt_seconds(&prompt, &StepWork::default(), engine.token_budget() as f64)
+    });
+    let seconds = seconds.and_then(|seconds| Duration::try_from_secs_f64(seconds).ok());
+    worker.config().fetch_deadline.or(seconds).unwrap_or(DEFAULT_PREFILL_TIME)
 }
 
 /// The driver of a [`PrefixFetch`].

@@ -6,7 +6,7 @@ use crate::{
     disk::{DiskSlots, StoreOpenError},
     record::{Fingerprint, Record, RecordShape},
     slots::{ReadError, Slots},
-    testing::{body, record, shape},
+    testing::{body, key, record, shape},
 };
 
 const ROOM: u64 = 64 << 10;
@@ -82,11 +82,33 @@ fn files_of_another_format_are_refused_and_stay() {
         RecordShape { fingerprint: Fingerprint([9; 16]), ..shape() },
         RecordShape { block_size: 8, ..shape() },
         RecordShape { body_bytes: 2048, ..shape() },
+        RecordShape { key: Some(key(1)), ..shape() },
     ] {
         let refused = DiskSlots::open(dir.path(), ROOM, foreign);
         assert!(matches!(refused, Err(StoreOpenError::Foreign { .. })), "{refused:?}");
     }
     assert!(open(dir.path()).expect("untouched").read(&wanted(&records)).iter().all(is_right));
+}
+
+#[test]
+fn sealed_records_come_back_with_their_key_and_count_as_damaged_with_another() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let open = |seed| {
+        let shape = RecordShape { key: Some(key(seed)), ..shape() };
+        DiskSlots::open(dir.path(), ROOM, shape).expect("a directory of sealed records")
+    };
+    let records: Vec<_> = (0..3).map(|idx| (idx, Arc::new(record(idx as usize, 7)))).collect();
+    let slots = open(1);
+    records.iter().for_each(|(slot, record)| slots.write(*slot, record).expect("there is room"));
+    drop(slots);
+    let mut slots = open(1);
+    assert_eq!((slots.take_found().len(), slots.num_damaged()), (3, 0));
+    assert!(slots.read(&wanted(&records)).iter().all(is_right));
+    drop(slots);
+    let mut slots = open(2);
+    assert_eq!((slots.take_found().len(), slots.num_damaged()), (0, 3));
+    let read = slots.read(&wanted(&records));
+    assert!(read.iter().all(|read| matches!(read, Err(ReadError::Damaged))), "{read:?}");
 }
 
 #[test]

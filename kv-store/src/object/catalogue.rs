@@ -1,0 +1,283 @@
+//! Which segments of an object store hold which blocks, which blocks are worth writing, and which own segment makes room. Pure:
+//! names and hashes in, places out. It knows neither bytes nor the store, and no clock.
+
+use std::{
+    collections::{HashMap, HashSet},
+    mem,
+};
+
+use baton_kv_cache::BlockHash;
+
+/// Records that are known at most: 60 bytes of memory each. Segments beyond that are not looked at.
+const MAX_RECORDS: usize = 1 << 20;
+/// Blocks whose first use is remembered: twice as many at most.
+const MAX_SEEN: usize = 1 << 17;
+
+/// What is known of a store.
+#[derive(Debug, Default)]
+pub(crate) struct Catalogue {
+    segments: HashMap<u32, Segment>,
+    by_name: HashMap<String, u32>,
+    by_hash: HashMap<BlockHash, RecordPlace>,
+    /// Blocks on their way to a segment.
+    pending: HashSet<BlockHash>,
+    seen: Seen,
+    num_records: usize,
+    own_bytes: u64,
+    num_own_records: usize,
+    num_evicted: u64,
+    next_segment: u32,
+    num_uses: u64,
+}
+
+/// Where a block is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct RecordPlace {
+    pub(crate) segment: u32,
+    /// Its record there, numbered from 0.
+    pub(crate) record: u32,
+}
+
+/// A segment.
+#[derive(Debug)]
+pub(crate) struct Segment {
+    pub(crate) name: String,
+    /// Of its records, in order.
+    pub(crate) hashes: Vec<BlockHash>,
+    num_bytes: u64,
+    /// This worker wrote it, in this life or an earlier one.
+    is_own: bool,
+    /// The number of the last use.
+    used: u64,
+}
+
+/// Blocks that were used once, the newest ones.
+#[derive(Debug, Default)]
+struct Seen {
+    new: HashSet<BlockHash>,
+    old: HashSet<BlockHash>,
+}
+
+impl Catalogue {
+    /// Where a block is.
+    pub(crate) fn find(&self, hash: BlockHash) -> Option<RecordPlace> {
+        self.by_hash.get(&hash).copied()
+    }
+
+    /// The segment of a place, if it still is the place of this block.
+    pub(crate) fn segment(&self, place: RecordPlace) -> &Segment {
+        &self.segments[&place.segment]
+    }
+
+    /// Blocks were used: their segments make room last.
+    pub(crate) fn used(&mut self, hashes: &[BlockHash]) {
+        self.num_uses += 1;
+        for hash in hashes {
+            if let Some(place) = self.by_hash.get(hash) {
+                self.segments.get_mut(&place.segment).expect("a place is in a segment").used = self.num_uses;
+            }
+        }
+    }
+
+    /// A request that ended used this block: whether it is to be written. That is at its second use, unless a segment holds it or
+    /// will. One that is to be written is pending, until [`added`](Self::add) or [given up](Self::give_up).
+    pub(crate) fn admit(&mut self, hash: BlockHash) -> bool {
+        let is_known = self.by_hash.contains_key(&hash) || self.pending.contains(&hash);
+        !is_known && self.seen.again(hash) && self.pending.insert(hash)
+    }
+
+    /// Blocks that will not be written. They are at their next use.
+    pub(crate) fn give_up(&mut self, hashes: impl IntoIterator<Item = BlockHash>) {
+        hashes.into_iter().for_each(|hash| {
+            self.pending.remove(&hash);
+        });
+    }
+
+    /// A segment exists. Nothing happens if it is known, or too much is.
+    pub(crate) fn add(&mut self, name: String, hashes: Vec<BlockHash>, num_bytes: u64, is_own: bool) {
+        self.give_up(hashes.iter().copied());
+        if self.by_name.contains_key(&name) || self.num_records + hashes.len() > MAX_RECORDS {
+            return;
+        }
+        let id = self.next_segment;
+        self.next_segment += 1;
+        for (record, &hash) in (0..).zip(&hashes) {
+            self.by_hash.insert(hash, RecordPlace { segment: id, record });
+        }
+        self.num_records += hashes.len();
+        if is_own {
+            self.own_bytes += num_bytes;
+            self.num_own_records += hashes.len();
+        }
+        self.num_uses += 1;
+        self.by_name.insert(name.clone(), id);
+        self.segments.insert(id, Segment { name, hashes, num_bytes, is_own, used: self.num_uses });
+    }
+
+    /// A segment does not exist any more.
+    pub(crate) fn remove(&mut self, name: &str) {
+        let Some(id) = self.by_name.remove(name) else { return };
+        let segment = self.segments.remove(&id).expect("a name is of a segment");
+        self.num_records -= segment.hashes.len();
+        if segment.is_own {
+            self.own_bytes -= segment.num_bytes;
+            self.num_own_records -= segment.hashes.len();
+        }
+        for hash in segment.hashes {
+            if self.by_hash.get(&hash).is_some_and(|place| place.segment == id) {
+                self.by_hash.remove(&hash);
+            }
+        }
+    }
+
+    /// A place turned out not to hold its block.
+    pub(crate) fn forget(&mut self, hash: BlockHash, place: RecordPlace) {
+        if self.by_hash.get(&hash) == Some(&place) {
+            self.by_hash.remove(&hash);
+        }
+    }
+
+    /// The store listed these segments: others are gone, unless they were added after [`next_segment`](Self::next_segment) was
+    /// `known_before`. Returns whether no more can be added.
+    pub(crate) fn listed(&mut self, names: &HashSet<&str>, known_before: u32) -> bool {
+        let known = self.by_name.iter().filter(|&(_, &id)| id < known_before);
+        let gone: Vec<String> =
+            known.filter(|(name, _)| !names.contains(name.as_str())).map(|(name, _)| name.clone()).collect();
+        gone.iter().for_each(|name| self.remove(name));
+        self.num_records >= MAX_RECORDS
+    }
+
+    /// The number of the next segment that is added.
+    pub(crate) fn next_segment(&self) -> u32 {
+        self.next_segment
+    }
+
+    /// Whether there is a segment of this name.
+    pub(crate) fn is_known(&self, name: &str) -> bool {
+        self.by_name.contains_key(name)
+    }
+
+    /// The own segment that was used longest ago, if own segments have more than so many bytes. It is forgotten, and to be
+    /// deleted.
+    pub(crate) fn make_room(&mut self, max_bytes: u64) -> Option<String> {
+        if self.own_bytes <= max_bytes {
+            return None;
+        }
+        let own = self.segments.values().filter(|segment| segment.is_own);
+        let oldest = own.min_by_key(|segment| segment.used)?;
+        let (name, num_records) = (oldest.name.clone(), oldest.hashes.len());
+        self.num_evicted += num_records as u64;
+        self.remove(&name);
+        Some(name)
+    }
+
+    /// A segment, any one.
+    pub(crate) fn any_segment(&self) -> Option<&Segment> {
+        self.segments.values().next()
+    }
+
+    /// Records in segments that this worker wrote.
+    pub(crate) fn num_own_records(&self) -> usize {
+        self.num_own_records
+    }
+
+    /// Records of own segments that made room.
+    pub(crate) fn num_evicted(&self) -> u64 {
+        self.num_evicted
+    }
+}
+
+impl Seen {
+    /// Whether the block was seen before. It is from now on.
+    fn again(&mut self, hash: BlockHash) -> bool {
+        if self.new.contains(&hash) || self.old.contains(&hash) {
+            return true;
+        }
+        if self.new.len() == MAX_SEEN {
+            self.old = mem::take(&mut self.new);
+        }
+        self.new.insert(hash);
+        false
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::chain;
+
+    fn found(catalogue: &Catalogue, hashes: &[BlockHash]) -> usize {
+        hashes.iter().filter(|&&hash| catalogue.find(hash).is_some()).count()
+    }
+
+    #[test]
+    fn a_block_is_written_at_its_second_use_and_once() {
+        let mut catalogue = Catalogue::default();
+        let [a, b] = [0, 1].map(|idx| chain(1, 2)[idx]);
+        assert_eq!([a, b, a, a].map(|hash| catalogue.admit(hash)), [false, false, true, false]);
+        catalogue.give_up([a]);
+        assert!(catalogue.admit(a), "it was not written");
+        catalogue.add("one".into(), vec![a], 10, true);
+        assert!(!catalogue.admit(a) && catalogue.admit(b));
+        catalogue.remove("one");
+        assert!(catalogue.admit(a), "it is gone");
+    }
+
+    #[test]
+    fn first_uses_are_remembered_for_a_while() {
+        let mut seen = Seen::default();
+        let hash = |idx: u32| chain(1, 1)[0].child(&[idx]);
+        assert!(!seen.again(hash(0)));
+        (1..=MAX_SEEN as u32).for_each(|idx| assert!(!seen.again(hash(idx))));
+        assert!(seen.again(hash(0)));
+        (MAX_SEEN as u32 + 1..=2 * MAX_SEEN as u32).for_each(|idx| assert!(!seen.again(hash(idx))));
+        assert!(!seen.again(hash(0)));
+        assert!(seen.new.len() + seen.old.len() <= 2 * MAX_SEEN);
+    }
+
+    #[test]
+    fn the_own_segment_used_longest_ago_makes_room() {
+        let mut catalogue = Catalogue::default();
+        let [a, b, c] = [1, 2, 3].map(|seed| chain(seed, 2));
+        catalogue.add("a".into(), a.clone(), 10, true);
+        catalogue.add("b".into(), b.clone(), 10, true);
+        catalogue.add("c".into(), c.clone(), 10, false);
+        assert_eq!(catalogue.make_room(20), None, "others' segments are theirs");
+        catalogue.used(&a);
+        assert_eq!(catalogue.make_room(19), Some("b".into()));
+        assert_eq!([&a, &b, &c].map(|hashes| found(&catalogue, hashes)), [2, 0, 2]);
+        assert_eq!((catalogue.num_own_records(), catalogue.num_evicted()), (2, 2));
+        assert_eq!(catalogue.make_room(19), None);
+    }
+
+    #[test]
+    fn what_the_store_lists_is_what_it_has() {
+        let mut catalogue = Catalogue::default();
+        let [a, b, c] = [1, 2, 3].map(|seed| chain(seed, 2));
+        catalogue.add("a".into(), a.clone(), 10, true);
+        catalogue.add("b".into(), b.clone(), 10, false);
+        let known_before = catalogue.next_segment();
+        catalogue.add("c".into(), c.clone(), 10, true);
+        assert!(!catalogue.listed(&HashSet::from(["b", "d"]), known_before));
+        let held = [&a, &b, &c].map(|hashes| found(&catalogue, hashes));
+        assert_eq!(held, [0, 2, 2], "c was written after the listing began");
+        assert!(!catalogue.is_known("d") && catalogue.is_known("b"));
+        assert_eq!((catalogue.num_own_records(), catalogue.own_bytes), (2, 10));
+    }
+
+    #[test]
+    fn a_block_of_two_segments_is_in_the_newer_one_and_forgotten_only_there() {
+        let mut catalogue = Catalogue::default();
+        let a = chain(1, 2);
+        catalogue.add("one".into(), a.clone(), 10, true);
+        let old = catalogue.find(a[0]).expect("it was added");
+        catalogue.add("two".into(), a.clone(), 10, true);
+        catalogue.forget(a[0], old);
+        catalogue.remove("one");
+        assert_eq!(found(&catalogue, &a), 2);
+        let place = catalogue.find(a[0]).expect("it is in the other");
+        assert_eq!(catalogue.segment(place).name, "two");
+        catalogue.forget(a[0], place);
+        assert_eq!((found(&catalogue, &a), found(&catalogue, &a[1..])), (1, 1));
+    }
+}

@@ -1,0 +1,4 @@
+//! Object tiers over stores that are good, slow, or lie.
+
+mod lying;
+mod tier;

@@ -1,0 +1,183 @@
+use std::{
+    sync::Arc,
+    thread,
+    time::{Duration, Instant},
+};
+
+use baton_kv_cache::BlockHash;
+use object_store::path::Path;
+
+use super::{
+    super::{ObjectConfig, ObjectOpenError, ObjectTier},
+    lying::{Lie, LyingStore},
+};
+use crate::{
+    record::RecordShape,
+    testing::{body, chain, key, record, shape},
+};
+
+const NUM_BLOCKS: usize = 6;
+
+fn open_sealed(store: &LyingStore, worker: &str, max_bytes: u64, shape: RecordShape) -> ObjectTier {
+    let config = ObjectConfig { url: String::new(), worker: worker.into(), max_bytes };
+    ObjectTier::over(Arc::new(store.clone()), Path::from("kv"), &config, shape, 1 << 20)
+}
+
+fn open(store: &LyingStore, worker: &str) -> ObjectTier {
+    open_sealed(store, worker, 1 << 20, shape())
+}
+
+/// A sequence is used twice, and its second use is written.
+fn save(tier: &ObjectTier, seed: u64) -> Vec<BlockHash> {
+    let hashes = chain(seed, NUM_BLOCKS);
+    assert!(hashes.iter().all(|&hash| !tier.admit(hash)), "the first use");
+    for (idx, &hash) in hashes.iter().enumerate() {
+        assert!(tier.admit(hash) && tier.write(Arc::new(record(idx, seed))));
+    }
+    hashes
+}
+
+fn eventually(what: &str, holds: impl Fn() -> bool) {
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while !holds() {
+        assert!(Instant::now() < deadline, "{what}");
+        thread::sleep(Duration::from_millis(5));
+    }
+}
+
+fn soon() -> Instant {
+    Instant::now() + Duration::from_secs(30)
+}
+
+/// What is read is right, and so many blocks.
+fn num_right(tier: &ObjectTier, hashes: &[BlockHash], until: Instant) -> usize {
+    let records = tier.read(hashes, until);
+    assert!(records.iter().zip(hashes).all(|(record, &hash)| record.body() == body(hash)), "wrong KV");
+    records.len()
+}
+
+/// A store with one sequence, and a tier of another worker that has found and measured it.
+fn filled() -> (LyingStore, ObjectTier, Vec<BlockHash>) {
+    let store = LyingStore::default();
+    let hashes = {
+        let writer = open(&store, "writer");
+        // Dropping it writes what waits.
+        save(&writer, 1)
+    };
+    let reader = open(&store, "reader");
+    eventually("found and measured", || {
+        hashes.iter().all(|&hash| reader.holds(hash)) && reader.speed().is_some()
+    });
+    (store, reader, hashes)
+}
+
+#[test]
+fn what_one_worker_writes_another_finds_and_reads() {
+    let (store, reader, hashes) = filled();
+    assert_eq!(num_right(&reader, &hashes, soon()), NUM_BLOCKS);
+    assert_eq!(num_right(&reader, &hashes[2..5], soon()), 3);
+    assert_eq!(num_right(&reader, &chain(2, 3), soon()), 0);
+    let counts = reader.counts();
+    assert_eq!((counts.hits, counts.damaged, counts.read_errors), (9, 0, 0));
+    assert_eq!((counts.num_held, store.num_puts()), (0, 1), "one segment, of the other");
+    // It has them: they are not written again.
+    assert!(hashes.iter().chain(&hashes).all(|&hash| !reader.admit(hash)));
+    assert_eq!(open(&store, "reader").counts().num_held, 0);
+}
+
+#[test]
+fn room_for_less_than_a_segment_is_refused() {
+    let config = ObjectConfig { url: "s3://kv".into(), worker: "one".into(), max_bytes: 1000 };
+    let refused = ObjectTier::open(&config, shape(), 1 << 20);
+    assert!(matches!(refused, Err(ObjectOpenError::TooSmall { max_bytes: 1000, .. })), "{refused:?}");
+}
+
+#[test]
+fn a_worker_finds_its_own_segments_again_and_deletes_the_oldest_of_them() {
+    let store = LyingStore::default();
+    // A segment takes a quarter of the room: half of a sequence.
+    let num_records = NUM_BLOCKS / 2;
+    let room = 4 * (shape().manifest_bytes(num_records) + num_records * shape().record_bytes()) as u64;
+    let mut saved = Vec::new();
+    for seed in 0..4 {
+        let tier = open_sealed(&store, "one", room, shape());
+        eventually("the segments of earlier lives", || {
+            tier.counts().num_held == NUM_BLOCKS as u64 * seed.min(2)
+        });
+        saved.push(save(&tier, seed));
+    }
+    let tier = open_sealed(&store, "other", room, shape());
+    eventually("two are left", || saved[2..].iter().flatten().all(|&hash| tier.holds(hash)));
+    assert!(saved[..2].iter().flatten().all(|&hash| !tier.holds(hash)));
+}
+
+#[test]
+fn lies_are_counted_misses() {
+    for (lie, num_whole) in
+        [(Lie::Short, NUM_BLOCKS - 1), (Lie::FlippedBit(0), NUM_BLOCKS / 2), (Lie::OtherRange, 0)]
+    {
+        let (store, reader, hashes) = filled();
+        store.tell(lie);
+        assert_eq!(num_right(&reader, &hashes, soon()), num_whole, "{lie:?}");
+        assert_eq!(reader.counts().damaged, 1, "{lie:?}");
+        // The others are still there, and that one is forgotten.
+        store.tell(Lie::Nothing);
+        assert!(!reader.holds(hashes[num_whole]) && reader.speed().is_some());
+        assert_eq!(num_right(&reader, &hashes, soon()), num_whole);
+    }
+}
+
+#[test]
+fn a_store_that_fails_or_hangs_is_not_waited_for_until_it_was_measured_again() {
+    for lie in [Lie::Fails, Lie::Hangs, Lie::Slow(Duration::from_secs(3600))] {
+        let (store, reader, hashes) = filled();
+        store.tell(lie);
+        let started = Instant::now();
+        assert_eq!(num_right(&reader, &hashes, Instant::now() + Duration::from_millis(50)), 0, "{lie:?}");
+        assert!(started.elapsed() < Duration::from_secs(20), "{lie:?}");
+        assert_eq!((reader.speed(), reader.counts().read_errors), (None, 1), "{lie:?}");
+        assert!(reader.holds(hashes[0]), "it may come back");
+        if lie == Lie::Fails {
+            store.tell(Lie::Nothing);
+            reader.declined(NUM_BLOCKS);
+            eventually("measured again", || reader.speed().is_some());
+            assert_eq!(num_right(&reader, &hashes, soon()), NUM_BLOCKS);
+        }
+    }
+}
+
+#[test]
+fn segments_that_vanish_are_misses() {
+    let (store, reader, hashes) = filled();
+    store.tell(Lie::Vanished);
+    assert_eq!(num_right(&reader, &hashes, soon()), 0);
+    assert!(!reader.holds(hashes[0]) && reader.speed().is_some());
+    assert_eq!(reader.counts().read_errors, 1);
+}
+
+#[test]
+fn a_segment_that_cannot_be_written_is_tried_again() {
+    let store = LyingStore::default();
+    store.tell(Lie::Fails);
+    let tier = open(&store, "one");
+    let hashes = save(&tier, 1);
+    eventually("the first try", || store.num_puts() == 2);
+    assert!(hashes.iter().all(|&hash| !tier.admit(hash)), "it is still to be written");
+    store.tell(Lie::Nothing);
+    eventually("written", || tier.counts().writes == NUM_BLOCKS as u64);
+    assert_eq!((tier.counts().write_errors, tier.counts().num_held), (0, NUM_BLOCKS as u64));
+    assert!(hashes.iter().all(|&hash| tier.holds(hash)));
+}
+
+#[test]
+fn what_is_sealed_opens_with_its_key_and_counts_as_damaged_with_another() {
+    let store = LyingStore::default();
+    let sealed = |seed| RecordShape { key: Some(key(seed)), ..shape() };
+    let hashes = save(&open_sealed(&store, "writer", 1 << 20, sealed(1)), 1);
+    let reader = open_sealed(&store, "reader", 1 << 20, sealed(1));
+    eventually("found", || hashes.iter().all(|&hash| reader.holds(hash)));
+    assert_eq!(num_right(&reader, &hashes, soon()), NUM_BLOCKS);
+    let other = open_sealed(&store, "other", 1 << 20, sealed(2));
+    eventually("refused", || other.counts().damaged == NUM_BLOCKS as u64);
+    assert!(!other.holds(hashes[0]));
+}
