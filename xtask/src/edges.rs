@@ -433,9 +433,10 @@ const ROOMS: &[Room] = &[
     // Tiers below a pool: they never know who fills it.
     Room {
         name: "baton-kv-store",
-        uses: &["baton-cost", "baton-kv-cache", "baton-kv-events"],
+        uses: &["baton-cost", "baton-kv-cache", "baton-kv-events", "baton-tls"],
         tests_use: &["baton-random"],
-        never: NO_ENGINE,
+        // HTTP only through object_store.
+        never: &["baton-engine", "baton-model", "baton-proto", "tonic", "prost", "axum"],
     },
     Room {
         name: "baton-kv-cache",

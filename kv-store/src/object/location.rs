@@ -19,7 +19,7 @@ pub enum ObjectOpenError {
     /// Not a location.
     #[error("{0:?} is no location of an object store; expected s3://bucket/prefix or file:///directory")]
     Url(String),
-    /// Not encrypted, and nobody asked for that.
+    /// Not encrypted, which was not allowed.
     #[error("{0} is reached without TLS; AWS_ALLOW_HTTP=true allows that")]
     PlainHttp(String),
     /// Not one segment fits.
@@ -71,7 +71,7 @@ pub(super) fn open(url: &str) -> Result<(Arc<dyn ObjectStore>, Path), ObjectOpen
         return Err(ObjectOpenError::PlainHttp(endpoint));
     }
     // The client wants to be told what computes its TLS. A second call changes nothing.
-    let _ = rustls::crypto::ring::default_provider().install_default();
+    let _ = baton_tls::rustls::crypto::ring::default_provider().install_default();
     // What is asked for again is asked for here, off the path of requests.
     let retry = RetryConfig { max_retries: 0, ..RetryConfig::default() };
     let store = builder

@@ -8,7 +8,7 @@ use tokio::{
     time::{Instant, sleep, timeout_at},
 };
 
-use super::{MAX_SEGMENT_RECORDS, SEGMENT_BYTES, Shared};
+use super::shared::{MAX_SEGMENT_RECORDS, SEGMENT_BYTES, Shared, path};
 use crate::{counts::Count, record::Record};
 
 /// How long a segment waits for more records.
@@ -67,7 +67,7 @@ async fn write(shared: &Shared, name: &Path, records: Vec<Arc<Record>>) {
 /// Deletes own segments that are too many. One that cannot be deleted is listed again, and deleted later.
 async fn make_room(shared: &Shared) {
     while let Some(name) = { shared.lock().make_room(shared.max_bytes) } {
-        match shared.store.delete(&super::path(&name)).await {
+        match shared.store.delete(&path(&name)).await {
             Ok(()) | Err(object_store::Error::NotFound { .. }) => {}
             Err(error) => {
                 tracing::warn!(%error, segment = name, "cannot delete a segment of the object store")

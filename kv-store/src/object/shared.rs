@@ -1,0 +1,309 @@
+//! What the threads of an object tier share: what the store holds, how fast it is, and reads of it.
+
+use std::{
+    collections::HashSet,
+    ops::Range,
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::{Duration, Instant},
+};
+
+use baton_cost::LinkLine;
+use baton_kv_cache::BlockHash;
+use futures_util::{StreamExt, TryStreamExt, stream};
+use object_store::{ObjectStore, ObjectStoreExt, path::Path};
+use tokio::{
+    sync::Notify,
+    time::{sleep, timeout, timeout_at},
+};
+
+use super::{
+    catalogue::{Catalogue, RecordPlace},
+    speed::{self, Timing},
+};
+use crate::{
+    counts::{Count, TierCounters},
+    record::{Record, RecordShape},
+    slots::ReadError,
+};
+
+/// A segment has about so many bytes, in at most so many records.
+pub(super) const SEGMENT_BYTES: usize = 32 << 20;
+pub(super) const MAX_SEGMENT_RECORDS: usize = 1024;
+/// A request for records that follow each other in a segment, and such requests at a time. One stream alone is slow.
+const RANGE_BYTES: usize = 2 << 20;
+const NUM_RANGES: usize = 8;
+/// Time between two listings, and between two that fail.
+const REFRESH_EVERY: Duration = Duration::from_secs(10);
+const MAX_REFRESH_EVERY: Duration = Duration::from_secs(300);
+/// However many requests want the store to be measured.
+const MIN_WAIT: Duration = Duration::from_secs(1);
+/// Segments of a listing that are looked at, and manifests that are read after one.
+const MAX_LISTED: usize = 1 << 16;
+const MAX_NEW: usize = 256;
+/// How long a listing and its manifests may take.
+const REFRESH_TIMEOUT: Duration = Duration::from_secs(120);
+/// What is read to measure the store, at most; how long that may take, and how old the result may be when it keeps requests from
+/// reading.
+const MEASURE_BYTES: usize = 8 << 20;
+const MEASURE_TIMEOUT: Duration = Duration::from_secs(10);
+const MEASURE_EVERY: Duration = Duration::from_secs(60);
+pub(super) struct Shared {
+    pub(super) store: Arc<dyn ObjectStore>,
+    /// Where segments of this format are, of all workers.
+    pub(super) dir: Path,
+    /// Where those of this worker are.
+    pub(super) own_dir: Path,
+    pub(super) max_bytes: u64,
+    pub(super) shape: RecordShape,
+    pub(super) catalogue: Mutex<Catalogue>,
+    pub(super) counters: TierCounters,
+    pub(super) speed: Mutex<Speed>,
+    /// A request would have read, had the store been measured lately.
+    pub(super) is_wanted: AtomicBool,
+    pub(super) wanted: Notify,
+}
+
+/// How fast records come.
+#[derive(Debug, Default)]
+pub(super) struct Speed {
+    /// `None`: not measured, or it was wrong.
+    pub(super) line: Option<LinkLine>,
+    pub(super) measured: Option<Instant>,
+}
+
+/// Records of a segment that follow each other.
+#[derive(Debug)]
+struct Fetch {
+    segment: String,
+    range: Range<u64>,
+    records: Vec<(BlockHash, RecordPlace)>,
+}
+
+impl Shared {
+    /// The time that it took is `None` when it tells nothing: the store failed.
+    pub(super) async fn read(
+        &self,
+        hashes: &[BlockHash],
+        until: Instant,
+    ) -> (Vec<Arc<Record>>, Option<Timing>) {
+        let started = Instant::now();
+        let (mut records, mut num_bytes, mut is_late) = (Vec::new(), 0, false);
+        let mut fetched = stream::iter(self.fetches(hashes))
+            .map(|fetch| async move {
+                let range = fetch.range.clone();
+                (self.store.get_range(&path(&fetch.segment), range).await, fetch)
+            })
+            .buffered(NUM_RANGES);
+        'fetched: loop {
+            let (read, fetch) = match timeout_at(until.into(), fetched.next()).await {
+                Ok(Some(read)) => read,
+                Ok(None) => break,
+                Err(_) => {
+                    is_late = true;
+                    break;
+                }
+            };
+            let bytes = match read {
+                Ok(bytes) => bytes,
+                Err(error) => {
+                    self.read_failed(&fetch, &error);
+                    return (records, None);
+                }
+            };
+            num_bytes += bytes.len() as u64;
+            let mut parts = bytes.chunks(self.shape.record_bytes());
+            for &(hash, place) in &fetch.records {
+                // Invariant 4: a record is used only if it is whole.
+                let record = parts.next().and_then(|part| self.shape.read_record(part, hash));
+                let Some(record) = record else {
+                    self.damaged(&fetch, hash, place);
+                    break 'fetched;
+                };
+                records.push(Arc::new(record));
+            }
+        }
+        let elapsed = started.elapsed();
+        if is_late {
+            *self.speed() = Speed::default();
+            self.counters.add(Count::ReadErrors, 1);
+            self.wanted.notify_one();
+            tracing::info!(
+                num_bytes,
+                ?elapsed,
+                "the object store is slower than it was; it is not waited for"
+            );
+        }
+        let timing = Timing { num_bytes, seconds: elapsed.as_secs_f64() };
+        (records, (!is_late && num_bytes > 0).then_some(timing))
+    }
+
+    /// The requests for the front of a sequence, as far as segments hold it.
+    fn fetches(&self, hashes: &[BlockHash]) -> Vec<Fetch> {
+        let mut fetches: Vec<Fetch> = Vec::new();
+        let max_records = (RANGE_BYTES / self.shape.record_bytes()).max(1);
+        let catalogue = self.lock();
+        let places = hashes.iter().map_while(|&hash| Some((hash, catalogue.find(hash)?)));
+        let places: Vec<_> = places.collect();
+        let follows = |(_, one): &(_, RecordPlace), (_, next): &(_, RecordPlace)| {
+            one.segment == next.segment && one.record + 1 == next.record
+        };
+        for records in places.chunk_by(follows).flat_map(|run| run.chunks(max_records)) {
+            let (_, first) = records[0];
+            let segment = catalogue.segment(first);
+            fetches.push(Fetch {
+                segment: segment.name.clone(),
+                range: self.shape.range(segment.hashes.len(), first.record, records.len()),
+                records: records.to_vec(),
+            });
+        }
+        fetches
+    }
+
+    fn damaged(&self, fetch: &Fetch, hash: BlockHash, place: RecordPlace) {
+        self.counters.add(Count::Damaged, 1);
+        self.lock().forget(hash, place);
+        let error = ReadError::Damaged;
+        tracing::warn!(tier = "object", segment = fetch.segment, %error, "kv of a block is lost; it is computed again");
+    }
+
+    fn read_failed(&self, fetch: &Fetch, error: &object_store::Error) {
+        let num_before = self.counters.add(Count::ReadErrors, 1);
+        match error {
+            // Its owner made room.
+            object_store::Error::NotFound { .. } => self.lock().remove(&fetch.segment),
+            _ => *self.speed() = Speed::default(),
+        }
+        if num_before == 0 || num_before.is_power_of_two() {
+            tracing::warn!(%error, num_before, "the object store refuses a read; the prompt is computed");
+        }
+    }
+
+    /// Reads which segments there are, and what the new ones hold.
+    async fn refresh(&self, refused: &mut HashSet<String>) -> Result<(), object_store::Error> {
+        let known_before = self.lock().next_segment();
+        let objects = self.store.list(Some(&self.dir)).take(MAX_LISTED);
+        let mut listed: Vec<_> = objects.try_collect().await?;
+        // The oldest first: it makes room first.
+        listed.sort_by_key(|object| object.last_modified);
+        let listed = listed.into_iter().map(|object| (object.location.to_string(), object.size));
+        let listed: Vec<(String, u64)> = listed.collect();
+        let names: HashSet<&str> = listed.iter().map(|(name, _)| name.as_str()).collect();
+        refused.retain(|name| names.contains(name.as_str()));
+        let is_full = self.lock().listed(&names, known_before);
+        let new: Vec<_> = {
+            let catalogue = self.lock();
+            let is_new = |name: &String| !catalogue.is_known(name) && !refused.contains(name);
+            let new = listed.into_iter().filter(|(name, _)| !is_full && is_new(name));
+            new.take(MAX_NEW).collect()
+        };
+        let mut manifests = stream::iter(new)
+            .map(|(name, size)| async move { (self.manifest(&name, size).await, name, size) })
+            .buffered(NUM_RANGES);
+        while let Some((hashes, name, size)) = manifests.next().await {
+            match hashes {
+                Ok(Some(hashes)) => {
+                    let is_own = path(&name).prefix_matches(&self.own_dir);
+                    self.lock().add(name, hashes, size, is_own);
+                }
+                Ok(None) => {
+                    let num_records = self.shape.num_records(size).unwrap_or(1);
+                    self.counters.add(Count::Damaged, num_records as u64);
+                    tracing::warn!(
+                        segment = name,
+                        "not a segment of KV, damaged, or sealed by another key; it is not used"
+                    );
+                    refused.insert(name);
+                }
+                // It was deleted meanwhile.
+                Err(object_store::Error::NotFound { .. }) => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
+    }
+
+    /// The hashes of a segment; `None`: it is none of ours.
+    async fn manifest(&self, name: &str, size: u64) -> Result<Option<Vec<BlockHash>>, object_store::Error> {
+        let Some(num_records) = self.shape.num_records(size) else { return Ok(None) };
+        if num_records > MAX_SEGMENT_RECORDS {
+            return Ok(None);
+        }
+        let range = 0..self.shape.manifest_bytes(num_records) as u64;
+        let manifest = self.store.get_range(&path(name), range).await?;
+        Ok(self.shape.read_manifest(&manifest, num_records))
+    }
+
+    /// Reads a part of a segment: a record, which opens connections; a record again, which tells the latency; and many.
+    async fn measure(&self) {
+        let hashes = self.lock().any_segment().map(|segment| segment.hashes.clone());
+        let Some(hashes) = hashes else { return };
+        let until = Instant::now() + MEASURE_TIMEOUT;
+        let num_records = (MEASURE_BYTES / self.shape.record_bytes()).clamp(1, hashes.len());
+        let mut timings = Vec::new();
+        for num_records in [1, 1, num_records] {
+            let (records, timing) = self.read(&hashes[..num_records], until).await;
+            timings.extend(timing.filter(|_| records.len() == num_records));
+        }
+        let line = match timings[..] {
+            [_, one, many] => speed::through(one, many),
+            _ => None,
+        };
+        match line {
+            Some(LinkLine { latency_seconds, bytes_per_second }) => {
+                tracing::info!(latency_seconds, bytes_per_second, "object store measured");
+            }
+            None => tracing::info!("the object store is too slow to be measured; it is not waited for"),
+        }
+        *self.speed() = Speed { line, measured: Some(Instant::now()) };
+    }
+
+    /// Whether the speed is not known, or is old and a request would have read.
+    fn is_due(&self) -> bool {
+        let Speed { line, measured } = &*self.speed();
+        let is_old = measured.is_none_or(|measured| measured.elapsed() >= MEASURE_EVERY);
+        line.is_none() || is_old && self.is_wanted.swap(false, Ordering::Relaxed)
+    }
+
+    /// No user code runs under the locks, so poisoned ones hold whole data.
+    pub(super) fn lock(&self) -> MutexGuard<'_, Catalogue> {
+        self.catalogue.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn speed(&self) -> MutexGuard<'_, Speed> {
+        self.speed.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Follows what other workers write, and how fast the store is.
+pub(super) async fn keep_up(shared: Arc<Shared>) {
+    let mut refused = HashSet::new();
+    let mut every = REFRESH_EVERY;
+    let mut refresh_at = Instant::now();
+    loop {
+        if Instant::now() >= refresh_at {
+            every = match timeout(REFRESH_TIMEOUT, shared.refresh(&mut refused)).await {
+                Ok(Ok(())) => REFRESH_EVERY,
+                failed => {
+                    shared.counters.add(Count::ReadErrors, 1);
+                    let error = failed.map_or_else(|late| late.to_string(), |error| format!("{error:?}"));
+                    tracing::warn!(error, again_in = ?every, "cannot list the object store");
+                    (every * 2).min(MAX_REFRESH_EVERY)
+                }
+            };
+            refresh_at = Instant::now() + every;
+        }
+        if shared.is_due() {
+            shared.measure().await;
+        }
+        // A request that would have read lets the store be measured sooner.
+        let _ = timeout_at(refresh_at.into(), shared.wanted.notified()).await;
+        sleep(MIN_WAIT).await;
+    }
+}
+
+pub(super) fn path(name: &str) -> Path {
+    Path::parse(name).expect("a name of the store's own listing, or made of a path")
+}
