@@ -5,7 +5,7 @@ use std::{
     process::{Command, Stdio},
 };
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 
 use crate::{check::Outcome, tools, workspace::Workspace};
 
@@ -19,9 +19,9 @@ pub(crate) fn check(workspace: &Workspace) -> Result<Outcome> {
         return Ok(Outcome::Skipped("no NVRTC here: `cargo xtask setup` fetches it from PyPI".to_owned()));
     };
     let file = workspace.root.join("target/kernels.cubins");
-    let mut command = command(workspace, nvrtc);
-    command.args(["--", "--write"]).arg(&file).stdout(Stdio::piped()).stderr(Stdio::inherit());
-    let output = command.output()?;
+    let mut program = program(workspace, nvrtc)?;
+    program.arg("--write").arg(&file).stdout(Stdio::piped()).stderr(Stdio::inherit());
+    let output = program.output()?;
     let said = String::from_utf8_lossy(&output.stdout);
     // The size of the file, and the counts.
     let last: Vec<&str> = said.lines().rev().take(2).collect();
@@ -35,11 +35,11 @@ pub(crate) fn check(workspace: &Workspace) -> Result<Outcome> {
 /// written into a file, if there is one.
 pub(crate) fn run(workspace: &Workspace, file: Option<&Path>) -> Result<bool> {
     let nvrtc = nvrtc(workspace).context(NO_NVRTC)?;
-    let mut command = command(workspace, nvrtc);
+    let mut program = program(workspace, nvrtc)?;
     if let Some(file) = file {
-        command.args(["--", "--write"]).arg(std::path::absolute(file)?);
+        program.arg("--write").arg(std::path::absolute(file)?);
     }
-    Ok(command.status()?.success())
+    Ok(program.status()?.success())
 }
 
 /// The NVRTC that the environment names, or that of `setup`.
@@ -48,9 +48,12 @@ pub(crate) fn nvrtc(workspace: &Workspace) -> Option<PathBuf> {
     std::env::var_os("BATON_NVRTC").map(PathBuf::from).or_else(of_setup)
 }
 
-fn command(workspace: &Workspace, nvrtc: PathBuf) -> Command {
+/// Builds the program that compiles the kernels, with the features that the tests' build has, so that they share it.
+fn program(workspace: &Workspace, nvrtc: PathBuf) -> Result<Command> {
     let mut cargo = workspace.cargo();
-    cargo.args(["run", "--quiet", "--locked", "--package", "baton-model", "--example", "cuda_check"]);
-    cargo.env("BATON_NVRTC", nvrtc);
-    cargo
+    cargo.args(["build", "--quiet", "--locked", "--workspace", "--example", "cuda_check"]);
+    ensure!(cargo.status()?.success(), "the example cuda_check does not compile");
+    let mut program = Command::new(workspace.target_folder().join("debug/examples/cuda_check"));
+    program.current_dir(&workspace.root).env("BATON_NVRTC", nvrtc);
+    Ok(program)
 }

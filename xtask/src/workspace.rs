@@ -45,6 +45,11 @@ impl Workspace {
         cargo(&self.root)
     }
 
+    /// Where cargo puts what it builds.
+    pub(crate) fn target_folder(&self) -> PathBuf {
+        PathBuf::from(self.metadata["target_directory"].as_str().unwrap_or("target"))
+    }
+
     /// The workspace's own packages, in the order of their names.
     pub(crate) fn members(&self) -> Vec<Package<'_>> {
         let ids: Vec<&str> = array(&self.metadata["workspace_members"]).filter_map(Value::as_str).collect();

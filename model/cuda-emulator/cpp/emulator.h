@@ -21,6 +21,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
 #include <functional>
 #include <map>
 #include <memory>
@@ -74,12 +75,17 @@ namespace emulator {
 
 constexpr size_t STACK_BYTES = 256 << 10;
 
-struct Thread {
+// Runs the body of kernels again and again: a thread of this block, then of the next one.
+struct Fiber {
     // The context at its start, then the point at which it stopped.
     ucontext_t context;
     void* stopped[5];
     bool has_begun = false;
-    std::unique_ptr<char[]> stack;
+    std::unique_ptr<char[]> stack{new char[STACK_BYTES]};
+};
+
+struct Thread {
+    Fiber* fiber;
     dim3 idx;
     // Equals idx.x: blocks have one dimension.
     u32 linear = 0;
@@ -164,6 +170,8 @@ inline Block* block = nullptr;
 inline Thread* current = nullptr;
 inline void* scheduler[5];
 inline std::function<void()> body;
+// By the number of the thread. They outlive launches: a new stack costs more than most kernels.
+inline std::deque<Fiber> fibers;
 
 // "decode_attention, block 1,0,0: ". Empty while no kernel runs.
 inline std::string running_kernel() {
@@ -185,16 +193,17 @@ inline std::string running_kernel() {
 [[noreturn]] BATON_SWITCH inline void go_on(void** at) { __builtin_longjmp(at, 1); }
 
 BATON_SWITCH inline void yield() {
-    if (__builtin_setjmp(current->stopped) == 0) go_on(scheduler);
+    if (__builtin_setjmp(current->fiber->stopped) == 0) go_on(scheduler);
 }
 
 // Runs a thread until it yields.
 BATON_SWITCH inline void resume(Thread& thread) {
     current = &thread;
     if (__builtin_setjmp(scheduler) == 0) {
-        if (thread.has_begun) go_on(thread.stopped);
-        thread.has_begun = true;
-        setcontext(&thread.context);
+        Fiber& fiber = *thread.fiber;
+        if (fiber.has_begun) go_on(fiber.stopped);
+        fiber.has_begun = true;
+        setcontext(&fiber.context);
     }
 }
 
@@ -228,16 +237,30 @@ template <class T> inline T of_lane(T mine, u32 lane) {
 }
 
 inline void enter() {
-    body();
-    current->is_done = true;
-    block->num_alive -= 1;
-    block->num_events += 1;
-    // Barriers do not wait for a thread that has returned.
-    if (block->all.arrived > 0 && block->all.arrived >= block->num_alive) {
-        block->all.arrived = 0;
-        block->all.generation += 1;
+    for (;;) {
+        body();
+        current->is_done = true;
+        block->num_alive -= 1;
+        block->num_events += 1;
+        // Barriers do not wait for a thread that has returned.
+        if (block->all.arrived > 0 && block->all.arrived >= block->num_alive) {
+            block->all.arrived = 0;
+            block->all.generation += 1;
+        }
+        yield();
     }
-    yield();
+}
+
+inline Fiber& fiber_of(u32 thread) {
+    while (fibers.size() <= thread) {
+        Fiber& fiber = fibers.emplace_back();
+        getcontext(&fiber.context);
+        fiber.context.uc_stack.ss_sp = fiber.stack.get();
+        fiber.context.uc_stack.ss_size = STACK_BYTES;
+        fiber.context.uc_link = nullptr;
+        makecontext(&fiber.context, enter, 0);
+    }
+    return fibers[thread];
 }
 
 struct LaunchShape {
@@ -256,7 +279,7 @@ inline void run_block(Block& here, dim3 idx, const LaunchShape& shape, u32 seed,
     here.warps.assign((shape.threads + 31) / 32, {});
     here.shown.assign(shape.threads, {});
     here.copies.assign(shape.threads, {});
-    here.shared.reset(new SharedMemory(shape.shared_bytes));
+    here.shared->clear();
     here.warpgroups.assign((shape.threads + 127) / 128, {});
     here.numbered = {};
     here.products.assign(shape.threads, {});
@@ -264,14 +287,7 @@ inline void run_block(Block& here, dim3 idx, const LaunchShape& shape, u32 seed,
     here.are_products_late = seed && (idx.x + idx.y + idx.z) % 2 == 0;
     here.shown_to_products.assign(here.shared->num_addresses(), 0xff);
     here.unshown.assign(shape.threads, {});
-    for (auto& thread : here.threads) {
-        thread.is_done = thread.has_begun = false;
-        getcontext(&thread.context);
-        thread.context.uc_stack.ss_sp = thread.stack.get();
-        thread.context.uc_stack.ss_size = STACK_BYTES;
-        thread.context.uc_link = nullptr;
-        makecontext(&thread.context, enter, 0);
-    }
+    for (auto& thread : here.threads) thread.is_done = false;
     std::vector<u32> order(shape.threads);
     for (u32 i = 0; i < shape.threads; ++i) order[i] = i;
     std::vector<bool> is_held(here.warps.size());
@@ -309,11 +325,8 @@ inline void launch(const std::string& kernel, const LaunchShape& shape, u32 seed
     here.grid = {shape.grid[0], shape.grid[1], shape.grid[2]};
     here.dim = {shape.threads, 1, 1};
     here.threads.resize(shape.threads);
-    for (u32 i = 0; i < shape.threads; ++i) {
-        here.threads[i].stack.reset(new char[STACK_BYTES]);
-        here.threads[i].idx = {i, 0, 0};
-        here.threads[i].linear = i;
-    }
+    for (u32 i = 0; i < shape.threads; ++i) here.threads[i] = {&fiber_of(i), {i, 0, 0}, i};
+    here.shared.reset(new SharedMemory(shape.shared_bytes));
     std::vector<dim3> blocks;
     for (u32 z = 0; z < shape.grid[2]; ++z)
         for (u32 y = 0; y < shape.grid[1]; ++y)

@@ -47,10 +47,14 @@ inline void reply(const void* from, size_t num_bytes) {
     fflush(stdout);
 }
 
+using Copies = std::map<u8*, std::vector<u8>>;
+
 // Each buffer is an allocation of its own, so that the sanitizer detects its ends. Aligned to 256 bytes, like
 // cuMemAlloc.
 struct Memory {
     Buffers buffers;
+    // The buffers as they were when `save` was called.
+    Copies saved;
 
     u8* allocate(size_t num_bytes) {
         void* memory = nullptr;
@@ -61,19 +65,40 @@ struct Memory {
         return static_cast<u8*>(memory);
     }
 
-    std::vector<std::vector<u8>> contents() const {
-        std::vector<std::vector<u8>> all;
-        for (auto& [data, num_bytes] : buffers) all.emplace_back(data, data + num_bytes);
-        return all;
+    // Most buffers are as they were at the call before, and are not copied again.
+    void save() {
+        for (auto& [data, num_bytes] : buffers)
+            if (!is(data, saved[data])) saved[data].assign(data, data + num_bytes);
     }
 
-    void restore(const std::vector<std::vector<u8>>& all) const {
-        size_t idx = 0;
-        for (auto& [data, num_bytes] : buffers) std::copy(all[idx].begin(), all[idx].end(), data), ++idx;
+    // Undoes all changes since `save`, and returns what they made.
+    Copies undo() const {
+        Copies changed;
+        for (auto& [data, before] : saved) {
+            if (is(data, before)) continue;
+            changed[data].assign(data, data + before.size());
+            std::copy(before.begin(), before.end(), data);
+        }
+        return changed;
+    }
+
+    // Whether `undo` would return this.
+    bool has_changed_to(const Copies& changed) const {
+        for (auto& [data, before] : saved) {
+            auto found = changed.find(data);
+            if (!is(data, found == changed.end() ? before : found->second)) return false;
+        }
+        return true;
+    }
+
+private:
+    bool is(const u8* data, const std::vector<u8>& copy) const {
+        if (copy.size() != buffers.at(const_cast<u8*>(data))) return false;
+        return copy.empty() || memcmp(data, copy.data(), copy.size()) == 0;
     }
 };
 
-inline void launch(const Memory& memory, u32 seed, bool is_compared) {
+inline void launch(Memory& memory, u32 seed, bool is_compared) {
     std::string name(read_value<u32>(), ' ');
     read_exactly(name.data(), name.size());
     auto shape = read_value<LaunchShape>();
@@ -90,21 +115,20 @@ inline void launch(const Memory& memory, u32 seed, bool is_compared) {
     if (shape.threads > kernel.max_threads) fail(name + " was compiled for fewer threads");
     auto call = [&] { kernel.call(params.data()); };
     if (!is_compared) return launch(name, shape, seed, call);
-    auto before = memory.contents();
+    memory.save();
     have_blocks_met = false;
     launch(name, shape, 0, call);
-    auto after = memory.contents();
-    memory.restore(before);
+    auto changed = memory.undo();
     launch(name, shape, seed, call);
-    if (memory.contents() != after) fail(name + ": the result depends on the order of blocks or threads");
+    if (!memory.has_changed_to(changed)) fail(name + ": the result depends on the order of blocks or threads");
     if (!have_blocks_met) return;
-    memory.restore(before);
+    memory.undo();
     Visibility late(memory.buffers);
     visibility = &late;
     launch(name, shape, seed, call);
     visibility = nullptr;
     late.end();
-    if (memory.contents() != after) fail(name + ": a block reads what another one stored, without fences between them");
+    if (!memory.has_changed_to(changed)) fail(name + ": a block reads what another one stored, without fences between them");
 }
 
 // `multiply` has checked whole rows with the sanitizer, so elements are not checked.

@@ -1,4 +1,4 @@
-// The dynamic shared memory of a block. The address sanitizer guards both ends.
+// The dynamic shared memory of a launch's blocks, one after the other. The address sanitizer guards both ends.
 #pragma once
 
 #include <cstdint>
@@ -22,8 +22,6 @@ public:
         size_t room = (num_bytes + 3 * MAX_ALIGNMENT - 1) / (2 * MAX_ALIGNMENT) * (2 * MAX_ALIGNMENT);
         if (posix_memalign(&memory, 2 * MAX_ALIGNMENT, room) != 0) fail("no memory for a block");
         window_bytes = room;
-        // NaN in every type.
-        memset(memory, 0xff, room);
     }
     ~SharedMemory() {
         ASAN_UNPOISON_MEMORY_REGION(memory, window_bytes);
@@ -31,6 +29,13 @@ public:
     }
     SharedMemory(const SharedMemory&) = delete;
     SharedMemory& operator=(const SharedMemory&) = delete;
+
+    // As a block finds it: undeclared, and NaN in every type.
+    void clear() {
+        ASAN_UNPOISON_MEMORY_REGION(memory, window_bytes);
+        declared = 0;
+        memset(memory, 0xff, window_bytes);
+    }
 
     // The kernel's memory. Its address has the alignment that the kernel declares and no larger one.
     uint8_t* aligned(size_t alignment) {

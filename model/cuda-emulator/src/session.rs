@@ -59,7 +59,7 @@ impl Session {
         let messages = tempfile::tempfile().expect("a temporary file");
         let mut child = Command::new(program(sources))
             // Fibers have stacks of their own. This check of the sanitizer does not support them.
-            .env("ASAN_OPTIONS", "detect_stack_use_after_return=0:detect_leaks=0")
+            .env("ASAN_OPTIONS", "detect_stack_use_after_return=0:detect_leaks=0:quarantine_size_mb=16")
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .stderr(messages.try_clone().expect("a descriptor"))
