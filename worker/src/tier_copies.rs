@@ -38,9 +38,8 @@ pub struct Recall {
     hashes: Vec<BlockHash>,
     /// Blocks at the front that are in the pool.
     num_pooled: usize,
-    /// How long computing the others takes, and how long recalling them should.
-    compute: Duration,
-    expected: Duration,
+    /// Of the others.
+    worth: Worth,
 }
 
 /// Saves the blocks of a request when this is dropped: when the request has ended, whatever its end.
@@ -56,19 +55,14 @@ impl Recall {
         let (tiers, engine) = (worker.tiers()?.clone(), worker.engine());
         let mut hashes = engine.prefix_hashes(request, engine.num_sharable_tokens(request));
         let num_pooled = engine.cache_log().num_in_pool(&hashes);
-        let num_found = tiers.store.num_found(&hashes[num_pooled..]);
-        hashes.truncate(num_pooled + num_found);
-        if num_found == 0 {
-            return None;
-        }
         let block_size = engine.storage().layout().block_size;
-        let compute = |num_blocks| compute_time(worker, num_blocks * block_size, num_pooled * block_size);
-        let compute_block = compute(hashes.len()) / num_found as u32;
-        let Worth { num_blocks, expected } = tiers.store.worth(&hashes[num_pooled..], compute_block);
-        hashes.truncate(num_pooled + num_blocks);
-        let compute = compute_block * num_blocks as u32;
+        let compute = |num_blocks| {
+            compute_time(worker, (num_pooled + num_blocks) * block_size, num_pooled * block_size)
+        };
+        let worth = tiers.store.worth(&hashes[num_pooled..], compute);
+        hashes.truncate(num_pooled + worth.num_blocks);
         let request = request.clone();
-        (num_blocks > 0).then_some(Recall { tiers, request, hashes, num_pooled, compute, expected })
+        (worth.num_blocks > 0).then_some(Recall { tiers, request, hashes, num_pooled, worth })
     }
 
     /// Brings the blocks into the pool, as far as there is room, and no longer than it would take to compute them. Dropping the
@@ -79,8 +73,8 @@ impl Recall {
         let limit = fetch_deadline(&worker, num_tokens);
         let started = Instant::now();
         // An object store that is slower than expected is given up before computing would end: what came is kept.
-        let until = started + (self.expected + self.compute) / 2;
-        match timeout(limit.max(self.compute), self.bring_in(worker.engine(), until)).await {
+        let until = started + (self.worth.expected + self.worth.compute) / 2;
+        match timeout(limit.max(self.worth.compute), self.bring_in(worker.engine(), until)).await {
             Ok(Ok(num_blocks)) => {
                 let num_recalled = num_blocks * block_size;
                 tracing::debug!(num_tokens, num_recalled, elapsed = ?started.elapsed(), "prefix recalled from tiers");
