@@ -3,7 +3,7 @@
 use std::sync::mpsc;
 
 use baton_kv_cache::{BlockHash, BlockId};
-use tokio::sync::oneshot;
+use tokio::sync::{mpsc as async_mpsc, oneshot};
 
 use baton_model_spec::SampledToken;
 
@@ -35,6 +35,10 @@ pub(crate) enum Command {
     ReservePrefix { id: SequenceId, hashes: Vec<BlockHash>, reply: oneshot::Sender<Option<PrefixBlocks>> },
     /// The blocks of a reserved prefix hold the KV that these hashes name.
     CachePrefix { id: SequenceId, hashes: Vec<BlockHash> },
+    /// From now on, ask for the blocks of preempted sequences before they run again.
+    RecallPreempted(Resumptions),
+    /// So many blocks at the front of a preempted sequence hold their KV. It runs again.
+    Resume { id: SequenceId, num_blocks: usize },
     /// Reply whether everything was returned.
     CheckIdle(oneshot::Sender<Result<PoolReport, IdleError>>),
     /// End every stream, then the thread.
@@ -66,5 +70,67 @@ impl Drop for DropCommand {
             // Fails when the engine has ended. It then owns nothing.
             let _ = commands.send((self.at_drop)(self.id));
         }
+    }
+}
+
+/// A preempted sequence that has blocks again, of which the cache has lost some. It does not run, and its blocks stay as they
+/// are, until this is dropped. Then the engine computes what was not [loaded](Self::loaded).
+#[derive(Debug)]
+pub struct Resumption {
+    id: SequenceId,
+    hashes: Vec<BlockHash>,
+    blocks: Vec<BlockId>,
+    num_ready: usize,
+    commands: Commands,
+}
+
+/// Where an engine sends its resumptions.
+pub(crate) struct Resumptions {
+    /// Bounded by the sequences that hold blocks at a time: each has one at most, so none is refused.
+    pub(crate) sender: async_mpsc::Sender<Resumption>,
+    pub(crate) commands: Commands,
+}
+
+impl Resumption {
+    /// The hashes of its full blocks, in order.
+    pub fn hashes(&self) -> &[BlockHash] {
+        &self.hashes
+    }
+
+    /// Those blocks.
+    pub fn blocks(&self) -> &[BlockId] {
+        &self.blocks
+    }
+
+    /// So many of them at the front hold their KV. They must never be written.
+    pub fn num_ready(&self) -> usize {
+        self.num_ready
+    }
+
+    /// `num_blocks` more of them hold their KV.
+    ///
+    /// # Panics
+    /// When there are fewer.
+    pub fn loaded(&mut self, num_blocks: usize) {
+        self.num_ready += num_blocks;
+        assert!(self.num_ready <= self.blocks.len(), "more blocks were loaded than the sequence has");
+    }
+}
+
+impl Drop for Resumption {
+    fn drop(&mut self) {
+        // Fails when the engine has ended. It then owns nothing.
+        let _ = self.commands.send(Command::Resume { id: self.id, num_blocks: self.num_ready });
+    }
+}
+
+impl Resumptions {
+    /// Asks for the blocks of a sequence that was admitted with `num_cached_blocks`. Without a reader it runs at once.
+    pub(crate) fn ask(&self, sequence: &Sequence, num_cached_blocks: usize) {
+        let hashes = sequence.sharable_hashes().to_vec();
+        let blocks = sequence.blocks()[..hashes.len()].to_vec();
+        let (id, commands) = (sequence.id, self.commands.clone());
+        // What is not sent is dropped, and that resumes it.
+        drop(self.sender.try_send(Resumption { id, hashes, blocks, num_ready: num_cached_blocks, commands }));
     }
 }

@@ -66,6 +66,7 @@ pub use baton_sampler::{self as sampler, ScoredToken};
 pub use blending::BlendCounts;
 pub use block_pool::{BlockPool, IntegrityError, PoolReport};
 pub use cache_log::CacheLog;
+pub use command::Resumption;
 pub use config::{BlendConfig, EngineConfig, EngineStartError};
 pub use events::{DraftCounts, EngineError, PrefillEvent, TokenEvent};
 pub use handle::{EngineHandle, HeldBlocks, Reservation, SubmitError};

@@ -15,6 +15,7 @@ use baton_sampler::{Sampler, ScoredToken};
 use crate::{
     blending::Head,
     block_pool::PoolReport,
+    command::Resumptions,
     config::EngineConfig,
     constraint::MaskThread,
     events::{DraftCounts, EngineError, PrefillEvent, Sink, TokenEvent},
@@ -38,6 +39,8 @@ pub(crate) struct LiveRequests {
     num_layers: usize,
     /// What was submitted to this engine and has come here.
     taken: Submitted,
+    /// Who loads the blocks of preempted sequences; `None`: they are computed.
+    resumptions: Option<Resumptions>,
 }
 
 /// The tokens sampled after a chunk.
@@ -72,6 +75,7 @@ impl LiveRequests {
             context_length: config.context_length,
             num_layers: layout.num_layers,
             taken: Submitted::default(),
+            resumptions: None,
         }
     }
 
@@ -92,6 +96,12 @@ impl LiveRequests {
             Ok(Some(reason)) => self.finish(id, reason),
             Err(error) => self.fail(id, error),
         }
+    }
+
+    /// From now on, `resumptions` get the preempted sequences that lost blocks.
+    pub(crate) fn recall_preempted(&mut self, resumptions: Resumptions) {
+        self.scheduler.recall_preempted();
+        self.resumptions = Some(resumptions);
     }
 
     /// Cancels a request whose reader is gone.
@@ -175,6 +185,9 @@ impl LiveRequests {
     pub(crate) fn tell_admitted(&mut self, admission: &Admission) {
         let live = self.requests.get_mut(&admission.id).expect("a waiting request is live");
         let sequence = self.scheduler.sequence(admission.id).expect("an admitted sequence holds blocks");
+        if let Some(resumptions) = self.resumptions.as_ref().filter(|_| admission.is_recalled) {
+            resumptions.ask(sequence, admission.num_cached_blocks);
+        }
         match &mut live.reply {
             ReplyChannel::Prefill(sink) => {
                 let cached_tokens = sequence.num_cached_tokens().min(live.request.prompt.len());

@@ -41,6 +41,8 @@ pub struct Admission {
     pub num_cached_blocks: usize,
     /// False when the sequence comes back after a preemption.
     pub is_first: bool,
+    /// Whether its other blocks are loaded from outside before it runs; see `Scheduler::resume`.
+    pub is_recalled: bool,
 }
 
 impl StepPlan {

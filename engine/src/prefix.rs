@@ -1,14 +1,14 @@
 //! Prefixes that move between engines. The cached blocks of a prefix are held while another engine reads them, and a
-//! prefix from another engine is cached here.
+//! prefix from another engine is cached here. So do the blocks of preempted sequences come back.
 
 use baton_kv_cache::{BlockHash, BlockId};
-use tokio::sync::oneshot;
+use tokio::sync::{mpsc, oneshot};
 
 use baton_request::Request;
 
 use crate::{
     blending::hash_root,
-    command::{Command, DropCommand},
+    command::{Command, DropCommand, Resumption, Resumptions},
     handle::{EngineHandle, SubmitError},
     sequence::SequenceId,
 };
@@ -88,6 +88,16 @@ impl EngineHandle {
         let PrefixReservation { owner, hashes, .. } = reservation;
         // Fails when the engine, and so its cache, has ended. Dropping the owner then releases the blocks.
         let _ = self.send(Command::CachePrefix { id: owner.id, hashes });
+    }
+
+    /// From now on, preempted sequences that lost full blocks are resumed by the reader: it loads what it has of them. Ends with
+    /// the engine.
+    pub fn resumptions(&self) -> mpsc::Receiver<Resumption> {
+        let (sender, received) = mpsc::channel(self.state.config.max_running);
+        let commands = self.state.commands.clone();
+        // Fails when the engine has ended: then the receiver says so.
+        let _ = self.send(Command::RecallPreempted(Resumptions { sender, commands }));
+        received
     }
 
     /// Tokens at the front of a request that the prefix cache may supply, in full blocks. The last token is left to

@@ -195,6 +195,11 @@ impl StepLoop {
                 self.live.scheduler.cache_prefix(id, &hashes);
                 self.cache_log.append(BlockHolder::Pool, self.live.scheduler.take_cache_events());
             }
+            Command::RecallPreempted(resumptions) => self.live.recall_preempted(resumptions),
+            Command::Resume { id, num_blocks } => {
+                self.live.scheduler.resume(id, num_blocks);
+                self.cache_log.append(BlockHolder::Pool, self.live.scheduler.take_cache_events());
+            }
             Command::CheckIdle(reply) => {
                 self.finish_ahead()?;
                 drop(reply.send(self.live.check_idle()));

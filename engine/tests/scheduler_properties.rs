@@ -128,6 +128,8 @@ enum Operation {
     Decode(usize),
     Cancel(usize),
     Release(usize),
+    /// A preempted sequence has some of its blocks again.
+    Resume(usize),
 }
 
 fn operation() -> impl Strategy<Value = Operation> {
@@ -148,6 +150,7 @@ fn operation() -> impl Strategy<Value = Operation> {
         1 => any::<usize>().prop_map(Operation::Decode),
         1 => any::<usize>().prop_map(Operation::Cancel),
         1 => any::<usize>().prop_map(Operation::Release),
+        1 => any::<usize>().prop_map(Operation::Resume),
     ]
 }
 
@@ -222,18 +225,25 @@ struct Driver {
     alive: BTreeMap<SequenceId, (usize, SequenceRole)>,
     granted: Vec<SequenceId>,
     holds: Vec<SequenceId>,
+    /// Preempted sequences whose blocks are being loaded, and how many are there already.
+    recalled: Vec<(SequenceId, usize)>,
 }
 
 impl Driver {
-    fn new(config: SchedulerConfig) -> Driver {
+    fn new(config: SchedulerConfig, recalls_preempted: bool) -> Driver {
+        let mut scheduler = Scheduler::new(config);
+        if recalls_preempted {
+            scheduler.recall_preempted();
+        }
         Driver {
             config,
-            scheduler: Scheduler::new(config),
+            scheduler,
             plan: StepPlan::default(),
             next_id: 0,
             alive: BTreeMap::new(),
             granted: Vec::new(),
             holds: Vec::new(),
+            recalled: Vec::new(),
         }
     }
 
@@ -275,6 +285,14 @@ impl Driver {
                 self.granted.retain(|&granted| granted != id);
                 self.alive.remove(&id);
             }
+            Operation::Resume(idx) if !self.recalled.is_empty() => {
+                let (id, num_cached) = self.recalled.swap_remove(idx % self.recalled.len());
+                // It may have ended. Its last token is always computed.
+                let num_tokens =
+                    self.scheduler.sequence(id).map_or(0, |sequence| sequence.tokens().len() - 1);
+                let num_full = (num_tokens / self.config.block_size).max(num_cached);
+                self.scheduler.resume(id, num_cached + idx % (num_full - num_cached + 1));
+            }
             Operation::Release(idx) if !self.holds.is_empty() => {
                 let id = self.holds.swap_remove(idx % self.holds.len());
                 self.scheduler.release(id);
@@ -296,6 +314,9 @@ impl Driver {
         for admission in &self.plan.admitted {
             if self.alive[&admission.id].1 == SequenceRole::Decode && admission.is_first {
                 self.granted.push(admission.id);
+            }
+            if admission.is_recalled {
+                self.recalled.push((admission.id, admission.num_cached_blocks));
             }
         }
         self.scheduler.advance(&self.plan);
@@ -358,9 +379,10 @@ proptest! {
     #[test]
     fn every_sequence_ends_and_every_block_returns(
         config in config(),
+        recalls_preempted in any::<bool>(),
         operations in prop::collection::vec(operation(), 1..150),
     ) {
-        let mut driver = Driver::new(config);
+        let mut driver = Driver::new(config, recalls_preempted);
         for operation in operations {
             driver.apply(operation);
         }
@@ -370,12 +392,16 @@ proptest! {
             driver.apply(Operation::Step);
             driver.apply(Operation::Release(0));
             driver.apply(Operation::Decode(0));
+            driver.apply(Operation::Resume(num_steps));
             num_steps += 1;
             // At most 150 sequences of 70 tokens, each computed a few times over.
             prop_assert!(num_steps < 100_000, "no progress: {:?}", driver.scheduler);
         }
         while !driver.holds.is_empty() {
             driver.apply(Operation::Release(0));
+        }
+        while !driver.recalled.is_empty() {
+            driver.apply(Operation::Resume(0));
         }
         prop_assert!(driver.scheduler.is_idle());
         let report = driver.scheduler.check_integrity().expect("whole");

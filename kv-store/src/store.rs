@@ -218,15 +218,21 @@ impl KvStore {
     }
 
     /// Blocks at the front of a sequence, by its hashes in order, that tiers hold.
-    pub fn num_found(&self, hashes: &[BlockHash]) -> usize {
+    #[cfg(test)]
+    pub(crate) fn num_found(&self, hashes: &[BlockHash]) -> usize {
         self.shared.places(hashes).len()
     }
 
-    /// What of a sequence tiers hold and is read in less time than it is computed, when a block takes so long to compute.
-    /// Memory and disks are taken to be faster, an object store is not waited for before it was measured.
-    pub fn worth(&self, hashes: &[BlockHash], compute_block: Duration) -> Worth {
+    /// What of a sequence tiers hold and is read in less time than it is computed. `compute` says how long so many blocks of it
+    /// take to compute; each of those that are found counts the same. Memory and disks are taken to be faster, an object store is
+    /// not waited for before it was measured.
+    pub fn worth(&self, hashes: &[BlockHash], compute: impl FnOnce(usize) -> Duration) -> Worth {
         let (shared, mut runs) = (&*self.shared, Vec::new());
         let places = shared.places(hashes);
+        if places.is_empty() {
+            return Worth::default();
+        }
+        let compute_block = compute(places.len()) / places.len() as u32;
         for run in places.chunk_by(|one, next| one.is_some() == next.is_some()) {
             let speed = match (run[0], &shared.object) {
                 (None, Some(object)) => object.speed(),

@@ -14,6 +14,8 @@ pub struct Worth {
     pub num_blocks: usize,
     /// How long reading them is expected to take, where that was measured.
     pub expected: Duration,
+    /// How long computing them takes.
+    pub compute: Duration,
 }
 
 /// Blocks that follow each other, in one place.
@@ -36,7 +38,8 @@ pub(crate) fn worth(runs: &[Run], block_bytes: usize, compute_block: Duration) -
         let saved = MARGIN * num_blocks as f64 * compute_block.as_secs_f64() - seconds;
         if saved > most {
             most = saved;
-            best = Worth { num_blocks, expected: Duration::try_from_secs_f64(seconds).unwrap_or_default() };
+            let expected = Duration::try_from_secs_f64(seconds).unwrap_or_default();
+            best = Worth { num_blocks, expected, compute: compute_block * num_blocks as u32 };
         }
     }
     best
@@ -61,6 +64,7 @@ mod tests {
                 })
                 .collect();
             let worth = worth(&runs, 1_000_000, Duration::from_millis(100));
+            assert_eq!(worth.compute, Duration::from_millis(100) * worth.num_blocks as u32);
             (worth.num_blocks, worth.expected.as_millis())
         };
         let memory = Some((0.0, f64::INFINITY));

@@ -35,6 +35,7 @@ pub struct WorkerMetrics {
     pub exposed_seconds: Histogram,
     prefix_fetches: Family<Outcome, Counter>,
     prefix_fetched_tokens: Counter,
+    preempted_recalled_tokens: Counter,
     prefixes_given: Family<Outcome, Counter>,
     blends_refused: Family<Refusal, Counter>,
     blend_audits: Histogram,
@@ -78,6 +79,7 @@ impl WorkerMetrics {
             exposed_seconds: seconds(),
             prefix_fetches: Family::default(),
             prefix_fetched_tokens: Counter::default(),
+            preempted_recalled_tokens: Counter::default(),
             prefixes_given: Family::default(),
             blends_refused: Family::default(),
             blend_audits: Histogram::new(exponential_buckets(1e-5, 4.0, 12)),
@@ -106,6 +108,11 @@ impl WorkerMetrics {
                 "baton_prefix_fetched_tokens",
                 "Tokens whose KV was fetched from the cache of another worker",
                 ours.prefix_fetched_tokens.clone(),
+            );
+            registry.register(
+                "baton_preempted_recalled_tokens",
+                "Tokens of preempted sequences whose KV came back from tiers",
+                ours.preempted_recalled_tokens.clone(),
             );
             registry.register(
                 "baton_prefixes_given",
@@ -160,6 +167,11 @@ impl WorkerMetrics {
     pub fn prefix_fetched(&self, outcome: &'static str, num_tokens: usize) {
         self.prefix_fetches.get_or_create(&Outcome { outcome }).inc();
         self.prefix_fetched_tokens.inc_by(num_tokens as u64);
+    }
+
+    /// A preempted sequence got so many tokens back from tiers.
+    pub(crate) fn preempted_recalled(&self, num_tokens: usize) {
+        self.preempted_recalled_tokens.inc_by(num_tokens as u64);
     }
 
     /// A handoff of a cached prefix ended here: "committed" or the error's label.

@@ -28,6 +28,7 @@ use crate::{
     server::Server,
     service::WorkerService,
     tickets::Tickets,
+    tier_copies,
     tiers::Tiers,
     watchers::Watchers,
     worker::Worker,
@@ -159,6 +160,10 @@ where
         links,
         watchers,
     });
+    let resuming = worker.tiers.is_some().then(|| {
+        let resumptions = worker.engine.resumptions();
+        tokio::spawn(tier_copies::resume_preempted(worker.clone(), resumptions))
+    });
     let role = role(&worker);
     let control = WorkerServer::new(WorkerService { worker: worker.clone() });
     server.mount(role.routes.add_service(control));
@@ -183,6 +188,9 @@ where
     drain(&worker, registration, drain_timeout).await;
     worker.engine.shutdown();
     let ended = tokio::task::spawn_blocking(|| thread.join()).await.context("the engine thread")?;
+    if let Some(resuming) = resuming {
+        resuming.await.context("the recalls of preempted sequences")?;
+    }
     server.close().await;
     // Dropping the last clone of the data plane waits for its listeners and threads, and the tiers write what is queued.
     let _ = tokio::task::spawn_blocking(|| drop(worker)).await;

@@ -1,6 +1,6 @@
 //! Copies between the pool and the tiers below it: what requests leave is saved, and what the pool lacks is recalled before a
-//! prompt is computed. A recall is like the fetch of a prefix: blocks are reserved, written and cached. If it fails or takes
-//! too long, the engine computes what did not come.
+//! prompt, or a preempted sequence, is computed. A recall is like the fetch of a prefix: blocks are reserved, written and cached.
+//! If it fails or takes too long, the engine computes what did not come.
 
 use std::{
     sync::Arc,
@@ -8,12 +8,13 @@ use std::{
 };
 
 use anyhow::Context;
-use baton_engine::EngineHandle;
+use baton_engine::{EngineHandle, Resumption};
 use baton_kv_cache::BlockHash;
 use baton_kv_store::{SequenceBlocks, Worth};
 use baton_request::Request;
 use tokio::{
     runtime::Handle,
+    sync::mpsc,
     task::spawn_blocking,
     time::{error::Elapsed, timeout},
 };
@@ -24,11 +25,10 @@ use crate::{
     worker::Worker,
 };
 
-/// Bytes that are read before they are written to the pool.
-const BATCH_BYTES: usize = 32 << 20;
-
 /// Tokens of output between two saves.
 const SAVE_EVERY: usize = 256;
+/// The same while less than an eighth of the pool is free: what a preempted sequence has not saved is computed again.
+const SAVE_EVERY_IF_SCARCE: usize = 32;
 
 /// What tiers have of a request and the pool lacks.
 #[derive(Debug)]
@@ -38,9 +38,8 @@ pub struct Recall {
     hashes: Vec<BlockHash>,
     /// Blocks at the front that are in the pool.
     num_pooled: usize,
-    /// How long computing the others takes, and how long recalling them should.
-    compute: Duration,
-    expected: Duration,
+    /// Of the others.
+    worth: Worth,
 }
 
 /// Saves the blocks of a request when this is dropped: when the request has ended, whatever its end.
@@ -56,31 +55,20 @@ impl Recall {
         let (tiers, engine) = (worker.tiers()?.clone(), worker.engine());
         let mut hashes = engine.prefix_hashes(request, engine.num_sharable_tokens(request));
         let num_pooled = engine.cache_log().num_in_pool(&hashes);
-        let num_found = tiers.store.num_found(&hashes[num_pooled..]);
-        hashes.truncate(num_pooled + num_found);
-        if num_found == 0 {
-            return None;
-        }
-        let block_size = engine.storage().layout().block_size;
-        let compute = |num_blocks| compute_time(worker, num_blocks * block_size, num_pooled * block_size);
-        let compute_block = compute(hashes.len()) / num_found as u32;
-        let Worth { num_blocks, expected } = tiers.store.worth(&hashes[num_pooled..], compute_block);
-        hashes.truncate(num_pooled + num_blocks);
-        let compute = compute_block * num_blocks as u32;
+        let worth = worth(worker, &tiers, &hashes, num_pooled);
+        hashes.truncate(num_pooled + worth.num_blocks);
         let request = request.clone();
-        (num_blocks > 0).then_some(Recall { tiers, request, hashes, num_pooled, compute, expected })
+        (worth.num_blocks > 0).then_some(Recall { tiers, request, hashes, num_pooled, worth })
     }
 
     /// Brings the blocks into the pool, as far as there is room, and no longer than it would take to compute them. Dropping the
     /// future ends it; blocks that are being written are free when that is done.
     pub async fn run(self, worker: Arc<Worker>) {
         let block_size = worker.engine().storage().layout().block_size;
-        let num_tokens = (self.hashes.len() - self.num_pooled) * block_size;
-        let limit = fetch_deadline(&worker, num_tokens);
+        let num_tokens = self.worth.num_blocks * block_size;
         let started = Instant::now();
-        // An object store that is slower than expected is given up before computing would end: what came is kept.
-        let until = started + (self.expected + self.compute) / 2;
-        match timeout(limit.max(self.compute), self.bring_in(worker.engine(), until)).await {
+        let (limit, until) = bounds(&worker, &self.worth);
+        match timeout(limit, self.bring_in(worker.engine(), until)).await {
             Ok(Ok(num_blocks)) => {
                 let num_recalled = num_blocks * block_size;
                 tracing::debug!(num_tokens, num_recalled, elapsed = ?started.elapsed(), "prefix recalled from tiers");
@@ -99,15 +87,9 @@ impl Recall {
     /// Returns how many blocks came.
     async fn bring_in(&self, engine: &EngineHandle, until: Instant) -> anyhow::Result<usize> {
         let layout = *engine.storage().layout();
-        let batch = (BATCH_BYTES / layout.block_bytes()).max(1);
         let mut end = self.num_pooled;
         while end < self.hashes.len() {
-            let wanted = self.hashes[end..self.hashes.len().min(end + batch)].to_vec();
-            let num_wanted = wanted.len();
-            let permit = self.tiers.reading.clone().acquire_owned().await?;
-            let tiers = self.tiers.clone();
-            let (records, permit) =
-                spawn_blocking(move || (tiers.store.read(&wanted, until), permit)).await?;
+            let (records, permit) = self.tiers.read(&self.hashes[end..], layout.block_bytes(), until).await?;
             if records.is_empty() {
                 break;
             }
@@ -126,9 +108,6 @@ impl Recall {
                 tiers.store.write_to_pool(records, blocks).map(|()| reservation)
             });
             engine.cache_prefix(written.await?.context("the pool's device")?);
-            if end - start < num_wanted {
-                break;
-            }
         }
         Ok(end - self.num_pooled)
     }
@@ -142,10 +121,15 @@ impl SaveAtEnd {
     }
 
     /// The request has one more token of output. The prompt is saved with the second, when its KV is here also after a handoff,
-    /// and what followed 256 tokens later: a worker that is killed has saved as much.
+    /// and what followed 256 tokens later: a worker that is killed has saved as much. Before sequences are preempted, sooner.
     pub fn push(&mut self, token: u32) {
         self.request.output.push(token);
-        if self.request.output.len() % SAVE_EVERY == 2 {
+        let num_tokens = self.request.output.len();
+        let is_scarce = || {
+            let load = self.worker.engine().load_now();
+            load.num_free_blocks * 8 < load.num_total_blocks
+        };
+        if num_tokens % SAVE_EVERY == 2 || num_tokens % SAVE_EVERY_IF_SCARCE == 2 && is_scarce() {
             self.spawn_save(self.request.clone(), false);
         }
     }
@@ -164,6 +148,76 @@ impl Drop for SaveAtEnd {
             self.spawn_save(request, true);
         }
     }
+}
+
+/// What the tiers have of the blocks after the first `num_before`, as far as reading them saves time.
+fn worth(worker: &Worker, tiers: &Tiers, hashes: &[BlockHash], num_before: usize) -> Worth {
+    let block_size = worker.engine().storage().layout().block_size;
+    let compute =
+        |num_blocks| compute_time(worker, (num_before + num_blocks) * block_size, num_before * block_size);
+    tiers.store.worth(&hashes[num_before..], compute)
+}
+
+/// How long a recall may take, and when an object store is given up that is slower than expected: before computing would end, and
+/// what came is kept.
+fn bounds(worker: &Worker, worth: &Worth) -> (Duration, Instant) {
+    let num_tokens = worth.num_blocks * worker.engine().storage().layout().block_size;
+    let limit = fetch_deadline(worker, num_tokens).max(worth.compute);
+    (limit, Instant::now() + (worth.expected + worth.compute) / 2)
+}
+
+/// Recalls what preempted sequences lost, until the engine ends.
+pub(crate) async fn resume_preempted(worker: Arc<Worker>, mut resumptions: mpsc::Receiver<Resumption>) {
+    while let Some(resumption) = resumptions.recv().await {
+        let own = worker.clone();
+        worker.lifecycle().spawn(async move { resume(&own, resumption).await });
+    }
+}
+
+/// Invariant 6: whatever ends it, the sequence runs again.
+async fn resume(worker: &Worker, resumption: Resumption) {
+    let Some(tiers) = worker.tiers() else { return };
+    let layout = *worker.engine().storage().layout();
+    let num_cached = resumption.num_ready();
+    let worth = worth(worker, tiers, resumption.hashes(), num_cached);
+    let (limit, until) = bounds(worker, &worth);
+    let end = num_cached + worth.num_blocks;
+    match timeout(limit, load(tiers, resumption, end, layout.block_bytes(), until)).await {
+        Ok(Ok(num_ready)) => {
+            let num_tokens = (num_ready - num_cached) * layout.block_size;
+            worker.metrics().preempted_recalled(num_tokens);
+            tracing::debug!(num_tokens, "preempted sequence recalled from tiers");
+        }
+        Ok(Err(error)) => tracing::warn!(%error, "preempted sequence not recalled; it is computed again"),
+        Err(Elapsed { .. }) => tracing::info!(?limit, "preempted sequence not recalled in time"),
+    }
+}
+
+/// Loads the blocks of a preempted sequence before `end`. Returns how many at its front are ready.
+async fn load(
+    tiers: &Arc<Tiers>,
+    mut resumption: Resumption,
+    end: usize,
+    block_bytes: usize,
+    until: Instant,
+) -> anyhow::Result<usize> {
+    while resumption.num_ready() < end {
+        let start = resumption.num_ready();
+        let (records, permit) = tiers.read(&resumption.hashes()[start..end], block_bytes, until).await?;
+        if records.is_empty() {
+            break;
+        }
+        let tiers = tiers.clone();
+        // Invariant 3: the writer keeps the blocks, also when this future is dropped.
+        let written = spawn_blocking(move || {
+            let _permit = permit;
+            tiers.store.write_to_pool(&records, &resumption.blocks()[start..])?;
+            resumption.loaded(records.len());
+            anyhow::Ok(resumption)
+        });
+        resumption = written.await?.context("the pool's device")?;
+    }
+    Ok(resumption.num_ready())
 }
 
 /// Copies the blocks of a request's known tokens that the pool has.

@@ -4,23 +4,28 @@ use std::{sync::Arc, time::Instant};
 
 use anyhow::Context;
 use baton_engine::EngineHandle;
-use baton_kv_cache::KvFormat;
+use baton_kv_cache::{BlockHash, KvFormat};
 use baton_kv_events::BlockHolder;
-use baton_kv_store::{DiskConfig, KvKey, KvStore, ObjectConfig, StoreConfig, TierCounts};
-use tokio::sync::Semaphore;
+use baton_kv_store::{DiskConfig, KvKey, KvStore, ObjectConfig, Record, StoreConfig, TierCounts};
+use tokio::{
+    sync::{OwnedSemaphorePermit, Semaphore},
+    task::spawn_blocking,
+};
 
 use crate::config::WorkerConfig;
 
 /// Recalls that read at once. Each has at most a batch of KV between a tier and the pool, so this bounds memory, and
 /// the threads that a disk that hangs can keep.
 const MAX_RECALLS: usize = 4;
+/// Bytes that are read before they are written to the pool.
+const BATCH_BYTES: usize = 32 << 20;
 
 /// The tiers of a worker.
 #[derive(Debug)]
 pub struct Tiers {
     pub(crate) store: KvStore,
     /// Permits of recalls that read.
-    pub(crate) reading: Arc<Semaphore>,
+    reading: Arc<Semaphore>,
 }
 
 impl Tiers {
@@ -52,6 +57,19 @@ impl Tiers {
             tracing::info!(tier = name, num_slots, num_held, record_bytes, ?elapsed, "tier of KV opened");
         }
         Ok(Some(tiers))
+    }
+
+    /// Reads records as [`KvStore::read`], the first 32 MiB of them. The permit is kept until they are in the pool.
+    pub(crate) async fn read(
+        self: &Arc<Self>,
+        hashes: &[BlockHash],
+        block_bytes: usize,
+        until: Instant,
+    ) -> anyhow::Result<(Vec<Arc<Record>>, OwnedSemaphorePermit)> {
+        let wanted = hashes[..hashes.len().min((BATCH_BYTES / block_bytes).max(1))].to_vec();
+        let permit = self.reading.clone().acquire_owned().await?;
+        let tiers = self.clone();
+        Ok(spawn_blocking(move || (tiers.store.read(&wanted, until), permit)).await?)
     }
 
     /// What each tier holds and has done.

@@ -13,6 +13,7 @@ mod leaving;
 mod matrix;
 #[path = "../../../tests/ports.rs"]
 mod ports;
+mod preemption;
 mod prefix;
 mod reports;
 mod serving;

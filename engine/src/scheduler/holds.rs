@@ -22,20 +22,20 @@ pub struct PrefixBlocks {
 /// The tables of blocks that an owner outside the engine holds until it releases them.
 #[derive(Debug, Default)]
 pub(super) struct Holds {
-    /// The second owner of prefilled blocks, and the owner of prefixes. The table of a prefill that still waits is
-    /// empty.
+    /// The second owner of prefilled and of recalled blocks, and the owner of prefixes. The table of a prefill that still waits
+    /// is empty.
     tables: BTreeMap<SequenceId, Vec<BlockId>>,
-    /// Sequences whose prompts are computed elsewhere, into blocks that are set aside here.
+    /// Sequences whose KV comes from elsewhere, into blocks that are set aside here.
     reserved: BTreeMap<SequenceId, Sequence>,
 }
 
 impl Holds {
-    /// Adds the hold of a prefill that has no blocks yet.
+    /// Adds the hold of a sequence that has no blocks yet.
     pub(super) fn register(&mut self, id: SequenceId) {
         self.tables.insert(id, Vec::new());
     }
 
-    /// Makes the hold of an admitted prefill a second owner of the sequence's blocks. Other sequences have no hold.
+    /// Makes the hold of an admitted sequence, if it has one, a second owner of its blocks.
     pub(super) fn extend(&mut self, sequence: &Sequence, pool: &mut BlockPool) {
         if let Some(table) = self.tables.get_mut(&sequence.id) {
             table.extend_from_slice(&sequence.blocks);

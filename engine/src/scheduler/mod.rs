@@ -6,7 +6,7 @@
 //!   add --> waiting ------------------------------------> running ----------->
 //!              ^  |      (role Decode) --> reserved --^ start_decode
 //!              |  +-----------------------------------+
-//!              +------------ preempt: blocks taken away, recomputed later
+//!              +------------ preempt: blocks taken away, recomputed or recalled later
 //! ```
 //!
 //! A step, in this order:
@@ -35,6 +35,9 @@
 //! All of this goes by the ids of sequences: "older" means a lower priority number, and among equal ones an earlier
 //! arrival. So a sequence waits for as long as others of lower numbers take the slots, blocks or tokens, and loses its
 //! blocks to them. A newcomer takes no block of a running sequence, whatever their priorities.
+//!
+//! With [`Scheduler::recall_preempted`] a preempted sequence that lost full blocks is admitted as a reservation. Its owner loads
+//! what it has of them and calls [`Scheduler::resume`]. The scheduler does not know where they come from.
 //!
 //! Blocks of a prefill's prompt are never taken away (see [`Sequence`]), and reserved blocks neither: their owners
 //! return them by a deadline of their own. Until then a sequence that cannot grow waits.
@@ -98,6 +101,7 @@ pub struct Scheduler {
     running: SequenceList,
     holds: Holds,
     ahead: StepAhead,
+    recalls_preempted: bool,
 }
 
 impl Scheduler {
@@ -112,6 +116,7 @@ impl Scheduler {
             running: SequenceList::default(),
             holds: Holds::default(),
             ahead: StepAhead::default(),
+            recalls_preempted: false,
         }
     }
 
@@ -127,6 +132,11 @@ impl Scheduler {
     pub fn with_cache_events(mut self) -> Scheduler {
         self.pool.record_events();
         self
+    }
+
+    /// From now on, a preempted sequence waits for [`resume`](Self::resume) when it gets blocks again and lacks full ones.
+    pub fn recall_preempted(&mut self) {
+        self.recalls_preempted = true;
     }
 
     /// What the prefix cache has stored and evicted since the last call.
@@ -236,11 +246,26 @@ impl Scheduler {
         self.running.insert(sequence);
     }
 
-    /// Ends a waiting or running sequence and gives up its blocks. A hold on them stays.
+    /// Lets a sequence run whose admission was [recalled](Admission::is_recalled). Its first `num_blocks` blocks hold their KV now,
+    /// the cached ones included, and the rest is computed. Nothing runs if it ended meanwhile.
+    pub fn resume(&mut self, id: SequenceId, num_blocks: usize) {
+        if let Some(mut sequence) = self.holds.take_reserved(id) {
+            let (before, filled) =
+                sequence.advance(num_blocks * self.config.block_size - sequence.num_computed);
+            self.pool.cache_all(before, filled);
+            self.running.insert(sequence);
+        }
+        self.holds.release(id, &mut self.pool);
+    }
+
+    /// Ends a sequence that waits, runs or is recalled, and gives up its blocks. A hold on them stays.
     pub fn end(&mut self, id: SequenceId) {
-        match self.running.take(id) {
-            Some(sequence) => self.ahead.retire(&sequence.blocks, &mut self.pool),
-            None => drop(self.waiting.take(id)),
+        if let Some(sequence) = self.running.take(id) {
+            self.ahead.retire(&sequence.blocks, &mut self.pool);
+        } else if let Some(sequence) = self.holds.take_reserved(id) {
+            self.pool.release(&sequence.blocks);
+        } else {
+            self.waiting.take(id);
         }
     }
 
@@ -335,7 +360,8 @@ impl Scheduler {
                 }
             }
             if claim.num_left > 0 && spare > 0 {
-                let sequence = self.running.get(claim.id).expect("the sequence runs now");
+                // What is recalled computes nothing yet.
+                let Some(sequence) = self.running.get(claim.id) else { continue };
                 if sequence.num_scored_in(1) > 0 && plan.chunks.iter().any(|chunk| chunk.num_scored > 0) {
                     continue;
                 }
@@ -395,13 +421,25 @@ impl Scheduler {
             sequence.blocks.push(self.pool.allocate().expect("there is room"));
         }
         let is_first = sequence.num_cached_tokens.is_none();
-        plan.admitted.push(Admission { id, num_cached_blocks: cached.len(), is_first });
+        let is_recalled = self.recalls_preempted
+            && sequence.was_preempted
+            && sequence.can_begin_after(num_cached_tokens)
+            && cached.len() < sequence.sharable_hashes().len();
+        plan.admitted.push(Admission { id, num_cached_blocks: cached.len(), is_first, is_recalled });
         sequence.num_cached_tokens.get_or_insert(num_cached_tokens);
+        if is_recalled {
+            // Invariant 3: they stay until the writer is done, also when the sequence ends meanwhile.
+            self.holds.register(id);
+        }
         self.holds.extend(&sequence, &mut self.pool);
         if sequence.role == SequenceRole::Decode {
             self.holds.reserve(sequence);
+            return;
+        }
+        sequence.num_computed = num_cached_tokens;
+        if is_recalled {
+            self.holds.reserve(sequence);
         } else {
-            sequence.num_computed = num_cached_tokens;
             self.running.insert(sequence);
         }
     }

@@ -204,3 +204,75 @@ fn a_preempted_remote_prompt_is_recomputed_here() {
         ",
     );
 }
+
+/// 1 takes the blocks of 2, and one of the two that were full is evicted.
+const PREEMPTED: &str = "
+    pool blocks=6 block_size=4 running=4 budget=64 recall=yes
+    add id=1 prompt=8 max=20
+    add id=2 prompt=7 max=20
+    step
+        admit 1
+        admit 2
+        1: 0..8 token
+        2: 0..7 token
+    step
+        1: 8..9 token
+        2: 7..8 token
+    step
+        1: 9..10 token
+        2: 8..9 token
+    step
+        1: 10..11 token
+        2: 9..10 token
+    step
+        1: 11..12 token
+        2: 10..11 token
+    step
+        preempt 2
+        1: 12..13 token
+    step
+        1: 13..14 token
+    step
+        1: 14..15 token
+    step
+        1: 15..16 token
+    step
+        1: 16..17 token
+    end id=1
+    # It has its blocks again, and computes nothing before they are loaded.
+    step
+        recall 2 cached 1
+    step
+        nothing
+    state
+        waiting 0 running 1 free 3
+";
+
+#[test]
+fn a_preempted_sequence_is_computed_from_what_was_loaded() {
+    for (num_blocks, start) in [(1, 4), (2, 8)] {
+        check(&format!(
+            "{PREEMPTED}
+    resume id=2 blocks={num_blocks}
+    step
+        2: {start}..12 token
+    step
+        2: 12..13 token
+"
+        ));
+    }
+}
+
+#[test]
+fn blocks_that_are_being_loaded_stay_when_their_sequence_ends() {
+    check(&format!(
+        "{PREEMPTED}
+    end id=2
+    state
+        waiting 0 running 0 free 3
+    resume id=2 blocks=2
+    state
+        waiting 0 running 0 free 6
+"
+    ));
+}

@@ -106,8 +106,12 @@ impl Player {
             token_budget: pool.number("budget"),
             itl_target: None,
         };
+        let mut scheduler = Scheduler::new(config);
+        if pool.arguments.contains_key("recall") {
+            scheduler.recall_preempted();
+        }
         Player {
-            scheduler: Scheduler::new(config),
+            scheduler,
             block_size: config.block_size,
             plan: StepPlan::default(),
             ends: BTreeMap::new(),
@@ -133,6 +137,10 @@ impl Player {
             }
             "release" => {
                 self.scheduler.release(command.id());
+                Vec::new()
+            }
+            "resume" => {
+                self.scheduler.resume(command.id(), command.number("blocks"));
                 Vec::new()
             }
             "state" => vec![format!(
@@ -176,7 +184,11 @@ impl Player {
             answers.push("nothing".into());
         }
         for admission in &self.plan.admitted {
-            let verb = if admission.is_first { "admit" } else { "readmit" };
+            let verb = match (admission.is_first, admission.is_recalled) {
+                (true, _) => "admit",
+                (false, false) => "readmit",
+                (false, true) => "recall",
+            };
             let cached = match admission.num_cached_blocks {
                 0 => String::new(),
                 num => format!(" cached {num}"),

@@ -1,0 +1,66 @@
+//! Preempted sequences that get their KV back from a tier.
+//!
+//! `cargo test -p baton-decode-worker --test handoff -- preempted_sequence --nocapture` prints what it saves.
+
+use std::{
+    thread,
+    time::{Duration, Instant},
+};
+
+use futures_util::future::join_all;
+
+use crate::harness::{decode, expected, generate, prompt, request};
+
+const NUM_REQUESTS: u32 = 8;
+const NUM_PROMPT: usize = 40;
+/// The pool has room for three sequences of this length.
+const NUM_ANSWER: usize = 120;
+
+/// What a worker did for all requests.
+#[derive(Debug)]
+struct Served {
+    num_computed: u64,
+    num_preempted: u64,
+    num_recalled: u64,
+    /// Printed only.
+    #[allow(dead_code)]
+    elapsed: Duration,
+}
+
+/// Answers all requests at once. A step takes a millisecond, and a tenth of one for each token.
+async fn serve(host_kv_bytes: Option<u64>) -> Served {
+    let worker = decode().with(|config| config.host_kv_bytes = host_kv_bytes).hook(Box::new(|batch| {
+        let num_tokens: usize = batch.sequences.iter().map(|sequence| sequence.tokens.len()).sum();
+        thread::sleep(Duration::from_millis(1) + Duration::from_micros(100) * num_tokens as u32);
+        Ok(())
+    }));
+    let worker = worker.start().await;
+    let client = &worker.client().await;
+    let started = Instant::now();
+    let answers = (0..NUM_REQUESTS).map(|nth| async move {
+        let prompt = prompt(nth, NUM_PROMPT);
+        let answer = generate(client, request(&prompt, NUM_ANSWER as u32, None)).await.unwrap();
+        assert_eq!(answer.finished(), expected(&prompt, NUM_ANSWER), "request {nth}");
+    });
+    join_all(answers).await;
+    let elapsed = started.elapsed();
+    worker.assert_all_free().await;
+    let metrics = worker.metrics().await;
+    let name = "baton_preempted_recalled_tokens_total ";
+    let num_recalled = metrics.lines().find_map(|line| line.strip_prefix(name)).expect("it is counted");
+    Served {
+        num_computed: worker.worker.engine().num_computed_tokens(),
+        num_preempted: worker.worker.engine().totals().num_preempted,
+        num_recalled: num_recalled.parse().expect("a number"),
+        elapsed,
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_preempted_sequence_is_recalled_from_host_memory() {
+    let (without, with) = (serve(None).await, serve(Some(1 << 20)).await);
+    println!("without a tier: {without:?}\nwith host memory: {with:?}");
+    assert!(without.num_preempted > 0 && with.num_preempted > 0);
+    assert_eq!(without.num_recalled, 0);
+    assert!(with.num_recalled > 0);
+}
