@@ -8,7 +8,7 @@ use clap::{Parser, Subcommand};
 
 use crate::{
     chat::ChatArgs, completions::CompletionsArgs, doctor::DoctorArgs, inspect::InspectArgs, keys::KeysArgs,
-    router::RouterArgs, top::TopArgs, up::UpArgs, worker::WorkerArgs,
+    log::LogStyle, router::RouterArgs, top::TopArgs, up::UpArgs, worker::WorkerArgs,
 };
 
 /// Serves large language models with prefill and decode on separate workers.
@@ -49,6 +49,18 @@ pub(crate) enum Command {
     Keys(KeysArgs),
     /// Print a completion script for a shell.
     Completions(CompletionsArgs),
+}
+
+impl Command {
+    /// How its log lines look; commands that serve nothing write for people.
+    pub(crate) fn log_style(&self) -> LogStyle {
+        match self {
+            Command::Up(args) => args.log.log_format,
+            Command::Router(args) => args.log.log_format,
+            Command::PrefillWorker(args) | Command::DecodeWorker(args) => args.log.log_format,
+            _ => LogStyle::Pretty,
+        }
+    }
 }
 
 #[cfg(test)]

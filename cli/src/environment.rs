@@ -2,6 +2,8 @@
 
 use clap::Command;
 
+use crate::log::LogStyle;
+
 /// Variables that are read without a flag: libraries of NVIDIA, and a switch of the GPU's launches.
 const WITHOUT_FLAG: [&str; 3] = ["BATON_NVRTC", "BATON_CUBLASLT", "BATON_OVERLAP_LAUNCHES"];
 
@@ -14,10 +16,10 @@ const OF_KUBERNETES: [&str; 4] = ["_SERVICE_HOST", "_SERVICE_PORT", "_TCP", "_UD
 /// # Safety
 /// No other thread runs.
 #[allow(unsafe_code)]
-pub(crate) unsafe fn remove_unknown(command: &Command) {
+pub(crate) unsafe fn remove_unknown(command: &Command, style: LogStyle) {
     let known = known(command);
     for name in unknown(&known) {
-        eprintln!("warning: {}", warning(&name, &known));
+        eprintln!("{}", style.warning(&warning(&name, &known)));
         // SAFETY: the caller's.
         unsafe { std::env::remove_var(name) };
     }

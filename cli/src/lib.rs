@@ -43,12 +43,13 @@ pub fn main(args: impl IntoIterator<Item = OsString>) -> ExitCode {
     };
     let is_server =
         matches!(cli.command, Command::Router(_) | Command::PrefillWorker(_) | Command::DecodeWorker(_));
+    let style = cli.command.log_style();
     // SAFETY: the runtime and its threads start below.
-    unsafe { environment::remove_unknown(&Cli::command()) };
+    unsafe { environment::remove_unknown(&Cli::command(), style) };
     match run(*cli) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("error: {}", describe(&error));
+            eprintln!("{}", style.error(&describe(&error)));
             if is_server { exit::of_server(&error) } else { ExitCode::FAILURE }
         }
     }

@@ -2,6 +2,7 @@
 
 use baton_telemetry::{TelemetryConfig, TelemetryGuard};
 use clap::{Args, ValueEnum};
+use serde_json::{Map, Value, json};
 
 /// What is logged, and where traces go.
 #[derive(Clone, Debug, Args)]
@@ -71,6 +72,51 @@ pub(crate) enum LogStyle {
     Json,
 }
 
+/// How the program's last words begin.
+const ERROR: &str = "error: ";
+
+impl LogStyle {
+    /// The line of the error that a process ends with.
+    pub(crate) fn error(self, error: &str) -> String {
+        self.line("ERROR", format!("{ERROR}{error}"))
+    }
+
+    /// The line of a warning before the log begins.
+    pub(crate) fn warning(self, warning: &str) -> String {
+        self.line("WARN", format!("warning: {warning}"))
+    }
+
+    fn line(self, level: &str, text: String) -> String {
+        match self {
+            LogStyle::Json => Value::Object(json_event(level, &text)).to_string(),
+            LogStyle::Pretty | LogStyle::Compact => text,
+        }
+    }
+
+    /// The reverse of `error`; `None` for other lines.
+    pub(crate) fn error_in(self, line: &str) -> Option<String> {
+        let error = |text: &str| text.strip_prefix(ERROR).map(str::to_owned);
+        match self {
+            // Those of a wrong command line are in words.
+            LogStyle::Json => error(line).or_else(|| error(json_object(line)?.get("message")?.as_str()?)),
+            LogStyle::Pretty | LogStyle::Compact => error(line),
+        }
+    }
+}
+
+/// An event of this program as JSON log lines have it. `up` puts the names of its children for the process.
+pub(crate) fn json_event(level: &str, message: &str) -> Map<String, Value> {
+    let timestamp = baton_telemetry::timestamp();
+    let fields =
+        [("timestamp", timestamp.as_str()), ("level", level), ("message", message), ("process", "baton")];
+    fields.into_iter().map(|(name, value)| (name.to_owned(), json!(value))).collect()
+}
+
+/// A line that is a JSON object.
+pub(crate) fn json_object(line: &str) -> Option<Map<String, Value>> {
+    serde_json::from_str(line).ok()
+}
+
 /// Whether log lines are coloured.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum LogColor {
@@ -80,4 +126,20 @@ pub(crate) enum LogColor {
     Always,
     /// Never.
     Never,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn last_words_are_found_in_every_style() {
+        for style in [LogStyle::Pretty, LogStyle::Compact, LogStyle::Json] {
+            let error = "no \"model\" here";
+            assert_eq!(style.error_in(&style.error(error)).as_deref(), Some(error));
+            assert_eq!(style.error_in(&style.warning(error)), None);
+            assert_eq!(style.error_in("error: what is --prot?").as_deref(), Some("what is --prot?"));
+        }
+        assert_eq!(LogStyle::Json.error_in("[1]"), None);
+    }
 }

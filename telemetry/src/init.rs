@@ -163,6 +163,15 @@ fn log_lines(config: &TelemetryConfig) -> Box<dyn Layer<Registry> + Send + Sync>
     }
 }
 
+/// Now, as JSON log lines say it: `2026-01-31T07:05:09.123456Z`.
+pub fn timestamp() -> String {
+    let mut text = String::new();
+    tracing_subscriber::fmt::time::SystemTime
+        .format_time(&mut Writer::new(&mut text))
+        .expect("a string takes every text");
+    text
+}
+
 /// `07:05:09.123`, UTC.
 struct TimeOfDay;
 

@@ -15,7 +15,7 @@ mod process;
 pub mod thread_waits;
 pub mod trace_context;
 
-pub use init::{LogFormat, TelemetryConfig, TelemetryGuard, init};
+pub use init::{LogFormat, TelemetryConfig, TelemetryGuard, init, timestamp};
 pub use metrics::{Metrics, e2e_histogram, itl_histogram, token_count_histogram, ttft_histogram};
 pub use opentelemetry::KeyValue;
 pub use trace_point::TracePoint;

@@ -1,8 +1,8 @@
 //! `baton up`, the first command that a newcomer runs.
 
-use std::time::Duration;
+use std::{path::Path, time::Duration};
 
-use serde_json::json;
+use serde_json::{Value, json};
 
 use crate::{
     harness::{BATON, Up, eventually, num_workers, signal_pid},
@@ -50,8 +50,62 @@ async fn everything_ends_with_the_supervisor() {
     let log = up.supervisor.log();
     assert!(!log.contains("WARN") && !log.contains("ERROR"), "nothing is wrong: {log}");
     for pid in parts {
-        assert!(!std::path::Path::new(&format!("/proc/{pid}")).exists(), "{pid} is left");
+        assert!(!Path::new(&format!("/proc/{pid}")).exists(), "{pid} is left");
     }
+}
+
+#[tokio::test]
+async fn with_json_every_line_is_an_object_that_names_its_process() {
+    let misspelt = [("BATON_LOG_FROMAT", Path::new("json"))];
+    let mut up = Up::start_in(&misspelt, "--kv-memory 64M --log-format json").await;
+    let before = up.pid_of("decode-0").expect("it runs");
+    signal_pid(before, libc::SIGKILL);
+    eventually("a new decode-0", Duration::from_secs(60), async || {
+        up.pid_of("decode-0").filter(|pid| *pid != before)
+    })
+    .await;
+    let body = json!({"model": "baton-tiny", "prompt": "Hello", "max_tokens": 2});
+    up.http.post("/v1/completions", &body).await.expect("the router answers");
+    up.supervisor.signal(libc::SIGTERM);
+    assert!(up.supervisor.wait().success());
+    let events = json_lines(&up.supervisor.log());
+    for process in ["baton", "router", "prefill-0", "decode-0"] {
+        assert!(events.iter().any(|event| event["process"] == process), "nothing of {process}");
+    }
+    for message in ["Baton is ready", "starting it again", "stopping", "BATON_LOG_FROMAT"] {
+        let is_told = |event: &Value| event["message"].as_str().is_some_and(|text| text.contains(message));
+        assert!(events.iter().any(is_told), "no event tells: {message}");
+    }
+}
+
+#[test]
+fn with_json_a_failure_to_start_is_an_object() {
+    for command in ["up --port 0", "router --listen 127.0.0.1:0 --model", "decode-worker --model"] {
+        let output = std::process::Command::new(BATON)
+            .args(command.split(' '))
+            .args(["/no/such/model", "--log-format", "json"])
+            .output()
+            .expect("the program runs");
+        assert!(!output.status.success());
+        let events = json_lines(std::str::from_utf8(&[output.stdout, output.stderr].concat()).expect("text"));
+        let last = events.last().expect("an error");
+        assert!(
+            last["level"] == "ERROR"
+                && last["message"].as_str().is_some_and(|text| text.contains("/no/such/model")),
+            "{last}"
+        );
+    }
+}
+
+/// The lines of a log as JSON; each is an object with a time, a level and a message.
+fn json_lines(log: &str) -> Vec<Value> {
+    let event = |line| {
+        let event: Value = serde_json::from_str(line).unwrap_or_else(|error| panic!("{error}: {line}"));
+        let has = |field: &str| event[field].is_string();
+        assert!(has("timestamp") && has("level") && has("message"), "{line}");
+        event
+    };
+    log.lines().map(event).collect()
 }
 
 #[tokio::test]
@@ -134,7 +188,7 @@ async fn pinned_workers_have_processors_of_their_own_and_draft_models_no_threads
 }
 
 /// The processors on which a thread may run, by `/proc`.
-fn allowed_cpus(status: impl AsRef<std::path::Path>) -> String {
+fn allowed_cpus(status: impl AsRef<Path>) -> String {
     let status = std::fs::read_to_string(status).expect("the thread runs");
     let line = status.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:"));
     line.expect("the kernel says").trim().to_owned()

@@ -35,6 +35,9 @@ pub(crate) fn check(workspace: &Workspace) -> Result<Outcome> {
             findings.push(format!("helm lint with {values}: {message}"));
         }
         match helm(&["template", "release", CHART, KUBERNETES, "--values", values]) {
+            Ok(manifests) if !deletes_its_tests(&manifests) => {
+                findings.push(format!("with {values} a pod of `helm test` stays when it has succeeded"))
+            }
             Ok(manifests) if manifests.contains("kind: ") => {}
             Ok(_) => findings.push(format!("helm template with {values} renders nothing")),
             Err(message) => findings.push(format!("helm template with {values}: {message}")),
@@ -51,6 +54,12 @@ pub(crate) fn check(workspace: &Workspace) -> Result<Outcome> {
     }
     let looked_at = format!("{} values files rendered, {} refused", accepted.len(), refused.len());
     Ok(Outcome::of(findings, looked_at))
+}
+
+/// Whether each test has the policy to delete its pod. What a hook makes is no part of the release: uninstalling leaves it.
+fn deletes_its_tests(manifests: &str) -> bool {
+    let num = |annotation| manifests.matches(annotation).count();
+    num("helm.sh/hook: test") == num("helm.sh/hook-delete-policy: before-hook-creation,hook-succeeded")
 }
 
 /// The values files that the chart is installed with, relative to the root.

@@ -1,4 +1,4 @@
-//! Checks and set-up of the workspace: `cargo xtask verify | fix | sbom | setup | ci | cuda-check | gpu-check | kube | fuzz | soak`.
+//! Checks and set-up of the workspace: `cargo xtask verify | fix | sbom | setup | ci | cuda-check | gpu-check | image | kube | fuzz | soak`.
 //!
 //! `verify` never writes to the checkout, `fix` does, `setup` installs. The program knows how the repository is built, not
 //! what Baton does.
@@ -16,6 +16,7 @@ mod fix;
 mod fuzz;
 mod gpu;
 mod hygiene;
+mod image;
 mod invariants;
 mod kernels;
 mod kube;
@@ -83,6 +84,8 @@ enum Command {
     GpuCheck(gpu::Options),
     /// Install the chart on a real API server with simulated nodes. Builds Kubernetes once. Not part of `verify`.
     Kube(kube::Options),
+    /// Build the Dockerfile with buildah, run the image as the chart does, and write it with its SBOM. Not part of `verify`.
+    Image,
     /// Run the fuzz targets, one after the other. Not part of `verify`.
     Fuzz {
         /// Run only this target. Default: all.
@@ -146,6 +149,7 @@ fn run(command: Command) -> anyhow::Result<bool> {
         }
         Command::CudaCheck { write } => kernels::run(&workspace, write.as_deref()),
         Command::Kube(options) => kube::run(&workspace, &options),
+        Command::Image => image::run(&workspace),
         Command::Fuzz { target, seconds } => fuzz::run(&workspace, target.as_deref(), seconds),
         Command::Soak { minutes, rate, seed } => soak::run(&workspace, minutes, rate, seed),
     }

@@ -14,8 +14,13 @@ const PROGRAM: &str = "baton-cli";
 
 /// Prints the list.
 pub(crate) fn run(workspace: &Workspace) -> Result<bool> {
-    println!("{}", serde_json::to_string_pretty(&document(&workspace.for_this_platform()?)?)?);
+    println!("{}", text(workspace)?);
     Ok(true)
+}
+
+/// The list.
+pub(crate) fn text(workspace: &Workspace) -> Result<String> {
+    Ok(serde_json::to_string_pretty(&document(&workspace.for_this_platform()?)?)?)
 }
 
 fn document(workspace: &Workspace) -> Result<Value> {

@@ -10,6 +10,9 @@ use hyper_util::{
     rt::TokioExecutor,
 };
 
+use super::logs::Logs;
+use crate::log::LogStyle;
+
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
 /// Waits until the router is ready with all workers, then prints. A router with keys lists its workers to the holder of one.
@@ -19,13 +22,17 @@ pub(super) async fn print_when_ready(
     decode: usize,
     model: String,
     key: Option<ApiKey>,
+    logs: Logs,
 ) {
     let client = Client::builder(TokioExecutor::new()).build_http();
     let base = base_url(address);
     while !is_ready(&client, &base, key.as_ref(), prefill, decode).await {
         tokio::time::sleep(POLL_INTERVAL).await;
     }
-    println!("{}", text(&base, &model, key.is_some()));
+    match logs.style() {
+        LogStyle::Json => logs.note(&format!("Baton is ready: {base} (model {model})")),
+        LogStyle::Pretty | LogStyle::Compact => println!("{}", text(&base, &model, key.is_some())),
+    }
 }
 
 type HttpClient = Client<HttpConnector, Empty<&'static [u8]>>;

@@ -110,7 +110,7 @@ async fn run_once(child: &Child, logs: &Logs, stop: &CancellationToken) -> io::R
     let (status, error) = tokio::join!(stopped, lines);
     let ended = status?.map(|status| Ended { status, error });
     if let Some(Ended { error: Some(error), .. }) = ended.as_ref().filter(|ended| !ended.cannot_start()) {
-        logs.line(&child.name, &format!("{ERROR}{error}"));
+        logs.line(&child.name, &logs.style().error(error));
     }
     Ok(ended)
 }
@@ -148,17 +148,14 @@ fn command(child: &Child) -> io::Result<Command> {
     Ok(command)
 }
 
-/// How the program's last words begin; see `main`.
-const ERROR: &str = "error: ";
-
 /// Forwards lines until the pipe closes. Returns the error that the process ends with, which is not forwarded: three
 /// processes may have the same.
 async fn forward(child: &Child, logs: &Logs, pipe: impl AsyncRead + Unpin) -> Option<String> {
     let mut lines = BufReader::new(pipe).lines();
     let mut error = None;
     while let Ok(Some(line)) = lines.next_line().await {
-        match line.strip_prefix(ERROR) {
-            Some(text) => error = Some(text.to_owned()),
+        match logs.style().error_in(&line) {
+            Some(text) => error = Some(text),
             None => logs.line(&child.name, &line),
         }
     }

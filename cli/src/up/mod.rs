@@ -95,7 +95,8 @@ pub(crate) async fn run(mut args: UpArgs) -> anyhow::Result<()> {
         places::divide(&args.engine, args.prefill + args.decode, num_gpus).context("--pin-threads")?;
     let worker_key = args.routing.api_keys.is_some().then(keys::new_key).transpose()?;
     let children = plan(&args, address, &model, &places, worker_key.as_ref(), colour);
-    let logs = Logs::new(children.iter().map(|child| child.name.len()).max().unwrap_or(0), colour);
+    let width = children.iter().map(|child| child.name.len()).max().unwrap_or(0);
+    let logs = Logs::new(args.log.log_format, width, colour);
     let mut children = children.into_iter();
     let router = children.next().expect("the plan begins with the router");
     let mut router = tokio::spawn(child::supervise(router, logs, shutdown.clone()));
@@ -107,7 +108,8 @@ pub(crate) async fn run(mut args: UpArgs) -> anyhow::Result<()> {
     }
 
     let name = args.model_name.clone().unwrap_or_else(|| baton_worker::name_of(&model));
-    let ready = tokio::spawn(banner::print_when_ready(address, args.prefill, args.decode, name, worker_key));
+    let ready =
+        tokio::spawn(banner::print_when_ready(address, args.prefill, args.decode, name, worker_key, logs));
     let outcome = tokio::select! {
         () = shutdown.cancelled() => {
             logs.note("stopping; press Ctrl-C again to stop at once");

@@ -72,6 +72,8 @@ fn test(release: &Release<'_>) -> Result<String> {
     let said = release.cluster.helm(&["test", release.name, "--namespace", NAMESPACE, "--timeout=180s"])?;
     let num_passed = said.matches("Phase:          Succeeded").count();
     ensure!(num_passed == 3, "helm test did not run 3 tests: {said}");
+    let left = release.cluster.get(NAMESPACE, "pods", &["--selector=app.kubernetes.io/component=test"])?;
+    ensure!(left.is_empty(), "{} pods of tests that succeeded are left", left.len());
     Ok("HTTP; a remote prefill moved bytes; KV moved between each two workers".to_owned())
 }
 
@@ -152,9 +154,6 @@ fn router(release: &Release<'_>) -> Result<SocketAddr> {
 /// Uninstalls it; nothing is left on the node either.
 fn end(release: &Release<'_>, node: &Node) -> Result<String> {
     node.complaints();
-    // helm leaves the pods of its tests.
-    let tests = "--selector=app.kubernetes.io/component=test";
-    release.cluster.kubectl(&["delete", "pods", tests, "--namespace", NAMESPACE])?;
     release.uninstall()?;
     until_nothing(SETTLE_TIMEOUT, || {
         Ok(node.networks()?.lines().map(|name| format!("{name} is left")).collect())
