@@ -2,6 +2,7 @@
 //!
 //! ```text
 //! blend_quality MODEL [--seeds N] [--passage TOKENS]
+//! blend_quality MODEL --answers
 //! ```
 //!
 //! Prompts are those of `MODEL/eval` that have paragraphs, each with its paragraphs in N random orders. A passage is a
@@ -10,6 +11,9 @@
 //! tokens of the question; and how often the most likely next token is the same. The exit code is 1 unless, at every ratio,
 //! selecting nothing is worse than selecting at random, and that worse than selecting by deviation, and with a ratio of 1
 //! nothing differs.
+//!
+//! `--answers` takes prompts whose passages need one another, in their order, and counts right answers. The exit code is 1
+//! unless passages that are only reused lose 30 points.
 
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -25,11 +29,17 @@ use serde_json::Value;
 
 const RATIOS: [f32; 4] = [0.05, 0.15, 0.3, 1.0];
 const FILES: [&str; 2] = ["two-hop-256.jsonl", "recall-512.jsonl"];
+/// Their passages need one another. Those of the second have filler, and so more tokens.
+const BOUND_FILES: [&str; 2] = ["passages-256.jsonl", "filled-passages-512.jsonl"];
+/// More than any answer of the model.
+const MAX_ANSWER_TOKENS: usize = 24;
 
 /// A prompt whose first part is made of passages.
 struct Prompt {
     tokens: Vec<u32>,
     passages: Vec<Range<usize>>,
+    /// What a right answer ends with.
+    answer: String,
 }
 
 /// What is selected.
@@ -61,6 +71,9 @@ fn main() -> ExitCode {
     let model = PathBuf::from(args.next().expect("the folder of a model"));
     let (mut num_seeds, mut passage_tokens) = (3, None);
     while let Some(flag) = args.next() {
+        if flag == "--answers" {
+            return answers(&model);
+        }
         let value: usize = args.next().and_then(|value| value.parse().ok()).expect("a number after the flag");
         match flag.as_str() {
             "--seeds" => num_seeds = value as u64,
@@ -69,7 +82,7 @@ fn main() -> ExitCode {
         }
     }
     let tokenizer = Tokenizer::load(&model).expect("a tokenizer");
-    let prompts = prompts(&model, &tokenizer, num_seeds, passage_tokens);
+    let prompts = prompts(&model, &tokenizer, &FILES, Some(num_seeds), passage_tokens);
     let num_tokens: usize = prompts.iter().map(|prompt| prompt.tokens.len()).sum();
     let num_passages: usize = prompts.iter().map(|prompt| prompt.passages.len()).sum();
     println!(
@@ -97,6 +110,47 @@ fn main() -> ExitCode {
     if is_in_order(&losses) { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
+/// Prints the share of right answers for each case.
+fn answers(model: &Path) -> ExitCode {
+    let tokenizer = Tokenizer::load(model).expect("a tokenizer");
+    let mut blender = Blender::new(model);
+    let deviation: fn(u64) -> SelectionOrder = |_| SelectionOrder::Deviation;
+    let none = Case { name: "none", num_first_tokens: 0, ratio: 0.0, order: deviation };
+    let random = Case { name: "random", order: |seed| SelectionOrder::Random { seed }, ..none };
+    let of_ratio = |ratio| [Case { ratio, ..random }, Case { name: "deviation", ratio, ..none }];
+    let mut cases = vec![none];
+    cases.extend([0.15, 0.3].into_iter().flat_map(of_ratio));
+    cases.extend([4, 5, 6, 8].map(|num_first_tokens| Case { name: "first", num_first_tokens, ..none }));
+    let mut are_needed = true;
+    for file in BOUND_FILES {
+        let prompts = prompts(model, &tokenizer, &[file], None, None);
+        let full = blender.share_of_right(&tokenizer, &prompts, None);
+        println!("{file}: {} prompts; full prefill: {full:.1} % right", prompts.len());
+        println!("selection       first  ratio  computed   right");
+        for case in &cases {
+            let right = blender.share_of_right(&tokenizer, &prompts, Some(case));
+            let computed = 100.0 * computed_share(&prompts, case);
+            println!(
+                "{:<14} {:>6} {:>6} {computed:>8.1}% {right:>6.1}%",
+                case.name, case.num_first_tokens, case.ratio
+            );
+            are_needed &= case.name != "none" || full - right >= 30.0;
+        }
+    }
+    if are_needed { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
+
+/// The share of the passages' tokens that layers 2 and later compute.
+fn computed_share(prompts: &[Prompt], case: &Case) -> f64 {
+    let (mut computed, mut all) = (0.0, 0.0);
+    for range in prompts.iter().flat_map(|prompt| &prompt.passages) {
+        let num_first = range.len().min(case.num_first_tokens) as f64;
+        all += range.len() as f64;
+        computed += num_first + f64::from(case.ratio) * (range.len() as f64 - num_first);
+    }
+    computed / all
+}
+
 /// Nothing, then for each ratio at random and by deviation, then with the first tokens of each passage.
 fn cases() -> Vec<Case> {
     let deviation: fn(u64) -> SelectionOrder = |_| SelectionOrder::Deviation;
@@ -117,14 +171,16 @@ fn is_in_order(losses: &[Loss]) -> bool {
     })
 }
 
+/// `num_seeds`: in how many random orders the paragraphs are; `None` leaves them in theirs.
 fn prompts(
     model: &Path,
     tokenizer: &Tokenizer,
-    num_seeds: u64,
+    files: &[&str],
+    num_seeds: Option<u64>,
     passage_tokens: Option<usize>,
 ) -> Vec<Prompt> {
     let mut prompts = Vec::new();
-    for file in FILES {
+    for file in files {
         let text = std::fs::read_to_string(model.join("eval").join(file)).expect("examples of the model");
         for (idx, line) in text.lines().enumerate() {
             let example: Value = serde_json::from_str(line).expect("an example");
@@ -136,9 +192,12 @@ fn prompts(
             if paragraphs.is_empty() {
                 continue;
             }
-            for seed in 0..num_seeds {
-                shuffle(&mut paragraphs, seed << 32 | idx as u64);
-                prompts.push(Prompt::new(tokenizer, &paragraphs, question, passage_tokens));
+            let answer = example["answer"].as_str().expect("an answer");
+            for seed in 0..num_seeds.unwrap_or(1) {
+                if num_seeds.is_some() {
+                    shuffle(&mut paragraphs, seed << 32 | idx as u64);
+                }
+                prompts.push(Prompt::new(tokenizer, &paragraphs, question, answer, passage_tokens));
             }
         }
     }
@@ -150,6 +209,7 @@ impl Prompt {
         tokenizer: &Tokenizer,
         paragraphs: &[&str],
         question: &str,
+        answer: &str,
         passage_tokens: Option<usize>,
     ) -> Prompt {
         let encode = |text: &str| tokenizer.encode(text, false).expect("text");
@@ -165,7 +225,7 @@ impl Prompt {
             passages = (start..end).step_by(size).map(|first| first..end.min(first + size)).collect();
         }
         tokens.extend(encode(&format!("{question}<|end|>\n<|assistant|>\n")));
-        Prompt { tokens, passages }
+        Prompt { tokens, passages, answer: answer.to_owned() }
     }
 
     /// The end of the last passage.
@@ -197,17 +257,50 @@ impl Blender {
             let full = self.prefill(&prompt.tokens, prompt.head());
             let kvs = self.passages(prompt);
             for (case, loss) in cases.iter().zip(&mut losses) {
-                let selection = Selection {
-                    num_first_tokens: case.num_first_tokens,
-                    ratio: BlendRatio::new(case.ratio).expect("a ratio"),
-                    order: (case.order)(seed as u64),
-                };
-                self.blend(prompt, &kvs, selection);
+                self.blend(prompt, &kvs, case.selection(seed as u64));
                 let blended = self.prefill(&prompt.tokens, prompt.head());
                 loss.add(&full, &blended, self.executor.vocab_size());
             }
         }
         losses
+    }
+
+    /// How many answers of a hundred are right, greedily. `None`: after a full prefill.
+    fn share_of_right(&mut self, tokenizer: &Tokenizer, prompts: &[Prompt], case: Option<&Case>) -> f64 {
+        let mut num_right = 0;
+        for (seed, prompt) in prompts.iter().enumerate() {
+            match case {
+                None => {
+                    self.prefill(&prompt.tokens[..prompt.head()], 0);
+                }
+                Some(case) => {
+                    let kvs = self.passages(prompt);
+                    self.blend(prompt, &kvs, case.selection(seed as u64));
+                }
+            }
+            let reply = self.reply(tokenizer, prompt);
+            let reply = reply.trim().trim_end_matches('.');
+            num_right += usize::from(reply.ends_with(&prompt.answer));
+        }
+        100.0 * num_right as f64 / prompts.len() as f64
+    }
+
+    /// The greedy answer. The KV of the passages is there.
+    fn reply(&mut self, tokenizer: &Tokenizer, prompt: &Prompt) -> String {
+        let [end] = tokenizer.encode("<|end|>", false).expect("text")[..] else { panic!("a token") };
+        let mut tokens = prompt.tokens.clone();
+        let mut start_idx = prompt.head();
+        while tokens.len() < prompt.tokens.len() + MAX_ANSWER_TOKENS {
+            let logits = self.prefill(&tokens, start_idx);
+            let last = &logits[logits.len() - self.executor.vocab_size()..];
+            let token = argmax(last).expect("a vocabulary") as u32;
+            if token == end {
+                break;
+            }
+            start_idx = tokens.len();
+            tokens.push(token);
+        }
+        tokenizer.decode(&tokens[prompt.tokens.len()..], true)
     }
 
     /// Computes the tokens from `start_idx` on and returns the logits after each.
@@ -237,6 +330,16 @@ impl Blender {
         // SAFETY: no other code uses the storage.
         let outcome = unsafe { self.executor.blend(&blended, &self.storage, &mut |_| {}) };
         outcome.expect("processors do not fail");
+    }
+}
+
+impl Case {
+    fn selection(&self, seed: u64) -> Selection {
+        Selection {
+            num_first_tokens: self.num_first_tokens,
+            ratio: BlendRatio::new(self.ratio).expect("a ratio"),
+            order: (self.order)(seed),
+        }
     }
 }
 

@@ -1,11 +1,8 @@
 """Named checks that run one after the other: a line each, and an exit code at the end."""
 
-import json
 import sys
 import time
 import traceback
-import urllib.error
-import urllib.request
 from typing import Callable
 
 _checks: list[tuple[str, Callable]] = []
@@ -40,16 +37,3 @@ def raises(kind: type[Exception], function: Callable, *args, **kwargs) -> Except
     except kind as error:
         return error
     raise AssertionError(f"no {kind.__name__} was raised")
-
-
-def takes_tools(url: str) -> bool:
-    """Whether the chat template of the model served at `url` takes tools; if not, says that a check is skipped."""
-    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-    body = json.dumps({"messages": [{"role": "user", "content": "x"}], "tools": [tool]}).encode()
-    request = urllib.request.Request(f"{url}/tokenize", body, {"content-type": "application/json"})
-    try:
-        urllib.request.urlopen(request).close()
-    except urllib.error.HTTPError:
-        print("SKIPPED: this model's chat template takes no tools")
-        return False
-    return True

@@ -17,7 +17,7 @@ from typing import Literal
 import openai
 import pydantic
 
-from checks import check, raises, run, takes_tools
+from checks import check, raises, run
 
 EVAL = Path(__file__).resolve().parents[2] / "models/tiny/eval"
 MESSAGES = [{"role": "user", "content": "Mara keeps the red key. Tell me a story about Mara and the key."}]
@@ -325,8 +325,6 @@ def note(text: str) -> dict:
 
 @check
 def with_tools_and_a_format_an_answer_is_a_call_or_has_the_format(server: Server) -> None:
-    if not takes_tools(server.url):
-        return
     tool = {"type": "function", "function": {"name": "note", "parameters": NOTE}}
     format = {"type": "json_schema", "json_schema": {"name": "note", "schema": NOTE}}
     kinds = set()
@@ -352,8 +350,6 @@ def with_tools_and_a_format_an_answer_is_a_call_or_has_the_format(server: Server
 
 @check
 def a_call_that_the_model_decides_on_fits_its_schema(server: Server) -> None:
-    if not takes_tools(server.url):
-        return
     # The tiny model calls a tool that it knows with an argument that it never saw.
     parameters = {
         "type": "object",
@@ -368,6 +364,23 @@ def a_call_that_the_model_decides_on_fits_its_schema(server: Server) -> None:
         for call in answer.choices[0].message.tool_calls or []:
             argument = json.loads(call.function.arguments)["expression"]
             assert argument and set(argument) <= set("abc"), answer
+
+
+@check
+def a_tool_is_called_and_its_result_answered_with(server: Server) -> None:
+    parameters = {"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]}
+    tool = {"type": "function", "function": {"name": "calculate", "parameters": parameters}}
+    messages = [{"role": "user", "content": "What is 47 * 38?"}]
+    for mode in ("local", "remote"):
+        params = {"tools": [tool], "max_tokens": 100, "temperature": 0, "extra_body": {"prefill_mode": mode}}
+        asked = server.chat(messages=messages, **params).choices[0]
+        [call] = asked.message.tool_calls
+        assert asked.finish_reason == "tool_calls" and call.function.name == "calculate", asked
+        assert json.loads(call.function.arguments) == {"expression": "47 * 38"}, call
+        result = {"role": "tool", "tool_call_id": call.id, "content": "1786"}
+        said = [asked.message.model_dump(exclude_none=True), result]
+        answer = server.chat(messages=messages + said, **params).choices[0]
+        assert answer.message.content == "47 * 38 = 1786." and answer.finish_reason == "stop", answer
 
 
 @check
@@ -391,8 +404,6 @@ def a_response_is_parsed_and_its_calls_come_back(server: Server) -> None:
     params = {"model": server.model, "input": MESSAGES, "max_output_tokens": 200, "temperature": 0}
     parsed = server.client.responses.parse(text_format=Thing, **params)
     assert parsed.status == "completed" and isinstance(parsed.output_parsed, Thing), parsed
-    if not takes_tools(server.url):
-        return
     tool = {"type": "function", "name": "note", "parameters": NOTE, "strict": True}
     with server.client.responses.stream(tools=[tool], tool_choice="required", **params) as stream:
         for _ in stream:

@@ -61,6 +61,10 @@ class Tool:
         return json.dumps({"name": self.name, "arguments": {self.argument: value}}, ensure_ascii=False)
 
 
+ATTRIBUTES = ("code", "price", "age", "height", "colour", "name")
+VERBS = ("get", "find", "open", "send", "read", "check", "list", "make", "add", "show")
+UNKNOWN_WORDS = 0.05  # share of phrases with a word made of syllables: such words are copied token by token, and hard
+
 CALCULATE, LOOK_UP = Tool("calculate", "expression"), Tool("look_up", "query")
 
 
@@ -91,11 +95,11 @@ def result_text(result: str) -> str:
 
 def calculation(rng: random.Random, split: Split, tool: Tool = CALCULATE) -> Use:
     while True:
-        numbers = [rng.randint(0, rng.choice((9, 99, 999, 9999))) for _ in range(3)]
+        numbers = [rng.randint(0, rng.choice((9, 99, 99, 999, 9999))) for _ in range(3)]
         space = rng.choice((" ", " ", " ", ""))
         a, b, c = numbers
-        op, other = (f"{space}{rng.choice('+-*/+-*')}{space}" for _ in range(2))
-        value = rng.choice((f"{a}{op}{b}", f"{a}{op}{b}", f"{a}{op}{b}", f"{a}{op}{b}{other}{c}", f"({a}{op}{b}){other}{c}"))
+        op, other = (f"{space}{rng.choice('+-*/')}{space}" for _ in range(2))
+        value = rng.choice((*[f"{a}{op}{b}"] * 6, f"{a}{op}{b}{other}{c}", f"({a}{op}{b}){other}{c}"))
         if is_held_out("expression", value) == (split == "held_out"):
             break
     try:
@@ -111,12 +115,14 @@ def calculation(rng: random.Random, split: Split, tool: Tool = CALCULATE) -> Use
 def subject(rng: random.Random) -> str:
     """Something to look up: a phrase that begins with a small letter, or a name."""
     c = rng.choice
-    word = "".join(rng.choices(SYLLABLES, k=3))
-    of = c((c(NAMES), c(TOWNS), c(FOODS), f"the {thing(rng)}", f"the {c(PLACES)}", word.capitalize(), word))
-    attribute = c(("code", "price", "age", "height", "colour", "name", c(THINGS), c(PLACES), c(JOBS), c(KIN), word))
+    if rng.random() < UNKNOWN_WORDS:
+        word = "".join(rng.choices(SYLLABLES, k=3))
+        return c((word, f"the {c(ATTRIBUTES)} of {c((word, word.capitalize()))}", f"the {word} of {c(NAMES)}"))
+    of = c((c(NAMES), c(TOWNS), c(FOODS), f"the {thing(rng)}", f"the {c(PLACES)}"))
+    attribute = c((*ATTRIBUTES, c(THINGS), c(PLACES), c(JOBS), c(KIN)))
     return c((
         f"the {attribute} of {of}", f"the {attribute} of {of}", f"{c(NAMES)}'s {c(KIN + THINGS)}", f"the weather in {c(TOWNS)}",
-        f"the {c(JOBS)} in {c(TOWNS)}", f"the {thing(rng)}", word,
+        f"the {c(JOBS)} in {c(TOWNS)}", f"the {thing(rng)}",
     ))
 
 
@@ -145,8 +151,9 @@ def look_up(rng: random.Random, split: Split, tool: Tool = LOOK_UP) -> Use:
 
 def other_tool(rng: random.Random) -> Tool:
     """A tool that is listed and not needed, or called by its name."""
-    words = [rng.choice((rng.choice(THINGS), rng.choice(PLACES), "".join(rng.choices(SYLLABLES, k=2)))) for _ in range(3)]
-    return Tool(rng.choice((words[0], f"{words[0]}_{words[1]}")), words[2])
+    def word() -> str:
+        return "".join(rng.choices(SYLLABLES, k=2)) if rng.random() < UNKNOWN_WORDS else rng.choice(rng.choice((THINGS, PLACES)))
+    return Tool(rng.choice((word(), f"{rng.choice(VERBS)}_{word()}", f"{word()}_{word()}")), word())
 
 
 def named(rng: random.Random, tool: Tool) -> Use:

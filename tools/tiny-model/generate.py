@@ -54,10 +54,10 @@ def facts(hops: str, num_tokens: int) -> Maker:
     return make
 
 
-def passages_prompt(num_tokens: int) -> Maker:
+def passages_prompt(num_tokens: int, filled: float | None = None) -> Maker:
     """The last paragraph is the question; every other one is a passage, and the fact asked for has its name in an earlier one."""
     def make(rng: random.Random) -> dict:
-        text, facts = passages(World(rng, SINGLE, "held_out"), int(num_tokens * rng.uniform(4, 9)), short=1.0)
+        text, facts = passages(World(rng, SINGLE, "held_out"), int(num_tokens * rng.uniform(4, 9)), short=1.0, filled=filled)
         asked = rng.choice([bound.fact.question for bound in facts if bound.by_job])
         return to_example(chat([Question(f"{text}\n\n{asked.text}", asked.reply, asked.value)]))
     return make
@@ -102,7 +102,10 @@ TASKS: dict[str, Maker] = {
     "conversation": whole(lambda rng: conversation_example(World(rng, SINGLE, "held_out"), rng.randint(100, 800))),
 }
 # What teach.py adds.
-TAUGHT: dict[str, Maker] = {"passages-256": passages_prompt(256), "calls": call, "call-results": call_result}
+TAUGHT: dict[str, Maker] = {
+    "passages-256": passages_prompt(256), "filled-passages-512": passages_prompt(512, filled=1.0),
+    "calls": call, "call-results": call_result,
+}
 
 
 def to_example(segments: list[Segment]) -> dict | None:

@@ -48,16 +48,17 @@ def passages_example(world: World, room_chars: int, easy: bool = False) -> list[
     return with_links(asking(world, text, [bound.fact.question for bound in asked]), text, facts, asked)
 
 
-
-def passages(world: World, room_chars: int, easy: bool = False, short: float = 0.6) -> tuple[str, list[Bound]]:
+def passages(world: World, room_chars: int, easy: bool = False, short: float = 0.6,
+             filled: float | None = None) -> tuple[str, list[Bound]]:
     """Passages of one relation with an empty line between them, and their facts in order.
 
-    `short`: how often it is one of SHORT.
+    `short`: how often it is one of SHORT. `filled`: the share of places for filler that have some, random by default.
     """
     rng = world.rng
     relation = rng.choice(SHORT if rng.random() < short else [relation for relation in RELATIONS if relation.chains])
     jobs = rng.sample(JOBS, 1 if easy else rng.choice((1, 2, 2, 3)))
-    filled = 0.0 if easy else rng.choice((0.0, 0.5, 1.0))  # share of places for filler that have some
+    if filled is None:
+        filled = 0.0 if easy else rng.choice((0.0, 0.5, 1.0))
     named = rng.choice((0.0, 0.0, 0.5))  # share of passages that also have a fact with its name
     num_passages = max(2, int((room_chars - 120) / ((100 if easy else 90 + 80 * filled) + 70 * named)))
     names = {job: world.name_for_fact() for job in jobs}

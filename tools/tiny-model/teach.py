@@ -49,7 +49,14 @@ def lessons(old: float, passages: float) -> Callable[[random.Random, int, Diffic
 CURRICULUM = (
     Stage(0.4, (128, 128, 256, 256, 512), 6144, FULL, easy_start=True, example=lessons(0.3, 0.5), is_cropped=True),
     Stage(float("inf"), (128, 256, 256, 128, 256, 384, 256, 512, 128, 256, 384, 1024), 6144, FULL,
-          example=lessons(0.4, 0.35), is_cropped=True),
+          example=lessons(0.36, 0.3), is_cropped=True),
+)
+
+CALLS = (
+    Stage(5.5, (128, 256, 256, 384, 256, 256, 512, 256, 256, 384, 256, 1024), 6144, FULL, example=lessons(0.3, 0.15),
+          is_cropped=True),
+    Stage(float("inf"), (128, 256, 512, 384, 256, 128, 512, 256, 384, 256, 2048, 512), 6144, FULL, example=lessons(0.5, 0.15),
+          is_cropped=True),
 )
 
 
@@ -119,6 +126,21 @@ def copy_what_is_found(model: Llama, encoder: ExampleEncoder, num_batches: int =
     attention.o_proj.weight[:, of_head] = projection.T
 
 
+@torch.no_grad()
+def tell_apart(model: Llama, tokenizer: Tokenizer) -> None:
+    """Gives characters that only calls have embeddings of their own.
+
+    Of what a text never had, training has only ever lowered the logits, all alike: the embeddings of "*" and "/" have a cosine
+    of 0.97, and a model that reads one writes the other.
+    """
+    embeddings = model.model.embed_tokens.weight
+    generator = torch.Generator().manual_seed(0)
+    for token in "*/+(){}":
+        idx = tokenizer.token_to_id(token)
+        direction = torch.randn(embeddings.shape[1], generator=generator)
+        embeddings[idx] = 0.4 * embeddings[idx] + 1.2 * direction / direction.norm()
+
+
 PROBED = (
     ("passages-easy@128", lambda world, room: passages_example(world, room, easy=True), 128),
     ("passages@256", passages_example, 256),
@@ -129,6 +151,7 @@ PROBED = (
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="folder of the model to begin with")
+    parser.add_argument("--calls", action="store_true", help="mostly calls")
     parser.add_argument("--copy", action="store_true", help="begin with `copy_what_is_found`")
     add_run_arguments(parser, million_tokens=3)
     parser.set_defaults(muon_lr=LEARNING_RATE, adam_lr=LEARNING_RATE * 0.15)
@@ -141,7 +164,9 @@ def work(args: argparse.Namespace, rank: int) -> None:
     model = llama.load(args.model)
     if args.copy and not args.checkpoint.exists():
         copy_what_is_found(model, ExampleEncoder(Tokenizer.from_file(str(args.model / "tokenizer.json"))))
-    Run(args, rank, model, CURRICULUM, AttendingLoss(), PROBED).until_done()
+    if args.calls and not args.checkpoint.exists():
+        tell_apart(model, Tokenizer.from_file(str(args.model / "tokenizer.json")))
+    Run(args, rank, model, CALLS if args.calls else CURRICULUM, AttendingLoss(), PROBED).until_done()
 
 
 if __name__ == "__main__":
