@@ -92,7 +92,7 @@ fn main() -> ExitCode {
         num_tokens / prompts.len(),
         num_passages as f64 / prompts.len() as f64
     );
-    let cases = cases();
+    let cases = cases(&RATIOS, &[(4, 0.0), (4, 0.15)]);
     let losses = Blender::new(&model).losses(&prompts, &cases);
     println!("selection       first  ratio  KL at the end  KL over the question  same token");
     for (case, loss) in cases.iter().zip(&losses) {
@@ -114,21 +114,17 @@ fn main() -> ExitCode {
 fn answers(model: &Path) -> ExitCode {
     let tokenizer = Tokenizer::load(model).expect("a tokenizer");
     let mut blender = Blender::new(model);
-    let deviation: fn(u64) -> SelectionOrder = |_| SelectionOrder::Deviation;
-    let none = Case { name: "none", num_first_tokens: 0, ratio: 0.0, order: deviation };
-    let random = Case { name: "random", order: |seed| SelectionOrder::Random { seed }, ..none };
-    let of_ratio = |ratio| [Case { ratio, ..random }, Case { name: "deviation", ratio, ..none }];
-    let mut cases = vec![none];
-    cases.extend([0.15, 0.3].into_iter().flat_map(of_ratio));
-    cases.extend([4, 5, 6, 8].map(|num_first_tokens| Case { name: "first", num_first_tokens, ..none }));
+    let cases = cases(&[0.15, 0.3], &[(4, 0.0), (5, 0.0), (6, 0.0), (8, 0.0)]);
     let mut are_needed = true;
     for file in BOUND_FILES {
         let prompts = prompts(model, &tokenizer, &[file], None, None);
-        let full = blender.share_of_right(&tokenizer, &prompts, None);
+        let percent = |num_right: usize| 100.0 * num_right as f64 / prompts.len() as f64;
+        let (full, of_cases) = blender.num_right(&tokenizer, &prompts, &cases);
+        let full = percent(full);
         println!("{file}: {} prompts; full prefill: {full:.1} % right", prompts.len());
         println!("selection       first  ratio  computed   right");
-        for case in &cases {
-            let right = blender.share_of_right(&tokenizer, &prompts, Some(case));
+        for (case, num_right) in cases.iter().zip(of_cases) {
+            let right = percent(num_right);
             let computed = 100.0 * computed_share(&prompts, case);
             println!(
                 "{:<14} {:>6} {:>6} {computed:>8.1}% {right:>6.1}%",
@@ -151,15 +147,15 @@ fn computed_share(prompts: &[Prompt], case: &Case) -> f64 {
     computed / all
 }
 
-/// Nothing, then for each ratio at random and by deviation, then with the first tokens of each passage.
-fn cases() -> Vec<Case> {
+/// Nothing, then for each ratio at random and by deviation, then with so many first tokens of each passage and a ratio of the
+/// others.
+fn cases(ratios: &[f32], with_first: &[(usize, f32)]) -> Vec<Case> {
     let deviation: fn(u64) -> SelectionOrder = |_| SelectionOrder::Deviation;
     let none = Case { name: "none", num_first_tokens: 0, ratio: 0.0, order: deviation };
     let random = Case { name: "random", order: |seed| SelectionOrder::Random { seed }, ..none };
-    let by_deviation = Case { name: "deviation", ..none };
-    let first = [0.0, 0.15].map(|ratio| Case { name: "with first", num_first_tokens: 4, ratio, ..none });
-    let of_ratio = |ratio| [Case { ratio, ..random }, Case { ratio, ..by_deviation }];
-    [none].into_iter().chain(RATIOS.into_iter().flat_map(of_ratio)).chain(first).collect()
+    let of_ratio = |&ratio| [Case { ratio, ..random }, Case { name: "deviation", ratio, ..none }];
+    let first = |&(num_first_tokens, ratio)| Case { name: "with first", num_first_tokens, ratio, ..none };
+    [none].into_iter().chain(ratios.iter().flat_map(of_ratio)).chain(with_first.iter().map(first)).collect()
 }
 
 fn is_in_order(losses: &[Loss]) -> bool {
@@ -265,24 +261,28 @@ impl Blender {
         losses
     }
 
-    /// How many answers of a hundred are right, greedily. `None`: after a full prefill.
-    fn share_of_right(&mut self, tokenizer: &Tokenizer, prompts: &[Prompt], case: Option<&Case>) -> f64 {
-        let mut num_right = 0;
+    /// How many greedy answers are right: after a full prefill, and in each case.
+    fn num_right(
+        &mut self,
+        tokenizer: &Tokenizer,
+        prompts: &[Prompt],
+        cases: &[Case],
+    ) -> (usize, Vec<usize>) {
+        let (mut of_full, mut of_cases) = (0, vec![0; cases.len()]);
         for (seed, prompt) in prompts.iter().enumerate() {
-            match case {
-                None => {
-                    self.prefill(&prompt.tokens[..prompt.head()], 0);
-                }
-                Some(case) => {
-                    let kvs = self.passages(prompt);
-                    self.blend(prompt, &kvs, case.selection(seed as u64));
-                }
+            self.prefill(&prompt.tokens[..prompt.head()], 0);
+            of_full += usize::from(self.answers_right(tokenizer, prompt));
+            let kvs = self.passages(prompt);
+            for (case, num_right) in cases.iter().zip(&mut of_cases) {
+                self.blend(prompt, &kvs, case.selection(seed as u64));
+                *num_right += usize::from(self.answers_right(tokenizer, prompt));
             }
-            let reply = self.reply(tokenizer, prompt);
-            let reply = reply.trim().trim_end_matches('.');
-            num_right += usize::from(reply.ends_with(&prompt.answer));
         }
-        100.0 * num_right as f64 / prompts.len() as f64
+        (of_full, of_cases)
+    }
+
+    fn answers_right(&mut self, tokenizer: &Tokenizer, prompt: &Prompt) -> bool {
+        self.reply(tokenizer, prompt).trim().trim_end_matches('.').ends_with(&prompt.answer)
     }
 
     /// The greedy answer. The KV of the passages is there.
