@@ -5,6 +5,8 @@ use std::{
     process::Command,
 };
 
+use anyhow::{Context, Result, ensure};
+
 /// The program of this name on PATH.
 pub(crate) fn on_path(name: &str) -> Option<PathBuf> {
     let path = std::env::var_os("PATH")?;
@@ -63,6 +65,14 @@ pub(crate) fn shown(command: &Command) -> String {
 pub(crate) fn said(command: &mut Command) -> Option<String> {
     let output = command.output().ok().filter(|output| output.status.success())?;
     Some(String::from_utf8_lossy(&output.stdout).trim().to_owned())
+}
+
+/// What a program says, or the error that it ended with.
+pub(crate) fn output(command: &mut Command) -> Result<String> {
+    let output = command.output().with_context(|| format!("run `{}`", shown(command)))?;
+    let error = String::from_utf8_lossy(&output.stderr);
+    ensure!(output.status.success(), "`{}`: {}", shown(command), error.trim());
+    Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
 #[cfg(unix)]

@@ -41,12 +41,7 @@ impl Buildah {
 
     /// Runs a subcommand; what it says.
     pub(super) fn run(&self, args: &[&str]) -> Result<String> {
-        let mut command = self.command();
-        command.args(args);
-        let output = command.output().context("run buildah")?;
-        let error = String::from_utf8_lossy(&output.stderr);
-        ensure!(output.status.success(), "`{}`: {}", tools::shown(&command), error.trim());
-        Ok(String::from_utf8_lossy(&output.stdout).trim().to_owned())
+        Ok(tools::output(self.command().args(args))?.trim().to_owned())
     }
 
     pub(super) fn has(&self, image: &str) -> bool {

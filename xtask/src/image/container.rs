@@ -35,7 +35,7 @@ impl Container<'_> {
     /// Runs the image's program with these arguments; its output.
     pub(super) fn output(&self, args: &[&str]) -> Result<String> {
         self.write_bundle(Some(args))?;
-        said(self.crun(&["run"]).arg("--bundle").arg(&self.bundle).arg(self.id()))
+        tools::output(self.crun(&["run"]).arg("--bundle").arg(&self.bundle).arg(self.id()))
     }
 
     /// Starts the image's own command.
@@ -119,7 +119,7 @@ pub(super) struct Running<'a> {
 impl Running<'_> {
     /// Runs a command in the container; its output.
     pub(super) fn exec(&self, command: &[&str]) -> Result<String> {
-        said(self.container.crun(&["exec", &self.container.id()]).args(command))
+        tools::output(self.container.crun(&["exec", &self.container.id()]).args(command))
     }
 
     /// Waits until a command succeeds in it.
@@ -136,7 +136,7 @@ impl Running<'_> {
 
     /// Sends SIGTERM and waits for its end, which must be one without an error.
     pub(super) fn end(&mut self) -> Result<()> {
-        said(&mut self.container.crun(&["kill", &self.container.id(), "TERM"]))?;
+        tools::output(&mut self.container.crun(&["kill", &self.container.id(), "TERM"]))?;
         let started = Instant::now();
         while started.elapsed() < STOP_LIMIT {
             if let Some(status) = self.crun.try_wait()? {
@@ -152,17 +152,9 @@ impl Running<'_> {
 impl Drop for Running<'_> {
     fn drop(&mut self) {
         // crun ends with its container; if that has ended, there is nothing to delete.
-        let _ = said(&mut self.container.crun(&["delete", "--force", &self.container.id()]));
+        let _ = tools::output(&mut self.container.crun(&["delete", "--force", &self.container.id()]));
         let _ = self.crun.wait();
     }
-}
-
-/// What a command says, or its error.
-fn said(command: &mut Command) -> Result<String> {
-    let output = command.output().with_context(|| format!("run `{}`", tools::shown(command)))?;
-    let error = String::from_utf8_lossy(&output.stderr);
-    ensure!(output.status.success(), "`{}`: {}", tools::shown(command), error.trim());
-    Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
 #[cfg(test)]
