@@ -3,7 +3,7 @@
 //! ```text
 //! gpu_check card       describes the GPU
 //! gpu_check ceilings   measures a large copy and a large product
-//! gpu_check all        measures kernels and steps, too
+//! gpu_check all        measures kernels and steps, too; or attention, experts, few-rows, steps
 //! ```
 //!
 //! It writes one JSON object per line, each as soon as it is known. The exit code is 2 if there is no GPU.
@@ -26,15 +26,13 @@ fn main() -> ExitCode {
             return NO_GPU.into();
         }
     };
-    let scope = match std::env::args().nth(1).as_deref() {
-        Some("card") => None,
-        Some("ceilings") => Some(Scope::Ceilings),
-        Some("all") => Some(Scope::All),
-        other => {
-            eprintln!("expected card, ceilings or all, found {other:?}");
-            return ExitCode::FAILURE;
-        }
-    };
+    let asked = std::env::args().nth(1).unwrap_or_default();
+    let scope = Scope::NAMES.iter().find(|(name, _)| *name == asked).map(|(_, scope)| *scope);
+    if scope.is_none() && asked != "card" {
+        let names = Scope::NAMES.map(|(name, _)| name).join(", ");
+        eprintln!("expected card, {names}; found {asked:?}");
+        return ExitCode::FAILURE;
+    }
     let (major, minor) = card.capability;
     println!(
         "{}",

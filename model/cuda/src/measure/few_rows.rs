@@ -17,8 +17,8 @@ use crate::weights::{DeviceLinear, DeviceMatrix};
 /// Memory for all but weights and rows.
 const REST_BYTES: usize = 64 << 20;
 
-/// Numbers of rows, around the limit.
-const ROWS: [usize; 4] = [16, 32, 64, 128];
+/// Numbers of rows up to the limit and above.
+const ROWS: [usize; 6] = [1, 8, 16, 32, 64, 128];
 
 /// Numbers that share a scale in 4-bit weights.
 const INT4_GROUP: usize = 32;
@@ -85,7 +85,8 @@ pub fn measure<D: TimedDevice>(
                     scratch.apply(device, &linear, rows, out, num_rows)
                 })?;
                 let what = format!("{name}, {num_rows} rows, {way}");
-                report(&ceilings.figure(what, seconds, Amount::Bytes(weight_bytes as f64), None));
+                let read_bytes = (weight_bytes + num_scales * 4) as f64;
+                report(&ceilings.figure(what, seconds, Amount::Bytes(read_bytes), None));
             }
         }
     }

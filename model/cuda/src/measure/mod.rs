@@ -49,13 +49,33 @@ pub fn card(ordinal: u32) -> Result<Card, CudaError> {
     Ok(Card { name, capability, memory_bytes: device.memory()?.1 })
 }
 
-/// What is measured.
+/// What is measured, beside the limits of the device, with which everything is compared.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Scope {
-    /// The limits of the device.
+    /// Nothing else.
     Ceilings,
-    /// Kernels and steps, too.
+    /// Attention of decode steps and of a prompt.
+    Attention,
+    /// Products of routed experts.
+    Experts,
+    /// Products of quantised weights with few rows.
+    FewRows,
+    /// Whole steps, and their products.
+    Steps,
+    /// All of it.
     All,
+}
+
+impl Scope {
+    /// Each scope and its name on the command line.
+    pub const NAMES: [(&str, Scope); 6] = [
+        ("ceilings", Scope::Ceilings),
+        ("attention", Scope::Attention),
+        ("experts", Scope::Experts),
+        ("few-rows", Scope::FewRows),
+        ("steps", Scope::Steps),
+        ("all", Scope::All),
+    ];
 }
 
 /// Measures a model of the shape of Llama 3.1 8B. Calls `report` for each finding, when it is known.
@@ -87,16 +107,23 @@ pub fn measure_on<D: TimedDevice>(
     report: &mut dyn FnMut(&Finding),
 ) -> Result<(), StartError> {
     let Some(ceilings) = Ceilings::measure(&mut open()?, sizes, report)? else { return Ok(()) };
-    if scope == Scope::Ceilings {
-        return Ok(());
+    let includes = |part| scope == part || scope == Scope::All;
+    if includes(Scope::Attention) {
+        for &num_sequences in &sizes.attention_batches {
+            attention::measure_decode(&mut open()?, sizes, num_sequences, &ceilings, report)?;
+        }
+        attention::measure_prefill(&mut open()?, sizes, &ceilings, report)?;
     }
-    for &num_sequences in &sizes.attention_batches {
-        attention::measure_decode(&mut open()?, sizes, num_sequences, &ceilings, report)?;
+    if includes(Scope::Experts) {
+        for experts in &sizes.experts {
+            experts::measure(&mut open()?, sizes, experts, &ceilings, report)?;
+        }
     }
-    attention::measure_prefill(&mut open()?, sizes, &ceilings, report)?;
-    for experts in &sizes.experts {
-        experts::measure(&mut open()?, sizes, experts, &ceilings, report)?;
+    if includes(Scope::FewRows) {
+        few_rows::measure(&mut open()?, sizes, &ceilings, report)?;
     }
-    few_rows::measure(&mut open()?, sizes, &ceilings, report)?;
-    steps::measure(open()?, sizes, &ceilings, report)
+    if includes(Scope::Steps) {
+        steps::measure(open()?, sizes, &ceilings, report)?;
+    }
+    Ok(())
 }

@@ -50,10 +50,12 @@ pub fn measure<D: TimedDevice>(
     let mut executor =
         DeviceExecutor::with_weights(device, Part::whole(spec, layout), weights, limits, ProductRule::Bf16)?;
 
-    let seconds = products(&mut executor, *batch, *repetitions)?;
     let weight_bytes = (2 * num_multiplied(&executor)) as f64;
-    let what = format!("decode products, {batch} rows");
-    report(&ceilings.figure(what, seconds, Amount::Bytes(weight_bytes), Some(0.85)));
+    for num_rows in [1, *batch] {
+        let seconds = products(&mut executor, num_rows, *repetitions)?;
+        let what = format!("decode products, {num_rows} rows");
+        report(&ceilings.figure(what, seconds, Amount::Bytes(weight_bytes), Some(0.85)));
+    }
 
     let blocks: Vec<BlockId> = (0..num_blocks as u32).map(BlockId).collect();
     let tokens: Vec<u32> = (0..*prompt).map(|idx| (idx * 7919 % spec.vocab_size) as u32).collect();

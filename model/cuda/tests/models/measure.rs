@@ -44,12 +44,12 @@ fn measurements_stay_within_their_buffers() {
     let targets: Vec<Option<f64>> = figures.iter().map(|figure| figure.target).collect();
     let [decode, prefill, experts, step, prompt] = [0.85, 0.6, 0.5, 0.85, 0.7].map(Some);
     // Attention and experts are measured with the kernels that all GPUs have, too. Experts have 16 rows each, then those
-    // of the prompt. Weights of two kinds are multiplied in two ways, with four numbers of rows.
-    let few_rows = [None; 16];
+    // of the prompt. Weights of two kinds are multiplied in two ways, with six numbers of rows.
+    let few_rows = [None; 24];
     let expected = [
         &[None, None, None, decode, None, prefill, None, None, None, experts][..],
         &few_rows,
-        &[decode, step, None, step, None, prompt],
+        &[decode, decode, step, None, step, None, prompt],
     ];
     let expected: Vec<Option<f64>> = expected.concat();
     assert_eq!(targets, expected);
@@ -69,14 +69,17 @@ fn measurements_stay_within_their_buffers() {
     let of_experts = figures[6..10].iter().map(|figure| figure.amount);
     let (bytes, operations) = (Amount::Bytes(weights), Amount::Operations(operations));
     assert!(of_experts.eq([bytes, bytes, operations, operations]));
-    // A step of 64 bytes for the 64 numbers of each of 96 rows: half of it padding in 4 bits.
-    let of_few_rows: Vec<&Figure> = figures[10..26].iter().collect();
-    assert!(of_few_rows.iter().all(|figure| figure.amount == Amount::Bytes(f64::from(96 * 64))));
-    assert_eq!(of_few_rows[0].what, "few rows, 4-bit weights of 96 x 64, 16 rows, as they are");
-    assert_eq!(of_few_rows[15].what, "few rows, fp8 weights of 96 x 64, 128 rows, widened");
+    // A step of 64 bytes for the 64 numbers of each of 96 rows, half of it padding in 4 bits; and scales of groups of 32 numbers,
+    // or of rows.
+    let of_few_rows: Vec<&Figure> = figures[10..34].iter().collect();
+    let bytes = |scales: u32| Amount::Bytes(f64::from(96 * (64 + 4 * scales)));
+    assert!(of_few_rows[..12].iter().all(|figure| figure.amount == bytes(2)));
+    assert!(of_few_rows[12..].iter().all(|figure| figure.amount == bytes(1)));
+    assert_eq!(of_few_rows[0].what, "few rows, 4-bit weights of 96 x 64, 1 rows, as they are");
+    assert_eq!(of_few_rows[23].what, "few rows, fp8 weights of 96 x 64, 128 rows, widened");
     // Two layers of qkv, output, gate and up, and down; then the head.
     let numbers = 2 * (64 * 256 + 128 * 64 + 2 * 48 * 64 + 64 * 48) + 100 * 64;
-    assert_eq!(figures[26].amount, Amount::Bytes(f64::from(2 * numbers)));
+    assert_eq!(figures[34].amount, Amount::Bytes(f64::from(2 * numbers)));
 }
 
 /// The archive of `gpu-check --pack` has the kernels of [`tested_sources`], and fakes are too small for figures.
