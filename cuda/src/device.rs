@@ -89,6 +89,19 @@ impl Device {
         self.0.new_stream().map_err(|error| failed("cuStreamCreate", error))
     }
 
+    /// Creates such a stream of the highest priority: blocks of threads of its kernels start before waiting blocks of other
+    /// streams.
+    ///
+    /// # Errors
+    /// When the driver fails.
+    pub fn urgent_stream(&self) -> Result<Arc<CudaStream>, CudaError> {
+        self.bind()?;
+        let (_, highest) = result::stream::get_priority_range()
+            .map_err(|error| failed("cuCtxGetStreamPriorityRange", error))?;
+        let stream = self.0.new_stream_with_priority(highest);
+        stream.map_err(|error| failed("cuStreamCreateWithPriority", error))
+    }
+
     /// The newest CUDA version that the driver supports.
     ///
     /// # Errors

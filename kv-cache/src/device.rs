@@ -55,6 +55,17 @@ pub unsafe trait DeviceMemory: fmt::Debug + Send + Sync {
     }
 }
 
+/// Bytes that a device copies between memories that it reaches.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DeviceCopy {
+    /// Address of the first byte.
+    pub source: u64,
+    /// Address of its copy.
+    pub target: u64,
+    /// Number of bytes.
+    pub len: usize,
+}
+
 /// A device's operations on blocks, on a queue of their own: they wait for no other work of the device, and no other
 /// work waits for them. Implemented by crates with kernels. Places are the device's addresses, or offsets in memory
 /// without an address.
@@ -77,6 +88,15 @@ pub trait BlockKernels: fmt::Debug + Send {
     /// # Safety
     /// Each run has room, and it is not used otherwise meanwhile.
     unsafe fn scatter(&mut self, places: &[u64], bytes: &[u8]) -> io::Result<()>;
+
+    /// Has the device of `rank` make these copies, and waits for them. `rank` is 0 for memory of one device.
+    ///
+    /// # Errors
+    /// When the device fails. It may still read and write.
+    ///
+    /// # Safety
+    /// The device reaches all bytes. The sources are not written and the targets are not used meanwhile.
+    unsafe fn copy(&mut self, rank: usize, copies: &[DeviceCopy]) -> io::Result<()>;
 
     /// XXH3-64, seeded with `seed`, of runs of `num_bytes` at `places`. `None` when the device does not compute it
     /// for such runs: then the caller does.

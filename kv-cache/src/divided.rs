@@ -13,7 +13,7 @@ use std::io;
 use std::ops::Range;
 use std::sync::Mutex;
 
-use crate::{BlockKernels, DeviceMemory, KvLayout, KvShard, ShardError, WireCodec};
+use crate::{BlockKernels, DeviceCopy, DeviceMemory, KvLayout, KvShard, ShardError, WireCodec};
 
 /// The memories of all ranks as one. It can be copied from and to, but has no address: only [its
 /// parts](crate::BlockStorage::region) have.
@@ -204,6 +204,11 @@ impl BlockKernels for DividedKernels {
             unsafe { rank.kernels.scatter(&places, staged) }?;
         }
         Ok(())
+    }
+
+    unsafe fn copy(&mut self, rank: usize, copies: &[DeviceCopy]) -> io::Result<()> {
+        // SAFETY: by the caller's word.
+        unsafe { self.ranks[rank].kernels.copy(0, copies) }
     }
 
     /// Only of heads: each head is on one device, and no device has more than heads.

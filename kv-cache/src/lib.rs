@@ -23,7 +23,7 @@ mod wire;
 
 pub use baton_kv_layout::{BlockId, HeadShard, KvDtype, KvFormat, KvLayout, KvShard, ShardError};
 pub use block::{BlockHash, HashRoot};
-pub use device::{BlockKernels, DeviceMemory};
+pub use device::{BlockKernels, DeviceCopy, DeviceMemory};
 pub use divided::DividedMemory;
 pub use element::VectorCodec;
 pub use mapping::KvMapping;

@@ -4,7 +4,7 @@
 
 use std::io;
 
-use crate::{BlockId, BlockStorage, KvLayout, WireCodec};
+use crate::{BlockId, BlockStorage, DeviceCopy, KvLayout, WireCodec};
 
 impl BlockStorage {
     /// Has the device encode pieces with `codec`, one after the other into `coded`. Returns the checksums, seeded
@@ -48,6 +48,25 @@ impl BlockStorage {
         self.kernels().map_or(Ok(false), |mut kernels| unsafe {
             kernels.scatter_coded(codec, &self.places(pieces), coded)
         })
+    }
+
+    /// Whether the device has kernels for what these methods do.
+    pub fn has_kernels(&self) -> bool {
+        self.kernels().is_some()
+    }
+
+    /// Has the device of `rank` make copies from its memory, and waits for them. `false`, without any effect, when it has
+    /// no kernels: then the caller copies.
+    ///
+    /// # Errors
+    /// When the device fails. It may still read and write.
+    ///
+    /// # Safety
+    /// The device reaches all bytes. The sources are not written and the targets are not used meanwhile.
+    pub unsafe fn copy_there(&self, rank: usize, copies: &[DeviceCopy]) -> io::Result<bool> {
+        let Some(mut kernels) = self.kernels() else { return Ok(false) };
+        // SAFETY: by the caller's word.
+        unsafe { kernels.copy(rank, copies) }.map(|()| true)
     }
 
     /// XXH3-64 of pieces, seeded with `seed`, computed by the device. `None` when the device does not compute it:

@@ -9,8 +9,8 @@ use std::{
 };
 
 use baton_kv_cache::{
-    BlockId, BlockKernels, BlockStorage, DeviceMemory, DividedMemory, KvLayout, KvShard, WireCodec,
-    WireScratch,
+    BlockId, BlockKernels, BlockStorage, DeviceCopy, DeviceMemory, DividedMemory, KvLayout, KvShard,
+    WireCodec, WireScratch,
 };
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
@@ -50,6 +50,8 @@ pub fn counted_devices(layout: KvLayout, num_blocks: usize, devices: &[u32]) -> 
 pub struct Counts {
     /// Copied to or from the host.
     pub moved: AtomicUsize,
+    /// Copied from device to device.
+    pub copied: AtomicUsize,
     /// Hashed on the device.
     pub hashed: AtomicUsize,
     /// Encoded or decoded on the device.
@@ -149,6 +151,15 @@ impl BlockKernels for FakeKernels {
             unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), place as *mut u8, num_bytes) };
         }
         self.counts.moved.fetch_add(places.len(), Ordering::SeqCst);
+        Ok(())
+    }
+
+    unsafe fn copy(&mut self, _: usize, copies: &[DeviceCopy]) -> io::Result<()> {
+        for &DeviceCopy { source, target, len } in copies {
+            // SAFETY: there, and not used meanwhile, by the caller's word.
+            unsafe { std::ptr::copy_nonoverlapping(source as *const u8, target as *mut u8, len) };
+        }
+        self.counts.copied.fetch_add(copies.len(), Ordering::SeqCst);
         Ok(())
     }
 

@@ -10,11 +10,11 @@ use std::{
 };
 
 use baton_handoff::{AccessKey, Piece, PieceWrite, PushError, RouteError, TransportKind};
-use baton_kv_cache::{BlockStorage, KvLayout, KvShard};
+use baton_kv_cache::{BlockStorage, DeviceCopy, KvLayout, KvShard};
 use baton_transfer::{
     StagingSlots,
     checksum::{Hasher, SumOf},
-    ranks::{Copy, RankPair},
+    ranks::RankPair,
     sender::{Active, Frame, Job, MAX_LOSSES, OpenGrants, unread},
     socket,
     socket::connect,
@@ -390,7 +390,7 @@ impl Way {
             let target = self.target.base + self.layout.piece_offset(piece.dst, layer_idx) as u64;
             self.pair.copies(source, target)
         });
-        let copies: Vec<Copy> = copies.collect();
+        let copies: Vec<DeviceCopy> = copies.collect();
         // SAFETY: by the caller's word.
         unsafe { self.agent.write(&self.remote, self.target.memory, &copies) }
     }

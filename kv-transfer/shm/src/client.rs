@@ -19,7 +19,10 @@ use baton_kv_cache::{BlockStorage, KvLayout};
 use baton_transfer::{
     SendingTransport,
     checksum::SumOf,
-    sender::{Frame, Job, JobThread, Jobs, Open, OpenGrants, RemotePool, RouteState, SenderContext, Staging},
+    sender::{
+        Frame, Job, JobThread, Jobs, Open, OpenGrants, RemotePool, RouteState, SenderContext, Staging,
+        max_pieces,
+    },
     word::Word,
 };
 use tracing::{error, info, warn};
@@ -29,6 +32,10 @@ use super::{
     target::Target,
     wire::{self, HANDLE_BYTES, Message},
 };
+
+/// Pieces of a frame that a device copies by one launch: a layer of 64 Ki tokens in blocks of 16. The time of a launch, and of the
+/// wait for it, hardly depends on their number.
+const DEVICE_FRAME_PIECES: usize = 4096;
 
 /// Writes into the memory of other processes of this host.
 #[derive(Clone, Debug)]
@@ -129,6 +136,13 @@ impl RemotePool for ShmPool {
             }
         }
         self.shared.jobs.push(frame);
+    }
+
+    fn frame_pieces(&self, route: &RouteState) -> usize {
+        match self.shared.link().as_ref().is_some_and(|link| link.memory.is_copied_at_once()) {
+            true => DEVICE_FRAME_PIECES,
+            false => max_pieces(route.frame_bytes(), route.wire_bytes()),
+        }
     }
 
     fn retire(&self, route: &Arc<RouteState>) {

@@ -15,9 +15,9 @@
 //! ```
 //!
 //! A pool on a device is shared by a CUDA IPC handle instead of a descriptor. The prefill worker opens the handle once.
-//! It copies from its own device or from host memory, and an event behind each frame tells when the copy is done. A
-//! pool on several devices has one handle for each device. Each device of the prefill worker copies its heads to the
-//! devices that hold the same heads (`ranks.rs`). This was not run on a GPU; see `tests/devices.rs`.
+//! It copies from its own device, all pieces of a frame by one launch, or from host memory. A pool on several devices
+//! has one handle for each device. Each device of the prefill worker copies its heads to the devices that hold the same
+//! heads (`ranks.rs`). It has run on one GPU, with two processes; several GPUs have not run it.
 //!
 //! Only the writer itself can stop a one-sided write. So a revoked grant stays quarantined until
 //! `Close`, `Stopped` on the handoff's stream, or the end of the socket. The kernel closes the sockets of a

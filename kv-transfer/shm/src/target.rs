@@ -4,7 +4,7 @@
 use std::io;
 
 use baton_handoff::{Piece, PieceWrite};
-use baton_kv_cache::{BlockStorage, DeviceMemory, DividedMemory, KvLayout, KvShard};
+use baton_kv_cache::{BlockStorage, DeviceCopy, DeviceMemory, DividedMemory, KvLayout, KvShard};
 use baton_transfer::{
     checksum::{self, Hasher},
     cuda::{self, Device, DeviceCopies},
@@ -34,8 +34,9 @@ enum Memory {
 
 /// The copies of pieces from the memories of this side's ranks to those of the peer's ranks.
 struct Copies {
-    /// The copies of each rank on this side. None is in progress between two frames.
+    /// Copies of each rank on this side one by one, if its device has no kernels. None is in progress between two frames.
     sources: Vec<DeviceCopies>,
+    have_kernels: bool,
     ways: Vec<Way>,
 }
 
@@ -81,7 +82,7 @@ impl Target {
             let ways = pairs.into_iter().map(way).collect::<io::Result<_>>()?;
             let copies = |rank| device_of(rank).and_then(DeviceCopies::new).map_err(io::Error::other);
             let sources = (0..own.num_ranks()).map(copies).collect::<io::Result<_>>()?;
-            Memory::Copied(Copies { sources, ways })
+            Memory::Copied(Copies { sources, have_kernels: own.has_kernels(), ways })
         } else {
             let parts = (0..handles.len()).map(|rank| open(0, rank).map(|(memory, _)| memory));
             let divided = DividedMemory::new(layout, parts.collect::<io::Result<_>>()?);
@@ -102,6 +103,11 @@ impl Target {
 
     pub(super) fn is_on_devices(&self) -> bool {
         !matches!(self.memory, Memory::Mapped(_))
+    }
+
+    /// Whether a device copies all pieces of a frame by one launch.
+    pub(super) fn is_copied_at_once(&self) -> bool {
+        matches!(&self.memory, Memory::Copied(copies) if copies.have_kernels)
     }
 
     /// Writes pieces and computes their checksums. The pieces are in the peer's blocks when this returns.
@@ -182,20 +188,27 @@ impl Copies {
         let own = route.storage();
         for Way { pair, target, layout } in &self.ways {
             let (source, base) = (own.region(pair.source), target.address().expect("of one device"));
-            for piece in pieces {
+            let copies = pieces.iter().flat_map(|piece| {
                 let (block, layer_idx) = piece.source();
                 let to = base + layout.piece_offset(piece.dst, layer_idx) as u64;
-                for copy in pair.copies(source.piece(block, layer_idx), to) {
-                    // SAFETY: by the caller's word.
-                    unsafe { self.sources[pair.source].begin(&copy) }.map_err(io::Error::other)?;
-                }
+                pair.copies(source.piece(block, layer_idx), to)
+            });
+            let copies: Vec<DeviceCopy> = copies.collect();
+            // One launch: the driver takes microseconds for each copy, and a frame has hundreds.
+            // SAFETY: by the caller's word.
+            if unsafe { own.copy_there(pair.source, &copies) }? {
+                continue;
+            }
+            for copy in &copies {
+                // SAFETY: as above.
+                unsafe { self.sources[pair.source].begin(copy) }.map_err(io::Error::other)?;
             }
         }
         let sources: Vec<_> = pieces.iter().map(PieceWrite::source).collect();
         // SAFETY: as above.
         let sums = unsafe { hasher.checksums(own, &sources, route.generation(), route.sum_of()) };
-        for source in &self.sources {
-            source.finish().map_err(io::Error::other)?;
+        if !self.have_kernels {
+            self.sources.iter().try_for_each(DeviceCopies::finish).map_err(io::Error::other)?;
         }
         sums
     }

@@ -14,10 +14,10 @@ use std::{
 
 use baton_cuda::{Allocation, Copier};
 pub use baton_cuda::{CudaError, Device, failed, num_devices};
-use baton_kv_cache::{BlockKernels, BlockStorage, DeviceMemory, DividedMemory, KvLayout, KvShard};
+use baton_kv_cache::{
+    BlockKernels, BlockStorage, DeviceCopy, DeviceMemory, DividedMemory, KvLayout, KvShard,
+};
 use cudarc::driver::{CudaEvent, CudaStream, result, sys};
-
-use crate::ranks::Copy;
 
 /// Zeroed blocks in a device's memory (`cuMemAlloc`), which other processes can open. `kernels` belong to that device.
 /// Without them, pieces are copied to the host one by one, and processors compute their checksums.
@@ -274,7 +274,7 @@ impl DeviceCopies {
     /// # Safety
     /// The device reaches both memories. The source is not written and the target is not used before
     /// [`finish`](Self::finish) has returned.
-    pub unsafe fn begin(&self, &Copy { source, target, len }: &Copy) -> Result<(), CudaError> {
+    pub unsafe fn begin(&self, &DeviceCopy { source, target, len }: &DeviceCopy) -> Result<(), CudaError> {
         self.device.bind()?;
         // SAFETY: by the caller's word.
         let begun = unsafe { result::memcpy_dtod_async(target, source, len, self.stream.cu_stream()) };

@@ -11,7 +11,7 @@
 
 use std::ops::RangeInclusive;
 
-use baton_kv_cache::{KvLayout, KvMapping, KvShard, ShardError, mapping::RunKind};
+use baton_kv_cache::{DeviceCopy, KvLayout, KvMapping, KvShard, ShardError, mapping::RunKind};
 
 /// The most ranks that a peer may announce. A peer's message must not make this side register or open memory without a
 /// bound.
@@ -33,17 +33,6 @@ struct Span {
     source: usize,
     target: usize,
     len: usize,
-}
-
-/// Bytes that a device must copy.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Copy {
-    /// Address of the first byte on this side.
-    pub source: u64,
-    /// Its address in the peer's memory.
-    pub target: u64,
-    /// Number of bytes.
-    pub len: usize,
 }
 
 impl RankPair {
@@ -79,8 +68,8 @@ impl RankPair {
     }
 
     /// The copies of a piece that begins at these addresses in the memories of the two ranks.
-    pub fn copies(&self, source: u64, target: u64) -> impl Iterator<Item = Copy> {
-        self.spans.iter().map(move |span| Copy {
+    pub fn copies(&self, source: u64, target: u64) -> impl Iterator<Item = DeviceCopy> {
+        self.spans.iter().map(move |span| DeviceCopy {
             source: source + span.source as u64,
             target: target + span.target as u64,
             len: span.len,

@@ -488,6 +488,13 @@ API cuStreamCreate(Stream** stream, unsigned) {
     streams.insert(*stream = new Stream);
     return OK;
 }
+// Work of all priorities is done in one order.
+API cuStreamCreateWithPriority(Stream** stream, unsigned flags, int) { return cuStreamCreate(stream, flags); }
+API cuCtxGetStreamPriorityRange(int* least, int* greatest) {
+    IN_CONTEXT;
+    *least = 0, *greatest = -5;
+    return OK;
+}
 API cuStreamDestroy_v2(Stream* stream) {
     IN_CONTEXT;
     WAIT(work_off(stream));

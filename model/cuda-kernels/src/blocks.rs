@@ -3,6 +3,8 @@
 //! [`KvMapping`](baton_kv_cache::KvMapping) computes the runs for two sides of the same element type: pieces, ranges
 //! of heads, or parts of heads where block sizes differ.
 
+use baton_kv_cache::DeviceCopy;
+
 use crate::kernel::{Address, Kernel, KernelSource, LaunchShape};
 
 pub fn source() -> KernelSource {
@@ -16,6 +18,13 @@ pub struct ByteRun {
     pub from: u64,
     pub to: u64,
     pub num_bytes: u64,
+}
+
+impl From<&DeviceCopy> for ByteRun {
+    /// Of addresses: both sides start at address 0.
+    fn from(&DeviceCopy { source, target, len }: &DeviceCopy) -> ByteRun {
+        ByteRun { from: source, to: target, num_bytes: len as u64 }
+    }
 }
 
 // SAFETY: three words without padding.

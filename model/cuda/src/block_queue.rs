@@ -14,7 +14,7 @@ use baton_cuda_kernels::codes::{self, CodeDirection, CodeFormat, CodePieces};
 use baton_cuda_kernels::device::KernelDevice;
 use baton_cuda_kernels::driver::DriverDevice;
 use baton_cuda_kernels::kernel::{Address, KernelCode, KernelSource};
-use baton_kv_cache::{BlockKernels, KvLayout, WireCodec};
+use baton_kv_cache::{BlockKernels, DeviceCopy, KvLayout, WireCodec};
 use xxhash_rust::const_xxh3::const_custom_default_secret;
 
 use crate::error::StartError;
@@ -40,7 +40,7 @@ pub fn block_kernels(
     layout: &KvLayout,
     code: &KernelCode,
 ) -> Result<Box<dyn BlockKernels>, StartError> {
-    let device = DriverDevice::without_products(ordinal, &sources(layout), code.clone())?;
+    let device = DriverDevice::beside_steps(ordinal, &sources(layout), code.clone())?;
     Ok(Box::new(BlockQueue::new(device, layout)?))
 }
 
@@ -109,16 +109,26 @@ impl<D: KernelDevice> BlockQueue<D> {
             CopyDirection::Gathered => (pool, self.staged),
             CopyDirection::Scattered => (self.staged, pool),
         };
-        let copy = CopyRuns {
-            from,
-            to,
-            runs: self.runs,
-            num_runs: runs.len() as u32,
-            num_parts: num_bytes.div_ceil(PART_BYTES) as u32,
-        };
+        // SAFETY: the caller guarantees the memory that the runs refer to.
+        unsafe { self.copy_runs(from, to, &runs, num_bytes as u64) }
+    }
+
+    /// Queues copies of at most [`MAX_RUNS`] runs, the longest of `longest` bytes.
+    ///
+    /// # Safety
+    /// The runs are valid, and nothing else uses what is written.
+    unsafe fn copy_runs(
+        &mut self,
+        from: Address,
+        to: Address,
+        runs: &[ByteRun],
+        longest: u64,
+    ) -> Result<(), CudaError> {
+        let num_parts = longest.div_ceil(PART_BYTES as u64) as u32;
+        let copy = CopyRuns { from, to, runs: self.runs, num_runs: runs.len() as u32, num_parts };
         // SAFETY: there is room for this many runs. The caller guarantees the memory that they refer to.
         unsafe {
-            self.device.upload(self.runs, bytemuck::cast_slice(&runs))?;
+            self.device.upload(self.runs, bytemuck::cast_slice(runs))?;
             self.device.launch(&copy)
         }
     }
@@ -266,6 +276,17 @@ impl<D: KernelDevice> BlockKernels for BlockQueue<D> {
             queue.copy(places, num_bytes, CopyDirection::Scattered)
         });
         scattered.and_then(|()| self.finish()).map_err(io::Error::other)
+    }
+
+    unsafe fn copy(&mut self, _: usize, copies: &[DeviceCopy]) -> io::Result<()> {
+        for copies in copies.chunks(MAX_RUNS) {
+            let runs: Vec<ByteRun> = copies.iter().map(ByteRun::from).collect();
+            let longest = runs.iter().map(|run| run.num_bytes).max().unwrap_or(0);
+            // SAFETY: by the caller's word.
+            unsafe { self.copy_runs(Address::NULL, Address::NULL, &runs, longest) }
+                .map_err(io::Error::other)?;
+        }
+        self.finish().map_err(io::Error::other)
     }
 
     unsafe fn checksums(

@@ -6,8 +6,7 @@ use std::{
     sync::Arc,
 };
 
-use baton_kv_cache::BlockStorage;
-use baton_transfer::ranks::Copy;
+use baton_kv_cache::{BlockStorage, DeviceCopy};
 use tracing::debug;
 
 use super::{
@@ -126,7 +125,7 @@ impl Agent {
         self: &Arc<Self>,
         remote: &RemoteAgent,
         target: Memory,
-        copies: &[Copy],
+        copies: &[DeviceCopy],
     ) -> Result<Transfer, NixlError> {
         self.bind()?;
         let sources = copies.iter().map(|copy| (copy.source, copy.len));

@@ -7,7 +7,7 @@ use tokio::sync::oneshot;
 
 use super::{
     frame::{Frame, Push},
-    route_state::{RouteState, max_pieces},
+    route_state::RouteState,
     transport::RemotePool,
 };
 
@@ -37,7 +37,7 @@ impl Route {
         pieces: Vec<PieceWrite>,
     ) -> impl Future<Output = Result<Pushed, PushError>> + Send + use<> {
         let (reply, answer) = oneshot::channel();
-        let num_per_frame = max_pieces(self.state.frame_bytes(), self.state.wire_bytes());
+        let num_per_frame = self.pool.frame_pieces(&self.state);
         let push = Push::new(&self.state, pieces.len(), pieces.len().div_ceil(num_per_frame), reply);
         if let Some(piece) = pieces.iter().find(|piece| !self.state.has(piece)) {
             push.fail(PushError::Refused(format!("no such piece here: {:?}/{}", piece.src, piece.layer_idx)));

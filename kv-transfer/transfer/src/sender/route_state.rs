@@ -62,7 +62,7 @@ impl RouteState {
     }
 
     /// KV bytes of one frame.
-    pub(super) fn frame_bytes(&self) -> usize {
+    pub fn frame_bytes(&self) -> usize {
         self.context.config.frame_bytes
     }
 

@@ -12,7 +12,12 @@ use std::sync::Arc;
 use baton_handoff::{TransportKind, TransportOffer};
 use baton_kv_cache::KvLayout;
 
-use super::{context::SenderContext, frame::Frame, jobs::Open, route_state::RouteState};
+use super::{
+    context::SenderContext,
+    frame::Frame,
+    jobs::Open,
+    route_state::{RouteState, max_pieces},
+};
 use crate::checksum::SumOf;
 
 /// A prefill worker's half of a transport: it reaches pools of other workers.
@@ -46,6 +51,10 @@ pub trait RemotePool: Send + Sync {
     fn open(&self, open: Open);
     /// Queues a frame of an opened route; it ends by [`Frame::done`] or [`Frame::fail`].
     fn push(&self, frame: Frame);
+    /// The most pieces of a frame of an opened route.
+    fn frame_pieces(&self, route: &RouteState) -> usize {
+        max_pieces(route.frame_bytes(), route.wire_bytes())
+    }
     /// Drops the queued frames of a route that is closed, and tells the peer if the transport needs that.
     fn retire(&self, route: &Arc<RouteState>);
     /// Whether the pool has no connection, so that it may be forgotten.

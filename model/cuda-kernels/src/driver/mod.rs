@@ -6,8 +6,8 @@
 //! nevertheless, because this thread waits until it is queued, and captures what all threads queue. While a rank waits for its device, it also checks that the
 //! other ranks are still there: the device may be waiting for them.
 //!
-//! It has not run on a GPU yet. The tests run it against a fake driver (`baton-cuda-emulator`) and check the errors
-//! for missing libraries.
+//! It has run on an H100 (docs/benchmarks/gpu.md). Without a GPU, the tests run it against a fake driver (`baton-cuda-emulator`)
+//! and check the errors for missing libraries.
 
 use std::sync::Arc;
 
@@ -172,15 +172,39 @@ impl DriverDevice {
         code: KernelCode,
     ) -> Result<DriverDevice, OpenError> {
         let device = baton_cuda::Device::open(ordinal)?;
-        let kernels = LoadedKernels::new(&device, sources, code)?;
         let stream = device.stream()?;
+        DriverDevice::on_stream(device, stream, sources, code)
+    }
+
+    /// Like [`without_products`](Self::without_products), for work beside steps that others wait for: blocks of its kernels start
+    /// before further blocks of a step's.
+    ///
+    /// # Errors
+    /// As for [`open`](Self::open).
+    pub fn beside_steps(
+        ordinal: u32,
+        sources: &[KernelSource],
+        code: KernelCode,
+    ) -> Result<DriverDevice, OpenError> {
+        let device = baton_cuda::Device::open(ordinal)?;
+        let stream = device.urgent_stream()?;
+        DriverDevice::on_stream(device, stream, sources, code)
+    }
+
+    fn on_stream(
+        device: baton_cuda::Device,
+        stream: Arc<CudaStream>,
+        sources: &[KernelSource],
+        code: KernelCode,
+    ) -> Result<DriverDevice, OpenError> {
+        let kernels = LoadedKernels::new(&device, sources, code)?;
         let staging = |num_bytes| -> Result<Staging, CudaError> {
             let copied = device.context().new_event(None).map_err(|error| failed("cuEventCreate", error))?;
             Ok(Staging { pinned: Pinned::new(&device, num_bytes)?, copied })
         };
         let returned = || Ok::<_, CudaError>(Returned { staging: staging(RETURNED_BYTES)?, num_bytes: 0 });
         let mut device = DriverDevice {
-            name: format!("cuda:{ordinal}"),
+            name: format!("cuda:{}", device.ordinal()),
             graphs: Graphs::new(&stream),
             products: None,
             fp8_products: Fp8Products::None,

@@ -5,8 +5,9 @@ use baton_cuda_emulator::session::Threads;
 use baton_cuda_emulator::test_device::TestDevice;
 use baton_cuda_kernels::device::KernelDevice;
 use baton_cuda_kernels::kernel::Address;
-use baton_kv_cache::{BlockKernels, KvLayout, VectorCodec, WireCodec};
-use baton_kv_cache::{KvDtype, WireFormat, WireScratch};
+use baton_kv_cache::{
+    BlockKernels, DeviceCopy, KvDtype, KvLayout, VectorCodec, WireCodec, WireFormat, WireScratch,
+};
 use baton_model_cuda::block_queue::{BlockQueue, MAX_RUNS, STAGED_BYTES, sources};
 use baton_model_testing::noise;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
@@ -50,6 +51,36 @@ fn pieces_are_gathered_hashed_and_scattered() {
             queue.device.download(at, &mut found).unwrap();
             assert!(found == pool, "{num_bytes}: these pieces, and no others");
         }
+    }
+}
+
+#[test]
+fn pieces_are_copied_to_another_pool() {
+    const NUM_BYTES: usize = 40_000;
+    let (mut queue, at, pool) = queue(5 * NUM_BYTES);
+    let other = queue.device.allocate(pool.len()).unwrap();
+    // Of every length, in another order; then more than one launch takes.
+    let some = [(3, 0, NUM_BYTES), (0, 2, 7), (4, 3, 241), (1, 4, 1)];
+    let bytes = (0..MAX_RUNS + 3).map(|idx| (idx * 2, idx, 1));
+    let places = |&(from, to, len): &(usize, usize, usize)| (from * NUM_BYTES, to * NUM_BYTES, len);
+    for copies in [some.iter().map(places).collect::<Vec<_>>(), bytes.collect()] {
+        let mut expected = vec![0; pool.len()];
+        for &(from, to, len) in &copies {
+            expected[to..to + len].copy_from_slice(&pool[from..from + len]);
+        }
+        let address = |at: Address, offset: usize| at.offset_by(offset).0;
+        let copies: Vec<DeviceCopy> = copies
+            .iter()
+            .map(|&(from, to, len)| DeviceCopy { source: address(at, from), target: address(other, to), len })
+            .collect();
+        let mut found = vec![0; pool.len()];
+        // SAFETY: all copies are inside the two pools.
+        unsafe {
+            queue.device.upload(other, &found).unwrap();
+            queue.copy(0, &copies).unwrap();
+            queue.device.download(other, &mut found).unwrap();
+        }
+        assert!(found == expected, "{} copies", copies.len());
     }
 }
 

@@ -15,8 +15,8 @@ use std::{
 };
 
 use baton_handoff::{AccessKey, PushError, RouteError, Secret, TransportKind, TransportOffer};
-use baton_kv_cache::{BlockId, BlockStorage};
-use baton_transfer::{ReceiverLoad, ranks::Copy, socket, word::Word};
+use baton_kv_cache::{BlockId, BlockStorage, DeviceCopy};
+use baton_transfer::{ReceiverLoad, socket, word::Word};
 use baton_transfer_conformance::{
     Guards, LAYOUT, NEVER, NUM_BLOCKS, PATIENCE, TransferPair, blocks, bytes, eventually, fill, holds,
     is_pending, pattern, sender, sender_with, some_access_key, soon, storage, writes,
@@ -78,7 +78,7 @@ impl ManualSender {
     fn write(&self, block: BlockId, layer_idx: usize) -> bool {
         let target = self.pool.base + LAYOUT.piece_offset(block, layer_idx) as u64;
         let source = self.source.region(0).piece(block, layer_idx);
-        let copies = [Copy { source, target, len: LAYOUT.layer_bytes() }];
+        let copies = [DeviceCopy { source, target, len: LAYOUT.layer_bytes() }];
         // SAFETY: these tests do not write the source. The target is what they test.
         let written = unsafe { self.agent.write(&self.remote, self.pool.memory, &copies) };
         let Ok(transfer) = written else { return false };
