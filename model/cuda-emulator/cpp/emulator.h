@@ -90,6 +90,8 @@ struct Thread {
     // Equals idx.x: blocks have one dimension.
     u32 linear = 0;
     bool is_done = false;
+    // Whether it has waited for the kernel ahead.
+    bool has_begun = false;
 };
 
 // A copy of 16 bytes, or of zeros, and its place in the kernel.
@@ -379,8 +381,17 @@ inline float bf16(u32 bits) {
     static void name(const Params& p);                                                                                 \
     static emulator::Register<Params> name##_registered(#name, emulator::max_threads(__VA_ARGS__), name);              \
     static void name(const Params& p)
+#define EARLY_KERNEL(name, Params, ...)                                                                                \
+    static void name##_early(const Params& p);                                                                         \
+    KERNEL(name, Params, __VA_ARGS__) {                                                                                \
+        emulator::current->has_begun = false;                                                                          \
+        name##_early(p);                                                                                               \
+        if (!emulator::current->has_begun) emulator::fail("a thread ends without a wait for the kernel ahead");        \
+    }                                                                                                                  \
+    static void name##_early(const Params& p)
 #define DYNAMIC_SHARED_ALIGNED(name, alignment) u8* name = emulator::block->shared->aligned(alignment)
 
+inline void begin_kernel() { emulator::current->has_begun = true; }
 inline void __syncthreads() { emulator::arrive(emulator::block->all, emulator::block->num_alive); }
 inline void __syncwarp() { emulator::sync_warp(); }
 inline void __threadfence() { emulator::note_fence(); }

@@ -42,6 +42,8 @@ constexpr int ROW = padded(VECTOR_BYTES);
 constexpr int STAGE_BYTES = 2 * TOKENS * ROW;
 // 16-byte pieces of a vector.
 constexpr int PIECES = VECTOR_BYTES / 16;
+// Floats of a pair's sums in shared memory: the rows that a warp writes at once begin eight banks apart.
+constexpr int SUMS_ROW = DIM + 8;
 // With 8-bit values a lane reads SPREAD adjacent columns at once, which belong to SPREAD products. Column c of
 // product n is element (n / SPREAD * 8 + c) * SPREAD + n % SPREAD of the head.
 constexpr int SPREAD = !IS_SCALED ? 1 : DIM % 32 == 0 ? 4 : 2;
@@ -153,7 +155,7 @@ __device__ __forceinline__ void merge_splits(const DecodeAttention& p, u64 to, u
         float weight = exp2_fast(mine.x - base);
         sum += weight * mine.y;
         u32 num = num_splits - first < WARP ? num_splits - first : WARP;
-#pragma unroll 4
+#pragma unroll 8
         for (u32 i = 0; i < num; ++i, sums += DIM) {
             float factor = shuffle(weight, i);
 #pragma unroll
@@ -190,7 +192,10 @@ __device__ __forceinline__ void merge_splits(const DecodeAttention& p, u64 to, u
 // eight bits, for 32 HEAD_DIM multiplications: 16 operations for each byte, or 32, where an H100's data sheet has 295. So
 // it is bound by memory bandwidth. With heads of 128 elements three blocks fit a multiprocessor. Each of their warps
 // has a tile of 8 KiB in flight, 96 KiB in all: what a 132nd of 3.35 TB/s delivers in 3.9 microseconds.
-KERNEL(decode_attention, DecodeAttention, attention::decode::WARPS * WARP) {
+//
+// What it reads first was written before the kernel ahead of it, which stores the new rows: the copies of older
+// positions start while that kernel runs.
+EARLY_KERNEL(decode_attention, DecodeAttention, attention::decode::WARPS * WARP) {
     using namespace attention;
     using namespace attention::decode;
     DYNAMIC_SHARED(shared);
@@ -199,10 +204,10 @@ KERNEL(decode_attention, DecodeAttention, attention::decode::WARPS * WARP) {
     u32 num_tiles = (p.max_rows * a.group + 15) / 16, split = blockIdx.x / num_tiles;
     u32 sequence = blockIdx.z, kv_head = blockIdx.y, first_pair = blockIdx.x % num_tiles * 16;
     u32 num_rows = a.num_rows[sequence], num_pairs = num_rows * a.group;
-    if (first_pair >= num_pairs) return;
+    if (first_pair >= num_pairs) return begin_kernel();
     u32 start = a.start_idx[sequence], first_row = a.first_row[sequence];
     Splits splits = splits_of(p, start, num_rows);
-    if (split >= splits.num) return;
+    if (split >= splits.num) return begin_kernel();
     // No pair attends to positions outside of this range.
     u32 seen_begin = first_seen(start, a.window), seen_end = start + num_rows;
     u32 begin = splits.begin + split * splits.tokens;
@@ -248,8 +253,11 @@ KERNEL(decode_attention, DecodeAttention, attention::decode::WARPS * WARP) {
         end_copy_group();
     };
     find_block(0);
-    begin_copy(0, 0);
-    if constexpr (STAGES > 2) begin_copy(1, 1), begin_copy(2, 2);
+    bool is_old = begin + (STAGES - 1) * (WARPS * TOKENS) <= start;
+    if (!is_old) begin_kernel();
+#pragma unroll
+    for (int i = 0; i + 1 < STAGES; ++i) begin_copy(i, i);
+    if (is_old) begin_kernel();
 
     u32 q[DIM / 16][4];
     for (int r = 0; r < 2; ++r) {
@@ -309,17 +317,18 @@ KERNEL(decode_attention, DecodeAttention, attention::decode::WARPS * WARP) {
     await_copies<0>();
     __syncthreads();
     float* stats = reinterpret_cast<float*>(shared); // [2][WARPS][16]
-    float* outs = stats + 2 * WARPS * 16;            // [WARPS][16][DIM]
+    float* outs = stats + 2 * WARPS * 16;            // [WARPS][16][SUMS_ROW]
+    u32 num = num_pairs - first_pair < 16 ? num_pairs - first_pair : 16;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
+        if (group + 8 * r >= num) continue;
         u32 row = warp * 16 + group + 8 * r;
         if (in == 0) stats[row] = running.max[r], stats[WARPS * 16 + row] = running.sum[r];
 #pragma unroll
         for (int n = 0; n < DIM / 8; ++n)
-            for (int k = 0; k < 2; ++k) outs[row * DIM + dim_of(n, 2 * in + k)] = running.out[n][2 * r + k];
+            for (int k = 0; k < 2; ++k) outs[row * SUMS_ROW + dim_of(n, 2 * in + k)] = running.out[n][2 * r + k];
     }
     __syncthreads();
-    u32 num = num_pairs - first_pair < 16 ? num_pairs - first_pair : 16;
     for (u32 i = threadIdx.x * 4; i < num * DIM; i += WARPS * WARP * 4) {
         u32 row = i / DIM, column = i % DIM;
         float max = MINUS_INFINITY;
@@ -328,7 +337,7 @@ KERNEL(decode_attention, DecodeAttention, attention::decode::WARPS * WARP) {
         float4 out = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
         for (int w = 0; w < WARPS; ++w) {
             float factor = exp2_fast(stats[w * 16 + row] - base);
-            float4 some = *reinterpret_cast<const float4*>(outs + (w * 16 + row) * DIM + column);
+            float4 some = *reinterpret_cast<const float4*>(outs + (w * 16 + row) * SUMS_ROW + column);
             sum += factor * stats[WARPS * 16 + w * 16 + row];
             out.x += factor * some.x, out.y += factor * some.y, out.z += factor * some.z, out.w += factor * some.w;
         }

@@ -35,6 +35,15 @@ __device__ __forceinline__ void begin_kernel() {
     }                                                                                                                  \
     __device__ __forceinline__ void name##_body(const Params& p)
 
+// Defines a kernel that calls begin_kernel() itself, in every thread, before it uses what the kernel ahead of it has
+// written, and before it writes.
+#define EARLY_KERNEL(name, Params, ...)                                                                                \
+    __device__ __forceinline__ void name##_body(const Params& p);                                                      \
+    extern "C" __global__ void __launch_bounds__(__VA_ARGS__) name(const __grid_constant__ Params p) {                 \
+        name##_body(p);                                                                                                \
+    }                                                                                                                  \
+    __device__ __forceinline__ void name##_body(const Params& p)
+
 // Shared memory whose size the launch sets, aligned to a power of two.
 #define DYNAMIC_SHARED_ALIGNED(name, alignment) extern __shared__ __align__(alignment) u8 name[]
 

@@ -318,7 +318,7 @@ unsafe impl Kernel for DecodeAttention {
         let num_warps = if a.head_dim <= 128 { 4 } else { 2 };
         let num_stages = if a.is_scaled() { 4 } else { 2 };
         let stages = num_warps * num_stages * 2 * 16 * padded(a.vector_bytes());
-        let merged = num_warps * 16 * (a.head_dim + 2) * 4;
+        let merged = num_warps * 16 * (a.head_dim + 8 + 2) * 4;
         let num_tiles = (self.max_rows * a.group).div_ceil(DECODE_PAIRS);
         LaunchShape {
             grid: [self.max_splits * num_tiles, a.num_kv_heads, a.num_sequences],

@@ -106,3 +106,10 @@ KERNEL(adds_without_fence_after_count, Flawed, 32) { add_in_last_block<BEFORE_CO
 
 // The fence comes before the stores of the other threads.
 KERNEL(adds_with_fence_before_barrier, Flawed, 32) { add_in_last_block<BEFORE_BARRIER | AFTER_COUNT>(p); }
+
+// The kernel after it may start while the kernel ahead of it still runs.
+EARLY_KERNEL(ends_before_its_wait, Flawed, 32) {
+    if (threadIdx.x > 7) return;
+    begin_kernel();
+    p.memory[threadIdx.x] = 1;
+}

@@ -45,6 +45,7 @@ kernels! {
     AddsWithoutFenceBeforeCount = "adds_without_fence_before_count",
     AddsWithoutFenceAfterCount = "adds_without_fence_after_count",
     AddsWithFenceBeforeBarrier = "adds_with_fence_before_barrier",
+    EndsBeforeItsWait = "ends_before_its_wait",
 }
 
 /// The arguments of a kernel of a warpgroup.
@@ -121,6 +122,11 @@ fn missing_fences_between_blocks_are_found() {
 fn unbalanced_barriers_are_found() {
     check(EndsInAPhase, &["the block ends in the middle of a phase of a barrier"]);
     check(ComesTwiceToAPhase, &["a thread comes twice to a phase of barrier 1"]);
+}
+
+#[test]
+fn a_kernel_that_never_waits_for_the_one_ahead_is_found() {
+    check(EndsBeforeItsWait, &["a thread ends without a wait for the kernel ahead"]);
 }
 
 #[test]

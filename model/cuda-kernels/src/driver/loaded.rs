@@ -13,7 +13,8 @@ use super::error::OpenError;
 use crate::compile::{Architecture, CubinCache};
 use crate::kernel::{Kernel, KernelCode, KernelSource};
 
-/// The variable that lets kernels start before the kernels before them have ended: "1" on Hopper and later.
+/// The variable that keeps kernels from starting before the kernels before them have ended: "0". Otherwise they do, on Hopper
+/// and later.
 pub const OVERLAP: &str = "BATON_OVERLAP_LAUNCHES";
 
 /// The kernels of some sources.
@@ -21,9 +22,9 @@ pub struct LoadedKernels {
     device: Device,
     modules: Vec<Arc<CudaModule>>,
     functions: HashMap<&'static str, Function>,
-    /// Whether launches are programmatic: a kernel may start when all blocks of the kernel before have started. Every
-    /// kernel begins with a wait for the end of the kernels before (`KERNEL` of `kernels/common.cuh`), so only the
-    /// latency of its launch is saved. Only Hopper and later architectures have that wait.
+    /// Whether launches are programmatic: a kernel may start when all blocks of the kernel before have started. Kernels
+    /// begin with a wait for the end of the kernels before (`KERNEL` of `kernels/common.cuh`), so the latency of the launch is
+    /// saved; or have the wait after first reads of older memory (`EARLY_KERNEL`). Only Hopper and later architectures have that wait.
     are_overlapped: bool,
 }
 
@@ -57,10 +58,7 @@ impl LoadedKernels {
             Ok(module.map_err(|error| failed("cuModuleLoadData", error))?)
         };
         let modules = sources.iter().map(load).collect::<Result<_, OpenError>>()?;
-        let are_overlapped = major >= 9 && std::env::var_os(OVERLAP).is_some_and(|value| value == "1");
-        if are_overlapped {
-            tracing::info!("launches of kernels overlap: {OVERLAP} is 1");
-        }
+        let are_overlapped = major >= 9 && std::env::var_os(OVERLAP).is_none_or(|value| value != "0");
         Ok(LoadedKernels { device: device.clone(), modules, functions: HashMap::new(), are_overlapped })
     }
 
