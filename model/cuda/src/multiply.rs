@@ -4,9 +4,9 @@
 //! |---|---|---|
 //! | bf16 | cuBLASLt | cuBLASLt |
 //! | integers; fp8 in other blocks | [`MultiplyFew`] | widened in parts, cuBLASLt for each part |
-//! | fp8 with a scale for each row, or for 128 x 128 | [`MultiplyFew`] | activations quantised, cuBLASLt in fp8; widened where the device has no such product |
+//! | fp8 with a scale for each row, or for 128 x 128 | [`MultiplyFew`] | activations quantised, cuBLASLt in fp8; as fp8 in other blocks where the device has no such product |
 //!
-//! A product in fp8 that the device refuses for some number of rows is widened, too.
+//! A product in fp8 that the device refuses for some number of rows is made as fp8 in other blocks, too.
 //!
 //! Products of experts cover all experts in one launch. Only the device knows how many rows an expert has, so the
 //! choice between few and many rows, and of warpgroup products on Hopper, uses the average.
@@ -40,9 +40,12 @@ use crate::weights::{DeviceLinear, DeviceMatrix, DeviceMlp, DeviceWeights};
 /// | 64 | 5 | 5.5 | 6 | 6 |
 /// | 96 | 7.5 | 6 | 9 | 6.5 |
 ///
-/// FP8 that the library multiplies takes 1.5 bytes with 64 rows, but rounds the rows. No card has confirmed the count:
-/// gpu-check's figures "few rows" measure both ways.
+/// An H100 agrees with 4 bits a little later: both ways take the same time with 128 rows (docs/benchmarks/gpu.md, "few rows").
 pub const FEW_ROWS: usize = 64;
+
+/// The same for FP8 that the library multiplies, whose time hardly depends on the rows. On an H100 it is 1.08 times that of
+/// [`MultiplyFew`] with 16 rows and 0.75 times with 32.
+pub const FEW_FP8_ROWS: usize = 16;
 
 /// Weights are widened in pieces of this size, so that the product reads them from the L2 cache (40 MB on A100, 50 MB
 /// on H100: "NVIDIA Hopper Architecture In-Depth").
@@ -131,12 +134,11 @@ impl ProductScratch {
         let rows = padded(limits.num_rows);
         let (mut quantised_width, mut num_row_scales) = (0, 0);
         let mut room_for = |matrix: &DeviceMatrix, most: usize, is_exact: bool| {
-            if matrix.kind == WeightKind::Bf16 || rows <= few_rows {
-                return;
-            }
             // Products in fp8 may be refused for some numbers of rows.
-            scratch.widened_bytes = scratch.widened_bytes.max(most);
-            if let Some(scaling) = matrix.fp8_scaling(fp8).filter(|_| !is_exact) {
+            if matrix.kind != WeightKind::Bf16 && rows > few_rows {
+                scratch.widened_bytes = scratch.widened_bytes.max(most);
+            }
+            if let Some(scaling) = scratch.fp8_scaling(*matrix, rows).filter(|_| !is_exact) {
                 let num_groups = if scaling == Fp8Scaling::Blocks { matrix.num_in / FP8_BLOCK } else { 1 };
                 quantised_width = quantised_width.max(matrix.num_in);
                 num_row_scales = num_row_scales.max(num_groups);
@@ -175,7 +177,7 @@ impl ProductScratch {
 
     /// Where the kernel before a product of these rows can put them in E4M3. `None`: the product takes bf16.
     pub fn quantised_rows(&self, matrix: DeviceMatrix, num_rows: usize) -> Option<QuantisedRows> {
-        let scaling = matrix.fp8_scaling(self.fp8).filter(|_| !self.is_direct(matrix, num_rows))?;
+        let scaling = self.fp8_scaling(matrix, num_rows)?;
         Some(QuantisedRows {
             at: self.quantised,
             scales: self.row_scales,
@@ -215,10 +217,7 @@ impl ProductScratch {
         let matrix = linear.weight;
         // SAFETY: the caller guarantees it.
         unsafe {
-            if self.is_direct(matrix, num_rows) {
-                return device.launch(&few(matrix, from, out, num_rows, linear.bias));
-            }
-            let is_done = match matrix.fp8_scaling(self.fp8) {
+            let is_done = match self.fp8_scaling(matrix, num_rows) {
                 Some(scaling) => {
                     if !are_quantised {
                         self.quantise(device, matrix, scaling, from, num_rows)?;
@@ -227,6 +226,9 @@ impl ProductScratch {
                 }
                 None => false,
             };
+            if !is_done && self.is_direct(matrix, num_rows) {
+                return device.launch(&few(matrix, from, out, num_rows, linear.bias));
+            }
             if !is_done {
                 self.multiply_widened(device, &product(matrix, from, out, num_rows), matrix)?;
             }
@@ -259,6 +261,11 @@ impl ProductScratch {
             let product = Product { is_out_f32: 1, ..product(matrix, from, out, num_rows) };
             self.multiply_widened(device, &product, matrix)
         }
+    }
+
+    /// How so many rows are multiplied in fp8; `None`: they are not.
+    fn fp8_scaling(&self, matrix: DeviceMatrix, num_rows: usize) -> Option<Fp8Scaling> {
+        matrix.fp8_scaling(self.fp8).filter(|_| num_rows > FEW_FP8_ROWS.min(self.few_rows))
     }
 
     fn is_direct(&self, matrix: DeviceMatrix, num_rows: usize) -> bool {
