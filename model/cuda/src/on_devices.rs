@@ -17,8 +17,8 @@ use crate::parallel::start_ranks;
 use crate::weights::DeviceWeightBytes;
 
 /// A model on one NVIDIA device, or on several devices that are connected by NCCL, with a rank on each. Activations
-/// are bf16. It has not run on a GPU yet; emulators have run the same pass with the same kernels, with several
-/// emulated devices connected in host memory.
+/// are bf16. Several devices have not run yet; emulators have run the same pass with the same kernels, connected in
+/// host memory.
 ///
 /// The result of a row depends on its sequence only, with one exception: cuBLASLt may add in a different order for a
 /// different number of rows, unless the model was loaded with `is_deterministic`. Logits can therefore differ in their

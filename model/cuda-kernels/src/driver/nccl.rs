@@ -5,7 +5,7 @@
 //! sets the shared record and aborts its communicator, which ends its kernels. The other ranks notice, fail, and
 //! abort theirs. Each communicator is used by one thread.
 //!
-//! It has not run on a GPU yet. The tests use a fake NCCL and check the error of each rank, and that no rank waits
+//! Groups of one rank have run on a GPU, several have not. The tests use a fake NCCL and check the error of each rank, and that no rank waits
 //! forever.
 
 use std::sync::Arc;
