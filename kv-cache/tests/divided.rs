@@ -5,7 +5,8 @@ mod support;
 use std::io;
 
 use baton_kv_cache::{
-    BlockId, BlockKernels, BlockStorage, DeviceMemory, DividedMemory, KvDtype, KvLayout, KvShard, WireCodec,
+    BlockId, BlockKernels, BlockStorage, DeviceCopy, DeviceMemory, DividedMemory, KvDtype, KvLayout, KvShard,
+    WireCodec,
 };
 use support::FakeDevice;
 
