@@ -32,6 +32,7 @@ pub const KERNEL_FILES: KernelFiles = files![
     "experts.cu",
     "gate.cu",
     "norm.cu",
+    "one_row.cu",
     "products.cu",
     "ranks.cu",
     "rope.cu",

@@ -7,8 +7,8 @@ use std::sync::OnceLock;
 use baton_cuda_kernels::kernel::KernelSource;
 use baton_cuda_kernels::products;
 use baton_cuda_kernels::{
-    attention, blocks, checksum, codes, embed, expert_products, experts, gate, norm, ranks, rope, rows,
-    sample,
+    attention, blocks, checksum, codes, embed, expert_products, experts, gate, norm, one_row, ranks, rope,
+    rows, sample,
 };
 use baton_kv_cache::KvDtype::{self, Bf16, F16, F32, Fp8, Int8};
 use baton_kv_cache::KvLayout;
@@ -71,6 +71,7 @@ pub fn tested_sources() -> Vec<KernelSource> {
         embed::source(),
         experts::source(),
         norm::source(),
+        one_row::source(),
         ranks::source(),
         rows::source(),
         sample::source(),

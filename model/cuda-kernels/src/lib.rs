@@ -33,6 +33,7 @@ pub mod expert_products;
 pub mod experts;
 pub mod gate;
 pub mod norm;
+pub mod one_row;
 pub mod products;
 pub mod ranks;
 pub mod rope;

@@ -7,8 +7,8 @@ use baton_model_spec::Activation;
 
 use crate::kernel::KernelSource;
 use crate::{
-    attention, blocks, checksum, codes, embed, expert_products, experts, gate, norm, products, ranks, rope,
-    rows, sample,
+    attention, blocks, checksum, codes, embed, expert_products, experts, gate, norm, one_row, products,
+    ranks, rope, rows, sample,
 };
 
 /// Numbers of a head in common models.
@@ -33,6 +33,7 @@ pub fn all_sources() -> Vec<KernelSource> {
     let others = [
         embed::source(),
         norm::source(),
+        one_row::source(),
         rows::source(),
         sample::source(),
         experts::source(),

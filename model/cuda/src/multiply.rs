@@ -2,7 +2,7 @@
 //!
 //! | weights | few rows | many rows |
 //! |---|---|---|
-//! | bf16 | cuBLASLt | cuBLASLt |
+//! | bf16 | cuBLASLt; one row: [`MultiplyRow`] | cuBLASLt |
 //! | integers; fp8 in other blocks | [`MultiplyFew`] | widened in parts, cuBLASLt for each part |
 //! | fp8 with a scale for each row, or for 128 x 128 | [`MultiplyFew`] | activations quantised, cuBLASLt in fp8; as fp8 in other blocks where the device has no such product |
 //!
@@ -18,6 +18,7 @@ use baton_cuda_kernels::expert_products::{
 };
 use baton_cuda_kernels::gate::ApplyGate;
 use baton_cuda_kernels::kernel::Address;
+use baton_cuda_kernels::one_row::MultiplyRow;
 use baton_cuda_kernels::products::{
     Dequantise, MultiplyFew, QuantiseGroups, QuantiseRows, ScaleProduct, WeightKind,
 };
@@ -98,6 +99,8 @@ pub struct ProductScratch {
     pub few_rows: usize,
     /// Experts with this many rows or more, on average, have warpgroup products.
     pub wgmma_expert_rows: usize,
+    /// One row of bf16 is multiplied by [`MultiplyRow`].
+    pub has_one_row: bool,
 }
 
 impl ProductScratch {
@@ -111,6 +114,7 @@ impl ProductScratch {
             fp8: Fp8Products::None,
             few_rows: 0,
             wgmma_expert_rows: usize::MAX,
+            has_one_row: true,
         }
     }
 
@@ -130,7 +134,9 @@ impl ProductScratch {
         // The two kernels may differ in their bits.
         let has_wgmma = device.wgmma().experts && rule != ProductRule::Fixed;
         let wgmma_expert_rows = if has_wgmma { WGMMA_EXPERT_ROWS } else { usize::MAX };
-        let mut scratch = ProductScratch { fp8, few_rows, wgmma_expert_rows, ..ProductScratch::of_bf16() };
+        let has_one_row = rule != ProductRule::Fixed;
+        let mut scratch =
+            ProductScratch { fp8, few_rows, wgmma_expert_rows, has_one_row, ..ProductScratch::of_bf16() };
         let rows = padded(limits.num_rows);
         let (mut quantised_width, mut num_row_scales) = (0, 0);
         let mut room_for = |matrix: &DeviceMatrix, most: usize, is_exact: bool| {
@@ -217,6 +223,9 @@ impl ProductScratch {
         let matrix = linear.weight;
         // SAFETY: the caller guarantees it.
         unsafe {
+            if self.is_one_row(matrix, num_rows) {
+                return device.launch(&one_row(matrix, from, out, linear.bias));
+            }
             let is_done = match self.fp8_scaling(matrix, num_rows) {
                 Some(scaling) => {
                     if !are_quantised {
@@ -258,6 +267,10 @@ impl ProductScratch {
                 let few = few(matrix, from, out, num_rows, Address::NULL);
                 return device.launch(&MultiplyFew { is_f32: 1, ..few });
             }
+            if self.is_one_row(matrix, num_rows) {
+                let row = one_row(matrix, from, out, Address::NULL);
+                return device.launch(&MultiplyRow { is_f32: 1, ..row });
+            }
             let product = Product { is_out_f32: 1, ..product(matrix, from, out, num_rows) };
             self.multiply_widened(device, &product, matrix)
         }
@@ -266,6 +279,11 @@ impl ProductScratch {
     /// How so many rows are multiplied in fp8; `None`: they are not.
     fn fp8_scaling(&self, matrix: DeviceMatrix, num_rows: usize) -> Option<Fp8Scaling> {
         matrix.fp8_scaling(self.fp8).filter(|_| num_rows > FEW_FP8_ROWS.min(self.few_rows))
+    }
+
+    fn is_one_row(&self, matrix: DeviceMatrix, num_rows: usize) -> bool {
+        let is_known = matrix.kind == WeightKind::Bf16 && matrix.num_in.is_multiple_of(8);
+        is_known && num_rows == 1 && self.has_one_row
     }
 
     fn is_direct(&self, matrix: DeviceMatrix, num_rows: usize) -> bool {
@@ -535,6 +553,11 @@ fn few(matrix: DeviceMatrix, from: Address, out: Address, num_rows: usize, bias:
         is_f32: 0,
         kind: matrix.kind,
     }
+}
+
+fn one_row(matrix: DeviceMatrix, from: Address, out: Address, bias: Address) -> MultiplyRow {
+    let (k, n) = (matrix.num_in as u32, matrix.num_out as u32);
+    MultiplyRow { x: from, weights: matrix.at, bias, out, k, n, is_f32: 0, unused: 0 }
 }
 
 /// `out = from right^T`, in bf16.

@@ -14,6 +14,7 @@ mod gate;
 mod graphs;
 mod nccl;
 mod norm;
+mod one_row;
 mod products;
 mod ranks;
 mod rope;

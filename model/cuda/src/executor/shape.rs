@@ -5,7 +5,7 @@ use baton_cuda_kernels::device::NUM_MARKS;
 use baton_cuda_kernels::kernel::KernelSource;
 use baton_cuda_kernels::products::{self, WeightKind};
 use baton_cuda_kernels::{
-    attention, blocks, embed, expert_products, experts, gate, norm, ranks, rope, rows, sample,
+    attention, blocks, embed, expert_products, experts, gate, norm, one_row, ranks, rope, rows, sample,
 };
 use baton_kv_cache::KvLayout;
 use baton_model_spec::{Activation, DecoderSpec, MlpSpec};
@@ -29,6 +29,7 @@ pub fn sources_of(spec: &DecoderSpec, layout: &KvLayout) -> Vec<KernelSource> {
         blocks::source(),
         embed::source(),
         norm::source(),
+        one_row::source(),
         rows::source(),
         sample::source(),
         gate::source(spec.activation),

@@ -61,6 +61,7 @@ fn weights_are_widened_in_parts() {
         fp8: Fp8Products::None,
         few_rows: FEW_ROWS,
         wgmma_expert_rows: usize::MAX,
+        has_one_row: true,
     };
     let (x, x_values) = bf16(&noise(1, num_rows * num_in));
     let from = upload(&mut device, &x);
@@ -119,6 +120,7 @@ fn experts_are_widened(wgmma_expert_rows: usize) {
         fp8: Fp8Products::None,
         few_rows: FEW_ROWS,
         wgmma_expert_rows,
+        has_one_row: true,
     };
     let offsets = [0u32, 70, 71, (FEW_ROWS * num_experts + 1) as u32];
     let num_pairs = offsets[num_experts] as usize;
@@ -194,6 +196,7 @@ fn fp8_products_apply_the_scales_of_both_sides() {
             fp8,
             few_rows: FEW_ROWS,
             wgmma_expert_rows: usize::MAX,
+            has_one_row: true,
         };
         let values: Vec<f32> = noise(1, num_rows * num_in);
         let values: Vec<f32> =
@@ -270,6 +273,7 @@ fn refused_fp8_products_are_widened() {
             fp8,
             few_rows: FEW_ROWS,
             wgmma_expert_rows: usize::MAX,
+            has_one_row: true,
         };
         let from = upload(&mut device, &bf16(&noise(1, num_rows * num_in)).0);
         let out = device.allocate(num_rows * num_out * 2).unwrap();
@@ -313,6 +317,7 @@ fn fixed_products_read_weights_once_for_32_rows() {
             fp8: Fp8Products::None,
             few_rows,
             wgmma_expert_rows: usize::MAX,
+            has_one_row: true,
         };
         let TestDevice::Emulated(emulated) = &mut device else { return None };
         let before = emulated.work();
