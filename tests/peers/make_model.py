@@ -30,12 +30,13 @@ def main() -> None:
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--ffn", type=int, default=8192)
     parser.add_argument("--vocab", type=int, default=128256)
+    parser.add_argument("--device", default="cpu", help="where numbers are made, such as cuda; each device makes others")
     args = parser.parse_args()
     args.directory.mkdir(parents=True, exist_ok=True)
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(args.device).manual_seed(0)
 
     def matrix(rows: int, cols: int) -> torch.Tensor:
-        return torch.randn(rows, cols, generator=generator).mul_(0.02).to(torch.bfloat16)
+        return torch.randn(rows, cols, generator=generator, device=args.device).mul_(0.02).to(torch.bfloat16).cpu()
 
     def norm() -> torch.Tensor:
         return torch.ones(args.hidden, dtype=torch.bfloat16)
