@@ -15,8 +15,10 @@ pub struct BlendMarks {
     pub ratio: Option<f32>,
 }
 
-/// So many tokens at the start of each passage are always computed again: alone, they attend to nothing before them.
-pub const NUM_FIRST_TOKENS: usize = 4;
+/// So many tokens at the start of each passage are always computed again: alone, they attend to nothing before them. With six the
+/// tiny model answers as with a full prefill where passages need one another; with four it loses 6 to 10 points
+/// (docs/benchmarks/2026-11-23-blending.md).
+pub const NUM_FIRST_TOKENS: usize = 6;
 
 impl BlendMarks {
     /// Checks the marks of a prompt with `num_tokens` tokens. Names the first bad one.
