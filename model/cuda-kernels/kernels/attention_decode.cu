@@ -155,7 +155,7 @@ __device__ __forceinline__ void merge_splits(const DecodeAttention& p, u64 to, u
         float weight = exp2_fast(mine.x - base);
         sum += weight * mine.y;
         u32 num = num_splits - first < WARP ? num_splits - first : WARP;
-#pragma unroll 8
+#pragma unroll 4
         for (u32 i = 0; i < num; ++i, sums += DIM) {
             float factor = shuffle(weight, i);
 #pragma unroll
