@@ -4,7 +4,8 @@
 // and grids, the sizes of allocations. The host cannot access the devices' memory while none of them works.
 //
 // Environment: FAKE_DEVICES, 1 by default, and FAKE_MEMORY_BYTES of each device. FAKE_CONNECTIONS: the queues of a device
-// that the program must ask for before it starts the driver. FAKE_OVERLAP: 1 if all launches must be programmatic.
+// that the program must ask for before it starts the driver. FAKE_OVERLAP: 1, the default, if all launches
+// must be programmatic, otherwise none may be.
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
@@ -675,7 +676,7 @@ API cuLaunchKernelEx(const LaunchConfig* config, Function* function, void** para
     bool is_overlapped = num_attributes > 0;
     // CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
     if (is_overlapped && (num_attributes > 1 || attributes[0].id != 6 || attributes[0].number != 1)) return INVALID_VALUE;
-    if (is_overlapped != said("FAKE_OVERLAP", 0)) fail("a launch overlaps others, or not, against the wish of the test");
+    if (is_overlapped != said("FAKE_OVERLAP", 1)) fail("a launch overlaps others, or not, against the wish of the test");
     auto [module, kernel, most_shared_bytes] = *function;
     if (!x || !y || !z || x > 0x7fffffff || y > 65535 || z > 65535 || threads_y != 1 || threads_z != 1 || extra) {
         return INVALID_VALUE;

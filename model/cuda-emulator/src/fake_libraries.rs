@@ -7,8 +7,8 @@ use std::process::Command;
 use crate::files::fake_folder;
 use crate::test_device;
 
-/// Lets launches overlap, and the fake driver expect it.
-pub const OVERLAP: [(&str, &str); 2] = [("BATON_OVERLAP_LAUNCHES", "1"), ("FAKE_OVERLAP", "1")];
+/// Keeps launches from overlapping, and has the fake driver expect it.
+pub const APART: [(&str, &str); 2] = [("BATON_OVERLAP_LAUNCHES", "0"), ("FAKE_OVERLAP", "0")];
 
 /// The variable that tells a test that the libraries are fake.
 const FAKE: &str = "BATON_FAKE_LIBRARIES";

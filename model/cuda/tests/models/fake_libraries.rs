@@ -1,20 +1,25 @@
 //! Steps and a block queue on fake CUDA libraries.
 
-use baton_cuda_emulator::fake_libraries::{OVERLAP, run_own_tests};
+use baton_cuda_emulator::fake_libraries::{APART, run_own_tests};
 
-/// Steps that are launched ahead and become graphs, prompts, a block queue, and products of every kind, with launches
-/// that overlap.
+/// Steps that are launched ahead and become graphs, prompts, a block queue, and products of every kind.
 #[test]
 fn a_strict_driver_accepts_all_calls() {
     let names = [
         "sampling::tokens_match_the_logits",
         "sampling::a_step_is_launched_before_the_last_one_is_collected",
         "block_queue::pieces_are_gathered_hashed_and_scattered",
+        "block_queue::pieces_are_copied_to_another_pool",
         "low_bit::fp8_is_multiplied_with_any_scales",
         "multiply::widened_experts_are_multiplied_by_warpgroups",
         "whole::rows_take_the_experts_that_processors_choose",
     ];
-    run_own_tests(&names, &OVERLAP);
+    run_own_tests(&names, &[]);
+}
+
+#[test]
+fn launches_can_be_kept_apart() {
+    run_own_tests(&["sampling::tokens_match_the_logits"], &APART);
 }
 
 /// The trial at the opening of a device finds products in fp8. The library refuses those of some steps later.
