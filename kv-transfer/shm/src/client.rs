@@ -84,6 +84,7 @@ impl SendingTransport for ShmSending {
             jobs: Jobs::default(),
             link: Mutex::default(),
             sum_of: OnceLock::new(),
+            is_copied_at_once: OnceLock::new(),
         });
         Arc::new(ShmPool { shared, copier: JobThread::default() })
     }
@@ -107,6 +108,8 @@ struct Shared {
     link: Mutex<Option<Link>>,
     /// What checksums cover, from the peer's first welcome. It is the same on all connections to the pool.
     sum_of: OnceLock<SumOf>,
+    /// Whether a device copies a whole frame by one launch, from the first welcome too.
+    is_copied_at_once: OnceLock<bool>,
 }
 
 /// The mapping, its socket, and the grants that are open through it.
@@ -139,9 +142,10 @@ impl RemotePool for ShmPool {
     }
 
     fn frame_pieces(&self, route: &RouteState) -> usize {
-        match self.shared.link().as_ref().is_some_and(|link| link.memory.is_copied_at_once()) {
-            true => DEVICE_FRAME_PIECES,
-            false => max_pieces(route.frame_bytes(), route.wire_bytes()),
+        // The connection's lock would have this thread wait for the copy of a frame.
+        match self.shared.is_copied_at_once.get() {
+            Some(true) => DEVICE_FRAME_PIECES,
+            _ => max_pieces(route.frame_bytes(), route.wire_bytes()),
         }
     }
 
@@ -253,6 +257,7 @@ impl Shared {
         };
         socket.set_read_timeout(None).map_err(unreachable)?;
         self.sum_of.get_or_init(|| SumOf::new(&layout, memory.num_ranks()));
+        self.is_copied_at_once.get_or_init(|| memory.is_copied_at_once());
         let socket = Arc::new(socket);
         // Set before the thread starts, because the thread looks for the link.
         let mut slot = self.link();
