@@ -81,6 +81,11 @@ inline void copy_async(void* to, const void* from, bool is_wanted, const char* f
                        int line = __builtin_LINE()) {
     emulator::begin_copy({to, from, is_wanted, emulator::current->linear, file, line});
 }
+inline void copy_weights_async(void* to, const void* from, bool is_wanted, const char* file = __builtin_FILE(),
+                               int line = __builtin_LINE()) {
+    emulator::work.loaded_bytes += is_wanted ? 16 : 0;
+    copy_async(to, from, is_wanted, file, line);
+}
 inline void end_copy_group() {
     auto& groups = emulator::block->copies[emulator::current->linear];
     if (groups.empty()) groups.emplace_back();

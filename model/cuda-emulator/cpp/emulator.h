@@ -161,7 +161,7 @@ struct Block {
 
 // What kernels have done since the start.
 struct Work {
-    // Bytes of `load_once`: those of weights.
+    // Bytes of `load_once` and `copy_weights_async`: those of weights.
     u64 loaded_bytes = 0;
     // Instructions of a warp: `mma_bf16`.
     u64 num_products = 0;

@@ -123,22 +123,6 @@ __device__ __forceinline__ void add(float (&out)[DIM / 8][4], const u32 (&weight
     }
 }
 
-// Whether this block is the last of `num_splits` blocks to write its split of a tile of pairs. The last block then sees
-// the splits of all. `num_done` is zero before the first and after the last.
-__device__ __forceinline__ bool is_last_split(u32* num_done, u32 num_splits, u32* shared) {
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        // What the block wrote is visible before it is counted, what others counted is visible after it.
-        __threadfence();
-        bool is_last = atomicAdd(num_done, 1u) == num_splits - 1;
-        __threadfence();
-        if (is_last) *num_done = 0;
-        *shared = is_last;
-    }
-    __syncthreads();
-    return *shared != 0;
-}
-
 // Merges the splits of one pair, by a warp, always in the same order. `to` is the pair's place in the results.
 __device__ __forceinline__ void merge_splits(const DecodeAttention& p, u64 to, u32 num_splits, u32 lane) {
     const float* sums = p.sums + to * p.max_splits * DIM;
@@ -354,7 +338,7 @@ EARLY_KERNEL(decode_attention, DecodeAttention, attention::decode::WARPS * WARP)
     }
     if (splits.num == 1) return;
     u32* num_done = p.num_done + first_row * (a.num_kv_heads * a.group) + kv_head * num_pairs + first_pair / 16;
-    if (!is_last_split(num_done, splits.num, reinterpret_cast<u32*>(shared))) return;
+    if (!is_last_part(num_done, splits.num, reinterpret_cast<u32*>(shared))) return;
 #pragma unroll 1
     for (u32 row = warp; row < num; row += WARPS)
         merge_splits(p, head_row(a, first_row, kv_head, first_pair + row), splits.num, lane);

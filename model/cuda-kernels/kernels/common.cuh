@@ -145,6 +145,13 @@ __device__ __forceinline__ void copy_async(void* to, const void* from, bool is_w
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(at), "l"(from), "r"(num_bytes) : "memory");
 }
 
+// Like copy_async, of a row of weights that other copies go on with: the L2 cache fetches 256 bytes of it at once.
+__device__ __forceinline__ void copy_weights_async(void* to, const void* from, bool is_wanted) {
+    u32 at = static_cast<u32>(__cvta_generic_to_shared(to));
+    int num_bytes = is_wanted ? 16 : 0;
+    asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(at), "l"(from), "r"(num_bytes) : "memory");
+}
+
 // Ends a group of copies: all copies that were started since the last call.
 __device__ __forceinline__ void end_copy_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
@@ -214,6 +221,22 @@ __device__ __forceinline__ float block_sum(float value, float* scratch) {
     u32 lane = threadIdx.x % WARP;
     value = lane < (blockDim.x + WARP - 1) / WARP ? scratch[lane] : 0.0f;
     return warp_sum(value);
+}
+
+// Whether this block is the last of `num_parts` blocks to write its part of a result. The last block then sees the parts of
+// all. `num_done` is zero before the first and after the last.
+__device__ __forceinline__ bool is_last_part(u32* num_done, u32 num_parts, u32* shared) {
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        // What the block wrote is visible before it is counted, what others counted is visible after it.
+        __threadfence();
+        bool is_last = atomicAdd(num_done, 1u) == num_parts - 1;
+        __threadfence();
+        if (is_last) *num_done = 0;
+        *shared = is_last;
+    }
+    __syncthreads();
+    return *shared != 0;
 }
 
 // Converts four E4M3 codes to bf16 exactly: bytes 0 and 2, and bytes 1 and 3. The bits of a code, read as exponent

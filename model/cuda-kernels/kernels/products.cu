@@ -1,13 +1,12 @@
-// Products of few rows with weights of all formats: out[row][n] = sum over k of x[row][k] w[n][k], 16 or 32 rows at a
-// time. Also the conversions around a library's products of many rows: weights to bf16, activations to fp8.
+// Products of few rows with weights below bf16: out[row][n] = sum over k of x[row][k] w[n][k], 16 or 32 rows at a time.
+// Also the conversions around a library's products of many rows: weights to bf16, activations to fp8.
 //
 // Weights are widened to bf16 in registers, exactly, and multiplied by tensor cores with f32 sums. Scales are applied
 // to the sums of groups, in f32. The bits of a row's result do not depend on the other rows or their number: a row is
-// a column of its own in every matrix instruction, K is always divided among warps in the same way, and their sums
+// a column of its own in every matrix instruction, K is always divided in the same way, and the sums of its parts
 // are added in the same order.
 //
 // WEIGHTS is the format of the weights. All formats are row-major, [n][k]:
-//   0 bf16
 //   1 fp8 (E4M3), as in files; its two NaNs become +-480
 //   2 int8, in the order below
 //   3 int4, levels from 0 on, in the order below
@@ -19,13 +18,11 @@
 #include "common.cuh"
 
 #ifndef WEIGHTS
-#define WEIGHTS 0
+#define WEIGHTS 1
 #endif
 
 // A model has weights of several kinds, so its program contains this file several times.
-#if WEIGHTS == 0
-#define OF_KIND(name) name##_bf16
-#elif WEIGHTS == 1
+#if WEIGHTS == 1
 #define OF_KIND(name) name##_fp8
 #elif WEIGHTS == 2
 #define OF_KIND(name) name##_int8
@@ -34,6 +31,7 @@
 #endif
 // Expands the macro.
 #define NAMED_KERNEL(name, Params, ...) KERNEL(name, Params, __VA_ARGS__)
+#define NAMED_EARLY_KERNEL(name, Params, ...) EARLY_KERNEL(name, Params, __VA_ARGS__)
 
 namespace products {
 
@@ -62,26 +60,23 @@ struct Divisor {
 
 namespace OF_KIND(products) {
 
-constexpr u32 BF16 = 0, FP8 = 1, INT8 = 2, INT4 = 3;
+constexpr u32 FP8 = 1, INT8 = 2, INT4 = 3;
 constexpr bool IS_INTEGER = WEIGHTS >= INT8;
-constexpr bool HAS_SCALES = WEIGHTS != BF16;
 // Numbers of a row in the 16 bytes of four lanes.
-constexpr u32 STEP = WEIGHTS == BF16 ? 32 : WEIGHTS == INT4 ? 128 : 64;
+constexpr u32 STEP = WEIGHTS == INT4 ? 128 : 64;
 // An instruction takes 16 numbers. A unit is two instructions.
 constexpr u32 UNITS = STEP / 32;
-// Tiles of 16 outputs per warp. With smaller weights, the reads of activations weigh more.
-constexpr u32 TILES = WEIGHTS == BF16 ? 1 : 2;
-constexpr u32 OUTPUTS = 16 * TILES;
-constexpr u32 WARPS = 8;
 
 // Offset of a lane's eight numbers of a unit, from the start of the step.
 __device__ __forceinline__ u32 numbers_at(u32 in, u32 unit) {
     return WEIGHTS == FP8 ? 16 * in + 8 * unit : 32 * unit + 8 * in;
 }
 
+// Bytes from a lane's eight activations of one unit to those of the next.
+constexpr u32 UNIT_BYTES = WEIGHTS == FP8 ? 16 : 64;
+
 // Bytes from one row of weights to the next.
 __device__ __forceinline__ u64 row_bytes(u32 k) {
-    if (WEIGHTS == BF16) return u64(k) * 2;
     if (WEIGHTS == FP8) return k;
     return u64(k + STEP - 1) / STEP * 64;
 }
@@ -89,9 +84,7 @@ __device__ __forceinline__ u64 row_bytes(u32 k) {
 // The eight numbers of a unit as four pairs of bf16. Integers have their middle level subtracted.
 __device__ __forceinline__ void widen_unit(uint4 from, u32 unit, u32 (&to)[4]) {
     const u32 words[4] = {from.x, from.y, from.z, from.w};
-    if (WEIGHTS == BF16) {
-        for (u32 i = 0; i < 4; ++i) to[i] = words[i];
-    } else if (WEIGHTS == FP8) {
+    if (WEIGHTS == FP8) {
         // Like widen_e4m3, with two codes next to each other: the sign is extended, so that one mask is enough.
         for (u32 i = 0; i < 4; ++i) {
             u32 pair = pick_bytes(words[(2 * unit + i / 2) % 4], 0, i % 2 ? 0xb3a2 : 0x9180);
@@ -132,6 +125,12 @@ struct MultiplyFew {
     u32 is_f32;
     // WEIGHTS.
     u32 kind;
+    // Parts of K, of part_chunks chunks each, in blocks of their own. 1 with experts.
+    u32 num_parts, part_chunks;
+    // [num_parts][num_rows][n, padded to a multiple of 4], f32. Null if there is one part.
+    float* part_sums;
+    // [passes of rows][blocks of outputs]: how many blocks have written their part. Zeros between launches.
+    u32* parts_done;
 };
 
 namespace OF_KIND(products) {
@@ -148,237 +147,378 @@ __device__ __forceinline__ u32 end_place(const MultiplyFew& p) {
 //   SHORT        a group is one or more units
 enum class Groups { WHOLE_ROWS, LONG, SHORT };
 
-// The outputs of a lane: ROWS adjacent ones, of which each is a row of a matrix instruction. Outputs past the end
-// repeat the last one, and places past the end the last place: their results are not stored.
+// A block multiplies 128 outputs, four warps of 32. A chunk of K has two steps: one for four warps, one for the other four.
+constexpr u32 TILES = 2, WARP_OUTPUTS = 16 * TILES;
+constexpr u32 OUTPUT_WARPS = 4, K_WARPS = 2, WARPS = OUTPUT_WARPS * K_WARPS;
+constexpr u32 OUTPUTS = OUTPUT_WARPS * WARP_OUTPUTS, CHUNK = K_WARPS * STEP;
+// The outputs of a lane: ROWS adjacent ones, of which each is a row of a matrix instruction. Outputs and places past the end
+// are zeros.
 constexpr u32 ROWS = 2 * TILES;
 
-// The numbers of a group for the outputs of a lane.
-__device__ __forceinline__ void load_scales(const float* from, const u32 (&places)[ROWS], u32 at, float (&to)[ROWS]) {
-    if constexpr (IS_INTEGER) {
-        const float4 four = *reinterpret_cast<const float4*>(from + (places[0] + at));
-        to[0] = four.x, to[1] = four.y, to[2] = four.z, to[3] = four.w;
-    } else {
+// A stage of the pipeline, in shared memory: a chunk of rows of x, of weights, and of an integer's scales and zeros, at most
+// one for each unit. In odd rows of x, the pieces of a lane's even and odd units change places, so that the lanes of a load
+// find theirs in different banks.
+template <u32 COLUMN_TILES, bool HAS_ZEROS> struct Stage {
+    static constexpr u32 X_ROW = CHUNK * 2;
+    static constexpr u32 WEIGHTS_AT = 8 * COLUMN_TILES * X_ROW;
+    static constexpr u32 SCALES_AT = WEIGHTS_AT + ROWS * WARPS * WARP * 16;
+    static constexpr u32 SCALE_BYTES = IS_INTEGER ? K_WARPS * UNITS * OUTPUTS * 4 : 0;
+    static constexpr u32 ZEROS_AT = SCALES_AT + SCALE_BYTES;
+    static constexpr u32 BYTES = ZEROS_AT + (HAS_ZEROS ? SCALE_BYTES : 0);
+};
+
+// Stages that fit 99 KiB, which every supported card has for a block. See `stages` in ../src/products.rs.
+template <u32 COLUMN_TILES> constexpr u32 STAGES = COLUMN_TILES == 4 && WEIGHTS == INT4 ? 2 : 3;
+
+// Floats from one place to the next where the warps of a block add their sums: lanes find theirs in different banks.
+constexpr u32 SUMS_ROW = OUTPUTS + 4;
+
+__device__ __forceinline__ float4 add(float4 a, float4 b) {
+    return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
+}
+
+// Stores four adjacent outputs from n on, as far as they exist.
+__device__ __forceinline__ void store(const MultiplyFew& p, u32 place, u32 n, float4 sums) {
+    const float values[4] = {sums.x, sums.y, sums.z, sums.w};
+    const u64 to = u64(place) * p.n + n;
 #pragma unroll
-        for (u32 i = 0; i < ROWS; ++i) to[i] = from[places[i] + at];
+    for (u32 i = 0; i < 4; ++i) {
+        if (n + i >= p.n) return;
+        const float sum = p.bias ? values[i] + p.bias[n + i] : values[i];
+        if (p.is_f32) {
+            static_cast<float*>(p.out)[to + i] = sum;
+        } else {
+            static_cast<u16*>(p.out)[to + i] = round_bf16(sum);
+        }
     }
 }
 
-// The sums of the warps, [warp][place][output]. Their memory is aligned to 16 bytes: if it is not, the assembler of CUDA 12.9
-// spills three times as many registers for sm_120.
-template <u32 COLUMN_TILES> constexpr u32 NUM_SUMS = WARPS * 8 * COLUMN_TILES * OUTPUTS;
-
-// The next 8 * COLUMN_TILES places, or fewer. Leaves their sums in shared memory.
-template <u32 COLUMN_TILES, Groups GROUPS, bool HAS_ZEROS>
-__device__ __forceinline__ void multiply(const MultiplyFew& p, u32 done, float* sums) {
+// Multiplies the next 8 * COLUMN_TILES places, or fewer, with a part of K, and stores the results. MOST_TILES is the most
+// COLUMN_TILES of the kernel.
+template <u32 MOST_TILES, u32 COLUMN_TILES, Groups GROUPS, bool HAS_ZEROS>
+__device__ __forceinline__ void multiply(const MultiplyFew& p, u32 done, u8* shared) {
+    using Part = Stage<COLUMN_TILES, HAS_ZEROS>;
+    constexpr u32 NUM = STAGES<MOST_TILES>;
     const u32 warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, group = lane / 4, in = lane % 4;
+    const u32 k_warp = warp / OUTPUT_WARPS, first_of_warp = warp % OUTPUT_WARPS * WARP_OUTPUTS;
     // The weights of this expert.
-    const u32 first_row = blockIdx.y * p.n;
-    const u32 first = blockIdx.x * OUTPUTS + group * ROWS, num_steps = (p.k + STEP - 1) / STEP;
-    const u32 place = first_place(p) + done, last = end_place(p) - place - 1;
-    // A lane's numbers of the next step, in the rows of x and of the weights.
-    const u16* x_rows[COLUMN_TILES];
-#pragma unroll
-    for (u32 c = 0; c < COLUMN_TILES; ++c) {
-        const u32 of_tile = c * 8 + group, at = place + (of_tile < last ? of_tile : last);
-        x_rows[c] = p.x + u64(p.rows ? p.rows[at] : at) * p.k + warp * STEP + numbers_at(in, 0);
-    }
+    const u32 first_row = blockIdx.y * p.n, first_output = blockIdx.x * OUTPUTS;
+    const u32 first = first_output + first_of_warp + group * ROWS;
+    const u32 num_steps = (p.k + STEP - 1) / STEP, num_chunks = (num_steps + K_WARPS - 1) / K_WARPS;
+    const u32 chunk_begin = blockIdx.z * p.part_chunks;
+    const u32 chunk_end = p.num_parts == 1 || chunk_begin + p.part_chunks > num_chunks ? num_chunks : chunk_begin + p.part_chunks;
+
     // In units of 16 bytes, in which 32 bits reach 64 GiB: they take half of the registers of addresses.
-    u32 weight_places[ROWS];
+    const u32 row_places = u32(row_bytes(p.k) / 16), weights_place = (first_row + first) * row_places + k_warp * 4 + in;
     u32 scale_places[ROWS];
+    if constexpr (!IS_INTEGER) {
 #pragma unroll
-    for (u32 i = 0; i < ROWS; ++i) {
-        const u32 n = first_row + (first + i < p.n ? first + i : p.n - 1);
-        weight_places[i] = n * u32(row_bytes(p.k) / 16) + warp * 4 + in;
-        scale_places[i] = IS_INTEGER ? n : HAS_SCALES ? n / p.scales.rows_per_scale * p.scales.row_stride : 0;
+        for (u32 i = 0; i < ROWS; ++i) {
+            const u32 n = first_row + (first + i < p.n ? first + i : p.n - 1);
+            scale_places[i] = n / p.scales.rows_per_scale * p.scales.row_stride;
+        }
     }
-    // Four outputs are loaded together. The rows of a table are padded to a multiple of four.
-    if (IS_INTEGER) scale_places[0] = first_row + (first < p.n ? first : (p.n - 1) / 4 * 4);
     const products::Divisor groups(GROUPS == Groups::SHORT  ? p.scales.group / 32
                                    : GROUPS == Groups::LONG ? p.scales.group / STEP
                                                             : 1);
     const u32 last_group = (p.k - 1) / p.scales.group;
-    float total[TILES][COLUMN_TILES][4] = {};
-    uint4 next[ROWS];
-    auto load = [&](u32 step) {
+    // Each lane copies the weights that it will multiply, and threads share the copies of four outputs' scales: one for each
+    // group that meets the chunk, or one for each step.
+    constexpr u32 SCALES_OF_CHUNK = GROUPS == Groups::SHORT ? K_WARPS * UNITS : K_WARPS;
+    const u32 scale_idx = threadIdx.x / (OUTPUTS / 4), scale_output = threadIdx.x % (OUTPUTS / 4) * 4;
+    // The rows of a table are padded to a multiple of four.
+    const u32 scale_place = first_row + (first_output + scale_output < p.n ? first_output + scale_output : (p.n - 1) / 4 * 4);
+    auto copy_weights = [&](u32 chunk, u8* stage) {
 #pragma unroll
         for (u32 i = 0; i < ROWS; ++i) {
             // Integers are padded to whole steps.
-            if (!IS_INTEGER) next[i] = make_uint4(0, 0, 0, 0);
-            if (IS_INTEGER || step * STEP + numbers_at(in, 0) < p.k) {
-                next[i] = load_once(p.weights + u64(weight_places[i]) * 16);
-            }
-            weight_places[i] += WARPS * 4;
+            const u32 step = chunk * K_WARPS + k_warp;
+            const bool is_k = IS_INTEGER ? step < num_steps : step * STEP + numbers_at(in, 0) < p.k;
+            const bool is_there = is_k && first + i < p.n;
+            const u8* from = p.weights + u64(weights_place + i * row_places + chunk * (K_WARPS * 4)) * 16;
+            copy_weights_async(stage + Part::WEIGHTS_AT + (i * WARPS * WARP + threadIdx.x) * 16, from, is_there);
+        }
+        if (IS_INTEGER && scale_idx < SCALES_OF_CHUNK) {
+            // The last chunk may have units past the end of K. Their activations are zero.
+            const u32 nth = groups.of(chunk * SCALES_OF_CHUNK + scale_idx);
+            const u64 at = u64(nth < last_group ? nth : last_group) * p.scales.group_stride + scale_place;
+            u8* to = stage + Part::SCALES_AT + (scale_idx * OUTPUTS + scale_output) * 4;
+            copy_async(to, p.scales.scales + at, true);
+            if (HAS_ZEROS) copy_async(to + Part::SCALE_BYTES, p.scales.zeros + at, true);
         }
     };
-    if (warp < num_steps) load(warp);
-    for (u32 step = warp; step < num_steps; step += WARPS) {
+
+    // Threads share the copies of rows of x, 16 bytes at a time.
+    constexpr u32 PIECES = CHUNK / 8, ROWS_AT_ONCE = WARPS * WARP / PIECES, X_ROWS = 8 * COLUMN_TILES;
+    constexpr u32 X_COPIES = (X_ROWS + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
+    const u32 x_row = threadIdx.x / PIECES, x_piece = threadIdx.x % PIECES;
+    // Experts have as many as 16 rows at a time.
+    u32 x_places[MOST_TILES == 4 ? 1 : X_COPIES];
+    u32 last = 0;
+    auto copy_x = [&](u32 chunk, u8* stage) {
+        if (X_ROWS < ROWS_AT_ONCE && x_row >= X_ROWS) return;
+        u8* to = stage + x_row * Part::X_ROW + (x_piece ^ x_row % 2 * (UNIT_BYTES / 16)) * 16;
+#pragma unroll
+        for (u32 i = 0; i < X_COPIES; ++i) {
+            const u32 place = MOST_TILES == 4 ? x_places[0] + i * ROWS_AT_ONCE * (p.k / 8) : x_places[i];
+            const bool is_there = chunk * CHUNK + x_piece * 8 < p.k && x_row + i * ROWS_AT_ONCE <= last;
+            copy_async(to + i * ROWS_AT_ONCE * Part::X_ROW, p.x + u64(place + chunk * PIECES) * 8, is_there);
+        }
+    };
+
+    // Weights do not depend on the kernel ahead, nor do the places of a matrix that is not an expert's.
+    const bool is_early = !p.offsets && done == 0;
+    if (is_early) {
+#pragma unroll
+        for (u32 i = 0; i + 1 < NUM; ++i) {
+            if (chunk_begin + i < chunk_end) copy_weights(chunk_begin + i, shared + i * Part::BYTES);
+        }
+        begin_kernel();
+    }
+    const u32 place = first_place(p) + done;
+    last = end_place(p) - place - 1;
+    if constexpr (MOST_TILES == 4) {
+        x_places[0] = (place + x_row) * (p.k / 8) + x_piece;
+    } else {
+#pragma unroll
+        for (u32 i = 0; i < X_COPIES; ++i) {
+            const u32 row = x_row + i * ROWS_AT_ONCE, at = place + (row < last ? row : last);
+            x_places[i] = (p.rows ? p.rows[at] : at) * (p.k / 8) + x_piece;
+        }
+    }
+#pragma unroll
+    for (u32 i = 0; i + 1 < NUM; ++i) {
+        if (chunk_begin + i < chunk_end) {
+            if (!is_early) copy_weights(chunk_begin + i, shared + i * Part::BYTES);
+            copy_x(chunk_begin + i, shared + i * Part::BYTES);
+        }
+        end_copy_group();
+    }
+
+    // Scales of fp8 blocks are loaded one chunk ahead, into registers.
+    float scales[ROWS], next_scales[ROWS];
+    auto load_scales = [&](u32 chunk) {
+        const u32 nth = groups.of(chunk * K_WARPS + k_warp);
+        const u32 at = (nth < last_group ? nth : last_group) * p.scales.group_stride;
+#pragma unroll
+        for (u32 i = 0; i < ROWS; ++i) next_scales[i] = p.scales.scales[scale_places[i] + at];
+    };
+    constexpr bool HAS_BLOCK_SCALES = !IS_INTEGER && GROUPS == Groups::LONG;
+    if (HAS_BLOCK_SCALES) load_scales(chunk_begin);
+
+    float total[TILES][COLUMN_TILES][4] = {};
+    u32 at_stage = 0;
+    for (u32 chunk = chunk_begin; chunk < chunk_end; ++chunk) {
+        await_copies<NUM - 2>();
+        // What others copied is there, and the stage before is free.
+        __syncthreads();
+        if (chunk + NUM - 1 < chunk_end) {
+            u8* before = shared + (at_stage == 0 ? NUM - 1 : at_stage - 1) * Part::BYTES;
+            copy_weights(chunk + NUM - 1, before);
+            copy_x(chunk + NUM - 1, before);
+        }
+        end_copy_group();
+        const u8* stage = shared + at_stage * Part::BYTES;
+        at_stage = at_stage + 1 == NUM ? 0 : at_stage + 1;
         uint4 now[ROWS];
 #pragma unroll
-        for (u32 i = 0; i < ROWS; ++i) now[i] = next[i];
-        if (step + WARPS < num_steps) load(step + WARPS);
+        for (u32 i = 0; i < ROWS; ++i) {
+            now[i] = *reinterpret_cast<const uint4*>(stage + Part::WEIGHTS_AT + (i * WARPS * WARP + threadIdx.x) * 16);
+        }
+        const u8* x_rows = stage + group * Part::X_ROW + k_warp * (STEP * 2) + numbers_at(in, 0) * 2;
         float part[TILES][COLUMN_TILES][4] = {};
         // The sums of a group's activations, for the product with its zero.
         float sum_of_x[COLUMN_TILES][4] = {};
-        float scales[ROWS], zeros[ROWS];
+        float zeros[ROWS];
+        if (HAS_BLOCK_SCALES) {
+#pragma unroll
+            for (u32 i = 0; i < ROWS; ++i) scales[i] = next_scales[i];
+            load_scales(chunk + 1);
+        }
 #pragma unroll
         for (u32 unit = 0; unit < UNITS; ++unit) {
-            if (GROUPS == Groups::SHORT || (GROUPS == Groups::LONG && unit == 0)) {
-                u32 nth = groups.of(GROUPS == Groups::SHORT ? step * UNITS + unit : step);
-                // The last step may have units past the end of K. Their activations are zero.
-                if (GROUPS == Groups::SHORT) nth = nth < last_group ? nth : last_group;
-                const u32 at = nth * p.scales.group_stride;
-                load_scales(p.scales.scales, scale_places, at, scales);
-                if (HAS_ZEROS) load_scales(p.scales.zeros, scale_places, at, zeros);
-            }
-            const u32 k = step * STEP + numbers_at(in, unit);
-            uint4 x[COLUMN_TILES];
-#pragma unroll
-            for (u32 c = 0; c < COLUMN_TILES; ++c) {
-                x[c] = make_uint4(0, 0, 0, 0);
-                if (k < p.k) x[c] = *reinterpret_cast<const uint4*>(x_rows[c] + numbers_at(0, unit));
+            if (IS_INTEGER && (GROUPS == Groups::SHORT || unit == 0)) {
+                const u32 nth = GROUPS == Groups::SHORT ? k_warp * UNITS + unit : k_warp;
+                const u8* at = stage + Part::SCALES_AT + (nth * OUTPUTS + first_of_warp + group * ROWS) * 4;
+                const float4 four = *reinterpret_cast<const float4*>(at);
+                scales[0] = four.x, scales[1] = four.y, scales[2] = four.z, scales[3] = four.w;
                 if (HAS_ZEROS) {
-                    const u32 ones[4] = {0x3f803f80u, 0x3f803f80u, 0x3f803f80u, 0x3f803f80u};
-                    mma_bf16(sum_of_x[c], ones, {x[c].x, x[c].y});
-                    mma_bf16(sum_of_x[c], ones, {x[c].z, x[c].w});
+                    const float4 levels = *reinterpret_cast<const float4*>(at + Part::SCALE_BYTES);
+                    zeros[0] = levels.x, zeros[1] = levels.y, zeros[2] = levels.z, zeros[3] = levels.w;
                 }
             }
-            constexpr bool IS_SCALED_LATER = GROUPS != Groups::WHOLE_ROWS;
+            u32 left[TILES][2][4];
 #pragma unroll
             for (u32 t = 0; t < TILES; ++t) {
                 u32 upper[4], lower[4];
                 widen_unit(now[2 * t], unit, upper);
                 widen_unit(now[2 * t + 1], unit, lower);
-                const u32 a[4] = {upper[0], lower[0], upper[1], lower[1]};
-                const u32 b[4] = {upper[2], lower[2], upper[3], lower[3]};
 #pragma unroll
-                for (u32 c = 0; c < COLUMN_TILES; ++c) {
-                    mma_bf16(IS_SCALED_LATER ? part[t][c] : total[t][c], a, {x[c].x, x[c].y});
-                    mma_bf16(IS_SCALED_LATER ? part[t][c] : total[t][c], b, {x[c].z, x[c].w});
-                }
+                for (u32 i = 0; i < 4; ++i) left[t][i / 2][i % 2 * 2] = upper[i], left[t][i / 2][i % 2 * 2 + 1] = lower[i];
             }
-            if constexpr (IS_SCALED_LATER) {
-                if (GROUPS == Groups::LONG && unit + 1 < UNITS) continue;
+            const u8* of_unit = x_rows + (unit ^ group % 2) * UNIT_BYTES;
 #pragma unroll
-                for (u32 c = 0; c < COLUMN_TILES; ++c) {
-#pragma unroll
-                    for (u32 i = 0; i < ROWS * 2; ++i) {
-                        float& of_group = part[i / 4][c][i % 4];
-                        if (HAS_ZEROS) of_group -= zeros[i / 2] * sum_of_x[c][i % 2];
-                        total[i / 4][c][i % 4] += scales[i / 2] * of_group;
-                        of_group = 0.0f;
-                    }
-                    sum_of_x[c][0] = sum_of_x[c][1] = 0.0f;
+            for (u32 c = 0; c < COLUMN_TILES; ++c) {
+                const uint4 x = *reinterpret_cast<const uint4*>(of_unit + 8 * c * Part::X_ROW);
+                if (HAS_ZEROS) {
+                    const u32 ones[4] = {0x3f803f80u, 0x3f803f80u, 0x3f803f80u, 0x3f803f80u};
+                    mma_bf16(sum_of_x[c], ones, {x.x, x.y});
+                    mma_bf16(sum_of_x[c], ones, {x.z, x.w});
                 }
+#pragma unroll
+                for (u32 t = 0; t < TILES; ++t) {
+                    float(&to)[4] = GROUPS == Groups::WHOLE_ROWS ? total[t][c] : part[t][c];
+                    mma_bf16(to, left[t][0], {x.x, x.y});
+                    mma_bf16(to, left[t][1], {x.z, x.w});
+                }
+                if (GROUPS == Groups::WHOLE_ROWS || (GROUPS == Groups::LONG && unit + 1 < UNITS)) continue;
+#pragma unroll
+                for (u32 i = 0; i < ROWS * 2; ++i) {
+                    float& of_group = part[i / 4][c][i % 4];
+                    if (HAS_ZEROS) of_group -= zeros[i / 2] * sum_of_x[c][i % 2];
+                    total[i / 4][c][i % 4] += scales[i / 2] * of_group;
+                    of_group = 0.0f;
+                }
+                sum_of_x[c][0] = sum_of_x[c][1] = 0.0f;
             }
         }
-#pragma unroll
-        for (u32 c = 0; c < COLUMN_TILES; ++c) x_rows[c] += WARPS * STEP;
     }
-    float scales[ROWS];
-    if (HAS_SCALES && GROUPS == Groups::WHOLE_ROWS) load_scales(p.scales.scales, scale_places, 0, scales);
+    if (GROUPS == Groups::WHOLE_ROWS) {
 #pragma unroll
-    for (u32 t = 0; t < TILES; ++t) {
+        for (u32 i = 0; i < ROWS; ++i) scales[i] = p.scales.scales[scale_places[i]];
+    }
+    // The sums of an output's two warps are added, and parts of K after that, in one order, always.
+    float* sums = reinterpret_cast<float*>(shared);
+    await_copies<0>();
+    __syncthreads();
+    const u32 part_width = (p.n + 3) / 4 * 4;
+    float* part_to = p.part_sums + u64(blockIdx.z) * p.num_rows * part_width;
 #pragma unroll
-        for (u32 c = 0; c < COLUMN_TILES; ++c) {
+    for (u32 k = K_WARPS; k-- > 0;) {
+        if (k_warp == k) {
 #pragma unroll
-            for (u32 i = 0; i < 4; ++i) {
-                u32 row = c * 8 + 2 * in + i % 2, output = group * ROWS + 2 * t + i / 2;
-                float sum = total[t][c][i];
-                if (HAS_SCALES && GROUPS == Groups::WHOLE_ROWS) sum *= scales[2 * t + i / 2];
-                sums[(warp * 8 * COLUMN_TILES + row) * OUTPUTS + output] = sum;
+            for (u32 c = 0; c < COLUMN_TILES; ++c) {
+#pragma unroll
+                for (u32 i = 0; i < 2; ++i) {
+                    const u32 row = c * 8 + 2 * in + i;
+                    float4 four = make_float4(total[0][c][i], total[0][c][i + 2], total[1][c][i], total[1][c][i + 2]);
+                    if (GROUPS == Groups::WHOLE_ROWS) {
+                        four.x *= scales[0], four.y *= scales[1], four.z *= scales[2], four.w *= scales[3];
+                    }
+                    float4* of_block = reinterpret_cast<float4*>(sums + row * SUMS_ROW + first_of_warp + group * ROWS);
+                    if (k > 0) {
+                        *of_block = four;
+                    } else if (row <= last && first < p.n) {
+                        four = add(four, *of_block);
+                        if (p.num_parts == 1) {
+                            store(p, place + row, first, four);
+                        } else {
+                            *reinterpret_cast<float4*>(part_to + u64(done + row) * part_width + first) = four;
+                        }
+                    }
+                }
             }
         }
+        __syncthreads();
+    }
+    if (p.num_parts == 1) return;
+    u32* parts_done = p.parts_done + done / (8 * MOST_TILES) * gridDim.x + blockIdx.x;
+    const bool is_last = is_last_part(parts_done, p.num_parts, reinterpret_cast<u32*>(shared));
+    // All have read it, and the next places may overwrite it.
+    __syncthreads();
+    if (!is_last) return;
+    // Fours of outputs of a thread: it loads those of all rows together.
+    constexpr u32 FOURS = X_ROWS * OUTPUTS / 4 / (WARPS * WARP), ROWS_OF_ONE = X_ROWS / FOURS;
+    const u32 row = threadIdx.x / (OUTPUTS / 4), n = first_output + threadIdx.x % (OUTPUTS / 4) * 4;
+    if (n >= p.n) return;
+    const float* from = p.part_sums + u64(done + row) * part_width + n;
+    float4 fours[FOURS];
+#pragma unroll
+    for (u32 i = 0; i < FOURS; ++i) fours[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll 4
+    for (u32 part = 0; part < p.num_parts; ++part) {
+#pragma unroll
+        for (u32 i = 0; i < FOURS; ++i) {
+            if (row + i * ROWS_OF_ONE > last) continue;
+            fours[i] = add(fours[i], *reinterpret_cast<const float4*>(from + i * ROWS_OF_ONE * part_width));
+        }
+        from += u64(p.num_rows) * part_width;
+    }
+#pragma unroll
+    for (u32 i = 0; i < FOURS; ++i) {
+        if (row + i * ROWS_OF_ONE <= last) store(p, place + row + i * ROWS_OF_ONE, n, fours[i]);
     }
 }
 
-// Multiplies the next 8 * COLUMN_TILES places, or fewer, and stores the results.
-template <u32 COLUMN_TILES, bool HAS_ZEROS>
-__device__ __forceinline__ void multiply(const MultiplyFew& p, u32 done, float* sums) {
-    if constexpr (!HAS_SCALES) {
-        multiply<COLUMN_TILES, Groups::WHOLE_ROWS, false>(p, done, sums);
-    } else if constexpr (IS_INTEGER) {
+template <u32 MOST_TILES, u32 COLUMN_TILES, bool HAS_ZEROS>
+__device__ __forceinline__ void multiply(const MultiplyFew& p, u32 done, u8* shared) {
+    if constexpr (IS_INTEGER) {
         if (p.scales.group % STEP == 0) {
-            multiply<COLUMN_TILES, Groups::LONG, HAS_ZEROS>(p, done, sums);
+            multiply<MOST_TILES, COLUMN_TILES, Groups::LONG, HAS_ZEROS>(p, done, shared);
         } else {
-            multiply<COLUMN_TILES, Groups::SHORT, HAS_ZEROS>(p, done, sums);
+            multiply<MOST_TILES, COLUMN_TILES, Groups::SHORT, HAS_ZEROS>(p, done, shared);
         }
     } else if (p.scales.group >= p.k) {
-        multiply<COLUMN_TILES, Groups::WHOLE_ROWS, false>(p, done, sums);
+        multiply<MOST_TILES, COLUMN_TILES, Groups::WHOLE_ROWS, false>(p, done, shared);
     } else {
-        multiply<COLUMN_TILES, Groups::LONG, false>(p, done, sums);
+        multiply<MOST_TILES, COLUMN_TILES, Groups::LONG, false>(p, done, shared);
     }
-    __syncthreads();
-    // The sums of the warps are added in one order, always.
-    const u32 place = first_place(p) + done, num_places = end_place(p) - place, most = 8 * COLUMN_TILES;
-    for (u32 i = threadIdx.x; i < (num_places < most ? num_places : most) * OUTPUTS; i += WARPS * WARP) {
-        u32 n = blockIdx.x * OUTPUTS + i % OUTPUTS;
-        if (n >= p.n) continue;
-        float sum = 0.0f;
-        for (u32 warp = 0; warp < WARPS; ++warp) sum += sums[warp * most * OUTPUTS + i];
-        u64 to = u64(place + i / OUTPUTS) * p.n + n;
-        if (p.bias) sum += p.bias[n];
-        if (p.is_f32) {
-            static_cast<float*>(p.out)[to] = sum;
-        } else {
-            static_cast<u16*>(p.out)[to] = round_bf16(sum);
-        }
-    }
-    // The sums were read.
-    __syncthreads();
 }
 
 // 16 places at a time.
 template <bool HAS_ZEROS> __device__ __forceinline__ void multiply_few(const MultiplyFew& p) {
-    __shared__ uint4 shared[NUM_SUMS<2> / 4];
-    float* sums = reinterpret_cast<float*>(shared);
+    DYNAMIC_SHARED(shared);
+    // Only the kernel ahead knows the places of experts.
+    if (p.offsets) begin_kernel();
     // Registers are scarce, so both ends are read again for every 16 places.
     for (u32 done = 0;; done += 16) {
         if (first_place(p) + done >= end_place(p)) return;
         if (end_place(p) - first_place(p) - done <= 8) {
-            multiply<1, HAS_ZEROS>(p, done, sums);
+            multiply<2, 1, HAS_ZEROS>(p, done, shared);
         } else {
-            multiply<2, HAS_ZEROS>(p, done, sums);
+            multiply<2, 2, HAS_ZEROS>(p, done, shared);
         }
     }
 }
 
 // 32 places at a time, without experts.
 template <bool HAS_ZEROS> __device__ __forceinline__ void multiply_few32(const MultiplyFew& p) {
-    __shared__ uint4 shared[NUM_SUMS<4> / 4];
-    float* sums = reinterpret_cast<float*>(shared);
-    for (u32 done = 0; done < p.num_rows; done += 32) multiply<4, HAS_ZEROS>(p, done, sums);
+    DYNAMIC_SHARED(shared);
+    for (u32 done = 0; done < p.num_rows; done += 32) multiply<4, 4, HAS_ZEROS>(p, done, shared);
 }
 
 } // namespace OF_KIND(products)
 
-// Blocks of 16 places on a multiprocessor. The assembler of CUDA 12.9 spills many registers for Blackwell if it must
-// leave room for a second one.
+// Blocks on a multiprocessor. The assembler of CUDA 12.9 spills many registers for Blackwell if it must leave room for a second
+// one.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
 #define BLOCKS_OF_FEW 1
 #else
 #define BLOCKS_OF_FEW 2
 #endif
 
-// One block per expert and 16 outputs of bf16, or 32 outputs of smaller weights. Its warps take turns at steps of K,
-// every eighth step each. For every 16 rows it reads each weight once (2, 1 or 1/2 bytes, and 4 bytes of scale per
-// group): from memory the first time, mostly from the L2 cache after that, like activations. Two operations per
-// weight and row, and 1 to 2 more to widen a weight for 16 rows: bound by memory bandwidth. The weights of the next step
-// are in flight, in registers, while one is multiplied.
-NAMED_KERNEL(OF_KIND(multiply_few), MultiplyFew, 256, BLOCKS_OF_FEW) { OF_KIND(products)::multiply_few<false>(p); }
+// One block per expert, 128 outputs and part of K. For every 16 rows it reads each weight once (1 or 1/2 bytes, and 4 bytes of
+// scale per group), from memory the first time, mostly from the L2 cache after that; and 2 bytes of each activation from
+// the L2 cache for 128 outputs. Two operations per weight and row, and 1 to 2 more to widen a weight for 16 rows: bound by memory
+// bandwidth. 16 KiB of weights for each stage but one are in flight; the first of them before the kernel ahead has ended.
+NAMED_EARLY_KERNEL(OF_KIND(multiply_few), MultiplyFew, 256, BLOCKS_OF_FEW) { OF_KIND(products)::multiply_few<false>(p); }
 
-// The same for 32 rows at a time, with the same bits. Weights are read and widened half as often. It takes more
-// registers: one block runs on a multiprocessor.
-NAMED_KERNEL(OF_KIND(multiply_few32), MultiplyFew, 256) { OF_KIND(products)::multiply_few32<false>(p); }
+// The same for 32 rows at a time, with the same bits. Weights are read and widened half as often.
+NAMED_EARLY_KERNEL(OF_KIND(multiply_few32), MultiplyFew, 256, BLOCKS_OF_FEW) {
+    OF_KIND(products)::multiply_few32<false>(p);
+}
 
 #if WEIGHTS >= 2
 // The same for weights with zeros.
-NAMED_KERNEL(OF_KIND(multiply_few_zeros), MultiplyFew, 256, BLOCKS_OF_FEW) { OF_KIND(products)::multiply_few<true>(p); }
-NAMED_KERNEL(OF_KIND(multiply_few32_zeros), MultiplyFew, 256) { OF_KIND(products)::multiply_few32<true>(p); }
+NAMED_EARLY_KERNEL(OF_KIND(multiply_few_zeros), MultiplyFew, 256, BLOCKS_OF_FEW) {
+    OF_KIND(products)::multiply_few<true>(p);
+}
+NAMED_EARLY_KERNEL(OF_KIND(multiply_few32_zeros), MultiplyFew, 256, BLOCKS_OF_FEW) {
+    OF_KIND(products)::multiply_few32<true>(p);
+}
 #endif
 
 #undef BLOCKS_OF_FEW
-
-#if WEIGHTS != 0
 
 struct Dequantise {
     const u8* weights;
@@ -427,8 +567,6 @@ NAMED_KERNEL(OF_KIND(dequantise), Dequantise, 256) {
         *reinterpret_cast<uint4*>(p.out + u64(n) * p.k + k) = pack_bf16(numbers);
     }
 }
-
-#endif
 
 #if WEIGHTS == 1
 

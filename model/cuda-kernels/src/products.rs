@@ -1,4 +1,4 @@
-//! Products of few rows with weights of all formats, and the kernels around a library's products of many rows:
+//! Products of few rows with weights below bf16, and the kernels around a library's products of many rows:
 //! `kernels/products.cu`.
 //!
 //! The bits of a row's result do not depend on the other rows or their number. Sums are f32. Weights enter the sums
@@ -38,11 +38,6 @@ impl WeightKind {
         }
     }
 
-    /// Outputs of a block of threads.
-    fn outputs(self) -> u32 {
-        if self == WeightKind::Bf16 { 16 } else { 32 }
-    }
-
     /// Bytes from one row to the next.
     pub fn row_bytes(self, k: usize) -> usize {
         match self {
@@ -56,13 +51,15 @@ impl WeightKind {
 /// 1 in E4M3.
 pub const E4M3_ONE: u8 = 0x38;
 
+/// The kernels of a kind below bf16.
 pub fn source(kind: WeightKind) -> KernelSource {
+    debug_assert!(kind != WeightKind::Bf16, "libraries multiply bf16");
     KernelSource { file: "products.cu", defines: vec![("WEIGHTS", kind as u64)] }
 }
 
-/// For each kind of weight.
+/// For each kind below bf16.
 pub fn sources() -> Vec<KernelSource> {
-    WeightKind::ALL.map(source).into()
+    WeightKind::ALL.into_iter().filter(|kind| *kind != WeightKind::Bf16).map(source).collect()
 }
 
 /// Packs a row of levels in the order of the kernels, into its [`row_bytes`](WeightKind::row_bytes).
@@ -135,10 +132,56 @@ impl Scales {
     }
 }
 
+/// Outputs of a block of threads of [`MultiplyFew`].
+const OUTPUTS: usize = 128;
+
+/// Rows that [`MultiplyFew`] multiplies in one pass over the weights, if there are more than 16 and no experts.
+pub const PASS_ROWS: usize = 32;
+
+/// Blocks that fill a GPU: two on each of an H100's 132 multiprocessors.
+const WANTED_BLOCKS: usize = 264;
+
+/// A part of K has this many chunks at least: with fewer, it would take longer to add the parts than to compute them.
+const LEAST_PART_CHUNKS: usize = 4;
+
+/// How [`MultiplyFew`] divides K among blocks. It depends on the matrix alone, so that the bits of a row do not depend on the
+/// number of rows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(C)]
+pub struct KParts {
+    /// At least 1.
+    pub num: u32,
+    /// Of a part; the last may have fewer. A chunk is two times the numbers in 64 bytes of a row.
+    pub chunks: u32,
+}
+
+impl KParts {
+    /// One.
+    pub const ONE: KParts = KParts { num: 1, chunks: 0 };
+
+    /// As many as it takes to fill a GPU with blocks.
+    pub fn of(kind: WeightKind, n: usize, k: usize) -> KParts {
+        let num_chunks = k.div_ceil(2 * kind.step());
+        let wanted = WANTED_BLOCKS / n.div_ceil(OUTPUTS);
+        let chunks = num_chunks.div_ceil(wanted.max(1)).max(LEAST_PART_CHUNKS.min(num_chunks));
+        let num = num_chunks.div_ceil(chunks) as u32;
+        if num == 1 { KParts::ONE } else { KParts { num, chunks: chunks as u32 } }
+    }
+
+    /// Bytes of [`MultiplyFew::part_sums`] and [`MultiplyFew::parts_done`].
+    pub fn scratch_bytes(self, n: usize, num_rows: usize) -> (usize, usize) {
+        if self.num == 1 {
+            return (0, 0);
+        }
+        let sums = self.num as usize * num_rows * n.next_multiple_of(4) * 4;
+        (sums, num_rows.div_ceil(PASS_ROWS) * n.div_ceil(OUTPUTS) * 4)
+    }
+}
+
 /// `out[place][n] = sum over k of x[row][k] w[n][k] + bias[n]`, rounded to the output's type once. Without experts a
 /// place is a row. With experts `rows` gives the row of each place, and `w` is the matrix of the place's expert.
 ///
-/// Reads each weight once per 16 rows (per 32 rows, if there are more than 16 and no experts), with two operations per
+/// Reads each weight once per 16 rows (per [`PASS_ROWS`], if there are more than 16 and no experts), with two operations per
 /// weight and row: bound by memory bandwidth, or by the L2 cache.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
@@ -166,8 +209,35 @@ pub struct MultiplyFew {
     pub num_experts: u32,
     /// 0 or 1.
     pub is_f32: u32,
-    /// The kind of its [`source`].
+    /// The kind of its [`source`]: not bf16.
     pub kind: WeightKind,
+    /// [`KParts::ONE`] with experts.
+    pub parts: KParts,
+    /// `[parts][num_rows][n, padded to a multiple of 4]`, f32. Null if there is one part.
+    pub part_sums: Address,
+    /// u32 for each pass of rows and 128 outputs: zeros between launches. Null if there is one part.
+    pub parts_done: Address,
+}
+
+impl MultiplyFew {
+    fn is_wide(&self) -> bool {
+        self.offsets == Address::NULL && self.num_rows > 16
+    }
+
+    /// Stages of shared memory, each with a chunk of rows, weights, scales and zeros: `Stage` in the kernel file. They fit
+    /// 99 KiB, which every supported card has for a block (CUDA C++ Programming Guide, compute capabilities 8.9 and 12.0).
+    fn shared_bytes(&self) -> u32 {
+        let rows = if self.is_wide() { PASS_ROWS } else { 16 };
+        let x = rows * 2 * self.kind.step() * 2;
+        let weights = OUTPUTS * 128;
+        let tables = match (self.kind.is_integer(), self.scales.zeros != Address::NULL) {
+            (false, _) => 0,
+            (true, has_zeros) => 1 + usize::from(has_zeros),
+        };
+        let table = 2 * self.kind.step() / 32 * OUTPUTS * 4;
+        let stages = if self.kind == WeightKind::Int4 && self.is_wide() { 2 } else { 3 };
+        (stages * (x + weights + tables * table)) as u32
+    }
 }
 
 // SAFETY: the fields are those of `MultiplyFew` in the kernel file.
@@ -175,11 +245,9 @@ unsafe impl Kernel for MultiplyFew {
     const NAME: &'static str = "multiply_few";
 
     fn name(&self) -> &'static str {
-        let is_wide = self.offsets == Address::NULL && self.num_rows > 16;
         let has_zeros = self.scales.zeros != Address::NULL;
-        match (self.kind, is_wide, has_zeros) {
-            (WeightKind::Bf16, false, _) => "multiply_few_bf16",
-            (WeightKind::Bf16, true, _) => "multiply_few32_bf16",
+        match (self.kind, self.is_wide(), has_zeros) {
+            (WeightKind::Bf16, ..) => unreachable!("libraries multiply bf16"),
             (WeightKind::Fp8, false, _) => "multiply_few_fp8",
             (WeightKind::Fp8, true, _) => "multiply_few32_fp8",
             (WeightKind::Int8, false, false) => "multiply_few_int8",
@@ -197,8 +265,9 @@ unsafe impl Kernel for MultiplyFew {
         check(self.kind, self.k, &self.scales);
         let are_fours = self.num_experts == 1 || self.n.is_multiple_of(4);
         debug_assert!(are_fours || !self.kind.is_integer(), "{} outputs of an expert", self.n);
-        let grid = [self.n.div_ceil(self.kind.outputs()), self.num_experts, 1];
-        LaunchShape { grid, threads: 256, shared_bytes: 0 }
+        debug_assert!(self.parts.num == 1 || self.num_experts == 1, "parts of experts");
+        let grid = [self.n.div_ceil(OUTPUTS as u32), self.num_experts, self.parts.num];
+        LaunchShape { grid, threads: 256, shared_bytes: self.shared_bytes() }
     }
 }
 

@@ -20,7 +20,7 @@ use baton_cuda_kernels::gate::ApplyGate;
 use baton_cuda_kernels::kernel::Address;
 use baton_cuda_kernels::one_row::MultiplyRow;
 use baton_cuda_kernels::products::{
-    Dequantise, MultiplyFew, QuantiseGroups, QuantiseRows, ScaleProduct, WeightKind,
+    Dequantise, KParts, MultiplyFew, QuantiseGroups, QuantiseRows, ScaleProduct, WeightKind,
 };
 use baton_cuda_kernels::rows::AddBias;
 use baton_model_spec::{DecoderSpec, MlpSpec};
@@ -29,24 +29,13 @@ use crate::form::MAX_SCALE_ROWS;
 use crate::inputs::{BatchLimits, padded};
 use crate::weights::{DeviceLinear, DeviceMatrix, DeviceMlp, DeviceWeights};
 
-/// Quantised weights are multiplied directly up to this number of rows.
-///
-/// The count behind it is of bytes for each weight that cross the L2 cache. Directly, 32 rows at a time read the weight
-/// (4 or 8 bits), and a block of 32 outputs reads its rows (2/32 bytes for each row). Widening reads the weight, writes
-/// it in bf16 and reads that; the library's tiles of 128 outputs read the rows (2/128 bytes).
-///
-/// | rows | 4 bits | widened | 8 bits | widened |
-/// |---|---|---|---|---|
-/// | 32 | 2.5 | 5 | 3 | 5.5 |
-/// | 64 | 5 | 5.5 | 6 | 6 |
-/// | 96 | 7.5 | 6 | 9 | 6.5 |
-///
-/// An H100 agrees with 4 bits a little later: both ways take the same time with 128 rows (docs/benchmarks/gpu.md, "few rows").
-pub const FEW_ROWS: usize = 64;
+/// Quantised weights are multiplied directly up to this number of rows, as an H100 measured it: with 128 rows of 4-bit weights
+/// widening takes 1.46 and 1.35 times as long, of FP8 1.39 and 1.15 times (docs/benchmarks/gpu.md, "few rows").
+pub const FEW_ROWS: usize = 128;
 
-/// The same for FP8 that the library multiplies, whose time hardly depends on the rows. On an H100 it is 1.08 times that of
-/// [`MultiplyFew`] with 16 rows and 0.75 times with 32.
-pub const FEW_FP8_ROWS: usize = 16;
+/// The same for FP8 that the library multiplies, whose time hardly depends on the rows. On an H100 it is 1.07 and 1.41 times
+/// that of [`MultiplyFew`] with 32 rows and 0.61 and 0.73 times with 64.
+pub const FEW_FP8_ROWS: usize = 32;
 
 /// Weights are widened in pieces of this size, so that the product reads them from the L2 cache (40 MB on A100, 50 MB
 /// on H100: "NVIDIA Hopper Architecture In-Depth").
@@ -95,6 +84,10 @@ pub struct ProductScratch {
     /// `[rows]` or `[in / 128][rows]`, f32: the scales of the activations.
     pub row_scales: Address,
     pub fp8: Fp8Products,
+    /// Sums of parts of K of [`MultiplyFew`], for [`FEW_ROWS`] rows. Null: K has one part.
+    pub part_sums: Address,
+    /// Zeros between products.
+    pub parts_done: Address,
     /// Quantised weights are multiplied directly up to this number of rows.
     pub few_rows: usize,
     /// Experts with this many rows or more, on average, have warpgroup products.
@@ -112,6 +105,8 @@ impl ProductScratch {
             quantised: Address::NULL,
             row_scales: Address::NULL,
             fp8: Fp8Products::None,
+            part_sums: Address::NULL,
+            parts_done: Address::NULL,
             few_rows: 0,
             wgmma_expert_rows: usize::MAX,
             has_one_row: true,
@@ -139,7 +134,9 @@ impl ProductScratch {
             ProductScratch { fp8, few_rows, wgmma_expert_rows, has_one_row, ..ProductScratch::of_bf16() };
         let rows = padded(limits.num_rows);
         let (mut quantised_width, mut num_row_scales) = (0, 0);
+        let mut divided = vec![];
         let mut room_for = |matrix: &DeviceMatrix, most: usize, is_exact: bool| {
+            divided.push(*matrix);
             // Products in fp8 may be refused for some numbers of rows.
             if matrix.kind != WeightKind::Bf16 && rows > few_rows {
                 scratch.widened_bytes = scratch.widened_bytes.max(most);
@@ -171,6 +168,7 @@ impl ProductScratch {
             }
             dense.iter().for_each(|matrix| room_for(matrix, some_rows(matrix), false));
         }
+        scratch.make_room_for_parts(device, &divided)?;
         if scratch.widened_bytes > 0 {
             scratch.widened = device.allocate(scratch.widened_bytes)?;
         }
@@ -179,6 +177,52 @@ impl ProductScratch {
             scratch.row_scales = device.allocate(rows * num_row_scales * 4)?;
         }
         Ok(scratch)
+    }
+
+    /// Allocates memory for parts of K of these matrices. Without it, K has one part.
+    ///
+    /// # Errors
+    /// When the device has too little memory.
+    pub fn make_room_for_parts<D: KernelDevice>(
+        &mut self,
+        device: &mut D,
+        matrices: &[DeviceMatrix],
+    ) -> Result<(), CudaError> {
+        let of_matrix = |matrix: &DeviceMatrix| parts_of(*matrix).scratch_bytes(matrix.num_out, FEW_ROWS);
+        let quantised = matrices.iter().filter(|matrix| matrix.kind != WeightKind::Bf16).map(of_matrix);
+        let (sums, done) = quantised.fold((0, 0), |most, room| (most.0.max(room.0), most.1.max(room.1)));
+        if sums > 0 {
+            self.part_sums = device.allocate(sums)?;
+            self.parts_done = device.allocate_holding(&vec![0; done])?;
+        }
+        Ok(())
+    }
+
+    /// Launches [`MultiplyFew`] for rows of one matrix.
+    unsafe fn multiply_few<D: KernelDevice>(
+        &self,
+        device: &mut D,
+        few: MultiplyFew,
+    ) -> Result<(), CudaError> {
+        if self.part_sums == Address::NULL {
+            // SAFETY: the caller guarantees it.
+            return unsafe { device.launch(&few) };
+        }
+        let (k, n) = (few.k as usize, few.n as usize);
+        let parts = KParts::of(few.kind, n, k);
+        let of_parts = MultiplyFew { parts, part_sums: self.part_sums, parts_done: self.parts_done, ..few };
+        let out_bytes = if few.is_f32 == 1 { 4 } else { 2 };
+        for first in (0..few.num_rows as usize).step_by(FEW_ROWS) {
+            let some = MultiplyFew {
+                x: few.x.offset_by(first * k * 2),
+                out: few.out.offset_by(first * n * out_bytes),
+                num_rows: few.num_rows.min((first + FEW_ROWS) as u32) - first as u32,
+                ..of_parts
+            };
+            // SAFETY: the caller guarantees it; the scratch memory has room for parts of these rows.
+            unsafe { device.launch(&some) }?;
+        }
+        Ok(())
     }
 
     /// Where the kernel before a product of these rows can put them in E4M3. `None`: the product takes bf16.
@@ -236,7 +280,7 @@ impl ProductScratch {
                 None => false,
             };
             if !is_done && self.is_direct(matrix, num_rows) {
-                return device.launch(&few(matrix, from, out, num_rows, linear.bias));
+                return self.multiply_few(device, few(matrix, from, out, num_rows, linear.bias));
             }
             if !is_done {
                 self.multiply_widened(device, &product(matrix, from, out, num_rows), matrix)?;
@@ -265,7 +309,7 @@ impl ProductScratch {
         unsafe {
             if self.is_direct(matrix, num_rows) {
                 let few = few(matrix, from, out, num_rows, Address::NULL);
-                return device.launch(&MultiplyFew { is_f32: 1, ..few });
+                return self.multiply_few(device, MultiplyFew { is_f32: 1, ..few });
             }
             if self.is_one_row(matrix, num_rows) {
                 let row = one_row(matrix, from, out, Address::NULL);
@@ -552,7 +596,14 @@ fn few(matrix: DeviceMatrix, from: Address, out: Address, num_rows: usize, bias:
         num_experts: 1,
         is_f32: 0,
         kind: matrix.kind,
+        parts: KParts::ONE,
+        part_sums: Address::NULL,
+        parts_done: Address::NULL,
     }
+}
+
+fn parts_of(matrix: DeviceMatrix) -> KParts {
+    KParts::of(matrix.kind, matrix.num_out, matrix.num_in)
 }
 
 fn one_row(matrix: DeviceMatrix, from: Address, out: Address, bias: Address) -> MultiplyRow {

@@ -86,33 +86,18 @@ fn fp8(n: usize, k: usize, rows_per_scale: usize, group: usize) -> Weights {
     Weights { kind: WeightKind::Fp8, n, k, bytes: codes, scales, zeros: vec![], places, values }
 }
 
-fn floats(n: usize, k: usize) -> Weights {
-    let (bytes, values) = bf16(&noise(5, n * k));
-    let values = values.into_iter().map(f64::from).collect();
-    Weights {
-        kind: WeightKind::Bf16,
-        n,
-        k,
-        bytes,
-        scales: vec![],
-        zeros: vec![],
-        places: Scales::NONE,
-        values,
-    }
-}
-
 fn every_kind() -> Vec<Weights> {
     vec![
-        floats(16, 8),
-        floats(21, 328),
         fp8(40, 80, 1, 80),
         fp8(33, 272, 128, 128),
         fp8(32, 64, 32, 64),
+        fp8(132, 1168, 128, 128),
         integers(IntegerWidth::Eight, 5, 40, 128, false),
         integers(IntegerWidth::Eight, 34, 328, 32, true),
         integers(IntegerWidth::Eight, 32, 576, 128, false),
         integers(IntegerWidth::Four, 7, 8, 32, false),
         integers(IntegerWidth::Four, 40, 1288, 32, false),
+        integers(IntegerWidth::Four, 130, 1544, 128, true),
         integers(IntegerWidth::Four, 32, 392, 96, true),
         integers(IntegerWidth::Four, 33, 512, 256, true),
     ]
@@ -127,6 +112,13 @@ impl Weights {
         let places = Scales { scales: floats(&self.scales), zeros: floats(&self.zeros), ..self.places };
         (emulator.buffer(&self.bytes), places)
     }
+
+    /// K in parts of two chunks, if it has more.
+    fn parts(&self) -> KParts {
+        let chunk = if self.kind == WeightKind::Int4 { 256 } else { 128 };
+        let num = self.k.div_ceil(2 * chunk) as u32;
+        if num == 1 { KParts::ONE } else { KParts { num, chunks: 2 } }
+    }
 }
 
 /// The kernel's result for `x`, and the launch.
@@ -136,11 +128,16 @@ fn multiply(
     num_rows: usize,
     bias: Option<&[f32]>,
     is_f32: bool,
+    parts: KParts,
 ) -> (Memory, MultiplyFew) {
     let n = weights.n;
     let mut emulator = Emulator::new(source(weights.kind));
     let (levels, scales) = weights.on(&mut emulator);
+    let (sums, done) = parts.scratch_bytes(n, num_rows);
     let kernel = MultiplyFew {
+        parts,
+        part_sums: emulator.poisoned(sums),
+        parts_done: emulator.buffer(&vec![0; done]),
         x: emulator.buffer(x),
         rows: Address::NULL,
         offsets: Address::NULL,
@@ -156,7 +153,9 @@ fn multiply(
         kind: weights.kind,
     };
     emulator.launch(&kernel);
-    (emulator.run(), kernel)
+    let memory = emulator.run();
+    assert!(memory.of(kernel.parts_done).iter().all(|byte| *byte == 0), "counts after a launch");
+    (memory, kernel)
 }
 
 /// Rows of `x` times `n` rows of `weights` from `first` on, and the error of sums of this size.
@@ -184,7 +183,8 @@ fn few_rows_are_multiplied() {
         let bias = noise(6, n);
         let has_bias = idx % 2 == 1;
         let is_f32 = idx % 3 == 0;
-        let (memory, kernel) = multiply(weights, &x, num_rows, has_bias.then_some(&bias), is_f32);
+        let parts = if idx % 4 < 3 { weights.parts() } else { KParts::ONE };
+        let (memory, kernel) = multiply(weights, &x, num_rows, has_bias.then_some(&bias), is_f32, parts);
         let (mut expected, absolute) = expected(weights, &x_values, 0, n);
         if has_bias {
             expected.iter_mut().enumerate().for_each(|(idx, sum)| *sum += bias[idx % n]);
@@ -207,7 +207,6 @@ fn each_place_is_multiplied_with_its_experts_weights() {
         (36, integers(IntegerWidth::Eight, 180, 72, 64, false)),
         (33, fp8(165, 80, 1, 80)),
         (32, fp8(160, 144, 32, 64)),
-        (16, floats(80, 40)),
     ] {
         let k = all.k;
         let mut offsets = vec![0u32];
@@ -231,6 +230,9 @@ fn each_place_is_multiplied_with_its_experts_weights() {
             num_experts: counts.len() as u32,
             is_f32: 0,
             kind: all.kind,
+            parts: KParts::ONE,
+            part_sums: Address::NULL,
+            parts_done: Address::NULL,
         };
         emulator.launch(&kernel);
         let memory = emulator.run();
@@ -251,8 +253,14 @@ fn the_bits_of_a_row_do_not_depend_on_other_rows() {
         let (n, k) = (weights.n, weights.k);
         let (x, _) = bf16(&noise(8, 40 * k));
         let run = |rows: std::ops::Range<usize>| {
-            let (memory, kernel) =
-                multiply(weights, &x[rows.start * k * 2..rows.end * k * 2], rows.len(), None, true);
+            let (memory, kernel) = multiply(
+                weights,
+                &x[rows.start * k * 2..rows.end * k * 2],
+                rows.len(),
+                None,
+                true,
+                weights.parts(),
+            );
             memory.of(kernel.out).to_vec()
         };
         let all = run(0..40);
@@ -264,8 +272,24 @@ fn the_bits_of_a_row_do_not_depend_on_other_rows() {
 }
 
 #[test]
+fn k_is_divided_where_outputs_alone_do_not_fill_a_gpu() {
+    let of = |n, k| {
+        let parts = KParts::of(WeightKind::Int4, n, k);
+        (parts.num, parts.chunks)
+    };
+    // Llama 3.1 8B: gate and up, down, output, and queries, keys and values.
+    assert_eq!(
+        [of(28672, 4096), of(4096, 14336), of(4096, 4096), of(6144, 4096)],
+        [(1, 0), (8, 7), (4, 4), (4, 4)]
+    );
+    assert_eq!([of(64, 512), of(64, 1024), of(64, 1280)], [(1, 0), (1, 0), (2, 4)]);
+    assert_eq!(KParts::of(WeightKind::Fp8, 4096, 4096).num, 8);
+    assert_eq!(KParts { num: 2, chunks: 4 }.scratch_bytes(130, 33), (2 * 33 * 132 * 4, 2 * 2 * 4));
+}
+
+#[test]
 fn weights_are_dequantised_to_bf16() {
-    for weights in every_kind().iter().filter(|weights| weights.kind != WeightKind::Bf16) {
+    for weights in &every_kind() {
         let (n, k) = (weights.n, weights.k);
         let mut emulator = Emulator::new(source(weights.kind));
         let (levels, scales) = weights.on(&mut emulator);

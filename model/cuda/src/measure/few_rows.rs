@@ -18,23 +18,26 @@ use crate::weights::{DeviceLinear, DeviceMatrix};
 const REST_BYTES: usize = 64 << 20;
 
 /// Numbers of rows up to the limit and above.
-const ROWS: [usize; 6] = [1, 8, 16, 32, 64, 128];
+const ROWS: [usize; 7] = [1, 8, 16, 32, 64, 128, 256];
 
 /// Numbers that share a scale in 4-bit weights.
 const INT4_GROUP: usize = 32;
 
-/// The product of the first layer's gate and up weights in 4 bits and in FP8.
+/// Products of the first layer's weights in 4 bits and in FP8: gate and up, whose outputs alone fill a GPU with blocks, and
+/// down, whose K is divided, too.
 pub fn measure<D: TimedDevice>(
     device: &mut D,
     sizes: &Sizes,
     ceilings: &Ceilings,
     report: &mut dyn FnMut(&Finding),
 ) -> Result<(), StartError> {
-    let hidden = sizes.spec.hidden_size;
-    // FP8 products take multiples of 16.
-    let (num_out, num_in) = (2 * sizes.spec.layers[0].mlp.intermediate_size(), hidden);
+    let (hidden, inner) = (sizes.spec.hidden_size, sizes.spec.layers[0].mlp.intermediate_size());
     let most_rows = ROWS[ROWS.len() - 1];
-    for kind in [WeightKind::Int4, WeightKind::Fp8] {
+    // FP8 products take multiples of 16.
+    let matrices = [(2 * inner, hidden), (hidden, inner)];
+    for (kind, (num_out, num_in)) in
+        [WeightKind::Int4, WeightKind::Fp8].into_iter().flat_map(|kind| matrices.map(|shape| (kind, shape)))
+    {
         let group = if kind == WeightKind::Int4 { INT4_GROUP } else { num_in };
         let name = format!("few rows, {} weights of {num_out} x {num_in}", name_of(kind));
         let weight_bytes = num_out * kind.row_bytes(num_in);
@@ -67,13 +70,14 @@ pub fn measure<D: TimedDevice>(
         let rows = noise.fill_new(device, most_rows * num_in * 2)?;
         let out = device.allocate(most_rows * num_out * 2)?;
         let widened_bytes = WIDENED_BYTES.min(num_out * num_in * 2);
-        let scratch = ProductScratch {
+        let mut scratch = ProductScratch {
             widened: device.allocate(widened_bytes)?,
             widened_bytes,
             quantised: device.allocate(most_rows * num_in)?,
             row_scales: device.allocate(most_rows * 4)?,
             ..ProductScratch::of_bf16()
         };
+        scratch.make_room_for_parts(device, &[weight])?;
         let fp8 = device.fp8_products();
         let mut ways = vec![("as they are", ProductScratch { few_rows: usize::MAX, ..scratch })];
         ways.extend(weight.fp8_scaling(fp8).map(|_| ("in fp8", ProductScratch { fp8, ..scratch })));

@@ -1,6 +1,9 @@
 //! Steps and a block queue on fake CUDA libraries.
 
 use baton_cuda_emulator::fake_libraries::{APART, run_own_tests};
+use baton_model_cuda::multiply::FEW_ROWS;
+
+use super::low_bit::MANY;
 
 /// Steps that are launched ahead and become graphs, prompts, a block queue, and products of every kind.
 #[test]
@@ -25,8 +28,9 @@ fn launches_can_be_kept_apart() {
 /// The trial at the opening of a device finds products in fp8. The library refuses those of some steps later.
 #[test]
 fn products_that_are_refused_later_do_not_fail_a_step() {
+    let refused = format!("{},{MANY},{}", FEW_ROWS + 2, MANY + 3);
     run_own_tests(
         &["low_bit::fp8_is_multiplied_with_any_scales", "multiply::refused_fp8_products_are_widened"],
-        &[("FAKE_REFUSED_ROWS", "66,73,76")],
+        &[("FAKE_REFUSED_ROWS", &refused)],
     );
 }

@@ -22,7 +22,7 @@ use tempfile::TempDir;
 use super::whole::{Pair, TOLERANCE, check_routed, fixtures, of_side, on_device};
 
 /// Tokens of a prompt with many rows.
-const MANY: usize = FEW_ROWS + 9;
+pub(super) const MANY: usize = FEW_ROWS + 6;
 
 /// A suffix, and the tensor that is stored under it.
 pub(super) type Stored = (&'static str, Dtype, Vec<usize>, Vec<u8>);

@@ -53,7 +53,8 @@ pub(super) fn on_device(
     num_rows: usize,
     fp8_products: Fp8Products,
 ) -> Result<DeviceExecutor<TestDevice>, StartError> {
-    models::on_device(model, BatchLimits { num_rows, ..LIMITS }, fp8_products)
+    let context_length = LIMITS.context_length.max(num_rows);
+    models::on_device(model, BatchLimits { num_rows, context_length, ..LIMITS }, fp8_products)
 }
 
 /// An executor with blocks of its own.
