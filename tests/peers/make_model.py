@@ -4,8 +4,7 @@
     python make_model.py /tmp/llama-1b                # 1.24 B parameters, 2.5 GB
     python make_model.py /tmp/small --layers 2
 
-Its tokenizer is the tiny model's, which names the first 2,048 of the token ids: send token ids, not text, and to a
-worker rather than a router (`baton bench --worker`).
+Its tokenizer is the tiny model's, whose tokens are the first 2,048 ids; the text of each other id is its number in brackets.
 """
 
 import argparse
@@ -17,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 TINY = Path(__file__).parents[2] / "models/tiny"
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+TOKENIZER_FILES = ("tokenizer_config.json", "chat_template.jinja")
 
 
 def main() -> None:
@@ -65,6 +64,10 @@ def main() -> None:
     (args.directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     for name in TOKENIZER_FILES:
         shutil.copyfile(TINY / name, args.directory / name)
+    tokenizer = json.loads((TINY / "tokenizer.json").read_text())
+    vocab = tokenizer["model"]["vocab"]
+    vocab.update({f"[{token}]": token for token in range(len(vocab), args.vocab)})
+    (args.directory / "tokenizer.json").write_text(json.dumps(tokenizer))
     num_parameters = sum(tensor.numel() for tensor in tensors.values())
     print(f"{args.directory}: {num_parameters / 1e9:.2f} B parameters")
 

@@ -1,0 +1,133 @@
+#!/usr/bin/env python3
+"""Measures `baton up` on one GPU under load: a worker that does both phases, and a prefill and a decode worker that share the GPU.
+
+    python3 tests/peers/make_model.py /tmp/llama-8b --device cuda --hidden 4096 --layers 32 --head-dim 128 --ffn 14336
+    python3 tests/peers/serve_gpu.py /tmp/llama-8b --baton target/release/baton
+
+Each line is a JSON object: the medians and 99th percentiles of `baton bench` in ms, tokens per second, failed requests, and how far
+the router's predictions of TTFT were off. Prompts are unique, so that no prefix cache helps. Two workers on one GPU take turns in
+slices of milliseconds, unless MPS runs (`nvidia-cuda-mps-control -d`).
+"""
+
+import argparse
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+class Up:
+    """`baton up`, until the end of a `with`."""
+
+    def __init__(self, args: argparse.Namespace, num_prefill: int, log: Path) -> None:
+        port = free_port()
+        self.url, self.log, self.num_workers = f"http://127.0.0.1:{port}", log, num_prefill + 1
+        self.process = subprocess.Popen(
+            [args.baton, "up", args.model, "--port", str(port), "--prefill", str(num_prefill), "--device", args.device,
+             "--max-running", str(max(args.clients)), *args.up.split()],
+            stdout=log.open("w"), stderr=subprocess.STDOUT)
+        self.seconds_to_start = args.seconds_to_start
+
+    def __enter__(self) -> "Up":
+        deadline = time.monotonic() + self.seconds_to_start
+        while time.monotonic() < deadline and self.process.poll() is None:
+            try:
+                workers = json.load(urllib.request.urlopen(f"{self.url}/health", timeout=5))["workers"]
+                if len(workers) == self.num_workers and all(worker["answers"] for worker in workers):
+                    return self
+            except OSError:
+                pass
+            time.sleep(0.2)
+        self.__exit__()
+        sys.exit(f"{self.num_workers} workers do not answer:\n{self.log.read_text()[-4000:]}")
+
+    def __exit__(self, *_: object) -> None:
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            self.process.wait(60)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+
+    def metrics(self) -> str:
+        return urllib.request.urlopen(f"{self.url}/metrics", timeout=5).read().decode()
+
+    def predictions(self) -> tuple[float, float]:
+        """The sum of measured by predicted TTFT over requests, and their number."""
+        text = self.metrics()
+        value = {name: float(n) for name, n in re.findall(r"^baton_router_ttft_ratio_(sum|count) (\S+)", text, re.M)}
+        return value.get("sum", 0.0), value.get("count", 0.0)
+
+
+def bench(args: argparse.Namespace, url: str, load: list[str], seed: int) -> dict:
+    with tempfile.NamedTemporaryFile() as report:
+        subprocess.run(
+            [args.baton, "bench", "--quiet", "--url", url, "--prompt", "ids", "--seed", str(seed), "--input-tokens",
+             args.input_tokens, "--output-tokens", args.output_tokens, "--json", report.name, *load],
+            check=True, stdout=subprocess.DEVNULL)
+        return json.load(open(report.name))
+
+
+def row(report: dict) -> dict:
+    def times(name: str) -> list[float]:
+        summary = report[name] or {}
+        return [round(summary.get(quantile, 0.0), 2) for quantile in ("p50", "p99")]
+
+    rates = report["throughput"]
+    return {
+        "ok": report["requests"]["ok"], "failed": report["requests"]["failed"], "seconds": round(report["duration_s"], 1),
+        "requests/s": round(rates["requests_per_s"], 2), "output tokens/s": round(rates["output_tokens_per_s"]),
+        "TTFT p50 p99": times("ttft_ms"), "TPOT p50 p99": times("tpot_ms"), "ITL p50 p99": times("itl_ms"),
+        "send lag p99": times("send_lag_ms")[1],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--baton", type=Path, default=ROOT / "target/release/baton")
+    parser.add_argument("--device", default="cuda:0")
+    parser.add_argument("--prefill", type=int, nargs="+", default=[0, 1], help="numbers of prefill workers; default: 0 1")
+    parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 32, 128, 256])
+    parser.add_argument("--rates", type=float, nargs="*", default=[], help="also requests per second at Poisson times")
+    parser.add_argument("--requests", type=int, default=4, help="requests of each client; default: 4")
+    parser.add_argument("--seconds", type=float, default=10, help="seconds of each rate; default: 10")
+    parser.add_argument("--input-tokens", default="512")
+    parser.add_argument("--output-tokens", default="128")
+    parser.add_argument("--up", default="--token-budget 2048", help="more flags of `up`; default: --token-budget 2048")
+    parser.add_argument("--seconds-to-start", type=float, default=300)
+    parser.add_argument("--logs", type=Path, default=Path("."), help="folder for logs and metrics; default: this one")
+    args = parser.parse_args()
+    for num_prefill in args.prefill:
+        log = args.logs / f"up-{num_prefill}.log"
+        started = time.monotonic()
+        with Up(args, num_prefill, log) as up:
+            print(json.dumps({"prefill workers": num_prefill, "seconds to start": round(time.monotonic() - started, 1)}), flush=True)
+            bench(args, up.url, ["--concurrency", "8", "--requests", "16"], 1)
+            loads = [({"clients": num}, ["--concurrency", str(num), "--requests", str(num * args.requests)]) for num in args.clients]
+            loads += [({"requests/s offered": rate}, ["--rate", str(rate), "--requests", str(max(1, round(rate * args.seconds)))])
+                      for rate in args.rates]
+            for seed, (name, load) in enumerate(loads, 2):
+                before = up.predictions()
+                report = row(bench(args, up.url, load, seed))
+                ratio, num = (after - was for after, was in zip(up.predictions(), before))
+                predicted = {"TTFT by predicted": round(ratio / num, 2)} if num else {}
+                print(json.dumps({"prefill workers": num_prefill, **name, **report, **predicted}), flush=True)
+            log.with_suffix(".metrics").write_text(up.metrics())
+
+
+if __name__ == "__main__":
+    main()
