@@ -38,7 +38,7 @@ class Up:
         self.url, self.log, self.num_workers = f"http://127.0.0.1:{port}", log, num_prefill + 1
         self.process = subprocess.Popen(
             [args.baton, "up", args.model, "--port", str(port), "--prefill", str(num_prefill), "--device", args.device,
-             "--max-running", str(max(args.clients)), *args.up.split()],
+             "--max-running", "256", *args.up.split()],
             stdout=log.open("w"), stderr=subprocess.STDOUT)
         self.seconds_to_start = args.seconds_to_start
 
@@ -76,7 +76,8 @@ def bench(args: argparse.Namespace, url: str, load: list[str], seed: int) -> dic
     with tempfile.NamedTemporaryFile() as report:
         subprocess.run(
             [args.baton, "bench", "--quiet", "--url", url, "--prompt", "ids", "--seed", str(seed), "--input-tokens",
-             args.input_tokens, "--output-tokens", args.output_tokens, "--json", report.name, *load],
+             args.input_tokens, "--output-tokens", args.output_tokens, "--slo-ttft", args.slo_ttft, "--slo-tpot", args.slo_tpot,
+             "--json", report.name, *load],
             check=True, stdout=subprocess.DEVNULL)
         return json.load(open(report.name))
 
@@ -91,7 +92,7 @@ def row(report: dict) -> dict:
         "ok": report["requests"]["ok"], "failed": report["requests"]["failed"], "seconds": round(report["duration_s"], 1),
         "requests/s": round(rates["requests_per_s"], 2), "output tokens/s": round(rates["output_tokens_per_s"]),
         "TTFT p50 p99": times("ttft_ms"), "TPOT p50 p99": times("tpot_ms"), "ITL p50 p99": times("itl_ms"),
-        "send lag p99": times("send_lag_ms")[1],
+        "meet the SLOs": round(report["goodput"]["fraction"], 3), "send lag p99": times("send_lag_ms")[1],
     }
 
 
@@ -107,6 +108,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=10, help="seconds of each rate; default: 10")
     parser.add_argument("--input-tokens", default="512")
     parser.add_argument("--output-tokens", default="128")
+    parser.add_argument("--slo-ttft", default="250", help="ms; default: 250")
+    parser.add_argument("--slo-tpot", default="15", help="ms; default: 15")
     parser.add_argument("--up", default="--token-budget 2048", help="more flags of `up`; default: --token-budget 2048")
     parser.add_argument("--seconds-to-start", type=float, default=300)
     parser.add_argument("--logs", type=Path, default=Path("."), help="folder for logs and metrics; default: this one")
