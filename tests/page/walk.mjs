@@ -1,13 +1,15 @@
-// A newcomer's first ten minutes, in a real browser: start, page, chat, a request's timeline, a worker killed, the page as it heals.
+// A newcomer's first ten minutes, in a real browser: start, page, chat, a request's timeline, a worker killed, the page as it heals;
+// and the page of a server that wants a key.
 // Fails on an error in the console, on a finding of axe, and if the page does not show what happened. By hand; CI runs nothing of it.
 //
 //     apt-get install chromium && npm ci --prefix tests/page
 //     node tests/page/walk.mjs target/release/baton [FOLDER FOR SCREENSHOTS]
 
 import assert from "node:assert/strict";
-import { spawn } from "node:child_process";
-import { readFileSync, readdirSync } from "node:fs";
+import { spawn, spawnSync } from "node:child_process";
+import { mkdtempSync, readFileSync, readdirSync, writeFileSync } from "node:fs";
 import { createRequire } from "node:module";
+import { tmpdir } from "node:os";
 import puppeteer from "puppeteer-core";
 
 const AXE = readFileSync(createRequire(import.meta.url).resolve("axe-core/axe.min.js"), "utf8");
@@ -17,9 +19,9 @@ const errors = [];
 
 const step = (text) => console.log(`${new Date().toISOString().slice(11, 19)} ${text}`);
 
-/** `baton up` on a free port; its URL. */
-const start = async () => {
-  const up = spawn(baton, ["up", "--port", "0", "--prefill", "1", "--decode", "2", "--log-color", "never"]);
+/** `baton up` on a free port, with two decode workers; its URL. */
+const start = async (...options) => {
+  const up = spawn(baton, ["up", "--port", "0", "--prefill", "1", "--decode", "2", "--log-color", "never", ...options]);
   let log = "";
   for (const stream of [up.stdout, up.stderr]) stream.on("data", (data) => { log += data; });
   const url = await until(() => log.match(/Baton is ready: (\S+)/)?.[1], "an address in the log of up");
@@ -81,17 +83,14 @@ const walk = async (page, { up, url }) => {
   await check(page, "timeline");
   await page.keyboard.press("Escape");
 
-  // `up` starts it again at once, sooner than the page looks, and after a longer pause each time that it dies.
-  const isGone = async () => (await page.$$(".worker.gone")).length === 1;
-  await until(async () => {
-    const pid = processOf(up, "decode-0");
-    if (pid && !(await isGone())) process.kill(Number(pid), "SIGKILL");
-    for (let looks = 0; looks < 10 && !(await isGone()); looks += 1) await new Promise((done) => setTimeout(done, 100));
-    return isGone();
-  }, "a worker that has gone");
-  step(`killed: ${await text(page, ".worker.gone")}`);
+  // `up` may start it again before the page looks.
+  process.kill(Number(processOf(up, "decode-0")), "SIGKILL");
+  const killed = ".worker.gone, .worker.again";
+  await page.waitForSelector(killed);
+  step(`killed: ${await text(page, killed)}`);
   await check(page, "killed");
   await until(async () => (await page.$$(".worker.ready")).length === 3, "the worker's return");
+  assert.match(await text(page, ".worker.again"), /started again \d+ s ago/);
   step("healed: three workers are ready");
 
   await page.click("#new-chat");
@@ -105,20 +104,67 @@ const walk = async (page, { up, url }) => {
   await check(page, "narrow");
 };
 
-const server = await start();
-step(`up at ${server.url}`);
+/** The page of a server that wants a key. */
+const walkWithKey = async (page, { url }, key) => {
+  await page.goto(url);
+  const enter = async (key) => {
+    await page.waitForSelector("#ask-key[open]");
+    await page.type("#key", key);
+    await page.keyboard.press("Enter");
+  };
+  await page.waitForSelector("#ask-key[open]");
+  await check(page, "key");
+  await enter("baton_wrong");
+  await page.waitForSelector("#key-refused:not([hidden])");
+  await enter(key);
+  await until(async () => (await text(page, "#status")) === "ready", "the status ready");
+  await page.focus("#prompt");
+  await page.keyboard.type("Hello");
+  await page.keyboard.press("Enter");
+  await page.waitForSelector(".message.assistant .facts");
+  step(`chat with a key: ${await text(page, ".message.assistant .facts")}`);
+  await page.reload();
+  await until(async () => (await text(page, "#status")) === "ready", "the status ready without asking again");
+};
+
+/** A file with one key, and the key. */
+const newKey = () => {
+  const { stdout, stderr } = spawnSync(baton, ["keys", "new", "walker", "--tenant", "walkers"], { encoding: "utf8" });
+  const file = `${mkdtempSync(`${tmpdir()}/baton-page-`)}/keys.toml`;
+  writeFileSync(file, stdout);
+  return { file, key: stderr.match(/baton_\w+/)[0] };
+};
+
 const browser = await puppeteer.launch({ executablePath: browserPath, args: ["--no-sandbox", "--disable-gpu"] });
+
+/** Walks the page of a server of its own. */
+const visit = async (options, walk) => {
+  const server = await start(...options);
+  step(`up at ${server.url}`);
+  try {
+    const page = await browser.newPage();
+    await page.setViewport({ width: 1280, height: 900 });
+    await page.emulateMediaFeatures([{ name: "prefers-color-scheme", value: "light" }]);
+    // Chromium says that a key is missing, as the page does.
+    const isExpected = (text) => options.length > 0 && text.includes("401");
+    page.on("console", (message) => {
+      if (["error", "warn"].includes(message.type()) && !isExpected(message.text())) errors.push(`console: ${message.text()}`);
+    });
+    page.on("pageerror", (error) => errors.push(`page: ${error}`));
+    page.on("requestfailed", (request) => errors.push(`request: ${request.url()}: ${request.failure()?.errorText}`));
+    await walk(page, server);
+    await page.close();
+  } finally {
+    server.up.kill("SIGTERM");
+  }
+};
+
 try {
-  const page = await browser.newPage();
-  await page.setViewport({ width: 1280, height: 900 });
-  await page.emulateMediaFeatures([{ name: "prefers-color-scheme", value: "light" }]);
-  page.on("console", (message) => { if (["error", "warn"].includes(message.type())) errors.push(`console: ${message.text()}`); });
-  page.on("pageerror", (error) => errors.push(`page: ${error}`));
-  page.on("requestfailed", (request) => errors.push(`request: ${request.url()}: ${request.failure()?.errorText}`));
-  await walk(page, server);
+  await visit([], walk);
+  const { file, key } = newKey();
+  await visit(["--api-keys", file], (page, server) => walkWithKey(page, server, key));
 } finally {
   await browser.close();
-  server.up.kill("SIGTERM");
 }
 for (const error of errors) console.error(error);
 step(errors.length ? `${errors.length} errors` : "no error in the console, no finding of axe");

@@ -124,6 +124,8 @@ struct Cluster {
 #[derive(Serialize)]
 struct WorkerNow {
     id: String,
+    /// Another after each start of the worker. As text, because JavaScript's numbers have 53 bits.
+    incarnation: String,
     role: &'static str,
     state: &'static str,
     num_running: Option<u32>,
@@ -153,6 +155,7 @@ impl WorkerNow {
         WorkerNow {
             handoff_bytes: moved.map(|moved| (moved.transport.clone(), moved.bytes)).collect(),
             id: listed.record.id.0.clone(),
+            incarnation: listed.record.incarnation.to_string(),
             role: listed.record.role.name(),
             state: listed.usability.name(),
             num_running: load.as_ref().map(|load| load.num_running),

@@ -32,8 +32,9 @@ const pause = (time) => new Promise((resume) => setTimeout(resume, time));
 let askingKey = null;
 
 // Asks for the key, once at a time. It is kept for this tab.
-const askKey = () => askingKey ??= new Promise((resolve) => {
+const askKey = (refused) => askingKey ??= new Promise((resolve) => {
   const dialog = $("ask-key");
+  $("key-refused").hidden = !refused;
   dialog.addEventListener("close", () => {
     sessionStorage.setItem("key", $("key").value);
     $("key").value = "";
@@ -50,7 +51,8 @@ const call = async (path, options = {}) => {
     const headers = { ...options.headers, ...(key ? { Authorization: `Bearer ${key}` } : {}) };
     const answer = await fetch(path, { ...options, headers });
     if (answer.status !== 401) return answer;
-    await askKey();
+    // Another call may have got a key meanwhile.
+    if (key === sessionStorage.getItem("key")) await askKey(Boolean(key));
   }
 };
 
@@ -78,8 +80,9 @@ const eventsOf = async function* (answer) {
 // ---------------------------------------------------------------------------------------------------------------
 // Workers
 
-const GONE_FOR = 60000;
-const workers = new Map(); // id to {now, node, goneAt}
+// How long a worker that left is shown, and that one has started again.
+const SHOWN_FOR = 60000;
+const workers = new Map(); // id to {now, node, goneAt, againAt}
 let lastMoved = null;
 let model = null;
 
@@ -88,15 +91,18 @@ const showStatus = (text, kind) => {
   $("status").className = kind;
 };
 
+const secondsSince = (at) => `${Math.round((Date.now() - at) / 1000)} s ago`;
+
 const showWorker = (known) => {
-  const { now, node, goneAt } = known;
+  const { now, node, goneAt, againAt } = known;
   const state = goneAt ? "gone" : now.state;
-  node.className = `worker ${state}`;
+  const again = !goneAt && againAt && Date.now() - againAt < SHOWN_FOR ? `; started again ${secondsSince(againAt)}` : "";
+  node.className = `worker ${state}${again ? " again" : ""}`;
   const total = now.num_total_blocks ?? 0;
   const used = total - (now.num_free_blocks ?? total);
   const facts = goneAt
-    ? `left ${Math.round((Date.now() - goneAt) / 1000)} s ago`
-    : `${state.replace("_", " ")}; ${now.num_running ?? 0} running, ${now.num_waiting ?? 0} waiting`;
+    ? `left ${secondsSince(goneAt)}`
+    : `${state.replace("_", " ")}; ${now.num_running ?? 0} running, ${now.num_waiting ?? 0} waiting${again}`;
   const queued = !goneAt && now.num_queued_tokens ? `, ${count(now.num_queued_tokens, "token")} queued` : "";
   const meter = element("meter", { min: 0, max: Math.max(total, 1), value: used, "aria-label": `KV blocks in use at ${now.id}` });
   node.replaceChildren(element("b", {}, now.id), element("br"), facts + queued, meter, `KV ${used} of ${count(total, "block")}`);
@@ -109,7 +115,9 @@ const showCluster = (cluster) => {
   const seen = new Set();
   for (const now of cluster.workers) {
     seen.add(now.id);
-    const known = workers.get(now.id) ?? { node: element("li") };
+    const known = workers.get(now.id) ?? { now, node: element("li") };
+    // A worker may be back before the next look.
+    if (known.now.incarnation !== now.incarnation) known.againAt = Date.now();
     Object.assign(known, { now, goneAt: null });
     workers.set(now.id, known);
     const list = $(now.role === "prefill" ? "prefill" : "decode");
@@ -117,7 +125,7 @@ const showCluster = (cluster) => {
   }
   for (const [id, known] of workers) {
     if (!seen.has(id)) known.goneAt ??= Date.now();
-    if (known.goneAt && Date.now() - known.goneAt > GONE_FOR) {
+    if (known.goneAt && Date.now() - known.goneAt > SHOWN_FOR) {
       known.node.remove();
       workers.delete(id);
     } else {
