@@ -371,15 +371,17 @@ __device__ __forceinline__ void multiply(const MultiplyFew& p, u32 done, u8* sha
                     mma_bf16(to, left[t][0], {x.x, x.y});
                     mma_bf16(to, left[t][1], {x.z, x.w});
                 }
-                if (GROUPS == Groups::WHOLE_ROWS || (GROUPS == Groups::LONG && unit + 1 < UNITS)) continue;
+                if constexpr (GROUPS != Groups::WHOLE_ROWS) {
+                    if (GROUPS == Groups::LONG && unit + 1 < UNITS) continue;
 #pragma unroll
-                for (u32 i = 0; i < ROWS * 2; ++i) {
-                    float& of_group = part[i / 4][c][i % 4];
-                    if (HAS_ZEROS) of_group -= zeros[i / 2] * sum_of_x[c][i % 2];
-                    total[i / 4][c][i % 4] += scales[i / 2] * of_group;
-                    of_group = 0.0f;
+                    for (u32 i = 0; i < ROWS * 2; ++i) {
+                        float& of_group = part[i / 4][c][i % 4];
+                        if (HAS_ZEROS) of_group -= zeros[i / 2] * sum_of_x[c][i % 2];
+                        total[i / 4][c][i % 4] += scales[i / 2] * of_group;
+                        of_group = 0.0f;
+                    }
+                    sum_of_x[c][0] = sum_of_x[c][1] = 0.0f;
                 }
-                sum_of_x[c][0] = sum_of_x[c][1] = 0.0f;
             }
         }
     }
