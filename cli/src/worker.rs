@@ -128,9 +128,9 @@ fn worker(role: Role, args: WorkerArgs) -> anyhow::Result<(WorkerConfig, Telemet
     config.kv = KvMemory::Bytes(args.engine.kv_memory.0);
     config.block_size = args.engine.block_size;
     config.kv_dtype = args.engine.kv_dtype;
-    config.max_running = args.engine.max_running;
+    config.max_running = args.engine.max_running();
     config.max_waiting = args.engine.max_waiting;
-    config.token_budget = args.engine.token_budget;
+    config.token_budget = args.engine.token_budget();
     config.itl_target = args.engine.itl_target.map(|ms| Duration::from_millis(ms as u64));
     config.prefix_cache = !args.engine.no_prefix_cache;
     config.host_kv_bytes = args.engine.host_kv.map(|size| size.0 as u64);

@@ -40,7 +40,7 @@ use crate::{
     ports::free_port,
 };
 
-/// Tokens in a block of KV, sequences and tokens of a step: the defaults of workers.
+/// Tokens in a block of KV, sequences and tokens of a step.
 const BLOCK_SIZE: usize = 16;
 const MAX_RUNNING: usize = 64;
 const TOKEN_BUDGET: usize = 512;
@@ -105,7 +105,8 @@ impl Simulated {
     async fn start(shape: &Value, device: &str, fleets: [Fleet; 2]) -> Simulated {
         let model = model_directory(shape);
         let model_flags = format!("--model {} --model-name sim", model.path().display());
-        let worker_flags = format!("{model_flags} {device}");
+        let worker_flags =
+            format!("{model_flags} {device} --max-running {MAX_RUNNING} --token-budget {TOKEN_BUDGET}");
         let [prefill, decode] = fleets;
         let cluster = Cluster::new()
             .with_etcd()

@@ -104,7 +104,7 @@ pub(crate) async fn run(args: OverlapArgs) -> anyhow::Result<()> {
         for _ in 0..args.rounds {
             samples.push(bench.round(length, args.vocabulary).await?);
         }
-        rows.push(Row::of(length, args.engine.token_budget, bench.workers.num_layers(), &samples));
+        rows.push(Row::of(length, args.engine.token_budget(), bench.workers.num_layers(), &samples));
         progress.done(true);
     }
     progress.finish();

@@ -82,7 +82,7 @@ pub(crate) async fn run(args: StepsArgs) -> anyhow::Result<()> {
         random: Random::new(1),
         vocabulary: args.vocabulary,
         longest,
-        max_running: args.engine.max_running,
+        max_running: args.engine.max_running(),
         next_id: 0,
     };
     let progress = if args.quiet { Progress::hidden() } else { Progress::new(args.seconds, "seconds") };

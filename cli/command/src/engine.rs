@@ -22,15 +22,15 @@ pub struct EngineArgs {
     /// Type of KV elements: f32, f16, bf16, fp8 or int8. Default: that of the weights.
     #[arg(long, value_name = "TYPE", value_parser = parse_kv_dtype, env = "BATON_KV_DTYPE")]
     pub kv_dtype: Option<KvDtype>,
-    /// Sequences that run at the same time.
-    #[arg(long, value_name = "N", default_value_t = 64, value_parser = at_least_one, env = "BATON_MAX_RUNNING")]
-    pub max_running: usize,
+    /// Sequences that run at the same time. Default: 64 on processors, 256 on a GPU.
+    #[arg(long, value_name = "N", value_parser = at_least_one, env = "BATON_MAX_RUNNING")]
+    pub max_running: Option<usize>,
     /// Requests that may wait in a worker. Further requests are rejected.
     #[arg(long, value_name = "N", default_value_t = 1024, env = "BATON_MAX_WAITING")]
     pub max_waiting: usize,
-    /// Most tokens that one step computes. This is also the size of a prefill chunk.
-    #[arg(long, value_name = "TOKENS", default_value_t = 512, value_parser = at_least_one, env = "BATON_TOKEN_BUDGET")]
-    pub token_budget: usize,
+    /// Most tokens that one step computes. This is also the size of a prefill chunk. Default: 512 on processors, 2048 on a GPU.
+    #[arg(long, value_name = "TOKENS", value_parser = at_least_one, env = "BATON_TOKEN_BUDGET")]
+    pub token_budget: Option<usize>,
     /// Target for the time between two tokens, in milliseconds. Prompts beside running requests are then
     /// computed in chunks that keep it, by the measured time of steps. Default: chunks of the token budget.
     #[arg(long, value_name = "MS", value_parser = at_least_one, env = "BATON_ITL_TARGET")]
@@ -110,8 +110,7 @@ pub struct EngineArgs {
     pub deterministic: bool,
     /// What computes: cpu, cuda:N for an NVIDIA GPU, or auto for the first GPU if there is one; or nothing: sim:H100.
     ///
-    /// The code for GPUs has been tested in an emulator, not yet on a GPU: so the default is cpu. With
-    /// --tensor-parallel this is the device of the first rank. With sim:A100, sim:H100 or sim:H200 steps take
+    /// The default is cpu, which needs no libraries. With --tensor-parallel this is the device of the first rank. With sim:A100, sim:H100 or sim:H200 steps take
     /// what a roofline of --model says for so many of these GPUs (or --step-profile), and tokens are made up:
     /// to try out clusters that one does not have. Of the model only config.json and the tokenizer are read.
     #[arg(long, value_name = "auto|cpu|cuda:N|sim:GPU", default_value = "cpu", env = "BATON_DEVICE")]
@@ -163,6 +162,21 @@ pub struct EngineArgs {
 }
 
 impl EngineArgs {
+    /// Sequences that run at the same time.
+    pub fn max_running(&self) -> usize {
+        self.max_running.unwrap_or(if self.has_gpu() { 256 } else { 64 })
+    }
+
+    /// Most tokens that one step computes. A GPU computes some hundreds in the time in which it reads the weights.
+    pub fn token_budget(&self) -> usize {
+        self.token_budget.unwrap_or(if self.has_gpu() { 2048 } else { 512 })
+    }
+
+    /// Whether a GPU computes, or is simulated.
+    fn has_gpu(&self) -> bool {
+        self.device.ordinal().is_some() || matches!(self.device, ComputeDevice::Sim(_))
+    }
+
     /// These settings as flags of a worker, without `--pin-threads`: `baton up` divides the processors among its workers.
     pub fn flags(&self) -> Vec<String> {
         // Every field is named, so that none is forgotten.
@@ -205,9 +219,9 @@ impl EngineArgs {
             Some(format!("--kv-memory={kv_memory}")),
             Some(format!("--block-size={block_size}")),
             kv_dtype.map(|dtype| format!("--kv-dtype={}", dtype.name())),
-            Some(format!("--max-running={max_running}")),
+            max_running.map(|num| format!("--max-running={num}")),
             Some(format!("--max-waiting={max_waiting}")),
-            Some(format!("--token-budget={token_budget}")),
+            token_budget.map(|tokens| format!("--token-budget={tokens}")),
             itl_target.map(|ms| format!("--itl-target={ms}")),
             no_prefix_cache.then(|| "--no-prefix-cache".to_owned()),
             host_kv.map(|size| format!("--host-kv={size}")),
@@ -267,4 +281,38 @@ fn parse_activations(text: &str) -> Result<Activations, String> {
 /// When there is no such type.
 pub fn parse_kv_dtype(name: &str) -> Result<KvDtype, String> {
     KvDtype::from_name(name).ok_or_else(|| format!("expected one of {}", KvDtype::names()))
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+
+    #[derive(Parser)]
+    struct Line {
+        #[command(flatten)]
+        engine: EngineArgs,
+    }
+
+    #[test]
+    fn steps_are_as_large_as_the_device_fills() {
+        for (line, expected) in [
+            ("--device cpu", (64, 512)),
+            ("--device cuda:1", (256, 2048)),
+            ("--device sim:H100", (256, 2048)),
+            ("--device cuda:0 --max-running 7 --token-budget 9", (7, 9)),
+            ("--device cpu --max-running 7", (7, 512)),
+        ] {
+            let words = ["worker"].into_iter().chain(line.split(' '));
+            let engine = Line::parse_from(words).engine;
+            assert_eq!((engine.max_running(), engine.token_budget()), expected, "{line}");
+            let again = Line::parse_from(["worker".to_owned()].into_iter().chain(engine.flags())).engine;
+            assert_eq!(
+                (again.max_running, again.token_budget),
+                (engine.max_running, engine.token_budget),
+                "{line}"
+            );
+        }
+    }
 }

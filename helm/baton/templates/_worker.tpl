@@ -154,9 +154,13 @@ spec:
         {{- else }}
         - --kv-memory={{ $values.kvMemory }}
         {{- end }}
-        - --max-running={{ $values.maxRunning }}
+        {{- with $values.maxRunning }}
+        - --max-running={{ . }}
+        {{- end }}
         - --max-waiting={{ $values.maxWaiting }}
-        - --token-budget={{ $values.tokenBudget }}
+        {{- with $values.tokenBudget }}
+        - --token-budget={{ . }}
+        {{- end }}
         {{- if not $values.prefixCache }}
         - --no-prefix-cache
         {{- end }}
