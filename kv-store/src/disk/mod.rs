@@ -31,8 +31,9 @@ use crate::{
     slots::{ReadError, Slots},
 };
 
-/// Threads that read at once. A disk serves several reads faster than one after the other.
-const NUM_READERS: usize = 4;
+/// Threads that read at once. A disk serves several reads faster than one after the other, and those that verify a record do not
+/// wait for it.
+const NUM_READERS: usize = 16;
 /// Heads that are read at once when the directory is opened, in bytes.
 const SCAN_BYTES: usize = 1 << 20;
 
