@@ -110,9 +110,10 @@ pub struct EngineArgs {
     pub deterministic: bool,
     /// What computes: cpu, cuda:N for an NVIDIA GPU, or auto for the first GPU if there is one; or nothing: sim:H100.
     ///
-    /// The default is cpu, which needs no libraries. With --tensor-parallel this is the device of the first rank. With sim:A100, sim:H100 or sim:H200 steps take
-    /// what a roofline of --model says for so many of these GPUs (or --step-profile), and tokens are made up:
-    /// to try out clusters that one does not have. Of the model only config.json and the tokenizer are read.
+    /// The default is cpu, which needs no libraries. With --tensor-parallel this is the device of the first rank.
+    /// With sim:A100, sim:H100 or sim:H200 steps take what a roofline of --model says for so many of these GPUs (or
+    /// --step-profile), and tokens are made up: to try out clusters that one does not have. Of the model only
+    /// config.json and the tokenizer are read.
     #[arg(long, value_name = "auto|cpu|cuda:N|sim:GPU", default_value = "cpu", env = "BATON_DEVICE")]
     pub device: ComputeDevice,
     /// What steps take until some were measured, as `baton bench steps --json FILE` writes it.

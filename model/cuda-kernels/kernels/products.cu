@@ -158,7 +158,7 @@ constexpr u32 ROWS = 2 * TILES;
 // A stage of the pipeline, in shared memory: a chunk of rows of x, of weights, and of an integer's scales and zeros, at most
 // one for each unit. In odd rows of x, the pieces of a lane's even and odd units change places, so that the lanes of a load
 // find theirs in different banks.
-template <u32 COLUMN_TILES, bool HAS_ZEROS> struct Stage {
+template <u32 COLUMN_TILES, bool HAS_ZEROS> struct StageLayout {
     static constexpr u32 X_ROW = CHUNK * 2;
     static constexpr u32 WEIGHTS_AT = 8 * COLUMN_TILES * X_ROW;
     static constexpr u32 SCALES_AT = WEIGHTS_AT + ROWS * WARPS * WARP * 16;
@@ -167,7 +167,7 @@ template <u32 COLUMN_TILES, bool HAS_ZEROS> struct Stage {
     static constexpr u32 BYTES = ZEROS_AT + (HAS_ZEROS ? SCALE_BYTES : 0);
 };
 
-// Stages that fit 99 KiB, which every supported card has for a block. See `stages` in ../src/products.rs.
+// Stages that fit 99 KiB, which every supported card has for a block. The launch has room for as many: `shared_bytes` in ../src/products.rs.
 template <u32 COLUMN_TILES> constexpr u32 STAGES = COLUMN_TILES == 4 && WEIGHTS == INT4 ? 2 : 3;
 
 // Floats from one place to the next where the warps of a block add their sums: lanes find theirs in different banks.
@@ -193,12 +193,11 @@ __device__ __forceinline__ void store(const MultiplyFew& p, u32 place, u32 n, fl
     }
 }
 
-// Multiplies the next 8 * COLUMN_TILES places, or fewer, with a part of K, and stores the results. MOST_TILES is the most
-// COLUMN_TILES of the kernel.
-template <u32 MOST_TILES, u32 COLUMN_TILES, Groups GROUPS, bool HAS_ZEROS>
+// Multiplies the next 8 * COLUMN_TILES places, or fewer, with a part of K, and stores the results.
+template <u32 COLUMN_TILES, Groups GROUPS, bool HAS_ZEROS>
 __device__ __forceinline__ void multiply(const MultiplyFew& p, u32 done, u8* shared) {
-    using Part = Stage<COLUMN_TILES, HAS_ZEROS>;
-    constexpr u32 NUM = STAGES<MOST_TILES>;
+    using Stage = StageLayout<COLUMN_TILES, HAS_ZEROS>;
+    constexpr u32 NUM = STAGES<COLUMN_TILES>;
     const u32 warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, group = lane / 4, in = lane % 4;
     const u32 k_warp = warp / OUTPUT_WARPS, first_of_warp = warp % OUTPUT_WARPS * WARP_OUTPUTS;
     // The weights of this expert.
@@ -236,15 +235,15 @@ __device__ __forceinline__ void multiply(const MultiplyFew& p, u32 done, u8* sha
             const bool is_k = IS_INTEGER ? step < num_steps : step * STEP + numbers_at(in, 0) < p.k;
             const bool is_there = is_k && first + i < p.n;
             const u8* from = p.weights + u64(weights_place + i * row_places + chunk * (K_WARPS * 4)) * 16;
-            copy_weights_async(stage + Part::WEIGHTS_AT + (i * WARPS * WARP + threadIdx.x) * 16, from, is_there);
+            copy_weights_async(stage + Stage::WEIGHTS_AT + (i * WARPS * WARP + threadIdx.x) * 16, from, is_there);
         }
         if (IS_INTEGER && scale_idx < SCALES_OF_CHUNK) {
             // The last chunk may have units past the end of K. Their activations are zero.
             const u32 nth = groups.of(chunk * SCALES_OF_CHUNK + scale_idx);
             const u64 at = u64(nth < last_group ? nth : last_group) * p.scales.group_stride + scale_place;
-            u8* to = stage + Part::SCALES_AT + (scale_idx * OUTPUTS + scale_output) * 4;
+            u8* to = stage + Stage::SCALES_AT + (scale_idx * OUTPUTS + scale_output) * 4;
             copy_async(to, p.scales.scales + at, true);
-            if (HAS_ZEROS) copy_async(to + Part::SCALE_BYTES, p.scales.zeros + at, true);
+            if (HAS_ZEROS) copy_async(to + Stage::SCALE_BYTES, p.scales.zeros + at, true);
         }
     };
 
@@ -253,16 +252,16 @@ __device__ __forceinline__ void multiply(const MultiplyFew& p, u32 done, u8* sha
     constexpr u32 X_COPIES = (X_ROWS + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
     const u32 x_row = threadIdx.x / PIECES, x_piece = threadIdx.x % PIECES;
     // Experts have as many as 16 rows at a time.
-    u32 x_places[MOST_TILES == 4 ? 1 : X_COPIES];
+    u32 x_places[COLUMN_TILES == 4 ? 1 : X_COPIES];
     u32 last = 0;
     auto copy_x = [&](u32 chunk, u8* stage) {
         if (X_ROWS < ROWS_AT_ONCE && x_row >= X_ROWS) return;
-        u8* to = stage + x_row * Part::X_ROW + (x_piece ^ x_row % 2 * (UNIT_BYTES / 16)) * 16;
+        u8* to = stage + x_row * Stage::X_ROW + (x_piece ^ x_row % 2 * (UNIT_BYTES / 16)) * 16;
 #pragma unroll
         for (u32 i = 0; i < X_COPIES; ++i) {
-            const u32 place = MOST_TILES == 4 ? x_places[0] + i * ROWS_AT_ONCE * (p.k / 8) : x_places[i];
+            const u32 place = COLUMN_TILES == 4 ? x_places[0] + i * ROWS_AT_ONCE * (p.k / 8) : x_places[i];
             const bool is_there = chunk * CHUNK + x_piece * 8 < p.k && x_row + i * ROWS_AT_ONCE <= last;
-            copy_async(to + i * ROWS_AT_ONCE * Part::X_ROW, p.x + u64(place + chunk * PIECES) * 8, is_there);
+            copy_async(to + i * ROWS_AT_ONCE * Stage::X_ROW, p.x + u64(place + chunk * PIECES) * 8, is_there);
         }
     };
 
@@ -271,13 +270,13 @@ __device__ __forceinline__ void multiply(const MultiplyFew& p, u32 done, u8* sha
     if (is_early) {
 #pragma unroll
         for (u32 i = 0; i + 1 < NUM; ++i) {
-            if (chunk_begin + i < chunk_end) copy_weights(chunk_begin + i, shared + i * Part::BYTES);
+            if (chunk_begin + i < chunk_end) copy_weights(chunk_begin + i, shared + i * Stage::BYTES);
         }
         begin_kernel();
     }
     const u32 place = first_place(p) + done;
     last = end_place(p) - place - 1;
-    if constexpr (MOST_TILES == 4) {
+    if constexpr (COLUMN_TILES == 4) {
         x_places[0] = (place + x_row) * (p.k / 8) + x_piece;
     } else {
 #pragma unroll
@@ -289,8 +288,8 @@ __device__ __forceinline__ void multiply(const MultiplyFew& p, u32 done, u8* sha
 #pragma unroll
     for (u32 i = 0; i + 1 < NUM; ++i) {
         if (chunk_begin + i < chunk_end) {
-            if (!is_early) copy_weights(chunk_begin + i, shared + i * Part::BYTES);
-            copy_x(chunk_begin + i, shared + i * Part::BYTES);
+            if (!is_early) copy_weights(chunk_begin + i, shared + i * Stage::BYTES);
+            copy_x(chunk_begin + i, shared + i * Stage::BYTES);
         }
         end_copy_group();
     }
@@ -313,19 +312,19 @@ __device__ __forceinline__ void multiply(const MultiplyFew& p, u32 done, u8* sha
         // What others copied is there, and the stage before is free.
         __syncthreads();
         if (chunk + NUM - 1 < chunk_end) {
-            u8* before = shared + (at_stage == 0 ? NUM - 1 : at_stage - 1) * Part::BYTES;
+            u8* before = shared + (at_stage == 0 ? NUM - 1 : at_stage - 1) * Stage::BYTES;
             copy_weights(chunk + NUM - 1, before);
             copy_x(chunk + NUM - 1, before);
         }
         end_copy_group();
-        const u8* stage = shared + at_stage * Part::BYTES;
+        const u8* stage = shared + at_stage * Stage::BYTES;
         at_stage = at_stage + 1 == NUM ? 0 : at_stage + 1;
         uint4 now[ROWS];
 #pragma unroll
         for (u32 i = 0; i < ROWS; ++i) {
-            now[i] = *reinterpret_cast<const uint4*>(stage + Part::WEIGHTS_AT + (i * WARPS * WARP + threadIdx.x) * 16);
+            now[i] = *reinterpret_cast<const uint4*>(stage + Stage::WEIGHTS_AT + (i * WARPS * WARP + threadIdx.x) * 16);
         }
-        const u8* x_rows = stage + group * Part::X_ROW + k_warp * (STEP * 2) + numbers_at(in, 0) * 2;
+        const u8* x_rows = stage + group * Stage::X_ROW + k_warp * (STEP * 2) + numbers_at(in, 0) * 2;
         float part[TILES][COLUMN_TILES][4] = {};
         // The sums of a group's activations, for the product with its zero.
         float sum_of_x[COLUMN_TILES][4] = {};
@@ -339,11 +338,11 @@ __device__ __forceinline__ void multiply(const MultiplyFew& p, u32 done, u8* sha
         for (u32 unit = 0; unit < UNITS; ++unit) {
             if (IS_INTEGER && (GROUPS == Groups::SHORT || unit == 0)) {
                 const u32 nth = GROUPS == Groups::SHORT ? k_warp * UNITS + unit : k_warp;
-                const u8* at = stage + Part::SCALES_AT + (nth * OUTPUTS + first_of_warp + group * ROWS) * 4;
+                const u8* at = stage + Stage::SCALES_AT + (nth * OUTPUTS + first_of_warp + group * ROWS) * 4;
                 const float4 four = *reinterpret_cast<const float4*>(at);
                 scales[0] = four.x, scales[1] = four.y, scales[2] = four.z, scales[3] = four.w;
                 if (HAS_ZEROS) {
-                    const float4 levels = *reinterpret_cast<const float4*>(at + Part::SCALE_BYTES);
+                    const float4 levels = *reinterpret_cast<const float4*>(at + Stage::SCALE_BYTES);
                     zeros[0] = levels.x, zeros[1] = levels.y, zeros[2] = levels.z, zeros[3] = levels.w;
                 }
             }
@@ -359,7 +358,7 @@ __device__ __forceinline__ void multiply(const MultiplyFew& p, u32 done, u8* sha
             const u8* of_unit = x_rows + (unit ^ group % 2) * UNIT_BYTES;
 #pragma unroll
             for (u32 c = 0; c < COLUMN_TILES; ++c) {
-                const uint4 x = *reinterpret_cast<const uint4*>(of_unit + 8 * c * Part::X_ROW);
+                const uint4 x = *reinterpret_cast<const uint4*>(of_unit + 8 * c * Stage::X_ROW);
                 if (HAS_ZEROS) {
                     const u32 ones[4] = {0x3f803f80u, 0x3f803f80u, 0x3f803f80u, 0x3f803f80u};
                     mma_bf16(sum_of_x[c], ones, {x.x, x.y});
@@ -424,7 +423,7 @@ __device__ __forceinline__ void multiply(const MultiplyFew& p, u32 done, u8* sha
         __syncthreads();
     }
     if (p.num_parts == 1) return;
-    u32* parts_done = p.parts_done + done / (8 * MOST_TILES) * gridDim.x + blockIdx.x;
+    u32* parts_done = p.parts_done + done / (8 * COLUMN_TILES) * gridDim.x + blockIdx.x;
     const bool is_last = is_last_part(parts_done, p.num_parts, reinterpret_cast<u32*>(shared));
     // All have read it, and the next places may overwrite it.
     __syncthreads();
@@ -452,18 +451,18 @@ __device__ __forceinline__ void multiply(const MultiplyFew& p, u32 done, u8* sha
     }
 }
 
-template <u32 MOST_TILES, u32 COLUMN_TILES, bool HAS_ZEROS>
+template <u32 COLUMN_TILES, bool HAS_ZEROS>
 __device__ __forceinline__ void multiply(const MultiplyFew& p, u32 done, u8* shared) {
     if constexpr (IS_INTEGER) {
         if (p.scales.group % STEP == 0) {
-            multiply<MOST_TILES, COLUMN_TILES, Groups::LONG, HAS_ZEROS>(p, done, shared);
+            multiply<COLUMN_TILES, Groups::LONG, HAS_ZEROS>(p, done, shared);
         } else {
-            multiply<MOST_TILES, COLUMN_TILES, Groups::SHORT, HAS_ZEROS>(p, done, shared);
+            multiply<COLUMN_TILES, Groups::SHORT, HAS_ZEROS>(p, done, shared);
         }
     } else if (p.scales.group >= p.k) {
-        multiply<MOST_TILES, COLUMN_TILES, Groups::WHOLE_ROWS, false>(p, done, shared);
+        multiply<COLUMN_TILES, Groups::WHOLE_ROWS, false>(p, done, shared);
     } else {
-        multiply<MOST_TILES, COLUMN_TILES, Groups::LONG, false>(p, done, shared);
+        multiply<COLUMN_TILES, Groups::LONG, false>(p, done, shared);
     }
 }
 
@@ -476,9 +475,9 @@ template <bool HAS_ZEROS> __device__ __forceinline__ void multiply_few(const Mul
     for (u32 done = 0;; done += 16) {
         if (first_place(p) + done >= end_place(p)) return;
         if (end_place(p) - first_place(p) - done <= 8) {
-            multiply<2, 1, HAS_ZEROS>(p, done, shared);
+            multiply<1, HAS_ZEROS>(p, done, shared);
         } else {
-            multiply<2, 2, HAS_ZEROS>(p, done, shared);
+            multiply<2, HAS_ZEROS>(p, done, shared);
         }
     }
 }
@@ -486,7 +485,7 @@ template <bool HAS_ZEROS> __device__ __forceinline__ void multiply_few(const Mul
 // 32 places at a time, without experts.
 template <bool HAS_ZEROS> __device__ __forceinline__ void multiply_few32(const MultiplyFew& p) {
     DYNAMIC_SHARED(shared);
-    for (u32 done = 0; done < p.num_rows; done += 32) multiply<4, 4, HAS_ZEROS>(p, done, shared);
+    for (u32 done = 0; done < p.num_rows; done += 32) multiply<4, HAS_ZEROS>(p, done, shared);
 }
 
 } // namespace OF_KIND(products)

@@ -224,7 +224,7 @@ impl MultiplyFew {
         self.offsets == Address::NULL && self.num_rows > 16
     }
 
-    /// Stages of shared memory, each with a chunk of rows, weights, scales and zeros: `Stage` in the kernel file. They fit
+    /// Stages of shared memory, each with a chunk of rows, weights, scales and zeros: `StageLayout` in the kernel file. They fit
     /// 99 KiB, which every supported card has for a block (CUDA C++ Programming Guide, compute capabilities 8.9 and 12.0).
     fn shared_bytes(&self) -> u32 {
         let rows = if self.is_wide() { PASS_ROWS } else { 16 };

@@ -188,7 +188,9 @@ impl ProductScratch {
         device: &mut D,
         matrices: &[DeviceMatrix],
     ) -> Result<(), CudaError> {
-        let of_matrix = |matrix: &DeviceMatrix| parts_of(*matrix).scratch_bytes(matrix.num_out, FEW_ROWS);
+        let of_matrix = |matrix: &DeviceMatrix| {
+            KParts::of(matrix.kind, matrix.num_out, matrix.num_in).scratch_bytes(matrix.num_out, FEW_ROWS)
+        };
         let quantised = matrices.iter().filter(|matrix| matrix.kind != WeightKind::Bf16).map(of_matrix);
         let (sums, done) = quantised.fold((0, 0), |most, room| (most.0.max(room.0), most.1.max(room.1)));
         if sums > 0 {
@@ -600,10 +602,6 @@ fn few(matrix: DeviceMatrix, from: Address, out: Address, num_rows: usize, bias:
         part_sums: Address::NULL,
         parts_done: Address::NULL,
     }
-}
-
-fn parts_of(matrix: DeviceMatrix) -> KParts {
-    KParts::of(matrix.kind, matrix.num_out, matrix.num_in)
 }
 
 fn one_row(matrix: DeviceMatrix, from: Address, out: Address, bias: Address) -> MultiplyRow {

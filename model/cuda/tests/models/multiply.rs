@@ -59,11 +59,9 @@ fn weights_are_widened_in_parts() {
         quantised: Address::NULL,
         row_scales: Address::NULL,
         fp8: Fp8Products::None,
-        part_sums: Address::NULL,
-        parts_done: Address::NULL,
         few_rows: FEW_ROWS,
         wgmma_expert_rows: usize::MAX,
-        has_one_row: true,
+        ..ProductScratch::of_bf16()
     };
     let (x, x_values) = bf16(&noise(1, num_rows * num_in));
     let from = upload(&mut device, &x);
@@ -120,11 +118,9 @@ fn experts_are_widened(wgmma_expert_rows: usize) {
         quantised: Address::NULL,
         row_scales: Address::NULL,
         fp8: Fp8Products::None,
-        part_sums: Address::NULL,
-        parts_done: Address::NULL,
         few_rows: FEW_ROWS,
         wgmma_expert_rows,
-        has_one_row: true,
+        ..ProductScratch::of_bf16()
     };
     let offsets = [0u32, 70, 71, (FEW_ROWS * num_experts + 1) as u32];
     let num_pairs = offsets[num_experts] as usize;
@@ -198,11 +194,9 @@ fn fp8_products_apply_the_scales_of_both_sides() {
             quantised: device.allocate(room * num_in).unwrap(),
             row_scales: device.allocate(room * num_groups * 4).unwrap(),
             fp8,
-            part_sums: Address::NULL,
-            parts_done: Address::NULL,
             few_rows: FEW_ROWS,
             wgmma_expert_rows: usize::MAX,
-            has_one_row: true,
+            ..ProductScratch::of_bf16()
         };
         let values: Vec<f32> = noise(1, num_rows * num_in);
         let values: Vec<f32> =
@@ -277,11 +271,9 @@ fn refused_fp8_products_are_widened() {
             quantised: device.allocate(num_rows * num_in).unwrap(),
             row_scales: device.allocate(num_rows * 4).unwrap(),
             fp8,
-            part_sums: Address::NULL,
-            parts_done: Address::NULL,
             few_rows: FEW_ROWS,
             wgmma_expert_rows: usize::MAX,
-            has_one_row: true,
+            ..ProductScratch::of_bf16()
         };
         let from = upload(&mut device, &bf16(&noise(1, num_rows * num_in)).0);
         let out = device.allocate(num_rows * num_out * 2).unwrap();
@@ -323,11 +315,9 @@ fn fixed_products_read_weights_once_for_32_rows() {
             quantised: Address::NULL,
             row_scales: Address::NULL,
             fp8: Fp8Products::None,
-            part_sums: Address::NULL,
-            parts_done: Address::NULL,
             few_rows,
             wgmma_expert_rows: usize::MAX,
-            has_one_row: true,
+            ..ProductScratch::of_bf16()
         };
         let TestDevice::Emulated(emulated) = &mut device else { return None };
         let before = emulated.work();
