@@ -11,65 +11,15 @@ slices of milliseconds, unless MPS runs (`nvidia-cuda-mps-control -d`).
 
 import argparse
 import json
-import re
-import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
-class Up:
-    """`baton up`, until the end of a `with`."""
-
-    def __init__(self, args: argparse.Namespace, num_prefill: int, log: Path) -> None:
-        port = free_port()
-        self.url, self.log, self.num_workers = f"http://127.0.0.1:{port}", log, num_prefill + 1
-        self.process = subprocess.Popen(
-            [args.baton, "up", args.model, "--port", str(port), "--prefill", str(num_prefill), "--device", args.device,
-             "--max-running", "256", *args.up.split()],
-            stdout=log.open("w"), stderr=subprocess.STDOUT)
-        self.seconds_to_start = args.seconds_to_start
-
-    def __enter__(self) -> "Up":
-        deadline = time.monotonic() + self.seconds_to_start
-        while time.monotonic() < deadline and self.process.poll() is None:
-            try:
-                workers = json.load(urllib.request.urlopen(f"{self.url}/health", timeout=5))["workers"]
-                if len(workers) == self.num_workers and all(worker["answers"] for worker in workers):
-                    return self
-            except OSError:
-                pass
-            time.sleep(0.2)
-        self.__exit__()
-        sys.exit(f"{self.num_workers} workers do not answer:\n{self.log.read_text()[-4000:]}")
-
-    def __exit__(self, *_: object) -> None:
-        self.process.send_signal(signal.SIGTERM)
-        try:
-            self.process.wait(60)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-
-    def metrics(self) -> str:
-        return urllib.request.urlopen(f"{self.url}/metrics", timeout=5).read().decode()
-
-    def predictions(self) -> tuple[float, float]:
-        """The sum of measured by predicted TTFT over requests, and their number."""
-        text = self.metrics()
-        value = {name: float(n) for name, n in re.findall(r"^baton_router_ttft_ratio_(sum|count) (\S+)", text, re.M)}
-        return value.get("sum", 0.0), value.get("count", 0.0)
+sys.path.insert(0, str(ROOT / "tests/planning"))
+from live import Cluster, metrics, ttft_ratios  # noqa: E402
 
 
 def bench(args: argparse.Namespace, url: str, load: list[str], seed: int) -> dict:
@@ -110,26 +60,35 @@ def main() -> None:
     parser.add_argument("--output-tokens", default="128")
     parser.add_argument("--slo-ttft", default="250", help="ms; default: 250")
     parser.add_argument("--slo-tpot", default="15", help="ms; default: 15")
-    parser.add_argument("--up", default="--token-budget 2048", help="more flags of `up`; default: --token-budget 2048")
-    parser.add_argument("--seconds-to-start", type=float, default=300)
+    parser.add_argument("--up", default="", help="more flags of `up`")
     parser.add_argument("--logs", type=Path, default=Path("."), help="folder for logs and metrics; default: this one")
+    parser.add_argument("--nice", type=int, default=0)
     args = parser.parse_args()
     for num_prefill in args.prefill:
-        log = args.logs / f"up-{num_prefill}.log"
-        started = time.monotonic()
-        with Up(args, num_prefill, log) as up:
+        logs = args.logs / f"prefill-{num_prefill}"
+        logs.mkdir(parents=True, exist_ok=True)
+        started, cluster = time.monotonic(), Cluster(args, logs)
+        try:
+            url = cluster.start("up", args.model, "--port", "PORT", "--prefill", num_prefill, "--device", args.device, *args.up.split())
+            cluster.workers(url, num_prefill + 1)
             print(json.dumps({"prefill workers": num_prefill, "seconds to start": round(time.monotonic() - started, 1)}), flush=True)
-            bench(args, up.url, ["--concurrency", "8", "--requests", "16"], 1)
-            loads = [({"clients": num}, ["--concurrency", str(num), "--requests", str(num * args.requests)]) for num in args.clients]
-            loads += [({"requests/s offered": rate}, ["--rate", str(rate), "--requests", str(max(1, round(rate * args.seconds)))])
-                      for rate in args.rates]
-            for seed, (name, load) in enumerate(loads, 2):
-                before = up.predictions()
-                report = row(bench(args, up.url, load, seed))
-                ratio, num = (after - was for after, was in zip(up.predictions(), before))
-                predicted = {"TTFT by predicted": round(ratio / num, 2)} if num else {}
-                print(json.dumps({"prefill workers": num_prefill, **name, **report, **predicted}), flush=True)
-            log.with_suffix(".metrics").write_text(up.metrics())
+            measure(args, url, num_prefill)
+            (logs / "metrics").write_text(metrics(url))
+        finally:
+            cluster.stop()
+
+
+def measure(args: argparse.Namespace, url: str, num_prefill: int) -> None:
+    bench(args, url, ["--concurrency", "8", "--requests", "16"], 1)
+    loads = [({"clients": num}, ["--concurrency", str(num), "--requests", str(num * args.requests)]) for num in args.clients]
+    loads += [({"requests/s offered": rate}, ["--rate", str(rate), "--requests", str(max(1, round(rate * args.seconds)))])
+              for rate in args.rates]
+    for seed, (name, load) in enumerate(loads, 2):
+        before = ttft_ratios(metrics(url))
+        report = row(bench(args, url, load, seed))
+        ratio, num = (after - was for after, was in zip(ttft_ratios(metrics(url)), before))
+        predicted = {"TTFT by predicted": round(ratio / num, 2)} if num else {}
+        print(json.dumps({"prefill workers": num_prefill, **name, **report, **predicted}), flush=True)
 
 
 if __name__ == "__main__":

@@ -84,12 +84,22 @@ class Cluster:
             server.wait(60)
 
 
+def metrics(url: str) -> str:
+    return urllib.request.urlopen(f"{url}/metrics", timeout=5).read().decode()
+
+
+def ttft_ratios(text: str) -> tuple[float, float]:
+    """Of a router's metrics: the sum of measured by predicted TTFT over requests, and their number."""
+    value = {name: float(n) for name, n in re.findall(r"^baton_router_ttft_ratio_(sum|count) (\S+)", text, re.M)}
+    return value.get("sum", 0.0), value.get("count", 0.0)
+
+
 def plans(url: str) -> str:
     """How a router planned, and how far its predictions were off."""
-    text = urllib.request.urlopen(f"{url}/metrics", timeout=5).read().decode()
+    text = metrics(url)
     counts = re.findall(r'^baton_router_plans_total\{prefill="(\w+)"\} (\d+)', text, re.M)
-    value = {name: float(n) for name, n in re.findall(r"^baton_router_ttft_ratio_(sum|count) (\S+)", text, re.M)}
-    ratio = f", TTFT {value['sum'] / value['count']:.2f}x as predicted" if value.get("count") else ""
+    total, num = ttft_ratios(text)
+    ratio = f", TTFT {total / num:.2f}x as predicted" if num else ""
     return ", ".join(f"{num} {prefill}" for prefill, num in counts) + ratio
 
 
