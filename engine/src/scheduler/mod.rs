@@ -68,7 +68,7 @@ use sequence_list::SequenceList;
 
 pub use holds::PrefixBlocks;
 
-/// So many sequences at the front of the queue are considered in a step.
+/// So many sequences at the front of the queue are considered in a step, and more while these leave some of it over.
 const WINDOW: usize = 16;
 
 /// Most tokens of a chunk with scores: with 150,000 tokens in the vocabulary its logits are 38 MB.
@@ -343,7 +343,7 @@ impl Scheduler {
     /// Gives the remaining budget to prompts, and a slot and blocks to waiting sequences.
     fn plan_prompts(&mut self, plan: &mut StepPlan, budget: usize) {
         let num_decodes = plan.chunks.len();
-        let mut claims = self.claims(plan.preempted.is_empty());
+        let mut claims = self.claims(budget, plan.preempted.is_empty());
         let mut spare = share_budget(&mut claims, budget, self.config.block_size);
         let mut is_room = true;
         for claim in claims {
@@ -381,16 +381,23 @@ impl Scheduler {
 
     /// The claims on the step's budget, oldest first: running prompts, and sequences at the front of the queue for
     /// which there is room. The first one without room ends the list: to pass it could make it wait for ever.
-    fn claims(&self, may_admit: bool) -> Vec<BudgetClaim> {
+    fn claims(&self, budget: usize, may_admit: bool) -> Vec<BudgetClaim> {
         let prompts = self.running.iter().filter(|sequence| sequence.num_left() > 1);
         let mut claims: Vec<BudgetClaim> = prompts.map(BudgetClaim::running).collect();
-        if may_admit && self.num_running() < self.config.max_running {
-            for sequence in self.waiting.iter().take(WINDOW) {
+        let num_slots = self.config.max_running.saturating_sub(self.num_running());
+        if may_admit && num_slots > 0 {
+            let mut num_claimed: usize = claims.iter().map(|claim| claim.num_left).sum();
+            for (idx, sequence) in self.waiting.iter().take(num_slots.max(WINDOW)).enumerate() {
+                if idx >= WINDOW && num_claimed >= budget {
+                    break;
+                }
                 let cached = self.find_cached(sequence);
                 if !self.has_room_for(sequence, &cached) {
                     break;
                 }
-                claims.push(BudgetClaim::waiting(sequence, cached.len() * self.config.block_size));
+                let claim = BudgetClaim::waiting(sequence, cached.len() * self.config.block_size);
+                num_claimed += claim.num_left;
+                claims.push(claim);
             }
             claims.sort_by_key(|claim| claim.id);
         }

@@ -83,6 +83,21 @@ fn decodes_come_before_prompts_and_prompts_share_what_is_left() {
 }
 
 #[test]
+fn as_many_short_prompts_are_admitted_as_fill_a_step_or_the_slots() {
+    let of = |range: std::ops::RangeInclusive<u32>, line: &dyn Fn(u32) -> String| {
+        range.map(line).collect::<String>()
+    };
+    let adds = of(1..=30, &|id| format!("add id={id} prompt=2 max=9\n"));
+    for (budget, running, num_admitted) in [(50, 64, 25), (50, 20, 20), (8, 64, 4)] {
+        let admitted = of(1..=num_admitted, &|id| format!("    admit {id}\n"));
+        let chunks = of(1..=num_admitted, &|id| format!("    {id}: 0..2 token\n"));
+        check(&format!(
+            "pool blocks=64 block_size=4 running={running} budget={budget}\n{adds}step\n{admitted}{chunks}"
+        ));
+    }
+}
+
+#[test]
 fn short_prompts_pass_long_ones_which_still_make_progress() {
     check(
         "
