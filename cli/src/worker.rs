@@ -125,7 +125,8 @@ fn worker(role: Role, args: WorkerArgs) -> anyhow::Result<(WorkerConfig, Telemet
     config.model_name = Some(model_name);
     config.listen = args.listen;
     config.advertise = args.advertise;
-    config.kv = KvMemory::Bytes(args.engine.kv_memory.0);
+    let (kv_bytes, host_kv_bytes) = args.engine.kv_and_host_bytes();
+    config.kv = KvMemory::Bytes(kv_bytes);
     config.block_size = args.engine.block_size;
     config.kv_dtype = args.engine.kv_dtype;
     config.max_running = args.engine.max_running();
@@ -133,7 +134,7 @@ fn worker(role: Role, args: WorkerArgs) -> anyhow::Result<(WorkerConfig, Telemet
     config.token_budget = args.engine.token_budget();
     config.itl_target = args.engine.itl_target.map(|ms| Duration::from_millis(ms as u64));
     config.prefix_cache = !args.engine.no_prefix_cache;
-    config.host_kv_bytes = args.engine.host_kv.map(|size| size.0 as u64);
+    config.host_kv_bytes = host_kv_bytes.map(|bytes| bytes as u64);
     config.disk_kv =
         args.engine.disk_kv.zip(args.engine.disk_kv_size).map(|(dir, size)| (dir, size.0 as u64));
     config.object_kv =

@@ -115,8 +115,8 @@ fn num_slots(dir: &Path) -> u64 {
 }
 
 #[tokio::test]
-async fn host_memory_brings_back_what_the_pool_evicted() {
-    // The pool has room for a few prompts.
+async fn on_processors_host_memory_makes_the_pool_larger() {
+    // The pool alone has room for a few prompts.
     let flags = format!("--kv-memory 4M --host-kv 64M {PATIENT}");
     let cluster = Cluster::new().prefill(0).decode(1).worker_flags(&flags).start().await;
     let num_prompts = 12;
@@ -124,13 +124,11 @@ async fn host_memory_brings_back_what_the_pool_evicted() {
     for nth in 0..num_prompts {
         tokens.push(answer(&cluster, &prompt(nth), 2, PrefillMode::Local, "").await);
     }
-    until_saved(&cluster, "decode-0", "host", num_prompts * NUM_BLOCKS).await;
     let before = computed(&cluster, "decode-0").await;
     for (nth, tokens) in tokens.iter().enumerate() {
         assert_eq!(&answer(&cluster, &prompt(nth), 2, PrefillMode::Local, "").await, tokens, "prompt {nth}");
     }
     assert_eq!(computed(&cluster, "decode-0").await - before, (2 * num_prompts) as f64);
-    assert!(tier(&cluster, "decode-0", "hits_total", "host").await >= NUM_BLOCKS);
     cluster.assert_all_blocks_free().await;
 }
 

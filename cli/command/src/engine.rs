@@ -38,10 +38,10 @@ pub struct EngineArgs {
     /// Do not keep the KV of finished prompts for later prompts with the same beginning.
     #[arg(long, env = "BATON_NO_PREFIX_CACHE")]
     pub no_prefix_cache: bool,
-    /// Host memory for KV that the pool no longer holds, such as 8G. Useful for pools on GPUs: give at least twice the pool.
+    /// Host memory for KV that the pool no longer holds, such as 64G. For pools on GPUs: give at least twice the pool.
     ///
     /// Blocks of finished requests are copied there, and come back before a later prompt with the same beginning is computed.
-    /// On processors a larger --kv-memory does more.
+    /// On processors the pool is in host memory itself: it becomes larger by this, and copies nothing.
     #[arg(long, value_name = "SIZE", value_parser = parse_size, env = "BATON_HOST_KV")]
     pub host_kv: Option<Size>,
     /// Directory for KV that outlives this worker. Each worker needs one of its own: `baton up` adds the worker's name.
@@ -171,6 +171,20 @@ impl EngineArgs {
     /// Most tokens that one step computes. A GPU computes some hundreds in the time in which it reads the weights.
     pub fn token_budget(&self) -> usize {
         self.token_budget.unwrap_or(if self.has_gpu() { 2048 } else { 512 })
+    }
+
+    /// Bytes of the pool on processors, and of a tier of host memory below the pool.
+    ///
+    /// A pool on processors is in host memory already. A tier there would keep copies of its blocks, and a hit would copy them
+    /// back; so the pool gets the tier's bytes, and finds the blocks where they are.
+    pub fn kv_and_host_bytes(&self) -> (usize, Option<usize>) {
+        match self.host_kv {
+            // Without a prefix cache the worker refuses the tier.
+            Some(host) if self.device == ComputeDevice::Cpu && !self.no_prefix_cache => {
+                (self.kv_memory.0.saturating_add(host.0), None)
+            }
+            host => (self.kv_memory.0, host.map(|size| size.0)),
+        }
     }
 
     /// Whether a GPU computes, or is simulated.
@@ -314,6 +328,20 @@ mod tests {
                 (engine.max_running, engine.token_budget),
                 "{line}"
             );
+        }
+    }
+
+    #[test]
+    fn on_processors_host_memory_makes_the_pool_larger() {
+        for (line, expected) in [
+            ("--kv-memory 1K", (1 << 10, None)),
+            ("--kv-memory 1K --host-kv 2K", (3 << 10, None)),
+            ("--kv-memory 1K --host-kv 2K --device sim:H100", (1 << 10, Some(2 << 10))),
+            ("--kv-memory 1K --host-kv 2K --device cuda:0", (1 << 10, Some(2 << 10))),
+            ("--kv-memory 1K --host-kv 2K --no-prefix-cache", (1 << 10, Some(2 << 10))),
+        ] {
+            let words = ["worker"].into_iter().chain(line.split(' '));
+            assert_eq!(Line::parse_from(words).engine.kv_and_host_bytes(), expected, "{line}");
         }
     }
 }

@@ -1,4 +1,4 @@
-//! Preempted sequences that get their KV back from a tier.
+//! Prompts and preempted sequences that get their KV back from host memory.
 //!
 //! `cargo test -p baton-decode-worker --test handoff -- preempted_sequence --nocapture` prints what it saves.
 
@@ -9,7 +9,7 @@ use std::{
 
 use futures_util::future::join_all;
 
-use crate::harness::{decode, expected, generate, prompt, request};
+use crate::harness::{BLOCK_SIZE, decode, expected, generate, prompt, request};
 
 const NUM_REQUESTS: u32 = 8;
 const NUM_PROMPT: usize = 40;
@@ -65,4 +65,30 @@ async fn a_preempted_sequence_is_recalled_from_host_memory() {
     assert!(without.num_preempted > 0 && with.num_preempted > 0);
     assert_eq!(without.num_recalled, 0);
     assert!(with.num_recalled > 0);
+}
+
+#[tokio::test]
+async fn host_memory_brings_back_what_the_pool_evicted() {
+    const NUM_BLOCKS: usize = 25;
+    let worker = decode().with(|config| config.host_kv_bytes = Some(1 << 20)).start().await;
+    let client = &worker.client().await;
+    let num_prompts = 8;
+    let answer = async |seed| {
+        let prompt = prompt(seed, NUM_BLOCKS * BLOCK_SIZE + 1);
+        let answer = generate(client, request(&prompt, 2, None)).await.unwrap();
+        assert_eq!(answer.finished(), expected(&prompt, 2), "prompt {seed}");
+    };
+    for seed in 0..num_prompts {
+        answer(seed).await;
+    }
+    let num_saved = num_prompts as usize * NUM_BLOCKS;
+    worker.await_metric(&format!("baton_kv_tier_blocks{{tier=\"host\"}} {num_saved}")).await;
+    let before = worker.worker.engine().num_computed_tokens();
+    for seed in 0..num_prompts {
+        answer(seed).await;
+    }
+    let num_computed = worker.worker.engine().num_computed_tokens() - before;
+    assert_eq!(num_computed, u64::from(2 * num_prompts), "one prompt token, and the first of the answer");
+    worker.await_metric(&format!("baton_kv_tier_hits_total{{tier=\"host\"}} {num_saved}")).await;
+    worker.assert_all_free().await;
 }
