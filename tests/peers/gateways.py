@@ -303,7 +303,7 @@ async def open_streams(gateway: Gateway, num: int, num_tokens: int) -> int:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    for failed in done - {waiting}:
+    for failed in list(done - {waiting})[:1]:
         print(f"  the first that ended: {failed.exception()!r:.300}")
     return used
 
