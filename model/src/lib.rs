@@ -17,6 +17,7 @@ pub use baton_cuda::{
 };
 pub use baton_cuda_kernels::kernel::KernelCode;
 pub use baton_cuda_kernels::shipped as shipped_kernels;
+pub use baton_model_cpu::benchmark::{CpuPeaks, Peak as CpuPeak};
 pub use baton_model_cpu::{CpuExecutor, CpuModel, ParallelCpuExecutor};
 pub use baton_model_cuda::{
     BatchLimits, DeviceWeightBytes, ModelOnDevices, StartError as CudaStartError,

@@ -48,6 +48,7 @@ pub use incoming::identity_of;
 pub use lifecycle::{Lifecycle, Phase};
 pub use load::Model;
 pub use metrics::WorkerMetrics;
+pub use pace::step_profile;
 pub use run::{EngineBroke, RoleService, run, serve, service_name};
 pub use scratch::MAX_SCRATCH_BLOCKS;
 pub use server::{KEEP_ALIVE_INTERVAL, KEEP_ALIVE_TIMEOUT, MAX_MESSAGE_BYTES};

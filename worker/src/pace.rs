@@ -30,8 +30,8 @@ pub(crate) fn step_prior(
     prior(&shape, &device).checked()
 }
 
-/// Reads what steps take from the JSON that `baton bench steps` writes.
-pub(crate) fn step_profile(path: &Path) -> anyhow::Result<StepLine> {
+/// Reads what steps take from the JSON that `baton bench steps` writes, or says what is wrong with the file.
+pub fn step_profile(path: &Path) -> anyhow::Result<StepLine> {
     #[derive(Deserialize)]
     struct Profile {
         step: StepLine,

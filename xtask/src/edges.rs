@@ -50,6 +50,7 @@ const ROOMS: &[Room] = &[
             "baton-prefill-worker",
             "baton-decode-worker",
             "baton-worker",
+            "baton-cost",
             "baton-model",
             "baton-transport-tcp",
             "baton-transport-shm",

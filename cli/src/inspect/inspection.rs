@@ -3,17 +3,24 @@
 use std::path::PathBuf;
 
 use anyhow::ensure;
-use baton_command::parse_kv_dtype;
+use baton_command::{at_least_one, parse_kv_dtype};
+use baton_cost::{StepLine, StepWork};
 use baton_kv_cache::KvDtype;
 use baton_model::{
     DecoderSpec, FloatDtype, ModelConfig, Quantisation,
     cost::{DeviceSpeed, ModelCost, StepCost},
 };
-use clap::{Args, ValueEnum};
+use baton_worker::step_profile;
+use clap::Args;
+
+use super::peaks::{Device, Peaks, positive};
 
 const NOTES: &str = "\
 The times are lower bounds from the device's peak numbers (its roofline). No kernel reaches them, and they
-include no time for the network, for queues or for sampling.";
+include no time for the network, for queues or for sampling. Only a model that fits into caches can exceed the
+rate of memory. What this machine reaches:
+  baton bench steps MODEL --json steps.json
+  baton inspect MODEL --device cpu --step-profile steps.json --roofline roofline.svg";
 
 /// The arguments of `baton inspect`.
 #[derive(Debug, Args)]
@@ -31,9 +38,18 @@ pub(crate) struct InspectArgs {
     #[arg(long, value_name = "TYPE", value_parser = parse_kv_dtype)]
     pub(crate) kv_dtype: Option<KvDtype>,
 
-    /// Device whose peak numbers (dense bf16) are used.
+    /// Device whose peak numbers (dense bf16) are used. Those of cpu are measured on this machine.
     #[arg(long, value_enum, default_value_t = Device::H100, help_heading = "Device")]
     pub(crate) device: Device,
+    /// Threads with which the peaks of cpu are measured. Default: one for each processor.
+    #[arg(long, value_name = "N", value_parser = at_least_one, help_heading = "Device")]
+    pub(crate) threads: Option<usize>,
+    /// What steps take, from `baton bench steps --json`: shown beside the least times.
+    #[arg(long, value_name = "FILE", help_heading = "Device")]
+    pub(crate) step_profile: Option<PathBuf>,
+    /// Draw the roofline, and where the model's steps are under it, as an SVG file.
+    #[arg(long, value_name = "FILE", help_heading = "Device")]
+    pub(crate) roofline: Option<PathBuf>,
     /// Peak TFLOP/s, instead of the device's.
     #[arg(long, value_name = "TFLOPS", help_heading = "Device")]
     pub(crate) flops: Option<f64>,
@@ -59,43 +75,6 @@ pub(crate) struct InspectArgs {
     /// Measured time per output token in milliseconds, used instead of the roofline estimate.
     #[arg(long, value_name = "MS", help_heading = "Request")]
     pub(crate) tpot: Option<f64>,
-}
-
-/// A device by its peak numbers, as its maker states them.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(crate) enum Device {
-    /// NVIDIA A100 SXM 80 GB: 312 TFLOP/s, 2039 GB/s
-    A100,
-    /// NVIDIA H100 SXM: 989 TFLOP/s, 3350 GB/s
-    H100,
-    /// NVIDIA H200 SXM: 989 TFLOP/s, 4800 GB/s
-    H200,
-    /// NVIDIA B200: 2250 TFLOP/s, 8000 GB/s
-    B200,
-    /// NVIDIA L40S: 362 TFLOP/s, 864 GB/s
-    L40s,
-    /// NVIDIA L4: 121 TFLOP/s, 300 GB/s
-    L4,
-    /// AMD MI300X: 1307 TFLOP/s, 5300 GB/s
-    Mi300x,
-    /// Two AVX-512 cores of a server: 0.45 TFLOP/s, 36 GB/s
-    Cpu,
-}
-
-impl Device {
-    /// TFLOP/s and GB/s.
-    pub(super) fn peaks(self) -> (f64, f64) {
-        match self {
-            Self::A100 => (312.0, 2039.0),
-            Self::H100 => (989.0, 3350.0),
-            Self::H200 => (989.0, 4800.0),
-            Self::B200 => (2250.0, 8000.0),
-            Self::L40s => (362.0, 864.0),
-            Self::L4 => (121.0, 300.0),
-            Self::Mi300x => (1307.0, 5300.0),
-            Self::Cpu => (0.45, 36.0),
-        }
-    }
 }
 
 /// The bytes of a weight.
@@ -150,7 +129,8 @@ pub(super) struct Inspection {
     pub(super) weights: WeightSize,
     pub(super) kv_dtype: KvDtype,
     pub(super) context_length: usize,
-    pub(super) device_name: String,
+    pub(super) peaks: Peaks,
+    /// By the roof of the weights' type.
     pub(super) device: DeviceSpeed,
     pub(super) network_bytes_per_second: f64,
     pub(super) prompt: usize,
@@ -159,19 +139,12 @@ pub(super) struct Inspection {
     /// Measured, in seconds.
     pub(super) ttft: Option<f64>,
     pub(super) tpot: Option<f64>,
+    /// What steps take, measured.
+    pub(super) steps: Option<StepLine>,
 }
 
 impl Inspection {
     pub(super) fn new(config: &ModelConfig, weights: WeightSize, args: &InspectArgs) -> anyhow::Result<Self> {
-        let (peak_tflops, peak_gigabytes) = args.device.peaks();
-        let positive = |name: &str, value: f64| {
-            ensure!(value.is_finite() && value > 0.0, "{name} must be more than 0");
-            Ok(value)
-        };
-        let device = DeviceSpeed {
-            flops_per_second: positive("--flops", args.flops.unwrap_or(peak_tflops))? * 1e12,
-            bytes_per_second: positive("--bandwidth", args.bandwidth.unwrap_or(peak_gigabytes))? * 1e9,
-        };
         let context_length = config.context_length;
         let prompt = args.prompt.unwrap_or(1024.min(context_length / 2)).max(1);
         ensure!(
@@ -186,44 +159,53 @@ impl Inspection {
         ensure!(args.batch > 0, "--batch must be at least 1");
         let seconds = |name, value: Option<f64>| value.map(|ms| positive(name, ms / 1e3)).transpose();
         let kv_dtype = args.kv_dtype.or(weights.kv_dtype).unwrap_or(config.dtype.kv_dtype());
-        let device_name = match (args.flops, args.bandwidth) {
-            (Some(_), Some(_)) => "given".to_owned(),
-            _ => {
-                args.device.to_possible_value().map_or_else(String::new, |value| value.get_name().to_owned())
-            }
-        };
+        let peaks = Peaks::of(args.device, args.threads, (args.flops, args.bandwidth), &weights.source)?;
         Ok(Self {
             spec: config.decoder.clone(),
             cost: ModelCost::new(&config.decoder, weights.bytes, kv_dtype),
             weights,
             kv_dtype,
             context_length,
-            device_name,
-            device,
+            device: peaks.speed(),
+            peaks,
             network_bytes_per_second: positive("--network", args.network)? * 1e9,
             prompt,
             output,
             batch: args.batch,
             ttft: seconds("--ttft", args.ttft)?,
             tpot: seconds("--tpot", args.tpot)?,
+            steps: args.step_profile.as_deref().map(step_profile).transpose()?,
         })
     }
 
+    /// All of the prompt in one step.
     pub(super) fn prefill(&self) -> StepCost {
         self.cost.prefill(self.prompt, 0)
     }
 
-    /// In the middle of the answer.
-    pub(super) fn decode(&self) -> StepCost {
-        self.cost.decode(self.batch, self.prompt + self.output / 2)
+    /// Seconds of that step, if steps were measured.
+    pub(super) fn prefill_seconds(&self) -> Option<f64> {
+        Some(self.steps?.seconds(&StepWork::chunk(0.0, self.prompt as f64)))
+    }
+
+    /// A step of `batch` sequences in the middle of the answer.
+    pub(super) fn decode(&self, batch: usize) -> StepCost {
+        self.cost.decode(batch, self.context())
+    }
+
+    /// Seconds of that step, if steps were measured.
+    pub(super) fn decode_seconds(&self, batch: usize) -> Option<f64> {
+        Some(self.steps?.seconds(&StepWork::decode(batch as f64, (batch * self.context()) as f64)))
+    }
+
+    /// Tokens of a sequence in the middle of the answer.
+    pub(super) fn context(&self) -> usize {
+        self.prompt + self.output / 2
     }
 
     /// The smallest batch, a power of two, whose decode step computes longer than it reads; `None` if there
     /// is none below a million. KV is read per sequence: long contexts never get there.
     pub(super) fn compute_bound_batch(&self) -> Option<usize> {
-        let context = self.prompt + self.output / 2;
-        (0..20)
-            .map(|power| 1 << power)
-            .find(|&batch| self.cost.decode(batch, context).intensity() >= self.device.ridge())
+        (0..20).map(|power| 1 << power).find(|&batch| self.decode(batch).intensity() >= self.device.ridge())
     }
 }

@@ -1,9 +1,11 @@
-//! `baton inspect`: what a model costs, on paper, with the formulas.
+//! `baton inspect`: what a model costs, on paper, with the formulas, and where its measured steps are under the roofline.
 //!
 //! Reads `config.json` or a GGUF file's metadata, and the sizes of files, never a weight. The numbers come from
-//! [`baton_model::cost`]; here they are only asked for and printed.
+//! [`baton_model::cost`]; here they are only asked for and shown.
 
 mod inspection;
+mod peaks;
+mod roofline;
 mod text;
 
 use std::{fs, path::Path};
@@ -36,6 +38,11 @@ pub(crate) fn run(args: InspectArgs) -> anyhow::Result<()> {
     };
     let inspection = Inspection::new(&config, weights, &args)?;
     print!("{} in {}\n\n{inspection}", config.architecture, model.display());
+    if let Some(path) = &args.roofline {
+        let title = format!("{} in {}", config.architecture, model.display());
+        let picture = roofline::picture(&inspection, &title);
+        fs::write(path, picture).with_context(|| format!("cannot write {}", path.display()))?;
+    }
     if let Some(bytes) = file_bytes {
         println!("\nThe weight files here hold {}.", bytes_text(bytes as f64));
     }
@@ -64,11 +71,7 @@ mod tests {
     use baton_kv_cache::KvDtype;
     use baton_model::ModelConfig;
 
-    use super::{
-        inspection::{Device, parse_dtype},
-        text::time_text,
-        *,
-    };
+    use super::{inspection::parse_dtype, peaks::Device, text::time_text, *};
 
     const LLAMA: &str = r#"{"architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "torch_dtype": "bfloat16",
         "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8,
@@ -80,6 +83,9 @@ mod tests {
             dtype: None,
             kv_dtype: None,
             device: Device::H100,
+            threads: None,
+            step_profile: None,
+            roofline: None,
             flops: None,
             bandwidth: None,
             network: 12.5,
@@ -182,5 +188,33 @@ mod tests {
         assert_eq!(time_text(0.000_045_3), "45.3 us");
         assert_eq!(time_text(0.0453), "45.3 ms");
         assert_eq!(time_text(75.0), "75.00 s");
+    }
+
+    #[test]
+    fn measured_steps_are_beside_and_under_the_roofline() {
+        let dir = tempfile::tempdir().unwrap();
+        let profile = dir.path().join("steps.json");
+        // 9 ms a step: 4.53 are the least for one sequence.
+        let step =
+            r#"{"step": {"fixed": 0.009, "per_token": 0.0, "per_context_token": 0.0, "per_pair": 0.0}}"#;
+        fs::write(&profile, step).unwrap();
+        let args = InspectArgs { step_profile: Some(profile), batch: 4, ..args() };
+        let config = ModelConfig::parse(Path::new("config.json"), LLAMA.as_bytes()).unwrap();
+        let inspection = Inspection::new(&config, WeightSize::of(config.dtype), &args).unwrap();
+        let text = inspection.to_string();
+        assert!(text.contains("9.00 ms   by --step-profile: 52 % of the roofline"), "{text}");
+        let picture = roofline::picture(&inspection, "a <model>");
+        for part in [
+            "a &lt;model&gt;",
+            "bf16 989 TFLOP/s",
+            "1  decode of 1 x 1152 tokens",
+            "2  decode of 4 x 1152 tokens",
+            "4  decode of 32 x 1152 tokens",
+            "(50 %, 9.00 ms)",
+            "5  prefill of 1024 tokens",
+        ] {
+            assert!(picture.contains(part), "{part} in\n{picture}");
+        }
+        assert_eq!(picture.matches("class=\"found\"").count(), 5);
     }
 }

@@ -55,14 +55,18 @@ impl Inspection {
         let DeviceSpeed { flops_per_second, bytes_per_second } = self.device;
         writeln!(
             f,
-            "\nDevice {}: {} TFLOP/s, {} GB/s; computing takes longer than reading from {:.0} operations per byte on\n",
-            self.device_name,
-            flops_per_second / 1e12,
-            bytes_per_second / 1e9,
+            "\nDevice {}: {} in {}, {}; computing takes longer than reading from {:.0} operations per byte on\n",
+            self.peaks.device,
+            rate_text(flops_per_second, "FLOP"),
+            self.peaks.roofs[0].0,
+            rate_text(bytes_per_second, "B"),
             self.device.ridge()
         )?;
-        let (prefill, decode) = (self.prefill(), self.decode());
-        let context = self.prompt + self.output / 2;
+        for (name, rate) in &self.peaks.roofs[1..] {
+            row(f, &format!("also {name}"), &rate_text(*rate, "FLOP"), "measured")?;
+        }
+        let (prefill, decode) = (self.prefill(), self.decode(self.batch));
+        let context = self.context();
         row(
             f,
             "prefill",
@@ -73,7 +77,7 @@ impl Inspection {
             ),
         )?;
         row(f, "  reads", &bytes_text(prefill.bytes), "every weight once + the KV it writes")?;
-        self.write_bound(f, &prefill)?;
+        self.write_bound(f, &prefill, self.prefill_seconds())?;
         let sequences = match self.batch {
             1 => format!("1 sequence of {context} tokens"),
             batch => format!("{batch} sequences of {context} tokens"),
@@ -85,7 +89,7 @@ impl Inspection {
             &format!("{sequences}: each 2 x weights + attention + head"),
         )?;
         row(f, "  reads", &bytes_text(decode.bytes), "every weight once for all + the KV of each sequence")?;
-        self.write_bound(f, &decode)?;
+        self.write_bound(f, &decode, self.decode_seconds(self.batch))?;
         let batch = match self.compute_bound_batch() {
             Some(batch) => format!("compute-bound from about {batch} such sequences on"),
             None => "memory-bound at any batch: each sequence's KV weighs more than its work".to_owned(),
@@ -93,7 +97,7 @@ impl Inspection {
         writeln!(f, "{:17}{batch}", "")
     }
 
-    fn write_bound(&self, f: &mut fmt::Formatter<'_>, step: &StepCost) -> fmt::Result {
+    fn write_bound(&self, f: &mut fmt::Formatter<'_>, step: &StepCost, measured: Option<f64>) -> fmt::Result {
         let bound = if step.intensity() < self.device.ridge() { "memory-bound" } else { "compute-bound" };
         row(
             f,
@@ -106,12 +110,15 @@ impl Inspection {
             "  at least",
             &time_text(step.seconds_on(&self.device)),
             "the longer of operations / (TFLOP/s) and bytes / (GB/s)",
-        )
+        )?;
+        let Some(seconds) = measured else { return Ok(()) };
+        let share = 100.0 * step.seconds_on(&self.device) / seconds;
+        row(f, "  measured", &time_text(seconds), &format!("by --step-profile: {share:.0} % of the roofline"))
     }
 
     fn write_request(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let ttft = self.ttft.unwrap_or_else(|| self.prefill().seconds_on(&self.device));
-        let tpot = self.tpot.unwrap_or_else(|| self.decode().seconds_on(&self.device));
+        let tpot = self.tpot.unwrap_or_else(|| self.decode(self.batch).seconds_on(&self.device));
         let source = |measured: Option<f64>, roofline: &str| match measured {
             Some(_) => "as given".to_owned(),
             None => format!("the {roofline}'s least time"),
@@ -200,6 +207,12 @@ fn count_text(count: f64) -> String {
 /// Powers of 1000, like bandwidths.
 pub(super) fn bytes_text(bytes: f64) -> String {
     scaled(bytes, &["B", "kB", "MB", "GB", "TB"])
+}
+
+/// Such as 989 TFLOP/s.
+pub(super) fn rate_text(per_second: f64, unit: &str) -> String {
+    let units = ["", "k", "M", "G", "T", "P"].map(|prefix| format!("{prefix}{unit}/s"));
+    scaled(per_second, &units.each_ref().map(String::as_str))
 }
 
 /// What one head's key of one token takes.

@@ -31,23 +31,23 @@ unsafe fn fmas<S: Simd>(rounds: usize) -> f32 {
 }
 
 kernel! {
-    /// A loop of reads.
+    /// A loop of reads that prefetches `ahead` bytes before it reads them.
     ///
     /// # Safety
     /// `from` is valid for `len` numbers, and the instruction set is present.
-    pub fn read_loop / reads (from: *const f32, len: usize) -> f32
+    pub fn read_loop / reads (from: *const f32, len: usize, ahead: usize) -> f32
 }
 
 #[inline(always)]
 #[allow(clippy::needless_range_loop)] // no closures here, see `Simd`
-unsafe fn reads<S: Simd>(from: *const f32, len: usize) -> f32 {
+unsafe fn reads<S: Simd>(from: *const f32, len: usize, ahead: usize) -> f32 {
     // SAFETY: vectors stay below `len`.
     unsafe {
         let mut sums = [S::splat(0.0); 4];
         let mut i = 0;
         while i + 4 * LANES <= len {
             for j in 0..4 {
-                S::prefetch(from.wrapping_add(i + j * LANES + 1024).cast());
+                S::prefetch(from.wrapping_add(i + j * LANES).cast::<u8>().wrapping_add(ahead));
                 sums[j] = S::add(sums[j], S::load(from.add(i + j * LANES)));
             }
             i += 4 * LANES;

@@ -1,7 +1,7 @@
-//! Kernels on generated data and the CPU's peak rates, for `cargo bench`. Not part of the crate's interface.
+//! Kernels on generated data and the CPU's peak rates, for `cargo bench` and `baton inspect`.
 
 mod kernels;
 mod peaks;
 
 pub use kernels::{AttentionRun, Gemm, Weights};
-pub use peaks::{Peak, Peaks};
+pub use peaks::{CpuPeaks, Peak, Peaks};

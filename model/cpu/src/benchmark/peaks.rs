@@ -1,7 +1,10 @@
-//! The CPU's peak rates, with which kernels are compared.
+//! The CPU's peak rates, with which kernels and models are compared.
+
+use std::time::{Duration, Instant};
 
 use baton_cpu_kernels::{
-    CHAINS, Cpu, Isa, LANES, TILE_OPERATIONS, fma_loop, integers_loop, pairs_loop, read_loop, tiles_loop,
+    CHAINS, Cpu, Isa, LANES, TILE_OPERATIONS, fma_loop, has_pairs, integers_loop, pairs_loop, read_loop,
+    tiles_loop,
 };
 use baton_cpu_threads::anonymous;
 use memmap2::MmapMut;
@@ -21,13 +24,52 @@ pub enum Peak {
     Int8Tiles,
 }
 
+/// What a processor reaches with so many threads.
+#[derive(Clone, Debug, PartialEq)]
+pub struct CpuPeaks {
+    /// The best instruction set.
+    pub isa: &'static str,
+    /// Multiplications and additions per second, of each kind that the processor has.
+    pub operations: Vec<(Peak, f64)>,
+    /// Bytes per second, read from memory.
+    pub read: f64,
+}
+
 /// Iterations of a loop. Loops are short, so that an idle thread takes the next one.
 const ROUNDS: usize = 2000;
 const LOOPS: usize = 40;
 /// The same of products of tiles.
 const TILE_ROUNDS: usize = 500;
+/// Distances, in bytes, of which reading takes the best: processors differ.
+const AHEAD: [usize; 3] = [512, 1024, 4096];
+/// Memory that [`CpuPeaks`] reads, more than caches hold, and how long it repeats each loop.
+const READ_BYTES: usize = 256 << 20;
+const PATIENCE: Duration = Duration::from_millis(200);
 
 impl Peak {
+    /// The name, for people.
+    pub fn name(self) -> &'static str {
+        match self {
+            Peak::F32 => "f32",
+            Peak::Bf16Pairs => "bf16",
+            Peak::Int8 => "int8",
+            Peak::Bf16Tiles => "bf16 tiles",
+            Peak::Int8Tiles => "int8 tiles",
+        }
+    }
+
+    /// What an instruction set has loops for.
+    fn of(isa: Isa) -> Vec<Peak> {
+        let mut peaks = vec![Peak::F32, Peak::Int8];
+        if has_pairs(isa) {
+            peaks.push(Peak::Bf16Pairs);
+        }
+        if isa.has_tiles() {
+            peaks.extend([Peak::Bf16Tiles, Peak::Int8Tiles]);
+        }
+        peaks
+    }
+
     /// Operations of one call of [`Peaks::run`]: a multiplication and an addition each.
     pub fn operations(self, threads: usize) -> usize {
         let per_lane = match self {
@@ -41,16 +83,44 @@ impl Peak {
     }
 }
 
+impl CpuPeaks {
+    /// Measures this machine for a second or two: the best of many short runs, as other load can only lower a rate.
+    pub fn measure(threads: usize) -> CpuPeaks {
+        let isa = Isa::detect();
+        let mut peaks = Peaks::new(isa, threads, READ_BYTES);
+        let operations = Peak::of(isa).into_iter().map(|peak| {
+            let seconds = best(|| peaks.run(peak));
+            (peak, peak.operations(threads) as f64 / seconds)
+        });
+        let operations = operations.collect();
+        CpuPeaks { isa: isa.name(), operations, read: READ_BYTES as f64 / best(|| peaks.read()) }
+    }
+}
+
+/// Seconds of the fastest run. The first one, which wakes threads, does not count.
+fn best(mut run: impl FnMut()) -> f64 {
+    run();
+    let (started, mut best) = (Instant::now(), Duration::MAX);
+    while best == Duration::MAX || started.elapsed() < PATIENCE {
+        let begun = Instant::now();
+        run();
+        best = best.min(begun.elapsed());
+    }
+    best.as_secs_f64()
+}
+
 /// Runs the loops.
 pub struct Peaks {
     cpu: Cpu,
     memory: MmapMut,
+    /// How often it has read.
+    num_reads: usize,
 }
 
 impl Peaks {
     /// Uses `threads` threads and `num_bytes` of memory to read.
     pub fn new(isa: Isa, threads: usize, num_bytes: usize) -> Peaks {
-        Peaks { cpu: Cpu::new(isa, threads).expect("threads start"), memory: memory(num_bytes) }
+        Peaks { cpu: Cpu::new(isa, threads).expect("threads start"), memory: memory(num_bytes), num_reads: 0 }
     }
 
     /// Runs the same number of loops on every thread.
@@ -72,16 +142,18 @@ impl Peaks {
         });
     }
 
-    /// Reads all bytes once, divided among the threads.
+    /// Reads all bytes once, divided among the threads, with the next of several distances of prefetching.
     pub fn read(&mut self) {
         const PIECE: usize = 1 << 20;
-        let Peaks { cpu, memory } = self;
+        let Peaks { cpu, memory, num_reads } = self;
+        let ahead = AHEAD[*num_reads % AHEAD.len()];
+        *num_reads += 1;
         let isa = cpu.isa();
         let pieces: &[u8] = memory;
         cpu.pool().for_each(pieces.len().div_ceil(PIECE), |_, idx| {
             let piece = &pieces[idx * PIECE..pieces.len().min((idx + 1) * PIECE)];
             // SAFETY: any bytes are valid numbers.
-            std::hint::black_box(unsafe { read_loop(isa, piece.as_ptr().cast(), piece.len() / 4) });
+            std::hint::black_box(unsafe { read_loop(isa, piece.as_ptr().cast(), piece.len() / 4, ahead) });
         });
     }
 }
