@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Measures Baton and builds of llama.cpp on the same weights with the same threads, in turns, and prints ratios.
+"""Measures Baton, builds of llama.cpp and PyTorch on the same weights with the same threads, in turns, and prints ratios.
 
     pip install -r requirements.txt
     ./make_model.py /tmp/llama-1b
@@ -10,6 +10,7 @@ is "p512", the time to the first token of a prompt of 512, "d8", the time betwee
 tokens decode at once, or "d8@2048", the same behind 2,048 tokens each.
 
 Weights are bf16, or rounded to about as many bits by each in its own way: Baton's int8 beside Q8_0, int4 beside Q4_0.
+`--torch` adds transformers on PyTorch, eager, in bf16. A peer that dies is named, with the reason, and has no more cells.
 `--same-file` adds a row in which Baton reads llama.cpp's file. In Q4_0 files the head, which is the embedding here, is
 Q6_K; Baton's int4 has a head of eight bits.
 """
@@ -22,8 +23,9 @@ import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Callable
 
-from peers import Baton, LlamaCpp, Peer, baton_up, llama_up, quantize
+from peers import TORCH, Asked, Baton, Peer, PeerDied, baton_up, llama_up, quantize, torch_up
 from write_gguf import write_gguf
 
 SHORT_CONTEXT = 16
@@ -107,13 +109,24 @@ def gguf_file(model: Path, kind: tuple[str, int | None], library: Path) -> Path:
 # The comparison
 
 
+def lives(measure: Callable[[], object]) -> bool:
+    """Whether a peer outlives a measurement. Says why it died."""
+    try:
+        measure()
+        return True
+    except PeerDied as death:
+        print(f"\n{death}\n", flush=True)
+        return False
+
+
 def measure_in_turns(peers: list[Peer], point: Point, num_rounds: int) -> dict[Peer, list[float]]:
-    """Seconds of each peer in each round. The order changes from round to round."""
+    """Seconds of each peer in each round, without those that died. The order changes from round to round."""
     times: dict[Peer, list[float]] = {peer: [] for peer in peers}
     for round_idx in range(num_rounds):
         begin = round_idx % len(peers)
         for peer in peers[begin:] + peers[:begin]:
-            times[peer].append(point.measure(peer))
+            if peer in times and not lives(lambda: times[peer].append(point.measure(peer))):
+                del times[peer]
     return times
 
 
@@ -124,11 +137,11 @@ def ratio(ours: list[float], theirs: list[float]) -> str:
 
 
 def table_rows(point: Point, times: dict[Peer, list[float]], names: list[str]) -> list[str]:
-    """One row for each Baton, with a column for each build of llama.cpp."""
+    """One row for each Baton, with a column for each peer."""
     def rate(seconds: list[float]) -> str:
         return f"{point.num_tokens / statistics.median(seconds):.1f}"
 
-    others = {peer.name: seconds for peer, seconds in times.items() if isinstance(peer, LlamaCpp)}
+    others = {peer.name: seconds for peer, seconds in times.items() if isinstance(peer, Asked)}
     rows = []
     for peer, ours in times.items():
         if isinstance(peer, Baton):
@@ -157,7 +170,7 @@ def kv_row(model: Path, peer: Peer, weights: str, long: Point, short_seconds: fl
 
 def compare(args: argparse.Namespace, builds: list[Build], weights: str, threads: int) -> list[str]:
     """Prints the rates of one type of weights. Returns the costs of longer contexts."""
-    names = [build.name for build in builds]
+    names = [build.name for build in builds] + [TORCH] * args.torch
     rounding = [] if weights == "bf16" else ["--quantize", weights]
     medians: dict[tuple[Peer, Point], float] = {}
     with ExitStack() as stack:
@@ -173,12 +186,17 @@ def compare(args: argparse.Namespace, builds: list[Build], weights: str, threads
             for build in builds
             if any(build.measures(weights, point) for point in args.points)
         }
-        for peer in [*batons, *llamas.values()]:  # reads the weights
+        torch = [stack.enter_context(torch_up(args.model, threads))] if args.torch and weights == "bf16" else []
+        # Reads the weights.
+        dead = [peer for peer in [*llamas.values(), *torch] if not lives(lambda: (peer.decode(1, SHORT_CONTEXT), peer.prefill(64)))]
+        for peer in batons:
             peer.decode(1, SHORT_CONTEXT)
             peer.prefill(64)
         for point in args.points:
-            peers = batons + [peer for build, peer in llamas.items() if build.measures(weights, point)]
+            peers = [peer for build, peer in llamas.items() if build.measures(weights, point)] + torch
+            peers = batons + [peer for peer in peers if peer not in dead]
             times = measure_in_turns(peers, point, args.rounds)
+            dead += [peer for peer in peers if peer not in times]
             medians |= {(peer, point): statistics.median(seconds) for peer, seconds in times.items()}
             print(*table_rows(point, times, names), sep="\n", flush=True)
     return [
@@ -202,6 +220,7 @@ def main() -> None:
     parser.add_argument("--llama", type=Path, default=installed_library(), help="libllama.so; default: llama-cpp-python's")
     parser.add_argument("--openblas", type=Path, help="libllama.so that uses OpenBLAS, for prompts in bf16")
     parser.add_argument("--fork", type=Path, help="libllama.so of ik_llama.cpp, a fork, which is given its own order of weights")
+    parser.add_argument("--torch", action="store_true", help="measure transformers on PyTorch, too")
     parser.add_argument("--threads", type=int, nargs="*", default=[2])
     parser.add_argument("--rounds", type=int, default=3)
     points = ["p512", "p2048", "d1", "d8", "d32", "d1@2048", "d8@2048"]
@@ -210,15 +229,16 @@ def main() -> None:
     parser.add_argument("--same-file", nargs="*", choices=TYPES, default=["int4"], help="types with a row for the GGUF file")
     parser.add_argument("--port", type=int, default=8099)
     args = parser.parse_args()
-    if not args.llama:
+    if not args.llama and not args.torch:
         parser.error("--llama is not given, and llama-cpp-python not installed")
-    builds = [Build("llama.cpp", args.llama)]
+    builds = [Build("llama.cpp", args.llama)] if args.llama else []
+    args.same_file = args.same_file if builds else []
     builds += [Build("llama.cpp, OpenBLAS", args.openblas, has_blas=True)] if args.openblas else []
     builds += [Build("fork", args.fork, is_fork=True)] if args.fork else []
     for threads in args.threads:
         print(f"\n{threads} threads; tokens/s, medians of {args.rounds} rounds; how many times as fast Baton is (range)\n")
-        print(f"| {' | '.join(['weights', '', 'Baton', *(build.name for build in builds)])} |")
-        print(f"|{'---|' * (3 + len(builds))}", flush=True)
+        print(f"| {' | '.join(['weights', '', 'Baton', *(build.name for build in builds), *[TORCH] * args.torch])} |")
+        print(f"|{'---|' * (3 + len(builds) + args.torch)}", flush=True)
         kv_rows = [row for weights in args.weights for row in compare(args, builds, weights, threads)]
         if kv_rows:
             print("\nMilliseconds of a step, and GB/s at which it reads what the longer context adds, and weights:\n")

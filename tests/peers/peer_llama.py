@@ -160,18 +160,22 @@ class Peer:
         self.prepared = None
 
     def _compute(self, rows: list[tuple[int, int, bool]]) -> float:
-        """Computes rows of (sequence, position, wants logits). Returns the seconds."""
-        batch = self.batch
-        for idx, (sequence, position, wants_logits) in enumerate(rows):
-            batch.tokens[idx] = 300 + (sequence * 31 + position * 7) % 1000
-            batch.positions[idx] = position
-            batch.nums_sequences[idx] = 1
-            batch.sequences[idx][0] = sequence
-            batch.wants_logits[idx] = wants_logits
-        batch.num_tokens = len(rows)
-        start = time.perf_counter()
-        self.library.decode(self.context, batch)
-        return time.perf_counter() - start
+        """Computes rows of (sequence, position, wants logits). Returns the seconds. llama.cpp aborts if a call has more
+        rows than its batch."""
+        batch, seconds = self.batch, 0.0
+        for first in range(0, len(rows), MAX_BATCH):
+            part = rows[first : first + MAX_BATCH]
+            for idx, (sequence, position, wants_logits) in enumerate(part):
+                batch.tokens[idx] = 300 + (sequence * 31 + position * 7) % 1000
+                batch.positions[idx] = position
+                batch.nums_sequences[idx] = 1
+                batch.sequences[idx][0] = sequence
+                batch.wants_logits[idx] = wants_logits
+            batch.num_tokens = len(part)
+            start = time.perf_counter()
+            self.library.decode(self.context, batch)
+            seconds += time.perf_counter() - start
+        return seconds
 
 
 def main() -> None:

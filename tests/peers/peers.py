@@ -1,7 +1,8 @@
-"""The programs that compare.py measures: Baton and builds of llama.cpp. Each is a process of its own with the same two
+"""The programs that compare.py measures: Baton, builds of llama.cpp, and PyTorch. Each is a process of its own with the same two
 measurements: the time of a prompt, and the time of a decoding step."""
 
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -10,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Iterator, Protocol
 
+TORCH = "torch"
 # Tokens that a measurement of decoding generates for each sequence.
 OUTPUT_TOKENS = 32
 
@@ -26,17 +28,26 @@ class Peer(Protocol):
         """Seconds between two tokens while `num_sequences` sequences of `context` tokens decode at once."""
 
 
-class LlamaCpp:
-    """`peer_llama.py` with a library and a file."""
+class PeerDied(Exception):
+    """The process of a peer ended in a measurement."""
+
+
+class Asked:
+    """A process that is asked by lines of JSON: `peer_llama.py` or `peer_torch.py`."""
 
     def __init__(self, name: str, process: subprocess.Popen, weight_bytes: int) -> None:
         self.name, self.process, self.weight_bytes = name, process, weight_bytes
 
     def _ask(self, **request: object) -> float:
-        print(json.dumps(request), file=self.process.stdin, flush=True)
-        answer = self.process.stdout.readline()
+        try:
+            print(json.dumps(request), file=self.process.stdin, flush=True)
+            answer = self.process.stdout.readline()
+        except BrokenPipeError:
+            answer = ""
         if not answer:
-            raise SystemExit(f"{self.name} ended")
+            code = self.process.wait()
+            why = f"of {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+            raise PeerDied(f"{self.name} died {why} at {json.dumps(request)}")
         return json.loads(answer)["seconds"]
 
     def prefill(self, num_tokens: int) -> float:
@@ -50,10 +61,25 @@ PEER_LLAMA = Path(__file__).parent / "peer_llama.py"
 
 
 @contextmanager
-def llama_up(name: str, library: Path, file: Path, threads: int) -> Iterator[LlamaCpp]:
-    command = [sys.executable, PEER_LLAMA, library, file, "--threads", str(threads)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        yield LlamaCpp(name, process, file.stat().st_size)  # it ends with its input
+def _asked(name: str, command: list, weight_bytes: int) -> Iterator[Asked]:
+    words = [str(word) for word in command]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield Asked(name, process, weight_bytes)
+        finally:
+            process.kill()
+
+
+def llama_up(name: str, library: Path, file: Path, threads: int):
+    """A build of llama.cpp with a file."""
+    return _asked(name, [sys.executable, PEER_LLAMA, library, file, "--threads", threads], file.stat().st_size)
+
+
+def torch_up(model: Path, threads: int):
+    """transformers on PyTorch with the model's own files."""
+    weight_bytes = sum(path.stat().st_size for path in model.glob("*.safetensors"))
+    command = [sys.executable, PEER_LLAMA.with_name("peer_torch.py"), model, "--threads", threads]
+    return _asked(TORCH, command, weight_bytes)
 
 
 def quantize(library: Path, plain: Path, to: Path, ftype: int) -> None:
