@@ -332,9 +332,16 @@ const ROOMS: &[Room] = &[
     // Kernels: no weight files, no order of operations.
     Room {
         name: "baton-cpu-kernels",
-        uses: &["baton-cpu-threads", "baton-model-spec", "baton-kv-cache"],
+        uses: &["baton-cpu-simd", "baton-cpu-threads", "baton-model-spec", "baton-kv-cache"],
         tests_use: &["baton-model-testing"],
         never: &["baton-checkpoint", "baton-cuda", "safetensors", "cudarc", "tokio"],
+    },
+    // Vectors and the numbers that they widen: no tensors.
+    Room {
+        name: "baton-cpu-simd",
+        uses: &["baton-cpu-threads", "baton-kv-cache"],
+        tests_use: &[],
+        never: &["baton-model-spec", "tokio"],
     },
     // Threads and the memory that they share, whatever they compute.
     Room { name: "baton-cpu-threads", uses: &[], tests_use: &[], never: &["tokio"] },

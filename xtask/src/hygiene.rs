@@ -18,7 +18,7 @@ const OWN_WORKSPACES: [&str; 2] = [fuzz::FOLDER, "router/index/peers"];
 
 /// Crates that talk to devices, SIMD, shared memory or the operating system, and may say `unsafe`; and the
 /// engine, which calls the model's executor under a contract that no type can state.
-const MAY_BE_UNSAFE: [&str; 25] = [
+const MAY_BE_UNSAFE: [&str; 26] = [
     "baton-bench",
     "baton-cuda",
     "baton-cuda-kernels",
@@ -29,6 +29,7 @@ const MAY_BE_UNSAFE: [&str; 25] = [
     "baton-model-spec",
     "baton-checkpoint",
     "baton-cpu-kernels",
+    "baton-cpu-simd",
     "baton-cpu-threads",
     "baton-model-cpu",
     "baton-gguf",

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use baton_cpu_threads::{Aligned, ComputeScratch, ThreadPool};
 
-use crate::simd::Isa;
+use baton_cpu_simd::Isa;
 
 /// The context of every operation: the instruction set, the threads, and memory for each thread.
 pub struct Cpu {

@@ -7,7 +7,7 @@ use std::slice;
 
 use baton_kv_cache::{BlockId, BlockStorage, KvLayout, VectorCodec};
 
-use crate::simd::{Bf16, Stored};
+use baton_cpu_simd::{Bf16, Stored};
 
 /// The keys or the values of one KV head of one sequence in one layer.
 #[derive(Clone, Copy)]
@@ -123,7 +123,7 @@ pub(crate) mod testing {
     use baton_kv_cache::KvDtype;
 
     use super::*;
-    use crate::simd::{E4m3, F16, F32, I8};
+    use baton_cpu_simd::{E4m3, F16, F32, I8};
 
     /// The dequantised elements of a position, read one by one.
     ///

@@ -11,10 +11,10 @@ mod kv;
 mod loops;
 mod products;
 mod rows;
-mod simd;
 mod tiles;
 
 pub use attention::{AttentionShape, attend};
+pub use baton_cpu_simd::{CHAINS, Isa, LANES};
 pub use cpu::Cpu;
 pub use kv::store_rows;
 pub use loops::{fma_loop, read_loop};
@@ -23,5 +23,4 @@ pub use products::{
     pack_integers, pairs_loop,
 };
 pub use rows::{GateFunction, rms_norm, rms_norm_in_place, rotate, soft_cap};
-pub use simd::{CHAINS, Isa, LANES};
 pub use tiles::{TILE_OPERATIONS, tiles_loop};

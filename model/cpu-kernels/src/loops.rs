@@ -1,6 +1,6 @@
 //! Loops of a single operation, for measuring the CPU's peak rates.
 
-use crate::simd::{CHAINS, LANES, Simd, kernel};
+use baton_cpu_simd::{CHAINS, LANES, Simd, kernel};
 
 kernel! {
     /// A loop of f32 multiply-adds.

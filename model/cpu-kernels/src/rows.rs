@@ -1,6 +1,6 @@
 //! Operations on single rows of activations: norms, rotary embedding, gated activations.
 
-use crate::simd::{Isa, LANES, Simd, kernel};
+use baton_cpu_simd::{Isa, LANES, Simd, kernel};
 
 /// Activation functions of a gate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -169,17 +169,9 @@ mod tests {
     /// Calls a function with every instruction set of the CPU.
     macro_rules! everywhere {
         ($check:ident) => {
-            $check::<crate::simd::Portable>();
-            #[cfg(target_arch = "x86_64")]
-            for isa in Isa::available() {
-                match isa {
-                    Isa::Amx | Isa::Avx512 => $check::<crate::simd::Avx512>(),
-                    Isa::Avx2 => $check::<crate::simd::Avx2>(),
-                    Isa::Portable => {}
-                    #[cfg(target_arch = "x86_64")]
-                    Isa::TileModel => unreachable!("not of a CPU"),
-                }
-            }
+            kernel! { fn on / $check () }
+            // SAFETY: this CPU has the instruction sets.
+            Isa::available().into_iter().for_each(|isa| unsafe { on(isa) });
         };
     }
 
@@ -210,7 +202,8 @@ mod tests {
 
     #[test]
     fn gates_match_their_formulas_to_1e_6() {
-        fn check<S: Simd>() {
+        #[inline(always)]
+        unsafe fn check<S: Simd>() {
             let formula = |gate: GateFunction, x: f64| match gate {
                 GateFunction::Silu => x / (1.0 + (-x).exp()),
                 GateFunction::GeluTanh => {
@@ -261,7 +254,8 @@ mod tests {
 
     #[test]
     fn exponentials_match_to_1e_6_and_vanish_far_below() {
-        fn check<S: Simd>() {
+        #[inline(always)]
+        unsafe fn check<S: Simd>() {
             for i in -8700..8700 {
                 let x = i as f32 / 100.0;
                 let mut out = [0.0; LANES];

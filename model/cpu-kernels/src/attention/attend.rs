@@ -14,7 +14,7 @@ use super::softmax::{State, finish, fold};
 use crate::cpu::Cpu;
 use crate::kv::HeadKv;
 use crate::products::bf16_bits;
-use crate::simd::{Isa, LANES};
+use baton_cpu_simd::{Isa, LANES};
 
 /// Number of multiplications below which waking the helpers costs more than it gains.
 const MIN_SHARED_WORK: usize = 64 * 1024;

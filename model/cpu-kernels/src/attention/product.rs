@@ -4,7 +4,7 @@
 //! fused multiply-adds in the order of the lines, whatever the shape of the kernel.
 
 use super::words::{Bf16Pair, Factor, Words, pair_kernel};
-use crate::simd::{F32, LANES, kernel};
+use baton_cpu_simd::{F32, LANES, kernel};
 
 /// Rows of numbers, `stride` apart.
 #[derive(Clone, Copy)]

@@ -8,7 +8,7 @@
 use super::shape::TILE;
 use crate::products::bf16_bits;
 use crate::rows::soft_capped;
-use crate::simd::{LANES, Simd, kernel};
+use baton_cpu_simd::{LANES, Simd, kernel};
 
 /// Vectors of a tile's scores.
 const VECTORS: usize = TILE / LANES;
@@ -260,11 +260,18 @@ unsafe fn exp2<S: Simd>(x: S::V) -> S::V {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::simd::{Isa, Portable};
+    use baton_cpu_simd::{Isa, Portable};
+
+    kernel! {
+        /// # Safety
+        /// The CPU has the instructions.
+        fn check_powers / powers ()
+    }
 
     /// Checks 2^x in every lane.
-    unsafe fn check<S: Simd>() {
-        let powers = |x: f32| {
+    #[inline(always)]
+    unsafe fn powers<S: Simd>() {
+        let power = |x: f32| {
             let mut out = [0.0; LANES];
             // SAFETY: the caller guarantees that the CPU has the instructions; `out` holds sixteen numbers.
             unsafe { S::store(out.as_mut_ptr(), exp2::<S>(S::splat(x))) };
@@ -273,32 +280,22 @@ mod tests {
         };
         for step in 0..20_000 {
             let x = -126.0 * step as f32 / 20_000.0;
-            let error = f64::from(powers(x)) / f64::from(x).exp2() - 1.0;
+            let error = f64::from(power(x)) / f64::from(x).exp2() - 1.0;
             assert!(error.abs() < 2.4e-7, "2^{x} is off by {error:e}");
         }
-        assert_eq!(powers(0.0), 1.0);
-        assert_eq!(powers(-3.0), 0.125);
+        assert_eq!(power(0.0), 1.0);
+        assert_eq!(power(-3.0), 0.125);
         for x in [-126.6, -127.0, -1e9, f32::NEG_INFINITY] {
-            assert_eq!(powers(x), 0.0, "2^{x}");
+            assert_eq!(power(x), 0.0, "2^{x}");
         }
-        assert!(powers(f32::NAN).is_nan());
+        assert!(power(f32::NAN).is_nan());
     }
 
     #[test]
     fn powers_of_two_match_the_formula_to_2_4e_7() {
         for isa in Isa::available() {
             // SAFETY: this CPU has the instructions.
-            unsafe {
-                match isa {
-                    #[cfg(target_arch = "x86_64")]
-                    Isa::Amx | Isa::Avx512 => check::<crate::simd::Avx512>(),
-                    #[cfg(target_arch = "x86_64")]
-                    Isa::Avx2 => check::<crate::simd::Avx2>(),
-                    Isa::Portable => check::<Portable>(),
-                    #[cfg(target_arch = "x86_64")]
-                    Isa::TileModel => unreachable!("not of a CPU"),
-                }
-            }
+            unsafe { check_powers(isa) };
         }
     }
 

@@ -4,8 +4,8 @@
 //! no other instruction adds in the order of tiles.
 
 use super::product::{Rows, Start};
-use crate::simd::{LANES, Simd};
 use crate::tiles::{ROW_BYTES, ROWS, TileUse, Tiles, tile_kernel};
+use baton_cpu_simd::{LANES, Simd};
 
 /// Lines of a tile register: words of two bf16 along K.
 pub(super) const LINES: usize = 16;
@@ -29,7 +29,7 @@ tile_kernel! {
 }
 
 #[inline(always)]
-#[allow(clippy::too_many_arguments)]
+#[allow(clippy::too_many_arguments, clippy::extra_unused_type_parameters)] // `tile_kernel` gives them
 unsafe fn product<S: Simd, T: Tiles>(
     tiles: &mut T,
     shapes: &mut TileUse,

@@ -4,7 +4,7 @@
 use baton_kv_cache::KvDtype;
 
 use super::words::{Bf16Pair, Factor, Words};
-use crate::simd::{Bf16, E4m3, F16, F32, I8, LANES, Stored, kernel};
+use baton_cpu_simd::{Bf16, E4m3, F16, F32, I8, LANES, Stored, kernel};
 
 /// The addresses of K or V of a tile's positions.
 #[derive(Clone, Copy)]
@@ -169,7 +169,7 @@ unsafe fn rows_of<S: Words, W: Factor>(positions: &Positions<'_>, to: *mut f32, 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::simd::Isa;
+    use baton_cpu_simd::Isa;
 
     /// Compares both conversions with single numbers, for every bit pattern of the type.
     fn check<W: Stored>(isa: Isa, dtype: KvDtype, num_rows: usize, n: usize) {

@@ -4,7 +4,7 @@
 //! eight. So narrower types need fewer shuffles per number. A transposed word is then unpacked to its numbers, or is
 //! itself a factor: two bf16 that are multiplied with two others at once.
 
-use crate::simd::{Bf16, E4m3, F16, F32, I8, LANES, Portable, Simd, Stored};
+use baton_cpu_simd::{Bf16, E4m3, F16, F32, I8, LANES, Portable, Simd, Stored};
 
 /// Vectors of words.
 ///
@@ -83,26 +83,26 @@ pub(super) trait Factor {
     }
 }
 
-/// As [`kernel!`](crate::simd::kernel), for CPUs that [multiply bf16](crate::products::has_pairs), and in plain Rust
+/// As [`kernel!`](baton_cpu_simd::kernel), for CPUs that [multiply bf16](crate::products::has_pairs), and in plain Rust
 /// for tests.
 macro_rules! pair_kernel {
     ($(#[$meta:meta])* $vis:vis fn $name:ident / $generic:ident $(<$factor:ty>)? ($($arg:ident: $ty:ty),* $(,)?)) => {
         $(#[$meta])*
         #[allow(clippy::too_many_arguments)]
-        $vis unsafe fn $name(isa: $crate::simd::Isa, $($arg: $ty),*) {
+        $vis unsafe fn $name(isa: baton_cpu_simd::Isa, $($arg: $ty),*) {
             #[cfg(target_arch = "x86_64")]
             #[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx512bf16,avx2,fma,f16c")]
             #[allow(clippy::too_many_arguments)]
             unsafe fn avx512($($arg: $ty),*) {
                 // SAFETY: guaranteed by the caller.
-                unsafe { $generic::<$crate::simd::Avx512 $(, $factor)?>($($arg),*) }
+                unsafe { $generic::<baton_cpu_simd::Avx512 $(, $factor)?>($($arg),*) }
             }
             // SAFETY: guaranteed by the caller.
             unsafe {
                 match isa {
                     #[cfg(target_arch = "x86_64")]
-                    $crate::simd::Isa::Amx | $crate::simd::Isa::Avx512 => avx512($($arg),*),
-                    _ => $generic::<$crate::simd::Portable $(, $factor)?>($($arg),*),
+                    baton_cpu_simd::Isa::Amx | baton_cpu_simd::Isa::Avx512 => avx512($($arg),*),
+                    _ => $generic::<baton_cpu_simd::Portable $(, $factor)?>($($arg),*),
                 }
             }
         }
@@ -217,7 +217,7 @@ mod x86 {
     use std::arch::x86_64::*;
 
     use super::{LANES, Words};
-    use crate::simd::{Avx2, Avx512, E4M3_BITS, E4M3_SCALE};
+    use baton_cpu_simd::{Avx2, Avx512, E4M3_BITS, E4M3_SCALE};
 
     impl Words for Avx512 {
         #[inline(always)]
@@ -467,7 +467,7 @@ mod x86 {
 mod tests {
     use super::*;
     use crate::products::has_pairs;
-    use crate::simd::Isa;
+    use baton_cpu_simd::Isa;
     use baton_model_testing::noise;
 
     pair_kernel! {

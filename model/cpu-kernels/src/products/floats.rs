@@ -7,8 +7,9 @@
 use super::panels::PANEL;
 use super::tile::TileArgs;
 #[cfg(target_arch = "x86_64")]
-use crate::simd::{Avx2, Avx512};
-use crate::simd::{Bf16, Dtype, F16, F32, Isa, LANES, Portable, Simd, Stored, kernel};
+use baton_cpu_simd::{Avx2, Avx512};
+use baton_cpu_simd::{Bf16, F16, F32, Isa, LANES, Portable, Simd, Stored, kernel};
+use baton_model_spec::FloatDtype as Dtype;
 
 /// The largest number of panels that a kernel takes at once.
 pub(super) const MAX_PANELS: usize = 4;
@@ -67,11 +68,8 @@ pub(super) fn tile_rows(isa: Isa) -> usize {
         #[cfg(target_arch = "x86_64")]
         Isa::Amx | Isa::Avx512 => Avx512::PANEL_ROWS,
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx2 => Avx2::PANEL_ROWS,
-        Isa::Portable => Portable::PANEL_ROWS,
-        #[cfg(test)]
-        #[cfg(target_arch = "x86_64")]
-        Isa::TileModel => Avx2::PANEL_ROWS,
+        Isa::Avx2 | Isa::TileModel => Avx2::PANEL_ROWS,
+        _ => Portable::PANEL_ROWS,
     }
 }
 

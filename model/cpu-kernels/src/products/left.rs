@@ -14,7 +14,7 @@
 
 use super::{level_tiles, panels::PAIR_STEP};
 use crate::cpu::Cpu;
-use crate::simd::{Simd, kernel};
+use baton_cpu_simd::{Simd, kernel};
 use baton_cpu_threads::SharedMut;
 use baton_model_spec::{IntegerFormat, MAX_GROUP};
 
@@ -164,6 +164,7 @@ kernel! {
 }
 
 #[inline(always)]
+#[allow(clippy::extra_unused_type_parameters)] // `kernel` gives it
 unsafe fn pack_chunk<S: Simd>(args: &ChunkArgs) {
     // SAFETY: guaranteed by the caller.
     unsafe {

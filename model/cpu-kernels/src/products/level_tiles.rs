@@ -10,8 +10,8 @@ use std::ops::Range;
 use super::panels::{GROUP_SCALE_BYTES, LINE_BYTES, PANEL, ROW_SCALE_BYTES, per_line};
 use super::slabs::{SUMS, Slab};
 use super::tile::TileArgs;
-use crate::simd::{LANES, Simd};
 use crate::tiles::{ROW_BYTES, ROWS, TILE_BYTES, TileUse, Tiles, tile_kernel};
+use baton_cpu_simd::{LANES, Simd};
 use baton_model_spec::{IntegerFormat, IntegerWidth};
 
 /// From this number of rows on, tiles are faster than vectors.

@@ -12,8 +12,8 @@
 
 use super::panels::{GROUP_SCALE_BYTES, LINE_BYTES, PANEL, ROW_SCALE_BYTES};
 use super::tile::TileArgs;
-use crate::simd::CHAINS;
-use crate::simd::{Isa, LANES, Portable, Simd};
+use baton_cpu_simd::CHAINS;
+use baton_cpu_simd::{Isa, LANES, Portable, Simd};
 use baton_model_spec::{IntegerFormat, IntegerWidth};
 
 /// Prefetch distance in bytes.
@@ -64,11 +64,8 @@ impl IntegerIsa {
             #[cfg(target_arch = "x86_64")]
             Isa::Avx512 if is_x86_feature_detected!("avx512vnni") => IntegerIsa::Vnni,
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx512 | Isa::Avx2 => IntegerIsa::Avx2,
-            Isa::Portable => IntegerIsa::Portable,
-            #[cfg(test)]
-            #[cfg(target_arch = "x86_64")]
-            Isa::TileModel => IntegerIsa::Avx2,
+            Isa::Avx512 | Isa::Avx2 | Isa::TileModel => IntegerIsa::Avx2,
+            _ => IntegerIsa::Portable,
         }
     }
 }
@@ -383,7 +380,7 @@ mod x86 {
     use std::arch::x86_64::*;
 
     use super::IntegerSimd;
-    use crate::simd::{Avx2, Avx512};
+    use baton_cpu_simd::{Avx2, Avx512};
 
     /// AVX-512 with VNNI, which sums four products per instruction.
     pub(super) struct Vnni;

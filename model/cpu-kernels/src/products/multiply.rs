@@ -6,10 +6,10 @@ use super::slabs::Slab;
 use super::tile::{Output, TileArgs};
 use super::{floats, level_tiles, levels, pair_tiles, pairs, slabs};
 use crate::cpu::Cpu;
-use crate::simd::{Dtype, Isa, LANES};
 use crate::tiles::TileUse;
+use baton_cpu_simd::{Isa, LANES};
 use baton_cpu_threads::SharedMut;
-use baton_model_spec::IntegerFormat;
+use baton_model_spec::{FloatDtype as Dtype, IntegerFormat};
 
 /// Bytes of weights that stay in a core's second-level cache while all rows pass: a quarter of the usual 1 MiB,
 /// because the next group and the rows need room, too.

@@ -8,8 +8,8 @@
 use super::panels::{PAIR_STEP as STEP, PANEL};
 use super::slabs::Slab;
 use super::tile::TileArgs;
-use crate::simd::{LANES, Simd};
 use crate::tiles::{ROW_BYTES, ROWS, TileUse, Tiles, tile_kernel};
+use baton_cpu_simd::{LANES, Simd};
 
 const _: () = assert!(STEP == ROW_BYTES / 2);
 /// Numbers of K that are multiplied at a time.

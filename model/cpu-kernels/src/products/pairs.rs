@@ -5,8 +5,8 @@
 
 use super::panels::PANEL;
 use super::tile::TileArgs;
-use crate::simd::CHAINS;
-use crate::simd::Isa;
+use baton_cpu_simd::CHAINS;
+use baton_cpu_simd::Isa;
 
 /// Rows of the largest tile. Smaller tiles have an even number of rows, or one.
 pub(super) const TILE_ROWS: usize = 14;
@@ -83,7 +83,7 @@ pub unsafe fn pairs_loop(_rounds: usize) -> f32 {
 unsafe fn panels<const R: usize>(args: &TileArgs) {
     use std::arch::x86_64::*;
 
-    use crate::simd::{Avx512, Simd};
+    use baton_cpu_simd::{Avx512, Simd};
 
     const LINE_BYTES: usize = 4 * PANEL;
     for panel in 0..args.panels {

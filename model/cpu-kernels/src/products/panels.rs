@@ -14,8 +14,8 @@
 
 use half::f16;
 
-use crate::simd::{Bf16, Dtype, F16, F32, LANES, Stored};
-use baton_model_spec::{IntegerFormat, IntegerRow, IntegerWidth};
+use baton_cpu_simd::{Bf16, F16, F32, LANES, Stored};
+use baton_model_spec::{FloatDtype as Dtype, IntegerFormat, IntegerRow, IntegerWidth};
 
 /// Outputs of a panel.
 pub const PANEL: usize = 2 * LANES;

@@ -2,7 +2,7 @@
 
 use super::panels::PANEL;
 use crate::rows::{GateFunction, gated};
-use crate::simd::{LANES, Simd};
+use baton_cpu_simd::{LANES, Simd};
 
 /// How the products are written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

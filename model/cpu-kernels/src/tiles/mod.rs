@@ -7,26 +7,26 @@
 mod amx;
 mod registers;
 
-use crate::simd::Isa;
 #[cfg(target_arch = "x86_64")]
 pub(crate) use amx::Amx;
+use baton_cpu_simd::Isa;
 pub(crate) use registers::{ROW_BYTES, ROWS, TILE_BYTES, TileShapes, Tiles};
 #[cfg(test)]
-pub(crate) use tests::model::TileModel;
+pub(crate) use tests::{model::TileModel, tested};
 
-/// As [`kernel!`](crate::simd::kernel), for CPUs that have tiles, and over their software model.
+/// As [`kernel!`](baton_cpu_simd::kernel), for CPUs that have tiles, and over their software model.
 ///
 /// `tile_kernel! { fn name / generic(args) }` makes `unsafe fn name(isa, args)` of `generic::<S, T>(&mut tiles, args)`.
 macro_rules! tile_kernel {
     ($(#[$meta:meta])* $vis:vis fn $name:ident / $generic:ident ($($arg:ident: $ty:ty),* $(,)?)) => {
         $(#[$meta])*
         #[allow(clippy::too_many_arguments)]
-        $vis unsafe fn $name(isa: $crate::simd::Isa, $($arg: $ty),*) {
+        $vis unsafe fn $name(isa: baton_cpu_simd::Isa, $($arg: $ty),*) {
             #[cfg(target_arch = "x86_64")]
             #[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx2,fma,f16c")]
             unsafe fn amx($($arg: $ty),*) {
                 // SAFETY: guaranteed by the caller.
-                unsafe { $generic::<$crate::simd::Avx512, $crate::tiles::Amx>(&mut $crate::tiles::Amx, $($arg),*) }
+                unsafe { $generic::<baton_cpu_simd::Avx512, $crate::tiles::Amx>(&mut $crate::tiles::Amx, $($arg),*) }
             }
             #[cfg(test)]
             #[cfg(target_arch = "x86_64")]
@@ -34,16 +34,16 @@ macro_rules! tile_kernel {
             unsafe fn model($($arg: $ty),*) {
                 let mut tiles = $crate::tiles::TileModel::new();
                 // SAFETY: guaranteed by the caller.
-                unsafe { $generic::<$crate::simd::Avx2, $crate::tiles::TileModel>(&mut tiles, $($arg),*) }
+                unsafe { $generic::<baton_cpu_simd::Avx2, $crate::tiles::TileModel>(&mut tiles, $($arg),*) }
             }
             // SAFETY: guaranteed by the caller.
             unsafe {
                 match isa {
                     #[cfg(target_arch = "x86_64")]
-                    $crate::simd::Isa::Amx => amx($($arg),*),
+                    baton_cpu_simd::Isa::Amx => amx($($arg),*),
                     #[cfg(test)]
                     #[cfg(target_arch = "x86_64")]
-                    $crate::simd::Isa::TileModel => model($($arg),*),
+                    baton_cpu_simd::Isa::TileModel => model($($arg),*),
                     _ => unreachable!("only where there are tiles"),
                 }
             }

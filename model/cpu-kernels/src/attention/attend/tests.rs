@@ -7,7 +7,8 @@ use crate::attention::shape::SPAN;
 use crate::kv::store_rows;
 use crate::kv::testing::read_vector;
 use crate::products::has_pairs;
-use crate::simd::Isa;
+use crate::tiles::tested;
+use baton_cpu_simd::Isa;
 use baton_model_testing::noise;
 
 struct Case {
@@ -154,7 +155,7 @@ fn check(isa: Isa, case: &Case) -> Vec<f32> {
 /// Checks every instruction set. Those with fused multiply-adds must agree bit for bit.
 fn check_all(case: &Case) {
     let fused = |isa: &Isa| *isa != Isa::Portable;
-    let found: Vec<_> = Isa::tested().into_iter().map(|isa| (isa, check(isa, case))).collect();
+    let found: Vec<_> = tested().into_iter().map(|isa| (isa, check(isa, case))).collect();
     let results: Vec<_> = found.iter().filter(|(isa, _)| fused(isa)).map(|(_, out)| out).collect();
     assert!(results.windows(2).all(|pair| pair[0] == pair[1]), "instruction sets differ: {:?}", case.shape);
 }
@@ -208,7 +209,7 @@ fn pairs_match_the_formula_and_do_not_depend_on_chunks() {
     for shape in shapes {
         let case = Case { shape, block_size: 5, dtype: KvDtype::Bf16, len: 135 };
         check(Isa::Portable, &case);
-        for isa in Isa::tested().into_iter().filter(|isa| has_pairs(*isa)) {
+        for isa in tested().into_iter().filter(|isa| has_pairs(*isa)) {
             check(isa, &case);
         }
     }

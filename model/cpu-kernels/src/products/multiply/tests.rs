@@ -3,8 +3,8 @@ use half::bf16;
 use super::*;
 use crate::products::{has_pairs, pack_floats, pack_integers};
 use crate::rows::GateFunction;
-use crate::simd::Dtype;
-use baton_model_spec::{IntegerFormat, IntegerRow, IntegerWidth};
+use crate::tiles::tested;
+use baton_model_spec::{FloatDtype as Dtype, IntegerFormat, IntegerRow, IntegerWidth};
 use baton_model_testing::noise;
 
 /// The bytes of `values` in `dtype`, and the f32 that they widen to.
@@ -216,7 +216,7 @@ fn formats(isa: Isa) -> Vec<PanelFormat> {
 
 #[test]
 fn products_do_not_depend_on_tiles_or_threads() {
-    for isa in Isa::tested() {
+    for isa in tested() {
         for format in formats(isa) {
             for m in [1, 2, 3, 4, 5, 7, 8, 9, 11, 13, 14, 15, 16, 27, 29, 33, 45] {
                 check(isa, 1, &Case { format, m, n: 1 + m * 7 % 150, k: 1 + m * 13 % 90 });
@@ -237,7 +237,7 @@ fn nan_activations_give_nan() {
     let format = IntegerFormat { width: IntegerWidth::Eight, group: 32, has_zeros: false };
     let case = Case { format: PanelFormat::Integers(format), m: 3, n: 40, k: 70 };
     let packed = pack(&case, RowOrder::Plain);
-    for isa in Isa::tested() {
+    for isa in tested() {
         let mut cpu = Cpu::new(isa, 1).unwrap();
         let mut a = noise(1, case.m * case.k);
         a[5] = f32::NAN;

@@ -2,6 +2,16 @@ pub(crate) mod model;
 
 use super::*;
 
+/// The instruction sets to test: those of this CPU, and the software model of tiles.
+pub(crate) fn tested() -> Vec<Isa> {
+    let mut all = Isa::available();
+    #[cfg(target_arch = "x86_64")]
+    if all.contains(&Isa::Avx2) {
+        all.push(Isa::TileModel);
+    }
+    all
+}
+
 /// Random bits: xorshift.
 struct Bits(u64);
 

@@ -1,40 +1,37 @@
 //! The macro that compiles a kernel for every instruction set.
 
-/// Compiles a generic function for every instruction set and selects one by [`Isa`].
+/// Compiles a generic function for every instruction set and selects one by [`Isa`](crate::Isa).
 ///
 /// `kernel! { fn name / generic(args) }` makes `unsafe fn name(isa, args)` of `generic::<S: Simd>(args)`, which must
 /// be `#[inline(always)]`. `fn name / generic<Factor>(args)` uses `generic::<S, Factor>(args)`.
+#[macro_export]
 macro_rules! kernel {
     ($(#[$meta:meta])* $vis:vis fn $name:ident / $generic:ident $(<$factor:ty>)? ($($arg:ident: $ty:ty),* $(,)?) $(-> $out:ty)?) => {
         $(#[$meta])*
         #[allow(clippy::too_many_arguments)]
-        $vis unsafe fn $name(isa: $crate::simd::isa::Isa, $($arg: $ty),*) $(-> $out)? {
+        $vis unsafe fn $name(isa: $crate::Isa, $($arg: $ty),*) $(-> $out)? {
             #[cfg(target_arch = "x86_64")]
             #[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx2,fma,f16c")]
             unsafe fn avx512($($arg: $ty),*) $(-> $out)? {
                 // SAFETY: guaranteed by the caller.
-                unsafe { $generic::<$crate::simd::x86::Avx512 $(, $factor)?>($($arg),*) }
+                unsafe { $generic::<$crate::Avx512 $(, $factor)?>($($arg),*) }
             }
             #[cfg(target_arch = "x86_64")]
             #[target_feature(enable = "avx2,fma,f16c")]
             unsafe fn avx2($($arg: $ty),*) $(-> $out)? {
                 // SAFETY: guaranteed by the caller.
-                unsafe { $generic::<$crate::simd::x86::Avx2 $(, $factor)?>($($arg),*) }
+                unsafe { $generic::<$crate::Avx2 $(, $factor)?>($($arg),*) }
             }
             // SAFETY: an `Isa` is only made if the CPU has it; the rest is guaranteed by the caller.
             unsafe {
                 match isa {
                     #[cfg(target_arch = "x86_64")]
-                    $crate::simd::isa::Isa::Amx | $crate::simd::isa::Isa::Avx512 => avx512($($arg),*),
+                    $crate::Isa::Amx | $crate::Isa::Avx512 => avx512($($arg),*),
                     #[cfg(target_arch = "x86_64")]
-                    $crate::simd::isa::Isa::Avx2 => avx2($($arg),*),
-                    #[cfg(test)]
-                    #[cfg(target_arch = "x86_64")]
-                    $crate::simd::isa::Isa::TileModel => avx2($($arg),*),
-                    $crate::simd::isa::Isa::Portable => $generic::<$crate::simd::lanes::Portable $(, $factor)?>($($arg),*),
+                    $crate::Isa::Avx2 | $crate::Isa::TileModel => avx2($($arg),*),
+                    _ => $generic::<$crate::Portable $(, $factor)?>($($arg),*),
                 }
             }
         }
     };
 }
-pub(crate) use kernel;

@@ -18,20 +18,28 @@ pub const CHAINS: usize = 16;
 /// # Safety (of all methods)
 /// The CPU has the instructions of the implementation, and pointers are valid for sixteen (or `n`) elements of the
 /// type in the name. No alignment is required.
-pub(crate) trait Simd: Copy {
+#[allow(clippy::missing_safety_doc)] // said once, above
+pub trait Simd: Copy {
+    /// Sixteen lanes.
     type V: Copy;
     /// The number of registers: of sixteen lanes each, or of eight if there are 16.
     const NUM_REGISTERS: usize;
     /// Rows of the largest tile over packed weights whose sums fit into registers: 14 with 32 columns, or 6 with 16.
     const PANEL_ROWS: usize;
 
+    /// The same number in all lanes.
     unsafe fn splat(x: f32) -> Self::V;
+    /// Loads sixteen numbers.
     unsafe fn load(p: *const f32) -> Self::V;
+    /// Loads sixteen bf16.
     unsafe fn load_bf16(p: *const u16) -> Self::V;
+    /// Loads sixteen f16.
     unsafe fn load_f16(p: *const u16) -> Self::V;
     /// Loads sixteen E4M3 that are not NaN; the result for NaN is unspecified.
     unsafe fn load_e4m3(p: *const u8) -> Self::V;
+    /// Loads sixteen integers of eight bits.
     unsafe fn load_i8(p: *const i8) -> Self::V;
+    /// Loads sixteen integers, rounded to f32.
     unsafe fn load_i32(p: *const i32) -> Self::V;
     /// Loads thirty-two bf16, alternately for lane `i` of the first vector and of the second.
     unsafe fn load_bf16_pair(p: *const u16) -> [Self::V; 2];
@@ -44,13 +52,19 @@ pub(crate) trait Simd: Copy {
     /// Prefetches the cache line at `p`, which need not be valid, to be written.
     #[inline(always)]
     unsafe fn prefetch_to_write(_p: *mut f32) {}
+    /// Stores sixteen numbers.
     unsafe fn store(p: *mut f32, v: Self::V);
     /// `a * b + c`, rounded once.
     unsafe fn fma(a: Self::V, b: Self::V, c: Self::V) -> Self::V;
+    /// `a + b`
     unsafe fn add(a: Self::V, b: Self::V) -> Self::V;
+    /// `a * b`
     unsafe fn mul(a: Self::V, b: Self::V) -> Self::V;
+    /// `a / b`
     unsafe fn div(a: Self::V, b: Self::V) -> Self::V;
+    /// `a` if it is greater, else `b`, also if one is NaN.
     unsafe fn max(a: Self::V, b: Self::V) -> Self::V;
+    /// `a` if it is less, else `b`, also if one is NaN.
     unsafe fn min(a: Self::V, b: Self::V) -> Self::V;
     /// Rounds to the nearest integer.
     unsafe fn round(a: Self::V) -> Self::V;
@@ -97,7 +111,7 @@ pub(crate) trait Simd: Copy {
     unsafe fn exp(x: Self::V) -> Self::V {
         // SAFETY: no pointers.
         unsafe {
-            // `min` and `max` return their second operand if one is NaN.
+            // A NaN stays one.
             let x = Self::min(Self::splat(88.02), Self::max(Self::splat(-88.02), x));
             let n = Self::round(Self::mul(x, Self::splat(std::f32::consts::LOG2_E)));
             let r = Self::fma(n, Self::splat(-0.693_359_4), x);
@@ -114,7 +128,7 @@ pub(crate) trait Simd: Copy {
 
 /// Plain arrays: the reference for the other implementations, and the one of other CPUs.
 #[derive(Clone, Copy)]
-pub(crate) struct Portable;
+pub struct Portable;
 
 #[inline(always)]
 fn map2(a: [f32; LANES], b: [f32; LANES], f: impl Fn(f32, f32) -> f32) -> [f32; LANES] {

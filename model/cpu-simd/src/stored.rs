@@ -5,7 +5,7 @@ use baton_kv_cache::e4m3;
 use super::lanes::Simd;
 
 /// A stored number type that widens to f32.
-pub(crate) trait Stored {
+pub trait Stored {
     /// Bytes of a number.
     const SIZE: usize;
     /// Loads sixteen numbers.
@@ -20,11 +20,21 @@ pub(crate) trait Stored {
     unsafe fn load_one(p: *const u8) -> f32;
 }
 
-pub(crate) struct F32;
-pub(crate) struct F16;
-pub(crate) struct Bf16;
-pub(crate) struct E4m3;
-pub(crate) struct I8;
+/// Single precision.
+pub struct F32;
+/// Half precision.
+pub struct F16;
+/// The upper half of an f32.
+pub struct Bf16;
+/// Eight bits: four of exponent, three of mantissa.
+pub struct E4m3;
+/// Integers of eight bits.
+pub struct I8;
+
+/// The bits of an f32 that hold an E4M3's sign, exponent and mantissa...
+pub const E4M3_BITS: i32 = 0x87f0_0000_u32 as i32;
+/// ... and the factor by which that f32 is too small: the ratio of the exponents' biases.
+pub const E4M3_SCALE: f32 = f32::from_bits((127 + 120) << 23);
 
 // SAFETY of the blocks below: the callers guarantee the elements; no alignment is assumed.
 impl Stored for F32 {

@@ -17,9 +17,7 @@ pub enum Isa {
     Avx2,
     /// Plain Rust.
     Portable,
-    /// AVX2 and a software model of tiles.
-    #[cfg(test)]
-    #[cfg(target_arch = "x86_64")]
+    /// AVX2, or elsewhere the vectors that every CPU has, and a software model of tiles. Only tests use it.
     TileModel,
 }
 
@@ -65,8 +63,6 @@ impl Isa {
             #[cfg(target_arch = "x86_64")]
             Isa::Avx2 => "avx2",
             Isa::Portable => "portable",
-            #[cfg(test)]
-            #[cfg(target_arch = "x86_64")]
             Isa::TileModel => "tile model",
         }
     }
@@ -76,21 +72,8 @@ impl Isa {
         match self {
             #[cfg(target_arch = "x86_64")]
             Isa::Amx => true,
-            #[cfg(test)]
-            #[cfg(target_arch = "x86_64")]
             Isa::TileModel => true,
             _ => false,
         }
-    }
-
-    /// The instruction sets to test: those of this CPU, and the software model of tiles.
-    #[cfg(test)]
-    pub(crate) fn tested() -> Vec<Isa> {
-        let mut all = Isa::available();
-        #[cfg(target_arch = "x86_64")]
-        if all.contains(&Isa::Avx2) {
-            all.push(Isa::TileModel);
-        }
-        all
     }
 }

@@ -4,15 +4,11 @@
 use std::arch::x86_64::*;
 
 use super::lanes::Simd;
-
-/// The bits of an f32 that hold an E4M3's sign, exponent and mantissa...
-pub(crate) const E4M3_BITS: i32 = 0x87f0_0000_u32 as i32;
-/// ... and the factor by which that f32 is too small: the ratio of the exponents' biases.
-pub(crate) const E4M3_SCALE: f32 = f32::from_bits((127 + 120) << 23);
+use super::stored::{E4M3_BITS, E4M3_SCALE};
 
 /// One 512-bit register.
 #[derive(Clone, Copy)]
-pub(crate) struct Avx512;
+pub struct Avx512;
 
 impl Simd for Avx512 {
     type V = __m512;
@@ -135,7 +131,7 @@ impl Simd for Avx512 {
 
 /// Two 256-bit registers.
 #[derive(Clone, Copy)]
-pub(crate) struct Avx2;
+pub struct Avx2;
 
 impl Simd for Avx2 {
     type V = (__m256, __m256);

@@ -1,0 +1,21 @@
+//! Sixteen lanes of f32 on every instruction set.
+//!
+//! Every kernel is written once over [`Simd`] and compiled for AVX-512, for AVX2 with FMA, and as portable Rust. All
+//! three compute with sixteen lanes and reduce them in the same order, so AVX-512 and AVX2 agree bit for bit.
+//!
+//! This crate does not know tensors.
+
+mod isa;
+mod kernel;
+mod lanes;
+mod stored;
+#[cfg(test)]
+mod tests;
+#[cfg(target_arch = "x86_64")]
+mod x86;
+
+pub use isa::Isa;
+pub use lanes::{CHAINS, LANES, Portable, Simd};
+pub use stored::{Bf16, E4M3_BITS, E4M3_SCALE, E4m3, F16, F32, I8, Stored};
+#[cfg(target_arch = "x86_64")]
+pub use x86::{Avx2, Avx512};
