@@ -15,6 +15,9 @@ pub enum Isa {
     /// AVX2 with FMA and half precision.
     #[cfg(target_arch = "x86_64")]
     Avx2,
+    /// NEON.
+    #[cfg(target_arch = "aarch64")]
+    Neon,
     /// Plain Rust.
     Portable,
     /// AVX2, or elsewhere the vectors that every CPU has, and a software model of tiles. Only tests use it.
@@ -28,6 +31,7 @@ impl Isa {
     }
 
     /// All of this CPU, best first.
+    #[allow(clippy::vec_init_then_push)] // the architectures push different ones
     pub fn available() -> Vec<Isa> {
         let mut found = Vec::new();
         #[cfg(target_arch = "x86_64")]
@@ -49,6 +53,8 @@ impl Isa {
                 found.push(Isa::Avx2);
             }
         }
+        #[cfg(target_arch = "aarch64")]
+        found.push(Isa::Neon);
         found.push(Isa::Portable);
         found
     }
@@ -62,6 +68,8 @@ impl Isa {
             Isa::Avx512 => "avx512",
             #[cfg(target_arch = "x86_64")]
             Isa::Avx2 => "avx2",
+            #[cfg(target_arch = "aarch64")]
+            Isa::Neon => "neon",
             Isa::Portable => "portable",
             Isa::TileModel => "tile model",
         }

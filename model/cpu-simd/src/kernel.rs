@@ -29,6 +29,8 @@ macro_rules! kernel {
                     $crate::Isa::Amx | $crate::Isa::Avx512 => avx512($($arg),*),
                     #[cfg(target_arch = "x86_64")]
                     $crate::Isa::Avx2 | $crate::Isa::TileModel => avx2($($arg),*),
+                    #[cfg(target_arch = "aarch64")]
+                    $crate::Isa::Neon | $crate::Isa::TileModel => $generic::<$crate::Neon $(, $factor)?>($($arg),*),
                     _ => $generic::<$crate::Portable $(, $factor)?>($($arg),*),
                 }
             }

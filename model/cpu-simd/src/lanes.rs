@@ -7,8 +7,8 @@ use baton_kv_cache::e4m3;
 /// Lanes of a vector.
 pub const LANES: usize = 16;
 
-/// Independent sums that hide the latency of an instruction.
-pub const CHAINS: usize = 16;
+/// Independent vectors of sums that hide the latency of an instruction.
+pub const CHAINS: usize = if cfg!(target_arch = "aarch64") { 6 } else { 16 };
 
 /// Operations on sixteen f32 lanes.
 ///
@@ -22,7 +22,7 @@ pub const CHAINS: usize = 16;
 pub trait Simd: Copy {
     /// Sixteen lanes.
     type V: Copy;
-    /// The number of registers: of sixteen lanes each, or of eight if there are 16.
+    /// The room of the registers: 32 if they hold as many vectors, or 16 if they hold half as many lanes as 16 vectors.
     const NUM_REGISTERS: usize;
     /// Rows of the largest tile over packed weights whose sums fit into registers: 14 with 32 columns, or 6 with 16.
     const PANEL_ROWS: usize;

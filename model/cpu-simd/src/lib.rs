@@ -1,13 +1,16 @@
 //! Sixteen lanes of f32 on every instruction set.
 //!
-//! Every kernel is written once over [`Simd`] and compiled for AVX-512, for AVX2 with FMA, and as portable Rust. All
-//! three compute with sixteen lanes and reduce them in the same order, so AVX-512 and AVX2 agree bit for bit.
+//! Every kernel is written once over [`Simd`] and compiled for AVX-512, for AVX2 with FMA, for NEON, and as portable
+//! Rust. All compute with sixteen lanes and reduce them in the same order, so AVX-512, AVX2 and NEON agree bit for bit,
+//! and portable Rust with them where the compiler may use fused multiply-adds.
 //!
 //! This crate does not know tensors.
 
 mod isa;
 mod kernel;
 mod lanes;
+#[cfg(target_arch = "aarch64")]
+mod neon;
 mod stored;
 #[cfg(test)]
 mod tests;
@@ -16,6 +19,8 @@ mod x86;
 
 pub use isa::Isa;
 pub use lanes::{CHAINS, LANES, Portable, Simd};
+#[cfg(target_arch = "aarch64")]
+pub use neon::Neon;
 pub use stored::{Bf16, E4M3_BITS, E4M3_SCALE, E4m3, F16, F32, I8, Stored};
 #[cfg(target_arch = "x86_64")]
 pub use x86::{Avx2, Avx512};

@@ -2,6 +2,7 @@
 //!
 //! K by columns of pairs and V by rows of pairs are stored as tiles want them. Every number of rows is multiplied so:
 //! no other instruction adds in the order of tiles.
+#![cfg_attr(not(any(test, target_arch = "x86_64")), allow(dead_code))] // only x86-64 has tiles
 
 use super::product::{Rows, Start};
 use crate::tiles::{ROW_BYTES, ROWS, TileUse, Tiles, tile_kernel};

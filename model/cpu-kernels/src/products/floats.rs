@@ -6,6 +6,8 @@
 
 use super::panels::PANEL;
 use super::tile::TileArgs;
+#[cfg(target_arch = "aarch64")]
+use baton_cpu_simd::Neon;
 #[cfg(target_arch = "x86_64")]
 use baton_cpu_simd::{Avx2, Avx512};
 use baton_cpu_simd::{Bf16, F16, F32, Isa, LANES, Portable, Simd, Stored, kernel};
@@ -69,6 +71,8 @@ pub(super) fn tile_rows(isa: Isa) -> usize {
         Isa::Amx | Isa::Avx512 => Avx512::PANEL_ROWS,
         #[cfg(target_arch = "x86_64")]
         Isa::Avx2 | Isa::TileModel => Avx2::PANEL_ROWS,
+        #[cfg(target_arch = "aarch64")]
+        Isa::Neon | Isa::TileModel => Neon::PANEL_ROWS,
         _ => Portable::PANEL_ROWS,
     }
 }

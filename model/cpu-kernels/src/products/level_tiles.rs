@@ -4,6 +4,7 @@
 //! there are no zero points. The first tile of rows widens each group of a panel as it comes to it, while the group
 //! is in the first-level cache; other rows find it in the second-level cache. Sums of a group are exact. They are
 //! stored, converted and added as [`levels`](super::levels) says, while the tiles compute the next groups.
+#![cfg_attr(not(any(test, target_arch = "x86_64")), allow(dead_code))] // only x86-64 has tiles
 
 use std::ops::Range;
 

@@ -4,6 +4,7 @@
 //! Two tiles of rows and those two give four tiles of sums. All rows of a matrix are multiplied so, few or many:
 //! a step of 32 numbers of K adds its even products and its odd ones to one sum each, and both to the output
 //! ([`Tiles::dot_bf16`]), which no other instruction does.
+#![cfg_attr(not(any(test, target_arch = "x86_64")), allow(dead_code))] // only x86-64 has tiles
 
 use super::panels::{PAIR_STEP as STEP, PANEL};
 use super::slabs::Slab;

@@ -2,6 +2,7 @@
 //!
 //! Kernels are written over [`Tiles`]. [`Amx`] is the hardware; the software model `TileModel` computes the same bits
 //! on every processor, for tests.
+#![cfg_attr(not(any(test, target_arch = "x86_64")), allow(dead_code))] // only x86-64 has tiles
 
 #[cfg(target_arch = "x86_64")]
 mod amx;
@@ -12,7 +13,7 @@ pub(crate) use amx::Amx;
 use baton_cpu_simd::Isa;
 pub(crate) use registers::{ROW_BYTES, ROWS, TILE_BYTES, TileShapes, Tiles};
 #[cfg(test)]
-pub(crate) use tests::{model::TileModel, tested};
+pub(crate) use tests::{ModelVectors, model::TileModel, tested};
 
 /// As [`kernel!`](baton_cpu_simd::kernel), for CPUs that have tiles, and over their software model.
 ///
@@ -21,6 +22,7 @@ macro_rules! tile_kernel {
     ($(#[$meta:meta])* $vis:vis fn $name:ident / $generic:ident ($($arg:ident: $ty:ty),* $(,)?)) => {
         $(#[$meta])*
         #[allow(clippy::too_many_arguments)]
+        #[cfg_attr(not(any(test, target_arch = "x86_64")), allow(unused_variables, unused_unsafe))]
         $vis unsafe fn $name(isa: baton_cpu_simd::Isa, $($arg: $ty),*) {
             #[cfg(target_arch = "x86_64")]
             #[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx2,fma,f16c")]
@@ -29,12 +31,11 @@ macro_rules! tile_kernel {
                 unsafe { $generic::<baton_cpu_simd::Avx512, $crate::tiles::Amx>(&mut $crate::tiles::Amx, $($arg),*) }
             }
             #[cfg(test)]
-            #[cfg(target_arch = "x86_64")]
-            #[target_feature(enable = "avx2,fma,f16c")]
+            #[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
             unsafe fn model($($arg: $ty),*) {
                 let mut tiles = $crate::tiles::TileModel::new();
                 // SAFETY: guaranteed by the caller.
-                unsafe { $generic::<baton_cpu_simd::Avx2, $crate::tiles::TileModel>(&mut tiles, $($arg),*) }
+                unsafe { $generic::<$crate::tiles::ModelVectors, $crate::tiles::TileModel>(&mut tiles, $($arg),*) }
             }
             // SAFETY: guaranteed by the caller.
             unsafe {
@@ -42,7 +43,6 @@ macro_rules! tile_kernel {
                     #[cfg(target_arch = "x86_64")]
                     baton_cpu_simd::Isa::Amx => amx($($arg),*),
                     #[cfg(test)]
-                    #[cfg(target_arch = "x86_64")]
                     baton_cpu_simd::Isa::TileModel => model($($arg),*),
                     _ => unreachable!("only where there are tiles"),
                 }
