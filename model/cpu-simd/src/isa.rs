@@ -15,7 +15,7 @@ pub enum Isa {
     /// AVX2 with FMA and half precision.
     #[cfg(target_arch = "x86_64")]
     Avx2,
-    /// NEON.
+    /// NEON, with instructions for integers and bf16 if the CPU has them.
     #[cfg(target_arch = "aarch64")]
     Neon,
     /// Plain Rust.

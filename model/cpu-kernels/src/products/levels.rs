@@ -8,8 +8,10 @@
 //! shared = fma(group_sum - zero * activation_sum, weight_scale, shared)
 //! sum    = fma(shared, activation_scale, sum)
 //! ```
-//! So results do not depend on tiles, on threads, or on the choice between AVX-512 and AVX2.
+//! So results do not depend on tiles, on threads, or on the choice between AVX-512, AVX2 and NEON.
 
+#[cfg(target_arch = "aarch64")]
+mod neon;
 #[cfg(target_arch = "x86_64")]
 mod x86;
 
@@ -38,6 +40,8 @@ trait IntegerSimd {
     const ROWS: usize;
     /// Halves of a panel computed at a time: 2 or 1.
     const HALVES: usize;
+    /// Whether `levels` subtracts the middle level, because only signed bytes are multiplied. `nibbles` does not.
+    const IS_SIGNED: bool = false;
 
     unsafe fn splat(x: i32) -> Self::I;
     unsafe fn levels(p: *const u8) -> Self::Levels;
@@ -47,6 +51,21 @@ trait IntegerSimd {
     /// Adds the sum of four products to each lane.
     unsafe fn dot(sums: Self::I, levels: Self::Levels, activations: Self::Activations) -> Self::I;
     unsafe fn to_floats(sums: Self::I) -> <Self::Floats as Simd>::V;
+    /// Adds the products of a group's `len` numbers to the sums of `R` rows and of `H` halves from `FIRST` on. Returns
+    /// the addresses after the weights and the activations.
+    #[inline(always)]
+    unsafe fn add_group<const NIBBLES: bool, const R: usize, const H: usize, const FIRST: usize>(
+        w: *const u8,
+        a: *const u8,
+        len: usize,
+        sums: &mut [[Self::I; H]; R],
+    ) -> (*const u8, *const u8)
+    where
+        Self: Sized,
+    {
+        // SAFETY: guaranteed by the caller.
+        unsafe { add_lines::<Self, NIBBLES, R, H, FIRST>(w, a, len, sums) }
+    }
 }
 
 /// The instruction sets of integer kernels.
@@ -56,6 +75,12 @@ enum IntegerIsa {
     Vnni,
     #[cfg(target_arch = "x86_64")]
     Avx2,
+    /// NEON with `sdot` and `smmla`.
+    #[cfg(target_arch = "aarch64")]
+    Matrices,
+    /// NEON with `sdot`.
+    #[cfg(target_arch = "aarch64")]
+    Dots,
     Portable,
 }
 
@@ -68,6 +93,14 @@ impl IntegerIsa {
             Isa::Avx512 if is_x86_feature_detected!("avx512vnni") => IntegerIsa::Vnni,
             #[cfg(target_arch = "x86_64")]
             Isa::Avx512 | Isa::Avx2 | Isa::TileModel => IntegerIsa::Avx2,
+            #[cfg(target_arch = "aarch64")]
+            Isa::Neon | Isa::TileModel if std::arch::is_aarch64_feature_detected!("dotprod") => {
+                if std::arch::is_aarch64_feature_detected!("i8mm") {
+                    IntegerIsa::Matrices
+                } else {
+                    IntegerIsa::Dots
+                }
+            }
             _ => IntegerIsa::Portable,
         }
     }
@@ -84,6 +117,8 @@ pub(super) fn tile_rows(isa: Isa, num_rows: usize) -> usize {
         IntegerIsa::Vnni => x86::Vnni::ROWS,
         #[cfg(target_arch = "x86_64")]
         IntegerIsa::Avx2 => x86::Avx2Integers::ROWS,
+        #[cfg(target_arch = "aarch64")]
+        IntegerIsa::Matrices | IntegerIsa::Dots => neon::NeonIntegers::<true>::ROWS,
         IntegerIsa::Portable => Portable::ROWS,
     }
 }
@@ -103,6 +138,18 @@ pub(super) unsafe fn tile_kernel(isa: Isa, args: &TileArgs, format: IntegerForma
         // SAFETY: guaranteed by the caller.
         unsafe { tile::<x86::Avx2Integers>(args, format) }
     }
+    #[cfg(target_arch = "aarch64")]
+    #[target_feature(enable = "dotprod,i8mm")]
+    unsafe fn matrices(args: &TileArgs, format: IntegerFormat) {
+        // SAFETY: guaranteed by the caller.
+        unsafe { tile::<neon::NeonIntegers<true>>(args, format) }
+    }
+    #[cfg(target_arch = "aarch64")]
+    #[target_feature(enable = "dotprod")]
+    unsafe fn dots(args: &TileArgs, format: IntegerFormat) {
+        // SAFETY: guaranteed by the caller.
+        unsafe { tile::<neon::NeonIntegers<false>>(args, format) }
+    }
     // SAFETY: an instruction set is only selected if the CPU has it; the rest is guaranteed by the caller.
     unsafe {
         match IntegerIsa::of(isa) {
@@ -110,6 +157,10 @@ pub(super) unsafe fn tile_kernel(isa: Isa, args: &TileArgs, format: IntegerForma
             IntegerIsa::Vnni => vnni(args, format),
             #[cfg(target_arch = "x86_64")]
             IntegerIsa::Avx2 => avx2(args, format),
+            #[cfg(target_arch = "aarch64")]
+            IntegerIsa::Matrices => matrices(args, format),
+            #[cfg(target_arch = "aarch64")]
+            IntegerIsa::Dots => dots(args, format),
             IntegerIsa::Portable => tile::<Portable>(args, format),
         }
     }
@@ -132,6 +183,12 @@ pub unsafe fn integers_loop(isa: Isa, rounds: usize) -> f32 {
         // SAFETY: guaranteed by the caller.
         unsafe { products::<x86::Avx2Integers>(rounds) }
     }
+    #[cfg(target_arch = "aarch64")]
+    #[target_feature(enable = "dotprod")]
+    unsafe fn dots(rounds: usize) -> f32 {
+        // SAFETY: guaranteed by the caller.
+        unsafe { products::<neon::NeonIntegers<false>>(rounds) }
+    }
     // SAFETY: an instruction set is only selected if the CPU has it.
     unsafe {
         match IntegerIsa::of(isa) {
@@ -139,6 +196,8 @@ pub unsafe fn integers_loop(isa: Isa, rounds: usize) -> f32 {
             IntegerIsa::Vnni => vnni(rounds),
             #[cfg(target_arch = "x86_64")]
             IntegerIsa::Avx2 => avx2(rounds),
+            #[cfg(target_arch = "aarch64")]
+            IntegerIsa::Matrices | IntegerIsa::Dots => dots(rounds),
             IntegerIsa::Portable => products::<Portable>(rounds),
         }
     }
@@ -198,6 +257,7 @@ unsafe fn tile_of<S: IntegerSimd, const NIBBLES: bool, const ZEROS: bool>(
         } else {
             match args.rows {
                 1 => panels::<S, NIBBLES, ZEROS, 1, 1>(args, format),
+                4 if S::ROWS >= 4 => panels::<S, NIBBLES, ZEROS, 4, 1>(args, format),
                 _ => panels::<S, NIBBLES, ZEROS, 2, 1>(args, format),
             }
         }
@@ -268,44 +328,18 @@ unsafe fn one_tile<
                 a = a.add(4 * R);
 
                 let mut group_sums = [[S::splat(0); H]; R];
-                if !ZEROS {
-                    for r in 0..R {
+                for r in 0..R {
+                    if S::IS_SIGNED && !NIBBLES {
+                        // Levels come without the middle. With zero points its share of the sum is added again.
+                        if ZEROS {
+                            let sum = activation_sums.cast::<f32>().add(r).read_unaligned() as i32;
+                            group_sums[r] = [S::splat(sum * i32::from(IntegerWidth::Eight.middle())); H];
+                        }
+                    } else if !ZEROS {
                         group_sums[r] = [S::splat(activation_sums.cast::<i32>().add(r).read_unaligned()); H];
                     }
                 }
-                for _ in 0..len.div_ceil(if NIBBLES { 8 } else { 4 }) {
-                    for h in 0..H {
-                        S::Floats::prefetch(w.wrapping_add(PREFETCH + h * 64));
-                    }
-                    if NIBBLES {
-                        let mut halves = [S::nibbles(w.add(FIRST * 64)); H];
-                        for h in 1..H {
-                            halves[h] = S::nibbles(w.add((FIRST + h) * 64));
-                        }
-                        for part in 0..2 {
-                            for r in 0..R {
-                                let x = S::activations(a.add((part * R + r) * 4));
-                                for h in 0..H {
-                                    group_sums[r][h] = S::dot(group_sums[r][h], halves[h][part], x);
-                                }
-                            }
-                        }
-                        a = a.add(8 * R);
-                    } else {
-                        let mut halves = [S::levels(w.add(FIRST * 64)); H];
-                        for h in 1..H {
-                            halves[h] = S::levels(w.add((FIRST + h) * 64));
-                        }
-                        for r in 0..R {
-                            let x = S::activations(a.add(r * 4));
-                            for h in 0..H {
-                                group_sums[r][h] = S::dot(group_sums[r][h], halves[h], x);
-                            }
-                        }
-                        a = a.add(4 * R);
-                    }
-                    w = w.add(LINE_BYTES);
-                }
+                (w, a) = S::add_group::<NIBBLES, R, H, FIRST>(w, a, len, &mut group_sums);
                 for h in 0..H {
                     let weight_scale = S::Floats::load_f16(weight_scales.add((FIRST + h) * LANES));
                     let zero = S::Floats::load_f16(zeros.add((FIRST + h) * LANES));
@@ -336,6 +370,60 @@ unsafe fn one_tile<
             }
         }
     }
+}
+
+/// As [`IntegerSimd::add_group`], one line of a panel at a time.
+#[inline(always)]
+#[allow(clippy::needless_range_loop)] // no closures here, see `Simd`
+unsafe fn add_lines<
+    S: IntegerSimd,
+    const NIBBLES: bool,
+    const R: usize,
+    const H: usize,
+    const FIRST: usize,
+>(
+    mut w: *const u8,
+    mut a: *const u8,
+    len: usize,
+    sums: &mut [[S::I; H]; R],
+) -> (*const u8, *const u8) {
+    // SAFETY: the group has these lines; a prefetched address need not be valid.
+    unsafe {
+        for _ in 0..len.div_ceil(if NIBBLES { 8 } else { 4 }) {
+            for h in 0..H {
+                S::Floats::prefetch(w.wrapping_add(PREFETCH + h * 64));
+            }
+            if NIBBLES {
+                let mut halves = [S::nibbles(w.add(FIRST * 64)); H];
+                for h in 1..H {
+                    halves[h] = S::nibbles(w.add((FIRST + h) * 64));
+                }
+                for part in 0..2 {
+                    for r in 0..R {
+                        let x = S::activations(a.add((part * R + r) * 4));
+                        for h in 0..H {
+                            sums[r][h] = S::dot(sums[r][h], halves[h][part], x);
+                        }
+                    }
+                }
+                a = a.add(8 * R);
+            } else {
+                let mut halves = [S::levels(w.add(FIRST * 64)); H];
+                for h in 1..H {
+                    halves[h] = S::levels(w.add((FIRST + h) * 64));
+                }
+                for r in 0..R {
+                    let x = S::activations(a.add(r * 4));
+                    for h in 0..H {
+                        sums[r][h] = S::dot(sums[r][h], halves[h], x);
+                    }
+                }
+                a = a.add(4 * R);
+            }
+            w = w.add(LINE_BYTES);
+        }
+    }
+    (w, a)
 }
 
 // SAFETY of the blocks below: the trait's contract, for each instruction.

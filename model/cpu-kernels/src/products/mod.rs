@@ -12,6 +12,8 @@
 //! Each kernel sums an element of C in one fixed order, whatever the tile and the number of threads. So a row of C
 //! does not depend on the number of rows or on its index.
 
+#[cfg(target_arch = "aarch64")]
+mod blocks;
 mod floats;
 mod left;
 mod level_tiles;

@@ -1,0 +1,137 @@
+//! Integers in registers of NEON, with `sdot` and, for several rows, `smmla`.
+#![allow(clippy::undocumented_unsafe_blocks)] // the trait's contract, instruction by instruction
+
+use std::arch::{aarch64::*, asm};
+
+use super::super::blocks::{BlockSimd, Blocks};
+use super::{IntegerSimd, LINE_BYTES, PREFETCH, add_lines};
+use baton_cpu_simd::{Neon, Simd, quarters};
+use baton_model_spec::IntegerWidth;
+
+/// NEON with the instruction for dot products; with `MATRICES` also the one for matrices.
+pub(super) struct NeonIntegers<const MATRICES: bool>;
+
+impl<const MATRICES: bool> IntegerSimd for NeonIntegers<MATRICES> {
+    type Floats = Neon;
+    type I = [int32x4_t; 4];
+    type Levels = [uint8x16_t; 4];
+    type Activations = int32x4_t;
+    const ROWS: usize = 4;
+    const HALVES: usize = 1;
+    const IS_SIGNED: bool = true;
+
+    #[inline(always)]
+    unsafe fn splat(x: i32) -> Self::I {
+        unsafe { [vdupq_n_s32(x); 4] }
+    }
+    #[inline(always)]
+    unsafe fn levels(p: *const u8) -> Self::Levels {
+        unsafe {
+            let middle = vdupq_n_u8(IntegerWidth::Eight.middle());
+            quarters!(Q => veorq_u8(vld1q_u8(p.add(16 * Q)), middle))
+        }
+    }
+    #[inline(always)]
+    unsafe fn nibbles(p: *const u8) -> [Self::Levels; 2] {
+        unsafe {
+            let (both, low) = (quarters!(Q => vld1q_u8(p.add(16 * Q))), vdupq_n_u8(15));
+            [quarters!(Q => vandq_u8(both[Q], low)), quarters!(Q => vshrq_n_u8::<4>(both[Q]))]
+        }
+    }
+    #[inline(always)]
+    unsafe fn activations(p: *const u8) -> int32x4_t {
+        unsafe { vdupq_n_s32(p.cast::<i32>().read_unaligned()) }
+    }
+    #[inline(always)]
+    unsafe fn dot(sums: Self::I, levels: Self::Levels, activations: int32x4_t) -> Self::I {
+        unsafe { quarters!(Q => sdot(sums[Q], levels[Q], activations)) }
+    }
+    #[inline(always)]
+    unsafe fn to_floats(sums: Self::I) -> [float32x4_t; 4] {
+        unsafe { quarters!(Q => vcvtq_f32_s32(sums[Q])) }
+    }
+    #[inline(always)]
+    unsafe fn add_group<const NIBBLES: bool, const R: usize, const H: usize, const FIRST: usize>(
+        mut w: *const u8,
+        mut a: *const u8,
+        len: usize,
+        sums: &mut [[Self::I; H]; R],
+    ) -> (*const u8, *const u8) {
+        unsafe {
+            if !MATRICES || R == 1 {
+                return add_lines::<Self, NIBBLES, R, H, FIRST>(w, a, len, sums);
+            }
+            let mut rows = [[vdupq_n_s32(0); 4]; R];
+            for r in 0..R {
+                rows[r] = sums[r][0];
+            }
+            let mut blocks = Blocks::of_rows(&rows);
+            let mut left = len;
+            while left > 0 {
+                Neon::prefetch(w.wrapping_add(PREFETCH + FIRST * 64));
+                let [low, high] = if NIBBLES {
+                    let both = Self::nibbles(w.add(FIRST * 64));
+                    w = w.add(LINE_BYTES);
+                    both
+                } else {
+                    let low = Self::levels(w.add(FIRST * 64));
+                    w = w.add(LINE_BYTES);
+                    // If a line is the last one, the second words of the rows are zero, whatever they multiply.
+                    let mut high = low;
+                    if left > 4 {
+                        high = Self::levels(w.add(FIRST * 64));
+                        w = w.add(LINE_BYTES);
+                    }
+                    [low, high]
+                };
+                let words = a.cast::<i32>();
+                let lines = [
+                    quarters!(Q => vreinterpretq_s32_u8(low[Q])),
+                    quarters!(Q => vreinterpretq_s32_u8(high[Q])),
+                ];
+                blocks.add::<Smmla>(lines, [words, words.add(R)]);
+                a = a.add(8 * R);
+                left = left.saturating_sub(8);
+            }
+            let rows = blocks.to_rows();
+            for r in 0..R {
+                sums[r][0] = rows[r];
+            }
+            (w, a)
+        }
+    }
+}
+
+/// Adds the sums of four products of signed bytes. The standard library's function for it is not stable yet.
+#[inline(always)]
+unsafe fn sdot(mut sums: int32x4_t, levels: uint8x16_t, activations: int32x4_t) -> int32x4_t {
+    unsafe {
+        asm!(
+            "sdot {sums:v}.4s, {levels:v}.16b, {activations:v}.16b",
+            sums = inout(vreg) sums,
+            levels = in(vreg) levels,
+            activations = in(vreg) activations,
+            options(pure, nomem, nostack, preserves_flags)
+        );
+    }
+    sums
+}
+
+/// Products of eight signed bytes of two rows with eight of two outputs.
+struct Smmla;
+
+impl BlockSimd for Smmla {
+    #[inline(always)]
+    unsafe fn multiply(mut sums: int32x4_t, rows: int32x4_t, outputs: int32x4_t) -> int32x4_t {
+        unsafe {
+            asm!(
+                "smmla {sums:v}.4s, {rows:v}.16b, {outputs:v}.16b",
+                sums = inout(vreg) sums,
+                rows = in(vreg) rows,
+                outputs = in(vreg) outputs,
+                options(pure, nomem, nostack, preserves_flags)
+            );
+        }
+        sums
+    }
+}
