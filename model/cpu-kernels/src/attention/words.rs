@@ -26,9 +26,8 @@ pub(super) trait Words: Simd {
     unsafe fn unpack_e4m3(words: Self::V, idx: usize) -> Self::V;
     /// The integer in byte `idx` of each word.
     unsafe fn unpack_i8(words: Self::V, idx: usize) -> Self::V;
-    /// Adds to each lane of `sums` the products of the two bf16 in that lane of `a` and `b`, the upper product first.
-    ///
-    /// An instruction may treat subnormal numbers as zero.
+    /// Adds to each lane of `sums` the products of the two bf16 in that lane of `a` and `b`, the upper product first, or
+    /// as [the instruction](crate::products::has_pairs) of the processor does. It may treat subnormal numbers as zero.
     #[inline(always)]
     unsafe fn dot_bf16(a: Self::V, b: Self::V, sums: Self::V) -> Self::V {
         // SAFETY: guaranteed by the caller.
@@ -102,9 +101,18 @@ macro_rules! pair_kernel {
                 // SAFETY: guaranteed by the caller.
                 unsafe { $generic::<baton_cpu_simd::Avx512 $(, $factor)?>($($arg),*) }
             }
+            #[cfg(target_arch = "aarch64")]
+            #[target_feature(enable = "bf16")]
+            #[allow(clippy::too_many_arguments)]
+            unsafe fn neon($($arg: $ty),*) {
+                // SAFETY: guaranteed by the caller.
+                unsafe { $generic::<baton_cpu_simd::Neon $(, $factor)?>($($arg),*) }
+            }
             // SAFETY: guaranteed by the caller.
             unsafe {
                 match isa {
+                    #[cfg(target_arch = "aarch64")]
+                    baton_cpu_simd::Isa::Neon => neon($($arg),*),
                     #[cfg(target_arch = "x86_64")]
                     baton_cpu_simd::Isa::Amx | baton_cpu_simd::Isa::Avx512 => avx512($($arg),*),
                     _ => $generic::<baton_cpu_simd::Portable $(, $factor)?>($($arg),*),
@@ -217,10 +225,9 @@ impl Words for Portable {
 }
 
 #[cfg(test)]
-#[cfg(target_arch = "x86_64")]
 mod tests {
     use super::*;
-    use crate::products::has_pairs;
+    use crate::products::{add_pair, has_pairs};
     use baton_cpu_simd::Isa;
     use baton_model_testing::noise;
 
@@ -242,11 +249,11 @@ mod tests {
     }
 
     #[test]
-    fn a_pair_is_two_fused_multiply_adds_with_the_upper_one_first() {
-        if !has_pairs(Isa::Avx512) {
+    fn a_pair_is_added_as_in_products() {
+        let Some(isa) = Isa::available().into_iter().find(|isa| has_pairs(*isa)) else {
             eprintln!("skipped: this CPU has no instruction for pairs of bf16");
             return;
-        }
+        };
         for round in 0..100 {
             let bits = |seed: u64| {
                 noise(100 * round + seed, LANES).iter().map(|x| (x.to_bits() >> 16) as u16).collect()
@@ -257,13 +264,11 @@ mod tests {
                 .map(|i| {
                     let [a0, a1, b0, b1] =
                         [&a0, &a1, &b0, &b1].map(|x| f32::from_bits(u32::from(x[i]) << 16));
-                    a0.mul_add(b0, a1.mul_add(b1, sums[i]))
+                    add_pair(sums[i], [a0, a1], [b0, b1])
                 })
                 .collect();
             // SAFETY: there are sixteen of each, and the CPU has the instruction.
-            unsafe {
-                dot(Isa::Avx512, [a0.as_ptr(), a1.as_ptr()], [b0.as_ptr(), b1.as_ptr()], sums.as_mut_ptr())
-            };
+            unsafe { dot(isa, [a0.as_ptr(), a1.as_ptr()], [b0.as_ptr(), b1.as_ptr()], sums.as_mut_ptr()) };
             assert_eq!(sums, expected);
         }
     }

@@ -1,15 +1,34 @@
 //! Products of bf16 with bf16, in pairs, for CPUs whose instruction for it is faster than that for f32.
 //!
-//! An output is one chain of fused multiply-adds; of each pair the second product is added first. Products and sums
-//! are f32, and subnormal numbers count as zero. So results do not depend on tiles or threads.
+//! An output is one chain in the order of K, so results do not depend on tiles or threads. Products and sums are f32, and
+//! subnormal numbers count as zero. How a pair is added is up to the instruction:
+//!
+//! - AVX-512: two fused multiply-adds, the second product of the pair first.
+//! - Arm: the sum of both products, then that sum, each rounded to odd. `bfmmla` is two such steps for each output, so one
+//!   row by `bfdot` has the same bits as among several.
 
-use super::panels::PANEL;
-use super::tile::TileArgs;
-use baton_cpu_simd::CHAINS;
+#[cfg(target_arch = "aarch64")]
+mod neon;
+#[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
+mod none;
+#[cfg(test)]
+pub(crate) mod tests;
+#[cfg(target_arch = "x86_64")]
+mod x86;
+
 use baton_cpu_simd::Isa;
+#[cfg(target_arch = "aarch64")]
+use neon as kernels;
+#[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
+use none as kernels;
+#[cfg(target_arch = "x86_64")]
+use x86 as kernels;
 
-/// Rows of the largest tile. Smaller tiles have an even number of rows, or one.
-pub(super) const TILE_ROWS: usize = 14;
+pub use kernels::pairs_loop;
+pub(super) use kernels::{TILE_ROWS, tile_kernel};
+#[cfg(target_arch = "aarch64")]
+pub(crate) use neon::bfdot;
+
 /// Prefetch distance in bytes.
 const PREFETCH: usize = 4096;
 
@@ -20,101 +39,8 @@ pub fn has_pairs(isa: Isa) -> bool {
         Isa::Amx => true,
         #[cfg(target_arch = "x86_64")]
         Isa::Avx512 => is_x86_feature_detected!("avx512bf16"),
+        #[cfg(target_arch = "aarch64")]
+        Isa::Neon => std::arch::is_aarch64_feature_detected!("bf16"),
         _ => false,
-    }
-}
-
-/// # Safety
-/// As for [`TileArgs`]; the CPU has the instruction.
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx512bf16,avx2,fma,f16c")]
-pub(super) unsafe fn tile_kernel(args: &TileArgs) {
-    // SAFETY: guaranteed by the caller.
-    unsafe {
-        match args.rows {
-            1 => panels::<1>(args),
-            2 => panels::<2>(args),
-            4 => panels::<4>(args),
-            6 => panels::<6>(args),
-            8 => panels::<8>(args),
-            10 => panels::<10>(args),
-            12 => panels::<12>(args),
-            _ => panels::<14>(args),
-        }
-    }
-}
-
-/// # Safety
-/// Never called: no other CPU has [pairs](has_pairs).
-#[cfg(not(target_arch = "x86_64"))]
-pub(super) unsafe fn tile_kernel(_args: &TileArgs) {
-    unreachable!("weights are only packed in pairs where there is a kernel for them")
-}
-
-/// A loop of products alone, for measuring the peak rate.
-///
-/// # Safety
-/// The CPU has the instruction.
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
-pub unsafe fn pairs_loop(rounds: usize) -> f32 {
-    use std::arch::x86_64::*;
-    // SAFETY: a vector of integers has the size of a vector of bf16, and any bits are valid.
-    let x = unsafe { std::mem::transmute::<__m512i, __m512bh>(_mm512_set1_epi32(std::hint::black_box(0))) };
-    let mut sums = [_mm512_setzero_ps(); CHAINS];
-    for _ in 0..rounds {
-        for sum in &mut sums {
-            *sum = _mm512_dpbf16_ps(*sum, x, x);
-        }
-    }
-    sums.iter().fold(0.0, |all, sum| all + _mm512_reduce_add_ps(*sum))
-}
-
-/// # Safety
-/// Never called.
-#[cfg(not(target_arch = "x86_64"))]
-pub unsafe fn pairs_loop(_rounds: usize) -> f32 {
-    unreachable!("only where there is an instruction for pairs")
-}
-
-#[cfg(target_arch = "x86_64")]
-#[inline(always)]
-#[allow(clippy::needless_range_loop)] // no closures here, see `Simd`
-unsafe fn panels<const R: usize>(args: &TileArgs) {
-    use std::arch::x86_64::*;
-
-    use baton_cpu_simd::{Avx512, Simd};
-
-    const LINE_BYTES: usize = 4 * PANEL;
-    for panel in 0..args.panels {
-        // SAFETY: indices of panels, rows and pairs are in range; a prefetched address need not be valid.
-        unsafe {
-            let mut w = args.w.add(panel * args.panel_bytes);
-            let mut a = args.a.cast::<i32>();
-            let mut sums = [[_mm512_setzero_ps(); 2]; R];
-            for _ in 0..args.k.div_ceil(2) {
-                Avx512::prefetch(w.wrapping_add(PREFETCH));
-                Avx512::prefetch(w.wrapping_add(PREFETCH + 64));
-                let low = std::mem::transmute::<__m512i, __m512bh>(_mm512_loadu_si512(w.cast()));
-                let high = std::mem::transmute::<__m512i, __m512bh>(_mm512_loadu_si512(w.add(64).cast()));
-                for r in 0..R {
-                    let x = std::mem::transmute::<__m512i, __m512bh>(_mm512_set1_epi32(
-                        a.add(r).read_unaligned(),
-                    ));
-                    sums[r][0] = _mm512_dpbf16_ps(sums[r][0], low, x);
-                    sums[r][1] = _mm512_dpbf16_ps(sums[r][1], high, x);
-                }
-                w = w.add(LINE_BYTES);
-                a = a.add(R);
-            }
-            for r in 0..R {
-                if r >= args.real_rows {
-                    break;
-                }
-                for half in 0..2 {
-                    args.finish::<Avx512>(r, panel, half, sums[r][half]);
-                }
-            }
-        }
     }
 }

@@ -4,6 +4,7 @@
 use std::arch::aarch64::*;
 
 use super::{LANES, Words};
+use crate::products::bfdot;
 use baton_cpu_simd::{E4M3_BITS, E4M3_SCALE, Neon, quarters};
 
 impl Words for Neon {
@@ -64,6 +65,10 @@ impl Words for Neon {
     #[inline(always)]
     unsafe fn unpack_i8(words: Self::V, idx: usize) -> Self::V {
         unsafe { quarters!(Q => vcvtq_f32_s32(vshrq_n_s32::<24>(top_byte(words[Q], idx)))) }
+    }
+    #[inline(always)]
+    unsafe fn dot_bf16(a: Self::V, b: Self::V, sums: Self::V) -> Self::V {
+        unsafe { quarters!(Q => bfdot(sums[Q], a[Q], b[Q])) }
     }
     #[inline(always)]
     unsafe fn join_bf16(lower: *const u16, upper: *const u16) -> Self::V {

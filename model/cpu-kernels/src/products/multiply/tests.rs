@@ -1,7 +1,7 @@
 use half::bf16;
 
 use super::*;
-use crate::products::{has_pairs, pack_floats, pack_integers};
+use crate::products::{add_pair, has_pairs, pack_floats, pack_integers};
 use crate::rows::GateFunction;
 use crate::tiles::tested;
 use baton_model_spec::{FloatDtype as Dtype, IntegerFormat, IntegerRow, IntegerWidth};
@@ -109,10 +109,8 @@ fn reference(isa: Isa, case: &Case, packed: &Packed, a: &[f32], col: usize) -> f
         }
         PanelFormat::Bf16Pairs => {
             let a: Vec<f32> = a.iter().map(|a| bf16::from_f32(*a).to_f32()).collect();
-            a.chunks(2).zip(w.chunks(2)).fold(0.0f32, |sum, (a, w)| {
-                let sum = if a.len() == 2 { a[1].mul_add(w[1], sum) } else { sum };
-                a[0].mul_add(w[0], sum)
-            })
+            let pair = |x: &[f32]| [x[0], x.get(1).copied().unwrap_or(0.0)];
+            a.chunks(2).zip(w.chunks(2)).fold(0.0f32, |sum, (a, w)| add_pair(sum, pair(a), pair(w)))
         }
         PanelFormat::Integers(format) => {
             let row = &packed.rows[col];

@@ -1,0 +1,48 @@
+/// What adding a pair of products to a sum gives on this kind of processor.
+#[cfg(not(target_arch = "aarch64"))]
+pub(crate) fn add_pair(sum: f32, a: [f32; 2], b: [f32; 2]) -> f32 {
+    a[0].mul_add(b[0], a[1].mul_add(b[1], sum))
+}
+
+/// What adding a pair of products to a sum gives on this kind of processor. Products of two bf16 are exact.
+#[cfg(target_arch = "aarch64")]
+pub(crate) fn add_pair(sum: f32, a: [f32; 2], b: [f32; 2]) -> f32 {
+    add_to_odd(sum, add_to_odd(a[0] * b[0], a[1] * b[1]))
+}
+
+/// The sum, rounded to odd: if it is not exact, the neighbour whose last bit is one.
+#[cfg(target_arch = "aarch64")]
+fn add_to_odd(a: f32, b: f32) -> f32 {
+    let (a, b) = (f64::from(a), f64::from(b));
+    let sum = a + b;
+    // What the rounding of that sum lost: Knuth's two-sum.
+    let from_b = sum - a;
+    let lost = (a - (sum - from_b)) + (b - from_b);
+    let mut odd = sum;
+    if lost != 0.0 && odd.to_bits() & 1 == 0 {
+        odd = if lost > 0.0 { odd.next_up() } else { odd.next_down() };
+    }
+    let mut rounded = odd as f32;
+    if f64::from(rounded).abs() > odd.abs() {
+        rounded = f32::from_bits(rounded.to_bits() - 1);
+    }
+    if f64::from(rounded) == odd { rounded } else { f32::from_bits(rounded.to_bits() | 1) }
+}
+
+#[test]
+#[cfg(target_arch = "aarch64")]
+fn sums_are_rounded_to_odd() {
+    let ulp = f32::EPSILON;
+    for (a, b, expected) in [
+        (1.0, 2.0, 3.0),
+        (1.0, ulp / 2.0, 1.0 + ulp),
+        (1.0, ulp / 1e9, 1.0 + ulp),
+        (1.0, -ulp / 1e9, 1.0 - ulp / 2.0),
+        (1.0 + ulp, ulp / 1e9, 1.0 + ulp),
+        (-1.0 - ulp, ulp / 1e9, -1.0 - ulp),
+        (1.0, 1e-30, 1.0 + ulp),
+    ] {
+        assert_eq!(add_to_odd(a, b), expected, "{a} + {b}");
+        assert_eq!(add_to_odd(-b, -a), -expected, "{a} + {b}, negated");
+    }
+}
