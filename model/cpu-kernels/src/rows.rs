@@ -164,7 +164,7 @@ fn erf(x: f32) -> f32 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use baton_model_testing::noise;
+    use baton_model_testing::{hash_of_bits, noise};
 
     /// Calls a function with every instruction set of the CPU.
     macro_rules! everywhere {
@@ -272,6 +272,19 @@ mod tests {
             }
         }
         everywhere!(check);
+    }
+
+    /// Recorded with AVX-512.
+    #[test]
+    fn x86_and_arm_compute_rows_with_the_same_bits() {
+        let isas = Isa::available().into_iter();
+        for isa in isas.filter(|isa| *isa != Isa::Portable || cfg!(target_arch = "aarch64")) {
+            let (x, weight) = (noise(1, 100), noise(2, 100));
+            let mut out = vec![0.0; 100];
+            rms_norm(isa, &x, &weight, 1e-6, &mut out);
+            soft_cap(isa, &mut out, 0.5);
+            assert_eq!(hash_of_bits(&out), 0x32e7_c148_f879_fef4, "{isa:?}");
+        }
     }
 
     #[test]

@@ -16,3 +16,10 @@ pub fn noise(seed: u64, n: usize) -> Vec<f32> {
         })
         .collect()
 }
+
+/// A hash of the bits of `numbers`: the same on kinds of processor that no test has together.
+pub fn hash_of_bits(numbers: &[f32]) -> u64 {
+    numbers
+        .iter()
+        .fold(0xcbf2_9ce4_8422_2325, |hash, x| (hash ^ u64::from(x.to_bits())).wrapping_mul(0x100_0000_01b3))
+}

@@ -9,7 +9,7 @@ use crate::kv::testing::read_vector;
 use crate::products::has_pairs;
 use crate::tiles::tested;
 use baton_cpu_simd::Isa;
-use baton_model_testing::noise;
+use baton_model_testing::{hash_of_bits, noise};
 
 struct Case {
     shape: AttentionShape,
@@ -152,12 +152,13 @@ fn check(isa: Isa, case: &Case) -> Vec<f32> {
     whole
 }
 
-/// Checks every instruction set. Those with fused multiply-adds must agree bit for bit.
-fn check_all(case: &Case) {
+/// Checks every instruction set. Those with fused multiply-adds must agree bit for bit; returns their result.
+fn check_all(case: &Case) -> Option<Vec<f32>> {
     let fused = |isa: &Isa| *isa != Isa::Portable || cfg!(target_arch = "aarch64");
     let found: Vec<_> = tested().into_iter().map(|isa| (isa, check(isa, case))).collect();
-    let results: Vec<_> = found.iter().filter(|(isa, _)| fused(isa)).map(|(_, out)| out).collect();
+    let mut results: Vec<_> = found.into_iter().filter(|(isa, _)| fused(isa)).map(|(_, out)| out).collect();
     assert!(results.windows(2).all(|pair| pair[0] == pair[1]), "instruction sets differ: {:?}", case.shape);
+    results.pop()
 }
 
 const BASE: AttentionShape = AttentionShape {
@@ -212,6 +213,19 @@ fn pairs_match_the_formula_and_do_not_depend_on_chunks() {
         for isa in tested().into_iter().filter(|isa| has_pairs(*isa)) {
             check(isa, &case);
         }
+    }
+}
+
+/// Recorded with AVX-512.
+#[test]
+fn x86_and_arm_attend_with_the_same_bits() {
+    let shape = AttentionShape { head_dim: 64, num_heads: 10, soft_cap: Some(5.0), window: Some(70), ..BASE };
+    for (dtype, hash) in [(KvDtype::F16, 0x91c8_bf6a_a532_34d1), (KvDtype::Int8, 0xb72d_9375_a0ec_7c62)] {
+        let Some(out) = check_all(&Case { shape, block_size: 5, dtype, len: 135 }) else {
+            eprintln!("skipped: this CPU has no fused multiply-adds");
+            return;
+        };
+        assert_eq!(hash_of_bits(&out), hash, "{dtype:?}");
     }
 }
 
