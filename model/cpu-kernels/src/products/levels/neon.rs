@@ -3,7 +3,7 @@
 
 use std::arch::{aarch64::*, asm};
 
-use super::super::blocks::{BlockSimd, Blocks};
+use super::super::blocks::{self, BlockSimd, Blocks};
 use super::{IntegerSimd, LINE_BYTES, PREFETCH, add_lines};
 use baton_cpu_simd::{Neon, Simd, quarters};
 use baton_model_spec::IntegerWidth;
@@ -16,7 +16,7 @@ impl<const MATRICES: bool> IntegerSimd for NeonIntegers<MATRICES> {
     type I = [int32x4_t; 4];
     type Levels = [uint8x16_t; 4];
     type Activations = int32x4_t;
-    const ROWS: usize = 4;
+    const ROWS: usize = blocks::ROWS;
     const HALVES: usize = 1;
     const IS_SIGNED: bool = true;
 

@@ -20,13 +20,15 @@ static ZEROS: [i32; ROWS] = [0; ROWS];
 #[target_feature(enable = "bf16")]
 pub(in super::super) unsafe fn tile_kernel(args: &TileArgs) {
     for panel in 0..args.panels {
-        for half in 0..2 {
-            // SAFETY: guaranteed by the caller; indices of panels are in range.
-            unsafe {
+        // SAFETY: guaranteed by the caller; indices of panels are in range.
+        unsafe {
+            if args.rows == 1 {
+                one_row(args, panel);
+                continue;
+            }
+            for half in 0..2 {
                 match args.rows {
-                    1 => one_row(args, panel, half),
                     2 => rows::<2>(args, panel, half),
-                    4 => rows::<4>(args, panel, half),
                     _ => rows::<ROWS>(args, panel, half),
                 }
             }
@@ -56,23 +58,30 @@ pub unsafe fn pairs_loop(rounds: usize) -> f32 {
 }
 
 #[inline(always)]
-unsafe fn one_row(args: &TileArgs, panel: usize, half: usize) {
+#[allow(clippy::needless_range_loop)] // no closures here, see `Simd`
+unsafe fn one_row(args: &TileArgs, panel: usize) {
     // SAFETY: indices of pairs are in range. Panels have whole steps of pairs, so there is a line after an odd number of
     // them. A prefetched address need not be valid.
     unsafe {
-        let mut w = args.w.add(panel * args.panel_bytes + half * LANES * 4);
+        let mut w = args.w.add(panel * args.panel_bytes);
         let a = args.a.cast::<f32>();
-        let mut sums = Neon::splat(0.0);
+        let mut sums = [Neon::splat(0.0); 2];
         let num_pairs = args.k.div_ceil(2);
         // An even number, as several rows take them: adding zeros turns -0 to 0.
         for pair in 0..num_pairs.next_multiple_of(2) {
-            Neon::prefetch(w.wrapping_add(PREFETCH));
             let x = if pair < num_pairs { a.add(pair).read_unaligned() } else { 0.0 };
-            let (x, line) = (Neon::splat(x), Neon::load(w.cast()));
-            sums = quarters!(Q => bfdot(sums[Q], line[Q], x[Q]));
+            let x = Neon::splat(x);
+            for half in 0..2 {
+                let from = w.add(half * LANES * 4);
+                Neon::prefetch(from.wrapping_add(PREFETCH));
+                let line = Neon::load(from.cast());
+                sums[half] = quarters!(Q => bfdot(sums[half][Q], line[Q], x[Q]));
+            }
             w = w.add(LINE_BYTES);
         }
-        args.finish::<Neon>(0, panel, half, sums);
+        for half in 0..2 {
+            args.finish::<Neon>(0, panel, half, sums[half]);
+        }
     }
 }
 
