@@ -16,13 +16,20 @@ use machine::{
 /// docs/benchmarks has the loss of a trained model.
 fn number_formats() -> Vec<(LoadOptions, Option<f32>)> {
     let quantised = |text: &str| LoadOptions { quantise: Some(text.parse().unwrap()), ..exact() };
-    vec![
+    #[allow(unused_mut)] // some processors add one
+    let mut formats = vec![
         (exact(), Some(TOLERANCE)),
         (LoadOptions { activations: Activations::Auto, ..exact() }, Some(0.06)),
         (quantised("int8"), Some(0.3)),
         (quantised("int4"), None),
         (quantised("int4:64"), None),
-    ]
+    ];
+    // In an emulator f32 is faster, so `Auto` would leave bf16 untested.
+    #[cfg(target_arch = "aarch64")]
+    if std::arch::is_aarch64_feature_detected!("bf16") {
+        formats.push((LoadOptions { activations: Activations::Bf16, ..exact() }, Some(0.06)));
+    }
+    formats
 }
 
 #[test]
