@@ -12,61 +12,15 @@
 
 #[cfg(target_arch = "aarch64")]
 mod neon;
+mod operations;
 #[cfg(target_arch = "x86_64")]
 mod x86;
 
-use super::panels::{GROUP_SCALE_BYTES, LINE_BYTES, PANEL, ROW_SCALE_BYTES};
+use super::panels::{GROUP_SCALE_BYTES, PANEL, ROW_SCALE_BYTES};
 use super::tile::TileArgs;
-use baton_cpu_simd::CHAINS;
-use baton_cpu_simd::{Isa, LANES, Portable, Simd};
+use baton_cpu_simd::{CHAINS, Isa, LANES, Portable, Simd};
 use baton_model_spec::{IntegerFormat, IntegerWidth};
-
-/// Prefetch distance in bytes.
-const PREFETCH: usize = 4096;
-
-/// Integer operations on sixteen lanes of i32, beside the f32 lanes of [`Simd`].
-///
-/// # Safety (of all methods)
-/// As for [`Simd`]; `p` is valid for sixty-four bytes, or four for `activations`.
-trait IntegerSimd {
-    type Floats: Simd;
-    /// A vector of sums.
-    type I: Copy;
-    /// Four levels for each of sixteen outputs.
-    type Levels: Copy;
-    /// Four activations, the same for all lanes.
-    type Activations: Copy;
-    /// Rows of the largest tile whose sums fit into registers.
-    const ROWS: usize;
-    /// Halves of a panel computed at a time: 2 or 1.
-    const HALVES: usize;
-    /// Whether `levels` subtracts the middle level, because only signed bytes are multiplied. `nibbles` does not.
-    const IS_SIGNED: bool = false;
-
-    unsafe fn splat(x: i32) -> Self::I;
-    unsafe fn levels(p: *const u8) -> Self::Levels;
-    /// The levels in the low nibbles and in the high ones.
-    unsafe fn nibbles(p: *const u8) -> [Self::Levels; 2];
-    unsafe fn activations(p: *const u8) -> Self::Activations;
-    /// Adds the sum of four products to each lane.
-    unsafe fn dot(sums: Self::I, levels: Self::Levels, activations: Self::Activations) -> Self::I;
-    unsafe fn to_floats(sums: Self::I) -> <Self::Floats as Simd>::V;
-    /// Adds the products of a group's `len` numbers to the sums of `R` rows and of `H` halves from `FIRST` on. Returns
-    /// the addresses after the weights and the activations.
-    #[inline(always)]
-    unsafe fn add_group<const NIBBLES: bool, const R: usize, const H: usize, const FIRST: usize>(
-        w: *const u8,
-        a: *const u8,
-        len: usize,
-        sums: &mut [[Self::I; H]; R],
-    ) -> (*const u8, *const u8)
-    where
-        Self: Sized,
-    {
-        // SAFETY: guaranteed by the caller.
-        unsafe { add_lines::<Self, NIBBLES, R, H, FIRST>(w, a, len, sums) }
-    }
-}
+use operations::IntegerSimd;
 
 /// The instruction sets of integer kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -369,99 +323,5 @@ unsafe fn one_tile<
                 }
             }
         }
-    }
-}
-
-/// As [`IntegerSimd::add_group`], one line of a panel at a time.
-#[inline(always)]
-#[allow(clippy::needless_range_loop)] // no closures here, see `Simd`
-unsafe fn add_lines<
-    S: IntegerSimd,
-    const NIBBLES: bool,
-    const R: usize,
-    const H: usize,
-    const FIRST: usize,
->(
-    mut w: *const u8,
-    mut a: *const u8,
-    len: usize,
-    sums: &mut [[S::I; H]; R],
-) -> (*const u8, *const u8) {
-    // SAFETY: the group has these lines; a prefetched address need not be valid.
-    unsafe {
-        for _ in 0..len.div_ceil(if NIBBLES { 8 } else { 4 }) {
-            for h in 0..H {
-                S::Floats::prefetch(w.wrapping_add(PREFETCH + h * 64));
-            }
-            if NIBBLES {
-                let mut halves = [S::nibbles(w.add(FIRST * 64)); H];
-                for h in 1..H {
-                    halves[h] = S::nibbles(w.add((FIRST + h) * 64));
-                }
-                for part in 0..2 {
-                    for r in 0..R {
-                        let x = S::activations(a.add((part * R + r) * 4));
-                        for h in 0..H {
-                            sums[r][h] = S::dot(sums[r][h], halves[h][part], x);
-                        }
-                    }
-                }
-                a = a.add(8 * R);
-            } else {
-                let mut halves = [S::levels(w.add(FIRST * 64)); H];
-                for h in 1..H {
-                    halves[h] = S::levels(w.add((FIRST + h) * 64));
-                }
-                for r in 0..R {
-                    let x = S::activations(a.add(r * 4));
-                    for h in 0..H {
-                        sums[r][h] = S::dot(sums[r][h], halves[h], x);
-                    }
-                }
-                a = a.add(4 * R);
-            }
-            w = w.add(LINE_BYTES);
-        }
-    }
-    (w, a)
-}
-
-// SAFETY of the blocks below: the trait's contract, for each instruction.
-#[allow(clippy::undocumented_unsafe_blocks)]
-impl IntegerSimd for Portable {
-    type Floats = Portable;
-    type I = [i32; LANES];
-    type Levels = [[u8; 4]; LANES];
-    type Activations = [i8; 4];
-    const ROWS: usize = 2;
-    const HALVES: usize = 1;
-
-    #[inline(always)]
-    unsafe fn splat(x: i32) -> Self::I {
-        [x; LANES]
-    }
-    #[inline(always)]
-    unsafe fn levels(p: *const u8) -> Self::Levels {
-        unsafe { p.cast::<Self::Levels>().read() }
-    }
-    #[inline(always)]
-    unsafe fn nibbles(p: *const u8) -> [Self::Levels; 2] {
-        let both = unsafe { p.cast::<Self::Levels>().read() };
-        [both.map(|four| four.map(|byte| byte & 15)), both.map(|four| four.map(|byte| byte >> 4))]
-    }
-    #[inline(always)]
-    unsafe fn activations(p: *const u8) -> Self::Activations {
-        unsafe { p.cast::<[i8; 4]>().read() }
-    }
-    #[inline(always)]
-    unsafe fn dot(sums: Self::I, levels: Self::Levels, activations: Self::Activations) -> Self::I {
-        std::array::from_fn(|lane| {
-            let products = levels[lane].iter().zip(activations).map(|(w, x)| i32::from(*w) * i32::from(x));
-            sums[lane] + products.sum::<i32>()
-        })
-    }
-    #[inline(always)]
-    unsafe fn to_floats(sums: Self::I) -> [f32; LANES] {
-        sums.map(|sum| sum as f32)
     }
 }

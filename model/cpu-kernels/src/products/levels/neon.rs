@@ -4,7 +4,8 @@
 use std::arch::{aarch64::*, asm};
 
 use super::super::blocks::{self, BlockSimd, Blocks};
-use super::{IntegerSimd, LINE_BYTES, PREFETCH, add_lines};
+use super::super::panels::LINE_BYTES;
+use super::operations::{IntegerSimd, PREFETCH, add_lines};
 use baton_cpu_simd::{Neon, Simd, quarters};
 use baton_model_spec::IntegerWidth;
 

@@ -3,7 +3,7 @@
 
 use std::arch::x86_64::*;
 
-use super::IntegerSimd;
+use super::operations::IntegerSimd;
 use baton_cpu_simd::{Avx2, Avx512};
 
 /// AVX-512 with VNNI, which sums four products per instruction.
