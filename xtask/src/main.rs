@@ -1,4 +1,4 @@
-//! Checks and set-up of the workspace: `cargo xtask verify | fix | sbom | setup | ci | cuda-check | gpu-check | image | kube | fuzz | soak`.
+//! Checks and set-up of the workspace: `cargo xtask verify | fix | sbom | setup | ci | cuda-check | gpu-check | image | kube | fuzz | soak | arm`.
 //!
 //! `verify` never writes to the checkout, `fix` does, `setup` installs. The program knows how the repository is built, not
 //! what Baton does.
@@ -6,6 +6,7 @@
 #![forbid(unsafe_code)]
 
 mod architecture;
+mod arm;
 mod chart;
 mod check;
 mod circles;
@@ -86,6 +87,11 @@ enum Command {
     Kube(kube::Options),
     /// Build the Dockerfile with buildah, run the image as the chart does, and write it with its SBOM. Not part of `verify`.
     Image,
+    /// Run the tests of what computes on processors as aarch64, in an emulator. Not part of `verify`.
+    Arm {
+        /// Only as this processor: max, neoverse-n1 or cortex-a72. Default: all three.
+        processor: Option<String>,
+    },
     /// Run the fuzz targets, one after the other. Not part of `verify`.
     Fuzz {
         /// Run only this target. Default: all.
@@ -147,6 +153,7 @@ fn run(command: Command) -> anyhow::Result<bool> {
             }
             Ok(verified && complete)
         }
+        Command::Arm { processor } => arm::run(&workspace, processor.as_deref()),
         Command::CudaCheck { write } => kernels::run(&workspace, write.as_deref()),
         Command::Kube(options) => kube::run(&workspace, &options),
         Command::Image => image::run(&workspace),

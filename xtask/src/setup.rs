@@ -303,7 +303,7 @@ fn install_helm(root: &Path) -> Result<()> {
 }
 
 /// Installs a package of Debian's or Ubuntu's.
-fn apt_install(package: &str) -> Result<()> {
+pub(crate) fn apt_install(package: &str) -> Result<()> {
     if tools::on_path("apt-get").is_none() {
         bail!("there is no apt-get here");
     }
