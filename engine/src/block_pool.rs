@@ -7,17 +7,17 @@
 //!    ^                       |   ^
 //!    |         release, hash |   | acquire (a prefix was found)
 //!    |                       v   |
-//!    +-----------------  cached, no owner      evicted least recently used first,
+//!    +-----------------  cached, no owner      evicted in the eviction order,
 //!        (reused)                              only when no block is free
 //! ```
 //!
 //! A block enters the cache while it is owned, as soon as its KV is complete. Other sequences may acquire it from
 //! then on. A cached block is never written again before it is evicted.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::HashMap;
 
 use baton_kv_cache::{BlockHash, BlockId};
-use baton_kv_events::{BlockKey, CacheEvent, PendingEvents};
+use baton_kv_events::{BlockKey, CacheEvent, EvictionOrder, PendingEvents};
 
 /// The blocks of one engine.
 #[derive(Debug)]
@@ -25,12 +25,10 @@ pub struct BlockPool {
     blocks: Vec<Block>,
     /// Blocks without an owner or a hash.
     free: Vec<BlockId>,
-    /// Blocks without an owner but with a hash, by the time of their release.
-    evictable: BTreeMap<u64, BlockId>,
+    /// Blocks without an owner but with a hash.
+    evictable: EvictionOrder,
     /// Every block with a hash.
     by_hash: HashMap<BlockHash, BlockId>,
-    /// Counts releases into the cache.
-    clock: u64,
     /// One more than the largest id ever allocated.
     num_used: usize,
     /// What has changed in the prefix cache, if it is to be told.
@@ -41,8 +39,6 @@ pub struct BlockPool {
 struct Block {
     num_owners: u32,
     hash: Option<BlockHash>,
-    /// Key in `evictable`. Only meaningful without an owner and with a hash.
-    released_at: u64,
 }
 
 /// Counts of a pool's blocks by state.
@@ -70,9 +66,8 @@ impl BlockPool {
             blocks: vec![Block::default(); num_blocks],
             // Popped from the end: low ids come first, which keeps the touched memory small.
             free: (0..num_blocks as u32).rev().map(BlockId).collect(),
-            evictable: BTreeMap::new(),
+            evictable: EvictionOrder::new(num_blocks),
             by_hash: HashMap::new(),
-            clock: 0,
             num_used: 0,
             events: None,
         }
@@ -122,7 +117,7 @@ impl BlockPool {
     }
 
     fn evict(&mut self) -> Option<BlockId> {
-        let (_, id) = self.evictable.pop_first()?;
+        let id = BlockId(self.evictable.pop()?);
         let hash = self.blocks[id.idx()].hash.take().expect("an evictable block has a hash");
         self.by_hash.remove(&hash);
         if let Some(events) = &mut self.events {
@@ -141,8 +136,8 @@ impl BlockPool {
         for id in blocks {
             let block = &mut self.blocks[id.idx()];
             if block.num_owners == 0 {
-                let removed = self.evictable.remove(&block.released_at);
-                assert_eq!(removed, Some(*id), "acquired a block that has no owner and is not cached");
+                assert!(block.hash.is_some(), "acquired a block that has no owner and is not cached");
+                self.evictable.remove(id.0);
             }
             block.num_owners += 1;
         }
@@ -161,9 +156,7 @@ impl BlockPool {
                 continue;
             }
             if block.hash.is_some() {
-                self.clock += 1;
-                block.released_at = self.clock;
-                self.evictable.insert(self.clock, *id);
+                self.evictable.push(id.0);
             } else {
                 self.free.push(*id);
             }
@@ -225,7 +218,7 @@ impl BlockPool {
                     return fail(format!("{id} has a hash that names another block"));
                 }
             }
-            let is_evictable = self.evictable.get(&block.released_at) == Some(&id);
+            let is_evictable = self.evictable.contains(id.0);
             let expected = match (block.num_owners, block.hash) {
                 (0, None) => (true, false),
                 (0, Some(_)) => (false, true),

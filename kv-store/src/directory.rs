@@ -14,9 +14,7 @@
 use std::collections::HashMap;
 
 use baton_kv_cache::BlockHash;
-use baton_kv_events::{BlockKey, CacheEvent, PendingEvents};
-
-use crate::recency::Recency;
+use baton_kv_events::{BlockKey, CacheEvent, EvictionOrder, PendingEvents};
 
 /// What the tiers hold. Tiers are numbered from the fastest, 0; slots in each tier from 0.
 #[derive(Debug)]
@@ -39,8 +37,8 @@ struct Tier {
     slots: Vec<Slot>,
     free: Vec<u32>,
     by_hash: HashMap<BlockHash, u32>,
-    /// The slots that hold a block, in the order of use.
-    recency: Recency,
+    /// The slots that hold a block.
+    order: EvictionOrder,
     num_evicted: u64,
 }
 
@@ -88,8 +86,8 @@ impl Directory {
                 if let Some(&slot) = tier.by_hash.get(hash)
                     && matches!(tier.slots[slot as usize], Slot::Holds(_))
                 {
-                    tier.recency.remove(slot);
-                    tier.recency.push_newest(slot);
+                    tier.order.remove(slot);
+                    tier.order.push(slot);
                 }
             }
         }
@@ -106,9 +104,9 @@ impl Directory {
         let slot = match tier.free.pop() {
             Some(slot) => slot,
             None => {
-                let slot = tier.recency.pop_oldest()?;
+                let slot = tier.order.pop()?;
                 let Slot::Holds(evicted) = tier.slots[slot as usize] else {
-                    unreachable!("only slots that hold a block are in the order of use")
+                    unreachable!("only slots that hold a block are in the order")
                 };
                 tier.by_hash.remove(&evicted);
                 tier.num_evicted += 1;
@@ -130,7 +128,7 @@ impl Directory {
         let is_new = self.find(hash).is_none();
         let tier = &mut self.tiers[place.tier];
         tier.slots[place.slot as usize] = Slot::Holds(hash);
-        tier.recency.push_newest(place.slot);
+        tier.order.push(place.slot);
         if is_new {
             self.events.stored(before.map(key), key(hash));
         }
@@ -148,7 +146,7 @@ impl Directory {
     pub fn forget(&mut self, place: SlotPlace, hash: BlockHash) {
         if self.holds(place, hash) {
             let tier = &mut self.tiers[place.tier];
-            tier.recency.remove(place.slot);
+            tier.order.remove(place.slot);
             tier.free_slot(place.slot, hash);
             self.tell_removed(hash);
         }
@@ -165,7 +163,7 @@ impl Directory {
         debug_assert_eq!(tier.slots[place.slot as usize], Slot::Free);
         tier.slots[place.slot as usize] = Slot::Holds(hash);
         tier.by_hash.insert(hash, place.slot);
-        tier.recency.push_newest(place.slot);
+        tier.order.push(place.slot);
         if !is_known {
             self.events.stored(before.map(key), key(hash));
         }
@@ -180,7 +178,7 @@ impl Directory {
 
     /// Blocks that a tier holds.
     pub fn num_held(&self, tier: usize) -> usize {
-        self.tiers[tier].recency.len()
+        self.tiers[tier].order.len()
     }
 
     /// Blocks that made room for others in a tier.
@@ -213,7 +211,7 @@ impl Tier {
             // Popped from the end: low slots come first, which keeps the touched memory small.
             free: (0..num_slots).rev().collect(),
             by_hash: HashMap::new(),
-            recency: Recency::new(num_slots),
+            order: EvictionOrder::new(num_slots as usize),
             num_evicted: 0,
         }
     }

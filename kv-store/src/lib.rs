@@ -19,7 +19,6 @@ mod directory;
 mod disk;
 mod host;
 mod object;
-mod recency;
 mod record;
 mod seal;
 mod slots;
