@@ -14,10 +14,10 @@
 //! A block enters the cache while it is owned, as soon as its KV is complete. Other sequences may acquire it from
 //! then on. A cached block is never written again before it is evicted.
 
-use std::collections::HashMap;
+use std::{collections::HashMap, time::Duration};
 
 use baton_kv_cache::{BlockHash, BlockId};
-use baton_kv_events::{BlockKey, CacheEvent, EvictionOrder, PendingEvents};
+use baton_kv_events::{BlockKey, CacheEvent, EvictionOrder, Keep, PendingEvents};
 
 /// The blocks of one engine.
 #[derive(Debug)]
@@ -71,6 +71,11 @@ impl BlockPool {
             num_used: 0,
             events: None,
         }
+    }
+
+    /// The time since any fixed moment, for blocks that are kept for some time.
+    pub fn set_time(&mut self, now: Duration) {
+        self.evictable.set_time(now);
     }
 
     /// Keeps what is stored and evicted from now on, for [`take_events`](Self::take_events).
@@ -140,6 +145,15 @@ impl BlockPool {
                 self.evictable.remove(id.0);
             }
             block.num_owners += 1;
+        }
+    }
+
+    /// A request used these blocks, which are owned, and wants those that are cached to be kept so.
+    pub fn mark(&mut self, blocks: impl IntoIterator<Item = (BlockId, Keep)>) {
+        for (id, keep) in blocks {
+            if self.blocks[id.idx()].hash.is_some() {
+                self.evictable.mark(id.0, keep);
+            }
         }
     }
 

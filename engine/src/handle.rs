@@ -299,8 +299,9 @@ impl EngineHandle {
         let tokens = [&request.prompt[..], &request.output].concat();
         let max_num_tokens = request.max_num_tokens(config.context_length);
         let block_size = state.storage.layout().block_size;
-        let sequence =
-            Sequence::new(id, role, tokens, max_num_tokens, block_size, root).with_head(num_head_tokens);
+        let sequence = Sequence::new(id, role, tokens, max_num_tokens, block_size, root)
+            .with_head(num_head_tokens)
+            .with_retention(request.retention.clone());
         let sequence = if is_scored { sequence.with_scores() } else { sequence };
         state.progress.submit(sequence.num_prompt_tokens_left());
         self.send(Command::Submit(sequence, Box::new(LiveRequest::new(request, matcher, reply, slot))))?;

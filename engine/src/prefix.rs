@@ -2,6 +2,7 @@
 //! prefix from another engine is cached here. So do the blocks of preempted sequences come back.
 
 use baton_kv_cache::{BlockHash, BlockId};
+use baton_kv_events::Keep;
 use tokio::sync::{mpsc, oneshot};
 
 use baton_request::Request;
@@ -10,7 +11,7 @@ use crate::{
     blending::hash_root,
     command::{Command, DropCommand, Resumption, Resumptions},
     handle::{EngineHandle, SubmitError},
-    sequence::SequenceId,
+    sequence::{SequenceId, keeps},
 };
 
 /// Held blocks of a cached prefix. They stay as they are until this is dropped.
@@ -126,6 +127,11 @@ impl EngineHandle {
         hash_root(&config.model_revision, request)
             .block_hashes(&tokens, self.state.storage.layout().block_size)
             .collect()
+    }
+
+    /// How the first `num_blocks` blocks of a request are to be kept.
+    pub fn keeps(&self, request: &Request, num_blocks: usize) -> Vec<Keep> {
+        keeps(&request.retention, self.state.storage.layout().block_size).take(num_blocks).collect()
     }
 
     /// Sends a command that replies with blocks. The returned owner releases them.

@@ -4,6 +4,8 @@
 use std::{fmt, ops::Range};
 
 use baton_kv_cache::{BlockHash, BlockId, HashRoot};
+use baton_kv_events::Keep;
+use baton_request::Retention;
 
 /// Identifies a sequence of one engine. Ids are in the order in which sequences are served: a smaller one comes first, and
 /// counts as older.
@@ -80,6 +82,7 @@ pub struct Sequence {
     pub(crate) num_cached_tokens: Option<usize>,
     /// Whether it was preempted once. Its client then waits in the middle of an answer.
     pub(crate) was_preempted: bool,
+    retention: Retention,
 }
 
 impl Sequence {
@@ -147,6 +150,7 @@ impl Sequence {
             blocks: Vec::new(),
             num_cached_tokens: None,
             was_preempted: false,
+            retention: Retention::default(),
         }
     }
 
@@ -165,6 +169,18 @@ impl Sequence {
         debug_assert!(self.root.is_none(), "nothing is scored after a cached token");
         self.unscored = 0..self.num_tokens() - 1;
         self
+    }
+
+    /// The same, and its blocks are to be kept so.
+    #[must_use]
+    pub fn with_retention(mut self, retention: Retention) -> Sequence {
+        self.retention = retention;
+        self
+    }
+
+    /// Its blocks, and how they are to be kept.
+    pub(crate) fn keeps(&self) -> impl Iterator<Item = (BlockId, Keep)> {
+        self.blocks.iter().copied().zip(keeps(&self.retention, self.block_size))
     }
 
     /// After so many of its next `num_tokens` tokens, the next token is scored: once each, also after a preemption.
@@ -321,4 +337,10 @@ impl Sequence {
         let blocks = if filled.is_empty() { &[] } else { &self.blocks[filled.clone()] };
         (before, blocks.iter().copied().zip(self.hashes[filled].iter().copied()))
     }
+}
+
+/// How the blocks of a request are to be kept.
+pub(crate) fn keeps(retention: &Retention, block_size: usize) -> impl Iterator<Item = Keep> {
+    let rest = if retention.rest_is_low { Keep::Low } else { Keep::Normal };
+    (1..).map(move |num_blocks| retention.ttl(num_blocks * block_size).map_or(rest, Keep::High))
 }

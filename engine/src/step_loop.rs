@@ -69,6 +69,7 @@ pub(crate) struct StepLoop {
     cache_log: CacheLog,
     token_budget: usize,
     clock: fn() -> Instant,
+    began: Instant,
     thread_waits: fn() -> Duration,
 }
 
@@ -129,6 +130,7 @@ impl StepLoop {
             cache_log,
             token_budget,
             clock,
+            began: clock(),
             thread_waits,
         })
     }
@@ -159,6 +161,7 @@ impl StepLoop {
 
     /// Handles the commands in the inbox. With `may_sleep`, waits for the first one.
     fn receive(&mut self, may_sleep: bool) -> Result<Next, EngineError> {
+        let mut first = None;
         if may_sleep {
             let scheduler = &self.live.scheduler;
             if cfg!(debug_assertions) && scheduler.is_idle() {
@@ -166,9 +169,11 @@ impl StepLoop {
             }
             match self.inbox.recv() {
                 Ok(Command::Shutdown) | Err(_) => return Ok(Next::Shutdown),
-                Ok(command) => self.handle(command)?,
+                Ok(command) => first = Some(command),
             }
         }
+        self.live.scheduler.set_time((self.clock)() - self.began);
+        first.map_or(Ok(()), |command| self.handle(command))?;
         loop {
             match self.inbox.try_recv() {
                 Ok(Command::Shutdown) | Err(TryRecvError::Disconnected) => return Ok(Next::Shutdown),

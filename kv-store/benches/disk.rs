@@ -12,6 +12,7 @@ use std::{
 };
 
 use baton_kv_cache::{BlockHash, BlockId, BlockStorage, HashRoot, KvDtype, KvFormat, KvLayout};
+use baton_kv_events::Keep;
 use baton_kv_store::{DiskConfig, KvStore, SequenceBlocks, StoreConfig};
 use baton_random::Random;
 
@@ -64,6 +65,7 @@ fn fill(store: &KvStore, num_sequences: u32) {
         store.save(SequenceBlocks {
             root: root().hash(),
             hashes: hashes(sequence),
+            keeps: vec![Keep::Normal; BLOCKS_PER_SEQUENCE],
             tokens: tokens(sequence),
             blocks: (0..BLOCKS_PER_SEQUENCE as u32).map(BlockId).collect(),
             has_ended: true,

@@ -11,10 +11,10 @@
 //!
 //! A block is found while a slot holds it. It is in each tier at most once, and may be in several.
 
-use std::collections::HashMap;
+use std::{collections::HashMap, time::Duration};
 
 use baton_kv_cache::BlockHash;
-use baton_kv_events::{BlockKey, CacheEvent, EvictionOrder, PendingEvents};
+use baton_kv_events::{BlockKey, CacheEvent, EvictionOrder, Keep, PendingEvents};
 
 /// What the tiers hold. Tiers are numbered from the fastest, 0; slots in each tier from 0.
 #[derive(Debug)]
@@ -58,6 +58,11 @@ impl Directory {
         }
     }
 
+    /// The time since any fixed moment, for blocks that are kept for some time.
+    pub fn set_time(&mut self, now: Duration) {
+        self.tiers.iter_mut().for_each(|tier| tier.order.set_time(now));
+    }
+
     /// The fastest place of a block; `None` when no tier holds it.
     pub fn find(&self, hash: BlockHash) -> Option<SlotPlace> {
         (0..self.tiers.len()).find_map(|tier| self.find_in(tier, hash).map(|slot| SlotPlace { tier, slot }))
@@ -68,9 +73,10 @@ impl Directory {
         hashes.iter().map_while(|&hash| self.find(hash)).collect()
     }
 
-    /// Whether a tier holds a block, or will.
-    pub fn is_expected(&self, tier: usize, hash: BlockHash) -> bool {
-        self.tiers[tier].by_hash.contains_key(&hash)
+    /// Whether a tier neither holds a block nor will, and may take it.
+    pub fn lacks(&self, tier: usize, hash: BlockHash, keep: Keep) -> bool {
+        let Tier { by_hash, free, .. } = &self.tiers[tier];
+        !by_hash.contains_key(&hash) && (keep != Keep::Low || !free.is_empty())
     }
 
     /// Whether `place` holds this block.
@@ -78,31 +84,44 @@ impl Directory {
         self.tiers[place.tier].slots[place.slot as usize] == Slot::Holds(hash)
     }
 
-    /// A sequence used these blocks, which are its hashes in order.
-    pub fn used(&mut self, hashes: &[BlockHash]) {
+    /// A sequence used these blocks, which are its hashes in order, and wants them to be kept so. Of blocks beyond `keeps` it says
+    /// nothing.
+    pub fn used(&mut self, hashes: &[BlockHash], keeps: &[Keep]) {
         for tier in &mut self.tiers {
             // In reverse, so that the last block of a sequence makes room first: it is useless without the blocks before it.
-            for hash in hashes.iter().rev() {
-                if let Some(&slot) = tier.by_hash.get(hash)
-                    && matches!(tier.slots[slot as usize], Slot::Holds(_))
-                {
+            for (idx, hash) in hashes.iter().enumerate().rev() {
+                let Some(&slot) = tier.by_hash.get(hash) else { continue };
+                let is_held = matches!(tier.slots[slot as usize], Slot::Holds(_));
+                if is_held {
                     tier.order.remove(slot);
+                }
+                if let Some(&keep) = keeps.get(idx) {
+                    tier.order.mark(slot, keep);
+                }
+                if is_held {
                     tier.order.push(slot);
                 }
             }
         }
     }
 
-    /// A slot for block `block_idx` of a sequence, free or taken from the block that was used longest ago. `None`: the tier
+    /// A slot for block `block_idx` of a sequence, free or taken from the first block that makes room. `None`: the tier
     /// holds the block or will, every slot is being written, or the sequence is longer than the tier, whose end would make
-    /// its beginning go.
-    pub fn begin_write(&mut self, tier_idx: usize, hash: BlockHash, block_idx: u32) -> Option<u32> {
+    /// its beginning go. A low block takes a free slot alone: it would make room for the next one of its own sequence.
+    pub fn begin_write(
+        &mut self,
+        tier_idx: usize,
+        hash: BlockHash,
+        block_idx: u32,
+        keep: Keep,
+    ) -> Option<u32> {
         let tier = &mut self.tiers[tier_idx];
         if tier.by_hash.contains_key(&hash) || block_idx as usize >= tier.slots.len() {
             return None;
         }
         let slot = match tier.free.pop() {
             Some(slot) => slot,
+            None if keep == Keep::Low => return None,
             None => {
                 let slot = tier.order.pop()?;
                 let Slot::Holds(evicted) = tier.slots[slot as usize] else {
@@ -116,6 +135,7 @@ impl Directory {
         };
         let tier = &mut self.tiers[tier_idx];
         tier.slots[slot as usize] = Slot::Writing(hash);
+        tier.order.mark(slot, keep);
         tier.by_hash.insert(hash, slot);
         Some(slot)
     }
@@ -163,6 +183,8 @@ impl Directory {
         debug_assert_eq!(tier.slots[place.slot as usize], Slot::Free);
         tier.slots[place.slot as usize] = Slot::Holds(hash);
         tier.by_hash.insert(hash, place.slot);
+        // What was asked for it in an earlier life is not known.
+        tier.order.mark(place.slot, Keep::Normal);
         tier.order.push(place.slot);
         if !is_known {
             self.events.stored(before.map(key), key(hash));
@@ -219,6 +241,7 @@ impl Tier {
     fn free_slot(&mut self, slot: u32, hash: BlockHash) {
         self.slots[slot as usize] = Slot::Free;
         self.by_hash.remove(&hash);
+        self.order.forget(slot);
         self.free.push(slot);
     }
 }
@@ -238,12 +261,57 @@ mod tests {
 
     /// Writes a sequence's blocks to a tier, as far as there are slots for them.
     fn write(directory: &mut Directory, tier: usize, hashes: &[BlockHash]) {
+        write_kept(directory, tier, hashes, Keep::Normal);
+    }
+
+    fn write_kept(directory: &mut Directory, tier: usize, hashes: &[BlockHash], keep: Keep) {
         for (idx, &hash) in hashes.iter().enumerate() {
-            if let Some(slot) = directory.begin_write(tier, hash, idx as u32) {
+            if let Some(slot) = directory.begin_write(tier, hash, idx as u32, keep) {
                 directory.end_write(SlotPlace { tier, slot }, idx.checked_sub(1).map(|idx| hashes[idx]));
             }
         }
-        directory.used(hashes);
+        directory.used(hashes, &vec![keep; hashes.len()]);
+    }
+
+    #[test]
+    fn kept_blocks_make_room_after_others_and_low_ones_before_them() {
+        let mut directory = Directory::new(&[6]);
+        let [a, b, c, d] = [1, 2, 3, 4].map(|seed| chain(seed, 2));
+        write_kept(&mut directory, 0, &a, Keep::High(Duration::from_secs(60)));
+        write_kept(&mut directory, 0, &b, Keep::Normal);
+        write_kept(&mut directory, 0, &c, Keep::Low);
+        let found =
+            |directory: &Directory| [&a, &b, &c, &d].map(|hashes| directory.find_prefix(hashes).len());
+        write_kept(&mut directory, 0, &d, Keep::Low);
+        assert_eq!(found(&directory), [2, 2, 2, 0], "no slot is free for a low block");
+        assert!(!directory.lacks(0, d[0], Keep::Low) && directory.lacks(0, d[0], Keep::Normal));
+        write(&mut directory, 0, &chain(5, 2));
+        assert_eq!(found(&directory), [2, 2, 0, 0]);
+        write(&mut directory, 0, &chain(6, 2));
+        directory.used(&a, &[]);
+        write(&mut directory, 0, &chain(7, 2));
+        assert_eq!(found(&directory), [2, 0, 0, 0]);
+        directory.set_time(Duration::from_secs(60));
+        write(&mut directory, 0, &chain(8, 4));
+        assert_eq!(found(&directory), [0; 4]);
+    }
+
+    #[test]
+    fn what_is_said_of_a_block_that_is_being_written_holds_when_it_is() {
+        let mut directory = Directory::new(&[4]);
+        let (a, b) = (chain(1, 2), chain(2, 2));
+        let slots = [0, 1].map(|idx| directory.begin_write(0, a[idx], idx as u32, Keep::Low).expect("free"));
+        directory.used(&a, &[Keep::High(Duration::from_secs(60)), Keep::Normal]);
+        write(&mut directory, 0, &b);
+        slots.into_iter().for_each(|slot| directory.end_write(SlotPlace { tier: 0, slot }, None));
+        write(&mut directory, 0, &chain(3, 3));
+        assert_eq!([&a, &b].map(|hashes| directory.find_prefix(hashes).len()), [1, 0]);
+        // A slot that is free has no more of it.
+        directory.forget(directory.find(a[0]).expect("it is kept"), a[0]);
+        let c = chain(4, 1);
+        write(&mut directory, 0, &c);
+        write(&mut directory, 0, &chain(5, 4));
+        assert!(directory.find(c[0]).is_none());
     }
 
     #[test]
@@ -252,7 +320,7 @@ mod tests {
         let [a, b, c] = [1, 2, 3].map(|seed| chain(seed, 3));
         write(&mut directory, 0, &a);
         write(&mut directory, 0, &b);
-        directory.used(&a);
+        directory.used(&a, &[]);
         write(&mut directory, 0, &c[..2]);
         let found = |directory: &Directory, hashes| directory.find_prefix(hashes).len();
         assert_eq!([&a, &b, &c].map(|hashes| found(&directory, hashes)), [3, 1, 2]);
@@ -302,12 +370,12 @@ mod tests {
     fn a_block_is_found_only_when_it_is_written_and_while_it_is_whole() {
         let mut directory = Directory::new(&[2]);
         let a = chain(1, 2);
-        let slot = directory.begin_write(0, a[0], 0).expect("a free slot");
+        let slot = directory.begin_write(0, a[0], 0, Keep::Normal).expect("a free slot");
         let place = SlotPlace { tier: 0, slot };
-        assert!(directory.find(a[0]).is_none() && directory.is_expected(0, a[0]));
-        assert!(directory.begin_write(0, a[0], 0).is_none(), "it is being written");
+        assert!(directory.find(a[0]).is_none() && !directory.lacks(0, a[0], Keep::Normal));
+        assert!(directory.begin_write(0, a[0], 0, Keep::Normal).is_none(), "it is being written");
         directory.fail_write(place);
-        assert!(!directory.is_expected(0, a[0]) && directory.take_events().is_empty());
+        assert!(directory.lacks(0, a[0], Keep::Normal) && directory.take_events().is_empty());
 
         write(&mut directory, 0, &a);
         let place = directory.find(a[0]).expect("written");
@@ -324,10 +392,11 @@ mod tests {
     fn slots_that_are_being_written_are_not_taken() {
         let mut directory = Directory::new(&[2]);
         let a = chain(1, 3);
-        let slots = [0, 1].map(|idx| directory.begin_write(0, a[idx], idx as u32).expect("free"));
-        assert!(directory.begin_write(0, chain(2, 1)[0], 0).is_none());
+        let slots =
+            [0, 1].map(|idx| directory.begin_write(0, a[idx], idx as u32, Keep::Normal).expect("free"));
+        assert!(directory.begin_write(0, chain(2, 1)[0], 0, Keep::Normal).is_none());
         directory.end_write(SlotPlace { tier: 0, slot: slots[1] }, Some(a[0]));
-        assert_eq!(directory.begin_write(0, chain(2, 1)[0], 0), Some(slots[1]));
+        assert_eq!(directory.begin_write(0, chain(2, 1)[0], 0, Keep::Normal), Some(slots[1]));
     }
 
     #[test]
@@ -338,10 +407,12 @@ mod tests {
         assert!(directory.restore(SlotPlace { tier: 0, slot: 1 }, a[1], Some(a[0])));
         assert!(!directory.restore(SlotPlace { tier: 0, slot: 2 }, a[1], Some(a[0])), "held already");
         directory.end_restore(0);
+        directory.used(&a[1..2], &[Keep::Low]);
         assert_eq!(directory.find_prefix(&a).len(), 2);
         assert_eq!(directory.take_events(), [CacheEvent::Stored { parent: None, blocks: keys(&a[..2]) }]);
-        let slots: Vec<_> =
-            (0..3).filter_map(|idx| directory.begin_write(0, chain(5, 3)[idx], idx as u32)).collect();
+        let slots: Vec<_> = (0..3)
+            .filter_map(|idx| directory.begin_write(0, chain(5, 3)[idx], idx as u32, Keep::Normal))
+            .collect();
         assert_eq!(slots, [0, 2, 3], "free ones first, then the one restored first");
     }
 }

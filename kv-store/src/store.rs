@@ -30,7 +30,7 @@ use std::{
 
 use baton_cost::LinkLine;
 use baton_kv_cache::{BlockHash, BlockId, BlockStorage, KvFormat};
-use baton_kv_events::CacheEvent;
+use baton_kv_events::{CacheEvent, Keep};
 
 use crate::{
     copy,
@@ -82,6 +82,8 @@ pub struct SequenceBlocks<G> {
     pub root: BlockHash,
     /// Hashes of the blocks, in order.
     pub hashes: Vec<BlockHash>,
+    /// How the request wants each to be kept.
+    pub keeps: Vec<Keep>,
     /// Their tokens, one after the other.
     pub tokens: Vec<u32>,
     /// Where they are. There may be fewer than hashes.
@@ -119,12 +121,14 @@ struct Shared {
     counters: Vec<TierCounters>,
     object: Option<ObjectTier>,
     storage: Arc<BlockStorage>,
+    opened: Instant,
     on_change: Box<dyn Fn(Vec<CacheEvent>) + Send + Sync>,
 }
 
 /// A record on its way to a tier.
 struct Write {
     tier: usize,
+    keep: Keep,
     record: Arc<Record>,
 }
 
@@ -185,6 +189,7 @@ impl KvStore {
             counters,
             object,
             storage,
+            opened: Instant::now(),
             on_change,
         });
         shared.update(|_| ());
@@ -205,10 +210,10 @@ impl KvStore {
     /// Copies a sequence's blocks to the tiers that lack them, in the background. When too many sequences wait already, these
     /// are not copied.
     pub fn save(&self, sequence: SequenceBlocks<impl Send + 'static>) {
-        let SequenceBlocks { root, hashes, tokens, blocks, has_ended, guard } = sequence;
+        let SequenceBlocks { root, hashes, keeps, tokens, blocks, has_ended, guard } = sequence;
         let num_blocks = blocks.len() as u64;
         let guard = Box::new(guard) as Box<dyn Send>;
-        let save = SequenceBlocks { root, hashes, tokens, blocks, has_ended, guard };
+        let save = SequenceBlocks { root, hashes, keeps, tokens, blocks, has_ended, guard };
         let saves = self.saves.as_ref().expect("the store is open");
         if saves.try_send(save).is_err() {
             for counters in &self.shared.counters {
@@ -253,7 +258,7 @@ impl KvStore {
     pub fn read(&self, hashes: &[BlockHash], until: Instant) -> Vec<Arc<Record>> {
         let shared = &*self.shared;
         let places = shared.places(hashes);
-        shared.used(&hashes[..places.len()]);
+        shared.used(&hashes[..places.len()], &[]);
         let mut records = Vec::with_capacity(places.len());
         let mut rest = hashes;
         for run in places.chunk_by(|one, next| one.map(|place| place.tier) == next.map(|place| place.tier)) {
@@ -315,7 +320,7 @@ impl Shared {
     fn copy_all(&self, saves: &Receiver<Save>, writes: &SyncSender<Write>) {
         for save in saves {
             self.copy(&save, writes);
-            self.used(&save.hashes);
+            self.used(&save.hashes, &save.keeps);
         }
     }
 
@@ -326,15 +331,16 @@ impl Shared {
         let mut parent = save.root;
         let mut takes = vec![true; self.tiers.len()];
         let mut object = self.object.as_ref().filter(|_| save.has_ended);
-        let blocks = save.blocks.iter().zip(&save.hashes).zip(save.tokens.chunks_exact(block_size));
-        for (block_idx, ((&block, &hash), tokens)) in blocks.enumerate() {
+        let hashes = save.hashes.iter().zip(&save.keeps);
+        let blocks = save.blocks.iter().zip(hashes).zip(save.tokens.chunks_exact(block_size));
+        for (block_idx, ((&block, (&hash, &keep)), tokens)) in blocks.enumerate() {
             let lacking: Vec<usize> = {
                 let directory = self.lock();
                 (0..self.tiers.len())
-                    .filter(|&tier| takes[tier] && !directory.is_expected(tier, hash))
+                    .filter(|&tier| takes[tier] && directory.lacks(tier, hash, keep))
                     .collect()
             };
-            let to_object = object.filter(|object| object.admit(hash));
+            let to_object = object.filter(|object| object.admit(hash, keep));
             if !lacking.is_empty() || to_object.is_some() {
                 let name = RecordName {
                     root: save.root,
@@ -352,7 +358,7 @@ impl Shared {
                     }
                 };
                 for tier in lacking {
-                    takes[tier] = self.take(Write { tier, record: record.clone() }, writes);
+                    takes[tier] = self.take(Write { tier, keep, record: record.clone() }, writes);
                 }
                 if to_object.is_some_and(|object| !object.write(record)) {
                     object = None;
@@ -373,8 +379,8 @@ impl Shared {
         hashes.iter().map_while(place).collect()
     }
 
-    fn used(&self, hashes: &[BlockHash]) {
-        self.lock().used(hashes);
+    fn used(&self, hashes: &[BlockHash], keeps: &[Keep]) {
+        self.lock().used(hashes, keeps);
         self.object.iter().for_each(|object| object.used(hashes));
     }
 
@@ -393,9 +399,9 @@ impl Shared {
         }
     }
 
-    fn write(&self, Write { tier, record }: &Write) {
+    fn write(&self, Write { tier, keep, record }: &Write) {
         let RecordName { hash, block_idx, .. } = record.name;
-        let Some(slot) = self.update(|directory| directory.begin_write(*tier, hash, block_idx)) else {
+        let Some(slot) = self.update(|directory| directory.begin_write(*tier, hash, block_idx, *keep)) else {
             return;
         };
         let place = SlotPlace { tier: *tier, slot };
@@ -446,7 +452,9 @@ impl Shared {
 
     /// A panic under the lock is one of the directory's own rules; what it holds is checked before it is used.
     fn lock(&self) -> MutexGuard<'_, Directory> {
-        self.directory.lock().unwrap_or_else(PoisonError::into_inner)
+        let mut directory = self.directory.lock().unwrap_or_else(PoisonError::into_inner);
+        directory.set_time(self.opened.elapsed());
+        directory
     }
 }
 

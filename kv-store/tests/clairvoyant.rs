@@ -8,6 +8,7 @@
 use std::collections::{BTreeSet, HashMap, HashSet};
 
 use baton_kv_cache::BlockHash;
+use baton_kv_events::Keep;
 use baton_kv_store::{Directory, SlotPlace};
 use baton_random::Random;
 
@@ -49,11 +50,11 @@ fn trace(seed: u64, num_at_once: f64) -> Vec<Vec<BlockHash>> {
 
 fn use_all(directory: &mut Directory, hashes: &[BlockHash]) {
     for (idx, &hash) in hashes.iter().enumerate() {
-        if let Some(slot) = directory.begin_write(0, hash, idx as u32) {
+        if let Some(slot) = directory.begin_write(0, hash, idx as u32, Keep::Normal) {
             directory.end_write(SlotPlace { tier: 0, slot }, None);
         }
     }
-    directory.used(hashes);
+    directory.used(hashes, &[]);
 }
 
 fn hits_of_the_policy(trace: &[Vec<BlockHash>], num_pool: usize, num_tier: usize) -> usize {

@@ -56,7 +56,7 @@ pub struct ComputedHandoffDriver {
 /// The prompt and its blocks.
 enum Prompt {
     /// The engine does not have the prompt yet. A prefix that another worker has cached is fetched first, if there is one.
-    Fetching { fetch: BoxFuture<'static, ()>, request: Request, uncovered: Option<Uncovered> },
+    Fetching { fetch: BoxFuture<'static, ()>, request: Box<Request>, uncovered: Option<Uncovered> },
     /// The prompt is in the engine: it waits in the queue or is computed.
     Computing(Computing),
     /// The engine has finished. The route shares this guard; the last owner to drop it returns the blocks.
@@ -102,7 +102,7 @@ impl ComputedHandoffDriver {
         let clock = worker.metrics().request_taken("handoff", request.num_known_tokens(), &Span::current());
         let save = SaveAtEnd::new(&worker, &request);
         let fetch = fetch(worker.clone(), source, request.clone());
-        let prompt = Prompt::Fetching { fetch: Box::pin(fetch), request, uncovered };
+        let prompt = Prompt::Fetching { fetch: Box::pin(fetch), request: Box::new(request), uncovered };
         let num_layers = worker.engine().storage().layout().num_layers;
         let side = PrefillSide::new(worker, stream, peer_format);
         ComputedHandoffDriver {
@@ -171,7 +171,7 @@ impl ComputedHandoffDriver {
             return Ok(());
         };
         let engine = self.side.worker().engine();
-        let (events, blocks) = engine.prefill(request).map_err(|error| submit_failure(&error))?;
+        let (events, blocks) = engine.prefill(*request).map_err(|error| submit_failure(&error))?;
         // The engine counts it from here on.
         drop(uncovered);
         let pulse = Pulse::new(self.deadline, engine.num_computed_tokens());

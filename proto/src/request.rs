@@ -3,9 +3,11 @@
 //!
 //! Every process converts here, so that all of them mean the same.
 
+use std::time::Duration;
+
 use baton_request::{
-    BlendMarks, Failure, FailureKind, FinishReason, Grammar, GrammarKind, Request, SamplingParams,
-    SpeculationMode,
+    BlendMarks, Failure, FailureKind, FinishReason, Grammar, GrammarKind, KeptPrefix, Request, Retention,
+    SamplingParams, SpeculationMode,
 };
 use tonic::{Code, Status, metadata::MetadataValue};
 
@@ -101,6 +103,7 @@ impl From<&Request> for worker::GenerateRequest {
             priority: request.priority,
             speculation_mode: v1::SpeculationMode::from(request.speculation).into(),
             blend: request.blend.as_ref().map(worker::Blend::from),
+            retention: Some((&request.retention).into()),
             ..worker::GenerateRequest::default()
         }
     }
@@ -125,6 +128,7 @@ impl TryFrom<&worker::GenerateRequest> for Request {
             cache_salt: message.cache_salt.clone(),
             speculation: message.speculation_mode().into(),
             blend: message.blend.as_ref().map(BlendMarks::from),
+            retention: message.retention.as_ref().map(Retention::from).unwrap_or_default(),
         })
     }
 }
@@ -145,6 +149,27 @@ impl From<&worker::Blend> for BlendMarks {
     fn from(blend: &worker::Blend) -> BlendMarks {
         let range = |range: &v1::TokenRange| range.start as usize..range.end as usize;
         BlendMarks { passages: blend.passages.iter().map(range).collect(), ratio: blend.ratio }
+    }
+}
+
+impl From<&Retention> for worker::Retention {
+    fn from(retention: &Retention) -> worker::Retention {
+        let kept = |kept: &KeptPrefix| worker::KeptPrefix {
+            num_tokens: kept.num_tokens.try_into().unwrap_or(u32::MAX),
+            ttl_seconds: kept.ttl.as_secs().try_into().unwrap_or(u32::MAX),
+        };
+        let kept = retention.kept.iter().map(kept).collect();
+        worker::Retention { kept, rest_is_low: retention.rest_is_low }
+    }
+}
+
+impl From<&worker::Retention> for Retention {
+    fn from(retention: &worker::Retention) -> Retention {
+        let kept = |kept: &worker::KeptPrefix| KeptPrefix {
+            num_tokens: kept.num_tokens as usize,
+            ttl: Duration::from_secs(kept.ttl_seconds.into()),
+        };
+        Retention { kept: retention.kept.iter().map(kept).collect(), rest_is_low: retention.rest_is_low }
     }
 }
 
@@ -297,6 +322,10 @@ mod tests {
             cache_salt: "salt".into(),
             speculation: SpeculationMode::Off,
             blend: Some(BlendMarks { passages: vec![0..1, 1..2], ratio: Some(0.25) }),
+            retention: Retention {
+                kept: vec![KeptPrefix { num_tokens: 2, ttl: Duration::from_secs(300) }],
+                rest_is_low: true,
+            },
         };
         let message = worker::GenerateRequest::from(&request);
         assert_eq!(

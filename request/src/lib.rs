@@ -1,4 +1,4 @@
-//! What every process agrees on about a request: its tokens ([`Request`]), which of them are passages of other prompts, too ([`BlendMarks`]), how tokens are sampled
+//! What every process agrees on about a request: its tokens ([`Request`]), which of them are passages of other prompts, too ([`BlendMarks`]), how long its KV is kept ([`Retention`]), how tokens are sampled
 //! ([`SamplingParams`]), what they must match ([`Grammar`]), the one validation of both ([`InvalidRequest`] names the field), how a sequence ends
 //! ([`FinishReason`]) and why an attempt fails ([`FailureKind`]).
 //!
@@ -8,6 +8,7 @@
 mod blend;
 mod grammar;
 mod request;
+mod retention;
 mod sampling;
 
 mod failure;
@@ -18,4 +19,5 @@ pub use failure::{Failure, FailureKind};
 pub use grammar::{Grammar, GrammarKind, JSON_WHITE_SPACE, MAX_GRAMMAR_BYTES};
 pub use invalid::{InvalidRequest, Problem, check_tokens};
 pub use request::{FinishReason, Request, SpeculationMode};
+pub use retention::{KeptPrefix, Retention};
 pub use sampling::{MAX_LOGPROBS, SamplingParams};

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use crate::{
     blend::BlendMarks,
     invalid::{InvalidRequest, Problem, check_tokens},
+    retention::Retention,
     sampling::SamplingParams,
 };
 
@@ -28,6 +29,8 @@ pub struct Request {
     pub speculation: SpeculationMode,
     /// Passages of the prompt whose KV may be blended; `None`: the prompt is computed as ever.
     pub blend: Option<BlendMarks>,
+    /// How long its KV is kept.
+    pub retention: Retention,
 }
 
 /// Whether the tokens of a request may be drafted.
@@ -79,6 +82,7 @@ impl Request {
         check_tokens("output", self.output.iter().copied(), vocab_size)?;
         self.sampling.validate(vocab_size)?;
         self.blend.as_ref().map_or(Ok(()), |marks| marks.validate(self.prompt.len()))?;
+        self.retention.validate()?;
         let (num_output_tokens, max_tokens) = (self.output.len(), self.sampling.max_tokens);
         if num_output_tokens >= max_tokens as usize {
             let problem = Problem::NothingLeft { num_output_tokens, max_tokens };

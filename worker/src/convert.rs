@@ -9,7 +9,7 @@ use std::time::Duration;
 use baton_engine::{DraftCounts, EngineError, SampledToken, ScoredToken, SubmitError, TokenLogprobs};
 use baton_grammar::GrammarError;
 use baton_proto::{MissingField, v1, worker as proto};
-use baton_request::{BlendMarks, Failure, FailureKind, FinishReason, Request};
+use baton_request::{BlendMarks, Failure, FailureKind, FinishReason, Request, Retention};
 use baton_worker_metrics::PromptPace;
 use tonic::Status;
 
@@ -78,6 +78,7 @@ pub fn request_from_begin(message: &proto::Begin) -> Result<Request, WireError> 
         priority: message.priority,
         cache_salt: message.cache_salt.clone(),
         blend: message.blend.as_ref().map(BlendMarks::from),
+        retention: message.retention.as_ref().map(Retention::from).unwrap_or_default(),
         ..Request::default()
     })
 }
@@ -221,6 +222,10 @@ mod tests {
                 passages: vec![v1::TokenRange { start: 0, end: 1 }],
                 ratio: Some(0.5),
             }),
+            retention: Some(proto::Retention {
+                kept: vec![proto::KeptPrefix { num_tokens: 2, ttl_seconds: 60 }],
+                rest_is_low: true,
+            }),
             sampling: Some(
                 (&SamplingParams {
                     logit_bias: vec![(1, 0.5), (7, -1.0)],
@@ -244,6 +249,7 @@ mod tests {
             priority: -4,
             sampling: Some((&request.sampling).into()),
             blend: request.blend.as_ref().map(proto::Blend::from),
+            retention: Some((&request.retention).into()),
             ..proto::Begin::default()
         };
         assert_eq!(format!("{:?}", request_from_begin(&begin).unwrap()), format!("{request:?}"));

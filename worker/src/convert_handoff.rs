@@ -107,6 +107,7 @@ fn begin_to_proto(begin: Begin, cached_only: bool, payload: Payload<'_>) -> prot
         prefix_source: prefix_source.cloned(),
         ticket,
         blend: request.blend.as_ref().map(proto::Blend::from),
+        retention: Some((&request.retention).into()),
     }
 }
 
@@ -325,7 +326,7 @@ fn offer_from_proto(offer: proto::TransportOffer) -> Option<TransportOffer> {
 #[cfg(test)]
 mod tests {
     use baton_kv_cache::{KvDtype, KvLayout};
-    use baton_request::{Failure, FailureKind};
+    use baton_request::{Failure, FailureKind, Retention};
 
     use super::*;
 
@@ -336,7 +337,8 @@ mod tests {
     #[test]
     fn messages_of_the_decode_side_survive_the_wire() {
         let (id, prompt, output) = ("r".into(), [1; 9].into(), vec![2]);
-        let request = Request { id, prompt, output, priority: -4, ..Request::default() };
+        let retention = Retention { rest_is_low: true, ..Retention::default() };
+        let request = Request { id, prompt, output, priority: -4, retention, ..Request::default() };
         let kv_format = KvFormat::new("rev".into(), &layout(), "theta".into());
         let (kv_format, prefix_source) = (&kv_format, None);
         let payload = Payload { request: &request, kv_format, wire: None, prefix_source, ticket: None };
@@ -354,6 +356,7 @@ mod tests {
         let Some(decode_message::Message::Begin(wire)) = wire.message else { panic!("{wire:?}") };
         assert_eq!(begin_from_proto(&wire), Ok((begin.clone(), kv_format.clone())));
         assert_eq!(wire.priority, -4);
+        assert!(wire.retention.as_ref().is_some_and(|retention| retention.rest_is_low));
         let source =
             proto::PrefillPeer { worker_id: "d1".into(), incarnation: 3, address: "http://h".into() };
         let sourced =

@@ -39,12 +39,10 @@ impl Worker {
         let request = Request {
             id: format!("scratch-{salt}"),
             prompt: vec![0; (num_blocks * block_size).saturating_sub(1).max(1)].into(),
-            output: Vec::new(),
             sampling: SamplingParams { max_tokens: 1, ..SamplingParams::default() },
             cache_salt: salt,
             speculation: SpeculationMode::Off,
-            priority: 0,
-            blend: None,
+            ..Request::default()
         };
         match tokio::time::timeout(PATIENCE, self.engine.reserve(request)).await {
             Ok(Ok(reservation)) => Ok(reservation),

@@ -236,6 +236,7 @@ async fn save(worker: &Worker, request: Request, has_ended: bool) {
     match engine.hold_cached(&request).await {
         Ok(held) => tiers.store.save(SequenceBlocks {
             root: engine.hash_root(&request),
+            keeps: engine.keeps(&request, hashes.len()),
             hashes,
             tokens,
             blocks: held.blocks().to_vec(),

@@ -144,6 +144,12 @@ impl Scheduler {
         self.pool.take_events()
     }
 
+    /// The time since any fixed moment: blocks are [kept](Sequence::with_retention) for so long.
+    /// Invariant 12: the scheduler reads no clock.
+    pub fn set_time(&mut self, now: Duration) {
+        self.pool.set_time(now);
+    }
+
     /// Puts a sequence into the queue. A prefill's blocks get their hold with it; see [`release`](Self::release).
     ///
     /// # Panics
@@ -189,7 +195,7 @@ impl Scheduler {
 
     /// The step of `plan` took `elapsed`, sampling included. For `waited` of it the engine's thread had no processor: sequences
     /// waited as well, but another plan would take that time from other steps.
-    /// Invariant 12: the duration is an argument, so the scheduler reads no clock.
+    /// Invariant 12: the duration is an argument.
     pub fn observe(&mut self, plan: &StepPlan, elapsed: Duration, waited: Duration) {
         if plan.num_drafts() == 0 {
             self.prefill_budget.observe(plan.num_tokens(), elapsed);
@@ -261,8 +267,10 @@ impl Scheduler {
     /// Ends a sequence that waits, runs or is recalled, and gives up its blocks. A hold on them stays.
     pub fn end(&mut self, id: SequenceId) {
         if let Some(sequence) = self.running.take(id) {
+            self.pool.mark(sequence.keeps());
             self.ahead.retire(&sequence.blocks, &mut self.pool);
         } else if let Some(sequence) = self.holds.take_reserved(id) {
+            self.pool.mark(sequence.keeps());
             self.pool.release(&sequence.blocks);
         } else {
             self.waiting.take(id);
@@ -332,6 +340,7 @@ impl Scheduler {
 
     fn preempt(&mut self, idx: usize, plan: &mut StepPlan) {
         let mut sequence = self.running.remove(idx);
+        self.pool.mark(sequence.keeps());
         self.pool.release(&sequence.blocks);
         sequence.blocks.clear();
         sequence.num_computed = 0;

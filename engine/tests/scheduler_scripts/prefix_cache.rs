@@ -63,3 +63,101 @@ fn cached_blocks_are_reused_last_of_all_and_the_oldest_release_first() {
         ",
     );
 }
+
+#[test]
+fn a_kept_prefix_stays_longer_than_newer_prompts_until_its_time_is_over() {
+    check(
+        "
+        pool blocks=6 block_size=4 running=4 budget=64
+        # Two of its blocks are full of tokens that are to be kept.
+        add id=1 prompt=13 max=14 text=a keep=11 ttl=60
+        step
+            admit 1
+            1: 0..13 token
+            end 1
+        add id=2 prompt=9 max=10 text=b
+        step
+            admit 2
+            2: 0..9 token
+            end 2
+        time now=59
+        add id=3 prompt=9 max=10 text=c
+        step
+            admit 3
+            3: 0..9 token
+            end 3
+        # A use without a wish lowers nothing and renews nothing.
+        add id=4 prompt=13 max=14 text=a
+        step
+            admit 4 cached 2
+            4: 8..13 token
+            end 4
+        add id=5 prompt=13 max=14 text=d
+        step
+            admit 5
+            5: 0..13 token
+            end 5
+        time now=60
+        add id=6 prompt=17 max=18 text=e
+        step
+            admit 6
+            6: 0..17 token
+            end 6
+        add id=7 prompt=13 max=14 text=a
+        step
+            admit 7
+            7: 0..13 token
+            end 7
+        ",
+    );
+}
+
+#[test]
+fn a_prompt_that_comes_once_goes_before_older_ones() {
+    check(
+        "
+        pool blocks=8 block_size=4 running=4 budget=64
+        add id=1 prompt=9 max=10 text=a
+        step
+            admit 1
+            1: 0..9 token
+            end 1
+        add id=2 prompt=9 max=10 text=b rest=low
+        step
+            admit 2
+            2: 0..9 token
+            end 2
+        add id=3 prompt=13 max=14 text=c rest=low
+        step
+            admit 3
+            3: 0..13 token
+            end 3
+        add id=4 prompt=13 max=14 text=d rest=low
+        step
+            admit 4
+            4: 0..13 token
+            end 4
+        add id=5 prompt=9 max=10 text=a
+        step
+            admit 5 cached 2
+            5: 8..9 token
+            end 5
+        # Another request wants it as ever: it is not low any more.
+        add id=6 prompt=13 max=14 text=d
+        step
+            admit 6 cached 3
+            6: 12..13 token
+            end 6
+        add id=7 prompt=9 max=10 text=e
+        step
+            admit 7
+            7: 0..9 token
+            end 7
+        add id=8 prompt=13 max=14 text=d
+        step
+            admit 8 cached 3
+            8: 12..13 token
+            end 8
+        ",
+    );
+}

@@ -5,6 +5,9 @@
 //! add id=1 prompt=10 max=20                        10 prompt tokens, 20 at its longest
 //!     role=prefill|decode                          default: generate
 //!     text=a                                       prompts of equal text share their prefix
+//!     keep=8 ttl=3                                 its first 8 tokens are to be kept for 3 s
+//!     rest=low                                     what is not kept goes first
+//! time now=3                                       seconds since the start
 //! step                                             plans and carries it out: `1: 0..10 token` is a
 //!                                                  chunk, `token` that one was sampled after it
 //! draft id=1 right=2 wrong=1                       for the next step, in which `1: 9..12 token draft 2
@@ -13,7 +16,7 @@
 //! state                                            the waiting sequences, the number of running ones, free blocks
 //! ```
 
-use std::{collections::BTreeMap, fmt::Write};
+use std::{collections::BTreeMap, fmt::Write, time::Duration};
 
 use baton_engine::{
     plan::StepPlan,
@@ -21,6 +24,7 @@ use baton_engine::{
     sequence::{Sequence, SequenceId, SequenceRole},
 };
 use baton_kv_cache::HashRoot;
+use baton_request::{KeptPrefix, Retention};
 
 /// Runs a script and compares its output with the expected one.
 #[track_caller]
@@ -123,6 +127,10 @@ impl Player {
         let answers = match command.name {
             "add" => self.add(command),
             "step" => self.step(),
+            "time" => {
+                self.scheduler.set_time(Duration::from_secs(command.number("now") as u64));
+                Vec::new()
+            }
             "decode" => {
                 self.scheduler.start_decode(command.id(), SAMPLED);
                 Vec::new()
@@ -173,7 +181,14 @@ impl Player {
         let root = Some(HashRoot::new("script", "", ""));
         let max = command.number("max");
         self.ends.insert(id, (max, role == SequenceRole::Prefill));
-        self.scheduler.add(Sequence::new(id, role, tokens, max, self.block_size, root));
+        let kept = command.arguments.contains_key("keep").then(|| KeptPrefix {
+            num_tokens: command.number("keep"),
+            ttl: Duration::from_secs(command.number("ttl") as u64),
+        });
+        let rest_is_low = command.arguments.get("rest") == Some(&"low");
+        let retention = Retention { kept: kept.into_iter().collect(), rest_is_low };
+        let sequence = Sequence::new(id, role, tokens, max, self.block_size, root);
+        self.scheduler.add(sequence.with_retention(retention));
         Vec::new()
     }
 

@@ -7,6 +7,7 @@ use std::{
 };
 
 use baton_kv_cache::BlockHash;
+use baton_kv_events::Keep;
 
 /// Records that are known at most: 60 bytes of memory each. Segments beyond that are not looked at.
 const MAX_RECORDS: usize = 1 << 20;
@@ -79,11 +80,17 @@ impl Catalogue {
         }
     }
 
-    /// A request that ended used this block: whether it is to be written. That is at its second use, unless a segment holds it or
-    /// will. One that is to be written is pending, until [`added`](Self::add) or [given up](Self::give_up).
-    pub(crate) fn admit(&mut self, hash: BlockHash) -> bool {
+    /// A request that ended used this block: whether it is to be written. That is at its second use, at the first if it is high, and
+    /// never for those to whom it is low, unless a segment holds it or will. One that is to be written is pending, until [`added`](Self::add) or [given up](Self::give_up).
+    pub(crate) fn admit(&mut self, hash: BlockHash, keep: Keep) -> bool {
         let is_known = self.by_hash.contains_key(&hash) || self.pending.contains(&hash);
-        !is_known && self.seen.again(hash) && self.pending.insert(hash)
+        let is_worth_it = match keep {
+            _ if is_known => false,
+            Keep::Low => false,
+            Keep::Normal => self.seen.again(hash),
+            Keep::High(_) => true,
+        };
+        is_worth_it && self.pending.insert(hash)
     }
 
     /// Blocks that will not be written. They are at their next use.
@@ -203,6 +210,8 @@ impl Seen {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use super::*;
     use crate::testing::chain;
 
@@ -214,13 +223,22 @@ mod tests {
     fn a_block_is_written_at_its_second_use_and_once() {
         let mut catalogue = Catalogue::default();
         let [a, b] = [0, 1].map(|idx| chain(1, 2)[idx]);
-        assert_eq!([a, b, a, a].map(|hash| catalogue.admit(hash)), [false, false, true, false]);
+        assert_eq!([a, b, a, a].map(|hash| catalogue.admit(hash, Keep::Normal)), [false, false, true, false]);
         catalogue.give_up([a]);
-        assert!(catalogue.admit(a), "it was not written");
+        assert!(catalogue.admit(a, Keep::Normal), "it was not written");
         catalogue.add("one".into(), vec![a], 10, true);
-        assert!(!catalogue.admit(a) && catalogue.admit(b));
+        assert!(!catalogue.admit(a, Keep::Normal) && catalogue.admit(b, Keep::Normal));
         catalogue.remove("one");
-        assert!(catalogue.admit(a), "it is gone");
+        assert!(catalogue.admit(a, Keep::Normal), "it is gone");
+    }
+
+    #[test]
+    fn a_block_to_be_kept_is_written_at_its_first_use_and_a_low_one_never() {
+        let mut catalogue = Catalogue::default();
+        let [a, b] = [0, 1].map(|idx| chain(1, 2)[idx]);
+        assert!(catalogue.admit(a, Keep::High(Duration::from_secs(1))));
+        let low = [Keep::Low, Keep::Low, Keep::Normal, Keep::Normal];
+        assert_eq!(low.map(|keep| catalogue.admit(b, keep)), [false, false, false, true]);
     }
 
     #[test]

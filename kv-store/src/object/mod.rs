@@ -32,6 +32,7 @@ use std::{
 
 use baton_cost::LinkLine;
 use baton_kv_cache::BlockHash;
+use baton_kv_events::Keep;
 use object_store::{ObjectStore, path::Path};
 use ring::rand::{SecureRandom, SystemRandom};
 use tokio::{
@@ -142,8 +143,8 @@ impl ObjectTier {
     }
 
     /// A request that ended used this block. True: it is to be [written](Self::write).
-    pub(crate) fn admit(&self, hash: BlockHash) -> bool {
-        self.shared.lock().admit(hash)
+    pub(crate) fn admit(&self, hash: BlockHash, keep: Keep) -> bool {
+        self.shared.lock().admit(hash, keep)
     }
 
     /// Takes a record to write. False: too much waits.

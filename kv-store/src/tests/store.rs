@@ -66,6 +66,7 @@ impl Pool {
         store.save(SequenceBlocks {
             root: root(),
             hashes: hashes.clone(),
+            keeps: vec![Keep::Normal; num_blocks],
             tokens: tokens(seed, num_blocks),
             blocks: (0..num_blocks as u32).map(BlockId).collect(),
             has_ended: true,

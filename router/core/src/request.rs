@@ -7,7 +7,7 @@ use std::{
 
 use baton_planner::{PrefillMode, Slo};
 use baton_proto::v1::KvWire;
-use baton_request::{InvalidRequest, Problem, Request, SpeculationMode};
+use baton_request::{InvalidRequest, Problem, Request, Retention, SpeculationMode};
 use baton_tokenizer::{TemplateError, TokenizerError};
 use baton_tools::{AnswerReader, ToolRequest};
 use serde_json::{Map, Value};
@@ -335,6 +335,7 @@ impl ClientRequest {
                 cache_salt: cache_salt.clone(),
                 speculation,
                 blend: blend.marks(passages),
+                retention: Retention::default(),
             };
             // A format that was asked for leaves no room for reasoning, unless there may be calls.
             if is_chat && (calls.is_some() || request.sampling.grammar.is_none()) {

@@ -5,6 +5,7 @@ use std::{
 };
 
 use baton_kv_cache::BlockHash;
+use baton_kv_events::Keep;
 use object_store::path::Path;
 
 use super::{
@@ -30,9 +31,9 @@ fn open(store: &LyingStore, worker: &str) -> ObjectTier {
 /// A sequence is used twice, and its second use is written.
 fn save(tier: &ObjectTier, seed: u64) -> Vec<BlockHash> {
     let hashes = chain(seed, NUM_BLOCKS);
-    assert!(hashes.iter().all(|&hash| !tier.admit(hash)), "the first use");
+    assert!(hashes.iter().all(|&hash| !tier.admit(hash, Keep::Normal)), "the first use");
     for (idx, &hash) in hashes.iter().enumerate() {
-        assert!(tier.admit(hash) && tier.write(Arc::new(record(idx, seed))));
+        assert!(tier.admit(hash, Keep::Normal) && tier.write(Arc::new(record(idx, seed))));
     }
     hashes
 }
@@ -81,7 +82,7 @@ fn what_one_worker_writes_another_finds_and_reads() {
     assert_eq!((counts.hits, counts.damaged, counts.read_errors), (9, 0, 0));
     assert_eq!((counts.num_held, store.num_puts()), (0, 1), "one segment, of the other");
     // It has them: they are not written again.
-    assert!(hashes.iter().chain(&hashes).all(|&hash| !reader.admit(hash)));
+    assert!(hashes.iter().chain(&hashes).all(|&hash| !reader.admit(hash, Keep::Normal)));
     assert_eq!(open(&store, "reader").counts().num_held, 0);
 }
 
@@ -162,7 +163,7 @@ fn a_segment_that_cannot_be_written_is_tried_again() {
     let tier = open(&store, "one");
     let hashes = save(&tier, 1);
     eventually("the first try", || store.num_puts() == 2);
-    assert!(hashes.iter().all(|&hash| !tier.admit(hash)), "it is still to be written");
+    assert!(hashes.iter().all(|&hash| !tier.admit(hash, Keep::Normal)), "it is still to be written");
     store.tell(Lie::Nothing);
     eventually("written", || tier.counts().writes == NUM_BLOCKS as u64);
     assert_eq!((tier.counts().write_errors, tier.counts().num_held), (0, NUM_BLOCKS as u64));
