@@ -6,7 +6,7 @@
 
 use std::ops::Range;
 
-use baton_request::BlendMarks;
+use baton_request::{BlendMarks, KeptPrefix};
 use baton_tokenizer::{Tokenizer, TokenizerError};
 use serde_json::{Map, Value, json};
 
@@ -25,6 +25,8 @@ pub struct TokenisedPrompt {
     pub ids: Vec<u32>,
     /// In order; they do not overlap unless the client gave them.
     pub passages: Vec<Range<usize>>,
+    /// What marked texts of a chat end.
+    pub kept: Vec<KeptPrefix>,
 }
 
 /// Whether the KV of passages is blended, by the request.
@@ -41,7 +43,7 @@ pub enum BlendMode {
 
 impl From<Vec<u32>> for TokenisedPrompt {
     fn from(ids: Vec<u32>) -> TokenisedPrompt {
-        TokenisedPrompt { ids, passages: Vec::new() }
+        TokenisedPrompt { ids, ..TokenisedPrompt::default() }
     }
 }
 
@@ -177,7 +179,7 @@ fn push_unmarked(text: &mut String, part: &str) {
     text.extend(part.chars().filter(|&char| !is_mark(char)));
 }
 
-fn is_mark(char: char) -> bool {
+pub(crate) fn is_mark(char: char) -> bool {
     char == BEGIN || char == END
 }
 
@@ -198,7 +200,7 @@ mod tests {
             format!("Read{}{} and answer.", mark_passage(one), mark_passage(two)),
             format!("{}Read {}", mark_passage(two), mark_passage(one)) + "ly",
         ] {
-            let TokenisedPrompt { ids, passages } = tokenise(&tokenizer, &prompt).unwrap();
+            let TokenisedPrompt { ids, passages, .. } = tokenise(&tokenizer, &prompt).unwrap();
             let found: Vec<_> = passages.iter().map(|passage| &ids[passage.clone()]).collect();
             let mut expected = vec![alone(one), alone(two)];
             if prompt.starts_with(BEGIN) {
@@ -233,7 +235,7 @@ mod tests {
         for prompt in ["one\u{FDD1} two three", "one two\u{FDD0} three", "one\u{FDD0}\u{FDD1} two three"] {
             assert_eq!(tokenise(&tokenizer, prompt).unwrap(), plain.clone().into(), "{prompt:?}");
         }
-        let TokenisedPrompt { ids, passages } =
+        let TokenisedPrompt { ids, passages, .. } =
             tokenise(&tokenizer, "one\u{FDD0} two\u{FDD0} three\u{FDD1}").unwrap();
         assert_eq!((passages.len(), tokenizer.decode(&ids, false)), (1, "one two three".to_owned()));
         assert_eq!(mark_passage("a\u{FDD1}b"), "\u{FDD0}ab\u{FDD1}");

@@ -1,13 +1,14 @@
 //! From what a client asks to a [`PreparedRequest`]: templated, tokenised, validated.
 
 use std::{
+    mem,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::{Instant, SystemTime, UNIX_EPOCH},
 };
 
 use baton_planner::{PrefillMode, Slo};
 use baton_proto::v1::KvWire;
-use baton_request::{InvalidRequest, Problem, Request, Retention, SpeculationMode};
+use baton_request::{InvalidRequest, Problem, Request, SpeculationMode};
 use baton_tokenizer::{TemplateError, TokenizerError};
 use baton_tools::{AnswerReader, ToolRequest};
 use serde_json::{Map, Value};
@@ -18,6 +19,7 @@ use super::{
     hashes::SequenceHashes,
 };
 use crate::{
+    kept::{self, CacheControl, KeptText, RenderedChat},
     model::ServedModel,
     passages::{self, BlendMode, TokenisedPrompt},
     seen::SeenSections,
@@ -83,6 +85,8 @@ pub struct Serving {
     pub kv_wire: KvWire,
     /// Whether its passages are blended.
     pub blend: BlendMode,
+    /// How the KV of all of its prompts is kept; `None`: as that of others.
+    pub cache_control: Option<CacheControl>,
     /// What it should meet; `None` as the router is configured.
     pub slo: Slo,
     /// Whether the answer says how it was planned.
@@ -123,6 +127,8 @@ pub struct ChatInput {
     pub documents: Vec<Value>,
     /// An array of OpenAI-shaped tools.
     pub tools: Option<Value>,
+    /// Texts whose ends end what is to be kept, in the order of the prompt.
+    pub kept: Vec<KeptText>,
     /// What of them may be called.
     pub calls: Option<Box<ToolRequest>>,
     /// Whether the answer continues the last message.
@@ -302,8 +308,18 @@ impl ClientRequest {
             model.check_grammar(&asked.grammar, asked.param)?;
         }
         // Rounding stays in the cache: a request for one form must find no other.
-        let Serving { cache_salt, priority, prefill, speculation, kv_wire, blend, slo, explain, timing } =
-            self.serving;
+        let Serving {
+            cache_salt,
+            priority,
+            prefill,
+            speculation,
+            kv_wire,
+            blend,
+            cache_control,
+            slo,
+            explain,
+            timing,
+        } = self.serving;
         let cache_salt = self.arrival.caller.cache_salt(cache_salt);
         let cache_salt = match kv_wire {
             KvWire::Unspecified => cache_salt,
@@ -314,7 +330,7 @@ impl ClientRequest {
         for mut prompt in self.prompts {
             let is_chat = matches!(prompt, PromptInput::Chat(_));
             let calls = if let PromptInput::Chat(chat) = &mut prompt { chat.calls.take() } else { None };
-            let TokenisedPrompt { ids, mut passages } = match self.arrival.resumed_request() {
+            let TokenisedPrompt { ids, mut passages, kept } = match self.arrival.resumed_request() {
                 Some(resumed) => resumed.prompt.to_vec().into(),
                 None => tokenize(model, prompt, names.prompt, true)?,
             };
@@ -328,6 +344,7 @@ impl ClientRequest {
             }
             let mut request = Request {
                 id: self.id.clone(),
+                retention: kept::retention(cache_control, kept, ids.len()),
                 prompt: ids.into(),
                 output: Vec::new(),
                 sampling: sampling.clone(),
@@ -335,7 +352,6 @@ impl ClientRequest {
                 cache_salt: cache_salt.clone(),
                 speculation,
                 blend: blend.marks(passages),
-                retention: Retention::default(),
             };
             // A format that was asked for leaves no room for reasoning, unless there may be calls.
             if is_chat && (calls.is_some() || request.sampling.grammar.is_none()) {
@@ -407,7 +423,12 @@ pub fn tokenize(
             }
             if !chat.documents.is_empty() {
                 let is_read = model.tokenizer.chat_template_reads("documents", chat.tools.is_some());
-                passages::place_documents(chat.documents, is_read, &mut chat.messages, &mut chat.extra)?;
+                passages::place_documents(
+                    mem::take(&mut chat.documents),
+                    is_read,
+                    &mut chat.messages,
+                    &mut chat.extra,
+                )?;
             }
             let mut prompt = model
                 .tokenizer
@@ -425,7 +446,16 @@ pub fn tokenize(
                 })?;
                 prompt.truncate(end);
             }
-            passages::tokenise(&model.tokenizer, &prompt).map_err(refused)
+            let mut tokenised = passages::tokenise(&model.tokenizer, &prompt).map_err(refused)?;
+            let rendered = RenderedChat {
+                tokenizer: &model.tokenizer,
+                messages: &chat.messages,
+                tools: chat.tools.as_ref(),
+                extra: &chat.extra,
+                prompt: &prompt,
+            };
+            tokenised.kept = kept::prefixes(&rendered, &chat.kept, &tokenised.ids)?;
+            Ok(tokenised)
         }
     }
 }

@@ -6,9 +6,9 @@ use baton_planner::{PrefillMode, Slo};
 use baton_proto::v1;
 use baton_request::SpeculationMode;
 use baton_router_core::{
-    BlendMode, ChatInput, ClientRequest, ClientSampling, CoreError, Event, ExplainedOption, ExplainedPlan,
-    Extras, FieldNames, PromptInput, RequestArrival, Serving, Timing, TokenOut, TokenisedPrompt, Usage,
-    documents, mark_passage,
+    BlendMode, CacheControl, ChatInput, ClientRequest, ClientSampling, CoreError, Event, ExplainedOption,
+    ExplainedPlan, Extras, FieldNames, KeptText, MessageTexts, PromptInput, RequestArrival, Serving, Timing,
+    TokenOut, TokenisedPrompt, Usage, documents, mark_passage,
 };
 use baton_tools::{AnswerPart, AskedGrammar, ToolRequest};
 use serde_json::{Value, json};
@@ -47,7 +47,8 @@ pub(super) fn input(
         Some(Prompt::TokenIds(tokens)) => {
             let passages = tokens.passages.iter().map(|range| range.start as usize..range.end as usize);
             let passages = passages.collect();
-            (PromptInput::Tokens(TokenisedPrompt { ids: tokens.ids, passages }), "token_ids")
+            let tokens = TokenisedPrompt { ids: tokens.ids, passages, kept: Vec::new() };
+            (PromptInput::Tokens(tokens), "token_ids")
         }
         Some(Prompt::Chat(chat)) => (PromptInput::Chat(conversation(chat)?), "chat"),
         None => return Err(CoreError::invalid("prompt", "the prompt is missing: text, token_ids or chat")),
@@ -67,6 +68,7 @@ pub(super) fn input(
             speculation,
             kv_wire,
             blend,
+            cache_control: cache_control("cache_control", request.cache_control)?,
             slo: Slo {
                 ttft: slo("slo_ttft_seconds", request.slo_ttft_seconds)?,
                 tpot: slo("slo_tpot_seconds", request.slo_tpot_seconds)?,
@@ -109,8 +111,11 @@ fn conversation(chat: v1::ChatMessages) -> Result<ChatInput, CoreError> {
     let place = |text: &str| text.replace("].function", "]");
     let calls =
         calls.map_err(|refusal| CoreError::invalid(&place(&refusal.param), place(&refusal.to_string())))?;
+    let mut kept = Vec::new();
+    let messages = chat.messages.into_iter().enumerate().map(|(idx, said)| message(idx, said, &mut kept));
     Ok(ChatInput {
-        messages: chat.messages.into_iter().map(message).collect(),
+        messages: messages.collect::<Result<_, _>>()?,
+        kept,
         documents: documents(chat.documents.into_iter().map(document).collect())?,
         tools: (!tools.is_empty() && calls.is_some()).then_some(Value::Array(tools)),
         calls: calls.map(Box::new),
@@ -123,15 +128,29 @@ fn document(document: v1::Document) -> Value {
     json!({"title": document.title, "text": document.text})
 }
 
-fn message(message: v1::ChatMessage) -> Value {
-    let parts = message.parts.into_iter().map(|part| match part.passage {
-        true => mark_passage(&part.text),
-        false => part.text,
-    });
+fn message(
+    message_idx: usize,
+    message: v1::ChatMessage,
+    kept: &mut Vec<KeptText>,
+) -> Result<Value, CoreError> {
     // As over HTTP: parts are lines.
-    let texts: Vec<String> =
-        Some(message.content).filter(|text| !text.is_empty()).into_iter().chain(parts).collect();
-    let mut fields = json!({"role": message.role, "content": texts.join("\n")});
+    let mut texts = MessageTexts::default();
+    if !message.content.is_empty() {
+        texts.push(message.content);
+    }
+    for (idx, part) in message.parts.into_iter().enumerate() {
+        texts.push(if part.passage { mark_passage(&part.text) } else { part.text });
+        let param = format!("messages[{message_idx}].parts[{idx}].cache_control");
+        match cache_control(&param, part.cache_control)? {
+            None => {}
+            Some(CacheControl::High(ttl)) => texts.keep(ttl),
+            Some(CacheControl::Low) => {
+                let message = format!("{param}.priority: only a whole prompt can be low");
+                return Err(CoreError::invalid(&param, message));
+            }
+        }
+    }
+    let mut fields = json!({"role": message.role, "content": texts.join(message_idx, kept)});
     let calls = message.tool_calls.into_iter().map(|call| {
         // Templates read an object.
         let arguments = serde_json::from_str(&call.arguments).unwrap_or(Value::String(call.arguments));
@@ -149,7 +168,25 @@ fn message(message: v1::ChatMessage) -> Value {
     for (name, text) in texts.into_iter().filter(|(_, text)| !text.is_empty()) {
         fields[name] = text.into();
     }
-    fields
+    Ok(fields)
+}
+
+fn cache_control(param: &str, control: Option<v1::CacheControl>) -> Result<Option<CacheControl>, CoreError> {
+    use v1::cache_control::Priority;
+    let Some(control) = control else { return Ok(None) };
+    let ttl = control.ttl_seconds.map(|seconds| Duration::from_secs(seconds.into()));
+    let kept = match (control.priority(), ttl) {
+        (Priority::Unspecified | Priority::High, ttl) => {
+            CacheControl::High(ttl.unwrap_or(CacheControl::DEFAULT_TTL))
+        }
+        (Priority::Low, None) => CacheControl::Low,
+        (Priority::Normal, None) => return Ok(None),
+        (Priority::Low | Priority::Normal, Some(_)) => {
+            let message = format!("{param}.ttl_seconds: only KV of high priority has it");
+            return Err(CoreError::invalid(param, message));
+        }
+    };
+    Ok(Some(kept))
 }
 
 fn slo(param: &str, seconds: Option<f64>) -> Result<Option<f64>, CoreError> {

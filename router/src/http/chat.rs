@@ -106,8 +106,10 @@ impl ChatRequest {
         let calls =
             ToolRequest::parse(self.tools.as_deref(), self.tool_choice.as_ref(), self.parallel_tool_calls)?;
         let tools = self.tools.filter(|_| calls.is_some()).map(Value::Array);
+        let (messages, kept) = messages::normalise(self.messages)?;
         let chat = ChatInput {
-            messages: messages::normalise(self.messages)?,
+            messages,
+            kept,
             documents: documents(self.documents.unwrap_or_default())?,
             tools,
             calls: calls.map(Box::new),

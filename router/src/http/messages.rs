@@ -1,20 +1,22 @@
 //! Chat messages: from what OpenAI clients send to what chat templates read.
 
-use baton_router_core::mark_passage;
+use baton_router_core::{KeptText, MessageTexts, mark_passage};
 use serde_json::{Map, Value};
 
-use super::error::ApiError;
+use super::{cache_control, error::ApiError};
 
-/// Checks the messages, joins text parts, marks passages, and gives templates tool arguments as objects.
-pub(crate) fn normalise(messages: Vec<Value>) -> Result<Value, ApiError> {
+/// Checks the messages, joins text parts, marks passages, finds what is to be kept, and gives templates tool arguments as objects.
+pub(crate) fn normalise(messages: Vec<Value>) -> Result<(Value, Vec<KeptText>), ApiError> {
     if messages.is_empty() {
         return Err(ApiError::invalid("messages", "messages is empty, at least one message is needed"));
     }
-    let messages = messages.into_iter().enumerate().map(|(idx, message)| normalise_one(idx, message));
-    messages.collect::<Result<Vec<_>, _>>().map(Value::Array)
+    let mut kept = Vec::new();
+    let messages = messages.into_iter().enumerate();
+    let messages = messages.map(|(idx, message)| normalise_one(idx, message, &mut kept));
+    Ok((messages.collect::<Result<_, _>>()?, kept))
 }
 
-fn normalise_one(idx: usize, message: Value) -> Result<Value, ApiError> {
+fn normalise_one(idx: usize, message: Value, kept: &mut Vec<KeptText>) -> Result<Value, ApiError> {
     let path = format!("messages[{idx}]");
     let wrong = |field: &str, expected: &str| {
         let param = if field.is_empty() { path.clone() } else { format!("{path}.{field}") };
@@ -33,7 +35,7 @@ fn normalise_one(idx: usize, message: Value) -> Result<Value, ApiError> {
             Value::String(String::new())
         }
         Some(Value::String(text)) => Value::String(text),
-        Some(Value::Array(parts)) => Value::String(join_parts(&path, parts)?),
+        Some(Value::Array(parts)) => Value::String(texts(&path, parts)?.join(idx, kept)),
         Some(_) => return wrong("content", "a string or a list of parts"),
     };
     message.insert("content".to_owned(), content);
@@ -43,13 +45,13 @@ fn normalise_one(idx: usize, message: Value) -> Result<Value, ApiError> {
     Ok(Value::Object(message))
 }
 
-fn join_parts(path: &str, parts: Vec<Value>) -> Result<String, ApiError> {
-    let mut texts = Vec::with_capacity(parts.len());
+fn texts(path: &str, parts: Vec<Value>) -> Result<MessageTexts, ApiError> {
+    let mut texts = MessageTexts::default();
     for (idx, part) in parts.into_iter().enumerate() {
         let path = format!("{path}.content[{idx}]");
         let kind = part["type"].as_str().unwrap_or_default();
         match (kind, &part["text"], &part["passage"]) {
-            ("text", Value::String(text), Value::Null | Value::Bool(false)) => texts.push(text.clone()),
+            ("text", Value::String(text), Value::Null | Value::Bool(false)) => texts.push(text),
             ("text", Value::String(text), Value::Bool(true)) => texts.push(mark_passage(text)),
             ("text", Value::String(_), _) => {
                 let param = format!("{path}.passage");
@@ -69,8 +71,9 @@ fn join_parts(path: &str, parts: Vec<Value>) -> Result<String, ApiError> {
                 return Err(ApiError::unsupported(param, message));
             }
         }
+        cache_control::keep(&mut texts, &path, &part)?;
     }
-    Ok(texts.join("\n"))
+    Ok(texts)
 }
 
 /// OpenAI sends the arguments of a call as JSON in a string; templates expect the object.

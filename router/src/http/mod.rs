@@ -4,6 +4,7 @@ mod admin;
 mod anthropic;
 mod blocks;
 mod body;
+mod cache_control;
 mod chat;
 mod completions;
 mod durable;

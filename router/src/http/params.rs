@@ -111,6 +111,7 @@ macro_rules! request_body {
                 slo_tpot: Option<f64>,
                 explain: Option<bool>,
                 include_timing: Option<bool>,
+                cache_control: Option<crate::http::cache_control::CacheControlField>,
             }
         }
 
@@ -126,6 +127,10 @@ macro_rules! request_body {
                     kv_wire: self.kv_wire.map(Into::into).unwrap_or_default(),
                     // As for the priority.
                     blend: baton_router_core::BlendMode::Auto,
+                    cache_control: match &self.cache_control {
+                        Some(field) => crate::http::cache_control::parse("cache_control", &field.0)?,
+                        None => None,
+                    },
                     slo: crate::http::params::slo(self.slo_ttft, self.slo_tpot)?,
                     explain: self.explain.unwrap_or(false),
                     timing: self.include_timing.unwrap_or(false),

@@ -62,11 +62,19 @@ pub(crate) async fn tokenize_text(
                 extra.insert("add_generation_prompt".to_owned(), Value::Bool(add));
             }
             let tools = request.tools.filter(|tools| !tools.is_empty()).map(Value::Array);
-            let messages = messages::normalise(messages)?;
+            let (messages, _) = messages::normalise(messages)?;
             // A chat goes to the blocking thread, whatever its size: measuring it takes as long as tokenising.
             let continue_final = request.continue_final_message.unwrap_or(false);
             let documents = documents(request.documents.unwrap_or_default())?;
-            let chat = ChatInput { messages, documents, tools, calls: None, continue_final, extra };
+            let chat = ChatInput {
+                messages,
+                documents,
+                tools,
+                kept: Vec::new(),
+                calls: None,
+                continue_final,
+                extra,
+            };
             (PromptInput::Chat(chat), "messages", usize::MAX)
         }
         _ => return Err(ApiError::invalid("prompt", "either prompt or messages is needed, and not both")),

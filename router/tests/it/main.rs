@@ -7,6 +7,7 @@ mod fake;
 mod harness;
 mod model;
 
+mod cache_control;
 mod chat;
 mod completions;
 mod durable;

@@ -1,18 +1,24 @@
 //! From the messages and fields of Anthropic's API to the chat that templates read.
 
 use baton_request::{Grammar, GrammarKind};
+use baton_router_core::{KeptText, MessageTexts};
 use baton_tools::AskedGrammar;
 use serde_json::{Map, Value, json};
 
-use crate::http::error::ApiError;
+use crate::http::{cache_control, error::ApiError};
 
-/// The messages of `system` and `messages`, in OpenAI's shape for chats.
-pub(super) fn messages(system: Option<&Value>, messages: &[Value]) -> Result<Vec<Value>, ApiError> {
+/// The messages of `system` and `messages`, in OpenAI's shape for chats, and which of their texts are to be kept.
+pub(super) fn messages(
+    system: Option<&Value>,
+    messages: &[Value],
+) -> Result<(Vec<Value>, Vec<KeptText>), ApiError> {
     let mut list = Vec::with_capacity(messages.len() + 1);
+    let mut kept = Vec::new();
     if let Some(system) = system {
-        let text = texts("system", system)?;
-        if !text.is_empty() {
-            list.push(json!({"role": "system", "content": text}));
+        let text = texts("system", system)?.join(0, &mut kept);
+        match text.is_empty() {
+            true => kept.clear(),
+            false => list.push(json!({"role": "system", "content": text})),
         }
     }
     if messages.is_empty() {
@@ -20,37 +26,49 @@ pub(super) fn messages(system: Option<&Value>, messages: &[Value]) -> Result<Vec
     }
     for (idx, message) in messages.iter().enumerate() {
         let at = format!("messages[{idx}]");
+        let content = format!("{at}.content");
         match message["role"].as_str() {
-            Some("user") => add_user(&format!("{at}.content"), &message["content"], &mut list)?,
-            Some("assistant") => list.push(assistant(&format!("{at}.content"), &message["content"])?),
+            Some("user") => add_user(&content, &message["content"], &mut list, &mut kept)?,
+            Some("assistant") => {
+                let message = assistant(&content, &message["content"], list.len(), &mut kept)?;
+                list.push(message);
+            }
             Some("system") => {
-                let content = texts(&format!("{at}.content"), &message["content"])?;
+                let content = texts(&content, &message["content"])?.join(list.len(), &mut kept);
                 list.push(json!({"role": "system", "content": content}));
             }
             _ => return Err(wrong(&format!("{at}.role"), "\"user\", \"assistant\" or \"system\"")),
         }
     }
-    Ok(list)
+    Ok((list, kept))
 }
 
 /// Results of tools are messages of their own, before what the user says.
-fn add_user(at: &str, content: &Value, list: &mut Vec<Value>) -> Result<(), ApiError> {
+fn add_user(
+    at: &str,
+    content: &Value,
+    list: &mut Vec<Value>,
+    kept: &mut Vec<KeptText>,
+) -> Result<(), ApiError> {
     let Value::Array(blocks) = content else {
-        list.push(json!({"role": "user", "content": texts(at, content)?}));
+        list.push(json!({"role": "user", "content": texts(at, content)?.join(list.len(), kept)}));
         return Ok(());
     };
-    let mut said = Vec::new();
+    let mut said = MessageTexts::default();
     for (idx, block) in blocks.iter().enumerate() {
         let at = format!("{at}[{idx}]");
         if block["type"] != "tool_result" {
             said.push(block_text(&at, block)?);
+            cache_control::keep(&mut said, &at, block)?;
             continue;
         }
         let id = string(&at, block, "tool_use_id")?;
-        let result = match &block["content"] {
-            Value::Null => String::new(),
+        let mut result = match &block["content"] {
+            Value::Null => MessageTexts::default(),
             content => texts(&format!("{at}.content"), content)?,
         };
+        cache_control::keep(&mut result, &at, block)?;
+        let result = result.join(list.len(), kept);
         // Templates do not tell errors from results.
         let result = if block["is_error"] == true { format!("Error: {result}") } else { result };
         let calls = list.iter().flat_map(|message| message["tool_calls"].as_array()).flatten();
@@ -59,16 +77,21 @@ fn add_user(at: &str, content: &Value, list: &mut Vec<Value>) -> Result<(), ApiE
         list.push(message);
     }
     if !said.is_empty() {
-        list.push(json!({"role": "user", "content": said.join("\n")}));
+        list.push(json!({"role": "user", "content": said.join(list.len(), kept)}));
     }
     Ok(())
 }
 
-fn assistant(at: &str, content: &Value) -> Result<Value, ApiError> {
+fn assistant(
+    at: &str,
+    content: &Value,
+    message_idx: usize,
+    kept: &mut Vec<KeptText>,
+) -> Result<Value, ApiError> {
     let Value::Array(blocks) = content else {
-        return Ok(json!({"role": "assistant", "content": texts(at, content)?}));
+        return Ok(json!({"role": "assistant", "content": texts(at, content)?.join(message_idx, kept)}));
     };
-    let (mut said, mut thought, mut calls) = (Vec::new(), Vec::new(), Vec::new());
+    let (mut said, mut thought, mut calls) = (MessageTexts::default(), Vec::new(), Vec::new());
     for (idx, block) in blocks.iter().enumerate() {
         let at = format!("{at}[{idx}]");
         match block["type"].as_str() {
@@ -83,8 +106,9 @@ fn assistant(at: &str, content: &Value) -> Result<Value, ApiError> {
             }
             _ => said.push(block_text(&at, block)?),
         }
+        cache_control::keep(&mut said, &at, block)?;
     }
-    let mut message = json!({"role": "assistant", "content": said.join("\n")});
+    let mut message = json!({"role": "assistant", "content": said.join(message_idx, kept)});
     if !thought.is_empty() {
         message["reasoning_content"] = thought.join("\n").into();
     }
@@ -95,16 +119,20 @@ fn assistant(at: &str, content: &Value) -> Result<Value, ApiError> {
 }
 
 /// A string, or the texts of a list of blocks.
-fn texts(at: &str, content: &Value) -> Result<String, ApiError> {
+fn texts(at: &str, content: &Value) -> Result<MessageTexts, ApiError> {
+    let mut texts = MessageTexts::default();
     match content {
-        Value::String(text) => Ok(text.clone()),
+        Value::String(text) => texts.push(text),
         Value::Array(blocks) => {
-            let texts =
-                blocks.iter().enumerate().map(|(idx, block)| block_text(&format!("{at}[{idx}]"), block));
-            Ok(texts.collect::<Result<Vec<_>, _>>()?.join("\n"))
+            for (idx, block) in blocks.iter().enumerate() {
+                let at = format!("{at}[{idx}]");
+                texts.push(block_text(&at, block)?);
+                cache_control::keep(&mut texts, &at, block)?;
+            }
         }
-        _ => Err(wrong(at, "a string or a list of blocks")),
+        _ => return Err(wrong(at, "a string or a list of blocks")),
     }
+    Ok(texts)
 }
 
 fn block_text<'a>(at: &str, block: &'a Value) -> Result<&'a str, ApiError> {
@@ -150,6 +178,21 @@ pub(super) fn tools(tools: Option<&[Value]>) -> Result<Vec<Value>, ApiError> {
         Ok(json!({"type": "function", "function": function}))
     });
     tools.collect()
+}
+
+/// What marks on tools keep. Templates write tools after the text of the system and before all others.
+pub(super) fn kept_tools(tools: Option<&[Value]>, first: &Value) -> Result<Vec<KeptText>, ApiError> {
+    let is_system = first["role"] == "system";
+    let num_bytes_after = if is_system { 0 } else { first["content"].as_str().map_or(0, str::len) };
+    let mut kept = Vec::new();
+    for (idx, tool) in tools.unwrap_or_default().iter().enumerate() {
+        let at = format!("tools[{idx}]");
+        let mut texts = MessageTexts::default();
+        cache_control::keep(&mut texts, &at, tool)?;
+        texts.join(0, &mut kept);
+    }
+    kept.iter_mut().for_each(|text| text.num_bytes_after = num_bytes_after);
+    Ok(kept)
 }
 
 fn without_nulls(value: Value) -> Value {

@@ -85,7 +85,9 @@ impl Conversation<'_> {
             |text: &str| text.replace(".function.parameters", ".input_schema").replace("].function", "]");
         let calls =
             calls.map_err(|refusal| ApiError::invalid(place(&refusal.param), place(&refusal.to_string())))?;
-        let messages = messages::normalise(input::messages(self.system, self.messages)?)?;
+        let (messages, mut kept) = input::messages(self.system, self.messages)?;
+        let (messages, _) = messages::normalise(messages)?;
+        kept.splice(0..0, input::kept_tools(self.tools, &messages[0])?);
         let last = messages.as_array().and_then(|messages| messages.last());
         Ok(ChatInput {
             // An answer continues what the assistant has begun.
@@ -93,6 +95,7 @@ impl Conversation<'_> {
             tools: (!tools.is_empty() && calls.is_some()).then_some(Value::Array(tools)),
             calls: calls.map(Box::new),
             messages,
+            kept,
             documents: Vec::new(),
             extra: Map::new(),
         })

@@ -46,8 +46,11 @@ impl ResponsesRequest {
         let place = |text: &str| text.replace("].function", "]");
         let calls =
             calls.map_err(|refusal| ApiError::invalid(place(&refusal.param), place(&refusal.to_string())))?;
+        let messages = input::messages(self.instructions.as_deref(), &self.input)?;
+        let (messages, kept) = messages::normalise(messages)?;
         let chat = ChatInput {
-            messages: messages::normalise(input::messages(self.instructions.as_deref(), &self.input)?)?,
+            messages,
+            kept,
             documents: Vec::new(),
             tools: tools.filter(|_| calls.is_some()).map(Value::Array),
             calls: calls.map(Box::new),
