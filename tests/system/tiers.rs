@@ -3,6 +3,7 @@
 use std::{fs::OpenOptions, os::unix::fs::FileExt, path::Path, time::Duration};
 
 use baton_proto::v1::PrefillMode;
+use serde_json::{Value, json};
 
 use crate::{
     harness::{Cluster, eventually},
@@ -175,4 +176,59 @@ async fn a_second_worker_is_refused_the_directory_of_the_first() {
         eventually("the end of the second", Duration::from_secs(120), async || second.exit_status()).await;
     assert!(!status.success());
     assert!(second.log().contains("another worker uses this directory"), "{}", second.log());
+}
+
+/// Tokens of a prompt that were cached when it came with this `cache_control`.
+async fn cached(cluster: &Cluster, nth: usize, control: Value) -> usize {
+    let body = json!({"prompt": prompt(nth), "max_tokens": 2, "temperature": 0, "cache_control": control});
+    let answer = cluster.complete(&body).await;
+    answer["usage"]["prompt_tokens_details"]["cached_tokens"].as_u64().expect("a count") as usize
+}
+
+#[tokio::test]
+async fn a_prompt_that_is_to_be_kept_outlives_more_newer_ones_than_the_pool_holds() {
+    let cluster = Cluster::new().prefill(0).decode(1).worker_flags("--kv-memory 8M").start().await;
+    let loads = cluster.loads().await;
+    let num_blocks = loads[0].load.as_ref().expect("it reported").num_total_blocks as usize;
+    assert!(num_blocks > 4 * (NUM_BLOCKS + 1), "both kept prompts are at most half of {num_blocks} blocks");
+    let newer = 10..11 + num_blocks / NUM_BLOCKS;
+    let whole = NUM_BLOCKS * BLOCK_SIZE;
+    let kept = json!({"type": "ephemeral", "ttl": "1h"});
+    for (nth, control) in [(0, kept), (1, json!({"ttl": "1s"})), (2, Value::Null)] {
+        assert_eq!(cached(&cluster, nth, control).await, 0);
+    }
+    // The second one's time passes.
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    for nth in newer.clone() {
+        assert_eq!(cached(&cluster, nth, Value::Null).await, 0);
+    }
+    for (nth, expected) in [(0, whole), (1, 0), (2, 0)] {
+        assert_eq!(cached(&cluster, nth, Value::Null).await, expected, "prompt {nth}");
+    }
+    // Prompts that come once push out nothing but each other.
+    for nth in newer {
+        cached(&cluster, 100 + nth, json!({"priority": "low"})).await;
+    }
+    for (nth, expected) in [(0, whole), (1, whole), (2, whole), (110, 0)] {
+        assert_eq!(cached(&cluster, nth, Value::Null).await, expected, "prompt {nth}");
+    }
+    cluster.assert_all_blocks_free().await;
+}
+
+#[tokio::test]
+async fn an_object_store_gets_at_its_first_use_what_is_to_be_kept_and_nothing_low() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let flags = format!("--object-kv file://{} --object-kv-size 64M", dir.path().join("kv").display());
+    // A remote prefill: both workers get it.
+    let cluster = Cluster::new().worker_flags(&flags).start().await;
+    for (nth, control) in [(0, json!({"priority": "low"})), (1, json!({"type": "ephemeral"}))] {
+        for _ in 0..2 - nth {
+            let body = json!({"prompt": prompt(nth), "max_tokens": 2, "prefill_mode": "remote", "cache_control": control});
+            cluster.complete(&body).await;
+        }
+    }
+    for id in ["prefill-0", "decode-0"] {
+        until_saved(&cluster, id, "object", NUM_BLOCKS).await;
+        assert_eq!(tier(&cluster, id, "blocks", "object").await, NUM_BLOCKS, "{id}");
+    }
 }
