@@ -123,7 +123,7 @@ fn num_bytes(chat: &RenderedChat<'_>, text: &KeptText) -> usize {
         // Calls follow the content.
         last.remove("tool_calls");
         if let Some(Value::String(content)) = last.get_mut("content") {
-            content.truncate(content.len().saturating_sub(text.num_bytes_after));
+            content.truncate(content.floor_char_boundary(content.len().saturating_sub(text.num_bytes_after)));
         }
     }
     let mut extra = chat.extra.clone();
