@@ -14,7 +14,7 @@ const MAX_FILE_BYTES: u64 = 20 << 20;
 
 /// Packages that are workspaces of their own: fuzz targets are built with other instrumentation, and what the index is compared
 /// with brings other versions of our dependencies.
-const OWN_WORKSPACES: [&str; 2] = [fuzz::FOLDER, "router/index/peers"];
+const OWN_WORKSPACES: [&str; 3] = [fuzz::FOLDER, "kv-store/peers", "router/index/peers"];
 
 /// Crates that talk to devices, SIMD, shared memory or the operating system, and may say `unsafe`; and the
 /// engine, which calls the model's executor under a contract that no type can state.
