@@ -12,12 +12,12 @@ each library and asks it by lines of JSON.
 
 import argparse
 import ctypes
-import json
 import statistics
-import sys
 import time
 from ctypes import POINTER, byref, c_char_p, c_int8, c_int32, c_size_t, c_void_p
 from pathlib import Path
+
+from peers import serve
 
 MAX_BATCH = 2048
 
@@ -189,11 +189,7 @@ def main() -> None:
     if args.quantize:
         library.quantize(args.model, Path(args.quantize[1]), int(args.quantize[0]))
         return
-    peer = Peer(library, args.model, args.threads)
-    for line in sys.stdin:
-        request = json.loads(line)
-        measure = {"prefill": peer.prefill, "decode": peer.decode}[request.pop("measure")]
-        print(json.dumps({"seconds": measure(**request)}), flush=True)
+    serve(Peer(library, args.model, args.threads))
 
 
 if __name__ == "__main__":

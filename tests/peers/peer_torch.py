@@ -9,14 +9,13 @@
 
 import argparse
 import copy
-import json
 import statistics
-import sys
 import time
 import warnings
 from pathlib import Path
 
 import torch
+from peers import serve
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.utils import logging
 
@@ -60,11 +59,7 @@ def main() -> None:
     logging.disable_progress_bar()
     warnings.simplefilter("ignore", FutureWarning)
     with torch.inference_mode():
-        peer = Peer(args.model)
-        for line in sys.stdin:
-            request = json.loads(line)
-            measure = {"prefill": peer.prefill, "decode": peer.decode}[request.pop("measure")]
-            print(json.dumps({"seconds": measure(**request)}), flush=True)
+        serve(Peer(args.model))
 
 
 if __name__ == "__main__":

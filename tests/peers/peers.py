@@ -57,6 +57,14 @@ class Asked:
         return self._ask(measure="decode", num_sequences=num_sequences, context=context, num_tokens=OUTPUT_TOKENS)
 
 
+def serve(peer: Peer) -> None:
+    """The other side of `Asked`: answers each line of standard input by a measurement."""
+    for line in sys.stdin:
+        request = json.loads(line)
+        measure = {"prefill": peer.prefill, "decode": peer.decode}[request.pop("measure")]
+        print(json.dumps({"seconds": measure(**request)}), flush=True)
+
+
 PEER_LLAMA = Path(__file__).parent / "peer_llama.py"
 
 
