@@ -130,8 +130,6 @@ pub(super) struct Inspection {
     pub(super) kv_dtype: KvDtype,
     pub(super) context_length: usize,
     pub(super) peaks: Peaks,
-    /// By the roof of the weights' type.
-    pub(super) device: DeviceSpeed,
     pub(super) network_bytes_per_second: f64,
     pub(super) prompt: usize,
     pub(super) output: usize,
@@ -166,7 +164,6 @@ impl Inspection {
             weights,
             kv_dtype,
             context_length,
-            device: peaks.speed(),
             peaks,
             network_bytes_per_second: positive("--network", args.network)? * 1e9,
             prompt,
@@ -176,6 +173,12 @@ impl Inspection {
             tpot: seconds("--tpot", args.tpot)?,
             steps: args.step_profile.as_deref().map(step_profile).transpose()?,
         })
+    }
+
+    /// By the roof of the weights' type.
+    pub(super) fn device(&self) -> DeviceSpeed {
+        let Peaks { roofs, bytes_per_second, .. } = &self.peaks;
+        DeviceSpeed { flops_per_second: roofs[0].1, bytes_per_second: *bytes_per_second }
     }
 
     /// All of the prompt in one step.
@@ -206,6 +209,6 @@ impl Inspection {
     /// The smallest batch, a power of two, whose decode step computes longer than it reads; `None` if there
     /// is none below a million. KV is read per sequence: long contexts never get there.
     pub(super) fn compute_bound_batch(&self) -> Option<usize> {
-        (0..20).map(|power| 1 << power).find(|&batch| self.decode(batch).intensity() >= self.device.ridge())
+        (0..20).map(|power| 1 << power).find(|&batch| self.decode(batch).intensity() >= self.device().ridge())
     }
 }

@@ -3,7 +3,7 @@
 use std::{num::NonZero, thread};
 
 use anyhow::ensure;
-use baton_model::{CpuPeak, CpuPeaks, cost::DeviceSpeed};
+use baton_model::{CpuPeak, CpuPeaks};
 use clap::ValueEnum;
 
 /// A device by its peak numbers: as its maker states them, or measured.
@@ -86,11 +86,6 @@ impl Peaks {
         let CpuPeaks { isa, operations, read } = CpuPeaks::measure(threads);
         let device = format!("cpu ({isa}, {threads} threads, measured)");
         Peaks { device, roofs: sorted(operations, weights), bytes_per_second: read }
-    }
-
-    /// By the first roof.
-    pub(super) fn speed(&self) -> DeviceSpeed {
-        DeviceSpeed { flops_per_second: self.roofs[0].1, bytes_per_second: self.bytes_per_second }
     }
 }
 

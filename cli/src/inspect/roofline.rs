@@ -80,7 +80,7 @@ pub(super) fn picture(inspection: &Inspection, title: &str) -> String {
     let points = points(inspection);
     let peaks = &inspection.peaks;
     let bandwidth = peaks.bytes_per_second;
-    let attainable = |intensity: f64| (intensity * bandwidth).min(peaks.roofs[0].1);
+    let attainable = |point: &Point| point.cost.flops / point.cost.seconds_on(&inspection.device());
     let highest = peaks.roofs.iter().map(|(_, rate)| *rate).fold(0.0, f64::max);
 
     let mut intensities: Vec<f64> = points.iter().map(|point| point.cost.intensity()).collect();
@@ -88,7 +88,7 @@ pub(super) fn picture(inspection: &Inspection, title: &str) -> String {
     let x = Axis::over(&intensities, ACROSS);
     let found = |point: &Point| point.seconds.map(|seconds| point.cost.flops / seconds);
     let mut rates: Vec<f64> = points.iter().filter_map(found).collect();
-    rates.extend(points.iter().map(|point| attainable(point.cost.intensity())));
+    rates.extend(points.iter().map(attainable));
     rates.push(highest);
     let y = Axis::over(&rates, DOWN);
 
@@ -121,7 +121,7 @@ pub(super) fn picture(inspection: &Inspection, title: &str) -> String {
     }
     for (idx, point) in points.iter().enumerate() {
         let intensity = point.cost.intensity();
-        let most = attainable(intensity);
+        let most = attainable(point);
         let (across, up) = (x.across(intensity), y.up(most));
         let number = idx + 1;
         let mut words = format!(

@@ -52,7 +52,7 @@ impl Inspection {
     }
 
     fn write_phases(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let DeviceSpeed { flops_per_second, bytes_per_second } = self.device;
+        let DeviceSpeed { flops_per_second, bytes_per_second } = self.device();
         writeln!(
             f,
             "\nDevice {}: {} in {}, {}; computing takes longer than reading from {:.0} operations per byte on\n",
@@ -60,7 +60,7 @@ impl Inspection {
             rate_text(flops_per_second, "FLOP"),
             self.peaks.roofs[0].0,
             rate_text(bytes_per_second, "B"),
-            self.device.ridge()
+            self.device().ridge()
         )?;
         for (name, rate) in &self.peaks.roofs[1..] {
             row(f, &format!("also {name}"), &rate_text(*rate, "FLOP"), "measured")?;
@@ -98,7 +98,7 @@ impl Inspection {
     }
 
     fn write_bound(&self, f: &mut fmt::Formatter<'_>, step: &StepCost, measured: Option<f64>) -> fmt::Result {
-        let bound = if step.intensity() < self.device.ridge() { "memory-bound" } else { "compute-bound" };
+        let bound = if step.intensity() < self.device().ridge() { "memory-bound" } else { "compute-bound" };
         row(
             f,
             "  intensity",
@@ -108,17 +108,17 @@ impl Inspection {
         row(
             f,
             "  at least",
-            &time_text(step.seconds_on(&self.device)),
+            &time_text(step.seconds_on(&self.device())),
             "the longer of operations / (TFLOP/s) and bytes / (GB/s)",
         )?;
         let Some(seconds) = measured else { return Ok(()) };
-        let share = 100.0 * step.seconds_on(&self.device) / seconds;
+        let share = 100.0 * step.seconds_on(&self.device()) / seconds;
         row(f, "  measured", &time_text(seconds), &format!("by --step-profile: {share:.0} % of the roofline"))
     }
 
     fn write_request(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let ttft = self.ttft.unwrap_or_else(|| self.prefill().seconds_on(&self.device));
-        let tpot = self.tpot.unwrap_or_else(|| self.decode(self.batch).seconds_on(&self.device));
+        let ttft = self.ttft.unwrap_or_else(|| self.prefill().seconds_on(&self.device()));
+        let tpot = self.tpot.unwrap_or_else(|| self.decode(self.batch).seconds_on(&self.device()));
         let source = |measured: Option<f64>, roofline: &str| match measured {
             Some(_) => "as given".to_owned(),
             None => format!("the {roofline}'s least time"),
