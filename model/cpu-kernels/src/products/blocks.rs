@@ -12,6 +12,21 @@ use baton_cpu_simd::quarters;
 /// Rows of the largest tile. Sixteen of the 32 registers hold its sums; with six rows the compiler moves registers around.
 pub(super) const ROWS: usize = 4;
 
+/// Adds to the four words of register `$sums` the products that `$instruction` makes of two registers of `$elements`. The standard
+/// library's functions for these instructions are not stable yet.
+macro_rules! add_products {
+    ($instruction:literal, $elements:literal, $sums:ident, $a:ident, $b:ident) => {
+        std::arch::asm!(
+            concat!($instruction, " {sums:v}.4s, {a:v}.", $elements, ", {b:v}.", $elements),
+            sums = inout(vreg) $sums,
+            a = in(vreg) $a,
+            b = in(vreg) $b,
+            options(pure, nomem, nostack, preserves_flags)
+        )
+    };
+}
+pub(super) use add_products;
+
 /// Sixteen words of 32 bits.
 pub(super) type Words = [int32x4_t; 4];
 

@@ -1,9 +1,9 @@
 //! Integers in registers of NEON, with `sdot` and, for several rows, `smmla`.
 #![allow(clippy::undocumented_unsafe_blocks)] // the trait's contract, instruction by instruction
 
-use std::arch::{aarch64::*, asm};
+use std::arch::aarch64::*;
 
-use super::super::blocks::{self, BlockSimd, Blocks};
+use super::super::blocks::{self, BlockSimd, Blocks, add_products};
 use super::super::panels::LINE_BYTES;
 use super::operations::{IntegerSimd, PREFETCH, add_lines};
 use baton_cpu_simd::{Neon, Simd, quarters};
@@ -103,18 +103,10 @@ impl<const MATRICES: bool> IntegerSimd for NeonIntegers<MATRICES> {
     }
 }
 
-/// Adds the sums of four products of signed bytes. The standard library's function for it is not stable yet.
+/// Adds the sums of four products of signed bytes.
 #[inline(always)]
 unsafe fn sdot(mut sums: int32x4_t, levels: uint8x16_t, activations: int32x4_t) -> int32x4_t {
-    unsafe {
-        asm!(
-            "sdot {sums:v}.4s, {levels:v}.16b, {activations:v}.16b",
-            sums = inout(vreg) sums,
-            levels = in(vreg) levels,
-            activations = in(vreg) activations,
-            options(pure, nomem, nostack, preserves_flags)
-        );
-    }
+    unsafe { add_products!("sdot", "16b", sums, levels, activations) };
     sums
 }
 
@@ -124,15 +116,7 @@ struct Smmla;
 impl BlockSimd for Smmla {
     #[inline(always)]
     unsafe fn multiply(mut sums: int32x4_t, rows: int32x4_t, outputs: int32x4_t) -> int32x4_t {
-        unsafe {
-            asm!(
-                "smmla {sums:v}.4s, {rows:v}.16b, {outputs:v}.16b",
-                sums = inout(vreg) sums,
-                rows = in(vreg) rows,
-                outputs = in(vreg) outputs,
-                options(pure, nomem, nostack, preserves_flags)
-            );
-        }
+        unsafe { add_products!("smmla", "16b", sums, rows, outputs) };
         sums
     }
 }

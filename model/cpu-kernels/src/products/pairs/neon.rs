@@ -1,8 +1,8 @@
 //! Pairs of bf16 in registers of NEON: `bfdot` for one row, `bfmmla`, which is two of them, for several.
 
-use std::arch::{aarch64::*, asm};
+use std::arch::aarch64::*;
 
-use super::super::blocks::{BlockSimd, Blocks, ROWS, load};
+use super::super::blocks::{BlockSimd, Blocks, ROWS, add_products, load};
 use super::super::panels::PANEL;
 use super::super::tile::TileArgs;
 use super::PREFETCH;
@@ -115,22 +115,14 @@ unsafe fn rows<const R: usize>(args: &TileArgs, panel: usize, half: usize) {
     }
 }
 
-/// Adds the sum of two products of bf16 to each of four sums. The standard library's function for it is not stable yet.
+/// Adds the sum of two products of bf16 to each of four sums.
 ///
 /// # Safety
 /// The CPU has the instruction.
 #[inline(always)]
 pub(crate) unsafe fn bfdot(mut sums: float32x4_t, a: float32x4_t, b: float32x4_t) -> float32x4_t {
     // SAFETY: the caller guarantees the instruction.
-    unsafe {
-        asm!(
-            "bfdot {sums:v}.4s, {a:v}.8h, {b:v}.8h",
-            sums = inout(vreg) sums,
-            a = in(vreg) a,
-            b = in(vreg) b,
-            options(pure, nomem, nostack, preserves_flags)
-        );
-    }
+    unsafe { add_products!("bfdot", "8h", sums, a, b) };
     sums
 }
 
@@ -142,15 +134,7 @@ impl BlockSimd for Bfmmla {
     #[inline(always)]
     unsafe fn multiply(mut sums: int32x4_t, rows: int32x4_t, outputs: int32x4_t) -> int32x4_t {
         // SAFETY: the caller guarantees the instruction.
-        unsafe {
-            asm!(
-                "bfmmla {sums:v}.4s, {rows:v}.8h, {outputs:v}.8h",
-                sums = inout(vreg) sums,
-                rows = in(vreg) rows,
-                outputs = in(vreg) outputs,
-                options(pure, nomem, nostack, preserves_flags)
-            );
-        }
+        unsafe { add_products!("bfmmla", "8h", sums, rows, outputs) };
         sums
     }
 }
