@@ -77,6 +77,8 @@ pub struct Pinned {
 
 // SAFETY: the type owns plain memory.
 unsafe impl Send for Pinned {}
+// SAFETY: shared references only read.
+unsafe impl Sync for Pinned {}
 
 impl Pinned {
     /// Allocates memory filled with zeros.

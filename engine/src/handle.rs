@@ -47,6 +47,8 @@ pub(crate) struct HandleState {
     pub(crate) drafter: Option<&'static str>,
     pub(crate) draft_counters: Arc<DraftCounters>,
     pub(crate) blend_counters: Arc<BlendCounters>,
+    /// Tokens of the longest head that the executor blends. 0: it does not blend.
+    pub(crate) max_blended_tokens: usize,
     pub(crate) progress: Arc<Progress>,
     pub(crate) cache_log: CacheLog,
 }
@@ -288,12 +290,13 @@ impl EngineHandle {
         if is_scored && role != SequenceRole::Generate {
             return Err(InvalidRequest::new("prompt_logprobs", Problem::PromptElsewhere).into());
         }
-        // Without blending, what is computed here is not blended; what arrives computed may be. Cached and blended tokens have no
-        // logits.
-        if is_scored || config.blending.is_none() && role != SequenceRole::Decode {
+        // What is computed here is not blended without blending, or if it is too long; what arrives computed may be. Cached and
+        // blended tokens have no logits.
+        let can_blend = request.blended().is_some_and(|marks| marks.end_idx() <= state.max_blended_tokens);
+        if is_scored || !can_blend && role != SequenceRole::Decode {
             request.blend = None;
         }
-        let head = request.blended().filter(|_| config.blending.is_some());
+        let head = request.blended().filter(|_| can_blend);
         let num_head_tokens = head.map_or(0, BlendMarks::end_idx);
         let root = (config.prefix_cache && !is_scored).then(|| hash_root(&config.model_revision, &request));
         let tokens = [&request.prompt[..], &request.output].concat();

@@ -107,7 +107,7 @@ mod tests {
 
     /// A passage of 16 bytes per token.
     fn passage(num_tokens: usize) -> Arc<PassageKv> {
-        Arc::new(PassageKv::zeroed(num_tokens, 2, 2))
+        Arc::new(PassageKv::new(num_tokens, 16 * num_tokens, ()))
     }
 
     #[test]

@@ -70,11 +70,15 @@ pub fn start_over(
     let layout = executor.kv_layout();
     assert_eq!((storage.num_blocks(), *storage.layout()), (config.num_blocks, layout), "blocks of an engine");
     config.context_length = config.context_length.min(config.num_blocks.saturating_mul(layout.block_size));
-    if config.blending.is_some()
-        && let Err(reason) = executor.blending()
-    {
-        tracing::warn!(%reason, "prompts are not blended; they are computed in full");
-        config.blending = None;
+    let mut max_blended_tokens = 0;
+    if config.blending.is_some() {
+        match executor.blending() {
+            Ok(blender) => max_blended_tokens = blender.max_blended_tokens(),
+            Err(reason) => {
+                tracing::warn!(%reason, "prompts are not blended; they are computed in full");
+                config.blending = None;
+            }
+        }
     }
     let blend_counters = Arc::new(BlendCounters::default());
     let blender = config.blending.map(|blend| {
@@ -105,6 +109,7 @@ pub fn start_over(
             drafter,
             draft_counters: draft_counters.clone(),
             blend_counters,
+            max_blended_tokens,
             progress: progress.clone(),
             cache_log: cache_log.clone(),
             config: config.clone(),

@@ -84,7 +84,9 @@ struct Moment {
 struct Step {
     plan: StepPlan,
     completions: Vec<Completion>,
-    /// Whether it was launched and another step may be launched before it is collected.
+    /// Whether the executor has begun it: it samples, and there is more than heads.
+    is_launched: bool,
+    /// Whether another step may be launched before this one is collected.
     can_be_followed: bool,
 }
 
@@ -268,13 +270,15 @@ impl StepLoop {
         let completions = Completion::all(&plan, &self.live, self.storage.layout().block_size);
         self.live.begin_masks(&plan)?;
         let mut can_be_followed = false;
-        if self.executor.sampling().is_some() {
-            let (executor, batch) = (&mut *self.executor, batch(&self.live, &plan));
+        let batch = batch(&self.live, &plan);
+        let is_launched = self.executor.sampling().is_some() && !batch.sequences.is_empty();
+        if is_launched {
+            let executor = &mut *self.executor;
             let samplings: Vec<_> = self.live.samplings(&plan).collect();
             let mut on_layer = announcing(&completions, &self.live);
             can_be_followed = launch(executor, &batch, &samplings, &[], &self.storage, &mut on_layer)?;
         }
-        Ok(Step { plan, completions, can_be_followed })
+        Ok(Step { plan, completions, is_launched, can_be_followed })
     }
 
     /// Plans and launches the step after `step`, which is being computed, if that is possible.
@@ -297,13 +301,13 @@ impl StepLoop {
         let executor = &mut *self.executor;
         let can_be_followed =
             launch(executor, &batch, &samplings, &self.follows, &self.storage, &mut |_| {})?;
-        self.ahead = Some(Step { plan, completions: Vec::new(), can_be_followed });
+        self.ahead = Some(Step { plan, completions: Vec::new(), is_launched: true, can_be_followed });
         Ok(())
     }
 
     /// Waits for the step's tokens, or computes and samples them, and tells the readers.
     fn finish(&mut self, step: Step) -> Result<(), EngineError> {
-        let Step { plan, mut completions, .. } = step;
+        let Step { plan, mut completions, is_launched, .. } = step;
         let StepLoop { executor, storage, live, .. } = self;
         let mut blended = Vec::new();
         for (id, head) in heads(live, &plan) {
@@ -316,7 +320,7 @@ impl StepLoop {
         blended.iter().for_each(|&(id, reused)| live.tell_blended(id, reused));
         let rows = {
             let mut on_layer = announcing(&completions, live);
-            if executor.sampling().is_some() {
+            if is_launched {
                 collect(&mut **executor, &mut on_layer)?
             } else {
                 let batch = batch(live, &plan);

@@ -16,8 +16,8 @@ use baton_cuda_emulator::{
     },
 };
 use baton_engine::{
-    Drafter, EngineConfig, EngineError, EngineHandle, EngineThread, FinishReason, Request, SampledToken,
-    SamplingParams, Speculation,
+    BlendConfig, BlendMarks, Drafter, EngineConfig, EngineError, EngineHandle, EngineThread, FinishReason,
+    Request, SampledToken, SamplingParams, Speculation,
 };
 use baton_kv_cache::BlockStorage;
 use baton_model::{
@@ -26,7 +26,8 @@ use baton_model::{
 };
 use support::{config, kinds::read, request};
 
-const LIMITS: BatchLimits = BatchLimits { num_rows: 64, num_sequences: 8, context_length: 128 };
+const LIMITS: BatchLimits =
+    BatchLimits { num_rows: 64, num_sequences: 8, context_length: 128, num_blended: 128 };
 
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum SamplingSide {
@@ -55,6 +56,7 @@ fn engine_config() -> EngineConfig {
         max_running: LIMITS.num_sequences,
         token_budget: LIMITS.num_rows,
         context_length: LIMITS.context_length,
+        blending: Some(BlendConfig { max_store_bytes: 1 << 20 }),
         ..config()
     }
 }
@@ -265,6 +267,28 @@ async fn a_draft_model_changes_no_token_of_several_ranks() {
     assert_same(&run(&drafted, chosen()).await, &run(&plain, chosen()).await);
     let (_, counts) = drafted.drafts().expect("it drafts");
     assert!(0 < counts.accepted && counts.accepted < counts.drafted, "{counts:?}");
+}
+
+/// Also beside sequences that decode: a step of a head alone samples nothing, so it is not launched.
+#[tokio::test]
+async fn heads_are_blended_on_the_device() {
+    let (engine, _thread) = on_device(&fixture(), SamplingSide::OnDevice, None);
+    let plain = request(&prompt(1, 90), 4);
+    let blended = |ratio| Request {
+        blend: Some(BlendMarks { passages: vec![10..40, 45..85], ratio: Some(ratio) }),
+        ..plain.clone()
+    };
+    let full = run(&engine, vec![plain.clone()]).await;
+    assert_same(&run(&engine, vec![blended(1.0)]).await, &full);
+    let salted = Request { cache_salt: "other".into(), ..blended(0.1) };
+    let alone = run(&engine, vec![salted]).await;
+    let others: Vec<Request> = (5..8).map(|seed| request(&prompt(seed, seed), 6)).collect();
+    let expected = run(&engine, others.clone()).await;
+    let together = run(&engine, [others, vec![blended(0.1)]].concat()).await;
+    assert_same(&together[3..], &alone);
+    assert_same(&together[..3], &expected);
+    let counts = engine.blends().expect("it blends");
+    assert_eq!((counts.blended, counts.passages_computed, counts.passages_found), (3, 4, 2));
 }
 
 #[test]

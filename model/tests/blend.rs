@@ -8,6 +8,7 @@ use std::slice;
 
 use baton_kv_cache::KvDtype;
 use baton_model::{Backend, LoadOptions, load};
+use baton_model_cpu::PassageNumbers;
 use baton_model_spec::{
     BatchSequence, BlendPassage, BlendRatio, BlendRefusal, BlendedPrompt, DecoderSpec, PassageKv, RopeSpec,
     Selection, SelectionOrder,
@@ -202,7 +203,7 @@ fn tokens_that_are_not_selected_keep_their_passages_keys_rotated_to_their_positi
             }
             let mut num_kept = 0;
             for (range, passage) in PASSAGES.iter().zip(&passages) {
-                let (keys, _) = passage.layer(layer_idx);
+                let (keys, _) = passage.numbers::<PassageNumbers>().layer(layer_idx);
                 for (own, position) in keys.chunks_exact(spec.kv_width()).zip(range.clone()) {
                     let expected = rotated(own, spec.head_dim, &spec.ropes[layer.rope_idx], position);
                     let got = keys_at(&machine, &blended, position, layer_idx);

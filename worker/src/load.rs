@@ -204,18 +204,17 @@ fn load_on_gpu(
         num_rows: config.token_budget,
         num_sequences: config.max_running.min(config.token_budget),
         context_length: loaded.config().context_length,
+        num_blended: config.blend.as_ref().map_or(0, |_| loaded.config().context_length),
     };
     let code = kernel_code(config.weight_cache.as_ref().map(|dir| dir.join("kernels")));
-    let mut shown = Shown::new(gauges);
-    let mut progress = |progress| shown.update(progress);
-    let in_words = || no_gpu(ordinal);
     let ordinals = BlockDevice::ordinals(ordinal, num_ranks);
-    let kernels = block_kernels(&ordinals, &loaded.kv_layout(), &code).with_context(in_words)?;
+    let kernels = block_kernels(&ordinals, &loaded.kv_layout(), &code).with_context(|| no_gpu(ordinal))?;
     let nccl = config.nccl.as_deref();
     let ranks = ranks.into_iter().map(LoadedModel::into_device).collect();
-    let on_gpus = ModelOnDevices::new(ranks, &ordinals, limits, &code, nccl, &mut progress);
+    let mut shown = Shown::new(gauges);
+    let on_gpus = ModelOnDevices::new(ranks, &ordinals, limits, &code, nccl, &mut |it| shown.update(it));
     shown.finish();
-    let ModelOnDevices { executor, free_bytes, weight_bytes } = on_gpus.with_context(in_words)?;
+    let ModelOnDevices { executor, free_bytes, weight_bytes } = on_gpus.with_context(|| no_gpu(ordinal))?;
     tell_weights(name, weight_bytes);
     let mut block_device = BlockDevice { ordinal, num_ranks, free_bytes, kernels };
     let drafter = match &config.drafter {
@@ -269,6 +268,7 @@ fn load_drafter_on_gpu(
     gauges: &LoadGauges,
 ) -> anyhow::Result<Drafter> {
     let DrafterConfig::Model(dir) = drafter else { return Ok(Drafter::Ngram) };
+    let limits = BatchLimits { num_blended: 0, ..limits };
     let (draft, name) = load_draft_model(dir, config, config.threads, Backend::Cuda, gauges)?;
     let mut shown = Shown::new(gauges);
     let mut progress = |progress| shown.update(progress);

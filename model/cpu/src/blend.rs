@@ -5,6 +5,8 @@
 //!
 //! It does not know where passages are kept.
 
+use std::ops::Range;
+
 use baton_checkpoint::LayerWeights;
 use baton_cpu_kernels::{Cpu, store_rows};
 use baton_cpu_threads::SharedMut;
@@ -21,6 +23,14 @@ use crate::rope::RopeTables;
 
 const ONE_RANK: &str = "a single rank cannot lose another";
 
+/// What processors keep of a passage: keys without rotation and without the scaling of cosines and sines.
+pub struct PassageNumbers {
+    num_tokens: usize,
+    width: usize,
+    /// `[layers][k|v][tokens][width]`, from layer [`SELECTING_LAYER`] on.
+    numbers: Vec<f32>,
+}
+
 /// Tokens that keep the KV of their passage.
 struct KeptTokens {
     positions: Vec<usize>,
@@ -28,6 +38,10 @@ struct KeptTokens {
 }
 
 impl BlendingExecutor for CpuExecutor {
+    fn max_blended_tokens(&self) -> usize {
+        usize::MAX
+    }
+
     unsafe fn compute_passage(
         &mut self,
         tokens: &[u32],
@@ -61,7 +75,7 @@ impl CpuExecutor {
         let whole = [BatchSequence { tokens, start_idx: 0, blocks, num_logits: 0 }];
         let (mut pass, layers, ropes) = self.begin(&whole, storage)?;
         let width = pass.spec.kv_width();
-        let mut passage = PassageKv::zeroed(tokens.len(), layers.len(), width);
+        let mut passage = PassageNumbers::zeroed(tokens.len(), layers.len(), width);
         for (layer_idx, layer) in layers.iter().enumerate() {
             let to = (layer_idx >= SELECTING_LAYER).then(|| {
                 let (keys, values) = passage.layer_mut(layer_idx);
@@ -83,7 +97,8 @@ impl CpuExecutor {
                 unsafe { pass.finish_layer(layer_idx, layer, storage) }?;
             }
         }
-        Ok(passage)
+        let size_bytes = size_of_val(&passage.numbers[..]);
+        Ok(PassageKv::new(tokens.len(), size_bytes, passage))
     }
 
     /// # Safety
@@ -111,7 +126,7 @@ impl CpuExecutor {
         let mut deviations = vec![0.0; tokens.len()];
         let to = SharedMut::new(&mut deviations);
         let deviate = |row_idx: usize, keys: &[f32], _: &[f32]| {
-            if let Some((own, _)) = prompt.kept(row_idx, SELECTING_LAYER) {
+            if let Some((own, _)) = kept_at(prompt, row_idx, SELECTING_LAYER) {
                 // SAFETY: each row has its own number.
                 unsafe { *to.ptr().add(row_idx) = squared_distance(keys, own) };
             }
@@ -165,6 +180,46 @@ impl CpuExecutor {
     }
 }
 
+impl PassageNumbers {
+    /// Zeros for a passage of a model with `num_layers` layers and `width` numbers in the keys of a token.
+    fn zeroed(num_tokens: usize, num_layers: usize, width: usize) -> PassageNumbers {
+        let num_stored = num_layers.saturating_sub(SELECTING_LAYER);
+        PassageNumbers { num_tokens, width, numbers: vec![0.0; num_stored * 2 * num_tokens * width] }
+    }
+
+    /// The keys of a layer, `[tokens][width]`, and its values.
+    ///
+    /// # Panics
+    /// When passages have no such layer.
+    pub fn layer(&self, layer_idx: usize) -> (&[f32], &[f32]) {
+        self.numbers[self.range(layer_idx)].split_at(self.num_tokens * self.width)
+    }
+
+    fn layer_mut(&mut self, layer_idx: usize) -> (&mut [f32], &mut [f32]) {
+        let range = self.range(layer_idx);
+        self.numbers[range].split_at_mut(self.num_tokens * self.width)
+    }
+
+    fn range(&self, layer_idx: usize) -> Range<usize> {
+        let size = 2 * self.num_tokens * self.width;
+        let stored_idx = layer_idx.checked_sub(SELECTING_LAYER).expect("a passage has no earlier layers");
+        stored_idx * size..(stored_idx + 1) * size
+    }
+}
+
+/// The keys and the values that the passage at `position` has for it in a layer; `None` if no passage is there.
+fn kept_at<'a>(
+    prompt: &'a BlendedPrompt<'_>,
+    position: usize,
+    layer_idx: usize,
+) -> Option<(&'a [f32], &'a [f32])> {
+    let (passage, at) = prompt.kept(position)?;
+    let numbers: &PassageNumbers = passage.numbers();
+    let (keys, values) = numbers.layer(layer_idx);
+    let row = at * numbers.width..(at + 1) * numbers.width;
+    Some((&keys[row.clone()], &values[row]))
+}
+
 impl KeptTokens {
     /// All but the `selected` ones of `num_tokens` tokens.
     fn new(ropes: &[RopeSpec], selected: &[usize], num_tokens: usize) -> KeptTokens {
@@ -192,7 +247,8 @@ impl KeptTokens {
         let width = layout.num_kv_heads * layout.head_dim;
         cpu.for_rows(self.positions.len(), 2 * width, |row_idx| {
             let position = self.positions[row_idx];
-            let (keys, values) = prompt.kept(position, layer_idx).expect("only tokens of passages are kept");
+            let (keys, values) =
+                kept_at(prompt, position, layer_idx).expect("only tokens of passages are kept");
             let mut keys = keys.to_vec();
             for head in keys.chunks_exact_mut(layout.head_dim) {
                 self.ropes.rotate(rope_idx, row_idx, head);

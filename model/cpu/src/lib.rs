@@ -19,6 +19,7 @@ mod parallel;
 mod rope;
 mod whole_pages;
 
+pub use blend::PassageNumbers;
 pub use executor::CpuExecutor;
 pub use load::{load, load_ranks};
 pub use model::CpuModel;

@@ -4,8 +4,8 @@ use std::collections::HashMap;
 
 use baton_cuda::CudaError;
 use baton_cuda_kernels::device::{
-    Fp8Product, Fp8Products, Fp8Scaling, KernelDevice, NUM_MARKS, NUM_RETURNS, Product, TimedDevice,
-    WgmmaKernels,
+    Fp8Product, Fp8Products, Fp8Scaling, HostMemory, KernelDevice, NUM_MARKS, NUM_RETURNS, Product,
+    TimedDevice, WgmmaKernels,
 };
 use baton_cuda_kernels::kernel::{Address, Kernel, KernelSource};
 use baton_model_spec::{Communicator, CommunicatorError, ThreadCommunicator};
@@ -31,6 +31,8 @@ pub struct EmulatedDevice {
     sums: Sums,
     /// Sums that were queued and are not done.
     begun: Vec<(Address, Vec<f32>)>,
+    /// Copies from memory of the host that were queued and are not done: target, source, bytes.
+    loads: Vec<(Address, Address, usize)>,
     /// Number of sums in two halves, of which the first could overlap a product.
     pub num_overlapped: usize,
     /// Keys of repeated work, and how often each was repeated.
@@ -93,6 +95,7 @@ impl EmulatedDevice {
             ranks: None,
             sums: Sums::Early,
             begun: vec![],
+            loads: vec![],
             num_overlapped: 0,
             repeated: HashMap::new(),
             counts: Counts::default(),
@@ -151,6 +154,28 @@ impl KernelDevice for EmulatedDevice {
     unsafe fn download(&mut self, from: Address, bytes: &mut [u8]) -> Result<(), CudaError> {
         assert!(!self.is_repeating, "what is repeated does not wait");
         self.session.read(from, bytes);
+        Ok(())
+    }
+
+    fn allocate_on_host(&mut self, num_bytes: usize) -> Result<HostMemory, CudaError> {
+        // Freed with the session.
+        Ok(HostMemory::new(self.session.allocate(num_bytes), ()))
+    }
+
+    // As late as possible. Until then the target is unusable.
+    unsafe fn begin_load(&mut self, to: Address, from: Address, num_bytes: usize) -> Result<(), CudaError> {
+        assert!(!self.is_repeating, "what is repeated does not copy");
+        self.session.write(to, &vec![0xff; num_bytes]);
+        self.loads.push((to, from, num_bytes));
+        Ok(())
+    }
+
+    fn end_loads(&mut self) -> Result<(), CudaError> {
+        for (to, from, num_bytes) in std::mem::take(&mut self.loads) {
+            let mut bytes = vec![0; num_bytes];
+            self.session.read(from, &mut bytes);
+            self.session.write(to, &bytes);
+        }
         Ok(())
     }
 

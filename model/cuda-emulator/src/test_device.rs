@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use std::sync::OnceLock;
 
 use baton_cuda::CudaError;
-use baton_cuda_kernels::device::{Fp8Product, Fp8Products, KernelDevice, Product, WgmmaKernels};
+use baton_cuda_kernels::device::{Fp8Product, Fp8Products, HostMemory, KernelDevice, Product, WgmmaKernels};
 use baton_cuda_kernels::driver::graphs::{self, Graphs};
 use baton_cuda_kernels::driver::{DriverDevice, OpenError};
 use baton_cuda_kernels::kernel::{Address, Kernel, KernelCode, KernelSource};
@@ -177,6 +177,19 @@ impl KernelDevice for TestDevice {
     unsafe fn download(&mut self, from: Address, bytes: &mut [u8]) -> Result<(), CudaError> {
         // SAFETY: the caller guarantees it.
         unsafe { of_either!(self, device => device.download(from, bytes)) }
+    }
+
+    fn allocate_on_host(&mut self, num_bytes: usize) -> Result<HostMemory, CudaError> {
+        of_either!(self, device => device.allocate_on_host(num_bytes))
+    }
+
+    unsafe fn begin_load(&mut self, to: Address, from: Address, num_bytes: usize) -> Result<(), CudaError> {
+        // SAFETY: the caller guarantees it.
+        unsafe { of_either!(self, device => device.begin_load(to, from, num_bytes)) }
+    }
+
+    fn end_loads(&mut self) -> Result<(), CudaError> {
+        of_either!(self, device => device.end_loads())
     }
 
     unsafe fn send_back(&mut self, from: Address, num_bytes: usize, place: usize) -> Result<(), CudaError> {

@@ -7,8 +7,8 @@ use std::sync::OnceLock;
 use baton_cuda_kernels::kernel::KernelSource;
 use baton_cuda_kernels::products;
 use baton_cuda_kernels::{
-    attention, blocks, checksum, codes, embed, expert_products, experts, gate, norm, one_row, ranks, rope,
-    rows, sample,
+    attention, blend, blocks, checksum, codes, embed, expert_products, experts, gate, norm, one_row, ranks,
+    rope, rows, sample,
 };
 use baton_kv_cache::KvDtype::{self, Bf16, F16, F32, Fp8, Int8};
 use baton_kv_cache::KvLayout;
@@ -66,6 +66,7 @@ const POOLS: [(KvDtype, usize, usize); 9] = [
 /// All sources that tests load, each once.
 pub fn tested_sources() -> Vec<KernelSource> {
     let mut sources = vec![
+        blend::source(),
         blocks::source(),
         checksum::source(),
         embed::source(),

@@ -1,8 +1,9 @@
 // Shared code of the kernels for causal attention over paged KV: attention_decode.cu (few rows of a sequence),
 // attention_prefill.cu (many rows) and attention_plain.cu (all other cases).
 //
-// A sequence's rows are at positions start_idx, start_idx + 1, ..; their own keys and values are already in the
-// cache. Row r attends to positions start_idx + r + 1 - window up to and including start_idx + r. The rows times the
+// A sequence's rows are in the order of their positions, which follow each other without a gap in attention_decode.cu;
+// their own keys and values are already in the cache. A row at position p attends to positions p + 1 - window up to and
+// including p. The rows times the
 // query heads of a kv head are the rows of one matrix, the *pairs*: pair = row * group + head in the group. The KV is
 // read once for all of them. Softmax uses powers of two and a running maximum. Codes of 8-bit KV are exact in bf16:
 // the scales of keys are multiplied into scores, those of values into weights.
@@ -24,7 +25,10 @@ struct AttentionArgs {
     // [num_sequences] each. A sequence without rows is skipped.
     const u32* first_row;
     const u32* num_rows;
+    // [num_sequences]: the position of the first row, for few rows.
     const u32* start_idx;
+    // [rows], for many rows and for all other cases.
+    const u32* positions;
     u64 block_bytes;
     u64 half_bytes;
     u32 head_bytes;

@@ -248,10 +248,11 @@ EARLY_KERNEL(decode_attention, DecodeAttention, attention::decode::WARPS * WARP)
         u32 pair = first_pair + group + 8 * r;
         load_query(q, r, pair < num_pairs ? query_of(a, first_row, kv_head, pair) : nullptr, in);
     }
-    Seen seen = seen_by(a, start, first_pair + group, num_pairs);
+    auto position_of = [&](u32 pair) { return start + pair / a.group; };
+    Seen seen = seen_by(a, first_pair + group, num_pairs, position_of);
     // Positions that every pair attends to.
     u32 last_pair = first_pair + 15 < num_pairs ? first_pair + 15 : num_pairs - 1;
-    u32 common_begin = first_seen(start + last_pair / a.group, a.window), common_end = start + first_pair / a.group + 1;
+    u32 common_begin = first_seen(position_of(last_pair), a.window), common_end = position_of(first_pair) + 1;
     Rule rule = rule_of(a);
 
     Running running;

@@ -32,7 +32,7 @@ KERNEL(plain_attention, PlainAttention, 256) {
     const AttentionArgs& a = p.a;
     u32 sequence = blockIdx.z, row = blockIdx.y, kv_head = blockIdx.x / a.group, pair = row * a.group + blockIdx.x % a.group;
     if (row >= a.num_rows[sequence]) return;
-    u32 first_row = a.first_row[sequence], position = a.start_idx[sequence] + row;
+    u32 first_row = a.first_row[sequence], position = a.positions[first_row + row];
     u32 warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     Keys keys = keys_of(a, sequence, kv_head);
     Rule rule = rule_of(a);

@@ -114,7 +114,7 @@ KERNEL(prefill_attention, PrefillAttention, attention::prefill::THREADS) {
 #pragma unroll
     for (int t = 0; t < TILES; ++t) {
         running[t].begin();
-        seen[t] = seen_by(a, tile.start, first_pair + (warp * TILES + t) * 16 + group, num_pairs);
+        seen[t] = tile.seen(a, first_pair + (warp * TILES + t) * 16 + group);
     }
 
     u32 buffer = 0;

@@ -14,11 +14,37 @@ struct PrefillAttention {
 
 namespace attention {
 
+// Masks columns outside of the positions `begin` to `end` of each of the lane's two pairs. Masked columns have weight
+// zero.
+struct Seen {
+    u32 begin[2], end[2];
+
+    __device__ __forceinline__ void hide(float (&scores)[4], u32 first_column) const {
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+            u32 position = first_column + k % 2;
+            if (position < begin[k / 2] || position >= end[k / 2]) scores[k] = MINUS_INFINITY;
+        }
+    }
+};
+
+// What the pairs `pair` and `pair + 8` see. `position_of` has the position of a pair's row.
+template <class PositionOf>
+__device__ __forceinline__ Seen seen_by(const AttentionArgs& a, u32 pair, u32 num_pairs, PositionOf position_of) {
+    Seen seen;
+    for (int r = 0; r < 2; ++r) {
+        // Missing pairs use the positions of the last pair.
+        u32 position = position_of(pair + 8 * r < num_pairs ? pair + 8 * r : num_pairs - 1);
+        seen.begin[r] = first_seen(position, a.window), seen.end[r] = position + 1;
+    }
+    return seen;
+}
+
 // The work of a block of many rows.
 struct PrefillTile {
     u32 sequence, first_pair;
     // Rows and pairs of the sequence.
-    u32 start, first_row, num_pairs;
+    u32 first_row, num_pairs;
     // No pair attends to positions outside of this range.
     u32 seen_begin, seen_end;
     // Positions that every pair attends to.
@@ -29,14 +55,21 @@ struct PrefillTile {
         const AttentionArgs& a = p.a;
         sequence = p.tiles[blockIdx.x].x, first_pair = p.tiles[blockIdx.x].y;
         if (sequence == ~0u) return false;
-        start = a.start_idx[sequence], first_row = a.first_row[sequence];
-        num_pairs = a.num_rows[sequence] * a.group;
+        first_row = a.first_row[sequence], num_pairs = a.num_rows[sequence] * a.group;
         if (first_pair >= num_pairs) return false;
         u32 last_pair = first_pair + most_pairs <= num_pairs ? first_pair + most_pairs - 1 : num_pairs - 1;
-        u32 first_position = start + first_pair / a.group, last_position = start + last_pair / a.group;
+        u32 first_position = position_of(a, first_pair), last_position = position_of(a, last_pair);
         seen_begin = first_seen(first_position, a.window), seen_end = last_position + 1;
         common_begin = first_seen(last_position, a.window), common_end = first_position + 1;
         return true;
+    }
+
+    __device__ __forceinline__ u32 position_of(const AttentionArgs& a, u32 pair) const {
+        return a.positions[first_row + pair / a.group];
+    }
+
+    __device__ __forceinline__ Seen seen(const AttentionArgs& a, u32 pair) const {
+        return seen_by(a, pair, num_pairs, [&](u32 pair) { return position_of(a, pair); });
     }
 
     // Whether every pair attends to all of these positions.
@@ -118,30 +151,6 @@ struct Running {
 __device__ __forceinline__ void pack_weights(const float (&low)[4], const float (&high)[4], u32 (&a)[4]) {
     a[0] = pack_bf16(low[0], low[1]), a[1] = pack_bf16(low[2], low[3]);
     a[2] = pack_bf16(high[0], high[1]), a[3] = pack_bf16(high[2], high[3]);
-}
-
-// Masks columns outside of the positions `begin` to `end` of each of the lane's two pairs. Masked columns have weight
-// zero.
-struct Seen {
-    u32 begin[2], end[2];
-
-    __device__ __forceinline__ void hide(float (&scores)[4], u32 first_column) const {
-#pragma unroll
-        for (int k = 0; k < 4; ++k) {
-            u32 position = first_column + k % 2;
-            if (position < begin[k / 2] || position >= end[k / 2]) scores[k] = MINUS_INFINITY;
-        }
-    }
-};
-
-__device__ __forceinline__ Seen seen_by(const AttentionArgs& a, u32 start, u32 pair, u32 num_pairs) {
-    Seen seen;
-    for (int r = 0; r < 2; ++r) {
-        // Missing pairs use the positions of the last pair.
-        u32 position = start + (pair + 8 * r < num_pairs ? pair + 8 * r : num_pairs - 1) / a.group;
-        seen.begin[r] = first_seen(position, a.window), seen.end[r] = position + 1;
-    }
-    return seen;
 }
 
 // Converts four 8-bit codes to bf16: bytes 0 and 2, and bytes 1 and 3.

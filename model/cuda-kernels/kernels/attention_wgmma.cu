@@ -245,7 +245,7 @@ KERNEL(wgmma_attention, PrefillAttention, attention::wgmma::THREADS, 1) {
 
     Running running;
     running.begin();
-    Seen seen = seen_by(a, tile.start, first_pair + warp * 16 + group, num_pairs);
+    Seen seen = tile.seen(a, first_pair + warp * 16 + group);
     u64 queries = warpgroup::matrix_of(shared + computing * (64 * warpgroup::PANEL_ROW), PANEL_BYTES);
     u64 key_matrix = warpgroup::matrix_of(shared + tile_at(KEYS, 0), PANEL_BYTES);
     u64 value_matrix = warpgroup::matrix_of(shared + tile_at(VALUES, 0), PANEL_BYTES);

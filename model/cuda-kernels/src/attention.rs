@@ -72,8 +72,12 @@ pub struct AttentionArgs {
     pub first_row: Address,
     /// `[num_sequences]`, u32: the number of rows. A sequence without rows is skipped.
     pub num_rows: Address,
-    /// `[num_sequences]`, u32: the position of the first row. It equals the number of earlier positions in the cache.
+    /// `[num_sequences]`, u32: the position of the first row, for [`DecodeAttention`]. It equals the number of earlier
+    /// positions in the cache, and the other rows follow without a gap.
     pub start_idx: Address,
+    /// `[rows]`, u32, for the other kernels: the positions of the rows, ascending in each sequence. A row attends to
+    /// positions up to its own, all of which are in the cache.
+    pub positions: Address,
     /// [`KvLayout::block_bytes`]
     pub block_bytes: u64,
     /// [`KvLayout::half_bytes`]
@@ -107,6 +111,7 @@ pub struct AttentionRows {
     pub first_row: Address,
     pub num_rows: Address,
     pub start_idx: Address,
+    pub positions: Address,
     pub max_blocks: u32,
     pub num_sequences: u32,
 }
@@ -129,6 +134,7 @@ impl AttentionArgs {
             first_row: rows.first_row,
             num_rows: rows.num_rows,
             start_idx: rows.start_idx,
+            positions: rows.positions,
             block_bytes: layout.block_bytes() as u64,
             half_bytes: layout.half_bytes() as u64,
             head_bytes: layout.head_bytes() as u32,

@@ -4,6 +4,8 @@
 //! A device executes its calls in the order in which they were made. A call returns without waiting for the device,
 //! except where its comment says that it waits.
 
+use std::any::Any;
+
 use baton_cuda::CudaError;
 
 use crate::kernel::{Address, Kernel};
@@ -48,6 +50,23 @@ pub trait KernelDevice: Send {
     /// # Safety
     /// The memory at `from` holds as many bytes.
     unsafe fn download(&mut self, from: Address, bytes: &mut [u8]) -> Result<(), CudaError>;
+
+    /// Allocates memory of the host that kernels and [`begin_load`](Self::begin_load) reach. It is freed with the result.
+    ///
+    /// # Errors
+    /// When the host has too little memory.
+    fn allocate_on_host(&mut self, num_bytes: usize) -> Result<HostMemory, CudaError>;
+
+    /// Queues a copy from memory of the host. It starts when all work queued so far is done, and may overlap the work that is queued
+    /// before [`end_loads`](Self::end_loads); that work does not touch the target.
+    ///
+    /// # Safety
+    /// `from` is in memory of [`allocate_on_host`](Self::allocate_on_host), which stays until the copy is done. Both sides have
+    /// `num_bytes` bytes.
+    unsafe fn begin_load(&mut self, to: Address, from: Address, num_bytes: usize) -> Result<(), CudaError>;
+
+    /// Work queued after this call starts when all loads queued before it are done.
+    fn end_loads(&mut self) -> Result<(), CudaError>;
 
     /// Queues a copy of `num_bytes` bytes to one of [`NUM_RETURNS`] places in host memory. It overwrites what the
     /// place held.
@@ -156,6 +175,20 @@ pub trait TimedDevice: KernelDevice + 'static {
     /// # Safety
     /// Both ranges are valid and do not overlap.
     unsafe fn copy(&mut self, to: Address, from: Address, num_bytes: usize) -> Result<(), CudaError>;
+}
+
+/// Memory of the host at an address that the device reaches, too.
+pub struct HostMemory {
+    pub at: Address,
+    /// Frees it.
+    _owner: Box<dyn Any + Send + Sync>,
+}
+
+impl HostMemory {
+    /// The memory at `at`, which is freed with its owner.
+    pub fn new(at: Address, owner: impl Any + Send + Sync) -> HostMemory {
+        HostMemory { at, _owner: Box::new(owner) }
+    }
 }
 
 /// Marks of one device. No model has more layers.

@@ -25,6 +25,7 @@ pub mod noise;
 pub mod sources;
 
 pub mod attention;
+pub mod blend;
 pub mod blocks;
 pub mod checksum;
 pub mod codes;

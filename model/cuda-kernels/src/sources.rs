@@ -7,8 +7,8 @@ use baton_model_spec::Activation;
 
 use crate::kernel::KernelSource;
 use crate::{
-    attention, blocks, checksum, codes, embed, expert_products, experts, gate, norm, one_row, products,
-    ranks, rope, rows, sample,
+    attention, blend, blocks, checksum, codes, embed, expert_products, experts, gate, norm, one_row,
+    products, ranks, rope, rows, sample,
 };
 
 /// Numbers of a head in common models.
@@ -31,6 +31,7 @@ pub fn all_sources() -> Vec<KernelSource> {
     });
     let gates = [Activation::Silu, Activation::Gelu, Activation::GeluTanh].map(gate::source);
     let others = [
+        blend::source(),
         embed::source(),
         norm::source(),
         one_row::source(),

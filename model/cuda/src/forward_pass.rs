@@ -37,10 +37,22 @@ pub struct ForwardPass<'a> {
     pub buffers: &'a Buffers,
     pub scratch: &'a ProductScratch,
     pub inputs: &'a Inputs,
+    /// `[rows][hidden]`: the residual stream.
+    pub x: Address,
     /// The addresses of the inputs.
     pub at: InputAddresses,
     /// The address of the first block.
     pub pool: Address,
+}
+
+/// Rows, their slots in the pool, and their rotations.
+pub struct PlacedRows<'a> {
+    /// `[rows]`, u32.
+    pub positions: Address,
+    /// `[rows]`, u32, output.
+    pub slots: Address,
+    /// For each rope, `[rows][2][rotary_dim / 2]`, f32, output.
+    pub cos_sin: &'a [Address],
 }
 
 impl ForwardPass<'_> {
@@ -51,20 +63,11 @@ impl ForwardPass<'_> {
         let embed = Embed {
             table: table.at,
             tokens: self.at.tokens,
-            x: self.buffers.x,
+            x: self.x,
             hidden: self.spec.hidden_size as u32,
             first_token: held.start as u32,
             num_held: held.len() as u32,
             scale: self.spec.embedding_scale,
-            num_rows: self.inputs.num_rows as u64,
-        };
-        let place = PlaceRows {
-            positions: self.at.positions,
-            sequence_of: self.at.row_slots,
-            block_tables: self.buffers.block_tables,
-            slots: self.buffers.slots,
-            max_blocks: self.buffers.max_blocks as u32,
-            block_size: self.layout.block_size as u32,
             num_rows: self.inputs.num_rows as u64,
         };
         // SAFETY: as `ForwardPass` says.
@@ -81,20 +84,52 @@ impl ForwardPass<'_> {
                 device.begin_sum(embed.x, self.inputs.num_rows * self.spec.hidden_size)?;
                 device.end_sums()?;
             }
+        }
+        self.place(device)?;
+        let first = &self.weights.layers[0];
+        self.add_norm(device, Address::NULL, first.attention_norm, Some(&first.qkv))
+    }
+
+    /// Queues the look-up of the rows' slots and rotations.
+    pub fn place<D: KernelDevice>(&self, device: &mut D) -> Result<(), CudaError> {
+        let buffers = self.buffers;
+        let rows =
+            PlacedRows { positions: self.at.positions, slots: buffers.slots, cos_sin: &buffers.cos_sin };
+        self.place_rows(device, &rows, self.at.row_slots, self.inputs.num_rows)
+    }
+
+    /// The same for `num_rows` other rows; `sequence_of` has the slot of each row's sequence.
+    pub fn place_rows<D: KernelDevice>(
+        &self,
+        device: &mut D,
+        rows: &PlacedRows<'_>,
+        sequence_of: Address,
+        num_rows: usize,
+    ) -> Result<(), CudaError> {
+        let place = PlaceRows {
+            positions: rows.positions,
+            sequence_of,
+            block_tables: self.buffers.block_tables,
+            slots: rows.slots,
+            max_blocks: self.buffers.max_blocks as u32,
+            block_size: self.layout.block_size as u32,
+            num_rows: num_rows as u64,
+        };
+        // SAFETY: as `ForwardPass` says.
+        unsafe {
             device.launch(&place)?;
-            for (rope, &cos_sin) in self.weights.ropes.iter().zip(&self.buffers.cos_sin) {
+            for (rope, &cos_sin) in self.weights.ropes.iter().zip(rows.cos_sin) {
                 device.launch(&RopeTable {
-                    positions: self.at.positions,
+                    positions: rows.positions,
                     inverse_frequencies: rope.inverse_frequencies,
                     cos_sin,
                     factor: rope.factor,
-                    num_rows: self.inputs.num_rows as u32,
+                    num_rows: num_rows as u32,
                     rotary_dim: rope.rotary_dim as u64,
                 })?;
             }
         }
-        let first = &self.weights.layers[0];
-        self.add_norm(device, Address::NULL, first.attention_norm, Some(&first.qkv))
+        Ok(())
     }
 
     /// Queues the queries, keys and values of a layer, and the stores of keys and values in their blocks.
@@ -102,8 +137,15 @@ impl ForwardPass<'_> {
         let layer = &self.weights.layers[layer_idx];
         let before = layer_idx.checked_sub(1).map(|before| self.weights.layers[before].mlp_post_norm);
         self.apply_normed(device, &layer.qkv, before.unwrap_or(Address::NULL), self.buffers.qkv)?;
+        // SAFETY: as `ForwardPass` says. The caller of the executor guarantees that no other row has these slots.
+        unsafe { device.launch(&self.store_rows(layer_idx)) }
+    }
+
+    /// Stores the keys and values of the rows in their blocks.
+    pub fn store_rows(&self, layer_idx: usize) -> StoreQkv {
+        let layer = &self.weights.layers[layer_idx];
         let rope_idx = self.spec.layers[layer_idx].rope_idx;
-        let kernel = StoreQkv {
+        StoreQkv {
             qkv: self.buffers.qkv,
             slots: self.buffers.slots,
             cos_sin: self.buffers.cos_sin[rope_idx],
@@ -118,9 +160,7 @@ impl ForwardPass<'_> {
             block_size: self.layout.block_size as u32,
             eps: self.spec.norm_eps,
             lanes: lanes(self.spec.head_dim, self.weights.ropes[rope_idx].rotary_dim),
-        };
-        // SAFETY: as `ForwardPass` says. The caller of the executor guarantees that no other row has these slots.
-        unsafe { device.launch(&kernel) }
+        }
     }
 
     /// Queues the rest of the layer and the norm of the next layer.
@@ -148,7 +188,7 @@ impl ForwardPass<'_> {
         let last = self.weights.layers.last().expect("a model has layers");
         let is_added = last.mlp_post_norm != Address::NULL;
         let kernel = NormWanted {
-            x: self.buffers.x,
+            x: self.x,
             added: if is_added { Address::NULL } else { self.buffers.added },
             weight: self.weights.norm,
             indices: self.at.wanted,
@@ -247,6 +287,7 @@ impl ForwardPass<'_> {
             first_row: self.at.first_row.offset_by(first * 4),
             num_rows: self.at.num_rows.offset_by(first * 4),
             start_idx: self.at.start_idx.offset_by(first * 4),
+            positions: self.at.positions,
             max_blocks: self.buffers.max_blocks as u32,
             num_sequences: num_sequences as u32,
         };
@@ -273,7 +314,7 @@ impl ForwardPass<'_> {
             return self.add_norm(device, buffers.added, weight, next);
         }
         let kernel = PostNorm {
-            x: buffers.x,
+            x: self.x,
             added: buffers.added,
             post_weight,
             weight,
@@ -287,7 +328,7 @@ impl ForwardPass<'_> {
     }
 
     /// Also quantises the normed rows if the product `next` multiplies them in E4M3.
-    fn add_norm<D: KernelDevice>(
+    pub fn add_norm<D: KernelDevice>(
         &self,
         device: &mut D,
         added: Address,
@@ -295,7 +336,7 @@ impl ForwardPass<'_> {
         next: Option<&DeviceLinear>,
     ) -> Result<(), CudaError> {
         let norm = AddNorm {
-            x: self.buffers.x,
+            x: self.x,
             added,
             weight,
             out: self.buffers.hidden,

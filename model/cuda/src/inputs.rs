@@ -9,9 +9,10 @@ use baton_cuda_kernels::attention::{max_prefill_tiles, prefill_tiles};
 use baton_cuda_kernels::blocks::{ByteRun, CopyRuns};
 use baton_cuda_kernels::kernel::Address;
 use baton_cuda_kernels::rows::NONE;
+use baton_kv_cache::BlockId;
 use baton_model_spec::{Batch, BatchSequence};
 
-use crate::block_tables::{BlockTables, Placed};
+use crate::block_tables::{BlockTables, Placed, TableChanges};
 
 pub use crate::limits::{BatchLimits, padded};
 
@@ -169,12 +170,48 @@ impl Inputs {
         let tiles = prefill_tiles(prefilled, shape.group as u32, u32::MAX, shape.head_dim);
         self.num_tiles = tiles.len();
         self.parts.tiles = part(words, 2 * tiles.len(), 0, tiles.as_flattened().iter().copied());
+        self.append_changes(changes);
+    }
+
+    /// Fills the inputs with rows of one sequence at these positions, in ascending order. The caller has their residual stream. The
+    /// sequence is in the first slot, and all its `blocks` are in its table.
+    pub fn fill_rows(
+        &mut self,
+        positions: &[u32],
+        blocks: &[BlockId],
+        shape: &InputShape,
+        tables: &mut BlockTables,
+    ) {
+        let (slots, changes) = tables.place(&[Placed { blocks, first_written: 0 }], 0);
+        assert_eq!(slots, [0], "the only sequence");
+        let num_rows = positions.len();
+        (self.num_rows, self.num_sequences, self.num_decoded) = (num_rows, 1, 0);
+        (self.max_rows, self.num_wanted, self.key) = ([0, num_rows], 0, None);
+        let Inputs { words, parts, .. } = self;
+        words.clear();
+        parts.tokens = part(words, num_rows, NONE, std::iter::empty());
+        parts.positions = part(words, num_rows, NONE, positions.iter().copied());
+        parts.row_slots = part(words, num_rows, 0, std::iter::empty());
+        parts.first_row = part(words, 1, 0, std::iter::empty());
+        parts.num_rows = part(words, 1, 0, [num_rows as u32].into_iter());
+        parts.start_idx = part(words, 1, 0, std::iter::empty());
+        parts.wanted = part(words, 0, NONE, std::iter::empty());
+        // Later rows attend to more positions, wherever they are.
+        let sequences = [(num_rows as u32, 0)].into_iter();
+        let tiles = prefill_tiles(sequences, shape.group as u32, u32::MAX, shape.head_dim);
+        self.num_tiles = tiles.len();
+        parts.tiles = part(words, 2 * tiles.len(), 0, tiles.as_flattened().iter().copied());
+        self.append_changes(changes);
+    }
+
+    /// Appends what changes in the block tables.
+    fn append_changes(&mut self, changes: &TableChanges) {
+        let Inputs { words, parts, .. } = self;
         let runs: &[u32] = bytemuck::cast_slice(&changes.runs);
         self.num_changes = changes.runs.len();
         self.longest_change = changes.runs.iter().map(|run| run.num_bytes as usize).max().unwrap_or(0);
-        self.parts.changed_runs = part(words, runs.len(), 0, runs.iter().copied());
-        let entries = &changes.entries;
-        self.parts.changed_entries = part(words, entries.len(), 0, entries.iter().copied());
+        parts.changed_runs = part(words, runs.len(), 0, runs.iter().copied());
+        parts.changed_entries = part(words, changes.entries.len(), 0, changes.entries.iter().copied());
     }
 
     /// Fills the inputs with padding only: `num_rows` rows and `num_sequences` empty sequences, decoded or not. Such

@@ -10,6 +10,7 @@ pub use limits::BatchLimits;
 pub use on_devices::ModelOnDevices;
 pub use weights::DeviceWeightBytes;
 
+mod blend_buffers;
 #[doc(hidden)]
 pub mod block_queue;
 #[doc(hidden)]

@@ -9,7 +9,12 @@ pub struct BatchLimits {
     pub num_sequences: usize,
     /// Tokens of one sequence, including those in the cache.
     pub context_length: usize,
+    /// Tokens of the longest prompt that is blended, at most [`MAX_BLENDED`]. 0: none is. Several ranks do not blend.
+    pub num_blended: usize,
 }
+
+/// Its memory is taken at the start: 17 KiB for each token of an 8 B model.
+pub const MAX_BLENDED: usize = 32 << 10;
 
 /// The next size to which batches are padded.
 pub fn padded(count: usize) -> usize {

@@ -57,6 +57,18 @@ impl Part {
         let embedded = self.is_embedding_divided.then(|| self.shard.vocabulary());
         let (spec, layout, rank) = (self.spec(), &self.layout, self.rank());
         let at = inputs.at(buffers.inputs);
-        ForwardPass { spec, layout, rank, embedded, weights, buffers, scratch, inputs, at, pool }
+        ForwardPass {
+            spec,
+            layout,
+            rank,
+            embedded,
+            weights,
+            buffers,
+            scratch,
+            inputs,
+            x: buffers.x,
+            at,
+            pool,
+        }
     }
 }

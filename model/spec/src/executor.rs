@@ -122,6 +122,9 @@ pub trait SamplingExecutor {
 
 /// An executor that can blend.
 pub trait BlendingExecutor {
+    /// Tokens of the longest prompt that it blends.
+    fn max_blended_tokens(&self) -> usize;
+
     /// Computes the KV of a passage of text on its own, as the whole of a prompt. It depends on the tokens alone.
     /// `blocks` are memory to compute in, enough for the tokens; their contents are unspecified afterwards.
     ///
@@ -145,7 +148,8 @@ pub trait BlendingExecutor {
     /// When the device fails. The contents of the blocks are then unspecified.
     ///
     /// # Panics
-    /// When passages overlap, are out of order or beyond the prompt, or are of another model.
+    /// When passages overlap, are out of order or beyond the prompt, or are of another executor, or the prompt is longer than
+    /// [`max_blended_tokens`](Self::max_blended_tokens).
     ///
     /// # Safety
     /// As for [`Executor::execute`].

@@ -23,7 +23,8 @@ use nccl::{NcclGroup, NcclMember};
 use wgmma_trial::{wgmma_experts_work, wgmma_works};
 
 use crate::device::{
-    Fp8Product, Fp8Products, KernelDevice, NUM_MARKS, NUM_RETURNS, Product, TimedDevice, WgmmaKernels,
+    Fp8Product, Fp8Products, HostMemory, KernelDevice, NUM_MARKS, NUM_RETURNS, Product, TimedDevice,
+    WgmmaKernels,
 };
 use crate::kernel::{Address, Kernel, KernelCode, KernelSource};
 use crate::{attention, expert_products};
@@ -63,6 +64,8 @@ pub struct DriverDevice {
     marks: Vec<Option<CudaEvent>>,
     /// `None`: this device computes a whole model.
     others: Option<Others>,
+    /// `None`: nothing was loaded yet.
+    loads: Option<Loads>,
     uploads: [Staging; 2],
     next_upload: usize,
     downloads: Staging,
@@ -83,6 +86,15 @@ struct Others {
     /// The end of the work queued before an operation.
     asked: CudaEvent,
     /// The end of an operation.
+    done: CudaEvent,
+}
+
+/// The stream of copies from memory of the host, beside the stream of work.
+struct Loads {
+    stream: Arc<CudaStream>,
+    /// The end of the work queued before a copy.
+    asked: CudaEvent,
+    /// The end of the copies.
     done: CudaEvent,
 }
 
@@ -214,6 +226,7 @@ impl DriverDevice {
             uploads: [staging(STAGED_BYTES)?, staging(STAGED_BYTES)?],
             next_upload: 0,
             others: None,
+            loads: None,
             downloads: staging(STAGED_BYTES)?,
             returns: [returned()?, returned()?],
             allocations: vec![],
@@ -250,6 +263,15 @@ impl DriverDevice {
         others.asked.record(&self.stream).map_err(|error| failed("cuEventRecord", error))?;
         others.stream.wait(&others.asked).map_err(|error| failed("cuStreamWaitEvent", error))?;
         Ok(others)
+    }
+
+    fn loads(&mut self) -> Result<&Loads, CudaError> {
+        if self.loads.is_none() {
+            let event =
+                || self.device.context().new_event(None).map_err(|error| failed("cuEventCreate", error));
+            self.loads = Some(Loads { stream: self.device.stream()?, asked: event()?, done: event()? });
+        }
+        Ok(self.loads.as_ref().expect("just made"))
     }
 
     /// Sets `num_bytes` bytes to `byte`.
@@ -293,6 +315,9 @@ impl Drop for DriverDevice {
         self.leave_ranks();
         if let Some(others) = &self.others {
             let _ = others.stream.synchronize();
+        }
+        if let Some(loads) = &self.loads {
+            let _ = loads.stream.synchronize();
         }
         // The device must be idle before its memory is freed. Earlier calls have reported failures to their callers.
         let _ = self.stream.synchronize();
@@ -380,6 +405,33 @@ impl KernelDevice for DriverDevice {
             source += chunk.len() as u64;
         }
         Ok(())
+    }
+
+    fn allocate_on_host(&mut self, num_bytes: usize) -> Result<HostMemory, CudaError> {
+        let pinned = Pinned::new(&self.device, num_bytes)?;
+        Ok(HostMemory::new(Address(pinned.bytes().as_ptr() as u64), pinned))
+    }
+
+    unsafe fn begin_load(&mut self, to: Address, from: Address, num_bytes: usize) -> Result<(), CudaError> {
+        self.device.bind()?;
+        let stream = self.stream.clone();
+        let loads = self.loads()?;
+        loads.asked.record(&stream).map_err(|error| failed("cuEventRecord", error))?;
+        loads.stream.wait(&loads.asked).map_err(|error| failed("cuStreamWaitEvent", error))?;
+        // SAFETY: the caller guarantees both sides until the copy is done.
+        unsafe {
+            let bytes = std::slice::from_raw_parts(from.0 as *const u8, num_bytes);
+            result::memcpy_htod_async(to.0, bytes, loads.stream.cu_stream())
+        }
+        .map_err(|error| failed("cuMemcpyHtoDAsync", error))
+    }
+
+    fn end_loads(&mut self) -> Result<(), CudaError> {
+        self.device.bind()?;
+        let stream = self.stream.clone();
+        let loads = self.loads()?;
+        loads.done.record(&loads.stream).map_err(|error| failed("cuEventRecord", error))?;
+        stream.wait(&loads.done).map_err(|error| failed("cuStreamWaitEvent", error))
     }
 
     unsafe fn send_back(&mut self, from: Address, num_bytes: usize, place: usize) -> Result<(), CudaError> {

@@ -36,6 +36,7 @@ pub fn wgmma_works<D: KernelDevice>(
     let pool = device.allocate_holding(&pool_of_noise(&layout, num_blocks))?;
     // The order of the blocks differs from the order of the positions.
     let blocks: Vec<u32> = (0..num_blocks as u32).rev().collect();
+    let positions: Vec<u32> = (START_IDX..START_IDX + NUM_ROWS).collect();
     // Large queries, so that each row attends to a few positions, and different rows to different ones.
     let queries = noise::bf16(num_rows * (num_heads + 2 * layout.num_kv_heads) * head_dim, 8.0);
     let rows = AttentionRows {
@@ -44,7 +45,8 @@ pub fn wgmma_works<D: KernelDevice>(
         block_tables: device.allocate_holding(bytemuck::cast_slice(&blocks))?,
         first_row: device.allocate_holding(&[0; 4])?,
         num_rows: device.allocate_holding(&NUM_ROWS.to_le_bytes())?,
-        start_idx: device.allocate_holding(&START_IDX.to_le_bytes())?,
+        start_idx: Address::NULL,
+        positions: device.allocate_holding(bytemuck::cast_slice(&positions))?,
         max_blocks: num_blocks as u32,
         num_sequences: 1,
     };

@@ -18,6 +18,8 @@ struct Case {
     group: usize,
     /// Earlier positions in the cache, and rows, of each sequence.
     sequences: Vec<(usize, usize)>,
+    /// From the position of a row to that of the next.
+    gap: usize,
     window: Option<usize>,
     soft_cap: f32,
     /// Magnitude of queries and keys.
@@ -32,6 +34,7 @@ fn case(dtype: KvDtype, head_dim: usize, sequences: &[(usize, usize)]) -> Case {
         layout: KvLayout { block_size: 16, num_layers: 2, num_kv_heads: 1, head_dim, dtype },
         group: 2,
         sequences: sequences.to_vec(),
+        gap: 1,
         window: None,
         soft_cap: 0.0,
         magnitude: 1.0,
@@ -47,6 +50,7 @@ struct Batch {
     first_row: Vec<u32>,
     num_rows: Vec<u32>,
     start_idx: Vec<u32>,
+    positions: Vec<u32>,
     q: Vec<u8>,
     /// For each row and head: the expected values and their tolerance.
     expected: Vec<(f64, f64)>,
@@ -62,7 +66,7 @@ impl Case {
         let layout = &self.layout;
         let (n, num_kv_heads) = (layout.head_dim, layout.num_kv_heads);
         let num_rows: usize = self.sequences.iter().map(|sequence| sequence.1).sum();
-        let lens: Vec<usize> = self.sequences.iter().map(|&(start, rows)| start + rows).collect();
+        let lens: Vec<usize> = self.sequences.iter().map(|&(start, rows)| start + self.span(rows)).collect();
         let max_blocks = lens.iter().map(|&len| layout.num_blocks_for(len)).max().unwrap_or(0) + 1;
         // Blocks of different sequences alternate, in descending order.
         let num_blocks = max_blocks * lens.len();
@@ -118,7 +122,7 @@ impl Case {
                 for head in 0..num_heads {
                     let query = &queries[row_idx * width + head * n..][..n];
                     let (keys, values) = &kv[sequence_idx][head / self.group];
-                    expected.extend(self.found(query, keys, values, start + row));
+                    expected.extend(self.found(query, keys, values, start + row * self.gap));
                 }
                 row_idx += 1;
             }
@@ -130,9 +134,21 @@ impl Case {
             first_row,
             num_rows: self.sequences.iter().map(|sequence| sequence.1 as u32).collect(),
             start_idx: self.sequences.iter().map(|sequence| sequence.0 as u32).collect(),
+            positions: self.positions(),
             q,
             expected,
         }
+    }
+
+    /// Positions from the first to the last of this many rows.
+    fn span(&self, num_rows: usize) -> usize {
+        num_rows.saturating_sub(1) * self.gap + usize::from(num_rows > 0)
+    }
+
+    fn positions(&self) -> Vec<u32> {
+        let of_sequence =
+            |&(start, rows): &(usize, usize)| (0..rows).map(move |row| (start + row * self.gap) as u32);
+        self.sequences.iter().flat_map(of_sequence).collect()
     }
 
     fn first_seen(&self, position: usize) -> usize {
@@ -184,6 +200,7 @@ impl Case {
             first_row: emulator.buffer(&words(&batch.first_row)),
             num_rows: emulator.buffer(&words(&batch.num_rows)),
             start_idx: emulator.buffer(&words(&batch.start_idx)),
+            positions: emulator.buffer(&words(&batch.positions)),
             max_blocks: batch.max_blocks as u32,
             num_sequences: self.sequences.len() as u32,
         };
@@ -205,7 +222,7 @@ impl Case {
             outs.push(plain.attention.out);
         }
         // Each kernel gets its typical cases and a few more. The emulator is slow.
-        if has_tensor_cores(&self.layout) && max_rows as usize * self.group <= 64 {
+        if has_tensor_cores(&self.layout) && self.gap == 1 && max_rows as usize * self.group <= 64 {
             let [sums, stats, num_done] =
                 split_scratch_bytes(num_rows, num_heads, self.layout.head_dim, self.max_splits);
             let scratch = SplitScratch {
@@ -355,6 +372,18 @@ fn heads_of_every_size_and_type() {
     ] {
         case(dtype, head_dim, &batch).check();
     }
+}
+
+/// The rows of a blended prompt: other tokens of it are not computed.
+#[test]
+fn rows_that_are_no_neighbours_attend_up_to_their_positions() {
+    let batch = [(3, 1), (0, 40), (5, 70)];
+    for (dtype, head_dim) in
+        [(KvDtype::Bf16, 64), (KvDtype::Fp8, 128), (KvDtype::F32, 64), (KvDtype::Int8, 96)]
+    {
+        Case { gap: 3, ..case(dtype, head_dim, &batch) }.check();
+    }
+    Case { gap: 7, window: Some(20), group: 3, ..case(KvDtype::Bf16, 64, &batch) }.check();
 }
 
 #[test]

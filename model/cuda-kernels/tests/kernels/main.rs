@@ -2,6 +2,7 @@
 
 mod algorithms;
 mod attention;
+mod blend;
 mod blocks;
 mod checksum;
 mod codes;

@@ -17,16 +17,19 @@ use baton_cuda_kernels::device::{KernelDevice, NUM_RETURNS};
 use baton_cuda_kernels::kernel::Address;
 use baton_kv_cache::{BlockStorage, KvLayout};
 use baton_model_spec::{
-    Activations, Batch, ExecuteError, Executor, RankError, RankExecutor, SamplingExecutor, SamplingRank,
+    Activations, Batch, BlendRefusal, BlendingExecutor, ExecuteError, Executor, Rank, RankError,
+    RankExecutor, SamplingExecutor, SamplingRank,
 };
 
 use super::launched::{Collected, Launched, Reported};
 use super::shape::check_shape;
+use crate::blend_buffers::BlendBuffers;
 use crate::block_tables::BlockTables;
 use crate::buffers::Buffers;
 use crate::error::StartError;
 use crate::forward_pass::ForwardPass;
 use crate::inputs::{BatchLimits, InputShape, Inputs, MAX_DECODE_ROWS, padded};
+use crate::limits::MAX_BLENDED;
 use crate::multiply::{ProductRule, ProductScratch};
 use crate::part::Part;
 use crate::samplings::SamplingInputs;
@@ -57,6 +60,8 @@ pub struct DeviceExecutor<D> {
     pub(super) next_place: usize,
     /// The memory of the blocks. Repeated work contains its address, so it must not change.
     pub(super) pool: Option<Address>,
+    /// `None`: it does not blend.
+    pub(super) blending: Option<BlendBuffers>,
 }
 
 impl<D: KernelDevice> DeviceExecutor<D> {
@@ -100,6 +105,8 @@ impl<D: KernelDevice> DeviceExecutor<D> {
             device.fix_products();
         }
         let (spec, layout) = (part.spec(), part.layout);
+        let num_blended = if part.rank() == Rank::ONLY { limits.num_blended.min(MAX_BLENDED) } else { 0 };
+        let limits = BatchLimits { num_blended, ..limits };
         let shape = InputShape {
             block_size: layout.block_size,
             group: spec.num_heads / spec.num_kv_heads,
@@ -116,6 +123,9 @@ impl<D: KernelDevice> DeviceExecutor<D> {
         let buffers = buffers.map_err(no_room)?;
         let scratch = ProductScratch::new(&mut device, spec, &weights, &limits, rule);
         let scratch = scratch.map_err(no_room)?;
+        let blending =
+            (limits.num_blended > 0).then(|| BlendBuffers::new(&mut device, spec, limits.num_blended));
+        let blending = blending.transpose().map_err(no_room)?;
         let mut executor = DeviceExecutor {
             device,
             part,
@@ -132,6 +142,7 @@ impl<D: KernelDevice> DeviceExecutor<D> {
             collected: Collected::default(),
             next_place: 0,
             pool: None,
+            blending,
         };
         executor.warm_up().map_err(no_room)?;
         Ok(executor)
@@ -202,6 +213,7 @@ impl<D: KernelDevice> DeviceExecutor<D> {
             num_rows,
             num_sequences: batch.sequences.len(),
             context_length: ends.max().unwrap_or(0),
+            num_blended: limits.num_blended,
         };
         let fits = found.num_rows <= limits.num_rows
             && found.num_sequences <= limits.num_sequences
@@ -358,6 +370,11 @@ impl<D: KernelDevice + 'static> Executor for DeviceExecutor<D> {
 
     fn sampling(&mut self) -> Option<&mut dyn SamplingExecutor> {
         Some(self)
+    }
+
+    fn blending(&mut self) -> Result<&mut dyn BlendingExecutor, BlendRefusal> {
+        self.part.spec().check_blending()?;
+        if self.blending.is_some() { Ok(self) } else { Err(BlendRefusal::Backend) }
     }
 }
 

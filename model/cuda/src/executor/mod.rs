@@ -3,6 +3,7 @@
 pub use device_executor::DeviceExecutor;
 pub use shape::{check_shape, expert_sources, sources, sources_of};
 
+mod blend;
 mod device_executor;
 mod launched;
 mod sampling;

@@ -5,7 +5,7 @@ use baton_cuda_kernels::device::NUM_MARKS;
 use baton_cuda_kernels::kernel::KernelSource;
 use baton_cuda_kernels::products::{self, WeightKind};
 use baton_cuda_kernels::{
-    attention, blocks, embed, expert_products, experts, gate, norm, one_row, ranks, rope, rows, sample,
+    attention, blend, blocks, embed, expert_products, experts, gate, norm, one_row, ranks, rope, rows, sample,
 };
 use baton_kv_cache::KvLayout;
 use baton_model_spec::{Activation, DecoderSpec, MlpSpec};
@@ -26,6 +26,7 @@ pub fn sources(model: &DeviceModel) -> Vec<KernelSource> {
 /// The kernels of a decoder, or of a rank's part of it, with bf16 weights.
 pub fn sources_of(spec: &DecoderSpec, layout: &KvLayout) -> Vec<KernelSource> {
     [
+        blend::source(),
         blocks::source(),
         embed::source(),
         norm::source(),

@@ -120,6 +120,8 @@ impl Measured {
         let words = |value: usize| vec![value as u32; num_sequences];
         let first_rows: Vec<u32> = (0..num_sequences).map(|idx| (idx * num_rows) as u32).collect();
         let all_rows = num_sequences * num_rows;
+        let positions: Vec<u32> =
+            (0..all_rows).map(|row_idx| (start_idx + row_idx % num_rows) as u32).collect();
         let rows = AttentionRows {
             q: noise.fill_new(device, all_rows * (spec.query_width() + 2 * spec.kv_width()) * 2)?,
             out: device.allocate(all_rows * spec.query_width() * 2)?,
@@ -127,6 +129,7 @@ impl Measured {
             first_row: device.allocate_holding(bytemuck::cast_slice(&first_rows))?,
             num_rows: device.allocate_holding(bytemuck::cast_slice(&words(num_rows)))?,
             start_idx: device.allocate_holding(bytemuck::cast_slice(&words(start_idx)))?,
+            positions: device.allocate_holding(bytemuck::cast_slice(&positions))?,
             max_blocks: max_blocks as u32,
             num_sequences: num_sequences as u32,
         };

@@ -45,8 +45,12 @@ pub fn measure<D: TimedDevice>(
     let weights = random_weights(&mut device, spec, &noise)?;
     let pool = noise.fill_new(&mut device, num_blocks * layout.block_bytes())?;
     let storage = BlockStorage::on_device(Box::new(PoolAddress(pool)), layout, num_blocks);
-    let limits =
-        BatchLimits { num_rows: *prompt, num_sequences: *batch, context_length: (*context).max(*prompt) };
+    let limits = BatchLimits {
+        num_rows: *prompt,
+        num_sequences: *batch,
+        context_length: (*context).max(*prompt),
+        num_blended: 0,
+    };
     let mut executor =
         DeviceExecutor::with_weights(device, Part::whole(spec, layout), weights, limits, ProductRule::Bf16)?;
 

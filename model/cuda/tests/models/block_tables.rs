@@ -6,7 +6,8 @@ use baton_model_cuda::inputs::{BatchLimits, InputShape, Inputs};
 use baton_model_spec::{Batch, BatchSequence};
 
 const BLOCK_SIZE: usize = 16;
-const LIMITS: BatchLimits = BatchLimits { num_rows: 8192, num_sequences: 256, context_length: 128 << 10 };
+const LIMITS: BatchLimits =
+    BatchLimits { num_rows: 8192, num_sequences: 256, context_length: 128 << 10, num_blended: 0 };
 const SHAPE: InputShape =
     InputShape { block_size: BLOCK_SIZE, group: 4, head_dim: 128, max_decode_rows: 512 };
 
@@ -82,7 +83,7 @@ impl Random {
 /// Sequences that come, grow, shrink, share blocks, pause and go, in any order.
 #[test]
 fn the_device_has_the_blocks_of_every_sequence() {
-    let limits = BatchLimits { num_rows: 64, num_sequences: 12, context_length: 320 };
+    let limits = BatchLimits { num_rows: 64, num_sequences: 12, context_length: 320, num_blended: 0 };
     let mut tables = BlockTables::new(&limits, BLOCK_SIZE);
     let (max_blocks, num_slots) = (tables.max_blocks, BlockTables::num_slots(&limits));
     let mut device = vec![[0; 4]; num_slots * max_blocks];

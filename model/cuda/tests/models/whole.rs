@@ -26,7 +26,8 @@ pub(super) const TOLERANCE: f32 = 0.06;
 /// With 8-bit KV: a number that is rounded to the other side is off by a whole step, up to 2^-3 of it.
 const TOLERANCE_OF_EIGHT_BITS: f32 = 0.12;
 
-const LIMITS: BatchLimits = BatchLimits { num_rows: 64, num_sequences: 6, context_length: 256 };
+const LIMITS: BatchLimits =
+    BatchLimits { num_rows: 64, num_sequences: 6, context_length: 256, num_blended: 256 };
 
 const NUM_BLOCKS: usize = 64;
 

@@ -1,19 +1,20 @@
 //! The KV of a passage, and a prompt that contains passages.
 
+use std::any::{Any, type_name};
+use std::fmt;
 use std::ops::Range;
 
 use baton_kv_cache::BlockId;
 
-use super::selection::{SELECTING_LAYER, Selection};
+use super::selection::Selection;
 
-/// The KV of a passage of text that was computed on its own, from layer [`SELECTING_LAYER`] on. Keys are kept without
-/// rotation, as at position 0 but without the scaling of cosines and sines. So one rotation brings them to any position.
-#[derive(Clone, Debug, PartialEq)]
+/// The KV of a passage of text that was computed on its own, from layer [`SELECTING_LAYER`](super::SELECTING_LAYER) on,
+/// where and as the executor that computed it keeps it. Keys are kept without rotation, so one rotation brings them to any
+/// position.
 pub struct PassageKv {
     num_tokens: usize,
-    width: usize,
-    /// `[layers][k|v][tokens][width]`
-    numbers: Vec<f32>,
+    size_bytes: usize,
+    numbers: Box<dyn Any + Send + Sync>,
 }
 
 /// A passage in a prompt.
@@ -39,10 +40,9 @@ pub struct BlendedPrompt<'a> {
 }
 
 impl PassageKv {
-    /// Zeros for a passage of a model with `num_layers` layers and `width` numbers in the keys of a token.
-    pub fn zeroed(num_tokens: usize, num_layers: usize, width: usize) -> PassageKv {
-        let num_stored = num_layers.saturating_sub(SELECTING_LAYER);
-        PassageKv { num_tokens, width, numbers: vec![0.0; num_stored * 2 * num_tokens * width] }
+    /// A passage of `num_tokens` tokens whose KV takes `size_bytes` bytes.
+    pub fn new(num_tokens: usize, size_bytes: usize, numbers: impl Any + Send + Sync) -> PassageKv {
+        PassageKv { num_tokens, size_bytes, numbers: Box::new(numbers) }
     }
 
     /// Tokens of the passage.
@@ -52,30 +52,26 @@ impl PassageKv {
 
     /// Bytes of the KV.
     pub fn size_bytes(&self) -> usize {
-        size_of_val(&self.numbers[..])
+        self.size_bytes
     }
 
-    /// The keys of a layer, `[tokens][width]`, and its values.
+    /// What the executor keeps.
     ///
     /// # Panics
-    /// When the passage has no such layer.
-    pub fn layer(&self, layer_idx: usize) -> (&[f32], &[f32]) {
-        self.numbers[self.range(layer_idx)].split_at(self.num_tokens * self.width)
+    /// When another kind of executor computed the passage.
+    pub fn numbers<T: Any>(&self) -> &T {
+        let found = self.numbers.downcast_ref();
+        found.unwrap_or_else(|| panic!("a passage of another executor, expected {}", type_name::<T>()))
     }
+}
 
-    /// As [`layer`](Self::layer), to be written.
-    ///
-    /// # Panics
-    /// As [`layer`](Self::layer).
-    pub fn layer_mut(&mut self, layer_idx: usize) -> (&mut [f32], &mut [f32]) {
-        let range = self.range(layer_idx);
-        self.numbers[range].split_at_mut(self.num_tokens * self.width)
-    }
-
-    fn range(&self, layer_idx: usize) -> Range<usize> {
-        let size = 2 * self.num_tokens * self.width;
-        let stored_idx = layer_idx.checked_sub(SELECTING_LAYER).expect("a passage has no earlier layers");
-        stored_idx * size..(stored_idx + 1) * size
+impl fmt::Debug for PassageKv {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let PassageKv { num_tokens, size_bytes, .. } = self;
+        f.debug_struct("PassageKv")
+            .field("num_tokens", num_tokens)
+            .field("size_bytes", size_bytes)
+            .finish_non_exhaustive()
     }
 }
 
@@ -99,19 +95,12 @@ impl BlendedPrompt<'_> {
         ranges
     }
 
-    /// The keys and the values that the passage at `position` has for it in a layer; `None` if no passage is there.
-    ///
-    /// # Panics
-    /// When passages have no such layer.
-    pub fn kept(&self, position: usize, layer_idx: usize) -> Option<(&[f32], &[f32])> {
+    /// The passage at `position`, and the position's place in it; `None` if no passage is there.
+    pub fn kept(&self, position: usize) -> Option<(&PassageKv, usize)> {
         let idx = self.passages.partition_point(|passage| passage.start_idx <= position).checked_sub(1)?;
         let passage = &self.passages[idx];
         let at = position - passage.start_idx;
-        (at < passage.kv.num_tokens).then(|| {
-            let (keys, values) = passage.kv.layer(layer_idx);
-            let row = at * passage.kv.width..(at + 1) * passage.kv.width;
-            (&keys[row.clone()], &values[row])
-        })
+        (at < passage.kv.num_tokens).then_some((passage.kv, at))
     }
 }
 
@@ -120,15 +109,9 @@ mod tests {
     use super::*;
     use crate::blend::selection::{BlendRatio, SelectionOrder};
 
-    /// A passage whose keys are `first`, `first + 1`, ... and whose values are their negatives, in the last layer.
-    fn passage(num_tokens: usize, first: f32) -> PassageKv {
-        let mut kv = PassageKv::zeroed(num_tokens, 3, 2);
-        let (keys, values) = kv.layer_mut(2);
-        for (idx, (key, value)) in keys.iter_mut().zip(values).enumerate() {
-            *key = first + idx as f32;
-            *value = -*key;
-        }
-        kv
+    /// A passage that keeps a number.
+    fn passage(num_tokens: usize, number: u32) -> PassageKv {
+        PassageKv::new(num_tokens, 4, number)
     }
 
     fn prompt<'a>(tokens: &'a [u32], passages: &'a [BlendPassage<'a>]) -> BlendedPrompt<'a> {
@@ -138,26 +121,28 @@ mod tests {
     }
 
     #[test]
-    fn a_token_of_a_passage_has_the_passages_numbers() {
-        let (one, two) = (passage(2, 10.0), passage(1, 20.0));
-        assert_eq!(
-            one.size_bytes(),
-            2 * 2 * 2 * 2 * 4,
-            "layers 1 and 2, keys and values, two numbers of four bytes"
-        );
-        assert_eq!(one.layer(1), (&[0.0; 4][..], &[0.0; 4][..]));
+    fn a_position_has_its_passage() {
+        let (one, two) = (passage(2, 10), passage(1, 20));
         let passages = [BlendPassage { start_idx: 1, kv: &one }, BlendPassage { start_idx: 3, kv: &two }];
         let prompt = prompt(&[0; 5], &passages);
         assert_eq!(prompt.ranges(), [1..3, 3..4]);
-        let keys: Vec<_> = (0..5).map(|position| prompt.kept(position, 2).map(|kept| kept.0)).collect();
-        assert_eq!(keys, [None, Some(&[10.0, 11.0][..]), Some(&[12.0, 13.0]), Some(&[20.0, 21.0]), None]);
-        assert_eq!(prompt.kept(2, 2).unwrap().1, [-12.0, -13.0]);
+        let kept = |position| prompt.kept(position).map(|(kv, at)| (*kv.numbers::<u32>(), at));
+        assert_eq!(
+            (0..5).map(kept).collect::<Vec<_>>(),
+            [None, Some((10, 0)), Some((10, 1)), Some((20, 0)), None]
+        );
+    }
+
+    #[test]
+    #[should_panic(expected = "a passage of another executor, expected u64")]
+    fn a_passage_of_another_executor_is_a_fault_of_the_caller() {
+        passage(1, 0).numbers::<u64>();
     }
 
     #[test]
     #[should_panic(expected = "passages overlap: [1..3, 2..3]")]
     fn overlapping_passages_are_a_fault_of_the_caller() {
-        let (one, two) = (passage(2, 0.0), passage(1, 0.0));
+        let (one, two) = (passage(2, 0), passage(1, 0));
         prompt(&[0; 5], &[BlendPassage { start_idx: 1, kv: &one }, BlendPassage { start_idx: 2, kv: &two }])
             .ranges();
     }
@@ -165,6 +150,6 @@ mod tests {
     #[test]
     #[should_panic(expected = "a passage ends at 6 in a prompt of 5")]
     fn a_passage_beyond_the_prompt_is_a_fault_of_the_caller() {
-        prompt(&[0; 5], &[BlendPassage { start_idx: 4, kv: &passage(2, 0.0) }]).ranges();
+        prompt(&[0; 5], &[BlendPassage { start_idx: 4, kv: &passage(2, 0) }]).ranges();
     }
 }

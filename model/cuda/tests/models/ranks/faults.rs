@@ -8,7 +8,7 @@ use baton_cuda::CudaError;
 use baton_cuda_emulator::emulated_device::{EmulatedDevice, Sums};
 use baton_cuda_emulator::models::devices;
 use baton_cuda_emulator::session::Threads;
-use baton_cuda_kernels::device::{Fp8Product, Fp8Products, KernelDevice, Product, WgmmaKernels};
+use baton_cuda_kernels::device::{Fp8Product, Fp8Products, HostMemory, KernelDevice, Product, WgmmaKernels};
 use baton_cuda_kernels::kernel::{Address, Kernel};
 use baton_kv_cache::{BlockId, KvDtype};
 use baton_model_cuda::error::StartError;
@@ -18,7 +18,7 @@ use baton_model_spec::{Batch, BatchSequence, ExecuteError, TokenSampling};
 use super::{Machine, TIED, load_parts, prompt, started};
 
 /// The smallest possible step, because these tests start ranks often.
-const FEW: BatchLimits = BatchLimits { num_rows: 2, num_sequences: 1, context_length: 8 };
+const FEW: BatchLimits = BatchLimits { num_rows: 2, num_sequences: 1, context_length: 8, num_blended: 0 };
 
 /// A device whose `fails_at`-th call fails.
 struct Fragile {
@@ -63,6 +63,22 @@ impl KernelDevice for Fragile {
         self.count()?;
         // SAFETY: as above.
         unsafe { self.device.download(from, bytes) }
+    }
+
+    fn allocate_on_host(&mut self, num_bytes: usize) -> Result<HostMemory, CudaError> {
+        self.count()?;
+        self.device.allocate_on_host(num_bytes)
+    }
+
+    unsafe fn begin_load(&mut self, to: Address, from: Address, num_bytes: usize) -> Result<(), CudaError> {
+        self.count()?;
+        // SAFETY: as above.
+        unsafe { self.device.begin_load(to, from, num_bytes) }
+    }
+
+    fn end_loads(&mut self) -> Result<(), CudaError> {
+        self.count()?;
+        self.device.end_loads()
     }
 
     unsafe fn send_back(&mut self, from: Address, num_bytes: usize, place: usize) -> Result<(), CudaError> {

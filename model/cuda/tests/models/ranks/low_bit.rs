@@ -17,7 +17,7 @@ use super::super::low_bit::{fp8, integers, llama};
 use super::super::whole::fixtures;
 use super::{EXPERTS, Machine, TIED, TOLERANCE, TOLERANCE_OF_EXPERTS, difference, options, prompt};
 
-const LIMITS: BatchLimits = BatchLimits { num_rows: 4, num_sequences: 1, context_length: 16 };
+const LIMITS: BatchLimits = BatchLimits { num_rows: 4, num_sequences: 1, context_length: 16, num_blended: 0 };
 
 fn loaded(model: &Path, num_ranks: usize, quantise: Option<&str>) -> Vec<DeviceModel> {
     let quantise = quantise.map(|text| text.parse().unwrap());

@@ -30,7 +30,7 @@ pub(super) const TOLERANCE: f32 = 0.03;
 /// With experts, whose weights are a softmax: an error of its input is a relative error of the weights.
 pub(super) const TOLERANCE_OF_EXPERTS: f32 = 0.06;
 
-const LIMITS: BatchLimits = BatchLimits { num_rows: 9, num_sequences: 2, context_length: 64 };
+const LIMITS: BatchLimits = BatchLimits { num_rows: 9, num_sequences: 2, context_length: 64, num_blended: 0 };
 
 const BLOCK_SIZE: usize = 8;
 const NUM_BLOCKS: usize = 32;

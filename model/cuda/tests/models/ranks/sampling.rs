@@ -9,7 +9,8 @@ use baton_model_spec::{Batch, BatchSequence, SampledRow, SampledToken, TokenSamp
 
 use super::{GROUPED, Machine, NUM_LAYERS, TIED, Tiny, argmax, load_parts, prompt};
 
-const LIMITS: BatchLimits = BatchLimits { num_rows: 12, num_sequences: 3, context_length: 64 };
+const LIMITS: BatchLimits =
+    BatchLimits { num_rows: 12, num_sequences: 3, context_length: 64, num_blended: 0 };
 
 fn machine(tiny: Tiny, num_ranks: usize) -> Machine {
     let dir = tiny.write();

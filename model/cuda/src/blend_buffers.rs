@@ -1,0 +1,53 @@
+//! Device memory of a prompt that is blended, beside that of the step that computes a part of it.
+
+use baton_cuda::CudaError;
+use baton_cuda_kernels::device::KernelDevice;
+use baton_cuda_kernels::kernel::Address;
+use baton_model_spec::DecoderSpec;
+
+/// Memory for all tokens of the longest prompt. A row is a token, in the order of positions.
+pub struct BlendBuffers {
+    /// `[tokens][hidden]`, bf16: the residual stream after the layers that all tokens are computed in.
+    pub x: Address,
+    /// `[tokens][2 kv_width]`, bf16, twice: what passages have for a layer, and for the next one.
+    pub kept: [Address; 2],
+    /// `[tokens]`, f32.
+    pub deviations: Address,
+    /// `[tokens]`, u32.
+    pub positions: Address,
+    /// `[tokens]`, u32: slots of the block tables; `NONE` for tokens that are computed.
+    pub tables: Address,
+    /// `[tokens]`, u32: slots of the KV in the pool.
+    pub slots: Address,
+    /// For each rope, `[tokens][2][rotary_dim / 2]`, f32.
+    pub cos_sin: Vec<Address>,
+}
+
+impl BlendBuffers {
+    /// # Errors
+    /// When the device has too little memory.
+    pub fn new<D: KernelDevice>(
+        device: &mut D,
+        spec: &DecoderSpec,
+        num_tokens: usize,
+    ) -> Result<BlendBuffers, CudaError> {
+        let kept_bytes = num_tokens * BlendBuffers::kept_bytes(spec);
+        let mut words = || device.allocate(num_tokens * 4);
+        let [deviations, positions, tables, slots] = [words()?, words()?, words()?, words()?];
+        let cos_sin = spec.ropes.iter().map(|rope| device.allocate(num_tokens * rope.rotary_dim * 4));
+        Ok(BlendBuffers {
+            cos_sin: cos_sin.collect::<Result<_, CudaError>>()?,
+            x: device.allocate(num_tokens * spec.hidden_size * 2)?,
+            kept: [device.allocate(kept_bytes)?, device.allocate(kept_bytes)?],
+            deviations,
+            positions,
+            tables,
+            slots,
+        })
+    }
+
+    /// Bytes that a passage has for a token in a layer.
+    pub fn kept_bytes(spec: &DecoderSpec) -> usize {
+        2 * spec.kv_width() * 2
+    }
+}

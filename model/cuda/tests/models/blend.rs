@@ -1,0 +1,163 @@
+//! Blended prompts on the device: against its own full prefills to the bit, and near those of processors.
+
+use std::ops::Range;
+
+use baton_cuda_kernels::device::Fp8Products;
+use baton_kv_cache::{BlockId, KvDtype};
+use baton_model_spec::{
+    BatchSequence, BlendPassage, BlendRatio, BlendRefusal, BlendedPrompt, Executor, PassageKv, Selection,
+    SelectionOrder,
+};
+
+use crate::whole::{Machine, Pair, loaded, prompt};
+
+/// Rows of a step: less than the tokens of a passage, of the head, and of what is selected.
+const NUM_ROWS: usize = 40;
+/// The end of the last passage. The last step of a full prefill has more rows than decoding.
+const HEAD: usize = 130;
+const NUM_TOKENS: usize = 145;
+/// Text, a passage, text, and two passages that touch.
+const PASSAGES: [Range<usize>; 3] = [9..62, 66..67, 67..130];
+
+fn selection(ratio: f32, order: SelectionOrder) -> Selection {
+    Selection { num_first_tokens: 2, ratio: BlendRatio::new(ratio).unwrap(), order }
+}
+
+/// Computes the passages, and blends the tokens up to the end of the last one. Returns which were computed in all layers.
+fn blend<E: Executor>(
+    machine: &mut Machine<E>,
+    tokens: &[u32],
+    blocks: &[BlockId],
+    ranges: &[Range<usize>],
+    selection: Selection,
+) -> Vec<usize> {
+    let Machine { executor, storage, .. } = machine;
+    let blender = executor.blending().unwrap();
+    let compute = |range: &Range<usize>| {
+        // SAFETY: nothing else uses the storage.
+        unsafe { blender.compute_passage(&tokens[range.clone()], blocks, storage) }.unwrap()
+    };
+    let kvs: Vec<PassageKv> = ranges.iter().map(compute).collect();
+    let passage = |(range, kv): (&Range<usize>, _)| BlendPassage { start_idx: range.start, kv };
+    let passages: Vec<_> = ranges.iter().zip(&kvs).map(passage).collect();
+    let head = ranges.last().expect("a passage").end;
+    let prompt = BlendedPrompt { tokens: &tokens[..head], blocks, passages: &passages, selection };
+    let mut layers = Vec::new();
+    // SAFETY: as above.
+    let computed = unsafe { blender.blend(&prompt, storage, &mut |layer_idx| layers.push(layer_idx)) };
+    assert_eq!(layers, (0..storage.layout().num_layers).collect::<Vec<_>>());
+    computed.unwrap()
+}
+
+/// The logits after all tokens, of which the KV of the first `start_idx` is there.
+fn finish<E: Executor>(
+    machine: &mut Machine<E>,
+    tokens: &[u32],
+    blocks: &[BlockId],
+    mut start_idx: usize,
+) -> Vec<f32> {
+    loop {
+        let chunk = &tokens[start_idx..tokens.len().min(start_idx + NUM_ROWS)];
+        let logits = machine.run(vec![BatchSequence { tokens: chunk, start_idx, blocks, num_logits: 1 }]);
+        start_idx += chunk.len();
+        if start_idx == tokens.len() {
+            return logits.into_iter().next().expect("one row");
+        }
+    }
+}
+
+/// The head in full, and the rest.
+fn prefill<E: Executor>(machine: &mut Machine<E>, tokens: &[u32], head: usize) -> Vec<f32> {
+    let blocks = machine.place(tokens.len());
+    finish(machine, &tokens[..head], &blocks, 0);
+    finish(machine, tokens, &blocks, head)
+}
+
+fn bits(logits: &[f32]) -> Vec<u32> {
+    logits.iter().map(|x| x.to_bits()).collect()
+}
+
+/// With norms of keys, with a bias, with experts, with scaled rotations; KV of eight bits, and KV that has no tensor cores.
+const MODELS: [(&str, KvDtype); 6] = [
+    ("qwen3", KvDtype::Bf16),
+    ("qwen2", KvDtype::Bf16),
+    ("mixtral", KvDtype::Bf16),
+    ("llama-rope-yarn", KvDtype::Bf16),
+    ("qwen3", KvDtype::Fp8),
+    ("qwen3", KvDtype::F32),
+];
+
+#[test]
+fn with_every_token_selected_the_bits_are_those_of_a_full_prefill() {
+    for (name, dtype) in [MODELS[0], MODELS[1], MODELS[4]] {
+        let block_size = if dtype == KvDtype::F32 { 5 } else { 8 };
+        let mut machine = Machine::device(loaded(name, dtype, block_size), NUM_ROWS, Fp8Products::None);
+        let tokens = prompt(NUM_TOKENS, 1);
+        let expected = prefill(&mut machine, &tokens, HEAD);
+        let blocks = machine.place(NUM_TOKENS);
+        let all = selection(1.0, SelectionOrder::Deviation);
+        let computed = blend(&mut machine, &tokens, &blocks, &PASSAGES, all);
+        assert_eq!(computed.len(), HEAD);
+        let found = finish(&mut machine, &tokens, &blocks, HEAD);
+        assert_eq!(bits(&found), bits(&expected), "{name}, {}", dtype.name());
+        machine.executor.device().check();
+    }
+}
+
+#[test]
+fn a_passage_with_nothing_before_it_is_reused_bit_for_bit() {
+    const PASSAGE: Range<usize> = 0..HEAD;
+    for (name, dtype) in [("qwen3", KvDtype::Bf16), ("qwen2", KvDtype::Bf16), ("qwen3", KvDtype::Fp8)] {
+        let mut machine = Machine::device(loaded(name, dtype, 8), NUM_ROWS, Fp8Products::None);
+        let tokens = prompt(NUM_TOKENS, 2);
+        let expected = prefill(&mut machine, &tokens, HEAD);
+        let blocks = machine.place(NUM_TOKENS);
+        let none = Selection { num_first_tokens: 0, ..selection(0.0, SelectionOrder::Deviation) };
+        let computed = blend(&mut machine, &tokens, &blocks, std::slice::from_ref(&PASSAGE), none);
+        assert!(computed.is_empty());
+        let found = finish(&mut machine, &tokens, &blocks, HEAD);
+        assert_eq!(bits(&found), bits(&expected), "{name}, {}", dtype.name());
+    }
+}
+
+/// Of the same tokens: which ones deviate most depends on roundings.
+#[test]
+fn blended_prompts_are_near_those_of_processors() {
+    for (name, dtype) in MODELS {
+        let mut pair = Pair::new(name, dtype, if dtype == KvDtype::F32 { 5 } else { 8 });
+        let tokens = pair.prompt(NUM_TOKENS, 3);
+        for ratio in [0.1, 0.6].into_iter().skip(usize::from(name == "mixtral")) {
+            let random = selection(ratio, SelectionOrder::Random { seed: 5 });
+            let place = pair.place(NUM_TOKENS);
+            let expected_rows = blend(&mut pair.cpu, &tokens, &place[0], &PASSAGES, random);
+            let rows = blend(&mut pair.device, &tokens, &place[1], &PASSAGES, random);
+            assert_eq!(rows, expected_rows);
+            let expected = finish(&mut pair.cpu, &tokens, &place[0], HEAD);
+            let found = finish(&mut pair.device, &tokens, &place[1], HEAD);
+            pair.assert_near(&found, &expected, &format!("blended, {ratio}"));
+        }
+    }
+}
+
+#[test]
+fn the_tokens_whose_keys_deviate_most_are_selected() {
+    for name in ["qwen3", "qwen2", "llama-rope-yarn"] {
+        let mut pair = Pair::new(name, KvDtype::Bf16, 8);
+        let tokens = pair.prompt(NUM_TOKENS, 4);
+        let place = pair.place(NUM_TOKENS);
+        let most = selection(0.3, SelectionOrder::Deviation);
+        let expected = blend(&mut pair.cpu, &tokens, &place[0], &PASSAGES, most);
+        let found = blend(&mut pair.device, &tokens, &place[1], &PASSAGES, most);
+        let num_common = found.iter().filter(|position| expected.contains(position)).count();
+        assert_eq!(found.len(), expected.len());
+        // Deviations that roundings let change places.
+        assert!(num_common + 4 >= expected.len(), "{name}: {num_common} of {}", expected.len());
+    }
+}
+
+#[test]
+fn models_with_windows_are_not_blended() {
+    let mut machine = Machine::device(loaded("mistral", KvDtype::Bf16, 8), NUM_ROWS, Fp8Products::None);
+    let refused = machine.executor.blending().err().expect("it has a window");
+    assert!(matches!(refused, BlendRefusal::SlidingWindow { .. }), "{refused}");
+}
