@@ -6,20 +6,11 @@
 //! mask thread                                                  masks before and after drafts
 //! ```
 //!
-//! A matcher has one owner at a time: its request, or between `begin` and `collect` the mask thread. The thread starts
-//! with the first request that has a grammar. It does not know logits.
+//! It does not know logits.
 
-use std::{
-    sync::mpsc::{Receiver, Sender, channel},
-    thread::{self, JoinHandle},
-};
-
-use baton_grammar::{GrammarError, TokenMask, TokenMatcher};
+use baton_grammar::{GrammarError, Masked, NoMasks, TokenMask, TokenMatcher};
 
 use crate::{events::EngineError, sequence::SequenceId};
-
-/// Masks may be deep in recursion for nested grammars.
-const STACK_BYTES: usize = 16 << 20;
 
 /// The grammar of one live request.
 #[derive(Debug)]
@@ -27,36 +18,6 @@ pub(crate) struct Constraint {
     /// `None` while its masks are computed.
     matcher: Option<TokenMatcher>,
     /// Of the step's rows.
-    masks: Result<Vec<TokenMask>, GrammarError>,
-}
-
-/// Computes masks beside the forward pass.
-#[derive(Debug, Default)]
-pub(crate) struct MaskThread {
-    running: Option<Running>,
-    num_under_way: usize,
-}
-
-/// The thread, once it was started. Dropping it waits for the thread to end.
-#[derive(Debug)]
-struct Running {
-    /// `None` when the thread is to end.
-    jobs: Option<Sender<Job>>,
-    done: Receiver<Masks>,
-    thread: Option<JoinHandle<()>>,
-}
-
-#[derive(Debug)]
-struct Job {
-    id: SequenceId,
-    matcher: TokenMatcher,
-    drafts: Vec<u32>,
-}
-
-#[derive(Debug)]
-struct Masks {
-    id: SequenceId,
-    matcher: TokenMatcher,
     masks: Result<Vec<TokenMask>, GrammarError>,
 }
 
@@ -96,78 +57,25 @@ impl Constraint {
     fn matcher(&mut self) -> &mut TokenMatcher {
         self.matcher.as_mut().expect("masks are collected before tokens are sampled")
     }
-}
 
-impl MaskThread {
-    /// Begins with the masks for the token after the known ones and after each of `drafts`, all of which are allowed.
-    ///
-    /// # Errors
-    /// When the thread cannot start, or has ended.
-    pub(crate) fn begin(
-        &mut self,
-        id: SequenceId,
-        constraint: &mut Constraint,
-        drafts: &[u32],
-    ) -> Result<(), EngineError> {
-        let matcher = constraint.matcher.take().expect("the masks of the last step were collected");
-        let job = Job { id, matcher, drafts: drafts.to_vec() };
-        let running = match &mut self.running {
-            Some(running) => running,
-            None => self.running.insert(Running::start()?),
-        };
-        running.jobs.as_ref().ok_or_else(ended)?.send(job).map_err(|_| ended())?;
-        self.num_under_way += 1;
-        Ok(())
-    }
-
-    /// Waits for all masks and gives them to their requests.
-    ///
-    /// # Errors
-    /// When the thread has ended.
-    pub(crate) fn collect(
-        &mut self,
-        mut give: impl FnMut(SequenceId, Constraint),
-    ) -> Result<(), EngineError> {
-        while self.num_under_way > 0 {
-            let running = self.running.as_ref().expect("masks are under way");
-            let Masks { id, matcher, masks } = running.done.recv().map_err(|_| ended())?;
-            self.num_under_way -= 1;
-            give(id, Constraint { matcher: Some(matcher), masks });
-        }
-        Ok(())
+    /// Gives its matcher to the thread that computes masks.
+    pub(crate) fn lend(&mut self) -> TokenMatcher {
+        self.matcher.take().expect("the masks of the last step were collected")
     }
 }
 
-impl Running {
-    fn start() -> Result<Running, EngineError> {
-        // Unbounded, as an engine has at most one job for each running sequence.
-        let (jobs, inbox) = channel::<Job>();
-        let (sender, done) = channel();
-        let work = move || {
-            for Job { id, mut matcher, drafts } in inbox {
-                let masks = matcher.masks(&drafts);
-                if sender.send(Masks { id, matcher, masks }).is_err() {
-                    return;
-                }
-            }
-        };
-        let builder = thread::Builder::new().name("masks".into()).stack_size(STACK_BYTES);
-        let refused = |error| EngineError::Executor { message: format!("no thread for masks: {error}") };
-        let thread = builder.spawn(work).map_err(refused)?;
-        Ok(Running { jobs: Some(jobs), done, thread: Some(thread) })
+impl From<Masked<SequenceId>> for Constraint {
+    fn from(Masked { matcher, masks, .. }: Masked<SequenceId>) -> Constraint {
+        Constraint { matcher: Some(matcher), masks }
     }
 }
 
-impl Drop for Running {
-    fn drop(&mut self) {
-        self.jobs = None;
-        if let Some(thread) = self.thread.take() {
-            // It does not panic: llguidance's panics are errors of its grammar.
-            let _ = thread.join();
+impl From<NoMasks> for EngineError {
+    fn from(error: NoMasks) -> EngineError {
+        let message = error.to_string();
+        match error {
+            NoMasks::NotStarted(_) => EngineError::Executor { message },
+            NoMasks::Ended => EngineError::Panicked { message },
         }
     }
-}
-
-fn ended() -> EngineError {
-    EngineError::Panicked { message: "the thread that computes masks ended".into() }
 }

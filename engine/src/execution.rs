@@ -50,6 +50,12 @@ pub(crate) fn launch(
     Ok(outcome??)
 }
 
+/// Gives the masks of the step that was launched last.
+pub(crate) fn mask(executor: &mut dyn Executor, masks: &[u32]) -> Result<(), EngineError> {
+    let executor = executor.sampling().expect("the executor samples");
+    Ok(catch_panic(move || executor.mask(masks))??)
+}
+
 /// Computes the KV of a passage on its own, in the blocks of a sequence.
 pub(crate) fn compute_passage(
     executor: &mut dyn Executor,

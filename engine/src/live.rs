@@ -7,6 +7,7 @@ mod constrained;
 
 use std::{collections::HashMap, iter, mem, sync::Arc};
 
+use baton_grammar::MaskThread;
 use baton_kv_cache::KvLayout;
 use baton_model_spec::{SampledRow, SampledToken, TokenSampling};
 use baton_request::{FinishReason, SpeculationMode};
@@ -17,7 +18,6 @@ use crate::{
     block_pool::PoolReport,
     command::Resumptions,
     config::EngineConfig,
-    constraint::MaskThread,
     events::{DraftCounts, EngineError, PrefillEvent, Sink, TokenEvent},
     live_request::{Grant, LiveRequest, ReplyChannel},
     plan::{Admission, Chunk, StepPlan},
@@ -31,7 +31,7 @@ pub(crate) struct LiveRequests {
     pub(crate) scheduler: Scheduler,
     requests: HashMap<SequenceId, LiveRequest>,
     sampler: Sampler,
-    masks: MaskThread,
+    masks: MaskThread<SequenceId>,
     /// The tokens of one sequence in one step; reused.
     sampled: Sampled,
     draft_counters: Arc<DraftCounters>,
@@ -271,16 +271,20 @@ impl LiveRequests {
         live.request.speculation == SpeculationMode::Auto && !live.has_forced_draft
     }
 
-    /// Sampling of the next draft token: the same as the target's, without log-probabilities.
+    /// Sampling of the next draft token: the same as the target's, without log-probabilities. Drafts are cut to what grammars allow later.
     pub(crate) fn draft_sampling(&self, id: SequenceId) -> TokenSampling<'_> {
         let live = &self.requests[&id];
-        TokenSampling { logprobs: None, ..live.history.sampling(&live.request.sampling) }
+        TokenSampling { logprobs: None, is_masked: false, ..live.history.sampling(&live.request.sampling) }
     }
 
     /// Sampling of the draft token after the next one, which is not counted yet.
     pub(crate) fn draft_sampling_after_next(&self, id: SequenceId) -> TokenSampling<'_> {
         let live = &self.requests[&id];
-        TokenSampling { logprobs: None, ..live.history.sampling_after_next(&live.request.sampling) }
+        TokenSampling {
+            logprobs: None,
+            is_masked: false,
+            ..live.history.sampling_after_next(&live.request.sampling)
+        }
     }
 
     /// Appends to the draft the token of `row`, sampled with [`draft_sampling`](Self::draft_sampling). Returns
@@ -392,7 +396,11 @@ impl LiveRequests {
         for (row_idx, row) in rows.enumerate() {
             let (params, history) = (&live.request.sampling, &live.history);
             let token = match (row, &live.constraint) {
-                (SampledRow::Sampled(token), _) => token?,
+                (SampledRow::Sampled(token), None) => token?,
+                (SampledRow::Sampled(token), Some(constraint)) => {
+                    constraint.mask(row_idx)?;
+                    token?
+                }
                 (SampledRow::Logits(row), None) => self.sampler.sample(row, params, history)?,
                 (SampledRow::Logits(row), Some(constraint)) => {
                     self.sampler.sample_within(constraint.mask(row_idx)?, row, params, history)?

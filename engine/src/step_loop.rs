@@ -39,10 +39,11 @@ use crate::{
     cache_log::CacheLog,
     command::Command,
     events::EngineError,
-    execution::{collect, execute, launch},
+    execution::{collect, execute, launch, mask},
     live::LiveRequests,
     pages::PagesAhead,
     plan::StepPlan,
+    sequence::SequenceId,
     speculation::Speculator,
     status::{EngineLoad, Progress},
 };
@@ -86,6 +87,8 @@ struct Step {
     completions: Vec<Completion>,
     /// Whether the executor has begun it: it samples, and there is more than heads.
     is_launched: bool,
+    /// The sequences of its rows with masks, once for each row.
+    masked: Vec<SequenceId>,
     /// Whether another step may be launched before this one is collected.
     can_be_followed: bool,
 }
@@ -278,7 +281,11 @@ impl StepLoop {
             let mut on_layer = announcing(&completions, &self.live);
             can_be_followed = launch(executor, &batch, &samplings, &[], &self.storage, &mut on_layer)?;
         }
-        Ok(Step { plan, completions, is_launched, can_be_followed })
+        let step = Step { masked: self.live.masked(&plan), plan, completions, is_launched, can_be_followed };
+        if is_launched {
+            self.give_masks(&step.masked)?;
+        }
+        Ok(step)
     }
 
     /// Plans and launches the step after `step`, which is being computed, if that is possible.
@@ -290,7 +297,8 @@ impl StepLoop {
         let live = &mut self.live;
         let is_decided = live.scheduler.step_ahead(&step.plan, &mut plan, &mut self.follows)
             // Drafts need the tokens first.
-            && self.speculator.as_mut().is_none_or(|speculator| speculator.drafts_nothing(&plan, live));
+            && self.speculator.as_mut().is_none_or(|speculator| speculator.drafts_nothing(&plan, live))
+            && !live.awaits_draft(&plan);
         if !is_decided {
             self.plans.push(plan);
             return Ok(());
@@ -301,7 +309,8 @@ impl StepLoop {
         let executor = &mut *self.executor;
         let can_be_followed =
             launch(executor, &batch, &samplings, &self.follows, &self.storage, &mut |_| {})?;
-        self.ahead = Some(Step { plan, completions: Vec::new(), is_launched: true, can_be_followed });
+        let masked = self.live.masked(&plan);
+        self.ahead = Some(Step { plan, completions: Vec::new(), is_launched: true, masked, can_be_followed });
         Ok(())
     }
 
@@ -336,6 +345,11 @@ impl StepLoop {
         self.progress.num_computed.fetch_add(plan.num_tokens() as u64, Ordering::Relaxed);
         self.live.scheduler.computed(self.ahead.is_some());
         self.live.advance(&plan, rows.into_iter());
+        if let Some(Step { masked, .. }) = &self.ahead {
+            let masked = masked.clone();
+            self.live.begin_masks_ahead(&masked)?;
+            self.give_masks(&masked)?;
+        }
         let now = self.now();
         let elapsed = now.at - self.started.at;
         let waited = now.waited.saturating_sub(self.started.waited);
@@ -353,6 +367,15 @@ impl StepLoop {
         self.publish_load();
         self.plans.push(plan);
         Ok(())
+    }
+
+    /// Waits for the masks of the step that was launched last, and gives them to the executor.
+    fn give_masks(&mut self, masked: &[SequenceId]) -> Result<(), EngineError> {
+        if masked.is_empty() {
+            return Ok(());
+        }
+        self.live.collect_masks()?;
+        mask(&mut *self.executor, &self.live.mask_bits(masked, self.vocab_size))
     }
 
     fn now(&self) -> Moment {

@@ -134,15 +134,20 @@ async fn forced_text_is_verified_several_tokens_at_a_time() {
 }
 
 #[tokio::test]
-async fn neighbours_without_a_grammar_are_the_same_and_run_ahead_without_it() {
+async fn neighbours_without_a_grammar_are_the_same_and_run_ahead_beside_it() {
     let (engine, num_ahead) = sampling_engine(model(), None, config(), |_| Ok(()));
     let neighbour = || request(&prompt(5, 9), 40);
     let alone = engine.generate_all(neighbour()).await;
     assert_eq!(num_ahead.load(Ordering::Relaxed), 39);
     let beside = engine.generate(neighbour()).expect("accepted");
-    let constrained = engine.generate_all(constrained(words(), 3)).await;
+    let grammar = Grammar::new(GrammarKind::Regex, "(a|b){30}");
+    let request = Request { speculation: SpeculationMode::Off, ..constrained(grammar, 3) };
+    let constrained = engine.generate_all(request).await;
     assert!(matches!(constrained.end, Ok((FinishReason::Stop, _))));
     assert_eq!(support::collect(beside).await.tokens, alone.tokens);
+    // But for the steps of prompts and for the one after an end.
+    let num_ahead = num_ahead.load(Ordering::Relaxed) - 39;
+    assert!(num_ahead >= 36, "{num_ahead} of 39");
 }
 
 #[tokio::test]

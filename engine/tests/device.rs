@@ -24,6 +24,7 @@ use baton_model::{
     Activations, Backend, BatchLimits, DeviceModel, Executor, LoadOptions, load, load_for_device,
     load_ranks_for_devices,
 };
+use baton_request::{Grammar, GrammarKind, SpeculationMode};
 use support::{config, kinds::read, request};
 
 const LIMITS: BatchLimits =
@@ -198,6 +199,28 @@ async fn the_device_samples_the_tokens_of_the_host() {
     let but_one: Vec<Request> = requests(5).into_iter().take(7).collect();
     let expected = run(&by_host, but_one.clone()).await;
     assert_same(&run(&by_device, but_one).await, &expected);
+}
+
+/// The device gets the masks while it computes the step, also of a step ahead and of drafts.
+#[tokio::test]
+async fn masked_tokens_are_those_of_the_host() {
+    let (by_device, _thread) = on_device(&fixture(), SamplingSide::OnDevice, None);
+    let (by_host, _other) = on_device(&fixture(), SamplingSide::OnHost, None);
+    let constrained = |text: &str, seed: u32, speculation| {
+        let grammar = Some(Grammar::new(GrammarKind::Regex, text));
+        let sampling =
+            SamplingParams { grammar, temperature: 1.2, max_tokens: 14, ..SamplingParams::default() };
+        Request { sampling, speculation, ..request(&prompt(seed, 6), 0) }
+    };
+    let requests = vec![
+        constrained("(a|b|ab){9}", 1, SpeculationMode::Off),
+        requests(12).swap_remove(2),
+        constrained("(a|b)abababababab(a|b)*", 2, SpeculationMode::Auto),
+        constrained("(a|b){12}", 3, SpeculationMode::Auto),
+    ];
+    let expected = run(&by_host, requests.clone()).await;
+    assert_same(&run(&by_device, requests).await, &expected);
+    assert!(expected.iter().all(|(tokens, end)| !tokens.is_empty() && end.is_ok()), "{expected:?}");
 }
 
 #[tokio::test]

@@ -9,6 +9,7 @@
 #![forbid(unsafe_code)]
 
 mod compiler;
+mod mask_thread;
 mod matcher;
 mod vocabulary;
 
@@ -18,5 +19,6 @@ mod source;
 
 pub use compiler::{GrammarCompiler, GrammarLimits};
 pub use error::GrammarError;
+pub use mask_thread::{MaskThread, Masked, NoMasks};
 pub use matcher::{TokenMask, TokenMatcher};
 pub use vocabulary::{TextEncoder, Vocabulary, VocabularyToken};

@@ -39,6 +39,18 @@ impl TokenMask {
         self.allowed.to_list()
     }
 
+    /// Writes a bit for each token, `t % 32` of word `t / 32`, of a vocabulary that may be longer.
+    pub fn write_bits(&self, words: &mut [u32]) {
+        words.fill(0);
+        for (word, own) in words.iter_mut().zip(self.allowed.as_slice()) {
+            *word = *own;
+        }
+        // Bits beyond the vocabulary say nothing.
+        if let Some(last) = words.get_mut(self.allowed.len() / 32) {
+            *last &= (1 << (self.allowed.len() % 32)) - 1;
+        }
+    }
+
     /// Sets the logits of all other tokens to minus infinity. The row may be longer than the vocabulary.
     pub fn apply_to(&self, logits: &mut [f32]) {
         let words = self.allowed.as_slice();

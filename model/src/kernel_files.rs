@@ -21,6 +21,7 @@ pub const KERNEL_FILES: KernelFiles = files![
     "attention_prefill.cu",
     "attention_tiles.cuh",
     "attention_wgmma.cu",
+    "blend.cu",
     "blocks.cu",
     "checksum.cu",
     "codes.cu",

@@ -14,48 +14,39 @@ import json
 import random
 import re
 import statistics
-import subprocess
+import sys
 import tempfile
 import time
+import urllib.error
 import urllib.request
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "tests/planning"))
+from live import Cluster  # noqa: E402
 
 WORDS = ("the old house near river keeps a red key and blue lamp under green stone table teacher garden paper road "
          "winter letter open first small market").split()
 
 
 class Server:
-    """`baton up` with one prefill and one decode worker, ended when the program ends."""
+    """`baton up` with one prefill and one decode worker."""
 
-    def __init__(self, baton: str, model: str, flags: list[str]):
-        self.log = tempfile.NamedTemporaryFile("w+", suffix=".log")
-        command = [baton, "up", model, "--port", "0", "--prefill", "1", "--decode", "1", "--blend", "auto", *flags]
-        self.process = subprocess.Popen(command, stdout=self.log, stderr=subprocess.STDOUT)
-        self.base = f"http://{self.wait_for(r'(127.0.0.1:[1-9][0-9]*)', 30)}"
-        deadline = time.monotonic() + 120
-        while time.monotonic() < deadline:
-            try:
-                if urllib.request.urlopen(self.base + "/readyz", timeout=5).status == 200:
-                    return
-            except OSError:
-                time.sleep(0.2)
-        raise SystemExit("not ready: " + self.text()[-2000:])
+    def __init__(self, cluster: Cluster, model: str, flags: list[str]):
+        self.log = cluster.logs / "0.log"
+        self.base = cluster.start("up", model, "--port", "PORT", "--prefill", 1, "--decode", 1, "--blend", "auto", *flags)
+        cluster.workers(self.base, 2)
 
     def text(self) -> str:
-        with open(self.log.name) as file:
-            return file.read()
-
-    def wait_for(self, pattern: str, seconds: float) -> str:
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            if found := re.search(pattern, self.text()):
-                return found.group(1)
-            time.sleep(0.1)
-        raise SystemExit(f"{pattern} was not logged: " + self.text()[-2000:])
+        return re.sub(r"\x1b\[[0-9;]*m", "", self.log.read_text())
 
     def post(self, path: str, body: dict):
         data = json.dumps(body).encode()
         headers = {"content-type": "application/json"}
-        return urllib.request.urlopen(urllib.request.Request(self.base + path, data, headers), timeout=600)
+        try:
+            return urllib.request.urlopen(urllib.request.Request(self.base + path, data, headers), timeout=600)
+        except urllib.error.HTTPError as error:
+            sys.exit(f"{error}: {error.read().decode()}\n{self.text()[-3000:]}")
 
     def chat(self, documents: list[str], blend, salt: str = "") -> dict:
         """Seconds to the first chunk with text or an end, and the counts of the prompt's tokens."""
@@ -73,10 +64,6 @@ class Server:
                     usage = event.get("usage") or usage
                     timing = event.get("timing") or {}
         return {"seconds": first, **usage, "timing": timing}
-
-    def end(self):
-        self.process.terminate()
-        self.process.wait(60)
 
 
 def document(server: Server, seed: int, num_tokens: int) -> str:
@@ -98,28 +85,31 @@ def main():
     parser.add_argument("--ratio", type=float, help="instead of the calibrated one")
     parser.add_argument("--flags", default="", help="more flags of baton up")
     args = parser.parse_args()
-    server = Server(args.baton, args.model, args.flags.split())
-    try:
-        run(server, args)
-    finally:
-        server.end()
+    args.nice = 0
+    with tempfile.TemporaryDirectory() as folder:
+        cluster = Cluster(args, Path(folder))
+        try:
+            # With a ratio of one's own nothing is calibrated or audited beside what is measured.
+            own = ["--blend-max-kl", "1e9", "--blend-audit", "0"] if args.ratio is not None else []
+            run(Server(cluster, args.model, [*own, *args.flags.split()]), args)
+        finally:
+            cluster.stop()
 
 
 def run(server: Server, args):
     blend = args.ratio if args.ratio is not None else "auto"
-    if args.ratio is None:
-        for nth in range(100):
-            short = [document(server, 100 + 10 * nth + idx, 40) for idx in range(4)]
-            server.chat(short, "auto")
-            if "blended from now on" in server.text():
-                break
-            time.sleep(1)
-        ratio = re.sub(r"\x1b\[[0-9;]*m", "", server.wait_for(r"blended from now on.*?(ratio\S*=\S*[0-9.]+)", 300))
-        print("calibrated:", ratio, flush=True)
+    for nth in range(100):
+        short = [document(server, 100 + 10 * nth + idx, 40) for idx in range(4)]
+        server.chat(short, blend)
+        if "blended from now on" in server.text():
+            break
+        time.sleep(1)
+    ratio = re.search(r"blended from now on.*?(ratio\S*=\S*[0-9.]+)", server.text())
+    print("calibrated:", ratio.group(1) if ratio else sys.exit("not calibrated"), flush=True)
     documents = [document(server, idx, args.tokens) for idx in range(args.documents)]
     times = {"full": [], "blended": []}
     show = lambda name, answer: print(
-        f"{name:8} {answer['seconds']:8.2f} s, {answer['prompt_tokens']} tokens, {answer['prompt_tokens_details']}", flush=True)
+        f"{name:8} {1000 * answer['seconds']:8.1f} ms, {answer['prompt_tokens']} tokens, {answer['prompt_tokens_details']}, {answer['timing']}", flush=True)
     show("new", server.chat(documents, blend))
     for turn in range(args.turns):
         for name, how, salt in [("full", "off", str(turn)), ("blended", blend, "")]:

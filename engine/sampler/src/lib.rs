@@ -195,7 +195,8 @@ fn sampling_at<'a>(
         counts,
         logit_bias: Cow::Borrowed(&params.logit_bias),
         masked: Cow::Borrowed(if must_not_stop { &params.stop_token_ids } else { &[] }),
-        on_host: params.grammar.is_some(),
+        on_host: false,
+        is_masked: params.grammar.is_some(),
         logprobs: params.logprobs,
     }
 }

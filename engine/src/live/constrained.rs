@@ -1,11 +1,14 @@
 //! The part of the live requests that have a grammar: their drafts and the masks of a step.
 
+use std::iter;
+
 use baton_request::SpeculationMode;
 
 use super::LiveRequests;
 use crate::{
     events::EngineError,
-    plan::StepPlan,
+    plan::{Chunk, StepPlan},
+    sequence::SequenceId,
     step_time::{StepTime, TOKEN_GUESS},
 };
 
@@ -17,10 +20,7 @@ impl LiveRequests {
     /// so it is verified like every draft, and is as long as pays by what steps take. Returns whether there is such a draft.
     pub(crate) fn draft_forced(&mut self, plan: &StepPlan) -> bool {
         let mut has_drafts = false;
-        // Of one more token for each sequence, in steps. To find the text costs none.
-        let num_decodes = plan.num_decodes();
-        let share = |step: StepTime| num_decodes as f64 * step.per_token / step.of(num_decodes);
-        let cost = self.scheduler.step_time().map_or(TOKEN_GUESS, share);
+        let cost = self.cost_of_forced(plan);
         for chunk in plan.chunks.iter().filter(|chunk| chunk.wants_token && chunk.num_tokens == 1) {
             let live = self.requests.get_mut(&chunk.id).expect("planned sequences live");
             live.has_forced_draft = false;
@@ -61,7 +61,7 @@ impl LiveRequests {
             let live = self.requests.get_mut(&chunk.id).expect("planned sequences live");
             if let Some(constraint) = &mut live.constraint {
                 let sequence = self.scheduler.sequence(chunk.id).expect("planned sequences run");
-                self.masks.begin(chunk.id, constraint, sequence.draft())?;
+                self.masks.begin(chunk.id, constraint.lend(), sequence.draft())?;
             }
         }
         Ok(())
@@ -73,10 +73,70 @@ impl LiveRequests {
     /// As [`begin_masks`](Self::begin_masks).
     pub(crate) fn collect_masks(&mut self) -> Result<(), EngineError> {
         let requests = &mut self.requests;
-        self.masks.collect(|id, constraint| {
-            if let Some(live) = requests.get_mut(&id) {
-                live.constraint = Some(Box::new(constraint));
+        self.masks.collect(|masked| {
+            if let Some(live) = requests.get_mut(&masked.key) {
+                live.constraint = Some(Box::new(masked.into()));
             }
+        })?;
+        Ok(())
+    }
+
+    /// The sequences of a plan's rows with masks, once for each row.
+    pub(crate) fn masked(&self, plan: &StepPlan) -> Vec<SequenceId> {
+        let is_masked = |chunk: &&Chunk| chunk.wants_token && self.requests[&chunk.id].constraint.is_some();
+        let rows = |chunk: &Chunk| iter::repeat_n(chunk.id, chunk.num_rows() - chunk.num_scored);
+        plan.chunks.iter().filter(is_masked).flat_map(rows).collect()
+    }
+
+    /// Begins to compute the masks of a step ahead, now that the tokens before it are known.
+    ///
+    /// # Errors
+    /// As [`begin_masks`](Self::begin_masks).
+    pub(crate) fn begin_masks_ahead(&mut self, masked: &[SequenceId]) -> Result<(), EngineError> {
+        for &id in masked {
+            // Others have ended meanwhile.
+            if let Some(constraint) = self.requests.get_mut(&id).and_then(|live| live.constraint.as_mut()) {
+                self.masks.begin(id, constraint.lend(), &[])?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The bits of the masks of rows, `[rows][vocab_size.div_ceil(32)]`. All are 0 where no token is read: the sequence has ended, or its
+    /// mask is an error.
+    pub(crate) fn mask_bits(&self, masked: &[SequenceId], vocab_size: usize) -> Vec<u32> {
+        let num_words = vocab_size.div_ceil(32);
+        let mut bits = vec![0; masked.len() * num_words];
+        let mut rows = bits.chunks_exact_mut(num_words);
+        for rows_of_one in masked.chunk_by(|a, b| a == b) {
+            let constraint = self.requests.get(&rows_of_one[0]).and_then(|live| live.constraint.as_ref());
+            for (row_idx, row) in rows.by_ref().take(rows_of_one.len()).enumerate() {
+                if let Some(Ok(mask)) = constraint.map(|constraint| constraint.mask(row_idx)) {
+                    mask.write_bits(row);
+                }
+            }
+        }
+        bits
+    }
+
+    /// Whether text is forced after the known tokens of a plan's sequence, and the next plan would draft it. The first of its
+    /// tokens is already being computed.
+    pub(crate) fn awaits_draft(&mut self, plan: &StepPlan) -> bool {
+        let cost = self.cost_of_forced(plan);
+        plan.chunks.iter().any(|chunk| {
+            let Some(live) = self.requests.get_mut(&chunk.id) else { return false };
+            let Some(sequence) = self.scheduler.sequence(chunk.id) else { return false };
+            let max = sequence.max_num_drafts().min(MAX_FORCED);
+            live.request.speculation != SpeculationMode::Off
+                && !live.forced_length.is_resting(max, cost, 0.0)
+                && live.constraint.as_mut().is_some_and(|constraint| constraint.forced(2).len() == 2)
         })
+    }
+
+    /// What a forced token costs beside the plan's other tokens, in steps. To find the text costs none.
+    fn cost_of_forced(&self, plan: &StepPlan) -> f64 {
+        let num_decodes = plan.num_decodes();
+        let share = |step: StepTime| num_decodes as f64 * step.per_token / step.of(num_decodes);
+        self.scheduler.step_time().map_or(TOKEN_GUESS, share)
     }
 }

@@ -266,8 +266,24 @@ impl SamplingExecutor for FakeSamplingExecutor {
         Ok(samplings.iter().all(samples))
     }
 
+    fn mask(&mut self, masks: &[u32]) -> Result<(), ExecuteError> {
+        let vocab_size = self.vocab_size();
+        let step = self.launched.back_mut().expect("a step is under way");
+        let masked = step.samplings.iter_mut().filter(|sampling| sampling.is_masked);
+        let mut masks = masks.chunks_exact(vocab_size.div_ceil(32));
+        for sampling in masked {
+            let mask = masks.next().expect("a mask for each masked row");
+            let is_refused = |token: &u32| mask[*token as usize / 32] >> (token % 32) & 1 == 0;
+            sampling.masked.to_mut().extend((0..vocab_size as u32).filter(is_refused));
+            sampling.is_masked = false;
+        }
+        assert!(masks.next().is_none(), "a mask for each masked row");
+        Ok(())
+    }
+
     fn collect(&mut self, on_layer: &mut dyn FnMut(usize)) -> Result<Vec<SampledRow<'_>>, ExecuteError> {
         let mut step = self.launched.pop_front().expect("a step is under way");
+        assert!(step.samplings.iter().all(|sampling| !sampling.is_masked), "masks come before the tokens");
         for (idx, &row_idx) in step.follows.iter().enumerate() {
             let sampled = self.sampled[row_idx].as_ref().expect("all rows of the step before were sampled");
             // After invalid logits the token does not matter.

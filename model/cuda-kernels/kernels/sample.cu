@@ -147,6 +147,7 @@ struct SampleRows {
     const sampling::TokenCount* counts;
     const sampling::TokenBias* biases;
     const u32* stops;
+    const u32* masks;
     float* saved;
     // [rows]. INVALID for an unusable row.
     u32* tokens;
@@ -170,9 +171,9 @@ KERNEL(sample_rows, SampleRows, SAMPLE_THREADS) {
     DYNAMIC_SHARED(segments);
     const u64 row_idx = blockIdx.x;
     const Row row = p.rows[row_idx];
-    const Lists lists = {p.counts, p.biases, p.stops, p.saved};
+    const Lists lists = {p.counts, p.biases, p.stops, p.masks, p.saved};
     float* logits = p.logits + row_idx * p.vocab;
-    bool is_changed = row.num_counts + row.num_biases + row.num_stops > 0;
+    bool is_changed = row.num_counts + row.num_biases + row.num_stops + row.mask > 0;
     bool wants_logprobs = row.num_top != NO_LOGPROBS;
     if (threadIdx.x == 0) shared.is_invalid = 0;
     __syncthreads();
@@ -187,7 +188,7 @@ KERNEL(sample_rows, SampleRows, SAMPLE_THREADS) {
     }
     if (is_changed) {
         __syncthreads();
-        change(shared, row, lists, logits);
+        change(shared, row, lists, logits, p.vocab);
         find_largest(shared, logits, p.vocab, max, likeliest);
     }
     u32 id = INVALID;

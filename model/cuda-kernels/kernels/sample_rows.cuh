@@ -42,13 +42,16 @@ struct Row {
     // Number of likeliest tokens whose log-probabilities are wanted, besides the sampled token. NO_LOGPROBS: none at
     // all.
     u32 num_top;
-    u32 padding;
+    // One more than the row's place in the masks. 0: every token may come.
+    u32 mask;
 };
 
 struct Lists {
     const TokenCount* counts;
     const TokenBias* biases;
     const u32* stops;
+    // [masked rows][(vocab + 31) / 32]: a bit for each token that may come.
+    const u32* masks;
     float* saved;
 };
 
@@ -146,7 +149,7 @@ __device__ __forceinline__ float bounded(float logit, float before) {
     return min_of(max_of(logit, LOWEST), -LOWEST);
 }
 
-__device__ __noinline__ void change(Shared& shared, const Row& row, const Lists& lists, float* logits) {
+__device__ __noinline__ void change(Shared& shared, const Row& row, const Lists& lists, float* logits, u32 vocab) {
     auto check = [&](float logit) {
         if (!(logit < SAMPLE_INFINITY)) shared.is_invalid = 1;
     };
@@ -176,6 +179,27 @@ __device__ __noinline__ void change(Shared& shared, const Row& row, const Lists&
         u32 token = lists.stops[row.first_stop + i];
         check(logits[token]);
         logits[token] = -SAMPLE_INFINITY;
+    }
+    __syncthreads();
+    if (row.mask == 0) return;
+    u32 num_words = (vocab + 31) / 32, lane = threadIdx.x % WARP;
+    const u32* mask = lists.masks + u64(row.mask - 1) * num_words;
+    for (u32 start = threadIdx.x / WARP * SEGMENT; start < vocab; start += NUM_WARPS * SEGMENT) {
+        u32 word_idx = start / 32 + lane;
+        u32 word = lane < LOADS && word_idx < num_words ? mask[word_idx] : 0;
+        float here[LOADS];
+#pragma unroll
+        for (u32 k = 0; k < LOADS; ++k) {
+            u32 id = start + k * WARP + lane;
+            here[k] = id < vocab ? logits[id] : 0.0f;
+        }
+#pragma unroll
+        for (u32 k = 0; k < LOADS; ++k) {
+            u32 id = start + k * WARP + lane;
+            bool may_come = shuffle(word, k) >> lane & 1;
+            check(here[k]);
+            if (!may_come && id < vocab) logits[id] = -SAMPLE_INFINITY;
+        }
     }
     __syncthreads();
 }

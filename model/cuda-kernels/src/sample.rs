@@ -56,7 +56,8 @@ pub struct RowSampling {
     /// Number of likeliest tokens whose log-probabilities are wanted, at most [`SampleRows::max_top`].
     /// [`NO_LOGPROBS`]: not even that of the sampled token.
     pub num_top: u32,
-    pub padding: u32,
+    /// One more than the row's place in [`SampleRows::masks`]. 0: every token may come.
+    pub mask: u32,
 }
 
 // SAFETY: numbers without padding. All zero bits are valid.
@@ -104,6 +105,8 @@ pub struct SampleRows {
     pub biases: Address,
     /// Token ids. Rows may share ranges.
     pub stops: Address,
+    /// `[masked rows][vocab.div_ceil(32)]`, u32: a bit for each token that may come.
+    pub masks: Address,
     /// f32, scratch.
     pub saved: Address,
     /// `[rows]`, output: token ids, decoded by [`RowOutcome::read`].

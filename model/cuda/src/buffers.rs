@@ -134,8 +134,12 @@ impl Buffers {
         let of_rope = spec.ropes.iter().map(|rope| device.allocate(rows * rope.rotary_dim * 4));
         let cos_sin = of_rope.collect::<Result<_, CudaError>>()?;
         let [results, saved] = SamplingInputs::buffer_bytes(rows);
-        let samplings =
-            SamplingBuffers { results: device.allocate(results)?, saved: device.allocate(saved)? };
+        let samplings = SamplingBuffers {
+            results: device.allocate(results)?,
+            saved: device.allocate(saved)?,
+            masks: device.allocate(logit_rows * spec.vocab_size.div_ceil(32) * 4)?,
+            max_masked: logit_rows,
+        };
         Ok(Buffers {
             inputs: device.allocate(Inputs::max_bytes(limits, shape) + SamplingInputs::max_bytes(rows))?,
             block_tables: device.allocate(tables.size_bytes())?,

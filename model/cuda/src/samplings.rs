@@ -24,6 +24,9 @@ pub struct SamplingBuffers {
     pub results: Address,
     /// Scratch.
     pub saved: Address,
+    /// Of up to `max_masked` rows.
+    pub masks: Address,
+    pub max_masked: usize,
 }
 
 /// The samplings of one step.
@@ -34,6 +37,7 @@ pub struct SamplingInputs {
     biases: Vec<u32>,
     stops: Vec<u32>,
     num_saved: usize,
+    num_masked: usize,
     /// The wanted result of each row.
     wanted: Vec<Wanted>,
 }
@@ -73,14 +77,20 @@ impl SamplingInputs {
 
     /// Fills the inputs with `samplings`. Returns the layout of the results. In a step that follows another step in
     /// flight, each count list has a free entry for the token that the other step samples.
-    pub fn fill(&mut self, samplings: &[TokenSampling<'_>], is_following: bool) -> Results {
-        let SamplingInputs { rows, counts, biases, stops, num_saved, wanted } = self;
+    /// The first `max_masked` masked rows have room for their masks.
+    pub fn fill(
+        &mut self,
+        samplings: &[TokenSampling<'_>],
+        is_following: bool,
+        max_masked: usize,
+    ) -> Results {
+        let SamplingInputs { rows, counts, biases, stops, num_saved, num_masked, wanted } = self;
         rows.clear();
         counts.clear();
         biases.clear();
         stops.clear();
         wanted.clear();
-        *num_saved = 0;
+        (*num_saved, *num_masked) = (0, 0);
         for sampling in samplings {
             let is_spare = is_following && !sampling.counts.is_empty();
             let num_counts = sampling.counts.len() + usize::from(is_spare);
@@ -88,6 +98,8 @@ impl SamplingInputs {
             let has_room = counts.len() + biases.len() + stops.len() + num_listed <= MAX_LISTED;
             let num_top = sampling.logprobs.map(|num_top| num_top as usize);
             let are_distinct = sampling.logit_bias.is_sorted_by(|a, b| a.0 < b.0);
+            *num_masked += usize::from(sampling.is_masked);
+            let has_room = has_room && !(sampling.is_masked && *num_masked > max_masked);
             if sampling.on_host || !has_room || !are_distinct || num_top > Some(MAX_TOP) {
                 wanted.push(Wanted::Logits);
                 rows.push(bytemuck::Zeroable::zeroed());
@@ -111,7 +123,7 @@ impl SamplingInputs {
                 top_k: sampling.top_k,
                 top_p: sampling.top_p,
                 num_top: num_top.map_or(NO_LOGPROBS, |num_top| num_top as u32),
-                padding: 0,
+                mask: if sampling.is_masked { *num_masked as u32 } else { 0 },
             });
             counts.extend(sampling.counts.iter().flat_map(|count| [count.token, count.num_output]));
             if is_spare {
@@ -132,6 +144,11 @@ impl SamplingInputs {
             biases: inputs.append(&self.biases),
             stops: inputs.append(&self.stops),
         }
+    }
+
+    /// Rows whose masks are given before they are sampled.
+    pub fn num_masked(&self) -> usize {
+        self.num_masked
     }
 
     /// Whether any row has a list of counts.
@@ -175,6 +192,7 @@ impl SamplingInputs {
             counts: base.offset_by(parts.counts),
             biases: base.offset_by(parts.biases),
             stops: base.offset_by(parts.stops),
+            masks: buffers.masks,
             saved: buffers.saved,
             tokens: result(0, 4),
             logprobs: result(at.logprobs, 4),

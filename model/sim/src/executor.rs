@@ -196,13 +196,19 @@ impl SamplingExecutor for SimExecutor {
             unsafe {
                 self.write(sequence, storage, |hash| {
                     let sampling = &samplings[rows.len()];
-                    let is_restricted = !(sampling.masked.is_empty() && sampling.logit_bias.is_empty());
+                    let is_restricted =
+                        sampling.is_masked || !(sampling.masked.is_empty() && sampling.logit_bias.is_empty());
                     rows.push((hash, sampling.on_host || sampling.logprobs.is_some() || is_restricted));
                 });
             }
         }
         self.launched = Some(rows);
         Ok(false)
+    }
+
+    fn mask(&mut self, _: &[u32]) -> Result<(), ExecuteError> {
+        // The host samples such rows.
+        Ok(())
     }
 
     fn collect(&mut self, on_layer: &mut dyn FnMut(usize)) -> Result<Vec<SampledRow<'_>>, ExecuteError> {

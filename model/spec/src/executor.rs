@@ -109,6 +109,18 @@ pub trait SamplingExecutor {
         on_layer: &mut dyn FnMut(usize),
     ) -> Result<bool, ExecuteError>;
 
+    /// Gives the masks of the newest launched step: of each row whose sampling [is masked](TokenSampling::is_masked), in the order of
+    /// the rows, `[rows][vocab_size.div_ceil(32)]`. Bit `t % 32` of word `t / 32` says whether token `t` may come. The step samples only then, so its
+    /// masks may be computed while it is. A step with such rows gets them once, before another one is launched and before it is
+    /// collected.
+    ///
+    /// # Errors
+    /// When the device fails.
+    ///
+    /// # Panics
+    /// When the step has another number of such rows.
+    fn mask(&mut self, masks: &[u32]) -> Result<(), ExecuteError>;
+
     /// Waits for the oldest launched step and returns the result for each of its requested rows. Calls `on_layer` for
     /// the layers that `launch` has not reported.
     ///
@@ -116,7 +128,7 @@ pub trait SamplingExecutor {
     /// When the device fails.
     ///
     /// # Panics
-    /// When no step was launched.
+    /// When no step was launched, or it lacks masks.
     fn collect(&mut self, on_layer: &mut dyn FnMut(usize)) -> Result<Vec<SampledRow<'_>>, ExecuteError>;
 }
 

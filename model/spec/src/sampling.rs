@@ -29,8 +29,10 @@ pub struct TokenSampling<'a> {
     pub logit_bias: Cow<'a, [(u32, f32)]>,
     /// Tokens that cannot be sampled.
     pub masked: Cow<'a, [u32]>,
-    /// The host samples, because a grammar restricts the token: a device returns the row.
+    /// The host reads the row: a device returns it.
     pub on_host: bool,
+    /// A mask restricts the token; see [`SamplingExecutor::mask`](crate::SamplingExecutor::mask).
+    pub is_masked: bool,
     /// The number of most likely tokens whose log-probabilities are returned, at most 20; `None` returns none at all.
     pub logprobs: Option<u32>,
 }
@@ -93,6 +95,7 @@ impl Default for TokenSampling<'_> {
             logit_bias: Cow::Borrowed(&[]),
             masked: Cow::Borrowed(&[]),
             on_host: false,
+            is_masked: false,
             logprobs: None,
         }
     }

@@ -13,6 +13,8 @@ struct Case {
     counts: Vec<TokenCount>,
     biases: Vec<BiasedToken>,
     stops: Vec<u32>,
+    /// A bit for each token that may come. Empty: all may.
+    mask: Vec<u32>,
     row: RowSampling,
 }
 
@@ -66,9 +68,9 @@ impl Case {
             top_k: 0,
             top_p: 1.0,
             num_top: NO_LOGPROBS,
-            padding: 0,
+            mask: 0,
         };
-        Case { logits, counts: vec![], biases: vec![], stops: vec![], row }
+        Case { logits, counts: vec![], biases: vec![], stops: vec![], mask: vec![], row }
     }
 
     fn with(mut self, change: impl FnOnce(&mut RowSampling)) -> Case {
@@ -87,6 +89,7 @@ fn run(cases: &[Case], is_narrow: bool) -> Vec<Result> {
     let vocab = cases[0].logits.len();
     let max_top = 20;
     let (mut rows, mut counts, mut biases, mut stops, mut num_saved) = (vec![], vec![], vec![], vec![], 0);
+    let (mut masks, num_words): (Vec<u32>, usize) = (vec![], vocab.div_ceil(32));
     for case in cases {
         rows.push(RowSampling {
             first_count: counts.len() as u32,
@@ -95,12 +98,14 @@ fn run(cases: &[Case], is_narrow: bool) -> Vec<Result> {
             num_biases: case.biases.len() as u32,
             first_stop: stops.len() as u32,
             num_stops: case.stops.len() as u32,
+            mask: if case.mask.is_empty() { 0 } else { (masks.len() / num_words + 1) as u32 },
             first_saved: num_saved as u32,
             ..case.row
         });
         counts.extend_from_slice(&case.counts);
         biases.extend_from_slice(&case.biases);
         stops.extend_from_slice(&case.stops);
+        masks.extend_from_slice(&case.mask);
         num_saved += case.counts.len() + case.biases.len();
     }
     let logits: Vec<f32> = cases.iter().flat_map(|case| case.logits.iter().copied()).collect();
@@ -111,6 +116,7 @@ fn run(cases: &[Case], is_narrow: bool) -> Vec<Result> {
         counts: emulator.buffer(&bytes(&counts)),
         biases: emulator.buffer(&bytes(&biases)),
         stops: emulator.buffer(&bytes(&stops)),
+        masks: emulator.buffer(&bytes(&masks)),
         saved: emulator.poisoned(num_saved * 4),
         tokens: emulator.poisoned(rows.len() * 4),
         logprobs: emulator.poisoned(rows.len() * 4),
@@ -166,6 +172,11 @@ fn reference(case: &Case) -> RowOutcome {
         *logit = (*logit + biased.bias).clamp(f32::MIN, f32::MAX);
     }
     case.stops.iter().for_each(|&token| logits[token as usize] = f32::NEG_INFINITY);
+    for (token, logit) in logits.iter_mut().enumerate().filter(|_| !case.mask.is_empty()) {
+        if case.mask[token / 32] >> (token % 32) & 1 == 0 {
+            *logit = f32::NEG_INFINITY;
+        }
+    }
     let Some((likeliest, max)) = largest(&logits) else { return RowOutcome::InvalidLogits };
     if row.temperature == 0.0 || row.top_k == 1 {
         return RowOutcome::Token(likeliest);
@@ -288,6 +299,11 @@ fn cases(vocab: usize) -> Vec<Case> {
                 row.lowest_scaled = lowest_scaled(min_p);
                 row.num_top = [NO_LOGPROBS, 0, 3, NO_LOGPROBS, (vocab as u32).min(20)][way % 5];
             });
+            if (way + row_idx) % 3 == 2 {
+                // Half of the tokens, none of a word, and all of a word.
+                let word = |idx: usize| [0xa5c3_96f0, 0, u32::MAX][idx % 3];
+                case.mask = (0..vocab.div_ceil(32)).map(word).collect();
+            }
             if (way + row_idx) % 2 == 1 {
                 let token = |idx: usize| (idx * 7 % vocab) as u32;
                 let num = vocab.min(12);

@@ -1,6 +1,7 @@
 //! Samples on the device, asynchronously. `launch` queues a step with its sampling and returns, so that the host can
 //! do other work and even launch the next step while the device computes. The next step takes the sampled tokens from
-//! the device's memory.
+//! the device's memory. Where masks restrict tokens, the sampling is queued when they are given, which may be
+//! while the step is computed.
 
 use baton_cuda::CudaError;
 use baton_cuda_kernels::device::{KernelDevice, NUM_RETURNS};
@@ -12,6 +13,7 @@ use baton_model_spec::{
 
 use super::device_executor::{DeviceExecutor, of_rank};
 use super::launched::{Collected, Launched};
+use crate::samplings::SamplingBuffers;
 
 impl<D: KernelDevice + 'static> SamplingExecutor for DeviceExecutor<D> {
     unsafe fn launch(
@@ -25,6 +27,10 @@ impl<D: KernelDevice + 'static> SamplingExecutor for DeviceExecutor<D> {
         // SAFETY: the caller has the same duties.
         let launched = unsafe { SamplingRank::launch(self, batch, samplings, follows, storage, on_layer) };
         launched.map_err(|error| self.failed(error))
+    }
+
+    fn mask(&mut self, masks: &[u32]) -> Result<(), ExecuteError> {
+        SamplingRank::mask(self, masks).map_err(|error| self.failed(error))
     }
 
     fn collect(&mut self, on_layer: &mut dyn FnMut(usize)) -> Result<Vec<SampledRow<'_>>, ExecuteError> {
@@ -52,9 +58,23 @@ impl<D: KernelDevice + 'static> SamplingRank for DeviceExecutor<D> {
         self.begin(samplings, follows, on_layer).map_err(of_rank)
     }
 
+    fn mask(&mut self, masks: &[u32]) -> Result<(), RankError> {
+        let SamplingBuffers { masks: at, max_masked, .. } = self.buffers.samplings;
+        let num_words = self.part.spec().vocab_size.div_ceil(32);
+        assert_eq!(masks.len(), self.samplings.num_masked() * num_words, "a mask for each masked row");
+        if self.launched.back().is_none_or(|newest| newest.unsampled.is_none()) {
+            return Ok(());
+        }
+        let masks = &masks[..masks.len().min(max_masked * num_words)];
+        // SAFETY: there is room for this many masks. Kernels that read those of the step before are queued.
+        unsafe { self.device.upload(at, bytemuck::cast_slice(masks)) }.map_err(of_rank)?;
+        self.sample().map_err(of_rank)
+    }
+
     fn collect(&mut self, on_layer: &mut dyn FnMut(usize)) -> Result<(), RankError> {
-        let Launched { place, results, reported, .. } =
+        let Launched { place, results, reported, unsampled, .. } =
             self.launched.pop_front().expect("a step is in flight");
+        assert!(unsampled.is_none(), "a step without its masks");
         if reported.is_marked {
             self.report(reported, on_layer).map_err(of_rank)?;
         }
@@ -77,7 +97,7 @@ impl<D: KernelDevice + 'static> SamplingRank for DeviceExecutor<D> {
 impl<D: KernelDevice> DeviceExecutor<D> {
     /// Samples from the first row of logits, whatever it holds.
     pub fn warm_up_sampling(&mut self) -> Result<(), CudaError> {
-        let results = self.samplings.fill(&[TokenSampling::default()], true);
+        let results = self.samplings.fill(&[TokenSampling::default()], true, 0);
         let parts = self.samplings.append_to(&mut self.inputs);
         let sources = self.inputs.append(&[0]);
         self.upload()?;
@@ -115,7 +135,7 @@ impl<D: KernelDevice> DeviceExecutor<D> {
         }
     }
 
-    /// Queues a step and the sampling of its wanted rows, which the first rank does.
+    /// Queues a step, and the sampling of its wanted rows unless masks are to come.
     fn begin(
         &mut self,
         samplings: &[TokenSampling<'_>],
@@ -123,7 +143,11 @@ impl<D: KernelDevice> DeviceExecutor<D> {
         on_layer: &mut dyn FnMut(usize),
     ) -> Result<bool, CudaError> {
         let is_first = self.part.rank().is_first();
-        let results = self.samplings.fill(if is_first { samplings } else { &[] }, !follows.is_empty());
+        // Other ranks do not wait for masks, and more rows meet once more. The host samples them.
+        let is_in_one = samplings.len() <= self.buffers.logit_rows;
+        let max_masked = if is_in_one { self.buffers.samplings.max_masked } else { 0 };
+        let sampled_here = if is_first { samplings } else { &[] };
+        let results = self.samplings.fill(sampled_here, !follows.is_empty(), max_masked);
         let parts = self.samplings.append_to(&mut self.inputs);
         let sources = (!follows.is_empty()).then(|| self.inputs.append_sources(follows));
         self.upload()?;
@@ -139,15 +163,30 @@ impl<D: KernelDevice> DeviceExecutor<D> {
             }
         }
         let reported = self.forward(on_layer)?;
-        let place = self.next_place;
-        let vocab_size = self.part.spec().vocab_size;
-        let mut left = std::mem::take(&mut self.logits[place]);
+        let samples_all = results.left().next().is_none();
+        let (place, num_sampled) = (self.next_place, samplings.len());
+        self.next_place = (place + 1) % NUM_RETURNS;
+        self.launched.push_back(Launched { place, results, unsampled: Some(parts), num_sampled, reported });
+        if self.samplings.num_masked() == 0 || max_masked == 0 {
+            self.sample()?;
+        }
+        Ok(samples_all)
+    }
+
+    /// Queues the sampling of the newest step, which the first rank does.
+    fn sample(&mut self) -> Result<(), CudaError> {
+        let is_first = self.part.rank().is_first();
+        let (base, vocab_size) = (self.buffers.inputs, self.part.spec().vocab_size);
+        let mut launched = self.launched.pop_back().expect("a step is in flight");
+        let Launched { place, results, unsampled, num_sampled, .. } = &mut launched;
+        let parts = unsampled.take().expect("sampled once");
+        let mut left = std::mem::take(&mut self.logits[*place]);
         left.clear();
         let sampling_inputs = std::mem::take(&mut self.samplings);
         let (device, pass) = self.pass();
         let logits = pass.buffers.logits;
-        for first in (0..samplings.len()).step_by(pass.buffers.logit_rows) {
-            let num_rows = pass.buffers.logit_rows.min(samplings.len() - first);
+        for first in (0..*num_sampled).step_by(pass.buffers.logit_rows) {
+            let num_rows = pass.buffers.logit_rows.min(*num_sampled - first);
             if first > 0 {
                 pass.logits(device, first, num_rows)?;
             }
@@ -168,11 +207,9 @@ impl<D: KernelDevice> DeviceExecutor<D> {
             unsafe { device.launch(&kernel) }?;
         }
         // SAFETY: the kernel writes these bytes. Bytes of rows without log-probabilities are not read.
-        unsafe { device.send_back(pass.buffers.samplings.results, results.num_bytes(), place) }?;
-        (self.samplings, self.logits[place]) = (sampling_inputs, left);
-        self.next_place = (place + 1) % NUM_RETURNS;
-        let samples_all = results.left().next().is_none();
-        self.launched.push_back(Launched { place, results, num_sampled: samplings.len(), reported });
-        Ok(samples_all)
+        unsafe { device.send_back(pass.buffers.samplings.results, results.num_bytes(), *place) }?;
+        (self.samplings, self.logits[*place]) = (sampling_inputs, left);
+        self.launched.push_back(launched);
+        Ok(())
     }
 }

@@ -88,7 +88,7 @@ fn tokens_match_the_logits() {
     let many: Vec<_> = (0..600_000).map(|_| 7).collect();
     (samplings[2].logit_bias, samplings[10].logprobs) = (twice[..].into(), Some(21));
     (samplings[3].masked, samplings[9].masked) = (many[..].into(), many[..].into());
-    // A row with a grammar, which the host samples.
+    // A row that the host reads.
     samplings[4].on_host = true;
     assert!(!launch(&mut machine, &[sequence], &samplings, &[]));
     for (row_idx, (answer, logits)) in collect(&mut machine).iter().zip(&logits).enumerate() {
@@ -96,6 +96,34 @@ fn tokens_match_the_logits() {
         assert_eq!(matches!(answer, SampledRow::Logits(row) if *row == logits), is_left, "row {row_idx}");
         assert_eq!(matches!(answer, SampledRow::Sampled(Ok(_))), !is_left, "row {row_idx}: {answer:?}");
     }
+    // The likeliest token of row 7 that a mask allows; no mask allows a token of row 8. These rows fit into the buffer of logits.
+    let num_words = logits[0].len().div_ceil(32);
+    let few = BatchSequence { num_logits: 6, ..sequence };
+    let mut samplings = vec![TokenSampling::default(); 6];
+    (samplings[1].is_masked, samplings[2].is_masked) = (true, true);
+    samplings[1].logprobs = Some(2);
+    assert!(launch(&mut machine, &[few], &samplings, &[]));
+    let masks = [vec![0xcccc_cccc; num_words], vec![0; num_words]].concat();
+    machine.executor.sampling().unwrap().mask(&masks).unwrap();
+    let answers = collect(&mut machine);
+    let mut allowed = logits[7].clone();
+    allowed
+        .iter_mut()
+        .enumerate()
+        .filter(|(token, _)| token % 4 < 2)
+        .for_each(|(_, it)| *it = f32::NEG_INFINITY);
+    let SampledRow::Sampled(Ok(sampled)) = &answers[1] else { panic!("{:?}", answers[1]) };
+    assert_eq!(sampled.id as usize, argmax(&allowed));
+    assert_eq!(sampled.logprobs.as_ref().unwrap().top[0].0 as usize, argmax(&logits[7]), "before the mask");
+    assert_eq!(answers[2], SampledRow::Sampled(Err(InvalidLogits)));
+    assert_eq!(token(&answers[3]) as usize, argmax(&logits[9]));
+    // More rows than that come back: the host has the masks.
+    let mut samplings = vec![TokenSampling::default(); 12];
+    samplings[7].is_masked = true;
+    assert!(!launch(&mut machine, &[sequence], &samplings, &[]));
+    machine.executor.sampling().unwrap().mask(&masks[..num_words]).unwrap();
+    assert_eq!(collect(&mut machine)[7], SampledRow::Logits(&logits[7]));
+
     // Row 1 excludes all tokens.
     let all: Vec<u32> = (0..logits[0].len() as u32).collect();
     let mut samplings = vec![TokenSampling::default(); 12];

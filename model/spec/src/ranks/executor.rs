@@ -94,6 +94,20 @@ impl<R: RankExecutor> ParallelExecutor<R> {
         })
     }
 
+    /// Runs `work` on the first rank alone.
+    ///
+    /// # Errors
+    /// When it fails.
+    pub(super) fn run_on_first<T>(
+        &mut self,
+        work: impl FnOnce(&mut R) -> Result<T, RankError>,
+    ) -> Result<T, ExecuteError> {
+        self.first.run(work).map_err(|failure| {
+            self.is_intact = false;
+            failure.into()
+        })
+    }
+
     /// The progress of a step that starts.
     pub(super) fn start_progress(&mut self) -> Progress {
         let mut progress = self

@@ -80,6 +80,12 @@ pub trait SamplingRank {
         on_layer: &mut dyn FnMut(usize),
     ) -> Result<bool, RankError>;
 
+    /// As [`SamplingExecutor::mask`](crate::SamplingExecutor::mask). Called on the first rank only.
+    ///
+    /// # Errors
+    /// As [`launch`](Self::launch).
+    fn mask(&mut self, masks: &[u32]) -> Result<(), RankError>;
+
     /// Waits for this rank's part of the oldest launched step.
     ///
     /// # Errors

@@ -34,6 +34,10 @@ impl<R: RankExecutor> SamplingExecutor for ParallelExecutor<R> {
         Ok(samples_all)
     }
 
+    fn mask(&mut self, masks: &[u32]) -> Result<(), ExecuteError> {
+        self.run_on_first(|rank| as_sampling(rank).mask(masks))
+    }
+
     fn collect(&mut self, on_layer: &mut dyn FnMut(usize)) -> Result<Vec<SampledRow<'_>>, ExecuteError> {
         let mut progress = self.launched.pop_front().expect("a step was launched");
         // SAFETY: this job holds no pointers.

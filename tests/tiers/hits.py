@@ -1,0 +1,84 @@
+#!/usr/bin/env python3
+"""Time to the first token where the prompt's KV is in the pool, in the host's memory, or nowhere.
+
+    ./hits.py MODEL --up "--device cuda:0 --gpu-memory-utilization 0.27 --host-kv 24G"
+
+The pool has to hold fewer prompts than there are: here about 3 GB beside 16 GB of weights and the largest step. Each prompt is asked twice in a row: the
+first time it comes from the tier, the second time it is in the pool. The first round of all computes it. On processors --host-kv is a larger pool, so
+there is nothing to see. Standard library only.
+"""
+
+import argparse
+import json
+import re
+import statistics
+import sys
+import tempfile
+import time
+import urllib.request
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "tests/planning"))
+from live import Cluster, metrics  # noqa: E402
+
+
+def ask(url: str, tokens: list[int]) -> tuple[float, int]:
+    """Milliseconds to the first event with a token, and how many tokens were cached."""
+    body = {"prompt": tokens, "max_tokens": 1, "temperature": 0, "stream": True, "stream_options": {"include_usage": True}}
+    request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"})
+    started, first, usage = time.monotonic(), None, {}
+    with urllib.request.urlopen(request, timeout=600) as response:
+        for line in response:
+            if line.startswith(b"data: {"):
+                first = first or 1000 * (time.monotonic() - started)
+                usage = json.loads(line[6:]).get("usage") or usage
+    return first, (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+
+
+def tier_hits(worker: str) -> int:
+    hits = re.search(r'^baton_kv_tier_hits_total\{tier="host"\} (\d+)', metrics(worker), re.M)
+    return int(hits.group(1)) if hits else 0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--baton", type=Path, default=ROOT / "target/release/baton")
+    parser.add_argument("--prompts", type=int, default=6)
+    parser.add_argument("--tokens", type=int, default=8000)
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--up", required=True, help="flags of `up`: the device, its memory, and --host-kv")
+    args = parser.parse_args()
+    args.nice = 0
+    vocabulary = min(json.loads((args.model / "config.json").read_text())["vocab_size"], 2000)
+    prompts = [[10 + (idx * idx * (seed + 3) + 7 * idx + 11 * seed) % (vocabulary - 10) for idx in range(args.tokens)]
+               for seed in range(args.prompts)]
+    with tempfile.TemporaryDirectory() as folder:
+        cluster = Cluster(args, Path(folder))
+        try:
+            url = cluster.start("up", args.model, "--port", "PORT", "--prefill", 0, *args.up.split())
+            [worker] = cluster.workers(url, 1)
+            times: dict[str, list[float]] = {"computed": [], "tier": [], "pool": []}
+            for round_idx in range(args.rounds + 1):
+                for prompt in prompts:
+                    for name in ("tier", "pool"):
+                        before = tier_hits(worker)
+                        milliseconds, cached = ask(url, prompt)
+                        is_tier = tier_hits(worker) > before
+                        if round_idx == 0 and name == "tier":
+                            name = "computed"
+                        elif cached < args.tokens - 64 or is_tier != (name == "tier"):
+                            sys.exit(f"expected a hit in the {name}: {cached} tokens were cached, {'some' if is_tier else 'none'} in the tier")
+                        times[name].append(milliseconds)
+                        # Until what the request leaves is saved.
+                        time.sleep(0.2)
+            medians = {name: round(statistics.median(of_name), 2) for name, of_name in times.items()}
+            print(json.dumps({"ms": medians, "tier / pool": round(medians["tier"] / medians["pool"], 3),
+                              "least and most": {name: [round(min(it), 2), round(max(it), 2)] for name, it in times.items()}}))
+        finally:
+            cluster.stop()
+
+
+if __name__ == "__main__":
+    main()
