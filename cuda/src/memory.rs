@@ -97,6 +97,11 @@ impl Pinned {
         Ok(pinned)
     }
 
+    /// The number of its bytes.
+    pub fn size_bytes(&self) -> usize {
+        self.size_bytes
+    }
+
     /// Its bytes. A caller whose device writes them must wait for the device first.
     pub fn bytes(&self) -> &[u8] {
         // SAFETY: the allocation has this many bytes, and they are initialised.

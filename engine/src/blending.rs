@@ -1,6 +1,6 @@
 //! Blended prompts: which part of a sequence is blended, under which hashes, and from which passages.
 //!
-//! The head of a sequence reaches to the end of its last passage. One step computes it as a whole: passages that the
+//! The head of a sequence reaches to the end of its last passage. One step computes it as a whole, and a short rest with it: passages that the
 //! [`PassageStore`] does not have are computed on their own, then the executor blends all of them. From there on the
 //! sequence is like any other. A passage's KV depends on its tokens alone, and the head is never cut. So the tokens of a
 //! request depend neither on what the store has nor on the batch, preemption or retries (invariant 7).
@@ -18,7 +18,7 @@ use std::{
 use baton_kv_cache::{BlockId, BlockStorage, HashRoot};
 use baton_kv_events::CacheEvent;
 use baton_model_spec::{
-    BlendPassage, BlendRatio, BlendedPrompt, Executor, PassageKv, Selection, SelectionOrder,
+    BlendPassage, BlendRatio, Blended, BlendedPrompt, Executor, PassageKv, Selection, SelectionOrder,
 };
 use baton_request::{NUM_FIRST_TOKENS, Request};
 
@@ -63,7 +63,10 @@ pub(crate) struct BlendCounters {
 #[derive(Clone, Copy)]
 pub(crate) struct Head<'a> {
     pub(crate) request: &'a Request,
+    /// From position 0 on, perhaps with what follows the last passage.
     pub(crate) tokens: &'a [u32],
+    /// Whether a token is sampled after the last one.
+    pub(crate) wants_token: bool,
     /// Of the whole sequence; none of them is shared.
     pub(crate) blocks: &'a [BlockId],
 }
@@ -97,14 +100,15 @@ impl Blender {
         Blender { model_revision, store: PassageStore::new(max_store_bytes), counters }
     }
 
-    /// Computes the KV of a head into its blocks. Returns how many of its tokens have KV that the store had.
+    /// Computes the KV of a head into its blocks. Returns how many of its tokens have KV that the store had, and the logits after it, if a
+    /// token is sampled there.
     pub(crate) fn blend(
         &mut self,
         executor: &mut dyn Executor,
         head: &Head<'_>,
         storage: &BlockStorage,
         on_layer: &mut dyn FnMut(usize),
-    ) -> Result<usize, EngineError> {
+    ) -> Result<(usize, Vec<f32>), EngineError> {
         let marks = head.request.blended().expect("a head has passages");
         let mut kvs = Vec::with_capacity(marks.passages.len());
         let mut found: Vec<&Range<usize>> = Vec::new();
@@ -122,17 +126,18 @@ impl Blender {
             ratio: ratio.expect("a request's ratio was validated"),
             order: SelectionOrder::Deviation,
         };
-        let prompt =
-            BlendedPrompt { tokens: head.tokens, blocks: head.blocks, passages: &passages, selection };
-        let computed = blend(executor, &prompt, storage, on_layer)?;
+        let Head { tokens, blocks, wants_token: wants_logits, .. } = *head;
+        let prompt = BlendedPrompt { tokens, blocks, passages: &passages, selection, wants_logits };
+        let Blended { computed, logits } = blend(executor, &prompt, storage, on_layer)?;
+        let end = marks.end_idx();
         let num_below = |idx: usize| computed.partition_point(|&position| position < idx);
         let kept = |range: &&Range<usize>| range.len() - (num_below(range.end) - num_below(range.start));
         let num_reused = found.iter().map(kept).sum();
         count(&self.counters.blended, 1);
-        count(&self.counters.tokens, head.tokens.len());
-        count(&self.counters.tokens_computed, computed.len());
+        count(&self.counters.tokens, end);
+        count(&self.counters.tokens_computed, num_below(end));
         count(&self.counters.tokens_reused, num_reused);
-        Ok(num_reused)
+        Ok((num_reused, logits.to_vec()))
     }
 
     /// What the store has kept and evicted since it was last asked.

@@ -8,8 +8,8 @@ use std::{
 
 use baton_kv_cache::{BlockId, BlockStorage};
 use baton_model_spec::{
-    Batch, BlendedPrompt, BlendingExecutor, ExecuteError, Executor, InvalidLogits, PassageKv, SampledRow,
-    TokenSampling,
+    Batch, Blended, BlendedPrompt, BlendingExecutor, ExecuteError, Executor, InvalidLogits, PassageKv,
+    SampledRow, TokenSampling,
 };
 
 use crate::events::EngineError;
@@ -71,13 +71,13 @@ pub(crate) fn compute_passage(
     Ok(outcome??)
 }
 
-/// Blends the head of a sequence. Returns the positions that were computed in all layers.
-pub(crate) fn blend(
-    executor: &mut dyn Executor,
+/// Blends the head of a sequence.
+pub(crate) fn blend<'e>(
+    executor: &'e mut dyn Executor,
     prompt: &BlendedPrompt<'_>,
     storage: &BlockStorage,
     on_layer: &mut dyn FnMut(usize),
-) -> Result<Vec<usize>, EngineError> {
+) -> Result<Blended<'e>, EngineError> {
     let executor = blending(executor);
     // SAFETY: as for `compute_passage`; readers wait for `on_layer`.
     #[allow(unsafe_code)]

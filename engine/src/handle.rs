@@ -23,6 +23,7 @@ use crate::{
     config::EngineConfig,
     events::{DraftCounts, Sink},
     live_request::{Grant, LiveRequest, QueueSlot, ReplyChannel},
+    scheduler::MAX_REST,
     sequence::{Sequence, SequenceId, SequenceRole},
     status::{DraftCounters, EngineLoad, EnginePace, EngineTotals, IdleError, Progress},
     streams::{PrefillEvents, TokenStream},
@@ -292,7 +293,9 @@ impl EngineHandle {
         }
         // What is computed here is not blended without blending, or if it is too long; what arrives computed may be. Cached and
         // blended tokens have no logits.
-        let can_blend = request.blended().is_some_and(|marks| marks.end_idx() <= state.max_blended_tokens);
+        let can_blend = request
+            .blended()
+            .is_some_and(|marks| state.max_blended_tokens.saturating_sub(MAX_REST) >= marks.end_idx());
         if is_scored || !can_blend && role != SequenceRole::Decode {
             request.blend = None;
         }

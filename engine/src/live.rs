@@ -226,7 +226,7 @@ impl LiveRequests {
     pub(crate) fn head(&self, chunk: &Chunk) -> Head<'_> {
         let sequence = self.scheduler.sequence(chunk.id).expect("planned sequences run");
         let (tokens, blocks) = (&sequence.tokens()[..chunk.num_tokens], sequence.blocks());
-        Head { request: &self.requests[&chunk.id].request, tokens, blocks }
+        Head { request: &self.requests[&chunk.id].request, tokens, blocks, wants_token: chunk.wants_token }
     }
 
     /// The head of a sequence was blended. A preempted sequence blends it again, and its reader knows.
@@ -310,9 +310,9 @@ impl LiveRequests {
         sequence.draft().iter().rev().for_each(|&token| live.history.pop(token));
     }
 
-    /// The samplings of a plan, in the order of its logits. What scores tokens is left to the host.
+    /// The samplings of a plan without its heads, in the order of its logits. What scores tokens is left to the host.
     pub(crate) fn samplings<'a>(&'a self, plan: &'a StepPlan) -> impl Iterator<Item = TokenSampling<'a>> {
-        plan.chunks.iter().flat_map(|chunk| {
+        plan.chunks.iter().filter(|chunk| !self.is_head(chunk)).flat_map(|chunk| {
             let live = &self.requests[&chunk.id];
             let sequence = self.scheduler.sequence(chunk.id).expect("planned sequences run");
             let scored = iter::repeat_with(|| TokenSampling { on_host: true, ..TokenSampling::default() });

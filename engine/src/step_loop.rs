@@ -281,6 +281,8 @@ impl StepLoop {
             let mut on_layer = announcing(&completions, &self.live);
             can_be_followed = launch(executor, &batch, &samplings, &[], &self.storage, &mut on_layer)?;
         }
+        // What follows would take the tokens of heads, too, from the device.
+        can_be_followed &= heads(&self.live, &plan).next().is_none();
         let step = Step { masked: self.live.masked(&plan), plan, completions, is_launched, can_be_followed };
         if is_launched {
             self.give_masks(&step.masked)?;
@@ -318,15 +320,16 @@ impl StepLoop {
     fn finish(&mut self, step: Step) -> Result<(), EngineError> {
         let Step { plan, mut completions, is_launched, .. } = step;
         let StepLoop { executor, storage, live, .. } = self;
-        let mut blended = Vec::new();
+        let mut blended: Vec<(SequenceId, usize, Vec<f32>)> = Vec::new();
         for (id, head) in heads(live, &plan) {
             let own: Vec<Completion> = completions.extract_if(.., |completion| completion.id == id).collect();
             let blender = self.blender.as_mut().expect("a sequence has a head only if the engine blends");
-            let reused = blender.blend(&mut **executor, &head, storage, &mut announcing(&own, live))?;
+            let (reused, logits) =
+                blender.blend(&mut **executor, &head, storage, &mut announcing(&own, live))?;
             self.cache_log.append(BlockHolder::Pool, blender.take_events());
-            blended.push((id, reused));
+            blended.push((id, reused, logits));
         }
-        blended.iter().for_each(|&(id, reused)| live.tell_blended(id, reused));
+        blended.iter().for_each(|&(id, reused, _)| live.tell_blended(id, reused));
         let rows = {
             let mut on_layer = announcing(&completions, live);
             if is_launched {
@@ -340,6 +343,7 @@ impl StepLoop {
                 logits.chunks_exact(self.vocab_size).map(SampledRow::Logits).collect()
             }
         };
+        let rows = in_order(&plan, rows, &blended);
         self.live.collect_masks()?;
         // Counted before a reader gets a token, so that it finds the token counted.
         self.progress.num_computed.fetch_add(plan.num_tokens() as u64, Ordering::Relaxed);
@@ -398,4 +402,25 @@ impl StepLoop {
         let load = self.live.load();
         self.load.send_if_modified(|current| mem::replace(current, load) != load);
     }
+}
+
+/// The rows of a plan in the order of its chunks: those of its batch, and those of its heads that a token is sampled after.
+fn in_order<'a>(
+    plan: &StepPlan,
+    batched: Vec<SampledRow<'a>>,
+    heads: &'a [(SequenceId, usize, Vec<f32>)],
+) -> Vec<SampledRow<'a>> {
+    if heads.is_empty() {
+        return batched;
+    }
+    let mut batched = batched.into_iter();
+    let rows = plan.chunks.iter().flat_map(|chunk| -> Vec<SampledRow<'a>> {
+        match heads.iter().find(|(id, ..)| *id == chunk.id) {
+            Some((.., logits)) => {
+                chunk.wants_token.then_some(SampledRow::Logits(logits)).into_iter().collect()
+            }
+            None => batched.by_ref().take(chunk.num_rows()).collect(),
+        }
+    });
+    rows.collect()
 }

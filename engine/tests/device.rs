@@ -28,7 +28,7 @@ use baton_request::{Grammar, GrammarKind, SpeculationMode};
 use support::{config, kinds::read, request};
 
 const LIMITS: BatchLimits =
-    BatchLimits { num_rows: 64, num_sequences: 8, context_length: 128, num_blended: 128 };
+    BatchLimits { num_rows: 64, num_sequences: 8, context_length: 128, num_blended: 512 };
 
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum SamplingSide {

@@ -326,7 +326,13 @@ impl Blender {
         let passage = |(range, kv): (&Range<usize>, _)| BlendPassage { start_idx: range.start, kv };
         let passages: Vec<BlendPassage<'_>> = prompt.passages.iter().zip(kvs).map(passage).collect();
         let tokens = &prompt.tokens[..prompt.head()];
-        let blended = BlendedPrompt { tokens, blocks: &self.blocks, passages: &passages, selection };
+        let blended = BlendedPrompt {
+            tokens,
+            blocks: &self.blocks,
+            passages: &passages,
+            selection,
+            wants_logits: false,
+        };
         // SAFETY: no other code uses the storage.
         let outcome = unsafe { self.executor.blend(&blended, &self.storage, &mut |_| {}) };
         outcome.expect("processors do not fail");

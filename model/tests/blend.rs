@@ -53,20 +53,31 @@ fn blend(
     head: usize,
     selection: Selection,
 ) -> usize {
+    blend_to(machine, place, &tokens[..head], ranges, selection, false).0
+}
+
+/// The same for all tokens, perhaps with the logits after the last one.
+fn blend_to(
+    machine: &mut Machine,
+    place: &Place,
+    tokens: &[u32],
+    ranges: &[Range<usize>],
+    selection: Selection,
+    wants_logits: bool,
+) -> (usize, Vec<f32>) {
     let kvs = compute_passages(machine, tokens, ranges);
     let passage = |(range, kv): (&Range<usize>, _)| BlendPassage { start_idx: range.start, kv };
     let passages: Vec<BlendPassage<'_>> = ranges.iter().zip(&kvs).map(passage).collect();
     let prompt =
-        BlendedPrompt { tokens: &tokens[..head], blocks: &place.blocks, passages: &passages, selection };
+        BlendedPrompt { tokens, blocks: &place.blocks, passages: &passages, selection, wants_logits };
     let mut layers = Vec::new();
     let blender = machine.executor.blending().unwrap();
     // SAFETY: no other code uses the storage.
-    let num_computed =
-        unsafe { blender.blend(&prompt, &machine.storage, &mut |layer_idx| layers.push(layer_idx)) }
-            .unwrap()
-            .len();
+    let blended =
+        unsafe { blender.blend(&prompt, &machine.storage, &mut |layer_idx| layers.push(layer_idx)) }.unwrap();
+    let blended = (blended.computed.len(), blended.logits.to_vec());
     assert_eq!(layers, (0..machine.storage.layout().num_layers).collect::<Vec<_>>());
-    num_computed
+    blended
 }
 
 /// The bytes of a layer's KV in the full blocks of the first `num_tokens` tokens.
@@ -125,6 +136,24 @@ fn with_every_token_selected_the_bits_are_those_of_a_full_prefill() {
             let num_computed = blend(&mut machine, &blended, &tokens, &PASSAGES, HEAD, selection(1.0, 0));
             assert_eq!(num_computed, HEAD);
             assert_same(&name, &mut machine, &full, &blended, HEAD, &tokens);
+        }
+    }
+}
+
+#[test]
+fn what_follows_a_head_is_the_same_in_its_step_or_after_it() {
+    let tokens = tokens();
+    for (name, dir, _guard) in models() {
+        let mut machine = Machine::new(&dir, &exact());
+        let (apart, together) = (machine.place(NUM_TOKENS), machine.place(NUM_TOKENS));
+        blend(&mut machine, &apart, &tokens, &PASSAGES, HEAD, selection(0.3, 2));
+        let expected = bits(&machine.prefill(&apart, &tokens, HEAD, 7));
+        let (_, logits) = blend_to(&mut machine, &together, &tokens, &PASSAGES, selection(0.3, 2), true);
+        assert_eq!(bits(&logits), expected, "{name}");
+        for layer_idx in 0..machine.storage.layout().num_layers {
+            let same =
+                kv(&machine, &apart, NUM_TOKENS, layer_idx) == kv(&machine, &together, NUM_TOKENS, layer_idx);
+            assert!(same, "{name}: KV of layer {layer_idx}");
         }
     }
 }

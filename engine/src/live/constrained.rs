@@ -81,9 +81,11 @@ impl LiveRequests {
         Ok(())
     }
 
-    /// The sequences of a plan's rows with masks, once for each row.
+    /// The sequences of a plan's rows with masks, once for each row, without its heads.
     pub(crate) fn masked(&self, plan: &StepPlan) -> Vec<SequenceId> {
-        let is_masked = |chunk: &&Chunk| chunk.wants_token && self.requests[&chunk.id].constraint.is_some();
+        let is_masked = |chunk: &&Chunk| {
+            chunk.wants_token && !self.is_head(chunk) && self.requests[&chunk.id].constraint.is_some()
+        };
         let rows = |chunk: &Chunk| iter::repeat_n(chunk.id, chunk.num_rows() - chunk.num_scored);
         plan.chunks.iter().filter(is_masked).flat_map(rows).collect()
     }

@@ -74,6 +74,9 @@ const WINDOW: usize = 16;
 /// Most tokens of a chunk with scores: with 150,000 tokens in the vocabulary its logits are 38 MB.
 const MAX_SCORED: usize = 64;
 
+/// Tokens after a head that are computed with it at most. A step of their own would read all weights once more.
+pub(crate) const MAX_REST: usize = 256;
+
 /// Limits of one scheduler.
 #[derive(Clone, Copy, Debug)]
 pub struct SchedulerConfig {
@@ -461,10 +464,11 @@ impl Scheduler {
     }
 
     /// Tokens of the next chunk: all that are left; else up to the last block boundary within the budget; else, when
-    /// the budget reaches no boundary, the budget. A head is never cut, even if it exceeds the budget.
+    /// the budget reaches no boundary, the budget. A head is never cut, even if it exceeds the budget, and a short rest goes with it.
     fn chunk_len(&self, sequence: &Sequence, budget: usize) -> usize {
         if sequence.num_head_left() > 0 {
-            return sequence.num_head_left();
+            let rest = sequence.num_left() - sequence.num_head_left();
+            return sequence.num_head_left() + if rest <= MAX_REST { rest } else { 0 };
         }
         let budget = if sequence.num_scored_in(budget) > 0 { budget.min(MAX_SCORED) } else { budget };
         if sequence.num_left() <= budget {

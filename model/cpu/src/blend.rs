@@ -7,13 +7,13 @@
 
 use std::ops::Range;
 
-use baton_checkpoint::LayerWeights;
+use baton_checkpoint::DecoderWeights;
 use baton_cpu_kernels::{Cpu, store_rows};
 use baton_cpu_threads::SharedMut;
 use baton_kv_cache::{BlockId, BlockStorage};
 use baton_model_spec::{
-    BatchSequence, BlendedPrompt, BlendingExecutor, CommunicatorError, ExecuteError, Executor, PassageKv,
-    RopeSpec, SELECTING_LAYER, select,
+    BatchSequence, Blended, BlendedPrompt, BlendingExecutor, CommunicatorError, ExecuteError, Executor,
+    PassageKv, RopeSpec, SELECTING_LAYER, select,
 };
 
 use crate::executor::CpuExecutor;
@@ -57,9 +57,11 @@ impl BlendingExecutor for CpuExecutor {
         prompt: &BlendedPrompt<'_>,
         storage: &BlockStorage,
         on_layer: &mut dyn FnMut(usize),
-    ) -> Result<Vec<usize>, ExecuteError> {
+    ) -> Result<Blended<'_>, ExecuteError> {
         // SAFETY: guaranteed by the caller.
-        Ok(unsafe { self.compute_blended(prompt, storage, on_layer) }.expect(ONE_RANK))
+        let (computed, num_logits) =
+            unsafe { self.compute_blended(prompt, storage, on_layer) }.expect(ONE_RANK);
+        Ok(Blended { computed, logits: self.logits(num_logits) })
     }
 }
 
@@ -73,7 +75,8 @@ impl CpuExecutor {
         storage: &BlockStorage,
     ) -> Result<PassageKv, CommunicatorError> {
         let whole = [BatchSequence { tokens, start_idx: 0, blocks, num_logits: 0 }];
-        let (mut pass, layers, ropes) = self.begin(&whole, storage)?;
+        let (mut pass, weights, ropes) = self.begin(&whole, storage)?;
+        let layers = &weights.layers;
         let width = pass.spec.kv_width();
         let mut passage = PassageNumbers::zeroed(tokens.len(), layers.len(), width);
         for (layer_idx, layer) in layers.iter().enumerate() {
@@ -101,6 +104,8 @@ impl CpuExecutor {
         Ok(PassageKv::new(tokens.len(), size_bytes, passage))
     }
 
+    /// Returns the positions that were computed in all layers, and the number of logits.
+    ///
     /// # Safety
     /// As for [`BlendingExecutor::blend`].
     unsafe fn compute_blended(
@@ -108,11 +113,12 @@ impl CpuExecutor {
         prompt: &BlendedPrompt<'_>,
         storage: &BlockStorage,
         on_layer: &mut dyn FnMut(usize),
-    ) -> Result<Vec<usize>, CommunicatorError> {
+    ) -> Result<(Vec<usize>, usize), CommunicatorError> {
         let passages = prompt.ranges();
         let (tokens, blocks) = (prompt.tokens, prompt.blocks);
         let whole = [BatchSequence { tokens, start_idx: 0, blocks, num_logits: 0 }];
-        let (mut pass, layers, ropes) = self.begin(&whole, storage)?;
+        let (mut pass, weights, ropes) = self.begin(&whole, storage)?;
+        let layers = &weights.layers;
         for (layer_idx, layer) in layers[..SELECTING_LAYER].iter().enumerate() {
             pass.project(layer);
             // SAFETY: the caller gives this call exclusive access to the blocks.
@@ -154,13 +160,16 @@ impl CpuExecutor {
                 }
                 on_layer(layer_idx);
             }
-            // Nothing needs what follows the last layer's KV.
-            if layer_idx + 1 < layers.len() && !selected.is_empty() {
+            // Only logits need what follows the last layer's KV.
+            let is_needed = layer_idx + 1 < layers.len() || prompt.wants_logits;
+            if is_needed && !selected.is_empty() {
                 // SAFETY: as above, and the layer's KV is written.
                 unsafe { pass.finish_layer(layer_idx, layer, storage) }?;
             }
         }
-        Ok(selected)
+        let num_wanted = pass.normalise_wanted(&weights.norm);
+        let num_logits = pass.logits(weights.head.as_ref(), num_wanted)?;
+        Ok((selected, num_logits))
     }
 
     /// A pass over `sequences` with the embeddings of their tokens, the layers, and the rotations of the rows.
@@ -168,7 +177,7 @@ impl CpuExecutor {
         &'a mut self,
         sequences: &'a [BatchSequence<'a>],
         storage: &BlockStorage,
-    ) -> Result<(ForwardPass<'a>, &'a [LayerWeights<PackedMatrix>], &'a mut RopeTables), CommunicatorError>
+    ) -> Result<(ForwardPass<'a>, &'a DecoderWeights<PackedMatrix>, &'a mut RopeTables), CommunicatorError>
     {
         assert_eq!(*storage.layout(), self.kv_layout(), "blocks of another layout");
         let CpuExecutor { model, cpu, buffers, ropes } = self;
@@ -176,7 +185,7 @@ impl CpuExecutor {
         let mut pass = ForwardPass::new(model, cpu, buffers, sequences, None);
         ropes.prepare(&pass.buffers.positions);
         pass.embed(weights, sequences.iter().flat_map(|sequence| sequence.tokens))?;
-        Ok((pass, &weights.layers, ropes))
+        Ok((pass, weights, ropes))
     }
 }
 
@@ -262,11 +271,12 @@ impl KeptTokens {
 /// The selected tokens as sequences of consecutive ones.
 fn runs_of<'a>(selected: &[usize], prompt: &BlendedPrompt<'a>) -> Vec<BatchSequence<'a>> {
     let runs = selected.chunk_by(|one, next| one + 1 == *next);
+    let has_last = |run: &[usize]| run.last() == Some(&(prompt.tokens.len() - 1));
     let sequence = |run: &[usize]| BatchSequence {
         tokens: &prompt.tokens[run[0]..run[0] + run.len()],
         start_idx: run[0],
         blocks: prompt.blocks,
-        num_logits: 0,
+        num_logits: usize::from(prompt.wants_logits && has_last(run)),
     };
     runs.map(sequence).collect()
 }

@@ -1,11 +1,11 @@
 //! An emulated device: a whole forward pass on a machine without a GPU.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 
 use baton_cuda::CudaError;
 use baton_cuda_kernels::device::{
-    Fp8Product, Fp8Products, Fp8Scaling, HostMemory, KernelDevice, NUM_MARKS, NUM_RETURNS, Product,
-    TimedDevice, WgmmaKernels,
+    Fp8Product, Fp8Products, Fp8Scaling, HostMemory, KernelDevice, Load, NUM_LOADS, NUM_MARKS, NUM_RETURNS,
+    Product, TimedDevice, WgmmaKernels,
 };
 use baton_cuda_kernels::kernel::{Address, Kernel, KernelSource};
 use baton_model_spec::{Communicator, CommunicatorError, ThreadCommunicator};
@@ -31,8 +31,11 @@ pub struct EmulatedDevice {
     sums: Sums,
     /// Sums that were queued and are not done.
     begun: Vec<(Address, Vec<f32>)>,
-    /// Copies from memory of the host that were queued and are not done: target, source, bytes.
-    loads: Vec<(Address, Address, usize)>,
+    /// Copies from memory of the host that were queued and are not done.
+    loads: VecDeque<Load>,
+    /// The number of copies that were queued before each mark, and that are done.
+    load_marks: [usize; NUM_LOADS],
+    num_loaded: usize,
     /// Number of sums in two halves, of which the first could overlap a product.
     pub num_overlapped: usize,
     /// Keys of repeated work, and how often each was repeated.
@@ -95,7 +98,9 @@ impl EmulatedDevice {
             ranks: None,
             sums: Sums::Early,
             begun: vec![],
-            loads: vec![],
+            loads: VecDeque::new(),
+            load_marks: [0; NUM_LOADS],
+            num_loaded: 0,
             num_overlapped: 0,
             repeated: HashMap::new(),
             counts: Counts::default(),
@@ -162,19 +167,24 @@ impl KernelDevice for EmulatedDevice {
         Ok(HostMemory::new(self.session.allocate(num_bytes), ()))
     }
 
-    // As late as possible. Until then the target is unusable.
-    unsafe fn begin_load(&mut self, to: Address, from: Address, num_bytes: usize) -> Result<(), CudaError> {
+    // As late as possible. Until then the targets are unusable.
+    unsafe fn begin_loads(&mut self, loads: &[Load], place: usize) -> Result<(), CudaError> {
         assert!(!self.is_repeating, "what is repeated does not copy");
-        self.session.write(to, &vec![0xff; num_bytes]);
-        self.loads.push((to, from, num_bytes));
+        for load in loads {
+            self.session.write(load.to, &vec![0xff; load.num_bytes]);
+            self.loads.push_back(*load);
+        }
+        self.load_marks[place] = self.num_loaded + self.loads.len();
         Ok(())
     }
 
-    fn end_loads(&mut self) -> Result<(), CudaError> {
-        for (to, from, num_bytes) in std::mem::take(&mut self.loads) {
+    fn await_loads(&mut self, place: usize) -> Result<(), CudaError> {
+        while self.num_loaded < self.load_marks[place] {
+            let Load { to, from, num_bytes } = self.loads.pop_front().expect("it was queued");
             let mut bytes = vec![0; num_bytes];
             self.session.read(from, &mut bytes);
             self.session.write(to, &bytes);
+            self.num_loaded += 1;
         }
         Ok(())
     }

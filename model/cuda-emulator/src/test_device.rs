@@ -5,7 +5,9 @@ use std::collections::HashMap;
 use std::sync::OnceLock;
 
 use baton_cuda::CudaError;
-use baton_cuda_kernels::device::{Fp8Product, Fp8Products, HostMemory, KernelDevice, Product, WgmmaKernels};
+use baton_cuda_kernels::device::{
+    Fp8Product, Fp8Products, HostMemory, KernelDevice, Load, Product, WgmmaKernels,
+};
 use baton_cuda_kernels::driver::graphs::{self, Graphs};
 use baton_cuda_kernels::driver::{DriverDevice, OpenError};
 use baton_cuda_kernels::kernel::{Address, Kernel, KernelCode, KernelSource};
@@ -183,13 +185,13 @@ impl KernelDevice for TestDevice {
         of_either!(self, device => device.allocate_on_host(num_bytes))
     }
 
-    unsafe fn begin_load(&mut self, to: Address, from: Address, num_bytes: usize) -> Result<(), CudaError> {
+    unsafe fn begin_loads(&mut self, loads: &[Load], place: usize) -> Result<(), CudaError> {
         // SAFETY: the caller guarantees it.
-        unsafe { of_either!(self, device => device.begin_load(to, from, num_bytes)) }
+        unsafe { of_either!(self, device => device.begin_loads(loads, place)) }
     }
 
-    fn end_loads(&mut self) -> Result<(), CudaError> {
-        of_either!(self, device => device.end_loads())
+    fn await_loads(&mut self, place: usize) -> Result<(), CudaError> {
+        of_either!(self, device => device.await_loads(place))
     }
 
     unsafe fn send_back(&mut self, from: Address, num_bytes: usize, place: usize) -> Result<(), CudaError> {

@@ -51,22 +51,23 @@ pub trait KernelDevice: Send {
     /// The memory at `from` holds as many bytes.
     unsafe fn download(&mut self, from: Address, bytes: &mut [u8]) -> Result<(), CudaError>;
 
-    /// Allocates memory of the host that kernels and [`begin_load`](Self::begin_load) reach. It is freed with the result.
+    /// Allocates memory of the host that kernels and [`begin_loads`](Self::begin_loads) reach. It is freed with the result.
     ///
     /// # Errors
     /// When the host has too little memory.
     fn allocate_on_host(&mut self, num_bytes: usize) -> Result<HostMemory, CudaError>;
 
-    /// Queues a copy from memory of the host. It starts when all work queued so far is done, and may overlap the work that is queued
-    /// before [`end_loads`](Self::end_loads); that work does not touch the target.
+    /// Queues copies from memory of the host, and marks them with a number below [`NUM_LOADS`], which replaces an older mark. They start
+    /// when all work queued so far and all earlier loads are done, and may overlap the work that is queued before
+    /// [`await_loads`](Self::await_loads); that work does not touch the targets.
     ///
     /// # Safety
-    /// `from` is in memory of [`allocate_on_host`](Self::allocate_on_host), which stays until the copy is done. Both sides have
-    /// `num_bytes` bytes.
-    unsafe fn begin_load(&mut self, to: Address, from: Address, num_bytes: usize) -> Result<(), CudaError>;
+    /// Sources are in memory of [`allocate_on_host`](Self::allocate_on_host), which stays until the copies are done. Both sides have
+    /// as many bytes.
+    unsafe fn begin_loads(&mut self, loads: &[Load], place: usize) -> Result<(), CudaError>;
 
-    /// Work queued after this call starts when all loads queued before it are done.
-    fn end_loads(&mut self) -> Result<(), CudaError>;
+    /// Work queued after this call starts when the loads with this mark are done.
+    fn await_loads(&mut self, place: usize) -> Result<(), CudaError>;
 
     /// Queues a copy of `num_bytes` bytes to one of [`NUM_RETURNS`] places in host memory. It overwrites what the
     /// place held.
@@ -177,6 +178,14 @@ pub trait TimedDevice: KernelDevice + 'static {
     unsafe fn copy(&mut self, to: Address, from: Address, num_bytes: usize) -> Result<(), CudaError>;
 }
 
+/// A copy from memory of the host.
+#[derive(Clone, Copy, Debug)]
+pub struct Load {
+    pub to: Address,
+    pub from: Address,
+    pub num_bytes: usize,
+}
+
 /// Memory of the host at an address that the device reaches, too.
 pub struct HostMemory {
     pub at: Address,
@@ -193,6 +202,9 @@ impl HostMemory {
 
 /// Marks of one device. No model has more layers.
 pub const NUM_MARKS: usize = 1024;
+
+/// Marks of loads of one device.
+pub const NUM_LOADS: usize = 8;
 
 /// Steps that can be in flight at a time.
 pub const NUM_RETURNS: usize = 2;

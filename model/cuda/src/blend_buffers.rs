@@ -1,7 +1,7 @@
 //! Device memory of a prompt that is blended, beside that of the step that computes a part of it.
 
 use baton_cuda::CudaError;
-use baton_cuda_kernels::device::KernelDevice;
+use baton_cuda_kernels::device::{KernelDevice, NUM_LOADS};
 use baton_cuda_kernels::kernel::Address;
 use baton_model_spec::DecoderSpec;
 
@@ -9,8 +9,8 @@ use baton_model_spec::DecoderSpec;
 pub struct BlendBuffers {
     /// `[tokens][hidden]`, bf16: the residual stream after the layers that all tokens are computed in.
     pub x: Address,
-    /// `[tokens][2 kv_width]`, bf16, twice: what passages have for a layer, and for the next one.
-    pub kept: [Address; 2],
+    /// `[tokens][2 kv_width]`, bf16: what passages have for a layer, and for the next ones.
+    kept: [Address; NUM_LOADS],
     /// `[tokens]`, f32.
     pub deviations: Address,
     /// `[tokens]`, u32.
@@ -34,16 +34,23 @@ impl BlendBuffers {
         let kept_bytes = num_tokens * BlendBuffers::kept_bytes(spec);
         let mut words = || device.allocate(num_tokens * 4);
         let [deviations, positions, tables, slots] = [words()?, words()?, words()?, words()?];
+        let kept = (0..NUM_LOADS).map(|_| device.allocate(kept_bytes)).collect::<Result<Vec<_>, _>>()?;
+        let kept = kept.try_into().expect("one for each load");
         let cos_sin = spec.ropes.iter().map(|rope| device.allocate(num_tokens * rope.rotary_dim * 4));
         Ok(BlendBuffers {
             cos_sin: cos_sin.collect::<Result<_, CudaError>>()?,
             x: device.allocate(num_tokens * spec.hidden_size * 2)?,
-            kept: [device.allocate(kept_bytes)?, device.allocate(kept_bytes)?],
+            kept,
             deviations,
             positions,
             tables,
             slots,
         })
+    }
+
+    /// What passages have for a layer.
+    pub fn kept(&self, layer_idx: usize) -> Address {
+        self.kept[layer_idx % NUM_LOADS]
     }
 
     /// Bytes that a passage has for a token in a layer.

@@ -173,11 +173,12 @@ impl Inputs {
         self.append_changes(changes);
     }
 
-    /// Fills the inputs with rows of one sequence at these positions, in ascending order. The caller has their residual stream. The
-    /// sequence is in the first slot, and all its `blocks` are in its table.
+    /// Fills the inputs with rows of one sequence at these positions, in ascending order. The caller has their residual stream; perhaps
+    /// it wants the logits of the last one. The sequence is in the first slot, and all its `blocks` are in its table.
     pub fn fill_rows(
         &mut self,
         positions: &[u32],
+        wants_last: bool,
         blocks: &[BlockId],
         shape: &InputShape,
         tables: &mut BlockTables,
@@ -186,7 +187,7 @@ impl Inputs {
         assert_eq!(slots, [0], "the only sequence");
         let num_rows = positions.len();
         (self.num_rows, self.num_sequences, self.num_decoded) = (num_rows, 1, 0);
-        (self.max_rows, self.num_wanted, self.key) = ([0, num_rows], 0, None);
+        (self.max_rows, self.num_wanted, self.key) = ([0, num_rows], usize::from(wants_last), None);
         let Inputs { words, parts, .. } = self;
         words.clear();
         parts.tokens = part(words, num_rows, NONE, std::iter::empty());
@@ -195,7 +196,8 @@ impl Inputs {
         parts.first_row = part(words, 1, 0, std::iter::empty());
         parts.num_rows = part(words, 1, 0, [num_rows as u32].into_iter());
         parts.start_idx = part(words, 1, 0, std::iter::empty());
-        parts.wanted = part(words, 0, NONE, std::iter::empty());
+        let wanted = wants_last.then(|| num_rows as u32 - 1);
+        parts.wanted = part(words, 1, NONE, wanted.into_iter());
         // Later rows attend to more positions, wherever they are.
         let sequences = [(num_rows as u32, 0)].into_iter();
         let tiles = prefill_tiles(sequences, shape.group as u32, u32::MAX, shape.head_dim);

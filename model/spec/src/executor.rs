@@ -5,7 +5,7 @@
 
 use baton_kv_cache::{BlockId, BlockStorage, KvLayout};
 
-use crate::blend::{BlendRefusal, BlendedPrompt, PassageKv};
+use crate::blend::{BlendRefusal, Blended, BlendedPrompt, PassageKv};
 use crate::sampling::{SampledRow, TokenSampling};
 
 /// Sequences to advance in one step.
@@ -153,7 +153,7 @@ pub trait BlendingExecutor {
     ) -> Result<PassageKv, ExecuteError>;
 
     /// Writes the KV of every token of `prompt` into its blocks, and calls `on_layer` as
-    /// [`Executor::execute`] does. Returns the positions that were computed in all layers, in order. With
+    /// [`Executor::execute`] does. With
     /// [`BlendRatio::ALL`](crate::BlendRatio::ALL) the KV is bit for bit that of a full prefill.
     ///
     /// # Errors
@@ -170,7 +170,7 @@ pub trait BlendingExecutor {
         prompt: &BlendedPrompt<'_>,
         storage: &BlockStorage,
         on_layer: &mut dyn FnMut(usize),
-    ) -> Result<Vec<usize>, ExecuteError>;
+    ) -> Result<Blended<'_>, ExecuteError>;
 }
 
 /// The device failed. The engine cannot use this executor any more.

@@ -26,7 +26,7 @@ mod sampling;
 mod shard;
 
 pub use blend::{
-    BlendPassage, BlendRatio, BlendRefusal, BlendedPrompt, InvalidRatio, PassageKv, SELECTING_LAYER,
+    BlendPassage, BlendRatio, BlendRefusal, Blended, BlendedPrompt, InvalidRatio, PassageKv, SELECTING_LAYER,
     Selection, SelectionOrder, select,
 };
 pub use communicator::{Communicator, CommunicatorError, ThreadCommunicator};

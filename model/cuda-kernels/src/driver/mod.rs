@@ -17,14 +17,15 @@ use baton_model_spec::Rank;
 use cudarc::driver::{CudaEvent, CudaStream, result, sys};
 use fp8_trial::fp8_products;
 use graphs::{Graphs, repeat};
+use host::FreeMemory;
 use loaded::LoadedKernels;
 use lt::Products;
 use nccl::{NcclGroup, NcclMember};
 use wgmma_trial::{wgmma_experts_work, wgmma_works};
 
 use crate::device::{
-    Fp8Product, Fp8Products, HostMemory, KernelDevice, NUM_MARKS, NUM_RETURNS, Product, TimedDevice,
-    WgmmaKernels,
+    Fp8Product, Fp8Products, HostMemory, KernelDevice, Load, NUM_LOADS, NUM_MARKS, NUM_RETURNS, Product,
+    TimedDevice, WgmmaKernels,
 };
 use crate::kernel::{Address, Kernel, KernelCode, KernelSource};
 use crate::{attention, expert_products};
@@ -35,6 +36,7 @@ mod choices;
 mod error;
 pub mod fp8_trial;
 pub mod graphs;
+mod host;
 mod loaded;
 mod lt;
 pub mod nccl;
@@ -66,6 +68,7 @@ pub struct DriverDevice {
     others: Option<Others>,
     /// `None`: nothing was loaded yet.
     loads: Option<Loads>,
+    free_memory: FreeMemory,
     uploads: [Staging; 2],
     next_upload: usize,
     downloads: Staging,
@@ -94,8 +97,8 @@ struct Loads {
     stream: Arc<CudaStream>,
     /// The end of the work queued before a copy.
     asked: CudaEvent,
-    /// The end of the copies.
-    done: CudaEvent,
+    /// The ends of marked copies.
+    marks: [CudaEvent; NUM_LOADS],
 }
 
 /// Pinned memory of a copy, and the event of its end.
@@ -227,6 +230,7 @@ impl DriverDevice {
             next_upload: 0,
             others: None,
             loads: None,
+            free_memory: FreeMemory::default(),
             downloads: staging(STAGED_BYTES)?,
             returns: [returned()?, returned()?],
             allocations: vec![],
@@ -269,7 +273,9 @@ impl DriverDevice {
         if self.loads.is_none() {
             let event =
                 || self.device.context().new_event(None).map_err(|error| failed("cuEventCreate", error));
-            self.loads = Some(Loads { stream: self.device.stream()?, asked: event()?, done: event()? });
+            let marks = (0..NUM_LOADS).map(|_| event()).collect::<Result<Vec<_>, _>>()?;
+            let marks = marks.try_into().expect("as many as there are numbers");
+            self.loads = Some(Loads { stream: self.device.stream()?, asked: event()?, marks });
         }
         Ok(self.loads.as_ref().expect("just made"))
     }
@@ -408,30 +414,30 @@ impl KernelDevice for DriverDevice {
     }
 
     fn allocate_on_host(&mut self, num_bytes: usize) -> Result<HostMemory, CudaError> {
-        let pinned = Pinned::new(&self.device, num_bytes)?;
-        Ok(HostMemory::new(Address(pinned.bytes().as_ptr() as u64), pinned))
+        self.free_memory.allocate(&self.device, num_bytes)
     }
 
-    unsafe fn begin_load(&mut self, to: Address, from: Address, num_bytes: usize) -> Result<(), CudaError> {
+    unsafe fn begin_loads(&mut self, loads: &[Load], place: usize) -> Result<(), CudaError> {
         self.device.bind()?;
-        let stream = self.stream.clone();
-        let loads = self.loads()?;
-        loads.asked.record(&stream).map_err(|error| failed("cuEventRecord", error))?;
-        loads.stream.wait(&loads.asked).map_err(|error| failed("cuStreamWaitEvent", error))?;
-        // SAFETY: the caller guarantees both sides until the copy is done.
-        unsafe {
-            let bytes = std::slice::from_raw_parts(from.0 as *const u8, num_bytes);
-            result::memcpy_htod_async(to.0, bytes, loads.stream.cu_stream())
+        let work = self.stream.clone();
+        let Loads { stream, asked, marks } = self.loads()?;
+        asked.record(&work).map_err(|error| failed("cuEventRecord", error))?;
+        stream.wait(asked).map_err(|error| failed("cuStreamWaitEvent", error))?;
+        for &Load { to, from, num_bytes } in loads {
+            // SAFETY: the caller guarantees both sides until the copy is done.
+            unsafe {
+                let bytes = std::slice::from_raw_parts(from.0 as *const u8, num_bytes);
+                result::memcpy_htod_async(to.0, bytes, stream.cu_stream())
+            }
+            .map_err(|error| failed("cuMemcpyHtoDAsync", error))?;
         }
-        .map_err(|error| failed("cuMemcpyHtoDAsync", error))
+        marks[place].record(stream).map_err(|error| failed("cuEventRecord", error))
     }
 
-    fn end_loads(&mut self) -> Result<(), CudaError> {
+    fn await_loads(&mut self, place: usize) -> Result<(), CudaError> {
         self.device.bind()?;
         let stream = self.stream.clone();
-        let loads = self.loads()?;
-        loads.done.record(&loads.stream).map_err(|error| failed("cuEventRecord", error))?;
-        stream.wait(&loads.done).map_err(|error| failed("cuStreamWaitEvent", error))
+        stream.wait(&self.loads()?.marks[place]).map_err(|error| failed("cuStreamWaitEvent", error))
     }
 
     unsafe fn send_back(&mut self, from: Address, num_bytes: usize, place: usize) -> Result<(), CudaError> {

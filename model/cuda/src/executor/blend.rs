@@ -1,11 +1,11 @@
 //! Blends prompts on a device.
 //!
-//! A passage's keys and values stay as their projection left them, in memory of the host. Those of a layer are loaded while the
-//! layer before is computed. The kernel that stores a step's KV stores them, too: so they get the bias, the norm and the
+//! A passage's keys and values stay as their projection left them, in memory of the host. Those of a layer are loaded while
+//! earlier layers are computed. The kernel that stores a step's KV stores them, too: so they get the bias, the norm and the
 //! rotation that they would have got at their position.
 //!
 //! ```text
-//! copies   | layer 1 |         | layer 2 | layer 3 | ...
+//! copies   | layer 1 | layer 2 | ... as far ahead as there is room
 //! device   | layer 0, keys of layer 1, all tokens | layer 1, selected | layer 2: store kept, compute selected | ...
 //! host                                   select --^
 //! ```
@@ -15,14 +15,14 @@
 
 use baton_cuda::CudaError;
 use baton_cuda_kernels::blend::{DeviateKeys, GatherRows, KeepKv};
-use baton_cuda_kernels::device::{HostMemory, KernelDevice};
+use baton_cuda_kernels::device::{HostMemory, KernelDevice, Load, NUM_LOADS};
 use baton_cuda_kernels::kernel::Address;
 use baton_cuda_kernels::rope::StoreQkv;
 use baton_cuda_kernels::rows::NONE;
 use baton_kv_cache::{BlockId, BlockStorage};
 use baton_model_spec::{
-    Batch, BatchSequence, BlendedPrompt, BlendingExecutor, ExecuteError, PassageKv, RankError,
-    SELECTING_LAYER, select,
+    Batch, BatchSequence, BlendPassage, Blended, BlendedPrompt, BlendingExecutor, ExecuteError, PassageKv,
+    RankError, SELECTING_LAYER, select,
 };
 
 use super::device_executor::{DeviceExecutor, of_rank};
@@ -48,8 +48,11 @@ impl<D: KernelDevice + 'static> BlendingExecutor for DeviceExecutor<D> {
         prompt: &BlendedPrompt<'_>,
         storage: &BlockStorage,
         on_layer: &mut dyn FnMut(usize),
-    ) -> Result<Vec<usize>, ExecuteError> {
-        self.compute_blended(prompt, storage, on_layer).map_err(|error| self.failed(error))
+    ) -> Result<Blended<'_>, ExecuteError> {
+        match self.compute_blended(prompt, storage, on_layer) {
+            Ok(computed) => Ok(Blended { computed, logits: &self.blended_logits }),
+            Err(error) => Err(self.failed(error)),
+        }
     }
 }
 
@@ -107,10 +110,13 @@ impl<D: KernelDevice> DeviceExecutor<D> {
         prompt: &BlendedPrompt<'_>,
         storage: &BlockStorage,
     ) -> Result<Vec<f32>, RankError> {
-        self.load_kept(prompt, SELECTING_LAYER).map_err(of_rank)?;
+        // As many layers as there is room for.
+        for layer_idx in SELECTING_LAYER..SELECTING_LAYER + NUM_LOADS {
+            self.load_kept(prompt, layer_idx).map_err(of_rank)?;
+        }
         let hidden_bytes = self.part.spec().hidden_size * 2;
-        let &BlendBuffers { x, deviations: apart, kept, .. } = self.blend_buffers();
-        let kept = kept[SELECTING_LAYER % 2];
+        let &BlendBuffers { x, deviations: apart, .. } = self.blend_buffers();
+        let kept = self.blend_buffers().kept(SELECTING_LAYER);
         let token_bytes = BlendBuffers::kept_bytes(self.part.spec());
         self.by_chunks(prompt.tokens, prompt.blocks, storage, |device, pass, start_idx| {
             let pass = ForwardPass { x: x.offset_by(start_idx * hidden_bytes), ..pass.clone() };
@@ -121,7 +127,7 @@ impl<D: KernelDevice> DeviceExecutor<D> {
             }
             pass.store(device, SELECTING_LAYER)?;
             if start_idx == 0 {
-                device.end_loads()?;
+                device.await_loads(SELECTING_LAYER % NUM_LOADS)?;
             }
             let rows = start_idx..start_idx + pass.inputs.num_rows;
             for passage in prompt.ranges() {
@@ -160,16 +166,13 @@ impl<D: KernelDevice> DeviceExecutor<D> {
             let (is_first, is_last) = (chunk_idx == 0, chunk_idx + 1 == num_chunks);
             let chunk = rows.chunks(self.limits.num_rows).nth(chunk_idx).unwrap_or_default();
             let DeviceExecutor { inputs, shape, tables, .. } = self;
-            inputs.fill_rows(
-                chunk,
-                &prompt.blocks[..prompt.tokens.len().div_ceil(shape.block_size)],
-                shape,
-                tables,
-            );
+            let wants_logits = is_last && prompt.wants_logits;
+            let blocks = &prompt.blocks[..prompt.tokens.len().div_ceil(shape.block_size)];
+            inputs.fill_rows(chunk, wants_logits, blocks, shape, tables);
             self.upload()?;
             if is_first {
                 self.place_kept(prompt.tokens.len(), selected)?;
-                self.load_kept(prompt, SELECTING_LAYER + 1)?;
+                self.load_kept(prompt, SELECTING_LAYER + NUM_LOADS)?;
             }
             let has_rows = !chunk.is_empty();
             if has_rows {
@@ -177,15 +180,15 @@ impl<D: KernelDevice> DeviceExecutor<D> {
             }
             for layer_idx in SELECTING_LAYER..num_layers {
                 if is_first && layer_idx > SELECTING_LAYER {
-                    self.device.end_loads()?;
-                    self.load_kept(prompt, layer_idx + 1)?;
+                    self.device.await_loads(layer_idx % NUM_LOADS)?;
                     let buffers = self.blend_buffers();
-                    let (kept, slots) = (buffers.kept[layer_idx % 2], buffers.slots);
+                    let (kept, slots) = (buffers.kept(layer_idx), buffers.slots);
                     let cos_sin = buffers.cos_sin[self.part.spec().layers[layer_idx].rope_idx];
                     let (device, pass) = self.pass();
                     let rows = StoreQkv { qkv: kept, slots, cos_sin, ..pass.store_rows(layer_idx) };
                     // SAFETY: what passages have is loaded. A token is either kept or computed.
                     unsafe { device.launch(&without_queries(rows, &pass, prompt.tokens.len())) }?;
+                    self.load_kept(prompt, layer_idx + NUM_LOADS)?;
                 }
                 let (device, pass) = self.pass();
                 if has_rows {
@@ -194,8 +197,8 @@ impl<D: KernelDevice> DeviceExecutor<D> {
                 if is_last {
                     device.mark(layer_idx)?;
                 }
-                // Nothing needs what follows the last layer's KV.
-                if has_rows && layer_idx + 1 < num_layers {
+                // Only logits need what follows the last layer's KV.
+                if has_rows && (layer_idx + 1 < num_layers || wants_logits) {
                     pass.finish(device, layer_idx)?;
                 }
                 while is_last && next_layer <= layer_idx && device.has_passed(next_layer)? {
@@ -204,11 +207,20 @@ impl<D: KernelDevice> DeviceExecutor<D> {
                 }
             }
         }
+        let num_logits = if prompt.wants_logits { self.part.spec().vocab_size } else { 0 };
+        if num_logits > 0 {
+            let (device, pass) = self.pass();
+            pass.norm_wanted(device)?;
+            pass.logits(device, 0, 1)?;
+        }
         for layer_idx in next_layer..num_layers {
             self.device.wait_for(layer_idx)?;
             on_layer(layer_idx);
         }
-        Ok(())
+        self.blended_logits.resize(num_logits, 0.0);
+        let to = bytemuck::cast_slice_mut(&mut self.blended_logits);
+        // SAFETY: as many were computed.
+        unsafe { self.device.download(self.buffers.logits, to) }
     }
 
     /// Queues the loads of what passages have for a layer, if the model has it.
@@ -216,17 +228,17 @@ impl<D: KernelDevice> DeviceExecutor<D> {
         if layer_idx >= self.weights.layers.len() {
             return Ok(());
         }
-        let to = self.blend_buffers().kept[layer_idx % 2];
+        let to = self.blend_buffers().kept(layer_idx);
         let token_bytes = BlendBuffers::kept_bytes(self.part.spec());
-        for passage in prompt.passages {
+        let of_passage = |passage: &BlendPassage<'_>| {
             let num_bytes = passage.kv.num_tokens() * token_bytes;
-            let from =
-                passage.kv.numbers::<HostMemory>().at.offset_by((layer_idx - SELECTING_LAYER) * num_bytes);
-            let to = to.offset_by(passage.start_idx * token_bytes);
-            // SAFETY: the caller holds the passages until the blend is done, and the buffer has a row for each token.
-            unsafe { self.device.begin_load(to, from, num_bytes) }?;
-        }
-        Ok(())
+            let first = passage.kv.numbers::<HostMemory>().at;
+            let from = first.offset_by((layer_idx - SELECTING_LAYER) * num_bytes);
+            Load { to: to.offset_by(passage.start_idx * token_bytes), from, num_bytes }
+        };
+        let loads: Vec<Load> = prompt.passages.iter().map(of_passage).collect();
+        // SAFETY: the caller holds the passages until the blend is done, and the buffer has a row for each token.
+        unsafe { self.device.begin_loads(&loads, layer_idx % NUM_LOADS) }
     }
 
     /// Looks up the slots and rotations of the tokens that keep what their passage has. The step's sequence is in the first slot of

@@ -62,6 +62,8 @@ pub struct DeviceExecutor<D> {
     pub(super) pool: Option<Address>,
     /// `None`: it does not blend.
     pub(super) blending: Option<BlendBuffers>,
+    /// After the prompt that was blended last, if they were wanted.
+    pub(super) blended_logits: Vec<f32>,
 }
 
 impl<D: KernelDevice> DeviceExecutor<D> {
@@ -143,6 +145,7 @@ impl<D: KernelDevice> DeviceExecutor<D> {
             next_place: 0,
             pool: None,
             blending,
+            blended_logits: Vec::new(),
         };
         executor.warm_up().map_err(no_room)?;
         Ok(executor)

@@ -31,6 +31,19 @@ fn blend<E: Executor>(
     ranges: &[Range<usize>],
     selection: Selection,
 ) -> Vec<usize> {
+    let head = ranges.last().expect("a passage").end;
+    blend_to(machine, &tokens[..head], blocks, ranges, selection, false).0
+}
+
+/// The same for all tokens, perhaps with the logits after the last one.
+fn blend_to<E: Executor>(
+    machine: &mut Machine<E>,
+    tokens: &[u32],
+    blocks: &[BlockId],
+    ranges: &[Range<usize>],
+    selection: Selection,
+    wants_logits: bool,
+) -> (Vec<usize>, Vec<f32>) {
     let Machine { executor, storage, .. } = machine;
     let blender = executor.blending().unwrap();
     let compute = |range: &Range<usize>| {
@@ -40,13 +53,13 @@ fn blend<E: Executor>(
     let kvs: Vec<PassageKv> = ranges.iter().map(compute).collect();
     let passage = |(range, kv): (&Range<usize>, _)| BlendPassage { start_idx: range.start, kv };
     let passages: Vec<_> = ranges.iter().zip(&kvs).map(passage).collect();
-    let head = ranges.last().expect("a passage").end;
-    let prompt = BlendedPrompt { tokens: &tokens[..head], blocks, passages: &passages, selection };
+    let prompt = BlendedPrompt { tokens, blocks, passages: &passages, selection, wants_logits };
     let mut layers = Vec::new();
     // SAFETY: as above.
     let computed = unsafe { blender.blend(&prompt, storage, &mut |layer_idx| layers.push(layer_idx)) };
     assert_eq!(layers, (0..storage.layout().num_layers).collect::<Vec<_>>());
-    computed.unwrap()
+    let blended = computed.unwrap();
+    (blended.computed, blended.logits.to_vec())
 }
 
 /// The logits after all tokens, of which the KV of the first `start_idx` is there.
@@ -135,6 +148,10 @@ fn blended_prompts_are_near_those_of_processors() {
             let expected = finish(&mut pair.cpu, &tokens, &place[0], HEAD);
             let found = finish(&mut pair.device, &tokens, &place[1], HEAD);
             pair.assert_near(&found, &expected, &format!("blended, {ratio}"));
+            // What follows, in the same step.
+            let (_, expected) = blend_to(&mut pair.cpu, &tokens, &place[0], &PASSAGES, random, true);
+            let (_, found) = blend_to(&mut pair.device, &tokens, &place[1], &PASSAGES, random, true);
+            pair.assert_near(&found, &expected, &format!("blended to the end, {ratio}"));
         }
     }
 }

@@ -5,12 +5,13 @@ use baton_model_cuda::multiply::FEW_ROWS;
 
 use super::low_bit::MANY;
 
-/// Steps that are launched ahead and become graphs, prompts, a block queue, and products of every kind.
+/// Steps that are launched ahead and become graphs, prompts, a blended one, a block queue, and products of every kind.
 #[test]
 fn a_strict_driver_accepts_all_calls() {
     let names = [
         "sampling::tokens_match_the_logits",
         "sampling::a_step_is_launched_before_the_last_one_is_collected",
+        "blend::a_passage_with_nothing_before_it_is_reused_bit_for_bit",
         "block_queue::pieces_are_gathered_hashed_and_scattered",
         "block_queue::pieces_are_copied_to_another_pool",
         "low_bit::fp8_is_multiplied_with_any_scales",

@@ -18,6 +18,6 @@ mod passage;
 mod refusal;
 mod selection;
 
-pub use passage::{BlendPassage, BlendedPrompt, PassageKv};
+pub use passage::{BlendPassage, Blended, BlendedPrompt, PassageKv};
 pub use refusal::BlendRefusal;
 pub use selection::{BlendRatio, InvalidRatio, SELECTING_LAYER, Selection, SelectionOrder, select};

@@ -26,7 +26,7 @@ pub struct BlendPassage<'a> {
     pub kv: &'a PassageKv,
 }
 
-/// The beginning of a sequence, up to the end of its last passage. What follows is computed as ever.
+/// The beginning of a sequence, at least up to the end of its last passage. What follows is computed as ever.
 #[derive(Clone, Copy, Debug)]
 pub struct BlendedPrompt<'a> {
     /// Its tokens, from position 0 on.
@@ -37,6 +37,17 @@ pub struct BlendedPrompt<'a> {
     pub passages: &'a [BlendPassage<'a>],
     /// Which tokens of passages are computed in all layers.
     pub selection: Selection,
+    /// Whether the logits after its last token are returned, which is in no passage then.
+    pub wants_logits: bool,
+}
+
+/// What came of blending a prompt.
+#[derive(Clone, Debug)]
+pub struct Blended<'a> {
+    /// The positions that were computed in all layers, in order.
+    pub computed: Vec<usize>,
+    /// `[vocab_size]`, if wanted: the logits after the last token.
+    pub logits: &'a [f32],
 }
 
 impl PassageKv {
@@ -117,7 +128,7 @@ mod tests {
     fn prompt<'a>(tokens: &'a [u32], passages: &'a [BlendPassage<'a>]) -> BlendedPrompt<'a> {
         let selection =
             Selection { num_first_tokens: 0, ratio: BlendRatio::ALL, order: SelectionOrder::Deviation };
-        BlendedPrompt { tokens, blocks: &[], passages, selection }
+        BlendedPrompt { tokens, blocks: &[], passages, selection, wants_logits: false }
     }
 
     #[test]

@@ -8,7 +8,9 @@ use baton_cuda::CudaError;
 use baton_cuda_emulator::emulated_device::{EmulatedDevice, Sums};
 use baton_cuda_emulator::models::devices;
 use baton_cuda_emulator::session::Threads;
-use baton_cuda_kernels::device::{Fp8Product, Fp8Products, HostMemory, KernelDevice, Product, WgmmaKernels};
+use baton_cuda_kernels::device::{
+    Fp8Product, Fp8Products, HostMemory, KernelDevice, Load, Product, WgmmaKernels,
+};
 use baton_cuda_kernels::kernel::{Address, Kernel};
 use baton_kv_cache::{BlockId, KvDtype};
 use baton_model_cuda::error::StartError;
@@ -70,15 +72,15 @@ impl KernelDevice for Fragile {
         self.device.allocate_on_host(num_bytes)
     }
 
-    unsafe fn begin_load(&mut self, to: Address, from: Address, num_bytes: usize) -> Result<(), CudaError> {
+    unsafe fn begin_loads(&mut self, loads: &[Load], place: usize) -> Result<(), CudaError> {
         self.count()?;
         // SAFETY: as above.
-        unsafe { self.device.begin_load(to, from, num_bytes) }
+        unsafe { self.device.begin_loads(loads, place) }
     }
 
-    fn end_loads(&mut self) -> Result<(), CudaError> {
+    fn await_loads(&mut self, place: usize) -> Result<(), CudaError> {
         self.count()?;
-        self.device.end_loads()
+        self.device.await_loads(place)
     }
 
     unsafe fn send_back(&mut self, from: Address, num_bytes: usize, place: usize) -> Result<(), CudaError> {
