@@ -4,8 +4,8 @@ use std::collections::{HashMap, VecDeque};
 
 use baton_cuda::CudaError;
 use baton_cuda_kernels::device::{
-    Fp8Product, Fp8Products, Fp8Scaling, HostMemory, KernelDevice, Load, NUM_LOADS, NUM_MARKS, NUM_RETURNS,
-    Product, TimedDevice, WgmmaKernels,
+    Fp8Product, Fp8Products, Fp8Scaling, HostLoad, HostMemory, KernelDevice, NUM_LOADS, NUM_MARKS,
+    NUM_RETURNS, Product, TimedDevice, WgmmaKernels,
 };
 use baton_cuda_kernels::kernel::{Address, Kernel, KernelSource};
 use baton_model_spec::{Communicator, CommunicatorError, ThreadCommunicator};
@@ -32,7 +32,7 @@ pub struct EmulatedDevice {
     /// Sums that were queued and are not done.
     begun: Vec<(Address, Vec<f32>)>,
     /// Copies from memory of the host that were queued and are not done.
-    loads: VecDeque<Load>,
+    loads: VecDeque<HostLoad>,
     /// The number of copies that were queued before each mark, and that are done.
     load_marks: [usize; NUM_LOADS],
     num_loaded: usize,
@@ -168,7 +168,7 @@ impl KernelDevice for EmulatedDevice {
     }
 
     // As late as possible. Until then the targets are unusable.
-    unsafe fn begin_loads(&mut self, loads: &[Load], place: usize) -> Result<(), CudaError> {
+    unsafe fn begin_loads(&mut self, loads: &[HostLoad], place: usize) -> Result<(), CudaError> {
         assert!(!self.is_repeating, "what is repeated does not copy");
         for load in loads {
             self.session.write(load.to, &vec![0xff; load.num_bytes]);
@@ -180,7 +180,7 @@ impl KernelDevice for EmulatedDevice {
 
     fn await_loads(&mut self, place: usize) -> Result<(), CudaError> {
         while self.num_loaded < self.load_marks[place] {
-            let Load { to, from, num_bytes } = self.loads.pop_front().expect("it was queued");
+            let HostLoad { to, from, num_bytes } = self.loads.pop_front().expect("it was queued");
             let mut bytes = vec![0; num_bytes];
             self.session.read(from, &mut bytes);
             self.session.write(to, &bytes);

@@ -6,7 +6,7 @@ use std::sync::OnceLock;
 
 use baton_cuda::CudaError;
 use baton_cuda_kernels::device::{
-    Fp8Product, Fp8Products, HostMemory, KernelDevice, Load, Product, WgmmaKernels,
+    Fp8Product, Fp8Products, HostLoad, HostMemory, KernelDevice, Product, WgmmaKernels,
 };
 use baton_cuda_kernels::driver::graphs::{self, Graphs};
 use baton_cuda_kernels::driver::{DriverDevice, OpenError};
@@ -185,7 +185,7 @@ impl KernelDevice for TestDevice {
         of_either!(self, device => device.allocate_on_host(num_bytes))
     }
 
-    unsafe fn begin_loads(&mut self, loads: &[Load], place: usize) -> Result<(), CudaError> {
+    unsafe fn begin_loads(&mut self, loads: &[HostLoad], place: usize) -> Result<(), CudaError> {
         // SAFETY: the caller guarantees it.
         unsafe { of_either!(self, device => device.begin_loads(loads, place)) }
     }

@@ -64,7 +64,7 @@ pub trait KernelDevice: Send {
     /// # Safety
     /// Sources are in memory of [`allocate_on_host`](Self::allocate_on_host), which stays until the copies are done. Both sides have
     /// as many bytes.
-    unsafe fn begin_loads(&mut self, loads: &[Load], place: usize) -> Result<(), CudaError>;
+    unsafe fn begin_loads(&mut self, loads: &[HostLoad], place: usize) -> Result<(), CudaError>;
 
     /// Work queued after this call starts when the loads with this mark are done.
     fn await_loads(&mut self, place: usize) -> Result<(), CudaError>;
@@ -180,7 +180,7 @@ pub trait TimedDevice: KernelDevice + 'static {
 
 /// A copy from memory of the host.
 #[derive(Clone, Copy, Debug)]
-pub struct Load {
+pub struct HostLoad {
     pub to: Address,
     pub from: Address,
     pub num_bytes: usize,

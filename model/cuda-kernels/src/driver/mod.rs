@@ -24,7 +24,7 @@ use nccl::{NcclGroup, NcclMember};
 use wgmma_trial::{wgmma_experts_work, wgmma_works};
 
 use crate::device::{
-    Fp8Product, Fp8Products, HostMemory, KernelDevice, Load, NUM_LOADS, NUM_MARKS, NUM_RETURNS, Product,
+    Fp8Product, Fp8Products, HostLoad, HostMemory, KernelDevice, NUM_LOADS, NUM_MARKS, NUM_RETURNS, Product,
     TimedDevice, WgmmaKernels,
 };
 use crate::kernel::{Address, Kernel, KernelCode, KernelSource};
@@ -417,13 +417,13 @@ impl KernelDevice for DriverDevice {
         self.free_memory.allocate(&self.device, num_bytes)
     }
 
-    unsafe fn begin_loads(&mut self, loads: &[Load], place: usize) -> Result<(), CudaError> {
+    unsafe fn begin_loads(&mut self, loads: &[HostLoad], place: usize) -> Result<(), CudaError> {
         self.device.bind()?;
         let work = self.stream.clone();
         let Loads { stream, asked, marks } = self.loads()?;
         asked.record(&work).map_err(|error| failed("cuEventRecord", error))?;
         stream.wait(asked).map_err(|error| failed("cuStreamWaitEvent", error))?;
-        for &Load { to, from, num_bytes } in loads {
+        for &HostLoad { to, from, num_bytes } in loads {
             // SAFETY: the caller guarantees both sides until the copy is done.
             unsafe {
                 let bytes = std::slice::from_raw_parts(from.0 as *const u8, num_bytes);

@@ -15,7 +15,7 @@
 
 use baton_cuda::CudaError;
 use baton_cuda_kernels::blend::{DeviateKeys, GatherRows, KeepKv};
-use baton_cuda_kernels::device::{HostMemory, KernelDevice, Load, NUM_LOADS};
+use baton_cuda_kernels::device::{HostLoad, HostMemory, KernelDevice, NUM_LOADS};
 use baton_cuda_kernels::kernel::Address;
 use baton_cuda_kernels::rope::StoreQkv;
 use baton_cuda_kernels::rows::NONE;
@@ -234,9 +234,9 @@ impl<D: KernelDevice> DeviceExecutor<D> {
             let num_bytes = passage.kv.num_tokens() * token_bytes;
             let first = passage.kv.numbers::<HostMemory>().at;
             let from = first.offset_by((layer_idx - SELECTING_LAYER) * num_bytes);
-            Load { to: to.offset_by(passage.start_idx * token_bytes), from, num_bytes }
+            HostLoad { to: to.offset_by(passage.start_idx * token_bytes), from, num_bytes }
         };
-        let loads: Vec<Load> = prompt.passages.iter().map(of_passage).collect();
+        let loads: Vec<HostLoad> = prompt.passages.iter().map(of_passage).collect();
         // SAFETY: the caller holds the passages until the blend is done, and the buffer has a row for each token.
         unsafe { self.device.begin_loads(&loads, layer_idx % NUM_LOADS) }
     }

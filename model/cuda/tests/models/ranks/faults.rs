@@ -9,7 +9,7 @@ use baton_cuda_emulator::emulated_device::{EmulatedDevice, Sums};
 use baton_cuda_emulator::models::devices;
 use baton_cuda_emulator::session::Threads;
 use baton_cuda_kernels::device::{
-    Fp8Product, Fp8Products, HostMemory, KernelDevice, Load, Product, WgmmaKernels,
+    Fp8Product, Fp8Products, HostLoad, HostMemory, KernelDevice, Product, WgmmaKernels,
 };
 use baton_cuda_kernels::kernel::{Address, Kernel};
 use baton_kv_cache::{BlockId, KvDtype};
@@ -72,7 +72,7 @@ impl KernelDevice for Fragile {
         self.device.allocate_on_host(num_bytes)
     }
 
-    unsafe fn begin_loads(&mut self, loads: &[Load], place: usize) -> Result<(), CudaError> {
+    unsafe fn begin_loads(&mut self, loads: &[HostLoad], place: usize) -> Result<(), CudaError> {
         self.count()?;
         // SAFETY: as above.
         unsafe { self.device.begin_loads(loads, place) }
