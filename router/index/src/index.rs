@@ -153,6 +153,10 @@ impl KvIndex {
         }
     }
 
+    pub(crate) fn max_members(&self) -> usize {
+        self.owners.len()
+    }
+
     pub(crate) fn runs(&self) -> &Runs {
         &self.runs
     }

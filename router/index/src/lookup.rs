@@ -59,6 +59,7 @@ impl KvIndex {
         let LookupScratch { path, found } = scratch;
         path.clear();
         found.clear();
+        found.resize(self.max_members().div_ceil(u64::BITS as usize), 0);
         self.follow(chain, key, path);
         let mut seen: Option<Mark> = None;
         for step in path.iter().rev() {
@@ -71,14 +72,13 @@ impl KvIndex {
             }
             run.for_each(|holding| {
                 let member = holding.member();
-                let (word, bit) = ((member / u64::BITS) as usize, 1 << (member % u64::BITS));
-                if found.len() <= word {
-                    found.resize(word + 1, 0);
-                }
-                if found[word] & bit == 0
+                let bit = 1 << (member % u64::BITS);
+                // A place without a member names none that there can be.
+                let Some(word) = found.get_mut((member / u64::BITS) as usize) else { return };
+                if *word & bit == 0
                     && let Some(owner) = self.owner(member, num_joins)
                 {
-                    found[word] |= bit;
+                    *word |= bit;
                     let num_blocks = step.first + holding.num_blocks().min(step.num);
                     holders.push(Holder { owner, num_blocks });
                 }

@@ -60,8 +60,8 @@ impl Holding {
         Holding(u64::from(member + 1) << 44 | (num_blocks as u64) << 32 | u64::from(node))
     }
 
-    #[inline]
-    pub(crate) fn is_none(self) -> bool {
+    #[cfg(test)]
+    fn is_none(self) -> bool {
         self.0 == 0
     }
 
@@ -193,15 +193,10 @@ impl Run {
         new
     }
 
-    /// Visits its members.
+    /// Visits its members, and places without one.
     #[inline]
     pub(crate) fn for_each(&self, mut visit: impl FnMut(Holding)) {
-        let mut one = |word: &AtomicU64| {
-            let holding = Holding(word.load(Ordering::Acquire));
-            if !holding.is_none() {
-                visit(holding);
-            }
-        };
+        let mut one = |word: &AtomicU64| visit(Holding(word.load(Ordering::Acquire)));
         one(&self.one);
         if let Some(others) = self.others.load().as_ref() {
             others.iter().for_each(one);
@@ -347,6 +342,9 @@ mod tests {
                 if change % 37 == 0 {
                     let mut found = BTreeMap::new();
                     run.for_each(|holding| {
+                        if holding.is_none() {
+                            return;
+                        }
                         let before = found.insert(holding.member(), (holding.num_blocks(), holding.node()));
                         assert_eq!(before, None, "named twice");
                     });
