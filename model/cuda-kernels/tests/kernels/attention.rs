@@ -377,13 +377,11 @@ fn heads_of_every_size_and_type() {
 /// The rows of a blended prompt: other tokens of it are not computed.
 #[test]
 fn rows_that_are_no_neighbours_attend_up_to_their_positions() {
-    let batch = [(3, 1), (0, 40), (5, 70)];
-    for (dtype, head_dim) in
-        [(KvDtype::Bf16, 64), (KvDtype::Fp8, 128), (KvDtype::F32, 64), (KvDtype::Int8, 96)]
-    {
+    let batch = [(3, 1), (0, 12), (5, 70)];
+    for (dtype, head_dim) in [(KvDtype::Bf16, 64), (KvDtype::Fp8, 64), (KvDtype::F32, 64)] {
         Case { gap: 3, ..case(dtype, head_dim, &batch) }.check();
     }
-    Case { gap: 7, window: Some(20), group: 3, ..case(KvDtype::Bf16, 64, &batch) }.check();
+    Case { gap: 7, window: Some(20), group: 3, ..case(KvDtype::Bf16, 64, &[(5, 40)]) }.check();
 }
 
 #[test]

@@ -90,19 +90,17 @@ fn bits(logits: &[f32]) -> Vec<u32> {
     logits.iter().map(|x| x.to_bits()).collect()
 }
 
-/// With norms of keys, with a bias, with experts, with scaled rotations; KV of eight bits, and KV that has no tensor cores.
-const MODELS: [(&str, KvDtype); 6] = [
+/// With norms of keys, with a bias and KV of eight bits, with experts, and with scaled rotations and KV that has no tensor cores.
+const MODELS: [(&str, KvDtype); 4] = [
     ("qwen3", KvDtype::Bf16),
-    ("qwen2", KvDtype::Bf16),
+    ("qwen2", KvDtype::Fp8),
     ("mixtral", KvDtype::Bf16),
-    ("llama-rope-yarn", KvDtype::Bf16),
-    ("qwen3", KvDtype::Fp8),
-    ("qwen3", KvDtype::F32),
+    ("llama-rope-yarn", KvDtype::F32),
 ];
 
 #[test]
 fn with_every_token_selected_the_bits_are_those_of_a_full_prefill() {
-    for (name, dtype) in [MODELS[0], MODELS[1], MODELS[4]] {
+    for (name, dtype) in [MODELS[0], MODELS[1], MODELS[3]] {
         let block_size = if dtype == KvDtype::F32 { 5 } else { 8 };
         let mut machine = Machine::device(loaded(name, dtype, block_size), NUM_ROWS, Fp8Products::None);
         let tokens = prompt(NUM_TOKENS, 1);
@@ -120,7 +118,7 @@ fn with_every_token_selected_the_bits_are_those_of_a_full_prefill() {
 #[test]
 fn a_passage_with_nothing_before_it_is_reused_bit_for_bit() {
     const PASSAGE: Range<usize> = 0..HEAD;
-    for (name, dtype) in [("qwen3", KvDtype::Bf16), ("qwen2", KvDtype::Bf16), ("qwen3", KvDtype::Fp8)] {
+    for (name, dtype) in [MODELS[0], MODELS[1]] {
         let mut machine = Machine::device(loaded(name, dtype, 8), NUM_ROWS, Fp8Products::None);
         let tokens = prompt(NUM_TOKENS, 2);
         let expected = prefill(&mut machine, &tokens, HEAD);
@@ -139,8 +137,9 @@ fn blended_prompts_are_near_those_of_processors() {
     for (name, dtype) in MODELS {
         let mut pair = Pair::new(name, dtype, if dtype == KvDtype::F32 { 5 } else { 8 });
         let tokens = pair.prompt(NUM_TOKENS, 3);
-        for ratio in [0.1, 0.6].into_iter().skip(usize::from(name == "mixtral")) {
-            let random = selection(ratio, SelectionOrder::Random { seed: 5 });
+        // All of them are more than a step of the largest size has.
+        for ratio in if name == "qwen3" { &[0.1, 0.6][..] } else { &[0.6] } {
+            let random = selection(*ratio, SelectionOrder::Random { seed: 5 });
             let place = pair.place(NUM_TOKENS);
             let expected_rows = blend(&mut pair.cpu, &tokens, &place[0], &PASSAGES, random);
             let rows = blend(&mut pair.device, &tokens, &place[1], &PASSAGES, random);
@@ -158,7 +157,7 @@ fn blended_prompts_are_near_those_of_processors() {
 
 #[test]
 fn the_tokens_whose_keys_deviate_most_are_selected() {
-    for name in ["qwen3", "qwen2", "llama-rope-yarn"] {
+    for name in ["qwen3", "qwen2"] {
         let mut pair = Pair::new(name, KvDtype::Bf16, 8);
         let tokens = pair.prompt(NUM_TOKENS, 4);
         let place = pair.place(NUM_TOKENS);
