@@ -87,7 +87,7 @@ struct Step {
     completions: Vec<Completion>,
     /// Whether the executor has begun it: it samples, and there is more than heads.
     is_launched: bool,
-    /// The sequences of its rows with masks, once for each row.
+    /// The sequences of its rows whose masks the executor lacks, once for each row.
     masked: Vec<SequenceId>,
     /// Whether another step may be launched before this one is collected.
     can_be_followed: bool,
@@ -272,22 +272,21 @@ impl StepLoop {
         self.started = self.now();
         let completions = Completion::all(&plan, &self.live, self.storage.layout().block_size);
         self.live.begin_masks(&plan)?;
-        let mut can_be_followed = false;
-        let batch = batch(&self.live, &plan);
-        let is_launched = self.executor.sampling().is_some() && !batch.sequences.is_empty();
-        if is_launched {
-            let executor = &mut *self.executor;
+        let (mut is_launched, mut can_be_followed) = (false, false);
+        // A step of heads alone samples nothing.
+        if self.executor.sampling().is_some() && plan.chunks.iter().any(|chunk| !self.live.is_head(chunk)) {
+            let (executor, batch) = (&mut *self.executor, batch(&self.live, &plan));
             let samplings: Vec<_> = self.live.samplings(&plan).collect();
             let mut on_layer = announcing(&completions, &self.live);
-            can_be_followed = launch(executor, &batch, &samplings, &[], &self.storage, &mut on_layer)?;
+            let samples_all = launch(executor, &batch, &samplings, &[], &self.storage, &mut on_layer)?;
+            // What follows would take the tokens of heads, too, from the device.
+            can_be_followed = samples_all && batch.sequences.len() == plan.chunks.len();
+            is_launched = true;
         }
-        // What follows would take the tokens of heads, too, from the device.
-        can_be_followed &= heads(&self.live, &plan).next().is_none();
-        let step = Step { masked: self.live.masked(&plan), plan, completions, is_launched, can_be_followed };
         if is_launched {
-            self.give_masks(&step.masked)?;
+            self.give_masks(&self.live.masked(&plan))?;
         }
-        Ok(step)
+        Ok(Step { plan, completions, is_launched, masked: Vec::new(), can_be_followed })
     }
 
     /// Plans and launches the step after `step`, which is being computed, if that is possible.
@@ -349,8 +348,8 @@ impl StepLoop {
         self.progress.num_computed.fetch_add(plan.num_tokens() as u64, Ordering::Relaxed);
         self.live.scheduler.computed(self.ahead.is_some());
         self.live.advance(&plan, rows.into_iter());
-        if let Some(Step { masked, .. }) = &self.ahead {
-            let masked = masked.clone();
+        if let Some(ahead) = &mut self.ahead {
+            let masked = mem::take(&mut ahead.masked);
             self.live.begin_masks_ahead(&masked)?;
             self.give_masks(&masked)?;
         }

@@ -41,10 +41,10 @@ impl TokenMask {
 
     /// Writes a bit for each token, `t % 32` of word `t / 32`, of a vocabulary that may be longer.
     pub fn write_bits(&self, words: &mut [u32]) {
-        words.fill(0);
-        for (word, own) in words.iter_mut().zip(self.allowed.as_slice()) {
-            *word = *own;
-        }
+        let own = self.allowed.as_slice();
+        let (front, rest) = words.split_at_mut(own.len().min(words.len()));
+        front.copy_from_slice(&own[..front.len()]);
+        rest.fill(0);
         // Bits beyond the vocabulary say nothing.
         if let Some(last) = words.get_mut(self.allowed.len() / 32) {
             *last &= (1 << (self.allowed.len() % 32)) - 1;

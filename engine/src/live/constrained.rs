@@ -84,7 +84,7 @@ impl LiveRequests {
     /// The sequences of a plan's rows with masks, once for each row, without its heads.
     pub(crate) fn masked(&self, plan: &StepPlan) -> Vec<SequenceId> {
         let is_masked = |chunk: &&Chunk| {
-            chunk.wants_token && !self.is_head(chunk) && self.requests[&chunk.id].constraint.is_some()
+            chunk.wants_token && self.requests[&chunk.id].constraint.is_some() && !self.is_head(chunk)
         };
         let rows = |chunk: &Chunk| iter::repeat_n(chunk.id, chunk.num_rows() - chunk.num_scored);
         plan.chunks.iter().filter(is_masked).flat_map(rows).collect()
@@ -126,12 +126,13 @@ impl LiveRequests {
     pub(crate) fn awaits_draft(&mut self, plan: &StepPlan) -> bool {
         let cost = self.cost_of_forced(plan);
         plan.chunks.iter().any(|chunk| {
-            let Some(live) = self.requests.get_mut(&chunk.id) else { return false };
-            let Some(sequence) = self.scheduler.sequence(chunk.id) else { return false };
+            let live = self.requests.get_mut(&chunk.id).expect("planned sequences live");
+            let Some(constraint) = &mut live.constraint else { return false };
+            let sequence = self.scheduler.sequence(chunk.id).expect("planned sequences run");
             let max = sequence.max_num_drafts().min(MAX_FORCED);
             live.request.speculation != SpeculationMode::Off
                 && !live.forced_length.is_resting(max, cost, 0.0)
-                && live.constraint.as_mut().is_some_and(|constraint| constraint.forced(2).len() == 2)
+                && constraint.forced(2).len() == 2
         })
     }
 

@@ -3,9 +3,8 @@
 //
 // A sequence's rows are in the order of their positions, which follow each other without a gap in attention_decode.cu;
 // their own keys and values are already in the cache. A row at position p attends to positions p + 1 - window up to and
-// including p. The rows times the
-// query heads of a kv head are the rows of one matrix, the *pairs*: pair = row * group + head in the group. The KV is
-// read once for all of them. Softmax uses powers of two and a running maximum. Codes of 8-bit KV are exact in bf16:
+// including p. The rows times the query heads of a kv head are the rows of one matrix, the *pairs*: pair = row * group +
+// head in the group. The KV is read once for all of them. Softmax uses powers of two and a running maximum. Codes of 8-bit KV are exact in bf16:
 // the scales of keys are multiplied into scores, those of values into weights.
 //
 //   HEAD_DIM  elements of a head; for tensor cores a multiple of 16, up to 256

@@ -1,4 +1,4 @@
-// Blended prompts: the keys and values of passages, and the rows that are computed in all layers.
+// Blended prompts: the keys and values of passages, and how far a prompt's keys are from them.
 #include "common.cuh"
 
 struct KeepKv {
@@ -72,24 +72,4 @@ KERNEL(deviate_keys, DeviateKeys, 128) {
     }
     apart = warp_sum(apart);
     if (lane == 0) p.deviations[row] = apart;
-}
-
-struct GatherRows {
-    // [..][width]
-    const u16* from;
-    // [rows]: the row of `from`.
-    const u32* indices;
-    // [rows][width]
-    u16* to;
-    // A multiple of 8.
-    u32 width;
-    u32 num_rows;
-};
-
-// to[i] = from[indices[i]], one block per row. Reads and writes 2 bytes per number: bound by memory bandwidth.
-KERNEL(gather_rows, GatherRows, 256) {
-    const u16* from = p.from + u64(p.indices[blockIdx.x]) * p.width;
-    u16* to = p.to + u64(blockIdx.x) * p.width;
-    for (u32 i = threadIdx.x * 8; i < p.width; i += blockDim.x * 8)
-        *reinterpret_cast<uint4*>(to + i) = *reinterpret_cast<const uint4*>(from + i);
 }

@@ -65,28 +65,3 @@ unsafe impl Kernel for DeviateKeys {
         LaunchShape { grid: [self.num_rows.div_ceil(4), 1, 1], threads: 128, shared_bytes: 0 }
     }
 }
-
-/// `to[i] = from[indices[i]]`
-///
-/// Moves 4 bytes per number: bound by memory bandwidth.
-#[derive(Clone, Copy, Debug)]
-#[repr(C)]
-pub struct GatherRows {
-    /// `[..][width]`, bf16.
-    pub from: Address,
-    /// `[rows]`, u32.
-    pub indices: Address,
-    /// `[rows][width]`, bf16.
-    pub to: Address,
-    pub width: u32,
-    pub num_rows: u32,
-}
-
-// SAFETY: the fields are those of `GatherRows` in the kernel file.
-unsafe impl Kernel for GatherRows {
-    const NAME: &'static str = "gather_rows";
-
-    fn shape(&self) -> LaunchShape {
-        LaunchShape { grid: [self.num_rows, 1, 1], threads: 256, shared_bytes: 0 }
-    }
-}

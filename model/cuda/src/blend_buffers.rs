@@ -13,7 +13,7 @@ pub struct BlendBuffers {
     kept: [Address; NUM_LOADS],
     /// `[tokens]`, f32.
     pub deviations: Address,
-    /// `[tokens]`, u32.
+    /// `[tokens]`, u32: 0, 1, ..
     pub positions: Address,
     /// `[tokens]`, u32: slots of the block tables; `NONE` for tokens that are computed.
     pub tables: Address,
@@ -31,9 +31,11 @@ impl BlendBuffers {
         spec: &DecoderSpec,
         num_tokens: usize,
     ) -> Result<BlendBuffers, CudaError> {
-        let kept_bytes = num_tokens * BlendBuffers::kept_bytes(spec);
+        let kept_bytes = num_tokens * BlendBuffers::token_bytes(spec);
         let mut words = || device.allocate(num_tokens * 4);
-        let [deviations, positions, tables, slots] = [words()?, words()?, words()?, words()?];
+        let [deviations, tables, slots] = [words()?, words()?, words()?];
+        let positions: Vec<u32> = (0..num_tokens as u32).collect();
+        let positions = device.allocate_holding(bytemuck::cast_slice(&positions))?;
         let kept = (0..NUM_LOADS).map(|_| device.allocate(kept_bytes)).collect::<Result<Vec<_>, _>>()?;
         let kept = kept.try_into().expect("one for each load");
         let cos_sin = spec.ropes.iter().map(|rope| device.allocate(num_tokens * rope.rotary_dim * 4));
@@ -54,7 +56,7 @@ impl BlendBuffers {
     }
 
     /// Bytes that a passage has for a token in a layer.
-    pub fn kept_bytes(spec: &DecoderSpec) -> usize {
+    pub fn token_bytes(spec: &DecoderSpec) -> usize {
         2 * spec.kv_width() * 2
     }
 }

@@ -76,8 +76,7 @@ impl SamplingInputs {
     }
 
     /// Fills the inputs with `samplings`. Returns the layout of the results. In a step that follows another step in
-    /// flight, each count list has a free entry for the token that the other step samples.
-    /// The first `max_masked` masked rows have room for their masks.
+    /// flight, each count list has a free entry for the token that the other step samples. The first `max_masked` masked rows have room for their masks.
     pub fn fill(
         &mut self,
         samplings: &[TokenSampling<'_>],
@@ -95,11 +94,11 @@ impl SamplingInputs {
             let is_spare = is_following && !sampling.counts.is_empty();
             let num_counts = sampling.counts.len() + usize::from(is_spare);
             let num_listed = 2 * num_counts + 2 * sampling.logit_bias.len() + sampling.masked.len();
-            let has_room = counts.len() + biases.len() + stops.len() + num_listed <= MAX_LISTED;
+            let is_listed = counts.len() + biases.len() + stops.len() + num_listed <= MAX_LISTED;
             let num_top = sampling.logprobs.map(|num_top| num_top as usize);
             let are_distinct = sampling.logit_bias.is_sorted_by(|a, b| a.0 < b.0);
             *num_masked += usize::from(sampling.is_masked);
-            let has_room = has_room && !(sampling.is_masked && *num_masked > max_masked);
+            let has_room = is_listed && (!sampling.is_masked || *num_masked <= max_masked);
             if sampling.on_host || !has_room || !are_distinct || num_top > Some(MAX_TOP) {
                 wanted.push(Wanted::Logits);
                 rows.push(bytemuck::Zeroable::zeroed());

@@ -83,21 +83,3 @@ fn keys_deviate_by_their_squared_distance() {
         assert_close(&floats(emulator.run().of(kernel.deviations)), &expected, 1e-4, 1e-6);
     }
 }
-
-#[test]
-fn rows_are_gathered() {
-    let (width, indices) = (2056, [4u32, 0, 4, 2]);
-    let (rows, _) = bf16(&noise(1, 5 * width));
-    let mut emulator = Emulator::new(source());
-    let kernel = GatherRows {
-        from: emulator.buffer(&rows),
-        indices: emulator.buffer(bytemuck::cast_slice(&indices)),
-        to: emulator.poisoned(indices.len() * width * 2),
-        width: width as u32,
-        num_rows: indices.len() as u32,
-    };
-    emulator.launch(&kernel);
-    let expected: Vec<u8> =
-        indices.iter().flat_map(|&idx| &rows[idx as usize * width * 2..][..width * 2]).copied().collect();
-    assert_eq!(emulator.run().of(kernel.to), expected);
-}

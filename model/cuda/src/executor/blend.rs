@@ -13,9 +13,12 @@
 //! Rows of a step are a part of a prompt that is longer than the largest step. The selected tokens are rows of one sequence at
 //! the positions that they have: attention masks by position.
 
+use std::ops::Range;
+
 use baton_cuda::CudaError;
-use baton_cuda_kernels::blend::{DeviateKeys, GatherRows, KeepKv};
+use baton_cuda_kernels::blend::{DeviateKeys, KeepKv};
 use baton_cuda_kernels::device::{HostLoad, HostMemory, KernelDevice, NUM_LOADS};
+use baton_cuda_kernels::embed::Embed;
 use baton_cuda_kernels::kernel::Address;
 use baton_cuda_kernels::rope::StoreQkv;
 use baton_cuda_kernels::rows::NONE;
@@ -65,7 +68,7 @@ impl<D: KernelDevice> DeviceExecutor<D> {
         storage: &BlockStorage,
     ) -> Result<PassageKv, RankError> {
         let num_layers = self.weights.layers.len();
-        let token_bytes = BlendBuffers::kept_bytes(self.part.spec());
+        let token_bytes = BlendBuffers::token_bytes(self.part.spec());
         let size_bytes = (num_layers - SELECTING_LAYER) * tokens.len() * token_bytes;
         let kept = self.device.allocate_on_host(size_bytes).map_err(of_rank)?;
         let first = kept.at;
@@ -97,7 +100,7 @@ impl<D: KernelDevice> DeviceExecutor<D> {
     ) -> Result<Vec<usize>, RankError> {
         let passages = prompt.ranges();
         assert!(prompt.tokens.len() <= self.limits.num_blended, "a prompt of {} tokens", prompt.tokens.len());
-        let deviations = self.compute_first_layers(prompt, storage)?;
+        let deviations = self.compute_first_layers(prompt, &passages, storage)?;
         let selected = select(&deviations, &passages, &prompt.selection);
         self.compute_selected(prompt, &selected, on_layer).map_err(of_rank)?;
         Ok(selected)
@@ -108,6 +111,7 @@ impl<D: KernelDevice> DeviceExecutor<D> {
     fn compute_first_layers(
         &mut self,
         prompt: &BlendedPrompt<'_>,
+        passages: &[Range<usize>],
         storage: &BlockStorage,
     ) -> Result<Vec<f32>, RankError> {
         // As many layers as there is room for.
@@ -117,7 +121,7 @@ impl<D: KernelDevice> DeviceExecutor<D> {
         let hidden_bytes = self.part.spec().hidden_size * 2;
         let &BlendBuffers { x, deviations: apart, .. } = self.blend_buffers();
         let kept = self.blend_buffers().kept(SELECTING_LAYER);
-        let token_bytes = BlendBuffers::kept_bytes(self.part.spec());
+        let token_bytes = BlendBuffers::token_bytes(self.part.spec());
         self.by_chunks(prompt.tokens, prompt.blocks, storage, |device, pass, start_idx| {
             let pass = ForwardPass { x: x.offset_by(start_idx * hidden_bytes), ..pass.clone() };
             pass.begin(device)?;
@@ -130,7 +134,7 @@ impl<D: KernelDevice> DeviceExecutor<D> {
                 device.await_loads(SELECTING_LAYER % NUM_LOADS)?;
             }
             let rows = start_idx..start_idx + pass.inputs.num_rows;
-            for passage in prompt.ranges() {
+            for passage in passages {
                 let (start, end) = (passage.start.max(rows.start), passage.end.min(rows.end));
                 if start >= end {
                     continue;
@@ -229,7 +233,7 @@ impl<D: KernelDevice> DeviceExecutor<D> {
             return Ok(());
         }
         let to = self.blend_buffers().kept(layer_idx);
-        let token_bytes = BlendBuffers::kept_bytes(self.part.spec());
+        let token_bytes = BlendBuffers::token_bytes(self.part.spec());
         let of_passage = |passage: &BlendPassage<'_>| {
             let num_bytes = passage.kv.num_tokens() * token_bytes;
             let first = passage.kv.numbers::<HostMemory>().at;
@@ -246,30 +250,29 @@ impl<D: KernelDevice> DeviceExecutor<D> {
     fn place_kept(&mut self, num_tokens: usize, selected: &[usize]) -> Result<(), CudaError> {
         let mut tables = vec![0; num_tokens];
         selected.iter().for_each(|&position| tables[position] = NONE);
-        let positions: Vec<u32> = (0..num_tokens as u32).collect();
-        let &BlendBuffers { positions: positions_at, tables: tables_at, slots, .. } = self.blend_buffers();
+        let &BlendBuffers { positions, tables: tables_at, slots, .. } = self.blend_buffers();
         // SAFETY: there is a word for each token.
-        unsafe {
-            self.device.upload(positions_at, bytemuck::cast_slice(&positions))?;
-            self.device.upload(tables_at, bytemuck::cast_slice(&tables))?;
-        }
+        unsafe { self.device.upload(tables_at, bytemuck::cast_slice(&tables)) }?;
         let cos_sin = self.blend_buffers().cos_sin.clone();
         let (device, pass) = self.pass();
-        let rows = PlacedRows { positions: positions_at, slots, cos_sin: &cos_sin };
+        let rows = PlacedRows { positions, slots, cos_sin: &cos_sin };
         pass.place_rows(device, &rows, tables_at, num_tokens)
     }
 
     /// Takes the residual stream of the step's rows from that of all tokens, and norms it.
     fn gather(&mut self) -> Result<(), CudaError> {
-        let from = self.blend_buffers().x;
+        let (table, num_held) = (self.blend_buffers().x, self.limits.num_blended as u32);
         let (device, pass) = self.pass();
         pass.place(device)?;
-        let gather = GatherRows {
-            from,
-            indices: pass.at.positions,
-            to: pass.x,
-            width: pass.spec.hidden_size as u32,
-            num_rows: pass.inputs.num_rows as u32,
+        let gather = Embed {
+            table,
+            tokens: pass.at.positions,
+            x: pass.x,
+            hidden: pass.spec.hidden_size as u32,
+            first_token: 0,
+            num_held,
+            scale: 1.0,
+            num_rows: pass.inputs.num_rows as u64,
         };
         // SAFETY: the stream has a row for each position.
         unsafe { device.launch(&gather) }?;
@@ -281,8 +284,8 @@ impl<D: KernelDevice> DeviceExecutor<D> {
         self.blending.as_ref().expect("only an executor that blends is asked to")
     }
 
-    /// Queues the passes of a sequence that starts at position 0, in steps of the largest size. `compute` gets the position of
-    /// a step's first token, and queues all that follows the embedding's inputs.
+    /// Queues the passes of a sequence that starts at position 0, in steps of the largest size. `compute` queues the pass of a
+    /// step whose inputs are on the device, and gets the position of its first token.
     fn by_chunks(
         &mut self,
         tokens: &[u32],
