@@ -3,6 +3,7 @@
 //!     cargo bench -p baton-model-cpu                     # everything, some minutes
 //!     cargo bench -p baton-model-cpu -- int8             # rows that contain a word
 //!     cargo bench -p baton-model-cpu -- --isa avx512     # another instruction set than the best: amx, avx512, avx2
+//!     cargo bench -p baton-model-cpu -- --rows 512 --threads 1
 //!
 //! A rate is the best of many runs, because other load on the machine can only lower one. Products of many rows are
 //! compared with a loop of multiply-adds alone. Products of one row, and attention of one query, are compared with a
@@ -23,27 +24,35 @@ const BUDGET: Duration = Duration::from_millis(1500);
 
 fn main() {
     let mut words: Vec<String> = std::env::args().skip(1).filter(|word| word != "--bench").collect();
-    let isa = match words.iter().position(|word| word == "--isa") {
-        None => Isa::detect(),
-        Some(at) => {
-            let name = words.drain(at..words.len().min(at + 2)).nth(1).expect("--isa needs a name");
-            let found = Isa::available().into_iter().find(|isa| isa.name() == name);
-            found.unwrap_or_else(|| panic!("this CPU has no {name}"))
-        }
-    };
+    let isa = option(&mut words, "--isa").map_or_else(Isa::detect, |name| {
+        let found = Isa::available().into_iter().find(|isa| isa.name() == name);
+        found.unwrap_or_else(|| panic!("this CPU has no {name}"))
+    });
+    let mut number = |name| option(&mut words, name).map(|number| number.parse().expect("a number"));
+    let (rows, threads) = (number("--rows"), number("--threads"));
     println!("{}", isa.name());
     let all = std::thread::available_parallelism().map_or(1, usize::from);
     println!("{:<28} {:>7} {:>8} {:>10} {:>10} {:>6}", "kernel", "threads", "rows", "rate", "peak", "share");
-    for threads in if all == 1 { vec![1] } else { vec![1, all] } {
-        let mut table = Table { words: &words, isa, threads, peaks: Peaks::new(isa, threads, MATRIX_BYTES) };
+    let all = threads.map_or_else(|| if all == 1 { vec![1] } else { vec![1, all] }, |threads| vec![threads]);
+    for threads in all {
+        let peaks = Peaks::new(isa, threads, MATRIX_BYTES);
+        let mut table = Table { words: &words, isa, rows, threads, peaks };
         products(&mut table);
         attention(&mut table);
     }
 }
 
+/// Takes an option and its value out of the words.
+fn option(words: &mut Vec<String>, name: &str) -> Option<String> {
+    let at = words.iter().position(|word| word == name)?;
+    Some(words.drain(at..words.len().min(at + 2)).nth(1).unwrap_or_else(|| panic!("{name} needs a value")))
+}
+
 struct Table<'a> {
     words: &'a [String],
     isa: Isa,
+    /// The only number of rows to measure.
+    rows: Option<usize>,
     threads: usize,
     peaks: Peaks,
 }
@@ -58,6 +67,10 @@ enum Ceiling {
 }
 
 impl Table<'_> {
+    fn wants_rows(&self, rows: usize) -> bool {
+        self.rows.is_none_or(|wanted| wanted == rows)
+    }
+
     fn wants(&self, name: &str) -> bool {
         self.words.is_empty() || self.words.iter().any(|word| name.contains(word.as_str()))
     }
@@ -104,6 +117,9 @@ fn products(table: &mut Table<'_>) {
                 continue;
             }
             for m in [1, 2, 4, 8, 16, 32, 64, 512] {
+                if !table.wants_rows(m) {
+                    continue;
+                }
                 let bytes = weights.matrix_bytes(n, k);
                 // Several matrices in turn, so that none is still in a cache.
                 let num = if m < 64 { MATRIX_BYTES.div_ceil(bytes) } else { 1 };
@@ -134,6 +150,9 @@ fn attention(table: &mut Table<'_>) {
                 continue;
             }
             for rows in [1, 512] {
+                if !table.wants_rows(rows) {
+                    continue;
+                }
                 let ceiling = match rows {
                     1 => Ceiling::Bytes(context * bytes(dtype)),
                     rows => Ceiling::Operations(peak, 4 * 32 * 64 * rows * (context - rows / 2)),
