@@ -54,6 +54,16 @@ pub trait Simd: Copy {
     unsafe fn prefetch_to_write(_p: *mut f32) {}
     /// Stores sixteen numbers.
     unsafe fn store(p: *mut f32, v: Self::V);
+    /// As [`store`](Self::store), to an address that is a multiple of 64 and is not read soon. Other threads may see the
+    /// numbers only after a [`fence`](Self::fence).
+    #[inline(always)]
+    unsafe fn store_past_caches(p: *mut f32, v: Self::V) {
+        // SAFETY: guaranteed by the caller.
+        unsafe { Self::store(p, v) }
+    }
+    /// Orders [`store_past_caches`](Self::store_past_caches) before later stores.
+    #[inline(always)]
+    unsafe fn fence() {}
     /// `a * b + c`, rounded once.
     unsafe fn fma(a: Self::V, b: Self::V, c: Self::V) -> Self::V;
     /// `a + b`

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! tiles of R rows, one after the other; zeroes where rows or columns are missing
-//! floats    [K][R] f32
+//! floats    [K][R] f32; or rounded to bf16, with zeroes up to a multiple of 32 of K
 //! pairs     [K / 2][R][2] bf16
 //! levels    for every activation group of K: [R] f32 scales, then for every group of weights in it:
 //!           [R] sums, [K / 4][R][4] i8
@@ -22,6 +22,7 @@ use baton_model_spec::{IntegerFormat, MAX_GROUP};
 #[derive(Clone, Copy, Debug)]
 pub(super) enum LeftKind {
     Floats,
+    RoundedFloats,
     Pairs,
     /// Quantised to -127..=127, with one scale per [activation group](IntegerFormat::activation_group) of a row.
     Levels(IntegerFormat),
@@ -35,6 +36,7 @@ impl LeftKind {
     pub(super) fn row_bytes(self, k: usize) -> usize {
         match self {
             LeftKind::Floats => k * 4,
+            LeftKind::RoundedFloats => k.next_multiple_of(PAIR_STEP) * 4,
             LeftKind::Pairs => k.next_multiple_of(2) * 2,
             LeftKind::PairTiles => k.next_multiple_of(PAIR_STEP) * 2,
             // Tiles' rows are read in whole cache lines.
@@ -51,7 +53,7 @@ impl LeftKind {
     /// Bytes of a row before `column`, where a chunk starts.
     fn bytes_before(self, column: usize) -> usize {
         match self {
-            LeftKind::Floats => column * 4,
+            LeftKind::Floats | LeftKind::RoundedFloats => column * 4,
             LeftKind::Pairs | LeftKind::PairTiles => column * 2,
             LeftKind::LevelTiles(_) => 0,
             LeftKind::Levels(format) => {
@@ -63,7 +65,7 @@ impl LeftKind {
     /// The number of columns packed at a time, about `about`.
     fn chunk(self, about: usize) -> usize {
         match self {
-            LeftKind::Floats | LeftKind::Pairs | LeftKind::PairTiles => about,
+            LeftKind::Floats | LeftKind::RoundedFloats | LeftKind::Pairs | LeftKind::PairTiles => about,
             LeftKind::Levels(format) | LeftKind::LevelTiles(format) => {
                 about.next_multiple_of(format.activation_group())
             }
@@ -169,7 +171,8 @@ unsafe fn pack_chunk<S: Simd>(args: &ChunkArgs) {
     // SAFETY: guaranteed by the caller.
     unsafe {
         match args.kind {
-            LeftKind::Floats => pack_floats(args),
+            LeftKind::Floats => pack_floats::<false>(args),
+            LeftKind::RoundedFloats => pack_floats::<true>(args),
             LeftKind::Pairs => pack_pairs(args),
             LeftKind::Levels(format) => pack_groups(args, format),
             LeftKind::PairTiles => pack_pair_tiles(args),
@@ -179,16 +182,25 @@ unsafe fn pack_chunk<S: Simd>(args: &ChunkArgs) {
 }
 
 #[inline(always)]
-unsafe fn pack_floats(args: &ChunkArgs) {
+unsafe fn pack_floats<const ROUNDED: bool>(args: &ChunkArgs) {
     let to = args.to.cast::<f32>();
     for row in 0..args.rows {
         for k in 0..args.len {
             // SAFETY: row and column indices are in range.
             unsafe {
-                let value = if row < args.real_rows { *args.from.add(row * args.stride + k) } else { 0.0 };
+                let mut value =
+                    if row < args.real_rows { *args.from.add(row * args.stride + k) } else { 0.0 };
+                if ROUNDED {
+                    value = f32::from_bits(u32::from(bf16_bits(value)) << 16);
+                }
                 *to.add(k * args.rows + row) = value;
             }
         }
+    }
+    if ROUNDED {
+        let len = args.len.next_multiple_of(PAIR_STEP) - args.len;
+        // SAFETY: rows have as many numbers.
+        unsafe { std::slice::from_raw_parts_mut(to.add(args.len * args.rows), len * args.rows).fill(0.0) };
     }
 }
 
@@ -214,16 +226,25 @@ unsafe fn pack_pair_tiles(args: &ChunkArgs) {
     let to = args.to.cast::<[u16; STEP]>();
     for row in 0..args.rows {
         for step in 0..args.len.div_ceil(STEP) {
-            let mut line = [0; STEP];
-            if row < args.real_rows {
-                let len = if args.len - step * STEP < STEP { args.len - step * STEP } else { STEP };
-                for (i, to) in line[..len].iter_mut().enumerate() {
-                    // SAFETY: row and column indices are in range.
-                    *to = bf16_bits(unsafe { *args.from.add(row * args.stride + step * STEP + i) });
+            // SAFETY: row and column indices are in range.
+            unsafe {
+                let to = to.add(step * args.rows + row);
+                let mut line = [0.0f32; STEP];
+                if row < args.real_rows {
+                    let from = args.from.add(row * args.stride + step * STEP);
+                    if args.len - step * STEP >= STEP {
+                        line = from.cast::<[f32; STEP]>().read();
+                    } else {
+                        std::ptr::copy_nonoverlapping(from, line.as_mut_ptr(), args.len - step * STEP);
+                    }
                 }
+                // By value, so that the compiler vectorises it.
+                let mut rounded = [0u16; STEP];
+                for i in 0..STEP {
+                    rounded[i] = bf16_bits(line[i]);
+                }
+                to.write_unaligned(rounded);
             }
-            // SAFETY: as above.
-            unsafe { to.add(step * args.rows + row).write_unaligned(line) };
         }
     }
 }

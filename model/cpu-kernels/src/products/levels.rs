@@ -256,8 +256,8 @@ unsafe fn one_tile<
         let mut a = args.a;
         let num_groups = args.k.div_ceil(format.group);
         // Lines to prefetch with each group.
-        let ahead_lines = args.ahead.len().div_ceil(64 * args.panels * num_groups);
-        let mut ahead = args.ahead.as_ptr().wrapping_add(panel * num_groups * ahead_lines * 64);
+        let ahead_lines = args.ahead.1.div_ceil(64 * args.panels * num_groups);
+        let mut ahead = args.ahead.0.wrapping_add(panel * num_groups * ahead_lines * 64);
         let mut sums = [[S::Floats::splat(0.0); H]; R];
         let mut left = args.k;
         while left > 0 {

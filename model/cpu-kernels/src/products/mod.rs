@@ -8,6 +8,7 @@
 //! | f32, f16, bf16 | f32 | [`floats`] |
 //! | pairs of bf16 | bf16 | [`pairs`]; [`pair_tiles`] where there are tiles |
 //! | integers | eight bits, by group | [`levels`]; [`level_tiles`] where there are tiles, from some rows on |
+//! | integers in small groups or of four bits, where there are tiles | bf16 | [`pair_tiles`]; [`widened`] with one or two rows |
 //!
 //! Each kernel sums an element of C in one fixed order, whatever the tile and the number of threads. So a row of C
 //! does not depend on the number of rows or on its index.
@@ -24,6 +25,7 @@ mod pairs;
 mod panels;
 mod slabs;
 mod tile;
+mod widened;
 
 pub(crate) use left::bf16_bits;
 pub use levels::integers_loop;

@@ -2,9 +2,9 @@
 
 use super::left::{LeftKind, Tiles, pack_left};
 use super::panels::{PANEL, PanelFormat, PanelsRef, RowOrder};
-use super::slabs::Slab;
+use super::slabs::Block;
 use super::tile::{Output, TileArgs};
-use super::{floats, level_tiles, levels, pair_tiles, pairs, slabs};
+use super::{floats, level_tiles, levels, pair_tiles, pairs, slabs, widened};
 use crate::cpu::Cpu;
 use crate::tiles::TileUse;
 use baton_cpu_simd::{Isa, LANES};
@@ -16,6 +16,8 @@ use baton_model_spec::{FloatDtype as Dtype, IntegerFormat};
 const GROUP_BYTES: usize = 256 << 10;
 /// Bytes of weights that a thread takes at a time, group by group.
 const ITEM_BYTES: usize = 4 << 20;
+/// Outputs that are larger than this are not kept in the second-level cache by the time they are read.
+const CACHE_BYTES: usize = 1 << 20;
 /// Number of multiplications below which waking the helpers costs more than it gains.
 const MIN_SHARED_WORK: usize = 128 * 1024;
 
@@ -76,16 +78,18 @@ pub fn multiply(
     let tiles_per_item = tiles.len().div_ceil(wanted.min(tiles.len()));
     let num_row_items = tiles.len().div_ceil(tiles_per_item);
 
-    let scratch = scratch.reserve(if shared { num_threads } else { 1 }, kernel.scratch_len(k));
+    let streams = kernel.block().is_some() && num_rows * num_cols * 4 > CACHE_BYTES;
+    let scratch = scratch.reserve(if shared { num_threads } else { 1 }, kernel.scratch_len(tiles.len(), k));
     let out = SharedMut::new(out);
     let tiles = &tiles;
     let item = |thread_idx: usize, item_idx: usize| {
         let (panel_item, row_item) = (item_idx / num_row_items, item_idx % num_row_items);
         let item_end = num_panels.min((panel_item + 1) * item_panels);
         let tile_range = row_item * tiles_per_item..tiles.len().min((row_item + 1) * tiles_per_item);
-        let args = |tile_idx: usize, first_panel: usize, panels: usize, ahead| {
+        let args = |tile_idx: usize, first_panel: usize, panels: usize, ahead: &[u8]| {
             let first_row = tiles.first_row(tile_idx);
             TileArgs {
+                idx: 0,
                 // SAFETY: all tiles are packed.
                 a: unsafe { left.ptr().add(first_row * row_bytes) },
                 rows: tiles.rows_of(tile_idx),
@@ -94,31 +98,30 @@ pub fn multiply(
                 panel_bytes,
                 k,
                 panels,
-                ahead,
+                ahead: (ahead.as_ptr(), ahead.len()),
                 bias: bias.map_or(std::ptr::null(), |bias| bias[first_panel * panel_cols..].as_ptr()),
                 // SAFETY: rows and columns were checked above.
                 out: unsafe { out.ptr().add(first_row * num_cols + first_panel * panel_cols) },
                 out_stride: num_cols,
                 num_cols: num_cols - first_panel * panel_cols,
                 output,
+                streams,
             }
         };
-        if let Some(slab) = kernel.slab() {
+        if let Some(block) = kernel.block() {
             let shapes = &mut TileUse::new(isa);
-            let panels = panel_item * item_panels..item_end;
-            slabs::for_each((k, slab), tile_range, panels, scratch.of(thread_idx), |block, panel, slab| {
-                let from = panel * panel_bytes + slab.end * panel_bytes / k;
-                let next = &weights.data[from..item_end * panel_bytes];
-                let next = &next[..next.len().min((slab.end - slab.first) * panel_bytes / k)];
-                let tile = |tile_idx: usize| {
-                    let ahead = slabs::share(next, tile_idx - block.start, block.len());
-                    args(tile_idx.min(block.end - 1), panel, 1, ahead)
-                };
-                let tiles: [TileArgs; slabs::BLOCK_TILES] =
-                    std::array::from_fn(|idx| tile(block.start + idx));
+            slabs::for_each(
+                (k, block),
+                tile_range,
+                panel_item * item_panels..item_end,
+                scratch.of(thread_idx),
+                |tile_idx, panel| args(tile_idx, panel, 1, &[]),
+                |panel, column| {
+                    weights.data.as_ptr().wrapping_add(panel * panel_bytes + column * panel_bytes / k)
+                },
                 // SAFETY: the sizes match; each item has its own elements of `out`.
-                unsafe { kernel.run_slab(isa, shapes, &tiles[..block.len()], slab) };
-            });
+                |block| unsafe { kernel.run_in_tiles(isa, shapes, block) },
+            );
             return;
         }
         for first_panel in (panel_item * item_panels..item_end).step_by(group) {
@@ -152,6 +155,8 @@ enum Kernel {
     Floats(Dtype),
     Pairs,
     PairTiles,
+    Widened(IntegerFormat),
+    WidenedTiles(IntegerFormat),
     Levels(IntegerFormat),
     LevelTiles(IntegerFormat),
 }
@@ -164,6 +169,13 @@ impl Kernel {
             // Invariant 8: no other kernel adds in the order of tiles, so all rows are multiplied in tiles.
             PanelFormat::Bf16Pairs if isa.has_tiles() => Kernel::PairTiles,
             PanelFormat::Bf16Pairs => Kernel::Pairs,
+            PanelFormat::Integers(format) if isa.has_tiles() && !level_tiles::multiplies(format) => {
+                if num_rows <= widened::MAX_ROWS {
+                    Kernel::Widened(format)
+                } else {
+                    Kernel::WidenedTiles(format)
+                }
+            }
             // Both kernels of integers have the same results.
             PanelFormat::Integers(format) if isa.has_tiles() && num_rows >= level_tiles::MIN_ROWS => {
                 Kernel::LevelTiles(format)
@@ -176,8 +188,9 @@ impl Kernel {
     fn left(self) -> LeftKind {
         match self {
             Kernel::Floats(_) => LeftKind::Floats,
+            Kernel::Widened(_) => LeftKind::RoundedFloats,
             Kernel::Pairs => LeftKind::Pairs,
-            Kernel::PairTiles => LeftKind::PairTiles,
+            Kernel::PairTiles | Kernel::WidenedTiles(_) => LeftKind::PairTiles,
             Kernel::Levels(format) => LeftKind::Levels(format),
             Kernel::LevelTiles(format) => LeftKind::LevelTiles(format),
         }
@@ -188,26 +201,28 @@ impl Kernel {
         match self {
             Kernel::Floats(_) => floats::tile_rows(isa),
             Kernel::Pairs => pairs::TILE_ROWS,
-            Kernel::PairTiles | Kernel::LevelTiles(_) => slabs::TILE_ROWS,
+            Kernel::Widened(_) => widened::MAX_ROWS,
+            Kernel::PairTiles | Kernel::WidenedTiles(_) | Kernel::LevelTiles(_) => slabs::TILE_ROWS,
             Kernel::Levels(_) => levels::tile_rows(isa, num_rows),
         }
     }
 
-    /// Columns that a kernel in tiles multiplies at a time.
-    fn slab(self) -> Option<usize> {
+    /// Columns that a kernel in tiles multiplies before it goes on with the next panel.
+    fn block(self) -> Option<usize> {
         match self {
-            Kernel::PairTiles => Some(pair_tiles::SLAB),
-            Kernel::LevelTiles(format) => Some(level_tiles::slab(format)),
-            Kernel::Floats(_) | Kernel::Pairs | Kernel::Levels(_) => None,
+            Kernel::PairTiles | Kernel::WidenedTiles(_) => Some(pair_tiles::BLOCK),
+            Kernel::LevelTiles(format) => Some(level_tiles::block(format)),
+            Kernel::Floats(_) | Kernel::Pairs | Kernel::Widened(_) | Kernel::Levels(_) => None,
         }
     }
 
-    /// Numbers of a thread's memory for products of `k` columns.
-    fn scratch_len(self, k: usize) -> usize {
-        let sums = self.slab().map_or(0, |slab| slabs::num_sums(k.div_ceil(slab)));
+    /// Numbers of a thread's memory for `num_tiles` tiles of rows of `k` columns.
+    fn scratch_len(self, num_tiles: usize, k: usize) -> usize {
+        let sums = self.block().map_or(0, |block| slabs::num_sums(num_tiles, k.div_ceil(block)));
         match self {
-            Kernel::LevelTiles(format) => sums + level_tiles::scratch_len(format),
-            Kernel::Floats(_) | Kernel::Pairs | Kernel::Levels(_) | Kernel::PairTiles => sums,
+            Kernel::PairTiles | Kernel::WidenedTiles(_) => sums + pair_tiles::SCRATCH,
+            Kernel::LevelTiles(_) => sums + level_tiles::SCRATCH,
+            Kernel::Floats(_) | Kernel::Pairs | Kernel::Widened(_) | Kernel::Levels(_) => 0,
         }
     }
 
@@ -219,20 +234,24 @@ impl Kernel {
             match self {
                 Kernel::Floats(dtype) => floats::tile_kernel(isa, tile, dtype),
                 Kernel::Pairs => pairs::tile_kernel(tile),
+                Kernel::Widened(format) => widened::tile_kernel(isa, tile, format),
                 Kernel::Levels(format) => levels::tile_kernel(isa, tile, format),
-                Kernel::PairTiles | Kernel::LevelTiles(_) => unreachable!("they multiply slabs"),
+                Kernel::PairTiles | Kernel::WidenedTiles(_) | Kernel::LevelTiles(_) => {
+                    unreachable!("they take all tiles of a panel")
+                }
             }
         }
     }
 
     /// # Safety
-    /// As for [`TileArgs`]; the thread's memory is as long as [`scratch_len`](Self::scratch_len) says.
-    unsafe fn run_slab(self, isa: Isa, shapes: &mut TileUse, rows: &[TileArgs], slab: &Slab) {
+    /// As for [`TileArgs`]; the block has memory of the size that [`scratch_len`](Self::scratch_len) says.
+    unsafe fn run_in_tiles(self, isa: Isa, shapes: &mut TileUse, block: &Block<'_>) {
         // SAFETY: guaranteed by the caller.
         unsafe {
             match self {
-                Kernel::LevelTiles(format) => level_tiles::kernel(isa, shapes, rows, slab, format),
-                _ => pair_tiles::kernel(isa, shapes, rows, slab),
+                Kernel::LevelTiles(format) => level_tiles::kernel(isa, shapes, block, format),
+                Kernel::WidenedTiles(format) => pair_tiles::integers_kernel(isa, shapes, block, format),
+                _ => pair_tiles::kernel(isa, shapes, block),
             }
         }
     }

@@ -1,83 +1,148 @@
-//! The order in which tiles multiply: some tiles of rows stay in the second-level cache while panels pass.
+//! The order in which tiles multiply: a slab of a panel stays in the first-level cache while tiles of rows pass.
 //!
 //! ```text
-//! for some tiles of rows                      1 MiB of rows with a slab's columns
+//! for some tiles of rows
 //!   for some panels
-//!     for each slab of K
-//!       for each panel, for each tile         a panel's slab is read from memory once, then from the cache
+//!     for each block of K               half a MiB of rows stays in the second-level cache
+//!       for each panel
+//!         for each slab of K            16 or 32 KiB of weights stay in the first-level cache
+//!           for each tile               its products with the slab
 //! ```
-//! With one slab, rows are read once for all panels of an item. With several, the sums of some panels wait in memory
-//! for the next slab.
+//! While a tile is multiplied, the sums of the one before are added and written by vectors, some rows a step
+//! ([`share`]): tiles and vectors work side by side. What comes next is prefetched into the second-level cache: the next
+//! slab, and, if K has several blocks, a part of the rows of the next.
 
 use std::ops::Range;
 
 use super::panels::PANEL;
+use super::tile::TileArgs;
 use crate::tiles::ROWS;
+use baton_cpu_simd::Simd;
 
 /// Rows of the largest tile of rows: two tile registers.
 pub(super) const TILE_ROWS: usize = 2 * ROWS;
-/// Numbers of the sums of a tile of rows and a panel.
+/// Numbers of the sums of a tile of rows and a panel, `[rows][32]`.
 pub(super) const SUMS: usize = TILE_ROWS * PANEL;
-/// Tiles of rows that stay in the cache.
-pub(super) const BLOCK_TILES: usize = 8;
-/// Panels whose sums wait for the next slab.
+/// Bytes of a row of sums.
+pub(super) const SUM_BYTES: usize = PANEL * 4;
+/// Tiles of rows that are multiplied with a panel, one after the other.
+pub(super) const MAX_TILES: usize = 8;
+/// Panels whose sums wait for the next block of K.
 const GROUP_PANELS: usize = 8;
 
-/// What a kernel computes of a panel at a time.
-pub(super) struct Slab {
-    /// The columns: whole steps of the kernel, or up to the last one.
+/// A block of K of one panel, for some tiles of rows.
+pub(super) struct Block<'a> {
+    pub(super) rows: &'a [TileArgs],
+    /// The columns; the first is one of a slab.
     pub(super) first: usize,
     pub(super) end: usize,
-    /// `[rows][32]` of each tile of rows, `sums_stride` numbers apart.
+    /// `[tiles]` [sums](SUMS).
     pub(super) sums: *mut f32,
-    pub(super) sums_stride: usize,
     /// The kernel's memory.
     pub(super) scratch: *mut f32,
+    /// The weights of the block that comes next.
+    pub(super) next: *const u8,
+    /// The part of the next block's rows to prefetch: this one of so many.
+    pub(super) part: (usize, usize),
 }
 
-/// Numbers of a thread's memory for sums, with `num_slabs`.
-pub(super) fn num_sums(num_slabs: usize) -> usize {
-    SUMS * if num_slabs == 1 { 1 } else { BLOCK_TILES * GROUP_PANELS }
+/// Numbers of a thread's memory for sums of `num_tiles` tiles with so many blocks.
+pub(super) fn num_sums(num_tiles: usize, num_blocks: usize) -> usize {
+    num_tiles.min(MAX_TILES) * SUMS * if num_blocks == 1 { 1 } else { GROUP_PANELS }
 }
 
-/// Multiplies tiles of rows with panels of `k` columns, `slab` columns at a time. `run` multiplies some tiles with a
-/// slab of a panel.
+/// Multiplies tiles of rows with panels of `k` columns, `block` columns at a time. `args` makes the arguments of a
+/// tile and a panel; `next` gives the weights of a panel from a column on; `run` multiplies.
 ///
 /// `scratch` has [`num_sums`] numbers and those of the kernel.
 pub(super) fn for_each(
-    (k, slab): (usize, usize),
+    (k, block): (usize, usize),
     tiles: Range<usize>,
     panels: Range<usize>,
     scratch: *mut f32,
-    mut run: impl FnMut(Range<usize>, usize, &Slab),
+    args: impl Fn(usize, usize) -> TileArgs,
+    next: impl Fn(usize, usize) -> *const u8,
+    mut run: impl FnMut(&Block<'_>),
 ) {
-    let num_slabs = k.div_ceil(slab);
-    let (group, sums_stride) = if num_slabs == 1 { (panels.len(), 0) } else { (GROUP_PANELS, SUMS) };
-    for first_tile in tiles.clone().step_by(BLOCK_TILES) {
-        let block = first_tile..tiles.end.min(first_tile + BLOCK_TILES);
-        for first_panel in panels.clone().step_by(group.max(1)) {
-            for first in (0..k).step_by(slab) {
-                for panel in first_panel..panels.end.min(first_panel + group) {
-                    let slab = Slab {
-                        first,
-                        end: k.min(first + slab),
-                        sums: scratch.wrapping_add((panel - first_panel) * BLOCK_TILES * sums_stride),
-                        sums_stride,
-                        scratch: scratch.wrapping_add(num_sums(num_slabs)),
+    let num_blocks = k.div_ceil(block);
+    let group = if num_blocks == 1 { 1 } else { GROUP_PANELS };
+    let kernel_scratch = scratch.wrapping_add(num_sums(tiles.len(), num_blocks));
+    for first_tile in tiles.clone().step_by(MAX_TILES) {
+        let num_tiles = (tiles.end - first_tile).min(MAX_TILES);
+        for first_panel in panels.clone().step_by(group) {
+            let end_panel = panels.end.min(first_panel + group);
+            for first in (0..k).step_by(block) {
+                for panel in first_panel..end_panel {
+                    let rows: [TileArgs; MAX_TILES] = std::array::from_fn(|idx| {
+                        let idx = idx.min(num_tiles - 1);
+                        TileArgs { idx, ..args(first_tile + idx, panel) }
+                    });
+                    let next = match (panel + 1 < end_panel, first + block < k) {
+                        (true, _) => next(panel + 1, first),
+                        (false, true) => next(first_panel, first + block),
+                        (false, false) => next(panel + 1, 0),
                     };
-                    run(block.clone(), panel, &slab);
+                    run(&Block {
+                        rows: &rows[..num_tiles],
+                        first,
+                        end: k.min(first + block),
+                        sums: scratch.wrapping_add((panel - first_panel) * num_tiles * SUMS),
+                        scratch: kernel_scratch,
+                        next,
+                        part: (panel - first_panel, end_panel - first_panel),
+                    });
                 }
             }
         }
     }
 }
 
-/// The part of the next slab that tile `idx` of `num` prefetches. A single tile prefetches none: it reads slab after
-/// slab.
-pub(super) fn share(next: &[u8], idx: usize, num: usize) -> &[u8] {
-    if num == 1 {
-        return &[];
+/// Memory that a kernel prefetches into the second-level cache, evenly spread over its work: requests in bursts would
+/// wait for each other, and loads for them.
+#[derive(Clone, Copy)]
+pub(super) struct Ahead {
+    next: *const u8,
+    /// Lines to prefetch in so many calls.
+    lines: usize,
+    calls: usize,
+    /// The remainder that earlier calls left.
+    rest: usize,
+}
+
+impl Ahead {
+    /// Calls of [`prefetch`](Self::prefetch) in a step.
+    pub(super) const CALLS: usize = 4;
+
+    /// Part `idx` of `num` of `num_bytes`, in `num_steps` steps.
+    #[inline(always)]
+    pub(super) fn new(
+        first: *const u8,
+        num_bytes: usize,
+        (idx, num): (usize, usize),
+        num_steps: usize,
+    ) -> Ahead {
+        let lines = share(num_bytes / 64, num);
+        Ahead { next: first.wrapping_add(idx * lines * 64), lines, calls: num_steps * Ahead::CALLS, rest: 0 }
     }
-    let share = next.len().div_ceil(num);
-    &next[next.len().min(idx * share)..next.len().min((idx + 1) * share)]
+
+    /// Prefetches the next lines.
+    ///
+    /// # Safety
+    /// As for [`Simd`].
+    #[inline(always)]
+    pub(super) unsafe fn prefetch<S: Simd>(&mut self) {
+        self.rest += self.lines;
+        while self.rest >= self.calls {
+            self.rest -= self.calls;
+            // SAFETY: a prefetched address need not be valid.
+            unsafe { S::prefetch_for_later(self.next) };
+            self.next = self.next.wrapping_add(64);
+        }
+    }
+}
+
+/// The share of `num` things that each of `num_steps` steps takes so that all are taken.
+#[inline(always)]
+pub(super) fn share(num: usize, num_steps: usize) -> usize {
+    num.div_ceil(num_steps)
 }

@@ -17,7 +17,10 @@ pub enum Output {
 }
 
 /// Some panels for one tile of rows. Pointers are valid for the sizes beside them.
-pub(super) struct TileArgs<'a> {
+#[derive(Clone, Copy)]
+pub(super) struct TileArgs {
+    /// The index of the tile among those that are multiplied one after the other.
+    pub(super) idx: usize,
     /// Packed as in [`left`](super::left).
     pub(super) a: *const u8,
     pub(super) rows: usize,
@@ -28,8 +31,8 @@ pub(super) struct TileArgs<'a> {
     pub(super) panel_bytes: usize,
     pub(super) k: usize,
     pub(super) panels: usize,
-    /// Memory to prefetch into the second-level cache while the tile is computed.
-    pub(super) ahead: &'a [u8],
+    /// Memory to prefetch into the second-level cache while the tile is computed. Kernels in tiles know it themselves.
+    pub(super) ahead: (*const u8, usize),
     pub(super) bias: *const f32,
     pub(super) out: *mut f32,
     /// Columns of C.
@@ -37,24 +40,11 @@ pub(super) struct TileArgs<'a> {
     /// Columns from the first of the panels to the end of C.
     pub(super) num_cols: usize,
     pub(super) output: Output,
+    /// Whether C is larger than the second-level cache, so that it is written past the caches.
+    pub(super) streams: bool,
 }
 
-impl TileArgs<'_> {
-    /// Prefetches the elements of C of one panel, which will be written.
-    ///
-    /// # Safety
-    /// As for [`Simd`].
-    #[inline(always)]
-    pub(super) unsafe fn prefetch_output<S: Simd>(&self) {
-        let num = if matches!(self.output, Output::Gated(_)) { 1 } else { 2 };
-        for row in 0..self.real_rows {
-            for line in 0..num {
-                // SAFETY: a prefetched address need not be valid.
-                unsafe { S::prefetch_to_write(self.out.wrapping_add(row * self.out_stride + line * LANES)) };
-            }
-        }
-    }
-
+impl TileArgs {
     /// Applies the output to the sums of half a panel and writes them to the columns that exist. For a row and a
     /// panel the first half is finished first.
     ///
@@ -85,6 +75,51 @@ impl TileArgs<'_> {
                 Output::Store | Output::Gated(_) => {}
             }
             if num >= LANES { S::store(out, sums) } else { S::store_part(out, sums, num) }
+        }
+    }
+}
+
+impl TileArgs {
+    /// Whether [`finish_whole`](Self::finish_whole) may be used: there is no bias, and all columns exist.
+    #[inline(always)]
+    pub(super) fn is_whole(&self) -> bool {
+        let cols = if matches!(self.output, Output::Gated(_)) { LANES } else { PANEL };
+        self.bias.is_null() && self.num_cols >= cols
+    }
+
+    /// [`finish`](Self::finish) of both halves of a row of one whole panel.
+    ///
+    /// # Safety
+    /// The row is inside the matrix.
+    #[inline(always)]
+    pub(super) unsafe fn finish_whole<S: Simd>(&self, row: usize, sums: [S::V; 2]) {
+        // SAFETY: guaranteed by the caller.
+        unsafe {
+            let out = self.out.add(row * self.out_stride);
+            match self.output {
+                Output::Store => {
+                    self.write::<S>(out, sums[0]);
+                    self.write::<S>(out.add(LANES), sums[1]);
+                }
+                Output::Add => {
+                    let [first, second] = [S::load(out), S::load(out.add(LANES))];
+                    self.write::<S>(out, S::add(first, sums[0]));
+                    self.write::<S>(out.add(LANES), S::add(second, sums[1]));
+                }
+                Output::Gated(gate) => self.write::<S>(out, gated::<S>(gate, sums[0], sums[1])),
+            }
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn write<S: Simd>(&self, out: *mut f32, sums: S::V) {
+        // SAFETY: guaranteed by the caller.
+        unsafe {
+            if self.streams && (out as usize).is_multiple_of(64) {
+                S::store_past_caches(out, sums);
+            } else {
+                S::store(out, sums);
+            }
         }
     }
 }

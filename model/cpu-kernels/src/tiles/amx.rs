@@ -31,6 +31,12 @@ impl Tiles for Amx {
         }
     }
     #[inline(always)]
+    unsafe fn load_once<const T: u8>(&mut self, p: *const u8, stride: usize) {
+        unsafe {
+            asm!("tileloaddt1 tmm{t}, [{p} + {s}]", t = const T, p = in(reg) p, s = in(reg) stride, options(nostack, preserves_flags));
+        }
+    }
+    #[inline(always)]
     unsafe fn store<const T: u8>(&mut self, p: *mut u8, stride: usize) {
         unsafe {
             asm!("tilestored [{p} + {s}], tmm{t}", t = const T, p = in(reg) p, s = in(reg) stride, options(nostack, preserves_flags));

@@ -10,8 +10,8 @@ mod registers;
 
 #[cfg(target_arch = "x86_64")]
 pub(crate) use amx::Amx;
-use baton_cpu_simd::Isa;
-pub(crate) use registers::{ROW_BYTES, ROWS, TILE_BYTES, TileShapes, Tiles};
+use baton_cpu_simd::{Isa, Simd};
+pub(crate) use registers::{ROW_BYTES, ROWS, TileShapes, Tiles};
 #[cfg(test)]
 pub(crate) use tests::{ModelVectors, model::TileModel, tested};
 
@@ -60,7 +60,7 @@ fn split(rows: usize) -> [usize; 2] {
 }
 
 /// The shapes of the current thread's tiles, which are slow to set. Dropped, it ends the use of tiles, so that the
-/// system need not save them.
+/// system need not save them, and other threads see what kernels stored past the caches.
 pub(crate) struct TileUse {
     isa: Isa,
     rows: usize,
@@ -102,10 +102,12 @@ tile_kernel! {
 }
 
 #[inline(always)]
-#[allow(clippy::extra_unused_type_parameters)] // `tile_kernel` gives it
-unsafe fn end_use<S, T: Tiles>(tiles: &mut T) {
+unsafe fn end_use<S: Simd, T: Tiles>(tiles: &mut T) {
     // SAFETY: guaranteed by the caller.
-    unsafe { tiles.release() }
+    unsafe {
+        S::fence();
+        tiles.release();
+    }
 }
 
 /// A loop of products alone, for measuring the peak rate: of bf16, or else of eight-bit integers. `rounds` times four

@@ -5,6 +5,7 @@ pub(crate) const ROWS: usize = 16;
 /// Bytes of a row of a tile.
 pub(crate) const ROW_BYTES: usize = 64;
 /// Bytes of a tile.
+#[cfg(test)]
 pub(crate) const TILE_BYTES: usize = ROWS * ROW_BYTES;
 
 /// The shapes of the eight tiles, as `ldtilecfg` reads them.
@@ -54,6 +55,12 @@ pub(crate) trait Tiles {
     unsafe fn release(&mut self);
     unsafe fn zero<const T: u8>(&mut self);
     unsafe fn load<const T: u8>(&mut self, p: *const u8, stride: usize);
+    /// As [`load`](Self::load), for memory that is read once: it does not displace what the first-level cache holds.
+    #[inline(always)]
+    unsafe fn load_once<const T: u8>(&mut self, p: *const u8, stride: usize) {
+        // SAFETY: guaranteed by the caller.
+        unsafe { self.load::<T>(p, stride) }
+    }
     unsafe fn store<const T: u8>(&mut self, p: *mut u8, stride: usize);
     /// `C += A B` of bf16: for each element of C a chain of the even products and one of the odd ones, from zero, whose
     /// sum is added. Subnormal operands and results count as zero.

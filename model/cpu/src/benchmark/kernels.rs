@@ -23,6 +23,7 @@ impl Weights {
             all.push(("bf16_pairs", PanelFormat::Bf16Pairs));
         }
         all.push(("int8", PanelFormat::Integers(integers("int8"))));
+        all.push(("int8:256", PanelFormat::Integers(integers("int8:256"))));
         all.push(("int4", PanelFormat::Integers(integers("int4"))));
         all.into_iter().map(|(name, format)| (name, Weights(format))).collect()
     }

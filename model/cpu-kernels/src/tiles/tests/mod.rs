@@ -2,6 +2,7 @@
 mod hardware;
 pub(crate) mod model;
 
+use super::registers::TILE_BYTES;
 use super::*;
 
 /// The vectors beside the software model.
