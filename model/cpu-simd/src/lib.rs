@@ -4,6 +4,8 @@
 //! Rust. All compute with sixteen lanes and reduce them in the same order, so AVX-512, AVX2 and NEON agree bit for bit,
 //! and portable Rust with them where the compiler may use fused multiply-adds.
 //!
+//! [`Words`] adds what attention does with rows of memory: transposing them, and products of pairs of bf16.
+//!
 //! This crate does not know tensors.
 
 mod isa;
@@ -14,13 +16,15 @@ mod neon;
 mod stored;
 #[cfg(test)]
 mod tests;
+mod words;
 #[cfg(target_arch = "x86_64")]
 mod x86;
 
 pub use isa::Isa;
 pub use lanes::{CHAINS, LANES, Portable, Simd};
 #[cfg(target_arch = "aarch64")]
-pub use neon::Neon;
+pub use neon::{Neon, bfdot};
 pub use stored::{Bf16, E4M3_BITS, E4M3_SCALE, E4m3, F16, F32, I8, Stored};
+pub use words::{Bf16Pair, Factor, Words};
 #[cfg(target_arch = "x86_64")]
 pub use x86::{Avx2, Avx512};

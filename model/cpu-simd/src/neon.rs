@@ -175,3 +175,21 @@ unsafe fn widen_i8(p: *const i8) -> [int32x4_t; 4] {
         ]
     }
 }
+
+/// Adds the sum of two products of bf16 to each of four sums. The standard library's function for it is not stable yet.
+///
+/// # Safety
+/// The CPU has the instruction.
+#[inline(always)]
+pub unsafe fn bfdot(mut sums: float32x4_t, a: float32x4_t, b: float32x4_t) -> float32x4_t {
+    unsafe {
+        asm!(
+            "bfdot {sums:v}.4s, {a:v}.8h, {b:v}.8h",
+            sums = inout(vreg) sums,
+            a = in(vreg) a,
+            b = in(vreg) b,
+            options(pure, nomem, nostack, preserves_flags)
+        );
+    }
+    sums
+}

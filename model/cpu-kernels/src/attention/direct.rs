@@ -8,8 +8,8 @@ use baton_kv_cache::KvDtype;
 
 use super::product::Rows;
 use super::widen::Positions;
-use super::words::{Bf16Pair, Factor, Words, pair_kernel};
 use baton_cpu_simd::{Bf16, E4m3, F16, F32, I8, LANES, Stored, kernel};
+use baton_cpu_simd::{Bf16Pair, Factor, Words, pair_kernel};
 
 /// The largest number of queries of a kernel. Memory of queries, scores and sums has room for this many.
 pub(super) const MAX_QUERIES: usize = 8;

@@ -26,7 +26,6 @@ mod shape;
 mod softmax;
 mod tiles;
 mod widen;
-mod words;
 
 pub use attend::attend;
 pub use shape::AttentionShape;

@@ -3,7 +3,7 @@
 //! Multiplies a factor of each row with one line of the tile at a time. Every element of the result is one chain of
 //! fused multiply-adds in the order of the lines, whatever the shape of the kernel.
 
-use super::words::{Bf16Pair, Factor, Words, pair_kernel};
+use baton_cpu_simd::{Bf16Pair, Factor, Words, pair_kernel};
 use baton_cpu_simd::{F32, LANES, kernel};
 
 /// Rows of numbers, `stride` apart.

@@ -3,8 +3,8 @@
 
 use baton_kv_cache::KvDtype;
 
-use super::words::{Bf16Pair, Factor, Words};
 use baton_cpu_simd::{Bf16, E4m3, F16, F32, I8, LANES, Stored, kernel};
+use baton_cpu_simd::{Bf16Pair, Factor, Words};
 
 /// The addresses of K or V of a tile's positions.
 #[derive(Clone, Copy)]

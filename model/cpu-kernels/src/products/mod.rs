@@ -30,10 +30,6 @@ mod widened;
 pub(crate) use left::bf16_bits;
 pub use levels::integers_loop;
 pub use multiply::multiply;
-#[cfg(target_arch = "aarch64")]
-pub(crate) use pairs::bfdot;
-#[cfg(test)]
-pub(crate) use pairs::tests::add_pair;
 pub use pairs::{has_pairs, pairs_loop};
 pub use panels::{PANEL, PanelFormat, PanelsRef, RowOrder, pack_floats, pack_integers};
 pub use tile::Output;

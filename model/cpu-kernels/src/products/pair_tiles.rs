@@ -10,7 +10,7 @@
 #![cfg_attr(not(any(test, target_arch = "x86_64")), allow(dead_code))] // only x86-64 has tiles
 
 use super::panels::{LINE_BYTES, PAIR_STEP as STEP, PANEL};
-use super::slabs::{Ahead, Block, SUM_BYTES, SUMS, share};
+use super::slabs::{Ahead, Block, SLAB, SUM_BYTES, SUMS, share};
 use super::tile::{Output, TileArgs};
 use super::widened::{Group, UNCUT, Widened};
 use crate::tiles::{ROW_BYTES, ROWS, TileUse, Tiles, tile_kernel};
@@ -18,8 +18,6 @@ use baton_cpu_simd::{LANES, Simd};
 use baton_model_spec::{IntegerFormat, IntegerWidth};
 
 const _: () = assert!(STEP == ROW_BYTES / 2);
-/// Numbers of K whose products are added in tiles. Two thirds of the first-level cache hold a panel of them.
-pub(super) const SLAB: usize = 512;
 /// Bytes of a panel in a step.
 const STEP_BYTES: usize = STEP * PANEL * 2;
 

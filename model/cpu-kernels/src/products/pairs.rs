@@ -26,8 +26,6 @@ use x86 as kernels;
 
 pub use kernels::pairs_loop;
 pub(super) use kernels::{TILE_ROWS, tile_kernel};
-#[cfg(target_arch = "aarch64")]
-pub(crate) use neon::bfdot;
 
 /// Prefetch distance in bytes.
 const PREFETCH: usize = 4096;

@@ -25,6 +25,9 @@ pub(super) const TILE_ROWS: usize = 2 * ROWS;
 pub(super) const SUMS: usize = TILE_ROWS * PANEL;
 /// Bytes of a row of sums.
 pub(super) const SUM_BYTES: usize = PANEL * 4;
+/// Numbers of K whose products are added before they are added to earlier ones. Two thirds of the first-level cache hold a
+/// panel of as many bf16.
+pub(super) const SLAB: usize = 512;
 /// Tiles of rows that are multiplied with a panel, one after the other.
 pub(super) const MAX_TILES: usize = 8;
 /// Panels whose sums wait for the next block of K.

@@ -9,8 +9,8 @@
 //! multiply-add subtracts again.
 #![cfg_attr(not(any(test, target_arch = "x86_64")), allow(dead_code))] // only x86-64 has tiles
 
-use super::pair_tiles::SLAB;
 use super::panels::{GROUP_SCALE_BYTES, LINE_BYTES, PAIR_STEP as STEP, PANEL, ROW_SCALE_BYTES, per_line};
+use super::slabs::SLAB;
 use super::tile::TileArgs;
 use baton_cpu_simd::{LANES, Simd, kernel};
 use baton_model_spec::{IntegerFormat, IntegerWidth};

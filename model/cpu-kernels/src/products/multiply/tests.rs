@@ -1,7 +1,8 @@
 use half::bf16;
 
 use super::*;
-use crate::products::{add_pair, has_pairs, pack_floats, pack_integers};
+use crate::products::pairs::tests::add_pair;
+use crate::products::{has_pairs, pack_floats, pack_integers};
 use crate::rows::GateFunction;
 use crate::tiles::tested;
 use baton_model_spec::{FloatDtype as Dtype, IntegerFormat, IntegerRow, IntegerWidth};
@@ -111,7 +112,7 @@ fn in_tiles(a: &[f32], w: &[f32]) -> f32 {
             sum + (chain(0) + chain(1))
         })
     };
-    let slabs = a.chunks(pair_tiles::SLAB).zip(w.chunks(pair_tiles::SLAB));
+    let slabs = a.chunks(slabs::SLAB).zip(w.chunks(slabs::SLAB));
     slabs.map(|(a, w)| of_slab(a, w)).reduce(|sum, slab| sum + slab).unwrap_or(0.0)
 }
 

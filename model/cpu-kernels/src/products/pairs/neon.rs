@@ -6,7 +6,7 @@ use super::super::blocks::{BlockSimd, Blocks, ROWS, add_products, load};
 use super::super::panels::PANEL;
 use super::super::tile::TileArgs;
 use super::PREFETCH;
-use baton_cpu_simd::{CHAINS, LANES, Neon, Simd, quarters};
+use baton_cpu_simd::{CHAINS, LANES, Neon, Simd, bfdot, quarters};
 
 /// Rows of the largest tile. Smaller tiles have an even number of rows, or one.
 pub(in super::super) const TILE_ROWS: usize = ROWS;
@@ -113,17 +113,6 @@ unsafe fn rows<const R: usize>(args: &TileArgs, panel: usize, half: usize) {
             args.finish::<Neon>(r, panel, half, sums);
         }
     }
-}
-
-/// Adds the sum of two products of bf16 to each of four sums.
-///
-/// # Safety
-/// The CPU has the instruction.
-#[inline(always)]
-pub(crate) unsafe fn bfdot(mut sums: float32x4_t, a: float32x4_t, b: float32x4_t) -> float32x4_t {
-    // SAFETY: the caller guarantees the instruction.
-    unsafe { add_products!("bfdot", "8h", sums, a, b) };
-    sums
 }
 
 /// Products of two pairs of bf16 of two rows with two of two outputs: for each block's element what `bfdot` adds for the

@@ -1,3 +1,7 @@
+use super::*;
+use baton_cpu_simd::{LANES, Words, pair_kernel};
+use baton_model_testing::noise;
+
 /// What adding a pair of products to a sum gives on this kind of processor.
 #[cfg(not(target_arch = "aarch64"))]
 pub(crate) fn add_pair(sum: f32, a: [f32; 2], b: [f32; 2]) -> f32 {
@@ -44,5 +48,45 @@ fn sums_are_rounded_to_odd() {
     ] {
         assert_eq!(add_to_odd(a, b), expected, "{a} + {b}");
         assert_eq!(add_to_odd(-b, -a), -expected, "{a} + {b}, negated");
+    }
+}
+
+pair_kernel! {
+    /// `sums += dot(join(a[0], a[1]), join(b[0], b[1]))`, sixteen of each.
+    ///
+    /// # Safety
+    /// All pointers are valid.
+    fn dot / dot_of (a: [*const u16; 2], b: [*const u16; 2], sums: *mut f32)
+}
+
+#[inline(always)]
+unsafe fn dot_of<S: Words>(a: [*const u16; 2], b: [*const u16; 2], sums: *mut f32) {
+    // SAFETY: guaranteed by the caller.
+    unsafe {
+        let (a, b) = (S::join_bf16(a[0], a[1]), S::join_bf16(b[0], b[1]));
+        S::store(sums, S::dot_bf16(a, b, S::load(sums)));
+    }
+}
+
+#[test]
+fn a_pair_is_added_as_in_products() {
+    let Some(isa) = Isa::available().into_iter().find(|isa| has_pairs(*isa)) else {
+        eprintln!("skipped: this CPU has no instruction for pairs of bf16");
+        return;
+    };
+    for round in 0..100 {
+        let bits =
+            |seed: u64| noise(100 * round + seed, LANES).iter().map(|x| (x.to_bits() >> 16) as u16).collect();
+        let [a0, a1, b0, b1]: [Vec<u16>; 4] = [1, 2, 3, 4].map(bits);
+        let mut sums = noise(100 * round + 5, LANES);
+        let expected: Vec<f32> = (0..LANES)
+            .map(|i| {
+                let [a0, a1, b0, b1] = [&a0, &a1, &b0, &b1].map(|x| f32::from_bits(u32::from(x[i]) << 16));
+                add_pair(sums[i], [a0, a1], [b0, b1])
+            })
+            .collect();
+        // SAFETY: there are sixteen of each, and the CPU has the instruction.
+        unsafe { dot(isa, [a0.as_ptr(), a1.as_ptr()], [b0.as_ptr(), b1.as_ptr()], sums.as_mut_ptr()) };
+        assert_eq!(sums, expected);
     }
 }

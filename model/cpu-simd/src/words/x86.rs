@@ -4,7 +4,8 @@
 use std::arch::x86_64::*;
 
 use super::{LANES, Words};
-use baton_cpu_simd::{Avx2, Avx512, E4M3_BITS, E4M3_SCALE};
+use crate::stored::{E4M3_BITS, E4M3_SCALE};
+use crate::x86::{Avx2, Avx512};
 
 impl Words for Avx512 {
     #[inline(always)]

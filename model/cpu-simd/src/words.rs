@@ -9,13 +9,15 @@ mod neon;
 #[cfg(target_arch = "x86_64")]
 mod x86;
 
-use baton_cpu_simd::{Bf16, E4m3, F16, F32, I8, LANES, Portable, Simd, Stored};
+use crate::lanes::{LANES, Portable, Simd};
+use crate::stored::{Bf16, E4m3, F16, F32, I8, Stored};
 
 /// Vectors of words.
 ///
 /// # Safety (of all methods)
 /// As for [`Simd`].
-pub(super) trait Words: Simd {
+#[allow(clippy::missing_safety_doc)] // said once, above
+pub trait Words: Simd {
     /// Lane `i` of row `j` becomes lane `j` of row `i`.
     unsafe fn transpose(rows: [Self::V; LANES]) -> [Self::V; LANES];
     /// The lower (0) or upper (1) bf16 of each word.
@@ -27,7 +29,7 @@ pub(super) trait Words: Simd {
     /// The integer in byte `idx` of each word.
     unsafe fn unpack_i8(words: Self::V, idx: usize) -> Self::V;
     /// Adds to each lane of `sums` the products of the two bf16 in that lane of `a` and `b`, the upper product first, or
-    /// as [the instruction](crate::products::has_pairs) of the processor does. It may treat subnormal numbers as zero.
+    /// as the instruction of the processor does. It may treat subnormal numbers as zero.
     #[inline(always)]
     unsafe fn dot_bf16(a: Self::V, b: Self::V, sums: Self::V) -> Self::V {
         // SAFETY: guaranteed by the caller.
@@ -51,7 +53,7 @@ pub(super) trait Words: Simd {
 }
 
 /// How kernels multiply stored numbers: one by one in f32, or [two at once](Bf16Pair).
-pub(super) trait Factor {
+pub trait Factor {
     /// The stored type.
     type Number: Stored;
     /// Stored numbers per factor.
@@ -87,44 +89,42 @@ pub(super) trait Factor {
     }
 }
 
-/// As [`kernel!`](baton_cpu_simd::kernel), for CPUs that [multiply bf16](crate::products::has_pairs), and in plain Rust
-/// for tests.
+/// As [`kernel!`](crate::kernel), for CPUs that multiply bf16, and in plain Rust for tests.
+#[macro_export]
 macro_rules! pair_kernel {
     ($(#[$meta:meta])* $vis:vis fn $name:ident / $generic:ident $(<$factor:ty>)? ($($arg:ident: $ty:ty),* $(,)?)) => {
         $(#[$meta])*
         #[allow(clippy::too_many_arguments)]
-        $vis unsafe fn $name(isa: baton_cpu_simd::Isa, $($arg: $ty),*) {
+        $vis unsafe fn $name(isa: $crate::Isa, $($arg: $ty),*) {
             #[cfg(target_arch = "x86_64")]
             #[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx512bf16,avx2,fma,f16c")]
             #[allow(clippy::too_many_arguments)]
             unsafe fn avx512($($arg: $ty),*) {
                 // SAFETY: guaranteed by the caller.
-                unsafe { $generic::<baton_cpu_simd::Avx512 $(, $factor)?>($($arg),*) }
+                unsafe { $generic::<$crate::Avx512 $(, $factor)?>($($arg),*) }
             }
             #[cfg(target_arch = "aarch64")]
             #[target_feature(enable = "bf16")]
             #[allow(clippy::too_many_arguments)]
             unsafe fn neon($($arg: $ty),*) {
                 // SAFETY: guaranteed by the caller.
-                unsafe { $generic::<baton_cpu_simd::Neon $(, $factor)?>($($arg),*) }
+                unsafe { $generic::<$crate::Neon $(, $factor)?>($($arg),*) }
             }
             // SAFETY: guaranteed by the caller.
             unsafe {
                 match isa {
                     #[cfg(target_arch = "aarch64")]
-                    baton_cpu_simd::Isa::Neon => neon($($arg),*),
+                    $crate::Isa::Neon => neon($($arg),*),
                     #[cfg(target_arch = "x86_64")]
-                    baton_cpu_simd::Isa::Amx | baton_cpu_simd::Isa::Avx512 => avx512($($arg),*),
-                    _ => $generic::<baton_cpu_simd::Portable $(, $factor)?>($($arg),*),
+                    $crate::Isa::Amx | $crate::Isa::Avx512 => avx512($($arg),*),
+                    _ => $generic::<$crate::Portable $(, $factor)?>($($arg),*),
                 }
             }
         }
     };
 }
-pub(super) use pair_kernel;
-
 /// Two bf16 that are multiplied at once with two others.
-pub(super) struct Bf16Pair;
+pub struct Bf16Pair;
 
 // SAFETY of the blocks below: the callers guarantee the instruction set.
 impl Factor for Bf16Pair {
@@ -221,55 +221,5 @@ impl Words for Portable {
     #[inline(always)]
     unsafe fn unpack_i8(words: Self::V, idx: usize) -> Self::V {
         words.map(|word| f32::from(word.to_bits().to_le_bytes()[idx] as i8))
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::products::{add_pair, has_pairs};
-    use baton_cpu_simd::Isa;
-    use baton_model_testing::noise;
-
-    pair_kernel! {
-        /// `sums += dot(join(a[0], a[1]), join(b[0], b[1]))`, sixteen of each.
-        ///
-        /// # Safety
-        /// All pointers are valid.
-        fn dot / dot_of (a: [*const u16; 2], b: [*const u16; 2], sums: *mut f32)
-    }
-
-    #[inline(always)]
-    unsafe fn dot_of<S: Words>(a: [*const u16; 2], b: [*const u16; 2], sums: *mut f32) {
-        // SAFETY: guaranteed by the caller.
-        unsafe {
-            let (a, b) = (S::join_bf16(a[0], a[1]), S::join_bf16(b[0], b[1]));
-            S::store(sums, S::dot_bf16(a, b, S::load(sums)));
-        }
-    }
-
-    #[test]
-    fn a_pair_is_added_as_in_products() {
-        let Some(isa) = Isa::available().into_iter().find(|isa| has_pairs(*isa)) else {
-            eprintln!("skipped: this CPU has no instruction for pairs of bf16");
-            return;
-        };
-        for round in 0..100 {
-            let bits = |seed: u64| {
-                noise(100 * round + seed, LANES).iter().map(|x| (x.to_bits() >> 16) as u16).collect()
-            };
-            let [a0, a1, b0, b1]: [Vec<u16>; 4] = [1, 2, 3, 4].map(bits);
-            let mut sums = noise(100 * round + 5, LANES);
-            let expected: Vec<f32> = (0..LANES)
-                .map(|i| {
-                    let [a0, a1, b0, b1] =
-                        [&a0, &a1, &b0, &b1].map(|x| f32::from_bits(u32::from(x[i]) << 16));
-                    add_pair(sums[i], [a0, a1], [b0, b1])
-                })
-                .collect();
-            // SAFETY: there are sixteen of each, and the CPU has the instruction.
-            unsafe { dot(isa, [a0.as_ptr(), a1.as_ptr()], [b0.as_ptr(), b1.as_ptr()], sums.as_mut_ptr()) };
-            assert_eq!(sums, expected);
-        }
     }
 }

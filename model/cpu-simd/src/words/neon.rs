@@ -4,8 +4,9 @@
 use std::arch::aarch64::*;
 
 use super::{LANES, Words};
-use crate::products::bfdot;
-use baton_cpu_simd::{E4M3_BITS, E4M3_SCALE, Neon, quarters};
+use crate::neon::{Neon, bfdot};
+use crate::quarters;
+use crate::stored::{E4M3_BITS, E4M3_SCALE};
 
 impl Words for Neon {
     #[inline(always)]
