@@ -31,7 +31,7 @@ unsafe fn fmas<S: Simd>(rounds: usize) -> f32 {
 }
 
 kernel! {
-    /// A loop of reads that prefetches `ahead` bytes before it reads them.
+    /// A loop of reads of four streams, which a core reads faster than one, that prefetches `ahead` bytes before it reads them.
     ///
     /// # Safety
     /// `from` is valid for `len` numbers, and the instruction set is present.
@@ -44,13 +44,15 @@ unsafe fn reads<S: Simd>(from: *const f32, len: usize, ahead: usize) -> f32 {
     // SAFETY: vectors stay below `len`.
     unsafe {
         let mut sums = [S::splat(0.0); 4];
+        let stream = len / 4 / LANES * LANES;
         let mut i = 0;
-        while i + 4 * LANES <= len {
+        while i < stream {
             for j in 0..4 {
-                S::prefetch(from.wrapping_add(i + j * LANES).cast::<u8>().wrapping_add(ahead));
-                sums[j] = S::add(sums[j], S::load(from.add(i + j * LANES)));
+                let at = from.add(j * stream + i);
+                S::prefetch(at.cast::<u8>().wrapping_add(ahead));
+                sums[j] = S::add(sums[j], S::load(at));
             }
-            i += 4 * LANES;
+            i += LANES;
         }
         S::sum(S::add(S::add(sums[0], sums[1]), S::add(sums[2], sums[3])))
     }

@@ -28,7 +28,7 @@ pub(super) const SCRATCH: usize = SUMS + SLAB * PANEL / 2;
 /// Steps that are widened before they are multiplied, so that stored lines have reached the cache.
 const WIDENED_AHEAD: usize = 3;
 /// Prefetch distance of integers, in bytes.
-const PREFETCH: usize = 4096;
+const PREFETCH: usize = 2048;
 
 tile_kernel! {
     /// Multiplies tiles of rows with a block of one panel of pairs.

@@ -18,7 +18,7 @@ use baton_model_spec::{IntegerFormat, IntegerWidth};
 /// Up to this number of rows, vectors are faster than tiles.
 pub(super) const MAX_ROWS: usize = 2;
 /// Prefetch distance in bytes.
-const PREFETCH: usize = 4096;
+const PREFETCH: usize = 2048;
 /// What cutting a number to bf16 takes from it on average.
 pub(super) const UNCUT: f32 = 1.0 + 1.0 / 369.0;
 /// Where a level's lowest bit may be in a word, and the power of two for which that bit is one.

@@ -41,7 +41,7 @@ const LOOPS: usize = 40;
 /// The same of products of tiles.
 const TILE_ROUNDS: usize = 500;
 /// Distances, in bytes, of which reading takes the best: processors differ.
-const AHEAD: [usize; 3] = [512, 1024, 4096];
+const AHEAD: [usize; 4] = [512, 1024, 2048, 4096];
 /// Memory that [`CpuPeaks`] reads, more than caches hold, and how long it repeats each loop.
 const READ_BYTES: usize = 256 << 20;
 const PATIENCE: Duration = Duration::from_millis(200);
