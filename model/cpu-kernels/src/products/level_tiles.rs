@@ -5,8 +5,8 @@
 //! added as [`levels`](super::levels) says.
 #![cfg_attr(not(any(test, target_arch = "x86_64")), allow(dead_code))] // only x86-64 has tiles
 
-use super::panels::{GROUP_SCALE_BYTES, LINE_BYTES, PANEL, ROW_SCALE_BYTES, per_line};
-use super::slabs::{Ahead, Block, SUM_BYTES, SUMS, share};
+use super::panels::{LINE_BYTES, PANEL, ROW_SCALE_BYTES, group_head_bytes, per_line};
+use super::slabs::{Ahead, BLOCK, Block, SLAB, SUMS, store_sums, zero_sums};
 use super::tile::TileArgs;
 use crate::tiles::{ROW_BYTES, ROWS, TileUse, Tiles, tile_kernel};
 use baton_cpu_simd::{LANES, Simd};
@@ -14,8 +14,6 @@ use baton_model_spec::{IntegerFormat, IntegerWidth};
 
 /// From this number of rows on, tiles are faster than vectors.
 pub(super) const MIN_ROWS: usize = 8;
-/// Numbers of K whose weights stay in the first-level cache, about.
-const SLAB: usize = 512;
 
 /// Whether this kernel multiplies such weights. Storing and adding the sums of small groups would take longer than their
 /// products; those of large ones are not exact as floats; nibbles would have to be widened. All of them are
@@ -43,11 +41,11 @@ fn slab_groups(format: IntegerFormat) -> usize {
 /// Numbers of K that are multiplied before the next panel: whole slabs.
 pub(super) fn block(format: IntegerFormat) -> usize {
     let slab = slab_groups(format) * format.group;
-    (2048 / slab).max(1) * slab
+    (BLOCK / slab).max(1) * slab
 }
 
-/// Numbers of the kernel's memory: two times the sums of a group, and those of an activation group.
-pub(super) const SCRATCH: usize = 3 * SUMS;
+/// Numbers of the kernel's memory: the sums of a group, and those of an activation group.
+pub(super) const SCRATCH: usize = 2 * SUMS;
 
 tile_kernel! {
     /// Multiplies tiles of rows with a block of one panel.
@@ -89,7 +87,8 @@ struct Plan<'a> {
     /// `[activation groups][rows]`, then `[groups][rows]`
     scales: *const f32,
     sums_of_rows: *const f32,
-    /// The sums of the product, and of an activation group.
+    /// The sums of a group, of the product, and of an activation group.
+    sums: *const i32,
     totals: *mut f32,
     shared_sums: *mut f32,
 }
@@ -100,11 +99,10 @@ impl<'a> Plan<'a> {
         let padded = padded(format, args.k);
         let shared = format.activation_group() / format.group;
         let num_groups = args.k.div_ceil(format.group);
-        let head_bytes = GROUP_SCALE_BYTES * if format.has_zeros { 2 } else { 1 };
-        // SAFETY: memory is divided as `scratch_len` and `left` say.
+        let head_bytes = group_head_bytes(format);
+        // SAFETY: memory is divided as `SCRATCH` and `left` say.
         unsafe {
             let scales = args.a.add(args.rows * padded).cast::<f32>();
-            let shared_sums = block.scratch.add(2 * SUMS);
             Plan {
                 args,
                 format,
@@ -115,8 +113,9 @@ impl<'a> Plan<'a> {
                 head_bytes,
                 scales,
                 sums_of_rows: scales.add(num_groups.div_ceil(shared) * args.rows),
+                sums: block.scratch.cast(),
                 totals: block.sums.add(args.idx * SUMS),
-                shared_sums,
+                shared_sums: block.scratch.add(SUMS),
             }
         }
     }
@@ -125,10 +124,7 @@ impl<'a> Plan<'a> {
 /// The sums of a group of a tile, `[rows][32]`, whose rows are yet to be added.
 struct Pending<'a> {
     plan: Plan<'a>,
-    sums: *const i32,
     group: usize,
-    /// Whether the output [is whole](TileArgs::is_whole).
-    is_whole: bool,
     /// The next row.
     row: usize,
 }
@@ -177,7 +173,7 @@ impl Pending<'_> {
             }
             let scales = self.plan.scales.add(self.group / shared * args.rows);
             let sums_of_rows = self.plan.sums_of_rows.add(self.group * args.rows);
-            let (from, shared_sums, totals) = (self.sums, self.plan.shared_sums, self.plan.totals);
+            let Plan { sums: from, shared_sums, totals, .. } = self.plan;
             for row in first..end {
                 let at = row * PANEL;
                 let mut sums = [S::load_i32(from.add(at)), S::load_i32(from.add(at + LANES))];
@@ -204,12 +200,7 @@ impl Pending<'_> {
                 let row_scales = args.w.cast::<f32>();
                 sums =
                     [S::mul(sums[0], S::load(row_scales)), S::mul(sums[1], S::load(row_scales.add(LANES)))];
-                if self.is_whole {
-                    args.finish_whole::<S>(row, sums);
-                } else {
-                    args.finish::<S>(row, 0, 0, sums[0]);
-                    args.finish::<S>(row, 0, 1, sums[1]);
-                }
+                args.finish_row::<S>(row, sums);
             }
         }
     }
@@ -226,8 +217,7 @@ unsafe fn slabs<S: Simd, T: Tiles, const ZEROS: bool>(
     // SAFETY: guaranteed by the caller.
     unsafe {
         let plan = Plan::new(&rows[0], format, block);
-        let sums = block.scratch.cast();
-        let mut pending = Pending { plan, sums, group: 0, is_whole: true, row: usize::MAX / 2 };
+        let mut pending = Pending { plan, group: 0, row: usize::MAX / 2 };
         let (mut first, last) = (block.first / format.group, block.end.div_ceil(format.group));
         while first < last {
             let slab = slab_groups(format);
@@ -287,18 +277,11 @@ unsafe fn groups<'a, S: Simd, T: Tiles, const ZEROS: bool, const TWO: bool, cons
         while group < end {
             let left = args.k - group * format.group;
             let num_steps = if left < format.group { left.div_ceil(step) } else { format.group / step };
-            // Vectors that load what tiles have just stored would wait.
-            let delay = 0;
-            let pending_rows = share(pending.plan.args.real_rows, num_steps - delay);
+            let pending_rows = pending.plan.args.real_rows.div_ceil(num_steps);
             let mut w = args.w.add(ROW_SCALE_BYTES + group * plan.group_bytes + plan.head_bytes);
             let mut a = args.a.add(group * format.group * args.rows);
-            tiles.zero::<0>();
-            tiles.zero::<1>();
-            if TWO {
-                tiles.zero::<2>();
-                tiles.zero::<3>();
-            }
-            for idx in 0..num_steps {
+            zero_sums::<T, TWO>(tiles);
+            for _ in 0..num_steps {
                 next.prefetch::<S>();
                 if MANY {
                     next_rows.prefetch::<S>();
@@ -312,9 +295,7 @@ unsafe fn groups<'a, S: Simd, T: Tiles, const ZEROS: bool, const TWO: bool, cons
                 tiles.load::<7>(w.add(ROW_BYTES), LINE_BYTES);
                 tiles.dot_i8_u8::<1, 4, 7>();
                 next.prefetch::<S>();
-                if idx >= delay {
-                    pending.add::<S, ZEROS>(pending_rows);
-                }
+                pending.add::<S, ZEROS>(pending_rows);
                 if TWO {
                     if MANY {
                         tiles.load_once::<5>(a.add(ROWS * step), step);
@@ -328,15 +309,9 @@ unsafe fn groups<'a, S: Simd, T: Tiles, const ZEROS: bool, const TWO: bool, cons
                 w = w.add(step / 4 * LINE_BYTES);
                 a = a.add(args.rows * step);
             }
-            let sums = block.scratch.cast::<i32>().add(group % 2 * SUMS);
-            let (high, low) = (sums, sums.add(ROWS * PANEL));
-            tiles.store::<0>(high.cast(), SUM_BYTES);
-            tiles.store::<1>(high.add(LANES).cast(), SUM_BYTES);
-            if TWO {
-                tiles.store::<2>(low.cast(), SUM_BYTES);
-                tiles.store::<3>(low.add(LANES).cast(), SUM_BYTES);
-            }
-            *pending = Pending { plan, sums, group, is_whole: args.is_whole(), row: 0 };
+            // All rows of the sums before are added by now.
+            store_sums::<T, TWO>(tiles, block.scratch.cast());
+            *pending = Pending { plan, group, row: 0 };
             group += 1;
         }
     }

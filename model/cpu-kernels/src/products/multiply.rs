@@ -210,7 +210,7 @@ impl Kernel {
     /// Columns that a kernel in tiles multiplies before it goes on with the next panel.
     fn block(self) -> Option<usize> {
         match self {
-            Kernel::PairTiles | Kernel::WidenedTiles(_) => Some(pair_tiles::BLOCK),
+            Kernel::PairTiles | Kernel::WidenedTiles(_) => Some(slabs::BLOCK),
             Kernel::LevelTiles(format) => Some(level_tiles::block(format)),
             Kernel::Floats(_) | Kernel::Pairs | Kernel::Widened(_) | Kernel::Levels(_) => None,
         }

@@ -5,12 +5,12 @@
 //! a step of 32 numbers of K adds its even products and its odd ones to one sum each, and both to the sum of the slab
 //! ([`Tiles::dot_bf16`]), which no other instruction does. Slabs are added one after the other.
 //!
-//! Integers in small groups are multiplied so, too ([`widened`](super::widened)): a sum of integers for each group would cost more than
-//! its products. The first tile of rows widens a slab as it comes to it.
+//! Integers in small groups are multiplied so, too ([`widened`](super::widened)): a sum of integers for each group would
+//! cost more than its products. The first tile of rows widens a slab as it comes to it.
 #![cfg_attr(not(any(test, target_arch = "x86_64")), allow(dead_code))] // only x86-64 has tiles
 
 use super::panels::{LINE_BYTES, PAIR_STEP as STEP, PANEL};
-use super::slabs::{Ahead, Block, SLAB, SUM_BYTES, SUMS, share};
+use super::slabs::{Ahead, Block, SLAB, SUMS, store_sums, zero_sums};
 use super::tile::{Output, TileArgs};
 use super::widened::{Group, UNCUT, Widened};
 use crate::tiles::{ROW_BYTES, ROWS, TileUse, Tiles, tile_kernel};
@@ -21,8 +21,6 @@ const _: () = assert!(STEP == ROW_BYTES / 2);
 /// Bytes of a panel in a step.
 const STEP_BYTES: usize = STEP * PANEL * 2;
 
-/// Numbers of K that are multiplied before the next panel.
-pub(super) const BLOCK: usize = 4 * SLAB;
 /// Numbers of the kernel's memory: the products of a slab, and a widened slab.
 pub(super) const SCRATCH: usize = SUMS + SLAB * PANEL / 2;
 /// Steps that are widened before they are multiplied, so that stored lines have reached the cache.
@@ -162,8 +160,6 @@ struct Pending<'a> {
     sums: *mut f32,
     is_first: bool,
     is_last: bool,
-    /// Whether the output [is whole](TileArgs::is_whole).
-    is_whole: bool,
     /// The next row.
     row: usize,
 }
@@ -190,11 +186,8 @@ impl Pending<'_> {
                 if !self.is_last {
                     S::store(self.sums.add(at), sums[0]);
                     S::store(self.sums.add(at + LANES), sums[1]);
-                } else if self.is_whole {
-                    self.args.finish_whole::<S>(self.row, sums);
                 } else {
-                    self.args.finish::<S>(self.row, 0, 0, sums[0]);
-                    self.args.finish::<S>(self.row, 0, 1, sums[1]);
+                    self.args.finish_row::<S>(self.row, sums);
                 }
             }
             self.row += 1;
@@ -216,7 +209,6 @@ unsafe fn product<S: Simd, T: Tiles, W: Source>(
         sums: block.sums,
         is_first: true,
         is_last: true,
-        is_whole: true,
         row: usize::MAX / 2,
     };
     let mut first = block.first;
@@ -257,7 +249,6 @@ unsafe fn product<S: Simd, T: Tiles, W: Source>(
                     sums: block.sums.add(idx * SUMS),
                     is_first: first == 0,
                     is_last: slab.is_last,
-                    is_whole: args.is_whole(),
                     row: 0,
                 };
             }
@@ -297,7 +288,7 @@ unsafe fn multiply<S: Simd, T: Tiles, W: Source, const TWO: bool, const MANY: bo
     let num_steps = slab.end - slab.first;
     // Vectors that load what tiles have just stored would wait.
     let delay = num_steps / 4;
-    let pending_rows = share(pending.args.real_rows, num_steps - delay);
+    let pending_rows = pending.args.real_rows.div_ceil(num_steps - delay);
     let bytes = source.offset(slab.end) - source.offset(slab.first);
     let bytes = if W::WIDENS && !MANY { 0 } else { bytes };
     let mut next = Ahead::new(slab.next, bytes, (args.idx, block.rows.len()), num_steps);
@@ -318,12 +309,7 @@ unsafe fn multiply<S: Simd, T: Tiles, W: Source, const TWO: bool, const MANY: bo
             }
         }
         let mut a = args.a.add(slab.first * step_bytes);
-        tiles.zero::<0>();
-        tiles.zero::<1>();
-        if TWO {
-            tiles.zero::<2>();
-            tiles.zero::<3>();
-        }
+        zero_sums::<T, TWO>(tiles);
         for step in 0..num_steps {
             if W::WIDENS && args.idx == 0 && step + WIDENED_AHEAD < num_steps {
                 source.widen::<S>(
@@ -368,12 +354,6 @@ unsafe fn multiply<S: Simd, T: Tiles, W: Source, const TWO: bool, const MANY: bo
             w = w.add(STEP_BYTES);
             a = a.add(step_bytes);
         }
-        let (high, low) = (block.scratch.cast::<u8>(), block.scratch.add(ROWS * PANEL).cast::<u8>());
-        tiles.store::<0>(high, SUM_BYTES);
-        tiles.store::<1>(high.add(LANES * 4), SUM_BYTES);
-        if TWO {
-            tiles.store::<2>(low, SUM_BYTES);
-            tiles.store::<3>(low.add(LANES * 4), SUM_BYTES);
-        }
+        store_sums::<T, TWO>(tiles, block.scratch.cast());
     }
 }

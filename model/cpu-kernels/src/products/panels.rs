@@ -89,7 +89,7 @@ pub(super) fn per_line(width: IntegerWidth) -> usize {
     32 / width.bits()
 }
 
-fn group_head_bytes(format: IntegerFormat) -> usize {
+pub(super) fn group_head_bytes(format: IntegerFormat) -> usize {
     GROUP_SCALE_BYTES * if format.has_zeros { 2 } else { 1 }
 }
 

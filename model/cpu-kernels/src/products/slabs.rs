@@ -3,20 +3,20 @@
 //! ```text
 //! for some tiles of rows
 //!   for some panels
-//!     for each block of K               half a MiB of rows stays in the second-level cache
+//!     for each block of K               1 MiB of rows stays in the second-level cache
 //!       for each panel
 //!         for each slab of K            16 or 32 KiB of weights stay in the first-level cache
 //!           for each tile               its products with the slab
 //! ```
-//! While a tile is multiplied, the sums of the one before are added and written by vectors, some rows a step
-//! ([`share`]): tiles and vectors work side by side. What comes next is prefetched into the second-level cache: the next
+//! While a tile is multiplied, the sums of the one before are added and written by vectors, some rows a step:
+//! tiles and vectors work side by side. What comes next is prefetched into the second-level cache: the next
 //! slab, and, if K has several blocks, a part of the rows of the next.
 
 use std::ops::Range;
 
 use super::panels::PANEL;
 use super::tile::TileArgs;
-use crate::tiles::ROWS;
+use crate::tiles::{ROW_BYTES, ROWS, Tiles};
 use baton_cpu_simd::Simd;
 
 /// Rows of the largest tile of rows: two tile registers.
@@ -24,10 +24,12 @@ pub(super) const TILE_ROWS: usize = 2 * ROWS;
 /// Numbers of the sums of a tile of rows and a panel, `[rows][32]`.
 pub(super) const SUMS: usize = TILE_ROWS * PANEL;
 /// Bytes of a row of sums.
-pub(super) const SUM_BYTES: usize = PANEL * 4;
+const SUM_BYTES: usize = PANEL * 4;
 /// Numbers of K whose products are added before they are added to earlier ones. Two thirds of the first-level cache hold a
 /// panel of as many bf16.
 pub(super) const SLAB: usize = 512;
+/// Numbers of K that are multiplied before the next panel, about.
+pub(super) const BLOCK: usize = 4 * SLAB;
 /// Tiles of rows that are multiplied with a panel, one after the other.
 pub(super) const MAX_TILES: usize = 8;
 /// Panels whose sums wait for the next block of K.
@@ -124,7 +126,7 @@ impl Ahead {
         (idx, num): (usize, usize),
         num_steps: usize,
     ) -> Ahead {
-        let lines = share(num_bytes / 64, num);
+        let lines = (num_bytes / 64).div_ceil(num);
         Ahead { next: first.wrapping_add(idx * lines * 64), lines, calls: num_steps * Ahead::CALLS, rest: 0 }
     }
 
@@ -144,8 +146,37 @@ impl Ahead {
     }
 }
 
-/// The share of `num` things that each of `num_steps` steps takes so that all are taken.
+/// Sets the sums of a tile of rows to zero; `TWO` if it takes two registers.
+///
+/// # Safety
+/// As for [`Tiles`].
 #[inline(always)]
-pub(super) fn share(num: usize, num_steps: usize) -> usize {
-    num.div_ceil(num_steps)
+pub(super) unsafe fn zero_sums<T: Tiles, const TWO: bool>(tiles: &mut T) {
+    // SAFETY: guaranteed by the caller.
+    unsafe {
+        tiles.zero::<0>();
+        tiles.zero::<1>();
+        if TWO {
+            tiles.zero::<2>();
+            tiles.zero::<3>();
+        }
+    }
+}
+
+/// Stores the [sums](SUMS) of a tile of rows.
+///
+/// # Safety
+/// As for [`Tiles`].
+#[inline(always)]
+pub(super) unsafe fn store_sums<T: Tiles, const TWO: bool>(tiles: &mut T, to: *mut u8) {
+    // SAFETY: guaranteed by the caller.
+    unsafe {
+        tiles.store::<0>(to, SUM_BYTES);
+        tiles.store::<1>(to.add(ROW_BYTES), SUM_BYTES);
+        if TWO {
+            let to = to.add(ROWS * SUM_BYTES);
+            tiles.store::<2>(to, SUM_BYTES);
+            tiles.store::<3>(to.add(ROW_BYTES), SUM_BYTES);
+        }
+    }
 }

@@ -77,22 +77,37 @@ impl TileArgs {
             if num >= LANES { S::store(out, sums) } else { S::store_part(out, sums, num) }
         }
     }
-}
 
-impl TileArgs {
     /// Whether [`finish_whole`](Self::finish_whole) may be used: there is no bias, and all columns exist.
     #[inline(always)]
-    pub(super) fn is_whole(&self) -> bool {
+    fn is_whole(&self) -> bool {
         let cols = if matches!(self.output, Output::Gated(_)) { LANES } else { PANEL };
         self.bias.is_null() && self.num_cols >= cols
     }
 
-    /// [`finish`](Self::finish) of both halves of a row of one whole panel.
+    /// [`finish`](Self::finish) of both halves of a row of one panel.
     ///
     /// # Safety
     /// The row is inside the matrix.
     #[inline(always)]
-    pub(super) unsafe fn finish_whole<S: Simd>(&self, row: usize, sums: [S::V; 2]) {
+    pub(super) unsafe fn finish_row<S: Simd>(&self, row: usize, sums: [S::V; 2]) {
+        // SAFETY: guaranteed by the caller.
+        unsafe {
+            if self.is_whole() {
+                self.finish_whole::<S>(row, sums);
+            } else {
+                self.finish::<S>(row, 0, 0, sums[0]);
+                self.finish::<S>(row, 0, 1, sums[1]);
+            }
+        }
+    }
+
+    /// [`finish_row`](Self::finish_row) of a whole panel.
+    ///
+    /// # Safety
+    /// The row is inside the matrix.
+    #[inline(always)]
+    unsafe fn finish_whole<S: Simd>(&self, row: usize, sums: [S::V; 2]) {
         // SAFETY: guaranteed by the caller.
         unsafe {
             let out = self.out.add(row * self.out_stride);

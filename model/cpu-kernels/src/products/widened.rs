@@ -9,7 +9,7 @@
 //! multiply-add subtracts again.
 #![cfg_attr(not(any(test, target_arch = "x86_64")), allow(dead_code))] // only x86-64 has tiles
 
-use super::panels::{GROUP_SCALE_BYTES, LINE_BYTES, PAIR_STEP as STEP, PANEL, ROW_SCALE_BYTES, per_line};
+use super::panels::{LINE_BYTES, PAIR_STEP as STEP, PANEL, ROW_SCALE_BYTES, group_head_bytes, per_line};
 use super::slabs::SLAB;
 use super::tile::TileArgs;
 use baton_cpu_simd::{LANES, Simd, kernel};
@@ -41,7 +41,7 @@ pub(super) struct Widened {
 impl Widened {
     #[inline(always)]
     pub(super) fn new(format: IntegerFormat) -> Widened {
-        let head_bytes = GROUP_SCALE_BYTES * if format.has_zeros { 2 } else { 1 };
+        let head_bytes = group_head_bytes(format);
         let group_bytes = head_bytes + format.group / per_line(format.width) * LINE_BYTES;
         Widened { format, group_bytes, head_bytes }
     }
