@@ -165,9 +165,10 @@ impl Cell {
         self.start = Clock::now();
     }
 
-    /// Waits until the decode worker knows that its caller is gone, where the message that is held would let it commit first.
+    /// Waits until the decode worker knows that its caller is gone: on a busy machine what is held back could overtake
+    /// that and be committed first.
     async fn cancelled(&self, state: State) {
-        if state == State::LastChunkUnacknowledged {
+        if state != State::Committed {
             counted(&self.decode, self.expected.decode).await;
         }
     }
