@@ -1,8 +1,11 @@
 //! Memory of a device as the storage of blocks sees it. The crates that know the device's driver implement it.
 
-use std::{fmt, io, sync::Mutex};
+use std::{fmt, io, ptr::NonNull, sync::Mutex};
 
 use crate::WireCodec;
+
+/// A device's access to memory of the host. It ends when this is dropped.
+pub type HostAccess = Box<dyn fmt::Debug + Send + Sync>;
 
 /// One region of a device's memory, freed when dropped. Implemented by crates that know the device's driver.
 ///
@@ -48,6 +51,18 @@ pub unsafe trait DeviceMemory: fmt::Debug + Send + Sync {
 
     /// A handle with which other processes of this host can open the region; `None` when it has none.
     fn handle(&self) -> Option<[u8; 64]>;
+
+    /// Lets the device, or each device of divided memory, read and write memory of the host at the host's own addresses. `None`
+    /// when it cannot.
+    ///
+    /// # Errors
+    /// When the driver refuses.
+    ///
+    /// # Safety
+    /// The memory outlives the access.
+    unsafe fn access_host(&self, _base: NonNull<u8>, _size_bytes: usize) -> io::Result<Option<HostAccess>> {
+        Ok(None)
+    }
 
     /// The device's operations on blocks, if it has any.
     fn kernels(&self) -> Option<&Mutex<Box<dyn BlockKernels>>> {

@@ -11,9 +11,10 @@
 
 use std::io;
 use std::ops::Range;
+use std::ptr::NonNull;
 use std::sync::Mutex;
 
-use crate::{BlockKernels, DeviceCopy, DeviceMemory, KvLayout, KvShard, ShardError, WireCodec};
+use crate::{BlockKernels, DeviceCopy, DeviceMemory, HostAccess, KvLayout, KvShard, ShardError, WireCodec};
 
 /// The memories of all ranks as one. It can be copied from and to, but has no address: only [its
 /// parts](crate::BlockStorage::region) have.
@@ -114,6 +115,12 @@ unsafe impl DeviceMemory for DividedMemory {
 
     fn handle(&self) -> Option<[u8; 64]> {
         None
+    }
+
+    unsafe fn access_host(&self, base: NonNull<u8>, size_bytes: usize) -> io::Result<Option<HostAccess>> {
+        // Access of one device is that of all: their addresses are unified.
+        // SAFETY: by the caller's word.
+        unsafe { self.parts[0].access_host(base, size_bytes) }
     }
 
     fn kernels(&self) -> Option<&Mutex<Box<dyn BlockKernels>>> {

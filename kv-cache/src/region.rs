@@ -27,6 +27,11 @@ impl<'a> Region<'a> {
         self.shard.layout()
     }
 
+    /// The rank's part of a block.
+    pub(crate) fn shard(&self) -> &KvShard {
+        &self.shard
+    }
+
     /// The device that holds the region; `None` for host memory.
     pub fn device(&self) -> Option<&'a dyn DeviceMemory> {
         self.device

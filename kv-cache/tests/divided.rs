@@ -5,8 +5,8 @@ mod support;
 use std::io;
 
 use baton_kv_cache::{
-    BlockId, BlockKernels, BlockStorage, DeviceCopy, DeviceMemory, DividedMemory, KvDtype, KvLayout, KvShard,
-    WireCodec,
+    BlockId, BlockKernels, BlockStorage, DeviceCopy, DeviceMemory, DividedMemory, HostBlocks, KvDtype,
+    KvLayout, KvShard, WireCodec,
 };
 use support::FakeDevice;
 
@@ -188,4 +188,45 @@ fn heads_that_cannot_be_divided_are_refused() {
     let parts = (0..4).map(|rank| -> Box<dyn DeviceMemory> { Box::new(FakeDevice::new(rank, 1)) });
     let error = DividedMemory::new(layout(6), parts.collect()).unwrap_err().to_string();
     assert_eq!(error, "6 kv heads cannot be divided among 4 ranks");
+}
+
+#[test]
+fn devices_copy_their_heads_of_blocks_to_the_host_and_back() {
+    for (num_kv_heads, num_ranks) in [(4, 1), (4, 2), (2, 4), (1, 3), (6, 3)] {
+        let whole = layout(num_kv_heads);
+        let pool = || {
+            let kernels = (0..num_ranks).map(|_| Box::new(Copies) as Box<dyn BlockKernels>);
+            let memory = divided(whole, num_ranks).with_kernels(kernels.collect());
+            BlockStorage::on_device(Box::new(memory), whole, NUM_BLOCKS)
+        };
+        let (from, to) = (pool(), pool());
+        let room = HostBlocks::of(&from, 2).unwrap().expect("the fake device reaches the host");
+        let pieces_of = |block| [(BlockId(block), 0), (BlockId(block), 1)];
+        let bytes_of = |block: u32| -> Vec<u8> {
+            (0..whole.block_bytes()).map(|i| (i * 31 + i / 251) as u8 ^ block as u8).collect()
+        };
+        // SAFETY: this test is the only user of the memories.
+        unsafe {
+            for block in 0..NUM_BLOCKS as u32 {
+                from.store_all(&pieces_of(block), &bytes_of(block)).unwrap();
+            }
+            let [one, other] =
+                [2, 0].map(|block| from.copy_out(BlockId(block), room.take().unwrap()).unwrap());
+            assert!(
+                one.bytes() == bytes_of(2) && other.bytes() == bytes_of(0),
+                "{num_kv_heads}, {num_ranks}"
+            );
+            assert!(room.take().is_none(), "two blocks have room");
+            to.copy_in(&[(&one, BlockId(0)), (&other, BlockId(1))]).unwrap();
+            let mut found = vec![0; whole.block_bytes()];
+            for (block, was) in [(0, 2), (1, 0)] {
+                to.load_all(&pieces_of(block), &mut found).unwrap();
+                assert!(found == bytes_of(was), "block {was}, {num_kv_heads} heads, {num_ranks} ranks");
+            }
+            drop(one);
+            assert!(room.take().is_some(), "its room is free again");
+        }
+    }
+    let host = BlockStorage::new(layout(2), NUM_BLOCKS).unwrap();
+    assert!(HostBlocks::of(&host, 2).unwrap().is_none(), "a pool in host memory needs none");
 }

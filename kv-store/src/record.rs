@@ -10,11 +10,12 @@
 //! ```
 //!
 //! Numbers are little-endian, checksums XXH3-64. A head proves itself: its checksum, the format's fingerprint, and the hash,
-//! which is that of the parent and the tokens. The body's checksum is seeded with the hash, so the body of another record does
-//! not match. This guards against accidents, not against a process that may write the files. [Sealed](crate::seal) records guard
+//! which is that of the parent and the tokens. The body's checksum is that of the checksums of its parts, which are one head's K
+//! or V of one layer: a device that holds some heads computes theirs. It is seeded with the hash, so the body of another record
+//! does not match. This guards against accidents, not against a process that may write the files. [Sealed](crate::seal) records guard
 //! against that, too: their key is derived from the root, which is that of a tenant and salt, and from a seed of their own.
 
-use baton_kv_cache::{BlockHash, HashRoot, KvFormat};
+use baton_kv_cache::{BlockHash, HashRoot, HostBlock, KvFormat, KvLayout};
 use xxhash_rust::xxh3::{xxh3_64, xxh3_64_with_seed};
 
 use crate::{
@@ -22,8 +23,8 @@ use crate::{
     seal::{KvKey, Purpose, SEED_BYTES, Seed, TAG_BYTES, Tag},
 };
 
-const MAGIC: &[u8; 8] = b"BATONKV2";
-const SEALED_MAGIC: &[u8; 8] = b"BATONKS2";
+const MAGIC: &[u8; 8] = b"BATONKV3";
+const SEALED_MAGIC: &[u8; 8] = b"BATONKS3";
 const TOKENS_AT: usize = 88;
 /// What is before the encrypted part of a sealed head, and what is after it.
 const SEALED_AT: usize = 24 + SEED_BYTES;
@@ -75,9 +76,25 @@ impl RecordName {
 pub struct Record {
     /// Its name.
     pub name: RecordName,
-    body: PageBuffer,
-    body_bytes: usize,
+    body: Body,
+    shape: BodyShape,
     checksum: u64,
+}
+
+/// Where the bytes of a block are.
+#[derive(Debug)]
+enum Body {
+    Own(PageBuffer),
+    /// The pool's device reads them itself.
+    Reached(HostBlock),
+}
+
+/// The bytes of a block.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct BodyShape {
+    pub(crate) bytes: usize,
+    /// Of one head's K or V of one layer.
+    pub(crate) part_bytes: usize,
 }
 
 /// How records of one format become bytes.
@@ -86,8 +103,7 @@ pub(crate) struct RecordShape {
     pub(crate) fingerprint: Fingerprint,
     /// Tokens in a block.
     pub(crate) block_size: usize,
-    /// Bytes of a block.
-    pub(crate) body_bytes: usize,
+    pub(crate) body: BodyShape,
     /// Seals records; `None`: they are plain.
     pub(crate) key: Option<KvKey>,
 }
@@ -123,41 +139,91 @@ impl Record {
     /// A record whose body `fill` writes.
     pub(crate) fn new<E>(
         name: RecordName,
-        body_bytes: usize,
+        shape: BodyShape,
         fill: impl FnOnce(&mut [u8]) -> Result<(), E>,
     ) -> Result<Record, E> {
-        let mut body = PageBuffer::new(body_bytes);
-        fill(&mut body.pages_mut()[..body_bytes])?;
-        let checksum = body_checksum(name.hash, &body.pages()[..body_bytes]);
-        Ok(Record { name, body, body_bytes, checksum })
+        let mut body = PageBuffer::new(shape.bytes);
+        let bytes = &mut body.pages_mut()[..shape.bytes];
+        fill(bytes)?;
+        let checksum = body_checksum(name.hash, &shape.sums(bytes));
+        Ok(Record { name, body: Body::Own(body), shape, checksum })
+    }
+
+    /// A record of a block that the pool's device copied. `sums` are the checksums of the body's parts, if the device computed them.
+    pub(crate) fn reached(
+        name: RecordName,
+        shape: BodyShape,
+        block: HostBlock,
+        sums: Option<Vec<u64>>,
+    ) -> Record {
+        let checksum = body_checksum(name.hash, &sums.unwrap_or_else(|| shape.sums(block.bytes())));
+        Record { name, body: Body::Reached(block), shape, checksum }
     }
 
     /// The block's bytes.
     pub fn body(&self) -> &[u8] {
-        &self.body.pages()[..self.body_bytes]
+        &self.pages()[..self.shape.bytes]
+    }
+
+    /// The block, if the pool's device reads it itself.
+    pub(crate) fn as_reached(&self) -> Option<&HostBlock> {
+        match &self.body {
+            Body::Own(_) => None,
+            Body::Reached(block) => Some(block),
+        }
     }
 
     /// Whether the body is what it was when the record was made.
     pub(crate) fn is_whole(&self) -> bool {
-        body_checksum(self.name.hash, self.body()) == self.checksum
+        self.matches(&self.shape.sums(self.body()))
+    }
+
+    /// Whether these are the checksums of the parts of the body as it was when the record was made.
+    pub(crate) fn matches(&self, sums: &[u64]) -> bool {
+        body_checksum(self.name.hash, sums) == self.checksum
+    }
+
+    /// The body in whole pages, zeros at their end.
+    fn pages(&self) -> &[u8] {
+        match &self.body {
+            Body::Own(pages) => pages.pages(),
+            Body::Reached(block) => block.bytes(),
+        }
+    }
+}
+
+impl BodyShape {
+    pub(crate) fn new(layout: &KvLayout) -> BodyShape {
+        BodyShape { bytes: layout.block_bytes(), part_bytes: layout.head_bytes() }
+    }
+
+    /// Parts of a body.
+    pub(crate) fn num_parts(self) -> usize {
+        self.bytes / self.part_bytes
+    }
+
+    /// The checksum of each part.
+    fn sums(self, body: &[u8]) -> Vec<u64> {
+        body.chunks_exact(self.part_bytes).map(xxh3_64).collect()
     }
 }
 
 impl RecordBytes<'_> {
     /// The body in whole pages, zeros at their end.
     pub(crate) fn pages(&self) -> &[u8] {
-        self.sealed.as_ref().unwrap_or(&self.record.body).pages()
+        self.sealed.as_ref().map_or(self.record.pages(), PageBuffer::pages)
     }
 
     /// The body alone.
     pub(crate) fn body(&self) -> &[u8] {
-        &self.pages()[..self.record.body_bytes]
+        &self.pages()[..self.record.shape.bytes]
     }
 }
 
 impl RecordShape {
-    pub(crate) fn new(format: &KvFormat, body_bytes: usize, key: Option<KvKey>) -> RecordShape {
-        RecordShape { fingerprint: Fingerprint::new(format), block_size: format.block_size, body_bytes, key }
+    pub(crate) fn new(format: &KvFormat, layout: &KvLayout, key: Option<KvKey>) -> RecordShape {
+        let body = BodyShape::new(layout);
+        RecordShape { fingerprint: Fingerprint::new(format), block_size: format.block_size, body, key }
     }
 
     /// Bytes of a head.
@@ -174,9 +240,10 @@ impl RecordShape {
             return RecordBytes { head, record, sealed: None };
         };
         let sealing = key.seal(Purpose::Record(record.name.root));
-        let mut body = PageBuffer::new(record.body_bytes);
-        body.pages_mut()[..record.body_bytes].copy_from_slice(record.body());
-        let body_tag = sealing.seal_second(&mut body.pages_mut()[..record.body_bytes]);
+        let num_bytes = self.body.bytes;
+        let mut body = PageBuffer::new(num_bytes);
+        body.pages_mut()[..num_bytes].copy_from_slice(record.body());
+        let body_tag = sealing.seal_second(&mut body.pages_mut()[..num_bytes]);
         let (start, tags) = head.split_at_mut(self.head_bytes() - TAGS_BYTES);
         let (clear, inner) = start.split_at_mut(SEALED_AT);
         clear[..8].copy_from_slice(SEALED_MAGIC);
@@ -217,14 +284,14 @@ impl RecordShape {
 
     /// A record from its head and the pages of its body, if the body is that of the head.
     pub(crate) fn verified(&self, head: Head, mut body: PageBuffer) -> Option<Record> {
-        let body_bytes = self.body_bytes;
         if let (Some(key), Some((seed, tag))) = (&self.key, head.seal) {
             let opening = key.open(Purpose::Record(head.name.root), seed);
-            if !opening.open_second(&mut body.pages_mut()[..body_bytes], tag) {
+            if !opening.open_second(&mut body.pages_mut()[..self.body.bytes], tag) {
                 return None;
             }
         }
-        let record = Record { name: head.name, body, body_bytes, checksum: head.checksum };
+        let (body, shape) = (Body::Own(body), self.body);
+        let record = Record { name: head.name, body, shape, checksum: head.checksum };
         record.is_whole().then_some(record)
     }
 
@@ -269,8 +336,9 @@ impl RecordShape {
     }
 }
 
-fn body_checksum(hash: BlockHash, body: &[u8]) -> u64 {
-    xxh3_64_with_seed(body, hash.short())
+fn body_checksum(hash: BlockHash, sums: &[u64]) -> u64 {
+    let sums: Vec<u8> = sums.iter().flat_map(|sum| sum.to_le_bytes()).collect();
+    xxh3_64_with_seed(&sums, hash.short())
 }
 
 fn hash(head: &[u8], at: usize) -> BlockHash {
@@ -287,7 +355,7 @@ fn array<const N: usize>(head: &[u8], at: usize) -> [u8; N] {
 
 #[cfg(test)]
 mod tests {
-    use baton_kv_cache::{KvDtype, KvLayout};
+    use baton_kv_cache::KvDtype;
 
     use super::*;
     use crate::testing::{BLOCK_SIZE, key, record, shape};
@@ -301,9 +369,9 @@ mod tests {
     fn read_again(shape: &RecordShape, record: &Record, change: impl FnOnce(&mut [u8])) -> Option<Record> {
         let bytes = shape.write(record);
         let head = shape.read_head(&bytes.head).expect("as written");
-        let mut body = PageBuffer::new(shape.body_bytes);
+        let mut body = PageBuffer::new(shape.body.bytes);
         body.pages_mut().copy_from_slice(bytes.pages());
-        change(&mut body.pages_mut()[..shape.body_bytes]);
+        change(&mut body.pages_mut()[..shape.body.bytes]);
         shape.verified(head, body)
     }
 

@@ -29,7 +29,7 @@ pub trait Slots: Send + Sync + fmt::Debug {
     fn write(&self, slot: u32, record: &Arc<Record>) -> io::Result<()>;
 
     /// The record of each of `wanted`, in order: a slot, and the hash of the block that it should hold. What comes back is
-    /// verified.
+    /// verified, unless the pool's device reads it itself: then that verifies it.
     fn read(&self, wanted: &[(u32, BlockHash)]) -> Vec<Result<Arc<Record>, ReadError>>;
 
     /// What the slots held when the store was opened, each with its slot. Told once.

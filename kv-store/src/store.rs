@@ -29,10 +29,11 @@ use std::{
 };
 
 use baton_cost::LinkLine;
-use baton_kv_cache::{BlockHash, BlockId, BlockStorage, KvFormat};
+use baton_kv_cache::{BlockHash, BlockId, BlockStorage, HostBlocks, KvFormat};
 use baton_kv_events::{CacheEvent, Keep};
 
 use crate::{
+    buffer::PAGE,
     copy,
     counts::{Count, TierCounters, TierCounts},
     directory::{Directory, SlotPlace},
@@ -50,6 +51,9 @@ use crate::{
 const MAX_SAVES: usize = 16;
 /// Memory of records that wait for the disk, and of those that wait for the object store: enough for bursts.
 const MAX_QUEUED_BYTES: usize = 64 << 20;
+/// Bytes of a [batch](KvStore::batch).
+const BATCH_BYTES: usize = 32 << 20;
+const REACHED_BATCH_BYTES: usize = 1 << 30;
 /// How long the end waits for what is queued. A disk that hangs does not keep the process.
 const END_TIMEOUT: Duration = Duration::from_secs(5);
 
@@ -121,6 +125,8 @@ struct Shared {
     counters: Vec<TierCounters>,
     object: Option<ObjectTier>,
     storage: Arc<BlockStorage>,
+    /// Room for records that the pool's device reads and writes itself. `None`: a processor copies.
+    room: Option<Arc<HostBlocks>>,
     opened: Instant,
     on_change: Box<dyn Fn(Vec<CacheEvent>) + Send + Sync>,
 }
@@ -147,25 +153,28 @@ impl KvStore {
     ) -> Result<KvStore, TierOpenError> {
         let body_bytes = storage.layout().block_bytes();
         let mut tiers: Vec<Box<dyn Slots>> = Vec::new();
+        let mut room = None;
         if let Some(host_bytes) = config.host_bytes {
-            tiers.push(Box::new(HostSlots::new(host_bytes, body_bytes)));
+            let slots = HostSlots::new(host_bytes, body_bytes);
+            room = room_for(&storage, slots.num_slots());
+            tiers.push(Box::new(slots));
         }
         let mut num_damaged = 0;
-        let shape = RecordShape::new(format, body_bytes, config.key.clone());
+        let shape = RecordShape::new(format, storage.layout(), config.key.clone());
         if let Some(DiskConfig { dir, max_bytes }) = &config.disk {
             let slots = DiskSlots::open(dir, *max_bytes, shape.clone())?;
             num_damaged = slots.num_damaged();
             tiers.push(Box::new(slots));
         }
         let object = config.object.as_ref().map(|config| ObjectTier::open(config, shape, MAX_QUEUED_BYTES));
-        Ok(KvStore::over(tiers, object.transpose()?, storage, num_damaged, Box::new(on_change)))
+        Ok(KvStore::over(tiers, object.transpose()?, (storage, room), num_damaged, Box::new(on_change)))
     }
 
     /// Over these stores, the fastest first.
     pub(crate) fn over(
         mut tiers: Vec<Box<dyn Slots>>,
         object: Option<ObjectTier>,
-        storage: Arc<BlockStorage>,
+        (storage, room): (Arc<BlockStorage>, Option<Arc<HostBlocks>>),
         num_damaged: usize,
         on_change: Box<dyn Fn(Vec<CacheEvent>) + Send + Sync>,
     ) -> KvStore {
@@ -189,6 +198,7 @@ impl KvStore {
             counters,
             object,
             storage,
+            room,
             opened: Instant::now(),
             on_change,
         });
@@ -291,16 +301,42 @@ impl KvStore {
         records
     }
 
+    /// The blocks at the front of a sequence that are read at once: 32 MiB, or 1 GiB of those that the pool's device reads
+    /// itself, as that takes no memory. At least one, unless the sequence is empty.
+    pub fn batch<'a>(&self, hashes: &'a [BlockHash]) -> &'a [BlockHash] {
+        let block_bytes = self.shared.storage.layout().block_bytes();
+        let num_blocks = match self.num_reached(hashes) {
+            0 => BATCH_BYTES / block_bytes,
+            num_reached => num_reached.min(REACHED_BATCH_BYTES / block_bytes),
+        };
+        &hashes[..hashes.len().min(num_blocks.max(1))]
+    }
+
+    /// Blocks at the front of a sequence that the pool's device reads itself.
+    fn num_reached(&self, hashes: &[BlockHash]) -> usize {
+        if self.shared.room.is_none() {
+            return 0;
+        }
+        let directory = self.shared.lock();
+        let in_memory = |place: SlotPlace| self.shared.tiers[place.tier].is_memory();
+        hashes.iter().take_while(|&&hash| directory.find(hash).is_some_and(in_memory)).count()
+    }
+
     /// Writes records into blocks of the pool, and waits for them. The caller owns the blocks, and no other code reads or
     /// writes them meanwhile.
     ///
     /// # Errors
-    /// When the device of the pool fails.
+    /// When the device of the pool fails, or finds that a record is not what was saved. That one is forgotten, and counted as
+    /// damaged.
     pub fn write_to_pool(&self, records: &[Arc<Record>], blocks: &[BlockId]) -> io::Result<()> {
-        records
-            .iter()
-            .zip(blocks)
-            .try_for_each(|(record, &block)| copy::to_pool(&self.shared.storage, block, record))
+        let num_whole = copy::to_pool(&self.shared.storage, records, blocks)?;
+        let Some(damaged) = records.get(num_whole) else { return Ok(()) };
+        let hash = damaged.name.hash;
+        let place = self.shared.lock().find(hash);
+        if let Some(place) = place {
+            self.shared.read_failed(place, hash, &ReadError::Damaged);
+        }
+        Err(io::Error::new(io::ErrorKind::InvalidData, ReadError::Damaged))
     }
 
     /// What each tier holds and has done.
@@ -314,6 +350,20 @@ impl KvStore {
         });
         tiers.chain(self.shared.object.iter().map(ObjectTier::counts)).collect()
     }
+}
+
+/// Room for the records of so many slots and for those on their way to other tiers, if the pool's device can read them itself.
+fn room_for(storage: &BlockStorage, num_slots: u32) -> Option<Arc<HostBlocks>> {
+    let record_bytes = storage.layout().block_bytes();
+    // Disks are written in whole pages.
+    if !record_bytes.is_multiple_of(PAGE) {
+        return None;
+    }
+    let num_moving = (MAX_QUEUED_BYTES / record_bytes).clamp(1, num_slots as usize);
+    HostBlocks::of(storage, num_slots as usize + num_moving).unwrap_or_else(|error| {
+        tracing::warn!(%error, "no memory that the device of the pool reads itself: a processor copies the host tier's kv");
+        None
+    })
 }
 
 impl Shared {
@@ -350,7 +400,16 @@ impl Shared {
                     tokens: tokens.to_vec(),
                 };
                 debug_assert_eq!(parent.child(tokens), hash, "the tokens are those of the hash");
-                let record = match copy::from_pool(&self.storage, block, name) {
+                let room = self.room.as_ref().map(HostBlocks::take);
+                if let Some(None) = room {
+                    // Readers keep the room of records that are in no slot any more.
+                    let num_dropped = (save.blocks.len() - block_idx) as u64;
+                    for tier in lacking {
+                        self.counters[tier].add(Count::Dropped, num_dropped);
+                    }
+                    return;
+                }
+                let record = match copy::from_pool(&self.storage, block, name, room.flatten()) {
                     Ok(record) => Arc::new(record),
                     Err(error) => {
                         tracing::warn!(%error, "kv not saved: the pool's device fails");

@@ -4,7 +4,7 @@ use baton_kv_cache::{BlockHash, HashRoot, KvDtype, KvFormat, KvLayout};
 use baton_random::Random;
 
 use crate::{
-    record::{Record, RecordName, RecordShape},
+    record::{BodyShape, Record, RecordName, RecordShape},
     seal::KvKey,
 };
 
@@ -20,7 +20,7 @@ pub(crate) fn format() -> KvFormat {
 }
 
 pub(crate) fn shape() -> RecordShape {
-    RecordShape::new(&format(), layout().block_bytes(), None)
+    RecordShape::new(&format(), &layout(), None)
 }
 
 /// A key, by a seed.
@@ -54,7 +54,7 @@ pub(crate) fn record(block_idx: usize, seed: u64) -> Record {
         tokens: tokens(seed, block_idx + 1)[block_idx * BLOCK_SIZE..].to_vec(),
     };
     let bytes = body(name.hash);
-    Record::new(name, bytes.len(), |body| {
+    Record::new(name, BodyShape::new(&layout()), |body| {
         body.copy_from_slice(&bytes);
         Ok::<(), ()>(())
     })

@@ -75,31 +75,34 @@ impl Recall {
             }
             Ok(Err(error)) => tracing::warn!(%error, "prefix not recalled; the prompt is computed"),
             Err(Elapsed { .. }) => {
-                tracing::info!(
-                    num_tokens,
-                    ?limit,
-                    "prefix not recalled in time; the rest of the prompt is computed"
-                );
+                tracing::info!(num_tokens, ?limit, "prefix not recalled in time; the rest is computed");
             }
         }
     }
 
     /// Returns how many blocks came.
     async fn bring_in(&self, engine: &EngineHandle, until: Instant) -> anyhow::Result<usize> {
-        let layout = *engine.storage().layout();
+        let block_size = engine.storage().layout().block_size;
         let mut end = self.num_pooled;
         while end < self.hashes.len() {
-            let (records, permit) = self.tiers.read(&self.hashes[end..], layout.block_bytes(), until).await?;
+            let (mut records, permit) = self.tiers.read(&self.hashes[end..], until).await?;
             if records.is_empty() {
                 break;
             }
             let start = end;
-            end += records.len();
-            let reservation = engine.reserve_prefix(&self.request, end * layout.block_size).await?;
+            let reservation = loop {
+                let num_tokens = (start + records.len()) * block_size;
+                match engine.reserve_prefix(&self.request, num_tokens).await? {
+                    // Its beginning may have room.
+                    None if records.len() > 16 => records.truncate(records.len() / 4),
+                    found => break found,
+                }
+            };
             // Without room, or after blocks before these were evicted, the engine computes them.
             let Some(reservation) = reservation.filter(|found| found.num_cached_blocks() >= start) else {
-                return Ok(start - self.num_pooled);
+                break;
             };
+            end += records.len();
             let tiers = self.tiers.clone();
             let written = spawn_blocking(move || {
                 let _permit = permit;
@@ -177,14 +180,14 @@ pub(crate) async fn resume_preempted(worker: Arc<Worker>, mut resumptions: mpsc:
 /// Invariant 6: whatever ends it, the sequence runs again.
 async fn resume(worker: &Worker, resumption: Resumption) {
     let Some(tiers) = worker.tiers() else { return };
-    let layout = *worker.engine().storage().layout();
+    let block_size = worker.engine().storage().layout().block_size;
     let num_cached = resumption.num_ready();
     let worth = worth(worker, tiers, resumption.hashes(), num_cached);
     let (limit, until) = bounds(worker, &worth);
     let end = num_cached + worth.num_blocks;
-    match timeout(limit, load(tiers, resumption, end, layout.block_bytes(), until)).await {
+    match timeout(limit, load(tiers, resumption, end, until)).await {
         Ok(Ok(num_ready)) => {
-            let num_tokens = (num_ready - num_cached) * layout.block_size;
+            let num_tokens = (num_ready - num_cached) * block_size;
             worker.metrics().preempted_recalled(num_tokens);
             tracing::debug!(num_tokens, "preempted sequence recalled from tiers");
         }
@@ -198,12 +201,11 @@ async fn load(
     tiers: &Arc<Tiers>,
     mut resumption: Resumption,
     end: usize,
-    block_bytes: usize,
     until: Instant,
 ) -> anyhow::Result<usize> {
     while resumption.num_ready() < end {
         let start = resumption.num_ready();
-        let (records, permit) = tiers.read(&resumption.hashes()[start..end], block_bytes, until).await?;
+        let (records, permit) = tiers.read(&resumption.hashes()[start..end], until).await?;
         if records.is_empty() {
             break;
         }

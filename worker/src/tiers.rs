@@ -17,8 +17,6 @@ use crate::config::WorkerConfig;
 /// Recalls that read at once. Each has at most a batch of KV between a tier and the pool, so this bounds memory, and
 /// the threads that a disk that hangs can keep.
 const MAX_RECALLS: usize = 4;
-/// Bytes that are read before they are written to the pool.
-const BATCH_BYTES: usize = 32 << 20;
 
 /// The tiers of a worker.
 #[derive(Debug)]
@@ -59,14 +57,13 @@ impl Tiers {
         Ok(Some(tiers))
     }
 
-    /// Reads records as [`KvStore::read`], the first 32 MiB of them. The permit is kept until they are in the pool.
+    /// Reads [a batch](KvStore::batch) of records as [`KvStore::read`]. The permit is kept until they are in the pool.
     pub(crate) async fn read(
         self: &Arc<Self>,
         hashes: &[BlockHash],
-        block_bytes: usize,
         until: Instant,
     ) -> anyhow::Result<(Vec<Arc<Record>>, OwnedSemaphorePermit)> {
-        let wanted = hashes[..hashes.len().min((BATCH_BYTES / block_bytes).max(1))].to_vec();
+        let wanted = self.store.batch(hashes).to_vec();
         let permit = self.reading.clone().acquire_owned().await?;
         let tiers = self.clone();
         Ok(spawn_blocking(move || (tiers.store.read(&wanted, until), permit)).await?)

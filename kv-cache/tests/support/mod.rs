@@ -1,8 +1,8 @@
 //! A fake device for the tests of memory.
 
-use std::{io, sync::Mutex};
+use std::{io, ptr::NonNull, sync::Mutex};
 
-use baton_kv_cache::DeviceMemory;
+use baton_kv_cache::{DeviceMemory, HostAccess};
 
 /// A fake device: its memory is the host's.
 #[derive(Debug)]
@@ -41,5 +41,9 @@ unsafe impl DeviceMemory for FakeDevice {
 
     fn handle(&self) -> Option<[u8; 64]> {
         None
+    }
+
+    unsafe fn access_host(&self, _: NonNull<u8>, _: usize) -> io::Result<Option<HostAccess>> {
+        Ok(Some(Box::new(())))
     }
 }

@@ -22,7 +22,7 @@ use xxhash_rust::xxh3::xxh3_64;
 use crate::{buffer::PAGE, record::RecordShape};
 
 const MAGIC: &[u8; 8] = b"BATONKVS";
-const VERSION: u32 = 2;
+const VERSION: u32 = 3;
 /// The part of the superblock that its checksum covers.
 const SUPERBLOCK_BYTES: usize = 48;
 
@@ -185,7 +185,7 @@ fn superblock(shape: &RecordShape) -> [u8; SUPERBLOCK_BYTES + 8] {
     bytes[8..12].copy_from_slice(&VERSION.to_le_bytes());
     bytes[12..28].copy_from_slice(&shape.fingerprint.0);
     bytes[28..32].copy_from_slice(&(shape.block_size as u32).to_le_bytes());
-    bytes[32..40].copy_from_slice(&(shape.body_bytes as u64).to_le_bytes());
+    bytes[32..40].copy_from_slice(&(shape.body.bytes as u64).to_le_bytes());
     bytes[40..48].copy_from_slice(&u64::from(shape.key.is_some()).to_le_bytes());
     let checksum = xxh3_64(&bytes[..SUPERBLOCK_BYTES]);
     bytes[SUPERBLOCK_BYTES..].copy_from_slice(&checksum.to_le_bytes());

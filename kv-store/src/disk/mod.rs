@@ -100,7 +100,7 @@ impl<M: Medium> DiskSlots<M> {
         self.index.read_at(&mut head, head_offset(slot, &self.shape))?;
         let head = self.shape.read_head(&head).ok().filter(|head| head.name.hash == hash);
         let head = head.ok_or(ReadError::Damaged)?;
-        let mut body = PageBuffer::new(self.shape.body_bytes);
+        let mut body = PageBuffer::new(self.shape.body.bytes);
         self.slabs.read_at(body.pages_mut(), self.body_offset(slot))?;
         // Invariant 4: the record is used only if it is whole.
         self.shape.verified(head, body).map(Arc::new).ok_or(ReadError::Damaged)
@@ -171,7 +171,7 @@ impl<M: Medium> Slots for DiskSlots<M> {
 impl RecordShape {
     /// Bytes of a body in whole pages.
     fn body_pages_bytes(&self) -> usize {
-        self.body_bytes.next_multiple_of(PAGE)
+        self.body.bytes.next_multiple_of(PAGE)
     }
 }
 

@@ -21,14 +21,14 @@ use crate::{
     seal::{Purpose, SEED_BYTES, TAG_BYTES},
 };
 
-const MAGIC: &[u8; 8] = b"BATONSG1";
-const SEALED_MAGIC: &[u8; 8] = b"BATONSS1";
+const MAGIC: &[u8; 8] = b"BATONSG2";
+const SEALED_MAGIC: &[u8; 8] = b"BATONSS2";
 const HASHES_AT: usize = 32;
 
 impl RecordShape {
     /// Bytes of a record in a segment.
     pub(super) fn record_bytes(&self) -> usize {
-        self.head_bytes() + self.body_bytes
+        self.head_bytes() + self.body.bytes
     }
 
     /// Bytes of the manifest of so many records.
@@ -84,11 +84,11 @@ impl RecordShape {
     pub(super) fn read_record(&self, bytes: &[u8], hash: BlockHash) -> Option<Record> {
         let (head, body) = bytes.split_at_checked(self.head_bytes())?;
         let head = self.read_head(head).ok().filter(|head| head.name.hash == hash)?;
-        if body.len() != self.body_bytes {
+        if body.len() != self.body.bytes {
             return None;
         }
-        let mut pages = PageBuffer::new(self.body_bytes);
-        pages.pages_mut()[..self.body_bytes].copy_from_slice(body);
+        let mut pages = PageBuffer::new(self.body.bytes);
+        pages.pages_mut()[..self.body.bytes].copy_from_slice(body);
         self.verified(head, pages)
     }
 

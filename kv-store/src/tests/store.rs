@@ -2,7 +2,7 @@
 
 use std::{
     path::Path,
-    sync::atomic::{AtomicBool, Ordering},
+    sync::atomic::{AtomicBool, AtomicUsize, Ordering},
 };
 
 use baton_kv_cache::DeviceMemory;
@@ -34,14 +34,14 @@ impl Pool {
     }
 
     fn over(&self, tiers: Vec<Box<dyn Slots>>) -> KvStore {
-        KvStore::over(tiers, None, self.storage.clone(), 0, Box::new(|_| ()))
+        KvStore::over(tiers, None, (self.storage.clone(), None), 0, Box::new(|_| ()))
     }
 
     /// Writes the KV of a sequence to the pool's first blocks.
     fn fill(&self, hashes: &[BlockHash]) {
         for (idx, &hash) in hashes.iter().enumerate() {
-            let bytes = body(hash);
-            for (layer_idx, bytes) in bytes.chunks_exact(layout().layer_bytes()).enumerate() {
+            let bytes = self.body(hash);
+            for (layer_idx, bytes) in bytes.chunks_exact(self.storage.layout().layer_bytes()).enumerate() {
                 // SAFETY: the test alone uses the pool.
                 #[allow(unsafe_code)]
                 unsafe { self.storage.store(BlockId(idx as u32), layer_idx, bytes) }.expect("memory");
@@ -50,12 +50,16 @@ impl Pool {
     }
 
     fn holds(&self, block: BlockId, hash: BlockHash) -> bool {
-        let mut bytes = vec![0; layout().block_bytes()];
+        let mut bytes = vec![0; self.storage.layout().block_bytes()];
         let pieces = [(block, 0), (block, 1)];
         // SAFETY: as above.
         #[allow(unsafe_code)]
         unsafe { self.storage.load_all(&pieces, &mut bytes) }.expect("memory");
-        bytes == body(hash)
+        bytes == self.body(hash)
+    }
+
+    fn body(&self, hash: BlockHash) -> Vec<u8> {
+        body(hash).repeat(self.storage.layout().block_bytes() / layout().block_bytes())
     }
 
     /// Fills the pool with a sequence, saves it, and waits until its blocks are free again.
@@ -122,6 +126,196 @@ fn a_pool_on_a_device_is_saved_and_restored_by_copies() {
     let blocks: Vec<_> = (20..25).map(BlockId).collect();
     store.write_to_pool(&read(&store, &hashes), &blocks).expect("memory");
     assert!(blocks.iter().zip(&hashes).all(|(&block, &hash)| pool.holds(block, hash)));
+}
+
+/// A device that reads and writes host memory itself, as a GPU does, and flips a bit when it is told to.
+mod reaching {
+    use std::ptr::NonNull;
+
+    use baton_kv_cache::{BlockKernels, DeviceCopy, HostAccess, KvDtype, KvLayout, WireCodec};
+
+    use super::*;
+
+    /// Blocks of one page.
+    pub(super) const LAYOUT: KvLayout = KvLayout {
+        block_size: BLOCK_SIZE,
+        num_layers: 2,
+        num_kv_heads: 2,
+        head_dim: 32,
+        dtype: KvDtype::F32,
+    };
+
+    #[derive(Debug)]
+    pub(super) struct Device {
+        memory: BlockStorage,
+        kernels: Mutex<Box<dyn BlockKernels>>,
+    }
+
+    /// Counts down to the copy that is wrong.
+    #[derive(Debug)]
+    struct Kernels {
+        wrong_in: Arc<AtomicUsize>,
+    }
+
+    impl Device {
+        /// The copy that `wrong_in` counts down to is wrong.
+        pub(super) fn storage(num_blocks: usize, wrong_in: &Arc<AtomicUsize>) -> Arc<BlockStorage> {
+            let kernels = Kernels { wrong_in: wrong_in.clone() };
+            let memory = BlockStorage::new(LAYOUT, num_blocks).expect("memory");
+            let device = Device { memory, kernels: Mutex::new(Box::new(kernels)) };
+            Arc::new(BlockStorage::on_device(Box::new(device), LAYOUT, num_blocks))
+        }
+    }
+
+    // SAFETY: the storage stays where it is.
+    #[allow(unsafe_code)]
+    unsafe impl DeviceMemory for Device {
+        fn device(&self) -> u32 {
+            0
+        }
+
+        fn address(&self) -> Option<u64> {
+            Some(self.memory.address())
+        }
+
+        fn bind(&self) -> io::Result<()> {
+            Ok(())
+        }
+
+        unsafe fn read(&self, _: usize, _: &mut [u8]) -> io::Result<()> {
+            unreachable!("it has kernels")
+        }
+
+        unsafe fn write(&self, offset: usize, bytes: &[u8]) -> io::Result<()> {
+            let to = (self.memory.address() as usize + offset) as *mut u8;
+            // SAFETY: in bounds, and not used otherwise, by the caller's word.
+            unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to, bytes.len()) };
+            Ok(())
+        }
+
+        fn handle(&self) -> Option<[u8; 64]> {
+            None
+        }
+
+        unsafe fn access_host(&self, _: NonNull<u8>, _: usize) -> io::Result<Option<HostAccess>> {
+            Ok(Some(Box::new(())))
+        }
+
+        fn kernels(&self) -> Option<&Mutex<Box<dyn BlockKernels>>> {
+            Some(&self.kernels)
+        }
+    }
+
+    #[allow(unsafe_code)]
+    impl BlockKernels for Kernels {
+        /// For the test alone: records come by copies.
+        unsafe fn gather(&mut self, places: &[u64], bytes: &mut [u8]) -> io::Result<()> {
+            let len = bytes.len() / places.len();
+            for (&place, bytes) in places.iter().zip(bytes.chunks_exact_mut(len)) {
+                // SAFETY: there, and not written meanwhile, by the caller's word.
+                unsafe { std::ptr::copy_nonoverlapping(place as *const u8, bytes.as_mut_ptr(), len) };
+            }
+            Ok(())
+        }
+
+        unsafe fn scatter(&mut self, _: &[u64], _: &[u8]) -> io::Result<()> {
+            unreachable!("the device reads from the host itself")
+        }
+
+        unsafe fn copy(&mut self, _: usize, copies: &[DeviceCopy]) -> io::Result<()> {
+            for &DeviceCopy { source, target, len } in copies {
+                // SAFETY: there, and not used meanwhile, by the caller's word.
+                unsafe { std::ptr::copy_nonoverlapping(source as *const u8, target as *mut u8, len) };
+                if self.wrong_in.fetch_sub(1, Ordering::Relaxed) == 1 {
+                    // SAFETY: as above.
+                    unsafe { *(target as *mut u8).add(len / 2) ^= 1 };
+                }
+            }
+            Ok(())
+        }
+
+        unsafe fn checksums(
+            &mut self,
+            places: &[u64],
+            len: usize,
+            seed: u64,
+        ) -> io::Result<Option<Vec<u64>>> {
+            // SAFETY: as above.
+            let bytes = |&place: &u64| unsafe { std::slice::from_raw_parts(place as *const u8, len) };
+            let sum = |place| xxhash_rust::xxh3::xxh3_64_with_seed(bytes(place), seed);
+            Ok(Some(places.iter().map(sum).collect()))
+        }
+
+        unsafe fn gather_coded(
+            &mut self,
+            _: &WireCodec,
+            _: &[u64],
+            _: &mut [u8],
+            _: u64,
+        ) -> io::Result<Option<Vec<u64>>> {
+            unreachable!("nothing is encoded")
+        }
+
+        unsafe fn scatter_coded(&mut self, _: &WireCodec, _: &[u64], _: &[u8]) -> io::Result<bool> {
+            unreachable!("nothing is encoded")
+        }
+    }
+}
+
+/// A store over a device that reads host memory itself, with a host tier of eight blocks.
+struct Reaching {
+    pool: Pool,
+    store: KvStore,
+    /// The copy after so many is wrong.
+    wrong_in: Arc<AtomicUsize>,
+}
+
+impl Reaching {
+    fn new() -> Reaching {
+        let wrong_in = Arc::new(AtomicUsize::new(0));
+        let pool = Pool { storage: reaching::Device::storage(64, &wrong_in), events: Arc::default() };
+        let config = StoreConfig {
+            host_bytes: Some(8 * reaching::LAYOUT.block_bytes() as u64),
+            ..StoreConfig::default()
+        };
+        let format = KvFormat::new("model".into(), &reaching::LAYOUT, "theta=1".into());
+        let store = KvStore::open(&config, &format, pool.storage.clone(), |_| ()).expect("it opens");
+        Reaching { pool, store, wrong_in }
+    }
+
+    /// Restores what the tier has of a sequence to blocks 20 and later. Returns the number of blocks.
+    fn restore(&self, hashes: &[BlockHash]) -> io::Result<usize> {
+        let blocks: Vec<_> = (20..).map(BlockId).take(hashes.len()).collect();
+        self.pool.fill(&chain(99, 40));
+        let records = read(&self.store, hashes);
+        self.store.write_to_pool(&records, &blocks)?;
+        let mut restored = blocks.iter().zip(hashes).take(records.len());
+        assert!(restored.all(|(&block, &hash)| self.pool.holds(block, hash)));
+        Ok(records.len())
+    }
+}
+
+#[test]
+fn a_device_that_reaches_the_host_moves_blocks_itself_and_verifies_them() {
+    let Reaching { pool, store, .. } = &Reaching::new();
+    let at = Reaching::new();
+    let hashes = at.pool.save(&at.store, 1, 5);
+    assert_eq!((at.store.batch(&hashes).len(), at.restore(&hashes).expect("whole")), (5, 5));
+    // The second of the five copies back.
+    at.wrong_in.store(2, Ordering::Relaxed);
+    assert_eq!(at.restore(&hashes).expect_err("damaged").kind(), io::ErrorKind::InvalidData);
+    assert_eq!((at.store.counts()[0].damaged, at.store.num_found(&hashes)), (1, 1));
+    assert_eq!(at.restore(&hashes).expect("whole"), 1);
+    at.pool.save(&at.store, 1, 5);
+    assert_eq!(at.restore(&hashes).expect("saved again"), 5);
+
+    // Readers keep what is in no slot any more, so there is no room left.
+    let kept = [1, 2].map(|seed| read(store, &pool.save(store, seed, 8)));
+    assert!(kept.iter().all(|records| records.len() == 8));
+    let hashes = pool.save(store, 3, 8);
+    assert_eq!((store.counts()[0].dropped, store.num_found(&hashes)), (8, 0));
+    drop(kept);
+    assert_eq!(store.num_found(&pool.save(store, 3, 8)), 8);
 }
 
 fn read(store: &KvStore, hashes: &[BlockHash]) -> Vec<Arc<Record>> {

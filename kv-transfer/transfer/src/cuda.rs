@@ -15,7 +15,7 @@ use std::{
 use baton_cuda::{Allocation, Copier};
 pub use baton_cuda::{CudaError, Device, failed, num_devices};
 use baton_kv_cache::{
-    BlockKernels, BlockStorage, DeviceCopy, DeviceMemory, DividedMemory, KvLayout, KvShard,
+    BlockKernels, BlockStorage, DeviceCopy, DeviceMemory, DividedMemory, HostAccess, KvLayout, KvShard,
 };
 use cudarc::driver::{CudaEvent, CudaStream, result, sys};
 
@@ -202,6 +202,14 @@ unsafe impl DeviceMemory for Region {
         self.kernels.as_ref()
     }
 
+    unsafe fn access_host(&self, base: NonNull<u8>, size_bytes: usize) -> io::Result<Option<HostAccess>> {
+        // SAFETY: by the caller's word.
+        let registration = unsafe { HostRegistration::new(&self.device, base, size_bytes) };
+        let registration = registration.map_err(io::Error::other)?;
+        let is_unified = registration.address == base.as_ptr() as u64;
+        Ok(is_unified.then(|| Box::new(registration) as HostAccess))
+    }
+
     fn handle(&self) -> Option<[u8; 64]> {
         self.device.bind().ok()?;
         let mut handle = sys::CUipcMemHandle { reserved: [0; 64] };
@@ -212,6 +220,7 @@ unsafe impl DeviceMemory for Region {
 }
 
 /// Host memory that a device reads and writes, until this is dropped. Its pages are pinned.
+#[derive(Debug)]
 pub struct HostRegistration {
     base: *mut c_void,
     device: Device,

@@ -81,7 +81,7 @@ fn files_of_another_format_are_refused_and_stay() {
     for foreign in [
         RecordShape { fingerprint: Fingerprint([9; 16]), ..shape() },
         RecordShape { block_size: 8, ..shape() },
-        RecordShape { body_bytes: 2048, ..shape() },
+        RecordShape { body: crate::record::BodyShape { bytes: 2048, ..shape().body }, ..shape() },
         RecordShape { key: Some(key(1)), ..shape() },
     ] {
         let refused = DiskSlots::open(dir.path(), ROOM, foreign);

@@ -1,0 +1,165 @@
+//! Blocks outside a pool, in host memory that the pool's device reads and writes itself: many blocks with one launch, and no
+//! copy by a processor.
+
+use std::{
+    io,
+    mem::forget,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+};
+
+use crate::{BlockId, BlockStorage, DeviceCopy, HostAccess, Region};
+
+/// Bytes that a device moves before other work on blocks has its turn.
+const TURN_BYTES: usize = 64 << 20;
+
+/// Room for blocks. Its pages are pinned.
+#[derive(Debug)]
+pub struct HostBlocks {
+    /// Ends before the memory does: fields are dropped in this order.
+    _access: HostAccess,
+    memory: BlockStorage,
+    free: Mutex<Vec<BlockId>>,
+}
+
+/// One block of [`HostBlocks`]. Dropping it gives its room back.
+#[derive(Debug)]
+pub struct HostBlock {
+    blocks: Arc<HostBlocks>,
+    id: BlockId,
+}
+
+impl HostBlocks {
+    /// Room for `num_blocks` blocks of this pool. `None` when no device with kernels holds the pool, or it cannot access host
+    /// memory.
+    ///
+    /// # Errors
+    /// When there is too little memory, or the driver refuses.
+    pub fn of(pool: &BlockStorage, num_blocks: usize) -> io::Result<Option<Arc<HostBlocks>>> {
+        let Some(device) = pool.device().filter(|_| pool.has_kernels()) else { return Ok(None) };
+        let memory = BlockStorage::new(*pool.layout(), num_blocks)?;
+        // If the kernel has no huge pages, small ones come when they are pinned.
+        let _ = memory.populate_all();
+        // SAFETY: the memory is dropped after the access.
+        let access = unsafe { device.access_host(memory.layer_ptr(BlockId(0), 0), memory.size_bytes()) }?;
+        let free = Mutex::new((0..num_blocks as u32).rev().map(BlockId).collect());
+        Ok(access.map(|access| Arc::new(HostBlocks { _access: access, memory, free })))
+    }
+
+    /// Room for a block; `None` when there is none.
+    pub fn take(self: &Arc<HostBlocks>) -> Option<HostBlock> {
+        let id = self.free().pop()?;
+        Some(HostBlock { blocks: self.clone(), id })
+    }
+
+    fn free(&self) -> MutexGuard<'_, Vec<BlockId>> {
+        self.free.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl HostBlock {
+    /// The block's bytes, layer after layer.
+    pub fn bytes(&self) -> &[u8] {
+        let memory = &self.blocks.memory;
+        let base = memory.layer_ptr(self.id, 0).as_ptr();
+        // SAFETY: the layers of a block follow each other. Only `copy_out` has a device write them, which owns the block.
+        unsafe { std::slice::from_raw_parts(base, memory.layout().block_bytes()) }
+    }
+
+    fn address(&self) -> u64 {
+        self.blocks.memory.layer_ptr(self.id, 0).as_ptr() as u64
+    }
+}
+
+impl Drop for HostBlock {
+    fn drop(&mut self) {
+        self.blocks.free().push(self.id);
+    }
+}
+
+/// A run of a block: its address in host memory, that in a rank's region, and its bytes.
+type Run = (u64, u64, usize);
+
+/// The runs of a rank's heads of a block.
+fn runs(pool: &BlockStorage, region: &Region<'_>, host: u64, block: BlockId) -> Vec<Run> {
+    let (whole, own) = (pool.layout(), region.layout());
+    if own == whole {
+        return vec![(host, region.piece(block, 0), whole.block_bytes())];
+    }
+    let first = whole.head_offset(region.shard().heads().start);
+    let halves = (0..whole.num_layers).flat_map(|layer_idx| [(layer_idx, 0), (layer_idx, 1)]);
+    let run = |(layer_idx, half): (usize, usize)| {
+        let in_host = whole.layer_offset(layer_idx) + half * whole.half_bytes() + first;
+        let in_region = region.piece(block, layer_idx) + (half * own.half_bytes()) as u64;
+        (host + in_host as u64, in_region, own.half_bytes())
+    };
+    halves.map(run).collect()
+}
+
+impl BlockStorage {
+    /// Has the devices of this pool copy blocks into it, each its own heads, and waits for them.
+    ///
+    /// # Errors
+    /// When a device fails. It may still write.
+    ///
+    /// # Panics
+    /// When the blocks are of another layout.
+    ///
+    /// # Safety
+    /// The blocks of the pool are not used otherwise meanwhile.
+    pub unsafe fn copy_in(&self, blocks: &[(&HostBlock, BlockId)]) -> io::Result<()> {
+        for blocks in blocks.chunks((TURN_BYTES / self.layout().block_bytes()).max(1)) {
+            for rank in 0..self.num_ranks() {
+                let region = self.region(rank);
+                let of_block = |&(host, block): &(&HostBlock, BlockId)| {
+                    assert_eq!(host.blocks.memory.layout(), self.layout(), "blocks of this pool");
+                    runs(self, &region, host.address(), block)
+                };
+                let copy = |(source, target, len)| DeviceCopy { source, target, len };
+                let copies: Vec<_> = blocks.iter().flat_map(of_block).map(copy).collect();
+                // SAFETY: the device reaches the host's blocks, which nothing writes. By the caller's word nothing uses the others.
+                unsafe { self.must_copy(rank, &copies) }?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Has the devices of this pool copy a block of it to `host`, and waits for them.
+    ///
+    /// # Errors
+    /// When a device fails. The room is not used again then, as the device may still write.
+    ///
+    /// # Panics
+    /// As [`copy_in`](Self::copy_in).
+    ///
+    /// # Safety
+    /// The block of the pool is not written meanwhile.
+    pub unsafe fn copy_out(&self, block: BlockId, host: HostBlock) -> io::Result<HostBlock> {
+        assert_eq!(host.blocks.memory.layout(), self.layout(), "a block of this pool");
+        for rank in 0..self.num_ranks() {
+            let region = self.region(rank);
+            if region.shard().replica_idx() > 0 {
+                continue;
+            }
+            let copy = |(target, source, len)| DeviceCopy { source, target, len };
+            let copies: Vec<_> = runs(self, &region, host.address(), block).into_iter().map(copy).collect();
+            // SAFETY: the device reaches the room, which this function owns. By the caller's word nothing writes the block.
+            if let Err(error) = unsafe { self.must_copy(rank, &copies) } {
+                forget(host);
+                return Err(error);
+            }
+        }
+        Ok(host)
+    }
+
+    /// [`copy_there`](Self::copy_there), by devices that have kernels.
+    ///
+    /// # Safety
+    /// As there.
+    unsafe fn must_copy(&self, rank: usize, copies: &[DeviceCopy]) -> io::Result<()> {
+        // SAFETY: by the caller's word.
+        match unsafe { self.copy_there(rank, copies) }? {
+            true => Ok(()),
+            false => Err(io::ErrorKind::Unsupported.into()),
+        }
+    }
+}
