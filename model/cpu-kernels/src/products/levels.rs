@@ -164,10 +164,22 @@ unsafe fn products<S: IntegerSimd>(rounds: usize) -> f32 {
     // SAFETY: the array has as many bytes as are read.
     unsafe {
         let mut sums = [S::splat(0); CHAINS];
-        let (levels, activations) = (S::levels(bytes.as_ptr()), S::activations(bytes.as_ptr()));
+        let mut levels = S::levels(bytes.as_ptr());
+        let mut activations = [S::activations(bytes.as_ptr()); CHAINS];
+        if !S::IS_FUSED {
+            for i in 1..CHAINS {
+                activations[i] = S::activations(bytes.as_ptr().add(i % 16 * 4));
+            }
+        }
+        // Sums that fit into registers.
+        let num_sums = if S::IS_FUSED { CHAINS } else { S::ROWS };
         for _ in 0..rounds {
+            if !S::IS_FUSED {
+                // Not known to be the same each time: else only additions would be left in the loop.
+                levels = S::levels(std::hint::black_box(bytes.as_ptr()));
+            }
             for i in 0..CHAINS {
-                sums[i] = S::dot(sums[i], levels, activations);
+                sums[i % num_sums] = S::dot(sums[i % num_sums], levels, activations[i]);
             }
         }
         let mut all = S::to_floats(sums[0]);

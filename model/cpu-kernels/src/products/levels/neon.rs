@@ -20,6 +20,7 @@ impl<const MATRICES: bool> IntegerSimd for NeonIntegers<MATRICES> {
     const ROWS: usize = blocks::ROWS;
     const HALVES: usize = 1;
     const IS_SIGNED: bool = true;
+    const IS_FUSED: bool = true;
 
     #[inline(always)]
     unsafe fn splat(x: i32) -> Self::I {

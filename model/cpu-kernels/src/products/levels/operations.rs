@@ -24,6 +24,8 @@ pub(super) trait IntegerSimd {
     const HALVES: usize;
     /// Whether `levels` subtracts the middle level, because only signed bytes are multiplied. `nibbles` does not.
     const IS_SIGNED: bool = false;
+    /// Whether one instruction multiplies and adds to the sums.
+    const IS_FUSED: bool = false;
 
     unsafe fn splat(x: i32) -> Self::I;
     unsafe fn levels(p: *const u8) -> Self::Levels;

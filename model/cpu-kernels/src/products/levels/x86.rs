@@ -1,10 +1,13 @@
 //! Integers in registers of AVX-512 and AVX2.
 #![allow(clippy::undocumented_unsafe_blocks)] // the trait's contract, instruction by instruction
+#![allow(clippy::needless_range_loop)] // no closures around vectors, see `Simd`
 
 use std::arch::x86_64::*;
 
-use super::operations::IntegerSimd;
+use super::super::panels::LINE_BYTES;
+use super::operations::{IntegerSimd, PREFETCH, add_lines};
 use baton_cpu_simd::{Avx2, Avx512};
+use baton_model_spec::IntegerWidth;
 
 /// AVX-512 with VNNI, which sums four products per instruction.
 pub(super) struct Vnni;
@@ -16,6 +19,7 @@ impl IntegerSimd for Vnni {
     type Activations = __m512i;
     const ROWS: usize = 6;
     const HALVES: usize = 2;
+    const IS_FUSED: bool = true;
 
     #[inline(always)]
     unsafe fn splat(x: i32) -> __m512i {
@@ -47,19 +51,24 @@ impl IntegerSimd for Vnni {
     }
 }
 
-/// AVX2 with products of 16 bits: products of 8 bits would saturate.
+/// AVX2, which multiplies unsigned bytes with signed ones, and adds two products in 16 bits.
+///
+/// Levels of eight bits get the sign of their activations: `|w| x sign(w) x`. Two such products are at most 2 x 128 x 127, which 16
+/// bits hold. Of nibbles they hold [`NIBBLE_LINES`] lines: 8 x 2 x 15 x 127.
 pub(super) struct Avx2Integers;
+
+/// Lines of nibbles whose products are added in 16 bits.
+const NIBBLE_LINES: usize = 4;
 
 impl IntegerSimd for Avx2Integers {
     type Floats = Avx2;
     /// Outputs 0 to 7 and 8 to 15.
     type I = (__m256i, __m256i);
-    /// For each half, levels 0 and 2, and levels 1 and 3, as pairs of i16.
-    type Levels = [[__m256i; 2]; 2];
-    /// Activations 0 and 2, and 1 and 3, as pairs of i16.
-    type Activations = [__m256i; 2];
-    const ROWS: usize = 2;
+    type Levels = (__m256i, __m256i);
+    type Activations = __m256i;
+    const ROWS: usize = 4;
     const HALVES: usize = 1;
+    const IS_SIGNED: bool = true;
 
     #[inline(always)]
     unsafe fn splat(x: i32) -> Self::I {
@@ -67,7 +76,11 @@ impl IntegerSimd for Avx2Integers {
     }
     #[inline(always)]
     unsafe fn levels(p: *const u8) -> Self::Levels {
-        unsafe { [pairs(_mm256_loadu_si256(p.cast())), pairs(_mm256_loadu_si256(p.add(32).cast()))] }
+        unsafe {
+            let middle = _mm256_set1_epi8(IntegerWidth::Eight.middle() as i8);
+            let (low, high) = (_mm256_loadu_si256(p.cast()), _mm256_loadu_si256(p.add(32).cast()));
+            (_mm256_xor_si256(low, middle), _mm256_xor_si256(high, middle))
+        }
     }
     #[inline(always)]
     unsafe fn nibbles(p: *const u8) -> [Self::Levels; 2] {
@@ -76,39 +89,82 @@ impl IntegerSimd for Avx2Integers {
             let mask = _mm256_set1_epi8(15);
             let (next_low, next_high) = (_mm256_srli_epi16::<4>(low), _mm256_srli_epi16::<4>(high));
             [
-                [pairs(_mm256_and_si256(low, mask)), pairs(_mm256_and_si256(high, mask))],
-                [pairs(_mm256_and_si256(next_low, mask)), pairs(_mm256_and_si256(next_high, mask))],
+                (_mm256_and_si256(low, mask), _mm256_and_si256(high, mask)),
+                (_mm256_and_si256(next_low, mask), _mm256_and_si256(next_high, mask)),
             ]
         }
     }
     #[inline(always)]
-    unsafe fn activations(p: *const u8) -> Self::Activations {
-        unsafe {
-            let four = _mm256_set1_epi32(p.cast::<i32>().read_unaligned());
-            [_mm256_srai_epi16::<8>(_mm256_slli_epi16::<8>(four)), _mm256_srai_epi16::<8>(four)]
-        }
+    unsafe fn activations(p: *const u8) -> __m256i {
+        unsafe { _mm256_set1_epi32(p.cast::<i32>().read_unaligned()) }
     }
     #[inline(always)]
-    unsafe fn dot(sums: Self::I, levels: Self::Levels, x: Self::Activations) -> Self::I {
-        unsafe { (add_products(sums.0, levels[0], x), add_products(sums.1, levels[1], x)) }
+    unsafe fn dot(sums: Self::I, levels: Self::Levels, x: __m256i) -> Self::I {
+        unsafe { (add_products(sums.0, levels.0, x), add_products(sums.1, levels.1, x)) }
     }
     #[inline(always)]
     unsafe fn to_floats(sums: Self::I) -> (__m256, __m256) {
         unsafe { (_mm256_cvtepi32_ps(sums.0), _mm256_cvtepi32_ps(sums.1)) }
     }
+    #[inline(always)]
+    unsafe fn add_group<const NIBBLES: bool, const R: usize, const H: usize, const FIRST: usize>(
+        mut w: *const u8,
+        mut a: *const u8,
+        len: usize,
+        sums: &mut [[Self::I; H]; R],
+    ) -> (*const u8, *const u8) {
+        unsafe {
+            if !NIBBLES {
+                return add_lines::<Self, false, R, H, FIRST>(w, a, len, sums);
+            }
+            let mut left = len.div_ceil(8);
+            while left > 0 {
+                let num_lines = if left < NIBBLE_LINES { left } else { NIBBLE_LINES };
+                left -= num_lines;
+                let zero = _mm256_setzero_si256();
+                let mut short = [[(zero, zero); H]; R];
+                for _ in 0..num_lines {
+                    for h in 0..H {
+                        _mm_prefetch::<_MM_HINT_T0>(w.wrapping_add(PREFETCH + h * 64).cast());
+                        let parts = Self::nibbles(w.add((FIRST + h) * 64));
+                        for part in 0..2 {
+                            for r in 0..R {
+                                let x = Self::activations(a.add((part * R + r) * 4));
+                                let (low, high) = parts[part];
+                                let (low, high) =
+                                    (_mm256_maddubs_epi16(low, x), _mm256_maddubs_epi16(high, x));
+                                let sum = &mut short[r][h];
+                                *sum = (_mm256_add_epi16(sum.0, low), _mm256_add_epi16(sum.1, high));
+                            }
+                        }
+                    }
+                    w = w.add(LINE_BYTES);
+                    a = a.add(8 * R);
+                }
+                for r in 0..R {
+                    for h in 0..H {
+                        let (low, high) = (widened(short[r][h].0), widened(short[r][h].1));
+                        let sum = &mut sums[r][h];
+                        *sum = (_mm256_add_epi32(sum.0, low), _mm256_add_epi32(sum.1, high));
+                    }
+                }
+            }
+            (w, a)
+        }
+    }
 }
 
 /// Adds four products to each of eight sums.
 #[inline(always)]
-unsafe fn add_products(sums: __m256i, levels: [__m256i; 2], x: [__m256i; 2]) -> __m256i {
+unsafe fn add_products(sums: __m256i, levels: __m256i, x: __m256i) -> __m256i {
     unsafe {
-        let (even, odd) = (_mm256_madd_epi16(levels[0], x[0]), _mm256_madd_epi16(levels[1], x[1]));
-        _mm256_add_epi32(sums, _mm256_add_epi32(even, odd))
+        let products = _mm256_maddubs_epi16(_mm256_abs_epi8(levels), _mm256_sign_epi8(x, levels));
+        _mm256_add_epi32(sums, widened(products))
     }
 }
 
-/// Bytes as i16: the even ones, then the odd ones.
+/// The sums of neighbours.
 #[inline(always)]
-unsafe fn pairs(bytes: __m256i) -> [__m256i; 2] {
-    unsafe { [_mm256_and_si256(bytes, _mm256_set1_epi16(0xff)), _mm256_srli_epi16::<8>(bytes)] }
+unsafe fn widened(sums: __m256i) -> __m256i {
+    unsafe { _mm256_madd_epi16(sums, _mm256_set1_epi16(1)) }
 }
