@@ -164,16 +164,6 @@ impl RankKernels {
             self.base + offset
         })
     }
-
-    /// The ranges of its heads of K and of V: in a whole piece, and in its own piece.
-    fn halves(&self, whole: &KvLayout) -> [(Range<usize>, Range<usize>); 2] {
-        let (own, first) = (self.shard.layout(), whole.head_offset(self.shard.heads().start));
-        [0, 1].map(|half| {
-            let start = half * whole.half_bytes() + first;
-            let own_start = half * own.half_bytes();
-            (start..start + own.half_bytes(), own_start..own_start + own.half_bytes())
-        })
-    }
 }
 
 impl BlockKernels for DividedKernels {
@@ -182,7 +172,7 @@ impl BlockKernels for DividedKernels {
         for rank in ranks.iter_mut().filter(|rank| rank.shard.replica_idx() == 0) {
             let own_bytes = rank.shard.layout().layer_bytes();
             staged.resize(places.len() * own_bytes, 0);
-            let (places, halves) = (rank.places(whole, places), rank.halves(whole));
+            let (places, halves) = (rank.places(whole, places), rank.shard.halves(whole));
             // SAFETY: every byte of the whole is in a rank's region; the caller guarantees that it is not written.
             unsafe { rank.kernels.gather(&places, staged) }?;
             let pieces = bytes.chunks_exact_mut(whole.layer_bytes()).zip(staged.chunks_exact(own_bytes));
@@ -200,7 +190,7 @@ impl BlockKernels for DividedKernels {
         for rank in ranks {
             let own_bytes = rank.shard.layout().layer_bytes();
             staged.resize(places.len() * own_bytes, 0);
-            let (places, halves) = (rank.places(whole, places), rank.halves(whole));
+            let (places, halves) = (rank.places(whole, places), rank.shard.halves(whole));
             let pieces = bytes.chunks_exact(whole.layer_bytes()).zip(staged.chunks_exact_mut(own_bytes));
             for (piece, own) in pieces {
                 for (of_piece, of_own) in halves.clone() {

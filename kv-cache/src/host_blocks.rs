@@ -85,14 +85,14 @@ fn runs(pool: &BlockStorage, region: &Region<'_>, host: u64, block: BlockId) -> 
     if own == whole {
         return vec![(host, region.piece(block, 0), whole.block_bytes())];
     }
-    let first = whole.head_offset(region.shard().heads().start);
-    let halves = (0..whole.num_layers).flat_map(|layer_idx| [(layer_idx, 0), (layer_idx, 1)]);
-    let run = |(layer_idx, half): (usize, usize)| {
-        let in_host = whole.layer_offset(layer_idx) + half * whole.half_bytes() + first;
-        let in_region = region.piece(block, layer_idx) + (half * own.half_bytes()) as u64;
-        (host + in_host as u64, in_region, own.half_bytes())
+    let halves = region.shard().halves(whole);
+    let of_layer = |layer_idx| {
+        let (host, piece) = (host + whole.layer_offset(layer_idx) as u64, region.piece(block, layer_idx));
+        halves.clone().map(|(in_whole, in_own)| {
+            (host + in_whole.start as u64, piece + in_own.start as u64, in_own.len())
+        })
     };
-    halves.map(run).collect()
+    (0..whole.num_layers).flat_map(of_layer).collect()
 }
 
 impl BlockStorage {

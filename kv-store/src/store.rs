@@ -167,14 +167,15 @@ impl KvStore {
             tiers.push(Box::new(slots));
         }
         let object = config.object.as_ref().map(|config| ObjectTier::open(config, shape, MAX_QUEUED_BYTES));
-        Ok(KvStore::over(tiers, object.transpose()?, (storage, room), num_damaged, Box::new(on_change)))
+        Ok(KvStore::over(tiers, object.transpose()?, storage, room, num_damaged, Box::new(on_change)))
     }
 
     /// Over these stores, the fastest first.
     pub(crate) fn over(
         mut tiers: Vec<Box<dyn Slots>>,
         object: Option<ObjectTier>,
-        (storage, room): (Arc<BlockStorage>, Option<Arc<HostBlocks>>),
+        storage: Arc<BlockStorage>,
+        room: Option<Arc<HostBlocks>>,
         num_damaged: usize,
         on_change: Box<dyn Fn(Vec<CacheEvent>) + Send + Sync>,
     ) -> KvStore {

@@ -141,6 +141,16 @@ impl KvShard {
         )
     }
 
+    /// The bytes of its heads of K, and of V: in a piece of `whole`, and in its own piece.
+    pub fn halves(&self, whole: &KvLayout) -> [(Range<usize>, Range<usize>); 2] {
+        let (own, first) = (self.layout(), whole.head_offset(self.heads().start));
+        [0, 1].map(|half| {
+            let start = half * whole.half_bytes() + first;
+            let own_start = half * own.half_bytes();
+            (start..start + own.half_bytes(), own_start..own_start + own.half_bytes())
+        })
+    }
+
     /// How the rank's blocks are arranged.
     pub fn layout(&self) -> &KvLayout {
         &self.layout

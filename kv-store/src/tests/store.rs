@@ -34,7 +34,7 @@ impl Pool {
     }
 
     fn over(&self, tiers: Vec<Box<dyn Slots>>) -> KvStore {
-        KvStore::over(tiers, None, (self.storage.clone(), None), 0, Box::new(|_| ()))
+        KvStore::over(tiers, None, self.storage.clone(), None, 0, Box::new(|_| ()))
     }
 
     /// Writes the KV of a sequence to the pool's first blocks.
@@ -297,7 +297,6 @@ impl Reaching {
 
 #[test]
 fn a_device_that_reaches_the_host_moves_blocks_itself_and_verifies_them() {
-    let Reaching { pool, store, .. } = &Reaching::new();
     let at = Reaching::new();
     let hashes = at.pool.save(&at.store, 1, 5);
     assert_eq!((at.store.batch(&hashes).len(), at.restore(&hashes).expect("whole")), (5, 5));
@@ -308,8 +307,11 @@ fn a_device_that_reaches_the_host_moves_blocks_itself_and_verifies_them() {
     assert_eq!(at.restore(&hashes).expect("whole"), 1);
     at.pool.save(&at.store, 1, 5);
     assert_eq!(at.restore(&hashes).expect("saved again"), 5);
+}
 
-    // Readers keep what is in no slot any more, so there is no room left.
+#[test]
+fn while_readers_keep_what_is_in_no_slot_any_more_nothing_is_saved() {
+    let Reaching { pool, store, .. } = &Reaching::new();
     let kept = [1, 2].map(|seed| read(store, &pool.save(store, seed, 8)));
     assert!(kept.iter().all(|records| records.len() == 8));
     let hashes = pool.save(store, 3, 8);

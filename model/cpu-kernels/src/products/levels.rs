@@ -168,7 +168,7 @@ unsafe fn products<S: IntegerSimd>(rounds: usize) -> f32 {
         let mut activations = [S::activations(bytes.as_ptr()); CHAINS];
         if !S::IS_FUSED {
             for i in 1..CHAINS {
-                activations[i] = S::activations(bytes.as_ptr().add(i % 16 * 4));
+                activations[i] = S::activations(bytes.as_ptr().add(4 * i));
             }
         }
         // Sums that fit into registers.
