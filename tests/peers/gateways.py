@@ -4,7 +4,8 @@
 Workers compute nothing: all sequences of a worker advance by a token with each step, and a step takes the same time for all
 (`--step-ms`). Those of the peers are in `gateway_workers.py`; Baton's are `--device sim:H100`. The peers are installed into a
 throw-away environment. Each runs twice: before workers of HTTP it forwards what the client sent and what the worker answers;
-before workers of gRPC it reads text and writes it, as Baton does.
+before workers of gRPC it reads text and writes it, as Baton does. Where `haproxy` is installed, it runs as the floor: C on one
+thread, which reads the head of a request and copies bytes.
 
 For each gateway, and prompts of 500 and 8,000 tokens, as token ids and as a chat, it prints the processor seconds of the gateway
 for 1,000 requests, and what it adds to the time to the first token: that through the gateway less that of the workers of HTTP
@@ -221,6 +222,17 @@ def start_peers(args: argparse.Namespace, dir: Path, stack: ExitStack) -> dict[s
     return found
 
 
+def start_floor(port: int, workers: list[int], dir: Path, stack: ExitStack) -> Gateway:
+    """HAProxy before the workers of HTTP."""
+    servers = "\n".join(f"  server worker-{worker} 127.0.0.1:{worker}" for worker in workers)
+    timeouts = "\n".join(f"  timeout {side} 10m" for side in ["connect", "client", "server"])
+    config = f"global\n  nbthread 1\ndefaults\n  mode http\n  option http-no-delay\n{timeouts}\nlisten workers\n  bind 127.0.0.1:{port}\n{servers}\n"
+    (dir / "haproxy.cfg").write_text(config)
+    started = stack.enter_context(process(["haproxy", "-db", "-f", dir / "haproxy.cfg"], dir / "haproxy.log"))
+    wait_until_ready(port, started, dir / "haproxy.log")
+    return Gateway([port], [started.pid])
+
+
 def start_baton(program: Path, name: str, port: int, args: argparse.Namespace, dir: Path, stack: ExitStack) -> Gateway:
     command = [program, "router", "--model", dir / MODEL, "--listen", f"127.0.0.1:{port}"]
     router = stack.enter_context(process(command, dir / f"{name}.log"))
@@ -239,6 +251,8 @@ def start(args: argparse.Namespace, dir: Path, stack: ExitStack) -> dict[str, Ga
     profile = {"step": {"fixed": args.step_ms / 1000, "per_token": 0.0, "per_context_token": 0.0, "per_pair": 0.0}}
     (dir / "profile.json").write_text(json.dumps(profile))
     found = start_peers(args, dir, stack)
+    if shutil.which("haproxy"):
+        found["haproxy"] = start_floor(args.port + 7, found[""].ports, dir, stack)
     if args.before:
         found["Baton before"] = start_baton(args.before, "before", args.port + 6, args, dir, stack)
     found["Baton"] = start_baton(args.baton, "baton", args.port + 5, args, dir, stack)

@@ -1,11 +1,24 @@
 //! Third-party clients: the official ones of OpenAI (Python and JavaScript) and Anthropic, and grpcio with code generated from our .proto files.
 
-use std::{io::Write, path::Path};
+use std::{
+    io::Write,
+    path::{Path, PathBuf},
+};
 
 use crate::harness::{Process, Up};
 
+fn target(path: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../target").join(path)
+}
+
+/// Not captured, so that it shows in the output of a test that passes.
+fn skip(what: &str) {
+    let line = format!("SKIPPED {what}\n");
+    std::io::stderr().write_all(line.as_bytes()).expect("stderr is open");
+}
+
 fn python() -> String {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../target/venv/bin/python");
+    let path = target("venv/bin/python");
     assert!(path.exists(), "{} is missing; run `cargo xtask setup`", path.display());
     path.display().to_string()
 }
@@ -34,10 +47,12 @@ async fn the_official_openai_client_works() {
         .expect("the script runs");
 }
 
-/// `cargo test -p baton-tests --test system -- --ignored aiperf --nocapture`
 #[tokio::test(flavor = "multi_thread")]
-#[ignore = "it installs 1.2 GB; run it by hand"]
 async fn aiperf_measures_a_running_server() {
+    if !target("aiperf/bin/aiperf").exists() {
+        skip("aiperf: no target/aiperf; see `cargo xtask setup`, which needs Python 3.11 to 3.13");
+        return;
+    }
     let up = Up::start("").await;
     let base = up.base.clone();
     tokio::task::spawn_blocking(move || run_script("aiperf_check.py", &["--base-url", &base]))
@@ -56,12 +71,9 @@ async fn the_server_does_what_its_openapi_document_says() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn the_official_javascript_client_works() {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../target/node");
+    let folder = target("node");
     if !folder.join("node_modules/openai").exists() {
-        // Not captured, so that it shows in the output of a test that passes.
-        let line =
-            "SKIPPED the JavaScript client: no target/node; see `cargo xtask setup`, which needs npm\n";
-        std::io::stderr().write_all(line.as_bytes()).expect("stderr is open");
+        skip("the JavaScript client: no target/node; see `cargo xtask setup`, which needs npm");
         return;
     }
     let up = Up::start("").await;

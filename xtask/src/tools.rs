@@ -29,6 +29,11 @@ pub(crate) fn venv(root: &Path) -> PathBuf {
     root.join("target/venv")
 }
 
+/// Where `setup` puts aiperf, with a Python of its own: it wants other versions than the clients.
+pub(crate) fn aiperf(root: &Path) -> PathBuf {
+    root.join("target/aiperf")
+}
+
 /// Where `setup` puts the packages that the JavaScript client tests import.
 pub(crate) fn node(root: &Path) -> PathBuf {
     root.join("target/node")
