@@ -1,13 +1,16 @@
 //! Exports spans to an OpenTelemetry collector, over gRPC or HTTP.
 
-use std::{str::FromStr, time::Duration};
+use std::{env, fs, str::FromStr, time::Duration};
 
 use anyhow::Context;
 use bytes::Bytes;
 use http::{Request, Response};
 use opentelemetry::{KeyValue, global, trace::TracerProvider};
-use opentelemetry_http::{HttpClient, HttpError, hyper::HyperClient};
-use opentelemetry_otlp::{Protocol, SpanExporter, WithExportConfig, WithHttpConfig};
+use opentelemetry_http::{HttpClient, HttpError};
+use opentelemetry_otlp::{
+    Protocol, SpanExporter, WithExportConfig, WithHttpConfig, WithTonicConfig,
+    tonic_types::transport::{Certificate, ClientTlsConfig},
+};
 use opentelemetry_sdk::{
     Resource,
     trace::{SdkTracer, SdkTracerProvider},
@@ -100,24 +103,32 @@ impl Drop for Export {
     }
 }
 
+/// Collectors at `https:` need a certificate of an authority that the system trusts, or of `OTEL_EXPORTER_OTLP_CERTIFICATE`.
 fn exporter(endpoint: &str, protocol: OtlpProtocol, runtime: &Handle) -> anyhow::Result<SpanExporter> {
-    anyhow::ensure!(
-        !endpoint.starts_with("https:"),
-        "spans are exported in plain text only: run a collector on this host or in this network, and let that use TLS"
-    );
+    let authority = authority()?;
     let exporter = match protocol {
         OtlpProtocol::Grpc => {
-            SpanExporter::builder().with_tonic().with_endpoint(endpoint).with_timeout(LAST_EXPORT).build()?
+            let builder =
+                SpanExporter::builder().with_tonic().with_endpoint(endpoint).with_timeout(LAST_EXPORT);
+            if !endpoint.starts_with("https:") {
+                return Ok(builder.build()?);
+            }
+            let mut tls = ClientTlsConfig::new().with_enabled_roots();
+            if let Some(pem) = authority {
+                tls = tls.ca_certificate(Certificate::from_pem(pem));
+            }
+            builder.with_tls_config(tls).build()?
         }
         OtlpProtocol::HttpProtobuf => {
             let base = endpoint.trim_end_matches('/').trim_end_matches(HTTP_PATH);
-            let client = OnRuntime {
-                client: HyperClient::with_default_connector(LAST_EXPORT, None),
-                runtime: runtime.clone(),
-            };
+            baton_tls::compute_with_ring();
+            let mut client = reqwest::Client::builder().timeout(LAST_EXPORT);
+            if let Some(pem) = authority {
+                client = client.tls_certs_merge(reqwest::Certificate::from_pem_bundle(&pem)?);
+            }
             SpanExporter::builder()
                 .with_http()
-                .with_http_client(client)
+                .with_http_client(OnRuntime { client: client.build()?, runtime: runtime.clone() })
                 .with_endpoint(format!("{base}{HTTP_PATH}"))
                 .with_protocol(Protocol::HttpBinary)
                 .with_timeout(LAST_EXPORT)
@@ -127,10 +138,20 @@ fn exporter(endpoint: &str, protocol: OtlpProtocol, runtime: &Handle) -> anyhow:
     Ok(exporter)
 }
 
+/// The certificates, in PEM, that a collector's may come from besides those that the system trusts.
+fn authority() -> anyhow::Result<Option<Vec<u8>>> {
+    for name in ["OTEL_EXPORTER_OTLP_TRACES_CERTIFICATE", "OTEL_EXPORTER_OTLP_CERTIFICATE"] {
+        if let Some(path) = env::var_os(name).filter(|path| !path.is_empty()) {
+            return fs::read(&path).map(Some).with_context(|| format!("{name}: cannot read {path:?}"));
+        }
+    }
+    Ok(None)
+}
+
 /// Sends on the runtime: the thread that collects batches of spans has none.
 #[derive(Debug)]
 struct OnRuntime {
-    client: HyperClient,
+    client: reqwest::Client,
     runtime: Handle,
 }
 

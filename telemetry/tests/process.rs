@@ -4,11 +4,18 @@ use std::{
     env,
     io::{Read, Write},
     net::TcpListener,
+    path::Path,
     process::{Command, Output},
+    sync::Arc,
     thread,
 };
 
 use baton_telemetry::{TelemetryConfig, init};
+use baton_tls::rustls::{
+    self, ServerConfig, ServerConnection,
+    crypto::ring,
+    pki_types::{CertificateDer, PrivateKeyDer, pem::PemObject},
+};
 
 const CASE: &str = "BATON_TELEMETRY_TEST_CASE";
 
@@ -115,6 +122,54 @@ fn spans_go_over_http_too() {
     let said = answering.join().unwrap();
     assert!(said.starts_with("post /v1/traces http/1.1\r\n"), "{said}");
     assert!(said.contains("application/x-protobuf") && said.contains("request"), "{said}");
+}
+
+/// One TLS connection: the first bytes that came through it.
+fn accept_one(collector: &TcpListener) -> std::io::Result<Vec<u8>> {
+    let data = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tls/testdata");
+    let certificates = CertificateDer::pem_file_iter(data.join("a.pem")).unwrap().map(Result::unwrap);
+    let key = PrivateKeyDer::from_pem_file(data.join("a.key")).unwrap();
+    let mut config = ServerConfig::builder_with_provider(Arc::new(ring::default_provider()))
+        .with_safe_default_protocol_versions()
+        .unwrap()
+        .with_no_client_auth()
+        .with_single_cert(certificates.collect(), key)
+        .unwrap();
+    config.alpn_protocols = vec![b"h2".to_vec(), b"http/1.1".to_vec()];
+    let (mut connection, _) = collector.accept().unwrap();
+    let mut tls = ServerConnection::new(Arc::new(config)).unwrap();
+    let mut first = vec![0; 14];
+    rustls::Stream::new(&mut tls, &mut connection).read_exact(&mut first)?;
+    Ok(first)
+}
+
+#[test]
+fn spans_go_over_tls_to_a_collector_that_is_trusted_and_to_no_other() {
+    let ca = concat!(env!("CARGO_MANIFEST_DIR"), "/../tls/testdata/ca.pem");
+    for (protocol, first) in [("grpc", "PRI * HTTP/2.0"), ("http/protobuf", "POST /v1/trace")] {
+        for trusted in [true, false] {
+            let collector = TcpListener::bind("127.0.0.1:0").unwrap();
+            let endpoint = format!("https://localhost:{}", collector.local_addr().unwrap().port());
+            let accepting = thread::spawn(move || accept_one(&collector));
+            let ca = if trusted { ca } else { "" };
+            let environment =
+                [("OTEL_EXPORTER_OTLP_PROTOCOL", protocol), ("OTEL_EXPORTER_OTLP_CERTIFICATE", ca)];
+            stderr(run_case_with(&environment, "pretty", &endpoint));
+            match accepting.join().unwrap() {
+                Ok(said) => assert!(trusted && said == first.as_bytes(), "{protocol}: {said:?}"),
+                Err(error) => assert!(!trusted, "{protocol}: {error}"),
+            }
+        }
+    }
+}
+
+#[test]
+fn an_authority_that_cannot_be_read_is_named() {
+    let output =
+        run_case_with(&[("OTEL_EXPORTER_OTLP_CERTIFICATE", "/none.pem")], "pretty", "https://localhost:1");
+    assert!(!output.status.success());
+    let text = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(text.contains("OTEL_EXPORTER_OTLP_CERTIFICATE: cannot read \"/none.pem\""), "{text}");
 }
 
 #[test]

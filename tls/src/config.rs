@@ -226,6 +226,11 @@ impl Loaded {
     }
 }
 
+/// Lets libraries that make TLS connections of their own, such as HTTP clients, compute with ring. A second call changes nothing.
+pub fn compute_with_ring() {
+    let _ = rustls::crypto::ring::default_provider().install_default();
+}
+
 /// Ring, preferring the fastest cipher of this processor: AES-128 where it has instructions for AES (a fifth faster than
 /// AES-256, and secure), else ChaCha20.
 pub(crate) fn provider() -> CryptoProvider {

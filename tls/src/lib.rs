@@ -14,7 +14,7 @@ mod identity;
 mod stream;
 
 pub use client::{TlsClient, TlsClientConfig};
-pub use config::{Tls, TlsConfig};
+pub use config::{Tls, TlsConfig, compute_with_ring};
 pub use error::TlsError;
 pub use identity::Identity;
 pub use stream::{Accepted, Stream, accept, accept_either, connect};

@@ -70,8 +70,7 @@ pub(super) fn open(url: &str) -> Result<(Arc<dyn ObjectStore>, Path), ObjectOpen
     if endpoint.starts_with("http://") && allows_http.is_none_or(|allows| allows != "true") {
         return Err(ObjectOpenError::PlainHttp(endpoint));
     }
-    // The client wants to be told what computes its TLS. A second call changes nothing.
-    let _ = baton_tls::rustls::crypto::ring::default_provider().install_default();
+    baton_tls::compute_with_ring();
     // What is asked for again is asked for here, off the path of requests.
     let retry = RetryConfig { max_retries: 0, ..RetryConfig::default() };
     let store = builder
