@@ -193,6 +193,7 @@ impl BlockStorage {
     ///
     /// # Panics
     /// When the block or layer does not exist: such an id was never handed out.
+    #[inline]
     pub fn layer_offset(&self, block: BlockId, layer_idx: usize) -> usize {
         assert!(
             block.idx() < self.num_blocks && layer_idx < self.layout.num_layers,
@@ -205,6 +206,7 @@ impl BlockStorage {
     ///
     /// # Panics
     /// As [`layer_offset`](Self::layer_offset), and when the blocks are on a device: the host cannot address them.
+    #[inline]
     pub fn layer_ptr(&self, block: BlockId, layer_idx: usize) -> NonNull<u8> {
         let offset = self.layer_offset(block, layer_idx);
         match &self.memory {

@@ -42,6 +42,7 @@ impl KvDtype {
     pub const ALL: [KvDtype; 5] = [KvDtype::F32, KvDtype::F16, KvDtype::Bf16, KvDtype::Fp8, KvDtype::Int8];
 
     /// Bytes of one element, without its share of a scale.
+    #[inline]
     pub fn size_bytes(self) -> usize {
         match self {
             KvDtype::F32 => 4,
@@ -51,6 +52,7 @@ impl KvDtype {
     }
 
     /// Bytes of the scale of one head's key (or value) of one token; 0 for types without scales.
+    #[inline]
     pub fn scale_bytes(self) -> usize {
         match self {
             KvDtype::F32 | KvDtype::F16 | KvDtype::Bf16 => 0,
@@ -59,6 +61,7 @@ impl KvDtype {
     }
 
     /// Bytes of one head's key (or value) of one token: elements and scale.
+    #[inline]
     pub fn vector_bytes(self, head_dim: usize) -> usize {
         head_dim * self.size_bytes() + self.scale_bytes()
     }
@@ -102,21 +105,25 @@ pub struct KvLayout {
 
 impl KvLayout {
     /// Bytes of one head's K (or V) of one layer of one block: `[block_size][head_dim]` elements, then scales.
+    #[inline]
     pub fn head_bytes(&self) -> usize {
         self.block_size * self.dtype.vector_bytes(self.head_dim)
     }
 
     /// Bytes of K (or V) of one layer of one block.
+    #[inline]
     pub fn half_bytes(&self) -> usize {
         self.num_kv_heads * self.head_bytes()
     }
 
     /// Bytes of a piece: one layer of one block, K and V.
+    #[inline]
     pub fn layer_bytes(&self) -> usize {
         2 * self.half_bytes()
     }
 
     /// Bytes of one block.
+    #[inline]
     pub fn block_bytes(&self) -> usize {
         self.num_layers * self.layer_bytes()
     }
@@ -132,12 +139,14 @@ impl KvLayout {
     }
 
     /// Offset of a piece in its block.
+    #[inline]
     pub fn layer_offset(&self, layer_idx: usize) -> usize {
         debug_assert!(layer_idx < self.num_layers);
         layer_idx * self.layer_bytes()
     }
 
     /// Offset of a piece in memory of blocks.
+    #[inline]
     pub fn piece_offset(&self, block: BlockId, layer_idx: usize) -> usize {
         block.idx() * self.block_bytes() + self.layer_offset(layer_idx)
     }
@@ -149,12 +158,14 @@ impl KvLayout {
     }
 
     /// Offset of a token's elements in its head's K (or V).
+    #[inline]
     pub fn token_offset(&self, token_idx: usize) -> usize {
         debug_assert!(token_idx < self.block_size);
         token_idx * self.head_dim * self.dtype.size_bytes()
     }
 
     /// Offset of a token's scale in its head's K (or V), for types with scales.
+    #[inline]
     pub fn scale_offset(&self, token_idx: usize) -> usize {
         debug_assert!(token_idx < self.block_size);
         self.block_size * self.head_dim * self.dtype.size_bytes() + token_idx * self.dtype.scale_bytes()

@@ -9,73 +9,72 @@ use baton_kv_cache::{BlockId, BlockStorage, KvLayout, VectorCodec};
 
 use baton_cpu_simd::{Bf16, Stored};
 
-/// The keys or the values of one KV head of one sequence in one layer.
+/// The keys and values of one KV head of one sequence in one layer.
 #[derive(Clone, Copy)]
 pub(crate) struct HeadKv<'a> {
     storage: &'a BlockStorage,
     layer_idx: usize,
     blocks: &'a [BlockId],
-    /// Offset of the head in a block's piece.
-    offset: usize,
+    /// Offsets of the head's keys and values in a block's piece.
+    halves: [usize; 2],
 }
 
 impl<'a> HeadKv<'a> {
-    /// The keys and the values.
-    pub(crate) fn both(
+    pub(crate) fn new(
         storage: &'a BlockStorage,
         layer_idx: usize,
         blocks: &'a [BlockId],
         kv_head: usize,
-    ) -> [HeadKv<'a>; 2] {
+    ) -> HeadKv<'a> {
         let layout = storage.layout();
-        [0, layout.half_bytes()].map(|half| {
-            let offset = half + layout.head_offset(kv_head);
-            HeadKv { storage, layer_idx, blocks, offset }
-        })
+        let halves = [0, layout.half_bytes()].map(|half| half + layout.head_offset(kv_head));
+        HeadKv { storage, layer_idx, blocks, halves }
     }
 
     pub(crate) fn layout(&self) -> &'a KvLayout {
         self.storage.layout()
     }
 
-    /// The address of a position, and how many positions, at most `len`, are contiguous from there.
+    /// The addresses of a position's key and value, and how many positions, at most `len`, are contiguous from there.
     #[inline(always)]
-    pub(crate) fn run(&self, position: usize, len: usize) -> (*const u8, usize) {
+    pub(crate) fn run(&self, position: usize, len: usize) -> ([*const u8; 2], usize) {
         let layout = self.layout();
-        let (head, slot) = self.place(position);
+        let (heads, slot) = self.place(position);
+        let offset = layout.token_offset(slot);
         // SAFETY: the slot's elements are inside the head.
-        (unsafe { head.add(layout.token_offset(slot)) }, (layout.block_size - slot).min(len))
+        (heads.map(|head| unsafe { head.add(offset) }), (layout.block_size - slot).min(len))
     }
 
-    /// Copies the scales of `len` positions from `first` on. Does nothing if the type has no scales.
+    /// Copies the scales of `len` keys from `first` on to `to[0]`, those of the values to `to[1]`.
     ///
     /// # Safety
-    /// `to` is valid for `len` numbers; no other code writes these positions during the call.
+    /// The type has scales; each of `to` is valid for `len` numbers; no other code writes these positions during the
+    /// call.
     #[inline(always)]
-    pub(crate) unsafe fn scales(&self, first: usize, len: usize, to: *mut f32) {
+    pub(crate) unsafe fn scales(&self, first: usize, len: usize, to: [*mut f32; 2]) {
         let layout = self.layout();
+        debug_assert_eq!(layout.dtype.scale_bytes(), Bf16::SIZE);
         let mut done = 0;
         while done < len {
-            let (head, slot) = self.place(first + done);
-            let run = (layout.block_size - slot).min(len - done);
-            for idx in 0..run {
-                // SAFETY: the slots' scales are inside the head; `done + idx` is below `len`.
-                unsafe {
-                    let from = head.add(layout.scale_offset(slot) + idx * layout.dtype.scale_bytes());
-                    *to.add(done + idx) = Bf16::load_one(from);
+            let (heads, slot) = self.place(first + done);
+            let (run, offset) = ((layout.block_size - slot).min(len - done), layout.scale_offset(slot));
+            for (head, to) in heads.into_iter().zip(to) {
+                for idx in 0..run {
+                    // SAFETY: the slots' scales are inside the head; `done + idx` is below `len`.
+                    unsafe { *to.add(done + idx) = Bf16::load_one(head.add(offset + idx * Bf16::SIZE)) };
                 }
             }
             done += run;
         }
     }
 
-    /// The head in the block of a position, and the position's slot in the block.
+    /// The head's keys and values in the block of a position, and the position's slot in the block.
     #[inline(always)]
-    fn place(&self, position: usize) -> (*const u8, usize) {
+    fn place(&self, position: usize) -> ([*const u8; 2], usize) {
         let block_size = self.layout().block_size;
         let piece = self.storage.layer_ptr(self.blocks[position / block_size], self.layer_idx);
-        // SAFETY: the head is inside the piece.
-        (unsafe { piece.as_ptr().add(self.offset) }, position % block_size)
+        // SAFETY: both are inside the piece.
+        (self.halves.map(|half| unsafe { piece.as_ptr().add(half).cast_const() }), position % block_size)
     }
 }
 
@@ -125,21 +124,21 @@ pub(crate) mod testing {
     use super::*;
     use baton_cpu_simd::{E4m3, F16, F32, I8};
 
-    /// The dequantised elements of a position, read one by one.
+    /// The dequantised key and value of a position, read one by one.
     ///
     /// # Safety
     /// No other code writes the position during the call.
-    pub(crate) unsafe fn read_vector(kv: &HeadKv<'_>, position: usize) -> Vec<f32> {
+    pub(crate) unsafe fn read_vectors(kv: &HeadKv<'_>, position: usize) -> [Vec<f32>; 2] {
         let KvLayout { dtype, head_dim, .. } = *kv.layout();
-        let (at, _) = kv.run(position, 1);
+        let (vectors, _) = kv.run(position, 1);
         // SAFETY: all elements are inside the position's slot.
         unsafe {
-            let mut scale = 1.0;
+            let mut scales = [1.0; 2];
             if dtype.scale_bytes() > 0 {
-                kv.scales(position, 1, &mut scale);
+                kv.scales(position, 1, scales.each_mut().map(std::ptr::from_mut));
             }
-            let code = |i: usize| {
-                let at = at.add(i * dtype.size_bytes());
+            let code = |vector: *const u8, i: usize| {
+                let at = vector.add(i * dtype.size_bytes());
                 match dtype {
                     KvDtype::F32 => F32::load_one(at),
                     KvDtype::F16 => F16::load_one(at),
@@ -148,7 +147,7 @@ pub(crate) mod testing {
                     KvDtype::Int8 => I8::load_one(at),
                 }
             };
-            (0..head_dim).map(|i| code(i) * scale).collect()
+            [0, 1].map(|half| (0..head_dim).map(|i| code(vectors[half], i) * scales[half]).collect())
         }
     }
 }
@@ -157,7 +156,7 @@ pub(crate) mod testing {
 mod tests {
     use baton_kv_cache::KvDtype;
 
-    use super::testing::read_vector;
+    use super::testing::read_vectors;
     use super::*;
     use baton_model_testing::noise;
 
@@ -172,11 +171,11 @@ mod tests {
         unsafe { store_rows(&storage, 1, &blocks, position, 0, keys, values) };
         let mut read = [Vec::new(), Vec::new()];
         for kv_head in 0..2 {
-            for (half, kv) in HeadKv::both(&storage, 1, &blocks, kv_head).into_iter().enumerate() {
-                assert_eq!(kv.run(position, 10).1, 2, "to the end of the block");
-                // SAFETY: no other code writes.
-                read[half].extend(unsafe { read_vector(&kv, position) });
-            }
+            let kv = HeadKv::new(&storage, 1, &blocks, kv_head);
+            assert_eq!(kv.run(position, 10).1, 2, "to the end of the block");
+            // SAFETY: no other code writes.
+            let vectors = unsafe { read_vectors(&kv, position) };
+            read.iter_mut().zip(vectors).for_each(|(read, vector)| read.extend(vector));
         }
         read
     }

@@ -25,6 +25,6 @@ pub use lanes::{CHAINS, LANES, Portable, Simd};
 #[cfg(target_arch = "aarch64")]
 pub use neon::{Neon, bfdot};
 pub use stored::{Bf16, E4M3_BITS, E4M3_SCALE, E4m3, F16, F32, I8, Stored};
-pub use words::{Bf16Pair, Factor, Words};
+pub use words::{Bf16Pair, Factor, Pair, Words};
 #[cfg(target_arch = "x86_64")]
 pub use x86::{Avx2, Avx512};

@@ -9,6 +9,8 @@ mod neon;
 #[cfg(target_arch = "x86_64")]
 mod x86;
 
+use std::marker::PhantomData;
+
 use crate::lanes::{LANES, Portable, Simd};
 use crate::stored::{Bf16, E4m3, F16, F32, I8, Stored};
 
@@ -38,6 +40,23 @@ pub trait Words: Simd {
             Self::fma(Self::unpack_bf16(a, 0), Self::unpack_bf16(b, 0), upper)
         }
     }
+    /// Joins numbers of f32 that bf16 holds exactly to words of two bf16.
+    #[inline(always)]
+    unsafe fn pack_bf16(lower: Self::V, upper: Self::V) -> Self::V {
+        let mut numbers = [[0f32; LANES]; 2];
+        // SAFETY: the arrays have room for sixteen numbers each.
+        unsafe {
+            Self::store(numbers[0].as_mut_ptr(), lower);
+            Self::store(numbers[1].as_mut_ptr(), upper);
+            let [lower, upper] = numbers;
+            let mut lane = 0;
+            while lane < LANES {
+                numbers[0][lane] = f32::from_bits(lower[lane].to_bits() >> 16 | upper[lane].to_bits());
+                lane += 1;
+            }
+            Self::load(numbers[0].as_ptr())
+        }
+    }
     /// Joins sixteen bf16 at `lower` and sixteen at `upper` to sixteen words.
     #[inline(always)]
     unsafe fn join_bf16(lower: *const u16, upper: *const u16) -> Self::V {
@@ -52,7 +71,7 @@ pub trait Words: Simd {
     }
 }
 
-/// How kernels multiply stored numbers: one by one in f32, or [two at once](Bf16Pair).
+/// How kernels multiply stored numbers: one by one in f32, or two at once ([as stored](Bf16Pair) or [converted](Pair)).
 pub trait Factor {
     /// The stored type.
     type Number: Stored;
@@ -143,6 +162,29 @@ impl Factor for Bf16Pair {
     unsafe fn line<S: Words>(rows: [*const u8; 2], at: usize) -> S::V {
         // SAFETY: see above.
         unsafe { S::join_bf16(rows[0].add(at).cast(), rows[1].add(at).cast()) }
+    }
+}
+
+/// Two numbers of a type of eight bits, converted to bf16, which holds each exactly, and multiplied at once with two bf16.
+pub struct Pair<F>(PhantomData<F>);
+
+impl<F: Factor> Factor for Pair<F> {
+    type Number = F::Number;
+    const NUM: usize = 2;
+    #[inline(always)]
+    unsafe fn unpack<S: Words>(words: S::V, idx: usize) -> S::V {
+        // SAFETY: see above.
+        unsafe { S::pack_bf16(F::unpack::<S>(words, 2 * idx), F::unpack::<S>(words, 2 * idx + 1)) }
+    }
+    #[inline(always)]
+    unsafe fn multiply_add<S: Words>(x: S::V, y: S::V, sums: S::V) -> S::V {
+        // SAFETY: see above.
+        unsafe { S::dot_bf16(x, y, sums) }
+    }
+    #[inline(always)]
+    unsafe fn line<S: Words>(rows: [*const u8; 2], at: usize) -> S::V {
+        // SAFETY: see above.
+        unsafe { S::pack_bf16(F::line::<S>([rows[0]; 2], at), F::line::<S>([rows[1]; 2], at)) }
     }
 }
 

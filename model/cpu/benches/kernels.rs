@@ -137,12 +137,14 @@ fn products(table: &mut Table<'_>) {
 fn attention(table: &mut Table<'_>) {
     // A token's key and value in 8 KV heads of 64.
     let bytes = |dtype: KvDtype| 2 * 8 * dtype.vector_bytes(64);
-    let mut kinds = vec![("bf16", KvDtype::Bf16, Peak::F32)];
-    if has_pairs(table.isa) {
-        let peak = if table.isa.has_tiles() { Peak::Bf16Tiles } else { Peak::Bf16Pairs };
-        kinds.push(("bf16_pairs", KvDtype::Bf16, peak));
+    let pairs = if table.isa.has_tiles() { Peak::Bf16Tiles } else { Peak::Bf16Pairs };
+    let mut kinds = Vec::new();
+    for dtype in [KvDtype::Bf16, KvDtype::Fp8, KvDtype::Int8] {
+        kinds.push((dtype.name().to_owned(), dtype, Peak::F32));
+        if has_pairs(table.isa) {
+            kinds.push((format!("{}_pairs", dtype.name()), dtype, pairs));
+        }
     }
-    kinds.extend([("fp8", KvDtype::Fp8, Peak::F32), ("int8", KvDtype::Int8, Peak::F32)]);
     for (kind, dtype, peak) in kinds {
         for context in [2048, 16384] {
             let name = format!("attention {kind} of {context}");

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use baton_cpu_threads::SharedMut;
-use baton_kv_cache::{BlockStorage, KvDtype};
+use baton_kv_cache::BlockStorage;
 use baton_model_spec::BatchSequence;
 
 use super::direct;
@@ -11,6 +11,7 @@ use super::division::{Division, Item};
 use super::pass::{Memory, Queries, pass};
 use super::shape::AttentionShape;
 use super::softmax::{State, finish, fold};
+use super::widen::has_pairs_of;
 use crate::cpu::Cpu;
 use crate::kv::HeadKv;
 use crate::products::bf16_bits;
@@ -49,6 +50,7 @@ pub unsafe fn attend(
         assert!(sequence.blocks.len() * storage.layout().block_size >= context, "too few blocks");
     }
     let isa = cpu.isa;
+    let bf16_pairs = shape.bf16_pairs && has_pairs_of(storage.layout().dtype);
     let Cpu { pool, scratch, partials, .. } = cpu;
     // A decode step over a short context is not worth waking helpers.
     let pairs = |s: &BatchSequence<'_>| s.tokens.len() * (s.start_idx + s.tokens.len());
@@ -72,15 +74,15 @@ pub unsafe fn attend(
         let first_number = item.kv_head * group * shape.head_dim;
         ItemArgs {
             queries: Queries {
-                kv: HeadKv::both(storage, layer_idx, sequence.blocks, shape.first_kv_head + item.kv_head),
+                kv: HeadKv::new(storage, layer_idx, sequence.blocks, shape.first_kv_head + item.kv_head),
                 position: sequence.start_idx + item.rows.start,
                 num_rows: item.rows.len(),
                 group,
                 head_dim: shape.head_dim,
                 window: shape.window.unwrap_or(usize::MAX),
                 soft_cap: shape.soft_cap,
-                bf16_pairs: shape.bf16_pairs && storage.layout().dtype == KvDtype::Bf16,
-                in_tiles: shape.bf16_pairs && isa.has_tiles() && storage.layout().dtype == KvDtype::Bf16,
+                bf16_pairs,
+                in_tiles: bf16_pairs && isa.has_tiles(),
             },
             scale: shape.scale,
             // SAFETY: rows were checked above.

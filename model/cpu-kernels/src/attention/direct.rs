@@ -7,9 +7,9 @@
 use baton_kv_cache::KvDtype;
 
 use super::product::Rows;
-use super::widen::Positions;
-use baton_cpu_simd::{Bf16, E4m3, F16, F32, I8, LANES, Stored, kernel};
-use baton_cpu_simd::{Bf16Pair, Factor, Words, pair_kernel};
+use super::widen::{Positions, by_type};
+use baton_cpu_simd::{Bf16, Bf16Pair, E4m3, F16, F32, I8, Pair};
+use baton_cpu_simd::{Factor, LANES, Stored, Words, kernel, pair_kernel};
 
 /// The largest number of queries of a kernel. Memory of queries, scores and sums has room for this many.
 pub(super) const MAX_QUERIES: usize = 8;
@@ -38,11 +38,11 @@ kernel! {
 }
 
 pair_kernel! {
-    /// As [`score`], for positions and `q` in bf16.
+    /// As [`score`], for `q` in bf16 and positions that are [multiplied in pairs](super::widen::has_pairs_of).
     ///
     /// # Safety
     /// As for [`score`]; the CPU has the instruction.
-    pub(super) fn score_pairs / score_of<Bf16Pair> (
+    pub(super) fn score_pairs / score_pairs_any (
         num_queries: usize,
         positions: &Positions<'_>,
         following: &Positions<'_>,
@@ -66,11 +66,11 @@ kernel! {
 }
 
 pair_kernel! {
-    /// As [`add`], for positions and weights in bf16.
+    /// As [`add`], for weights in bf16 and positions that are [multiplied in pairs](super::widen::has_pairs_of).
     ///
     /// # Safety
     /// As for [`add`]; the CPU has the instruction.
-    pub(super) fn add_pairs / add_of<Bf16Pair> (
+    pub(super) fn add_pairs / add_pairs_any (
         num_queries: usize,
         positions: &Positions<'_>,
         following: &Positions<'_>,
@@ -79,25 +79,13 @@ pair_kernel! {
     )
 }
 
-#[inline(always)]
-unsafe fn score_any<S: Words>(
+by_type! { score_any, score_pairs_any: score_of[positions](
     num_queries: usize,
     positions: &Positions<'_>,
     following: &Positions<'_>,
     q: Rows<*const f32>,
     scores: Rows<*mut f32>,
-) {
-    // SAFETY: guaranteed by the caller.
-    unsafe {
-        match positions.dtype {
-            KvDtype::F32 => score_of::<S, F32>(num_queries, positions, following, q, scores),
-            KvDtype::F16 => score_of::<S, F16>(num_queries, positions, following, q, scores),
-            KvDtype::Bf16 => score_of::<S, Bf16>(num_queries, positions, following, q, scores),
-            KvDtype::Fp8 => score_of::<S, E4m3>(num_queries, positions, following, q, scores),
-            KvDtype::Int8 => score_of::<S, I8>(num_queries, positions, following, q, scores),
-        }
-    }
-}
+) }
 
 #[inline(always)]
 unsafe fn score_of<S: Words, W: Factor>(
@@ -175,25 +163,13 @@ unsafe fn score_group<S: Words, W: Factor, const R: usize, const N: usize>(
     }
 }
 
-#[inline(always)]
-unsafe fn add_any<S: Words>(
+by_type! { add_any, add_pairs_any: add_of[positions](
     num_queries: usize,
     positions: &Positions<'_>,
     following: &Positions<'_>,
     weights: Rows<*const f32>,
     sums: Rows<*mut f32>,
-) {
-    // SAFETY: guaranteed by the caller.
-    unsafe {
-        match positions.dtype {
-            KvDtype::F32 => add_of::<S, F32>(num_queries, positions, following, weights, sums),
-            KvDtype::F16 => add_of::<S, F16>(num_queries, positions, following, weights, sums),
-            KvDtype::Bf16 => add_of::<S, Bf16>(num_queries, positions, following, weights, sums),
-            KvDtype::Fp8 => add_of::<S, E4m3>(num_queries, positions, following, weights, sums),
-            KvDtype::Int8 => add_of::<S, I8>(num_queries, positions, following, weights, sums),
-        }
-    }
-}
+) }
 
 #[inline(always)]
 unsafe fn add_of<S: Words, W: Factor>(

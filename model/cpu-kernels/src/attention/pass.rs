@@ -17,8 +17,7 @@ use baton_cpu_simd::{Isa, LANES};
 /// The queries of an item: all heads of a group in consecutive rows; the index is `row * group + head`.
 #[derive(Clone, Copy)]
 pub(super) struct Queries<'a> {
-    /// Keys and values.
-    pub(super) kv: [HeadKv<'a>; 2],
+    pub(super) kv: HeadKv<'a>,
     /// Position of the first row.
     pub(super) position: usize,
     pub(super) num_rows: usize,
@@ -27,7 +26,7 @@ pub(super) struct Queries<'a> {
     /// The number of positions that a row sees, its own included.
     pub(super) window: usize,
     pub(super) soft_cap: Option<f32>,
-    /// KV is bf16; queries and weights are rounded to bf16, and pairs are multiplied.
+    /// KV [is multiplied in pairs](super::widen::has_pairs_of); queries and weights are rounded to bf16.
     pub(super) bf16_pairs: bool,
     /// Pairs are multiplied in tile registers.
     pub(super) in_tiles: bool,
@@ -151,19 +150,19 @@ impl Places {
     }
 
     /// Finds the positions of the tile at `first`, up to `end`.
-    fn find(&mut self, kv: &[HeadKv<'_>; 2], first: usize, end: usize) {
+    fn find(&mut self, kv: &HeadKv<'_>, first: usize, end: usize) {
         let len = end.min(first + TILE).saturating_sub(first);
         self.len = len;
-        for (kv, rows) in kv.iter().zip(&mut self.rows) {
-            let row_bytes = kv.layout().head_dim * kv.layout().dtype.size_bytes();
-            let mut done = 0;
-            while done < len {
-                let (at, run) = kv.run(first + done, len - done);
+        let row_bytes = kv.layout().head_dim * kv.layout().dtype.size_bytes();
+        let mut done = 0;
+        while done < len {
+            let (at, run) = kv.run(first + done, len - done);
+            for (at, rows) in at.into_iter().zip(&mut self.rows) {
                 for (idx, row) in rows[done..done + run].iter_mut().enumerate() {
                     *row = at.wrapping_add(idx * row_bytes);
                 }
-                done += run;
             }
+            done += run;
         }
     }
 }
@@ -207,7 +206,7 @@ unsafe fn tile(
 ) {
     let Queries { kv, head_dim, bf16_pairs, in_tiles, .. } = *queries;
     let (dim, len) = (queries.dim(), places.len);
-    let layout = kv[0].layout();
+    let layout = kv.layout();
     let dtype = layout.dtype;
     let [keys, values] = [0, 1].map(|half| places.positions(half, layout));
     // After the last tile the current one is prefetched, which costs nothing.
@@ -223,8 +222,7 @@ unsafe fn tile(
     // SAFETY: the memory has room for a tile and for all queries.
     unsafe {
         if dtype.scale_bytes() > 0 {
-            kv[0].scales(first, len, memory.scales);
-            kv[1].scales(first, len, memory.scales.add(TILE));
+            kv.scales(first, len, [memory.scales, memory.scales.add(TILE)]);
             scaling.scales = memory.scales;
         }
         let num_words = queries.num_words();

@@ -27,7 +27,7 @@ pub struct AttentionShape {
     pub soft_cap: Option<f32>,
     /// The number of positions that a row sees, its own included.
     pub window: Option<usize>,
-    /// bf16 is multiplied in pairs; the CPU has the instruction.
+    /// KV of bf16, FP8 and INT8 is multiplied in pairs of bf16; the CPU has the instruction.
     pub bf16_pairs: bool,
 }
 

@@ -4,7 +4,7 @@
 use baton_kv_cache::KvDtype;
 
 use baton_cpu_simd::{Bf16, E4m3, F16, F32, I8, LANES, Stored, kernel};
-use baton_cpu_simd::{Bf16Pair, Factor, Words};
+use baton_cpu_simd::{Bf16Pair, Factor, Pair, Words};
 
 /// The addresses of K or V of a tile's positions.
 #[derive(Clone, Copy)]
@@ -47,7 +47,7 @@ kernel! {
     /// is odd, the second number of the last column is zero.
     ///
     /// # Safety
-    /// As for [`widen_columns`]; positions are bf16.
+    /// As for [`widen_columns`]; positions [are multiplied in pairs](has_pairs_of).
     pub(super) fn pair_columns / columns_of_pairs (positions: &Positions<'_>, to: *mut f32, stride: usize)
 }
 
@@ -56,8 +56,13 @@ kernel! {
     /// number of positions is odd, another position takes the place of the missing one.
     ///
     /// # Safety
-    /// As for [`widen_rows`]; positions are bf16.
+    /// As for [`widen_rows`]; positions [are multiplied in pairs](has_pairs_of).
     pub(super) fn pair_rows / rows_of_pairs (positions: &Positions<'_>, to: *mut f32, stride: usize)
+}
+
+/// Whether numbers of this type are multiplied in pairs of bf16, which has to hold each exactly.
+pub(super) fn has_pairs_of(dtype: KvDtype) -> bool {
+    matches!(dtype, KvDtype::Bf16 | KvDtype::Fp8 | KvDtype::Int8)
 }
 
 /// Columns that [`widen_columns`] writes for `n` numbers; those from `n` on have unspecified contents.
@@ -65,31 +70,41 @@ pub(super) fn padded(n: usize) -> usize {
     n.next_multiple_of(LANES * 4)
 }
 
-#[inline(always)]
-unsafe fn columns<S: Words>(positions: &Positions<'_>, to: *mut f32, stride: usize) {
-    // SAFETY: guaranteed by the caller.
-    unsafe {
-        match positions.dtype {
-            KvDtype::F32 => columns_of::<S, F32>(positions, to, stride),
-            KvDtype::F16 => columns_of::<S, F16>(positions, to, stride),
-            KvDtype::Bf16 => columns_of::<S, Bf16>(positions, to, stride),
-            KvDtype::Fp8 => columns_of::<S, E4m3>(positions, to, stride),
-            KvDtype::Int8 => columns_of::<S, I8>(positions, to, stride),
+/// Generates two functions that call a generic one with the factor of the positions' type: single numbers, and
+/// [pairs](has_pairs_of).
+macro_rules! by_type {
+    ($single:ident, $pairs:ident: $generic:ident[$positions:ident]($($arg:ident: $ty:ty),* $(,)?)) => {
+        #[inline(always)]
+        unsafe fn $single<S: Words>($($arg: $ty),*) {
+            // SAFETY: guaranteed by the caller.
+            unsafe {
+                match $positions.dtype {
+                    KvDtype::F32 => $generic::<S, F32>($($arg),*),
+                    KvDtype::F16 => $generic::<S, F16>($($arg),*),
+                    KvDtype::Bf16 => $generic::<S, Bf16>($($arg),*),
+                    KvDtype::Fp8 => $generic::<S, E4m3>($($arg),*),
+                    KvDtype::Int8 => $generic::<S, I8>($($arg),*),
+                }
+            }
         }
-    }
+        #[inline(always)]
+        unsafe fn $pairs<S: Words>($($arg: $ty),*) {
+            // SAFETY: guaranteed by the caller.
+            unsafe {
+                match $positions.dtype {
+                    KvDtype::Bf16 => $generic::<S, Bf16Pair>($($arg),*),
+                    KvDtype::Fp8 => $generic::<S, Pair<E4m3>>($($arg),*),
+                    KvDtype::Int8 => $generic::<S, Pair<I8>>($($arg),*),
+                    KvDtype::F32 | KvDtype::F16 => unreachable!("has_pairs_of was asked"),
+                }
+            }
+        }
+    };
 }
+pub(super) use by_type;
 
-#[inline(always)]
-unsafe fn columns_of_pairs<S: Words>(positions: &Positions<'_>, to: *mut f32, stride: usize) {
-    // SAFETY: guaranteed by the caller.
-    unsafe { columns_of::<S, Bf16Pair>(positions, to, stride) }
-}
-
-#[inline(always)]
-unsafe fn rows_of_pairs<S: Words>(positions: &Positions<'_>, to: *mut f32, stride: usize) {
-    // SAFETY: guaranteed by the caller.
-    unsafe { rows_of::<S, Bf16Pair>(positions, to, stride) }
-}
+by_type! { columns, columns_of_pairs: columns_of[positions](positions: &Positions<'_>, to: *mut f32, stride: usize) }
+by_type! { rows, rows_of_pairs: rows_of[positions](positions: &Positions<'_>, to: *mut f32, stride: usize) }
 
 #[inline(always)]
 #[allow(clippy::needless_range_loop)] // no closures here, see `Simd`
@@ -124,20 +139,6 @@ unsafe fn columns_of<S: Words, W: Factor>(positions: &Positions<'_>, to: *mut f3
             done += LANES * 4;
         }
         t += LANES;
-    }
-}
-
-#[inline(always)]
-unsafe fn rows<S: Words>(positions: &Positions<'_>, to: *mut f32, stride: usize) {
-    // SAFETY: guaranteed by the caller.
-    unsafe {
-        match positions.dtype {
-            KvDtype::F32 => rows_of::<S, F32>(positions, to, stride),
-            KvDtype::F16 => rows_of::<S, F16>(positions, to, stride),
-            KvDtype::Bf16 => rows_of::<S, Bf16>(positions, to, stride),
-            KvDtype::Fp8 => rows_of::<S, E4m3>(positions, to, stride),
-            KvDtype::Int8 => rows_of::<S, I8>(positions, to, stride),
-        }
     }
 }
 

@@ -72,6 +72,15 @@ impl Words for Neon {
         unsafe { quarters!(Q => bfdot(sums[Q], a[Q], b[Q])) }
     }
     #[inline(always)]
+    unsafe fn pack_bf16(lower: Self::V, upper: Self::V) -> Self::V {
+        unsafe {
+            quarters!(Q => {
+                let lower = vshrq_n_u32::<16>(vreinterpretq_u32_f32(lower[Q]));
+                vreinterpretq_f32_u32(vorrq_u32(lower, vreinterpretq_u32_f32(upper[Q])))
+            })
+        }
+    }
+    #[inline(always)]
     unsafe fn join_bf16(lower: *const u16, upper: *const u16) -> Self::V {
         unsafe {
             let (low, up) = (vld1q_u16(lower), vld1q_u16(upper));

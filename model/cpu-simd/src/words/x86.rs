@@ -77,6 +77,13 @@ impl Words for Avx512 {
         }
     }
     #[inline(always)]
+    unsafe fn pack_bf16(lower: Self::V, upper: Self::V) -> Self::V {
+        unsafe {
+            let lower = _mm512_srli_epi32::<16>(_mm512_castps_si512(lower));
+            _mm512_castsi512_ps(_mm512_or_si512(lower, _mm512_castps_si512(upper)))
+        }
+    }
+    #[inline(always)]
     unsafe fn join_bf16(lower: *const u16, upper: *const u16) -> __m512 {
         unsafe {
             let lower = _mm512_castsi256_si512(_mm256_loadu_si256(lower.cast()));

@@ -5,7 +5,7 @@ use baton_kv_cache::{BlockId, KvDtype, KvLayout};
 use super::*;
 use crate::attention::shape::SPAN;
 use crate::kv::store_rows;
-use crate::kv::testing::read_vector;
+use crate::kv::testing::read_vectors;
 use crate::products::has_pairs;
 use crate::tiles::tested;
 use baton_cpu_simd::Isa;
@@ -45,9 +45,10 @@ fn fill(case: &Case) -> (BlockStorage, Vec<BlockId>, Vec<f32>, Vec<f32>) {
         (0..case.len * shape.num_kv_heads)
             .flat_map(|idx| {
                 let (position, kv_head) = (idx / shape.num_kv_heads, idx % shape.num_kv_heads);
-                let kv = HeadKv::both(&storage, 1, &blocks, kv_head)[half];
+                let kv = HeadKv::new(&storage, 1, &blocks, kv_head);
                 // SAFETY: no other code writes.
-                unsafe { read_vector(&kv, position) }
+                let [key, value] = unsafe { read_vectors(&kv, position) };
+                if half == 0 { key } else { value }
             })
             .collect()
     });
@@ -88,7 +89,7 @@ fn check(isa: Isa, case: &Case) -> Vec<f32> {
     let width = shape.num_heads * shape.head_dim;
     let stride = width + 5;
     let mut queries: Vec<f32> = noise(3, case.len * stride).iter().map(|x| x * 4.0).collect();
-    let in_pairs = shape.bf16_pairs && case.dtype == KvDtype::Bf16;
+    let in_pairs = shape.bf16_pairs && has_pairs_of(case.dtype);
     if in_pairs {
         // The kernel rounds scaled queries; it then finds them rounded already.
         let scale = shape.scale * if shape.soft_cap.is_none() { std::f32::consts::LOG2_E } else { 1.0 };
@@ -208,10 +209,12 @@ fn pairs_match_the_formula_and_do_not_depend_on_chunks() {
         AttentionShape { head_dim: 64, soft_cap: Some(5.0), num_heads: 16, ..base },
     ];
     for shape in shapes {
-        let case = Case { shape, block_size: 5, dtype: KvDtype::Bf16, len: 135 };
-        check(Isa::Portable, &case);
-        for isa in tested().into_iter().filter(|isa| has_pairs(*isa)) {
-            check(isa, &case);
+        for dtype in [KvDtype::Bf16, KvDtype::Fp8, KvDtype::Int8] {
+            let case = Case { shape, block_size: 5, dtype, len: 135 };
+            check(Isa::Portable, &case);
+            for isa in tested().into_iter().filter(|isa| has_pairs(*isa)) {
+                check(isa, &case);
+            }
         }
     }
 }
