@@ -122,7 +122,7 @@ fn exporter(endpoint: &str, protocol: OtlpProtocol, runtime: &Handle) -> anyhow:
         OtlpProtocol::HttpProtobuf => {
             let base = endpoint.trim_end_matches('/').trim_end_matches(HTTP_PATH);
             baton_tls::compute_with_ring();
-            let mut client = reqwest::Client::builder().timeout(LAST_EXPORT);
+            let mut client = reqwest::Client::builder().http1_only().timeout(LAST_EXPORT);
             if let Some(pem) = authority {
                 client = client.tls_certs_merge(reqwest::Certificate::from_pem_bundle(&pem)?);
             }
