@@ -471,11 +471,11 @@ const ROOMS: &[Room] = &[
     },
     // Its own tests use its writer.
     Room { name: "baton-gguf", uses: &[], tests_use: &["baton-gguf"], never: &["tokio", "serde"] },
+    Room { name: "baton-telemetry", uses: &["baton-tls"], tests_use: &["baton-tls"], never: &[] },
     // Knows identities of peers, not their messages.
     Room { name: "baton-tls", uses: &[], tests_use: &[], never: &["tonic", "prost", "hyper", "axum", "h2"] },
     // Knows devices and memory, not their use.
     Room { name: "baton-cuda", uses: &[], tests_use: &[], never: &["tokio"] },
-    Room { name: "baton-telemetry", uses: &["baton-tls"], tests_use: &["baton-tls"], never: &[] },
     // How long work takes: measured by workers, predicted by the planner, lived by a simulator.
     Room { name: "baton-cost", uses: &[], tests_use: &[], never: PURE },
     // Who may call, and how much: no HTTP, no requests.
