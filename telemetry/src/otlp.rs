@@ -71,9 +71,16 @@ impl Export {
             .enable_all()
             .build()
             .context("cannot start the thread that exports spans")?;
-        let _inside = runtime.enter();
-        let exporter = exporter(endpoint, protocol, runtime.handle())
-            .with_context(|| format!("cannot export spans to {endpoint:?}"))?;
+        let inside = runtime.enter();
+        let exporter = match exporter(endpoint, protocol, runtime.handle()) {
+            Ok(exporter) => exporter,
+            Err(error) => {
+                drop(inside);
+                // Not a plain drop, which panics inside of another runtime.
+                runtime.shutdown_background();
+                return Err(error.context(format!("cannot export spans to {endpoint:?}")));
+            }
+        };
         let resource = Resource::builder()
             .with_service_name(service_name.to_owned())
             .with_attribute(KeyValue::new("service.instance.id", instance.to_owned()))
@@ -82,7 +89,7 @@ impl Export {
         let provider =
             SdkTracerProvider::builder().with_batch_exporter(exporter).with_resource(resource).build();
         global::set_tracer_provider(provider.clone());
-        drop(_inside);
+        drop(inside);
         Ok(Self { provider, runtime: Some(runtime) })
     }
 
@@ -96,7 +103,7 @@ impl Drop for Export {
         if let Err(error) = self.provider.shutdown_with_timeout(LAST_EXPORT) {
             tracing::debug!(%error, "the last spans were not exported");
         }
-        // Not a plain drop, which panics when the guard is dropped inside of another runtime.
+        // As above.
         if let Some(runtime) = self.runtime.take() {
             runtime.shutdown_background();
         }
@@ -122,10 +129,14 @@ fn exporter(endpoint: &str, protocol: OtlpProtocol, runtime: &Handle) -> anyhow:
         OtlpProtocol::HttpProtobuf => {
             let base = endpoint.trim_end_matches('/').trim_end_matches(HTTP_PATH);
             baton_tls::compute_with_ring();
-            let mut client = reqwest::Client::builder().http1_only().timeout(LAST_EXPORT);
-            if let Some(pem) = authority {
-                client = client.tls_certs_merge(reqwest::Certificate::from_pem_bundle(&pem)?);
-            }
+            let client = reqwest::Client::builder().http1_only().timeout(LAST_EXPORT);
+            let client = if endpoint.starts_with("https:") {
+                let pem = authority.unwrap_or_default();
+                client.tls_certs_merge(reqwest::Certificate::from_pem_bundle(&pem)?)
+            } else {
+                // Plain text works where the system has no authorities.
+                client.tls_certs_only([])
+            };
             SpanExporter::builder()
                 .with_http()
                 .with_http_client(OnRuntime { client: client.build()?, runtime: runtime.clone() })
