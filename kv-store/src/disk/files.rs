@@ -85,7 +85,18 @@ pub(crate) struct Files {
     pub(crate) index: File,
     pub(crate) slabs: File,
     pub(crate) num_slots: u32,
-    pub(crate) lock: File,
+    pub(crate) lock: DirLock,
+}
+
+/// A locked file. It is unlocked before it is closed: a process that another thread is about to start has it open, too,
+/// until its program runs, and would keep the lock.
+#[derive(Debug)]
+pub(crate) struct DirLock(pub(super) File);
+
+impl Drop for DirLock {
+    fn drop(&mut self) {
+        let _ = self.0.unlock();
+    }
 }
 
 impl Files {
@@ -107,11 +118,11 @@ impl Files {
         made.map_err(failed(dir, "cannot make the directory"))?;
         let lock_path = dir.join("lock");
         let lock = options().open(&lock_path).map_err(failed(&lock_path, "cannot open"))?;
-        match lock.try_lock() {
-            Ok(()) => {}
+        let lock = match lock.try_lock() {
+            Ok(()) => DirLock(lock),
             Err(TryLockError::WouldBlock) => return Err(StoreOpenError::InUse { dir: dir.to_owned() }),
             Err(TryLockError::Error(source)) => return Err(failed(&lock_path, "cannot lock")(source)),
-        }
+        };
         let (index_path, slabs_path) = (dir.join("index"), dir.join("slabs"));
         let index = options().open(&index_path).map_err(failed(&index_path, "cannot open"))?;
         let slabs = open_past_cache(&slabs_path).map_err(failed(&slabs_path, "cannot open"))?;

@@ -23,7 +23,7 @@ use std::{
 
 use baton_kv_cache::BlockHash;
 
-use self::files::Files;
+use self::files::{DirLock, Files};
 pub use self::{files::StoreOpenError, medium::Medium};
 use crate::{
     buffer::{PAGE, PageBuffer},
@@ -47,7 +47,7 @@ pub struct DiskSlots<M = File> {
     found: Vec<(u32, RecordName)>,
     num_damaged: usize,
     /// Keeps the directory locked.
-    _lock: Option<File>,
+    _lock: Option<DirLock>,
 }
 
 impl DiskSlots {

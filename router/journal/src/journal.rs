@@ -43,7 +43,7 @@ pub struct Journal {
     shared: Arc<Shared>,
     writer: Option<JoinHandle<()>>,
     /// Keeps the directory locked.
-    _lock: File,
+    _lock: DirLock,
 }
 
 /// A session as it was journalled.
@@ -350,15 +350,26 @@ impl Drop for SessionWriter {
     }
 }
 
+/// A locked file. It is unlocked before it is closed: a process that another thread is about to start has it open, too,
+/// until its program runs, and would keep the lock.
+#[derive(Debug)]
+struct DirLock(File);
+
+impl Drop for DirLock {
+    fn drop(&mut self) {
+        let _ = self.0.unlock();
+    }
+}
+
 /// Takes the directory for this process.
-fn lock(dir: &Path) -> Result<File, JournalOpenError> {
+fn lock(dir: &Path) -> Result<DirLock, JournalOpenError> {
     let path = dir.join("lock");
     let failed =
         |source: io::Error| JournalOpenError::Io { path: path.clone(), action: "cannot lock", source };
     let file = OpenOptions::new().write(true).create(true).truncate(false).mode(0o600).open(&path);
     let file = file.map_err(failed)?;
     match file.try_lock() {
-        Ok(()) => Ok(file),
+        Ok(()) => Ok(DirLock(file)),
         Err(TryLockError::WouldBlock) => Err(JournalOpenError::InUse { dir: dir.to_owned() }),
         Err(TryLockError::Error(error)) => Err(failed(error)),
     }

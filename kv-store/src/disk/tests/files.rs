@@ -70,8 +70,11 @@ fn one_process_at_a_time() {
     let dir = tempfile::tempdir().expect("a directory");
     let first = open(dir.path()).expect("free");
     assert!(matches!(open(dir.path()), Err(StoreOpenError::InUse { .. })));
+    // As a process has it that was forked and has not run its program yet.
+    let inherited = first._lock.as_ref().expect("locked").0.try_clone().expect("a descriptor");
     drop(first);
     open(dir.path()).expect("free again");
+    drop(inherited);
 }
 
 #[test]
