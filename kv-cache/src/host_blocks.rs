@@ -1,5 +1,5 @@
-//! Blocks outside a pool, in host memory that the pool's device reads and writes itself: many blocks with one launch, and no
-//! copy by a processor.
+//! Blocks outside a pool, in host memory that the pool's device reads and writes itself, many blocks at a time. No processor
+//! copies them.
 
 use std::{
     io,

@@ -477,7 +477,7 @@ static int copy(u64 to, u64 from, size_t len, void* stream, bool is_to_device, b
 }
 API cuMemcpyHtoDAsync_v2(u64 to, u64 from, size_t len, void* stream) { return copy(to, from, len, stream, true, false); }
 API cuMemcpyDtoHAsync_v2(u64 to, u64 from, size_t len, void* stream) { return copy(to, from, len, stream, false, true); }
-API cuMemcpyDtoDAsync_v2(u64 to, u64 from, size_t len, void* stream) { return copy(to, from, len, stream, true, true); }
+API cuMemcpyAsync(u64 to, u64 from, size_t len, void* stream) { return copy(to, from, len, stream, true, true); }
 API cuMemsetD8Async(u64 to, unsigned char byte, size_t len, void* stream) {
     IN_CONTEXT;
     if (!reaches(to, len)) fail("a fill leaves the device's memory");

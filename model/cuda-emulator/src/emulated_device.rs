@@ -167,6 +167,15 @@ impl KernelDevice for EmulatedDevice {
         Ok(HostMemory::new(self.session.allocate(num_bytes), ()))
     }
 
+    unsafe fn copy(&mut self, to: Address, from: Address, num_bytes: usize) -> Result<(), CudaError> {
+        let mut bytes = vec![0; num_bytes];
+        // SAFETY: the caller guarantees it.
+        unsafe {
+            self.download(from, &mut bytes)?;
+            self.upload(to, &bytes)
+        }
+    }
+
     // As late as possible. Until then the targets are unusable.
     unsafe fn begin_loads(&mut self, loads: &[HostLoad], place: usize) -> Result<(), CudaError> {
         assert!(!self.is_repeating, "what is repeated does not copy");
@@ -333,14 +342,5 @@ impl TimedDevice for EmulatedDevice {
 
     fn seconds_between(&mut self, (): &(), (): &()) -> Result<f64, CudaError> {
         Ok(1.0)
-    }
-
-    unsafe fn copy(&mut self, to: Address, from: Address, num_bytes: usize) -> Result<(), CudaError> {
-        let mut bytes = vec![0; num_bytes];
-        // SAFETY: the caller guarantees it.
-        unsafe {
-            self.download(from, &mut bytes)?;
-            self.upload(to, &bytes)
-        }
     }
 }

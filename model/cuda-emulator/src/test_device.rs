@@ -185,6 +185,11 @@ impl KernelDevice for TestDevice {
         of_either!(self, device => device.allocate_on_host(num_bytes))
     }
 
+    unsafe fn copy(&mut self, to: Address, from: Address, num_bytes: usize) -> Result<(), CudaError> {
+        // SAFETY: the caller guarantees it.
+        unsafe { of_either!(self, device => device.copy(to, from, num_bytes)) }
+    }
+
     unsafe fn begin_loads(&mut self, loads: &[HostLoad], place: usize) -> Result<(), CudaError> {
         // SAFETY: the caller guarantees it.
         unsafe { of_either!(self, device => device.begin_loads(loads, place)) }

@@ -57,6 +57,13 @@ pub trait KernelDevice: Send {
     /// When the host has too little memory.
     fn allocate_on_host(&mut self, num_bytes: usize) -> Result<HostMemory, CudaError>;
 
+    /// Queues a copy. Each side is memory of the device, or of the host that the device reaches. A copy engine does it, so kernels keep
+    /// the multiprocessors.
+    ///
+    /// # Safety
+    /// Both ranges are valid and do not overlap.
+    unsafe fn copy(&mut self, to: Address, from: Address, num_bytes: usize) -> Result<(), CudaError>;
+
     /// Queues copies from memory of the host, and marks them with a number below [`NUM_LOADS`], which replaces an older mark. They start
     /// when all work queued so far and all earlier loads are done, and may overlap the work that is queued before
     /// [`await_loads`](Self::await_loads); that work does not touch the targets.
@@ -160,7 +167,7 @@ pub trait KernelDevice: Send {
     ) -> Result<(), CudaError>;
 }
 
-/// A device that has a clock and copies within its memory.
+/// A device that has a clock.
 pub trait TimedDevice: KernelDevice + 'static {
     /// A point in time in the queue.
     type Stamp;
@@ -170,12 +177,6 @@ pub trait TimedDevice: KernelDevice + 'static {
 
     /// Waits for both stamps.
     fn seconds_between(&mut self, from: &Self::Stamp, to: &Self::Stamp) -> Result<f64, CudaError>;
-
-    /// Copies within the device's memory.
-    ///
-    /// # Safety
-    /// Both ranges are valid and do not overlap.
-    unsafe fn copy(&mut self, to: Address, from: Address, num_bytes: usize) -> Result<(), CudaError>;
 }
 
 /// A copy from memory of the host.

@@ -306,13 +306,6 @@ impl TimedDevice for DriverDevice {
         let elapsed = from.elapsed_ms(to).map_err(|error| failed("cuEventElapsedTime", error))?;
         Ok(f64::from(elapsed) / 1e3)
     }
-
-    unsafe fn copy(&mut self, to: Address, from: Address, num_bytes: usize) -> Result<(), CudaError> {
-        self.device.bind()?;
-        // SAFETY: the caller guarantees the memory.
-        unsafe { result::memcpy_dtod_async(to.0, from.0, num_bytes, self.stream.cu_stream()) }
-            .map_err(|error| failed("cuMemcpyDtoDAsync", error))
-    }
 }
 
 impl Drop for DriverDevice {
@@ -415,6 +408,14 @@ impl KernelDevice for DriverDevice {
 
     fn allocate_on_host(&mut self, num_bytes: usize) -> Result<HostMemory, CudaError> {
         self.free_memory.allocate(&self.device, num_bytes)
+    }
+
+    unsafe fn copy(&mut self, to: Address, from: Address, num_bytes: usize) -> Result<(), CudaError> {
+        self.device.bind()?;
+        // SAFETY: the caller guarantees the memory. Unified addresses tell which side is the host's.
+        unsafe { sys::cuMemcpyAsync(to.0, from.0, num_bytes, self.stream.cu_stream()) }
+            .result()
+            .map_err(|error| failed("cuMemcpyAsync", error))
     }
 
     unsafe fn begin_loads(&mut self, loads: &[HostLoad], place: usize) -> Result<(), CudaError> {

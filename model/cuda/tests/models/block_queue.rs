@@ -56,11 +56,11 @@ fn pieces_are_gathered_hashed_and_scattered() {
 
 #[test]
 fn pieces_are_copied_to_another_pool() {
-    const NUM_BYTES: usize = 40_000;
+    const NUM_BYTES: usize = 300_000;
     let (mut queue, at, pool) = queue(5 * NUM_BYTES);
     let other = queue.device.allocate(pool.len()).unwrap();
-    // Of every length, in another order; then more than one launch takes.
-    let some = [(3, 0, NUM_BYTES), (0, 2, 7), (4, 3, 241), (1, 4, 1)];
+    // Of every length, in another order, the first by a copy engine; then more than one launch takes.
+    let some = [(3, 0, NUM_BYTES), (0, 2, 7), (2, 1, 40_000), (4, 3, 241), (1, 4, 1)];
     let bytes = (0..MAX_RUNS + 3).map(|idx| (idx * 2, idx, 1));
     let places = |&(from, to, len): &(usize, usize, usize)| (from * NUM_BYTES, to * NUM_BYTES, len);
     for copies in [some.iter().map(places).collect::<Vec<_>>(), bytes.collect()] {

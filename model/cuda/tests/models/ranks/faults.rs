@@ -72,6 +72,12 @@ impl KernelDevice for Fragile {
         self.device.allocate_on_host(num_bytes)
     }
 
+    unsafe fn copy(&mut self, to: Address, from: Address, num_bytes: usize) -> Result<(), CudaError> {
+        self.count()?;
+        // SAFETY: as above.
+        unsafe { self.device.copy(to, from, num_bytes) }
+    }
+
     unsafe fn begin_loads(&mut self, loads: &[HostLoad], place: usize) -> Result<(), CudaError> {
         self.count()?;
         // SAFETY: as above.
