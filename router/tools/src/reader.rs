@@ -200,8 +200,11 @@ impl AnswerReader {
                 self.begin_object(String::new(), false);
                 return true;
             }
-        } else if find(rest, &marks) == Found::NotBefore(0) && !self.has_ended {
-            // A mark may have begun.
+        } else if find(rest, &marks) == Found::NotBefore(0) && (!self.has_ended || self.num_calls > 0) {
+            // A mark may have begun. Behind a call, what the end of the answer has cut is a mark.
+            if self.has_ended {
+                self.text.clear();
+            }
             self.state = State::Gap;
             return false;
         } else if !self.is_at_start {

@@ -62,6 +62,9 @@ fn hermes() {
     check(&plain, "<tool_call>{\"name\": \"add\", \"argu", &["F add"]);
     check(&plain, "<tool_call>{\"na", &["C <tool_call>{\"na"]);
     check(&plain, "1 <tool", &["C 1 <tool"]);
+    // The end of the answer cuts a mark behind a call.
+    check(&plain, &call[..call.len() - 5], &["F add", args]);
+    check(&plain, &format!("{call}\n<tool"), &["F add", args]);
     let single = reader(Some(ToolFormat::Hermes), false, None);
     check(&single, &format!("{call}\n{call}"), &["F add", args]);
 }
