@@ -76,6 +76,9 @@ async fn with_json_every_line_is_an_object_that_names_its_process() {
         let is_told = |event: &Value| event["message"].as_str().is_some_and(|text| text.contains(message));
         assert!(events.iter().any(is_told), "no event tells: {message}");
     }
+    let ended =
+        events.iter().find(|event| event["message"] == "request ended").expect("a line for the request");
+    assert!(ended["x_request_id"].is_string() && ended.get("span").is_none(), "nothing twice: {ended}");
 }
 
 #[test]

@@ -57,6 +57,8 @@ impl EndedRequest {
             ..
         } = &self.timing;
         tracing::info!(
+            // All that a span says of the request is here.
+            parent: None,
             request = self.id,
             x_request_id = self.x_request_id,
             tenant = Some(&*self.tenant).filter(|tenant| !tenant.is_empty()),
