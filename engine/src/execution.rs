@@ -4,6 +4,7 @@
 use std::{
     any::Any,
     panic::{AssertUnwindSafe, catch_unwind},
+    time::Duration,
 };
 
 use baton_kv_cache::{BlockId, BlockStorage};
@@ -42,8 +43,8 @@ pub(crate) fn launch(
     on_layer: &mut dyn FnMut(usize),
 ) -> Result<bool, EngineError> {
     let executor = executor.sampling().expect("the executor samples");
-    // SAFETY: As for `execute`, until the step is collected. A step is collected before the next command unless it was
-    // planned ahead. In that case the blocks of its sequences return to the pool only after it is collected.
+    // SAFETY: As for `execute`, until the step is collected. A step is collected before the next command that could end a sequence
+    // unless it was planned ahead. In that case the blocks of its sequences return to the pool only after it is collected.
     #[allow(unsafe_code)]
     let outcome =
         catch_panic(move || unsafe { executor.launch(batch, samplings, follows, storage, on_layer) });
@@ -87,6 +88,12 @@ pub(crate) fn blend<'e>(
 
 fn blending(executor: &mut dyn Executor) -> &mut dyn BlendingExecutor {
     executor.blending().expect("a sequence has a head only if the executor blends")
+}
+
+/// How long the oldest launched step is still computed, at least.
+pub(crate) fn least_left(executor: &mut dyn Executor) -> Result<Duration, EngineError> {
+    let executor = executor.sampling().expect("the executor samples");
+    Ok(catch_panic(move || executor.least_left())??)
 }
 
 /// Waits for the oldest launched step.

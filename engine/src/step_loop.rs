@@ -13,10 +13,13 @@
 //! this thread  launch n+1 ...... collect n, tell, receive, launch n+2 .. collect n+1
 //! ```
 //!
+//! Meanwhile it answers what other workers ask for, holds and reservations of cached prefixes; other commands wait for the step.
+//!
 //! A request is live from its `Submit` to its terminal event. Its blocks may live longer, with a hold. Whatever ends
 //! the loop, even a panic, drops the live requests, and their sinks tell the readers.
 
 use std::{
+    collections::VecDeque,
     io, mem,
     sync::{
         Arc,
@@ -39,7 +42,7 @@ use crate::{
     cache_log::CacheLog,
     command::Command,
     events::EngineError,
-    execution::{collect, execute, launch, mask},
+    execution::{collect, execute, launch, least_left, mask},
     live::LiveRequests,
     pages::PagesAhead,
     plan::StepPlan,
@@ -47,6 +50,9 @@ use crate::{
     speculation::Speculator,
     status::{EngineLoad, Progress},
 };
+
+/// A thread that sleeps may wake up so much too late. For less, it looks again at once.
+const SLACK: Duration = Duration::from_micros(60);
 
 pub(crate) struct StepLoop {
     executor: Box<dyn Executor>,
@@ -65,6 +71,8 @@ pub(crate) struct StepLoop {
     plans: Vec<StepPlan>,
     follows: Vec<usize>,
     inbox: Receiver<Command>,
+    /// Commands that came while a step was computed, and wait for its end.
+    deferred: VecDeque<Command>,
     load: watch::Sender<EngineLoad>,
     progress: Arc<Progress>,
     cache_log: CacheLog,
@@ -130,6 +138,7 @@ impl StepLoop {
             plans: Vec::new(),
             follows: Vec::new(),
             inbox,
+            deferred: VecDeque::new(),
             load,
             progress,
             cache_log,
@@ -166,24 +175,49 @@ impl StepLoop {
 
     /// Handles the commands in the inbox. With `may_sleep`, waits for the first one.
     fn receive(&mut self, may_sleep: bool) -> Result<Next, EngineError> {
-        let mut first = None;
-        if may_sleep {
+        let mut first = self.deferred.pop_front();
+        if may_sleep && first.is_none() {
             let scheduler = &self.live.scheduler;
             if cfg!(debug_assertions) && scheduler.is_idle() {
                 scheduler.check_integrity().expect("an idle pool has consistent accounting");
             }
             match self.inbox.recv() {
-                Ok(Command::Shutdown) | Err(_) => return Ok(Next::Shutdown),
                 Ok(command) => first = Some(command),
+                Err(_) => return Ok(Next::Shutdown),
             }
         }
         self.live.scheduler.set_time((self.clock)() - self.began);
-        first.map_or(Ok(()), |command| self.handle(command))?;
         loop {
-            match self.inbox.try_recv() {
+            let next = first.take().or_else(|| self.deferred.pop_front());
+            match next.map_or_else(|| self.inbox.try_recv(), Ok) {
                 Ok(Command::Shutdown) | Err(TryRecvError::Disconnected) => return Ok(Next::Shutdown),
                 Ok(command) => self.handle(command)?,
                 Err(TryRecvError::Empty) => return Ok(Next::Step),
+            }
+        }
+    }
+
+    /// Until the launched step is computed, answers commands that neither begin nor end a sequence. They take no block of a
+    /// sequence.
+    fn hear(&mut self) -> Result<(), EngineError> {
+        loop {
+            let left = least_left(&mut *self.executor)?;
+            let command = match left.checked_sub(SLACK) {
+                _ if left.is_zero() => return Ok(()),
+                Some(left) => self.inbox.recv_timeout(left).ok(),
+                None => self.inbox.try_recv().ok(),
+            };
+            match command {
+                None => std::hint::spin_loop(),
+                Some(
+                    command @ (Command::HoldCached { .. }
+                    | Command::ReservePrefix { .. }
+                    | Command::CachePrefix { .. }),
+                ) => {
+                    self.live.scheduler.set_time((self.clock)() - self.began);
+                    self.handle(command)?;
+                }
+                Some(later) => self.deferred.push_back(later),
             }
         }
     }
@@ -235,6 +269,9 @@ impl StepLoop {
             }
         };
         self.look_ahead(&step)?;
+        if step.is_launched {
+            self.hear()?;
+        }
         self.finish(step)?;
         // No request waits for the step ahead any more, and its blocks shall return.
         if self.ahead.as_ref().is_some_and(|ahead| !self.live.any_lives(&ahead.plan)) {

@@ -3,9 +3,13 @@
 
 mod support;
 
-use std::sync::{
-    atomic::{AtomicUsize, Ordering},
-    mpsc,
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicUsize, Ordering},
+        mpsc,
+    },
+    time::Duration,
 };
 
 use baton_engine::{
@@ -15,7 +19,7 @@ use baton_engine::{
 use baton_engine_testing::FakeModel;
 use baton_model_spec::ExecuteError;
 use support::{
-    BLOCK_SIZE, MAX_STEP_TOKENS, collect, config, draft, engine, engine_of,
+    BLOCK_SIZE, MAX_STEP_TOKENS, TestEngine, collect, config, draft, engine, engine_of,
     handoff::hand_off,
     kinds::{read, requests},
     request, sampling_draft, sampling_engine, speculating,
@@ -51,6 +55,37 @@ async fn a_client_sees_the_same_when_the_executor_samples() {
             engine.check_whole().await;
         }
     }
+}
+
+#[tokio::test]
+async fn prefixes_are_held_and_reserved_while_a_step_is_computed() {
+    let model = FakeModel::new(BLOCK_SIZE);
+    let is_computed = Arc::new(AtomicBool::new(true));
+    let engine = TestEngine::of(model.sampling_executor_while(is_computed.clone()));
+    let turn: Vec<u32> = (0..18).collect();
+    engine.generate_all(request(&turn, 4)).await;
+
+    is_computed.store(false, Ordering::Relaxed);
+    let other: Vec<u32> = (30..39).collect();
+    let running = engine.generate(request(&other, 6)).expect("accepted");
+    engine.load().wait_for(|load| load.num_running == 1).await.expect("the engine lives");
+    let answered = async {
+        let held = engine.hold_cached(&request(&turn, 4)).await.unwrap();
+        assert_eq!(held.blocks().len(), 4);
+        let prefix = request(&[7; 9], 4);
+        let reservation = engine.reserve_prefix(&prefix, 8).await.unwrap().expect("there is room");
+        assert_eq!((reservation.blocks().len(), reservation.num_cached_blocks()), (2, 0));
+        engine.cache_prefix(reservation);
+        assert_eq!(engine.hold_cached(&prefix).await.unwrap().blocks().len(), 2);
+        // This one waits for the end of the step.
+        engine.generate(request(&turn, 3)).expect("accepted")
+    };
+    let waiting = tokio::time::timeout(Duration::from_secs(20), answered).await.expect("beside the step");
+    assert_eq!(engine.load().borrow().num_running, 1);
+    is_computed.store(true, Ordering::Relaxed);
+    assert_eq!(collect(running).await.tokens, model.greedy(&other, 6));
+    assert_eq!(collect(waiting).await.tokens, model.greedy(&turn, 3));
+    engine.check_whole().await;
 }
 
 #[tokio::test]

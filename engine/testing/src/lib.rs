@@ -8,8 +8,9 @@ use std::{
     collections::VecDeque,
     sync::{
         Arc,
-        atomic::{AtomicUsize, Ordering},
+        atomic::{AtomicBool, AtomicUsize, Ordering},
     },
+    time::Duration,
 };
 
 use baton_engine::sampler::Sampler;
@@ -48,6 +49,8 @@ struct FakeSamplingExecutor {
     sampler: Sampler,
     launched: VecDeque<LaunchedStep>,
     num_ahead: Arc<AtomicUsize>,
+    /// Whether a launched step is computed; otherwise only its collection waits.
+    is_computed: Option<Arc<AtomicBool>>,
     /// The token after each row of the last collected step; `None` where the engine samples.
     sampled: Vec<Option<Result<SampledToken, InvalidLogits>>>,
 }
@@ -93,13 +96,28 @@ impl FakeModel {
         num_ahead: Arc<AtomicUsize>,
         hook: impl FnMut(&Batch<'_>) -> Result<(), ExecuteError> + Send + 'static,
     ) -> Box<dyn Executor> {
-        Box::new(FakeSamplingExecutor {
+        Box::new(self.sampling(num_ahead, hook, None))
+    }
+
+    /// An executor that samples itself, whose steps are computed while `is_computed` says so.
+    pub fn sampling_executor_while(self, is_computed: Arc<AtomicBool>) -> Box<dyn Executor> {
+        Box::new(self.sampling(Arc::default(), |_| Ok(()), Some(is_computed)))
+    }
+
+    fn sampling(
+        self,
+        num_ahead: Arc<AtomicUsize>,
+        hook: impl FnMut(&Batch<'_>) -> Result<(), ExecuteError> + Send + 'static,
+        is_computed: Option<Arc<AtomicBool>>,
+    ) -> FakeSamplingExecutor {
+        FakeSamplingExecutor {
             executor: FakeExecutor { model: self, hook: Box::new(hook), logits: Vec::new() },
             sampler: Sampler::default(),
             launched: VecDeque::new(),
             num_ahead,
+            is_computed,
             sampled: Vec::new(),
-        })
+        }
     }
 
     /// The first `num_tokens` greedy tokens after `prompt`.
@@ -281,7 +299,15 @@ impl SamplingExecutor for FakeSamplingExecutor {
         Ok(())
     }
 
+    fn least_left(&mut self) -> Result<Duration, ExecuteError> {
+        let is_computed = self.is_computed.as_ref().is_none_or(|it| it.load(Ordering::Relaxed));
+        Ok(if is_computed { Duration::ZERO } else { Duration::from_millis(1) })
+    }
+
     fn collect(&mut self, on_layer: &mut dyn FnMut(usize)) -> Result<Vec<SampledRow<'_>>, ExecuteError> {
+        while self.least_left()? > Duration::ZERO {
+            std::thread::yield_now();
+        }
         let mut step = self.launched.pop_front().expect("a step is under way");
         assert!(step.samplings.iter().all(|sampling| !sampling.is_masked), "masks come before the tokens");
         for (idx, &row_idx) in step.follows.iter().enumerate() {

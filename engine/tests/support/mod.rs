@@ -16,7 +16,7 @@ use baton_engine::{
 };
 use baton_engine_testing::FakeModel;
 use baton_grammar::{GrammarCompiler, GrammarLimits, Vocabulary, VocabularyToken};
-use baton_model_spec::{Batch, ExecuteError};
+use baton_model_spec::{Batch, ExecuteError, Executor};
 
 pub const BLOCK_SIZE: usize = 4;
 /// The token that ends a text of a grammar.
@@ -173,6 +173,11 @@ pub fn sampling_draft_of_cost(model: FakeModel, cost: f64) -> (Drafter, Arc<Atom
 }
 
 impl TestEngine {
+    pub fn of(executor: Box<dyn Executor>) -> TestEngine {
+        let (handle, thread) = baton_engine::start(executor, None, config()).expect("a test engine starts");
+        TestEngine { handle, thread }
+    }
+
     pub fn clone_handle(&self) -> EngineHandle {
         self.handle.clone()
     }

@@ -204,6 +204,10 @@ impl KernelDevice for TestDevice {
         unsafe { of_either!(self, device => device.send_back(from, num_bytes, place)) }
     }
 
+    fn has_returned(&mut self, place: usize) -> Result<bool, CudaError> {
+        of_either!(self, device => device.has_returned(place))
+    }
+
     fn returned(&mut self, place: usize) -> Result<&[u8], CudaError> {
         of_either!(self, device => device.returned(place))
     }

@@ -83,6 +83,9 @@ pub trait KernelDevice: Send {
     /// The memory at `from` holds `num_bytes` bytes.
     unsafe fn send_back(&mut self, from: Address, num_bytes: usize, place: usize) -> Result<(), CudaError>;
 
+    /// Whether the last copy to this place is done.
+    fn has_returned(&mut self, place: usize) -> Result<bool, CudaError>;
+
     /// Waits for the last copy to this place, and so for all work queued before that copy. Returns its bytes.
     fn returned(&mut self, place: usize) -> Result<&[u8], CudaError>;
 

@@ -211,6 +211,11 @@ impl SamplingExecutor for SimExecutor {
         Ok(())
     }
 
+    fn least_left(&mut self) -> Result<Duration, ExecuteError> {
+        assert!(self.launched.is_some(), "a step is under way");
+        Ok(self.free_at.saturating_duration_since(Instant::now()))
+    }
+
     fn collect(&mut self, on_layer: &mut dyn FnMut(usize)) -> Result<Vec<SampledRow<'_>>, ExecuteError> {
         let rows = self.launched.take().expect("a step is under way");
         let mut logits = std::mem::take(&mut self.logits);

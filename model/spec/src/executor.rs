@@ -3,6 +3,8 @@
 //!
 //! An executor knows tokens, positions and blocks. It does not know requests or how a batch was scheduled.
 
+use std::time::Duration;
+
 use baton_kv_cache::{BlockId, BlockStorage, KvLayout};
 
 use crate::blend::{BlendRefusal, Blended, BlendedPrompt, PassageKv};
@@ -120,6 +122,18 @@ pub trait SamplingExecutor {
     /// # Panics
     /// When the step has another number of such rows.
     fn mask(&mut self, masks: &[u32]) -> Result<(), ExecuteError>;
+
+    /// How long the oldest launched step is still computed, at least. Zero when it is computed, and when only
+    /// [`collect`](Self::collect) can wait for it.
+    ///
+    /// # Errors
+    /// When the device fails.
+    ///
+    /// # Panics
+    /// When no step was launched.
+    fn least_left(&mut self) -> Result<Duration, ExecuteError> {
+        Ok(Duration::ZERO)
+    }
 
     /// Waits for the oldest launched step and returns the result for each of its requested rows. Calls `on_layer` for
     /// the layers that `launch` has not reported.

@@ -459,6 +459,11 @@ impl KernelDevice for DriverDevice {
         staging.copied.record(&self.stream).map_err(|error| failed("cuEventRecord", error))
     }
 
+    fn has_returned(&mut self, place: usize) -> Result<bool, CudaError> {
+        let copied = &self.returns[place].staging.copied;
+        copied.try_is_complete().map_err(|error| failed("cuEventQuery", error))
+    }
+
     fn returned(&mut self, place: usize) -> Result<&[u8], CudaError> {
         let Returned { staging, num_bytes } = &self.returns[place];
         wait(&staging.copied, self.others.as_mut())?;

@@ -3,6 +3,8 @@
 //! the device's memory. Where masks restrict tokens, the sampling is queued when they are given, which may be
 //! while the step is computed.
 
+use std::time::Duration;
+
 use baton_cuda::CudaError;
 use baton_cuda_kernels::device::{KernelDevice, NUM_RETURNS};
 use baton_cuda_kernels::sample::TakeTokens;
@@ -31,6 +33,15 @@ impl<D: KernelDevice + 'static> SamplingExecutor for DeviceExecutor<D> {
 
     fn mask(&mut self, masks: &[u32]) -> Result<(), ExecuteError> {
         SamplingRank::mask(self, masks).map_err(|error| self.failed(error))
+    }
+
+    fn least_left(&mut self) -> Result<Duration, ExecuteError> {
+        let &Launched { place, reported, .. } = self.launched.front().expect("a step is in flight");
+        // Layers that a transfer waits for are reported by `collect`.
+        let is_computed = reported.is_marked
+            || self.device.has_returned(place).map_err(|error| self.failed(of_rank(error)))?;
+        // Nobody knows how long; a look costs less than being late.
+        Ok(if is_computed { Duration::ZERO } else { Duration::from_nanos(1) })
     }
 
     fn collect(&mut self, on_layer: &mut dyn FnMut(usize)) -> Result<Vec<SampledRow<'_>>, ExecuteError> {

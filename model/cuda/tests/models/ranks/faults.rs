@@ -95,6 +95,10 @@ impl KernelDevice for Fragile {
         unsafe { self.device.send_back(from, num_bytes, place) }
     }
 
+    fn has_returned(&mut self, place: usize) -> Result<bool, CudaError> {
+        self.device.has_returned(place)
+    }
+
     fn returned(&mut self, place: usize) -> Result<&[u8], CudaError> {
         self.device.returned(place)
     }
