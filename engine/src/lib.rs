@@ -44,7 +44,6 @@ mod execution;
 pub mod handle;
 mod live;
 mod live_request;
-mod pages;
 mod passage_store;
 pub mod plan;
 mod prefix;

@@ -29,7 +29,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use baton_kv_cache::BlockStorage;
+use baton_kv_cache::{BlockStorage, PagesAhead};
 use baton_kv_events::BlockHolder;
 use baton_model_spec::{Executor, SampledRow};
 use tokio::sync::watch;
@@ -44,7 +44,6 @@ use crate::{
     events::EngineError,
     execution::{collect, execute, launch, least_left, mask},
     live::LiveRequests,
-    pages::PagesAhead,
     plan::StepPlan,
     sequence::SequenceId,
     speculation::Speculator,

@@ -40,7 +40,7 @@ impl<D: KernelDevice + 'static> SamplingExecutor for DeviceExecutor<D> {
         // Layers that a transfer waits for are reported by `collect`.
         let is_computed = reported.is_marked
             || self.device.has_returned(place).map_err(|error| self.failed(of_rank(error)))?;
-        // Nobody knows how long; a look costs less than being late.
+        // The device does not say how long. A look costs less than being late.
         Ok(if is_computed { Duration::ZERO } else { Duration::from_nanos(1) })
     }
 

@@ -10,7 +10,7 @@ use std::{
     thread::{self, JoinHandle},
 };
 
-use baton_kv_cache::BlockStorage;
+use crate::BlockStorage;
 
 /// Bytes per system call: enough to share its fixed cost, and few enough to end within milliseconds.
 const STRIDE: usize = 32 << 20;
@@ -23,7 +23,7 @@ const STOP: usize = usize::MAX;
 
 /// A thread that keeps pages populated a little ahead of the blocks in use. It ends when this is dropped.
 #[derive(Debug)]
-pub(crate) struct PagesAhead {
+pub struct PagesAhead {
     /// Bytes from the front that shall be populated.
     wanted: Arc<AtomicUsize>,
     thread: Option<JoinHandle<()>>,
@@ -36,7 +36,7 @@ impl PagesAhead {
     ///
     /// # Errors
     /// When the thread is refused.
-    pub(crate) fn start(storage: Arc<BlockStorage>) -> io::Result<PagesAhead> {
+    pub fn start(storage: Arc<BlockStorage>) -> io::Result<PagesAhead> {
         let block_bytes = storage.layout().block_bytes();
         let wanted = Arc::new(AtomicUsize::new(AHEAD));
         let thread = {
@@ -47,7 +47,7 @@ impl PagesAhead {
     }
 
     /// The first `num_blocks` have been used.
-    pub(crate) fn used(&mut self, num_blocks: usize) {
+    pub fn used(&mut self, num_blocks: usize) {
         if num_blocks > self.num_used {
             self.num_used = num_blocks;
             self.wanted.store(num_blocks * self.block_bytes + AHEAD, Ordering::Relaxed);
@@ -82,8 +82,8 @@ fn keep_ready(storage: &BlockStorage, wanted: &AtomicUsize) {
             wanted if wanted <= ready => thread::park(),
             _ => {
                 let end = size.min(ready + STRIDE);
-                if let Err(error) = storage.populate(ready..end) {
-                    tracing::debug!(%error, "KV memory is not populated ahead: its pages come on first touch");
+                if storage.populate(ready..end).is_err() {
+                    // Pages come on first touch.
                     return;
                 }
                 ready = end;
