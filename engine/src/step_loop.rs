@@ -70,7 +70,7 @@ pub(crate) struct StepLoop {
     plans: Vec<StepPlan>,
     follows: Vec<usize>,
     inbox: Receiver<Command>,
-    /// Commands that came while a step was computed, and wait for its end.
+    /// Commands that come before those in the inbox: they came while a step was computed, or woke the thread.
     deferred: VecDeque<Command>,
     load: watch::Sender<EngineLoad>,
     progress: Arc<Progress>,
@@ -174,21 +174,19 @@ impl StepLoop {
 
     /// Handles the commands in the inbox. With `may_sleep`, waits for the first one.
     fn receive(&mut self, may_sleep: bool) -> Result<Next, EngineError> {
-        let mut first = self.deferred.pop_front();
-        if may_sleep && first.is_none() {
+        if may_sleep && self.deferred.is_empty() {
             let scheduler = &self.live.scheduler;
             if cfg!(debug_assertions) && scheduler.is_idle() {
                 scheduler.check_integrity().expect("an idle pool has consistent accounting");
             }
             match self.inbox.recv() {
-                Ok(command) => first = Some(command),
+                Ok(command) => self.deferred.push_back(command),
                 Err(_) => return Ok(Next::Shutdown),
             }
         }
         self.live.scheduler.set_time((self.clock)() - self.began);
         loop {
-            let next = first.take().or_else(|| self.deferred.pop_front());
-            match next.map_or_else(|| self.inbox.try_recv(), Ok) {
+            match self.deferred.pop_front().map_or_else(|| self.inbox.try_recv(), Ok) {
                 Ok(Command::Shutdown) | Err(TryRecvError::Disconnected) => return Ok(Next::Shutdown),
                 Ok(command) => self.handle(command)?,
                 Err(TryRecvError::Empty) => return Ok(Next::Step),
@@ -201,8 +199,10 @@ impl StepLoop {
     fn hear(&mut self) -> Result<(), EngineError> {
         loop {
             let left = least_left(&mut *self.executor)?;
+            if left.is_zero() {
+                return Ok(());
+            }
             let command = match left.checked_sub(SLACK) {
-                _ if left.is_zero() => return Ok(()),
                 Some(left) => self.inbox.recv_timeout(left).ok(),
                 None => self.inbox.try_recv().ok(),
             };

@@ -49,7 +49,7 @@ struct FakeSamplingExecutor {
     sampler: Sampler,
     launched: VecDeque<LaunchedStep>,
     num_ahead: Arc<AtomicUsize>,
-    /// Whether a launched step is computed; otherwise only its collection waits.
+    /// Whether launched steps are computed. `None`: a step is computed when it is collected.
     is_computed: Option<Arc<AtomicBool>>,
     /// The token after each row of the last collected step; `None` where the engine samples.
     sampled: Vec<Option<Result<SampledToken, InvalidLogits>>>,
@@ -99,7 +99,7 @@ impl FakeModel {
         Box::new(self.sampling(num_ahead, hook, None))
     }
 
-    /// An executor that samples itself, whose steps are computed while `is_computed` says so.
+    /// An executor that samples itself. While `is_computed` is false, its launched step is under way.
     pub fn sampling_executor_while(self, is_computed: Arc<AtomicBool>) -> Box<dyn Executor> {
         Box::new(self.sampling(Arc::default(), |_| Ok(()), Some(is_computed)))
     }
