@@ -1,12 +1,17 @@
-//! The grammar of a request, and the masks of the tokens that it allows next. They are computed on a thread of their own
-//! while the executor computes the step.
+//! The grammar of a request, and the masks of the tokens that it allows next. Those that take long are computed on a thread of
+//! their own while the executor computes the step.
 //!
 //! ```text
 //! engine thread   draft forced text, cut drafts, begin masks | execute ................. | collect masks, sample, accept
 //! mask thread                                                  masks before and after drafts
 //! ```
 //!
+//! The likeliest token of all, if the grammar allows it, is the likeliest that it allows. So a request that takes the likeliest
+//! needs a mask only where it is refused; until then none is begun.
+//!
 //! It does not know logits.
+
+use std::borrow::Cow;
 
 use baton_grammar::{GrammarError, Masked, NoMasks, TokenMask, TokenMatcher};
 
@@ -17,13 +22,15 @@ use crate::{events::EngineError, sequence::SequenceId};
 pub(crate) struct Constraint {
     /// `None` while its masks are computed.
     matcher: Option<TokenMatcher>,
-    /// Of the step's rows.
+    /// Of the step's rows. Empty if they were not begun.
     masks: Result<Vec<TokenMask>, GrammarError>,
+    /// Whether the grammar refused the last token that was asked about.
+    has_refused: bool,
 }
 
 impl Constraint {
     pub(crate) fn new(matcher: TokenMatcher) -> Constraint {
-        Constraint { matcher: Some(matcher), masks: Ok(Vec::new()) }
+        Constraint { matcher: Some(matcher), masks: Ok(Vec::new()), has_refused: false }
     }
 
     /// How many tokens of a draft the grammar allows.
@@ -36,13 +43,42 @@ impl Constraint {
         self.matcher().forced(max_tokens)
     }
 
-    /// The mask of a row of the step.
+    /// Whether the last token that [`allows`](Self::allows) was asked about was refused.
+    pub(crate) fn has_refused(&self) -> bool {
+        self.has_refused
+    }
+
+    /// Whether the grammar allows a token in a row of the step, the tokens of earlier rows being accepted.
+    ///
+    /// # Errors
+    /// When the mask of the row could not be computed.
+    pub(crate) fn allows(&mut self, row_idx: usize, token: u32) -> Result<bool, EngineError> {
+        let allows = match self.begun(row_idx)? {
+            Some(mask) => mask.allows(token),
+            None => self.matcher().allows(token),
+        };
+        self.has_refused = !allows;
+        Ok(allows)
+    }
+
+    /// The mask of a row of the step, the tokens of earlier rows being accepted.
     ///
     /// # Errors
     /// When it could not be computed.
-    pub(crate) fn mask(&self, row_idx: usize) -> Result<&TokenMask, EngineError> {
-        let masks = self.masks.as_ref().map_err(|error| error.clone())?;
-        Ok(&masks[row_idx])
+    pub(crate) fn mask(&mut self, row_idx: usize) -> Result<Cow<'_, TokenMask>, EngineError> {
+        // Two looks, as the borrow of a mask that is returned would last.
+        if self.begun(row_idx)?.is_none() {
+            return Ok(Cow::Owned(self.matcher().mask()?));
+        }
+        Ok(Cow::Borrowed(self.begun(row_idx)?.expect("it was begun")))
+    }
+
+    /// The mask of a row, if it was begun.
+    ///
+    /// # Errors
+    /// When it could not be computed.
+    pub(crate) fn begun(&self, row_idx: usize) -> Result<Option<&TokenMask>, EngineError> {
+        Ok(self.masks.as_ref().map_err(|error| error.clone())?.get(row_idx))
     }
 
     /// Goes on after a sampled token. True when the text ended with it.
@@ -62,11 +98,16 @@ impl Constraint {
     pub(crate) fn lend(&mut self) -> TokenMatcher {
         self.matcher.take().expect("the masks of the last step were collected")
     }
-}
 
-impl From<Masked<SequenceId>> for Constraint {
-    fn from(Masked { matcher, masks, .. }: Masked<SequenceId>) -> Constraint {
-        Constraint { matcher: Some(matcher), masks }
+    /// Takes back what it has lent.
+    pub(crate) fn take_back(&mut self, Masked { matcher, masks, .. }: Masked<SequenceId>) {
+        self.matcher = Some(matcher);
+        self.masks = masks;
+    }
+
+    /// Goes into a step without masks.
+    pub(crate) fn skip_masks(&mut self) {
+        self.masks = Ok(Vec::new());
     }
 }
 

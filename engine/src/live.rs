@@ -395,15 +395,19 @@ impl LiveRequests {
         self.sampled.num_accepted = 0;
         for (row_idx, row) in rows.enumerate() {
             let (params, history) = (&live.request.sampling, &live.history);
-            let token = match (row, &live.constraint) {
+            let token = match (row, &mut live.constraint) {
                 (SampledRow::Sampled(token), None) => token?,
                 (SampledRow::Sampled(token), Some(constraint)) => {
-                    constraint.mask(row_idx)?;
+                    constraint.begun(row_idx)?;
                     token?
                 }
                 (SampledRow::Logits(row), None) => self.sampler.sample(row, params, history)?,
                 (SampledRow::Logits(row), Some(constraint)) => {
-                    self.sampler.sample_within(constraint.mask(row_idx)?, row, params, history)?
+                    let likeliest = params.is_greedy().then(|| self.sampler.sample(row, params, history));
+                    match likeliest.transpose()? {
+                        Some(token) if constraint.allows(row_idx, token.id)? => token,
+                        _ => self.sampler.sample_within(&*constraint.mask(row_idx)?, row, params, history)?,
+                    }
                 }
             };
             let token_id = token.id;

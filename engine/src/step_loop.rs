@@ -307,10 +307,11 @@ impl StepLoop {
     fn begin(&mut self, plan: StepPlan) -> Result<Step, EngineError> {
         self.started = self.now();
         let completions = Completion::all(&plan, &self.live, self.storage.layout().block_size);
-        self.live.begin_masks(&plan)?;
+        let samples = self.executor.sampling().is_some();
+        self.live.begin_masks(&plan, samples)?;
         let (mut is_launched, mut can_be_followed) = (false, false);
         // A step of heads alone samples nothing.
-        if self.executor.sampling().is_some() && plan.chunks.iter().any(|chunk| !self.live.is_head(chunk)) {
+        if samples && plan.chunks.iter().any(|chunk| !self.live.is_head(chunk)) {
             let (executor, batch) = (&mut *self.executor, batch(&self.live, &plan));
             let samplings: Vec<_> = self.live.samplings(&plan).collect();
             let mut on_layer = announcing(&completions, &self.live);

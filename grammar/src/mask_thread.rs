@@ -1,22 +1,33 @@
-//! A thread that computes masks while its caller does other work. It starts with the first matcher.
+//! A thread that computes masks while its caller does other work. It starts with the first mask that takes long.
 //!
-//! A matcher has one owner at a time: the caller, or between [`begin`](MaskThread::begin) and
-//! [`collect`](MaskThread::collect) the thread.
+//! A matcher has one owner at a time: the caller, or this module between [`begin`](MaskThread::begin) and
+//! [`collect`](MaskThread::collect).
 
 use std::io;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
 
 use crate::{GrammarError, TokenMask, TokenMatcher};
 
 /// Masks may be deep in recursion for nested grammars.
 const STACK_BYTES: usize = 16 << 20;
 
+/// To give a thread work and to wait for it takes about as long where all processors are busy. So much of the masks of a step
+/// is computed by the caller.
+const HANDOVER: Duration = Duration::from_micros(50);
+
 /// Computes masks. A key says whose they are. Dropping it waits for the thread to end.
 #[derive(Debug)]
 pub struct MaskThread<K> {
     running: Option<Running<K>>,
     num_under_way: usize,
+    /// Computed when they are collected.
+    own: Vec<Job<K>>,
+    /// What the masks of `own` will take.
+    own_time: Duration,
+    /// Mean time of one mask, newer ones weigh more.
+    mask_time: Duration,
 }
 
 /// A matcher that comes back with its masks.
@@ -28,6 +39,7 @@ pub struct Masked<K> {
     pub matcher: TokenMatcher,
     /// The masks before the drafts and after each, or why there are none.
     pub masks: Result<Vec<TokenMask>, GrammarError>,
+    took: Duration,
 }
 
 /// There is no thread that computes masks.
@@ -42,16 +54,29 @@ pub enum NoMasks {
 }
 
 #[derive(Debug)]
+struct Job<K> {
+    key: K,
+    matcher: TokenMatcher,
+    drafts: Vec<u32>,
+}
+
+#[derive(Debug)]
 struct Running<K> {
     /// `None` when the thread is to end.
-    jobs: Option<Sender<(K, TokenMatcher, Vec<u32>)>>,
+    jobs: Option<Sender<Job<K>>>,
     done: Receiver<Masked<K>>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl<K> Default for MaskThread<K> {
     fn default() -> MaskThread<K> {
-        MaskThread { running: None, num_under_way: 0 }
+        MaskThread {
+            running: None,
+            num_under_way: 0,
+            own: Vec::new(),
+            own_time: Duration::ZERO,
+            mask_time: Duration::ZERO,
+        }
     }
 }
 
@@ -61,39 +86,62 @@ impl<K: Send + 'static> MaskThread<K> {
     /// # Errors
     /// When the thread cannot start, or has ended.
     pub fn begin(&mut self, key: K, matcher: TokenMatcher, drafts: &[u32]) -> Result<(), NoMasks> {
+        let job = Job { key, matcher, drafts: drafts.to_vec() };
+        let time = self.mask_time * (drafts.len() + 1) as u32;
+        if self.own_time + time <= HANDOVER {
+            self.own_time += time;
+            self.own.push(job);
+            return Ok(());
+        }
         let running = match &mut self.running {
             Some(running) => running,
             None => self.running.insert(Running::start().map_err(NoMasks::NotStarted)?),
         };
         let jobs = running.jobs.as_ref().ok_or(NoMasks::Ended)?;
-        jobs.send((key, matcher, drafts.to_vec())).map_err(|_| NoMasks::Ended)?;
+        jobs.send(job).map_err(|_| NoMasks::Ended)?;
         self.num_under_way += 1;
         Ok(())
     }
 
-    /// Waits for all masks and gives them back.
+    /// Computes the caller's masks, waits for the others and gives all back.
     ///
     /// # Errors
     /// When the thread has ended.
     pub fn collect(&mut self, mut give: impl FnMut(Masked<K>)) -> Result<(), NoMasks> {
-        while self.num_under_way > 0 {
-            let running = self.running.as_ref().expect("masks are under way");
-            let masked = running.done.recv().map_err(|_| NoMasks::Ended)?;
-            self.num_under_way -= 1;
+        let MaskThread { running, num_under_way, own, own_time, mask_time } = self;
+        *own_time = Duration::ZERO;
+        let mut finish = |masked: Masked<K>| {
+            if let Ok(masks) = &masked.masks {
+                *mask_time = (*mask_time * 7 + masked.took / masks.len() as u32) / 8;
+            }
             give(masked);
+        };
+        own.drain(..).map(Job::run).for_each(&mut finish);
+        while *num_under_way > 0 {
+            let running = running.as_ref().expect("masks are under way");
+            finish(running.done.recv().map_err(|_| NoMasks::Ended)?);
+            *num_under_way -= 1;
         }
         Ok(())
     }
 }
 
+impl<K> Job<K> {
+    fn run(self) -> Masked<K> {
+        let Job { key, mut matcher, drafts } = self;
+        let start = Instant::now();
+        let masks = matcher.masks(&drafts);
+        Masked { key, matcher, masks, took: start.elapsed() }
+    }
+}
+
 impl<K: Send + 'static> Running<K> {
     fn start() -> io::Result<Running<K>> {
-        let (jobs, inbox) = channel::<(K, TokenMatcher, Vec<u32>)>();
+        let (jobs, inbox) = channel::<Job<K>>();
         let (sender, done) = channel();
         let work = move || {
-            for (key, mut matcher, drafts) in inbox {
-                let masks = matcher.masks(&drafts);
-                if sender.send(Masked { key, matcher, masks }).is_err() {
+            for job in inbox {
+                if sender.send(job.run()).is_err() {
                     return;
                 }
             }

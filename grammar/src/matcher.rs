@@ -106,11 +106,20 @@ impl TokenMatcher {
 
     /// How many of `tokens`, in a row, the grammar allows next, before the text ends.
     pub fn num_allowed(&mut self, tokens: &[u32]) -> usize {
-        let num_text = tokens.iter().take_while(|token| !self.lexicon.end_tokens.contains(token)).count();
+        let num_text = tokens.iter().take_while(|&&token| self.lexicon.is_text(token)).count();
         if num_text == 0 || self.matcher.is_stopped() {
             return 0;
         }
         self.matcher.validate_tokens(&tokens[..num_text]).unwrap_or(0)
+    }
+
+    /// Whether the mask has `token`. Takes a small part of the mask's time.
+    pub fn allows(&mut self, token: u32) -> bool {
+        !self.has_ended
+            && match self.lexicon.end_tokens.contains(&token) {
+                true => self.is_complete(),
+                false => self.is_next(token),
+            }
     }
 
     /// Goes on after `token`, which was sampled.
@@ -161,9 +170,16 @@ impl TokenMatcher {
         self.has_ended
     }
 
+    /// Whether `token` goes on with the text. One that ends texts may be a part of it all the same.
+    fn is_next(&mut self, token: u32) -> bool {
+        token < self.lexicon.num_tokens
+            && !self.matcher.is_stopped()
+            && self.matcher.validate_tokens(&[token]).unwrap_or(0) == 1
+    }
+
     fn consume(&mut self, token: u32) -> Result<(), GrammarError> {
         // llguidance takes a refused token for an error of its caller, and does not recover.
-        if self.matcher.is_stopped() || self.matcher.validate_tokens(&[token]).unwrap_or(0) != 1 {
+        if !self.is_next(token) {
             return Err(match self.matcher.get_error() {
                 Some(reason) => GrammarError::exhausted(reason),
                 None => GrammarError::Refused { token },

@@ -26,12 +26,21 @@ pub struct Vocabulary {
 
 /// What a sequence needs of a vocabulary beside its tokens.
 pub(crate) struct Lexicon {
+    pub(crate) num_tokens: u32,
     pub(crate) end_tokens: Vec<u32>,
     pub(crate) encode: TextEncoder,
 }
 
 struct Env {
     trie: TokTrie,
+}
+
+impl Lexicon {
+    /// Whether a token may be part of a text. llguidance takes an id beyond its vocabulary for an error of its caller, and does not
+    /// recover.
+    pub(crate) fn is_text(&self, token: u32) -> bool {
+        token < self.num_tokens && !self.end_tokens.contains(&token)
+    }
 }
 
 impl Vocabulary {
@@ -55,7 +64,7 @@ impl Vocabulary {
         }
         let info = TokRxInfo::new(words.len() as u32, first);
         let trie = TokTrie::from(&info, &words).with_eos_tokens(&ends);
-        let lexicon = Arc::new(Lexicon { end_tokens: ends, encode });
+        let lexicon = Arc::new(Lexicon { num_tokens: info.vocab_size, end_tokens: ends, encode });
         Ok(Vocabulary { env: Arc::new(Env { trie }), lexicon })
     }
 }

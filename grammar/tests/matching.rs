@@ -2,6 +2,7 @@
 
 mod support;
 
+use baton_grammar::{GrammarError, MaskThread, TokenMask};
 use baton_request::{Grammar, GrammarKind};
 use serde_json::{Value, json};
 use support::{Tiny, tiny};
@@ -83,11 +84,77 @@ fn a_refused_token_is_named_and_special_tokens_are_no_text() {
     let tiny = tiny();
     let letter = tiny.tokenizer.encode("x", false).unwrap()[0];
     let mut matcher = tiny.matcher(GrammarKind::Regex, "[0-9]+").unwrap();
+    let beyond = tiny.tokenizer.vocab_size() as u32;
+    assert_eq!((matcher.num_allowed(&[beyond]), matcher.allows(beyond)), (0, false));
+    assert_eq!(matcher.accept(beyond), Err(GrammarError::Refused { token: beyond }));
     let error = matcher.accept(letter).unwrap_err();
     assert_eq!(error.to_string(), format!("token {letter} does not follow in the grammar"));
     let mask = tiny.matcher(GrammarKind::Regex, ".*").unwrap().mask().unwrap();
     for special in ["<|bos|>", "<|user|>", "<|pad|>"] {
         assert!(!mask.allows(tiny.tokenizer.token_id(special).unwrap()), "{special}");
+    }
+}
+
+#[test]
+fn a_token_is_allowed_where_the_mask_has_it() {
+    let tiny = tiny();
+    let sums = "start: NUMBER (\"+\" NUMBER)*\nNUMBER: /[0-9]{1,3}/";
+    let grammars = [
+        (GrammarKind::JsonSchema, PERSON),
+        (GrammarKind::JsonSchema, r#"{"type": "object"}"#),
+        (GrammarKind::Regex, r"(\+49|0)[1-9][0-9]{2,5}"),
+        (GrammarKind::Regex, ".*"),
+        (GrammarKind::Choice, r#"["yes", "yes, of course", "zwölf\n"]"#),
+        (GrammarKind::Lark, sums),
+    ];
+    for (kind, text) in grammars {
+        for seed in 0..6 {
+            let mut matcher = tiny.matcher(kind, text).unwrap();
+            let tokens = tiny.draw(&mut tiny.matcher(kind, text).unwrap(), seed, 60).unwrap_or_default();
+            for token in tokens.into_iter().chain([tiny.end]) {
+                let mask = matcher.mask().unwrap();
+                for id in 0..tiny.tokenizer.vocab_size() as u32 + 2 {
+                    assert_eq!(
+                        matcher.allows(id),
+                        mask.allows(id),
+                        "token {id} of {kind:?} {text}, seed {seed}"
+                    );
+                }
+                if mask.allows(token) {
+                    matcher.accept(token).unwrap();
+                }
+            }
+            assert!(
+                !matcher.has_ended() || (0..10_000).all(|id| !matcher.allows(id)),
+                "nothing follows the end"
+            );
+        }
+    }
+}
+
+#[test]
+fn masks_come_back_whoever_computes_them() {
+    let tiny = tiny();
+    let mut masks = MaskThread::default();
+    // The first round tells what a mask takes. Of the second the caller computes a few.
+    for round in 0..2 {
+        for key in 0..1_000 {
+            let text = format!("{}[0-9]{{3}}", key % 7);
+            let draft = tiny.tokenizer.encode(&format!("{}1", key % 7), false).unwrap();
+            masks.begin(key, tiny.matcher(GrammarKind::Regex, &text).unwrap(), &draft).unwrap();
+        }
+        let mut keys = Vec::new();
+        let collected = masks.collect(|masked| {
+            let mut matcher =
+                tiny.matcher(GrammarKind::Regex, &format!("{}[0-9]{{3}}", masked.key % 7)).unwrap();
+            let draft = tiny.tokenizer.encode(&format!("{}1", masked.key % 7), false).unwrap();
+            let list = |masks: Vec<TokenMask>| masks.iter().map(TokenMask::to_list).collect::<Vec<_>>();
+            assert_eq!(list(masked.masks.unwrap()), list(matcher.masks(&draft).unwrap()), "round {round}");
+            keys.push(masked.key);
+        });
+        collected.unwrap();
+        keys.sort_unstable();
+        assert_eq!(keys, Vec::from_iter(0..1_000));
     }
 }
 

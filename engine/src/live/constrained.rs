@@ -52,14 +52,18 @@ impl LiveRequests {
         }
     }
 
-    /// Begins to compute the masks of the plan's rows.
+    /// Begins to compute the masks that the plan's rows need: all if the executor samples.
     ///
     /// # Errors
     /// When the thread that does it cannot start or has ended.
-    pub(crate) fn begin_masks(&mut self, plan: &StepPlan) -> Result<(), EngineError> {
+    pub(crate) fn begin_masks(&mut self, plan: &StepPlan, samples: bool) -> Result<(), EngineError> {
         for chunk in plan.chunks.iter().filter(|chunk| chunk.wants_token) {
             let live = self.requests.get_mut(&chunk.id).expect("planned sequences live");
             if let Some(constraint) = &mut live.constraint {
+                if !samples && live.request.sampling.is_greedy() && !constraint.has_refused() {
+                    constraint.skip_masks();
+                    continue;
+                }
                 let sequence = self.scheduler.sequence(chunk.id).expect("planned sequences run");
                 self.masks.begin(chunk.id, constraint.lend(), sequence.draft())?;
             }
@@ -74,8 +78,9 @@ impl LiveRequests {
     pub(crate) fn collect_masks(&mut self) -> Result<(), EngineError> {
         let requests = &mut self.requests;
         self.masks.collect(|masked| {
-            if let Some(live) = requests.get_mut(&masked.key) {
-                live.constraint = Some(Box::new(masked.into()));
+            let live = requests.get_mut(&masked.key);
+            if let Some(constraint) = live.and_then(|live| live.constraint.as_mut()) {
+                constraint.take_back(masked);
             }
         })?;
         Ok(())
@@ -113,7 +118,7 @@ impl LiveRequests {
         for rows_of_one in masked.chunk_by(|a, b| a == b) {
             let constraint = self.requests.get(&rows_of_one[0]).and_then(|live| live.constraint.as_ref());
             for (row_idx, row) in rows.by_ref().take(rows_of_one.len()).enumerate() {
-                if let Some(Ok(mask)) = constraint.map(|constraint| constraint.mask(row_idx)) {
+                if let Some(Ok(Some(mask))) = constraint.map(|constraint| constraint.begun(row_idx)) {
                     mask.write_bits(row);
                 }
             }
