@@ -133,7 +133,7 @@ fn a_token_is_allowed_where_the_mask_has_it() {
 }
 
 #[test]
-fn masks_come_back_whoever_computes_them() {
+fn masks_of_both_threads_come_back() {
     let tiny = tiny();
     let mut masks = MaskThread::default();
     // The first round tells what a mask takes. Of the second the caller computes a few.
