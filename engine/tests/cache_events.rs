@@ -46,6 +46,9 @@ fn events_tell_what_the_prefix_cache_holds() {
                     num_removed += blocks.len();
                     assert!(blocks.iter().all(|block| known.remove(block)), "removed what was not there");
                 }
+                CacheEvent::Pooled { .. } | CacheEvent::Unpooled { .. } => {
+                    unreachable!("a pool knows no tiers")
+                }
             }
         }
         for hash in hashes {

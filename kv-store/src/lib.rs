@@ -19,6 +19,7 @@ mod directory;
 mod disk;
 mod host;
 mod object;
+mod recall_pace;
 mod record;
 mod seal;
 mod slots;

@@ -40,6 +40,7 @@ use crate::{
     disk::{DiskSlots, StoreOpenError},
     host::HostSlots,
     object::{ObjectConfig, ObjectOpenError, ObjectTier},
+    recall_pace::RecallPace,
     record::{Record, RecordName, RecordShape},
     seal::KvKey,
     slots::{ReadError, Slots},
@@ -121,6 +122,7 @@ type Save = SequenceBlocks<Box<dyn Send>>;
 
 struct Shared {
     directory: Mutex<Directory>,
+    recalls: Mutex<RecallPace>,
     tiers: Vec<Box<dyn Slots>>,
     counters: Vec<TierCounters>,
     object: Option<ObjectTier>,
@@ -195,6 +197,7 @@ impl KvStore {
         }
         let shared = Arc::new(Shared {
             directory: Mutex::new(directory),
+            recalls: Mutex::default(),
             tiers,
             counters,
             object,
@@ -338,6 +341,17 @@ impl KvStore {
             self.shared.read_failed(place, hash, &ReadError::Damaged);
         }
         Err(io::Error::new(io::ErrorKind::InvalidData, ReadError::Damaged))
+    }
+
+    /// A recall of so many blocks took so long, from the look for them until they were in the pool.
+    pub fn note_recall(&self, num_blocks: usize, took: Duration) {
+        self.shared.recalls().observe(num_blocks, took);
+    }
+
+    /// Seconds for the KV of a token, by the newest recalls; 0 before the first.
+    pub fn recall_token_seconds(&self) -> f64 {
+        let block_size = self.shared.storage.layout().block_size as f64;
+        self.shared.recalls().block_seconds().map_or(0.0, |seconds| seconds / block_size)
     }
 
     /// What each tier holds and has done.
@@ -508,6 +522,11 @@ impl Shared {
             (self.on_change)(events);
         }
         result
+    }
+
+    /// No other code runs under the lock, so a poisoned one holds whole data.
+    fn recalls(&self) -> MutexGuard<'_, RecallPace> {
+        self.recalls.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// A panic under the lock is one of the directory's own rules; what it holds is checked before it is used.

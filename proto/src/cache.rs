@@ -19,14 +19,17 @@ impl From<EventBatch> for v1::CacheEvents {
 impl From<CacheEvent> for v1::CacheEvent {
     fn from(event: CacheEvent) -> v1::CacheEvent {
         let keys = |blocks: Vec<BlockKey>| blocks.into_iter().map(|block| block.0).collect();
+        let level = match &event {
+            CacheEvent::Stored { .. } | CacheEvent::Removed { .. } => v1::CacheLevel::All,
+            CacheEvent::Pooled { .. } | CacheEvent::Unpooled { .. } => v1::CacheLevel::Pool,
+        };
+        let message = v1::CacheEvent { level: level.into(), ..v1::CacheEvent::default() };
         match event {
-            CacheEvent::Stored { parent, blocks } => v1::CacheEvent {
-                parent: parent.map(|parent| parent.0),
-                stored: keys(blocks),
-                removed: Vec::new(),
-            },
-            CacheEvent::Removed { blocks } => {
-                v1::CacheEvent { parent: None, stored: Vec::new(), removed: keys(blocks) }
+            CacheEvent::Stored { parent, blocks } | CacheEvent::Pooled { parent, blocks } => {
+                v1::CacheEvent { parent: parent.map(|parent| parent.0), stored: keys(blocks), ..message }
+            }
+            CacheEvent::Removed { blocks } | CacheEvent::Unpooled { blocks } => {
+                v1::CacheEvent { removed: keys(blocks), ..message }
             }
         }
     }
@@ -49,9 +52,12 @@ impl From<v1::CacheEvent> for CacheEvent {
     /// What has both stored and removed blocks is malformed; its removed ones are taken.
     fn from(message: v1::CacheEvent) -> CacheEvent {
         let keys = |blocks: Vec<u64>| blocks.into_iter().map(BlockKey).collect();
-        match message.removed.is_empty() {
-            true => CacheEvent::Stored { parent: message.parent.map(BlockKey), blocks: keys(message.stored) },
-            false => CacheEvent::Removed { blocks: keys(message.removed) },
+        let (level, parent) = (message.level(), message.parent.map(BlockKey));
+        match (level, message.removed.is_empty()) {
+            (v1::CacheLevel::All, true) => CacheEvent::Stored { parent, blocks: keys(message.stored) },
+            (v1::CacheLevel::All, false) => CacheEvent::Removed { blocks: keys(message.removed) },
+            (v1::CacheLevel::Pool, true) => CacheEvent::Pooled { parent, blocks: keys(message.stored) },
+            (v1::CacheLevel::Pool, false) => CacheEvent::Unpooled { blocks: keys(message.removed) },
         }
     }
 }
@@ -70,6 +76,9 @@ mod tests {
                     CacheEvent::Stored { parent: None, blocks: keys(&[1, u64::MAX]) },
                     CacheEvent::Stored { parent: Some(BlockKey(0)), blocks: keys(&[3]) },
                     CacheEvent::Removed { blocks: keys(&[1, 3]) },
+                    CacheEvent::Pooled { parent: None, blocks: Vec::new() },
+                    CacheEvent::Pooled { parent: Some(BlockKey(1)), blocks: keys(&[3, 4]) },
+                    CacheEvent::Unpooled { blocks: keys(&[4]) },
                 ],
                 kind,
             };

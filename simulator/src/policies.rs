@@ -114,6 +114,7 @@ impl Policy for BaselinePolicy {
 /// Tokens of the request that the worker must compute.
 fn uncached(worker: &WorkerView, request: &PlanRequest) -> usize {
     let is_it = |key: &WorkerKey| key.id == worker.record.id && key.incarnation == worker.record.incarnation;
-    let cached = request.cached.iter().find(|(key, _)| is_it(key)).map_or(0, |(_, num)| *num);
+    let cached =
+        request.cached.iter().find(|cached| is_it(&cached.worker)).map_or(0, |cached| cached.num_tokens);
     request.num_tokens.saturating_sub(cached)
 }

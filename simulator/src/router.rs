@@ -11,8 +11,8 @@ use baton_cluster_record::{Role, WorkerId, WorkerRecord};
 use baton_kv_cache::BlockHash;
 use baton_kv_index::{BlockKey, CacheFeed, EventBatch, KvIndex};
 use baton_planner::{
-    BackOff, Balance, ClusterView, Ledger, Load, NoPlan, Plan, PlanByTime, PlanRequest, Policy, Prefill,
-    PrefixAware, SentWork, Usability, WorkerKey, WorkerView, expected_output,
+    BackOff, Balance, ClusterView, HeldPrefix, Ledger, Load, NoPlan, Plan, PlanByTime, PlanRequest, Policy,
+    Prefill, PrefixAware, SentWork, Usability, WorkerKey, WorkerView, expected_output,
 };
 
 use crate::{
@@ -173,9 +173,10 @@ impl Router {
             view.load.age = worker.reported_at.map_or(Duration::ZERO, |at| now.saturating_duration_since(at));
         }
         let held = self.index.tokens_held(std::iter::once((block_size, hashes)), block_key);
-        let tokens = |worker: &KnownWorker| held.get(&worker.owner).copied();
-        request.cached =
-            self.workers.iter().filter_map(|worker| Some((worker.key.clone(), tokens(worker)?))).collect();
+        let cached = |worker: &KnownWorker| {
+            Some(HeldPrefix::pooled(worker.key.clone(), held.get(&worker.owner)?.num_tokens))
+        };
+        request.cached = self.workers.iter().filter_map(cached).collect();
         request.num_expected_tokens = self.num_expected as usize;
         self.seed = self.seed.wrapping_add(1);
         request.seed = self.seed;
@@ -297,7 +298,8 @@ mod tests {
         let tokens: Vec<u32> = (0..160).collect();
         let hashes: Vec<BlockHash> = root.block_hashes(&tokens, 16).collect();
         let held = |router: &Router| {
-            router.index.tokens_held(std::iter::once((16, &hashes[..])), block_key).get(&0).copied()
+            let held = router.index.tokens_held(std::iter::once((16, &hashes[..])), block_key);
+            held.get(&0).map(|held| held.num_tokens)
         };
         let asked = PlanRequest { num_tokens: 100, max_tokens: 200, ..PlanRequest::default() };
         router.plan(asked, &hashes[..6], 16, now).expect("there is a worker");

@@ -216,6 +216,42 @@ async fn a_prompt_that_is_to_be_kept_outlives_more_newer_ones_than_the_pool_hold
 }
 
 #[tokio::test]
+async fn plans_know_what_a_tier_has_that_is_larger_than_the_pool() {
+    const NUM_PROMPTS: usize = 8;
+    let dir = tempfile::tempdir().expect("a directory");
+    let flags = format!("--kv-memory 4M {}", on_disk(dir.path()));
+    let cluster = Cluster::new().prefill(0).decode(1).worker_flags(&flags).start().await;
+    let loads = cluster.loads().await;
+    let num_blocks = loads[0].load.as_ref().expect("it reported").num_total_blocks as usize;
+    assert!((NUM_BLOCKS + 1..NUM_PROMPTS * NUM_BLOCKS).contains(&num_blocks), "{num_blocks}");
+    let plan = async |nth| {
+        let body = json!({"prompt": prompt(nth), "max_tokens": 2, "temperature": 0, "explain": true});
+        cluster.complete(&body).await["plans"][0]["chosen"].clone()
+    };
+    for nth in 0..NUM_PROMPTS {
+        assert_eq!(plan(nth).await["recall_ms"], 0.0, "it is new");
+    }
+    until_saved(&cluster, "decode-0", "disk", NUM_PROMPTS * NUM_BLOCKS).await;
+    // In turn none is in the pool any more. The first recall tells what recalls take.
+    let mut nth = 0;
+    let recalled = eventually("a plan that counts a recall", Duration::from_secs(20), async || {
+        nth = (nth + 1) % NUM_PROMPTS;
+        let plan = plan(nth).await;
+        (plan["recall_ms"].as_f64()? > 0.0).then_some(plan)
+    })
+    .await;
+    let new = plan(NUM_PROMPTS).await;
+    let compute_ms = |plan: &Value| plan["compute_ms"].as_f64().expect("a time");
+    assert!(
+        compute_ms(&recalled) < compute_ms(&new) / 4.0,
+        "one token beside a whole prompt: {recalled} {new}"
+    );
+    let health = cluster.http.get("/health").await.expect("the router answers").json();
+    assert_eq!(health["workers"][0]["index"], "exact", "{health}");
+    cluster.assert_all_blocks_free().await;
+}
+
+#[tokio::test]
 async fn an_object_store_gets_at_its_first_use_what_is_to_be_kept_and_nothing_low() {
     let dir = tempfile::tempdir().expect("a directory");
     let flags = format!("--object-kv file://{} --object-kv-size 64M", dir.path().join("kv").display());

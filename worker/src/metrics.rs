@@ -313,7 +313,7 @@ impl Collector for EngineCollector {
                 counter.encode(encoder.encode_descriptor(name, help, None, counter.metric_type())?)?;
             }
         }
-        let tiers: Vec<_> = self.tiers.upgrade().iter().flat_map(|tiers| tiers.counts()).collect();
+        let tiers: Vec<_> = self.tiers.upgrade().iter().flat_map(|tiers| tiers.store.counts()).collect();
         for (name, help, read) in TIER_GAUGES {
             let metric_type = ConstGauge::new(0_i64).metric_type();
             let mut family = encoder.encode_descriptor(name, help, None, metric_type)?;

@@ -71,10 +71,13 @@ impl Recall {
         match timeout(limit, self.bring_in(worker.engine(), until)).await {
             Ok(Ok(num_blocks)) => {
                 let num_recalled = num_blocks * block_size;
+                self.tiers.store.note_recall(num_blocks, started.elapsed());
                 tracing::debug!(num_tokens, num_recalled, elapsed = ?started.elapsed(), "prefix recalled from tiers");
             }
             Ok(Err(error)) => tracing::warn!(%error, "prefix not recalled; the prompt is computed"),
             Err(Elapsed { .. }) => {
+                // It would have taken longer.
+                self.tiers.store.note_recall(self.worth.num_blocks, limit);
                 tracing::info!(num_tokens, ?limit, "prefix not recalled in time; the rest is computed");
             }
         }

@@ -50,7 +50,7 @@ impl Tiers {
         let store = KvStore::open(&config, format, engine.storage().clone(), tell);
         let store = store.context("cannot open the tiers of KV below the pool")?;
         let tiers = Tiers { store, reading: Arc::new(Semaphore::new(MAX_RECALLS)) };
-        for TierCounts { name, num_slots, num_held, record_bytes, .. } in tiers.counts() {
+        for TierCounts { name, num_slots, num_held, record_bytes, .. } in tiers.store.counts() {
             let elapsed = started.elapsed();
             tracing::info!(tier = name, num_slots, num_held, record_bytes, ?elapsed, "tier of KV opened");
         }
@@ -67,10 +67,5 @@ impl Tiers {
         let permit = self.reading.clone().acquire_owned().await?;
         let tiers = self.clone();
         Ok(spawn_blocking(move || (tiers.store.read(&wanted, until), permit)).await?)
-    }
-
-    /// What each tier holds and has done.
-    pub fn counts(&self) -> Vec<TierCounts> {
-        self.store.counts()
     }
 }

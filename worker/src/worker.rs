@@ -148,7 +148,8 @@ impl Worker {
             links: self.links.read().into_iter().map(link_rate).collect(),
             covered,
             blend_ratio: self.blending.ratio(),
-            tiers: self.tiers.iter().flat_map(|tiers| tiers.counts()).map(kv_tier).collect(),
+            tiers: self.tiers.iter().flat_map(|tiers| tiers.store.counts()).map(kv_tier).collect(),
+            recall_token_seconds: self.tiers.as_ref().map_or(0.0, |tiers| tiers.store.recall_token_seconds()),
             // Of each reader its own.
             cache: None,
         }

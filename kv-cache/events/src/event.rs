@@ -6,10 +6,10 @@
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct BlockKey(pub u64);
 
-/// A change of what a cache holds.
+/// A change of what a cache holds: the pool, and the tiers below it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum CacheEvent {
-    /// Blocks of one sequence, in its order.
+    /// Blocks of one sequence, in its order, are in the pool or in a tier.
     Stored {
         /// The block before the first one; `None`: they begin the sequence.
         parent: Option<BlockKey>,
@@ -21,6 +21,19 @@ pub enum CacheEvent {
         /// At least one.
         blocks: Vec<BlockKey>,
     },
+    /// Stored blocks of one sequence, in its order, are in the pool. Only a cache with tiers tells this: without them the pool has
+    /// all that is stored.
+    Pooled {
+        /// The block before the first one; `None`: they begin the sequence.
+        parent: Option<BlockKey>,
+        /// None in a dump of a cache whose pool is empty.
+        blocks: Vec<BlockKey>,
+    },
+    /// Blocks that are not in the pool any more, in any order.
+    Unpooled {
+        /// At least one.
+        blocks: Vec<BlockKey>,
+    },
 }
 
 /// Events in their order.
@@ -28,7 +41,7 @@ pub enum CacheEvent {
 pub struct EventBatch {
     /// The number of the first event. Of a dump: of the first event that it does not contain.
     pub first: u64,
-    /// The events. Of a dump: blocks that are stored, and nothing else.
+    /// The events. Of a dump: blocks that are stored, and which of them are in the pool.
     pub events: Vec<CacheEvent>,
     /// What the events are.
     pub kind: BatchKind,
@@ -56,7 +69,19 @@ impl CacheEvent {
     /// Its blocks.
     pub fn blocks(&self) -> &[BlockKey] {
         match self {
-            CacheEvent::Stored { blocks, .. } | CacheEvent::Removed { blocks } => blocks,
+            CacheEvent::Stored { blocks, .. }
+            | CacheEvent::Removed { blocks }
+            | CacheEvent::Pooled { blocks, .. }
+            | CacheEvent::Unpooled { blocks } => blocks,
+        }
+    }
+
+    /// What is told of the pool alone when there are tiers: the same of its blocks.
+    pub(crate) fn of_pool(self) -> CacheEvent {
+        match self {
+            CacheEvent::Stored { parent, blocks } => CacheEvent::Pooled { parent, blocks },
+            CacheEvent::Removed { blocks } => CacheEvent::Unpooled { blocks },
+            pool => pool,
         }
     }
 }

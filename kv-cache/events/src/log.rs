@@ -1,10 +1,14 @@
 //! The newest events of a worker, and what its cache holds: enough to continue any reader.
 
-use std::collections::{HashMap, VecDeque};
+use std::{
+    collections::{HashMap, HashSet, VecDeque},
+    iter,
+};
 
 use crate::{BatchKind, BlockKey, CacheEvent, EventBatch, PendingEvents};
 
-/// What holds a block. A reader is told that a block is stored as long as one of them holds it.
+/// What holds a block. A reader is told that a block is stored as long as one of them holds it, and, from the first event of a
+/// store on, what the pool holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum BlockHolder {
     /// The engine's memory: the block pool, and the passages that it keeps.
@@ -23,6 +27,8 @@ pub struct EventLog {
     num_blocks: usize,
     max_blocks: usize,
     cached: HashMap<BlockKey, Cached>,
+    /// Whether there is a store: readers are told what the pool holds of it all.
+    tells_pool: bool,
 }
 
 /// A block that is cached.
@@ -38,7 +44,8 @@ struct Cached {
 #[derive(Debug)]
 pub struct CacheDump {
     next: u64,
-    blocks: Vec<(BlockKey, Option<BlockKey>)>,
+    blocks: Vec<(BlockKey, Cached)>,
+    tells_pool: bool,
 }
 
 /// One reader's place in the log of a worker.
@@ -62,12 +69,26 @@ impl EventLog {
             num_blocks: 0,
             max_blocks: num_pool_blocks.max(64),
             cached: HashMap::new(),
+            tells_pool: false,
         }
     }
 
-    /// Numbers the events of one holder. Those that change nothing, as the other one holds the block, too, are left out.
+    /// Numbers the events of one holder, which tell what it stores and removes. Those that change nothing, as the other one holds the
+    /// block, too, are left out.
     pub fn append(&mut self, holder: BlockHolder, events: Vec<CacheEvent>) {
-        let mut changes = PendingEvents::default();
+        let (mut changes, mut of_pool) = (PendingEvents::default(), PendingEvents::default());
+        if holder == BlockHolder::Store && !self.tells_pool {
+            self.tells_pool = true;
+            for (parent, blocks) in
+                sequences(self.cached.iter().map(|(&block, cached)| (block, cached.parent)))
+            {
+                blocks.into_iter().fold(parent, |parent, block| {
+                    of_pool.stored(parent, block);
+                    Some(block)
+                });
+            }
+        }
+        let tells_pool = self.tells_pool && holder == BlockHolder::Pool;
         for event in events {
             match event {
                 CacheEvent::Stored { mut parent, blocks } => {
@@ -76,6 +97,9 @@ impl EventLog {
                         if cached.holders == 0 {
                             changes.stored(parent, block);
                         }
+                        if tells_pool && !cached.is_held(holder) {
+                            of_pool.stored(parent, block);
+                        }
                         cached.holders |= holder as u8;
                         parent = Some(block);
                     }
@@ -83,6 +107,9 @@ impl EventLog {
                 CacheEvent::Removed { blocks } => {
                     for block in blocks {
                         let Some(cached) = self.cached.get_mut(&block) else { continue };
+                        if tells_pool && cached.is_held(holder) {
+                            of_pool.removed(block);
+                        }
                         cached.holders &= !(holder as u8);
                         if cached.holders == 0 {
                             self.cached.remove(&block);
@@ -90,9 +117,10 @@ impl EventLog {
                         }
                     }
                 }
+                CacheEvent::Pooled { .. } | CacheEvent::Unpooled { .. } => {}
             }
         }
-        for event in changes.take() {
+        for event in changes.take().into_iter().chain(of_pool.take().into_iter().map(CacheEvent::of_pool)) {
             self.num_blocks += event.blocks().len();
             self.next += 1;
             self.ring.push_back(event);
@@ -105,7 +133,7 @@ impl EventLog {
 
     /// How many blocks at the front of `keys`, a sequence's in order, this holder has.
     pub fn num_held(&self, holder: BlockHolder, keys: impl Iterator<Item = BlockKey>) -> usize {
-        let is_held = |key| self.cached.get(&key).is_some_and(|cached| cached.holders & holder as u8 != 0);
+        let is_held = |key| self.cached.get(&key).is_some_and(|cached| cached.is_held(holder));
         keys.take_while(|&key| is_held(key)).count()
     }
 
@@ -135,56 +163,69 @@ impl EventLog {
     fn dump(&self) -> CacheDump {
         CacheDump {
             next: self.next,
-            blocks: self.cached.iter().map(|(&key, cached)| (key, cached.parent)).collect(),
+            blocks: self.cached.iter().map(|(&key, &cached)| (key, cached)).collect(),
+            tells_pool: self.tells_pool,
         }
     }
 }
 
+impl Cached {
+    fn is_held(&self, holder: BlockHolder) -> bool {
+        self.holders & holder as u8 != 0
+    }
+}
+
 impl CacheDump {
-    /// Its parts, the last one first. Blocks that follow each other are named together.
+    /// Its parts, the last one first.
     fn into_parts(self) -> Vec<EventBatch> {
-        let CacheDump { next, blocks } = self;
-        // One block after each; the others begin events of their own.
-        let mut after: HashMap<BlockKey, BlockKey> = HashMap::with_capacity(blocks.len());
-        let mut is_cached: std::collections::HashSet<BlockKey> =
-            std::collections::HashSet::with_capacity(blocks.len());
-        for &(block, parent) in &blocks {
-            is_cached.insert(block);
-            if let Some(parent) = parent {
-                after.insert(parent, block);
-            }
-        }
-        let follows = |block: BlockKey, parent: Option<BlockKey>| {
-            parent.is_some_and(|parent| is_cached.contains(&parent) && after.get(&parent) == Some(&block))
-        };
-        let mut parts = Vec::new();
-        let mut part = EventBatch { first: next, events: Vec::new(), kind: BatchKind::DumpPart };
-        let mut room = BATCH_BLOCKS;
-        for &(block, parent) in blocks.iter().filter(|(block, parent)| !follows(*block, *parent)) {
-            let (mut parent, mut next_block) = (parent, Some(block));
-            while let Some(first) = next_block {
-                let mut run = Vec::new();
-                while let Some(block) = next_block.filter(|_| run.len() < room) {
-                    run.push(block);
-                    next_block = after.get(&block).copied();
-                }
-                room -= run.len();
-                debug_assert_eq!(run.first(), Some(&first));
-                let last = run.last().copied();
-                part.events.push(CacheEvent::Stored { parent, blocks: run });
-                parent = last;
+        let CacheDump { next, blocks, tells_pool } = self;
+        let part = || EventBatch { first: next, events: Vec::new(), kind: BatchKind::DumpPart };
+        let (mut parts, mut room) = (vec![part()], BATCH_BLOCKS);
+        let mut add = |parent: Option<BlockKey>, sequence: &[BlockKey], of_pool: bool| {
+            let (mut parent, mut rest) = (parent, sequence);
+            while let Some((run, left)) =
+                rest.split_at_checked(rest.len().min(room)).filter(|_| !rest.is_empty())
+            {
+                (rest, room) = (left, room - run.len());
+                let event = CacheEvent::Stored { parent, blocks: run.to_vec() };
+                let events = &mut parts.last_mut().expect("there is one").events;
+                events.push(if of_pool { event.of_pool() } else { event });
+                parent = run.last().copied();
                 if room == 0 {
                     room = BATCH_BLOCKS;
-                    let full = EventBatch { events: std::mem::take(&mut part.events), ..part.clone() };
-                    parts.push(full);
+                    parts.push(part());
                 }
             }
+        };
+        let all = blocks.iter().map(|&(block, cached)| (block, cached.parent));
+        sequences(all).into_iter().for_each(|(parent, sequence)| add(parent, &sequence, false));
+        if tells_pool {
+            let pooled = blocks.iter().filter(|(_, cached)| cached.is_held(BlockHolder::Pool));
+            let pooled = pooled.map(|&(block, cached)| (block, cached.parent));
+            sequences(pooled).into_iter().for_each(|(parent, sequence)| add(parent, &sequence, true));
+            // A reader learns by it that the pool is told, if there is nothing in it.
+            parts[0].events.push(CacheEvent::Pooled { parent: None, blocks: Vec::new() });
         }
-        part.kind = BatchKind::DumpEnd;
-        parts.push(part);
+        parts.last_mut().expect("there is one").kind = BatchKind::DumpEnd;
         parts.reverse();
         parts
     }
+}
+
+/// Sequences of blocks, each with the block before its first: blocks that follow each other are in one.
+fn sequences(
+    blocks: impl Iterator<Item = (BlockKey, Option<BlockKey>)> + Clone,
+) -> Vec<(Option<BlockKey>, Vec<BlockKey>)> {
+    // One block after each; the others begin sequences of their own.
+    let after: HashMap<BlockKey, BlockKey> =
+        blocks.clone().filter_map(|(block, parent)| Some((parent?, block))).collect();
+    let is_there: HashSet<BlockKey> = blocks.clone().map(|(block, _)| block).collect();
+    let follows = |block: BlockKey, parent: Option<BlockKey>| {
+        parent.is_some_and(|parent| is_there.contains(&parent) && after.get(&parent) == Some(&block))
+    };
+    let firsts = blocks.filter(|&(block, parent)| !follows(block, parent));
+    let sequence = |first| iter::successors(Some(first), |block| after.get(block).copied()).collect();
+    firsts.map(|(first, parent)| (parent, sequence(first))).collect()
 }
 
 impl CacheReader {
@@ -347,6 +388,56 @@ mod tests {
     }
 
     #[test]
+    fn readers_of_a_cache_with_tiers_know_what_the_pool_has() {
+        let mut log = EventLog::new(64);
+        let nothing = || (CacheReader::new(None), HashSet::new(), HashSet::new());
+        let mut readers: Vec<_> = (1..8).map(|_| nothing()).collect();
+        let mut random = 1_u64;
+        for step in 0..2000_u64 {
+            random = random.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+            let place = (random >> 40) % 60;
+            let event = match random >> 62 {
+                0 => CacheEvent::Removed { blocks: keys(place..place + 3) },
+                _ => stored(Some(place), place + 1..place + 4),
+            };
+            // The first tier is opened after a while.
+            let is_store = step > 100 && random >> 61 & 1 == 1;
+            log.append(if is_store { BlockHolder::Store } else { BlockHolder::Pool }, vec![event]);
+            for (idx, (reader, all, pool)) in readers.iter_mut().enumerate() {
+                if step % (1 << (2 * idx)) != 0 {
+                    continue;
+                }
+                let mut is_told = false;
+                while let Some(batch) = read(reader, &log) {
+                    if batch.kind != BatchKind::Events {
+                        // All dumps of this size have one part.
+                        (*all, *pool) = Default::default();
+                    }
+                    for event in batch.events {
+                        is_told |= matches!(event, CacheEvent::Pooled { .. });
+                        match event {
+                            CacheEvent::Stored { blocks, .. } => all.extend(blocks),
+                            CacheEvent::Removed { blocks } => all.retain(|block| !blocks.contains(block)),
+                            CacheEvent::Pooled { blocks, .. } => pool.extend(blocks),
+                            CacheEvent::Unpooled { blocks } => pool.retain(|block| !blocks.contains(block)),
+                        }
+                    }
+                    assert!(batch.kind != BatchKind::DumpEnd || is_told == log.tells_pool);
+                }
+                let held = |of_pool: bool| {
+                    let held = log.cached.iter();
+                    let held = held.filter(|(_, cached)| !of_pool || cached.is_held(BlockHolder::Pool));
+                    held.map(|(&block, _)| block).collect::<HashSet<_>>()
+                };
+                assert_eq!(*all, held(false), "reader {idx} after {step}");
+                if log.tells_pool {
+                    assert_eq!(*pool, held(true), "reader {idx} after {step}");
+                }
+            }
+        }
+    }
+
+    #[test]
     fn the_log_is_bounded() {
         let mut log = EventLog::new(64);
         for round in 0..1000 {
@@ -364,7 +455,7 @@ mod tests {
         let mut log = EventLog::new(64);
         log.append(BlockHolder::Pool, vec![stored(None, 0..4)]);
         log.append(BlockHolder::Store, vec![stored(None, 0..3)]);
-        assert_eq!(log.next(), 1, "nothing new");
+        assert_eq!(log.next(), 2, "nothing new but what the pool has");
         let num_held = |log: &EventLog, holder| log.num_held(holder, (0..10).map(BlockKey));
         assert_eq!([BlockHolder::Pool, BlockHolder::Store].map(|holder| num_held(&log, holder)), [4, 3]);
         log.append(BlockHolder::Pool, vec![CacheEvent::Removed { blocks: keys(2..4) }]);
@@ -376,7 +467,18 @@ mod tests {
         let mut reader = CacheReader::new(Some(0));
         let events = read(&mut reader, &log).expect("events").events;
         let removed = |range| CacheEvent::Removed { blocks: keys(range) };
-        assert_eq!(events, [stored(None, 0..4), removed(3..4), stored(Some(2), 3..6), removed(0..2)]);
+        let pooled = |range| CacheEvent::Pooled { parent: None, blocks: keys(range) };
+        let unpooled = |range| CacheEvent::Unpooled { blocks: keys(range) };
+        let expected = [
+            stored(None, 0..4),
+            pooled(0..4),
+            removed(3..4),
+            unpooled(2..4),
+            stored(Some(2), 3..6),
+            removed(0..2),
+            unpooled(0..2),
+        ];
+        assert_eq!(events, expected);
         assert_eq!(num_held(&log, BlockHolder::Store), 0, "a prefix without its beginning");
         assert_eq!(log.num_cached(), 4);
     }

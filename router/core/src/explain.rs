@@ -32,6 +32,7 @@ pub struct ExplainedOption {
 
 #[derive(Clone, Copy, Debug, Serialize)]
 struct Times {
+    recall_ms: f64,
     fetch_ms: f64,
     queue_ms: f64,
     compute_ms: f64,
@@ -91,6 +92,7 @@ impl ExplainedOption {
 impl Times {
     fn of(estimate: &Estimate) -> Times {
         Times {
+            recall_ms: millis(estimate.recall),
             fetch_ms: millis(estimate.fetch),
             queue_ms: millis(estimate.queue),
             compute_ms: millis(estimate.compute),

@@ -78,7 +78,7 @@ impl Planner {
         });
         let mut cached = workers.cached(hashes.all());
         // A part of a blended head is never used.
-        cached.retain(|(_, num_tokens)| blend.as_ref().is_none_or(|blend| *num_tokens >= blend.end_idx));
+        cached.retain(|cached| blend.as_ref().is_none_or(|blend| cached.num_tokens >= blend.end_idx));
         let mut request = PlanRequest {
             num_tokens: request.num_known_tokens(),
             max_tokens: request.max_num_tokens(usize::MAX),

@@ -18,9 +18,9 @@ use std::{
 use baton_cluster::{Dialer, Membership, Role, WorkerRecord};
 use baton_cost::{LinkLine, StepLine};
 use baton_kv_cache::BlockHash;
-use baton_kv_index::{BlockKey, CacheSource, IndexSize, KvIndex, SourceState};
+use baton_kv_index::{BlockKey, CacheSource, IndexSize, KvIndex, SourceState, TokensHeld};
 use baton_planner::{
-    BackOff, ClusterView, Ledger, Load, SentWork, Usability, WorkerKey, WorkerPace, WorkerView,
+    BackOff, ClusterView, HeldPrefix, Ledger, Load, SentWork, Usability, WorkerKey, WorkerPace, WorkerView,
 };
 use baton_proto::{v1, worker::Ticket};
 use tokio::sync::watch as notify;
@@ -200,19 +200,23 @@ impl Workers {
         ClusterView { workers }
     }
 
-    /// Tokens at the front of a sequence that each worker has cached or is believed to; `chains` are the hashes of its blocks, by
-    /// their size. A worker that is absent has none.
+    /// What each worker has cached of the front of a sequence, or is believed to; `chains` are the hashes of its blocks, by their
+    /// size. A worker that is absent has nothing.
     pub(crate) fn cached<'a>(
         &self,
         chains: impl Iterator<Item = (usize, &'a [BlockHash])>,
-    ) -> Vec<(Arc<WorkerKey>, usize)> {
+    ) -> Vec<HeldPrefix> {
         let found = self.index.tokens_held(chains, block_key);
         if found.is_empty() {
             return Vec::new();
         }
         let state = self.lock();
-        let tokens = |worker: &Worker| found.get(&worker.cache.owner()).copied();
-        state.workers.values().filter_map(|worker| Some((worker.key.clone(), tokens(worker)?))).collect()
+        let cached = |worker: &Worker| {
+            let TokensHeld { num_tokens, num_pooled } = *found.get(&worker.cache.owner())?;
+            let num_pooled = if worker.cache.tells_pool() { num_pooled } else { num_tokens };
+            Some(HeldPrefix { worker: worker.key.clone(), num_tokens, num_pooled })
+        };
+        state.workers.values().filter_map(cached).collect()
     }
 
     /// Tokens of passages whose KV each worker keeps or is believed to. A worker that is absent keeps none.
@@ -221,8 +225,8 @@ impl Workers {
         for (hash, num_tokens) in passages {
             // In the index a passage is a sequence of one block.
             let chain = std::iter::once((*num_tokens, std::slice::from_ref(hash)));
-            for (owner, num) in self.index.tokens_held(chain, block_key) {
-                *kept.entry(owner).or_default() += num;
+            for (owner, held) in self.index.tokens_held(chain, block_key) {
+                *kept.entry(owner).or_default() += held.num_tokens;
             }
         }
         if kept.is_empty() {
@@ -500,6 +504,11 @@ fn load(report: &Report, now: Instant) -> Load {
         link_within: link(load, |transport| transport == "shm"),
         link_beyond: link(load, |transport| transport != "shm"),
         is_home_of_another: load.is_home_of_another,
+        recall_token_seconds: if is_time(load.recall_token_seconds) {
+            load.recall_token_seconds
+        } else {
+            0.0
+        },
     }
 }
 
@@ -524,13 +533,19 @@ fn absurdity(load: &v1::Load) -> Option<String> {
     if load.step.is_some() && pace(load).is_none() {
         return Some(format!("{:?}", load.step));
     }
-    let times =
-        [("recent_itl_seconds", load.recent_itl_seconds), ("itl_target_seconds", load.itl_target_seconds)];
-    let is_time = |seconds: f64| seconds.is_finite() && seconds >= 0.0;
+    let times = [
+        ("recent_itl_seconds", load.recent_itl_seconds),
+        ("itl_target_seconds", load.itl_target_seconds),
+        ("recall_token_seconds", load.recall_token_seconds),
+    ];
     if let Some((name, seconds)) = times.into_iter().find(|&(_, seconds)| !is_time(seconds)) {
         return Some(format!("{name} is {seconds}"));
     }
     load.links.iter().find(|rate| link_line(rate).is_none()).map(|rate| format!("{rate:?}"))
+}
+
+fn is_time(seconds: f64) -> bool {
+    seconds.is_finite() && seconds >= 0.0
 }
 
 fn link_line(rate: &v1::LinkRate) -> Option<LinkLine> {

@@ -62,7 +62,7 @@ pub enum FeedError {
     #[error("a dump contains removed blocks")]
     NoDump,
     /// The rest was taken.
-    #[error("{num} blocks are more than the worker's pool of {max}, or follow themselves")]
+    #[error("{num} blocks are more than the {max} that the worker has room for, or follow themselves")]
     Refused {
         /// Blocks that were not taken.
         num: usize,
@@ -84,16 +84,22 @@ impl FeedError {
     }
 }
 
+/// In the name of an owner: of its pool alone.
+pub(crate) const POOL: u32 = 1 << 31;
+
 /// The source of one life of a worker. Dropping it makes the worker hold nothing, at once.
 #[derive(Debug)]
 pub struct CacheFeed {
     index: Arc<KvIndex>,
     owner: u32,
+    /// Of its pool.
     max_blocks: usize,
+    /// Of the tiers below it.
+    num_tier_blocks: usize,
     /// By events.
-    held: Option<Member>,
+    held: Option<Holding>,
     /// The parts of a dump that have come.
-    dump: Option<Member>,
+    dump: Option<Holding>,
     /// The next event. `None`: a dump is needed.
     next: Option<u64>,
     state: SourceState,
@@ -105,6 +111,47 @@ pub struct CacheFeed {
     now: u64,
 }
 
+/// What a worker holds, as it says.
+#[derive(Debug)]
+struct Holding {
+    index: Arc<KvIndex>,
+    owner: u32,
+    max_pooled: usize,
+    /// In its pool or a tier.
+    all: Member,
+    /// In its pool, if it tells that.
+    pool: Option<Member>,
+}
+
+impl Holding {
+    fn join(feed: &CacheFeed) -> Result<Holding, IndexFull> {
+        let CacheFeed { index, owner, max_blocks: max_pooled, .. } = feed;
+        let all = Member::join(index, *owner, feed.max_held())?;
+        Ok(Holding { index: index.clone(), owner: *owner, max_pooled: *max_pooled, all, pool: None })
+    }
+
+    /// Returns how many blocks were refused.
+    fn take(&mut self, event: &CacheEvent) -> Result<usize, IndexFull> {
+        match event {
+            CacheEvent::Stored { parent, blocks } => return Ok(self.all.store(*parent, blocks)),
+            CacheEvent::Removed { blocks } => self.all.remove(blocks),
+            CacheEvent::Pooled { parent, blocks } => {
+                let pool = match &mut self.pool {
+                    Some(pool) => pool,
+                    none => none.insert(Member::join(&self.index, self.owner | POOL, self.max_pooled)?),
+                };
+                return Ok(pool.store(*parent, blocks));
+            }
+            CacheEvent::Unpooled { blocks } => {
+                if let Some(pool) = &mut self.pool {
+                    pool.remove(blocks);
+                }
+            }
+        }
+        Ok(0)
+    }
+}
+
 /// In reports, for how long a prompt that was sent is believed to be cached soon, with events that do not say so yet. A report
 /// comes every second at least, and 20 times a second under load.
 const UNTIL_COMPUTED: u64 = 64;
@@ -112,13 +159,15 @@ const UNTIL_COMPUTED: u64 = 64;
 const UNTIL_REPORTED: u64 = 2;
 
 impl CacheFeed {
-    /// Of a worker that has said nothing so far and whose pool has so many blocks. Lookups call it `owner`.
+    /// Of a worker that has said nothing so far and whose pool has so many blocks. Lookups call it `owner`, which is below 2^31, and
+    /// its pool, if it tells that apart, `owner` + 2^31.
     pub fn new(index: Arc<KvIndex>, owner: u32, max_blocks: usize) -> CacheFeed {
         let state = SourceState::Approximate;
         CacheFeed {
             index,
             owner,
             max_blocks,
+            num_tier_blocks: 0,
             held: None,
             dump: None,
             next: None,
@@ -134,9 +183,27 @@ impl CacheFeed {
         self.state
     }
 
+    /// There is room for so many blocks in tiers below its pool.
+    pub fn set_tier_blocks(&mut self, num_tier_blocks: usize) {
+        self.num_tier_blocks = num_tier_blocks;
+        let max_held = self.max_held();
+        for holding in self.held.iter_mut().chain(&mut self.dump) {
+            holding.all.allow(max_held);
+        }
+    }
+
+    fn max_held(&self) -> usize {
+        self.max_blocks.saturating_add(self.num_tier_blocks)
+    }
+
+    /// Whether it tells what of all that it holds is in its pool. Otherwise all of it is.
+    pub fn tells_pool(&self) -> bool {
+        self.held.as_ref().is_some_and(|held| held.pool.is_some())
+    }
+
     /// Blocks that it holds, or is believed to.
     pub fn num_blocks(&self) -> usize {
-        let held = self.held.as_ref().map_or(0, Member::num_held);
+        let held = self.held.as_ref().map_or(0, |held| held.all.num_held());
         held.max(self.beliefs.as_ref().map_or(0, Beliefs::num_held))
     }
 
@@ -182,15 +249,12 @@ impl CacheFeed {
             return Ok(());
         };
         if self.held.is_none() {
-            self.begin(Member::join(&self.index, self.owner, self.max_blocks)?);
+            self.begin(Holding::join(self)?);
         }
         let held = self.held.as_mut().expect("it has begun");
         let mut num_refused = 0;
         for event in new {
-            match event {
-                CacheEvent::Stored { parent, blocks } => num_refused += held.store(*parent, blocks),
-                CacheEvent::Removed { blocks } => held.remove(blocks),
-            }
+            num_refused += held.take(event)?;
         }
         self.next = Some(batch.next());
         self.finish(num_refused)
@@ -199,14 +263,14 @@ impl CacheFeed {
     fn take_dump(&mut self, batch: &EventBatch) -> Result<(), FeedError> {
         let mut dump = match self.dump.take() {
             Some(dump) => dump,
-            None => Member::join(&self.index, self.owner, self.max_blocks)?,
+            None => Holding::join(self)?,
         };
         let mut num_refused = 0;
         for event in &batch.events {
-            match event {
-                CacheEvent::Stored { parent, blocks } => num_refused += dump.store(*parent, blocks),
-                CacheEvent::Removed { .. } => return Err(FeedError::NoDump),
+            if let CacheEvent::Removed { .. } | CacheEvent::Unpooled { .. } = event {
+                return Err(FeedError::NoDump);
             }
+            num_refused += dump.take(event)?;
         }
         if batch.kind == BatchKind::DumpPart {
             self.dump = Some(dump);
@@ -219,7 +283,7 @@ impl CacheFeed {
     }
 
     /// What it held before is gone, and so is what it was believed to hold.
-    fn begin(&mut self, held: Member) {
+    fn begin(&mut self, held: Holding) {
         if self.held.replace(held).is_none() {
             self.beliefs = None;
             self.now = 0;
@@ -229,7 +293,7 @@ impl CacheFeed {
     fn finish(&mut self, num: usize) -> Result<(), FeedError> {
         if num > 0 {
             self.lacks_blocks = true;
-            return Err(FeedError::Refused { num, max: self.max_blocks });
+            return Err(FeedError::Refused { num, max: self.max_held() });
         }
         self.state = if self.lacks_blocks { SourceState::Degraded } else { SourceState::Exact };
         Ok(())
@@ -272,7 +336,9 @@ impl CacheFeed {
             self.now
         };
         if self.beliefs.is_none() {
-            self.beliefs = Some(Beliefs::new(&self.index, self.owner, self.max_blocks)?);
+            // It will be computed, or recalled, into the pool.
+            let owner = if self.tells_pool() { self.owner | POOL } else { self.owner };
+            self.beliefs = Some(Beliefs::new(&self.index, owner, self.max_blocks)?);
         }
         let beliefs = self.beliefs.as_mut().expect("it was made");
         beliefs.add(chain, time);

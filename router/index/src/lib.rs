@@ -32,4 +32,4 @@ pub use baton_kv_events::{BatchKind, BlockKey, CacheEvent, EventBatch};
 pub use feed::{CacheFeed, FeedError, SourceState};
 pub use index::{IndexFull, IndexSize, KvIndex};
 pub use lookup::{Holder, LookupScratch};
-pub use source::{CacheSource, SourceReport};
+pub use source::{CacheSource, SourceReport, TokensHeld};

@@ -25,6 +25,11 @@ impl Member {
         Ok(Member { index: index.clone(), id, held: Held::default(), max_held })
     }
 
+    /// It may hold so many blocks from now on. What it holds already stays.
+    pub(crate) fn allow(&mut self, max_held: usize) {
+        self.max_held = max_held;
+    }
+
     pub(crate) fn num_held(&self) -> usize {
         self.held.num_held()
     }

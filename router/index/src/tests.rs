@@ -1,12 +1,16 @@
 //! The index as a whole.
 
-use std::sync::{
-    Arc,
-    atomic::{AtomicBool, Ordering},
+use std::{
+    iter,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
 };
 
 use crate::{
-    BatchKind, BlockKey, CacheEvent, CacheFeed, EventBatch, FeedError, Holder, KvIndex, SourceState, testing,
+    BatchKind, BlockKey, CacheEvent, CacheFeed, CacheSource, EventBatch, FeedError, Holder, KvIndex,
+    SourceState, testing,
 };
 
 fn random(state: &mut u64) -> u64 {
@@ -92,6 +96,39 @@ fn a_thousand_workers_hold_prefixes_of_any_length() {
         assert_eq!(held(&index, &prompt), expected);
     }
     drop(feeds);
+    index.sweep(usize::MAX);
+    assert_eq!(index.size().num_memberships, 0);
+}
+
+#[test]
+fn a_worker_with_tiers_tells_what_its_pool_has_of_it() {
+    let index = Arc::new(KvIndex::new(8));
+    let source = CacheSource::new(&index, 7, 10);
+    let (prompt, sent) = (chain(5, 30), chain(6, 4));
+    let tokens_held = |chain: &[BlockKey]| {
+        let found = index.tokens_held(iter::once((16, chain)), |key| key);
+        found.get(&7).map(|held| (held.num_tokens / 16, held.num_pooled / 16))
+    };
+    let pooled = |blocks: &[BlockKey]| CacheEvent::Pooled { parent: None, blocks: blocks.to_vec() };
+    // More than its pool, and no more than pool and tiers together. Nothing is in the pool.
+    let said = source.report(Some(dump(0, vec![stored(None, &prompt), pooled(&[])])), 20);
+    assert_eq!((said.news, source.state(), source.tells_pool()), (None, SourceState::Exact, true));
+    assert_eq!(tokens_held(&prompt), Some((30, 0)));
+    let unpooled = CacheEvent::Unpooled { blocks: prompt[4..8].to_vec() };
+    source.report(Some(events(0, vec![pooled(&prompt[..8]), unpooled])), 20);
+    assert_eq!(tokens_held(&prompt), Some((30, 4)));
+    // What is sent to it will be in its pool.
+    source.expect(sent.iter().copied());
+    assert_eq!(tokens_held(&sent), Some((4, 4)));
+    source.report(Some(events(2, vec![CacheEvent::Removed { blocks: prompt[2..].to_vec() }])), 20);
+    assert_eq!(tokens_held(&prompt).map(|(num, _)| num), Some(4), "the pool still has them, as it says");
+    // The pool's own room is that of a pool.
+    let said = source.report(Some(events(3, vec![stored(None, &prompt), pooled(&prompt)])), 20);
+    assert!(matches!(said.news, Some(FeedError::Refused { num: 20, .. })), "{said:?}");
+    // A dump is all there is.
+    let silent = source.report(Some(dump(9, vec![stored(None, &prompt[..3])])), 0);
+    assert_eq!((silent.news, source.tells_pool(), tokens_held(&prompt)), (None, false, Some((3, 0))));
+    drop(source);
     index.sweep(usize::MAX);
     assert_eq!(index.size().num_memberships, 0);
 }

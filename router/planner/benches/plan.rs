@@ -11,8 +11,8 @@ use std::{
 use baton_kv_cache::{BlockHash, HashRoot, KvDtype, KvFormat, KvLayout};
 use baton_kv_index::{BatchKind, BlockKey, CacheEvent, CacheFeed, EventBatch, KvIndex};
 use baton_planner::{
-    ClusterView, Load, PlanByTime, PlanRequest, Policy, StepLine, Usability, WorkerKey, WorkerPace,
-    WorkerView,
+    ClusterView, HeldPrefix, Load, PlanByTime, PlanRequest, Policy, StepLine, Usability, WorkerKey,
+    WorkerPace, WorkerView,
 };
 
 const NUM_WORKERS: usize = 1000;
@@ -100,9 +100,9 @@ fn main() {
         let hashes: Vec<BlockHash> = root.block_hashes(&tokens, BLOCK_SIZE).collect();
         let started = Instant::now();
         let holders = index.lookup(&hashes, key);
-        let cached = holders
-            .iter()
-            .map(|holder| (keys[holder.owner as usize].clone(), holder.num_blocks * BLOCK_SIZE));
+        let cached = holders.iter().map(|holder| {
+            HeldPrefix::pooled(keys[holder.owner as usize].clone(), holder.num_blocks * BLOCK_SIZE)
+        });
         let cached: Vec<_> = cached.collect();
         lookup.push(started.elapsed());
         let request = PlanRequest {

@@ -2,7 +2,7 @@
 //! those that are about as good. Missed SLOs count as time.
 //!
 //! ```text
-//! ttft   = fetch + queue + compute [+ calls of a handoff]
+//! ttft   = max(recall + fetch, queue) + compute [+ calls of a handoff]
 //! decode = expected tokens x step of the decode worker's batch with the request, chunks of its queue and exposed transfer in
 //!          between
 //! harm   = sequences there x (chunks of the prompt in their steps + expected tokens left x growth of their step), in the time
@@ -167,8 +167,8 @@ impl<'a> Search<'a> {
     fn local(&self, idx: usize) -> impl Iterator<Item = Way> {
         self.sources(idx).filter_map(move |source| {
             let worker = self.workers[idx].as_ref()?;
-            let (fetch, prompt, num_kept) = self.prompt(worker, source);
-            let mut estimate = Estimate { num_kept, ..self.first_token(worker, fetch, &prompt) };
+            let (prompt, start) = self.prompt(worker, source);
+            let mut estimate = self.first_token(worker, start, &prompt);
             estimate.harm += self.later_harm(worker);
             self.decode(worker, &prompt, 0.0, &mut estimate);
             estimate.harm += worker.harm_to_sharers(estimate.compute, self.num_left(), &self.workers);
@@ -223,8 +223,8 @@ impl<'a> Search<'a> {
     fn remote(&self, idx: usize) -> impl Iterator<Item = Way> {
         self.sources(idx).filter_map(move |source| {
             let worker = self.workers[idx].as_ref()?;
-            let (fetch, prompt, num_kept) = self.prompt(worker, source);
-            let mut estimate = Estimate { num_kept, ..self.first_token(worker, fetch, &prompt) };
+            let (prompt, start) = self.prompt(worker, source);
+            let mut estimate = self.first_token(worker, start, &prompt);
             estimate.ttft += HANDOFF_SECONDS;
             estimate.harm = worker.harm_to_sharers(estimate.compute, self.num_left(), &self.workers);
             estimate.harm += self.later_harm(worker);
@@ -285,37 +285,42 @@ impl<'a> Search<'a> {
         without.into_iter().chain(source.map(Some))
     }
 
-    /// Seconds to fetch what `source` has, what is left to compute, and the tokens of passages that are kept for that.
-    fn prompt(&self, worker: &Outlook<'_>, source: Option<usize>) -> (f64, PromptWork, usize) {
+    /// What is left to compute, and what it takes to bring in the rest.
+    fn prompt(&self, worker: &Outlook<'_>, source: Option<usize>) -> (PromptWork, Estimate) {
         // The last token is computed in any case.
         let most = self.request.num_tokens.saturating_sub(1);
         let own = worker.num_cached.min(most);
         let giver = source.and_then(|idx| self.workers[idx].as_ref());
         let cached = giver.map_or(own, |giver| giver.num_cached.min(most));
         let num_bytes = (cached - own) as f64 * worker.token_bytes();
-        let fetch = giver.map_or(0.0, |giver| giver.link_to(worker.view).seconds(num_bytes));
+        let mut start = Estimate {
+            recall: worker.recall_seconds(0, own)
+                + giver.map_or(0.0, |giver| giver.recall_seconds(own, cached)),
+            fetch: giver.map_or(0.0, |giver| giver.link_to(worker.view).seconds(num_bytes)),
+            ..Estimate::default()
+        };
         let prompt = PromptWork::new(self.request.num_tokens, cached);
         // A head that is cached is not computed at all.
         let blend = self.request.blend.as_ref().filter(|blend| cached < blend.end_idx);
-        let Some(blend) = blend.filter(|_| worker.view.load.blends) else { return (fetch, prompt, 0) };
+        let Some(blend) = blend.filter(|_| worker.view.load.blends) else { return (prompt, start) };
         let key = WorkerKey::of(&worker.view.record);
-        let kept = blend.kept.iter().find(|(other, _)| **other == key).map_or(0, |&(_, num)| num);
+        start.num_kept = blend.kept.iter().find(|(other, _)| **other == key).map_or(0, |&(_, num)| num);
         let passages = PassageWork {
             num_tokens: blend.num_tokens as f64,
-            num_kept: kept as f64,
+            num_kept: start.num_kept as f64,
             ratio: f64::from(blend.ratio),
         };
-        (fetch, prompt.blended(&passages, worker.view.record.kv_format.num_layers), kept)
+        (prompt.blended(&passages, worker.view.record.kv_format.num_layers), start)
     }
 
-    /// Until the first token, computed by `worker`.
-    fn first_token(&self, worker: &Outlook<'_>, fetch: f64, prompt: &PromptWork) -> Estimate {
+    /// Until the first token, computed by `worker` after what `start` says.
+    fn first_token(&self, worker: &Outlook<'_>, start: Estimate, prompt: &PromptWork) -> Estimate {
         let queue = worker.queue_seconds;
         let alone = worker.prompt_seconds(prompt);
         let compute = alone + worker.slowdown(queue + alone, &self.workers);
         // The queue shrinks while the prefix comes.
-        let ttft = fetch.max(queue) + compute;
-        Estimate { fetch, queue, compute, ttft, ..Estimate::default() }
+        let ttft = (start.recall + start.fetch).max(queue) + compute;
+        Estimate { queue, compute, ttft, ..start }
     }
 
     /// Adds what follows the first token: decoding by `worker`, and what that and computing `prompt` there do to its running

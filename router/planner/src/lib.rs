@@ -70,8 +70,8 @@ pub struct PlanRequest {
     pub num_tokens: usize,
     /// Tokens of the sequence at its longest.
     pub max_tokens: usize,
-    /// Tokens at the front that workers are believed to hold. A worker that is absent holds none.
-    pub cached: Vec<(Arc<WorkerKey>, usize)>,
+    /// What workers are believed to hold of its front. A worker that is absent holds nothing.
+    pub cached: Vec<HeldPrefix>,
     /// How its passages are blended. `None`: it has none, or it is not decided.
     pub blend: Option<BlendedPassages>,
     /// Workers that must not be asked: they failed this request already.
@@ -86,6 +86,24 @@ pub struct PlanRequest {
     pub seed: u64,
     /// Whether the plan lists what it was chosen from.
     pub explain: bool,
+}
+
+/// What a worker is believed to hold of the front of a request.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct HeldPrefix {
+    /// Which worker.
+    pub worker: Arc<WorkerKey>,
+    /// Tokens in its pool or in the tiers below it.
+    pub num_tokens: usize,
+    /// Of these, tokens at the front that are in the pool. The others are recalled before they are used.
+    pub num_pooled: usize,
+}
+
+impl HeldPrefix {
+    /// All of it in the pool.
+    pub fn pooled(worker: Arc<WorkerKey>, num_tokens: usize) -> HeldPrefix {
+        HeldPrefix { worker, num_tokens, num_pooled: num_tokens }
+    }
 }
 
 /// The passages of a request.
@@ -196,6 +214,8 @@ pub struct Load {
     pub link_beyond: Option<LinkLine>,
     /// Whether the worker belongs to another router: others that are about as good are preferred.
     pub is_home_of_another: bool,
+    /// Seconds for the KV of a token from its tiers, as measured recently; 0: not known.
+    pub recall_token_seconds: f64,
 }
 
 /// What the steps of a worker take, and what they compute now.

@@ -5,7 +5,7 @@ use std::{borrow::Cow, cmp::Ordering, collections::HashMap};
 use baton_cluster_record::{Role, WorkerRecord};
 use baton_cost::{LinkLine, PromptWork, StepLine, StepWork};
 
-use crate::{ClusterView, PlanRequest, WorkerKey, WorkerPace, WorkerView};
+use crate::{ClusterView, HeldPrefix, PlanRequest, WorkerKey, WorkerPace, WorkerView};
 
 /// Of a link that was not measured: 10 Gbit/s, after a call, a grant, a first write and a commit.
 const UNMEASURED_LINK: LinkLine = LinkLine { latency_seconds: 0.005, bytes_per_second: 1e9 };
@@ -20,6 +20,8 @@ pub(crate) struct Outlook<'a> {
     pub(crate) line: StepLine,
     /// Tokens of the request that it has cached.
     pub(crate) num_cached: usize,
+    /// Of these, tokens at the front that are in its pool. The others must be recalled from its tiers.
+    num_pooled: usize,
     /// One step of what it decodes by its report.
     now: StepWork,
     /// One step of what it decodes soon: all that it has, and all that was sent to it.
@@ -37,7 +39,7 @@ pub(crate) struct Outlook<'a> {
 /// The outlooks of all workers of the view, in its order; `None` for those that do not say what their steps take.
 pub(crate) fn outlooks<'a>(request: &PlanRequest, view: &'a ClusterView) -> Vec<Option<Outlook<'a>>> {
     let mut cached = Cow::Borrowed(&request.cached);
-    if !cached.is_sorted_by(|a, b| a.0 <= b.0) {
+    if !cached.is_sorted_by(|a, b| a.worker <= b.worker) {
         cached.to_mut().sort();
     }
     let compare = |key: &WorkerKey, record: &WorkerRecord| {
@@ -45,25 +47,24 @@ pub(crate) fn outlooks<'a>(request: &PlanRequest, view: &'a ClusterView) -> Vec<
     };
     // Workers and keys usually have the same order: then each key is passed once.
     let mut next = 0;
-    let mut num_cached = |record: &WorkerRecord| {
-        let order = |place: usize| cached.get(place).map(|(key, _)| compare(key, record));
+    let mut cached_by = |record: &WorkerRecord| {
+        let order = |place: usize| cached.get(place).map(|cached| compare(&cached.worker, record));
         let mut found = order(next);
         let is_passed = || next.checked_sub(1).is_some_and(|last| order(last) != Some(Ordering::Less));
         if found == Some(Ordering::Less) || (found != Some(Ordering::Equal) && is_passed()) {
-            next = cached.partition_point(|(key, _)| compare(key, record).is_lt());
+            next = cached.partition_point(|cached| compare(&cached.worker, record).is_lt());
             found = order(next);
         }
         if found != Some(Ordering::Equal) {
-            return 0;
+            return (0, 0);
         }
         next += 1;
-        cached[next - 1].1
+        let &HeldPrefix { num_tokens, num_pooled, .. } = &cached[next - 1];
+        let num_tokens = num_tokens.min(request.num_tokens);
+        (num_tokens, num_pooled.min(num_tokens))
     };
-    let mut outlooks: Vec<_> = view
-        .workers
-        .iter()
-        .map(|worker| Outlook::new(worker, num_cached(&worker.record).min(request.num_tokens)))
-        .collect();
+    let mut outlooks: Vec<_> =
+        view.workers.iter().map(|worker| Outlook::new(worker, cached_by(&worker.record))).collect();
     let mut machines: HashMap<&str, Vec<usize>> = HashMap::new();
     for (idx, worker) in view.workers.iter().enumerate() {
         if let Some(compute) = &worker.record.compute {
@@ -84,7 +85,7 @@ pub(crate) fn outlooks<'a>(request: &PlanRequest, view: &'a ClusterView) -> Vec<
 }
 
 impl<'a> Outlook<'a> {
-    fn new(view: &'a WorkerView, num_cached: usize) -> Option<Outlook<'a>> {
+    fn new(view: &'a WorkerView, (num_cached, num_pooled): (usize, usize)) -> Option<Outlook<'a>> {
         let pace = view.load.pace.as_ref()?;
         let line = pace.step.checked()?;
         let sent = &view.sent;
@@ -106,6 +107,7 @@ impl<'a> Outlook<'a> {
             pace,
             line,
             num_cached,
+            num_pooled,
             now,
             batch,
             chunk: 0.0,
@@ -200,6 +202,17 @@ impl<'a> Outlook<'a> {
         measured.and_then(LinkLine::checked)
     }
 
+    /// Until the request's cached tokens from `start` to `end` are in its pool: at most as long as computing them, as a recall is
+    /// given up then. 0 while it has not said what recalls take.
+    pub(crate) fn recall_seconds(&self, start: usize, end: usize) -> f64 {
+        let start = start.max(self.num_pooled);
+        if start >= end || self.view.load.recall_token_seconds <= 0.0 {
+            return 0.0;
+        }
+        let compute = self.prompt_seconds(&PromptWork::new(end, start));
+        ((end - start) as f64 * self.view.load.recall_token_seconds).min(compute)
+    }
+
     /// Bytes of a token's KV.
     pub(crate) fn token_bytes(&self) -> f64 {
         let format = &self.view.record.kv_format;
@@ -212,7 +225,8 @@ impl<'a> Outlook<'a> {
     pub(crate) fn has_room(&self, num_tokens: usize) -> bool {
         let (load, sent, record) = (&self.view.load, &self.view.sent, &self.view.record);
         let block_size = record.kv_format.block_size.max(1) as u64;
-        let num_blocks = (num_tokens.saturating_sub(self.num_cached) as u64 + 1).div_ceil(block_size);
+        // What is in tiers takes blocks, too.
+        let num_blocks = (num_tokens.saturating_sub(self.num_pooled) as u64 + 1).div_ceil(block_size);
         let num_taken = num_blocks.saturating_add(sent.num_blocks);
         let num_present = (load.num_running as u64).saturating_add(load.num_waiting as u64);
         let num_sequences = num_present.saturating_add(sent.num_requests);

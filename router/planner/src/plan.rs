@@ -47,7 +47,9 @@ impl Prefill {
 /// Seconds that a plan is expected to take. They are those of this request, but for `harm` and `missed`.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Estimate {
-    /// Until a cached prefix is fetched.
+    /// Until what is cached in tiers is in a pool: at the worker that computes the prompt, and at the one that gives a prefix.
+    pub recall: f64,
+    /// After that, until a cached prefix is fetched.
     pub fetch: f64,
     /// Until the worker that computes the prompt begins with it.
     pub queue: f64,

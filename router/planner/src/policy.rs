@@ -258,7 +258,8 @@ pub(crate) fn excluded(record: &WorkerRecord, request: &PlanRequest) -> bool {
 /// Tokens of the request that the worker must compute or fetch.
 fn uncached(record: &Arc<WorkerRecord>, request: &PlanRequest) -> usize {
     let key = WorkerKey::of(record);
-    let cached = request.cached.iter().find(|(holder, _)| **holder == key).map_or(0, |(_, tokens)| *tokens);
+    let cached =
+        request.cached.iter().find(|cached| *cached.worker == key).map_or(0, |cached| cached.num_tokens);
     request.num_tokens.saturating_sub(cached)
 }
 

@@ -16,7 +16,7 @@ fn prompt(first: char) -> String {
 }
 
 /// The blocks of a prompt, as workers name them.
-fn blocks(prompt: &str) -> Vec<u64> {
+pub(crate) fn blocks(prompt: &str) -> Vec<u64> {
     HashRoot::new("r1", "", "").block_hashes(&ids(prompt), BLOCK_SIZE).map(|hash| hash.short()).collect()
 }
 
@@ -24,11 +24,11 @@ fn stored(prompt: &str) -> v1::CacheEvent {
     v1::CacheEvent { stored: blocks(prompt), ..v1::CacheEvent::default() }
 }
 
-fn says(worker: &FakeWorker, first: u64, events: Vec<v1::CacheEvent>, kind: v1::CacheBatch) {
+pub(crate) fn says(worker: &FakeWorker, first: u64, events: Vec<v1::CacheEvent>, kind: v1::CacheBatch) {
     worker.set_load(|load| load.cache = Some(v1::CacheEvents { first, events, kind: kind.into() }));
 }
 
-async fn until_index(router: &Router, id: &str, state: &str) {
+pub(crate) async fn until_index(router: &Router, id: &str, state: &str) {
     router
         .until_health(|health| {
             let workers = health["workers"].as_array().expect("a list");
@@ -104,7 +104,14 @@ async fn what_a_worker_held_goes_with_it() {
     says(&d0, 1, vec![many], v1::CacheBatch::Events);
     until_index(&router, "d0", "degraded").await;
     router.until_metric("baton_router_index_memberships 64").await;
+    // Its tiers have room for them.
+    let tier = v1::KvTier { num_slots: 36, ..v1::KvTier::default() };
+    let dump = v1::CacheEvent { stored: (1..=100).collect(), ..v1::CacheEvent::default() };
+    d0.set_load(|load| load.tiers = vec![tier]);
+    says(&d0, 2, vec![dump], v1::CacheBatch::DumpEnd);
+    until_index(&router, "d0", "exact").await;
+    router.until_metric("baton_router_index_memberships 100").await;
     router.withdraw_first().await;
     router.until_metric("baton_router_index_memberships 0").await;
-    router.until_metric("baton_router_index_sources{state=\"degraded\"} 0").await;
+    router.until_metric("baton_router_index_sources{state=\"exact\"} 0").await;
 }

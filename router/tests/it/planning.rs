@@ -12,6 +12,7 @@ use serde_json::{Value, json};
 use crate::{
     fake::{FakeWorker, Step, say},
     harness::{Router, SOON},
+    index::{blocks, says, until_index},
     page::Stream,
 };
 
@@ -157,6 +158,57 @@ async fn an_explained_answer_says_how_it_was_planned() {
     let metrics = router.client.get("/metrics").await.text();
     assert!(metrics.contains("baton_router_ttft_ratio_bucket"), "{metrics}");
     assert!(!metrics.contains("baton_router_predicted_ttft_seconds_count 0"), "{metrics}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_prefix_in_a_pool_is_worth_more_than_one_in_a_slow_tier() {
+    let mut router = Router::start(|_| {}).await;
+    let d0 = reporting(&mut router, "d0", Role::Decode).await;
+    let d1 = reporting(&mut router, "d1", Role::Decode).await;
+    // d1 has a little to do, which is less than a recall of 399 tokens takes, and more than nothing.
+    d1.set_load(|load| (load.num_decoding, load.num_running, load.num_context_tokens) = (1, 1, 100));
+    d0.set_load(|load| load.recall_token_seconds = 5e-5);
+    let body = {
+        let mut body = prompt('a', 400);
+        body["explain"] = json!(true);
+        body
+    };
+    let stored =
+        v1::CacheEvent { stored: blocks(body["prompt"].as_str().unwrap()), ..v1::CacheEvent::default() };
+    let pooled = |stored: Vec<u64>| v1::CacheEvent {
+        stored,
+        level: v1::CacheLevel::Pool.into(),
+        ..v1::CacheEvent::default()
+    };
+    says(&d0, 0, vec![stored.clone(), pooled(Vec::new())], v1::CacheBatch::DumpEnd);
+    says(&d1, 0, vec![stored.clone()], v1::CacheBatch::DumpEnd);
+    until_index(&router, "d0", "exact").await;
+    until_index(&router, "d1", "exact").await;
+    let answer = router.client.post(TEXT, &body).await.json();
+    let plan = &answer["plans"][0];
+    assert_eq!(
+        (&plan["chosen"]["decode"], &plan["chosen"]["recall_ms"]),
+        (&json!("d1"), &json!(0.0)),
+        "{plan}"
+    );
+    let options = plan["options"].as_array().expect("a list");
+    let other = options.iter().find(|option| option["decode"] == "d0").expect("it is an option");
+    // All but the last token, which is computed.
+    assert_eq!(other["recall_ms"], 19.95, "{plan}");
+
+    // Once it is in the pool of both, the idle one is better.
+    let body = {
+        let mut body = body.clone();
+        body["prompt"] = json!(body["prompt"].as_str().unwrap().replace('a', "b"));
+        body
+    };
+    let stored =
+        v1::CacheEvent { stored: blocks(body["prompt"].as_str().unwrap()), ..v1::CacheEvent::default() };
+    says(&d0, 1, vec![stored.clone(), pooled(stored.stored.clone())], v1::CacheBatch::DumpEnd);
+    says(&d1, 1, vec![stored], v1::CacheBatch::DumpEnd);
+    router.until_metric(&format!("baton_router_index_memberships {}", 3 * 25)).await;
+    let plan = router.client.post(TEXT, &body).await.json()["plans"][0].clone();
+    assert_eq!(plan["chosen"]["decode"], "d0", "{plan}");
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -105,7 +105,10 @@ impl<F: Fn(Option<Report>)> Watcher<F> {
             let load = timeout(SILENCE, reports.message()).await.map_err(silent)??;
             let mut load = load.ok_or_else(|| Status::unavailable("it closed its load reports"))?;
             *answered = true;
-            let said = self.cache.report(load.cache.take().map(EventBatch::from));
+            let num_tier_blocks =
+                load.tiers.iter().fold(0, |num: u64, tier| num.saturating_add(tier.num_slots));
+            let events = load.cache.take().map(EventBatch::from);
+            let said = self.cache.report(events, usize::try_from(num_tier_blocks).unwrap_or(usize::MAX));
             if let Some(error) = said.news {
                 tracing::warn!(worker = %self.key, %error, "what the worker says of its cache is incomplete; prompts are planned by what is known of it");
             }

@@ -98,6 +98,36 @@ fn a_prompt_is_computed_where_it_is_ready_first_unless_others_pay_more_for_it() 
             "d1",
         ),
         (
+            "a pool's prefix is there at once",
+            "d0 decode rate=20000 recalls=2e-5\n d1 decode rate=20000 recalls=2e-5",
+            "tokens=900 cached:d0=880/16 cached:d1=880",
+            "d1",
+        ),
+        (
+            "one in a tier is worth more than none",
+            "d0 decode rate=20000\n d1 decode rate=20000 recalls=1e-5",
+            "tokens=900 cached:d1=880/0",
+            "d1",
+        ),
+        (
+            "but less than a shorter one in a pool, if the tier is slow",
+            "d0 decode rate=20000\n d1 decode rate=20000 recalls=4e-5 link=1",
+            "tokens=900 cached:d1=880/0 cached:d0=500",
+            "d0",
+        ),
+        (
+            "and counts as in the pool while recalls were not measured",
+            "d0 decode rate=20000 queued=300\n d1 decode rate=20000",
+            "tokens=900 cached:d0=880 cached:d1=880/0",
+            "d1",
+        ),
+        (
+            "what is recalled takes room, too",
+            "d0 decode rate=20000 free=10\n d1 decode rate=20000 free=10",
+            "tokens=900 cached:d0=880/0 cached:d1=800",
+            "d1",
+        ),
+        (
             "but not worth the queue",
             "d0 decode rate=20000\n d1 decode rate=20000 queued=100000 link=1",
             "tokens=900 cached:d1=880",
@@ -550,8 +580,8 @@ fn a_thousand_workers_are_planned_for_in_milliseconds() {
         .collect();
     let cluster = view(&workers);
     let mut wanted = request("tokens=900");
-    wanted.cached =
-        cluster.workers.iter().map(|worker| (Arc::new(WorkerKey::of(&worker.record)), 300)).collect();
+    let key = |worker: &WorkerView| Arc::new(WorkerKey::of(&worker.record));
+    wanted.cached = cluster.workers.iter().map(|worker| HeldPrefix::pooled(key(worker), 300)).collect();
     let started = std::time::Instant::now();
     let num_plans = 50;
     for seed in 0..num_plans {

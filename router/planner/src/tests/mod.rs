@@ -84,6 +84,7 @@ pub(crate) fn view(text: &str) -> ClusterView {
                     let units = units.split(',').map(|unit| unit.parse().unwrap()).collect();
                     record.compute = Some(Compute { machine: machine.into(), device: "cpu".into(), units });
                 }
+                Some(("recalls", n)) => load.recall_token_seconds = n.parse().unwrap(),
                 Some(("max-running", n)) => record.capacity.max_running = n.parse().unwrap(),
                 Some(("sent", n)) => sent = SentWork { num_tokens: n.parse().unwrap(), ..sent },
                 Some(("context", n)) => record.capacity.context_length = n.parse().unwrap(),
@@ -105,7 +106,7 @@ pub(crate) fn view(text: &str) -> ClusterView {
     ClusterView { workers: workers.collect() }
 }
 
-/// `tokens=200 cached:d0=64 not:d1 local|remote`
+/// `tokens=200 cached:d0=64/16 not:d1 local|remote`
 pub(crate) fn request(text: &str) -> PlanRequest {
     let key = |id: &str| WorkerKey { id: id.into(), incarnation: 1 };
     let mut request = PlanRequest::default();
@@ -114,7 +115,10 @@ pub(crate) fn request(text: &str) -> PlanRequest {
             Some(("tokens", n)) => request.num_tokens = n.parse().unwrap(),
             Some((name, n)) => {
                 let id = name.strip_prefix("cached:").expect("cached:<id>=<tokens>");
-                request.cached.push((Arc::new(key(id)), n.parse().unwrap()));
+                // All of it, or `/` how much of it, is in the pool.
+                let (num, pooled) = n.split_once('/').unwrap_or((n, n));
+                let (num_tokens, num_pooled) = (num.parse().unwrap(), pooled.parse().unwrap());
+                request.cached.push(HeldPrefix { worker: Arc::new(key(id)), num_tokens, num_pooled });
             }
             None => match word {
                 "local" => request.prefill = PrefillMode::Local,
