@@ -7,8 +7,8 @@ use arbitrary::Arbitrary;
 use baton_cluster::WorkerRecord;
 use baton_fuzz::{Change, pick};
 use baton_planner::{
-    ClusterView, LinkLine, Load, PlanByTime, PlanRequest, Policy, PrefillMode, SentWork, Slo, StepLine,
-    Usability, WorkerKey, WorkerPace, WorkerView,
+    ClusterView, HeldPrefix, LinkLine, Load, PlanByTime, PlanRequest, Policy, PrefillMode, SentWork, Slo,
+    StepLine, Usability, WorkerKey, WorkerPace, WorkerView,
 };
 use baton_proto::worker as proto;
 use libfuzzer_sys::fuzz_target;
@@ -56,7 +56,8 @@ fuzz_target!(|input: Input| {
         let Ok(record) = WorkerRecord::try_from(worker.record(idx)) else { continue };
         let key = WorkerKey::of(&record);
         if let Some(cached) = worker.cached {
-            request.cached.push((key.clone().into(), cached.of(8) as u32 as usize));
+            let (num_tokens, num_pooled) = (cached.of(8) as u32 as usize, cached.of(3) as u32 as usize);
+            request.cached.push(HeldPrefix { worker: key.clone().into(), num_tokens, num_pooled });
         }
         if worker.is_excluded {
             request.excluded.push(key);
@@ -96,6 +97,7 @@ fuzz_target!(|input: Input| {
                 .link
                 .map(|[latency_seconds, bytes_per_second]| LinkLine { latency_seconds, bytes_per_second }),
             is_home_of_another: num_waiting % 3 == 0,
+            recall_token_seconds: f64::from_bits(num_queued_tokens.rotate_left(5)),
         };
         let [num_requests, num_tokens, num_pairs, num_context_tokens, num_blocks] =
             worker.sent.map(|change| change.of(4));
