@@ -9,6 +9,7 @@ use std::{
     thread::JoinHandle,
 };
 
+use baton_grammar::MASK_STACK_BYTES;
 use baton_kv_cache::BlockStorage;
 use baton_model_spec::Executor;
 use tokio::sync::watch;
@@ -135,6 +136,7 @@ pub fn start_over(
     .map_err(|source| EngineStartError::Thread { source })?;
     let thread = std::thread::Builder::new()
         .name("engine".into())
+        .stack_size(MASK_STACK_BYTES)
         .spawn(|| step_loop.run())
         .map_err(|source| EngineStartError::Thread { source })?;
     Ok((handle.clone(), EngineThread { thread: Some(thread), handle }))

@@ -140,6 +140,26 @@ async fn forced_text_is_verified_several_tokens_at_a_time() {
 }
 
 #[tokio::test]
+async fn grammars_as_deep_as_they_may_be_are_followed() {
+    let engine = plain();
+    let regex = format!("{}a|b{}", "(".repeat(95), ")*".repeat(95));
+    let rules: String =
+        (0..200).map(|rule| format!("r{rule}: \"a\" r{} \"b\" | \"b\"\n", rule + 1)).collect();
+    let lark = format!("start: r0\n{rules}r200: \"a\"\n");
+    for (kind, text) in [(GrammarKind::Regex, regex), (GrammarKind::Lark, lark)] {
+        for temperature in [0.0, 0.9] {
+            let grammar = Grammar::new(kind, text.clone());
+            let mut request = constrained(grammar.clone(), 3);
+            (request.sampling.temperature, request.sampling.max_tokens) = (temperature, 400);
+            let output = engine.generate_all(request).await;
+            assert!(output.end.is_ok(), "{:?}", output.end);
+            assert!(follows(&grammar, &output.tokens).0);
+        }
+    }
+    engine.check_whole().await;
+}
+
+#[tokio::test]
 async fn neighbours_without_a_grammar_are_the_same_and_run_ahead_beside_it() {
     let (engine, num_ahead) = sampling_engine(model(), None, config(), |_| Ok(()));
     let neighbour = || request(&prompt(5, 9), 40);

@@ -19,6 +19,6 @@ mod source;
 
 pub use compiler::{GrammarCompiler, GrammarLimits};
 pub use error::GrammarError;
-pub use mask_thread::{MaskThread, Masked, NoMasks};
+pub use mask_thread::{MASK_STACK_BYTES, MaskThread, Masked, NoMasks};
 pub use matcher::{TokenMask, TokenMatcher};
 pub use vocabulary::{TextEncoder, Vocabulary, VocabularyToken};

@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 
 use crate::{GrammarError, TokenMask, TokenMatcher};
 
-/// Masks may be deep in recursion for nested grammars.
-const STACK_BYTES: usize = 16 << 20;
+/// The stack of a thread that computes masks, in bytes: they may be deep in recursion for nested grammars.
+pub const MASK_STACK_BYTES: usize = 16 << 20;
 
 /// To give a thread work and to wait for it takes about as long where all processors are busy. So much of the masks of a step
 /// is computed by the caller.
@@ -146,7 +146,7 @@ impl<K: Send + 'static> Running<K> {
                 }
             }
         };
-        let thread = thread::Builder::new().name("masks".into()).stack_size(STACK_BYTES).spawn(work)?;
+        let thread = thread::Builder::new().name("masks".into()).stack_size(MASK_STACK_BYTES).spawn(work)?;
         Ok(Running { jobs: Some(jobs), done, thread: Some(thread) })
     }
 }
