@@ -85,9 +85,10 @@ impl Directory {
     }
 
     /// A sequence used these blocks, which are its hashes in order, and wants them to be kept so. Of blocks beyond `keeps` it says
-    /// nothing.
-    pub fn used(&mut self, hashes: &[BlockHash], keeps: &[Keep]) {
-        for tier in &mut self.tiers {
+    /// nothing. Returns which blocks are to be kept otherwise than before, and how.
+    pub fn used(&mut self, hashes: &[BlockHash], keeps: &[Keep]) -> Vec<(SlotPlace, Keep)> {
+        let mut changed = Vec::new();
+        for (tier_idx, tier) in self.tiers.iter_mut().enumerate() {
             // In reverse, so that the last block of a sequence makes room first: it is useless without the blocks before it.
             for (idx, hash) in hashes.iter().enumerate().rev() {
                 let Some(&slot) = tier.by_hash.get(hash) else { continue };
@@ -96,13 +97,19 @@ impl Directory {
                     tier.order.remove(slot);
                 }
                 if let Some(&keep) = keeps.get(idx) {
+                    let before = tier.order.keep(slot);
                     tier.order.mark(slot, keep);
+                    let after = tier.order.keep(slot);
+                    if is_held && before != after {
+                        changed.push((SlotPlace { tier: tier_idx, slot }, after));
+                    }
                 }
                 if is_held {
                     tier.order.push(slot);
                 }
             }
         }
+        changed
     }
 
     /// A slot for block `block_idx` of a sequence, free or taken from the first block that makes room. `None`: the tier
@@ -172,9 +179,15 @@ impl Directory {
         }
     }
 
-    /// A free slot was found to hold this block, after a restart. False: the tier holds the block already, and the slot stays
-    /// free.
-    pub fn restore(&mut self, place: SlotPlace, hash: BlockHash, before: Option<BlockHash>) -> bool {
+    /// A free slot was found to hold this block, after a restart, to be kept as was said in an earlier life. False: the tier holds
+    /// the block already, and the slot stays free.
+    pub fn restore(
+        &mut self,
+        place: SlotPlace,
+        hash: BlockHash,
+        before: Option<BlockHash>,
+        keep: Keep,
+    ) -> bool {
         let is_known = self.find(hash).is_some();
         let tier = &mut self.tiers[place.tier];
         if tier.by_hash.contains_key(&hash) {
@@ -183,8 +196,7 @@ impl Directory {
         debug_assert_eq!(tier.slots[place.slot as usize], Slot::Free);
         tier.slots[place.slot as usize] = Slot::Holds(hash);
         tier.by_hash.insert(hash, place.slot);
-        // What was asked for it in an earlier life is not known.
-        tier.order.mark(place.slot, Keep::Normal);
+        tier.order.mark(place.slot, keep);
         tier.order.push(place.slot);
         if !is_known {
             self.events.stored(before.map(key), key(hash));
@@ -403,9 +415,12 @@ mod tests {
     fn a_restored_directory_holds_what_the_slots_hold() {
         let mut directory = Directory::new(&[4]);
         let a = chain(1, 3);
-        assert!(directory.restore(SlotPlace { tier: 0, slot: 3 }, a[0], None));
-        assert!(directory.restore(SlotPlace { tier: 0, slot: 1 }, a[1], Some(a[0])));
-        assert!(!directory.restore(SlotPlace { tier: 0, slot: 2 }, a[1], Some(a[0])), "held already");
+        assert!(directory.restore(SlotPlace { tier: 0, slot: 3 }, a[0], None, Keep::Normal));
+        assert!(directory.restore(SlotPlace { tier: 0, slot: 1 }, a[1], Some(a[0]), Keep::Normal));
+        assert!(
+            !directory.restore(SlotPlace { tier: 0, slot: 2 }, a[1], Some(a[0]), Keep::Normal),
+            "held already"
+        );
         directory.end_restore(0);
         directory.used(&a[1..2], &[Keep::Low]);
         assert_eq!(directory.find_prefix(&a).len(), 2);

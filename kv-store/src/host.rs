@@ -6,6 +6,7 @@ use std::{
 };
 
 use baton_kv_cache::BlockHash;
+use baton_kv_events::Keep;
 
 use crate::{
     record::{Record, RecordName},
@@ -69,7 +70,11 @@ impl Slots for HostSlots {
         records.into_iter().zip(wanted).map(verified).collect()
     }
 
-    fn take_found(&mut self) -> Vec<(u32, RecordName)> {
+    fn keep(&self, _: u32, _: Keep) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn take_found(&mut self) -> Vec<(u32, RecordName, Keep)> {
         Vec::new()
     }
 }

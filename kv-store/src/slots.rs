@@ -4,6 +4,7 @@
 use std::{fmt, io, sync::Arc};
 
 use baton_kv_cache::BlockHash;
+use baton_kv_events::Keep;
 
 use crate::record::{Record, RecordName};
 
@@ -32,8 +33,15 @@ pub trait Slots: Send + Sync + fmt::Debug {
     /// verified, unless the pool's device reads it itself: then that verifies it.
     fn read(&self, wanted: &[(u32, BlockHash)]) -> Vec<Result<Arc<Record>, ReadError>>;
 
-    /// What the slots held when the store was opened, each with its slot. Told once.
-    fn take_found(&mut self) -> Vec<(u32, RecordName)>;
+    /// How the block of a slot is to be kept, until its record is replaced: for a later life of the store, if there is one. An
+    /// error costs no more than that.
+    ///
+    /// # Errors
+    /// When the device refuses.
+    fn keep(&self, slot: u32, keep: Keep) -> io::Result<()>;
+
+    /// What the slots held when the store was opened, each with its slot, and how it is to be kept. Told once.
+    fn take_found(&mut self) -> Vec<(u32, RecordName, Keep)>;
 }
 
 /// Why a slot's record cannot be used.

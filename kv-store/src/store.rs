@@ -185,9 +185,9 @@ impl KvStore {
         for (tier, slots) in tiers.iter_mut().enumerate() {
             let mut found = slots.take_found();
             // The beginnings of sequences last: the ends make room first.
-            found.sort_by_key(|(_, name)| std::cmp::Reverse(name.block_idx));
-            for (slot, name) in found {
-                directory.restore(SlotPlace { tier, slot }, name.hash, name.block_before());
+            found.sort_by_key(|(_, name, _)| std::cmp::Reverse(name.block_idx));
+            for (slot, name, keep) in found {
+                directory.restore(SlotPlace { tier, slot }, name.hash, name.block_before(), keep);
             }
             directory.end_restore(tier);
         }
@@ -454,8 +454,16 @@ impl Shared {
     }
 
     fn used(&self, hashes: &[BlockHash], keeps: &[Keep]) {
-        self.lock().used(hashes, keeps);
+        let changed = self.lock().used(hashes, keeps);
+        changed.into_iter().for_each(|(place, keep)| self.keep(place, keep));
         self.object.iter().for_each(|object| object.used(hashes));
+    }
+
+    /// If another record takes the slot meanwhile, that one is kept so: it costs the order, and nothing else.
+    fn keep(&self, SlotPlace { tier, slot }: SlotPlace, keep: Keep) {
+        if let Err(error) = self.tiers[tier].keep(slot, keep) {
+            tracing::debug!(tier = self.tiers[tier].name(), %error, "how a block is to be kept is not noted");
+        }
     }
 
     /// Writes to memory at once, and leaves a disk to the writer. False when the tier does not take the record.
@@ -482,6 +490,9 @@ impl Shared {
         match self.tiers[*tier].write(slot, record) {
             Ok(()) => {
                 self.counters[*tier].add(Count::Writes, 1);
+                if *keep != Keep::Normal {
+                    self.keep(place, *keep);
+                }
                 self.update(|directory| directory.end_write(place, record.name.block_before()));
             }
             Err(error) => {

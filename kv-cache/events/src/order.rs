@@ -136,6 +136,15 @@ impl EvictionOrder {
         entry.standing = entry.standing.max(Some(standing));
     }
 
+    /// How the block of a slot is to be kept, by all that was said of it.
+    pub fn keep(&self, slot: u32) -> Keep {
+        match self.entries[slot as usize].standing {
+            Some(Standing::Low) => Keep::Low,
+            Some(Standing::High { until }) if until > self.now => Keep::High(until - self.now),
+            _ => Keep::Normal,
+        }
+    }
+
     /// The block of a slot that is not in the order is gone: what was said of it is forgotten.
     pub fn forget(&mut self, slot: u32) {
         debug_assert!(!self.contains(slot));

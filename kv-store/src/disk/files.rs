@@ -84,6 +84,7 @@ pub enum StoreOpenError {
 pub(crate) struct Files {
     pub(crate) index: File,
     pub(crate) slabs: File,
+    pub(crate) kept: File,
     pub(crate) num_slots: u32,
     pub(crate) lock: DirLock,
 }
@@ -149,8 +150,11 @@ impl Files {
                 _ => failed(path, "cannot reserve room")(source),
             })?;
         }
+        let kept_path = dir.join("kept");
+        let kept = options().open(&kept_path).map_err(failed(&kept_path, "cannot open"))?;
+        kept.set_len(u64::from(num_slots) * 8).map_err(failed(&kept_path, "cannot reserve room"))?;
         index.write_all_at(&superblock, 0).map_err(failed(&index_path, "cannot write"))?;
-        Ok(Files { index, slabs, num_slots, lock })
+        Ok(Files { index, slabs, kept, num_slots, lock })
     }
 }
 

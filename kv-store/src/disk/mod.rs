@@ -6,6 +6,7 @@
 //! whole.
 
 mod files;
+mod kept;
 mod medium;
 #[cfg(test)]
 mod tests;
@@ -19,12 +20,17 @@ use std::{
         atomic::{AtomicUsize, Ordering},
     },
     thread,
+    time::SystemTime,
 };
 
 use baton_kv_cache::BlockHash;
+use baton_kv_events::Keep;
 
-use self::files::{DirLock, Files};
 pub use self::{files::StoreOpenError, medium::Medium};
+use self::{
+    files::{DirLock, Files},
+    kept::KeptFile,
+};
 use crate::{
     buffer::{PAGE, PageBuffer},
     record::{HeadError, Record, RecordName, RecordShape},
@@ -44,8 +50,10 @@ pub struct DiskSlots<M = File> {
     index: M,
     slabs: M,
     num_slots: u32,
-    found: Vec<(u32, RecordName)>,
+    found: Vec<(u32, RecordName, Keep)>,
     num_damaged: usize,
+    /// `None`: there is no later life.
+    kept: Option<KeptFile>,
     /// Keeps the directory locked.
     _lock: Option<DirLock>,
 }
@@ -56,13 +64,16 @@ impl DiskSlots {
     /// # Errors
     /// When another process uses it, it holds KV of another format, or the file system refuses.
     pub(crate) fn open(dir: &Path, max_bytes: u64, shape: RecordShape) -> Result<DiskSlots, StoreOpenError> {
-        let Files { index, slabs, num_slots, lock } = Files::open(dir, max_bytes, &shape)?;
-        let slots = DiskSlots::over(index, slabs, num_slots, shape).map_err(|source| StoreOpenError::Io {
-            path: dir.join("index"),
-            action: "cannot read",
-            source,
-        })?;
-        Ok(DiskSlots { _lock: Some(lock), ..slots })
+        let Files { index, slabs, kept, num_slots, lock } = Files::open(dir, max_bytes, &shape)?;
+        let failed = |file| {
+            let path = dir.join(file);
+            move |source| StoreOpenError::Io { path, action: "cannot read", source }
+        };
+        let mut slots = DiskSlots::over(index, slabs, num_slots, shape).map_err(failed("index"))?;
+        let kept = KeptFile(kept);
+        let keeps = kept.read(num_slots, SystemTime::now()).map_err(failed("kept"))?;
+        slots.found.iter_mut().for_each(|(slot, _, keep)| *keep = keeps[*slot as usize]);
+        Ok(DiskSlots { _lock: Some(lock), kept: Some(kept), ..slots })
     }
 }
 
@@ -81,13 +92,13 @@ impl<M: Medium> DiskSlots<M> {
             index.read_at(heads, head_offset(first, &shape))?;
             for (slot, head) in (first..).zip(heads.chunks_exact(head_bytes)) {
                 match shape.read_head(head) {
-                    Ok(head) => found.push((slot, head.name)),
+                    Ok(head) => found.push((slot, head.name, Keep::Normal)),
                     Err(HeadError::Empty) => {}
                     Err(HeadError::Damaged | HeadError::Foreign) => num_damaged += 1,
                 }
             }
         }
-        Ok(DiskSlots { shape, index, slabs, num_slots, found, num_damaged, _lock: None })
+        Ok(DiskSlots { shape, index, slabs, num_slots, found, num_damaged, kept: None, _lock: None })
     }
 
     /// Heads that were damaged when the directory was opened. Their slots count as empty.
@@ -131,6 +142,7 @@ impl<M: Medium> Slots for DiskSlots<M> {
     fn write(&self, slot: u32, record: &Arc<Record>) -> io::Result<()> {
         let head_at = head_offset(slot, &self.shape);
         self.index.write_at(&vec![0; self.shape.head_bytes()], head_at)?;
+        self.keep(slot, Keep::Normal)?;
         let bytes = self.shape.write(record);
         self.slabs.write_at(bytes.pages(), self.body_offset(slot))?;
         self.index.write_at(&bytes.head, head_at)
@@ -163,7 +175,11 @@ impl<M: Medium> Slots for DiskSlots<M> {
         records.into_iter().map(|(_, record)| record).collect()
     }
 
-    fn take_found(&mut self) -> Vec<(u32, RecordName)> {
+    fn keep(&self, slot: u32, keep: Keep) -> io::Result<()> {
+        self.kept.as_ref().map_or(Ok(()), |kept| kept.write(slot, keep, SystemTime::now()))
+    }
+
+    fn take_found(&mut self) -> Vec<(u32, RecordName, Keep)> {
         mem::take(&mut self.found)
     }
 }

@@ -64,13 +64,17 @@ impl Pool {
 
     /// Fills the pool with a sequence, saves it, and waits until its blocks are free again.
     fn save(&self, store: &KvStore, seed: u64, num_blocks: usize) -> Vec<BlockHash> {
+        self.save_kept(store, seed, num_blocks, Keep::Normal)
+    }
+
+    fn save_kept(&self, store: &KvStore, seed: u64, num_blocks: usize, keep: Keep) -> Vec<BlockHash> {
         let hashes = chain(seed, num_blocks);
         self.fill(&hashes);
         let (kept, released) = mpsc::channel::<()>();
         store.save(SequenceBlocks {
             root: root(),
             hashes: hashes.clone(),
-            keeps: vec![Keep::Normal; num_blocks],
+            keeps: vec![keep; num_blocks],
             tokens: tokens(seed, num_blocks),
             blocks: (0..num_blocks as u32).map(BlockId).collect(),
             has_ended: true,
@@ -439,7 +443,11 @@ impl Slots for BadDisk {
         wanted.iter().map(|_| Err(io::Error::other("broken").into())).collect()
     }
 
-    fn take_found(&mut self) -> Vec<(u32, RecordName)> {
+    fn keep(&self, _: u32, _: Keep) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn take_found(&mut self) -> Vec<(u32, RecordName, Keep)> {
         Vec::new()
     }
 }
@@ -511,4 +519,31 @@ fn readers_and_writers_of_few_slots_never_meet_wrong_kv() {
     let counts = store.counts();
     assert!(counts.iter().all(|tier| tier.evictions > 0 && tier.damaged == 0), "{counts:?}");
     assert_eq!(BLOCK_SIZE * 5, tokens(0, 5).len());
+}
+
+#[test]
+fn what_is_to_be_kept_is_kept_by_the_next_life_of_a_store() {
+    let (pool, dir) = (Pool::new(), tempfile::tempdir().expect("a directory"));
+    let store = pool.open(0, Some(dir.path()));
+    let num_slots = store.counts()[0].num_slots as usize;
+    let (num, high) = (num_slots / 4, Keep::High(Duration::from_secs(3600)));
+    let kept = pool.save_kept(&store, 1, num, high);
+    let normal = pool.save(&store, 2, num);
+    // Said when it is on disk already.
+    let later = pool.save(&store, 3, num);
+    drop(store);
+    let store = pool.open(0, Some(dir.path()));
+    pool.save_kept(&store, 3, num, high);
+    drop(store);
+    let store = pool.open(0, Some(dir.path()));
+    let found = || [&kept, &normal, &later].map(|hashes| store.num_found(hashes));
+    assert_eq!(found(), [num; 3]);
+    for nth in 1..=6 {
+        pool.save(&store, 10 + nth, num);
+        // The writer takes them one after the other.
+        while store.counts()[0].writes < nth * num as u64 {
+            thread::sleep(Duration::from_millis(1));
+        }
+    }
+    assert_eq!(found(), [num, 0, num]);
 }

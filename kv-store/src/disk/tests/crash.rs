@@ -131,7 +131,7 @@ fn crash(num_crashes: usize, seed: u64) -> Reads {
             }
         }
         let mut slots = open();
-        for (slot, name) in slots.take_found() {
+        for (slot, name, _) in slots.take_found() {
             let expected = by_hash.get(&name.hash).expect("a head that was written");
             match &slots.read(&[(slot, name.hash)])[0] {
                 Ok(read) => {

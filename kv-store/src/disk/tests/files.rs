@@ -1,6 +1,8 @@
 //! Directories: good ones, and every way in which one can be bad.
 
-use std::{fs, os::unix::fs::FileExt, path::Path, sync::Arc};
+use std::{fs, os::unix::fs::FileExt, path::Path, sync::Arc, time::Duration};
+
+use baton_kv_events::Keep;
 
 use crate::{
     disk::{DiskSlots, StoreOpenError},
@@ -39,7 +41,8 @@ fn records_come_back_after_the_directory_was_closed() {
     let records = filled(&dir.path().join("new/kv"));
     let mut slots = open(&dir.path().join("new/kv")).expect("as it was left");
     let found = slots.take_found();
-    let expected: Vec<_> = records.iter().map(|(slot, record)| (*slot, record.name.clone())).collect();
+    let expected: Vec<_> =
+        records.iter().map(|(slot, record)| (*slot, record.name.clone(), Keep::Normal)).collect();
     assert_eq!(found, expected);
     assert!(slots.read(&wanted(&records)).iter().all(is_right));
     // Another block than the slot holds, and an empty slot.
@@ -47,6 +50,26 @@ fn records_come_back_after_the_directory_was_closed() {
         let read = slots.read(&[(slot, records[idx].1.name.hash)]);
         assert!(matches!(read[..], [Err(ReadError::Damaged)]), "{read:?}");
     }
+}
+
+#[test]
+fn how_blocks_are_to_be_kept_is_known_after_the_directory_was_closed() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let records = filled(dir.path());
+    let keeps =
+        |slots: &mut DiskSlots| slots.take_found().into_iter().map(|(_, _, keep)| keep).collect::<Vec<_>>();
+    let mut slots = open(dir.path()).expect("as it was left");
+    assert_eq!(keeps(&mut slots), [Keep::Normal; 3]);
+    slots.keep(0, Keep::High(Duration::from_secs(3600))).expect("noted");
+    slots.keep(2, Keep::Low).expect("noted");
+    slots.keep(4, Keep::Low).expect("noted");
+    // Another record: nothing was said of it.
+    slots.write(4, &records[2].1).expect("written");
+    drop(slots);
+    let keeps = keeps(&mut open(dir.path()).expect("as it was left"));
+    let Keep::High(left) = keeps[0] else { panic!("{keeps:?}") };
+    assert!(left > Duration::from_secs(3500), "{left:?}");
+    assert_eq!(keeps[1..], [Keep::Low, Keep::Normal]);
 }
 
 #[test]

@@ -50,7 +50,7 @@ fn kill(num_kills: u64) -> usize {
         child.wait().expect("it is killed");
         let mut slots = DiskSlots::open(dir.path(), ROOM, shape()).expect("the lock went with the process");
         assert_eq!(slots.num_damaged(), 0, "kill {nth}: the kernel completes what it was given");
-        for (slot, name) in slots.take_found() {
+        for (slot, name, _) in slots.take_found() {
             // A head is written after its body, so a slot that has one is whole.
             let read = slots.read(&[(slot, name.hash)]).pop().expect("one is wanted").expect("whole");
             assert!(read.body() == body(name.hash), "kill {nth}: wrong KV");
