@@ -403,7 +403,8 @@ impl LiveRequests {
                 }
                 (SampledRow::Logits(row), None) => self.sampler.sample(row, params, history)?,
                 (SampledRow::Logits(row), Some(constraint)) => {
-                    let likeliest = params.is_greedy().then(|| self.sampler.sample(row, params, history));
+                    let is_greedy = history.sampling(params).is_greedy();
+                    let likeliest = is_greedy.then(|| self.sampler.sample(row, params, history));
                     match likeliest.transpose()? {
                         Some(token) if constraint.allows(row_idx, token.id)? => token,
                         _ => self.sampler.sample_within(&*constraint.mask(row_idx)?, row, params, history)?,

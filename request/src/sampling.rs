@@ -69,11 +69,6 @@ impl Default for SamplingParams {
 }
 
 impl SamplingParams {
-    /// Whether the token is always the likeliest.
-    pub fn is_greedy(&self) -> bool {
-        self.temperature == 0.0 || self.top_k == 1
-    }
-
     /// Checks every value for a model of this vocabulary. Names the first bad field.
     ///
     /// # Errors

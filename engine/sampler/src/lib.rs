@@ -360,7 +360,7 @@ fn choose(
     sampling: &TokenSampling<'_>,
 ) -> Result<u32, InvalidLogits> {
     let (likeliest, max) = largest(logits)?;
-    if sampling.temperature == 0.0 || sampling.top_k == 1 {
+    if sampling.is_greedy() {
         return Ok(likeliest);
     }
     let lowest = if sampling.min_p > 0.0 { sampling.min_p.ln().max(NEGLIGIBLE) } else { NEGLIGIBLE };

@@ -60,7 +60,8 @@ impl LiveRequests {
         for chunk in plan.chunks.iter().filter(|chunk| chunk.wants_token) {
             let live = self.requests.get_mut(&chunk.id).expect("planned sequences live");
             if let Some(constraint) = &mut live.constraint {
-                if !samples && live.request.sampling.is_greedy() && !constraint.has_refused() {
+                let is_greedy = live.history.sampling(&live.request.sampling).is_greedy();
+                if !samples && is_greedy && !constraint.has_refused() {
                     constraint.skip_masks();
                     continue;
                 }

@@ -77,16 +77,10 @@ impl EventLog {
     /// block, too, are left out.
     pub fn append(&mut self, holder: BlockHolder, events: Vec<CacheEvent>) {
         let (mut changes, mut of_pool) = (PendingEvents::default(), PendingEvents::default());
+        let mut pooled_before = Vec::new();
         if holder == BlockHolder::Store && !self.tells_pool {
             self.tells_pool = true;
-            for (parent, blocks) in
-                sequences(self.cached.iter().map(|(&block, cached)| (block, cached.parent)))
-            {
-                blocks.into_iter().fold(parent, |parent, block| {
-                    of_pool.stored(parent, block);
-                    Some(block)
-                });
-            }
+            pooled_before = sequences(self.cached.iter().map(|(&block, cached)| (block, cached.parent)));
         }
         let tells_pool = self.tells_pool && holder == BlockHolder::Pool;
         for event in events {
@@ -120,7 +114,10 @@ impl EventLog {
                 CacheEvent::Pooled { .. } | CacheEvent::Unpooled { .. } => {}
             }
         }
-        for event in changes.take().into_iter().chain(of_pool.take().into_iter().map(CacheEvent::of_pool)) {
+        let pooled_before =
+            pooled_before.into_iter().map(|(parent, blocks)| CacheEvent::Pooled { parent, blocks });
+        let of_pool = of_pool.take().into_iter().map(CacheEvent::of_pool);
+        for event in changes.take().into_iter().chain(pooled_before).chain(of_pool) {
             self.num_blocks += event.blocks().len();
             self.next += 1;
             self.ring.push_back(event);
@@ -282,6 +279,16 @@ mod tests {
         reader.next(|take| take(log))
     }
 
+    /// What a cache stores or removes next.
+    fn random_event(random: &mut u64) -> CacheEvent {
+        *random = random.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+        let place = (*random >> 40) % 60;
+        match *random >> 62 {
+            0 => CacheEvent::Removed { blocks: keys(place..place + 3) },
+            _ => stored(Some(place), place + 1..place + 4),
+        }
+    }
+
     /// What a reader knows after all that it has read.
     fn replay(reader: &mut CacheReader, log: &EventLog, known: &mut HashMap<BlockKey, Cached>) {
         let mut dump: Option<HashMap<_, _>> = None;
@@ -370,12 +377,7 @@ mod tests {
         let mut readers: Vec<_> = (1..8).map(|_| (CacheReader::new(None), HashMap::new())).collect();
         let mut random = 1_u64;
         for step in 0..2000_u64 {
-            random = random.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-            let place = (random >> 40) % 60;
-            let event = match random >> 62 {
-                0 => CacheEvent::Removed { blocks: keys(place..place + 3) },
-                _ => stored(Some(place), place + 1..place + 4),
-            };
+            let event = random_event(&mut random);
             log.append(BlockHolder::Pool, vec![event]);
             for (idx, (reader, known)) in readers.iter_mut().enumerate() {
                 if step % (1 << (2 * idx)) == 0 {
@@ -394,12 +396,7 @@ mod tests {
         let mut readers: Vec<_> = (1..8).map(|_| nothing()).collect();
         let mut random = 1_u64;
         for step in 0..2000_u64 {
-            random = random.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-            let place = (random >> 40) % 60;
-            let event = match random >> 62 {
-                0 => CacheEvent::Removed { blocks: keys(place..place + 3) },
-                _ => stored(Some(place), place + 1..place + 4),
-            };
+            let event = random_event(&mut random);
             // The first tier is opened after a while.
             let is_store = step > 100 && random >> 61 & 1 == 1;
             log.append(if is_store { BlockHolder::Store } else { BlockHolder::Pool }, vec![event]);

@@ -15,7 +15,7 @@ use baton_kv_events::Keep;
 const NORMAL: u64 = 0;
 const LOW: u64 = u64::MAX;
 /// No request may ask for more. A clock that went back keeps no block for longer.
-const MAX_TTL: Duration = Duration::from_secs(24 * 3600);
+const MAX_TTL: Duration = Duration::from_hours(24);
 
 /// The words of all slots. Other words than those two are seconds since 1970: until then the block is high.
 #[derive(Debug)]

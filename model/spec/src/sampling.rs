@@ -102,6 +102,11 @@ impl Default for TokenSampling<'_> {
 }
 
 impl TokenSampling<'_> {
+    /// Whether the token is the likeliest one, whatever the random number is.
+    pub fn is_greedy(&self) -> bool {
+        self.temperature == 0.0 || self.top_k == 1
+    }
+
     /// A copy that borrows nothing.
     pub fn into_owned(self) -> TokenSampling<'static> {
         TokenSampling {

@@ -504,18 +504,13 @@ fn load(report: &Report, now: Instant) -> Load {
         link_within: link(load, |transport| transport == "shm"),
         link_beyond: link(load, |transport| transport != "shm"),
         is_home_of_another: load.is_home_of_another,
-        recall_token_seconds: if is_time(load.recall_token_seconds) {
-            load.recall_token_seconds
-        } else {
-            0.0
-        },
+        recall_token_seconds: seconds(load.recall_token_seconds),
     }
 }
 
 /// `None` for an older worker, and for one whose numbers cannot be true.
 fn pace(load: &v1::Load) -> Option<WorkerPace> {
     let v1::StepLine { fixed, per_token, per_context_token, per_pair, num_steps } = load.step?;
-    let seconds = |seconds: f64| if seconds.is_finite() { seconds.max(0.0) } else { 0.0 };
     Some(WorkerPace {
         step: StepLine { fixed, per_token, per_context_token, per_pair }.checked()?,
         is_measured: num_steps > 0,
@@ -546,6 +541,11 @@ fn absurdity(load: &v1::Load) -> Option<String> {
 
 fn is_time(seconds: f64) -> bool {
     seconds.is_finite() && seconds >= 0.0
+}
+
+/// 0 for what is no time.
+fn seconds(seconds: f64) -> f64 {
+    if is_time(seconds) { seconds } else { 0.0 }
 }
 
 fn link_line(rate: &v1::LinkRate) -> Option<LinkLine> {

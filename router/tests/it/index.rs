@@ -104,14 +104,23 @@ async fn what_a_worker_held_goes_with_it() {
     says(&d0, 1, vec![many], v1::CacheBatch::Events);
     until_index(&router, "d0", "degraded").await;
     router.until_metric("baton_router_index_memberships 64").await;
-    // Its tiers have room for them.
-    let tier = v1::KvTier { num_slots: 36, ..v1::KvTier::default() };
-    let dump = v1::CacheEvent { stored: (1..=100).collect(), ..v1::CacheEvent::default() };
-    d0.set_load(|load| load.tiers = vec![tier]);
-    says(&d0, 2, vec![dump], v1::CacheBatch::DumpEnd);
-    until_index(&router, "d0", "exact").await;
-    router.until_metric("baton_router_index_memberships 100").await;
     router.withdraw_first().await;
     router.until_metric("baton_router_index_memberships 0").await;
-    router.until_metric("baton_router_index_sources{state=\"exact\"} 0").await;
+    router.until_metric("baton_router_index_sources{state=\"degraded\"} 0").await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_worker_may_hold_what_fits_into_its_pool_and_its_tiers() {
+    let mut router = Router::start(|_| {}).await;
+    let d0 = FakeWorker::start("d0", Role::Decode, 1).await;
+    router.register(&d0).await;
+    // A pool of 64 blocks.
+    let many = v1::CacheEvent { stored: (1..=100).collect(), ..v1::CacheEvent::default() };
+    says(&d0, 0, vec![many.clone()], v1::CacheBatch::DumpEnd);
+    until_index(&router, "d0", "degraded").await;
+    router.until_metric("baton_router_index_memberships 64").await;
+    d0.set_load(|load| load.tiers = vec![v1::KvTier { num_slots: 36, ..v1::KvTier::default() }]);
+    says(&d0, 1, vec![many], v1::CacheBatch::DumpEnd);
+    until_index(&router, "d0", "exact").await;
+    router.until_metric("baton_router_index_memberships 100").await;
 }
