@@ -7,7 +7,7 @@ use baton_kv_events::BlockKey;
 
 use crate::{
     orphans::Orphans,
-    run::{Holding, MAX_RUN, Spot},
+    run::{Holding, MAX_RUN, Run, Spot},
     runs::Change,
 };
 
@@ -187,7 +187,12 @@ impl Held {
     ) -> usize {
         let own = self.nodes[node as usize];
         let len = usize::from(own.len);
-        let num = runs.run(own.run).num_same(offset + 1, blocks.iter().map(|block| block.0));
+        let same = |run: &Run| run.num_same(offset + 1, blocks.iter().map(|block| block.0));
+        // No other worker makes it longer meanwhile; what this one does not hold may be cut off.
+        let num = match runs.read(own.run, same) {
+            num if offset + 1 + num <= len => num,
+            _ => same(runs.of(own.run).run(own.run)),
+        };
         let num = num.min((len + room).saturating_sub(offset + 1));
         if offset + 1 + num > len {
             self.resize(runs, member, node, offset + 1 + num);
@@ -209,42 +214,67 @@ impl Held {
             NONE => Spot::default(),
             parent => Spot::new(self.nodes[parent as usize].run, offset),
         };
-        if let Some(run) = runs.run_after(after, blocks[0].0) {
-            if let Some(holding) = runs.run(run).holding(member) {
+        let num = blocks.len().min(room).min(MAX_RUN);
+        if parent != NONE
+            && num > 0
+            && let num_more = self.append(runs, member, parent, offset, &blocks[..num])
+            && num_more > 0
+        {
+            return (num_more, Before::Reached(parent, offset + num_more));
+        }
+        let shard = runs.beginning_with(blocks[0].0);
+        if let Some(run) = shard.run_after(after, blocks[0].0) {
+            if let Some(holding) = shard.run(run).holding(member) {
                 return (1, Before::Reached(holding.node(), 0));
             }
-            let num = runs.run(run).num_same(0, blocks.iter().map(|block| block.0)).min(room);
+            let num = shard.run(run).num_same(0, blocks.iter().map(|block| block.0)).min(room);
             if num == 0 {
                 return (0, Before::Beginning);
             }
             let node = self.add_node(runs, member, run, parent, offset, num);
             return (num, Before::Reached(node, num - 1));
         }
-        let num = blocks.len().min(room).min(MAX_RUN);
         if num == 0 {
             return (0, Before::Beginning);
         }
-        let mut keys = std::mem::take(&mut self.keys);
-        keys.clear();
-        if parent != NONE {
-            let own = self.nodes[parent as usize];
-            let (run, len) = (runs.run(own.run), usize::from(own.len));
-            // At the end of what only this worker holds.
-            if offset + 1 == run.len() && len == run.len() && len < MAX_RUN && run.mark().count() == 1 {
-                let num = num.min(MAX_RUN - len);
-                keys.extend(blocks[..num].iter().map(|block| block.0));
-                runs.append(own.run, &keys);
-                self.keys = keys;
-                self.resize(runs, member, parent, len + num);
-                return (num, Before::Reached(parent, len + num - 1));
-            }
-        }
-        keys.extend(blocks[..num].iter().map(|block| block.0));
-        let run = runs.create(after, &keys);
-        self.keys = keys;
-        let Some(run) = run else { return (0, Before::Beginning) };
+        self.keys.clear();
+        self.keys.extend(blocks[..num].iter().map(|block| block.0));
+        let Some(run) = shard.create(after, &self.keys) else { return (0, Before::Beginning) };
         let node = self.add_node(runs, member, run, parent, offset, num);
         (num, Before::Reached(node, num - 1))
+    }
+
+    /// Blocks at the end of a run, if the worker is alone in it and nothing follows yet. How many.
+    fn append(
+        &mut self,
+        runs: &mut Change<'_>,
+        member: u32,
+        node: u32,
+        offset: usize,
+        blocks: &[BlockKey],
+    ) -> usize {
+        let own = self.nodes[node as usize];
+        let len = usize::from(own.len);
+        let is_at_end = |run: &Run| offset + 1 == len && len == run.len() && run.mark().count() == 1;
+        if len == MAX_RUN || !runs.read(own.run, is_at_end) {
+            return 0;
+        }
+        // What begins there is this worker's own: no other one is in the run.
+        let after = Spot::new(own.run, offset);
+        if own.first_child != NONE && runs.beginning_with(blocks[0].0).run_after(after, blocks[0].0).is_some()
+        {
+            return 0;
+        }
+        let shard = runs.of(own.run);
+        if !is_at_end(shard.run(own.run)) {
+            return 0;
+        }
+        let num = blocks.len().min(MAX_RUN - len);
+        self.keys.clear();
+        self.keys.extend(blocks[..num].iter().map(|block| block.0));
+        shard.append(own.run, &self.keys);
+        self.resize(runs, member, node, len + num);
+        num
     }
 
     /// Blocks are not held any more.
@@ -262,12 +292,11 @@ impl Held {
                 left = &left[1..];
             }
             // The end of a run goes block by block from behind.
-            let run = runs.run(own.run);
             let num_more = match own.first_child {
-                NONE if offset + 1 == usize::from(own.len) => {
+                NONE if offset + 1 == usize::from(own.len) => runs.read(own.run, |run| {
                     let before = (0..=offset).rev().map(|offset| run.key(offset));
                     before.zip(left).take_while(|(own, removed)| *own == removed.0).count()
-                }
+                }),
                 _ => 0,
             };
             left = &left[num_more..];
@@ -286,17 +315,16 @@ impl Held {
         let mut stack = vec![(node, offset + 1)];
         while let Some((node, from)) = stack.pop() {
             let own = self.nodes[node as usize];
-            let run = runs.run(own.run);
-            for offset in from..usize::from(own.len) {
-                let before = match offset {
-                    0 => {
-                        let parent = self.nodes[own.parent as usize].run;
-                        runs.run(parent).key(usize::from(own.at))
-                    }
-                    _ => run.key(offset - 1),
-                };
-                self.orphans.store(before, run.key(offset));
-            }
+            let mut before = match from {
+                0 => runs.read(self.nodes[own.parent as usize].run, |run| run.key(usize::from(own.at))),
+                _ => runs.read(own.run, |run| run.key(from - 1)),
+            };
+            runs.read(own.run, |run| {
+                for key in (from..usize::from(own.len)).map(|offset| run.key(offset)) {
+                    self.orphans.store(before, key);
+                    before = key;
+                }
+            });
             let mut child = own.first_child;
             while child != NONE {
                 let entry = &self.nodes[child as usize];
@@ -339,7 +367,7 @@ impl Held {
     fn find(&self, runs: &Change<'_>, member: u32, key: u64) -> Option<(u32, usize)> {
         if let Some(recent) = self.nodes.get(self.recent as usize).filter(|recent| recent.len > 0) {
             let last = usize::from(recent.len) - 1;
-            if runs.run(recent.run).key(last) == key {
+            if runs.read(recent.run, |run| run.key(last)) == key {
                 return Some((self.recent, last));
             }
         }
@@ -381,7 +409,7 @@ impl Held {
                 free
             }
         };
-        let place = runs.join(run, Holding::new(member, len, node));
+        let place = runs.of(run).join(run, Holding::new(member, len, node));
         let mut next = NONE;
         if parent != NONE {
             next = std::mem::replace(&mut self.nodes[parent as usize].first_child, node);
@@ -408,7 +436,7 @@ impl Held {
     fn resize(&mut self, runs: &mut Change<'_>, member: u32, node: u32, len: usize) {
         let own = &mut self.nodes[node as usize];
         let before = usize::from(std::mem::replace(&mut own.len, len as u16));
-        own.place = runs.update(own.run, own.place, Holding::new(member, len, node), before);
+        own.place = runs.of(own.run).update(own.run, own.place, Holding::new(member, len, node), before);
         self.num_reached = self.num_reached + len - before;
         self.recent = node;
     }
@@ -416,7 +444,7 @@ impl Held {
     /// A node without children is gone.
     fn leave(&mut self, runs: &mut Change<'_>, member: u32, node: u32) {
         let Node { run, place, parent, len, next, previous, .. } = self.nodes[node as usize];
-        runs.leave(run, member, place, usize::from(len));
+        runs.of(run).leave(run, member, place, usize::from(len));
         if previous != NONE {
             self.nodes[previous as usize].next = next;
         } else if parent != NONE {

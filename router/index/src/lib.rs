@@ -5,8 +5,8 @@
 //! `runs` all of them, `held` what one worker holds of them, `orphans` what it holds and cannot use, `index` all of it, `lookup`
 //! the search, `member`, `belief` and `feed` what feeds it, `source` a feed that is shared.
 //!
-//! Pure: no clock, no thread, no I/O. Writers wait for each other; readers never wait. It does not know
-//! workers, prompts or tokens: they are numbers here.
+//! Pure: no clock, no thread, no I/O. A writer waits for others that change the same shard; readers never wait. It does not
+//! know workers, prompts or tokens: they are numbers here.
 // Invariant 12: `cargo xtask verify purity` checks that this crate reaches no runtime and no clock.
 #![forbid(unsafe_code)]
 

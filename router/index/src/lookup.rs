@@ -8,6 +8,7 @@ use baton_kv_events::BlockKey;
 use crate::{
     index::KvIndex,
     run::{Mark, Run, Spot},
+    table::KeyHash,
 };
 
 /// A worker that holds the beginning of a prompt.
@@ -90,11 +91,12 @@ impl KvIndex {
 
     /// The runs of a prompt, from its beginning on.
     fn follow<T: Copy>(&self, chain: &[T], key: impl Fn(T) -> BlockKey, path: &mut Vec<Step>) {
-        let table = self.runs().table();
+        let tables = self.runs().tables();
         let (mut first, mut after) = (0, Spot::default());
         while let Some(&block) = chain.get(first) {
             let block = key(block).0;
-            let step = table.find(block, |spot| {
+            let hash = KeyHash::of(block);
+            let step = tables[hash.part(tables.len())].find(hash, |spot| {
                 if spot.offset() != 0 {
                     return None;
                 }

@@ -9,7 +9,7 @@
 //!   run 1         x y            begins after d; member 2: 2, so that it holds a b c d x y
 //! ```
 //!
-//! One writer changes a run, any number of readers read it meanwhile, word by word: a reader sees every member that is there
+//! One writer at a time changes a run, any number of readers read it meanwhile, word by word: a reader sees every member that is there
 //! all the time, and none that was never there.
 
 use std::sync::{
@@ -153,6 +153,12 @@ impl Run {
     #[inline]
     pub(crate) fn key(&self, offset: usize) -> u64 {
         self.keys[offset].load(Ordering::Relaxed)
+    }
+
+    /// The key of a place, if there is room for one.
+    #[inline]
+    pub(crate) fn get(&self, offset: usize) -> Option<u64> {
+        self.keys.get(offset).map(|key| key.load(Ordering::Relaxed))
     }
 
     pub(crate) fn keys_from(&self, offset: usize) -> impl Iterator<Item = u64> {

@@ -1,6 +1,10 @@
 //! All runs, by number and by the blocks in them.
 //!
-//! One writer at a time changes them; readers never wait.
+//! Runs are divided into shards by their first block. One writer at a time changes a shard, and locks no second one meanwhile;
+//! readers never wait.
+//!
+//! That suffices: one thread at a time changes a member, and while the member holds blocks of a run, that run stays, and others
+//! take away only what is behind those blocks. A run grows while it has a single member, so that no other one is at its end.
 
 use std::{
     hint::black_box,
@@ -17,6 +21,7 @@ use crate::{
     table::{KeyHash, Table, TableUse},
 };
 
+const NUM_SHARDS: usize = 8;
 /// Runs of the first part; each further part has twice as many as the one before.
 const FIRST_PART: u32 = 64;
 const NUM_PARTS: usize = 25;
@@ -25,8 +30,19 @@ const NUM_SPINS: u32 = 100;
 
 #[derive(Debug)]
 pub(crate) struct Runs {
+    /// Shards take turns: the remainder of a run's number is its shard.
     parts: [OnceLock<Box<[ArcSwapOption<Run>]>>; NUM_PARTS],
-    table: ArcSwap<Table>,
+    tables: ArcSwap<Tables>,
+    shards: [Shard; NUM_SHARDS],
+}
+
+/// Of each shard.
+pub(crate) type Tables = [Arc<Table>; NUM_SHARDS];
+
+/// The runs that begin with certain blocks. It shares no line of the processor's cache with another shard.
+#[derive(Debug)]
+#[repr(align(128))]
+struct Shard {
     writer: Mutex<Writer>,
     /// For readers of statistics.
     num_blocks: AtomicU64,
@@ -49,40 +65,33 @@ struct Writer {
     hashes: Vec<KeyHash>,
 }
 
-/// Runs that are being changed.
+/// Runs that are being changed, one shard after the other.
 pub(crate) struct Change<'a> {
-    shared: &'a Runs,
+    runs: &'a Runs,
+    locked: Option<Locked<'a>>,
+}
+
+/// A shard that is being changed.
+pub(crate) struct Locked<'a> {
+    runs: &'a Runs,
+    shard: usize,
     writer: MutexGuard<'a, Writer>,
 }
 
 impl Runs {
     pub(crate) fn new() -> Runs {
-        let table = Arc::new(Table::new(0));
-        let (used, runs, free, hashes) = Default::default();
-        let num_bytes = AtomicU64::new(table.num_bytes());
+        let tables: Tables = std::array::from_fn(|_| Arc::new(Table::new(0)));
         Runs {
             parts: std::array::from_fn(|_| OnceLock::new()),
-            table: ArcSwap::new(table.clone()),
-            writer: Mutex::new(Writer {
-                table,
-                used,
-                runs,
-                free,
-                serial: 0,
-                num_memberships: 0,
-                num_bytes: 0,
-                hashes,
-            }),
-            num_blocks: AtomicU64::new(0),
-            num_memberships: AtomicU64::new(0),
-            num_bytes,
+            shards: std::array::from_fn(|shard| Shard::new(tables[shard].clone())),
+            tables: ArcSwap::from_pointee(tables),
         }
     }
 
-    /// The table as it is now.
+    /// The tables as they are now.
     #[inline]
-    pub(crate) fn table(&self) -> arc_swap::Guard<Arc<Table>> {
-        self.table.load()
+    pub(crate) fn tables(&self) -> arc_swap::Guard<Arc<Tables>> {
+        self.tables.load()
     }
 
     /// A run, unless there is none of that number.
@@ -99,29 +108,51 @@ impl Runs {
 
     /// Blocks in runs.
     pub(crate) fn num_blocks(&self) -> u64 {
-        self.num_blocks.load(Ordering::Relaxed)
+        self.sum(|shard| &shard.num_blocks)
     }
 
     pub(crate) fn num_memberships(&self) -> u64 {
-        self.num_memberships.load(Ordering::Relaxed)
+        self.sum(|shard| &shard.num_memberships)
     }
 
     pub(crate) fn num_bytes(&self) -> u64 {
-        self.num_bytes.load(Ordering::Relaxed)
+        self.sum(|shard| &shard.num_bytes)
     }
 
-    /// Waits for other writers.
+    fn sum(&self, num: impl Fn(&Shard) -> &AtomicU64) -> u64 {
+        self.shards.iter().map(|shard| num(shard).load(Ordering::Relaxed)).sum()
+    }
+
     pub(crate) fn change(&self) -> Change<'_> {
+        Change { runs: self, locked: None }
+    }
+}
+
+impl Shard {
+    fn new(table: Arc<Table>) -> Shard {
+        let (used, runs, free, hashes) = Default::default();
+        let num_bytes = AtomicU64::new(table.num_bytes());
+        let writer = Writer { table, used, runs, free, serial: 0, num_memberships: 0, num_bytes: 0, hashes };
+        Shard {
+            writer: Mutex::new(writer),
+            num_blocks: AtomicU64::new(0),
+            num_memberships: AtomicU64::new(0),
+            num_bytes,
+        }
+    }
+
+    /// Waits for another writer.
+    fn lock(&self) -> MutexGuard<'_, Writer> {
         // To sleep and to be woken takes longer than most changes.
         for turn in 0..NUM_SPINS {
             match self.writer.try_lock() {
-                Ok(writer) => return Change { shared: self, writer },
+                Ok(writer) => return writer,
                 Err(TryLockError::Poisoned(_)) => break,
                 Err(TryLockError::WouldBlock) => (0..=turn % 16).for_each(|_| std::hint::spin_loop()),
             }
         }
         // A writer does nothing that panics between two changes that belong together.
-        Change { shared: self, writer: self.writer.lock().unwrap_or_else(PoisonError::into_inner) }
+        self.writer.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -132,23 +163,64 @@ fn part_of(run: u32) -> (usize, usize) {
     (part as usize, (shifted - (FIRST_PART << part)) as usize)
 }
 
-impl Change<'_> {
+impl<'a> Change<'a> {
+    /// A run that there is, as readers see it.
     #[inline]
-    pub(crate) fn run(&self, run: u32) -> &Run {
-        self.writer.runs[run as usize].as_ref().expect("a node names a run that is there")
+    pub(crate) fn read<T>(&self, run: u32, read: impl FnOnce(&Run) -> T) -> T {
+        let found = self.runs.run(run);
+        read(found.as_ref().and_then(|found| found.as_ref()).expect("a node names a run that is there"))
     }
 
-    /// The first run and place of a block that `is_it` accepts.
-    pub(crate) fn find<T>(&self, key: u64, mut is_it: impl FnMut(Spot, &Run) -> Option<T>) -> Option<T> {
-        self.writer.table.find(key, |spot| {
-            let run = self.run(spot.run());
-            if run.key(spot.offset()) == key { is_it(spot, run) } else { None }
+    /// The first run and place of a block that `is_it` accepts, as readers see them.
+    pub(crate) fn find<T>(&self, key: u64, is_it: impl Fn(Spot, &Run) -> Option<T>) -> Option<T> {
+        let (tables, hash) = (self.runs.tables(), KeyHash::of(key));
+        black_box(tables.iter().fold(0, |sum, table| sum ^ table.peek(hash)));
+        tables.iter().find_map(|table| {
+            table.find(hash, |spot| {
+                let run = self.runs.run(spot.run())?;
+                let run = run.as_ref()?;
+                // What is found may be gone by now.
+                if run.get(spot.offset()) == Some(key) { is_it(spot, run) } else { None }
+            })
         })
+    }
+
+    /// The shard of a run.
+    #[inline]
+    pub(crate) fn of(&mut self, run: u32) -> &mut Locked<'a> {
+        self.lock(run as usize % NUM_SHARDS)
+    }
+
+    /// The shard of runs that begin with a block.
+    #[inline]
+    pub(crate) fn beginning_with(&mut self, key: u64) -> &mut Locked<'a> {
+        self.lock(KeyHash::of(key).part(NUM_SHARDS))
+    }
+
+    fn lock(&mut self, shard: usize) -> &mut Locked<'a> {
+        // First the other one is unlocked.
+        self.locked.take_if(|locked| locked.shard != shard);
+        if cfg!(test) {
+            // What others may do meanwhile is likely to happen.
+            (0..30).for_each(|_| std::hint::spin_loop());
+        }
+        let runs = self.runs;
+        self.locked.get_or_insert_with(|| Locked { runs, shard, writer: runs.shards[shard].lock() })
+    }
+}
+
+impl Locked<'_> {
+    #[inline]
+    pub(crate) fn run(&self, run: u32) -> &Run {
+        self.writer.runs[run as usize / NUM_SHARDS].as_ref().expect("a node names a run that is there")
     }
 
     /// The run that begins with a block, after a place.
     pub(crate) fn run_after(&self, after: Spot, key: u64) -> Option<u32> {
-        self.find(key, |spot, run| (spot.offset() == 0 && run.after == after).then(|| spot.run()))
+        self.writer.table.find(KeyHash::of(key), |spot| {
+            let run = self.run(spot.run());
+            (spot.offset() == 0 && run.key(0) == key && run.after == after).then(|| spot.run())
+        })
     }
 
     /// A run without members that begins after a place. `None`: there are too many.
@@ -156,10 +228,10 @@ impl Change<'_> {
         let writer = &mut *self.writer;
         let run = match writer.free.pop() {
             Some(run) => run,
-            None if writer.runs.len() >= MAX_RUNS => return None,
+            None if writer.runs.len() >= MAX_RUNS / NUM_SHARDS => return None,
             None => {
                 writer.runs.push(None);
-                (writer.runs.len() - 1) as u32
+                ((writer.runs.len() - 1) * NUM_SHARDS + self.shard) as u32
             }
         };
         writer.serial += 1;
@@ -174,13 +246,13 @@ impl Change<'_> {
         let new = Arc::new(new);
         self.writer.num_bytes += new.num_bytes();
         let (part, place) = part_of(run);
-        let part = self.shared.parts[part].get_or_init(|| {
+        let part = self.runs.parts[part].get_or_init(|| {
             let size = (FIRST_PART as usize) << part;
             self.writer.num_bytes += (2 * size * size_of::<usize>()) as u64;
             (0..size).map(|_| ArcSwapOption::const_empty()).collect()
         });
         part[place].store(Some(new.clone()));
-        if let Some(old) = self.writer.runs[run as usize].replace(new) {
+        if let Some(old) = self.writer.runs[run as usize / NUM_SHARDS].replace(new) {
             self.writer.num_bytes -= old.num_bytes();
         }
     }
@@ -199,7 +271,7 @@ impl Change<'_> {
     fn fill(&mut self, run: u32, keys: &[u64]) {
         self.reserve(keys.len());
         let Writer { table, used, runs, hashes, .. } = &mut *self.writer;
-        let new = runs[run as usize].as_ref().expect("it is there");
+        let new = runs[run as usize / NUM_SHARDS].as_ref().expect("it is there");
         let from = new.len();
         keys.iter().for_each(|&key| new.push(key));
         touch(table, hashes, new, from);
@@ -215,15 +287,20 @@ impl Change<'_> {
         }
         let new = Table::new(used.num_keys + num_keys);
         *used = TableUse::default();
-        for (number, run) in runs.iter().enumerate() {
+        for (idx, run) in runs.iter().enumerate() {
             let Some(run) = run else { continue };
             touch(&new, hashes, run, 0);
             for (offset, &hash) in hashes.iter().enumerate() {
-                new.add(used, hash, Spot::new(number as u32, offset));
+                new.add(used, hash, Spot::new((idx * NUM_SHARDS + self.shard) as u32, offset));
             }
         }
         *table = Arc::new(new);
-        self.shared.table.store(table.clone());
+        let table = &*table;
+        self.runs.tables.rcu(|tables| {
+            let mut tables = Tables::clone(tables);
+            tables[self.shard] = table.clone();
+            tables
+        });
     }
 
     /// A member holds the front of a run from now on. Where it is in the run.
@@ -260,11 +337,10 @@ impl Change<'_> {
             return;
         }
         self.cut(run, 0);
-        let (part, place) = part_of(run);
-        if let Some(part) = self.shared.parts[part].get() {
-            part[place].store(None);
+        if let Some(slot) = self.runs.slot(run) {
+            slot.store(None);
         }
-        if let Some(old) = self.writer.runs[run as usize].take() {
+        if let Some(old) = self.writer.runs[run as usize / NUM_SHARDS].take() {
             self.writer.num_bytes -= old.num_bytes();
         }
         self.writer.free.push(run);
@@ -274,7 +350,7 @@ impl Change<'_> {
     /// Takes the blocks of a run from `from` on out of the table.
     fn cut(&mut self, run: u32, from: usize) {
         let Writer { table, used, runs, hashes, .. } = &mut *self.writer;
-        let old = runs[run as usize].as_ref().expect("it is there");
+        let old = runs[run as usize / NUM_SHARDS].as_ref().expect("it is there");
         touch(table, hashes, old, from);
         for (offset, &hash) in (from..).zip(&*hashes) {
             table.remove(used, hash, Spot::new(run, offset));
@@ -290,11 +366,12 @@ fn touch(table: &Table, hashes: &mut Vec<KeyHash>, run: &Run, from: usize) {
     black_box(hashes.iter().fold(0, |sum, &hash| sum ^ table.peek(hash)));
 }
 
-impl Drop for Change<'_> {
+impl Drop for Locked<'_> {
     fn drop(&mut self) {
         let Writer { table, used, num_memberships, num_bytes, .. } = &*self.writer;
-        self.shared.num_memberships.store(*num_memberships, Ordering::Relaxed);
-        self.shared.num_blocks.store(used.num_keys as u64, Ordering::Relaxed);
-        self.shared.num_bytes.store(table.num_bytes() + num_bytes, Ordering::Relaxed);
+        let shard = &self.runs.shards[self.shard];
+        shard.num_memberships.store(*num_memberships, Ordering::Relaxed);
+        shard.num_blocks.store(used.num_keys as u64, Ordering::Relaxed);
+        shard.num_bytes.store(table.num_bytes() + num_bytes, Ordering::Relaxed);
     }
 }

@@ -22,7 +22,7 @@ const FULL: (usize, usize) = (7, 10);
 const ROOM: usize = 36;
 const SMALLEST: usize = 64;
 
-/// Of a key. The upper half chooses the bucket, three bits where the search in it begins, and 24 are in the word.
+/// Of a key. The upper half chooses the bucket, 24 bits are in the word, and the others say which part of many tables it is.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct KeyHash(u64);
 
@@ -72,8 +72,7 @@ impl Table {
     }
 
     /// The first spot of a key that `is_it` accepts. Other keys may be offered, too, though rarely.
-    pub(crate) fn find<T>(&self, key: u64, mut is_it: impl FnMut(Spot) -> Option<T>) -> Option<T> {
-        let hash = KeyHash::of(key);
+    pub(crate) fn find<T>(&self, hash: KeyHash, mut is_it: impl FnMut(Spot) -> Option<T>) -> Option<T> {
         let mut place = self.home(hash);
         loop {
             let mut has_free = false;
@@ -106,15 +105,14 @@ impl Table {
     pub(crate) fn add(&self, used: &mut TableUse, hash: KeyHash, spot: Spot) {
         let mut place = self.home(hash);
         loop {
-            let words = &self.buckets[place].0;
-            for idx in hash.order() {
-                let before = words[idx].load(Ordering::Relaxed);
-                if before == FREE || before == GONE {
-                    words[idx].store(hash.0 << SPOT_BITS | spot.0, Ordering::Release);
-                    used.num_keys += 1;
-                    used.num_used += usize::from(before == FREE);
-                    return;
-                }
+            let bucket = &self.buckets[place];
+            let unused = bucket.places(|word| word == FREE || word == GONE);
+            if unused != 0 {
+                let word = &bucket.0[unused.trailing_zeros() as usize];
+                used.num_keys += 1;
+                used.num_used += usize::from(word.load(Ordering::Relaxed) == FREE);
+                word.store(hash.0 << SPOT_BITS | spot.0, Ordering::Release);
+                return;
             }
             place = if place + 1 == self.buckets.len() { 0 } else { place + 1 };
         }
@@ -126,22 +124,32 @@ impl Table {
         let own = hash.0 << SPOT_BITS | spot.0;
         let mut place = self.home(hash);
         loop {
-            let words = &self.buckets[place].0;
-            let is = |idx: usize, word: u64| words[idx].load(Ordering::Relaxed) == word;
-            if let Some(idx) = hash.order().find(|&idx| is(idx, own)) {
-                // Another free word says that the bucket was never full.
-                let has_free = hash.order().any(|idx| is(idx, FREE));
-                words[idx].store(if has_free { FREE } else { GONE }, Ordering::Release);
+            let bucket = &self.buckets[place];
+            let found = bucket.places(|word| word == own);
+            // A free word says that the bucket was never full.
+            let has_free = bucket.places(|word| word == FREE) != 0;
+            if found != 0 {
+                let now = if has_free { FREE } else { GONE };
+                bucket.0[found.trailing_zeros() as usize].store(now, Ordering::Release);
                 used.num_keys -= 1;
                 used.num_used -= usize::from(has_free);
                 return;
             }
-            if (0..BUCKET).any(|idx| is(idx, FREE)) {
+            if has_free {
                 debug_assert!(false, "the key is there");
                 return;
             }
             place = if place + 1 == self.buckets.len() { 0 } else { place + 1 };
         }
+    }
+}
+
+impl Bucket {
+    /// A bit for each word that `is_it` accepts. Without branches, which nothing could predict.
+    #[inline]
+    fn places(&self, is_it: impl Fn(u64) -> bool) -> u32 {
+        let bit = |(idx, word): (usize, &AtomicU64)| u32::from(is_it(word.load(Ordering::Relaxed))) << idx;
+        self.0.iter().enumerate().map(bit).sum()
     }
 }
 
@@ -152,9 +160,9 @@ impl KeyHash {
         KeyHash(mix(key))
     }
 
-    /// The words of a bucket, the likeliest first.
+    /// Which of so many parts, at most 256.
     #[inline]
-    fn order(self) -> impl Iterator<Item = usize> {
-        (0..BUCKET).map(move |idx| (idx + (self.0 >> 24) as usize) % BUCKET)
+    pub(crate) fn part(self, num_parts: usize) -> usize {
+        (self.0 >> 24) as u8 as usize % num_parts
     }
 }

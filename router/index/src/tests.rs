@@ -1,6 +1,7 @@
 //! The index as a whole.
 
 use std::{
+    collections::BTreeSet,
     iter,
     sync::{
         Arc,
@@ -54,6 +55,58 @@ fn any_stream_of_events_leads_to_what_a_plain_model_holds() {
         let script: Vec<u8> = (0..400).map(|_| random(&mut state) as u8).collect();
         testing::check(&script);
         testing::check_nonsense(&script);
+    }
+}
+
+#[test]
+fn writers_at_the_same_time_leave_what_each_of_them_said() {
+    // Four prompts that diverge after 20, 30 and 40 blocks.
+    let trunk = chain(1, 60);
+    let prompts: Vec<Vec<BlockKey>> =
+        (0..4).map(|idx| [&trunk[..10 + 10 * idx], &chain(10 + idx as u64, 20)].concat()).collect();
+    let write = |index: &Arc<KvIndex>, owner: u32, mut state: u64| {
+        let mut feed = CacheFeed::new(index.clone(), owner, 1000);
+        let (mut held, mut number) = (BTreeSet::new(), 0);
+        for _ in 0..400 {
+            let prompt = &prompts[random(&mut state) as usize % prompts.len()];
+            let first = random(&mut state) as usize % prompt.len();
+            let num_held = prompt.iter().take_while(|key| held.contains(*key)).count();
+            let event = if random(&mut state).is_multiple_of(2) {
+                let blocks = &prompt[num_held..first.max(num_held)];
+                held.extend(blocks);
+                stored(num_held.checked_sub(1).map(|last| prompt[last]), blocks)
+            } else {
+                let blocks: Vec<BlockKey> =
+                    prompt[first.min(num_held)..num_held].iter().rev().copied().collect();
+                held.retain(|key| !blocks.contains(key));
+                CacheEvent::Removed { blocks }
+            };
+            feed.take(&events(number, vec![event])).unwrap();
+            number += 1;
+        }
+        (feed, held)
+    };
+    for round in 0..150 {
+        let index = Arc::new(KvIndex::new(8));
+        let done: Vec<_> = std::thread::scope(|scope| {
+            let threads: Vec<_> = (0..4)
+                .map(|owner| {
+                    let (index, write) = (&index, &write);
+                    scope.spawn(move || write(index, owner, 100 * round + u64::from(owner)))
+                })
+                .collect();
+            threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+        });
+        for prompt in &prompts {
+            let num_held =
+                |held: &BTreeSet<BlockKey>| prompt.iter().take_while(|key| held.contains(*key)).count();
+            let expected: Vec<_> = (0..).zip(done.iter().map(|(_, held)| num_held(held))).collect();
+            let expected: Vec<_> = expected.into_iter().filter(|&(_, num)| num > 0).collect();
+            assert_eq!(held(&index, prompt), expected, "round {round}");
+        }
+        drop(done);
+        index.sweep(usize::MAX);
+        assert_eq!((index.size().num_blocks, index.size().num_memberships), (0, 0));
     }
 }
 
