@@ -7,13 +7,14 @@
 //! ```
 //!
 //! The likeliest token of all, if the grammar allows it, is the likeliest that it allows. So a request that takes the likeliest
-//! needs a mask only where it is refused; until then none is begun.
+//! needs a mask only where it is refused; until then none is begun. A request that samples needs none where its random number
+//! leads to the likeliest.
 //!
 //! It does not know logits.
 
 use std::borrow::Cow;
 
-use baton_grammar::{GrammarError, Masked, NoMasks, TokenMask, TokenMatcher};
+use baton_grammar::{GrammarError, MaskThread, Masked, NoMasks, TokenMask, TokenMatcher};
 
 use crate::{events::EngineError, sequence::SequenceId};
 
@@ -65,10 +66,14 @@ impl Constraint {
     ///
     /// # Errors
     /// When it could not be computed.
-    pub(crate) fn mask(&mut self, row_idx: usize) -> Result<Cow<'_, TokenMask>, EngineError> {
+    pub(crate) fn mask(
+        &mut self,
+        row_idx: usize,
+        masks: &mut MaskThread<SequenceId>,
+    ) -> Result<Cow<'_, TokenMask>, EngineError> {
         // Two looks, as the borrow of a mask that is returned would last.
         if self.begun(row_idx)?.is_none() {
-            return Ok(Cow::Owned(self.matcher().mask()?));
+            return Ok(Cow::Owned(masks.compute(self.matcher())?));
         }
         Ok(Cow::Borrowed(self.begun(row_idx)?.expect("it was begun")))
     }

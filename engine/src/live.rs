@@ -403,11 +403,12 @@ impl LiveRequests {
                 }
                 (SampledRow::Logits(row), None) => self.sampler.sample(row, params, history)?,
                 (SampledRow::Logits(row), Some(constraint)) => {
-                    let is_greedy = history.sampling(params).is_greedy();
-                    let likeliest = is_greedy.then(|| self.sampler.sample(row, params, history));
-                    match likeliest.transpose()? {
+                    match self.sampler.sample_likeliest(row, params, history)? {
                         Some(token) if constraint.allows(row_idx, token.id)? => token,
-                        _ => self.sampler.sample_within(&*constraint.mask(row_idx)?, row, params, history)?,
+                        _ => {
+                            let mask = constraint.mask(row_idx, &mut self.masks)?;
+                            self.sampler.sample_within(&mask, row, params, history)?
+                        }
                     }
                 }
             };

@@ -149,6 +149,21 @@ fn candidates_are_in_order_of_likelihood_where_some_are_removed() {
 }
 
 #[test]
+fn the_likeliest_comes_first_and_without_a_mask_where_it_is_sampled() {
+    let logits = some_logits();
+    let likeliest =
+        sample(&logits, &SamplingParams { max_tokens: 9, ..SamplingParams::default() }, &[0], &[]);
+    for seed in 0..2000 {
+        let params = SamplingParams { temperature: 0.3, seed, max_tokens: 9, ..SamplingParams::default() };
+        let history = history(&params, &[0], &[]);
+        let without_mask = Sampler::default().sample_likeliest(&logits, &params, &history).unwrap();
+        let is_below = random_unit(seed, 0) < reference(&logits, &params, &[0], &[])[likeliest as usize];
+        assert_eq!(without_mask.map(|token| token.id), is_below.then_some(likeliest), "seed {seed}");
+        assert_eq!(sample(&logits, &params, &[0], &[]) == likeliest, is_below, "seed {seed}");
+    }
+}
+
+#[test]
 fn each_output_token_has_a_random_number_of_its_own() {
     let params = SamplingParams { temperature: 1.0, seed: 5, ..SamplingParams::default() };
     let mut counts = [0; 4];
@@ -262,5 +277,23 @@ proptest! {
         let allowed = reference(&logits, &wider, prompt, output);
         prop_assert!(allowed[token as usize] > 0.0, "{token} is not allowed by {params:?}");
         prop_assert_eq!(token, sample(&logits, &params, prompt, output), "again the same");
+    }
+
+    #[test]
+    fn a_mask_never_changes_a_likeliest_that_was_sampled_without_it(
+        params in params(),
+        logits in prop::collection::vec(-8.0..8.0f32, VOCAB_SIZE),
+        tokens in prop::collection::vec(0..VOCAB_SIZE as u32, 1..20),
+        mask in prop::collection::vec(any::<bool>(), VOCAB_SIZE),
+    ) {
+        let (prompt, output) = tokens.split_at(tokens.len() / 2);
+        let history = history(&params, prompt, output);
+        let likeliest = Sampler::default().sample_likeliest(&logits, &params, &history).unwrap();
+        let Some(token) = likeliest.filter(|token| mask[token.id as usize]) else { return Ok(()) };
+        // As a mask does: nothing is left of them.
+        let removed = (0..).zip(&mask).filter(|(_, is_allowed)| !**is_allowed).map(|(id, _)| (id, f32::MIN));
+        let logit_bias = params.logit_bias.iter().copied().chain(removed).collect();
+        let masked = SamplingParams { logit_bias, ..params };
+        prop_assert_eq!(token.id, sample(&logits, &masked, prompt, output));
     }
 }

@@ -24,7 +24,7 @@ pub struct MaskThread<K> {
     num_under_way: usize,
     /// Computed when they are collected.
     own: Vec<Job<K>>,
-    /// What the masks of `own` will take.
+    /// What the masks that the caller takes will take.
     own_time: Duration,
     /// Mean time of one mask, newer ones weigh more.
     mask_time: Duration,
@@ -81,15 +81,34 @@ impl<K> Default for MaskThread<K> {
 }
 
 impl<K: Send + 'static> MaskThread<K> {
+    /// Whether the caller computes so many further masks of the step itself. If so, they count as what it computes.
+    pub fn caller_takes(&mut self, num_masks: usize) -> bool {
+        let time = self.own_time + self.mask_time * num_masks as u32;
+        let takes = time <= HANDOVER;
+        if takes {
+            self.own_time = time;
+        }
+        takes
+    }
+
+    /// The mask for the next token, now.
+    ///
+    /// # Errors
+    /// When the grammar cannot go on.
+    pub fn compute(&mut self, matcher: &mut TokenMatcher) -> Result<TokenMask, GrammarError> {
+        let start = Instant::now();
+        let mask = matcher.mask()?;
+        observe(&mut self.mask_time, start.elapsed());
+        Ok(mask)
+    }
+
     /// Begins with the masks for the next token and for the one after each of `drafts`, all of which are allowed.
     ///
     /// # Errors
     /// When the thread cannot start, or has ended.
     pub fn begin(&mut self, key: K, matcher: TokenMatcher, drafts: &[u32]) -> Result<(), NoMasks> {
         let job = Job { key, matcher, drafts: drafts.to_vec() };
-        let time = self.mask_time * (drafts.len() + 1) as u32;
-        if self.own_time + time <= HANDOVER {
-            self.own_time += time;
+        if self.caller_takes(drafts.len() + 1) {
             self.own.push(job);
             return Ok(());
         }
@@ -112,7 +131,7 @@ impl<K: Send + 'static> MaskThread<K> {
         *own_time = Duration::ZERO;
         let mut finish = |masked: Masked<K>| {
             if let Ok(masks) = &masked.masks {
-                *mask_time = (*mask_time * 7 + masked.took / masks.len() as u32) / 8;
+                observe(mask_time, masked.took / masks.len() as u32);
             }
             give(masked);
         };
@@ -124,6 +143,10 @@ impl<K: Send + 'static> MaskThread<K> {
         }
         Ok(())
     }
+}
+
+fn observe(mean: &mut Duration, time: Duration) {
+    *mean = (*mean * 7 + time) / 8;
 }
 
 impl<K> Job<K> {

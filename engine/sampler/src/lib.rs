@@ -5,8 +5,9 @@
 //! then what a grammar does not allow.
 //! Temperature 0 then takes the largest logit (the smallest id of equals). Otherwise: temperature, min-p, top-k,
 //! top-p over the remaining candidates, and one random number. It chooses among candidates in the order of their
-//! likelihood if top-k or top-p removed some, else in the order of ids. Log-probabilities are those of the unmodified
-//! row, as in OpenAI and vLLM.
+//! likelihood if top-k or top-p removed some; else the likeliest comes first, and the others in the order of ids. So where the
+//! likeliest is chosen, it is chosen whatever a grammar takes away from the others. Log-probabilities are those of the
+//! unmodified row, as in OpenAI and vLLM.
 
 #![forbid(unsafe_code)]
 
@@ -227,14 +228,39 @@ impl Sampler {
         history: &TokenHistory,
     ) -> Result<SampledToken, InvalidLogits> {
         let sampling = history.sampling(params);
-        self.logits.clear();
-        self.logits.extend_from_slice(logits);
-        check(&self.logits)?;
-        apply(&mut self.logits, &sampling);
+        self.copy(logits, &sampling)?;
         mask.apply_to(&mut self.logits);
         let id = choose(&self.logits, &mut self.candidates, &sampling)?;
         let logprobs = sampling.logprobs.map(|num_top| token_logprobs(logits, id, num_top as usize));
         Ok(SampledToken { id, logprobs })
+    }
+
+    /// The likeliest token, if every mask that allows it leads to it: it is the likeliest then, too, and first in the order, and
+    /// the random number is below its share of all weights, which a mask only makes larger.
+    ///
+    /// # Errors
+    /// When the row is invalid.
+    pub fn sample_likeliest(
+        &mut self,
+        logits: &[f32],
+        params: &SamplingParams,
+        history: &TokenHistory,
+    ) -> Result<Option<SampledToken>, InvalidLogits> {
+        let sampling = history.sampling(params);
+        let row = match sampling.changes_logits() {
+            true => {
+                self.copy(logits, &sampling)?;
+                &self.logits
+            }
+            false => logits,
+        };
+        let (id, max) = largest(row)?;
+        // The margin is larger than what rounding makes of a sum.
+        if !sampling.is_greedy() && sampling.random * total_of(row, max, &sampling) >= 1.0 - 1e-4 {
+            return Ok(None);
+        }
+        let logprobs = sampling.logprobs.map(|num_top| token_logprobs(logits, id, num_top as usize));
+        Ok(Some(SampledToken { id, logprobs }))
     }
 
     /// Samples a token from a row.
@@ -263,11 +289,17 @@ impl Sampler {
         if !sampling.changes_logits() {
             return choose(logits, &mut self.candidates, sampling);
         }
+        self.copy(logits, sampling)?;
+        choose(&self.logits, &mut self.candidates, sampling)
+    }
+
+    /// Copies a row, changed as the sampling says.
+    fn copy(&mut self, logits: &[f32], sampling: &TokenSampling<'_>) -> Result<(), InvalidLogits> {
         self.logits.clear();
         self.logits.extend_from_slice(logits);
         check(&self.logits)?;
         apply(&mut self.logits, sampling);
-        choose(&self.logits, &mut self.candidates, sampling)
+        Ok(())
     }
 }
 
@@ -363,26 +395,35 @@ fn choose(
     if sampling.is_greedy() {
         return Ok(likeliest);
     }
-    let lowest = if sampling.min_p > 0.0 { sampling.min_p.ln().max(NEGLIGIBLE) } else { NEGLIGIBLE };
+    let (lowest, temperature) = (lowest(sampling), sampling.temperature);
     candidates.clear();
-    for (id, &logit) in logits.iter().enumerate() {
-        let scaled = (logit - max) / sampling.temperature;
+    for (&logit, id) in logits.iter().zip(0..) {
+        let scaled = (logit - max) / temperature;
         if scaled >= lowest {
-            candidates.push(Candidate { id: id as u32, weight: scaled });
+            candidates.push(Candidate { id, weight: scaled });
         }
     }
     keep_top_k(candidates, sampling.top_k as usize);
-    candidates.iter_mut().for_each(|candidate| candidate.weight = candidate.weight.exp());
+    candidates.iter_mut().for_each(|candidate| candidate.weight = exp(candidate.weight));
     keep_top_p(candidates, sampling.top_p);
 
-    let mut left = sampling.random * total_weight(candidates);
-    for candidate in candidates.iter() {
+    // The weight of the likeliest is 1.
+    let mut left = sampling.random * total_weight(candidates) - 1.0;
+    if left < 0.0 {
+        return Ok(likeliest);
+    }
+    for candidate in candidates.iter().filter(|candidate| candidate.id != likeliest) {
         left -= f64::from(candidate.weight);
         if left < 0.0 {
             return Ok(candidate.id);
         }
     }
     Ok(candidates.last().map_or(likeliest, |candidate| candidate.id)) // the subtraction was not exact
+}
+
+/// Scaled logits of candidates are not lower.
+fn lowest(sampling: &TokenSampling<'_>) -> f32 {
+    if sampling.min_p > 0.0 { sampling.min_p.ln().max(NEGLIGIBLE) } else { NEGLIGIBLE }
 }
 
 fn keep_top_k(candidates: &mut Vec<Candidate>, top_k: usize) {
@@ -423,6 +464,46 @@ fn keep_top_p(candidates: &mut Vec<Candidate>, top_p: f32) {
     }
 }
 
+/// The weights of all tokens that min-p leaves, to 0.00002 of it.
+fn total_of(logits: &[f32], max: f32, sampling: &TokenSampling<'_>) -> f64 {
+    let (lowest, temperature) = (lowest(sampling), sampling.temperature);
+    let weight = |logit: f32| {
+        let scaled = (logit - max) / temperature;
+        if scaled >= lowest { exp(scaled) } else { 0.0 }
+    };
+    // In lanes, and each sum has at most 256 parts.
+    let part = |logits: &[f32]| -> f64 {
+        let (chunks, rest) = logits.as_chunks::<NUM_LANES>();
+        let mut sums = [0.0_f32; NUM_LANES];
+        for chunk in chunks {
+            sums.iter_mut().zip(chunk).for_each(|(sum, &logit)| *sum += weight(logit));
+        }
+        let rest = rest.iter().map(|&logit| f64::from(weight(logit)));
+        sums.into_iter().map(f64::from).chain(rest).sum()
+    };
+    logits.chunks(256 * NUM_LANES).map(part).sum()
+}
+
+/// The exponential of a scaled logit, from [`NEGLIGIBLE`] to 0, to 2 ulp; that of 0 is 1. Without branches and calls, so that it is
+/// computed for several at a time, and the same on every processor.
+///
+/// 2^n times the Taylor series of e^x with |x| <= ln(2) / 2 (Cody and Waite, Software Manual for the Elementary Functions, 1980).
+#[inline]
+fn exp(scaled: f32) -> f32 {
+    /// Added to a small number, its bits from the lowest on are the nearest integer.
+    const ROUND: f32 = 12_582_912.0;
+    let y = scaled * std::f32::consts::LOG2_E;
+    let rounded = y + ROUND;
+    // In two parts: the product above is not exact.
+    let n = rounded - ROUND;
+    let x = (scaled - n * 0.693_359_4) + n * 2.121_944_4e-4;
+    let mut p = 1.0 / 5040.0;
+    for factor in [1.0 / 720.0, 1.0 / 120.0, 1.0 / 24.0, 1.0 / 6.0, 0.5, 1.0, 1.0] {
+        p = p * x + factor;
+    }
+    p * f32::from_bits((rounded.to_bits() << 23).wrapping_add(1.0_f32.to_bits()))
+}
+
 fn total_weight(candidates: &[Candidate]) -> f64 {
     candidates.iter().map(|candidate| f64::from(candidate.weight)).sum()
 }
@@ -454,4 +535,20 @@ fn token_logprobs(logits: &[f32], id: u32, num_top: usize) -> TokenLogprobs {
         *logit = logprob(*logit);
     }
     TokenLogprobs { logprob: logprob(logits[id as usize]), top }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn exponentials_are_right_to_two_ulp() {
+        assert_eq!(exp(0.0), 1.0);
+        for step in 0..=400_000 {
+            let scaled = step as f32 * (NEGLIGIBLE / 400_000.0);
+            let (found, expected) = (exp(scaled), f64::from(scaled).exp());
+            let ulp = f64::from(f32::from_bits(found.to_bits() + 1) - found);
+            assert!((f64::from(found) - expected).abs() <= 2.0 * ulp, "{scaled}: {found}, not {expected}");
+        }
+    }
 }

@@ -52,7 +52,8 @@ impl LiveRequests {
         }
     }
 
-    /// Begins to compute the masks that the plan's rows need: all if the executor samples.
+    /// Begins to compute masks of the plan's rows: all if the executor samples. Otherwise those of greedy rows whose likeliest
+    /// token is likely to be refused, and of rows that sample those that take long. Others are computed when a row needs them.
     ///
     /// # Errors
     /// When the thread that does it cannot start or has ended.
@@ -60,13 +61,17 @@ impl LiveRequests {
         for chunk in plan.chunks.iter().filter(|chunk| chunk.wants_token) {
             let live = self.requests.get_mut(&chunk.id).expect("planned sequences live");
             if let Some(constraint) = &mut live.constraint {
+                let drafts = self.scheduler.sequence(chunk.id).expect("planned sequences run").draft();
                 let is_greedy = live.history.sampling(&live.request.sampling).is_greedy();
-                if !samples && is_greedy && !constraint.has_refused() {
+                let is_worth_it = match is_greedy {
+                    true => constraint.has_refused(),
+                    false => !self.masks.caller_takes(drafts.len() + 1),
+                };
+                if samples || is_worth_it {
+                    self.masks.begin(chunk.id, constraint.lend(), drafts)?;
+                } else {
                     constraint.skip_masks();
-                    continue;
                 }
-                let sequence = self.scheduler.sequence(chunk.id).expect("planned sequences run");
-                self.masks.begin(chunk.id, constraint.lend(), sequence.draft())?;
             }
         }
         Ok(())

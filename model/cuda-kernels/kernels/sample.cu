@@ -2,13 +2,13 @@
 // stop ids; then the largest logit, or a sample from what min-p, top-k and top-p leave. One block per row.
 //
 // No floats are added by atomics, and every sum has a fixed order: a row gives the same token in every batch and
-// every run. Where the host samples in the order of ids, so does the kernel. Where the host samples the likeliest first, the
-// kernel searches.
+// every run. Where the host samples the likeliest and then the others in the order of ids, so does the kernel. Where the host
+// samples in the order of likelihood, the kernel searches.
 #include "sample_search.cuh"
 
 namespace sampling {
 
-// Samples from all candidates in the order of ids, with the sums of segments.
+// Samples from all candidates, first the likeliest, then the others in the order of ids, with the sums of segments.
 __device__ __noinline__ u32 sample_by_id(Shared& shared, const Candidates& all, float* segments, double random,
                                        u32 likeliest) {
     u32 lane = threadIdx.x % WARP, num_segments = (all.vocab + SEGMENT - 1) / SEGMENT;
@@ -22,7 +22,8 @@ __device__ __noinline__ u32 sample_by_id(Shared& shared, const Candidates& all, 
 #pragma unroll
         for (u32 k = 0; k < LOADS; ++k) {
             float scaled = all.scaled(weights[k]);
-            weights[k] = scaled >= all.lowest ? expf(scaled) : 0.0f;
+            bool is_other = scaled >= all.lowest && id + k * WARP != likeliest;
+            weights[k] = is_other ? expf(scaled) : 0.0f;
         }
     };
     for (u32 segment = threadIdx.x / WARP; segment < num_segments; segment += NUM_WARPS) {
@@ -43,7 +44,8 @@ __device__ __noinline__ u32 sample_by_id(Shared& shared, const Candidates& all, 
         __syncwarp();
         total = 0.0;
         for (u32 i = 0; i < WARP; ++i) total += shared.prefix[i];
-        double left = random * total;
+        // The weight of the likeliest is 1.
+        double left = random * (total + 1.0) - 1.0;
         u32 part = 0;
         while (part < WARP - 1 && left >= shared.prefix[part]) left -= shared.prefix[part++];
         u32 segment = part * num;
@@ -51,7 +53,7 @@ __device__ __noinline__ u32 sample_by_id(Shared& shared, const Candidates& all, 
         weigh_segment(segment);
         // If rounding uses up the interval: the last token of the segment with a weight.
         u32 chosen = likeliest;
-        bool is_found = false;
+        bool is_found = left < 0.0;
 #pragma unroll
         for (u32 k = 0; k < LOADS; ++k) {
             float sum = warp_sum(weights[k]);

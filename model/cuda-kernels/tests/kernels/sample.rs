@@ -203,6 +203,9 @@ fn reference(case: &Case) -> RowOutcome {
         candidates.truncate(num);
     }
     let mut left = row.random * candidates.iter().map(weight).sum::<f64>();
+    // The likeliest comes first.
+    let place = candidates.iter().position(|candidate| candidate.0 as u32 == likeliest).unwrap();
+    candidates[..=place].rotate_right(1);
     for candidate in &candidates {
         left -= weight(candidate);
         if left < 0.0 {
