@@ -4,7 +4,6 @@
 //! - [`block_pool`]: the owners of KV blocks, and the prefix cache;
 //! - [`sequence`], [`plan`] and [`scheduler`]: which tokens the next step computes, decided purely;
 //! - `step_time`: how long steps take, and how many prompt tokens fit beside decodes;
-//! - [`draft_length`]: how many tokens to draft for a sequence;
 //! - [`events`] and `streams`: what the engine says about a request;
 //! - `cache_log`: what its prefix cache stores and evicts;
 //! - `status`: what the engine publishes about itself;
@@ -38,7 +37,6 @@ mod cache_log;
 mod command;
 mod config;
 mod constraint;
-pub mod draft_length;
 pub mod events;
 mod execution;
 pub mod handle;

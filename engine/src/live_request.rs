@@ -8,6 +8,7 @@ use std::sync::{
     atomic::{AtomicUsize, Ordering},
 };
 
+use baton_drafting::DraftLength;
 use baton_grammar::TokenMatcher;
 use baton_kv_cache::BlockId;
 use baton_request::{FinishReason, Request};
@@ -16,7 +17,6 @@ use tokio::sync::oneshot;
 
 use crate::{
     constraint::Constraint,
-    draft_length::DraftLength,
     events::{EngineError, PrefillEvent, Sink, TokenEvent},
 };
 

@@ -238,6 +238,7 @@ const ROOMS: &[Room] = &[
             "baton-kv-cache",
             "baton-kv-events",
             "baton-cost",
+            "baton-drafting",
             "baton-grammar",
             "baton-request",
             "baton-sampler",
@@ -257,6 +258,8 @@ const ROOMS: &[Room] = &[
             "h2",
         ],
     },
+    // Arithmetic over one sequence: it knows no batch.
+    Room { name: "baton-drafting", uses: &[], tests_use: &[], never: &["baton-model-spec", "tokio"] },
     // A function of a row of logits and parameters: it knows no batch.
     Room {
         name: "baton-sampler",

@@ -12,8 +12,9 @@ use crate::{
 };
 
 /// Crates that only decide.
-const PURE: [&str; 7] = [
+const PURE: [&str; 8] = [
     "baton-cost",
+    "baton-drafting",
     "baton-handoff",
     "baton-keys",
     "baton-kv-events",

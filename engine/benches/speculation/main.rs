@@ -126,7 +126,7 @@ fn measure(target: &LoadedModel, draft: &LoadedModel, said: &mut Vec<Vec<u32>>) 
 }
 
 /// What the best length of a draft gains when each token is accepted that often and costs so many steps; see
-/// `baton_engine::draft_length`.
+/// `baton_drafting::length`.
 fn best(acceptance: f64, cost: f64) -> f64 {
     let gain = |length: i32| {
         (0..=length).map(|n| acceptance.powi(n)).sum::<f64>() / (1.0 + f64::from(length) * cost)

@@ -11,26 +11,25 @@
 //! same, so a seed means the same with and without a drafter. A draft model samples with the same random number: it
 //! proposes the target's token wherever both models map that number to one token.
 //!
-//! - [`draft_length`]: how many tokens to draft, from acceptance and cost;
+//! - [`baton_drafting::length`]: how many tokens to draft, from acceptance and cost;
 //! - `cost`: the cost, from measured steps;
-//! - [`ngram`]: proposes what followed the same few tokens before;
+//! - [`baton_drafting::ngram`]: proposes what followed the same few tokens before;
 //! - `draft_model`: a smaller model proposes, over KV blocks of its own.
 
 mod cost;
 mod draft_model;
-pub mod ngram;
 
 use std::{
     fmt,
     time::{Duration, Instant},
 };
 
+use baton_drafting::{length, ngram};
 use baton_kv_cache::BlockStorage;
 use baton_model_spec::Executor;
 
 use crate::{
     config::{EngineConfig, EngineStartError},
-    draft_length,
     events::EngineError,
     live::LiveRequests,
     plan::StepPlan,
@@ -216,7 +215,7 @@ impl Speculator {
         if !self.ids.is_empty() && self.lengths.iter().all(|&length| length == 0) {
             self.costs.forget(plain);
         }
-        draft_length::share(budget, &mut self.lengths);
+        length::share(budget, &mut self.lengths);
     }
 
     /// Records that the step of `plan` took `elapsed`, sampling included and drafting not. `plain` is the time of a
