@@ -10,16 +10,21 @@ const WITHOUT_FLAG: [&str; 3] = ["BATON_NVRTC", "BATON_CUBLASLT", "BATON_OVERLAP
 /// Parts of the names that Kubernetes gives to the addresses of services.
 const OF_KUBERNETES: [&str; 4] = ["_SERVICE_HOST", "_SERVICE_PORT", "_TCP", "_UDP"];
 
-/// Warns of each variable named `BATON_…` that is no setting of any command, and removes it, so that child processes do
-/// not warn again.
+/// Warns of each variable named `BATON_…` that is no setting of any command. Returns their names.
+pub(crate) fn warn_of_unknown(command: &Command, style: LogStyle) -> Vec<String> {
+    let known = known(command);
+    let unknown = unknown(&known);
+    unknown.iter().for_each(|name| eprintln!("{}", style.warning(&warning(name, &known))));
+    unknown
+}
+
+/// [Warns](warn_of_unknown) of unknown variables and removes them, so that child processes do not warn again.
 ///
 /// # Safety
 /// No other thread runs.
 #[allow(unsafe_code)]
 pub(crate) unsafe fn remove_unknown(command: &Command, style: LogStyle) {
-    let known = known(command);
-    for name in unknown(&known) {
-        eprintln!("{}", style.warning(&warning(&name, &known)));
+    for name in warn_of_unknown(command, style) {
         // SAFETY: the caller's.
         unsafe { std::env::remove_var(name) };
     }

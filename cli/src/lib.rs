@@ -27,6 +27,7 @@ use clap::CommandFactory;
 
 use args::{Cli, Command};
 use config::Parsed;
+use log::LogStyle;
 
 /// Parses, runs one subcommand, and turns its outcome into an exit code: 0, 1 for a failure while
 /// running, 2 for a wrong call, [`CANNOT_START`](exit::CANNOT_START) for a router or worker that cannot start.
@@ -36,6 +37,7 @@ pub fn main(args: impl IntoIterator<Item = OsString>) -> ExitCode {
     let cli = match config::parse::<Cli>(args) {
         Ok(Parsed::Run(cli)) => cli,
         Ok(Parsed::Print(text)) => {
+            environment::warn_of_unknown(&Cli::command(), LogStyle::Pretty);
             print!("{text}");
             return ExitCode::SUCCESS;
         }

@@ -227,6 +227,18 @@ fn a_gpu_that_is_missing_is_one_clear_sentence() {
 }
 
 #[test]
+fn a_misspelt_variable_is_named_where_settings_are_printed() {
+    let output = std::process::Command::new(BATON)
+        .args(["up", "--print-config"])
+        .env("BATON_PORTT", "9")
+        .output()
+        .expect("the program runs");
+    let (printed, error) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    assert!(printed.contains("port = 8080"), "{printed}");
+    assert!(error.contains("BATON_PORTT is no setting; did you mean BATON_PORT?"), "{error}");
+}
+
+#[test]
 fn help_names_every_command() {
     let output = std::process::Command::new(BATON).arg("--help").output().expect("the program runs");
     let help = String::from_utf8_lossy(&output.stdout);
