@@ -1,6 +1,9 @@
 //! Small rules that every crate and every file keeps.
 
-use anyhow::Result;
+use std::collections::BTreeSet;
+
+use anyhow::{Context, Result};
+use serde::Deserialize;
 
 use crate::{
     check::Outcome,
@@ -69,8 +72,15 @@ pub(crate) fn check(workspace: &Workspace) -> Result<Outcome> {
         return Ok(Outcome::of(findings, looked_at));
     };
     findings.extend(of_lock_file(workspace, ""));
-    findings
-        .extend(OWN_WORKSPACES.iter().filter_map(|folder| of_lock_file(workspace, &format!("{folder}/"))));
+    for folder in OWN_WORKSPACES {
+        findings.extend(of_lock_file(workspace, &format!("{folder}/")));
+        let text = std::fs::read_to_string(workspace.root.join(folder).join("Cargo.lock"))?;
+        findings.extend(of_own_lock_file(folder, &text, |name| {
+            let member = members.iter().find(|member| member.name() == name)?;
+            let all = member.dependencies().filter(|(_, is_test)| !is_test).map(|(name, _)| name);
+            Some((member.needed().collect(), all.collect()))
+        })?);
+    }
     for file in &files {
         findings.extend(of_file(workspace, file, &members)?);
     }
@@ -123,6 +133,44 @@ fn of_lock_file(workspace: &Workspace, folder: &str) -> Option<String> {
         .then(|| format!("{lock_file} was out of date with the committed manifests: commit the new one"))
 }
 
+#[derive(Deserialize)]
+struct LockFile {
+    package: Vec<LockedPackage>,
+}
+
+#[derive(Deserialize)]
+struct LockedPackage {
+    name: String,
+    /// None: it is a folder here.
+    source: Option<String>,
+    /// Names, some with their versions.
+    #[serde(default)]
+    dependencies: Vec<String>,
+}
+
+/// Whether the lock file of a workspace of its own has the dependencies of our crates as their manifests do. Most runs never build
+/// these workspaces, and to ask cargo would download what they alone need. `manifest`: of a crate, the dependencies that it needs
+/// and all that it may have.
+fn of_own_lock_file<'a>(
+    folder: &str,
+    text: &str,
+    manifest: impl Fn(&str) -> Option<(BTreeSet<&'a str>, BTreeSet<&'a str>)>,
+) -> Result<Vec<String>> {
+    let file: LockFile = toml::from_str(text).with_context(|| format!("read {folder}/Cargo.lock"))?;
+    let ours = file.package.iter().filter(|package| package.source.is_none());
+    let mut findings = Vec::new();
+    for LockedPackage { name, dependencies, .. } in ours {
+        let Some((needed, all)) = manifest(name) else { continue };
+        let names = dependencies.iter().filter_map(|dependency| dependency.split(' ').next());
+        let locked: BTreeSet<&str> = names.collect();
+        let differs = needed.difference(&locked).chain(locked.difference(&all));
+        findings.extend(differs.map(|other| {
+            format!("{folder}/Cargo.lock is older than what {name} says of {other}: run cargo metadata --manifest-path {folder}/Cargo.toml")
+        }));
+    }
+    Ok(findings)
+}
+
 fn of_file(workspace: &Workspace, file: &str, members: &[Package<'_>]) -> Result<Vec<String>> {
     let path = workspace.root.join(file);
     let mut findings = Vec::new();
@@ -164,6 +212,35 @@ fn is_own_workspace(manifest: &str) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_lock_file_of_another_workspace_follows_our_manifests() {
+        let text = r#"
+            [[package]]
+            name = "peers"
+            version = "0.1.0"
+            dependencies = ["ours"]
+
+            [[package]]
+            name = "ours"
+            version = "0.1.0"
+            dependencies = ["old", "tokio 1.2.3"]
+
+            [[package]]
+            name = "tokio"
+            version = "1.2.3"
+            source = "registry"
+        "#;
+        let manifest = |name: &str| {
+            (name == "ours").then(|| (["new", "tokio"].into(), ["maybe", "new", "tokio"].into()))
+        };
+        let findings = of_own_lock_file("peers", text, manifest).unwrap();
+        assert_eq!(findings.len(), 2, "{findings:?}");
+        assert!(findings[0].contains("what ours says of new"), "{findings:?}");
+        assert!(findings[1].contains("what ours says of old"), "{findings:?}");
+        let kept = |name: &str| (name == "ours").then(|| (["old"].into(), ["old", "tokio"].into()));
+        assert_eq!(of_own_lock_file("peers", text, kept).unwrap(), Vec::<String>::new());
+    }
 
     #[test]
     fn only_packages_that_are_known_may_be_outside_of_the_workspace() {

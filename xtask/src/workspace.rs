@@ -154,6 +154,12 @@ impl<'a> Package<'a> {
     pub(crate) fn dependencies(self) -> impl Iterator<Item = (&'a str, bool)> {
         array(&self.0["dependencies"]).filter_map(|dep| Some((dep["name"].as_str()?, dep["kind"] == "dev")))
     }
+
+    /// Names of direct dependencies that every build has.
+    pub(crate) fn needed(self) -> impl Iterator<Item = &'a str> {
+        let is_needed = |dep: &&Value| dep["kind"] != "dev" && dep["optional"] != true;
+        array(&self.0["dependencies"]).filter(is_needed).filter_map(|dep| dep["name"].as_str())
+    }
 }
 
 fn array(value: &Value) -> impl Iterator<Item = &Value> {
