@@ -228,7 +228,7 @@ impl Sampler {
         history: &TokenHistory,
     ) -> Result<SampledToken, InvalidLogits> {
         let sampling = history.sampling(params);
-        self.copy(logits, &sampling)?;
+        copy_changed(logits, &sampling, &mut self.logits)?;
         mask.apply_to(&mut self.logits);
         let id = choose(&self.logits, &mut self.candidates, &sampling)?;
         let logprobs = sampling.logprobs.map(|num_top| token_logprobs(logits, id, num_top as usize));
@@ -247,13 +247,7 @@ impl Sampler {
         history: &TokenHistory,
     ) -> Result<Option<SampledToken>, InvalidLogits> {
         let sampling = history.sampling(params);
-        let row = match sampling.changes_logits() {
-            true => {
-                self.copy(logits, &sampling)?;
-                &self.logits
-            }
-            false => logits,
-        };
+        let row = changed(logits, &sampling, &mut self.logits)?;
         let (id, max) = largest(row)?;
         // The margin is larger than what rounding makes of a sum.
         if !sampling.is_greedy() && sampling.random * total_of(row, max, &sampling) >= 1.0 - 1e-4 {
@@ -286,20 +280,7 @@ impl Sampler {
         logits: &[f32],
         sampling: &TokenSampling<'_>,
     ) -> Result<u32, InvalidLogits> {
-        if !sampling.changes_logits() {
-            return choose(logits, &mut self.candidates, sampling);
-        }
-        self.copy(logits, sampling)?;
-        choose(&self.logits, &mut self.candidates, sampling)
-    }
-
-    /// Copies a row, changed as the sampling says.
-    fn copy(&mut self, logits: &[f32], sampling: &TokenSampling<'_>) -> Result<(), InvalidLogits> {
-        self.logits.clear();
-        self.logits.extend_from_slice(logits);
-        check(&self.logits)?;
-        apply(&mut self.logits, sampling);
-        Ok(())
+        choose(changed(logits, sampling, &mut self.logits)?, &mut self.candidates, sampling)
     }
 }
 
@@ -331,6 +312,31 @@ pub fn random_unit(seed: u64, output_idx: u64) -> f64 {
     };
     let bits = mix(mix(seed.wrapping_add(GOLDEN)).wrapping_add(output_idx.wrapping_mul(GOLDEN)));
     (bits >> 11) as f64 / (1u64 << 53) as f64
+}
+
+/// The row, or its copy if the sampling changes it.
+fn changed<'a>(
+    logits: &'a [f32],
+    sampling: &TokenSampling<'_>,
+    copy: &'a mut Vec<f32>,
+) -> Result<&'a [f32], InvalidLogits> {
+    if !sampling.changes_logits() {
+        return Ok(logits);
+    }
+    copy_changed(logits, sampling, copy)?;
+    Ok(copy)
+}
+
+fn copy_changed(
+    logits: &[f32],
+    sampling: &TokenSampling<'_>,
+    copy: &mut Vec<f32>,
+) -> Result<(), InvalidLogits> {
+    copy.clear();
+    copy.extend_from_slice(logits);
+    check(copy)?;
+    apply(copy, sampling);
+    Ok(())
 }
 
 fn apply(logits: &mut [f32], sampling: &TokenSampling<'_>) {
