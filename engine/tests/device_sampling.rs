@@ -65,6 +65,8 @@ async fn prefixes_are_held_and_reserved_while_a_step_is_computed() {
     let turn: Vec<u32> = (0..18).collect();
     engine.generate_all(request(&turn, 4)).await;
 
+    // Else what is waited for below may be said of this request.
+    engine.load().wait_for(|load| load.num_running == 0).await.expect("the engine lives");
     is_computed.store(false, Ordering::Relaxed);
     let other: Vec<u32> = (30..39).collect();
     let running = engine.generate(request(&other, 6)).expect("accepted");
