@@ -24,7 +24,7 @@ pub struct MaskThread<K> {
     num_under_way: usize,
     /// Computed when they are collected.
     own: Vec<Job<K>>,
-    /// What the masks that the caller takes will take.
+    /// What the masks of the step that the caller computes are expected to take.
     own_time: Duration,
     /// Mean time of one mask, newer ones weigh more.
     mask_time: Duration,

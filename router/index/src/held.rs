@@ -215,12 +215,11 @@ impl Held {
             parent => Spot::new(self.nodes[parent as usize].run, offset),
         };
         let num = blocks.len().min(room).min(MAX_RUN);
-        if parent != NONE
-            && num > 0
-            && let num_more = self.append(runs, member, parent, offset, &blocks[..num])
-            && num_more > 0
-        {
-            return (num_more, Before::Reached(parent, offset + num_more));
+        if parent != NONE && num > 0 {
+            let num = self.append(runs, member, parent, offset, &blocks[..num]);
+            if num > 0 {
+                return (num, Before::Reached(parent, offset + num));
+            }
         }
         let shard = runs.beginning_with(blocks[0].0);
         if let Some(run) = shard.run_after(after, blocks[0].0) {

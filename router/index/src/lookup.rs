@@ -8,6 +8,7 @@ use baton_kv_events::BlockKey;
 use crate::{
     index::KvIndex,
     run::{Mark, Run, Spot},
+    runs::shard_of,
     table::KeyHash,
 };
 
@@ -96,7 +97,7 @@ impl KvIndex {
         while let Some(&block) = chain.get(first) {
             let block = key(block).0;
             let hash = KeyHash::of(block);
-            let step = tables[hash.part(tables.len())].find(hash, |spot| {
+            let step = tables[shard_of(hash)].find(hash, |spot| {
                 if spot.offset() != 0 {
                     return None;
                 }

@@ -9,8 +9,8 @@
 //!   run 1         x y            begins after d; member 2: 2, so that it holds a b c d x y
 //! ```
 //!
-//! One writer at a time changes a run, any number of readers read it meanwhile, word by word: a reader sees every member that is there
-//! all the time, and none that was never there.
+//! One writer at a time changes a run, any number of readers read it meanwhile, word by word: a reader sees every member that
+//! is there all the time, and none that was never there.
 
 use std::sync::{
     Arc,

@@ -156,6 +156,12 @@ impl Shard {
     }
 }
 
+/// The shard of runs that begin with a block.
+#[inline]
+pub(crate) fn shard_of(hash: KeyHash) -> usize {
+    hash.part(NUM_SHARDS)
+}
+
 #[inline]
 fn part_of(run: u32) -> (usize, usize) {
     let shifted = run + FIRST_PART;
@@ -194,7 +200,7 @@ impl<'a> Change<'a> {
     /// The shard of runs that begin with a block.
     #[inline]
     pub(crate) fn beginning_with(&mut self, key: u64) -> &mut Locked<'a> {
-        self.lock(KeyHash::of(key).part(NUM_SHARDS))
+        self.lock(shard_of(KeyHash::of(key)))
     }
 
     fn lock(&mut self, shard: usize) -> &mut Locked<'a> {

@@ -60,17 +60,20 @@ fn any_stream_of_events_leads_to_what_a_plain_model_holds() {
 
 #[test]
 fn writers_at_the_same_time_leave_what_each_of_them_said() {
-    // Four prompts that diverge after 20, 30 and 40 blocks.
+    // Four prompts that diverge after 10, 20 and 30 blocks.
     let trunk = chain(1, 60);
     let prompts: Vec<Vec<BlockKey>> =
         (0..4).map(|idx| [&trunk[..10 + 10 * idx], &chain(10 + idx as u64, 20)].concat()).collect();
+    let num_held = |prompt: &[BlockKey], held: &BTreeSet<BlockKey>| {
+        prompt.iter().take_while(|key| held.contains(*key)).count()
+    };
     let write = |index: &Arc<KvIndex>, owner: u32, mut state: u64| {
         let mut feed = CacheFeed::new(index.clone(), owner, 1000);
         let (mut held, mut number) = (BTreeSet::new(), 0);
         for _ in 0..400 {
             let prompt = &prompts[random(&mut state) as usize % prompts.len()];
             let first = random(&mut state) as usize % prompt.len();
-            let num_held = prompt.iter().take_while(|key| held.contains(*key)).count();
+            let num_held = num_held(prompt, &held);
             let event = if random(&mut state).is_multiple_of(2) {
                 let blocks = &prompt[num_held..first.max(num_held)];
                 held.extend(blocks);
@@ -98,10 +101,8 @@ fn writers_at_the_same_time_leave_what_each_of_them_said() {
             threads.into_iter().map(|thread| thread.join().unwrap()).collect()
         });
         for prompt in &prompts {
-            let num_held =
-                |held: &BTreeSet<BlockKey>| prompt.iter().take_while(|key| held.contains(*key)).count();
-            let expected: Vec<_> = (0..).zip(done.iter().map(|(_, held)| num_held(held))).collect();
-            let expected: Vec<_> = expected.into_iter().filter(|&(_, num)| num > 0).collect();
+            let all = (0..).zip(done.iter().map(|(_, held)| num_held(prompt, held)));
+            let expected: Vec<_> = all.filter(|&(_, num)| num > 0).collect();
             assert_eq!(held(&index, prompt), expected, "round {round}");
         }
         drop(done);
