@@ -202,6 +202,9 @@ impl GenerateStream {
                         Some(TokenEvent::Scored { first_idx, tokens }) => {
                             return Some(scored_event(first_idx, &tokens));
                         }
+                        Some(TokenEvent::Adopted { cached_tokens }) => {
+                            *self.notes.cached_tokens.get_or_insert_default() += cached_tokens;
+                        }
                         Some(TokenEvent::Blended { reused_tokens }) => {
                             self.notes.blended_tokens = reused_tokens;
                         }

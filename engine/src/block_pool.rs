@@ -103,6 +103,11 @@ impl BlockPool {
         self.num_used
     }
 
+    /// Whether `block` is cached: it holds its KV for good.
+    pub fn is_cached(&self, block: BlockId) -> bool {
+        self.blocks[block.idx()].hash.is_some()
+    }
+
     /// Whether `block` has no owner. Acquiring such a block makes one fewer available.
     pub fn is_unowned(&self, block: BlockId) -> bool {
         self.blocks[block.idx()].num_owners == 0
@@ -133,7 +138,12 @@ impl BlockPool {
 
     /// The cached blocks of the longest prefix of `hashes`, which are a sequence's hashes in order.
     pub fn find_prefix(&self, hashes: &[BlockHash]) -> Vec<BlockId> {
-        hashes.iter().map_while(|hash| self.by_hash.get(hash).copied()).collect()
+        hashes.iter().map_while(|hash| self.find(hash)).collect()
+    }
+
+    /// The block that is cached under `hash`.
+    pub fn find(&self, hash: &BlockHash) -> Option<BlockId> {
+        self.by_hash.get(hash).copied()
     }
 
     /// Adds an owner to each of `blocks`, which are owned or cached.

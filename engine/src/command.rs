@@ -33,8 +33,8 @@ pub(crate) enum Command {
     HoldCached { id: SequenceId, hashes: Vec<BlockHash>, reply: oneshot::Sender<Vec<BlockId>> },
     /// Hold the cached part of a prefix, and set blocks aside for the rest if there is room now.
     ReservePrefix { id: SequenceId, hashes: Vec<BlockHash>, reply: oneshot::Sender<Option<PrefixBlocks>> },
-    /// The blocks of a reserved prefix hold the KV that these hashes name.
-    CachePrefix { id: SequenceId, hashes: Vec<BlockHash> },
+    /// The blocks of a reserved prefix hold the KV that these hashes name, after that of `after`.
+    CachePrefix { id: SequenceId, after: Option<BlockHash>, hashes: Vec<BlockHash> },
     /// From now on, ask for the blocks of preempted sequences before they run again.
     RecallPreempted(Resumptions),
     /// So many blocks at the front of a preempted sequence hold their KV. It runs again.

@@ -27,6 +27,11 @@ pub enum TokenEvent {
         /// Prompt tokens that the prefix cache supplied.
         cached_tokens: usize,
     },
+    /// The prefix cache got more of its prompt from outside while it was computed. After `Started`.
+    Adopted {
+        /// Prompt tokens that need not be computed.
+        cached_tokens: usize,
+    },
     /// Tokens of the prompt were scored. All but the first are, in order, before the first token.
     Scored {
         /// Position of the first.
@@ -57,14 +62,19 @@ pub enum PrefillEvent {
         /// Prompt tokens that the prefix cache supplied.
         cached_tokens: usize,
     },
+    /// As [`TokenEvent::Adopted`]. Their blocks are announced after it.
+    Adopted {
+        /// Prompt tokens that need not be computed.
+        cached_tokens: usize,
+    },
     /// As [`TokenEvent::Blended`]. The blocks of the head are announced before it.
     Blended {
         /// Tokens whose KV came from passages that were kept.
         reused_tokens: usize,
     },
     /// From now on these blocks hold their final KV of these layers. Each layer of each block is named once: of a
-    /// cached prefix at once, of a full block when a chunk completes it, of a partial last block when the prompt
-    /// ends.
+    /// cached prefix at once, of a full block when a chunk completes it or when it is adopted, of a partial last block when the
+    /// prompt ends.
     Ready {
         /// Layers of the model.
         layers: Range<usize>,

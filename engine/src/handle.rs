@@ -139,9 +139,10 @@ impl EngineHandle {
     /// As [`generate`](Self::generate).
     pub fn prefill(&self, request: Request) -> Result<(PrefillEvents, HeldBlocks), SubmitError> {
         let layout = self.state.storage.layout();
-        // One event for each piece, one for the cached prefix, `Started`, `Blended`, and the terminal one.
-        let num_pieces = layout.num_blocks_for(request.num_known_tokens()) * layout.num_layers;
-        let (sink, events) = Sink::new(num_pieces + 4, self.state.config.clock);
+        // One event for each piece, `Adopted` for blocks, one for the cached prefix, `Started`, `Blended`, and the terminal one.
+        let num_blocks = layout.num_blocks_for(request.num_known_tokens());
+        let max_events = num_blocks * (layout.num_layers + 1) + 4;
+        let (sink, events) = Sink::new(max_events, self.state.config.clock);
         let cancel =
             self.submit(request, SequenceRole::Prefill, ReplyChannel::Prefill(sink), Command::Cancel)?;
         let owner = DropCommand::new(cancel.id, self.state.commands.clone(), Command::Release);
@@ -333,11 +334,12 @@ impl EngineHandle {
         self.state.commands.send(command).map_err(|_| SubmitError::ShuttingDown)
     }
 
-    /// `Started`, `Blended`, each remaining token with a draft before it, the scores of each prompt token, and the
-    /// terminal event.
+    /// `Started`, `Adopted` for blocks, `Blended`, each remaining token with a draft before it, the scores of each prompt token,
+    /// and the terminal event.
     fn max_token_events(&self, request: &Request) -> usize {
         let max_num_tokens = request.max_num_tokens(self.state.config.context_length);
         let max_scored = if request.is_scored() { request.prompt.len() } else { 0 };
-        2 * max_num_tokens.saturating_sub(request.num_known_tokens()) + max_scored + 3
+        let num_blocks = self.state.storage.layout().num_blocks_for(request.num_known_tokens());
+        2 * max_num_tokens.saturating_sub(request.num_known_tokens()) + num_blocks + max_scored + 3
     }
 }

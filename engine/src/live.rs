@@ -20,7 +20,7 @@ use crate::{
     config::EngineConfig,
     events::{DraftCounts, EngineError, PrefillEvent, Sink, TokenEvent},
     live_request::{Grant, LiveRequest, ReplyChannel},
-    plan::{Admission, Chunk, StepPlan},
+    plan::{Admission, Adoption, Chunk, StepPlan},
     scheduler::{Scheduler, SchedulerConfig},
     sequence::{Sequence, SequenceId},
     status::{DraftCounters, EngineLoad, EnginePace, IdleError, Submitted},
@@ -215,6 +215,30 @@ impl LiveRequests {
             }
             ReplyChannel::Tokens(_) => {}
         }
+    }
+
+    /// Returns how many prompt tokens the prefix cache supplied.
+    pub(crate) fn tell_adopted(&mut self, adoption: &Adoption) -> usize {
+        let &Adoption { id, first_block_idx, num_blocks } = adoption;
+        let live = &self.requests[&id];
+        let sequence = self.scheduler.sequence(id).expect("a sequence that adopts runs");
+        let block_size = sequence.block_size();
+        let num_before = (first_block_idx * block_size).min(live.request.prompt.len());
+        let cached_tokens =
+            (num_blocks * block_size).min(live.request.prompt.len().saturating_sub(num_before));
+        match &live.reply {
+            ReplyChannel::Prefill(sink) => {
+                sink.send(PrefillEvent::Adopted { cached_tokens });
+                sink.send(PrefillEvent::Ready {
+                    layers: 0..self.num_layers,
+                    first_block_idx,
+                    blocks: sequence.blocks()[first_block_idx..first_block_idx + num_blocks].to_vec(),
+                });
+            }
+            ReplyChannel::Tokens(sink) => sink.send(TokenEvent::Adopted { cached_tokens }),
+            ReplyChannel::Reservation(_) => {}
+        }
+        cached_tokens
     }
 
     /// Whether a chunk is the head of its sequence. A step ahead has no heads; its sequences may have ended meanwhile.

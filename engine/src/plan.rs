@@ -11,6 +11,8 @@ pub struct StepPlan {
     pub chunks: Vec<Chunk>,
     /// Sequences that left the queue and hold blocks now.
     pub admitted: Vec<Admission>,
+    /// Tokens that running prompts need not compute any more.
+    pub adopted: Vec<Adoption>,
     /// Sequences that lost their blocks and wait again.
     pub preempted: Vec<SequenceId>,
 }
@@ -45,10 +47,24 @@ pub struct Admission {
     pub is_recalled: bool,
 }
 
+/// Blocks of a running prompt, right after what was computed, that the prefix cache got meanwhile.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Adoption {
+    /// The sequence. They count as computed.
+    pub id: SequenceId,
+    /// Index of the first in its table.
+    pub first_block_idx: usize,
+    /// At least one.
+    pub num_blocks: usize,
+}
+
 impl StepPlan {
     /// Whether the step computes and changes nothing. Then the next one will not either, until a command arrives.
     pub fn is_empty(&self) -> bool {
-        self.chunks.is_empty() && self.admitted.is_empty() && self.preempted.is_empty()
+        self.chunks.is_empty()
+            && self.admitted.is_empty()
+            && self.adopted.is_empty()
+            && self.preempted.is_empty()
     }
 
     /// Tokens that the step computes, drafts included.
@@ -81,6 +97,7 @@ impl StepPlan {
     pub(crate) fn clear(&mut self) {
         self.chunks.clear();
         self.admitted.clear();
+        self.adopted.clear();
         self.preempted.clear();
     }
 }

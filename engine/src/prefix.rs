@@ -34,6 +34,8 @@ pub struct PrefixReservation {
     owner: DropCommand,
     blocks: Vec<BlockId>,
     num_cached_blocks: usize,
+    /// The hash of the block before them.
+    after: Option<BlockHash>,
     hashes: Vec<BlockHash>,
 }
 
@@ -72,7 +74,21 @@ impl EngineHandle {
         request: &Request,
         num_tokens: usize,
     ) -> Result<Option<PrefixReservation>, SubmitError> {
-        let hashes = self.prefix_hashes(request, num_tokens);
+        self.reserve_blocks(&self.prefix_hashes(request, num_tokens), 0).await
+    }
+
+    /// Sets blocks aside for the blocks of a sequence from `first` on, as [`reserve_prefix`](Self::reserve_prefix). `hashes` are
+    /// those of all its blocks up to the last one that is wanted.
+    ///
+    /// # Errors
+    /// When the engine ends.
+    pub async fn reserve_blocks(
+        &self,
+        hashes: &[BlockHash],
+        first: usize,
+    ) -> Result<Option<PrefixReservation>, SubmitError> {
+        let after = first.checked_sub(1).map(|before| hashes[before]);
+        let hashes = hashes[first..].to_vec();
         let asked = hashes.clone();
         let (owner, found) =
             self.ask(|id, reply| Command::ReservePrefix { id, hashes: asked, reply }).await?;
@@ -80,15 +96,17 @@ impl EngineHandle {
             owner,
             blocks: found.blocks,
             num_cached_blocks: found.num_cached_blocks,
+            after,
             hashes,
         }))
     }
 
-    /// Enters the prefix into the prefix cache. Its KV is in the reservation's blocks now.
+    /// Enters the prefix into the prefix cache. Its KV is in the reservation's blocks now. Prompts that are being computed adopt
+    /// them.
     pub fn cache_prefix(&self, reservation: PrefixReservation) {
-        let PrefixReservation { owner, hashes, .. } = reservation;
+        let PrefixReservation { owner, after, hashes, .. } = reservation;
         // Fails when the engine, and so its cache, has ended. Dropping the owner then releases the blocks.
-        let _ = self.send(Command::CachePrefix { id: owner.id, hashes });
+        let _ = self.send(Command::CachePrefix { id: owner.id, after, hashes });
     }
 
     /// From now on, preempted sequences that lost full blocks are resumed by the reader: it loads what it has of them. Ends with

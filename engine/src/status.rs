@@ -89,7 +89,7 @@ pub(crate) struct Progress {
     pub(crate) num_computed: AtomicU64,
     pub(crate) num_preempted: AtomicU64,
     num_prompt_tokens: AtomicU64,
-    num_cached_tokens: AtomicU64,
+    pub(crate) num_cached_tokens: AtomicU64,
     /// Tokens per second, as the bits of an `f64`. 0 until the first step was measured.
     pub(crate) prefill_rate: AtomicU64,
     /// Locked for a copy only.

@@ -234,8 +234,8 @@ impl StepLoop {
             Command::ReservePrefix { id, hashes, reply } => {
                 drop(reply.send(self.live.scheduler.reserve_prefix(id, &hashes)));
             }
-            Command::CachePrefix { id, hashes } => {
-                self.live.scheduler.cache_prefix(id, &hashes);
+            Command::CachePrefix { id, after, hashes } => {
+                self.live.scheduler.cache_prefix(id, after, &hashes);
                 self.cache_log.append(BlockHolder::Pool, self.live.scheduler.take_cache_events());
             }
             Command::RecallPreempted(resumptions) => self.live.recall_preempted(resumptions),
@@ -290,6 +290,10 @@ impl StepLoop {
                 self.progress.admit(num_prompt_tokens, num_cached_tokens);
             }
             self.live.tell_admitted(admission);
+        }
+        for adoption in &plan.adopted {
+            let num_tokens = self.live.tell_adopted(adoption);
+            self.progress.num_cached_tokens.fetch_add(num_tokens as u64, Ordering::Relaxed);
         }
         let has_drafts = self.live.draft_forced(plan);
         match &mut self.speculator {

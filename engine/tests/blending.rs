@@ -262,6 +262,7 @@ async fn a_blended_prefill_hands_over_every_piece_once_and_its_blocks_decode_els
                     }
                 }
             }
+            PrefillEvent::Adopted { .. } => unreachable!("nothing came from outside"),
             PrefillEvent::Blended { reused_tokens } => num_told.push(reused_tokens),
             PrefillEvent::FirstToken(token) => break token,
             PrefillEvent::Failed(error) => panic!("{error}"),

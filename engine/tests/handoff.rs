@@ -11,7 +11,7 @@ use baton_engine::{
 use baton_engine_testing::FakeModel;
 use support::{
     BLOCK_SIZE, TestEngine, collect, config, engine, engine_of, engine_with_hook,
-    handoff::{copy, copy_prefix, hand_off, prefill},
+    handoff::{copy, copy_blocks, copy_prefix, hand_off, prefill},
     join_all, request,
 };
 use tokio::task::JoinHandle;
@@ -304,6 +304,48 @@ async fn a_prefix_that_another_engine_has_cached_need_not_be_computed() {
     drop(again);
     a.check_whole().await;
     b.check_whole().await;
+}
+
+#[tokio::test]
+async fn a_prompt_that_is_computed_adopts_what_comes_meanwhile() {
+    let (model, a) = engine(config());
+    let turn = request(&prompt(1, 61), 1);
+    a.generate_all(turn.clone()).await;
+    let held = a.hold_cached(&turn).await.unwrap();
+    for is_handed_over in [false, true] {
+        // A step takes as long as its permit.
+        let (permit, permits) = mpsc::channel::<()>();
+        let (_, b) = engine_with_hook(EngineConfig { token_budget: 4, ..config() }, move |_| {
+            permits.recv().ok();
+            Ok(())
+        });
+        let hashes = b.prefix_hashes(&turn, held.blocks().len() * BLOCK_SIZE);
+        let first = hashes.len() - 4;
+        let reservation = b.reserve_blocks(&hashes, first).await.unwrap().expect("there is room");
+        copy_blocks(&a, &held.blocks()[first..], &b, &reservation);
+        let mut load = b.load();
+        let fetching = async {
+            load.wait_for(|load| load.num_running == 1).await.expect("it runs");
+            b.cache_prefix(reservation);
+            drop(permit);
+        };
+        let cached_tokens = if is_handed_over {
+            let (prefilled, ()) = tokio::join!(prefill(&b, turn.clone()), fetching);
+            assert_eq!([prefilled.first.id], model.greedy(&turn.prompt, 1)[..]);
+            prefilled.cached_tokens
+        } else {
+            let stream = b.generate(turn.clone()).expect("accepted");
+            let (output, ()) = tokio::join!(collect(stream), fetching);
+            assert_eq!(output.tokens, model.greedy(&turn.prompt, 1));
+            output.end.expect("it finishes").1
+        };
+        assert_eq!(cached_tokens, 4 * BLOCK_SIZE);
+        assert_eq!(b.num_computed_tokens() as usize, turn.prompt.len() - cached_tokens);
+        assert_eq!(b.totals().num_cached_tokens as usize, cached_tokens);
+        b.check_whole().await;
+    }
+    drop(held);
+    a.check_whole().await;
 }
 
 #[tokio::test]

@@ -37,6 +37,7 @@ async fn read(mut stream: TokenStream) -> (Vec<ScoredToken>, Vec<u32>) {
                 assert!(tokens.is_empty() && !of_chunk.is_empty() && of_chunk.len() <= 64);
                 scores.extend(of_chunk);
             }
+            TokenEvent::Adopted { .. } => panic!("it begins with no cached token"),
             TokenEvent::Blended { .. } => panic!("nothing is blended"),
             TokenEvent::Verified(_) => {}
             TokenEvent::Token(token) => tokens.push(token.id),

@@ -12,7 +12,7 @@ use baton_engine::{
 use baton_engine_testing::FakeModel;
 use support::{
     BLOCK_SIZE, TestEngine, config, draft, engine,
-    handoff::{copy, copy_prefix},
+    handoff::{copy, copy_blocks, copy_prefix},
     join_all, request, sampling_draft_of_cost, sampling_engine, speculating,
 };
 
@@ -64,10 +64,11 @@ impl Client {
 
     /// Whether it has fetched a prefix.
     async fn run(mut self) -> bool {
-        let result = match self.dice.below(5) {
+        let result = match self.dice.below(6) {
             0 => self.generate().await,
             1 => self.resume().await,
             2 => self.fetch().await,
+            3 => self.fetch_beside().await,
             _ => self.hand_off().await,
         };
         // Cancellation is not an error of the engine.
@@ -118,6 +119,25 @@ impl Client {
         self.generate().await
     }
 
+    /// Fetches the end of what the other engine has cached while this one computes the prompt.
+    async fn fetch_beside(&mut self) -> Result<(), Left> {
+        let stream = self.d.generate(self.request.clone()).expect("accepted");
+        self.use_patience()?;
+        let held = self.p.hold_cached(&self.request).await.expect("valid");
+        let hashes = self.d.prefix_hashes(&self.request, held.blocks().len() * BLOCK_SIZE);
+        let first = self.dice.below(hashes.len() as u64 + 1) as usize;
+        self.use_patience()?;
+        if let Some(reservation) = self.d.reserve_blocks(&hashes, first).await.expect("it runs") {
+            copy_blocks(&self.p, &held.blocks()[first..], &self.d, &reservation);
+            tokio::task::yield_now().await;
+            self.use_patience()?;
+            self.d.cache_prefix(reservation);
+        }
+        drop(held);
+        let expected = self.expected();
+        self.read(stream, &expected).await
+    }
+
     async fn hand_off(&mut self) -> Result<(), Left> {
         let (mut events, held) = self.p.prefill(self.request.clone()).expect("accepted");
         let num_blocks = self.p.storage().layout().num_blocks_for(self.request.prompt.len());
@@ -125,7 +145,9 @@ impl Client {
         let first = loop {
             self.use_patience()?;
             match events.next().await.expect("a terminal event comes first") {
-                PrefillEvent::Started { .. } | PrefillEvent::Blended { .. } => {}
+                PrefillEvent::Started { .. }
+                | PrefillEvent::Adopted { .. }
+                | PrefillEvent::Blended { .. } => {}
                 PrefillEvent::Ready { first_block_idx, blocks, .. } => {
                     (first_block_idx..).zip(blocks).for_each(|(idx, block)| table[idx] = Some(block));
                 }
@@ -164,6 +186,7 @@ impl Client {
             match stream.next().await.expect("a terminal event comes first") {
                 TokenEvent::Token(token) => tokens.push(token.id),
                 TokenEvent::Started { .. }
+                | TokenEvent::Adopted { .. }
                 | TokenEvent::Blended { .. }
                 | TokenEvent::Scored { .. }
                 | TokenEvent::Verified(_) => {}

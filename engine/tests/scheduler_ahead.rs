@@ -214,7 +214,7 @@ fn a_prefix_is_given_no_block_of_the_step_that_is_ahead() {
     // The two blocks of the ended sequence are back.
     let other = all.reserve_prefix(11, 2).expect("there is room");
     assert_eq!(all.reserve_prefix(12, 1), None);
-    all.scheduler.cache_prefix(SequenceId::new(0, 10), &hashes(10, 4));
+    all.scheduler.cache_prefix(SequenceId::new(0, 10), None, &hashes(10, 4));
     all.scheduler.release(SequenceId::new(0, 10));
     // The next hold on the prefix gets the same blocks, before the step is over.
     assert_eq!(all.scheduler.hold_cached(SequenceId::new(0, 13), &hashes(10, 4)), prefix);

@@ -130,6 +130,12 @@ enum Operation {
     Release(usize),
     /// A preempted sequence has some of its blocks again.
     Resume(usize),
+    /// Blocks of a text come from outside.
+    Fetch {
+        text: u32,
+        first: usize,
+        num_blocks: usize,
+    },
 }
 
 fn operation() -> impl Strategy<Value = Operation> {
@@ -151,6 +157,8 @@ fn operation() -> impl Strategy<Value = Operation> {
         1 => any::<usize>().prop_map(Operation::Cancel),
         1 => any::<usize>().prop_map(Operation::Release),
         1 => any::<usize>().prop_map(Operation::Resume),
+        1 => (0..3u32, 0..8usize, 1..5usize)
+            .prop_map(|(text, first, num_blocks)| Operation::Fetch { text, first, num_blocks }),
     ]
 }
 
@@ -225,6 +233,8 @@ struct Driver {
     alive: BTreeMap<SequenceId, (usize, SequenceRole)>,
     granted: Vec<SequenceId>,
     holds: Vec<SequenceId>,
+    /// Blocks that came from outside and are held. They are cached, or another block is in their place.
+    fetched: BTreeMap<SequenceId, Vec<BlockId>>,
     /// Preempted sequences whose blocks are being loaded, and how many are there already.
     recalled: Vec<(SequenceId, usize)>,
 }
@@ -243,6 +253,7 @@ impl Driver {
             alive: BTreeMap::new(),
             granted: Vec::new(),
             holds: Vec::new(),
+            fetched: BTreeMap::new(),
             recalled: Vec::new(),
         }
     }
@@ -293,8 +304,23 @@ impl Driver {
                 let num_full = (num_tokens / self.config.block_size).max(num_cached);
                 self.scheduler.resume(id, num_cached + idx % (num_full - num_cached + 1));
             }
+            Operation::Fetch { text, first, num_blocks } => {
+                let id = SequenceId::new(0, self.next_id);
+                self.next_id += 1;
+                let end = (first + num_blocks) * self.config.block_size;
+                let tokens: Vec<u32> = (0..end as u32).map(|idx| text * 1000 + idx).collect();
+                let root = HashRoot::new("random", "", "");
+                let hashes: Vec<_> = root.block_hashes(&tokens, self.config.block_size).collect();
+                if let Some(found) = self.scheduler.reserve_prefix(id, &hashes[first..]) {
+                    self.fetched.insert(id, found.blocks);
+                    let after = first.checked_sub(1).map(|before| hashes[before]);
+                    self.scheduler.cache_prefix(id, after, &hashes[first..]);
+                    self.holds.push(id);
+                }
+            }
             Operation::Release(idx) if !self.holds.is_empty() => {
                 let id = self.holds.swap_remove(idx % self.holds.len());
+                self.fetched.remove(&id);
                 self.scheduler.release(id);
             }
             _ => {}
@@ -368,6 +394,10 @@ impl Driver {
             for idx in chunk.start_idx..end {
                 let place = (sequence.blocks()[idx / self.config.block_size], idx % self.config.block_size);
                 assert!(written.insert(place), "{place:?} is written twice");
+                assert!(
+                    !self.fetched.values().flatten().any(|&block| block == place.0),
+                    "a cached block is written"
+                );
             }
         }
     }

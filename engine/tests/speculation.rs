@@ -112,6 +112,7 @@ async fn a_draft_model_recovers_from_a_wrong_draft() {
                 }
                 TokenEvent::Token(token) => text.push(token.id),
                 TokenEvent::Started { .. }
+                | TokenEvent::Adopted { .. }
                 | TokenEvent::Blended { .. }
                 | TokenEvent::Scored { .. }
                 | TokenEvent::Finished(_) => {}

@@ -196,6 +196,10 @@ impl ComputedHandoffDriver {
                 self.clock.admitted(sent_at);
                 return ComputeInput::Started;
             }
+            Some(PrefillEvent::Adopted { cached_tokens }) => {
+                computing.cached_tokens += cached_tokens;
+                return ComputeInput::Progress;
+            }
             Some(PrefillEvent::Blended { reused_tokens }) => {
                 computing.blended_tokens = reused_tokens;
                 return ComputeInput::Progress;

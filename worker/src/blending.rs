@@ -128,6 +128,7 @@ async fn next_token(worker: &Worker, request: Request) -> Option<TokenLogprobs> 
                 TokenEvent::Token(token) => return token.logprobs,
                 TokenEvent::Finished(_) | TokenEvent::Failed(_) => return None,
                 TokenEvent::Started { .. }
+                | TokenEvent::Adopted { .. }
                 | TokenEvent::Blended { .. }
                 | TokenEvent::Scored { .. }
                 | TokenEvent::Verified(_) => {}

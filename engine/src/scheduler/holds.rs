@@ -44,6 +44,14 @@ impl Holds {
         }
     }
 
+    /// A sequence has another block at `idx`. Its hold, if it has one, does too.
+    pub(super) fn exchange(&mut self, id: SequenceId, idx: usize, block: BlockId, pool: &mut BlockPool) {
+        if let Some(table) = self.tables.get_mut(&id) {
+            pool.acquire(&[block]);
+            pool.release(&[std::mem::replace(&mut table[idx], block)]);
+        }
+    }
+
     /// Keeps a granted reservation.
     pub(super) fn reserve(&mut self, sequence: Sequence) {
         self.reserved.insert(sequence.id, sequence);
@@ -98,10 +106,16 @@ impl Holds {
         PrefixBlocks { blocks, num_cached_blocks }
     }
 
-    /// Enters the blocks of a held prefix into the prefix cache.
-    pub(super) fn cache_prefix(&self, id: SequenceId, hashes: &[BlockHash], pool: &mut BlockPool) {
+    /// Enters held blocks, which follow that of `after`, into the prefix cache.
+    pub(super) fn cache_prefix(
+        &self,
+        id: SequenceId,
+        after: Option<BlockHash>,
+        hashes: &[BlockHash],
+        pool: &mut BlockPool,
+    ) {
         let blocks = self.tables.get(&id).expect("a prefix is cached before it is released");
-        pool.cache_all(None, blocks.iter().copied().zip(hashes.iter().copied()));
+        pool.cache_all(after, blocks.iter().copied().zip(hashes.iter().copied()));
     }
 
     /// A granted reservation.

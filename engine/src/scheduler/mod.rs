@@ -36,12 +36,16 @@
 //! arrival. So a sequence waits for as long as others of lower numbers take the slots, blocks or tokens, and loses its
 //! blocks to them. A newcomer takes no block of a running sequence, whatever their priorities.
 //!
+//! A running prompt adopts blocks that the prefix cache gets from outside meanwhile ([`Scheduler::cache_prefix`]), wherever they are in it. Its
+//! chunks end where such blocks begin, and the next step goes on behind them.
+//!
 //! With [`Scheduler::recall_preempted`] a preempted sequence that lost full blocks is admitted as a reservation. Its owner loads
 //! what it has of them and calls [`Scheduler::resume`]. The scheduler does not know where they come from.
 //!
 //! Blocks of a prefill's prompt are never taken away (see [`Sequence`]), and reserved blocks neither: their owners
 //! return them by a deadline of their own. Until then a sequence that cannot grow waits.
 
+mod adopt;
 mod ahead;
 mod budget;
 mod drafts;
@@ -105,6 +109,8 @@ pub struct Scheduler {
     holds: Holds,
     ahead: StepAhead,
     recalls_preempted: bool,
+    /// Whether the prefix cache got blocks from outside since the last step.
+    has_new_prefix: bool,
 }
 
 impl Scheduler {
@@ -120,6 +126,7 @@ impl Scheduler {
             holds: Holds::default(),
             ahead: StepAhead::default(),
             recalls_preempted: false,
+            has_new_prefix: false,
         }
     }
 
@@ -168,6 +175,8 @@ impl Scheduler {
     /// Decides the next step. Blocks move at once; [`advance`](Self::advance) counts the computed tokens.
     pub fn step(&mut self, plan: &mut StepPlan) {
         plan.clear();
+        let is_new = std::mem::take(&mut self.has_new_prefix);
+        adopt::plan(&mut self.running, &mut self.holds, &mut self.pool, is_new, plan);
         let mut budget = self.config.token_budget;
         self.plan_decodes(plan, &mut budget);
         if !plan.chunks.is_empty() {
@@ -294,8 +303,8 @@ impl Scheduler {
         self.holds.hold_cached(id, hashes, &mut self.pool)
     }
 
-    /// Holds the cached blocks of `hashes`, and free ones for the rest, until [`release`](Self::release).
-    /// `None` when sequences here would have to wait for them: fetching a prefix is worth no preemption and delays no
+    /// Holds the cached blocks at the front of `hashes`, and free ones for the rest, until [`release`](Self::release). The hashes
+    /// are a sequence's in order, from any of its blocks on. `None` when sequences here would have to wait for them: fetching a prefix is worth no preemption and delays no
     /// waiting sequence.
     pub fn reserve_prefix(&mut self, id: SequenceId, hashes: &[BlockHash]) -> Option<PrefixBlocks> {
         let cached = self.pool.find_prefix(hashes);
@@ -305,9 +314,11 @@ impl Scheduler {
             .then(|| self.holds.reserve_prefix(id, cached, hashes.len(), &mut self.pool))
     }
 
-    /// Enters the blocks of a reserved prefix into the prefix cache: they now hold the KV that `hashes` name.
-    pub fn cache_prefix(&mut self, id: SequenceId, hashes: &[BlockHash]) {
-        self.holds.cache_prefix(id, hashes, &mut self.pool);
+    /// Enters the blocks of a reserved prefix into the prefix cache: they now hold the KV that `hashes` name. `after` is the hash of
+    /// the block before them.
+    pub fn cache_prefix(&mut self, id: SequenceId, after: Option<BlockHash>, hashes: &[BlockHash]) {
+        self.holds.cache_prefix(id, after, hashes, &mut self.pool);
+        self.has_new_prefix = true;
     }
 
     fn plan_decodes(&mut self, plan: &mut StepPlan, budget: &mut usize) {
@@ -347,6 +358,7 @@ impl Scheduler {
         self.pool.release(&sequence.blocks);
         sequence.blocks.clear();
         sequence.num_computed = 0;
+        sequence.has_adopted = false;
         sequence.was_preempted = true;
         plan.preempted.push(sequence.id);
         self.waiting.insert(sequence);
@@ -456,6 +468,9 @@ impl Scheduler {
             return;
         }
         sequence.num_computed = num_cached_tokens;
+        if sequence.num_head_left() == 0 {
+            adopt::adopt(&mut sequence, &mut self.holds, &mut self.pool);
+        }
         if is_recalled {
             self.holds.reserve(sequence);
         } else {
@@ -464,13 +479,14 @@ impl Scheduler {
     }
 
     /// Tokens of the next chunk: all that are left; else up to the last block boundary within the budget; else, when
-    /// the budget reaches no boundary, the budget. A head is never cut, even if it exceeds the budget, and a short rest goes with it.
+    /// the budget reaches no boundary, the budget. It ends before blocks that were adopted. A head is never cut, even if it exceeds the budget, and a short rest goes with it.
     fn chunk_len(&self, sequence: &Sequence, budget: usize) -> usize {
         if sequence.num_head_left() > 0 {
             let rest = sequence.num_left() - sequence.num_head_left();
             return sequence.num_head_left() + if rest <= MAX_REST { rest } else { 0 };
         }
         let budget = if sequence.num_scored_in(budget) > 0 { budget.min(MAX_SCORED) } else { budget };
+        let budget = budget.min(adopt::num_before_adopted(sequence, &self.pool));
         if sequence.num_left() <= budget {
             return sequence.num_left();
         }

@@ -2,6 +2,7 @@
 
 mod script;
 
+mod adopt;
 mod drafts;
 mod handoffs;
 mod preemption;

@@ -12,6 +12,7 @@
 //!                                                  chunk, `token` that one was sampled after it
 //! draft id=1 right=2 wrong=1                       for the next step, in which `1: 9..12 token draft 2
 //!                                                  accepted 1` is a chunk whose last two were drafted
+//! fetch id=9 text=a first=2 end=4                  blocks 2 and 3 of this text come from outside, held by id 9
 //! decode id=1 | end id=1 | release id=1
 //! state                                            the waiting sequences, the number of running ones, free blocks
 //! ```
@@ -147,6 +148,7 @@ impl Player {
                 self.scheduler.release(command.id());
                 Vec::new()
             }
+            "fetch" => self.fetch(command),
             "resume" => {
                 self.scheduler.resume(command.id(), command.number("blocks"));
                 Vec::new()
@@ -192,6 +194,22 @@ impl Player {
         Vec::new()
     }
 
+    fn fetch(&mut self, command: &Command<'_>) -> Vec<String> {
+        let (first, end) = (command.number("first"), command.number("end"));
+        let text = u32::from(command.arguments["text"].as_bytes()[0]) * 1000;
+        let tokens: Vec<u32> = (text..).take(end * self.block_size).collect();
+        let root = HashRoot::new("script", "", "");
+        let hashes: Vec<_> = root.block_hashes(&tokens, self.block_size).collect();
+        match self.scheduler.reserve_prefix(command.id(), &hashes[first..]) {
+            Some(found) => {
+                let after = first.checked_sub(1).map(|before| hashes[before]);
+                self.scheduler.cache_prefix(command.id(), after, &hashes[first..]);
+                vec![format!("cached before {}", found.num_cached_blocks)]
+            }
+            None => vec!["no room".into()],
+        }
+    }
+
     fn step(&mut self) -> Vec<String> {
         let mut answers = Vec::new();
         self.scheduler.step(&mut self.plan);
@@ -210,6 +228,8 @@ impl Player {
             };
             answers.push(format!("{verb} {}{cached}", admission.id.number));
         }
+        let adopted = self.plan.adopted.iter().map(|it| (it.id.number, it.first_block_idx, it.num_blocks));
+        answers.extend(adopted.map(|(id, first, num)| format!("adopt {id}: {first}..{}", first + num)));
         answers.extend(self.plan.preempted.iter().map(|id| format!("preempt {}", id.number)));
         for (id, draft) in std::mem::take(&mut self.drafts) {
             draft.into_iter().for_each(|token| self.scheduler.push_draft(id, token));

@@ -22,7 +22,9 @@ pub async fn prefill(engine: &EngineHandle, request: Request) -> Prefilled {
     let num_layers = engine.storage().layout().num_layers;
     let num_blocks = engine.storage().layout().num_blocks_for(request.num_known_tokens());
     let (mut events, held) = engine.prefill(request).expect("accepted");
-    let Some(PrefillEvent::Started { cached_tokens }) = events.next().await else { panic!("starts first") };
+    let Some(PrefillEvent::Started { mut cached_tokens }) = events.next().await else {
+        panic!("starts first")
+    };
     let mut pieces = HashSet::new();
     let mut table = vec![None; num_blocks];
     let first = loop {
@@ -35,6 +37,7 @@ pub async fn prefill(engine: &EngineHandle, request: Request) -> Prefilled {
                     }
                 }
             }
+            PrefillEvent::Adopted { cached_tokens: num } => cached_tokens += num,
             PrefillEvent::FirstToken(token) => break token,
             other => panic!("unexpected {other:?}"),
         }
@@ -68,7 +71,17 @@ pub fn copy_prefix(
     to: &EngineHandle,
     reservation: &PrefixReservation,
 ) {
-    let pairs = held.blocks().iter().zip(reservation.blocks()).skip(reservation.num_cached_blocks());
+    copy_blocks(from, held.blocks(), to, reservation);
+}
+
+/// Copies held blocks to reserved ones.
+pub fn copy_blocks(
+    from: &EngineHandle,
+    blocks: &[BlockId],
+    to: &EngineHandle,
+    reservation: &PrefixReservation,
+) {
+    let pairs = blocks.iter().zip(reservation.blocks()).skip(reservation.num_cached_blocks());
     for (&source, &destination) in pairs {
         for layer_idx in 0..from.storage().layout().num_layers {
             // SAFETY: the source is held and complete; the destination is reserved and in no batch.

@@ -60,7 +60,10 @@ pub async fn read(
     let (mut tokens, mut counts) = (Vec::new(), DraftCounts::default());
     loop {
         let end = match stream.next().await.expect("a terminal event comes first") {
-            TokenEvent::Started { .. } | TokenEvent::Blended { .. } | TokenEvent::Scored { .. } => continue,
+            TokenEvent::Started { .. }
+            | TokenEvent::Adopted { .. }
+            | TokenEvent::Blended { .. }
+            | TokenEvent::Scored { .. } => continue,
             TokenEvent::Verified(of_step) => {
                 assert!(of_step.drafted > 0 && of_step.accepted <= of_step.drafted);
                 counts.drafted += of_step.drafted;

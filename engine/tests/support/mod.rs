@@ -210,6 +210,11 @@ pub async fn collect(mut stream: TokenStream) -> Output {
                 cached_tokens = num;
                 continue;
             }
+            TokenEvent::Adopted { cached_tokens: num } => {
+                assert!(tokens.is_empty(), "said before the first token");
+                cached_tokens += num;
+                continue;
+            }
             TokenEvent::Verified(_) | TokenEvent::Blended { .. } | TokenEvent::Scored { .. } => continue,
             TokenEvent::Token(token) => {
                 tokens.push(token.id);

@@ -177,7 +177,7 @@ impl Simulation<'_> {
         let Some(Fetch { from, to, num_blocks }) = attempt.fetch.take() else { return };
         let is_decode = attempt.decode == from.worker;
         if has_come {
-            self.workers[to.worker].scheduler.cache_prefix(to.id, &live.hashes[..num_blocks]);
+            self.workers[to.worker].scheduler.cache_prefix(to.id, None, &live.hashes[..num_blocks]);
             self.outcomes[request as usize].num_fetched_tokens += (num_blocks * self.block_size) as u32;
         }
         for held in [from, to] {

@@ -1,0 +1,147 @@
+//! Blocks that come from outside while their prompt is computed.
+
+use super::script::check;
+
+#[test]
+fn a_prompt_goes_on_behind_the_blocks_that_came_meanwhile() {
+    check(
+        "
+        pool blocks=16 block_size=4 running=4 budget=8
+        add id=1 prompt=26 max=30 text=a
+        step
+            admit 1
+            1: 0..8
+        # It has a table of 7; two more are set aside.
+        fetch id=9 text=a first=4 end=6
+            cached before 0
+        state
+            waiting 0 running 1 free 7
+        # Its own blocks return at once.
+        release id=9
+        step
+            1: 8..16
+        state
+            waiting 0 running 1 free 9
+        step
+            adopt 1: 4..6
+            1: 24..26 token
+        step
+            1: 26..27 token
+        ",
+    );
+}
+
+#[test]
+fn what_came_before_the_prompt_was_admitted_is_adopted_too() {
+    check(
+        "
+        pool blocks=16 block_size=4 running=4 budget=8
+        fetch id=8 text=a first=2 end=3
+            cached before 0
+        fetch id=9 text=a first=4 end=6
+            cached before 0
+        release id=8
+        release id=9
+        add id=1 prompt=26 max=30 text=a
+        step
+            admit 1
+            1: 0..8
+        step
+            adopt 1: 2..3
+            1: 12..16
+        step
+            adopt 1: 4..6
+            1: 24..26 token
+        ",
+    );
+}
+
+#[test]
+fn a_prefill_holds_what_it_adopted() {
+    check(
+        "
+        pool blocks=16 block_size=4 running=4 budget=4
+        add id=1 prompt=13 max=30 text=a role=prefill
+        step
+            admit 1
+            1: 0..4
+        # Also what it computes next: its own block stays then. The last token is always computed.
+        fetch id=9 text=a first=1 end=3
+            cached before 0
+        release id=9
+        step
+            adopt 1: 1..3
+            1: 12..13 token
+            end 1
+        state
+            waiting 0 running 0 free 12
+        release id=1
+        state
+            waiting 0 running 0 free 16
+        ",
+    );
+}
+
+#[test]
+fn a_block_that_is_half_computed_stays() {
+    check(
+        "
+        pool blocks=16 block_size=4 running=4 budget=6
+        add id=1 prompt=14 max=30 text=a
+        step
+            admit 1
+            1: 0..4
+        add id=2 prompt=14 max=30 text=b priority=-1
+        step
+            admit 2
+            2: 0..4
+            1: 4..6
+        fetch id=9 text=a first=0 end=3
+            cached before 1
+        release id=9
+        step
+            2: 4..8
+            1: 6..8
+        step
+            adopt 1: 2..3
+            2: 8..14 token
+        ",
+    );
+}
+
+#[test]
+fn what_a_preempted_sequence_adopted_stays_cached() {
+    check(
+        "
+        pool blocks=8 block_size=4 running=4 budget=5
+        add id=1 prompt=3 max=20
+        step
+            admit 1
+            1: 0..3 token
+        add id=2 prompt=17 max=20 text=b
+        step
+            admit 2
+            1: 3..4 token
+            2: 0..4
+        fetch id=9 text=b first=3 end=4
+            cached before 0
+        release id=9
+        step
+            1: 4..5 token
+            2: 4..8
+        end id=1
+        add id=3 prompt=2 max=28 priority=-1
+        step
+            admit 3
+            3: 0..2 token
+            2: 8..11
+        step
+            3: 2..3 token
+            2: 11..12
+        step
+            adopt 2: 3..4
+            3: 3..4 token
+            2: 16..17 token
+        ",
+    );
+}
