@@ -13,12 +13,11 @@ use baton_proto::worker::GenerateEvent;
 use baton_request::{Failure, FailureKind, FinishReason};
 use baton_telemetry::trace_context;
 use baton_worker::{
-    RequestClock, Uncovered, Worker,
+    RequestClock, SaveAtEnd, Uncovered, Worker,
     convert::{
         TokenNotes, engine_failure, failed_event, finished_event, leaving_event, scored_event,
         submit_failure, token_event,
     },
-    tier_copies::SaveAtEnd,
 };
 use futures_util::future::BoxFuture;
 use tokio::sync::mpsc;

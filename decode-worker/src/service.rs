@@ -11,11 +11,10 @@ use baton_proto::{
 };
 use baton_telemetry::trace_context;
 use baton_worker::{
-    Uncovered, Worker, blending,
+    Recall, SaveAtEnd, Uncovered, Worker, blending,
     convert::{progress_event, submit_failure},
     handoff::{prefix_fetch, pulse::Pulse},
     identity_of,
-    tier_copies::{Recall, SaveAtEnd},
 };
 use tokio::sync::mpsc;
 use tokio_stream::Stream;
@@ -61,9 +60,9 @@ impl DecodeService {
         if !matches!(kv, PromptKv::Remote(_)) {
             blending::decide(&worker, &mut request);
         }
-        let save = SaveAtEnd::new(&worker, &request);
+        let save = SaveAtEnd::new(worker.tiers(), &request);
         let recall = match kv {
-            PromptKv::Local | PromptKv::Fetch { .. } => Recall::of(&worker, &request),
+            PromptKv::Local | PromptKv::Fetch { .. } => Recall::of(worker.tiers(), &request),
             PromptKv::Remote(_) => None,
         };
         let stream = match (kv, recall) {
@@ -77,7 +76,7 @@ impl DecodeService {
             }
             (PromptKv::Local, Some(recall)) => {
                 let clock = worker.metrics().request_taken("local", num_tokens, span);
-                let recall = recall.run(worker.clone());
+                let recall = recall.run();
                 let span = tracing::info_span!(parent: span, "recall");
                 GenerateStream::fetching(worker, recall.instrument(span), request, uncovered, clock)
             }
@@ -90,7 +89,7 @@ impl DecodeService {
                 // The peer is asked for what the tiers lack.
                 let fetch = async move {
                     if let Some(recall) = recall {
-                        recall.run(own.clone()).await;
+                        recall.run().await;
                     }
                     prefix_fetch::fetch(own, source, attempt, asked).await;
                 };

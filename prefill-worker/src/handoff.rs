@@ -20,7 +20,7 @@ use baton_handoff::{
 use baton_request::{Failure, FailureKind, FinishReason, Request};
 use baton_telemetry::{KeyValue, TracePoint, trace_context};
 use baton_worker::{
-    RequestClock, Uncovered, Worker, blending,
+    Recall, RequestClock, SaveAtEnd, Uncovered, Worker, blending,
     convert::{engine_failure, submit_failure},
     convert_handoff::FirstToken,
     handoff::{
@@ -30,7 +30,6 @@ use baton_worker::{
         pulse::Pulse,
         stream::sleep_until,
     },
-    tier_copies::{Recall, SaveAtEnd},
 };
 use futures_util::future::BoxFuture;
 use tracing::Span;
@@ -100,7 +99,7 @@ impl ComputedHandoffDriver {
         let OpenedHandoff { machine, mut request, deadline, started, stream, uncovered, .. } = opened;
         blending::decide(&worker, &mut request);
         let clock = worker.metrics().request_taken("handoff", request.num_known_tokens(), &Span::current());
-        let save = SaveAtEnd::new(&worker, &request);
+        let save = SaveAtEnd::new(worker.tiers(), &request);
         let fetch = fetch(worker.clone(), source, request.clone());
         let prompt = Prompt::Fetching { fetch: Box::pin(fetch), request: Box::new(request), uncovered };
         let num_layers = worker.engine().storage().layout().num_layers;
@@ -330,8 +329,8 @@ impl Prompt {
 
 /// Brings cached KV of the prompt into the pool: first from this worker's tiers, then from another worker.
 async fn fetch(worker: Arc<Worker>, source: Option<PrefixSource>, request: Request) {
-    if let Some(recall) = Recall::of(&worker, &request) {
-        recall.run(worker.clone()).await;
+    if let Some(recall) = Recall::of(worker.tiers(), &request) {
+        recall.run().await;
     }
     if let Some(PrefixSource { peer, attempt }) = source {
         prefix_fetch::fetch(worker, peer, attempt, request).await;

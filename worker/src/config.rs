@@ -11,8 +11,10 @@ use std::{
 use baton_cluster::{DiscoveryConfig, Role, WorkerId};
 use baton_handoff::TransportKind;
 use baton_kv_cache::{KvDtype, WireFormat};
+use baton_kv_store::{DiskConfig, ObjectConfig, StoreConfig};
 use baton_model::{Activations, CpuList, CpuListError, Quantisation};
 use baton_tls::Tls;
+use baton_worker_tiers::TiersConfig;
 
 use crate::device::ComputeDevice;
 
@@ -315,6 +317,16 @@ pub enum ConfigError {
 }
 
 impl WorkerConfig {
+    /// The tiers below its pool.
+    pub(crate) fn tiers(&self) -> TiersConfig {
+        let disk = self.disk_kv.clone().map(|(dir, max_bytes)| DiskConfig { dir, max_bytes });
+        let object = self.object_kv.clone();
+        let object =
+            object.map(|(url, max_bytes)| ObjectConfig { url, worker: self.id.to_string(), max_bytes });
+        let stores = StoreConfig { host_bytes: self.host_kv_bytes, disk, object, key: None };
+        TiersConfig { stores, key_file: self.kv_key_file.clone() }
+    }
+
     /// Defaults for everything that has one.
     pub fn new(role: Role, id: WorkerId, model: PathBuf, discovery: DiscoveryConfig) -> WorkerConfig {
         let any_port = SocketAddr::from(([127, 0, 0, 1], 0));

@@ -29,14 +29,13 @@ mod scratch;
 mod server;
 mod service;
 mod tickets;
-pub mod tier_copies;
-pub mod tiers;
 mod watchers;
 mod worker;
 
 pub use baton_handoff::TransportKind;
 pub use baton_transport_rdma::finds_rdma;
 pub use baton_worker_metrics::{PromptPace, RequestClock};
+pub use baton_worker_tiers::{Recall, SaveAtEnd, Tiers};
 pub use block_device::BlockDevice;
 pub use config::{
     BlendSettings, ConfigError, DrafterConfig, KvMemory, ThreadPinning, WorkerConfig, name_of,

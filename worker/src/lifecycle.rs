@@ -117,6 +117,11 @@ impl Lifecycle {
         self.inner.tasks.spawn(task);
     }
 
+    /// The tasks that the worker waits for before it ends.
+    pub(crate) fn tasks(&self) -> TaskTracker {
+        self.inner.tasks.clone()
+    }
+
     /// Stands for work without a task of its own; the worker waits until it is dropped.
     pub fn token(&self) -> TaskTrackerToken {
         self.inner.tasks.token()

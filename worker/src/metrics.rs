@@ -8,6 +8,7 @@ use baton_kv_store::TierCounts;
 use baton_telemetry::{Metrics, TracePoint};
 use baton_transfer::TransportCounts;
 use baton_worker_metrics::{RequestClock, VllmMetrics};
+use baton_worker_tiers::Tiers;
 use prometheus_client::{
     collector::Collector,
     encoding::{DescriptorEncoder, EncodeLabelSet, EncodeMetric},
@@ -20,10 +21,7 @@ use prometheus_client::{
 };
 use tracing::Span;
 
-use crate::{
-    data_plane::{DataPlane, KvDirection},
-    tiers::Tiers,
-};
+use crate::data_plane::{DataPlane, KvDirection};
 
 /// Counters and histograms that services feed.
 #[derive(Clone, Debug)]
@@ -35,7 +33,6 @@ pub struct WorkerMetrics {
     pub exposed_seconds: Histogram,
     prefix_fetches: Family<Outcome, Counter>,
     prefix_fetched_tokens: Counter,
-    preempted_recalled_tokens: Counter,
     prefixes_given: Family<Outcome, Counter>,
     blends_refused: Family<Refusal, Counter>,
     blend_audits: Histogram,
@@ -79,7 +76,6 @@ impl WorkerMetrics {
             exposed_seconds: seconds(),
             prefix_fetches: Family::default(),
             prefix_fetched_tokens: Counter::default(),
-            preempted_recalled_tokens: Counter::default(),
             prefixes_given: Family::default(),
             blends_refused: Family::default(),
             blend_audits: Histogram::new(exponential_buckets(1e-5, 4.0, 12)),
@@ -108,11 +104,6 @@ impl WorkerMetrics {
                 "baton_prefix_fetched_tokens",
                 "Tokens whose KV was fetched from the cache of another worker",
                 ours.prefix_fetched_tokens.clone(),
-            );
-            registry.register(
-                "baton_preempted_recalled_tokens",
-                "Tokens of preempted sequences whose KV came back from tiers",
-                ours.preempted_recalled_tokens.clone(),
             );
             registry.register(
                 "baton_prefixes_given",
@@ -167,11 +158,6 @@ impl WorkerMetrics {
     pub fn prefix_fetched(&self, outcome: &'static str, num_tokens: usize) {
         self.prefix_fetches.get_or_create(&Outcome { outcome }).inc();
         self.prefix_fetched_tokens.inc_by(num_tokens as u64);
-    }
-
-    /// A preempted sequence got so many tokens back from tiers.
-    pub(crate) fn preempted_recalled(&self, num_tokens: usize) {
-        self.preempted_recalled_tokens.inc_by(num_tokens as u64);
     }
 
     /// A handoff of a cached prefix ended here: "committed" or the error's label.
@@ -313,7 +299,12 @@ impl Collector for EngineCollector {
                 counter.encode(encoder.encode_descriptor(name, help, None, counter.metric_type())?)?;
             }
         }
-        let tiers: Vec<_> = self.tiers.upgrade().iter().flat_map(|tiers| tiers.store.counts()).collect();
+        let tiers = self.tiers.upgrade();
+        let resumed = ConstCounter::new(tiers.as_ref().map_or(0, |tiers| tiers.num_resumed_tokens()));
+        let help = "Tokens of preempted sequences whose KV came back from tiers";
+        let (name, metric_type) = ("baton_preempted_recalled_tokens", resumed.metric_type());
+        resumed.encode(encoder.encode_descriptor(name, help, None, metric_type)?)?;
+        let tiers: Vec<_> = tiers.iter().flat_map(|tiers| tiers.counts()).collect();
         for (name, help, read) in TIER_GAUGES {
             let metric_type = ConstGauge::new(0_i64).metric_type();
             let mut family = encoder.encode_descriptor(name, help, None, metric_type)?;

@@ -12,6 +12,7 @@ use baton_kv_cache::KvFormat;
 use baton_proto::worker::worker_server::WorkerServer;
 use baton_telemetry::{Metrics, thread_waits};
 use baton_worker_metrics::LoadGauges;
+use baton_worker_tiers::{FetchLimits, Tiers};
 use tokio::{net::TcpListener, time::timeout};
 use tokio_util::sync::CancellationToken;
 use tonic::service::Routes;
@@ -28,8 +29,6 @@ use crate::{
     server::Server,
     service::WorkerService,
     tickets::Tickets,
-    tier_copies,
-    tiers::Tiers,
     watchers::Watchers,
     worker::Worker,
 };
@@ -133,7 +132,13 @@ where
              GPU --gpu-memory-utilization, makes it larger"
         );
     }
-    let tiers = Tiers::open(&config, &record.kv_format, &engine)?.map(Arc::new);
+    let fetch_limits = FetchLimits {
+        engine: engine.clone(),
+        fetch_deadline: config.fetch_deadline,
+        handoff_deadline: config.handoff_deadline,
+    };
+    let tiers = Tiers::open(config.tiers(), &record.kv_format, fetch_limits.clone(), lifecycle.tasks())?
+        .map(Arc::new);
     let data_plane = DataPlane::start(&config, &record, &engine)?;
     let metrics = WorkerMetrics::register(
         &metrics,
@@ -150,6 +155,7 @@ where
         config,
         record,
         engine,
+        fetch_limits,
         tiers,
         lifecycle,
         metrics,
@@ -160,10 +166,7 @@ where
         links,
         watchers,
     });
-    let resuming = worker.tiers.is_some().then(|| {
-        let resumptions = worker.engine.resumptions();
-        tokio::spawn(tier_copies::resume_preempted(worker.clone(), resumptions))
-    });
+    let resuming = worker.tiers.clone().map(|tiers| tokio::spawn(tiers.resume_preempted()));
     let role = role(&worker);
     let control = WorkerServer::new(WorkerService { worker: worker.clone() });
     server.mount(role.routes.add_service(control));

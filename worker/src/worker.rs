@@ -9,6 +9,7 @@ use baton_handoff::TransportKind;
 use baton_kv_cache::KvFormat;
 use baton_kv_store::TierCounts;
 use baton_proto::v1;
+use baton_worker_tiers::{FetchLimits, Tiers};
 
 use crate::{
     blending::state::Blending,
@@ -19,7 +20,6 @@ use crate::{
     metrics::WorkerMetrics,
     peers::Peers,
     tickets::Tickets,
-    tiers::Tiers,
     watchers::Watchers,
 };
 
@@ -28,6 +28,7 @@ pub struct Worker {
     pub(crate) config: WorkerConfig,
     pub(crate) record: WorkerRecord,
     pub(crate) engine: EngineHandle,
+    pub(crate) fetch_limits: FetchLimits,
     pub(crate) tiers: Option<Arc<Tiers>>,
     pub(crate) lifecycle: Lifecycle,
     pub(crate) metrics: WorkerMetrics,
@@ -79,6 +80,11 @@ impl Worker {
     /// Its engine.
     pub fn engine(&self) -> &EngineHandle {
         &self.engine
+    }
+
+    /// How long it waits for KV that it could compute.
+    pub fn fetch_limits(&self) -> &FetchLimits {
+        &self.fetch_limits
     }
 
     /// The tiers below its pool, if it has any.
@@ -148,8 +154,8 @@ impl Worker {
             links: self.links.read().into_iter().map(link_rate).collect(),
             covered,
             blend_ratio: self.blending.ratio(),
-            tiers: self.tiers.iter().flat_map(|tiers| tiers.store.counts()).map(kv_tier).collect(),
-            recall_token_seconds: self.tiers.as_ref().map_or(0.0, |tiers| tiers.store.recall_token_seconds()),
+            tiers: self.tiers.iter().flat_map(|tiers| tiers.counts()).map(kv_tier).collect(),
+            recall_token_seconds: self.tiers.as_ref().map_or(0.0, |tiers| tiers.recall_token_seconds()),
             // Of each reader its own.
             cache: None,
         }

@@ -212,6 +212,7 @@ const ROOMS: &[Room] = &[
             "baton-proto",
             "baton-request",
             "baton-worker-metrics",
+            "baton-worker-tiers",
         ],
         tests_use: &["baton-engine-testing"],
         never: &["baton-router"],
@@ -221,6 +222,20 @@ const ROOMS: &[Room] = &[
         name: "baton-worker-metrics",
         uses: &["baton-engine", "baton-telemetry", "baton-request"],
         tests_use: &[],
+        never: &["baton-proto", "baton-handoff", "baton-transfer"],
+    },
+    // Between an engine and the stores; knows no protocol and no transport.
+    Room {
+        name: "baton-worker-tiers",
+        uses: &[
+            "baton-engine",
+            "baton-kv-store",
+            "baton-kv-cache",
+            "baton-kv-events",
+            "baton-cost",
+            "baton-request",
+        ],
+        tests_use: &["baton-engine-testing"],
         never: &["baton-proto", "baton-handoff", "baton-transfer"],
     },
     // A fake model for tests.

@@ -9,6 +9,7 @@ use baton_handoff::{
     prefill::{CachedHandoff, CachedHandoffAction, PrefillAction, PrefillInput},
 };
 use baton_request::Request;
+use baton_worker_tiers::Recall;
 use futures_util::future::BoxFuture;
 
 use super::{
@@ -16,7 +17,7 @@ use super::{
     prefill_side::{PeerFormat, PrefillSide},
     stream::sleep_until,
 };
-use crate::{convert::submit_failure, convert_handoff::FirstToken, tier_copies::Recall, worker::Worker};
+use crate::{convert::submit_failure, convert_handoff::FirstToken, worker::Worker};
 
 /// Hands over what is cached of the sequence in `opened`, or refuses with a reason.
 pub async fn hand_over(worker: Arc<Worker>, opened: OpenedHandoff<CachedHandoff>) {
@@ -157,8 +158,8 @@ impl Prefix {
 
 /// Also what the tiers have: a router takes it for cached here.
 async fn hold(worker: Arc<Worker>, request: Request) -> Result<CachedPrefix, SubmitError> {
-    if let Some(recall) = Recall::of(&worker, &request) {
-        recall.run(worker.clone()).await;
+    if let Some(recall) = Recall::of(worker.tiers(), &request) {
+        recall.run().await;
     }
     worker.engine().hold_cached(&request).await
 }

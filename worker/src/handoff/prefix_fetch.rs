@@ -8,7 +8,6 @@ use std::{
     time::{Duration, Instant},
 };
 
-use baton_cost::{PromptWork, StepWork};
 use baton_engine::PrefixReservation;
 use baton_handoff::{
     HandoffError, Side,
@@ -24,11 +23,6 @@ use super::{
     stream::sleep_until,
 };
 use crate::{convert::submit_failure, convert_handoff::FirstToken, peers::Link, worker::Worker};
-
-/// Estimated prefill time before this worker has computed anything.
-const DEFAULT_PREFILL_TIME: Duration = Duration::from_secs(1);
-/// Shortest deadline of a fetch: the first connection to the source and one step of its engine take about as long.
-const MIN_DEADLINE: Duration = Duration::from_millis(250);
 
 /// Fetches the full blocks of a request's known tokens that `source` has cached and this worker lacks. Dropping the
 /// future cancels it.
@@ -46,7 +40,7 @@ pub async fn fetch(worker: Arc<Worker>, source: PrefillPeer, attempt: u32, reque
         );
         return;
     };
-    let deadline = fetch_deadline(&worker, num_tokens);
+    let deadline = worker.fetch_limits().deadline(num_tokens);
     let (reply, outcome) = oneshot::channel();
     let driver = PrefixFetchDriver::new(worker.clone(), link, source, attempt, request, deadline, reply);
     worker.lifecycle().spawn(driver.run().in_current_span());
@@ -57,26 +51,6 @@ pub async fn fetch(worker: Arc<Worker>, source: PrefillPeer, attempt: u32, reque
         Ok(Err(error)) => metrics.prefix_fetched(error.label(), 0),
         Err(_) => metrics.prefix_fetched("broken", 0),
     }
-}
-
-/// A fetch, or a recall from a tier, may take as long as the prefill that it saves, estimated from the steps of this engine.
-/// So a slow or silent source at most doubles the TTFT.
-pub(crate) fn fetch_deadline(worker: &Worker, num_tokens: usize) -> Duration {
-    let config = worker.config();
-    let prefill_time = || worker.engine().prefill_time(num_tokens).unwrap_or(DEFAULT_PREFILL_TIME);
-    config.fetch_deadline.unwrap_or_else(|| prefill_time().max(MIN_DEADLINE)).min(config.handoff_deadline)
-}
-
-/// How long this engine takes to compute a prompt of `num_tokens` tokens of which it has `num_cached`: by its steps, and before
-/// the first one by what its device should take.
-pub(crate) fn compute_time(worker: &Worker, num_tokens: usize, num_cached: usize) -> Duration {
-    let engine = worker.engine();
-    let seconds = engine.pace().step.map(|step| {
-        let prompt = PromptWork::new(num_tokens, num_cached);
-        step.prompt_seconds(&prompt, &StepWork::default(), engine.token_budget() as f64)
-    });
-    let seconds = seconds.and_then(|seconds| Duration::try_from_secs_f64(seconds).ok());
-    worker.config().fetch_deadline.or(seconds).unwrap_or(DEFAULT_PREFILL_TIME)
 }
 
 /// The driver of a [`PrefixFetch`].

@@ -1,0 +1,43 @@
+//! How long a worker waits for KV that it could compute.
+
+use std::time::Duration;
+
+use baton_cost::{PromptWork, StepWork};
+use baton_engine::EngineHandle;
+
+/// Estimated prefill time before this worker has computed anything.
+const DEFAULT_PREFILL_TIME: Duration = Duration::from_secs(1);
+/// Shortest deadline of a fetch: the first connection to the source and one step of its engine take about as long.
+const MIN_DEADLINE: Duration = Duration::from_millis(250);
+
+/// How long KV from other places is waited for, by what computing it takes.
+#[derive(Clone, Debug)]
+pub struct FetchLimits {
+    /// The engine that would compute it.
+    pub engine: EngineHandle,
+    /// In place of what its steps take.
+    pub fetch_deadline: Option<Duration>,
+    /// No longer than this in any case.
+    pub handoff_deadline: Duration,
+}
+
+impl FetchLimits {
+    /// A fetch, or a recall from a tier, may take as long as the prefill that it saves, estimated from the steps of this engine.
+    /// So a slow or silent source at most doubles the TTFT.
+    pub fn deadline(&self, num_tokens: usize) -> Duration {
+        let prefill_time = || self.engine.prefill_time(num_tokens).unwrap_or(DEFAULT_PREFILL_TIME);
+        let deadline = self.fetch_deadline.unwrap_or_else(|| prefill_time().max(MIN_DEADLINE));
+        deadline.min(self.handoff_deadline)
+    }
+
+    /// How long this engine takes to compute a prompt of `num_tokens` tokens of which it has `num_cached`: by its steps, and before
+    /// the first one by what its device should take.
+    pub fn compute_time(&self, num_tokens: usize, num_cached: usize) -> Duration {
+        let seconds = self.engine.pace().step.map(|step| {
+            let prompt = PromptWork::new(num_tokens, num_cached);
+            step.prompt_seconds(&prompt, &StepWork::default(), self.engine.token_budget() as f64)
+        });
+        let seconds = seconds.and_then(|seconds| Duration::try_from_secs_f64(seconds).ok());
+        self.fetch_deadline.or(seconds).unwrap_or(DEFAULT_PREFILL_TIME)
+    }
+}

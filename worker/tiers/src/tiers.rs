@@ -1,0 +1,112 @@
+//! The tiers below a worker's pool.
+
+use std::{
+    path::PathBuf,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::Instant,
+};
+
+use anyhow::Context;
+use baton_kv_cache::{BlockHash, KvFormat};
+use baton_kv_events::BlockHolder;
+use baton_kv_store::{KvKey, KvStore, Record, StoreConfig, TierCounts};
+use tokio::{
+    sync::{OwnedSemaphorePermit, Semaphore},
+    task::spawn_blocking,
+};
+use tokio_util::task::TaskTracker;
+
+use crate::limits::FetchLimits;
+
+/// Recalls that read at once. Each has at most a batch of KV between a tier and the pool, so this bounds memory, and
+/// the threads that a disk that hangs can keep.
+const MAX_RECALLS: usize = 4;
+
+/// What the tiers of a worker are.
+#[derive(Clone, Debug, Default)]
+pub struct TiersConfig {
+    /// The stores, without the key.
+    pub stores: StoreConfig,
+    /// The file with the key that seals what leaves this process.
+    pub key_file: Option<PathBuf>,
+}
+
+/// The tiers of a worker.
+#[derive(Debug)]
+pub struct Tiers {
+    pub(crate) store: KvStore,
+    pub(crate) limits: FetchLimits,
+    /// The worker waits for them before it ends.
+    pub(crate) tasks: TaskTracker,
+    /// Permits of recalls that read.
+    reading: Arc<Semaphore>,
+    /// Tokens of preempted sequences that came back.
+    pub(crate) num_resumed_tokens: AtomicU64,
+}
+
+impl Tiers {
+    /// Opens the tiers of a configuration; `None` if it names none.
+    ///
+    /// # Errors
+    /// When one of them cannot be used, or the key.
+    pub fn open(
+        config: TiersConfig,
+        format: &KvFormat,
+        limits: FetchLimits,
+        tasks: TaskTracker,
+    ) -> anyhow::Result<Option<Tiers>> {
+        let TiersConfig { mut stores, key_file } = config;
+        if stores.host_bytes.is_none() && stores.disk.is_none() && stores.object.is_none() {
+            return Ok(None);
+        }
+        let key = key_file.as_deref().map(|path| {
+            KvKey::read(path).with_context(|| format!("cannot use --kv-key-file {}", path.display()))
+        });
+        stores.key = key.transpose()?;
+        let started = Instant::now();
+        let log = limits.engine.cache_log().clone();
+        let tell = move |events| log.append(BlockHolder::Store, events);
+        let store = KvStore::open(&stores, format, limits.engine.storage().clone(), tell);
+        let store = store.context("cannot open the tiers of KV below the pool")?;
+        for TierCounts { name, num_slots, num_held, record_bytes, .. } in store.counts() {
+            let elapsed = started.elapsed();
+            tracing::info!(tier = name, num_slots, num_held, record_bytes, ?elapsed, "tier of KV opened");
+        }
+        let reading = Arc::new(Semaphore::new(MAX_RECALLS));
+        Ok(Some(Tiers { store, limits, tasks, reading, num_resumed_tokens: AtomicU64::new(0) }))
+    }
+
+    /// What each tier holds and has done.
+    pub fn counts(&self) -> Vec<TierCounts> {
+        self.store.counts()
+    }
+
+    /// Tokens of preempted sequences whose KV came back.
+    pub fn num_resumed_tokens(&self) -> u64 {
+        self.num_resumed_tokens.load(Ordering::Relaxed)
+    }
+
+    /// Seconds for the KV of a token, by the newest recalls; 0 before the first.
+    pub fn recall_token_seconds(&self) -> f64 {
+        self.store.recall_token_seconds()
+    }
+
+    pub(crate) fn block_size(&self) -> usize {
+        self.limits.engine.storage().layout().block_size
+    }
+
+    /// Reads [a batch](KvStore::batch) of records as [`KvStore::read`]. The permit is kept until they are in the pool.
+    pub(crate) async fn read(
+        self: &Arc<Self>,
+        hashes: &[BlockHash],
+        until: Instant,
+    ) -> anyhow::Result<(Vec<Arc<Record>>, OwnedSemaphorePermit)> {
+        let wanted = self.store.batch(hashes).to_vec();
+        let permit = self.reading.clone().acquire_owned().await?;
+        let tiers = self.clone();
+        Ok(spawn_blocking(move || (tiers.store.read(&wanted, until), permit)).await?)
+    }
+}
