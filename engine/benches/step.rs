@@ -7,12 +7,10 @@ use std::hint::black_box;
 
 use baton_engine::{
     Request, SamplingParams,
-    plan::StepPlan,
     sampler::{Sampler, TokenHistory, random_unit},
-    scheduler::{Scheduler, SchedulerConfig},
-    sequence::{Sequence, SequenceId, SequenceRole},
 };
 use baton_kv_cache::HashRoot;
+use baton_scheduler::{Scheduler, SchedulerConfig, Sequence, SequenceId, SequenceRole, StepPlan};
 use criterion::{Criterion, criterion_group, criterion_main};
 
 /// A step in which every sequence decodes: plan, count, one token each.

@@ -3,15 +3,10 @@
 
 use baton_kv_cache::BlockId;
 use baton_model_spec::{Batch, BatchSequence};
+use baton_scheduler::{Chunk, SequenceId, StepPlan};
 
 use crate::{
-    blending::Head,
-    events::PrefillEvent,
-    execution::UNKNOWN,
-    live::LiveRequests,
-    live_request::ReplyChannel,
-    plan::{Chunk, StepPlan},
-    sequence::SequenceId,
+    blending::Head, events::PrefillEvent, execution::UNKNOWN, live::LiveRequests, live_request::ReplyChannel,
 };
 
 /// Blocks that a chunk of a prefill completes. They are announced layer by layer.

@@ -3,16 +3,14 @@
 use std::sync::mpsc;
 
 use baton_kv_cache::{BlockHash, BlockId};
+use baton_scheduler::{PoolReport, PrefixBlocks, Sequence, SequenceId};
 use tokio::sync::{mpsc as async_mpsc, oneshot};
 
 use baton_model_spec::SampledToken;
 
 use crate::{
-    block_pool::PoolReport,
     events::{Sink, TokenEvent},
     live_request::LiveRequest,
-    scheduler::PrefixBlocks,
-    sequence::{Sequence, SequenceId},
     status::IdleError,
 };
 

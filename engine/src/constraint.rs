@@ -15,8 +15,9 @@
 use std::borrow::Cow;
 
 use baton_grammar::{GrammarError, MaskThread, Masked, NoMasks, TokenMask, TokenMatcher};
+use baton_scheduler::SequenceId;
 
-use crate::{events::EngineError, sequence::SequenceId};
+use crate::events::EngineError;
 
 /// The grammar of one live request.
 #[derive(Debug)]

@@ -13,18 +13,16 @@ use baton_grammar::{GrammarError, TokenMatcher};
 use baton_kv_cache::{BlockId, BlockStorage};
 use baton_model_spec::SampledToken;
 use baton_request::{BlendMarks, InvalidRequest, Problem, Request};
+use baton_scheduler::{MAX_REST, PoolReport, Sequence, SequenceId, SequenceRole};
 use tokio::sync::{oneshot, watch};
 
 use crate::{
     blending::{BlendCounters, BlendCounts, hash_root},
-    block_pool::PoolReport,
     cache_log::CacheLog,
     command::{Command, Commands, DropCommand},
     config::EngineConfig,
     events::{DraftCounts, Sink},
     live_request::{Grant, LiveRequest, QueueSlot, ReplyChannel},
-    scheduler::MAX_REST,
-    sequence::{Sequence, SequenceId, SequenceRole},
     status::{DraftCounters, EngineLoad, EnginePace, EngineTotals, IdleError, Progress},
     streams::{PrefillEvents, TokenStream},
 };

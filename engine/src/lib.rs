@@ -1,9 +1,7 @@
 //! The engine: one thread that advances many sequences, one step at a time.
 //!
 //! In reading order:
-//! - [`block_pool`]: the owners of KV blocks, and the prefix cache;
-//! - [`sequence`], [`plan`] and [`scheduler`]: which tokens the next step computes, decided purely;
-//! - `step_time`: how long steps take, and how many prompt tokens fit beside decodes;
+//! - [`baton_scheduler`], a crate: which tokens the next step computes, and the owners of KV blocks;
 //! - [`events`] and `streams`: what the engine says about a request;
 //! - `cache_log`: what its prefix cache stores and evicts;
 //! - `status`: what the engine publishes about itself;
@@ -32,7 +30,6 @@
 
 mod batch;
 mod blending;
-pub mod block_pool;
 mod cache_log;
 mod command;
 mod config;
@@ -43,15 +40,11 @@ pub mod handle;
 mod live;
 mod live_request;
 mod passage_store;
-pub mod plan;
 mod prefix;
-pub mod scheduler;
-pub mod sequence;
 pub mod speculation;
 mod start;
 mod status;
 mod step_loop;
-mod step_time;
 mod streams;
 
 pub use baton_model_spec::{SampledToken, TokenLogprobs};
@@ -60,8 +53,8 @@ pub use baton_request::{
     SpeculationMode,
 };
 pub use baton_sampler::{self as sampler, ScoredToken};
+pub use baton_scheduler::{IntegrityError, PoolReport};
 pub use blending::BlendCounts;
-pub use block_pool::{BlockPool, IntegrityError, PoolReport};
 pub use cache_log::CacheLog;
 pub use command::Resumption;
 pub use config::{BlendConfig, EngineConfig, EngineStartError};

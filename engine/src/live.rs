@@ -12,17 +12,16 @@ use baton_kv_cache::KvLayout;
 use baton_model_spec::{SampledRow, SampledToken, TokenSampling};
 use baton_request::{FinishReason, SpeculationMode};
 use baton_sampler::{Sampler, ScoredToken};
+use baton_scheduler::{
+    Admission, Adoption, Chunk, PoolReport, Scheduler, SchedulerConfig, Sequence, SequenceId, StepPlan,
+};
 
 use crate::{
     blending::Head,
-    block_pool::PoolReport,
     command::Resumptions,
     config::EngineConfig,
     events::{DraftCounts, EngineError, PrefillEvent, Sink, TokenEvent},
     live_request::{Grant, LiveRequest, ReplyChannel},
-    plan::{Admission, Adoption, Chunk, StepPlan},
-    scheduler::{Scheduler, SchedulerConfig},
-    sequence::{Sequence, SequenceId},
     status::{DraftCounters, EngineLoad, EnginePace, IdleError, Submitted},
 };
 

@@ -1,8 +1,5 @@
 //! One request of an engine: what its reader asked for and where its events go. Its tokens are a [`Sequence`]'s.
 
-#[cfg(doc)]
-use crate::sequence::Sequence;
-
 use std::sync::{
     Arc,
     atomic::{AtomicUsize, Ordering},
@@ -13,6 +10,8 @@ use baton_grammar::TokenMatcher;
 use baton_kv_cache::BlockId;
 use baton_request::{FinishReason, Request};
 use baton_sampler::TokenHistory;
+#[cfg(doc)]
+use baton_scheduler::Sequence;
 use tokio::sync::oneshot;
 
 use crate::{

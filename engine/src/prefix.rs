@@ -3,6 +3,7 @@
 
 use baton_kv_cache::{BlockHash, BlockId};
 use baton_kv_events::Keep;
+use baton_scheduler::{SequenceId, keeps};
 use tokio::sync::{mpsc, oneshot};
 
 use baton_request::Request;
@@ -11,7 +12,6 @@ use crate::{
     blending::hash_root,
     command::{Command, DropCommand, Resumption, Resumptions},
     handle::{EngineHandle, SubmitError},
-    sequence::{SequenceId, keeps},
 };
 
 /// Held blocks of a cached prefix. They stay as they are until this is dropped.

@@ -6,8 +6,9 @@ use std::sync::{
 };
 
 use baton_cost::StepLine;
+use baton_scheduler::IntegrityError;
 
-use crate::{block_pool::IntegrityError, events::DraftCounts};
+use crate::events::DraftCounts;
 
 /// How busy an engine is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -32,10 +32,11 @@ use std::{
 use baton_kv_cache::{BlockStorage, PagesAhead};
 use baton_kv_events::BlockHolder;
 use baton_model_spec::{Executor, SampledRow};
+#[cfg(doc)]
+use baton_scheduler::Scheduler;
+use baton_scheduler::{SequenceId, StepPlan};
 use tokio::sync::watch;
 
-#[cfg(doc)]
-use crate::scheduler::Scheduler;
 use crate::{
     batch::{Completion, announcing, batch, batch_ahead, heads},
     blending::Blender,
@@ -44,8 +45,6 @@ use crate::{
     events::EngineError,
     execution::{collect, execute, launch, least_left, mask},
     live::LiveRequests,
-    plan::StepPlan,
-    sequence::SequenceId,
     speculation::Speculator,
     status::{EngineLoad, Progress},
 };

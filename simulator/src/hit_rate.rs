@@ -3,9 +3,9 @@
 
 use std::{collections::HashMap, sync::Arc};
 
-use baton_engine::BlockPool;
 use baton_kv_cache::{BlockHash, HashRoot};
 use baton_kv_index::{BatchKind, BlockKey, CacheFeed, EventBatch, KvIndex};
+use baton_scheduler::BlockPool;
 
 use crate::trace::Trace;
 

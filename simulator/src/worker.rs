@@ -5,15 +5,11 @@ use std::{collections::BTreeSet, mem, sync::Arc, time::Duration};
 
 use baton_cluster_record::{BalanceGrants, Capacity, Role, WorkerRecord};
 use baton_cost::{LinkCalibration, StepLine};
-use baton_engine::{
-    plan::StepPlan,
-    scheduler::{Scheduler, SchedulerConfig},
-    sequence::{Sequence, SequenceId, SequenceRole},
-};
 use baton_kv_cache::{BlockHash, HashRoot};
 use baton_kv_index::{BatchKind, EventBatch};
 use baton_planner::{Load, WorkerPace};
 use baton_random::Random;
+use baton_scheduler::{Scheduler, SchedulerConfig, Sequence, SequenceId, SequenceRole, StepPlan};
 
 use crate::{cluster::WorkerSpec, time::SimTime};
 

@@ -70,7 +70,7 @@ const ROOMS: &[Room] = &[
     Room {
         name: "baton-simulator",
         uses: &[
-            "baton-engine",
+            "baton-scheduler",
             "baton-planner",
             "baton-cost",
             "baton-cluster-record",
@@ -82,7 +82,16 @@ const ROOMS: &[Room] = &[
             "baton-request",
         ],
         tests_use: &[],
-        never: &["baton-router", "baton-worker", "baton-proto", "tonic", "hyper", "axum", "cudarc"],
+        never: &[
+            "baton-router",
+            "baton-worker",
+            "baton-engine",
+            "baton-proto",
+            "tonic",
+            "hyper",
+            "axum",
+            "cudarc",
+        ],
     },
     // Also measures a worker without a router, and transfers alone.
     Room {
@@ -257,6 +266,7 @@ const ROOMS: &[Room] = &[
             "baton-grammar",
             "baton-request",
             "baton-sampler",
+            "baton-scheduler",
         ],
         tests_use: &["baton-engine-testing", "baton-model", "baton-cuda-emulator"],
         never: &[
@@ -272,6 +282,13 @@ const ROOMS: &[Room] = &[
             "axum",
             "h2",
         ],
+    },
+    // Decisions over sequences and blocks. It hashes blocks and nothing else of `kv-cache`.
+    Room {
+        name: "baton-scheduler",
+        uses: &["baton-kv-cache", "baton-kv-events", "baton-cost", "baton-request"],
+        tests_use: &[],
+        never: &["baton-model-spec", "baton-sampler", "tokio", "tonic", "prost", "hyper", "axum", "h2"],
     },
     // Arithmetic over one sequence: it knows no batch.
     Room { name: "baton-drafting", uses: &[], tests_use: &[], never: &["baton-model-spec", "tokio"] },

@@ -3,14 +3,10 @@
 use std::iter;
 
 use baton_request::SpeculationMode;
+use baton_scheduler::{Chunk, SequenceId, StepPlan, StepTime, TOKEN_GUESS};
 
 use super::LiveRequests;
-use crate::{
-    events::EngineError,
-    plan::{Chunk, StepPlan},
-    sequence::SequenceId,
-    step_time::{StepTime, TOKEN_GUESS},
-};
+use crate::events::EngineError;
 
 /// Most tokens of forced text in a step.
 const MAX_FORCED: usize = 16;

@@ -14,7 +14,7 @@
 
 use std::time::Duration;
 
-use crate::step_time::{NEWEST, StepTime, TOKEN_GUESS};
+use baton_scheduler::{NEWEST, StepTime, TOKEN_GUESS};
 
 /// The part of a step's time that drafting is assumed to save where it pays.
 const SAVING: f64 = 0.25;
@@ -124,7 +124,7 @@ impl DraftCosts {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::step_time::PrefillBudget;
+    use baton_scheduler::PrefillBudget;
 
     /// The costs and the plain step time after many steps of `fixed + num_tokens * per_token` milliseconds.
     fn learned(

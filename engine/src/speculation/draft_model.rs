@@ -17,14 +17,13 @@ use std::{collections::HashMap, time::Instant};
 
 use baton_kv_cache::{BlockId, BlockStorage};
 use baton_model_spec::{Batch, BatchSequence, Executor, SampledRow};
+use baton_scheduler::{BlockPool, Sequence, SequenceId};
 
 use crate::{
-    block_pool::BlockPool,
     config::{EngineConfig, EngineStartError},
     events::EngineError,
     execution::{UNKNOWN, collect, execute, launch},
     live::LiveRequests,
-    sequence::{Sequence, SequenceId},
     speculation::cost::DraftCosts,
 };
 

@@ -27,14 +27,12 @@ use std::{
 use baton_drafting::{length, ngram};
 use baton_kv_cache::BlockStorage;
 use baton_model_spec::Executor;
+use baton_scheduler::{SequenceId, StepPlan, StepTime};
 
 use crate::{
     config::{EngineConfig, EngineStartError},
     events::EngineError,
     live::LiveRequests,
-    plan::StepPlan,
-    sequence::SequenceId,
-    step_time::StepTime,
 };
 use cost::DraftCosts;
 use draft_model::DraftModel;

@@ -2,9 +2,9 @@
 
 use std::time::Instant;
 
-use baton_engine::sequence::SequenceRole;
 use baton_planner::{AttemptStage, GiveUp, NoPlan, Plan, PlanRequest, Prefill, PrefillMode, Slo, WorkerKey};
 use baton_request::{Failure, FailureKind};
+use baton_scheduler::SequenceRole;
 
 use super::{
     Event, Simulation,

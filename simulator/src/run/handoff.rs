@@ -8,8 +8,8 @@
 //! ends   = later of: begins + bytes / rate, computed + last layer / rate; and the latency
 //! ```
 
-use baton_engine::sequence::{SequenceId, SequenceRole};
 use baton_planner::WorkerKey;
+use baton_scheduler::{SequenceId, SequenceRole};
 
 use super::{
     Event, Simulation,

@@ -1,8 +1,8 @@
 //! One request under way.
 
-use baton_engine::sequence::SequenceId;
 use baton_kv_cache::{BlockHash, HashRoot};
 use baton_planner::{Plan, Retry};
+use baton_scheduler::SequenceId;
 
 use crate::{
     time::SimTime,

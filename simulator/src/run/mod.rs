@@ -19,11 +19,11 @@ use std::{
 
 use baton_cluster_record::{Role, WorkerRecord};
 use baton_cost::{PromptWork, StepWork};
-use baton_engine::sequence::SequenceId;
 use baton_kv_cache::HashRoot;
 use baton_kv_index::EventBatch;
 use baton_planner::{Load, Retry};
 use baton_request::FailureKind;
+use baton_scheduler::SequenceId;
 
 use crate::{
     cluster::{ChangeKind, ClusterSpec},

@@ -79,7 +79,7 @@ const WINDOW: usize = 16;
 const MAX_SCORED: usize = 64;
 
 /// Tokens after a head that are computed with it at most. A step of their own would read all weights once more.
-pub(crate) const MAX_REST: usize = 256;
+pub const MAX_REST: usize = 256;
 
 /// Limits of one scheduler.
 #[derive(Clone, Copy, Debug)]
@@ -216,7 +216,7 @@ impl Scheduler {
     }
 
     /// What a step without drafts takes; `None` before the first measured step.
-    pub(crate) fn step_time(&self) -> Option<StepTime> {
+    pub fn step_time(&self) -> Option<StepTime> {
         self.prefill_budget.step()
     }
 
@@ -226,7 +226,7 @@ impl Scheduler {
     }
 
     /// Cuts the draft of a running sequence to its first `num_drafts` tokens.
-    pub(crate) fn truncate_draft(&mut self, id: SequenceId, num_drafts: usize) {
+    pub fn truncate_draft(&mut self, id: SequenceId, num_drafts: usize) {
         self.running.get_mut(id).expect("a sequence with a draft runs").truncate_draft(num_drafts);
     }
 

@@ -3,9 +3,9 @@
 use std::time::Duration;
 
 /// Cost of one more token until it is measured, in steps: one more row while the weights are read anyway.
-pub(crate) const TOKEN_GUESS: f64 = 0.05;
+pub const TOKEN_GUESS: f64 = 0.05;
 /// Weight of the newest measurement.
-pub(crate) const NEWEST: f64 = 0.125;
+pub const NEWEST: f64 = 0.125;
 /// Number of tokens at which the fixed and the proportional part share a measurement equally.
 const BALANCE: f64 = 8.0;
 /// A measurement counts as at most this many times the expected time, and at least this part of it: an interrupted
@@ -17,30 +17,33 @@ const FORGET: f64 = 1.0 / 8192.0;
 
 /// Seconds of a step, as a line over its number of tokens.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) struct StepTime {
-    pub(crate) fixed: f64,
-    pub(crate) per_token: f64,
+pub struct StepTime {
+    /// Of a step without tokens.
+    pub fixed: f64,
+    /// More for each token.
+    pub per_token: f64,
 }
 
 impl StepTime {
     /// The line through one measured step.
-    pub(crate) fn guess(seconds: f64, num_tokens: usize) -> StepTime {
+    pub fn guess(seconds: f64, num_tokens: usize) -> StepTime {
         let fixed = seconds / (1.0 + TOKEN_GUESS * num_tokens as f64);
         StepTime { fixed, per_token: TOKEN_GUESS * fixed }
     }
 
     /// Moves a little towards `share` of `other`.
-    pub(crate) fn approach(&mut self, other: &StepTime, share: f64) {
+    pub fn approach(&mut self, other: &StepTime, share: f64) {
         self.fixed += FORGET * (share * other.fixed - self.fixed);
         self.per_token += FORGET * (share * TOKEN_GUESS * other.fixed - self.per_token);
     }
 
-    pub(crate) fn of(&self, num_tokens: usize) -> f64 {
+    /// Of a step of so many tokens.
+    pub fn of(&self, num_tokens: usize) -> f64 {
         self.fixed + num_tokens as f64 * self.per_token
     }
 
     /// Normalised least mean squares (Widrow, Hoff 1960) in `1` and `num_tokens / BALANCE`.
-    pub(crate) fn observe(&mut self, num_tokens: usize, seconds: f64) {
+    pub fn observe(&mut self, num_tokens: usize, seconds: f64) {
         let expected = self.of(num_tokens);
         let x = num_tokens as f64 / BALANCE;
         let error = seconds.clamp(expected / OUTLIER, expected * OUTLIER) - expected;
@@ -57,7 +60,7 @@ impl StepTime {
 /// Prompts and decodes share a step, which reads the weights once for both. A longer chunk of a prompt uses the
 /// arithmetic units better, but every decoding sequence waits longer for its next token.
 #[derive(Clone, Debug)]
-pub(crate) struct PrefillBudget {
+pub struct PrefillBudget {
     target: Option<Duration>,
     step: Option<StepTime>,
     /// Tokens of the largest step so far. The line is trusted up to twice that size.
@@ -66,17 +69,17 @@ pub(crate) struct PrefillBudget {
 
 impl PrefillBudget {
     /// Without a target, prompts are not limited.
-    pub(crate) fn new(target: Option<Duration>) -> PrefillBudget {
+    pub fn new(target: Option<Duration>) -> PrefillBudget {
         PrefillBudget { target, step: None, largest: 0 }
     }
 
     /// The time of a step; `None` before the first measurement.
-    pub(crate) fn step(&self) -> Option<StepTime> {
+    pub fn step(&self) -> Option<StepTime> {
         self.step
     }
 
     /// Prompt tokens that fit into a step with `num_decodes` decodes within the target. May be 0.
-    pub(crate) fn num_tokens_beside(&self, num_decodes: usize) -> usize {
+    pub fn num_tokens_beside(&self, num_decodes: usize) -> usize {
         match (self.target, self.step) {
             (None, _) => usize::MAX,
             // Nothing is measured yet: the first step will tell.
@@ -90,7 +93,7 @@ impl PrefillBudget {
     }
 
     /// Records the duration of a step without drafts.
-    pub(crate) fn observe(&mut self, num_tokens: usize, elapsed: Duration) {
+    pub fn observe(&mut self, num_tokens: usize, elapsed: Duration) {
         let seconds = elapsed.as_secs_f64();
         // A clock that stands still teaches nothing.
         if seconds > 0.0 {

@@ -2,9 +2,9 @@
 
 use std::collections::HashSet;
 
-use baton_engine::BlockPool;
 use baton_kv_cache::{BlockHash, BlockId, HashRoot};
 use baton_kv_events::{BlockKey, CacheEvent};
+use baton_scheduler::BlockPool;
 
 #[test]
 fn events_tell_what_the_prefix_cache_holds() {

@@ -193,7 +193,7 @@ impl Sequence {
     }
 
     /// Tokens of its head that a step computes now: all of them, or none.
-    pub(crate) fn num_head_left(&self) -> usize {
+    pub fn num_head_left(&self) -> usize {
         debug_assert!(self.num_computed == 0 || self.num_computed >= self.num_head_tokens);
         if self.num_computed == 0 { self.num_head_tokens } else { 0 }
     }
@@ -240,7 +240,7 @@ impl Sequence {
     }
 
     /// Of those, the tokens that this engine computes before the sequence decodes.
-    pub(crate) fn num_prompt_tokens_left(&self) -> usize {
+    pub fn num_prompt_tokens_left(&self) -> usize {
         if self.role == SequenceRole::Decode { 0 } else { self.num_left() }
     }
 
@@ -254,18 +254,18 @@ impl Sequence {
     }
 
     /// Tokens in a block.
-    pub(crate) fn block_size(&self) -> usize {
+    pub fn block_size(&self) -> usize {
         self.block_size
     }
 
     /// Hashes of the full blocks of its tokens; empty when it shares no blocks.
-    pub(crate) fn hashes(&self) -> &[BlockHash] {
+    pub fn hashes(&self) -> &[BlockHash] {
         &self.hashes
     }
 
     /// Hashes of the full blocks that the cache may supply. Where this engine computes the prompt, the last token is
     /// left out: its logits are needed.
-    pub(crate) fn sharable_hashes(&self) -> &[BlockHash] {
+    pub fn sharable_hashes(&self) -> &[BlockHash] {
         let num_sharable = match self.role {
             SequenceRole::Decode => self.num_tokens(),
             SequenceRole::Generate | SequenceRole::Prefill => self.num_tokens() - 1,
@@ -343,7 +343,7 @@ impl Sequence {
 }
 
 /// How the blocks of a request are to be kept.
-pub(crate) fn keeps(retention: &Retention, block_size: usize) -> impl Iterator<Item = Keep> {
+pub fn keeps(retention: &Retention, block_size: usize) -> impl Iterator<Item = Keep> {
     let rest = if retention.rest_is_low { Keep::Low } else { Keep::Normal };
     (1..).map(move |num_blocks| retention.ttl(num_blocks * block_size).map_or(rest, Keep::High))
 }

@@ -6,13 +6,8 @@ use std::{
     time::Duration,
 };
 
-use baton_engine::{
-    BlockPool,
-    plan::StepPlan,
-    scheduler::{Scheduler, SchedulerConfig},
-    sequence::{Sequence, SequenceId, SequenceRole},
-};
 use baton_kv_cache::{BlockHash, BlockId, HashRoot};
+use baton_scheduler::{BlockPool, Scheduler, SchedulerConfig, Sequence, SequenceId, SequenceRole, StepPlan};
 use proptest::prelude::*;
 
 #[derive(Clone, Debug)]

@@ -1,11 +1,7 @@
 //! A step that is decided before the tokens of the step before it are known.
 
-use baton_engine::{
-    plan::StepPlan,
-    scheduler::{Scheduler, SchedulerConfig},
-    sequence::{Sequence, SequenceId, SequenceRole},
-};
 use baton_kv_cache::{BlockHash, BlockId, HashRoot};
+use baton_scheduler::{Scheduler, SchedulerConfig, Sequence, SequenceId, SequenceRole, StepPlan};
 
 const BLOCK_SIZE: usize = 4;
 const TOKEN: u32 = 77;

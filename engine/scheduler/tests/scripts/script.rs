@@ -19,13 +19,9 @@
 
 use std::{collections::BTreeMap, fmt::Write, time::Duration};
 
-use baton_engine::{
-    plan::StepPlan,
-    scheduler::{Scheduler, SchedulerConfig},
-    sequence::{Sequence, SequenceId, SequenceRole},
-};
 use baton_kv_cache::HashRoot;
 use baton_request::{KeptPrefix, Retention};
+use baton_scheduler::{Scheduler, SchedulerConfig, Sequence, SequenceId, SequenceRole, StepPlan};
 
 /// Runs a script and compares its output with the expected one.
 #[track_caller]

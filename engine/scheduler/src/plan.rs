@@ -84,12 +84,12 @@ impl StepPlan {
     }
 
     /// Whether a sequence in it decodes, or ends its prompt.
-    pub(crate) fn has_decodes(&self) -> bool {
+    pub fn has_decodes(&self) -> bool {
         self.num_decodes() > 0
     }
 
     /// How many do.
-    pub(crate) fn num_decodes(&self) -> usize {
+    pub fn num_decodes(&self) -> usize {
         let decodes = |chunk: &&Chunk| chunk.num_tokens == 1 + chunk.num_drafts && chunk.wants_token;
         self.chunks.iter().filter(decodes).count()
     }
@@ -104,7 +104,7 @@ impl StepPlan {
 
 impl Chunk {
     /// The number of its last tokens whose logits are needed: those that are scored, then those that a token is sampled after.
-    pub(crate) fn num_rows(&self) -> usize {
+    pub fn num_rows(&self) -> usize {
         self.num_scored + if self.wants_token { self.num_drafts + 1 } else { 0 }
     }
 
