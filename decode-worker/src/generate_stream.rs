@@ -13,7 +13,7 @@ use baton_proto::worker::GenerateEvent;
 use baton_request::{Failure, FailureKind, FinishReason};
 use baton_telemetry::trace_context;
 use baton_worker::{
-    RequestClock, SaveAtEnd, Uncovered, Worker,
+    Beside, RequestClock, SaveAtEnd, Uncovered, Worker,
     convert::{
         TokenNotes, engine_failure, failed_event, finished_event, leaving_event, scored_event,
         submit_failure, token_event,
@@ -29,7 +29,7 @@ use crate::remote_prefill::RemotePrefillEvent;
 /// The source of the next event.
 enum TokenSource {
     /// A cached prefix is fetched from another worker, or recalled from a tier. Then this worker's engine computes the rest.
-    Fetch(BoxFuture<'static, ()>, Box<Request>, Option<Uncovered>),
+    Fetch(BoxFuture<'static, Option<Beside>>, Box<Request>, Option<Uncovered>),
     RemotePrefill(mpsc::Receiver<RemotePrefillEvent>),
     Engine(TokenStream),
     /// The first token was the last.
@@ -50,6 +50,8 @@ pub struct GenerateStream {
     draining: Option<CancellationToken>,
     halted: CancellationToken,
     /// Saves the blocks when the stream ends or is dropped.
+    /// Brings more of the prompt into the pool until its first token.
+    beside: Option<Beside>,
     save: Option<SaveAtEnd>,
     /// Ends with the stream.
     span: Span,
@@ -63,10 +65,10 @@ impl GenerateStream {
         GenerateStream::new(worker, TokenSource::Engine(tokens), Arc::default(), clock)
     }
 
-    /// The same, after `fetch` has ended.
+    /// The same, after `fetch` has ended. More may come while it is computed.
     pub fn fetching(
         worker: Arc<Worker>,
-        fetch: impl Future<Output = ()> + Send + 'static,
+        fetch: impl Future<Output = Option<Beside>> + Send + 'static,
         request: Request,
         uncovered: Option<Uncovered>,
         clock: RequestClock,
@@ -106,6 +108,7 @@ impl GenerateStream {
             clock,
             draining: Some(draining),
             halted,
+            beside: None,
             save: None,
             span: Span::none(),
             _busy: busy,
@@ -135,7 +138,7 @@ impl GenerateStream {
                 TokenSource::Fetch(fetch, request, uncovered) => {
                     tokio::select! {
                         biased;
-                        () = fetch => {}
+                        beside = fetch => self.beside = beside,
                         () = self.halted.cancelled() => return Some(self.fail(draining_failure())),
                     }
                     match self.worker.engine().generate(std::mem::take(request.as_mut())) {
@@ -233,6 +236,7 @@ impl GenerateStream {
         if let Some(save) = &mut self.save {
             save.push(token.id);
         }
+        self.beside = None;
         let pace = self.clock.token(sampled);
         self.notes.pace = self.notes.pace.or(pace);
         token_event(token, std::mem::take(&mut self.notes))

@@ -76,7 +76,7 @@ impl DecodeService {
             }
             (PromptKv::Local, Some(recall)) => {
                 let clock = worker.metrics().request_taken("local", num_tokens, span);
-                let recall = recall.run();
+                let recall = async move { recall.run().await?.start(0) };
                 let span = tracing::info_span!(parent: span, "recall");
                 GenerateStream::fetching(worker, recall.instrument(span), request, uncovered, clock)
             }
@@ -88,10 +88,12 @@ impl DecodeService {
                 let (own, asked) = (worker.clone(), request.clone());
                 // The peer is asked for what the tiers lack.
                 let fetch = async move {
-                    if let Some(recall) = recall {
-                        recall.run().await;
-                    }
-                    prefix_fetch::fetch(own, source, attempt, asked).await;
+                    let beside = match recall {
+                        Some(recall) => recall.run().await,
+                        None => None,
+                    };
+                    let num_fetched = prefix_fetch::fetch(own, source, attempt, asked).await;
+                    beside?.start(num_fetched)
                 };
                 GenerateStream::fetching(worker, fetch.instrument(span), request, uncovered, clock)
             }

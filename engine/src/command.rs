@@ -25,12 +25,14 @@ pub(crate) enum Command {
     Decode { id: SequenceId, first: SampledToken, sink: Sink<TokenEvent> },
     /// The reader of the sequence's events is gone.
     Cancel(SequenceId),
-    /// The holder of its blocks is gone: of a hold, or of a reservation, granted or not.
+    /// The holder of its blocks is gone: of a hold, or of a reservation, granted or not. Or nothing is expected any more.
     Release(SequenceId),
     /// Hold the cached part of a prefix, and reply with its blocks.
     HoldCached { id: SequenceId, hashes: Vec<BlockHash>, reply: oneshot::Sender<Vec<BlockId>> },
     /// Hold the cached part of a prefix, and set blocks aside for the rest if there is room now.
     ReservePrefix { id: SequenceId, hashes: Vec<BlockHash>, reply: oneshot::Sender<Option<PrefixBlocks>> },
+    /// The blocks of a sequence from here on, the first of which has this hash, are on their way.
+    Expect { id: SequenceId, block_idx: usize, hash: BlockHash },
     /// The blocks of a reserved prefix hold the KV that these hashes name, after that of `after`.
     CachePrefix { id: SequenceId, after: Option<BlockHash>, hashes: Vec<BlockHash> },
     /// From now on, ask for the blocks of preempted sequences before they run again.

@@ -51,6 +51,12 @@ impl PrefixReservation {
     }
 }
 
+/// Blocks that are on their way, until this is dropped.
+#[derive(Debug)]
+pub struct Expectation {
+    _owner: DropCommand,
+}
+
 impl EngineHandle {
     /// Holds the cached part of a request's known tokens. It waits only for the engine's current step, and computes
     /// nothing.
@@ -99,6 +105,14 @@ impl EngineHandle {
             after,
             hashes,
         }))
+    }
+
+    /// The blocks of a sequence from `first` on are on their way: a prompt is computed in chunks that end before them.
+    pub fn expect(&self, hashes: &[BlockHash], first: usize) -> Expectation {
+        let id = self.next_id(0);
+        // Fails when the engine has ended. Then nothing is computed.
+        let _ = self.send(Command::Expect { id, block_idx: first, hash: hashes[first] });
+        Expectation { _owner: DropCommand::new(id, self.state.commands.clone(), Command::Release) }
     }
 
     /// Enters the prefix into the prefix cache. Its KV is in the reservation's blocks now. Prompts that are being computed adopt

@@ -233,6 +233,7 @@ impl StepLoop {
             Command::ReservePrefix { id, hashes, reply } => {
                 drop(reply.send(self.live.scheduler.reserve_prefix(id, &hashes)));
             }
+            Command::Expect { id, block_idx, hash } => self.live.scheduler.expect(id, block_idx, hash),
             Command::CachePrefix { id, after, hashes } => {
                 self.live.scheduler.cache_prefix(id, after, &hashes);
                 self.cache_log.append(BlockHolder::Pool, self.live.scheduler.take_cache_events());

@@ -1,10 +1,10 @@
 //! Tiers below a worker's block pool: KV that the pool no longer holds, in host memory, on disk and in an object store.
 //!
-//! - `store`: [`KvStore`], which copies blocks out of the pool and back;
+//! - `store`: [`KvStore`], which copies blocks out of the pool and back; `reads`: how it finds and reads their records;
 //! - `directory`: which tier holds which blocks, and which make room: the one policy, pure;
 //! - `slots`: the seam of the stores, [`Slots`]; `host` and `disk` are two;
 //! - `object`: what is in an object store, shared by workers; its policy is `object/catalogue`, pure;
-//! - `worth`: what of that is read sooner than computed; pure;
+//! - `worth`: what of all that is read sooner than computed; `recall_pace`: how long reads take; both pure;
 //! - `record`: a block outside the pool, and what proves that it is whole and of this model; `seal`: what encrypts it.
 //!
 //! It stands on the formats of `kv-cache`. It knows neither engines nor requests, and no protocol.
@@ -19,6 +19,7 @@ mod directory;
 mod disk;
 mod host;
 mod object;
+mod reads;
 mod recall_pace;
 mod record;
 mod seal;
@@ -37,4 +38,4 @@ pub use record::{Fingerprint, Record, RecordName};
 pub use seal::{KvKey, KvKeyError};
 pub use slots::{ReadError, Slots};
 pub use store::{DiskConfig, KvStore, SequenceBlocks, StoreConfig, TierOpenError};
-pub use worth::Worth;
+pub use worth::{ReadMode, Worth};

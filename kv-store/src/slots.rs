@@ -1,7 +1,7 @@
 //! The seam of the stores: numbered slots, each with room for one record. A store moves bytes. It does not know which slot
 //! is for which block, nor which record makes room for another.
 
-use std::{fmt, io, sync::Arc};
+use std::{fmt, io, ops::Range, sync::Arc};
 
 use baton_kv_cache::BlockHash;
 use baton_kv_events::Keep;
@@ -42,6 +42,28 @@ pub trait Slots: Send + Sync + fmt::Debug {
 
     /// What the slots held when the store was opened, each with its slot, and how it is to be kept. Told once.
     fn take_found(&mut self) -> Vec<(u32, RecordName, Keep)>;
+}
+
+/// Where a read of records that follow each other begins.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Direction {
+    Forwards,
+    FromEnd,
+}
+
+impl Direction {
+    /// What `get` has for these indices, up to the first one, in this direction, that it has nothing for. In the order of the
+    /// indices.
+    pub(crate) fn collect<T>(self, indices: Range<usize>, mut get: impl FnMut(usize) -> Option<T>) -> Vec<T> {
+        match self {
+            Direction::Forwards => indices.map_while(get).collect(),
+            Direction::FromEnd => {
+                let mut found: Vec<T> = indices.rev().map_while(&mut get).collect();
+                found.reverse();
+                found
+            }
+        }
+    }
 }
 
 /// Why a slot's record cannot be used.

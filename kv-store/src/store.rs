@@ -28,7 +28,6 @@ use std::{
     time::{Duration, Instant},
 };
 
-use baton_cost::LinkLine;
 use baton_kv_cache::{BlockHash, BlockId, BlockStorage, HostBlocks, KvFormat};
 use baton_kv_events::{CacheEvent, Keep};
 
@@ -44,7 +43,6 @@ use crate::{
     record::{Record, RecordName, RecordShape},
     seal::KvKey,
     slots::{ReadError, Slots},
-    worth::{Run, Worth, worth},
 };
 
 /// Sequences that wait to be copied out of the pool. Each keeps its blocks, and copies are fast: a longer queue would keep
@@ -52,9 +50,6 @@ use crate::{
 const MAX_SAVES: usize = 16;
 /// Memory of records that wait for the disk, and of those that wait for the object store: enough for bursts.
 const MAX_QUEUED_BYTES: usize = 64 << 20;
-/// Bytes of a [batch](KvStore::batch).
-const BATCH_BYTES: usize = 32 << 20;
-const REACHED_BATCH_BYTES: usize = 1 << 30;
 /// How long the end waits for what is queued. A disk that hangs does not keep the process.
 const END_TIMEOUT: Duration = Duration::from_secs(5);
 
@@ -112,7 +107,7 @@ pub enum TierOpenError {
 
 /// The tiers of one worker. Dropping it waits a bounded time for what is queued.
 pub struct KvStore {
-    shared: Arc<Shared>,
+    pub(crate) shared: Arc<Shared>,
     /// `None` only while it is dropped.
     saves: Option<SyncSender<Save>>,
     threads: Vec<JoinHandle<()>>,
@@ -120,15 +115,15 @@ pub struct KvStore {
 
 type Save = SequenceBlocks<Box<dyn Send>>;
 
-struct Shared {
-    directory: Mutex<Directory>,
-    recalls: Mutex<RecallPace>,
-    tiers: Vec<Box<dyn Slots>>,
-    counters: Vec<TierCounters>,
-    object: Option<ObjectTier>,
-    storage: Arc<BlockStorage>,
+pub(crate) struct Shared {
+    pub(crate) directory: Mutex<Directory>,
+    pub(crate) recalls: Mutex<RecallPace>,
+    pub(crate) tiers: Vec<Box<dyn Slots>>,
+    pub(crate) counters: Vec<TierCounters>,
+    pub(crate) object: Option<ObjectTier>,
+    pub(crate) storage: Arc<BlockStorage>,
     /// Room for records that the pool's device reads and writes itself. `None`: a processor copies.
-    room: Option<Arc<HostBlocks>>,
+    pub(crate) room: Option<Arc<HostBlocks>>,
     opened: Instant,
     on_change: Box<dyn Fn(Vec<CacheEvent>) + Send + Sync>,
 }
@@ -172,6 +167,15 @@ impl KvStore {
         Ok(KvStore::over(tiers, object.transpose()?, storage, room, num_damaged, Box::new(on_change)))
     }
 
+    /// The tiers of a pool over these stores, the fastest first, as [`open`](Self::open).
+    pub fn over_slots(
+        tiers: Vec<Box<dyn Slots>>,
+        storage: Arc<BlockStorage>,
+        on_change: impl Fn(Vec<CacheEvent>) + Send + Sync + 'static,
+    ) -> KvStore {
+        KvStore::over(tiers, None, storage, None, 0, Box::new(on_change))
+    }
+
     /// Over these stores, the fastest first.
     pub(crate) fn over(
         mut tiers: Vec<Box<dyn Slots>>,
@@ -197,7 +201,7 @@ impl KvStore {
         }
         let shared = Arc::new(Shared {
             directory: Mutex::new(directory),
-            recalls: Mutex::default(),
+            recalls: Mutex::new(RecallPace::new(tiers.len())),
             tiers,
             counters,
             object,
@@ -236,96 +240,6 @@ impl KvStore {
         }
     }
 
-    /// Blocks at the front of a sequence, by its hashes in order, that tiers hold.
-    #[cfg(test)]
-    pub(crate) fn num_found(&self, hashes: &[BlockHash]) -> usize {
-        self.shared.places(hashes).len()
-    }
-
-    /// What of a sequence tiers hold and is read in less time than it is computed. `compute` says how long so many blocks of it
-    /// take to compute; each of those that are found counts the same. Memory and disks are taken to be faster, an object store is
-    /// not waited for before it was measured.
-    pub fn worth(&self, hashes: &[BlockHash], compute: impl FnOnce(usize) -> Duration) -> Worth {
-        let (shared, mut runs) = (&*self.shared, Vec::new());
-        let places = shared.places(hashes);
-        if places.is_empty() {
-            return Worth::default();
-        }
-        let compute_block = compute(places.len()) / places.len() as u32;
-        for run in places.chunk_by(|one, next| one.is_some() == next.is_some()) {
-            let speed = match (run[0], &shared.object) {
-                (None, Some(object)) => object.speed(),
-                _ => Some(LinkLine { latency_seconds: 0.0, bytes_per_second: f64::INFINITY }),
-            };
-            runs.push(Run { num_blocks: run.len(), speed });
-        }
-        let found = worth(&runs, shared.storage.layout().block_bytes(), compute_block);
-        let num_declined = places[found.num_blocks..].iter().filter(|place| place.is_none()).count();
-        if let (Some(object), 1..) = (&shared.object, num_declined) {
-            object.declined(num_declined);
-        }
-        found
-    }
-
-    /// The records of blocks that follow each other, until the first one that no tier holds whole, or that an object store has
-    /// not sent before `until`. Waits for both, and for a disk.
-    pub fn read(&self, hashes: &[BlockHash], until: Instant) -> Vec<Arc<Record>> {
-        let shared = &*self.shared;
-        let places = shared.places(hashes);
-        shared.used(&hashes[..places.len()], &[]);
-        let mut records = Vec::with_capacity(places.len());
-        let mut rest = hashes;
-        for run in places.chunk_by(|one, next| one.map(|place| place.tier) == next.map(|place| place.tier)) {
-            let (own, later) = rest.split_at(run.len());
-            rest = later;
-            let run: Vec<SlotPlace> = run.iter().copied().flatten().collect();
-            if run.is_empty() {
-                let object = shared.object.as_ref().expect("what no slot holds, it does");
-                records.extend(object.read(own, until));
-                if records.len() < hashes.len() - rest.len() {
-                    return records;
-                }
-                continue;
-            }
-            let wanted: Vec<_> = run.iter().zip(own).map(|(place, &hash)| (place.slot, hash)).collect();
-            let read = shared.tiers[run[0].tier].read(&wanted);
-            for ((read, &place), &hash) in read.into_iter().zip(&run).zip(own) {
-                match read {
-                    Ok(record) => {
-                        shared.counters[place.tier].add(Count::Hits, 1);
-                        records.push(record);
-                    }
-                    Err(error) => {
-                        shared.read_failed(place, hash, &error);
-                        return records;
-                    }
-                }
-            }
-        }
-        records
-    }
-
-    /// The blocks at the front of a sequence that are read at once: 32 MiB, or 1 GiB of those that the pool's device reads
-    /// itself, as that takes no memory. At least one, unless the sequence is empty.
-    pub fn batch<'a>(&self, hashes: &'a [BlockHash]) -> &'a [BlockHash] {
-        let block_bytes = self.shared.storage.layout().block_bytes();
-        let num_blocks = match self.num_reached(hashes) {
-            0 => BATCH_BYTES / block_bytes,
-            num_reached => num_reached.min(REACHED_BATCH_BYTES / block_bytes),
-        };
-        &hashes[..hashes.len().min(num_blocks.max(1))]
-    }
-
-    /// Blocks at the front of a sequence that the pool's device reads itself.
-    fn num_reached(&self, hashes: &[BlockHash]) -> usize {
-        if self.shared.room.is_none() {
-            return 0;
-        }
-        let directory = self.shared.lock();
-        let in_memory = |place: SlotPlace| self.shared.tiers[place.tier].is_memory();
-        hashes.iter().take_while(|&&hash| directory.find(hash).is_some_and(in_memory)).count()
-    }
-
     /// Writes records into blocks of the pool, and waits for them. The caller owns the blocks, and no other code reads or
     /// writes them meanwhile.
     ///
@@ -343,15 +257,13 @@ impl KvStore {
         Err(io::Error::new(io::ErrorKind::InvalidData, ReadError::Damaged))
     }
 
-    /// A recall of so many blocks took so long, from the look for them until they were in the pool.
-    pub fn note_recall(&self, num_blocks: usize, took: Duration) {
-        self.shared.recalls().observe(num_blocks, took);
-    }
-
-    /// Seconds for the KV of a token, by the newest recalls; 0 before the first.
+    /// Seconds for the KV of a token, by the newest recalls: of the slowest tier that was read. 0 before the first.
     pub fn recall_token_seconds(&self) -> f64 {
         let block_size = self.shared.storage.layout().block_size as f64;
-        self.shared.recalls().block_seconds().map_or(0.0, |seconds| seconds / block_size)
+        let recalls = self.shared.recalls();
+        let slowest =
+            (0..self.shared.tiers.len()).filter_map(|tier| recalls.seconds(tier)).fold(0.0, f64::max);
+        slowest / block_size
     }
 
     /// What each tier holds and has done.
@@ -443,7 +355,7 @@ impl Shared {
     }
 
     /// Where the front of a sequence is, as far as tiers hold it: in slots, or `None`: in the object store.
-    fn places(&self, hashes: &[BlockHash]) -> Vec<Option<SlotPlace>> {
+    pub(crate) fn places(&self, hashes: &[BlockHash]) -> Vec<Option<SlotPlace>> {
         let directory = self.lock();
         let in_object = |hash| self.object.as_ref().is_some_and(|object| object.holds(hash));
         let place = |&hash: &BlockHash| match directory.find(hash) {
@@ -453,7 +365,7 @@ impl Shared {
         hashes.iter().map_while(place).collect()
     }
 
-    fn used(&self, hashes: &[BlockHash], keeps: &[Keep]) {
+    pub(crate) fn used(&self, hashes: &[BlockHash], keeps: &[Keep]) {
         let changed = self.lock().used(hashes, keeps);
         changed.into_iter().for_each(|(place, keep)| self.keep(place, keep));
         self.object.iter().for_each(|object| object.used(hashes));
@@ -507,7 +419,7 @@ impl Shared {
         }
     }
 
-    fn read_failed(&self, place: SlotPlace, hash: BlockHash, error: &ReadError) {
+    pub(crate) fn read_failed(&self, place: SlotPlace, hash: BlockHash, error: &ReadError) {
         self.update(|directory| {
             // Another record may have taken the slot while it was read.
             if !directory.holds(place, hash) {
@@ -536,12 +448,12 @@ impl Shared {
     }
 
     /// No other code runs under the lock, so a poisoned one holds whole data.
-    fn recalls(&self) -> MutexGuard<'_, RecallPace> {
+    pub(crate) fn recalls(&self) -> MutexGuard<'_, RecallPace> {
         self.recalls.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// A panic under the lock is one of the directory's own rules; what it holds is checked before it is used.
-    fn lock(&self) -> MutexGuard<'_, Directory> {
+    pub(crate) fn lock(&self) -> MutexGuard<'_, Directory> {
         let mut directory = self.directory.lock().unwrap_or_else(PoisonError::into_inner);
         directory.set_time(self.opened.elapsed());
         directory

@@ -1,11 +1,8 @@
-//! What of a sequence is read in less time than it is computed. Pure.
+//! What of a sequence is read in less time than it is computed: before that, and meanwhile. Pure.
 
 use std::time::Duration;
 
 use baton_cost::LinkLine;
-
-/// A read must take less than this part of the time to compute: estimates are not exact.
-const MARGIN: f64 = 0.9;
 
 /// What is worth reading.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -18,6 +15,16 @@ pub struct Worth {
     pub compute: Duration,
 }
 
+/// Whether the blocks that are not read are computed in the same time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ReadMode {
+    /// No: whatever takes less time than computing is read. Estimates are not exact, so it must be a tenth less.
+    Alone,
+    /// They can be: what takes more than 0.3 of the time to compute it is read from its end meanwhile ([`meeting`]). For what is
+    /// faster that would save less than a quarter of the time, and cost computing.
+    BesideComputing,
+}
+
 /// Blocks that follow each other, in one place.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Run {
@@ -26,16 +33,34 @@ pub(crate) struct Run {
     pub(crate) speed: Option<LinkLine>,
 }
 
-/// The front of a sequence that saves the most time when it is read, up to the end of a run. What follows a run of unknown speed
-/// is not read.
-pub(crate) fn worth(runs: &[Run], block_bytes: usize, compute_block: Duration) -> Worth {
+/// Of the time until blocks are computed, reading the others may take this part: a read that is late is in vain.
+const MEETING_MARGIN: f64 = 0.9;
+
+impl ReadMode {
+    fn margin(self) -> f64 {
+        match self {
+            ReadMode::Alone => 0.9,
+            ReadMode::BesideComputing => 0.3,
+        }
+    }
+}
+
+impl Run {
+    fn seconds(&self, num_blocks: usize, block_bytes: usize) -> Option<f64> {
+        Some(self.speed?.seconds((num_blocks * block_bytes) as f64))
+    }
+}
+
+/// The front of a sequence that saves the most time when it is read before anything is computed, up to the end of a run. What
+/// follows a run of unknown speed is not read.
+pub(crate) fn worth(runs: &[Run], block_bytes: usize, compute_block: Duration, mode: ReadMode) -> Worth {
     let (mut best, mut most) = (Worth::default(), 0.0);
     let (mut num_blocks, mut seconds) = (0, 0.0);
     for run in runs {
-        let Some(speed) = run.speed else { break };
+        let Some(run_seconds) = run.seconds(run.num_blocks, block_bytes) else { break };
         num_blocks += run.num_blocks;
-        seconds += speed.seconds((run.num_blocks * block_bytes) as f64);
-        let saved = MARGIN * num_blocks as f64 * compute_block.as_secs_f64() - seconds;
+        seconds += run_seconds;
+        let saved = mode.margin() * num_blocks as f64 * compute_block.as_secs_f64() - seconds;
         if saved > most {
             most = saved;
             let expected = Duration::try_from_secs_f64(seconds).unwrap_or_default();
@@ -45,34 +70,63 @@ pub(crate) fn worth(runs: &[Run], block_bytes: usize, compute_block: Duration) -
     best
 }
 
+/// Blocks at the end of a sequence that are read, from the last one on, in the time in which those before them are computed.
+/// `compute` says how long its first so many blocks take. So computing and reading meet in the middle (Jin et al., "Compute Or Load
+/// KV Cache? Why Not Both?", 2024), and both together take less time than either.
+pub(crate) fn meeting(runs: &[Run], block_bytes: usize, compute: impl Fn(usize) -> Duration) -> usize {
+    let num_all: usize = runs.iter().map(|run| run.num_blocks).sum();
+    let read_seconds = |num_blocks: usize| {
+        let (mut left, mut seconds) = (num_blocks, 0.0);
+        for run in runs.iter().rev().take_while(|_| num_blocks > 0) {
+            let num = run.num_blocks.min(left);
+            seconds += run.seconds(num, block_bytes)?;
+            left -= num;
+            if left == 0 {
+                break;
+            }
+        }
+        Some(seconds)
+    };
+    let is_in_time = |num_blocks: usize| {
+        let until = MEETING_MARGIN * compute(num_all - num_blocks).as_secs_f64();
+        read_seconds(num_blocks).is_some_and(|seconds| seconds <= until)
+    };
+    // More blocks take longer, and less time is left for them.
+    let (mut some, mut too_many) = (0, num_all + 1);
+    while some + 1 < too_many {
+        let middle = some.midpoint(too_many);
+        if is_in_time(middle) { some = middle } else { too_many = middle }
+    }
+    some
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
+    fn runs(runs: &[(usize, Option<(f64, f64)>)]) -> Vec<Run> {
+        let line = |(latency_seconds, mb_per_second): (f64, f64)| LinkLine {
+            latency_seconds,
+            bytes_per_second: mb_per_second * 1e6,
+        };
+        runs.iter().map(|&(num_blocks, speed)| Run { num_blocks, speed: speed.map(line) }).collect()
+    }
+
+    const BLOCK_BYTES: usize = 1_000_000;
+    const MEMORY: Option<(f64, f64)> = Some((0.0, f64::INFINITY));
+    const FAST: Option<(f64, f64)> = Some((0.05, 100.0));
+
     #[test]
     fn what_is_read_saves_time() {
-        // A block of 1 MB takes 100 ms to compute.
-        let of = |runs: &[(usize, Option<(f64, f64)>)]| {
-            let runs: Vec<_> = runs
-                .iter()
-                .map(|&(num_blocks, speed)| {
-                    let line = |(latency_seconds, mb_per_second): (f64, f64)| LinkLine {
-                        latency_seconds,
-                        bytes_per_second: mb_per_second * 1e6,
-                    };
-                    Run { num_blocks, speed: speed.map(line) }
-                })
-                .collect();
-            let worth = worth(&runs, 1_000_000, Duration::from_millis(100));
+        let of = |list: &[(usize, Option<(f64, f64)>)], mode| {
+            let worth = worth(&runs(list), BLOCK_BYTES, Duration::from_millis(100), mode);
             assert_eq!(worth.compute, Duration::from_millis(100) * worth.num_blocks as u32);
             (worth.num_blocks, worth.expected.as_millis())
         };
-        let memory = Some((0.0, f64::INFINITY));
-        let fast = Some((0.05, 100.0));
         for (runs, expected) in [
             (vec![], (0, 0)),
-            (vec![(10, memory)], (10, 0)),
-            (vec![(10, fast)], (10, 150)),
+            (vec![(10, MEMORY)], (10, 0)),
+            (vec![(10, FAST)], (10, 150)),
             // 9.99 MB/s would be as fast as computing.
             (vec![(10, Some((0.0, 10.2)))], (0, 0)),
             (vec![(10, Some((0.0, 11.2)))], (10, 892)),
@@ -80,12 +134,40 @@ mod tests {
             (vec![(1, Some((0.2, 1e3)))], (0, 0)),
             (vec![(10, Some((0.2, 1e3)))], (10, 210)),
             (vec![(10, None)], (0, 0)),
-            (vec![(10, memory), (10, None), (10, memory)], (10, 0)),
-            (vec![(10, memory), (10, Some((0.0, 5.0)))], (10, 0)),
+            (vec![(10, MEMORY), (10, None), (10, MEMORY)], (10, 0)),
+            (vec![(10, MEMORY), (10, Some((0.0, 5.0)))], (10, 0)),
             // What is slow is read for what follows it.
-            (vec![(2, Some((0.0, 5.0))), (10, memory)], (12, 400)),
+            (vec![(2, Some((0.0, 5.0))), (10, MEMORY)], (12, 400)),
         ] {
-            assert_eq!(of(&runs), expected, "{runs:?}");
+            assert_eq!(of(&runs, ReadMode::Alone), expected, "{runs:?}");
         }
+        // Beside computing only what is much faster is waited for.
+        let slow = vec![(10, Some((0.0, 32.0)))];
+        assert_eq!((of(&slow, ReadMode::Alone), of(&slow, ReadMode::BesideComputing)), ((10, 312), (0, 0)));
+        assert_eq!(of(&[(10, MEMORY), (10, Some((0.0, 11.0)))], ReadMode::BesideComputing), (10, 0));
+        assert_eq!(of(&[(10, FAST)], ReadMode::BesideComputing), (10, 150));
+    }
+
+    #[test]
+    fn reading_and_computing_meet() {
+        let of = |list: &[(usize, Option<(f64, f64)>)]| {
+            meeting(&runs(list), BLOCK_BYTES, |num| Duration::from_millis(100) * num as u32)
+        };
+        // As fast as computing: nearly half.
+        assert_eq!(of(&[(100, Some((0.0, 10.0)))]), 47);
+        // A third as fast, twice as fast.
+        assert_eq!(of(&[(100, Some((0.0, 10.0 / 3.0)))]), 23);
+        assert_eq!(of(&[(100, Some((0.0, 20.0)))]), 64);
+        // What takes no time is all read.
+        assert_eq!(of(&[(100, MEMORY)]), 100);
+        assert_eq!(of(&[]), 0);
+        // The latency counts once, and may be too long.
+        assert_eq!(of(&[(100, Some((2.0, 10.0)))]), 36);
+        assert_eq!(of(&[(10, Some((2.0, 10.0)))]), 0);
+        // From the end: memory first, and nothing before what is not known.
+        assert_eq!(of(&[(50, Some((0.0, 10.0))), (50, MEMORY)]), 73);
+        assert_eq!(of(&[(50, MEMORY), (50, Some((0.0, 10.0)))]), 47);
+        assert_eq!(of(&[(60, None), (40, MEMORY)]), 40);
+        assert_eq!(of(&[(40, MEMORY), (60, None)]), 0);
     }
 }

@@ -20,7 +20,7 @@ use baton_handoff::{
 use baton_request::{Failure, FailureKind, FinishReason, Request};
 use baton_telemetry::{KeyValue, TracePoint, trace_context};
 use baton_worker::{
-    Recall, RequestClock, SaveAtEnd, Uncovered, Worker, blending,
+    Beside, Recall, RequestClock, SaveAtEnd, Uncovered, Worker, blending,
     convert::{engine_failure, submit_failure},
     convert_handoff::FirstToken,
     handoff::{
@@ -55,7 +55,11 @@ pub struct ComputedHandoffDriver {
 /// The prompt and its blocks.
 enum Prompt {
     /// The engine does not have the prompt yet. A prefix that another worker has cached is fetched first, if there is one.
-    Fetching { fetch: BoxFuture<'static, ()>, request: Box<Request>, uncovered: Option<Uncovered> },
+    Fetching {
+        fetch: BoxFuture<'static, Option<Beside>>,
+        request: Box<Request>,
+        uncovered: Option<Uncovered>,
+    },
     /// The prompt is in the engine: it waits in the queue or is computed.
     Computing(Computing),
     /// The engine has finished. The route shares this guard; the last owner to drop it returns the blocks.
@@ -71,6 +75,8 @@ struct Computing {
     cached_tokens: usize,
     /// Prompt tokens whose KV came from kept passages.
     blended_tokens: usize,
+    /// Brings more of the prompt into the pool meanwhile.
+    _beside: Option<Beside>,
     /// Tells when to report progress to the decode worker.
     pulse: Pulse,
     /// `Ready` events of this sequence. They are progress within a step, which may be long.
@@ -78,8 +84,8 @@ struct Computing {
 }
 
 enum Event {
-    /// The fetch of a cached prefix has ended, with or without success.
-    Fetched,
+    /// The fetch of a cached prefix has ended, with or without success. More may come while the prompt is computed.
+    Fetched(Option<Beside>),
     Engine(Option<PrefillEvent>),
     /// The engine has made progress, for any request.
     Progress,
@@ -151,7 +157,7 @@ impl ComputedHandoffDriver {
 
     fn take(&mut self, event: Event) -> Vec<Action> {
         let input = match event {
-            Event::Fetched => match self.submit() {
+            Event::Fetched(beside) => match self.submit(beside) {
                 Ok(()) => return Vec::new(),
                 Err(failure) => ComputeInput::Other(PrefillInput::Fail(failure)),
             },
@@ -163,7 +169,7 @@ impl ComputedHandoffDriver {
     }
 
     /// Gives the prompt to the engine.
-    fn submit(&mut self) -> Result<(), Failure> {
+    fn submit(&mut self, beside: Option<Beside>) -> Result<(), Failure> {
         let Prompt::Fetching { request, uncovered, .. } =
             std::mem::replace(&mut self.prompt, Prompt::Released)
         else {
@@ -180,6 +186,7 @@ impl ComputedHandoffDriver {
             blocks,
             cached_tokens: 0,
             blended_tokens: 0,
+            _beside: beside,
             pulse,
             num_ready: 0,
         });
@@ -294,10 +301,7 @@ impl Prompt {
     /// `num_computed`: tokens that the engine has computed so far, for any request.
     async fn next(&mut self, num_computed: impl Fn() -> u64) -> Event {
         match self {
-            Prompt::Fetching { fetch, .. } => {
-                fetch.await;
-                Event::Fetched
-            }
+            Prompt::Fetching { fetch, .. } => Event::Fetched(fetch.await),
             Prompt::Computing(Computing { events, pulse, num_ready, .. }) => tokio::select! {
                 biased;
                 event = events.next() => Event::Engine(event),
@@ -327,12 +331,16 @@ impl Prompt {
     }
 }
 
-/// Brings cached KV of the prompt into the pool: first from this worker's tiers, then from another worker.
-async fn fetch(worker: Arc<Worker>, source: Option<PrefixSource>, request: Request) {
-    if let Some(recall) = Recall::of(worker.tiers(), &request) {
-        recall.run().await;
-    }
-    if let Some(PrefixSource { peer, attempt }) = source {
-        prefix_fetch::fetch(worker, peer, attempt, request).await;
-    }
+/// Brings cached KV of the prompt into the pool: first from this worker's tiers, then from another worker. What is slow comes while
+/// the prompt is computed.
+async fn fetch(worker: Arc<Worker>, source: Option<PrefixSource>, request: Request) -> Option<Beside> {
+    let beside = match Recall::of(worker.tiers(), &request) {
+        Some(recall) => recall.run().await,
+        None => None,
+    };
+    let num_fetched = match source {
+        Some(PrefixSource { peer, attempt }) => prefix_fetch::fetch(worker, peer, attempt, request).await,
+        None => 0,
+    };
+    beside?.start(num_fetched)
 }

@@ -35,7 +35,7 @@ mod worker;
 pub use baton_handoff::TransportKind;
 pub use baton_transport_rdma::finds_rdma;
 pub use baton_worker_metrics::{PromptPace, RequestClock};
-pub use baton_worker_tiers::{Recall, SaveAtEnd, Tiers};
+pub use baton_worker_tiers::{Beside, BesideRecall, Recall, SaveAtEnd, Tiers};
 pub use block_device::BlockDevice;
 pub use config::{
     BlendSettings, ConfigError, DrafterConfig, KvMemory, ThreadPinning, WorkerConfig, name_of,

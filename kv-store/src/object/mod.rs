@@ -42,7 +42,10 @@ use tokio::{
 };
 
 pub use self::location::ObjectOpenError;
-use self::shared::{Shared, keep_up};
+use self::{
+    shared::{Shared, keep_up},
+    speed::Timing,
+};
 use crate::{
     counts::{Count, TierCounters, TierCounts},
     record::{Record, RecordShape},
@@ -167,13 +170,42 @@ impl ObjectTier {
     pub(crate) fn read(&self, hashes: &[BlockHash], until: Instant) -> Vec<Arc<Record>> {
         let runtime = self.runtime.as_ref().expect("the tier is open");
         let (records, timing) = runtime.handle().block_on(self.shared.read(hashes, until));
+        self.observe(records.len(), timing);
+        records
+    }
+
+    /// Reads from the last one on, as [`KvStore::read_from_end`](crate::KvStore::read_from_end). True if all came and `take` wants
+    /// more.
+    pub(crate) fn read_from_end(
+        &self,
+        hashes: &[BlockHash],
+        until: Instant,
+        mut take: impl FnMut(usize, Vec<Arc<Record>>) -> bool,
+    ) -> bool {
+        let runtime = self.runtime.as_ref().expect("the tier is open");
+        let (shared, hashes) = (self.shared.clone(), hashes.to_vec());
+        let num_wanted = hashes.len();
+        let (sender, mut pieces) = mpsc::channel(1);
+        let read = runtime.spawn(async move { shared.read_from_end(&hashes, until, sender).await });
+        let (mut first, mut wants_more) = (num_wanted, true);
+        while wants_more && let Some(records) = pieces.blocking_recv() {
+            first -= records.len();
+            wants_more = take(first, records);
+        }
+        drop(pieces);
+        // It ends with the runtime at the latest.
+        self.observe(num_wanted - first, runtime.block_on(read).unwrap_or_default());
+        wants_more && first == 0
+    }
+
+    /// So many records came, as fast as this.
+    fn observe(&self, num_records: usize, timing: Option<Timing>) {
         if let Some(timing) = timing {
             let mut speed = self.shared.speed();
             speed.line = speed.line.map(|line| speed::after(line, timing));
             speed.measured = Some(Instant::now());
         }
-        self.shared.counters.add(Count::Hits, records.len() as u64);
-        records
+        self.shared.counters.add(Count::Hits, num_records as u64);
     }
 
     /// What it holds of this worker, and has done.

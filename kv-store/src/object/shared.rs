@@ -15,7 +15,7 @@ use baton_kv_cache::BlockHash;
 use futures_util::{StreamExt, TryStreamExt, stream};
 use object_store::{ObjectStore, ObjectStoreExt, path::Path};
 use tokio::{
-    sync::Notify,
+    sync::{Notify, mpsc},
     time::{sleep, timeout, timeout_at},
 };
 
@@ -26,7 +26,7 @@ use super::{
 use crate::{
     counts::{Count, TierCounters},
     record::{Record, RecordShape},
-    slots::ReadError,
+    slots::{Direction, ReadError},
 };
 
 /// A segment has about so many bytes, in at most so many records.
@@ -83,21 +83,63 @@ struct Fetch {
 }
 
 impl Shared {
-    /// The time that it took is `None` when it tells nothing: the store failed.
+    /// The records of the front of a sequence, as far as they come whole and before `until`. The time that it took is `None` when it
+    /// tells nothing: the store failed.
     pub(super) async fn read(
         &self,
         hashes: &[BlockHash],
         until: Instant,
     ) -> (Vec<Arc<Record>>, Option<Timing>) {
+        let fetches = self.fetches(hashes);
+        let (sender, mut of_fetches) = mpsc::channel(fetches.len().max(1));
+        let (is_late, timing) = self.read_all(fetches, until, Direction::Forwards, sender).await;
+        if is_late {
+            *self.speed() = Speed::default();
+            self.counters.add(Count::ReadErrors, 1);
+            self.wanted.notify_one();
+            tracing::info!("the object store is slower than it was; it is not waited for");
+        }
+        let of_fetches = std::iter::from_fn(|| of_fetches.try_recv().ok());
+        (of_fetches.flatten().collect(), timing.filter(|_| !is_late))
+    }
+
+    /// Sends the records of a sequence, if segments hold all of it, from the last ones on: piece by piece, each in its order. Ends when
+    /// the reader has gone. Returns how fast they came; one that is late is as slow as it was until then.
+    pub(super) async fn read_from_end(
+        &self,
+        hashes: &[BlockHash],
+        until: Instant,
+        pieces: mpsc::Sender<Vec<Arc<Record>>>,
+    ) -> Option<Timing> {
+        let mut fetches = self.fetches(hashes);
+        let num_found: usize = fetches.iter().map(|fetch| fetch.records.len()).sum();
+        if num_found < hashes.len() {
+            return None;
+        }
+        fetches.reverse();
+        let (_, timing) = self.read_all(fetches, until, Direction::FromEnd, pieces).await;
+        timing
+    }
+
+    /// Sends requests, a few at a time and in this order, and the records of each to the reader of `pieces`, until that has gone or a
+    /// record is not whole. Returns whether it was not over before `until`, and how fast the bytes came: `None` if the store failed, or sent
+    /// nothing.
+    async fn read_all(
+        &self,
+        fetches: Vec<Fetch>,
+        until: Instant,
+        direction: Direction,
+        pieces: mpsc::Sender<Vec<Arc<Record>>>,
+    ) -> (bool, Option<Timing>) {
         let started = Instant::now();
-        let (mut records, mut num_bytes, mut is_late) = (Vec::new(), 0, false);
-        let mut fetched = stream::iter(self.fetches(hashes))
+        let (mut num_bytes, mut is_late) = (0, false);
+        let mut fetched = stream::iter(fetches)
             .map(|fetch| async move {
                 let range = fetch.range.clone();
                 (self.store.get_range(&path(&fetch.segment), range).await, fetch)
             })
             .buffered(NUM_RANGES);
-        'fetched: loop {
+        loop {
             let (read, fetch) = match timeout_at(until.into(), fetched.next()).await {
                 Ok(Some(read)) => read,
                 Ok(None) => break,
@@ -110,34 +152,32 @@ impl Shared {
                 Ok(bytes) => bytes,
                 Err(error) => {
                     self.read_failed(&fetch, &error);
-                    return (records, None);
+                    return (false, None);
                 }
             };
             num_bytes += bytes.len() as u64;
-            let mut parts = bytes.chunks(self.shape.record_bytes());
-            for &(hash, place) in &fetch.records {
-                // Invariant 4: a record is used only if it is whole.
-                let record = parts.next().and_then(|part| self.shape.read_record(part, hash));
-                let Some(record) = record else {
-                    self.damaged(&fetch, hash, place);
-                    break 'fetched;
-                };
-                records.push(Arc::new(record));
+            let records = self.whole(&fetch, &bytes, direction);
+            let is_whole = records.len() == fetch.records.len();
+            if !records.is_empty() && pieces.send(records).await.is_err() || !is_whole {
+                break;
             }
         }
-        let elapsed = started.elapsed();
-        if is_late {
-            *self.speed() = Speed::default();
-            self.counters.add(Count::ReadErrors, 1);
-            self.wanted.notify_one();
-            tracing::info!(
-                num_bytes,
-                ?elapsed,
-                "the object store is slower than it was; it is not waited for"
-            );
-        }
-        let timing = Timing { num_bytes, seconds: elapsed.as_secs_f64() };
-        (records, (!is_late && num_bytes > 0).then_some(timing))
+        let timing = Timing { num_bytes, seconds: started.elapsed().as_secs_f64() };
+        (is_late, (num_bytes > 0).then_some(timing))
+    }
+
+    /// The records of a fetch up to the first one, in this direction, that is not whole. In the order of the sequence.
+    fn whole(&self, fetch: &Fetch, bytes: &[u8], direction: Direction) -> Vec<Arc<Record>> {
+        let parts: Vec<&[u8]> = bytes.chunks(self.shape.record_bytes()).collect();
+        direction.collect(0..fetch.records.len(), |idx| {
+            let (hash, place) = fetch.records[idx];
+            // Invariant 4: a record is used only if it is whole.
+            let record = parts.get(idx).and_then(|part| self.shape.read_record(part, hash));
+            if record.is_none() {
+                self.damaged(fetch, hash, place);
+            }
+            record.map(Arc::new)
+        })
     }
 
     /// The requests for the front of a sequence, as far as segments hold it.

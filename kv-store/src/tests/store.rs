@@ -34,7 +34,7 @@ impl Pool {
     }
 
     fn over(&self, tiers: Vec<Box<dyn Slots>>) -> KvStore {
-        KvStore::over(tiers, None, self.storage.clone(), None, 0, Box::new(|_| ()))
+        KvStore::over_slots(tiers, self.storage.clone(), |_| ())
     }
 
     /// Writes the KV of a sequence to the pool's first blocks.
@@ -406,6 +406,40 @@ fn damage_is_a_counted_miss_that_is_told_and_saved_again() {
     assert_eq!(removed, [baton_kv_events::BlockKey(hashes[1].short())]);
     pool.save(&store, 1, 4);
     eventually("it is saved again", || read(&store, &hashes).len() == 4);
+}
+
+#[test]
+fn the_end_of_a_sequence_is_read_up_to_the_first_damage() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let pool = Pool::new();
+    let hashes = {
+        let store = pool.open(0, Some(dir.path()));
+        pool.save(&store, 1, 6)
+    };
+    let slabs = dir.path().join("slabs");
+    let mut bytes = std::fs::read(&slabs).expect("it is there");
+    for block in [1, 2] {
+        bytes[block * 4096 + 5] ^= 1;
+    }
+    std::fs::write(&slabs, bytes).expect("it is there");
+    let store = pool.open(0, Some(dir.path()));
+    let first = |hashes: &[BlockHash], num_wanted: usize| {
+        let mut end = hashes.len();
+        store.read_from_end(hashes, Instant::now() + Duration::from_secs(60), |first, records| {
+            assert_eq!(first + records.len(), end, "piece by piece");
+            assert!(records.iter().zip(&hashes[first..]).all(|(record, &hash)| record.name.hash == hash));
+            end = first;
+            hashes.len() - end < num_wanted
+        });
+        end
+    };
+    assert_eq!(first(&hashes, usize::MAX), 3, "the third block is damaged");
+    assert_eq!((store.counts()[0].damaged, store.counts()[0].hits), (1, 3));
+    // What is not all there is not read: its beginning would be computed, and its end be in vain.
+    assert_eq!(first(&hashes, usize::MAX), 6);
+    assert_eq!(first(&hashes[3..], 1), 0, "a piece has several blocks");
+    assert_eq!(store.meeting(&hashes[3..], |num| Duration::from_secs(num as u64)), 2);
+    assert_eq!(store.meeting(&hashes, |num| Duration::from_secs(num as u64)), 0);
 }
 
 /// A disk that can hang and fail.

@@ -24,12 +24,12 @@ use super::{
 };
 use crate::{convert::submit_failure, convert_handoff::FirstToken, peers::Link, worker::Worker};
 
-/// Fetches the full blocks of a request's known tokens that `source` has cached and this worker lacks. Dropping the
-/// future cancels it.
-pub async fn fetch(worker: Arc<Worker>, source: PrefillPeer, attempt: u32, request: Request) {
+/// Fetches the full blocks of a request's known tokens that `source` has cached and this worker lacks. Returns how many tokens at
+/// the front this worker has then; 0 if nothing came. Dropping the future cancels it.
+pub async fn fetch(worker: Arc<Worker>, source: PrefillPeer, attempt: u32, request: Request) -> usize {
     let num_tokens = worker.engine().num_sharable_tokens(&request);
     if num_tokens == 0 {
-        return;
+        return 0;
     }
     let prompt = request.prompt.iter().chain(&request.output).copied().take(num_tokens).collect();
     let request = Request { prompt, output: Vec::new(), ..request };
@@ -38,7 +38,7 @@ pub async fn fetch(worker: Arc<Worker>, source: PrefillPeer, attempt: u32, reque
             address = source.address,
             "prefix not fetched: the address of its source is invalid; the prompt is computed"
         );
-        return;
+        return 0;
     };
     let deadline = worker.fetch_limits().deadline(num_tokens);
     let (reply, outcome) = oneshot::channel();
@@ -47,10 +47,22 @@ pub async fn fetch(worker: Arc<Worker>, source: PrefillPeer, attempt: u32, reque
     let metrics = worker.metrics();
     // The driver ends at its deadline at the latest.
     match outcome.await {
-        Ok(Ok(num_tokens)) => metrics.prefix_fetched("fetched", num_tokens),
+        Ok(Ok(Fetched { num_new_tokens, num_tokens })) => {
+            metrics.prefix_fetched("fetched", num_new_tokens);
+            return num_tokens;
+        }
         Ok(Err(error)) => metrics.prefix_fetched(error.label(), 0),
         Err(_) => metrics.prefix_fetched("broken", 0),
     }
+    0
+}
+
+/// What a fetch brought.
+struct Fetched {
+    /// Tokens that this worker did not have.
+    num_new_tokens: usize,
+    /// With those before them.
+    num_tokens: usize,
 }
 
 /// The driver of a [`PrefixFetch`].
@@ -62,7 +74,7 @@ struct PrefixFetchDriver {
     request: Request,
     side: DecodeSide<PrefixReservation>,
     /// `None` after the caller was answered or has gone.
-    reply: Option<oneshot::Sender<Result<usize, HandoffError>>>,
+    reply: Option<oneshot::Sender<Result<Fetched, HandoffError>>>,
 }
 
 impl PrefixFetchDriver {
@@ -73,7 +85,7 @@ impl PrefixFetchDriver {
         attempt: u32,
         request: Request,
         deadline: Duration,
-        reply: oneshot::Sender<Result<usize, HandoffError>>,
+        reply: oneshot::Sender<Result<Fetched, HandoffError>>,
     ) -> PrefixFetchDriver {
         let started = Instant::now();
         let begin = begin(&worker, &source, attempt, &request, deadline);
@@ -151,14 +163,16 @@ impl PrefixFetchDriver {
         }
     }
 
-    /// Adds the received blocks to the prefix cache. Returns how many of their tokens were not cached here.
-    async fn cache(&mut self) -> Result<usize, HandoffError> {
+    /// Adds the received blocks to the prefix cache.
+    async fn cache(&mut self) -> Result<Fetched, HandoffError> {
         let refused = |failed| HandoffError::Refused { by: Side::Decode, failed };
         let reservation = self.side.commit().await.map_err(refused)?;
-        let num_blocks = reservation.blocks().len() - reservation.num_cached_blocks();
         let engine = self.side.worker().engine();
+        let block_size = engine.storage().layout().block_size;
+        let num_tokens = reservation.blocks().len() * block_size;
+        let num_new_tokens = num_tokens - reservation.num_cached_blocks() * block_size;
         engine.cache_prefix(reservation);
-        Ok(num_blocks * engine.storage().layout().block_size)
+        Ok(Fetched { num_new_tokens, num_tokens })
     }
 }
 

@@ -1,4 +1,4 @@
-//! What the pool lacks of a prompt is recalled before it is computed.
+//! What the pool lacks of a prompt is recalled: before it is computed what is fast, and meanwhile, from its end, what is slow.
 
 use std::{
     sync::Arc,
@@ -7,66 +7,98 @@ use std::{
 
 use anyhow::Context;
 use baton_kv_cache::BlockHash;
-use baton_kv_store::Worth;
+use baton_kv_store::{ReadMode, Worth};
 use baton_request::Request;
 use tokio::{
     task::spawn_blocking,
     time::{error::Elapsed, timeout},
 };
 
-use crate::tiers::Tiers;
+use crate::{beside::BesideRecall, tiers::Tiers};
 
 /// What tiers have of a request and the pool lacks.
 #[derive(Debug)]
 pub struct Recall {
     tiers: Arc<Tiers>,
+    /// Of all blocks that the prefix cache may supply.
     hashes: Vec<BlockHash>,
     /// Blocks at the front that are in the pool.
     num_pooled: usize,
-    /// Of the others.
+    /// Of those after them, what is read before anything is computed.
     worth: Worth,
+    mode: ReadMode,
 }
 
 impl Recall {
-    /// `None` when the pool has all that the tiers have of the request, or there are no tiers.
+    /// Of a prompt that will be computed here. `None` when the pool has all that the tiers have of it, or there are no tiers.
     pub fn of(tiers: Option<&Arc<Tiers>>, request: &Request) -> Option<Recall> {
-        let tiers = tiers?.clone();
-        let engine = &tiers.limits.engine;
-        let mut hashes = engine.prefix_hashes(request, engine.num_sharable_tokens(request));
-        let num_pooled = engine.cache_log().num_in_pool(&hashes);
-        let worth = tiers.worth(&hashes, num_pooled);
-        hashes.truncate(num_pooled + worth.num_blocks);
-        (worth.num_blocks > 0).then_some(Recall { tiers, hashes, num_pooled, worth })
+        // A head is computed as a whole.
+        let mode = if request.blended().is_some() { ReadMode::Alone } else { ReadMode::BesideComputing };
+        let recall = Recall::new(tiers?, request, mode);
+        let num_found = recall.tiers.store.num_found(&recall.hashes[recall.num_pooled..]);
+        let is_worth = recall.worth.num_blocks > 0 || mode == ReadMode::BesideComputing && num_found > 0;
+        is_worth.then_some(recall)
     }
 
-    /// Brings the blocks into the pool, as far as there is room, and no longer than it would take to compute them. Dropping the
-    /// future ends it; blocks that are being written are free when that is done.
-    pub async fn run(self) {
+    /// The same of a prompt that is not computed here: another worker asks for its KV.
+    pub fn for_peer(tiers: Option<&Arc<Tiers>>, request: &Request) -> Option<Recall> {
+        let recall = Recall::new(tiers?, request, ReadMode::Alone);
+        (recall.worth.num_blocks > 0).then_some(recall)
+    }
+
+    fn new(tiers: &Arc<Tiers>, request: &Request, mode: ReadMode) -> Recall {
+        let engine = &tiers.limits.engine;
+        let hashes = engine.prefix_hashes(request, engine.num_sharable_tokens(request));
+        let num_pooled = engine.cache_log().num_in_pool(&hashes);
+        let worth = tiers.worth(&hashes, num_pooled, mode);
+        Recall { tiers: tiers.clone(), hashes, num_pooled, worth, mode }
+    }
+
+    /// Brings the fast blocks into the pool, as far as there is room, and no longer than it would take to compute them. Dropping the
+    /// future ends it; blocks that are being written are free when that is done. Returns what to [start](BesideRecall::start) before
+    /// the rest is computed.
+    pub async fn run(self) -> Option<BesideRecall> {
+        let num_recalled = if self.worth.num_blocks > 0 { self.run_before().await } else { 0 };
+        let Recall { tiers, hashes, num_pooled, mode, .. } = self;
+        let num_ready = num_pooled + num_recalled;
+        (mode == ReadMode::BesideComputing).then(|| BesideRecall::new(tiers, hashes, num_ready))
+    }
+
+    /// Returns how many blocks came, unless it was too late.
+    async fn run_before(&self) -> usize {
         let block_size = self.tiers.block_size();
         let num_tokens = self.worth.num_blocks * block_size;
         let started = Instant::now();
         let (limit, until) = self.tiers.bounds(&self.worth);
         match timeout(limit, self.bring_in(until)).await {
-            Ok(Ok(num_blocks)) => {
+            Ok(Ok((num_blocks, reading))) => {
                 let num_recalled = num_blocks * block_size;
-                self.tiers.store.note_recall(num_blocks, started.elapsed());
-                tracing::debug!(num_tokens, num_recalled, elapsed = ?started.elapsed(), "prefix recalled from tiers");
+                let elapsed = started.elapsed();
+                self.tiers.store.note_rest(num_blocks, elapsed.saturating_sub(reading));
+                tracing::debug!(num_tokens, num_recalled, ?elapsed, "prefix recalled from tiers");
+                return num_blocks;
             }
             Ok(Err(error)) => tracing::warn!(%error, "prefix not recalled; the prompt is computed"),
             Err(Elapsed { .. }) => {
-                // It would have taken longer.
-                self.tiers.store.note_recall(self.worth.num_blocks, limit);
+                self.tiers.store.note_late(self.wanted(self.num_pooled), limit);
                 tracing::info!(num_tokens, ?limit, "prefix not recalled in time; the rest is computed");
             }
         }
+        0
     }
 
-    /// Returns how many blocks came.
-    async fn bring_in(&self, until: Instant) -> anyhow::Result<usize> {
+    /// Hashes of the blocks from `first` on that are read before anything is computed.
+    fn wanted(&self, first: usize) -> &[BlockHash] {
+        &self.hashes[first..self.num_pooled + self.worth.num_blocks]
+    }
+
+    /// Returns how many blocks came, and how long their records were read.
+    async fn bring_in(&self, until: Instant) -> anyhow::Result<(usize, Duration)> {
         let engine = &self.tiers.limits.engine;
-        let mut end = self.num_pooled;
-        while end < self.hashes.len() {
-            let (mut records, permit) = self.tiers.read(&self.hashes[end..], until).await?;
+        let (mut end, mut reading) = (self.num_pooled, Duration::ZERO);
+        while !self.wanted(end).is_empty() {
+            let (mut records, took, permit) = self.tiers.read(self.wanted(end), until).await?;
+            reading += took;
             if records.is_empty() {
                 break;
             }
@@ -92,17 +124,21 @@ impl Recall {
             });
             engine.cache_prefix(written.await?.context("the pool's device")?);
         }
-        Ok(end - self.num_pooled)
+        Ok((end - self.num_pooled, reading))
     }
 }
 
 impl Tiers {
     /// What the tiers have of the blocks after the first `num_before`, as far as reading them saves time.
-    pub(crate) fn worth(&self, hashes: &[BlockHash], num_before: usize) -> Worth {
-        let (limits, block_size) = (&self.limits, self.block_size());
-        let compute =
-            |num_blocks| limits.compute_time((num_before + num_blocks) * block_size, num_before * block_size);
-        self.store.worth(&hashes[num_before..], compute)
+    pub(crate) fn worth(&self, hashes: &[BlockHash], num_before: usize, mode: ReadMode) -> Worth {
+        let compute = |num_blocks| self.compute_time(num_before, num_blocks);
+        self.store.worth(&hashes[num_before..], compute, mode)
+    }
+
+    /// How long `num_blocks` blocks after the first `num_before` of a sequence take to compute.
+    pub(crate) fn compute_time(&self, num_before: usize, num_blocks: usize) -> Duration {
+        let block_size = self.block_size();
+        self.limits.compute_time((num_before + num_blocks) * block_size, num_before * block_size)
     }
 
     /// How long a recall may take, and when an object store is given up that is slower than expected: before computing would end,

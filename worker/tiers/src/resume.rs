@@ -7,6 +7,7 @@ use std::{
 
 use anyhow::Context;
 use baton_engine::Resumption;
+use baton_kv_store::ReadMode;
 use tokio::{
     task::spawn_blocking,
     time::{error::Elapsed, timeout},
@@ -28,7 +29,7 @@ impl Tiers {
     async fn resume(self: &Arc<Self>, resumption: Resumption) {
         let block_size = self.block_size();
         let num_cached = resumption.num_ready();
-        let worth = self.worth(resumption.hashes(), num_cached);
+        let worth = self.worth(resumption.hashes(), num_cached, ReadMode::Alone);
         let (limit, until) = self.bounds(&worth);
         let end = num_cached + worth.num_blocks;
         match timeout(limit, self.load(resumption, end, until)).await {
@@ -53,7 +54,7 @@ impl Tiers {
     ) -> anyhow::Result<usize> {
         while resumption.num_ready() < end {
             let start = resumption.num_ready();
-            let (records, permit) = self.read(&resumption.hashes()[start..end], until).await?;
+            let (records, _, permit) = self.read(&resumption.hashes()[start..end], until).await?;
             if records.is_empty() {
                 break;
             }

@@ -6,7 +6,7 @@ use std::{
         Arc,
         atomic::{AtomicU64, Ordering},
     },
-    time::Instant,
+    time::{Duration, Instant},
 };
 
 use anyhow::Context;
@@ -42,7 +42,7 @@ pub struct Tiers {
     /// The worker waits for them before it ends.
     pub(crate) tasks: TaskTracker,
     /// Permits of recalls that read.
-    reading: Arc<Semaphore>,
+    pub(crate) reading: Arc<Semaphore>,
     /// Tokens of preempted sequences that came back.
     pub(crate) num_resumed_tokens: AtomicU64,
 }
@@ -75,8 +75,18 @@ impl Tiers {
             let elapsed = started.elapsed();
             tracing::info!(tier = name, num_slots, num_held, record_bytes, ?elapsed, "tier of KV opened");
         }
+        Ok(Some(Tiers::over(store, limits, tasks)))
+    }
+
+    /// Over a store, which tells the cache log of the engine what it holds.
+    pub fn over(store: KvStore, limits: FetchLimits, tasks: TaskTracker) -> Tiers {
         let reading = Arc::new(Semaphore::new(MAX_RECALLS));
-        Ok(Some(Tiers { store, limits, tasks, reading, num_resumed_tokens: AtomicU64::new(0) }))
+        Tiers { store, limits, tasks, reading, num_resumed_tokens: AtomicU64::new(0) }
+    }
+
+    /// What runs for requests that may be over.
+    pub fn tasks(&self) -> &TaskTracker {
+        &self.tasks
     }
 
     /// What each tier holds and has done.
@@ -98,15 +108,20 @@ impl Tiers {
         self.limits.engine.storage().layout().block_size
     }
 
-    /// Reads [a batch](KvStore::batch) of records as [`KvStore::read`]. The permit is kept until they are in the pool.
+    /// Reads [a batch](KvStore::batch) of records as [`KvStore::read`], and says how long that took. The permit is kept until they
+    /// are in the pool.
     pub(crate) async fn read(
         self: &Arc<Self>,
         hashes: &[BlockHash],
         until: Instant,
-    ) -> anyhow::Result<(Vec<Arc<Record>>, OwnedSemaphorePermit)> {
+    ) -> anyhow::Result<(Vec<Arc<Record>>, Duration, OwnedSemaphorePermit)> {
         let wanted = self.store.batch(hashes).to_vec();
         let permit = self.reading.clone().acquire_owned().await?;
         let tiers = self.clone();
-        Ok(spawn_blocking(move || (tiers.store.read(&wanted, until), permit)).await?)
+        let read = move || {
+            let started = Instant::now();
+            (tiers.store.read(&wanted, until), started.elapsed(), permit)
+        };
+        Ok(spawn_blocking(read).await?)
     }
 }

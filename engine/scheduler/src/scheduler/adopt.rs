@@ -1,6 +1,8 @@
 //! Blocks that the prefix cache gets while a prompt is computed that has them further back: from a tier or another engine, which
 //! is read from its end while the engine computes from its beginning.
 
+use baton_kv_cache::BlockHash;
+
 use super::{holds::Holds, sequence_list::SequenceList};
 use crate::{
     block_pool::BlockPool,
@@ -43,6 +45,18 @@ pub(super) fn num_before_adopted(sequence: &Sequence, pool: &BlockPool) -> usize
     let first = sequence.num_computed.div_ceil(block_size);
     let found = sequence.blocks[first..].iter().position(|&block| pool.is_cached(block));
     found.map_or(sequence.num_left(), |idx| (first + idx) * block_size - sequence.num_computed)
+}
+
+/// Tokens of a sequence from its computed ones to the first block of its that is expected; all that are left if there is none.
+pub(super) fn num_before_expected<'a>(
+    sequence: &Sequence,
+    expected: impl Iterator<Item = &'a (usize, BlockHash)>,
+) -> usize {
+    let is_own = |&&(idx, hash): &&(usize, BlockHash)| sequence.hashes().get(idx) == Some(&hash);
+    let num_before =
+        |&(idx, _): &(usize, _)| (idx * sequence.block_size()).checked_sub(sequence.num_computed);
+    let nearest = expected.filter(is_own).filter_map(num_before).filter(|&num| num > 0).min();
+    nearest.unwrap_or_else(|| sequence.num_left())
 }
 
 /// Exchanges the blocks that a sequence has not written for those that are cached under their hashes.

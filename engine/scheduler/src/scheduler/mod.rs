@@ -37,7 +37,7 @@
 //! blocks to them. A newcomer takes no block of a running sequence, whatever their priorities.
 //!
 //! A running prompt adopts blocks that the prefix cache gets from outside meanwhile ([`Scheduler::cache_prefix`]), wherever they are in it. Its
-//! chunks end where such blocks begin, and the next step goes on behind them.
+//! chunks end where such blocks begin, or are [expected](Scheduler::expect), and the next step goes on behind them.
 //!
 //! With [`Scheduler::recall_preempted`] a preempted sequence that lost full blocks is admitted as a reservation. Its owner loads
 //! what it has of them and calls [`Scheduler::resume`]. The scheduler does not know where they come from.
@@ -53,7 +53,7 @@ mod holds;
 mod queries;
 mod sequence_list;
 
-use std::time::Duration;
+use std::{collections::BTreeMap, time::Duration};
 
 use baton_cost::{StepCalibration, StepLine};
 use baton_kv_cache::{BlockHash, BlockId};
@@ -111,6 +111,8 @@ pub struct Scheduler {
     recalls_preempted: bool,
     /// Whether the prefix cache got blocks from outside since the last step.
     has_new_prefix: bool,
+    /// Blocks that are on their way: the index and the hash of the first one.
+    expected: BTreeMap<SequenceId, (usize, BlockHash)>,
 }
 
 impl Scheduler {
@@ -127,6 +129,7 @@ impl Scheduler {
             ahead: StepAhead::default(),
             recalls_preempted: false,
             has_new_prefix: false,
+            expected: BTreeMap::new(),
         }
     }
 
@@ -289,8 +292,18 @@ impl Scheduler {
         }
     }
 
-    /// Gives up what is held outside: a prefill's hold, a prefix, or a reservation, waiting or granted.
+    /// The blocks of a sequence from `block_idx` on, the first of which has this hash, are on their way, until
+    /// [`release`](Self::release): a chunk ends before them.
+    pub fn expect(&mut self, id: SequenceId, block_idx: usize, hash: BlockHash) {
+        self.expected.insert(id, (block_idx, hash));
+    }
+
+    /// Gives up what is held outside: a prefill's hold, a prefix, or a reservation, waiting or granted. Or blocks are not expected
+    /// any more.
     pub fn release(&mut self, id: SequenceId) {
+        if self.expected.remove(&id).is_some() {
+            return;
+        }
         if !self.holds.release(id, &mut self.pool)
             && self.waiting.get(id).is_some_and(|sequence| sequence.role == SequenceRole::Decode)
         {
@@ -479,14 +492,15 @@ impl Scheduler {
     }
 
     /// Tokens of the next chunk: all that are left; else up to the last block boundary within the budget; else, when
-    /// the budget reaches no boundary, the budget. It ends before blocks that were adopted. A head is never cut, even if it exceeds the budget, and a short rest goes with it.
+    /// the budget reaches no boundary, the budget. It ends before blocks that were adopted or are expected. A head is never cut, even if it exceeds the budget, and a short rest goes with it.
     fn chunk_len(&self, sequence: &Sequence, budget: usize) -> usize {
         if sequence.num_head_left() > 0 {
             let rest = sequence.num_left() - sequence.num_head_left();
             return sequence.num_head_left() + if rest <= MAX_REST { rest } else { 0 };
         }
         let budget = if sequence.num_scored_in(budget) > 0 { budget.min(MAX_SCORED) } else { budget };
-        let budget = budget.min(adopt::num_before_adopted(sequence, &self.pool));
+        let expected = adopt::num_before_expected(sequence, self.expected.values());
+        let budget = budget.min(expected).min(adopt::num_before_adopted(sequence, &self.pool));
         if sequence.num_left() <= budget {
             return sequence.num_left();
         }

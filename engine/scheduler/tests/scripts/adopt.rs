@@ -145,3 +145,34 @@ fn what_a_preempted_sequence_adopted_stays_cached() {
         ",
     );
 }
+
+#[test]
+fn a_chunk_ends_before_blocks_that_are_on_their_way() {
+    check(
+        "
+        pool blocks=20 block_size=4 running=4 budget=64
+        expect id=8 text=a first=4
+        expect id=9 text=b first=2
+        add id=1 prompt=26 max=30 text=a
+        step
+            admit 1
+            1: 0..16
+        # It is not waited for, and what is behind it has come.
+        fetch id=7 text=a first=5 end=6
+            cached before 0
+        step
+            1: 16..20
+        release id=7
+        step
+            adopt 1: 5..6
+            1: 24..26 token
+        end id=1
+        # Nothing is expected any more.
+        release id=9
+        add id=2 prompt=26 max=30 text=b
+        step
+            admit 2
+            2: 0..26 token
+        ",
+    );
+}

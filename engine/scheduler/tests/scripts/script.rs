@@ -13,13 +13,14 @@
 //! draft id=1 right=2 wrong=1                       for the next step, in which `1: 9..12 token draft 2
 //!                                                  accepted 1` is a chunk whose last two were drafted
 //! fetch id=9 text=a first=2 end=4                  blocks 2 and 3 of this text come from outside, held by id 9
+//! expect id=9 text=a first=2                       blocks 2 and later of this text are on their way
 //! decode id=1 | end id=1 | release id=1
 //! state                                            the waiting sequences, the number of running ones, free blocks
 //! ```
 
 use std::{collections::BTreeMap, fmt::Write, time::Duration};
 
-use baton_kv_cache::HashRoot;
+use baton_kv_cache::{BlockHash, HashRoot};
 use baton_request::{KeptPrefix, Retention};
 use baton_scheduler::{Scheduler, SchedulerConfig, Sequence, SequenceId, SequenceRole, StepPlan};
 
@@ -145,6 +146,11 @@ impl Player {
                 Vec::new()
             }
             "fetch" => self.fetch(command),
+            "expect" => {
+                let first = command.number("first");
+                self.scheduler.expect(command.id(), first, self.hashes(command, first + 1)[first]);
+                Vec::new()
+            }
             "resume" => {
                 self.scheduler.resume(command.id(), command.number("blocks"));
                 Vec::new()
@@ -190,12 +196,16 @@ impl Player {
         Vec::new()
     }
 
+    /// The hashes of the first blocks of a text.
+    fn hashes(&self, command: &Command<'_>, num_blocks: usize) -> Vec<BlockHash> {
+        let text = u32::from(command.arguments["text"].as_bytes()[0]) * 1000;
+        let tokens: Vec<u32> = (text..).take(num_blocks * self.block_size).collect();
+        HashRoot::new("script", "", "").block_hashes(&tokens, self.block_size).collect()
+    }
+
     fn fetch(&mut self, command: &Command<'_>) -> Vec<String> {
         let (first, end) = (command.number("first"), command.number("end"));
-        let text = u32::from(command.arguments["text"].as_bytes()[0]) * 1000;
-        let tokens: Vec<u32> = (text..).take(end * self.block_size).collect();
-        let root = HashRoot::new("script", "", "");
-        let hashes: Vec<_> = root.block_hashes(&tokens, self.block_size).collect();
+        let hashes = self.hashes(command, end);
         match self.scheduler.reserve_prefix(command.id(), &hashes[first..]) {
             Some(found) => {
                 let after = first.checked_sub(1).map(|before| hashes[before]);

@@ -57,6 +57,20 @@ fn num_right(tier: &ObjectTier, hashes: &[BlockHash], until: Instant) -> usize {
     records.len()
 }
 
+/// What is read from the end is right, and the index of the first block that came.
+fn first_right(tier: &ObjectTier, hashes: &[BlockHash], until: Instant) -> usize {
+    let mut end = hashes.len();
+    let is_whole = tier.read_from_end(hashes, until, |first, records| {
+        assert_eq!(first + records.len(), end, "piece by piece");
+        let mut pairs = records.iter().zip(&hashes[first..]);
+        assert!(pairs.all(|(record, &hash)| record.body() == body(hash)), "wrong KV");
+        end = first;
+        true
+    });
+    assert_eq!(is_whole, end == 0);
+    end
+}
+
 /// A store with one sequence, and a tier of another worker that has found and measured it.
 fn filled() -> (LyingStore, ObjectTier, Vec<BlockHash>) {
     let store = LyingStore::default();
@@ -126,6 +140,34 @@ fn lies_are_counted_misses() {
         assert!(!reader.holds(hashes[num_whole]) && reader.speed().is_some());
         assert_eq!(num_right(&reader, &hashes, soon()), num_whole);
     }
+}
+
+#[test]
+fn what_is_read_from_the_end_is_whole_up_to_the_first_lie() {
+    for (lie, first, num_damaged, num_errors) in [
+        (Lie::Nothing, 0, 0, 0),
+        (Lie::Short, NUM_BLOCKS, 1, 0),
+        (Lie::FlippedBit(0), NUM_BLOCKS / 2 + 1, 1, 0),
+        (Lie::OtherRange, NUM_BLOCKS, 1, 0),
+        (Lie::Fails, NUM_BLOCKS, 0, 1),
+        (Lie::Vanished, NUM_BLOCKS, 0, 1),
+    ] {
+        let (store, reader, hashes) = filled();
+        store.tell(lie);
+        assert_eq!(first_right(&reader, &hashes, soon()), first, "{lie:?}");
+        let counts = reader.counts();
+        assert_eq!((counts.damaged, counts.read_errors), (num_damaged, num_errors), "{lie:?}");
+        assert_eq!(counts.hits as usize, NUM_BLOCKS - first, "{lie:?}");
+    }
+    // No prompt waits for it: one that hangs is given up when computing is over.
+    let (store, reader, hashes) = filled();
+    store.tell(Lie::Hangs);
+    assert_eq!(first_right(&reader, &hashes, Instant::now() + Duration::from_millis(50)), NUM_BLOCKS);
+    assert_eq!(reader.counts().read_errors, 0);
+    store.tell(Lie::Nothing);
+    assert!(!reader.read_from_end(&hashes, soon(), |_, _| false), "the taker has enough");
+    let longer = [&hashes[..], &chain(2, 1)].concat();
+    assert!(!reader.read_from_end(&longer, soon(), |_, _| unreachable!("its end is not there")));
 }
 
 #[test]

@@ -1,0 +1,146 @@
+//! What is slow to read of a prompt is read from its end while it is computed from its beginning. Both meet in the middle: the
+//! scheduler lets a prompt adopt what has come, and ends its chunks before what is expected.
+
+use std::{sync::Arc, time::Instant};
+
+use anyhow::Context;
+use baton_engine::Expectation;
+use baton_kv_cache::BlockHash;
+use baton_kv_store::Record;
+use tokio::{
+    sync::mpsc::{self, Receiver},
+    task::{AbortHandle, spawn_blocking},
+};
+
+use crate::tiers::Tiers;
+
+/// Fewer tokens are not read beside computing: behind them a prompt needs a step of its own.
+const MIN_TOKENS: usize = 128;
+
+/// What is left of a [`Recall`](crate::Recall) when its prompt begins to be computed.
+#[derive(Debug)]
+pub struct BesideRecall {
+    tiers: Arc<Tiers>,
+    hashes: Vec<BlockHash>,
+    /// Blocks at the front that are in the pool, or soon: the engine may not have said so yet.
+    num_ready: usize,
+}
+
+/// A recall beside computing. It ends when this is dropped.
+#[derive(Debug)]
+pub struct Beside {
+    task: AbortHandle,
+}
+
+/// Blocks that are read next, and the word to the scheduler.
+struct Plan {
+    first: usize,
+    _expected: Expectation,
+}
+
+impl BesideRecall {
+    pub(crate) fn new(tiers: Arc<Tiers>, hashes: Vec<BlockHash>, num_ready: usize) -> BesideRecall {
+        BesideRecall { tiers, hashes, num_ready }
+    }
+
+    /// Begins to read, if that saves time. `num_tokens` at the front have come from elsewhere meanwhile. To be called before the
+    /// prompt is submitted, so that its first chunk leaves out what is read.
+    pub fn start(mut self, num_tokens: usize) -> Option<Beside> {
+        self.num_ready = self.num_ready.max(num_tokens / self.tiers.block_size());
+        let num_pooled = self.num_pooled();
+        self.hashes.truncate(num_pooled + self.tiers.store.num_found(&self.hashes[num_pooled..]));
+        let plan = self.plan(self.hashes.len())?;
+        let tasks = self.tiers.tasks.clone();
+        let task = tasks.spawn(async move {
+            let started = Instant::now();
+            match self.run(plan).await {
+                Ok(num_blocks) => {
+                    let num_tokens = num_blocks * self.tiers.block_size();
+                    tracing::debug!(num_tokens, elapsed = ?started.elapsed(), "the end of a prefix recalled beside computing");
+                }
+                Err(error) => tracing::warn!(%error, "the end of a prefix not recalled; it is computed"),
+            }
+        });
+        Some(Beside { task: task.abort_handle() })
+    }
+
+    /// Blocks at the front that are in the pool: what the engine has computed counts.
+    fn num_pooled(&self) -> usize {
+        let num_pooled = self.tiers.limits.engine.cache_log().num_in_pool(&self.hashes);
+        num_pooled.max(self.num_ready).min(self.hashes.len())
+    }
+
+    /// What to read of the blocks before `end`. `None`: the engine will have computed it sooner.
+    fn plan(&self, end: usize) -> Option<Plan> {
+        let first = self.num_pooled();
+        let hashes = self.hashes.get(first..end)?;
+        let compute = |num_blocks| self.tiers.compute_time(first, num_blocks);
+        let num_blocks = self.tiers.store.meeting(hashes, compute);
+        (num_blocks * self.tiers.block_size() >= MIN_TOKENS).then(|| {
+            let first = end - num_blocks;
+            Plan { first, _expected: self.tiers.limits.engine.expect(&self.hashes, first) }
+        })
+    }
+
+    /// Returns how many blocks came.
+    async fn run(&self, plan: Plan) -> anyhow::Result<usize> {
+        let num_all = self.hashes.len();
+        let (mut end, mut next) = (num_all, Some(plan));
+        while let Some(plan) = next {
+            let mut pieces = self.read(plan.first, end).await?;
+            while let Some((first, records)) = pieces.recv().await {
+                if !self.bring_in(first, records, end).await? {
+                    return Ok(num_all - end);
+                }
+                end = first;
+            }
+            // Late or lost: what is before it would be in vain.
+            if end > plan.first {
+                break;
+            }
+            // The prompt had to wait, or computing takes longer than it should: more can be read.
+            next = self.plan(end);
+        }
+        Ok(num_all - end)
+    }
+
+    /// Reads the blocks from `first` to `end`, the last ones first.
+    async fn read(&self, first: usize, end: usize) -> anyhow::Result<Receiver<(usize, Vec<Arc<Record>>)>> {
+        let permit = self.tiers.reading.clone().acquire_owned().await?;
+        let num_pooled = self.num_pooled();
+        let until = Instant::now() + self.tiers.compute_time(num_pooled, end.saturating_sub(num_pooled));
+        let (tiers, hashes) = (self.tiers.clone(), self.hashes[first..end].to_vec());
+        // One piece is written while the next one is read.
+        let (sender, pieces) = mpsc::channel(1);
+        spawn_blocking(move || {
+            let _permit = permit;
+            tiers.store.read_from_end(&hashes, until, |idx, records| {
+                sender.blocking_send((first + idx, records)).is_ok()
+            });
+        });
+        Ok(pieces)
+    }
+
+    /// Brings records into the pool. False: the engine has computed them, or there is no room.
+    async fn bring_in(&self, first: usize, records: Vec<Arc<Record>>, end: usize) -> anyhow::Result<bool> {
+        let engine = &self.tiers.limits.engine;
+        let found = engine.reserve_blocks(&self.hashes[..end], first).await?;
+        let Some(reservation) = found.filter(|found| found.num_cached_blocks() < records.len()) else {
+            return Ok(false);
+        };
+        let tiers = self.tiers.clone();
+        let written = spawn_blocking(move || {
+            let num_cached = reservation.num_cached_blocks();
+            let (blocks, records) = (&reservation.blocks()[num_cached..], &records[num_cached..]);
+            tiers.store.write_to_pool(records, blocks).map(|()| reservation)
+        });
+        engine.cache_prefix(written.await?.context("the pool's device")?);
+        Ok(true)
+    }
+}
+
+impl Drop for Beside {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}

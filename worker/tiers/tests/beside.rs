@@ -1,0 +1,214 @@
+//! A tier that is about as fast as computing: its blocks come from the end of a prompt while it is computed.
+
+use std::{
+    io,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    thread,
+    time::{Duration, Instant},
+};
+
+use baton_engine::{EngineConfig, EngineHandle, EngineThread, Request, SamplingParams, TokenEvent};
+use baton_engine_testing::FakeModel;
+use baton_kv_cache::BlockHash;
+use baton_kv_events::{BlockHolder, Keep};
+use baton_kv_store::{HostSlots, KvStore, ReadError, Record, RecordName, Slots};
+use baton_worker_tiers::{FetchLimits, Recall, SaveAtEnd, Tiers};
+use tokio_util::task::TaskTracker;
+
+const BLOCK_SIZE: usize = 4;
+const NUM_TOKENS: usize = 401;
+/// Of a block: to compute and to read.
+const BLOCK_TIME: Duration = Duration::from_millis(2);
+
+/// Slots in memory that take their time, and may lose a block.
+#[derive(Debug)]
+struct SlowSlots {
+    slots: HostSlots,
+    loses_one: Arc<AtomicBool>,
+}
+
+impl Slots for SlowSlots {
+    fn name(&self) -> &'static str {
+        "slow"
+    }
+
+    fn is_memory(&self) -> bool {
+        true
+    }
+
+    fn num_slots(&self) -> u32 {
+        self.slots.num_slots()
+    }
+
+    fn record_bytes(&self) -> usize {
+        self.slots.record_bytes()
+    }
+
+    fn write(&self, slot: u32, record: &Arc<Record>) -> io::Result<()> {
+        self.slots.write(slot, record)
+    }
+
+    fn read(&self, wanted: &[(u32, BlockHash)]) -> Vec<Result<Arc<Record>, ReadError>> {
+        thread::sleep(BLOCK_TIME * wanted.len() as u32);
+        let mut read = self.slots.read(wanted);
+        if self.loses_one.load(Ordering::Relaxed) {
+            let middle = read.len() / 2;
+            read[middle] = Err(ReadError::Damaged);
+        }
+        read
+    }
+
+    fn keep(&self, _: u32, _: Keep) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn take_found(&mut self) -> Vec<(u32, RecordName, Keep)> {
+        Vec::new()
+    }
+}
+
+struct Worker {
+    model: FakeModel,
+    engine: EngineHandle,
+    thread: Option<EngineThread>,
+    tiers: Arc<Tiers>,
+    loses_one: Arc<AtomicBool>,
+}
+
+impl Worker {
+    fn start() -> Worker {
+        let model = FakeModel::new(BLOCK_SIZE);
+        let config = EngineConfig {
+            num_blocks: 180,
+            max_running: 4,
+            token_budget: 2 * BLOCK_SIZE,
+            itl_target: None,
+            context_length: 512,
+            max_waiting: 16,
+            prefix_cache: true,
+            model_revision: "fake".into(),
+            step_prior: None,
+            grammars: None,
+            blending: None,
+            clock: Instant::now,
+            thread_waits: || Duration::ZERO,
+        };
+        let executor = model.executor_with_hook(|batch| {
+            let num_tokens: usize = batch.sequences.iter().map(|sequence| sequence.tokens.len()).sum();
+            thread::sleep(BLOCK_TIME * num_tokens as u32 / BLOCK_SIZE as u32);
+            Ok(())
+        });
+        let (engine, thread) = baton_engine::start(executor, None, config).expect("it starts");
+        let limits = FetchLimits {
+            engine: engine.clone(),
+            fetch_deadline: None,
+            handoff_deadline: Duration::from_secs(60),
+        };
+        let layout = *engine.storage().layout();
+        let loses_one = Arc::new(AtomicBool::new(false));
+        let slots = HostSlots::new(1000 * layout.block_bytes() as u64, layout.block_bytes());
+        let slots: Box<dyn Slots> = Box::new(SlowSlots { slots, loses_one: loses_one.clone() });
+        let log = engine.cache_log().clone();
+        let tell = move |events| log.append(BlockHolder::Store, events);
+        let store = KvStore::over_slots(vec![slots], engine.storage().clone(), tell);
+        let tiers = Arc::new(Tiers::over(store, limits, TaskTracker::new()));
+        Worker { model, engine, thread: Some(thread), tiers, loses_one }
+    }
+
+    /// Answers as a worker does. Returns the tokens of the prompt that the cache supplied.
+    async fn answer(&self, nth: u32) -> usize {
+        let prompt: Vec<u32> = (0..NUM_TOKENS as u32).map(|idx| (idx * idx + nth * 7) % 64).collect();
+        let sampling = SamplingParams { max_tokens: 1, temperature: 0.0, ..SamplingParams::default() };
+        let request = Request { prompt: prompt.clone().into(), sampling, ..Request::default() };
+        let save = SaveAtEnd::new(Some(&self.tiers), &request);
+        let beside = match Recall::of(Some(&self.tiers), &request) {
+            Some(recall) => recall.run().await.and_then(|beside| beside.start(0)),
+            None => None,
+        };
+        let mut stream = self.engine.generate(request).expect("accepted");
+        let (mut tokens, mut num_cached) = (Vec::new(), 0);
+        loop {
+            match stream.next().await.expect("a terminal event comes first") {
+                TokenEvent::Started { cached_tokens } | TokenEvent::Adopted { cached_tokens } => {
+                    num_cached += cached_tokens;
+                }
+                TokenEvent::Token(token) => tokens.push(token.id),
+                TokenEvent::Finished(_) => break,
+                other => panic!("unexpected {other:?}"),
+            }
+        }
+        assert_eq!(tokens, self.model.greedy(&prompt, 1));
+        drop((beside, save));
+        num_cached
+    }
+
+    /// Until the tier holds so many blocks.
+    async fn until_saved(&self, num_blocks: u64) {
+        let deadline = Instant::now() + Duration::from_secs(60);
+        while self.tiers.counts()[0].num_held < num_blocks {
+            assert!(Instant::now() < deadline, "{:?}", self.tiers.counts());
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    }
+
+    async fn end(mut self) {
+        self.tiers.tasks().close();
+        self.tiers.tasks().wait().await;
+        // Copies that have begun keep their blocks until they are done.
+        let deadline = Instant::now() + Duration::from_secs(60);
+        while let Err(error) = self.engine.check_idle_integrity().await {
+            assert!(Instant::now() < deadline, "{error}");
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+        self.engine.shutdown();
+        self.thread.take().expect("it runs").join().expect("it ends");
+    }
+}
+
+const NUM_BLOCKS: u64 = (NUM_TOKENS / BLOCK_SIZE) as u64;
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_is_as_slow_as_computing_comes_from_the_end_meanwhile() {
+    let worker = Worker::start();
+    // Three prompts of 100 blocks: the pool holds the newest.
+    for nth in 0..3 {
+        assert_eq!(worker.answer(nth).await, 0);
+        worker.until_saved(NUM_BLOCKS * u64::from(nth + 1)).await;
+    }
+    // The tier was not read yet, and is taken to be fast.
+    let num_cached = worker.answer(0).await;
+    assert_eq!(num_cached, NUM_TOKENS - 1);
+    // It takes as long as computing does, so each does a half.
+    for nth in 1..4 {
+        let num_cached = worker.answer(nth % 3).await;
+        assert!((100..300).contains(&num_cached), "{num_cached} of {NUM_TOKENS}");
+    }
+    // A block that is lost ends it: those behind it have come.
+    worker.loses_one.store(true, Ordering::Relaxed);
+    let num_cached = worker.answer(1).await;
+    assert!((40..200).contains(&num_cached), "{num_cached} of {NUM_TOKENS}");
+    assert_eq!(worker.tiers.counts()[0].damaged, 1);
+    worker.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_request_that_leaves_ends_its_recall_and_leaves_no_block() {
+    let worker = Worker::start();
+    for nth in 0..3 {
+        worker.answer(nth).await;
+        worker.until_saved(NUM_BLOCKS * u64::from(nth + 1)).await;
+    }
+    worker.answer(0).await;
+    let prompt: Vec<u32> = (0..NUM_TOKENS as u32).map(|idx| (idx * idx + 7) % 64).collect();
+    let sampling = SamplingParams { max_tokens: 1, ..SamplingParams::default() };
+    let request = Request { prompt: prompt.into(), sampling, ..Request::default() };
+    let recall = Recall::of(Some(&worker.tiers), &request).expect("the tier has it");
+    let beside = recall.run().await.and_then(|beside| beside.start(0)).expect("it is slow");
+    let stream = worker.engine.generate(request).expect("accepted");
+    tokio::time::sleep(BLOCK_TIME * 10).await;
+    drop((stream, beside));
+    worker.end().await;
+}
