@@ -13,7 +13,7 @@ use baton_proto::worker::GenerateEvent;
 use baton_request::{Failure, FailureKind, FinishReason};
 use baton_telemetry::trace_context;
 use baton_worker::{
-    Beside, RequestClock, SaveAtEnd, Uncovered, Worker,
+    Meanwhile, RequestClock, SaveAtEnd, Uncovered, Worker,
     convert::{
         TokenNotes, engine_failure, failed_event, finished_event, leaving_event, scored_event,
         submit_failure, token_event,
@@ -29,7 +29,7 @@ use crate::remote_prefill::RemotePrefillEvent;
 /// The source of the next event.
 enum TokenSource {
     /// A cached prefix is fetched from another worker, or recalled from a tier. Then this worker's engine computes the rest.
-    Fetch(BoxFuture<'static, Option<Beside>>, Box<Request>, Option<Uncovered>),
+    Fetch(BoxFuture<'static, Meanwhile>, Box<Request>, Option<Uncovered>),
     RemotePrefill(mpsc::Receiver<RemotePrefillEvent>),
     Engine(TokenStream),
     /// The first token was the last.
@@ -51,7 +51,7 @@ pub struct GenerateStream {
     halted: CancellationToken,
     /// Saves the blocks when the stream ends or is dropped.
     /// Brings more of the prompt into the pool until its first token.
-    beside: Option<Beside>,
+    meanwhile: Meanwhile,
     save: Option<SaveAtEnd>,
     /// Ends with the stream.
     span: Span,
@@ -68,7 +68,7 @@ impl GenerateStream {
     /// The same, after `fetch` has ended. More may come while it is computed.
     pub fn fetching(
         worker: Arc<Worker>,
-        fetch: impl Future<Output = Option<Beside>> + Send + 'static,
+        fetch: impl Future<Output = Meanwhile> + Send + 'static,
         request: Request,
         uncovered: Option<Uncovered>,
         clock: RequestClock,
@@ -108,7 +108,7 @@ impl GenerateStream {
             clock,
             draining: Some(draining),
             halted,
-            beside: None,
+            meanwhile: Meanwhile::default(),
             save: None,
             span: Span::none(),
             _busy: busy,
@@ -138,7 +138,7 @@ impl GenerateStream {
                 TokenSource::Fetch(fetch, request, uncovered) => {
                     tokio::select! {
                         biased;
-                        beside = fetch => self.beside = beside,
+                        meanwhile = fetch => self.meanwhile = meanwhile,
                         () = self.halted.cancelled() => return Some(self.fail(draining_failure())),
                     }
                     match self.worker.engine().generate(std::mem::take(request.as_mut())) {
@@ -236,7 +236,7 @@ impl GenerateStream {
         if let Some(save) = &mut self.save {
             save.push(token.id);
         }
-        self.beside = None;
+        self.meanwhile = Meanwhile::default();
         let pace = self.clock.token(sampled);
         self.notes.pace = self.notes.pace.or(pace);
         token_event(token, std::mem::take(&mut self.notes))

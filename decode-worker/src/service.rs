@@ -11,9 +11,9 @@ use baton_proto::{
 };
 use baton_telemetry::trace_context;
 use baton_worker::{
-    Recall, SaveAtEnd, Uncovered, Worker, blending,
+    Recall, SaveAtEnd, Uncovered, Worker, blending, bring_in,
     convert::{progress_event, submit_failure},
-    handoff::{prefix_fetch, pulse::Pulse},
+    handoff::pulse::Pulse,
     identity_of,
 };
 use tokio::sync::mpsc;
@@ -76,7 +76,7 @@ impl DecodeService {
             }
             (PromptKv::Local, Some(recall)) => {
                 let clock = worker.metrics().request_taken("local", num_tokens, span);
-                let recall = async move { recall.run().await?.start(0) };
+                let recall = bring_in(worker.clone(), Some(recall), None, request.clone());
                 let span = tracing::info_span!(parent: span, "recall");
                 GenerateStream::fetching(worker, recall.instrument(span), request, uncovered, clock)
             }
@@ -85,16 +85,8 @@ impl DecodeService {
                 let span = tracing::info_span!(
                     parent: span, "fetch prefix", otel.kind = "client", source = source.worker_id
                 );
-                let (own, asked) = (worker.clone(), request.clone());
                 // The peer is asked for what the tiers lack.
-                let fetch = async move {
-                    let beside = match recall {
-                        Some(recall) => recall.run().await,
-                        None => None,
-                    };
-                    let num_fetched = prefix_fetch::fetch(own, source, attempt, asked).await;
-                    beside?.start(num_fetched)
-                };
+                let fetch = bring_in(worker.clone(), recall, Some((source, attempt)), request.clone());
                 GenerateStream::fetching(worker, fetch.instrument(span), request, uncovered, clock)
             }
             (PromptKv::Remote(plan), _) => {

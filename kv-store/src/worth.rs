@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use baton_cost::LinkLine;
+use baton_cost::{LinkLine, WORTH_WAITING};
 
 /// What is worth reading.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -20,8 +20,7 @@ pub struct Worth {
 pub enum ReadMode {
     /// No: whatever takes less time than computing is read. Estimates are not exact, so it must be a tenth less.
     Alone,
-    /// They can be: what takes more than 0.3 of the time to compute it is read from its end meanwhile ([`meeting`]). For what is
-    /// faster that would save less than a quarter of the time, and cost computing.
+    /// They can be: what takes more than [`WORTH_WAITING`] of the time to compute it is read from its end meanwhile.
     BesideComputing,
 }
 
@@ -33,14 +32,11 @@ pub(crate) struct Run {
     pub(crate) speed: Option<LinkLine>,
 }
 
-/// Of the time until blocks are computed, reading the others may take this part: a read that is late is in vain.
-const MEETING_MARGIN: f64 = 0.9;
-
 impl ReadMode {
     fn margin(self) -> f64 {
         match self {
             ReadMode::Alone => 0.9,
-            ReadMode::BesideComputing => 0.3,
+            ReadMode::BesideComputing => WORTH_WAITING,
         }
     }
 }
@@ -70,34 +66,22 @@ pub(crate) fn worth(runs: &[Run], block_bytes: usize, compute_block: Duration, m
     best
 }
 
-/// Blocks at the end of a sequence that are read, from the last one on, in the time in which those before them are computed.
-/// `compute` says how long its first so many blocks take. So computing and reading meet in the middle (Jin et al., "Compute Or Load
-/// KV Cache? Why Not Both?", 2024), and both together take less time than either.
+/// Blocks at the end of a sequence that are read, from the last one on, in the time in which those before them are computed; see
+/// [`baton_cost::meeting`]. `compute` says how long its first so many blocks take.
 pub(crate) fn meeting(runs: &[Run], block_bytes: usize, compute: impl Fn(usize) -> Duration) -> usize {
-    let num_all: usize = runs.iter().map(|run| run.num_blocks).sum();
     let read_seconds = |num_blocks: usize| {
         let (mut left, mut seconds) = (num_blocks, 0.0);
-        for run in runs.iter().rev().take_while(|_| num_blocks > 0) {
+        for run in runs.iter().rev() {
             let num = run.num_blocks.min(left);
-            seconds += run.seconds(num, block_bytes)?;
-            left -= num;
-            if left == 0 {
-                break;
+            if num > 0 {
+                seconds += run.seconds(num, block_bytes).unwrap_or(f64::INFINITY);
             }
+            left -= num;
         }
-        Some(seconds)
+        seconds
     };
-    let is_in_time = |num_blocks: usize| {
-        let until = MEETING_MARGIN * compute(num_all - num_blocks).as_secs_f64();
-        read_seconds(num_blocks).is_some_and(|seconds| seconds <= until)
-    };
-    // More blocks take longer, and less time is left for them.
-    let (mut some, mut too_many) = (0, num_all + 1);
-    while some + 1 < too_many {
-        let middle = some.midpoint(too_many);
-        if is_in_time(middle) { some = middle } else { too_many = middle }
-    }
-    some
+    let num_blocks = runs.iter().map(|run| run.num_blocks).sum();
+    baton_cost::meeting(num_blocks, read_seconds, |num| compute(num).as_secs_f64())
 }
 
 #[cfg(test)]
@@ -153,17 +137,11 @@ mod tests {
         let of = |list: &[(usize, Option<(f64, f64)>)]| {
             meeting(&runs(list), BLOCK_BYTES, |num| Duration::from_millis(100) * num as u32)
         };
-        // As fast as computing: nearly half.
         assert_eq!(of(&[(100, Some((0.0, 10.0)))]), 47);
-        // A third as fast, twice as fast.
-        assert_eq!(of(&[(100, Some((0.0, 10.0 / 3.0)))]), 23);
-        assert_eq!(of(&[(100, Some((0.0, 20.0)))]), 64);
-        // What takes no time is all read.
         assert_eq!(of(&[(100, MEMORY)]), 100);
         assert_eq!(of(&[]), 0);
-        // The latency counts once, and may be too long.
+        // The latency counts once.
         assert_eq!(of(&[(100, Some((2.0, 10.0)))]), 36);
-        assert_eq!(of(&[(10, Some((2.0, 10.0)))]), 0);
         // From the end: memory first, and nothing before what is not known.
         assert_eq!(of(&[(50, Some((0.0, 10.0))), (50, MEMORY)]), 73);
         assert_eq!(of(&[(50, MEMORY), (50, Some((0.0, 10.0)))]), 47);

@@ -20,13 +20,12 @@ use baton_handoff::{
 use baton_request::{Failure, FailureKind, FinishReason, Request};
 use baton_telemetry::{KeyValue, TracePoint, trace_context};
 use baton_worker::{
-    Beside, Recall, RequestClock, SaveAtEnd, Uncovered, Worker, blending,
+    Meanwhile, Recall, RequestClock, SaveAtEnd, Uncovered, Worker, blending, bring_in,
     convert::{engine_failure, submit_failure},
     convert_handoff::FirstToken,
     handoff::{
         opening::{OpenedHandoff, PrefixSource, draining_failure},
         prefill_side::{PeerFormat, PrefillSide},
-        prefix_fetch,
         pulse::Pulse,
         stream::sleep_until,
     },
@@ -55,11 +54,7 @@ pub struct ComputedHandoffDriver {
 /// The prompt and its blocks.
 enum Prompt {
     /// The engine does not have the prompt yet. A prefix that another worker has cached is fetched first, if there is one.
-    Fetching {
-        fetch: BoxFuture<'static, Option<Beside>>,
-        request: Box<Request>,
-        uncovered: Option<Uncovered>,
-    },
+    Fetching { fetch: BoxFuture<'static, Meanwhile>, request: Box<Request>, uncovered: Option<Uncovered> },
     /// The prompt is in the engine: it waits in the queue or is computed.
     Computing(Computing),
     /// The engine has finished. The route shares this guard; the last owner to drop it returns the blocks.
@@ -75,8 +70,8 @@ struct Computing {
     cached_tokens: usize,
     /// Prompt tokens whose KV came from kept passages.
     blended_tokens: usize,
-    /// Brings more of the prompt into the pool meanwhile.
-    _beside: Option<Beside>,
+    /// Brings more of the prompt into the pool.
+    _meanwhile: Meanwhile,
     /// Tells when to report progress to the decode worker.
     pulse: Pulse,
     /// `Ready` events of this sequence. They are progress within a step, which may be long.
@@ -85,7 +80,7 @@ struct Computing {
 
 enum Event {
     /// The fetch of a cached prefix has ended, with or without success. More may come while the prompt is computed.
-    Fetched(Option<Beside>),
+    Fetched(Meanwhile),
     Engine(Option<PrefillEvent>),
     /// The engine has made progress, for any request.
     Progress,
@@ -106,7 +101,9 @@ impl ComputedHandoffDriver {
         blending::decide(&worker, &mut request);
         let clock = worker.metrics().request_taken("handoff", request.num_known_tokens(), &Span::current());
         let save = SaveAtEnd::new(worker.tiers(), &request);
-        let fetch = fetch(worker.clone(), source, request.clone());
+        let recall = Recall::of(worker.tiers(), &request);
+        let source = source.map(|PrefixSource { peer, attempt }| (peer, attempt));
+        let fetch = bring_in(worker.clone(), recall, source, request.clone());
         let prompt = Prompt::Fetching { fetch: Box::pin(fetch), request: Box::new(request), uncovered };
         let num_layers = worker.engine().storage().layout().num_layers;
         let side = PrefillSide::new(worker, stream, peer_format);
@@ -157,7 +154,7 @@ impl ComputedHandoffDriver {
 
     fn take(&mut self, event: Event) -> Vec<Action> {
         let input = match event {
-            Event::Fetched(beside) => match self.submit(beside) {
+            Event::Fetched(meanwhile) => match self.submit(meanwhile) {
                 Ok(()) => return Vec::new(),
                 Err(failure) => ComputeInput::Other(PrefillInput::Fail(failure)),
             },
@@ -169,7 +166,7 @@ impl ComputedHandoffDriver {
     }
 
     /// Gives the prompt to the engine.
-    fn submit(&mut self, beside: Option<Beside>) -> Result<(), Failure> {
+    fn submit(&mut self, meanwhile: Meanwhile) -> Result<(), Failure> {
         let Prompt::Fetching { request, uncovered, .. } =
             std::mem::replace(&mut self.prompt, Prompt::Released)
         else {
@@ -186,7 +183,7 @@ impl ComputedHandoffDriver {
             blocks,
             cached_tokens: 0,
             blended_tokens: 0,
-            _beside: beside,
+            _meanwhile: meanwhile,
             pulse,
             num_ready: 0,
         });
@@ -329,18 +326,4 @@ impl Prompt {
             Prompt::Fetching { .. } | Prompt::Released => None,
         }
     }
-}
-
-/// Brings cached KV of the prompt into the pool: first from this worker's tiers, then from another worker. What is slow comes while
-/// the prompt is computed.
-async fn fetch(worker: Arc<Worker>, source: Option<PrefixSource>, request: Request) -> Option<Beside> {
-    let beside = match Recall::of(worker.tiers(), &request) {
-        Some(recall) => recall.run().await,
-        None => None,
-    };
-    let num_fetched = match source {
-        Some(PrefixSource { peer, attempt }) => prefix_fetch::fetch(worker, peer, attempt, request).await,
-        None => 0,
-    };
-    beside?.start(num_fetched)
 }

@@ -10,6 +10,7 @@
 
 pub mod blending;
 mod block_device;
+mod bring_in;
 mod config;
 pub mod convert;
 pub mod convert_handoff;
@@ -35,8 +36,9 @@ mod worker;
 pub use baton_handoff::TransportKind;
 pub use baton_transport_rdma::finds_rdma;
 pub use baton_worker_metrics::{PromptPace, RequestClock};
-pub use baton_worker_tiers::{Beside, BesideRecall, Recall, SaveAtEnd, Tiers};
+pub use baton_worker_tiers::{Recall, SaveAtEnd, Tiers};
 pub use block_device::BlockDevice;
+pub use bring_in::{Meanwhile, bring_in};
 pub use config::{
     BlendSettings, ConfigError, DrafterConfig, KvMemory, ThreadPinning, WorkerConfig, name_of,
     private_runtime_dir,
@@ -45,6 +47,7 @@ pub use data_plane::{DataPlane, KvDirection};
 pub use device::ComputeDevice;
 pub use incoming::identity_of;
 pub use lifecycle::{Lifecycle, Phase};
+pub use links::Arrivals;
 pub use load::Model;
 pub use metrics::WorkerMetrics;
 pub use pace::step_profile;

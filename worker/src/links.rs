@@ -1,6 +1,9 @@
 //! How fast KV leaves this worker, by what carries it, as handoffs measure it.
 
-use std::sync::{Mutex, PoisonError};
+use std::{
+    collections::HashMap,
+    sync::{Mutex, PoisonError},
+};
 
 use baton_cost::{LinkCalibration, LinkLine};
 use baton_handoff::TransportKind;
@@ -26,6 +29,32 @@ impl Links {
     pub(crate) fn read(&self) -> Vec<(TransportKind, LinkLine)> {
         let links = self.links.lock().unwrap_or_else(PoisonError::into_inner);
         links.iter().filter_map(|(kind, link)| Some((*kind, link.line()?))).collect()
+    }
+}
+
+/// How fast KV comes to this worker, by the worker that gives it, as fetches measure it.
+#[derive(Debug, Default)]
+pub struct Arrivals {
+    /// Locked for a few operations only.
+    peers: Mutex<HashMap<String, LinkCalibration>>,
+}
+
+/// A thousand workers and their restarts. What is forgotten is measured again.
+const MAX_PEERS: usize = 4096;
+
+impl Arrivals {
+    /// So many bytes of KV, as this worker stores it, came from a peer in so many seconds.
+    pub fn observe(&self, peer: &str, num_bytes: u64, seconds: f64) {
+        let mut peers = self.peers.lock().unwrap_or_else(PoisonError::into_inner);
+        if peers.len() >= MAX_PEERS && !peers.contains_key(peer) {
+            peers.clear();
+        }
+        peers.entry(peer.to_owned()).or_default().observe(num_bytes, seconds);
+    }
+
+    /// What KV from a peer takes, if that was measured.
+    pub fn line(&self, peer: &str) -> Option<LinkLine> {
+        self.peers.lock().unwrap_or_else(PoisonError::into_inner).get(peer)?.line()
     }
 }
 

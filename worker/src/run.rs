@@ -22,7 +22,7 @@ use crate::{
     config::WorkerConfig,
     data_plane::DataPlane,
     lifecycle::Lifecycle,
-    links::Links,
+    links::{Arrivals, Links},
     load::{self, Model},
     metrics::WorkerMetrics,
     peers::Peers,
@@ -150,7 +150,8 @@ where
     let drain_timeout = config.drain_timeout;
     let peers = Peers::new(Dialer::new(config.tls.clone()));
     let blending = Blending::new(&config, &engine);
-    let (tickets, links, watchers) = (Tickets::default(), Links::default(), Watchers::default());
+    let (tickets, watchers) = (Tickets::default(), Watchers::default());
+    let (links, arrivals) = (Links::default(), Arrivals::default());
     let worker = Arc::new(Worker {
         config,
         record,
@@ -164,6 +165,7 @@ where
         peers,
         tickets,
         links,
+        arrivals,
         watchers,
     });
     let resuming = worker.tiers.clone().map(|tiers| tokio::spawn(tiers.resume_preempted()));

@@ -16,7 +16,7 @@ use crate::{
     config::WorkerConfig,
     data_plane::{DataPlane, KvDirection},
     lifecycle::Lifecycle,
-    links::Links,
+    links::{Arrivals, Links},
     metrics::WorkerMetrics,
     peers::Peers,
     tickets::Tickets,
@@ -37,6 +37,7 @@ pub struct Worker {
     pub(crate) peers: Arc<Peers>,
     pub(crate) tickets: Tickets,
     pub(crate) links: Links,
+    pub(crate) arrivals: Arrivals,
     pub(crate) watchers: Watchers,
 }
 
@@ -110,6 +111,11 @@ impl Worker {
     /// Connections to other workers.
     pub fn peers(&self) -> &Arc<Peers> {
         &self.peers
+    }
+
+    /// How fast KV comes from other workers.
+    pub fn arrivals(&self) -> &Arrivals {
+        &self.arrivals
     }
 
     /// Which requests its load reports count.

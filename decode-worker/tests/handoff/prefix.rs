@@ -4,12 +4,14 @@ use std::time::Duration;
 
 use baton_engine::{Request, SamplingParams};
 use baton_handoff::TransportKind;
+use baton_model::Batch;
 use baton_proto::worker::{self as proto, DrainRequest, worker_client::WorkerClient};
-use baton_worker::KvMemory;
+use baton_worker::{KvMemory, WorkerConfig};
 use tokio::net::TcpListener;
 
 use crate::harness::{
-    BLOCK_SIZE, TestWorker, decode, expected, generate, prefill, prompt, request, transports,
+    Answer, BLOCK_SIZE, Builder, End, TestWorker, decode, expected, generate, prefill, prompt, request,
+    transports,
 };
 
 const NUM_PROMPT: usize = 30;
@@ -205,5 +207,74 @@ async fn cancelling_during_a_prefix_fetch_frees_every_block() {
         let _ = tokio::time::timeout(moment, generate(&client, request)).await;
     }
     old.assert_all_free().await;
+    new.assert_all_free().await;
+}
+
+/// A worker that takes its time, and has seen KV come from `source` half as fast as it computes.
+async fn slow_beside(source: &TestWorker, builder: Builder, block_size: usize) -> TestWorker {
+    let token = Duration::from_millis(2);
+    let hook = move |batch: &Batch<'_>| {
+        let num_tokens: usize = batch.sequences.iter().map(|sequence| sequence.tokens.len()).sum();
+        std::thread::sleep(token * num_tokens as u32);
+        Ok(())
+    };
+    let with = |config: &mut WorkerConfig| config.fetch_deadline = None;
+    let new = builder.block_size(block_size).with(with).hook(Box::new(hook)).start().await;
+    // Its steps are measured.
+    generate(&new.client().await, request(&prompt(1, 60), 1, None)).await.unwrap().finished();
+    let num_bytes = new.worker.engine().storage().layout().block_bytes() as u64;
+    let block = token.as_secs_f64() * block_size as f64;
+    (0..50).for_each(|_| new.worker.arrivals().observe(&source.peer().worker_id, num_bytes, 0.5 * block));
+    new
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_slow_source_gives_the_end_while_the_beginning_is_computed() {
+    for transport in transports() {
+        for block_size in [4, 6] {
+            let old = decode().transport(transport).start().await;
+            let new = decode().named("d1").transport(transport);
+            let new = slow_beside(&old, new, block_size).await;
+            let turn = prompt(3, 250);
+            generate(&old.client().await, request(&turn, 1, None)).await.unwrap().finished();
+            let before = computed(&new);
+            let one = proto::GenerateRequest { prefix_source: Some(old.peer()), ..request(&turn, 1, None) };
+            let answer = generate(&new.client().await, one).await.unwrap();
+            let End::Finished { cached_tokens } = answer.end else { panic!("{answer:?}") };
+            assert_eq!(answer.tokens, expected(&turn, 1), "{transport}");
+            // It came at once, but was planned by what was measured: two thirds.
+            assert!((128..190).contains(&cached_tokens), "{cached_tokens}");
+            assert_eq!(computed(&new) - before, turn.len() - cached_tokens as usize);
+            assert!(new.has_metric(&format!("baton_prefix_fetched_tokens_total {cached_tokens}")).await);
+            old.assert_all_free().await;
+            new.assert_all_free().await;
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_source_that_dies_or_a_request_that_leaves_meanwhile_leaves_no_block() {
+    let mut old = decode().transport(TransportKind::Tcp).start().await;
+    let new = slow_beside(&old, decode().named("d1").transport(TransportKind::Tcp), 4).await;
+    let client = new.client().await;
+    let asked =
+        |turn: &[u32]| proto::GenerateRequest { prefix_source: Some(old.peer()), ..request(turn, 1, None) };
+    let turns: Vec<_> = (3..10).map(|seed| prompt(seed, 250)).collect();
+    for (nth, turn) in turns.iter().enumerate() {
+        generate(&old.client().await, request(turn, 1, None)).await.unwrap().finished();
+        let moment = Duration::from_millis(5 * nth as u64);
+        let _ = tokio::time::timeout(moment, generate(&client, asked(turn))).await;
+    }
+    old.assert_all_free().await;
+    // Much slower than it was measured: it is asked for nothing more.
+    let num_bytes = new.worker.engine().storage().layout().block_bytes() as u64;
+    (0..50).for_each(|_| new.worker.arrivals().observe(&old.peer().worker_id, num_bytes, 1.0));
+    let turn = prompt(20, 250);
+    generate(&old.client().await, request(&turn, 1, None)).await.unwrap().finished();
+    let answer = generate(&client, asked(&turn)).await.unwrap();
+    assert_eq!(answer, Answer { tokens: expected(&turn, 1), end: End::Finished { cached_tokens: 0 } });
+    let last = asked(&turns[6]);
+    old.kill();
+    assert_eq!(generate(&client, last).await.unwrap().finished(), expected(&turns[6], 1));
     new.assert_all_free().await;
 }

@@ -9,11 +9,13 @@
 
 mod calibration;
 mod link;
+mod meeting;
 mod roofline;
 mod step;
 
 pub use calibration::StepCalibration;
 pub use link::{LinkCalibration, LinkLine};
+pub use meeting::{WORTH_WAITING, meeting};
 pub use roofline::{DeviceProfile, GpuKind, ModelShape, prior};
 pub use step::{PassageWork, PromptWork, StepLine, StepWork};
 

@@ -5,7 +5,7 @@
 
 use std::{sync::Arc, time::Duration};
 
-use baton_engine::{PrefixReservation, Reservation};
+use baton_engine::Reservation;
 use baton_handoff::{
     AccessKey, Begin, DecodeMessage, Generation, Grant, KvFault, Limits, Piece, decode::DecodeInput,
 };
@@ -41,16 +41,6 @@ pub trait ReservedBlocks: Send + 'static {
 }
 
 impl ReservedBlocks for Reservation {
-    fn blocks(&self) -> &[BlockId] {
-        self.blocks()
-    }
-
-    fn num_cached_blocks(&self) -> usize {
-        self.num_cached_blocks()
-    }
-}
-
-impl ReservedBlocks for PrefixReservation {
     fn blocks(&self) -> &[BlockId] {
         self.blocks()
     }

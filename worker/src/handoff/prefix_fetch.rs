@@ -1,4 +1,5 @@
-//! Fetches a prefix that another worker has cached, before a prompt is computed, and adds it to this worker's cache.
+//! Fetches a prefix that another worker has cached, and adds it to this worker's cache: before a prompt is computed, or where that
+//! would take too long its end, meanwhile.
 //!
 //! A failed fetch costs only the time until it fails: the engine computes what did not arrive.
 
@@ -8,29 +9,48 @@ use std::{
     time::{Duration, Instant},
 };
 
-use baton_engine::PrefixReservation;
+use baton_engine::{Expectation, PrefixReservation};
 use baton_handoff::{
-    HandoffError, Side,
+    DecodeMessage, HandoffError, Side,
     decode::{Committed, DecodeAction, DecodeInput, PrefixFetch, PrefixFetchAction},
 };
+use baton_kv_cache::{BlockHash, BlockId};
 use baton_proto::worker::PrefillPeer;
 use baton_request::{Failure, FailureKind, Request};
 use tokio::sync::oneshot;
 use tracing::Instrument;
 
 use super::{
-    decode_side::{DecodeSide, begin, limits},
+    decode_side::{DecodeSide, ReservedBlocks, begin, limits},
     stream::sleep_until,
 };
-use crate::{convert::submit_failure, convert_handoff::FirstToken, peers::Link, worker::Worker};
+use crate::{convert::submit_failure, convert_handoff::FirstToken, worker::Worker};
 
-/// Fetches the full blocks of a request's known tokens that `source` has cached and this worker lacks. Returns how many tokens at
-/// the front this worker has then; 0 if nothing came. Dropping the future cancels it.
-pub async fn fetch(worker: Arc<Worker>, source: PrefillPeer, attempt: u32, request: Request) -> usize {
+/// What a fetch has brought when the prompt can be submitted.
+#[derive(Debug, Default)]
+pub struct Fetched {
+    /// Tokens at the front that this worker has now; 0 if nothing came.
+    pub num_tokens: usize,
+    /// More comes while the prompt is computed.
+    pub coming: Option<Coming>,
+}
+
+/// A fetch beside computing. It ends when this is dropped.
+#[derive(Debug)]
+pub struct Coming {
+    _caller: oneshot::Sender<()>,
+}
+
+/// Fetches the full blocks of a request's known tokens that `source` has cached and this worker lacks. If that takes more than 0.3 of
+/// the time to compute them, as fetches from there have taken, only their end, while the beginning is computed. Dropping the future
+/// cancels it.
+pub async fn fetch(worker: Arc<Worker>, source: PrefillPeer, attempt: u32, request: Request) -> Fetched {
     let num_tokens = worker.engine().num_sharable_tokens(&request);
     if num_tokens == 0 {
-        return 0;
+        return Fetched::default();
     }
+    // A head is computed as a whole.
+    let is_whole = request.blended().is_some();
     let prompt = request.prompt.iter().chain(&request.output).copied().take(num_tokens).collect();
     let request = Request { prompt, output: Vec::new(), ..request };
     let Ok(link) = worker.peers().link(&source.address) else {
@@ -38,31 +58,53 @@ pub async fn fetch(worker: Arc<Worker>, source: PrefillPeer, attempt: u32, reque
             address = source.address,
             "prefix not fetched: the address of its source is invalid; the prompt is computed"
         );
-        return 0;
+        return Fetched::default();
     };
     let deadline = worker.fetch_limits().deadline(num_tokens);
-    let (reply, outcome) = oneshot::channel();
-    let driver = PrefixFetchDriver::new(worker.clone(), link, source, attempt, request, deadline, reply);
+    let (reply, answer) = oneshot::channel();
+    let (caller, left) = oneshot::channel();
+    let side = DecodeSide::new(worker.clone(), link, source, worker.config().kv_wire);
+    let driver = PrefixFetchDriver::new(side, attempt, request, deadline, is_whole, reply, left);
     worker.lifecycle().spawn(driver.run().in_current_span());
-    let metrics = worker.metrics();
     // The driver ends at its deadline at the latest.
-    match outcome.await {
-        Ok(Ok(Fetched { num_new_tokens, num_tokens })) => {
-            metrics.prefix_fetched("fetched", num_new_tokens);
-            return num_tokens;
-        }
-        Ok(Err(error)) => metrics.prefix_fetched(error.label(), 0),
-        Err(_) => metrics.prefix_fetched("broken", 0),
+    match answer.await {
+        Ok(Answer::Ready { num_tokens }) => Fetched { num_tokens, coming: None },
+        Ok(Answer::Coming) => Fetched { num_tokens: 0, coming: Some(Coming { _caller: caller }) },
+        Err(_) => Fetched::default(),
     }
-    0
 }
 
-/// What a fetch brought.
-struct Fetched {
-    /// Tokens that this worker did not have.
-    num_new_tokens: usize,
-    /// With those before them.
-    num_tokens: usize,
+/// What the caller waits for.
+enum Answer {
+    /// Tokens at the front that this worker has now; 0: the fetch failed.
+    Ready { num_tokens: usize },
+    /// The prompt is to be computed meanwhile.
+    Coming,
+}
+
+/// Blocks that are set aside for the end of a prefix.
+struct TailBlocks {
+    reservation: PrefixReservation,
+    /// The table of the prefix. The blocks before the reservation are not looked at.
+    table: Vec<BlockId>,
+    num_before: usize,
+}
+
+impl TailBlocks {
+    fn new(reservation: PrefixReservation, num_before: usize) -> TailBlocks {
+        let table = [&vec![BlockId(u32::MAX); num_before][..], reservation.blocks()].concat();
+        TailBlocks { reservation, table, num_before }
+    }
+}
+
+impl ReservedBlocks for TailBlocks {
+    fn blocks(&self) -> &[BlockId] {
+        &self.table
+    }
+
+    fn num_cached_blocks(&self) -> usize {
+        self.num_before + self.reservation.num_cached_blocks()
+    }
 }
 
 /// The driver of a [`PrefixFetch`].
@@ -71,30 +113,49 @@ struct PrefixFetchDriver {
     /// Actions of the machine that are not done yet.
     actions: VecDeque<PrefixFetchAction>,
     started: Instant,
+    /// When the blocks were granted.
+    granted: Instant,
     request: Request,
-    side: DecodeSide<PrefixReservation>,
-    /// `None` after the caller was answered or has gone.
-    reply: Option<oneshot::Sender<Result<Fetched, HandoffError>>>,
+    /// Whether the prompt can only be computed after all has come.
+    is_whole: bool,
+    side: DecodeSide<TailBlocks>,
+    /// `None` after the caller was answered.
+    reply: Option<oneshot::Sender<Answer>>,
+    /// Whether the caller has left; `None` after it did.
+    left: Option<oneshot::Receiver<()>>,
+    /// Why this worker does not want the prefix any more.
+    refusal: Option<&'static str>,
+    /// The engine ends its chunks before what comes.
+    expected: Option<Expectation>,
 }
 
 impl PrefixFetchDriver {
     fn new(
-        worker: Arc<Worker>,
-        link: Link,
-        source: PrefillPeer,
+        side: DecodeSide<TailBlocks>,
         attempt: u32,
         request: Request,
         deadline: Duration,
-        reply: oneshot::Sender<Result<Fetched, HandoffError>>,
+        is_whole: bool,
+        reply: oneshot::Sender<Answer>,
+        left: oneshot::Receiver<()>,
     ) -> PrefixFetchDriver {
         let started = Instant::now();
-        let begin = begin(&worker, &source, attempt, &request, deadline);
-        let num_layers = worker.engine().storage().layout().num_layers;
+        let begin = begin(side.worker(), side.peer(), attempt, &request, deadline);
+        let num_layers = side.worker().engine().storage().layout().num_layers;
         let (machine, actions) = PrefixFetch::begin(begin, num_layers, limits(deadline), started);
-        // The cache serves every request, so the wire format that this request prefers does not count.
-        let wire = worker.config().kv_wire;
-        let side = DecodeSide::new(worker, link, source, wire);
-        PrefixFetchDriver { machine, actions: actions.into(), started, request, side, reply: Some(reply) }
+        PrefixFetchDriver {
+            machine,
+            actions: actions.into(),
+            started,
+            granted: started,
+            request,
+            is_whole,
+            side,
+            reply: Some(reply),
+            left: Some(left),
+            refusal: None,
+            expected: None,
+        }
     }
 
     async fn run(mut self) {
@@ -112,6 +173,9 @@ impl PrefixFetchDriver {
     }
 
     async fn next(&mut self) -> DecodeInput<FirstToken> {
+        if let Some(why) = self.refusal.take() {
+            return DecodeInput::Cancel(why.into());
+        }
         let halted = self.side.worker().lifecycle().halted();
         let deadline = self.machine.deadline();
         let why = tokio::select! {
@@ -119,20 +183,22 @@ impl PrefixFetchDriver {
             biased;
             () = sleep_until(deadline) => return DecodeInput::Tick,
             input = self.side.next() => return input,
-            () = closed(&mut self.reply) => "the request was cancelled",
-            () = halted.cancelled(), if self.reply.is_some() => "this worker is leaving",
+            () = gone(&mut self.left) => "the request was cancelled, or its prompt is computed",
+            () = halted.cancelled(), if self.left.is_some() => "this worker is leaving",
         };
-        self.reply = None;
+        self.left = None;
         DecodeInput::Cancel(why.into())
     }
 
     async fn act(&mut self, action: PrefixFetchAction) {
         match action {
-            DecodeAction::Send(message) => self.side.send(message, &self.request, None),
-            DecodeAction::Reserve { num_tokens } => {
-                let reserving = reserve(self.side.worker().clone(), self.request.clone(), num_tokens);
-                self.side.reserve(Box::pin(reserving));
+            DecodeAction::Send(message) => {
+                if let DecodeMessage::Grant(_) = &message {
+                    self.granted = Instant::now();
+                }
+                self.side.send(message, &self.request, None);
             }
+            DecodeAction::Reserve { num_tokens } => self.reserve(num_tokens),
             DecodeAction::FirstToken(never) => match never {},
             DecodeAction::Verify(pieces) => self.side.verify(pieces),
             DecodeAction::Revoke(generation) => self.side.revoke(generation),
@@ -141,6 +207,42 @@ impl PrefixFetchDriver {
             // `run` ends, and with it the stream.
             DecodeAction::Close => {}
         }
+    }
+
+    /// The peer holds so many tokens. Sets blocks aside for all of them, or for the end that comes while the rest is computed.
+    fn reserve(&mut self, num_tokens: usize) {
+        let worker = self.side.worker().clone();
+        let engine = worker.engine();
+        let hashes = engine.prefix_hashes(&self.request, num_tokens);
+        let mut first = 0;
+        if let Some(num_blocks) = self.meeting(&hashes) {
+            first = hashes.len() - num_blocks;
+            if num_blocks == 0 {
+                self.refusal = Some("computing is sooner");
+                return;
+            }
+            // Sent before the prompt is.
+            self.expected = Some(engine.expect(&hashes, first));
+            self.answer(Answer::Coming);
+        }
+        self.side.reserve(Box::pin(async move {
+            match worker.engine().reserve_blocks(&hashes, first).await {
+                Ok(Some(reservation)) => Ok(TailBlocks::new(reservation, first)),
+                // It does not wait until blocks become free.
+                Ok(None) => Err(Failure::new(FailureKind::Full, "no blocks are free for a prefix")),
+                Err(error) => Err(submit_failure(&error)),
+            }
+        }));
+    }
+
+    /// Blocks at the end of a prefix that come while those before them are computed. `None`: all of them are waited for.
+    fn meeting(&self, hashes: &[BlockHash]) -> Option<usize> {
+        let worker = self.side.worker();
+        let line = worker.arrivals().line(&self.side.peer().worker_id).filter(|_| !self.is_whole)?;
+        let num_pooled = worker.engine().cache_log().num_in_pool(hashes);
+        let block_bytes = worker.engine().storage().layout().block_bytes();
+        let bring = |num_blocks: usize| line.seconds((num_blocks * block_bytes) as f64);
+        worker.fetch_limits().meeting(num_pooled, hashes.len() - num_pooled, bring)
     }
 
     async fn finish(&mut self, result: Result<Committed, HandoffError>) {
@@ -157,42 +259,48 @@ impl PrefixFetchDriver {
                 Err(error)
             }
         };
+        let metrics = self.side.worker().metrics();
+        let num_tokens = match result {
+            Ok((num_tokens, num_new_tokens)) => {
+                metrics.prefix_fetched("fetched", num_new_tokens);
+                num_tokens
+            }
+            Err(error) => {
+                metrics.prefix_fetched(error.label(), 0);
+                0
+            }
+        };
+        self.expected = None;
+        self.answer(Answer::Ready { num_tokens });
+    }
+
+    fn answer(&mut self, answer: Answer) {
         if let Some(reply) = self.reply.take() {
             // A caller that has gone needs no answer.
-            let _ = reply.send(result);
+            let _ = reply.send(answer);
         }
     }
 
-    /// Adds the received blocks to the prefix cache.
-    async fn cache(&mut self) -> Result<Fetched, HandoffError> {
+    /// Adds the received blocks to the prefix cache. Returns how many tokens the prefix has, and how many were not cached here.
+    async fn cache(&mut self) -> Result<(usize, usize), HandoffError> {
         let refused = |failed| HandoffError::Refused { by: Side::Decode, failed };
-        let reservation = self.side.commit().await.map_err(refused)?;
-        let engine = self.side.worker().engine();
-        let block_size = engine.storage().layout().block_size;
-        let num_tokens = reservation.blocks().len() * block_size;
-        let num_new_tokens = num_tokens - reservation.num_cached_blocks() * block_size;
-        engine.cache_prefix(reservation);
-        Ok(Fetched { num_new_tokens, num_tokens })
+        let took = self.granted.elapsed();
+        let TailBlocks { reservation, table, .. } = self.side.commit().await.map_err(refused)?;
+        let worker = self.side.worker();
+        let layout = worker.engine().storage().layout();
+        let num_new = reservation.blocks().len() - reservation.num_cached_blocks();
+        let num_bytes = (num_new * layout.block_bytes()) as u64;
+        worker.arrivals().observe(&self.side.peer().worker_id, num_bytes, took.as_secs_f64());
+        worker.engine().cache_prefix(reservation);
+        Ok((table.len() * layout.block_size, num_new * layout.block_size))
     }
 }
 
-/// Reserves blocks for a prefix. It does not wait until blocks become free.
-async fn reserve(
-    worker: Arc<Worker>,
-    request: Request,
-    num_tokens: usize,
-) -> Result<PrefixReservation, Failure> {
-    match worker.engine().reserve_prefix(&request, num_tokens).await {
-        Ok(Some(reservation)) => Ok(reservation),
-        Ok(None) => Err(Failure::new(FailureKind::Full, "no blocks are free for a prefix")),
-        Err(error) => Err(submit_failure(&error)),
-    }
-}
-
-/// Completes when the caller has gone; never after it was answered.
-async fn closed<T>(reply: &mut Option<oneshot::Sender<T>>) {
-    match reply {
-        Some(reply) => reply.closed().await,
+/// Completes when the caller has gone; never after that.
+async fn gone(left: &mut Option<oneshot::Receiver<()>>) {
+    match left {
+        // Nothing is sent.
+        Some(left) => drop(left.await),
         None => std::future::pending().await,
     }
 }

@@ -12,10 +12,7 @@ use tokio::{
     task::{AbortHandle, spawn_blocking},
 };
 
-use crate::tiers::Tiers;
-
-/// Fewer tokens are not read beside computing: behind them a prompt needs a step of its own.
-const MIN_TOKENS: usize = 128;
+use crate::{limits::MIN_BESIDE_TOKENS, tiers::Tiers};
 
 /// What is left of a [`Recall`](crate::Recall) when its prompt begins to be computed.
 #[derive(Debug)]
@@ -76,7 +73,7 @@ impl BesideRecall {
         let hashes = self.hashes.get(first..end)?;
         let compute = |num_blocks| self.tiers.compute_time(first, num_blocks);
         let num_blocks = self.tiers.store.meeting(hashes, compute);
-        (num_blocks * self.tiers.block_size() >= MIN_TOKENS).then(|| {
+        (num_blocks * self.tiers.block_size() >= MIN_BESIDE_TOKENS).then(|| {
             let first = end - num_blocks;
             Plan { first, _expected: self.tiers.limits.engine.expect(&self.hashes, first) }
         })

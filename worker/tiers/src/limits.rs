@@ -2,13 +2,16 @@
 
 use std::time::Duration;
 
-use baton_cost::{PromptWork, StepWork};
+use baton_cost::{PromptWork, StepWork, WORTH_WAITING, meeting};
 use baton_engine::EngineHandle;
 
 /// Estimated prefill time before this worker has computed anything.
 const DEFAULT_PREFILL_TIME: Duration = Duration::from_secs(1);
 /// Shortest deadline of a fetch: the first connection to the source and one step of its engine take about as long.
 const MIN_DEADLINE: Duration = Duration::from_millis(250);
+
+/// Fewer tokens are not brought in beside computing: behind them a prompt needs a step of its own.
+pub(crate) const MIN_BESIDE_TOKENS: usize = 128;
 
 /// How long KV from other places is waited for, by what computing it takes.
 #[derive(Clone, Debug)]
@@ -39,5 +42,24 @@ impl FetchLimits {
         });
         let seconds = seconds.and_then(|seconds| Duration::try_from_secs_f64(seconds).ok());
         self.fetch_deadline.or(seconds).unwrap_or(DEFAULT_PREFILL_TIME)
+    }
+
+    /// How many blocks at the end of `num_blocks`, which follow `num_before`, are brought in while those before them are computed, if so
+    /// many take `bring` seconds. `None`: it is so fast that all of them are waited for. 0: it is not worth it.
+    pub fn meeting(
+        &self,
+        num_before: usize,
+        num_blocks: usize,
+        bring: impl Fn(usize) -> f64,
+    ) -> Option<usize> {
+        let block_size = self.engine.storage().layout().block_size;
+        let compute = |num: usize| {
+            self.compute_time((num_before + num) * block_size, num_before * block_size).as_secs_f64()
+        };
+        if bring(num_blocks) <= WORTH_WAITING * compute(num_blocks) {
+            return None;
+        }
+        let num_blocks = meeting(num_blocks, bring, compute);
+        Some(if num_blocks * block_size < MIN_BESIDE_TOKENS { 0 } else { num_blocks })
     }
 }

@@ -1,0 +1,41 @@
+//! Bringing in KV beside computing it.
+
+/// What takes more than this part of the time to compute it is not waited for: it is brought in from its end while it is computed from
+/// its beginning. For what is faster that would save less than a quarter of the time, and cost computing.
+pub const WORTH_WAITING: f64 = 0.3;
+
+/// Of the time until blocks are computed, bringing in the others may take this part: what is late is in vain.
+const MARGIN: f64 = 0.9;
+
+/// Blocks at the end of `num_blocks` that are brought in, in the time in which those before them are computed. `bring` says how many
+/// seconds so many blocks at the end take, `compute` how many the first so many take. So both meet in the middle (Jin et al., "Compute
+/// Or Load KV Cache? Why Not Both?", ICML 2025), and both together take less time than either.
+pub fn meeting(num_blocks: usize, bring: impl Fn(usize) -> f64, compute: impl Fn(usize) -> f64) -> usize {
+    let is_in_time = |num: usize| bring(num) <= MARGIN * compute(num_blocks - num);
+    // More blocks take longer, and less time is left for them.
+    let (mut some, mut too_many) = (0, num_blocks + 1);
+    while some + 1 < too_many {
+        let middle = some.midpoint(too_many);
+        if is_in_time(middle) { some = middle } else { too_many = middle }
+    }
+    some
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn both_meet_where_they_take_as_long() {
+        let of = |latency: f64, bring: f64| {
+            meeting(100, |num| latency + num as f64 * bring, |num| num as f64 * 0.1)
+        };
+        // As fast as computing: nearly half. A third as fast, twice as fast.
+        assert_eq!((of(0.0, 0.1), of(0.0, 0.3), of(0.0, 0.05)), (47, 23, 64));
+        // What takes no time is all brought in; what never comes is not.
+        assert_eq!((of(0.0, 0.0), of(0.0, f64::INFINITY)), (100, 0));
+        // The latency may be too long.
+        assert_eq!((of(2.0, 0.1), of(20.0, 0.1)), (36, 0));
+        assert_eq!(meeting(0, |_| 0.0, |_| 0.0), 0);
+    }
+}

@@ -1,0 +1,40 @@
+//! KV of a prompt that is elsewhere comes into the pool: before the prompt is computed, and meanwhile.
+
+use std::sync::Arc;
+
+use baton_proto::worker::PrefillPeer;
+use baton_request::Request;
+use baton_worker_tiers::{Beside, Recall};
+
+use crate::{
+    handoff::prefix_fetch::{self, Coming, Fetched},
+    worker::Worker,
+};
+
+/// What comes while a prompt is computed. It ends when this is dropped.
+#[derive(Debug, Default)]
+pub struct Meanwhile {
+    _from_tiers: Option<Beside>,
+    _from_peer: Option<Coming>,
+}
+
+/// Brings in what this worker's tiers have, then what `source`, asked in this attempt, has more. Returns when the prompt is to be
+/// submitted.
+pub async fn bring_in(
+    worker: Arc<Worker>,
+    recall: Option<Recall>,
+    source: Option<(PrefillPeer, u32)>,
+    request: Request,
+) -> Meanwhile {
+    let rest = match recall {
+        Some(recall) => recall.run().await,
+        None => None,
+    };
+    let Fetched { num_tokens, coming } = match source {
+        Some((peer, attempt)) => prefix_fetch::fetch(worker, peer, attempt, request).await,
+        None => Fetched::default(),
+    };
+    // One of them is enough for the end of the prompt.
+    let rest = rest.filter(|_| coming.is_none());
+    Meanwhile { _from_tiers: rest.and_then(|rest| rest.start(num_tokens)), _from_peer: coming }
+}
