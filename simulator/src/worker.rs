@@ -4,7 +4,7 @@
 use std::{collections::BTreeSet, mem, sync::Arc, time::Duration};
 
 use baton_cluster_record::{BalanceGrants, Capacity, Role, WorkerRecord};
-use baton_cost::{LinkCalibration, StepLine};
+use baton_cost::{LinkCalibration, PromptWork, StepLine, StepWork, worth_bringing};
 use baton_kv_cache::{BlockHash, HashRoot};
 use baton_kv_index::{BatchKind, EventBatch};
 use baton_planner::{Load, WorkerPace};
@@ -172,6 +172,23 @@ impl Worker {
     pub(crate) fn next_id(&mut self, request: RequestIdx) -> SequenceId {
         self.next_number += 1;
         SequenceId::new(0, u64::from(self.next_number) << 32 | u64::from(request))
+    }
+
+    /// How many blocks at the end of `num_blocks`, which follow `num_before`, it brings in while it computes those before them, as a
+    /// worker does; see [`worth_bringing`].
+    pub(crate) fn meeting(
+        &self,
+        num_before: usize,
+        num_blocks: usize,
+        bring: impl Fn(usize) -> f64,
+    ) -> Option<usize> {
+        let step = self.scheduler.step_line()?;
+        let (block_size, budget) = (self.spec.kv_format.block_size, self.spec.token_budget as f64);
+        let compute = |num: usize| {
+            let prompt = PromptWork::new((num_before + num) * block_size, num_before * block_size);
+            step.prompt_seconds(&prompt, &StepWork::default(), budget)
+        };
+        worth_bringing(num_blocks, block_size, bring, compute)
     }
 
     /// The request of an id.

@@ -15,7 +15,7 @@ mod step;
 
 pub use calibration::StepCalibration;
 pub use link::{LinkCalibration, LinkLine};
-pub use meeting::{WORTH_WAITING, meeting};
+pub use meeting::{MIN_BROUGHT, WORTH_WAITING, meeting, share_brought, worth_bringing};
 pub use roofline::{DeviceProfile, GpuKind, ModelShape, prior};
 pub use step::{PassageWork, PromptWork, StepLine, StepWork};
 

@@ -4,6 +4,9 @@
 /// its beginning. For what is faster that would save less than a quarter of the time, and cost computing.
 pub const WORTH_WAITING: f64 = 0.3;
 
+/// Fewer tokens are not brought in beside computing: behind them a prompt needs a step of its own.
+pub const MIN_BROUGHT: usize = 128;
+
 /// Of the time until blocks are computed, bringing in the others may take this part: what is late is in vain.
 const MARGIN: f64 = 0.9;
 
@@ -19,6 +22,27 @@ pub fn meeting(num_blocks: usize, bring: impl Fn(usize) -> f64, compute: impl Fn
         if is_in_time(middle) { some = middle } else { too_many = middle }
     }
     some
+}
+
+/// [Blocks](meeting) of `block_size` tokens that are brought in while those before them are computed. `None`: bringing in all of them is so
+/// fast that they are waited for. 0: it is not worth it.
+pub fn worth_bringing(
+    num_blocks: usize,
+    block_size: usize,
+    bring: impl Fn(usize) -> f64,
+    compute: impl Fn(usize) -> f64,
+) -> Option<usize> {
+    if bring(num_blocks) <= WORTH_WAITING * compute(num_blocks) {
+        return None;
+    }
+    let num_brought = meeting(num_blocks, bring, compute);
+    Some(if num_brought * block_size < MIN_BROUGHT { 0 } else { num_brought })
+}
+
+/// The share of KV that [meets](meeting) computing, if all of it takes `bring` or `compute` seconds, each in proportion. 1: it is waited
+/// for.
+pub fn share_brought(bring: f64, compute: f64) -> f64 {
+    if bring <= WORTH_WAITING * compute { 1.0 } else { MARGIN * compute / (bring + MARGIN * compute) }
 }
 
 #[cfg(test)]
@@ -37,5 +61,21 @@ mod tests {
         // The latency may be too long.
         assert_eq!((of(2.0, 0.1), of(20.0, 0.1)), (36, 0));
         assert_eq!(meeting(0, |_| 0.0, |_| 0.0), 0);
+    }
+
+    #[test]
+    fn what_is_fast_is_waited_for_and_what_is_too_slow_left() {
+        let of = |bring: f64| worth_bringing(100, 16, |num| num as f64 * bring, |num| num as f64 * 0.1);
+        assert_eq!([0.03, 0.031, 0.1, 2.0].map(of), [None, Some(74), Some(47), Some(0)]);
+    }
+
+    #[test]
+    fn the_share_is_that_of_the_blocks_and_no_bound_is_passed() {
+        for bring in [0.4, 1.0, 3.0, 100.0] {
+            let num = meeting(1000, |num| num as f64 * bring, |num| num as f64);
+            assert!((share_brought(bring, 1.0) - num as f64 / 1000.0).abs() < 2e-3, "{bring}");
+        }
+        assert_eq!((share_brought(0.3, 1.0), share_brought(0.0, 0.0)), (1.0, 1.0));
+        assert_eq!(share_brought(f64::INFINITY, 1.0), 0.0);
     }
 }

@@ -2,7 +2,8 @@
 //! those that are about as good. Missed SLOs count as time.
 //!
 //! ```text
-//! ttft   = max(recall + fetch, queue) + compute [+ calls of a handoff]
+//! ttft   = max(recall + fetch, queue + front) + compute - front [+ calls of a handoff]
+//! front  = the beginning of a prefix that is slow to fetch: it is computed while the end comes
 //! decode = expected tokens x step of the decode worker's batch with the request, chunks of its queue and exposed transfer in
 //!          between
 //! harm   = sequences there x (chunks of the prompt in their steps + expected tokens left x growth of their step), in the time
@@ -21,7 +22,7 @@
 use std::sync::Arc;
 
 use baton_cluster_record::{Role, WorkerRecord};
-use baton_cost::{PassageWork, PromptWork, StepWork};
+use baton_cost::{MIN_BROUGHT, PassageWork, PromptWork, StepWork, share_brought};
 use baton_random::{GOLDEN, mix};
 
 use crate::{
@@ -70,6 +71,14 @@ struct Way {
     /// Tokens that are computed.
     prompt: PromptWork,
     estimate: Estimate,
+}
+
+/// What comes before a prompt, or beside its beginning.
+#[derive(Clone, Copy, Debug, Default)]
+struct Start {
+    estimate: Estimate,
+    /// What is computed while a prefix is fetched.
+    front: PromptWork,
 }
 
 /// One request, and all workers as they look to it.
@@ -167,8 +176,8 @@ impl<'a> Search<'a> {
     fn local(&self, idx: usize) -> impl Iterator<Item = Way> {
         self.sources(idx).filter_map(move |source| {
             let worker = self.workers[idx].as_ref()?;
-            let (prompt, start) = self.prompt(worker, source);
-            let mut estimate = self.first_token(worker, start, &prompt);
+            let (prompt, start) = self.prompt(worker, source)?;
+            let mut estimate = self.first_token(worker, &start, &prompt);
             estimate.harm += self.later_harm(worker);
             self.decode(worker, &prompt, 0.0, &mut estimate);
             estimate.harm += worker.harm_to_sharers(estimate.compute, self.num_left(), &self.workers);
@@ -223,8 +232,8 @@ impl<'a> Search<'a> {
     fn remote(&self, idx: usize) -> impl Iterator<Item = Way> {
         self.sources(idx).filter_map(move |source| {
             let worker = self.workers[idx].as_ref()?;
-            let (prompt, start) = self.prompt(worker, source);
-            let mut estimate = self.first_token(worker, start, &prompt);
+            let (prompt, start) = self.prompt(worker, source)?;
+            let mut estimate = self.first_token(worker, &start, &prompt);
             estimate.ttft += HANDOFF_SECONDS;
             estimate.harm = worker.harm_to_sharers(estimate.compute, self.num_left(), &self.workers);
             estimate.harm += self.later_harm(worker);
@@ -285,41 +294,60 @@ impl<'a> Search<'a> {
         without.into_iter().chain(source.map(Some))
     }
 
-    /// What is left to compute, and what it takes to bring in the rest.
-    fn prompt(&self, worker: &Outlook<'_>, source: Option<usize>) -> (PromptWork, Estimate) {
+    /// What is left to compute, and what it takes to bring in the rest. `None`: the worker will not fetch from a source that is so slow.
+    fn prompt(&self, worker: &Outlook<'_>, source: Option<usize>) -> Option<(PromptWork, Start)> {
         // The last token is computed in any case.
         let most = self.request.num_tokens.saturating_sub(1);
         let own = worker.num_cached.min(most);
+        let recall = worker.recall_seconds(0, own);
+        let mut start = Start { estimate: Estimate { recall, ..Estimate::default() }, ..Start::default() };
         let giver = source.and_then(|idx| self.workers[idx].as_ref());
         let cached = giver.map_or(own, |giver| giver.num_cached.min(most));
-        let num_bytes = (cached - own) as f64 * worker.token_bytes();
-        let mut start = Estimate {
-            recall: worker.recall_seconds(0, own)
-                + giver.map_or(0.0, |giver| giver.recall_seconds(own, cached)),
-            fetch: giver.map_or(0.0, |giver| giver.link_to(worker.view).seconds(num_bytes)),
-            ..Estimate::default()
-        };
-        let prompt = PromptWork::new(self.request.num_tokens, cached);
+        let mut prompt = PromptWork::new(self.request.num_tokens, cached);
+        if let Some(giver) = giver {
+            let bring = |num_tokens: usize| {
+                let num_bytes = num_tokens as f64 * worker.token_bytes();
+                let recall = giver.recall_seconds(cached - num_tokens, cached);
+                (recall, giver.link_to(worker.view).seconds(num_bytes))
+            };
+            let (recall, fetch) = bring(cached - own);
+            let compute = worker.prompt_seconds(&PromptWork::new(cached, own));
+            let is_whole = self.request.blend.is_some() || !giver.has_measured_link_to(worker.view);
+            let share = if is_whole { 1.0 } else { share_brought(recall + fetch, compute) };
+            let num_brought = (share * (cached - own) as f64) as usize;
+            if share < 1.0 && num_brought < MIN_BROUGHT {
+                return None;
+            }
+            start.front = PromptWork::new(cached - num_brought, own);
+            prompt.num_tokens += start.front.num_tokens;
+            prompt.num_pairs += start.front.num_pairs;
+            let (recall, fetch) = bring(num_brought);
+            start.estimate.recall += recall;
+            start.estimate.fetch = fetch;
+        }
         // A head that is cached is not computed at all.
         let blend = self.request.blend.as_ref().filter(|blend| cached < blend.end_idx);
-        let Some(blend) = blend.filter(|_| worker.view.load.blends) else { return (prompt, start) };
+        let Some(blend) = blend.filter(|_| worker.view.load.blends) else { return Some((prompt, start)) };
         let key = WorkerKey::of(&worker.view.record);
-        start.num_kept = blend.kept.iter().find(|(other, _)| **other == key).map_or(0, |&(_, num)| num);
+        start.estimate.num_kept =
+            blend.kept.iter().find(|(other, _)| **other == key).map_or(0, |&(_, num)| num);
         let passages = PassageWork {
             num_tokens: blend.num_tokens as f64,
-            num_kept: start.num_kept as f64,
+            num_kept: start.estimate.num_kept as f64,
             ratio: f64::from(blend.ratio),
         };
-        (prompt.blended(&passages, worker.view.record.kv_format.num_layers), start)
+        Some((prompt.blended(&passages, worker.view.record.kv_format.num_layers), start))
     }
 
     /// Until the first token, computed by `worker` after what `start` says.
-    fn first_token(&self, worker: &Outlook<'_>, start: Estimate, prompt: &PromptWork) -> Estimate {
+    fn first_token(&self, worker: &Outlook<'_>, start: &Start, prompt: &PromptWork) -> Estimate {
         let queue = worker.queue_seconds;
+        let front = worker.prompt_seconds(&start.front);
+        let start = start.estimate;
         let alone = worker.prompt_seconds(prompt);
         let compute = alone + worker.slowdown(queue + alone, &self.workers);
         // The queue shrinks while the prefix comes.
-        let ttft = (start.recall + start.fetch).max(queue) + compute;
+        let ttft = (start.recall + start.fetch).max(queue + front) + compute - front;
         Estimate { queue, compute, ttft, ..start }
     }
 

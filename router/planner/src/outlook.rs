@@ -3,7 +3,7 @@
 use std::{borrow::Cow, cmp::Ordering, collections::HashMap};
 
 use baton_cluster_record::{Role, WorkerRecord};
-use baton_cost::{LinkLine, PromptWork, StepLine, StepWork};
+use baton_cost::{LinkLine, PromptWork, StepLine, StepWork, share_brought};
 
 use crate::{ClusterView, HeldPrefix, PlanRequest, WorkerKey, WorkerPace, WorkerView};
 
@@ -192,6 +192,11 @@ impl<'a> Outlook<'a> {
         self.measured_link_to(other).unwrap_or(UNMEASURED_LINK)
     }
 
+    /// Whether that was measured.
+    pub(crate) fn has_measured_link_to(&self, other: &WorkerView) -> bool {
+        self.measured_link_to(other).is_some()
+    }
+
     fn measured_link_to(&self, other: &WorkerView) -> Option<LinkLine> {
         let is_near = match (&self.view.record.compute, &other.record.compute) {
             (Some(own), Some(theirs)) => own.machine == theirs.machine,
@@ -202,15 +207,16 @@ impl<'a> Outlook<'a> {
         measured.and_then(LinkLine::checked)
     }
 
-    /// Until the request's cached tokens from `start` to `end` are in its pool: at most as long as computing them, as a recall is
-    /// given up then. 0 while it has not said what recalls take.
+    /// Until the request's cached tokens from `start` to `end` are in its pool: what is slow comes while their beginning is computed. 0
+    /// while it has not said what recalls take.
     pub(crate) fn recall_seconds(&self, start: usize, end: usize) -> f64 {
         let start = start.max(self.num_pooled);
         if start >= end || self.view.load.recall_token_seconds <= 0.0 {
             return 0.0;
         }
         let compute = self.prompt_seconds(&PromptWork::new(end, start));
-        ((end - start) as f64 * self.view.load.recall_token_seconds).min(compute)
+        let recall = (end - start) as f64 * self.view.load.recall_token_seconds;
+        recall * share_brought(recall, compute)
     }
 
     /// Bytes of a token's KV.

@@ -288,7 +288,7 @@ impl Simulation<'_> {
             touched.push(held.worker);
         }
         if let Some(fetch) = attempt.fetch {
-            for held in [fetch.from, fetch.to] {
+            for held in [Some(fetch.from), Some(fetch.to), fetch.expected].into_iter().flatten() {
                 if self.holds(&held) {
                     self.workers[held.worker].scheduler.release(held.id);
                     touched.push(held.worker);

@@ -121,7 +121,8 @@ impl Simulation<'_> {
         self.kick(decode.worker);
     }
 
-    /// Begins to fetch what `source` has of the prompt. False when that is nothing, or there is no room for it.
+    /// Begins to fetch what `source` has of the prompt, or as workers do, its end beside computing where the link is slow. True when the
+    /// prompt waits for it.
     pub(super) fn fetch(&mut self, request: RequestIdx, source: &WorkerKey) -> bool {
         let now = self.now();
         let Some(live) = self.live[request as usize].as_mut() else { return false };
@@ -140,13 +141,26 @@ impl Simulation<'_> {
         let from_id = self.workers[from].next_id(request);
         let num_blocks = self.workers[from].scheduler.hold_cached(from_id, hashes).len();
         let to_id = self.workers[to].next_id(request);
-        let reserved = self.workers[to].scheduler.reserve_prefix(to_id, &hashes[..num_blocks]);
-        let num_fetched = reserved.as_ref().map_or(0, |found| num_blocks - found.num_cached_blocks);
+        let num_own = self.workers[to].scheduler.num_cached(&hashes[..num_blocks]);
+        let meeting = self.workers[from].links.line().and_then(|link| {
+            let block_bytes = self.block_size as f64 * self.workers[to].spec.kv_bytes_per_token;
+            let bring = |num: usize| link.seconds(num as f64 * block_bytes);
+            self.workers[to].meeting(num_own, num_blocks - num_own, bring)
+        });
+        let first = meeting.map_or(0, |num_brought| num_blocks - num_brought);
+        let reserved = self.workers[to].scheduler.reserve_prefix(to_id, &hashes[first..num_blocks]);
+        let num_fetched = reserved.as_ref().map_or(0, |found| num_blocks - first - found.num_cached_blocks);
         if num_fetched == 0 {
             self.workers[from].scheduler.release(from_id);
             self.workers[to].scheduler.release(to_id);
             return false;
         }
+        let to_life = self.workers[to].life;
+        let expected = meeting.map(|_| {
+            let id = self.workers[to].next_id(request);
+            self.workers[to].scheduler.expect(id, first, hashes[first]);
+            Held { worker: to, life: to_life, id }
+        });
         let num_bytes = (num_fetched * self.block_size) as f64 * self.workers[to].spec.kv_bytes_per_token;
         let begins = now.max(self.workers[from].link_free_at);
         let ends = begins + SimTime::from_seconds(self.spec.link.seconds(num_bytes));
@@ -154,14 +168,16 @@ impl Simulation<'_> {
         self.workers[from].links.observe(num_bytes as u64, self.spec.link.seconds(num_bytes));
         attempt.fetch = Some(Fetch {
             from: Held { worker: from, life: self.workers[from].life, id: from_id },
-            to: Held { worker: to, life: self.workers[to].life, id: to_id },
+            to: Held { worker: to, life: to_life, id: to_id },
+            first,
             num_blocks,
+            expected,
         });
         self.workers[from].present.insert(request);
         self.workers[to].present.insert(request);
         let attempt = attempt.number;
         self.queue.push(ends, Event::Fetched { request, attempt });
-        true
+        expected.is_none()
     }
 
     pub(super) fn fetched(&mut self, request: RequestIdx, number: u32) {
@@ -174,13 +190,16 @@ impl Simulation<'_> {
     pub(super) fn fetch_ended(&mut self, request: RequestIdx, has_come: bool) {
         let Some(live) = self.live[request as usize].as_mut() else { return };
         let Some(attempt) = live.attempt.as_mut() else { return };
-        let Some(Fetch { from, to, num_blocks }) = attempt.fetch.take() else { return };
+        let Some(Fetch { from, to, first, num_blocks, expected }) = attempt.fetch.take() else { return };
         let is_decode = attempt.decode == from.worker;
         if has_come {
-            self.workers[to.worker].scheduler.cache_prefix(to.id, None, &live.hashes[..num_blocks]);
-            self.outcomes[request as usize].num_fetched_tokens += (num_blocks * self.block_size) as u32;
+            let after = first.checked_sub(1).map(|before| live.hashes[before]);
+            let scheduler = &mut self.workers[to.worker].scheduler;
+            scheduler.cache_prefix(to.id, after, &live.hashes[first..num_blocks]);
+            self.outcomes[request as usize].num_fetched_tokens +=
+                ((num_blocks - first) * self.block_size) as u32;
         }
-        for held in [from, to] {
+        for held in [Some(from), Some(to), expected].into_iter().flatten() {
             if self.holds(&held) {
                 self.workers[held.worker].scheduler.release(held.id);
             }
@@ -188,7 +207,10 @@ impl Simulation<'_> {
         if !is_decode {
             self.workers[from.worker].present.remove(&request);
         }
-        self.compute(request);
+        match expected {
+            None => self.compute(request),
+            Some(_) => self.kick(to.worker),
+        }
         self.kick(from.worker);
     }
 }

@@ -58,7 +58,11 @@ pub(super) struct Held {
 pub(super) struct Fetch {
     pub(super) from: Held,
     pub(super) to: Held,
+    /// Blocks of the prefix from `first` on, up to `num_blocks`.
+    pub(super) first: usize,
     pub(super) num_blocks: usize,
+    /// The word to the scheduler, if the prompt is computed meanwhile.
+    pub(super) expected: Option<Held>,
 }
 
 /// Blocks that are set aside at the decode worker.

@@ -1,6 +1,7 @@
 //! Whole clusters: what must hold whatever happens.
 
 use baton_cluster_record::Role;
+use baton_cost::LinkLine;
 use baton_simulator::{
     Change, ChangeKind, ClusterSpec, PolicyName, RequestEnd, SimReport, SimTime, WorkerSpec, policies,
     simulate,
@@ -193,4 +194,32 @@ fn a_slow_worker_gets_less() {
     let report = run(&cluster(all), 2000, 20.0);
     let [fast, slow] = &report.workers[..] else { panic!("two workers") };
     assert!(slow.num_tokens * 3 < fast.num_tokens * 2, "{} {}", slow.num_tokens, fast.num_tokens);
+}
+
+/// Prefixes that take about as long to fetch as to compute come in part, while the rest is computed.
+#[test]
+fn a_slow_link_brings_the_end_of_a_prefix_while_its_beginning_is_computed() {
+    // 20 texts of 16,000 tokens, each asked about at one moment by six clients, twice.
+    let line = |idx: usize| {
+        let ids: Vec<usize> = (0..31).map(|block| 1000 * (idx / 6) + block).chain([100_000 + idx]).collect();
+        let time = 4000 * (idx / 6);
+        format!(
+            "{{\"timestamp\": {time}, \"input_length\": 16000, \"output_length\": 200, \"hash_ids\": {ids:?}}}\n"
+        )
+    };
+    let trace = Trace::parse("t", &(0..240).map(line).collect::<String>()).expect("a trace");
+    let of = |bytes_per_second: f64| {
+        let link = LinkLine { latency_seconds: 0.001, bytes_per_second };
+        let spec = ClusterSpec { link, ..cluster(workers(6, 0)) };
+        let arrivals = Arrivals::AsTraced { speed: 1.0, num_copies: 1 }.of(&trace, spec.seed);
+        let report = simulate(&spec, &trace, &arrivals, &mut |_| {});
+        assert_all_finished(&report);
+        let summary = report.summary();
+        (summary.fetched, summary.ttft[0])
+    };
+    // A token has 4 kB of KV, and takes 30 us to compute.
+    let [(some, mean), (most, least)] = [130e6, 10e9].map(of);
+    assert!(some > 0.05 && most > 2.0 * some, "{some} {most}");
+    // It would be 0.33 s if all that is fetched was waited for.
+    assert!((least..0.31).contains(&mean), "{least} {mean}");
 }

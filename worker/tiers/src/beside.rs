@@ -4,6 +4,7 @@
 use std::{sync::Arc, time::Instant};
 
 use anyhow::Context;
+use baton_cost::MIN_BROUGHT;
 use baton_engine::Expectation;
 use baton_kv_cache::BlockHash;
 use baton_kv_store::Record;
@@ -12,7 +13,7 @@ use tokio::{
     task::{AbortHandle, spawn_blocking},
 };
 
-use crate::{limits::MIN_BESIDE_TOKENS, tiers::Tiers};
+use crate::tiers::Tiers;
 
 /// What is left of a [`Recall`](crate::Recall) when its prompt begins to be computed.
 #[derive(Debug)]
@@ -73,7 +74,7 @@ impl BesideRecall {
         let hashes = self.hashes.get(first..end)?;
         let compute = |num_blocks| self.tiers.compute_time(first, num_blocks);
         let num_blocks = self.tiers.store.meeting(hashes, compute);
-        (num_blocks * self.tiers.block_size() >= MIN_BESIDE_TOKENS).then(|| {
+        (num_blocks * self.tiers.block_size() >= MIN_BROUGHT).then(|| {
             let first = end - num_blocks;
             Plan { first, _expected: self.tiers.limits.engine.expect(&self.hashes, first) }
         })

@@ -2,16 +2,13 @@
 
 use std::time::Duration;
 
-use baton_cost::{PromptWork, StepWork, WORTH_WAITING, meeting};
+use baton_cost::{PromptWork, StepWork, worth_bringing};
 use baton_engine::EngineHandle;
 
 /// Estimated prefill time before this worker has computed anything.
 const DEFAULT_PREFILL_TIME: Duration = Duration::from_secs(1);
 /// Shortest deadline of a fetch: the first connection to the source and one step of its engine take about as long.
 const MIN_DEADLINE: Duration = Duration::from_millis(250);
-
-/// Fewer tokens are not brought in beside computing: behind them a prompt needs a step of its own.
-pub(crate) const MIN_BESIDE_TOKENS: usize = 128;
 
 /// How long KV from other places is waited for, by what computing it takes.
 #[derive(Clone, Debug)]
@@ -56,10 +53,6 @@ impl FetchLimits {
         let compute = |num: usize| {
             self.compute_time((num_before + num) * block_size, num_before * block_size).as_secs_f64()
         };
-        if bring(num_blocks) <= WORTH_WAITING * compute(num_blocks) {
-            return None;
-        }
-        let num_blocks = meeting(num_blocks, bring, compute);
-        Some(if num_blocks * block_size < MIN_BESIDE_TOKENS { 0 } else { num_blocks })
+        worth_bringing(num_blocks, block_size, bring, compute)
     }
 }

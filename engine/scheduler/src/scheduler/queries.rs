@@ -1,6 +1,7 @@
 //! What a scheduler tells about its sequences and blocks. Nothing here changes them.
 
 use baton_cost::{PromptWork, StepLine, StepWork};
+use baton_kv_cache::BlockHash;
 
 use super::Scheduler;
 use crate::{
@@ -32,6 +33,11 @@ impl Scheduler {
     /// Blocks without an owner.
     pub fn num_free_blocks(&self) -> usize {
         self.pool.num_available()
+    }
+
+    /// Blocks at the front of a sequence that are cached, by its hashes in order.
+    pub fn num_cached(&self, hashes: &[BlockHash]) -> usize {
+        self.pool.find_prefix(hashes).len()
     }
 
     /// All blocks.

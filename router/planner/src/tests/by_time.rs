@@ -111,7 +111,7 @@ fn a_prompt_is_computed_where_it_is_ready_first_unless_others_pay_more_for_it() 
         ),
         (
             "but less than a shorter one in a pool, if the tier is slow",
-            "d0 decode rate=20000\n d1 decode rate=20000 recalls=4e-5 link=1",
+            "d0 decode rate=20000\n d1 decode rate=20000 recalls=2e-4 link=1",
             "tokens=900 cached:d1=880/0 cached:d0=500",
             "d0",
         ),
@@ -334,6 +334,39 @@ fn an_explained_plan_lists_its_options_best_first() {
     }
     let Estimate { fetch, queue, compute, ttft, .. } = plan.options[0].estimate;
     assert!(ttft >= fetch.max(queue) + compute);
+}
+
+/// A prefix that takes as long to fetch as to compute: half of it is fetched, while the other half is computed.
+#[test]
+fn a_slow_fetch_is_planned_to_meet_computing() {
+    let mut view = view("d0 decode rate=20000\n d1 decode rate=20000 queued=1000000");
+    let format = &view.workers[0].record.kv_format;
+    let vector = format.dtype.vector_bytes(format.head_dim);
+    let token_bytes = (2 * format.num_layers * format.num_kv_heads * vector) as f64;
+    let request = PlanRequest { explain: true, ..request("tokens=900 cached:d1=880") };
+    // Per token, beside the 50 us that computing takes.
+    let mut ttft = |seconds: f64| {
+        let bytes_per_second = token_bytes / seconds;
+        view.workers[1].load.link_beyond = Some(LinkLine { latency_seconds: 0.0, bytes_per_second });
+        let plan = plan(&request, &view).expect("a plan");
+        let of = |is_fetched: bool| {
+            let is_like = |option: &&PlanOption| {
+                option.decode.id.0 == "d0" && option.prefix_source.is_some() == is_fetched
+            };
+            Some(plan.options.iter().find(is_like)?.estimate)
+        };
+        let (with, without) = (of(true)?, of(false).expect("it is an option"));
+        assert!(with.ttft <= with.queue + with.compute + with.fetch, "{with:?}");
+        Some((with.ttft / without.ttft, with.compute / without.compute))
+    };
+    assert_eq!(ttft(5e-3), None, "the worker would refuse it");
+    // The last 20 tokens take a step of their own in any case.
+    for (seconds, ttfts, computes) in
+        [(5e-6, 0.2..0.3, 0.1..0.2), (5e-5, 0.5..0.65, 0.5..0.65), (1.5e-4, 0.7..0.9, 0.7..0.9)]
+    {
+        let (ttft, compute) = ttft(seconds).expect("it is worth it");
+        assert!(ttfts.contains(&ttft) && computes.contains(&compute), "{seconds}: {ttft} {compute}");
+    }
 }
 
 #[test]
