@@ -257,13 +257,10 @@ impl KvStore {
         Err(io::Error::new(io::ErrorKind::InvalidData, ReadError::Damaged))
     }
 
-    /// Seconds for the KV of a token, by the newest recalls: of the slowest tier that was read. 0 before the first.
+    /// Seconds for the KV of a token, by the newest recalls; 0 before the first.
     pub fn recall_token_seconds(&self) -> f64 {
         let block_size = self.shared.storage.layout().block_size as f64;
-        let recalls = self.shared.recalls();
-        let slowest =
-            (0..self.shared.tiers.len()).filter_map(|tier| recalls.seconds(tier)).fold(0.0, f64::max);
-        slowest / block_size
+        self.shared.recalls().mean_seconds() / block_size
     }
 
     /// What each tier holds and has done.

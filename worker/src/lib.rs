@@ -47,7 +47,7 @@ pub use data_plane::{DataPlane, KvDirection};
 pub use device::ComputeDevice;
 pub use incoming::identity_of;
 pub use lifecycle::{Lifecycle, Phase};
-pub use links::Arrivals;
+pub use links::PeerLinks;
 pub use load::Model;
 pub use metrics::WorkerMetrics;
 pub use pace::step_profile;

@@ -18,10 +18,19 @@ pub(crate) struct Links {
 impl Links {
     /// So many bytes went out in so many seconds.
     pub(crate) fn observe(&self, kind: TransportKind, num_bytes: u64, seconds: f64) {
+        self.change(kind, |link| link.observe(num_bytes, seconds));
+    }
+
+    /// So many bytes had not gone out after so many seconds.
+    pub(crate) fn note_late(&self, kind: TransportKind, num_bytes: u64, seconds: f64) {
+        self.change(kind, |link| link.note_late(num_bytes, seconds));
+    }
+
+    fn change(&self, kind: TransportKind, change: impl FnOnce(&mut LinkCalibration)) {
         let mut links = self.links.lock().unwrap_or_else(PoisonError::into_inner);
         let idx = links.iter().position(|(other, _)| *other == kind);
         let (_, mut link) = idx.map_or((kind, LinkCalibration::default()), |idx| links.remove(idx));
-        link.observe(num_bytes, seconds);
+        change(&mut link);
         links.insert(0, (kind, link));
     }
 
@@ -34,7 +43,7 @@ impl Links {
 
 /// How fast KV comes to this worker, by the worker that gives it, as fetches measure it.
 #[derive(Debug, Default)]
-pub struct Arrivals {
+pub struct PeerLinks {
     /// Locked for a few operations only.
     peers: Mutex<HashMap<String, LinkCalibration>>,
 }
@@ -42,14 +51,23 @@ pub struct Arrivals {
 /// A thousand workers and their restarts. What is forgotten is measured again.
 const MAX_PEERS: usize = 4096;
 
-impl Arrivals {
+impl PeerLinks {
     /// So many bytes of KV, as this worker stores it, came from a peer in so many seconds.
     pub fn observe(&self, peer: &str, num_bytes: u64, seconds: f64) {
+        self.change(peer, |link| link.observe(num_bytes, seconds));
+    }
+
+    /// So many bytes had not come after so many seconds.
+    pub(crate) fn note_late(&self, peer: &str, num_bytes: u64, seconds: f64) {
+        self.change(peer, |link| link.note_late(num_bytes, seconds));
+    }
+
+    fn change(&self, peer: &str, change: impl FnOnce(&mut LinkCalibration)) {
         let mut peers = self.peers.lock().unwrap_or_else(PoisonError::into_inner);
         if peers.len() >= MAX_PEERS && !peers.contains_key(peer) {
             peers.clear();
         }
-        peers.entry(peer.to_owned()).or_default().observe(num_bytes, seconds);
+        change(peers.entry(peer.to_owned()).or_default());
     }
 
     /// What KV from a peer takes, if that was measured.

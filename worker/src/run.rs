@@ -22,7 +22,7 @@ use crate::{
     config::WorkerConfig,
     data_plane::DataPlane,
     lifecycle::Lifecycle,
-    links::{Arrivals, Links},
+    links::{Links, PeerLinks},
     load::{self, Model},
     metrics::WorkerMetrics,
     peers::Peers,
@@ -151,7 +151,7 @@ where
     let peers = Peers::new(Dialer::new(config.tls.clone()));
     let blending = Blending::new(&config, &engine);
     let (tickets, watchers) = (Tickets::default(), Watchers::default());
-    let (links, arrivals) = (Links::default(), Arrivals::default());
+    let (links, peer_links) = (Links::default(), PeerLinks::default());
     let worker = Arc::new(Worker {
         config,
         record,
@@ -165,7 +165,7 @@ where
         peers,
         tickets,
         links,
-        arrivals,
+        peer_links,
         watchers,
     });
     let resuming = worker.tiers.clone().map(|tiers| tokio::spawn(tiers.resume_preempted()));

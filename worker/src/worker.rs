@@ -16,7 +16,7 @@ use crate::{
     config::WorkerConfig,
     data_plane::{DataPlane, KvDirection},
     lifecycle::Lifecycle,
-    links::{Arrivals, Links},
+    links::{Links, PeerLinks},
     metrics::WorkerMetrics,
     peers::Peers,
     tickets::Tickets,
@@ -37,7 +37,7 @@ pub struct Worker {
     pub(crate) peers: Arc<Peers>,
     pub(crate) tickets: Tickets,
     pub(crate) links: Links,
-    pub(crate) arrivals: Arrivals,
+    pub(crate) peer_links: PeerLinks,
     pub(crate) watchers: Watchers,
 }
 
@@ -114,8 +114,8 @@ impl Worker {
     }
 
     /// How fast KV comes from other workers.
-    pub fn arrivals(&self) -> &Arrivals {
-        &self.arrivals
+    pub fn peer_links(&self) -> &PeerLinks {
+        &self.peer_links
     }
 
     /// Which requests its load reports count.

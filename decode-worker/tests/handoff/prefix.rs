@@ -224,7 +224,7 @@ async fn slow_beside(source: &TestWorker, builder: Builder, block_size: usize) -
     generate(&new.client().await, request(&prompt(1, 60), 1, None)).await.unwrap().finished();
     let num_bytes = new.worker.engine().storage().layout().block_bytes() as u64;
     let block = token.as_secs_f64() * block_size as f64;
-    (0..50).for_each(|_| new.worker.arrivals().observe(&source.peer().worker_id, num_bytes, 0.5 * block));
+    (0..50).for_each(|_| new.worker.peer_links().observe(&source.peer().worker_id, num_bytes, 0.5 * block));
     new
 }
 
@@ -268,7 +268,7 @@ async fn a_source_that_dies_or_a_request_that_leaves_meanwhile_leaves_no_block()
     old.assert_all_free().await;
     // Much slower than it was measured: it is asked for nothing more.
     let num_bytes = new.worker.engine().storage().layout().block_bytes() as u64;
-    (0..50).for_each(|_| new.worker.arrivals().observe(&old.peer().worker_id, num_bytes, 1.0));
+    (0..50).for_each(|_| new.worker.peer_links().observe(&old.peer().worker_id, num_bytes, 1.0));
     let turn = prompt(20, 250);
     generate(&old.client().await, request(&turn, 1, None)).await.unwrap().finished();
     let answer = generate(&client, asked(&turn)).await.unwrap();

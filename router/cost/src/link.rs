@@ -25,6 +25,9 @@ const OUTLIER: f64 = 4.0;
 const FIRST_LATENCY: f64 = 0.1;
 
 impl LinkLine {
+    /// Of a link that was not measured: 10 Gbit/s, after a call, a grant, a first write and a commit.
+    pub const UNMEASURED: LinkLine = LinkLine { latency_seconds: 0.005, bytes_per_second: 1e9 };
+
     /// Seconds of a transfer.
     pub fn seconds(&self, num_bytes: f64) -> f64 {
         self.latency_seconds + num_bytes / self.bytes_per_second
@@ -58,6 +61,14 @@ impl LinkCalibration {
             (line.bytes_per_second / ratio.powf(power * (1.0 - latency))).clamp(1.0, 1e15);
     }
 
+    /// A transfer of so many bytes was given up after so long: it is known to take longer. That teaches what transfers were not
+    /// expected to take so long, also before the first one.
+    pub fn note_late(&mut self, num_bytes: u64, seconds: f64) {
+        if self.line.unwrap_or(LinkLine::UNMEASURED).seconds(num_bytes as f64) < seconds {
+            self.observe(num_bytes, seconds);
+        }
+    }
+
     /// What the link takes; `None` before the first transfer.
     pub fn line(&self) -> Option<LinkLine> {
         self.line
@@ -83,6 +94,21 @@ mod tests {
                 assert!((0.9..1.1).contains(&ratio), "{truth:?} {learned:?} {num_bytes}: {ratio}");
             }
         }
+    }
+
+    #[test]
+    fn what_was_given_up_is_known_to_take_longer_and_nothing_else() {
+        let mut learned = LinkCalibration::default();
+        // As long as a link that was not measured: its first transfer may still be quick.
+        learned.note_late(1 << 20, 0.001);
+        assert_eq!(learned.line(), None);
+        learned.note_late(1 << 20, 1.0);
+        let seconds = |learned: &LinkCalibration| learned.line().expect("known").seconds((1 << 20) as f64);
+        assert!((seconds(&learned) - 1.0).abs() < 1e-9);
+        learned.note_late(1 << 20, 0.5);
+        assert!((seconds(&learned) - 1.0).abs() < 1e-9, "that is no news");
+        (0..30).for_each(|_| learned.note_late(1 << 20, 4.0));
+        assert!(seconds(&learned) > 3.5);
     }
 
     #[test]

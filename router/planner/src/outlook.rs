@@ -7,8 +7,6 @@ use baton_cost::{LinkLine, PromptWork, StepLine, StepWork, share_brought};
 
 use crate::{ClusterView, HeldPrefix, PlanRequest, WorkerKey, WorkerPace, WorkerView};
 
-/// Of a link that was not measured: 10 Gbit/s, after a call, a grant, a first write and a commit.
-const UNMEASURED_LINK: LinkLine = LinkLine { latency_seconds: 0.005, bytes_per_second: 1e9 };
 /// Of a worker that does not say how many tokens a step computes at most.
 const CHUNK: usize = 512;
 
@@ -189,7 +187,7 @@ impl<'a> Outlook<'a> {
 
     /// What a transfer from here takes.
     pub(crate) fn link_to(&self, other: &WorkerView) -> LinkLine {
-        self.measured_link_to(other).unwrap_or(UNMEASURED_LINK)
+        self.measured_link_to(other).unwrap_or(LinkLine::UNMEASURED)
     }
 
     /// Whether that was measured.

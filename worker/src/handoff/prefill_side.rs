@@ -65,7 +65,10 @@ pub struct PrefillSide {
 /// A time in which pushes were under way, from the begin of the first push, for the rate of the link.
 struct Busy {
     since: Instant,
+    /// Of finished pushes.
     num_bytes: u64,
+    /// Of all that was begun, as this worker stores them.
+    num_begun: u64,
 }
 
 /// The state of the route to the peer's blocks.
@@ -138,7 +141,9 @@ impl PrefillSide {
     pub fn push(&mut self, pieces: Vec<PieceWrite>) {
         // The machine pushes only over an open route.
         let PeerRoute::Open { route, pushes } = &mut self.route else { return };
-        self.busy.get_or_insert_with(|| Busy { since: Instant::now(), num_bytes: 0 });
+        let busy =
+            self.busy.get_or_insert_with(|| Busy { since: Instant::now(), num_bytes: 0, num_begun: 0 });
+        busy.num_begun += (pieces.len() * self.worker.engine().storage().layout().layer_bytes()) as u64;
         pushes.push(Box::pin(route.push(pieces)));
     }
 
@@ -152,6 +157,15 @@ impl PrefillSide {
         }
     }
 
+    /// The peer wants no more: what is under way takes longer than it was given.
+    fn note_late(&mut self) {
+        if let (Some(Busy { since, num_begun, .. }), PeerRoute::Open { route, .. }) =
+            (self.busy.take(), &self.route)
+        {
+            self.worker.links.note_late(route.transport(), num_begun, since.elapsed().as_secs_f64());
+        }
+    }
+
     /// Sends a message.
     pub fn send(&mut self, message: PrefillMessage<FirstToken>) {
         self.stream.send(Ok(prefill_message_to_proto(message)));
@@ -159,12 +173,14 @@ impl PrefillSide {
 
     /// Closes the route. [`next`](Self::next) returns [`PrefillInput::Idle`] when it is closed.
     pub fn close_route(&mut self) {
+        self.note_late();
         let route = std::mem::replace(&mut self.route, PeerRoute::None);
         self.route = PeerRoute::Closing(Box::pin(close(route)));
     }
 
     /// Drops the route.
     pub fn drop_route(&mut self) {
+        self.note_late();
         self.route = PeerRoute::None;
     }
 

@@ -113,8 +113,8 @@ struct PrefixFetchDriver {
     /// Actions of the machine that are not done yet.
     actions: VecDeque<PrefixFetchAction>,
     started: Instant,
-    /// When the blocks were granted.
-    granted: Instant,
+    /// When blocks were granted, and their bytes.
+    granted: Option<(Instant, u64)>,
     request: Request,
     /// Whether the prompt can only be computed after all has come.
     is_whole: bool,
@@ -147,7 +147,7 @@ impl PrefixFetchDriver {
             machine,
             actions: actions.into(),
             started,
-            granted: started,
+            granted: None,
             request,
             is_whole,
             side,
@@ -193,8 +193,9 @@ impl PrefixFetchDriver {
     async fn act(&mut self, action: PrefixFetchAction) {
         match action {
             DecodeAction::Send(message) => {
-                if let DecodeMessage::Grant(_) = &message {
-                    self.granted = Instant::now();
+                if let DecodeMessage::Grant(grant) = &message {
+                    let block_bytes = self.side.worker().engine().storage().layout().block_bytes();
+                    self.granted = Some((Instant::now(), (grant.block_ids.len() * block_bytes) as u64));
                 }
                 self.side.send(message, &self.request, None);
             }
@@ -238,7 +239,7 @@ impl PrefixFetchDriver {
     /// Blocks at the end of a prefix that come while those before them are computed. `None`: all of them are waited for.
     fn meeting(&self, hashes: &[BlockHash]) -> Option<usize> {
         let worker = self.side.worker();
-        let line = worker.arrivals().line(&self.side.peer().worker_id).filter(|_| !self.is_whole)?;
+        let line = worker.peer_links().line(&self.side.peer().worker_id).filter(|_| !self.is_whole)?;
         let num_pooled = worker.engine().cache_log().num_in_pool(hashes);
         let block_bytes = worker.engine().storage().layout().block_bytes();
         let bring = |num_blocks: usize| line.seconds((num_blocks * block_bytes) as f64);
@@ -255,6 +256,14 @@ impl PrefixFetchDriver {
             }
             Err(error) => {
                 self.side.cancel_reservation();
+                if let (
+                    HandoffError::Deadline { .. } | HandoffError::Cancelled(_),
+                    Some((granted, num_bytes)),
+                ) = (&error, self.granted)
+                {
+                    let took = granted.elapsed().as_secs_f64();
+                    self.side.worker().peer_links().note_late(&source, num_bytes, took);
+                }
                 tracing::info!(%source, ?elapsed, %error, "prefix not fetched");
                 Err(error)
             }
@@ -284,13 +293,14 @@ impl PrefixFetchDriver {
     /// Adds the received blocks to the prefix cache. Returns how many tokens the prefix has, and how many were not cached here.
     async fn cache(&mut self) -> Result<(usize, usize), HandoffError> {
         let refused = |failed| HandoffError::Refused { by: Side::Decode, failed };
-        let took = self.granted.elapsed();
+        let took = self.granted.map(|(granted, num_bytes)| (granted.elapsed(), num_bytes));
         let TailBlocks { reservation, table, .. } = self.side.commit().await.map_err(refused)?;
         let worker = self.side.worker();
         let layout = worker.engine().storage().layout();
         let num_new = reservation.blocks().len() - reservation.num_cached_blocks();
-        let num_bytes = (num_new * layout.block_bytes()) as u64;
-        worker.arrivals().observe(&self.side.peer().worker_id, num_bytes, took.as_secs_f64());
+        if let Some((took, num_bytes)) = took {
+            worker.peer_links().observe(&self.side.peer().worker_id, num_bytes, took.as_secs_f64());
+        }
         worker.engine().cache_prefix(reservation);
         Ok((table.len() * layout.block_size, num_new * layout.block_size))
     }
