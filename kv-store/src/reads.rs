@@ -55,7 +55,9 @@ impl KvStore {
             return 0;
         }
         let num_blocks = worth::meeting(&shared.runs(&places), shared.block_bytes(), compute);
-        shared.declined(&places[..places.len() - num_blocks]);
+        if num_blocks == 0 {
+            shared.declined(&places);
+        }
         num_blocks
     }
 

@@ -3,6 +3,7 @@
 use std::{
     collections::HashMap,
     sync::{Mutex, PoisonError},
+    time::Instant,
 };
 
 use baton_cost::{LinkCalibration, LinkLine};
@@ -12,7 +13,31 @@ use baton_handoff::TransportKind;
 #[derive(Debug, Default)]
 pub(crate) struct Links {
     /// The one used last is first. Locked for a few operations only.
-    links: Mutex<Vec<(TransportKind, LinkCalibration)>>,
+    links: Mutex<Vec<(TransportKind, Link)>>,
+}
+
+/// A link, and when it was used last.
+#[derive(Debug)]
+struct Link {
+    calibration: LinkCalibration,
+    used: Instant,
+}
+
+impl Default for Link {
+    fn default() -> Link {
+        Link { calibration: LinkCalibration::default(), used: Instant::now() }
+    }
+}
+
+impl Link {
+    fn change(&mut self, change: impl FnOnce(&mut LinkCalibration)) {
+        change(&mut self.calibration);
+        self.used = Instant::now();
+    }
+
+    fn line(&self) -> Option<LinkLine> {
+        Some(self.calibration.line()?.after(self.used.elapsed()))
+    }
 }
 
 impl Links {
@@ -29,8 +54,8 @@ impl Links {
     fn change(&self, kind: TransportKind, change: impl FnOnce(&mut LinkCalibration)) {
         let mut links = self.links.lock().unwrap_or_else(PoisonError::into_inner);
         let idx = links.iter().position(|(other, _)| *other == kind);
-        let (_, mut link) = idx.map_or((kind, LinkCalibration::default()), |idx| links.remove(idx));
-        change(&mut link);
+        let (_, mut link) = idx.map_or((kind, Link::default()), |idx| links.remove(idx));
+        link.change(change);
         links.insert(0, (kind, link));
     }
 
@@ -45,7 +70,7 @@ impl Links {
 #[derive(Debug, Default)]
 pub struct PeerLinks {
     /// Locked for a few operations only.
-    peers: Mutex<HashMap<String, LinkCalibration>>,
+    peers: Mutex<HashMap<String, Link>>,
 }
 
 /// A thousand workers and their restarts. What is forgotten is measured again.
@@ -67,7 +92,7 @@ impl PeerLinks {
         if peers.len() >= MAX_PEERS && !peers.contains_key(peer) {
             peers.clear();
         }
-        change(peers.entry(peer.to_owned()).or_default());
+        peers.entry(peer.to_owned()).or_default().change(change);
     }
 
     /// What KV from a peer takes, if that was measured.

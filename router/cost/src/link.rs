@@ -1,5 +1,7 @@
 //! The time of a transfer.
 
+use std::time::Duration;
+
 use crate::is_plausible;
 
 /// Seconds of a transfer, linear in its bytes: the alpha-beta model (Hockney 1994).
@@ -31,6 +33,20 @@ impl LinkLine {
     /// Seconds of a transfer.
     pub fn seconds(&self, num_bytes: f64) -> f64 {
         self.latency_seconds + num_bytes / self.bytes_per_second
+    }
+
+    /// What to expect so long after the newest transfer: a link that was slower than one that was not measured is taken to be twice as
+    /// fast with every minute, up to that. What keeps requests from using a link would otherwise never be measured again.
+    #[must_use]
+    pub fn after(self, idle: Duration) -> LinkLine {
+        let factor = (idle.as_secs_f64() / 60.0).exp2();
+        let LinkLine { latency_seconds, bytes_per_second } = LinkLine::UNMEASURED;
+        LinkLine {
+            latency_seconds: self.latency_seconds.min((self.latency_seconds / factor).max(latency_seconds)),
+            bytes_per_second: self
+                .bytes_per_second
+                .max((self.bytes_per_second * factor).min(bytes_per_second)),
+        }
     }
 
     /// The line, if it can be true.
@@ -94,6 +110,17 @@ mod tests {
                 assert!((0.9..1.1).contains(&ratio), "{truth:?} {learned:?} {num_bytes}: {ratio}");
             }
         }
+    }
+
+    #[test]
+    fn a_slow_link_is_tried_again_after_some_minutes() {
+        let slow = LinkLine { latency_seconds: 0.02, bytes_per_second: 1e7 };
+        let after = |minutes: u64| slow.after(Duration::from_secs(60 * minutes));
+        assert_eq!(after(0), slow);
+        assert_eq!(after(1), LinkLine { latency_seconds: 0.01, bytes_per_second: 2e7 });
+        assert_eq!(after(10_000), LinkLine::UNMEASURED);
+        let fast = LinkLine { latency_seconds: 1e-5, bytes_per_second: 2e10 };
+        assert_eq!(fast.after(Duration::from_secs(3600)), fast);
     }
 
     #[test]

@@ -32,7 +32,7 @@ pub fn worth_bringing(
     bring: impl Fn(usize) -> f64,
     compute: impl Fn(usize) -> f64,
 ) -> Option<usize> {
-    if bring(num_blocks) <= WORTH_WAITING * compute(num_blocks) {
+    if num_blocks == 0 || bring(num_blocks) <= WORTH_WAITING * compute(num_blocks) {
         return None;
     }
     let num_brought = meeting(num_blocks, bring, compute);
@@ -67,6 +67,7 @@ mod tests {
     fn what_is_fast_is_waited_for_and_what_is_too_slow_left() {
         let of = |bring: f64| worth_bringing(100, 16, |num| num as f64 * bring, |num| num as f64 * 0.1);
         assert_eq!([0.03, 0.031, 0.1, 2.0].map(of), [None, Some(74), Some(47), Some(0)]);
+        assert_eq!(worth_bringing(0, 16, |_| 1.0, |_| 0.0), None);
     }
 
     #[test]
