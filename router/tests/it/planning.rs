@@ -193,8 +193,8 @@ async fn a_prefix_in_a_pool_is_worth_more_than_one_in_a_slow_tier() {
     );
     let options = plan["options"].as_array().expect("a list");
     let other = options.iter().find(|option| option["decode"] == "d0").expect("it is an option");
-    // All but the last token, which is computed.
-    assert_eq!(other["recall_ms"], 19.95, "{plan}");
+    // All but the last token, which is computed. That is 19.95 ms, 0.4 of computing them: so the beginning is computed meanwhile.
+    assert_eq!(other["recall_ms"], 13.82, "{plan}");
 
     // Once it is in the pool of both, the idle one is better.
     let body = {

@@ -481,14 +481,15 @@ impl Scheduler {
             return;
         }
         sequence.num_computed = num_cached_tokens;
+        if is_recalled {
+            // Its blocks are written: none of them may be one of the cache.
+            self.holds.reserve(sequence);
+            return;
+        }
         if sequence.num_head_left() == 0 {
             adopt::adopt(&mut sequence, &mut self.holds, &mut self.pool);
         }
-        if is_recalled {
-            self.holds.reserve(sequence);
-        } else {
-            self.running.insert(sequence);
-        }
+        self.running.insert(sequence);
     }
 
     /// Tokens of the next chunk: all that are left; else up to the last block boundary within the budget; else, when

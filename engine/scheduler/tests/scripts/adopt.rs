@@ -176,3 +176,78 @@ fn a_chunk_ends_before_blocks_that_are_on_their_way() {
         ",
     );
 }
+
+/// The loader of a recalled sequence writes all its blocks after the first ones.
+#[test]
+fn a_recalled_sequence_adopts_nothing_while_its_blocks_are_written() {
+    check(
+        "
+        pool blocks=8 block_size=4 running=4 budget=64 recall=yes
+        add id=1 prompt=8 max=33
+        add id=2 prompt=13 max=30 text=b
+        step
+            admit 1
+            admit 2
+            1: 0..8 token
+            2: 0..13 token
+        step
+            1: 8..9 token
+            2: 13..14 token
+        step
+            1: 9..10 token
+            2: 14..15 token
+        step
+            1: 10..11 token
+            2: 15..16 token
+        step
+            1: 11..12 token
+            2: 16..17 token
+        step
+            preempt 2
+            1: 12..13 token
+        step
+            1: 13..14 token
+        step
+            1: 14..15 token
+        step
+            1: 15..16 token
+        step
+            1: 16..17 token
+        step
+            1: 17..18 token
+        step
+            1: 18..19 token
+        step
+            1: 19..20 token
+        step
+            1: 20..21 token
+        step
+            1: 21..22 token
+        step
+            1: 22..23 token
+        step
+            1: 23..24 token
+        step
+            1: 24..25 token
+        step
+            1: 25..26 token
+        step
+            1: 26..27 token
+        step
+            1: 27..28 token
+        step
+            1: 28..29 token
+        end id=1
+        fetch id=9 text=b first=1 end=2
+            cached before 0
+        release id=9
+        step
+            recall 2
+        resume id=2 blocks=0
+        step
+            2: 0..18 token
+        step
+            2: 18..19 token
+        ",
+    );
+}
