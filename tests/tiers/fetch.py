@@ -40,7 +40,18 @@ class Cluster:
     """`baton up` in a namespace, and a client beside it."""
 
     def __init__(self, args, mbit: float):
+        self.args, self.mbit = args, mbit
+
+    def __enter__(self):
         self.__exit__()
+        try:
+            self.start(self.args, self.mbit)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def start(self, args, mbit: float):
         sh(f"ip netns add {NAMESPACE}")
         sh(f"ip -n {NAMESPACE} link set lo up")
         inside = ["ip", "netns", "exec", NAMESPACE]
@@ -84,8 +95,7 @@ def main():
     print(f"{args.tokens} tokens; TTFT in seconds, medians of {args.turns} turns and the range of their ratios")
     print("  Mbit/s  computed  with a source  ratio (least, most)  tokens fetched")
     for mbit in map(float, args.mbit.split(",")):
-        cluster = Cluster(args, mbit)
-        try:
+        with Cluster(args, mbit) as cluster:
             chance = random.Random(mbit)
             ratios, times = [], []
             # Steps, links and fetches are measured before anything is compared.
@@ -102,8 +112,6 @@ def main():
             computed, fetched, num_cached = (statistics.median(column) for column in zip(*times))
             print(f"{mbit:8.0f}  {computed:8.3f}  {fetched:13.3f}  {statistics.median(ratios):5.2f} "
                   f"({min(ratios):.2f}, {max(ratios):.2f})  {num_cached:14.0f}", flush=True)
-        finally:
-            cluster.__exit__()
 
 
 if __name__ == "__main__":
