@@ -83,7 +83,7 @@ class Worker:
                    "--log-color", "never", *args.flags.split()]
         environment = {**os.environ, **CREDENTIALS}
         self.process = subprocess.Popen(command, stdout=self.log, stderr=subprocess.STDOUT, env=environment)
-        self.base = f"http://{self.wait_for(r'(127.0.0.1:[1-9][0-9]*)', 60)}"
+        self.base = f"http://{self.wait_for(r'router listens address=(127.0.0.1:[1-9][0-9]*)', 60)}"
         deadline = time.monotonic() + 240
         while time.monotonic() < deadline:
             try:
