@@ -49,9 +49,9 @@ pub struct GenerateStream {
     /// Cancelled when the worker begins to drain; `None` after the router was told.
     draining: Option<CancellationToken>,
     halted: CancellationToken,
-    /// Saves the blocks when the stream ends or is dropped.
     /// Brings more of the prompt into the pool until its first token.
     meanwhile: Meanwhile,
+    /// Saves the blocks when the stream ends or is dropped.
     save: Option<SaveAtEnd>,
     /// Ends with the stream.
     span: Span,

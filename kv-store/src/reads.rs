@@ -62,7 +62,8 @@ impl KvStore {
     }
 
     /// Blocks at the front of a sequence, by its hashes in order, that tiers hold.
-    pub fn num_found(&self, hashes: &[BlockHash]) -> usize {
+    #[cfg(test)]
+    pub(crate) fn num_found(&self, hashes: &[BlockHash]) -> usize {
         self.shared.places(hashes).len()
     }
 
@@ -174,12 +175,11 @@ impl Shared {
         let recalls = self.recalls().clone();
         let speed = |place: Option<SlotPlace>| match (place, &self.object) {
             (None, Some(object)) => object.speed(),
-            (Some(place), _) if recalls.seconds(place.tier).is_some() => {
-                let seconds = recalls.seconds(place.tier).unwrap_or(0.0).max(f64::MIN_POSITIVE);
-                let bytes_per_second = self.block_bytes() as f64 / seconds;
-                Some(LinkLine { latency_seconds: 0.0, bytes_per_second })
+            (place, _) => {
+                let seconds = place.and_then(|place| recalls.seconds(place.tier)).unwrap_or(0.0);
+                // Infinite while it was not measured.
+                Some(LinkLine { latency_seconds: 0.0, bytes_per_second: self.block_bytes() as f64 / seconds })
             }
-            _ => Some(LinkLine { latency_seconds: 0.0, bytes_per_second: f64::INFINITY }),
         };
         runs_of(places).map(|run| Run { num_blocks: run.len(), speed: speed(run[0]) }).collect()
     }

@@ -68,7 +68,7 @@ impl RecallPace {
     }
 
     /// Seconds for a block after its read; 0 before the first.
-    pub(crate) fn rest_seconds(&self) -> f64 {
+    fn rest_seconds(&self) -> f64 {
         self.rest.seconds().unwrap_or(0.0)
     }
 }

@@ -13,6 +13,8 @@ pub struct Worth {
     pub expected: Duration,
     /// How long computing them takes.
     pub compute: Duration,
+    /// With those after them, all blocks at the front that tiers hold.
+    pub num_held: usize,
 }
 
 /// Whether the blocks that are not read are computed in the same time.
@@ -50,7 +52,8 @@ impl Run {
 /// The front of a sequence that saves the most time when it is read before anything is computed, up to the end of a run. What
 /// follows a run of unknown speed is not read.
 pub(crate) fn worth(runs: &[Run], block_bytes: usize, compute_block: Duration, mode: ReadMode) -> Worth {
-    let (mut best, mut most) = (Worth::default(), 0.0);
+    let num_held = runs.iter().map(|run| run.num_blocks).sum();
+    let (mut best, mut most) = (Worth { num_held, ..Worth::default() }, 0.0);
     let (mut num_blocks, mut seconds) = (0, 0.0);
     for run in runs {
         let Some(run_seconds) = run.seconds(run.num_blocks, block_bytes) else { break };
@@ -60,7 +63,7 @@ pub(crate) fn worth(runs: &[Run], block_bytes: usize, compute_block: Duration, m
         if saved > most {
             most = saved;
             let expected = Duration::try_from_secs_f64(seconds).unwrap_or_default();
-            best = Worth { num_blocks, expected, compute: compute_block * num_blocks as u32 };
+            best = Worth { num_blocks, expected, compute: compute_block * num_blocks as u32, num_held };
         }
     }
     best

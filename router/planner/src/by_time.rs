@@ -299,7 +299,7 @@ impl<'a> Search<'a> {
         // The last token is computed in any case.
         let most = self.request.num_tokens.saturating_sub(1);
         let own = worker.num_cached.min(most);
-        let recall = worker.recall_seconds(0, own);
+        let recall = worker.own_recall_seconds(own);
         let mut start = Start { estimate: Estimate { recall, ..Estimate::default() }, ..Start::default() };
         let giver = source.and_then(|idx| self.workers[idx].as_ref());
         let cached = giver.map_or(own, |giver| giver.num_cached.min(most));

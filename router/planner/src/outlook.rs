@@ -205,16 +205,27 @@ impl<'a> Outlook<'a> {
         measured.and_then(LinkLine::checked)
     }
 
-    /// Until the request's cached tokens from `start` to `end` are in its pool: what is slow comes while their beginning is computed. 0
-    /// while it has not said what recalls take.
+    /// Until the first `end` cached tokens of a request that it computes are in its pool: what is slow comes while their beginning is
+    /// computed. 0 while it has not said what recalls take.
+    pub(crate) fn own_recall_seconds(&self, end: usize) -> f64 {
+        let (recall, compute) = self.recall_or_compute(0, end);
+        recall * share_brought(recall, compute)
+    }
+
+    /// The same of the tokens from `start` to `end`, for a worker that fetches them: at most as long as computing them, as a recall is
+    /// given up then.
     pub(crate) fn recall_seconds(&self, start: usize, end: usize) -> f64 {
+        let (recall, compute) = self.recall_or_compute(start, end);
+        recall.min(compute)
+    }
+
+    fn recall_or_compute(&self, start: usize, end: usize) -> (f64, f64) {
         let start = start.max(self.num_pooled);
         if start >= end || self.view.load.recall_token_seconds <= 0.0 {
-            return 0.0;
+            return (0.0, 0.0);
         }
-        let compute = self.prompt_seconds(&PromptWork::new(end, start));
         let recall = (end - start) as f64 * self.view.load.recall_token_seconds;
-        recall * share_brought(recall, compute)
+        (recall, self.prompt_seconds(&PromptWork::new(end, start)))
     }
 
     /// Bytes of a token's KV.

@@ -34,19 +34,19 @@ type Verifying = BoxFuture<'static, (usize, Result<(), KvFault>)>;
 
 /// Blocks of this worker's engine that can be granted to a peer.
 pub trait ReservedBlocks: Send + 'static {
-    /// The block table of the sequence.
-    fn blocks(&self) -> &[BlockId];
-    /// Blocks at its front that already hold their KV.
+    /// Blocks at the front of the sequence that need not be sent.
     fn num_cached_blocks(&self) -> usize;
+    /// The blocks after them, to be written.
+    fn new_blocks(&self) -> &[BlockId];
 }
 
 impl ReservedBlocks for Reservation {
-    fn blocks(&self) -> &[BlockId] {
-        self.blocks()
-    }
-
     fn num_cached_blocks(&self) -> usize {
         self.num_cached_blocks()
+    }
+
+    fn new_blocks(&self) -> &[BlockId] {
+        &self.blocks()[self.num_cached_blocks()..]
     }
 }
 
@@ -147,7 +147,7 @@ impl<R: ReservedBlocks> DecodeSide<R> {
             Err(failure) => return DecodeInput::ReserveFailed(failure),
         };
         let num_cached_blocks = reservation.num_cached_blocks();
-        let block_ids = reservation.blocks()[num_cached_blocks..].to_vec();
+        let block_ids = reservation.new_blocks().to_vec();
         let granted = self.worker.data_plane().receiver.grant_as(block_ids.clone(), self.wire, reservation);
         if self.worker.config().tls.is_some() {
             // Only the worker that answers the stream may write.

@@ -84,26 +84,18 @@ enum Answer {
 
 /// Blocks that are set aside for the end of a prefix.
 struct TailBlocks {
-    reservation: PrefixReservation,
-    /// The table of the prefix. The blocks before the reservation are not looked at.
-    table: Vec<BlockId>,
+    /// Blocks before the reservation.
     num_before: usize,
-}
-
-impl TailBlocks {
-    fn new(reservation: PrefixReservation, num_before: usize) -> TailBlocks {
-        let table = [&vec![BlockId(u32::MAX); num_before][..], reservation.blocks()].concat();
-        TailBlocks { reservation, table, num_before }
-    }
+    reservation: PrefixReservation,
 }
 
 impl ReservedBlocks for TailBlocks {
-    fn blocks(&self) -> &[BlockId] {
-        &self.table
-    }
-
     fn num_cached_blocks(&self) -> usize {
         self.num_before + self.reservation.num_cached_blocks()
+    }
+
+    fn new_blocks(&self) -> &[BlockId] {
+        &self.reservation.blocks()[self.reservation.num_cached_blocks()..]
     }
 }
 
@@ -228,7 +220,7 @@ impl PrefixFetchDriver {
         }
         self.side.reserve(Box::pin(async move {
             match worker.engine().reserve_blocks(&hashes, first).await {
-                Ok(Some(reservation)) => Ok(TailBlocks::new(reservation, first)),
+                Ok(Some(reservation)) => Ok(TailBlocks { num_before: first, reservation }),
                 // It does not wait until blocks become free.
                 Ok(None) => Err(Failure::new(FailureKind::Full, "no blocks are free for a prefix")),
                 Err(error) => Err(submit_failure(&error)),
@@ -294,15 +286,16 @@ impl PrefixFetchDriver {
     async fn cache(&mut self) -> Result<(usize, usize), HandoffError> {
         let refused = |failed| HandoffError::Refused { by: Side::Decode, failed };
         let took = self.granted.map(|(granted, num_bytes)| (granted.elapsed(), num_bytes));
-        let TailBlocks { reservation, table, .. } = self.side.commit().await.map_err(refused)?;
+        let tail = self.side.commit().await.map_err(refused)?;
         let worker = self.side.worker();
         let layout = worker.engine().storage().layout();
-        let num_new = reservation.blocks().len() - reservation.num_cached_blocks();
+        let num_new = tail.new_blocks().len();
+        let num_blocks = tail.num_cached_blocks() + num_new;
         if let Some((took, num_bytes)) = took {
             worker.peer_links().observe(&self.side.peer().worker_id, num_bytes, took.as_secs_f64());
         }
-        worker.engine().cache_prefix(reservation);
-        Ok((table.len() * layout.block_size, num_new * layout.block_size))
+        worker.engine().cache_prefix(tail.reservation);
+        Ok((num_blocks * layout.block_size, num_new * layout.block_size))
     }
 }
 

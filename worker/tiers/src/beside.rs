@@ -45,8 +45,6 @@ impl BesideRecall {
     /// prompt is submitted, so that its first chunk leaves out what is read.
     pub fn start(mut self, num_tokens: usize) -> Option<Beside> {
         self.num_ready = self.num_ready.max(num_tokens / self.tiers.block_size());
-        let num_pooled = self.num_pooled();
-        self.hashes.truncate(num_pooled + self.tiers.store.num_found(&self.hashes[num_pooled..]));
         let plan = self.plan(self.hashes.len())?;
         let tasks = self.tiers.tasks.clone();
         let task = tasks.spawn(async move {
@@ -72,7 +70,7 @@ impl BesideRecall {
     fn plan(&self, end: usize) -> Option<Plan> {
         let first = self.num_pooled();
         let hashes = self.hashes.get(first..end)?;
-        let compute = |num_blocks| self.tiers.compute_time(first, num_blocks);
+        let compute = |num_blocks| self.tiers.limits.compute_blocks(first, num_blocks);
         let num_blocks = self.tiers.store.meeting(hashes, compute);
         (num_blocks * self.tiers.block_size() >= MIN_BROUGHT).then(|| {
             let first = end - num_blocks;
@@ -106,7 +104,8 @@ impl BesideRecall {
     async fn read(&self, first: usize, end: usize) -> anyhow::Result<Receiver<(usize, Vec<Arc<Record>>)>> {
         let permit = self.tiers.reading.clone().acquire_owned().await?;
         let num_pooled = self.num_pooled();
-        let until = Instant::now() + self.tiers.compute_time(num_pooled, end.saturating_sub(num_pooled));
+        let until =
+            Instant::now() + self.tiers.limits.compute_blocks(num_pooled, end.saturating_sub(num_pooled));
         let (tiers, hashes) = (self.tiers.clone(), self.hashes[first..end].to_vec());
         // One piece is written while the next one is read.
         let (sender, pieces) = mpsc::channel(1);

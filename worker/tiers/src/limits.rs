@@ -32,13 +32,19 @@ impl FetchLimits {
 
     /// How long this engine takes to compute a prompt of `num_tokens` tokens of which it has `num_cached`: by its steps, and before
     /// the first one by what its device should take.
-    pub fn compute_time(&self, num_tokens: usize, num_cached: usize) -> Duration {
+    fn compute_time(&self, num_tokens: usize, num_cached: usize) -> Duration {
         let seconds = self.engine.pace().step.map(|step| {
             let prompt = PromptWork::new(num_tokens, num_cached);
             step.prompt_seconds(&prompt, &StepWork::default(), self.engine.token_budget() as f64)
         });
         let seconds = seconds.and_then(|seconds| Duration::try_from_secs_f64(seconds).ok());
         self.fetch_deadline.or(seconds).unwrap_or(DEFAULT_PREFILL_TIME)
+    }
+
+    /// How long `num_blocks` blocks after the first `num_before` of a prompt take to compute.
+    pub(crate) fn compute_blocks(&self, num_before: usize, num_blocks: usize) -> Duration {
+        let block_size = self.engine.storage().layout().block_size;
+        self.compute_time((num_before + num_blocks) * block_size, num_before * block_size)
     }
 
     /// How many blocks at the end of `num_blocks`, which follow `num_before`, are brought in while those before them are computed, if so
@@ -50,9 +56,7 @@ impl FetchLimits {
         bring: impl Fn(usize) -> f64,
     ) -> Option<usize> {
         let block_size = self.engine.storage().layout().block_size;
-        let compute = |num: usize| {
-            self.compute_time((num_before + num) * block_size, num_before * block_size).as_secs_f64()
-        };
+        let compute = |num_blocks| self.compute_blocks(num_before, num_blocks).as_secs_f64();
         worth_bringing(num_blocks, block_size, bring, compute)
     }
 }

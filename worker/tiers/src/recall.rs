@@ -20,7 +20,7 @@ use crate::{beside::BesideRecall, tiers::Tiers};
 #[derive(Debug)]
 pub struct Recall {
     tiers: Arc<Tiers>,
-    /// Of all blocks that the prefix cache may supply.
+    /// Of the blocks in the pool, then of those that are read.
     hashes: Vec<BlockHash>,
     /// Blocks at the front that are in the pool.
     num_pooled: usize,
@@ -34,24 +34,25 @@ impl Recall {
     pub fn of(tiers: Option<&Arc<Tiers>>, request: &Request) -> Option<Recall> {
         // A head is computed as a whole.
         let mode = if request.blended().is_some() { ReadMode::Alone } else { ReadMode::BesideComputing };
-        let recall = Recall::new(tiers?, request, mode);
-        let num_found = recall.tiers.store.num_found(&recall.hashes[recall.num_pooled..]);
-        let is_worth = recall.worth.num_blocks > 0 || mode == ReadMode::BesideComputing && num_found > 0;
-        is_worth.then_some(recall)
+        Recall::new(tiers?, request, mode)
     }
 
     /// The same of a prompt that is not computed here: another worker asks for its KV.
     pub fn for_peer(tiers: Option<&Arc<Tiers>>, request: &Request) -> Option<Recall> {
-        let recall = Recall::new(tiers?, request, ReadMode::Alone);
-        (recall.worth.num_blocks > 0).then_some(recall)
+        Recall::new(tiers?, request, ReadMode::Alone)
     }
 
-    fn new(tiers: &Arc<Tiers>, request: &Request, mode: ReadMode) -> Recall {
+    fn new(tiers: &Arc<Tiers>, request: &Request, mode: ReadMode) -> Option<Recall> {
         let engine = &tiers.limits.engine;
-        let hashes = engine.prefix_hashes(request, engine.num_sharable_tokens(request));
+        let mut hashes = engine.prefix_hashes(request, engine.num_sharable_tokens(request));
         let num_pooled = engine.cache_log().num_in_pool(&hashes);
         let worth = tiers.worth(&hashes, num_pooled, mode);
-        Recall { tiers: tiers.clone(), hashes, num_pooled, worth, mode }
+        let num_wanted = match mode {
+            ReadMode::Alone => worth.num_blocks,
+            ReadMode::BesideComputing => worth.num_held,
+        };
+        hashes.truncate(num_pooled + num_wanted);
+        (num_wanted > 0).then(|| Recall { tiers: tiers.clone(), hashes, num_pooled, worth, mode })
     }
 
     /// Brings the fast blocks into the pool, as far as there is room, and no longer than it would take to compute them. Dropping the
@@ -61,7 +62,8 @@ impl Recall {
         let num_recalled = if self.worth.num_blocks > 0 { self.run_before().await } else { 0 };
         let Recall { tiers, hashes, num_pooled, mode, .. } = self;
         let num_ready = num_pooled + num_recalled;
-        (mode == ReadMode::BesideComputing).then(|| BesideRecall::new(tiers, hashes, num_ready))
+        let is_more = mode == ReadMode::BesideComputing && num_ready < hashes.len();
+        is_more.then(|| BesideRecall::new(tiers, hashes, num_ready))
     }
 
     /// Returns how many blocks came, unless it was too late.
@@ -131,14 +133,8 @@ impl Recall {
 impl Tiers {
     /// What the tiers have of the blocks after the first `num_before`, as far as reading them saves time.
     pub(crate) fn worth(&self, hashes: &[BlockHash], num_before: usize, mode: ReadMode) -> Worth {
-        let compute = |num_blocks| self.compute_time(num_before, num_blocks);
+        let compute = |num_blocks| self.limits.compute_blocks(num_before, num_blocks);
         self.store.worth(&hashes[num_before..], compute, mode)
-    }
-
-    /// How long `num_blocks` blocks after the first `num_before` of a sequence take to compute.
-    pub(crate) fn compute_time(&self, num_before: usize, num_blocks: usize) -> Duration {
-        let block_size = self.block_size();
-        self.limits.compute_time((num_before + num_blocks) * block_size, num_before * block_size)
     }
 
     /// How long a recall may take, and when an object store is given up that is slower than expected: before computing would end,
