@@ -135,6 +135,7 @@ fn worker(role: Role, args: WorkerArgs) -> anyhow::Result<(WorkerConfig, Telemet
     config.itl_target = args.engine.itl_target.map(|ms| Duration::from_millis(ms as u64));
     config.prefix_cache = !args.engine.no_prefix_cache;
     config.host_kv_bytes = host_kv_bytes.map(|bytes| bytes as u64);
+    config.host_kv_dir = args.engine.host_kv_dir;
     config.disk_kv =
         args.engine.disk_kv.zip(args.engine.disk_kv_size).map(|(dir, size)| (dir, size.0 as u64));
     config.object_kv =

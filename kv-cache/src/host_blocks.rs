@@ -1,7 +1,8 @@
-//! Blocks outside a pool, in host memory that the pool's device reads and writes itself, many blocks at a time. No processor
-//! copies them.
+//! Blocks outside a pool, in host memory that the pool's device reads and writes itself, many blocks at a time: no processor copies
+//! them. A pool in host memory itself reads them likewise, without a copy on the way.
 
 use std::{
+    fs::File,
     io,
     mem::forget,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
@@ -12,20 +13,21 @@ use crate::{BlockId, BlockStorage, DeviceCopy, HostAccess, Region};
 /// Bytes that a device moves before other work on blocks has its turn.
 const TURN_BYTES: usize = 64 << 20;
 
-/// Room for blocks. Its pages are pinned.
+/// Room for blocks. Where a device accesses it, its pages are pinned.
 #[derive(Debug)]
 pub struct HostBlocks {
     /// Ends before the memory does: fields are dropped in this order.
-    _access: HostAccess,
+    _access: Option<HostAccess>,
     memory: BlockStorage,
     free: Mutex<Vec<BlockId>>,
 }
 
-/// One block of [`HostBlocks`]. Dropping it gives its room back.
+/// One block of [`HostBlocks`]. Dropping it gives its room back, if it was taken.
 #[derive(Debug)]
 pub struct HostBlock {
     blocks: Arc<HostBlocks>,
     id: BlockId,
+    is_taken: bool,
 }
 
 impl HostBlocks {
@@ -35,20 +37,64 @@ impl HostBlocks {
     /// # Errors
     /// When there is too little memory, or the driver refuses.
     pub fn of(pool: &BlockStorage, num_blocks: usize) -> io::Result<Option<Arc<HostBlocks>>> {
-        let Some(device) = pool.device().filter(|_| pool.has_kernels()) else { return Ok(None) };
-        let memory = BlockStorage::new(*pool.layout(), num_blocks)?;
-        // If the kernel has no huge pages, small ones come when they are pinned.
-        let _ = memory.populate_all();
-        // SAFETY: the memory is dropped after the access.
-        let access = unsafe { device.access_host(memory.layer_ptr(BlockId(0), 0), memory.size_bytes()) }?;
-        let free = Mutex::new((0..num_blocks as u32).rev().map(BlockId).collect());
-        Ok(access.map(|access| Arc::new(HostBlocks { _access: access, memory, free })))
+        if !pool.has_kernels() {
+            return Ok(None);
+        }
+        let free = (0..num_blocks as u32).rev().map(BlockId).collect();
+        HostBlocks::over(pool, free, || {
+            let memory = BlockStorage::new(*pool.layout(), num_blocks)?;
+            // If the kernel has no huge pages, small ones come when they are pinned.
+            let _ = memory.populate_all();
+            Ok(memory)
+        })
+    }
+
+    /// The first `num_blocks` blocks in a file, which no process makes shorter while this lives. Others write it: there is nothing to
+    /// [take](Self::take). `None` when a device without kernels holds the pool, or it cannot access host memory.
+    ///
+    /// # Errors
+    /// When the file is too short, or the driver refuses.
+    pub fn in_file(
+        pool: &BlockStorage,
+        file: &File,
+        num_blocks: usize,
+    ) -> io::Result<Option<Arc<HostBlocks>>> {
+        HostBlocks::over(pool, Vec::new(), || BlockStorage::of_file(file, *pool.layout(), num_blocks))
+    }
+
+    fn over(
+        pool: &BlockStorage,
+        free: Vec<BlockId>,
+        memory: impl FnOnce() -> io::Result<BlockStorage>,
+    ) -> io::Result<Option<Arc<HostBlocks>>> {
+        if pool.device().is_some() && !pool.has_kernels() {
+            return Ok(None);
+        }
+        let memory = memory()?;
+        let access = pool.device().map(|device| {
+            // SAFETY: the memory is dropped after the access.
+            unsafe { device.access_host(memory.layer_ptr(BlockId(0), 0), memory.size_bytes()) }
+        });
+        let access = match access.transpose()? {
+            Some(None) => return Ok(None),
+            access => access.flatten(),
+        };
+        Ok(Some(Arc::new(HostBlocks { _access: access, memory, free: Mutex::new(free) })))
     }
 
     /// Room for a block; `None` when there is none.
     pub fn take(self: &Arc<HostBlocks>) -> Option<HostBlock> {
         let id = self.free().pop()?;
-        Some(HostBlock { blocks: self.clone(), id })
+        Some(HostBlock { blocks: self.clone(), id, is_taken: true })
+    }
+
+    /// The block at this place [in a file](Self::in_file), whatever is written there now.
+    ///
+    /// # Panics
+    /// When there are fewer blocks.
+    pub fn at(self: &Arc<HostBlocks>, idx: u32) -> HostBlock {
+        assert!((idx as usize) < self.memory.num_blocks(), "block {idx} of {}", self.memory.num_blocks());
+        HostBlock { blocks: self.clone(), id: BlockId(idx), is_taken: false }
     }
 
     fn free(&self) -> MutexGuard<'_, Vec<BlockId>> {
@@ -57,8 +103,22 @@ impl HostBlocks {
 }
 
 impl HostBlock {
+    /// Its place.
+    pub fn idx(&self) -> u32 {
+        self.id.0
+    }
+
+    /// Whether it was [taken](HostBlocks::take): nothing else writes it.
+    pub fn is_own(&self) -> bool {
+        self.is_taken
+    }
+
     /// The block's bytes, layer after layer.
+    ///
+    /// # Panics
+    /// When the block is not [its own](Self::is_own).
     pub fn bytes(&self) -> &[u8] {
+        assert!(self.is_own(), "other processes write the block");
         let memory = &self.blocks.memory;
         let base = memory.layer_ptr(self.id, 0).as_ptr();
         // SAFETY: the layers of a block follow each other. Only `copy_out` has a device write them, which owns the block.
@@ -72,7 +132,9 @@ impl HostBlock {
 
 impl Drop for HostBlock {
     fn drop(&mut self) {
-        self.blocks.free().push(self.id);
+        if self.is_taken {
+            self.blocks.free().push(self.id);
+        }
     }
 }
 
@@ -96,7 +158,8 @@ fn runs(pool: &BlockStorage, region: &Region<'_>, host: u64, block: BlockId) -> 
 }
 
 impl BlockStorage {
-    /// Has the devices of this pool copy blocks into it, each its own heads, and waits for them.
+    /// Has the devices of this pool copy blocks into it, each its own heads, and waits for them, or copies them to a pool in host memory.
+    /// What others write meanwhile to a block that is not [its own](HostBlock::is_own) is copied in part.
     ///
     /// # Errors
     /// When a device fails. It may still write.
@@ -107,16 +170,27 @@ impl BlockStorage {
     /// # Safety
     /// The blocks of the pool are not used otherwise meanwhile.
     pub unsafe fn copy_in(&self, blocks: &[(&HostBlock, BlockId)]) -> io::Result<()> {
+        let assert_alike =
+            |host: &HostBlock| assert_eq!(host.blocks.memory.layout(), self.layout(), "blocks of this pool");
+        if self.device().is_none() {
+            for &(host, block) in blocks {
+                assert_alike(host);
+                let (source, target) = (host.blocks.memory.layer_ptr(host.id, 0), self.layer_ptr(block, 0));
+                // SAFETY: the layers of a block follow each other. By the caller's word nothing uses the target, which is in other memory.
+                unsafe { source.copy_to_nonoverlapping(target, self.layout().block_bytes()) };
+            }
+            return Ok(());
+        }
         for blocks in blocks.chunks((TURN_BYTES / self.layout().block_bytes()).max(1)) {
             for rank in 0..self.num_ranks() {
                 let region = self.region(rank);
                 let of_block = |&(host, block): &(&HostBlock, BlockId)| {
-                    assert_eq!(host.blocks.memory.layout(), self.layout(), "blocks of this pool");
+                    assert_alike(host);
                     runs(self, &region, host.address(), block)
                 };
                 let copy = |(source, target, len)| DeviceCopy { source, target, len };
                 let copies: Vec<_> = blocks.iter().flat_map(of_block).map(copy).collect();
-                // SAFETY: the device reaches the host's blocks, which nothing writes. By the caller's word nothing uses the others.
+                // SAFETY: the device reaches the host's blocks. By the caller's word nothing uses the others.
                 unsafe { self.must_copy(rank, &copies) }?;
             }
         }

@@ -6,6 +6,7 @@
 //! engine's block pool, the handoff's grants). That is why the accessors are unsafe.
 
 use std::{
+    fs::File,
     io,
     ops::Range,
     os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd},
@@ -87,6 +88,14 @@ impl BlockStorage {
             return Err(io::Error::new(io::ErrorKind::InvalidData, message));
         }
         Self::map(fd, layout, num_blocks)
+    }
+
+    /// Maps a file, which no process makes shorter while this lives.
+    pub(crate) fn of_file(file: &File, layout: KvLayout, num_blocks: usize) -> io::Result<BlockStorage> {
+        if file.metadata()?.len() < size_bytes(&layout, num_blocks)? as u64 {
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
+        Self::map(file.try_clone()?.into(), layout, num_blocks)
     }
 
     fn map(fd: OwnedFd, layout: KvLayout, num_blocks: usize) -> io::Result<BlockStorage> {

@@ -1,7 +1,9 @@
-//! The disk tier on a real disk: `cargo bench -p baton-kv-store --bench disk -- fill DIR GIB`, then `… -- read DIR GIB`.
+//! The disk tier on a real disk: `cargo bench -p baton-kv-store --bench disk -- fill DIR GIB`, then `… -- read DIR GIB`. A host tier that
+//! workers share, in a directory below /dev/shm: the same with `shared` at the end, in one process or several. One of a worker alone:
+//! `… -- host GIB`, which fills and reads.
 //!
 //! Blocks have 512 KiB (16 layers, 8 kv heads of 64 in f16, 16 tokens), sequences 64 of them. `read` opens the directory, prints how
-//! long that takes, and reads whole sequences in random order for ten seconds. Every record is verified, as always.
+//! long that takes, and reads whole sequences in random order into a pool for ten seconds. Every record is verified, as always.
 
 use std::{
     env,
@@ -13,7 +15,7 @@ use std::{
 
 use baton_kv_cache::{BlockHash, BlockId, BlockStorage, HashRoot, KvDtype, KvFormat, KvLayout};
 use baton_kv_events::Keep;
-use baton_kv_store::{DiskConfig, KvStore, SequenceBlocks, StoreConfig};
+use baton_kv_store::{DiskConfig, HostConfig, KvStore, SequenceBlocks, StoreConfig};
 use baton_random::Random;
 
 const BLOCKS_PER_SEQUENCE: usize = 64;
@@ -36,26 +38,38 @@ fn hashes(sequence: u32) -> Vec<BlockHash> {
 
 fn main() {
     let args: Vec<String> = env::args().skip(1).filter(|arg| arg != "--bench").collect();
-    let [mode, dir, gib] = &args[..] else {
-        println!("SKIPPED: say fill or read, a directory and its GiB");
-        return;
+    let args: Vec<&str> = args.iter().map(String::as_str).collect();
+    let (mode, dir, gib) = match args[..] {
+        [mode @ ("fill" | "read"), dir, gib] | [mode @ ("fill" | "read"), dir, gib, "shared"] => {
+            (mode, Some(dir), gib)
+        }
+        ["host", gib] => ("host", None, gib),
+        _ => {
+            println!("SKIPPED: say fill or read, a directory, its GiB and perhaps shared; or host and GiB");
+            return;
+        }
     };
     let max_bytes = (gib.parse::<f64>().expect("a number of GiB") * f64::from(1 << 30)) as u64;
-    let disk = Some(DiskConfig { dir: PathBuf::from(dir), max_bytes });
+    let dir = dir.map(PathBuf::from);
+    let config = match dir {
+        Some(dir) if args.len() == 3 => {
+            StoreConfig { disk: Some(DiskConfig { dir, max_bytes }), ..StoreConfig::default() }
+        }
+        dir => StoreConfig { host: Some(HostConfig { max_bytes, dir }), ..StoreConfig::default() },
+    };
     let format = KvFormat::new("bench".into(), &layout(), String::new());
     let storage = Arc::new(BlockStorage::new(layout(), BLOCKS_PER_SEQUENCE).expect("memory"));
     storage.populate_all().expect("memory");
     let started = Instant::now();
-    let store =
-        KvStore::open(&StoreConfig { disk, ..StoreConfig::default() }, &format, storage.clone(), |_| ())
-            .expect("it opens");
+    let store = KvStore::open(&config, &format, storage.clone(), |_| ()).expect("it opens");
     let tier = store.counts()[0];
     println!("opened in {:?}: {} of {} blocks", started.elapsed(), tier.num_held, tier.num_slots);
     let num_sequences = (tier.num_slots as usize / BLOCKS_PER_SEQUENCE) as u32;
-    match &mode[..] {
-        "fill" => fill(&store, num_sequences),
-        "read" => read(&store, num_sequences),
-        other => panic!("{other} is neither fill nor read"),
+    if mode != "read" {
+        fill(&store, num_sequences);
+    }
+    if mode != "fill" {
+        read(&store, num_sequences);
     }
 }
 
@@ -87,6 +101,8 @@ fn read(store: &KvStore, num_sequences: u32) {
         let hashes = hashes(random.below(u64::from(num_sequences)) as u32);
         let records = store.read(&hashes, started + Duration::from_secs(60));
         assert_eq!(records.len(), hashes.len(), "fill it first");
+        let blocks: Vec<_> = (0..records.len() as u32).map(BlockId).collect();
+        store.write_to_pool(&records, &blocks).expect("whole");
         num_blocks += records.len();
     }
     let bytes = (num_blocks * layout().block_bytes()) as f64;

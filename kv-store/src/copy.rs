@@ -1,5 +1,5 @@
 //! Copies between records and blocks of a pool. A pool's device copies [blocks that it reaches](HostBlock) itself, many at once, and
-//! computes their checksums. Others go through the processor, which has verified them when they were read.
+//! computes their checksums in the pool; a pool in host memory likewise. Others were verified by a processor when they were read.
 
 use std::{io, sync::Arc};
 
@@ -46,12 +46,21 @@ pub(crate) fn to_pool(
             num_whole += run.len();
             continue;
         }
+        let (shape, pieces) = (BodyShape::new(storage.layout()), pieces(storage, blocks.iter().copied()));
         // SAFETY: as above.
         let sums = unsafe {
             storage.copy_in(&reached)?;
-            storage.head_checksums_there(&pieces(storage, blocks.iter().copied()), 0)?
+            match storage.device() {
+                Some(_) => storage.head_checksums_there(&pieces, 0)?,
+                None => Some(
+                    pieces
+                        .iter()
+                        .flat_map(|&(block, layer)| shape.sums(storage.layer(block, layer)))
+                        .collect(),
+                ),
+            }
         };
-        let num_parts = BodyShape::new(storage.layout()).num_parts();
+        let num_parts = shape.num_parts();
         let is_whole = |(idx, record): &(usize, &Arc<Record>)| match &sums {
             Some(sums) => record.matches(&sums[idx * num_parts..][..num_parts]),
             None => record.is_whole(),

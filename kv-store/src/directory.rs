@@ -9,12 +9,20 @@
 //!       +---------------------------+--------------------------+        writing
 //! ```
 //!
-//! A block is found while a slot holds it. It is in each tier at most once, and may be in several.
+//! A block is found while a slot holds it. It is in each tier at most once, and may be in several. The slots of a tier may be those
+//! of other workers, too: then this follows what they do with them. If two of them write the same block at the same time, all find
+//! it in the lower slot.
 
-use std::{collections::HashMap, time::Duration};
+use std::{
+    collections::{BTreeSet, HashMap},
+    mem,
+    time::Duration,
+};
 
 use baton_kv_cache::BlockHash;
 use baton_kv_events::{BlockKey, CacheEvent, EvictionOrder, Keep, PendingEvents};
+
+use crate::slots::SlotChange;
 
 /// What the tiers hold. Tiers are numbered from the fastest, 0; slots in each tier from 0.
 #[derive(Debug)]
@@ -35,11 +43,17 @@ pub struct SlotPlace {
 #[derive(Debug)]
 struct Tier {
     slots: Vec<Slot>,
-    free: Vec<u32>,
+    /// How often each slot has changed.
+    versions: Vec<u32>,
+    /// Low slots are taken first, which keeps the touched memory small.
+    free: BTreeSet<u32>,
+    /// Slots that are being written and, of those that hold this block, the lowest.
     by_hash: HashMap<BlockHash, u32>,
     /// The slots that hold a block.
     order: EvictionOrder,
     num_evicted: u64,
+    /// Slots that are free because a lower one holds the same block.
+    doubles: Vec<u32>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -47,6 +61,8 @@ enum Slot {
     Free,
     Writing(BlockHash),
     Holds(BlockHash),
+    /// Another worker writes it.
+    Taken,
 }
 
 impl Directory {
@@ -82,6 +98,11 @@ impl Directory {
     /// Whether `place` holds this block.
     pub fn holds(&self, place: SlotPlace, hash: BlockHash) -> bool {
         self.tiers[place.tier].slots[place.slot as usize] == Slot::Holds(hash)
+    }
+
+    /// It changes with what a slot is for: while it is the same, the slot holds the same record.
+    pub fn version(&self, place: SlotPlace) -> u32 {
+        self.tiers[place.tier].versions[place.slot as usize]
     }
 
     /// A sequence used these blocks, which are its hashes in order, and wants them to be kept so. Of blocks beyond `keeps` it says
@@ -126,7 +147,7 @@ impl Directory {
         if tier.by_hash.contains_key(&hash) || block_idx as usize >= tier.slots.len() {
             return None;
         }
-        let slot = match tier.free.pop() {
+        let slot = match tier.free.pop_first() {
             Some(slot) => slot,
             None if keep == Keep::Low => return None,
             None => {
@@ -141,21 +162,17 @@ impl Directory {
             }
         };
         let tier = &mut self.tiers[tier_idx];
-        tier.slots[slot as usize] = Slot::Writing(hash);
+        tier.set(slot, Slot::Writing(hash));
         tier.order.mark(slot, keep);
         tier.by_hash.insert(hash, slot);
         Some(slot)
     }
 
-    /// The slot holds its block now, which follows `before`.
+    /// The slot holds its block now, which follows `before`. Nothing happens if another worker has taken the slot already.
     pub fn end_write(&mut self, place: SlotPlace, before: Option<BlockHash>) {
-        let Slot::Writing(hash) = self.tiers[place.tier].slots[place.slot as usize] else {
-            panic!("slot {} of tier {} is not being written", place.slot, place.tier)
-        };
+        let Slot::Writing(hash) = self.tiers[place.tier].slots[place.slot as usize] else { return };
         let is_new = self.find(hash).is_none();
-        let tier = &mut self.tiers[place.tier];
-        tier.slots[place.slot as usize] = Slot::Holds(hash);
-        tier.order.push(place.slot);
+        self.tiers[place.tier].hold(place.slot, hash);
         if is_new {
             self.events.stored(before.map(key), key(hash));
         }
@@ -164,50 +181,80 @@ impl Directory {
     /// The block was not written: its slot is free.
     pub fn fail_write(&mut self, place: SlotPlace) {
         let tier = &mut self.tiers[place.tier];
-        if let Slot::Writing(hash) = tier.slots[place.slot as usize] {
-            tier.free_slot(place.slot, hash);
+        if let Slot::Writing(_) = tier.slots[place.slot as usize] {
+            tier.free_slot(place.slot);
         }
     }
 
     /// The slot turned out not to hold its block: it is free. Nothing happens if it holds another block meanwhile.
     pub fn forget(&mut self, place: SlotPlace, hash: BlockHash) {
         if self.holds(place, hash) {
-            let tier = &mut self.tiers[place.tier];
-            tier.order.remove(place.slot);
-            tier.free_slot(place.slot, hash);
+            self.vacated(place);
+        }
+    }
+
+    /// Other workers that have the slots of this tier changed some.
+    pub(crate) fn follow(&mut self, tier: usize, changes: Vec<(u32, SlotChange)>) {
+        // First of all what is gone: a block may be in another slot now.
+        changes.iter().for_each(|&(slot, _)| self.vacated(SlotPlace { tier, slot }));
+        for (slot, change) in changes {
+            match change {
+                SlotChange::Free => {}
+                SlotChange::Taken => {
+                    let tier = &mut self.tiers[tier];
+                    tier.free.remove(&slot);
+                    tier.set(slot, Slot::Taken);
+                }
+                SlotChange::Holds(name, keep) => {
+                    self.restore(SlotPlace { tier, slot }, name.hash, name.block_before(), keep);
+                }
+            }
+        }
+    }
+
+    /// A slot holds nothing now.
+    fn vacated(&mut self, place: SlotPlace) {
+        let tier = &mut self.tiers[place.tier];
+        let before = tier.slots[place.slot as usize];
+        tier.free_slot(place.slot);
+        if let Slot::Holds(hash) = before {
             self.tell_removed(hash);
         }
     }
 
-    /// A free slot was found to hold this block, after a restart, to be kept as was said in an earlier life. False: the tier holds
-    /// the block already, and the slot stays free.
-    pub fn restore(
-        &mut self,
-        place: SlotPlace,
-        hash: BlockHash,
-        before: Option<BlockHash>,
-        keep: Keep,
-    ) -> bool {
+    /// The slot whose block would make room for one that is to be kept so; `None` if that takes a free slot, or gets none.
+    pub fn next_evicted(&self, tier_idx: usize, keep: Keep) -> Option<u32> {
+        let tier = &self.tiers[tier_idx];
+        if keep == Keep::Low || !tier.free.is_empty() { None } else { tier.order.first() }
+    }
+
+    /// Another worker used the block that a slot holds, and all say that it is to be kept so.
+    pub fn used_slot(&mut self, SlotPlace { tier, slot }: SlotPlace, keep: Keep) {
+        let tier = &mut self.tiers[tier];
+        if matches!(tier.slots[slot as usize], Slot::Holds(_)) {
+            tier.order.remove(slot);
+            tier.order.mark(slot, keep);
+            tier.order.push(slot);
+        }
+    }
+
+    /// The slots of a tier that hold some of these blocks.
+    pub fn slots_of(&self, tier: usize, hashes: &[BlockHash]) -> Vec<u32> {
+        hashes.iter().filter_map(|&hash| self.find_in(tier, hash)).collect()
+    }
+
+    /// A slot that neither holds a block nor is written by this worker was found to hold this block, to be kept so. If the tier holds
+    /// the block twice now, the higher slot is free.
+    pub fn restore(&mut self, place: SlotPlace, hash: BlockHash, before: Option<BlockHash>, keep: Keep) {
         let is_known = self.find(hash).is_some();
         let tier = &mut self.tiers[place.tier];
-        if tier.by_hash.contains_key(&hash) {
-            return false;
-        }
-        debug_assert_eq!(tier.slots[place.slot as usize], Slot::Free);
-        tier.slots[place.slot as usize] = Slot::Holds(hash);
-        tier.by_hash.insert(hash, place.slot);
+        debug_assert!(matches!(tier.slots[place.slot as usize], Slot::Free | Slot::Taken));
+        tier.free.remove(&place.slot);
         tier.order.mark(place.slot, keep);
-        tier.order.push(place.slot);
+        tier.hold(place.slot, hash);
         if !is_known {
             self.events.stored(before.map(key), key(hash));
         }
-        true
-    }
-
-    /// Ends a series of [`restore`](Self::restore)s: slots that were restored are no longer free.
-    pub fn end_restore(&mut self, tier_idx: usize) {
-        let Tier { free, slots, .. } = &mut self.tiers[tier_idx];
-        free.retain(|&slot| slots[slot as usize] == Slot::Free);
     }
 
     /// Blocks that a tier holds.
@@ -218,6 +265,11 @@ impl Directory {
     /// Blocks that made room for others in a tier.
     pub fn num_evicted(&self, tier: usize) -> u64 {
         self.tiers[tier].num_evicted
+    }
+
+    /// Slots of a tier that this counts as free, as lower ones hold the same blocks, since the last call.
+    pub fn take_doubles(&mut self, tier: usize) -> Vec<u32> {
+        mem::take(&mut self.tiers[tier].doubles)
     }
 
     /// Which blocks came into the first tier, and which left the last one, since the last call.
@@ -242,19 +294,45 @@ impl Tier {
     fn new(num_slots: u32) -> Tier {
         Tier {
             slots: vec![Slot::Free; num_slots as usize],
-            // Popped from the end: low slots come first, which keeps the touched memory small.
-            free: (0..num_slots).rev().collect(),
+            versions: vec![0; num_slots as usize],
+            free: (0..num_slots).collect(),
             by_hash: HashMap::new(),
             order: EvictionOrder::new(num_slots as usize),
             num_evicted: 0,
+            doubles: Vec::new(),
         }
     }
 
-    fn free_slot(&mut self, slot: u32, hash: BlockHash) {
-        self.slots[slot as usize] = Slot::Free;
-        self.by_hash.remove(&hash);
+    /// A slot that is in no list holds this block now, unless a lower one does.
+    fn hold(&mut self, slot: u32, hash: BlockHash) {
+        self.set(slot, Slot::Holds(hash));
+        self.order.push(slot);
+        let other = self.by_hash.get(&hash).copied().unwrap_or(slot);
+        let is_double = other != slot && self.slots[other as usize] == Slot::Holds(hash);
+        if is_double {
+            self.free_slot(slot.max(other));
+            self.doubles.push(slot.max(other));
+        }
+        self.by_hash.insert(hash, if is_double { slot.min(other) } else { slot });
+    }
+
+    fn free_slot(&mut self, slot: u32) {
+        if let Slot::Holds(hash) | Slot::Writing(hash) = self.slots[slot as usize]
+            && self.by_hash.get(&hash) == Some(&slot)
+        {
+            self.by_hash.remove(&hash);
+        }
+        if self.order.contains(slot) {
+            self.order.remove(slot);
+        }
         self.order.forget(slot);
-        self.free.push(slot);
+        self.set(slot, Slot::Free);
+        self.free.insert(slot);
+    }
+
+    fn set(&mut self, slot: u32, state: Slot) {
+        self.slots[slot as usize] = state;
+        self.versions[slot as usize] = self.versions[slot as usize].wrapping_add(1);
     }
 }
 
@@ -415,13 +493,10 @@ mod tests {
     fn a_restored_directory_holds_what_the_slots_hold() {
         let mut directory = Directory::new(&[4]);
         let a = chain(1, 3);
-        assert!(directory.restore(SlotPlace { tier: 0, slot: 3 }, a[0], None, Keep::Normal));
-        assert!(directory.restore(SlotPlace { tier: 0, slot: 1 }, a[1], Some(a[0]), Keep::Normal));
-        assert!(
-            !directory.restore(SlotPlace { tier: 0, slot: 2 }, a[1], Some(a[0]), Keep::Normal),
-            "held already"
-        );
-        directory.end_restore(0);
+        directory.restore(SlotPlace { tier: 0, slot: 3 }, a[0], None, Keep::Normal);
+        directory.restore(SlotPlace { tier: 0, slot: 1 }, a[1], Some(a[0]), Keep::Normal);
+        directory.restore(SlotPlace { tier: 0, slot: 2 }, a[1], Some(a[0]), Keep::Normal);
+        assert_eq!((directory.take_doubles(0), directory.take_doubles(0)), (vec![2], vec![]));
         directory.used(&a[1..2], &[Keep::Low]);
         assert_eq!(directory.find_prefix(&a).len(), 2);
         assert_eq!(directory.take_events(), [CacheEvent::Stored { parent: None, blocks: keys(&a[..2]) }]);

@@ -2,7 +2,7 @@
 //!
 //! - `store`: [`KvStore`], which copies blocks out of the pool and back; `reads`: how it finds and reads their records;
 //! - `directory`: which tier holds which blocks, and which make room: the one policy, pure;
-//! - `slots`: the seam of the stores, [`Slots`]; `host` and `disk` are two;
+//! - `slots`: the seam of the stores, [`Slots`]; `host` and `disk` are two, and `shared` one that all workers of a machine have;
 //! - `object`: what is in an object store, shared by workers; its policy is `object/catalogue`, pure;
 //! - `worth`: what of all that is read sooner than computed; `recall_pace`: how long reads take; both pure;
 //! - `record`: a block outside the pool, and what proves that it is whole and of this model; `seal`: what encrypts it.
@@ -23,6 +23,7 @@ mod reads;
 mod recall_pace;
 mod record;
 mod seal;
+mod shared;
 mod slots;
 mod store;
 #[cfg(test)]
@@ -37,5 +38,5 @@ pub use object::{ObjectConfig, ObjectOpenError};
 pub use record::{Fingerprint, Record, RecordName};
 pub use seal::{KvKey, KvKeyError};
 pub use slots::{ReadError, Slots};
-pub use store::{DiskConfig, KvStore, SequenceBlocks, StoreConfig, TierOpenError};
+pub use store::{DiskConfig, HostConfig, KvStore, SequenceBlocks, StoreConfig, TierOpenError};
 pub use worth::{ReadMode, Worth};

@@ -201,6 +201,10 @@ impl Shared {
     ) -> Vec<Arc<Record>> {
         let places: Vec<SlotPlace> = run.iter().copied().flatten().collect();
         let tier = places[0].tier;
+        let versions: Vec<u32> = {
+            let directory = self.lock();
+            places.iter().map(|&place| directory.version(place)).collect()
+        };
         let wanted: Vec<_> = places.iter().zip(hashes).map(|(place, &hash)| (place.slot, hash)).collect();
         let started = Instant::now();
         let mut read: Vec<_> = self.tiers[tier].read(&wanted).into_iter().map(Some).collect();
@@ -208,7 +212,7 @@ impl Shared {
         let records = direction.collect(0..read.len(), |idx| match read[idx].take()? {
             Ok(record) => Some(record),
             Err(error) => {
-                self.read_failed(places[idx], hashes[idx], &error);
+                self.read_failed(places[idx], versions[idx], hashes[idx], &error);
                 None
             }
         });

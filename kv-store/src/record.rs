@@ -21,6 +21,7 @@ use xxhash_rust::xxh3::{xxh3_64, xxh3_64_with_seed};
 use crate::{
     buffer::PageBuffer,
     seal::{KvKey, Purpose, SEED_BYTES, Seed, TAG_BYTES, Tag},
+    shared::SlotState,
 };
 
 const MAGIC: &[u8; 8] = b"BATONKV3";
@@ -87,6 +88,9 @@ enum Body {
     Own(PageBuffer),
     /// The pool's device reads them itself.
     Reached(HostBlock),
+    /// The pool, or its device, reads them itself, and other processes may write them. They were the record's while the slot had this
+    /// state.
+    Shared(HostBlock, SlotState),
 }
 
 /// The bytes of a block.
@@ -160,6 +164,19 @@ impl Record {
         Record { name, body: Body::Reached(block), shape, checksum }
     }
 
+    /// A record in memory that others may write, as its head says. The device that reads it verifies it.
+    pub(crate) fn to_verify(head: Head, shape: BodyShape, block: HostBlock, state: SlotState) -> Record {
+        Record { name: head.name, body: Body::Shared(block, state), shape, checksum: head.checksum }
+    }
+
+    /// The slot that had the record in this state, if other processes may write it.
+    pub(crate) fn shared_slot(&self) -> Option<(u32, SlotState)> {
+        match &self.body {
+            Body::Shared(block, state) => Some((block.idx(), *state)),
+            _ => None,
+        }
+    }
+
     /// The block's bytes.
     pub fn body(&self) -> &[u8] {
         &self.pages()[..self.shape.bytes]
@@ -169,13 +186,14 @@ impl Record {
     pub(crate) fn as_reached(&self) -> Option<&HostBlock> {
         match &self.body {
             Body::Own(_) => None,
-            Body::Reached(block) => Some(block),
+            Body::Reached(block) | Body::Shared(block, _) => Some(block),
         }
     }
 
-    /// Whether the body is what it was when the record was made.
+    /// Whether the body is what it was when the record was made. False if a device alone can verify it.
     pub(crate) fn is_whole(&self) -> bool {
-        self.matches(&self.shape.sums(self.body()))
+        let is_readable = self.as_reached().is_none_or(HostBlock::is_own);
+        is_readable && self.matches(&self.shape.sums(self.body()))
     }
 
     /// Whether these are the checksums of the parts of the body as it was when the record was made.
@@ -187,7 +205,7 @@ impl Record {
     fn pages(&self) -> &[u8] {
         match &self.body {
             Body::Own(pages) => pages.pages(),
-            Body::Reached(block) => block.bytes(),
+            Body::Reached(block) | Body::Shared(block, _) => block.bytes(),
         }
     }
 }
@@ -202,8 +220,8 @@ impl BodyShape {
         self.bytes / self.part_bytes
     }
 
-    /// The checksum of each part.
-    fn sums(self, body: &[u8]) -> Vec<u64> {
+    /// The checksum of each part of a body, or of some of its layers.
+    pub(crate) fn sums(self, body: &[u8]) -> Vec<u64> {
         body.chunks_exact(self.part_bytes).map(xxh3_64).collect()
     }
 }

@@ -42,6 +42,50 @@ pub trait Slots: Send + Sync + fmt::Debug {
 
     /// What the slots held when the store was opened, each with its slot, and how it is to be kept. Told once.
     fn take_found(&mut self) -> Vec<(u32, RecordName, Keep)>;
+
+    /// What other processes do with these slots, if they have them, too.
+    fn shared(&self) -> Option<&dyn Sharing> {
+        None
+    }
+}
+
+/// Slots that several processes have. Each decides by itself what to write where, and follows the others.
+pub trait Sharing {
+    /// What other processes did to slots since the last call.
+    fn changes(&self) -> Vec<(u32, SlotChange)>;
+
+    /// Takes a slot to write it; false if another process changed it since [`changes`](Self::changes) was called.
+    fn claim(&self, slot: u32) -> bool;
+
+    /// Gives back a slot that was claimed and not written.
+    fn release(&self, slot: u32);
+
+    /// Gives up a slot that holds a block which another one holds, too. Each process does so that sees both: else those that see one of
+    /// them would find it longer than others.
+    fn give_up(&self, slot: u32);
+
+    /// This process used the blocks of these slots.
+    fn note_used(&self, slots: &[u32]);
+
+    /// How the block of a slot is to be kept, if other processes used it since this was last asked.
+    fn used_by_others(&self, slot: u32) -> Option<Keep>;
+
+    /// Whether other processes have written the slot since it had this record.
+    fn has_replaced(&self, record: &Record) -> bool;
+
+    /// Removes slots of other formats and sizes that no process uses any more.
+    fn remove_unused(&self);
+}
+
+/// What another process did to a slot that processes share.
+#[derive(Debug, PartialEq, Eq)]
+pub enum SlotChange {
+    /// It is free.
+    Free,
+    /// It is being written: what it held is gone.
+    Taken,
+    /// It holds this block, to be kept so.
+    Holds(RecordName, Keep),
 }
 
 /// Where a read of records that follow each other begins.

@@ -15,14 +15,14 @@
 
 #[cfg(test)]
 #[path = "tests/store.rs"]
-mod tests;
+pub(crate) mod tests;
 
 use std::{
     fmt, io,
     path::PathBuf,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
-        mpsc::{self, Receiver, SyncSender, TrySendError},
+        mpsc::{self, Receiver, RecvTimeoutError, SyncSender, TrySendError},
     },
     thread::{self, JoinHandle},
     time::{Duration, Instant},
@@ -42,7 +42,8 @@ use crate::{
     recall_pace::RecallPace,
     record::{Record, RecordName, RecordShape},
     seal::KvKey,
-    slots::{ReadError, Slots},
+    shared::SharedSlots,
+    slots::{ReadError, Sharing, SlotChange, Slots},
 };
 
 /// Sequences that wait to be copied out of the pool. Each keeps its blocks, and copies are fast: a longer queue would keep
@@ -53,17 +54,34 @@ const MAX_QUEUED_BYTES: usize = 64 << 20;
 /// How long the end waits for what is queued. A disk that hangs does not keep the process.
 const END_TIMEOUT: Duration = Duration::from_secs(5);
 
+/// How late a worker learns of what others did to slots that it shares, at most.
+const FOLLOW_EVERY: Duration = Duration::from_millis(50);
+/// How long host tiers stay that no worker uses, beside one that is used.
+const TIDY_EVERY: Duration = Duration::from_secs(30);
+/// Blocks that were used by others are spared at most so often for one record, and so many slots are tried that others take first.
+const MAX_SPARED: usize = 1024;
+const MAX_CLAIMS: usize = 16;
+
 /// What a worker's tiers are.
 #[derive(Clone, Debug, Default)]
 pub struct StoreConfig {
-    /// Bytes of host memory; `None`: no host tier.
-    pub host_bytes: Option<u64>,
+    /// `None`: no host tier.
+    pub host: Option<HostConfig>,
     /// `None`: no disk tier.
     pub disk: Option<DiskConfig>,
     /// `None`: no object store.
     pub object: Option<ObjectConfig>,
     /// Seals what leaves this process; `None`: it is plain.
     pub key: Option<KvKey>,
+}
+
+/// A host tier.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct HostConfig {
+    /// Bytes of host memory.
+    pub max_bytes: u64,
+    /// A directory in memory, for all workers that name it; `None`: memory of this process.
+    pub dir: Option<PathBuf>,
 }
 
 /// A disk tier.
@@ -97,9 +115,9 @@ pub struct SequenceBlocks<G> {
 /// Why a tier cannot be opened.
 #[derive(Debug, thiserror::Error)]
 pub enum TierOpenError {
-    /// The disk tier.
+    /// The disk tier, or a host tier that workers share.
     #[error(transparent)]
-    Disk(#[from] StoreOpenError),
+    Dir(#[from] StoreOpenError),
     /// The object store.
     #[error(transparent)]
     Object(#[from] ObjectOpenError),
@@ -148,22 +166,38 @@ impl KvStore {
         storage: Arc<BlockStorage>,
         on_change: impl Fn(Vec<CacheEvent>) + Send + Sync + 'static,
     ) -> Result<KvStore, TierOpenError> {
-        let body_bytes = storage.layout().block_bytes();
         let mut tiers: Vec<Box<dyn Slots>> = Vec::new();
         let mut room = None;
-        if let Some(host_bytes) = config.host_bytes {
-            let slots = HostSlots::new(host_bytes, body_bytes);
-            room = room_for(&storage, slots.num_slots());
-            tiers.push(Box::new(slots));
-        }
         let mut num_damaged = 0;
-        let shape = RecordShape::new(format, storage.layout(), config.key.clone());
+        let shape = |key| RecordShape::new(format, storage.layout(), key);
+        match &config.host {
+            Some(HostConfig { max_bytes, dir: None }) => {
+                let slots = HostSlots::new(*max_bytes, storage.layout().block_bytes());
+                let num_slots = slots.num_slots() as usize;
+                room = room_for(&storage, num_slots + num_queued(&storage).min(num_slots));
+                tiers.push(Box::new(slots));
+            }
+            // What is in memory is not sealed.
+            Some(HostConfig { max_bytes, dir: Some(dir) }) => {
+                let mut slots = SharedSlots::open(dir, *max_bytes, shape(None))?;
+                num_damaged += slots.num_damaged();
+                let is_reached = slots.reach(&storage).unwrap_or_else(|error| {
+                    tracing::warn!(%error, "the device of the pool does not read the host tier: a processor copies its kv");
+                    false
+                });
+                // What a device saves is on its way to this tier, too, and to two queues.
+                room = is_reached.then(|| room_for(&storage, 2 * num_queued(&storage) + 2)).flatten();
+                tiers.push(Box::new(slots));
+            }
+            None => {}
+        }
         if let Some(DiskConfig { dir, max_bytes }) = &config.disk {
-            let slots = DiskSlots::open(dir, *max_bytes, shape.clone())?;
-            num_damaged = slots.num_damaged();
+            let slots = DiskSlots::open(dir, *max_bytes, shape(config.key.clone()))?;
+            num_damaged += slots.num_damaged();
             tiers.push(Box::new(slots));
         }
-        let object = config.object.as_ref().map(|config| ObjectTier::open(config, shape, MAX_QUEUED_BYTES));
+        let open = |object| ObjectTier::open(object, shape(config.key.clone()), MAX_QUEUED_BYTES);
+        let object = config.object.as_ref().map(open);
         Ok(KvStore::over(tiers, object.transpose()?, storage, room, num_damaged, Box::new(on_change)))
     }
 
@@ -193,7 +227,6 @@ impl KvStore {
             for (slot, name, keep) in found {
                 directory.restore(SlotPlace { tier, slot }, name.hash, name.block_before(), keep);
             }
-            directory.end_restore(tier);
         }
         let counters: Vec<TierCounters> = tiers.iter().map(|_| TierCounters::default()).collect();
         if let Some(last) = counters.last() {
@@ -212,8 +245,7 @@ impl KvStore {
         });
         shared.update(|_| ());
         let (saves, to_copy) = mpsc::sync_channel(MAX_SAVES);
-        let record_bytes = shared.storage.layout().block_bytes();
-        let (writes, to_write) = mpsc::sync_channel((MAX_QUEUED_BYTES / record_bytes).max(1));
+        let (writes, to_write) = mpsc::sync_channel(num_queued(&shared.storage));
         let copier = thread::spawn({
             let shared = shared.clone();
             move || shared.copy_all(&to_copy, &writes)
@@ -250,9 +282,19 @@ impl KvStore {
         let num_whole = copy::to_pool(&self.shared.storage, records, blocks)?;
         let Some(damaged) = records.get(num_whole) else { return Ok(()) };
         let hash = damaged.name.hash;
-        let place = self.shared.lock().find(hash);
-        if let Some(place) = place {
-            self.shared.read_failed(place, hash, &ReadError::Damaged);
+        let shared = self.shared.tiers.iter().filter_map(|tier| tier.shared());
+        if shared.into_iter().any(|slots| slots.has_replaced(damaged)) {
+            return Err(io::Error::new(
+                io::ErrorKind::InvalidData,
+                "another worker replaced the record meanwhile",
+            ));
+        }
+        let found = {
+            let directory = self.shared.lock();
+            directory.find(hash).map(|place| (place, directory.version(place)))
+        };
+        if let Some((place, version)) = found {
+            self.shared.read_failed(place, version, hash, &ReadError::Damaged);
         }
         Err(io::Error::new(io::ErrorKind::InvalidData, ReadError::Damaged))
     }
@@ -276,15 +318,18 @@ impl KvStore {
     }
 }
 
-/// Room for the records of so many slots and for those on their way to other tiers, if the pool's device can read them itself.
-fn room_for(storage: &BlockStorage, num_slots: u32) -> Option<Arc<HostBlocks>> {
-    let record_bytes = storage.layout().block_bytes();
+/// Records that wait for one tier at most.
+fn num_queued(storage: &BlockStorage) -> usize {
+    (MAX_QUEUED_BYTES / storage.layout().block_bytes()).max(1)
+}
+
+/// Room for so many records, if the pool's device can read them itself.
+fn room_for(storage: &BlockStorage, num_records: usize) -> Option<Arc<HostBlocks>> {
     // Disks are written in whole pages.
-    if !record_bytes.is_multiple_of(PAGE) {
+    if !storage.layout().block_bytes().is_multiple_of(PAGE) {
         return None;
     }
-    let num_moving = (MAX_QUEUED_BYTES / record_bytes).clamp(1, num_slots as usize);
-    HostBlocks::of(storage, num_slots as usize + num_moving).unwrap_or_else(|error| {
+    HostBlocks::of(storage, num_records).unwrap_or_else(|error| {
         tracing::warn!(%error, "no memory that the device of the pool reads itself: a processor copies the host tier's kv");
         None
     })
@@ -292,9 +337,28 @@ fn room_for(storage: &BlockStorage, num_slots: u32) -> Option<Arc<HostBlocks>> {
 
 impl Shared {
     fn copy_all(&self, saves: &Receiver<Save>, writes: &SyncSender<Write>) {
-        for save in saves {
-            self.copy(&save, writes);
-            self.used(&save.hashes, &save.keeps);
+        let is_shared = self.tiers.iter().any(|tier| tier.shared().is_some());
+        let mut tidied = Instant::now();
+        loop {
+            // What other workers do to shared slots is told also while nothing else happens.
+            let save = match is_shared {
+                true => saves.recv_timeout(FOLLOW_EVERY),
+                false => saves.recv().map_err(RecvTimeoutError::from),
+            };
+            match save {
+                Ok(save) => {
+                    self.copy(&save, writes);
+                    self.used(&save.hashes, &save.keeps);
+                }
+                Err(RecvTimeoutError::Timeout) => {
+                    drop(self.lock());
+                    if tidied.elapsed() > TIDY_EVERY {
+                        self.tiers.iter().filter_map(|tier| tier.shared()).for_each(Sharing::remove_unused);
+                        tidied = Instant::now();
+                    }
+                }
+                Err(RecvTimeoutError::Disconnected) => return,
+            }
         }
     }
 
@@ -363,7 +427,13 @@ impl Shared {
     }
 
     pub(crate) fn used(&self, hashes: &[BlockHash], keeps: &[Keep]) {
-        let changed = self.lock().used(hashes, keeps);
+        let changed = {
+            let mut directory = self.lock();
+            for (tier, slots) in self.tiers.iter().enumerate() {
+                slots.shared().iter().for_each(|shared| shared.note_used(&directory.slots_of(tier, hashes)));
+            }
+            directory.used(hashes, keeps)
+        };
         changed.into_iter().for_each(|(place, keep)| self.keep(place, keep));
         self.object.iter().for_each(|object| object.used(hashes));
     }
@@ -392,9 +462,11 @@ impl Shared {
 
     fn write(&self, Write { tier, keep, record }: &Write) {
         let RecordName { hash, block_idx, .. } = record.name;
-        let Some(slot) = self.update(|directory| directory.begin_write(*tier, hash, block_idx, *keep)) else {
-            return;
+        let slot = match self.tiers[*tier].shared() {
+            None => self.update(|directory| directory.begin_write(*tier, hash, block_idx, *keep)),
+            Some(shared) => self.claim(shared, *tier, &record.name, *keep),
         };
+        let Some(slot) = slot else { return };
         let place = SlotPlace { tier: *tier, slot };
         match self.tiers[*tier].write(slot, record) {
             Ok(()) => {
@@ -411,22 +483,49 @@ impl Shared {
                 if num_before.is_power_of_two() || num_before == 0 {
                     tracing::warn!(tier = name, %error, num_before, "kv not saved: the tier refuses a write");
                 }
+                self.tiers[*tier].shared().iter().for_each(|shared| shared.release(slot));
                 self.update(|directory| directory.fail_write(place));
             }
         }
     }
 
-    pub(crate) fn read_failed(&self, place: SlotPlace, hash: BlockHash, error: &ReadError) {
+    /// A slot of a shared tier for a record, which is this process's now. A block that others used since this one last asked does not make
+    /// room for it.
+    fn claim(&self, shared: &dyn Sharing, tier: usize, name: &RecordName, keep: Keep) -> Option<u32> {
+        for _ in 0..MAX_CLAIMS {
+            let (slot, is_claimed) = self.update(|directory| {
+                for _ in 0..MAX_SPARED {
+                    let Some(slot) = directory.next_evicted(tier, keep) else { break };
+                    let Some(keep) = shared.used_by_others(slot) else { break };
+                    directory.used_slot(SlotPlace { tier, slot }, keep);
+                }
+                let slot = directory.begin_write(tier, name.hash, name.block_idx, keep)?;
+                let is_claimed = shared.claim(slot);
+                if !is_claimed {
+                    // Another process was first. It may have been stopped before it told more.
+                    directory.follow(tier, vec![(slot, SlotChange::Taken)]);
+                }
+                Some((slot, is_claimed))
+            })?;
+            if is_claimed {
+                return Some(slot);
+            }
+        }
+        None
+    }
+
+    /// The slot had this version when the read began.
+    pub(crate) fn read_failed(&self, place: SlotPlace, version: u32, hash: BlockHash, error: &ReadError) {
         self.update(|directory| {
-            // Another record may have taken the slot while it was read.
-            if !directory.holds(place, hash) {
+            // Another record may have taken the slot while it was read, and even this one again.
+            if !directory.holds(place, hash) || directory.version(place) != version {
                 return;
             }
-            directory.forget(place, hash);
             let count = match error {
                 ReadError::Damaged => Count::Damaged,
                 ReadError::Io(_) => Count::ReadErrors,
             };
+            directory.forget(place, hash);
             self.counters[place.tier].add(count, 1);
             let name = self.tiers[place.tier].name();
             tracing::warn!(tier = name, slot = place.slot, %error, "kv of a block is lost; it is computed again");
@@ -437,11 +536,19 @@ impl Shared {
     fn update<R>(&self, change: impl FnOnce(&mut Directory) -> R) -> R {
         let mut directory = self.lock();
         let result = change(&mut directory);
+        self.tell(&mut directory);
+        result
+    }
+
+    fn tell(&self, directory: &mut Directory) {
+        for (tier, slots) in self.tiers.iter().enumerate() {
+            let doubles = directory.take_doubles(tier);
+            slots.shared().iter().for_each(|shared| doubles.iter().for_each(|&slot| shared.give_up(slot)));
+        }
         let events = directory.take_events();
         if !events.is_empty() {
             (self.on_change)(events);
         }
-        result
     }
 
     /// No other code runs under the lock, so a poisoned one holds whole data.
@@ -449,10 +556,15 @@ impl Shared {
         self.recalls.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A panic under the lock is one of the directory's own rules; what it holds is checked before it is used.
+    /// The directory, which knows what other processes did to the slots until now. A panic under the lock is one of the directory's own
+    /// rules; what it holds is checked before it is used.
     pub(crate) fn lock(&self) -> MutexGuard<'_, Directory> {
         let mut directory = self.directory.lock().unwrap_or_else(PoisonError::into_inner);
         directory.set_time(self.opened.elapsed());
+        for (tier, slots) in self.tiers.iter().enumerate() {
+            directory.follow(tier, slots.shared().map(Sharing::changes).unwrap_or_default());
+        }
+        self.tell(&mut directory);
         directory
     }
 }

@@ -134,6 +134,43 @@ async fn on_processors_host_memory_makes_the_pool_larger() {
 }
 
 #[tokio::test]
+async fn workers_of_a_machine_have_one_host_tier_that_outlives_them() {
+    let dir = tempfile::tempdir_in("/dev/shm").expect("a directory in memory");
+    let flags = format!("--host-kv 8M --host-kv-dir {} {PATIENT}", dir.path().display());
+    let mut cluster = Cluster::new().prefill(0).decode(2).worker_flags(&flags).start().await;
+    cluster.kill("decode-1");
+    cluster.wait_for_workers(0, 1).await;
+    let tokens = answer(&cluster, &prompt(0), NUM_NEXT, PrefillMode::Local, "").await;
+    cluster.start_again("decode-1");
+    let num_saved = (NUM_TOKENS + NUM_NEXT - 1) / BLOCK_SIZE;
+    cluster.wait_for_workers(0, 2).await;
+    for id in ["decode-0", "decode-1"] {
+        until_saved(&cluster, id, "host", num_saved).await;
+    }
+    let written = tier(&cluster, "decode-0", "writes_total", "host").await;
+    assert_eq!((written, tier(&cluster, "decode-1", "writes_total", "host").await), (num_saved, 0));
+    // Another worker goes on, and after the death of all of them a new one.
+    for (dead, alive) in [("decode-0", "decode-1"), ("decode-1", "decode-0")] {
+        cluster.kill(dead);
+        cluster.wait_for_workers(0, 1).await;
+        assert_eq!(answer(&cluster, &prompt(0), NUM_NEXT, PrefillMode::Local, "").await, tokens);
+        assert_eq!(
+            computed(&cluster, alive).await,
+            NUM_NEXT as f64,
+            "one prompt token, and all but the last"
+        );
+        assert_eq!(tier(&cluster, alive, "hits_total", "host").await, NUM_BLOCKS);
+        cluster.assert_all_blocks_free().await;
+        if alive == "decode-1" {
+            cluster.kill(alive);
+            cluster.start_again(dead);
+            cluster.start_again(alive);
+            cluster.wait_for_workers(0, 2).await;
+        }
+    }
+}
+
+#[tokio::test]
 async fn an_object_store_serves_sealed_what_was_used_twice_also_to_another_worker() {
     let dir = tempfile::tempdir().expect("a directory");
     let key = dir.path().join("key");

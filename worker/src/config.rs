@@ -11,7 +11,7 @@ use std::{
 use baton_cluster::{DiscoveryConfig, Role, WorkerId};
 use baton_handoff::TransportKind;
 use baton_kv_cache::{KvDtype, WireFormat};
-use baton_kv_store::{DiskConfig, ObjectConfig, StoreConfig};
+use baton_kv_store::{DiskConfig, HostConfig, ObjectConfig, StoreConfig};
 use baton_model::{Activations, CpuList, CpuListError, Quantisation};
 use baton_tls::Tls;
 use baton_worker_tiers::TiersConfig;
@@ -54,6 +54,8 @@ pub struct WorkerConfig {
     pub prefix_cache: bool,
     /// Bytes of host memory for KV that the pool no longer holds; `None`: no such tier.
     pub host_kv_bytes: Option<u64>,
+    /// A directory in memory that has them, for all workers of this machine that name it; `None`: memory of this process.
+    pub host_kv_dir: Option<PathBuf>,
     /// A directory of this worker alone for KV that outlives it, and the bytes of its files; `None`: no such tier.
     pub disk_kv: Option<(PathBuf, u64)>,
     /// The URL of an object store for KV, which workers may share, and the bytes that this one may write; `None`: no such tier.
@@ -323,7 +325,9 @@ impl WorkerConfig {
         let object = self.object_kv.clone();
         let object =
             object.map(|(url, max_bytes)| ObjectConfig { url, worker: self.id.to_string(), max_bytes });
-        let stores = StoreConfig { host_bytes: self.host_kv_bytes, disk, object, key: None };
+        let dir = self.host_kv_dir.clone();
+        let host = self.host_kv_bytes.map(|max_bytes| HostConfig { max_bytes, dir });
+        let stores = StoreConfig { host, disk, object, key: None };
         TiersConfig { stores, key_file: self.kv_key_file.clone() }
     }
 
@@ -347,6 +351,7 @@ impl WorkerConfig {
             itl_target: None,
             prefix_cache: true,
             host_kv_bytes: None,
+            host_kv_dir: None,
             disk_kv: None,
             object_kv: None,
             kv_key_file: None,

@@ -44,6 +44,12 @@ pub struct EngineArgs {
     /// On processors the pool is in host memory itself: it becomes larger by this, and copies nothing.
     #[arg(long, value_name = "SIZE", value_parser = parse_size, env = "BATON_HOST_KV")]
     pub host_kv: Option<Size>,
+    /// Directory below /dev/shm for --host-kv, shared by all workers of this machine that name it.
+    ///
+    /// Those of one model, KV type, block size and --host-kv have that memory together, and each uses what another one saved. It
+    /// outlives them. When no worker of a kind runs, the next one of another kind frees its memory; so does removing the directory.
+    #[arg(long, value_name = "DIR", requires = "host_kv", env = "BATON_HOST_KV_DIR")]
+    pub host_kv_dir: Option<PathBuf>,
     /// Directory for KV that outlives this worker. Each worker needs one of its own: `baton up` adds the worker's name.
     ///
     /// Blocks of finished requests are written there, and come back after a restart, too. Needs --disk-kv-size. What is stored
@@ -176,11 +182,15 @@ impl EngineArgs {
     /// Bytes of the pool on processors, and of a tier of host memory below the pool.
     ///
     /// A pool on processors is in host memory already. A tier there would keep copies of its blocks, and a hit would copy them
-    /// back; so the pool gets the tier's bytes, and finds the blocks where they are.
+    /// back; so the pool gets the tier's bytes, and finds the blocks where they are, unless other workers are to find them, too.
     pub fn kv_and_host_bytes(&self) -> (usize, Option<usize>) {
         match self.host_kv {
             // Without a prefix cache the worker refuses the tier.
-            Some(host) if self.device == ComputeDevice::Cpu && !self.no_prefix_cache => {
+            Some(host)
+                if self.device == ComputeDevice::Cpu
+                    && !self.no_prefix_cache
+                    && self.host_kv_dir.is_none() =>
+            {
                 (self.kv_memory.0.saturating_add(host.0), None)
             }
             host => (self.kv_memory.0, host.map(|size| size.0)),
@@ -205,6 +215,7 @@ impl EngineArgs {
             itl_target,
             no_prefix_cache,
             host_kv,
+            host_kv_dir,
             disk_kv,
             disk_kv_size,
             object_kv,
@@ -240,6 +251,7 @@ impl EngineArgs {
             itl_target.map(|ms| format!("--itl-target={ms}")),
             no_prefix_cache.then(|| "--no-prefix-cache".to_owned()),
             host_kv.map(|size| format!("--host-kv={size}")),
+            host_kv_dir.as_ref().map(|dir| format!("--host-kv-dir={}", dir.display())),
             disk_kv.as_ref().map(|dir| format!("--disk-kv={}", dir.display())),
             disk_kv_size.map(|size| format!("--disk-kv-size={size}")),
             object_kv.as_ref().map(|url| format!("--object-kv={url}")),
@@ -336,6 +348,7 @@ mod tests {
         for (line, expected) in [
             ("--kv-memory 1K", (1 << 10, None)),
             ("--kv-memory 1K --host-kv 2K", (3 << 10, None)),
+            ("--kv-memory 1K --host-kv 2K --host-kv-dir /dev/shm/kv", (1 << 10, Some(2 << 10))),
             ("--kv-memory 1K --host-kv 2K --device sim:H100", (1 << 10, Some(2 << 10))),
             ("--kv-memory 1K --host-kv 2K --device cuda:0", (1 << 10, Some(2 << 10))),
             ("--kv-memory 1K --host-kv 2K --no-prefix-cache", (1 << 10, Some(2 << 10))),

@@ -226,7 +226,7 @@ mod tests {
     #[test]
     fn children_get_what_up_was_told() {
         let cli = Cli::parse_from(
-            "baton up --port 9 --prefill 2 --decode 2 --threads 2 --tensor-parallel 2 --kv-dtype fp8 --kv-memory 3M --itl-target 40 --no-prefix-cache --host-kv 8M --disk-kv /kv --disk-kv-size 9M --object-kv s3://kv/x --object-kv-size 7M --kv-key-file /s \
+            "baton up --port 9 --prefill 2 --decode 2 --threads 2 --tensor-parallel 2 --kv-dtype fp8 --kv-memory 3M --itl-target 40 --no-prefix-cache --host-kv 8M --host-kv-dir /dev/shm/kv --disk-kv /kv --disk-kv-size 9M --object-kv s3://kv/x --object-kv-size 7M --kv-key-file /s \
              --quantize int4:64 --activations f32 --deterministic --device cuda:1 --gpu-memory-utilization 0.5 --speculate draft --draft-model /draft \
              --max-draft-tokens 3 --blend auto --blend-memory 2G --blend-max-kl 0.5 --blend-audit 0.25 --log-format json --log-color never \
              --transports tcp,shm --kv-wire int8 --data-listen 127.0.0.2:0 --rdma-listen 127.0.0.3:0 --nixl /n --nccl-listen 127.0.0.4:0 \

@@ -193,12 +193,17 @@ impl EvictionOrder {
         list.len -= 1;
     }
 
-    /// Removes the slot that makes room first. What was said of its block is forgotten.
-    pub fn pop(&mut self) -> Option<u32> {
+    /// The slot that makes room first.
+    pub fn first(&self) -> Option<u32> {
         let [low, normal, lapsed, high] = self.lists.map(|list| list.oldest);
         let used = |slot: u32| if slot == NONE { u64::MAX } else { self.entries[slot as usize].used };
         let middle = if used(lapsed) < used(normal) { lapsed } else { normal };
-        let slot = [low, middle, high].into_iter().find(|&slot| slot != NONE)?;
+        [low, middle, high].into_iter().find(|&slot| slot != NONE)
+    }
+
+    /// Removes the slot that makes room first. What was said of its block is forgotten.
+    pub fn pop(&mut self) -> Option<u32> {
+        let slot = self.first()?;
         self.remove(slot);
         self.forget(slot);
         Some(slot)

@@ -21,7 +21,10 @@ use xxhash_rust::xxh3::xxh3_64;
 
 use crate::{buffer::PAGE, record::RecordShape};
 
-const MAGIC: &[u8; 8] = b"BATONKVS";
+type Magic = [u8; 8];
+const MAGIC: &Magic = b"BATONKVS";
+/// Of slots that [processes share](crate::shared).
+pub(crate) const SHARED_MAGIC: &Magic = b"BATONKVH";
 const VERSION: u32 = 3;
 /// The part of the superblock that its checksum covers.
 const SUPERBLOCK_BYTES: usize = 48;
@@ -48,6 +51,12 @@ pub enum StoreOpenError {
     /// Its index is not one.
     #[error("{}: the index is damaged or of another version of Baton; remove the directory", dir.display())]
     Damaged {
+        /// The directory.
+        dir: PathBuf,
+    },
+    /// It is to be in memory, and is not.
+    #[error("{}: not in memory; give a directory below /dev/shm, or --disk-kv for one on a disk", dir.display())]
+    NotMemory {
         /// The directory.
         dir: PathBuf,
     },
@@ -92,7 +101,7 @@ pub(crate) struct Files {
 /// A locked file. It is unlocked before it is closed: a process that another thread is about to start has it open, too,
 /// until its program runs, and would keep the lock.
 #[derive(Debug)]
-pub(crate) struct DirLock(pub(super) File);
+pub(crate) struct DirLock(pub(crate) File);
 
 impl Drop for DirLock {
     fn drop(&mut self) {
@@ -104,12 +113,7 @@ impl Files {
     /// Opens a directory for at most `max_bytes`, and makes it first if it does not exist. Slots that an earlier size had and
     /// this one lacks are lost.
     pub(crate) fn open(dir: &Path, max_bytes: u64, shape: &RecordShape) -> Result<Files, StoreOpenError> {
-        let slot_bytes = (shape.head_bytes() + shape.body_pages_bytes()) as u64;
-        let num_slots =
-            u32::try_from(max_bytes.saturating_sub(PAGE as u64) / slot_bytes).unwrap_or(u32::MAX - 1);
-        if num_slots == 0 {
-            return Err(StoreOpenError::TooSmall { max_bytes, slot_bytes });
-        }
+        let num_slots = num_slots(max_bytes, shape)?;
         let failed = |path: &Path, action| {
             let path = path.to_owned();
             move |source| StoreOpenError::Io { path, action, source }
@@ -127,28 +131,12 @@ impl Files {
         let (index_path, slabs_path) = (dir.join("index"), dir.join("slabs"));
         let index = options().open(&index_path).map_err(failed(&index_path, "cannot open"))?;
         let slabs = open_past_cache(&slabs_path).map_err(failed(&slabs_path, "cannot open"))?;
-        let superblock = superblock(shape);
-        let mut found = [0; SUPERBLOCK_BYTES + 8];
-        match index.read_exact_at(&mut found, 0) {
-            Ok(()) if found == superblock => {}
-            Ok(()) if is_superblock(&found) => return Err(StoreOpenError::Foreign { dir: dir.to_owned() }),
-            Ok(()) if found.iter().any(|&byte| byte != 0) => {
-                return Err(StoreOpenError::Damaged { dir: dir.to_owned() });
-            }
-            // New, or the end of the process that made it was earlier than this.
-            Ok(()) => {}
-            Err(error) if error.kind() == ErrorKind::UnexpectedEof => {}
-            Err(error) => return Err(failed(&index_path, "cannot read")(error)),
-        }
+        let superblock = superblock(MAGIC, shape);
+        check(&index, &superblock, dir)?;
         let index_bytes = PAGE as u64 + u64::from(num_slots) * shape.head_bytes() as u64;
         let slabs_bytes = u64::from(num_slots) * shape.body_pages_bytes() as u64;
         for (file, path, bytes) in [(&index, &index_path, index_bytes), (&slabs, &slabs_path, slabs_bytes)] {
-            reserve(file, bytes).map_err(|source| match source.kind() {
-                ErrorKind::StorageFull | ErrorKind::QuotaExceeded => {
-                    StoreOpenError::Full { dir: dir.to_owned(), bytes: index_bytes + slabs_bytes }
-                }
-                _ => failed(path, "cannot reserve room")(source),
-            })?;
+            reserve(file, bytes).map_err(|source| not_reserved(source, path, index_bytes + slabs_bytes))?;
         }
         let kept_path = dir.join("kept");
         let kept = options().open(&kept_path).map_err(failed(&kept_path, "cannot open"))?;
@@ -158,7 +146,41 @@ impl Files {
     }
 }
 
-fn options() -> OpenOptions {
+/// An index that has a superblock has this one.
+fn check(index: &File, superblock: &Superblock, dir: &Path) -> Result<(), StoreOpenError> {
+    let mut found = [0; size_of::<Superblock>()];
+    match index.read_exact_at(&mut found, 0) {
+        Ok(()) if found == *superblock => Ok(()),
+        Ok(()) if is_superblock(&found) => Err(StoreOpenError::Foreign { dir: dir.to_owned() }),
+        Ok(()) if found.iter().any(|&byte| byte != 0) => Err(StoreOpenError::Damaged { dir: dir.to_owned() }),
+        // New, or the end of the process that made it was earlier than this.
+        Ok(()) => Ok(()),
+        Err(error) if error.kind() == ErrorKind::UnexpectedEof => Ok(()),
+        Err(source) => Err(StoreOpenError::Io { path: dir.join("index"), action: "cannot read", source }),
+    }
+}
+
+/// How many slots fit.
+pub(crate) fn num_slots(max_bytes: u64, shape: &RecordShape) -> Result<u32, StoreOpenError> {
+    let slot_bytes = (shape.head_bytes() + shape.body_pages_bytes()) as u64;
+    let num_slots = max_bytes.saturating_sub(PAGE as u64) / slot_bytes;
+    if num_slots == 0 {
+        return Err(StoreOpenError::TooSmall { max_bytes, slot_bytes });
+    }
+    Ok(u32::try_from(num_slots).unwrap_or(u32::MAX - 1))
+}
+
+/// Why there is no room of `bytes` for a file.
+pub(crate) fn not_reserved(source: io::Error, path: &Path, bytes: u64) -> StoreOpenError {
+    match source.kind() {
+        ErrorKind::StorageFull | ErrorKind::QuotaExceeded => {
+            StoreOpenError::Full { dir: path.parent().unwrap_or(path).to_owned(), bytes }
+        }
+        _ => StoreOpenError::Io { path: path.to_owned(), action: "cannot reserve room", source },
+    }
+}
+
+pub(crate) fn options() -> OpenOptions {
     let mut options = fs::OpenOptions::new();
     options.read(true).write(true).create(true).truncate(false).mode(0o600);
     options
@@ -173,7 +195,7 @@ fn open_past_cache(path: &Path) -> io::Result<File> {
 }
 
 /// Makes the file so long, and has the file system keep room for it, if it can. After an error the file is as long as before.
-fn reserve(file: &File, bytes: u64) -> io::Result<()> {
+pub(crate) fn reserve(file: &File, bytes: u64) -> io::Result<()> {
     let found = file.metadata()?;
     let old_bytes = found.len();
     // Asked first: some file systems hand out all that is left before they refuse, which others would miss meanwhile.
@@ -194,9 +216,11 @@ fn reserve(file: &File, bytes: u64) -> io::Result<()> {
     })
 }
 
-fn superblock(shape: &RecordShape) -> [u8; SUPERBLOCK_BYTES + 8] {
+pub(crate) type Superblock = [u8; SUPERBLOCK_BYTES + 8];
+
+pub(crate) fn superblock(magic: &Magic, shape: &RecordShape) -> Superblock {
     let mut bytes = [0; SUPERBLOCK_BYTES + 8];
-    bytes[..8].copy_from_slice(MAGIC);
+    bytes[..8].copy_from_slice(magic);
     bytes[8..12].copy_from_slice(&VERSION.to_le_bytes());
     bytes[12..28].copy_from_slice(&shape.fingerprint.0);
     bytes[28..32].copy_from_slice(&(shape.block_size as u32).to_le_bytes());
@@ -208,7 +232,7 @@ fn superblock(shape: &RecordShape) -> [u8; SUPERBLOCK_BYTES + 8] {
 }
 
 /// Whether these bytes are a whole superblock of this version, of any format.
-fn is_superblock(bytes: &[u8; SUPERBLOCK_BYTES + 8]) -> bool {
+fn is_superblock(bytes: &Superblock) -> bool {
     let (start, checksum) = bytes.split_at(SUPERBLOCK_BYTES);
     bytes[..8] == *MAGIC && bytes[8..12] == VERSION.to_le_bytes() && xxh3_64(start).to_le_bytes() == checksum
 }

@@ -39,7 +39,7 @@ fn seconds(now: SystemTime) -> u64 {
     now.duration_since(UNIX_EPOCH).unwrap_or_default().as_secs()
 }
 
-fn word(keep: Keep, now: SystemTime) -> u64 {
+pub(crate) fn word(keep: Keep, now: SystemTime) -> u64 {
     match keep {
         Keep::Normal => NORMAL,
         Keep::Low => LOW,
@@ -48,7 +48,7 @@ fn word(keep: Keep, now: SystemTime) -> u64 {
     }
 }
 
-fn keep(word: u64, now: SystemTime) -> Keep {
+pub(crate) fn keep(word: u64, now: SystemTime) -> Keep {
     match word {
         NORMAL => Keep::Normal,
         LOW => Keep::Low,

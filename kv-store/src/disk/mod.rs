@@ -5,8 +5,8 @@
 //! the head's checksum does not fit, or the body's. A reader verifies both (invariant 4), so a record is used only if it is
 //! whole.
 
-mod files;
-mod kept;
+pub(crate) mod files;
+pub(crate) mod kept;
 mod medium;
 #[cfg(test)]
 mod tests;
@@ -26,14 +26,12 @@ use std::{
 use baton_kv_cache::BlockHash;
 use baton_kv_events::Keep;
 
+pub(crate) use self::files::DirLock;
+use self::{files::Files, kept::KeptFile};
 pub use self::{files::StoreOpenError, medium::Medium};
-use self::{
-    files::{DirLock, Files},
-    kept::KeptFile,
-};
 use crate::{
     buffer::{PAGE, PageBuffer},
-    record::{HeadError, Record, RecordName, RecordShape},
+    record::{Head, HeadError, Record, RecordName, RecordShape},
     slots::{ReadError, Slots},
 };
 
@@ -77,6 +75,13 @@ impl DiskSlots {
     }
 }
 
+impl DiskSlots {
+    /// The file with the bodies, each in whole pages.
+    pub(crate) fn slabs(&self) -> &File {
+        &self.slabs
+    }
+}
+
 impl<M: Medium> DiskSlots<M> {
     /// The slots of an index and of slabs of sufficient length.
     ///
@@ -106,11 +111,15 @@ impl<M: Medium> DiskSlots<M> {
         self.num_damaged
     }
 
-    fn read_one(&self, slot: u32, hash: BlockHash) -> Result<Arc<Record>, ReadError> {
+    /// A slot's head, if it is whole.
+    pub(crate) fn head(&self, slot: u32) -> io::Result<Option<Head>> {
         let mut head = vec![0; self.shape.head_bytes()];
         self.index.read_at(&mut head, head_offset(slot, &self.shape))?;
-        let head = self.shape.read_head(&head).ok().filter(|head| head.name.hash == hash);
-        let head = head.ok_or(ReadError::Damaged)?;
+        Ok(self.shape.read_head(&head).ok())
+    }
+
+    fn read_one(&self, slot: u32, hash: BlockHash) -> Result<Arc<Record>, ReadError> {
+        let head = self.head(slot)?.filter(|head| head.name.hash == hash).ok_or(ReadError::Damaged)?;
         let mut body = PageBuffer::new(self.shape.body.bytes);
         self.slabs.read_at(body.pages_mut(), self.body_offset(slot))?;
         // Invariant 4: the record is used only if it is whole.
@@ -186,7 +195,7 @@ impl<M: Medium> Slots for DiskSlots<M> {
 
 impl RecordShape {
     /// Bytes of a body in whole pages.
-    fn body_pages_bytes(&self) -> usize {
+    pub(crate) fn body_pages_bytes(&self) -> usize {
         self.body.bytes.next_multiple_of(PAGE)
     }
 }

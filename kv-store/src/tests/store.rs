@@ -1,6 +1,7 @@
 //! Whole stores: blocks leave a pool and come back.
 
 use std::{
+    os::unix::fs::FileExt,
     path::Path,
     sync::atomic::{AtomicBool, AtomicUsize, Ordering},
 };
@@ -11,26 +12,33 @@ use super::*;
 use crate::testing::{BLOCK_SIZE, body, chain, format, layout, root, tokens};
 
 /// A pool whose block `idx` may hold any block.
-struct Pool {
+pub(crate) struct Pool {
     storage: Arc<BlockStorage>,
-    events: Arc<Mutex<Vec<CacheEvent>>>,
+    pub(crate) events: Arc<Mutex<Vec<CacheEvent>>>,
+}
+
+fn in_process(max_bytes: u64) -> HostConfig {
+    HostConfig { max_bytes, dir: None }
 }
 
 impl Pool {
-    fn new() -> Pool {
+    pub(crate) fn new() -> Pool {
         let storage = BlockStorage::new(layout(), 64).expect("memory");
         Pool { storage: Arc::new(storage), events: Arc::default() }
     }
 
     fn open(&self, host_blocks: u64, disk: Option<&Path>) -> KvStore {
-        let config = StoreConfig {
-            host_bytes: (host_blocks > 0).then_some(host_blocks * layout().block_bytes() as u64),
+        self.try_open(&StoreConfig {
+            host: (host_blocks > 0).then(|| in_process(host_blocks * layout().block_bytes() as u64)),
             disk: disk.map(|dir| DiskConfig { dir: dir.to_owned(), max_bytes: 1 << 20 }),
             ..StoreConfig::default()
-        };
+        })
+        .expect("it opens")
+    }
+
+    pub(crate) fn try_open(&self, config: &StoreConfig) -> Result<KvStore, TierOpenError> {
         let events = self.events.clone();
-        KvStore::open(&config, &format(), self.storage.clone(), move |new| events.lock().unwrap().extend(new))
-            .expect("it opens")
+        KvStore::open(config, &format(), self.storage.clone(), move |new| events.lock().unwrap().extend(new))
     }
 
     fn over(&self, tiers: Vec<Box<dyn Slots>>) -> KvStore {
@@ -63,11 +71,17 @@ impl Pool {
     }
 
     /// Fills the pool with a sequence, saves it, and waits until its blocks are free again.
-    fn save(&self, store: &KvStore, seed: u64, num_blocks: usize) -> Vec<BlockHash> {
+    pub(crate) fn save(&self, store: &KvStore, seed: u64, num_blocks: usize) -> Vec<BlockHash> {
         self.save_kept(store, seed, num_blocks, Keep::Normal)
     }
 
-    fn save_kept(&self, store: &KvStore, seed: u64, num_blocks: usize, keep: Keep) -> Vec<BlockHash> {
+    pub(crate) fn save_kept(
+        &self,
+        store: &KvStore,
+        seed: u64,
+        num_blocks: usize,
+        keep: Keep,
+    ) -> Vec<BlockHash> {
         let hashes = chain(seed, num_blocks);
         self.fill(&hashes);
         let (kept, released) = mpsc::channel::<()>();
@@ -276,10 +290,25 @@ struct Reaching {
 
 impl Reaching {
     fn new() -> Reaching {
+        Reaching::over(None)
+    }
+
+    /// With a host tier in this directory.
+    fn over(dir: Option<&Path>) -> Reaching {
         let wrong_in = Arc::new(AtomicUsize::new(0));
-        let pool = Pool { storage: reaching::Device::storage(64, &wrong_in), events: Arc::default() };
+        Reaching::with(reaching::Device::storage(64, &wrong_in), dir, wrong_in)
+    }
+
+    fn with(storage: Arc<BlockStorage>, dir: Option<&Path>, wrong_in: Arc<AtomicUsize>) -> Reaching {
+        let pool = Pool { storage, events: Arc::default() };
         let config = StoreConfig {
-            host_bytes: Some(8 * reaching::LAYOUT.block_bytes() as u64),
+            host: Some(match dir {
+                None => in_process(8 * reaching::LAYOUT.block_bytes() as u64),
+                Some(dir) => HostConfig {
+                    max_bytes: 4096 + 8 * (512 + reaching::LAYOUT.block_bytes() as u64),
+                    dir: Some(dir.to_owned()),
+                },
+            }),
             ..StoreConfig::default()
         };
         let format = KvFormat::new("model".into(), &reaching::LAYOUT, "theta=1".into());
@@ -314,6 +343,45 @@ fn a_device_that_reaches_the_host_moves_blocks_itself_and_verifies_them() {
 }
 
 #[test]
+fn a_device_reads_what_another_worker_saved_in_shared_memory_and_verifies_it() {
+    let dir = tempfile::tempdir_in("/dev/shm").expect("a directory in memory");
+    let [one, other] = [(), ()].map(|()| Reaching::over(Some(dir.path())));
+    let hashes = one.pool.save(&one.store, 1, 5);
+    assert_eq!((other.store.batch(&hashes).len(), other.restore(&hashes).expect("whole")), (5, 5));
+    other.wrong_in.store(2, Ordering::Relaxed);
+    assert_eq!(other.restore(&hashes).expect_err("damaged").kind(), io::ErrorKind::InvalidData);
+    assert_eq!((other.store.counts()[0].damaged, other.store.num_found(&hashes)), (1, 1));
+    // What is replaced before it is copied is a miss, and damage to none.
+    let records = read(&one.store, &hashes);
+    one.pool.save(&one.store, 2, 8);
+    let blocks: Vec<_> = (20..25).map(BlockId).collect();
+    assert!(one.store.write_to_pool(&records, &blocks).is_err());
+    assert_eq!(one.store.counts()[0].damaged, 0);
+}
+
+#[test]
+fn a_pool_in_host_memory_reads_shared_memory_itself_and_verifies_it() {
+    let dir = tempfile::tempdir_in("/dev/shm").expect("a directory in memory");
+    let [one, other] = [(), ()].map(|()| {
+        let storage = BlockStorage::new(reaching::LAYOUT, 64).expect("memory");
+        Reaching::with(Arc::new(storage), Some(dir.path()), Arc::default())
+    });
+    let hashes = one.pool.save(&one.store, 1, 5);
+    assert_eq!(other.restore(&hashes).expect("whole"), 5);
+    assert!(read(&other.store, &hashes).iter().all(|record| record.as_reached().is_some()));
+    // A byte of the second block, which is in the second slot.
+    let tier = std::fs::read_dir(dir.path()).expect("it is there").flatten().next().expect("one tier").path();
+    let slabs =
+        std::fs::File::options().read(true).write(true).open(tier.join("slabs")).expect("it is there");
+    let (mut byte, at) = ([0], reaching::LAYOUT.block_bytes() as u64 + 77);
+    slabs.read_exact_at(&mut byte, at).expect("it is long enough");
+    slabs.write_all_at(&[byte[0] ^ 8], at).expect("it is long enough");
+    assert_eq!(other.restore(&hashes).expect_err("damaged").kind(), io::ErrorKind::InvalidData);
+    assert_eq!((other.store.counts()[0].damaged, other.store.num_found(&hashes)), (1, 1));
+    assert_eq!(other.restore(&hashes).expect("whole"), 1);
+}
+
+#[test]
 fn while_readers_keep_what_is_in_no_slot_any_more_nothing_is_saved() {
     let Reaching { pool, store, .. } = &Reaching::new();
     let kept = [1, 2].map(|seed| read(store, &pool.save(store, seed, 8)));
@@ -324,11 +392,11 @@ fn while_readers_keep_what_is_in_no_slot_any_more_nothing_is_saved() {
     assert_eq!(store.num_found(&pool.save(store, 3, 8)), 8);
 }
 
-fn read(store: &KvStore, hashes: &[BlockHash]) -> Vec<Arc<Record>> {
+pub(crate) fn read(store: &KvStore, hashes: &[BlockHash]) -> Vec<Arc<Record>> {
     store.read(hashes, Instant::now() + Duration::from_secs(60))
 }
 
-fn eventually(what: &str, holds: impl Fn() -> bool) {
+pub(crate) fn eventually(what: &str, holds: impl Fn() -> bool) {
     let deadline = Instant::now() + Duration::from_secs(30);
     while !holds() {
         assert!(Instant::now() < deadline, "{what}");
@@ -526,7 +594,7 @@ fn readers_and_writers_of_few_slots_never_meet_wrong_kv() {
     let dir = tempfile::tempdir().expect("a directory");
     let pool = Pool::new();
     let config = StoreConfig {
-        host_bytes: Some(8 * layout().block_bytes() as u64),
+        host: Some(in_process(8 * layout().block_bytes() as u64)),
         disk: Some(DiskConfig { dir: dir.path().to_owned(), max_bytes: 4096 + 12 * (512 + 4096) }),
         ..StoreConfig::default()
     };

@@ -59,7 +59,7 @@ impl Tiers {
         tasks: TaskTracker,
     ) -> anyhow::Result<Option<Tiers>> {
         let TiersConfig { mut stores, key_file } = config;
-        if stores.host_bytes.is_none() && stores.disk.is_none() && stores.object.is_none() {
+        if stores.host.is_none() && stores.disk.is_none() && stores.object.is_none() {
             return Ok(None);
         }
         let key = key_file.as_deref().map(|path| {

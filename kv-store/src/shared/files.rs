@@ -1,0 +1,247 @@
+//! The directories of shared slots: who makes one, who of those that use it is alive, and when it is removed.
+//!
+//! Below the directory that workers name, those of one format and size have one of their own. So workers of several models may name the
+//! same, and an update that changes the model starts beside the workers that it replaces.
+
+use std::{
+    fs::{self, DirBuilder, File, TryLockError},
+    io,
+    os::unix::fs::{DirBuilderExt, FileExt, MetadataExt},
+    path::{Path, PathBuf},
+    sync::atomic::{AtomicU32, Ordering},
+    thread,
+    time::{Duration, Instant},
+};
+
+use xxhash_rust::xxh3::xxh3_64;
+
+use super::words::SlotWords;
+use crate::{
+    buffer::PAGE,
+    disk::{
+        DirLock, StoreOpenError,
+        files::{self, Superblock},
+    },
+    record::RecordShape,
+};
+
+/// How long another process may take to make a directory: it zeroes all of its memory.
+const PATIENCE: Duration = Duration::from_secs(300);
+/// Workers that use a directory.
+const MAX_NUMBERS: u16 = 1024;
+/// `tmpfs` and `ramfs`, by the kernel's `magic.h`.
+const MEMORY: [u64; 2] = [0x0102_1994, 0x8584_58f6];
+/// Names of directories begin so, and of such that are being removed.
+const PREFIX: &str = "baton-kv-";
+const REMOVED: &str = "baton-kv-removed-";
+static NUM_REMOVED: AtomicU32 = AtomicU32::new(0);
+
+/// An open directory.
+pub(super) struct SharedFiles {
+    /// Below the directory that workers name.
+    pub(super) dir: PathBuf,
+    pub(super) index: File,
+    pub(super) slabs: File,
+    pub(super) words: File,
+    pub(super) num_slots: u32,
+    pub(super) lock: DirLock,
+}
+
+impl SharedFiles {
+    /// Opens the directory for this format and size below `base`, and makes it if no other process uses it.
+    pub(super) fn open(
+        base: &Path,
+        max_bytes: u64,
+        shape: &RecordShape,
+    ) -> Result<SharedFiles, StoreOpenError> {
+        let num_slots = files::num_slots(max_bytes, shape)?;
+        let superblock = files::superblock(files::SHARED_MAGIC, shape);
+        let dir = base.join(format!("{PREFIX}{:016x}-{num_slots}", xxh3_64(&superblock)));
+        // Before anything is made.
+        let there = base.ancestors().find(|there| there.exists()).unwrap_or(Path::new("."));
+        let kind = File::open(there).and_then(|there| Ok(rustix::fs::fstatfs(there)?));
+        if !MEMORY.contains(&(kind.map_err(failed(there, "cannot look at"))?.f_type as u64)) {
+            return Err(StoreOpenError::NotMemory { dir: base.to_owned() });
+        }
+        let made = DirBuilder::new().recursive(true).mode(0o700).create(base);
+        made.map_err(failed(base, "cannot make the directory"))?;
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            if let Some(files) = SharedFiles::try_open(&dir, num_slots, shape, &superblock)? {
+                remove_unused(base, &dir);
+                return Ok(files);
+            }
+            if Instant::now() > deadline {
+                return Err(StoreOpenError::InUse { dir });
+            }
+            thread::sleep(Duration::from_millis(20));
+        }
+    }
+
+    /// `None` while another process makes or removes the directory.
+    fn try_open(
+        dir: &Path,
+        num_slots: u32,
+        shape: &RecordShape,
+        superblock: &Superblock,
+    ) -> Result<Option<SharedFiles>, StoreOpenError> {
+        match DirBuilder::new().mode(0o700).create(dir) {
+            Err(error) if error.kind() != io::ErrorKind::AlreadyExists => {
+                return Err(failed(dir, "cannot make the directory")(error));
+            }
+            _ => {}
+        }
+        let open = |file| {
+            let path = dir.join(file);
+            match files::options().open(&path) {
+                Ok(file) => Ok(Some(file)),
+                // The directory has been removed meanwhile.
+                Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+                Err(error) => Err(failed(&path, "cannot open")(error)),
+            }
+        };
+        let Some(lock) = open("lock")? else { return Ok(None) };
+        let is_alone = locked(lock.try_lock(), dir)?;
+        if is_alone && !is_lock_of(&lock, dir) {
+            return Ok(None);
+        }
+        let (Some(index), Some(slabs), Some(words)) = (open("index")?, open("slabs")?, open("words")?) else {
+            return Ok(None);
+        };
+        if is_alone && !is_whole(&index, superblock) {
+            make(&index, &slabs, &words, num_slots, shape, dir).inspect_err(|_| remove(dir))?;
+            index.write_all_at(superblock, 0).map_err(failed(dir, "cannot write"))?;
+        }
+        // Between the two locks another process may be alone: it keeps what it finds, or removes all.
+        if !locked(lock.try_lock_shared(), dir)? || !is_lock_of(&lock, dir) {
+            return Ok(None);
+        }
+        match is_whole(&index, superblock) {
+            true => Ok(Some(SharedFiles {
+                dir: dir.to_owned(),
+                index,
+                slabs,
+                words,
+                num_slots,
+                lock: DirLock(lock),
+            })),
+            false => Err(StoreOpenError::Damaged { dir: dir.to_owned() }),
+        }
+    }
+}
+
+/// Removes directories beside `own` that no process uses.
+pub(super) fn remove_unused(base: &Path, own: &Path) {
+    for entry in fs::read_dir(base).into_iter().flatten().flatten() {
+        let (dir, name) = (entry.path(), entry.file_name());
+        let name = name.to_string_lossy();
+        if name.starts_with(REMOVED) {
+            // By a process that was killed meanwhile, or by one that does so now.
+            let _ = fs::remove_dir_all(&dir);
+        } else if name.starts_with(PREFIX)
+            && dir != own
+            && let Ok(lock) = File::options().read(true).write(true).open(dir.join("lock"))
+            && lock.try_lock().is_ok()
+            && is_lock_of(&lock, &dir)
+        {
+            let _lock = DirLock(lock);
+            tracing::info!(dir = %dir.display(), "removing a host tier that no worker uses");
+            remove(&dir);
+        }
+    }
+}
+
+/// Removes a directory that this process has locked alone. Another one that opens it meanwhile makes a new one: the old one has another
+/// name then.
+fn remove(dir: &Path) {
+    let nth = NUM_REMOVED.fetch_add(1, Ordering::Relaxed);
+    let removed = dir.with_file_name(format!("{REMOVED}{}-{nth}", std::process::id()));
+    if let Err(error) = fs::rename(dir, &removed).and_then(|()| fs::remove_dir_all(&removed)) {
+        tracing::warn!(dir = %dir.display(), %error, "cannot remove a host tier");
+    }
+}
+
+/// Whether this is still the lock of a directory: another process may have removed that, and made a new one.
+fn is_lock_of(lock: &File, dir: &Path) -> bool {
+    let found = fs::metadata(dir.join("lock")).and_then(|found| Ok((found.ino(), lock.metadata()?.ino())));
+    found.is_ok_and(|(found, own)| found == own)
+}
+
+fn failed(path: &Path, action: &'static str) -> impl Fn(io::Error) -> StoreOpenError + use<> {
+    let path = path.to_owned();
+    move |source| StoreOpenError::Io { path: path.clone(), action, source }
+}
+
+fn locked(result: Result<(), TryLockError>, dir: &Path) -> Result<bool, StoreOpenError> {
+    match result {
+        Ok(()) => Ok(true),
+        Err(TryLockError::WouldBlock) => Ok(false),
+        Err(TryLockError::Error(error)) => Err(failed(dir, "cannot lock")(error)),
+    }
+}
+
+/// Whether the files were made: their superblock is written last.
+fn is_whole(index: &File, superblock: &Superblock) -> bool {
+    let mut found = [0; size_of::<Superblock>()];
+    index.read_exact_at(&mut found, 0).is_ok_and(|()| found == *superblock)
+}
+
+/// Makes empty files for so many slots.
+fn make(
+    index: &File,
+    slabs: &File,
+    words: &File,
+    num_slots: u32,
+    shape: &RecordShape,
+    dir: &Path,
+) -> Result<(), StoreOpenError> {
+    let slots = u64::from(num_slots);
+    let bytes = [
+        PAGE as u64 + slots * shape.head_bytes() as u64,
+        slots * shape.body_pages_bytes() as u64,
+        SlotWords::num_bytes(num_slots),
+    ];
+    let all: u64 = bytes.iter().sum();
+    tracing::info!(dir = %dir.display(), bytes = all, "making a host tier for all workers of this machine");
+    let failed = |source| files::not_reserved(source, &dir.join("slabs"), all);
+    for file in [index, slabs, words] {
+        file.set_len(0).map_err(failed)?;
+    }
+    for (file, bytes) in [index, slabs, words].into_iter().zip(bytes) {
+        files::reserve(file, bytes).map_err(failed)?;
+    }
+    Ok(())
+}
+
+/// The numbers of the processes that use a directory.
+pub(super) struct Numbers<'a>(pub(super) &'a Path);
+
+impl Numbers<'_> {
+    /// A number that no other process has while the lock lives.
+    pub(super) fn take(&self) -> Result<(u16, DirLock), StoreOpenError> {
+        for number in 0..MAX_NUMBERS {
+            if let Some(lock) = self.lock(number).map_err(failed(&self.path(number), "cannot lock"))? {
+                return Ok((number, lock));
+            }
+        }
+        Err(StoreOpenError::InUse { dir: self.0.to_owned() })
+    }
+
+    /// Whether no process has a number.
+    pub(super) fn is_free(&self, number: u16) -> bool {
+        matches!(self.lock(number), Ok(Some(_)))
+    }
+
+    fn lock(&self, number: u16) -> io::Result<Option<DirLock>> {
+        let file = files::options().open(self.path(number))?;
+        match file.try_lock() {
+            Ok(()) => Ok(Some(DirLock(file))),
+            Err(TryLockError::WouldBlock) => Ok(None),
+            Err(TryLockError::Error(error)) => Err(error),
+        }
+    }
+
+    fn path(&self, number: u16) -> PathBuf {
+        self.0.join(format!("worker-{number}"))
+    }
+}

@@ -1,0 +1,316 @@
+//! Slots that all workers of a machine have: files in memory (`/dev/shm`), which outlive every worker.
+//!
+//! ```text
+//! lock       locked by all that use the directory; by one alone while it is made or removed
+//! worker-N   locked by the worker that has the number N: what a dead one was writing is free
+//! words      the state of each slot, see [`words`]
+//! index, slabs   as on disk
+//! ```
+//!
+//! No worker is the owner, and none waits for another. Each decides by its own [`Directory`](crate::Directory) which block makes room,
+//! claims that slot and tells of it; the others learn of it before they next look ([`changes`](Sharing::changes)). What a reader
+//! finds is verified as on disk (invariant 4): a record that was replaced meanwhile does not fit its head.
+//!
+//! A use by another worker does not change the order at once. A block that would make room, but was used by others since, is spared,
+//! and counts as used now (the second chance of the clock algorithm, Corbató 1968).
+
+mod files;
+#[cfg(test)]
+mod tests;
+#[allow(unsafe_code)] // atomic words in a mapped file
+mod words;
+
+use std::{
+    io,
+    path::{Path, PathBuf},
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::SystemTime,
+};
+
+use baton_kv_cache::{BlockHash, BlockStorage, HostBlocks};
+use baton_kv_events::Keep;
+
+pub(crate) use self::words::SlotState;
+use self::{
+    files::{Numbers, SharedFiles},
+    words::{SlotUse, SlotWords},
+};
+use crate::{
+    buffer::PAGE,
+    disk::{DirLock, DiskSlots, StoreOpenError, kept},
+    record::{BodyShape, Record, RecordName, RecordShape},
+    slots::{ReadError, Sharing, SlotChange, Slots},
+};
+
+/// Records in memory that processes share.
+#[derive(Debug)]
+pub(crate) struct SharedSlots {
+    dir: PathBuf,
+    slots: DiskSlots,
+    body: BodyShape,
+    /// The bodies, if the pool or its device reads them itself.
+    reached: Option<Arc<HostBlocks>>,
+    words: SlotWords,
+    seen: Mutex<Seen>,
+    /// This process among those that use the directory.
+    number: u16,
+    found: Vec<(u32, RecordName, Keep)>,
+    num_damaged: usize,
+    _number_lock: DirLock,
+    _lock: DirLock,
+}
+
+/// What this process has seen of the words.
+#[derive(Debug)]
+struct Seen {
+    changes: u64,
+    groups: Vec<u64>,
+    states: Vec<SlotState>,
+    uses: Vec<u64>,
+}
+
+impl SharedSlots {
+    /// Opens the slots of this format and size below `base`, and makes them if no other process uses them. Removes those of other formats and
+    /// sizes that no process uses.
+    ///
+    /// # Errors
+    /// When `base` is not in memory, or the file system refuses.
+    pub(crate) fn open(
+        base: &Path,
+        max_bytes: u64,
+        shape: RecordShape,
+    ) -> Result<SharedSlots, StoreOpenError> {
+        let body = shape.body;
+        let SharedFiles { dir, index, slabs, words, num_slots, lock } =
+            SharedFiles::open(base, max_bytes, &shape)?;
+        let failed = |file| {
+            let path = dir.join(file);
+            move |source| StoreOpenError::Io { path, action: "cannot read", source }
+        };
+        let words = SlotWords::map(&words, num_slots).map_err(failed("words"))?;
+        let numbers = Numbers(&dir);
+        let (number, number_lock) = numbers.take()?;
+        for slot in 0..num_slots {
+            let state = words.state(slot);
+            if let SlotUse::Writing(other) = state.slot_use()
+                && (other == number || numbers.is_free(other))
+            {
+                words.change(slot, state, state.then(SlotUse::Free));
+            }
+        }
+        // Before the heads are read: what changes meanwhile is seen again. All groups are looked at once more, for what is not found below
+        // and what others are writing.
+        let load = |word: &AtomicU64| word.load(Ordering::Acquire);
+        let mut seen = Seen {
+            changes: load(words.changes()).wrapping_sub(1),
+            groups: (0..words.num_groups())
+                .map(|group| load(words.group_changes(group)).wrapping_sub(1))
+                .collect(),
+            states: (0..num_slots).map(|slot| words.state(slot)).collect(),
+            uses: (0..num_slots).map(|slot| load(words.uses(slot))).collect(),
+        };
+        let mut slots = DiskSlots::over(index, slabs, num_slots, shape).map_err(failed("index"))?;
+        let now = SystemTime::now();
+        let mut found = slots.take_found();
+        found.retain(|&(slot, ..)| seen.states[slot as usize].slot_use() == SlotUse::Holds);
+        found.iter_mut().for_each(|(slot, _, keep)| *keep = kept::keep(load(words.kept(*slot)), now));
+        let held = std::mem::replace(&mut seen.states, vec![SlotState::default(); num_slots as usize]);
+        found.iter().for_each(|&(slot, ..)| seen.states[slot as usize] = held[slot as usize]);
+        let is_damaged = |&(slot, &state): &(u32, &SlotState)| {
+            state.slot_use() == SlotUse::Holds
+                && seen.states[slot as usize] != state
+                && words.state(slot) == state
+        };
+        let num_damaged = (0..).zip(&held).filter(is_damaged).count();
+        let seen = Mutex::new(seen);
+        Ok(SharedSlots {
+            dir,
+            slots,
+            body,
+            reached: None,
+            words,
+            seen,
+            number,
+            found,
+            num_damaged,
+            _number_lock: number_lock,
+            _lock: lock,
+        })
+    }
+
+    /// Has this pool, or its device, read the records itself. Returns whether it can.
+    ///
+    /// # Errors
+    /// When the driver refuses.
+    pub(crate) fn reach(&mut self, pool: &BlockStorage) -> io::Result<bool> {
+        // Bodies are in whole pages, blocks one after the other.
+        if self.body.bytes.is_multiple_of(PAGE) {
+            self.reached = HostBlocks::in_file(pool, self.slots.slabs(), self.num_slots() as usize)?;
+        }
+        Ok(self.reached.is_some())
+    }
+
+    /// Slots that were said to hold a record when the directory was opened, and did not.
+    pub(crate) fn num_damaged(&self) -> usize {
+        self.num_damaged
+    }
+
+    fn keep_of(&self, slot: u32) -> Keep {
+        kept::keep(self.words.kept(slot).load(Ordering::Acquire), SystemTime::now())
+    }
+
+    fn is_own(&self, slot_use: SlotUse) -> bool {
+        slot_use == SlotUse::Writing(self.number)
+    }
+
+    /// Changes the state of a slot if nothing else did since this process saw it, and what it saw is such a one.
+    fn change(&self, slot: u32, is_such: impl Fn(SlotUse) -> bool, slot_use: SlotUse) -> bool {
+        let mut seen = self.seen();
+        let seen = &mut seen.states[slot as usize];
+        let then = seen.then(slot_use);
+        let is_done = is_such(seen.slot_use()) && self.words.change(slot, *seen, then);
+        if is_done {
+            *seen = then;
+        }
+        is_done
+    }
+
+    /// No other code runs under the lock, so a poisoned one holds whole data.
+    fn seen(&self) -> MutexGuard<'_, Seen> {
+        self.seen.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Slots for SharedSlots {
+    fn name(&self) -> &'static str {
+        "host"
+    }
+
+    fn is_memory(&self) -> bool {
+        true
+    }
+
+    fn num_slots(&self) -> u32 {
+        self.slots.num_slots()
+    }
+
+    fn record_bytes(&self) -> usize {
+        self.slots.record_bytes()
+    }
+
+    fn write(&self, slot: u32, record: &Arc<Record>) -> io::Result<()> {
+        self.words.kept(slot).store(kept::word(Keep::Normal, SystemTime::now()), Ordering::Release);
+        self.slots.write(slot, record)?;
+        match self.change(slot, |before| self.is_own(before), SlotUse::Holds) {
+            true => Ok(()),
+            false => Err(io::Error::other("another process took the slot for one of a dead process")),
+        }
+    }
+
+    fn read(&self, wanted: &[(u32, BlockHash)]) -> Vec<Result<Arc<Record>, ReadError>> {
+        let Some(reached) = &self.reached else { return self.slots.read(wanted) };
+        let to_verify = |&(slot, hash): &(u32, BlockHash)| {
+            // Before the head: whatever is written later changes it.
+            let state = self.words.state(slot);
+            let head = self.slots.head(slot)?.filter(|head| head.name.hash == hash);
+            let head = head.ok_or(ReadError::Damaged)?;
+            Ok(Arc::new(Record::to_verify(head, self.body, reached.at(slot), state)))
+        };
+        wanted.iter().map(to_verify).collect()
+    }
+
+    fn keep(&self, slot: u32, keep: Keep) -> io::Result<()> {
+        self.words.kept(slot).store(kept::word(keep, SystemTime::now()), Ordering::Release);
+        self.note_used(&[slot]);
+        Ok(())
+    }
+
+    fn take_found(&mut self) -> Vec<(u32, RecordName, Keep)> {
+        std::mem::take(&mut self.found)
+    }
+
+    fn shared(&self) -> Option<&dyn Sharing> {
+        Some(self)
+    }
+}
+
+impl Sharing for SharedSlots {
+    fn changes(&self) -> Vec<(u32, SlotChange)> {
+        let mut seen = self.seen();
+        let changes = self.words.changes().load(Ordering::Acquire);
+        if changes == seen.changes {
+            return Vec::new();
+        }
+        seen.changes = changes;
+        let mut found = Vec::new();
+        for group in 0..self.words.num_groups() {
+            let changes = self.words.group_changes(group).load(Ordering::Acquire);
+            if changes == seen.groups[group] {
+                continue;
+            }
+            seen.groups[group] = changes;
+            for slot in self.words.group(group) {
+                let state = self.words.state(slot);
+                if state == seen.states[slot as usize] {
+                    continue;
+                }
+                seen.states[slot as usize] = state;
+                let change = match state.slot_use() {
+                    SlotUse::Free => SlotChange::Free,
+                    SlotUse::Writing(_) => SlotChange::Taken,
+                    SlotUse::Holds => {
+                        seen.uses[slot as usize] = self.words.uses(slot).load(Ordering::Acquire);
+                        let keep = self.keep_of(slot);
+                        // If it does not fit, the slot has changed again, which is seen next time.
+                        let head = self.slots.head(slot).ok().flatten();
+                        head.map_or(SlotChange::Free, |head| SlotChange::Holds(head.name, keep))
+                    }
+                };
+                found.push((slot, change));
+            }
+        }
+        found
+    }
+
+    fn claim(&self, slot: u32) -> bool {
+        self.change(slot, |before| !matches!(before, SlotUse::Writing(_)), SlotUse::Writing(self.number))
+    }
+
+    fn release(&self, slot: u32) {
+        self.change(slot, |before| self.is_own(before), SlotUse::Free);
+    }
+
+    fn give_up(&self, slot: u32) {
+        self.change(slot, |before| before == SlotUse::Holds, SlotUse::Free);
+    }
+
+    fn note_used(&self, slots: &[u32]) {
+        let mut seen = self.seen();
+        for &slot in slots {
+            let before = self.words.uses(slot).fetch_add(1, Ordering::AcqRel);
+            let seen = &mut seen.uses[slot as usize];
+            if *seen == before {
+                *seen = before + 1;
+            }
+        }
+    }
+
+    fn used_by_others(&self, slot: u32) -> Option<Keep> {
+        let uses = self.words.uses(slot).load(Ordering::Acquire);
+        let before = std::mem::replace(&mut self.seen().uses[slot as usize], uses);
+        (before != uses).then(|| self.keep_of(slot))
+    }
+
+    fn has_replaced(&self, record: &Record) -> bool {
+        record.shared_slot().is_some_and(|(slot, state)| self.words.state(slot) != state)
+    }
+
+    fn remove_unused(&self) {
+        if let Some(base) = self.dir.parent() {
+            files::remove_unused(base, &self.dir);
+        }
+    }
+}
