@@ -81,6 +81,7 @@ spec:
 {{- define "baton.workerPod" -}}
 {{- $root := .root -}}
 {{- $values := .values -}}
+{{- $sharesHost := and $values.prefixCache ($root.Values.kv.host).size -}}
 {{- $component := dict "root" $root "component" .role -}}
 metadata:
   labels:
@@ -161,17 +162,18 @@ spec:
         {{- with $values.tokenBudget }}
         - --token-budget={{ . }}
         {{- end }}
+        {{- if $sharesHost }}
+        - --host-kv={{ $root.Values.kv.host.size }}
+        - --host-kv-dir=/dev/shm/{{ include "baton.fullname" $root }}
+        {{- end }}
         {{- if not $values.prefixCache }}
         - --no-prefix-cache
-        {{- end }}
-        {{- with $root.Values.kv.object }}
-        {{- if .url }}
-        - --object-kv={{ .url }}
-        - --object-kv-size={{ .size }}
-        {{- end }}
-        {{- end }}
+        {{- else if ($root.Values.kv.object).url }}
+        - --object-kv={{ $root.Values.kv.object.url }}
+        - --object-kv-size={{ $root.Values.kv.object.size }}
         {{- if $root.Values.kv.keySecret }}
         - --kv-key-file=/etc/baton/kv-key/key
+        {{- end }}
         {{- end }}
         {{- if $values.threads }}
         - --threads={{ $values.threads }}
@@ -233,7 +235,7 @@ spec:
           mountPath: /etc/baton/kv-key
           readOnly: true
         {{- end }}
-        {{- if gt (int $values.gpus) 1 }}
+        {{- if or $sharesHost (gt (int $values.gpus) 1) }}
         - name: shm
           mountPath: /dev/shm
         {{- end }}
@@ -248,7 +250,11 @@ spec:
     - name: kv-key
       secret: {secretName: {{ . }}}
     {{- end }}
-    {{- if gt (int $values.gpus) 1 }}
+    {{- if $sharesHost }}
+    # The workers of a node share a tier of KV.
+    - name: shm
+      hostPath: {path: /dev/shm, type: Directory}
+    {{- else if gt (int $values.gpus) 1 }}
     # NCCL goes through it between GPUs that do not reach each other; a runtime gives 64 MiB.
     - name: shm
       emptyDir: {medium: Memory, sizeLimit: 1Gi}
