@@ -178,6 +178,9 @@ impl Record {
     }
 
     /// The block's bytes.
+    ///
+    /// # Panics
+    /// When other processes may write them: then [they are copied and verified](crate::KvStore::write_to_pool).
     pub fn body(&self) -> &[u8] {
         &self.pages()[..self.shape.bytes]
     }

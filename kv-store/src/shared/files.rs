@@ -29,8 +29,8 @@ use crate::{
 const PATIENCE: Duration = Duration::from_secs(300);
 /// Workers that use a directory.
 const MAX_NUMBERS: u16 = 1024;
-/// `tmpfs` and `ramfs`, by the kernel's `magic.h`.
-const MEMORY: [u64; 2] = [0x0102_1994, 0x8584_58f6];
+/// The file system of `/dev/shm`, by the kernel's `magic.h`.
+const TMPFS: u64 = 0x0102_1994;
 /// Names of directories begin so, and of such that are being removed.
 const PREFIX: &str = "baton-kv-";
 const REMOVED: &str = "baton-kv-removed-";
@@ -60,7 +60,7 @@ impl SharedFiles {
         // Before anything is made.
         let there = base.ancestors().find(|there| there.exists()).unwrap_or(Path::new("."));
         let kind = File::open(there).and_then(|there| Ok(rustix::fs::fstatfs(there)?));
-        if !MEMORY.contains(&(kind.map_err(failed(there, "cannot look at"))?.f_type as u64)) {
+        if kind.map_err(failed(there, "cannot look at"))?.f_type as u64 != TMPFS {
             return Err(StoreOpenError::NotMemory { dir: base.to_owned() });
         }
         let made = DirBuilder::new().recursive(true).mode(0o700).create(base);
