@@ -27,7 +27,7 @@ pub struct HostBlocks {
 pub struct HostBlock {
     blocks: Arc<HostBlocks>,
     id: BlockId,
-    is_taken: bool,
+    is_own: bool,
 }
 
 impl HostBlocks {
@@ -85,7 +85,7 @@ impl HostBlocks {
     /// Room for a block; `None` when there is none.
     pub fn take(self: &Arc<HostBlocks>) -> Option<HostBlock> {
         let id = self.free().pop()?;
-        Some(HostBlock { blocks: self.clone(), id, is_taken: true })
+        Some(HostBlock { blocks: self.clone(), id, is_own: true })
     }
 
     /// The block at this place [in a file](Self::in_file), whatever is written there now.
@@ -94,7 +94,7 @@ impl HostBlocks {
     /// When there are fewer blocks.
     pub fn at(self: &Arc<HostBlocks>, idx: u32) -> HostBlock {
         assert!((idx as usize) < self.memory.num_blocks(), "block {idx} of {}", self.memory.num_blocks());
-        HostBlock { blocks: self.clone(), id: BlockId(idx), is_taken: false }
+        HostBlock { blocks: self.clone(), id: BlockId(idx), is_own: false }
     }
 
     fn free(&self) -> MutexGuard<'_, Vec<BlockId>> {
@@ -110,7 +110,7 @@ impl HostBlock {
 
     /// Whether it was [taken](HostBlocks::take): nothing else writes it.
     pub fn is_own(&self) -> bool {
-        self.is_taken
+        self.is_own
     }
 
     /// The block's bytes, layer after layer.
@@ -132,7 +132,7 @@ impl HostBlock {
 
 impl Drop for HostBlock {
     fn drop(&mut self) {
-        if self.is_taken {
+        if self.is_own {
             self.blocks.free().push(self.id);
         }
     }

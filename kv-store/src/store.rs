@@ -282,8 +282,7 @@ impl KvStore {
         let num_whole = copy::to_pool(&self.shared.storage, records, blocks)?;
         let Some(damaged) = records.get(num_whole) else { return Ok(()) };
         let hash = damaged.name.hash;
-        let shared = self.shared.tiers.iter().filter_map(|tier| tier.shared());
-        if shared.into_iter().any(|slots| slots.has_replaced(damaged)) {
+        if self.shared.sharing().any(|(_, slots)| slots.has_replaced(damaged)) {
             return Err(io::Error::new(
                 io::ErrorKind::InvalidData,
                 "another worker replaced the record meanwhile",
@@ -337,7 +336,7 @@ fn room_for(storage: &BlockStorage, num_records: usize) -> Option<Arc<HostBlocks
 
 impl Shared {
     fn copy_all(&self, saves: &Receiver<Save>, writes: &SyncSender<Write>) {
-        let is_shared = self.tiers.iter().any(|tier| tier.shared().is_some());
+        let is_shared = self.sharing().next().is_some();
         let mut tidied = Instant::now();
         loop {
             // What other workers do to shared slots is told also while nothing else happens.
@@ -353,7 +352,7 @@ impl Shared {
                 Err(RecvTimeoutError::Timeout) => {
                     drop(self.lock());
                     if tidied.elapsed() > TIDY_EVERY {
-                        self.tiers.iter().filter_map(|tier| tier.shared()).for_each(Sharing::remove_unused);
+                        self.sharing().for_each(|(_, slots)| slots.remove_unused());
                         tidied = Instant::now();
                     }
                 }
@@ -429,9 +428,7 @@ impl Shared {
     pub(crate) fn used(&self, hashes: &[BlockHash], keeps: &[Keep]) {
         let changed = {
             let mut directory = self.lock();
-            for (tier, slots) in self.tiers.iter().enumerate() {
-                slots.shared().iter().for_each(|shared| shared.note_used(&directory.slots_of(tier, hashes)));
-            }
+            self.sharing().for_each(|(tier, slots)| slots.note_used(&directory.slots_of(tier, hashes)));
             directory.used(hashes, keeps)
         };
         changed.into_iter().for_each(|(place, keep)| self.keep(place, keep));
@@ -541,9 +538,8 @@ impl Shared {
     }
 
     fn tell(&self, directory: &mut Directory) {
-        for (tier, slots) in self.tiers.iter().enumerate() {
-            let doubles = directory.take_doubles(tier);
-            slots.shared().iter().for_each(|shared| doubles.iter().for_each(|&slot| shared.give_up(slot)));
+        for (tier, slots) in self.sharing() {
+            directory.take_doubles(tier).into_iter().for_each(|slot| slots.give_up(slot));
         }
         let events = directory.take_events();
         if !events.is_empty() {
@@ -556,14 +552,17 @@ impl Shared {
         self.recalls.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// The tiers that other processes have, too.
+    fn sharing(&self) -> impl Iterator<Item = (usize, &dyn Sharing)> {
+        self.tiers.iter().enumerate().filter_map(|(tier, slots)| Some((tier, slots.shared()?)))
+    }
+
     /// The directory, which knows what other processes did to the slots until now. A panic under the lock is one of the directory's own
     /// rules; what it holds is checked before it is used.
     pub(crate) fn lock(&self) -> MutexGuard<'_, Directory> {
         let mut directory = self.directory.lock().unwrap_or_else(PoisonError::into_inner);
         directory.set_time(self.opened.elapsed());
-        for (tier, slots) in self.tiers.iter().enumerate() {
-            directory.follow(tier, slots.shared().map(Sharing::changes).unwrap_or_default());
-        }
+        self.sharing().for_each(|(tier, slots)| directory.follow(tier, slots.changes()));
         self.tell(&mut directory);
         directory
     }

@@ -1,5 +1,11 @@
 //! Records and sequences for tests.
 
+use std::{
+    env,
+    path::Path,
+    process::{Child, Command, Stdio},
+};
+
 use baton_kv_cache::{BlockHash, HashRoot, KvDtype, KvFormat, KvLayout};
 use baton_random::Random;
 
@@ -7,6 +13,16 @@ use crate::{
     record::{BodyShape, Record, RecordName, RecordShape},
     seal::KvKey,
 };
+
+/// Runs this test program again, for an ignored test alone, which finds a directory in a variable.
+pub(crate) fn run_again(test: &str, variable: &str, dir: &Path) -> Child {
+    Command::new(env::current_exe().expect("this test"))
+        .args(["--exact", test, "--ignored"])
+        .env(variable, dir)
+        .stdout(Stdio::null())
+        .spawn()
+        .expect("this test runs again")
+}
 
 pub(crate) const BLOCK_SIZE: usize = 4;
 

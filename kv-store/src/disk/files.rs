@@ -114,27 +114,22 @@ impl Files {
     /// this one lacks are lost.
     pub(crate) fn open(dir: &Path, max_bytes: u64, shape: &RecordShape) -> Result<Files, StoreOpenError> {
         let num_slots = num_slots(max_bytes, shape)?;
-        let failed = |path: &Path, action| {
-            let path = path.to_owned();
-            move |source| StoreOpenError::Io { path, action, source }
-        };
         // Prompts can be read from KV, and the index holds their tokens.
         let made = DirBuilder::new().recursive(true).mode(0o700).create(dir);
         made.map_err(failed(dir, "cannot make the directory"))?;
         let lock_path = dir.join("lock");
         let lock = options().open(&lock_path).map_err(failed(&lock_path, "cannot open"))?;
-        let lock = match lock.try_lock() {
-            Ok(()) => DirLock(lock),
-            Err(TryLockError::WouldBlock) => return Err(StoreOpenError::InUse { dir: dir.to_owned() }),
-            Err(TryLockError::Error(source)) => return Err(failed(&lock_path, "cannot lock")(source)),
-        };
+        let is_alone = is_locked(lock.try_lock()).map_err(failed(&lock_path, "cannot lock"))?;
+        if !is_alone {
+            return Err(StoreOpenError::InUse { dir: dir.to_owned() });
+        }
+        let lock = DirLock(lock);
         let (index_path, slabs_path) = (dir.join("index"), dir.join("slabs"));
         let index = options().open(&index_path).map_err(failed(&index_path, "cannot open"))?;
         let slabs = open_past_cache(&slabs_path).map_err(failed(&slabs_path, "cannot open"))?;
         let superblock = superblock(MAGIC, shape);
         check(&index, &superblock, dir)?;
-        let index_bytes = PAGE as u64 + u64::from(num_slots) * shape.head_bytes() as u64;
-        let slabs_bytes = u64::from(num_slots) * shape.body_pages_bytes() as u64;
+        let [index_bytes, slabs_bytes] = index_and_slabs_bytes(num_slots, shape);
         for (file, path, bytes) in [(&index, &index_path, index_bytes), (&slabs, &slabs_path, slabs_bytes)] {
             reserve(file, bytes).map_err(|source| not_reserved(source, path, index_bytes + slabs_bytes))?;
         }
@@ -144,6 +139,27 @@ impl Files {
         index.write_all_at(&superblock, 0).map_err(failed(&index_path, "cannot write"))?;
         Ok(Files { index, slabs, kept, num_slots, lock })
     }
+}
+
+/// What becomes of an error of the file system.
+pub(crate) fn failed(path: &Path, action: &'static str) -> impl FnOnce(io::Error) -> StoreOpenError + use<> {
+    let path = path.to_owned();
+    move |source| StoreOpenError::Io { path, action, source }
+}
+
+/// Whether a file was locked, or is locked by another process.
+pub(crate) fn is_locked(result: Result<(), TryLockError>) -> io::Result<bool> {
+    match result {
+        Ok(()) => Ok(true),
+        Err(TryLockError::WouldBlock) => Ok(false),
+        Err(TryLockError::Error(error)) => Err(error),
+    }
+}
+
+/// Bytes of the files.
+pub(crate) fn index_and_slabs_bytes(num_slots: u32, shape: &RecordShape) -> [u64; 2] {
+    let num_slots = u64::from(num_slots);
+    [PAGE as u64 + num_slots * shape.head_bytes() as u64, num_slots * shape.body_pages_bytes() as u64]
 }
 
 /// An index that has a superblock has this one.
@@ -156,7 +172,7 @@ fn check(index: &File, superblock: &Superblock, dir: &Path) -> Result<(), StoreO
         // New, or the end of the process that made it was earlier than this.
         Ok(()) => Ok(()),
         Err(error) if error.kind() == ErrorKind::UnexpectedEof => Ok(()),
-        Err(source) => Err(StoreOpenError::Io { path: dir.join("index"), action: "cannot read", source }),
+        Err(error) => Err(failed(&dir.join("index"), "cannot read")(error)),
     }
 }
 
@@ -176,7 +192,7 @@ pub(crate) fn not_reserved(source: io::Error, path: &Path, bytes: u64) -> StoreO
         ErrorKind::StorageFull | ErrorKind::QuotaExceeded => {
             StoreOpenError::Full { dir: path.parent().unwrap_or(path).to_owned(), bytes }
         }
-        _ => StoreOpenError::Io { path: path.to_owned(), action: "cannot reserve room", source },
+        _ => failed(path, "cannot reserve room")(source),
     }
 }
 

@@ -63,19 +63,14 @@ impl DiskSlots {
     /// When another process uses it, it holds KV of another format, or the file system refuses.
     pub(crate) fn open(dir: &Path, max_bytes: u64, shape: RecordShape) -> Result<DiskSlots, StoreOpenError> {
         let Files { index, slabs, kept, num_slots, lock } = Files::open(dir, max_bytes, &shape)?;
-        let failed = |file| {
-            let path = dir.join(file);
-            move |source| StoreOpenError::Io { path, action: "cannot read", source }
-        };
+        let failed = |file| files::failed(&dir.join(file), "cannot read");
         let mut slots = DiskSlots::over(index, slabs, num_slots, shape).map_err(failed("index"))?;
         let kept = KeptFile(kept);
         let keeps = kept.read(num_slots, SystemTime::now()).map_err(failed("kept"))?;
         slots.found.iter_mut().for_each(|(slot, _, keep)| *keep = keeps[*slot as usize]);
         Ok(DiskSlots { _lock: Some(lock), kept: Some(kept), ..slots })
     }
-}
 
-impl DiskSlots {
     /// The file with the bodies, each in whole pages.
     pub(crate) fn slabs(&self) -> &File {
         &self.slabs

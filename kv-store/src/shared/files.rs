@@ -4,7 +4,7 @@
 //! same, and an update that changes the model starts beside the workers that it replaces.
 
 use std::{
-    fs::{self, DirBuilder, File, TryLockError},
+    fs::{self, DirBuilder, File},
     io,
     os::unix::fs::{DirBuilderExt, FileExt, MetadataExt},
     path::{Path, PathBuf},
@@ -17,10 +17,9 @@ use xxhash_rust::xxh3::xxh3_64;
 
 use super::words::SlotWords;
 use crate::{
-    buffer::PAGE,
     disk::{
         DirLock, StoreOpenError,
-        files::{self, Superblock},
+        files::{self, Superblock, failed},
     },
     record::RecordShape,
 };
@@ -100,8 +99,9 @@ impl SharedFiles {
                 Err(error) => Err(failed(&path, "cannot open")(error)),
             }
         };
-        let Some(lock) = open("lock")? else { return Ok(None) };
-        let is_alone = locked(lock.try_lock(), dir)?;
+        let Some(lock) = open("lock")?.map(DirLock) else { return Ok(None) };
+        let locked = |result| files::is_locked(result).map_err(failed(dir, "cannot lock"));
+        let is_alone = locked(lock.0.try_lock())?;
         if is_alone && !is_lock_of(&lock, dir) {
             return Ok(None);
         }
@@ -113,18 +113,11 @@ impl SharedFiles {
             index.write_all_at(superblock, 0).map_err(failed(dir, "cannot write"))?;
         }
         // Between the two locks another process may be alone: it keeps what it finds, or removes all.
-        if !locked(lock.try_lock_shared(), dir)? || !is_lock_of(&lock, dir) {
+        if !locked(lock.0.try_lock_shared())? || !is_lock_of(&lock, dir) {
             return Ok(None);
         }
         match is_whole(&index, superblock) {
-            true => Ok(Some(SharedFiles {
-                dir: dir.to_owned(),
-                index,
-                slabs,
-                words,
-                num_slots,
-                lock: DirLock(lock),
-            })),
+            true => Ok(Some(SharedFiles { dir: dir.to_owned(), index, slabs, words, num_slots, lock })),
             false => Err(StoreOpenError::Damaged { dir: dir.to_owned() }),
         }
     }
@@ -140,11 +133,10 @@ pub(super) fn remove_unused(base: &Path, own: &Path) {
             let _ = fs::remove_dir_all(&dir);
         } else if name.starts_with(PREFIX)
             && dir != own
-            && let Ok(lock) = File::options().read(true).write(true).open(dir.join("lock"))
-            && lock.try_lock().is_ok()
+            && let Ok(lock) = File::options().read(true).write(true).open(dir.join("lock")).map(DirLock)
+            && lock.0.try_lock().is_ok()
             && is_lock_of(&lock, &dir)
         {
-            let _lock = DirLock(lock);
             tracing::info!(dir = %dir.display(), "removing a host tier that no worker uses");
             remove(&dir);
         }
@@ -162,22 +154,9 @@ fn remove(dir: &Path) {
 }
 
 /// Whether this is still the lock of a directory: another process may have removed that, and made a new one.
-fn is_lock_of(lock: &File, dir: &Path) -> bool {
-    let found = fs::metadata(dir.join("lock")).and_then(|found| Ok((found.ino(), lock.metadata()?.ino())));
+fn is_lock_of(lock: &DirLock, dir: &Path) -> bool {
+    let found = fs::metadata(dir.join("lock")).and_then(|found| Ok((found.ino(), lock.0.metadata()?.ino())));
     found.is_ok_and(|(found, own)| found == own)
-}
-
-fn failed(path: &Path, action: &'static str) -> impl Fn(io::Error) -> StoreOpenError + use<> {
-    let path = path.to_owned();
-    move |source| StoreOpenError::Io { path: path.clone(), action, source }
-}
-
-fn locked(result: Result<(), TryLockError>, dir: &Path) -> Result<bool, StoreOpenError> {
-    match result {
-        Ok(()) => Ok(true),
-        Err(TryLockError::WouldBlock) => Ok(false),
-        Err(TryLockError::Error(error)) => Err(failed(dir, "cannot lock")(error)),
-    }
 }
 
 /// Whether the files were made: their superblock is written last.
@@ -195,12 +174,8 @@ fn make(
     shape: &RecordShape,
     dir: &Path,
 ) -> Result<(), StoreOpenError> {
-    let slots = u64::from(num_slots);
-    let bytes = [
-        PAGE as u64 + slots * shape.head_bytes() as u64,
-        slots * shape.body_pages_bytes() as u64,
-        SlotWords::num_bytes(num_slots),
-    ];
+    let [index_bytes, slabs_bytes] = files::index_and_slabs_bytes(num_slots, shape);
+    let bytes = [index_bytes, slabs_bytes, SlotWords::num_bytes(num_slots)];
     let all: u64 = bytes.iter().sum();
     tracing::info!(dir = %dir.display(), bytes = all, "making a host tier for all workers of this machine");
     let failed = |source| files::not_reserved(source, &dir.join("slabs"), all);
@@ -234,11 +209,7 @@ impl Numbers<'_> {
 
     fn lock(&self, number: u16) -> io::Result<Option<DirLock>> {
         let file = files::options().open(self.path(number))?;
-        match file.try_lock() {
-            Ok(()) => Ok(Some(DirLock(file))),
-            Err(TryLockError::WouldBlock) => Ok(None),
-            Err(TryLockError::Error(error)) => Err(error),
-        }
+        Ok(files::is_locked(file.try_lock())?.then(|| DirLock(file)))
     }
 
     fn path(&self, number: u16) -> PathBuf {

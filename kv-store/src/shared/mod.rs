@@ -40,7 +40,7 @@ use self::{
 };
 use crate::{
     buffer::PAGE,
-    disk::{DirLock, DiskSlots, StoreOpenError, kept},
+    disk::{DirLock, DiskSlots, StoreOpenError, files::failed, kept},
     record::{BodyShape, Record, RecordName, RecordShape},
     slots::{ReadError, Sharing, SlotChange, Slots},
 };
@@ -86,10 +86,7 @@ impl SharedSlots {
         let body = shape.body;
         let SharedFiles { dir, index, slabs, words, num_slots, lock } =
             SharedFiles::open(base, max_bytes, &shape)?;
-        let failed = |file| {
-            let path = dir.join(file);
-            move |source| StoreOpenError::Io { path, action: "cannot read", source }
-        };
+        let failed = |file| failed(&dir.join(file), "cannot read");
         let words = SlotWords::map(&words, num_slots).map_err(failed("words"))?;
         let numbers = Numbers(&dir);
         let (number, number_lock) = numbers.take()?;
@@ -104,28 +101,26 @@ impl SharedSlots {
         // Before the heads are read: what changes meanwhile is seen again. All groups are looked at once more, for what is not found below
         // and what others are writing.
         let load = |word: &AtomicU64| word.load(Ordering::Acquire);
-        let mut seen = Seen {
-            changes: load(words.changes()).wrapping_sub(1),
-            groups: (0..words.num_groups())
-                .map(|group| load(words.group_changes(group)).wrapping_sub(1))
-                .collect(),
-            states: (0..num_slots).map(|slot| words.state(slot)).collect(),
-            uses: (0..num_slots).map(|slot| load(words.uses(slot))).collect(),
-        };
+        let changes = load(words.changes()).wrapping_sub(1);
+        let groups = 0..words.num_groups();
+        let groups = groups.map(|group| load(words.group_changes(group)).wrapping_sub(1)).collect();
+        let held: Vec<SlotState> = (0..num_slots).map(|slot| words.state(slot)).collect();
+        let uses = (0..num_slots).map(|slot| load(words.uses(slot))).collect();
         let mut slots = DiskSlots::over(index, slabs, num_slots, shape).map_err(failed("index"))?;
         let now = SystemTime::now();
         let mut found = slots.take_found();
-        found.retain(|&(slot, ..)| seen.states[slot as usize].slot_use() == SlotUse::Holds);
+        let is_held = |slot: u32| held[slot as usize].slot_use() == SlotUse::Holds;
+        found.retain(|&(slot, ..)| is_held(slot));
         found.iter_mut().for_each(|(slot, _, keep)| *keep = kept::keep(load(words.kept(*slot)), now));
-        let held = std::mem::replace(&mut seen.states, vec![SlotState::default(); num_slots as usize]);
-        found.iter().for_each(|&(slot, ..)| seen.states[slot as usize] = held[slot as usize]);
-        let is_damaged = |&(slot, &state): &(u32, &SlotState)| {
-            state.slot_use() == SlotUse::Holds
-                && seen.states[slot as usize] != state
-                && words.state(slot) == state
+        let mut states = vec![SlotState::default(); num_slots as usize];
+        found.iter().for_each(|&(slot, ..)| states[slot as usize] = held[slot as usize]);
+        let is_damaged = |&slot: &u32| {
+            is_held(slot)
+                && states[slot as usize] != held[slot as usize]
+                && words.state(slot) == held[slot as usize]
         };
-        let num_damaged = (0..).zip(&held).filter(is_damaged).count();
-        let seen = Mutex::new(seen);
+        let num_damaged = (0..num_slots).filter(is_damaged).count();
+        let seen = Mutex::new(Seen { changes, groups, states, uses });
         Ok(SharedSlots {
             dir,
             slots,

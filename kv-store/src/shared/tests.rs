@@ -4,7 +4,7 @@ use std::{
     collections::HashMap,
     env,
     path::Path,
-    process::{Child, Command, Stdio},
+    process::Child,
     thread,
     time::{Duration, Instant},
 };
@@ -19,7 +19,7 @@ use crate::{
     HostConfig, KvStore, StoreConfig,
     directory::{Directory, SlotPlace},
     store::tests::{Pool, eventually, read},
-    testing::{body, chain, key, record, shape},
+    testing::{body, chain, key, record, run_again, shape},
 };
 
 /// A slot takes a head, and a page of which the body of a block is a part.
@@ -313,12 +313,7 @@ fn killed_sharer() {
 }
 
 fn start(dir: &Path) -> Child {
-    Command::new(env::current_exe().expect("this test"))
-        .args(["--exact", "shared::tests::killed_sharer", "--ignored"])
-        .env(DIR, dir)
-        .stdout(Stdio::null())
-        .spawn()
-        .expect("this test runs again")
+    run_again("shared::tests::killed_sharer", DIR, dir)
 }
 
 fn kill(num_kills: u64) -> usize {

@@ -1,20 +1,13 @@
 //! Real processes that are killed while they write.
 
-use std::{
-    env,
-    path::Path,
-    process::{Command, Stdio},
-    sync::Arc,
-    thread,
-    time::Duration,
-};
+use std::{env, path::Path, sync::Arc, thread, time::Duration};
 
 use baton_random::Random;
 
 use crate::{
     disk::DiskSlots,
     slots::Slots,
-    testing::{body, record, shape},
+    testing::{body, record, run_again, shape},
 };
 
 const DIR: &str = "BATON_TEST_KILLED_WRITER";
@@ -39,12 +32,7 @@ fn kill(num_kills: u64) -> usize {
     let mut random = Random::new(1);
     let mut num_right = 0;
     for nth in 0..num_kills {
-        let mut child = Command::new(env::current_exe().expect("this test"))
-            .args(["--exact", "disk::tests::kill::killed_writer", "--ignored"])
-            .env(DIR, dir.path())
-            .stdout(Stdio::null())
-            .spawn()
-            .expect("this test runs again");
+        let mut child = run_again("disk::tests::kill::killed_writer", DIR, dir.path());
         thread::sleep(Duration::from_micros(20_000 + random.below(30_000)));
         child.kill().expect("it writes until it is killed");
         child.wait().expect("it is killed");
