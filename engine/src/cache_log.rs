@@ -20,9 +20,9 @@ impl CacheLog {
         CacheLog { log: Arc::new(Mutex::new(EventLog::new(num_blocks))), next: watch::Sender::new(0) }
     }
 
-    /// Numbers the events of the pool, or of the tiers below it, and wakes the readers.
+    /// Numbers the events of the pool, or of a tier below it, and wakes the readers. A tier is told of from its first call on.
     pub fn append(&self, holder: BlockHolder, events: Vec<CacheEvent>) {
-        if events.is_empty() {
+        if events.is_empty() && holder == BlockHolder::Pool {
             return;
         }
         let next = {

@@ -56,8 +56,9 @@ fuzz_target!(|input: Input| {
         let Ok(record) = WorkerRecord::try_from(worker.record(idx)) else { continue };
         let key = WorkerKey::of(&record);
         if let Some(cached) = worker.cached {
-            let (num_tokens, num_pooled) = (cached.of(8) as u32 as usize, cached.of(3) as u32 as usize);
-            request.cached.push(HeldPrefix { worker: key.clone().into(), num_tokens, num_pooled });
+            let [num_tokens, pooled, in_memory] = [8, 3, 5].map(|bound| cached.of(bound) as u32 as usize);
+            let above = [pooled, in_memory];
+            request.cached.push(HeldPrefix { worker: key.clone().into(), num_tokens, above });
         }
         if worker.is_excluded {
             request.excluded.push(key);
@@ -97,7 +98,7 @@ fuzz_target!(|input: Input| {
                 .link
                 .map(|[latency_seconds, bytes_per_second]| LinkLine { latency_seconds, bytes_per_second }),
             is_home_of_another: num_waiting % 3 == 0,
-            recall_token_seconds: f64::from_bits(num_queued_tokens.rotate_left(5)),
+            recall_token_seconds: [5, 23].map(|bits| f64::from_bits(num_queued_tokens.rotate_left(bits))),
         };
         let [num_requests, num_tokens, num_pairs, num_context_tokens, num_blocks] =
             worker.sent.map(|change| change.of(4));

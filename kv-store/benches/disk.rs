@@ -61,7 +61,7 @@ fn main() {
     let storage = Arc::new(BlockStorage::new(layout(), BLOCKS_PER_SEQUENCE).expect("memory"));
     storage.populate_all().expect("memory");
     let started = Instant::now();
-    let store = KvStore::open(&config, &format, storage.clone(), |_| ()).expect("it opens");
+    let store = KvStore::open(&config, &format, storage.clone(), |_, _| ()).expect("it opens");
     let tier = store.counts()[0];
     println!("opened in {:?}: {} of {} blocks", started.elapsed(), tier.num_held, tier.num_slots);
     let num_sequences = (tier.num_slots as usize / BLOCKS_PER_SEQUENCE) as u32;

@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 
 /// What a tier holds, and what it has done since it was opened.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub struct TierCounts {
     /// Its name: "host", "disk", "object".
     pub name: &'static str,
@@ -29,6 +29,9 @@ pub struct TierCounts {
     pub read_errors: u64,
     /// Writes that the device refused.
     pub write_errors: u64,
+    /// Seconds for the KV of a token that came from it recently, until that is in the pool. 0: none came, or it is an object store,
+    /// whose time is none of a token.
+    pub recall_token_seconds: f64,
 }
 
 /// One of the counts.
@@ -75,6 +78,7 @@ impl TierCounters {
             declined: count(Count::Declined),
             read_errors: count(Count::ReadErrors),
             write_errors: count(Count::WriteErrors),
+            recall_token_seconds: 0.0,
         }
     }
 }

@@ -28,7 +28,6 @@ use crate::slots::SlotChange;
 #[derive(Debug)]
 pub struct Directory {
     tiers: Vec<Tier>,
-    events: PendingEvents,
 }
 
 /// Where a block is.
@@ -54,6 +53,7 @@ struct Tier {
     num_evicted: u64,
     /// Slots that are free because a lower one holds the same block.
     doubles: Vec<u32>,
+    events: PendingEvents,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -68,10 +68,7 @@ enum Slot {
 impl Directory {
     /// Of empty tiers with so many slots.
     pub fn new(num_slots: &[u32]) -> Directory {
-        Directory {
-            tiers: num_slots.iter().map(|&num| Tier::new(num)).collect(),
-            events: PendingEvents::default(),
-        }
+        Directory { tiers: num_slots.iter().map(|&num| Tier::new(num)).collect() }
     }
 
     /// The time since any fixed moment, for blocks that are kept for some time.
@@ -157,11 +154,10 @@ impl Directory {
                 };
                 tier.by_hash.remove(&evicted);
                 tier.num_evicted += 1;
-                self.tell_removed(evicted);
+                tier.events.removed(key(evicted));
                 slot
             }
         };
-        let tier = &mut self.tiers[tier_idx];
         tier.set(slot, Slot::Writing(hash));
         tier.order.mark(slot, keep);
         tier.by_hash.insert(hash, slot);
@@ -170,12 +166,9 @@ impl Directory {
 
     /// The slot holds its block now, which follows `before`. Nothing happens if another worker has taken the slot already.
     pub fn end_write(&mut self, place: SlotPlace, before: Option<BlockHash>) {
-        let Slot::Writing(hash) = self.tiers[place.tier].slots[place.slot as usize] else { return };
-        let is_new = self.find(hash).is_none();
-        self.tiers[place.tier].hold(place.slot, hash);
-        if is_new {
-            self.events.stored(before.map(key), key(hash));
-        }
+        let tier = &mut self.tiers[place.tier];
+        let Slot::Writing(hash) = tier.slots[place.slot as usize] else { return };
+        tier.hold(place.slot, hash, before);
     }
 
     /// The block was not written: its slot is free.
@@ -218,7 +211,7 @@ impl Directory {
         let before = tier.slots[place.slot as usize];
         tier.free_slot(place.slot);
         if let Slot::Holds(hash) = before {
-            self.tell_removed(hash);
+            tier.events.removed(key(hash));
         }
     }
 
@@ -246,15 +239,11 @@ impl Directory {
     /// A slot that neither holds a block nor is written by this worker was found to hold this block, to be kept so. If the tier holds
     /// the block twice now, the higher slot is free.
     pub fn restore(&mut self, place: SlotPlace, hash: BlockHash, before: Option<BlockHash>, keep: Keep) {
-        let is_known = self.find(hash).is_some();
         let tier = &mut self.tiers[place.tier];
         debug_assert!(matches!(tier.slots[place.slot as usize], Slot::Free | Slot::Taken));
         tier.free.remove(&place.slot);
         tier.order.mark(place.slot, keep);
-        tier.hold(place.slot, hash);
-        if !is_known {
-            self.events.stored(before.map(key), key(hash));
-        }
+        tier.hold(place.slot, hash, before);
     }
 
     /// Blocks that a tier holds.
@@ -272,21 +261,13 @@ impl Directory {
         mem::take(&mut self.tiers[tier].doubles)
     }
 
-    /// Which blocks came into the first tier, and which left the last one, since the last call.
-    pub fn take_events(&mut self) -> Vec<CacheEvent> {
-        self.events.take()
+    /// Which blocks came into a tier, and which left it, since the last call.
+    pub fn take_events(&mut self, tier: usize) -> Vec<CacheEvent> {
+        self.tiers[tier].events.take()
     }
 
     fn find_in(&self, tier: usize, hash: BlockHash) -> Option<u32> {
-        let tier = &self.tiers[tier];
-        let slot = *tier.by_hash.get(&hash)?;
-        matches!(tier.slots[slot as usize], Slot::Holds(_)).then_some(slot)
-    }
-
-    fn tell_removed(&mut self, hash: BlockHash) {
-        if self.find(hash).is_none() {
-            self.events.removed(key(hash));
-        }
+        self.tiers[tier].find(hash)
     }
 }
 
@@ -300,11 +281,20 @@ impl Tier {
             order: EvictionOrder::new(num_slots as usize),
             num_evicted: 0,
             doubles: Vec::new(),
+            events: PendingEvents::default(),
         }
     }
 
-    /// A slot that is in no list holds this block now, unless a lower one does.
-    fn hold(&mut self, slot: u32, hash: BlockHash) {
+    fn find(&self, hash: BlockHash) -> Option<u32> {
+        let slot = *self.by_hash.get(&hash)?;
+        matches!(self.slots[slot as usize], Slot::Holds(_)).then_some(slot)
+    }
+
+    /// A slot that is in no list holds this block now, which follows `before`, unless a lower one does.
+    fn hold(&mut self, slot: u32, hash: BlockHash, before: Option<BlockHash>) {
+        if self.find(hash).is_none() {
+            self.events.stored(before.map(key), key(hash));
+        }
         self.set(slot, Slot::Holds(hash));
         self.order.push(slot);
         let other = self.by_hash.get(&hash).copied().unwrap_or(slot);
@@ -415,9 +405,9 @@ mod tests {
         let found = |directory: &Directory, hashes| directory.find_prefix(hashes).len();
         assert_eq!([&a, &b, &c].map(|hashes| found(&directory, hashes)), [3, 1, 2]);
         assert_eq!((directory.num_held(0), directory.num_evicted(0)), (6, 2));
-        let events = directory.take_events();
-        assert_eq!(events[0], CacheEvent::Stored { parent: None, blocks: keys(&a) });
-        assert_eq!(events[2], CacheEvent::Removed { blocks: keys(&[b[2]]) });
+        let events = directory.take_events(0);
+        assert_eq!(events[0], CacheEvent::stored(None, keys(&a)));
+        assert_eq!(events[2], CacheEvent::removed(keys(&[b[2]])));
     }
 
     #[test]
@@ -440,20 +430,33 @@ mod tests {
         assert_eq!(directory.find_prefix(&a).iter().map(|place| place.tier).collect::<Vec<_>>(), [0, 0]);
         write(&mut directory, 0, &b);
         assert_eq!(directory.find_prefix(&a).iter().map(|place| place.tier).collect::<Vec<_>>(), [1, 1]);
-        let stored = |hashes| CacheEvent::Stored { parent: None, blocks: keys(hashes) };
-        assert_eq!(directory.take_events(), [stored(&a), stored(&b)], "a is stored all the time");
+        let stored = |hashes| CacheEvent::stored(None, keys(hashes));
+        let removed = |hashes| CacheEvent::removed(keys(hashes));
+        assert_eq!(
+            directory.take_events(0),
+            [
+                stored(&a),
+                removed(&a[1..]),
+                stored(&b[..1]),
+                removed(&a[..1]),
+                CacheEvent::stored(Some(key(b[0])), keys(&b[1..])),
+            ]
+        );
+        assert_eq!(directory.take_events(1), [stored(&a)]);
         write(&mut directory, 1, &b);
         write(&mut directory, 1, &c);
         assert_eq!(directory.find_prefix(&a).len(), 0);
         assert_eq!(
-            directory.take_events(),
+            directory.take_events(1),
             [
-                CacheEvent::Removed { blocks: keys(&a[1..]) },
-                CacheEvent::Stored { parent: None, blocks: keys(&c[..1]) },
-                CacheEvent::Removed { blocks: keys(&a[..1]) },
-                CacheEvent::Stored { parent: Some(key(c[0])), blocks: keys(&c[1..]) },
+                stored(&b),
+                removed(&a[1..]),
+                stored(&c[..1]),
+                removed(&a[..1]),
+                CacheEvent::stored(Some(key(c[0])), keys(&c[1..])),
             ]
         );
+        assert_eq!(directory.take_events(0), [], "each tier tells what it holds itself");
     }
 
     #[test]
@@ -465,7 +468,7 @@ mod tests {
         assert!(directory.find(a[0]).is_none() && !directory.lacks(0, a[0], Keep::Normal));
         assert!(directory.begin_write(0, a[0], 0, Keep::Normal).is_none(), "it is being written");
         directory.fail_write(place);
-        assert!(directory.lacks(0, a[0], Keep::Normal) && directory.take_events().is_empty());
+        assert!(directory.lacks(0, a[0], Keep::Normal) && directory.take_events(0).is_empty());
 
         write(&mut directory, 0, &a);
         let place = directory.find(a[0]).expect("written");
@@ -473,9 +476,9 @@ mod tests {
         assert!(directory.holds(place, a[0]), "another block's damage");
         directory.forget(place, a[0]);
         assert!(directory.find_prefix(&a).is_empty() && directory.find(a[1]).is_some());
-        assert_eq!(directory.take_events()[1..], [CacheEvent::Removed { blocks: keys(&a[..1]) }]);
+        assert_eq!(directory.take_events(0)[1..], [CacheEvent::removed(keys(&a[..1]))]);
         directory.forget(place, a[0]);
-        assert_eq!((directory.num_held(0), directory.take_events()), (1, vec![]));
+        assert_eq!((directory.num_held(0), directory.take_events(0)), (1, vec![]));
     }
 
     #[test]
@@ -499,7 +502,7 @@ mod tests {
         assert_eq!((directory.take_doubles(0), directory.take_doubles(0)), (vec![2], vec![]));
         directory.used(&a[1..2], &[Keep::Low]);
         assert_eq!(directory.find_prefix(&a).len(), 2);
-        assert_eq!(directory.take_events(), [CacheEvent::Stored { parent: None, blocks: keys(&a[..2]) }]);
+        assert_eq!(directory.take_events(0), [CacheEvent::stored(None, keys(&a[..2]))]);
         let slots: Vec<_> = (0..3)
             .filter_map(|idx| directory.begin_write(0, chain(5, 3)[idx], idx as u32, Keep::Normal))
             .collect();

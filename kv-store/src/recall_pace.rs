@@ -17,8 +17,6 @@ pub(crate) struct BlockPace {
 pub(crate) struct RecallPace {
     reads: Vec<BlockPace>,
     rest: BlockPace,
-    /// Of blocks of all tiers, as they were recalled.
-    all: BlockPace,
 }
 
 impl BlockPace {
@@ -39,17 +37,12 @@ impl BlockPace {
 impl RecallPace {
     /// Of so many tiers.
     pub(crate) fn new(num_tiers: usize) -> RecallPace {
-        RecallPace {
-            reads: vec![BlockPace::default(); num_tiers],
-            rest: BlockPace::default(),
-            all: BlockPace::default(),
-        }
+        RecallPace { reads: vec![BlockPace::default(); num_tiers], rest: BlockPace::default() }
     }
 
     /// So many blocks of a tier were read in this time.
     pub(crate) fn observe_read(&mut self, tier: usize, num_blocks: usize, took: Duration) {
         self.reads[tier].observe(num_blocks, took);
-        self.all.observe(num_blocks, took);
     }
 
     /// From the end of their reads until they were in the pool, so many blocks took so long.
@@ -59,17 +52,7 @@ impl RecallPace {
 
     /// Seconds for a block of a tier, all in all. `None`: none was read from it.
     pub(crate) fn seconds(&self, tier: usize) -> Option<f64> {
-        Some(self.reads[tier].seconds()? + self.rest_seconds())
-    }
-
-    /// Seconds for a block, all in all, by the newest recalls from whatever tier; 0 before the first.
-    pub(crate) fn mean_seconds(&self) -> f64 {
-        self.all.seconds().map_or(0.0, |read| read + self.rest_seconds())
-    }
-
-    /// Seconds for a block after its read; 0 before the first.
-    fn rest_seconds(&self) -> f64 {
-        self.rest.seconds().unwrap_or(0.0)
+        Some(self.reads[tier].seconds()? + self.rest.seconds().unwrap_or(0.0))
     }
 }
 
@@ -101,7 +84,5 @@ mod tests {
         pace.observe_rest(110, Duration::from_millis(11));
         assert!((pace.seconds(0).unwrap() - 1.1e-4).abs() < 1e-12);
         assert!((pace.seconds(1).unwrap() - 0.0101).abs() < 1e-12);
-        // Of 80 blocks that still count from the first, and ten of the second.
-        assert!((pace.mean_seconds() - (0.1008 / 90.0 + 1e-4)).abs() < 1e-9);
     }
 }

@@ -143,8 +143,11 @@ pub(crate) struct Shared {
     /// Room for records that the pool's device reads and writes itself. `None`: a processor copies.
     pub(crate) room: Option<Arc<HostBlocks>>,
     opened: Instant,
-    on_change: Box<dyn Fn(Vec<CacheEvent>) + Send + Sync>,
+    on_change: Box<OnChange>,
 }
+
+/// Is told what changed in a tier.
+type OnChange = dyn Fn(usize, Vec<CacheEvent>) + Send + Sync;
 
 /// A record on its way to a tier.
 struct Write {
@@ -154,9 +157,9 @@ struct Write {
 }
 
 impl KvStore {
-    /// Opens the tiers of a pool. `on_change` is told which blocks came into the first of them, and which left the last; first
-    /// of all, what was found on disk. It is called under a lock, in the order of the changes. What is in an object store is not
-    /// told: all workers that share it have it.
+    /// Opens the tiers of a pool. `on_change` is told of each, by its number, which blocks came into it and which left it; first of all,
+    /// what was found there, if anything. The fastest tier is 0. It is called under a lock, in the order of the changes. What is in an
+    /// object store is not told: all workers that share it have it.
     ///
     /// # Errors
     /// When the directory of the disk tier cannot be used, or what is said of the object store.
@@ -164,7 +167,7 @@ impl KvStore {
         config: &StoreConfig,
         format: &KvFormat,
         storage: Arc<BlockStorage>,
-        on_change: impl Fn(Vec<CacheEvent>) + Send + Sync + 'static,
+        on_change: impl Fn(usize, Vec<CacheEvent>) + Send + Sync + 'static,
     ) -> Result<KvStore, TierOpenError> {
         let mut tiers: Vec<Box<dyn Slots>> = Vec::new();
         let mut room = None;
@@ -205,7 +208,7 @@ impl KvStore {
     pub fn over_slots(
         tiers: Vec<Box<dyn Slots>>,
         storage: Arc<BlockStorage>,
-        on_change: impl Fn(Vec<CacheEvent>) + Send + Sync + 'static,
+        on_change: impl Fn(usize, Vec<CacheEvent>) + Send + Sync + 'static,
     ) -> KvStore {
         KvStore::over(tiers, None, storage, None, 0, Box::new(on_change))
     }
@@ -217,7 +220,7 @@ impl KvStore {
         storage: Arc<BlockStorage>,
         room: Option<Arc<HostBlocks>>,
         num_damaged: usize,
-        on_change: Box<dyn Fn(Vec<CacheEvent>) + Send + Sync>,
+        on_change: Box<OnChange>,
     ) -> KvStore {
         let mut directory = Directory::new(&tiers.iter().map(|tier| tier.num_slots()).collect::<Vec<_>>());
         for (tier, slots) in tiers.iter_mut().enumerate() {
@@ -243,6 +246,7 @@ impl KvStore {
             opened: Instant::now(),
             on_change,
         });
+        (0..shared.tiers.len()).for_each(|tier| (shared.on_change)(tier, Vec::new()));
         shared.update(|_| ());
         let (saves, to_copy) = mpsc::sync_channel(MAX_SAVES);
         let (writes, to_write) = mpsc::sync_channel(num_queued(&shared.storage));
@@ -298,20 +302,18 @@ impl KvStore {
         Err(io::Error::new(io::ErrorKind::InvalidData, ReadError::Damaged))
     }
 
-    /// Seconds for the KV of a token, by the newest recalls; 0 before the first.
-    pub fn recall_token_seconds(&self) -> f64 {
-        let block_size = self.shared.storage.layout().block_size as f64;
-        self.shared.recalls().mean_seconds() / block_size
-    }
-
     /// What each tier holds and has done.
     pub fn counts(&self) -> Vec<TierCounts> {
         let directory = self.shared.lock();
+        let recalls = self.shared.recalls().clone();
+        let block_size = self.shared.storage.layout().block_size as f64;
         let tiers = self.shared.tiers.iter().zip(&self.shared.counters).enumerate();
         let tiers = tiers.map(|(tier, (slots, counters))| {
             let (num_slots, record_bytes) = (u64::from(slots.num_slots()), slots.record_bytes() as u64);
             let (num_held, num_evicted) = (directory.num_held(tier), directory.num_evicted(tier));
-            counters.read(slots.name(), num_slots, record_bytes, num_held, num_evicted)
+            let recall_token_seconds = recalls.seconds(tier).unwrap_or(0.0) / block_size;
+            let counts = counters.read(slots.name(), num_slots, record_bytes, num_held, num_evicted);
+            TierCounts { recall_token_seconds, ..counts }
         });
         tiers.chain(self.shared.object.iter().map(ObjectTier::counts)).collect()
     }
@@ -541,9 +543,11 @@ impl Shared {
         for (tier, slots) in self.sharing() {
             directory.take_doubles(tier).into_iter().for_each(|slot| slots.give_up(slot));
         }
-        let events = directory.take_events();
-        if !events.is_empty() {
-            (self.on_change)(events);
+        for tier in 0..self.tiers.len() {
+            let events = directory.take_events(tier);
+            if !events.is_empty() {
+                (self.on_change)(tier, events);
+            }
         }
     }
 

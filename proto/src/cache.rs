@@ -1,6 +1,6 @@
 //! Batches of cache events, as messages and back.
 
-use baton_kv_events::{BatchKind, BlockKey, CacheEvent, EventBatch};
+use baton_kv_events::{BatchKind, BlockKey, CacheEvent, CacheLevel, EventBatch};
 
 use crate::v1;
 
@@ -19,18 +19,12 @@ impl From<EventBatch> for v1::CacheEvents {
 impl From<CacheEvent> for v1::CacheEvent {
     fn from(event: CacheEvent) -> v1::CacheEvent {
         let keys = |blocks: Vec<BlockKey>| blocks.into_iter().map(|block| block.0).collect();
-        let level = match &event {
-            CacheEvent::Stored { .. } | CacheEvent::Removed { .. } => v1::CacheLevel::All,
-            CacheEvent::Pooled { .. } | CacheEvent::Unpooled { .. } => v1::CacheLevel::Pool,
-        };
-        let message = v1::CacheEvent { level: level.into(), ..v1::CacheEvent::default() };
+        let message = v1::CacheEvent { level: event.level().0.into(), ..v1::CacheEvent::default() };
         match event {
-            CacheEvent::Stored { parent, blocks } | CacheEvent::Pooled { parent, blocks } => {
+            CacheEvent::Stored { parent, blocks, .. } => {
                 v1::CacheEvent { parent: parent.map(|parent| parent.0), stored: keys(blocks), ..message }
             }
-            CacheEvent::Removed { blocks } | CacheEvent::Unpooled { blocks } => {
-                v1::CacheEvent { removed: keys(blocks), ..message }
-            }
+            CacheEvent::Removed { blocks, .. } => v1::CacheEvent { removed: keys(blocks), ..message },
         }
     }
 }
@@ -52,12 +46,11 @@ impl From<v1::CacheEvent> for CacheEvent {
     /// What has both stored and removed blocks is malformed; its removed ones are taken.
     fn from(message: v1::CacheEvent) -> CacheEvent {
         let keys = |blocks: Vec<u64>| blocks.into_iter().map(BlockKey).collect();
-        let (level, parent) = (message.level(), message.parent.map(BlockKey));
-        match (level, message.removed.is_empty()) {
-            (v1::CacheLevel::All, true) => CacheEvent::Stored { parent, blocks: keys(message.stored) },
-            (v1::CacheLevel::All, false) => CacheEvent::Removed { blocks: keys(message.removed) },
-            (v1::CacheLevel::Pool, true) => CacheEvent::Pooled { parent, blocks: keys(message.stored) },
-            (v1::CacheLevel::Pool, false) => CacheEvent::Unpooled { blocks: keys(message.removed) },
+        // A level beyond the last is none.
+        let level = CacheLevel(u8::try_from(message.level).unwrap_or(u8::MAX));
+        match message.removed.is_empty() {
+            true => CacheEvent::stored(message.parent.map(BlockKey), keys(message.stored)).at(level),
+            false => CacheEvent::removed(keys(message.removed)).at(level),
         }
     }
 }
@@ -73,17 +66,19 @@ mod tests {
             let batch = EventBatch {
                 first: 7,
                 events: vec![
-                    CacheEvent::Stored { parent: None, blocks: keys(&[1, u64::MAX]) },
-                    CacheEvent::Stored { parent: Some(BlockKey(0)), blocks: keys(&[3]) },
-                    CacheEvent::Removed { blocks: keys(&[1, 3]) },
-                    CacheEvent::Pooled { parent: None, blocks: Vec::new() },
-                    CacheEvent::Pooled { parent: Some(BlockKey(1)), blocks: keys(&[3, 4]) },
-                    CacheEvent::Unpooled { blocks: keys(&[4]) },
+                    CacheEvent::stored(None, keys(&[1, u64::MAX])),
+                    CacheEvent::stored(Some(BlockKey(0)), keys(&[3])),
+                    CacheEvent::removed(keys(&[1, 3])),
+                    CacheEvent::stored(None, Vec::new()).at(CacheLevel::POOL),
+                    CacheEvent::stored(Some(BlockKey(1)), keys(&[3, 4])).at(CacheLevel::POOL),
+                    CacheEvent::removed(keys(&[4])).at(CacheLevel::above(1)),
                 ],
                 kind,
             };
             assert_eq!(EventBatch::from(v1::CacheEvents::from(batch.clone())), batch);
         }
+        let beyond = v1::CacheEvent { level: 300, ..v1::CacheEvent::default() };
+        assert_eq!(CacheEvent::from(beyond).level().tier(), None);
         let strange = v1::CacheEvents { kind: 77, ..v1::CacheEvents::default() };
         assert_eq!(EventBatch::from(strange).kind, BatchKind::Events);
     }

@@ -288,7 +288,7 @@ mod tests {
         let mut report = |router: &mut Router| {
             let nothing = EventBatch { first, events: Vec::new(), kind: BatchKind::Events };
             // The first report brings an event, so that the worker is one that says what it holds.
-            let removed = CacheEvent::Removed { blocks: vec![BlockKey(1)] };
+            let removed = CacheEvent::removed(vec![BlockKey(1)]);
             let batch = if first == 0 { EventBatch { events: vec![removed], ..nothing } } else { nothing };
             first = 1;
             router.enter(0, &Load::default(), &batch, &[], now);

@@ -346,7 +346,7 @@ impl Worker {
             blends: false,
             // Each router is told.
             is_home_of_another: false,
-            recall_token_seconds: 0.0,
+            recall_token_seconds: Default::default(),
         }
     }
 

@@ -161,7 +161,6 @@ impl Worker {
             covered,
             blend_ratio: self.blending.ratio(),
             tiers: self.tiers.iter().flat_map(|tiers| tiers.counts()).map(kv_tier).collect(),
-            recall_token_seconds: self.tiers.as_ref().map_or(0.0, |tiers| tiers.recall_token_seconds()),
             // Of each reader its own.
             cache: None,
         }
@@ -181,6 +180,7 @@ fn kv_tier(tier: TierCounts) -> v1::KvTier {
         num_damaged: tier.damaged,
         num_errors: tier.read_errors + tier.write_errors,
         num_declined: tier.declined,
+        recall_token_seconds: tier.recall_token_seconds,
     }
 }
 

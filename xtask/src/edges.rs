@@ -174,7 +174,7 @@ const ROOMS: &[Room] = &[
     // Pure decisions. A simulator can use it alone.
     Room {
         name: "baton-planner",
-        uses: &["baton-cost", "baton-cluster-record", "baton-random", "baton-request"],
+        uses: &["baton-cost", "baton-cluster-record", "baton-kv-events", "baton-random", "baton-request"],
         tests_use: &["baton-kv-cache", "baton-kv-index"],
         never: PURE,
     },

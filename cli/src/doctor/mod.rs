@@ -126,6 +126,8 @@ struct Tier {
     damaged: u64,
     declined: u64,
     errors: u64,
+    /// 0: not known.
+    recall_token_seconds: f64,
 }
 
 /// A prefill worker and a decode worker.
@@ -436,6 +438,7 @@ impl From<KvTier> for Tier {
             damaged: tier.num_damaged,
             declined: tier.num_declined,
             errors: tier.num_errors,
+            recall_token_seconds: tier.recall_token_seconds,
         }
     }
 }
@@ -446,7 +449,14 @@ impl fmt::Display for Tier {
         let Tier { name, held, hits, writes, evictions, .. } = self;
         let (size, room) = (gib(*held), gib(self.capacity));
         writeln!(f, "  {name:<6} {size:.2} of {room:.2} GiB, {held} blocks")?;
-        writeln!(f, "         {hits} blocks were read, {writes} written, {evictions} made room for others")?;
+        let pace = match self.recall_token_seconds {
+            seconds if seconds > 0.0 => format!(", in {:.1} us per token lately", 1e6 * seconds),
+            _ => String::new(),
+        };
+        writeln!(
+            f,
+            "         {hits} blocks were read{pace}, {writes} written, {evictions} made room for others"
+        )?;
         let troubles = [
             (self.dropped, "blocks were not saved, because the tier is too slow"),
             (self.damaged, "blocks were damaged, or are sealed by another key; they are computed again"),
@@ -533,12 +543,13 @@ mod tests {
             block_bytes: 1 << 19,
             hits: 7,
             damaged: 2,
+            recall_token_seconds: 1.25e-5,
             ..Tier::default()
         };
         let tiers = vec![TiersOf { worker: "d-0".into(), tiers: vec![disk] }];
         let text = Report { tiers, ..Report::default() }.to_string();
         for expected in [
-            "d-0, KV below the pool\n  disk   0.50 of 2.00 GiB, 1024 blocks\n         7 blocks were read",
+            "d-0, KV below the pool\n  disk   0.50 of 2.00 GiB, 1024 blocks\n         7 blocks were read, in 12.5 us per token lately, 0",
             "warning: 2 blocks were damaged",
         ] {
             assert!(text.contains(expected), "no {expected:?} in\n{text}");

@@ -37,17 +37,14 @@ fn events_tell_what_the_prefix_cache_holds() {
         }
         for event in pool.take_events() {
             match event {
-                CacheEvent::Stored { parent, blocks } => {
+                CacheEvent::Stored { parent, blocks, .. } => {
                     assert!(parent.is_none_or(|parent| parent != blocks[0]));
                     num_stored += blocks.len();
                     assert!(blocks.iter().all(|&block| known.insert(block)), "stored twice");
                 }
-                CacheEvent::Removed { blocks } => {
+                CacheEvent::Removed { blocks, .. } => {
                     num_removed += blocks.len();
                     assert!(blocks.iter().all(|block| known.remove(block)), "removed what was not there");
-                }
-                CacheEvent::Pooled { .. } | CacheEvent::Unpooled { .. } => {
-                    unreachable!("a pool knows no tiers")
                 }
             }
         }

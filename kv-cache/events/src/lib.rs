@@ -8,6 +8,6 @@ mod event;
 mod log;
 mod order;
 
-pub use event::{BatchKind, BlockKey, CacheEvent, EventBatch, PendingEvents};
+pub use event::{BatchKind, BlockKey, CacheEvent, CacheLevel, EventBatch, MAX_TIERS, PendingEvents};
 pub use log::{BlockHolder, CacheDump, CacheReader, EventLog};
 pub use order::{EvictionOrder, Keep};

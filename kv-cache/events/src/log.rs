@@ -5,16 +5,16 @@ use std::{
     iter,
 };
 
-use crate::{BatchKind, BlockKey, CacheEvent, EventBatch, PendingEvents};
+use crate::{BatchKind, BlockKey, CacheEvent, CacheLevel, EventBatch, MAX_TIERS, PendingEvents};
 
-/// What holds a block. A reader is told that a block is stored as long as one of them holds it, and, from the first event of a
-/// store on, what the pool holds.
+/// A part of a cache, which holds blocks. A reader is told that a block is stored as long as one of them holds it; and, from the first
+/// word of a tier on, what the parts that are faster than this tier hold.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum BlockHolder {
     /// The engine's memory: the block pool, and the passages that it keeps.
-    Pool = 1,
-    /// The tiers below the pool, all together.
-    Store = 2,
+    Pool,
+    /// A tier below it. Tiers are numbered from the fastest, 0, and there are at most [`MAX_TIERS`].
+    Tier(usize),
 }
 
 /// The newest events, bounded by the blocks that they name, and all that is cached now.
@@ -27,8 +27,8 @@ pub struct EventLog {
     num_blocks: usize,
     max_blocks: usize,
     cached: HashMap<BlockKey, Cached>,
-    /// Whether there is a store: readers are told what the pool holds of it all.
-    tells_pool: bool,
+    /// Tiers that have said something.
+    num_tiers: usize,
 }
 
 /// A block that is cached.
@@ -45,7 +45,7 @@ struct Cached {
 pub struct CacheDump {
     next: u64,
     blocks: Vec<(BlockKey, Cached)>,
-    tells_pool: bool,
+    num_tiers: usize,
 }
 
 /// One reader's place in the log of a worker.
@@ -69,55 +69,50 @@ impl EventLog {
             num_blocks: 0,
             max_blocks: num_pool_blocks.max(64),
             cached: HashMap::new(),
-            tells_pool: false,
+            num_tiers: 0,
         }
     }
 
-    /// Numbers the events of one holder, which tell what it stores and removes. Those that change nothing, as the other one holds the
-    /// block, too, are left out.
+    /// Numbers the events of one holder, which tell what it stores and removes. Readers get those that change a level of the cache. A
+    /// tier is told of from its first call on, even without events.
     pub fn append(&mut self, holder: BlockHolder, events: Vec<CacheEvent>) {
-        let (mut changes, mut of_pool) = (PendingEvents::default(), PendingEvents::default());
-        let mut pooled_before = Vec::new();
-        if holder == BlockHolder::Store && !self.tells_pool {
-            self.tells_pool = true;
-            pooled_before = sequences(self.cached.iter().map(|(&block, cached)| (block, cached.parent)));
-        }
-        let tells_pool = self.tells_pool && holder == BlockHolder::Pool;
-        for event in events {
+        let mut changes: [PendingEvents; MAX_TIERS + 1] = Default::default();
+        let begun = self.begin(holder);
+        let levels =
+            || CacheLevel::all_of(self.num_tiers).filter(|&level| holder.bit() & holders_of(level) != 0);
+        for event in events.into_iter().filter(|event| event.level() == CacheLevel::ALL) {
             match event {
-                CacheEvent::Stored { mut parent, blocks } => {
+                CacheEvent::Stored { mut parent, blocks, .. } => {
                     for block in blocks {
                         let cached = self.cached.entry(block).or_insert(Cached { parent, holders: 0 });
-                        if cached.holders == 0 {
-                            changes.stored(parent, block);
+                        for level in levels().filter(|&level| !cached.is_at(level)) {
+                            changes[usize::from(level.0)].stored(parent, block);
                         }
-                        if tells_pool && !cached.is_held(holder) {
-                            of_pool.stored(parent, block);
-                        }
-                        cached.holders |= holder as u8;
+                        cached.holders |= holder.bit();
                         parent = Some(block);
                     }
                 }
-                CacheEvent::Removed { blocks } => {
+                CacheEvent::Removed { blocks, .. } => {
                     for block in blocks {
                         let Some(cached) = self.cached.get_mut(&block) else { continue };
-                        if tells_pool && cached.is_held(holder) {
-                            of_pool.removed(block);
+                        let before = *cached;
+                        cached.holders &= !holder.bit();
+                        let after = *cached;
+                        for level in levels().filter(|&level| before.is_at(level) && !after.is_at(level)) {
+                            changes[usize::from(level.0)].removed(block);
                         }
-                        cached.holders &= !(holder as u8);
-                        if cached.holders == 0 {
+                        if after.holders == 0 {
                             self.cached.remove(&block);
-                            changes.removed(block);
                         }
                     }
                 }
-                CacheEvent::Pooled { .. } | CacheEvent::Unpooled { .. } => {}
             }
         }
-        let pooled_before =
-            pooled_before.into_iter().map(|(parent, blocks)| CacheEvent::Pooled { parent, blocks });
-        let of_pool = of_pool.take().into_iter().map(CacheEvent::of_pool);
-        for event in changes.take().into_iter().chain(pooled_before).chain(of_pool) {
+        let [all, parts @ ..] = &mut changes;
+        let of_parts = parts.iter_mut().enumerate().flat_map(|(tier, part)| {
+            part.take().into_iter().map(move |event| event.at(CacheLevel::above(tier)))
+        });
+        for event in all.take().into_iter().chain(begun).chain(of_parts) {
             self.num_blocks += event.blocks().len();
             self.next += 1;
             self.ring.push_back(event);
@@ -128,9 +123,24 @@ impl EventLog {
         }
     }
 
+    /// What is at each level that readers were not told of before.
+    fn begin(&mut self, holder: BlockHolder) -> Vec<CacheEvent> {
+        let BlockHolder::Tier(tier) = holder else { return Vec::new() };
+        let tiers = self.num_tiers..(tier + 1).max(self.num_tiers);
+        self.num_tiers = tiers.end;
+        let cached = self.cached.iter().map(|(&block, &cached)| (block, cached));
+        let levels = tiers.map(CacheLevel::above);
+        let stored = |level, (parent, blocks)| CacheEvent::Stored { level, parent, blocks };
+        levels
+            .flat_map(|level| {
+                sequences_at(level, cached.clone()).into_iter().map(move |sequence| stored(level, sequence))
+            })
+            .collect()
+    }
+
     /// How many blocks at the front of `keys`, a sequence's in order, this holder has.
     pub fn num_held(&self, holder: BlockHolder, keys: impl Iterator<Item = BlockKey>) -> usize {
-        let is_held = |key| self.cached.get(&key).is_some_and(|cached| cached.is_held(holder));
+        let is_held = |key| self.cached.get(&key).is_some_and(|cached| cached.holders & holder.bit() != 0);
         keys.take_while(|&key| is_held(key)).count()
     }
 
@@ -161,47 +171,72 @@ impl EventLog {
         CacheDump {
             next: self.next,
             blocks: self.cached.iter().map(|(&key, &cached)| (key, cached)).collect(),
-            tells_pool: self.tells_pool,
+            num_tiers: self.num_tiers,
+        }
+    }
+}
+
+impl BlockHolder {
+    fn bit(self) -> u8 {
+        match self {
+            BlockHolder::Pool => 1,
+            BlockHolder::Tier(tier) => 2 << tier,
         }
     }
 }
 
 impl Cached {
-    fn is_held(&self, holder: BlockHolder) -> bool {
-        self.holders & holder as u8 != 0
+    fn is_at(self, level: CacheLevel) -> bool {
+        self.holders & holders_of(level) != 0
     }
+}
+
+/// Bits of the holders whose blocks are at a level.
+fn holders_of(level: CacheLevel) -> u8 {
+    level.tier().map_or(u8::MAX, |tier| (2 << tier) - 1)
+}
+
+/// Sequences of those of these blocks that are at a level. Of a part of a cache at least one, by which a reader learns that it is told
+/// of it.
+fn sequences_at(
+    level: CacheLevel,
+    blocks: impl Iterator<Item = (BlockKey, Cached)> + Clone,
+) -> Vec<(Option<BlockKey>, Vec<BlockKey>)> {
+    let held = blocks.filter(|(_, cached)| cached.is_at(level)).map(|(block, cached)| (block, cached.parent));
+    let mut found = sequences(held);
+    if found.is_empty() && level != CacheLevel::ALL {
+        found.push((None, Vec::new()));
+    }
+    found
 }
 
 impl CacheDump {
     /// Its parts, the last one first.
     fn into_parts(self) -> Vec<EventBatch> {
-        let CacheDump { next, blocks, tells_pool } = self;
+        let CacheDump { next, blocks, num_tiers } = self;
         let part = || EventBatch { first: next, events: Vec::new(), kind: BatchKind::DumpPart };
         let (mut parts, mut room) = (vec![part()], BATCH_BLOCKS);
-        let mut add = |parent: Option<BlockKey>, sequence: &[BlockKey], of_pool: bool| {
+        let mut add = |level: CacheLevel, parent: Option<BlockKey>, sequence: &[BlockKey]| {
             let (mut parent, mut rest) = (parent, sequence);
-            while let Some((run, left)) =
-                rest.split_at_checked(rest.len().min(room)).filter(|_| !rest.is_empty())
-            {
+            loop {
+                let (run, left) = rest.split_at(rest.len().min(room));
                 (rest, room) = (left, room - run.len());
-                let event = CacheEvent::Stored { parent, blocks: run.to_vec() };
-                let events = &mut parts.last_mut().expect("there is one").events;
-                events.push(if of_pool { event.of_pool() } else { event });
+                let event = CacheEvent::Stored { level, parent, blocks: run.to_vec() };
+                parts.last_mut().expect("there is one").events.push(event);
                 parent = run.last().copied();
                 if room == 0 {
                     room = BATCH_BLOCKS;
                     parts.push(part());
                 }
+                if rest.is_empty() {
+                    break;
+                }
             }
         };
-        let all = blocks.iter().map(|&(block, cached)| (block, cached.parent));
-        sequences(all).into_iter().for_each(|(parent, sequence)| add(parent, &sequence, false));
-        if tells_pool {
-            let pooled = blocks.iter().filter(|(_, cached)| cached.is_held(BlockHolder::Pool));
-            let pooled = pooled.map(|&(block, cached)| (block, cached.parent));
-            sequences(pooled).into_iter().for_each(|(parent, sequence)| add(parent, &sequence, true));
-            // A reader learns by it that the pool is told, if there is nothing in it.
-            parts[0].events.push(CacheEvent::Pooled { parent: None, blocks: Vec::new() });
+        for level in CacheLevel::all_of(num_tiers) {
+            for (parent, sequence) in sequences_at(level, blocks.iter().copied()) {
+                add(level, parent, &sequence);
+            }
         }
         parts.last_mut().expect("there is one").kind = BatchKind::DumpEnd;
         parts.reverse();
@@ -272,7 +307,7 @@ mod tests {
     }
 
     fn stored(parent: Option<u64>, range: std::ops::Range<u64>) -> CacheEvent {
-        CacheEvent::Stored { parent: parent.map(BlockKey), blocks: keys(range) }
+        CacheEvent::stored(parent.map(BlockKey), keys(range))
     }
 
     fn read(reader: &mut CacheReader, log: &EventLog) -> Option<EventBatch> {
@@ -284,7 +319,7 @@ mod tests {
         *random = random.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
         let place = (*random >> 40) % 60;
         match *random >> 62 {
-            0 => CacheEvent::Removed { blocks: keys(place..place + 3) },
+            0 => CacheEvent::removed(keys(place..place + 3)),
             _ => stored(Some(place), place + 1..place + 4),
         }
     }
@@ -309,7 +344,7 @@ mod tests {
     #[test]
     fn a_reader_gets_a_dump_and_then_what_happens_and_after_an_overrun_a_dump_again() {
         let mut log = EventLog::new(64);
-        log.append(BlockHolder::Pool, vec![stored(None, 0..10), CacheEvent::Removed { blocks: keys(8..10) }]);
+        log.append(BlockHolder::Pool, vec![stored(None, 0..10), CacheEvent::removed(keys(8..10))]);
         let mut reader = CacheReader::new(None);
         let first = read(&mut reader, &log).expect("a dump");
         assert_eq!((first.first, first.kind, first.next()), (2, BatchKind::DumpEnd, 2));
@@ -390,58 +425,63 @@ mod tests {
     }
 
     #[test]
-    fn readers_of_a_cache_with_tiers_know_what_the_pool_has() {
+    fn readers_of_a_cache_with_tiers_know_what_is_at_each_level() {
         let mut log = EventLog::new(64);
-        let nothing = || (CacheReader::new(None), HashSet::new(), HashSet::new());
+        let nothing = || (CacheReader::new(None), [const { None::<HashSet<BlockKey>> }; MAX_TIERS + 1]);
         let mut readers: Vec<_> = (1..8).map(|_| nothing()).collect();
         let mut random = 1_u64;
-        for step in 0..2000_u64 {
+        for step in 0..3000_u64 {
             let event = random_event(&mut random);
-            // The first tier is opened after a while.
-            let is_store = step > 100 && random >> 61 & 1 == 1;
-            log.append(if is_store { BlockHolder::Store } else { BlockHolder::Pool }, vec![event]);
-            for (idx, (reader, all, pool)) in readers.iter_mut().enumerate() {
+            // One tier is opened after a while, and later another.
+            let holder = match random >> 60 & 3 {
+                1 if step > 100 => BlockHolder::Tier(0),
+                2 if step > 1000 => BlockHolder::Tier(1),
+                _ => BlockHolder::Pool,
+            };
+            log.append(holder, vec![event]);
+            for (idx, (reader, known)) in readers.iter_mut().enumerate() {
                 if step % (1 << (2 * idx)) != 0 {
                     continue;
                 }
-                let mut is_told = false;
                 while let Some(batch) = read(reader, &log) {
                     if batch.kind != BatchKind::Events {
                         // All dumps of this size have one part.
-                        (*all, *pool) = Default::default();
+                        *known = Default::default();
                     }
                     for event in batch.events {
-                        is_told |= matches!(event, CacheEvent::Pooled { .. });
+                        let held = known[usize::from(event.level().0)].get_or_insert_default();
                         match event {
-                            CacheEvent::Stored { blocks, .. } => all.extend(blocks),
-                            CacheEvent::Removed { blocks } => all.retain(|block| !blocks.contains(block)),
-                            CacheEvent::Pooled { blocks, .. } => pool.extend(blocks),
-                            CacheEvent::Unpooled { blocks } => pool.retain(|block| !blocks.contains(block)),
+                            CacheEvent::Stored { blocks, .. } => {
+                                let num_new = blocks.iter().filter(|&&block| held.insert(block)).count();
+                                assert_eq!(num_new, blocks.len(), "each is told once");
+                            }
+                            CacheEvent::Removed { blocks, .. } => {
+                                assert!(blocks.iter().all(|block| held.remove(block)), "it was there");
+                            }
                         }
                     }
-                    assert!(batch.kind != BatchKind::DumpEnd || is_told == log.tells_pool);
                 }
-                let held = |of_pool: bool| {
-                    let held = log.cached.iter();
-                    let held = held.filter(|(_, cached)| !of_pool || cached.is_held(BlockHolder::Pool));
-                    held.map(|(&block, _)| block).collect::<HashSet<_>>()
-                };
-                assert_eq!(*all, held(false), "reader {idx} after {step}");
-                if log.tells_pool {
-                    assert_eq!(*pool, held(true), "reader {idx} after {step}");
+                for (level, known) in known.iter().enumerate() {
+                    let level = CacheLevel(level as u8);
+                    let held = log.cached.iter().filter(|(_, cached)| cached.is_at(level));
+                    let held: HashSet<_> = held.map(|(&block, _)| block).collect();
+                    let is_told = level.tier().is_none_or(|tier| tier < log.num_tiers);
+                    assert_eq!(
+                        known.clone().unwrap_or_default(),
+                        if is_told { held } else { HashSet::new() }
+                    );
+                    assert!(known.is_some() == is_told || level == CacheLevel::ALL, "{level:?} after {step}");
                 }
             }
         }
+        assert_eq!(log.num_tiers, 2);
     }
 
     #[test]
     fn the_log_is_bounded() {
         let mut log = EventLog::new(64);
         for round in 0..1000 {
-            log.append(
-                BlockHolder::Pool,
-                vec![stored(None, 0..50), CacheEvent::Removed { blocks: keys(0..50) }],
-            );
+            log.append(BlockHolder::Pool, vec![stored(None, 0..50), CacheEvent::removed(keys(0..50))]);
             assert!(log.ring.len() <= 2 && log.num_blocks <= 100, "{round}");
         }
         assert_eq!(log.num_cached(), 0);
@@ -449,34 +489,56 @@ mod tests {
 
     #[test]
     fn a_block_is_stored_until_its_last_holder_has_removed_it() {
+        let (pool, tier) = (BlockHolder::Pool, BlockHolder::Tier(0));
         let mut log = EventLog::new(64);
-        log.append(BlockHolder::Pool, vec![stored(None, 0..4)]);
-        log.append(BlockHolder::Store, vec![stored(None, 0..3)]);
+        log.append(pool, vec![stored(None, 0..4)]);
+        log.append(tier, vec![stored(None, 0..3)]);
         assert_eq!(log.next(), 2, "nothing new but what the pool has");
         let num_held = |log: &EventLog, holder| log.num_held(holder, (0..10).map(BlockKey));
-        assert_eq!([BlockHolder::Pool, BlockHolder::Store].map(|holder| num_held(&log, holder)), [4, 3]);
-        log.append(BlockHolder::Pool, vec![CacheEvent::Removed { blocks: keys(2..4) }]);
-        log.append(
-            BlockHolder::Store,
-            vec![stored(Some(2), 3..6), CacheEvent::Removed { blocks: keys(0..2) }],
-        );
-        log.append(BlockHolder::Pool, vec![CacheEvent::Removed { blocks: keys(0..2) }]);
+        assert_eq!([pool, tier].map(|holder| num_held(&log, holder)), [4, 3]);
+        let removed = |range| CacheEvent::removed(keys(range));
+        log.append(pool, vec![removed(2..4)]);
+        log.append(tier, vec![stored(Some(2), 3..6), removed(0..2)]);
+        log.append(pool, vec![removed(0..2)]);
         let mut reader = CacheReader::new(Some(0));
         let events = read(&mut reader, &log).expect("events").events;
-        let removed = |range| CacheEvent::Removed { blocks: keys(range) };
-        let pooled = |range| CacheEvent::Pooled { parent: None, blocks: keys(range) };
-        let unpooled = |range| CacheEvent::Unpooled { blocks: keys(range) };
         let expected = [
             stored(None, 0..4),
-            pooled(0..4),
+            stored(None, 0..4).at(CacheLevel::POOL),
             removed(3..4),
-            unpooled(2..4),
+            removed(2..4).at(CacheLevel::POOL),
             stored(Some(2), 3..6),
             removed(0..2),
-            unpooled(0..2),
+            removed(0..2).at(CacheLevel::POOL),
         ];
         assert_eq!(events, expected);
-        assert_eq!(num_held(&log, BlockHolder::Store), 0, "a prefix without its beginning");
+        assert_eq!(num_held(&log, tier), 0, "a prefix without its beginning");
         assert_eq!(log.num_cached(), 4);
+    }
+
+    #[test]
+    fn two_tiers_are_told_apart_from_their_first_word_on() {
+        let [pool, host, disk] = [BlockHolder::Pool, BlockHolder::Tier(0), BlockHolder::Tier(1)];
+        let mut log = EventLog::new(64);
+        log.append(host, Vec::new());
+        log.append(disk, vec![stored(None, 0..4)]);
+        log.append(host, vec![stored(None, 0..2)]);
+        log.append(pool, vec![stored(None, 0..3)]);
+        log.append(host, vec![CacheEvent::removed(keys(0..2))]);
+        log.append(pool, vec![CacheEvent::removed(keys(1..3))]);
+        let events = read(&mut CacheReader::new(Some(0)), &log).expect("events").events;
+        let in_memory = CacheLevel::above(1);
+        let nothing = CacheEvent::stored(None, Vec::new());
+        let expected = [
+            nothing.clone().at(CacheLevel::POOL),
+            stored(None, 0..4),
+            nothing.at(in_memory),
+            stored(None, 0..2).at(in_memory),
+            stored(None, 0..3).at(CacheLevel::POOL),
+            stored(Some(1), 2..3).at(in_memory),
+            CacheEvent::removed(keys(1..3)).at(CacheLevel::POOL),
+            CacheEvent::removed(keys(1..3)).at(in_memory),
+        ];
+        assert_eq!(events, expected);
     }
 }

@@ -59,8 +59,7 @@ impl Worker {
     fn num_told(&self) -> usize {
         let num = |event: &CacheEvent| match event {
             CacheEvent::Stored { blocks, .. } => blocks.len() as isize,
-            CacheEvent::Removed { blocks } => -(blocks.len() as isize),
-            _ => 0,
+            CacheEvent::Removed { blocks, .. } => -(blocks.len() as isize),
         };
         self.pool.events.lock().unwrap().iter().map(num).sum::<isize>() as usize
     }

@@ -154,7 +154,7 @@ impl Reaching {
             ..StoreConfig::default()
         };
         let format = KvFormat::new("model".into(), &LAYOUT, "theta=1".into());
-        let store = KvStore::open(&config, &format, pool.storage.clone(), |_| ()).expect("it opens");
+        let store = KvStore::open(&config, &format, pool.storage.clone(), |_, _| ()).expect("it opens");
         Reaching { pool, store, wrong_in }
     }
 

@@ -40,11 +40,12 @@ impl Pool {
 
     pub(crate) fn try_open(&self, config: &StoreConfig) -> Result<KvStore, TierOpenError> {
         let events = self.events.clone();
-        KvStore::open(config, &format(), self.storage.clone(), move |new| events.lock().unwrap().extend(new))
+        let tell = move |_, new| events.lock().unwrap().extend(new);
+        KvStore::open(config, &format(), self.storage.clone(), tell)
     }
 
     fn over(&self, tiers: Vec<Box<dyn Slots>>) -> KvStore {
-        KvStore::over_slots(tiers, self.storage.clone(), |_| ())
+        KvStore::over_slots(tiers, self.storage.clone(), |_, _| ())
     }
 
     /// Writes the KV of a sequence to the pool's first blocks.
@@ -211,6 +212,42 @@ fn another_store_of_the_directory_tells_what_it_found_and_serves_it() {
 }
 
 #[test]
+fn each_tier_tells_what_it_holds_and_what_its_reads_take() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let pool = Pool::new();
+    let told = Arc::new(Mutex::new(Vec::new()));
+    let config = StoreConfig {
+        host: Some(in_process(2 * layout().block_bytes() as u64)),
+        disk: Some(DiskConfig { dir: dir.path().to_owned(), max_bytes: 1 << 20 }),
+        ..StoreConfig::default()
+    };
+    let open = || {
+        let told = told.clone();
+        let tell = move |tier, events: Vec<CacheEvent>| told.lock().unwrap().push((tier, events));
+        KvStore::open(&config, &format(), pool.storage.clone(), tell).expect("it opens")
+    };
+    let store = open();
+    assert_eq!(*told.lock().unwrap(), [(0, vec![]), (1, vec![])], "both are named at once");
+    let hashes = pool.save(&store, 1, 5);
+    eventually("the disk has all", || store.counts()[1].writes == 5);
+    let num_told = |wanted: usize| -> usize {
+        let told = told.lock().unwrap();
+        let of_tier = told.iter().filter(|(tier, _)| *tier == wanted).flat_map(|(_, events)| events);
+        of_tier.map(|event| event.blocks().len()).sum()
+    };
+    assert_eq!([0, 1].map(num_told), [2, 5]);
+    drop(store);
+
+    told.lock().unwrap().clear();
+    let store = open();
+    assert_eq!([0, 1].map(num_told), [0, 5], "memory is empty again");
+    assert_eq!([0, 1].map(|tier| store.counts()[tier].recall_token_seconds), [0.0, 0.0]);
+    assert_eq!(read(&store, &hashes).len(), 5);
+    let seconds = [0, 1].map(|tier| store.counts()[tier].recall_token_seconds);
+    assert!(seconds[0] == 0.0 && seconds[1] > 0.0, "{seconds:?}");
+}
+
+#[test]
 fn damage_is_a_counted_miss_that_is_told_and_saved_again() {
     let dir = tempfile::tempdir().expect("a directory");
     let pool = Pool::new();
@@ -354,7 +391,7 @@ fn readers_and_writers_of_few_slots_never_meet_wrong_kv() {
         disk: Some(DiskConfig { dir: dir.path().to_owned(), max_bytes: 4096 + 12 * (512 + 4096) }),
         ..StoreConfig::default()
     };
-    let store = KvStore::open(&config, &format(), pool.storage.clone(), |_| ()).expect("it opens");
+    let store = KvStore::open(&config, &format(), pool.storage.clone(), |_, _| ()).expect("it opens");
     let is_over = AtomicBool::new(false);
     thread::scope(|scope| {
         for reader in 0..2 {

@@ -212,9 +212,11 @@ impl Workers {
         }
         let state = self.lock();
         let cached = |worker: &Worker| {
-            let TokensHeld { num_tokens, num_pooled } = *found.get(&worker.cache.owner())?;
-            let num_pooled = if worker.cache.tells_pool() { num_pooled } else { num_tokens };
-            Some(HeldPrefix { worker: worker.key.clone(), num_tokens, num_pooled })
+            let TokensHeld { num_tokens, above } = *found.get(&worker.cache.owner())?;
+            let mut held = HeldPrefix::pooled(worker.key.clone(), num_tokens);
+            let num_tiers = worker.cache.num_tiers();
+            held.above[..num_tiers].copy_from_slice(&above[..num_tiers]);
+            Some(held)
         };
         state.workers.values().filter_map(cached).collect()
     }
@@ -504,7 +506,7 @@ fn load(report: &Report, now: Instant) -> Load {
         link_within: link(load, |transport| transport == "shm"),
         link_beyond: link(load, |transport| transport != "shm"),
         is_home_of_another: load.is_home_of_another,
-        recall_token_seconds: seconds(load.recall_token_seconds),
+        recall_token_seconds: watch::of_tiers(load, |tier| seconds(tier.recall_token_seconds)),
     }
 }
 
@@ -528,12 +530,10 @@ fn absurdity(load: &v1::Load) -> Option<String> {
     if load.step.is_some() && pace(load).is_none() {
         return Some(format!("{:?}", load.step));
     }
-    let times = [
-        ("recent_itl_seconds", load.recent_itl_seconds),
-        ("itl_target_seconds", load.itl_target_seconds),
-        ("recall_token_seconds", load.recall_token_seconds),
-    ];
-    if let Some((name, seconds)) = times.into_iter().find(|&(_, seconds)| !is_time(seconds)) {
+    let times =
+        [("recent_itl_seconds", load.recent_itl_seconds), ("itl_target_seconds", load.itl_target_seconds)];
+    let of_tiers = load.tiers.iter().map(|tier| ("recall_token_seconds", tier.recall_token_seconds));
+    if let Some((name, seconds)) = times.into_iter().chain(of_tiers).find(|&(_, seconds)| !is_time(seconds)) {
         return Some(format!("{name} is {seconds}"));
     }
     load.links.iter().find(|rate| link_line(rate).is_none()).map(|rate| format!("{rate:?}"))

@@ -30,7 +30,7 @@ fn key(hash: BlockHash) -> BlockKey {
 
 fn store(feed: &mut CacheFeed, parent: Option<BlockKey>, blocks: &[BlockKey]) {
     let first = feed.resume_from().unwrap_or(0);
-    let events = vec![CacheEvent::Stored { parent, blocks: blocks.to_vec() }];
+    let events = vec![CacheEvent::stored(parent, blocks.to_vec())];
     feed.take(&EventBatch { first, events, kind: BatchKind::Events }).expect("it follows and fits");
 }
 
@@ -153,7 +153,7 @@ fn soak(num_ops: u64) {
             if round >= 20 {
                 let blocks: Vec<BlockKey> = runs(round - 20).into_iter().rev().collect();
                 let first = feed.resume_from().unwrap_or(0);
-                let events = vec![CacheEvent::Removed { blocks }];
+                let events = vec![CacheEvent::removed(blocks)];
                 feed.take(&EventBatch { first, events, kind: BatchKind::Events }).expect("it follows");
                 done += 1000;
             }

@@ -2,7 +2,7 @@
 
 use std::{fmt, sync::Arc};
 
-use baton_kv_events::{BatchKind, BlockKey, CacheEvent, EventBatch};
+use baton_kv_events::{BatchKind, BlockKey, CacheEvent, CacheLevel, EventBatch, MAX_TIERS};
 
 use crate::{
     belief::Beliefs,
@@ -84,18 +84,26 @@ impl FeedError {
     }
 }
 
-/// In the name of an owner: of its pool alone.
-pub(crate) const POOL: u32 = 1 << 31;
+/// In the name of an owner: the level, above this bit.
+const LEVEL_BIT: u32 = 30;
+const _: () = assert!(MAX_TIERS < 1 << (u32::BITS - LEVEL_BIT));
+
+/// The name of an owner in lookups, of what it has at a level.
+fn name_at(owner: u32, level: CacheLevel) -> u32 {
+    owner | u32::from(level.0) << LEVEL_BIT
+}
+
+/// Whose a name is, and the level.
+pub(crate) fn owner_and_level(name: u32) -> (u32, CacheLevel) {
+    (name & ((1 << LEVEL_BIT) - 1), CacheLevel((name >> LEVEL_BIT) as u8))
+}
 
 /// The source of one life of a worker. Dropping it makes the worker hold nothing, at once.
 #[derive(Debug)]
 pub struct CacheFeed {
     index: Arc<KvIndex>,
     owner: u32,
-    /// Of its pool.
-    max_blocks: usize,
-    /// Of the tiers below it.
-    num_tier_blocks: usize,
+    room: Room,
     /// By events.
     held: Option<Holding>,
     /// The parts of a dump that have come.
@@ -111,44 +119,68 @@ pub struct CacheFeed {
     now: u64,
 }
 
+/// Blocks that a worker has room for.
+#[derive(Clone, Copy, Debug)]
+struct Room {
+    pool: usize,
+    tiers: [usize; MAX_TIERS],
+}
+
+impl Room {
+    /// At a level.
+    fn at(&self, level: CacheLevel) -> usize {
+        let tiers = &self.tiers[..level.tier().unwrap_or(MAX_TIERS)];
+        tiers.iter().fold(self.pool, |room, &num| room.saturating_add(num))
+    }
+}
+
 /// What a worker holds, as it says.
 #[derive(Debug)]
 struct Holding {
     index: Arc<KvIndex>,
     owner: u32,
-    max_pooled: usize,
-    /// In its pool or a tier.
+    room: Room,
     all: Member,
-    /// In its pool, if it tells that.
-    pool: Option<Member>,
+    /// Above each tier, if it tells that.
+    above: [Option<Member>; MAX_TIERS],
 }
 
 impl Holding {
     fn join(feed: &CacheFeed) -> Result<Holding, IndexFull> {
-        let CacheFeed { index, owner, max_blocks: max_pooled, .. } = feed;
-        let all = Member::join(index, *owner, feed.max_held())?;
-        Ok(Holding { index: index.clone(), owner: *owner, max_pooled: *max_pooled, all, pool: None })
+        let CacheFeed { index, owner, room, .. } = feed;
+        let all = Member::join(index, *owner, room.at(CacheLevel::ALL))?;
+        Ok(Holding { index: index.clone(), owner: *owner, room: *room, all, above: Default::default() })
     }
 
-    /// Returns how many blocks were refused.
+    fn set_room(&mut self, room: Room) {
+        self.room = room;
+        self.all.allow(room.at(CacheLevel::ALL));
+        for (tier, member) in self.above.iter_mut().enumerate() {
+            member.iter_mut().for_each(|member| member.allow(room.at(CacheLevel::above(tier))));
+        }
+    }
+
+    /// Returns how many blocks were refused. What is said of a level that there cannot be means nothing.
     fn take(&mut self, event: &CacheEvent) -> Result<usize, IndexFull> {
-        match event {
-            CacheEvent::Stored { parent, blocks } => return Ok(self.all.store(*parent, blocks)),
-            CacheEvent::Removed { blocks } => self.all.remove(blocks),
-            CacheEvent::Pooled { parent, blocks } => {
-                let pool = match &mut self.pool {
-                    Some(pool) => pool,
-                    none => none.insert(Member::join(&self.index, self.owner | POOL, self.max_pooled)?),
-                };
-                return Ok(pool.store(*parent, blocks));
-            }
-            CacheEvent::Unpooled { blocks } => {
-                if let Some(pool) = &mut self.pool {
-                    pool.remove(blocks);
+        let level = event.level();
+        let member = match level.tier() {
+            None if level == CacheLevel::ALL => &mut self.all,
+            None => return Ok(0),
+            Some(tier) => match &mut self.above[tier] {
+                Some(member) => member,
+                none => {
+                    let name = name_at(self.owner, level);
+                    none.insert(Member::join(&self.index, name, self.room.at(level))?)
                 }
+            },
+        };
+        match event {
+            CacheEvent::Stored { parent, blocks, .. } => Ok(member.store(*parent, blocks)),
+            CacheEvent::Removed { blocks, .. } => {
+                member.remove(blocks);
+                Ok(0)
             }
         }
-        Ok(0)
     }
 }
 
@@ -159,15 +191,14 @@ const UNTIL_COMPUTED: u64 = 64;
 const UNTIL_REPORTED: u64 = 2;
 
 impl CacheFeed {
-    /// Of a worker that has said nothing so far and whose pool has so many blocks. Lookups call it `owner`, which is below 2^31, and
-    /// its pool, if it tells that apart, `owner` + 2^31.
+    /// Of a worker that has said nothing so far and whose pool has so many blocks. Lookups call it `owner`, which is below 2^30, and what
+    /// it has at a level, if it tells that apart, `owner` + 2^30 times the level.
     pub fn new(index: Arc<KvIndex>, owner: u32, max_blocks: usize) -> CacheFeed {
         let state = SourceState::Approximate;
         CacheFeed {
             index,
             owner,
-            max_blocks,
-            num_tier_blocks: 0,
+            room: Room { pool: max_blocks, tiers: [0; MAX_TIERS] },
             held: None,
             dump: None,
             next: None,
@@ -183,22 +214,17 @@ impl CacheFeed {
         self.state
     }
 
-    /// There is room for so many blocks in tiers below its pool.
-    pub fn set_tier_blocks(&mut self, num_tier_blocks: usize) {
-        self.num_tier_blocks = num_tier_blocks;
-        let max_held = self.max_held();
+    /// There is room for so many blocks in each tier below its pool.
+    pub fn set_tier_blocks(&mut self, num_blocks: [usize; MAX_TIERS]) {
+        self.room.tiers = num_blocks;
         for holding in self.held.iter_mut().chain(&mut self.dump) {
-            holding.all.allow(max_held);
+            holding.set_room(self.room);
         }
     }
 
-    fn max_held(&self) -> usize {
-        self.max_blocks.saturating_add(self.num_tier_blocks)
-    }
-
-    /// Whether it tells what of all that it holds is in its pool. Otherwise all of it is.
-    pub fn tells_pool(&self) -> bool {
-        self.held.as_ref().is_some_and(|held| held.pool.is_some())
+    /// Tiers of which it tells what it holds above them. 0: all that it holds is in its pool.
+    pub fn num_tiers(&self) -> usize {
+        self.held.as_ref().map_or(0, |held| held.above.iter().take_while(|member| member.is_some()).count())
     }
 
     /// Blocks that it holds, or is believed to.
@@ -267,7 +293,7 @@ impl CacheFeed {
         };
         let mut num_refused = 0;
         for event in &batch.events {
-            if let CacheEvent::Removed { .. } | CacheEvent::Unpooled { .. } = event {
+            if let CacheEvent::Removed { .. } = event {
                 return Err(FeedError::NoDump);
             }
             num_refused += dump.take(event)?;
@@ -293,7 +319,7 @@ impl CacheFeed {
     fn finish(&mut self, num: usize) -> Result<(), FeedError> {
         if num > 0 {
             self.lacks_blocks = true;
-            return Err(FeedError::Refused { num, max: self.max_held() });
+            return Err(FeedError::Refused { num, max: self.room.at(CacheLevel::ALL) });
         }
         self.state = if self.lacks_blocks { SourceState::Degraded } else { SourceState::Exact };
         Ok(())
@@ -337,8 +363,8 @@ impl CacheFeed {
         };
         if self.beliefs.is_none() {
             // It will be computed, or recalled, into the pool.
-            let owner = if self.tells_pool() { self.owner | POOL } else { self.owner };
-            self.beliefs = Some(Beliefs::new(&self.index, owner, self.max_blocks)?);
+            let level = if self.num_tiers() > 0 { CacheLevel::POOL } else { CacheLevel::ALL };
+            self.beliefs = Some(Beliefs::new(&self.index, name_at(self.owner, level), self.room.pool)?);
         }
         let beliefs = self.beliefs.as_mut().expect("it was made");
         beliefs.add(chain, time);

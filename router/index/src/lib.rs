@@ -28,7 +28,7 @@ pub mod testing;
 #[cfg(test)]
 mod tests;
 
-pub use baton_kv_events::{BatchKind, BlockKey, CacheEvent, EventBatch};
+pub use baton_kv_events::{BatchKind, BlockKey, CacheEvent, CacheLevel, EventBatch, MAX_TIERS};
 pub use feed::{CacheFeed, FeedError, SourceState};
 pub use index::{IndexFull, IndexSize, KvIndex};
 pub use lookup::{Holder, LookupScratch};

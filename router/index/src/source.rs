@@ -4,11 +4,13 @@ use std::{
     collections::HashMap,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
-        atomic::{AtomicBool, Ordering},
+        atomic::{AtomicUsize, Ordering},
     },
 };
 
-use crate::{BlockKey, CacheFeed, EventBatch, FeedError, KvIndex, SourceState, feed::POOL};
+use crate::{
+    BlockKey, CacheFeed, EventBatch, FeedError, KvIndex, MAX_TIERS, SourceState, feed::owner_and_level,
+};
 
 /// Blocks of a worker that does not say how many it has, and those that are believed of any worker at most.
 const UNKNOWN_POOL: usize = 1 << 17;
@@ -21,7 +23,7 @@ pub struct CacheSource {
     /// Locked by the stream of reports for a batch, and by requests for a prompt. Lookups do not lock it.
     feed: Mutex<CacheFeed>,
     /// As the feed says: plans ask without its lock.
-    tells_pool: AtomicBool,
+    num_tiers: AtomicUsize,
 }
 
 /// Tokens at the front of a sequence that an owner holds.
@@ -29,8 +31,8 @@ pub struct CacheSource {
 pub struct TokensHeld {
     /// In its pool or a tier.
     pub num_tokens: usize,
-    /// In its pool, by a source that [tells it](CacheSource::tells_pool).
-    pub num_pooled: usize,
+    /// Above each tier: in its pool, then in its pool or the first tier, and so on. By a source that [tells it](CacheSource::num_tiers).
+    pub above: [usize; MAX_TIERS],
 }
 
 /// What is to be done after a report.
@@ -47,7 +49,7 @@ impl CacheSource {
     pub fn new(index: &Arc<KvIndex>, owner: u32, num_blocks: usize) -> CacheSource {
         let num_blocks = if num_blocks == 0 { UNKNOWN_POOL } else { num_blocks.min(LARGEST_POOL) };
         let feed = Mutex::new(CacheFeed::new(index.clone(), owner, num_blocks));
-        CacheSource { owner, feed, tells_pool: AtomicBool::new(false) }
+        CacheSource { owner, feed, num_tiers: AtomicUsize::new(0) }
     }
 
     /// Its name in lookups.
@@ -55,9 +57,9 @@ impl CacheSource {
         self.owner
     }
 
-    /// Whether the worker tells what of all that it holds is in its pool. Otherwise all of it is.
-    pub fn tells_pool(&self) -> bool {
-        self.tells_pool.load(Ordering::Relaxed)
+    /// Tiers of which the worker tells what it holds above them. 0: all that it holds is in its pool.
+    pub fn num_tiers(&self) -> usize {
+        self.num_tiers.load(Ordering::Relaxed)
     }
 
     /// How far it is known what the worker holds.
@@ -70,14 +72,14 @@ impl CacheSource {
         self.feed().resume_from()
     }
 
-    /// Takes a report, and the events that it brings, if any. The worker's tiers have room for so many blocks.
-    pub fn report(&self, batch: Option<EventBatch>, num_tier_blocks: usize) -> SourceReport {
+    /// Takes a report, and the events that it brings, if any. Each of the worker's tiers has room for so many blocks.
+    pub fn report(&self, batch: Option<EventBatch>, tier_blocks: [usize; MAX_TIERS]) -> SourceReport {
         let mut feed = self.feed();
-        feed.set_tier_blocks(num_tier_blocks.min(LARGEST_POOL));
+        feed.set_tier_blocks(tier_blocks.map(|num| num.min(LARGEST_POOL)));
         let was_degraded = feed.state() == SourceState::Degraded;
         let taken = batch.map_or(Ok(()), |batch| feed.take(&batch));
         feed.on_report();
-        self.tells_pool.store(feed.tells_pool(), Ordering::Relaxed);
+        self.num_tiers.store(feed.num_tiers(), Ordering::Relaxed);
         match taken {
             Ok(()) => SourceReport::default(),
             Err(error) => SourceReport {
@@ -113,11 +115,13 @@ impl KvIndex {
         let mut found: HashMap<u32, TokensHeld> = HashMap::new();
         for (block_size, chain) in chains {
             for holder in self.lookup(chain, &key) {
-                let held = found.entry(holder.owner & !POOL).or_default();
+                let (owner, level) = owner_and_level(holder.owner);
+                let held = found.entry(owner).or_default();
                 let num_tokens = holder.num_blocks.saturating_mul(block_size);
-                held.num_tokens = held.num_tokens.max(num_tokens);
-                if holder.owner & POOL != 0 {
-                    held.num_pooled = held.num_pooled.max(num_tokens);
+                // What is above one tier is above all slower ones.
+                let above = level.tier().and_then(|tier| held.above.get_mut(tier..)).unwrap_or_default();
+                for num in above.iter_mut().chain([&mut held.num_tokens]) {
+                    *num = num_tokens.max(*num);
                 }
             }
         }

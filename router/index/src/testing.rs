@@ -2,7 +2,9 @@
 
 use std::{collections::BTreeSet, sync::Arc};
 
-use baton_kv_events::{BatchKind, BlockHolder, BlockKey, CacheEvent, CacheReader, EventBatch, EventLog};
+use baton_kv_events::{
+    BatchKind, BlockHolder, BlockKey, CacheEvent, CacheLevel, CacheReader, EventBatch, EventLog, MAX_TIERS,
+};
 
 use crate::{CacheFeed, FeedError, KvIndex, SourceState, feed};
 
@@ -139,32 +141,30 @@ pub fn check(script: &[u8]) {
 /// # Panics
 /// When they are not.
 pub fn check_nonsense(script: &[u8]) {
-    let index = Arc::new(KvIndex::new(4));
+    let index = Arc::new(KvIndex::new(6));
     let mut feed = CacheFeed::new(index.clone(), 1, 30);
     for (number, step) in script.chunks_exact(4).enumerate() {
         let block = |byte: u8| BlockKey(u64::from(byte % 50));
-        let events = match step[0] % 6 {
-            4 => vec![CacheEvent::Pooled { parent: Some(block(step[1])), blocks: vec![block(step[2])] }],
-            5 => vec![CacheEvent::Unpooled { blocks: vec![block(step[1]), block(step[3])] }],
-            0 => vec![CacheEvent::Removed { blocks: vec![block(step[1]), block(step[2])] }],
-            1 => vec![CacheEvent::Stored {
-                parent: None,
-                blocks: vec![block(step[1]), block(step[2]), block(step[3])],
-            }],
-            _ => vec![CacheEvent::Stored {
-                parent: Some(block(step[1])),
-                blocks: vec![block(step[2]), block(step[3])],
-            }],
+        // All levels that there can be, and one that there cannot.
+        let part = CacheLevel(1 + step[3] % 3);
+        let event = match step[0] % 6 {
+            4 => CacheEvent::stored(Some(block(step[1])), vec![block(step[2])]).at(part),
+            5 => CacheEvent::removed(vec![block(step[1]), block(step[3])]).at(part),
+            0 => CacheEvent::removed(vec![block(step[1]), block(step[2])]),
+            1 => CacheEvent::stored(None, vec![block(step[1]), block(step[2]), block(step[3])]),
+            _ => CacheEvent::stored(Some(block(step[1])), vec![block(step[2]), block(step[3])]),
         };
+        let events = vec![event];
         let kind = if step[0] > 250 { BatchKind::DumpEnd } else { BatchKind::Events };
         let first =
             if step[0] > 240 { u64::from(step[3]) } else { feed.resume_from().unwrap_or(number as u64) };
         // Anything but a panic is an answer.
         let _ = feed.take(&EventBatch { first, events, kind });
-        // Each of pool and all may be dumped beside what it was before.
-        assert!(feed.num_blocks() <= 30 && index.size().num_memberships <= 120);
+        // Each level may be dumped beside what it was before.
+        assert!(feed.num_blocks() <= 30 && index.size().num_memberships <= 180);
         for holder in index.lookup(&[step[1], step[2], step[3]], block) {
-            assert!([1, 1 | feed::POOL].contains(&holder.owner));
+            let (owner, level) = feed::owner_and_level(holder.owner);
+            assert!(owner == 1 && usize::from(level.0) <= MAX_TIERS);
             assert!(holder.num_blocks <= 3);
         }
     }
@@ -231,7 +231,7 @@ impl Worker {
         for run in end.chunk_by(|a, b| known.contains(a) == known.contains(b)) {
             held.extend(run);
             let blocks = run.iter().map(|&block| key(block)).collect();
-            self.happens(CacheEvent::Stored { parent: parent.map(key), blocks }, held.clone());
+            self.happens(CacheEvent::stored(parent.map(key), blocks), held.clone());
             parent = run.last().copied();
         }
     }
@@ -240,7 +240,7 @@ impl Worker {
     fn remove(&mut self, blocks: &[u64]) {
         let mut held = self.held().clone();
         held.retain(|block| !blocks.contains(block));
-        self.happens(CacheEvent::Removed { blocks: blocks.iter().map(|&block| key(block)).collect() }, held);
+        self.happens(CacheEvent::removed(blocks.iter().map(|&block| key(block)).collect()), held);
     }
 
     /// What the stream of load reports would bring now.
@@ -303,7 +303,7 @@ impl Worker {
         for first in [u64::MAX, self.log.next() + 1] {
             let blocks = vec![key(0)];
             let batch =
-                EventBatch { first, events: vec![CacheEvent::Removed { blocks }], kind: BatchKind::Events };
+                EventBatch { first, events: vec![CacheEvent::removed(blocks)], kind: BatchKind::Events };
             assert!(self.feed.take(&batch).is_err());
         }
     }

@@ -10,8 +10,8 @@ use std::{
 };
 
 use crate::{
-    BatchKind, BlockKey, CacheEvent, CacheFeed, CacheSource, EventBatch, FeedError, Holder, KvIndex,
-    SourceState, testing,
+    BatchKind, BlockKey, CacheEvent, CacheFeed, CacheLevel, CacheSource, EventBatch, FeedError, Holder,
+    KvIndex, SourceState, testing,
 };
 
 fn random(state: &mut u64) -> u64 {
@@ -27,7 +27,7 @@ fn chain(seed: u64, num: usize) -> Vec<BlockKey> {
 }
 
 fn stored(parent: Option<BlockKey>, blocks: &[BlockKey]) -> CacheEvent {
-    CacheEvent::Stored { parent, blocks: blocks.to_vec() }
+    CacheEvent::stored(parent, blocks.to_vec())
 }
 
 fn events(first: u64, events: Vec<CacheEvent>) -> EventBatch {
@@ -82,7 +82,7 @@ fn writers_at_the_same_time_leave_what_each_of_them_said() {
                 let blocks: Vec<BlockKey> =
                     prompt[first.min(num_held)..num_held].iter().rev().copied().collect();
                 held.retain(|key| !blocks.contains(key));
-                CacheEvent::Removed { blocks }
+                CacheEvent::removed(blocks)
             };
             feed.take(&events(number, vec![event])).unwrap();
             number += 1;
@@ -129,7 +129,7 @@ fn a_thousand_workers_hold_prefixes_of_any_length() {
         let other = chain(u64::from(owner) + 100, 20);
         feed.take(&events(0, vec![stored(None, &other), stored(None, &prompt[..num.max(1)])])).unwrap();
         if num == 0 {
-            feed.take(&events(2, vec![CacheEvent::Removed { blocks: prompt[..1].to_vec() }])).unwrap();
+            feed.take(&events(2, vec![CacheEvent::removed(prompt[..1].to_vec())])).unwrap();
         } else {
             expected.push((owner, num));
         }
@@ -161,27 +161,58 @@ fn a_worker_with_tiers_tells_what_its_pool_has_of_it() {
     let (prompt, sent) = (chain(5, 30), chain(6, 4));
     let tokens_held = |chain: &[BlockKey]| {
         let found = index.tokens_held(iter::once((16, chain)), |key| key);
-        found.get(&7).map(|held| (held.num_tokens / 16, held.num_pooled / 16))
+        found.get(&7).map(|held| (held.num_tokens / 16, held.above[0] / 16))
     };
-    let pooled = |blocks: &[BlockKey]| CacheEvent::Pooled { parent: None, blocks: blocks.to_vec() };
+    let pooled = |blocks: &[BlockKey]| stored(None, blocks).at(CacheLevel::POOL);
     // More than its pool, and no more than pool and tiers together. Nothing is in the pool.
-    let said = source.report(Some(dump(0, vec![stored(None, &prompt), pooled(&[])])), 20);
-    assert_eq!((said.news, source.state(), source.tells_pool()), (None, SourceState::Exact, true));
+    let said = source.report(Some(dump(0, vec![stored(None, &prompt), pooled(&[])])), [20, 0]);
+    assert_eq!((said.news, source.state(), source.num_tiers()), (None, SourceState::Exact, 1));
     assert_eq!(tokens_held(&prompt), Some((30, 0)));
-    let unpooled = CacheEvent::Unpooled { blocks: prompt[4..8].to_vec() };
-    source.report(Some(events(0, vec![pooled(&prompt[..8]), unpooled])), 20);
+    let unpooled = CacheEvent::removed(prompt[4..8].to_vec()).at(CacheLevel::POOL);
+    source.report(Some(events(0, vec![pooled(&prompt[..8]), unpooled])), [20, 0]);
     assert_eq!(tokens_held(&prompt), Some((30, 4)));
     // What is sent to it will be in its pool.
     source.expect(sent.iter().copied());
     assert_eq!(tokens_held(&sent), Some((4, 4)));
-    source.report(Some(events(2, vec![CacheEvent::Removed { blocks: prompt[2..].to_vec() }])), 20);
+    source.report(Some(events(2, vec![CacheEvent::removed(prompt[2..].to_vec())])), [20, 0]);
     assert_eq!(tokens_held(&prompt).map(|(num, _)| num), Some(4), "the pool still has them, as it says");
     // The pool's own room is that of a pool.
-    let said = source.report(Some(events(3, vec![stored(None, &prompt), pooled(&prompt)])), 20);
+    let said = source.report(Some(events(3, vec![stored(None, &prompt), pooled(&prompt)])), [20, 0]);
     assert!(matches!(said.news, Some(FeedError::Refused { num: 20, .. })), "{said:?}");
     // A dump is all there is.
-    let silent = source.report(Some(dump(9, vec![stored(None, &prompt[..3])])), 0);
-    assert_eq!((silent.news, source.tells_pool(), tokens_held(&prompt)), (None, false, Some((3, 0))));
+    let silent = source.report(Some(dump(9, vec![stored(None, &prompt[..3])])), [0, 0]);
+    assert_eq!((silent.news, source.num_tiers(), tokens_held(&prompt)), (None, 0, Some((3, 0))));
+    drop(source);
+    index.sweep(usize::MAX);
+    assert_eq!(index.size().num_memberships, 0);
+}
+
+#[test]
+fn a_worker_with_two_tiers_tells_them_apart() {
+    let index = Arc::new(KvIndex::new(8));
+    let source = CacheSource::new(&index, 7, 10);
+    let prompt = chain(5, 30);
+    let tokens_held = || {
+        let found = index.tokens_held(iter::once((16, &prompt[..])), |key| key);
+        found.get(&7).map(|held| (held.num_tokens / 16, held.above.map(|num| num / 16)))
+    };
+    let in_memory = CacheLevel::above(1);
+    let all = stored(None, &prompt);
+    let of_each =
+        vec![all, stored(None, &prompt[..3]).at(CacheLevel::POOL), stored(None, &prompt[..9]).at(in_memory)];
+    let said = source.report(Some(dump(0, of_each)), [20, 40]);
+    assert_eq!((said.news, source.state(), source.num_tiers()), (None, SourceState::Exact, 2));
+    assert_eq!(tokens_held(), Some((30, [3, 9])));
+    // What is in the pool is in memory, and all of it is cached.
+    source.expect(prompt[..10].iter().copied());
+    assert_eq!(tokens_held(), Some((30, [10, 10])));
+    // Pool and memory have room for 30 blocks together.
+    let other = chain(6, 30);
+    let said = source.report(Some(events(0, vec![stored(None, &other).at(in_memory)])), [20, 40]);
+    assert!(matches!(said.news, Some(FeedError::Refused { num: 9, .. })), "{said:?}");
+    // Another level than there can be.
+    let said = source.report(Some(events(1, vec![stored(None, &other).at(CacheLevel(9))])), [20, 40]);
+    assert_eq!((said.news, source.num_tiers()), (None, 2));
     drop(source);
     index.sweep(usize::MAX);
     assert_eq!(index.size().num_memberships, 0);
@@ -196,7 +227,7 @@ fn a_missing_block_hides_what_follows_until_it_is_stored_again() {
     feed.take(&events(0, vec![stored(None, &prompt), stored(Some(prompt[4]), &branch)])).unwrap();
     let other = [&prompt[..5], &branch].concat();
     assert_eq!((held(&index, &prompt), held(&index, &other)), (vec![(7, 10)], vec![(7, 8)]));
-    feed.take(&events(2, vec![CacheEvent::Removed { blocks: vec![prompt[3]] }])).unwrap();
+    feed.take(&events(2, vec![CacheEvent::removed(vec![prompt[3]])])).unwrap();
     assert_eq!((held(&index, &prompt), held(&index, &other)), (vec![(7, 3)], vec![(7, 3)]));
     assert_eq!(feed.num_blocks(), 12);
     feed.take(&events(3, vec![stored(Some(prompt[2]), &prompt[3..4])])).unwrap();
@@ -250,7 +281,7 @@ fn a_worker_that_holds_more_than_its_pool_is_not_exact() {
     assert_eq!(refused, FeedError::Refused { num: 2, max: 10 });
     assert!(!refused.wants_replay());
     assert_eq!(held(&index, &prompt), [(1, 10)]);
-    feed.take(&events(1, vec![CacheEvent::Removed { blocks: prompt[5..].to_vec() }])).unwrap();
+    feed.take(&events(1, vec![CacheEvent::removed(prompt[5..].to_vec())])).unwrap();
     assert_eq!(feed.state(), SourceState::Degraded);
     feed.take(&dump(2, vec![stored(None, &prompt[..5])])).unwrap();
     assert_eq!(feed.state(), SourceState::Exact);
@@ -330,8 +361,7 @@ fn a_long_run_of_stores_and_removals_does_not_grow() {
             let prompt = chain(round + 3 - idx as u64, 400);
             let next = feed.resume_from().unwrap_or(0);
             let old = chain(round.wrapping_sub(idx as u64), 400);
-            let batch =
-                vec![stored(None, &prompt), CacheEvent::Removed { blocks: old.into_iter().rev().collect() }];
+            let batch = vec![stored(None, &prompt), CacheEvent::removed(old.into_iter().rev().collect())];
             feed.take(&events(next, batch)).unwrap();
         }
         let size = index.size();
@@ -359,7 +389,7 @@ fn readers_see_what_is_always_there_while_everything_else_changes() {
                 feed.take(&events(0, vec![stored(None, &prompt), stored(None, &own)])).unwrap();
                 if round % 2 == 0 {
                     let blocks = prompt.iter().rev().copied().collect();
-                    feed.take(&events(2, vec![CacheEvent::Removed { blocks }])).unwrap();
+                    feed.take(&events(2, vec![CacheEvent::removed(blocks)])).unwrap();
                 }
             }
             done.store(true, Ordering::Release);

@@ -87,7 +87,7 @@ fn main() {
     let feeds: Vec<CacheFeed> = (0..NUM_WORKERS)
         .map(|owner| {
             let mut feed = CacheFeed::new(index.clone(), owner as u32, 100_000);
-            let events = vec![CacheEvent::Stored { parent: None, blocks: blocks.clone() }];
+            let events = vec![CacheEvent::stored(None, blocks.clone())];
             feed.take(&EventBatch { first: 0, events, kind: BatchKind::Events }).expect("the first batch");
             feed
         })

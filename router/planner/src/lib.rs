@@ -21,6 +21,7 @@ mod tests;
 use std::{fmt, sync::Arc, time::Duration};
 
 use baton_cluster_record::{Role, WorkerId, WorkerRecord};
+use baton_kv_events::MAX_TIERS;
 
 pub use back_off::BackOff;
 pub use balance::{Balance, Migration};
@@ -95,14 +96,15 @@ pub struct HeldPrefix {
     pub worker: Arc<WorkerKey>,
     /// Tokens in its pool or in the tiers below it.
     pub num_tokens: usize,
-    /// Of these, tokens at the front that are in the pool. The others are recalled before they are used.
-    pub num_pooled: usize,
+    /// Of these, tokens at the front above each tier: in the pool, then in the pool or the first tier, and so on. The others are recalled
+    /// before they are used.
+    pub above: [usize; MAX_TIERS],
 }
 
 impl HeldPrefix {
     /// All of it in the pool.
     pub fn pooled(worker: Arc<WorkerKey>, num_tokens: usize) -> HeldPrefix {
-        HeldPrefix { worker, num_tokens, num_pooled: num_tokens }
+        HeldPrefix { worker, num_tokens, above: [num_tokens; MAX_TIERS] }
     }
 }
 
@@ -214,8 +216,8 @@ pub struct Load {
     pub link_beyond: Option<LinkLine>,
     /// Whether the worker belongs to another router: others that are about as good are preferred.
     pub is_home_of_another: bool,
-    /// Seconds for the KV of a token from its tiers, as measured recently; 0: not known.
-    pub recall_token_seconds: f64,
+    /// Seconds for the KV of a token from each of its tiers, the fastest first, as measured recently; 0: not known.
+    pub recall_token_seconds: [f64; MAX_TIERS],
 }
 
 /// What the steps of a worker take, and what they compute now.

@@ -4,6 +4,7 @@ use std::{borrow::Cow, cmp::Ordering, collections::HashMap};
 
 use baton_cluster_record::{Role, WorkerRecord};
 use baton_cost::{LinkLine, PromptWork, StepLine, StepWork, share_brought};
+use baton_kv_events::MAX_TIERS;
 
 use crate::{ClusterView, HeldPrefix, PlanRequest, WorkerKey, WorkerPace, WorkerView};
 
@@ -18,8 +19,8 @@ pub(crate) struct Outlook<'a> {
     pub(crate) line: StepLine,
     /// Tokens of the request that it has cached.
     pub(crate) num_cached: usize,
-    /// Of these, tokens at the front that are in its pool. The others must be recalled from its tiers.
-    num_pooled: usize,
+    /// Of these, tokens at the front above each of its tiers. The others must be recalled from them.
+    above: [usize; MAX_TIERS],
     /// One step of what it decodes by its report.
     now: StepWork,
     /// One step of what it decodes soon: all that it has, and all that was sent to it.
@@ -54,12 +55,12 @@ pub(crate) fn outlooks<'a>(request: &PlanRequest, view: &'a ClusterView) -> Vec<
             found = order(next);
         }
         if found != Some(Ordering::Equal) {
-            return (0, 0);
+            return (0, [0; MAX_TIERS]);
         }
         next += 1;
-        let &HeldPrefix { num_tokens, num_pooled, .. } = &cached[next - 1];
+        let &HeldPrefix { num_tokens, above, .. } = &cached[next - 1];
         let num_tokens = num_tokens.min(request.num_tokens);
-        (num_tokens, num_pooled.min(num_tokens))
+        (num_tokens, above.map(|num| num.min(num_tokens)))
     };
     let mut outlooks: Vec<_> =
         view.workers.iter().map(|worker| Outlook::new(worker, cached_by(&worker.record))).collect();
@@ -83,7 +84,7 @@ pub(crate) fn outlooks<'a>(request: &PlanRequest, view: &'a ClusterView) -> Vec<
 }
 
 impl<'a> Outlook<'a> {
-    fn new(view: &'a WorkerView, (num_cached, num_pooled): (usize, usize)) -> Option<Outlook<'a>> {
+    fn new(view: &'a WorkerView, (num_cached, above): (usize, [usize; MAX_TIERS])) -> Option<Outlook<'a>> {
         let pace = view.load.pace.as_ref()?;
         let line = pace.step.checked()?;
         let sent = &view.sent;
@@ -105,7 +106,7 @@ impl<'a> Outlook<'a> {
             pace,
             line,
             num_cached,
-            num_pooled,
+            above,
             now,
             batch,
             chunk: 0.0,
@@ -208,24 +209,25 @@ impl<'a> Outlook<'a> {
     /// Until the first `end` cached tokens of a request that it computes are in its pool: what is slow comes while their beginning is
     /// computed. 0 while it has not said what recalls take.
     pub(crate) fn own_recall_seconds(&self, end: usize) -> f64 {
-        let (recall, compute) = self.recall_or_compute(0, end);
-        recall * share_brought(recall, compute)
+        self.recalls(0, end).fold(0.0, |sum, (recall, compute)| sum + recall * share_brought(recall, compute))
     }
 
     /// The same of the tokens from `start` to `end`, for a worker that fetches them: at most as long as computing them, as a recall is
     /// given up then.
     pub(crate) fn recall_seconds(&self, start: usize, end: usize) -> f64 {
-        let (recall, compute) = self.recall_or_compute(start, end);
-        recall.min(compute)
+        self.recalls(start, end).fold(0.0, |sum, (recall, compute)| sum + recall.min(compute))
     }
 
-    fn recall_or_compute(&self, start: usize, end: usize) -> (f64, f64) {
-        let start = start.max(self.num_pooled);
-        if start >= end || self.view.load.recall_token_seconds <= 0.0 {
-            return (0.0, 0.0);
-        }
-        let recall = (end - start) as f64 * self.view.load.recall_token_seconds;
-        (recall, self.prompt_seconds(&PromptWork::new(end, start)))
+    /// What it takes to recall the tokens from `start` to `end`, and to compute the same: of each tier that has some of them, as far as its
+    /// time is known.
+    fn recalls(&self, start: usize, end: usize) -> impl Iterator<Item = (f64, f64)> {
+        let tiers = self.view.load.recall_token_seconds.into_iter().enumerate();
+        tiers.filter(|&(_, seconds)| seconds > 0.0).filter_map(move |(tier, seconds)| {
+            let start = start.max(self.above[tier]);
+            let end = self.above.get(tier + 1).map_or(end, |&end_of_tier| end_of_tier.min(end));
+            let recall = end.checked_sub(start).filter(|&num| num > 0)? as f64 * seconds;
+            Some((recall, self.prompt_seconds(&PromptWork::new(end, start))))
+        })
     }
 
     /// Bytes of a token's KV.
@@ -241,7 +243,8 @@ impl<'a> Outlook<'a> {
         let (load, sent, record) = (&self.view.load, &self.view.sent, &self.view.record);
         let block_size = record.kv_format.block_size.max(1) as u64;
         // What is in tiers takes blocks, too.
-        let num_blocks = (num_tokens.saturating_sub(self.num_pooled) as u64 + 1).div_ceil(block_size);
+        let [num_pooled, ..] = self.above;
+        let num_blocks = (num_tokens.saturating_sub(num_pooled) as u64 + 1).div_ceil(block_size);
         let num_taken = num_blocks.saturating_add(sent.num_blocks);
         let num_present = (load.num_running as u64).saturating_add(load.num_waiting as u64);
         let num_sequences = num_present.saturating_add(sent.num_requests);

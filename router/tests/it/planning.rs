@@ -160,6 +160,11 @@ async fn an_explained_answer_says_how_it_was_planned() {
     assert!(!metrics.contains("baton_router_predicted_ttft_seconds_count 0"), "{metrics}");
 }
 
+/// A tier with room, that takes so long for the KV of a token.
+fn tier(recall_token_seconds: f64) -> v1::KvTier {
+    v1::KvTier { num_slots: 100, recall_token_seconds, ..v1::KvTier::default() }
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn a_prefix_in_a_pool_is_worth_more_than_one_in_a_slow_tier() {
     let mut router = Router::start(|_| {}).await;
@@ -167,7 +172,7 @@ async fn a_prefix_in_a_pool_is_worth_more_than_one_in_a_slow_tier() {
     let d1 = reporting(&mut router, "d1", Role::Decode).await;
     // d1 has a little to do, which is less than a recall of 399 tokens takes, and more than nothing.
     d1.set_load(|load| (load.num_decoding, load.num_running, load.num_context_tokens) = (1, 1, 100));
-    d0.set_load(|load| load.recall_token_seconds = 5e-5);
+    d0.set_load(|load| load.tiers = vec![tier(5e-5)]);
     let body = {
         let mut body = prompt('a', 400);
         body["explain"] = json!(true);
@@ -175,11 +180,7 @@ async fn a_prefix_in_a_pool_is_worth_more_than_one_in_a_slow_tier() {
     };
     let stored =
         v1::CacheEvent { stored: blocks(body["prompt"].as_str().unwrap()), ..v1::CacheEvent::default() };
-    let pooled = |stored: Vec<u64>| v1::CacheEvent {
-        stored,
-        level: v1::CacheLevel::Pool.into(),
-        ..v1::CacheEvent::default()
-    };
+    let pooled = |stored: Vec<u64>| v1::CacheEvent { stored, level: 1, ..v1::CacheEvent::default() };
     says(&d0, 0, vec![stored.clone(), pooled(Vec::new())], v1::CacheBatch::DumpEnd);
     says(&d1, 0, vec![stored.clone()], v1::CacheBatch::DumpEnd);
     until_index(&router, "d0", "exact").await;
@@ -209,6 +210,38 @@ async fn a_prefix_in_a_pool_is_worth_more_than_one_in_a_slow_tier() {
     router.until_metric(&format!("baton_router_index_memberships {}", 3 * 25)).await;
     let plan = router.client.post(TEXT, &body).await.json()["plans"][0].clone();
     assert_eq!(plan["chosen"]["decode"], "d0", "{plan}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_prefix_in_memory_is_worth_more_than_one_on_a_disk() {
+    let mut router = Router::start(|_| {}).await;
+    let d0 = reporting(&mut router, "d0", Role::Decode).await;
+    let d1 = reporting(&mut router, "d1", Role::Decode).await;
+    [&d0, &d1]
+        .into_iter()
+        .for_each(|worker| worker.set_load(|load| load.tiers = vec![tier(1e-6), tier(2e-5)]));
+    let mut body = prompt('a', 400);
+    body["explain"] = json!(true);
+    let stored = blocks(body["prompt"].as_str().unwrap());
+    let at =
+        |level, num| v1::CacheEvent { stored: stored[..num].to_vec(), level, ..v1::CacheEvent::default() };
+    let num = stored.len();
+    // Both have all of it, and nothing in their pools. One has it in memory.
+    for (worker, num_in_memory) in [(&d0, 0), (&d1, num)] {
+        says(worker, 0, vec![at(0, num), at(1, 0), at(2, num_in_memory)], v1::CacheBatch::DumpEnd);
+    }
+    until_index(&router, "d0", "exact").await;
+    until_index(&router, "d1", "exact").await;
+    let plan = router.client.post(TEXT, &body).await.json()["plans"][0].clone();
+    // All but the last token.
+    assert_eq!(
+        (&plan["chosen"]["decode"], &plan["chosen"]["recall_ms"]),
+        (&json!("d1"), &json!(0.399)),
+        "{plan}"
+    );
+    let options = plan["options"].as_array().expect("a list");
+    let other = options.iter().find(|option| option["decode"] == "d0").expect("it is an option");
+    assert_eq!(other["recall_ms"], 7.98, "{plan}");
 }
 
 #[tokio::test(flavor = "multi_thread")]

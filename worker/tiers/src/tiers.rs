@@ -68,7 +68,7 @@ impl Tiers {
         stores.key = key.transpose()?;
         let started = Instant::now();
         let log = limits.engine.cache_log().clone();
-        let tell = move |events| log.append(BlockHolder::Store, events);
+        let tell = move |tier, events| log.append(BlockHolder::Tier(tier), events);
         let store = KvStore::open(&stores, format, limits.engine.storage().clone(), tell);
         let store = store.context("cannot open the tiers of KV below the pool")?;
         for TierCounts { name, num_slots, num_held, record_bytes, .. } in store.counts() {
@@ -97,11 +97,6 @@ impl Tiers {
     /// Tokens of preempted sequences whose KV came back.
     pub fn num_resumed_tokens(&self) -> u64 {
         self.num_resumed_tokens.load(Ordering::Relaxed)
-    }
-
-    /// Seconds for the KV of a token, by the newest recalls; 0 before the first.
-    pub fn recall_token_seconds(&self) -> f64 {
-        self.store.recall_token_seconds()
     }
 
     pub(crate) fn block_size(&self) -> usize {

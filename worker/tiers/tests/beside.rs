@@ -112,7 +112,7 @@ impl Worker {
         let slots = HostSlots::new(1000 * layout.block_bytes() as u64, layout.block_bytes());
         let slots: Box<dyn Slots> = Box::new(SlowSlots { slots, loses_one: loses_one.clone() });
         let log = engine.cache_log().clone();
-        let tell = move |events| log.append(BlockHolder::Store, events);
+        let tell = move |tier, events| log.append(BlockHolder::Tier(tier), events);
         let store = KvStore::over_slots(vec![slots], engine.storage().clone(), tell);
         let tiers = Arc::new(Tiers::over(store, limits, TaskTracker::new()));
         Worker { model, engine, thread: Some(thread), tiers, loses_one }

@@ -5,7 +5,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use baton_kv_index::{CacheSource, EventBatch};
+use baton_kv_index::{CacheSource, EventBatch, MAX_TIERS};
 use baton_planner::WorkerKey;
 use baton_proto::{
     v1,
@@ -105,10 +105,9 @@ impl<F: Fn(Option<Report>)> Watcher<F> {
             let load = timeout(SILENCE, reports.message()).await.map_err(silent)??;
             let mut load = load.ok_or_else(|| Status::unavailable("it closed its load reports"))?;
             *answered = true;
-            let num_tier_blocks =
-                load.tiers.iter().fold(0, |num: u64, tier| num.saturating_add(tier.num_slots));
             let events = load.cache.take().map(EventBatch::from);
-            let said = self.cache.report(events, usize::try_from(num_tier_blocks).unwrap_or(usize::MAX));
+            let num_slots = of_tiers(&load, |tier| usize::try_from(tier.num_slots).unwrap_or(usize::MAX));
+            let said = self.cache.report(events, num_slots);
             if let Some(error) = said.news {
                 tracing::warn!(worker = %self.key, %error, "what the worker says of its cache is incomplete; prompts are planned by what is known of it");
             }
@@ -118,4 +117,9 @@ impl<F: Fn(Option<Report>)> Watcher<F> {
             }
         }
     }
+}
+
+/// Of each tier that tells what it holds; 0 of one that is not there. An object store is the last, and tells nothing.
+pub(super) fn of_tiers<T: Default>(load: &v1::Load, number: impl Fn(&v1::KvTier) -> T) -> [T; MAX_TIERS] {
+    std::array::from_fn(|tier| load.tiers.get(tier).map(&number).unwrap_or_default())
 }

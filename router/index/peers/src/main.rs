@@ -109,13 +109,13 @@ fn baton(load: &Load, num_threads: usize) -> Measured {
     let mut numbers = vec![0; load.num_workers];
     for (worker, change) in &load.changes {
         let event = match change {
-            Change::Stored { parent, blocks } => CacheEvent::Stored {
-                parent: parent.map(baton_kv_index::BlockKey),
-                blocks: blocks.iter().map(|block| baton_kv_index::BlockKey(block.sequence)).collect(),
-            },
-            Change::Removed(blocks) => CacheEvent::Removed {
-                blocks: blocks.iter().map(|&key| baton_kv_index::BlockKey(key)).collect(),
-            },
+            Change::Stored { parent, blocks } => CacheEvent::stored(
+                parent.map(baton_kv_index::BlockKey),
+                blocks.iter().map(|block| baton_kv_index::BlockKey(block.sequence)).collect(),
+            ),
+            Change::Removed(blocks) => {
+                CacheEvent::removed(blocks.iter().map(|&key| baton_kv_index::BlockKey(key)).collect())
+            }
         };
         let batch = EventBatch { first: numbers[*worker], events: vec![event], kind: BatchKind::Events };
         numbers[*worker] += 1;

@@ -122,6 +122,18 @@ fn a_prompt_is_computed_where_it_is_ready_first_unless_others_pay_more_for_it() 
             "d1",
         ),
         (
+            "each tier has its own time",
+            "d0 decode rate=20000 recalls=1e-6,3e-5\n d1 decode rate=20000 recalls=1e-6,3e-5",
+            "tokens=900 cached:d0=880/0/16 cached:d1=880/0",
+            "d1",
+        ),
+        (
+            "and a slow one is no harm to what is in a fast one",
+            "d0 decode rate=20000 recalls=1e-6,1 queued=200\n d1 decode rate=20000",
+            "tokens=900 cached:d0=880/0/800",
+            "d0",
+        ),
+        (
             "what is recalled takes room, too",
             "d0 decode rate=20000 free=10\n d1 decode rate=20000 free=10",
             "tokens=900 cached:d0=880/0 cached:d1=800",

@@ -84,7 +84,11 @@ pub(crate) fn view(text: &str) -> ClusterView {
                     let units = units.split(',').map(|unit| unit.parse().unwrap()).collect();
                     record.compute = Some(Compute { machine: machine.into(), device: "cpu".into(), units });
                 }
-                Some(("recalls", n)) => load.recall_token_seconds = n.parse().unwrap(),
+                // Of the first tier, or of each.
+                Some(("recalls", n)) => {
+                    let seconds = n.split(',').map(|n| n.parse().unwrap());
+                    load.recall_token_seconds.iter_mut().zip(seconds).for_each(|(tier, n)| *tier = n);
+                }
                 Some(("max-running", n)) => record.capacity.max_running = n.parse().unwrap(),
                 Some(("sent", n)) => sent = SentWork { num_tokens: n.parse().unwrap(), ..sent },
                 Some(("context", n)) => record.capacity.context_length = n.parse().unwrap(),
@@ -115,10 +119,11 @@ pub(crate) fn request(text: &str) -> PlanRequest {
             Some(("tokens", n)) => request.num_tokens = n.parse().unwrap(),
             Some((name, n)) => {
                 let id = name.strip_prefix("cached:").expect("cached:<id>=<tokens>");
-                // All of it, or `/` how much of it, is in the pool.
-                let (num, pooled) = n.split_once('/').unwrap_or((n, n));
-                let (num_tokens, num_pooled) = (num.parse().unwrap(), pooled.parse().unwrap());
-                request.cached.push(HeldPrefix { worker: Arc::new(key(id)), num_tokens, num_pooled });
+                // All of it, or `/` how much of it, is in the pool, and in the pool or the first tier.
+                let mut nums = n.split('/').map(|num| num.parse().unwrap());
+                let mut held = HeldPrefix::pooled(Arc::new(key(id)), nums.next().unwrap());
+                held.above.iter_mut().zip(nums).for_each(|(above, num)| *above = num);
+                request.cached.push(held);
             }
             None => match word {
                 "local" => request.prefill = PrefillMode::Local,
