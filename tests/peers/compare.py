@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Measures Baton, builds of llama.cpp and PyTorch on the same weights with the same threads, in turns, and prints ratios.
+"""Measures Baton, builds of llama.cpp, PyTorch, OpenVINO and vLLM on the same weights with the same threads, in turns, and prints
+ratios.
 
     pip install -r requirements.txt
     ./make_model.py /tmp/llama-1b
@@ -10,7 +11,8 @@ is "p512", the time to the first token of a prompt of 512, "d8", the time betwee
 tokens decode at once, or "d8@2048", the same behind 2,048 tokens each.
 
 Weights are bf16, or rounded to about as many bits by each in its own way: Baton's int8 beside Q8_0, int4 beside Q4_0.
-`--torch` adds transformers on PyTorch, eager, in bf16. A peer that dies is named, with the reason, and has no more cells.
+`--torch` adds transformers on PyTorch, eager, in bf16; `--openvino` OpenVINO, whose weights NNCF compresses (`peer_openvino.py`);
+`--vllm` vLLM's build for processors, in bf16. A peer that dies is named, with the reason, and has no more cells.
 `--same-file` adds a row in which Baton reads llama.cpp's file. In Q4_0 files the head, which is the embedding here, is
 Q6_K; Baton's int4 has a head of eight bits.
 """
@@ -25,7 +27,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Callable
 
-from peers import TORCH, Asked, Baton, Peer, PeerDied, baton_up, llama_up, quantize, torch_up
+from peers import (
+    OPENVINO, TORCH, VLLM, Asked, Baton, Peer, PeerDied, baton_up, llama_up, openvino_up, quantize, torch_up, vllm_up,
+)
 from write_gguf import write_gguf
 
 SHORT_CONTEXT = 16
@@ -105,6 +109,19 @@ def gguf_file(model: Path, kind: tuple[str, int | None], library: Path) -> Path:
     return path
 
 
+def halves_file(model: Path) -> Path:
+    """The model in f16, in which OpenVINO reads GGUF."""
+    path = model / "model-f16.gguf"
+    if not path.exists():
+        write_gguf(model, path, "f16")
+    return path
+
+
+def other_names(args: argparse.Namespace) -> list[str]:
+    """The peers beside builds of llama.cpp, in the order of their columns."""
+    return [name for name, is_wanted in ((TORCH, args.torch), (OPENVINO, args.openvino), (VLLM, args.vllm)) if is_wanted]
+
+
 # ---------------------------------------------------------------------------------------------------------------
 # The comparison
 
@@ -170,7 +187,7 @@ def kv_row(model: Path, peer: Peer, weights: str, long: Point, short_seconds: fl
 
 def compare(args: argparse.Namespace, builds: list[Build], weights: str, threads: int) -> list[str]:
     """Prints the rates of one type of weights. Returns the costs of longer contexts."""
-    names = [build.name for build in builds] + [TORCH] * args.torch
+    names = [build.name for build in builds] + other_names(args)
     rounding = [] if weights == "bf16" else ["--quantize", weights]
     medians: dict[tuple[Peer, Point], float] = {}
     with ExitStack() as stack:
@@ -186,14 +203,19 @@ def compare(args: argparse.Namespace, builds: list[Build], weights: str, threads
             for build in builds
             if any(build.measures(weights, point) for point in args.points)
         }
-        torch = [stack.enter_context(torch_up(args.model, threads))] if args.torch and weights == "bf16" else []
+        is_bf16 = weights == "bf16"
+        others = [stack.enter_context(torch_up(args.model, threads))] if args.torch and is_bf16 else []
+        if args.openvino:
+            others.append(stack.enter_context(openvino_up(args.openvino, halves_file(args.model), weights, threads)))
+        if args.vllm and is_bf16:
+            others.append(stack.enter_context(vllm_up(args.vllm, args.model, threads)))
         # Reads the weights.
-        dead = [peer for peer in [*llamas.values(), *torch] if not lives(lambda: (peer.decode(1, SHORT_CONTEXT), peer.prefill(64)))]
+        dead = [peer for peer in [*llamas.values(), *others] if not lives(lambda: (peer.decode(1, SHORT_CONTEXT), peer.prefill(64)))]
         for peer in batons:
             peer.decode(1, SHORT_CONTEXT)
             peer.prefill(64)
         for point in args.points:
-            peers = [peer for build, peer in llamas.items() if build.measures(weights, point)] + torch
+            peers = [peer for build, peer in llamas.items() if build.measures(weights, point)] + others
             peers = batons + [peer for peer in peers if peer not in dead]
             times = measure_in_turns(peers, point, args.rounds)
             dead += [peer for peer in peers if peer not in times]
@@ -221,6 +243,8 @@ def main() -> None:
     parser.add_argument("--openblas", type=Path, help="libllama.so that uses OpenBLAS, for prompts in bf16")
     parser.add_argument("--fork", type=Path, help="libllama.so of ik_llama.cpp, a fork, which is given its own order of weights")
     parser.add_argument("--torch", action="store_true", help="measure transformers on PyTorch, too")
+    parser.add_argument("--openvino", type=Path, metavar="PYTHON", help="an interpreter with openvino-genai, openvino-tokenizers and nncf")
+    parser.add_argument("--vllm", type=Path, metavar="PYTHON", help="an interpreter with vLLM's build for processors")
     parser.add_argument("--threads", type=int, nargs="*", default=[2])
     parser.add_argument("--rounds", type=int, default=3)
     points = ["p512", "p2048", "d1", "d8", "d32", "d1@2048", "d8@2048"]
@@ -229,7 +253,7 @@ def main() -> None:
     parser.add_argument("--same-file", nargs="*", choices=TYPES, default=["int4"], help="types with a row for the GGUF file")
     parser.add_argument("--port", type=int, default=8099)
     args = parser.parse_args()
-    if not args.llama and not args.torch:
+    if not args.llama and not other_names(args):
         parser.error("--llama is not given, and llama-cpp-python not installed")
     builds = [Build("llama.cpp", args.llama)] if args.llama else []
     args.same_file = args.same_file if builds else []
@@ -237,8 +261,8 @@ def main() -> None:
     builds += [Build("fork", args.fork, is_fork=True)] if args.fork else []
     for threads in args.threads:
         print(f"\n{threads} threads; tokens/s, medians of {args.rounds} rounds; how many times as fast Baton is (range)\n")
-        print(f"| {' | '.join(['weights', '', 'Baton', *(build.name for build in builds), *[TORCH] * args.torch])} |")
-        print(f"|{'---|' * (3 + len(builds) + args.torch)}", flush=True)
+        columns = ["weights", "", "Baton", *(build.name for build in builds), *other_names(args)]
+        print(f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}", sep="\n", flush=True)
         kv_rows = [row for weights in args.weights for row in compare(args, builds, weights, threads)]
         if kv_rows:
             print("\nMilliseconds of a step, and GB/s at which it reads what the longer context adds, and weights:\n")

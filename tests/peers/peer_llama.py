@@ -189,7 +189,7 @@ def main() -> None:
     if args.quantize:
         library.quantize(args.model, Path(args.quantize[1]), int(args.quantize[0]))
         return
-    serve(Peer(library, args.model, args.threads))
+    serve(lambda: Peer(library, args.model, args.threads))
 
 
 if __name__ == "__main__":

@@ -59,7 +59,7 @@ def main() -> None:
     logging.disable_progress_bar()
     warnings.simplefilter("ignore", FutureWarning)
     with torch.inference_mode():
-        serve(Peer(args.model))
+        serve(lambda: Peer(args.model))
 
 
 if __name__ == "__main__":

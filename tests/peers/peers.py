@@ -1,7 +1,8 @@
-"""The programs that compare.py measures: Baton, builds of llama.cpp, and PyTorch. Each is a process of its own with the same two
-measurements: the time of a prompt, and the time of a decoding step."""
+"""The programs that compare.py measures: Baton, builds of llama.cpp, PyTorch, OpenVINO and vLLM. Each is a process of its own with the
+same two measurements: the time of a prompt, and the time of a decoding step."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -9,9 +10,9 @@ import time
 import urllib.request
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Iterator, Protocol
+from typing import Callable, Iterator, Protocol
 
-TORCH = "torch"
+TORCH, OPENVINO, VLLM = "torch", "OpenVINO", "vLLM"
 # Tokens that a measurement of decoding generates for each sequence.
 OUTPUT_TOKENS = 32
 
@@ -33,7 +34,7 @@ class PeerDied(Exception):
 
 
 class Asked:
-    """A process that is asked by lines of JSON: `peer_llama.py` or `peer_torch.py`."""
+    """A process that is asked by lines of JSON: `peer_llama.py` and those beside it."""
 
     def __init__(self, name: str, process: subprocess.Popen, weight_bytes: int) -> None:
         self.name, self.process, self.weight_bytes = name, process, weight_bytes
@@ -57,12 +58,15 @@ class Asked:
         return self._ask(measure="decode", num_sequences=num_sequences, context=context, num_tokens=OUTPUT_TOKENS)
 
 
-def serve(peer: Peer) -> None:
-    """The other side of `Asked`: answers each line of standard input by a measurement."""
+def serve(start: Callable[[], Peer]) -> None:
+    """The other side of `Asked`: answers each line of standard input by a measurement. What libraries print goes to standard error."""
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    peer = start()
     for line in sys.stdin:
         request = json.loads(line)
         measure = {"prefill": peer.prefill, "decode": peer.decode}[request.pop("measure")]
-        print(json.dumps({"seconds": measure(**request)}), flush=True)
+        print(json.dumps({"seconds": measure(**request)}), file=answers, flush=True)
 
 
 PEER_LLAMA = Path(__file__).parent / "peer_llama.py"
@@ -88,6 +92,18 @@ def torch_up(model: Path, threads: int):
     weight_bytes = sum(path.stat().st_size for path in model.glob("*.safetensors"))
     command = [sys.executable, PEER_LLAMA.with_name("peer_torch.py"), model, "--threads", threads]
     return _asked(TORCH, command, weight_bytes)
+
+
+def openvino_up(python: Path, file: Path, weights: str, threads: int):
+    """OpenVINO of the environment of an interpreter, with a GGUF file in f16."""
+    command = [python, PEER_LLAMA.with_name("peer_openvino.py"), file, "--weights", weights, "--threads", threads]
+    return _asked(OPENVINO, command, 0)
+
+
+def vllm_up(python: Path, model: Path, threads: int):
+    """vLLM of the environment of an interpreter, with the model's own files."""
+    weight_bytes = sum(path.stat().st_size for path in model.glob("*.safetensors"))
+    return _asked(VLLM, [python, PEER_LLAMA.with_name("peer_vllm.py"), model, "--threads", threads], weight_bytes)
 
 
 def quantize(library: Path, plain: Path, to: Path, ftype: int) -> None:

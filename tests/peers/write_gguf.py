@@ -24,8 +24,8 @@ def gguf_name(name: str) -> str:
     return f"blk.{layer}.{NAMES[name]}.weight"
 
 
-def write_gguf(model: Path, to: Path) -> None:
-    """Rows of queries and keys keep their order: for speed it does not matter."""
+def write_gguf(model: Path, to: Path, dtype: str = "bf16") -> None:
+    """In bf16 or f16. Rows of queries and keys keep their order: for speed it does not matter."""
     config = json.loads((model / "config.json").read_text())
     writer = gguf.GGUFWriter(to, "llama")
     writer.add_context_length(config["max_position_embeddings"])
@@ -40,12 +40,16 @@ def write_gguf(model: Path, to: Path) -> None:
     writer.add_rope_freq_base(config["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
+    file_types = {"bf16": gguf.LlamaFileType.MOSTLY_BF16, "f16": gguf.LlamaFileType.MOSTLY_F16}
+    writer.add_file_type(file_types[dtype])
     add_tokenizer(writer, model, config)
     with safe_open(model / "model.safetensors", "pt") as weights:
         for name in weights.keys():
             tensor = weights.get_tensor(name)
             if tensor.ndim == 1:
                 writer.add_tensor(gguf_name(name), tensor.float().numpy())
+            elif dtype == "f16":
+                writer.add_tensor(gguf_name(name), tensor.half().numpy())
             else:
                 halves = tensor.view(torch.int16).numpy().view(numpy.uint8)
                 writer.add_tensor(gguf_name(name), halves, raw_dtype=gguf.GGMLQuantizationType.BF16)
@@ -69,5 +73,6 @@ def add_tokenizer(writer: gguf.GGUFWriter, model: Path, config: dict) -> None:
     writer.add_token_list(tokens)
     writer.add_token_types(types)
     writer.add_token_merges([" ".join(pair) for pair in tokenizer["model"]["merges"]])
+    writer.add_chat_template((model / "chat_template.jinja").read_text())
     writer.add_bos_token_id(config["bos_token_id"])
     writer.add_eos_token_id(config["eos_token_id"])
