@@ -6,7 +6,7 @@ use baton_proto::v1::PrefillMode;
 use serde_json::{Value, json};
 
 use crate::{
-    harness::{Cluster, eventually},
+    harness::{Cluster, eventually, sum_metric},
     prefix::{BLOCK_SIZE, PATIENT, address_of, answer, computed},
 };
 
@@ -32,6 +32,16 @@ async fn tier(cluster: &Cluster, id: &str, count: &str, tier: &str) -> usize {
 async fn until_saved(cluster: &Cluster, id: &str, tier_name: &str, num_blocks: usize) {
     eventually("blocks that are saved", Duration::from_secs(60), async || {
         (tier(cluster, id, "blocks", tier_name).await >= num_blocks).then_some(())
+    })
+    .await;
+}
+
+/// Until the router's index has so many blocks, each level of a worker counted by itself.
+async fn until_known(cluster: &Cluster, num_blocks: usize) {
+    eventually("what the worker holds, in the index", Duration::from_secs(30), async || {
+        let metrics = cluster.http.get("/metrics").await.ok()?.text;
+        let num_known = sum_metric(&metrics, "baton_router_index_memberships", &[]) as usize;
+        (num_known == num_blocks).then_some(())
     })
     .await;
 }
@@ -168,6 +178,27 @@ async fn workers_of_a_machine_have_one_host_tier_that_outlives_them() {
             cluster.wait_for_workers(0, 2).await;
         }
     }
+}
+
+#[tokio::test]
+async fn a_router_knows_which_tier_has_what() {
+    let (memory, disk) = (tempfile::tempdir_in("/dev/shm"), tempfile::tempdir());
+    let (memory, disk) = (memory.expect("a directory in memory"), disk.expect("a directory"));
+    let flags = format!("--host-kv 700K --host-kv-dir {} {}", memory.path().display(), on_disk(disk.path()));
+    let mut cluster = Cluster::new().prefill(0).decode(1).worker_flags(&flags).start().await;
+    answer(&cluster, &prompt(0), NUM_NEXT, PrefillMode::Local, "").await;
+    let num_saved = (NUM_TOKENS + NUM_NEXT - 1) / BLOCK_SIZE;
+    until_saved(&cluster, "decode-0", "disk", num_saved).await;
+    let num_in_memory = tier(&cluster, "decode-0", "blocks", "host").await;
+    assert!((1..num_saved).contains(&num_in_memory), "{num_in_memory}: a part of it");
+    // All that is cached, what is in the pool, and what is there or in memory.
+    until_known(&cluster, 3 * num_saved).await;
+
+    cluster.kill("decode-0");
+    cluster.start_again("decode-0");
+    cluster.wait_for_workers(0, 1).await;
+    until_known(&cluster, num_saved + num_in_memory).await;
+    cluster.assert_all_blocks_free().await;
 }
 
 #[tokio::test]
