@@ -61,7 +61,8 @@ pub struct CacheReader {
 const BATCH_BLOCKS: usize = 1 << 15;
 
 impl EventLog {
-    /// Of a pool of so many blocks. A reader that is farther behind than this many blocks gets a dump, which is no longer.
+    /// Of a pool of so many blocks. A reader that is farther behind than this many blocks, and than all that is cached in pool and tiers,
+    /// gets a dump, which is no longer.
     pub fn new(num_pool_blocks: usize) -> EventLog {
         EventLog {
             ring: VecDeque::new(),
@@ -116,7 +117,7 @@ impl EventLog {
             self.num_blocks += event.blocks().len();
             self.next += 1;
             self.ring.push_back(event);
-            while self.num_blocks > self.max_blocks {
+            while self.num_blocks > self.max_blocks.max(self.cached.len()) {
                 let Some(oldest) = self.ring.pop_front() else { break };
                 self.num_blocks -= oldest.blocks().len();
             }
@@ -357,8 +358,9 @@ mod tests {
         assert_eq!((then.first, then.kind, then.next()), (2, BatchKind::Events, 3));
         assert_eq!(then.events, [stored(Some(7), 20..22)]);
 
-        for idx in 0..100 {
+        for idx in 0..50 {
             log.append(BlockHolder::Pool, vec![stored(Some(21), 1000 + idx..1001 + idx)]);
+            log.append(BlockHolder::Pool, vec![CacheEvent::removed(keys(1000 + idx..1001 + idx))]);
         }
         let again = read(&mut reader, &log).expect("the ring has lost some");
         assert_eq!((again.first, again.kind), (103, BatchKind::DumpEnd));
@@ -485,6 +487,22 @@ mod tests {
             assert!(log.ring.len() <= 2 && log.num_blocks <= 100, "{round}");
         }
         assert_eq!(log.num_cached(), 0);
+    }
+
+    #[test]
+    fn a_reader_gets_what_it_missed_as_long_as_a_dump_is_longer() {
+        let mut log = EventLog::new(64);
+        log.append(BlockHolder::Tier(0), vec![stored(None, 0..1000)]);
+        let mut reader = CacheReader::new(Some(log.next()));
+        // More than the pool has.
+        for (num_behind, kind) in [(800, BatchKind::Events), (1600, BatchKind::DumpEnd)] {
+            for _ in 0..num_behind / 80 {
+                log.append(BlockHolder::Pool, vec![stored(None, 0..40), CacheEvent::removed(keys(0..40))]);
+            }
+            let batch = read(&mut reader, &log).expect("it lacks some");
+            assert_eq!(batch.kind, kind, "{num_behind} blocks behind");
+        }
+        assert!(log.num_blocks <= 1080, "{}", log.num_blocks);
     }
 
     #[test]
