@@ -305,7 +305,7 @@ impl KvStore {
     /// What each tier holds and has done.
     pub fn counts(&self) -> Vec<TierCounts> {
         let directory = self.shared.lock();
-        let recalls = self.shared.recalls().clone();
+        let recalls = self.shared.recalls();
         let block_size = self.shared.storage.layout().block_size as f64;
         let tiers = self.shared.tiers.iter().zip(&self.shared.counters).enumerate();
         let tiers = tiers.map(|(tier, (slots, counters))| {

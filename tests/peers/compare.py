@@ -178,9 +178,10 @@ def kv_row(model: Path, peer: Peer, weights: str, long: Point, short_seconds: fl
     )
     kv_bytes = long.num_sequences * (long.context - SHORT_CONTEXT) * token_bytes
     kv_rate = kv_bytes / max(long_seconds - short_seconds, 1e-9)
+    weight_rate = f"{peer.weight_bytes / short_seconds / 1e9:.1f}" if peer.weight_bytes else ""
     cells = [
         weights, peer.name, str(long), f"{short_seconds * 1000:.1f}", f"{long_seconds * 1000:.1f}",
-        f"{kv_bytes / 1e6:.0f}", f"{kv_rate / 1e9:.1f}", f"{peer.weight_bytes / short_seconds / 1e9:.1f}",
+        f"{kv_bytes / 1e6:.0f}", f"{kv_rate / 1e9:.1f}", weight_rate,
     ]
     return f"| {' | '.join(cells)} |"
 

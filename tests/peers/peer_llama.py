@@ -17,7 +17,7 @@ import time
 from ctypes import POINTER, byref, c_char_p, c_int8, c_int32, c_size_t, c_void_p
 from pathlib import Path
 
-from peers import serve
+from peers import serve, token
 
 MAX_BATCH = 2048
 
@@ -166,7 +166,7 @@ class Peer:
         for first in range(0, len(rows), MAX_BATCH):
             part = rows[first : first + MAX_BATCH]
             for idx, (sequence, position, wants_logits) in enumerate(part):
-                batch.tokens[idx] = 300 + (sequence * 31 + position * 7) % 1000
+                batch.tokens[idx] = token(sequence, position)
                 batch.positions[idx] = position
                 batch.nums_sequences[idx] = 1
                 batch.sequences[idx][0] = sequence

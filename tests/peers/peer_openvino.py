@@ -19,7 +19,7 @@ import numpy
 import nncf
 import openvino
 import openvino_genai
-from peers import serve
+from peers import serve, token
 
 COMPRESSION = {
     "int8": {"mode": nncf.CompressWeightsMode.INT8_ASYM},
@@ -58,7 +58,7 @@ class Peer:
 
     def _add(self, num_tokens: int, num_wanted: int) -> "openvino_genai.py_openvino_genai.GenerationHandle":
         self.num_requests += 1
-        tokens = [300 + (self.num_requests * 31 + position * 7) % 1000 for position in range(num_tokens)]
+        tokens = [token(self.num_requests, position) for position in range(num_tokens)]
         wanted = openvino_genai.GenerationConfig()
         wanted.max_new_tokens, wanted.ignore_eos, wanted.do_sample = num_wanted, True, False
         return self.pipeline.add_request(self.num_requests, openvino.Tensor(numpy.array([tokens])), wanted)

@@ -15,7 +15,7 @@ import warnings
 from pathlib import Path
 
 import torch
-from peers import serve
+from peers import serve, token
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.utils import logging
 
@@ -29,7 +29,7 @@ class Peer:
 
     def _forward(self, num_sequences: int, positions: range, cache: DynamicCache) -> float:
         """Computes a token at each position of all sequences, and the logits of the last. Returns the seconds."""
-        rows = [[300 + (row * 31 + position * 7) % 1000 for position in positions] for row in range(num_sequences)]
+        rows = [[token(row, position) for position in positions] for row in range(num_sequences)]
         tokens = torch.tensor(rows)
         start = time.perf_counter()
         self.model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)

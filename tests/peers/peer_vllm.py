@@ -11,7 +11,7 @@ import statistics
 import time
 from pathlib import Path
 
-from peers import serve
+from peers import serve, token
 
 
 class Peer:
@@ -30,7 +30,7 @@ class Peer:
         from vllm import SamplingParams
 
         self.num_requests += 1
-        tokens = [300 + (self.num_requests * 31 + position * 7) % 1000 for position in range(num_tokens)]
+        tokens = [token(self.num_requests, position) for position in range(num_tokens)]
         wanted = SamplingParams(max_tokens=num_wanted, ignore_eos=True, temperature=0, detokenize=False)
         self.engine.add_request(str(self.num_requests), {"prompt_token_ids": tokens}, wanted)
 

@@ -19,7 +19,7 @@ OUTPUT_TOKENS = 32
 
 class Peer(Protocol):
     name: str
-    # Bytes that a step reads of the weights.
+    # Bytes that a step reads of the weights; 0: not known.
     weight_bytes: int
 
     def prefill(self, num_tokens: int) -> float:
@@ -58,6 +58,11 @@ class Asked:
         return self._ask(measure="decode", num_sequences=num_sequences, context=context, num_tokens=OUTPUT_TOKENS)
 
 
+def token(sequence: int, position: int) -> int:
+    """A token of a prompt. Prompts of different sequences differ."""
+    return 300 + (sequence * 31 + position * 7) % 1000
+
+
 def serve(start: Callable[[], Peer]) -> None:
     """The other side of `Asked`: answers each line of standard input by a measurement. What libraries print goes to standard error."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
@@ -89,21 +94,23 @@ def llama_up(name: str, library: Path, file: Path, threads: int):
 
 def torch_up(model: Path, threads: int):
     """transformers on PyTorch with the model's own files."""
+    return _model_up(TORCH, Path(sys.executable), "peer_torch.py", model, threads)
+
+
+def vllm_up(python: Path, model: Path, threads: int):
+    """vLLM of the environment of an interpreter, with the model's own files."""
+    return _model_up(VLLM, python, "peer_vllm.py", model, threads)
+
+
+def _model_up(name: str, python: Path, script: str, model: Path, threads: int):
     weight_bytes = sum(path.stat().st_size for path in model.glob("*.safetensors"))
-    command = [sys.executable, PEER_LLAMA.with_name("peer_torch.py"), model, "--threads", threads]
-    return _asked(TORCH, command, weight_bytes)
+    return _asked(name, [python, PEER_LLAMA.with_name(script), model, "--threads", threads], weight_bytes)
 
 
 def openvino_up(python: Path, file: Path, weights: str, threads: int):
     """OpenVINO of the environment of an interpreter, with a GGUF file in f16."""
     command = [python, PEER_LLAMA.with_name("peer_openvino.py"), file, "--weights", weights, "--threads", threads]
     return _asked(OPENVINO, command, 0)
-
-
-def vllm_up(python: Path, model: Path, threads: int):
-    """vLLM of the environment of an interpreter, with the model's own files."""
-    weight_bytes = sum(path.stat().st_size for path in model.glob("*.safetensors"))
-    return _asked(VLLM, [python, PEER_LLAMA.with_name("peer_vllm.py"), model, "--threads", threads], weight_bytes)
 
 
 def quantize(library: Path, plain: Path, to: Path, ftype: int) -> None:

@@ -25,6 +25,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tests/planning"))
 from live import Cluster, metrics  # noqa: E402
+import sweep  # noqa: E402
 
 
 def ask(url: str, tokens: list[int]) -> tuple[float, int]:
@@ -86,9 +87,7 @@ def main() -> None:
     parser.add_argument("--up", required=True, help="flags of `up`: the device, its memory, and --host-kv")
     args = parser.parse_args()
     args.nice = 0
-    vocabulary = min(json.loads((args.model / "config.json").read_text())["vocab_size"], 2000)
-    prompts = [[10 + (idx * idx * (seed + 3) + 7 * idx + 11 * seed) % (vocabulary - 10) for idx in range(args.tokens)]
-               for seed in range(args.prompts)]
+    prompts = [sweep.prompt(nth, args.tokens) for nth in range(args.prompts)]
     with tempfile.TemporaryDirectory() as folder:
         cluster = Cluster(args, Path(folder))
         try:

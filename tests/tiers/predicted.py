@@ -18,9 +18,8 @@ import time
 import urllib.request
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "tests/planning"))
-from live import Cluster  # noqa: E402
+import sweep
+from hits import ROOT, Cluster
 
 
 def ask(url: str, tokens: list[int]) -> tuple[float, float, int]:
@@ -48,9 +47,7 @@ def main() -> None:
     parser.add_argument("--up", default="--kv-memory 40M --host-kv 100M --disk-kv-size 600M", help="sizes of pool and tiers")
     args = parser.parse_args()
     args.nice = 0
-    vocabulary = min(json.loads((args.model / "config.json").read_text())["vocab_size"], 2000)
-    prompts = [[10 + (idx * idx * (seed + 3) + 7 * idx + 11 * seed) % (vocabulary - 10) for idx in range(args.tokens)]
-               for seed in range(args.prompts)]
+    prompts = [sweep.prompt(nth, args.tokens) for nth in range(args.prompts)]
     places = [("disk", prompts), ("pool", prompts[-1:]), ("memory", prompts[-3:-6:-1])]
     found: dict[str, list[tuple[float, float]]] = {name: [] for name, _ in places}
     with tempfile.TemporaryDirectory() as folder:

@@ -126,17 +126,15 @@ impl EventLog {
 
     /// What is at each level that readers were not told of before.
     fn begin(&mut self, holder: BlockHolder) -> Vec<CacheEvent> {
-        let BlockHolder::Tier(tier) = holder else { return Vec::new() };
-        let tiers = self.num_tiers..(tier + 1).max(self.num_tiers);
-        self.num_tiers = tiers.end;
-        let cached = self.cached.iter().map(|(&block, &cached)| (block, cached));
-        let levels = tiers.map(CacheLevel::above);
-        let stored = |level, (parent, blocks)| CacheEvent::Stored { level, parent, blocks };
-        levels
-            .flat_map(|level| {
-                sequences_at(level, cached.clone()).into_iter().map(move |sequence| stored(level, sequence))
-            })
-            .collect()
+        let mut begun = Vec::new();
+        let BlockHolder::Tier(newest) = holder else { return begun };
+        for level in (self.num_tiers..=newest).map(CacheLevel::above) {
+            let cached = self.cached.iter().map(|(&block, &cached)| (block, cached));
+            let sequences = sequences_at(level, cached).into_iter();
+            begun.extend(sequences.map(|(parent, blocks)| CacheEvent::Stored { level, parent, blocks }));
+        }
+        self.num_tiers = self.num_tiers.max(newest + 1);
+        begun
     }
 
     /// How many blocks at the front of `keys`, a sequence's in order, this holder has.
