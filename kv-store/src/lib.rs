@@ -1,6 +1,7 @@
 //! Tiers below a worker's block pool: KV that the pool no longer holds, in host memory, on disk and in an object store.
 //!
-//! - `store`: [`KvStore`], which copies blocks out of the pool and back; `reads`: how it finds and reads their records;
+//! - `store`: [`KvStore`], which copies blocks out of the pool and back; `saves`: how blocks become records of the tiers; `reads`: how
+//!   it finds and reads them;
 //! - `directory`: which tier holds which blocks, and which make room: the one policy, pure;
 //! - `slots`: the seam of the stores, [`Slots`]; `host` and `disk` are two, and `shared` one that all workers of a machine have;
 //! - `object`: what is in an object store, shared by workers; its policy is `object/catalogue`, pure;
@@ -22,6 +23,7 @@ mod object;
 mod reads;
 mod recall_pace;
 mod record;
+mod saves;
 mod seal;
 mod shared;
 mod slots;
@@ -36,7 +38,8 @@ pub use disk::{DiskSlots, Medium, StoreOpenError};
 pub use host::HostSlots;
 pub use object::{ObjectConfig, ObjectOpenError};
 pub use record::{Fingerprint, Record, RecordName};
+pub use saves::{SaveRest, SequenceBlocks};
 pub use seal::{KvKey, KvKeyError};
 pub use slots::{ReadError, Slots};
-pub use store::{DiskConfig, HostConfig, KvStore, SequenceBlocks, StoreConfig, TierOpenError};
+pub use store::{DiskConfig, HostConfig, KvStore, StoreConfig, TierOpenError};
 pub use worth::{ReadMode, Worth};

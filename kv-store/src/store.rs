@@ -10,8 +10,8 @@
 //! read    host slot, disk slot, object store --verify--> record --copy--> pool
 //! ```
 //!
-//! Only the copies out of the pool hold blocks of the pool, and a disk is never waited for meanwhile. What a slow disk cannot
-//! take is not written, and counted. It does not know engines: the caller says which blocks hold what, and keeps them.
+//! Only the copies out of the pool hold blocks of the pool, and a disk is never waited for meanwhile: see [`saves`](crate::saves).
+//! It does not know engines: the caller says which blocks hold what, and keeps them.
 
 #[cfg(test)]
 #[path = "tests/store.rs"]
@@ -22,7 +22,7 @@ use std::{
     path::PathBuf,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
-        mpsc::{self, Receiver, RecvTimeoutError, SyncSender, TrySendError},
+        mpsc::{self, SyncSender},
     },
     thread::{self, JoinHandle},
     time::{Duration, Instant},
@@ -30,6 +30,7 @@ use std::{
 
 use baton_kv_cache::{BlockHash, BlockId, BlockStorage, HostBlocks, KvFormat};
 use baton_kv_events::{CacheEvent, Keep};
+use tokio::sync::Semaphore;
 
 use crate::{
     buffer::PAGE,
@@ -40,27 +41,15 @@ use crate::{
     host::HostSlots,
     object::{ObjectConfig, ObjectOpenError, ObjectTier},
     recall_pace::RecallPace,
-    record::{Record, RecordName, RecordShape},
+    record::{Record, RecordShape},
+    saves::{MAX_SAVES, Save, Write, num_queued},
     seal::KvKey,
     shared::SharedSlots,
-    slots::{ReadError, Sharing, SlotChange, Slots},
+    slots::{ReadError, Sharing, Slots},
 };
 
-/// Sequences that wait to be copied out of the pool. Each keeps its blocks, and copies are fast: a longer queue would keep
-/// more of the pool than it is worth.
-const MAX_SAVES: usize = 16;
-/// Memory of records that wait for the disk, and of those that wait for the object store: enough for bursts.
-const MAX_QUEUED_BYTES: usize = 64 << 20;
 /// How long the end waits for what is queued. A disk that hangs does not keep the process.
 const END_TIMEOUT: Duration = Duration::from_secs(5);
-
-/// How late a worker learns of what others did to slots that it shares, at most.
-const FOLLOW_EVERY: Duration = Duration::from_millis(50);
-/// How long host tiers stay that no worker uses, beside one that is used.
-const TIDY_EVERY: Duration = Duration::from_secs(30);
-/// Blocks that were used by others are spared at most so often for one record, and so many slots are tried that others take first.
-const MAX_SPARED: usize = 1024;
-const MAX_CLAIMS: usize = 16;
 
 /// What a worker's tiers are.
 #[derive(Clone, Debug, Default)]
@@ -93,25 +82,6 @@ pub struct DiskConfig {
     pub max_bytes: u64,
 }
 
-/// Blocks of a sequence in a pool, to be copied. `G` keeps them as they are.
-#[derive(Debug)]
-pub struct SequenceBlocks<G> {
-    /// The start of the chain of hashes.
-    pub root: BlockHash,
-    /// Hashes of the blocks, in order.
-    pub hashes: Vec<BlockHash>,
-    /// How the request wants each to be kept.
-    pub keeps: Vec<Keep>,
-    /// Their tokens, one after the other.
-    pub tokens: Vec<u32>,
-    /// Where they are. There may be fewer than hashes.
-    pub blocks: Vec<BlockId>,
-    /// The request has ended: this counts as a use of its blocks.
-    pub has_ended: bool,
-    /// No block is written before this is dropped.
-    pub guard: G,
-}
-
 /// Why a tier cannot be opened.
 #[derive(Debug, thiserror::Error)]
 pub enum TierOpenError {
@@ -127,11 +97,9 @@ pub enum TierOpenError {
 pub struct KvStore {
     pub(crate) shared: Arc<Shared>,
     /// `None` only while it is dropped.
-    saves: Option<SyncSender<Save>>,
+    pub(crate) saves: Option<SyncSender<Save>>,
     threads: Vec<JoinHandle<()>>,
 }
-
-type Save = SequenceBlocks<Box<dyn Send>>;
 
 pub(crate) struct Shared {
     pub(crate) directory: Mutex<Directory>,
@@ -139,6 +107,8 @@ pub(crate) struct Shared {
     pub(crate) tiers: Vec<Box<dyn Slots>>,
     pub(crate) counters: Vec<TierCounters>,
     pub(crate) object: Option<ObjectTier>,
+    /// Room for records that wait for the disk.
+    pub(crate) queue: Arc<Semaphore>,
     pub(crate) storage: Arc<BlockStorage>,
     /// Room for records that the pool's device reads and writes itself. `None`: a processor copies.
     pub(crate) room: Option<Arc<HostBlocks>>,
@@ -148,13 +118,6 @@ pub(crate) struct Shared {
 
 /// Is told what changed in a tier.
 type OnChange = dyn Fn(usize, Vec<CacheEvent>) + Send + Sync;
-
-/// A record on its way to a tier.
-struct Write {
-    tier: usize,
-    keep: Keep,
-    record: Arc<Record>,
-}
 
 impl KvStore {
     /// Opens the tiers of a pool. `on_change` is told of each, by its number, which blocks came into it and which left it; first of all,
@@ -199,7 +162,7 @@ impl KvStore {
             num_damaged += slots.num_damaged();
             tiers.push(Box::new(slots));
         }
-        let open = |object| ObjectTier::open(object, shape(config.key.clone()), MAX_QUEUED_BYTES);
+        let open = |object| ObjectTier::open(object, shape(config.key.clone()), num_queued(&storage));
         let object = config.object.as_ref().map(open);
         Ok(KvStore::over(tiers, object.transpose()?, storage, room, num_damaged, Box::new(on_change)))
     }
@@ -241,6 +204,7 @@ impl KvStore {
             tiers,
             counters,
             object,
+            queue: Arc::new(Semaphore::new(num_queued(&storage))),
             storage,
             room,
             opened: Instant::now(),
@@ -249,7 +213,7 @@ impl KvStore {
         (0..shared.tiers.len()).for_each(|tier| (shared.on_change)(tier, Vec::new()));
         shared.update(|_| ());
         let (saves, to_copy) = mpsc::sync_channel(MAX_SAVES);
-        let (writes, to_write) = mpsc::sync_channel(num_queued(&shared.storage));
+        let (writes, to_write) = mpsc::channel();
         let copier = thread::spawn({
             let shared = shared.clone();
             move || shared.copy_all(&to_copy, &writes)
@@ -259,21 +223,6 @@ impl KvStore {
             move || to_write.iter().for_each(|write: Write| shared.write(&write))
         });
         KvStore { shared, saves: Some(saves), threads: vec![copier, writer] }
-    }
-
-    /// Copies a sequence's blocks to the tiers that lack them, in the background. When too many sequences wait already, these
-    /// are not copied.
-    pub fn save(&self, sequence: SequenceBlocks<impl Send + 'static>) {
-        let SequenceBlocks { root, hashes, keeps, tokens, blocks, has_ended, guard } = sequence;
-        let num_blocks = blocks.len() as u64;
-        let guard = Box::new(guard) as Box<dyn Send>;
-        let save = SequenceBlocks { root, hashes, keeps, tokens, blocks, has_ended, guard };
-        let saves = self.saves.as_ref().expect("the store is open");
-        if saves.try_send(save).is_err() {
-            for counters in &self.shared.counters {
-                counters.add(Count::Dropped, num_blocks);
-            }
-        }
     }
 
     /// Writes records into blocks of the pool, and waits for them. The caller owns the blocks, and no other code reads or
@@ -319,11 +268,6 @@ impl KvStore {
     }
 }
 
-/// Records that wait for one tier at most.
-fn num_queued(storage: &BlockStorage) -> usize {
-    (MAX_QUEUED_BYTES / storage.layout().block_bytes()).max(1)
-}
-
 /// Room for so many records, if the pool's device can read them itself.
 fn room_for(storage: &BlockStorage, num_records: usize) -> Option<Arc<HostBlocks>> {
     // Disks are written in whole pages.
@@ -337,85 +281,6 @@ fn room_for(storage: &BlockStorage, num_records: usize) -> Option<Arc<HostBlocks
 }
 
 impl Shared {
-    fn copy_all(&self, saves: &Receiver<Save>, writes: &SyncSender<Write>) {
-        let is_shared = self.sharing().next().is_some();
-        let mut tidied = Instant::now();
-        loop {
-            // What other workers do to shared slots is told also while nothing else happens.
-            let save = match is_shared {
-                true => saves.recv_timeout(FOLLOW_EVERY),
-                false => saves.recv().map_err(RecvTimeoutError::from),
-            };
-            match save {
-                Ok(save) => {
-                    self.copy(&save, writes);
-                    self.used(&save.hashes, &save.keeps);
-                }
-                Err(RecvTimeoutError::Timeout) => {
-                    drop(self.lock());
-                    if tidied.elapsed() > TIDY_EVERY {
-                        self.sharing().for_each(|(_, slots)| slots.remove_unused());
-                        tidied = Instant::now();
-                    }
-                }
-                Err(RecvTimeoutError::Disconnected) => return,
-            }
-        }
-    }
-
-    /// Copies what tiers lack, in the order of the sequence. A tier that cannot take a block gets none of the later ones: they
-    /// are useless without it.
-    fn copy(&self, save: &Save, writes: &SyncSender<Write>) {
-        let block_size = self.storage.layout().block_size;
-        let mut parent = save.root;
-        let mut takes = vec![true; self.tiers.len()];
-        let mut object = self.object.as_ref().filter(|_| save.has_ended);
-        let hashes = save.hashes.iter().zip(&save.keeps);
-        let blocks = save.blocks.iter().zip(hashes).zip(save.tokens.chunks_exact(block_size));
-        for (block_idx, ((&block, (&hash, &keep)), tokens)) in blocks.enumerate() {
-            let lacking: Vec<usize> = {
-                let directory = self.lock();
-                (0..self.tiers.len())
-                    .filter(|&tier| takes[tier] && directory.lacks(tier, hash, keep))
-                    .collect()
-            };
-            let to_object = object.filter(|object| object.admit(hash, keep));
-            if !lacking.is_empty() || to_object.is_some() {
-                let name = RecordName {
-                    root: save.root,
-                    hash,
-                    parent,
-                    block_idx: block_idx as u32,
-                    tokens: tokens.to_vec(),
-                };
-                debug_assert_eq!(parent.child(tokens), hash, "the tokens are those of the hash");
-                let room = self.room.as_ref().map(HostBlocks::take);
-                if let Some(None) = room {
-                    // Readers keep the room of records that are in no slot any more.
-                    let num_dropped = (save.blocks.len() - block_idx) as u64;
-                    for tier in lacking {
-                        self.counters[tier].add(Count::Dropped, num_dropped);
-                    }
-                    return;
-                }
-                let record = match copy::from_pool(&self.storage, block, name, room.flatten()) {
-                    Ok(record) => Arc::new(record),
-                    Err(error) => {
-                        tracing::warn!(%error, "kv not saved: the pool's device fails");
-                        return;
-                    }
-                };
-                for tier in lacking {
-                    takes[tier] = self.take(Write { tier, keep, record: record.clone() }, writes);
-                }
-                if to_object.is_some_and(|object| !object.write(record)) {
-                    object = None;
-                }
-            }
-            parent = hash;
-        }
-    }
-
     /// Where the front of a sequence is, as far as tiers hold it: in slots, or `None`: in the object store.
     pub(crate) fn places(&self, hashes: &[BlockHash]) -> Vec<Option<SlotPlace>> {
         let directory = self.lock();
@@ -438,79 +303,10 @@ impl Shared {
     }
 
     /// If another record takes the slot meanwhile, that one is kept so: it costs the order, and nothing else.
-    fn keep(&self, SlotPlace { tier, slot }: SlotPlace, keep: Keep) {
+    pub(crate) fn keep(&self, SlotPlace { tier, slot }: SlotPlace, keep: Keep) {
         if let Err(error) = self.tiers[tier].keep(slot, keep) {
             tracing::debug!(tier = self.tiers[tier].name(), %error, "how a block is to be kept is not noted");
         }
-    }
-
-    /// Writes to memory at once, and leaves a disk to the writer. False when the tier does not take the record.
-    fn take(&self, write: Write, writes: &SyncSender<Write>) -> bool {
-        if self.tiers[write.tier].is_memory() {
-            self.write(&write);
-            return true;
-        }
-        match writes.try_send(write) {
-            Ok(()) => true,
-            Err(TrySendError::Full(write) | TrySendError::Disconnected(write)) => {
-                self.counters[write.tier].add(Count::Dropped, 1);
-                false
-            }
-        }
-    }
-
-    fn write(&self, Write { tier, keep, record }: &Write) {
-        let RecordName { hash, block_idx, .. } = record.name;
-        let slot = match self.tiers[*tier].shared() {
-            None => self.update(|directory| directory.begin_write(*tier, hash, block_idx, *keep)),
-            Some(shared) => self.claim(shared, *tier, &record.name, *keep),
-        };
-        let Some(slot) = slot else { return };
-        let place = SlotPlace { tier: *tier, slot };
-        match self.tiers[*tier].write(slot, record) {
-            Ok(()) => {
-                self.counters[*tier].add(Count::Writes, 1);
-                if *keep != Keep::Normal {
-                    self.keep(place, *keep);
-                }
-                self.update(|directory| directory.end_write(place, record.name.block_before()));
-            }
-            Err(error) => {
-                let name = self.tiers[*tier].name();
-                let num_before = self.counters[*tier].add(Count::WriteErrors, 1);
-                // A full disk refuses every write.
-                if num_before.is_power_of_two() || num_before == 0 {
-                    tracing::warn!(tier = name, %error, num_before, "kv not saved: the tier refuses a write");
-                }
-                self.tiers[*tier].shared().iter().for_each(|shared| shared.release(slot));
-                self.update(|directory| directory.fail_write(place));
-            }
-        }
-    }
-
-    /// A slot of a shared tier for a record, which is this process's now. A block that others used since this one last asked does not make
-    /// room for it.
-    fn claim(&self, shared: &dyn Sharing, tier: usize, name: &RecordName, keep: Keep) -> Option<u32> {
-        for _ in 0..MAX_CLAIMS {
-            let (slot, is_claimed) = self.update(|directory| {
-                for _ in 0..MAX_SPARED {
-                    let Some(slot) = directory.next_evicted(tier, keep) else { break };
-                    let Some(keep) = shared.used_by_others(slot) else { break };
-                    directory.used_slot(SlotPlace { tier, slot }, keep);
-                }
-                let slot = directory.begin_write(tier, name.hash, name.block_idx, keep)?;
-                let is_claimed = shared.claim(slot);
-                if !is_claimed {
-                    // Another process was first. It may have been stopped before it told more.
-                    directory.follow(tier, vec![(slot, SlotChange::Taken)]);
-                }
-                Some((slot, is_claimed))
-            })?;
-            if is_claimed {
-                return Some(slot);
-            }
-        }
-        None
     }
 
     /// The slot had this version when the read began.
@@ -532,7 +328,7 @@ impl Shared {
     }
 
     /// Changes the directory, and tells of the changes.
-    fn update<R>(&self, change: impl FnOnce(&mut Directory) -> R) -> R {
+    pub(crate) fn update<R>(&self, change: impl FnOnce(&mut Directory) -> R) -> R {
         let mut directory = self.lock();
         let result = change(&mut directory);
         self.tell(&mut directory);
@@ -557,7 +353,7 @@ impl Shared {
     }
 
     /// The tiers that other processes have, too.
-    fn sharing(&self) -> impl Iterator<Item = (usize, &dyn Sharing)> {
+    pub(crate) fn sharing(&self) -> impl Iterator<Item = (usize, &dyn Sharing)> {
         self.tiers.iter().enumerate().filter_map(|(tier, slots)| Some((tier, slots.shared()?)))
     }
 

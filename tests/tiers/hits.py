@@ -28,9 +28,9 @@ from live import Cluster, metrics  # noqa: E402
 import sweep  # noqa: E402
 
 
-def ask(url: str, tokens: list[int]) -> tuple[float, int]:
+def ask(url: str, tokens: list[int], max_tokens: int = 1) -> tuple[float, int]:
     """Milliseconds to the first event with a token, and how many tokens were cached."""
-    body = {"prompt": tokens, "max_tokens": 1, "temperature": 0, "stream": True, "stream_options": {"include_usage": True}}
+    body = {"prompt": tokens, "max_tokens": max_tokens, "temperature": 0, "stream": True, "stream_options": {"include_usage": True}}
     request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"})
     started, first, usage = time.monotonic(), None, {}
     with urllib.request.urlopen(request, timeout=600) as response:

@@ -80,14 +80,14 @@ impl ObjectTier {
     pub(crate) fn open(
         config: &ObjectConfig,
         shape: RecordShape,
-        max_queued_bytes: usize,
+        num_queued: usize,
     ) -> Result<ObjectTier, ObjectOpenError> {
         let segment_bytes = (shape.manifest_bytes(1) + shape.record_bytes()) as u64;
         if config.max_bytes < segment_bytes {
             return Err(ObjectOpenError::TooSmall { max_bytes: config.max_bytes, segment_bytes });
         }
         let (store, location) = location::open(&config.url)?;
-        Ok(ObjectTier::over(store, location, config, shape, max_queued_bytes))
+        Ok(ObjectTier::over(store, location, config, shape, num_queued))
     }
 
     fn over(
@@ -95,7 +95,7 @@ impl ObjectTier {
         location: Path,
         config: &ObjectConfig,
         shape: RecordShape,
-        max_queued_bytes: usize,
+        num_queued: usize,
     ) -> ObjectTier {
         let fingerprint: String = shape.fingerprint.0.iter().map(|byte| format!("{byte:02x}")).collect();
         let sealed = if shape.key.is_some() { "-sealed" } else { "" };
@@ -118,7 +118,7 @@ impl ObjectTier {
             .enable_all()
             .build()
             .expect("the system has room for a thread");
-        let (to_write, records) = mpsc::channel((max_queued_bytes / shared.shape.record_bytes()).max(1));
+        let (to_write, records) = mpsc::channel(num_queued);
         let mut incarnation = [0; 8];
         SystemRandom::new().fill(&mut incarnation).expect("the system has random numbers");
         let incarnation = u64::from_le_bytes(incarnation);
@@ -153,12 +153,27 @@ impl ObjectTier {
     /// Takes a record to write. False: too much waits.
     pub(crate) fn write(&self, record: Arc<Record>) -> bool {
         let hash = record.name.hash;
-        let is_taken = self.to_write.as_ref().expect("the tier is open").try_send(record).is_ok();
+        let is_taken = self.queue().try_send(record).is_ok();
         if !is_taken {
-            self.shared.counters.add(Count::Dropped, 1);
             self.shared.lock().give_up([hash]);
         }
         is_taken
+    }
+
+    /// Waits until half of the queue is free.
+    pub(crate) async fn room(&self) {
+        let queue = self.queue();
+        // An error: the tier ends.
+        drop(queue.reserve_many(queue.max_capacity().div_ceil(2)).await);
+    }
+
+    /// So many blocks that were to be written are not.
+    pub(crate) fn dropped(&self, num_blocks: u64) {
+        self.shared.counters.add(Count::Dropped, num_blocks);
+    }
+
+    fn queue(&self) -> &mpsc::Sender<Arc<Record>> {
+        self.to_write.as_ref().expect("the tier is open")
     }
 
     /// A sequence used these blocks.

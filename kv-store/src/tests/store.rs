@@ -11,7 +11,13 @@ use std::{
 use baton_kv_cache::DeviceMemory;
 
 use super::*;
-use crate::testing::{BLOCK_SIZE, body, chain, format, layout, root, tokens};
+use tokio::sync::oneshot;
+
+use crate::{
+    record::RecordName,
+    saves::{SaveRest, SequenceBlocks},
+    testing::{BLOCK_SIZE, body, chain, format, layout, root, tokens},
+};
 
 /// A pool whose block `idx` may hold any block.
 pub(crate) struct Pool {
@@ -73,7 +79,7 @@ impl Pool {
         body(hash).repeat(self.storage.layout().block_bytes() / layout().block_bytes())
     }
 
-    /// Fills the pool with a sequence, saves it, and waits until its blocks are free again.
+    /// Fills the pool with a sequence, saves it, and waits until its blocks are not needed any more.
     pub(crate) fn save(&self, store: &KvStore, seed: u64, num_blocks: usize) -> Vec<BlockHash> {
         self.save_kept(store, seed, num_blocks, Keep::Normal)
     }
@@ -87,19 +93,35 @@ impl Pool {
     ) -> Vec<BlockHash> {
         let hashes = chain(seed, num_blocks);
         self.fill(&hashes);
-        let (kept, released) = mpsc::channel::<()>();
-        store.save(SequenceBlocks {
-            root: root(),
-            hashes: hashes.clone(),
-            keeps: vec![keep; num_blocks],
-            tokens: tokens(seed, num_blocks),
-            blocks: (0..num_blocks as u32).map(BlockId).collect(),
-            has_ended: true,
-            guard: kept,
-        });
-        released.recv().expect_err("nothing is sent");
+        let sequence = || self.sequence(&hashes, seed, keep);
+        let mut rests = received(store.save(sequence()));
+        while let Some(rest) = rests.pop() {
+            runtime().block_on(store.room(&rest));
+            rests.extend(received(store.save_rest(sequence(), rest)));
+        }
         hashes
     }
+
+    /// The sequence with which the pool was filled.
+    fn sequence(&self, hashes: &[BlockHash], seed: u64, keep: Keep) -> SequenceBlocks<()> {
+        SequenceBlocks {
+            root: root(),
+            hashes: hashes.to_vec(),
+            keeps: vec![keep; hashes.len()],
+            tokens: tokens(seed, hashes.len()),
+            blocks: (0..hashes.len() as u32).map(BlockId).collect(),
+            has_ended: true,
+            guard: (),
+        }
+    }
+}
+
+fn received(rests: oneshot::Receiver<Vec<SaveRest>>) -> Vec<SaveRest> {
+    rests.blocking_recv().expect("few sequences wait")
+}
+
+fn runtime() -> tokio::runtime::Runtime {
+    tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime")
 }
 
 /// Memory of a device: the host sees copies.
@@ -352,17 +374,58 @@ fn a_disk_that_hangs_keeps_no_blocks_and_what_it_cannot_take_is_dropped() {
     let hangs = Arc::new(AtomicBool::new(true));
     let pool = Pool::new();
     let store = pool.over(vec![Box::new(BadDisk { hangs: hangs.clone(), fails: false })]);
-    let queue = MAX_QUEUED_BYTES / layout().block_bytes();
+    let queue = num_queued(&pool.storage);
     let mut num_saved = 0;
     // Each returns although the disk hangs: more than the queue takes.
     for seed in 0..queue as u64 / 60 + 3 {
-        pool.save(&store, seed, 60);
+        let hashes = chain(seed, 60);
+        pool.fill(&hashes);
+        let rests = received(store.save(pool.sequence(&hashes, seed, Keep::Normal)));
+        rests.into_iter().for_each(|rest| store.give_up(rest));
         num_saved += 60;
     }
     let dropped = store.counts()[0].dropped;
     assert!(dropped > 0 && store.counts()[0].writes == 0, "{dropped} of {num_saved}");
     hangs.store(false, Ordering::Relaxed);
     eventually("the queue is written", || store.counts()[0].writes as usize >= queue);
+}
+
+#[test]
+fn what_a_disk_has_no_room_for_is_saved_later_from_where_it_ended() {
+    let hangs = Arc::new(AtomicBool::new(true));
+    let pool = Pool::new();
+    let store = pool.over(vec![Box::new(BadDisk { hangs: hangs.clone(), fails: false })]);
+    let queue = num_queued(&pool.storage);
+    let runtime = runtime();
+    let hashes = chain(1, 60);
+    pool.fill(&hashes);
+    let mut rests = received(store.save(pool.sequence(&hashes, 1, Keep::Normal)));
+    // None that was queued is written yet, so none has given its room up.
+    let room = |rest| {
+        runtime.block_on(async { tokio::time::timeout(Duration::from_millis(20), store.room(rest)).await })
+    };
+    assert!(rests.len() == 1 && room(&rests[0]).is_err());
+    hangs.store(false, Ordering::Relaxed);
+    let mut num_pieces = 1;
+    while let Some(rest) = rests.pop() {
+        runtime.block_on(store.room(&rest));
+        rests = received(store.save_rest(pool.sequence(&hashes, 1, Keep::Normal), rest));
+        num_pieces += 1;
+    }
+    eventually("all is written", || store.num_found(&hashes) == 60);
+    assert!((60 / queue..=2 * 60 / queue + 1).contains(&num_pieces), "{num_pieces}");
+    assert_eq!((store.counts()[0].writes, store.counts()[0].dropped), (60, 0), "each once");
+    // The pool has lost the end of a sequence meanwhile.
+    hangs.store(true, Ordering::Relaxed);
+    let hashes = chain(2, 60);
+    pool.fill(&hashes);
+    let rest = received(store.save(pool.sequence(&hashes, 2, Keep::Normal))).pop().expect("a rest");
+    let mut sequence = pool.sequence(&hashes, 2, Keep::Normal);
+    sequence.blocks.truncate(1);
+    assert!(received(store.save_rest(sequence, rest)).is_empty());
+    let num_dropped = store.counts()[0].dropped as usize;
+    assert!((60 - queue - 1..=60 - queue).contains(&num_dropped), "{num_dropped}");
+    hangs.store(false, Ordering::Relaxed);
 }
 
 #[test]

@@ -1,10 +1,11 @@
 //! What requests leave is saved: when they end, and as they go on.
 
-use std::sync::Arc;
+use std::{sync::Arc, time::Duration};
 
-use baton_kv_store::SequenceBlocks;
+use baton_engine::CachedPrefix;
+use baton_kv_store::{SaveRest, SequenceBlocks};
 use baton_request::Request;
-use tokio::runtime::Handle;
+use tokio::{runtime::Handle, time::timeout};
 
 use crate::tiers::Tiers;
 
@@ -13,17 +14,22 @@ const SAVE_EVERY: usize = 256;
 /// The same while less than an eighth of the pool is free: what a preempted sequence has not saved is computed again.
 const SAVE_EVERY_IF_SCARCE: usize = 32;
 
+/// How often what waits for room looks whether the worker ends.
+const LOOK_EVERY: Duration = Duration::from_millis(250);
+
 /// Saves the blocks of a request when this is dropped: when the request has ended, whatever its end.
 #[derive(Debug)]
 pub struct SaveAtEnd {
     tiers: Arc<Tiers>,
     request: Request,
+    /// Earlier saves that are not over have it, too.
+    saving: Arc<()>,
 }
 
 impl SaveAtEnd {
     /// `None` without tiers.
     pub fn new(tiers: Option<&Arc<Tiers>>, request: &Request) -> Option<SaveAtEnd> {
-        Some(SaveAtEnd { tiers: tiers?.clone(), request: request.clone() })
+        Some(SaveAtEnd { tiers: tiers?.clone(), request: request.clone(), saving: Arc::default() })
     }
 
     /// The request has one more token of output. The prompt is saved with the second, when its KV is here also after a handoff,
@@ -35,14 +41,18 @@ impl SaveAtEnd {
             let load = self.tiers.limits.engine.load_now();
             load.num_free_blocks * 8 < load.num_total_blocks
         };
-        if num_tokens % SAVE_EVERY == 2 || num_tokens % SAVE_EVERY_IF_SCARCE == 2 && is_scarce() {
+        let is_due = num_tokens % SAVE_EVERY == 2 || num_tokens % SAVE_EVERY_IF_SCARCE == 2 && is_scarce();
+        if is_due && Arc::strong_count(&self.saving) == 1 {
             self.spawn_save(self.request.clone(), false);
         }
     }
 
     fn spawn_save(&self, request: Request, has_ended: bool) {
-        let tiers = self.tiers.clone();
-        self.tiers.tasks.spawn(async move { save(&tiers, request, has_ended).await });
+        let (tiers, saving) = (self.tiers.clone(), self.saving.clone());
+        self.tiers.tasks.spawn(async move {
+            save(&tiers, request, has_ended).await;
+            drop(saving);
+        });
     }
 }
 
@@ -56,29 +66,73 @@ impl Drop for SaveAtEnd {
     }
 }
 
-/// Copies the blocks of a request's known tokens that the pool has.
-async fn save(tiers: &Tiers, request: Request, has_ended: bool) {
+/// A sequence that is saved: a request's known tokens in full blocks, as the prompt of a request.
+struct Saved {
+    request: Request,
+    has_ended: bool,
+}
+
+/// Saves the blocks of a request that the pool has. What a tier has no room for waits: it is saved when the tier's queue has room, if the
+/// pool has it still. No block is held meanwhile.
+async fn save(tiers: &Arc<Tiers>, request: Request, has_ended: bool) {
     let engine = &tiers.limits.engine;
     let block_size = tiers.block_size();
-    // As a prompt: a request that has all of its output is not valid. The last token is never computed.
     let mut tokens = [&request.prompt[..], &request.output].concat();
+    // The last token is never computed.
     tokens.truncate(tokens.len().min(engine.context_length()).saturating_sub(1) / block_size * block_size);
     if tokens.is_empty() {
         return;
     }
-    let request = Request { prompt: tokens.clone().into(), output: Vec::new(), ..request };
-    let hashes = engine.prefix_hashes(&request, tokens.len());
-    // Held, so that the blocks stay as they are until they are copied.
-    match engine.hold_cached(&request).await {
-        Ok(held) => tiers.store.save(SequenceBlocks {
-            root: engine.hash_root(&request),
-            keeps: engine.keeps(&request, hashes.len()),
+    // As a prompt: a request that has all of its output is not valid.
+    let saved = Arc::new(Saved {
+        request: Request { prompt: tokens.into(), output: Vec::new(), ..request },
+        has_ended,
+    });
+    let Some(sequence) = saved.hold(tiers).await else { return };
+    for rest in tiers.store.save(sequence).await.unwrap_or_default() {
+        match tiers.waiting.clone().try_acquire_owned() {
+            Ok(permit) => {
+                let (tiers, saved) = (tiers.clone(), saved.clone());
+                tiers.tasks.clone().spawn(async move {
+                    saved.save_rest(&tiers, rest).await;
+                    drop(permit);
+                });
+            }
+            Err(_) => tiers.store.give_up(rest),
+        }
+    }
+}
+
+impl Saved {
+    /// Its blocks in the pool, as they are until they are copied.
+    async fn hold(&self, tiers: &Tiers) -> Option<SequenceBlocks<CachedPrefix>> {
+        let engine = &tiers.limits.engine;
+        let hashes = engine.prefix_hashes(&self.request, self.request.prompt.len());
+        let held = engine.hold_cached(&self.request).await;
+        let held = held.inspect_err(|error| tracing::debug!(%error, "kv not saved")).ok()?;
+        Some(SequenceBlocks {
+            root: engine.hash_root(&self.request),
+            keeps: engine.keeps(&self.request, hashes.len()),
             hashes,
-            tokens,
+            tokens: self.request.prompt.to_vec(),
             blocks: held.blocks().to_vec(),
-            has_ended,
+            has_ended: self.has_ended,
             guard: held,
-        }),
-        Err(error) => tracing::debug!(%error, "kv not saved"),
+        })
+    }
+
+    /// Saves piece by piece what a tier had no room for, unless the worker ends.
+    async fn save_rest(&self, tiers: &Tiers, rest: SaveRest) {
+        let _turn = tiers.turns[rest.target()].lock().await;
+        let mut next = Some(rest);
+        while let Some(rest) = next {
+            while timeout(LOOK_EVERY, tiers.store.room(&rest)).await.is_err() && !tiers.tasks.is_closed() {}
+            if tiers.tasks.is_closed() {
+                return tiers.store.give_up(rest);
+            }
+            let Some(sequence) = self.hold(tiers).await else { return };
+            let rests = tiers.store.save_rest(sequence, rest).await;
+            next = rests.ok().and_then(|rests| rests.into_iter().next());
+        }
     }
 }

@@ -14,7 +14,7 @@ use baton_kv_cache::{BlockHash, KvFormat};
 use baton_kv_events::BlockHolder;
 use baton_kv_store::{KvKey, KvStore, Record, StoreConfig, TierCounts};
 use tokio::{
-    sync::{OwnedSemaphorePermit, Semaphore},
+    sync::{Mutex, OwnedSemaphorePermit, Semaphore},
     task::spawn_blocking,
 };
 use tokio_util::task::TaskTracker;
@@ -24,6 +24,8 @@ use crate::limits::FetchLimits;
 /// Recalls that read at once. Each has at most a batch of KV between a tier and the pool, so this bounds memory, and
 /// the threads that a disk that hangs can keep.
 const MAX_RECALLS: usize = 4;
+/// Rests of sequences that wait for room in a tier at most, each with its tokens. More are not saved.
+const MAX_RESTS: usize = 256;
 
 /// What the tiers of a worker are.
 #[derive(Clone, Debug, Default)]
@@ -43,6 +45,10 @@ pub struct Tiers {
     pub(crate) tasks: TaskTracker,
     /// Permits of recalls that read.
     pub(crate) reading: Arc<Semaphore>,
+    /// By tier: whose turn it is to save what it had no room for.
+    pub(crate) turns: Vec<Mutex<()>>,
+    /// Permits of what waits for its turn.
+    pub(crate) waiting: Arc<Semaphore>,
     /// Tokens of preempted sequences that came back.
     pub(crate) num_resumed_tokens: AtomicU64,
 }
@@ -80,8 +86,15 @@ impl Tiers {
 
     /// Over a store, which tells the cache log of the engine what it holds.
     pub fn over(store: KvStore, limits: FetchLimits, tasks: TaskTracker) -> Tiers {
-        let reading = Arc::new(Semaphore::new(MAX_RECALLS));
-        Tiers { store, limits, tasks, reading, num_resumed_tokens: AtomicU64::new(0) }
+        Tiers {
+            turns: (0..store.num_targets()).map(|_| Mutex::new(())).collect(),
+            store,
+            limits,
+            tasks,
+            reading: Arc::new(Semaphore::new(MAX_RECALLS)),
+            waiting: Arc::new(Semaphore::new(MAX_RESTS)),
+            num_resumed_tokens: AtomicU64::new(0),
+        }
     }
 
     /// What runs for requests that may be over.

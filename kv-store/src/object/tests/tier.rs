@@ -21,7 +21,7 @@ const NUM_BLOCKS: usize = 6;
 
 fn open_sealed(store: &LyingStore, worker: &str, max_bytes: u64, shape: RecordShape) -> ObjectTier {
     let config = ObjectConfig { url: String::new(), worker: worker.into(), max_bytes };
-    ObjectTier::over(Arc::new(store.clone()), Path::from("kv"), &config, shape, 1 << 20)
+    ObjectTier::over(Arc::new(store.clone()), Path::from("kv"), &config, shape, 1 << 10)
 }
 
 fn open(store: &LyingStore, worker: &str) -> ObjectTier {
@@ -103,7 +103,7 @@ fn what_one_worker_writes_another_finds_and_reads() {
 #[test]
 fn room_for_less_than_a_segment_is_refused() {
     let config = ObjectConfig { url: "s3://kv".into(), worker: "one".into(), max_bytes: 1000 };
-    let refused = ObjectTier::open(&config, shape(), 1 << 20);
+    let refused = ObjectTier::open(&config, shape(), 1 << 10);
     assert!(matches!(refused, Err(ObjectOpenError::TooSmall { max_bytes: 1000, .. })), "{refused:?}");
 }
 

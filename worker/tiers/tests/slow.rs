@@ -1,4 +1,4 @@
-//! A tier that is about as fast as computing: its blocks come from the end of a prompt while it is computed.
+//! Tiers that are about as slow as computing: blocks come from the end of a prompt while it is computed, and are saved as there is room.
 
 use std::{
     io,
@@ -14,7 +14,7 @@ use baton_engine::{EngineConfig, EngineHandle, EngineThread, Request, SamplingPa
 use baton_engine_testing::FakeModel;
 use baton_kv_cache::BlockHash;
 use baton_kv_events::{BlockHolder, Keep};
-use baton_kv_store::{HostSlots, KvStore, ReadError, Record, RecordName, Slots};
+use baton_kv_store::{HostSlots, KvStore, ReadError, Record, RecordName, Slots, TierCounts};
 use baton_worker_tiers::{FetchLimits, Recall, SaveAtEnd, Tiers};
 use tokio_util::task::TaskTracker;
 
@@ -23,10 +23,12 @@ const NUM_TOKENS: usize = 401;
 /// Of a block: to compute and to read.
 const BLOCK_TIME: Duration = Duration::from_millis(2);
 
-/// Slots in memory that take their time, and may lose a block.
+/// Slots that take their time, and may lose a block.
 #[derive(Debug)]
 struct SlowSlots {
     slots: HostSlots,
+    /// They are not waited for.
+    is_disk: bool,
     loses_one: Arc<AtomicBool>,
 }
 
@@ -36,7 +38,7 @@ impl Slots for SlowSlots {
     }
 
     fn is_memory(&self) -> bool {
-        true
+        !self.is_disk
     }
 
     fn num_slots(&self) -> u32 {
@@ -48,6 +50,9 @@ impl Slots for SlowSlots {
     }
 
     fn write(&self, slot: u32, record: &Arc<Record>) -> io::Result<()> {
+        if self.is_disk {
+            thread::sleep(BLOCK_TIME);
+        }
         self.slots.write(slot, record)
     }
 
@@ -80,6 +85,11 @@ struct Worker {
 
 impl Worker {
     fn start() -> Worker {
+        Worker::over(false)
+    }
+
+    /// Over slots that are memory, or a disk.
+    fn over(is_disk: bool) -> Worker {
         let model = FakeModel::new(BLOCK_SIZE);
         let config = EngineConfig {
             num_blocks: 180,
@@ -110,7 +120,7 @@ impl Worker {
         let layout = *engine.storage().layout();
         let loses_one = Arc::new(AtomicBool::new(false));
         let slots = HostSlots::new(1000 * layout.block_bytes() as u64, layout.block_bytes());
-        let slots: Box<dyn Slots> = Box::new(SlowSlots { slots, loses_one: loses_one.clone() });
+        let slots: Box<dyn Slots> = Box::new(SlowSlots { slots, is_disk, loses_one: loses_one.clone() });
         let log = engine.cache_log().clone();
         let tell = move |tier, events| log.append(BlockHolder::Tier(tier), events);
         let store = KvStore::over_slots(vec![slots], engine.storage().clone(), tell);
@@ -211,4 +221,37 @@ async fn a_request_that_leaves_ends_its_recall_and_leaves_no_block() {
     tokio::time::sleep(BLOCK_TIME * 10).await;
     drop((stream, beside));
     worker.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_disk_gets_all_of_a_prompt_that_is_longer_than_its_queue() {
+    let worker = Worker::over(true);
+    // The pool has 180 blocks, and a sixteenth of that is the room for what waits.
+    worker.answer(0).await;
+    worker.until_saved(NUM_BLOCKS).await;
+    assert_eq!(worker.tiers.counts()[0].dropped, 0);
+    // What other prompts took from the pool meanwhile is not saved, and no block is kept for it.
+    for nth in 1..8 {
+        worker.answer(nth).await;
+    }
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while !worker.tiers.tasks().is_empty() {
+        assert!(Instant::now() < deadline, "{:?}", worker.tiers.counts());
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    let TierCounts { num_held, dropped, .. } = worker.tiers.counts()[0];
+    assert!(num_held > 3 * NUM_BLOCKS && num_held + dropped <= 8 * NUM_BLOCKS, "{num_held} and {dropped}");
+    worker.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_worker_that_ends_does_not_wait_for_what_a_disk_has_no_room_for() {
+    let worker = Worker::over(true);
+    for nth in 0..4 {
+        worker.answer(nth).await;
+    }
+    let tiers = worker.tiers.clone();
+    worker.end().await;
+    let TierCounts { num_held, dropped, .. } = tiers.counts()[0];
+    assert!(dropped > 0 && num_held + dropped <= 4 * NUM_BLOCKS, "{num_held} and {dropped}");
 }

@@ -1,0 +1,330 @@
+//! Saves: blocks of a sequence are copied out of the pool, into memory at once and into queues for a disk and an object store. What a
+//! queue has no room for is a [`SaveRest`]. The caller comes back with its blocks when there is [room](KvStore::room), so none is kept
+//! meanwhile, and no memory taken.
+
+use std::{
+    sync::{
+        Arc,
+        mpsc::{Receiver, RecvTimeoutError, Sender, TrySendError},
+    },
+    time::{Duration, Instant},
+};
+
+use baton_kv_cache::{BlockHash, BlockId, BlockStorage, HostBlocks};
+use baton_kv_events::Keep;
+use tokio::sync::{OwnedSemaphorePermit, oneshot};
+
+use crate::{
+    copy,
+    counts::Count,
+    directory::SlotPlace,
+    record::{Record, RecordName},
+    slots::{Sharing, SlotChange},
+    store::{KvStore, Shared},
+};
+
+/// Sequences that wait to be copied out of the pool. Each keeps its blocks, and copies are fast: a longer queue would keep
+/// more of the pool than it is worth.
+pub(crate) const MAX_SAVES: usize = 16;
+/// Memory of records that wait for the disk, and of those that wait for the object store: this part of the pool, up to so many bytes.
+/// It is to last for a step of the engine, at whose end more blocks come.
+const QUEUED_PART: usize = 16;
+const MAX_QUEUED_BYTES: usize = 1 << 30;
+
+/// How late a worker learns of what others did to slots that it shares, at most.
+const FOLLOW_EVERY: Duration = Duration::from_millis(50);
+/// How long host tiers stay that no worker uses, beside one that is used.
+const TIDY_EVERY: Duration = Duration::from_secs(30);
+/// Blocks that were used by others are spared at most so often for one record, and so many slots are tried that others take first.
+const MAX_SPARED: usize = 1024;
+const MAX_CLAIMS: usize = 16;
+
+/// Blocks of a sequence in a pool, to be copied. `G` keeps them as they are.
+#[derive(Debug)]
+pub struct SequenceBlocks<G> {
+    /// The start of the chain of hashes.
+    pub root: BlockHash,
+    /// Hashes of the blocks, in order.
+    pub hashes: Vec<BlockHash>,
+    /// How the request wants each to be kept.
+    pub keeps: Vec<Keep>,
+    /// Their tokens, one after the other.
+    pub tokens: Vec<u32>,
+    /// Where they are. There may be fewer than hashes.
+    pub blocks: Vec<BlockId>,
+    /// The request has ended: this counts as a use of its blocks.
+    pub has_ended: bool,
+    /// No block is written before this is dropped.
+    pub guard: G,
+}
+
+/// Blocks of a sequence, by their places in it, that one tier is still to get.
+#[derive(Debug)]
+pub struct SaveRest {
+    /// The tier, by its number; after those with slots the object store.
+    target: usize,
+    first: usize,
+    end: usize,
+}
+
+/// A sequence on its way to the thread that copies.
+pub(crate) struct Save {
+    sequence: SequenceBlocks<Box<dyn Send>>,
+    wanted: Vec<SaveRest>,
+    rests: oneshot::Sender<Vec<SaveRest>>,
+}
+
+/// A record on its way to a tier.
+pub(crate) struct Write {
+    tier: usize,
+    keep: Keep,
+    record: Arc<Record>,
+    /// In the queue for a disk.
+    _place: Option<OwnedSemaphorePermit>,
+}
+
+/// Records that wait for one tier at most.
+pub(crate) fn num_queued(storage: &BlockStorage) -> usize {
+    let max_bytes = (storage.size_bytes() / QUEUED_PART).min(MAX_QUEUED_BYTES);
+    (max_bytes / storage.layout().block_bytes()).max(1)
+}
+
+impl SaveRest {
+    /// The tier that had no room for it: a number below [`KvStore::num_targets`].
+    pub fn target(&self) -> usize {
+        self.target
+    }
+}
+
+impl KvStore {
+    /// Tiers to which blocks are saved.
+    pub fn num_targets(&self) -> usize {
+        self.shared.tiers.len() + usize::from(self.shared.object.is_some())
+    }
+
+    /// Copies a sequence's blocks to the tiers that lack them, in the background. What is received when this is done, and the guard
+    /// dropped: what tiers had no room for. An error is received when too many sequences wait already: these are not copied.
+    pub fn save(&self, sequence: SequenceBlocks<impl Send + 'static>) -> oneshot::Receiver<Vec<SaveRest>> {
+        let num_tiers = self.shared.tiers.len();
+        let targets = 0..if sequence.has_ended { self.num_targets() } else { num_tiers };
+        let rest = |target| SaveRest { target, first: 0, end: sequence.blocks.len() };
+        let wanted = targets.map(rest).collect();
+        self.copy_soon(sequence, wanted)
+    }
+
+    /// Goes on to [save](Self::save) the sequence to which this rest belongs. Blocks that are in the pool no more count as dropped.
+    pub fn save_rest(
+        &self,
+        sequence: SequenceBlocks<impl Send + 'static>,
+        rest: SaveRest,
+    ) -> oneshot::Receiver<Vec<SaveRest>> {
+        self.copy_soon(sequence, vec![rest])
+    }
+
+    fn copy_soon(
+        &self,
+        sequence: SequenceBlocks<impl Send + 'static>,
+        wanted: Vec<SaveRest>,
+    ) -> oneshot::Receiver<Vec<SaveRest>> {
+        let SequenceBlocks { root, hashes, keeps, tokens, blocks, has_ended, guard } = sequence;
+        let guard = Box::new(guard) as Box<dyn Send>;
+        let sequence = SequenceBlocks { root, hashes, keeps, tokens, blocks, has_ended, guard };
+        let (rests, receiver) = oneshot::channel();
+        let saves = self.saves.as_ref().expect("the store is open");
+        let sent = saves.try_send(Save { sequence, wanted, rests });
+        if let Err(TrySendError::Full(save) | TrySendError::Disconnected(save)) = sent {
+            save.wanted.into_iter().for_each(|rest| self.give_up(rest));
+        }
+        receiver
+    }
+
+    /// Waits until the tier of a rest has room for a good part of a queue.
+    pub async fn room(&self, rest: &SaveRest) {
+        let shared = &*self.shared;
+        match &shared.object {
+            Some(object) if rest.target == shared.tiers.len() => object.room().await,
+            // With the other half the disk is busy until the blocks are there.
+            _ => drop(shared.queue.acquire_many(num_queued(&shared.storage).div_ceil(2) as u32).await),
+        }
+    }
+
+    /// A rest is not saved after all. It counts as dropped.
+    pub fn give_up(&self, rest: SaveRest) {
+        self.shared.give_up(&rest, rest.first);
+    }
+}
+
+impl Shared {
+    pub(crate) fn copy_all(&self, saves: &Receiver<Save>, writes: &Sender<Write>) {
+        let is_shared = self.sharing().next().is_some();
+        let mut tidied = Instant::now();
+        loop {
+            // What other workers do to shared slots is told also while nothing else happens.
+            let save = match is_shared {
+                true => saves.recv_timeout(FOLLOW_EVERY),
+                false => saves.recv().map_err(RecvTimeoutError::from),
+            };
+            match save {
+                Ok(Save { sequence, mut wanted, rests }) => {
+                    self.copy(&sequence, &mut wanted, writes);
+                    self.used(&sequence.hashes, &sequence.keeps);
+                    drop(sequence);
+                    wanted.retain(|rest| rest.first < rest.end);
+                    // The caller may not come back.
+                    let _ = rests.send(wanted);
+                }
+                Err(RecvTimeoutError::Timeout) => {
+                    drop(self.lock());
+                    if tidied.elapsed() > TIDY_EVERY {
+                        self.sharing().for_each(|(_, slots)| slots.remove_unused());
+                        tidied = Instant::now();
+                    }
+                }
+                Err(RecvTimeoutError::Disconnected) => return,
+            }
+        }
+    }
+
+    /// Copies what tiers lack of the wanted blocks, in the order of the sequence. What is left is wanted still: a tier that cannot take
+    /// a block gets none of the later ones, which are useless without it.
+    fn copy(
+        &self,
+        sequence: &SequenceBlocks<Box<dyn Send>>,
+        wanted: &mut [SaveRest],
+        writes: &Sender<Write>,
+    ) {
+        let block_size = self.storage.layout().block_size;
+        let num_blocks = sequence.blocks.len();
+        for rest in wanted.iter_mut() {
+            let end = rest.end.min(num_blocks);
+            self.give_up(rest, end.max(rest.first));
+            rest.end = end;
+        }
+        let mut takes = vec![true; wanted.len()];
+        let first = wanted.iter().map(|rest| rest.first).min().unwrap_or(0);
+        for block_idx in first..num_blocks {
+            let (hash, keep) = (sequence.hashes[block_idx], sequence.keeps[block_idx]);
+            let lacking: Vec<usize> = {
+                let directory = self.lock();
+                let lacks = |target: usize| match &self.object {
+                    Some(object) if target == self.tiers.len() => object.admit(hash, keep),
+                    _ => directory.lacks(target, hash, keep),
+                };
+                let is_next = |rest: &SaveRest| (rest.first..rest.end).contains(&block_idx);
+                let next = |&nth: &usize| takes[nth] && is_next(&wanted[nth]) && lacks(wanted[nth].target);
+                (0..wanted.len()).filter(next).collect()
+            };
+            if !lacking.is_empty() {
+                let parent = block_idx.checked_sub(1).map_or(sequence.root, |before| sequence.hashes[before]);
+                let tokens = sequence.tokens[block_idx * block_size..][..block_size].to_vec();
+                debug_assert_eq!(parent.child(&tokens), hash, "the tokens are those of the hash");
+                let block_idx = block_idx as u32;
+                let name = RecordName { root: sequence.root, hash, parent, block_idx, tokens };
+                let room = self.room.as_ref().map(HostBlocks::take);
+                if let Some(None) = room {
+                    // Readers keep the room of records that are in no slot any more.
+                    return self.end_all(wanted, &lacking);
+                }
+                let block = sequence.blocks[block_idx as usize];
+                let record = match copy::from_pool(&self.storage, block, name, room.flatten()) {
+                    Ok(record) => Arc::new(record),
+                    Err(error) => {
+                        tracing::warn!(%error, "kv not saved: the pool's device fails");
+                        return self.end_all(wanted, &[]);
+                    }
+                };
+                for nth in lacking {
+                    takes[nth] = self.take(wanted[nth].target, keep, &record, writes);
+                }
+            }
+            for (rest, takes) in wanted.iter_mut().zip(&takes) {
+                if *takes && rest.first <= block_idx {
+                    rest.first = (block_idx + 1).min(rest.end);
+                }
+            }
+        }
+    }
+
+    /// Nothing more of a sequence is saved. For these of the wanted it counts as dropped.
+    fn end_all(&self, wanted: &mut [SaveRest], dropped: &[usize]) {
+        dropped.iter().for_each(|&nth| self.give_up(&wanted[nth], wanted[nth].first));
+        wanted.iter_mut().for_each(|rest| rest.end = rest.first);
+    }
+
+    /// The blocks of a rest from this one on count as dropped.
+    fn give_up(&self, rest: &SaveRest, first: usize) {
+        let num_dropped = rest.end.saturating_sub(first) as u64;
+        match self.counters.get(rest.target) {
+            Some(counters) => drop(counters.add(Count::Dropped, num_dropped)),
+            None => self.object.iter().for_each(|object| object.dropped(num_dropped)),
+        }
+    }
+
+    /// Writes to memory at once, and leaves a disk to the writer, and an object store to its own. False when there is no room.
+    fn take(&self, target: usize, keep: Keep, record: &Arc<Record>, writes: &Sender<Write>) -> bool {
+        let Some(slots) = self.tiers.get(target) else {
+            return self.object.as_ref().is_some_and(|object| object.write(record.clone()));
+        };
+        let write = |place| Write { tier: target, keep, record: record.clone(), _place: place };
+        if slots.is_memory() {
+            self.write(&write(None));
+            return true;
+        }
+        let place = self.queue.clone().try_acquire_owned();
+        place.is_ok_and(|place| writes.send(write(Some(place))).is_ok())
+    }
+
+    pub(crate) fn write(&self, Write { tier, keep, record, .. }: &Write) {
+        let RecordName { hash, block_idx, .. } = record.name;
+        let slot = match self.tiers[*tier].shared() {
+            None => self.update(|directory| directory.begin_write(*tier, hash, block_idx, *keep)),
+            Some(shared) => self.claim(shared, *tier, &record.name, *keep),
+        };
+        let Some(slot) = slot else { return };
+        let place = SlotPlace { tier: *tier, slot };
+        match self.tiers[*tier].write(slot, record) {
+            Ok(()) => {
+                self.counters[*tier].add(Count::Writes, 1);
+                if *keep != Keep::Normal {
+                    self.keep(place, *keep);
+                }
+                self.update(|directory| directory.end_write(place, record.name.block_before()));
+            }
+            Err(error) => {
+                let name = self.tiers[*tier].name();
+                let num_before = self.counters[*tier].add(Count::WriteErrors, 1);
+                // A full disk refuses every write.
+                if num_before.is_power_of_two() || num_before == 0 {
+                    tracing::warn!(tier = name, %error, num_before, "kv not saved: the tier refuses a write");
+                }
+                self.tiers[*tier].shared().iter().for_each(|shared| shared.release(slot));
+                self.update(|directory| directory.fail_write(place));
+            }
+        }
+    }
+
+    /// A slot of a shared tier for a record, which is this process's now. A block that others used since this one last asked does not make
+    /// room for it.
+    fn claim(&self, shared: &dyn Sharing, tier: usize, name: &RecordName, keep: Keep) -> Option<u32> {
+        for _ in 0..MAX_CLAIMS {
+            let (slot, is_claimed) = self.update(|directory| {
+                for _ in 0..MAX_SPARED {
+                    let Some(slot) = directory.next_evicted(tier, keep) else { break };
+                    let Some(keep) = shared.used_by_others(slot) else { break };
+                    directory.used_slot(SlotPlace { tier, slot }, keep);
+                }
+                let slot = directory.begin_write(tier, name.hash, name.block_idx, keep)?;
+                let is_claimed = shared.claim(slot);
+                if !is_claimed {
+                    // Another process was first. It may have been stopped before it told more.
+                    directory.follow(tier, vec![(slot, SlotChange::Taken)]);
+                }
+                Some((slot, is_claimed))
+            })?;
+            if is_claimed {
+                return Some(slot);
+            }
+        }
+        None
+    }
+}
