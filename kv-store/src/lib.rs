@@ -38,7 +38,7 @@ pub use disk::{DiskSlots, Medium, StoreOpenError};
 pub use host::HostSlots;
 pub use object::{ObjectConfig, ObjectOpenError};
 pub use record::{Fingerprint, Record, RecordName};
-pub use saves::{SaveRest, SequenceBlocks};
+pub use saves::{MAX_SAVES, SaveRest, SequenceBlocks};
 pub use seal::{KvKey, KvKeyError};
 pub use slots::{ReadError, Slots};
 pub use store::{DiskConfig, HostConfig, KvStore, StoreConfig, TierOpenError};

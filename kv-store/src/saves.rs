@@ -25,7 +25,7 @@ use crate::{
 
 /// Sequences that wait to be copied out of the pool. Each keeps its blocks, and copies are fast: a longer queue would keep
 /// more of the pool than it is worth.
-pub(crate) const MAX_SAVES: usize = 16;
+pub const MAX_SAVES: usize = 16;
 /// Memory of records that wait for the disk, and of those that wait for the object store: this part of the pool, up to so many bytes.
 /// It is to last for a step of the engine, at whose end more blocks come.
 const QUEUED_PART: usize = 16;

@@ -5,7 +5,7 @@ use std::{sync::Arc, time::Duration};
 use baton_engine::CachedPrefix;
 use baton_kv_store::{SaveRest, SequenceBlocks};
 use baton_request::Request;
-use tokio::{runtime::Handle, time::timeout};
+use tokio::{runtime::Handle, sync::oneshot::Receiver, time::timeout};
 
 use crate::tiers::Tiers;
 
@@ -88,8 +88,7 @@ async fn save(tiers: &Arc<Tiers>, request: Request, has_ended: bool) {
         request: Request { prompt: tokens.into(), output: Vec::new(), ..request },
         has_ended,
     });
-    let Some(sequence) = saved.hold(tiers).await else { return };
-    for rest in tiers.store.save(sequence).await.unwrap_or_default() {
+    for rest in saved.copy(tiers, |sequence| tiers.store.save(sequence)).await {
         match tiers.waiting.clone().try_acquire_owned() {
             Ok(permit) => {
                 let (tiers, saved) = (tiers.clone(), saved.clone());
@@ -104,6 +103,20 @@ async fn save(tiers: &Arc<Tiers>, request: Request, has_ended: bool) {
 }
 
 impl Saved {
+    /// Holds what the pool has of it until that is copied. Returns what tiers had no room for.
+    async fn copy(
+        &self,
+        tiers: &Tiers,
+        save: impl FnOnce(SequenceBlocks<CachedPrefix>) -> Receiver<Vec<SaveRest>>,
+    ) -> Vec<SaveRest> {
+        // Many sequences may end with one step. Those that wait here hold no blocks.
+        let _permit = tiers.copying.acquire().await;
+        match self.hold(tiers).await {
+            Some(sequence) => save(sequence).await.unwrap_or_default(),
+            None => Vec::new(),
+        }
+    }
+
     /// Its blocks in the pool, as they are until they are copied.
     async fn hold(&self, tiers: &Tiers) -> Option<SequenceBlocks<CachedPrefix>> {
         let engine = &tiers.limits.engine;
@@ -130,9 +143,7 @@ impl Saved {
             if tiers.tasks.is_closed() {
                 return tiers.store.give_up(rest);
             }
-            let Some(sequence) = self.hold(tiers).await else { return };
-            let rests = tiers.store.save_rest(sequence, rest).await;
-            next = rests.ok().and_then(|rests| rests.into_iter().next());
+            next = self.copy(tiers, |sequence| tiers.store.save_rest(sequence, rest)).await.pop();
         }
     }
 }

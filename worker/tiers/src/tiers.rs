@@ -12,7 +12,7 @@ use std::{
 use anyhow::Context;
 use baton_kv_cache::{BlockHash, KvFormat};
 use baton_kv_events::BlockHolder;
-use baton_kv_store::{KvKey, KvStore, Record, StoreConfig, TierCounts};
+use baton_kv_store::{KvKey, KvStore, MAX_SAVES, Record, StoreConfig, TierCounts};
 use tokio::{
     sync::{Mutex, OwnedSemaphorePermit, Semaphore},
     task::spawn_blocking,
@@ -45,6 +45,8 @@ pub struct Tiers {
     pub(crate) tasks: TaskTracker,
     /// Permits of recalls that read.
     pub(crate) reading: Arc<Semaphore>,
+    /// Permits of sequences that are copied.
+    pub(crate) copying: Semaphore,
     /// By tier: whose turn it is to save what it had no room for.
     pub(crate) turns: Vec<Mutex<()>>,
     /// Permits of what waits for its turn.
@@ -92,6 +94,7 @@ impl Tiers {
             limits,
             tasks,
             reading: Arc::new(Semaphore::new(MAX_RECALLS)),
+            copying: Semaphore::new(MAX_SAVES),
             waiting: Arc::new(Semaphore::new(MAX_RESTS)),
             num_resumed_tokens: AtomicU64::new(0),
         }

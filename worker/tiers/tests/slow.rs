@@ -255,3 +255,24 @@ async fn a_worker_that_ends_does_not_wait_for_what_a_disk_has_no_room_for() {
     let TierCounts { num_held, dropped, .. } = tiers.counts()[0];
     assert!(dropped > 0 && num_held + dropped <= 4 * NUM_BLOCKS, "{num_held} and {dropped}");
 }
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn all_sequences_that_end_at_once_are_saved() {
+    let worker = Worker::start();
+    let prompt = |nth: u32| -> Vec<u32> { (0..BLOCK_SIZE as u32 + 1).map(|idx| (idx + nth) % 64).collect() };
+    let requests: Vec<Request> = (0..60)
+        .map(|nth| {
+            let sampling = SamplingParams { max_tokens: 1, ..SamplingParams::default() };
+            Request { prompt: prompt(nth).into(), sampling, ..Request::default() }
+        })
+        .collect();
+    let saves: Vec<_> = requests.iter().map(|request| SaveAtEnd::new(Some(&worker.tiers), request)).collect();
+    for request in requests {
+        let mut stream = worker.engine.generate(request).expect("accepted");
+        while !matches!(stream.next().await, Some(TokenEvent::Finished(_))) {}
+    }
+    drop(saves);
+    worker.until_saved(60).await;
+    assert_eq!(worker.tiers.counts()[0].dropped, 0);
+    worker.end().await;
+}
