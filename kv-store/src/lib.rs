@@ -2,10 +2,8 @@
 //!
 //! - `store`: [`KvStore`], which copies blocks out of the pool and back; `saves`: how blocks become records of the tiers; `reads`: how
 //!   it finds and reads them;
-//! - `directory`: which tier holds which blocks, and which make room: the one policy, pure;
 //! - `slots`: the seam of the stores, [`Slots`]; `host` and `disk` are two, and `shared` one that all workers of a machine have;
 //! - `object`: what is in an object store, shared by workers; its policy is `object/catalogue`, pure;
-//! - `worth`: what of all that is read sooner than computed; `recall_pace`: how long reads take; both pure;
 //! - `record`: a block outside the pool, and what proves that it is whole and of this model; `seal`: what encrypts it.
 //!
 //! It stands on the formats of `kv-cache`. It knows neither engines nor requests, and no protocol.
@@ -16,13 +14,12 @@ mod buffer;
 #[allow(unsafe_code)] // the bytes of a pool; each call says who owns the block
 mod copy;
 mod counts;
-mod directory;
 mod disk;
 mod host;
 mod object;
 mod reads;
-mod recall_pace;
 mod record;
+mod save_queue;
 mod saves;
 mod seal;
 mod shared;
@@ -30,16 +27,13 @@ mod slots;
 mod store;
 #[cfg(test)]
 mod testing;
-mod worth;
 
 pub use counts::TierCounts;
-pub use directory::{Directory, SlotPlace};
 pub use disk::{DiskSlots, Medium, StoreOpenError};
 pub use host::HostSlots;
 pub use object::{ObjectConfig, ObjectOpenError};
 pub use record::{Fingerprint, Record, RecordName};
-pub use saves::{MAX_SAVES, SaveRest, SequenceBlocks};
+pub use save_queue::{MAX_SAVES, SaveRest, SequenceBlocks};
 pub use seal::{KvKey, KvKeyError};
 pub use slots::{ReadError, Slots};
 pub use store::{DiskConfig, HostConfig, KvStore, StoreConfig, TierOpenError};
-pub use worth::{ReadMode, Worth};

@@ -7,14 +7,13 @@ use std::{
 
 use baton_cost::LinkLine;
 use baton_kv_cache::BlockHash;
+use baton_tier_policy::{ReadMode, SlotPlace, TierRun, Worth};
 
 use crate::{
     counts::Count,
-    directory::SlotPlace,
     record::Record,
     slots::Direction,
     store::{KvStore, Shared},
-    worth::{self, ReadMode, Run, Worth},
 };
 
 /// Bytes of a [batch](KvStore::batch).
@@ -39,7 +38,8 @@ impl KvStore {
             return Worth::default();
         }
         let compute_block = compute(places.len()) / places.len() as u32;
-        let found = worth::worth(&shared.runs(&places), shared.block_bytes(), compute_block, mode);
+        let found =
+            baton_tier_policy::worth(&shared.runs(&places), shared.block_bytes(), compute_block, mode);
         if mode == ReadMode::Alone {
             shared.declined(&places[found.num_blocks..]);
         }
@@ -54,7 +54,7 @@ impl KvStore {
         if places.len() < hashes.len() {
             return 0;
         }
-        let num_blocks = worth::meeting(&shared.runs(&places), shared.block_bytes(), compute);
+        let num_blocks = baton_tier_policy::meeting(&shared.runs(&places), shared.block_bytes(), compute);
         if num_blocks == 0 {
             shared.declined(&places);
         }
@@ -171,7 +171,7 @@ impl Shared {
         self.storage.layout().block_bytes()
     }
 
-    fn runs(&self, places: &[Option<SlotPlace>]) -> Vec<Run> {
+    fn runs(&self, places: &[Option<SlotPlace>]) -> Vec<TierRun> {
         let recalls = self.recalls().clone();
         let speed = |place: Option<SlotPlace>| match (place, &self.object) {
             (None, Some(object)) => object.speed(),
@@ -181,7 +181,7 @@ impl Shared {
                 Some(LinkLine { latency_seconds: 0.0, bytes_per_second: self.block_bytes() as f64 / seconds })
             }
         };
-        runs_of(places).map(|run| Run { num_blocks: run.len(), speed: speed(run[0]) }).collect()
+        runs_of(places).map(|run| TierRun { num_blocks: run.len(), speed: speed(run[0]) }).collect()
     }
 
     /// Blocks of an object store were not worth reading.

@@ -10,26 +10,19 @@ use std::{
     time::{Duration, Instant},
 };
 
-use baton_kv_cache::{BlockHash, BlockId, BlockStorage, HostBlocks};
+use baton_kv_cache::HostBlocks;
 use baton_kv_events::Keep;
-use tokio::sync::{OwnedSemaphorePermit, oneshot};
+use baton_tier_policy::{SlotChange, SlotPlace};
+use tokio::sync::oneshot;
 
 use crate::{
     copy,
     counts::Count,
-    directory::SlotPlace,
     record::{Record, RecordName},
-    slots::{Sharing, SlotChange},
+    save_queue::{Save, SaveRest, SequenceBlocks, Write, num_queued},
+    slots::Sharing,
     store::{KvStore, Shared},
 };
-
-/// Sequences that wait to be copied out of the pool. Each keeps its blocks, and copies are fast: a longer queue would keep
-/// more of the pool than it is worth.
-pub const MAX_SAVES: usize = 16;
-/// Memory of records that wait for the disk, and of those that wait for the object store: this part of the pool, up to so many bytes.
-/// It is to last for a step of the engine, at whose end more blocks come.
-const QUEUED_PART: usize = 16;
-const MAX_QUEUED_BYTES: usize = 1 << 30;
 
 /// How late a worker learns of what others did to slots that it shares, at most.
 const FOLLOW_EVERY: Duration = Duration::from_millis(50);
@@ -38,63 +31,6 @@ const TIDY_EVERY: Duration = Duration::from_secs(30);
 /// Blocks that were used by others are spared at most so often for one record, and so many slots are tried that others take first.
 const MAX_SPARED: usize = 1024;
 const MAX_CLAIMS: usize = 16;
-
-/// Blocks of a sequence in a pool, to be copied. `G` keeps them as they are.
-#[derive(Debug)]
-pub struct SequenceBlocks<G> {
-    /// The start of the chain of hashes.
-    pub root: BlockHash,
-    /// Hashes of the blocks, in order.
-    pub hashes: Vec<BlockHash>,
-    /// How the request wants each to be kept.
-    pub keeps: Vec<Keep>,
-    /// Their tokens, one after the other.
-    pub tokens: Vec<u32>,
-    /// Where they are. There may be fewer than hashes.
-    pub blocks: Vec<BlockId>,
-    /// The request has ended: this counts as a use of its blocks.
-    pub has_ended: bool,
-    /// No block is written before this is dropped.
-    pub guard: G,
-}
-
-/// Blocks of a sequence, by their places in it, that one tier is still to get.
-#[derive(Debug)]
-pub struct SaveRest {
-    /// The tier, by its number; after those with slots the object store.
-    target: usize,
-    first: usize,
-    end: usize,
-}
-
-/// A sequence on its way to the thread that copies.
-pub(crate) struct Save {
-    sequence: SequenceBlocks<Box<dyn Send>>,
-    wanted: Vec<SaveRest>,
-    rests: oneshot::Sender<Vec<SaveRest>>,
-}
-
-/// A record on its way to a tier.
-pub(crate) struct Write {
-    tier: usize,
-    keep: Keep,
-    record: Arc<Record>,
-    /// In the queue for a disk.
-    _place: Option<OwnedSemaphorePermit>,
-}
-
-/// Records that wait for one tier at most.
-pub(crate) fn num_queued(storage: &BlockStorage) -> usize {
-    let max_bytes = (storage.size_bytes() / QUEUED_PART).min(MAX_QUEUED_BYTES);
-    (max_bytes / storage.layout().block_bytes()).max(1)
-}
-
-impl SaveRest {
-    /// The tier that had no room for it: a number below [`KvStore::num_targets`].
-    pub fn target(&self) -> usize {
-        self.target
-    }
-}
 
 impl KvStore {
     /// Tiers to which blocks are saved.

@@ -5,6 +5,7 @@ use std::{fmt, io, ops::Range, sync::Arc};
 
 use baton_kv_cache::BlockHash;
 use baton_kv_events::Keep;
+use baton_tier_policy::SlotChange;
 
 use crate::record::{Record, RecordName};
 
@@ -75,17 +76,6 @@ pub trait Sharing {
 
     /// Removes slots of other formats and sizes that no process uses any more.
     fn remove_unused(&self);
-}
-
-/// What another process did to a slot that processes share.
-#[derive(Debug, PartialEq, Eq)]
-pub enum SlotChange {
-    /// It is free.
-    Free,
-    /// It is being written: what it held is gone.
-    Taken,
-    /// It holds this block, to be kept so.
-    Holds(RecordName, Keep),
 }
 
 /// Where a read of records that follow each other begins.

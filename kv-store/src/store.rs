@@ -30,19 +30,18 @@ use std::{
 
 use baton_kv_cache::{BlockHash, BlockId, BlockStorage, HostBlocks, KvFormat};
 use baton_kv_events::{CacheEvent, Keep};
+use baton_tier_policy::{Directory, RecallPace, SlotPlace};
 use tokio::sync::Semaphore;
 
 use crate::{
     buffer::PAGE,
     copy,
     counts::{Count, TierCounters, TierCounts},
-    directory::{Directory, SlotPlace},
     disk::{DiskSlots, StoreOpenError},
     host::HostSlots,
     object::{ObjectConfig, ObjectOpenError, ObjectTier},
-    recall_pace::RecallPace,
     record::{Record, RecordShape},
-    saves::{MAX_SAVES, Save, Write, num_queued},
+    save_queue::{MAX_SAVES, Save, Write, num_queued},
     seal::KvKey,
     shared::SharedSlots,
     slots::{ReadError, Sharing, Slots},

@@ -77,9 +77,11 @@ const ROOMS: &[Room] = &[
             "baton-model-sim",
             "baton-model-spec",
             "baton-kv-cache",
+            "baton-kv-events",
             "baton-kv-index",
             "baton-random",
             "baton-request",
+            "baton-tier-policy",
         ],
         tests_use: &[],
         never: &[
@@ -243,6 +245,7 @@ const ROOMS: &[Room] = &[
             "baton-kv-events",
             "baton-cost",
             "baton-request",
+            "baton-tier-policy",
         ],
         tests_use: &["baton-engine-testing"],
         never: &["baton-proto", "baton-handoff", "baton-transfer"],
@@ -476,10 +479,17 @@ const ROOMS: &[Room] = &[
     // Tiers below a pool: they never know who fills it.
     Room {
         name: "baton-kv-store",
-        uses: &["baton-cost", "baton-kv-cache", "baton-kv-events", "baton-tls"],
+        uses: &["baton-cost", "baton-kv-cache", "baton-kv-events", "baton-tier-policy", "baton-tls"],
         tests_use: &["baton-random"],
         // HTTP only through object_store.
         never: &["baton-engine", "baton-model", "baton-proto", "tonic", "prost", "axum"],
+    },
+    // What decides of tiers, carried out by the store.
+    Room {
+        name: "baton-tier-policy",
+        uses: &["baton-cost", "baton-kv-cache", "baton-kv-events"],
+        tests_use: &["baton-random"],
+        never: &["tokio", "tonic", "prost", "hyper", "axum", "h2"],
     },
     Room {
         name: "baton-kv-cache",

@@ -12,7 +12,7 @@ use crate::{
 };
 
 /// Crates that only decide.
-const PURE: [&str; 9] = [
+const PURE: [&str; 10] = [
     "baton-cost",
     "baton-drafting",
     "baton-handoff",
@@ -22,14 +22,16 @@ const PURE: [&str; 9] = [
     "baton-planner",
     "baton-request",
     "baton-scheduler",
+    "baton-tier-policy",
 ];
 
 /// Packages that a pure crate must not reach, directly or indirectly.
 const NEVER: [&str; 5] = ["tokio", "libc", "rand", "getrandom", "memmap2"];
 
 /// Ways to such a package that lead to no system: on some platforms blake3 asks with it which instructions the processor has, and the
-/// scheduler takes hashes of blocks from the crate that has the memory of blocks, too.
-const HARMLESS: [(&str, &str); 2] = [("baton-keys", "libc"), ("baton-scheduler", "libc")];
+/// scheduler and the policy of tiers take hashes of blocks from the crate that has the memory of blocks, too.
+const HARMLESS: [(&str, &str); 3] =
+    [("baton-keys", "libc"), ("baton-scheduler", "libc"), ("baton-tier-policy", "libc")];
 
 /// Beginnings of paths that its code must not name.
 const PATHS: [&str; 9] =

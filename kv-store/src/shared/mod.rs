@@ -32,6 +32,7 @@ use std::{
 
 use baton_kv_cache::{BlockHash, BlockStorage, HostBlocks};
 use baton_kv_events::Keep;
+use baton_tier_policy::SlotChange;
 
 pub(crate) use self::words::SlotState;
 use self::{
@@ -42,7 +43,7 @@ use crate::{
     buffer::PAGE,
     disk::{DirLock, DiskSlots, StoreOpenError, files::failed, kept},
     record::{BodyShape, Record, RecordName, RecordShape},
-    slots::{ReadError, Sharing, SlotChange, Slots},
+    slots::{ReadError, Sharing, Slots},
 };
 
 /// Records in memory that processes share.
@@ -261,7 +262,12 @@ impl Sharing for SharedSlots {
                         let keep = self.keep_of(slot);
                         // If it does not fit, the slot has changed again, which is seen next time.
                         let head = self.slots.head(slot).ok().flatten();
-                        head.map_or(SlotChange::Free, |head| SlotChange::Holds(head.name, keep))
+                        let holds = |name: RecordName| SlotChange::Holds {
+                            hash: name.hash,
+                            before: name.block_before(),
+                            keep,
+                        };
+                        head.map_or(SlotChange::Free, |head| holds(head.name))
                     }
                 };
                 found.push((slot, change));

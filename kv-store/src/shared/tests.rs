@@ -14,10 +14,11 @@ use baton_kv_events::CacheEvent;
 use baton_random::Random;
 use tempfile::TempDir;
 
+use baton_tier_policy::{Directory, SlotPlace};
+
 use super::*;
 use crate::{
     HostConfig, KvStore, StoreConfig,
-    directory::{Directory, SlotPlace},
     store::tests::{Pool, eventually, read},
     testing::{body, chain, key, record, run_again, shape},
 };
@@ -327,7 +328,7 @@ fn kill(num_kills: u64) -> usize {
         while Instant::now() < until {
             for (slot, change) in slots.changes() {
                 match change {
-                    SlotChange::Holds(name, _) => held.insert(slot, name.hash),
+                    SlotChange::Holds { hash, .. } => held.insert(slot, hash),
                     _ => held.remove(&slot),
                 };
             }

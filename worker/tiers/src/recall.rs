@@ -7,8 +7,8 @@ use std::{
 
 use anyhow::Context;
 use baton_kv_cache::BlockHash;
-use baton_kv_store::{ReadMode, Worth};
 use baton_request::Request;
+use baton_tier_policy::{ReadMode, Worth};
 use tokio::{
     task::spawn_blocking,
     time::{error::Elapsed, timeout},

@@ -7,7 +7,7 @@ use std::{
 
 use anyhow::Context;
 use baton_engine::Resumption;
-use baton_kv_store::ReadMode;
+use baton_tier_policy::ReadMode;
 use tokio::{
     task::spawn_blocking,
     time::{error::Elapsed, timeout},

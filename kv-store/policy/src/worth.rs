@@ -28,10 +28,11 @@ pub enum ReadMode {
 
 /// Blocks that follow each other, in one place.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Run {
-    pub(crate) num_blocks: usize,
-    /// `None`: not known.
-    pub(crate) speed: Option<LinkLine>,
+pub struct TierRun {
+    /// Its length.
+    pub num_blocks: usize,
+    /// What reading takes; `None`: not known.
+    pub speed: Option<LinkLine>,
 }
 
 impl ReadMode {
@@ -43,7 +44,7 @@ impl ReadMode {
     }
 }
 
-impl Run {
+impl TierRun {
     fn seconds(&self, num_blocks: usize, block_bytes: usize) -> Option<f64> {
         Some(self.speed?.seconds((num_blocks * block_bytes) as f64))
     }
@@ -51,7 +52,7 @@ impl Run {
 
 /// The front of a sequence that saves the most time when it is read before anything is computed, up to the end of a run. What
 /// follows a run of unknown speed is not read.
-pub(crate) fn worth(runs: &[Run], block_bytes: usize, compute_block: Duration, mode: ReadMode) -> Worth {
+pub fn worth(runs: &[TierRun], block_bytes: usize, compute_block: Duration, mode: ReadMode) -> Worth {
     let num_held = runs.iter().map(|run| run.num_blocks).sum();
     let (mut best, mut most) = (Worth { num_held, ..Worth::default() }, 0.0);
     let (mut num_blocks, mut seconds) = (0, 0.0);
@@ -71,7 +72,7 @@ pub(crate) fn worth(runs: &[Run], block_bytes: usize, compute_block: Duration, m
 
 /// Blocks at the end of a sequence that are read, from the last one on, in the time in which those before them are computed; see
 /// [`baton_cost::meeting`]. `compute` says how long its first so many blocks take.
-pub(crate) fn meeting(runs: &[Run], block_bytes: usize, compute: impl Fn(usize) -> Duration) -> usize {
+pub fn meeting(runs: &[TierRun], block_bytes: usize, compute: impl Fn(usize) -> Duration) -> usize {
     let read_seconds = |num_blocks: usize| {
         let (mut left, mut seconds) = (num_blocks, 0.0);
         for run in runs.iter().rev() {
@@ -91,12 +92,12 @@ pub(crate) fn meeting(runs: &[Run], block_bytes: usize, compute: impl Fn(usize) 
 mod tests {
     use super::*;
 
-    fn runs(runs: &[(usize, Option<(f64, f64)>)]) -> Vec<Run> {
+    fn runs(runs: &[(usize, Option<(f64, f64)>)]) -> Vec<TierRun> {
         let line = |(latency_seconds, mb_per_second): (f64, f64)| LinkLine {
             latency_seconds,
             bytes_per_second: mb_per_second * 1e6,
         };
-        runs.iter().map(|&(num_blocks, speed)| Run { num_blocks, speed: speed.map(line) }).collect()
+        runs.iter().map(|&(num_blocks, speed)| TierRun { num_blocks, speed: speed.map(line) }).collect()
     }
 
     const BLOCK_BYTES: usize = 1_000_000;

@@ -9,8 +9,8 @@ use std::collections::{BTreeSet, HashMap, HashSet};
 
 use baton_kv_cache::BlockHash;
 use baton_kv_events::Keep;
-use baton_kv_store::{Directory, SlotPlace};
 use baton_random::Random;
+use baton_tier_policy::{Directory, SlotPlace};
 
 const BLOCK_SIZE: usize = 16;
 const NUM_CONVERSATIONS: usize = 40;

@@ -7,21 +7,21 @@ const KEPT: f64 = 0.8;
 
 /// The time of a block, over the newest recalls. Long ones count more, so the latency of short ones does not distort it.
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct BlockPace {
+struct BlockPace {
     num_blocks: f64,
     seconds: f64,
 }
 
 /// What a recall takes: its reads, each at the pace of its tier, and all that comes after them until the blocks are in the pool.
 #[derive(Clone, Debug)]
-pub(crate) struct RecallPace {
+pub struct RecallPace {
     reads: Vec<BlockPace>,
     rest: BlockPace,
 }
 
 impl BlockPace {
     /// So many blocks took so long.
-    pub(crate) fn observe(&mut self, num_blocks: usize, took: Duration) {
+    fn observe(&mut self, num_blocks: usize, took: Duration) {
         if num_blocks > 0 {
             self.num_blocks = KEPT * self.num_blocks + num_blocks as f64;
             self.seconds = KEPT * self.seconds + took.as_secs_f64();
@@ -29,29 +29,29 @@ impl BlockPace {
     }
 
     /// Seconds for a block. `None`: none was observed.
-    pub(crate) fn seconds(&self) -> Option<f64> {
+    fn seconds(&self) -> Option<f64> {
         (self.num_blocks > 0.0).then(|| self.seconds / self.num_blocks)
     }
 }
 
 impl RecallPace {
     /// Of so many tiers.
-    pub(crate) fn new(num_tiers: usize) -> RecallPace {
+    pub fn new(num_tiers: usize) -> RecallPace {
         RecallPace { reads: vec![BlockPace::default(); num_tiers], rest: BlockPace::default() }
     }
 
     /// So many blocks of a tier were read in this time.
-    pub(crate) fn observe_read(&mut self, tier: usize, num_blocks: usize, took: Duration) {
+    pub fn observe_read(&mut self, tier: usize, num_blocks: usize, took: Duration) {
         self.reads[tier].observe(num_blocks, took);
     }
 
     /// From the end of their reads until they were in the pool, so many blocks took so long.
-    pub(crate) fn observe_rest(&mut self, num_blocks: usize, took: Duration) {
+    pub fn observe_rest(&mut self, num_blocks: usize, took: Duration) {
         self.rest.observe(num_blocks, took);
     }
 
     /// Seconds for a block of a tier, all in all. `None`: none was read from it.
-    pub(crate) fn seconds(&self, tier: usize) -> Option<f64> {
+    pub fn seconds(&self, tier: usize) -> Option<f64> {
         Some(self.reads[tier].seconds()? + self.rest.seconds().unwrap_or(0.0))
     }
 }

@@ -22,12 +22,28 @@ use std::{
 use baton_kv_cache::BlockHash;
 use baton_kv_events::{BlockKey, CacheEvent, EvictionOrder, Keep, PendingEvents};
 
-use crate::slots::SlotChange;
-
 /// What the tiers hold. Tiers are numbered from the fastest, 0; slots in each tier from 0.
 #[derive(Debug)]
 pub struct Directory {
     tiers: Vec<Tier>,
+}
+
+/// What another worker did to a slot that workers share.
+#[derive(Debug, PartialEq, Eq)]
+pub enum SlotChange {
+    /// It is free.
+    Free,
+    /// It is being written: what it held is gone.
+    Taken,
+    /// It holds this block, which follows `before`, to be kept so.
+    Holds {
+        /// Of the block.
+        hash: BlockHash,
+        /// `None`: it begins a sequence.
+        before: Option<BlockHash>,
+        /// How it is to be kept.
+        keep: Keep,
+    },
 }
 
 /// Where a block is.
@@ -187,7 +203,7 @@ impl Directory {
     }
 
     /// Other workers that have the slots of this tier changed some.
-    pub(crate) fn follow(&mut self, tier: usize, changes: Vec<(u32, SlotChange)>) {
+    pub fn follow(&mut self, tier: usize, changes: Vec<(u32, SlotChange)>) {
         // First of all what is gone: a block may be in another slot now.
         changes.iter().for_each(|&(slot, _)| self.vacated(SlotPlace { tier, slot }));
         for (slot, change) in changes {
@@ -198,8 +214,8 @@ impl Directory {
                     tier.free.remove(&slot);
                     tier.set(slot, Slot::Taken);
                 }
-                SlotChange::Holds(name, keep) => {
-                    self.restore(SlotPlace { tier, slot }, name.hash, name.block_before(), keep);
+                SlotChange::Holds { hash, before, keep } => {
+                    self.restore(SlotPlace { tier, slot }, hash, before, keep);
                 }
             }
         }
@@ -332,8 +348,15 @@ fn key(hash: BlockHash) -> BlockKey {
 
 #[cfg(test)]
 mod tests {
+    use baton_kv_cache::HashRoot;
+
     use super::*;
-    use crate::testing::chain;
+
+    /// The hashes of a sequence, by a seed.
+    fn chain(seed: u32, num_blocks: u32) -> Vec<BlockHash> {
+        let tokens: Vec<u32> = (0..num_blocks).map(|idx| 1000 * seed + idx).collect();
+        HashRoot::new("model", "", "").block_hashes(&tokens, 1).collect()
+    }
 
     fn keys(hashes: &[BlockHash]) -> Vec<BlockKey> {
         hashes.iter().copied().map(key).collect()
