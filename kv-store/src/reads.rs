@@ -5,7 +5,6 @@ use std::{
     time::{Duration, Instant},
 };
 
-use baton_cost::LinkLine;
 use baton_kv_cache::BlockHash;
 use baton_tier_policy::{ReadMode, SlotPlace, TierRun, Worth};
 
@@ -175,11 +174,8 @@ impl Shared {
         let recalls = self.recalls().clone();
         let speed = |place: Option<SlotPlace>| match (place, &self.object) {
             (None, Some(object)) => object.speed(),
-            (place, _) => {
-                let seconds = place.and_then(|place| recalls.seconds(place.tier)).unwrap_or(0.0);
-                // Infinite while it was not measured.
-                Some(LinkLine { latency_seconds: 0.0, bytes_per_second: self.block_bytes() as f64 / seconds })
-            }
+            (Some(place), _) => Some(recalls.speed(place.tier, self.block_bytes() as f64)),
+            (None, None) => None,
         };
         runs_of(places).map(|run| TierRun { num_blocks: run.len(), speed: speed(run[0]) }).collect()
     }

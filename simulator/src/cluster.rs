@@ -5,6 +5,7 @@ use std::time::Duration;
 use baton_cluster_record::{Compute, Role};
 use baton_cost::{LinkLine, StepLine};
 use baton_kv_cache::KvFormat;
+use baton_kv_events::MAX_TIERS;
 
 use crate::time::SimTime;
 
@@ -58,6 +59,8 @@ pub struct WorkerSpec {
     pub kv_bytes_per_token: f64,
     /// Blocks in its pool.
     pub num_blocks: usize,
+    /// The tiers below it, the fastest first; two at most.
+    pub tiers: Vec<TierSpec>,
     /// Sequences that run at a time.
     pub max_running: usize,
     /// Requests that may wait.
@@ -70,6 +73,22 @@ pub struct WorkerSpec {
     pub context_length: usize,
     /// The processors that compute for it. Workers that have some in common advance at the same speed. `None`: its own.
     pub compute: Option<Compute>,
+}
+
+impl WorkerSpec {
+    /// Blocks of each tier; 0: there is none.
+    pub(crate) fn tier_blocks(&self) -> [usize; MAX_TIERS] {
+        std::array::from_fn(|tier| self.tiers.get(tier).map_or(0, |tier| tier.num_blocks))
+    }
+}
+
+/// A tier below the pool of a worker.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct TierSpec {
+    /// Blocks that it holds.
+    pub num_blocks: usize,
+    /// How fast it is read, and at the same time written.
+    pub link: LinkLine,
 }
 
 /// Something happens to a worker.

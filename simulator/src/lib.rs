@@ -6,7 +6,7 @@
 //! - [`trace`]: which requests come, and when;
 //! - [`model`]: the shape of a model on devices;
 //! - [`cluster`](ClusterSpec): which workers there are, and what happens to them;
-//! - `worker` and `router`: one of each, around the real parts;
+//! - `worker`, its `tiers`, and `router`: one of each, around the real parts;
 //! - `run`: the events that connect them;
 //! - [`policies`]: what other systems would do, to compare with;
 //! - [`report`]: what came of it, as text and as a picture;
@@ -19,6 +19,7 @@ mod cluster;
 mod event_queue;
 mod router;
 mod run;
+mod tiers;
 mod time;
 mod worker;
 
@@ -36,7 +37,7 @@ extern crate self as baton_simulator;
 #[path = "../tests/it/support.rs"]
 mod test_clusters;
 
-pub use cluster::{Change, ChangeKind, ClusterSpec, PolicyName, SloTarget, WorkerSpec};
+pub use cluster::{Change, ChangeKind, ClusterSpec, PolicyName, SloTarget, TierSpec, WorkerSpec};
 pub use command::{PlanArgs, SimulateArgs, run, run_plan};
 pub use report::{BalanceMigration, Outcome, RequestEnd, SimReport};
 pub use run::{Simulation, simulate};

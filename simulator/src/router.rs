@@ -9,7 +9,7 @@ use std::{
 
 use baton_cluster_record::{Role, WorkerId, WorkerRecord};
 use baton_kv_cache::BlockHash;
-use baton_kv_index::{BlockKey, CacheFeed, EventBatch, KvIndex};
+use baton_kv_index::{BlockKey, CacheFeed, EventBatch, KvIndex, MAX_TIERS, TokensHeld};
 use baton_planner::{
     BackOff, Balance, ClusterView, HeldPrefix, Ledger, Load, NoPlan, Plan, PlanByTime, PlanRequest, Policy,
     Prefill, PrefixAware, SentWork, Usability, WorkerKey, WorkerView, expected_output,
@@ -45,18 +45,28 @@ struct KnownWorker {
     back_off: BackOff,
     /// What it has cached.
     feed: CacheFeed,
+    /// As its reports say them.
+    tier_blocks: [usize; MAX_TIERS],
     /// The newest report, unless the worker has failed since.
     reported_at: Option<Instant>,
 }
 
 impl KnownWorker {
-    fn new(index: &Arc<KvIndex>, idx: usize, record: &WorkerRecord) -> KnownWorker {
+    fn new(
+        index: &Arc<KvIndex>,
+        idx: usize,
+        record: &WorkerRecord,
+        tier_blocks: [usize; MAX_TIERS],
+    ) -> KnownWorker {
+        let mut feed = CacheFeed::new(index.clone(), idx as u32, record.capacity.num_blocks);
+        feed.set_tier_blocks(tier_blocks);
         KnownWorker {
             key: Arc::new(WorkerKey::of(record)),
             owner: idx as u32,
             ledger: Ledger::default(),
             back_off: BackOff::default(),
-            feed: CacheFeed::new(index.clone(), idx as u32, record.capacity.num_blocks),
+            feed,
+            tier_blocks,
             reported_at: None,
         }
     }
@@ -80,15 +90,16 @@ impl Router {
             num_assigned: 0,
             sent: SentWork::default(),
         };
-        // A worker has what it says and what is believed of it; one that left is swept.
-        let index = Arc::new(KvIndex::new(4 * records.len()));
+        // A worker has what it says, for each level, and what is believed of it; one that left is swept.
+        let num_levels = 1 + spec.workers.iter().map(|worker| worker.tiers.len()).max().unwrap_or(0);
+        let index = Arc::new(KvIndex::new(2 * (num_levels + 1) * records.len()));
         Router {
             policy,
             view: ClusterView { workers: records.iter().map(view).collect() },
             workers: records
                 .iter()
                 .enumerate()
-                .map(|(idx, record)| KnownWorker::new(&index, idx, record))
+                .map(|(idx, record)| KnownWorker::new(&index, idx, record, spec.workers[idx].tier_blocks()))
                 .collect(),
             places: records.iter().enumerate().map(|(idx, record)| (record.id.clone(), idx)).collect(),
             index,
@@ -119,7 +130,8 @@ impl Router {
     /// A worker was replaced by another life of it.
     pub(crate) fn replace(&mut self, idx: usize, record: &Arc<WorkerRecord>) {
         self.view.workers[idx].record = record.clone();
-        let KnownWorker { key, feed, .. } = KnownWorker::new(&self.index, idx, record);
+        let tier_blocks = self.workers[idx].tier_blocks;
+        let KnownWorker { key, feed, .. } = KnownWorker::new(&self.index, idx, record, tier_blocks);
         let worker = &mut self.workers[idx];
         (worker.key, worker.feed) = (key, feed);
         worker.back_off.come_back();
@@ -139,13 +151,15 @@ impl Router {
         &mut self,
         idx: usize,
         load: &Load,
-        cached: &EventBatch,
+        cached: &[EventBatch],
         covered: &[u64],
         now: Instant,
     ) {
         let worker = &mut self.workers[idx];
-        // A worker that joins late has events from its start on: nothing is missed, and the index has room.
-        let _ = worker.feed.take(cached);
+        for batch in cached {
+            // A worker that joins late has events from its start on.
+            worker.feed.take(batch).expect("no event is missed, and the index has room");
+        }
         worker.feed.on_report();
         if !covered.is_empty() {
             worker.ledger.cover(0, covered);
@@ -174,7 +188,8 @@ impl Router {
         }
         let held = self.index.tokens_held(std::iter::once((block_size, hashes)), block_key);
         let cached = |worker: &KnownWorker| {
-            Some(HeldPrefix::pooled(worker.key.clone(), held.get(&worker.owner)?.num_tokens))
+            let TokensHeld { num_tokens, above } = held.get(&worker.owner)?;
+            Some(HeldPrefix::above_tiers(worker.key.clone(), *num_tokens, &above[..worker.feed.num_tiers()]))
         };
         request.cached = self.workers.iter().filter_map(cached).collect();
         request.num_expected_tokens = self.num_expected as usize;
@@ -291,7 +306,7 @@ mod tests {
             let removed = CacheEvent::removed(vec![BlockKey(1)]);
             let batch = if first == 0 { EventBatch { events: vec![removed], ..nothing } } else { nothing };
             first = 1;
-            router.enter(0, &Load::default(), &batch, &[], now);
+            router.enter(0, &Load::default(), &[batch], &[], now);
         };
         report(&mut router);
         let root = HashRoot::new("r", "", "");

@@ -11,7 +11,7 @@ use baton_planner::{Load, WorkerPace};
 use baton_random::Random;
 use baton_scheduler::{Scheduler, SchedulerConfig, Sequence, SequenceId, SequenceRole, StepPlan};
 
-use crate::{cluster::WorkerSpec, time::SimTime};
+use crate::{cluster::WorkerSpec, tiers::Tiers, time::SimTime};
 
 /// A request of the simulation, by its place in the arrivals.
 pub(crate) type RequestIdx = u32;
@@ -25,6 +25,7 @@ pub(crate) struct Worker {
     /// Counts starts: events of an earlier life mean nothing.
     pub(crate) life: u32,
     pub(crate) scheduler: Scheduler,
+    pub(crate) tiers: Option<Tiers>,
     /// The step that is being computed.
     plan: StepPlan,
     pub(crate) is_stepping: bool,
@@ -117,6 +118,7 @@ impl Worker {
         };
         Worker {
             scheduler: scheduler(spec),
+            tiers: tiers(spec),
             spec: spec.clone(),
             record: Arc::new(record),
             is_alive: true,
@@ -151,7 +153,7 @@ impl Worker {
         self.has_cancelled = false;
         self.is_report_due = false;
         self.covered.clear();
-        self.scheduler = scheduler(&self.spec);
+        (self.scheduler, self.tiers) = (scheduler(&self.spec), tiers(&self.spec));
         self.num_cache_events = 0;
         self.published = None;
         self.plan = StepPlan::default();
@@ -182,13 +184,23 @@ impl Worker {
         num_blocks: usize,
         bring: impl Fn(usize) -> f64,
     ) -> Option<usize> {
-        let step = self.scheduler.step_line()?;
-        let (block_size, budget) = (self.spec.kv_format.block_size, self.spec.token_budget as f64);
-        let compute = |num: usize| {
-            let prompt = PromptWork::new((num_before + num) * block_size, num_before * block_size);
-            step.prompt_seconds(&prompt, &StepWork::default(), budget)
-        };
-        worth_bringing(num_blocks, block_size, bring, compute)
+        let compute = |num: usize| self.compute_time(num_before, num).as_secs_f64();
+        worth_bringing(num_blocks, self.spec.kv_format.block_size, bring, compute)
+    }
+
+    /// How long `num_blocks` blocks of a prompt after its first `num_before` take to compute, by its steps.
+    pub(crate) fn compute_time(&self, num_before: usize, num_blocks: usize) -> Duration {
+        let block_size = self.spec.kv_format.block_size;
+        let prompt = PromptWork::new((num_before + num_blocks) * block_size, num_before * block_size);
+        let budget = self.spec.token_budget as f64;
+        let seconds = |step: StepLine| step.prompt_seconds(&prompt, &StepWork::default(), budget);
+        let seconds = self.scheduler.step_line().map(seconds);
+        seconds.and_then(|seconds| Duration::try_from_secs_f64(seconds).ok()).unwrap_or_default()
+    }
+
+    /// Bytes of a block's KV.
+    pub(crate) fn block_bytes(&self) -> f64 {
+        self.spec.kv_format.block_size as f64 * self.spec.kv_bytes_per_token
     }
 
     /// The request of an id.
@@ -254,6 +266,13 @@ impl Worker {
         Begun::Step
     }
 
+    /// What running prompts need not compute any more, by the newest plan: which request, and how many tokens.
+    pub(crate) fn adopted(&self) -> impl Iterator<Item = (RequestIdx, u32)> {
+        let num_tokens = |num_blocks| (num_blocks * self.spec.kv_format.block_size) as u32;
+        let adopted = self.plan.adopted.iter();
+        adopted.map(move |adoption| (Worker::request_of(adoption.id), num_tokens(adoption.num_blocks)))
+    }
+
     /// When its step ends if, from now on, so many steps share its processors, this one included; and the number of that end.
     pub(crate) fn step_end(&mut self, now: SimTime, num_sharing: usize) -> (SimTime, u32) {
         let pace = &mut self.pace;
@@ -301,12 +320,15 @@ impl Worker {
         self.plan = plan;
     }
 
-    /// What its prefix cache has stored and evicted since the last call.
-    pub(crate) fn cache_events(&mut self) -> EventBatch {
+    /// What its prefix cache, and tiers, have stored and evicted since the last call.
+    pub(crate) fn cache_events(&mut self) -> Vec<EventBatch> {
         let events = self.scheduler.take_cache_events();
+        if let Some(tiers) = &mut self.tiers {
+            return tiers.events(events);
+        }
         let first = self.num_cache_events;
         self.num_cache_events += events.len() as u64;
-        EventBatch { first, events, kind: BatchKind::Events }
+        vec![EventBatch { first, events, kind: BatchKind::Events }]
     }
 
     /// What its load report says.
@@ -346,7 +368,7 @@ impl Worker {
             blends: false,
             // Each router is told.
             is_home_of_another: false,
-            recall_token_seconds: Default::default(),
+            recall_token_seconds: self.tiers.as_ref().map(Tiers::recall_token_seconds).unwrap_or_default(),
         }
     }
 
@@ -371,6 +393,12 @@ impl Usage {
             (start, seconds) = (start + part, seconds - part);
         }
     }
+}
+
+fn tiers(spec: &WorkerSpec) -> Option<Tiers> {
+    let block_size = spec.kv_format.block_size;
+    let block_bytes = block_size as f64 * spec.kv_bytes_per_token;
+    Tiers::new(&spec.tiers, spec.num_blocks, block_size, block_bytes)
 }
 
 fn scheduler(spec: &WorkerSpec) -> Scheduler {

@@ -333,6 +333,7 @@ fn predict(model: &Path, trace: &Trace, arrivals: &[Arrival], fleets: [Fleet; 2]
         kv_format: kv_format.clone(),
         kv_bytes_per_token: 8.0,
         num_blocks: model.num_kv_tokens / BLOCK_SIZE,
+        tiers: Vec::new(),
         max_running: MAX_RUNNING,
         max_waiting: 1024,
         token_budget: TOKEN_BUDGET,

@@ -2,6 +2,8 @@
 
 use std::time::Duration;
 
+use baton_cost::LinkLine;
+
 /// What of earlier recalls still counts after one more.
 const KEPT: f64 = 0.8;
 
@@ -53,6 +55,12 @@ impl RecallPace {
     /// Seconds for a block of a tier, all in all. `None`: none was read from it.
     pub fn seconds(&self, tier: usize) -> Option<f64> {
         Some(self.reads[tier].seconds()? + self.rest.seconds().unwrap_or(0.0))
+    }
+
+    /// The same as a link for blocks of so many bytes. It takes no time while nothing was read.
+    pub fn speed(&self, tier: usize, block_bytes: f64) -> LinkLine {
+        let seconds = self.seconds(tier).unwrap_or(0.0);
+        LinkLine { latency_seconds: 0.0, bytes_per_second: block_bytes / seconds }
     }
 }
 

@@ -213,10 +213,8 @@ impl Workers {
         let state = self.lock();
         let cached = |worker: &Worker| {
             let TokensHeld { num_tokens, above } = *found.get(&worker.cache.owner())?;
-            let mut held = HeldPrefix::pooled(worker.key.clone(), num_tokens);
-            let num_tiers = worker.cache.num_tiers();
-            held.above[..num_tiers].copy_from_slice(&above[..num_tiers]);
-            Some(held)
+            let above = &above[..worker.cache.num_tiers()];
+            Some(HeldPrefix::above_tiers(worker.key.clone(), num_tokens, above))
         };
         state.workers.values().filter_map(cached).collect()
     }

@@ -104,7 +104,13 @@ pub struct HeldPrefix {
 impl HeldPrefix {
     /// All of it in the pool.
     pub fn pooled(worker: Arc<WorkerKey>, num_tokens: usize) -> HeldPrefix {
-        HeldPrefix { worker, num_tokens, above: [num_tokens; MAX_TIERS] }
+        HeldPrefix::above_tiers(worker, num_tokens, &[])
+    }
+
+    /// Of these so many at the front above each of the worker's tiers.
+    pub fn above_tiers(worker: Arc<WorkerKey>, num_tokens: usize, above: &[usize]) -> HeldPrefix {
+        let above = std::array::from_fn(|tier| above.get(tier).copied().unwrap_or(num_tokens));
+        HeldPrefix { worker, num_tokens, above }
     }
 }
 

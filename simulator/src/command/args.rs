@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use anyhow::{Context, bail, ensure};
 use clap::Args;
 
-use super::load::LoadArgs;
+use super::{load::LoadArgs, tiers::TierArgs};
 use crate::{
     cluster::{Change, ChangeKind, PolicyName, SloTarget},
     policies::{Baseline, BaselineChoice},
@@ -98,6 +98,9 @@ pub struct SimulateArgs {
     /// Tokens whose KV fits on a worker. Default: what the device's memory holds beside the weights.
     #[arg(long, value_name = "TOKENS")]
     pub kv_tokens: Option<usize>,
+    /// The tiers below a worker's pool.
+    #[command(flatten)]
+    pub tiers: TierArgs,
     /// Every step takes up to this part more or less, at random.
     #[arg(long, value_name = "PART", default_value_t = 0.0)]
     pub noise: f64,

@@ -118,6 +118,7 @@ impl Setup {
         let block_size = args.block_size;
         let num_blocks = self.num_kv_tokens(args) / block_size;
         ensure!(num_blocks > 0, "not one block of {block_size} tokens fits on a worker");
+        let tiers = args.tiers.specs(block_size, args.tensor_parallel)?;
         let worker = |role: Role| WorkerSpec {
             role,
             num_devices: args.tensor_parallel,
@@ -126,6 +127,7 @@ impl Setup {
             kv_format: KvFormat { block_size, ..self.model.kv_format.clone() },
             kv_bytes_per_token: self.model.kv_bytes_per_token,
             num_blocks,
+            tiers: tiers.clone(),
             max_running: args.max_running,
             max_waiting: MAX_WAITING,
             token_budget: variant.token_budget,

@@ -30,6 +30,8 @@ pub struct Outcome {
     pub num_cached_tokens: u32,
     /// Prompt tokens that were fetched from another worker.
     pub num_fetched_tokens: u32,
+    /// Prompt tokens that were read from the tiers of the worker that computed the prompt.
+    pub num_recalled_tokens: u32,
     /// Seconds until the first token; NaN without one.
     pub ttft: f32,
     /// Mean seconds between tokens; NaN if it did not finish.
@@ -77,6 +79,7 @@ impl Outcome {
             num_output_tokens: request.num_output_tokens,
             num_cached_tokens: 0,
             num_fetched_tokens: 0,
+            num_recalled_tokens: 0,
             ttft: f32::NAN,
             tpot: f32::NAN,
             slo_ttft: 0.0,

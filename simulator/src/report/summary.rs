@@ -37,6 +37,8 @@ pub struct SimSummary {
     pub hit_rate: f64,
     /// The part of those that was fetched from another worker.
     pub fetched: f64,
+    /// The part of those that was read from tiers.
+    pub recalled: f64,
     /// The part of prompts that prefill workers computed.
     pub remote: f64,
     /// Measured by predicted TTFT: p10, p50, p90; NaN without predictions.
@@ -133,6 +135,7 @@ impl SimSummary {
             tpot: mean_and_percentiles(&tpot),
             hit_rate: sum(&|outcome| outcome.num_cached_tokens) / prompt_tokens,
             fetched: sum(&|outcome| outcome.num_fetched_tokens) / prompt_tokens,
+            recalled: sum(&|outcome| outcome.num_recalled_tokens) / prompt_tokens,
             remote: count(&|outcome| outcome.is_remote) as f64 / outcomes.len().max(1) as f64,
             predicted: [0.1, 0.5, 0.9].map(|part| percentile(&ratios, part)),
             busy: [busy(None), busy(Some(Role::Prefill)), busy(Some(Role::Decode))],
@@ -164,6 +167,7 @@ impl SimSummary {
             tpot: std::array::from_fn(|idx| mean(&|one| one.tpot[idx])),
             hit_rate: mean(&|one| one.hit_rate),
             fetched: mean(&|one| one.fetched),
+            recalled: mean(&|one| one.recalled),
             remote: mean(&|one| one.remote),
             predicted: std::array::from_fn(|idx| mean(&|one| one.predicted[idx])),
             busy: std::array::from_fn(|idx| mean(&|one| one.busy[idx])),
@@ -216,9 +220,10 @@ impl fmt::Display for SimSummary {
         writeln!(f, "{}", line("tpot", &self.tpot))?;
         writeln!(
             f,
-            "prefixes    {} of prompt tokens were cached, {} fetched from another worker",
+            "prefixes    {} of prompt tokens were cached, {} fetched from another worker, {} read from tiers",
             percent(self.hit_rate),
-            percent(self.fetched)
+            percent(self.fetched),
+            percent(self.recalled)
         )?;
         writeln!(f, "prompts     {} computed by prefill workers", percent(self.remote))?;
         if self.predicted[1].is_finite() {

@@ -90,6 +90,8 @@ impl Simulation<'_> {
             prefill_ticket,
             decode_sequence: None,
             prefill_sequence: None,
+            recall: None,
+            source: None,
             fetch: None,
             prefill_began: SimTime(0),
             granted: None,
@@ -102,7 +104,7 @@ impl Simulation<'_> {
     }
 
     /// Of its prompt, and of what was delivered.
-    fn num_known_tokens(&self, request: RequestIdx) -> usize {
+    pub(super) fn num_known_tokens(&self, request: RequestIdx) -> usize {
         let outcome = &self.outcomes[request as usize];
         (outcome.num_prompt_tokens + outcome.num_output_tokens - self.num_left[request as usize]) as usize
     }
@@ -162,9 +164,11 @@ impl Simulation<'_> {
         if is_full(prefill.unwrap_or(decode)) {
             return self.fail_at(request, FailureKind::Full, AttemptStage::NoWorker);
         }
-        match source {
-            Some(source) if self.fetch(request, &source) => {}
-            _ => self.compute(request),
+        let attempt = self.attempt(request, number).expect("as above");
+        attempt.source = source;
+        let computes = attempt.computes();
+        if !self.recall(request, computes, false) {
+            self.fetch_prefix(request);
         }
     }
 
@@ -288,7 +292,7 @@ impl Simulation<'_> {
             touched.push(held.worker);
         }
         if let Some(fetch) = attempt.fetch {
-            for held in [Some(fetch.from), Some(fetch.to), fetch.expected].into_iter().flatten() {
+            for held in [fetch.from, Some(fetch.to), fetch.expected].into_iter().flatten() {
                 if self.holds(&held) {
                     self.workers[held.worker].scheduler.release(held.id);
                     touched.push(held.worker);

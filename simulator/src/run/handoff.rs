@@ -125,19 +125,14 @@ impl Simulation<'_> {
     /// prompt waits for it.
     pub(super) fn fetch(&mut self, request: RequestIdx, source: &WorkerKey) -> bool {
         let now = self.now();
+        let router = self.live[request as usize].as_ref().map(|live| live.router);
+        let Some(from) = router.and_then(|router| self.living(router, source)) else { return false };
         let Some(live) = self.live[request as usize].as_mut() else { return false };
-        let from = self.routers[live.router as usize].place(&source.id);
-        let Some(attempt) = live.attempt.as_mut() else { return false };
-        let to = attempt.computes();
-        if from == to
-            || !self.workers[from].is_alive
-            || self.workers[from].record.incarnation != source.incarnation
-        {
+        let Some(attempt) = live.attempt.as_mut().filter(|attempt| attempt.computes() != from) else {
             return false;
-        }
-        // The last token is computed in any case.
-        let num_sharable = attempt.num_tokens.saturating_sub(1) / self.block_size;
-        let hashes = &live.hashes[..live.hashes.len().min(num_sharable)];
+        };
+        let to = attempt.computes();
+        let hashes = live.hashes.get(..attempt.num_sharable(self.block_size)).unwrap_or(&live.hashes);
         let from_id = self.workers[from].next_id(request);
         let num_blocks = self.workers[from].scheduler.hold_cached(from_id, hashes).len();
         let to_id = self.workers[to].next_id(request);
@@ -167,7 +162,7 @@ impl Simulation<'_> {
         self.workers[from].link_free_at = ends;
         self.workers[from].links.observe(num_bytes as u64, self.spec.link.seconds(num_bytes));
         attempt.fetch = Some(Fetch {
-            from: Held { worker: from, life: self.workers[from].life, id: from_id },
+            from: Some(Held { worker: from, life: self.workers[from].life, id: from_id }),
             to: Held { worker: to, life: to_life, id: to_id },
             first,
             num_blocks,
@@ -186,31 +181,37 @@ impl Simulation<'_> {
         }
     }
 
-    /// A fetch is over: the prefix has come, or its source is gone. The rest of the prompt is computed.
+    /// A fetch is over: the blocks have come, or their source is gone. The rest of the prompt is computed.
     pub(super) fn fetch_ended(&mut self, request: RequestIdx, has_come: bool) {
         let Some(live) = self.live[request as usize].as_mut() else { return };
         let Some(attempt) = live.attempt.as_mut() else { return };
         let Some(Fetch { from, to, first, num_blocks, expected }) = attempt.fetch.take() else { return };
-        let is_decode = attempt.decode == from.worker;
+        let is_decode = from.is_some_and(|from| attempt.decode == from.worker);
         if has_come {
             let after = first.checked_sub(1).map(|before| live.hashes[before]);
             let scheduler = &mut self.workers[to.worker].scheduler;
             scheduler.cache_prefix(to.id, after, &live.hashes[first..num_blocks]);
-            self.outcomes[request as usize].num_fetched_tokens +=
-                ((num_blocks - first) * self.block_size) as u32;
+            let outcome = &mut self.outcomes[request as usize];
+            let num_tokens = match from {
+                Some(_) => &mut outcome.num_fetched_tokens,
+                None => &mut outcome.num_recalled_tokens,
+            };
+            *num_tokens += ((num_blocks - first) * self.block_size) as u32;
         }
-        for held in [Some(from), Some(to), expected].into_iter().flatten() {
+        for held in [from, Some(to), expected].into_iter().flatten() {
             if self.holds(&held) {
                 self.workers[held.worker].scheduler.release(held.id);
             }
         }
-        if !is_decode {
-            self.workers[from.worker].present.remove(&request);
-        }
         match expected {
-            None => self.compute(request),
+            None => self.begin(request),
             Some(_) => self.kick(to.worker),
         }
-        self.kick(from.worker);
+        if let Some(from) = from {
+            if !is_decode {
+                self.workers[from.worker].present.remove(&request);
+            }
+            self.kick(from.worker);
+        }
     }
 }

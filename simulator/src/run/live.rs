@@ -1,7 +1,7 @@
 //! One request under way.
 
 use baton_kv_cache::{BlockHash, HashRoot};
-use baton_planner::{Plan, Retry};
+use baton_planner::{Plan, Retry, WorkerKey};
 use baton_scheduler::SequenceId;
 
 use crate::{
@@ -37,6 +37,9 @@ pub(super) struct Attempt {
     /// What it has at workers.
     pub(super) decode_sequence: Option<Held>,
     pub(super) prefill_sequence: Option<Held>,
+    pub(super) recall: Option<Recalling>,
+    /// From where a prefix is fetched, until that begins.
+    pub(super) source: Option<WorkerKey>,
     pub(super) fetch: Option<Fetch>,
     /// Of a handoff.
     pub(super) prefill_began: SimTime,
@@ -53,10 +56,23 @@ pub(super) struct Held {
     pub(super) id: SequenceId,
 }
 
-/// A prefix that is being fetched.
+/// The front of a prompt that is read from the tiers of a worker.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Recalling {
+    pub(super) worker: usize,
+    pub(super) life: u32,
+    /// Blocks from `first` on, which follow those in its pool, up to `num_blocks`.
+    pub(super) first: usize,
+    pub(super) num_blocks: usize,
+    /// It gives a prefix, and computes nothing.
+    pub(super) is_source: bool,
+}
+
+/// A prefix that is being fetched, or the end of a prompt that is read from tiers while its beginning is computed.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Fetch {
-    pub(super) from: Held,
+    /// `None`: from tiers.
+    pub(super) from: Option<Held>,
     pub(super) to: Held,
     /// Blocks of the prefix from `first` on, up to `num_blocks`.
     pub(super) first: usize,
@@ -73,6 +89,11 @@ pub(super) struct Granted {
 }
 
 impl Attempt {
+    /// Blocks of its prompt that a cache may supply: the last token is computed in any case.
+    pub(super) fn num_sharable(&self, block_size: usize) -> usize {
+        self.num_tokens.saturating_sub(1) / block_size
+    }
+
     /// The worker that computes the prompt.
     pub(super) fn computes(&self) -> usize {
         self.prefill.unwrap_or(self.decode)

@@ -10,6 +10,7 @@ mod attempt;
 mod balance;
 mod handoff;
 mod live;
+mod tiers;
 
 use std::{
     collections::VecDeque,
@@ -30,6 +31,7 @@ use crate::{
     event_queue::EventQueue,
     report::{BalanceMigration, Outcome, RequestEnd, SimReport},
     router::Router,
+    tiers::saves_after,
     time::SimTime,
     trace::{Arrival, Trace, TraceRequest},
     worker::{Begun, RequestIdx, Worker},
@@ -51,6 +53,10 @@ enum Event {
     Submit { request: RequestIdx, attempt: u32 },
     /// A prompt is being computed: the decode worker is asked for blocks.
     Reserve { request: RequestIdx, attempt: u32 },
+    /// What a worker's tiers have of a prompt was read.
+    Recalled { request: RequestIdx, attempt: u32 },
+    /// A tier has written what it was writing.
+    Saved { worker: u32, life: u32, tier: u32 },
     /// A prefix has come.
     Fetched { request: RequestIdx, attempt: u32 },
     /// The KV of a prompt has come.
@@ -66,7 +72,7 @@ enum Event {
 }
 
 /// A load report on its way, and the numbers that it covers, with their routers.
-type ReportOnItsWay = (Load, EventBatch, Vec<(u32, u64)>);
+type ReportOnItsWay = (Load, Vec<EventBatch>, Vec<(u32, u64)>);
 
 /// A cluster that serves a trace.
 #[derive(Debug)]
@@ -101,6 +107,7 @@ pub struct Simulation<'a> {
     admitted: Vec<(SequenceId, usize)>,
     first_tokens: Vec<RequestIdx>,
     last_tokens: Vec<RequestIdx>,
+    to_save: Vec<RequestIdx>,
     /// Workers with room that they had not before.
     to_kick: Vec<usize>,
 }
@@ -171,6 +178,7 @@ impl<'a> Simulation<'a> {
             admitted: Vec::new(),
             first_tokens: Vec::new(),
             last_tokens: Vec::new(),
+            to_save: Vec::new(),
             to_kick: Vec::new(),
         };
         for idx in 0..simulation.workers.len() {
@@ -230,13 +238,18 @@ impl<'a> Simulation<'a> {
             }
             Event::Submit { request, attempt } => self.submit(request, attempt),
             Event::Reserve { request, attempt } => self.reserve(request, attempt),
+            Event::Recalled { request, attempt } => self.recalled(request, attempt),
+            Event::Saved { worker, life, tier } if self.lives(worker, life) => {
+                self.saved(worker as usize, tier as usize);
+            }
             Event::Fetched { request, attempt } => self.fetched(request, attempt),
             Event::Transferred { request, attempt } => self.transferred(request, attempt),
             Event::Replan { request } => self.replan(request),
             Event::Balance { router } => self.balance(router),
             Event::Migrate { request, attempt, to } => self.migrate(request, attempt, to as usize),
             Event::Change { idx } => self.change(idx as usize),
-            Event::StepDone { .. } | Event::Report { .. } | Event::Reported { .. } => {}
+            // Of an earlier life.
+            Event::StepDone { .. } | Event::Report { .. } | Event::Reported { .. } | Event::Saved { .. } => {}
         }
     }
 
@@ -302,6 +315,11 @@ impl<'a> Simulation<'a> {
                 self.on_admitted(idx, id, num_cached_blocks);
             }
             self.admitted = admitted;
+            for (request, num_tokens) in self.workers[idx].adopted() {
+                let outcome = &mut self.outcomes[request as usize];
+                outcome.num_cached_tokens =
+                    (outcome.num_cached_tokens + num_tokens).min(outcome.num_prompt_tokens);
+            }
             match begun {
                 Begun::Step => self.share_processors(idx),
                 Begun::Moved => {}
@@ -331,10 +349,13 @@ impl<'a> Simulation<'a> {
         let is_prefill = self.spec.workers[idx].role == Role::Prefill;
         let (num_left, is_awaited) = (&mut self.num_left, &self.is_awaited);
         let (first_tokens, last_tokens) = (&mut self.first_tokens, &mut self.last_tokens);
+        let (outcomes, to_save) = (&self.outcomes, &mut self.to_save);
+        let has_tiers = self.workers[idx].tiers.is_some();
         self.workers[idx].finish(now, |id| {
             let request = Worker::request_of(id);
             if is_prefill {
                 first_tokens.push(request);
+                to_save.extend(has_tiers.then_some(request));
                 return true;
             }
             if is_awaited[request as usize] {
@@ -345,8 +366,14 @@ impl<'a> Simulation<'a> {
             if *num_left == 0 {
                 last_tokens.push(request);
             }
+            let num_generated = outcomes[request as usize].num_output_tokens - *num_left;
+            let is_saved = has_tiers && (*num_left == 0 || saves_after(num_generated));
+            to_save.extend(is_saved.then_some(request));
             *num_left == 0
         });
+        for request in std::mem::take(&mut self.to_save) {
+            self.save(request, idx);
+        }
         if !self.sharers[idx].is_empty() {
             self.share_processors(idx);
         }
@@ -379,7 +406,7 @@ impl<'a> Simulation<'a> {
         self.queue.push(now + self.spec.call, Event::Reported { worker: idx as u32, life });
     }
 
-    fn enter_report(&mut self, idx: usize, load: &Load, cached: &EventBatch, covered: &[(u32, u64)]) {
+    fn enter_report(&mut self, idx: usize, load: &Load, cached: &[EventBatch], covered: &[(u32, u64)]) {
         let now = self.instant();
         for (router_idx, router) in self.routers.iter_mut().enumerate() {
             let own = covered.iter().filter(|(router, _)| *router == router_idx as u32);

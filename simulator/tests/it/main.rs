@@ -5,3 +5,4 @@ mod command;
 mod queues;
 mod sharing;
 mod support;
+mod tiers;

@@ -25,6 +25,7 @@ pub(crate) fn worker(role: Role, step: StepLine) -> WorkerSpec {
         },
         kv_bytes_per_token: 4096.0,
         num_blocks: 20_000,
+        tiers: Vec::new(),
         max_running: 256,
         max_waiting: 1 << 30,
         token_budget: 2048,

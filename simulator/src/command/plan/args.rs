@@ -7,7 +7,7 @@ use baton_cost::GpuKind;
 use clap::Args;
 
 use super::{
-    super::{args::SimulateArgs, load::LoadArgs},
+    super::{args::SimulateArgs, load::LoadArgs, tiers::TierArgs},
     deployment::Deployment,
 };
 use crate::cluster::SloTarget;
@@ -126,6 +126,7 @@ impl PlanArgs {
             itl_target: None,
             max_running: deployment.max_running,
             kv_tokens: None,
+            tiers: TierArgs::default(),
             noise: self.noise,
             slow: Vec::new(),
             fail: Vec::new(),
