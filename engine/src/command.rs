@@ -29,12 +29,18 @@ pub(crate) enum Command {
     Release(SequenceId),
     /// Hold the cached part of a prefix, and reply with its blocks.
     HoldCached { id: SequenceId, hashes: Vec<BlockHash>, reply: oneshot::Sender<Vec<BlockId>> },
-    /// Hold the cached part of a prefix, and set blocks aside for the rest if there is room now.
-    ReservePrefix { id: SequenceId, hashes: Vec<BlockHash>, reply: oneshot::Sender<Option<PrefixBlocks>> },
+    /// Hold the cached part of a prefix, and set blocks aside for as much of the rest as there is room for now; nothing if that makes
+    /// fewer blocks than `least`.
+    ReservePrefix {
+        id: SequenceId,
+        hashes: Vec<BlockHash>,
+        least: usize,
+        reply: oneshot::Sender<Option<PrefixBlocks>>,
+    },
     /// The blocks of a sequence from here on, the first of which has this hash, are on their way.
     Expect { id: SequenceId, block_idx: usize, hash: BlockHash },
-    /// The blocks of a reserved prefix hold the KV that these hashes name, after that of `after`.
-    CachePrefix { id: SequenceId, after: Option<BlockHash>, hashes: Vec<BlockHash> },
+    /// The blocks of a reserved prefix, from block `first` on, hold the KV that these hashes name, after that of `after`.
+    CachePrefix { id: SequenceId, first: usize, after: Option<BlockHash>, hashes: Vec<BlockHash> },
     /// From now on, ask for the blocks of preempted sequences before they run again.
     RecallPreempted(Resumptions),
     /// So many blocks at the front of a preempted sequence hold their KV. It runs again.

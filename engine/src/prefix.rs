@@ -1,9 +1,11 @@
 //! Prefixes that move between engines. The cached blocks of a prefix are held while another engine reads them, and a
 //! prefix from another engine is cached here. So do the blocks of preempted sequences come back.
 
+use std::ops::Range;
+
 use baton_kv_cache::{BlockHash, BlockId};
 use baton_kv_events::Keep;
-use baton_scheduler::{SequenceId, keeps};
+use baton_scheduler::{PrefixBlocks, SequenceId, keeps};
 use tokio::sync::{mpsc, oneshot};
 
 use baton_request::Request;
@@ -80,11 +82,12 @@ impl EngineHandle {
         request: &Request,
         num_tokens: usize,
     ) -> Result<Option<PrefixReservation>, SubmitError> {
-        self.reserve_blocks(&self.prefix_hashes(request, num_tokens), 0).await
+        let hashes = self.prefix_hashes(request, num_tokens);
+        self.reserve_blocks(&hashes, 0, hashes.len()).await
     }
 
-    /// Sets blocks aside for the blocks of a sequence from `first` on, as [`reserve_prefix`](Self::reserve_prefix). `hashes` are
-    /// those of all its blocks up to the last one that is wanted.
+    /// Sets blocks aside for the blocks of a sequence from `first` on, as [`reserve_prefix`](Self::reserve_prefix), but for as many as
+    /// there is room for, and at least `least`. `hashes` are those of all its blocks up to the last one that is wanted.
     ///
     /// # Errors
     /// When the engine ends.
@@ -92,18 +95,17 @@ impl EngineHandle {
         &self,
         hashes: &[BlockHash],
         first: usize,
+        least: usize,
     ) -> Result<Option<PrefixReservation>, SubmitError> {
         let after = first.checked_sub(1).map(|before| hashes[before]);
-        let hashes = hashes[first..].to_vec();
+        let mut hashes = hashes[first..].to_vec();
         let asked = hashes.clone();
         let (owner, found) =
-            self.ask(|id, reply| Command::ReservePrefix { id, hashes: asked, reply }).await?;
-        Ok(found.map(|found| PrefixReservation {
-            owner,
-            blocks: found.blocks,
-            num_cached_blocks: found.num_cached_blocks,
-            after,
-            hashes,
+            self.ask(|id, reply| Command::ReservePrefix { id, hashes: asked, least, reply }).await?;
+        Ok(found.map(|found| {
+            hashes.truncate(found.blocks.len());
+            let PrefixBlocks { blocks, num_cached_blocks } = found;
+            PrefixReservation { owner, blocks, num_cached_blocks, after, hashes }
         }))
     }
 
@@ -118,9 +120,17 @@ impl EngineHandle {
     /// Enters the prefix into the prefix cache. Its KV is in the reservation's blocks now. Prompts that are being computed adopt
     /// them.
     pub fn cache_prefix(&self, reservation: PrefixReservation) {
+        self.cache_blocks(&reservation, 0..reservation.hashes.len());
+    }
+
+    /// The same for some blocks of a prefix, while others are on their way.
+    pub fn cache_blocks(&self, reservation: &PrefixReservation, blocks: Range<usize>) {
         let PrefixReservation { owner, after, hashes, .. } = reservation;
+        let first = blocks.start;
+        let after = if first == 0 { *after } else { Some(hashes[first - 1]) };
+        let hashes = hashes[blocks].to_vec();
         // Fails when the engine, and so its cache, has ended. Dropping the owner then releases the blocks.
-        let _ = self.send(Command::CachePrefix { id: owner.id, after, hashes });
+        let _ = self.send(Command::CachePrefix { id: owner.id, first, after, hashes });
     }
 
     /// From now on, preempted sequences that lost full blocks are resumed by the reader: it loads what it has of them. Ends with

@@ -230,12 +230,12 @@ impl StepLoop {
             Command::HoldCached { id, hashes, reply } => {
                 drop(reply.send(self.live.scheduler.hold_cached(id, &hashes)));
             }
-            Command::ReservePrefix { id, hashes, reply } => {
-                drop(reply.send(self.live.scheduler.reserve_prefix(id, &hashes)));
+            Command::ReservePrefix { id, hashes, least, reply } => {
+                drop(reply.send(self.live.scheduler.reserve_prefix(id, &hashes, least)));
             }
             Command::Expect { id, block_idx, hash } => self.live.scheduler.expect(id, block_idx, hash),
-            Command::CachePrefix { id, after, hashes } => {
-                self.live.scheduler.cache_prefix(id, after, &hashes);
+            Command::CachePrefix { id, first, after, hashes } => {
+                self.live.scheduler.cache_prefix(id, first, after, &hashes);
                 self.cache_log.append(BlockHolder::Pool, self.live.scheduler.take_cache_events());
             }
             Command::RecallPreempted(resumptions) => self.live.recall_preempted(resumptions),

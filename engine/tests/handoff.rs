@@ -307,6 +307,33 @@ async fn a_prefix_that_another_engine_has_cached_need_not_be_computed() {
 }
 
 #[tokio::test]
+async fn a_prefix_is_cached_piece_by_piece_as_far_as_there_is_room() {
+    let (_, a) = engine(config());
+    let turn = request(&prompt(1, 61), 1);
+    a.generate_all(turn.clone()).await;
+    let held = a.hold_cached(&turn).await.unwrap();
+    // Nine blocks.
+    let (_, b) = engine(EngineConfig { num_blocks: 9, ..config() });
+    let hashes = b.prefix_hashes(&turn, held.blocks().len() * BLOCK_SIZE);
+    assert!(b.reserve_blocks(&hashes, 0, 10).await.unwrap().is_none());
+    let reservation = b.reserve_blocks(&hashes, 0, 1).await.unwrap().expect("there is room for some");
+    assert_eq!((reservation.blocks().len(), reservation.num_cached_blocks()), (9, 0));
+    copy_blocks(&a, &held.blocks()[..9], &b, &reservation);
+    let short = request(&prompt(1, 31), 1);
+    // The middle is of no use without the beginning.
+    b.cache_blocks(&reservation, 3..6);
+    assert_eq!(b.hold_cached(&short).await.unwrap().blocks().len(), 0);
+    b.cache_blocks(&reservation, 0..3);
+    assert_eq!(b.hold_cached(&short).await.unwrap().blocks(), &reservation.blocks()[..6]);
+    drop(reservation);
+    // What was not cached is free, and the rest stays.
+    assert_eq!(b.hold_cached(&short).await.unwrap().blocks().len(), 6);
+    drop(held);
+    a.check_whole().await;
+    b.check_whole().await;
+}
+
+#[tokio::test]
 async fn a_prompt_that_is_computed_adopts_what_comes_meanwhile() {
     let (model, a) = engine(config());
     let turn = request(&prompt(1, 61), 1);
@@ -321,7 +348,8 @@ async fn a_prompt_that_is_computed_adopts_what_comes_meanwhile() {
         });
         let hashes = b.prefix_hashes(&turn, held.blocks().len() * BLOCK_SIZE);
         let first = hashes.len() - 4;
-        let reservation = b.reserve_blocks(&hashes, first).await.unwrap().expect("there is room");
+        let reservation =
+            b.reserve_blocks(&hashes, first, hashes.len() - first).await.unwrap().expect("there is room");
         copy_blocks(&a, &held.blocks()[first..], &b, &reservation);
         let mut load = b.load();
         let fetching = async {

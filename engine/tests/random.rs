@@ -127,7 +127,9 @@ impl Client {
         let hashes = self.d.prefix_hashes(&self.request, held.blocks().len() * BLOCK_SIZE);
         let first = self.dice.below(hashes.len() as u64 + 1) as usize;
         self.use_patience()?;
-        if let Some(reservation) = self.d.reserve_blocks(&hashes, first).await.expect("it runs") {
+        if let Some(reservation) =
+            self.d.reserve_blocks(&hashes, first, hashes.len() - first).await.expect("it runs")
+        {
             copy_blocks(&self.p, &held.blocks()[first..], &self.d, &reservation);
             tokio::task::yield_now().await;
             self.use_patience()?;

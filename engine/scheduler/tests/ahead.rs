@@ -47,7 +47,8 @@ impl Stepping {
 
     /// Sets blocks aside for a prefix that is not cached.
     fn reserve_prefix(&mut self, id: u64, num_blocks: usize) -> Option<Vec<BlockId>> {
-        let found = self.scheduler.reserve_prefix(SequenceId::new(0, id), &hashes(id, num_blocks));
+        let hashes = hashes(id, num_blocks);
+        let found = self.scheduler.reserve_prefix(SequenceId::new(0, id), &hashes, num_blocks);
         self.scheduler.check_integrity().expect("the accounting is right");
         found.map(|found| {
             assert_eq!((found.blocks.len(), found.num_cached_blocks), (num_blocks, 0));
@@ -210,7 +211,7 @@ fn a_prefix_is_given_no_block_of_the_step_that_is_ahead() {
     // The two blocks of the ended sequence are back.
     let other = all.reserve_prefix(11, 2).expect("there is room");
     assert_eq!(all.reserve_prefix(12, 1), None);
-    all.scheduler.cache_prefix(SequenceId::new(0, 10), None, &hashes(10, 4));
+    all.scheduler.cache_prefix(SequenceId::new(0, 10), 0, None, &hashes(10, 4));
     all.scheduler.release(SequenceId::new(0, 10));
     // The next hold on the prefix gets the same blocks, before the step is over.
     assert_eq!(all.scheduler.hold_cached(SequenceId::new(0, 13), &hashes(10, 4)), prefix);
@@ -244,7 +245,9 @@ fn a_prefix_is_given_no_block_that_the_next_admission_needs() {
     all.add(2, 8, 20);
     all.add(3, 4, 20);
     assert_eq!(all.reserve_prefix(10, 2), None);
-    assert!(all.reserve_prefix(10, 1).is_some());
+    // A front of it fits.
+    let front = all.scheduler.reserve_prefix(SequenceId::new(0, 10), &hashes(10, 4), 1);
+    assert_eq!(front.map(|front| (front.blocks.len(), front.num_cached_blocks)), Some((1, 0)));
     assert_eq!(all.ahead(), None);
     all.collect(&second, false);
     all.step();

@@ -306,10 +306,11 @@ impl Driver {
                 let tokens: Vec<u32> = (0..end as u32).map(|idx| text * 1000 + idx).collect();
                 let root = HashRoot::new("random", "", "");
                 let hashes: Vec<_> = root.block_hashes(&tokens, self.config.block_size).collect();
-                if let Some(found) = self.scheduler.reserve_prefix(id, &hashes[first..]) {
+                if let Some(found) = self.scheduler.reserve_prefix(id, &hashes[first..], hashes.len() - first)
+                {
                     self.fetched.insert(id, found.blocks);
                     let after = first.checked_sub(1).map(|before| hashes[before]);
-                    self.scheduler.cache_prefix(id, after, &hashes[first..]);
+                    self.scheduler.cache_prefix(id, 0, after, &hashes[first..]);
                     self.holds.push(id);
                 }
             }

@@ -143,7 +143,8 @@ impl Simulation<'_> {
             self.workers[to].meeting(num_own, num_blocks - num_own, bring)
         });
         let first = meeting.map_or(0, |num_brought| num_blocks - num_brought);
-        let reserved = self.workers[to].scheduler.reserve_prefix(to_id, &hashes[first..num_blocks]);
+        let wanted = &hashes[first..num_blocks];
+        let reserved = self.workers[to].scheduler.reserve_prefix(to_id, wanted, wanted.len());
         let num_fetched = reserved.as_ref().map_or(0, |found| num_blocks - first - found.num_cached_blocks);
         if num_fetched == 0 {
             self.workers[from].scheduler.release(from_id);
@@ -190,7 +191,7 @@ impl Simulation<'_> {
         if has_come {
             let after = first.checked_sub(1).map(|before| live.hashes[before]);
             let scheduler = &mut self.workers[to.worker].scheduler;
-            scheduler.cache_prefix(to.id, after, &live.hashes[first..num_blocks]);
+            scheduler.cache_prefix(to.id, 0, after, &live.hashes[first..num_blocks]);
             let outcome = &mut self.outcomes[request as usize];
             let num_tokens = match from {
                 Some(_) => &mut outcome.num_fetched_tokens,

@@ -65,9 +65,10 @@ impl Simulation<'_> {
             let hashes =
                 &self.live[request as usize].as_ref().expect("it has an attempt").hashes[..num_blocks];
             let id = worker.next_id(request);
-            let found = worker.scheduler.reserve_prefix(id, hashes);
-            if found.is_some_and(|found| found.num_cached_blocks >= first) {
-                worker.scheduler.cache_prefix(id, None, hashes);
+            let found = worker.scheduler.reserve_prefix(id, hashes, first + 1);
+            if let Some(found) = found.filter(|found| found.num_cached_blocks >= first) {
+                let num_blocks = found.blocks.len();
+                worker.scheduler.cache_prefix(id, 0, None, &hashes[..num_blocks]);
                 if !is_source {
                     let num_tokens = ((num_blocks - first) * self.block_size) as u32;
                     self.outcomes[request as usize].num_recalled_tokens += num_tokens;
@@ -131,7 +132,7 @@ impl Simulation<'_> {
         let first = num_blocks - num_brought;
         let wanted = &hashes[first..num_blocks];
         let (to, expected) = (worker.next_id(request), worker.next_id(request));
-        if worker.scheduler.reserve_prefix(to, wanted).is_none() {
+        if worker.scheduler.reserve_prefix(to, wanted, wanted.len()).is_none() {
             return;
         }
         worker.scheduler.expect(expected, first, wanted[0]);

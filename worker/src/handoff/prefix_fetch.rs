@@ -219,7 +219,7 @@ impl PrefixFetchDriver {
             self.answer(Answer::Coming);
         }
         self.side.reserve(Box::pin(async move {
-            match worker.engine().reserve_blocks(&hashes, first).await {
+            match worker.engine().reserve_blocks(&hashes, first, hashes.len() - first).await {
                 Ok(Some(reservation)) => Ok(TailBlocks { num_before: first, reservation }),
                 // It does not wait until blocks become free.
                 Ok(None) => Err(Failure::new(FailureKind::Full, "no blocks are free for a prefix")),

@@ -36,6 +36,9 @@ struct Plan {
     _expected: Expectation,
 }
 
+/// Records that follow each other, and the place of the first one in the prompt.
+type Piece = (usize, Vec<Arc<Record>>);
+
 impl BesideRecall {
     pub(crate) fn new(tiers: Arc<Tiers>, hashes: Vec<BlockHash>, num_ready: usize) -> BesideRecall {
         BesideRecall { tiers, hashes, num_ready }
@@ -84,7 +87,7 @@ impl BesideRecall {
         let (mut end, mut next) = (num_all, Some(plan));
         while let Some(plan) = next {
             let mut pieces = self.read(plan.first, end).await?;
-            while let Some((first, records)) = pieces.recv().await {
+            while let Some((first, records)) = next_pieces(&mut pieces).await {
                 if !self.bring_in(first, records, end).await? {
                     return Ok(num_all - end);
                 }
@@ -101,14 +104,14 @@ impl BesideRecall {
     }
 
     /// Reads the blocks from `first` to `end`, the last ones first.
-    async fn read(&self, first: usize, end: usize) -> anyhow::Result<Receiver<(usize, Vec<Arc<Record>>)>> {
-        let permit = self.tiers.reading.clone().acquire_owned().await?;
+    async fn read(&self, first: usize, end: usize) -> anyhow::Result<Receiver<Piece>> {
+        let permit = self.tiers.permit().await?;
         let num_pooled = self.num_pooled();
         let until =
             Instant::now() + self.tiers.limits.compute_blocks(num_pooled, end.saturating_sub(num_pooled));
         let (tiers, hashes) = (self.tiers.clone(), self.hashes[first..end].to_vec());
-        // One piece is written while the next one is read.
-        let (sender, pieces) = mpsc::channel(1);
+        // While a piece is written, or the engine is in a step, the next ones are read.
+        let (sender, pieces) = mpsc::channel(self.tiers.store.num_pieces_ahead());
         spawn_blocking(move || {
             let _permit = permit;
             tiers.store.read_from_end(&hashes, until, |idx, records| {
@@ -121,7 +124,7 @@ impl BesideRecall {
     /// Brings records into the pool. False: the engine has computed them, or there is no room.
     async fn bring_in(&self, first: usize, records: Vec<Arc<Record>>, end: usize) -> anyhow::Result<bool> {
         let engine = &self.tiers.limits.engine;
-        let found = engine.reserve_blocks(&self.hashes[..end], first).await?;
+        let found = engine.reserve_blocks(&self.hashes[..end], first, end - first).await?;
         let Some(reservation) = found.filter(|found| found.num_cached_blocks() < records.len()) else {
             return Ok(false);
         };
@@ -134,6 +137,18 @@ impl BesideRecall {
         engine.cache_prefix(written.await?.context("the pool's device")?);
         Ok(true)
     }
+}
+
+/// All pieces that were read, as one: the blocks before those of the last call.
+async fn next_pieces(pieces: &mut Receiver<Piece>) -> Option<Piece> {
+    let (mut first, last) = pieces.recv().await?;
+    // The last ones come first.
+    let mut runs = vec![last];
+    while let Ok((before, records)) = pieces.try_recv() {
+        first = before;
+        runs.push(records);
+    }
+    Some((first, runs.into_iter().rev().flatten().collect()))
 }
 
 impl Drop for Beside {

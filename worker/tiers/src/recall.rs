@@ -6,7 +6,9 @@ use std::{
 };
 
 use anyhow::Context;
+use baton_engine::PrefixReservation;
 use baton_kv_cache::BlockHash;
+use baton_kv_store::Record;
 use baton_request::Request;
 use baton_tier_policy::{ReadMode, Worth};
 use tokio::{
@@ -14,7 +16,10 @@ use tokio::{
     time::{error::Elapsed, timeout},
 };
 
-use crate::{beside::BesideRecall, tiers::Tiers};
+use crate::{
+    beside::BesideRecall,
+    tiers::{Permit, Tiers},
+};
 
 /// What tiers have of a request and the pool lacks.
 #[derive(Debug)]
@@ -96,37 +101,71 @@ impl Recall {
 
     /// Returns how many blocks came, and how long their records were read.
     async fn bring_in(&self, until: Instant) -> anyhow::Result<(usize, Duration)> {
-        let engine = &self.tiers.limits.engine;
-        let (mut end, mut reading) = (self.num_pooled, Duration::ZERO);
-        while !self.wanted(end).is_empty() {
-            let (mut records, took, permit) = self.tiers.read(self.wanted(end), until).await?;
+        let first = self.num_pooled;
+        let permit = self.tiers.permit().await?;
+        // The engine answers after its step: the first batch is read meanwhile.
+        let (reservation, mut next) = tokio::join!(self.reserve(), self.read(first, until, &permit));
+        // Without room, or after blocks before these were evicted, the engine computes them.
+        let Some(reservation) = reservation? else { return Ok((0, Duration::ZERO)) };
+        let reservation = Arc::new(reservation);
+        let num_reserved = reservation.blocks().len();
+        let (mut end, mut reading) = (first, Duration::ZERO);
+        while let Some(batch) = next {
+            let (mut records, took) = batch?;
             reading += took;
+            records.truncate(num_reserved - end);
+            // A record is missing.
             if records.is_empty() {
                 break;
             }
             let start = end;
-            let reservation = loop {
-                match engine.reserve_blocks(&self.hashes[..start + records.len()], 0).await? {
-                    // Its beginning may have room.
-                    None if records.len() > 16 => records.truncate(records.len() / 4),
-                    found => break found,
-                }
-            };
-            // Without room, or after blocks before these were evicted, the engine computes them.
-            let Some(reservation) = reservation.filter(|found| found.num_cached_blocks() >= start) else {
-                break;
-            };
             end += records.len();
-            let tiers = self.tiers.clone();
-            let written = spawn_blocking(move || {
-                let _permit = permit;
-                let num_cached = reservation.num_cached_blocks();
-                let (blocks, records) = (&reservation.blocks()[num_cached..], &records[num_cached - start..]);
-                tiers.store.write_to_pool(records, blocks).map(|()| reservation)
-            });
-            engine.cache_prefix(written.await?.context("the pool's device")?);
+            let write = self.write(start, records, reservation.clone(), permit.clone());
+            let read = async { if end < num_reserved { self.read(end, until, &permit).await } else { None } };
+            let (written, following) = tokio::join!(write, read);
+            written?;
+            self.tiers.limits.engine.cache_blocks(&reservation, start..end);
+            next = following;
         }
-        Ok((end - self.num_pooled, reading))
+        Ok((end - first, reading))
+    }
+
+    /// Writes the records of blocks from `start` on. Invariant 3: the writer keeps the blocks, also when this future is dropped.
+    async fn write(
+        &self,
+        start: usize,
+        records: Vec<Arc<Record>>,
+        reservation: Arc<PrefixReservation>,
+        permit: Permit,
+    ) -> anyhow::Result<()> {
+        let tiers = self.tiers.clone();
+        let written = spawn_blocking(move || {
+            let _permit = permit;
+            let end = start + records.len();
+            let num_ready = reservation.num_cached_blocks().clamp(start, end);
+            let (records, blocks) = (&records[num_ready - start..], &reservation.blocks()[num_ready..end]);
+            tiers.store.write_to_pool(records, blocks)
+        });
+        written.await?.context("the pool's device")
+    }
+
+    /// Blocks for as many of those that are wanted as there is room for.
+    async fn reserve(&self) -> anyhow::Result<Option<PrefixReservation>> {
+        let first = self.num_pooled;
+        let wanted = &self.hashes[..first + self.worth.num_blocks];
+        let found = self.tiers.limits.engine.reserve_blocks(wanted, 0, first + 1).await?;
+        Ok(found.filter(|found| found.num_cached_blocks() >= first))
+    }
+
+    /// The records of a batch from block `first` on, and how long reading them took; `None`: no more are wanted.
+    async fn read(
+        &self,
+        first: usize,
+        until: Instant,
+        permit: &Permit,
+    ) -> Option<anyhow::Result<(Vec<Arc<Record>>, Duration)>> {
+        let wanted = self.wanted(first);
+        if wanted.is_empty() { None } else { Some(self.tiers.read(wanted, until, permit).await) }
     }
 }
 

@@ -52,13 +52,14 @@ impl Tiers {
         end: usize,
         until: Instant,
     ) -> anyhow::Result<usize> {
+        let permit = self.permit().await?;
         while resumption.num_ready() < end {
             let start = resumption.num_ready();
-            let (records, _, permit) = self.read(&resumption.hashes()[start..end], until).await?;
+            let (records, _) = self.read(&resumption.hashes()[start..end], until, &permit).await?;
             if records.is_empty() {
                 break;
             }
-            let tiers = self.clone();
+            let (tiers, permit) = (self.clone(), permit.clone());
             // Invariant 3: the writer keeps the blocks, also when this future is dropped.
             let written = spawn_blocking(move || {
                 let _permit = permit;

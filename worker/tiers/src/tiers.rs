@@ -36,6 +36,9 @@ pub struct TiersConfig {
     pub key_file: Option<PathBuf>,
 }
 
+/// A permit to read.
+pub(crate) type Permit = Arc<OwnedSemaphorePermit>;
+
 /// The tiers of a worker.
 #[derive(Debug)]
 pub struct Tiers {
@@ -119,19 +122,24 @@ impl Tiers {
         self.limits.engine.storage().layout().block_size
     }
 
-    /// Reads [a batch](KvStore::batch) of records as [`KvStore::read`], and says how long that took. The permit is kept until they
-    /// are in the pool.
+    /// The permit to read, when it is there. It is kept by what still reads or writes, also if that is not waited for any more.
+    pub(crate) async fn permit(&self) -> anyhow::Result<Permit> {
+        Ok(Arc::new(self.reading.clone().acquire_owned().await?))
+    }
+
+    /// Reads [a batch](KvStore::batch) of records as [`KvStore::read`], and says how long that took.
     pub(crate) async fn read(
         self: &Arc<Self>,
         hashes: &[BlockHash],
         until: Instant,
-    ) -> anyhow::Result<(Vec<Arc<Record>>, Duration, OwnedSemaphorePermit)> {
+        permit: &Permit,
+    ) -> anyhow::Result<(Vec<Arc<Record>>, Duration)> {
         let wanted = self.store.batch(hashes).to_vec();
-        let permit = self.reading.clone().acquire_owned().await?;
-        let tiers = self.clone();
+        let (tiers, permit) = (self.clone(), permit.clone());
         let read = move || {
+            let _permit = permit;
             let started = Instant::now();
-            (tiers.store.read(&wanted, until), started.elapsed(), permit)
+            (tiers.store.read(&wanted, until), started.elapsed())
         };
         Ok(spawn_blocking(read).await?)
     }

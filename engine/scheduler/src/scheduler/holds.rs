@@ -106,16 +106,17 @@ impl Holds {
         PrefixBlocks { blocks, num_cached_blocks }
     }
 
-    /// Enters held blocks, which follow that of `after`, into the prefix cache.
+    /// Enters held blocks from `first` on, which follow that of `after`, into the prefix cache.
     pub(super) fn cache_prefix(
         &self,
         id: SequenceId,
+        first: usize,
         after: Option<BlockHash>,
         hashes: &[BlockHash],
         pool: &mut BlockPool,
     ) {
         let blocks = self.tables.get(&id).expect("a prefix is cached before it is released");
-        pool.cache_all(after, blocks.iter().copied().zip(hashes.iter().copied()));
+        pool.cache_all(after, blocks[first..].iter().copied().zip(hashes.iter().copied()));
     }
 
     /// A granted reservation.

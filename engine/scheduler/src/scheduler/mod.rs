@@ -317,20 +317,32 @@ impl Scheduler {
     }
 
     /// Holds the cached blocks at the front of `hashes`, and free ones for the rest, until [`release`](Self::release). The hashes
-    /// are a sequence's in order, from any of its blocks on. `None` when sequences here would have to wait for them: fetching a prefix is worth no preemption and delays no
-    /// waiting sequence.
-    pub fn reserve_prefix(&mut self, id: SequenceId, hashes: &[BlockHash]) -> Option<PrefixBlocks> {
+    /// are a sequence's in order, from any of its blocks on. It gets as many as there is room for without making sequences here wait:
+    /// fetching a prefix is worth no preemption and delays no waiting sequence. `None` when these are fewer than `least`.
+    pub fn reserve_prefix(
+        &mut self,
+        id: SequenceId,
+        hashes: &[BlockHash],
+        least: usize,
+    ) -> Option<PrefixBlocks> {
         let cached = self.pool.find_prefix(hashes);
         // Counts the waiting sequences as if nothing of theirs were cached.
         let num_awaited = self.waiting.iter().map(num_blocks_to_admit).sum::<usize>();
-        self.is_room_for(hashes.len() + num_awaited, &cached)
-            .then(|| self.holds.reserve_prefix(id, cached, hashes.len(), &mut self.pool))
+        let num_free = self.num_free_beside(&cached)?.checked_sub(num_awaited)?;
+        let num_blocks = hashes.len().min(cached.len() + num_free);
+        (num_blocks >= least).then(|| self.holds.reserve_prefix(id, cached, num_blocks, &mut self.pool))
     }
 
-    /// Enters the blocks of a reserved prefix into the prefix cache: they now hold the KV that `hashes` name. `after` is the hash of
-    /// the block before them.
-    pub fn cache_prefix(&mut self, id: SequenceId, after: Option<BlockHash>, hashes: &[BlockHash]) {
-        self.holds.cache_prefix(id, after, hashes, &mut self.pool);
+    /// Enters blocks of a reserved prefix, from its block `first` on, into the prefix cache: they now hold the KV that `hashes` name.
+    /// `after` is the hash of the block before them.
+    pub fn cache_prefix(
+        &mut self,
+        id: SequenceId,
+        first: usize,
+        after: Option<BlockHash>,
+        hashes: &[BlockHash],
+    ) {
+        self.holds.cache_prefix(id, first, after, hashes, &mut self.pool);
         self.has_new_prefix = true;
     }
 
@@ -523,10 +535,16 @@ impl Scheduler {
     /// Whether there are `num_blocks` blocks, of which `cached` are cached, and one for each present sequence that may
     /// still grow.
     fn is_room_for(&self, num_blocks: usize, cached: &[BlockId]) -> bool {
+        self.num_free_beside(cached).is_some_and(|num_free| num_blocks - cached.len() <= num_free)
+    }
+
+    /// Blocks that are available when `cached` ones have an owner, and each present sequence that may still grow has one more. `None`:
+    /// there are not enough for that.
+    fn num_free_beside(&self, cached: &[BlockId]) -> Option<usize> {
         let num_revived = cached.iter().filter(|&&block| self.pool.is_unowned(block)).count();
         let present = self.running.iter().chain(self.holds.reserved());
         let num_growing = present.filter(|other| other.can_grow_beyond(other.blocks.len())).count();
-        num_blocks - cached.len() + num_revived + num_growing <= self.pool.num_available()
+        self.pool.num_available().checked_sub(num_revived + num_growing)
     }
 }
 

@@ -206,10 +206,10 @@ impl Player {
     fn fetch(&mut self, command: &Command<'_>) -> Vec<String> {
         let (first, end) = (command.number("first"), command.number("end"));
         let hashes = self.hashes(command, end);
-        match self.scheduler.reserve_prefix(command.id(), &hashes[first..]) {
+        match self.scheduler.reserve_prefix(command.id(), &hashes[first..], hashes.len() - first) {
             Some(found) => {
                 let after = first.checked_sub(1).map(|before| hashes[before]);
-                self.scheduler.cache_prefix(command.id(), after, &hashes[first..]);
+                self.scheduler.cache_prefix(command.id(), 0, after, &hashes[first..]);
                 vec![format!("cached before {}", found.num_cached_blocks)]
             }
             None => vec!["no room".into()],
