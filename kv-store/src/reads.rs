@@ -11,7 +11,6 @@ use baton_tier_policy::{ReadMode, SlotPlace, TierRun, Worth};
 use crate::{
     counts::Count,
     record::Record,
-    save_queue::num_queued,
     slots::Direction,
     store::{KvStore, Shared},
 };
@@ -134,7 +133,7 @@ impl KvStore {
     /// Pieces that [`read_from_end`](Self::read_from_end) may be ahead: with no more memory than what is saved takes.
     pub fn num_pieces_ahead(&self) -> usize {
         let num_blocks = (END_BATCH_BYTES / self.shared.block_bytes()).max(1);
-        (num_queued(&self.shared.storage) / num_blocks).max(1)
+        (self.shared.num_queued / num_blocks).max(1)
     }
 
     /// The blocks at the front of a sequence that are read at once: 32 MiB, or 1 GiB of those that the pool's device reads

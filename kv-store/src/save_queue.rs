@@ -11,9 +11,10 @@ use crate::record::Record;
 /// Sequences that wait to be copied out of the pool. Each keeps its blocks, and copies are fast: a longer queue would keep
 /// more of the pool than it is worth.
 pub const MAX_SAVES: usize = 16;
-/// Memory of records that wait for the disk, and of those that wait for the object store: this part of the pool, up to so many bytes.
-/// It is to last for a step of the engine, at whose end more blocks come.
+/// Memory of records that wait for the disk, and of those that wait for the object store: this part of the pool, but no less and no
+/// more than so many bytes. It is to last for a step of the engine, at whose end more blocks come.
 const QUEUED_PART: usize = 16;
+const MIN_QUEUED_BYTES: usize = 64 << 20;
 const MAX_QUEUED_BYTES: usize = 1 << 30;
 
 /// Blocks of a sequence in a pool, to be copied. `G` keeps them as they are.
@@ -62,7 +63,7 @@ pub(crate) struct Write {
 
 /// Records that wait for one tier at most.
 pub(crate) fn num_queued(storage: &BlockStorage) -> usize {
-    let max_bytes = (storage.size_bytes() / QUEUED_PART).min(MAX_QUEUED_BYTES);
+    let max_bytes = (storage.size_bytes() / QUEUED_PART).clamp(MIN_QUEUED_BYTES, MAX_QUEUED_BYTES);
     (max_bytes / storage.layout().block_bytes()).max(1)
 }
 

@@ -19,7 +19,7 @@ use crate::{
     copy,
     counts::Count,
     record::{Record, RecordName},
-    save_queue::{Save, SaveRest, SequenceBlocks, Write, num_queued},
+    save_queue::{Save, SaveRest, SequenceBlocks, Write},
     slots::Sharing,
     store::{KvStore, Shared},
 };
@@ -80,7 +80,7 @@ impl KvStore {
         match &shared.object {
             Some(object) if rest.target == shared.tiers.len() => object.room().await,
             // With the other half the disk is busy until the blocks are there.
-            _ => drop(shared.queue.acquire_many(num_queued(&shared.storage).div_ceil(2) as u32).await),
+            _ => drop(shared.queue.acquire_many(shared.num_queued.div_ceil(2) as u32).await),
         }
     }
 

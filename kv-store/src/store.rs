@@ -106,8 +106,9 @@ pub(crate) struct Shared {
     pub(crate) tiers: Vec<Box<dyn Slots>>,
     pub(crate) counters: Vec<TierCounters>,
     pub(crate) object: Option<ObjectTier>,
-    /// Room for records that wait for the disk.
+    /// Room for records that wait for the disk, and how many that are at most.
     pub(crate) queue: Arc<Semaphore>,
+    pub(crate) num_queued: usize,
     pub(crate) storage: Arc<BlockStorage>,
     /// Room for records that the pool's device reads and writes itself. `None`: a processor copies.
     pub(crate) room: Option<Arc<HostBlocks>>,
@@ -163,16 +164,19 @@ impl KvStore {
         }
         let open = |object| ObjectTier::open(object, shape(config.key.clone()), num_queued(&storage));
         let object = config.object.as_ref().map(open);
-        Ok(KvStore::over(tiers, object.transpose()?, storage, room, num_damaged, Box::new(on_change)))
+        let (object, num_queued) = (object.transpose()?, num_queued(&storage));
+        Ok(KvStore::over(tiers, object, storage, room, num_queued, num_damaged, Box::new(on_change)))
     }
 
-    /// The tiers of a pool over these stores, the fastest first, as [`open`](Self::open).
+    /// The tiers of a pool over these stores, the fastest first, as [`open`](Self::open). At most `num_queued` records wait for those that
+    /// are no memory.
     pub fn over_slots(
         tiers: Vec<Box<dyn Slots>>,
         storage: Arc<BlockStorage>,
+        num_queued: usize,
         on_change: impl Fn(usize, Vec<CacheEvent>) + Send + Sync + 'static,
     ) -> KvStore {
-        KvStore::over(tiers, None, storage, None, 0, Box::new(on_change))
+        KvStore::over(tiers, None, storage, None, num_queued, 0, Box::new(on_change))
     }
 
     /// Over these stores, the fastest first.
@@ -181,6 +185,7 @@ impl KvStore {
         object: Option<ObjectTier>,
         storage: Arc<BlockStorage>,
         room: Option<Arc<HostBlocks>>,
+        num_queued: usize,
         num_damaged: usize,
         on_change: Box<OnChange>,
     ) -> KvStore {
@@ -203,7 +208,8 @@ impl KvStore {
             tiers,
             counters,
             object,
-            queue: Arc::new(Semaphore::new(num_queued(&storage))),
+            queue: Arc::new(Semaphore::new(num_queued)),
+            num_queued,
             storage,
             room,
             opened: Instant::now(),

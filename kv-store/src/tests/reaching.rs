@@ -138,8 +138,7 @@ impl Reaching {
     /// With a host tier in this directory.
     fn over(dir: Option<&Path>) -> Reaching {
         let wrong_in = Arc::new(AtomicUsize::new(0));
-        // A sixteenth of it may wait for a tier.
-        Reaching::with(Device::storage(128, &wrong_in), dir, wrong_in)
+        Reaching::with(Device::storage(64, &wrong_in), dir, wrong_in)
     }
 
     fn with(storage: Arc<BlockStorage>, dir: Option<&Path>, wrong_in: Arc<AtomicUsize>) -> Reaching {

@@ -19,6 +19,9 @@ use crate::{
     testing::{BLOCK_SIZE, body, chain, format, layout, root, tokens},
 };
 
+/// Records that wait for a store which is no memory.
+const NUM_QUEUED: usize = 4;
+
 /// A pool whose block `idx` may hold any block.
 pub(crate) struct Pool {
     storage: Arc<BlockStorage>,
@@ -51,7 +54,7 @@ impl Pool {
     }
 
     fn over(&self, tiers: Vec<Box<dyn Slots>>) -> KvStore {
-        KvStore::over_slots(tiers, self.storage.clone(), |_, _| ())
+        KvStore::over_slots(tiers, self.storage.clone(), NUM_QUEUED, |_, _| ())
     }
 
     /// Writes the KV of a sequence to the pool's first blocks.
@@ -374,7 +377,7 @@ fn a_disk_that_hangs_keeps_no_blocks_and_what_it_cannot_take_is_dropped() {
     let hangs = Arc::new(AtomicBool::new(true));
     let pool = Pool::new();
     let store = pool.over(vec![Box::new(BadDisk { hangs: hangs.clone(), fails: false })]);
-    let queue = num_queued(&pool.storage);
+    let queue = NUM_QUEUED;
     let mut num_saved = 0;
     // Each returns although the disk hangs: more than the queue takes.
     for seed in 0..queue as u64 / 60 + 3 {
@@ -395,7 +398,7 @@ fn what_a_disk_has_no_room_for_is_saved_later_from_where_it_ended() {
     let hangs = Arc::new(AtomicBool::new(true));
     let pool = Pool::new();
     let store = pool.over(vec![Box::new(BadDisk { hangs: hangs.clone(), fails: false })]);
-    let queue = num_queued(&pool.storage);
+    let queue = NUM_QUEUED;
     let runtime = runtime();
     let hashes = chain(1, 60);
     pool.fill(&hashes);

@@ -20,6 +20,8 @@ use tokio_util::task::TaskTracker;
 
 const BLOCK_SIZE: usize = 4;
 const NUM_TOKENS: usize = 401;
+/// Records that wait for a disk at most.
+const NUM_QUEUED: usize = 11;
 /// Of a block: to compute and to read.
 const BLOCK_TIME: Duration = Duration::from_millis(2);
 
@@ -123,7 +125,7 @@ impl Worker {
         let slots: Box<dyn Slots> = Box::new(SlowSlots { slots, is_disk, loses_one: loses_one.clone() });
         let log = engine.cache_log().clone();
         let tell = move |tier, events| log.append(BlockHolder::Tier(tier), events);
-        let store = KvStore::over_slots(vec![slots], engine.storage().clone(), tell);
+        let store = KvStore::over_slots(vec![slots], engine.storage().clone(), NUM_QUEUED, tell);
         let tiers = Arc::new(Tiers::over(store, limits, TaskTracker::new()));
         Worker { model, engine, thread: Some(thread), tiers, loses_one }
     }
@@ -226,7 +228,6 @@ async fn a_request_that_leaves_ends_its_recall_and_leaves_no_block() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_disk_gets_all_of_a_prompt_that_is_longer_than_its_queue() {
     let worker = Worker::over(true);
-    // The pool has 180 blocks, and a sixteenth of that is the room for what waits.
     worker.answer(0).await;
     worker.until_saved(NUM_BLOCKS).await;
     assert_eq!(worker.tiers.counts()[0].dropped, 0);
