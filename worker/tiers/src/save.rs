@@ -49,10 +49,7 @@ impl SaveAtEnd {
 
     fn spawn_save(&self, request: Request, has_ended: bool) {
         let (tiers, saving) = (self.tiers.clone(), self.saving.clone());
-        self.tiers.tasks.spawn(async move {
-            save(&tiers, request, has_ended).await;
-            drop(saving);
-        });
+        self.tiers.tasks.spawn(async move { save(&tiers, request, has_ended, saving).await });
     }
 }
 
@@ -73,8 +70,8 @@ struct Saved {
 }
 
 /// Saves the blocks of a request that the pool has. What a tier has no room for waits: it is saved when the tier's queue has room, if the
-/// pool has it still. No block is held meanwhile.
-async fn save(tiers: &Arc<Tiers>, request: Request, has_ended: bool) {
+/// pool has it still. No block is held meanwhile. `saving` is dropped when all is saved.
+async fn save(tiers: &Arc<Tiers>, request: Request, has_ended: bool, saving: Arc<()>) {
     let engine = &tiers.limits.engine;
     let block_size = tiers.block_size();
     let mut tokens = [&request.prompt[..], &request.output].concat();
@@ -91,10 +88,10 @@ async fn save(tiers: &Arc<Tiers>, request: Request, has_ended: bool) {
     for rest in saved.copy(tiers, |sequence| tiers.store.save(sequence)).await {
         match tiers.waiting.clone().try_acquire_owned() {
             Ok(permit) => {
-                let (tiers, saved) = (tiers.clone(), saved.clone());
+                let (tiers, saved, saving) = (tiers.clone(), saved.clone(), saving.clone());
                 tiers.tasks.clone().spawn(async move {
                     saved.save_rest(&tiers, rest).await;
-                    drop(permit);
+                    drop((permit, saving));
                 });
             }
             Err(_) => tiers.store.give_up(rest),
@@ -139,7 +136,7 @@ impl Saved {
         let _turn = tiers.turns[rest.target()].lock().await;
         let mut next = Some(rest);
         while let Some(rest) = next {
-            while timeout(LOOK_EVERY, tiers.store.room(&rest)).await.is_err() && !tiers.tasks.is_closed() {}
+            while !tiers.tasks.is_closed() && timeout(LOOK_EVERY, tiers.store.room(&rest)).await.is_err() {}
             if tiers.tasks.is_closed() {
                 return tiers.store.give_up(rest);
             }
