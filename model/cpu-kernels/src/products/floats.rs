@@ -5,7 +5,7 @@
 //! in the order of K.
 
 use super::panels::PANEL;
-use super::tile::TileArgs;
+use super::tile::{FAR, TileArgs};
 #[cfg(target_arch = "aarch64")]
 use baton_cpu_simd::Neon;
 #[cfg(target_arch = "x86_64")]
@@ -122,6 +122,9 @@ unsafe fn one_tile<S, W, const R: usize, const P: usize, const H: usize, const F
         for _ in 0..args.k {
             for p in 0..P {
                 S::prefetch(w.wrapping_add(p * stride + PREFETCH));
+                if S::PANEL_ROWS == 14 {
+                    S::prefetch_for_later(w.wrapping_add(p * stride + FAR));
+                }
                 ws[p] = W::load_pair::<S>(w.add(p * stride));
             }
             for r in 0..R {

@@ -17,10 +17,10 @@ mod operations;
 mod x86;
 
 use super::panels::{GROUP_SCALE_BYTES, PANEL, ROW_SCALE_BYTES};
-use super::tile::TileArgs;
+use super::tile::{FAR, TileArgs};
 use baton_cpu_simd::{CHAINS, Isa, LANES, Portable, Simd};
 use baton_model_spec::{IntegerFormat, IntegerWidth};
-use operations::IntegerSimd;
+use operations::{IntegerSimd, Place};
 
 /// The instruction sets of integer kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -60,13 +60,16 @@ impl IntegerIsa {
     }
 }
 
+/// Rows that AVX-512 multiplies in one tile: it reads the weights once and is faster than two.
+#[cfg(target_arch = "x86_64")]
+const ONLY_ROWS: usize = 12;
+
 /// Rows of the largest tile for `num_rows` rows.
 #[cfg_attr(not(target_arch = "x86_64"), allow(unused_variables))]
 pub(super) fn tile_rows(isa: Isa, num_rows: usize) -> usize {
     match IntegerIsa::of(isa) {
-        // One tile streams the weights once and is faster than two, although some of its sums are in memory.
         #[cfg(target_arch = "x86_64")]
-        IntegerIsa::Vnni if num_rows <= 2 * x86::Vnni::ROWS => 2 * x86::Vnni::ROWS,
+        IntegerIsa::Vnni if num_rows <= ONLY_ROWS => ONLY_ROWS,
         #[cfg(target_arch = "x86_64")]
         IntegerIsa::Vnni => x86::Vnni::ROWS,
         #[cfg(target_arch = "x86_64")]
@@ -264,12 +267,15 @@ unsafe fn one_tile<
     // SAFETY: weights and activations are packed as `panels` and `left` say; a prefetched address need not be valid.
     unsafe {
         let row_scales = args.w.add(panel * args.panel_bytes);
-        let mut w = row_scales.add(ROW_SCALE_BYTES);
-        let mut a = args.a;
-        let num_groups = args.k.div_ceil(format.group);
-        // Lines to prefetch with each group.
-        let ahead_lines = args.ahead.1.div_ceil(64 * args.panels * num_groups);
-        let mut ahead = args.ahead.0.wrapping_add(panel * num_groups * ahead_lines * 64);
+        // Lines to prefetch along the panel, one with each line of weights, so in the first groups.
+        let passes = 2 / H;
+        let num_ahead = args.ahead.1.div_ceil(64 * args.panels * passes);
+        let mut ahead_groups = num_ahead.div_ceil(format.group.div_ceil(if NIBBLES { 8 } else { 4 }));
+        let mut at = Place {
+            w: row_scales.add(ROW_SCALE_BYTES + FIRST * 64),
+            a: args.a,
+            ahead: args.ahead.0.wrapping_add((panel * passes + FIRST) * num_ahead * 64),
+        };
         let mut sums = [[S::Floats::splat(0.0); H]; R];
         let mut left = args.k;
         while left > 0 {
@@ -277,21 +283,17 @@ unsafe fn one_tile<
                 if left < format.activation_group() { left } else { format.activation_group() };
             left -= shared_left;
             let mut shared = [[S::Floats::splat(0.0); H]; R];
-            let scales = a.cast::<f32>();
-            a = a.add(4 * R);
+            let scales = at.a.cast::<f32>();
+            at.a = at.a.add(4 * R);
             while shared_left > 0 {
                 let len = if shared_left < format.group { shared_left } else { format.group };
                 shared_left -= len;
-                let weight_scales = w.cast::<u16>();
+                let weight_scales = at.w.sub(FIRST * 64).cast::<u16>();
                 // Points to the scales if there are no zero points; it is not read then.
                 let zeros = weight_scales.add(if ZEROS { PANEL } else { 0 });
-                w = w.add(GROUP_SCALE_BYTES * if ZEROS { 2 } else { 1 });
-                for _ in 0..ahead_lines {
-                    S::Floats::prefetch_for_later(ahead);
-                    ahead = ahead.wrapping_add(64);
-                }
-                let activation_sums = a;
-                a = a.add(4 * R);
+                at.w = at.w.add(GROUP_SCALE_BYTES * if ZEROS { 2 } else { 1 });
+                let activation_sums = at.a;
+                at.a = at.a.add(4 * R);
 
                 let mut group_sums = [[S::splat(0); H]; R];
                 for r in 0..R {
@@ -305,7 +307,15 @@ unsafe fn one_tile<
                         group_sums[r] = [S::splat(activation_sums.cast::<i32>().add(r).read_unaligned()); H];
                     }
                 }
-                (w, a) = S::add_group::<NIBBLES, R, H, FIRST>(w, a, len, &mut group_sums);
+                at = if args.is_only && H == 2 {
+                    at.ahead = at.w.wrapping_add(FAR);
+                    S::add_group::<NIBBLES, 2, R, H>(at, len, &mut group_sums)
+                } else if ahead_groups > 0 {
+                    ahead_groups -= 1;
+                    S::add_group::<NIBBLES, 1, R, H>(at, len, &mut group_sums)
+                } else {
+                    S::add_group::<NIBBLES, 0, R, H>(at, len, &mut group_sums)
+                };
                 for h in 0..H {
                     let weight_scale = S::Floats::load_f16(weight_scales.add((FIRST + h) * LANES));
                     let zero = S::Floats::load_f16(zeros.add((FIRST + h) * LANES));

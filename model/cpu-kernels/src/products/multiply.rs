@@ -86,6 +86,7 @@ pub fn multiply(
         let (panel_item, row_item) = (item_idx / num_row_items, item_idx % num_row_items);
         let item_end = num_panels.min((panel_item + 1) * item_panels);
         let tile_range = row_item * tiles_per_item..tiles.len().min((row_item + 1) * tiles_per_item);
+        let is_only = tile_range.len() == 1;
         let args = |tile_idx: usize, first_panel: usize, panels: usize, ahead: &[u8]| {
             let first_row = tiles.first_row(tile_idx);
             TileArgs {
@@ -98,6 +99,7 @@ pub fn multiply(
                 panel_bytes,
                 k,
                 panels,
+                is_only,
                 ahead: (ahead.as_ptr(), ahead.len()),
                 bias: bias.map_or(std::ptr::null(), |bias| bias[first_panel * panel_cols..].as_ptr()),
                 // SAFETY: rows and columns were checked above.
@@ -139,14 +141,10 @@ pub fn multiply(
     if shared { pool.for_each(num_items, item) } else { (0..num_items).for_each(|idx| item(0, idx)) }
 }
 
-/// The part of the next group's panels that a tile prefetches. The first tile prefetches none: it waits for its own
-/// panels.
+/// The part of the next group's panels that a tile prefetches.
 fn ahead(next: &[u8], tile_idx: usize, num_tiles: usize) -> &[u8] {
-    if tile_idx == 0 {
-        return &[];
-    }
-    let share = next.len().div_ceil(num_tiles - 1);
-    &next[next.len().min((tile_idx - 1) * share)..next.len().min(tile_idx * share)]
+    let share = next.len().div_ceil(num_tiles);
+    &next[next.len().min(tile_idx * share)..next.len().min((tile_idx + 1) * share)]
 }
 
 /// The kernel of a product.

@@ -4,6 +4,10 @@ use super::panels::PANEL;
 use crate::rows::{GateFunction, gated};
 use baton_cpu_simd::{LANES, Simd};
 
+/// Bytes ahead at which weights that are read from memory are prefetched into the second-level cache, which waits for
+/// more lines at a time than the first-level one.
+pub(super) const FAR: usize = 32 << 10;
+
 /// How the products are written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Output {
@@ -31,6 +35,8 @@ pub(super) struct TileArgs {
     pub(super) panel_bytes: usize,
     pub(super) k: usize,
     pub(super) panels: usize,
+    /// Whether no other tile of the thread reads the panels, which come from memory then.
+    pub(super) is_only: bool,
     /// Memory to prefetch into the second-level cache while the tile is computed. Kernels in tiles know it themselves.
     pub(super) ahead: (*const u8, usize),
     pub(super) bias: *const f32,

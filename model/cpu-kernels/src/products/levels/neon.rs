@@ -5,7 +5,7 @@ use std::arch::aarch64::*;
 
 use super::super::blocks::{self, BlockSimd, Blocks, add_products};
 use super::super::panels::LINE_BYTES;
-use super::operations::{IntegerSimd, PREFETCH, add_lines};
+use super::operations::{IntegerSimd, PREFETCH, Place, add_lines};
 use baton_cpu_simd::{Neon, Simd, quarters};
 use baton_model_spec::IntegerWidth;
 
@@ -53,15 +53,14 @@ impl<const MATRICES: bool> IntegerSimd for NeonIntegers<MATRICES> {
         unsafe { quarters!(Q => vcvtq_f32_s32(sums[Q])) }
     }
     #[inline(always)]
-    unsafe fn add_group<const NIBBLES: bool, const R: usize, const H: usize, const FIRST: usize>(
-        mut w: *const u8,
-        mut a: *const u8,
+    unsafe fn add_group<const NIBBLES: bool, const AHEAD: usize, const R: usize, const H: usize>(
+        mut at: Place,
         len: usize,
         sums: &mut [[Self::I; H]; R],
-    ) -> (*const u8, *const u8) {
+    ) -> Place {
         unsafe {
             if !MATRICES || R == 1 {
-                return add_lines::<Self, NIBBLES, R, H, FIRST>(w, a, len, sums);
+                return add_lines::<Self, NIBBLES, AHEAD, R, H>(at, len, sums);
             }
             let mut rows = [[vdupq_n_s32(0); 4]; R];
             for r in 0..R {
@@ -70,36 +69,38 @@ impl<const MATRICES: bool> IntegerSimd for NeonIntegers<MATRICES> {
             let mut blocks = Blocks::of_rows(&rows);
             let mut left = len;
             while left > 0 {
-                Neon::prefetch(w.wrapping_add(PREFETCH + FIRST * 64));
+                Neon::prefetch(at.w.wrapping_add(PREFETCH));
+                at.prefetch::<Neon, AHEAD>();
                 let [low, high] = if NIBBLES {
-                    let both = Self::nibbles(w.add(FIRST * 64));
-                    w = w.add(LINE_BYTES);
+                    let both = Self::nibbles(at.w);
+                    at.w = at.w.add(LINE_BYTES);
                     both
                 } else {
-                    let low = Self::levels(w.add(FIRST * 64));
-                    w = w.add(LINE_BYTES);
+                    let low = Self::levels(at.w);
+                    at.w = at.w.add(LINE_BYTES);
                     // If a line is the last one, the second words of the rows are zero, whatever they multiply.
                     let mut high = low;
                     if left > 4 {
-                        high = Self::levels(w.add(FIRST * 64));
-                        w = w.add(LINE_BYTES);
+                        at.prefetch::<Neon, AHEAD>();
+                        high = Self::levels(at.w);
+                        at.w = at.w.add(LINE_BYTES);
                     }
                     [low, high]
                 };
-                let words = a.cast::<i32>();
+                let words = at.a.cast::<i32>();
                 let lines = [
                     quarters!(Q => vreinterpretq_s32_u8(low[Q])),
                     quarters!(Q => vreinterpretq_s32_u8(high[Q])),
                 ];
                 blocks.add::<Smmla>(lines, [words, words.add(R)]);
-                a = a.add(8 * R);
+                at.a = at.a.add(8 * R);
                 left = left.saturating_sub(8);
             }
             let rows = blocks.to_rows();
             for r in 0..R {
                 sums[r][0] = rows[r];
             }
-            (w, a)
+            at
         }
     }
 }

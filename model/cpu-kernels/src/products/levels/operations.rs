@@ -6,6 +6,32 @@ use baton_cpu_simd::{LANES, Portable, Simd};
 /// Prefetch distance in bytes.
 pub(super) const PREFETCH: usize = 4096;
 
+/// Where a tile is.
+#[derive(Clone, Copy)]
+pub(super) struct Place {
+    /// The next line of weights, from the first half that the tile multiplies on.
+    pub(super) w: *const u8,
+    /// The next activations.
+    pub(super) a: *const u8,
+    /// The next line to prefetch for later. It need not be valid.
+    pub(super) ahead: *const u8,
+}
+
+impl Place {
+    /// Prefetches `LINES` lines for later.
+    ///
+    /// # Safety
+    /// As for [`Simd`].
+    #[inline(always)]
+    pub(super) unsafe fn prefetch<S: Simd, const LINES: usize>(&mut self) {
+        for _ in 0..LINES {
+            // SAFETY: guaranteed by the caller.
+            unsafe { S::prefetch_for_later(self.ahead) };
+            self.ahead = self.ahead.wrapping_add(64);
+        }
+    }
+}
+
 /// Integer operations on sixteen lanes of i32, beside the f32 lanes of [`Simd`].
 ///
 /// # Safety (of all methods)
@@ -18,7 +44,7 @@ pub(super) trait IntegerSimd {
     type Levels: Copy;
     /// Four activations, the same for all lanes.
     type Activations: Copy;
-    /// Rows of the largest tile whose sums fit into registers.
+    /// Rows of the largest tile whose sums of one group fit into registers.
     const ROWS: usize;
     /// Halves of a panel computed at a time: 2 or 1.
     const HALVES: usize;
@@ -35,20 +61,19 @@ pub(super) trait IntegerSimd {
     /// Adds the sum of four products to each lane.
     unsafe fn dot(sums: Self::I, levels: Self::Levels, activations: Self::Activations) -> Self::I;
     unsafe fn to_floats(sums: Self::I) -> <Self::Floats as Simd>::V;
-    /// Adds the products of a group's `len` numbers to the sums of `R` rows and of `H` halves from `FIRST` on. Returns
-    /// the addresses after the weights and the activations.
+    /// Adds the products of a group's `len` numbers to the sums of `R` rows and of `H` halves from the place on, and
+    /// prefetches `AHEAD` lines with each line of weights. Returns the place after the group.
     #[inline(always)]
-    unsafe fn add_group<const NIBBLES: bool, const R: usize, const H: usize, const FIRST: usize>(
-        w: *const u8,
-        a: *const u8,
+    unsafe fn add_group<const NIBBLES: bool, const AHEAD: usize, const R: usize, const H: usize>(
+        at: Place,
         len: usize,
         sums: &mut [[Self::I; H]; R],
-    ) -> (*const u8, *const u8)
+    ) -> Place
     where
         Self: Sized,
     {
         // SAFETY: guaranteed by the caller.
-        unsafe { add_lines::<Self, NIBBLES, R, H, FIRST>(w, a, len, sums) }
+        unsafe { add_lines::<Self, NIBBLES, AHEAD, R, H>(at, len, sums) }
     }
 }
 
@@ -58,52 +83,40 @@ pub(super) trait IntegerSimd {
 pub(super) unsafe fn add_lines<
     S: IntegerSimd,
     const NIBBLES: bool,
+    const AHEAD: usize,
     const R: usize,
     const H: usize,
-    const FIRST: usize,
 >(
-    mut w: *const u8,
-    mut a: *const u8,
+    mut at: Place,
     len: usize,
     sums: &mut [[S::I; H]; R],
-) -> (*const u8, *const u8) {
+) -> Place {
     // SAFETY: the group has these lines; a prefetched address need not be valid.
     unsafe {
         for _ in 0..len.div_ceil(if NIBBLES { 8 } else { 4 }) {
+            let Place { w, a, .. } = at;
+            at.prefetch::<S::Floats, AHEAD>();
+            // Four levels of each output, or four in the low nibbles and four in the high ones.
+            let mut halves = [[S::levels(w); 2]; H];
             for h in 0..H {
-                S::Floats::prefetch(w.wrapping_add(PREFETCH + h * 64));
+                let w = w.add(h * 64);
+                S::Floats::prefetch(w.wrapping_add(PREFETCH));
+                halves[h] = if NIBBLES { S::nibbles(w) } else { [S::levels(w); 2] };
             }
-            if NIBBLES {
-                let mut halves = [S::nibbles(w.add(FIRST * 64)); H];
-                for h in 1..H {
-                    halves[h] = S::nibbles(w.add((FIRST + h) * 64));
-                }
-                for part in 0..2 {
-                    for r in 0..R {
-                        let x = S::activations(a.add((part * R + r) * 4));
-                        for h in 0..H {
-                            sums[r][h] = S::dot(sums[r][h], halves[h][part], x);
-                        }
-                    }
-                }
-                a = a.add(8 * R);
-            } else {
-                let mut halves = [S::levels(w.add(FIRST * 64)); H];
-                for h in 1..H {
-                    halves[h] = S::levels(w.add((FIRST + h) * 64));
-                }
+            let num_parts = if NIBBLES { 2 } else { 1 };
+            for part in 0..num_parts {
                 for r in 0..R {
-                    let x = S::activations(a.add(r * 4));
+                    let x = S::activations(a.add((part * R + r) * 4));
                     for h in 0..H {
-                        sums[r][h] = S::dot(sums[r][h], halves[h], x);
+                        sums[r][h] = S::dot(sums[r][h], halves[h][part], x);
                     }
                 }
-                a = a.add(4 * R);
             }
-            w = w.add(LINE_BYTES);
+            at.a = a.add(4 * num_parts * R);
+            at.w = w.add(LINE_BYTES);
         }
     }
-    (w, a)
+    at
 }
 
 // SAFETY of the blocks below: the trait's contract, for each instruction.

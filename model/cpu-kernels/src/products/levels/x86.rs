@@ -5,7 +5,7 @@
 use std::arch::x86_64::*;
 
 use super::super::panels::LINE_BYTES;
-use super::operations::{IntegerSimd, PREFETCH, add_lines};
+use super::operations::{IntegerSimd, PREFETCH, Place, add_lines};
 use baton_cpu_simd::{Avx2, Avx512};
 use baton_model_spec::IntegerWidth;
 
@@ -17,7 +17,7 @@ impl IntegerSimd for Vnni {
     type I = __m512i;
     type Levels = __m512i;
     type Activations = __m512i;
-    const ROWS: usize = 6;
+    const ROWS: usize = 8;
     const HALVES: usize = 2;
     const IS_FUSED: bool = true;
 
@@ -107,15 +107,14 @@ impl IntegerSimd for Avx2Integers {
         unsafe { (_mm256_cvtepi32_ps(sums.0), _mm256_cvtepi32_ps(sums.1)) }
     }
     #[inline(always)]
-    unsafe fn add_group<const NIBBLES: bool, const R: usize, const H: usize, const FIRST: usize>(
-        mut w: *const u8,
-        mut a: *const u8,
+    unsafe fn add_group<const NIBBLES: bool, const AHEAD: usize, const R: usize, const H: usize>(
+        mut at: Place,
         len: usize,
         sums: &mut [[Self::I; H]; R],
-    ) -> (*const u8, *const u8) {
+    ) -> Place {
         unsafe {
             if !NIBBLES {
-                return add_lines::<Self, false, R, H, FIRST>(w, a, len, sums);
+                return add_lines::<Self, false, AHEAD, R, H>(at, len, sums);
             }
             let mut left = len.div_ceil(8);
             while left > 0 {
@@ -124,9 +123,11 @@ impl IntegerSimd for Avx2Integers {
                 let zero = _mm256_setzero_si256();
                 let mut short = [[(zero, zero); H]; R];
                 for _ in 0..num_lines {
+                    let Place { w, a, .. } = at;
+                    at.prefetch::<Avx2, AHEAD>();
                     for h in 0..H {
                         _mm_prefetch::<_MM_HINT_T0>(w.wrapping_add(PREFETCH + h * 64).cast());
-                        let parts = Self::nibbles(w.add((FIRST + h) * 64));
+                        let parts = Self::nibbles(w.add(h * 64));
                         for part in 0..2 {
                             for r in 0..R {
                                 let x = Self::activations(a.add((part * R + r) * 4));
@@ -138,8 +139,8 @@ impl IntegerSimd for Avx2Integers {
                             }
                         }
                     }
-                    w = w.add(LINE_BYTES);
-                    a = a.add(8 * R);
+                    at.w = w.add(LINE_BYTES);
+                    at.a = a.add(8 * R);
                 }
                 for r in 0..R {
                     for h in 0..H {
@@ -149,7 +150,7 @@ impl IntegerSimd for Avx2Integers {
                     }
                 }
             }
-            (w, a)
+            at
         }
     }
 }
