@@ -9,6 +9,8 @@ use crate::cluster::TierSpec;
 /// What a recall takes besides its bytes, in seconds.
 const HOST_LATENCY: f64 = 0.001;
 const DISK_LATENCY: f64 = 0.002;
+/// What devices read from host memory, in gigabytes per second.
+const HOST_RATE: f64 = 35.0;
 
 /// The tiers of each worker.
 #[derive(Clone, Debug, Default, Args)]
@@ -17,7 +19,7 @@ pub struct TierArgs {
     #[arg(long, value_name = "TOKENS")]
     pub host_kv_tokens: Option<usize>,
     /// What a device reads from the host tier, and at the same time writes, in gigabytes per second.
-    #[arg(long, value_name = "GB/S", default_value_t = 35.0)]
+    #[arg(long, value_name = "GB/S", default_value_t = HOST_RATE)]
     pub host_kv_rate: f64,
     /// Tokens whose KV a worker's disk tier holds. Default: there is none.
     #[arg(long, value_name = "TOKENS")]
@@ -28,6 +30,11 @@ pub struct TierArgs {
 }
 
 impl TierArgs {
+    /// A host tier of so many tokens, or none.
+    pub(super) fn host(num_tokens: Option<usize>) -> TierArgs {
+        TierArgs { host_kv_tokens: num_tokens, host_kv_rate: HOST_RATE, ..TierArgs::default() }
+    }
+
     /// The tiers of a worker with so many devices, the fastest first.
     pub(super) fn specs(&self, block_size: usize, num_devices: usize) -> anyhow::Result<Vec<TierSpec>> {
         let host = (self.host_kv_tokens, self.host_kv_rate, num_devices as f64, HOST_LATENCY);

@@ -188,10 +188,28 @@ fn a_plan_takes_what_meets_the_slos() {
 }
 
 #[test]
+fn a_plan_says_what_host_memory_is_worth() {
+    // An A100 holds 400,000 tokens beside the weights, and the trace has two million.
+    let line = format!(
+        "--model llama-8b --device A100 --gpus 2 --trace {EXCERPT} --rate 0.5 --host-kv 256 --seeds 1"
+    );
+    let said = plan(&line).expect("it runs");
+    assert!(said.contains("host:\n    size: 256G\n"), "{said}");
+    let (with, without) = said.split_once("Without them:").expect("both");
+    let cached = |text: &str| -> f64 {
+        let (before, _) = text.split_once(" % of prompt tokens cached").expect("the part of tokens");
+        before.rsplit(' ').next().expect("a number").parse().expect("a number")
+    };
+    assert!(cached(with) > cached(without), "{said}");
+    assert!(!plan(&line.replace("--host-kv 256", "")).expect("it runs").contains("host:"));
+}
+
+#[test]
 fn plans_that_make_no_sense_say_why() {
     for (line, expected) in [
         ("", "give --rate or --trace"),
         ("--rate 1 --gpus 0", "--gpus is 0"),
+        ("--rate 1 --host-kv 0", "--host-kv is 0 GiB"),
         ("--rate 1 --gpus 1", "does not fit on 1 x H100"),
         ("--rate 1 --device TPU", "H200"),
         ("--rate 1 --slo-ttft 0", "--slo-ttft is 0"),

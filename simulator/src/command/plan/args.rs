@@ -10,7 +10,7 @@ use super::{
     super::{args::SimulateArgs, load::LoadArgs, tiers::TierArgs},
     deployment::Deployment,
 };
-use crate::cluster::SloTarget;
+use crate::{cluster::SloTarget, model::ModelOnDevice};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -20,6 +20,8 @@ Examples:
     baton plan --model path/to/config.json --gpus 32 --trace requests.csv --speed 2 \\
       --slo-ttft 1.5 --slo-tpot 0.05 --values values.yaml
     helm template baton helm/baton --values values.yaml
+  What 512 GiB of each host's memory for KV are worth:
+    baton plan --model llama-70b --gpus 16 --trace requests.csv --host-kv 512
 
 What it does: it plays the requests against deployments that differ in how many GPUs compute a model together, how many workers
 compute prompts for others, how many tokens a step computes, and how many sequences run at a time. Each is simulated with the
@@ -59,6 +61,10 @@ pub struct PlanArgs {
     /// Tokens in a KV block. Must divide the blocks of the trace.
     #[arg(long, value_name = "TOKENS", default_value_t = 64)]
     pub block_size: usize,
+    /// Memory of each host that holds KV below the pools of its workers, in GiB. Each worker has an equal share here; Baton's
+    /// workers use all of it together. Default: there is none.
+    #[arg(long, value_name = "GIB")]
+    pub host_kv: Option<usize>,
     /// Every step takes up to this part more or less, at random.
     #[arg(long, value_name = "PART", default_value_t = 0.05)]
     pub noise: f64,
@@ -78,6 +84,8 @@ impl PlanArgs {
         let (device, names) = (&self.device, GpuKind::names());
         ensure!(GpuKind::named(device).is_some(), "no device is called {device:?}; there are {names}");
         ensure!(!self.seeds.is_empty(), "--seeds is empty");
+        let host_kv = self.host_kv.unwrap_or(1);
+        ensure!((1..=1 << 20).contains(&host_kv), "--host-kv is {host_kv} GiB; 1 to 1048576 are possible");
         for (name, seconds) in [("--slo-ttft", self.slo_ttft), ("--slo-tpot", self.slo_tpot)] {
             ensure!(seconds > 0.0 && seconds.is_finite(), "{name} is {seconds} s; it must be above 0");
         }
@@ -103,9 +111,24 @@ impl PlanArgs {
         )
     }
 
+    /// Tokens of host memory that a worker of so many GPUs has, if there is any.
+    ///
+    /// # Errors
+    /// When the model is not known or does not fit.
+    pub(super) fn host_tokens(&self, tensor_parallel: usize) -> anyhow::Result<Option<usize>> {
+        let Some(gibibytes) = self.host_kv else { return Ok(None) };
+        let model = ModelOnDevice::new(&self.model, &self.device, tensor_parallel)?;
+        let workers_of_host = (self.gpus.min(self.gpus_per_host) / tensor_parallel).max(1);
+        let share = (gibibytes << 30) as f64 / workers_of_host as f64;
+        Ok(Some((share / model.kv_bytes_per_token) as usize))
+    }
+
     /// The simulation of a deployment.
-    pub(super) fn simulation(&self, deployment: &Deployment, seed: u64) -> SimulateArgs {
-        SimulateArgs {
+    ///
+    /// # Errors
+    /// As [`host_tokens`](Self::host_tokens).
+    pub(super) fn simulation(&self, deployment: &Deployment, seed: u64) -> anyhow::Result<SimulateArgs> {
+        Ok(SimulateArgs {
             model: self.model.clone(),
             device: self.device.clone(),
             tensor_parallel: deployment.tensor_parallel,
@@ -126,7 +149,7 @@ impl PlanArgs {
             itl_target: None,
             max_running: deployment.max_running,
             kv_tokens: None,
-            tiers: TierArgs::default(),
+            tiers: TierArgs::host(self.host_tokens(deployment.tensor_parallel)?),
             noise: self.noise,
             slow: Vec::new(),
             fail: Vec::new(),
@@ -136,6 +159,6 @@ impl PlanArgs {
             tune: false,
             hit_rate: false,
             html: None,
-        }
+        })
     }
 }

@@ -52,6 +52,8 @@ pub(super) struct Found {
     pub(super) num_tried: usize,
     /// How much more load the best one serves, in words.
     pub(super) headroom: String,
+    /// The best one without host memory for KV, with every seed, if it has any.
+    pub(super) without_host: Option<Vec<SimSummary>>,
 }
 
 #[derive(Debug)]
@@ -82,7 +84,9 @@ impl<'a> Search<'a> {
         let shapes = shapes(args)?;
         let trace = args.load.trace()?;
         let num_second = NUM_KEPT.min(shapes.len()) * (TOKEN_BUDGETS.len() * MAX_RUNNING.len() - 1);
-        let num_all = shapes.len() + num_second + NUM_KEPT * (args.seeds.len() - 1) + LOADS.len();
+        let num_without = if args.host_kv.is_some() { args.seeds.len() } else { 0 };
+        let num_all =
+            shapes.len() + num_second + NUM_KEPT * (args.seeds.len() - 1) + LOADS.len() + num_without;
         Ok(Search { args, trace, shapes, num_done: 0, num_all })
     }
 
@@ -111,14 +115,15 @@ impl<'a> Search<'a> {
         });
         for candidate in &mut all {
             for &seed in &self.args.seeds[1..] {
-                let summary = self.simulate(&candidate.deployment, seed, 1.0, progress)?;
+                let summary = self.simulate(self.args, &candidate.deployment, seed, 1.0, progress)?;
                 candidate.summaries.push(summary);
             }
         }
         self.sort(&mut all);
         let headroom = self.headroom(&all[0], progress)?;
+        let without_host = self.without_host(&all[0].deployment, progress)?;
         progress.clear();
-        Ok(Found { best: all, num_tried, headroom })
+        Ok(Found { best: all, num_tried, headroom, without_host })
     }
 
     fn sort(&self, candidates: &mut [Candidate]) {
@@ -133,7 +138,7 @@ impl<'a> Search<'a> {
     ) -> anyhow::Result<Vec<Candidate>> {
         let mut tried = Vec::with_capacity(deployments.len());
         for deployment in deployments {
-            let summaries = vec![self.simulate(&deployment, self.args.seeds[0], 1.0, progress)?];
+            let summaries = vec![self.simulate(self.args, &deployment, self.args.seeds[0], 1.0, progress)?];
             tried.push(Candidate { deployment, summaries });
         }
         Ok(tried)
@@ -141,19 +146,37 @@ impl<'a> Search<'a> {
 
     fn simulate(
         &mut self,
+        args: &PlanArgs,
         deployment: &Deployment,
         seed: u64,
         load: f64,
         progress: &mut Progress,
     ) -> anyhow::Result<SimSummary> {
-        progress.tell(self.num_done, self.num_all, &deployment.describe(self.args.gpus));
+        progress.tell(self.num_done, self.num_all, &deployment.describe(args.gpus));
         self.num_done += 1;
-        let args = self.args.simulation(deployment, seed);
+        let args = args.simulation(deployment, seed)?;
         let setup = Setup::new(&args, &self.trace)?;
         let variant = Variant::of_args(&args, &args.policies()?[0]);
         let spec = setup.cluster(&args, &variant, seed)?;
         let arrivals = args.load.arrivals(load, args.copies, &self.trace, seed)?;
         Ok(simulate(&spec, &self.trace, &arrivals, &mut |_| {}).summary())
+    }
+
+    fn without_host(
+        &mut self,
+        deployment: &Deployment,
+        progress: &mut Progress,
+    ) -> anyhow::Result<Option<Vec<SimSummary>>> {
+        if self.args.host_kv.is_none() {
+            return Ok(None);
+        }
+        let args = PlanArgs { host_kv: None, ..self.args.clone() };
+        let seeds = &self.args.seeds;
+        seeds
+            .iter()
+            .map(|&seed| self.simulate(&args, deployment, seed, 1.0, progress))
+            .collect::<Result<_, _>>()
+            .map(Some)
     }
 
     /// How much more load it serves.
@@ -167,7 +190,7 @@ impl<'a> Search<'a> {
         }
         let mut served = 1.0;
         for load in LOADS {
-            if !is_served(&self.simulate(&best.deployment, self.args.seeds[0], load, progress)?) {
+            if !is_served(&self.simulate(self.args, &best.deployment, self.args.seeds[0], load, progress)?) {
                 return Ok(format!(
                     "x{served} of this is served ({:.0} % of requests within both SLOs), x{load} is not",
                     100.0 * SERVED

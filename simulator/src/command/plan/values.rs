@@ -16,13 +16,14 @@ pub(super) fn helm_values(args: &PlanArgs, deployment: &Deployment) -> String {
     format!(
         "# By baton plan, for {} on {} x {}. Also set: image (of deploy/Dockerfile --target cuda), model.volume,\n\
          # resources of the workers.\n\
-         model:\n  path: {}\nkv:\n  blockSize: {}\n{}{}",
+         model:\n  path: {}\nkv:\n  blockSize: {}\n{}{}{}",
         args.model,
         args.gpus,
         args.device,
         // JSON's strings are YAML's.
         serde_json::Value::from(format!("/models/{}", name_of(&args.model))),
         args.block_size,
+        args.host_kv.map(|gibibytes| format!("  host:\n    size: {gibibytes}G\n")).unwrap_or_default(),
         worker("prefill", num_prefill),
         worker("decode", num_decode)
     )
