@@ -57,6 +57,18 @@ impl Pool {
         KvStore::over_slots(tiers, self.storage.clone(), NUM_QUEUED, |_, _| ())
     }
 
+    pub(crate) fn over_object(&self, object: ObjectTier) -> KvStore {
+        KvStore::over(
+            Vec::new(),
+            Some(object),
+            self.storage.clone(),
+            None,
+            NUM_QUEUED,
+            0,
+            Box::new(|_, _| ()),
+        )
+    }
+
     /// Writes the KV of a sequence to the pool's first blocks.
     fn fill(&self, hashes: &[BlockHash]) {
         for (idx, &hash) in hashes.iter().enumerate() {

@@ -14,6 +14,7 @@ use super::{
 };
 use crate::{
     record::RecordShape,
+    store::tests::Pool,
     testing::{body, chain, key, record, shape},
 };
 
@@ -98,6 +99,26 @@ fn what_one_worker_writes_another_finds_and_reads() {
     // It has them: they are not written again.
     assert!(hashes.iter().chain(&hashes).all(|&hash| !reader.admit(hash, Keep::Normal)));
     assert_eq!(open(&store, "reader").counts().num_held, 0);
+}
+
+#[test]
+fn all_of_a_sequence_is_written_however_few_records_wait() {
+    const NUM_QUEUED: usize = 4;
+    const NUM_SAVED: usize = 60;
+    let store = LyingStore::default();
+    let config = ObjectConfig { url: String::new(), worker: "one".into(), max_bytes: 1 << 20 };
+    let tier = ObjectTier::over(Arc::new(store.clone()), Path::from("kv"), &config, shape(), NUM_QUEUED);
+    let pool = Pool::new();
+    let saves = pool.over_object(tier);
+    // The second use is written.
+    pool.save(&saves, 1, NUM_SAVED);
+    let hashes = pool.save(&saves, 1, NUM_SAVED);
+    let counts = || saves.counts().pop().expect("one tier");
+    eventually("all is written", || counts().writes as usize == NUM_SAVED);
+    assert_eq!(counts().dropped, 0);
+    let reader = open(&store, "reader");
+    eventually("found", || hashes.iter().all(|&hash| reader.holds(hash)));
+    assert_eq!(num_right(&reader, &hashes, soon()), NUM_SAVED);
 }
 
 #[test]
