@@ -112,23 +112,15 @@ impl PlanArgs {
     }
 
     /// Tokens of host memory that a worker of so many GPUs has, if there is any.
-    ///
-    /// # Errors
-    /// When the model is not known or does not fit.
-    pub(super) fn host_tokens(&self, tensor_parallel: usize) -> anyhow::Result<Option<usize>> {
-        let Some(gibibytes) = self.host_kv else { return Ok(None) };
-        let model = ModelOnDevice::new(&self.model, &self.device, tensor_parallel)?;
+    pub(super) fn host_tokens(&self, model: &ModelOnDevice, tensor_parallel: usize) -> Option<usize> {
         let workers_of_host = (self.gpus.min(self.gpus_per_host) / tensor_parallel).max(1);
-        let share = (gibibytes << 30) as f64 / workers_of_host as f64;
-        Ok(Some((share / model.kv_bytes_per_token) as usize))
+        let share = (self.host_kv? << 30) as f64 / workers_of_host as f64;
+        Some((share / model.kv_bytes_per_token) as usize)
     }
 
     /// The simulation of a deployment.
-    ///
-    /// # Errors
-    /// As [`host_tokens`](Self::host_tokens).
-    pub(super) fn simulation(&self, deployment: &Deployment, seed: u64) -> anyhow::Result<SimulateArgs> {
-        Ok(SimulateArgs {
+    pub(super) fn simulation(&self, deployment: &Deployment, seed: u64) -> SimulateArgs {
+        SimulateArgs {
             model: self.model.clone(),
             device: self.device.clone(),
             tensor_parallel: deployment.tensor_parallel,
@@ -149,7 +141,7 @@ impl PlanArgs {
             itl_target: None,
             max_running: deployment.max_running,
             kv_tokens: None,
-            tiers: TierArgs::host(self.host_tokens(deployment.tensor_parallel)?),
+            tiers: TierArgs::host(deployment.host_tokens),
             noise: self.noise,
             slow: Vec::new(),
             fail: Vec::new(),
@@ -159,6 +151,6 @@ impl PlanArgs {
             tune: false,
             hit_rate: false,
             html: None,
-        })
+        }
     }
 }

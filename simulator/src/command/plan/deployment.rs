@@ -8,6 +8,8 @@ pub(super) struct Deployment {
     pub(super) num_decode: usize,
     pub(super) token_budget: usize,
     pub(super) max_running: usize,
+    /// Tokens of each worker's share of host memory for KV, if there is any.
+    pub(super) host_tokens: Option<usize>,
 }
 
 impl Deployment {
@@ -17,7 +19,7 @@ impl Deployment {
     }
 
     pub(super) fn describe(&self, num_gpus: usize) -> String {
-        let Deployment { tensor_parallel, num_prefill, num_decode, token_budget, max_running } = self;
+        let Deployment { tensor_parallel, num_prefill, num_decode, token_budget, max_running, .. } = self;
         let idle = num_gpus - tensor_parallel * (num_prefill + num_decode);
         let idle = if idle > 0 { format!("; left over: {idle}") } else { String::new() };
         let gpus = if *tensor_parallel == 1 { "one GPU".into() } else { format!("{tensor_parallel} GPUs") };

@@ -35,8 +35,8 @@ pub fn run_plan_to(args: &PlanArgs, out: &mut dyn Write) -> anyhow::Result<()> {
     writeln!(out, "the best of {} deployments:\n  {}", found.num_tried, best.deployment.describe(args.gpus))?;
     writeln!(out, "\nexpected {}:\n{}", of_seeds(args.seeds.len()), numbers(&best.summaries))?;
     writeln!(out, "load      {}", found.headroom)?;
-    if let (Some(gibibytes), Some(without)) = (args.host_kv, &found.without_host) {
-        let num_tokens = args.host_tokens(best.deployment.tensor_parallel)?.unwrap_or(0);
+    let host = args.host_kv.zip(best.deployment.host_tokens).zip(found.without_host.as_deref());
+    if let Some(((gibibytes, num_tokens), without)) = host {
         writeln!(
             out,
             "\n{gibibytes} GiB of each host hold KV, {num_tokens} tokens of each worker: {} % of prompt tokens are read from \

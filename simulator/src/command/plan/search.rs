@@ -115,7 +115,7 @@ impl<'a> Search<'a> {
         });
         for candidate in &mut all {
             for &seed in &self.args.seeds[1..] {
-                let summary = self.simulate(self.args, &candidate.deployment, seed, 1.0, progress)?;
+                let summary = self.simulate(&candidate.deployment, seed, 1.0, progress)?;
                 candidate.summaries.push(summary);
             }
         }
@@ -138,7 +138,7 @@ impl<'a> Search<'a> {
     ) -> anyhow::Result<Vec<Candidate>> {
         let mut tried = Vec::with_capacity(deployments.len());
         for deployment in deployments {
-            let summaries = vec![self.simulate(self.args, &deployment, self.args.seeds[0], 1.0, progress)?];
+            let summaries = vec![self.simulate(&deployment, self.args.seeds[0], 1.0, progress)?];
             tried.push(Candidate { deployment, summaries });
         }
         Ok(tried)
@@ -146,15 +146,14 @@ impl<'a> Search<'a> {
 
     fn simulate(
         &mut self,
-        args: &PlanArgs,
         deployment: &Deployment,
         seed: u64,
         load: f64,
         progress: &mut Progress,
     ) -> anyhow::Result<SimSummary> {
-        progress.tell(self.num_done, self.num_all, &deployment.describe(args.gpus));
+        progress.tell(self.num_done, self.num_all, &deployment.describe(self.args.gpus));
         self.num_done += 1;
-        let args = args.simulation(deployment, seed)?;
+        let args = self.args.simulation(deployment, seed);
         let setup = Setup::new(&args, &self.trace)?;
         let variant = Variant::of_args(&args, &args.policies()?[0]);
         let spec = setup.cluster(&args, &variant, seed)?;
@@ -167,14 +166,14 @@ impl<'a> Search<'a> {
         deployment: &Deployment,
         progress: &mut Progress,
     ) -> anyhow::Result<Option<Vec<SimSummary>>> {
-        if self.args.host_kv.is_none() {
+        if deployment.host_tokens.is_none() {
             return Ok(None);
         }
-        let args = PlanArgs { host_kv: None, ..self.args.clone() };
+        let without = Deployment { host_tokens: None, ..deployment.clone() };
         let seeds = &self.args.seeds;
         seeds
             .iter()
-            .map(|&seed| self.simulate(&args, deployment, seed, 1.0, progress))
+            .map(|&seed| self.simulate(&without, seed, 1.0, progress))
             .collect::<Result<_, _>>()
             .map(Some)
     }
@@ -190,7 +189,7 @@ impl<'a> Search<'a> {
         }
         let mut served = 1.0;
         for load in LOADS {
-            if !is_served(&self.simulate(self.args, &best.deployment, self.args.seeds[0], load, progress)?) {
+            if !is_served(&self.simulate(&best.deployment, self.args.seeds[0], load, progress)?) {
                 return Ok(format!(
                     "x{served} of this is served ({:.0} % of requests within both SLOs), x{load} is not",
                     100.0 * SERVED
@@ -213,10 +212,14 @@ fn shapes(args: &PlanArgs) -> anyhow::Result<Vec<Deployment>> {
         {
             continue;
         }
-        if let Err(error) = ModelOnDevice::new(&args.model, &args.device, tensor_parallel) {
-            why = Some(error);
-            continue;
-        }
+        let model = match ModelOnDevice::new(&args.model, &args.device, tensor_parallel) {
+            Ok(model) => model,
+            Err(error) => {
+                why = Some(error);
+                continue;
+            }
+        };
+        let host_tokens = args.host_tokens(&model, tensor_parallel);
         let num_workers = args.gpus / tensor_parallel;
         let mut shares: Vec<usize> = PREFILL_EIGHTHS.map(|share| share * num_workers / 8).collect();
         shares.dedup();
@@ -226,6 +229,7 @@ fn shapes(args: &PlanArgs) -> anyhow::Result<Vec<Deployment>> {
             num_decode: num_workers - num_prefill,
             token_budget: FIRST_BUDGET,
             max_running: FIRST_RUNNING,
+            host_tokens,
         }));
     }
     if let (true, Some(error)) = (shapes.is_empty(), why) {

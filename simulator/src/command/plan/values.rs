@@ -6,7 +6,7 @@ use super::{args::PlanArgs, deployment::Deployment};
 
 /// Values for `helm/baton`. Paths and images are the user's.
 pub(super) fn helm_values(args: &PlanArgs, deployment: &Deployment) -> String {
-    let Deployment { tensor_parallel, num_prefill, num_decode, token_budget, max_running } = deployment;
+    let Deployment { tensor_parallel, num_prefill, num_decode, token_budget, max_running, .. } = deployment;
     let worker = |role: &str, num_replicas: &usize| {
         format!(
             "{role}:\n  replicas: {num_replicas}\n  gpus: {tensor_parallel}\n  tokenBudget: {token_budget}\n  \
