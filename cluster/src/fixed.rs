@@ -126,6 +126,15 @@ mod tests {
             Err(Status::unimplemented(""))
         }
 
+        type WatchSegmentsStream = tokio_stream::Empty<Result<proto::SegmentChanges, Status>>;
+
+        async fn watch_segments(
+            &self,
+            _: Request<proto::WatchSegmentsRequest>,
+        ) -> Result<Response<Self::WatchSegmentsStream>, Status> {
+            Err(Status::unimplemented(""))
+        }
+
         async fn drain(
             &self,
             _: Request<proto::DrainRequest>,

@@ -8,7 +8,7 @@ use baton_cluster::WorkerRecord;
 use baton_fuzz::{Change, pick};
 use baton_planner::{
     ClusterView, HeldPrefix, LinkLine, Load, PlanByTime, PlanRequest, Policy, PrefillMode, SentWork, Slo,
-    StepLine, Usability, WorkerKey, WorkerPace, WorkerView,
+    StepLine, StorePace, Usability, WorkerKey, WorkerPace, WorkerView,
 };
 use baton_proto::worker as proto;
 use libfuzzer_sys::fuzz_target;
@@ -56,9 +56,10 @@ fuzz_target!(|input: Input| {
         let Ok(record) = WorkerRecord::try_from(worker.record(idx)) else { continue };
         let key = WorkerKey::of(&record);
         if let Some(cached) = worker.cached {
-            let [num_tokens, pooled, in_memory] = [8, 3, 5].map(|bound| cached.of(bound) as u32 as usize);
-            let above = [pooled, in_memory];
-            request.cached.push(HeldPrefix { worker: key.clone().into(), num_tokens, above });
+            let [num_tokens, pooled, in_memory, with_store] =
+                [8, 3, 5, 9].map(|bound| cached.of(bound) as u32 as usize);
+            let (worker, above) = (key.clone().into(), [pooled, in_memory]);
+            request.cached.push(HeldPrefix { worker, num_tokens, above, with_store });
         }
         if worker.is_excluded {
             request.excluded.push(key);
@@ -99,6 +100,10 @@ fuzz_target!(|input: Input| {
                 .map(|[latency_seconds, bytes_per_second]| LinkLine { latency_seconds, bytes_per_second }),
             is_home_of_another: num_waiting % 3 == 0,
             recall_token_seconds: [5, 23].map(|bits| f64::from_bits(num_queued_tokens.rotate_left(bits))),
+            store_pace: (num_running % 2 == 0).then(|| StorePace {
+                latency_seconds: f64::from_bits(num_queued_tokens.rotate_left(31)),
+                token_seconds: f64::from_bits(num_queued_tokens.rotate_left(41)),
+            }),
         };
         let [num_requests, num_tokens, num_pairs, num_context_tokens, num_blocks] =
             worker.sent.map(|change| change.of(4));

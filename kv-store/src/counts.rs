@@ -29,9 +29,13 @@ pub struct TierCounts {
     pub read_errors: u64,
     /// Writes that the device refused.
     pub write_errors: u64,
-    /// Seconds for the KV of a token that came from it recently, until that is in the pool. 0: none came, or it is an object store,
-    /// whose time is none of a token.
+    /// Seconds for the KV of a token that came from it recently, until that is in the pool; of an object store, as its speed was measured.
+    /// 0: none came, or it is not measured, and no request waits for it.
     pub recall_token_seconds: f64,
+    /// Seconds of an object store until the first byte comes.
+    pub recall_latency_seconds: f64,
+    /// Names an object store among those that workers share; 0: it is another tier.
+    pub store_name: u64,
 }
 
 /// One of the counts.
@@ -79,6 +83,8 @@ impl TierCounters {
             read_errors: count(Count::ReadErrors),
             write_errors: count(Count::WriteErrors),
             recall_token_seconds: 0.0,
+            recall_latency_seconds: 0.0,
+            store_name: 0,
         }
     }
 }

@@ -31,7 +31,7 @@ mod testing;
 pub use counts::TierCounts;
 pub use disk::{DiskSlots, Medium, StoreOpenError};
 pub use host::HostSlots;
-pub use object::{ObjectConfig, ObjectOpenError};
+pub use object::{ObjectConfig, ObjectOpenError, SegmentChanges, SegmentReader};
 pub use record::{Fingerprint, Record, RecordName};
 pub use save_queue::{MAX_SAVES, SaveRest, SequenceBlocks};
 pub use seal::{KvKey, KvKeyError};

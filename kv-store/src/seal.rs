@@ -72,6 +72,14 @@ impl KvKey {
         KvKey(Arc::new(hkdf::Salt::new(hkdf::HKDF_SHA256, b"baton kv").extract(&key)))
     }
 
+    /// Tells keys apart, and nothing else of them.
+    pub(crate) fn name(&self) -> u64 {
+        let mut name = [0; 32];
+        let derived = self.0.expand(&[b"name"], hkdf::HKDF_SHA256);
+        derived.and_then(|derived| derived.fill(&mut name)).expect("32 bytes are few enough");
+        u64::from_le_bytes(*name.first_chunk().expect("32 bytes"))
+    }
+
     /// A fresh key.
     pub(crate) fn seal(&self, purpose: Purpose) -> SealedUnder {
         let mut seed = [0; SEED_BYTES];

@@ -39,7 +39,7 @@ use crate::{
     counts::{Count, TierCounters, TierCounts},
     disk::{DiskSlots, StoreOpenError},
     host::HostSlots,
-    object::{ObjectConfig, ObjectOpenError, ObjectTier},
+    object::{ObjectConfig, ObjectOpenError, ObjectTier, SegmentChanges, SegmentReader},
     record::{Record, RecordShape},
     save_queue::{MAX_SAVES, Save, Write, num_queued},
     seal::KvKey,
@@ -122,7 +122,7 @@ type OnChange = dyn Fn(usize, Vec<CacheEvent>) + Send + Sync;
 impl KvStore {
     /// Opens the tiers of a pool. `on_change` is told of each, by its number, which blocks came into it and which left it; first of all,
     /// what was found there, if anything. The fastest tier is 0. It is called under a lock, in the order of the changes. What is in an
-    /// object store is not told: all workers that share it have it.
+    /// object store is told by [`segment_changes`](Self::segment_changes): all workers that share it have it.
     ///
     /// # Errors
     /// When the directory of the disk tier cannot be used, or what is said of the object store.
@@ -269,7 +269,25 @@ impl KvStore {
             let counts = counters.read(slots.name(), num_slots, record_bytes, num_held, num_evicted);
             TierCounts { recall_token_seconds, ..counts }
         });
-        tiers.chain(self.shared.object.iter().map(ObjectTier::counts)).collect()
+        let rest_seconds = recalls.rest_seconds() / block_size;
+        let object = self.shared.object.iter().map(|object| {
+            let counts = object.counts();
+            let is_measured = counts.recall_token_seconds > 0.0;
+            let rest_seconds = if is_measured { rest_seconds } else { 0.0 };
+            TierCounts { recall_token_seconds: counts.recall_token_seconds + rest_seconds, ..counts }
+        });
+        tiers.chain(object).collect()
+    }
+
+    /// What a reader lacks of what is known of the segments in the object store, of all workers that share it. `None`: nothing, or there
+    /// is no object store.
+    pub fn segment_changes(&self, reader: &mut SegmentReader) -> Option<SegmentChanges> {
+        self.shared.object.as_ref()?.changes(reader)
+    }
+
+    /// Whether there is an object store.
+    pub fn has_object_store(&self) -> bool {
+        self.shared.object.is_some()
     }
 }
 

@@ -369,6 +369,7 @@ impl Worker {
             // Each router is told.
             is_home_of_another: false,
             recall_token_seconds: self.tiers.as_ref().map(Tiers::recall_token_seconds).unwrap_or_default(),
+            store_pace: None,
         }
     }
 

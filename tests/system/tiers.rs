@@ -38,10 +38,13 @@ async fn until_saved(cluster: &Cluster, id: &str, tier_name: &str, num_blocks: u
 
 /// Until the router's index has so many blocks, each level of a worker counted by itself.
 async fn until_known(cluster: &Cluster, num_blocks: usize) {
-    eventually("what the worker holds, in the index", Duration::from_secs(30), async || {
+    until_metric(cluster, "baton_router_index_memberships", num_blocks).await;
+}
+
+async fn until_metric(cluster: &Cluster, name: &str, expected: usize) {
+    eventually(name, Duration::from_secs(30), async || {
         let metrics = cluster.http.get("/metrics").await.ok()?.text;
-        let num_known = sum_metric(&metrics, "baton_router_index_memberships", &[]) as usize;
-        (num_known == num_blocks).then_some(())
+        (sum_metric(&metrics, name, &[]) as usize == expected).then_some(())
     })
     .await;
 }
@@ -223,6 +226,8 @@ async fn an_object_store_serves_sealed_what_was_used_twice_also_to_another_worke
     })
     .await;
     cluster.wait_for_workers(0, 1).await;
+    // What the dead worker wrote, the other one tells.
+    until_metric(&cluster, "baton_router_object_store_blocks", num_saved).await;
     assert_eq!(answer(&cluster, &prompt(0), NUM_NEXT, PrefillMode::Local, "").await, tokens);
     assert_eq!(tier(&cluster, "another", "hits_total", "object").await, NUM_BLOCKS);
     assert_eq!(

@@ -6,7 +6,7 @@
 
 An S3 server runs in a network namespace of its own; `tc` limits what leaves it. For each bandwidth a worker starts, finds the store
 and measures it. Then it answers, in turns, a prompt whose blocks the store has and the pool evicted, and the same with a cache salt of
-its own, which is computed. Standard library only.
+its own, which is computed. "planned" is what the router expected of the first. Standard library only.
 """
 
 import argparse
@@ -105,20 +105,23 @@ class Worker:
             time.sleep(0.1)
         raise SystemExit(f"{pattern} was not logged: " + self.text()[-2000:])
 
-    def answer(self, prompt: list[int], salt: str = "") -> tuple[float, int]:
-        """Seconds to the first event, and how many tokens were cached."""
+    def answer(self, prompt: list[int], salt: str = "") -> tuple[float, int, float]:
+        """Seconds to the first event, how many tokens were cached, and the seconds that the plan expected."""
         body = {"prompt": prompt, "max_tokens": 2, "temperature": 0, "stream": True, "cache_salt": salt,
-                "ignore_eos": True, "stream_options": {"include_usage": True}}
+                "ignore_eos": True, "explain": True, "stream_options": {"include_usage": True}}
         request = urllib.request.Request(self.base + "/v1/completions", json.dumps(body).encode(),
                                          {"content-type": "application/json"})
-        started, first, cached = time.monotonic(), None, 0
+        started, first, cached, planned = time.monotonic(), None, 0, 0.0
         with urllib.request.urlopen(request, timeout=900) as response:
             for line in response:
                 if line.startswith(b"data: {"):
                     first = first or time.monotonic() - started
-                    usage = json.loads(line[6:]).get("usage") or {}
+                    event = json.loads(line[6:])
+                    for plan in event.get("plans") or []:
+                        planned = plan["chosen"]["ttft_ms"] / 1000
+                    usage = event.get("usage") or {}
                     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", cached)
-        return first, cached
+        return first, cached, planned
 
     def end(self):
         self.process.terminate()
@@ -142,7 +145,7 @@ def main():
     args = parser.parse_args()
     prompts = [prompt(nth, args.tokens) for nth in range(4)]
     print(f"{args.tokens} tokens; TTFT in seconds, the median of {args.turns} turns and the range of their ratios")
-    print("  Mbit/s  computed  with store  ratio (least, most)  tokens loaded  measured")
+    print("  Mbit/s  computed  with store  ratio (least, most)  tokens loaded  planned  measured")
     with ObjectStore():
         limit(8000)
         worker = Worker(args)
@@ -156,11 +159,12 @@ def main():
             # Steps are measured, too, before anything is compared.
             for nth in range(3):
                 worker.answer(prompt(100 + nth, args.tokens))
-            computed, loaded, tokens = [], [], []
+            computed, loaded, tokens, planned = [], [], [], []
             for turn in range(args.turns):
                 # In either order, as the machine gets slower and faster.
                 def load():
-                    seconds, cached = worker.answer(prompts[turn % 4])
+                    seconds, cached, expected = worker.answer(prompts[turn % 4])
+                    planned.append(expected)
                     loaded.append(seconds)
                     tokens.append(cached)
 
@@ -175,7 +179,7 @@ def main():
             shown = f"{float(rate.group(1)) / 1e6:.1f} MB/s" if rate else "no"
             print(f"{mbit:8.0f}  {statistics.median(computed):8.3f}  {statistics.median(loaded):10.3f}  "
                   f"{statistics.median(ratios):5.2f} ({min(ratios):.2f}, {max(ratios):.2f})"
-                  f"  {statistics.median(tokens):13.0f}  {shown}", flush=True)
+                  f"  {statistics.median(tokens):13.0f}  {statistics.median(planned):7.3f}  {shown}", flush=True)
 
 
 if __name__ == "__main__":

@@ -3,11 +3,13 @@
 use std::{pin::Pin, sync::Arc, time::Duration};
 
 use baton_engine::EngineLoad;
+use baton_kv_cache::BlockHash;
 use baton_kv_events::CacheReader;
+use baton_kv_store::{SegmentChanges, SegmentReader};
 use baton_proto::{v1, worker as proto};
 use tokio::{
     sync::watch,
-    time::{Instant, sleep_until},
+    time::{Instant, sleep_until, timeout},
 };
 use tokio_stream::Stream;
 use tonic::{Request, Response, Status};
@@ -18,6 +20,9 @@ use crate::{lifecycle::Phase, watchers::Watching, worker::Worker};
 const REPORT_AT_MOST_EVERY: Duration = Duration::from_millis(50);
 /// Longest time between two load reports.
 const REPORT_AT_LEAST_EVERY: Duration = Duration::from_secs(1);
+
+/// How often it looks for new segments: an object store is listed every few seconds.
+const LOOK_AT_SEGMENTS_EVERY: Duration = Duration::from_secs(1);
 
 /// Serves `Worker`.
 #[derive(Clone, Debug)]
@@ -82,6 +87,14 @@ impl Reports {
     }
 }
 
+fn segment_changes(SegmentChanges { added, removed, is_current }: SegmentChanges) -> proto::SegmentChanges {
+    let segment = |(number, hashes): (u32, Vec<BlockHash>)| proto::Segment {
+        number,
+        blocks: hashes.iter().map(|hash| hash.short()).collect(),
+    };
+    proto::SegmentChanges { added: added.into_iter().map(segment).collect(), removed, is_current }
+}
+
 #[tonic::async_trait]
 impl proto::worker_server::Worker for WorkerService {
     async fn info(&self, _: Request<proto::InfoRequest>) -> Result<Response<proto::WorkerRecord>, Status> {
@@ -111,6 +124,30 @@ impl proto::worker_server::Worker for WorkerService {
             Some((Ok(report), reports))
         });
         Ok(Response::new(Box::pin(reports)))
+    }
+
+    type WatchSegmentsStream = Pin<Box<dyn Stream<Item = Result<proto::SegmentChanges, Status>> + Send>>;
+
+    async fn watch_segments(
+        &self,
+        _: Request<proto::WatchSegmentsRequest>,
+    ) -> Result<Response<Self::WatchSegmentsStream>, Status> {
+        let shared = self.worker.tiers().filter(|tiers| tiers.has_object_store());
+        let tiers = shared.ok_or_else(|| Status::failed_precondition("this worker has no object store"))?;
+        let watch = (tiers.clone(), SegmentReader::default(), self.worker.lifecycle().watch());
+        let changes = futures_util::stream::unfold(watch, |(tiers, mut reader, mut phase)| async move {
+            loop {
+                if let Some(changes) = tiers.segment_changes(&mut reader) {
+                    return Some((Ok(segment_changes(changes)), (tiers, reader, phase)));
+                }
+                let is_over = phase.wait_for(|phase| *phase == Phase::Draining);
+                // Another worker tells it: the server does not wait for this stream.
+                if timeout(LOOK_AT_SEGMENTS_EVERY, is_over).await.is_ok() {
+                    return None;
+                }
+            }
+        });
+        Ok(Response::new(Box::pin(changes)))
     }
 
     async fn drain(&self, _: Request<proto::DrainRequest>) -> Result<Response<proto::DrainResponse>, Status> {

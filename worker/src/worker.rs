@@ -181,6 +181,8 @@ fn kv_tier(tier: TierCounts) -> v1::KvTier {
         num_errors: tier.read_errors + tier.write_errors,
         num_declined: tier.declined,
         recall_token_seconds: tier.recall_token_seconds,
+        recall_latency_seconds: tier.recall_latency_seconds,
+        store_name: tier.store_name,
     }
 }
 

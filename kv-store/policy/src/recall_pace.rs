@@ -54,7 +54,12 @@ impl RecallPace {
 
     /// Seconds for a block of a tier, all in all. `None`: none was read from it.
     pub fn seconds(&self, tier: usize) -> Option<f64> {
-        Some(self.reads[tier].seconds()? + self.rest.seconds().unwrap_or(0.0))
+        Some(self.reads[tier].seconds()? + self.rest_seconds())
+    }
+
+    /// Seconds for a block after its read.
+    pub fn rest_seconds(&self) -> f64 {
+        self.rest.seconds().unwrap_or(0.0)
     }
 
     /// The same as a link for blocks of so many bytes. It takes no time while nothing was read.

@@ -29,6 +29,27 @@ pub(crate) struct Catalogue {
     num_evicted: u64,
     next_segment: u32,
     num_uses: u64,
+    /// Changes with every segment that comes or goes.
+    version: u64,
+}
+
+/// What a reader was told of a store's segments.
+#[derive(Debug, Default)]
+pub struct SegmentReader {
+    told: HashSet<u32>,
+    /// Of the catalogue, when all was told. `None`: not all is.
+    version: Option<u64>,
+}
+
+/// What a reader was not told of a store's segments.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct SegmentChanges {
+    /// Segments that are there, by number, with the blocks that they hold. No number comes twice.
+    pub added: Vec<(u32, Vec<BlockHash>)>,
+    /// Segments that are gone.
+    pub removed: Vec<u32>,
+    /// Nothing more is known now.
+    pub is_current: bool,
 }
 
 /// Where a block is.
@@ -117,6 +138,7 @@ impl Catalogue {
             self.num_own_records += hashes.len();
         }
         self.num_uses += 1;
+        self.version += 1;
         self.by_name.insert(name.clone(), id);
         self.segments.insert(id, Segment { name, hashes, num_bytes, is_own, used: self.num_uses });
     }
@@ -125,6 +147,7 @@ impl Catalogue {
     pub(crate) fn remove(&mut self, name: &str) {
         let Some(id) = self.by_name.remove(name) else { return };
         let segment = self.segments.remove(&id).expect("a name is of a segment");
+        self.version += 1;
         self.num_records -= segment.hashes.len();
         if segment.is_own {
             self.own_bytes -= segment.num_bytes;
@@ -176,6 +199,25 @@ impl Catalogue {
         self.num_evicted += num_records as u64;
         self.remove(&name);
         Some(name)
+    }
+
+    /// What the reader lacks, of at most so many new segments at once. `None`: nothing. At first it is told that it is current, also if
+    /// there is no segment.
+    pub(crate) fn changes(&self, reader: &mut SegmentReader, max_added: usize) -> Option<SegmentChanges> {
+        if reader.version == Some(self.version) {
+            return None;
+        }
+        let removed: Vec<u32> =
+            reader.told.iter().filter(|id| !self.segments.contains_key(id)).copied().collect();
+        removed.iter().for_each(|id| {
+            reader.told.remove(id);
+        });
+        let new = self.segments.iter().filter(|(id, _)| !reader.told.contains(id));
+        let added: Vec<_> = new.take(max_added).map(|(&id, segment)| (id, segment.hashes.clone())).collect();
+        reader.told.extend(added.iter().map(|&(id, _)| id));
+        let is_current = reader.told.len() == self.segments.len();
+        reader.version = is_current.then_some(self.version);
+        Some(SegmentChanges { added, removed, is_current })
     }
 
     /// A segment, any one.
@@ -281,6 +323,34 @@ mod tests {
         assert_eq!(held, [0, 2, 2], "c was written after the listing began");
         assert!(!catalogue.is_known("d") && catalogue.is_known("b"));
         assert_eq!((catalogue.num_own_records(), catalogue.own_bytes), (2, 10));
+    }
+
+    #[test]
+    fn a_reader_is_told_of_each_segment_once_and_when_it_is_gone() {
+        let mut catalogue = Catalogue::default();
+        let mut reader = SegmentReader::default();
+        let empty = SegmentChanges { is_current: true, ..SegmentChanges::default() };
+        assert_eq!([(); 2].map(|()| catalogue.changes(&mut reader, 2)), [Some(empty), None]);
+
+        let segments = [1, 2, 3].map(|seed| (seed - 1, chain(u64::from(seed), 2)));
+        for (id, hashes) in &segments {
+            catalogue.add(id.to_string(), hashes.clone(), 10, true);
+        }
+        let [first, second] = [(); 2].map(|()| catalogue.changes(&mut reader, 2).expect("three are new"));
+        assert_eq!((first.added.len(), first.is_current), (2, false));
+        assert_eq!((second.added.len(), second.is_current), (1, true));
+        let mut told = [first.added, second.added].concat();
+        told.sort();
+        assert_eq!((told, catalogue.changes(&mut reader, 2)), (segments.to_vec(), None));
+
+        catalogue.remove("1");
+        let gone = SegmentChanges { removed: vec![1], is_current: true, ..SegmentChanges::default() };
+        assert_eq!([(); 2].map(|()| catalogue.changes(&mut reader, 2)), [Some(gone), None]);
+        // One that came and went meanwhile is not told of.
+        catalogue.add("x".into(), chain(9, 2), 10, false);
+        catalogue.remove("x");
+        let nothing = SegmentChanges { is_current: true, ..SegmentChanges::default() };
+        assert_eq!(catalogue.changes(&mut reader, 2), Some(nothing));
     }
 
     #[test]

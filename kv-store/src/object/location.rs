@@ -1,6 +1,12 @@
 //! From a URL to an object store.
 
-use std::{fs::DirBuilder, io, os::unix::fs::DirBuilderExt, path::PathBuf, sync::Arc};
+use std::{
+    fs::{self, DirBuilder},
+    io,
+    os::unix::fs::{DirBuilderExt, MetadataExt},
+    path::PathBuf,
+    sync::Arc,
+};
 
 use object_store::{
     ClientConfigKey, ObjectStore, RetryConfig,
@@ -80,6 +86,22 @@ pub(super) fn open(url: &str) -> Result<(Arc<dyn ObjectStore>, Path), ObjectOpen
         .build()
         .map_err(ObjectOpenError::Settings)?;
     Ok((Arc::new(store), prefix))
+}
+
+/// What a URL names, for this process: the same text in all that reach the same place. A directory is that of this machine.
+pub(super) fn place(url: &str) -> String {
+    let (at, id) = match url.strip_prefix("file://") {
+        Some(dir) => {
+            let machine = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+            let id = fs::metadata(dir).map_or((0, 0), |found| (found.dev(), found.ino()));
+            (machine, id)
+        }
+        None => {
+            let builder = AmazonS3Builder::from_env();
+            (builder.get_config_value(&AmazonS3ConfigKey::Endpoint).unwrap_or_default(), (0, 0))
+        }
+    };
+    format!("{} {} {id:?}", url.trim_end_matches('/'), at.trim())
 }
 
 #[cfg(test)]

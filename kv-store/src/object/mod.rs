@@ -40,8 +40,12 @@ use tokio::{
     sync::{Notify, mpsc},
     task::JoinHandle,
 };
+use xxhash_rust::xxh3::xxh3_64;
 
-pub use self::location::ObjectOpenError;
+pub use self::{
+    catalogue::{SegmentChanges, SegmentReader},
+    location::ObjectOpenError,
+};
 use self::{
     shared::{Shared, keep_up},
     speed::Timing,
@@ -49,8 +53,11 @@ use self::{
 use crate::{
     counts::{Count, TierCounters, TierCounts},
     record::{Record, RecordShape},
+    seal::KvKey,
 };
 
+/// New segments that a reader is told of at once: half a megabyte of names.
+const MAX_TOLD: usize = 32;
 /// How long the end waits for what is to be written.
 const END_TIMEOUT: Duration = Duration::from_secs(5);
 
@@ -73,6 +80,8 @@ pub(crate) struct ObjectTier {
     runtime: Option<Runtime>,
     /// Ends when all is written.
     writer: JoinHandle<()>,
+    /// Of the store and what this worker can read of it: workers of one name share it. Not 0.
+    name: u64,
 }
 
 impl ObjectTier {
@@ -90,6 +99,11 @@ impl ObjectTier {
         Ok(ObjectTier::over(store, location, config, shape, num_queued))
     }
 
+    /// What a reader lacks of what is known of all workers' segments.
+    pub(crate) fn changes(&self, reader: &mut SegmentReader) -> Option<SegmentChanges> {
+        self.shared.lock().changes(reader, MAX_TOLD)
+    }
+
     fn over(
         store: Arc<dyn ObjectStore>,
         location: Path,
@@ -100,6 +114,9 @@ impl ObjectTier {
         let fingerprint: String = shape.fingerprint.0.iter().map(|byte| format!("{byte:02x}")).collect();
         let sealed = if shape.key.is_some() { "-sealed" } else { "" };
         let dir = location.join(format!("{fingerprint}{sealed}"));
+        let key_name = shape.key.as_ref().map_or(0, KvKey::name);
+        let name = format!("{} {dir} {key_name}", location::place(&config.url));
+        let name = xxh3_64(name.as_bytes()).max(1);
         let shared = Arc::new(Shared {
             store,
             own_dir: dir.clone().join(config.worker.as_str()),
@@ -125,7 +142,7 @@ impl ObjectTier {
         let writer = runtime.spawn(upload::all(shared.clone(), incarnation, records));
         // Ends with the runtime.
         runtime.spawn(keep_up(shared.clone()));
-        ObjectTier { shared, to_write: Some(to_write), runtime: Some(runtime), writer }
+        ObjectTier { shared, to_write: Some(to_write), runtime: Some(runtime), writer, name }
     }
 
     /// Whether a segment holds the block.
@@ -223,13 +240,25 @@ impl ObjectTier {
         self.shared.counters.add(Count::Hits, num_records as u64);
     }
 
-    /// What it holds of this worker, and has done.
+    /// What it holds of this worker, and has done. A token's time is that of its bytes alone.
     pub(crate) fn counts(&self) -> TierCounts {
         let Shared { shape, counters, max_bytes, .. } = &*self.shared;
         let record_bytes = shape.record_bytes() as u64;
-        let catalogue = self.shared.lock();
-        let num_held = catalogue.num_own_records();
-        counters.read("object", max_bytes / record_bytes, record_bytes, num_held, catalogue.num_evicted())
+        let (num_held, num_evicted) = {
+            let catalogue = self.shared.lock();
+            (catalogue.num_own_records(), catalogue.num_evicted())
+        };
+        let counts = counters.read("object", max_bytes / record_bytes, record_bytes, num_held, num_evicted);
+        let (latency, token) = self.speed().map_or((0.0, 0.0), |line| {
+            let token_bytes = record_bytes as f64 / shape.block_size as f64;
+            (line.latency_seconds, token_bytes / line.bytes_per_second)
+        });
+        TierCounts {
+            recall_token_seconds: token,
+            recall_latency_seconds: latency,
+            store_name: self.name,
+            ..counts
+        }
     }
 }
 

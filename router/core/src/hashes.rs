@@ -62,7 +62,7 @@ impl SequenceHashes {
     }
 
     /// Of every size.
-    pub(crate) fn all(&self) -> impl Iterator<Item = (usize, &[BlockHash])> {
+    pub(crate) fn all(&self) -> impl Iterator<Item = (usize, &[BlockHash])> + Clone {
         self.chains.iter().map(|(&size, chain)| (size, &chain.hashes[..]))
     }
 }

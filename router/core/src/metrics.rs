@@ -118,6 +118,7 @@ pub struct RouterMetrics {
     index_sources: Family<State, Gauge>,
     index_memberships: Gauge<u64, AtomicU64>,
     index_bytes: Gauge<u64, AtomicU64>,
+    object_store_blocks: Gauge<u64, AtomicU64>,
 }
 
 impl RouterMetrics {
@@ -149,6 +150,7 @@ impl RouterMetrics {
             index_sources: Family::default(),
             index_memberships: Gauge::default(),
             index_bytes: Gauge::default(),
+            object_store_blocks: Gauge::default(),
         };
         this.start_at_zero();
         metrics.register(|registry| {
@@ -243,6 +245,11 @@ impl RouterMetrics {
                 "index_bytes",
                 "Memory of the index of cached blocks",
                 this.index_bytes.clone(),
+            );
+            registry.register(
+                "object_store_blocks",
+                "Blocks in the object stores that workers share",
+                this.object_store_blocks.clone(),
             );
         });
         this
@@ -352,6 +359,7 @@ impl RouterMetrics {
         let size = workers.index_size();
         self.index_memberships.set(size.num_memberships);
         self.index_bytes.set(size.num_bytes);
+        self.object_store_blocks.set(workers.num_stored_blocks() as u64);
         for state in SourceState::ALL {
             self.index_sources.get_or_create(&State { state: state.name() }).set(0);
         }

@@ -4,10 +4,11 @@
 //! It does not know requests or policies; it answers with a [`ClusterView`].
 
 mod channel;
+mod segments;
 mod watch;
 
 use std::{
-    collections::{BTreeMap, HashMap},
+    collections::{BTreeMap, HashMap, hash_map::Entry},
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicU32, AtomicUsize, Ordering},
@@ -18,9 +19,12 @@ use std::{
 use baton_cluster::{Dialer, Membership, Role, WorkerRecord};
 use baton_cost::{LinkLine, StepLine};
 use baton_kv_cache::BlockHash;
-use baton_kv_index::{BlockKey, CacheSource, IndexSize, KvIndex, SourceState, TokensHeld};
+use baton_kv_index::{
+    BlockKey, CacheSource, IndexSize, KvIndex, SourceState, StoredBlocks, StoredFront, TokensHeld,
+};
 use baton_planner::{
-    BackOff, ClusterView, HeldPrefix, Ledger, Load, SentWork, Usability, WorkerKey, WorkerPace, WorkerView,
+    BackOff, ClusterView, HeldPrefix, Ledger, Load, SentWork, StorePace, Usability, WorkerKey, WorkerPace,
+    WorkerView,
 };
 use baton_proto::{v1, worker::Ticket};
 use tokio::sync::watch as notify;
@@ -72,6 +76,8 @@ pub struct Workers {
 #[derive(Debug, Default)]
 struct State {
     workers: BTreeMap<WorkerKey, Worker>,
+    /// Of each object store that workers share, by its name: what it has.
+    stores: HashMap<u64, Arc<StoredBlocks>>,
     /// When a worker of each role was last usable.
     last_usable: BTreeMap<Role, Instant>,
 }
@@ -204,19 +210,46 @@ impl Workers {
     /// size. A worker that is absent has nothing.
     pub(crate) fn cached<'a>(
         &self,
-        chains: impl Iterator<Item = (usize, &'a [BlockHash])>,
+        chains: impl Iterator<Item = (usize, &'a [BlockHash])> + Clone,
     ) -> Vec<HeldPrefix> {
-        let found = self.index.tokens_held(chains, block_key);
-        if found.is_empty() {
-            return Vec::new();
-        }
-        let state = self.lock();
+        let found = self.index.tokens_held(chains.clone(), block_key);
         let cached = |worker: &Worker| {
             let TokensHeld { num_tokens, above } = *found.get(&worker.cache.owner())?;
             let above = &above[..worker.cache.num_tiers()];
             Some(HeldPrefix::above_tiers(worker.key.clone(), num_tokens, above))
         };
-        state.workers.values().filter_map(cached).collect()
+        let state = self.lock();
+        if state.stores.is_empty() {
+            if found.is_empty() {
+                return Vec::new();
+            }
+            return state.workers.values().filter_map(cached).collect();
+        }
+        let stores = state.stores.clone();
+        let with_stores = |worker: &Worker| {
+            let held = cached(worker).unwrap_or_else(|| HeldPrefix::pooled(worker.key.clone(), 0));
+            (held, worker.store(), worker.record.kv_format.block_size.max(1))
+        };
+        let held: Vec<_> = state.workers.values().map(with_stores).collect();
+        drop(state);
+        let chains: HashMap<usize, &[BlockHash]> = chains.collect();
+        let mut fronts: HashMap<(u64, usize), StoredFront<'_, BlockHash>> = HashMap::new();
+        let mut add_stored = |(mut held, store, block_size): (HeldPrefix, Option<u64>, usize)| {
+            if let Some(name) = store
+                && let (Some(blocks), Some(chain)) = (stores.get(&name), chains.get(&block_size))
+            {
+                let front = fronts.entry((name, block_size)).or_insert_with(|| blocks.front(chain));
+                let num_blocks = front.end_after(held.num_tokens / block_size, block_key);
+                held.with_store = held.with_store.max(num_blocks * block_size);
+            }
+            (held.with_store > 0).then_some(held)
+        };
+        held.into_iter().filter_map(&mut add_stored).collect()
+    }
+
+    /// Blocks that the object stores have which workers share, as far as it is known.
+    pub(crate) fn num_stored_blocks(&self) -> usize {
+        self.lock().stores.values().map(|blocks| blocks.num_blocks()).sum()
     }
 
     /// Tokens of passages whose KV each worker keeps or is believed to. A worker that is absent keeps none.
@@ -407,7 +440,7 @@ impl Workers {
     }
 
     /// Enters a load report, or that there is none.
-    fn enter(&self, key: &WorkerKey, report: Option<Report>) {
+    fn enter(self: &Arc<Self>, key: &WorkerKey, report: Option<Report>) {
         let mut state = self.lock();
         let now = Instant::now();
         state.note_usable();
@@ -428,14 +461,44 @@ impl Workers {
         {
             tracing::warn!(worker = %key, what, "the worker's load reports have numbers that cannot be: they are ignored, and not logged again");
         }
+        let store = report
+            .as_ref()
+            .and_then(|report| segments::object_tier(&report.load))
+            .map(|tier| tier.store_name);
         worker.is_leaving |= report.as_ref().is_some_and(|report| report.load.draining);
         worker.report = report;
         let after = worker.view(now).usability;
+        if let Some(name) = store
+            && let Entry::Vacant(unknown) = state.stores.entry(name)
+        {
+            unknown.insert(Arc::default());
+            self.tasks.spawn(self.clone().watch_store(name));
+        }
         drop(state);
         if before != after {
             tracing::debug!(worker = %key, ?before, ?after, "worker's usability changed");
             self.notify();
         }
+    }
+
+    /// Follows what an object store has while workers report it.
+    async fn watch_store(self: Arc<Self>, name: u64) {
+        let teller = |last: Option<&WorkerKey>| {
+            let mut state = self.lock();
+            let after = state.workers.iter().filter(|(key, _)| last.is_none_or(|last| *key > last));
+            let mut in_turn = after.chain(&state.workers).filter(|(_, worker)| worker.store() == Some(name));
+            let found = in_turn.next().map(|(key, worker)| (key.clone(), worker.channel.clone()));
+            if found.is_none() {
+                state.stores.remove(&name);
+            }
+            found
+        };
+        let take = |blocks| {
+            if let Some(known) = self.lock().stores.get_mut(&name) {
+                *known = blocks;
+            }
+        };
+        self.stop.run_until_cancelled(segments::watch(teller, take)).await;
     }
 
     fn notify(&self) {
@@ -466,6 +529,11 @@ impl State {
 }
 
 impl Worker {
+    /// The name of its object store, if it has one and answers.
+    fn store(&self) -> Option<u64> {
+        segments::object_tier(&self.report.as_ref()?.load).map(|tier| tier.store_name)
+    }
+
     fn usability(&self, now: Instant) -> Usability {
         match &self.report {
             None => Usability::Unreachable,
@@ -505,6 +573,7 @@ fn load(report: &Report, now: Instant) -> Load {
         link_beyond: link(load, |transport| transport != "shm"),
         is_home_of_another: load.is_home_of_another,
         recall_token_seconds: watch::of_tiers(load, |tier| seconds(tier.recall_token_seconds)),
+        store_pace: store_pace(load),
     }
 }
 
@@ -523,6 +592,14 @@ fn pace(load: &v1::Load) -> Option<WorkerPace> {
     })
 }
 
+/// `None` while it is not measured: no request waits for it.
+fn store_pace(load: &v1::Load) -> Option<StorePace> {
+    let tier = segments::object_tier(load)?;
+    let token_seconds = seconds(tier.recall_token_seconds);
+    let pace = StorePace { latency_seconds: seconds(tier.recall_latency_seconds), token_seconds };
+    (token_seconds > 0.0).then_some(pace)
+}
+
 /// What of a report cannot be true, if anything. It is not planned with.
 fn absurdity(load: &v1::Load) -> Option<String> {
     if load.step.is_some() && pace(load).is_none() {
@@ -530,7 +607,12 @@ fn absurdity(load: &v1::Load) -> Option<String> {
     }
     let times =
         [("recent_itl_seconds", load.recent_itl_seconds), ("itl_target_seconds", load.itl_target_seconds)];
-    let of_tiers = load.tiers.iter().map(|tier| ("recall_token_seconds", tier.recall_token_seconds));
+    let of_tiers = load.tiers.iter().flat_map(|tier| {
+        [
+            ("recall_token_seconds", tier.recall_token_seconds),
+            ("recall_latency_seconds", tier.recall_latency_seconds),
+        ]
+    });
     if let Some((name, seconds)) = times.into_iter().chain(of_tiers).find(|&(_, seconds)| !is_time(seconds)) {
         return Some(format!("{name} is {seconds}"));
     }

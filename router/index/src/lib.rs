@@ -3,9 +3,9 @@
 //!
 //! In reading order: `run` is blocks that follow each other and who holds how many of them, `table` finds a block in a run,
 //! `runs` all of them, `held` what one worker holds of them, `orphans` what it holds and cannot use, `index` all of it, `lookup`
-//! the search, `member`, `belief` and `feed` what feeds it, `source` a feed that is shared.
+//! the search, `member`, `belief` and `feed` what feeds it, `source` a feed that is shared. Beside it `segments`: what an object store has.
 //!
-//! Pure: no clock, no thread, no I/O. A writer waits for others that change the same shard; readers never wait. It does not
+//! Pure: no clock, no thread, no I/O. A writer waits for others that change the same shard; readers of the index never wait. It does not
 //! know workers, prompts or tokens: they are numbers here.
 // Invariant 12: `cargo xtask verify purity` checks that this crate reaches no runtime and no clock.
 #![forbid(unsafe_code)]
@@ -19,6 +19,7 @@ mod member;
 mod orphans;
 mod run;
 mod runs;
+mod segments;
 mod source;
 mod table;
 
@@ -32,4 +33,5 @@ pub use baton_kv_events::{BatchKind, BlockKey, CacheEvent, CacheLevel, EventBatc
 pub use feed::{CacheFeed, FeedError, SourceState};
 pub use index::{IndexFull, IndexSize, KvIndex};
 pub use lookup::{Holder, LookupScratch};
+pub use segments::{StoredBlocks, StoredFront};
 pub use source::{CacheSource, SourceReport, TokensHeld};

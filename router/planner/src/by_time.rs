@@ -298,7 +298,8 @@ impl<'a> Search<'a> {
     fn prompt(&self, worker: &Outlook<'_>, source: Option<usize>) -> Option<(PromptWork, Start)> {
         // The last token is computed in any case.
         let most = self.request.num_tokens.saturating_sub(1);
-        let own = worker.num_cached.min(most);
+        // What a source gives is not recalled from an object store, too.
+        let own = if source.is_some() { worker.num_cached } else { worker.with_store }.min(most);
         let recall = worker.own_recall_seconds(own);
         let mut start = Start { estimate: Estimate { recall, ..Estimate::default() }, ..Start::default() };
         let giver = source.and_then(|idx| self.workers[idx].as_ref());

@@ -99,6 +99,8 @@ pub struct HeldPrefix {
     /// Of these, tokens at the front above each tier: in the pool, then in the pool or the first tier, and so on. The others are recalled
     /// before they are used.
     pub above: [usize; MAX_TIERS],
+    /// Tokens at the front, together with those that follow in the object store that the worker shares: `num_tokens` or more.
+    pub with_store: usize,
 }
 
 impl HeldPrefix {
@@ -110,7 +112,7 @@ impl HeldPrefix {
     /// Of these so many at the front above each of the worker's tiers.
     pub fn above_tiers(worker: Arc<WorkerKey>, num_tokens: usize, above: &[usize]) -> HeldPrefix {
         let above = std::array::from_fn(|tier| above.get(tier).copied().unwrap_or(num_tokens));
-        HeldPrefix { worker, num_tokens, above }
+        HeldPrefix { worker, num_tokens, above, with_store: num_tokens }
     }
 }
 
@@ -224,6 +226,17 @@ pub struct Load {
     pub is_home_of_another: bool,
     /// Seconds for the KV of a token from each of its tiers, the fastest first, as measured recently; 0: not known.
     pub recall_token_seconds: [f64; MAX_TIERS],
+    /// What KV from its object store takes. `None`: it has none, or reads nothing from it, as its speed is not known.
+    pub store_pace: Option<StorePace>,
+}
+
+/// What it takes to recall KV from an object store.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct StorePace {
+    /// Seconds until it begins to come.
+    pub latency_seconds: f64,
+    /// Seconds for the KV of a token.
+    pub token_seconds: f64,
 }
 
 /// What the steps of a worker take, and what they compute now.

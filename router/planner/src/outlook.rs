@@ -6,7 +6,7 @@ use baton_cluster_record::{Role, WorkerRecord};
 use baton_cost::{LinkLine, PromptWork, StepLine, StepWork, share_brought};
 use baton_kv_events::MAX_TIERS;
 
-use crate::{ClusterView, HeldPrefix, PlanRequest, WorkerKey, WorkerPace, WorkerView};
+use crate::{ClusterView, HeldPrefix, PlanRequest, StorePace, WorkerKey, WorkerPace, WorkerView};
 
 /// Of a worker that does not say how many tokens a step computes at most.
 const CHUNK: usize = 512;
@@ -21,6 +21,8 @@ pub(crate) struct Outlook<'a> {
     pub(crate) num_cached: usize,
     /// Of these, tokens at the front above each of its tiers. The others must be recalled from them.
     above: [usize; MAX_TIERS],
+    /// Tokens that it has if it recalls those that follow from the object store.
+    pub(crate) with_store: usize,
     /// One step of what it decodes by its report.
     now: StepWork,
     /// One step of what it decodes soon: all that it has, and all that was sent to it.
@@ -33,6 +35,14 @@ pub(crate) struct Outlook<'a> {
     pub(crate) queue: PromptWork,
     /// Other workers on its processors, by their place in the view.
     pub(crate) sharers: Vec<usize>,
+}
+
+/// What a worker holds of the front of the request, in tokens. As [`HeldPrefix`].
+#[derive(Clone, Copy, Debug, Default)]
+struct Held {
+    num_tokens: usize,
+    above: [usize; MAX_TIERS],
+    with_store: usize,
 }
 
 /// The outlooks of all workers of the view, in its order; `None` for those that do not say what their steps take.
@@ -55,12 +65,18 @@ pub(crate) fn outlooks<'a>(request: &PlanRequest, view: &'a ClusterView) -> Vec<
             found = order(next);
         }
         if found != Some(Ordering::Equal) {
-            return (0, [0; MAX_TIERS]);
+            return Held::default();
         }
         next += 1;
-        let &HeldPrefix { num_tokens, above, .. } = &cached[next - 1];
+        let &HeldPrefix { num_tokens, above, with_store, .. } = &cached[next - 1];
         let num_tokens = num_tokens.min(request.num_tokens);
-        (num_tokens, above.map(|num| num.min(num_tokens)))
+        // Of a head all or nothing is used, and it is not known how it was blended when it was stored.
+        let with_store = if request.blend.is_some() { num_tokens } else { with_store };
+        Held {
+            num_tokens,
+            above: above.map(|num| num.min(num_tokens)),
+            with_store: with_store.clamp(num_tokens, request.num_tokens),
+        }
     };
     let mut outlooks: Vec<_> =
         view.workers.iter().map(|worker| Outlook::new(worker, cached_by(&worker.record))).collect();
@@ -84,7 +100,7 @@ pub(crate) fn outlooks<'a>(request: &PlanRequest, view: &'a ClusterView) -> Vec<
 }
 
 impl<'a> Outlook<'a> {
-    fn new(view: &'a WorkerView, (num_cached, above): (usize, [usize; MAX_TIERS])) -> Option<Outlook<'a>> {
+    fn new(view: &'a WorkerView, held: Held) -> Option<Outlook<'a>> {
         let pace = view.load.pace.as_ref()?;
         let line = pace.step.checked()?;
         let sent = &view.sent;
@@ -105,8 +121,9 @@ impl<'a> Outlook<'a> {
             view,
             pace,
             line,
-            num_cached,
-            above,
+            num_cached: held.num_tokens,
+            above: held.above,
+            with_store: if view.load.store_pace.is_some() { held.with_store } else { held.num_tokens },
             now,
             batch,
             chunk: 0.0,
@@ -206,7 +223,7 @@ impl<'a> Outlook<'a> {
         measured.and_then(LinkLine::checked)
     }
 
-    /// Until the first `end` cached tokens of a request that it computes are in its pool: what is slow comes while their beginning is
+    /// Until the first `end` tokens of a request that it computes and that it has, with its object store, are in its pool: what is slow comes while their beginning is
     /// computed. 0 while it has not said what recalls take.
     pub(crate) fn own_recall_seconds(&self, end: usize) -> f64 {
         self.recalls(0, end).fold(0.0, |sum, (recall, compute)| sum + recall * share_brought(recall, compute))
@@ -221,11 +238,17 @@ impl<'a> Outlook<'a> {
     /// What it takes to recall the tokens from `start` to `end`, and to compute the same: of each tier that has some of them, as far as its
     /// time is known.
     fn recalls(&self, start: usize, end: usize) -> impl Iterator<Item = (f64, f64)> {
-        let tiers = self.view.load.recall_token_seconds.into_iter().enumerate();
-        tiers.filter(|&(_, seconds)| seconds > 0.0).filter_map(move |(tier, seconds)| {
-            let start = start.max(self.above[tier]);
-            let end = self.above.get(tier + 1).map_or(end, |&end_of_tier| end_of_tier.min(end));
-            let recall = end.checked_sub(start).filter(|&num| num > 0)? as f64 * seconds;
+        let load = &self.view.load;
+        let ends = self.above.into_iter().skip(1).chain([self.num_cached]);
+        let paces =
+            load.recall_token_seconds.map(|token_seconds| StorePace { latency_seconds: 0.0, token_seconds });
+        let tiers = self.above.into_iter().zip(ends).zip(paces);
+        let store = load.store_pace.map(|pace| ((self.num_cached, self.with_store), pace));
+        let known = tiers.chain(store).filter(|(_, pace)| pace.token_seconds > 0.0);
+        known.filter_map(move |((first, last), StorePace { latency_seconds, token_seconds })| {
+            let (start, end) = (start.max(first), end.min(last));
+            let num_tokens = end.checked_sub(start).filter(|&num| num > 0)?;
+            let recall = latency_seconds + num_tokens as f64 * token_seconds;
             Some((recall, self.prompt_seconds(&PromptWork::new(end, start))))
         })
     }

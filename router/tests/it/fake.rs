@@ -84,6 +84,7 @@ struct Shared {
     script: Mutex<Arc<Script>>,
     requests: Mutex<Vec<GenerateRequest>>,
     watches: watch::Sender<Vec<WatchLoadRequest>>,
+    segments: watch::Sender<Option<proto::SegmentChanges>>,
     dropped: mpsc::UnboundedSender<String>,
     arrived: mpsc::UnboundedSender<String>,
     load: watch::Receiver<v1::Load>,
@@ -149,6 +150,7 @@ impl FakeWorker {
             script: Mutex::new(Arc::new(say("Hello"))),
             requests: Mutex::default(),
             watches: watch::Sender::default(),
+            segments: watch::Sender::default(),
             dropped: dropped_sender,
             arrived: arrived_sender,
             load: load_receiver,
@@ -233,6 +235,13 @@ impl FakeWorker {
         self.load.send_modify(|load| load.num_free_blocks = num);
     }
 
+    /// Tells what its object store has, by the numbers of segments.
+    pub fn set_segments(&self, added: Vec<(u32, Vec<u64>)>, removed: Vec<u32>) {
+        let added = added.into_iter().map(|(number, blocks)| proto::Segment { number, blocks }).collect();
+        let changes = proto::SegmentChanges { added, removed, is_current: true };
+        self.shared.segments.send_replace(Some(changes));
+    }
+
     /// Changes its load report.
     pub fn set_load(&self, change: impl FnOnce(&mut v1::Load)) {
         self.load.send_modify(change);
@@ -277,6 +286,25 @@ impl worker_server::Worker for Service {
             Some((Ok(report), load))
         });
         Ok(Response::new(Box::pin(reports)))
+    }
+
+    type WatchSegmentsStream = Pin<Box<dyn Stream<Item = Result<proto::SegmentChanges, Status>> + Send>>;
+
+    async fn watch_segments(
+        &self,
+        _: Request<proto::WatchSegmentsRequest>,
+    ) -> Result<Response<Self::WatchSegmentsStream>, Status> {
+        let mut segments = self.0.segments.subscribe();
+        if segments.borrow().is_none() {
+            return Err(Status::failed_precondition("it has no object store"));
+        }
+        segments.mark_changed();
+        let changes = futures_util::stream::unfold(segments, |mut segments| async move {
+            segments.changed().await.ok()?;
+            let changes = segments.borrow_and_update().clone();
+            Some((Ok(changes?), segments))
+        });
+        Ok(Response::new(Box::pin(changes)))
     }
 
     async fn drain(&self, _: Request<DrainRequest>) -> Result<Response<DrainResponse>, Status> {

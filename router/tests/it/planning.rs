@@ -245,6 +245,59 @@ async fn a_prefix_in_memory_is_worth_more_than_one_on_a_disk() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn what_an_object_store_has_counts_at_every_worker_that_shares_it_also_if_the_one_that_told_it_dies() {
+    let mut router = Router::start(|_| {}).await;
+    let d0 = reporting(&mut router, "d0", Role::Decode).await;
+    let d1 = reporting(&mut router, "d1", Role::Decode).await;
+    let bodies = ['a', 'b', 'c'].map(|first| {
+        let mut body = prompt(first, 400);
+        body["explain"] = json!(true);
+        body
+    });
+    let [a, b, c] = bodies.each_ref().map(|body| blocks(body["prompt"].as_str().unwrap()));
+    d0.set_segments(vec![(4, a[..10].to_vec()), (2, a[10..].to_vec())], vec![]);
+    d1.set_segments(vec![(0, b[..20].to_vec()), (1, c)], vec![]);
+    let shares = |worker: &FakeWorker, recall_token_seconds| {
+        let object =
+            v1::KvTier { store_name: 7, recall_latency_seconds: 0.002, ..tier(recall_token_seconds) };
+        worker.set_load(|load| load.tiers = vec![tier(1e-6), object]);
+    };
+    // The first that reports the store tells what it has.
+    shares(&d0, 1e-5);
+    router.until_metric("baton_router_object_store_blocks 25").await;
+    shares(&d1, 1e-5);
+    d1.set_free_blocks(63);
+    router.until_metric("baton_router_worker_free_blocks{worker=\"d1\"} 63").await;
+    let plan = async |nth: usize| {
+        let plan = router.client.post(TEXT, &bodies[nth]).await.json()["plans"][0].clone();
+        let options = plan["options"].as_array().expect("a list").iter();
+        let recalls: Vec<_> = options.map(|option| option["recall_ms"].as_f64().expect("ms")).collect();
+        (recalls, plan["chosen"]["compute_ms"].as_f64().expect("ms"))
+    };
+    // All but the last token, and the store's latency. No cache has it.
+    let (recalls, compute) = plan(0).await;
+    assert_eq!(recalls, [5.99; 2]);
+    assert!(compute < 20.0, "{compute} ms for a token");
+
+    // A segment makes room.
+    d0.set_segments(vec![], vec![2]);
+    router.until_metric("baton_router_object_store_blocks 10").await;
+    d0.kill();
+    router.until_metric("baton_router_object_store_blocks 45").await;
+    let (recalls, compute) = plan(1).await;
+    assert_eq!(recalls, [5.2], "320 tokens");
+    assert!(compute > 15.0, "{compute} ms for 80 tokens");
+
+    // A store that is not measured is not read.
+    shares(&d1, 0.0);
+    d1.set_load(|load| load.num_waiting = 3);
+    router.until_metric("baton_router_worker_waiting_sequences{worker=\"d1\"} 3").await;
+    let (recalls, compute) = plan(2).await;
+    assert_eq!(recalls, [0.0]);
+    assert!(compute > 40.0, "{compute} ms for 400 tokens");
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn slos_that_no_request_can_have_are_refused() {
     let (router, _worker) = Router::with_worker().await;
     for (field, value) in [("slo_ttft", json!(0)), ("slo_tpot", json!(-1.5)), ("slo_ttft", json!(-0.0))] {

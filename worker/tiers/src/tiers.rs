@@ -12,7 +12,9 @@ use std::{
 use anyhow::Context;
 use baton_kv_cache::{BlockHash, KvFormat};
 use baton_kv_events::BlockHolder;
-use baton_kv_store::{KvKey, KvStore, MAX_SAVES, Record, StoreConfig, TierCounts};
+use baton_kv_store::{
+    KvKey, KvStore, MAX_SAVES, Record, SegmentChanges, SegmentReader, StoreConfig, TierCounts,
+};
 use tokio::{
     sync::{Mutex, OwnedSemaphorePermit, Semaphore},
     task::spawn_blocking,
@@ -111,6 +113,16 @@ impl Tiers {
     /// What each tier holds and has done.
     pub fn counts(&self) -> Vec<TierCounts> {
         self.store.counts()
+    }
+
+    /// What a reader lacks of what is known of the object store; see [`KvStore::segment_changes`].
+    pub fn segment_changes(&self, reader: &mut SegmentReader) -> Option<SegmentChanges> {
+        self.store.segment_changes(reader)
+    }
+
+    /// Whether one of them is an object store.
+    pub fn has_object_store(&self) -> bool {
+        self.store.has_object_store()
     }
 
     /// Tokens of preempted sequences whose KV came back.

@@ -9,7 +9,7 @@ use baton_kv_events::Keep;
 use object_store::path::Path;
 
 use super::{
-    super::{ObjectConfig, ObjectOpenError, ObjectTier},
+    super::{ObjectConfig, ObjectOpenError, ObjectTier, SegmentReader},
     lying::{Lie, LyingStore},
 };
 use crate::{
@@ -99,6 +99,28 @@ fn what_one_worker_writes_another_finds_and_reads() {
     // It has them: they are not written again.
     assert!(hashes.iter().chain(&hashes).all(|&hash| !reader.admit(hash, Keep::Normal)));
     assert_eq!(open(&store, "reader").counts().num_held, 0);
+}
+
+#[test]
+fn workers_that_share_a_store_name_it_alike_and_tell_what_it_has_and_how_fast() {
+    let (store, reader, hashes) = filled();
+    let name = |tier: &ObjectTier| tier.counts().store_name;
+    let writer = open(&store, "writer");
+    assert_eq!(name(&reader), name(&writer));
+    let sealed = |nth| open_sealed(&store, "sealed", 1 << 20, RecordShape { key: Some(key(nth)), ..shape() });
+    assert!(name(&reader) != name(&sealed(1)), "it reads none of theirs");
+    assert!(name(&sealed(1)) == name(&sealed(1)) && name(&sealed(1)) != name(&sealed(2)));
+
+    let mut told = SegmentReader::default();
+    let changes = reader.changes(&mut told).expect("a segment");
+    assert_eq!((changes.added.len(), &changes.added[0].1, changes.is_current), (1, &hashes, true));
+    assert_eq!(reader.changes(&mut told), None);
+    let counts = reader.counts();
+    assert!(counts.recall_token_seconds > 0.0, "{counts:?}");
+    // Without a measurement it has no time.
+    reader.shared.speed().line = None;
+    let counts = reader.counts();
+    assert_eq!((counts.recall_token_seconds, counts.recall_latency_seconds), (0.0, 0.0));
 }
 
 #[test]

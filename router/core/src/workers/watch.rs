@@ -119,7 +119,8 @@ impl<F: Fn(Option<Report>)> Watcher<F> {
     }
 }
 
-/// Of each tier that tells what it holds; 0 of one that is not there. An object store is the last, and tells nothing.
+/// Of each tier of the worker's own; 0 of one that is not there. An object store is the last.
 pub(super) fn of_tiers<T: Default>(load: &v1::Load, number: impl Fn(&v1::KvTier) -> T) -> [T; MAX_TIERS] {
-    std::array::from_fn(|tier| load.tiers.get(tier).map(&number).unwrap_or_default())
+    let own = |tier: &&v1::KvTier| tier.store_name == 0;
+    std::array::from_fn(|tier| load.tiers.get(tier).filter(own).map(&number).unwrap_or_default())
 }

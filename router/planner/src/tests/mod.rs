@@ -89,6 +89,12 @@ pub(crate) fn view(text: &str) -> ClusterView {
                     let seconds = n.split(',').map(|n| n.parse().unwrap());
                     load.recall_token_seconds.iter_mut().zip(seconds).for_each(|(tier, n)| *tier = n);
                 }
+                // Of its object store: latency, and seconds for a token.
+                Some(("store", n)) => {
+                    let (latency, token) = n.split_once(',').expect("store=<latency>,<seconds>");
+                    let (latency_seconds, token_seconds) = (latency.parse().unwrap(), token.parse().unwrap());
+                    load.store_pace = Some(StorePace { latency_seconds, token_seconds });
+                }
                 Some(("max-running", n)) => record.capacity.max_running = n.parse().unwrap(),
                 Some(("sent", n)) => sent = SentWork { num_tokens: n.parse().unwrap(), ..sent },
                 Some(("context", n)) => record.capacity.context_length = n.parse().unwrap(),
@@ -110,13 +116,23 @@ pub(crate) fn view(text: &str) -> ClusterView {
     ClusterView { workers: workers.collect() }
 }
 
-/// `tokens=200 cached:d0=64/16 not:d1 local|remote`
+/// `tokens=200 cached:d0=64/16 stored:d0=160 not:d1 local|remote`
 pub(crate) fn request(text: &str) -> PlanRequest {
     let key = |id: &str| WorkerKey { id: id.into(), incarnation: 1 };
     let mut request = PlanRequest::default();
     for word in text.split_whitespace() {
         match word.split_once('=') {
             Some(("tokens", n)) => request.num_tokens = n.parse().unwrap(),
+            Some((name, n)) if name.starts_with("stored:") => {
+                let worker = Arc::new(key(&name["stored:".len()..]));
+                match request.cached.iter_mut().find(|held| held.worker == worker) {
+                    Some(held) => held.with_store = n.parse().unwrap(),
+                    None => {
+                        let with_store = n.parse().unwrap();
+                        request.cached.push(HeldPrefix { with_store, ..HeldPrefix::pooled(worker, 0) });
+                    }
+                }
+            }
             Some((name, n)) => {
                 let id = name.strip_prefix("cached:").expect("cached:<id>=<tokens>");
                 // All of it, or `/` how much of it, is in the pool, and in the pool or the first tier.
