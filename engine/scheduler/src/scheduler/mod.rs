@@ -386,6 +386,8 @@ impl Scheduler {
         sequence.has_adopted = false;
         sequence.was_preempted = true;
         plan.preempted.push(sequence.id);
+        // It has none of what it adopted in this step.
+        plan.adopted.retain(|adoption| adoption.id != sequence.id);
         self.waiting.insert(sequence);
     }
 

@@ -147,6 +147,54 @@ fn what_a_preempted_sequence_adopted_stays_cached() {
 }
 
 #[test]
+fn what_is_preempted_in_the_step_in_which_it_would_adopt_adopts_nothing() {
+    check(
+        "
+        pool blocks=8 block_size=4 running=4 budget=2
+        fetch id=9 text=b first=2 end=3
+            cached before 0
+        release id=9
+        add id=1 prompt=4 max=20
+        step
+            admit 1
+            1: 0..2
+        step
+            1: 2..4 token
+        add id=2 prompt=17 max=18 text=b
+        step
+            admit 2
+            1: 4..5 token
+            2: 0..1
+        step
+            1: 5..6 token
+            2: 1..2
+        step
+            1: 6..7 token
+            2: 2..3
+        step
+            1: 7..8 token
+            2: 3..4
+        step
+            1: 8..9 token
+            2: 4..5
+        step
+            1: 9..10 token
+            2: 5..6
+        step
+            1: 10..11 token
+            2: 6..7
+        step
+            1: 11..12 token
+            2: 7..8
+        # It has reached block 2, which it has; the other one needs a block first.
+        step
+            preempt 2
+            1: 12..13 token
+        ",
+    );
+}
+
+#[test]
 fn a_chunk_ends_before_blocks_that_are_on_their_way() {
     check(
         "
