@@ -53,7 +53,7 @@ impl LoadedModel {
         of_either!(self, decoder => decoder.kv_format())
     }
 
-    /// Identity of the weights: a hash of the configuration, of the weight files' headers and sizes, and of the
+    /// Identity of the weights: a hash of the configuration, of the weight files' headers and sizes, of parts of each tensor, and of the
     /// quantisation.
     pub fn revision(&self) -> &str {
         of_either!(self, decoder => decoder.revision())

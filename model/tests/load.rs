@@ -431,4 +431,19 @@ fn another_configuration_or_other_weights_make_another_revision() {
         }
     });
     assert!(format.difference(&load(&other)).unwrap().starts_with("model revision"));
+    // A later checkpoint of the same training has the same headers.
+    let num_tensors = {
+        let mut num = 0;
+        Model::new("llama").rewrite(|tensors| num = tensors.len());
+        num
+    };
+    for (idx, at_end) in (0..num_tensors).flat_map(|idx| [(idx, false), (idx, true)]) {
+        let other = Model::new("llama");
+        other.rewrite(|tensors| {
+            let data = &mut tensors[idx].3;
+            let place = if at_end { data.len() - 4 } else { 0 };
+            data[place] ^= 1;
+        });
+        assert!(format.difference(&load(&other)).unwrap().starts_with("model revision"), "tensor {idx}");
+    }
 }

@@ -7,7 +7,7 @@ use crate::{KvDtype, KvLayout};
 /// Everything that defines the meaning of a block's bytes.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct KvFormat {
-    /// Identity of the weights: a hash of the configuration and of the weight files' headers and sizes.
+    /// Identity of the weights: a hash of the configuration, of the weight files' headers and sizes, and of parts of each tensor.
     pub model_revision: String,
     /// Element type.
     pub dtype: KvDtype,

@@ -17,6 +17,9 @@ use crate::matrix::{Matrix, Stored, StoredOrder};
 use crate::quantised;
 use crate::tensors::{StoredDtype, Tensor, Tensors};
 
+/// Bytes at the beginning and at the end of a tensor that identify it.
+const SAMPLE_BYTES: usize = 4096;
+
 /// The weights of a model, by tensor.
 pub struct Checkpoint {
     tensors: Tensors,
@@ -262,9 +265,15 @@ impl Checkpoint {
         self.files.iter().map(|file| file.bytes().len() as u64).sum()
     }
 
-    /// Hashes headers and sizes: they identify the weights without reading all of them.
+    /// Hashes headers and sizes, and of each tensor the beginning and the end: checkpoints of one training run have the same headers. That
+    /// identifies the weights without reading all of them.
     pub(crate) fn hash_into(&self, hasher: &mut blake3::Hasher) {
         self.files.iter().for_each(|file| file.hash_into(hasher));
+        for tensor in self.tensors.by_name.values() {
+            let (beginning, rest) = tensor.span.split_at(tensor.span.len().min(SAMPLE_BYTES));
+            hasher.update(beginning);
+            hasher.update(&rest[rest.len().saturating_sub(SAMPLE_BYTES)..]);
+        }
     }
 
     /// Hashes what tells these files from others with the same headers: their paths and times of modification.

@@ -117,7 +117,7 @@ impl<M> LoadedDecoder<M> {
         KvFormat::new(self.inner.revision.clone(), &self.inner.layout, self.inner.config.decoder.rope_text())
     }
 
-    /// Identity of the weights: a hash of the configuration, of the weight files' headers and sizes, and of the
+    /// Identity of the weights: a hash of the configuration, of the weight files' headers and sizes, of parts of each tensor, and of the
     /// quantisation.
     pub fn revision(&self) -> &str {
         &self.inner.revision
@@ -245,7 +245,7 @@ pub fn load_decoder<S: MatrixSink>(
     Ok((LoadedDecoder { inner: Arc::new(inner) }, LoadedFiles { checkpoint, identity }))
 }
 
-/// A hash of the configuration and of the weight files' headers and sizes.
+/// A hash of the configuration, of the weight files' headers and sizes, and of parts of each tensor.
 fn identity(model: &Path, checkpoint: &Checkpoint) -> Result<blake3::Hasher, LoadError> {
     let mut hasher = blake3::Hasher::new();
     // The header of a GGUF file contains its configuration.
