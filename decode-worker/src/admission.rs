@@ -43,8 +43,7 @@ pub fn admit(worker: &Worker, message: &GenerateRequest) -> Result<(Request, Pro
     let wire = wire_from_generate(message)?.or(worker.config().kv_wire);
     let (attempt, prefix_source) = (message.attempt, message.prefix_source.clone());
     let kv = match (message.prefill.clone(), prefix_source) {
-        // The engine validates.
-        (None, None) => return Ok((request, PromptKv::Local)),
+        (None, None) => PromptKv::Local,
         (None, Some(source)) => PromptKv::Fetch { source, attempt },
         (Some(peer), prefix_source) => {
             let link = worker.peers().link(&peer.address);
@@ -53,12 +52,7 @@ pub fn admit(worker: &Worker, message: &GenerateRequest) -> Result<(Request, Pro
             PromptKv::Remote(RemotePrefillPlan { attempt, peer, link, wire, prefix_source, ticket })
         }
     };
-    validate(worker, &request)?;
+    let valid = worker.engine().validate(&request);
+    valid.map_err(|error| failure_to_status(&submit_failure(&error.into())))?;
     Ok((request, kv))
-}
-
-fn validate(worker: &Worker, request: &Request) -> Result<(), Status> {
-    let engine = worker.engine();
-    let valid = request.validate(engine.vocab_size(), engine.context_length());
-    valid.map_err(|error| failure_to_status(&submit_failure(&error.into())))
 }

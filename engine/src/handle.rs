@@ -280,7 +280,7 @@ impl EngineHandle {
             return Err(SubmitError::ShuttingDown);
         }
         let config = &state.config;
-        request.validate(state.vocab_size, config.context_length)?;
+        self.validate(&request)?;
         let slot = QueueSlot::take(&state.num_waiting, config.max_waiting)
             .map_err(|num_waiting| SubmitError::Full { num_waiting, max_waiting: config.max_waiting })?;
 
@@ -292,9 +292,7 @@ impl EngineHandle {
         }
         // What is computed here is not blended without blending, or if it is too long; what arrives computed may be. Cached and
         // blended tokens have no logits.
-        let can_blend = request
-            .blended()
-            .is_some_and(|marks| state.max_blended_tokens.saturating_sub(MAX_REST) >= marks.end_idx());
+        let can_blend = request.blended().is_some_and(|marks| self.can_blend(marks));
         if is_scored || !can_blend && role != SequenceRole::Decode {
             request.blend = None;
         }
@@ -311,6 +309,19 @@ impl EngineHandle {
         state.progress.submit(sequence.num_prompt_tokens_left());
         self.send(Command::Submit(sequence, Box::new(LiveRequest::new(request, matcher, reply, slot))))?;
         Ok(DropCommand::new(id, state.commands.clone(), at_drop))
+    }
+
+    /// Whether a request can be computed here.
+    ///
+    /// # Errors
+    /// Names what is wrong with it.
+    pub fn validate(&self, request: &Request) -> Result<(), InvalidRequest> {
+        request.validate(self.state.vocab_size, self.state.config.context_length)
+    }
+
+    /// Whether a head of these passages is not too long to be blended here.
+    pub fn can_blend(&self, marks: &BlendMarks) -> bool {
+        self.state.max_blended_tokens.saturating_sub(MAX_REST) >= marks.end_idx()
     }
 
     /// Compiles the grammar of a request, unless that was done before.

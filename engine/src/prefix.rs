@@ -66,7 +66,7 @@ impl EngineHandle {
     /// # Errors
     /// When the request is invalid, or the engine ends.
     pub async fn hold_cached(&self, request: &Request) -> Result<CachedPrefix, SubmitError> {
-        request.validate(self.vocab_size(), self.context_length())?;
+        self.validate(request)?;
         let hashes = self.prefix_hashes(request, request.num_known_tokens());
         let (owner, blocks) = self.ask(|id, reply| Command::HoldCached { id, hashes, reply }).await?;
         Ok(CachedPrefix { _owner: owner, blocks })

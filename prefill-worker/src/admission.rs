@@ -4,13 +4,14 @@ use baton_handoff::prefill::ComputedHandoff;
 use baton_request::Failure;
 use baton_worker::{
     Worker,
+    convert::submit_failure,
     handoff::{
         opening::{OpenedHandoff, draining_failure},
         prefill_side::PeerFormat,
     },
 };
 
-/// Accepts a prompt unless the worker drains or the decode worker cannot use its KV. Whether there is room for it, the engine
+/// Accepts a prompt unless the worker drains, the request is invalid or the decode worker cannot use its KV. Whether there is room for it, the engine
 /// decides later.
 ///
 /// # Errors
@@ -19,5 +20,6 @@ pub fn admit(worker: &Worker, opened: &OpenedHandoff<ComputedHandoff>) -> Result
     if worker.lifecycle().is_draining() {
         return Err(draining_failure());
     }
+    worker.engine().validate(&opened.request).map_err(|error| submit_failure(&error.into()))?;
     PeerFormat::new(worker, &opened.kv_format, opened.wire)
 }

@@ -118,6 +118,18 @@ impl Request {
         self.blend.as_ref().filter(|marks| !marks.passages.is_empty() && marks.ratio.is_some())
     }
 
+    /// The first so many known tokens as the prompt of a request: what caches share of it. `None`: there are none, or no whole head that
+    /// is blended and a token after it.
+    pub fn known_prefix(&self, num_tokens: usize) -> Option<Request> {
+        let has_head = self.blended().is_none_or(|marks| marks.end_idx() < num_tokens);
+        (num_tokens > 0 && has_head).then(|| Request {
+            prompt: self.prompt.iter().chain(&self.output).copied().take(num_tokens).collect(),
+            // A request that has all of its output is not valid.
+            output: Vec::new(),
+            ..self.clone()
+        })
+    }
+
     /// Tokens of prompt and delivered output: everything whose KV is computed before the next token.
     pub fn num_known_tokens(&self) -> usize {
         self.prompt.len() + self.output.len()
@@ -146,6 +158,28 @@ mod tests {
         let mut request = request();
         change(&mut request);
         request
+    }
+
+    #[test]
+    fn what_caches_share_has_a_whole_head_or_none() {
+        let marked = |ratio| {
+            with(|r| {
+                r.output = vec![4, 5];
+                r.blend = Some(BlendMarks { passages: vec![0..1, 1..2], ratio });
+            })
+        };
+        for (request, least) in [(marked(Some(0.2)), 3), (marked(None), 1)] {
+            for num_tokens in 0..=5 {
+                let prefix = request.known_prefix(num_tokens);
+                assert_eq!(prefix.is_some(), num_tokens >= least, "{num_tokens}");
+                let Some(prefix) = prefix else { continue };
+                assert_eq!(
+                    (&prefix.prompt[..], &prefix.output[..]),
+                    (&[1, 2, 3, 4, 5][..num_tokens], &[][..])
+                );
+                assert!(num_tokens < 3 || prefix.validate(100, 32).is_ok());
+            }
+        }
     }
 
     #[test]

@@ -37,8 +37,12 @@ pub fn decide(worker: &Arc<Worker>, request: &mut Request) {
         request.blend = None;
         return;
     };
-    let blending = &worker.blending;
-    let Decision { refused, measure } = blending.decide(marks.ratio);
+    let Decision { refused, measure } = match worker.blending.decide(marks.ratio) {
+        Decision { refused: None, .. } if !worker.engine.can_blend(marks) => {
+            Decision { refused: Some("too_long"), measure: None }
+        }
+        decision => decision,
+    };
     let own = worker.clone();
     match measure {
         Some(Measure::Calibrate) => {

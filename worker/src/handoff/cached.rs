@@ -158,6 +158,7 @@ impl Prefix {
 
 /// Also what the tiers have: a router takes it for cached here.
 async fn hold(worker: Arc<Worker>, request: Request) -> Result<CachedPrefix, SubmitError> {
+    worker.engine().validate(&request)?;
     if let Some(recall) = Recall::for_peer(worker.tiers(), &request) {
         recall.run().await;
     }

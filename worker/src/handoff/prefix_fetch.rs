@@ -46,13 +46,9 @@ pub struct Coming {
 /// cancels it.
 pub async fn fetch(worker: Arc<Worker>, source: PrefillPeer, attempt: u32, request: Request) -> Fetched {
     let num_tokens = worker.engine().num_sharable_tokens(&request);
-    if num_tokens == 0 {
-        return Fetched::default();
-    }
+    let Some(request) = request.known_prefix(num_tokens) else { return Fetched::default() };
     // A head is computed as a whole.
     let is_whole = request.blended().is_some();
-    let prompt = request.prompt.iter().chain(&request.output).copied().take(num_tokens).collect();
-    let request = Request { prompt, output: Vec::new(), ..request };
     let Ok(link) = worker.peers().link(&source.address) else {
         tracing::warn!(
             address = source.address,

@@ -74,17 +74,10 @@ struct Saved {
 async fn save(tiers: &Arc<Tiers>, request: Request, has_ended: bool, saving: Arc<()>) {
     let engine = &tiers.limits.engine;
     let block_size = tiers.block_size();
-    let mut tokens = [&request.prompt[..], &request.output].concat();
     // The last token is never computed.
-    tokens.truncate(tokens.len().min(engine.context_length()).saturating_sub(1) / block_size * block_size);
-    if tokens.is_empty() {
-        return;
-    }
-    // As a prompt: a request that has all of its output is not valid.
-    let saved = Arc::new(Saved {
-        request: Request { prompt: tokens.into(), output: Vec::new(), ..request },
-        has_ended,
-    });
+    let num_computed = request.num_known_tokens().min(engine.context_length()).saturating_sub(1);
+    let Some(request) = request.known_prefix(num_computed / block_size * block_size) else { return };
+    let saved = Arc::new(Saved { request, has_ended });
     for rest in saved.copy(tiers, |sequence| tiers.store.save(sequence)).await {
         match tiers.waiting.clone().try_acquire_owned() {
             Ok(permit) => {
