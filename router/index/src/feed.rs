@@ -5,7 +5,7 @@ use std::{fmt, sync::Arc};
 use baton_kv_events::{BatchKind, BlockKey, CacheEvent, CacheLevel, EventBatch, MAX_TIERS};
 
 use crate::{
-    belief::Beliefs,
+    belief::{Beliefs, Reason},
     index::{IndexFull, KvIndex},
     member::Member,
 };
@@ -343,7 +343,7 @@ impl CacheFeed {
     /// # Errors
     /// When the index has no room for another worker.
     pub fn expect(&mut self, chain: impl Iterator<Item = BlockKey>) -> Result<(), IndexFull> {
-        self.believe(chain, UNTIL_COMPUTED)
+        self.believe(chain, UNTIL_COMPUTED, Reason::Sent)
     }
 
     /// A request has ended there, and its whole sequence is cached.
@@ -351,10 +351,15 @@ impl CacheFeed {
     /// # Errors
     /// When the index has no room for another worker.
     pub fn finished(&mut self, chain: impl Iterator<Item = BlockKey>) -> Result<(), IndexFull> {
-        self.believe(chain, UNTIL_REPORTED)
+        self.believe(chain, UNTIL_REPORTED, Reason::Finished)
     }
 
-    fn believe(&mut self, chain: impl Iterator<Item = BlockKey>, num_reports: u64) -> Result<(), IndexFull> {
+    fn believe(
+        &mut self,
+        chain: impl Iterator<Item = BlockKey>,
+        num_reports: u64,
+        reason: Reason,
+    ) -> Result<(), IndexFull> {
         let time = if self.held.is_some() {
             self.now + num_reports
         } else {
@@ -367,7 +372,7 @@ impl CacheFeed {
             self.beliefs = Some(Beliefs::new(&self.index, name_at(self.owner, level), self.room.pool)?);
         }
         let beliefs = self.beliefs.as_mut().expect("it was made");
-        beliefs.add(chain, time);
+        beliefs.add(chain, time, reason);
         Ok(())
     }
 }

@@ -330,6 +330,22 @@ fn what_was_sent_is_believed_until_events_or_some_reports_have_come() {
 }
 
 #[test]
+fn what_finishes_does_not_end_the_belief_in_the_beginning_of_another_prompt_on_its_way() {
+    let index = Arc::new(KvIndex::new(4));
+    let mut feed = CacheFeed::new(index.clone(), 1, 100);
+    feed.take(&dump(0, vec![])).unwrap();
+    let [a, b] = [11, 12].map(|seed| [&chain(1, 3)[..], &chain(seed, 4)].concat());
+    feed.expect(a.iter().copied()).unwrap();
+    feed.expect(b.iter().copied()).unwrap();
+    feed.finished(a.iter().copied()).unwrap();
+    (0..60).for_each(|_| feed.on_report());
+    assert_eq!((held(&index, &a), held(&index, &b)), (vec![(1, 3)], vec![(1, 7)]));
+    feed.finished(b.iter().copied()).unwrap();
+    (0..3).for_each(|_| feed.on_report());
+    assert_eq!((held(&index, &b), index.size().num_blocks), (vec![], 0));
+}
+
+#[test]
 fn numbers_of_workers_that_are_gone_are_given_again_and_never_mistaken() {
     let index = Arc::new(KvIndex::new(3));
     let prompt = chain(1, 50);
