@@ -28,6 +28,9 @@ pub(crate) struct RouterArgs {
     pub worker_key_hash: Option<KeyHash>,
     #[command(flatten)]
     pub routing: RoutingArgs,
+    /// Seconds after SIGTERM for running requests to finish.
+    #[arg(long, value_name = "SECONDS", default_value_t = 30, env = "BATON_DRAIN_TIMEOUT")]
+    pub drain_timeout: u64,
     #[command(flatten)]
     pub tls: TlsArgs,
     #[command(flatten)]
@@ -50,8 +53,8 @@ pub(crate) struct RoutingArgs {
     /// if fetching is faster than computing; in the same cases.
     #[arg(long, value_name = "TOKENS", default_value_t = 64, env = "BATON_FETCH_PREFIX_FROM")]
     pub fetch_prefix_from: usize,
-    /// Time to the first token that requests should meet, in milliseconds. Of all plans, one that breaks the fewest such
-    /// targets is chosen. A request can bring its own (slo_ttft).
+    /// Time to the first token that requests should meet, in milliseconds. A plan that misses such targets counts as one that takes
+    /// longer. A request can bring its own (slo_ttft).
     #[arg(long, value_name = "MS", value_parser = at_least_one, env = "BATON_SLO_TTFT")]
     pub slo_ttft: Option<usize>,
     /// Mean time between tokens that requests should meet, in milliseconds. A request can bring its own (slo_tpot).
@@ -224,6 +227,7 @@ pub(crate) async fn run(args: RouterArgs) -> anyhow::Result<()> {
     config.listen = args.listen;
     config.tls = args.tls.load()?;
     config.worker_key = args.worker_key_hash;
+    config.drain_timeout = Duration::from_secs(args.drain_timeout);
     args.routing.configure(&mut config);
     baton_router::run(config, shutdown::on_signal()?).await
 }

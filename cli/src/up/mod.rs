@@ -31,10 +31,7 @@ use places::Place;
 /// How long the router gets to end its streams before the workers are told to stop.
 const ROUTER_DRAIN: Duration = Duration::from_secs(10);
 
-/// How long a router may take to end after SIGTERM: its own drain, and a margin.
-const ROUTER_STOP_TIMEOUT: Duration = Duration::from_secs(35);
-
-/// How much longer than its drain a worker may take to end after SIGTERM.
+/// How much longer than its drain a router or worker may take to end after SIGTERM.
 const STOP_MARGIN: Duration = Duration::from_secs(5);
 
 #[derive(Debug, Args)]
@@ -63,7 +60,7 @@ pub(crate) struct UpArgs {
     pub transfer: TransferArgs,
     #[command(flatten)]
     pub routing: RoutingArgs,
-    /// Seconds after SIGTERM for running requests of a worker to finish or migrate.
+    /// Seconds after SIGTERM for running requests to finish; those of a worker may migrate.
     #[arg(long, value_name = "SECONDS", default_value_t = 30, env = "BATON_DRAIN_TIMEOUT")]
     pub drain_timeout: u64,
     #[command(flatten)]
@@ -170,6 +167,7 @@ fn plan(
     let mut router = vec!["router".to_owned(), "--listen".to_owned(), address.to_string()];
     router.extend(common.clone());
     router.extend(args.routing.flags());
+    router.push(format!("--drain-timeout={}", args.drain_timeout));
     router.extend(worker_key.map(|key| format!("--worker-key-hash={}", key.hash())));
 
     // Workers reach the router over loopback, for every address that it listens on.
@@ -185,7 +183,7 @@ fn plan(
 
     let stop_timeout = STOP_MARGIN + Duration::from_secs(args.drain_timeout);
     let name = "router".to_owned();
-    let mut children = vec![Child { name, args: router, api_key: None, stop_timeout: ROUTER_STOP_TIMEOUT }];
+    let mut children = vec![Child { name, args: router, api_key: None, stop_timeout }];
     let mut places = places.iter();
     for (role, num) in [("prefill", args.prefill), ("decode", args.decode)] {
         for idx in 0..num {
@@ -255,6 +253,7 @@ mod tests {
                 Command::Router(router) => {
                     assert_eq!(format!("{:?}", router.routing), format!("{:?}", args.routing));
                     assert_eq!((router.worker_key_hash, &child.api_key), (Some(key.hash()), &None));
+                    assert_eq!(router.drain_timeout, 9);
                     (None, router.log, router.tls)
                 }
                 Command::PrefillWorker(worker) | Command::DecodeWorker(worker) => {
