@@ -10,7 +10,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use baton_kv_cache::HostBlocks;
+use baton_kv_cache::{BlockHash, HostBlocks};
 use baton_kv_events::Keep;
 use baton_tier_policy::{SlotChange, SlotPlace};
 use tokio::sync::oneshot;
@@ -159,6 +159,7 @@ impl Shared {
                 let room = self.room.as_ref().map(HostBlocks::take);
                 if let Some(None) = room {
                     // Readers keep the room of records that are in no slot any more.
+                    self.not_written(hash, wanted, &lacking);
                     return self.end_all(wanted, &lacking);
                 }
                 let block = sequence.blocks[block_idx as usize];
@@ -166,6 +167,7 @@ impl Shared {
                     Ok(record) => Arc::new(record),
                     Err(error) => {
                         tracing::warn!(%error, "kv not saved: the pool's device fails");
+                        self.not_written(hash, wanted, &lacking);
                         return self.end_all(wanted, &[]);
                     }
                 };
@@ -178,6 +180,13 @@ impl Shared {
                     rest.first = (block_idx + 1).min(rest.end);
                 }
             }
+        }
+    }
+
+    /// An object store that admitted the block does not get it: it may at its next use.
+    fn not_written(&self, hash: BlockHash, wanted: &[SaveRest], lacking: &[usize]) {
+        if lacking.iter().any(|&nth| wanted[nth].target == self.tiers.len()) {
+            self.object.iter().for_each(|object| object.give_up(hash));
         }
     }
 

@@ -9,17 +9,21 @@ use std::{
 use baton_kv_cache::BlockHash;
 use baton_kv_events::Keep;
 
-/// Records that are known at most: 60 bytes of memory each. Segments beyond that are not looked at.
+/// Records that are known at most: 60 bytes of memory each. Segments beyond that are not looked at, but this worker's own count when it
+/// makes room.
 const MAX_RECORDS: usize = 1 << 20;
 /// Blocks whose first use is remembered: twice as many at most.
 const MAX_SEEN: usize = 1 << 17;
 
 /// What is known of a store.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(crate) struct Catalogue {
+    max_records: usize,
     segments: HashMap<u32, Segment>,
     by_name: HashMap<String, u32>,
     by_hash: HashMap<BlockHash, RecordPlace>,
+    /// Where else blocks are that several segments hold.
+    others: HashMap<BlockHash, Vec<RecordPlace>>,
     /// Blocks on their way to a segment.
     pending: HashSet<BlockHash>,
     seen: Seen,
@@ -64,7 +68,7 @@ pub(crate) struct RecordPlace {
 #[derive(Debug)]
 pub(crate) struct Segment {
     pub(crate) name: String,
-    /// Of its records, in order.
+    /// Of its records, in order. None if there was no room to know them.
     pub(crate) hashes: Vec<BlockHash>,
     num_bytes: u64,
     /// This worker wrote it, in this life or an earlier one.
@@ -80,15 +84,41 @@ struct Seen {
     old: HashSet<BlockHash>,
 }
 
+impl Default for Catalogue {
+    fn default() -> Catalogue {
+        Catalogue::new(MAX_RECORDS)
+    }
+}
+
 impl Catalogue {
+    /// Of at most so many records.
+    fn new(max_records: usize) -> Catalogue {
+        Catalogue {
+            max_records,
+            segments: HashMap::new(),
+            by_name: HashMap::new(),
+            by_hash: HashMap::new(),
+            others: HashMap::new(),
+            pending: HashSet::new(),
+            seen: Seen::default(),
+            num_records: 0,
+            own_bytes: 0,
+            num_own_records: 0,
+            num_evicted: 0,
+            next_segment: 0,
+            num_uses: 0,
+            version: 0,
+        }
+    }
+
     /// Where a block is.
     pub(crate) fn find(&self, hash: BlockHash) -> Option<RecordPlace> {
         self.by_hash.get(&hash).copied()
     }
 
-    /// The segment of a place, if it still is the place of this block.
-    pub(crate) fn segment(&self, place: RecordPlace) -> &Segment {
-        &self.segments[&place.segment]
+    /// The segment of a place, if there still is one.
+    pub(crate) fn segment(&self, place: RecordPlace) -> Option<&Segment> {
+        self.segments.get(&place.segment)
     }
 
     /// Blocks were used: their segments make room last.
@@ -102,11 +132,12 @@ impl Catalogue {
     }
 
     /// A request that ended used this block: whether it is to be written. That is at its second use, at the first if it is high, and
-    /// never for those to whom it is low, unless a segment holds it or will. One that is to be written is pending, until [`added`](Self::add) or [given up](Self::give_up).
+    /// never for those to whom it is low, unless a segment holds it or will, or no more can be known. One that is to be written is pending, until
+    /// [`added`](Self::add) or [given up](Self::give_up).
     pub(crate) fn admit(&mut self, hash: BlockHash, keep: Keep) -> bool {
         let is_known = self.by_hash.contains_key(&hash) || self.pending.contains(&hash);
         let is_worth_it = match keep {
-            _ if is_known => false,
+            _ if is_known || self.is_full() => false,
             Keep::Low => false,
             Keep::Normal => self.seen.again(hash),
             Keep::High(_) => true,
@@ -121,16 +152,22 @@ impl Catalogue {
         });
     }
 
-    /// A segment exists. Nothing happens if it is known, or too much is.
-    pub(crate) fn add(&mut self, name: String, hashes: Vec<BlockHash>, num_bytes: u64, is_own: bool) {
+    /// A segment exists. Nothing happens if it is known. If too much is, nothing is known of its records.
+    pub(crate) fn add(&mut self, name: String, mut hashes: Vec<BlockHash>, num_bytes: u64, is_own: bool) {
         self.give_up(hashes.iter().copied());
-        if self.by_name.contains_key(&name) || self.num_records + hashes.len() > MAX_RECORDS {
+        let has_room = self.num_records + hashes.len() <= self.max_records;
+        if self.by_name.contains_key(&name) || !has_room && !is_own {
             return;
+        }
+        if !has_room {
+            hashes.clear();
         }
         let id = self.next_segment;
         self.next_segment += 1;
         for (record, &hash) in (0..).zip(&hashes) {
-            self.by_hash.insert(hash, RecordPlace { segment: id, record });
+            if let Some(other) = self.by_hash.insert(hash, RecordPlace { segment: id, record }) {
+                self.others.entry(hash).or_default().push(other);
+            }
         }
         self.num_records += hashes.len();
         if is_own {
@@ -153,28 +190,40 @@ impl Catalogue {
             self.own_bytes -= segment.num_bytes;
             self.num_own_records -= segment.hashes.len();
         }
-        for hash in segment.hashes {
-            if self.by_hash.get(&hash).is_some_and(|place| place.segment == id) {
-                self.by_hash.remove(&hash);
-            }
+        for (record, hash) in (0..).zip(segment.hashes) {
+            self.forget(hash, RecordPlace { segment: id, record });
         }
     }
 
-    /// A place turned out not to hold its block.
+    /// A place turned out not to hold its block. Another segment may.
     pub(crate) fn forget(&mut self, hash: BlockHash, place: RecordPlace) {
+        if let Some(others) = self.others.get_mut(&hash) {
+            others.retain(|other| *other != place);
+        }
         if self.by_hash.get(&hash) == Some(&place) {
-            self.by_hash.remove(&hash);
+            match self.others.get_mut(&hash).and_then(Vec::pop) {
+                Some(other) => self.by_hash.insert(hash, other),
+                None => self.by_hash.remove(&hash),
+            };
+        }
+        if self.others.get(&hash).is_some_and(Vec::is_empty) {
+            self.others.remove(&hash);
         }
     }
 
     /// The store listed these segments: others are gone, unless they were added after [`next_segment`](Self::next_segment) was
-    /// `known_before`. Returns whether no more can be added.
-    pub(crate) fn listed(&mut self, names: &HashSet<&str>, known_before: u32) -> bool {
-        let known = self.by_name.iter().filter(|&(_, &id)| id < known_before);
-        let gone: Vec<String> =
-            known.filter(|(name, _)| !names.contains(name.as_str())).map(|(name, _)| name.clone()).collect();
+    /// `known_before`. If these are not the whole list, they are all of this worker's own, and nothing is said of the others.
+    pub(crate) fn listed(&mut self, names: &HashSet<&str>, known_before: u32, is_whole: bool) {
+        let known = self.by_name.iter().filter(|&(name, &id)| {
+            id < known_before && !names.contains(name.as_str()) && (is_whole || self.segments[&id].is_own)
+        });
+        let gone: Vec<String> = known.map(|(name, _)| name.clone()).collect();
         gone.iter().for_each(|name| self.remove(name));
-        self.num_records >= MAX_RECORDS
+    }
+
+    /// Whether no more can be known. The last sixteenth is for segments that are being written.
+    pub(crate) fn is_full(&self) -> bool {
+        self.num_records + self.max_records / 16 >= self.max_records
     }
 
     /// The number of the next segment that is added.
@@ -220,9 +269,12 @@ impl Catalogue {
         Some(SegmentChanges { added, removed, is_current })
     }
 
-    /// A segment, any one.
-    pub(crate) fn any_segment(&self) -> Option<&Segment> {
-        self.segments.values().next()
+    /// The first records of a segment, at most so many; of another segment for another `nth`.
+    pub(crate) fn any_places(&self, nth: usize, max_records: usize) -> Vec<(BlockHash, RecordPlace)> {
+        let known = || self.segments.iter().filter(|(_, segment)| !segment.hashes.is_empty());
+        let Some((&id, segment)) = known().nth(nth % known().count().max(1)) else { return Vec::new() };
+        let places = (0..).map(|record| RecordPlace { segment: id, record });
+        segment.hashes.iter().copied().zip(places).take(max_records).collect()
     }
 
     /// Records in segments that this worker wrote.
@@ -318,11 +370,53 @@ mod tests {
         catalogue.add("b".into(), b.clone(), 10, false);
         let known_before = catalogue.next_segment();
         catalogue.add("c".into(), c.clone(), 10, true);
-        assert!(!catalogue.listed(&HashSet::from(["b", "d"]), known_before));
+        catalogue.listed(&HashSet::from(["b", "d"]), known_before, true);
         let held = [&a, &b, &c].map(|hashes| found(&catalogue, hashes));
         assert_eq!(held, [0, 2, 2], "c was written after the listing began");
         assert!(!catalogue.is_known("d") && catalogue.is_known("b"));
         assert_eq!((catalogue.num_own_records(), catalogue.own_bytes), (2, 10));
+    }
+
+    #[test]
+    fn a_block_of_two_segments_is_found_in_either_when_the_other_is_gone() {
+        let a = chain(1, 2);
+        for gone in ["one", "two"] {
+            let mut catalogue = Catalogue::default();
+            catalogue.add("one".into(), a.clone(), 10, true);
+            catalogue.add("two".into(), a.clone(), 10, false);
+            catalogue.remove(gone);
+            assert_eq!(found(&catalogue, &a), 2, "{gone} is gone");
+            let place = catalogue.find(a[0]).expect("it is in the other");
+            catalogue.forget(a[0], place);
+            catalogue.remove(if gone == "one" { "two" } else { "one" });
+            assert_eq!((found(&catalogue, &a), catalogue.others.len()), (0, 0));
+        }
+    }
+
+    #[test]
+    fn a_worker_makes_room_also_when_no_more_records_can_be_known_and_writes_none() {
+        let mut catalogue = Catalogue::new(32);
+        catalogue.add("others".into(), chain(1, 28), 280, false);
+        let own = chain(2, 6);
+        assert!(own.iter().all(|&hash| catalogue.admit(hash, Keep::High(Duration::from_secs(1)))));
+        catalogue.add("others too".into(), chain(3, 4), 40, false);
+        // It is written by now.
+        catalogue.add("own".into(), own.clone(), 60, true);
+        assert_eq!((found(&catalogue, &own), catalogue.own_bytes), (0, 60));
+        assert!(catalogue.is_full() && !catalogue.admit(own[0], Keep::High(Duration::from_secs(1))));
+        assert_eq!(catalogue.make_room(59), Some("own".into()));
+        assert_eq!(catalogue.own_bytes, 0);
+        assert_eq!(catalogue.any_places(7, 3).len(), 3);
+    }
+
+    #[test]
+    fn what_a_part_of_a_listing_lacks_is_gone_if_it_is_own() {
+        let mut catalogue = Catalogue::default();
+        for (seed, name, is_own) in [(1, "a", true), (2, "b", false), (3, "c", true), (4, "d", false)] {
+            catalogue.add(name.into(), chain(seed, 2), 10, is_own);
+        }
+        catalogue.listed(&HashSet::from(["b", "c"]), catalogue.next_segment(), false);
+        assert_eq!(["a", "b", "c", "d"].map(|name| catalogue.is_known(name)), [false, true, true, true]);
     }
 
     #[test]
@@ -364,7 +458,7 @@ mod tests {
         catalogue.remove("one");
         assert_eq!(found(&catalogue, &a), 2);
         let place = catalogue.find(a[0]).expect("it is in the other");
-        assert_eq!(catalogue.segment(place).name, "two");
+        assert_eq!(catalogue.segment(place).map(|segment| &segment.name[..]), Some("two"));
         catalogue.forget(a[0], place);
         assert_eq!((found(&catalogue, &a), found(&catalogue, &a[1..])), (1, 1));
     }

@@ -172,9 +172,14 @@ impl ObjectTier {
         let hash = record.name.hash;
         let is_taken = self.queue().try_send(record).is_ok();
         if !is_taken {
-            self.shared.lock().give_up([hash]);
+            self.give_up(hash);
         }
         is_taken
+    }
+
+    /// A block that was to be written is not.
+    pub(crate) fn give_up(&self, hash: BlockHash) {
+        self.shared.lock().give_up([hash]);
     }
 
     /// Waits until half of the queue is free.

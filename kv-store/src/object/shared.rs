@@ -40,7 +40,7 @@ const REFRESH_EVERY: Duration = Duration::from_secs(10);
 const MAX_REFRESH_EVERY: Duration = Duration::from_secs(300);
 /// However many requests want the store to be measured.
 const MIN_WAIT: Duration = Duration::from_secs(1);
-/// Segments of a listing that are looked at, and manifests that are read after one.
+/// Segments of a listing that are looked at, beside this worker's own, and manifests that are read after one.
 const MAX_LISTED: usize = 1 << 16;
 const MAX_NEW: usize = 256;
 /// How long a listing and its manifests may take.
@@ -90,7 +90,10 @@ impl Shared {
         hashes: &[BlockHash],
         until: Instant,
     ) -> (Vec<Arc<Record>>, Option<Timing>) {
-        let fetches = self.fetches(hashes);
+        self.read_fetches(self.fetches(hashes), until).await
+    }
+
+    async fn read_fetches(&self, fetches: Vec<Fetch>, until: Instant) -> (Vec<Arc<Record>>, Option<Timing>) {
         let (sender, mut of_fetches) = mpsc::channel(fetches.len().max(1));
         let (is_late, timing) = self.read_all(fetches, until, Direction::Forwards, sender).await;
         if is_late {
@@ -182,17 +185,21 @@ impl Shared {
 
     /// The requests for the front of a sequence, as far as segments hold it.
     fn fetches(&self, hashes: &[BlockHash]) -> Vec<Fetch> {
-        let mut fetches: Vec<Fetch> = Vec::new();
-        let max_records = (RANGE_BYTES / self.shape.record_bytes()).max(1);
         let catalogue = self.lock();
         let places = hashes.iter().map_while(|&hash| Some((hash, catalogue.find(hash)?)));
-        let places: Vec<_> = places.collect();
+        self.fetches_of(&catalogue, &places.collect::<Vec<_>>())
+    }
+
+    /// The requests for records, up to the first one whose segment is gone.
+    fn fetches_of(&self, catalogue: &Catalogue, places: &[(BlockHash, RecordPlace)]) -> Vec<Fetch> {
+        let mut fetches: Vec<Fetch> = Vec::new();
+        let max_records = (RANGE_BYTES / self.shape.record_bytes()).max(1);
         let follows = |(_, one): &(_, RecordPlace), (_, next): &(_, RecordPlace)| {
             one.segment == next.segment && one.record + 1 == next.record
         };
         for records in places.chunk_by(follows).flat_map(|run| run.chunks(max_records)) {
             let (_, first) = records[0];
-            let segment = catalogue.segment(first);
+            let Some(segment) = catalogue.segment(first) else { break };
             fetches.push(Fetch {
                 segment: segment.name.clone(),
                 range: self.shape.range(segment.hashes.len(), first.record, records.len()),
@@ -226,18 +233,32 @@ impl Shared {
         let known_before = self.lock().next_segment();
         let objects = self.store.list(Some(&self.dir)).take(MAX_LISTED);
         let mut listed: Vec<_> = objects.try_collect().await?;
+        let is_whole = listed.len() < MAX_LISTED;
+        if !is_whole {
+            // Of its own it must know all: it makes room among them.
+            listed.retain(|object| !object.location.prefix_matches(&self.own_dir));
+            listed.extend(self.store.list(Some(&self.own_dir)).try_collect::<Vec<_>>().await?);
+        }
         // The oldest first: it makes room first.
         listed.sort_by_key(|object| object.last_modified);
         let listed = listed.into_iter().map(|object| (object.location.to_string(), object.size));
         let listed: Vec<(String, u64)> = listed.collect();
         let names: HashSet<&str> = listed.iter().map(|(name, _)| name.as_str()).collect();
         refused.retain(|name| names.contains(name.as_str()));
-        let is_full = self.lock().listed(&names, known_before);
         let new: Vec<_> = {
-            let catalogue = self.lock();
+            let mut catalogue = self.lock();
+            catalogue.listed(&names, known_before, is_whole);
             let is_new = |name: &String| !catalogue.is_known(name) && !refused.contains(name);
-            let new = listed.into_iter().filter(|(name, _)| !is_full && is_new(name));
-            new.take(MAX_NEW).collect()
+            let new: Vec<_> = listed.into_iter().filter(|(name, _)| is_new(name)).collect();
+            match catalogue.is_full() {
+                true => {
+                    // They count when room is made, and nothing else is known of them.
+                    let own = new.into_iter().filter(|(name, _)| self.is_own(name));
+                    own.for_each(|(name, size)| catalogue.add(name, Vec::new(), size, true));
+                    Vec::new()
+                }
+                false => new.into_iter().take(MAX_NEW).collect(),
+            }
         };
         let mut manifests = stream::iter(new)
             .map(|(name, size)| async move { (self.manifest(&name, size).await, name, size) })
@@ -245,7 +266,7 @@ impl Shared {
         while let Some((hashes, name, size)) = manifests.next().await {
             match hashes {
                 Ok(Some(hashes)) => {
-                    let is_own = path(&name).prefix_matches(&self.own_dir);
+                    let is_own = self.is_own(&name);
                     self.lock().add(name, hashes, size, is_own);
                 }
                 Ok(None) => {
@@ -265,6 +286,10 @@ impl Shared {
         Ok(())
     }
 
+    fn is_own(&self, name: &str) -> bool {
+        path(name).prefix_matches(&self.own_dir)
+    }
+
     /// The hashes of a segment; `None`: it is none of ours.
     async fn manifest(&self, name: &str, size: u64) -> Result<Option<Vec<BlockHash>>, object_store::Error> {
         let Some(num_records) = self.shape.num_records(size) else { return Ok(None) };
@@ -276,15 +301,19 @@ impl Shared {
         Ok(self.shape.read_manifest(&manifest, num_records))
     }
 
-    /// Reads a part of a segment: a record, which opens connections; a record again, which tells the latency; and many.
-    async fn measure(&self) {
-        let hashes = self.lock().any_segment().map(|segment| segment.hashes.clone());
-        let Some(hashes) = hashes else { return };
+    /// Reads a part of a segment: a record, which opens connections; a record again, which tells the latency; and many. Of another
+    /// segment for another `nth`: records of one may be damaged.
+    async fn measure(&self, nth: usize) {
+        let max_records = (MEASURE_BYTES / self.shape.record_bytes()).max(1);
+        let places = self.lock().any_places(nth, max_records);
+        if places.is_empty() {
+            return;
+        }
         let until = Instant::now() + MEASURE_TIMEOUT;
-        let num_records = (MEASURE_BYTES / self.shape.record_bytes()).clamp(1, hashes.len());
         let mut timings = Vec::new();
-        for num_records in [1, 1, num_records] {
-            let (records, timing) = self.read(&hashes[..num_records], until).await;
+        for num_records in [1, 1, places.len()] {
+            let fetches = self.fetches_of(&self.lock(), &places[..num_records]);
+            let (records, timing) = self.read_fetches(fetches, until).await;
             timings.extend(timing.filter(|_| records.len() == num_records));
         }
         let line = match timings[..] {
@@ -320,6 +349,7 @@ impl Shared {
 /// Follows what other workers write, and how fast the store is.
 pub(super) async fn keep_up(shared: Arc<Shared>) {
     let mut refused = HashSet::new();
+    let mut num_measured = 0;
     let mut every = REFRESH_EVERY;
     let mut refresh_at = Instant::now();
     loop {
@@ -336,7 +366,8 @@ pub(super) async fn keep_up(shared: Arc<Shared>) {
             refresh_at = Instant::now() + every;
         }
         if shared.is_due() {
-            shared.measure().await;
+            shared.measure(num_measured).await;
+            num_measured += 1;
         }
         // A request that would have read lets the store be measured sooner.
         let _ = timeout_at(refresh_at.into(), shared.wanted.notified()).await;
