@@ -21,7 +21,7 @@ mod transfer;
 mod up;
 mod worker;
 
-use std::{ffi::OsString, process::ExitCode};
+use std::{ffi::OsString, process::ExitCode, time::Duration};
 
 use clap::CommandFactory;
 
@@ -89,6 +89,12 @@ fn run(cli: Cli) -> anyhow::Result<()> {
     }
 }
 
+/// How long the end of a process waits for reads and writes of files. A disk that hangs does not keep it.
+const END_TIMEOUT: Duration = Duration::from_secs(5);
+
 fn block_on(future: impl Future<Output = anyhow::Result<()>>) -> anyhow::Result<()> {
-    tokio::runtime::Builder::new_multi_thread().enable_all().build()?.block_on(future)
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
+    let result = runtime.block_on(future);
+    runtime.shutdown_timeout(END_TIMEOUT);
+    result
 }

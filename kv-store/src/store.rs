@@ -134,7 +134,7 @@ impl KvStore {
     ) -> Result<KvStore, TierOpenError> {
         let mut tiers: Vec<Box<dyn Slots>> = Vec::new();
         let mut room = None;
-        let mut num_damaged = 0;
+        let mut num_damaged = Vec::new();
         let shape = |key| RecordShape::new(format, storage.layout(), key);
         match &config.host {
             Some(HostConfig { max_bytes, dir: None }) => {
@@ -142,11 +142,12 @@ impl KvStore {
                 let num_slots = slots.num_slots() as usize;
                 room = room_for(&storage, num_slots + num_queued(&storage).min(num_slots));
                 tiers.push(Box::new(slots));
+                num_damaged.push(0);
             }
             // What is in memory is not sealed.
             Some(HostConfig { max_bytes, dir: Some(dir) }) => {
                 let mut slots = SharedSlots::open(dir, *max_bytes, shape(None))?;
-                num_damaged += slots.num_damaged();
+                num_damaged.push(slots.num_damaged());
                 let is_reached = slots.reach(&storage).unwrap_or_else(|error| {
                     tracing::warn!(%error, "the device of the pool does not read the host tier: a processor copies its kv");
                     false
@@ -159,13 +160,13 @@ impl KvStore {
         }
         if let Some(DiskConfig { dir, max_bytes }) = &config.disk {
             let slots = DiskSlots::open(dir, *max_bytes, shape(config.key.clone()))?;
-            num_damaged += slots.num_damaged();
+            num_damaged.push(slots.num_damaged());
             tiers.push(Box::new(slots));
         }
         let open = |object| ObjectTier::open(object, shape(config.key.clone()), num_queued(&storage));
         let object = config.object.as_ref().map(open);
         let (object, num_queued) = (object.transpose()?, num_queued(&storage));
-        Ok(KvStore::over(tiers, object, storage, room, num_queued, num_damaged, Box::new(on_change)))
+        Ok(KvStore::over(tiers, object, storage, room, num_queued, &num_damaged, Box::new(on_change)))
     }
 
     /// The tiers of a pool over these stores, the fastest first, as [`open`](Self::open). At most `num_queued` records wait for those that
@@ -176,17 +177,17 @@ impl KvStore {
         num_queued: usize,
         on_change: impl Fn(usize, Vec<CacheEvent>) + Send + Sync + 'static,
     ) -> KvStore {
-        KvStore::over(tiers, None, storage, None, num_queued, 0, Box::new(on_change))
+        KvStore::over(tiers, None, storage, None, num_queued, &[], Box::new(on_change))
     }
 
-    /// Over these stores, the fastest first.
+    /// Over these stores, the fastest first. So many of their records were damaged when they were opened.
     pub(crate) fn over(
         mut tiers: Vec<Box<dyn Slots>>,
         object: Option<ObjectTier>,
         storage: Arc<BlockStorage>,
         room: Option<Arc<HostBlocks>>,
         num_queued: usize,
-        num_damaged: usize,
+        num_damaged: &[usize],
         on_change: Box<OnChange>,
     ) -> KvStore {
         let mut directory = Directory::new(&tiers.iter().map(|tier| tier.num_slots()).collect::<Vec<_>>());
@@ -199,8 +200,8 @@ impl KvStore {
             }
         }
         let counters: Vec<TierCounters> = tiers.iter().map(|_| TierCounters::default()).collect();
-        if let Some(last) = counters.last() {
-            last.add(Count::Damaged, num_damaged as u64);
+        for (tier, &num) in counters.iter().zip(num_damaged) {
+            tier.add(Count::Damaged, num as u64);
         }
         let shared = Arc::new(Shared {
             directory: Mutex::new(directory),

@@ -60,6 +60,14 @@ pub enum StoreOpenError {
         /// The directory.
         dir: PathBuf,
     },
+    /// Others could read prompts from KV there, or put KV there.
+    #[error("{}: {problem}; a host tier needs a directory that no other user can change", dir.display())]
+    NotPrivate {
+        /// The directory.
+        dir: PathBuf,
+        /// What is wrong with it.
+        problem: &'static str,
+    },
     /// Not one record fits.
     #[error("{max_bytes} bytes are too few: a block of this model takes {slot_bytes}")]
     TooSmall {

@@ -13,6 +13,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use rustix::process::geteuid;
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::words::SlotWords;
@@ -64,6 +65,7 @@ impl SharedFiles {
         }
         let made = DirBuilder::new().recursive(true).mode(0o700).create(base);
         made.map_err(failed(base, "cannot make the directory"))?;
+        check_base(base)?;
         let deadline = Instant::now() + PATIENCE;
         loop {
             if let Some(files) = SharedFiles::try_open(&dir, num_slots, shape, &superblock)? {
@@ -89,6 +91,13 @@ impl SharedFiles {
                 return Err(failed(dir, "cannot make the directory")(error));
             }
             _ => {}
+        }
+        match check_own(dir) {
+            // It has been removed meanwhile.
+            Err(StoreOpenError::Io { source, .. }) if source.kind() == io::ErrorKind::NotFound => {
+                return Ok(None);
+            }
+            checked => checked?,
         }
         let open = |file| {
             let path = dir.join(file);
@@ -121,6 +130,31 @@ impl SharedFiles {
             false => Err(StoreOpenError::Damaged { dir: dir.to_owned() }),
         }
     }
+}
+
+/// The directory that workers name, such as one in `/dev/shm`, where any user may have made it first: no other user may rename what this
+/// one makes there.
+fn check_base(dir: &Path) -> Result<(), StoreOpenError> {
+    const STICKY: u32 = 0o1000;
+    let found = fs::metadata(dir).map_err(failed(dir, "cannot look at"))?;
+    let problem = match found.mode() {
+        _ if ![geteuid().as_raw(), 0].contains(&found.uid()) => "it belongs to another user",
+        mode if mode & 0o022 != 0 && mode & STICKY == 0 => "other users may change it",
+        _ => return Ok(()),
+    };
+    Err(StoreOpenError::NotPrivate { dir: dir.to_owned(), problem })
+}
+
+/// A directory with KV: it is this user's alone.
+fn check_own(dir: &Path) -> Result<(), StoreOpenError> {
+    let found = fs::symlink_metadata(dir).map_err(failed(dir, "cannot look at"))?;
+    let problem = match found.mode() {
+        _ if found.uid() != geteuid().as_raw() => "it belongs to another user",
+        _ if !found.is_dir() => "it is no directory",
+        mode if mode & 0o077 != 0 => "other users may look into it",
+        _ => return Ok(()),
+    };
+    Err(StoreOpenError::NotPrivate { dir: dir.to_owned(), problem })
 }
 
 /// Removes directories beside `own` that no process uses.

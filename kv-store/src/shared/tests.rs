@@ -3,6 +3,8 @@
 use std::{
     collections::HashMap,
     env,
+    fs::{self, Permissions},
+    os::unix::fs::PermissionsExt,
     path::Path,
     process::Child,
     thread,
@@ -64,6 +66,37 @@ impl Worker {
         };
         self.pool.events.lock().unwrap().iter().map(num).sum::<isize>() as usize
     }
+}
+
+#[test]
+fn a_directory_that_another_user_may_change_is_refused() {
+    let dir = in_memory();
+    let base = dir.path().join("kv");
+    let opened = || Pool::new().try_open(&config(&base, 8)).map(drop);
+    let set_mode =
+        |path: &Path, mode| fs::set_permissions(path, Permissions::from_mode(mode)).expect("it is ours");
+    fs::create_dir(&base).expect("a directory");
+    for (mode, is_fine) in [(0o777, false), (0o770, false), (0o1777, true), (0o755, true)] {
+        set_mode(&base, mode);
+        let result = opened();
+        assert_eq!(result.is_ok(), is_fine, "{mode:o}: {result:?}");
+        let refused = result.is_err_and(|error| error.to_string().contains("other users may change it"));
+        assert_eq!(refused, !is_fine);
+    }
+    let own = fs::read_dir(&base)
+        .expect("it can be read")
+        .next()
+        .expect("one was made")
+        .expect("it is there")
+        .path();
+    set_mode(&own, 0o755);
+    assert!(opened().unwrap_err().to_string().contains("other users may look into it"));
+    // A link leads to a directory of ours that another user chose.
+    let elsewhere = dir.path().join("elsewhere");
+    fs::rename(&own, &elsewhere).expect("it is ours");
+    set_mode(&elsewhere, 0o700);
+    std::os::unix::fs::symlink(&elsewhere, &own).expect("a link");
+    assert!(opened().unwrap_err().to_string().contains("it is no directory"));
 }
 
 #[test]

@@ -64,7 +64,7 @@ impl Pool {
             self.storage.clone(),
             None,
             NUM_QUEUED,
-            0,
+            &[],
             Box::new(|_, _| ()),
         )
     }
