@@ -373,7 +373,9 @@ impl Shared {
 
     /// No other code runs under the lock, so a poisoned one holds whole data.
     pub(crate) fn recalls(&self) -> MutexGuard<'_, RecallPace> {
-        self.recalls.lock().unwrap_or_else(PoisonError::into_inner)
+        let mut recalls = self.recalls.lock().unwrap_or_else(PoisonError::into_inner);
+        recalls.set_time(self.opened.elapsed());
+        recalls
     }
 
     /// The tiers that other processes have, too.
