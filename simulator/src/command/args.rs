@@ -206,6 +206,9 @@ impl SimulateArgs {
                 if kind == ChangeKind::Slow(0.0) {
                     bail!("{text:?}: a step takes some time");
                 }
+                if let ChangeKind::Slow(factor) = kind {
+                    ensure!(factor <= MAX_SLOWNESS, "{text:?}: at most {MAX_SLOWNESS} times is possible");
+                }
                 let places: Vec<usize> = match name {
                     "half" => (0..num_decode + num_prefill).filter(|idx| idx % 2 == 1).collect(),
                     name => vec![place(name)?],
@@ -222,6 +225,9 @@ impl SimulateArgs {
         Ok(changes)
     }
 }
+
+/// A worker that is slower than this serves nothing.
+const MAX_SLOWNESS: f64 = 1000.0;
 
 /// `10x` or seconds.
 fn parse_slo(text: &str) -> Result<SloTarget, String> {

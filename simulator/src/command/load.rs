@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use anyhow::ensure;
 use clap::Args;
 
-use crate::trace::{Arrival, Arrivals, Bursts, Trace};
+use crate::trace::{Arrival, Arrivals, Bursts, MAX_SECONDS, Trace};
 
 /// Which requests come.
 #[derive(Clone, Debug, Args)]
@@ -76,6 +76,8 @@ impl LoadArgs {
         };
         let mut arrivals = arrivals.of(trace, seed);
         arrivals.truncate(self.requests.unwrap_or(usize::MAX));
+        let last = arrivals.last().map_or(0.0, |arrival| arrival.at.seconds());
+        ensure!(last < MAX_SECONDS, "the last request comes after {last:.0} s; raise --rate or --speed");
         Ok(arrivals)
     }
 }

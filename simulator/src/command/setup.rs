@@ -118,6 +118,9 @@ impl Setup {
         let block_size = args.block_size;
         let num_blocks = self.num_kv_tokens(args) / block_size;
         ensure!(num_blocks > 0, "not one block of {block_size} tokens fits on a worker");
+        if let Some(ms) = args.itl_target {
+            ensure!((0.001..=1e6).contains(&ms), "--itl-target is {ms}; 0.001 to 1000000 ms are possible");
+        }
         let tiers = args.tiers.specs(block_size, args.tensor_parallel)?;
         let worker = |role: Role| WorkerSpec {
             role,
@@ -131,7 +134,7 @@ impl Setup {
             max_running: args.max_running,
             max_waiting: MAX_WAITING,
             token_budget: variant.token_budget,
-            itl_target: args.itl_target.map(|ms| Duration::from_secs_f64(ms.clamp(0.001, 1e6) / 1e3)),
+            itl_target: args.itl_target.map(|ms| Duration::from_secs_f64(ms / 1e3)),
             context_length: self.model.context_length,
             compute: None,
         };

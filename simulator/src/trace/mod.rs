@@ -9,6 +9,7 @@ mod request;
 use std::path::Path;
 
 pub use arrivals::{Arrival, Arrivals, Bursts};
+pub(crate) use request::MAX_SECONDS;
 pub use request::{MAX_TOKENS, Trace, TraceError, TraceRequest};
 
 impl Trace {
@@ -101,6 +102,10 @@ mod tests {
             ),
             (r#""timestamp": 0, "input_length": -5, "output_length": 1, "hash_ids": [1]"#, "invalid value"),
             (r#""input_length": 5, "output_length": 1, "hash_ids": [1]"#, "missing field `timestamp`"),
+            (
+                r#""timestamp": 0, "input_length": 513, "output_length": 1, "hash_ids": [2, 1]"#,
+                "hash id 1 followed another id",
+            ),
         ] {
             let said = error(&line(fields));
             assert!(said.contains(expected) && said.contains("line 2"), "{said} does not say {expected}");

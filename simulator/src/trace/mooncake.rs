@@ -1,5 +1,7 @@
 //! Mooncake's traces (Qin et al., FAST 2025): a JSON object a line, with hashed blocks of 512 tokens.
 
+use std::collections::HashMap;
+
 use serde::Deserialize;
 
 use super::request::{LineError, Trace};
@@ -17,6 +19,8 @@ struct Line {
 
 pub(super) fn parse(text: &str) -> Result<Trace, LineError> {
     let mut trace = Trace { block_tokens: BLOCK_TOKENS, ..Trace::default() };
+    // The id before each id.
+    let mut before: HashMap<u32, Option<u32>> = HashMap::new();
     for (idx, text) in text.lines().enumerate() {
         let text = text.trim();
         if text.is_empty() {
@@ -31,6 +35,15 @@ pub(super) fn parse(text: &str) -> Result<Trace, LineError> {
         if num_blocks != line.hash_ids.len() as u64 {
             let (num, tokens) = (line.hash_ids.len(), line.input_length);
             return Err(fail(format!("it has {num} hash ids for {tokens} tokens, not {num_blocks}")));
+        }
+        let mut last = None;
+        for &id in &line.hash_ids {
+            if *before.entry(id).or_insert(last) != last {
+                return Err(fail(format!(
+                    "hash id {id} followed another id before; an id names all of a prefix"
+                )));
+            }
+            last = Some(id);
         }
     }
     trace.quantum_seconds = quantum(&trace);

@@ -3,7 +3,7 @@
 /// Requests with more tokens than this are no requests.
 pub const MAX_TOKENS: u64 = 16 << 20;
 /// A trace lasts no longer than a year.
-const MAX_SECONDS: f64 = 366.0 * 86_400.0;
+pub const MAX_SECONDS: f64 = 366.0 * 86_400.0;
 
 /// Requests in the order of their times.
 #[derive(Clone, Debug, Default, PartialEq)]
