@@ -81,6 +81,7 @@ impl Planner {
         cached.retain(|cached| blend.as_ref().is_none_or(|blend| cached.num_tokens >= blend.end_idx));
         let mut request = PlanRequest {
             num_tokens: request.num_known_tokens(),
+            num_arriving: 0,
             max_tokens: request.max_num_tokens(usize::MAX),
             cached,
             blend,
@@ -94,6 +95,8 @@ impl Planner {
         if let Some(Migrating { from, to }) = migrating {
             request.excluded.push(WorkerKey::of(from));
             // All but a part of a block is there.
+            let block_size = from.kv_format.block_size.max(1);
+            request.num_arriving = request.num_tokens / block_size * block_size;
             request.prefill = PrefillMode::Local;
             let is_allowed = |key: WorkerKey| to.is_none_or(|to| *to == key);
             view.workers.retain(|worker| {

@@ -301,6 +301,7 @@ impl<'a> Search<'a> {
         // What a source gives is not recalled from an object store, too.
         let own = if source.is_some() { worker.num_cached } else { worker.with_store }.min(most);
         let recall = worker.own_recall_seconds(own);
+        let own = own.max(self.request.num_arriving.min(most));
         let mut start = Start { estimate: Estimate { recall, ..Estimate::default() }, ..Start::default() };
         let giver = source.and_then(|idx| self.workers[idx].as_ref());
         let cached = giver.map_or(own, |giver| giver.num_cached.min(most));

@@ -69,6 +69,8 @@ impl fmt::Display for WorkerKey {
 pub struct PlanRequest {
     /// Tokens whose KV is needed: the prompt and what earlier attempts delivered.
     pub num_tokens: usize,
+    /// Of these, tokens at the front whose KV comes with the request, from a worker that it leaves.
+    pub num_arriving: usize,
     /// Tokens of the sequence at its longest.
     pub max_tokens: usize,
     /// What workers are believed to hold of its front. A worker that is absent holds nothing.

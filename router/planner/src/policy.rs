@@ -187,7 +187,9 @@ impl Policy for PrefixAware {
             Prefill::Local => &decode.record,
             Prefill::Remote(worker) => worker,
         };
-        let prompt = PromptWork::new(request.num_tokens, request.num_tokens - uncached(computes, request));
+        let num_arriving = request.num_arriving.min(request.num_tokens.saturating_sub(1));
+        let num_cached = (request.num_tokens - uncached(computes, request)).max(num_arriving);
+        let prompt = PromptWork::new(request.num_tokens, num_cached);
         Ok(Plan::new(request, decode, prefill, prefix_source, &prompt))
     }
 }

@@ -21,7 +21,7 @@ impl Simulation<'_> {
         let now = self.instant();
         let excluded = self.live[request as usize].as_ref().map(|live| live.retry.excluded().to_vec());
         let excluded = excluded.expect("a request is planned before it ends");
-        let plan = match self.plan_without(request, excluded, PrefillMode::Auto) {
+        let plan = match self.plan_without(request, excluded, PrefillMode::Auto, 0) {
             Ok(plan) => plan,
             Err(no_plan) => return self.wait(request, &no_plan, now),
         };
@@ -41,6 +41,7 @@ impl Simulation<'_> {
         request: RequestIdx,
         excluded: Vec<WorkerKey>,
         prefill: PrefillMode,
+        num_arriving: usize,
     ) -> Result<Plan, NoPlan> {
         let instant = self.instant();
         let idx = request as usize;
@@ -55,6 +56,7 @@ impl Simulation<'_> {
         let live = self.live[idx].as_ref().expect("a request is planned before it ends");
         let asked = PlanRequest {
             num_tokens,
+            num_arriving,
             max_tokens: allowed.max(num_prompt + num_output),
             excluded,
             prefill,

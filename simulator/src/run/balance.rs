@@ -64,7 +64,9 @@ impl Simulation<'_> {
         }
         let others = self.workers.iter().enumerate().filter(|&(idx, _)| idx != to);
         let excluded = others.map(|(_, worker)| WorkerKey::of(&worker.record)).collect();
-        let Ok(mut plan) = self.plan_without(request, excluded, PrefillMode::Local) else { return };
+        let num_arriving = self.num_known_tokens(request) / self.block_size * self.block_size;
+        let plan = self.plan_without(request, excluded, PrefillMode::Local, num_arriving);
+        let Ok(mut plan) = plan else { return };
         plan.prefix_source = Some(self.workers[from].record.clone());
         self.migrations.push(BalanceMigration { at: self.now(), from, to });
         self.take_attempt(request);

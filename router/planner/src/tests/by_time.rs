@@ -32,6 +32,26 @@ fn check(cases: &[(&str, &str, &str, &str)]) {
 }
 
 #[test]
+fn what_arrives_with_a_request_that_migrates_is_not_computed_again() {
+    let view = view("d0 decode rate=20000 queued=100\n d1 decode rate=20000 decoding=3");
+    for by_time in [true, false] {
+        let plan = |wanted: &str| {
+            let request = request(wanted);
+            match by_time {
+                true => plan(&request, &view),
+                false => PrefixAware::default().plan(&request, &view),
+            }
+            .expect("a plan")
+        };
+        let (all, rest) = (plan("tokens=900 local"), plan("tokens=900 arriving=896 local"));
+        assert_eq!((all.decode_work.num_tokens, rest.decode_work.num_tokens), (900, 4));
+        assert_eq!(all.decode_work.num_blocks, rest.decode_work.num_blocks);
+        let compute = |plan: &Plan| plan.estimate.map(|estimate| estimate.compute);
+        assert!(!by_time || compute(&rest) < compute(&all).map(|seconds| seconds / 2.0));
+    }
+}
+
+#[test]
 fn a_prompt_is_computed_where_it_is_ready_first_unless_others_pay_more_for_it() {
     check(&[
         (

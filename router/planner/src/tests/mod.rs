@@ -116,13 +116,14 @@ pub(crate) fn view(text: &str) -> ClusterView {
     ClusterView { workers: workers.collect() }
 }
 
-/// `tokens=200 cached:d0=64/16 stored:d0=160 not:d1 local|remote`
+/// `tokens=200 arriving=192 cached:d0=64/16 stored:d0=160 not:d1 local|remote`
 pub(crate) fn request(text: &str) -> PlanRequest {
     let key = |id: &str| WorkerKey { id: id.into(), incarnation: 1 };
     let mut request = PlanRequest::default();
     for word in text.split_whitespace() {
         match word.split_once('=') {
             Some(("tokens", n)) => request.num_tokens = n.parse().unwrap(),
+            Some(("arriving", n)) => request.num_arriving = n.parse().unwrap(),
             Some((name, n)) if name.starts_with("stored:") => {
                 let worker = Arc::new(key(&name["stored:".len()..]));
                 match request.cached.iter_mut().find(|held| held.worker == worker) {
