@@ -9,20 +9,22 @@ use baton_tokenizer::{GenerationDefaults, Tokenizer, TokenizerError};
 
 use crate::{convert::submit_failure, worker::Worker};
 
-/// A compiler for the tokenizer of `model`, a directory or a GGUF file.
-pub(crate) fn compiler(model: &Path) -> Arc<GrammarCompiler> {
+/// A compiler for the tokenizer of `model`, a directory or a GGUF file, which computes logits of so many tokens: a tokenizer may know
+/// more.
+pub(crate) fn compiler(model: &Path, vocab_size: usize) -> Arc<GrammarCompiler> {
     let model = model.to_owned();
-    let load = move || load(&model).map_err(|error| GrammarError::vocabulary(error.to_string()))?;
+    let load =
+        move || load(&model, vocab_size).map_err(|error| GrammarError::vocabulary(error.to_string()))?;
     Arc::new(GrammarCompiler::new(load, GrammarLimits::default()))
 }
 
-fn load(model: &Path) -> Result<Result<Vocabulary, GrammarError>, TokenizerError> {
+fn load(model: &Path, vocab_size: usize) -> Result<Result<Vocabulary, GrammarError>, TokenizerError> {
     let tokenizer = Tokenizer::load(model)?;
     let ends = GenerationDefaults::load(model)?.eos_token_ids;
     let Some(tokens) = tokenizer.all_token_bytes() else {
         return Ok(Err(GrammarError::vocabulary("a text is not its tokens' bytes in a row")));
     };
-    let tokens = tokens.map(|(bytes, is_special)| VocabularyToken { bytes, is_special });
+    let tokens = tokens.take(vocab_size).map(|(bytes, is_special)| VocabularyToken { bytes, is_special });
     let encoder = tokenizer.clone();
     let encode = move |text: &str| encoder.encode(text, false).unwrap_or_default();
     Ok(Vocabulary::new(tokens, &ends, Box::new(encode)))
@@ -42,5 +44,25 @@ impl Worker {
             Ok(compiled) => compiled.map(drop).map_err(|error| submit_failure(&error.into())),
             Err(error) => Err(Failure::new(FailureKind::Internal, format!("compiling a grammar: {error}"))),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use baton_request::{Grammar, GrammarKind};
+
+    use super::*;
+
+    #[test]
+    fn no_token_is_forced_that_the_model_lacks() {
+        let model = Path::new(env!("CARGO_MANIFEST_DIR")).join("../models/tiny");
+        let grammar = Grammar::new(GrammarKind::Regex, "The old house keeps a letter for the gardener");
+        let forced =
+            |vocab_size| compiler(&model, vocab_size).matcher(&grammar, &[]).expect("it compiles").forced(64);
+        let all = forced(usize::MAX);
+        let last = all.iter().max().expect("some are forced");
+        let few = forced(*last as usize);
+        assert!(!few.is_empty() && few.iter().all(|token| token < last), "{few:?} of {all:?}");
+        assert_eq!(few, all[..few.len()]);
     }
 }

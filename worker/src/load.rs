@@ -106,9 +106,11 @@ pub(crate) async fn load(config: &WorkerConfig, gauges: LoadGauges) -> anyhow::R
     let (config, (done, loaded)) = (config.clone(), oneshot::channel());
     std::thread::Builder::new().name("model-load".into()).spawn(move || {
         // A caller that left needs no answer.
-        let loaded = load_blocking(&config, &gauges);
-        let grammars = Some(grammars::compiler(&config.model));
-        let _ = done.send(loaded.map(|model| Model { grammars, ..model }));
+        let loaded = load_blocking(&config, &gauges).map(|model| {
+            let grammars = Some(grammars::compiler(&config.model, model.executor.vocab_size()));
+            Model { grammars, ..model }
+        });
+        let _ = done.send(loaded);
     })?;
     let mut model = loaded.await.context("loading the model broke")??;
     model.step_prior = profile.or(model.step_prior);

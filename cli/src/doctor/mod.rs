@@ -188,13 +188,6 @@ pub(crate) async fn run(args: DoctorArgs) -> anyhow::Result<()> {
         true => workers_of(&dialer, &args.router, args.api_key.key()).await?,
         false => (args.prefill, args.decode),
     };
-    if prefill.is_empty() || decode.is_empty() {
-        bail!(
-            "{} prefill and {} decode workers: KV travels where there are both",
-            prefill.len(),
-            decode.len()
-        );
-    }
     for address in prefill.iter().chain(&decode) {
         // A worker that does not answer is told of below.
         if let Ok(of_worker) = tiers_of(&dialer, address).await
@@ -209,6 +202,14 @@ pub(crate) async fn run(args: DoctorArgs) -> anyhow::Result<()> {
         }
     }
     print(&report, args.json.as_deref())?;
+    match (prefill.len(), decode.len()) {
+        (0, 0) => bail!("no worker is registered at {}; --host looks at this host alone", args.router),
+        (num, 0) => bail!("{num} prefill workers and no decode worker: nothing can be served"),
+        (0, num) => eprintln!(
+            "No prefill worker: KV does not travel. The prompts of {num} decode workers are their own."
+        ),
+        _ => {}
+    }
     let is_well =
         |pair: &Pair| matches!(&pair.finding, Finding::Measured(measured) if !measured.chosen.is_empty());
     let num_ill = report.pairs.iter().filter(|pair| !is_well(pair)).count();
