@@ -298,7 +298,7 @@ const ROOMS: &[Room] = &[
     // A function of a row of logits and parameters: it knows no batch.
     Room {
         name: "baton-sampler",
-        uses: &["baton-model-spec", "baton-grammar", "baton-request"],
+        uses: &["baton-model-spec", "baton-grammar", "baton-random", "baton-request"],
         tests_use: &[],
         never: &["baton-model", "baton-proto", "tokio"],
     },
@@ -322,7 +322,7 @@ const ROOMS: &[Room] = &[
     // Takes the time of a model and computes nothing: the backend of workers that are only simulated.
     Room {
         name: "baton-model-sim",
-        uses: &["baton-model-spec", "baton-cost", "baton-kv-cache"],
+        uses: &["baton-model-spec", "baton-cost", "baton-kv-cache", "baton-random"],
         tests_use: &[],
         never: &["baton-checkpoint", "baton-cuda", "cudarc", "tokio"],
     },
@@ -393,7 +393,7 @@ const ROOMS: &[Room] = &[
     // The description of a model, and the seams of its backends: no weights, no devices.
     Room {
         name: "baton-model-spec",
-        uses: &["baton-kv-cache"],
+        uses: &["baton-kv-cache", "baton-random"],
         tests_use: &["baton-model-testing"],
         never: &["baton-gguf", "baton-cuda", "safetensors", "memmap2", "cudarc", "tokio"],
     },

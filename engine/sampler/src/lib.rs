@@ -21,6 +21,7 @@ use baton_grammar::TokenMask;
 pub use baton_model_spec::InvalidLogits;
 use baton_model_spec::{SampledToken, TokenCount, TokenLogprobs, TokenSampling};
 
+use baton_random::{GOLDEN, mix};
 use baton_request::{Request, SamplingParams};
 
 /// Scaled logits this far below the largest are ignored: together they have less than `vocab_size * e^-40` of the
@@ -303,13 +304,7 @@ impl ScoredToken {
 /// Two rounds of the SplitMix64 finaliser (Steele, Lea, Flood: Fast Splittable Pseudorandom Number
 /// Generators, 2014), once over the seed and once over the sum with the index's Weyl step.
 pub fn random_unit(seed: u64, output_idx: u64) -> f64 {
-    const GOLDEN: u64 = 0x9E37_79B9_7F4A_7C15;
     // Invariant 8: no state, only seed and index.
-    let mix = |mut z: u64| {
-        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-        z ^ (z >> 31)
-    };
     let bits = mix(mix(seed.wrapping_add(GOLDEN)).wrapping_add(output_idx.wrapping_mul(GOLDEN)));
     (bits >> 11) as f64 / (1u64 << 53) as f64
 }

@@ -2,6 +2,8 @@
 
 use std::ops::Range;
 
+use baton_random::{GOLDEN, mix};
+
 /// The layer whose keys decide. Passages have KV from this layer on.
 pub const SELECTING_LAYER: usize = 1;
 
@@ -74,18 +76,13 @@ pub fn select(deviations: &[f32], passages: &[Range<usize>], selection: &Selecti
     match selection.order {
         // A NaN deviates most: such a token is computed, and the sampler refuses its logits as in a full prefill.
         SelectionOrder::Deviation => rest.sort_by(|&a, &b| deviations[b].total_cmp(&deviations[a])),
-        SelectionOrder::Random { seed } => rest.sort_by_key(|&idx| mix(mix(seed) ^ idx as u64)),
+        SelectionOrder::Random { seed } => {
+            let mix = |number: u64| mix(number.wrapping_add(GOLDEN));
+            rest.sort_by_key(|&idx| mix(mix(seed) ^ idx as u64));
+        }
     }
     rest[..num_taken].iter().for_each(|&idx| is_selected[idx] = true);
     (0..deviations.len()).filter(|&idx| is_selected[idx]).collect()
-}
-
-/// The finaliser of SplitMix64.
-fn mix(mut z: u64) -> u64 {
-    z = z.wrapping_add(0x9E37_79B9_7F4A_7C15);
-    z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-    z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-    z ^ (z >> 31)
 }
 
 #[cfg(test)]
