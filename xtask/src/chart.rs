@@ -18,6 +18,8 @@ const PRESETS: &str = "helm/baton/presets";
 const KUBERNETES: &str = "--kube-version=1.31.0";
 /// Mistakes that the schema must catch.
 const REFUSED: &str = "helm/baton/ci/refused";
+/// Values that do not work together: a template says what to do.
+const CONTRADICTORY: &str = "helm/baton/ci/refused-by-templates";
 
 pub(crate) fn check(workspace: &Workspace) -> Result<Outcome> {
     let Some(helm) = tools::helm(&workspace.root) else {
@@ -29,6 +31,7 @@ pub(crate) fn check(workspace: &Workspace) -> Result<Outcome> {
     let helm = |args: &[&str]| run(&helm, args, &workspace.root);
     let accepted = accepted(&workspace.root)?;
     let refused = yaml_files(&workspace.root, REFUSED)?;
+    let contradictory = yaml_files(&workspace.root, CONTRADICTORY)?;
     let mut findings = Vec::new();
     for values in &accepted {
         if let Err(message) = helm(&["lint", "--strict", "--quiet", CHART, KUBERNETES, "--values", values]) {
@@ -37,6 +40,9 @@ pub(crate) fn check(workspace: &Workspace) -> Result<Outcome> {
         match helm(&["template", "release", CHART, KUBERNETES, "--values", values]) {
             Ok(manifests) if !deletes_its_tests(&manifests) => {
                 findings.push(format!("with {values} a pod of `helm test` stays when it has succeeded"))
+            }
+            Ok(manifests) if has_float(&manifests) => {
+                findings.push(format!("with {values} a flag has an integer as 1e+06: use int64"))
             }
             Ok(manifests) if manifests.contains("kind: ") => {}
             Ok(_) => findings.push(format!("helm template with {values} renders nothing")),
@@ -52,8 +58,22 @@ pub(crate) fn check(workspace: &Workspace) -> Result<Outcome> {
             }
         }
     }
-    let looked_at = format!("{} values files rendered, {} refused", accepted.len(), refused.len());
+    for values in &contradictory {
+        match helm(&["template", "release", CHART, KUBERNETES, "--values", values]) {
+            Ok(_) => findings.push(format!("the templates let {values} through")),
+            // What `fail` says.
+            Err(message) if message.contains("execution error at") => {}
+            Err(message) => findings.push(format!("{values} is not refused by a reason: {message}")),
+        }
+    }
+    let num_refused = refused.len() + contradictory.len();
+    let looked_at = format!("{} values files rendered, {num_refused} refused", accepted.len());
     Ok(Outcome::of(findings, looked_at))
+}
+
+/// Whether a flag has an integer as helm reads it from a values file.
+fn has_float(manifests: &str) -> bool {
+    manifests.lines().any(|line| line.trim_start().starts_with("- --") && line.contains("e+0"))
 }
 
 /// Whether each test has the policy to delete its pod. What a hook makes is no part of the release: uninstalling leaves it.

@@ -25,7 +25,7 @@ spec:
     {{- toYaml $scaling.metrics | nindent 4 }}
   behavior:
     scaleDown:
-      stabilizationWindowSeconds: {{ $scaling.scaleDownSeconds }}
+      stabilizationWindowSeconds: {{ int64 $scaling.scaleDownSeconds }}
 {{- else if eq $scaling.mode "keda" }}
 {{- /* Labels that the PodMonitor gives each series. */ -}}
 {{- $series := printf "namespace=%q,app_kubernetes_io_instance=%q,app_kubernetes_io_component=%q" .root.Release.Namespace .root.Release.Name .role }}
@@ -41,19 +41,19 @@ spec:
     {{- toYaml $target | nindent 4 }}
   minReplicaCount: {{ $scaling.minReplicas }}
   maxReplicaCount: {{ $scaling.maxReplicas }}
-  cooldownPeriod: {{ $scaling.scaleDownSeconds }}
+  cooldownPeriod: {{ int64 $scaling.scaleDownSeconds }}
   advanced:
     horizontalPodAutoscalerConfig:
       behavior:
         scaleDown:
-          stabilizationWindowSeconds: {{ $scaling.scaleDownSeconds }}
+          stabilizationWindowSeconds: {{ int64 $scaling.scaleDownSeconds }}
   triggers:
     # Prompt tokens that wait, of all workers; the target is of one.
     - type: prometheus
       metadata:
         serverAddress: {{ .root.Values.monitoring.prometheusUrl }}
         query: sum(baton_engine_queued_tokens{ {{- $series -}} })
-        threshold: {{ $scaling.queuedTokens | quote }}
+        threshold: {{ int64 $scaling.queuedTokens | quote }}
     # Workers' worth of KV blocks in use.
     - type: prometheus
       metadata:

@@ -57,7 +57,7 @@ app.kubernetes.io/managed-by: {{ .root.Release.Service }}
 {{- with .Values.discovery.etcd }}
 - --etcd-endpoints={{ if .endpoints }}{{ join "," .endpoints }}{{ else }}http://{{ include "baton.fullname" $ }}-etcd:2379{{ end }}
 - --etcd-prefix={{ default (printf "/baton/%s/%s" $.Release.Namespace $.Release.Name) .prefix }}
-- --etcd-lease-ttl={{ .leaseTtlSeconds }}
+- --etcd-lease-ttl={{ int64 .leaseTtlSeconds }}
 {{- if .auth.secretName }}
 - --etcd-user={{ .auth.username }}
 - --etcd-password-file=/etc/baton/etcd-auth/{{ .auth.passwordKey }}

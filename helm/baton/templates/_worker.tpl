@@ -137,7 +137,7 @@ spec:
         {{- if eq $root.Values.discovery.mode "embedded" }}
         - --router={{ include "baton.scheme" $root }}://{{ include "baton.fullname" $root }}-registry:8080
         {{- end }}
-        - --block-size={{ $root.Values.kv.blockSize }}
+        - --block-size={{ int64 $root.Values.kv.blockSize }}
         {{- with $root.Values.kv.dtype }}
         - --kv-dtype={{ . }}
         {{- end }}
@@ -147,7 +147,7 @@ spec:
         {{- if $values.gpus }}
         - --device=cuda:0
         {{- if gt (int $values.gpus) 1 }}
-        - --tensor-parallel={{ $values.gpus }}
+        - --tensor-parallel={{ int64 $values.gpus }}
         {{- end }}
         - --gpu-memory-utilization={{ $values.gpuMemoryUtilization }}
         # For kernels: a container that is started again in its pod has them.
@@ -156,15 +156,16 @@ spec:
         - --kv-memory={{ $values.kvMemory }}
         {{- end }}
         {{- with $values.maxRunning }}
-        - --max-running={{ . }}
+        - --max-running={{ int64 . }}
         {{- end }}
-        - --max-waiting={{ $values.maxWaiting }}
+        - --max-waiting={{ int64 $values.maxWaiting }}
         {{- with $values.tokenBudget }}
-        - --token-budget={{ . }}
+        - --token-budget={{ int64 . }}
         {{- end }}
         {{- if $sharesHost }}
         - --host-kv={{ $root.Values.kv.host.size }}
-        - --host-kv-dir=/dev/shm/{{ include "baton.fullname" $root }}
+        # Releases in two namespaces may have one name; neither name has a "_".
+        - --host-kv-dir=/dev/shm/{{ $root.Release.Namespace }}_{{ include "baton.fullname" $root }}
         {{- end }}
         {{- if not $values.prefixCache }}
         - --no-prefix-cache
@@ -176,10 +177,10 @@ spec:
         {{- end }}
         {{- end }}
         {{- if $values.threads }}
-        - --threads={{ $values.threads }}
+        - --threads={{ int64 $values.threads }}
         {{- end }}
-        - --handoff-deadline={{ $values.handoffDeadlineSeconds }}
-        - --drain-timeout={{ $values.drainSeconds }}
+        - --handoff-deadline={{ int64 $values.handoffDeadlineSeconds }}
+        - --drain-timeout={{ int64 $values.drainSeconds }}
         {{- with $values.extraArgs }}
         {{- toYaml . | nindent 8 }}
         {{- end }}
@@ -192,6 +193,12 @@ spec:
           valueFrom:
             fieldRef:
               fieldPath: status.podIP
+        {{- if and $root.Values.apiKeys.secretName (eq $root.Values.discovery.mode "embedded") }}
+        # The router's registry asks for it.
+        - name: BATON_API_KEY
+          valueFrom:
+            secretKeyRef: {name: {{ $root.Values.apiKeys.secretName }}, key: {{ $root.Values.apiKeys.workerKey }}}
+        {{- end }}
         {{- with $values.extraEnv }}
         {{- toYaml . | nindent 8 }}
         {{- end }}
