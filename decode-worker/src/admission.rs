@@ -1,14 +1,12 @@
 //! Which requests a decode worker accepts, and where their prompts are computed.
 
-use baton_proto::{
-    failure_to_status,
-    worker::{GenerateRequest, PrefillPeer},
-};
+use baton_proto::{failure_to_status, worker::GenerateRequest};
 use baton_request::{Failure, FailureKind, Request};
 use baton_worker::{
     Worker,
     convert::{request_from_generate, submit_failure},
     convert_handoff::wire_from_generate,
+    handoff::opening::PrefixSource,
 };
 use tonic::Status;
 
@@ -21,9 +19,7 @@ pub enum PromptKv {
     /// This worker fetches the prefix that `source` has cached, and its engine computes the rest.
     Fetch {
         /// The worker that probably has more of it cached.
-        source: PrefillPeer,
-        /// How often the request was planned before.
-        attempt: u32,
+        source: PrefixSource,
     },
     /// A prefill worker computes it.
     Remote(RemotePrefillPlan),
@@ -44,7 +40,7 @@ pub fn admit(worker: &Worker, message: &GenerateRequest) -> Result<(Request, Pro
     let (attempt, prefix_source) = (message.attempt, message.prefix_source.clone());
     let kv = match (message.prefill.clone(), prefix_source) {
         (None, None) => PromptKv::Local,
-        (None, Some(source)) => PromptKv::Fetch { source, attempt },
+        (None, Some(peer)) => PromptKv::Fetch { source: PrefixSource { peer, attempt, wire } },
         (Some(peer), prefix_source) => {
             let link = worker.peers().link(&peer.address);
             let link = link.map_err(|error| Status::invalid_argument(format!("prefill.address: {error}")))?;

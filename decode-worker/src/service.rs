@@ -80,13 +80,13 @@ impl DecodeService {
                 let span = tracing::info_span!(parent: span, "recall");
                 GenerateStream::fetching(worker, recall.instrument(span), request, uncovered, clock)
             }
-            (PromptKv::Fetch { source, attempt }, recall) => {
+            (PromptKv::Fetch { source }, recall) => {
                 let clock = worker.metrics().request_taken("local", num_tokens, span);
                 let span = tracing::info_span!(
-                    parent: span, "fetch prefix", otel.kind = "client", source = source.worker_id
+                    parent: span, "fetch prefix", otel.kind = "client", source = source.peer.worker_id
                 );
                 // The peer is asked for what the tiers lack.
-                let fetch = bring_in(worker.clone(), recall, Some((source, attempt)), request.clone());
+                let fetch = bring_in(worker.clone(), recall, Some(source), request.clone());
                 GenerateStream::fetching(worker, fetch.instrument(span), request, uncovered, clock)
             }
             (PromptKv::Remote(plan), _) => {

@@ -102,7 +102,6 @@ impl ComputedHandoffDriver {
         let clock = worker.metrics().request_taken("handoff", request.num_known_tokens(), &Span::current());
         let save = SaveAtEnd::new(worker.tiers(), &request);
         let recall = Recall::of(worker.tiers(), &request);
-        let source = source.map(|PrefixSource { peer, attempt }| (peer, attempt));
         let fetch = bring_in(worker.clone(), recall, source, request.clone());
         let prompt = Prompt::Fetching { fetch: Box::pin(fetch), request: Box::new(request), uncovered };
         let num_layers = worker.engine().storage().layout().num_layers;

@@ -37,12 +37,8 @@ pub fn decide(worker: &Arc<Worker>, request: &mut Request) {
         request.blend = None;
         return;
     };
-    let Decision { refused, measure } = match worker.blending.decide(marks.ratio) {
-        Decision { refused: None, .. } if !worker.engine.can_blend(marks) => {
-            Decision { refused: Some("too_long"), measure: None }
-        }
-        decision => decision,
-    };
+    let fits = worker.engine.can_blend(marks);
+    let Decision { refused, measure } = worker.blending.decide(marks.ratio, fits);
     let own = worker.clone();
     match measure {
         Some(Measure::Calibrate) => {
@@ -139,7 +135,9 @@ async fn next_token(worker: &Worker, request: Request) -> Option<TokenLogprobs> 
             }
         }
     };
-    timeout(PATIENCE, first).await.ok().flatten()
+    // A worker that leaves does not wait for it.
+    let drain = worker.lifecycle.drain_signal();
+    drain.run_until_cancelled(timeout(PATIENCE, first)).await?.ok().flatten()
 }
 
 fn with_ratio(prompt: &Request, ratio: f32) -> Request {

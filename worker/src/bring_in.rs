@@ -2,12 +2,14 @@
 
 use std::sync::Arc;
 
-use baton_proto::worker::PrefillPeer;
 use baton_request::Request;
 use baton_worker_tiers::{Beside, Recall};
 
 use crate::{
-    handoff::prefix_fetch::{self, Coming, Fetched},
+    handoff::{
+        opening::PrefixSource,
+        prefix_fetch::{self, Coming, Fetched},
+    },
     worker::Worker,
 };
 
@@ -18,12 +20,12 @@ pub struct Meanwhile {
     _from_peer: Option<Coming>,
 }
 
-/// Brings in what this worker's tiers have, then what `source`, asked in this attempt, has more. Returns when the prompt is to be
+/// Brings in what this worker's tiers have, then what `source` has more. Returns when the prompt is to be
 /// submitted.
 pub async fn bring_in(
     worker: Arc<Worker>,
     recall: Option<Recall>,
-    source: Option<(PrefillPeer, u32)>,
+    source: Option<PrefixSource>,
     request: Request,
 ) -> Meanwhile {
     let rest = match recall {
@@ -31,7 +33,7 @@ pub async fn bring_in(
         None => None,
     };
     let Fetched { num_tokens, coming } = match source {
-        Some((peer, attempt)) => prefix_fetch::fetch(worker, peer, attempt, request).await,
+        Some(source) => prefix_fetch::fetch(worker, source, request).await,
         None => Fetched::default(),
     };
     // One of them is enough for the end of the prompt.

@@ -141,7 +141,7 @@ impl WorkerMetrics {
         for outcome in ["committed"].into_iter().chain(HandoffError::LABELS) {
             drop(self.prefixes_given.get_or_create(&Outcome { outcome }));
         }
-        for reason in ["off", "model", "uncalibrated", "closed"] {
+        for reason in ["off", "model", "too_long", "uncalibrated", "closed"] {
             drop(self.blends_refused.get_or_create(&Refusal { reason }));
         }
         for prefill in ["local", "remote", "handoff"] {

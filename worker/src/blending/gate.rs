@@ -75,16 +75,21 @@ impl Gate {
     }
 
     /// What becomes of a prompt that comes with this ratio. One with a ratio is blended also before the calibration: its client,
-    /// or another worker's calibration, has chosen the ratio.
-    pub(crate) fn decide(&mut self, ratio: Option<f32>) -> Decision {
-        // A router that sends none does not know of any yet.
-        let refused = if ratio.is_none() { Some("uncalibrated") } else { None };
+    /// or another worker's calibration, has chosen the ratio. `fits` says whether the passages end where the device blends; a calibration
+    /// takes short parts of them.
+    pub(crate) fn decide(&mut self, ratio: Option<f32>, fits: bool) -> Decision {
+        let refused = match ratio {
+            // A router that sends none does not know of any yet.
+            None => Some("uncalibrated"),
+            Some(_) if !fits => Some("too_long"),
+            Some(_) => None,
+        };
         let measure = match &self.state {
             State::Closed(_) => return Decision { refused: Some("closed"), measure: None },
             _ if self.is_measuring => None,
             State::Uncalibrated { .. } => Some(Measure::Calibrate),
             // A client that asks for less recomputation does not close the gate for others.
-            State::Open { ratio: own, .. } if ratio.is_some_and(|ratio| ratio >= *own) => {
+            State::Open { ratio: own, .. } if fits && ratio.is_some_and(|ratio| ratio >= *own) => {
                 self.due = (self.due + self.audit).min(1.0 + self.audit);
                 let is_due = self.audit > 0.0 && self.due >= 1.0;
                 is_due.then(|| {
@@ -156,13 +161,23 @@ mod tests {
     fn calibrated(max_kl: f64, audit: f64) -> Gate {
         let mut gate = Gate::new(max_kl, audit);
         for _ in 0..2 {
-            assert_eq!(gate.decide(None), Decision { measure: CALIBRATE, ..UNCALIBRATED });
-            assert_eq!(gate.decide(None), UNCALIBRATED, "one at a time");
-            assert_eq!(gate.decide(Some(0.3)), BLEND, "the client has decided");
+            assert_eq!(gate.decide(None, true), Decision { measure: CALIBRATE, ..UNCALIBRATED });
+            assert_eq!(gate.decide(None, true), UNCALIBRATED, "one at a time");
+            assert_eq!(gate.decide(Some(0.3), true), BLEND, "the client has decided");
             assert_eq!(gate.ratio(), None);
             gate.calibrated(vec![FALLING; 4]);
         }
         gate
+    }
+
+    #[test]
+    fn a_prompt_that_is_too_long_measures_nothing_and_keeps_no_other_from_it() {
+        let mut gate = Gate::new(0.1, 1.0);
+        gate.decide(None, true);
+        gate.calibrated(vec![[0.0; RATIOS.len()]; NUM_SAMPLES]);
+        let too_long = Decision { refused: Some("too_long"), measure: None };
+        assert_eq!([(); 3].map(|()| gate.decide(Some(0.2), false)), [too_long; 3]);
+        assert_eq!(gate.decide(Some(0.2), true), Decision { refused: None, measure: Some(Measure::Audit) });
     }
 
     #[test]
@@ -185,10 +200,10 @@ mod tests {
     fn calibrations_that_fail_end() {
         let mut gate = Gate::new(0.05, 0.0);
         for _ in 0..3 {
-            assert_eq!(gate.decide(Some(0.1)), Decision { measure: CALIBRATE, ..BLEND });
+            assert_eq!(gate.decide(Some(0.1), true), Decision { measure: CALIBRATE, ..BLEND });
             gate.calibrated(Vec::new());
         }
-        assert_eq!((gate.decide(None), gate.decide(Some(0.1))), (CLOSED, CLOSED));
+        assert_eq!((gate.decide(None, true), gate.decide(Some(0.1), true)), (CLOSED, CLOSED));
     }
 
     #[test]
@@ -196,10 +211,10 @@ mod tests {
         let mut gate = calibrated(0.05, 0.25);
         let mut num_audited = 0;
         for _ in 0..100 {
-            let decision = gate.decide(Some(0.2));
+            let decision = gate.decide(Some(0.2), true);
             assert_eq!(decision.refused, None);
             if decision.measure == Some(Measure::Audit) {
-                assert_eq!(gate.decide(Some(0.1)), BLEND, "less than calibrated");
+                assert_eq!(gate.decide(Some(0.1), true), BLEND, "less than calibrated");
                 num_audited += 1;
                 gate.audited(Some(0.04));
             }
@@ -210,11 +225,11 @@ mod tests {
         gate.audited(None);
         gate.audited(Some(0.3));
         assert_eq!(gate.closed(), Some("audits found a divergence above --blend-max-kl"));
-        assert_eq!(gate.decide(Some(0.2)), CLOSED);
+        assert_eq!(gate.decide(Some(0.2), true), CLOSED);
         gate.audited(Some(0.0));
         assert!(gate.closed().is_some(), "it stays closed");
 
         let mut never = calibrated(0.05, 0.0);
-        assert!((0..1000).all(|_| never.decide(Some(0.2)) == BLEND));
+        assert!((0..1000).all(|_| never.decide(Some(0.2), true) == BLEND));
     }
 }

@@ -30,10 +30,10 @@ impl Blending {
         self.gate().and_then(|gate| gate.ratio())
     }
 
-    /// What becomes of a prompt whose client asks for `ratio`.
-    pub(crate) fn decide(&self, ratio: Option<f32>) -> Decision {
+    /// What becomes of a prompt whose client asks for `ratio`; see [`Gate::decide`].
+    pub(crate) fn decide(&self, ratio: Option<f32>, fits: bool) -> Decision {
         match &self.gate {
-            Ok(gate) => lock(gate).decide(ratio),
+            Ok(gate) => lock(gate).decide(ratio, fits),
             Err(reason) => Decision { refused: Some(reason), measure: None },
         }
     }

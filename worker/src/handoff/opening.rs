@@ -59,6 +59,8 @@ pub struct PrefixSource {
     pub peer: PrefillPeer,
     /// How often the router planned the request before.
     pub attempt: u32,
+    /// The wire format to ask for; `None`: it chooses.
+    pub wire: Option<WireFormat>,
 }
 
 /// The first message, decoded.
@@ -201,13 +203,15 @@ async fn next_event(worker: &Worker, stream: &mut PrefillStream, deadline: Insta
 fn first_message(worker: &Worker, message: &proto::Begin) -> Result<FirstMessage, WireError> {
     let request = request_from_begin(message)?;
     let (begin, kv_format) = begin_from_proto(message)?;
-    let source = |peer| PrefixSource { peer, attempt: message.attempt };
+    let wire = wire_from_begin(message);
+    let source =
+        |peer| PrefixSource { peer, attempt: message.attempt, wire: wire.or(worker.config().kv_wire) };
     Ok(FirstMessage {
         begin,
         cached_only: message.cached_only,
         request,
         kv_format,
-        wire: WireFormat::agreed(wire_from_begin(message), worker.config().kv_wire),
+        wire: WireFormat::agreed(wire, worker.config().kv_wire),
         prefix_source: message.prefix_source.clone().map(source),
         uncovered: worker.tickets().take(message.ticket),
     })

@@ -50,6 +50,11 @@ impl PeerFormat {
         })?;
         Ok(PeerFormat { shard, wire })
     }
+
+    /// Bytes of a piece as the peer stores it.
+    fn piece_bytes(&self) -> usize {
+        self.shard.layout().layer_bytes()
+    }
 }
 
 /// The stream of one handoff from the peer, and the route to the peer's blocks.
@@ -112,7 +117,9 @@ impl PrefillSide {
                     if let Ok(pushed) = &pushed {
                         let bytes = self.transferred.map_or(0, |(_, bytes)| bytes) + pushed.bytes;
                         self.transferred = Some((pushed.transport, bytes));
-                        self.measure(pushed.transport, pushed.bytes);
+                        // As they are stored, as plans count them.
+                        let num_bytes = pushed.pieces.len() * self.peer_format.piece_bytes();
+                        self.measure(pushed.transport, num_bytes as u64);
                     }
                     PrefillInput::Pushed(pushed)
                 }
@@ -143,7 +150,7 @@ impl PrefillSide {
         let PeerRoute::Open { route, pushes } = &mut self.route else { return };
         let busy =
             self.busy.get_or_insert_with(|| Busy { since: Instant::now(), num_bytes: 0, num_begun: 0 });
-        busy.num_begun += (pieces.len() * self.worker.engine().storage().layout().layer_bytes()) as u64;
+        busy.num_begun += (pieces.len() * self.peer_format.piece_bytes()) as u64;
         pushes.push(Box::pin(route.push(pieces)));
     }
 

@@ -15,13 +15,13 @@ use baton_handoff::{
     decode::{Committed, DecodeAction, DecodeInput, PrefixFetch, PrefixFetchAction},
 };
 use baton_kv_cache::{BlockHash, BlockId};
-use baton_proto::worker::PrefillPeer;
 use baton_request::{Failure, FailureKind, Request};
 use tokio::sync::oneshot;
 use tracing::Instrument;
 
 use super::{
     decode_side::{DecodeSide, ReservedBlocks, begin, limits},
+    opening::PrefixSource,
     stream::sleep_until,
 };
 use crate::{convert::submit_failure, convert_handoff::FirstToken, worker::Worker};
@@ -44,14 +44,15 @@ pub struct Coming {
 /// Fetches the full blocks of a request's known tokens that `source` has cached and this worker lacks. If that takes more than 0.3 of
 /// the time to compute them, as fetches from there have taken, only their end, while the beginning is computed. Dropping the future
 /// cancels it.
-pub async fn fetch(worker: Arc<Worker>, source: PrefillPeer, attempt: u32, request: Request) -> Fetched {
+pub async fn fetch(worker: Arc<Worker>, source: PrefixSource, request: Request) -> Fetched {
+    let PrefixSource { peer, attempt, wire } = source;
     let num_tokens = worker.engine().num_sharable_tokens(&request);
     let Some(request) = request.known_prefix(num_tokens) else { return Fetched::default() };
     // A head is computed as a whole.
     let is_whole = request.blended().is_some();
-    let Ok(link) = worker.peers().link(&source.address) else {
+    let Ok(link) = worker.peers().link(&peer.address) else {
         tracing::warn!(
-            address = source.address,
+            address = peer.address,
             "prefix not fetched: the address of its source is invalid; the prompt is computed"
         );
         return Fetched::default();
@@ -59,7 +60,7 @@ pub async fn fetch(worker: Arc<Worker>, source: PrefillPeer, attempt: u32, reque
     let deadline = worker.fetch_limits().deadline(num_tokens);
     let (reply, answer) = oneshot::channel();
     let (caller, left) = oneshot::channel();
-    let side = DecodeSide::new(worker.clone(), link, source, worker.config().kv_wire);
+    let side = DecodeSide::new(worker.clone(), link, peer, wire);
     let driver = PrefixFetchDriver::new(side, attempt, request, deadline, is_whole, reply, left);
     worker.lifecycle().spawn(driver.run().in_current_span());
     // The driver ends at its deadline at the latest.

@@ -17,7 +17,8 @@ pub struct ReceiverConfig {
     pub io_timeout: Duration,
     /// Longest time until a new peer has shown a valid access key.
     pub handshake_timeout: Duration,
-    /// Most peers that have shown an access key. Further ones are closed at once.
+    /// Most connections of peers that have shown an access key. Further ones are closed at once. A peer keeps up to two for as long as it
+    /// lives, and any worker of a cluster may be one.
     pub max_connections: usize,
     /// Most peers that have not shown an access key yet. One more closes the oldest of them.
     pub max_unauthenticated: usize,
@@ -29,7 +30,7 @@ impl Default for ReceiverConfig {
             advertise_host: None,
             io_timeout: Duration::from_secs(10),
             handshake_timeout: Duration::from_secs(3),
-            max_connections: 256,
+            max_connections: 4096,
             max_unauthenticated: 64,
         }
     }
