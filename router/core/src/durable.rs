@@ -97,6 +97,11 @@ impl DurableSession {
         })))
     }
 
+    /// Ends it before it began.
+    pub(crate) fn abort(&self) {
+        self.writer.end(Ending::Abort, 0);
+    }
+
     /// A new token, the one with this index.
     pub(crate) fn push(&self, idx: usize, token: &Token) {
         self.writer.push(idx, token.encode_to_vec());

@@ -25,6 +25,21 @@ impl Core {
         request: PreparedRequest,
         session: Option<DurableSession>,
     ) -> Result<Events, CoreError> {
+        match self.admit(&request) {
+            Ok((active, permit)) => Ok(Events::new(self.clone(), request, session, active, permit)),
+            Err(error) => {
+                // A new stream that never began is not parked: none may resume it.
+                session.iter().filter(|session| session.replay.is_none()).for_each(DurableSession::abort);
+                Err(error)
+            }
+        }
+    }
+
+    /// Room for a request, if it may run now.
+    fn admit(
+        self: &Arc<Self>,
+        request: &PreparedRequest,
+    ) -> Result<(ActiveRequest, OwnedSemaphorePermit), CoreError> {
         let num_choices = request.prompts.len() as u32 * request.n;
         if num_choices as usize > self.config.max_requests {
             let message = format!(
@@ -45,7 +60,7 @@ impl Core {
             // Last, so that a refused request costs its key no tokens.
             caller.take_prompt_tokens(request.num_prompt_tokens())?;
         }
-        Ok(Events::new(self.clone(), request, session, active, permit))
+        Ok((active, permit))
     }
 }
 

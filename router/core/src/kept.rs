@@ -66,8 +66,13 @@ impl MessageTexts {
     /// The content of message `message_idx`. Tells `kept` what is marked in it.
     pub fn join(self, message_idx: usize, kept: &mut Vec<KeptText>) -> String {
         let content = self.texts.join("\n");
+        let mut texts = self.texts.iter();
+        let (mut num_before, mut num_bytes) = (0, 0);
+        // In the order of the texts.
         for (num_texts, ttl) in self.ends {
-            let num_bytes: usize = self.texts[..num_texts].iter().map(|text| text.len() + 1).sum();
+            num_bytes +=
+                texts.by_ref().take(num_texts - num_before).map(|text| text.len() + 1).sum::<usize>();
+            num_before = num_texts;
             let num_bytes_after = content.len() - num_bytes.saturating_sub(1);
             kept.push(KeptText { message_idx, num_bytes_after, ttl });
         }

@@ -288,7 +288,8 @@ impl ClientRequest {
         let num_choices = self.prompts.len().saturating_mul(self.n as usize);
         if num_choices > max_choices {
             let message = format!("{num_choices} choices were requested, at most {max_choices} are possible");
-            return Err(CoreError::invalid("n", message));
+            let field = if self.n > 1 { "n" } else { names.prompt };
+            return Err(CoreError::invalid(field, message));
         }
         if self.stop.len() > MAX_STOPS {
             let message = format!("stop has {} strings, at most {MAX_STOPS} are possible", self.stop.len());

@@ -18,6 +18,9 @@ pub enum Endpoint {
     Detokenize,
 }
 
+/// Bytes of a name that is compared with others.
+const MAX_COMPARED: usize = 64;
+
 /// What becomes of a field.
 #[derive(Clone, Copy, Debug)]
 pub enum Treatment {
@@ -375,12 +378,17 @@ impl Endpoint {
             return Ok(());
         }
         let near = self.nearest(name).map(|near| format!("; did you mean {near}?")).unwrap_or_default();
+        let name = &name[..name.floor_char_boundary(MAX_COMPARED)];
         let message = format!("{name}: {path} has no such field{near}");
-        Err(FieldRefusal { field, message, is_unknown: true })
+        Err(FieldRefusal { field: name.to_owned(), message, is_unknown: true })
     }
 
     /// The field with the most similar name, of those that are accepted, if one is similar.
     fn nearest(self, name: &str) -> Option<&'static str> {
+        // To compare takes the product of the lengths.
+        if name.len() > MAX_COMPARED {
+            return None;
+        }
         let is_of_use = |field: &&Field| {
             field.endpoints.contains(&self) && !matches!(field.treatment, Treatment::Refused)
         };

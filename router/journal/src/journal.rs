@@ -166,7 +166,8 @@ impl Journal {
                 return Err(AcceptError::Exists { id: acceptance.id });
             }
             let (live_bytes, max_bytes) = (state.index.live_bytes(), state.max_bytes / 2);
-            if live_bytes + acceptance.num_bytes() as u64 > max_bytes {
+            // A disk that hangs says no error: what waits for it is bounded, too.
+            if live_bytes + acceptance.num_bytes() as u64 > max_bytes || state.is_behind() {
                 state.counts.num_refused += 1;
                 return Err(AcceptError::Full { live_bytes, max_bytes });
             }

@@ -149,9 +149,13 @@ impl State {
         self.num_bytes() > self.max_bytes / 4 * 3 && self.segments.len() > 1
     }
 
+    /// Whether as much waits to be written as may.
+    pub(crate) fn is_behind(&self) -> bool {
+        self.buffer.len() + self.num_pending_bytes > MAX_UNWRITTEN
+    }
+
     pub(crate) fn push(&mut self, key: SessionKey, epoch: u32, idx: usize, token: Vec<u8>) {
-        let is_full =
-            self.buffer.len() + self.num_pending_bytes > MAX_UNWRITTEN || self.num_bytes() > self.max_bytes;
+        let is_full = self.is_behind() || self.num_bytes() > self.max_bytes;
         let Some(entry) = self.index.get_mut(key, epoch) else { return };
         let num_pending = self.pending.get(&key).map_or(0, |pending| pending.tokens.len());
         if is_full || idx != entry.num_tokens as usize + num_pending || entry.standing == Standing::Ended {

@@ -244,3 +244,15 @@ async fn parts_and_tools_reach_the_template() {
     expected.push(258);
     assert_eq!(worker.requests()[0].prompt_token_ids, expected);
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_a_developer_says_the_system_says() {
+    let (router, worker) = Router::with_worker().await;
+    for role in ["developer", "system", "user"] {
+        let body = json!({"messages": [{"role": role, "content": "D"}, {"role": "user", "content": "U"}]});
+        assert_eq!(router.client.post("/v1/chat/completions", &body).await.status, 200);
+    }
+    let prompts: Vec<_> = worker.requests().into_iter().map(|request| request.prompt_token_ids).collect();
+    assert_eq!(prompts[0], prompts[1]);
+    assert_ne!(prompts[1], prompts[2]);
+}

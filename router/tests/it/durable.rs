@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use baton_proto::worker::GenerateRequest;
+use baton_proto::{v1, worker::GenerateRequest};
 use baton_router::{JournalConfig, RouterConfig, ToolFormat};
 use bytes::Bytes;
 use futures_util::{StreamExt, stream};
@@ -230,4 +230,30 @@ async fn a_stream_goes_on_with_the_same_events_at_another_router() {
         reader.resume(&second.client, api, num_events, None).await;
         assert_eq!(reader.said(), whole, "{}", api.path);
     }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_stream_that_was_refused_is_not_parked_and_may_be_asked_for_again() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let configure = durable(dir.path());
+    let mut router = Router::start(|config| {
+        configure(config);
+        config.max_requests = 1;
+    })
+    .await;
+    let worker = register(&mut router).await;
+    worker.script(|_| vec![Step::Hang]);
+    let router = std::sync::Arc::new(router);
+    let send = |id: &'static str| {
+        let router = router.clone();
+        let body = json!({"prompt": "x", "stream": true, "request_id": id});
+        tokio::spawn(async move { router.client.post("/v1/completions", &body).await.status })
+    };
+    let running = send("first");
+    worker.next_arrived().await;
+    assert_eq!(send("second").await.expect("no panic"), 429);
+    worker.script(script);
+    worker.release(Step::Finish(v1::FinishReason::Stop));
+    assert_eq!(running.await.expect("no panic"), 200);
+    assert_eq!(send("second").await.expect("no panic"), 200);
 }

@@ -18,6 +18,7 @@ const TEXT: &str = "/v1/completions";
 async fn invalid_requests_are_refused_with_the_field_and_the_reason() {
     let (router, worker) = Router::with_worker().await;
     let long = format!("{{\"prompt\":\"{}\"}}", "x".repeat(512));
+    let many_prompts = json!({"prompt": vec!["x"; 129]}).to_string();
     let cases: &[Case<'_>] = &[
         (TEXT, "{\"prompt\": \"x\",}", 400, None, Some("invalid_json"), "line 1 column 16"),
         (TEXT, "{\"prompt\": \"x\"} trailing", 400, None, Some("invalid_json"), "line 1 column 17"),
@@ -28,6 +29,7 @@ async fn invalid_requests_are_refused_with_the_field_and_the_reason() {
         (CHAT, "{}", 400, Some("messages"), None, "missing field `messages`"),
         (TEXT, r#"{"prompt":"x","n":0}"#, 400, Some("n"), None, "at least 1"),
         (TEXT, r#"{"prompt":"x","n":1000}"#, 400, Some("n"), None, "at most 128"),
+        (TEXT, &many_prompts, 400, Some("prompt"), None, "129 choices were requested, at most 128"),
         (TEXT, r#"{"prompt":"x","n":"two"}"#, 400, Some("n"), None, "expected u32"),
         (TEXT, r#"{"prompt":"x","temperature":-1}"#, 400, Some("temperature"), None, "between 0 and 2"),
         (TEXT, r#"{"prompt":"x","temperature":1e39}"#, 400, Some("temperature"), None, "between 0 and 2"),
