@@ -11,8 +11,8 @@ use baton_worker::{
     },
 };
 
-/// Accepts a prompt unless the worker drains, the request is invalid or the decode worker cannot use its KV. Whether there is room for it, the engine
-/// decides later.
+/// Accepts a prompt unless the worker drains, the request is invalid or the decode worker cannot use its KV. Whether there is
+/// room for it, the engine decides later.
 ///
 /// # Errors
 /// The failure that the decode worker receives.

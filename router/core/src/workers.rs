@@ -461,13 +461,9 @@ impl Workers {
         {
             tracing::warn!(worker = %key, what, "the worker's load reports have numbers that cannot be: they are ignored, and not logged again");
         }
-        let store = report
-            .as_ref()
-            .and_then(|report| segments::object_tier(&report.load))
-            .map(|tier| tier.store_name);
         worker.is_leaving |= report.as_ref().is_some_and(|report| report.load.draining);
         worker.report = report;
-        let after = worker.view(now).usability;
+        let (after, store) = (worker.view(now).usability, worker.store());
         if let Some(name) = store
             && let Entry::Vacant(unknown) = state.stores.entry(name)
         {

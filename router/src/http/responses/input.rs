@@ -34,11 +34,7 @@ impl Messages {
         let kind = item["type"].as_str().unwrap_or(if item["role"].is_string() { "message" } else { "" });
         match kind {
             "message" => {
-                let role = match string(at, item, "role")? {
-                    // Templates know no developers.
-                    "developer" => "system",
-                    role => role,
-                };
+                let role = string(at, item, "role")?;
                 let content = text(&format!("{at}.content"), &item["content"])?;
                 self.push(json!({"role": role, "content": content}));
             }
