@@ -16,6 +16,7 @@ use crate::{
     matcher::TokenMatcher,
     source,
     vocabulary::{Lexicon, Vocabulary},
+    watch::{GrammarTime, Watch},
 };
 
 /// The compiler's recursion is bounded by limits on nesting. With these bytes it also has room for them.
@@ -30,11 +31,14 @@ pub struct GrammarLimits {
     pub max_compiling: usize,
     /// Compiled grammars that are kept.
     pub max_cached: usize,
+    /// How long the masks of one sequence may take. Most take less than 0.1 ms.
+    pub time: GrammarTime,
 }
 
 impl Default for GrammarLimits {
     fn default() -> GrammarLimits {
-        GrammarLimits { compile_time: Duration::from_secs(5), max_compiling: 4, max_cached: 64 }
+        let time = GrammarTime { ahead: Duration::from_millis(500), per_token: Duration::from_millis(2) };
+        GrammarLimits { compile_time: Duration::from_secs(5), max_compiling: 4, max_cached: 64, time }
     }
 }
 
@@ -45,6 +49,7 @@ pub struct GrammarCompiler {
     limits: GrammarLimits,
     cache: Mutex<Cache>,
     compiling: Arc<NumCompiling>,
+    watch: OnceLock<Arc<Watch>>,
 }
 
 /// What grammars are compiled against.
@@ -75,6 +80,7 @@ impl GrammarCompiler {
             limits,
             cache: Mutex::new(Cache::new(limits.max_cached)),
             compiling: Arc::default(),
+            watch: OnceLock::new(),
         }
     }
 
@@ -92,7 +98,9 @@ impl GrammarCompiler {
             Some(compiled) => compiled?,
             None => self.compile(&target.factory, grammar)?,
         };
-        let mut matcher = TokenMatcher::new(matcher, target.lexicon.clone());
+        let handle = matcher.cancellation_handle().expect("compiled grammars can be cancelled");
+        let meter = self.watch()?.meter(self.limits.time, handle);
+        let mut matcher = TokenMatcher::new(matcher, target.lexicon.clone(), meter);
         output.iter().try_for_each(|&token| matcher.accept(token))?;
         Ok(matcher)
     }
@@ -105,9 +113,9 @@ impl GrammarCompiler {
             return compiled;
         }
         let (done, compiled) = mpsc::sync_channel(1);
-        let (factory, source) = (factory.clone(), grammar.clone());
+        let (factory, source, watch) = (factory.clone(), grammar.clone(), self.watch()?.clone());
         let work = move || {
-            let compiled = compile(&factory, &source);
+            let compiled = compile(&factory, &source, &watch, limit);
             drop(slot);
             // A caller that no longer waits has refused the grammar.
             let _ = done.send(compiled);
@@ -144,6 +152,15 @@ impl GrammarCompiler {
         Ok(Compiling(self.compiling.clone()))
     }
 
+    fn watch(&self) -> Result<&Arc<Watch>, GrammarError> {
+        if let Some(watch) = self.watch.get() {
+            return Ok(watch);
+        }
+        // Of two that start at once, one ends again.
+        let watch = Watch::start().map_err(|error| GrammarError::exhausted(format!("no thread: {error}")))?;
+        Ok(self.watch.get_or_init(|| Arc::new(watch)))
+    }
+
     fn cache(&self) -> MutexGuard<'_, Cache> {
         // It is changed by single operations, so a panic leaves it whole.
         self.cache.lock().unwrap_or_else(PoisonError::into_inner)
@@ -155,7 +172,7 @@ impl Target {
         let mut factory = ParserFactory::new_simple(&vocabulary.env)
             .map_err(|error| GrammarError::vocabulary(error.to_string()))?;
         factory.quiet();
-        // The other limits are llguidance's: they bound one step to some ten milliseconds.
+        // The other limits are llguidance's. They bound the size of a step; [`Watch`] bounds its time.
         *factory.limits_mut() = ParserLimits { verbose_errors: false, ..ParserLimits::default() };
         Ok(Target { factory: Arc::new(factory), lexicon: vocabulary.lexicon.clone() })
     }
@@ -168,17 +185,24 @@ impl Drop for Compiling {
     }
 }
 
-/// A matcher at the start of the grammar, which has found its first tokens once.
-fn compile(factory: &ParserFactory, grammar: &Grammar) -> Compiled {
+/// A matcher at the start of the grammar, which has found its first tokens once, within `limit`.
+fn compile(factory: &ParserFactory, grammar: &Grammar, watch: &Watch, limit: Duration) -> Compiled {
     let kind = grammar.kind;
     let invalid = |reason: String| GrammarError::invalid(kind, reason);
     let parsed = source::parse(grammar)?;
     let caught = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
-        let mut matcher = Matcher::new(factory.create_parser(parsed));
+        let mut matcher = Matcher::new(factory.create_parser(parsed)).into_cancellable();
+        let handle = matcher.cancellation_handle().expect("it can be cancelled");
+        let meter = watch.meter(GrammarTime { ahead: limit, per_token: Duration::ZERO }, handle);
+        let _running = meter.begin();
         let mask = match matcher.get_error() {
             Some(reason) => return Err(invalid(reason)),
-            None => matcher.compute_mask_or_eos().map_err(|error| invalid(error.to_string()))?,
+            None => matcher.compute_mask_or_eos(),
         };
+        if meter.has_run_out() {
+            return Err(GrammarError::TooSlow { kind, limit });
+        }
+        let mask = mask.map_err(|error| invalid(error.to_string()))?;
         if mask.is_zero() {
             return Err(invalid("no text matches it".into()));
         }

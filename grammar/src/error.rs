@@ -4,6 +4,8 @@ use std::time::Duration;
 
 use baton_request::GrammarKind;
 
+use crate::watch::GrammarTime;
+
 /// Characters of a reason that are kept.
 const MAX_REASON_CHARS: usize = 400;
 
@@ -49,6 +51,15 @@ pub enum GrammarError {
     Exhausted {
         /// What was used up.
         reason: String,
+    },
+    /// Computing the next tokens took longer than it may.
+    #[error(
+        "the grammar takes more time than {:?} and {:?} for each token of the output: \
+         give its texts fewer ways to be read", time.ahead, time.per_token
+    )]
+    OutOfTime {
+        /// The limit.
+        time: GrammarTime,
     },
 }
 

@@ -16,9 +16,11 @@ mod vocabulary;
 mod cache;
 mod error;
 mod source;
+mod watch;
 
 pub use compiler::{GrammarCompiler, GrammarLimits};
 pub use error::GrammarError;
 pub use mask_thread::{MASK_STACK_BYTES, MaskThread, Masked, NoMasks};
 pub use matcher::{TokenMask, TokenMatcher};
 pub use vocabulary::{TextEncoder, Vocabulary, VocabularyToken};
+pub use watch::GrammarTime;

@@ -5,7 +5,7 @@ use std::{fmt, sync::Arc};
 use llguidance::Matcher;
 use toktrie::SimpleVob;
 
-use crate::{error::GrammarError, vocabulary::Lexicon};
+use crate::{error::GrammarError, vocabulary::Lexicon, watch::Meter};
 
 /// Shorter texts are not worth a draft.
 const MIN_FORCED_BYTES: usize = 4;
@@ -20,6 +20,7 @@ pub struct TokenMask {
 pub struct TokenMatcher {
     matcher: Matcher,
     lexicon: Arc<Lexicon>,
+    meter: Arc<Meter>,
     has_ended: bool,
 }
 
@@ -70,8 +71,9 @@ impl TokenMask {
 }
 
 impl TokenMatcher {
-    pub(crate) fn new(matcher: Matcher, lexicon: Arc<Lexicon>) -> TokenMatcher {
-        TokenMatcher { matcher, lexicon, has_ended: false }
+    /// A sequence at the start of `matcher`, whose operations `meter` can cancel.
+    pub(crate) fn new(matcher: Matcher, lexicon: Arc<Lexicon>, meter: Arc<Meter>) -> TokenMatcher {
+        TokenMatcher { matcher, lexicon, meter, has_ended: false }
     }
 
     /// The tokens that may come next: those of the grammar, and those that end a text if the text so far is complete.
@@ -80,6 +82,7 @@ impl TokenMatcher {
     /// # Errors
     /// When the grammar needs more than it may, or has ended.
     pub fn mask(&mut self) -> Result<TokenMask, GrammarError> {
+        let _running = self.meter.begin();
         let allowed = self.matcher.compute_mask_or_eos().map_err(|error| self.exhausted(error))?;
         if allowed.is_zero() {
             return Err(GrammarError::exhausted("no token may follow"));
@@ -99,6 +102,7 @@ impl TokenMatcher {
             masks.push(self.mask()?);
         }
         if !drafts.is_empty() {
+            let _running = self.meter.begin();
             self.matcher.rollback(drafts.len()).map_err(|error| self.exhausted(error))?;
         }
         Ok(masks)
@@ -110,6 +114,7 @@ impl TokenMatcher {
         if num_text == 0 || self.matcher.is_stopped() {
             return 0;
         }
+        let _running = self.meter.begin();
         self.matcher.validate_tokens(&tokens[..num_text]).unwrap_or(0)
     }
 
@@ -134,7 +139,9 @@ impl TokenMatcher {
             self.has_ended = true;
             return Ok(());
         }
-        self.consume(token)
+        self.consume(token)?;
+        self.meter.add_token();
+        Ok(())
     }
 
     /// Tokens of the text that is certain to come, as the tokenizer would write it: at most `max_tokens`, and empty if
@@ -143,7 +150,9 @@ impl TokenMatcher {
         if self.matcher.is_stopped() {
             return Vec::new();
         }
+        let running = self.meter.begin();
         let bytes = self.matcher.compute_ff_bytes();
+        drop(running);
         let text = match std::str::from_utf8(&bytes) {
             Ok(text) => text,
             Err(error) => std::str::from_utf8(&bytes[..error.valid_up_to()]).unwrap_or_default(),
@@ -161,6 +170,7 @@ impl TokenMatcher {
 
     /// Whether the text so far is a text of the grammar.
     pub fn is_complete(&mut self) -> bool {
+        let _running = self.meter.begin();
         !self.matcher.is_error()
             && (self.matcher.is_stopped() || self.matcher.is_accepting().unwrap_or(false))
     }
@@ -172,24 +182,29 @@ impl TokenMatcher {
 
     /// Whether `token` goes on with the text. One that ends texts may be a part of it all the same.
     fn is_next(&mut self, token: u32) -> bool {
-        token < self.lexicon.num_tokens
-            && !self.matcher.is_stopped()
-            && self.matcher.validate_tokens(&[token]).unwrap_or(0) == 1
+        token < self.lexicon.num_tokens && !self.matcher.is_stopped() && {
+            let _running = self.meter.begin();
+            self.matcher.validate_tokens(&[token]).unwrap_or(0) == 1
+        }
     }
 
     fn consume(&mut self, token: u32) -> Result<(), GrammarError> {
         // llguidance takes a refused token for an error of its caller, and does not recover.
         if !self.is_next(token) {
             return Err(match self.matcher.get_error() {
-                Some(reason) => GrammarError::exhausted(reason),
+                Some(reason) => self.exhausted(reason),
                 None => GrammarError::Refused { token },
             });
         }
+        let _running = self.meter.begin();
         self.matcher.consume_token(token).map_err(|error| self.exhausted(error))
     }
 
     fn exhausted(&self, error: impl fmt::Display) -> GrammarError {
-        GrammarError::exhausted(error.to_string())
+        match self.meter.has_run_out() {
+            true => GrammarError::OutOfTime { time: self.meter.time() },
+            false => GrammarError::exhausted(error.to_string()),
+        }
     }
 }
 

@@ -4,7 +4,7 @@ mod support;
 
 use std::time::{Duration, Instant};
 
-use baton_grammar::{GrammarError, GrammarLimits, Vocabulary, VocabularyToken};
+use baton_grammar::{GrammarError, GrammarLimits, TokenMatcher, Vocabulary, VocabularyToken};
 use baton_request::GrammarKind;
 use support::{tiny, tiny_within};
 
@@ -127,6 +127,28 @@ fn a_grammar_that_takes_too_long_is_refused_and_counts_until_it_ends() {
             error => panic!("{error:?}"),
         }
     }
+}
+
+/// llguidance bounds the size of a step. The time of this one grows with the cube of its size: without the bound on time,
+/// 400 tokens took 66 s, which the other sequences of the batch waited for.
+#[test]
+fn a_sequence_that_spends_too_long_on_its_grammar_ends_and_its_neighbour_goes_on() {
+    let tiny = tiny();
+    let ambiguous = "start: s\ns: s s s | s s | /[a-z]/";
+    let token = tiny.tokenizer.encode("a", false).unwrap()[0];
+    let mut matcher = tiny.matcher(GrammarKind::Lark, ambiguous).unwrap();
+    let mut neighbour = tiny.matcher(GrammarKind::Regex, "[a-z]{2000}").unwrap();
+    let mut step = |matcher: &mut TokenMatcher| matcher.mask().and_then(|_| matcher.accept(token));
+    let error = (0..1000).find_map(|_| {
+        step(&mut neighbour).expect("a mask costs it little");
+        step(&mut matcher).err()
+    });
+    assert!(matches!(error, Some(GrammarError::OutOfTime { .. })), "{error:?}");
+    // It stays so, whatever is asked.
+    assert!(matches!(matcher.mask(), Err(GrammarError::OutOfTime { .. })));
+    assert!(matches!(matcher.accept(token), Err(GrammarError::OutOfTime { .. })));
+    assert!(!matcher.allows(token) && !matcher.is_complete() && matcher.forced(8).is_empty());
+    step(&mut neighbour).expect("it is not charged for another's time");
 }
 
 #[test]
