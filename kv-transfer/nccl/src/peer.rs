@@ -9,7 +9,7 @@ use std::{
 
 use baton_handoff::{Generation, TransportKind};
 use baton_transfer::{
-    receiver::{Grants, OneSidedWriter, WriterId},
+    receiver::{EndedBy, Grants, OneSidedWriter, WriterId},
     socket,
 };
 
@@ -53,7 +53,7 @@ impl OneSidedWriter for Peer {
         // Posted groups end or are aborted within `io_timeout`, and no group is posted after a revocation.
     }
 
-    fn stops_by_word(&self) -> bool {
-        false
+    fn ended_by(&self) -> EndedBy {
+        EndedBy::Nothing
     }
 }

@@ -42,7 +42,9 @@
 //!
 //! Blocks of a revoked grant stay in quarantine until one of these:
 //!
-//! - `Close`, or `Stopped` on the handoff's stream: the writer says that its last write has ended.
+//! - `Close`: the writer says that its last write has completed. `Stopped` on the handoff's stream is not enough: the
+//!   handoff has stopped, but an aborted write may be under way until the agent is dropped.
+//! - The commit of a grant that no other connection holds open: all its pieces were verified, so each write has completed.
 //! - The control connection ends or carries a malformed message: the agent is dropped, then the blocks are released.
 //! - The writer was asked to close the grant and did not within `io_timeout`: the agent is dropped, then the blocks are
 //!   released. The fence frees the blocks, not the time.

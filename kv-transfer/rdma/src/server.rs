@@ -17,7 +17,7 @@ use baton_handoff::{Generation, TransportKind, TransportOffer};
 use baton_kv_cache::BlockStorage;
 use baton_transfer::{
     Listening, ReceiverConfig, ReceivingTransport,
-    receiver::{Acceptor, Grants, OneSidedWriter, PeerAdmission, Service, WriterId, listen},
+    receiver::{Acceptor, EndedBy, Grants, OneSidedWriter, PeerAdmission, Service, WriterId, listen},
     socket,
     word::{self, Word},
 };
@@ -152,6 +152,10 @@ impl OneSidedWriter for Writer {
             warn!(%generation, %error, "rdma peer not told of a revoked grant: its blocks stay in quarantine");
         }
     }
+
+    fn ended_by(&self) -> EndedBy {
+        EndedBy::Completion
+    }
 }
 
 impl Sharing {
@@ -240,7 +244,7 @@ impl Sharing {
     /// trusted and its later writes cannot reach the pool, so that the blocks can be used again.
     fn check_patience(&self, writer: &Writer) -> io::Result<()> {
         let mut revoked = writer.revoked();
-        // `Stopped` on the handoff's stream closes the grant too: then it is not in the table any more.
+        // A grant that was committed is not in the table any more.
         revoked.retain(|&generation, _| self.grants.is_open(generation, writer.id));
         match revoked.iter().find(|(_, since)| since.elapsed() >= self.io_timeout) {
             Some((generation, _)) => Err(socket::timed_out(&format!("letting go of {generation}"))),

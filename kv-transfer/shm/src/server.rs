@@ -24,7 +24,7 @@ use baton_handoff::{Generation, TransportKind, TransportOffer};
 use baton_kv_cache::DeviceMemory;
 use baton_transfer::{
     Listening, ReceiverConfig, ReceivingTransport,
-    receiver::{Acceptor, Grants, OneSidedWriter, PeerAdmission, Service, WriterId},
+    receiver::{Acceptor, EndedBy, Grants, OneSidedWriter, PeerAdmission, Service, WriterId},
     word::{self, Word},
 };
 use tracing::{info, warn};
@@ -225,6 +225,10 @@ impl OneSidedWriter for Writer {
             // The handoff's stream, or the end of the peer's socket, ends the quarantine.
             warn!(%generation, %error, "shared-memory peer not told of a revoked grant: its blocks stay in quarantine");
         }
+    }
+
+    fn ended_by(&self) -> EndedBy {
+        EndedBy::Word
     }
 }
 

@@ -43,10 +43,20 @@ pub trait OneSidedWriter: Send + Sync {
     fn kind(&self) -> TransportKind;
     /// Asks the peer to close a grant. Must not block: the peer may be frozen.
     fn ask_to_close(&self, generation: Generation);
-    /// Whether the peer's word that it has stopped is enough to fence its grants.
-    fn stops_by_word(&self) -> bool {
-        true
-    }
+    /// What ends its writes to a grant, beside a `Close` and the end of its connection.
+    fn ended_by(&self) -> EndedBy;
+}
+
+/// What ends a one-sided writer's writes to a grant, beside a `Close` and the end of its connection.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum EndedBy {
+    /// The peer's word on the handoff's stream that it has stopped: its processor writes, so nothing is under way then.
+    Word,
+    /// That all pieces were verified, if no other writer holds the grant open: each of its writes has completed. A write
+    /// that was aborted may be under way in the network after the peer's word.
+    Completion,
+    /// Neither.
+    Nothing,
 }
 
 /// Gives the grant's guard back, or leaks it when the blocks must never be used again.
@@ -230,9 +240,24 @@ impl Grants {
     /// The peer that was given the grant has said that it stopped writing. Removes the writers for which its word is
     /// enough.
     pub(super) fn writers_stopped(&self, generation: Generation) {
+        self.remove_ended(generation, |by, _| by == EndedBy::Word);
+    }
+
+    /// All pieces of the grant were verified. Removes the writers that have nothing left to write.
+    pub(super) fn completed(&self, generation: Generation) {
+        self.remove_ended(generation, |by, is_alone| match by {
+            EndedBy::Word => true,
+            // The writes of a lost connection are not known to have completed.
+            EndedBy::Completion => is_alone,
+            EndedBy::Nothing => false,
+        });
+    }
+
+    fn remove_ended(&self, generation: Generation, has_ended: impl Fn(EndedBy, bool) -> bool) {
         let mut entries = self.entries();
         let Some(entry) = entries.get_mut(&generation) else { return };
-        entry.writers.retain(|(_, writer)| !writer.stops_by_word());
+        let is_alone = entry.writers.len() == 1;
+        entry.writers.retain(|(_, writer)| !has_ended(writer.ended_by(), is_alone));
         let release = settle(&mut entries, generation);
         drop(entries);
         run(release);

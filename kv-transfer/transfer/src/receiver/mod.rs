@@ -33,7 +33,7 @@ use tokio::sync::oneshot;
 
 pub use acceptor::{Acceptor, Listen, PeerAdmission, Service};
 pub use config::{ReceiverConfig, listen};
-pub use grants::{Claim, Grants, LiveGrant, OneSidedWriter, ReceiverLoad, WriterId};
+pub use grants::{Claim, EndedBy, Grants, LiveGrant, OneSidedWriter, ReceiverLoad, WriterId};
 use grants::{End, random};
 pub use transport::{Listening, ReceivingTransport};
 
@@ -178,7 +178,7 @@ impl<K> Granted<K> {
 
     /// Ends the grant after everything was verified: the writer has nothing left to write.
     pub fn commit(self) -> Fenced<K> {
-        self.receiver.writer_stopped(self.generation());
+        self.receiver.shared.grants.completed(self.generation());
         self.revoke()
     }
 

@@ -160,10 +160,9 @@ async fn a_revoked_grant_is_quarantined_until_its_writer_has_stopped() {
     enum End {
         Close,
         Leave,
-        Stopped,
         Garbage,
     }
-    for end in [End::Close, End::Leave, End::Stopped, End::Garbage] {
+    for end in [End::Close, End::Leave, End::Garbage] {
         let fabric = fabric(NEVER);
         let guards = Guards::default();
         let granted = fabric.receiver.grant(blocks([3, 4]), guards.guard());
@@ -179,16 +178,44 @@ async fn a_revoked_grant_is_quarantined_until_its_writer_has_stopped() {
         // The key is valid for the whole pool: only the peer's own code keeps it from writing.
         assert!(peer.write(BlockId(3), 1));
         assert!(is_pending(&mut fenced).await);
+        // The handoff has stopped. A write that it aborted may be under way.
+        fabric.receiver.writer_stopped(generation);
+        assert!(is_pending(&mut fenced).await);
         match end {
             End::Close => say(&peer.control, Message::Word(Word::Close(generation))),
             End::Leave => drop(peer),
-            End::Stopped => fabric.receiver.writer_stopped(generation),
             // Unlike shared memory, rdma can revoke the key, so the receiver does not wait for the peer's process to end.
             End::Garbage => (&peer.control).write_all(&[0xFF; MESSAGE_BYTES]).unwrap(),
         }
         assert!(soon(fenced).await.is_some());
         assert_eq!((guards.num_out(), fabric.receiver.load()), (0, ReceiverLoad::default()));
     }
+}
+
+#[tokio::test]
+async fn a_committed_grant_waits_for_the_connection_that_was_lost_before() {
+    if !has_rdma() {
+        return;
+    }
+    let fabric = fabric(NEVER);
+    let guards = Guards::default();
+    let granted = fabric.receiver.grant(blocks([3]), guards.guard());
+    let [lost, second] = [(); 2].map(|()| ManualSender::connect(&fabric, granted.access_key()));
+    lost.open(granted.access_key());
+    second.open(granted.access_key());
+    assert!(second.write(BlockId(3), 0));
+    let generation = granted.generation();
+    let mut fenced = granted.commit();
+    assert_eq!(hear(&second.control), Some(Message::Word(Word::Revoke(generation))));
+    say(&second.control, Message::Word(Word::Close(generation)));
+    assert!(is_pending(&mut fenced).await, "a write of the first may be under way");
+    drop(lost);
+    assert!(soon(fenced).await.is_some());
+    assert_eq!((guards.num_out(), fabric.receiver.load()), (0, ReceiverLoad::default()));
+
+    let alone = fabric.receiver.grant(blocks([4]), guards.guard());
+    second.open(alone.access_key());
+    assert!(soon(alone.commit()).await.is_some(), "all its writes have completed");
 }
 
 #[tokio::test]
