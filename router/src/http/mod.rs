@@ -18,6 +18,7 @@ mod responses;
 mod shape;
 mod sse;
 mod tokens;
+mod tool_results;
 
 use std::sync::Arc;
 

@@ -5,7 +5,7 @@ use baton_router_core::{KeptText, MessageTexts};
 use baton_tools::AskedGrammar;
 use serde_json::{Map, Value, json};
 
-use crate::http::{cache_control, error::ApiError};
+use crate::http::{cache_control, error::ApiError, tool_results::Called};
 
 /// The messages of `system` and `messages`, in OpenAI's shape for chats, and which of their texts are to be kept.
 pub(super) fn messages(
@@ -13,7 +13,7 @@ pub(super) fn messages(
     messages: &[Value],
 ) -> Result<(Vec<Value>, Vec<KeptText>), ApiError> {
     let mut list = Vec::with_capacity(messages.len() + 1);
-    let mut kept = Vec::new();
+    let (mut kept, mut called) = (Vec::new(), Called::default());
     if let Some(system) = system {
         let text = texts("system", system)?.join(0, &mut kept);
         match text.is_empty() {
@@ -28,9 +28,9 @@ pub(super) fn messages(
         let at = format!("messages[{idx}]");
         let content = format!("{at}.content");
         match message["role"].as_str() {
-            Some("user") => add_user(&content, &message["content"], &mut list, &mut kept)?,
+            Some("user") => add_user(&content, &message["content"], &called, &mut list, &mut kept)?,
             Some("assistant") => {
-                let message = assistant(&content, &message["content"], list.len(), &mut kept)?;
+                let message = assistant(&content, &message["content"], list.len(), &mut called, &mut kept)?;
                 list.push(message);
             }
             Some("system") => {
@@ -47,6 +47,7 @@ pub(super) fn messages(
 fn add_user(
     at: &str,
     content: &Value,
+    called: &Called,
     list: &mut Vec<Value>,
     kept: &mut Vec<KeptText>,
 ) -> Result<(), ApiError> {
@@ -71,10 +72,7 @@ fn add_user(
         let result = result.join(list.len(), kept);
         // Templates do not tell errors from results.
         let result = if block["is_error"] == true { format!("Error: {result}") } else { result };
-        let calls = list.iter().flat_map(|message| message["tool_calls"].as_array()).flatten();
-        let name = calls.filter(|call| call["id"] == id).find_map(|call| call["function"]["name"].as_str());
-        let message = json!({"role": "tool", "tool_call_id": id, "name": name, "content": result});
-        list.push(message);
+        list.push(called.result(id, &result));
     }
     if !said.is_empty() {
         list.push(json!({"role": "user", "content": said.join(list.len(), kept)}));
@@ -86,6 +84,7 @@ fn assistant(
     at: &str,
     content: &Value,
     message_idx: usize,
+    called: &mut Called,
     kept: &mut Vec<KeptText>,
 ) -> Result<Value, ApiError> {
     let Value::Array(blocks) = content else {
@@ -100,9 +99,10 @@ fn assistant(
                 if !block["input"].is_object() {
                     return Err(wrong(&format!("{at}.input"), "an object"));
                 }
-                let function = json!({"name": string(&at, block, "name")?, "arguments": block["input"]});
-                calls
-                    .push(json!({"id": string(&at, block, "id")?, "type": "function", "function": function}));
+                let (id, name) = (string(&at, block, "id")?, string(&at, block, "name")?);
+                called.add(id, name);
+                let function = json!({"name": name, "arguments": block["input"]});
+                calls.push(json!({"id": id, "type": "function", "function": function}));
             }
             _ => said.push(block_text(&at, block)?),
         }

@@ -3,11 +3,11 @@
 use baton_tools::{AskedGrammar, OutputFields};
 use serde_json::{Map, Value, json};
 
-use crate::http::error::ApiError;
+use crate::http::{error::ApiError, tool_results::Called};
 
 /// The messages of `instructions` and `input`, in OpenAI's shape for chats.
 pub(super) fn messages(instructions: Option<&str>, input: &Value) -> Result<Vec<Value>, ApiError> {
-    let mut messages = Messages { list: Vec::new(), reasoning: None };
+    let mut messages = Messages::default();
     if let Some(text) = instructions.filter(|text| !text.is_empty()) {
         messages.list.push(json!({"role": "system", "content": text}));
     }
@@ -23,8 +23,10 @@ pub(super) fn messages(instructions: Option<&str>, input: &Value) -> Result<Vec<
     Ok(messages.list)
 }
 
+#[derive(Default)]
 struct Messages {
     list: Vec<Value>,
+    called: Called,
     /// Of the assistant's message that follows.
     reasoning: Option<String>,
 }
@@ -39,10 +41,10 @@ impl Messages {
                 self.push(json!({"role": role, "content": content}));
             }
             "function_call" => {
-                let function =
-                    json!({"name": string(at, item, "name")?, "arguments": string(at, item, "arguments")?});
-                let call =
-                    json!({"id": string(at, item, "call_id")?, "type": "function", "function": function});
+                let (id, name) = (string(at, item, "call_id")?, string(at, item, "name")?);
+                self.called.add(id, name);
+                let function = json!({"name": name, "arguments": string(at, item, "arguments")?});
+                let call = json!({"id": id, "type": "function", "function": function});
                 // Calls belong to the message that they follow.
                 match self.list.last_mut().filter(|last| last["role"] == "assistant") {
                     Some(Value::Object(last)) => match last.entry("tool_calls").or_insert(json!([])) {
@@ -54,12 +56,8 @@ impl Messages {
             }
             "function_call_output" => {
                 let id = string(at, item, "call_id")?;
-                let calls = self.list.iter().flat_map(|message| message["tool_calls"].as_array()).flatten();
-                let name =
-                    calls.filter(|call| call["id"] == id).find_map(|call| call["function"]["name"].as_str());
                 let content = text(&format!("{at}.output"), &item["output"])?;
-                let message = json!({"role": "tool", "tool_call_id": id, "name": name, "content": content});
-                self.list.push(message);
+                self.list.push(self.called.result(id, &content));
             }
             "reasoning" => {
                 let parts = |field: &str| item[field].as_array().cloned().unwrap_or_default();
