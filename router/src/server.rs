@@ -15,6 +15,7 @@ use hyper_util::{
     server::conn::auto,
     service::TowerToHyperService,
 };
+use rustix::net::sockopt::set_tcp_user_timeout;
 use tokio::{
     io::{AsyncRead, AsyncWrite, ReadBuf},
     net::TcpListener,
@@ -68,6 +69,9 @@ pub(crate) async fn serve(
         };
         // Tokens are sent one by one: Nagle's algorithm would delay them.
         let _ = stream.set_nodelay(true);
+        // A client that reads nothing, or is gone without a word, would keep its requests for ever.
+        let unread_ms = u32::try_from(config.unread_timeout.as_millis()).unwrap_or(u32::MAX);
+        let _ = set_tcp_user_timeout(&stream, unread_ms);
         let (drain, abort) = (drain.clone(), abort.clone());
         let (builder, routes) = (builder.clone(), routes.clone());
         let (tls, timeout) = (config.tls.clone(), config.header_timeout);

@@ -51,6 +51,8 @@ pub struct RouterConfig {
     pub max_body_bytes: usize,
     /// Until a connection's first bytes, and the head of each HTTP/1 request, must be there.
     pub header_timeout: Duration,
+    /// How long a client may leave what it was sent unread. Then its connection ends, and its requests with it.
+    pub unread_timeout: Duration,
     /// Until a request's body must be there.
     pub body_timeout: Duration,
     /// Where streams are journalled, so that they can be resumed; `None`: they end with their connection.
@@ -102,6 +104,7 @@ impl RouterConfig {
             max_choices: 128,
             max_body_bytes: 16 << 20,
             header_timeout: Duration::from_secs(15),
+            unread_timeout: Duration::from_mins(1),
             body_timeout: Duration::from_secs(30),
             durable: None,
             find_passages: false,

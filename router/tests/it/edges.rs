@@ -6,7 +6,7 @@ use hyper_util::{client::legacy, rt::TokioExecutor};
 use serde_json::json;
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
-    net::TcpStream,
+    net::{TcpSocket, TcpStream},
 };
 
 use crate::{
@@ -115,6 +115,29 @@ async fn a_client_that_leaves_cancels_its_request() {
     router
         .until_metric("baton_router_generations_total{endpoint=\"/v1/completions\",outcome=\"cancelled\"} 2")
         .await;
+}
+
+/// Its request would hold its place for ever: hyper waits for room in the socket without a limit.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_client_that_reads_nothing_ends_with_its_request() {
+    let (router, worker) =
+        Router::with_worker_and(|config| config.unread_timeout = Duration::from_millis(500)).await;
+    // More than the client's socket holds.
+    worker.script(|_| [vec![Step::Token(97); 400], vec![Step::Silence]].concat());
+    let body = json!({"prompt": "x", "stream": true}).to_string();
+    let head = format!(
+        "POST {TEXT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n",
+        body.len()
+    );
+    let socket = TcpSocket::new_v4().unwrap();
+    socket.set_recv_buffer_size(1 << 10).unwrap();
+    let mut connection = socket.connect(router.address).await.unwrap();
+    connection.write_all(format!("{head}{body}").as_bytes()).await.unwrap();
+    let ends = async { (worker.next_arrived().await, worker.next_dropped().await) };
+    let (arrived, dropped) = tokio::time::timeout(SOON, ends).await.expect("the router ends it");
+    assert_eq!(arrived, dropped);
+    router.until_metric("baton_router_requests_running 0").await;
+    drop(connection);
 }
 
 /// Sends bytes, then nothing, and reads until the router closes the connection.
