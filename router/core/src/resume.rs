@@ -129,7 +129,9 @@ impl From<AcceptError> for CoreError {
     fn from(error: AcceptError) -> CoreError {
         match error {
             AcceptError::Exists { id } => CoreError::Duplicate { id },
-            AcceptError::Full { .. } | AcceptError::Write(_) => CoreError::unavailable(error.to_string()),
+            AcceptError::Full { .. } | AcceptError::Behind { .. } | AcceptError::Write(_) => {
+                CoreError::unavailable(error.to_string())
+            }
         }
     }
 }

@@ -62,6 +62,12 @@ pub enum AcceptError {
         /// What they may take.
         max_bytes: u64,
     },
+    /// The disk is slower than what is journalled.
+    #[error("the journal's disk is behind: {num_bytes} bytes wait to be written")]
+    Behind {
+        /// They.
+        num_bytes: usize,
+    },
     /// The file system refuses, or is too slow.
     #[error("the journal cannot be written: {0}")]
     Write(Arc<str>),

@@ -18,7 +18,7 @@ use crate::{
     index::{Index, Standing},
     record::{Acceptance, Ending, Payload, Position, SessionKey},
     recovery,
-    segment::{self, Chain, HEAD, Head},
+    segment::{self, Chain, ChainError, HEAD, Head},
     state::{Clock, JournalCounts, Progress, Shared, State},
     writer::Writer,
 };
@@ -166,10 +166,15 @@ impl Journal {
                 return Err(AcceptError::Exists { id: acceptance.id });
             }
             let (live_bytes, max_bytes) = (state.index.live_bytes(), state.max_bytes / 2);
-            // A disk that hangs says no error: what waits for it is bounded, too.
-            if live_bytes + acceptance.num_bytes() as u64 > max_bytes || state.is_behind() {
+            let refusal = if live_bytes + acceptance.num_bytes() as u64 > max_bytes {
+                Some(AcceptError::Full { live_bytes, max_bytes })
+            } else {
+                // A disk that hangs says no error: what waits for it is bounded, too.
+                state.is_behind().then(|| AcceptError::Behind { num_bytes: state.num_unwritten() })
+            };
+            if let Some(refusal) = refusal {
                 state.counts.num_refused += 1;
-                return Err(AcceptError::Full { live_bytes, max_bytes });
+                return Err(refusal);
             }
             state.append(key, Payload::Accepted(acceptance));
             let epoch = state.index.get(key).expect("it was appended").epoch;
@@ -213,7 +218,14 @@ impl Journal {
                 state.is_awaited = true;
                 state.index.get(key).ok_or_else(unknown)?.last
             };
-            let chain = self.read(id, key, last).await?;
+            let chain = match self.read(id, key, last).await {
+                Ok(chain) => chain,
+                // Its segment went while it was read: it is in a newer one.
+                Err(_) if self.shared.lock().index.get(key).is_some_and(|entry| entry.last != last) => {
+                    continue;
+                }
+                Err(error) => return Err(error),
+            };
             let acceptance = &chain.acceptance;
             if acceptance.id != id || acceptance.owner.as_deref() != owner {
                 return Err(unknown());
@@ -257,10 +269,12 @@ impl Journal {
         }
         let dir = self.shared.dir.clone();
         let read = spawn_blocking(move || segment::read_chain(&dir, key, last)).await;
-        let read = read.unwrap_or_else(|error| Err(error.to_string()));
-        read.map_err(|reason| {
-            self.shared.lock().counts.num_damaged += 1;
-            unread(&reason)
+        let read = read.map_err(|error| unread(&error.to_string()))?;
+        read.map_err(|error| {
+            if let ChainError::Damaged(_) = error {
+                self.shared.lock().counts.num_damaged += 1;
+            }
+            unread(&error.to_string())
         })
     }
 

@@ -107,27 +107,35 @@ pub(crate) fn read(path: &Path) -> io::Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// Follows a session's records back from its newest one.
+/// Why a session's records are not read.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum ChainError {
+    /// They may be whole.
+    #[error("{}: {source}", path.display())]
+    Io { path: PathBuf, source: io::Error },
+    #[error("segment {:x} is damaged at {}", .0.segment, .0.offset)]
+    Damaged(Position),
+}
+
+/// Follows a session's records back from its newest one, which is written.
 ///
 /// # Errors
-/// When one cannot be read or is damaged. In words.
-pub(crate) fn read_chain(dir: &Path, key: SessionKey, last: Position) -> Result<Chain, String> {
+/// When one cannot be read or is damaged.
+pub(crate) fn read_chain(dir: &Path, key: SessionKey, last: Position) -> Result<Chain, ChainError> {
     let mut at = last;
     let mut open: Option<(u32, File)> = None;
     let (mut runs, mut ending) = (Vec::new(), None);
     loop {
+        let failed = |source| ChainError::Io { path: path(dir, at.segment), source };
         let file = match &open {
             Some((segment, file)) if *segment == at.segment => file,
             _ => {
-                let path = path(dir, at.segment);
-                let file = File::open(&path).map_err(|error| format!("{}: {error}", path.display()))?;
+                let file = File::open(path(dir, at.segment)).map_err(failed)?;
                 &open.insert((at.segment, file)).1
             }
         };
-        let record = read_record(file, at)
-            .map_err(|error| error.to_string())?
-            .filter(|record| record.session == key)
-            .ok_or_else(|| format!("segment {:x} is damaged at {}", at.segment, at.offset))?;
+        let record = read_record(file, at).map_err(failed)?;
+        let record = record.filter(|record| record.session == key).ok_or(ChainError::Damaged(at))?;
         let (acceptance, first) = match record.payload {
             Payload::Accepted(acceptance) => (acceptance, Vec::new()),
             Payload::Snapshot(acceptance, tokens) => (acceptance, tokens),
@@ -148,8 +156,8 @@ pub(crate) fn read_chain(dir: &Path, key: SessionKey, last: Position) -> Result<
 }
 
 /// Each step goes back, so that no chain is endless.
-fn earlier(previous: Position, at: Position) -> Result<Position, String> {
-    if previous < at { Ok(previous) } else { Err("a record does not point back".to_owned()) }
+fn earlier(previous: Position, at: Position) -> Result<Position, ChainError> {
+    if previous < at { Ok(previous) } else { Err(ChainError::Damaged(at)) }
 }
 
 /// `None` when there is no whole record.

@@ -33,7 +33,7 @@ pub struct JournalCounts {
     pub num_dropped: u64,
     /// Writes that failed.
     pub num_failed: u64,
-    /// Requests that were refused, as the journal was full.
+    /// Requests that were refused, as the journal was full or its disk too slow.
     pub num_refused: u64,
     /// Sessions whose time was over.
     pub num_expired: u64,
@@ -149,9 +149,14 @@ impl State {
         self.num_bytes() > self.max_bytes / 4 * 3 && self.segments.len() > 1
     }
 
-    /// Whether as much waits to be written as may.
+    /// Bytes that wait to be written.
+    pub(crate) fn num_unwritten(&self) -> usize {
+        self.buffer.len() + self.num_pending_bytes
+    }
+
+    /// Whether more waits to be written than may.
     pub(crate) fn is_behind(&self) -> bool {
-        self.buffer.len() + self.num_pending_bytes > MAX_UNWRITTEN
+        self.num_unwritten() > MAX_UNWRITTEN
     }
 
     pub(crate) fn push(&mut self, key: SessionKey, epoch: u32, idx: usize, token: Vec<u8>) {

@@ -12,7 +12,7 @@ use std::{
 use crate::{
     index::Standing,
     record::{Payload, SessionKey},
-    segment,
+    segment::{self, ChainError},
     state::{Round, Shared},
 };
 
@@ -156,21 +156,28 @@ impl Writer {
         unneeded.into_iter().for_each(|number| segment::delete(&self.shared.dir, number));
     }
 
-    /// Appends all of a session as one record.
+    /// Appends all of a session as one record. One that cannot move now keeps its segment until the next round of tidying.
     fn carry(&self, key: SessionKey) {
         let Some(last) = self.shared.lock().index.get(key).map(|entry| entry.last) else { return };
+        if last >= self.shared.progress.borrow().written {
+            // It was appended to meanwhile.
+            return;
+        }
         let chain = segment::read_chain(&self.shared.dir, key, last);
         let mut state = self.shared.lock();
-        // One that has changed meanwhile is tried again in the next round of tidying.
         let Some(entry) = state.index.get(key).filter(|entry| entry.last == last) else { return };
         let is_ended = entry.standing == Standing::Ended;
         match chain {
             Ok(chain) if !is_ended => state.append(key, Payload::Snapshot(chain.acceptance, chain.tokens)),
             Ok(_) => {}
-            Err(reason) => {
+            Err(error @ ChainError::Io { .. }) => {
+                state.counts.num_failed += 1;
+                tracing::warn!(%error, "a stream of the journal cannot be moved");
+            }
+            Err(error @ ChainError::Damaged(_)) => {
                 state.counts.num_damaged += 1;
                 state.index.remove(key);
-                tracing::warn!(reason, "a stream is dropped from the journal: its records cannot be read");
+                tracing::warn!(%error, "a stream is dropped from the journal");
             }
         }
     }

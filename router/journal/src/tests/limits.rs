@@ -1,6 +1,6 @@
 //! Full journals, full disks, time.
 
-use std::{fs, time::Duration};
+use std::{fs, sync::Arc, time::Duration};
 
 use crate::{AcceptError, Acceptance, Ending, Journal, JournalConfig};
 
@@ -50,6 +50,38 @@ async fn old_segments_go_and_a_parked_session_moves() {
     drop((writer, journal));
     let journal = open(dir.path());
     assert_eq!(num_tokens(&journal, "parked").await, 8);
+    assert_eq!(journal.counts().num_damaged, 0);
+}
+
+/// To resume makes a record of its newest tokens, which is in no file yet when its old segment is about to go.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_session_that_is_resumed_while_its_segment_goes_is_whole() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let journal = Arc::new(open(dir.path()));
+    let parked = journal.accept(acceptance("parked")).await.unwrap();
+    let reading = tokio::spawn({
+        let journal = journal.clone();
+        async move {
+            let mut num_known = 0;
+            for _ in 0..400 {
+                let (session, writer) = journal.resume("parked", None).await.expect("it is kept");
+                assert!(session.tokens.len() >= num_known);
+                num_known = session.tokens.len();
+                // One that finds the journal full is dropped.
+                push(&writer, num_known..num_known + 1);
+            }
+            num_known
+        }
+    });
+    drop(parked);
+    let mut nth = 0;
+    while !reading.is_finished() {
+        let writer = journal.accept(big(&nth.to_string())).await.unwrap();
+        writer.end(Ending::Stop, 0);
+        nth += 1;
+    }
+    let num_known = reading.await.expect("no panic");
+    assert!(num_tokens(&journal, "parked").await >= num_known && num_known > 0);
     assert_eq!(journal.counts().num_damaged, 0);
 }
 
