@@ -5,7 +5,10 @@
 //! journal instead of a tokenizer, and a choice delivers the tokens again before it plans an attempt. So every API's events
 //! are rebuilt by the code that built them first, and the edge leaves out those that the client has.
 
-use std::{collections::VecDeque, sync::Mutex};
+use std::{
+    collections::VecDeque,
+    sync::{Mutex, PoisonError},
+};
 
 use baton_journal::{Ending, SessionWriter};
 use baton_proto::worker::{GenerateRequest, Token};
@@ -70,6 +73,14 @@ impl DurableCall {
     /// A new call.
     pub fn new(endpoint: &str, body: Vec<u8>) -> DurableCall {
         DurableCall { endpoint: endpoint.to_owned(), body, num_delivered: 0, resumption: None }
+    }
+
+    /// Whether it is the call of a stream that has ended, which is delivered again.
+    pub fn has_ended(&self) -> bool {
+        self.resumption.as_ref().is_some_and(|resumption| {
+            let session = resumption.session.lock().unwrap_or_else(PoisonError::into_inner);
+            session.as_ref().is_some_and(|session| session.ending.is_some())
+        })
     }
 
     /// The client has so much of the answer: events over HTTP, tokens over gRPC.

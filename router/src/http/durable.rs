@@ -12,6 +12,7 @@ use axum::{
     response::{IntoResponse, Response},
 };
 use baton_router_core::{Core, DurableCall, RequestArrival};
+use futures_util::StreamExt;
 use http::{HeaderMap, Method, StatusCode};
 use serde_json::Value;
 
@@ -85,12 +86,13 @@ pub(crate) async fn resume(
         }
     };
     let call = core.resume(&arrival.caller, &id).await?.after(number);
+    let has_ended = call.has_ended();
     let (endpoint, body) = (call.endpoint.clone(), call.body.clone());
     arrival.durable = Some(Arc::new(call));
     let request = Request::builder().method(Method::POST).uri(&endpoint).body(Body::from(body));
     let request = request.map_err(|error| ApiError::new(StatusCode::BAD_REQUEST, error.to_string()))?;
     let (core, arrival) = (State(core), Extension(arrival));
-    Ok(match &*endpoint {
+    let response = match &*endpoint {
         "/v1/chat/completions" => chat::chat_completions(core, arrival, request).await.into_response(),
         "/v1/completions" => completions::completions(core, arrival, request).await.into_response(),
         "/v1/responses" => responses::responses(core, arrival, request).await.into_response(),
@@ -99,7 +101,21 @@ pub(crate) async fn resume(
             let message = format!("the stream {id:?} is one of {other}: resume it there");
             return Err(ApiError::new(StatusCode::BAD_REQUEST, message));
         }
-    })
+    };
+    Ok(if has_ended { or_no_content(response).await } else { response })
+}
+
+/// An `EventSource` asks again for what follows until it is told that nothing does.
+async fn or_no_content(response: Response) -> Response {
+    let (parts, body) = response.into_parts();
+    let mut pieces = body.into_data_stream();
+    match pieces.next().await {
+        None => StatusCode::NO_CONTENT.into_response(),
+        Some(first) => {
+            let pieces = futures_util::stream::iter([first]).chain(pieces);
+            Response::from_parts(parts, Body::from_stream(pieces))
+        }
+    }
 }
 
 fn last_event(headers: &HeaderMap) -> Result<Option<LastEvent>, ApiError> {

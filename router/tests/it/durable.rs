@@ -167,7 +167,10 @@ impl Reader {
         let (method, path) = if body.is_some() { ("POST", api.path) } else { ("GET", &*stream) };
         let body = body.map(Value::to_string).unwrap_or_default();
         let mut response = client.begin(method, path, &headers, body.into()).await;
-        self.read(&mut response).await;
+        // The stream had ended with its last event.
+        if response.status() != 204 {
+            self.read(&mut response).await;
+        }
     }
 }
 
@@ -203,6 +206,10 @@ async fn a_stream_that_is_cut_off_after_any_token_goes_on_with_the_same_events()
             // From anywhere in the whole stream, too.
             reader.resume(client, api, 1 + num_tokens % (whole.len() - 1), None).await;
             assert_eq!(reader.said(), whole, "{} again, {num_tokens}", api.path);
+            // After its last event, `EventSource` must be told not to ask again.
+            let last = [("last-event-id", &*reader.events[whole.len() - 1].id)];
+            let path = format!("/v1/streams/{}", reader.answer_id());
+            assert_eq!(client.send("GET", &path, &last, Bytes::new()).await.status, 204, "{}", api.path);
         });
         cuts.buffer_unordered(WAVE).for_each(async |()| {}).await;
     }
