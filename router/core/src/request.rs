@@ -431,6 +431,10 @@ pub fn tokenize(
                     &mut chat.extra,
                 )?;
             }
+            let final_text = match chat.continue_final {
+                true => Some(FinalText::mark(&mut chat.messages).ok_or_else(|| not_continued(param))?),
+                false => None,
+            };
             let mut prompt = model
                 .tokenizer
                 .chat_prompt(&chat.messages, chat.tools.as_ref(), &chat.extra)
@@ -438,14 +442,8 @@ pub fn tokenize(
                     let param = if error == TemplateError::NoTools { "tools" } else { param };
                     CoreError::invalid(param, error.to_string())
                 })?;
-            if chat.continue_final {
-                let last = chat.messages.as_array().and_then(|messages| messages.last());
-                let last = last.and_then(|message| message["content"].as_str()).unwrap_or_default();
-                let end = end_of(last, &prompt).ok_or_else(|| {
-                    let message = "the last message cannot be continued: its prompt does not show its text";
-                    CoreError::invalid(param, message)
-                })?;
-                prompt.truncate(end);
+            if let Some(text) = final_text {
+                text.cut(&mut chat.messages, &mut prompt).ok_or_else(|| not_continued(param))?;
             }
             let mut tokenised = passages::tokenise(&model.tokenizer, &prompt).map_err(refused)?;
             let rendered = RenderedChat {
@@ -461,12 +459,43 @@ pub fn tokenize(
     }
 }
 
-/// Where the text of the last message ends in its rendered chat. Templates may trim it.
-fn end_of(text: &str, prompt: &str) -> Option<usize> {
-    let begin = prompt.rfind(text.trim()).filter(|_| !text.trim().is_empty())?;
-    let whole = text.trim_start();
-    let is_whole = prompt[begin..].starts_with(whole);
-    Some(begin + if is_whole { whole.len() } else { text.trim().len() })
+/// The text of the message that the answer continues. While the chat is rendered, a character that no text contains stands where
+/// it ends: the text itself may be anywhere in what a template writes.
+struct FinalText(String);
+
+impl FinalText {
+    /// Beside those of passages.
+    const END: char = '\u{FDD2}';
+
+    /// `None` when the last message has no text.
+    fn mark(messages: &mut Value) -> Option<FinalText> {
+        let content = final_content(messages)?;
+        let text = content.as_str().filter(|text| !text.trim().is_empty())?.to_owned();
+        let (said, space) = text.split_at(text.trim_end().len());
+        *content = format!("{said}{}{space}", FinalText::END).into();
+        Some(FinalText(text))
+    }
+
+    /// Ends the prompt with the text. Templates may trim it. `None` when the template does not write it.
+    fn cut(self, messages: &mut Value, prompt: &mut String) -> Option<()> {
+        let end = prompt.rfind(FinalText::END)?;
+        let space = &self.0[self.0.trim_end().len()..];
+        let has_space = prompt[end + FinalText::END.len_utf8()..].starts_with(space);
+        prompt.truncate(end);
+        if has_space {
+            prompt.push_str(space);
+        }
+        *final_content(messages)? = self.0.into();
+        Some(())
+    }
+}
+
+fn final_content(messages: &mut Value) -> Option<&mut Value> {
+    messages.as_array_mut()?.last_mut()?.get_mut("content")
+}
+
+fn not_continued(param: &str) -> CoreError {
+    CoreError::invalid(param, "the last message cannot be continued: its prompt does not show its text")
 }
 
 fn value_bytes(value: &Value) -> usize {
@@ -475,5 +504,37 @@ fn value_bytes(value: &Value) -> usize {
         Value::Array(items) => items.iter().map(value_bytes).sum(),
         Value::Object(fields) => fields.values().map(value_bytes).sum(),
         _ => 8,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    /// Templates write the same text in marks of their own, and trim.
+    #[test]
+    fn a_final_text_ends_where_the_template_has_it() {
+        for (text, is_trimmed, prompt) in [
+            ("end", false, "<|end|>x<|a|>end"),
+            ("end \n", false, "<|end|>x<|a|>end \n"),
+            ("end \n", true, "<|end|>x<|a|>end"),
+            ("|", true, "<|end|>x<|a|>|"),
+        ] {
+            let mut messages = json!([{"content": "x"}, {"content": text}]);
+            let mark = FinalText::mark(&mut messages).expect("it has a text");
+            let content = messages[1]["content"].as_str().expect("a text");
+            let content = if is_trimmed { content.trim() } else { content };
+            let mut rendered = format!("<|end|>x<|a|>{content}<|end|>");
+            mark.cut(&mut messages, &mut rendered).expect("it was written");
+            assert_eq!((&*rendered, &messages[1]["content"]), (prompt, &json!(text)));
+        }
+        for messages in [json!([]), json!([{"content": " "}]), json!([{"role": "user"}])] {
+            assert!(FinalText::mark(&mut messages.clone()).is_none(), "{messages}");
+        }
+        let mut messages = json!([{"content": "x"}]);
+        let mark = FinalText::mark(&mut messages).expect("it has a text");
+        assert!(mark.cut(&mut messages, &mut "none".to_owned()).is_none());
     }
 }
