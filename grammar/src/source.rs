@@ -15,16 +15,41 @@ const MAX_RULES: usize = 2_000;
 /// Strings of a choice.
 const MAX_CHOICES: usize = 10_000;
 
+/// The formats of JSON Schema. The compiler knows most of them, and refuses the others.
+const FORMATS: [&str; 19] = [
+    "date-time",
+    "date",
+    "time",
+    "duration",
+    "email",
+    "idn-email",
+    "hostname",
+    "idn-hostname",
+    "ipv4",
+    "ipv6",
+    "uri",
+    "uri-reference",
+    "iri",
+    "iri-reference",
+    "uuid",
+    "uri-template",
+    "json-pointer",
+    "relative-json-pointer",
+    "regex",
+];
+
 /// What llguidance compiles for `grammar`.
 pub(crate) fn parse(grammar: &Grammar) -> Result<TopLevelGrammar, GrammarError> {
     let (kind, text) = (grammar.kind, &*grammar.text);
     let invalid = |reason: &str| GrammarError::invalid(kind, reason);
     match kind {
         GrammarKind::JsonSchema => {
-            let schema: Value = serde_json::from_str(text).map_err(|error| invalid(&error.to_string()))?;
+            let mut schema: Value =
+                serde_json::from_str(text).map_err(|error| invalid(&error.to_string()))?;
             if !(schema.is_object() || schema.is_boolean()) {
                 return Err(invalid("a schema is a JSON object or a boolean"));
             }
+            drop_foreign_formats(&mut schema);
             Ok(TopLevelGrammar::from_json_schema(with_white_space(schema)))
         }
         GrammarKind::Regex => {
@@ -63,6 +88,32 @@ fn with_white_space(schema: Value) -> Value {
     let options = json!({"whitespace_pattern": JSON_WHITE_SPACE});
     schema.entry("x-guidance").or_insert(options);
     Value::Object(schema)
+}
+
+/// Removes formats that JSON Schema does not define, such as Pydantic's `path`: it takes them for remarks (Validation 7.2.3).
+fn drop_foreign_formats(schema: &mut Value) {
+    let Value::Object(fields) = schema else { return };
+    if fields.get("format").and_then(Value::as_str).is_some_and(|format| !FORMATS.contains(&format)) {
+        fields.remove("format");
+    }
+    for (name, value) in fields {
+        match &**name {
+            // Values, not schemas.
+            "enum" | "const" | "default" | "examples" => {}
+            // The keys are names that the schema's author chose.
+            "properties" | "patternProperties" | "$defs" | "definitions" | "dependentSchemas" => {
+                value
+                    .as_object_mut()
+                    .into_iter()
+                    .flatten()
+                    .for_each(|(_, schema)| drop_foreign_formats(schema));
+            }
+            _ => match value {
+                Value::Array(schemas) => schemas.iter_mut().for_each(drop_foreign_formats),
+                schema => drop_foreign_formats(schema),
+            },
+        }
+    }
 }
 
 fn check_depth(kind: GrammarKind, text: &str) -> Result<(), GrammarError> {
