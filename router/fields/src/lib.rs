@@ -230,8 +230,8 @@ pub const FIELDS: &[Field] = &[
     only(
         "thinking",
         CLAUDE,
-        |value| value["type"] == "disabled",
-        "`{\"type\": \"disabled\"}`: the model decides",
+        |value| value["type"] == "disabled" || value["type"] == "adaptive",
+        "`disabled` or `adaptive`: the model decides",
     ),
     only("speed", CLAUDE, |value| value == "standard", "`\"standard\"`"),
     only("echo", CHAT, is_false, "`false`"),
@@ -256,19 +256,19 @@ pub const FIELDS: &[Field] = &[
     ),
     refused("conversation", RESPONSES, "this server keeps no conversations: send the whole one as `input`"),
     refused("prompt", RESPONSES, "this server keeps no prompts: send its text"),
-    refused("reasoning", RESPONSES, "the model decides how it reasons"),
+    only("reasoning", RESPONSES, is_empty, "an empty object: the model decides how it reasons"),
     refused("max_tool_calls", RESPONSES, "tools are the client's: this server calls none"),
-    refused("context_management", RESPONSES, "shorten the conversation"),
+    only("context_management", RESPONSES, is_empty, "an empty list: shorten the conversation"),
     refused("moderation", RESPONSES, "this server does not moderate"),
     refused("access_programs", RESPONSES, "not built"),
     refused("image", RESPONSES, "this server answers with text"),
     refused("stop", RESPONSES, "this API has no such field; chats have it"),
     refused("container", MESSAGES, "this server runs no code"),
     refused("mcp_servers", MESSAGES, "tools are the client's: this server calls none"),
-    refused("context_management", MESSAGES, "shorten the conversation"),
+    only("context_management", MESSAGES, is_empty, "one without `edits`: shorten the conversation"),
     refused("output_format", MESSAGES, "use `output_config`"),
     refused("inference_geo", MESSAGES, "this server is where it is"),
-    refused("output_config", &[Endpoint::CountTokens], "it does not change the prompt"),
+    harmless("output_config", &[Endpoint::CountTokens], "it does not change the prompt"),
     refused("functions", BOTH, "use `tools`"),
     refused("function_call", BOTH, "use `tool_choice`"),
     refused("audio", BOTH, "this server answers with text"),
@@ -299,6 +299,16 @@ pub const FIELDS: &[Field] = &[
 
 fn is_obfuscation(options: &Value) -> bool {
     options.as_object().is_some_and(|options| options.keys().all(|key| key == "include_obfuscation"))
+}
+
+/// It asks for nothing.
+fn is_empty(value: &Value) -> bool {
+    match value {
+        Value::Null => true,
+        Value::Array(items) => items.is_empty(),
+        Value::Object(fields) => fields.values().all(is_empty),
+        _ => false,
+    }
 }
 
 fn is_false(value: &Value) -> bool {

@@ -221,7 +221,11 @@ pub(super) fn tool_choice(choice: Option<&Value>) -> Result<(Option<Value>, bool
 pub(super) fn format(config: Option<&Map<String, Value>>) -> Result<Option<AskedGrammar>, ApiError> {
     let param = "output_config.format";
     let Some(config) = config else { return Ok(None) };
-    if let Some((name, _)) = config.iter().find(|(name, value)| !value.is_null() && *name != "format") {
+    // "high" is what an absent effort is.
+    let is_known = |(name, value): &(&String, &Value)| {
+        value.is_null() || *name == "format" || (*name == "effort" && *value == "high")
+    };
+    if let Some((name, _)) = config.iter().find(|field| !is_known(field)) {
         let param = format!("output_config.{name}");
         return Err(ApiError::unsupported(
             param.clone(),
