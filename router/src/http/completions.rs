@@ -7,6 +7,7 @@ use axum::{
     response::Response,
 };
 use baton_proto::v1;
+use baton_request::FinishReason;
 use baton_request_fields::Endpoint;
 use baton_tokenizer::Tokenizer;
 use serde::{
@@ -198,7 +199,13 @@ pub(crate) async fn completions(
             "echo: log-probabilities of a prompt come in one piece; leave out echo, logprobs or stream";
         return Err(ApiError::unsupported("echo", message));
     }
+    let is_prompt_alone = echo && request.max_tokens == Some(0);
+    if is_prompt_alone && streamed {
+        let message = "max_tokens: 0 with echo gives the prompt alone, in one piece; leave out stream";
+        return Err(ApiError::unsupported("max_tokens", message));
+    }
     let wanted = Wanted {
+        is_prompt_alone,
         num_top: request.logprobs,
         with_ids,
         with_prompt_logprobs: request.prompt_logprobs.is_some(),
@@ -244,6 +251,8 @@ struct Wanted {
     with_prompt_logprobs: bool,
     /// Whether log-probabilities begin with those of the prompt.
     echoes_logprobs: bool,
+    /// Nothing is to be generated. Workers generate at least a token, which is left out.
+    is_prompt_alone: bool,
 }
 
 impl CompletionRequest {
@@ -254,6 +263,7 @@ impl CompletionRequest {
         sampling.logprobs = self.logprobs;
         if self.echo == Some(true) {
             sampling.prompt_logprobs = sampling.prompt_logprobs.max(self.logprobs);
+            sampling.max_tokens = sampling.max_tokens.map(|max_tokens| max_tokens.max(1));
         }
         Ok(ClientRequest {
             id: arrival.answer_id("cmpl-"),
@@ -276,8 +286,20 @@ struct Logprobs {
     tokens: Vec<String>,
     token_logprobs: Vec<Option<f32>>,
     top_logprobs: Vec<Option<BTreeMap<String, f32>>>,
-    /// Where each token begins in the choice's text, in characters.
+    /// Where each token begins in the choice's text, in characters. Of a character of several tokens, the first has it.
     text_offset: Vec<usize>,
+}
+
+/// How much longer a text is by a token, in characters. Special tokens are not shown.
+fn num_chars(tokenizer: &Tokenizer, id: u32) -> usize {
+    match tokenizer.is_special(id) {
+        true => 0,
+        false => {
+            let bytes = tokenizer.token_bytes(id).unwrap_or_default();
+            // All but those that go on with a character.
+            bytes.iter().filter(|&byte| byte & 0b1100_0000 != 0b1000_0000).count()
+        }
+    }
 }
 
 impl Logprobs {
@@ -290,7 +312,7 @@ impl Logprobs {
         offset: &mut usize,
     ) -> Logprobs {
         let mut logprobs = Logprobs::default();
-        logprobs.push(token_text(tokenizer, prompt[0]), None, offset);
+        logprobs.push(tokenizer, prompt[0], None, offset);
         let tokens = scored.iter().map(|token| {
             let mut logprobs = token.clone();
             logprobs.top.truncate(num_top);
@@ -303,7 +325,6 @@ impl Logprobs {
     /// Appends tokens; `offset` is where the next one begins.
     fn extend(&mut self, tokenizer: &Tokenizer, tokens: &[TokenOut], offset: &mut usize) {
         for token in tokens {
-            let text = token_text(tokenizer, token.id);
             let (logprob, top) = chosen_and_top(token);
             let mut top: BTreeMap<_, _> = top
                 .iter()
@@ -311,16 +332,22 @@ impl Logprobs {
                 .map(|top| (token_text(tokenizer, top.token_id), finite(top.logprob)))
                 .collect();
             // OpenAI names the chosen token even when it is not among the most likely.
-            top.insert(text.clone(), logprob);
-            self.push(text, Some((logprob, top)), offset);
+            top.insert(token_text(tokenizer, token.id), logprob);
+            self.push(tokenizer, token.id, Some((logprob, top)), offset);
         }
     }
 
-    fn push(&mut self, text: String, known: Option<(f32, BTreeMap<String, f32>)>, offset: &mut usize) {
+    fn push(
+        &mut self,
+        tokenizer: &Tokenizer,
+        id: u32,
+        known: Option<(f32, BTreeMap<String, f32>)>,
+        offset: &mut usize,
+    ) {
         let (logprob, top) = known.unzip();
         self.text_offset.push(*offset);
-        *offset += text.chars().count();
-        self.tokens.push(text);
+        *offset += num_chars(tokenizer, id);
+        self.tokens.push(token_text(tokenizer, id));
         self.token_logprobs.push(logprob);
         self.top_logprobs.push(top);
     }
@@ -429,11 +456,14 @@ async fn collect(
     while let Some(event) = events.next().await {
         let event = event?;
         let choice = &mut collected[event.index as usize];
-        choice.text.push_str(&event.text);
-        choice.tokens.extend(event.tokens);
+        if !wanted.is_prompt_alone {
+            choice.text.push_str(&event.text);
+            choice.tokens.extend(event.tokens);
+        }
         scored[event.index as usize / n].extend(event.scored);
         if let Some(finish) = event.finish {
-            choice.finish_reason = Some(finish.reason.name());
+            let reason = if wanted.is_prompt_alone { FinishReason::Length } else { finish.reason };
+            choice.finish_reason = Some(reason.name());
         }
     }
     let choices = collected.iter().enumerate().map(|(index, choice)| {
@@ -460,6 +490,10 @@ async fn collect(
         }
     });
     let choices: Vec<_> = choices.collect();
-    let answer = head.answer(OBJECT, &choices, Some(Some(events.usage().into())));
+    let mut usage = events.usage();
+    if wanted.is_prompt_alone {
+        usage.completion_tokens = 0;
+    }
+    let answer = head.answer(OBJECT, &choices, Some(Some(usage.into())));
     Ok(body::json(&answer.with(events.extras())))
 }

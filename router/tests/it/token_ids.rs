@@ -123,6 +123,39 @@ async fn each_token_of_a_prompt_has_one_log_probability_after_a_retry() {
     assert_eq!(logprobs["token_logprobs"], json!([null, -0.5, -1.0, -2.0, -0.25]));
     assert_eq!(logprobs["text_offset"], json!([0, 1, 2, 3, 4]));
     assert_eq!(logprobs["top_logprobs"][1], json!({"b": -0.5}));
+
+    // The prompt alone, as evaluations ask for it.
+    let (router, worker) = scored().await;
+    let mut body = json!({"prompt": "abcd", "max_tokens": 0, "logprobs": 0, "echo": true});
+    let answer = router.client.post("/v1/completions", &body).await.json();
+    let choice = &answer["choices"][0];
+    assert_eq!((&choice["text"], &choice["finish_reason"]), (&json!("abcd"), &json!("length")));
+    assert_eq!(choice["logprobs"]["tokens"], json!(["a", "b", "c", "d"]));
+    assert_eq!(answer["usage"]["completion_tokens"], 0);
+    assert_eq!(worker.requests()[0].sampling.as_ref().unwrap().max_tokens, 1);
+    body["echo"] = json!(false);
+    assert_eq!(router.client.post("/v1/completions", &body).await.json()["error"]["param"], "max_tokens");
+    let streamed = json!({"prompt": "abcd", "max_tokens": 0, "echo": true, "stream": true});
+    assert_eq!(router.client.post("/v1/completions", &streamed).await.json()["error"]["param"], "max_tokens");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn offsets_are_those_of_the_text() {
+    let (router, worker) = Router::with_worker().await;
+    // The two bytes of a character, a token that is not shown, and a letter.
+    let tokens = [195, 169, END, 97].map(|id| Step::Logprobs(id, -0.25, Vec::new()));
+    let steps = [tokens.to_vec(), vec![Step::Finish(v1::FinishReason::Length)]].concat();
+    worker.script(move |_| steps.clone());
+    for stream in [false, true] {
+        let body = json!({"prompt": "x", "logprobs": 0, "stream": stream});
+        let text = router.client.post("/v1/completions", &body).await.text();
+        let pieces = text.split("data: ").filter_map(|piece| serde_json::from_str::<Value>(piece).ok());
+        let offsets = pieces.flat_map(|piece| {
+            let offsets = piece["choices"][0]["logprobs"]["text_offset"].as_array().cloned();
+            offsets.unwrap_or_default()
+        });
+        assert_eq!(offsets.collect::<Vec<_>>(), [0, 1, 1, 1], "{text}");
+    }
 }
 
 #[tokio::test(flavor = "multi_thread")]
