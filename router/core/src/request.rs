@@ -300,10 +300,15 @@ impl ClientRequest {
         }
         let sampling = self.sampling.with_defaults(model);
         // Again with each prompt; but a wrong number is not worth tokenising for.
-        sampling.validate(model.vocab_size).map_err(|error| names.refusal(error))?;
+        // A grammar is called what the client called it, or is one of calls.
+        let grammar = self.sampling.grammar.as_ref().map_or("tools", |asked| asked.param);
+        let refusal = |error: InvalidRequest| {
+            let field = if error.field == "grammar" { grammar } else { error.field };
+            names.refusal(InvalidRequest { field, ..error })
+        };
+        sampling.validate(model.vocab_size).map_err(refusal)?;
         if sampling.prompt_logprobs.is_some() && self.serving.prefill == PrefillMode::Remote {
-            let refusal = InvalidRequest::new("prompt_logprobs", Problem::PromptElsewhere);
-            return Err(names.refusal(refusal));
+            return Err(refusal(InvalidRequest::new("prompt_logprobs", Problem::PromptElsewhere)));
         }
         if let Some(asked) = &self.sampling.grammar {
             model.check_grammar(&asked.grammar, asked.param)?;
@@ -369,7 +374,7 @@ impl ClientRequest {
             }
             request.sampling.max_tokens =
                 self.sampling.max_tokens(model, request.prompt.len(), contexts, names.max_tokens)?;
-            request.validate(model.vocab_size, contexts.longest).map_err(|error| names.refusal(error))?;
+            request.validate(model.vocab_size, contexts.longest).map_err(refusal)?;
             request.blend = request.blend.filter(|_| blend != BlendMode::Off);
             prompts.push(request);
         }
@@ -419,6 +424,7 @@ pub fn tokenize(
             model.tokenizer.encode(&text, add_special).map(TokenisedPrompt::from).map_err(refused)
         }
         PromptInput::Chat(mut chat) => {
+            rename_developers(&mut chat.messages);
             if chat.continue_final {
                 chat.extra.insert("add_generation_prompt".to_owned(), Value::Bool(false));
             }
@@ -455,6 +461,15 @@ pub fn tokenize(
             };
             tokenised.kept = kept::prefixes(&rendered, &chat.kept, &tokenised.ids)?;
             Ok(tokenised)
+        }
+    }
+}
+
+/// Templates know no developers: to them these are the system.
+fn rename_developers(messages: &mut Value) {
+    for message in messages.as_array_mut().into_iter().flatten() {
+        if message["role"] == "developer" {
+            message["role"] = "system".into();
         }
     }
 }

@@ -26,10 +26,6 @@ fn normalise_one(idx: usize, message: Value, kept: &mut Vec<KeptText>) -> Result
     if !message.get("role").is_some_and(Value::is_string) {
         return wrong("role", "a string");
     }
-    if message["role"] == "developer" {
-        // Templates know no developers.
-        message.insert("role".to_owned(), "system".into());
-    }
     let content = match message.get_mut("content").map(Value::take) {
         None | Some(Value::Null) => {
             if !message.contains_key("tool_calls") {

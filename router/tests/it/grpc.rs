@@ -80,13 +80,15 @@ async fn generates_from_text_chat_and_ids() {
     let (router, worker) = Router::with_worker().await;
     let mut client = client(&router).await;
     let message = ChatMessage { role: "user".into(), content: "Hi".into(), ..Default::default() };
+    let message_of = |role: &str| ChatMessage { role: role.into(), ..message.clone() };
+    let chat =
+        |role: &str| Prompt::Chat(ChatMessages { messages: vec![message_of(role)], ..Default::default() });
     let prompts = [
         (Prompt::Text("Hi".into()), ids("Hi")),
         (Prompt::TokenIds(TokenIds { ids: vec![1, 2], passages: Vec::new() }), vec![1, 2]),
-        (
-            Prompt::Chat(ChatMessages { messages: vec![message], ..Default::default() }),
-            vec![257, 72, 105, 258],
-        ),
+        (chat("user"), vec![257, 72, 105, 258]),
+        (chat("developer"), [ids("<|system|>Hi"), vec![258]].concat()),
+        (chat("system"), [ids("<|system|>Hi"), vec![258]].concat()),
     ];
     for (prompt, tokens) in prompts {
         let request = GenerateRequest { prompt: Some(prompt), ..GenerateRequest::default() };

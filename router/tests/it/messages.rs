@@ -116,6 +116,20 @@ async fn tools_are_called_and_their_results_are_messages() {
         worker.requests().pop().unwrap().sampling.unwrap().grammar.unwrap().text,
         "{\"type\":\"null\"}"
     );
+    // What asks for nothing else than what is done.
+    for fields in [
+        json!({"output_config": {"effort": "high"}}),
+        json!({"thinking": {"type": "adaptive"}}),
+        json!({"context_management": {"edits": []}}),
+    ] {
+        let answer = router.client.post(PATH, &ask(fields)).await;
+        assert_eq!(answer.status, 200, "{}", answer.text());
+    }
+    let long =
+        json!({"output_config": {"format": {"type": "json_schema", "schema": {"x": "y".repeat(300 << 10)}}}});
+    let refused = router.client.post(PATH, &ask(long)).await;
+    assert_eq!(refused.status, 400);
+    assert!(refused.text().contains("output_config.format: "), "{}", refused.text());
 }
 
 #[tokio::test(flavor = "multi_thread")]
