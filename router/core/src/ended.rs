@@ -4,7 +4,10 @@ use std::time::Duration;
 
 use serde::Serialize;
 
-use super::{Timing, Usage, timing::millis};
+use super::{
+    Timing, Usage,
+    timing::{millis, rounded_millis},
+};
 
 /// A request that has ended. As JSON, durations are in milliseconds, and what is not known is null.
 #[derive(Clone, Debug, Serialize)]
@@ -41,7 +44,8 @@ pub struct EndedRequest {
 impl EndedRequest {
     /// Writes the line. It has neither text nor tokens of the request.
     pub(crate) fn log(&self) {
-        let millis = |duration: Option<Duration>| duration.map(|duration| duration.as_secs_f64() * 1e3);
+        let millis =
+            |duration: Option<Duration>| duration.map(|duration| rounded_millis(duration.as_secs_f64()));
         let Timing {
             tokenise,
             plan,

@@ -3,6 +3,8 @@
 use baton_planner::{Estimate, Plan, PlanOption, Prefill};
 use serde::{Serialize, Serializer};
 
+use crate::timing::rounded_millis;
+
 /// One plan of one choice, and what it was chosen from.
 #[derive(Clone, Debug, Serialize)]
 pub struct ExplainedPlan {
@@ -68,9 +70,9 @@ impl ExplainedPlan {
         span.record("plan.decode", plan.decode.id.as_str());
         span.record("plan.prefill", name(&plan.prefill).unwrap_or_else(|| "local".to_owned()));
         if let Some(estimate) = &plan.estimate {
-            span.record("plan.ttft_ms", millis(estimate.ttft));
-            span.record("plan.tpot_ms", millis(estimate.tpot));
-            span.record("plan.harm_ms", millis(estimate.harm));
+            span.record("plan.ttft_ms", rounded_millis(estimate.ttft));
+            span.record("plan.tpot_ms", rounded_millis(estimate.tpot));
+            span.record("plan.harm_ms", rounded_millis(estimate.harm));
         }
         if let Some(text) = explained.and_then(|explained| serde_json::to_string(&explained.options).ok()) {
             span.record("plan.options", text);
@@ -92,17 +94,17 @@ impl ExplainedOption {
 impl Times {
     fn of(estimate: &Estimate) -> Times {
         Times {
-            recall_ms: millis(estimate.recall),
-            fetch_ms: millis(estimate.fetch),
-            queue_ms: millis(estimate.queue),
-            compute_ms: millis(estimate.compute),
+            recall_ms: rounded_millis(estimate.recall),
+            fetch_ms: rounded_millis(estimate.fetch),
+            queue_ms: rounded_millis(estimate.queue),
+            compute_ms: rounded_millis(estimate.compute),
             kept_passage_tokens: estimate.num_kept,
-            ttft_ms: millis(estimate.ttft),
-            exposed_ms: millis(estimate.exposed),
-            tpot_ms: millis(estimate.tpot),
-            decode_ms: millis(estimate.decode),
-            harm_ms: millis(estimate.harm),
-            total_ms: millis(estimate.total()),
+            ttft_ms: rounded_millis(estimate.ttft),
+            exposed_ms: rounded_millis(estimate.exposed),
+            tpot_ms: rounded_millis(estimate.tpot),
+            decode_ms: rounded_millis(estimate.decode),
+            harm_ms: rounded_millis(estimate.harm),
+            total_ms: rounded_millis(estimate.total()),
             broken_slos: estimate.num_broken,
             has_room: estimate.has_room,
         }
@@ -118,9 +120,4 @@ fn name(prefill: &Prefill) -> Option<String> {
         Prefill::Local => None,
         Prefill::Remote(worker) => Some(worker.id.0.clone()),
     }
-}
-
-/// To microseconds.
-fn millis(seconds: f64) -> f64 {
-    (seconds * 1e6).round() / 1e3
 }

@@ -119,7 +119,11 @@ impl Stopwatch {
     }
 }
 
-/// To microseconds.
 pub(crate) fn millis<S: Serializer>(duration: &Option<Duration>, serializer: S) -> Result<S::Ok, S::Error> {
-    duration.map(|duration| (duration.as_secs_f64() * 1e6).round() / 1e3).serialize(serializer)
+    duration.map(|duration| rounded_millis(duration.as_secs_f64())).serialize(serializer)
+}
+
+/// To microseconds.
+pub(crate) fn rounded_millis(seconds: f64) -> f64 {
+    (seconds * 1e6).round() / 1e3
 }

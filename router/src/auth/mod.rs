@@ -23,6 +23,7 @@ use http::{HeaderMap, HeaderName, HeaderValue, header};
 use access::Access;
 use held::HeldBody;
 pub(crate) use live_keys::LiveKeys;
+use refusal::Refusal;
 
 /// Anthropic's clients send their key in it.
 const X_API_KEY: &str = "x-api-key";
@@ -50,14 +51,18 @@ async fn admit(State(guard): State<Arc<Guard>>, mut request: Request, next: Next
         }
         return next.run(request).await;
     }
-    let begun = holder.and_then(|holder| {
-        access.check(holder.role())?;
-        let permit = holder.begin_call(Instant::now())?;
-        Ok((holder, permit))
-    });
-    let (holder, permit) = match begun {
-        Ok(begun) => begun,
+    let allowed = holder.and_then(|holder| access.check(holder.role()).map(|()| holder));
+    let holder = match allowed {
+        Ok(holder) => holder,
         Err(refusal) => return refusal.answer(&request),
+    };
+    let permit = match holder.begin_call(Instant::now()) {
+        Ok(permit) => permit,
+        Err(exceeded) => {
+            let mut answer = Refusal::from(exceeded).answer(&request);
+            add_allowances(answer.headers_mut(), &holder);
+            return answer;
+        }
     };
     // The others end by themselves, soon.
     let end = access.is_endless().then(|| guard.keys.clone().revoked(holder.clone()));

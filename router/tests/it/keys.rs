@@ -233,7 +233,10 @@ async fn requests_and_tokens_are_limited_by_the_minute() {
     assert_eq!(answer.header("x-ratelimit-remaining-requests"), "2");
     complete(&router.client, "Hi", 4).await;
     complete(&router.client, "Hi", 4).await;
-    let wait = exceeded(&router.client.get("/v1/models").await, "3 requests a minute");
+    let refused = router.client.get("/v1/models").await;
+    let wait = exceeded(&refused, "3 requests a minute");
+    assert_eq!(refused.header("x-ratelimit-limit-requests"), "3");
+    assert_eq!(refused.header("x-ratelimit-remaining-requests"), "0");
     assert!((1..=20).contains(&wait), "{wait}");
     assert_eq!(client(&router, Some(secret(OTHER))).get("/v1/models").await.status, 200);
     // Probes take nothing, and have no quota.
