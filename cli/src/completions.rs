@@ -1,5 +1,7 @@
 //! `baton completions`: a script with which a shell completes the commands and flags of `baton`.
 
+use std::io::Write;
+
 use clap::{Args, Command};
 
 #[derive(Debug, Args)]
@@ -11,6 +13,9 @@ pub(crate) struct CompletionsArgs {
 impl CompletionsArgs {
     /// Writes the script to standard output.
     pub(crate) fn print(&self, mut command: Command) {
-        clap_complete::generate(self.shell, &mut command, "baton", &mut std::io::stdout());
+        let mut script = Vec::new();
+        clap_complete::generate(self.shell, &mut command, "baton", &mut script);
+        // A reader that has seen enough is no error.
+        let _ = std::io::stdout().write_all(&script);
     }
 }
