@@ -321,6 +321,10 @@ impl Collector for EngineCollector {
                 counter.encode(family.encode_family(&[("tier", tier.name)])?)?;
             }
         }
+        let quarantined = ConstGauge::new(self.data_plane.receiver.load().num_quarantined_blocks as i64);
+        let help = "Blocks that are not free because a peer may still write into them, though their handoff has ended";
+        let (name, metric_type) = ("baton_handoff_quarantined_blocks", quarantined.metric_type());
+        quarantined.encode(encoder.encode_descriptor(name, help, None, metric_type)?)?;
         for (name, help, read) in COUNTS {
             let metric_type = ConstCounter::new(0_u64).metric_type();
             let mut family = encoder.encode_descriptor(name, help, None, metric_type)?;

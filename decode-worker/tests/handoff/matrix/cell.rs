@@ -225,6 +225,7 @@ impl Cell {
                 if is_writing && kind == TransportKind::Shm {
                     // The prefill worker may write when it wakes, so its 20 blocks are not reused.
                     assert_eq!(self.decode.num_free().await, 64 - 20);
+                    assert_eq!(self.decode.metric("baton_handoff_quarantined_blocks", "").await, 20);
                 } else {
                     // Over rdma its key is revoked first.
                     self.decode.assert_all_free().await;

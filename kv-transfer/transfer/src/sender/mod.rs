@@ -27,6 +27,7 @@ use std::{
     collections::HashMap,
     io,
     sync::{Arc, Mutex, PoisonError},
+    thread,
 };
 
 use baton_handoff::{AccessKey, RouteError, TransportOffer};
@@ -230,7 +231,13 @@ impl Sender {
             .or_insert_with(|| transport.pool(&self.shared.context, offer, layout));
         let pool = Arc::clone(pool);
         drop(pools);
-        drop(cold);
+        if !cold.is_empty() {
+            // The end of a pool waits for its threads, which may be connecting. The caller does not.
+            let ending = thread::Builder::new().name("kv-pool-end".into()).spawn(move || drop(cold));
+            if let Err(error) = ending {
+                warn!(%error, "no thread ends lost pools: their end was waited for");
+            }
+        }
         pool
     }
 }
