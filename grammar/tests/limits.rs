@@ -138,7 +138,7 @@ fn a_sequence_that_spends_too_long_on_its_grammar_ends_and_its_neighbour_goes_on
     let token = tiny.tokenizer.encode("a", false).unwrap()[0];
     let mut matcher = tiny.matcher(GrammarKind::Lark, ambiguous).unwrap();
     let mut neighbour = tiny.matcher(GrammarKind::Regex, "[a-z]{2000}").unwrap();
-    let mut step = |matcher: &mut TokenMatcher| matcher.mask().and_then(|_| matcher.accept(token));
+    let step = |matcher: &mut TokenMatcher| matcher.mask().and_then(|_| matcher.accept(token));
     let error = (0..1000).find_map(|_| {
         step(&mut neighbour).expect("a mask costs it little");
         step(&mut matcher).err()

@@ -14,6 +14,12 @@ pub const fn mix(mut z: u64) -> u64 {
     z ^ (z >> 31)
 }
 
+/// The first number of a generator: a hash of its seed, which may be 0.
+#[inline]
+pub const fn hash(seed: u64) -> u64 {
+    mix(seed.wrapping_add(GOLDEN))
+}
+
 /// A generator.
 #[derive(Clone, Debug)]
 pub struct Random(u64);

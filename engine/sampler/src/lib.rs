@@ -21,7 +21,7 @@ use baton_grammar::TokenMask;
 pub use baton_model_spec::InvalidLogits;
 use baton_model_spec::{SampledToken, TokenCount, TokenLogprobs, TokenSampling};
 
-use baton_random::{GOLDEN, mix};
+use baton_random::{GOLDEN, hash, mix};
 use baton_request::{Request, SamplingParams};
 
 /// Scaled logits this far below the largest are ignored: together they have less than `vocab_size * e^-40` of the
@@ -305,7 +305,7 @@ impl ScoredToken {
 /// Generators, 2014), once over the seed and once over the sum with the index's Weyl step.
 pub fn random_unit(seed: u64, output_idx: u64) -> f64 {
     // Invariant 8: no state, only seed and index.
-    let bits = mix(mix(seed.wrapping_add(GOLDEN)).wrapping_add(output_idx.wrapping_mul(GOLDEN)));
+    let bits = mix(hash(seed).wrapping_add(output_idx.wrapping_mul(GOLDEN)));
     (bits >> 11) as f64 / (1u64 << 53) as f64
 }
 

@@ -109,7 +109,7 @@ impl SimExecutor {
         };
         let first_row = it.tokens.len() - it.num_logits;
         for (idx, &token) in it.tokens.iter().enumerate() {
-            hash = spread(hash ^ u64::from(token));
+            hash = baton_random::hash(hash ^ u64::from(token));
             let position = it.start_idx + idx;
             // SAFETY: the caller guarantees exclusive access to the slots of the batch's tokens.
             let piece = unsafe { storage.layer_mut(it.blocks[position / block_size], 0) };
@@ -132,14 +132,15 @@ impl SimExecutor {
     fn token(&self, hash: u64) -> u32 {
         let num_candidates = self.vocab_size - self.ends.len();
         // The upper bits of a product with a random number are evenly distributed.
-        let nth = ((u128::from(spread(hash)) * num_candidates as u128) >> 64) as u32;
+        let nth = ((u128::from(baton_random::hash(hash)) * num_candidates as u128) >> 64) as u32;
         // The nth token that ends nothing.
         self.ends.iter().fold(nth, |token, &end| token + u32::from(end <= token))
     }
 
     fn push_logits(&self, hash: u64, logits: &mut Vec<f32>) {
         let start = logits.len();
-        let unit = |id: u64| (spread(hash ^ id.rotate_left(32)) >> 40) as f32 / (1u64 << 24) as f32;
+        let unit =
+            |id: u64| (baton_random::hash(hash ^ id.rotate_left(32)) >> 40) as f32 / (1u64 << 24) as f32;
         logits.extend((0..self.vocab_size as u64).map(unit));
         logits[start + self.token(hash) as usize] = CHOSEN;
     }
@@ -234,11 +235,6 @@ impl SamplingExecutor for SimExecutor {
         };
         Ok(rows.into_iter().map(row).collect())
     }
-}
-
-/// A number whose bits depend on all bits of another one.
-fn spread(number: u64) -> u64 {
-    baton_random::mix(number.wrapping_add(ROOT))
 }
 
 #[cfg(test)]

@@ -4,10 +4,7 @@ use std::time::Duration;
 
 use serde::Serialize;
 
-use super::{
-    Timing, Usage,
-    timing::{millis, rounded_millis},
-};
+use super::{Timing, Usage, explain::rounded_millis, timing::millis};
 
 /// A request that has ended. As JSON, durations are in milliseconds, and what is not known is null.
 #[derive(Clone, Debug, Serialize)]

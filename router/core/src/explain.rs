@@ -3,8 +3,6 @@
 use baton_planner::{Estimate, Plan, PlanOption, Prefill};
 use serde::{Serialize, Serializer};
 
-use crate::timing::rounded_millis;
-
 /// One plan of one choice, and what it was chosen from.
 #[derive(Clone, Debug, Serialize)]
 pub struct ExplainedPlan {
@@ -120,4 +118,9 @@ fn name(prefill: &Prefill) -> Option<String> {
         Prefill::Local => None,
         Prefill::Remote(worker) => Some(worker.id.0.clone()),
     }
+}
+
+/// To microseconds.
+pub(crate) fn rounded_millis(seconds: f64) -> f64 {
+    (seconds * 1e6).round() / 1e3
 }

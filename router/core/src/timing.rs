@@ -6,7 +6,7 @@ use baton_planner::Prefill;
 use baton_proto::worker::Token;
 use serde::{Serialize, Serializer};
 
-use super::{ExplainedPlan, PreparedRequest, attempt::Attempt};
+use super::{ExplainedPlan, PreparedRequest, attempt::Attempt, explain::rounded_millis};
 
 /// What an answer tells beside itself, if its request asks for it.
 #[derive(Clone, Debug, Default, Serialize)]
@@ -121,9 +121,4 @@ impl Stopwatch {
 
 pub(crate) fn millis<S: Serializer>(duration: &Option<Duration>, serializer: S) -> Result<S::Ok, S::Error> {
     duration.map(|duration| rounded_millis(duration.as_secs_f64())).serialize(serializer)
-}
-
-/// To microseconds.
-pub(crate) fn rounded_millis(seconds: f64) -> f64 {
-    (seconds * 1e6).round() / 1e3
 }

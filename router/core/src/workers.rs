@@ -4,6 +4,7 @@
 //! It does not know requests or policies; it answers with a [`ClusterView`].
 
 mod channel;
+mod report;
 mod segments;
 mod watch;
 
@@ -17,16 +18,12 @@ use std::{
 };
 
 use baton_cluster::{Dialer, Membership, Role, WorkerRecord};
-use baton_cost::{LinkLine, StepLine};
 use baton_kv_cache::BlockHash;
 use baton_kv_index::{
     BlockKey, CacheSource, IndexSize, KvIndex, SourceState, StoredBlocks, StoredFront, TokensHeld,
 };
-use baton_planner::{
-    BackOff, ClusterView, HeldPrefix, Ledger, Load, SentWork, StorePace, Usability, WorkerKey, WorkerPace,
-    WorkerView,
-};
-use baton_proto::{v1, worker::Ticket};
+use baton_planner::{BackOff, ClusterView, HeldPrefix, Ledger, SentWork, Usability, WorkerKey, WorkerView};
+use baton_proto::worker::Ticket;
 use tokio::sync::watch as notify;
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 use tonic::transport::Channel;
@@ -456,7 +453,7 @@ impl Workers {
                 None => ledger.cover_silently(),
             }
         }
-        if let Some(what) = report.as_ref().and_then(|report| absurdity(&report.load))
+        if let Some(what) = report.as_ref().and_then(|report| report::absurdity(&report.load))
             && !std::mem::replace(&mut worker.is_absurd, true)
         {
             tracing::warn!(worker = %key, what, "the worker's load reports have numbers that cannot be: they are ignored, and not logged again");
@@ -541,7 +538,7 @@ impl Worker {
 
     fn view(&self, now: Instant) -> WorkerView {
         let usability = self.usability(now);
-        let load = self.report.as_ref().map(|report| load(report, now)).unwrap_or_default();
+        let load = self.report.as_ref().map(|report| report::load(report, now)).unwrap_or_default();
         let num_assigned = self.assigned.num_requests.load(Ordering::Relaxed);
         let sent = self.assigned.ledger().sent();
         WorkerView { record: self.record.clone(), usability, load, num_assigned, sent }
@@ -551,85 +548,4 @@ impl Worker {
 /// The name of a block in the index.
 fn block_key(hash: BlockHash) -> BlockKey {
     BlockKey(hash.short())
-}
-
-fn load(report: &Report, now: Instant) -> Load {
-    let load = &report.load;
-    Load {
-        age: now.saturating_duration_since(report.at),
-        num_waiting: load.num_waiting as usize,
-        num_running: load.num_running as usize,
-        num_free_blocks: load.num_free_blocks as usize,
-        num_total_blocks: load.num_total_blocks as usize,
-        num_queued_tokens: load.num_queued_tokens,
-        prefill_tokens_per_second: load.prefill_tokens_per_second,
-        pace: pace(load),
-        blends: load.blend_ratio.is_some(),
-        link_within: link(load, |transport| transport == "shm"),
-        link_beyond: link(load, |transport| transport != "shm"),
-        is_home_of_another: load.is_home_of_another,
-        recall_token_seconds: watch::of_tiers(load, |tier| seconds(tier.recall_token_seconds)),
-        store_pace: store_pace(load),
-    }
-}
-
-/// `None` for an older worker, and for one whose numbers cannot be true.
-fn pace(load: &v1::Load) -> Option<WorkerPace> {
-    let v1::StepLine { fixed, per_token, per_context_token, per_pair, num_steps } = load.step?;
-    Some(WorkerPace {
-        step: StepLine { fixed, per_token, per_context_token, per_pair }.checked()?,
-        is_measured: num_steps > 0,
-        num_decoding: load.num_decoding as usize,
-        num_context_tokens: load.num_context_tokens,
-        num_queued_pairs: load.num_queued_pairs,
-        recent_itl: seconds(load.recent_itl_seconds),
-        max_step_tokens: load.max_step_tokens as usize,
-        itl_target: seconds(load.itl_target_seconds),
-    })
-}
-
-/// `None` while it is not measured: no request waits for it.
-fn store_pace(load: &v1::Load) -> Option<StorePace> {
-    let tier = segments::object_tier(load)?;
-    let token_seconds = seconds(tier.recall_token_seconds);
-    let pace = StorePace { latency_seconds: seconds(tier.recall_latency_seconds), token_seconds };
-    (token_seconds > 0.0).then_some(pace)
-}
-
-/// What of a report cannot be true, if anything. It is not planned with.
-fn absurdity(load: &v1::Load) -> Option<String> {
-    if load.step.is_some() && pace(load).is_none() {
-        return Some(format!("{:?}", load.step));
-    }
-    let times =
-        [("recent_itl_seconds", load.recent_itl_seconds), ("itl_target_seconds", load.itl_target_seconds)];
-    let of_tiers = load.tiers.iter().flat_map(|tier| {
-        [
-            ("recall_token_seconds", tier.recall_token_seconds),
-            ("recall_latency_seconds", tier.recall_latency_seconds),
-        ]
-    });
-    if let Some((name, seconds)) = times.into_iter().chain(of_tiers).find(|&(_, seconds)| !is_time(seconds)) {
-        return Some(format!("{name} is {seconds}"));
-    }
-    load.links.iter().find(|rate| link_line(rate).is_none()).map(|rate| format!("{rate:?}"))
-}
-
-fn is_time(seconds: f64) -> bool {
-    seconds.is_finite() && seconds >= 0.0
-}
-
-/// 0 for what is no time.
-fn seconds(seconds: f64) -> f64 {
-    if is_time(seconds) { seconds } else { 0.0 }
-}
-
-fn link_line(rate: &v1::LinkRate) -> Option<LinkLine> {
-    let v1::LinkRate { latency_seconds, bytes_per_second, .. } = *rate;
-    LinkLine { latency_seconds, bytes_per_second }.checked()
-}
-
-/// The link used last of those that carry KV that far.
-fn link(load: &v1::Load, reaches: impl Fn(&str) -> bool) -> Option<LinkLine> {
-    load.links.iter().find(|link| reaches(&link.transport)).and_then(link_line)
 }

@@ -23,7 +23,7 @@ use std::sync::Arc;
 
 use baton_cluster_record::{Role, WorkerRecord};
 use baton_cost::{MIN_BROUGHT, PassageWork, PromptWork, StepWork, share_brought};
-use baton_random::{GOLDEN, mix};
+use baton_random::hash;
 
 use crate::{
     ClusterView, Estimate, NoPlan, Plan, PlanOption, PlanRequest, Policy, Prefill, PrefillMode, PrefixAware,
@@ -413,7 +413,7 @@ impl<'a> Search<'a> {
         least: impl Fn(&Outlook<'_>) -> f64,
         ways: impl Fn(usize) -> W,
     ) -> Vec<Way> {
-        let chance = |way: &Way| chance(self.request.seed ^ way.decode as u64);
+        let chance = |way: &Way| hash(self.request.seed ^ way.decode as u64);
         let order = |a: &Way, b: &Way| a.estimate.order(&b.estimate).then_with(|| chance(a).cmp(&chance(b)));
         let mut best: Vec<Way> = Vec::with_capacity(NUM_BEST + 1);
         // Nothing above it is among the best.
@@ -451,7 +451,7 @@ impl<'a> Search<'a> {
                 && a.total() <= b.total() + window
         };
         let near: Vec<&Way> = ways.iter().filter(is_near).collect();
-        let place = chance(self.request.seed) % near.len().max(1) as u64;
+        let place = hash(self.request.seed) % near.len().max(1) as u64;
         **near.get(place as usize).unwrap_or(&best)
     }
 
@@ -473,11 +473,6 @@ impl<'a> Search<'a> {
     }
 }
 
-/// A number that looks random.
-fn chance(seed: u64) -> u64 {
-    mix(seed.wrapping_add(GOLDEN))
-}
-
 #[cfg(test)]
 mod tests {
     use std::fmt::Write;
@@ -488,7 +483,7 @@ mod tests {
     #[test]
     fn workers_are_passed_over_only_if_all_their_ways_are_worse_than_the_best() {
         for seed in 0..50 {
-            let number = |idx: u64, below: u64| chance(seed * 1000 + idx) % below;
+            let number = |idx: u64, below: u64| hash(seed * 1000 + idx) % below;
             let mut text = String::new();
             for idx in 0..40 {
                 let (decoding, queued) = (number(idx, 30), number(100 + idx, 20_000));

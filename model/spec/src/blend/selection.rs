@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use baton_random::{GOLDEN, mix};
+use baton_random::hash;
 
 /// The layer whose keys decide. Passages have KV from this layer on.
 pub const SELECTING_LAYER: usize = 1;
@@ -76,10 +76,7 @@ pub fn select(deviations: &[f32], passages: &[Range<usize>], selection: &Selecti
     match selection.order {
         // A NaN deviates most: such a token is computed, and the sampler refuses its logits as in a full prefill.
         SelectionOrder::Deviation => rest.sort_by(|&a, &b| deviations[b].total_cmp(&deviations[a])),
-        SelectionOrder::Random { seed } => {
-            let mix = |number: u64| mix(number.wrapping_add(GOLDEN));
-            rest.sort_by_key(|&idx| mix(mix(seed) ^ idx as u64));
-        }
+        SelectionOrder::Random { seed } => rest.sort_by_key(|&idx| hash(hash(seed) ^ idx as u64)),
     }
     rest[..num_taken].iter().for_each(|&idx| is_selected[idx] = true);
     (0..deviations.len()).filter(|&idx| is_selected[idx]).collect()
