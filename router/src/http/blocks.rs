@@ -167,8 +167,8 @@ mod tests {
             let expected = [
                 Block::Reasoning("Hm.".into()),
                 Block::Text("Well.".into()),
-                call("c0", &texts[2]),
-                call("c1", &texts[3]),
+                call("c_0", &texts[2]),
+                call("c_1", &texts[3]),
             ];
             assert_eq!(blocks.list(), expected);
         }
