@@ -167,6 +167,7 @@ impl Simulation<'_> {
             to: Held { worker: to, life: to_life, id: to_id },
             first,
             num_blocks,
+            num_coming: num_fetched,
             expected,
         });
         self.workers[from].present.insert(request);
@@ -186,7 +187,8 @@ impl Simulation<'_> {
     pub(super) fn fetch_ended(&mut self, request: RequestIdx, has_come: bool) {
         let Some(live) = self.live[request as usize].as_mut() else { return };
         let Some(attempt) = live.attempt.as_mut() else { return };
-        let Some(Fetch { from, to, first, num_blocks, expected }) = attempt.fetch.take() else { return };
+        let Some(fetch) = attempt.fetch.take() else { return };
+        let Fetch { from, to, first, num_blocks, num_coming, expected } = fetch;
         let is_decode = from.is_some_and(|from| attempt.decode == from.worker);
         if has_come {
             let after = first.checked_sub(1).map(|before| live.hashes[before]);
@@ -197,7 +199,7 @@ impl Simulation<'_> {
                 Some(_) => &mut outcome.num_fetched_tokens,
                 None => &mut outcome.num_recalled_tokens,
             };
-            *num_tokens += ((num_blocks - first) * self.block_size) as u32;
+            *num_tokens += (num_coming * self.block_size) as u32;
         }
         for held in [from, Some(to), expected].into_iter().flatten() {
             if self.holds(&held) {

@@ -77,6 +77,8 @@ pub(super) struct Fetch {
     /// Blocks of the prefix from `first` on, up to `num_blocks`.
     pub(super) first: usize,
     pub(super) num_blocks: usize,
+    /// Those of them that come. The others were cached already.
+    pub(super) num_coming: usize,
     /// The word to the scheduler, if the prompt is computed meanwhile.
     pub(super) expected: Option<Held>,
 }

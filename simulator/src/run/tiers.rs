@@ -132,14 +132,13 @@ impl Simulation<'_> {
         let first = num_blocks - num_brought;
         let wanted = &hashes[first..num_blocks];
         let (to, expected) = (worker.next_id(request), worker.next_id(request));
-        if worker.scheduler.reserve_prefix(to, wanted, wanted.len()).is_none() {
-            return;
-        }
+        let Some(found) = worker.scheduler.reserve_prefix(to, wanted, wanted.len()) else { return };
+        let num_coming = wanted.len() - found.num_cached_blocks;
         worker.scheduler.expect(expected, first, wanted[0]);
         let ends = worker.tiers.as_mut().expect("they hold blocks").read(wanted, now);
         let held = |id| Held { worker: idx, life: worker.life, id };
         let (to, expected) = (held(to), Some(held(expected)));
-        attempt.fetch = Some(Fetch { from: None, to, first, num_blocks, expected });
+        attempt.fetch = Some(Fetch { from: None, to, first, num_blocks, num_coming, expected });
         worker.present.insert(request);
         let attempt = attempt.number;
         self.queue.push(ends, Event::Fetched { request, attempt });
