@@ -82,6 +82,7 @@ const ROOMS: &[Room] = &[
             "baton-random",
             "baton-request",
             "baton-tier-policy",
+            "baton-traces",
         ],
         tests_use: &[],
         never: &[
@@ -95,6 +96,8 @@ const ROOMS: &[Room] = &[
             "cudarc",
         ],
     },
+    // What a simulator and a load generator replay.
+    Room { name: "baton-traces", uses: &[], tests_use: &[], never: &["tokio"] },
     // Also measures a worker without a router, and transfers alone.
     Room {
         name: "baton-bench",
@@ -111,6 +114,7 @@ const ROOMS: &[Room] = &[
             "baton-kv-cache",
             "baton-random",
             "baton-tls",
+            "baton-traces",
             "baton-proto",
         ],
         tests_use: &[],

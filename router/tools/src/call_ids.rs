@@ -40,7 +40,10 @@ mod tests {
             let ids = CallIds::new("call_", answer_id);
             std::array::from_fn::<_, 11, _>(|_| ids.make())
         };
-        assert_eq!(ids("chatcmpl-0123456789abcdef0123456789abcdef")[1], "call_0123456789abcdef0123456789abcdef1");
+        assert_eq!(
+            ids("chatcmpl-0123456789abcdef0123456789abcdef")[1],
+            "call_0123456789abcdef0123456789abcdef1"
+        );
         // What clients choose may end alike, or in a number.
         let answers = ["turn-1", "turn_1", "other-1", "1", "11", ""];
         let all: std::collections::HashSet<String> = answers.into_iter().flat_map(ids).collect();

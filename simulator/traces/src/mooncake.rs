@@ -4,9 +4,10 @@ use std::collections::HashMap;
 
 use serde::Deserialize;
 
-use super::request::{LineError, Trace};
+use crate::request::{LineError, Trace};
 
-const BLOCK_TOKENS: usize = 512;
+/// Tokens that one hash id stands for.
+pub const MOONCAKE_BLOCK_TOKENS: usize = 512;
 
 #[derive(Deserialize)]
 struct Line {
@@ -14,11 +15,12 @@ struct Line {
     timestamp: f64,
     input_length: u64,
     output_length: u64,
-    hash_ids: Vec<u32>,
+    /// All requests have them, or none.
+    hash_ids: Option<Vec<u32>>,
 }
 
-pub(super) fn parse(text: &str) -> Result<Trace, LineError> {
-    let mut trace = Trace { block_tokens: BLOCK_TOKENS, ..Trace::default() };
+pub(crate) fn parse(text: &str) -> Result<Trace, LineError> {
+    let mut trace = Trace::default();
     // The id before each id.
     let mut before: HashMap<u32, Option<u32>> = HashMap::new();
     for (idx, text) in text.lines().enumerate() {
@@ -28,16 +30,22 @@ pub(super) fn parse(text: &str) -> Result<Trace, LineError> {
         }
         let fail = |what: String| (idx + 1, what);
         let line: Line = serde_json::from_str(text).map_err(|error| fail(error.to_string()))?;
-        let num_blocks = line.input_length.div_ceil(BLOCK_TOKENS as u64);
-        trace
-            .push(line.timestamp / 1e3, line.input_length, line.output_length, &line.hash_ids)
-            .map_err(fail)?;
-        if num_blocks != line.hash_ids.len() as u64 {
-            let (num, tokens) = (line.hash_ids.len(), line.input_length);
+        let hash_ids = line.hash_ids.as_deref().unwrap_or_default();
+        if trace.requests.is_empty() && line.hash_ids.is_some() {
+            trace.block_tokens = MOONCAKE_BLOCK_TOKENS;
+        }
+        trace.push(line.timestamp / 1e3, line.input_length, line.output_length, hash_ids).map_err(fail)?;
+        if line.hash_ids.is_some() != (trace.block_tokens > 0) {
+            let has = if line.hash_ids.is_some() { "it has" } else { "it has no" };
+            return Err(fail(format!("{has} hash_ids, unlike the first request")));
+        }
+        let num_blocks = line.input_length.div_ceil(MOONCAKE_BLOCK_TOKENS as u64);
+        if trace.block_tokens > 0 && num_blocks != hash_ids.len() as u64 {
+            let (num, tokens) = (hash_ids.len(), line.input_length);
             return Err(fail(format!("it has {num} hash ids for {tokens} tokens, not {num_blocks}")));
         }
         let mut last = None;
-        for &id in &line.hash_ids {
+        for &id in hash_ids {
             if *before.entry(id).or_insert(last) != last {
                 return Err(fail(format!(
                     "hash id {id} followed another id before; an id names all of a prefix"

@@ -1,9 +1,11 @@
-//! When requests come.
+//! Which requests come, and when: [`Arrivals`] are the moments at which the requests of a [`Trace`] come.
 
 use baton_random::Random;
 
-use super::request::Trace;
 use crate::time::SimTime;
+
+pub(crate) use baton_traces::MAX_SECONDS;
+pub use baton_traces::{Trace, TraceRequest};
 
 /// Told from the seeds of other chance.
 const SEED: u64 = 0x5851_F42D_4C95_7F2D;

@@ -14,7 +14,7 @@ pub struct Trace {
     pub block_tokens: usize,
     /// Times are multiples of so many seconds: requests in truth come somewhere in between. 0: they are exact.
     pub quantum_seconds: f64,
-    pub(super) hash_ids: Vec<u32>,
+    pub(crate) hash_ids: Vec<u32>,
 }
 
 /// One request of a trace.
@@ -61,7 +61,7 @@ pub enum TraceError {
 }
 
 /// The number of a line, counted from 1, and what is wrong with it.
-pub(super) type LineError = (usize, String);
+pub(crate) type LineError = (usize, String);
 
 impl Trace {
     /// Requests without prefixes of the given lengths, all at the start.
@@ -85,7 +85,7 @@ impl Trace {
         self.requests.last().map_or(0.0, |request| request.seconds)
     }
 
-    pub(super) fn push(
+    pub(crate) fn push(
         &mut self,
         seconds: f64,
         prompt: u64,
