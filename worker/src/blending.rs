@@ -70,7 +70,7 @@ async fn calibrate(worker: &Arc<Worker>, prompts: Vec<Request>) {
     let Some(mut gate) = worker.blending.gate() else { return };
     gate.calibrated(samples);
     match (gate.ratio(), gate.closed()) {
-        (Some(ratio), _) => tracing::info!(ratio, "prompts with passages are blended from now on"),
+        (Some(ratio), _) => tracing::info!(%ratio, "prompts with passages are blended from now on"),
         (None, Some(reason)) => tracing::warn!(reason, "prompts with passages are computed in full"),
         (None, None) => tracing::debug!(num, "blending is not calibrated yet"),
     }
