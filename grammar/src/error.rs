@@ -54,8 +54,8 @@ pub enum GrammarError {
     },
     /// Computing the next tokens took longer than it may.
     #[error(
-        "the grammar takes more time than {:?} and {:?} for each token of the output: \
-         give its texts fewer ways to be read", time.ahead, time.per_token
+        "the grammar takes longer than {:?} and {:?} for each token of the output: make it less ambiguous",
+        time.ahead, time.per_token
     )]
     OutOfTime {
         /// The limit.

@@ -18,13 +18,12 @@ use llguidance::CancellationHandle;
 
 const TICK: Duration = Duration::from_millis(5);
 
-/// The time that the operations of one sequence may take: `ahead` at once, and `per_token` more with each token of its
-/// output, as long as that fills no more than `ahead` again.
+/// The time that the operations of one sequence may take. What it does not use is kept, up to `ahead`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct GrammarTime {
-    /// What a sequence may use at once.
+    /// At the start.
     pub ahead: Duration,
-    /// What each token adds.
+    /// More with each token of the output.
     pub per_token: Duration,
 }
 
