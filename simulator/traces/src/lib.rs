@@ -79,6 +79,14 @@ mod tests {
         let [first, second] = trace.requests[..] else { panic!("{trace:?}") };
         assert_eq!((first.num_prompt_tokens, first.num_output_tokens), (396, 109));
         assert!((second.seconds - 2.0).abs() < 1e-6, "{}", second.seconds);
+        let azure = "\u{feff}TIMESTAMP,ContextTokens,GeneratedTokens\r\n\
+                     2023-11-16 23:59:59.5000000,374,44\r\n2023-11-17 00:00:01.0000000,396,109\r\n\
+                     2023-12-01 00:00:00,1,2\n";
+        let trace = Trace::parse("t", azure).expect("a trace");
+        let seconds = trace.requests.iter().map(|request| (request.seconds * 1e3).round() / 1e3);
+        assert_eq!(seconds.collect::<Vec<_>>(), [0.0, 1.5, 14.0 * 86_400.0 + 0.5]);
+        assert_eq!((trace.requests[1].num_prompt_tokens, trace.requests[1].num_output_tokens), (396, 109));
+        assert!(trace.hash_ids(&trace.requests[0]).is_empty());
 
         let lengths = r#"{"timestamp": 0, "input_length": 600, "output_length": 5}"#;
         let trace = Trace::parse("t", lengths).expect("a trace without prefixes");
@@ -138,5 +146,11 @@ mod tests {
         }
         assert!(error("").contains("no request") || error("").contains("line 1"), "{}", error(""));
         assert!(error("hello\n1,2,3").contains("line 1"));
+        assert!(error("a,b\n").contains("the header TIMESTAMP"));
+        assert!(error("TIMESTAMP,ContextTokens,GeneratedTokens\n").contains("holds no request"));
+        assert!(error(&csv("2023-11-16 18:15:46,x,1")).contains("line 2"));
+        let alone = r#"{"timestamp": 1, "input_length": 1, "output_length": 1}"#;
+        assert!(error(&format!("{alone}\n{{}}\n")).contains("line 2"));
+        assert!(error(&alone.replace(": 1, \"input", ": -1, \"input")).contains("line 1"));
     }
 }
