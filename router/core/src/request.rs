@@ -299,13 +299,13 @@ impl ClientRequest {
             return Err(CoreError::invalid("stop", "stop must not contain an empty string"));
         }
         let sampling = self.sampling.with_defaults(model);
-        // Again with each prompt; but a wrong number is not worth tokenising for.
         // A grammar is called what the client called it, or is one of calls.
         let grammar = self.sampling.grammar.as_ref().map_or("tools", |asked| asked.param);
         let refusal = |error: InvalidRequest| {
             let field = if error.field == "grammar" { grammar } else { error.field };
             names.refusal(InvalidRequest { field, ..error })
         };
+        // Again with each prompt; but a wrong number is not worth tokenising for.
         sampling.validate(model.vocab_size).map_err(refusal)?;
         if sampling.prompt_logprobs.is_some() && self.serving.prefill == PrefillMode::Remote {
             return Err(refusal(InvalidRequest::new("prompt_logprobs", Problem::PromptElsewhere)));

@@ -290,15 +290,20 @@ struct Logprobs {
     text_offset: Vec<usize>,
 }
 
-/// How much longer a text is by a token, in characters. Special tokens are not shown.
-fn num_chars(tokenizer: &Tokenizer, id: u32) -> usize {
-    match tokenizer.is_special(id) {
-        true => 0,
-        false => {
-            let bytes = tokenizer.token_bytes(id).unwrap_or_default();
-            // All but those that go on with a character.
-            bytes.iter().filter(|&byte| byte & 0b1100_0000 != 0b1000_0000).count()
-        }
+/// A token as the lists have it.
+struct Shown {
+    text: String,
+    /// How much longer the choice's text is by it, in characters. Special tokens are not in it.
+    num_chars: usize,
+}
+
+impl Shown {
+    fn new(tokenizer: &Tokenizer, id: u32) -> Shown {
+        let bytes = if tokenizer.is_special(id) { None } else { tokenizer.token_bytes(id) };
+        // All but those that go on with a character.
+        let begins = |&&byte: &&u8| byte & 0b1100_0000 != 0b1000_0000;
+        let num_chars = bytes.unwrap_or_default().iter().filter(begins).count();
+        Shown { text: token_text(tokenizer, id), num_chars }
     }
 }
 
@@ -312,7 +317,7 @@ impl Logprobs {
         offset: &mut usize,
     ) -> Logprobs {
         let mut logprobs = Logprobs::default();
-        logprobs.push(tokenizer, prompt[0], None, offset);
+        logprobs.push(Shown::new(tokenizer, prompt[0]), None, offset);
         let tokens = scored.iter().map(|token| {
             let mut logprobs = token.clone();
             logprobs.top.truncate(num_top);
@@ -332,22 +337,17 @@ impl Logprobs {
                 .map(|top| (token_text(tokenizer, top.token_id), finite(top.logprob)))
                 .collect();
             // OpenAI names the chosen token even when it is not among the most likely.
-            top.insert(token_text(tokenizer, token.id), logprob);
-            self.push(tokenizer, token.id, Some((logprob, top)), offset);
+            let shown = Shown::new(tokenizer, token.id);
+            top.insert(shown.text.clone(), logprob);
+            self.push(shown, Some((logprob, top)), offset);
         }
     }
 
-    fn push(
-        &mut self,
-        tokenizer: &Tokenizer,
-        id: u32,
-        known: Option<(f32, BTreeMap<String, f32>)>,
-        offset: &mut usize,
-    ) {
+    fn push(&mut self, token: Shown, known: Option<(f32, BTreeMap<String, f32>)>, offset: &mut usize) {
         let (logprob, top) = known.unzip();
         self.text_offset.push(*offset);
-        *offset += num_chars(tokenizer, id);
-        self.tokens.push(token_text(tokenizer, id));
+        *offset += token.num_chars;
+        self.tokens.push(token.text);
         self.token_logprobs.push(logprob);
         self.top_logprobs.push(top);
     }
