@@ -1,6 +1,6 @@
 //! From a grammar's text to what llguidance compiles. What would need more than the compiler may use is refused here.
 
-use baton_request::{Grammar, GrammarKind, JSON_WHITE_SPACE};
+use baton_request::{Grammar, GrammarKind, JSON_WHITE_SPACE, drop_foreign_formats};
 use llguidance::api::TopLevelGrammar;
 use serde_json::{Value, json};
 
@@ -14,29 +14,6 @@ const MAX_RULES: usize = 2_000;
 
 /// Strings of a choice.
 const MAX_CHOICES: usize = 10_000;
-
-/// The formats of JSON Schema. The compiler knows most of them, and refuses the others.
-const FORMATS: [&str; 19] = [
-    "date-time",
-    "date",
-    "time",
-    "duration",
-    "email",
-    "idn-email",
-    "hostname",
-    "idn-hostname",
-    "ipv4",
-    "ipv6",
-    "uri",
-    "uri-reference",
-    "iri",
-    "iri-reference",
-    "uuid",
-    "uri-template",
-    "json-pointer",
-    "relative-json-pointer",
-    "regex",
-];
 
 /// What llguidance compiles for `grammar`.
 pub(crate) fn parse(grammar: &Grammar) -> Result<TopLevelGrammar, GrammarError> {
@@ -88,32 +65,6 @@ fn with_white_space(schema: Value) -> Value {
     let options = json!({"whitespace_pattern": JSON_WHITE_SPACE});
     schema.entry("x-guidance").or_insert(options);
     Value::Object(schema)
-}
-
-/// Removes formats that JSON Schema does not define, such as Pydantic's `path`: it takes them for remarks (Validation 7.2.3).
-fn drop_foreign_formats(schema: &mut Value) {
-    let Value::Object(fields) = schema else { return };
-    if fields.get("format").and_then(Value::as_str).is_some_and(|format| !FORMATS.contains(&format)) {
-        fields.remove("format");
-    }
-    for (name, value) in fields {
-        match &**name {
-            // Values, not schemas.
-            "enum" | "const" | "default" | "examples" => {}
-            // The keys are names that the schema's author chose.
-            "properties" | "patternProperties" | "$defs" | "definitions" | "dependentSchemas" => {
-                value
-                    .as_object_mut()
-                    .into_iter()
-                    .flatten()
-                    .for_each(|(_, schema)| drop_foreign_formats(schema));
-            }
-            _ => match value {
-                Value::Array(schemas) => schemas.iter_mut().for_each(drop_foreign_formats),
-                schema => drop_foreign_formats(schema),
-            },
-        }
-    }
 }
 
 fn check_depth(kind: GrammarKind, text: &str) -> Result<(), GrammarError> {

@@ -1,6 +1,6 @@
 //! The grammar of an answer that may have calls.
 
-use baton_request::{Grammar, GrammarKind, JSON_WHITE_SPACE};
+use baton_request::{Grammar, GrammarKind, JSON_WHITE_SPACE, drop_foreign_formats};
 use serde_json::{Value, json};
 
 use crate::{
@@ -252,6 +252,7 @@ impl Lark<'_> {
 
 /// White space as Python's `json.dumps` writes it, with which chat templates show calls to models.
 fn dumped(mut schema: Value) -> Value {
+    drop_foreign_formats(&mut schema);
     schema["x-guidance"] =
         json!({"whitespace_flexible": false, "item_separator": ", ", "key_separator": ": "});
     schema
@@ -259,6 +260,7 @@ fn dumped(mut schema: Value) -> Value {
 
 /// White space as in every answer that is JSON.
 fn flexible(mut schema: Value) -> Value {
+    drop_foreign_formats(&mut schema);
     if let Value::Object(fields) = &mut schema {
         fields.entry("x-guidance").or_insert(json!({"whitespace_pattern": JSON_WHITE_SPACE}));
     }

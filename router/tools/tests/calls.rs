@@ -292,6 +292,30 @@ fn arguments_may_refer_to_definitions_of_their_schema() {
     }
 }
 
+/// As Pydantic writes them. JSON Schema takes formats that it does not define for remarks.
+#[test]
+fn formats_that_json_schema_does_not_define_constrain_nothing() {
+    let parameters = json!({"type": "object", "required": ["p", "day"], "additionalProperties": false,
+        "properties": {"p": {"type": "string", "format": "path"}, "day": {"type": "string", "format": "date"}}});
+    let tools = [json!({"type": "function", "function": {"name": "add", "parameters": parameters}})];
+    let schema = json!({"anyOf": [{"type": "string", "format": "password"}]}).to_string();
+    let asked =
+        AskedGrammar { param: "response_format", grammar: Grammar::new(GrammarKind::JsonSchema, schema) };
+    for format in ToolFormat::ALL {
+        let form = AnswerForm::detect(|_| false, Some(format));
+        for (choice, asked) in [("auto", None), ("auto", Some(&asked)), ("required", None)] {
+            let grammar = form.grammar(&request(&tools, choice), asked, "", special).unwrap().unwrap();
+            let allows = |text: &str| allows(&compiler(), &grammar, text);
+            let call = |day: &str| call_of(format, &format!("{{\"p\": \"a/b\", \"day\": \"{day}\"}}"));
+            assert!(allows(&call("2024-02-29")), "{format:?} {choice} {asked:?}");
+            assert!(!allows(&call("today")), "{format:?} {choice} {asked:?}");
+            if asked.is_some() {
+                assert!(allows(&said(format, "\"secret\"")), "{format:?}");
+            }
+        }
+    }
+}
+
 #[test]
 fn a_waived_schema_and_an_unknown_format_constrain_nothing_that_the_model_decides() {
     let mut loose = tools();
