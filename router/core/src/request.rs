@@ -300,15 +300,15 @@ impl ClientRequest {
         }
         let sampling = self.sampling.with_defaults(model);
         // A grammar is called what the client called it, or is one of calls.
-        let grammar = self.sampling.grammar.as_ref().map_or("tools", |asked| asked.param);
-        let refusal = |error: InvalidRequest| {
+        let asked = self.sampling.grammar.as_ref().map_or("tools", |asked| asked.param);
+        let refusal = |error: InvalidRequest, grammar| {
             let field = if error.field == "grammar" { grammar } else { error.field };
             names.refusal(InvalidRequest { field, ..error })
         };
         // Again with each prompt; but a wrong number is not worth tokenising for.
-        sampling.validate(model.vocab_size).map_err(refusal)?;
+        sampling.validate(model.vocab_size).map_err(|error| refusal(error, asked))?;
         if sampling.prompt_logprobs.is_some() && self.serving.prefill == PrefillMode::Remote {
-            return Err(refusal(InvalidRequest::new("prompt_logprobs", Problem::PromptElsewhere)));
+            return Err(names.refusal(InvalidRequest::new("prompt_logprobs", Problem::PromptElsewhere)));
         }
         if let Some(asked) = &self.sampling.grammar {
             model.check_grammar(&asked.grammar, asked.param)?;
@@ -374,7 +374,9 @@ impl ClientRequest {
             }
             request.sampling.max_tokens =
                 self.sampling.max_tokens(model, request.prompt.len(), contexts, names.max_tokens)?;
-            request.validate(model.vocab_size, contexts.longest).map_err(refusal)?;
+            let grammar = if calls.is_some() { "tools" } else { asked };
+            let valid = request.validate(model.vocab_size, contexts.longest);
+            valid.map_err(|error| refusal(error, grammar))?;
             request.blend = request.blend.filter(|_| blend != BlendMode::Off);
             prompts.push(request);
         }

@@ -65,6 +65,11 @@ async fn what_the_output_must_match_reaches_the_worker() {
 async fn what_cannot_be_compiled_is_refused_with_the_field_and_the_reason() {
     let (router, worker) = hermes().await;
     let named = json!({"type": "function", "function": {"name": "mul"}});
+    let parameters = json!({"type": "object", "description": "y".repeat(300 << 10)});
+    let long = json!({
+        "tools": [{"type": "function", "function": {"name": "add", "parameters": parameters}}],
+        "tool_choice": "required", "response_format": {"type": "json_object"},
+    });
     for (body, param, reason) in [
         (ask(json!({"guided_regex": "("})), "guided_regex", "cannot be compiled"),
         (ask(json!({"guided_json": {"type": "colour"}})), "guided_json", "colour"),
@@ -78,6 +83,7 @@ async fn what_cannot_be_compiled_is_refused_with_the_field_and_the_reason() {
         (tools(json!({"guided_grammar": "start: \"a\""})), "guided_grammar", "a grammar and tools exclude"),
         (tools(json!({"response_format": {"type": "xml"}})), "response_format.type", "it is not"),
         (tools(json!({"tool_choice": named})), "tool_choice", "no tool \"mul\""),
+        (ask(long), "tools", "bytes"),
         (ask(json!({"tool_choice": "required"})), "tool_choice", "there are no tools"),
         (ask(json!({"tools": [{"type": "retrieval"}]})), "tools[0].type", "not \"function\""),
     ] {
