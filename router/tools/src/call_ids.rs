@@ -5,8 +5,8 @@ use std::sync::{
     atomic::{AtomicU32, Ordering},
 };
 
-/// Of an id that is made here.
-const UUID_CHARS: usize = 32;
+/// What ids that are made here begin with. Thirty-two hexadecimal digits follow.
+const PREFIXES: [&str; 4] = ["chatcmpl-", "msg_", "resp_", ""];
 
 /// Makes the ids of the calls of one answer. Clones count together. They follow from the answer's id, so that a stream that
 /// is resumed has the ids it had.
@@ -19,7 +19,8 @@ pub struct CallIds {
 impl CallIds {
     /// Ids that begin with `kind`, such as `call_`. `answer_id` is unique: made here, or chosen by a client.
     pub fn new(kind: &str, answer_id: &str) -> CallIds {
-        let uuid = answer_id.rsplit(['-', '_']).next().filter(|last| last.len() == UUID_CHARS);
+        let uuid = PREFIXES.iter().find_map(|prefix| answer_id.strip_prefix(prefix));
+        let uuid = uuid.filter(|uuid| uuid.len() == 32 && uuid.bytes().all(|byte| byte.is_ascii_hexdigit()));
         let unique = uuid.map_or_else(|| format!("{answer_id}_"), str::to_owned);
         CallIds { prefix: format!("{kind}{unique}").into(), num_made: Arc::default() }
     }
@@ -45,8 +46,11 @@ mod tests {
             "call_0123456789abcdef0123456789abcdef1"
         );
         // What clients choose may end alike, or in a number.
-        let answers = ["turn-1", "turn_1", "other-1", "1", "11", ""];
-        let all: std::collections::HashSet<String> = answers.into_iter().flat_map(ids).collect();
+        let session = "0123456789abcdef0123456789abcdef";
+        let of_session = ["turn1", "turn2", "msg"].map(|turn| format!("{turn}-{session}"));
+        let mut answers = vec!["turn-1", "turn_1", "other-1", "1", "11", ""];
+        answers.extend(of_session.iter().map(String::as_str));
+        let all: std::collections::HashSet<String> = answers.iter().copied().flat_map(ids).collect();
         assert_eq!(all.len(), answers.len() * 11);
     }
 }
