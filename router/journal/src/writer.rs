@@ -156,7 +156,8 @@ impl Writer {
         unneeded.into_iter().for_each(|number| segment::delete(&self.shared.dir, number));
     }
 
-    /// Appends all of a session as one record. One that cannot move now keeps its segment until the next round of tidying.
+    /// Appends all of a session as one record. One that cannot be read now keeps its segment until the next round of tidying,
+    /// or until the journal is full: then it is dropped, as no other stream could be kept.
     fn carry(&self, key: SessionKey) {
         let Some(last) = self.shared.lock().index.get(key).map(|entry| entry.last) else { return };
         if last >= self.shared.progress.borrow().written {
@@ -170,11 +171,11 @@ impl Writer {
         match chain {
             Ok(chain) if !is_ended => state.append(key, Payload::Snapshot(chain.acceptance, chain.tokens)),
             Ok(_) => {}
-            Err(error @ ChainError::Io { .. }) => {
+            Err(error @ ChainError::Io { .. }) if state.num_bytes() <= state.max_bytes => {
                 state.counts.num_failed += 1;
                 tracing::warn!(%error, "a stream of the journal cannot be moved");
             }
-            Err(error @ ChainError::Damaged(_)) => {
+            Err(error) => {
                 state.counts.num_damaged += 1;
                 state.index.remove(key);
                 tracing::warn!(%error, "a stream is dropped from the journal");

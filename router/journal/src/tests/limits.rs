@@ -53,6 +53,29 @@ async fn old_segments_go_and_a_parked_session_moves() {
     assert_eq!(journal.counts().num_damaged, 0);
 }
 
+#[tokio::test]
+async fn a_session_whose_segment_is_lost_does_not_keep_others_from_room() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let journal = open(dir.path());
+    drop(journal.accept(acceptance("lost")).await.unwrap());
+    let first = fs::read_dir(dir.path()).expect("a directory").map(|file| file.unwrap().path());
+    first.filter(|file| file.is_file()).for_each(|file| fs::remove_file(file).expect("it is there"));
+    for nth in 0..250 {
+        let writer = journal.accept(big(&nth.to_string())).await.unwrap();
+        writer.end(Ending::Stop, 0);
+    }
+    let running = journal.accept(acceptance("running")).await.unwrap();
+    push(&running, 0..3);
+    journal.flush().await;
+    let counts = journal.counts();
+    assert_eq!((counts.num_parked, counts.num_damaged, counts.num_dropped), (0, 1, 0));
+    drop(running);
+    assert_eq!(num_tokens(&journal, "running").await, 3);
+    let files = fs::read_dir(dir.path()).expect("a directory");
+    let num_bytes: u64 = files.map(|file| file.unwrap().metadata().unwrap().len()).sum();
+    assert!(num_bytes <= 2 << 20, "{num_bytes}");
+}
+
 /// To resume makes a record of its newest tokens, which is in no file yet when its old segment is about to go.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_session_that_is_resumed_while_its_segment_goes_is_whole() {
