@@ -1,6 +1,6 @@
 //! `baton completions`: a script with which a shell completes the commands and flags of `baton`.
 
-use std::io::Write;
+use std::io::{self, Write};
 
 use clap::{Args, Command};
 
@@ -12,10 +12,16 @@ pub(crate) struct CompletionsArgs {
 
 impl CompletionsArgs {
     /// Writes the script to standard output.
-    pub(crate) fn print(&self, mut command: Command) {
+    ///
+    /// # Errors
+    /// When it cannot be written. A reader that has seen enough is no error.
+    pub(crate) fn print(&self, mut command: Command) -> io::Result<()> {
         let mut script = Vec::new();
         clap_complete::generate(self.shell, &mut command, "baton", &mut script);
-        // A reader that has seen enough is no error.
-        let _ = std::io::stdout().write_all(&script);
+        let mut out = io::stdout();
+        match out.write_all(&script).and_then(|()| out.flush()) {
+            Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
+            written => written,
+        }
     }
 }

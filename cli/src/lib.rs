@@ -23,6 +23,7 @@ mod worker;
 
 use std::{ffi::OsString, process::ExitCode, time::Duration};
 
+use anyhow::Context;
 use clap::CommandFactory;
 
 use args::{Cli, Command};
@@ -71,8 +72,7 @@ fn describe(error: &anyhow::Error) -> String {
 fn run(cli: Cli) -> anyhow::Result<()> {
     match cli.command {
         Command::Completions(args) => {
-            args.print(Cli::command());
-            Ok(())
+            args.print(Cli::command()).context("the script cannot be written to standard output")
         }
         Command::Up(args) => block_on(up::run(args)),
         Command::Router(args) => block_on(router::run(args)),

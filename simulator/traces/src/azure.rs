@@ -5,7 +5,7 @@ use crate::request::{LineError, Trace};
 const HEADER: [&str; 3] = ["TIMESTAMP", "ContextTokens", "GeneratedTokens"];
 
 pub(crate) fn parse(text: &str) -> Result<Trace, LineError> {
-    let mut lines = text.lines().map(str::trim).enumerate();
+    let mut lines = text.lines().map(str::trim).enumerate().filter(|(_, line)| !line.is_empty());
     let header: Vec<&str> = lines.next().map_or("", |(_, line)| line).split(',').map(str::trim).collect();
     let place = |name: &str| header.iter().position(|column| column.eq_ignore_ascii_case(name));
     let [Some(time), Some(prompt), Some(output)] = HEADER.map(place) else {
@@ -16,7 +16,7 @@ pub(crate) fn parse(text: &str) -> Result<Trace, LineError> {
         return Err((1, what));
     };
     let mut rows = Vec::new();
-    for (idx, line) in lines.filter(|(_, line)| !line.is_empty()) {
+    for (idx, line) in lines {
         let fail = |what: String| (idx + 1, what);
         let columns: Vec<&str> = line.split(',').map(str::trim).collect();
         if columns.len() != header.len() {
@@ -55,8 +55,10 @@ fn seconds(text: &str) -> Option<f64> {
         && second < 61
         && fraction.bytes().all(|digit| digit.is_ascii_digit());
     let fraction: f64 = format!("0.{fraction}").parse().ok()?;
-    let seconds = f64::from(hour * 3600 + minute * 60 + second) + fraction;
-    is_time.then(|| days(year, month, day) as f64 * 86_400.0 + seconds)
+    is_time.then(|| {
+        let whole = days(year, month, day) * 86_400 + u64::from(hour * 3600 + minute * 60 + second);
+        whole as f64 + fraction
+    })
 }
 
 /// Days of the Gregorian calendar, from the year 1 on (H. Hinnant, "chrono-compatible low-level date algorithms").
@@ -76,9 +78,15 @@ mod tests {
         assert_eq!(between("2024-02-28T00:00:00Z", "2024-03-01 00:00:00"), 2.0 * 86_400.0);
         assert_eq!(between("2023-02-28 00:00:00", "2023-03-01 00:00:00"), 86_400.0);
         assert_eq!(between("2023-12-31 00:00:00", "2024-01-01 00:00:00"), 86_400.0);
-        for text in
-            ["", "yesterday", "2023-13-01 00:00:00", "2023-11-16", "2023-11-16 25:00:00", "0-1-1 0:0:0"]
-        {
+        for text in [
+            "",
+            "yesterday",
+            "2023-13-01 00:00:00",
+            "2023-11-16",
+            "2023-11-16 25:00:00",
+            "0-1-1 0:0:0",
+            "2023-11-16 4294967295:00:00",
+        ] {
             assert_eq!(seconds(text), None, "{text}");
         }
     }

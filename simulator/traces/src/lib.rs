@@ -88,6 +88,14 @@ mod tests {
         assert_eq!((trace.requests[1].num_prompt_tokens, trace.requests[1].num_output_tokens), (396, 109));
         assert!(trace.hash_ids(&trace.requests[0]).is_empty());
 
+        // An empty line before all others, and times of a clock.
+        let azure = "\r\nTIMESTAMP,ContextTokens,GeneratedTokens\r\n2023-11-16 23:59:59,374,44\n";
+        assert_eq!(Trace::parse("t", azure).expect("a trace").requests[0].num_prompt_tokens, 374);
+        let clock = r#"{"timestamp": 1700000002500, "input_length": 600, "output_length": 5}
+            {"timestamp": 1700000000000, "input_length": 5, "output_length": 1}"#;
+        let trace = Trace::parse("t", clock).expect("a trace");
+        assert_eq!((trace.requests[0].num_prompt_tokens, trace.requests[1].seconds), (5, 2.5));
+
         let lengths = r#"{"timestamp": 0, "input_length": 600, "output_length": 5}"#;
         let trace = Trace::parse("t", lengths).expect("a trace without prefixes");
         assert_eq!((trace.block_tokens, trace.hash_ids(&trace.requests[0]).len()), (0, 0));

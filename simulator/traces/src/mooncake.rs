@@ -20,21 +20,26 @@ struct Line {
 }
 
 pub(crate) fn parse(text: &str) -> Result<Trace, LineError> {
+    let lines = text.lines().map(str::trim).enumerate().filter(|(_, text)| !text.is_empty());
+    let read = |(idx, text)| match serde_json::from_str(text) {
+        Ok(line) => Ok((idx, line)),
+        Err(error) => Err((idx + 1, error.to_string())),
+    };
+    let lines: Vec<(usize, Line)> = lines.map(read).collect::<Result<_, LineError>>()?;
+    // Times may be those of a clock.
+    let first = lines.iter().map(|(_, line)| line.timestamp).fold(f64::INFINITY, f64::min).max(0.0);
     let mut trace = Trace::default();
     // The id before each id.
     let mut before: HashMap<u32, Option<u32>> = HashMap::new();
-    for (idx, text) in text.lines().enumerate() {
-        let text = text.trim();
-        if text.is_empty() {
-            continue;
-        }
+    for (idx, line) in lines {
         let fail = |what: String| (idx + 1, what);
-        let line: Line = serde_json::from_str(text).map_err(|error| fail(error.to_string()))?;
         let hash_ids = line.hash_ids.as_deref().unwrap_or_default();
         if trace.requests.is_empty() && line.hash_ids.is_some() {
             trace.block_tokens = MOONCAKE_BLOCK_TOKENS;
         }
-        trace.push(line.timestamp / 1e3, line.input_length, line.output_length, hash_ids).map_err(fail)?;
+        trace
+            .push((line.timestamp - first) / 1e3, line.input_length, line.output_length, hash_ids)
+            .map_err(fail)?;
         if line.hash_ids.is_some() != (trace.block_tokens > 0) {
             let has = if line.hash_ids.is_some() { "it has" } else { "it has no" };
             return Err(fail(format!("{has} hash_ids, unlike the first request")));
