@@ -2,9 +2,10 @@
 //! events and graphs. A test program runs its own tests again, as on a device.
 
 use std::ffi::OsString;
+use std::path::PathBuf;
 use std::process::Command;
 
-use crate::files::fake_folder;
+use crate::files::{cpp_folder, fake_folder, output_folder, read_files};
 use crate::test_device;
 
 /// Keeps launches from overlapping, and has the fake driver expect it.
@@ -44,6 +45,8 @@ pub fn run_own_tests(names: &[&str], variables: &[(&str, &str)]) {
     let mut command = Command::new(tests);
     command.args(names).args(["--exact", "--nocapture"]);
     command.env("LD_LIBRARY_PATH", folders).env("BATON_NVRTC", dir.path()).env("BATON_KERNELS_ON", "cuda:0");
+    // Tests compile the same kernels. Each has a cache of its own, in which it also keeps what it measured.
+    command.env("FAKE_NVRTC_CODE", compiled_folder());
     // Some tests are of ranks.
     command.env("FAKE_DEVICES", "2").env_remove("BATON_NCCL").env(FAKE, "1").envs(variables.iter().copied());
     let output = command.output().expect("it can be started");
@@ -52,4 +55,15 @@ pub fn run_own_tests(names: &[&str], variables: &[(&str, &str)]) {
     assert!(output.status.success(), "{}\n{said}\n{complained}", output.status);
     let all_passed = format!("test result: ok. {} passed", names.len());
     assert!(said.contains(&all_passed) && !said.contains("SKIPPED"), "{said}");
+}
+
+/// The folder of kernels that the fake NVRTC compiled with the current files of the emulator.
+fn compiled_folder() -> PathBuf {
+    let mut hasher = blake3::Hasher::new();
+    for (name, text) in [fake_folder(), cpp_folder()].iter().flat_map(|folder| read_files(folder)) {
+        hasher.update(name.as_bytes()).update(text.as_bytes());
+    }
+    let folder = output_folder().join(format!("fake-{}", &hasher.finalize().to_hex()[..16]));
+    std::fs::create_dir_all(&folder).expect("the build's folder can be written");
+    folder
 }
