@@ -14,7 +14,7 @@ use std::{collections::BTreeMap, path::Path, time::Duration};
 
 use baton_proto::v1::{LoadsRequest, WorkerLoad, inference_client::InferenceClient};
 use serde_json::{Value, json};
-use tokio::sync::{Mutex, MutexGuard};
+use tokio::sync::{Semaphore, SemaphorePermit};
 
 use crate::ports::free_port;
 
@@ -25,8 +25,8 @@ pub(crate) use process::{Process, children_of, signal_pid};
 /// The program under test.
 pub(crate) const BATON: &str = env!("CARGO_BIN_EXE_baton-under-test");
 
-/// One cluster at a time: tests of faults disturb each other on two cores.
-static TURN: Mutex<()> = Mutex::const_new(());
+/// Two clusters at a time, as most wait for deadlines and for processes: more would disturb tests of faults on two cores.
+static TURN: Semaphore = Semaphore::const_new(2);
 
 /// How long a whole cluster may take to be ready on a loaded machine.
 const START_LIMIT: Duration = Duration::from_secs(240);
@@ -104,7 +104,7 @@ impl ClusterBuilder {
 
     /// Starts everything and waits until all workers are known to the router.
     pub(crate) async fn start(self) -> Cluster {
-        let turn = TURN.lock().await;
+        let turn = TURN.acquire().await.expect("it is never closed");
         let dir = tempfile::tempdir().expect("a temporary directory can be made");
         let port = free_port();
         let etcd = self.with_etcd.then(|| Etcd::start(dir.path()));
@@ -173,7 +173,7 @@ pub(crate) struct Cluster {
     processes: BTreeMap<String, Process>,
     commands: BTreeMap<String, Vec<String>>,
     dir: tempfile::TempDir,
-    _turn: MutexGuard<'static, ()>,
+    _turn: SemaphorePermit<'static>,
 }
 
 impl Cluster {
@@ -327,7 +327,7 @@ pub(crate) struct Up {
     pub(crate) base: String,
     pub(crate) supervisor: Process,
     _dir: tempfile::TempDir,
-    _turn: MutexGuard<'static, ()>,
+    _turn: SemaphorePermit<'static>,
 }
 
 impl Up {
@@ -343,7 +343,7 @@ impl Up {
 
     /// The same with the program at another place.
     pub(crate) async fn start_program(program: &Path, environment: &[(&str, &Path)], flags: &str) -> Up {
-        let turn = TURN.lock().await;
+        let turn = TURN.acquire().await.expect("it is never closed");
         let dir = tempfile::tempdir().expect("a temporary directory can be made");
         let port = free_port();
         let mut args = vec!["up".to_owned(), "--port".to_owned(), port.to_string()];
