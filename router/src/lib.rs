@@ -4,6 +4,7 @@
 #![forbid(unsafe_code)]
 
 mod server;
+mod unread;
 
 mod auth;
 mod grpc;

@@ -21,10 +21,15 @@ use tokio::{
     net::TcpListener,
     time::{Sleep, sleep},
 };
-use tokio_util::{sync::CancellationToken, task::TaskTracker};
+use tokio_util::{
+    sync::CancellationToken,
+    task::{AbortOnDropHandle, TaskTracker},
+};
 use tower::ServiceExt;
 
 use baton_router_core::RouterConfig;
+
+use crate::unread::Answers;
 
 const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 /// Streams that one HTTP/2 connection may have open.
@@ -53,6 +58,8 @@ pub(crate) async fn serve(
         .keep_alive_timeout(config.keep_alive.max(Duration::from_secs(5)))
         .max_concurrent_streams(MAX_STREAMS)
         .max_pending_accept_reset_streams(MAX_PENDING_RESETS);
+    let answers = Answers::new(config.unread_timeout);
+    let _ends_unread = AbortOnDropHandle::new(tokio::spawn(answers.clone().run()));
     loop {
         let accepted = tokio::select! {
             () = drain.cancelled() => break,
@@ -73,7 +80,7 @@ pub(crate) async fn serve(
         let unread_ms = u32::try_from(config.unread_timeout.as_millis()).unwrap_or(u32::MAX);
         let _ = set_tcp_user_timeout(&stream, unread_ms);
         let (drain, abort) = (drain.clone(), abort.clone());
-        let (builder, routes) = (builder.clone(), routes.clone());
+        let (builder, routes, answers) = (builder.clone(), routes.clone(), answers.clone());
         let (tls, timeout) = (config.tls.clone(), config.header_timeout);
         tasks.spawn(async move {
             let accepted = tokio::select! {
@@ -96,6 +103,7 @@ pub(crate) async fn serve(
                 }
                 request
             });
+            let routes = routes.map_response(move |response| answers.watch(response));
             let io = TokioIo::new(Preface::new(stream, timeout));
             let connection = builder.serve_connection(io, TowerToHyperService::new(routes)).into_owned();
             let mut connection = pin!(connection);

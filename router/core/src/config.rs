@@ -51,8 +51,7 @@ pub struct RouterConfig {
     pub max_body_bytes: usize,
     /// Until a connection's first bytes, and the head of each HTTP/1 request, must be there.
     pub header_timeout: Duration,
-    /// How long a client may leave what it was sent unread. Then its connection ends, and its requests with it. One stream
-    /// of an HTTP/2 connection that is not read while others are is not ended.
+    /// How long a client may leave what it was sent unread. Then its connection ends, or one stream of it, and its requests.
     pub unread_timeout: Duration,
     /// Until a request's body must be there.
     pub body_timeout: Duration,

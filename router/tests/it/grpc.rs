@@ -75,6 +75,44 @@ async fn generate(
     Ok(ended)
 }
 
+/// Its window is full while another stream of the connection is read, so nothing else ends it.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_stream_that_is_not_read_beside_others_ends_with_its_request() {
+    let (router, worker) =
+        Router::with_worker_and(|config| config.unread_timeout = Duration::from_secs(1)).await;
+    worker.script(|request| match request.prompt_token_ids.len() {
+        1 => {
+            // In several frames, of which hyper takes the first one and waits with the second.
+            let tokens =
+                [vec![Step::Token(97); 50], vec![Step::Progress(Duration::from_millis(20))]].concat();
+            [vec![tokens; 8].concat(), vec![Step::Silence]].concat()
+        }
+        _ => say("Hello")(request),
+    });
+    let address = format!("http://{}", router.address);
+    let endpoint =
+        tonic::transport::Endpoint::from_shared(address).unwrap().initial_stream_window_size(1 << 10);
+    let mut client = InferenceClient::new(endpoint.connect().await.unwrap());
+    let mut unread = client.generate(text("x")).await.unwrap().into_inner();
+    let mut waiting = client
+        .generate(GenerateRequest { request_id: "waiting".into(), ..text("x") })
+        .await
+        .unwrap()
+        .into_inner();
+    let read = async { while waiting.next().await.unwrap().is_ok() {} };
+    // One that is read waits for its next token for as long.
+    let is_over = tokio::time::timeout(Duration::from_secs(3), read).await.is_ok();
+    assert!(!is_over);
+    router.until_metric("baton_router_requests_running 1").await;
+    assert_eq!(generate(&mut client, text("xy")).await.unwrap()[&0].0, "Hello");
+    let last = loop {
+        if let Err(error) = unread.next().await.expect("it does not end well") {
+            break error;
+        }
+    };
+    assert_eq!(last.code(), Code::Internal, "{last}");
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn generates_from_text_chat_and_ids() {
     let (router, worker) = Router::with_worker().await;
