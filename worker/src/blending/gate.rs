@@ -11,7 +11,8 @@ const NUM_SAMPLES: usize = 8;
 const MAX_FAILURES: usize = 3;
 /// Audits that count: the newest.
 const NUM_AUDITS: usize = 32;
-/// Audits without which nothing is closed: one prompt may be an exception.
+/// Audits without which nothing is closed: one prompt may be an exception. The first prompts that are blended are audited, all
+/// of them, as a calibration has few and short prompts. Fewer of the following ones are then.
 const MIN_AUDITS: usize = 4;
 
 /// What becomes of a prompt with passages.
@@ -47,14 +48,13 @@ pub(crate) struct Gate {
 #[derive(Debug)]
 enum State {
     Uncalibrated { sums: [f64; RATIOS.len()], num: usize, num_failures: usize },
-    Open { ratio: f32, audits: VecDeque<f64> },
+    Open { ratio: f32, num_begun: usize, audits: VecDeque<f64> },
     Closed(&'static str),
 }
 
 impl Gate {
     pub(crate) fn new(max_kl: f64, audit: f64) -> Gate {
         let state = State::Uncalibrated { sums: Default::default(), num: 0, num_failures: 0 };
-        // The first prompt is audited at once, unless none is.
         Gate { max_kl, audit, due: 1.0, is_measuring: false, state }
     }
 
@@ -84,15 +84,16 @@ impl Gate {
             Some(_) if !fits => Some("too_long"),
             Some(_) => None,
         };
-        let measure = match &self.state {
+        let measure = match &mut self.state {
             State::Closed(_) => return Decision { refused: Some("closed"), measure: None },
             _ if self.is_measuring => None,
             State::Uncalibrated { .. } => Some(Measure::Calibrate),
             // A client that asks for less recomputation does not close the gate for others.
-            State::Open { ratio: own, .. } if fits && ratio.is_some_and(|ratio| ratio >= *own) => {
+            State::Open { ratio: own, num_begun, .. } if fits && ratio.is_some_and(|ratio| ratio >= *own) => {
                 self.due = (self.due + self.audit).min(1.0 + self.audit);
-                let is_due = self.audit > 0.0 && self.due >= 1.0;
+                let is_due = self.audit > 0.0 && (*num_begun < MIN_AUDITS || self.due >= 1.0);
                 is_due.then(|| {
+                    *num_begun += 1;
                     self.due -= 1.0;
                     Measure::Audit
                 })
@@ -126,7 +127,7 @@ impl Gate {
         // All larger ratios must be near, too: one that is so by chance says nothing.
         let num_near = sums.iter().rev().take_while(|sum| is_near(sum)).count();
         self.state = match RATIOS.get(RATIOS.len() - num_near) {
-            Some(&ratio) => State::Open { ratio, audits: VecDeque::new() },
+            Some(&ratio) => State::Open { ratio, num_begun: 0, audits: VecDeque::new() },
             None => State::Closed("no ratio keeps the divergence under --blend-max-kl"),
         };
     }
@@ -228,6 +229,23 @@ mod tests {
         assert_eq!(gate.decide(Some(0.2), true), CLOSED);
         gate.audited(Some(0.0));
         assert!(gate.closed().is_some(), "it stays closed");
+
+        let mut wrong = calibrated(0.05, 0.01);
+        for _ in 0..4 {
+            assert_eq!(wrong.decide(Some(0.2), true).measure, Some(Measure::Audit));
+            wrong.audited(Some(0.3));
+        }
+        assert!(wrong.closed().is_some(), "a calibration that says too little is found out at once");
+        let mut busy = calibrated(0.05, 0.01);
+        let is_audited = |gate: &mut Gate| gate.decide(Some(0.2), true).measure.is_some();
+        let mut num_tried = 0;
+        for _ in 0..1001 {
+            if is_audited(&mut busy) {
+                num_tried += 1;
+                busy.audited(None);
+            }
+        }
+        assert!((10..=11).contains(&num_tried), "{num_tried}");
 
         let mut never = calibrated(0.05, 0.0);
         assert!((0..1000).all(|_| never.decide(Some(0.2), true) == BLEND));
