@@ -301,10 +301,8 @@ impl TestWorker {
 
 impl Drop for TestWorker {
     fn drop(&mut self) {
-        // Ends before the directory is removed: a listener that is removing its socket there would leave the rest. On a
-        // thread, as a runtime must not be waited for in another one.
         if let Some(runtime) = self.runtime.take() {
-            let _ = std::thread::spawn(move || runtime.shutdown_timeout(PATIENCE)).join();
+            runtime.shutdown_background();
         }
     }
 }

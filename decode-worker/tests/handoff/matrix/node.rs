@@ -84,10 +84,13 @@ pub(super) struct Node {
     answers: channel::UnboundedReceiver<String>,
     pub(super) incarnation: u64,
     pub(super) address: SocketAddr,
+    /// Its folders are in here: a process that is killed leaves them.
+    _dir: tempfile::TempDir,
 }
 
 impl Node {
     pub(super) async fn start(spec: Spec) -> Node {
+        let dir = tempfile::tempdir().expect("a temporary directory can be made");
         let this = std::env::current_exe().expect("this is a program");
         let mut command = match &spec.namespace {
             // `ip` replaces itself with the program.
@@ -101,6 +104,7 @@ impl Node {
         let mut child = command
             .args(["matrix::node::process", "--exact", "--ignored", "--nocapture"])
             .env(ROLE, spec.to_text())
+            .env("TMPDIR", dir.path())
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
@@ -117,7 +121,7 @@ impl Node {
         });
         let commands = child.stdin.take().expect("piped");
         let address = SocketAddr::from(([127, 0, 0, 1], 0));
-        let mut node = Node { spec, child, commands, answers, incarnation: 0, address };
+        let mut node = Node { spec, child, commands, answers, incarnation: 0, address, _dir: dir };
         let ready = node.answer().await;
         let words: Vec<&str> = ready.split(' ').collect();
         node.incarnation = words[0].parse().expect("a number");
