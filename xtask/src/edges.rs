@@ -96,7 +96,6 @@ const ROOMS: &[Room] = &[
             "cudarc",
         ],
     },
-    // What a simulator and a load generator replay.
     // Also measures a worker without a router, and transfers alone.
     Room {
         name: "baton-bench",
@@ -119,8 +118,9 @@ const ROOMS: &[Room] = &[
         tests_use: &[],
         never: &["baton-router"],
     },
-    // Shared by several commands; it knows no command.
+    // What a simulator and a load generator replay.
     Room { name: "baton-traces", uses: &[], tests_use: &[], never: &["tokio"] },
+    // Shared by several commands; it knows no command.
     Room {
         name: "baton-command",
         uses: &["baton-worker", "baton-model", "baton-kv-cache", "baton-tls"],

@@ -31,19 +31,11 @@ pub fn fake_folder() -> PathBuf {
 /// All kernel files, as they are when the first test reads them.
 pub fn kernel_files() -> KernelFiles {
     static FILES: OnceLock<KernelFiles> = OnceLock::new();
-    *FILES.get_or_init(|| KernelFiles::new(read_files(&kernel_folder()).leak()))
-}
-
-/// The folder of compiled kernels, beside the build's other outputs.
-pub(crate) fn output_folder() -> PathBuf {
-    let test = std::env::current_exe().expect("this is a program");
-    let folder = test.parent().expect("in a folder").join("emulated-kernels");
-    std::fs::create_dir_all(&folder).expect("the build's folder can be written");
-    folder
+    *FILES.get_or_init(|| KernelFiles::new(read(&kernel_folder()).leak()))
 }
 
 /// The text of each file, by name.
-pub(crate) fn read_files(folder: &Path) -> Vec<(&'static str, &'static str)> {
+fn read(folder: &Path) -> Vec<(&'static str, &'static str)> {
     let entries = std::fs::read_dir(folder).unwrap_or_else(|error| panic!("{}: {error}", folder.display()));
     let paths = entries.map(|entry| entry.expect("the folder can be read").path());
     let mut files: Vec<(&str, &str)> = paths

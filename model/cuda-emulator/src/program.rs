@@ -6,7 +6,7 @@ use std::process::Command;
 
 use baton_cuda_kernels::kernel::KernelSource;
 
-use crate::files::{cpp_folder, kernel_files, kernel_folder, output_folder};
+use crate::files::{cpp_folder, kernel_files, kernel_folder};
 
 /// The program with the kernels of `sources`. The program and its object files are cached beside the build's other
 /// outputs, by a hash of everything that affects them.
@@ -76,6 +76,14 @@ fn name_of(file: &Path) -> &str {
 
 fn read(file: &Path) -> Vec<u8> {
     std::fs::read(file).unwrap_or_else(|error| panic!("{}: {error}", file.display()))
+}
+
+/// Beside the build's other outputs.
+fn output_folder() -> PathBuf {
+    let test = std::env::current_exe().expect("this is a program");
+    let folder = test.parent().expect("in a folder").join("emulated-kernels");
+    std::fs::create_dir_all(&folder).expect("the build's folder can be written");
+    folder
 }
 
 /// Runs g++, unless its output is cached. Tests run as threads and as processes: one of them runs it, the others wait.

@@ -37,8 +37,6 @@ impl Trace {
         }
         // Real traces are nearly in order.
         trace.requests.sort_by(|a, b| a.seconds.total_cmp(&b.seconds));
-        let first = trace.requests[0].seconds;
-        trace.requests.iter_mut().for_each(|request| request.seconds -= first);
         Ok(trace)
     }
 }
