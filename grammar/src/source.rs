@@ -1,8 +1,8 @@
 //! From a grammar's text to what llguidance compiles. What would need more than the compiler may use is refused here.
 
-use baton_request::{Grammar, GrammarKind, JSON_WHITE_SPACE, drop_foreign_formats};
+use baton_request::{Grammar, GrammarKind, output_schema};
 use llguidance::api::TopLevelGrammar;
-use serde_json::{Value, json};
+use serde_json::Value;
 
 use crate::error::GrammarError;
 
@@ -21,13 +21,11 @@ pub(crate) fn parse(grammar: &Grammar) -> Result<TopLevelGrammar, GrammarError> 
     let invalid = |reason: &str| GrammarError::invalid(kind, reason);
     match kind {
         GrammarKind::JsonSchema => {
-            let mut schema: Value =
-                serde_json::from_str(text).map_err(|error| invalid(&error.to_string()))?;
+            let schema: Value = serde_json::from_str(text).map_err(|error| invalid(&error.to_string()))?;
             if !(schema.is_object() || schema.is_boolean()) {
                 return Err(invalid("a schema is a JSON object or a boolean"));
             }
-            drop_foreign_formats(&mut schema);
-            Ok(TopLevelGrammar::from_json_schema(with_white_space(schema)))
+            Ok(TopLevelGrammar::from_json_schema(output_schema(schema)))
         }
         GrammarKind::Regex => {
             check_depth(kind, text)?;
@@ -57,14 +55,6 @@ pub(crate) fn parse(grammar: &Grammar) -> Result<TopLevelGrammar, GrammarError> 
             Ok(TopLevelGrammar::from_lark(text.to_owned()))
         }
     }
-}
-
-/// The schema, with [`JSON_WHITE_SPACE`] unless it says otherwise.
-fn with_white_space(schema: Value) -> Value {
-    let Value::Object(mut schema) = schema else { return schema };
-    let options = json!({"whitespace_pattern": JSON_WHITE_SPACE});
-    schema.entry("x-guidance").or_insert(options);
-    Value::Object(schema)
 }
 
 fn check_depth(kind: GrammarKind, text: &str) -> Result<(), GrammarError> {

@@ -5,10 +5,6 @@ use std::sync::Arc;
 /// Most bytes of a grammar's text.
 pub const MAX_GRAMMAR_BYTES: usize = 256 << 10;
 
-/// White space between two parts of a JSON value: none, a space, or a new line with some indentation. Without a bound a
-/// model may write white space for ever.
-pub const JSON_WHITE_SPACE: &str = "[ ]|\\n[ \\t]{0,24}";
-
 /// A description of all texts that a sequence may produce.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Grammar {

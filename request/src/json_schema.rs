@@ -1,6 +1,10 @@
 //! What a JSON schema means where JSON Schema leaves it open.
 
-use serde_json::Value;
+use serde_json::{Value, json};
+
+/// White space between two parts of a JSON value: none, a space, or a new line with some indentation. Without a bound a
+/// model may write white space for ever.
+const JSON_WHITE_SPACE: &str = "[ ]|\\n[ \\t]{0,24}";
 
 /// The formats of JSON Schema.
 const FORMATS: [&str; 19] = [
@@ -24,6 +28,16 @@ const FORMATS: [&str; 19] = [
     "relative-json-pointer",
     "regex",
 ];
+
+/// The schema of an answer as compilers of grammars take it: without [foreign formats](drop_foreign_formats), and with a bound
+/// of white space unless it says otherwise.
+pub fn output_schema(mut schema: Value) -> Value {
+    drop_foreign_formats(&mut schema);
+    if let Value::Object(fields) = &mut schema {
+        fields.entry("x-guidance").or_insert(json!({"whitespace_pattern": JSON_WHITE_SPACE}));
+    }
+    schema
+}
 
 /// Removes formats that JSON Schema does not define, such as Pydantic's `path`: it takes them for remarks (Validation 7.2.3).
 /// Compilers of grammars refuse them.

@@ -17,9 +17,9 @@ mod json_schema;
 
 pub use blend::{BlendMarks, NUM_FIRST_TOKENS};
 pub use failure::{Failure, FailureKind};
-pub use grammar::{Grammar, GrammarKind, JSON_WHITE_SPACE, MAX_GRAMMAR_BYTES};
+pub use grammar::{Grammar, GrammarKind, MAX_GRAMMAR_BYTES};
 pub use invalid::{InvalidRequest, Problem, check_tokens};
-pub use json_schema::drop_foreign_formats;
+pub use json_schema::{drop_foreign_formats, output_schema};
 pub use request::{FinishReason, Request, SpeculationMode};
 pub use retention::{KeptPrefix, Retention};
 pub use sampling::{MAX_LOGPROBS, SamplingParams};

@@ -1,6 +1,6 @@
 //! The grammar of an answer that may have calls.
 
-use baton_request::{Grammar, GrammarKind, JSON_WHITE_SPACE, drop_foreign_formats};
+use baton_request::{Grammar, GrammarKind, drop_foreign_formats, output_schema};
 use serde_json::{Value, json};
 
 use crate::{
@@ -50,7 +50,7 @@ impl ToolRequest {
             let other = match (format, json_schema(asked)?) {
                 // Both begin with the same bracket, which is no reason to decide for one.
                 (ToolFormat::Llama3, Some(schema)) => format!("%json {}", lark.call_or(schema)),
-                (_, Some(schema)) => format!("%json {}", flexible(schema)),
+                (_, Some(schema)) => format!("%json {}", output_schema(schema)),
                 (_, None) => expression(asked)?,
             };
             rules += &format!("other: {other}\n");
@@ -178,7 +178,7 @@ impl Lark<'_> {
                 "additionalProperties": false,
             }));
         }
-        flexible(json!({"anyOf": any_of, "$defs": definitions}))
+        output_schema(json!({"anyOf": any_of, "$defs": definitions}))
     }
 
     /// Messages with a channel each.
@@ -255,15 +255,6 @@ fn dumped(mut schema: Value) -> Value {
     drop_foreign_formats(&mut schema);
     schema["x-guidance"] =
         json!({"whitespace_flexible": false, "item_separator": ", ", "key_separator": ": "});
-    schema
-}
-
-/// White space as in every answer that is JSON.
-fn flexible(mut schema: Value) -> Value {
-    drop_foreign_formats(&mut schema);
-    if let Value::Object(fields) = &mut schema {
-        fields.entry("x-guidance").or_insert(json!({"whitespace_pattern": JSON_WHITE_SPACE}));
-    }
     schema
 }
 
