@@ -5,7 +5,8 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 use std::process::Command;
 
-use crate::files::{cpp_folder, fake_folder, output_folder, read_files};
+use crate::files::fake_folder;
+use crate::program::{emulator_hash, output_folder, read};
 use crate::test_device;
 
 /// Keeps launches from overlapping, and has the fake driver expect it.
@@ -59,9 +60,9 @@ pub fn run_own_tests(names: &[&str], variables: &[(&str, &str)]) {
 
 /// The folder of kernels that the fake NVRTC compiled with the current files of the emulator.
 fn compiled_folder() -> PathBuf {
-    let mut hasher = blake3::Hasher::new();
-    for (name, text) in [fake_folder(), cpp_folder()].iter().flat_map(|folder| read_files(folder)) {
-        hasher.update(name.as_bytes()).update(text.as_bytes());
+    let mut hasher = emulator_hash();
+    for name in ["nvrtc.cpp", "module.h"] {
+        hasher.update(&read(&fake_folder().join(name)));
     }
     let folder = output_folder().join(format!("fake-{}", &hasher.finalize().to_hex()[..16]));
     std::fs::create_dir_all(&folder).expect("the build's folder can be written");

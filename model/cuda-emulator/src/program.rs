@@ -62,7 +62,7 @@ fn emulator_header() -> PathBuf {
 }
 
 /// Of what every object includes.
-fn emulator_hash() -> blake3::Hasher {
+pub(crate) fn emulator_hash() -> blake3::Hasher {
     let mut hasher = blake3::Hasher::new();
     for name in ["emulator.h", "shared_memory.h", "visibility.h", "copies.h", "warpgroup.h"] {
         hasher.update(&read(&cpp_folder().join(name)));
@@ -74,12 +74,12 @@ fn name_of(file: &Path) -> &str {
     file.file_name().and_then(|name| name.to_str()).expect("a file with a name in ASCII")
 }
 
-fn read(file: &Path) -> Vec<u8> {
+pub(crate) fn read(file: &Path) -> Vec<u8> {
     std::fs::read(file).unwrap_or_else(|error| panic!("{}: {error}", file.display()))
 }
 
 /// Beside the build's other outputs.
-fn output_folder() -> PathBuf {
+pub(crate) fn output_folder() -> PathBuf {
     let test = std::env::current_exe().expect("this is a program");
     let folder = test.parent().expect("in a folder").join("emulated-kernels");
     std::fs::create_dir_all(&folder).expect("the build's folder can be written");
