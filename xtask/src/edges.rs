@@ -378,7 +378,7 @@ const ROOMS: &[Room] = &[
         tests_use: &["baton-model-testing"],
         never: &["baton-checkpoint", "baton-cuda", "safetensors", "cudarc", "tokio"],
     },
-    // Vectors and the numbers that they widen: no tensors.
+    // Vectors, tiles, and the numbers that they widen: no tensors.
     Room {
         name: "baton-cpu-simd",
         uses: &["baton-cpu-threads", "baton-kv-cache"],

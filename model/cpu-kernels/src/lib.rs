@@ -11,9 +11,9 @@ mod kv;
 mod loops;
 mod products;
 mod rows;
-mod tiles;
 
 pub use attention::{AttentionShape, attend};
+pub use baton_cpu_simd::tiles::{TILE_OPERATIONS, tiles_loop};
 pub use baton_cpu_simd::{CHAINS, Isa, LANES};
 pub use cpu::Cpu;
 pub use kv::store_rows;
@@ -23,4 +23,3 @@ pub use products::{
     pack_integers, pairs_loop,
 };
 pub use rows::{GateFunction, rms_norm, rms_norm_in_place, rotate, soft_cap};
-pub use tiles::{TILE_OPERATIONS, tiles_loop};

@@ -4,6 +4,8 @@
 //! Rust. All compute with sixteen lanes and reduce them in the same order, so AVX-512, AVX2 and NEON agree bit for bit,
 //! and portable Rust with them where the compiler may use fused multiply-adds.
 //!
+//! Tile registers are in [`tiles`], with a software model of them for tests.
+//!
 //! [`Words`] adds what attention does with rows of memory: transposing them, and products of pairs of bf16.
 //!
 //! This crate does not know tensors.
@@ -16,6 +18,7 @@ mod neon;
 mod stored;
 #[cfg(test)]
 mod tests;
+pub mod tiles;
 mod words;
 #[cfg(target_arch = "x86_64")]
 mod x86;

@@ -11,7 +11,7 @@ use super::softmax::{Scaling, State, weigh};
 use super::tiles;
 use super::widen::{Positions, padded, pair_columns, pair_rows, widen_columns, widen_rows};
 use crate::kv::HeadKv;
-use crate::tiles::TileUse;
+use baton_cpu_simd::tiles::TileUse;
 use baton_cpu_simd::{Isa, LANES};
 
 /// The queries of an item: all heads of a group in consecutive rows; the index is `row * group + head`.

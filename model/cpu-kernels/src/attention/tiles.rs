@@ -5,7 +5,8 @@
 #![cfg_attr(not(any(test, target_arch = "x86_64")), allow(dead_code))] // only x86-64 has tiles
 
 use super::product::{Rows, Start};
-use crate::tiles::{ROW_BYTES, ROWS, TileUse, Tiles, tile_kernel};
+use baton_cpu_simd::tile_kernel;
+use baton_cpu_simd::tiles::{ROW_BYTES, ROWS, TileUse, Tiles};
 use baton_cpu_simd::{LANES, Simd};
 
 /// Lines of a tile register: words of two bf16 along K.

@@ -8,7 +8,8 @@
 use super::panels::{LINE_BYTES, PANEL, ROW_SCALE_BYTES, group_head_bytes, per_line};
 use super::slabs::{Ahead, BLOCK, Block, SLAB, SUMS, store_sums, zero_sums};
 use super::tile::TileArgs;
-use crate::tiles::{ROW_BYTES, ROWS, TileUse, Tiles, tile_kernel};
+use baton_cpu_simd::tile_kernel;
+use baton_cpu_simd::tiles::{ROW_BYTES, ROWS, TileUse, Tiles};
 use baton_cpu_simd::{LANES, Simd};
 use baton_model_spec::{IntegerFormat, IntegerWidth};
 

@@ -6,7 +6,7 @@ use super::slabs::Block;
 use super::tile::{Output, TileArgs};
 use super::{floats, level_tiles, levels, pair_tiles, pairs, slabs, widened};
 use crate::cpu::Cpu;
-use crate::tiles::TileUse;
+use baton_cpu_simd::tiles::TileUse;
 use baton_cpu_simd::{Isa, LANES};
 use baton_cpu_threads::SharedMut;
 use baton_model_spec::{FloatDtype as Dtype, IntegerFormat};

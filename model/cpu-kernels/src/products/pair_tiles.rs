@@ -13,7 +13,8 @@ use super::panels::{LINE_BYTES, PAIR_STEP as STEP, PANEL};
 use super::slabs::{Ahead, Block, SLAB, SUMS, store_sums, zero_sums};
 use super::tile::{Output, TileArgs};
 use super::widened::{Group, UNCUT, Widened};
-use crate::tiles::{ROW_BYTES, ROWS, TileUse, Tiles, tile_kernel};
+use baton_cpu_simd::tile_kernel;
+use baton_cpu_simd::tiles::{ROW_BYTES, ROWS, TileUse, Tiles};
 use baton_cpu_simd::{LANES, Simd};
 use baton_model_spec::{IntegerFormat, IntegerWidth};
 

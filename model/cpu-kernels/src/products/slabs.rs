@@ -16,8 +16,8 @@ use std::ops::Range;
 
 use super::panels::PANEL;
 use super::tile::TileArgs;
-use crate::tiles::{ROW_BYTES, ROWS, Tiles};
 use baton_cpu_simd::Simd;
+use baton_cpu_simd::tiles::{ROW_BYTES, ROWS, Tiles};
 
 /// Rows of the largest tile of rows: two tile registers.
 pub(super) const TILE_ROWS: usize = 2 * ROWS;

@@ -7,8 +7,8 @@ use crate::attention::shape::SPAN;
 use crate::kv::store_rows;
 use crate::kv::testing::read_vectors;
 use crate::products::has_pairs;
-use crate::tiles::tested;
 use baton_cpu_simd::Isa;
+use baton_cpu_simd::tiles::tested_isas;
 use baton_model_testing::{hash_of_bits, noise};
 
 struct Case {
@@ -156,7 +156,7 @@ fn check(isa: Isa, case: &Case) -> Vec<f32> {
 /// Checks every instruction set. Those with fused multiply-adds must agree bit for bit; returns their result.
 fn check_all(case: &Case) -> Option<Vec<f32>> {
     let fused = |isa: &Isa| *isa != Isa::Portable || cfg!(target_arch = "aarch64");
-    let found: Vec<_> = tested().into_iter().map(|isa| (isa, check(isa, case))).collect();
+    let found: Vec<_> = tested_isas().into_iter().map(|isa| (isa, check(isa, case))).collect();
     let mut results: Vec<_> = found.into_iter().filter(|(isa, _)| fused(isa)).map(|(_, out)| out).collect();
     assert!(results.windows(2).all(|pair| pair[0] == pair[1]), "instruction sets differ: {:?}", case.shape);
     results.pop()
@@ -212,7 +212,7 @@ fn pairs_match_the_formula_and_do_not_depend_on_chunks() {
         for dtype in [KvDtype::Bf16, KvDtype::Fp8, KvDtype::Int8] {
             let case = Case { shape, block_size: 5, dtype, len: 135 };
             check(Isa::Portable, &case);
-            for isa in tested().into_iter().filter(|isa| has_pairs(*isa)) {
+            for isa in tested_isas().into_iter().filter(|isa| has_pairs(*isa)) {
                 check(isa, &case);
             }
         }

@@ -4,7 +4,7 @@ use super::*;
 use crate::products::pairs::tests::add_pair;
 use crate::products::{has_pairs, pack_floats, pack_integers};
 use crate::rows::GateFunction;
-use crate::tiles::tested;
+use baton_cpu_simd::tiles::tested_isas;
 use baton_model_spec::{FloatDtype as Dtype, IntegerFormat, IntegerRow, IntegerWidth};
 use baton_model_testing::noise;
 
@@ -243,7 +243,7 @@ fn formats(isa: Isa) -> Vec<PanelFormat> {
 
 #[test]
 fn products_do_not_depend_on_tiles_or_threads() {
-    for isa in tested() {
+    for isa in tested_isas() {
         for format in formats(isa) {
             for m in [1, 2, 3, 4, 5, 7, 8, 9, 11, 13, 14, 15, 16, 27, 29, 33, 45] {
                 check(isa, 1, &Case { format, m, n: 1 + m * 7 % 150, k: 1 + m * 13 % 90 });
@@ -266,7 +266,7 @@ fn nan_activations_give_nan() {
         let format = IntegerFormat { width: IntegerWidth::Eight, group, has_zeros: false };
         let case = Case { format: PanelFormat::Integers(format), m: 3, n: 40, k: 70 };
         let packed = pack(&case, RowOrder::Plain);
-        for isa in tested() {
+        for isa in tested_isas() {
             let mut cpu = Cpu::new(isa, 1).unwrap();
             let mut a = noise(1, case.m * case.k);
             a[5] = f32::NAN;

@@ -1,17 +1,17 @@
 //! Tile registers: their shapes, and the operations on them.
 
 /// Rows of a tile.
-pub(crate) const ROWS: usize = 16;
+pub const ROWS: usize = 16;
 /// Bytes of a row of a tile.
-pub(crate) const ROW_BYTES: usize = 64;
+pub const ROW_BYTES: usize = 64;
 /// Bytes of a tile.
 #[cfg(test)]
-pub(crate) const TILE_BYTES: usize = ROWS * ROW_BYTES;
+pub const TILE_BYTES: usize = ROWS * ROW_BYTES;
 
 /// The shapes of the eight tiles, as `ldtilecfg` reads them.
 #[repr(C, align(64))]
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct TileShapes {
+pub struct TileShapes {
     palette: u8,
     start_row: u8,
     reserved: [u8; 14],
@@ -22,7 +22,7 @@ pub(crate) struct TileShapes {
 impl TileShapes {
     /// Sums 0 to 3 of two tiles of rows (4 and 5) with two tiles of weights (6 and 7): `rows` are those of each tile
     /// of rows, `depth_bytes` the bytes along K of each. Tiles of no rows are not used.
-    pub(crate) fn of_product(rows: [usize; 2], depth_bytes: usize) -> TileShapes {
+    pub fn of_product(rows: [usize; 2], depth_bytes: usize) -> TileShapes {
         let mut shapes =
             TileShapes { palette: 1, start_row: 0, reserved: [0; 14], row_bytes: [0; 16], rows: [0; 16] };
         let mut set = |tile: usize, rows: usize, bytes: usize| {
@@ -46,14 +46,17 @@ impl TileShapes {
 /// # Safety (of all methods)
 /// The CPU has the instructions and the process their permission; tiles are configured, and the shapes of the operands
 /// fit each other. Pointers are valid for all rows of the tile, `stride` bytes apart.
-pub(crate) trait Tiles {
+#[allow(clippy::missing_safety_doc)] // said once, above
+pub trait Tiles {
     /// Whether the tiles keep their shapes for the next kernel of this thread.
     const KEEPS_SHAPES: bool;
     /// Gives the tiles their shapes and sets them to zero.
     unsafe fn configure(&mut self, shapes: &TileShapes);
     /// Ends the use of tiles, so that the system need not save them.
     unsafe fn release(&mut self);
+    /// Sets a tile to zero.
     unsafe fn zero<const T: u8>(&mut self);
+    /// Reads a tile's rows.
     unsafe fn load<const T: u8>(&mut self, p: *const u8, stride: usize);
     /// As [`load`](Self::load), for memory that is read once: it does not displace what the first-level cache holds.
     #[inline(always)]
@@ -61,6 +64,7 @@ pub(crate) trait Tiles {
         // SAFETY: guaranteed by the caller.
         unsafe { self.load::<T>(p, stride) }
     }
+    /// Writes a tile's rows.
     unsafe fn store<const T: u8>(&mut self, p: *mut u8, stride: usize);
     /// `C += A B` of bf16: for each element of C a chain of the even products and one of the odd ones, from zero, whose
     /// sum is added. Subnormal operands and results count as zero.

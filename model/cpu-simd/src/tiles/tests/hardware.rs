@@ -56,7 +56,7 @@ fn the_model_agrees_with_the_hardware_to_the_bit() {
                 .to_le_bytes();
             }
         }
-        let model = product(&mut TileModel::new(), &shapes, kind, &operands);
+        let model = product(&mut TileModel::default(), &shapes, kind, &operands);
         let hardware = product(&mut Amx, &shapes, kind, &operands);
         for (idx, (model, hardware)) in words(&model).zip(words(&hardware)).enumerate() {
             assert!(

@@ -8,7 +8,7 @@ use std::arch::asm;
 use super::registers::{TileShapes, Tiles};
 
 /// The hardware's tiles, of the current thread.
-pub(crate) struct Amx;
+pub struct Amx;
 
 impl Tiles for Amx {
     const KEEPS_SHAPES: bool = true;

@@ -1,30 +1,8 @@
 #[cfg(target_arch = "x86_64")]
 mod hardware;
-pub(crate) mod model;
 
 use super::registers::TILE_BYTES;
 use super::*;
-
-/// The vectors beside the software model.
-#[cfg(target_arch = "x86_64")]
-pub(crate) type ModelVectors = baton_cpu_simd::Avx2;
-#[cfg(target_arch = "aarch64")]
-pub(crate) type ModelVectors = baton_cpu_simd::Neon;
-#[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
-pub(crate) type ModelVectors = baton_cpu_simd::Portable;
-
-/// The instruction sets to test: those of this CPU, and the software model of tiles.
-pub(crate) fn tested() -> Vec<Isa> {
-    let mut all = Isa::available();
-    #[cfg(target_arch = "x86_64")]
-    let has_vectors = all.contains(&Isa::Avx2);
-    #[cfg(not(target_arch = "x86_64"))]
-    let has_vectors = true;
-    if has_vectors {
-        all.push(Isa::TileModel);
-    }
-    all
-}
 
 /// The operands of one product, and what a tile unit makes of them.
 fn product<T: Tiles>(
@@ -71,7 +49,7 @@ fn the_model_computes_what_the_manual_says() {
     put(&mut operands[2], 0, 6, &[10.0, 100.0]);
     put(&mut operands[2], 1, 6, &[1000.0, 10000.0]);
     operands[0][ROW_BYTES + 12..][..4].copy_from_slice(&0.5f32.to_le_bytes());
-    let out = product(&mut TileModel::new(), &shapes, 0, &operands);
+    let out = product(&mut TileModel::default(), &shapes, 0, &operands);
     let expected = (10.0 + 3000.0) + (200.0 + half::bf16::from_f32(10000.0).to_f32() * 4.0) + 0.5;
     let got: Vec<u32> = words(&out).collect();
     assert_eq!(f32::from_bits(got[16 + 3]), expected);

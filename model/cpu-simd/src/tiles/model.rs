@@ -1,19 +1,44 @@
 //! A software model of the tile instructions, after Intel's Software Developer's Manual, volume 2 (TDPBF16PS, TDPBSSD,
 //! TDPBSUD, TILELOADD).
 
-use super::super::{ROW_BYTES, ROWS, TileShapes, Tiles};
+use super::{ROW_BYTES, ROWS, TileShapes, Tiles};
+use crate::Isa;
+
+/// The vectors beside the software model.
+#[cfg(target_arch = "x86_64")]
+pub type ModelVectors = crate::Avx2;
+#[cfg(target_arch = "aarch64")]
+pub type ModelVectors = crate::Neon;
+#[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
+pub type ModelVectors = crate::Portable;
+
+/// The instruction sets to test: those of this CPU, and the software model of tiles.
+pub fn tested_isas() -> Vec<Isa> {
+    let mut all = Isa::available();
+    #[cfg(target_arch = "x86_64")]
+    let has_vectors = all.contains(&Isa::Avx2);
+    #[cfg(not(target_arch = "x86_64"))]
+    let has_vectors = true;
+    if has_vectors {
+        all.push(Isa::TileModel);
+    }
+    all
+}
 
 /// Eight tiles in memory.
-pub(crate) struct TileModel {
+pub struct TileModel {
     tiles: [[[u8; ROW_BYTES]; ROWS]; 8],
     shapes: Option<TileShapes>,
 }
 
-impl TileModel {
-    pub(crate) fn new() -> TileModel {
+impl Default for TileModel {
+    /// Tiles that are not configured.
+    fn default() -> TileModel {
         TileModel { tiles: [[[0; ROW_BYTES]; ROWS]; 8], shapes: None }
     }
+}
 
+impl TileModel {
     /// Rows and bytes of a row. A processor raises an exception where this panics.
     fn shape(&self, tile: u8) -> (usize, usize) {
         let shapes = self.shapes.as_ref().expect("tiles are configured");
@@ -56,10 +81,10 @@ fn flushed(x: f32) -> f32 {
 impl Tiles for TileModel {
     const KEEPS_SHAPES: bool = false;
     unsafe fn configure(&mut self, shapes: &TileShapes) {
-        *self = TileModel { shapes: Some(*shapes), ..TileModel::new() };
+        *self = TileModel { shapes: Some(*shapes), ..TileModel::default() };
     }
     unsafe fn release(&mut self) {
-        *self = TileModel::new();
+        *self = TileModel::default();
     }
     unsafe fn zero<const T: u8>(&mut self) {
         self.shape(T);

@@ -2,58 +2,27 @@
 //!
 //! Kernels are written over [`Tiles`]. [`Amx`] is the hardware; the software model `TileModel` computes the same bits
 //! on every processor, for tests.
-#![cfg_attr(not(any(test, target_arch = "x86_64")), allow(dead_code))] // only x86-64 has tiles
 
 #[cfg(target_arch = "x86_64")]
 mod amx;
+mod kernel;
+#[cfg(any(test, feature = "testing"))]
+mod model;
 mod registers;
+#[cfg(test)]
+mod tests;
 
 #[cfg(target_arch = "x86_64")]
-pub(crate) use amx::Amx;
-use baton_cpu_simd::{Isa, Simd};
-pub(crate) use registers::{ROW_BYTES, ROWS, TileShapes, Tiles};
-#[cfg(test)]
-pub(crate) use tests::{ModelVectors, model::TileModel, tested};
+pub use amx::Amx;
+#[cfg(any(test, feature = "testing"))]
+pub use model::{ModelVectors, TileModel, tested_isas};
+pub use registers::{ROW_BYTES, ROWS, TileShapes, Tiles};
 
-/// As [`kernel!`](baton_cpu_simd::kernel), for CPUs that have tiles, and over their software model.
-///
-/// `tile_kernel! { fn name / generic(args) }` makes `unsafe fn name(isa, args)` of `generic::<S, T>(&mut tiles, args)`.
-macro_rules! tile_kernel {
-    ($(#[$meta:meta])* $vis:vis fn $name:ident / $generic:ident ($($arg:ident: $ty:ty),* $(,)?)) => {
-        $(#[$meta])*
-        #[allow(clippy::too_many_arguments)]
-        #[cfg_attr(not(any(test, target_arch = "x86_64")), allow(unused_variables, unused_unsafe))]
-        $vis unsafe fn $name(isa: baton_cpu_simd::Isa, $($arg: $ty),*) {
-            #[cfg(target_arch = "x86_64")]
-            #[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx2,fma,f16c")]
-            unsafe fn amx($($arg: $ty),*) {
-                // SAFETY: guaranteed by the caller.
-                unsafe { $generic::<baton_cpu_simd::Avx512, $crate::tiles::Amx>(&mut $crate::tiles::Amx, $($arg),*) }
-            }
-            #[cfg(test)]
-            #[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
-            unsafe fn model($($arg: $ty),*) {
-                let mut tiles = $crate::tiles::TileModel::new();
-                // SAFETY: guaranteed by the caller.
-                unsafe { $generic::<$crate::tiles::ModelVectors, $crate::tiles::TileModel>(&mut tiles, $($arg),*) }
-            }
-            // SAFETY: guaranteed by the caller.
-            unsafe {
-                match isa {
-                    #[cfg(target_arch = "x86_64")]
-                    baton_cpu_simd::Isa::Amx => amx($($arg),*),
-                    #[cfg(test)]
-                    baton_cpu_simd::Isa::TileModel => model($($arg),*),
-                    _ => unreachable!("only where there are tiles"),
-                }
-            }
-        }
-    };
-}
-pub(crate) use tile_kernel;
+use crate::{Isa, Simd, tile_kernel};
 
 /// Operations, multiplications and additions, of one round of [`tiles_loop`], of bf16; twice as many of eight bits.
 pub const TILE_OPERATIONS: usize = 4 * 2 * ROWS * ROWS * ROW_BYTES / 2;
+
 /// Divides rows between two tiles.
 fn split(rows: usize) -> [usize; 2] {
     [rows.min(ROWS), rows.saturating_sub(ROWS)]
@@ -61,14 +30,15 @@ fn split(rows: usize) -> [usize; 2] {
 
 /// The shapes of the current thread's tiles, which are slow to set. Dropped, it ends the use of tiles, so that the
 /// system need not save them, and other threads see what kernels stored past the caches.
-pub(crate) struct TileUse {
+pub struct TileUse {
     isa: Isa,
     rows: usize,
     depth_bytes: usize,
 }
 
 impl TileUse {
-    pub(crate) fn new(isa: Isa) -> TileUse {
+    /// The tiles of `isa`, not used yet.
+    pub fn new(isa: Isa) -> TileUse {
         TileUse { isa, rows: 0, depth_bytes: 0 }
     }
 
@@ -77,7 +47,7 @@ impl TileUse {
     /// # Safety
     /// As for [`Tiles`].
     #[inline(always)]
-    pub(crate) unsafe fn set<T: Tiles>(&mut self, tiles: &mut T, rows: usize, depth_bytes: usize) {
+    pub unsafe fn set<T: Tiles>(&mut self, tiles: &mut T, rows: usize, depth_bytes: usize) {
         if !T::KEEPS_SHAPES || (self.rows, self.depth_bytes) != (rows, depth_bytes) {
             // SAFETY: guaranteed by the caller.
             unsafe { tiles.configure(&TileShapes::of_product(split(rows), depth_bytes)) };
@@ -145,6 +115,3 @@ pub unsafe fn tiles_loop(bf16: bool, rounds: usize) -> f32 {
 pub unsafe fn tiles_loop(_bf16: bool, _rounds: usize) -> f32 {
     unreachable!("only where there are tiles")
 }
-
-#[cfg(test)]
-mod tests;
