@@ -80,6 +80,15 @@ pub(super) fn tile_rows(isa: Isa, num_rows: usize) -> usize {
     }
 }
 
+/// Whether products of bytes take less time than those of nibbles, which are unsigned in both.
+pub(super) fn reads_bytes_faster(isa: Isa) -> bool {
+    match IntegerIsa::of(isa) {
+        #[cfg(target_arch = "x86_64")]
+        IntegerIsa::Vnni => true,
+        _ => false,
+    }
+}
+
 /// # Safety
 /// As for [`TileArgs`].
 pub(super) unsafe fn tile_kernel(isa: Isa, args: &TileArgs, format: IntegerFormat) {

@@ -7,7 +7,7 @@
 //! |---|---|---|
 //! | f32, f16, bf16 | f32 | [`floats`] |
 //! | pairs of bf16 | bf16 | [`pairs`]; [`pair_tiles`] where there are tiles |
-//! | integers | eight bits, by group | [`levels`]; [`level_tiles`] where there are tiles, from some rows on |
+//! | integers | eight bits, by group | [`levels`], for many rows after nibbles are [`unpacked`]; [`level_tiles`] where there are tiles, from some rows on |
 //! | integers in small groups or of four bits, where there are tiles | bf16 | [`pair_tiles`]; [`widened`] with one or two rows |
 //!
 //! Each kernel sums an element of C in one fixed order, whatever the tile and the number of threads. So a row of C
@@ -25,6 +25,7 @@ mod pairs;
 mod panels;
 mod slabs;
 mod tile;
+mod unpacked;
 mod widened;
 
 pub(crate) use left::bf16_bits;

@@ -4,6 +4,7 @@ use super::left::{LeftKind, Tiles, pack_left};
 use super::panels::{PANEL, PanelFormat, PanelsRef, RowOrder};
 use super::slabs::Block;
 use super::tile::{Output, TileArgs};
+use super::unpacked::Unpacked;
 use super::{floats, level_tiles, levels, pair_tiles, pairs, slabs, widened};
 use crate::cpu::Cpu;
 use baton_cpu_simd::tiles::TileUse;
@@ -78,8 +79,14 @@ pub fn multiply(
     let tiles_per_item = tiles.len().div_ceil(wanted.min(tiles.len()));
     let num_row_items = tiles.len().div_ceil(tiles_per_item);
 
+    // Unpacked panels take twice the room.
+    let unpacked = kernel.unpacked(isa, k, tiles_per_item);
+    let group = if unpacked.is_some() { group.div_ceil(2) } else { group };
+
     let streams = kernel.block().is_some() && num_rows * num_cols * 4 > CACHE_BYTES;
-    let scratch = scratch.reserve(if shared { num_threads } else { 1 }, kernel.scratch_len(tiles.len(), k));
+    let scratch_len =
+        unpacked.map_or(kernel.scratch_len(tiles.len(), k), |unpacked| group * unpacked.panel_bytes / 4);
+    let scratch = scratch.reserve(if shared { num_threads } else { 1 }, scratch_len);
     let out = SharedMut::new(out);
     let tiles = &tiles;
     let item = |thread_idx: usize, item_idx: usize| {
@@ -130,10 +137,23 @@ pub fn multiply(
             let panels = group.min(item_end - first_panel);
             let next = &weights.data[(first_panel + panels) * panel_bytes..item_end * panel_bytes];
             let next = &next[..next.len().min(group * panel_bytes)];
+            let to = scratch.of(thread_idx).cast::<u8>();
+            if let Some(unpacked) = unpacked {
+                let stored = &weights.data[first_panel * panel_bytes..][..panels * panel_bytes];
+                // SAFETY: the thread's memory has room for a group.
+                unsafe { unpacked.write(isa, stored, to) };
+            }
             for tile_idx in tile_range.clone() {
                 let ahead = ahead(next, tile_idx - tile_range.start, tile_range.len());
+                let stored = args(tile_idx, first_panel, panels, ahead);
+                let (kernel, tile) = match unpacked {
+                    Some(Unpacked { format, panel_bytes, .. }) => {
+                        (Kernel::Levels(format), TileArgs { w: to, panel_bytes, ..stored })
+                    }
+                    None => (kernel, stored),
+                };
                 // SAFETY: the sizes match; each item has its own elements of `out`.
-                unsafe { kernel.run(isa, &args(tile_idx, first_panel, panels, ahead)) };
+                unsafe { kernel.run(isa, &tile) };
             }
         }
     };
@@ -191,6 +211,14 @@ impl Kernel {
             Kernel::PairTiles | Kernel::WidenedTiles(_) => LeftKind::PairTiles,
             Kernel::Levels(format) => LeftKind::Levels(format),
             Kernel::LevelTiles(format) => LeftKind::LevelTiles(format),
+        }
+    }
+
+    /// The panels that so many tiles of rows multiply, if they are unpacked first.
+    fn unpacked(self, isa: Isa, k: usize, num_tiles: usize) -> Option<Unpacked> {
+        match self {
+            Kernel::Levels(format) => Unpacked::new(isa, format, k, num_tiles),
+            _ => None,
         }
     }
 

@@ -252,6 +252,7 @@ fn products_do_not_depend_on_tiles_or_threads() {
                 check_gated(isa, 2, &Case { format, m, n, k });
             }
             check(isa, 3, &Case { format, m: 210, n: 24, k: 96 });
+            check(isa, 1, &Case { format, m: 131, n: 70, k: 301 });
             check(isa, 3, &Case { format, m: 17, n: 300, k: 200 });
             check(isa, 2, &Case { format, m: 1, n: 1000, k: 1100 });
             check(isa, 2, &Case { format, m: 3, n: 100, k: 1500 });
