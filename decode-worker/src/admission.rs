@@ -2,12 +2,8 @@
 
 use baton_proto::{failure_to_status, worker::GenerateRequest};
 use baton_request::{Failure, FailureKind, Request};
-use baton_worker::{
-    Worker,
-    convert::{request_from_generate, submit_failure},
-    convert_handoff::wire_from_generate,
-    handoff::opening::PrefixSource,
-};
+use baton_worker::{Worker, handoff::opening::PrefixSource};
+use baton_worker_messages::{request_from_generate, submit_failure, wire_from_generate};
 use tonic::Status;
 
 use crate::remote_prefill::RemotePrefillPlan;

@@ -12,12 +12,10 @@ use baton_engine::{Request, SampledToken, TokenEvent, TokenStream};
 use baton_proto::worker::GenerateEvent;
 use baton_request::{Failure, FailureKind, FinishReason};
 use baton_telemetry::trace_context;
-use baton_worker::{
-    Meanwhile, RequestClock, SaveAtEnd, Uncovered, Worker,
-    convert::{
-        TokenNotes, engine_failure, failed_event, finished_event, leaving_event, scored_event,
-        submit_failure, token_event,
-    },
+use baton_worker::{Meanwhile, RequestClock, SaveAtEnd, Uncovered, Worker};
+use baton_worker_messages::{
+    TokenNotes, engine_failure, failed_event, finished_event, leaving_event, scored_event, submit_failure,
+    token_event,
 };
 use futures_util::future::BoxFuture;
 use tokio::sync::mpsc;

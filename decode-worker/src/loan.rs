@@ -7,7 +7,8 @@ use baton_engine::Reservation;
 use baton_proto::{kv_format_from_proto, kv_format_to_proto, worker as proto};
 use baton_tls::Identity;
 use baton_transfer::Granted;
-use baton_worker::{Worker, convert_handoff::grant_to_proto};
+use baton_worker::Worker;
+use baton_worker_messages::grant_to_proto;
 use tokio::{
     sync::{OwnedSemaphorePermit, Semaphore},
     time::{Instant, sleep_until},

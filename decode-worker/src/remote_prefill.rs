@@ -24,14 +24,13 @@ use baton_request::{Failure, FailureKind, FinishReason, Request};
 use baton_telemetry::{KeyValue, TracePoint, trace_context};
 use baton_worker::{
     PromptPace, Uncovered, Worker,
-    convert::submit_failure,
-    convert_handoff::FirstToken,
     handoff::{
         decode_side::{DecodeSide, begin, limits},
         stream::sleep_until,
     },
     peers::Link,
 };
+use baton_worker_messages::{FirstToken, submit_failure};
 use tokio::sync::mpsc;
 use tracing::Span;
 

@@ -11,11 +11,9 @@ use baton_proto::{
 };
 use baton_telemetry::trace_context;
 use baton_worker::{
-    Recall, SaveAtEnd, Uncovered, Worker, blending, bring_in,
-    convert::{progress_event, submit_failure},
-    handoff::pulse::Pulse,
-    identity_of,
+    Recall, SaveAtEnd, Uncovered, Worker, blending, bring_in, handoff::pulse::Pulse, identity_of,
 };
+use baton_worker_messages::{progress_event, submit_failure};
 use tokio::sync::mpsc;
 use tokio_stream::Stream;
 use tonic::{Request, Response, Status};

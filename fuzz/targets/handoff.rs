@@ -15,12 +15,9 @@ use baton_handoff::{
 use baton_kv_cache::{BlockId, KvDtype, KvLayout};
 use baton_proto::worker as proto;
 use baton_request::{Failure, FailureKind};
-use baton_worker::{
-    convert::request_from_begin,
-    convert_handoff::{
-        FirstToken, Payload, decode_message_from_proto, decode_message_to_proto, grant_from_proto,
-        grant_to_proto, prefill_message_from_proto, prefill_message_to_proto,
-    },
+use baton_worker_messages::{
+    FirstToken, Payload, decode_message_from_proto, decode_message_to_proto, grant_from_proto,
+    grant_to_proto, prefill_message_from_proto, prefill_message_to_proto, request_from_begin,
 };
 use libfuzzer_sys::fuzz_target;
 use prost::Message;

@@ -11,7 +11,7 @@ use baton_engine::{
 use baton_engine_testing::FakeModel;
 use baton_fuzz::Change;
 use baton_proto::worker as proto;
-use baton_worker::convert::{request_from_begin, request_from_generate};
+use baton_worker_messages::{request_from_begin, request_from_generate};
 use libfuzzer_sys::fuzz_target;
 use prost::Message;
 

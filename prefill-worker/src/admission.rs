@@ -4,12 +4,12 @@ use baton_handoff::prefill::ComputedHandoff;
 use baton_request::Failure;
 use baton_worker::{
     Worker,
-    convert::submit_failure,
     handoff::{
         opening::{OpenedHandoff, draining_failure},
         prefill_side::PeerFormat,
     },
 };
+use baton_worker_messages::submit_failure;
 
 /// Accepts a prompt unless the worker drains, the request is invalid or the decode worker cannot use its KV. Whether there is
 /// room for it, the engine decides later.

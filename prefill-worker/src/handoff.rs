@@ -21,8 +21,6 @@ use baton_request::{Failure, FailureKind, FinishReason, Request};
 use baton_telemetry::{KeyValue, TracePoint, trace_context};
 use baton_worker::{
     Meanwhile, Recall, RequestClock, SaveAtEnd, Uncovered, Worker, blending, bring_in,
-    convert::{engine_failure, submit_failure},
-    convert_handoff::FirstToken,
     handoff::{
         opening::{OpenedHandoff, PrefixSource, draining_failure},
         prefill_side::{PeerFormat, PrefillSide},
@@ -30,6 +28,7 @@ use baton_worker::{
         stream::sleep_until,
     },
 };
+use baton_worker_messages::{FirstToken, engine_failure, submit_failure};
 use futures_util::future::BoxFuture;
 use tracing::Span;
 

@@ -6,8 +6,9 @@ use std::{path::Path, sync::Arc};
 use baton_grammar::{GrammarCompiler, GrammarError, GrammarLimits, Vocabulary, VocabularyToken};
 use baton_request::{Failure, FailureKind, Request};
 use baton_tokenizer::{GenerationDefaults, Tokenizer, TokenizerError};
+use baton_worker_messages::submit_failure;
 
-use crate::{convert::submit_failure, worker::Worker};
+use crate::worker::Worker;
 
 /// A compiler for the tokenizer of `model`, a directory or a GGUF file, which computes logits of so many tokens: a tokenizer may know
 /// more.

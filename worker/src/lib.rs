@@ -1,5 +1,4 @@
-//! What prefill and decode workers share: configuration, start, registration, serving, draining, and
-//! the conversions between the protocol and the engine.
+//! What prefill and decode workers share: configuration, start, registration, serving and draining.
 //!
 //! In reading order: [`run()`] is the life of a worker, [`Worker`] what its services see, [`Lifecycle`]
 //! where it stands, [`handoff`] how it takes KV from other workers and gives it. A role adds what only it serves
@@ -12,8 +11,6 @@ pub mod blending;
 mod block_device;
 mod bring_in;
 mod config;
-pub mod convert;
-pub mod convert_handoff;
 mod data_plane;
 mod device;
 mod grammars;

@@ -226,11 +226,27 @@ const ROOMS: &[Room] = &[
             "baton-tls",
             "baton-proto",
             "baton-request",
+            "baton-worker-messages",
             "baton-worker-metrics",
             "baton-worker-tiers",
         ],
         tests_use: &["baton-engine-testing"],
         never: &["baton-router"],
+    },
+    // What the protocol says, in the engine's words; no stream, no memory.
+    Room {
+        name: "baton-worker-messages",
+        uses: &[
+            "baton-engine",
+            "baton-grammar",
+            "baton-handoff",
+            "baton-kv-cache",
+            "baton-proto",
+            "baton-request",
+            "baton-worker-metrics",
+        ],
+        tests_use: &[],
+        never: &["baton-transfer", "baton-cluster"],
     },
     // Measures; knows no protocol and no transport.
     Room {
@@ -562,6 +578,7 @@ const ROUTER_NEVER: &[&str] = &[
 
 const ROLE: &[&str] = &[
     "baton-worker",
+    "baton-worker-messages",
     "baton-engine",
     "baton-handoff",
     "baton-transfer",

@@ -9,6 +9,7 @@ use baton_handoff::{
     prefill::{CachedHandoff, CachedHandoffAction, PrefillAction, PrefillInput},
 };
 use baton_request::Request;
+use baton_worker_messages::{FirstToken, submit_failure};
 use baton_worker_tiers::Recall;
 use futures_util::future::BoxFuture;
 
@@ -17,7 +18,7 @@ use super::{
     prefill_side::{PeerFormat, PrefillSide},
     stream::sleep_until,
 };
-use crate::{convert::submit_failure, convert_handoff::FirstToken, worker::Worker};
+use crate::worker::Worker;
 
 /// Hands over what is cached of the sequence in `opened`, or refuses with a reason.
 pub async fn hand_over(worker: Arc<Worker>, opened: OpenedHandoff<CachedHandoff>) {

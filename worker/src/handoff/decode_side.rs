@@ -14,17 +14,14 @@ use baton_proto::worker::{self as proto, PrefillPeer, Ticket, prefill_client::Pr
 use baton_request::{Failure, FailureKind, Request};
 use baton_telemetry::trace_context;
 use baton_transfer::Granted;
+use baton_worker_messages::{FirstToken, Payload, decode_message_to_proto, prefill_message_from_proto};
 use futures_util::{StreamExt, future::BoxFuture, stream::FuturesUnordered};
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Response, Status, Streaming, metadata::MetadataKey, transport::Channel};
 
 use super::stream::{HandoffStream, StreamEvent};
-use crate::{
-    convert_handoff::{FirstToken, Payload, decode_message_to_proto, prefill_message_from_proto},
-    peers::Link,
-    worker::Worker,
-};
+use crate::{peers::Link, worker::Worker};
 
 /// Messages to the peer that wait in the stream. One handoff sends at most the first message, `Grant`, and `Commit` or
 /// `Cancel`.

@@ -10,6 +10,9 @@ use baton_handoff::{
 use baton_kv_cache::{KvFormat, KvLayout, WireFormat};
 use baton_proto::worker::{self as proto, PrefillPeer};
 use baton_request::{Failure, FailureKind, Request};
+use baton_worker_messages::{
+    FirstToken, WireError, begin_from_proto, prefill_message_to_proto, request_from_begin, wire_from_begin,
+};
 use tokio::sync::mpsc;
 use tonic::{Status, Streaming};
 
@@ -17,12 +20,7 @@ use super::{
     prefill_side::{PrefillStream, input_from_stream},
     stream::{HandoffStream, StreamEvent, sleep_until},
 };
-use crate::{
-    convert::{WireError, request_from_begin},
-    convert_handoff::{FirstToken, begin_from_proto, prefill_message_to_proto, wire_from_begin},
-    tickets::Uncovered,
-    worker::Worker,
-};
+use crate::{tickets::Uncovered, worker::Worker};
 
 /// What the first message of a handoff asks for.
 pub enum HandoffRequest {

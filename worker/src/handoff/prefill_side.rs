@@ -13,14 +13,12 @@ use baton_kv_cache::{KvFormat, KvShard, WireFormat};
 use baton_proto::worker as proto;
 use baton_request::{Failure, FailureKind};
 use baton_transfer::Route;
+use baton_worker_messages::{FirstToken, decode_message_from_proto, prefill_message_to_proto};
 use futures_util::{StreamExt, future::BoxFuture, stream::FuturesUnordered};
 use tonic::Status;
 
 use super::stream::{HandoffStream, StreamEvent};
-use crate::{
-    convert_handoff::{FirstToken, decode_message_from_proto, prefill_message_to_proto},
-    worker::Worker,
-};
+use crate::worker::Worker;
 
 /// The stream from the decode side.
 pub type PrefillStream = HandoffStream<proto::DecodeMessage, Result<proto::PrefillMessage, Status>>;

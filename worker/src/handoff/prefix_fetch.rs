@@ -16,6 +16,7 @@ use baton_handoff::{
 };
 use baton_kv_cache::{BlockHash, BlockId};
 use baton_request::{Failure, FailureKind, Request};
+use baton_worker_messages::{FirstToken, submit_failure};
 use tokio::sync::oneshot;
 use tracing::Instrument;
 
@@ -24,7 +25,7 @@ use super::{
     opening::PrefixSource,
     stream::sleep_until,
 };
-use crate::{convert::submit_failure, convert_handoff::FirstToken, worker::Worker};
+use crate::worker::Worker;
 
 /// What a fetch has brought when the prompt can be submitted.
 #[derive(Debug, Default)]

@@ -9,12 +9,11 @@ use baton_proto::{
     worker::{self as proto, decode_client::DecodeClient},
 };
 use baton_transfer::{copy_rate, stream_rate};
+use baton_worker_messages::grant_from_proto;
 use tokio::{sync::Semaphore, time::timeout};
 use tonic::Status;
 
-use crate::{
-    convert_handoff::grant_from_proto, scratch::MAX_SCRATCH_BLOCKS, server::MAX_MESSAGE_BYTES, worker::Worker,
-};
+use crate::{scratch::MAX_SCRATCH_BLOCKS, server::MAX_MESSAGE_BYTES, worker::Worker};
 
 /// How long connecting to the decode worker may take.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);

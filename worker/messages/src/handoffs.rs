@@ -1,6 +1,6 @@
 //! Converts between the protocol's handoff messages and those of `baton-handoff`.
 //!
-//! `Begin` also carries the request, which [`request_from_begin`](crate::convert::request_from_begin) reads.
+//! `Begin` also carries the request, which [`request_from_begin`](crate::request_from_begin) reads.
 
 use std::time::Duration;
 
@@ -14,7 +14,7 @@ use baton_proto::{kv_format_from_proto, kv_format_to_proto, v1, worker as proto}
 use baton_worker_metrics::PromptPace;
 use proto::{decode_message, prefill_message, transport_offer};
 
-use crate::convert::{WireError, token_from_proto, token_to_proto};
+use crate::requests::{WireError, token_from_proto, token_to_proto};
 
 /// The wire format of a `Begin` whose decode side accepts any.
 const ANY_WIRE_FORMAT: &str = "any";

@@ -1,8 +1,4 @@
-//! Between the protocol's messages and the engine's types. Nothing else in the workers looks into a
-//! protocol message of a request.
-//!
-//! What comes from the wire is checked here for what the types cannot hold; what a request may ask of
-//! a model is checked by the engine ([`Request::validate`]).
+//! Requests, tokens and failures.
 
 use std::time::Duration;
 
