@@ -19,8 +19,9 @@ use crate::{
     watch::{GrammarTime, Watch},
 };
 
-/// The compiler's recursion is bounded by limits on nesting. With these bytes it also has room for them.
-const STACK_BYTES: usize = 64 << 20;
+/// The compiler recurses into what is nested and through the references of a schema, each of which it follows once. Ten bytes
+/// of text are a level at least, and a level takes up to 4 KB: 100 MiB for [`MAX_GRAMMAR_BYTES`](baton_request::MAX_GRAMMAR_BYTES).
+const STACK_BYTES: usize = 160 << 20;
 
 /// Bounds on what grammars may take.
 #[derive(Clone, Copy, Debug)]

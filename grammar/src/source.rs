@@ -1,6 +1,6 @@
 //! From a grammar's text to what llguidance compiles. What would need more than the compiler may use is refused here.
 
-use baton_request::{Grammar, GrammarKind, output_schema};
+use baton_request::{Grammar, GrammarKind, MAX_GRAMMAR_BYTES, output_schema};
 use llguidance::api::TopLevelGrammar;
 use serde_json::Value;
 
@@ -19,6 +19,9 @@ const MAX_CHOICES: usize = 10_000;
 pub(crate) fn parse(grammar: &Grammar) -> Result<TopLevelGrammar, GrammarError> {
     let (kind, text) = (grammar.kind, &*grammar.text);
     let invalid = |reason: &str| GrammarError::invalid(kind, reason);
+    if text.len() > MAX_GRAMMAR_BYTES {
+        return Err(invalid(&format!("it has {} bytes, more than {MAX_GRAMMAR_BYTES}", text.len())));
+    }
     match kind {
         GrammarKind::JsonSchema => {
             let schema: Value = serde_json::from_str(text).map_err(|error| invalid(&error.to_string()))?;

@@ -5,7 +5,7 @@ mod support;
 use std::time::{Duration, Instant};
 
 use baton_grammar::{GrammarError, GrammarLimits, TokenMatcher, Vocabulary, VocabularyToken};
-use baton_request::GrammarKind;
+use baton_request::{GrammarKind, MAX_GRAMMAR_BYTES};
 use support::{tiny, tiny_within};
 
 #[test]
@@ -46,6 +46,48 @@ fn bad_grammars_are_refused_with_the_reason() {
     // A second time from the cache.
     tiny.matcher(GrammarKind::Regex, "(").unwrap_err();
     tiny.matcher(GrammarKind::Regex, "a+").expect("the compiler still works");
+}
+
+/// A schema with a chain of `len` references, each within `depth` times `open`.
+fn references(len: usize, depth: usize, (open, close): (&str, &str)) -> String {
+    let definition = |idx: usize| {
+        let next = format!("{{\"$ref\":\"#/$defs/{}\"}}", idx + 1);
+        format!("\"{idx}\":{}{next}{}", open.repeat(depth), close.repeat(depth))
+    };
+    let definitions: Vec<String> = (0..len).map(definition).collect();
+    format!("{{\"$defs\":{{{},\"{len}\":{{}}}},\"$ref\":\"#/$defs/0\"}}", definitions.join(","))
+}
+
+#[test]
+fn the_compiler_has_a_stack_for_the_deepest_schemas() {
+    let tiny = tiny();
+    let items = ("{\"items\":", "}");
+    for (depth, nested) in [
+        (0, items),
+        (10, items),
+        (100, items),
+        (50, ("{\"anyOf\":[", "]}")),
+        (50, ("{\"allOf\":[", "]}")),
+        (50, ("{\"items\":[", "]}")),
+        (50, ("{\"properties\":{\"\":", "}}")),
+        (100, ("{\"additionalItems\":", "}")),
+    ] {
+        // As many as there may be.
+        let len = (MAX_GRAMMAR_BYTES - 100) / (34 + depth * (nested.0.len() + nested.1.len()));
+        let schema = references(len, depth, nested);
+        assert!(schema.len() <= MAX_GRAMMAR_BYTES, "{nested:?}: {}", schema.len());
+        // Refused or not, the process lives.
+        let _ = tiny.matcher(GrammarKind::JsonSchema, &schema);
+        let _ = tiny.matcher(GrammarKind::Lark, &format!("start: %json {schema}"));
+    }
+    let schema = references(30_000, 0, items);
+    for (kind, text) in
+        [(GrammarKind::JsonSchema, schema.clone()), (GrammarKind::Lark, format!("start: %json {schema}"))]
+    {
+        let error = tiny.matcher(kind, &text).expect_err("a longer one");
+        assert!(error.to_string().contains("bytes, more than 262144"), "{error}");
+    }
+    tiny.matcher(GrammarKind::JsonSchema, &references(100, 3, items)).expect("a schema with many references");
 }
 
 #[test]
