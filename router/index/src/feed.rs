@@ -106,8 +106,8 @@ pub struct CacheFeed {
     room: Room,
     /// By events.
     held: Option<Holding>,
-    /// The parts of a dump that have come.
-    dump: Option<Holding>,
+    /// The parts of a dump that have come, and the event that it is followed by.
+    dump: Option<(u64, Holding)>,
     /// The next event. `None`: a dump is needed.
     next: Option<u64>,
     state: SourceState,
@@ -217,7 +217,7 @@ impl CacheFeed {
     /// There is room for so many blocks in each tier below its pool.
     pub fn set_tier_blocks(&mut self, num_blocks: [usize; MAX_TIERS]) {
         self.room.tiers = num_blocks;
-        for holding in self.held.iter_mut().chain(&mut self.dump) {
+        for holding in self.held.iter_mut().chain(self.dump.as_mut().map(|(_, dump)| dump)) {
             holding.set_room(self.room);
         }
     }
@@ -287,8 +287,10 @@ impl CacheFeed {
     }
 
     fn take_dump(&mut self, batch: &EventBatch) -> Result<(), FeedError> {
-        let mut dump = match self.dump.take() {
-            Some(dump) => dump,
+        // A part of one that broke off has another number, unless nothing has changed since.
+        let begun = self.dump.take().filter(|(first, _)| *first == batch.first);
+        let mut dump = match begun {
+            Some((_, dump)) => dump,
             None => Holding::join(self)?,
         };
         let mut num_refused = 0;
@@ -299,7 +301,7 @@ impl CacheFeed {
             num_refused += dump.take(event)?;
         }
         if batch.kind == BatchKind::DumpPart {
-            self.dump = Some(dump);
+            self.dump = Some((batch.first, dump));
             return Ok(());
         }
         self.begin(dump);

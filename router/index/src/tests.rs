@@ -273,6 +273,19 @@ fn a_gap_degrades_a_source_until_what_is_missing_or_a_dump_comes() {
 }
 
 #[test]
+fn a_dump_that_broke_off_is_no_part_of_the_next_one() {
+    let index = Arc::new(KvIndex::new(4));
+    let mut feed = CacheFeed::new(index.clone(), 1, 100);
+    let (a, b) = (chain(1, 4), chain(2, 4));
+    let part = EventBatch { kind: BatchKind::DumpPart, ..dump(12, vec![stored(None, &a)]) };
+    feed.take(&part).unwrap();
+    // The stream ended. Meanwhile the worker has evicted the first prompt.
+    feed.take(&dump(20, vec![stored(None, &b)])).unwrap();
+    assert_eq!((feed.state(), feed.resume_from()), (SourceState::Exact, Some(20)));
+    assert_eq!((held(&index, &a), held(&index, &b)), (vec![], vec![(1, 4)]));
+}
+
+#[test]
 fn a_worker_that_holds_more_than_its_pool_is_not_exact() {
     let index = Arc::new(KvIndex::new(4));
     let mut feed = CacheFeed::new(index.clone(), 1, 10);

@@ -113,7 +113,13 @@ impl Journal {
         let ttl_ms = config.ttl.as_millis() as u64;
         counts.num_expired = index.expire(now_ms, ttl_ms) as u64;
         let max_bytes = config.max_bytes.max(1 << 20);
-        let next = segments.last().map_or(1, |&(number, _)| number + 1);
+        let next = match segments.last() {
+            None => 1,
+            Some(&(last, _)) => last.checked_add(1).ok_or_else(|| {
+                // No journal writes so many: another program made the file.
+                JournalOpenError::Foreign { path: segment::path(dir, last) }
+            })?,
+        };
         let file = segment::create(dir, next).map_err(io("cannot write", &segment::path(dir, next)))?;
         segments.push((next, HEAD as u64));
         let num_parked = index.num_standing(Standing::Parked);

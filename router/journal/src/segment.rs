@@ -47,7 +47,8 @@ pub(crate) fn list(dir: &Path) -> io::Result<Vec<u32>> {
     for file in fs::read_dir(dir)? {
         let name = file?.file_name();
         let number = name.to_str().and_then(|name| name.strip_suffix(".journal"));
-        segments.extend(number.and_then(|number| u32::from_str_radix(number, 16).ok()));
+        let number = number.and_then(|number| u32::from_str_radix(number, 16).ok());
+        segments.extend(number.filter(|&number| path(dir, number).file_name() == Some(&name)));
     }
     segments.sort_unstable();
     Ok(segments)

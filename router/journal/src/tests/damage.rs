@@ -129,6 +129,16 @@ fn directories_that_cannot_be_used_are_refused_by_name() {
     assert!(matches!(refused(dir.path()), JournalOpenError::Version { found: 2, expected: 1, .. }));
     fs::write(&path, [b'?'; 100]).expect("a file");
     assert!(matches!(refused(dir.path()), JournalOpenError::Foreign { .. }));
+
+    let dir = tempfile::tempdir().expect("a directory");
+    // An empty file is a segment whose head is damaged, and none may follow the last number.
+    std::fs::write(dir.path().join("ffffffff.journal"), []).expect("written");
+    assert!(matches!(refused(dir.path()), JournalOpenError::Foreign { .. }));
+    let dir = tempfile::tempdir().expect("a directory");
+    for name in ["+5.journal", "5.journal", "FFFFFFFF.journal"] {
+        std::fs::write(dir.path().join(name), "notes").expect("written");
+    }
+    open(dir.path());
     fs::remove_file(&path).expect("it is there");
 
     let file = dir.path().join("file");
