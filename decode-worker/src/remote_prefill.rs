@@ -316,11 +316,15 @@ async fn reserve(
 /// The failure that the router receives when a handoff fails.
 fn failure_of(error: &HandoffError) -> Failure {
     match error {
-        // The prefill worker drains, not this one: the kind tells the router which of them to avoid.
-        HandoffError::Refused { by: Side::Prefill, failed } if failed.kind == FailureKind::Draining => {
-            Failure::new(FailureKind::PrefillDraining, failed.message.clone())
+        // The kind tells the router which of the two workers to avoid.
+        HandoffError::Refused { by, failed } => {
+            let kind = match (by, failed.kind) {
+                (Side::Prefill, FailureKind::Draining) => FailureKind::PrefillDraining,
+                (Side::Prefill, FailureKind::Full) => FailureKind::PrefillFull,
+                (_, kind) => kind,
+            };
+            Failure::new(kind, failed.message.clone())
         }
-        HandoffError::Refused { failed, .. } => failed.clone(),
         error => Failure::new(error.kind(), error.to_string()),
     }
 }

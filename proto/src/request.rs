@@ -222,6 +222,7 @@ impl From<Failure> for worker::Failed {
             FailureKind::Deadline => Kind::Deadline,
             FailureKind::Draining => Kind::Draining,
             FailureKind::PrefillDraining => Kind::PrefillDraining,
+            FailureKind::PrefillFull => Kind::PrefillFull,
             FailureKind::Model => Kind::Model,
             FailureKind::MigrationRefused => Kind::MigrationRefused,
             // The last three are what a router finds of a worker; no worker says them.
@@ -245,6 +246,7 @@ impl From<worker::Failed> for Failure {
             Kind::Deadline => FailureKind::Deadline,
             Kind::Draining => FailureKind::Draining,
             Kind::PrefillDraining => FailureKind::PrefillDraining,
+            Kind::PrefillFull => FailureKind::PrefillFull,
             Kind::Model => FailureKind::Model,
             Kind::MigrationRefused => FailureKind::MigrationRefused,
             Kind::Internal | Kind::Unspecified => FailureKind::Internal,
@@ -260,7 +262,7 @@ const FAILURE_KIND: &str = "baton-failure-kind";
 pub fn failure_to_status(failure: &Failure) -> Status {
     let code = match failure.kind {
         FailureKind::Invalid => Code::InvalidArgument,
-        FailureKind::Full => Code::ResourceExhausted,
+        FailureKind::Full | FailureKind::PrefillFull => Code::ResourceExhausted,
         FailureKind::Draining
         | FailureKind::PrefillDraining
         | FailureKind::PrefillLost

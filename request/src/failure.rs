@@ -33,6 +33,8 @@ pub enum FailureKind {
     Draining,
     /// The prefill worker drains.
     PrefillDraining,
+    /// The prefill worker has no room; the decode worker may compute the prompt, or another one.
+    PrefillFull,
     /// The worker's engine failed.
     Internal,
     /// The model's logits are not finite. Another worker with the same weights computes the same.
@@ -49,7 +51,7 @@ pub enum FailureKind {
 
 impl FailureKind {
     /// Every kind.
-    pub const ALL: [FailureKind; 13] = [
+    pub const ALL: [FailureKind; 14] = [
         FailureKind::Invalid,
         FailureKind::Full,
         FailureKind::PrefillLost,
@@ -57,6 +59,7 @@ impl FailureKind {
         FailureKind::Deadline,
         FailureKind::Draining,
         FailureKind::PrefillDraining,
+        FailureKind::PrefillFull,
         FailureKind::Internal,
         FailureKind::Model,
         FailureKind::MigrationRefused,
@@ -75,6 +78,7 @@ impl FailureKind {
             FailureKind::Deadline => "deadline",
             FailureKind::Draining => "draining",
             FailureKind::PrefillDraining => "prefill_draining",
+            FailureKind::PrefillFull => "prefill_full",
             FailureKind::Internal => "internal",
             FailureKind::Model => "model",
             FailureKind::MigrationRefused => "migration_refused",

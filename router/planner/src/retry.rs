@@ -148,7 +148,7 @@ impl Retry {
         self.excluded.extend(blame.exclude.iter().cloned());
         // A new worker was found during the pause, and failed the request too.
         self.paused_until = None;
-        self.only_full &= failure.kind == FailureKind::Full;
+        self.only_full &= matches!(failure.kind, FailureKind::Full | FailureKind::PrefillFull);
         self.num_failures += 1;
         // A slow attempt has spent the time that it took.
         let is_slow = matches!(failure.kind, FailureKind::Deadline | FailureKind::Stalled);
@@ -213,7 +213,7 @@ impl Retry {
     }
 }
 
-/// Whether the prefill worker of the plan, if it has one, is avoided after this failure.
+/// Whether the prefill worker of the plan, if it has one, is avoided after this failure, which may be the decode worker's.
 fn blames_prefill(kind: FailureKind) -> bool {
     matches!(
         kind,
@@ -233,18 +233,19 @@ fn blame(kind: FailureKind, plan: &Plan) -> Blame {
     match kind {
         FailureKind::Invalid | FailureKind::MigrationRefused => Blame::default(),
         // Either worker may have computed them.
-        FailureKind::Full | FailureKind::Model => {
+        FailureKind::Model => {
             Blame { exclude: [Some(decode), prefill].into_iter().flatten().collect(), spare: None }
         }
-        FailureKind::Draining => Blame { exclude: vec![decode], spare: None },
+        FailureKind::Draining | FailureKind::Full => Blame { exclude: vec![decode], spare: None },
         FailureKind::PrefillLost => {
             let worker = prefill.unwrap_or(decode);
             Blame { exclude: vec![worker.clone()], spare: Some(worker) }
         }
-        // A worker that is slow, wrong or draining has not crashed: it may still serve other requests.
-        FailureKind::PrefillDraining | FailureKind::KvRejected | FailureKind::Deadline => {
-            Blame { exclude: vec![prefill.unwrap_or(decode)], spare: None }
-        }
+        // A worker that is slow, wrong, full or draining has not crashed: it may still serve other requests.
+        FailureKind::PrefillDraining
+        | FailureKind::PrefillFull
+        | FailureKind::KvRejected
+        | FailureKind::Deadline => Blame { exclude: vec![prefill.unwrap_or(decode)], spare: None },
         FailureKind::Internal | FailureKind::Stalled | FailureKind::Diverged => {
             Blame { exclude: vec![decode], spare: None }
         }
@@ -366,6 +367,20 @@ mod tests {
             // The worker that may be asked again first.
             let asked = play.fail(kind, Duration::ZERO).expect("goes on");
             assert_eq!(asked, "d1<-p0", "{kind:?}");
+        }
+    }
+
+    #[test]
+    fn a_full_worker_is_avoided_and_not_its_partner() {
+        let full = || Err(GiveUp::Full("why".into()));
+        for (kind, asked) in
+            [(FailureKind::Full, ["d0<-p0", "d1<-p0"]), (FailureKind::PrefillFull, ["d0<-p0", "d0<-p1"])]
+        {
+            let mut play = Play::new(CLUSTER);
+            for expected in asked {
+                assert_eq!(play.fail(kind, Duration::ZERO).expect("goes on"), expected, "{kind:?}");
+            }
+            assert_eq!(play.fail(kind, Duration::ZERO), full(), "{kind:?}: all are");
         }
     }
 
