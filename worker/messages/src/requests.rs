@@ -183,7 +183,8 @@ pub fn submit_failure(error: &SubmitError) -> Failure {
     let kind = match error {
         SubmitError::Full { .. } => FailureKind::Full,
         SubmitError::Invalid(_) => FailureKind::Invalid,
-        SubmitError::Grammar(GrammarError::Busy { .. }) => FailureKind::Full,
+        // The router has compiled it in time: this worker is busy.
+        SubmitError::Grammar(GrammarError::Busy { .. } | GrammarError::TooSlow { .. }) => FailureKind::Full,
         SubmitError::Grammar(_) => FailureKind::Invalid,
         SubmitError::ShuttingDown => FailureKind::Draining,
     };
