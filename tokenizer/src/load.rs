@@ -7,6 +7,9 @@ use serde_json::{Map, Value};
 
 use crate::{ChatTemplate, GenerationDefaults, Tokenizer, TokenizerError, files, gguf};
 
+/// Ids may have holes, and each takes memory.
+const MAX_ID: u32 = 1 << 24;
+
 impl Tokenizer {
     /// Reads `tokenizer.json`, `tokenizer_config.json` and the chat template of the model directory
     /// `model`, of which only the first must be there; or the same from the GGUF file `model`.
@@ -19,7 +22,11 @@ impl Tokenizer {
         }
         let dir = model;
         let path = dir.join("tokenizer.json");
-        let tokenizer = files::read(&path)?.parse().map_err(|error| files::invalid(&path, error))?;
+        let tokenizer: tokenizers::Tokenizer =
+            files::read(&path)?.parse().map_err(|error| files::invalid(&path, error))?;
+        if let Some(id) = tokenizer.get_vocab(true).into_values().find(|&id| id > MAX_ID) {
+            return Err(files::invalid(&path, format!("a token has the id {id}, above {MAX_ID}")));
+        }
         let config: Map<String, Value> =
             files::read_json_if_present(&dir.join("tokenizer_config.json"))?.unwrap_or_default();
         let mut special_tokens: Map<String, Value> =
@@ -159,5 +166,16 @@ mod tests {
     fn wrong_type_names_the_file() {
         let error = load(&[("generation_config.json", r#"{"top_p": "high"}"#)]).unwrap_err();
         assert!(error.to_string().contains("generation_config.json"), "{error}");
+    }
+
+    #[test]
+    fn ids_that_would_take_all_memory_name_the_file() {
+        for id in [u32::MAX - 1, u32::MAX] {
+            let dir = tempfile::tempdir().unwrap();
+            let json = format!(r#"{{"model": {{"type": "BPE", "vocab": {{"a": {id}}}, "merges": []}}}}"#);
+            std::fs::write(dir.path().join("tokenizer.json"), json).unwrap();
+            let error = Tokenizer::load(dir.path()).expect_err("the id is too high").to_string();
+            assert!(error.contains("tokenizer.json") && error.contains(&id.to_string()), "{error}");
+        }
     }
 }
