@@ -1,7 +1,7 @@
 //! The router's side: follows the membership.
 
 use baton_proto::worker::registry_server::RegistryServer;
-use tokio::task::JoinHandle;
+use tokio::{sync::watch as state, task::JoinHandle};
 use tokio_util::sync::CancellationToken;
 
 use crate::{Dialer, DiscoveryConfig, DiscoveryError, Membership, RegistryService, etcd, fixed};
@@ -11,6 +11,7 @@ use crate::{Dialer, DiscoveryConfig, DiscoveryError, Membership, RegistryService
 pub struct Discovery {
     members: Membership,
     registry: Option<RegistryService>,
+    is_connected: state::Receiver<bool>,
     task: Option<JoinHandle<()>>,
     stop: CancellationToken,
 }
@@ -36,25 +37,36 @@ pub fn watch_over(config: &DiscoveryConfig, dialer: &Dialer) -> Result<Discovery
     Ok(match config {
         DiscoveryConfig::Embedded { .. } => {
             let registry = RegistryService::new(stop.clone(), dialer.has_tls());
-            Discovery { members: registry.members(), registry: Some(registry), task: None, stop }
+            let members = registry.members();
+            Discovery { members, registry: Some(registry), is_connected: always(), task: None, stop }
         }
         DiscoveryConfig::Etcd(config) => {
             let watcher = etcd::Watcher::new(config)?;
-            let members = watcher.members();
+            let (members, is_connected) = (watcher.members(), watcher.is_connected());
             let task = tokio::spawn(watcher.run(stop.clone()));
-            Discovery { members, registry: None, task: Some(task), stop }
+            Discovery { members, registry: None, is_connected, task: Some(task), stop }
         }
         DiscoveryConfig::Static { workers } => {
             let (members, task) = fixed::watch(workers, dialer, stop.clone())?;
-            Discovery { members, registry: None, task: Some(task), stop }
+            Discovery { members, registry: None, is_connected: always(), task: Some(task), stop }
         }
     })
+}
+
+/// Discovery that depends on no service.
+fn always() -> state::Receiver<bool> {
+    state::Sender::new(true).subscribe()
 }
 
 impl Discovery {
     /// Follows the membership.
     pub fn members(&self) -> Membership {
         self.members.clone()
+    }
+
+    /// Whether the discovery service answers. Without it the known members stay, and none is added.
+    pub fn is_connected(&self) -> state::Receiver<bool> {
+        self.is_connected.clone()
     }
 
     /// The gRPC service to which workers register; only with embedded discovery.

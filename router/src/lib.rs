@@ -58,6 +58,7 @@ pub async fn run_on(
     let workers = Workers::new(name, config.keep_alive, dialer);
     workers.follow(discovery.members());
     let metrics = RouterMetrics::new(&Metrics::of_process("router"));
+    metrics.watch_discovery(discovery.is_connected());
     // A model that cannot be loaded ends the server like a shutdown.
     let drain = shutdown.child_token();
     let journal =

@@ -153,11 +153,15 @@ async fn etcd_stopped_and_started_again_changes_nothing() {
     let registration = register(&etcd.config(), record("p0", Role::Prefill)).unwrap();
     until(&mut members, |members| members.len() == 1).await;
     members.mark_unchanged();
+    let mut is_connected = discovery.is_connected();
+    assert!(*is_connected.borrow());
 
     etcd.kill().await;
     until_state(&registration, |state| matches!(state, RegistrationState::Searching { .. })).await;
+    is_connected.wait_for(|is_connected| !is_connected).await.unwrap();
     assert_eq!(members.borrow().len(), 1);
     etcd.run().await;
+    is_connected.wait_for(|is_connected| *is_connected).await.unwrap();
     until_state(&registration, |state| *state == RegistrationState::Registered).await;
     // The watcher follows again: it sees a worker that registered after the restart.
     let later = register(&etcd.config(), record("d0", Role::Decode)).unwrap();

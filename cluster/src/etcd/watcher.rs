@@ -15,7 +15,10 @@ use std::{
 };
 
 use etcd_client::{Client, EventType, GetOptions, WatchOptions, WatchResponse};
-use tokio::time::{Instant, sleep, sleep_until};
+use tokio::{
+    sync::watch,
+    time::{Instant, sleep, sleep_until},
+};
 use tokio_util::sync::CancellationToken;
 
 use super::{BACKOFF_LIMIT, Connector, Lost, in_time};
@@ -31,6 +34,8 @@ pub(crate) struct Watcher {
     prefix: String,
     ttl: Duration,
     known: Known,
+    /// Whether etcd says what changes.
+    is_connected: watch::Sender<bool>,
 }
 
 /// The published workers, and those of them whose key is no longer in etcd.
@@ -49,7 +54,12 @@ impl Watcher {
             prefix: config.workers_prefix(),
             ttl: config.lease_ttl,
             known: Known { roster: Roster::default(), publisher: Publisher::new(), suspects: HashMap::new() },
+            is_connected: watch::Sender::new(false),
         })
+    }
+
+    pub(crate) fn is_connected(&self) -> watch::Receiver<bool> {
+        self.is_connected.subscribe()
     }
 
     pub(crate) fn members(&self) -> Membership {
@@ -64,6 +74,7 @@ impl Watcher {
                 () = stop.cancelled() => return,
                 lost = self.session(&mut backoff, &mut lost_before) => lost,
             };
+            self.is_connected.send_replace(false);
             if !lost_before {
                 // Invariant 10: `known` stays as it is, and so does the membership that routers read.
                 tracing::warn!(problem = %lost, "discovery lost; routing goes on with the last known workers");
@@ -83,6 +94,7 @@ impl Watcher {
             loop {
                 let revision = self.list(&mut client).await?;
                 backoff.reset();
+                self.is_connected.send_replace(true);
                 if std::mem::take(lost_before) {
                     tracing::info!("discovery is back");
                 }

@@ -14,6 +14,7 @@ mod attempt;
 mod caller;
 mod choice;
 mod config;
+mod discovery_metrics;
 mod durable;
 mod ended;
 mod error;

@@ -21,8 +21,9 @@ use prometheus_client::{
     },
     registry::Unit,
 };
+use tokio::sync::watch;
 
-use crate::{journal_metrics::JournalCollector, workers::Workers};
+use crate::{discovery_metrics::DiscoveryCollector, journal_metrics::JournalCollector, workers::Workers};
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct Outcome {
@@ -260,6 +261,12 @@ impl RouterMetrics {
         let Some(journal) = journal.cloned() else { return };
         let collector = Box::new(JournalCollector(journal));
         self.metrics.register(|registry| registry.register_collector(collector));
+    }
+
+    /// Registers whether discovery works.
+    pub fn watch_discovery(&self, is_connected: watch::Receiver<bool>) {
+        self.metrics
+            .register(|registry| registry.register_collector(Box::new(DiscoveryCollector(is_connected))));
     }
 
     /// Series exist from the start: a rate over a series that appears later misses its first count.
