@@ -20,12 +20,17 @@ pub struct BlendMarks {
 /// (docs/benchmarks/2026-11-23-blending.md).
 pub const NUM_FIRST_TOKENS: usize = 6;
 
+/// Most passages of a prompt with so many tokens. Each that is new takes a pass over the model's weights, in one step together.
+pub fn max_passages(num_tokens: usize) -> usize {
+    64 + num_tokens / 32
+}
+
 impl BlendMarks {
     /// Checks the marks of a prompt with `num_tokens` tokens. Names the first bad one.
     ///
     /// # Errors
-    /// When a passage is empty, begins before the end of another one or is not followed by a token of the prompt, or the
-    /// ratio is none.
+    /// When a passage is empty, begins before the end of another one or is not followed by a token of the prompt, there are more
+    /// than [`max_passages`], or the ratio is none.
     pub fn validate(&self, num_tokens: usize) -> Result<(), InvalidRequest> {
         let passage = |problem| Err(InvalidRequest::new("blend.passages", problem));
         let mut before_idx = 0;
@@ -40,6 +45,10 @@ impl BlendMarks {
                 return passage(Problem::PassageTooLate { end_idx: end, num_tokens });
             }
             before_idx = end;
+        }
+        let (num, max) = (self.passages.len(), max_passages(num_tokens));
+        if num > max {
+            return passage(Problem::TooManyPassages { num, max, num_tokens });
         }
         match self.ratio {
             Some(ratio) if !(0.0..=1.0).contains(&ratio) => {
@@ -105,5 +114,15 @@ mod tests {
         ] {
             assert_eq!((marks.validate(10), marks.end_idx()), (Ok(()), end_idx));
         }
+    }
+
+    #[test]
+    fn prompts_have_no_more_passages_than_one_step_can_compute() {
+        let marks = |num| BlendMarks { passages: (0..num).map(|idx| idx..idx + 1).collect(), ratio: None };
+        assert_eq!(marks(64 + 500).validate(16_000), Ok(()));
+        assert_eq!(
+            marks(64 + 501).validate(16_000).unwrap_err().to_string(),
+            "blend.passages: 565 passages in a prompt of 16000 tokens, which may have 564"
+        );
     }
 }

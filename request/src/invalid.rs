@@ -85,6 +85,16 @@ pub enum Problem {
         /// The position after its last one.
         end_idx: usize,
     },
+    /// There are too many passages.
+    #[error("{num} passages in a prompt of {num_tokens} tokens, which may have {max}")]
+    TooManyPassages {
+        /// So many.
+        num: usize,
+        /// So many may be.
+        max: usize,
+        /// Tokens of the prompt.
+        num_tokens: usize,
+    },
     /// Passages overlap or are not in order.
     #[error("a passage begins at {start_idx}, and the one before it ends at {before_idx}")]
     PassageOverlap {

@@ -4,7 +4,7 @@
 //! copies them with the text. The prompt is then cut at them, and each part is tokenised on its own. So a passage has the same
 //! ids in every prompt: no token reaches over its ends.
 
-use std::ops::Range;
+use std::{cmp::Reverse, ops::Range};
 
 use baton_request::{BlendMarks, KeptPrefix};
 use baton_tokenizer::{Tokenizer, TokenizerError};
@@ -56,6 +56,16 @@ impl BlendMode {
         };
         (ratio.is_some() || !passages.is_empty()).then_some(BlendMarks { passages, ratio })
     }
+}
+
+/// The longest `max` passages, in order: short ones save least.
+pub(crate) fn longest(mut passages: Vec<Range<usize>>, max: usize) -> Vec<Range<usize>> {
+    if passages.len() > max {
+        passages.sort_by_key(|passage| Reverse(passage.len()));
+        passages.truncate(max);
+        passages.sort_by_key(|passage| passage.start);
+    }
+    passages
 }
 
 /// The text, marked as a passage for [`tokenise`]. Marks inside it are dropped: passages have no passages.
@@ -189,6 +199,13 @@ mod tests {
 
     fn tokenizer() -> Tokenizer {
         Tokenizer::load(&std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/tiny")).unwrap()
+    }
+
+    #[test]
+    fn of_too_many_passages_the_longest_stay_in_order() {
+        let passages = vec![0..3, 4..5, 5..9, 10..12];
+        assert_eq!(longest(passages.clone(), 4), passages);
+        assert_eq!(longest(passages, 2), [0..3, 5..9]);
     }
 
     #[test]
