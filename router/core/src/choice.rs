@@ -53,6 +53,8 @@ pub(crate) struct Choice {
     num_attempts: u32,
     attempt: Option<Attempt>,
     migration: MigrationState,
+    /// The attempt's worker has said that it is about to leave.
+    is_leaving: bool,
     /// While the request decodes, if it can be told to migrate.
     candidate: Option<Candidate>,
     last_token: Option<Instant>,
@@ -94,6 +96,7 @@ impl Choice {
             num_attempts: 0,
             attempt: None,
             migration: MigrationState::Idle,
+            is_leaving: false,
             candidate: None,
             last_token: None,
             durable,
@@ -119,8 +122,15 @@ impl Choice {
             },
             event = self.advance() => event,
         };
-        if let (Ok(Event { finish: Some(finish), .. }), Some(session)) = (&event, &self.durable) {
-            session.end(finish.reason, self.request.output.len());
+        match (&event, &self.durable) {
+            (Ok(Event { finish: Some(finish), .. }), Some(session)) => {
+                session.end(finish.reason, self.request.output.len());
+            }
+            // None may resume what has no event, and it would be in the way of the same request.
+            (Err(_), Some(session)) if self.has_no_event() && !self.core.closing.is_cancelled() => {
+                session.abort();
+            }
+            _ => {}
         }
         if !matches!(event, Ok(Event { finish: None, .. })) {
             // Without an end the session is parked.
@@ -144,6 +154,7 @@ impl Choice {
                 self.migration = MigrationState::Idle;
                 let span = self.span.clone();
                 self.attempt = Some(self.connect().instrument(span).await?);
+                self.is_leaving = false;
             }
             let came = tokio::select! {
                 biased;
@@ -195,7 +206,10 @@ impl Choice {
                 }
                 return Ok(Some(self.finished(reason)));
             }
-            Came::Event(Ok(generate_event::Event::Leaving(_))) => self.leave(Cause::Drain, Duration::ZERO),
+            Came::Event(Ok(generate_event::Event::Leaving(_))) => {
+                self.is_leaving = true;
+                self.leave(Cause::Drain, Duration::ZERO);
+            }
             Came::Event(Ok(generate_event::Event::Scored(scored))) => return Ok(self.take_scored(scored)),
             // `Attempt::next` goes on waiting.
             Came::Event(Ok(generate_event::Event::Progress(_))) => {}
@@ -225,6 +239,7 @@ impl Choice {
                 // This drops the old attempt.
                 self.candidate = None;
                 self.attempt = Some(attempt);
+                self.is_leaving = false;
                 return self.take(token);
             }
             Came::Migration(MigrationStep::Started(cause, Err(failed))) => {
@@ -265,9 +280,10 @@ impl Choice {
         (!scored.is_empty()).then(|| Event { scored, ..Event::empty(self.index) })
     }
 
-    /// Migrates, `pause` from now.
+    /// Migrates, `pause` from now. A scored prompt stays: another worker would score it again, before its first token.
     fn leave(&mut self, cause: Cause, pause: Duration) {
-        if self.core.migrator.mode != MigrationMode::Off && !self.migration.has_started() {
+        let may_migrate = self.core.migrator.mode != MigrationMode::Off && !self.request.is_scored();
+        if may_migrate && !self.migration.has_started() {
             self.migration.wait(cause, pause);
         }
     }
@@ -302,11 +318,17 @@ impl Choice {
         }
     }
 
-    /// Goes on at its worker. When that drains, the request tries again after a pause.
+    /// Goes on at its worker. When that drains, which it says once, the request tries again after a pause.
     fn stay(&mut self, cause: Cause) {
-        if cause == Cause::Drain && self.attempt.is_some() {
-            self.leave(cause, PAUSE);
+        if (cause == Cause::Drain || self.is_leaving) && self.attempt.is_some() {
+            self.leave(Cause::Drain, PAUSE);
         }
+    }
+
+    /// Whether the client has nothing of the answer.
+    fn has_no_event(&self) -> bool {
+        let is_resumed = self.prepared.arrival.resumed_request().is_some();
+        !is_resumed && self.request.output.is_empty() && self.next_scored == 1
     }
 
     fn plan(&self, migrating: Option<Migrating<'_>>) -> Result<Plan, NoPlan> {
@@ -425,7 +447,10 @@ impl Choice {
         stage: AttemptStage,
     ) -> Result<(), CoreError> {
         // A worker that drains closes its connections in the end. That is no crash.
-        if failure.kind == FailureKind::Lost && self.core.workers.is_leaving(&WorkerKey::of(&plan.decode)) {
+        let is_leaving = stage == AttemptStage::Worker && self.is_leaving;
+        if failure.kind == FailureKind::Lost
+            && (is_leaving || self.core.workers.is_leaving(&WorkerKey::of(&plan.decode)))
+        {
             failure.kind = FailureKind::Draining;
         }
         self.core.metrics.on_failed_attempt(failure.kind.name());

@@ -9,7 +9,7 @@ mod segments;
 mod watch;
 
 use std::{
-    collections::{BTreeMap, HashMap, hash_map::Entry},
+    collections::{BTreeMap, HashMap, VecDeque, hash_map::Entry},
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicU32, AtomicUsize, Ordering},
@@ -47,6 +47,9 @@ impl Contexts {
     }
 }
 
+/// Workers that drained and are remembered, for what still breaks off there.
+const MAX_LEFT: usize = 256;
+
 /// Workers in the index at a time; more are planned without a look at their caches.
 const MAX_INDEXED: usize = 1 << 15;
 
@@ -77,6 +80,10 @@ struct State {
     stores: HashMap<u64, Arc<StoredBlocks>>,
     /// When a worker of each role was last usable.
     last_usable: BTreeMap<Role, Instant>,
+    /// The last workers that said that they drain and are no members any more.
+    left: VecDeque<Arc<WorkerKey>>,
+    /// Where ledgers begin. A worker that comes back in the same life remembers which numbers it had.
+    first_number: u64,
 }
 
 #[derive(Debug)]
@@ -97,7 +104,7 @@ struct Worker {
 }
 
 /// What this router has sent to one life of a worker.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct Assigned {
     num_requests: AtomicUsize,
     /// Locked for a few operations, and nothing is locked meanwhile.
@@ -125,6 +132,11 @@ pub(crate) struct Assignment {
 }
 
 impl Assigned {
+    fn starting_at(first_number: u64) -> Assigned {
+        let ledger = Mutex::new(Ledger::starting_at(first_number));
+        Assigned { num_requests: AtomicUsize::new(0), ledger }
+    }
+
     /// No user code runs under the lock, so a poisoned one holds whole data.
     fn ledger(&self) -> MutexGuard<'_, Ledger> {
         self.ledger.lock().unwrap_or_else(PoisonError::into_inner)
@@ -348,9 +360,11 @@ impl Workers {
         }
     }
 
-    /// Whether the worker has said that it drains, or is not a member any more.
+    /// Whether the worker has said that it drains. One that is no member any more may have crashed.
     pub(crate) fn is_leaving(&self, key: &WorkerKey) -> bool {
-        self.lock().workers.get(key).is_none_or(|worker| worker.is_leaving)
+        let state = self.lock();
+        let has_left = || state.left.iter().any(|left| **left == *key);
+        state.workers.get(key).map_or_else(has_left, |worker| worker.is_leaving)
     }
 
     /// The worker answered a request.
@@ -387,10 +401,8 @@ impl Workers {
                     worker
                 }
                 replaced => {
-                    if let Some(worker) = replaced {
-                        worker.stop.cancel();
-                    }
-                    match self.meet(record) {
+                    replaced.into_iter().for_each(|worker| state.part(worker));
+                    match self.meet(record, state.first_number) {
                         Some(worker) => worker,
                         None => continue,
                     }
@@ -398,14 +410,12 @@ impl Workers {
             };
             state.workers.insert(key, worker);
         }
-        for gone in old.into_values() {
-            gone.stop.cancel();
-        }
+        old.into_values().for_each(|gone| state.part(gone));
         drop(state);
         self.notify();
     }
 
-    fn meet(self: &Arc<Self>, record: Arc<WorkerRecord>) -> Option<Worker> {
+    fn meet(self: &Arc<Self>, record: Arc<WorkerRecord>, first_number: u64) -> Option<Worker> {
         let channel = match channel::open(&self.dialer, &record.address, self.keep_alive) {
             Ok(channel) => channel,
             Err(error) => {
@@ -429,7 +439,7 @@ impl Workers {
             report: None,
             is_leaving: false,
             back_off: BackOff::default(),
-            assigned: Arc::default(),
+            assigned: Arc::new(Assigned::starting_at(first_number)),
             cache,
             is_absurd: false,
             stop,
@@ -511,6 +521,18 @@ impl State {
         workers.any(|worker| matches!(worker.usability(now), Usability::Ready | Usability::BackingOff))
     }
 
+    /// A worker is no member any more.
+    fn part(&mut self, worker: Worker) {
+        worker.stop.cancel();
+        self.first_number = self.first_number.max(worker.assigned.ledger().next_number());
+        if worker.is_leaving {
+            if self.left.len() == MAX_LEFT {
+                self.left.pop_front();
+            }
+            self.left.push_back(worker.key);
+        }
+    }
+
     /// Called before a change that may take the last one away.
     fn note_usable(&mut self) {
         for role in [Role::Prefill, Role::Decode] {
@@ -548,4 +570,68 @@ impl Worker {
 /// The name of a block in the index.
 fn block_key(hash: BlockHash) -> BlockKey {
     BlockKey(hash.short())
+}
+
+#[cfg(test)]
+mod tests {
+    use baton_cluster::Capacity;
+    use baton_kv_cache::{KvDtype, KvFormat, KvLayout};
+    use baton_proto::v1;
+
+    use super::*;
+
+    fn record() -> Arc<WorkerRecord> {
+        let layout =
+            KvLayout { block_size: 16, num_layers: 2, num_kv_heads: 2, head_dim: 8, dtype: KvDtype::F32 };
+        Arc::new(WorkerRecord {
+            id: "d0".into(),
+            incarnation: 1,
+            role: Role::Decode,
+            address: "http://127.0.0.1:9".into(),
+            model: "tiny".into(),
+            kv_format: KvFormat::new("r1".into(), &layout, "theta=10000".into()),
+            capacity: Capacity { num_blocks: 8, block_size: 16, max_running: 4, context_length: 128 },
+            compute: None,
+        })
+    }
+
+    fn report(below: Option<u64>, draining: bool) -> Report {
+        let covered = below.map(|below| v1::Covered { below, numbers: vec![] });
+        Report { load: v1::Load { covered, draining, ..v1::Load::default() }, at: Instant::now() }
+    }
+
+    #[tokio::test]
+    async fn a_worker_that_comes_back_covers_nothing_that_it_has_not_seen() {
+        let workers = Workers::new(1, Duration::from_secs(1), Dialer::new(None));
+        let (record, work) = (record(), SentWork { num_requests: 1, ..SentWork::default() });
+        let key = WorkerKey::of(&record);
+        let not_covered = || workers.lock().workers[&key].assigned.ledger().sent().num_requests;
+        workers.update(vec![record.clone()]);
+        let before: Vec<_> = (0..10).map(|_| workers.assign(&key, work).expect("it is there")).collect();
+        workers.enter(&key, Some(report(Some(10), false)));
+        assert_eq!(not_covered(), 0);
+        workers.update(vec![]);
+        workers.update(vec![record]);
+        let after = workers.assign(&key, work).expect("it is there");
+        workers.enter(&key, Some(report(Some(10), false)));
+        assert_eq!(not_covered(), 1, "it has not come yet");
+        workers.enter(&key, Some(report(Some(11), false)));
+        assert_eq!(not_covered(), 0);
+        drop((before, after));
+        workers.shut_down().await;
+    }
+
+    #[tokio::test]
+    async fn a_worker_that_is_gone_without_a_word_has_not_drained() {
+        for drains in [false, true] {
+            let workers = Workers::new(1, Duration::from_secs(1), Dialer::new(None));
+            let record = record();
+            let key = WorkerKey::of(&record);
+            workers.update(vec![record]);
+            workers.enter(&key, Some(report(None, drains)));
+            workers.update(vec![]);
+            assert_eq!(workers.is_leaving(&key), drains);
+            workers.shut_down().await;
+        }
+    }
 }

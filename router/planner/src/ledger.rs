@@ -63,6 +63,16 @@ impl SentWork {
 }
 
 impl Ledger {
+    /// A ledger whose first request has this number.
+    pub fn starting_at(number: u64) -> Ledger {
+        Ledger { next: number, ..Ledger::default() }
+    }
+
+    /// The number of the next request.
+    pub fn next_number(&self) -> u64 {
+        self.next
+    }
+
     /// A request is sent. Returns its number, for the worker's echo.
     pub fn send(&mut self, work: SentWork) -> u64 {
         let number = self.next;

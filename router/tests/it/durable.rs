@@ -4,6 +4,7 @@
 use std::time::Duration;
 
 use baton_proto::{v1, worker::GenerateRequest};
+use baton_request::FailureKind;
 use baton_router::{JournalConfig, RouterConfig, ToolFormat};
 use bytes::Bytes;
 use futures_util::{StreamExt, stream};
@@ -263,4 +264,10 @@ async fn a_stream_that_was_refused_is_not_parked_and_may_be_asked_for_again() {
     worker.release(Step::Finish(v1::FinishReason::Stop));
     assert_eq!(running.await.expect("no panic"), 200);
     assert_eq!(send("second").await.expect("no panic"), 200);
+    // Refused by every worker.
+    worker.script(|_| vec![Step::Refuse(FailureKind::Full)]);
+    assert_eq!(send("third").await.expect("no panic"), 429);
+    router.until_metric("baton_journal_parked 0").await;
+    worker.script(script);
+    assert_eq!(send("third").await.expect("no panic"), 200);
 }

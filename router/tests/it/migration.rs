@@ -145,6 +145,35 @@ async fn requests_stay_when_migration_is_off() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_worker_that_leaves_while_a_request_migrates_for_balance_is_left_if_that_fails() {
+    let (router, old, new) = pair(|_| {}).await;
+    let crowd = |request: &GenerateRequest| {
+        [begin(2, Step::Token(ids(ANSWER)[2]))(request), vec![Step::Silence]].concat()
+    };
+    old.script(crowd);
+    new.script(crowd);
+    let three = futures_util::future::join_all((0..3).map(|_| ask(&router)));
+    let rest = async {
+        for _ in 0..3 {
+            tokio::select! {
+                _ = old.next_arrived() => {}
+                _ = new.next_arrived() => {}
+            }
+        }
+        let (full, empty) = if old.requests().len() > 1 { (&old, &new) } else { (&new, &old) };
+        empty.script(|request| if request.for_balance { vec![Step::Hang] } else { say(ANSWER)(request) });
+        full.set_free_blocks(4);
+        empty.next_arrived().await;
+        // It says so once, to the request that migrates and to the other one, which goes to the empty worker.
+        full.release(Step::Leaving);
+        router.until_metric("baton_router_migrations_total{cause=\"drain\",outcome=\"moved\"} 1").await;
+        empty.release(Step::Fail(Kind::MigrationRefused));
+    };
+    let (texts, ()) = tokio::join!(three, rest);
+    assert_eq!(texts, [ANSWER; 3]);
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_request_of_a_crowded_worker_migrates_to_an_empty_one() {
     let (router, old, new) = pair(|_| {}).await;
     old.script(begin(2, Step::Token(ids(ANSWER)[2])));
