@@ -8,7 +8,7 @@ use std::{
 
 use baton_planner::{PrefillMode, Slo};
 use baton_proto::v1::KvWire;
-use baton_request::{InvalidRequest, Problem, Request, SpeculationMode};
+use baton_request::{InvalidRequest, Problem, Request, SpeculationMode, max_passages};
 use baton_tokenizer::{TemplateError, TokenizerError};
 use baton_tools::{AnswerReader, ToolRequest};
 use serde_json::{Map, Value};
@@ -348,12 +348,13 @@ impl ClientRequest {
                 let ends_paragraph = |idx| passages::ends_paragraph(&model.tokenizer, &ids, idx);
                 passages = seen.passages(&cache_salt, &ids, ends_paragraph);
             }
+            let passages = passages::longest(passages, max_passages(ids.len()));
             let mut request = Request {
                 id: self.id.clone(),
                 retention: kept::retention(cache_control, kept, ids.len()),
                 prompt: ids.into(),
                 output: Vec::new(),
-                sampling: sampling.clone(),
+                sampling: self.sampling.for_prompt(&sampling),
                 priority,
                 cache_salt: cache_salt.clone(),
                 speculation,

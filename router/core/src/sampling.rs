@@ -82,10 +82,16 @@ impl ClientSampling {
         }
     }
 
+    /// What `with_defaults` made, for one prompt of several: unless the client says a seed, each has its own, so that equal prompts
+    /// have other answers.
+    pub(crate) fn for_prompt(&self, params: &SamplingParams) -> SamplingParams {
+        SamplingParams { seed: self.seed.unwrap_or_else(random_seed), ..params.clone() }
+    }
+
     /// What an answer that may have `calls` must match, or must be one.
     ///
     /// # Errors
-    /// When a required call, a strict function or a response format cannot be constrained.
+    /// When a required call, the schema of a strict function or a response format cannot be constrained.
     pub(crate) fn grammar_of_calls(
         &self,
         model: &ServedModel,
@@ -99,10 +105,21 @@ impl ClientSampling {
         if !is_demanded && never_ends {
             return Ok(None);
         }
-        let of_text = |text: &str| special(&model.tokenizer, text);
-        let grammar = model.form.grammar(calls, self.grammar.as_ref(), prompt_end, of_text);
-        let grammar = grammar.map_err(|refusal| CoreError::invalid(&refusal.param, refusal.to_string()))?;
-        let checked = grammar.as_ref().map_or(Ok(()), |grammar| model.check_grammar(grammar, "tools"));
+        let make = |calls: &ToolRequest| {
+            let of_text = |text: &str| special(&model.tokenizer, text);
+            let grammar = model.form.grammar(calls, self.grammar.as_ref(), prompt_end, of_text);
+            grammar.map_err(|refusal| CoreError::invalid(&refusal.param, refusal.to_string()))
+        };
+        let check = |grammar: &Option<Grammar>| match grammar {
+            Some(grammar) => model.check_grammar(grammar, "tools"),
+            None => Ok(()),
+        };
+        let mut grammar = make(calls)?;
+        let mut checked = check(&grammar);
+        if matches!(checked, Err(CoreError::Invalid { .. })) {
+            grammar = make(&with_good_schemas(model, calls)?)?;
+            checked = check(&grammar);
+        }
         match checked {
             Ok(()) => Ok(grammar),
             Err(CoreError::Invalid { message, .. }) if !is_demanded => {
@@ -148,6 +165,27 @@ impl ClientSampling {
             }
         }
     }
+}
+
+/// The same tools, without the schemas that cannot be compiled.
+///
+/// # Errors
+/// When a strict function has such a schema.
+fn with_good_schemas(model: &ServedModel, calls: &ToolRequest) -> Result<ToolRequest, CoreError> {
+    let mut good = calls.clone();
+    for (idx, schema, is_strict) in calls.schemas() {
+        match model.check_grammar(&schema, &format!("tools[{idx}].function.parameters")) {
+            Err(CoreError::Invalid { message, .. }) if is_strict => {
+                return Err(CoreError::invalid("tools", message));
+            }
+            Err(CoreError::Invalid { message, .. }) => {
+                tracing::debug!(message, "calls of a tool may have any arguments");
+                good.waive_schema(idx);
+            }
+            checked => checked?,
+        }
+    }
+    Ok(good)
 }
 
 fn random_seed() -> u64 {

@@ -1,4 +1,4 @@
-use baton_proto::v1;
+use baton_proto::{v1, worker::GenerateRequest};
 use serde_json::{Value, json};
 
 use crate::{
@@ -55,6 +55,18 @@ async fn choices_of_several_prompts_are_numbered_prompt_by_prompt() {
     let indexes: Vec<_> = choices.iter().map(|choice| choice["index"].as_u64().unwrap()).collect();
     assert_eq!(indexes, [0, 1, 2, 3]);
     assert_eq!(body["usage"]["prompt_tokens"], 2);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn equal_prompts_without_a_seed_have_other_answers() {
+    let (router, worker) = Router::with_worker().await;
+    worker.script(say("x"));
+    complete(&router, json!({"prompt": ["a", "a", "a"], "n": 2})).await;
+    let seed = |request: &GenerateRequest| request.sampling.as_ref().unwrap().seed;
+    let mut seeds: Vec<u64> = worker.requests().iter().map(seed).collect();
+    seeds.sort_unstable();
+    seeds.dedup();
+    assert_eq!(seeds.len(), 6, "{seeds:?}");
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -199,6 +199,33 @@ async fn only_a_strict_function_must_have_a_schema_that_can_be_compiled() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_schema_that_cannot_be_compiled_loosens_its_own_tool_alone() {
+    let (router, worker) = hermes().await;
+    worker.script(say(CALL));
+    let tool = |name: &str, strict: Value, a: Value| {
+        let parameters = json!({"type": "object", "properties": {"a": a}, "required": ["a"]});
+        json!({"type": "function", "function": {"name": name, "strict": strict, "parameters": parameters}})
+    };
+    let odd = json!({"type": "array", "uniqueItems": true});
+    for (choice, strict) in [("auto", json!(null)), ("required", json!(false)), ("auto", json!(false))] {
+        let tools = [tool("odd", strict, odd.clone()), tool("add", json!(true), json!({"enum": ["only"]}))];
+        let answer = router.client.post(PATH, &ask(json!({"tools": tools, "tool_choice": choice}))).await;
+        assert_eq!(answer.status, 200, "{choice}: {}", answer.text());
+        let grammar =
+            worker.requests().pop().unwrap().sampling.unwrap().grammar.expect("calls are constrained").text;
+        assert!(grammar.contains("only") && grammar.contains("odd"), "{choice}: {grammar}");
+        assert!(!grammar.contains("uniqueItems"), "{choice}: {grammar}");
+    }
+    let tools = [tool("add", json!(null), json!({"type": "integer"})), tool("odd", json!(true), odd)];
+    let error = router.client.post(PATH, &ask(json!({"tools": tools}))).await.json()["error"].clone();
+    let message = error["message"].as_str().unwrap();
+    assert!(
+        message.starts_with("tools[1].function.parameters: the JSON schema cannot be compiled"),
+        "{message}"
+    );
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_grammar_is_taken_over_grpc() {
     let (router, worker) = Router::with_worker().await;
     let mut client = client(&router).await;

@@ -1,5 +1,6 @@
 //! The tools of a request: `tools`, `tool_choice` and `parallel_tool_calls`.
 
+use baton_request::{Grammar, GrammarKind};
 use serde_json::{Value, json};
 
 use crate::refusal::OutputRefusal;
@@ -98,6 +99,21 @@ impl ToolRequest {
         self.tools.iter().all(|tool| tool.strict == Some(false))
     }
 
+    /// The schema of each tool that may be called, with the tool's index and whether it demands that calls match it.
+    pub fn schemas(&self) -> impl Iterator<Item = (usize, Grammar, bool)> {
+        let callable = self.tools.iter().enumerate().filter(|(_, tool)| self.may_call(tool));
+        callable.map(|(idx, tool)| {
+            let schema = Grammar::new(GrammarKind::JsonSchema, tool.parameters.to_string());
+            (idx, schema, tool.strict == Some(true))
+        })
+    }
+
+    /// Takes any object as arguments of this tool.
+    pub fn waive_schema(&mut self, idx: usize) {
+        self.tools[idx].parameters = json!({"type": "object"});
+        self.tools[idx].strict = Some(false);
+    }
+
     /// Names of the tools.
     pub fn names(&self) -> impl Iterator<Item = &str> {
         self.tools.iter().map(|tool| tool.name.as_str())
@@ -105,10 +121,14 @@ impl ToolRequest {
 
     /// The tools that may be called.
     pub(crate) fn callable(&self) -> impl Iterator<Item = &Tool> {
-        self.tools.iter().filter(|tool| match &self.choice {
+        self.tools.iter().filter(|tool| self.may_call(tool))
+    }
+
+    fn may_call(&self, tool: &Tool) -> bool {
+        match &self.choice {
             ToolChoice::Named(name) => tool.name == *name,
             ToolChoice::Auto | ToolChoice::Required => true,
-        })
+        }
     }
 }
 
