@@ -202,6 +202,10 @@ spec:
         {{- with $values.extraEnv }}
         {{- toYaml . | nindent 8 }}
         {{- end }}
+      {{- with $values.envFrom }}
+      envFrom:
+        {{- toYaml . | nindent 8 }}
+      {{- end }}
       ports:
         - name: grpc
           containerPort: 8090
@@ -251,6 +255,9 @@ spec:
           mountPath: {{ $root.Values.rdma.nixl.mountPath }}
           readOnly: true
         {{- end }}
+        {{- with $values.extraVolumeMounts }}
+        {{- toYaml . | nindent 8 }}
+        {{- end }}
   volumes:
     {{- include "baton.volumes" $root | trim | nindent 4 }}
     {{- with $root.Values.kv.keySecret }}
@@ -271,6 +278,9 @@ spec:
     - name: nixl
       {{- toYaml . | nindent 6 }}
     {{- end }}
+    {{- end }}
+    {{- with $values.extraVolumes }}
+    {{- toYaml . | nindent 4 }}
     {{- end }}
   {{- with include "baton.placement" $values | trim }}
   {{- . | nindent 2 }}

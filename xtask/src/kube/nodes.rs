@@ -74,21 +74,24 @@ pub(super) fn add(cluster: &Cluster) -> Result<String> {
     Ok("2 with processors, 3 with 8 GPUs and 8 RDMA devices".to_owned())
 }
 
-/// A namespace of a Pod Security level, with the claim and the service account that values files name.
+/// A namespace of a Pod Security level, with the claims and the service account that values files name.
 pub(super) fn add_namespace(cluster: &Cluster, name: &str, level: &str) -> Result<()> {
     let labels = json!({"pod-security.kubernetes.io/enforce": level});
-    let place = json!({"name": "models", "namespace": name});
+    let claim = |claim: &str, mode: &str, size: &str| {
+        json!({
+            "apiVersion": "v1",
+            "kind": "PersistentVolumeClaim",
+            "metadata": {"name": claim, "namespace": name},
+            "spec": {"accessModes": [mode], "resources": {"requests": {"storage": size}}},
+        })
+    };
     cluster.apply(&[
         json!({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": labels}}),
     ])?;
     cluster.apply(&[
         json!({"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "llm", "namespace": name}}),
-        json!({
-            "apiVersion": "v1",
-            "kind": "PersistentVolumeClaim",
-            "metadata": place,
-            "spec": {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "500Gi"}}},
-        }),
+        claim("models", "ReadWriteMany", "500Gi"),
+        claim("journal", "ReadWriteOnce", "10Gi"),
     ])
 }
 
