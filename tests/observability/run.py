@@ -68,7 +68,9 @@ class Cluster:
     def __init__(self, baton, folder):
         self.folder, self.processes = folder, {}
         self.router = f"127.0.0.1:{free_port()}"
-        self.commands = {"router": [baton, "router", "--listen", self.router]}
+        self.commands = {
+            "router": [baton, "router", "--listen", self.router, "--durable", os.path.join(folder, "journal")],
+        }
         self.targets = [self.router]
         for role in ["prefill", "decode"]:
             for idx in range(2):
@@ -132,7 +134,9 @@ def expressions():
     text = re.sub(r">-\n\s+", "", ALERTS.read_text())
     text = re.sub(r"\n\s+(/ [^\n]*)", r" \1", text)
     for alert, expr in re.findall(r"- alert: (\w+)\n\s+expr: (.*)", text):
-        yield f"alert {alert}", re.sub(r"\s*(==|>|<)\s*[\d.]+$", "", expr)
+        # What is absent has a value only when all is lost.
+        if not expr.startswith("absent("):
+            yield f"alert {alert}", re.sub(r"\s*(==|>|<)\s*[\d.]+$", "", expr)
     for query in re.findall(r"query: (.*)", AUTOSCALER.read_text()):
         yield "autoscaling", re.sub(r"\{ \{\{- \$series -\}\} \}", "", query)
 

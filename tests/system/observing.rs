@@ -211,7 +211,10 @@ async fn dashboards_read_what_is_exported_and_one_trace_covers_a_remote_request(
     let collector = Collector::default();
     let (endpoint, serving) = collector.serve().await;
     let flags = format!("--otlp-endpoint {endpoint}");
-    let mut cluster = Cluster::new().router_flags(&flags).worker_flags(&flags).start().await;
+    let dir = tempfile::tempdir().expect("a directory");
+    // A router has the metrics of a journal if it has one.
+    let router_flags = format!("{flags} --durable {}", dir.path().join("journal").display());
+    let mut cluster = Cluster::new().router_flags(&router_flags).worker_flags(&flags).start().await;
     check_names(&cluster).await;
 
     for seed in 0..NUM_REQUESTS {
