@@ -33,6 +33,11 @@ initContainers:
 {{- end -}}
 {{- end -}}
 
+{{/* Deployments whose pods wait for the model make no progress until it is there. */}}
+{{- define "baton.progressDeadline" -}}
+{{- ternary .Values.model.fetch.progressDeadlineSeconds .Values.progressDeadlineSeconds (ne .Values.model.fetch.source "") | int64 -}}
+{{- end -}}
+
 {{/* The pod that fetches the model. It says nothing of the chart's version: another pod is another Job. */}}
 {{- define "baton.fetchPod" -}}
 {{- $fetch := .Values.model.fetch -}}

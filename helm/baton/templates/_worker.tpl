@@ -50,6 +50,7 @@ spec:
     workerTemplate:
       {{- include "baton.workerPod" . | nindent 6 }}
   {{- else }}
+  progressDeadlineSeconds: {{ include "baton.progressDeadline" $root }}
   strategy:
     type: RollingUpdate
     rollingUpdate:
