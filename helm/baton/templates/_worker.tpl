@@ -165,8 +165,8 @@ spec:
         {{- end }}
         {{- if $sharesHost }}
         - --host-kv={{ $root.Values.kv.host.size }}
-        # Releases in two namespaces may have one name; neither name has a "_".
-        - --host-kv-dir=/dev/shm/{{ $root.Release.Namespace }}_{{ include "baton.fullname" $root }}
+        # Releases in two namespaces may have one name; neither name has a "_". A directory of another user is refused, and it outlives pods.
+        - --host-kv-dir=/dev/shm/{{ $root.Release.Namespace }}_{{ include "baton.fullname" $root }}_{{ include "baton.workerUser" $root }}
         {{- end }}
         {{- if not $values.prefixCache }}
         - --no-prefix-cache
@@ -234,7 +234,7 @@ spec:
         {{- include "baton.workerResources" . | nindent 8 }}
       securityContext:
         {{- include "baton.containerSecurityContext" $root | nindent 8 }}
-        {{- if and $root.Values.rdma.enabled $root.Values.rdma.lockMemory }}
+        {{- if eq (include "baton.workerUser" $root) "0" }}
           add: [IPC_LOCK]
         # The capability of a user that is not root would not take effect.
         runAsNonRoot: false
@@ -286,6 +286,11 @@ spec:
   {{- with include "baton.placement" $values | trim }}
   {{- . | nindent 2 }}
   {{- end }}
+{{- end -}}
+
+{{/* The user of workers: root where they lock memory. */}}
+{{- define "baton.workerUser" -}}
+{{- if and .Values.rdma.enabled .Values.rdma.lockMemory }}0{{ else }}10001{{ end -}}
 {{- end -}}
 
 {{/* What a worker is given, its devices among it. */}}
