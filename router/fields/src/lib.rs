@@ -268,6 +268,7 @@ pub const FIELDS: &[Field] = &[
     only("context_management", MESSAGES, is_empty, "one without `edits`: shorten the conversation"),
     refused("output_format", MESSAGES, "use `output_config`"),
     refused("inference_geo", MESSAGES, "this server is where it is"),
+    refused("thread", MESSAGES, "this server keeps no threads: send the whole conversation as `messages`"),
     harmless("output_config", &[Endpoint::CountTokens], "it does not change the prompt"),
     refused("functions", BOTH, "use `tools`"),
     refused("function_call", BOTH, "use `tool_choice`"),

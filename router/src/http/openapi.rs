@@ -63,7 +63,9 @@ fn document() -> Value {
                 "type": {"const": "error"},
                 "error": {
                     "type": "object", "required": ["type", "message"],
-                    "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+                    "properties": {
+                        "type": {"type": "string"}, "message": {"type": "string"}, "details": {"type": "object"},
+                    },
                 },
             },
         }),

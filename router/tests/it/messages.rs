@@ -248,3 +248,21 @@ async fn errors_have_anthropics_shape() {
     let last = events.last().unwrap();
     assert_eq!((&last["type"], &last["error"]["type"]), (&json!("error"), &json!("invalid_request_error")));
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_thread_is_refused_so_that_clients_go_on_without_it() {
+    use baton_router::UnknownFields::{Ignore, Refuse};
+    for unknown in [Refuse, Ignore] {
+        let (router, worker) = Router::with_worker_and(|config| config.unknown_fields = unknown).await;
+        worker.script(say("Good day."));
+        let refused = router.client.post(PATH, &ask(json!({"thread": {"type": "create"}}))).await;
+        let error = &refused.json()["error"];
+        assert_eq!((refused.status, &error["type"]), (400, &json!("invalid_request_error")), "{error}");
+        let details = json!({"error_code": "thread_unsupported_request", "unsupported": ["thread"]});
+        assert_eq!(error["details"], details);
+        assert!(worker.requests().is_empty());
+        let other = router.client.post(PATH, &ask(json!({"container": "c"}))).await.json();
+        assert_eq!(other["error"]["details"], Value::Null);
+        assert_eq!(router.client.post(PATH, &ask(json!({"thread": null}))).await.status, 200);
+    }
+}

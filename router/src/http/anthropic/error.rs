@@ -1,4 +1,4 @@
-//! Errors in Anthropic's shape: `{"type": "error", "error": {"type", "message"}}`.
+//! Errors in Anthropic's shape: `{"type": "error", "error": {"type", "message"}}`, with `details` where its clients read them.
 
 use axum::response::{IntoResponse, Response};
 use http::{HeaderValue, StatusCode, header};
@@ -29,7 +29,12 @@ impl MessagesError {
             status if status.is_server_error() => "api_error",
             _ => "invalid_request_error",
         };
-        json!({"type": "error", "error": {"type": kind, "message": self.0.detail.message}})
+        let mut error = json!({"type": kind, "message": self.0.detail.message});
+        // Anthropic's clients send `thread` unasked, and go on without it when they are told so.
+        if self.0.detail.param.as_deref() == Some("thread") {
+            error["details"] = json!({"error_code": "thread_unsupported_request", "unsupported": ["thread"]});
+        }
+        json!({"type": "error", "error": error})
     }
 }
 
