@@ -428,6 +428,7 @@ pub fn tokenize(
         }
         PromptInput::Chat(mut chat) => {
             rename_developers(&mut chat.messages);
+            model.form.adapt_ids(&mut chat.messages);
             if chat.continue_final {
                 chat.extra.insert("add_generation_prompt".to_owned(), Value::Bool(false));
             }

@@ -24,7 +24,7 @@ pub fn directory() -> TempDir {
     let template = "{% for m in messages %}{% if m.role == 'evil' %}{{ raise_exception('no evil') }}{% endif %}\
                     <|{{ m.role }}|>{{ m.content }}{% endfor %}{% if tools %}[{{ tools | length }} tools]{% endif %}\
                     {% if add_generation_prompt %}<|assistant|>{% endif %}";
-    write(dir.path(), "tokenizer_config.json", &json!({"eos_token": "<|end|>", "chat_template": template}));
+    write_template(dir.path(), template);
     write(dir.path(), "generation_config.json", &json!({"eos_token_id": END, "temperature": 0.5}));
     write(
         dir.path(),
@@ -32,6 +32,11 @@ pub fn directory() -> TempDir {
         &json!({"architectures": ["LlamaForCausalLM"], "vocab_size": VOCAB_SIZE, "max_position_embeddings": CONTEXT}),
     );
     dir
+}
+
+/// Gives the model another chat template.
+pub fn write_template(dir: &Path, template: &str) {
+    write(dir, "tokenizer_config.json", &json!({"eos_token": "<|end|>", "chat_template": template}));
 }
 
 fn write(dir: &Path, name: &str, value: &Value) {

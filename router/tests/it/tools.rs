@@ -8,7 +8,7 @@ use crate::{
     fake::say,
     grpc::client,
     harness::Router,
-    model::{END, ids},
+    model::{END, ids, write_template},
 };
 
 const PATH: &str = "/v1/chat/completions";
@@ -314,4 +314,36 @@ async fn a_chat_over_grpc_has_tools_and_says_what_its_text_is() {
     bad.tools[0].parameters = "{".into();
     let status = client.generate(request(&bad)).await.expect_err("refused");
     assert!(status.message().starts_with("tools[0].parameters: it is not JSON"), "{status}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn mistrals_templates_see_ids_of_nine_letters_and_digits() {
+    use baton_router::ToolFormat::{Hermes, Mistral, MistralArgs};
+    let template = "{% for m in messages %}{% if m.tool_calls %}{% for c in m.tool_calls %}{{ c.id }},{% endfor %}{% endif %}\
+                    {% if m.tool_call_id %}{{ m.tool_call_id }},{% endif %}{% endfor %}";
+    let (long, short) = ("call_0123456789abcdef0123456789abcdef0", "a1B2c3D4e");
+    let call =
+        |id: &str| json!({"id": id, "type": "function", "function": {"name": "add", "arguments": "{}"}});
+    let result = |id: &str| json!({"role": "tool", "tool_call_id": id, "content": "2"});
+    let called = json!({"role": "assistant", "content": null, "tool_calls": [call(long), call(short)]});
+    let messages = json!([{"role": "user", "content": "U"}, called, result(short), result(long)]);
+    for (format, is_mistrals) in [(Mistral, true), (MistralArgs, true), (Hermes, false)] {
+        let (router, worker) = Router::with_worker_and(|config| {
+            config.tool_format = Some(format);
+            write_template(&config.model, template);
+        })
+        .await;
+        worker.script(say("Two."));
+        let answer = router.client.post(PATH, &json!({"messages": messages})).await;
+        assert_eq!(answer.status, 200, "{}", answer.text());
+        let prompt = worker.requests().pop().unwrap().prompt_token_ids;
+        let prompt: String = prompt.into_iter().map(|id| char::from(id as u8)).collect();
+        let seen: Vec<&str> = prompt.split_terminator(',').collect();
+        assert_eq!((seen.len(), seen[1], seen[2]), (4, short, short), "{prompt}");
+        assert_eq!(seen[0], seen[3], "a call and its result");
+        match is_mistrals {
+            true => assert!(seen[0].len() == 9 && seen[0].bytes().all(|byte| byte.is_ascii_alphanumeric())),
+            false => assert_eq!(seen[0], long),
+        }
+    }
 }

@@ -1,6 +1,7 @@
 //! How the answers of one model are written, and what follows from it for a request.
 
 use baton_request::Grammar;
+use serde_json::Value;
 
 use crate::{
     call_grammar::Otherwise,
@@ -8,6 +9,7 @@ use crate::{
     reader::{AnswerReader, ReasoningMarks},
     refusal::OutputRefusal,
     response_format::AskedGrammar,
+    short_ids,
     tool_request::ToolRequest,
 };
 
@@ -34,6 +36,13 @@ impl AnswerForm {
     pub fn marks(self) -> impl Iterator<Item = &'static str> {
         let marks = self.format.map_or(&[][..], ToolFormat::marks).iter().copied();
         marks.chain(self.reasoning.into_iter().flat_map(|(open, close)| [open, close]))
+    }
+
+    /// Gives earlier calls and their results the ids that the model's chat template takes.
+    pub fn adapt_ids(self, messages: &mut Value) {
+        if self.format.is_some_and(ToolFormat::has_short_ids) {
+            short_ids::shorten(messages);
+        }
     }
 
     /// A reader for answers to a prompt that ends with `prompt_end`; `None` if there is nothing to look for.

@@ -60,6 +60,11 @@ impl ToolFormat {
         }
     }
 
+    /// Whether its chat templates refuse ids of calls that are not [short](crate::short_ids).
+    pub(crate) fn has_short_ids(self) -> bool {
+        matches!(self, ToolFormat::Mistral | ToolFormat::MistralArgs)
+    }
+
     /// The format that a chat template writes. `contains` says whether the template contains a text.
     pub fn detect(contains: impl Fn(&str) -> bool) -> Option<ToolFormat> {
         if contains("<|channel|>") && contains("<|message|>") {

@@ -28,6 +28,7 @@ mod call_scanner;
 mod harmony;
 mod markers;
 mod refusal;
+mod short_ids;
 
 pub use answer_form::AnswerForm;
 pub use call_ids::CallIds;
