@@ -39,6 +39,9 @@ fn normalise_one(idx: usize, message: Value, kept: &mut Vec<KeptText>) -> Result
         Some(_) => return wrong("content", "a string or a list of parts"),
     };
     message.insert("content".to_owned(), content);
+    // Clients write what a message has not as null; templates ask whether the key is there.
+    let is_empty = |value: &Value| value.as_array().is_some_and(Vec::is_empty);
+    message.retain(|key, value| !value.is_null() && !(key == "tool_calls" && is_empty(value)));
     if let Some(Value::Array(calls)) = message.get_mut("tool_calls") {
         calls.iter_mut().for_each(parse_arguments);
     }
@@ -83,5 +86,35 @@ fn parse_arguments(call: &mut Value) {
     };
     if let Some(object) = arguments.as_str().and_then(|text| serde_json::from_str::<Map<_, _>>(text).ok()) {
         *arguments = Value::Object(object);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    /// What templates read of one message.
+    fn read(message: Value) -> Value {
+        let (mut messages, _) = normalise(vec![message]).unwrap();
+        messages[0].take()
+    }
+
+    #[test]
+    fn what_a_message_has_not_is_no_key_of_it() {
+        let plain = json!({"role": "assistant", "content": "x"});
+        for calls in [json!(null), json!([])] {
+            let sent = json!({
+                "role": "assistant", "content": "x", "tool_calls": calls, "refusal": null, "audio": null,
+                "function_call": null, "name": null, "annotations": null,
+            });
+            assert_eq!(read(sent), plain);
+            let silent = json!({"role": "assistant", "content": null, "tool_calls": calls});
+            assert_eq!(read(silent), json!({"role": "assistant", "content": ""}));
+        }
+        let call = json!({"id": "c", "type": "function", "function": {"name": "f", "arguments": {}}});
+        let calling = json!({"role": "assistant", "content": "", "tool_calls": [call]});
+        assert_eq!(read(calling.clone()), calling);
     }
 }
