@@ -153,7 +153,10 @@ fn message(
     let mut fields = json!({"role": message.role, "content": texts.join(message_idx, kept)});
     let calls = message.tool_calls.into_iter().map(|call| {
         // Templates read an object.
-        let arguments = serde_json::from_str(&call.arguments).unwrap_or(Value::String(call.arguments));
+        let arguments = match call.arguments.trim() {
+            "" => json!({}),
+            text => serde_json::from_str(text).unwrap_or_else(|_| Value::String(call.arguments.clone())),
+        };
         json!({"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}})
     });
     let calls: Vec<Value> = calls.collect();

@@ -79,12 +79,18 @@ fn texts(path: &str, parts: Vec<Value>) -> Result<MessageTexts, ApiError> {
     Ok(texts)
 }
 
-/// OpenAI sends the arguments of a call as JSON in a string; templates expect the object.
+/// OpenAI sends the arguments of a call as JSON in a string; templates expect the object. Of a call without arguments some
+/// clients send no text.
 fn parse_arguments(call: &mut Value) {
     let Some(arguments) = call.get_mut("function").and_then(|function| function.get_mut("arguments")) else {
         return;
     };
-    if let Some(object) = arguments.as_str().and_then(|text| serde_json::from_str::<Map<_, _>>(text).ok()) {
+    let object = match arguments.as_str().map(str::trim) {
+        None => None,
+        Some("") => Some(Map::new()),
+        Some(text) => serde_json::from_str(text).ok(),
+    };
+    if let Some(object) = object {
         *arguments = Value::Object(object);
     }
 }
@@ -116,5 +122,21 @@ mod tests {
         let call = json!({"id": "c", "type": "function", "function": {"name": "f", "arguments": {}}});
         let calling = json!({"role": "assistant", "content": "", "tool_calls": [call]});
         assert_eq!(read(calling.clone()), calling);
+    }
+
+    #[test]
+    fn arguments_are_objects_where_they_can_be() {
+        for (sent, expected) in [
+            (json!("{\"a\": 1}"), json!({"a": 1})),
+            (json!(""), json!({})),
+            (json!(" \n"), json!({})),
+            (json!({"a": 1}), json!({"a": 1})),
+            (json!("{\"a\": "), json!("{\"a\": ")),
+            (json!("[1]"), json!("[1]")),
+        ] {
+            let call = json!({"type": "function", "function": {"name": "f", "arguments": sent}});
+            let message = read(json!({"role": "assistant", "content": null, "tool_calls": [call]}));
+            assert_eq!(message["tool_calls"][0]["function"]["arguments"], expected, "{sent}");
+        }
     }
 }
