@@ -45,9 +45,14 @@ impl Blocks {
         &self.list
     }
 
-    /// Whether the answer calls a tool.
+    /// Whether the answer calls a tool, and its newest call is not cut off.
     pub(crate) fn has_calls(&self) -> bool {
-        self.list.iter().any(|block| matches!(block, Block::Call { .. }))
+        self.answer.has_calls()
+    }
+
+    /// Whether the newest call lacks an end of its arguments.
+    pub(crate) fn is_cut(&self) -> bool {
+        self.answer.is_cut()
     }
 
     /// Tokens that came while the answer reasoned.

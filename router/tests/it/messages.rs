@@ -266,3 +266,18 @@ async fn a_thread_is_refused_so_that_clients_go_on_without_it() {
         assert_eq!(router.client.post(PATH, &ask(json!({"thread": null}))).await.status, 200);
     }
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_call_that_is_cut_off_is_no_tool_use() {
+    let (router, worker) = hermes().await;
+    worker.script(say(CALL));
+    let fields = json!({"tools": [add()], "stop_sequences": ["1}"]});
+    let answer = router.client.post(PATH, &ask(fields)).await.json();
+    assert_eq!(answer["stop_reason"], "stop_sequence");
+    worker.script(say(&CALL[..45]));
+    let whole = router.client.post(PATH, &ask(json!({"tools": [add()]}))).await.json();
+    assert_eq!(whole["stop_reason"], "end_turn");
+    let streamed = router.client.post(PATH, &ask(json!({"tools": [add()], "stream": true}))).await;
+    let events = named_events(&streamed);
+    assert_eq!(events[events.len() - 2]["delta"]["stop_reason"], "end_turn");
+}

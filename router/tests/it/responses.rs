@@ -206,3 +206,14 @@ async fn what_cannot_be_done_is_refused_by_field() {
     let answer = router.client.post("/v1/embeddings", &json!({"input": "x"})).await;
     assert_eq!((answer.status, &answer.json()["error"]["code"]), (501, &json!("not_implemented")));
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_call_that_is_cut_off_is_incomplete() {
+    let (router, worker) = hermes().await;
+    for (answer, status) in [(CALL, "completed"), (&CALL[..45], "incomplete")] {
+        worker.script(say(answer));
+        let answer = router.client.post(PATH, &json!({"input": "Hi", "tools": [add()]})).await.json();
+        let call = &answer["output"][0];
+        assert_eq!((&call["type"], &call["status"]), (&json!("function_call"), &json!(status)), "{answer}");
+    }
+}

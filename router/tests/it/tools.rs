@@ -347,3 +347,29 @@ async fn mistrals_templates_see_ids_of_nine_letters_and_digits() {
         }
     }
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_answer_that_ends_within_a_call_says_what_ended_it() {
+    let (router, worker) = hermes().await;
+    worker.script(say(&format!("{CALL}\n{CALL}")));
+    for (fields, expected) in [
+        (json!({"stop": "\n</"}), "tool_calls"),
+        (json!({"stop": "1}"}), "stop"),
+        (json!({"max_tokens": 45}), "length"),
+    ] {
+        let whole = router.client.post(PATH, &tools(fields.clone())).await.json();
+        let choice = &whole["choices"][0];
+        assert_eq!(choice["finish_reason"], expected, "{fields}");
+        assert_eq!(choice["message"]["tool_calls"].as_array().unwrap().len(), 1);
+        let mut fields = fields;
+        fields["stream"] = json!(true);
+        let events = router.client.post(PATH, &tools(fields)).await.events();
+        let last = events.iter().rfind(|event| !event["choices"][0]["finish_reason"].is_null()).unwrap();
+        assert_eq!(last["choices"][0]["finish_reason"], expected);
+    }
+    // The model itself ended it.
+    worker.script(say(&CALL[..45]));
+    let answer = router.client.post(PATH, &tools(json!({}))).await.json();
+    assert_eq!(answer["choices"][0]["finish_reason"], "stop");
+    assert_eq!(answer["choices"][0]["message"]["tool_calls"][0]["function"]["name"], "add");
+}

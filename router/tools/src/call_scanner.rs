@@ -14,6 +14,7 @@ pub(crate) struct CallScanner {
     early: String,
     shape: Shape,
     is_string: bool,
+    has_arguments: bool,
 }
 
 /// What a character gave.
@@ -91,11 +92,17 @@ impl CallScanner {
             early: String::new(),
             shape: Shape::default(),
             is_string: false,
+            has_arguments: false,
         }
     }
 
     pub(crate) fn has_name(&self) -> bool {
         self.name.is_some()
+    }
+
+    /// Whether the arguments are complete.
+    pub(crate) fn has_arguments(&self) -> bool {
+        self.has_arguments
     }
 
     /// Takes the next character.
@@ -148,6 +155,7 @@ impl CallScanner {
         }
         let Some(has_taken) = end else { return scanned };
         self.place = Place::CommaOrEnd;
+        self.has_arguments |= is_arguments;
         match serde_json::from_str(&self.value) {
             Ok(Value::String(text)) if is_arguments => scanned.extend(self.arguments(&text)),
             Ok(Value::String(name)) if self.key == "\"name\"" && self.name.is_none() => {

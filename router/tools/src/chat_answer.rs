@@ -115,10 +115,19 @@ impl ChatAnswer {
         }
     }
 
+    /// Whether the answer calls a tool, and its newest call is not cut off.
+    pub fn has_calls(&self) -> bool {
+        self.reader.as_ref().is_some_and(|reader| reader.num_calls() > 0 && !reader.is_cut())
+    }
+
+    /// Whether the newest call lacks an end of its arguments.
+    pub fn is_cut(&self) -> bool {
+        self.reader.as_ref().is_some_and(AnswerReader::is_cut)
+    }
+
     /// OpenAI's name of the end.
     pub fn finish_reason(&self, reason: FinishReason) -> &'static str {
-        let has_calls = self.reader.as_ref().is_some_and(|reader| reader.num_calls() > 0);
-        if has_calls && reason == FinishReason::Stop { "tool_calls" } else { reason.name() }
+        if self.has_calls() && reason == FinishReason::Stop { "tool_calls" } else { reason.name() }
     }
 }
 

@@ -48,6 +48,10 @@ pub struct AnswerReader {
     num_calls: usize,
     /// Of the newest call nothing is told: it is one too many.
     is_mute: bool,
+    /// Of the newest message to a tool.
+    shape: Shape,
+    /// Whether that message has been a whole value.
+    is_whole: bool,
     /// Whether neither reasoning nor a call has ended.
     is_at_start: bool,
     has_ended: bool,
@@ -99,6 +103,8 @@ impl AnswerReader {
             text: String::new(),
             num_calls: 0,
             is_mute: false,
+            shape: Shape::default(),
+            is_whole: false,
             is_at_start: true,
             has_ended: false,
         }
@@ -107,6 +113,18 @@ impl AnswerReader {
     /// Calls so far.
     pub fn num_calls(&self) -> usize {
         self.num_calls
+    }
+
+    /// Whether the newest call lacks an end of its arguments.
+    pub fn is_cut(&self) -> bool {
+        let is_cut = match &self.state {
+            State::Object { scanner, .. } => scanner.has_name() && !scanner.has_arguments(),
+            State::Arguments(_) => true,
+            State::Message(Address::Tool(_)) => !self.is_whole,
+            _ => false,
+        };
+        // Before a call that is one too many, the others are complete.
+        is_cut && !self.is_mute
     }
 
     /// Takes more of the answer. Returns what is certain.
@@ -350,6 +368,7 @@ impl AnswerReader {
         let address = Address::of_header(&self.take(end));
         self.take(mark.len());
         if let Address::Tool(name) = &address {
+            (self.shape, self.is_whole) = (Shape::default(), false);
             begin_call(&mut self.num_calls, &mut self.is_mute, self.is_parallel, name.clone(), parts);
         }
         self.state = State::Message(address);
@@ -364,7 +383,10 @@ impl AnswerReader {
             Address::Reasoning => add(parts, AnswerPart::Reasoning(text)),
             Address::Content => add(parts, AnswerPart::Content(text)),
             Address::Tool(_) if self.is_mute => {}
-            Address::Tool(_) => add(parts, AnswerPart::Arguments(text)),
+            Address::Tool(_) => {
+                text.chars().for_each(|c| self.is_whole |= self.shape.push(c).is_some());
+                add(parts, AnswerPart::Arguments(text));
+            }
         }
         match found {
             None => self.state = State::Message(address),

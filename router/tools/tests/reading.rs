@@ -117,3 +117,33 @@ fn harmony() {
     check(&harmony, &format!("{thought}{answer}"), &["R They ask < 1 + 2.", "C Three."]);
     check(&harmony, "<|channel|>final<|message|>cut", &["C cut"]);
 }
+
+#[test]
+fn a_call_is_cut_until_its_arguments_are_complete() {
+    for (format, answer) in [
+        (ToolFormat::Hermes, "<tool_call>{\"name\": \"add\", \"arguments\": {\"a\": 1}}</tool_call>"),
+        (ToolFormat::Hermes, "<tool_call>{\"arguments\": {\"a\": 1}, \"name\": \"add\"}</tool_call>"),
+        (ToolFormat::Llama3, "{\"name\": \"add\", \"parameters\": {\"a\": 1}}"),
+        (ToolFormat::Mistral, "[TOOL_CALLS][{\"name\": \"add\", \"arguments\": {\"a\": 1}}]"),
+        (ToolFormat::MistralArgs, "[TOOL_CALLS]add[ARGS]{\"a\": 1}"),
+        (
+            ToolFormat::Harmony,
+            "<|channel|>commentary to=functions.add <|constrain|>json<|message|>{\"a\": 1}<|call|>",
+        ),
+    ] {
+        let whole = answer.find("1}").expect("arguments") + 2;
+        for end in 0..=answer.len() {
+            let mut reader = reader(Some(format), true, None);
+            reader.push(&answer[..end]);
+            reader.finish();
+            let is_cut = reader.num_calls() > 0 && end < whole;
+            assert_eq!(reader.is_cut(), is_cut, "{}", &answer[..end]);
+        }
+    }
+    // The second call is one too many, and so is its end.
+    let call = "<tool_call>{\"name\": \"add\", \"arguments\": {}}</tool_call>";
+    let mut single = reader(Some(ToolFormat::Hermes), false, None);
+    single.push(&format!("{call}{}", &call[..call.len() - 15]));
+    single.finish();
+    assert!(single.num_calls() == 1 && !single.is_cut());
+}

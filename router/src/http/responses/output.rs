@@ -123,7 +123,8 @@ impl ResponseChunks {
     /// An item of the output: its end, or its beginning without text.
     fn item(&self, idx: usize, is_whole: bool) -> Value {
         // The last block of an answer that was cut off is not complete.
-        let is_cut = self.finish == Some(FinishReason::Length) && idx + 1 == self.item_ids.len();
+        let is_last = idx + 1 == self.item_ids.len();
+        let is_cut = is_last && (self.finish == Some(FinishReason::Length) || self.blocks.is_cut());
         let status = match (is_whole, is_cut) {
             (false, _) => "in_progress",
             (true, true) => "incomplete",
