@@ -373,3 +373,21 @@ async fn an_answer_that_ends_within_a_call_says_what_ended_it() {
     assert_eq!(answer["choices"][0]["finish_reason"], "stop");
     assert_eq!(answer["choices"][0]["message"]["tool_calls"][0]["function"]["name"], "add");
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_required_call_that_is_cut_early_is_no_content() {
+    let (router, worker) = hermes().await;
+    worker.script(say(CALL));
+    // Within the mark, behind it, and within the name.
+    for max_tokens in [5, 13, 24] {
+        let fields = json!({"tool_choice": "required", "max_tokens": max_tokens});
+        let answer = router.client.post(PATH, &tools(fields)).await.json();
+        let choice = &answer["choices"][0];
+        assert_eq!((&choice["finish_reason"], &choice["message"]["content"]), (&json!("length"), &json!("")));
+        let fields = json!({"tool_choice": "required", "max_tokens": max_tokens, "stream": true});
+        assert_eq!(content(&router.client.post(PATH, &tools(fields)).await.events(), 0), "");
+    }
+    // An answer that may be text is one.
+    let answer = router.client.post(PATH, &tools(json!({"max_tokens": 13}))).await.json();
+    assert_eq!(answer["choices"][0]["message"]["content"], "<tool_call>\n{");
+}

@@ -54,7 +54,8 @@ impl AnswerForm {
         }
         let names = tools.into_iter().flat_map(ToolRequest::names).map(str::to_owned).collect();
         let is_parallel = tools.is_none_or(|tools| tools.is_parallel);
-        Some(AnswerReader::new(self.format, names, is_parallel, reasoning))
+        let is_required = tools.is_some_and(ToolRequest::is_required);
+        Some(AnswerReader::new(self.format, names, is_parallel, reasoning).requiring_calls(is_required))
     }
 
     /// What an answer with `tools` must match. Where the model decides whether it calls, an answer that is no call is of the

@@ -42,6 +42,8 @@ pub struct AnswerReader {
     tools: Vec<String>,
     reasoning: Option<ReasoningMarks>,
     is_parallel: bool,
+    /// Whether the answer must be calls.
+    is_required: bool,
     state: State,
     /// What is not read yet.
     text: String,
@@ -99,6 +101,7 @@ impl AnswerReader {
             tools,
             reasoning,
             is_parallel,
+            is_required: false,
             state,
             text: String::new(),
             num_calls: 0,
@@ -108,6 +111,12 @@ impl AnswerReader {
             is_at_start: true,
             has_ended: false,
         }
+    }
+
+    /// The same for an answer that must be calls: what the end of the answer cuts is never content.
+    pub fn requiring_calls(mut self, is_required: bool) -> AnswerReader {
+        self.is_required = is_required;
+        self
     }
 
     /// Calls so far.
@@ -142,8 +151,8 @@ impl AnswerReader {
             State::Reasoning | State::Message(Address::Reasoning) => {
                 add(&mut parts, AnswerPart::Reasoning(rest))
             }
-            // A call that was never named is text after all.
-            State::Object { held, scanner, .. } if !scanner.has_name() => {
+            // A call that was never named is text after all, if the answer may be text.
+            State::Object { held, scanner, .. } if !scanner.has_name() && !self.is_required => {
                 held.push_str(&rest);
                 add(&mut parts, AnswerPart::Content(std::mem::take(held)));
             }
@@ -152,7 +161,9 @@ impl AnswerReader {
                 rest.truncate(rest.trim_end().len());
                 add(&mut parts, AnswerPart::Content(rest));
             }
-            State::Header if self.format == Some(ToolFormat::Harmony) && !rest.contains("<|") => {
+            State::Header
+                if self.format == Some(ToolFormat::Harmony) && !rest.contains("<|") && !self.is_required =>
+            {
                 add(&mut parts, AnswerPart::Content(rest));
             }
             _ => {}
@@ -218,8 +229,10 @@ impl AnswerReader {
                 self.begin_object(String::new(), false);
                 return true;
             }
-        } else if find(rest, &marks) == Found::NotBefore(0) && (!self.has_ended || self.num_calls > 0) {
-            // A mark may have begun. Behind a call, what the end of the answer has cut is a mark.
+        } else if find(rest, &marks) == Found::NotBefore(0)
+            && (!self.has_ended || self.num_calls > 0 || self.is_required)
+        {
+            // A mark may have begun. Behind a call, or if one is required, what the end of the answer has cut is a mark.
             if self.has_ended {
                 self.text.clear();
             }

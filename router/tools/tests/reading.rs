@@ -147,3 +147,20 @@ fn a_call_is_cut_until_its_arguments_are_complete() {
     single.finish();
     assert!(single.num_calls() == 1 && !single.is_cut());
 }
+
+#[test]
+fn a_required_call_that_is_cut_early_is_no_content() {
+    let required = |format| reader(Some(format), true, Some(THINK)).requiring_calls(true);
+    let hermes = required(ToolFormat::Hermes);
+    check(&hermes, "<tool_call>\n{", &[]);
+    check(&hermes, "<tool_call>\n{\"name\": \"ad", &[]);
+    check(&hermes, "<tool_c", &[]);
+    check(&hermes, "<think>hm</think>\n<tool_c", &["R hm"]);
+    check(&hermes, "<tool_call>{\"name\": \"add\", \"argu", &["F add"]);
+    check(&required(ToolFormat::Llama3), "{\"na", &[]);
+    check(&required(ToolFormat::Mistral), "[TOOL_CALLS][{\"na", &[]);
+    check(&required(ToolFormat::MistralArgs), "[TOOL_CALLS]ad", &[]);
+    let harmony = reader(Some(ToolFormat::Harmony), true, None).requiring_calls(true);
+    check(&harmony, "<", &[]);
+    check(&harmony, "<|channel|>commentary to=", &[]);
+}
