@@ -44,6 +44,7 @@ async fn a_text_is_a_message_and_the_request_is_repeated() {
         (&usage["output_tokens"], &usage["input_tokens_details"]["cached_tokens"]),
         (&json!(10), &json!(3))
     );
+    assert_eq!(usage["input_tokens_details"], json!({"cached_tokens": 3, "cache_write_tokens": 0}));
     let system: Vec<u32> =
         ids("<|system|>Be kind.").into_iter().chain([257]).chain(ids("Hi")).chain([258]).collect();
     assert_eq!(request.prompt_token_ids, system, "{prompt}");

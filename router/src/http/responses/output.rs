@@ -113,7 +113,8 @@ impl ResponseChunks {
     fn usage(&self, usage: Usage) -> Value {
         json!({
             "input_tokens": usage.prompt_tokens,
-            "input_tokens_details": {"cached_tokens": usage.cached_tokens},
+            // Clients check that both are there. What is written into the cache costs nothing here.
+            "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
             "output_tokens": usage.completion_tokens,
             "output_tokens_details": {"reasoning_tokens": self.blocks.num_reasoning_tokens()},
             "total_tokens": usage.prompt_tokens.saturating_add(usage.completion_tokens),
