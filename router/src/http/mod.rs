@@ -82,7 +82,7 @@ fn cors(origins: &[HeaderValue]) -> Option<CorsLayer> {
         .allow_origin(origins)
         .allow_methods([Method::GET, Method::POST])
         .allow_headers(AllowHeaders::mirror_request())
-        .expose_headers([observe::REQUEST_ID, header::RETRY_AFTER]);
+        .expose_headers([observe::REQUEST_ID, observe::ANTHROPIC_REQUEST_ID, header::RETRY_AFTER]);
     Some(layer)
 }
 
@@ -97,10 +97,7 @@ async fn not_found(request: Request) -> Response {
 
 /// The error in the shape of the API that a path belongs to.
 pub(crate) fn answer(path: &str, error: ApiError) -> Response {
-    match path.strip_prefix("/v1/messages") {
-        Some(rest) if rest.is_empty() || rest.starts_with('/') => anthropic::error_response(error),
-        _ => error.into_response(),
-    }
+    if anthropic::has_path(path) { anthropic::error_response(error) } else { error.into_response() }
 }
 
 /// Embeddings need a model that was trained for them, and hidden states that engines do not hand out.

@@ -12,7 +12,11 @@ use baton_telemetry::trace_context;
 use http::{HeaderMap, HeaderName, HeaderValue, header};
 use tracing::{Instrument, Span, field::Empty};
 
+use super::anthropic;
+
 pub(super) const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
+/// Where Anthropic's clients look for it.
+pub(super) const ANTHROPIC_REQUEST_ID: HeaderName = HeaderName::from_static("request-id");
 const MAX_ID_BYTES: usize = 128;
 
 /// Gives the request an id, unless the client gave one, and returns the id with the answer. Counts the answer.
@@ -20,6 +24,7 @@ pub(crate) async fn observe(State(core): State<Arc<Core>>, mut request: Request,
     let id = request_id(request.headers());
     let x_request_id = id.to_str().expect("it is graphic ASCII").to_owned();
     let endpoint = endpoint(request.uri().path());
+    let is_anthropic = anthropic::has_path(request.uri().path());
     let span = span(&request, endpoint, &x_request_id);
     // Until the caller has shown a key.
     let caller = match core.config.api_keys {
@@ -27,19 +32,23 @@ pub(crate) async fn observe(State(core): State<Arc<Core>>, mut request: Request,
         None => Caller::Any,
     };
     request.extensions_mut().insert(RequestArrival {
-        x_request_id,
+        x_request_id: x_request_id.clone(),
         at: Instant::now(),
         caller,
         durable: None,
     });
     let caller = request.headers();
     trace_context::set_parent(&span, |name| Some(caller.get(name)?.to_str().ok()?.to_owned()));
-    let mut response = next.run(request).instrument(span.clone()).await;
+    let response = next.run(request).instrument(span.clone()).await;
+    let mut response = anthropic::write_error(response, &x_request_id);
     span.record("http.response.status_code", i64::from(response.status().as_u16()));
     if response.status().is_server_error() {
         trace_context::set_failed(&span, response.status().as_str());
     }
     core.metrics.on_answer(endpoint, status(&response));
+    if is_anthropic {
+        response.headers_mut().insert(ANTHROPIC_REQUEST_ID, id.clone());
+    }
     response.headers_mut().insert(REQUEST_ID, id);
     response
 }

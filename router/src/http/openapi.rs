@@ -58,9 +58,9 @@ fn document() -> Value {
     document.schemas.insert(
         "MessagesError".to_owned(),
         json!({
-            "type": "object", "required": ["type", "error"],
+            "type": "object", "required": ["type", "error", "request_id"],
             "properties": {
-                "type": {"const": "error"},
+                "type": {"const": "error"}, "request_id": {"type": "string"},
                 "error": {
                     "type": "object", "required": ["type", "message"],
                     "properties": {

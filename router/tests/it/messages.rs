@@ -281,3 +281,35 @@ async fn a_call_that_is_cut_off_is_no_tool_use() {
     let events = named_events(&streamed);
     assert_eq!(events[events.len() - 2]["delta"]["stop_reason"], "end_turn");
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn answers_and_errors_tell_the_id_of_the_request() {
+    let (router, worker) = Router::with_worker().await;
+    worker.script(say("Good day."));
+    let headers = [("content-type", "application/json"), ("x-request-id", "mine-1")];
+    let count = json!({"messages": [{"role": "user", "content": "Hi"}]});
+    for (method, path, body, status) in [
+        ("POST", PATH, ask(json!({})), 200),
+        ("POST", COUNT, count, 200),
+        ("POST", PATH, ask(json!({"max_tokens": 0})), 400),
+        ("POST", COUNT, json!({}), 400),
+        ("GET", PATH, json!({}), 405),
+        ("POST", "/v1/messages/batches", json!({}), 404),
+    ] {
+        let answer = router.client.send(method, path, &headers, body.to_string().into()).await;
+        assert_eq!((answer.status, answer.header("request-id")), (status, "mine-1"), "{method} {path}");
+        assert_eq!(answer.header("x-request-id"), "mine-1");
+        if status != 200 {
+            assert_eq!(answer.json()["request_id"], "mine-1", "{method} {path}");
+            assert_eq!(answer.header("content-length"), answer.body.len().to_string());
+        }
+    }
+    let made = router.client.post(PATH, &ask(json!({}))).await;
+    assert_eq!((made.header("request-id").len(), made.header("request-id")), (36, made.header("x-request-id")));
+    worker.script(|_| vec![Step::Token(65), Step::Fail(baton_proto::worker::failed::Kind::Invalid)]);
+    let body = ask(json!({"stream": true})).to_string();
+    let events = named_events(&router.client.send("POST", PATH, &headers, body.into()).await);
+    assert_eq!(events.last().unwrap()["request_id"], "mine-1");
+    let other = router.client.post("/v1/chat/completions", &json!({})).await;
+    assert_eq!((other.header("request-id"), &other.json()["request_id"]), ("", &Value::Null));
+}

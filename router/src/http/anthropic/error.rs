@@ -1,4 +1,5 @@
-//! Errors in Anthropic's shape: `{"type": "error", "error": {"type", "message"}}`, with `details` where its clients read them.
+//! Errors in Anthropic's shape: `{"type": "error", "error": {"type", "message"}, "request_id"}`, with `details` where its clients
+//! read them.
 
 use axum::response::{IntoResponse, Response};
 use http::{HeaderValue, StatusCode, header};
@@ -7,7 +8,7 @@ use serde_json::{Value, json};
 use crate::http::error::ApiError;
 
 /// An error that answers a call of this API.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct MessagesError(pub(crate) ApiError);
 
 impl<E: Into<ApiError>> From<E> for MessagesError {
@@ -17,8 +18,8 @@ impl<E: Into<ApiError>> From<E> for MessagesError {
 }
 
 impl MessagesError {
-    /// The body.
-    pub(super) fn body(&self) -> Value {
+    /// The body of the answer to the request with this id.
+    pub(super) fn body(&self, x_request_id: &str) -> Value {
         let kind = match self.0.status {
             StatusCode::UNAUTHORIZED => "authentication_error",
             StatusCode::FORBIDDEN => "permission_error",
@@ -34,16 +35,27 @@ impl MessagesError {
         if self.0.detail.param.as_deref() == Some("thread") {
             error["details"] = json!({"error_code": "thread_unsupported_request", "unsupported": ["thread"]});
         }
-        json!({"type": "error", "error": error})
+        json!({"type": "error", "error": error, "request_id": x_request_id})
     }
 }
 
 impl IntoResponse for MessagesError {
+    /// Without its body: the edge, which knows the id of the request, [writes](write_error) it.
     fn into_response(self) -> Response {
-        let body = self.body().to_string();
         // Status and headers are the same in all APIs.
-        let (mut parts, _) = self.0.into_response().into_parts();
-        parts.headers.insert(header::CONTENT_LENGTH, HeaderValue::from(body.len()));
-        Response::from_parts(parts, body.into())
+        let mut response = self.0.clone().into_response();
+        response.extensions_mut().insert(self);
+        response
     }
+}
+
+/// Writes the body of a response if it is an error of this API.
+pub(crate) fn write_error(response: Response, x_request_id: &str) -> Response {
+    let (mut parts, body) = response.into_parts();
+    let Some(error) = parts.extensions.remove::<MessagesError>() else {
+        return Response::from_parts(parts, body);
+    };
+    let body = error.body(x_request_id).to_string();
+    parts.headers.insert(header::CONTENT_LENGTH, HeaderValue::from(body.len()));
+    Response::from_parts(parts, body.into())
 }

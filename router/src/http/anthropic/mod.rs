@@ -29,6 +29,7 @@ use super::{
     sse,
 };
 use error::MessagesError;
+pub(super) use error::write_error;
 use output::MessageChunks;
 
 request_body! { @served
@@ -53,12 +54,13 @@ pub(crate) async fn create(
     let request: MessagesRequest = read_json(&core.config, request).await?;
     Endpoint::Messages.check(&request.rest, core.config.unknown_fields)?;
     let streamed = request.stream.unwrap_or(false);
+    let x_request_id = arrival.x_request_id.clone();
     let input = request.into_input(arrival)?;
     let (id, model) = (input.id.clone(), core.model()?.name.clone());
     let request = core.prepare(input).await?;
     let blocks = Blocks::new(request.reader.clone(), CallIds::new("toolu_", &id));
     let mut events = if streamed { core.stream(request).await? } else { core.generate(request)? };
-    let mut chunks = MessageChunks::new(id, model, blocks, events.usage());
+    let mut chunks = MessageChunks::new(id, x_request_id, model, blocks, events.usage());
     if streamed {
         return sse::stream(events, chunks, core.config.stream_keep_alive).await.map_err(MessagesError);
     }
@@ -168,6 +170,11 @@ pub(crate) async fn count_tokens(
         .offload(usize::MAX, move |core| Ok(tokenize(core.model()?, chat, "messages", false)?.ids.len()))
         .await?;
     Ok(json(&json!({"input_tokens": num_tokens})))
+}
+
+/// Whether a path is one of this API.
+pub(super) fn has_path(path: &str) -> bool {
+    path.strip_prefix("/v1/messages").is_some_and(|rest| rest.is_empty() || rest.starts_with('/'))
 }
 
 /// An error outside the calls of this API, in its shape.

@@ -14,6 +14,7 @@ use crate::http::{
 /// Writes the events of a message.
 pub(super) struct MessageChunks {
     id: String,
+    x_request_id: String,
     model: String,
     blocks: Blocks,
     /// At the beginning.
@@ -23,8 +24,14 @@ pub(super) struct MessageChunks {
 }
 
 impl MessageChunks {
-    pub(super) fn new(id: String, model: String, blocks: Blocks, usage: Usage) -> MessageChunks {
-        MessageChunks { id, model, blocks, usage, finish: None, has_begun: false }
+    pub(super) fn new(
+        id: String,
+        x_request_id: String,
+        model: String,
+        blocks: Blocks,
+        usage: Usage,
+    ) -> MessageChunks {
+        MessageChunks { id, x_request_id, model, blocks, usage, finish: None, has_begun: false }
     }
 
     /// Takes an event of the answer.
@@ -108,7 +115,7 @@ impl Chunks for MessageChunks {
     }
 
     fn write_error(&mut self, error: ApiError, out: &mut Frame) {
-        out.push_named("error", &MessagesError(error).body());
+        out.push_named("error", &MessagesError(error).body(&self.x_request_id));
     }
 }
 
