@@ -191,6 +191,12 @@ async fn errors_have_anthropics_shape() {
         (json!({"max_tokens": null}), 400, "invalid_request_error", "max_tokens"),
         (json!({"max_tokens": 0}), 400, "invalid_request_error", "max_tokens"),
         (json!({"messages": []}), 400, "invalid_request_error", "messages is empty"),
+        (
+            json!({"messages": [{"role": "user", "content": "Hi"}, {"role": "user", "content": []}]}),
+            400,
+            "invalid_request_error",
+            "messages[1].content: expected a string or a list of blocks that is not empty",
+        ),
         (block("image"), 400, "invalid_request_error", "messages[0].content[0].type: \"image\""),
         (
             json!({"tools": [{"type": "bash_20250124", "name": "bash"}]}),

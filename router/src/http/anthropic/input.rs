@@ -55,6 +55,9 @@ fn add_user(
         list.push(json!({"role": "user", "content": texts(at, content)?.join(list.len(), kept)}));
         return Ok(());
     };
+    if blocks.is_empty() {
+        return Err(wrong(at, "a string or a list of blocks that is not empty"));
+    }
     let mut said = MessageTexts::default();
     for (idx, block) in blocks.iter().enumerate() {
         let at = format!("{at}[{idx}]");
