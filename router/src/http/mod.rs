@@ -101,10 +101,12 @@ pub(crate) fn answer(path: &str, error: ApiError) -> Response {
 }
 
 /// Embeddings need a model that was trained for them, and hidden states that engines do not hand out.
-async fn embeddings() -> ApiError {
+async fn embeddings() -> Response {
     let message = "this server makes no embeddings: it serves a model that generates text, whose hidden states are not \
                    trained to be compared; serve an embedding model with another program";
-    ApiError::new(StatusCode::NOT_IMPLEMENTED, message).with_code("not_implemented")
+    let error = ApiError::new(StatusCode::NOT_IMPLEMENTED, message).with_code("not_implemented");
+    // Clients of OpenAI's API send a request again after any status from 500 on.
+    ([("x-should-retry", "false")], error).into_response()
 }
 
 async fn method_not_allowed(State(_): State<Arc<Core>>, request: Request) -> Response {

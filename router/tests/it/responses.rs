@@ -206,6 +206,7 @@ async fn what_cannot_be_done_is_refused_by_field() {
     assert!(worker.requests().is_empty());
     let answer = router.client.post("/v1/embeddings", &json!({"input": "x"})).await;
     assert_eq!((answer.status, &answer.json()["error"]["code"]), (501, &json!("not_implemented")));
+    assert_eq!(answer.header("x-should-retry"), "false");
 }
 
 #[tokio::test(flavor = "multi_thread")]
