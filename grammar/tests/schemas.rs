@@ -48,6 +48,12 @@ const COMPILED: &[Case] = &[
         &[r#"{"format": 7}"#],
         &[r#"{"format": "7"}"#],
     ),
+    // Zod writes these for records.
+    (
+        r#"{"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {"type": "integer"}, "dependencies": {}}"#,
+        &["{}", r#"{"a": 1}"#],
+        &[r#"{"a": "1"}"#],
+    ),
     (r#"{"enum": [{"format": "colour"}]}"#, &[r#"{"format": "colour"}"#], &["{}"]),
     (r#"{"type": "string", "format": "ipv4"}"#, &[r#""10.0.3.7""#], &[r#""10.0.3""#, r#""256.0.0.1""#]),
     (r#"{"items": {"type": "integer"}, "type": "array"}"#, &["[]", "[1, 2]"], &[r#"["a"]"#]),
