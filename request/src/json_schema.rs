@@ -50,8 +50,13 @@ pub fn drop_idle_keywords(schema: &mut Value) {
             // Values, not schemas.
             "enum" | "const" | "default" | "examples" => {}
             // The keys are names that the schema's author chose.
-            "properties" | "patternProperties" | "$defs" | "definitions" | "dependentSchemas" | "dependencies" => {
-                value.as_object_mut().into_iter().flatten().for_each(|(_, schema)| drop_idle_keywords(schema));
+            "properties" | "patternProperties" | "$defs" | "definitions" | "dependentSchemas"
+            | "dependencies" => {
+                value
+                    .as_object_mut()
+                    .into_iter()
+                    .flatten()
+                    .for_each(|(_, schema)| drop_idle_keywords(schema));
             }
             _ => match value {
                 Value::Array(schemas) => schemas.iter_mut().for_each(drop_idle_keywords),

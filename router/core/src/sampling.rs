@@ -1,6 +1,6 @@
 //! Sampling parameters as clients give them, and their defaults. `baton-request` says which values are possible.
 
-use baton_request::{Grammar, SamplingParams};
+use baton_request::{Grammar, MAX_GRAMMAR_BYTES, SamplingParams};
 use baton_tools::{AskedGrammar, ToolRequest};
 
 use super::CoreError;
@@ -111,6 +111,8 @@ impl ClientSampling {
             grammar.map_err(|refusal| CoreError::invalid(&refusal.param, refusal.to_string()))
         };
         let check = |grammar: &Option<Grammar>| match grammar {
+            // The request is refused when it is validated.
+            Some(grammar) if grammar.text.len() > MAX_GRAMMAR_BYTES => Ok(()),
             Some(grammar) => model.check_grammar(grammar, "tools"),
             None => Ok(()),
         };

@@ -41,7 +41,7 @@ fn normalise_one(idx: usize, message: Value, kept: &mut Vec<KeptText>) -> Result
     message.insert("content".to_owned(), content);
     // Clients write what a message has not as null; templates ask whether the key is there.
     let is_empty = |value: &Value| value.as_array().is_some_and(Vec::is_empty);
-    message.retain(|key, value| !value.is_null() && !(key == "tool_calls" && is_empty(value)));
+    message.retain(|key, value| !(value.is_null() || key == "tool_calls" && is_empty(value)));
     if let Some(Value::Array(calls)) = message.get_mut("tool_calls") {
         calls.iter_mut().for_each(parse_arguments);
     }

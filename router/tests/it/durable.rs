@@ -254,7 +254,7 @@ async fn a_stream_that_was_refused_is_not_parked_and_may_be_asked_for_again() {
     let router = std::sync::Arc::new(router);
     let send = |id: &'static str| {
         let router = router.clone();
-        let body = json!({"prompt": "x", "stream": true, "request_id": id});
+        let body = json!({"prompt": "[999]", "stream": true, "request_id": id});
         tokio::spawn(async move { router.client.post("/v1/completions", &body).await.status })
     };
     let running = send("first");

@@ -311,7 +311,10 @@ async fn answers_and_errors_tell_the_id_of_the_request() {
         }
     }
     let made = router.client.post(PATH, &ask(json!({}))).await;
-    assert_eq!((made.header("request-id").len(), made.header("request-id")), (36, made.header("x-request-id")));
+    assert_eq!(
+        (made.header("request-id").len(), made.header("request-id")),
+        (36, made.header("x-request-id"))
+    );
     worker.script(|_| vec![Step::Token(65), Step::Fail(baton_proto::worker::failed::Kind::Invalid)]);
     let body = ask(json!({"stream": true})).to_string();
     let events = named_events(&router.client.send("POST", PATH, &headers, body.into()).await);
