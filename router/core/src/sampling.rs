@@ -1,5 +1,7 @@
 //! Sampling parameters as clients give them, and their defaults. `baton-request` says which values are possible.
 
+use std::time::{Duration, Instant};
+
 use baton_request::{Grammar, MAX_GRAMMAR_BYTES, SamplingParams};
 use baton_tools::{AskedGrammar, ToolRequest};
 
@@ -8,6 +10,9 @@ use crate::{
     model::{ServedModel, special},
     workers::Contexts,
 };
+
+/// How long schemas are compiled one by one, to find those that cannot be.
+const MAX_LOOK: Duration = Duration::from_secs(2);
 
 /// As the client wrote them: what is absent takes the model's default.
 #[derive(Clone, Debug, Default)]
@@ -169,13 +174,17 @@ impl ClientSampling {
     }
 }
 
-/// The same tools, without the schemas that cannot be compiled.
+/// The same tools, without the schemas that cannot be compiled, or are not looked at within [`MAX_LOOK`].
 ///
 /// # Errors
 /// When a strict function has such a schema.
 fn with_good_schemas(model: &ServedModel, calls: &ToolRequest) -> Result<ToolRequest, CoreError> {
-    let mut good = calls.clone();
+    let (mut good, started) = (calls.clone(), Instant::now());
     for (idx, schema, is_strict) in calls.schemas() {
+        if !is_strict && started.elapsed() > MAX_LOOK {
+            good.waive_schema(idx);
+            continue;
+        }
         match model.check_grammar(&schema, &format!("tools[{idx}].function.parameters")) {
             Err(CoreError::Invalid { message, .. }) if is_strict => {
                 return Err(CoreError::invalid("tools", message));
