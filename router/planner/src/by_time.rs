@@ -304,7 +304,8 @@ impl<'a> Search<'a> {
         let own = own.max(self.request.num_arriving.min(most));
         let mut start = Start { estimate: Estimate { recall, ..Estimate::default() }, ..Start::default() };
         let giver = source.and_then(|idx| self.workers[idx].as_ref());
-        let cached = giver.map_or(own, |giver| giver.num_cached.min(most));
+        // More may arrive with the request than the source has.
+        let cached = giver.map_or(own, |giver| giver.num_cached.min(most).max(own));
         let mut prompt = PromptWork::new(self.request.num_tokens, cached);
         if let Some(giver) = giver {
             let bring = |num_tokens: usize| {

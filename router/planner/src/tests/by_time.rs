@@ -52,6 +52,16 @@ fn what_arrives_with_a_request_that_migrates_is_not_computed_again() {
 }
 
 #[test]
+fn a_request_that_migrates_is_planned_beside_a_worker_that_has_less_than_arrives() {
+    let view = view("d0 decode rate=20000\n p0 prefill rate=20000");
+    for by_time in [true, false] {
+        let request = request("tokens=900 arriving=896 cached:p0=448 local");
+        let plan = if by_time { plan(&request, &view) } else { PrefixAware::default().plan(&request, &view) };
+        assert_eq!(plan.expect("a plan").decode_work.num_tokens, 4);
+    }
+}
+
+#[test]
 fn a_prompt_is_computed_where_it_is_ready_first_unless_others_pay_more_for_it() {
     check(&[
         (
