@@ -54,7 +54,7 @@ pub struct ClientSampling {
 }
 
 impl ClientSampling {
-    /// Every default filled in; nothing is checked. Where `max_tokens` is absent it is unlimited, until the prompt's
+    /// Every default filled in but the [seed](Self::for_prompt); nothing is checked. Where `max_tokens` is absent it is unlimited, until the prompt's
     /// length is known: see [`max_tokens`](Self::max_tokens).
     pub(crate) fn with_defaults(&self, model: &ServedModel) -> SamplingParams {
         let defaults = &model.defaults;
@@ -77,9 +77,8 @@ impl ClientSampling {
             presence_penalty: self.presence_penalty.unwrap_or(0.0),
             frequency_penalty: self.frequency_penalty.unwrap_or(0.0),
             logit_bias: self.logit_bias.clone(),
-            // Known here, so that a retry samples what the lost attempt would have sampled.
-            // Invariant 7.
-            seed: self.seed.unwrap_or_else(random_seed),
+            // Each prompt has its own.
+            seed: self.seed.unwrap_or_default(),
             stop_token_ids,
             logprobs: self.logprobs,
             prompt_logprobs: self.prompt_logprobs,
@@ -87,10 +86,12 @@ impl ClientSampling {
         }
     }
 
-    /// What `with_defaults` made, for one prompt of several: unless the client says a seed, each has its own, so that equal prompts
+    /// [`with_defaults`](Self::with_defaults) for one prompt. Unless the client says a seed, each has its own, so that equal prompts
     /// have other answers.
-    pub(crate) fn for_prompt(&self, params: &SamplingParams) -> SamplingParams {
-        SamplingParams { seed: self.seed.unwrap_or_else(random_seed), ..params.clone() }
+    pub(crate) fn for_prompt(&self, defaults: &SamplingParams) -> SamplingParams {
+        // Known here, so that a retry samples what the lost attempt would have sampled.
+        // Invariant 7.
+        SamplingParams { seed: self.seed.unwrap_or_else(random_seed), ..defaults.clone() }
     }
 
     /// What an answer that may have `calls` must match, or must be one.

@@ -41,6 +41,17 @@ async fn ask(router: &Router) -> String {
     events.iter().map(|event| event["choices"][0]["text"].as_str().unwrap()).collect()
 }
 
+/// Waits for three requests. The worker with two of them is full.
+async fn full_and_empty<'a>(old: &'a FakeWorker, new: &'a FakeWorker) -> (&'a FakeWorker, &'a FakeWorker) {
+    for _ in 0..3 {
+        tokio::select! {
+            _ = old.next_arrived() => {}
+            _ = new.next_arrived() => {}
+        }
+    }
+    if old.requests().len() > 1 { (old, new) } else { (new, old) }
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn a_draining_worker_is_the_prefix_source_of_the_migrated_request() {
     let (router, old, new) = pair(|_| {}).await;
@@ -154,13 +165,7 @@ async fn a_worker_that_leaves_while_a_request_migrates_for_balance_is_left_if_th
     new.script(crowd);
     let three = futures_util::future::join_all((0..3).map(|_| ask(&router)));
     let rest = async {
-        for _ in 0..3 {
-            tokio::select! {
-                _ = old.next_arrived() => {}
-                _ = new.next_arrived() => {}
-            }
-        }
-        let (full, empty) = if old.requests().len() > 1 { (&old, &new) } else { (&new, &old) };
+        let (full, empty) = full_and_empty(&old, &new).await;
         empty.script(|request| if request.for_balance { vec![Step::Hang] } else { say(ANSWER)(request) });
         full.set_free_blocks(4);
         empty.next_arrived().await;
@@ -180,14 +185,7 @@ async fn a_request_of_a_crowded_worker_migrates_to_an_empty_one() {
     new.script(begin(2, Step::Token(ids(ANSWER)[2])));
     let three = futures_util::future::join_all((0..3).map(|_| ask(&router)));
     let rest = async {
-        for _ in 0..3 {
-            tokio::select! {
-                _ = old.next_arrived() => {}
-                _ = new.next_arrived() => {}
-            }
-        }
-        // The worker with two of the three requests is full.
-        let (full, empty) = if old.requests().len() > 1 { (&old, &new) } else { (&new, &old) };
+        let (full, empty) = full_and_empty(&old, &new).await;
         let num_before = empty.requests().len();
         empty.script(say(ANSWER));
         full.set_free_blocks(4);

@@ -217,7 +217,7 @@ impl Kernel {
     /// The panels that so many tiles of rows multiply, if they are unpacked first.
     fn unpacked(self, isa: Isa, k: usize, num_tiles: usize) -> Option<Unpacked> {
         match self {
-            Kernel::Levels(format) => Unpacked::new(isa, format, k, num_tiles),
+            Kernel::Levels(format) => Unpacked::if_faster(isa, format, k, num_tiles),
             _ => None,
         }
     }

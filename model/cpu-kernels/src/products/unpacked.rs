@@ -27,13 +27,17 @@ pub(super) struct Unpacked {
 
 impl Unpacked {
     /// For products of so many tiles of rows with such panels of `k` columns, if unpacking makes them faster.
-    pub(super) fn new(isa: Isa, packed: IntegerFormat, k: usize, num_tiles: usize) -> Option<Unpacked> {
-        let pays =
+    pub(super) fn if_faster(isa: Isa, packed: IntegerFormat, k: usize, num_tiles: usize) -> Option<Unpacked> {
+        let is_faster =
             packed.width == IntegerWidth::Four && num_tiles >= MIN_TILES && levels::reads_bytes_faster(isa);
+        is_faster.then(|| Unpacked::new(packed, k))
+    }
+
+    fn new(packed: IntegerFormat, k: usize) -> Unpacked {
         let format = IntegerFormat { width: IntegerWidth::Eight, ..packed };
         let columns = k.next_multiple_of(per_line(packed.width));
         let panel_bytes = PanelFormat::Integers(format).panel_bytes(columns);
-        pays.then_some(Unpacked { packed, k, format, panel_bytes })
+        Unpacked { packed, k, format, panel_bytes }
     }
 
     /// Unpacks panels.
@@ -119,18 +123,16 @@ mod tests {
                 .collect();
             let mut panel = vec![0; PanelFormat::Integers(packed).panel_bytes(k)];
             pack_integers(&rows, packed, k, &mut panel);
+            let unpacked = Unpacked::new(packed, k);
             let bytes = IntegerFormat { width: IntegerWidth::Eight, ..packed };
             let mut expected = vec![0; PanelFormat::Integers(bytes).panel_bytes(k)];
             pack_integers(&rows, bytes, k, &mut expected);
 
-            let columns = k.next_multiple_of(8);
-            let unpacked_bytes = PanelFormat::Integers(bytes).panel_bytes(columns);
-            let unpacked = Unpacked { packed, k, format: bytes, panel_bytes: unpacked_bytes };
             for isa in tested_isas() {
-                let mut both = vec![0xff; 2 * unpacked_bytes];
+                let mut both = vec![0xff; 2 * unpacked.panel_bytes];
                 // SAFETY: there is room for both panels.
                 unsafe { unpacked.write(isa, &[&panel[..], &panel].concat(), both.as_mut_ptr()) };
-                for got in both.chunks(unpacked_bytes) {
+                for got in both.chunks(unpacked.panel_bytes) {
                     assert!(got[..expected.len()] == expected, "{isa:?}: groups of {group}, {k} columns");
                 }
             }
