@@ -49,6 +49,8 @@ pub struct RouterConfig {
     pub max_choices: usize,
     /// Largest request body and gRPC message.
     pub max_body_bytes: usize,
+    /// Bytes of all bodies that are being read or prepared. Further ones are refused with 429.
+    pub max_bodies_bytes: usize,
     /// Until a connection's first bytes, and the head of each HTTP/1 request, must be there.
     pub header_timeout: Duration,
     /// How long a client may leave what it was sent unread. Then its connection ends, or one stream of it, and its requests.
@@ -103,6 +105,7 @@ impl RouterConfig {
             max_requests: 16_384,
             max_choices: 128,
             max_body_bytes: 16 << 20,
+            max_bodies_bytes: 256 << 20,
             header_timeout: Duration::from_secs(15),
             unread_timeout: Duration::from_mins(1),
             body_timeout: Duration::from_secs(30),

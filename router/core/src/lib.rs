@@ -11,6 +11,7 @@
 
 mod active;
 mod attempt;
+mod body_room;
 mod caller;
 mod choice;
 mod config;
@@ -45,6 +46,7 @@ mod workers;
 
 pub use active::{ActiveRequest, ActiveRequests};
 pub use baton_journal::{Journal, JournalConfig};
+pub use body_room::BodyRoom;
 pub use caller::Caller;
 pub use config::{PlanBasis, RouterConfig};
 pub use durable::DurableCall;

@@ -110,6 +110,7 @@ pub struct RouterMetrics {
     migrations: Family<Migrated, Counter>,
     prefix_sources: Counter,
     running: Gauge,
+    pub(crate) body_bytes: Gauge,
     workers: Family<RoleState, Gauge>,
     worker_running: Family<Worker, Gauge>,
     worker_waiting: Family<Worker, Gauge>,
@@ -142,6 +143,7 @@ impl RouterMetrics {
             migrations: Family::default(),
             prefix_sources: Counter::default(),
             running: Gauge::default(),
+            body_bytes: Gauge::default(),
             workers: Family::default(),
             worker_running: Family::default(),
             worker_waiting: Family::default(),
@@ -206,6 +208,11 @@ impl RouterMetrics {
                 this.prefix_sources.clone(),
             );
             registry.register("requests_running", "Generations that run now", this.running.clone());
+            registry.register(
+                "body_bytes",
+                "Bytes of request bodies that are being read or prepared",
+                this.body_bytes.clone(),
+            );
             registry.register("workers", "Workers, by role and state", this.workers.clone());
             registry.register(
                 "worker_running_sequences",

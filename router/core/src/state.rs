@@ -9,7 +9,7 @@ use tokio_util::sync::CancellationToken;
 use baton_journal::Journal;
 
 use super::{
-    ActiveRequests, ClientRequest, CoreError, EndedRequest, Migrator, Planner, PreparedRequest,
+    ActiveRequests, BodyRoom, ClientRequest, CoreError, EndedRequest, Migrator, Planner, PreparedRequest,
     hashes::{BLOCKING_TOKENS, SequenceHashes, block_sizes},
 };
 use crate::{
@@ -147,14 +147,20 @@ impl Core {
         hashing.await.unwrap_or_default()
     }
 
-    /// Validates and tokenises, on another thread when that takes long.
-    pub async fn prepare(self: &Arc<Self>, input: ClientRequest) -> Result<PreparedRequest, CoreError> {
+    /// Validates and tokenises, on another thread when that takes long. The body that it came in needs its room no longer
+    /// then.
+    pub async fn prepare(
+        self: &Arc<Self>,
+        input: ClientRequest,
+        room: Arc<BodyRoom>,
+    ) -> Result<PreparedRequest, CoreError> {
         let num_bytes = input.num_bytes();
         self.offload(num_bytes, move |core| {
             let seen = core.seen.as_ref();
             let mut prepared =
                 input.prepare(core.model()?, core.contexts(), core.config.max_choices, seen)?;
             prepared.decide_blending(core.workers.blend_ratio());
+            drop(room);
             Ok(prepared)
         })
         .await
@@ -172,6 +178,6 @@ impl Core {
         let core = self.clone();
         tokio::task::spawn_blocking(move || work(&core))
             .await
-            .unwrap_or_else(|error| Err(CoreError::internal(format!("tokenising broke: {error}"))))
+            .unwrap_or_else(|error| Err(CoreError::internal(format!("reading the request broke: {error}"))))
     }
 }

@@ -11,7 +11,7 @@ use prost::Message;
 use tonic::{Request, Response, Status};
 
 use super::convert::{input, responses, status};
-use baton_router_core::{Core, DurableCall, Event, Events, PromptInput, RequestArrival};
+use baton_router_core::{BodyRoom, Core, DurableCall, Event, Events, PromptInput, RequestArrival};
 use baton_tools::{CallIds, ChatAnswer};
 
 /// Serves `Inference`.
@@ -30,6 +30,7 @@ impl Inference {
         &self,
         request: GenerateRequest,
         arrival: RequestArrival,
+        room: Arc<BodyRoom>,
     ) -> Result<Response<Responses>, Status> {
         let id = match request.request_id.as_str() {
             "" => arrival.answer_id(""),
@@ -37,7 +38,7 @@ impl Inference {
         };
         let input = input(request, id.clone(), arrival).map_err(status)?;
         let is_chat = matches!(input.prompts[..], [PromptInput::Chat(_)]);
-        let request = self.core.prepare(input).await.map_err(status)?;
+        let request = self.core.prepare(input, room).await.map_err(status)?;
         let num_chats = if is_chat { request.n as usize } else { 0 };
         let call_ids = CallIds::new("call_", &id);
         let answers = vec![ChatAnswer::new(request.reader.clone(), call_ids); num_chats];
@@ -59,6 +60,10 @@ const GENERATE: &str = "/baton.v1.Inference/Generate";
 
 fn arrival_of<T>(request: &Request<T>) -> RequestArrival {
     request.extensions().get::<RequestArrival>().expect("the edge observes every call").clone()
+}
+
+fn room_of<T>(request: &Request<T>) -> Arc<BodyRoom> {
+    request.extensions().get::<Arc<BodyRoom>>().expect("the edge bounds every call").clone()
 }
 
 /// Events that become responses; one event may become two.
@@ -111,18 +116,18 @@ impl inference_server::Inference for Inference {
         &self,
         request: Request<GenerateRequest>,
     ) -> Result<Response<Self::GenerateStream>, Status> {
-        let mut arrival = arrival_of(&request);
+        let (mut arrival, room) = (arrival_of(&request), room_of(&request));
         let request = request.into_inner();
         if self.core.config.durable.is_some() {
             arrival.durable = Some(Arc::new(DurableCall::new(GENERATE, request.encode_to_vec())));
         }
-        self.serve(request, arrival).await
+        self.serve(request, arrival, room).await
     }
 
     type ResumeStream = Responses;
 
     async fn resume(&self, request: Request<ResumeRequest>) -> Result<Response<Responses>, Status> {
-        let mut arrival = arrival_of(&request);
+        let (mut arrival, room) = (arrival_of(&request), room_of(&request));
         let ResumeRequest { request_id, next_token_idx } = request.into_inner();
         let call = self.core.resume(&arrival.caller, &request_id).await.map_err(status)?;
         if call.endpoint != GENERATE {
@@ -133,7 +138,7 @@ impl inference_server::Inference for Inference {
         let request =
             request.map_err(|error| Status::internal(format!("the journal holds no call: {error}")))?;
         arrival.durable = Some(Arc::new(call.after(next_token_idx.into())));
-        self.serve(request, arrival).await
+        self.serve(request, arrival, room).await
     }
 
     async fn abort(&self, request: Request<AbortRequest>) -> Result<Response<AbortResponse>, Status> {

@@ -16,7 +16,8 @@ use tokio::time::{Instant, timeout_at};
 use tonic::{Code, Status, server::NamedService};
 use tower::ServiceExt;
 
-use baton_router_core::Core;
+use baton_router_core::{BodyRoom, Core};
+use convert::status;
 use inference::Inference;
 
 pub(crate) use health::Readiness;
@@ -28,10 +29,10 @@ pub(crate) fn mount(
     ready: watch::Receiver<Option<bool>>,
     registry: Option<RegistryServer<RegistryService>>,
 ) -> Router<Arc<Core>> {
-    let (limit, body_timeout) = (core.config.max_body_bytes, core.config.body_timeout);
-    let inference = InferenceServer::new(Inference::new(core)).max_decoding_message_size(limit);
-    let inference = inference
-        .map_request(move |request| with_deadline(request, body_timeout))
+    let limit = core.config.max_body_bytes;
+    let inference = InferenceServer::new(Inference::new(core.clone())).max_decoding_message_size(limit);
+    let inference =
+        inference.map_request(move |request| bounded(request, core.body_room(), core.config.body_timeout))
         .map_response(with_right_status);
     let mut router = router.route_service(&path::<InferenceServer<Inference>>(), inference);
     router = add(router, health::service(ready));
@@ -81,14 +82,21 @@ macro_rules! reflection_service {
 reflection_service!(reflection_v1, build_v1, v1);
 reflection_service!(reflection_v1alpha, build_v1alpha, v1alpha);
 
-/// Bounds the time for the request's only message: a client that sends half of it and stops must not hold the call.
-fn with_deadline(request: Request<Body>, timeout: Duration) -> Request<Body> {
+/// Bounds the time for the request's only message: a client that sends half of it and stops must not hold the call. The
+/// message takes its room, which the call finds among the extensions.
+fn bounded(mut request: Request<Body>, room: Arc<BodyRoom>, timeout: Duration) -> Request<Body> {
     let deadline = Instant::now() + timeout;
+    request.extensions_mut().insert(room.clone());
     request.map(|body| {
-        let pieces = futures_util::stream::unfold(Some(body.into_data_stream()), move |pieces| async move {
-            let mut pieces = pieces?;
+        let state = Some((body.into_data_stream(), room));
+        let pieces = futures_util::stream::unfold(state, move |state| async move {
+            let (mut pieces, room) = state?;
             match timeout_at(deadline, pieces.next()).await {
-                Ok(piece) => Some((piece?.map_err(|error| Status::unknown(error.to_string())), Some(pieces))),
+                Ok(piece) => {
+                    let piece = piece?.map_err(|error| Status::unknown(error.to_string()));
+                    let counted = piece.and_then(|piece| room.grow(piece.len()).map(|()| piece).map_err(status));
+                    Some((counted, Some((pieces, room))))
+                }
                 Err(_) => {
                     let message = format!("the request did not arrive within {timeout:?}");
                     Some((Err(Status::deadline_exceeded(message)), None))

@@ -1,5 +1,7 @@
 //! Request bodies: bounded in size and time, parsed with errors that name the field or the position.
 
+use std::sync::Arc;
+
 use axum::{
     body::{Body, Bytes},
     extract::Request,
@@ -11,16 +13,16 @@ use serde::{Serialize, de::DeserializeOwned};
 use tokio::time::{Instant, timeout_at};
 
 use super::error::ApiError;
-use baton_router_core::RouterConfig;
+use baton_router_core::{BodyRoom, Core};
 
-/// Reads a JSON body.
-pub(crate) async fn read_json<T: DeserializeOwned>(
-    config: &RouterConfig,
+/// Reads a JSON body, and parses it on another thread when it is long. The room is the body's until its request is prepared.
+pub(crate) async fn read_json<T: DeserializeOwned + Send + 'static>(
+    core: &Arc<Core>,
     request: Request,
-) -> Result<T, ApiError> {
+) -> Result<(T, Arc<BodyRoom>), ApiError> {
     check_content_type(request.headers())?;
-    let body = read(config, request.into_body()).await?;
-    parse(&body)
+    let (body, room) = read(core, request.into_body()).await?;
+    core.offload(body.len(), move |_| Ok(parse(&body).map(|parsed| (parsed, room)))).await?
 }
 
 /// Answers with JSON.
@@ -46,7 +48,8 @@ fn check_content_type(headers: &HeaderMap) -> Result<(), ApiError> {
 }
 
 /// Reads a body, as long and as slow as it may be.
-pub(super) async fn read(config: &RouterConfig, body: Body) -> Result<Bytes, ApiError> {
+pub(super) async fn read(core: &Core, body: Body) -> Result<(Bytes, Arc<BodyRoom>), ApiError> {
+    let config = &core.config;
     let limit = config.max_body_bytes;
     let too_large = || {
         let message = format!("the request body is larger than {limit} bytes");
@@ -58,11 +61,11 @@ pub(super) async fn read(config: &RouterConfig, body: Body) -> Result<Bytes, Api
     }
     let deadline = Instant::now() + config.body_timeout;
     let mut pieces = body.into_data_stream();
-    let mut whole = Vec::new();
+    let (mut whole, room) = (Vec::new(), core.body_room());
     loop {
         let piece = match timeout_at(deadline, pieces.next()).await {
             Ok(Some(Ok(piece))) => piece,
-            Ok(None) => return Ok(Bytes::from(whole)),
+            Ok(None) => return Ok((Bytes::from(whole), room)),
             Ok(Some(Err(error))) => {
                 return Err(ApiError::new(StatusCode::BAD_REQUEST, format!("the body broke off: {error}")));
             }
@@ -74,6 +77,7 @@ pub(super) async fn read(config: &RouterConfig, body: Body) -> Result<Bytes, Api
         if whole.len() + piece.len() > limit {
             return too_large();
         }
+        room.grow(piece.len())?;
         whole.extend_from_slice(&piece);
     }
 }

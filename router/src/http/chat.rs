@@ -49,7 +49,7 @@ pub(crate) async fn chat_completions(
     Extension(arrival): Extension<RequestArrival>,
     request: Request,
 ) -> Result<Response, ApiError> {
-    let request: ChatRequest = read_json(&core.config, request).await?;
+    let (request, room) = read_json::<ChatRequest>(&core, request).await?;
     request.check_fields(Endpoint::Chat, core.config.unknown_fields)?;
     let streamed = request.stream.unwrap_or(false);
     let include_usage =
@@ -60,7 +60,7 @@ pub(crate) async fn chat_completions(
     let input = request.into_input(arrival)?;
     let head = Head::new(&input, core.model()?);
     let n = input.n;
-    let request = core.prepare(input).await?;
+    let request = core.prepare(input, room).await?;
     let call_ids = CallIds::new("call_", &head.id);
     let answers = vec![ChatAnswer::new(request.reader.clone(), call_ids); n as usize];
     let prompt = if with_ids { request.prompts.first().map(|request| request.prompt.clone()) } else { None };

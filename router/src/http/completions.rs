@@ -187,7 +187,7 @@ pub(crate) async fn completions(
     Extension(arrival): Extension<RequestArrival>,
     request: Request,
 ) -> Result<Response, ApiError> {
-    let request: CompletionRequest = read_json(&core.config, request).await?;
+    let (request, room) = read_json::<CompletionRequest>(&core, request).await?;
     request.check_fields(Endpoint::Completions, core.config.unknown_fields)?;
     let streamed = request.stream.unwrap_or(false);
     let include_usage =
@@ -213,7 +213,7 @@ pub(crate) async fn completions(
     };
     let input = request.into_input(arrival)?;
     let head = Head::new(&input, core.model()?);
-    let request = core.prepare(input).await?;
+    let request = core.prepare(input, room).await?;
     let tokenizer = &core.model()?.tokenizer;
     let beginnings = request.prompts.iter().map(|prompt| Beginning {
         text: if echo { tokenizer.decode(&prompt.prompt, true) } else { String::new() },

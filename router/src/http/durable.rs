@@ -43,7 +43,7 @@ pub(crate) async fn keep(State(core): State<Arc<Core>>, request: Request, next: 
 
 async fn attach(core: &Core, path: &str, request: Request) -> Result<Request, ApiError> {
     let (mut parts, body) = request.into_parts();
-    let mut body = body::read(&core.config, body).await?;
+    let (mut body, _room) = body::read(core, body).await?;
     let call = match last_event(&parts.headers)? {
         None => DurableCall::new(path, body.to_vec()),
         Some(last) => {

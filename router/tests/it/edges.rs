@@ -11,6 +11,7 @@ use tokio::{
 
 use crate::{
     fake::Step,
+    grpc::client,
     harness::{Router, SOON},
 };
 
@@ -169,6 +170,31 @@ async fn an_incomplete_request_is_closed_after_a_while() {
     assert!(answer.starts_with("HTTP/1.1 408"), "{answer}");
     assert!(answer.contains("did not arrive within 300ms"), "{answer}");
     router.until_metric("baton_router_requests_running 0").await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn all_bodies_together_have_a_bound() {
+    let (router, _worker) = Router::with_worker_and(|config| config.max_bodies_bytes = 1000).await;
+    let mut slow = TcpStream::connect(router.address).await.unwrap();
+    let half = format!("POST {TEXT} HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n{:800}", "");
+    slow.write_all(half.as_bytes()).await.unwrap();
+    router.until_metric("baton_router_body_bytes 800").await;
+
+    let longer = json!({"prompt": "x".repeat(200)});
+    let refused = router.client.post(TEXT, &longer).await;
+    assert_eq!((refused.status, refused.header("retry-after")), (429, "1"), "{}", refused.text());
+    assert_eq!(refused.json()["error"]["code"], "rate_limit_exceeded");
+    let prompt = baton_proto::v1::generate_request::Prompt::Text("x".repeat(200));
+    let call = baton_proto::v1::GenerateRequest { prompt: Some(prompt), ..Default::default() };
+    let refused = client(&router).await.generate(call).await.unwrap_err();
+    assert_eq!(refused.code(), tonic::Code::ResourceExhausted, "{refused}");
+    assert_eq!(router.client.post(TEXT, &json!({"prompt": "x"})).await.status, 200);
+
+    // What was refused, prepared or broken off holds nothing.
+    router.until_metric("baton_router_body_bytes 800").await;
+    drop(slow);
+    router.until_metric("baton_router_body_bytes 0").await;
+    assert_eq!(router.client.post(TEXT, &longer).await.status, 200);
 }
 
 #[tokio::test(flavor = "multi_thread")]

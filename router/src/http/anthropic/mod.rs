@@ -51,13 +51,13 @@ pub(crate) async fn create(
     Extension(arrival): Extension<RequestArrival>,
     request: Request,
 ) -> Result<Response, MessagesError> {
-    let request: MessagesRequest = read_json(&core.config, request).await?;
+    let (request, room) = read_json::<MessagesRequest>(&core, request).await?;
     Endpoint::Messages.check(&request.rest, core.config.unknown_fields)?;
     let streamed = request.stream.unwrap_or(false);
     let x_request_id = arrival.x_request_id.clone();
     let input = request.into_input(arrival)?;
     let (id, model) = (input.id.clone(), core.model()?.name.clone());
-    let request = core.prepare(input).await?;
+    let request = core.prepare(input, room).await?;
     let blocks = Blocks::new(request.reader.clone(), CallIds::new("toolu_", &id));
     let mut events = if streamed { core.stream(request).await? } else { core.generate(request)? };
     let mut chunks = MessageChunks::new(id, x_request_id, model, blocks, events.usage());
@@ -155,7 +155,7 @@ pub(crate) async fn count_tokens(
     State(core): State<Arc<Core>>,
     request: Request,
 ) -> Result<Response, MessagesError> {
-    let request: CountRequest = read_json(&core.config, request).await?;
+    let (request, _room) = read_json::<CountRequest>(&core, request).await?;
     Endpoint::CountTokens.check(&request.rest, core.config.unknown_fields)?;
     check_model(core.model()?, request.model.as_deref().unwrap_or_default())?;
     let conversation = Conversation {

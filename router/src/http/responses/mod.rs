@@ -30,13 +30,13 @@ pub(crate) async fn responses(
     Extension(arrival): Extension<RequestArrival>,
     request: Request,
 ) -> Result<Response, ApiError> {
-    let request: ResponsesRequest = read_json(&core.config, request).await?;
+    let (request, room) = read_json::<ResponsesRequest>(&core, request).await?;
     Endpoint::Responses.check(&request.rest, core.config.unknown_fields)?;
     let streamed = request.stream.unwrap_or(false);
     let echo = Echo::new(&request, arrival.created(), &core.model()?.name);
     let input = request.into_input(arrival)?;
     let id = input.id.clone();
-    let request = core.prepare(input).await?;
+    let request = core.prepare(input, room).await?;
     let blocks = Blocks::new(request.reader.clone(), CallIds::new("call_", &id));
     let mut events = if streamed { core.stream(request).await? } else { core.generate(request)? };
     let mut chunks = ResponseChunks::new(id, echo, blocks);

@@ -1,0 +1,54 @@
+//! Room for request bodies that are being read or prepared: without a bound, clients that are not yet admitted could fill
+//! the memory.
+
+use std::sync::{
+    Arc,
+    atomic::{AtomicI64, Ordering},
+};
+
+use prometheus_client::metrics::gauge::Gauge;
+
+use crate::{Core, CoreError};
+
+/// The bytes of one request's body. They count until this is dropped.
+#[derive(Debug)]
+pub struct BodyRoom {
+    /// Bytes of all bodies.
+    all: Gauge,
+    limit: i64,
+    num_bytes: AtomicI64,
+}
+
+impl Core {
+    /// Room for a body of which nothing has come yet.
+    pub fn body_room(&self) -> Arc<BodyRoom> {
+        let limit = i64::try_from(self.config.max_bodies_bytes).unwrap_or(i64::MAX);
+        Arc::new(BodyRoom { all: self.metrics.body_bytes.clone(), limit, num_bytes: AtomicI64::new(0) })
+    }
+}
+
+impl BodyRoom {
+    /// Counts bytes that have come.
+    ///
+    /// # Errors
+    /// When all bodies would have more than the limit.
+    pub fn grow(&self, num_bytes: usize) -> Result<(), CoreError> {
+        let num_bytes = num_bytes as i64;
+        if self.all.inc_by(num_bytes) + num_bytes > self.limit {
+            self.all.dec_by(num_bytes);
+            let message = format!(
+                "the router is reading as many bytes of requests as it may ({}), try again later",
+                self.limit
+            );
+            return Err(CoreError::full(message));
+        }
+        self.num_bytes.fetch_add(num_bytes, Ordering::Relaxed);
+        Ok(())
+    }
+}
+
+impl Drop for BodyRoom {
+    fn drop(&mut self) {
+        self.all.dec_by(*self.num_bytes.get_mut());
+    }
+}
