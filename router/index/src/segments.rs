@@ -50,7 +50,7 @@ impl Hasher for KeyHasher {
 /// How far the store has a prompt, from some of its blocks on: each block is looked up once.
 #[derive(Debug)]
 pub struct StoredFront<'a, T> {
-    known: RwLockReadGuard<'a, Known>,
+    blocks: &'a StoredBlocks,
     chain: &'a [T],
     /// Where it was begun to look, and the first block from there that the store lacks.
     found: Vec<(usize, usize)>,
@@ -82,7 +82,7 @@ impl StoredBlocks {
 
     /// How far it has a prompt of these blocks.
     pub fn front<'a, T>(&'a self, chain: &'a [T]) -> StoredFront<'a, T> {
-        StoredFront { known: self.read(), chain, found: Vec::new() }
+        StoredFront { blocks: self, chain, found: Vec::new() }
     }
 
     /// No user code runs under the lock, so a poisoned one holds whole data.
@@ -117,7 +117,9 @@ impl<T: Copy> StoredFront<'_, T> {
             return end;
         }
         let after = self.chain.get(num_before..).unwrap_or_default();
-        let is_stored = |block: T| self.known.num_holders.contains_key(&key(block).0);
+        // For this alone: a thread that reads twice waits for ever when a writer comes in between.
+        let known = self.blocks.read();
+        let is_stored = |block: T| known.num_holders.contains_key(&key(block).0);
         let end = num_before + after.iter().take_while(|&&block| is_stored(block)).count();
         self.found.push((num_before, end));
         end
@@ -152,6 +154,16 @@ mod tests {
         blocks.add(1, keys(0..3));
         blocks.remove(7);
         assert_eq!((ends(&[0]), blocks.num_blocks()), (vec![3], 13));
+    }
+
+    #[test]
+    fn fronts_that_are_kept_keep_no_writer_out() {
+        let blocks = StoredBlocks::default();
+        let mut front = blocks.front(&[1_u64, 2]);
+        assert_eq!(front.end_after(0, BlockKey), 0);
+        blocks.add(1, keys(1..3));
+        assert_eq!(blocks.front(&[1_u64, 2]).end_after(0, BlockKey), 2);
+        assert_eq!(front.end_after(0, BlockKey), 0, "it was looked up once");
     }
 
     #[test]
