@@ -19,14 +19,14 @@ use tonic::transport::Channel;
 use crate::{
     Dialer, DiscoveryError, Membership, WorkerId, WorkerRecord,
     backoff::Backoff,
-    members::{Publisher, Roster},
+    members::{Members, Publisher},
 };
 
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(3);
 /// The interval in which a restarted worker is noticed.
 const ASK_AGAIN: Duration = Duration::from_secs(1);
 
-type Shared = Arc<Mutex<(Roster, Publisher)>>;
+type Shared = Arc<Mutex<(Members, Publisher)>>;
 
 pub(crate) fn watch(
     workers: &[String],
@@ -38,8 +38,8 @@ pub(crate) fn watch(
         return Err(DiscoveryError::Config(message.into()));
     }
     let publisher = Publisher::new();
-    let members = publisher.subscribe();
-    let shared: Shared = Arc::new(Mutex::new((Roster::default(), publisher)));
+    let membership = publisher.subscribe();
+    let shared: Shared = Arc::new(Mutex::new((Members::default(), publisher)));
     let mut pollers = JoinSet::new();
     for address in workers {
         let endpoint = dialer
@@ -53,7 +53,7 @@ pub(crate) fn watch(
         stop.cancelled().await;
         pollers.shutdown().await;
     });
-    Ok((members, task))
+    Ok((membership, task))
 }
 
 /// Polls one address until discovery ends.
@@ -66,13 +66,13 @@ async fn poll(channel: Channel, address: String, shared: Shared) {
             Ok(record) => {
                 complained = false;
                 backoff.reset();
-                let (roster, publisher) = &mut *shared.lock().unwrap_or_else(PoisonError::into_inner);
+                let (members, publisher) = &mut *shared.lock().unwrap_or_else(PoisonError::into_inner);
                 // Another worker listens at the address now.
                 if let Some(previous) = current.replace(record.id.clone()).filter(|id| *id != record.id) {
-                    roster.remove(&previous);
+                    members.remove(&previous);
                 }
-                roster.insert(record);
-                publisher.publish(roster);
+                members.insert(record);
+                publisher.publish(members);
                 ASK_AGAIN
             }
             Err(problem) => {

@@ -33,6 +33,6 @@ pub use dial::{DialError, Dialed, Dialer};
 pub use discovery::{Discovery, watch, watch_over};
 pub use embedded::RegistryService;
 pub use etcd::reach as reach_etcd;
-pub use members::{Members, Membership, Refusal};
+pub use members::{Members, Membership};
 pub use registration::{Registration, register, register_over};
 pub use registration_state::RegistrationState;

@@ -1,6 +1,4 @@
-//! The set of known workers, and the rule by which a worker is admitted.
-//!
-//! Plain data and plain code: each kind of discovery feeds a [`Roster`], readers see [`Members`].
+//! The set of known workers. Each kind of discovery fills [`Members`] and publishes them to readers.
 
 use std::{collections::BTreeMap, sync::Arc};
 
@@ -42,6 +40,33 @@ impl Members {
     pub fn is_empty(&self) -> bool {
         self.workers.is_empty()
     }
+
+    /// Enters or replaces a record.
+    pub(crate) fn insert(&mut self, record: WorkerRecord) {
+        self.workers.insert(record.id.clone(), Arc::new(record));
+    }
+
+    pub(crate) fn remove(&mut self, id: &WorkerId) {
+        self.workers.remove(id);
+    }
+
+    /// Says of each model whose workers have several kinds of KV what differs.
+    fn mixtures(&self) -> Vec<String> {
+        let mut first_of_model: BTreeMap<&str, &WorkerRecord> = BTreeMap::new();
+        let mut mixtures: BTreeMap<&str, String> = BTreeMap::new();
+        for record in self.iter() {
+            let first = *first_of_model.entry(&record.model).or_insert(record);
+            let Some(difference) = first.kv_format.difference(&record.kv_format) else { continue };
+            mixtures.entry(&record.model).or_insert_with(|| {
+                format!(
+                    "workers {} and {} of model {:?} cannot exchange KV: {difference}. Both serve, as while weights are \
+                     updated; if that is not meant, start them with the same model files and KV settings",
+                    first.id, record.id, record.model
+                )
+            });
+        }
+        mixtures.into_values().collect()
+    }
 }
 
 impl FromIterator<WorkerRecord> for Members {
@@ -51,152 +76,45 @@ impl FromIterator<WorkerRecord> for Members {
     }
 }
 
-/// Why a worker is not admitted.
+/// Another live worker has the name.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum Refusal {
-    /// Its KV format differs from that of the registered workers.
-    #[error(
-        "worker {id} cannot exchange KV with {other} of model {model:?}: {difference}; \
-         start it with the same model files and KV settings"
-    )]
-    KvFormat {
-        /// The refused worker.
-        id: WorkerId,
-        /// The worker that registered first.
-        other: WorkerId,
-        /// Name of the model of both.
-        model: String,
-        /// The first thing that differs.
-        difference: String,
-    },
-    /// Another live worker has the name.
-    #[error("the worker id {id:?} is taken by a running worker at {address}; give this one another --id")]
-    Taken {
-        /// The name.
-        id: String,
-        /// The address of the worker that has the name.
-        address: String,
-    },
+#[error("the worker id {id:?} is taken by a running worker at {address}; give this one another --id")]
+pub(crate) struct IdTaken {
+    /// The name.
+    pub(crate) id: String,
+    /// The address of the worker that has the name.
+    pub(crate) address: String,
 }
 
-/// The records of all announced workers in order of arrival, and which of them are members.
-///
-/// Among workers with the same model name the first one decides the KV format. A worker that cannot exchange KV with
-/// it is refused until the last worker of that format has left. Block sizes and element types may differ.
-#[derive(Debug, Default)]
-pub(crate) struct Roster {
-    candidates: BTreeMap<WorkerId, Candidate>,
-    num_arrivals: u64,
-}
-
-#[derive(Debug)]
-struct Candidate {
-    arrival: u64,
-    record: Arc<WorkerRecord>,
-}
-
-impl Roster {
-    /// Enters or replaces a record.
-    pub(crate) fn insert(&mut self, record: WorkerRecord) {
-        let arrival = match self.candidates.get(&record.id) {
-            // A worker that returns with the same format keeps its position.
-            Some(old)
-                if old.record.model == record.model
-                    && old.record.kv_format.difference(&record.kv_format).is_none() =>
-            {
-                old.arrival
-            }
-            _ => {
-                self.num_arrivals += 1;
-                self.num_arrivals
-            }
-        };
-        self.candidates.insert(record.id.clone(), Candidate { arrival, record: Arc::new(record) });
-    }
-
-    /// Removes a worker. Returns whether it was known.
-    pub(crate) fn remove(&mut self, id: &WorkerId) -> bool {
-        self.candidates.remove(id).is_some()
-    }
-
-    pub(crate) fn get(&self, id: &WorkerId) -> Option<&Arc<WorkerRecord>> {
-        self.candidates.get(id).map(|candidate| &candidate.record)
-    }
-
-    pub(crate) fn ids(&self) -> impl Iterator<Item = &WorkerId> {
-        self.candidates.keys()
-    }
-
-    /// The members, and why the other workers are refused.
-    pub(crate) fn admit(&self) -> (Members, Vec<Refusal>) {
-        let mut by_arrival: Vec<_> = self.candidates.values().collect();
-        by_arrival.sort_by_key(|candidate| candidate.arrival);
-        let mut first_of_model: BTreeMap<&str, &WorkerRecord> = BTreeMap::new();
-        let mut members = Members::default();
-        let mut refusals = Vec::new();
-        for Candidate { record, .. } in by_arrival {
-            let first = *first_of_model.entry(&record.model).or_insert(record);
-            match first.kv_format.difference(&record.kv_format) {
-                None => {
-                    members.workers.insert(record.id.clone(), record.clone());
-                }
-                Some(difference) => refusals.push(Refusal::KvFormat {
-                    id: record.id.clone(),
-                    other: first.id.clone(),
-                    model: record.model.clone(),
-                    difference,
-                }),
-            }
-        }
-        (members, refusals)
-    }
-
-    /// Why `record` is refused, if it is.
-    pub(crate) fn refusal(&self, record: &WorkerRecord) -> Option<Refusal> {
-        let first = self
-            .candidates
-            .values()
-            .filter(|other| other.record.id != record.id && other.record.model == record.model)
-            .min_by_key(|other| other.arrival)?;
-        let difference = first.record.kv_format.difference(&record.kv_format)?;
-        Some(Refusal::KvFormat {
-            id: record.id.clone(),
-            other: first.record.id.clone(),
-            model: record.model.clone(),
-            difference,
-        })
-    }
-}
-
-/// Publishes a roster's members whenever they differ from the published ones, and logs which workers
-/// joined, changed, left or were refused.
+/// Publishes members whenever they differ from the published ones, and logs which workers joined, changed or left, and
+/// which cannot exchange KV.
 #[derive(Debug)]
 pub(crate) struct Publisher {
     members: watch::Sender<Arc<Members>>,
-    refusals: Vec<Refusal>,
+    mixtures: Vec<String>,
 }
 
 impl Publisher {
     pub(crate) fn new() -> Publisher {
-        Publisher { members: watch::Sender::new(Arc::default()), refusals: Vec::new() }
+        Publisher { members: watch::Sender::new(Arc::default()), mixtures: Vec::new() }
     }
 
     pub(crate) fn subscribe(&self) -> Membership {
         self.members.subscribe()
     }
 
-    pub(crate) fn publish(&mut self, roster: &Roster) {
-        let (members, refusals) = roster.admit();
-        for refusal in refusals.iter().filter(|refusal| !self.refusals.contains(refusal)) {
-            tracing::warn!("{refusal}");
+    pub(crate) fn publish(&mut self, members: &Members) {
+        let mixtures = members.mixtures();
+        for mixture in mixtures.iter().filter(|mixture| !self.mixtures.contains(mixture)) {
+            tracing::warn!("{mixture}");
         }
-        self.refusals = refusals;
+        self.mixtures = mixtures;
         self.members.send_if_modified(|published| {
-            if **published == members {
+            if **published == *members {
                 return false;
             }
-            log_changes(published, &members);
-            *published = Arc::new(members);
+            log_changes(published, members);
+            *published = Arc::new(members.clone());
             true
         });
     }
@@ -224,69 +142,30 @@ mod tests {
     use super::*;
     use crate::testing::{other_blocks, other_format, record};
 
-    fn ids(members: &Members) -> Vec<&str> {
-        members.iter().map(|record| record.id.as_str()).collect()
-    }
-
     #[test]
-    fn the_first_of_a_model_decides_the_format_until_it_is_gone() {
-        let mut roster = Roster::default();
-        roster.insert(record("b", Role::Decode));
-        roster.insert(other_format(record("a", Role::Prefill)));
-        let (members, refusals) = roster.admit();
-        assert_eq!(ids(&members), ["b"]);
-        let sentence = refusals[0].to_string();
-        assert!(sentence.contains("worker a cannot exchange KV with b"), "{sentence}");
-        assert!(sentence.contains("rope"), "{sentence}");
+    fn workers_of_one_model_that_cannot_exchange_kv_are_named() {
+        let of = |records: Vec<WorkerRecord>| Members::from_iter(records).mixtures();
+        let tiny = record("b", Role::Decode);
+        let sentences = of(vec![tiny.clone(), other_format(record("c", Role::Prefill))]);
+        assert!(sentences[0].contains("workers b and c of model \"tiny\" cannot exchange KV: rope"), "{sentences:?}");
+        assert_eq!(sentences.len(), 1);
 
-        assert!(roster.remove(&"b".into()));
-        let (members, refusals) = roster.admit();
-        assert_eq!(ids(&members), ["a"]);
-        assert_eq!(refusals, []);
-    }
-
-    #[test]
-    fn blocks_may_differ() {
-        let mut roster = Roster::default();
-        roster.insert(record("b", Role::Decode));
-        roster.insert(other_blocks(record("a", Role::Prefill)));
-        assert_eq!(roster.refusal(&other_blocks(record("c", Role::Decode))), None);
-        let (members, refusals) = roster.admit();
-        assert_eq!((ids(&members), refusals), (vec!["a", "b"], vec![]));
-        // A worker keeps its position when it returns with others.
-        roster.insert(other_blocks(record("b", Role::Decode)));
-        roster.insert(other_format(record("c", Role::Decode)));
-        assert_eq!(ids(&roster.admit().0), ["a", "b"]);
-    }
-
-    #[test]
-    fn a_worker_that_returns_with_another_format_does_not_evict_the_others() {
-        let mut roster = Roster::default();
-        roster.insert(record("a", Role::Prefill));
-        roster.insert(record("b", Role::Decode));
-        roster.insert(other_format(record("a", Role::Prefill)));
-        assert_eq!(ids(&roster.admit().0), ["b"]);
-    }
-
-    #[test]
-    fn models_do_not_judge_each_other() {
-        let mut roster = Roster::default();
-        roster.insert(record("a", Role::Prefill));
-        roster.insert(WorkerRecord { model: "other".into(), ..other_format(record("b", Role::Decode)) });
-        assert_eq!(ids(&roster.admit().0), ["a", "b"]);
+        // Blocks may differ, and models do not judge each other.
+        let other = WorkerRecord { model: "other".into(), ..other_format(record("a", Role::Decode)) };
+        assert_eq!(of(vec![tiny, other_blocks(record("c", Role::Prefill)), other]), Vec::<String>::new());
     }
 
     #[test]
     fn readers_are_woken_only_by_a_change() {
         let mut publisher = Publisher::new();
-        let mut roster = Roster::default();
+        let mut members = Members::default();
         let mut membership = publisher.subscribe();
-        roster.insert(record("a", Role::Prefill));
-        publisher.publish(&roster);
+        members.insert(record("a", Role::Prefill));
+        publisher.publish(&members);
         assert!(membership.has_changed().unwrap());
         assert_eq!(membership.borrow_and_update().len(), 1);
-        roster.insert(record("a", Role::Prefill));
-        publisher.publish(&roster);
+        members.insert(record("a", Role::Prefill));
+        publisher.publish(&members);
         assert!(!membership.has_changed().unwrap());
     }
 }

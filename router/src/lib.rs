@@ -55,7 +55,7 @@ pub async fn run_on(
     let discovery = baton_cluster::watch_over(&config.discovery, &dialer)?;
     // New at every start: tickets of an earlier router mean nothing to this one's ledgers.
     let name = (uuid::Uuid::new_v4().as_u128() as u64).max(1);
-    let workers = Workers::new(name, config.keep_alive, dialer);
+    let workers = Workers::new(name, config.model_name.clone(), config.keep_alive, dialer);
     workers.follow(discovery.members());
     let metrics = RouterMetrics::new(&Metrics::of_process("router"));
     metrics.watch_discovery(discovery.is_connected());

@@ -13,8 +13,8 @@ use tokio_util::sync::CancellationToken;
 use tonic::{Request, Response, Status, Streaming};
 
 use crate::{
-    Membership, Refusal, WorkerId, WorkerRecord,
-    members::{Publisher, Roster},
+    Membership, WorkerId, WorkerRecord,
+    members::{IdTaken, Members, Publisher},
 };
 
 /// Serves `Registry`. Clones share one membership.
@@ -29,7 +29,7 @@ pub struct RegistryService {
 
 #[derive(Debug)]
 struct Shared {
-    roster: Roster,
+    members: Members,
     publisher: Publisher,
     /// The stream that holds each worker's record.
     holders: HashMap<WorkerId, u64>,
@@ -49,7 +49,7 @@ impl RegistryService {
     pub(crate) fn new(closing: CancellationToken, wants_identity: bool) -> RegistryService {
         let publisher = Publisher::new();
         let members = publisher.subscribe();
-        let shared = Shared { roster: Roster::default(), publisher, holders: HashMap::new(), num_streams: 0 };
+        let shared = Shared { members: Members::default(), publisher, holders: HashMap::new(), num_streams: 0 };
         RegistryService { shared: Arc::new(Mutex::new(shared)), members, closing, wants_identity }
     }
 
@@ -69,24 +69,21 @@ impl RegistryService {
         shared.num_streams
     }
 
-    fn enter(&self, record: WorkerRecord, stream: u64) -> Result<Lease, Refusal> {
+    fn enter(&self, record: WorkerRecord, stream: u64) -> Result<Lease, IdTaken> {
         let mut shared = self.lock();
         let held_by_other = shared.holders.get(&record.id).is_some_and(|holder| *holder != stream);
         if held_by_other
-            && let Some(holder) = shared.roster.get(&record.id)
+            && let Some(holder) = shared.members.get(&record.id)
             && holder.incarnation != record.incarnation
             && holder.address != record.address
         {
             // The same address: the holder has ended, and its connection is not closed yet. Another address: a
             // second worker has the same name.
-            return Err(Refusal::Taken { id: record.id.0, address: holder.address.clone() });
-        }
-        if let Some(refusal) = shared.roster.refusal(&record) {
-            return Err(refusal);
+            return Err(IdTaken { id: record.id.0, address: holder.address.clone() });
         }
         let id = record.id.clone();
         shared.holders.insert(id.clone(), stream);
-        shared.roster.insert(record);
+        shared.members.insert(record);
         shared.publish();
         Ok(Lease { service: self.clone(), id, stream })
     }
@@ -94,7 +91,7 @@ impl RegistryService {
 
 impl Shared {
     fn publish(&mut self) {
-        self.publisher.publish(&self.roster);
+        self.publisher.publish(&self.members);
     }
 }
 
@@ -103,7 +100,7 @@ impl Drop for Lease {
         let mut shared = self.service.lock();
         if shared.holders.get(&self.id) == Some(&self.stream) {
             shared.holders.remove(&self.id);
-            shared.roster.remove(&self.id);
+            shared.members.remove(&self.id);
             shared.publish();
         }
     }
@@ -152,9 +149,9 @@ impl Session {
                 }
                 String::new()
             }
-            Err(refusal) => {
-                tracing::warn!("{refusal}");
-                refusal.to_string()
+            Err(taken) => {
+                tracing::warn!("{taken}");
+                taken.to_string()
             }
         };
         Ok(proto::Registered { refused })

@@ -8,7 +8,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::{BACKOFF_LIMIT, Connector, Lost, in_time};
 use crate::{
-    DiscoveryError, EtcdConfig, Refusal, RegistrationState, WorkerRecord, backoff::Backoff, members::Roster,
+    DiscoveryError, EtcdConfig, RegistrationState, WorkerRecord, backoff::Backoff, members::IdTaken,
     registration_state::StateReport,
 };
 
@@ -24,7 +24,7 @@ pub(crate) struct Registrar {
 /// Why a session ended without being lost.
 enum End {
     Withdrawn,
-    Refused(Refusal),
+    Refused(IdTaken),
 }
 
 impl Registrar {
@@ -81,25 +81,16 @@ impl Registrar {
         }
     }
 
-    /// Writes the key, unless a registered worker conflicts with it.
-    async fn enter(&self) -> Result<Result<(Client, i64), Refusal>, Lost> {
+    /// Writes the key, unless another worker has it.
+    async fn enter(&self) -> Result<Result<(Client, i64), IdTaken>, Lost> {
         let mut client = self.connector.connect().await?;
-        let listed = in_time(client.get(self.prefix.as_str(), Some(GetOptions::new().with_prefix()))).await?;
-        let mut present: Vec<_> = listed.kvs().iter().collect();
-        present.sort_by_key(|kv| kv.create_revision());
-        let mut roster = Roster::default();
-        for record in present.iter().filter_map(|kv| WorkerRecord::from_json(kv.value()).ok()) {
-            roster.insert(record);
-        }
-        if let Some(holder) = roster.get(&self.record.id)
+        let held = in_time(client.get(self.key(), None)).await?;
+        let holder = held.kvs().first().and_then(|kv| WorkerRecord::from_json(kv.value()).ok());
+        if let Some(holder) = holder
             && holder.incarnation != self.record.incarnation
             && holder.address != self.record.address
         {
-            let address = holder.address.clone();
-            return Ok(Err(Refusal::Taken { id: self.record.id.0.clone(), address }));
-        }
-        if let Some(refusal) = roster.refusal(&self.record) {
-            return Ok(Err(refusal));
+            return Ok(Err(IdTaken { id: holder.id.0, address: holder.address }));
         }
         let lease = in_time(client.lease_grant(self.ttl.as_secs() as i64, None)).await?.id();
         let options = PutOptions::new().with_lease(lease);

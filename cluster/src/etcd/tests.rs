@@ -252,14 +252,12 @@ async fn a_frozen_etcd_is_noticed_and_used_again_later() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_different_kv_format_is_refused_with_a_reason() {
+async fn a_taken_id_is_refused_and_another_kv_format_is_not() {
     let etcd = Etcd::start().await;
     let first = register(&etcd.config(), record("p0", Role::Prefill)).unwrap();
     until_state(&first, |state| *state == RegistrationState::Registered).await;
     let second = register(&etcd.config(), other_format(record("d0", Role::Decode))).unwrap();
-    let state = until_state(&second, |state| matches!(state, RegistrationState::Refused(_))).await;
-    let RegistrationState::Refused(reason) = state else { unreachable!("just matched") };
-    assert!(reason.contains(r#"rope "theta=10000" against "theta=500000""#), "{reason}");
+    until_state(&second, |state| *state == RegistrationState::Registered).await;
     let taken =
         WorkerRecord { incarnation: 2, address: "http://127.0.0.1:10".into(), ..record("p0", Role::Prefill) };
     let third = register(&etcd.config(), taken).unwrap();
@@ -267,7 +265,6 @@ async fn a_different_kv_format_is_refused_with_a_reason() {
     assert!(format!("{state:?}").contains("taken by a running worker"), "{state:?}");
     third.withdraw().await;
     first.withdraw().await;
-    until_state(&second, |state| *state == RegistrationState::Registered).await;
     second.withdraw().await;
 }
 

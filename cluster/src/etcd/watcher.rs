@@ -25,7 +25,7 @@ use super::{BACKOFF_LIMIT, Connector, Lost, in_time};
 use crate::{
     DiscoveryError, EtcdConfig, Membership, WorkerId, WorkerRecord,
     backoff::Backoff,
-    members::{Publisher, Roster},
+    members::{Members, Publisher},
 };
 
 /// Keeps the membership equal to what etcd holds.
@@ -40,7 +40,7 @@ pub(crate) struct Watcher {
 
 /// The published workers, and those of them whose key is no longer in etcd.
 struct Known {
-    roster: Roster,
+    members: Members,
     publisher: Publisher,
     /// Workers whose key is gone although they did not withdraw, and until when they may come back: an expired
     /// lease does not mean that the worker is dead.
@@ -53,7 +53,7 @@ impl Watcher {
             connector: Connector::new(config)?,
             prefix: config.workers_prefix(),
             ttl: config.lease_ttl,
-            known: Known { roster: Roster::default(), publisher: Publisher::new(), suspects: HashMap::new() },
+            known: Known { members: Members::default(), publisher: Publisher::new(), suspects: HashMap::new() },
             is_connected: watch::Sender::new(false),
         })
     }
@@ -171,13 +171,13 @@ impl Known {
         let id = worker_id(prefix, key)?;
         if value.is_empty() {
             self.suspects.remove(&id);
-            self.roster.remove(&id);
+            self.members.remove(&id);
             return None;
         }
         match WorkerRecord::from_json(value) {
             Ok(record) if record.id == id => {
                 self.suspects.remove(&id);
-                self.roster.insert(record);
+                self.members.insert(record);
                 Some(id)
             }
             Ok(record) => {
@@ -192,7 +192,7 @@ impl Known {
     }
 
     fn suspect(&mut self, gone: impl Fn(&WorkerId) -> bool, until: Instant) {
-        for id in self.roster.ids().filter(|id| gone(id)) {
+        for id in self.members.iter().map(|record| &record.id).filter(|id| gone(id)) {
             tracing::debug!(worker = %id, "worker key is gone from etcd; waiting for its return");
             self.suspects.entry(id.clone()).or_insert(until);
         }
@@ -203,11 +203,11 @@ impl Known {
     }
 
     fn give_up_suspects(&mut self, now: Instant) {
-        let roster = &mut self.roster;
+        let members = &mut self.members;
         self.suspects.retain(|id, until| {
             let keep = *until > now;
             if !keep {
-                roster.remove(id);
+                members.remove(id);
             }
             keep
         });
@@ -215,7 +215,7 @@ impl Known {
     }
 
     fn publish(&mut self) {
-        self.publisher.publish(&self.roster);
+        self.publisher.publish(&self.members);
     }
 }
 

@@ -18,7 +18,7 @@ use super::{
     attempt::Attempt,
     durable::{DurableSession, Replayed},
     explain::ExplainedPlan,
-    hashes::{SequenceHashes, block_sizes},
+    hashes::{SequenceHashes, block_kinds},
     migration::{Cause, MigrationState, MigrationStep, PAUSE, TURN},
     migrator::Candidate,
     output::Output,
@@ -300,7 +300,7 @@ impl Choice {
         };
         if let Some(hashes) = &mut self.hashes {
             // Of the prompt they are there.
-            hashes.extend(&block_sizes(&self.core.workers.view()), &self.request);
+            hashes.extend(&block_kinds(&self.core.workers.view()), &self.request);
         }
         match self.plan(Some(Migrating { from: &attempt.plan.decode, to })) {
             Ok(plan) => {

@@ -1,22 +1,26 @@
 //! The block hashes of a sequence. A prompt is hashed once, whatever its choices, attempts and end; output is hashed as it is
 //! known to be needed.
 
-use std::{collections::BTreeMap, sync::Arc};
+use std::sync::Arc;
 
-use baton_kv_cache::{BlockHash, HashRoot};
+use baton_kv_cache::{BlockHash, HashRoot, KvFormat};
 use baton_planner::ClusterView;
 use baton_request::Request;
 
 /// Prompts with more tokens are hashed off the async threads: 4096 take about 50 us.
 pub(super) const BLOCKING_TOKENS: usize = 4096;
 
-/// The sizes of blocks among the workers, each with the revision of their model.
-pub(crate) type BlockSizes = BTreeMap<usize, String>;
+/// What decides the hashes of a sequence's blocks at a worker. While weights are updated, workers have two revisions.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct BlockKind {
+    block_size: usize,
+    revision: String,
+}
 
-/// The hashes of a sequence's full blocks, for each size of blocks. Clones share them.
+/// The hashes of a sequence's full blocks, for each kind of blocks. Clones share them.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct SequenceHashes {
-    chains: BTreeMap<usize, Chain>,
+    chains: Vec<(BlockKind, Chain)>,
     /// Of the passages, with their tokens, once a worker is known.
     passages: Arc<[(BlockHash, usize)]>,
 }
@@ -27,33 +31,49 @@ struct Chain {
     hashes: Arc<Vec<BlockHash>>,
 }
 
+impl BlockKind {
+    fn is_of(&self, format: &KvFormat) -> bool {
+        self.block_size == format.block_size && self.revision == format.model_revision
+    }
+}
+
 impl SequenceHashes {
-    /// Hashes what is not hashed yet: blocks of a new size, and those that output has filled.
-    pub(crate) fn extend(&mut self, sizes: &BlockSizes, request: &Request) {
-        if let (Some(marks), Some(revision), true) =
-            (request.blended(), sizes.values().next(), self.passages.is_empty())
-        {
+    /// Hashes what is not hashed yet: blocks of a new kind, and those that output has filled.
+    pub(crate) fn extend(&mut self, kinds: &[BlockKind], request: &Request) {
+        if let (Some(marks), true) = (request.blended(), self.passages.is_empty()) {
+            let mut revisions: Vec<_> = kinds.iter().map(|kind| &kind.revision).collect();
+            revisions.sort_unstable();
+            revisions.dedup();
             let passages = marks.passages.iter().map(|range| &request.prompt[range.clone()]);
-            let hash = |tokens: &[u32]| BlockHash::of_passage(revision, &request.cache_salt, tokens);
-            self.passages = passages.map(|tokens| (hash(tokens), tokens.len())).collect();
+            let hash = |revision: &str, tokens: &[u32]| {
+                (BlockHash::of_passage(revision, &request.cache_salt, tokens), tokens.len())
+            };
+            let of_revision = |revision: &String| passages.clone().map(|tokens| hash(revision, tokens));
+            self.passages = revisions.into_iter().flat_map(of_revision).collect();
         }
-        for (&block_size, revision) in sizes {
-            let chain = self
-                .chains
-                .entry(block_size)
-                .or_insert_with(|| Chain { root: root(revision, request), hashes: Arc::default() });
-            chain.extend(block_size, request);
+        for kind in kinds {
+            if self.chain(kind).is_none() {
+                let chain = Chain { root: root(&kind.revision, request), hashes: Arc::default() };
+                self.chains.push((kind.clone(), chain));
+            }
         }
+        for (kind, chain) in self.chains.iter_mut().filter(|(kind, _)| kinds.contains(kind)) {
+            chain.extend(kind.block_size, request);
+        }
+    }
+
+    fn chain(&self, kind: &BlockKind) -> Option<&Chain> {
+        self.chains.iter().find(|(of, _)| of == kind).map(|(_, chain)| chain)
     }
 
     /// Whether [`extend`](Self::extend) would hash a prompt.
-    pub(crate) fn lacks(&self, sizes: &BlockSizes) -> bool {
-        sizes.keys().any(|size| !self.chains.contains_key(size))
+    pub(crate) fn lacks(&self, kinds: &[BlockKind]) -> bool {
+        kinds.iter().any(|kind| self.chain(kind).is_none())
     }
 
-    /// Of blocks of this size.
-    pub(crate) fn of(&self, block_size: usize) -> &[BlockHash] {
-        self.chains.get(&block_size).map_or(&[], |chain| &chain.hashes)
+    /// Of blocks of this format.
+    pub(crate) fn of(&self, format: &KvFormat) -> &[BlockHash] {
+        self.chains.iter().find(|(kind, _)| kind.is_of(format)).map_or(&[], |(_, chain)| &chain.hashes)
     }
 
     /// Of the passages that are blended, with their tokens.
@@ -61,9 +81,9 @@ impl SequenceHashes {
         &self.passages
     }
 
-    /// Of every size.
-    pub(crate) fn all(&self) -> impl Iterator<Item = (usize, &[BlockHash])> + Clone {
-        self.chains.iter().map(|(&size, chain)| (size, &chain.hashes[..]))
+    /// Of every kind, with the size of its blocks.
+    pub(crate) fn all(&self) -> impl Iterator<Item = (usize, &[BlockHash])> {
+        self.chains.iter().map(|(kind, chain)| (kind.block_size, &chain.hashes[..]))
     }
 }
 
@@ -107,39 +127,51 @@ fn root(revision: &str, request: &Request) -> HashRoot {
     }
 }
 
-/// The sizes of blocks in the view.
-pub(crate) fn block_sizes(view: &ClusterView) -> BlockSizes {
-    let mut sizes = BlockSizes::new();
+/// The kinds of blocks in the view.
+pub(crate) fn block_kinds(view: &ClusterView) -> Vec<BlockKind> {
+    let mut kinds: Vec<BlockKind> = Vec::new();
     for worker in &view.workers {
-        let format = &worker.record.kv_format;
-        sizes.entry(format.block_size).or_insert_with(|| format.model_revision.clone());
+        let KvFormat { block_size, model_revision, .. } = &worker.record.kv_format;
+        if !kinds.iter().any(|kind| kind.is_of(&worker.record.kv_format)) {
+            kinds.push(BlockKind { block_size: *block_size, revision: model_revision.clone() });
+        }
     }
-    sizes
+    kinds
 }
 
 #[cfg(test)]
 mod tests {
+    use baton_kv_cache::{KvDtype, KvLayout};
+
     use super::*;
 
     #[test]
     fn hashes_that_grow_with_the_output_are_those_of_the_whole_sequence() {
-        let sizes = BlockSizes::from([(4, "r".to_owned()), (7, "r".to_owned())]);
+        let kind = |block_size, revision: &str| BlockKind { block_size, revision: revision.to_owned() };
+        let format = |block_size, revision: &str| {
+            let layout =
+                KvLayout { block_size, num_layers: 1, num_kv_heads: 1, head_dim: 8, dtype: KvDtype::F32 };
+            KvFormat::new(revision.to_owned(), &layout, String::new())
+        };
+        let kinds = [kind(4, "r"), kind(7, "r"), kind(4, "s")];
         let mut request =
             Request { prompt: (0..10).collect(), cache_salt: "salt".into(), ..Request::default() };
         let mut hashes = SequenceHashes::default();
-        assert!(hashes.lacks(&sizes));
-        hashes.extend(&sizes, &request);
+        assert!(hashes.lacks(&kinds));
+        hashes.extend(&kinds, &request);
         let shared = hashes.clone();
         for token in 10..40 {
             request.output.push(token);
-            hashes.extend(&sizes, &request);
+            hashes.extend(&kinds, &request);
             let whole: Vec<u32> = (0..=token).collect();
-            for size in [4, 7] {
-                let expected: Vec<_> = HashRoot::new("r", "", "salt").block_hashes(&whole, size).collect();
-                assert_eq!(hashes.of(size), expected, "{token} {size}");
+            for (size, revision) in [(4, "r"), (7, "r"), (4, "s")] {
+                let expected: Vec<_> =
+                    HashRoot::new(revision, "", "salt").block_hashes(&whole, size).collect();
+                assert_eq!(hashes.of(&format(size, revision)), expected, "{token} {size} {revision}");
             }
         }
-        assert_eq!((shared.of(4).len(), shared.of(7).len(), shared.of(5).len()), (2, 1, 0));
-        assert!(!hashes.lacks(&sizes) && hashes.lacks(&BlockSizes::from([(5, "r".to_owned())])));
+        let num_shared = |size| shared.of(&format(size, "r")).len();
+        assert_eq!((num_shared(4), num_shared(7), num_shared(5)), (2, 1, 0));
+        assert!(!hashes.lacks(&kinds) && hashes.lacks(&[kind(5, "r")]) && hashes.lacks(&[kind(7, "s")]));
     }
 }

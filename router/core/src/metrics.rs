@@ -7,8 +7,9 @@ use std::{
 };
 
 use baton_journal::Journal;
+use baton_kv_cache::KvFormat;
 use baton_kv_index::SourceState;
-use baton_planner::Plan;
+use baton_planner::{ClusterView, Plan};
 use baton_request::FailureKind;
 use baton_telemetry::{Metrics, e2e_histogram, itl_histogram, ttft_histogram};
 use prometheus_client::{
@@ -112,6 +113,7 @@ pub struct RouterMetrics {
     running: Gauge,
     pub(crate) body_bytes: Gauge,
     workers: Family<RoleState, Gauge>,
+    kv_formats: Gauge,
     worker_running: Family<Worker, Gauge>,
     worker_waiting: Family<Worker, Gauge>,
     worker_queued_tokens: Family<Worker, Gauge>,
@@ -121,6 +123,18 @@ pub struct RouterMetrics {
     index_memberships: Gauge<u64, AtomicU64>,
     index_bytes: Gauge<u64, AtomicU64>,
     object_store_blocks: Gauge<u64, AtomicU64>,
+}
+
+/// Formats of which none can be exchanged for another.
+fn num_kv_formats(view: &ClusterView) -> usize {
+    let mut formats: Vec<&KvFormat> = Vec::new();
+    for worker in &view.workers {
+        let format = &worker.record.kv_format;
+        if formats.iter().all(|known| known.difference(format).is_some()) {
+            formats.push(format);
+        }
+    }
+    formats.len()
 }
 
 impl RouterMetrics {
@@ -145,6 +159,7 @@ impl RouterMetrics {
             running: Gauge::default(),
             body_bytes: Gauge::default(),
             workers: Family::default(),
+            kv_formats: Gauge::default(),
             worker_running: Family::default(),
             worker_waiting: Family::default(),
             worker_queued_tokens: Family::default(),
@@ -214,6 +229,11 @@ impl RouterMetrics {
                 this.body_bytes.clone(),
             );
             registry.register("workers", "Workers, by role and state", this.workers.clone());
+            registry.register(
+                "kv_formats",
+                "KV formats among the workers that cannot be exchanged: more than one while weights are updated",
+                this.kv_formats.clone(),
+            );
             registry.register(
                 "worker_running_sequences",
                 "Sequences in the worker's batch",
@@ -360,7 +380,9 @@ impl RouterMetrics {
                 self.workers.get_or_create(&RoleState { role, state }).set(0);
             }
         }
-        for worker in workers.view().workers {
+        let view = workers.view();
+        self.kv_formats.set(num_kv_formats(&view) as i64);
+        for worker in view.workers {
             let (role, state) = (worker.record.role.name(), worker.usability.name());
             self.workers.get_or_create(&RoleState { role, state }).inc();
         }

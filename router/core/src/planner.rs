@@ -9,7 +9,7 @@ use baton_planner::{
 };
 use baton_request::Request;
 
-use super::hashes::{SequenceHashes, block_sizes};
+use super::hashes::{SequenceHashes, block_kinds};
 use crate::{
     config::{PlanBasis, RouterConfig},
     workers::Workers,
@@ -76,7 +76,7 @@ impl Planner {
             ratio: marks.ratio.unwrap_or(1.0),
             kept: workers.kept_passages(hashes.passages()),
         });
-        let mut cached = workers.cached(hashes.all());
+        let mut cached = workers.cached(hashes);
         // A part of a blended head is never used.
         cached.retain(|cached| blend.as_ref().is_none_or(|blend| cached.num_tokens >= blend.end_idx));
         let mut request = PlanRequest {
@@ -116,9 +116,9 @@ impl Planner {
         for (hash, _) in hashes.passages() {
             workers.expect_cached(&WorkerKey::of(computes), std::slice::from_ref(hash));
         }
-        workers.expect_cached(&WorkerKey::of(&plan.decode), hashes.of(plan.decode.kv_format.block_size));
+        workers.expect_cached(&WorkerKey::of(&plan.decode), hashes.of(&plan.decode.kv_format));
         if let Prefill::Remote(worker) = &plan.prefill {
-            workers.expect_cached(&WorkerKey::of(worker), hashes.of(worker.kv_format.block_size));
+            workers.expect_cached(&WorkerKey::of(worker), hashes.of(&worker.kv_format));
         }
         Ok(plan)
     }
@@ -134,9 +134,10 @@ impl Planner {
     ) {
         let mut view = workers.view();
         view.workers.retain(|other| WorkerKey::of(&other.record) == *worker);
-        let sizes = block_sizes(&view);
-        hashes.extend(&sizes, request);
-        sizes.keys().for_each(|&size| workers.note_cached(worker, hashes.of(size)));
+        hashes.extend(&block_kinds(&view), request);
+        for ended in &view.workers {
+            workers.note_cached(worker, hashes.of(&ended.record.kv_format));
+        }
         let newest = request.output.len() as f64;
         let update = |bits| Some(expected_output(f64::from_bits(bits), newest).to_bits());
         // It always returns some.

@@ -10,7 +10,7 @@ use baton_journal::Journal;
 
 use super::{
     ActiveRequests, BodyRoom, ClientRequest, CoreError, EndedRequest, Migrator, Planner, PreparedRequest,
-    hashes::{BLOCKING_TOKENS, SequenceHashes, block_sizes},
+    hashes::{BLOCKING_TOKENS, SequenceHashes, block_kinds},
 };
 use crate::{
     config::RouterConfig,
@@ -116,7 +116,14 @@ impl Core {
             return None;
         }
         let probe = self.planner.probe(&self.workers.view());
-        Some(probe.map_or_else(|| "no decode worker is usable".to_owned(), |error| error.to_string()))
+        let missing = probe.map_or_else(|| "no decode worker is usable".to_owned(), |error| error.to_string());
+        Some(match self.workers.stranger() {
+            None => missing,
+            Some(other) => format!(
+                "{missing} (worker {} serves the model {:?}, this router {:?})",
+                other.id, other.model, self.config.model_name
+            ),
+        })
     }
 
     /// Tokens that prompt and output may have together.
@@ -132,15 +139,15 @@ impl Core {
     /// The hashes of a request's known tokens, for the workers that are known now; on another thread when a long prompt is to
     /// be hashed. `known` are those that exist already.
     pub(crate) async fn hash(&self, request: &Request, known: Option<SequenceHashes>) -> SequenceHashes {
-        let sizes = block_sizes(&self.workers.view());
+        let kinds = block_kinds(&self.workers.view());
         let mut hashes = known.unwrap_or_default();
-        if request.num_known_tokens() <= BLOCKING_TOKENS || !hashes.lacks(&sizes) {
-            hashes.extend(&sizes, request);
+        if request.num_known_tokens() <= BLOCKING_TOKENS || !hashes.lacks(&kinds) {
+            hashes.extend(&kinds, request);
             return hashes;
         }
         let request = request.clone();
         let hashing = tokio::task::spawn_blocking(move || {
-            hashes.extend(&sizes, &request);
+            hashes.extend(&kinds, &request);
             hashes
         });
         // Nothing in it panics. Without hashes nothing is found in caches.

@@ -28,6 +28,8 @@ use tokio::sync::watch as notify;
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 use tonic::transport::Channel;
 
+use crate::hashes::SequenceHashes;
+
 pub use watch::Report;
 
 /// Of the longest sequences that decode workers serve, prompt and output together.
@@ -58,6 +60,8 @@ const MAX_INDEXED: usize = 1 << 15;
 pub struct Workers {
     /// This router's name in tickets. Not 0.
     name: u64,
+    /// The model that is served. Workers of others are not asked.
+    model: String,
     keep_alive: Duration,
     dialer: Dialer,
     /// Which worker holds which blocks.
@@ -76,6 +80,8 @@ pub struct Workers {
 #[derive(Debug, Default)]
 struct State {
     workers: BTreeMap<WorkerKey, Worker>,
+    /// Workers of other models.
+    strangers: Vec<Arc<WorkerRecord>>,
     /// Of each object store that workers share, by its name: what it has.
     stores: HashMap<u64, Arc<StoredBlocks>>,
     /// When a worker of each role was last usable.
@@ -158,12 +164,13 @@ impl Drop for Assignment {
 }
 
 impl Workers {
-    /// No workers yet; [`follow`](Self::follow) fills it.
+    /// No workers yet; [`follow`](Self::follow) fills it with those that serve `model`.
     /// `name` is this router's in tickets: not 0, and new at every start.
-    pub fn new(name: u64, keep_alive: Duration, dialer: Dialer) -> Arc<Workers> {
+    pub fn new(name: u64, model: String, keep_alive: Duration, dialer: Dialer) -> Arc<Workers> {
         let stop = CancellationToken::new();
         Arc::new(Workers {
             name,
+            model,
             keep_alive,
             dialer,
             index: Arc::new(KvIndex::new(MAX_INDEXED)),
@@ -215,13 +222,9 @@ impl Workers {
         ClusterView { workers }
     }
 
-    /// What each worker has cached of the front of a sequence, or is believed to; `chains` are the hashes of its blocks, by their
-    /// size. A worker that is absent has nothing.
-    pub(crate) fn cached<'a>(
-        &self,
-        chains: impl Iterator<Item = (usize, &'a [BlockHash])> + Clone,
-    ) -> Vec<HeldPrefix> {
-        let found = self.index.tokens_held(chains.clone(), block_key);
+    /// What each worker has cached of the front of a sequence, or is believed to. A worker that is absent has nothing.
+    pub(crate) fn cached(&self, hashes: &SequenceHashes) -> Vec<HeldPrefix> {
+        let found = self.index.tokens_held(hashes.all(), block_key);
         let cached = |worker: &Worker| {
             let TokensHeld { num_tokens, above } = *found.get(&worker.cache.owner())?;
             let above = &above[..worker.cache.num_tiers()];
@@ -237,17 +240,19 @@ impl Workers {
         let stores = state.stores.clone();
         let with_stores = |worker: &Worker| {
             let held = cached(worker).unwrap_or_else(|| HeldPrefix::pooled(worker.key.clone(), 0));
-            (held, worker.store(), worker.record.kv_format.block_size.max(1))
+            (held, worker.store(), worker.record.clone())
         };
         let held: Vec<_> = state.workers.values().map(with_stores).collect();
         drop(state);
-        let chains: HashMap<usize, &[BlockHash]> = chains.collect();
-        let mut fronts: HashMap<(u64, usize), StoredFront<'_, BlockHash>> = HashMap::new();
-        let mut add_stored = |(mut held, store, block_size): (HeldPrefix, Option<u64>, usize)| {
+        // By the store, and by where the chain begins.
+        let mut fronts: HashMap<(u64, *const BlockHash), StoredFront<'_, BlockHash>> = HashMap::new();
+        let mut add_stored = |(mut held, store, record): (HeldPrefix, Option<u64>, Arc<WorkerRecord>)| {
             if let Some(name) = store
-                && let (Some(blocks), Some(chain)) = (stores.get(&name), chains.get(&block_size))
+                && let Some(blocks) = stores.get(&name)
             {
-                let front = fronts.entry((name, block_size)).or_insert_with(|| blocks.front(chain));
+                let (chain, block_size) =
+                    (hashes.of(&record.kv_format), record.kv_format.block_size.max(1));
+                let front = fronts.entry((name, chain.as_ptr())).or_insert_with(|| blocks.front(chain));
                 let num_blocks = front.end_after(held.num_tokens / block_size, block_key);
                 held.with_store = held.with_store.max(num_blocks * block_size);
             }
@@ -388,9 +393,24 @@ impl Workers {
         state.workers.values().map(listed).collect()
     }
 
-    /// Makes the known workers those of the records.
+    /// A worker of another model, if there is one.
+    pub(crate) fn stranger(&self) -> Option<Arc<WorkerRecord>> {
+        self.lock().strangers.first().cloned()
+    }
+
+    /// Makes the known workers those of the records that serve this model.
     fn update(self: &Arc<Self>, records: Vec<Arc<WorkerRecord>>) {
+        let (records, strangers): (Vec<_>, Vec<_>) =
+            records.into_iter().partition(|record| record.model == self.model);
         let mut state = self.lock();
+        for WorkerRecord { id, model, .. } in strangers.iter().filter(|new| !state.strangers.contains(new)).map(|new| &**new) {
+            tracing::warn!(
+                worker = %id, model, served = self.model,
+                "a worker serves another model and gets no requests: give workers and router one --model-name, and each \
+                 model its own discovery (--etcd-prefix)"
+            );
+        }
+        state.strangers = strangers;
         state.note_usable();
         let mut old = std::mem::take(&mut state.workers);
         for record in records {
@@ -602,7 +622,7 @@ mod tests {
 
     #[tokio::test]
     async fn a_worker_that_comes_back_covers_nothing_that_it_has_not_seen() {
-        let workers = Workers::new(1, Duration::from_secs(1), Dialer::new(None));
+        let workers = Workers::new(1, "tiny".to_owned(), Duration::from_secs(1), Dialer::new(None));
         let (record, work) = (record(), SentWork { num_requests: 1, ..SentWork::default() });
         let key = WorkerKey::of(&record);
         let not_covered = || workers.lock().workers[&key].assigned.ledger().sent().num_requests;
@@ -622,9 +642,23 @@ mod tests {
     }
 
     #[tokio::test]
+    async fn workers_of_other_models_are_not_asked() {
+        let workers = Workers::new(1, "tiny".to_owned(), Duration::from_secs(1), Dialer::new(None));
+        let ours = record();
+        let other = Arc::new(WorkerRecord { id: "d1".into(), model: "other".into(), ..(*ours).clone() });
+        workers.update(vec![ours.clone(), other.clone()]);
+        let listed: Vec<_> = workers.list().into_iter().map(|listed| listed.record).collect();
+        assert_eq!(listed, [ours]);
+        assert_eq!(workers.stranger(), Some(other));
+        workers.update(vec![]);
+        assert_eq!(workers.stranger(), None);
+        workers.shut_down().await;
+    }
+
+    #[tokio::test]
     async fn a_worker_that_is_gone_without_a_word_has_not_drained() {
         for drains in [false, true] {
-            let workers = Workers::new(1, Duration::from_secs(1), Dialer::new(None));
+            let workers = Workers::new(1, "tiny".to_owned(), Duration::from_secs(1), Dialer::new(None));
             let record = record();
             let key = WorkerKey::of(&record);
             workers.update(vec![record]);

@@ -297,6 +297,40 @@ async fn what_an_object_store_has_counts_at_every_worker_that_shares_it_also_if_
     assert!(compute > 40.0, "{compute} ms for 400 tokens");
 }
 
+/// As while weights are updated: both kinds serve, and KV stays among workers of one kind.
+#[tokio::test(flavor = "multi_thread")]
+async fn prompts_are_computed_by_workers_of_the_same_weights() {
+    let mut router = Router::start(|_| {}).await;
+    let mut workers = Vec::new();
+    for (id, role, revision) in [
+        ("d1", Role::Decode, "r1"),
+        ("d2", Role::Decode, "r2"),
+        ("p1", Role::Prefill, "r1"),
+        ("p2", Role::Prefill, "r2"),
+    ] {
+        let mut worker = FakeWorker::start(id, role, 1).await;
+        worker.record.kv_format.model_revision = revision.to_owned();
+        worker.script(|_| vec![Step::Token(97), Step::Hang]);
+        router.register(&worker).await;
+        workers.push(worker);
+    }
+    router.until_metric("baton_router_kv_formats 2").await;
+    let mut streams = Vec::new();
+    for _ in 0..4 {
+        let body = json!({"prompt": "abc", "stream": true, "prefill_mode": "remote"}).to_string();
+        let header = [("content-type", "application/json")];
+        streams.push(router.client.begin("POST", TEXT, &header, body.into()).await);
+    }
+    for (decode, prefill) in [(&workers[0], &workers[2]), (&workers[1], &workers[3])] {
+        let requests = decode.requests();
+        assert_eq!(requests.len(), 2);
+        for request in requests {
+            assert_eq!(request.prefill.expect("it is remote").address, prefill.record.address);
+            assert_eq!(request.prefix_source, None);
+        }
+    }
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn slos_that_no_request_can_have_are_refused() {
     let (router, _worker) = Router::with_worker().await;
