@@ -230,6 +230,17 @@ pub enum ConfigError {
         /// What one block takes.
         block_bytes: usize,
     },
+    /// More than the process may have.
+    #[error(
+        "--kv-memory, with --host-kv where a processor computes, is {bytes} bytes, but this process may use {limit} (the machine's \
+         memory, or the limit of its control group); give it less, and leave room for the weights"
+    )]
+    KvMemoryTooLarge {
+        /// What was given.
+        bytes: usize,
+        /// What the process may use.
+        limit: usize,
+    },
     /// Not one block on a GPU.
     #[error(
         "--gpu-memory-utilization leaves {bytes} bytes for KV, but one block takes {block_bytes}, a draft model's part \

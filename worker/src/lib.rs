@@ -15,6 +15,7 @@ mod data_plane;
 mod device;
 mod grammars;
 pub mod handoff;
+mod host_memory;
 mod incoming;
 mod lifecycle;
 mod links;

@@ -21,6 +21,7 @@ use crate::{
     blending::state::Blending,
     config::WorkerConfig,
     data_plane::DataPlane,
+    host_memory,
     lifecycle::Lifecycle,
     links::{Links, PeerLinks},
     load::{self, Model},
@@ -218,7 +219,10 @@ fn describe(config: &WorkerConfig, model: &Model, server: &Server) -> anyhow::Re
                     device.num_blocks(utilisation, &layout, model.draft_block_bytes())?
                 }
                 (None, Some(num_blocks)) => num_blocks,
-                (None, None) => config.kv.num_blocks(layout.block_bytes() + model.draft_block_bytes())?,
+                (None, None) => {
+                    host_memory::check(config.kv)?;
+                    config.kv.num_blocks(layout.block_bytes() + model.draft_block_bytes())?
+                }
             },
             block_size: layout.block_size,
             max_running: config.max_running,
