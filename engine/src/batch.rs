@@ -69,9 +69,20 @@ pub(crate) fn announcing<'a>(
 }
 
 impl Completion {
-    /// The blocks that a plan completes for prefills.
-    pub(crate) fn all(plan: &StepPlan, live: &LiveRequests, block_size: usize) -> Vec<Completion> {
-        let is_prefill = |chunk: &&Chunk| matches!(live.reply(chunk.id), ReplyChannel::Prefill(_));
+    /// The blocks that the batch of a plan completes for prefills.
+    pub(crate) fn of_batch(plan: &StepPlan, live: &LiveRequests, block_size: usize) -> Vec<Completion> {
+        Completion::all(plan, live, block_size, false)
+    }
+
+    /// The blocks that the heads of a plan complete for prefills. They are computed after the batch.
+    pub(crate) fn of_heads(plan: &StepPlan, live: &LiveRequests, block_size: usize) -> Vec<Completion> {
+        Completion::all(plan, live, block_size, true)
+    }
+
+    fn all(plan: &StepPlan, live: &LiveRequests, block_size: usize, heads: bool) -> Vec<Completion> {
+        let is_prefill = |chunk: &&Chunk| {
+            matches!(live.reply(chunk.id), ReplyChannel::Prefill(_)) && live.is_head(chunk) == heads
+        };
         let completion = |chunk: &Chunk| {
             let sequence = live.scheduler.sequence(chunk.id).expect("planned sequences run");
             Completion::of(chunk, sequence.blocks(), block_size)

@@ -310,7 +310,7 @@ impl StepLoop {
     /// Launches the step if the executor samples. Otherwise `finish` computes it.
     fn begin(&mut self, plan: StepPlan) -> Result<Step, EngineError> {
         self.started = self.now();
-        let completions = Completion::all(&plan, &self.live, self.storage.layout().block_size);
+        let completions = Completion::of_batch(&plan, &self.live, self.storage.layout().block_size);
         let samples = self.executor.sampling().is_some();
         self.live.begin_masks(&plan, samples)?;
         let (mut is_launched, mut can_be_followed) = (false, false);
@@ -358,11 +358,12 @@ impl StepLoop {
 
     /// Waits for the step's tokens, or computes and samples them, and tells the readers.
     fn finish(&mut self, step: Step) -> Result<(), EngineError> {
-        let Step { plan, mut completions, is_launched, .. } = step;
+        let Step { plan, completions, is_launched, .. } = step;
         let StepLoop { executor, storage, live, .. } = self;
+        let mut of_heads = Completion::of_heads(&plan, live, storage.layout().block_size);
         let mut blended: Vec<(SequenceId, usize, Vec<f32>)> = Vec::new();
         for (id, head) in heads(live, &plan) {
-            let own: Vec<Completion> = completions.extract_if(.., |completion| completion.id == id).collect();
+            let own: Vec<Completion> = of_heads.extract_if(.., |completion| completion.id == id).collect();
             let blender = self.blender.as_mut().expect("a sequence has a head only if the engine blends");
             let (reused, logits) =
                 blender.blend(&mut **executor, &head, storage, &mut announcing(&own, live))?;

@@ -17,7 +17,7 @@ use baton_cuda_emulator::{
 };
 use baton_engine::{
     BlendConfig, BlendMarks, Drafter, EngineConfig, EngineError, EngineHandle, EngineThread, FinishReason,
-    Request, SampledToken, SamplingParams, Speculation,
+    PrefillEvent, Request, SampledToken, SamplingParams, Speculation,
 };
 use baton_kv_cache::BlockStorage;
 use baton_model::{
@@ -312,6 +312,46 @@ async fn heads_are_blended_on_the_device() {
     assert_same(&together[..3], &expected);
     let counts = engine.blends().expect("it blends");
     assert_eq!((counts.blended, counts.passages_computed, counts.passages_found), (3, 4, 2));
+}
+
+/// Also beside other prompts, whose layers are announced while the step is computed: heads come after them.
+#[tokio::test]
+async fn blocks_of_a_head_are_announced_when_it_is_blended() {
+    let (engine, _thread) = on_device(&fixture(), SamplingSide::OnDevice, None);
+    let layout = *engine.storage().layout();
+    for seed in 0..8 {
+        let plain = request(&prompt(seed, 120), 4);
+        let blended = Request {
+            blend: Some(BlendMarks { passages: vec![10..40], ratio: Some(0.2) }),
+            ..request(&prompt(seed + 50, 60), 4)
+        };
+        let num_blocks = layout.num_blocks_for(blended.prompt.len());
+        let (mut beside, _held) = engine.prefill(plain).expect("accepted");
+        let (mut events, _held_too) = engine.prefill(blended).expect("accepted");
+        let mut num_ready = vec![0; layout.num_layers * num_blocks];
+        loop {
+            match events.next().await.expect("a terminal event comes first") {
+                PrefillEvent::Ready { layers, first_block_idx, blocks } => {
+                    for layer_idx in layers {
+                        for idx in first_block_idx..first_block_idx + blocks.len() {
+                            num_ready[layer_idx * num_blocks + idx] += 1;
+                        }
+                    }
+                }
+                PrefillEvent::FirstToken(_) => break,
+                PrefillEvent::Failed(error) => panic!("{error}"),
+                _ => {}
+            }
+        }
+        assert!(num_ready.iter().all(|&num| num == 1), "{seed}: {num_ready:?}");
+        loop {
+            match beside.next().await.expect("a terminal event comes first") {
+                PrefillEvent::FirstToken(_) => break,
+                PrefillEvent::Failed(error) => panic!("{error}"),
+                _ => {}
+            }
+        }
+    }
 }
 
 #[test]
