@@ -24,8 +24,8 @@ use crate::{
 pub(crate) struct Attempt {
     pub(crate) plan: Plan,
     pub(crate) decode: WorkerKey,
-    /// A token has come.
-    pub(crate) answered: bool,
+    /// New tokens that have come.
+    pub(crate) num_tokens: usize,
     /// Position of the next token in the output.
     pub(crate) next_idx: usize,
     stream: Streaming<GenerateEvent>,
@@ -100,7 +100,7 @@ impl Attempt {
             Ok(response) => Ok(Attempt {
                 plan,
                 decode,
-                answered: false,
+                num_tokens: 0,
                 next_idx,
                 stream: response.into_inner(),
                 started,
@@ -132,7 +132,7 @@ impl Attempt {
             Some(GenerateEvent { event: Some(generate_event::Event::Failed(failed)) }) => Err(failed.into()),
             Some(GenerateEvent { event: Some(event) }) => {
                 if let generate_event::Event::Token(_) = event
-                    && !self.answered
+                    && self.num_tokens == 0
                 {
                     self.prefill = None;
                     self.assignment.computed();

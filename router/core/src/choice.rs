@@ -201,6 +201,9 @@ impl Choice {
                     return Ok(None);
                 }
                 if let Some(attempt) = &self.attempt {
+                    if attempt.num_tokens == 1 {
+                        self.core.workers.report_success(&attempt.decode);
+                    }
                     let (core, hashes) = (&self.core, self.hashes.get_or_insert_default());
                     core.planner.note_finished(&core.workers, &attempt.decode, &self.request, hashes);
                 }
@@ -333,6 +336,8 @@ impl Choice {
 
     fn plan(&self, migrating: Option<Migrating<'_>>) -> Result<Plan, NoPlan> {
         let PreparedRequest { prefill, slo, explain, .. } = *self.prepared;
+        let computes_locally = prefill == PrefillMode::Auto && self.retry.computes_locally();
+        let prefill = if computes_locally { PrefillMode::Local } else { prefill };
         let wish = PlanWish { prefill, excluded: self.retry.excluded(), slo, explain, migrating };
         let nothing = SequenceHashes::default();
         let hashes = self.hashes.as_ref().unwrap_or(&nothing);
@@ -494,16 +499,27 @@ impl Choice {
             None => self.core.metrics.on_first_token(now - self.prepared.arrival.at),
             Some(last) => self.core.metrics.on_next_token(now - last),
         }
-        self.retry.on_progress();
-        if let Some(attempt) = &mut self.attempt
-            && !std::mem::replace(&mut attempt.answered, true)
-        {
+        let Some(attempt) = &mut self.attempt else { return };
+        attempt.num_tokens += 1;
+        // The first token of a remote prefill is the prefill worker's, and comes before the KV does.
+        let num_elsewhere = match &attempt.plan.prefill {
+            Prefill::Remote(worker) => {
+                if attempt.num_tokens == 1 {
+                    self.core.workers.report_success(&WorkerKey::of(worker));
+                }
+                1
+            }
+            Prefill::Local => 0,
+        };
+        if attempt.num_tokens > num_elsewhere {
+            self.retry.on_progress();
+        }
+        if attempt.num_tokens == num_elsewhere + 1 {
+            self.core.workers.report_success(&attempt.decode);
+        }
+        if attempt.num_tokens == 1 {
             if let Some(estimate) = &attempt.plan.estimate {
                 self.core.metrics.on_predicted(estimate.ttft, now - attempt.started);
-            }
-            self.core.workers.report_success(&attempt.decode);
-            if let Prefill::Remote(worker) = &attempt.plan.prefill {
-                self.core.workers.report_success(&WorkerKey::of(worker));
             }
             if self.core.migrator.mode == MigrationMode::Balance {
                 self.candidate = Some(self.core.migrator.enter(&attempt.decode));

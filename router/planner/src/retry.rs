@@ -21,7 +21,7 @@ pub enum GiveUp {
     /// Too many attempts failed, or they took too long.
     #[error("the request failed {num_failures} times in a row, last: {last}")]
     Failed {
-        /// Since the last token.
+        /// Since the decode worker last generated a token.
         num_failures: u32,
         /// What the last failure said.
         last: String,
@@ -62,17 +62,21 @@ const PAUSE_LIMIT: Duration = Duration::from_secs(5);
 pub struct Retry {
     max_attempts: u32,
     patience: Duration,
-    /// Failures since the last token.
+    /// Failures since the last [progress](Self::on_progress).
     num_failures: u32,
-    /// When patience ends; set by the first failure since the last token.
+    /// When patience ends; set by the first of these failures.
     deadline: Option<Instant>,
     excluded: Vec<WorkerKey>,
-    /// Pauses since the last token.
+    /// Pauses since the last progress.
     num_pauses: u32,
     /// When workers that failed the request may be asked again, once all of them have.
     paused_until: Option<Instant>,
     /// The decode and prefill worker of the last attempt, when the prefill worker was blamed.
     suspect: Option<(WorkerKey, WorkerKey)>,
+    /// A decode worker lost two prefill workers.
+    decode_is_suspect: bool,
+    /// No other decode worker could be asked after that.
+    computes_locally: bool,
     last: Option<Failure>,
     /// Every failure so far was a lack of room.
     only_full: bool,
@@ -90,6 +94,8 @@ impl Retry {
             num_pauses: 0,
             paused_until: None,
             suspect: None,
+            decode_is_suspect: false,
+            computes_locally: false,
             last: None,
             only_full: true,
         }
@@ -100,7 +106,13 @@ impl Retry {
         &self.excluded
     }
 
-    /// A token was delivered.
+    /// Whether the decode worker is to compute the prompt: no prefill worker reaches the only one.
+    pub fn computes_locally(&self) -> bool {
+        self.computes_locally
+    }
+
+    /// The decode worker generated a token. The first token of a remote prefill does not count: the decode worker may never get
+    /// its KV, and each attempt would begin anew with one more token.
     pub fn on_progress(&mut self) {
         if self.num_failures > 0 {
             self.num_failures = 0;
@@ -108,6 +120,7 @@ impl Retry {
             self.deadline = None;
             self.forget();
             self.only_full = false;
+            (self.decode_is_suspect, self.computes_locally) = (false, false);
         }
     }
 
@@ -138,6 +151,8 @@ impl Retry {
                 // Two prefill workers failed in a row: the fault is rather with the decode worker, which reaches neither.
                 Some((suspect, first)) if suspect == decode && first != prefill => {
                     self.excluded.retain(|worker| *worker != first);
+                    self.decode_is_suspect = true;
+                    blame.spare = blame.spare.map(|_| decode.clone());
                     blame.exclude = vec![decode];
                 }
                 _ => self.suspect = Some((decode, prefill)),
@@ -197,6 +212,7 @@ impl Retry {
     pub fn look_again(&mut self, now: Instant) {
         if self.paused_until.is_some_and(|until| now >= until) {
             self.num_pauses += 1;
+            self.computes_locally |= self.decode_is_suspect;
             self.forget();
         }
     }
@@ -217,10 +233,7 @@ impl Retry {
 fn blames_prefill(kind: FailureKind) -> bool {
     matches!(
         kind,
-        FailureKind::PrefillLost
-            | FailureKind::PrefillDraining
-            | FailureKind::KvRejected
-            | FailureKind::Deadline
+        FailureKind::PrefillLost | FailureKind::KvRejected | FailureKind::Deadline
     )
 }
 
@@ -367,7 +380,26 @@ mod tests {
             // The worker that may be asked again first.
             let asked = play.fail(kind, Duration::ZERO).expect("goes on");
             assert_eq!(asked, "d1<-p0", "{kind:?}");
+            assert!(!play.retry.computes_locally());
         }
+    }
+
+    #[test]
+    fn the_only_decode_worker_computes_when_no_prefill_worker_reaches_it() {
+        let mut play = Play::new("d0 decode\n p0 prefill\n p1 prefill running=1");
+        let mut fail = |expected| {
+            let (plan, name) = play.ask().expect("there is time");
+            assert_eq!(name, expected);
+            let failure = Failure::new(FailureKind::PrefillLost, "why");
+            play.retry.on_failure(failure, &plan, AttemptStage::Worker, play.now).expect("goes on").spare
+        };
+        assert_eq!(fail("d0<-p0").expect("it may be down").id.as_str(), "p0");
+        assert_eq!(fail("d0<-p1").expect("it reaches neither").id.as_str(), "d0");
+        assert!(!play.retry.computes_locally(), "another decode worker may come");
+        play.ask().expect("there is time");
+        assert!(play.retry.computes_locally());
+        play.retry.on_progress();
+        assert!(!play.retry.computes_locally());
     }
 
     #[test]

@@ -302,3 +302,26 @@ async fn long_prompts_use_a_prefill_worker_that_may_fail() {
     assert!(requests[4..].iter().all(|request| request.prefill.is_some()));
     assert_eq!(requests.len(), 6, "the first attempt fails as scripted");
 }
+
+/// Its first tokens are those of prefill workers, whose KV does not arrive.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_decode_worker_that_gets_no_kv_is_left_after_two_tokens() {
+    let mut router = Router::start(|_| {}).await;
+    let mut workers = Vec::new();
+    for (id, role) in
+        [("d0", Role::Decode), ("d1", Role::Decode), ("p0", Role::Prefill), ("p1", Role::Prefill)]
+    {
+        let worker = FakeWorker::start(id, role, 1).await;
+        router.register(&worker).await;
+        workers.push(worker);
+    }
+    workers[0].script(|request| {
+        let mut steps = say("Hello")(request);
+        steps.truncate(1);
+        steps.push(Step::Fail(Kind::PrefillLost));
+        steps
+    });
+    let answer = router.client.post(TEXT, &json!({"prompt": "x", "prefill_mode": "remote"})).await;
+    assert_eq!(answer.json()["choices"][0]["text"], "Hello", "{}", answer.text());
+    assert_eq!((workers[0].requests().len(), workers[1].requests().len()), (2, 1));
+}
