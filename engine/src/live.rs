@@ -495,6 +495,10 @@ impl LiveRequests {
     }
 
     fn fail(&mut self, id: SequenceId, error: EngineError) {
+        if error == EngineError::InvalidLogits {
+            // Which of its blocks is wrong is not known.
+            self.scheduler.forget(id);
+        }
         let live = self.end(id);
         tracing::warn!(request = live.request.id, %error, "request failed");
         live.reply.fail(error);

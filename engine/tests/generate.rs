@@ -289,6 +289,21 @@ async fn invalid_logits_fail_only_their_request() {
     engine.check_whole().await;
 }
 
+/// Its KV may be the reason, also the part that it found in the cache.
+#[tokio::test]
+async fn blocks_of_a_request_with_invalid_logits_are_not_found_again() {
+    let model = FakeModel { nan_after: Some(13), ..FakeModel::new(BLOCK_SIZE) };
+    let (model, engine) = engine_of(model, config(), |_| Ok(()));
+    let prompt = |last: u32| [(20..28).collect(), vec![last]].concat();
+    let (first, next) = (prompt(1), prompt(2));
+    let expected = |prompt: &[u32]| length(model.greedy(prompt, 2), 0);
+    assert_eq!(engine.generate_all(request(&first, 2)).await, expected(&first));
+    let end = engine.generate_all(request(&prompt(13), 2)).await.end;
+    assert_eq!(end, Err(EngineError::InvalidLogits));
+    assert_eq!(engine.generate_all(request(&next, 2)).await, expected(&next), "nothing was cached");
+    engine.check_whole().await;
+}
+
 #[tokio::test]
 async fn a_failing_device_ends_every_stream_and_the_engine() {
     let (permit, permits) = mpsc::channel::<()>();

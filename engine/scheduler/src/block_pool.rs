@@ -213,6 +213,20 @@ impl BlockPool {
         }
     }
 
+    /// What these blocks hold is found no more. Their owners keep them.
+    pub fn forget(&mut self, blocks: &[BlockId]) {
+        for id in blocks {
+            let block = &mut self.blocks[id.idx()];
+            debug_assert!(block.num_owners > 0, "only an owner knows what a block holds");
+            if let Some(hash) = block.hash.take() {
+                self.by_hash.remove(&hash);
+                if let Some(events) = &mut self.events {
+                    events.removed(key(hash));
+                }
+            }
+        }
+    }
+
     /// Checks every rule above and the counts of owners. `tables` are the block tables of all owners.
     pub fn check_integrity<'a>(
         &self,

@@ -292,6 +292,13 @@ impl Scheduler {
         }
     }
 
+    /// The KV of a running sequence is not to be used by others: not even what it found in the cache.
+    pub fn forget(&mut self, id: SequenceId) {
+        if let Some(sequence) = self.running.get(id) {
+            self.pool.forget(&sequence.blocks);
+        }
+    }
+
     /// The blocks of a sequence from `block_idx` on, the first of which has this hash, are on their way, until
     /// [`release`](Self::release): a chunk ends before them.
     pub fn expect(&mut self, id: SequenceId, block_idx: usize, hash: BlockHash) {
