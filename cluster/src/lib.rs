@@ -26,7 +26,8 @@ mod registration_state;
 mod testing;
 
 pub use baton_cluster_record::{
-    BalanceGrants, BalanceRefused, Capacity, Compute, RecordError, Role, WorkerId, WorkerRecord,
+    BalanceArrival, BalanceGrants, BalanceRefused, Capacity, Compute, RecordError, Role, WorkerId,
+    WorkerRecord,
 };
 pub use config::{DiscoveryConfig, DiscoveryError, EtcdAuth, EtcdConfig, EtcdTls, RegistrationKey};
 pub use dial::{DialError, Dialed, Dialer};

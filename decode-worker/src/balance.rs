@@ -6,7 +6,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use baton_cluster::BalanceGrants;
+use baton_cluster::{BalanceArrival, BalanceGrants};
 use baton_proto::{
     failure_to_status,
     worker::{LetGoRequest, PrefillPeer},
@@ -25,6 +25,13 @@ pub struct BalanceGate {
     grants: Arc<Mutex<BalanceGrants>>,
 }
 
+/// A grant for a request that has not arrived yet. Dropped, it is withdrawn: the call was refused, or its router has gone.
+struct Arriving<'a> {
+    gate: &'a BalanceGate,
+    /// `None` after the arrival.
+    grant: Option<BalanceArrival>,
+}
+
 impl BalanceGate {
     /// Grants that a request arrives at `worker` from `source`, if both agree.
     ///
@@ -34,14 +41,18 @@ impl BalanceGate {
         let source = source.ok_or_else(|| Status::invalid_argument("for_balance needs prefix_source"))?;
         // Before the call: two requests that cross each other find each other's arrival, and both stay.
         let granted = self.lock().arrive(Instant::now());
-        granted.map_err(|why| refused(format!("worker {}: {why}", worker.id())))?;
+        let granted = granted.map_err(|why| refused(format!("worker {}: {why}", worker.id())))?;
+        let mut arriving = Arriving { gate: self, grant: Some(granted) };
         let link = worker.peers().link(&source.address);
         let link =
             link.map_err(|error| Status::invalid_argument(format!("prefix_source.address: {error}")))?;
         let mut client = link.decode_client();
         let request = LetGoRequest { incarnation: source.incarnation };
         match timeout(TIMEOUT, client.let_go(request)).await {
-            Ok(Ok(_)) => Ok(()),
+            Ok(Ok(_)) => {
+                arriving.grant = None;
+                Ok(())
+            }
             Ok(Err(status)) => Err(refused(format!("worker {}: {}", source.worker_id, status.message()))),
             Err(_) => Err(refused(format!("worker {} did not answer for {TIMEOUT:?}", source.worker_id))),
         }
@@ -60,6 +71,14 @@ impl BalanceGate {
 
     fn lock(&self) -> MutexGuard<'_, BalanceGrants> {
         self.grants.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for Arriving<'_> {
+    fn drop(&mut self) {
+        if let Some(grant) = self.grant.take() {
+            self.gate.lock().withdraw(grant);
+        }
     }
 }
 

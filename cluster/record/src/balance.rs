@@ -19,6 +19,14 @@ pub struct BalanceGrants {
     left: Option<Instant>,
 }
 
+/// The grant that one request arrives. It is kept if the request does, and otherwise [withdrawn](BalanceGrants::withdraw).
+#[derive(Debug)]
+pub struct BalanceArrival {
+    at: Instant,
+    /// The arrival before it.
+    before: Option<Instant>,
+}
+
 /// Why a migration for balance is refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum BalanceRefused {
@@ -40,8 +48,18 @@ impl BalanceGrants {
     ///
     /// # Errors
     /// When it must not.
-    pub fn arrive(&mut self, now: Instant) -> Result<(), BalanceRefused> {
-        grant(&mut self.arrived, self.left, now)
+    pub fn arrive(&mut self, now: Instant) -> Result<BalanceArrival, BalanceRefused> {
+        let before = self.arrived;
+        grant(&mut self.arrived, self.left, now)?;
+        Ok(BalanceArrival { at: now, before })
+    }
+
+    /// The request does not arrive: it counts no longer. A newer arrival stays.
+    pub fn withdraw(&mut self, arrival: BalanceArrival) {
+        let BalanceArrival { at, before } = arrival;
+        if self.arrived == Some(at) {
+            self.arrived = before;
+        }
     }
 
     /// A request would leave.
@@ -93,8 +111,31 @@ mod tests {
         ];
         let mut grants = BalanceGrants::default();
         for (ms, arrives, expected) in cases {
-            let granted = if arrives { grants.arrive(at(ms)) } else { grants.leave(at(ms)) };
+            let granted = if arrives { grants.arrive(at(ms)).map(drop) } else { grants.leave(at(ms)) };
             assert_eq!(granted, expected, "{ms} ms, arrives: {arrives}");
         }
+    }
+
+    #[test]
+    fn a_withdrawn_arrival_leaves_what_was_before_it_and_what_came_after_it() {
+        let start = Instant::now();
+        let at = |ms: u64| start + Duration::from_millis(ms);
+        let mut grants = BalanceGrants::default();
+        let withdrawn = grants.arrive(at(0)).expect("the first");
+        grants.withdraw(withdrawn);
+        assert_eq!(grants.leave(at(1)), Ok(()), "nothing has arrived");
+
+        let mut grants = BalanceGrants::default();
+        grants.arrive(at(0)).expect("the first");
+        let withdrawn = grants.arrive(at(2000)).expect("the first is settled");
+        grants.withdraw(withdrawn);
+        let ago = Duration::from_millis(2100);
+        assert_eq!(grants.leave(at(2100)), Err(BalanceRefused::Undoes(ago)), "the first has arrived");
+
+        let withdrawn = grants.arrive(at(3000)).expect("the first is settled");
+        grants.arrive(at(4000)).expect("the second is settled");
+        grants.withdraw(withdrawn);
+        let ago = Duration::from_millis(9999);
+        assert_eq!(grants.leave(at(13_999)), Err(BalanceRefused::Undoes(ago)), "the third has arrived");
     }
 }

@@ -10,7 +10,7 @@ use baton_kv_layout::KvFormat;
 use baton_random::{GOLDEN, mix};
 use serde::{Deserialize, Serialize};
 
-pub use balance::{BalanceGrants, BalanceRefused};
+pub use balance::{BalanceArrival, BalanceGrants, BalanceRefused};
 
 /// A worker's name: unique in the cluster and kept over restarts.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]

@@ -34,15 +34,17 @@ fn assert_refused(result: Result<(), Status>, why: &str) {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn balance_does_not_undo_what_it_has_just_moved() {
-    let [a, b, c] = ["d0", "d1", "d2"].map(|name| decode().named(name).start());
-    let (a, b, c) = tokio::join!(a, b, c);
+    let [a, b, c, d] = ["d0", "d1", "d2", "d3"].map(|name| decode().named(name).start());
+    let (a, b, c, d) = tokio::join!(a, b, c, d);
     migrate(&a, &b).await.expect("nothing has moved before");
     assert_refused(migrate(&b, &a).await, "worker d0: balance moved a request the other way");
     assert_refused(migrate(&c, &a).await, "worker d0: balance moved a request the other way");
     // The worker at which it arrives would take it; the one that it leaves took one itself.
     assert_refused(migrate(&b, &c).await, "worker d1: balance moved a request the other way");
     assert_refused(migrate(&a, &b).await, "worker d1: balance moved a request the same way");
-    for worker in [&a, &b, &c] {
+    // What was refused has not arrived: the worker that would have taken it gives.
+    migrate(&c, &d).await.expect("nothing has moved to or from either");
+    for worker in [&a, &b, &c, &d] {
         worker.assert_all_free().await;
     }
 }

@@ -54,11 +54,7 @@ impl Simulation<'_> {
     /// A request arrives at `to` for balance, if that worker and the one that it leaves grant it.
     pub(super) fn migrate(&mut self, request: RequestIdx, number: u32, to: usize) {
         let Some(from) = self.attempt(request, number).map(|attempt| attempt.decode) else { return };
-        let now = self.instant();
-        let is_granted = self.workers[to].is_alive
-            && self.workers[to].grants.arrive(now).is_ok()
-            && self.workers[from].grants.leave(now).is_ok();
-        if !is_granted {
+        if !self.grant(from, to) {
             self.num_refused_migrations += 1;
             return;
         }
@@ -71,5 +67,19 @@ impl Simulation<'_> {
         self.migrations.push(BalanceMigration { at: self.now(), from, to });
         self.take_attempt(request);
         self.send(request, plan);
+    }
+
+    /// Whether both workers grant a migration.
+    fn grant(&mut self, from: usize, to: usize) -> bool {
+        let now = self.instant();
+        if !self.workers[to].is_alive {
+            return false;
+        }
+        let Ok(arrival) = self.workers[to].grants.arrive(now) else { return false };
+        let may_leave = self.workers[from].grants.leave(now).is_ok();
+        if !may_leave {
+            self.workers[to].grants.withdraw(arrival);
+        }
+        may_leave
     }
 }
