@@ -2,13 +2,14 @@
 
 mod support;
 
-use std::sync::atomic::Ordering;
+use std::sync::{Arc, atomic::Ordering};
 
 use baton_engine::{
     Drafter, EngineConfig, EngineError, FinishReason, Request, SamplingParams, SpeculationMode, SubmitError,
+    TokenEvent,
 };
 use baton_engine_testing::FakeModel;
-use baton_grammar::GrammarError;
+use baton_grammar::{GrammarCompiler, GrammarError, GrammarLimits, Vocabulary, VocabularyToken};
 use baton_request::{Grammar, GrammarKind};
 use support::{
     BLOCK_SIZE, END, TestEngine, config, draft, engine_of, grammars,
@@ -136,6 +137,43 @@ async fn forced_text_is_verified_several_tokens_at_a_time() {
     assert_eq!(none.drafted, 0);
     // In a vocabulary of single letters nothing else is allowed, so every draft is accepted.
     assert!(counts.accepted >= 36 && counts.accepted == counts.drafted, "{counts:?} of {num_slow}");
+    engine.check_whole().await;
+}
+
+#[tokio::test]
+async fn forced_text_that_was_refused_is_drafted_again_while_steps_run_ahead() {
+    // The tokenizer writes the text in pairs, for which the model has no logits: it refuses every draft.
+    let load = || {
+        let token = |text: &str, is_special| VocabularyToken { bytes: text.into(), is_special };
+        let tokens = [token("a", false), token("b", false), token("<end>", true), token("aa", false)];
+        let encode = |text: &str| vec![3u32; text.len() / 2];
+        Vocabulary::new(tokens, &[END], Box::new(encode))
+    };
+    let grammars = Some(Arc::new(GrammarCompiler::new(load, GrammarLimits::default())));
+    let config = EngineConfig { grammars, ..config() };
+    let (engine, num_ahead) = sampling_engine(model(), None, config, |_| Ok(()));
+    let mut request = constrained(Grammar::new(GrammarKind::Regex, "a{200}"), 3);
+    request.sampling.max_tokens = 300;
+    let mut stream = engine.generate(request).expect("accepted");
+    let (mut num_tokens, mut verified) = (0, Vec::new());
+    while let Some(event) = stream.next().await {
+        match event {
+            TokenEvent::Verified(counts) => {
+                assert_eq!(counts.accepted, 0);
+                verified.push(num_tokens);
+            }
+            TokenEvent::Token(_) => num_tokens += 1,
+            TokenEvent::Failed(error) => panic!("{error}"),
+            _ => {}
+        }
+    }
+    assert_eq!(num_tokens, 201);
+    // Probes after 8, 16, 32 and 64 steps.
+    let gaps = verified.windows(2).map(|pair| pair[1] - pair[0]);
+    let rests: Vec<usize> = gaps.filter(|&gap| gap > 1).collect();
+    assert!(rests.len() >= 3 && rests.is_sorted(), "{verified:?}");
+    let num_ahead = num_ahead.load(Ordering::Relaxed);
+    assert!(num_ahead > 150, "{num_ahead} of 200");
     engine.check_whole().await;
 }
 

@@ -129,10 +129,10 @@ impl LiveRequests {
     }
 
     /// Whether text is forced after the known tokens of a plan's sequence, and the next plan would draft it. The first of its
-    /// tokens is already being computed.
+    /// tokens is already being computed. If not, the step is counted as one without drafts.
     pub(crate) fn awaits_draft(&mut self, plan: &StepPlan) -> bool {
         let cost = self.cost_of_forced(plan);
-        plan.chunks.iter().any(|chunk| {
+        let awaits_draft = plan.chunks.iter().any(|chunk| {
             let live = self.requests.get_mut(&chunk.id).expect("planned sequences live");
             let Some(constraint) = &mut live.constraint else { return false };
             let sequence = self.scheduler.sequence(chunk.id).expect("planned sequences run");
@@ -140,7 +140,15 @@ impl LiveRequests {
             live.request.speculation != SpeculationMode::Off
                 && !live.forced_length.is_resting(max, cost, 0.0)
                 && constraint.forced(2).len() == 2
-        })
+        });
+        if !awaits_draft {
+            for chunk in &plan.chunks {
+                let live = self.requests.get_mut(&chunk.id).expect("planned sequences live");
+                let sequence = self.scheduler.sequence(chunk.id).expect("planned sequences run");
+                live.forced_length.next(sequence.max_num_drafts().min(MAX_FORCED), cost, 0.0);
+            }
+        }
+        awaits_draft
     }
 
     /// What a forced token costs beside the plan's other tokens, in steps. To find the text costs none.
