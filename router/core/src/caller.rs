@@ -75,6 +75,13 @@ impl Caller {
         })
     }
 
+    /// Gives back what [`take_prompt_tokens`](Self::take_prompt_tokens) took, as the request did not run.
+    pub(crate) fn refund_prompt_tokens(&self, num_tokens: u32) {
+        if let Caller::Holder(holder) = self {
+            holder.refund_prompt_tokens(num_tokens, Instant::now());
+        }
+    }
+
     /// Charges delivered tokens to its key's quota.
     pub(crate) fn charge_output_tokens(&self, num_tokens: usize) {
         if let Caller::Holder(holder) = self

@@ -131,6 +131,8 @@ pub struct Events {
     is_durable: bool,
     /// The next tokens that were delivered before, to this client or another connection of it.
     num_replayed: usize,
+    /// No event of any choice has come.
+    is_empty: bool,
     outcome: &'static str,
     /// The client's request, also after its handler has returned.
     span: Span,
@@ -189,6 +191,7 @@ impl Events {
             request,
             is_durable,
             num_replayed,
+            is_empty: true,
             outcome,
             span: Span::current(),
             trace,
@@ -204,6 +207,7 @@ impl Events {
             return None;
         };
         if let Ok(event) = &event {
+            self.is_empty = false;
             let num_replayed = event.tokens.len().min(self.num_replayed);
             self.num_replayed -= num_replayed;
             self.request.arrival.caller.charge_output_tokens(event.tokens.len() - num_replayed);
@@ -229,11 +233,23 @@ impl Events {
             Ok(_) => {}
             Err(error) => {
                 self.outcome = "error";
+                if self.is_empty {
+                    self.refund();
+                }
                 trace_context::fail(&self.span, error.name(), &error.to_string());
                 self.choices.clear();
             }
         }
         Some(event)
+    }
+
+    /// A request that failed before its first token costs its key no tokens.
+    fn refund(&self) {
+        let arrival = &self.request.arrival;
+        // A resumed one has taken none.
+        if arrival.resumed_request().is_none() {
+            arrival.caller.refund_prompt_tokens(self.request.num_prompt_tokens());
+        }
     }
 
     /// The id by which the stream can be resumed, if it can be.

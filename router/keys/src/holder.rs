@@ -133,6 +133,13 @@ impl KeyHolder {
         self.used.lock().tokens.take(num_tokens, limit, now).map_err(exceeded)
     }
 
+    /// Gives back the tokens of a prompt that was not computed.
+    pub fn refund_prompt_tokens(&self, num_tokens: u32, now: Instant) {
+        if let Some(limit) = self.key.limits.tokens {
+            self.used.lock().tokens.refund(num_tokens, limit, now);
+        }
+    }
+
     /// Counts tokens that were generated. They cut no answer off: later requests wait.
     pub fn charge_output_tokens(&self, num_tokens: u32, now: Instant) {
         if let Some(limit) = self.key.limits.tokens {

@@ -96,6 +96,12 @@ impl Bucket {
         self.level = Some((self.level(per_minute, now) - f64::from(num), now));
     }
 
+    /// Gives back `num` that was taken and not used.
+    pub(crate) fn refund(&mut self, num: u32, per_minute: u32, now: Instant) {
+        let level = self.level(per_minute, now) + f64::from(num);
+        self.level = Some((level.min(f64::from(per_minute)), now));
+    }
+
     pub(crate) fn allowance(&self, per_minute: u32, now: Instant) -> Allowance {
         let level = self.level(per_minute, now);
         let lacks = f64::from(per_minute) - level;
@@ -111,14 +117,21 @@ impl Bucket {
 mod tests {
     use super::*;
 
-    /// Runs steps `seconds take|charge num` on a bucket of 60 a minute; an expectation follows each take.
+    /// Runs steps `seconds take|charge|refund num` on a bucket of 60 a minute; an expectation follows each take.
     fn check(script: &[(f64, &str, u32, Option<f64>)]) {
         let (mut bucket, start) = (Bucket::default(), Instant::now());
         for &(seconds, step, num, wait) in script {
             let now = start + Duration::from_secs_f64(seconds);
-            if step == "charge" {
-                bucket.charge(num, 60, now);
-                continue;
+            match step {
+                "charge" => {
+                    bucket.charge(num, 60, now);
+                    continue;
+                }
+                "refund" => {
+                    bucket.refund(num, 60, now);
+                    continue;
+                }
+                _ => {}
             }
             let got = bucket.take(num, 60, now).err().map(|wait| wait.as_secs_f64());
             let is_right = match (got, wait) {
@@ -154,6 +167,19 @@ mod tests {
             (120.0, "charge", 30, None),
             (120.0, "take", 10, Some(30.0)),
             (150.0, "take", 10, None),
+        ]);
+    }
+
+    #[test]
+    fn what_was_not_used_comes_back_at_once() {
+        check(&[
+            (0.0, "take", 50, None),
+            (0.0, "refund", 50, None),
+            (0.0, "take", 60, None),
+            // It has refilled meanwhile, and holds no more than a minute's.
+            (40.0, "refund", 60, None),
+            (40.0, "take", 60, None),
+            (40.0, "take", 1, Some(1.0)),
         ]);
     }
 

@@ -5,6 +5,7 @@ use std::{collections::BTreeSet, time::Duration};
 use baton_cluster::Role;
 use baton_keys::ApiKey;
 use baton_proto::v1::{AbortRequest, FinishReason, generate_request::Prompt};
+use baton_request::FailureKind;
 use baton_router::{JournalConfig, RouterConfig};
 use bytes::Bytes;
 use prost::Message;
@@ -257,6 +258,21 @@ async fn requests_and_tokens_are_limited_by_the_minute() {
     assert_eq!((answer.status, &answer.json()["error"]["type"]), (429, &json!("rate_limit_error")));
     assert_eq!(worker.requests().len(), num_requests, "no worker has seen them");
     assert_eq!(router.client.get("/v1/models").await.status, 200, "which has no tokens");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_request_that_every_worker_refuses_costs_no_tokens() {
+    let (router, worker, _file) = start(&entries("tokens-per-minute = 110")).await;
+    worker.script(|_| vec![Step::Refuse(FailureKind::Full)]);
+    let prompt = "x".repeat(100);
+    for _ in 0..2 {
+        let answer = complete(&router.client, &prompt, 4).await;
+        assert_eq!(answer.status, 429);
+        assert!(!answer.text().contains("tokens a minute"), "{}", answer.text());
+    }
+    worker.script(say("Hello"));
+    assert_eq!(complete(&router.client, &prompt, 4).await.status, 200);
+    exceeded(&complete(&router.client, &prompt, 4).await, "110 tokens a minute");
 }
 
 #[tokio::test(flavor = "multi_thread")]
