@@ -10,7 +10,7 @@ use std::{
     sync::{Mutex, PoisonError},
 };
 
-use baton_journal::{Ending, SessionWriter};
+use baton_journal::{Ending, Session, SessionWriter};
 use baton_proto::worker::{GenerateRequest, Token};
 use baton_request::{FinishReason, Request};
 use prost::Message;
@@ -33,8 +33,8 @@ pub(crate) struct Resumption {
     pub(crate) id: String,
     pub(crate) kept: Kept,
     pub(crate) request: Request,
-    /// Until the stream begins.
-    pub(crate) session: Mutex<Option<DurableSession>>,
+    /// Until the stream begins. Then it is taken from the connection that still has it.
+    pub(crate) found: Mutex<Option<Session>>,
 }
 
 /// What the router made of a call.
@@ -78,8 +78,8 @@ impl DurableCall {
     /// Whether it is the call of a stream that has ended, which is delivered again.
     pub fn has_ended(&self) -> bool {
         self.resumption.as_ref().is_some_and(|resumption| {
-            let session = resumption.session.lock().unwrap_or_else(PoisonError::into_inner);
-            session.as_ref().is_some_and(|session| session.ending.is_some())
+            let found = resumption.found.lock().unwrap_or_else(PoisonError::into_inner);
+            found.as_ref().is_some_and(|session| session.ending.is_some())
         })
     }
 

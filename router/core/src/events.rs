@@ -16,17 +16,19 @@ use super::{
 impl Core {
     /// Admits the request and begins it. Dropping the events cancels it.
     pub fn generate(self: &Arc<Self>, request: PreparedRequest) -> Result<Events, CoreError> {
-        self.begin(request, None)
+        let permit = self.room_for(&request)?;
+        self.begin(request, None, permit)
     }
 
-    /// The same with a journal. Dropping the events parks it.
+    /// Begins a request that has room, perhaps with a journal: then dropping the events parks it.
     pub(crate) fn begin(
         self: &Arc<Self>,
         request: PreparedRequest,
         session: Option<DurableSession>,
+        permit: OwnedSemaphorePermit,
     ) -> Result<Events, CoreError> {
-        match self.admit(&request) {
-            Ok((active, permit)) => Ok(Events::new(self.clone(), request, session, active, permit)),
+        match self.enter(&request) {
+            Ok(active) => Ok(Events::new(self.clone(), request, session, active, permit)),
             Err(error) => {
                 // A new stream that never began is not parked: none may resume it.
                 session.iter().filter(|session| session.replay.is_none()).for_each(DurableSession::abort);
@@ -35,11 +37,8 @@ impl Core {
         }
     }
 
-    /// Room for a request, if it may run now.
-    fn admit(
-        self: &Arc<Self>,
-        request: &PreparedRequest,
-    ) -> Result<(ActiveRequest, OwnedSemaphorePermit), CoreError> {
+    /// Room for a request, if there is some now.
+    pub(crate) fn room_for(&self, request: &PreparedRequest) -> Result<OwnedSemaphorePermit, CoreError> {
         let num_choices = request.prompts.len() as u32 * request.n;
         if num_choices as usize > self.config.max_requests {
             let message = format!(
@@ -48,11 +47,15 @@ impl Core {
             );
             return Err(CoreError::invalid("n", message));
         }
-        let Ok(permit) = self.admission.clone().try_acquire_many_owned(num_choices) else {
+        self.admission.clone().try_acquire_many_owned(num_choices).map_err(|_| {
             let message =
                 format!("this server runs {} choices already, try again later", self.config.max_requests);
-            return Err(CoreError::full(message));
-        };
+            CoreError::full(message)
+        })
+    }
+
+    /// Enters a request among those that run. It takes the place of a stream that it resumes.
+    fn enter(&self, request: &PreparedRequest) -> Result<ActiveRequest, CoreError> {
         let caller = &request.arrival.caller;
         let is_resumed = request.arrival.resumed_request().is_some();
         let active = self.active.enter(caller.tenant(), &request.id, &self.closing, is_resumed)?;
@@ -60,7 +63,7 @@ impl Core {
             // Last, so that a refused request costs its key no tokens.
             caller.take_prompt_tokens(request.num_prompt_tokens())?;
         }
-        Ok((active, permit))
+        Ok(active)
     }
 }
 

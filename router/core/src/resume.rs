@@ -5,7 +5,7 @@ use std::{
     sync::{Arc, Mutex, PoisonError},
 };
 
-use baton_journal::{AcceptError, Acceptance, Journal, ResumeError, Session};
+use baton_journal::{AcceptError, Acceptance, Journal, ResumeError};
 use baton_proto::worker::Token;
 use baton_request::Request;
 use prost::Message;
@@ -22,18 +22,16 @@ impl Core {
     /// # Errors
     /// As [`generate`](Core::generate); and when the journal is full or cannot be written.
     pub async fn stream(self: &Arc<Self>, request: PreparedRequest) -> Result<Events, CoreError> {
+        let permit = self.room_for(&request)?;
         let session = match (&self.journal, &request.arrival.durable) {
             (Some(journal), Some(call)) => match &call.resumption {
-                Some(resumption) => {
-                    let mut session = resumption.session.lock().unwrap_or_else(PoisonError::into_inner);
-                    Some(session.take().expect("a call begins one stream"))
-                }
+                Some(resumption) => Some(take(journal, resumption).await?),
                 None if request.is_one_choice() => Some(self.accept(journal, &request, call).await?),
                 None => None,
             },
             _ => None,
         };
-        self.begin(request, session)
+        self.begin(request, session, permit)
     }
 
     async fn accept(
@@ -60,12 +58,12 @@ impl Core {
         Ok(DurableSession { writer, replay: None, ending: None })
     }
 
-    /// Takes a stream of this caller from the journal. Its call is to be served like any other: it goes on where the stream was. Another
-    /// connection that still has the stream gets no more of it.
+    /// Finds a stream of this caller in the journal. Its call is to be served like any other: it goes on where the stream was. When that
+    /// begins, another connection that still has the stream gets no more of it.
     ///
     /// # Errors
     /// Without a journal, without such a stream of this tenant in it, or when it was made for another model.
-    pub async fn resume(&self, caller: &Caller, id: &str) -> Result<DurableCall, CoreError> {
+    pub async fn find_stream(&self, caller: &Caller, id: &str) -> Result<DurableCall, CoreError> {
         let Some(journal) = &self.journal else {
             return Err(CoreError::Invalid {
                 message: "this router keeps no journal (--durable): streams cannot be resumed".to_owned(),
@@ -74,10 +72,8 @@ impl Core {
             });
         };
         let model = self.model()?;
-        let resumed = journal.resume(&caller.qualified(id), owner_of(caller).as_deref()).await?;
-        let (Session { acceptance, tokens, ending }, writer) = resumed;
-        let broken = || CoreError::internal(format!("the journal of {id:?} holds no request"));
-        let kept = Kept::decode(&*acceptance.prepared).map_err(|_| broken())?;
+        let session = journal.find(&caller.qualified(id), owner_of(caller).as_deref()).await?;
+        let kept = Kept::decode(&*session.acceptance.prepared).map_err(|_| broken(id))?;
         if (&*kept.model, kept.vocab_size) != (&model.name, model.vocab_size as u64) {
             return Err(CoreError::Invalid {
                 message: format!(
@@ -89,20 +85,16 @@ impl Core {
             });
         }
         let request = kept.request.as_ref().and_then(|message| Request::try_from(message).ok());
-        let request = request.ok_or_else(broken)?;
-        let replay: Result<VecDeque<Token>, _> = tokens.iter().map(|token| Token::decode(&**token)).collect();
-        let replay = replay.map_err(|_| broken())?;
-        tracing::info!(request = id, tokens = replay.len(), ended = ending.is_some(), "stream resumed");
-        let session = DurableSession { writer, replay: Some(replay), ending };
+        let request = request.ok_or_else(|| broken(id))?;
         Ok(DurableCall {
-            endpoint: acceptance.endpoint,
-            body: acceptance.body,
+            endpoint: session.acceptance.endpoint.clone(),
+            body: session.acceptance.body.clone(),
             num_delivered: 0,
             resumption: Some(Resumption {
                 id: id.to_owned(),
                 kept,
                 request,
-                session: Mutex::new(Some(session)),
+                found: Mutex::new(Some(session)),
             }),
         })
     }
@@ -112,6 +104,22 @@ impl Core {
         self.active.abort(caller.tenant(), id)
             || self.journal.as_ref().is_some_and(|journal| journal.abort(&caller.qualified(id)))
     }
+}
+
+/// Takes a stream that was found, with all that the journal has of it by now.
+async fn take(journal: &Journal, resumption: &Resumption) -> Result<DurableSession, CoreError> {
+    let found = resumption.found.lock().unwrap_or_else(PoisonError::into_inner).take();
+    let (session, writer) = journal.take(found.expect("a call begins one stream")).await?;
+    let id = &resumption.id;
+    let replay: Result<VecDeque<Token>, _> =
+        session.tokens.iter().map(|token| Token::decode(&**token)).collect();
+    let replay = replay.map_err(|_| broken(id))?;
+    tracing::info!(request = id, tokens = replay.len(), ended = session.ending.is_some(), "stream resumed");
+    Ok(DurableSession { writer, replay: Some(replay), ending: session.ending })
+}
+
+fn broken(id: &str) -> CoreError {
+    CoreError::internal(format!("the journal of {id:?} holds no request"))
 }
 
 fn owner_of(caller: &Caller) -> Option<String> {

@@ -55,6 +55,10 @@ pub struct Session {
     pub tokens: Vec<Vec<u8>>,
     /// `None`: it goes on.
     pub ending: Option<Ending>,
+    /// Its newest record when it was read.
+    last: Position,
+    /// That of its writer then.
+    epoch: u32,
 }
 
 /// Writes the tokens of one session. Dropping it parks the session, unless it has ended or another writer has it.
@@ -205,24 +209,20 @@ impl Journal {
         }
     }
 
-    /// A session with all its tokens, and the only writer of more. An earlier writer has no effect any more.
+    /// A session with its tokens so far. Its writer keeps it.
     ///
     /// # Errors
     /// When there is no such session of this owner, or its records cannot be read.
-    pub async fn resume(
-        &self,
-        id: &str,
-        owner: Option<&str>,
-    ) -> Result<(Session, SessionWriter), ResumeError> {
+    pub async fn find(&self, id: &str, owner: Option<&str>) -> Result<Session, ResumeError> {
         let unknown = || ResumeError::Unknown { id: id.to_owned() };
         let key = SessionKey::of(id);
-        let mut writer: Option<SessionWriter> = None;
-        let chain = loop {
-            let last = {
+        loop {
+            let (last, epoch) = {
                 let mut state = self.shared.lock();
                 state.flush_session(key);
                 state.is_awaited = true;
-                state.index.get(key).ok_or_else(unknown)?.last
+                let entry = state.index.get(key).ok_or_else(unknown)?;
+                (entry.last, entry.epoch)
             };
             let chain = match self.read(id, key, last).await {
                 Ok(chain) => chain,
@@ -232,33 +232,60 @@ impl Journal {
                 }
                 Err(error) => return Err(error),
             };
-            let acceptance = &chain.acceptance;
+            let Chain { acceptance, tokens, ending } = chain;
             if acceptance.id != id || acceptance.owner.as_deref() != owner {
                 return Err(unknown());
             }
-            let mut state = self.shared.lock();
-            let entry = state.index.entry(key).ok_or_else(unknown)?;
-            // From here on an earlier writer has no effect: what it wrote meanwhile is read, and there is no more.
-            let SessionWriter { epoch, .. } = writer.get_or_insert_with(|| {
-                entry.epoch = entry.epoch.wrapping_add(1);
-                SessionWriter { shared: self.shared.clone(), key, epoch: entry.epoch }
-            });
-            if entry.epoch != *epoch {
-                // Another client of the same stream was faster.
+            return Ok(Session { acceptance, tokens, ending, last, epoch });
+        }
+    }
+
+    /// Takes a session that was found, with the tokens that came since, and becomes the only writer of more. An earlier writer has no
+    /// effect any more.
+    ///
+    /// # Errors
+    /// When the session has gone since, or its newer records cannot be read.
+    pub async fn take(&self, found: Session) -> Result<(Session, SessionWriter), ResumeError> {
+        let (id, owner) = (found.acceptance.id.clone(), found.acceptance.owner.clone());
+        let unknown = || ResumeError::Unknown { id: id.clone() };
+        let key = SessionKey::of(&id);
+        let mut session = found;
+        let mut writer: Option<SessionWriter> = None;
+        loop {
+            {
+                let mut state = self.shared.lock();
+                // What an earlier writer has pushed is read; from here on it has no effect.
+                state.flush_session(key);
+                let entry = state.index.entry(key).ok_or_else(unknown)?;
+                if writer.is_none() && entry.epoch == session.epoch {
+                    entry.epoch = entry.epoch.wrapping_add(1);
+                    writer = Some(SessionWriter { shared: self.shared.clone(), key, epoch: entry.epoch });
+                }
+                match &writer {
+                    // Another client of the same stream was faster.
+                    Some(writer) if writer.epoch != entry.epoch => return Err(unknown()),
+                    Some(_) => {
+                        if entry.standing == Standing::Parked {
+                            entry.standing = Standing::Running;
+                        }
+                        if entry.last == session.last {
+                            break;
+                        }
+                    }
+                    // Another client has taken it since it was found.
+                    None => {}
+                }
+            }
+            let newer = self.find(&id, owner.as_deref()).await?;
+            // It may have ended, and another request may have its id.
+            if newer.acceptance != session.acceptance {
                 return Err(unknown());
             }
-            if entry.standing == Standing::Parked {
-                entry.standing = Standing::Running;
-            }
-            let is_all = entry.last == last && !state.pending.contains_key(&key);
-            if is_all {
-                break chain;
-            }
-        };
+            session = newer;
+        }
         let writer = writer.expect("the loop ends with one");
-        let Chain { acceptance, tokens, ending } = chain;
         self.shared.lock().counts.num_resumed += 1;
-        Ok((Session { acceptance, tokens, ending }, writer))
+        Ok((session, writer))
     }
 
     /// The records of a session up to `last`, once they are written.

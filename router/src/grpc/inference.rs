@@ -129,7 +129,7 @@ impl inference_server::Inference for Inference {
     async fn resume(&self, request: Request<ResumeRequest>) -> Result<Response<Responses>, Status> {
         let (mut arrival, room) = (arrival_of(&request), room_of(&request));
         let ResumeRequest { request_id, next_token_idx } = request.into_inner();
-        let call = self.core.resume(&arrival.caller, &request_id).await.map_err(status)?;
+        let call = self.core.find_stream(&arrival.caller, &request_id).await.map_err(status)?;
         if call.endpoint != GENERATE {
             let message = format!("the stream {request_id:?} is one of {}: resume it there", call.endpoint);
             return Err(Status::invalid_argument(message));

@@ -48,7 +48,7 @@ async fn attach(core: &Core, path: &str, request: Request) -> Result<Request, Ap
         None => DurableCall::new(path, body.to_vec()),
         Some(last) => {
             let arrival = parts.extensions.get::<RequestArrival>().expect("the edge observes every call");
-            let call = core.resume(&arrival.caller, &last.answer_id).await?;
+            let call = core.find_stream(&arrival.caller, &last.answer_id).await?;
             if call.endpoint != path {
                 let message = format!("the stream {:?} is one of {}", last.answer_id, call.endpoint);
                 return Err(ApiError::new(StatusCode::BAD_REQUEST, message));
@@ -85,7 +85,7 @@ pub(crate) async fn resume(
             return Err(ApiError::new(StatusCode::BAD_REQUEST, message));
         }
     };
-    let call = core.resume(&arrival.caller, &id).await?.after(number);
+    let call = core.find_stream(&arrival.caller, &id).await?.after(number);
     let has_ended = call.has_ended();
     let (endpoint, body) = (call.endpoint.clone(), call.body.clone());
     arrival.durable = Some(Arc::new(call));

@@ -271,3 +271,28 @@ async fn a_stream_that_was_refused_is_not_parked_and_may_be_asked_for_again() {
     worker.script(script);
     assert_eq!(send("third").await.expect("no panic"), 200);
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_resume_that_is_refused_takes_nothing_from_the_client_that_reads() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let configure = durable(dir.path());
+    let mut router = Router::start(|config| {
+        configure(config);
+        config.max_requests = 1;
+    })
+    .await;
+    let _worker = register(&mut router).await;
+    let [completions, chat, ..] = APIS;
+    let (reader, _connection) = begin(&router.client, completions, 3).await;
+    let (same, other) = (call(completions, 3).to_string(), call(completions, 4).to_string());
+    // Another body, another endpoint, and no room.
+    for (path, body, status) in
+        [(completions.path, &*other, 400), (chat.path, "", 400), (completions.path, &*same, 429)]
+    {
+        let headers = [("content-type", "application/json"), ("last-event-id", &*reader.events[0].id)];
+        let answer = router.client.send("POST", path, &headers, Bytes::from(body.to_owned())).await;
+        assert_eq!(answer.status, status, "{}", answer.text());
+        let metrics = router.client.get("/metrics").await.text();
+        assert!(metrics.lines().any(|line| line == "baton_journal_running 1"), "{status}: {metrics}");
+    }
+}

@@ -10,7 +10,7 @@ use crate::{
     segment,
 };
 
-use super::{NOW, acceptance, config, num_tokens, open, push, token};
+use super::{NOW, acceptance, config, num_tokens, open, push, resume, token};
 
 const IDS: [&str; 3] = ["one", "two", "three"];
 const NUM_TOKENS: usize = 12;
@@ -107,7 +107,7 @@ async fn damage_costs_its_session_alone_and_is_counted() {
     assert_eq!(num_tokens(&journal, "one").await, NUM_TOKENS);
     assert_eq!(num_tokens(&journal, "three").await, NUM_TOKENS);
     // Its tokens are computed again, and journalled again.
-    let (session, writer) = journal.resume("two", None).await.unwrap();
+    let (session, writer) = resume(&journal, "two", None).await.unwrap();
     assert_eq!(session.tokens.len(), 0);
     push(&writer, 0..4);
     drop((writer, journal));

@@ -4,7 +4,7 @@ use std::{fs, sync::Arc, time::Duration};
 
 use crate::{AcceptError, Acceptance, Ending, Journal, JournalConfig};
 
-use super::{NOW, acceptance, config, num_tokens, open, push};
+use super::{NOW, acceptance, config, num_tokens, open, push, resume};
 
 fn big(id: &str) -> Acceptance {
     Acceptance { body: vec![b' '; 20 << 10], ..acceptance(id) }
@@ -45,7 +45,7 @@ async fn old_segments_go_and_a_parked_session_moves() {
     let num_bytes: u64 = files.map(|file| file.unwrap().metadata().unwrap().len()).sum();
     assert!(num_bytes <= 1 << 20, "{num_bytes}");
     assert_eq!(num_tokens(&journal, "parked").await, 5);
-    let (_, writer) = journal.resume("parked", None).await.unwrap();
+    let (_, writer) = resume(&journal, "parked", None).await.unwrap();
     push(&writer, 5..8);
     drop((writer, journal));
     let journal = open(dir.path());
@@ -87,7 +87,7 @@ async fn a_session_that_is_resumed_while_its_segment_goes_is_whole() {
         async move {
             let mut num_known = 0;
             for _ in 0..400 {
-                let (session, writer) = journal.resume("parked", None).await.expect("it is kept");
+                let (session, writer) = resume(&journal, "parked", None).await.expect("it is kept");
                 assert!(session.tokens.len() >= num_known);
                 num_known = session.tokens.len();
                 // One that finds the journal full is dropped.
@@ -136,7 +136,7 @@ async fn a_disk_that_fails_refuses_requests_and_keeps_those_that_run() {
     let journal = open(&place);
     assert_eq!(num_tokens(&journal, "running").await, 6);
     // A request that was refused is not served later.
-    assert_eq!(journal.resume("late", None).await.expect("written late").0.ending, Some(Ending::Abort));
+    assert_eq!(resume(&journal, "late", None).await.expect("written late").0.ending, Some(Ending::Abort));
 }
 
 #[tokio::test]

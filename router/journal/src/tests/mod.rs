@@ -6,7 +6,7 @@ mod memory;
 
 use std::{path::Path, time::Duration};
 
-use crate::{Acceptance, Ending, Journal, JournalConfig, ResumeError, SessionWriter};
+use crate::{Acceptance, Ending, Journal, JournalConfig, ResumeError, Session, SessionWriter};
 
 pub(super) const NOW: u64 = 1_800_000_000_000;
 
@@ -36,8 +36,16 @@ pub(super) fn push(writer: &SessionWriter, range: std::ops::Range<usize>) {
     range.for_each(|idx| writer.push(idx, token(idx)));
 }
 
+pub(super) async fn resume(
+    journal: &Journal,
+    id: &str,
+    owner: Option<&str>,
+) -> Result<(Session, SessionWriter), ResumeError> {
+    journal.take(journal.find(id, owner).await?).await
+}
+
 async fn num_tokens(journal: &Journal, id: &str) -> usize {
-    let (session, _writer) = journal.resume(id, None).await.expect("it is there");
+    let (session, _writer) = resume(journal, id, None).await.expect("it is there");
     assert_eq!(session.acceptance, acceptance(id));
     let expected: Vec<_> = (0..session.tokens.len()).map(token).collect();
     assert_eq!(session.tokens, expected);
@@ -59,15 +67,15 @@ async fn sessions_survive_their_router() {
     drop(journal);
 
     let journal = open(dir.path());
-    let (session, writer) = journal.resume("one", None).await.unwrap();
+    let (session, writer) = resume(&journal, "one", None).await.unwrap();
     assert_eq!((session.tokens.len(), session.ending), (5, None));
     push(&writer, 5..9);
     writer.end(Ending::Length, 9);
     drop(writer);
     assert_eq!(num_tokens(&journal, "one").await, 9);
-    assert_eq!(journal.resume("one", None).await.unwrap().0.ending, Some(Ending::Length));
-    assert_eq!(journal.resume("two", None).await.unwrap().0.ending, Some(Ending::Stop));
-    assert!(matches!(journal.resume("three", None).await, Err(ResumeError::Unknown { .. })));
+    assert_eq!(resume(&journal, "one", None).await.unwrap().0.ending, Some(Ending::Length));
+    assert_eq!(resume(&journal, "two", None).await.unwrap().0.ending, Some(Ending::Stop));
+    assert!(matches!(resume(&journal, "three", None).await, Err(ResumeError::Unknown { .. })));
 }
 
 #[tokio::test]
@@ -76,7 +84,7 @@ async fn who_resumes_takes_the_session_from_an_earlier_client() {
     let journal = open(dir.path());
     let first = journal.accept(acceptance("one")).await.unwrap();
     push(&first, 0..2);
-    let (session, second) = journal.resume("one", None).await.unwrap();
+    let (session, second) = resume(&journal, "one", None).await.unwrap();
     assert_eq!(session.tokens.len(), 2);
     // The first client's connection is found dead later.
     push(&first, 2..4);
@@ -89,6 +97,33 @@ async fn who_resumes_takes_the_session_from_an_earlier_client() {
 }
 
 #[tokio::test]
+async fn a_session_that_is_found_stays_with_its_writer_until_it_is_taken() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let journal = open(dir.path());
+    let first = journal.accept(acceptance("one")).await.unwrap();
+    push(&first, 0..2);
+    let found = journal.find("one", None).await.unwrap();
+    assert_eq!(found.tokens.len(), 2);
+    push(&first, 2..4);
+    // Several clients find it, and the last one to take it has it.
+    let other = journal.find("one", None).await.unwrap();
+    assert_eq!((journal.counts().num_running, journal.counts().num_resumed), (1, 0));
+    push(&first, 4..5);
+    let (session, second) = journal.take(found).await.unwrap();
+    assert_eq!(session.tokens.len(), 5);
+    push(&first, 5..6);
+    push(&second, 5..7);
+    let (session, third) = journal.take(other).await.unwrap();
+    assert_eq!(session.tokens.len(), 7);
+    push(&second, 7..8);
+    push(&third, 7..9);
+    drop((first, second));
+    assert_eq!(journal.counts().num_running, 1);
+    drop(third);
+    assert_eq!(num_tokens(&journal, "one").await, 9);
+}
+
+#[tokio::test]
 async fn another_tenant_neither_reads_nor_disturbs_a_session() {
     let dir = tempfile::tempdir().expect("a directory");
     let journal = open(dir.path());
@@ -96,10 +131,10 @@ async fn another_tenant_neither_reads_nor_disturbs_a_session() {
     let writer = journal.accept(owned).await.unwrap();
     push(&writer, 0..2);
     for other in [None, Some("other")] {
-        assert!(matches!(journal.resume("one", other).await, Err(ResumeError::Unknown { .. })));
+        assert!(matches!(resume(&journal, "one", other).await, Err(ResumeError::Unknown { .. })));
     }
     push(&writer, 2..4);
-    assert_eq!(journal.resume("one", Some("acme")).await.unwrap().0.tokens.len(), 4);
+    assert_eq!(resume(&journal, "one", Some("acme")).await.unwrap().0.tokens.len(), 4);
 }
 
 #[tokio::test]
@@ -112,6 +147,6 @@ async fn an_end_after_lost_tokens_is_no_end() {
     writer.end(Ending::Stop, 5);
     drop(writer);
     assert_eq!(journal.counts().num_dropped, 2);
-    let (session, _writer) = journal.resume("one", None).await.unwrap();
+    let (session, _writer) = resume(&journal, "one", None).await.unwrap();
     assert_eq!((session.tokens.len(), session.ending), (2, None));
 }
