@@ -127,7 +127,10 @@ impl Choice {
                 session.end(finish.reason, self.request.output.len());
             }
             // None may resume what has no event, and it would be in the way of the same request.
-            (Err(_), Some(session)) if self.has_no_event() && !self.core.closing.is_cancelled() => {
+            (Err(_), Some(session))
+                if self.has_no_event()
+                    && !(self.core.closing.is_cancelled() && self.prepared.arrival.is_named()) =>
+            {
                 session.abort();
             }
             _ => {}
@@ -543,6 +546,18 @@ impl Choice {
         let &last = self.request.output.last()?;
         // No more tokens are asked for than there is context for.
         self.request.finish_after(self.request.output.len(), last, usize::MAX)
+    }
+}
+
+impl Drop for Choice {
+    fn drop(&mut self) {
+        // The client has left before it knew by which id to resume the stream.
+        if let Some(session) = &self.durable
+            && self.has_no_event()
+            && !self.prepared.arrival.is_named()
+        {
+            session.abort();
+        }
     }
 }
 

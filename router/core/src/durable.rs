@@ -24,6 +24,8 @@ pub struct DurableCall {
     pub body: Vec<u8>,
     /// What the client has of the answer already, in units of its API.
     pub(crate) num_delivered: u64,
+    /// Whether the client knows the id before it has an event.
+    pub(crate) is_named: bool,
     pub(crate) resumption: Option<Resumption>,
 }
 
@@ -72,7 +74,18 @@ pub(crate) enum Replayed {
 impl DurableCall {
     /// A new call.
     pub fn new(endpoint: &str, body: Vec<u8>) -> DurableCall {
-        DurableCall { endpoint: endpoint.to_owned(), body, num_delivered: 0, resumption: None }
+        DurableCall {
+            endpoint: endpoint.to_owned(),
+            body,
+            num_delivered: 0,
+            is_named: false,
+            resumption: None,
+        }
+    }
+
+    /// The client has chosen the id, so it can resume the stream before it has any event.
+    pub fn named(self) -> DurableCall {
+        DurableCall { is_named: true, ..self }
     }
 
     /// Whether it is the call of a stream that has ended, which is delivered again.

@@ -286,8 +286,13 @@ impl Events {
 
 impl Drop for Events {
     fn drop(&mut self) {
-        // The edge has read the last event but not the end: the request is complete.
-        let outcome = if self.is_unread() && self.choices.is_empty() { "ok" } else { self.outcome };
+        let outcome = match self.outcome {
+            // The edge has read the last event but not the end: the request is complete.
+            "cancelled" | "parked" if self.choices.is_empty() => "ok",
+            // Its choice ends it: the client does not know the id.
+            "parked" if self.is_empty && !self.request.arrival.is_named() => "cancelled",
+            outcome => outcome,
+        };
         let took = self.request.arrival.at.elapsed();
         self.core.metrics.on_end(self.endpoint, outcome, took);
         let ended = EndedRequest {

@@ -188,6 +188,11 @@ impl RequestArrival {
         self.durable.as_ref().map_or(0, |call| call.num_delivered)
     }
 
+    /// Whether the client knows the id of its answer before it has an event.
+    pub(crate) fn is_named(&self) -> bool {
+        self.durable.as_ref().is_some_and(|call| call.is_named)
+    }
+
     /// What workers were asked for before, if the call is resumed.
     pub(crate) fn resumed_request(&self) -> Option<&Request> {
         self.resumption().map(|resumption| &resumption.request)

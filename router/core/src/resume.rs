@@ -90,6 +90,7 @@ impl Core {
             endpoint: session.acceptance.endpoint.clone(),
             body: session.acceptance.body.clone(),
             num_delivered: 0,
+            is_named: true,
             resumption: Some(Resumption {
                 id: id.to_owned(),
                 kept,

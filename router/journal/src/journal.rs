@@ -69,6 +69,10 @@ pub struct SessionWriter {
     epoch: u32,
 }
 
+/// The writer of a session that is not written yet. Dropped, it ends the session, whose request is not served: it may be written
+/// after all, and must not be resumed then.
+struct Accepting(Option<SessionWriter>);
+
 impl Journal {
     /// Opens a journal, and finds the sessions in it. Blocks.
     ///
@@ -167,7 +171,7 @@ impl Journal {
     pub async fn accept(&self, acceptance: Acceptance) -> Result<SessionWriter, AcceptError> {
         let key = SessionKey::of(&acceptance.id);
         let mut progress = self.shared.progress.subscribe();
-        let (writer, round) = {
+        let (mut writer, round) = {
             let mut state = self.shared.lock();
             if let Some(failure) = &progress.borrow_and_update().failure {
                 return Err(AcceptError::Write(failure.clone()));
@@ -189,7 +193,7 @@ impl Journal {
             state.append(key, Payload::Accepted(acceptance));
             let epoch = state.index.get(key).expect("it was appended").epoch;
             state.is_awaited = true;
-            (SessionWriter { shared: self.shared.clone(), key, epoch }, state.round)
+            (Accepting(Some(SessionWriter { shared: self.shared.clone(), key, epoch })), state.round)
         };
         self.shared.wake.notify_all();
         let done = progress.wait_for(|progress| progress.synced >= round || progress.failure.is_some());
@@ -200,12 +204,8 @@ impl Journal {
             Err(_) => Some(format!("nothing was written for {PATIENCE:?}").into()),
         };
         match reason {
-            None => Ok(writer),
-            Some(reason) => {
-                // It may be written after all, and must not be resumed then.
-                writer.end(Ending::Abort, 0);
-                Err(AcceptError::Write(reason))
-            }
+            None => Ok(writer.0.take().expect("it is taken once")),
+            Some(reason) => Err(AcceptError::Write(reason)),
         }
     }
 
@@ -382,6 +382,14 @@ impl SessionWriter {
     pub fn end(&self, ending: Ending, num_tokens: usize) {
         self.shared.lock().end(self.key, self.epoch, ending, num_tokens);
         self.shared.wake.notify_all();
+    }
+}
+
+impl Drop for Accepting {
+    fn drop(&mut self) {
+        if let Some(writer) = self.0.take() {
+            writer.end(Ending::Abort, 0);
+        }
     }
 }
 

@@ -119,7 +119,8 @@ impl inference_server::Inference for Inference {
         let (mut arrival, room) = (arrival_of(&request), room_of(&request));
         let request = request.into_inner();
         if self.core.config.durable.is_some() {
-            arrival.durable = Some(Arc::new(DurableCall::new(GENERATE, request.encode_to_vec())));
+            let call = DurableCall::new(GENERATE, request.encode_to_vec());
+            arrival.durable = Some(Arc::new(if request.request_id.is_empty() { call } else { call.named() }));
         }
         self.serve(request, arrival, room).await
     }

@@ -3,7 +3,10 @@
 
 use std::time::Duration;
 
-use baton_proto::{v1, worker::GenerateRequest};
+use baton_proto::{
+    v1::{self, generate_request::Prompt},
+    worker::GenerateRequest,
+};
 use baton_request::FailureKind;
 use baton_router::{JournalConfig, RouterConfig, ToolFormat};
 use bytes::Bytes;
@@ -14,6 +17,7 @@ use serde_json::{Value, json};
 use crate::{
     client::Client,
     fake::{FakeWorker, Step, say},
+    grpc,
     harness::{Router, SOON},
     model::{MODEL, ids},
 };
@@ -295,4 +299,28 @@ async fn a_resume_that_is_refused_takes_nothing_from_the_client_that_reads() {
         let metrics = router.client.get("/metrics").await.text();
         assert!(metrics.lines().any(|line| line == "baton_journal_running 1"), "{status}: {metrics}");
     }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_stream_without_events_is_parked_only_if_its_client_knows_the_id() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let mut router = Router::start(durable(dir.path())).await;
+    let worker = register(&mut router).await;
+    worker.script(|_| vec![Step::Silence]);
+    let headers = [("content-type", "application/json")];
+    let body = call(APIS[0], 999).to_string();
+    let response = router.client.begin("POST", APIS[0].path, &headers, body.into()).await;
+    assert_eq!(response.status(), 200);
+    drop(response);
+    router.until_metric("baton_journal_ended 1").await;
+
+    let mut client = grpc::client(&router).await;
+    let prompt = Some(Prompt::Text("[999]".into()));
+    let request = v1::GenerateRequest { prompt, request_id: "mine".into(), ..Default::default() };
+    drop(client.generate(request).await.expect("it begins"));
+    router.until_metric("baton_journal_parked 1").await;
+    worker.script(script);
+    let resume = v1::ResumeRequest { request_id: "mine".into(), next_token_idx: 0 };
+    let mut events = client.resume(resume).await.expect("it is parked").into_inner();
+    assert!(events.message().await.expect("it goes on").is_some());
 }
