@@ -8,7 +8,7 @@ use std::{
     time::Instant,
 };
 
-use baton_engine::{Request, SampledToken, TokenEvent, TokenStream};
+use baton_engine::{SampledToken, Submission, TokenEvent, TokenStream};
 use baton_proto::worker::GenerateEvent;
 use baton_request::{Failure, FailureKind, FinishReason};
 use baton_telemetry::trace_context;
@@ -27,7 +27,7 @@ use crate::remote_prefill::RemotePrefillEvent;
 /// The source of the next event.
 enum TokenSource {
     /// A cached prefix is fetched from another worker, or recalled from a tier. Then this worker's engine computes the rest.
-    Fetch(BoxFuture<'static, Meanwhile>, Box<Request>, Option<Uncovered>),
+    Fetch(BoxFuture<'static, Meanwhile>, Box<Submission>, Option<Uncovered>),
     RemotePrefill(mpsc::Receiver<RemotePrefillEvent>),
     Engine(TokenStream),
     /// The first token was the last.
@@ -67,13 +67,13 @@ impl GenerateStream {
     pub fn fetching(
         worker: Arc<Worker>,
         fetch: impl Future<Output = Meanwhile> + Send + 'static,
-        request: Request,
+        submission: Submission,
         uncovered: Option<Uncovered>,
         clock: RequestClock,
     ) -> GenerateStream {
         GenerateStream::new(
             worker,
-            TokenSource::Fetch(Box::pin(fetch), Box::new(request), uncovered),
+            TokenSource::Fetch(Box::pin(fetch), Box::new(submission), uncovered),
             Arc::default(),
             clock,
         )
@@ -133,13 +133,13 @@ impl GenerateStream {
     pub async fn next(&mut self) -> Option<GenerateEvent> {
         loop {
             match &mut self.source {
-                TokenSource::Fetch(fetch, request, uncovered) => {
+                TokenSource::Fetch(fetch, submission, uncovered) => {
                     tokio::select! {
                         biased;
                         meanwhile = fetch => self.meanwhile = meanwhile,
                         () = self.halted.cancelled() => return Some(self.fail(draining_failure())),
                     }
-                    match self.worker.engine().generate(std::mem::take(request.as_mut())) {
+                    match self.worker.engine().generate(std::mem::take(&mut **submission)) {
                         Ok(tokens) => {
                             // The engine counts it from here on.
                             drop(uncovered.take());

@@ -13,7 +13,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use baton_engine::{Reservation, SampledToken, TokenStream};
+use baton_engine::{Reservation, SampledToken, Submission, TokenStream};
 use baton_handoff::{
     HandoffError, PrefillMessage, Side,
     decode::{Committed, DecodeAction, DecodeInput, RemotePrefill, RemotePrefillAction, RemotePrefilled},
@@ -88,6 +88,8 @@ pub struct RemotePrefillDriver {
     /// When the prefill worker began to compute.
     computing: Option<Instant>,
     request: Request,
+    /// The same for this worker's engine, until blocks are reserved.
+    submission: Option<Submission>,
     prefix_source: Option<PrefillPeer>,
     side: DecodeSide<Reservation>,
     /// Until the engine counts the request: when its blocks are reserved.
@@ -111,7 +113,7 @@ impl RemotePrefillDriver {
     /// Opens the stream to the prefill worker. `deadline` bounds everything except the computation there.
     pub fn new(
         worker: Arc<Worker>,
-        request: Request,
+        submission: Submission,
         plan: RemotePrefillPlan,
         uncovered: Option<Uncovered>,
         deadline: Duration,
@@ -119,6 +121,7 @@ impl RemotePrefillDriver {
     ) -> RemotePrefillDriver {
         let RemotePrefillPlan { attempt, peer, link, wire, prefix_source, ticket } = plan;
         let started = Instant::now();
+        let request = submission.request.clone();
         let begin = begin(&worker, &peer, attempt, &request, deadline);
         let num_layers = worker.engine().storage().layout().num_layers;
         let (machine, actions) = RemotePrefill::begin(begin, num_layers, limits(deadline), started);
@@ -129,6 +132,7 @@ impl RemotePrefillDriver {
             started,
             computing: None,
             request,
+            submission: Some(submission),
             prefix_source,
             side,
             uncovered,
@@ -191,7 +195,8 @@ impl RemotePrefillDriver {
             }
             DecodeAction::Reserve { .. } => {
                 let (worker, uncovered) = (self.side.worker().clone(), self.uncovered.take());
-                let reserving = reserve(worker, self.request.clone(), uncovered);
+                let submission = self.submission.take().unwrap_or_else(|| self.request.clone().into());
+                let reserving = reserve(worker, submission, uncovered);
                 self.side.reserve(Box::pin(reserving));
             }
             DecodeAction::FirstToken(first) => {
@@ -307,10 +312,10 @@ impl RemotePrefillDriver {
 /// Waits for blocks for the request, and for a running slot. Load reports count them once they are there.
 async fn reserve(
     worker: Arc<Worker>,
-    request: Request,
+    submission: Submission,
     _uncovered: Option<Uncovered>,
 ) -> Result<Reservation, Failure> {
-    worker.engine().reserve(request).await.map_err(|error| submit_failure(&error))
+    worker.engine().reserve(submission).await.map_err(|error| submit_failure(&error))
 }
 
 /// The failure that the router receives when a handoff fails.

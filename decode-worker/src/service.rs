@@ -2,6 +2,7 @@
 
 use std::{pin::Pin, sync::Arc};
 
+use baton_engine::Submission;
 use baton_proto::{
     failure_to_status,
     worker::{
@@ -48,24 +49,25 @@ impl DecodeService {
     /// Starts an accepted request.
     fn start(
         &self,
-        mut request: baton_request::Request,
+        mut submission: Submission,
         kv: PromptKv,
         uncovered: Option<Uncovered>,
         span: &Span,
     ) -> Result<GenerateStream, Status> {
         let worker = self.worker.clone();
+        let request = &mut submission.request;
         let num_tokens = request.num_known_tokens();
         if !matches!(kv, PromptKv::Remote(_)) {
-            blending::decide(&worker, &mut request);
+            blending::decide(&worker, request);
         }
-        let save = SaveAtEnd::new(worker.tiers(), &request);
+        let save = SaveAtEnd::new(worker.tiers(), request);
         let recall = match kv {
-            PromptKv::Local | PromptKv::Fetch { .. } => Recall::of(worker.tiers(), &request),
+            PromptKv::Local | PromptKv::Fetch { .. } => Recall::of(worker.tiers(), request),
             PromptKv::Remote(_) => None,
         };
         let stream = match (kv, recall) {
             (PromptKv::Local, None) => {
-                let tokens = worker.engine().generate(request);
+                let tokens = worker.engine().generate(submission);
                 let tokens = tokens.map_err(|error| failure_to_status(&submit_failure(&error)))?;
                 // The engine counts it from here on.
                 drop(uncovered);
@@ -76,7 +78,7 @@ impl DecodeService {
                 let clock = worker.metrics().request_taken("local", num_tokens, span);
                 let recall = bring_in(worker.clone(), Some(recall), None, request.clone());
                 let span = tracing::info_span!(parent: span, "recall");
-                GenerateStream::fetching(worker, recall.instrument(span), request, uncovered, clock)
+                GenerateStream::fetching(worker, recall.instrument(span), submission, uncovered, clock)
             }
             (PromptKv::Fetch { source }, recall) => {
                 let clock = worker.metrics().request_taken("local", num_tokens, span);
@@ -85,7 +87,7 @@ impl DecodeService {
                 );
                 // The peer is asked for what the tiers lack.
                 let fetch = bring_in(worker.clone(), recall, Some(source), request.clone());
-                GenerateStream::fetching(worker, fetch.instrument(span), request, uncovered, clock)
+                GenerateStream::fetching(worker, fetch.instrument(span), submission, uncovered, clock)
             }
             (PromptKv::Remote(plan), _) => {
                 let clock = worker.metrics().request_taken("remote", num_tokens, span);
@@ -95,7 +97,7 @@ impl DecodeService {
                 let (events, received) = mpsc::channel(EVENTS_BOUND);
                 let deadline = worker.config().handoff_deadline;
                 let driver =
-                    RemotePrefillDriver::new(worker.clone(), request, plan, uncovered, deadline, events);
+                    RemotePrefillDriver::new(worker.clone(), submission, plan, uncovered, deadline, events);
                 let num_progress = driver.num_progress();
                 worker.lifecycle().spawn(driver.run().instrument(span));
                 GenerateStream::remote(worker, received, num_progress, clock)
@@ -134,12 +136,12 @@ impl Decode for DecodeService {
         if message.for_balance {
             self.balance.arrive(&self.worker, message.prefix_source.as_ref()).await?;
         }
-        let prepared = self.worker.prepare_grammar(&accepted).await;
-        prepared
+        let prepared = self.worker.prepare_grammar(accepted).await;
+        let submission = prepared
             .map_err(|failure| failure_to_status(&failure))
             .inspect_err(|status| refuse(&span, status))?;
         let stream =
-            self.start(accepted, kv, uncovered, &span).inspect_err(|status| refuse(&span, status))?;
+            self.start(submission, kv, uncovered, &span).inspect_err(|status| refuse(&span, status))?;
         // The router's timeout for a silent stream may be shorter than a prefill: `Progress` events restart it.
         let work = stream.work();
         let pulse = Pulse::new(self.worker.config().handoff_deadline, work());

@@ -25,6 +25,7 @@ use crate::{
     live_request::{Grant, LiveRequest, QueueSlot, ReplyChannel},
     status::{DraftCounters, EngineLoad, EnginePace, EngineTotals, IdleError, Progress},
     streams::{PrefillEvents, TokenStream},
+    submission::Submission,
 };
 
 /// Sends commands to an engine. Cheap to clone.
@@ -123,10 +124,12 @@ impl EngineHandle {
     ///
     /// # Errors
     /// When the request is invalid, the queue is full, or the engine ends.
-    pub fn generate(&self, request: Request) -> Result<TokenStream, SubmitError> {
-        let (sink, events) = Sink::new(self.max_token_events(&request), self.state.config.clock);
+    pub fn generate(&self, request: impl Into<Submission>) -> Result<TokenStream, SubmitError> {
+        let submission = request.into();
+        let max_events = self.max_token_events(&submission.request);
+        let (sink, events) = Sink::new(max_events, self.state.config.clock);
         let cancel =
-            self.submit(request, SequenceRole::Generate, ReplyChannel::Tokens(sink), Command::Cancel)?;
+            self.submit(submission, SequenceRole::Generate, ReplyChannel::Tokens(sink), Command::Cancel)?;
         Ok(TokenStream { events, _cancel: cancel })
     }
 
@@ -135,14 +138,18 @@ impl EngineHandle {
     ///
     /// # Errors
     /// As [`generate`](Self::generate).
-    pub fn prefill(&self, request: Request) -> Result<(PrefillEvents, HeldBlocks), SubmitError> {
+    pub fn prefill(
+        &self,
+        request: impl Into<Submission>,
+    ) -> Result<(PrefillEvents, HeldBlocks), SubmitError> {
+        let submission = request.into();
         let layout = self.state.storage.layout();
         // One event for each piece, `Adopted` for blocks, one for the cached prefix, `Started`, `Blended`, and the terminal one.
-        let num_blocks = layout.num_blocks_for(request.num_known_tokens());
+        let num_blocks = layout.num_blocks_for(submission.request.num_known_tokens());
         let max_events = num_blocks * (layout.num_layers + 1) + 4;
         let (sink, events) = Sink::new(max_events, self.state.config.clock);
         let cancel =
-            self.submit(request, SequenceRole::Prefill, ReplyChannel::Prefill(sink), Command::Cancel)?;
+            self.submit(submission, SequenceRole::Prefill, ReplyChannel::Prefill(sink), Command::Cancel)?;
         let owner = DropCommand::new(cancel.id, self.state.commands.clone(), Command::Release);
         Ok((PrefillEvents { events, _cancel: cancel }, HeldBlocks { _owner: owner }))
     }
@@ -153,11 +160,12 @@ impl EngineHandle {
     ///
     /// # Errors
     /// As [`generate`](Self::generate).
-    pub async fn reserve(&self, request: Request) -> Result<Reservation, SubmitError> {
-        let max_events = self.max_token_events(&request);
+    pub async fn reserve(&self, request: impl Into<Submission>) -> Result<Reservation, SubmitError> {
+        let submission = request.into();
+        let max_events = self.max_token_events(&submission.request);
         let (reply, granted) = oneshot::channel();
         let owner = self.submit(
-            request,
+            submission,
             SequenceRole::Decode,
             ReplyChannel::Reservation(Some(reply)),
             Command::Release,
@@ -270,7 +278,7 @@ impl EngineHandle {
 
     fn submit(
         &self,
-        mut request: Request,
+        submission: Submission,
         role: SequenceRole,
         reply: ReplyChannel,
         at_drop: fn(SequenceId) -> Command,
@@ -280,11 +288,15 @@ impl EngineHandle {
             return Err(SubmitError::ShuttingDown);
         }
         let config = &state.config;
+        let Submission { mut request, matcher } = submission;
         self.validate(&request)?;
         let slot = QueueSlot::take(&state.num_waiting, config.max_waiting)
             .map_err(|num_waiting| SubmitError::Full { num_waiting, max_waiting: config.max_waiting })?;
 
-        let matcher = self.matcher(&request)?;
+        let matcher = match matcher {
+            Some(matcher) => Some(matcher),
+            None => self.matcher(&request)?,
+        };
         let id = self.next_id(request.priority);
         let is_scored = request.is_scored();
         if is_scored && role != SequenceRole::Generate {
@@ -324,11 +336,17 @@ impl EngineHandle {
         self.state.max_blended_tokens.saturating_sub(MAX_REST) >= marks.end_idx()
     }
 
-    /// Compiles the grammar of a request, unless that was done before.
+    /// Compiles the grammar of a request, unless that was done before, and goes through the request's output with it. Blocks: what
+    /// is submitted then does not.
     ///
     /// # Errors
     /// When the request has a grammar that cannot be used here.
-    pub fn matcher(&self, request: &Request) -> Result<Option<TokenMatcher>, GrammarError> {
+    pub fn prepare(&self, request: Request) -> Result<Submission, GrammarError> {
+        let matcher = self.matcher(&request)?;
+        Ok(Submission { request, matcher })
+    }
+
+    fn matcher(&self, request: &Request) -> Result<Option<TokenMatcher>, GrammarError> {
         let Some(grammar) = &request.sampling.grammar else { return Ok(None) };
         let unknown = || GrammarError::vocabulary("the worker does not know the model's tokenizer");
         let grammars = self.state.config.grammars.as_ref().ok_or_else(unknown)?;

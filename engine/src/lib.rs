@@ -14,6 +14,7 @@
 //! - `batch`: what an executor computes for a plan;
 //! - [`speculation`]: which tokens are drafted;
 //! - `step_loop`: the thread that owns all of the above and an [`Executor`](baton_model_spec::Executor);
+//! - `submission`: a request for an engine;
 //! - [`handle`] and `prefix`: how other threads use the engine;
 //! - `start`: how an engine starts.
 //!
@@ -46,6 +47,7 @@ mod start;
 mod status;
 mod step_loop;
 mod streams;
+mod submission;
 
 pub use baton_model_spec::{SampledToken, TokenLogprobs};
 pub use baton_request::{
@@ -65,3 +67,4 @@ pub use speculation::{Drafter, Speculation};
 pub use start::{EngineThread, start, start_over};
 pub use status::{EngineLoad, EnginePace, EngineTotals, IdleError};
 pub use streams::{PrefillEvents, TokenStream};
+pub use submission::Submission;

@@ -237,6 +237,18 @@ async fn grammars_that_cannot_be_used_are_refused() {
 }
 
 #[tokio::test]
+async fn a_prepared_request_needs_no_compiler_when_it_is_submitted() {
+    let engine = plain();
+    let request = constrained(words(), 3);
+    let tokens = engine.generate_all(request.clone()).await.tokens;
+    let (delivered, rest) = tokens.split_at(tokens.len() / 2);
+    let prepared = engine.prepare(Request { output: delivered.to_vec(), ..request }).expect("it follows");
+    let (_, without) = engine_of(model(), EngineConfig { grammars: None, ..config() }, |_| Ok(()));
+    let output = support::collect(without.generate(prepared).expect("accepted")).await;
+    assert_eq!(output.tokens, rest);
+}
+
+#[tokio::test]
 async fn a_first_token_that_the_grammar_refuses_fails_the_request_alone() {
     let (p, d) = (plain(), plain());
     let other = d.generate(request(&prompt(2, 5), 30)).expect("accepted");

@@ -10,14 +10,14 @@ use std::{
     time::{Duration, Instant},
 };
 
-use baton_engine::{HeldBlocks, PrefillEvent, PrefillEvents};
+use baton_engine::{HeldBlocks, PrefillEvent, PrefillEvents, Submission};
 use baton_handoff::{
     HandoffError,
     prefill::{
         ComputeInput, ComputedHandoff, ComputedHandoffAction, HandedOver, PrefillAction, PrefillInput,
     },
 };
-use baton_request::{Failure, FailureKind, FinishReason, Request};
+use baton_request::{Failure, FailureKind, FinishReason};
 use baton_telemetry::{KeyValue, TracePoint, trace_context};
 use baton_worker::{
     Meanwhile, Recall, RequestClock, SaveAtEnd, Uncovered, Worker, blending, bring_in,
@@ -53,7 +53,11 @@ pub struct ComputedHandoffDriver {
 /// The prompt and its blocks.
 enum Prompt {
     /// The engine does not have the prompt yet. A prefix that another worker has cached is fetched first, if there is one.
-    Fetching { fetch: BoxFuture<'static, Meanwhile>, request: Box<Request>, uncovered: Option<Uncovered> },
+    Fetching {
+        fetch: BoxFuture<'static, Meanwhile>,
+        submission: Box<Submission>,
+        uncovered: Option<Uncovered>,
+    },
     /// The prompt is in the engine: it waits in the queue or is computed.
     Computing(Computing),
     /// The engine has finished. The route shares this guard; the last owner to drop it returns the blocks.
@@ -90,19 +94,22 @@ type Action = ComputedHandoffAction<FirstToken>;
 
 impl ComputedHandoffDriver {
     /// Fetches the prefix that `source` has cached, if there is a source. Then the engine computes the rest of the prompt.
+    /// `submission` has the request of `opened`.
     pub fn new(
         worker: Arc<Worker>,
         opened: OpenedHandoff<ComputedHandoff>,
+        mut submission: Submission,
         source: Option<PrefixSource>,
         peer_format: PeerFormat,
     ) -> ComputedHandoffDriver {
-        let OpenedHandoff { machine, mut request, deadline, started, stream, uncovered, .. } = opened;
-        blending::decide(&worker, &mut request);
+        let OpenedHandoff { machine, deadline, started, stream, uncovered, .. } = opened;
+        let request = &mut submission.request;
+        blending::decide(&worker, request);
         let clock = worker.metrics().request_taken("handoff", request.num_known_tokens(), &Span::current());
-        let save = SaveAtEnd::new(worker.tiers(), &request);
-        let recall = Recall::of(worker.tiers(), &request);
+        let save = SaveAtEnd::new(worker.tiers(), request);
+        let recall = Recall::of(worker.tiers(), request);
         let fetch = bring_in(worker.clone(), recall, source, request.clone());
-        let prompt = Prompt::Fetching { fetch: Box::pin(fetch), request: Box::new(request), uncovered };
+        let prompt = Prompt::Fetching { fetch: Box::pin(fetch), submission: Box::new(submission), uncovered };
         let num_layers = worker.engine().storage().layout().num_layers;
         let side = PrefillSide::new(worker, stream, peer_format);
         ComputedHandoffDriver {
@@ -165,13 +172,13 @@ impl ComputedHandoffDriver {
 
     /// Gives the prompt to the engine.
     fn submit(&mut self, meanwhile: Meanwhile) -> Result<(), Failure> {
-        let Prompt::Fetching { request, uncovered, .. } =
+        let Prompt::Fetching { submission, uncovered, .. } =
             std::mem::replace(&mut self.prompt, Prompt::Released)
         else {
             return Ok(());
         };
         let engine = self.side.worker().engine();
-        let (events, blocks) = engine.prefill(*request).map_err(|error| submit_failure(&error))?;
+        let (events, blocks) = engine.prefill(*submission).map_err(|error| submit_failure(&error))?;
         // The engine counts it from here on.
         drop(uncovered);
         let pulse = Pulse::new(self.deadline, engine.num_computed_tokens());

@@ -56,12 +56,17 @@ impl Prefill for PrefillService {
 
 /// Computes the prompt in `opened` and hands its KV over, or refuses with a reason.
 async fn compute(worker: Arc<Worker>, opened: OpenedHandoff<ComputedHandoff>, source: Option<PrefixSource>) {
-    if let Err(failure) = worker.prepare_grammar(&opened.request).await {
-        opened.decline(&worker, failure).await;
-        return;
-    }
+    let submission = match worker.prepare_grammar(opened.request.clone()).await {
+        Ok(submission) => submission,
+        Err(failure) => {
+            opened.decline(&worker, failure).await;
+            return;
+        }
+    };
     match admit(&worker, &opened) {
-        Ok(peer_format) => ComputedHandoffDriver::new(worker, opened, source, peer_format).run().await,
+        Ok(peer_format) => {
+            ComputedHandoffDriver::new(worker, opened, submission, source, peer_format).run().await;
+        }
         Err(failure) => opened.decline(&worker, failure).await,
     }
 }

@@ -3,6 +3,7 @@
 
 use std::{path::Path, sync::Arc};
 
+use baton_engine::Submission;
 use baton_grammar::{GrammarCompiler, GrammarError, GrammarLimits, Vocabulary, VocabularyToken};
 use baton_request::{Failure, FailureKind, Request};
 use baton_tokenizer::{GenerationDefaults, Tokenizer, TokenizerError};
@@ -32,17 +33,17 @@ fn load(model: &Path, vocab_size: usize) -> Result<Result<Vocabulary, GrammarErr
 }
 
 impl Worker {
-    /// Compiles the request's grammar, if it has one, so that the engine finds it compiled.
+    /// Compiles the request's grammar, if it has one, and goes through the request's output with it, so that the engine need not.
     ///
     /// # Errors
     /// When the grammar cannot be used.
-    pub async fn prepare_grammar(&self, request: &Request) -> Result<(), Failure> {
+    pub async fn prepare_grammar(&self, request: Request) -> Result<Submission, Failure> {
         if request.sampling.grammar.is_none() {
-            return Ok(());
+            return Ok(request.into());
         }
-        let (engine, request) = (self.engine().clone(), request.clone());
-        match tokio::task::spawn_blocking(move || engine.matcher(&request)).await {
-            Ok(compiled) => compiled.map(drop).map_err(|error| submit_failure(&error.into())),
+        let engine = self.engine().clone();
+        match tokio::task::spawn_blocking(move || engine.prepare(request)).await {
+            Ok(prepared) => prepared.map_err(|error| submit_failure(&error.into())),
             Err(error) => Err(Failure::new(FailureKind::Internal, format!("compiling a grammar: {error}"))),
         }
     }
