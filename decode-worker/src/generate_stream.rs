@@ -30,7 +30,7 @@ enum TokenSource {
     Fetch(BoxFuture<'static, Meanwhile>, Box<Submission>, Option<Uncovered>),
     RemotePrefill(mpsc::Receiver<RemotePrefillEvent>),
     Engine(TokenStream),
-    /// The first token was the last.
+    /// No token follows: the first one was the last, or was delivered before.
     End(FinishReason),
     Over,
 }
@@ -88,6 +88,11 @@ impl GenerateStream {
         clock: RequestClock,
     ) -> GenerateStream {
         GenerateStream::new(worker, TokenSource::RemotePrefill(events), num_progress, clock)
+    }
+
+    /// The last token was delivered before.
+    pub fn ended(worker: Arc<Worker>, reason: FinishReason, clock: RequestClock) -> GenerateStream {
+        GenerateStream::new(worker, TokenSource::End(reason), Arc::default(), clock)
     }
 
     fn new(

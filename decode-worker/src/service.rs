@@ -10,6 +10,7 @@ use baton_proto::{
         decode_server::Decode,
     },
 };
+use baton_request::FinishReason;
 use baton_telemetry::trace_context;
 use baton_worker::{
     Recall, SaveAtEnd, Uncovered, Worker, blending, bring_in, handoff::pulse::Pulse, identity_of,
@@ -55,8 +56,13 @@ impl DecodeService {
         span: &Span,
     ) -> Result<GenerateStream, Status> {
         let worker = self.worker.clone();
+        let num_tokens = submission.request.num_known_tokens();
+        if submission.has_ended() {
+            // An earlier attempt was lost after its last token.
+            let clock = worker.metrics().request_taken("local", num_tokens, span);
+            return Ok(GenerateStream::ended(worker, FinishReason::Stop, clock).in_span(span.clone()));
+        }
         let request = &mut submission.request;
-        let num_tokens = request.num_known_tokens();
         if !matches!(kv, PromptKv::Remote(_)) {
             blending::decide(&worker, request);
         }

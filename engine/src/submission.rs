@@ -13,6 +13,13 @@ pub struct Submission {
     pub(crate) matcher: Option<TokenMatcher>,
 }
 
+impl Submission {
+    /// Whether the output of a prepared request ends the text of its grammar: no token may follow.
+    pub fn has_ended(&self) -> bool {
+        self.matcher.as_ref().is_some_and(TokenMatcher::has_ended)
+    }
+}
+
 impl From<Request> for Submission {
     fn from(request: Request) -> Submission {
         Submission { request, matcher: None }

@@ -1,7 +1,11 @@
 //! What a router receives: the same tokens with local and with remote prefill.
 
+use std::path::Path;
+
+use baton_engine::SamplingParams;
 use baton_engine_testing::FakeModel;
 use baton_handoff::TransportKind;
+use baton_request::{Grammar, GrammarKind};
 use tonic::Code;
 
 use crate::harness::{BLOCK_SIZE, decode, expected, generate, prefill, prompt, request, transports};
@@ -206,4 +210,24 @@ async fn requests_are_measured_under_the_names_of_vllm() {
             assert_eq!(line.rsplit(' ').next().unwrap().parse(), Ok(expected), "{line}");
         }
     }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_answer_that_lost_only_its_end_ends_where_its_grammar_does() {
+    let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../models/tiny");
+    let (p, d) = (prefill().model(dir.clone()).start().await, decode().model(dir).start().await);
+    let client = d.client().await;
+    // Without a stop id, as with `ignore_eos`, only the grammar says that the answer has ended.
+    let grammar = Grammar::new(GrammarKind::Regex, "yes|no");
+    let sampling = SamplingParams { max_tokens: 20, grammar: Some(grammar), ..SamplingParams::default() };
+    for peer in [None, Some(p.peer())] {
+        let mut asked = request(&prompt(1, 9), 20, peer);
+        asked.sampling = Some((&sampling).into());
+        let tokens = generate(&client, asked.clone()).await.unwrap().finished();
+        assert!((2..20).contains(&tokens.len()), "{tokens:?}");
+        asked.output_token_ids = tokens;
+        assert!(generate(&client, asked).await.unwrap().finished().is_empty());
+    }
+    p.assert_all_free().await;
+    d.assert_all_free().await;
 }
