@@ -81,7 +81,7 @@ pub struct Workers {
 struct State {
     workers: BTreeMap<WorkerKey, Worker>,
     /// Workers of other models.
-    strangers: Vec<Arc<WorkerRecord>>,
+    of_other_models: Vec<Arc<WorkerRecord>>,
     /// Of each object store that workers share, by its name: what it has.
     stores: HashMap<u64, Arc<StoredBlocks>>,
     /// When a worker of each role was last usable.
@@ -395,22 +395,22 @@ impl Workers {
 
     /// A worker of another model, if there is one.
     pub(crate) fn stranger(&self) -> Option<Arc<WorkerRecord>> {
-        self.lock().strangers.first().cloned()
+        self.lock().of_other_models.first().cloned()
     }
 
     /// Makes the known workers those of the records that serve this model.
     fn update(self: &Arc<Self>, records: Vec<Arc<WorkerRecord>>) {
-        let (records, strangers): (Vec<_>, Vec<_>) =
+        let (records, of_other_models): (Vec<_>, Vec<_>) =
             records.into_iter().partition(|record| record.model == self.model);
         let mut state = self.lock();
-        for WorkerRecord { id, model, .. } in strangers.iter().filter(|new| !state.strangers.contains(new)).map(|new| &**new) {
+        for WorkerRecord { id, model, .. } in of_other_models.iter().filter(|new| !state.of_other_models.contains(new)).map(|new| &**new) {
             tracing::warn!(
                 worker = %id, model, served = self.model,
                 "a worker serves another model and gets no requests: give workers and router one --model-name, and each \
                  model its own discovery (--etcd-prefix)"
             );
         }
-        state.strangers = strangers;
+        state.of_other_models = of_other_models;
         state.note_usable();
         let mut old = std::mem::take(&mut state.workers);
         for record in records {
@@ -649,9 +649,9 @@ mod tests {
         workers.update(vec![ours.clone(), other.clone()]);
         let listed: Vec<_> = workers.list().into_iter().map(|listed| listed.record).collect();
         assert_eq!(listed, [ours]);
-        assert_eq!(workers.stranger(), Some(other));
+        assert_eq!(workers.of_another_model(), Some(other));
         workers.update(vec![]);
-        assert_eq!(workers.stranger(), None);
+        assert_eq!(workers.of_another_model(), None);
         workers.shut_down().await;
     }
 
