@@ -188,6 +188,9 @@ fn a_plan_takes_what_meets_the_slos() {
     assert!(fast.contains("one seed"), "{fast}");
     let hopeless = plan(&format!("{line} --slo-ttft 0.001 --seeds 1")).expect("it runs");
     assert!(hopeless.contains("too much for these GPUs"), "{hopeless}");
+    // None meets that target, and the faster ones are still better.
+    let best = hopeless.lines().skip_while(|line| !line.starts_with("the best of")).nth(1).expect("the best");
+    assert!(!best.contains("of one GPU each"), "{hopeless}");
 }
 
 #[test]

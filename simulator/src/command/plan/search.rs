@@ -34,7 +34,8 @@ const NUM_KEPT: usize = 3;
 const LOADS: [f64; 5] = [1.25, 1.5, 2.0, 3.0, 4.0];
 /// A load is served if so many requests meet both SLOs.
 const SERVED: f64 = 0.9;
-/// Of two deployments with which as many requests meet their SLOs the faster one is better: latency counts this much.
+/// Of two deployments with which as many requests meet their SLOs the faster one is better: a latency as long as the SLO counts
+/// this much, a longer one up to twice as much.
 const WEIGHT_OF_LATENCY: f64 = 0.01;
 
 /// A deployment and what became of it, by seed.
@@ -70,9 +71,17 @@ impl Candidate {
     fn score(&self, args: &PlanArgs) -> f64 {
         let summary = SimSummary::mean(&self.summaries);
         let latency = (summary.ttft[2] / args.slo_ttft + summary.tpot[2] / args.slo_tpot) / 2.0;
+        summary.good_share() - WEIGHT_OF_LATENCY * penalty(latency)
+    }
+}
+
+/// What a latency costs, by its ratio to the SLO: the ratio itself up to 1, and beyond that less and less, up to 2.
+fn penalty(ratio: f64) -> f64 {
+    match ratio {
+        ratio if ratio <= 1.0 => ratio,
         // Without an answer there is no latency.
-        let latency = if latency.is_finite() { latency.min(1.0) } else { 1.0 };
-        summary.good_share() - WEIGHT_OF_LATENCY * latency
+        ratio if ratio.is_nan() => 2.0,
+        ratio => 2.0 - 1.0 / ratio,
     }
 }
 
@@ -237,4 +246,16 @@ fn shapes(args: &PlanArgs) -> anyhow::Result<Vec<Deployment>> {
     }
     ensure!(!shapes.is_empty(), "the heads of {} cannot be divided among {} GPUs", args.model, args.gpus);
     Ok(shapes)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_faster_deployment_is_better_also_beyond_the_slo() {
+        let ratios = [0.0, 0.1, 0.9, 1.0, 1.1, 3.0, 1000.0, f64::INFINITY];
+        assert!(ratios.map(penalty).is_sorted_by(|faster, slower| faster < slower));
+        assert_eq!([0.25, 1.0, f64::INFINITY, f64::NAN].map(penalty), [0.25, 1.0, 2.0, 2.0]);
+    }
 }
