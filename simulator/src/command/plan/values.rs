@@ -15,18 +15,27 @@ pub(super) fn helm_values(args: &PlanArgs, deployment: &Deployment) -> String {
     };
     format!(
         "# By baton plan, for {} on {} x {}. Also set: image (of deploy/Dockerfile --target cuda), model.volume,\n\
-         # resources of the workers.\n\
-         model:\n  path: {}\nkv:\n  blockSize: {}\n{}{}{}",
+         # rdma (each GPU was to send {} GB/s to other workers; without rdma KV travels over TCP), resources of the workers.\n\
+         model:\n  path: {}\nkv:\n  blockSize: {}\n{}\
+         router:\n  slo:\n    ttftMilliseconds: {}\n    tpotMilliseconds: {}\n{}{}",
         args.model,
         args.gpus,
         args.device,
+        args.link,
         // JSON's strings are YAML's.
         serde_json::Value::from(format!("/models/{}", name_of(&args.model))),
         args.block_size,
         args.host_kv.map(|gibibytes| format!("  host:\n    size: {gibibytes}G\n")).unwrap_or_default(),
+        milliseconds(args.slo_ttft),
+        milliseconds(args.slo_tpot),
         worker("prefill", num_prefill),
         worker("decode", num_decode)
     )
+}
+
+/// Whole milliseconds, and at least one: for the chart 0 is no target.
+fn milliseconds(seconds: f64) -> u64 {
+    (1e3 * seconds).round().max(1.0) as u64
 }
 
 /// The name of a model: of its directory, where it is given by a path.
@@ -41,6 +50,11 @@ fn name_of(model: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_target_is_never_no_target() {
+        assert_eq!([2.0, 0.05, 0.0001].map(milliseconds), [2000, 50, 1]);
+    }
 
     #[test]
     fn models_are_named_by_their_directories() {
