@@ -53,7 +53,7 @@ impl ModelOnDevice {
     /// together.
     ///
     /// # Errors
-    /// When there is no such model or device, or the model is too large for the devices.
+    /// When there is no such model or device, or the model is too large for the devices or cannot be divided among them.
     pub fn new(model: &str, device: &str, num_devices: usize) -> anyhow::Result<ModelOnDevice> {
         let config = config(model)?;
         let gpu = GpuKind::named(device)

@@ -2,7 +2,7 @@
 
 use baton_cost::{GpuKind, ModelShape, StepLine, prior};
 use baton_kv_cache::KvDtype;
-use baton_model_spec::{DecoderSpec, cost::ModelCost};
+use baton_model_spec::{DecoderShard, DecoderSpec, LoadError, Rank, cost::ModelCost};
 
 /// Bytes of a weight in BF16.
 const WEIGHT_BYTES: f64 = 2.0;
@@ -24,34 +24,41 @@ pub struct DeviceShare {
     pub num_kv_tokens: usize,
 }
 
-/// The weights leave no room for KV.
-#[derive(Clone, Copy, Debug, PartialEq, thiserror::Error)]
-#[error(
-    "{num_gpus} x {} hold {:.0} GB, and the weights alone take {:.0} GB; raise the tensor-parallel degree",
-    gpu.name(), room_bytes / 1e9, weight_bytes / 1e9
-)]
-pub struct DoesNotFit {
-    /// What it should fit on.
-    pub gpu: GpuKind,
-    /// How many of them.
-    pub num_gpus: usize,
-    /// Bytes for weights and KV.
-    pub room_bytes: f64,
-    /// Bytes of the weights.
-    pub weight_bytes: f64,
+/// A model that so many GPUs cannot compute together.
+#[derive(Debug, thiserror::Error)]
+pub enum ShareError {
+    /// Its heads or neurons cannot be divided among them, as real workers refuse it.
+    #[error(transparent)]
+    Indivisible(#[from] LoadError),
+    /// The weights leave no room for KV.
+    #[error(
+        "{num_gpus} x {} hold {:.0} GB, and the weights alone take {:.0} GB; raise the tensor-parallel degree",
+        gpu.name(), room_bytes / 1e9, weight_bytes / 1e9
+    )]
+    DoesNotFit {
+        /// What it should fit on.
+        gpu: GpuKind,
+        /// How many of them.
+        num_gpus: usize,
+        /// Bytes for weights and KV.
+        room_bytes: f64,
+        /// Bytes of the weights.
+        weight_bytes: f64,
+    },
 }
 
 impl DeviceShare {
     /// `utilisation` is the part of the memory that weights and KV may take; the rest is for activations and the runtime.
     ///
     /// # Errors
-    /// When the weights leave no room for KV.
+    /// When the model cannot be divided among the GPUs, or the weights leave no room for KV.
     pub fn new(
         spec: &DecoderSpec,
         gpu: GpuKind,
         num_gpus: usize,
         utilisation: f64,
-    ) -> Result<DeviceShare, DoesNotFit> {
+    ) -> Result<DeviceShare, ShareError> {
+        DecoderShard::new(spec, Rank { idx: 0, num_ranks: num_gpus })?;
         let cost = ModelCost::new(spec, WEIGHT_BYTES, KvDtype::Bf16);
         let shape = ModelShape {
             weight_bytes: cost.weight_bytes() as f64,
@@ -65,7 +72,7 @@ impl DeviceShare {
         let room_bytes = gpu.memory_bytes() * num_gpus as f64 * utilisation;
         let num_kv_tokens = ((room_bytes - weight_bytes) / kv_bytes_per_token).max(0.0) as usize;
         if num_kv_tokens < LEAST_KV_TOKENS {
-            return Err(DoesNotFit { gpu, num_gpus, room_bytes, weight_bytes });
+            return Err(ShareError::DoesNotFit { gpu, num_gpus, room_bytes, weight_bytes });
         }
         let profile = gpu.profile().times(num_gpus);
         Ok(DeviceShare {

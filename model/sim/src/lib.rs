@@ -9,5 +9,5 @@
 mod device_share;
 mod executor;
 
-pub use device_share::{DeviceShare, DoesNotFit};
+pub use device_share::{DeviceShare, ShareError};
 pub use executor::SimExecutor;

@@ -117,6 +117,11 @@ fn calls_that_make_no_sense_say_why() {
         ("--rate 1 --model gpt-5", "llama-70b"),
         ("--rate 1 --device TPU", "H200"),
         ("--rate 1 --tensor-parallel 1", "raise the tensor-parallel degree"),
+        // As a worker says it.
+        (
+            "--rate 1 --tensor-parallel 3",
+            "3 ranks cannot divide 64 attention heads, expected a tensor parallel degree of",
+        ),
         ("--rate 1 --policy best", "least-loaded"),
         ("--rate 1 --slow d9=2", "no worker is called \"d9\""),
         ("--rate 1 --slow d1", "WORKER=NUMBER"),
