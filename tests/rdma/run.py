@@ -61,7 +61,7 @@ rdma link add rxe0 type rxe netdev eth0 || echo "GUEST has no rxe0"
 ulimit -l unlimited
 """
 INIT_PREFILL = r"""
-baton prefill-worker --listen @PREFILL@:9001 @COMMON@ &
+baton prefill-worker --listen @PREFILL@:9001 --rdma-listen @PREFILL@:9003 @COMMON@ &
 while sleep 1; do echo "GUEST sent $(cat /sys/class/infiniband/rxe0/ports/1/hw_counters/sent_pkts)"; done
 """
 INIT_DECODE = r"""

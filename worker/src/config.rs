@@ -2,7 +2,7 @@
 
 use std::{
     fmt,
-    net::SocketAddr,
+    net::{IpAddr, SocketAddr},
     path::{Path, PathBuf},
     str::FromStr,
     time::Duration,
@@ -278,6 +278,21 @@ pub enum ConfigError {
         /// What it should begin with.
         expected: &'static str,
     },
+    /// Other workers would connect to their own loopback, or be refused.
+    #[error(
+        "{announced_by} announces {host} to other workers, but {flag} {listen} is reached from this host alone; give {flag} an \
+         address that they reach, such as 0.0.0.0:{}", listen.port()
+    )]
+    LoopbackListener {
+        /// The flag that names the host.
+        announced_by: &'static str,
+        /// Where others look for KV's listeners.
+        host: String,
+        /// The flag of the listener.
+        flag: &'static str,
+        /// Its address.
+        listen: SocketAddr,
+    },
     /// A rank without a thread.
     #[error(
         "--threads is {threads}, but --tensor-parallel {num_ranks} needs a thread for each rank; give more threads, or \
@@ -448,9 +463,33 @@ impl WorkerConfig {
         if self.transports.is_empty() {
             return Err(ConfigError::NoTransport);
         }
-        self.address(self.listen)?;
+        self.check_listeners(&self.address(self.listen)?)?;
         self.discovery.validate()?;
         Ok(())
+    }
+
+    /// Whether other hosts reach the listeners for KV, if the host that this worker announces, with its URL `address`, is for them.
+    fn check_listeners(&self, address: &str) -> Result<(), ConfigError> {
+        let host = self.data_host(address);
+        let listeners = [
+            (TransportKind::Tcp, "--data-listen", self.data_listen),
+            (TransportKind::Rdma, "--rdma-listen", self.rdma_listen()),
+            (TransportKind::Nccl, "--nccl-listen", self.nccl_listen),
+        ];
+        let hidden = listeners
+            .into_iter()
+            .find(|(kind, _, listen)| self.transports.contains(kind) && listen.ip().is_loopback());
+        let announced_by = match (&self.data_host, &self.advertise) {
+            (Some(_), _) => "--data-host",
+            (None, Some(_)) => "--advertise",
+            (None, None) => "--listen",
+        };
+        match hidden {
+            Some((_, flag, listen)) if !is_loopback(&host) => {
+                Err(ConfigError::LoopbackListener { announced_by, host, flag, listen })
+            }
+            _ => Ok(()),
+        }
     }
 
     /// A setting that a simulated device contradicts.
@@ -523,6 +562,12 @@ impl WorkerConfig {
     pub fn model_name(&self) -> String {
         self.model_name.clone().unwrap_or_else(|| name_of(&self.model))
     }
+}
+
+/// Whether a host name or address means the host that uses it.
+fn is_loopback(host: &str) -> bool {
+    let address = host.trim_start_matches('[').trim_end_matches(']').parse::<IpAddr>();
+    address.map_or(host == "localhost", |address| address.is_loopback())
 }
 
 /// The default name of a model: its directory's, or its file's without `.gguf` and without the number of a part.
@@ -622,6 +667,38 @@ mod tests {
             })
         };
         assert!([1, 2].into_iter().all(|num_ranks| drafting(num_ranks).validate().is_ok()));
+    }
+
+    #[test]
+    fn listeners_of_kv_are_reached_where_they_are_announced() {
+        let any = SocketAddr::from(([0, 0, 0, 0], 0));
+        let advertised = |url: &str, transports: &[TransportKind]| {
+            with(|c| (c.advertise, c.transports) = (Some(url.into()), transports.to_vec()))
+        };
+        let [shm, rdma, nccl, tcp] = TransportKind::ALL;
+        for (config, expected) in [
+            (
+                advertised("http://gpu-0:8090", &[shm, tcp]),
+                "--advertise announces gpu-0 to other workers, but --data-listen 127.0.0.1:0 is reached from this host alone",
+            ),
+            (advertised("http://10.0.0.1:8090", &[rdma]), "--rdma-listen 127.0.0.1:0"),
+            (advertised("http://[fd00::1]:8090", &[nccl]), "--nccl-listen 127.0.0.1:0"),
+            (with(|c| c.data_host = Some("gpu-0".into())), "--data-host announces gpu-0"),
+            (with(|c| c.listen = ([10, 0, 0, 1], 80).into()), "--listen announces 10.0.0.1"),
+        ] {
+            let error = config.validate().unwrap_err().to_string();
+            assert!(error.contains(expected), "{error:?} does not say {expected:?}");
+        }
+        let mut reached = advertised("http://gpu-0:8090", &TransportKind::ALL);
+        (reached.data_listen, reached.nccl_listen) = (any, any);
+        let mut told = advertised("http://gpu-0:8090", &[tcp]);
+        told.data_host = Some("127.0.0.1".into());
+        let here = ["http://localhost:1", "http://127.0.0.2:1", "http://[::1]:1"];
+        let here = here.map(|url| advertised(url, &[tcp]));
+        let shared = advertised("http://gpu-0:8090", &[shm]);
+        for config in here.into_iter().chain([reached, told, shared]) {
+            assert!(config.validate().is_ok(), "{:?}", config.validate());
+        }
     }
 
     #[test]
