@@ -154,7 +154,7 @@ pub struct EngineArgs {
     ///
     /// A part of each passage is computed again. How much, is measured with the first passages that come: as much as keeps
     /// the next token near to that of a full prefill (--blend-max-kl). Answers differ from those of full prefills, a
-    /// little: therefore it is off. Processors do it; GPUs, several ranks and models with sliding windows compute in full.
+    /// little: therefore it is off. Processors and single GPUs do it; several ranks and models with sliding windows compute in full.
     #[arg(long, value_enum, default_value_t = Blend::Off, env = "BATON_BLEND")]
     pub blend: Blend,
     /// Memory of each worker for the KV of passages.
