@@ -65,6 +65,8 @@ impl Command {
 
 #[cfg(test)]
 mod tests {
+    use std::ffi::OsStr;
+
     use clap::CommandFactory;
 
     use super::*;
@@ -72,5 +74,15 @@ mod tests {
     #[test]
     fn the_command_line_is_consistent() {
         Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn clients_take_their_key_from_the_same_variable() {
+        let cli = Cli::command();
+        for name in ["chat", "top", "bench", "doctor"] {
+            let command = cli.find_subcommand(name).expect(name);
+            let key = command.get_arguments().find(|arg| arg.get_id().as_str() == "api_key").expect(name);
+            assert_eq!(key.get_env(), Some(OsStr::new("BATON_API_KEY")), "{name}");
+        }
     }
 }

@@ -7,6 +7,7 @@ use std::{io::IsTerminal, time::Duration};
 
 use anyhow::{Context, ensure};
 use baton_command::{
+    ApiKeyArgs,
     dial::ClientTlsArgs,
     openai::{EventStream, OpenAi, RequestError},
 };
@@ -28,9 +29,8 @@ pub(crate) struct TopArgs {
     /// Router to watch. https:// needs --tls-ca.
     #[arg(long, default_value = "http://127.0.0.1:8080", env = "BATON_URL")]
     url: String,
-    /// API key, sent as a bearer token.
-    #[arg(long, value_name = "KEY", env = "OPENAI_API_KEY", hide_env_values = true)]
-    api_key: Option<String>,
+    #[command(flatten)]
+    api_key: ApiKeyArgs,
     #[command(flatten)]
     tls: ClientTlsArgs,
 }
@@ -42,7 +42,7 @@ pub(crate) async fn run(args: TopArgs) -> anyhow::Result<()> {
         "baton top needs a terminal; programs read the same from `curl -N {}/events`",
         args.url
     );
-    let server = OpenAi::new(&args.url, args.api_key, args.tls.load(&[&args.url])?)?;
+    let server = OpenAi::new(&args.url, args.api_key.key(), args.tls.load(&[&args.url])?)?;
     // Before the screen is taken, so that the reason stays readable.
     let events = server.watch("/events").await.with_context(|| {
         format!("cannot watch {}; is it the address of a router, started by `baton up`?", server.base())
