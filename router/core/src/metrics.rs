@@ -302,7 +302,7 @@ impl RouterMetrics {
             for status in STATUSES {
                 drop(self.answers.get_or_create(&Answer { endpoint, status: status.to_owned() }));
             }
-            for outcome in ["ok", "error", "aborted", "cancelled"] {
+            for outcome in ["ok", "error", "aborted", "cancelled", "parked"] {
                 drop(self.generations.get_or_create(&Outcome { endpoint, outcome }));
             }
             drop(self.e2e.get_or_create(&Endpoint { endpoint }));

@@ -66,6 +66,7 @@ async fn metrics_count_requests_tokens_plans_and_moved_bytes() {
         "baton_router_requests_total{endpoint=\"/v1/completions\",status=\"200\"} 1",
         "baton_router_requests_total{endpoint=\"/v1/completions\",status=\"400\"} 1",
         "baton_router_generations_total{endpoint=\"/v1/completions\",outcome=\"ok\"} 1",
+        "baton_router_generations_total{endpoint=\"/v1/completions\",outcome=\"parked\"} 0",
         "baton_router_prompt_tokens_total 3",
         "baton_router_output_tokens_total 6",
         "baton_router_ttft_seconds_count 1",
