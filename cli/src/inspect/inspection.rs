@@ -39,7 +39,7 @@ pub(crate) struct InspectArgs {
     pub(crate) kv_dtype: Option<KvDtype>,
 
     /// Device whose peak numbers (dense bf16) are used. Those of cpu are measured on this machine.
-    #[arg(long, value_enum, default_value_t = Device::H100, help_heading = "Device")]
+    #[arg(long, value_enum, ignore_case = true, default_value_t = Device::H100, help_heading = "Device")]
     pub(crate) device: Device,
     /// Threads with which the peaks of cpu are measured. Default: one for each processor.
     #[arg(long, value_name = "N", value_parser = at_least_one, help_heading = "Device")]

@@ -70,8 +70,10 @@ fn weight_file_bytes(model: &Path) -> anyhow::Result<Option<u64>> {
 mod tests {
     use baton_kv_cache::KvDtype;
     use baton_model::ModelConfig;
+    use clap::Parser;
 
     use super::{inspection::parse_dtype, peaks::Device, text::time_text, *};
+    use crate::args::{Cli, Command};
 
     const LLAMA: &str = r#"{"architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "torch_dtype": "bfloat16",
         "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8,
@@ -119,6 +121,17 @@ mod tests {
         }
         // 15 GB of weights (not the embedding) and 151 MB of KV at 3350 GB/s.
         assert!(text.contains("4.53 ms"), "{text}");
+    }
+
+    #[test]
+    fn devices_are_named_in_upper_or_lower_case() {
+        for name in ["H200", "h200"] {
+            let Command::Inspect(args) = Cli::parse_from(["baton", "inspect", "--device", name]).command
+            else {
+                panic!("not inspect")
+            };
+            assert_eq!(args.device, Device::H200, "{name}");
+        }
     }
 
     #[test]

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use anyhow::{Context, bail, ensure};
 use clap::Args;
 
-use super::{load::LoadArgs, tiers::TierArgs};
+use super::{load::LoadArgs, slo::parse_slo, tiers::TierArgs};
 use crate::{
     cluster::{Change, ChangeKind, PolicyName, SloTarget},
     policies::{Baseline, BaselineChoice},
@@ -61,11 +61,11 @@ pub struct SimulateArgs {
     /// those of --prefill. With separated every prompt goes to a prefill worker.
     #[arg(long, value_name = "NAMES", value_delimiter = ',', default_value = "baton")]
     pub policy: Vec<String>,
-    /// Time to the first token that a request should meet: 10x of its time alone on a worker, or seconds.
-    #[arg(long, value_name = "Nx|SECONDS", default_value = "10x", value_parser = parse_slo)]
+    /// Time to the first token that a request should meet: 10x of its time alone on a worker, or a time such as 2s or 500ms.
+    #[arg(long, value_name = "Nx|TIME", default_value = "10x", value_parser = parse_slo)]
     pub slo_ttft: SloTarget,
     /// Mean time between tokens that a request should meet, as above.
-    #[arg(long, value_name = "Nx|SECONDS", default_value = "3x", value_parser = parse_slo)]
+    #[arg(long, value_name = "Nx|TIME", default_value = "3x", value_parser = parse_slo)]
     pub slo_tpot: SloTarget,
     /// Routers. Each knows only what it sent itself, and what reports say.
     #[arg(long, value_name = "N", default_value_t = 1)]
@@ -228,13 +228,3 @@ impl SimulateArgs {
 
 /// A worker that is slower than this serves nothing.
 const MAX_SLOWNESS: f64 = 1000.0;
-
-/// `10x` or seconds.
-fn parse_slo(text: &str) -> Result<SloTarget, String> {
-    let (number, target): (&str, fn(f64) -> SloTarget) = match text.strip_suffix('x') {
-        Some(number) => (number, SloTarget::TimesAlone),
-        None => (text, SloTarget::Seconds),
-    };
-    let value: f64 = number.parse().map_err(|_| "expected 10x or a number of seconds".to_owned())?;
-    if value.is_finite() && value > 0.0 { Ok(target(value)) } else { Err("it must be above 0".to_owned()) }
-}

@@ -4,6 +4,7 @@ mod args;
 mod load;
 mod plan;
 mod setup;
+mod slo;
 mod tiers;
 mod variants;
 

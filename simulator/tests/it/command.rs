@@ -131,6 +131,7 @@ fn calls_that_make_no_sense_say_why() {
         ("--rate 1 --itl-target nan", "--itl-target is NaN"),
         ("--rate 1 --fail d0@-1", "-1 is not possible"),
         ("--rate 1 --slo-ttft 0x", "above 0"),
+        ("--rate 1 --slo-ttft 500", "write 500ms, or 500s"),
         ("--rate 1 --sweep 1,-1", "loads are above 0"),
         ("--trace /does/not/exist", "cannot read trace"),
         ("--hit-rate", "--hit-rate needs --trace"),
@@ -188,7 +189,7 @@ fn a_plan_has_a_deployment_its_numbers_and_the_values_of_the_chart() {
 fn a_plan_takes_what_meets_the_slos() {
     // A step of one GPU reads 8 B parameters in 6 ms and more: only several GPUs together are faster.
     let line = "--model llama-8b --device A100 --gpus 8 --rate 2 --requests 80 --prompt-tokens 500";
-    let fast = plan(&format!("{line} --slo-tpot 0.008 --seeds 1")).expect("it runs");
+    let fast = plan(&format!("{line} --slo-tpot 8ms --seeds 1")).expect("it runs");
     assert!(fast.contains("of 4 GPUs each") || fast.contains("of 8 GPUs each"), "{fast}");
     assert!(fast.contains("one seed"), "{fast}");
     let hopeless = plan(&format!("{line} --slo-ttft 0.001 --seeds 1")).expect("it runs");
@@ -223,7 +224,8 @@ fn plans_that_make_no_sense_say_why() {
         ("--rate 1 --host-kv 0", "--host-kv is 0 GiB"),
         ("--rate 1 --gpus 1", "does not fit on 1 x H100"),
         ("--rate 1 --device TPU", "H200"),
-        ("--rate 1 --slo-ttft 0", "--slo-ttft is 0"),
+        ("--rate 1 --slo-ttft 0", "it must be above 0"),
+        ("--rate 1 --slo-tpot 100", "write 100ms, or 100s"),
         ("--rate 1 --model gpt-5", "llama-70b"),
         ("--trace /does/not/exist", "cannot read trace"),
     ] {
