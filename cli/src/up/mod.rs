@@ -19,6 +19,7 @@ use anyhow::{Context, bail};
 use baton_command::{EngineArgs, TlsArgs, at_least_one, draft_model, embedded_model, model_path};
 use baton_keys::ApiKey;
 use baton_model::num_cuda_devices;
+use baton_worker::ComputeDevice;
 use clap::Args;
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
@@ -94,6 +95,7 @@ pub(crate) async fn run(mut args: UpArgs) -> anyhow::Result<()> {
     let children = plan(&args, address, &model, &places, worker_key.as_ref(), colour);
     let width = children.iter().map(|child| child.name.len()).max().unwrap_or(0);
     let logs = Logs::new(args.log.log_format, width, colour);
+    unused_gpus(args.engine.device, num_gpus).iter().for_each(|note| logs.note(note));
     let mut children = children.into_iter();
     let router = children.next().expect("the plan begins with the router");
     let mut router = tokio::spawn(child::supervise(router, logs, shutdown.clone()));
@@ -125,6 +127,16 @@ pub(crate) async fn run(mut args: UpArgs) -> anyhow::Result<()> {
     stop_workers.cancel();
     while workers.join_next().await.is_some() {}
     outcome
+}
+
+/// What to say of GPUs that no worker uses.
+fn unused_gpus(device: ComputeDevice, num_gpus: usize) -> Option<String> {
+    match num_gpus {
+        _ if device != ComputeDevice::Cpu => None,
+        0 => None,
+        1 => Some("1 GPU is here and not used; --device auto uses it".to_owned()),
+        _ => Some(format!("{num_gpus} GPUs are here and none is used; --device auto uses them")),
+    }
 }
 
 /// What ended everything, and what to do if it is the model.
@@ -206,8 +218,6 @@ fn plan(
 mod tests {
     use clap::Parser;
 
-    use baton_worker::ComputeDevice;
-
     use super::*;
     use crate::args::{Cli, Command};
 
@@ -219,6 +229,15 @@ mod tests {
         let used = std::net::TcpListener::bind(any).unwrap();
         let error = free_address(used.local_addr().unwrap()).unwrap_err();
         assert!(error.to_string().contains("--port"), "{error}");
+    }
+
+    #[test]
+    fn gpus_beside_workers_on_processors_are_named() {
+        let note = |device, num_gpus| unused_gpus(device, num_gpus).unwrap_or_default();
+        assert_eq!(note(ComputeDevice::Cpu, 8), "8 GPUs are here and none is used; --device auto uses them");
+        assert_eq!(note(ComputeDevice::Cpu, 1), "1 GPU is here and not used; --device auto uses it");
+        assert_eq!(note(ComputeDevice::Cpu, 0), "");
+        assert_eq!(note(ComputeDevice::Cuda(0), 8), "");
     }
 
     #[test]
