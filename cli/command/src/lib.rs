@@ -18,7 +18,7 @@ mod transport;
 
 pub use api_key::ApiKeyArgs;
 pub use engine::{Blend, EngineArgs, Speculate, parse_kv_dtype};
-pub use model::{draft_model, model_path};
+pub use model::{draft_model, hub_name, model_path};
 pub use output::print;
 pub use size::{Size, at_least_one, parse_size};
 pub use tls::TlsArgs;

@@ -31,7 +31,7 @@ pub fn model_path(model: &Path) -> anyhow::Result<PathBuf> {
 }
 
 /// The path as the name of a model on a hub, if it looks like one: `owner/name`.
-fn hub_name(model: &Path) -> Option<&str> {
+pub fn hub_name(model: &Path) -> Option<&str> {
     let name = model.to_str()?;
     let (owner, rest) = name.split_once('/')?;
     let is_name = |part: &str| !part.is_empty() && !part.starts_with('.') && !part.contains(['/', '\\']);

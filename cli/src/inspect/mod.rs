@@ -11,7 +11,7 @@ mod text;
 use std::{fs, path::Path};
 
 use anyhow::Context;
-use baton_command::embedded_model;
+use baton_command::{embedded_model, model_path};
 use baton_model::{gguf_files, load_config};
 
 use self::{
@@ -24,7 +24,7 @@ pub(crate) use inspection::InspectArgs;
 /// Prints what the model costs.
 pub(crate) fn run(args: InspectArgs) -> anyhow::Result<()> {
     let model = match &args.model {
-        Some(model) => model.clone(),
+        Some(model) => model_path(model).map(|_| model.clone())?,
         None => embedded_model::directory()?,
     };
     let config = load_config(&model)?;
@@ -167,6 +167,12 @@ mod tests {
         let args = InspectArgs { ttft: Some(100.0), tpot: Some(10.0), output: Some(101), ..args() };
         let text = inspect(&args).unwrap();
         assert!(text.contains("as given") && text.contains("1.10 s"), "{text}");
+    }
+
+    #[test]
+    fn the_name_of_a_hub_explains_how_to_get_the_model() {
+        let error = run(InspectArgs { model: Some("meta-llama/Llama-3.1-8B".into()), ..args() }).unwrap_err();
+        assert!(error.to_string().contains("hf download meta-llama/Llama-3.1-8B"), "{error}");
     }
 
     #[test]

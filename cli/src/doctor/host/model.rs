@@ -6,6 +6,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use baton_command::hub_name;
 use serde_json::Value;
 
 use super::finding::Finding;
@@ -21,12 +22,13 @@ const MAX_POINTER_BYTES: u64 = 1024;
 pub(super) fn files(model: &Path) -> Finding {
     let shown = model.display();
     let Ok(meta) = fs::metadata(model) else {
-        return Finding::broken(
-            "model",
-            format!("{shown} cannot be read"),
-            "name an existing directory or .gguf file by --model, and \
-            let this user read it",
-        );
+        let fix = match hub_name(model) {
+            Some(name) => format!("`hf download {name} --local-dir DIR`, and give DIR by --model"),
+            None => {
+                "name an existing directory or .gguf file by --model, and let this user read it".to_owned()
+            }
+        };
+        return Finding::broken("model", format!("{shown} cannot be read"), fix);
     };
     if meta.is_file() {
         return weights(model, vec![model.to_owned()]);

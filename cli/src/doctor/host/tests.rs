@@ -230,6 +230,8 @@ fn a_model_must_be_whole() {
             "want {state:?} with {words:?}, found {found:?}: {text}"
         );
     }
+    let of_hub = super::model::files(Path::new("meta-llama/Llama-3.1-8B")).to_string();
+    assert!(of_hub.contains("`hf download meta-llama/Llama-3.1-8B --local-dir DIR`"), "{of_hub}");
     let fake = Fake::with(&whole);
     symlink("/nowhere", fake.root.path().join("gone.gguf")).unwrap();
     assert!(super::model::files(&fake.root.path().join("gone.gguf")).is_broken());
