@@ -8,7 +8,11 @@ mod peaks;
 mod roofline;
 mod text;
 
-use std::{fs, path::Path};
+use std::{
+    fs,
+    io::{self, Write},
+    path::Path,
+};
 
 use anyhow::Context;
 use baton_command::{embedded_model, model_path};
@@ -23,6 +27,11 @@ pub(crate) use inspection::InspectArgs;
 
 /// Prints what the model costs.
 pub(crate) fn run(args: InspectArgs) -> anyhow::Result<()> {
+    run_to(&args, &mut io::stdout().lock())
+}
+
+/// The same, to `out`. A reader that leaves early, as `head` does, is an error.
+fn run_to(args: &InspectArgs, out: &mut dyn Write) -> anyhow::Result<()> {
     let model = match &args.model {
         Some(model) => model_path(model).map(|_| model.clone())?,
         None => embedded_model::directory()?,
@@ -36,17 +45,17 @@ pub(crate) fn run(args: InspectArgs) -> anyhow::Result<()> {
         }
         _ => WeightSize::of(config.dtype),
     };
-    let inspection = Inspection::new(&config, weights, &args)?;
-    print!("{} in {}\n\n{inspection}", config.architecture, model.display());
+    let inspection = Inspection::new(&config, weights, args)?;
+    write!(out, "{} in {}\n\n{inspection}", config.architecture, model.display())?;
     if let Some(path) = &args.roofline {
         let title = format!("{} in {}", config.architecture, model.display());
         let picture = roofline::picture(&inspection, &title);
         fs::write(path, picture).with_context(|| format!("cannot write {}", path.display()))?;
     }
     if let Some(bytes) = file_bytes {
-        println!("\nThe weight files here hold {}.", bytes_text(bytes as f64));
+        writeln!(out, "\nThe weight files here hold {}.", bytes_text(bytes as f64))?;
     }
-    Ok(())
+    Ok(out.flush()?)
 }
 
 /// `None` if there are none.
@@ -173,6 +182,20 @@ mod tests {
     fn the_name_of_a_hub_explains_how_to_get_the_model() {
         let error = run(InspectArgs { model: Some("meta-llama/Llama-3.1-8B".into()), ..args() }).unwrap_err();
         assert!(error.to_string().contains("hf download meta-llama/Llama-3.1-8B"), "{error}");
+    }
+
+    #[test]
+    fn a_reader_that_leaves_ends_the_command_without_a_panic() {
+        struct Closed;
+        impl Write for Closed {
+            fn write(&mut self, _: &[u8]) -> io::Result<usize> {
+                Err(io::ErrorKind::BrokenPipe.into())
+            }
+            fn flush(&mut self) -> io::Result<()> {
+                Ok(())
+            }
+        }
+        assert!(run_to(&args(), &mut Closed).unwrap_err().to_string().contains("broken pipe"));
     }
 
     #[test]
