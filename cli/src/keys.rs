@@ -2,9 +2,10 @@
 
 use std::fmt::Write;
 
-use anyhow::{Context, bail};
+use anyhow::{Context, bail, ensure};
 use baton_keys::{ApiKey, KeyRing};
 use clap::{Args, Subcommand, ValueEnum};
+use toml::value::Datetime;
 
 /// The arguments of `baton keys`.
 #[derive(Debug, Args)]
@@ -78,6 +79,16 @@ impl NewArgs {
     fn entry(&self, key: &ApiKey) -> anyhow::Result<String> {
         let NewArgs { name, tenant, role, requests_per_minute, tokens_per_minute, streams, expires } = self;
         let quoted = |text: &str| toml::Value::String(text.to_owned()).to_string();
+        ensure!(
+            tenant.is_some() || *role == RoleChoice::Worker,
+            "{name:?} has no tenant; name one with --tenant, or make a key for workers with --role worker"
+        );
+        if let Some(date) = expires {
+            ensure!(
+                date.parse::<Datetime>().is_ok(),
+                "--expires is {date:?}; expected a date such as 2027-01-31 or 2027-01-31T12:00:00Z"
+            );
+        }
         let role = role.to_possible_value().expect("no role is hidden");
         let hash = key.hash();
         let fields = [
@@ -135,10 +146,12 @@ mod tests {
     #[test]
     fn an_entry_that_the_router_would_refuse_is_not_printed() {
         for (line, part) in [
-            ("baton keys new a", "has no tenant"),
+            ("baton keys new a", "name one with --tenant"),
+            ("baton keys new a --role operator", "name one with --tenant"),
             ("baton keys new a/b --tenant t", "is no name"),
             ("baton keys new a --tenant t --streams 0", "nonzero"),
-            ("baton keys new a --tenant t --expires tomorrow", ""),
+            ("baton keys new a --tenant t --expires tomorrow", "expected a date such as 2027-01-31"),
+            ("baton keys new a --tenant t --expires 2027-01-31T12:00:00", "offset from UTC"),
         ] {
             let error = entry(line, &new_key().unwrap()).unwrap_err().to_string();
             assert!(error.contains(part), "{line}: {error}");
