@@ -394,7 +394,7 @@ impl Workers {
     }
 
     /// A worker of another model, if there is one.
-    pub(crate) fn stranger(&self) -> Option<Arc<WorkerRecord>> {
+    pub(crate) fn of_another_model(&self) -> Option<Arc<WorkerRecord>> {
         self.lock().of_other_models.first().cloned()
     }
 
