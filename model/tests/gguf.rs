@@ -330,8 +330,13 @@ fn conversion_changes_no_bit_of_a_logit() {
 }
 
 fn copied_metadata(gguf: &Gguf<'_>) -> Writer {
+    metadata_of(gguf, |_| true)
+}
+
+/// The metadata with these keys, without lists.
+fn metadata_of(gguf: &Gguf<'_>, is_kept: fn(&str) -> bool) -> Writer {
     let mut writer = Writer::default();
-    for (key, value) in gguf.metadata() {
+    for (key, value) in gguf.metadata().iter().filter(|(key, _)| is_kept(key)) {
         writer = match value {
             Value::Unsigned(number) => writer.u32(key, *number as u32),
             Value::Float(number) => writer.f32(key, *number as f32),
@@ -340,6 +345,24 @@ fn copied_metadata(gguf: &Gguf<'_>) -> Writer {
         };
     }
     writer
+}
+
+#[test]
+fn a_gemma_2_file_without_soft_caps_has_the_default_ones() {
+    let bytes = fs::read(Path::new(FIXTURES).join("gemma2-f16.gguf")).unwrap();
+    let gguf = Gguf::parse(&bytes).unwrap();
+    let files = tempfile::tempdir().unwrap();
+    let caps = |is_kept: fn(&str) -> bool| {
+        let mut writer = metadata_of(&gguf, is_kept);
+        for (name, tensor) in gguf.tensors() {
+            let data = &bytes[tensor.start..][..tensor.size_bytes];
+            writer = writer.tensor(name, tensor.tensor_type, &tensor.shape, data);
+        }
+        let model = open(&write(&files, &writer.finish()));
+        [model.config().decoder.attention_soft_cap, model.config().decoder.logit_soft_cap]
+    };
+    assert_eq!(caps(|_| true), [Some(2.0), Some(0.5)]);
+    assert_eq!(caps(|key| !key.ends_with("softcapping")), [Some(50.0), Some(30.0)]);
 }
 
 /// The same file with its blocks of eight bits dequantised.

@@ -22,6 +22,8 @@ struct Family {
     output_bias: Bias,
     mlp_bias: Bias,
     gemma: bool,
+    /// Of attention scores and of logits, if the fields are absent. `null` is none.
+    soft_caps: [Option<f32>; 2],
     qk_norm: bool,
     tied_head: bool,
     fused_projections: bool,
@@ -58,6 +60,7 @@ const LLAMA: Family = Family {
     output_bias: Bias::Field("attention_bias"),
     mlp_bias: Bias::Field("mlp_bias"),
     gemma: false,
+    soft_caps: [None; 2],
     qk_norm: false,
     tied_head: false,
     fused_projections: false,
@@ -78,6 +81,7 @@ const GEMMA2: Family = Family {
     windows: Windows::Alternating(2),
     mlp_bias: Bias::Never,
     gemma: true,
+    soft_caps: [Some(50.0), Some(30.0)],
     tied_head: true,
     ..LLAMA
 };
@@ -86,6 +90,7 @@ const GEMMA3: Family = Family {
     name: "Gemma3ForCausalLM",
     windows: Windows::Alternating(6),
     rope_theta: 1_000_000.0,
+    soft_caps: [None; 2],
     qk_norm: true,
     ..GEMMA2
 };
@@ -163,9 +168,11 @@ pub fn decoder(name: &str, fields: &Fields<'_>) -> Result<DecoderSpec, LoadError
         true => fields.positive("query_pre_attn_scalar")?.unwrap_or(256.0),
         false => head_dim as f64,
     };
-    let cap = |field: &str| -> Result<Option<f32>, LoadError> {
-        Ok(if family.gemma { fields.positive(field)?.map(|cap| cap as f32) } else { None })
+    let cap = |field: &str, default: Option<f32>| -> Result<Option<f32>, LoadError> {
+        let stated = fields.positive(field)?.map(|cap| cap as f32);
+        Ok(stated.or(default.filter(|_| !fields.is_null(field))))
     };
+    let [attention_cap, logit_cap] = family.soft_caps;
     Ok(DecoderSpec {
         vocab_size,
         hidden_size,
@@ -183,11 +190,11 @@ pub fn decoder(name: &str, fields: &Fields<'_>) -> Result<DecoderSpec, LoadError
         mlp_bias: bias(&family.mlp_bias)?,
         fused_projections: family.fused_projections,
         attention_scale: scores.powf(-0.5) as f32,
-        attention_soft_cap: cap("attn_logit_softcapping")?,
+        attention_soft_cap: cap("attn_logit_softcapping", attention_cap)?,
         activation: activation(family, fields)?,
         embedding_scale: if family.gemma { (hidden_size as f32).sqrt() } else { 1.0 },
         tied_head: fields.flag_or("tie_word_embeddings", family.tied_head)?,
-        logit_soft_cap: cap("final_logit_softcapping")?,
+        logit_soft_cap: cap("final_logit_softcapping", logit_cap)?,
         tensor_prefix: family.tensor_prefix.to_owned(),
     })
 }
@@ -460,4 +467,37 @@ pub fn context_length(name: &str, fields: &Fields<'_>) -> Result<usize, LoadErro
         };
     }
     Ok(length)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use super::*;
+    use crate::fields::parse_object;
+
+    /// The decoder of a small model with some more fields.
+    fn small(name: &str, more: &str) -> DecoderSpec {
+        let sizes = r#""hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 2, "vocab_size": 8"#;
+        let json = format!("{{{sizes}, \"intermediate_size\": 8{more}}}");
+        let path = Path::new("config.json");
+        let object = parse_object(path, json.as_bytes()).unwrap();
+        decoder(name, &Fields::new(path, &object)).unwrap()
+    }
+
+    #[test]
+    fn absent_soft_caps_have_the_default_and_null_is_none() {
+        let check = |name: &str, more: &str, expected: [Option<f32>; 2]| {
+            let decoder = small(name, more);
+            assert_eq!([decoder.attention_soft_cap, decoder.logit_soft_cap], expected, "{name}{more}");
+        };
+        let none = r#", "attn_logit_softcapping": null, "final_logit_softcapping": null"#;
+        check("Gemma2ForCausalLM", "", [Some(50.0), Some(30.0)]);
+        check("Gemma2ForCausalLM", r#", "final_logit_softcapping": 20"#, [Some(50.0), Some(20.0)]);
+        check("Gemma2ForCausalLM", none, [None; 2]);
+        check("Gemma3ForCausalLM", "", [None; 2]);
+        check("Gemma3ForCausalLM", r#", "attn_logit_softcapping": 5"#, [Some(5.0), None]);
+        check("LlamaForCausalLM", "", [None; 2]);
+        check("LlamaForCausalLM", none, [None; 2]);
+    }
 }

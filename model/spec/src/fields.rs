@@ -67,6 +67,11 @@ impl<'a> Fields<'a> {
         self.values.get(field).filter(|value| !value.is_null())
     }
 
+    /// Whether the field is there and `null`: it states that there is none, where an absent field has a default.
+    pub fn is_null(&self, field: &str) -> bool {
+        self.values.get(field).is_some_and(Value::is_null)
+    }
+
     /// The error that refuses a field's value.
     pub fn refuse(&self, field: &str, expected: impl Into<String>) -> LoadError {
         let mut found = self.get(field).map_or_else(|| "missing".into(), Value::to_string);
