@@ -265,10 +265,12 @@ fn windows(family: &Family, fields: &Fields<'_>, num_layers: usize) -> Result<Ve
         Windows::All | Windows::Alternating(_) => true,
         Windows::AllIfUsed | Windows::Qwen => fields.flag_or("use_sliding_window", false)?,
     };
-    // The default if absent: 4096 for Gemma and Mistral, as in their first releases; none for the others.
+    // The default if absent: 4096 for Gemma, Qwen and Mistral; none for the others. Later Mistrals state `null`: none. GGUF
+    // files of Mistral are those of a Llama, which has none.
     let default = match (family.windows, family.name) {
         (Windows::Alternating(_), _)
         | (_, "Qwen2ForCausalLM" | "Qwen3ForCausalLM" | "Qwen3MoeForCausalLM") => Some(4096),
+        (_, "MistralForCausalLM") if !fields.is_null("sliding_window") => Some(4096),
         _ => None,
     };
     let window = if used { fields.size("sliding_window")?.or(default) } else { None };
@@ -499,5 +501,19 @@ mod tests {
         check("Gemma3ForCausalLM", r#", "attn_logit_softcapping": 5"#, [Some(5.0), None]);
         check("LlamaForCausalLM", "", [None; 2]);
         check("LlamaForCausalLM", none, [None; 2]);
+    }
+
+    #[test]
+    fn an_absent_window_of_mistral_has_the_default_and_null_is_none() {
+        let check = |name: &str, more: &str, expected: Option<usize>| {
+            let windows: Vec<_> = small(name, more).layers.iter().map(|layer| layer.window).collect();
+            assert_eq!(windows, [expected; 2], "{name}{more}");
+        };
+        check("MistralForCausalLM", "", Some(4096));
+        check("MistralForCausalLM", r#", "sliding_window": 24"#, Some(24));
+        check("MistralForCausalLM", r#", "sliding_window": null"#, None);
+        check("MixtralForCausalLM", r#", "num_local_experts": 2, "num_experts_per_tok": 1"#, None);
+        check("Phi3ForCausalLM", "", None);
+        check("LlamaForCausalLM", "", None);
     }
 }
