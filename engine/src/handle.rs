@@ -49,6 +49,8 @@ pub(crate) struct HandleState {
     pub(crate) blend_counters: Arc<BlendCounters>,
     /// Tokens of the longest head that the executor blends. 0: it does not blend.
     pub(crate) max_blended_tokens: usize,
+    /// Tokens that the passages of a head have together at most: those that the store has room for.
+    pub(crate) max_passage_tokens: usize,
     pub(crate) progress: Arc<Progress>,
     pub(crate) cache_log: CacheLog,
 }
@@ -331,9 +333,12 @@ impl EngineHandle {
         request.validate(self.state.vocab_size, self.state.config.context_length)
     }
 
-    /// Whether a head of these passages is not too long to be blended here.
+    /// Whether a head of these passages is not too long to be blended here. All passages are in memory until it is blended, also
+    /// those that the store has evicted meanwhile: together they are no larger than the store.
     pub fn can_blend(&self, marks: &BlendMarks) -> bool {
+        let num_tokens: usize = marks.passages.iter().map(ExactSizeIterator::len).sum();
         self.state.max_blended_tokens.saturating_sub(MAX_REST) >= marks.end_idx()
+            && num_tokens <= self.state.max_passage_tokens
     }
 
     /// Compiles the grammar of a request, unless that was done before, and goes through the request's output with it. Blocks: what

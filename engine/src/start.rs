@@ -71,10 +71,13 @@ pub fn start_over(
     let layout = executor.kv_layout();
     assert_eq!((storage.num_blocks(), *storage.layout()), (config.num_blocks, layout), "blocks of an engine");
     config.context_length = config.context_length.min(config.num_blocks.saturating_mul(layout.block_size));
-    let mut max_blended_tokens = 0;
-    if config.blending.is_some() {
+    let (mut max_blended_tokens, mut max_passage_tokens) = (0, 0);
+    if let Some(blend) = config.blending {
         match executor.blending() {
-            Ok(blender) => max_blended_tokens = blender.max_blended_tokens(),
+            Ok(blender) => {
+                max_blended_tokens = blender.max_blended_tokens();
+                max_passage_tokens = blend.max_store_bytes / blender.passage_token_bytes();
+            }
             Err(reason) => {
                 tracing::warn!(%reason, "prompts are not blended; they are computed in full");
                 config.blending = None;
@@ -111,6 +114,7 @@ pub fn start_over(
             draft_counters: draft_counters.clone(),
             blend_counters,
             max_blended_tokens,
+            max_passage_tokens,
             progress: progress.clone(),
             cache_log: cache_log.clone(),
             config: config.clone(),

@@ -138,24 +138,51 @@ async fn passages_are_computed_once_and_found_at_any_position() {
     assert_eq!(counts(blending.blends()), (4, 5, 4));
 }
 
-#[tokio::test]
-async fn a_full_store_changes_no_tokens() {
-    let roomy_engine = start("llama", roomy());
-    // Room for the longest document alone; and for none.
+/// An engine whose store has room for so many tokens of passages.
+fn start_with_room_for(num_tokens: usize) -> Blending {
     let bytes_per_token = 2 * 2 * 4 * {
+        let roomy_engine = start("llama", roomy());
         let layout = roomy_engine.engine.storage().layout();
         assert_eq!(layout.num_layers, 3, "two are kept");
         layout.num_kv_heads * layout.head_dim
     };
-    for (max_store_bytes, num_found) in [(37 * bytes_per_token, 1), (0, 0)] {
-        let small = start("llama", EngineConfig { blending: blending(max_store_bytes), ..roomy() });
-        for order in [&[0, 1, 2][..], &[2, 1, 0]] {
-            let expected = roomy_engine.run(&prompt(order, 20, None)).await.tokens;
-            assert_eq!(small.run(&prompt(order, 20, None)).await.tokens, expected);
-        }
-        let counts = small.blends();
-        assert_eq!((counts.passages_computed, counts.passages_found), (6 - num_found, num_found));
+    start("llama", EngineConfig { blending: blending(num_tokens * bytes_per_token), ..roomy() })
+}
+
+#[tokio::test]
+async fn a_full_store_changes_no_tokens() {
+    let roomy_engine = start("llama", roomy());
+    // The two longest documents.
+    let small = start_with_room_for(67);
+    for order in [&[0, 1][..], &[2, 0], &[1, 2], &[1]] {
+        let expected = roomy_engine.run(&prompt(order, 20, None)).await.tokens;
+        assert_eq!(small.run(&prompt(order, 20, None)).await.tokens, expected);
     }
+    let counts = small.blends();
+    assert_eq!((counts.passages_computed, counts.passages_found), (6, 1), "each evicts the one before");
+}
+
+#[tokio::test]
+async fn passages_that_memory_has_no_room_for_are_computed_in_full() {
+    for (num_tokens, num_blended) in [(88, 1), (87, 0), (0, 0)] {
+        let small = start_with_room_for(num_tokens);
+        let request = prompt(&[0, 1, 2], 20, None);
+        let blended = small.run(&request).await;
+        let full = small.run(&plain(&request)).await;
+        assert_eq!(small.blends().blended, num_blended);
+        let is_same = (blended.tokens == full.tokens, num_cached(&full) > 0);
+        assert_eq!(is_same, (num_blended == 0, num_blended == 0), "room for {num_tokens}");
+    }
+}
+
+#[tokio::test]
+async fn a_head_that_is_too_long_is_not_blended() {
+    let blending = start("llama", EngineConfig { blending: blending(1 << 30), ..roomy() });
+    let can_blend = |end: usize| {
+        let passages = vec![0..64, 64..end];
+        blending.engine.can_blend(&BlendMarks { passages, ratio: Some(RATIO) })
+    };
+    assert_eq!([32_512, 32_513].map(can_blend), [true, false]);
 }
 
 #[tokio::test]

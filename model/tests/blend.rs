@@ -37,11 +37,14 @@ fn selection(ratio: f32, num_first_tokens: usize) -> Selection {
 fn compute_passages(machine: &mut Machine, tokens: &[u32], ranges: &[Range<usize>]) -> Vec<PassageKv> {
     let place = machine.place(tokens.len());
     let blender = machine.executor.blending().unwrap();
+    let token_bytes = blender.passage_token_bytes();
     // SAFETY: no other code uses the storage.
     let compute = |range: &Range<usize>| unsafe {
         blender.compute_passage(&tokens[range.clone()], &place.blocks, &machine.storage).unwrap()
     };
-    ranges.iter().map(compute).collect()
+    let kvs: Vec<PassageKv> = ranges.iter().map(compute).collect();
+    assert!(kvs.iter().all(|kv| kv.size_bytes() == kv.num_tokens() * token_bytes));
+    kvs
 }
 
 /// Blends the tokens up to `head` and returns how many were computed in all layers.

@@ -76,8 +76,10 @@ async fn calibrate(worker: &Arc<Worker>, prompts: Vec<Request>) {
     }
 }
 
-/// The divergence of a prompt's next token at each ratio. `None`: the engine has no time, or ends.
+/// The divergence of a prompt's next token at each ratio. `None`: the engine has no time or no room for it, or ends.
 async fn sample(worker: &Worker, prompt: &Request) -> Option<[f64; RATIOS.len()]> {
+    // What is not blended here differs in nothing, whatever the ratio.
+    prompt.blend.as_ref().filter(|marks| worker.engine.can_blend(marks))?;
     let full = next_token(worker, Request { blend: None, ..prompt.clone() }).await?;
     let mut sample = [0.0; RATIOS.len()];
     for (kl, ratio) in sample.iter_mut().zip(RATIOS) {

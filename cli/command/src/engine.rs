@@ -158,6 +158,8 @@ pub struct EngineArgs {
     #[arg(long, value_enum, default_value_t = Blend::Off, env = "BATON_BLEND")]
     pub blend: Blend,
     /// Memory of each worker for the KV of passages.
+    ///
+    /// A prompt whose passages take more is computed in full. While one is blended its passages may take as much again.
     #[arg(long, value_name = "SIZE", default_value = "1G", value_parser = parse_size, env = "BATON_BLEND_MEMORY")]
     pub blend_memory: Size,
     /// Mean divergence of the next token that blending may cost, in nats. Above it prompts are computed in full.

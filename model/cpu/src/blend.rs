@@ -21,6 +21,9 @@ use crate::forward::ForwardPass;
 use crate::packed::PackedMatrix;
 use crate::rope::RopeTables;
 
+/// Tokens of the longest prompt that is blended, as on a GPU: buffers of a pass have a row for each.
+const MAX_BLENDED: usize = 32 << 10;
+
 const ONE_RANK: &str = "a single rank cannot lose another";
 
 /// What processors keep of a passage: keys without rotation and without the scaling of cosines and sines.
@@ -39,7 +42,12 @@ struct KeptTokens {
 
 impl BlendingExecutor for CpuExecutor {
     fn max_blended_tokens(&self) -> usize {
-        usize::MAX
+        MAX_BLENDED
+    }
+
+    fn passage_token_bytes(&self) -> usize {
+        let spec = self.model.decoder().shard().spec();
+        spec.layers.len().saturating_sub(SELECTING_LAYER) * 2 * spec.kv_width() * size_of::<f32>()
     }
 
     unsafe fn compute_passage(
@@ -116,6 +124,7 @@ impl CpuExecutor {
     ) -> Result<(Vec<usize>, usize), CommunicatorError> {
         let passages = prompt.ranges();
         let (tokens, blocks) = (prompt.tokens, prompt.blocks);
+        assert!(tokens.len() <= MAX_BLENDED, "a prompt of {} tokens", tokens.len());
         let whole = [BatchSequence { tokens, start_idx: 0, blocks, num_logits: 0 }];
         let (mut pass, weights, ropes) = self.begin(&whole, storage)?;
         let layers = &weights.layers;

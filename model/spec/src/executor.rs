@@ -151,6 +151,9 @@ pub trait BlendingExecutor {
     /// Tokens of the longest prompt that it blends.
     fn max_blended_tokens(&self) -> usize;
 
+    /// Bytes of a passage's KV for each of its tokens.
+    fn passage_token_bytes(&self) -> usize;
+
     /// Computes the KV of a passage of text on its own, as the whole of a prompt. It depends on the tokens alone.
     /// `blocks` are memory to compute in, enough for the tokens; their contents are unspecified afterwards.
     ///

@@ -75,8 +75,8 @@ impl Gate {
     }
 
     /// What becomes of a prompt that comes with this ratio. One with a ratio is blended also before the calibration: its client,
-    /// or another worker's calibration, has chosen the ratio. `fits` says whether the passages end where the device blends; a calibration
-    /// takes short parts of them.
+    /// or another worker's calibration, has chosen the ratio. `fits` says whether the passages end where the device blends and
+    /// memory has room for them; a calibration takes short parts of them.
     pub(crate) fn decide(&mut self, ratio: Option<f32>, fits: bool) -> Decision {
         let refused = match ratio {
             // A router that sends none does not know of any yet.
@@ -111,7 +111,7 @@ impl Gate {
         if samples.is_empty() {
             *num_failures += 1;
             if *num_failures == MAX_FAILURES {
-                self.state = State::Closed("the engine has had no time to calibrate");
+                self.state = State::Closed("the engine has had no time or no room to calibrate");
             }
             return;
         }

@@ -37,6 +37,10 @@ impl<D: KernelDevice + 'static> BlendingExecutor for DeviceExecutor<D> {
         self.limits.num_blended
     }
 
+    fn passage_token_bytes(&self) -> usize {
+        (self.weights.layers.len() - SELECTING_LAYER) * BlendBuffers::token_bytes(self.part.spec())
+    }
+
     unsafe fn compute_passage(
         &mut self,
         tokens: &[u32],

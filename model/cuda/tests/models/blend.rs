@@ -46,11 +46,13 @@ fn blend_to<E: Executor>(
 ) -> (Vec<usize>, Vec<f32>) {
     let Machine { executor, storage, .. } = machine;
     let blender = executor.blending().unwrap();
+    let token_bytes = blender.passage_token_bytes();
     let compute = |range: &Range<usize>| {
         // SAFETY: nothing else uses the storage.
         unsafe { blender.compute_passage(&tokens[range.clone()], blocks, storage) }.unwrap()
     };
     let kvs: Vec<PassageKv> = ranges.iter().map(compute).collect();
+    assert!(kvs.iter().all(|kv| kv.size_bytes() == kv.num_tokens() * token_bytes));
     let passage = |(range, kv): (&Range<usize>, _)| BlendPassage { start_idx: range.start, kv };
     let passages: Vec<_> = ranges.iter().zip(&kvs).map(passage).collect();
     let prompt = BlendedPrompt { tokens, blocks, passages: &passages, selection, wants_logits };
