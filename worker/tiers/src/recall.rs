@@ -35,7 +35,8 @@ pub struct Recall {
 }
 
 impl Recall {
-    /// Of a prompt that will be computed here. `None` when the pool has all that the tiers have of it, or there are no tiers.
+    /// Of a prompt that will be computed here. `None` when the pool has all that the tiers have of it, there are no
+    /// tiers, or it is scored.
     pub fn of(tiers: Option<&Arc<Tiers>>, request: &Request) -> Option<Recall> {
         // A head is computed as a whole.
         let mode = if request.blended().is_some() { ReadMode::Alone } else { ReadMode::BesideComputing };
@@ -48,6 +49,10 @@ impl Recall {
     }
 
     fn new(tiers: &Arc<Tiers>, request: &Request, mode: ReadMode) -> Option<Recall> {
+        // A scored prompt shares no blocks: cached tokens have no logits.
+        if request.is_scored() {
+            return None;
+        }
         let engine = &tiers.limits.engine;
         let mut hashes = engine.prefix_hashes(request, engine.num_sharable_tokens(request));
         let num_pooled = engine.cache_log().num_in_pool(&hashes);

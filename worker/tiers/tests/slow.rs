@@ -132,9 +132,8 @@ impl Worker {
 
     /// Answers as a worker does. Returns the tokens of the prompt that the cache supplied.
     async fn answer(&self, nth: u32) -> usize {
-        let prompt: Vec<u32> = (0..NUM_TOKENS as u32).map(|idx| (idx * idx + nth * 7) % 64).collect();
-        let sampling = SamplingParams { max_tokens: 1, temperature: 0.0, ..SamplingParams::default() };
-        let request = Request { prompt: prompt.clone().into(), sampling, ..Request::default() };
+        let request = request(nth);
+        let prompt = request.prompt.clone();
         let save = SaveAtEnd::new(Some(&self.tiers), &request);
         let beside = match Recall::of(Some(&self.tiers), &request) {
             Some(recall) => recall.run().await.and_then(|beside| beside.start(0)),
@@ -180,6 +179,13 @@ impl Worker {
     }
 }
 
+/// A prompt of [`NUM_TOKENS`] tokens.
+fn request(nth: u32) -> Request {
+    let prompt = (0..NUM_TOKENS as u32).map(|idx| (idx * idx + nth * 7) % 64).collect();
+    let sampling = SamplingParams { max_tokens: 1, temperature: 0.0, ..SamplingParams::default() };
+    Request { prompt, sampling, ..Request::default() }
+}
+
 const NUM_BLOCKS: u64 = (NUM_TOKENS / BLOCK_SIZE) as u64;
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -207,6 +213,20 @@ async fn what_is_as_slow_as_computing_comes_from_the_end_meanwhile() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_scored_prompt_is_not_recalled() {
+    let worker = Worker::start();
+    for nth in 0..3 {
+        worker.answer(nth).await;
+        worker.until_saved(NUM_BLOCKS * u64::from(nth + 1)).await;
+    }
+    let mut request = request(0);
+    assert!(Recall::of(Some(&worker.tiers), &request).is_some(), "the pool has the newest");
+    request.sampling.prompt_logprobs = Some(0);
+    assert!(Recall::of(Some(&worker.tiers), &request).is_none());
+    worker.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_request_that_leaves_ends_its_recall_and_leaves_no_block() {
     let worker = Worker::start();
     for nth in 0..3 {
@@ -214,9 +234,7 @@ async fn a_request_that_leaves_ends_its_recall_and_leaves_no_block() {
         worker.until_saved(NUM_BLOCKS * u64::from(nth + 1)).await;
     }
     worker.answer(0).await;
-    let prompt: Vec<u32> = (0..NUM_TOKENS as u32).map(|idx| (idx * idx + 7) % 64).collect();
-    let sampling = SamplingParams { max_tokens: 1, ..SamplingParams::default() };
-    let request = Request { prompt: prompt.into(), sampling, ..Request::default() };
+    let request = request(1);
     let recall = Recall::of(Some(&worker.tiers), &request).expect("the tier has it");
     let beside = recall.run().await.and_then(|beside| beside.start(0)).expect("it is slow");
     let stream = worker.engine.generate(request).expect("accepted");
