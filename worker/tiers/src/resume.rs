@@ -30,6 +30,10 @@ impl Tiers {
         let block_size = self.block_size();
         let num_cached = resumption.num_ready();
         let worth = self.worth(resumption.hashes(), num_cached, ReadMode::Alone);
+        // Nothing is read, so it waits for no permit.
+        if worth.num_blocks == 0 {
+            return;
+        }
         let (limit, until) = self.bounds(&worth);
         let end = num_cached + worth.num_blocks;
         match timeout(limit, self.load(resumption, end, until)).await {
@@ -70,5 +74,68 @@ impl Tiers {
             resumption = written.await?.context("the pool's device")?;
         }
         Ok(resumption.num_ready())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{sync::mpsc, time::Duration};
+
+    use baton_engine::EngineConfig;
+    use baton_engine_testing::FakeModel;
+    use baton_kv_store::{HostSlots, KvStore, Slots};
+    use baton_request::{Request, SamplingParams};
+    use tokio_util::task::TaskTracker;
+
+    use super::*;
+    use crate::limits::FetchLimits;
+
+    const BLOCK_SIZE: usize = 4;
+    const PATIENCE: Duration = Duration::from_secs(60);
+
+    #[tokio::test]
+    async fn a_sequence_of_which_tiers_have_nothing_waits_for_no_permit() {
+        // Room for one of two sequences: the younger one is preempted, and loses its blocks to the older one.
+        let config = EngineConfig {
+            num_blocks: 8,
+            max_running: 2,
+            token_budget: 16,
+            itl_target: None,
+            context_length: 8 * BLOCK_SIZE,
+            max_waiting: 2,
+            prefix_cache: true,
+            model_revision: "fake".into(),
+            step_prior: None,
+            grammars: None,
+            blending: None,
+            clock: Instant::now,
+            thread_waits: || Duration::ZERO,
+        };
+        let (let_go, gate) = mpsc::channel::<()>();
+        let executor = FakeModel::new(BLOCK_SIZE).executor_with_hook(move |_| {
+            let _ = gate.recv();
+            Ok(())
+        });
+        let (engine, _thread) = baton_engine::start(executor, None, config).expect("it starts");
+        let mut resumptions = engine.resumptions();
+        let generate = |first: u32| {
+            let sampling = SamplingParams { max_tokens: 24, ..SamplingParams::default() };
+            let prompt = (first..first + 8).collect();
+            engine.generate(Request { prompt, sampling, ..Request::default() }).expect("accepted")
+        };
+        let _streams = [generate(0), generate(20)];
+        drop(let_go);
+        let resumption = timeout(PATIENCE, resumptions.recv()).await.expect("in time").expect("it runs");
+        assert!(!resumption.hashes().is_empty());
+
+        let record_bytes = engine.storage().layout().block_bytes();
+        let slots: Box<dyn Slots> = Box::new(HostSlots::new(1 << 20, record_bytes));
+        let store = KvStore::over_slots(vec![slots], engine.storage().clone(), 1, |_, _| {});
+        let limits = FetchLimits { engine, fetch_deadline: None, handoff_deadline: PATIENCE };
+        let tiers = Arc::new(Tiers::over(store, limits, TaskTracker::new()));
+        let num_permits = tiers.reading.available_permits() as u32;
+        let _reading = tiers.reading.clone().acquire_many_owned(num_permits).await.expect("all are free");
+        let resumed = timeout(Duration::ZERO, tiers.resume(resumption)).await;
+        assert!(resumed.is_ok(), "it waits");
     }
 }
