@@ -58,7 +58,7 @@ pub(crate) struct Grant {
 pub(crate) struct QueueSlot(Arc<AtomicUsize>);
 
 impl LiveRequest {
-    /// A request that waits. Takes time with the length of the prompt if it has penalties.
+    /// A request that waits. Takes time with the length of the prompt if it has a repetition penalty.
     pub(crate) fn new(
         request: Request,
         matcher: Option<TokenMatcher>,

@@ -201,6 +201,25 @@ async fn the_device_samples_the_tokens_of_the_host() {
     assert_same(&run(&by_device, but_one).await, &expected);
 }
 
+/// Also the first one, while nothing is counted: a token of the output is likelier right after it, or less likely.
+#[tokio::test]
+async fn tokens_are_penalised_before_the_host_knows_them() {
+    let (by_device, _thread) = on_device(&fixture(), SamplingSide::OnDevice, None);
+    let (by_host, _other) = on_device(&fixture(), SamplingSide::OnHost, None);
+    for penalty in [-2.0, 2.0] {
+        let sampling = SamplingParams {
+            max_tokens: 4,
+            presence_penalty: penalty,
+            frequency_penalty: penalty,
+            ..SamplingParams::default()
+        };
+        let penalised = |seed| Request { sampling: sampling.clone(), ..request(&prompt(seed, 5), 0) };
+        let penalised: Vec<Request> = (1..4).map(penalised).collect();
+        let expected = run(&by_host, penalised.clone()).await;
+        assert_same(&run(&by_device, penalised).await, &expected);
+    }
+}
+
 /// The device gets the masks while it computes the step, also of a step ahead and of drafts.
 #[tokio::test]
 async fn masked_tokens_are_those_of_the_host() {

@@ -234,6 +234,29 @@ async fn penalties_count_tokens_that_are_not_known_yet() {
 }
 
 #[tokio::test]
+async fn the_first_token_is_penalised_before_it_is_known() {
+    let model = FakeModel::new(BLOCK_SIZE);
+    // A token of the output is likelier then.
+    let sampling = SamplingParams {
+        max_tokens: 3,
+        presence_penalty: -2.0,
+        frequency_penalty: -2.0,
+        ..SamplingParams::default()
+    };
+    let (_, plain) = engine(config());
+    let (engine, num_ahead) = sampling_engine(model, None, config(), |_| Ok(()));
+    let mut num_repeated = 0;
+    for first in 0..16 {
+        let penalised = Request { sampling: sampling.clone(), ..request(&[first, 9], 0) };
+        let expected = plain.generate_all(penalised.clone()).await.tokens;
+        num_repeated += usize::from(expected[0] == expected[1]);
+        assert_eq!(engine.generate_all(penalised).await.tokens, expected);
+    }
+    assert!(num_repeated > 0);
+    assert_eq!(num(&num_ahead), 16 * 2);
+}
+
+#[tokio::test]
 async fn invalid_logits_end_only_their_sequence() {
     let good = FakeModel::new(BLOCK_SIZE);
     let prompt = [3, 1, 4, 1, 5];

@@ -191,6 +191,26 @@ fn greedy_takes_the_largest_and_the_first_of_equals() {
 }
 
 #[test]
+fn tokens_of_the_prompt_are_listed_for_the_repetition_penalty_alone() {
+    let counts = |params: &SamplingParams, output: &[u32]| -> Vec<(u32, u32)> {
+        let mut history = history(params, &[5, 6, 5], output);
+        // A draft that is not accepted leaves nothing.
+        [8, 6].into_iter().for_each(|token| history.push(token));
+        [6, 8].into_iter().for_each(|token| history.pop(token));
+        history.sampling(params).counts.iter().map(|count| (count.token, count.num_output)).collect()
+    };
+    let present = SamplingParams { presence_penalty: 0.5, ..SamplingParams::default() };
+    let frequent = SamplingParams { frequency_penalty: 0.5, ..SamplingParams::default() };
+    for params in [&present, &frequent] {
+        assert!(counts(params, &[]).is_empty());
+        assert_eq!(counts(params, &[6, 7, 6]), [(6, 2), (7, 1)], "from one on");
+    }
+    let repeated = SamplingParams { repetition_penalty: 1.1, ..present };
+    assert_eq!(counts(&repeated, &[6, 7, 6]), [(5, 0), (6, 2), (7, 1)]);
+    assert!(counts(&SamplingParams::default(), &[6]).is_empty());
+}
+
+#[test]
 fn invalid_logits_are_an_error() {
     let greedy = SamplingParams::default();
     let warm = SamplingParams { temperature: 1.0, ..SamplingParams::default() };

@@ -60,10 +60,10 @@ pub struct TokenHistory {
     counts: Option<TokenCounts>,
 }
 
-/// Tokens of prompt and output.
+/// Tokens of the output, and with a repetition penalty those of the prompt.
 #[derive(Clone, Debug, Default)]
 struct TokenCounts {
-    /// Each token once: first those of the prompt, then the others in the order of their first occurrence.
+    /// Each token once: first those of the prompt, if they count, then the others in the order of their first occurrence.
     list: Vec<TokenCount>,
     num_in_prompt: usize,
     /// Index of each token in the list.
@@ -81,10 +81,11 @@ impl TokenHistory {
     /// The history of a request before its next token.
     pub fn new(request: &Request) -> TokenHistory {
         let params = &request.sampling;
-        let penalises = params.repetition_penalty != 1.0
-            || params.presence_penalty != 0.0
-            || params.frequency_penalty != 0.0;
-        let counts = penalises.then(|| TokenCounts::of_prompt(&request.prompt));
+        let repeats = params.repetition_penalty != 1.0;
+        let penalises = repeats || params.presence_penalty != 0.0 || params.frequency_penalty != 0.0;
+        // The other penalties are for tokens of the output alone: those of the prompt would change nothing.
+        let counted: &[u32] = if repeats { &request.prompt[..] } else { &[] };
+        let counts = penalises.then(|| TokenCounts::of_prompt(counted));
         let mut history = TokenHistory { num_output_tokens: 0, counts };
         request.output.iter().for_each(|&token| history.push(token));
         history

@@ -315,11 +315,14 @@ impl SamplingExecutor for FakeSamplingExecutor {
             // After invalid logits the token does not matter.
             let token = sampled.as_ref().map_or(0, |token| token.id);
             step.sequences[idx].0 = vec![token];
-            let counts = &mut step.samplings[idx].counts;
+            let sampling = &mut step.samplings[idx];
+            if !sampling.has_penalties() {
+                continue;
+            }
+            let counts = sampling.counts.to_mut();
             match counts.iter().position(|count| count.token == token) {
-                _ if counts.is_empty() => {}
-                Some(place) => counts.to_mut()[place].num_output += 1,
-                None => counts.to_mut().push(TokenCount { token, num_output: 1 }),
+                Some(place) => counts[place].num_output += 1,
+                None => counts.push(TokenCount { token, num_output: 1 }),
             }
         }
         let sequences = step.sequences.iter().map(|(tokens, start_idx, blocks, num_logits)| BatchSequence {

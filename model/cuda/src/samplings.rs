@@ -76,7 +76,8 @@ impl SamplingInputs {
     }
 
     /// Fills the inputs with `samplings`. Returns the layout of the results. In a step that follows another step in
-    /// flight, each count list has a free entry for the token that the other step samples. The first `max_masked` masked rows have room for their masks.
+    /// flight, the count list of each row with penalties has a free entry for the token that the other step samples. The
+    /// first `max_masked` masked rows have room for their masks.
     pub fn fill(
         &mut self,
         samplings: &[TokenSampling<'_>],
@@ -91,7 +92,7 @@ impl SamplingInputs {
         wanted.clear();
         (*num_saved, *num_masked) = (0, 0);
         for sampling in samplings {
-            let is_spare = is_following && !sampling.counts.is_empty();
+            let is_spare = is_following && sampling.has_penalties();
             let num_counts = sampling.counts.len() + usize::from(is_spare);
             let num_listed = 2 * num_counts + 2 * sampling.logit_bias.len() + sampling.masked.len();
             let is_listed = counts.len() + biases.len() + stops.len() + num_listed <= MAX_LISTED;

@@ -22,7 +22,8 @@ pub struct TokenSampling<'a> {
     pub presence_penalty: f32,
     /// Subtracted from a token's logit once for each time the output has it.
     pub frequency_penalty: f32,
-    /// The known previous tokens, each once. Empty when no penalty is set.
+    /// The known previous tokens, each once: those of the output, and with a repetition penalty those of the prompt. Empty
+    /// when no penalty is set.
     pub counts: Cow<'a, [TokenCount]>,
     /// Added to logits by token id, after the penalties. Ids ascend; a device returns the row to the host if they do
     /// not.
@@ -115,6 +116,11 @@ impl TokenSampling<'_> {
             masked: Cow::Owned(self.masked.into_owned()),
             ..self
         }
+    }
+
+    /// Whether a token that is sampled changes the logits after it. It is counted then, also where nothing is counted yet.
+    pub fn has_penalties(&self) -> bool {
+        self.repetition_penalty != 1.0 || self.presence_penalty != 0.0 || self.frequency_penalty != 0.0
     }
 
     /// Whether any parameter changes the logits before sampling.
