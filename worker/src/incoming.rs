@@ -4,6 +4,7 @@ use std::{
     collections::VecDeque,
     io::{self, IoSlice},
     pin::Pin,
+    sync::{Arc, Mutex, PoisonError},
     task::{Context, Poll},
     time::Duration,
 };
@@ -16,7 +17,10 @@ use tokio::{
     sync::mpsc,
 };
 use tokio_stream::wrappers::ReceiverStream;
-use tokio_util::{sync::CancellationToken, task::TaskTracker};
+use tokio_util::{
+    sync::{CancellationToken, DropGuard, WaitForCancellationFutureOwned},
+    task::TaskTracker,
+};
 use tonic::transport::server::Connected;
 
 /// Limits of what a peer can keep open without a certificate.
@@ -26,9 +30,12 @@ struct Limits {
     handshake_timeout: Duration,
     /// Handshakes under way at a time. One more displaces the oldest.
     max_handshakes: usize,
+    /// Connections of peers without a certificate, such as probes. One more displaces the oldest.
+    max_without_identity: usize,
 }
 
-const LIMITS: Limits = Limits { handshake_timeout: Duration::from_secs(5), max_handshakes: 256 };
+const LIMITS: Limits =
+    Limits { handshake_timeout: Duration::from_secs(5), max_handshakes: 256, max_without_identity: 256 };
 
 /// The caller's identity, as tonic keeps it with each request of a connection.
 #[derive(Clone, Copy, Debug)]
@@ -40,13 +47,30 @@ pub fn identity_of(extensions: &Extensions) -> Option<Identity> {
 }
 
 /// A connection that tells tonic the caller's identity.
-pub(crate) struct Connection(Accepted);
+pub(crate) struct Connection {
+    accepted: Accepted,
+    /// With TLS, of a peer without a certificate.
+    place: Option<Place>,
+}
 
 impl Connected for Connection {
     type ConnectInfo = CallerIdentity;
 
     fn connect_info(&self) -> CallerIdentity {
-        CallerIdentity(self.0.peer)
+        CallerIdentity(self.accepted.peer)
+    }
+}
+
+impl Connection {
+    /// The stream, unless a newer connection has displaced this one.
+    fn stream(self: Pin<&mut Self>, cx: &mut Context<'_>) -> io::Result<Pin<&mut Stream>> {
+        let this = self.get_mut();
+        if let Some(place) = &mut this.place
+            && place.displaced.as_mut().poll(cx).is_ready()
+        {
+            return Err(io::ErrorKind::ConnectionAborted.into());
+        }
+        Ok(Pin::new(&mut this.accepted.stream))
     }
 }
 
@@ -73,6 +97,20 @@ impl Places {
     }
 }
 
+/// A place that an open connection has taken. The drop leaves it.
+struct Place {
+    displaced: Pin<Box<WaitForCancellationFutureOwned>>,
+    _leaves: DropGuard,
+}
+
+impl Place {
+    fn take(places: &Mutex<Places>) -> Place {
+        let place = CancellationToken::new();
+        places.lock().unwrap_or_else(PoisonError::into_inner).take(place.clone());
+        Place { displaced: Box::pin(place.clone().cancelled_owned()), _leaves: place.drop_guard() }
+    }
+}
+
 /// Accepts connections until `close`.
 pub(crate) fn accept(
     listener: TcpListener,
@@ -91,6 +129,7 @@ fn accept_within(
     // The server accepts them as fast as they come.
     let (sender, connections) = mpsc::channel(1);
     let mut handshakes = Places::new(limits.max_handshakes);
+    let without_identity = Arc::new(Mutex::new(Places::new(limits.max_without_identity)));
     tokio::spawn(async move {
         let tasks = TaskTracker::new();
         loop {
@@ -112,7 +151,7 @@ fn accept_within(
             let Some(tls) = tls.clone() else {
                 let accepted = Accepted { stream: Stream::Plain(socket), peer: None };
                 // The server has ended.
-                if sender.send(Ok(Connection(accepted))).await.is_err() {
+                if sender.send(Ok(Connection { accepted, place: None })).await.is_err() {
                     break;
                 }
                 continue;
@@ -120,14 +159,18 @@ fn accept_within(
             // Accepting must not wait for a place: silent peers would stop the port.
             let place = close.child_token();
             handshakes.take(place.clone());
-            let (sender, close) = (sender.clone(), close.clone());
+            let (sender, close, without_identity) =
+                (sender.clone(), close.clone(), Arc::clone(&without_identity));
             tasks.spawn(async move {
                 let handshake = baton_tls::accept(&tls, socket, limits.handshake_timeout);
                 let accepted = place.run_until_cancelled(handshake).await;
                 place.cancel();
                 match accepted {
-                    // As above.
-                    Some(Ok(accepted)) => drop(sender.send(Ok(Connection(accepted))).await),
+                    Some(Ok(accepted)) => {
+                        let place = accepted.peer.is_none().then(|| Place::take(&without_identity));
+                        // As above.
+                        let _ = sender.send(Ok(Connection { accepted, place })).await;
+                    }
                     Some(Err(error)) => tls.refused(address, &error),
                     None if close.is_cancelled() => {}
                     None => tls.refused(address, &io::Error::other("newer connections displaced it")),
@@ -143,13 +186,13 @@ fn accept_within(
 
 impl AsyncRead for Connection {
     fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.get_mut().0.stream).poll_read(cx, buf)
+        self.stream(cx)?.poll_read(cx, buf)
     }
 }
 
 impl AsyncWrite for Connection {
     fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.get_mut().0.stream).poll_write(cx, bytes)
+        self.stream(cx)?.poll_write(cx, bytes)
     }
 
     fn poll_write_vectored(
@@ -157,40 +200,51 @@ impl AsyncWrite for Connection {
         cx: &mut Context<'_>,
         bytes: &[IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.get_mut().0.stream).poll_write_vectored(cx, bytes)
+        self.stream(cx)?.poll_write_vectored(cx, bytes)
     }
 
     fn is_write_vectored(&self) -> bool {
-        self.0.stream.is_write_vectored()
+        self.accepted.stream.is_write_vectored()
     }
 
     fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.get_mut().0.stream).poll_flush(cx)
+        self.stream(cx)?.poll_flush(cx)
     }
 
     fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.get_mut().0.stream).poll_shutdown(cx)
+        self.stream(cx)?.poll_shutdown(cx)
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use std::{net::SocketAddr, path::Path};
+    use std::{
+        net::SocketAddr,
+        path::{Path, PathBuf},
+    };
 
-    use baton_tls::TlsConfig;
-    use tokio::{io::AsyncReadExt, net::TcpStream, time::timeout};
+    use baton_tls::{TlsClient, TlsClientConfig, TlsConfig};
+    use tokio::{
+        io::{AsyncReadExt, AsyncWriteExt},
+        net::TcpStream,
+        time::timeout,
+    };
     use tokio_stream::StreamExt;
 
     use super::*;
 
     const PATIENCE: Duration = Duration::from_secs(30);
     /// No time passes before a peer leaves: only the number of peers makes it leave.
-    const PATIENT: Limits = Limits { handshake_timeout: Duration::from_secs(3600), max_handshakes: 4 };
+    const PATIENT: Limits =
+        Limits { handshake_timeout: Duration::from_secs(3600), max_handshakes: 4, max_without_identity: 3 };
+
+    fn file(name: &str) -> PathBuf {
+        Path::new(env!("CARGO_MANIFEST_DIR")).join("../tls/testdata").join(name)
+    }
 
     fn tls(name: &str) -> Tls {
-        let file = |name: String| Path::new(env!("CARGO_MANIFEST_DIR")).join("../tls/testdata").join(name);
-        let (cert, key) = (file(format!("{name}.pem")), file(format!("{name}.key")));
-        Tls::load(TlsConfig { cert, key, ca: file("ca.pem".to_owned()), name: None }).unwrap()
+        let (cert, key) = (file(&format!("{name}.pem")), file(&format!("{name}.key")));
+        Tls::load(TlsConfig { cert, key, ca: file("ca.pem"), name: None }).unwrap()
     }
 
     async fn port() -> (TcpListener, SocketAddr) {
@@ -199,8 +253,18 @@ mod tests {
         (listener, address)
     }
 
+    /// Both ends of a connection.
+    async fn both<T>(
+        connect: impl Future<Output = io::Result<T>>,
+        connections: &mut ReceiverStream<io::Result<Connection>>,
+    ) -> (T, Connection) {
+        let both = async { tokio::join!(connect, connections.next()) };
+        let (ours, theirs) = timeout(PATIENCE, both).await.expect("the peer is not kept out");
+        (ours.unwrap(), theirs.unwrap().unwrap())
+    }
+
     /// Waits until the port has closed the connection.
-    async fn closed(mut socket: impl AsyncRead + Unpin) {
+    async fn closed(mut socket: TcpStream) {
         let read = timeout(PATIENCE, socket.read(&mut [0])).await.expect("the port closes it");
         assert!(matches!(read, Ok(0) | Err(_)), "{read:?}");
     }
@@ -215,12 +279,9 @@ mod tests {
             silent.push(TcpStream::connect(address).await.unwrap());
         }
         let b = tls("b");
-        let connected =
-            async { baton_tls::connect(&b, "127.0.0.1", TcpStream::connect(address).await.unwrap()).await };
-        let both = async { tokio::join!(connected, connections.next()) };
-        let (connected, accepted) = timeout(PATIENCE, both).await.expect("it is not kept out");
-        connected.unwrap();
-        assert_eq!(accepted.unwrap().unwrap().connect_info().0, Some(b.identity()));
+        let connect = async { baton_tls::connect(&b, "127.0.0.1", TcpStream::connect(address).await?).await };
+        let (_ours, theirs) = both(connect, &mut connections).await;
+        assert_eq!(theirs.connect_info().0, Some(b.identity()));
         // The newest handshakes may go on, also after the one that has ended.
         let newest = silent.split_off(PATIENT.max_handshakes + 1);
         for oldest in silent {
@@ -231,5 +292,33 @@ mod tests {
             closed(silent).await;
         }
         assert!(connections.next().await.is_none());
+    }
+
+    #[tokio::test]
+    async fn peers_without_a_certificate_displace_each_other_and_no_other_peer() {
+        let (listener, address) = port().await;
+        let mut connections = accept_within(PATIENT, listener, Some(tls("a")), CancellationToken::new());
+        let b = tls("b");
+        let connect = async { baton_tls::connect(&b, "127.0.0.1", TcpStream::connect(address).await?).await };
+        let ((mut known, _), mut known_here) = both(connect, &mut connections).await;
+        let client = TlsClientConfig { ca: file("ca.pem"), own: None, name: None };
+        let client = TlsClient::load(client).unwrap();
+        let mut unknown = Vec::new();
+        for _ in 0..=PATIENT.max_without_identity {
+            let connect = async { client.connect("127.0.0.1", TcpStream::connect(address).await?).await };
+            unknown.push(both(connect, &mut connections).await);
+        }
+        let (_ours, mut oldest) = unknown.remove(0);
+        assert_eq!(oldest.connect_info().0, None);
+        let read = timeout(PATIENCE, oldest.read(&mut [0])).await.expect("it is displaced");
+        assert_eq!(read.unwrap_err().kind(), io::ErrorKind::ConnectionAborted);
+        let (newest, newest_here) = unknown.last_mut().unwrap();
+        for (ours, theirs) in [(&mut known, &mut known_here), (newest, newest_here)] {
+            ours.write_all(b"x").await.unwrap();
+            ours.flush().await.unwrap();
+            let mut byte = [0];
+            let read = timeout(PATIENCE, theirs.read(&mut byte)).await.expect("the byte arrives");
+            assert_eq!((read.unwrap(), byte), (1, *b"x"));
+        }
     }
 }
