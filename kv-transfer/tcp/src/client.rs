@@ -32,6 +32,9 @@ use super::{
     wire::{self, Ack, AckStatus, FrameHeader, Hello, Welcome},
 };
 
+/// How long a lane that cannot connect leaves the jobs to the lanes that are connected.
+const LANE_PAUSE: Duration = Duration::from_secs(2);
+
 /// Writes over sockets.
 #[derive(Clone, Debug)]
 pub struct TcpSending {
@@ -129,7 +132,7 @@ impl RemotePool for TcpPool {
     }
 
     fn is_cold(&self) -> bool {
-        self.shared.num_connected.load(Ordering::SeqCst) == 0
+        !self.shared.is_connected()
     }
 
     fn sum_of(&self) -> SumOf {
@@ -156,6 +159,11 @@ impl Shared {
         self.sockets.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Whether any lane is connected.
+    fn is_connected(&self) -> bool {
+        self.num_connected.load(Ordering::SeqCst) > 0
+    }
+
     /// Queues a frame again whose connection broke. A failure often breaks all connections, and a lane notices only
     /// when it sends. So a frame may be lost once on every lane before it is sent on a new connection.
     fn retry(&self, frame: Frame, why: &str) {
@@ -173,12 +181,20 @@ fn run_lane(shared: &Arc<Shared>) {
             drop(connection.take());
             match Connection::open(shared, job.access_key()) {
                 Ok(new) => connection = Some(new),
+                // The peer refused this grant. It may accept other grants.
+                Err(error @ RouteError::OtherIncarnation(_)) => {
+                    job.fail(&error);
+                    continue;
+                }
+                Err(error) if shared.is_connected() => {
+                    warn!(address = %shared.address, %error, "kv data connection not opened: the other ones carry its frames");
+                    shared.jobs.hand_back(job);
+                    shared.jobs.pause(LANE_PAUSE);
+                    continue;
+                }
                 Err(error) => {
                     job.fail(&error);
-                    // The peer refused this grant. It may accept other grants.
-                    if !matches!(error, RouteError::OtherIncarnation(_)) {
-                        shared.jobs.fail_all(&error);
-                    }
+                    shared.jobs.fail_all(&error);
                     continue;
                 }
             }

@@ -3,7 +3,10 @@
 use std::{
     io::{Read, Write},
     net::{TcpListener, TcpStream},
-    sync::{Arc, Mutex},
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicUsize, Ordering},
+    },
     time::Duration,
 };
 
@@ -339,6 +342,61 @@ async fn a_frame_lost_with_its_connection_is_sent_once_more_for_each_lane() {
         drop(sender);
         receiver.end();
     }
+}
+
+/// Acks every frame of one piece, until the sender leaves.
+fn ack_all(mut socket: TcpStream) {
+    let mut frame = vec![0; wire::FRAME_BYTES + wire::PIECE_BYTES + LAYER];
+    while socket.read_exact(&mut frame).is_ok() {
+        let header = FrameHeader::decode(frame[..wire::FRAME_BYTES].try_into().unwrap(), |_| LAYER).unwrap();
+        let ack = Ack { status: AckStatus::Placed, sequence: header.sequence };
+        socket.write_all(&ack.encode()).unwrap();
+    }
+}
+
+#[tokio::test]
+async fn a_lane_that_cannot_connect_leaves_its_frames_to_the_lane_that_is_connected() {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap();
+    let num_closed = Arc::new(AtomicUsize::new(0));
+    let receiver = std::thread::spawn({
+        let num_closed = Arc::clone(&num_closed);
+        move || {
+            let mut acks = None;
+            loop {
+                let (mut socket, _) = listener.accept().unwrap();
+                // A silent connection means that the test is over.
+                if socket.read_exact(&mut [0; wire::HELLO_BYTES]).is_err() {
+                    break;
+                }
+                if acks.is_some() {
+                    num_closed.fetch_add(1, Ordering::SeqCst);
+                    continue;
+                }
+                socket.write_all(&Welcome::Accepted.encode()).unwrap();
+                acks = Some(std::thread::spawn(move || ack_all(socket)));
+            }
+            acks.expect("the first lane connects").join().unwrap();
+        }
+    });
+    let sender = sender_over(2, SenderConfig::default());
+    let offer = TransportOffer::Tcp { address: address.to_string(), pool: 1 };
+    let route = soon(sender.route(some_access_key(9), &[offer], ())).await.unwrap();
+    let mut pieces = writes(&blocks([1]));
+    pieces.truncate(1);
+    // Either lane may take a frame.
+    for _ in 0..1000 {
+        soon(route.push(pieces.clone())).await.unwrap();
+        if num_closed.load(Ordering::SeqCst) > 0 {
+            break;
+        }
+    }
+    assert!(num_closed.load(Ordering::SeqCst) > 0, "the second lane has taken none");
+    soon(route.push(pieces)).await.unwrap();
+    soon(route.close()).await;
+    drop(sender);
+    drop(TcpStream::connect(address).unwrap());
+    receiver.join().unwrap();
 }
 
 #[tokio::test]

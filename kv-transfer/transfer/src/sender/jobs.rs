@@ -78,6 +78,7 @@ impl Job {
 pub struct Jobs {
     queue: Mutex<Queue>,
     more: Condvar,
+    closed: Condvar,
 }
 
 #[derive(Default)]
@@ -142,6 +143,29 @@ impl Jobs {
         queue.opens.push_front(open);
         drop(queue);
         self.more.notify_one();
+    }
+
+    /// Queues a job again, before all other jobs: the thread that took it cannot connect, and another one is connected.
+    /// It fails when the jobs are closed.
+    pub fn hand_back(&self, job: Job) {
+        let mut queue = self.queue();
+        if queue.is_closed {
+            drop(queue);
+            return job.fail(&RouteError::Closed);
+        }
+        match job {
+            Job::Open(open) => queue.opens.push_front(open),
+            Job::Frame(frame) => queue.frames.push_front(frame),
+        }
+        drop(queue);
+        self.more.notify_one();
+    }
+
+    /// Waits for `time`, or until the jobs are closed.
+    pub fn pause(&self, time: Duration) {
+        // Not on `more`: a job wakes one thread, which must be one that takes it.
+        let paused = self.closed.wait_timeout_while(self.queue(), time, |queue| !queue.is_closed);
+        drop(paused.unwrap_or_else(PoisonError::into_inner));
     }
 
     /// Waits for the next job. `None`: the jobs are closed.
@@ -214,6 +238,7 @@ impl Jobs {
             std::mem::take(&mut queue.frames)
         };
         self.more.notify_all();
+        self.closed.notify_all();
         frames.into_iter().for_each(|frame| frame.fail(PushError::Closed));
     }
 
