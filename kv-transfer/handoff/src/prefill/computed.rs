@@ -33,7 +33,6 @@ use super::{
 use crate::{
     block_map::BlockMap,
     deadlines::Deadlines,
-    error::{HandoffError, PushError, RouteError},
     limits::Limits,
     message::{Begin, DecodeMessage, PrefillMessage},
 };
@@ -112,28 +111,14 @@ struct Work {
     total: Instant,
     has_first_token: bool,
     delivery: Delivery,
-    withdrawn: Option<Withdrawn>,
 }
-
-/// The data plane reported that the grant is revoked. The decode side sends the reason on the stream, which may arrive later.
-#[derive(Debug)]
-#[cfg_attr(test, derive(Clone))]
-struct Withdrawn {
-    /// Without a reason by this time, the transfer has failed.
-    until: Instant,
-    error: HandoffError,
-}
-
-/// How long the reason for a revoked grant may take after the data plane's report. The decode side sends both at once.
-const REASON_TIMEOUT: Duration = Duration::from_secs(1);
 
 impl ComputedHandoff {
     pub(super) fn new(begin: &Begin, own: OwnSide, limits: Limits, now: Instant) -> ComputedHandoff {
         let deadline = begin.deadline.min(limits.total);
         let block_map = BlockMap::new(begin.num_tokens, own.block_size, begin.block_size, own.num_layers);
         let delivery = Delivery::new(block_map, limits.stall);
-        let work =
-            Work { deadline, total: now + deadline, has_first_token: false, delivery, withdrawn: None };
+        let work = Work { deadline, total: now + deadline, has_first_token: false, delivery };
         ComputedHandoff { limits, state: State::Queued(work) }
     }
 
@@ -240,8 +225,7 @@ fn done<T>(stop: Duration, now: Instant, actions: &mut Vec<ComputedHandoffAction
 
 impl Work {
     fn deadlines(&self) -> Deadlines {
-        let withdrawn = self.withdrawn.as_ref().map(|withdrawn| withdrawn.until);
-        Deadlines { total: self.total, stall: withdrawn.or(self.delivery.stall()) }
+        Deadlines { total: self.total, stall: self.delivery.stall() }
     }
 
     /// Takes the inputs that `Queued` and `Computing` share. Returns the stop when the request has ended.
@@ -270,21 +254,6 @@ impl Work {
             ComputeInput::Other(PrefillInput::Message(DecodeMessage::Done)) if self.has_first_token => {
                 return Ok(Some(done(stop, now, actions)));
             }
-            ComputeInput::Other(PrefillInput::Pushed(Err(error @ PushError::Revoked)))
-                if self.has_first_token =>
-            {
-                self.withdraw(error.to_string(), now);
-            }
-            ComputeInput::Other(PrefillInput::Routed(Err(error @ RouteError::OtherIncarnation(_))))
-                if self.has_first_token =>
-            {
-                self.withdraw(error.to_string(), now);
-            }
-            ComputeInput::Other(PrefillInput::Tick)
-                if self.withdrawn.as_ref().is_some_and(|withdrawn| now >= withdrawn.until) =>
-            {
-                return Err(self.withdrawn.take().expect("just seen").error.into());
-            }
             ComputeInput::Other(input) => {
                 if let Some(input) = self.delivery.on(input, now, actions)? {
                     unexpected(input, doing, self.deadlines().next(), now)?;
@@ -292,11 +261,5 @@ impl Work {
             }
         }
         Ok(None)
-    }
-
-    /// The grant is revoked. After the first token this may be no failure: the token may have ended the request.
-    fn withdraw(&mut self, error: String, now: Instant) {
-        let error = HandoffError::TransferFailed(error);
-        self.withdrawn.get_or_insert(Withdrawn { until: now + REASON_TIMEOUT, error });
     }
 }

@@ -3,6 +3,7 @@
 
 use std::{
     collections::VecDeque,
+    fmt::Display,
     ops::Range,
     time::{Duration, Instant},
 };
@@ -15,7 +16,7 @@ use crate::{
     access::Generation,
     block_map::BlockMap,
     deadlines::Deadlines,
-    error::{HandoffError, Side},
+    error::{HandoffError, PushError, RouteError, Side},
     message::{DecodeMessage, Grant, PrefillMessage, Written},
     piece::{PieceWrite, Pushed},
 };
@@ -25,6 +26,9 @@ use crate::{
 const MAX_PUSHES: usize = 4;
 /// Pieces of one push: bounds the size of a `Written`.
 const MAX_PUSH_PIECES: usize = 1024;
+
+/// How long the reason for a revoked grant may take after the data plane's report. The decode side sends both at once.
+const REASON_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// The pieces of one handoff.
 #[derive(Debug)]
@@ -45,6 +49,13 @@ enum Destination {
     /// A route is being opened, until then at most.
     Routing(Granted, Instant),
     Open(Route),
+    /// The data plane reported that the grant is revoked. The decode side sends the reason on the stream, which may arrive
+    /// later.
+    Revoked {
+        /// Without a reason by this time, the transfer has failed.
+        until: Instant,
+        error: HandoffError,
+    },
 }
 
 #[derive(Debug)]
@@ -78,6 +89,7 @@ impl Delivery {
             Destination::Ungranted => None,
             Destination::Routing(_, until) => Some(*until),
             Destination::Open(route) => route.stall,
+            Destination::Revoked { until, .. } => Some(*until),
         }
     }
 
@@ -88,11 +100,24 @@ impl Delivery {
         now: Instant,
         actions: &mut Vec<PrefillAction<T, E>>,
     ) -> Result<Option<PrefillInput>, Abort> {
+        let is_revoked = matches!(self.destination, Destination::Revoked { .. });
         match input {
             PrefillInput::Message(DecodeMessage::Grant(grant))
                 if matches!(self.destination, Destination::Ungranted) =>
             {
                 self.route(grant, now, actions)?;
+            }
+            // Other pushes of the same route.
+            PrefillInput::Pushed(_) if is_revoked => {}
+            PrefillInput::Routed(Err(error @ RouteError::OtherIncarnation(_))) => self.revoked(&error, now),
+            PrefillInput::Pushed(Err(error @ PushError::Revoked)) => self.revoked(&error, now),
+            PrefillInput::Tick => {
+                if let Destination::Revoked { until, error } = &self.destination
+                    && now >= *until
+                {
+                    return Err(error.clone().into());
+                }
+                return Ok(Some(PrefillInput::Tick));
             }
             PrefillInput::Routed(result) => {
                 result.map_err(|error| HandoffError::TransferFailed(error.to_string()))?;
@@ -130,6 +155,12 @@ impl Delivery {
         self.destination = Destination::Routing(granted, now + self.stall);
         actions.push(PrefillAction::Route { access_key, offers });
         Ok(())
+    }
+
+    /// This may be no failure: the peer may want no KV any more.
+    fn revoked(&mut self, error: &impl Display, now: Instant) {
+        let error = HandoffError::TransferFailed(error.to_string());
+        self.destination = Destination::Revoked { until: now + REASON_TIMEOUT, error };
     }
 
     fn routed<T, E>(&mut self, now: Instant, actions: &mut Vec<PrefillAction<T, E>>) {
@@ -173,7 +204,7 @@ impl Delivery {
         actions: &mut Vec<PrefillAction<T, E>>,
     ) -> Result<(), Abort> {
         let num_cached_blocks = match &self.destination {
-            Destination::Ungranted => 0,
+            Destination::Ungranted | Destination::Revoked { .. } => 0,
             Destination::Routing(granted, _) | Destination::Open(Route { granted, .. }) => {
                 granted.num_cached_blocks
             }

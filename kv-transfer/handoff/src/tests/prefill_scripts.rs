@@ -76,7 +76,8 @@ fn parse(input: &str, now: &mut Instant) -> Input {
             let bytes = 10 * pieces.len() as u64;
             return Input::Pushed(Ok(Pushed { pieces, transport: TransportKind::Shm, bytes }));
         }
-        "push-failed" => return Input::Pushed(Err(PushError::Revoked)),
+        "push-lost" => return Input::Pushed(Err(PushError::Lost("reset".into()))),
+        "push-revoked" => return Input::Pushed(Err(PushError::Revoked)),
         "route-refused" => return Input::Routed(Err(RouteError::OtherIncarnation("d".into()))),
         "engine-failed" => return Input::Fail(Failure::new(FailureKind::Internal, "broken")),
         "idle" => return Input::Idle,
@@ -312,7 +313,7 @@ fn a_cancel_is_answered_after_the_last_write() {
          Cancel       => finish cancelled, stop
          ready 1 0 3  =>
          token        =>
-         push-failed  =>
+         push-revoked =>
          idle         => send Stopped, release, close
          idle         =>",
     );
@@ -393,7 +394,7 @@ fn a_failure_of_this_side_is_reported_to_the_peer() {
          Grant          => route
          routed         =>
          ready 0 0 3    => push b11>b20@0/0 b12>b21@1/0
-         push-failed    => send Failed PrefillLost, finish transfer_failed, stop
+         push-lost      => send Failed PrefillLost, finish transfer_failed, stop
          idle           => send Stopped, release, close",
     );
     check(
@@ -565,33 +566,63 @@ fn done_without_a_first_token_fails_the_handoff() {
 }
 
 #[test]
-fn after_the_first_token_a_revoked_grant_waits_for_the_reason() {
+fn a_revoked_grant_waits_for_the_reason() {
     let granted = "Begin          => compute
          started        => send Started
          Grant          => route";
-    for gone in [
-        "token          => send FirstToken 5
-         route-refused  =>",
-        "routed         =>
-         ready 0 0 3    => push b11>b20@0/0 b12>b21@1/0
-         token          => send FirstToken 5
-         push-failed    =>",
-    ] {
+    let pushing = "routed         =>
+         ready 0 0 3    => push b11>b20@0/0 b12>b21@1/0";
+    let held = "fetch 12 4     => hold
+         held 2         => send Held 8
+         grant 1 1      => route";
+    let before_the_token = [
+        format!("{granted}\n route-refused =>"),
+        format!("{granted}\n {pushing}\n push-revoked =>"),
+        // The next layer is not pushed.
+        format!("{granted}\n {pushing}\n push-revoked =>\n ready 1 0 3 =>"),
+        // The answers to other pushes do not matter.
+        format!(
+            "{granted}\n {pushing}
+             ready 1 0 3    => push b11>b20@0/1 b12>b21@1/1
+             push-revoked   =>
+             push-revoked   =>"
+        ),
+        format!(
+            "{granted}\n {pushing}
+             ready 1 0 3    => push b11>b20@0/1 b12>b21@1/1
+             push-revoked   =>
+             pushed 0/1 1/1 =>"
+        ),
+        format!("{held}\n route-refused =>"),
+        format!("{held}\n routed => push b11>b20@0/0 b11>b20@0/1\n push-revoked =>"),
+    ];
+    let token = "token          => send FirstToken 5";
+    let after_the_token = [
+        format!("{granted}\n {token}\n route-refused =>"),
+        format!("{granted}\n {pushing}\n {token}\n push-revoked =>"),
+        format!("{granted}\n {pushing}\n push-revoked =>\n {token}"),
+    ];
+    for gone in &after_the_token {
         check(&format!(
-            "{granted}
-             {gone}
+            "{gone}
              Done           => finish without kv, stop
              idle           => send Stopped, release, close"
         ));
+    }
+    for gone in before_the_token.iter().chain(&after_the_token) {
         check(&format!(
-            "{granted}
-             {gone}
+            "{gone}
              Cancel         => finish cancelled, stop
              idle           => send Stopped, release, close"
         ));
         check(&format!(
-            "{granted}
-             {gone}
+            "{gone}
+             closed         => finish decode_lost, stop
+             idle           => release, close"
+        ));
+        check(&format!(
+            "{gone}
+             after 0        =>
              after 1        => send Failed PrefillLost, finish transfer_failed, stop
              idle           => send Stopped, release, close"
         ));
