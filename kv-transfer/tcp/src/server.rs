@@ -196,6 +196,7 @@ impl Connection<'_> {
         let num_bytes = header.payload_bytes as usize;
         let status = match self.receiving.grants.admit(&header.access_key, self.peer) {
             None => {
+                self.counters().late(num_bytes);
                 self.discard(num_bytes, scratch)?;
                 AckStatus::Revoked
             }
@@ -244,7 +245,7 @@ impl Connection<'_> {
             let received = grant.with_fence(|| unsafe { self.reader.receive(&mut places) });
             match received {
                 None => {
-                    self.counters().late(pieces.len() * layer_bytes - places.num_bytes());
+                    self.counters().late(pieces.len() * layer_bytes);
                     self.discard(places.num_bytes(), scratch)?;
                     return Ok(AckStatus::Revoked);
                 }
@@ -308,7 +309,7 @@ impl Connection<'_> {
                 }
             });
             let Some(stored) = stored else {
-                self.counters().late(group.len() * wire_bytes);
+                self.counters().late((group.len() + num_left) * wire_bytes);
                 self.discard(num_left * wire_bytes, scratch)?;
                 return Ok(AckStatus::Revoked);
             };
@@ -328,10 +329,9 @@ impl Connection<'_> {
         WireCodec::new(self.receiving.grants.storage().layout(), format)
     }
 
-    /// Reads and drops bytes whose grant is revoked or refused, up to the next frame.
+    /// Reads and drops bytes that are not placed, up to the next frame.
     fn discard(&mut self, mut num_bytes: usize, scratch: &mut Scratch) -> io::Result<()> {
         let scratch = &mut scratch.discarded;
-        self.counters().late(num_bytes);
         while num_bytes > 0 {
             let len = num_bytes.min(scratch.len());
             self.reader.receive_exact(&mut scratch[..len], self.receiving.io_timeout)?;
