@@ -213,7 +213,7 @@ const GAUGES: [Gauge; 5] = [
 
 type Count = (&'static str, &'static str, fn(&TransportCounts) -> u64);
 
-const COUNTS: [Count; 6] = [
+const COUNTS: [Count; 7] = [
     ("baton_handoff_bytes", "KV bytes moved by handoffs", |counts| counts.bytes),
     ("baton_handoff_pieces", "KV pieces moved by handoffs", |counts| counts.pieces),
     ("baton_handoff_routes", "Handoffs that took, or peers that used, a transport", |counts| counts.routes),
@@ -222,6 +222,9 @@ const COUNTS: [Count; 6] = [
     }),
     ("baton_handoff_late_bytes", "Bytes that came for a revoked grant", |counts| counts.late_bytes),
     ("baton_handoff_connection_failures", "Connections that broke in use", |counts| counts.failures),
+    ("baton_handoff_connection_rejections", "Connections whose peer was not admitted", |counts| {
+        counts.rejections
+    }),
 ];
 
 type BlendCount = (&'static str, &'static str, fn(&BlendCounts) -> u64);

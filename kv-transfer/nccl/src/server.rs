@@ -120,6 +120,9 @@ impl Service for Sharing {
             }
             Err(error) => admission.reject(&peer.address, &error),
         }
+        if !admission.is_admitted() && !admission.is_stopping() {
+            counters.rejected();
+        }
         // The acceptor keeps the descriptor until its next sweep. The peer must see the end now.
         let _ = peer.socket.shutdown(Shutdown::Both);
     }

@@ -240,9 +240,14 @@ fn serve(sharing: &Sharing, writer: &Arc<Writer>, admission: &PeerAdmission) {
         info!("shared-memory peer connected");
         result = converse(sharing, writer).map(|()| true);
     }
+    if !admission.is_admitted() && !admission.is_stopping() {
+        counters.rejected();
+    }
     if let Err(error) = result {
         if !admission.is_stopping() {
-            counters.failed();
+            if admission.is_admitted() {
+                counters.failed();
+            }
             warn!(%error, "shared-memory connection ended: the peer broke the protocol");
         }
         if admission.is_admitted() {

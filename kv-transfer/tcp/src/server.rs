@@ -88,15 +88,16 @@ impl Service for Receiving {
     }
 
     fn serve(&self, peer: &Arc<Peer>, admission: &PeerAdmission) {
+        let counters = self.grants.counters().of(TransportKind::Tcp);
         match self.serve_peer(peer, admission) {
             Ok(()) => debug!(peer = %peer.address, "kv data connection closed"),
             Err(_) if admission.is_stopping() => {}
             Err(error) if !admission.is_admitted() => {
-                self.grants.counters().of(TransportKind::Tcp).failed();
+                counters.rejected();
                 admission.reject(&peer.address, &error);
             }
             Err(error) => {
-                self.grants.counters().of(TransportKind::Tcp).failed();
+                counters.failed();
                 warn!(peer = %peer.address, %error, "kv data connection lost: the frame it was receiving is not placed");
             }
         }

@@ -13,6 +13,7 @@ pub struct TransportCounters {
     fallbacks: AtomicU64,
     late_bytes: AtomicU64,
     failures: AtomicU64,
+    rejections: AtomicU64,
 }
 
 /// The counts at one moment.
@@ -28,8 +29,10 @@ pub struct TransportCounts {
     pub fallbacks: u64,
     /// Receiver: bytes that were dropped because their grant was revoked or never existed.
     pub late_bytes: u64,
-    /// Connections that ended before their work was done.
+    /// Connections that ended before their work was done. Receiver: of admitted peers.
     pub failures: u64,
+    /// Receiver: connections that ended before their peer was admitted.
+    pub rejections: u64,
 }
 
 impl TransportCounters {
@@ -57,6 +60,11 @@ impl TransportCounters {
         self.failures.fetch_add(1, Ordering::Relaxed);
     }
 
+    /// Counts a connection whose peer was not admitted.
+    pub fn rejected(&self) {
+        self.rejections.fetch_add(1, Ordering::Relaxed);
+    }
+
     /// The counts now.
     pub fn read(&self) -> TransportCounts {
         TransportCounts {
@@ -66,6 +74,7 @@ impl TransportCounters {
             fallbacks: self.fallbacks.load(Ordering::Relaxed),
             late_bytes: self.late_bytes.load(Ordering::Relaxed),
             failures: self.failures.load(Ordering::Relaxed),
+            rejections: self.rejections.load(Ordering::Relaxed),
         }
     }
 }

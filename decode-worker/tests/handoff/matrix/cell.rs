@@ -417,7 +417,7 @@ impl Cell {
     /// Late bytes over admitted connections, and refused connections: both show the access key of a revoked grant.
     async fn num_rejected(&self) -> u64 {
         let late_bytes = self.decode.metric("baton_handoff_late_bytes_total", "").await;
-        late_bytes + self.decode.metric("baton_handoff_connection_failures_total", "tcp").await
+        late_bytes + self.decode.metric("baton_handoff_connection_rejections_total", "tcp").await
     }
 }
 

@@ -177,8 +177,9 @@ async fn a_peer_that_sends_byte_by_byte_is_not_waited_for() {
         });
         let took = soon(async { slow.await.unwrap() }).await;
         assert!(took < Duration::from_secs(20), "{took:?}");
-        let failures = || fabric.receiver.counters().of(TransportKind::Tcp).read().failures;
-        eventually("it was sent away", || failures() >= 1).await;
+        let counts = || fabric.receiver.counters().of(TransportKind::Tcp).read();
+        eventually("it was sent away", || counts().rejections >= 1).await;
+        assert_eq!(counts().failures, 0, "it was not in use");
     }
 }
 
