@@ -244,6 +244,7 @@ impl<S: Service> Shared<S> {
                 Err(error) => {
                     self.gate.reject(None, &error);
                     // The usual cause is a lack of descriptors: other connections must close first.
+                    sweep(&mut self.connections());
                     thread::sleep(Duration::from_millis(50));
                 }
             }
@@ -252,7 +253,7 @@ impl<S: Service> Shared<S> {
 
     fn take(&self, stream: <S::Listener as Listen>::Stream) {
         let mut connections = self.connections();
-        connections.retain(|served| !served.thread.is_finished());
+        sweep(&mut connections);
         let is_unauthenticated = |served: &Served<S>| !served.admission.is_admitted();
         if connections.iter().filter(|served| is_unauthenticated(served)).count()
             >= 2 * self.max_unauthenticated
@@ -282,5 +283,67 @@ impl<S: Service> Shared<S> {
             Ok(thread) => connections.push(Served { connection, admission, is_hung_up: false, thread }),
             Err(error) => self.gate.reject(None, &format!("cannot start a thread for it: {error}")),
         }
+    }
+}
+
+/// Drops the connections that have ended, and with them their descriptors.
+fn sweep<S: Service>(connections: &mut Vec<Served<S>>) {
+    connections.retain(|served| !served.thread.is_finished());
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{io::Read, os::fd::RawFd};
+
+    use super::*;
+
+    /// Accepts one stream. Then there are no descriptors.
+    struct OneStream {
+        stream: Mutex<Option<UnixStream>>,
+        socket: UnixStream,
+    }
+
+    impl AsRawFd for OneStream {
+        fn as_raw_fd(&self) -> RawFd {
+            self.socket.as_raw_fd()
+        }
+    }
+
+    impl Listen for OneStream {
+        type Stream = UnixStream;
+
+        fn accept_one(&self) -> io::Result<UnixStream> {
+            let stream = self.stream.lock().unwrap().take();
+            stream.ok_or_else(|| io::Error::from_raw_os_error(libc::EMFILE))
+        }
+    }
+
+    /// Its connections end at once.
+    struct EndsAtOnce;
+
+    impl Service for EndsAtOnce {
+        type Listener = OneStream;
+        type Connection = UnixStream;
+
+        const THREADS: (&str, &str) = ("test-accept", "test-serve");
+
+        fn connection(&self, stream: UnixStream) -> UnixStream {
+            stream
+        }
+
+        fn hang_up(_: &UnixStream) {}
+
+        fn serve(&self, _: &Arc<UnixStream>, _: &PeerAdmission) {}
+    }
+
+    #[test]
+    fn ended_connections_free_their_descriptors_when_there_are_none() {
+        let (mut peer, accepted) = UnixStream::pair().unwrap();
+        let (socket, _other) = UnixStream::pair().unwrap();
+        let listener = OneStream { stream: Mutex::new(Some(accepted)), socket };
+        let acceptor = Acceptor::start(Arc::new(EndsAtOnce), listener, &ReceiverConfig::default()).unwrap();
+        peer.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
+        assert_eq!(peer.read(&mut [0]).unwrap(), 0, "its descriptor is closed");
+        drop(acceptor);
     }
 }
