@@ -14,6 +14,7 @@ mod inspect;
 mod keys;
 mod log;
 mod model;
+mod open_files;
 mod router;
 mod shutdown;
 mod top;

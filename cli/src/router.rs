@@ -7,9 +7,10 @@ use baton_keys::KeyHash;
 use baton_router::{JournalConfig, MigrationMode, PlanBasis, RouterConfig, Slo, ToolFormat, UnknownFields};
 use clap::{Args, ValueEnum, builder::PossibleValue};
 use http::HeaderValue;
-use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
-use crate::{config::LayerArgs, discovery::DiscoveryArgs, log::LogArgs, model::ModelArgs, shutdown};
+use crate::{
+    config::LayerArgs, discovery::DiscoveryArgs, log::LogArgs, model::ModelArgs, open_files, shutdown,
+};
 
 #[derive(Debug, Args)]
 pub(crate) struct RouterArgs {
@@ -220,7 +221,7 @@ impl RoutingArgs {
 /// Runs a router.
 pub(crate) async fn run(args: RouterArgs) -> anyhow::Result<()> {
     let _telemetry = args.log.init("baton-router", &args.listen.to_string())?;
-    allow_open_files(args.routing.max_requests);
+    open_files::allow(args.routing.max_requests, "clients of --max-requests");
     let (model, model_name) = args.model.resolve()?;
     let discovery = args.discovery.config(String::new(), None, args.workers)?;
     let mut config = RouterConfig::new(model, model_name, discovery);
@@ -230,18 +231,4 @@ pub(crate) async fn run(args: RouterArgs) -> anyhow::Result<()> {
     config.drain_timeout = Duration::from_secs(args.drain_timeout);
     args.routing.configure(&mut config);
     baton_router::run(config, shutdown::on_signal()?).await
-}
-
-/// Raises the limit of open files as far as this process may: each client has a connection, and shells often allow 1,024.
-fn allow_open_files(max_requests: usize) {
-    let limit = getrlimit(Resource::Nofile);
-    let raised = Rlimit { current: limit.maximum, ..limit };
-    let allowed = if setrlimit(Resource::Nofile, raised).is_ok() { limit.maximum } else { limit.current };
-    if allowed.is_some_and(|allowed| allowed < max_requests as u64) {
-        tracing::info!(
-            allowed,
-            max_requests,
-            "this process may open fewer files than --max-requests clients need; `ulimit -n` raises that"
-        );
-    }
 }

@@ -12,9 +12,12 @@ use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
 use crate::{
-    config::LayerArgs, discovery::DiscoveryArgs, log::LogArgs, model::ModelArgs, shutdown,
+    config::LayerArgs, discovery::DiscoveryArgs, log::LogArgs, model::ModelArgs, open_files, shutdown,
     transfer::TransferArgs,
 };
+
+/// Data connections that a worker admits: two of each peer in a large cluster.
+const DATA_CONNECTIONS: usize = 4096;
 
 #[derive(Debug, Args)]
 pub(crate) struct WorkerArgs {
@@ -118,6 +121,7 @@ fn worker(role: Role, args: WorkerArgs) -> anyhow::Result<(WorkerConfig, Telemet
     };
     let id = args.id.unwrap_or_else(|| format!("{name}-{}-{}", host_name(), std::process::id()));
     let telemetry = args.log.init(service, &id)?;
+    open_files::allow(DATA_CONNECTIONS, "data connections");
     let (model, model_name) = args.model.resolve()?;
     let discovery = args.discovery.config(args.router, args.api_key.map(RegistrationKey::new), Vec::new())?;
     let draft_model = draft_model(&args.engine, args.model.model.is_none())?;
