@@ -322,13 +322,13 @@ impl Prompt {
         };
     }
 
-    /// The blocks, for a route that reads them; `None` before the engine has the prompt.
-    fn blocks(&self) -> Option<Arc<HeldBlocks>> {
+    /// The blocks, for a route that reads them.
+    fn blocks(&self) -> Arc<HeldBlocks> {
         match self {
-            Prompt::Computing(Computing { blocks, .. }) | Prompt::Computed { blocks } => {
-                Some(Arc::clone(blocks))
+            Prompt::Computing(Computing { blocks, .. }) | Prompt::Computed { blocks } => Arc::clone(blocks),
+            Prompt::Fetching { .. } | Prompt::Released => {
+                unreachable!("the machine opens a route after `Started` and before `Release`")
             }
-            Prompt::Fetching { .. } | Prompt::Released => None,
         }
     }
 }

@@ -113,6 +113,9 @@ struct Work {
     delivery: Delivery,
 }
 
+const QUEUED: &str = "queued";
+const COMPUTING: &str = "computing and writing";
+
 impl ComputedHandoff {
     pub(super) fn new(begin: &Begin, own: OwnSide, limits: Limits, now: Instant) -> ComputedHandoff {
         let deadline = begin.deadline.min(limits.total);
@@ -168,11 +171,19 @@ fn queued<T>(
     now: Instant,
     actions: &mut Vec<ComputedHandoffAction<T>>,
 ) -> Result<State, Abort> {
-    if matches!(input, ComputeInput::Started) {
-        actions.push(PrefillAction::Send(PrefillMessage::Started));
-        return Ok(State::Computing(work));
-    }
-    if let Some(stopping) = work.on(input, "queued", stop, now, actions)? {
+    let input = match input {
+        ComputeInput::Started => {
+            actions.push(PrefillAction::Send(PrefillMessage::Started));
+            return Ok(State::Computing(work));
+        }
+        // A grant answers `Started`. Before, there may be no blocks that a route could guard.
+        ComputeInput::Other(input @ PrefillInput::Message(DecodeMessage::Grant(_))) => {
+            unexpected(input, QUEUED, work.deadlines().next(), now)?;
+            return Ok(State::Queued(work));
+        }
+        input => input,
+    };
+    if let Some(stopping) = work.on(input, QUEUED, stop, now, actions)? {
         return Ok(State::Stopping(stopping));
     }
     Ok(State::Queued(work))
@@ -185,7 +196,7 @@ fn computing<T>(
     now: Instant,
     actions: &mut Vec<ComputedHandoffAction<T>>,
 ) -> Result<State, Abort> {
-    if let Some(stopping) = work.on(input, "computing and writing", stop, now, actions)? {
+    if let Some(stopping) = work.on(input, COMPUTING, stop, now, actions)? {
         return Ok(State::Stopping(stopping));
     }
     let committing = if work.has_first_token { work.delivery.committing(work.total, now) } else { None };

@@ -38,7 +38,6 @@ fn parse(input: &str, now: &mut Instant) -> Input {
         "Done" => DecodeMessage::Done,
         "grant" => grant(number(&mut words), number(&mut words) as u32),
         "Grant" => grant(1, 2),
-        "Grant-too-few" => grant(1, 1),
         "Grant-all-cached" => grant(3, 0),
         "Commit" => DecodeMessage::Commit { generation: Generation(1) },
         "Commit-stale" => DecodeMessage::Commit { generation: Generation(2) },
@@ -268,6 +267,7 @@ fn a_grant_is_counted_in_the_peers_blocks() {
     for grant in ["grant 0 4", "grant 3 1", "grant 0 2", "grant 18446744073709551615 3"] {
         check(&format!(
             "begin 13 6  => compute
+             started     => send Started
              {grant}     => send Failed Internal, finish decode_lost, stop
              idle        => send Stopped, release, close"
         ));
@@ -323,7 +323,8 @@ fn a_cancel_is_answered_after_the_last_write() {
 fn messages_out_of_order_fail_the_handoff() {
     check("Grant   => send Failed Internal, finish decode_lost, send Stopped, close");
     check("Commit  => send Failed Internal, finish decode_lost, send Stopped, close");
-    for message in ["Begin", "Commit", "Grant-too-few"] {
+    // A grant answers `Started`.
+    for message in ["Begin", "Commit", "Grant"] {
         check(&format!(
             "Begin       => compute
              {message}   => send Failed Internal, finish decode_lost, stop
