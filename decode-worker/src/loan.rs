@@ -3,7 +3,7 @@
 
 use std::{sync::Arc, time::Duration};
 
-use baton_engine::Reservation;
+use baton_engine::HeldBlocks;
 use baton_proto::{kv_format_from_proto, kv_format_to_proto, worker as proto};
 use baton_tls::Identity;
 use baton_transfer::Granted;
@@ -34,7 +34,7 @@ pub struct Lender {
 pub struct Loan {
     message: Option<proto::Loan>,
     deadline: Instant,
-    _granted: Vec<Granted<Arc<Reservation>>>,
+    _granted: Vec<Granted<Arc<HeldBlocks>>>,
     _permit: OwnedSemaphorePermit,
     /// The worker does not exit before the loan has ended.
     _busy: TaskTrackerToken,
@@ -65,11 +65,14 @@ impl Lender {
         let permit = permit.map_err(|_| Status::unavailable("another measurement is running"))?;
         let reservation = self.worker.reserve_scratch(request.max_blocks as usize).await?;
         let blocks = reservation.blocks().to_vec();
-        let reservation = Arc::new(reservation);
+        let (slot, held) = reservation.split();
+        // A measurement decodes nothing.
+        drop(slot);
+        let held = Arc::new(held);
         let receiver = &self.worker.data_plane().receiver;
         let num_grants = GRANTS_PER_OFFER * receiver.offers().len() + 1;
         let granted: Vec<_> =
-            (0..num_grants).map(|_| receiver.grant(blocks.clone(), Arc::clone(&reservation))).collect();
+            (0..num_grants).map(|_| receiver.grant(blocks.clone(), Arc::clone(&held))).collect();
         if let Some(borrower) = borrower {
             granted.iter().for_each(|granted| granted.bind(borrower));
         }

@@ -27,6 +27,8 @@ pub(crate) enum Command {
     Cancel(SequenceId),
     /// The holder of its blocks is gone: of a hold, or of a reservation, granted or not. Or nothing is expected any more.
     Release(SequenceId),
+    /// The granted reservation will not decode. Its blocks stay held until `Release`.
+    GiveUpSlot(SequenceId),
     /// Hold the cached part of a prefix, and reply with its blocks.
     HoldCached { id: SequenceId, hashes: Vec<BlockHash>, reply: oneshot::Sender<Vec<BlockId>> },
     /// Hold the cached part of a prefix, and set blocks aside for as much of the rest as there is room for now; nothing if that makes

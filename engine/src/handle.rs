@@ -77,17 +77,25 @@ pub enum SubmitError {
     ShuttingDown,
 }
 
-/// The blocks of a prefilled prompt. They stay as they are until this is dropped, even when the prefill has ended,
-/// failed or was cancelled.
+/// The blocks of a prefilled prompt or of a reservation. They stay as they are until this is dropped, even when the prefill has
+/// ended, failed or was cancelled, or the reservation's slot is given up.
 #[derive(Debug)]
 pub struct HeldBlocks {
-    _owner: DropCommand,
+    owner: DropCommand,
 }
 
 /// Blocks set aside for a prompt that is computed elsewhere, and a slot to decode it. Dropping the reservation
 /// returns both.
 #[derive(Debug)]
 pub struct Reservation {
+    held: HeldBlocks,
+    slot: DecodeSlot,
+}
+
+/// The slot of a reservation. Dropping it gives the slot up, and the blocks that the sequence could still need. What is reserved
+/// stays held.
+#[derive(Debug)]
+pub struct DecodeSlot {
     owner: DropCommand,
     blocks: Vec<BlockId>,
     num_cached_blocks: usize,
@@ -97,12 +105,26 @@ pub struct Reservation {
 impl Reservation {
     /// The sequence's block table: enough blocks for the KV of its prompt and its known output.
     pub fn blocks(&self) -> &[BlockId] {
-        &self.blocks
+        &self.slot.blocks
     }
 
     /// Blocks at the front that already hold their KV. They are shared and must never be written.
     pub fn num_cached_blocks(&self) -> usize {
-        self.num_cached_blocks
+        self.slot.num_cached_blocks
+    }
+
+    /// Separates the slot from the blocks: a writer may reach the blocks for longer than the slot is of use.
+    pub fn split(self) -> (DecodeSlot, HeldBlocks) {
+        (self.slot, self.held)
+    }
+
+    /// Undoes [`split`](Self::split).
+    ///
+    /// # Panics
+    /// When they are of two reservations.
+    pub fn join(slot: DecodeSlot, held: HeldBlocks) -> Reservation {
+        assert_eq!(slot.owner.id, held.owner.id, "the slot and the blocks are of one reservation");
+        Reservation { held, slot }
     }
 }
 
@@ -153,7 +175,7 @@ impl EngineHandle {
         let cancel =
             self.submit(submission, SequenceRole::Prefill, ReplyChannel::Prefill(sink), Command::Cancel)?;
         let owner = DropCommand::new(cancel.id, self.state.commands.clone(), Command::Release);
-        Ok((PrefillEvents { events, _cancel: cancel }, HeldBlocks { _owner: owner }))
+        Ok((PrefillEvents { events, _cancel: cancel }, HeldBlocks { owner }))
     }
 
     /// Waits until there are blocks for a prompt that is computed elsewhere, and a slot to decode it. First come,
@@ -173,7 +195,9 @@ impl EngineHandle {
             Command::Release,
         )?;
         let Grant { blocks, num_cached_blocks } = granted.await.map_err(|_| SubmitError::ShuttingDown)?;
-        Ok(Reservation { owner, blocks, num_cached_blocks, max_events })
+        let slot_owner = DropCommand::new(owner.id, self.state.commands.clone(), Command::GiveUpSlot);
+        let slot = DecodeSlot { owner: slot_owner, blocks, num_cached_blocks, max_events };
+        Ok(Reservation { held: HeldBlocks { owner }, slot })
     }
 
     /// Decodes after `first`. The KV of the whole prompt is in the reservation's blocks now. The events are those
@@ -188,10 +212,12 @@ impl EngineHandle {
                 InvalidRequest::new("first", Problem::UnknownToken { token: first.id, vocab_size }).into()
             );
         }
-        let id = reservation.owner.id;
-        let (sink, events) = Sink::new(reservation.max_events, self.state.config.clock);
+        let Reservation { held, slot } = reservation;
+        let id = held.owner.id;
+        let (sink, events) = Sink::new(slot.max_events, self.state.config.clock);
         self.send(Command::Decode { id, first, sink })?;
-        reservation.owner.disarm();
+        held.owner.disarm();
+        slot.owner.disarm();
         let cancel = DropCommand::new(id, self.state.commands.clone(), Command::Cancel);
         Ok(TokenStream { events, _cancel: cancel })
     }

@@ -61,7 +61,7 @@ pub use cache_log::CacheLog;
 pub use command::Resumption;
 pub use config::{BlendConfig, EngineConfig, EngineStartError};
 pub use events::{DraftCounts, EngineError, PrefillEvent, TokenEvent};
-pub use handle::{EngineHandle, HeldBlocks, Reservation, SubmitError};
+pub use handle::{DecodeSlot, EngineHandle, HeldBlocks, Reservation, SubmitError};
 pub use prefix::{CachedPrefix, Expectation, PrefixReservation};
 pub use speculation::{Drafter, Speculation};
 pub use start::{EngineThread, start, start_over};

@@ -120,6 +120,14 @@ impl LiveRequests {
         }
     }
 
+    /// A granted reservation will not decode. Its blocks stay until they are released.
+    pub(crate) fn give_up_slot(&mut self, id: SequenceId) {
+        // One that was released before has none.
+        if self.scheduler.give_up_slot(id) {
+            self.requests.remove(&id);
+        }
+    }
+
     /// Ends every request with `error`.
     pub(crate) fn fail_all(&mut self, error: &EngineError) {
         for (_, live) in self.requests.drain() {

@@ -226,6 +226,7 @@ impl StepLoop {
             Command::Decode { id, first, sink } => self.live.start_decode(id, first.id, sink),
             Command::Cancel(id) => self.live.cancel(id),
             Command::Release(id) => self.live.release(id),
+            Command::GiveUpSlot(id) => self.live.give_up_slot(id),
             // A receiver that is gone does not matter: its `Release` follows.
             Command::HoldCached { id, hashes, reply } => {
                 drop(reply.send(self.live.scheduler.hold_cached(id, &hashes)));

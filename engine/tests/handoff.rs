@@ -239,6 +239,33 @@ async fn reservations_are_granted_in_order_and_leave_the_queue_when_dropped() {
 }
 
 #[tokio::test]
+async fn a_reservation_gives_its_slot_up_before_its_blocks() {
+    let (model, d) = engine(EngineConfig { max_running: 1, ..config() });
+    let wanted = request(&prompt(1, 10), 4);
+    let (slot, held) = d.reserve(wanted.clone()).await.expect("granted").split();
+    let waiting = d.generate(request(&[1, 2, 3], 4)).expect("accepted");
+    drop(slot);
+    assert_eq!(collect(waiting).await.tokens, model.greedy(&[1, 2, 3], 4));
+    let busy = IdleError::Busy { num_waiting: 0, num_running: 0, num_holds: 1 };
+    assert_eq!(d.check_idle_integrity().await, Err(busy), "a writer may still reach its blocks");
+    drop(held);
+    d.check_whole().await;
+
+    // In the other order.
+    let (slot, held) = d.reserve(wanted.clone()).await.expect("granted").split();
+    drop(held);
+    drop(slot);
+    d.check_whole().await;
+
+    // With both, it decodes.
+    let (slot, held) = d.reserve(wanted).await.expect("granted").split();
+    let first = SampledToken { id: 7, logprobs: None };
+    let stream = d.decode(Reservation::join(slot, held), first).expect("accepted");
+    assert_eq!(collect(stream).await.tokens.len(), 3);
+    d.check_whole().await;
+}
+
+#[tokio::test]
 async fn a_reservation_waits_for_running_sequences_and_does_not_preempt_them() {
     let (model, d) = engine(EngineConfig { num_blocks: 12, ..config() });
     let running = d.generate(request(&prompt(1, 20), 20)).expect("accepted");

@@ -123,6 +123,8 @@ enum Operation {
     Decode(usize),
     Cancel(usize),
     Release(usize),
+    /// A granted reservation keeps only its blocks.
+    GiveUpSlot(usize),
     /// A preempted sequence has some of its blocks again.
     Resume(usize),
     /// Blocks of a text come from outside.
@@ -151,6 +153,7 @@ fn operation() -> impl Strategy<Value = Operation> {
         1 => any::<usize>().prop_map(Operation::Decode),
         1 => any::<usize>().prop_map(Operation::Cancel),
         1 => any::<usize>().prop_map(Operation::Release),
+        1 => any::<usize>().prop_map(Operation::GiveUpSlot),
         1 => any::<usize>().prop_map(Operation::Resume),
         1 => (0..3u32, 0..8usize, 1..5usize)
             .prop_map(|(text, first, num_blocks)| Operation::Fetch { text, first, num_blocks }),
@@ -313,6 +316,12 @@ impl Driver {
                     self.scheduler.cache_prefix(id, 0, after, &hashes[first..]);
                     self.holds.push(id);
                 }
+            }
+            Operation::GiveUpSlot(idx) if !self.granted.is_empty() => {
+                let id = self.granted.swap_remove(idx % self.granted.len());
+                assert!(self.scheduler.give_up_slot(id), "a granted reservation has a slot");
+                self.alive.remove(&id);
+                self.holds.push(id);
             }
             Operation::Release(idx) if !self.holds.is_empty() => {
                 let id = self.holds.swap_remove(idx % self.holds.len());

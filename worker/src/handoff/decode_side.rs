@@ -5,7 +5,7 @@
 
 use std::{sync::Arc, time::Duration};
 
-use baton_engine::Reservation;
+use baton_engine::{DecodeSlot, HeldBlocks, Reservation};
 use baton_handoff::{
     AccessKey, Begin, DecodeMessage, Generation, Grant, KvFault, Limits, Piece, decode::DecodeInput,
 };
@@ -30,14 +30,26 @@ const OUTBOUND_BOUND: usize = 4;
 type Verifying = BoxFuture<'static, (usize, Result<(), KvFault>)>;
 
 /// Blocks of this worker's engine that can be granted to a peer.
-pub trait ReservedBlocks: Send + 'static {
+pub trait ReservedBlocks: Sized + Send + 'static {
+    /// Holds the blocks until no writer can reach them.
+    type Held: Send + 'static;
+    /// What is reserved with them, and is given up as soon as the grant is revoked.
+    type Slot: Send + 'static;
+
     /// Blocks at the front of the sequence that need not be sent.
     fn num_cached_blocks(&self) -> usize;
     /// The blocks after them, to be written.
     fn new_blocks(&self) -> &[BlockId];
+    /// Separates both.
+    fn split(self) -> (Self::Slot, Self::Held);
+    /// Undoes [`split`](Self::split).
+    fn join(slot: Self::Slot, held: Self::Held) -> Self;
 }
 
 impl ReservedBlocks for Reservation {
+    type Held = HeldBlocks;
+    type Slot = DecodeSlot;
+
     fn num_cached_blocks(&self) -> usize {
         self.num_cached_blocks()
     }
@@ -45,10 +57,18 @@ impl ReservedBlocks for Reservation {
     fn new_blocks(&self) -> &[BlockId] {
         &self.blocks()[self.num_cached_blocks()..]
     }
+
+    fn split(self) -> (DecodeSlot, HeldBlocks) {
+        self.split()
+    }
+
+    fn join(slot: DecodeSlot, held: HeldBlocks) -> Reservation {
+        Reservation::join(slot, held)
+    }
 }
 
 /// The stream of one handoff to the peer, and its blocks on this worker.
-pub struct DecodeSide<R> {
+pub struct DecodeSide<R: ReservedBlocks> {
     worker: Arc<Worker>,
     link: Link,
     peer: PrefillPeer,
@@ -60,10 +80,10 @@ pub struct DecodeSide<R> {
     ticket: Option<Ticket>,
 }
 
-enum Blocks<R> {
+enum Blocks<R: ReservedBlocks> {
     None,
     Reserving(BoxFuture<'static, Result<R, Failure>>),
-    Granted { granted: Granted<R>, verifying: FuturesUnordered<Verifying> },
+    Granted { granted: Granted<R::Held>, slot: R::Slot, verifying: FuturesUnordered<Verifying> },
 }
 
 enum BlocksEvent<R> {
@@ -145,7 +165,8 @@ impl<R: ReservedBlocks> DecodeSide<R> {
         };
         let num_cached_blocks = reservation.num_cached_blocks();
         let block_ids = reservation.new_blocks().to_vec();
-        let granted = self.worker.data_plane().receiver.grant_as(block_ids.clone(), self.wire, reservation);
+        let (slot, held) = reservation.split();
+        let granted = self.worker.data_plane().receiver.grant_as(block_ids.clone(), self.wire, held);
         if self.worker.config().tls.is_some() {
             // Only the worker that answers the stream may write.
             match self.link.identity() {
@@ -158,7 +179,7 @@ impl<R: ReservedBlocks> DecodeSide<R> {
         }
         let offers = granted.offers().to_vec();
         let AccessKey { generation, secret } = granted.access_key();
-        self.blocks = Blocks::Granted { granted, verifying: FuturesUnordered::new() };
+        self.blocks = Blocks::Granted { granted, slot, verifying: FuturesUnordered::new() };
         DecodeInput::Granted(Grant { generation, secret, num_cached_blocks, block_ids, offers })
     }
 
@@ -183,15 +204,17 @@ impl<R: ReservedBlocks> DecodeSide<R> {
         verifying.push(Box::pin(async move { (num_pieces, verified.await) }));
     }
 
-    /// Revokes the grant. Its blocks return to the pool when no writer can reach them.
+    /// Revokes the grant. Its blocks return to the pool when no writer can reach them, its slot at once.
     pub fn revoke(&mut self, generation: Generation) {
         match std::mem::replace(&mut self.blocks, Blocks::None) {
-            Blocks::Granted { granted, .. } if granted.generation() == generation => {
+            Blocks::Granted { granted, slot, .. } if granted.generation() == generation => {
                 if granted.was_shown_by_another() {
                     // The peer probably has a new certificate. It presents it only on new connections.
                     self.link.forget();
                 }
-                // The grant owns the reservation.
+                // A peer that does not answer keeps no request from running.
+                drop(slot);
+                // The grant owns the blocks.
                 drop(granted.revoke());
             }
             other => self.blocks = other,
@@ -215,7 +238,10 @@ impl<R: ReservedBlocks> DecodeSide<R> {
     pub async fn commit(&mut self) -> Result<R, Failure> {
         let shut_down = || Failure::new(FailureKind::Internal, "the kv receiver was shut down");
         match std::mem::replace(&mut self.blocks, Blocks::None) {
-            Blocks::Granted { granted, .. } => granted.commit().await.ok_or_else(shut_down),
+            Blocks::Granted { granted, slot, .. } => {
+                let held = granted.commit().await.ok_or_else(shut_down)?;
+                Ok(R::join(slot, held))
+            }
             Blocks::None | Blocks::Reserving(_) => Err(shut_down()),
         }
     }
@@ -226,7 +252,7 @@ impl<R: ReservedBlocks> DecodeSide<R> {
     }
 }
 
-impl<R> Blocks<R> {
+impl<R: ReservedBlocks> Blocks<R> {
     async fn next(&mut self) -> BlocksEvent<R> {
         match self {
             Blocks::None => std::future::pending().await,

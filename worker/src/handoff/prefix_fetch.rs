@@ -88,12 +88,24 @@ struct TailBlocks {
 }
 
 impl ReservedBlocks for TailBlocks {
+    type Held = TailBlocks;
+    /// A prefix has none.
+    type Slot = ();
+
     fn num_cached_blocks(&self) -> usize {
         self.num_before + self.reservation.num_cached_blocks()
     }
 
     fn new_blocks(&self) -> &[BlockId] {
         &self.reservation.blocks()[self.reservation.num_cached_blocks()..]
+    }
+
+    fn split(self) -> ((), TailBlocks) {
+        ((), self)
+    }
+
+    fn join((): (), held: TailBlocks) -> TailBlocks {
+        held
     }
 }
 

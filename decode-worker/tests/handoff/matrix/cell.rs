@@ -226,6 +226,8 @@ impl Cell {
                     // The prefill worker may write when it wakes, so its 20 blocks are not reused.
                     assert_eq!(self.decode.num_free().await, 64 - 20);
                     assert_eq!(self.decode.metric("baton_handoff_quarantined_blocks", "").await, 20);
+                    // They take no slot of running sequences.
+                    until(async || self.decode.metric("baton_engine_running ", "").await == 0).await;
                 } else {
                     // Over rdma its key is revoked first.
                     self.decode.assert_all_free().await;

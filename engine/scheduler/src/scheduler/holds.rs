@@ -22,8 +22,8 @@ pub struct PrefixBlocks {
 /// The tables of blocks that an owner outside the engine holds until it releases them.
 #[derive(Debug, Default)]
 pub(super) struct Holds {
-    /// The second owner of prefilled and of recalled blocks, and the owner of prefixes. The table of a prefill that still waits
-    /// is empty.
+    /// The second owner of prefilled and of recalled blocks, and the owner of prefixes and of reservations without a slot. The
+    /// table of a prefill that still waits is empty.
     tables: BTreeMap<SequenceId, Vec<BlockId>>,
     /// Sequences whose KV comes from elsewhere, into blocks that are set aside here.
     reserved: BTreeMap<SequenceId, Sequence>,
@@ -60,6 +60,14 @@ impl Holds {
     /// Gives a granted reservation back, blocks included.
     pub(super) fn take_reserved(&mut self, id: SequenceId) -> Option<Sequence> {
         self.reserved.remove(&id)
+    }
+
+    /// Makes a granted reservation a plain hold of its blocks. False when there is none of this id.
+    pub(super) fn give_up_slot(&mut self, id: SequenceId) -> bool {
+        let Some(sequence) = self.reserved.remove(&id) else { return false };
+        // Invariant 5: the blocks keep their owner, which releases them after the fence.
+        self.tables.insert(id, sequence.blocks);
+        true
     }
 
     /// Releases a hold or a granted reservation. False when there is none of this id.
@@ -129,7 +137,7 @@ impl Holds {
         self.reserved.values()
     }
 
-    /// Holds of prefilled prompts and prefixes.
+    /// Holds of prefilled prompts, prefixes and reservations without a slot.
     pub(super) fn tables(&self) -> impl ExactSizeIterator<Item = &[BlockId]> {
         self.tables.values().map(|table| &table[..])
     }

@@ -43,7 +43,8 @@
 //! what it has of them and calls [`Scheduler::resume`]. The scheduler does not know where they come from.
 //!
 //! Blocks of a prefill's prompt are never taken away (see [`Sequence`]), and reserved blocks neither: their owners
-//! return them by a deadline of their own. Until then a sequence that cannot grow waits.
+//! return them by a deadline of their own. Until then a sequence that cannot grow waits. A reservation that will not decode
+//! [gives up its slot](Scheduler::give_up_slot) before its blocks return: a writer may keep these for long.
 
 mod adopt;
 mod ahead;
@@ -303,6 +304,12 @@ impl Scheduler {
     /// [`release`](Self::release): a chunk ends before them.
     pub fn expect(&mut self, id: SequenceId, block_idx: usize, hash: BlockHash) {
         self.expected.insert(id, (block_idx, hash));
+    }
+
+    /// A granted reservation will not decode: it takes no slot and grows no more. Its blocks stay held until
+    /// [`release`](Self::release). False when there is none of this id.
+    pub fn give_up_slot(&mut self, id: SequenceId) -> bool {
+        self.holds.give_up_slot(id)
     }
 
     /// Gives up what is held outside: a prefill's hold, a prefix, or a reservation, waiting or granted. Or blocks are not expected

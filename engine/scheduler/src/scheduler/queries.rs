@@ -25,7 +25,7 @@ impl Scheduler {
         self.running.len() + self.holds.reserved().len()
     }
 
-    /// Prefilled prompts and prefixes whose blocks are held from outside, or will be.
+    /// Prefilled prompts, prefixes and reservations without a slot whose blocks are held from outside, or will be.
     pub fn num_holds(&self) -> usize {
         self.holds.tables().len()
     }

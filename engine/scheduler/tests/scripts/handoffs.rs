@@ -87,3 +87,49 @@ fn a_reservation_waits_its_turn_and_decodes_a_remote_prompt() {
         ",
     );
 }
+
+#[test]
+fn a_reservation_without_its_slot_keeps_only_its_blocks() {
+    check(
+        "
+        pool blocks=8 block_size=4 running=1 budget=64
+        add id=1 prompt=8 max=20 role=decode
+        add id=2 prompt=4 max=8
+        step
+            admit 1
+        step
+            nothing
+        give_up_slot id=1
+        state
+            waiting 1 running 0 free 6
+        step
+            admit 2
+            2: 0..4 token
+        release id=1
+        state
+            waiting 0 running 1 free 7
+        ",
+    );
+    // It does not grow, so no block is kept free for it.
+    check(
+        "
+        pool blocks=4 block_size=4 running=4 budget=64
+        add id=1 prompt=8 max=16 role=decode
+        step
+            admit 1
+        add id=2 prompt=5 max=6
+        step
+            nothing
+        give_up_slot id=1
+        step
+            admit 2
+            2: 0..5 token
+            end 2
+        state
+            waiting 0 running 0 free 2
+        release id=1
+        state
+            waiting 0 running 0 free 4
+        ",
+    );
+}

@@ -14,7 +14,7 @@
 //!                                                  accepted 1` is a chunk whose last two were drafted
 //! fetch id=9 text=a first=2 end=4                  blocks 2 and 3 of this text come from outside, held by id 9
 //! expect id=9 text=a first=2                       blocks 2 and later of this text are on their way
-//! decode id=1 | end id=1 | release id=1
+//! decode id=1 | end id=1 | release id=1 | give_up_slot id=1
 //! state                                            the waiting sequences, the number of running ones, free blocks
 //! ```
 
@@ -143,6 +143,10 @@ impl Player {
             }
             "release" => {
                 self.scheduler.release(command.id());
+                Vec::new()
+            }
+            "give_up_slot" => {
+                assert!(self.scheduler.give_up_slot(command.id()), "the reservation is granted");
                 Vec::new()
             }
             "fetch" => self.fetch(command),
