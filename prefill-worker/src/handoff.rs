@@ -57,6 +57,7 @@ enum Prompt {
         fetch: BoxFuture<'static, Meanwhile>,
         submission: Box<Submission>,
         uncovered: Option<Uncovered>,
+        pulse: Pulse,
     },
     /// The prompt is in the engine: it waits in the queue or is computed.
     Computing(Computing),
@@ -85,7 +86,7 @@ enum Event {
     /// The fetch of a cached prefix has ended, with or without success. More may come while the prompt is computed.
     Fetched(Meanwhile),
     Engine(Option<PrefillEvent>),
-    /// The engine has made progress, for any request.
+    /// The engine has made progress, for any request, or a prefix is still brought in.
     Progress,
     Other(PrefillInput),
 }
@@ -109,7 +110,9 @@ impl ComputedHandoffDriver {
         let save = SaveAtEnd::new(worker.tiers(), request);
         let recall = Recall::of(worker.tiers(), request);
         let fetch = bring_in(worker.clone(), recall, source, request.clone());
-        let prompt = Prompt::Fetching { fetch: Box::pin(fetch), submission: Box::new(submission), uncovered };
+        let pulse = Pulse::new(deadline, worker.engine().num_computed_tokens());
+        let submission = Box::new(submission);
+        let prompt = Prompt::Fetching { fetch: Box::pin(fetch), submission, uncovered, pulse };
         let num_layers = worker.engine().storage().layout().num_layers;
         let side = PrefillSide::new(worker, stream, peer_format);
         ComputedHandoffDriver {
@@ -303,7 +306,13 @@ impl Prompt {
     /// `num_computed`: tokens that the engine has computed so far, for any request.
     async fn next(&mut self, num_computed: impl Fn() -> u64) -> Event {
         match self {
-            Prompt::Fetching { fetch, .. } => Event::Fetched(fetch.await),
+            Prompt::Fetching { fetch, pulse, .. } => tokio::select! {
+                biased;
+                meanwhile = fetch => Event::Fetched(meanwhile),
+                // Tiers and the prefix source have deadlines of their own, by what computing would take. One after the other they
+                // may take longer than the decode worker waits.
+                () = pulse.tick() => Event::Progress,
+            },
             Prompt::Computing(Computing { events, pulse, num_ready, .. }) => tokio::select! {
                 biased;
                 event = events.next() => Event::Engine(event),
@@ -329,6 +338,25 @@ impl Prompt {
             Prompt::Fetching { .. } | Prompt::Released => {
                 unreachable!("the machine opens a route after `Started` and before `Release`")
             }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn a_prefix_that_is_brought_in_counts_as_progress_while_the_engine_computes_nothing() {
+        let mut prompt = Prompt::Fetching {
+            fetch: Box::pin(std::future::pending()),
+            request: Box::default(),
+            uncovered: None,
+            pulse: Pulse::new(Duration::from_millis(40), 0),
+        };
+        for _ in 0..2 {
+            let event = tokio::time::timeout(Duration::from_secs(30), prompt.next(|| 0)).await;
+            assert!(matches!(event, Ok(Event::Progress)));
         }
     }
 }

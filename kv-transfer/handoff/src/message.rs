@@ -47,8 +47,8 @@ pub enum PrefillMessage<T> {
         /// Tokens at the front of the sequence that will be handed over, full blocks of the decode worker; perhaps none.
         num_tokens: usize,
     },
-    /// The request waits or is computed, and the engine makes progress: deadlines restart. Sent now and then, until the
-    /// first token.
+    /// The request waits or is computed, and the engine makes progress, or a prefix of it is brought in: deadlines restart.
+    /// Sent now and then, until the first token.
     Progress,
     /// The first token was sampled.
     FirstToken(T),

@@ -20,10 +20,15 @@ impl Pulse {
         Pulse { interval, last: count }
     }
 
+    /// Completes at the next check, whatever the count is. The future may be dropped and called again.
+    pub async fn tick(&mut self) {
+        self.interval.tick().await;
+    }
+
     /// Completes when a check finds another `count` than the previous check. The future may be dropped and called again.
     pub async fn beat(&mut self, count: impl Fn() -> u64) {
         loop {
-            self.interval.tick().await;
+            self.tick().await;
             let now = count();
             if std::mem::replace(&mut self.last, now) != now {
                 return;

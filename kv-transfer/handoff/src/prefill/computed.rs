@@ -62,7 +62,7 @@ impl HandedOver {
 /// An input: an event of the engine, the stream, the data plane or the clock.
 #[derive(Clone, Debug)]
 pub enum ComputeInput<T> {
-    /// The engine has computed something, for any request.
+    /// The engine has computed something, for any request, or a prefix is still brought in.
     Progress,
     /// The engine has scheduled the request.
     Started,
