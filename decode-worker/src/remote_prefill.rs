@@ -15,7 +15,7 @@ use std::{
 
 use baton_engine::{Reservation, SampledToken, Submission, TokenStream};
 use baton_handoff::{
-    HandoffError, PrefillMessage, Side,
+    HandoffError, PrefillMessage, Side, TransportKind,
     decode::{Committed, DecodeAction, DecodeInput, RemotePrefill, RemotePrefillAction, RemotePrefilled},
 };
 use baton_kv_cache::WireFormat;
@@ -26,6 +26,7 @@ use baton_worker::{
     PromptPace, Uncovered, Worker,
     handoff::{
         decode_side::{DecodeSide, begin, limits},
+        pulse::Pulse,
         stream::sleep_until,
     },
     peers::Link,
@@ -98,6 +99,8 @@ pub struct RemotePrefillDriver {
     events: mpsc::Sender<RemotePrefillEvent>,
     sent: SentToRouter,
     num_progress: Arc<AtomicU64>,
+    /// Tells when to report progress of this worker.
+    pulse: Pulse,
 }
 
 /// What the router's stream has received.
@@ -125,6 +128,7 @@ impl RemotePrefillDriver {
         let begin = begin(&worker, &peer, attempt, &request, deadline);
         let num_layers = worker.engine().storage().layout().num_layers;
         let (machine, actions) = RemotePrefill::begin(begin, num_layers, limits(deadline), started);
+        let pulse = Pulse::new(deadline, num_moved(&worker));
         let side = DecodeSide::new(worker, link, peer, wire).with_ticket(ticket);
         RemotePrefillDriver {
             machine,
@@ -139,6 +143,7 @@ impl RemotePrefillDriver {
             events,
             sent: SentToRouter::Nothing,
             num_progress: Arc::default(),
+            pulse,
         }
     }
 
@@ -163,8 +168,10 @@ impl RemotePrefillDriver {
     }
 
     async fn next(&mut self) -> DecodeInput<FirstToken> {
-        let halted = self.side.worker().lifecycle().halted();
+        let worker = self.side.worker().clone();
+        let halted = worker.lifecycle().halted();
         let deadline = self.machine.deadline();
+        let reads_progress = self.side.reads_progress();
         let is_read = !matches!(self.sent, SentToRouter::End);
         let why = tokio::select! {
             // The deadline comes first: a busy stream must not delay it.
@@ -181,6 +188,8 @@ impl RemotePrefillDriver {
                 }
                 return input;
             }
+            // A peer that would not learn of it waits no longer than before.
+            () = self.pulse.beat(|| num_moved(&worker)), if reads_progress => return DecodeInput::Progress,
             () = self.events.closed(), if is_read => "the request was cancelled",
             () = halted.cancelled(), if is_read => "this worker is leaving",
         };
@@ -316,6 +325,13 @@ async fn reserve(
     _uncovered: Option<Uncovered>,
 ) -> Result<Reservation, Failure> {
     worker.engine().reserve(submission).await.map_err(|error| submit_failure(&error))
+}
+
+/// Grows while the queue of a decode worker moves: its engine computes, or KV arrives for requests that hold blocks.
+fn num_moved(worker: &Worker) -> u64 {
+    let counters = worker.data_plane().receiver.counters();
+    let num_bytes: u64 = TransportKind::ALL.map(|kind| counters.of(kind).read().bytes).iter().sum();
+    num_bytes + worker.engine().num_computed_tokens()
 }
 
 /// The failure that the router receives when a handoff fails.

@@ -60,6 +60,7 @@ enum PrefillStep<'a> {
         blocks: Vec<u8>,
         offers: Vec<(bool, &'a str, u64)>,
     },
+    Progress,
     Commit {
         generation: bool,
     },
@@ -94,6 +95,7 @@ enum DecodeStep<'a> {
     Failed(i32),
     StreamClosed,
     Time(u8),
+    Progress,
     Granted { fits: bool },
     ReserveFailed,
     Verified(bool),
@@ -385,6 +387,9 @@ impl Prefill {
                     transports: transports.collect(),
                 }));
             }
+            PrefillStep::Progress => {
+                return sent(proto::decode_message::Message::Progress(proto::Progress {}));
+            }
             PrefillStep::Commit { generation: is_right } => {
                 let generation = generation(*is_right);
                 return sent(proto::decode_message::Message::Commit(proto::Commit { generation }));
@@ -619,7 +624,7 @@ impl Decode {
             |message: M| Some(received(&proto::PrefillMessage { message: Some(message) }.encode_to_vec()));
         Some(match step {
             DecodeStep::Bytes(bytes) => received(bytes),
-            DecodeStep::Started => return sent(M::Started(proto::Started {})),
+            DecodeStep::Started => return sent(M::Started(proto::Started { reads_progress: true })),
             DecodeStep::Held { num_tokens } => {
                 let num_tokens = num_tokens.of(LAYOUT.block_size as u64);
                 return sent(M::Held(proto::Held { num_tokens }));
@@ -663,6 +668,7 @@ impl Decode {
                 self.now += Duration::from_secs((*seconds).into());
                 I::Tick
             }
+            DecodeStep::Progress => I::Progress,
             DecodeStep::Granted { fits } if std::mem::take(&mut self.is_reserving) => {
                 self.is_granted = *fits;
                 let num_blocks = self.num_blocks - self.num_cached_blocks + usize::from(!fits);

@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use baton_proto::worker::{PrefillPeer, failed::Kind};
+use baton_worker::KvMemory;
 use tokio::net::TcpListener;
 
 use crate::{
@@ -128,6 +129,64 @@ async fn a_prefill_worker_with_progress_does_not_run_into_the_deadline() {
         assert_eq!(answer.unwrap().finished(), expected(&prompt(seed, 40), 8));
     }
     p.assert_all_free().await;
+    d.assert_all_free().await;
+}
+
+/// The first request takes the blocks of the decode worker for longer than either side's deadline.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_decode_worker_with_progress_waits_for_its_blocks_longer_than_the_deadline() {
+    let deadline = Duration::from_secs(4);
+    let p = prefill().start().await;
+    let mut num_slow = 16;
+    let d = decode().hook(Box::new(move |_| {
+        if num_slow > 0 {
+            num_slow -= 1;
+            std::thread::sleep(Duration::from_millis(500));
+        }
+        Ok(())
+    }));
+    let d = d.with(|config| {
+        config.handoff_deadline = deadline;
+        config.kv = KvMemory::Blocks(28);
+    });
+    let d = d.start().await;
+    let client = d.client().await;
+    let first = tokio::spawn({
+        let (client, request) = (client.clone(), request(&prompt(1, 80), 16, None));
+        async move { generate(&client, request).await.unwrap().finished() }
+    });
+    while d.worker.load(0).num_running == 0 {
+        tokio::time::sleep(Duration::from_millis(2)).await;
+    }
+    let second = generate(&client, request(&prompt(2, 100), 2, Some(p.peer()))).await.unwrap();
+    assert_eq!(second.finished(), expected(&prompt(2, 100), 2));
+    assert_eq!(first.await.unwrap(), expected(&prompt(1, 80), 16));
+    p.assert_all_free().await;
+    d.assert_all_free().await;
+}
+
+/// Its prefill worker has done its part: the router must not avoid that one.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_decode_worker_without_blocks_and_progress_is_full() {
+    let p = prefill().start().await;
+    let (steps, hook) = gate();
+    let d = decode().hook(hook).with(|config| {
+        config.handoff_deadline = Duration::from_secs(3);
+        config.kv = KvMemory::Blocks(28);
+    });
+    let d = d.start().await;
+    let client = d.client().await;
+    let first = tokio::spawn({
+        let (client, request) = (client.clone(), request(&prompt(1, 80), 8, None));
+        async move { generate(&client, request).await.unwrap().finished() }
+    });
+    tokio::task::block_in_place(|| steps.pass(0));
+    let answer = generate(&client, request(&prompt(2, 100), 2, Some(p.peer()))).await.unwrap();
+    assert_eq!(answer.failed().0, Kind::Full, "{answer:?}");
+    assert_eq!(answer.tokens, expected(&prompt(2, 100), 1), "the first token does not wait");
+    p.assert_all_free().await;
+    steps.open();
+    assert_eq!(first.await.unwrap(), expected(&prompt(1, 80), 8));
     d.assert_all_free().await;
 }
 

@@ -24,6 +24,9 @@
 //! For a cached prefix, `Fetch` replaces `Begin`, `Held` replaces `Started`, and there is no `FirstToken`: P computes
 //! nothing, reports how many tokens it holds, and sends their KV. Any two workers can do this, whatever their roles.
 //!
+//! Either side tells the other with `Progress` that its queue moves: P until the first token, and D from then on, while it waits
+//! for blocks. The deadlines of both restart.
+//!
 //! D may send `Cancel` at any time. P answers with `Stopped` when it has stopped writing. When the first token ends the
 //! request, D sends `Done` instead: P stops in the same way, and both sides have succeeded. P may send `Failed`, and then
 //! `Stopped`. A broken stream ends the handoff on both sides.

@@ -23,6 +23,9 @@ pub enum DecodeMessage {
     Fetch(Begin),
     /// Write into these blocks.
     Grant(Grant),
+    /// The first token has come, and this side waits for blocks of its own while its queue moves: deadlines restart. Sent now
+    /// and then, until `Grant`.
+    Progress,
     /// Everything is verified: free your blocks. The last message.
     Commit {
         /// Of the grant that is committed.
@@ -77,8 +80,8 @@ pub struct Begin {
     pub num_tokens: usize,
     /// Tokens in a block of the decode worker.
     pub block_size: usize,
-    /// The decode side gives up, and frees its blocks, this long after `Begin` or the last `Progress` that it heard. The
-    /// prefill side waits a quarter longer after a `Progress` that it sent.
+    /// The decode side gives up, and frees its blocks, this long after `Begin` or the last `Progress` of either side. The
+    /// prefill side waits a quarter longer after a `Progress`.
     pub deadline: Duration,
 }
 

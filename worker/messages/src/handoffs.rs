@@ -57,6 +57,7 @@ pub fn decode_message_to_proto(message: DecodeMessage, payload: Payload<'_>) -> 
         DecodeMessage::Begin(begin) => Message::Begin(begin_to_proto(begin, false, payload)),
         DecodeMessage::Fetch(begin) => Message::Begin(begin_to_proto(begin, true, payload)),
         DecodeMessage::Grant(grant) => Message::Grant(grant_to_proto(grant)),
+        DecodeMessage::Progress => Message::Progress(proto::Progress {}),
         DecodeMessage::Commit { generation } => Message::Commit(proto::Commit { generation: generation.0 }),
         DecodeMessage::Cancel { reason } => Message::Cancel(proto::Cancel { reason, finished: false }),
         DecodeMessage::Done => Message::Cancel(proto::Cancel { reason: DONE.to_owned(), finished: true }),
@@ -183,6 +184,7 @@ pub fn decode_message_from_proto(message: proto::DecodeMessage) -> Result<Decode
             Ok(if message.cached_only { DecodeMessage::Fetch(begin) } else { DecodeMessage::Begin(begin) })
         }
         Message::Grant(grant) => Ok(DecodeMessage::Grant(grant_from_proto(grant))),
+        Message::Progress(proto::Progress {}) => Ok(DecodeMessage::Progress),
         Message::Commit(commit) => Ok(DecodeMessage::Commit { generation: Generation(commit.generation) }),
         Message::Cancel(proto::Cancel { finished: true, .. }) => Ok(DecodeMessage::Done),
         Message::Cancel(cancel) => Ok(DecodeMessage::Cancel { reason: cancel.reason }),
@@ -193,7 +195,7 @@ pub fn decode_message_from_proto(message: proto::DecodeMessage) -> Result<Decode
 pub fn prefill_message_to_proto(message: PrefillMessage<FirstToken>) -> proto::PrefillMessage {
     use prefill_message::Message;
     let message = match message {
-        PrefillMessage::Started => Message::Started(proto::Started {}),
+        PrefillMessage::Started => Message::Started(proto::Started { reads_progress: true }),
         PrefillMessage::Held { num_tokens } => Message::Held(proto::Held { num_tokens: num_tokens as u64 }),
         PrefillMessage::Progress => Message::Progress(proto::Progress {}),
         PrefillMessage::FirstToken(first) => Message::FirstToken(proto::FirstToken {
@@ -221,7 +223,7 @@ pub fn prefill_message_from_proto(
 ) -> Result<PrefillMessage<FirstToken>, WireError> {
     use prefill_message::Message;
     Ok(match message.message.ok_or(WireError::Missing("message"))? {
-        Message::Started(proto::Started {}) => PrefillMessage::Started,
+        Message::Started(proto::Started { .. }) => PrefillMessage::Started,
         Message::Held(held) => {
             PrefillMessage::Held { num_tokens: usize::try_from(held.num_tokens).unwrap_or(usize::MAX) }
         }
@@ -393,6 +395,7 @@ mod tests {
                     TransportOffer::Tcp { address: "h:1".into(), pool: 4 },
                 ],
             }),
+            DecodeMessage::Progress,
             DecodeMessage::Commit { generation: Generation(5) },
             DecodeMessage::Cancel { reason: "why".into() },
             DecodeMessage::Done,
@@ -434,6 +437,9 @@ mod tests {
         for message in messages {
             assert_eq!(prefill_message_from_proto(prefill_message_to_proto(message.clone())), Ok(message));
         }
+        // What older workers do not say.
+        let started = prefill_message_to_proto(PrefillMessage::Started).message;
+        assert_eq!(started, Some(prefill_message::Message::Started(proto::Started { reads_progress: true })));
     }
 
     #[test]

@@ -10,7 +10,9 @@ use baton_handoff::{
     AccessKey, Begin, DecodeMessage, Generation, Grant, KvFault, Limits, Piece, decode::DecodeInput,
 };
 use baton_kv_cache::{BlockId, WireFormat};
-use baton_proto::worker::{self as proto, PrefillPeer, Ticket, prefill_client::PrefillClient};
+use baton_proto::worker::{
+    self as proto, PrefillPeer, Ticket, prefill_client::PrefillClient, prefill_message::Message,
+};
 use baton_request::{Failure, FailureKind, Request};
 use baton_telemetry::trace_context;
 use baton_transfer::Granted;
@@ -23,8 +25,8 @@ use tonic::{Response, Status, Streaming, metadata::MetadataKey, transport::Chann
 use super::stream::{HandoffStream, StreamEvent};
 use crate::{peers::Link, worker::Worker};
 
-/// Messages to the peer that wait in the stream. One handoff sends at most the first message, `Grant`, and `Commit` or
-/// `Cancel`.
+/// Messages to the peer that wait in the stream. One handoff sends at most the first message, `Progress` every few seconds,
+/// `Grant`, and `Commit` or `Cancel`.
 const OUTBOUND_BOUND: usize = 4;
 
 type Verifying = BoxFuture<'static, (usize, Result<(), KvFault>)>;
@@ -78,6 +80,7 @@ pub struct DecodeSide<R: ReservedBlocks> {
     blocks: Blocks<R>,
     /// The router's number for what the peer gets; sent with the first message.
     ticket: Option<Ticket>,
+    reads_progress: bool,
 }
 
 enum Blocks<R: ReservedBlocks> {
@@ -102,7 +105,8 @@ impl<R: ReservedBlocks> DecodeSide<R> {
         let (outbound, messages) = mpsc::channel(OUTBOUND_BOUND);
         let opening = Box::pin(open(link.client(), messages));
         let stream = HandoffStream::opening(opening, outbound);
-        DecodeSide { worker, link, peer, wire, stream, blocks: Blocks::None, ticket: None }
+        let blocks = Blocks::None;
+        DecodeSide { worker, link, peer, wire, stream, blocks, ticket: None, reads_progress: false }
     }
 
     /// The same, with the router's number for what the peer gets.
@@ -120,6 +124,11 @@ impl<R: ReservedBlocks> DecodeSide<R> {
     /// The worker that sends KV.
     pub fn peer(&self) -> &PrefillPeer {
         &self.peer
+    }
+
+    /// Whether the peer reads `Progress`. It says so when it starts; older prefill workers do not.
+    pub fn reads_progress(&self) -> bool {
+        self.reads_progress
     }
 
     /// Waits for the next input of the state machine. Nothing is lost when the future is dropped.
@@ -144,6 +153,9 @@ impl<R: ReservedBlocks> DecodeSide<R> {
         &mut self,
         message: Result<Option<proto::PrefillMessage>, Status>,
     ) -> DecodeInput<FirstToken> {
+        if let Ok(Some(proto::PrefillMessage { message: Some(Message::Started(started)) })) = &message {
+            self.reads_progress = started.reads_progress;
+        }
         let why = match message.map(|message| message.map(prefill_message_from_proto)) {
             Ok(Some(Ok(message))) => return DecodeInput::Message(message),
             Ok(Some(Err(error))) => format!("the prefill worker sent an invalid message: {error}"),

@@ -210,7 +210,7 @@ pub(super) fn unexpected<T, U, E>(
         DecodeInput::Tick if now >= deadline => {
             (HandoffError::Deadline { state: doing }, PeerStream::Listening)
         }
-        DecodeInput::Tick | DecodeInput::Verified { .. } => return Ok(()),
+        DecodeInput::Tick | DecodeInput::Progress | DecodeInput::Verified { .. } => return Ok(()),
     };
     Err(Abort::new(error, peer))
 }

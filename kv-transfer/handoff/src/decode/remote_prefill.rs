@@ -19,17 +19,21 @@
 //! ```
 //!
 //! `Progress` before the first token restarts the total deadline: how long a prompt waits and is computed is bounded only
-//! by the prefill worker's lack of progress.
+//! by the prefill worker's lack of progress. After the first token, progress of this worker does: how long this side waits for
+//! blocks is bounded only by its own lack of progress. Then this worker is full, and the peer is not at fault.
 
 use std::time::{Duration, Instant};
 
+use baton_request::{Failure, FailureKind};
+
 use super::{
-    ending::{Abort, Ending, RECEIVING, RESERVING, refuse_grant, unexpected},
+    ending::{Abort, Ending, PeerStream, RECEIVING, RESERVING, refuse_grant, unexpected},
     incoming::{Committed, Incoming},
     side::{DecodeAction, DecodeInput},
 };
 use crate::{
     deadlines::Deadlines,
+    error::{HandoffError, Side},
     limits::Limits,
     message::{Begin, DecodeMessage, PrefillMessage},
 };
@@ -107,6 +111,7 @@ struct Receiving {
 }
 
 const QUEUED: &str = "waiting for the prefill worker to start";
+const COMPUTING: &str = "waiting for the first token";
 
 impl RemotePrefill {
     /// Starts a handoff; the actions send `begin`. Its deadline counts from `now`.
@@ -216,6 +221,15 @@ impl Params {
                 actions.push(DecodeAction::FirstToken(token));
                 Ok(State::Reserving { total, has_first_token: true })
             }
+            DecodeInput::Progress if has_first_token => {
+                actions.push(DecodeAction::Send(DecodeMessage::Progress));
+                Ok(State::Reserving { total: now + self.deadline, has_first_token })
+            }
+            DecodeInput::Tick if has_first_token && now >= total => {
+                let what = "no blocks have become free, and this worker makes no progress";
+                let failed = Failure::new(FailureKind::Full, what);
+                Err(Abort::new(HandoffError::Refused { by: Side::Decode, failed }, PeerStream::Listening))
+            }
             DecodeInput::Granted(grant) => {
                 let num_blocks = self.num_tokens.div_ceil(self.block_size);
                 let Some(incoming) = Incoming::new(&grant, num_blocks, self.num_layers) else {
@@ -226,7 +240,8 @@ impl Params {
                 Ok(State::Receiving(Receiving { deadlines, has_first_token, incoming }))
             }
             input => {
-                unexpected(input, RESERVING, total, now, actions)?;
+                let doing = if has_first_token { RESERVING } else { COMPUTING };
+                unexpected(input, doing, total, now, actions)?;
                 Ok(State::Reserving { total, has_first_token })
             }
         }

@@ -21,6 +21,8 @@ pub enum DecodeInput<T> {
     Granted(Grant),
     /// Answer to [`DecodeAction::Reserve`]: there will be no blocks.
     ReserveFailed(Failure),
+    /// This worker's queue moves: its engine computes or KV arrives, for any request.
+    Progress,
     /// Answer to one [`DecodeAction::Verify`].
     Verified {
         /// The number of pieces in that action.

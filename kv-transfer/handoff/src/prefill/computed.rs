@@ -15,7 +15,7 @@
 //! ```
 //!
 //! While the engine computes, before the first token, `Progress` restarts the total deadline: a long queue or a long
-//! prompt is not a fault.
+//! prompt is not a fault. After it, `Progress` of the decode worker does, which waits for blocks of its own.
 
 use std::{
     ops::Range,
@@ -250,9 +250,11 @@ impl Work {
     ) -> Result<Option<Stopping>, Abort> {
         match input {
             ComputeInput::Progress if !self.has_first_token => {
-                // The decode worker counts from when it receives this, and it must give up first.
-                self.total = now + self.deadline + self.deadline / 4;
+                self.restart(now);
                 actions.push(PrefillAction::Send(PrefillMessage::Progress));
+            }
+            ComputeInput::Other(PrefillInput::Message(DecodeMessage::Progress)) if self.has_first_token => {
+                self.restart(now);
             }
             ComputeInput::Progress | ComputeInput::Started => {}
             ComputeInput::Ready { layers, first_block_idx, blocks } => {
@@ -272,5 +274,10 @@ impl Work {
             }
         }
         Ok(None)
+    }
+
+    /// A side has reported progress. The decode worker may count from when it receives this, and it must give up first.
+    fn restart(&mut self, now: Instant) {
+        self.total = now + self.deadline + self.deadline / 4;
     }
 }

@@ -186,6 +186,7 @@ pub(super) fn name(message: &DecodeMessage) -> &'static str {
         DecodeMessage::Begin(_) => "Begin",
         DecodeMessage::Fetch(_) => "Fetch",
         DecodeMessage::Grant(_) => "Grant",
+        DecodeMessage::Progress => "Progress",
         DecodeMessage::Commit { .. } => "Commit",
         DecodeMessage::Cancel { .. } => "Cancel",
         DecodeMessage::Done => "Done",

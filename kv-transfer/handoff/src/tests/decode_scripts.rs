@@ -84,6 +84,7 @@ fn parse(input: &str, now: &mut Instant) -> Input<u32> {
         }
         "Stopped" => PrefillMessage::Stopped,
         "Failed" => PrefillMessage::Failed(Failure::new(FailureKind::Full, "full")),
+        "own-progress" => return Input::Progress,
         "granted" => return Input::Granted(grant(2)),
         "granted-nothing" => return Input::Granted(grant(0)),
         "granted-too-few" => return Input::Granted(grant(1)),
@@ -134,6 +135,7 @@ fn show_one(action: &Action<u32>) -> String {
         Action::Send(DecodeMessage::Fetch(_)) => "send Fetch".into(),
         Action::Send(DecodeMessage::Done) => "send Done".into(),
         Action::Send(DecodeMessage::Grant(_)) => "send Grant".into(),
+        Action::Send(DecodeMessage::Progress) => "send Progress".into(),
         Action::Send(DecodeMessage::Commit { .. }) => "send Commit".into(),
         Action::Send(DecodeMessage::Cancel { .. }) => "send Cancel".into(),
         Action::Reserve { num_tokens: 11 } => "reserve".into(),
@@ -416,6 +418,41 @@ fn every_state_has_a_deadline() {
          granted     => send Grant
          after 30    => revoke, send Cancel, finish deadline
          Stopped     => writer stopped, close",
+    );
+}
+
+#[test]
+fn a_wait_for_own_blocks_is_as_long_as_the_own_queue_and_no_fault_of_the_peer() {
+    // Before the first token, only the peer's progress counts.
+    check(
+        "own-progress =>
+         Started      => reserve
+         after 99     =>
+         own-progress =>
+         FirstToken   => first token 5
+         own-progress => send Progress
+         after 99     =>
+         own-progress => send Progress
+         after 99     =>
+         granted      => send Grant
+         own-progress =>
+         after 1      => revoke, send Cancel, finish deadline
+         own-progress =>
+         Stopped      => writer stopped, close",
+    );
+    // Without own progress this worker is full. The kind tells the router to avoid it, and not the peer.
+    check(
+        "Started      => reserve
+         FirstToken   => first token 5
+         after 99     =>
+         after 1      => send Cancel, finish refused
+         Stopped      => close",
+    );
+    check_kind(
+        Kind::PrefixFetch,
+        "Held 8       => reserve 8
+         own-progress =>
+         after 100    => send Cancel, finish deadline",
     );
 }
 

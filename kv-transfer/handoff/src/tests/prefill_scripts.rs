@@ -39,6 +39,7 @@ fn parse(input: &str, now: &mut Instant) -> Input {
         "grant" => grant(number(&mut words), number(&mut words) as u32),
         "Grant" => grant(1, 2),
         "Grant-all-cached" => grant(3, 0),
+        "Progress" => DecodeMessage::Progress,
         "Commit" => DecodeMessage::Commit { generation: Generation(1) },
         "Commit-stale" => DecodeMessage::Commit { generation: Generation(2) },
         "Cancel" => DecodeMessage::Cancel { reason: "client left".into() },
@@ -471,6 +472,31 @@ fn every_state_has_a_deadline() {
          after 1          => send Failed Deadline, finish deadline, stop
          idle             => send Stopped, release, close",
     );
+}
+
+#[test]
+fn progress_of_a_decode_worker_that_waits_for_blocks_restarts_the_deadline() {
+    check(
+        "Begin       => compute
+         started     => send Started
+         token       => send FirstToken 5
+         after 89    =>
+         Progress    =>
+         after 112   =>
+         Progress    =>
+         after 112   =>
+         after 1     => send Failed Deadline, finish deadline, stop
+         Progress    =>
+         idle        => send Stopped, release, close",
+    );
+    for before in ["", "started => send Started"] {
+        check(&format!(
+            "Begin       => compute
+             {before}
+             Progress    => send Failed Internal, finish decode_lost, stop
+             idle        => send Stopped, release, close"
+        ));
+    }
 }
 
 #[test]

@@ -10,6 +10,8 @@ pub(in crate::tests) enum Event {
     Engine,
     /// P's engine computes, for any request.
     Progress,
+    /// D's queue moves while D waits for blocks.
+    DecodeProgress,
     Routed,
     Pushed,
     Idle,

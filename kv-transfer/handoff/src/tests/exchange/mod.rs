@@ -78,6 +78,8 @@ pub(super) struct World {
     has_read_end: [bool; 2],
     // D's engine and data plane.
     is_reserving: bool,
+    /// How many more `Progress` messages D may send.
+    num_decode_progress_left: usize,
     blocks: Blocks,
     verifying: VecDeque<Vec<Piece>>,
     verified: BTreeSet<(u32, u32)>,
@@ -144,6 +146,7 @@ impl World {
             is_partitioned: false,
             has_read_end: [false; 2],
             is_reserving: false,
+            num_decode_progress_left: 1,
             blocks: Blocks::None,
             verifying: VecDeque::new(),
             verified: BTreeSet::new(),
@@ -185,6 +188,11 @@ impl World {
         offer(Event::Verified, !self.verifying.is_empty());
         offer(Event::Engine, !self.engine.is_empty());
         offer(Event::Progress, self.num_progress_left > 0 && !self.engine.is_empty());
+        // Before the first token it changes nothing.
+        offer(
+            Event::DecodeProgress,
+            self.num_decode_progress_left > 0 && self.is_reserving && self.num_tokens == 1,
+        );
         offer(Event::Routed, self.is_routing);
         offer(Event::Pushed, !self.pushing.is_empty());
         offer(Event::Idle, self.is_stopping && self.pushing.is_empty() && !self.is_routing);
@@ -269,6 +277,10 @@ impl World {
             Event::Progress => {
                 self.num_progress_left -= 1;
                 self.input_prefill(prefill::Input::Progress);
+            }
+            Event::DecodeProgress => {
+                self.num_decode_progress_left -= 1;
+                self.input_decode(decode::Input::Progress);
             }
             Event::EngineFails => {
                 self.engine.clear();
