@@ -25,7 +25,8 @@ use baton_telemetry::{KeyValue, TracePoint, trace_context};
 use baton_worker::{
     PromptPace, Uncovered, Worker,
     handoff::{
-        decode_side::{DecodeSide, begin, limits},
+        decode_side::{DecodeSide, FENCING, begin, limits},
+        opening::draining_failure,
         pulse::Pulse,
         stream::sleep_until,
     },
@@ -86,6 +87,8 @@ pub struct RemotePrefillDriver {
     /// Actions of the machine that are not done yet.
     actions: VecDeque<RemotePrefillAction<FirstToken>>,
     started: Instant,
+    /// How long the prefill worker may take to close its route after the commit.
+    stall: Duration,
     /// When the prefill worker began to compute.
     computing: Option<Instant>,
     request: Request,
@@ -127,13 +130,15 @@ impl RemotePrefillDriver {
         let request = submission.request.clone();
         let begin = begin(&worker, &peer, attempt, &request, deadline);
         let num_layers = worker.engine().storage().layout().num_layers;
-        let (machine, actions) = RemotePrefill::begin(begin, num_layers, limits(deadline), started);
+        let limits = limits(deadline);
+        let (machine, actions) = RemotePrefill::begin(begin, num_layers, limits, started);
         let pulse = Pulse::new(deadline, num_moved(&worker));
         let side = DecodeSide::new(worker, link, peer, wire).with_ticket(ticket);
         RemotePrefillDriver {
             machine,
             actions: actions.into(),
             started,
+            stall: limits.stall,
             computing: None,
             request,
             submission: Some(submission),
@@ -286,8 +291,16 @@ impl RemotePrefillDriver {
 
     /// All KV is verified: gives the blocks to the engine.
     async fn decode(&mut self, committed: &Committed, peer: &str, elapsed: Duration) {
-        // Invariant 4: only the machine's commit leads here, so the engine never sees unverified blocks.
-        let committed_blocks = self.side.commit().await;
+        let halted = self.side.worker().lifecycle().halted();
+        // Invariant 4: only the machine's commit leads here, so the engine never sees unverified blocks. Blocks that are not waited
+        // for return by themselves.
+        let committed_blocks = tokio::select! {
+            biased;
+            blocks = self.side.commit() => blocks,
+            () = tokio::time::sleep(self.stall) => Err(failure_of(&HandoffError::Deadline { state: FENCING })),
+            () = self.events.closed() => Err(Failure::new(FailureKind::Internal, "the request was cancelled")),
+            () = halted.cancelled() => Err(draining_failure()),
+        };
         // If the router has gone or the request has ended, no token is needed: the blocks return to the pool.
         let SentToRouter::FirstToken(token, sampled) = std::mem::replace(&mut self.sent, SentToRouter::End)
         else {
@@ -304,7 +317,10 @@ impl RemotePrefillDriver {
         });
         let event = match decoding {
             Ok(tokens) => RemotePrefillEvent::Decoding { tokens, exposed, transport },
-            Err(failure) => RemotePrefillEvent::Failed(failure),
+            Err(failure) => {
+                tracing::info!(prefill = %peer, error = failure.message, "the received kv is not decoded; the request fails here");
+                RemotePrefillEvent::Failed(failure)
+            }
         };
         let _ = self.events.try_send(event);
     }

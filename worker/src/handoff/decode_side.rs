@@ -29,6 +29,9 @@ use crate::{peers::Link, worker::Worker};
 /// `Grant`, and `Commit` or `Cancel`.
 const OUTBOUND_BOUND: usize = 4;
 
+/// What [`DecodeSide::commit`] waits for, in the words of a deadline.
+pub const FENCING: &str = "waiting until the sender of the kv cannot write any more";
+
 type Verifying = BoxFuture<'static, (usize, Result<(), KvFault>)>;
 
 /// Blocks of this worker's engine that can be granted to a peer.
@@ -243,7 +246,9 @@ impl<R: ReservedBlocks> DecodeSide<R> {
         self.blocks = Blocks::None;
     }
 
-    /// Commits the grant, whose pieces are all verified. Returns the blocks when no writer can reach them.
+    /// Commits the grant, whose pieces are all verified. Returns the blocks when no writer can reach them. Meanwhile the queued
+    /// messages are sent: the peer closes its route when it reads `Commit`. If the future is dropped, the slot returns at once, and
+    /// the blocks by themselves.
     ///
     /// # Errors
     /// When the receiver was shut down.
@@ -251,7 +256,7 @@ impl<R: ReservedBlocks> DecodeSide<R> {
         let shut_down = || Failure::new(FailureKind::Internal, "the kv receiver was shut down");
         match std::mem::replace(&mut self.blocks, Blocks::None) {
             Blocks::Granted { granted, slot, .. } => {
-                let held = granted.commit().await.ok_or_else(shut_down)?;
+                let held = self.stream.until(granted.commit()).await.ok_or_else(shut_down)?;
                 Ok(R::join(slot, held))
             }
             Blocks::None | Blocks::Reserving(_) => Err(shut_down()),

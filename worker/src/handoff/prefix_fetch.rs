@@ -21,7 +21,7 @@ use tokio::sync::oneshot;
 use tracing::Instrument;
 
 use super::{
-    decode_side::{DecodeSide, ReservedBlocks, begin, limits},
+    decode_side::{DecodeSide, FENCING, ReservedBlocks, begin, limits},
     opening::PrefixSource,
     stream::sleep_until,
 };
@@ -80,6 +80,10 @@ enum Answer {
     Coming,
 }
 
+/// Why a fetch is given up.
+const NOT_NEEDED: &str = "the request was cancelled, or its prompt is computed";
+const LEAVING: &str = "this worker is leaving";
+
 /// Blocks that are set aside for the end of a prefix.
 struct TailBlocks {
     /// Blocks before the reservation.
@@ -115,6 +119,8 @@ struct PrefixFetchDriver {
     /// Actions of the machine that are not done yet.
     actions: VecDeque<PrefixFetchAction>,
     started: Instant,
+    /// The deadline.
+    until: Instant,
     /// When blocks were granted, and their bytes.
     granted: Option<(Instant, u64)>,
     request: Request,
@@ -149,6 +155,7 @@ impl PrefixFetchDriver {
             machine,
             actions: actions.into(),
             started,
+            until: started + deadline,
             granted: None,
             request,
             is_whole,
@@ -185,8 +192,8 @@ impl PrefixFetchDriver {
             biased;
             () = sleep_until(deadline) => return DecodeInput::Tick,
             input = self.side.next() => return input,
-            () = gone(&mut self.left) => "the request was cancelled, or its prompt is computed",
-            () = halted.cancelled(), if self.left.is_some() => "this worker is leaving",
+            () = gone(&mut self.left) => NOT_NEEDED,
+            () = halted.cancelled(), if self.left.is_some() => LEAVING,
         };
         self.left = None;
         DecodeInput::Cancel(why.into())
@@ -254,7 +261,8 @@ impl PrefixFetchDriver {
         let result = match result {
             Ok(committed) => {
                 tracing::debug!(%source, bytes = committed.bytes, ?elapsed, "prefix fetched");
-                self.cache().await
+                let cached = self.cache().await;
+                cached.inspect_err(|error| tracing::info!(%source, %error, "fetched prefix not used"))
             }
             Err(error) => {
                 self.side.cancel_reservation();
@@ -296,7 +304,15 @@ impl PrefixFetchDriver {
     async fn cache(&mut self) -> Result<(usize, usize), HandoffError> {
         let refused = |failed| HandoffError::Refused { by: Side::Decode, failed };
         let took = self.granted.map(|(granted, num_bytes)| (granted.elapsed(), num_bytes));
-        let tail = self.side.commit().await.map_err(refused)?;
+        let halted = self.side.worker().lifecycle().halted();
+        // Blocks that are not waited for return by themselves.
+        let tail = tokio::select! {
+            biased;
+            tail = self.side.commit() => tail.map_err(refused)?,
+            () = sleep_until(Some(self.until)) => return Err(HandoffError::Deadline { state: FENCING }),
+            () = gone(&mut self.left) => return Err(HandoffError::Cancelled(NOT_NEEDED.into())),
+            () = halted.cancelled() => return Err(HandoffError::Cancelled(LEAVING.into())),
+        };
         let worker = self.side.worker();
         let layout = worker.engine().storage().layout();
         let num_new = tail.new_blocks().len();

@@ -3,6 +3,7 @@
 
 use std::{
     collections::VecDeque,
+    convert::Infallible,
     future::pending,
     time::{Duration, Instant},
 };
@@ -65,7 +66,7 @@ impl<In, Out> HandoffStream<In, Out> {
         self.inbound = Inbound::Closed;
     }
 
-    /// Queues a message. It is sent while [`next`](HandoffStream::next) is awaited.
+    /// Queues a message. It is sent while [`next`](HandoffStream::next) or [`until`](HandoffStream::until) is awaited.
     pub fn send(&mut self, message: Out) {
         self.unsent.push_back(message);
     }
@@ -88,6 +89,26 @@ impl<In, Out> HandoffStream<In, Out> {
             self.unsent.clear();
             return StreamEvent::Dropped;
         }
+    }
+
+    /// Waits for `done`, and sends the queued messages meanwhile.
+    pub async fn until<T>(&mut self, done: impl Future<Output = T>) -> T {
+        tokio::select! {
+            biased;
+            done = done => done,
+            never = self.flush() => match never {},
+        }
+    }
+
+    /// Sends the queued messages. Never completes.
+    async fn flush(&mut self) -> Infallible {
+        while !self.unsent.is_empty() {
+            let Ok(permit) = self.outbound.reserve().await else { break };
+            if let Some(message) = self.unsent.pop_front() {
+                permit.send(message);
+            }
+        }
+        pending().await
     }
 
     /// Sends the queued messages and ends the outbound half. Then reads and drops what the peer still sends: dropping the
@@ -128,5 +149,28 @@ pub async fn sleep_until(deadline: Option<Instant>) {
     match deadline {
         Some(deadline) => tokio::time::sleep_until(deadline.into()).await,
         None => pending().await,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn queued_messages_are_sent_while_another_event_is_awaited() {
+        let (outbound, mut messages) = mpsc::channel(1);
+        let opening: StreamOpening<()> = Box::pin(pending());
+        let mut stream = HandoffStream::opening(opening, outbound);
+        stream.send(1);
+        stream.send(2);
+        // As the fence of a writer that ends when it reads the last message.
+        let read = async { (messages.recv().await, messages.recv().await) };
+        let read = timeout(REST_TIMEOUT, stream.until(read)).await.expect("they are sent");
+        assert_eq!(read, (Some(1), Some(2)));
+
+        // A peer that has stopped reading changes nothing.
+        drop(messages);
+        stream.send(3);
+        timeout(REST_TIMEOUT, stream.until(tokio::task::yield_now())).await.expect("it is over");
     }
 }
