@@ -46,8 +46,8 @@ pub struct EngineConfig {
 /// How an engine blends prompts.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct BlendConfig {
-    /// Bytes of KV of passages that are kept for later prompts, and that one prompt may have. So passages take twice as much at
-    /// most.
+    /// Bytes of KV of passages that are kept for later prompts. Those of one prompt may have four times as much while it is
+    /// blended.
     pub max_store_bytes: usize,
 }
 

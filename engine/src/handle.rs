@@ -360,7 +360,7 @@ impl EngineHandle {
     }
 
     /// Whether a head of these passages is not too long to be blended here. All passages are in memory until it is blended, also
-    /// those that the store has evicted meanwhile: together they are no larger than the store.
+    /// those that the store has no room for.
     pub fn can_blend(&self, marks: &BlendMarks) -> bool {
         let num_tokens: usize = marks.passages.iter().map(ExactSizeIterator::len).sum();
         self.state.max_blended_tokens.saturating_sub(MAX_REST) >= marks.end_idx()

@@ -57,6 +57,9 @@ pub fn start(
 /// [`start`] over existing blocks, such as those of a device.
 ///
 /// # Errors
+/// So many times the store's size the passages of a prompt may have while it is blended.
+const MAX_HELD: usize = 4;
+
 /// As [`start`].
 ///
 /// # Panics
@@ -76,7 +79,7 @@ pub fn start_over(
         match executor.blending() {
             Ok(blender) => {
                 max_blended_tokens = blender.max_blended_tokens();
-                max_passage_tokens = blend.max_store_bytes / blender.passage_token_bytes();
+                max_passage_tokens = MAX_HELD * (blend.max_store_bytes / blender.passage_token_bytes());
             }
             Err(reason) => {
                 tracing::warn!(%reason, "prompts are not blended; they are computed in full");

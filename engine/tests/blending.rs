@@ -152,19 +152,20 @@ fn start_with_room_for(num_tokens: usize) -> Blending {
 #[tokio::test]
 async fn a_full_store_changes_no_tokens() {
     let roomy_engine = start("llama", roomy());
-    // The two longest documents.
-    let small = start_with_room_for(67);
-    for order in [&[0, 1][..], &[2, 0], &[1, 2], &[1]] {
+    // The longest document alone.
+    let small = start_with_room_for(37);
+    for order in [&[0, 1, 2][..], &[2, 1, 0]] {
         let expected = roomy_engine.run(&prompt(order, 20, None)).await.tokens;
         assert_eq!(small.run(&prompt(order, 20, None)).await.tokens, expected);
     }
     let counts = small.blends();
-    assert_eq!((counts.passages_computed, counts.passages_found), (6, 1), "each evicts the one before");
+    assert_eq!((counts.passages_computed, counts.passages_found), (5, 1));
 }
 
 #[tokio::test]
 async fn passages_that_memory_has_no_room_for_are_computed_in_full() {
-    for (num_tokens, num_blended) in [(88, 1), (87, 0), (0, 0)] {
+    // A prompt of 88 may have four times as much.
+    for (num_tokens, num_blended) in [(22, 1), (21, 0), (0, 0)] {
         let small = start_with_room_for(num_tokens);
         let request = prompt(&[0, 1, 2], 20, None);
         let blended = small.run(&request).await;

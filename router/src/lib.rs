@@ -81,12 +81,15 @@ pub async fn run_on(
     tracing::info!(%address, model = config.model_name, "router listens");
 
     let abort = CancellationToken::new();
-    let mut server = std::pin::pin!(server::serve(listener, routes, &config, &drain, &abort));
+    // Not `drain`: the server would see it cancelled between the two looks that `select!` takes.
+    let closing = CancellationToken::new();
+    let mut server = std::pin::pin!(server::serve(listener, routes, &config, &closing, &abort));
     tokio::select! {
         biased;
         () = drain.cancelled() => {}
         () = &mut server => unreachable!("the server runs until it is told to drain"),
     }
+    closing.cancel();
     tracing::info!(running = core.active.num_running(), "router drains");
     // Watch streams never end by themselves, and would keep the server from draining.
     readiness.stop().await;

@@ -89,8 +89,8 @@ const CASES: &[Case] = &[
     ),
 ];
 
-#[test]
-fn a_broken_model_is_one_error_with_its_cause_and_an_end() {
+#[tokio::test]
+async fn a_broken_model_is_one_error_with_its_cause_and_an_end() {
     for (what, spoil, expected) in CASES {
         let dir = tempfile::tempdir().expect("a temporary directory");
         let dir = dir.path().canonicalize().expect("it is there");
@@ -98,11 +98,13 @@ fn a_broken_model_is_one_error_with_its_cause_and_an_end() {
             fs::copy(Path::new(TINY).join(name), dir.join(name)).expect("the tiny model has it");
         }
         spoil(&dir);
-        let output = Command::new(BATON)
+        let output = tokio::process::Command::new(BATON)
             .args(["up", "--port", "0", "--threads", "1", "--log-color", "never"])
             .arg(&dir)
-            .output()
-            .expect("the program runs");
+            .kill_on_drop(true)
+            .output();
+        let output = timeout(LIMIT, output).await.unwrap_or_else(|_| panic!("{what}: it goes on"));
+        let output = output.expect("the program runs");
         let text = String::from_utf8_lossy(&output.stderr).replace(&dir.display().to_string(), "DIR");
         let errors: Vec<_> = text.lines().filter(|line| line.contains("error: ")).collect();
         assert_eq!(errors.len(), 1, "{what}: {text}");

@@ -179,7 +179,7 @@ pub enum DrafterConfig {
 /// How prompts with passages are blended, and what they may lose by it.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct BlendSettings {
-    /// Memory for the KV of passages, and for those of one prompt.
+    /// Memory for the KV of passages that are kept.
     pub max_store_bytes: usize,
     /// Mean divergence of the next token's distribution from that of a full prefill, in nats, above which nothing is blended.
     pub max_kl: f64,

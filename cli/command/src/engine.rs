@@ -159,7 +159,7 @@ pub struct EngineArgs {
     pub blend: Blend,
     /// Memory of each worker for the KV of passages.
     ///
-    /// A prompt whose passages take more is computed in full. While one is blended its passages may take as much again.
+    /// While a prompt is blended its passages may take four times as much; a prompt with more is computed in full.
     #[arg(long, value_name = "SIZE", default_value = "1G", value_parser = parse_size, env = "BATON_BLEND_MEMORY")]
     pub blend_memory: Size,
     /// Mean divergence of the next token that blending may cost, in nats. Above it prompts are computed in full.

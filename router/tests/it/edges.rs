@@ -1,5 +1,7 @@
 use std::time::Duration;
 
+use baton_cluster::DiscoveryConfig;
+use baton_router::RouterConfig;
 use bytes::Bytes;
 use http_body_util::{BodyExt, Full};
 use hyper_util::{client::legacy, rt::TokioExecutor};
@@ -8,6 +10,7 @@ use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
     net::{TcpSocket, TcpStream},
 };
+use tokio_util::sync::CancellationToken;
 
 use crate::{
     fake::Step,
@@ -196,6 +199,20 @@ async fn all_bodies_together_have_a_bound() {
     drop(slow);
     router.until_metric("baton_router_body_bytes 0").await;
     assert_eq!(router.client.post(TEXT, &longer).await.status, 200);
+}
+
+/// Also when that is found just as the server looks whether it is to end.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_model_that_cannot_be_loaded_ends_the_router_with_the_reason() {
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::write(dir.path().join("tokenizer.json"), "{}").unwrap();
+    for _ in 0..100 {
+        let discovery = DiscoveryConfig::Embedded { router: "http://127.0.0.1:1".into(), key: None };
+        let mut config = RouterConfig::new(dir.path().to_owned(), "broken".to_owned(), discovery);
+        config.listen.set_port(0);
+        let error = baton_router::run(config, CancellationToken::new()).await.unwrap_err();
+        assert!(format!("{error:#}").contains("tokenizer.json is not valid"), "{error:#}");
+    }
 }
 
 #[tokio::test(flavor = "multi_thread")]
