@@ -147,7 +147,10 @@ mod tests {
         let of = |records: Vec<WorkerRecord>| Members::from_iter(records).mixtures();
         let tiny = record("b", Role::Decode);
         let sentences = of(vec![tiny.clone(), other_format(record("c", Role::Prefill))]);
-        assert!(sentences[0].contains("workers b and c of model \"tiny\" cannot exchange KV: rope"), "{sentences:?}");
+        assert!(
+            sentences[0].contains("workers b and c of model \"tiny\" cannot exchange KV: rope"),
+            "{sentences:?}"
+        );
         assert_eq!(sentences.len(), 1);
 
         // Blocks may differ, and models do not judge each other.

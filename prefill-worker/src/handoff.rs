@@ -350,7 +350,7 @@ mod tests {
     async fn a_prefix_that_is_brought_in_counts_as_progress_while_the_engine_computes_nothing() {
         let mut prompt = Prompt::Fetching {
             fetch: Box::pin(std::future::pending()),
-            request: Box::default(),
+            submission: Box::default(),
             uncovered: None,
             pulse: Pulse::new(Duration::from_millis(40), 0),
         };

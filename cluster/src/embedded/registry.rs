@@ -49,7 +49,8 @@ impl RegistryService {
     pub(crate) fn new(closing: CancellationToken, wants_identity: bool) -> RegistryService {
         let publisher = Publisher::new();
         let members = publisher.subscribe();
-        let shared = Shared { members: Members::default(), publisher, holders: HashMap::new(), num_streams: 0 };
+        let shared =
+            Shared { members: Members::default(), publisher, holders: HashMap::new(), num_streams: 0 };
         RegistryService { shared: Arc::new(Mutex::new(shared)), members, closing, wants_identity }
     }
 

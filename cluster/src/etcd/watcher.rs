@@ -53,7 +53,11 @@ impl Watcher {
             connector: Connector::new(config)?,
             prefix: config.workers_prefix(),
             ttl: config.lease_ttl,
-            known: Known { members: Members::default(), publisher: Publisher::new(), suspects: HashMap::new() },
+            known: Known {
+                members: Members::default(),
+                publisher: Publisher::new(),
+                suspects: HashMap::new(),
+            },
             is_connected: watch::Sender::new(false),
         })
     }

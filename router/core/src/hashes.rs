@@ -1,7 +1,7 @@
 //! The block hashes of a sequence. A prompt is hashed once, whatever its choices, attempts and end; output is hashed as it is
 //! known to be needed.
 
-use std::sync::Arc;
+use std::{ops::Range, sync::Arc};
 
 use baton_kv_cache::{BlockHash, HashRoot, KvFormat};
 use baton_planner::ClusterView;
@@ -44,12 +44,12 @@ impl SequenceHashes {
             let mut revisions: Vec<_> = kinds.iter().map(|kind| &kind.revision).collect();
             revisions.sort_unstable();
             revisions.dedup();
-            let passages = marks.passages.iter().map(|range| &request.prompt[range.clone()]);
-            let hash = |revision: &str, tokens: &[u32]| {
+            let hash = |(revision, range): (&String, &Range<usize>)| {
+                let tokens = &request.prompt[range.clone()];
                 (BlockHash::of_passage(revision, &request.cache_salt, tokens), tokens.len())
             };
-            let of_revision = |revision: &String| passages.clone().map(|tokens| hash(revision, tokens));
-            self.passages = revisions.into_iter().flat_map(of_revision).collect();
+            let of_revision = |revision| marks.passages.iter().map(move |range| (revision, range));
+            self.passages = revisions.into_iter().flat_map(of_revision).map(hash).collect();
         }
         for kind in kinds {
             if self.chain(kind).is_none() {

@@ -116,7 +116,8 @@ impl Core {
             return None;
         }
         let probe = self.planner.probe(&self.workers.view());
-        let missing = probe.map_or_else(|| "no decode worker is usable".to_owned(), |error| error.to_string());
+        let missing =
+            probe.map_or_else(|| "no decode worker is usable".to_owned(), |error| error.to_string());
         Some(match self.workers.of_another_model() {
             None => missing,
             Some(other) => format!(

@@ -250,8 +250,7 @@ impl Workers {
             if let Some(name) = store
                 && let Some(blocks) = stores.get(&name)
             {
-                let (chain, block_size) =
-                    (hashes.of(&record.kv_format), record.kv_format.block_size.max(1));
+                let (chain, block_size) = (hashes.of(&record.kv_format), record.kv_format.block_size.max(1));
                 let front = fronts.entry((name, chain.as_ptr())).or_insert_with(|| blocks.front(chain));
                 let num_blocks = front.end_after(held.num_tokens / block_size, block_key);
                 held.with_store = held.with_store.max(num_blocks * block_size);
@@ -403,7 +402,9 @@ impl Workers {
         let (records, of_other_models): (Vec<_>, Vec<_>) =
             records.into_iter().partition(|record| record.model == self.model);
         let mut state = self.lock();
-        for WorkerRecord { id, model, .. } in of_other_models.iter().filter(|new| !state.of_other_models.contains(new)).map(|new| &**new) {
+        for WorkerRecord { id, model, .. } in
+            of_other_models.iter().filter(|new| !state.of_other_models.contains(new)).map(|new| &**new)
+        {
             tracing::warn!(
                 worker = %id, model, served = self.model,
                 "a worker serves another model and gets no requests: give workers and router one --model-name, and each \

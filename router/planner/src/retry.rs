@@ -231,10 +231,7 @@ impl Retry {
 
 /// Whether the prefill worker of the plan, if it has one, is avoided after this failure, which may be the decode worker's.
 fn blames_prefill(kind: FailureKind) -> bool {
-    matches!(
-        kind,
-        FailureKind::PrefillLost | FailureKind::KvRejected | FailureKind::Deadline
-    )
+    matches!(kind, FailureKind::PrefillLost | FailureKind::KvRejected | FailureKind::Deadline)
 }
 
 fn blame(kind: FailureKind, plan: &Plan) -> Blame {

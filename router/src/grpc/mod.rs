@@ -31,8 +31,8 @@ pub(crate) fn mount(
 ) -> Router<Arc<Core>> {
     let limit = core.config.max_body_bytes;
     let inference = InferenceServer::new(Inference::new(core.clone())).max_decoding_message_size(limit);
-    let inference =
-        inference.map_request(move |request| bounded(request, core.body_room(), core.config.body_timeout))
+    let inference = inference
+        .map_request(move |request| bounded(request, core.body_room(), core.config.body_timeout))
         .map_response(with_right_status);
     let mut router = router.route_service(&path::<InferenceServer<Inference>>(), inference);
     router = add(router, health::service(ready));
@@ -94,7 +94,8 @@ fn bounded(mut request: Request<Body>, room: Arc<BodyRoom>, timeout: Duration) -
             match timeout_at(deadline, pieces.next()).await {
                 Ok(piece) => {
                     let piece = piece?.map_err(|error| Status::unknown(error.to_string()));
-                    let counted = piece.and_then(|piece| room.grow(piece.len()).map(|()| piece).map_err(status));
+                    let counted =
+                        piece.and_then(|piece| room.grow(piece.len()).map(|()| piece).map_err(status));
                     Some((counted, Some((pieces, room))))
                 }
                 Err(_) => {

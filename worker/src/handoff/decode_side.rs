@@ -213,7 +213,7 @@ impl<R: ReservedBlocks> DecodeSide<R> {
     /// Compares written pieces with their checksums.
     pub fn verify(&mut self, pieces: Vec<Piece>) {
         // The machine verifies only pieces of a grant.
-        let Blocks::Granted { granted, verifying } = &self.blocks else { return };
+        let Blocks::Granted { granted, verifying, .. } = &self.blocks else { return };
         let num_pieces = pieces.len();
         let verified = granted.verify(pieces);
         verifying.push(Box::pin(async move { (num_pieces, verified.await) }));
