@@ -152,10 +152,10 @@ const ROOMS: &[Room] = &[
         uses: &[
             "baton-keys",
             "baton-request-fields",
+            "baton-router-workers",
             "baton-planner",
             "baton-journal",
             "baton-kv-index",
-            "baton-cost",
             "baton-cluster",
             "baton-kv-cache",
             "baton-tokenizer",
@@ -164,6 +164,21 @@ const ROOMS: &[Room] = &[
             "baton-telemetry",
             "baton-tls",
             "baton-tools",
+            "baton-proto",
+            "baton-request",
+        ],
+        tests_use: &[],
+        never: ROUTER_NEVER,
+    },
+    // What a router knows of workers. It does not know what a request asks for.
+    Room {
+        name: "baton-router-workers",
+        uses: &[
+            "baton-planner",
+            "baton-kv-index",
+            "baton-cost",
+            "baton-cluster",
+            "baton-kv-cache",
             "baton-proto",
             "baton-request",
         ],

@@ -9,15 +9,13 @@ use baton_proto::{
     worker::{GenerateEvent, GenerateRequest, PrefillPeer, decode_client::DecodeClient, generate_event},
 };
 use baton_request::{Failure, FailureKind};
+use baton_router_workers::{Assignment, Workers};
 use baton_telemetry::trace_context;
 use tokio::time::timeout;
 use tonic::{Request, Streaming};
 use tracing::{Instrument, Span};
 
-use crate::{
-    patience::Patience,
-    workers::{Assignment, Workers},
-};
+use crate::patience::Patience;
 
 /// Dropping it cancels the request at the worker.
 #[derive(Debug)]

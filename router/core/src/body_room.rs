@@ -1,14 +1,11 @@
 //! Room for request bodies that are being read or prepared: without a bound, clients that are not yet admitted could fill
 //! the memory.
 
-use std::sync::{
-    Arc,
-    atomic::{AtomicI64, Ordering},
-};
+use std::sync::atomic::{AtomicI64, Ordering};
 
 use prometheus_client::metrics::gauge::Gauge;
 
-use crate::{Core, CoreError};
+use crate::CoreError;
 
 /// The bytes of one request's body. They count until this is dropped.
 #[derive(Debug)]
@@ -19,15 +16,12 @@ pub struct BodyRoom {
     num_bytes: AtomicI64,
 }
 
-impl Core {
-    /// Room for a body of which nothing has come yet.
-    pub fn body_room(&self) -> Arc<BodyRoom> {
-        let limit = i64::try_from(self.config.max_bodies_bytes).unwrap_or(i64::MAX);
-        Arc::new(BodyRoom { all: self.metrics.body_bytes.clone(), limit, num_bytes: AtomicI64::new(0) })
-    }
-}
-
 impl BodyRoom {
+    /// For a body of which nothing has come yet; `all` counts the bytes of all.
+    pub(crate) fn new(all: Gauge, max_bytes: usize) -> BodyRoom {
+        BodyRoom { all, limit: i64::try_from(max_bytes).unwrap_or(i64::MAX), num_bytes: AtomicI64::new(0) }
+    }
+
     /// Counts bytes that have come.
     ///
     /// # Errors

@@ -9,6 +9,7 @@ use std::{
 use baton_planner::{AttemptStage, NoPlan, Plan, Prefill, PrefillMode, Retry, WorkerKey};
 use baton_proto::worker::{self as proto, GenerateRequest, generate_event};
 use baton_request::{Failure, FailureKind, FinishReason, Request};
+use baton_router_workers::{SequenceHashes, block_kinds};
 use baton_telemetry::{KeyValue, TracePoint};
 use baton_tokenizer::Detokenizer;
 use tracing::{Instrument, Span};
@@ -18,7 +19,6 @@ use super::{
     attempt::Attempt,
     durable::{DurableSession, Replayed},
     explain::ExplainedPlan,
-    hashes::{SequenceHashes, block_kinds},
     migration::{Cause, MigrationState, MigrationStep, PAUSE, TURN},
     migrator::Candidate,
     output::Output,

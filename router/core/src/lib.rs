@@ -22,7 +22,6 @@ mod error;
 mod event;
 mod events;
 mod explain;
-mod hashes;
 mod journal_metrics;
 mod kept;
 mod metrics;
@@ -42,7 +41,6 @@ mod state;
 mod stops;
 mod timing;
 mod trace;
-mod workers;
 
 pub use active::{ActiveRequest, ActiveRequests};
 pub use baton_journal::{Journal, JournalConfig};
@@ -69,4 +67,4 @@ pub use request::{
 pub use sampling::ClientSampling;
 pub use state::Core;
 pub use timing::{Extras, Timing};
-pub use workers::{Listed, Report, Workers};
+pub use baton_router_workers::{Listed, Report, Workers};

@@ -11,6 +11,7 @@ use baton_kv_cache::KvFormat;
 use baton_kv_index::SourceState;
 use baton_planner::{ClusterView, Plan};
 use baton_request::FailureKind;
+use baton_router_workers::Workers;
 use baton_telemetry::{Metrics, e2e_histogram, itl_histogram, ttft_histogram};
 use prometheus_client::{
     encoding::EncodeLabelSet,
@@ -24,7 +25,7 @@ use prometheus_client::{
 };
 use tokio::sync::watch;
 
-use crate::{discovery_metrics::DiscoveryCollector, journal_metrics::JournalCollector, workers::Workers};
+use crate::{discovery_metrics::DiscoveryCollector, journal_metrics::JournalCollector};
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct Outcome {

@@ -14,6 +14,7 @@ use std::{pin::Pin, sync::Arc, time::Duration};
 use baton_planner::{Plan, WorkerKey};
 use baton_proto::worker::{GenerateRequest, Token, generate_event::Event};
 use baton_request::{Failure, FailureKind};
+use baton_router_workers::Workers;
 use tokio::{
     sync::OwnedSemaphorePermit,
     time::{Sleep, sleep},
@@ -22,7 +23,6 @@ use tokio_util::task::AbortOnDropHandle;
 use tracing::Instrument;
 
 use super::attempt::{Attempt, stalled};
-use crate::workers::Workers;
 
 /// How long the new worker may take to its first token. Its queue may be long, and the client does not wait for it.
 const PATIENCE: Duration = Duration::from_secs(30);

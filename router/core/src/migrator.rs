@@ -7,10 +7,10 @@ use std::{
 };
 
 use baton_planner::{Balance, WorkerKey};
+use baton_router_workers::Workers;
 use tokio::sync::{Semaphore, oneshot};
 use tokio_util::sync::CancellationToken;
 
-use crate::workers::Workers;
 
 /// Requests that migrate at a time. Each reads KV at one worker and writes it at another, beside steps that need the
 /// same memory bandwidth.

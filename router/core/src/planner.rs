@@ -8,11 +8,10 @@ use baton_planner::{
     PrefixAware, Slo, WorkerKey, expected_output,
 };
 use baton_request::Request;
+use baton_router_workers::{SequenceHashes, Workers, block_kinds};
 
-use super::hashes::{SequenceHashes, block_kinds};
 use crate::{
     config::{PlanBasis, RouterConfig},
-    workers::Workers,
 };
 
 /// Plans requests.

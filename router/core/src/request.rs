@@ -9,6 +9,7 @@ use std::{
 use baton_planner::{PrefillMode, Slo};
 use baton_proto::v1::KvWire;
 use baton_request::{InvalidRequest, Problem, Request, SpeculationMode, max_passages};
+use baton_router_workers::{Contexts, SequenceHashes};
 use baton_tokenizer::{TemplateError, TokenizerError};
 use baton_tools::{AnswerReader, ToolRequest};
 use serde_json::{Map, Value};
@@ -16,14 +17,12 @@ use tokio::sync::OnceCell;
 
 use super::{
     Caller, ClientSampling, CoreError, DurableCall, ExplainedPlan, durable::Resumption,
-    hashes::SequenceHashes,
 };
 use crate::{
     kept::{self, CacheControl, KeptText, RenderedChat},
     model::ServedModel,
     passages::{self, BlendMode, TokenisedPrompt},
     seen::SeenSections,
-    workers::Contexts,
 };
 
 const MAX_STOPS: usize = 16;

@@ -3,12 +3,12 @@
 use std::time::{Duration, Instant};
 
 use baton_request::{Grammar, MAX_GRAMMAR_BYTES, SamplingParams};
+use baton_router_workers::Contexts;
 use baton_tools::{AskedGrammar, ToolRequest};
 
 use super::CoreError;
 use crate::{
     model::{ServedModel, special},
-    workers::Contexts,
 };
 
 /// How long schemas are compiled one by one, to find those that cannot be.

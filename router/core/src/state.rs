@@ -2,22 +2,21 @@
 
 use std::sync::Arc;
 
+use baton_journal::Journal;
 use baton_request::Request;
+use baton_router_workers::{BLOCKING_TOKENS, Contexts, SequenceHashes, Workers, block_kinds};
 use tokio::sync::{Semaphore, SetOnce, broadcast};
 use tokio_util::sync::CancellationToken;
 
-use baton_journal::Journal;
 
 use super::{
     ActiveRequests, BodyRoom, ClientRequest, CoreError, EndedRequest, Migrator, Planner, PreparedRequest,
-    hashes::{BLOCKING_TOKENS, SequenceHashes, block_kinds},
 };
 use crate::{
     config::RouterConfig,
     metrics::RouterMetrics,
     model::ServedModel,
     seen::SeenSections,
-    workers::{Contexts, Workers},
 };
 
 /// Texts longer than this are tokenised off the async threads.
@@ -153,6 +152,11 @@ impl Core {
         });
         // Nothing in it panics. Without hashes nothing is found in caches.
         hashing.await.unwrap_or_default()
+    }
+
+    /// Room for a body of which nothing has come yet.
+    pub fn body_room(&self) -> Arc<BodyRoom> {
+        Arc::new(BodyRoom::new(self.metrics.body_bytes.clone(), self.config.max_bodies_bytes))
     }
 
     /// Validates and tokenises, on another thread when that takes long. The body that it came in needs its room no longer

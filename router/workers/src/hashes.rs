@@ -8,18 +8,18 @@ use baton_planner::ClusterView;
 use baton_request::Request;
 
 /// Prompts with more tokens are hashed off the async threads: 4096 take about 50 us.
-pub(super) const BLOCKING_TOKENS: usize = 4096;
+pub const BLOCKING_TOKENS: usize = 4096;
 
 /// What decides the hashes of a sequence's blocks at a worker. While weights are updated, workers have two revisions.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct BlockKind {
+pub struct BlockKind {
     block_size: usize,
     revision: String,
 }
 
 /// The hashes of a sequence's full blocks, for each kind of blocks. Clones share them.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct SequenceHashes {
+pub struct SequenceHashes {
     chains: Vec<(BlockKind, Chain)>,
     /// Of the passages, with their tokens, once a worker is known.
     passages: Arc<[(BlockHash, usize)]>,
@@ -39,7 +39,7 @@ impl BlockKind {
 
 impl SequenceHashes {
     /// Hashes what is not hashed yet: blocks of a new kind, and those that output has filled.
-    pub(crate) fn extend(&mut self, kinds: &[BlockKind], request: &Request) {
+    pub fn extend(&mut self, kinds: &[BlockKind], request: &Request) {
         if let (Some(marks), true) = (request.blended(), self.passages.is_empty()) {
             let mut revisions: Vec<_> = kinds.iter().map(|kind| &kind.revision).collect();
             revisions.sort_unstable();
@@ -67,22 +67,22 @@ impl SequenceHashes {
     }
 
     /// Whether [`extend`](Self::extend) would hash a prompt.
-    pub(crate) fn lacks(&self, kinds: &[BlockKind]) -> bool {
+    pub fn lacks(&self, kinds: &[BlockKind]) -> bool {
         kinds.iter().any(|kind| self.chain(kind).is_none())
     }
 
     /// Of blocks of this format.
-    pub(crate) fn of(&self, format: &KvFormat) -> &[BlockHash] {
+    pub fn of(&self, format: &KvFormat) -> &[BlockHash] {
         self.chains.iter().find(|(kind, _)| kind.is_of(format)).map_or(&[], |(_, chain)| &chain.hashes)
     }
 
     /// Of the passages that are blended, with their tokens.
-    pub(crate) fn passages(&self) -> &[(BlockHash, usize)] {
+    pub fn passages(&self) -> &[(BlockHash, usize)] {
         &self.passages
     }
 
     /// Of every kind, with the size of its blocks.
-    pub(crate) fn all(&self) -> impl Iterator<Item = (usize, &[BlockHash])> {
+    pub fn all(&self) -> impl Iterator<Item = (usize, &[BlockHash])> {
         self.chains.iter().map(|(kind, chain)| (kind.block_size, &chain.hashes[..]))
     }
 }
@@ -128,7 +128,7 @@ fn root(revision: &str, request: &Request) -> HashRoot {
 }
 
 /// The kinds of blocks in the view.
-pub(crate) fn block_kinds(view: &ClusterView) -> Vec<BlockKind> {
+pub fn block_kinds(view: &ClusterView) -> Vec<BlockKind> {
     let mut kinds: Vec<BlockKind> = Vec::new();
     for worker in &view.workers {
         let KvFormat { block_size, model_revision, .. } = &worker.record.kv_format;

@@ -1,9 +1,11 @@
 //! The workers the router can send to: follows the membership, keeps a channel to each worker, and
 //! watches its load reports, which also show that it lives.
 //!
-//! It does not know requests or policies; it answers with a [`ClusterView`].
+//! It does not know policies; it answers with a [`ClusterView`]. Of requests it knows the [hashes](SequenceHashes) of their blocks.
+#![forbid(unsafe_code)]
 
 mod channel;
+mod hashes;
 mod report;
 mod segments;
 mod watch;
@@ -28,18 +30,17 @@ use tokio::sync::watch as notify;
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 use tonic::transport::Channel;
 
-use crate::hashes::SequenceHashes;
-
+pub use hashes::{BLOCKING_TOKENS, BlockKind, SequenceHashes, block_kinds};
 pub use watch::Report;
 
 /// Of the longest sequences that decode workers serve, prompt and output together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Contexts {
+pub struct Contexts {
     /// Some worker's: what may be asked for.
-    pub(crate) longest: usize,
+    pub longest: usize,
     /// Every worker's: what is meant where nothing was said, so that all can be asked. Pools of GPUs that are alike
     /// differ by a few blocks.
-    pub(crate) shortest: usize,
+    pub shortest: usize,
 }
 
 impl Contexts {
@@ -132,7 +133,7 @@ pub struct Listed {
 
 /// A request is with a worker as long as this lives.
 #[derive(Debug)]
-pub(crate) struct Assignment {
+pub struct Assignment {
     assigned: Arc<Assigned>,
     number: u64,
 }
@@ -215,7 +216,7 @@ impl Workers {
     }
 
     /// What a policy needs to know.
-    pub(crate) fn view(&self) -> ClusterView {
+    pub fn view(&self) -> ClusterView {
         let state = self.lock();
         let now = Instant::now();
         let workers = state.workers.values().map(|worker| worker.view(now)).collect();
@@ -223,7 +224,7 @@ impl Workers {
     }
 
     /// What each worker has cached of the front of a sequence, or is believed to. A worker that is absent has nothing.
-    pub(crate) fn cached(&self, hashes: &SequenceHashes) -> Vec<HeldPrefix> {
+    pub fn cached(&self, hashes: &SequenceHashes) -> Vec<HeldPrefix> {
         let found = self.index.tokens_held(hashes.all(), block_key);
         let cached = |worker: &Worker| {
             let TokensHeld { num_tokens, above } = *found.get(&worker.cache.owner())?;
@@ -261,12 +262,12 @@ impl Workers {
     }
 
     /// Blocks that the object stores have which workers share, as far as it is known.
-    pub(crate) fn num_stored_blocks(&self) -> usize {
+    pub fn num_stored_blocks(&self) -> usize {
         self.lock().stores.values().map(|blocks| blocks.num_blocks()).sum()
     }
 
     /// Tokens of passages whose KV each worker keeps or is believed to. A worker that is absent keeps none.
-    pub(crate) fn kept_passages(&self, passages: &[(BlockHash, usize)]) -> Vec<(Arc<WorkerKey>, usize)> {
+    pub fn kept_passages(&self, passages: &[(BlockHash, usize)]) -> Vec<(Arc<WorkerKey>, usize)> {
         let mut kept: HashMap<u32, usize> = HashMap::new();
         for (hash, num_tokens) in passages {
             // In the index a passage is a sequence of one block.
@@ -284,7 +285,7 @@ impl Workers {
     }
 
     /// A prompt is about to be sent to the worker, which will have its blocks.
-    pub(crate) fn expect_cached(&self, key: &WorkerKey, hashes: &[BlockHash]) {
+    pub fn expect_cached(&self, key: &WorkerKey, hashes: &[BlockHash]) {
         let cache = self.lock().workers.get(key).map(|worker| worker.cache.clone());
         if let Some(cache) = cache {
             cache.expect(hashes.iter().copied().map(block_key));
@@ -292,7 +293,7 @@ impl Workers {
     }
 
     /// A sequence has ended at the worker, which has its blocks.
-    pub(crate) fn note_cached(&self, key: &WorkerKey, hashes: &[BlockHash]) {
+    pub fn note_cached(&self, key: &WorkerKey, hashes: &[BlockHash]) {
         let cache = self.lock().workers.get(key).map(|worker| worker.cache.clone());
         if let Some(cache) = cache {
             cache.finished(hashes.iter().copied().map(block_key));
@@ -300,7 +301,7 @@ impl Workers {
     }
 
     /// What the index of cached blocks holds.
-    pub(crate) fn index_size(&self) -> IndexSize {
+    pub fn index_size(&self) -> IndexSize {
         // Perhaps no event comes for a while.
         self.index.sweep(1 << 16);
         self.index.size()
@@ -312,13 +313,13 @@ impl Workers {
     }
 
     /// When a worker of this role was last usable; now, if one is.
-    pub(crate) fn last_usable(&self, role: Role) -> Option<Instant> {
+    pub fn last_usable(&self, role: Role) -> Option<Instant> {
         let state = self.lock();
         if state.has_usable(role) { Some(Instant::now()) } else { state.last_usable.get(&role).copied() }
     }
 
     /// The part of passages that is computed again: the largest that a worker has calibrated. `None` while none has.
-    pub(crate) fn blend_ratio(&self) -> Option<f32> {
+    pub fn blend_ratio(&self) -> Option<f32> {
         let state = self.lock();
         let ratios = state.workers.values().filter_map(|worker| worker.report.as_ref()?.load.blend_ratio);
         ratios.filter(|ratio| (0.0..=1.0).contains(ratio)).max_by(f32::total_cmp)
@@ -330,7 +331,7 @@ impl Workers {
     }
 
     /// What decode workers serve; `None` while no worker has said it.
-    pub(crate) fn contexts(&self) -> Option<Contexts> {
+    pub fn contexts(&self) -> Option<Contexts> {
         let state = self.lock();
         let decode = state.workers.values().filter(|worker| worker.record.role == Role::Decode);
         let lengths = decode.map(|worker| worker.record.capacity.context_length).filter(|&length| length > 0);
@@ -342,7 +343,7 @@ impl Workers {
 
     /// Counts a request to the worker, which brings it this work, and gives the way to it, and its number for the worker's
     /// reports. `None` when it has gone.
-    pub(crate) fn assign(&self, key: &WorkerKey, work: SentWork) -> Option<(Channel, Assignment, Ticket)> {
+    pub fn assign(&self, key: &WorkerKey, work: SentWork) -> Option<(Channel, Assignment, Ticket)> {
         let state = self.lock();
         let worker = state.workers.get(key)?;
         let assigned = worker.assigned.clone();
@@ -355,7 +356,7 @@ impl Workers {
     }
 
     /// The worker broke off or could not be reached: no request is sent to it for a while.
-    pub(crate) fn report_failure(&self, key: &WorkerKey) {
+    pub fn report_failure(&self, key: &WorkerKey) {
         let mut state = self.lock();
         let now = Instant::now();
         let Some(worker) = state.workers.get_mut(key) else { return };
@@ -365,14 +366,14 @@ impl Workers {
     }
 
     /// Whether the worker has said that it drains. One that is no member any more may have crashed.
-    pub(crate) fn is_leaving(&self, key: &WorkerKey) -> bool {
+    pub fn is_leaving(&self, key: &WorkerKey) -> bool {
         let state = self.lock();
         let has_left = || state.left.iter().any(|left| **left == *key);
         state.workers.get(key).map_or_else(has_left, |worker| worker.is_leaving)
     }
 
     /// The worker answered a request.
-    pub(crate) fn report_success(&self, key: &WorkerKey) {
+    pub fn report_success(&self, key: &WorkerKey) {
         let mut state = self.lock();
         if let Some(worker) = state.workers.get_mut(key) {
             worker.back_off.succeed();
@@ -393,7 +394,7 @@ impl Workers {
     }
 
     /// A worker of another model, if there is one.
-    pub(crate) fn of_another_model(&self) -> Option<Arc<WorkerRecord>> {
+    pub fn of_another_model(&self) -> Option<Arc<WorkerRecord>> {
         self.lock().of_other_models.first().cloned()
     }
 
