@@ -32,7 +32,7 @@ use config::Parsed;
 use log::LogStyle;
 
 /// Parses, runs one subcommand, and turns its outcome into an exit code: 0, 1 for a failure while
-/// running, 2 for a wrong call, [`CANNOT_START`](exit::CANNOT_START) for a router or worker that cannot start.
+/// running, 2 for a wrong call, those of [`exit`] for a router or worker that cannot start.
 pub fn main(args: impl IntoIterator<Item = OsString>) -> ExitCode {
     // Before there are other threads. Workers that `up` starts inherit the environment.
     baton_model::set_cuda_connections();

@@ -13,7 +13,8 @@ pub use baton_checkpoint::{
 };
 pub use baton_cpu_threads::{CpuList, CpuListError, ThreadPool};
 pub use baton_cuda::{
-    device_name as cuda_device_name, num_devices as num_cuda_devices, set_connections as set_cuda_connections,
+    CudaError, device_name as cuda_device_name, num_devices as num_cuda_devices,
+    set_connections as set_cuda_connections,
 };
 pub use baton_cuda_kernels::kernel::KernelCode;
 pub use baton_cuda_kernels::shipped as shipped_kernels;

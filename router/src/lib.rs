@@ -23,7 +23,7 @@ use tokio_util::sync::CancellationToken;
 pub use baton_planner::Slo;
 pub use baton_request_fields::UnknownFields;
 use baton_router_core::{Core, Journal, RouterMetrics, ServedModel, Workers};
-pub use baton_router_core::{JournalConfig, MigrationMode, PlanBasis, RouterConfig};
+pub use baton_router_core::{JournalConfig, JournalOpenError, MigrationMode, PlanBasis, RouterConfig};
 pub use baton_tools::ToolFormat;
 
 /// Serves until `shutdown` is cancelled and running requests have ended.

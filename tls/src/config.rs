@@ -285,7 +285,7 @@ pub(crate) fn key(path: &Path) -> Result<PrivateKeyDer<'static>, TlsError> {
 }
 
 fn read(option: &'static str, path: &Path) -> Result<Vec<u8>, TlsError> {
-    fs::read(path).map_err(|error| TlsError::File { option, path: path.to_owned(), why: error.to_string() })
+    fs::read(path).map_err(|source| TlsError::Read { option, path: path.to_owned(), source })
 }
 
 fn stamps(config: &TlsConfig) -> Stamps {

@@ -8,6 +8,16 @@ use thiserror::Error;
 #[derive(Debug, Error)]
 pub enum TlsError {
     /// A file is missing or not readable.
+    #[error("cannot read {option} {path}: {source}")]
+    Read {
+        /// The option that names it.
+        option: &'static str,
+        /// Which file.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// A file is damaged.
     #[error("cannot read {option} {path}: {why}")]
     File {
         /// The option that names it.

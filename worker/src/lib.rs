@@ -32,6 +32,7 @@ mod watchers;
 mod worker;
 
 pub use baton_handoff::TransportKind;
+pub use baton_kv_store::{StoreOpenError, TierOpenError};
 pub use baton_transport_rdma::finds_rdma;
 pub use baton_worker_metrics::{PromptPace, RequestClock};
 pub use baton_worker_tiers::{Recall, SaveAtEnd, Tiers};

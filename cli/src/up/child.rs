@@ -14,7 +14,7 @@ use tokio::{
 use tokio_util::sync::CancellationToken;
 
 use super::logs::Logs;
-use crate::exit::CANNOT_START;
+use crate::exit::{CANNOT_START, CANNOT_START_NOW};
 
 /// A process to keep running: a subcommand of this program.
 pub(super) struct Child {
@@ -41,11 +41,15 @@ const SETTLED: Duration = Duration::from_secs(10);
 const FIRST_DELAY: Duration = Duration::from_millis(100);
 const LONGEST_DELAY: Duration = Duration::from_secs(5);
 
+/// How long a child that has never served is started again while what keeps it from starting may pass.
+const PATIENCE: Duration = Duration::from_secs(30);
+
 /// Keeps `child` running until `stop`. A child that has served is started again whatever its end: requests run on the
-/// others. A child that cannot start ends everything, as long as it has never served.
+/// others. A child that cannot start ends everything, as long as it has never served and another start is of no use.
 pub(super) async fn supervise(child: Child, logs: Logs, stop: CancellationToken) -> Supervised {
     let mut delay = FIRST_DELAY;
     let mut has_served = false;
+    let first_start = Instant::now();
     loop {
         let started = Instant::now();
         let ended = match run_once(&child, &logs, &stop).await {
@@ -54,12 +58,12 @@ pub(super) async fn supervise(child: Child, logs: Logs, stop: CancellationToken)
             Err(error) => return Supervised::GaveUp(format!("cannot start {}: {error}", child.name)),
         };
         let is_settled = started.elapsed() >= SETTLED;
-        if ended.cannot_start() {
+        if let Some(failure) = failure(ended.status) {
             let reason = ended.error.unwrap_or_else(|| ended.status.to_string());
-            if !has_served {
+            if !has_served && failure.is_final(first_start.elapsed()) {
                 return Supervised::GaveUp(format!("{} cannot start: {reason}", child.name));
             }
-            logs.note(&format!("{} cannot start again ({reason}); trying once more", child.name));
+            logs.note(&format!("{} cannot start ({reason}); trying once more", child.name));
         } else {
             // A process that could not start says so; a signal comes from outside at any time.
             has_served |= ended.status.code().is_some() || is_settled;
@@ -82,10 +86,31 @@ struct Ended {
     error: Option<String>,
 }
 
-impl Ended {
-    /// By its own words: of the command line (2), or of anything else that it needs to serve.
-    fn cannot_start(&self) -> bool {
-        self.status.code().is_some_and(|code| code == 2 || code == i32::from(CANNOT_START))
+/// How a process failed to start.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum StartFailure {
+    /// The next start would fail, too.
+    Lasting,
+    /// The next start may succeed.
+    Passing,
+}
+
+impl StartFailure {
+    /// Whether a process that has never served is given up, so long after its first start.
+    fn is_final(self, since_first_start: Duration) -> bool {
+        match self {
+            StartFailure::Lasting => true,
+            StartFailure::Passing => since_first_start >= PATIENCE,
+        }
+    }
+}
+
+/// By its own words: of the command line (2), or of anything else that it needs to serve.
+fn failure(status: ExitStatus) -> Option<StartFailure> {
+    match u8::try_from(status.code()?).ok()? {
+        2 | CANNOT_START => Some(StartFailure::Lasting),
+        CANNOT_START_NOW => Some(StartFailure::Passing),
+        _ => None,
     }
 }
 
@@ -109,7 +134,8 @@ async fn run_once(child: &Child, logs: &Logs, stop: &CancellationToken) -> io::R
     };
     let (status, error) = tokio::join!(stopped, lines);
     let ended = status?.map(|status| Ended { status, error });
-    if let Some(Ended { error: Some(error), .. }) = ended.as_ref().filter(|ended| !ended.cannot_start()) {
+    let has_run = ended.as_ref().filter(|ended| failure(ended.status).is_none());
+    if let Some(Ended { error: Some(error), .. }) = has_run {
         logs.line(&child.name, &logs.style().error(error));
     }
     Ok(ended)
@@ -160,4 +186,30 @@ async fn forward(child: &Child, logs: &Logs, pipe: impl AsyncRead + Unpin) -> Op
         }
     }
     error
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::process::ExitStatusExt;
+
+    use super::*;
+
+    #[test]
+    fn a_child_that_may_start_later_is_tried_for_a_while() {
+        let is_final = |code: i32, seconds| {
+            let failure = failure(ExitStatus::from_raw(code << 8))?;
+            Some(failure.is_final(Duration::from_secs(seconds)))
+        };
+        for (code, at_once, later) in [
+            (2, Some(true), Some(true)),
+            (78, Some(true), Some(true)),
+            (75, Some(false), Some(true)),
+            (1, None, None),
+            (101, None, None),
+        ] {
+            assert_eq!((is_final(code, 1), is_final(code, 31)), (at_once, later), "{code}");
+        }
+        let killed = ExitStatus::from_raw(libc::SIGKILL);
+        assert_eq!(failure(killed), None);
+    }
 }

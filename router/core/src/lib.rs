@@ -43,7 +43,7 @@ mod timing;
 mod trace;
 
 pub use active::{ActiveRequest, ActiveRequests};
-pub use baton_journal::{Journal, JournalConfig};
+pub use baton_journal::{Journal, JournalConfig, JournalOpenError};
 pub use body_room::BodyRoom;
 pub use caller::Caller;
 pub use config::{PlanBasis, RouterConfig};
