@@ -27,7 +27,12 @@ pub fn model_path(model: &Path) -> anyhow::Result<PathBuf> {
              `hf download {name} --local-dir DIR`, and give DIR"
         );
     }
-    whole.with_context(|| format!("model {}", model.display()))
+    whole.with_context(|| {
+        format!(
+            "cannot open the model {}; give a directory with config.json, tokenizer.json and *.safetensors, or a .gguf file",
+            model.display()
+        )
+    })
 }
 
 /// The path as the name of a model on a hub, if it looks like one: `owner/name`.
@@ -65,7 +70,9 @@ mod tests {
         let error = |model: &str| format!("{:#}", model_path(Path::new(model)).unwrap_err());
         assert!(error("meta-llama/Llama-3.1-8B").contains("hf download meta-llama/Llama-3.1-8B"));
         for model in ["/no/where", "./no/where", "nowhere", "../no", "a/b/c"] {
-            assert!(!error(model).contains("hf download"), "{model}");
+            let error = error(model);
+            assert!(!error.contains("hf download"), "{model}");
+            assert!(error.contains(model) && error.contains("give a directory with config.json"), "{error}");
         }
     }
 }

@@ -40,6 +40,9 @@ pub(crate) struct UpArgs {
     /// Directory of a Hugging Face model, or a .gguf file. Default: the tiny model that is embedded in this
     /// program.
     pub model: Option<PathBuf>,
+    /// The same as MODEL, as other commands have it.
+    #[arg(long = "model", value_name = "DIR|FILE", conflicts_with = "model")]
+    pub model_flag: Option<PathBuf>,
     /// Port of the HTTP and gRPC API.
     #[arg(long, default_value_t = 8080, env = "BATON_PORT")]
     pub port: u16,
@@ -72,8 +75,16 @@ pub(crate) struct UpArgs {
     pub layers: LayerArgs,
 }
 
+impl UpArgs {
+    /// The model that was given, with or without the flag.
+    fn given_model(&self) -> Option<PathBuf> {
+        self.model.clone().or_else(|| self.model_flag.clone())
+    }
+}
+
 /// Runs until Ctrl-C or SIGTERM, or until a part cannot be started.
 pub(crate) async fn run(mut args: UpArgs) -> anyhow::Result<()> {
+    args.model = args.given_model();
     let model = match &args.model {
         Some(model) => model_path(model)?,
         None => embedded_model::directory()?,
@@ -238,6 +249,16 @@ mod tests {
         assert_eq!(note(ComputeDevice::Cpu, 1), "1 GPU is here and not used; --device auto uses it");
         assert_eq!(note(ComputeDevice::Cpu, 0), "");
         assert_eq!(note(ComputeDevice::Cuda(0), 8), "");
+    }
+
+    #[test]
+    fn a_model_is_given_with_or_without_the_flag() {
+        for (words, expected) in [("", None), ("/m", Some("/m")), ("--model /m", Some("/m"))] {
+            let cli = Cli::parse_from(format!("baton up {words}").split_whitespace());
+            let Command::Up(args) = cli.command else { panic!("not up") };
+            assert_eq!(args.given_model().as_deref(), expected.map(Path::new), "{words}");
+        }
+        assert!(Cli::try_parse_from(["baton", "up", "/m", "--model", "/n"]).is_err());
     }
 
     #[test]
