@@ -89,8 +89,41 @@ fn etcd_auth(args: &DiscoveryArgs) -> anyhow::Result<Option<EtcdAuth>> {
     let (user, file) = match (&args.etcd_user, &args.etcd_password_file) {
         (Some(user), Some(file)) => (user.clone(), file),
         (None, None) => return Ok(None),
-        _ => bail!("--etcd-user and --etcd-password-file belong together; give both or neither"),
+        _ => bail!(
+            "--etcd-user (BATON_ETCD_USER) and --etcd-password-file (BATON_ETCD_PASSWORD_FILE) belong together; \
+             give both or neither"
+        ),
     };
-    let password = fs::read_to_string(file).with_context(|| format!("password file {}", file.display()))?;
+    let password = fs::read_to_string(file).with_context(|| {
+        format!("cannot read --etcd-password-file (BATON_ETCD_PASSWORD_FILE) {}", file.display())
+    })?;
     Ok(Some(EtcdAuth { user, password: password.trim_end_matches(['\r', '\n']).to_owned() }))
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+
+    #[derive(Debug, Parser)]
+    struct Line {
+        #[command(flatten)]
+        discovery: DiscoveryArgs,
+    }
+
+    #[test]
+    fn what_is_wrong_with_the_password_names_its_option() {
+        for (words, expected) in [
+            ("", "--etcd-password-file (BATON_ETCD_PASSWORD_FILE) belong together"),
+            (
+                "--etcd-password-file /no/file",
+                "cannot read --etcd-password-file (BATON_ETCD_PASSWORD_FILE) /no/file",
+            ),
+        ] {
+            let line = Line::parse_from(format!("baton --discovery etcd --etcd-user u {words}").split_whitespace());
+            let error = line.discovery.config(String::new(), None, Vec::new()).unwrap_err().to_string();
+            assert!(error.contains(expected), "{error}");
+        }
+    }
 }

@@ -5,6 +5,15 @@ use std::{path::PathBuf, time::Duration};
 use serde::{Deserialize, Serialize};
 use tonic::metadata::{Ascii, MetadataValue};
 
+/// Options, as messages name them: each with its variable.
+pub(crate) const ROUTER: &str = "--router (BATON_ROUTER)";
+pub(crate) const WORKERS: &str = "--workers (BATON_WORKERS)";
+const ETCD_ENDPOINTS: &str = "--etcd-endpoints (BATON_ETCD_ENDPOINTS)";
+const ETCD_LEASE_TTL: &str = "--etcd-lease-ttl (BATON_ETCD_LEASE_TTL)";
+pub(crate) const ETCD_CA: &str = "--etcd-ca (BATON_ETCD_CA)";
+pub(crate) const ETCD_CERT: &str = "--etcd-cert (BATON_ETCD_CERT)";
+pub(crate) const ETCD_KEY: &str = "--etcd-key (BATON_ETCD_KEY)";
+
 /// The kind of discovery.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase", tag = "kind")]
@@ -43,7 +52,8 @@ impl RegistrationKey {
     /// When no header can hold it.
     pub(crate) fn header(&self) -> Result<MetadataValue<Ascii>, DiscoveryError> {
         let header = MetadataValue::try_from(format!("Bearer {}", self.0));
-        let mut header = header.map_err(|_| DiscoveryError::Config("the API key is no plain text".into()))?;
+        let not_plain = |_| DiscoveryError::Config("--api-key (BATON_API_KEY) is no plain text".into());
+        let mut header = header.map_err(not_plain)?;
         header.set_sensitive(true);
         Ok(header)
     }
@@ -121,8 +131,10 @@ pub enum DiscoveryError {
     #[error("discovery: {0}")]
     Config(String),
     /// A certificate file cannot be read.
-    #[error("discovery: cannot read {path}: {source}")]
+    #[error("discovery: cannot read {option} {path}: {source}")]
     File {
+        /// The option that names it.
+        option: &'static str,
         /// Which file.
         path: PathBuf,
         /// Why.
@@ -142,9 +154,9 @@ impl DiscoveryConfig {
     pub fn validate(&self) -> Result<(), DiscoveryError> {
         match self {
             DiscoveryConfig::Embedded { router, .. } if router.is_empty() => Ok(()),
-            DiscoveryConfig::Embedded { router, .. } => url("router", router),
+            DiscoveryConfig::Embedded { router, .. } => url(ROUTER, router),
             DiscoveryConfig::Static { workers } => {
-                workers.iter().try_for_each(|address| url("worker", address))
+                workers.iter().try_for_each(|address| url(WORKERS, address))
             }
             DiscoveryConfig::Etcd(etcd) => etcd.validate(),
         }
@@ -154,21 +166,25 @@ impl DiscoveryConfig {
 impl EtcdConfig {
     fn validate(&self) -> Result<(), DiscoveryError> {
         if self.endpoints.is_empty() {
-            return Err(DiscoveryError::Config("etcd needs at least one endpoint, http://host:port".into()));
+            let message = format!("{ETCD_ENDPOINTS} is empty; give at least one endpoint, http://host:port");
+            return Err(DiscoveryError::Config(message));
         }
-        self.endpoints.iter().try_for_each(|endpoint| url("etcd endpoint", endpoint))?;
+        self.endpoints.iter().try_for_each(|endpoint| url(ETCD_ENDPOINTS, endpoint))?;
         if self.endpoints.iter().any(|endpoint| endpoint.starts_with("http://")) && self.tls.is_some() {
-            let message = "etcd has TLS options but an endpoint is http://; write https://";
-            return Err(DiscoveryError::Config(message.into()));
+            let message = format!(
+                "{ETCD_ENDPOINTS} has an http:// endpoint beside {ETCD_CA} or {ETCD_CERT}; write https://"
+            );
+            return Err(DiscoveryError::Config(message));
         }
         if self.lease_ttl < Duration::from_secs(2) || self.lease_ttl.subsec_nanos() != 0 {
-            let message = format!("etcd lease ttl is {:?}; whole seconds, at least 2", self.lease_ttl);
+            let message = format!("{ETCD_LEASE_TTL} is {:?}; give whole seconds, at least 2", self.lease_ttl);
             return Err(DiscoveryError::Config(message));
         }
         if let Some(tls) = &self.tls
             && tls.cert.is_some() != tls.key.is_some()
         {
-            return Err(DiscoveryError::Config("etcd: a certificate and its key come together".into()));
+            let message = format!("{ETCD_CERT} and {ETCD_KEY} belong together; give both or neither");
+            return Err(DiscoveryError::Config(message));
         }
         Ok(())
     }
@@ -199,17 +215,32 @@ mod tests {
             DiscoveryConfig::Etcd(config)
         };
         let cases = [
-            (DiscoveryConfig::Embedded { router: "router:80".into(), key: None }, "router is \"router:80\""),
-            (DiscoveryConfig::Static { workers: vec!["ftp://x".into()] }, "worker is \"ftp://x\""),
-            (etcd(|c| c.endpoints.clear()), "at least one endpoint"),
-            (etcd(|c| c.lease_ttl = Duration::from_millis(2500)), "whole seconds"),
-            (etcd(|c| c.tls = Some(EtcdTls::default())), "write https://"),
+            (
+                DiscoveryConfig::Embedded { router: "router:80".into(), key: None },
+                "--router (BATON_ROUTER) is \"router:80\"",
+            ),
+            (
+                DiscoveryConfig::Static { workers: vec!["ftp://x".into()] },
+                "--workers (BATON_WORKERS) is \"ftp://x\"",
+            ),
+            (etcd(|c| c.endpoints.clear()), "--etcd-endpoints (BATON_ETCD_ENDPOINTS) is empty"),
+            (
+                etcd(|c| c.lease_ttl = Duration::from_millis(2500)),
+                "--etcd-lease-ttl (BATON_ETCD_LEASE_TTL) is 2.5s; give whole seconds",
+            ),
+            (etcd(|c| c.tls = Some(EtcdTls::default())), "beside --etcd-ca (BATON_ETCD_CA)"),
         ];
         for (config, expected) in cases {
             let error = config.validate().unwrap_err().to_string();
             assert!(error.contains(expected), "{error:?} does not say {expected:?}");
         }
         assert!(DiscoveryConfig::Etcd(EtcdConfig::default()).validate().is_ok());
+    }
+
+    #[test]
+    fn a_key_that_no_header_can_hold_names_its_option() {
+        let error = RegistrationKey::new("a\nb".into()).header().unwrap_err().to_string();
+        assert!(error.contains("--api-key (BATON_API_KEY)"), "{error}");
     }
 
     #[test]

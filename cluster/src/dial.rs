@@ -45,7 +45,8 @@ pub enum DialError {
     },
     /// This process speaks TLS, the other one does not.
     #[error(
-        "{0} does not speak TLS, and this process speaks nothing else to workers and routers: give both the same options, and write https://"
+        "{0} does not speak TLS, and this process speaks nothing else to workers and routers: give both --tls-cert, \
+         --tls-key and --tls-ca, and write https://"
     )]
     Plain(String),
     /// The other process speaks TLS, this one does not.

@@ -19,6 +19,7 @@ use tonic::transport::Channel;
 use crate::{
     Dialer, DiscoveryError, Membership, WorkerId, WorkerRecord,
     backoff::Backoff,
+    config::WORKERS,
     members::{Members, Publisher},
 };
 
@@ -34,8 +35,9 @@ pub(crate) fn watch(
     stop: CancellationToken,
 ) -> Result<(Membership, JoinHandle<()>), DiscoveryError> {
     if workers.is_empty() {
-        let message = "static discovery needs at least one worker, http://host:port";
-        return Err(DiscoveryError::Config(message.into()));
+        let message =
+            format!("{WORKERS} is empty; static discovery needs at least one worker, http://host:port");
+        return Err(DiscoveryError::Config(message));
     }
     let publisher = Publisher::new();
     let membership = publisher.subscribe();
@@ -44,7 +46,7 @@ pub(crate) fn watch(
     for address in workers {
         let endpoint = dialer
             .endpoint(address)
-            .map_err(|error| DiscoveryError::Config(format!("worker: {error}")))?
+            .map_err(|error| DiscoveryError::Config(format!("{WORKERS}: {error}")))?
             .connect_timeout(ANSWER_TIMEOUT)
             .timeout(ANSWER_TIMEOUT);
         pollers.spawn(poll(dialer.dial(endpoint).channel, address.clone(), shared.clone()));

@@ -4,7 +4,9 @@ use tokio::{sync::watch, task::JoinHandle};
 use tokio_util::sync::{CancellationToken, DropGuard};
 
 use crate::{
-    Dialer, DiscoveryConfig, DiscoveryError, WorkerRecord, embedded, etcd,
+    Dialer, DiscoveryConfig, DiscoveryError, WorkerRecord,
+    config::ROUTER,
+    embedded, etcd,
     registration_state::{RegistrationState, StateReport},
 };
 
@@ -40,8 +42,8 @@ pub fn register_over(
     let report = StateReport::new(sender);
     let task = match config {
         DiscoveryConfig::Embedded { router, .. } if router.is_empty() => {
-            let message = "a worker needs the router's address, http://host:port";
-            return Err(DiscoveryError::Config(message.into()));
+            let message = format!("{ROUTER} is empty; a worker needs the router's address, http://host:port");
+            return Err(DiscoveryError::Config(message));
         }
         DiscoveryConfig::Embedded { router, key } => {
             let registrar = embedded::Registrar::new(router, key.as_ref(), record, report, dialer)?;

@@ -8,7 +8,7 @@ use tokio_rustls::TlsConnector;
 
 use crate::{
     Stream,
-    config::{certificates, key, provider, server_name},
+    config::{CA, CERT, certificates, key, provider, server_name},
     error::{TlsError, explain},
 };
 
@@ -43,7 +43,7 @@ impl TlsClient {
     /// When they cannot be read, or do not belong together.
     pub fn load(files: TlsClientConfig) -> Result<TlsClient, TlsError> {
         let mut roots = RootCertStore::empty();
-        for ca in certificates("--tls-ca", &files.ca)? {
+        for ca in certificates(CA, &files.ca)? {
             roots.add(ca)?;
         }
         if let Some(name) = &files.name {
@@ -55,7 +55,7 @@ impl TlsClient {
         let mut config = match files.own {
             None => builder.with_no_client_auth(),
             Some((cert, key_file)) => {
-                let own = builder.with_client_auth_cert(certificates("--tls-cert", &cert)?, key(&key_file)?);
+                let own = builder.with_client_auth_cert(certificates(CERT, &cert)?, key(&key_file)?);
                 own.map_err(|error| match error {
                     rustls::Error::InconsistentKeys(_) => TlsError::OtherKey { cert, key: key_file },
                     error => TlsError::Unusable(error),

@@ -25,6 +25,10 @@ const HTTP: [&[u8]; 2] = [b"h2", b"http/1.1"];
 /// The ALPN protocol of the data plane: a client cannot mistake another port for it.
 const DATA: [&[u8]; 1] = [b"baton-kv"];
 
+/// Options, as messages name them: each with its variable.
+pub(crate) const CERT: &str = "--tls-cert (BATON_TLS_CERT)";
+pub(crate) const CA: &str = "--tls-ca (BATON_TLS_CA)";
+
 /// Which files.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TlsConfig {
@@ -153,10 +157,10 @@ impl Loaded {
     fn read(config: &TlsConfig) -> Result<Loaded, TlsError> {
         // Taken before the files are read: a change meanwhile is then noticed.
         let stamps = stamps(config);
-        let chain = certificates("--tls-cert", &config.cert)?;
+        let chain = certificates(CERT, &config.cert)?;
         let key = key(&config.key)?;
         let mut roots = RootCertStore::empty();
-        for ca in certificates("--tls-ca", &config.ca)? {
+        for ca in certificates(CA, &config.ca)? {
             roots.add(ca)?;
         }
         let (roots, provider) = (Arc::new(roots), Arc::new(provider()));
@@ -276,7 +280,7 @@ pub(crate) fn certificates(
 }
 
 pub(crate) fn key(path: &Path) -> Result<PrivateKeyDer<'static>, TlsError> {
-    let option = "--tls-key";
+    let option = "--tls-key (BATON_TLS_KEY)";
     PrivateKeyDer::from_pem_slice(&read(option, path)?).map_err(|_| TlsError::Empty {
         option,
         path: path.to_owned(),
@@ -311,16 +315,16 @@ mod tests {
     fn files_that_cannot_work_are_named_with_what_is_wrong() {
         let named = |name: &str| TlsConfig { name: Some(name.into()), ..files("a.pem", "a.key", "ca.pem") };
         for (config, expected) in [
-            (files("none.pem", "a.key", "ca.pem"), "cannot read --tls-cert"),
-            (files("a.pem", "none.key", "ca.pem"), "cannot read --tls-key"),
-            (files("a.pem", "a.key", "none.pem"), "cannot read --tls-ca"),
+            (files("none.pem", "a.key", "ca.pem"), "cannot read --tls-cert (BATON_TLS_CERT)"),
+            (files("a.pem", "none.key", "ca.pem"), "cannot read --tls-key (BATON_TLS_KEY)"),
+            (files("a.pem", "a.key", "none.pem"), "cannot read --tls-ca (BATON_TLS_CA)"),
             (files("a.key", "a.key", "ca.pem"), "holds no certificate"),
             (files("a.pem", "a.pem", "ca.pem"), "holds no private key"),
             (files("a.pem", "b.key", "ca.pem"), "does not belong to --tls-cert"),
             (files("expired.pem", "expired.key", "ca.pem"), "expired"),
             (files("foreign.pem", "foreign.key", "ca.pem"), "UnknownIssuer"),
             (named("other.example"), "not valid for name"),
-            (named("no name"), "is no name"),
+            (named("no name"), "is no name that a certificate could be for; --tls-name (BATON_TLS_NAME)"),
         ] {
             let error = Tls::load(config).unwrap_err().to_string();
             assert!(error.contains(expected), "{error:?} does not say {expected:?}");

@@ -38,7 +38,7 @@ pub enum TlsError {
         expected: &'static str,
     },
     /// Key and certificate do not belong together.
-    #[error("--tls-key {key} does not belong to --tls-cert {cert}")]
+    #[error("--tls-key (BATON_TLS_KEY) {key} does not belong to --tls-cert (BATON_TLS_CERT) {cert}")]
     OtherKey {
         /// The certificate's file.
         cert: PathBuf,
@@ -46,7 +46,7 @@ pub enum TlsError {
         key: PathBuf,
     },
     /// No peer would accept the certificate.
-    #[error("peers will reject --tls-cert {cert}: {why}")]
+    #[error("peers will reject --tls-cert (BATON_TLS_CERT) {cert}: {why}")]
     Refused {
         /// The certificate's file.
         cert: PathBuf,
@@ -54,10 +54,10 @@ pub enum TlsError {
         why: String,
     },
     /// Neither a host name nor an address.
-    #[error("{0:?} is no name that a certificate could be for")]
+    #[error("{0:?} is no name that a certificate could be for; --tls-name (BATON_TLS_NAME) gives another")]
     Name(String),
     /// rustls does not accept the files.
-    #[error("certificates cannot be used: {0}")]
+    #[error("--tls-cert (BATON_TLS_CERT), --tls-key (BATON_TLS_KEY) or --tls-ca (BATON_TLS_CA) cannot be used: {0}")]
     Unusable(#[from] rustls::Error),
 }
 

@@ -100,7 +100,7 @@ impl Connector {
         let stream = match (is_tls, self.tls) {
             (false, _) => Stream::Plain(socket),
             (true, Some(tls)) => tls.connect(host, socket).await.map_err(ConnectError::Tls)?,
-            (true, None) => return Err(ConnectError::Tls(io::Error::other("there is no --tls-ca"))),
+            (true, None) => return Err(ConnectError::Tls(io::Error::other("give --tls-ca (BATON_TLS_CA)"))),
         };
         Ok(Wire(TokioIo::new(stream)))
     }

@@ -8,7 +8,7 @@ mod host;
 
 use std::{fmt, path::PathBuf, time::Duration};
 
-use anyhow::{Context, bail};
+use anyhow::{Context, anyhow, bail};
 use baton_cluster::{Dialer, DiscoveryConfig};
 use baton_command::{ApiKeyArgs, TlsArgs, print};
 use baton_proto::{
@@ -21,7 +21,11 @@ use baton_proto::{
 use baton_transport_nccl::NcclFindings;
 use clap::Args;
 use serde::Serialize;
-use tonic::transport::Channel;
+use tonic::{
+    Code, Status,
+    metadata::{Ascii, MetadataValue},
+    transport::Channel,
+};
 
 use self::host::{Finding as HostFinding, Host};
 use crate::discovery::DiscoveryArgs;
@@ -241,7 +245,8 @@ async fn look_at_host(args: &DoctorArgs) -> anyhow::Result<Vec<HostFinding>> {
             Err(error) => HostFinding::broken(
                 "etcd",
                 format!("{endpoints}: {error}"),
-                "start etcd, open its port 2379 to this host, or correct --etcd-endpoints, --etcd-ca and --etcd-user",
+                "start etcd, open its port 2379 to this host, or correct --etcd-endpoints (BATON_ETCD_ENDPOINTS), --etcd-ca \
+                 (BATON_ETCD_CA) or --etcd-user (BATON_ETCD_USER)",
             ),
         });
     }
@@ -259,19 +264,34 @@ async fn workers_of(
     let dialer = if router.starts_with("https") { dialer } else { &plain };
     let channel = connect(dialer, router).await.with_context(|| {
         format!(
-            "no router at {router}; start one with `baton up`, or name workers with --prefill and --decode"
+            "no router at {router}; start one with `baton up`, name another with --router (BATON_ROUTER), or name workers \
+             with --prefill and --decode"
         )
     })?;
     let mut request = tonic::Request::new(LoadsRequest {});
     if let Some(key) = key {
-        request.metadata_mut().insert("authorization", format!("Bearer {key}").parse()?);
+        let header = format!("Bearer {key}").parse::<MetadataValue<Ascii>>();
+        let header = header.context("--api-key (BATON_API_KEY, OPENAI_API_KEY) is no plain text")?;
+        request.metadata_mut().insert("authorization", header);
     }
-    let loads = InferenceClient::new(channel).loads(request).await.context("the router's workers")?;
+    let loads = InferenceClient::new(channel).loads(request).await;
+    let loads = loads.map_err(|status| anyhow!(not_listed(router, &status)))?;
     let (prefill, decode): (Vec<_>, Vec<_>) =
         loads.into_inner().workers.into_iter().partition(|worker| worker.role == "prefill");
     let addresses =
         |workers: Vec<baton_proto::v1::WorkerLoad>| workers.into_iter().map(|worker| worker.address);
     Ok((addresses(prefill).collect(), addresses(decode).collect()))
+}
+
+/// Why a router does not list its workers, with the option to change.
+fn not_listed(router: &str, status: &Status) -> String {
+    let advice = match status.code() {
+        Code::Unauthenticated | Code::PermissionDenied => {
+            "give the key of a client or an operator with --api-key (BATON_API_KEY)"
+        }
+        _ => "--router (BATON_ROUTER) names the port of its HTTP and gRPC API",
+    };
+    format!("{router} does not list its workers: {}; {advice}", status.message())
 }
 
 async fn examine(dialer: &Dialer, prefill: &str, decode: &str) -> Pair {
@@ -307,9 +327,9 @@ async fn name_of(dialer: &Dialer, address: &str, expected: Role) -> anyhow::Resu
     let record: WorkerRecord = info.with_context(|| format!("no worker at {address}"))?.into_inner();
     if record.role() != expected {
         bail!(
-            "{} at {address} is not a {} worker",
+            "{} at {address} is not a {role} worker, as --{role} says",
             record.id,
-            if expected == Role::Prefill { "prefill" } else { "decode" }
+            role = if expected == Role::Prefill { "prefill" } else { "decode" }
         );
     }
     Ok(record.id)
@@ -556,6 +576,18 @@ mod tests {
             assert!(text.contains(expected), "no {expected:?} in\n{text}");
         }
         assert!(!text.contains("too slow"), "{text}");
+    }
+
+    #[test]
+    fn a_router_that_does_not_list_its_workers_is_told_with_the_option_to_change() {
+        for (status, expected) in [
+            (Status::unauthenticated("this server needs an API key"), "API key; give the key of a client"),
+            (Status::permission_denied("this API key is for workers"), "--api-key (BATON_API_KEY)"),
+            (Status::unimplemented("no such method"), "--router (BATON_ROUTER)"),
+        ] {
+            let text = not_listed("http://r:1", &status);
+            assert!(text.starts_with("http://r:1 does not") && text.contains(expected), "{text}");
+        }
     }
 
     #[test]

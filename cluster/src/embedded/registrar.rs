@@ -10,13 +10,15 @@ use tokio::{
 use tokio_stream::wrappers::ReceiverStream;
 use tokio_util::sync::CancellationToken;
 use tonic::{
-    Request, Status,
+    Code, Request, Status,
     metadata::{Ascii, MetadataValue},
     transport::Channel,
 };
 
 use crate::{
-    Dialer, DiscoveryError, RegistrationKey, RegistrationState, WorkerRecord, backoff::Backoff, config::url,
+    Dialer, DiscoveryError, RegistrationKey, RegistrationState, WorkerRecord,
+    backoff::Backoff,
+    config::{ROUTER, url},
     registration_state::StateReport,
 };
 
@@ -50,10 +52,10 @@ impl Registrar {
         report: StateReport,
         dialer: &Dialer,
     ) -> Result<Registrar, DiscoveryError> {
-        url("router", router)?;
+        url(ROUTER, router)?;
         let endpoint = dialer
             .endpoint(router)
-            .map_err(|error| DiscoveryError::Config(format!("router: {error}")))?
+            .map_err(|error| DiscoveryError::Config(format!("{ROUTER}: {error}")))?
             .connect_timeout(Duration::from_secs(2))
             .http2_keep_alive_interval(Duration::from_secs(1))
             .keep_alive_timeout(Duration::from_secs(2))
@@ -67,7 +69,7 @@ impl Registrar {
         loop {
             match self.session(&withdraw, &mut backoff).await {
                 End::Withdrawn => return,
-                End::Lost(status) => self.report.searching(status.message()),
+                End::Lost(status) => self.report.searching(problem(&status)),
                 End::Closed => self.report.router_left(),
                 End::Refused(reason) => self.report.set(RegistrationState::Refused(reason)),
             }
@@ -122,5 +124,29 @@ impl Registrar {
                 }
             }
         }
+    }
+}
+
+/// Why the router does not answer as it should, with the option to change if it is the key.
+fn problem(status: &Status) -> String {
+    let message = status.message();
+    match status.code() {
+        Code::Unauthenticated | Code::PermissionDenied if message.contains("API key") => {
+            format!("{message}; give this worker a key of role worker with --api-key (BATON_API_KEY)")
+        }
+        _ => message.to_owned(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_key_that_is_refused_names_its_option() {
+        let refused = Status::permission_denied("workers register with an API key of their own");
+        assert!(problem(&refused).ends_with("--api-key (BATON_API_KEY)"), "{}", problem(&refused));
+        assert_eq!(problem(&Status::unavailable("no API key was read")), "no API key was read");
+        assert_eq!(problem(&Status::unauthenticated("a certificate")), "a certificate");
     }
 }

@@ -168,7 +168,8 @@ impl Registry for RegistryService {
         request: Request<Streaming<proto::WorkerRecord>>,
     ) -> Result<Response<Self::RegisterStream>, Status> {
         if self.wants_identity && request.extensions().get::<Identity>().is_none() {
-            let message = "a worker registers over https and shows a certificate of --tls-ca";
+            let message = "a worker registers over https and shows a certificate of --tls-ca: give it \
+                           --tls-cert, --tls-key and --tls-ca";
             return Err(Status::unauthenticated(message));
         }
         let session = Session {

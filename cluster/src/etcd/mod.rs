@@ -20,7 +20,10 @@ use tokio::time::timeout;
 pub(crate) use registrar::Registrar;
 pub(crate) use watcher::Watcher;
 
-use crate::{DiscoveryError, EtcdConfig, EtcdTls};
+use crate::{
+    DiscoveryError, EtcdConfig, EtcdTls,
+    config::{ETCD_CA, ETCD_CERT, ETCD_KEY},
+};
 
 /// For each call; etcd answers within milliseconds or has a problem.
 const CALL_TIMEOUT: Duration = Duration::from_secs(3);
@@ -72,15 +75,15 @@ pub async fn reach(config: &EtcdConfig) -> Result<String, DiscoveryError> {
 }
 
 fn tls_options(tls: &EtcdTls) -> Result<TlsOptions, DiscoveryError> {
-    let read = |path: &std::path::PathBuf| {
-        std::fs::read(path).map_err(|source| DiscoveryError::File { path: path.clone(), source })
+    let read = |option: &'static str, path: &std::path::PathBuf| {
+        std::fs::read(path).map_err(|source| DiscoveryError::File { option, path: path.clone(), source })
     };
     let mut options = TlsOptions::new();
     if let Some(ca) = &tls.ca {
-        options = options.ca_certificate(Certificate::from_pem(read(ca)?));
+        options = options.ca_certificate(Certificate::from_pem(read(ETCD_CA, ca)?));
     }
     if let (Some(cert), Some(key)) = (&tls.cert, &tls.key) {
-        options = options.identity(Identity::from_pem(read(cert)?, read(key)?));
+        options = options.identity(Identity::from_pem(read(ETCD_CERT, cert)?, read(ETCD_KEY, key)?));
     }
     if let Some(domain) = &tls.domain {
         options = options.domain_name(domain);

@@ -35,9 +35,10 @@ impl LiveKeys {
     /// # Errors
     /// When it cannot be read, or is wrong: a router does not start without its keys.
     pub(crate) fn read(path: &Path, worker_key: Option<KeyHash>) -> anyhow::Result<Arc<LiveKeys>> {
-        let first = std::fs::read_to_string(path).with_context(|| format!("key file {}", path.display()))?;
+        let which = || format!("key file {} of --api-keys (BATON_API_KEYS)", path.display());
+        let first = std::fs::read_to_string(path).with_context(which)?;
         let keys = LiveKeys { path: path.to_owned(), worker_key, ring: RwLock::default(), first };
-        keys.enter(&keys.first).with_context(|| format!("key file {}", path.display()))?;
+        keys.enter(&keys.first).with_context(which)?;
         Ok(Arc::new(keys))
     }
 

@@ -430,5 +430,6 @@ async fn a_router_does_not_start_with_a_file_that_is_wrong() {
     config.listen = ([127, 0, 0, 1], 0).into();
     config.api_keys = Some(file.path().to_owned());
     let error = format!("{:#}", baton_router::run(config, Default::default()).await.unwrap_err());
-    assert!(error.contains("key file /") && error.contains("line 2: "), "{error}");
+    let names = ["key file /", "of --api-keys (BATON_API_KEYS): ", "line 2: "];
+    assert!(names.into_iter().all(|name| error.contains(name)), "{error}");
 }
