@@ -55,7 +55,7 @@ impl Blocks {
         self.answer.is_cut()
     }
 
-    /// Tokens that came while the answer reasoned.
+    /// Tokens of the reasoning, without its marks.
     pub(crate) fn num_reasoning_tokens(&self) -> u32 {
         self.num_reasoning_tokens
     }
@@ -63,11 +63,16 @@ impl Blocks {
     /// Takes an event of the answer.
     pub(crate) fn read(&mut self, event: &Event) -> Vec<Step> {
         let mut steps = Vec::new();
-        for part in self.answer.read(&event.text, event.finish.is_some()) {
-            self.push(part, &mut steps);
-        }
-        if matches!(self.list.last(), Some(Block::Reasoning(_))) {
+        let was_reasoning = self.answer.is_reasoning();
+        let parts = self.answer.read(&event.text, event.finish.is_some());
+        // Text that is held back may be reasoning, too. Marks are not.
+        if was_reasoning && self.answer.is_reasoning()
+            || parts.iter().any(|part| matches!(part, AnswerPart::Reasoning(_)))
+        {
             self.num_reasoning_tokens += event.tokens.len() as u32;
+        }
+        for part in parts {
+            self.push(part, &mut steps);
         }
         if event.finish.is_some() {
             self.close(&mut steps);
@@ -125,6 +130,38 @@ mod tests {
     use super::*;
     use baton_tools::{AnswerForm, ToolFormat, ToolRequest};
     use serde_json::json;
+
+    #[test]
+    fn marks_and_the_beginning_of_a_call_are_no_reasoning() {
+        let tools = [json!({"type": "function", "function": {"name": "add"}})];
+        let tools = ToolRequest::parse(Some(&tools), None, None).unwrap().unwrap();
+        let call = ["<tool_call>", "\n", "{\"name\": \"", "add\", \"arguments\": {}}", "\n</tool_call>"];
+        let hermes: Vec<&str> = ["<think>", "Hm", ".", "</think>", "\n\n"].into_iter().chain(call).collect();
+        let harmony = [
+            "<|channel|>",
+            "analysis",
+            "<|message|>",
+            "Hm",
+            ".",
+            "<|end|>",
+            "<|start|>",
+            "assistant<|channel|>commentary to=functions.add",
+            "<|message|>",
+            "{}",
+            "<|call|>",
+        ];
+        let token = || baton_router_core::TokenOut { id: 0, logprobs: None };
+        for (format, pieces) in [(ToolFormat::Hermes, &hermes[..]), (ToolFormat::Harmony, &harmony[..])] {
+            let form = AnswerForm::detect(|text| "<think></think>".contains(text), Some(format));
+            let mut blocks = Blocks::new(form.reader(Some(&tools), ""), CallIds::new("", "c"));
+            for piece in pieces {
+                let text = (*piece).to_owned();
+                blocks.read(&Event { text, tokens: vec![token()], ..Event::empty(0) });
+            }
+            assert!(matches!(blocks.list(), [Block::Reasoning(text), Block::Call { .. }] if text == "Hm."));
+            assert_eq!(blocks.num_reasoning_tokens(), 2, "{format:?}");
+        }
+    }
 
     #[test]
     fn steps_are_the_blocks_however_the_text_is_cut() {

@@ -125,6 +125,11 @@ impl ChatAnswer {
         self.reader.as_ref().is_some_and(AnswerReader::is_cut)
     }
 
+    /// Whether more text would be reasoning.
+    pub fn is_reasoning(&self) -> bool {
+        self.reader.as_ref().is_some_and(AnswerReader::is_reasoning)
+    }
+
     /// OpenAI's name of the end.
     pub fn finish_reason(&self, reason: FinishReason) -> &'static str {
         if self.has_calls() && reason == FinishReason::Stop { "tool_calls" } else { reason.name() }

@@ -124,6 +124,11 @@ impl AnswerReader {
         self.num_calls
     }
 
+    /// Whether more text would be reasoning.
+    pub fn is_reasoning(&self) -> bool {
+        matches!(self.state, State::Reasoning | State::Message(Address::Reasoning))
+    }
+
     /// Whether the newest call lacks an end of its arguments.
     pub fn is_cut(&self) -> bool {
         let is_cut = match &self.state {
