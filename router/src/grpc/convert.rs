@@ -10,7 +10,7 @@ use baton_router_core::{
     ExplainedPlan, Extras, FieldNames, KeptText, MessageTexts, PromptInput, RequestArrival, Serving, Timing,
     TokenOut, TokenisedPrompt, Usage, documents, mark_passage,
 };
-use baton_tools::{AnswerPart, AskedGrammar, ToolRequest};
+use baton_tools::{AnswerPart, AskedGrammar, ToolRequest, read_arguments};
 use serde_json::{Value, json};
 use tonic::{Code, Status};
 
@@ -152,11 +152,7 @@ fn message(
     }
     let mut fields = json!({"role": message.role, "content": texts.join(message_idx, kept)});
     let calls = message.tool_calls.into_iter().map(|call| {
-        // Templates read an object.
-        let arguments = match call.arguments.trim() {
-            "" => json!({}),
-            text => serde_json::from_str(text).unwrap_or_else(|_| Value::String(call.arguments.clone())),
-        };
+        let arguments = read_arguments(&call.arguments);
         json!({"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}})
     });
     let calls: Vec<Value> = calls.collect();

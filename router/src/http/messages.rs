@@ -1,7 +1,8 @@
 //! Chat messages: from what OpenAI clients send to what chat templates read.
 
 use baton_router_core::{KeptText, MessageTexts, mark_passage};
-use serde_json::{Map, Value};
+use baton_tools::read_arguments;
+use serde_json::Value;
 
 use super::{cache_control, error::ApiError};
 
@@ -79,19 +80,12 @@ fn texts(path: &str, parts: Vec<Value>) -> Result<MessageTexts, ApiError> {
     Ok(texts)
 }
 
-/// OpenAI sends the arguments of a call as JSON in a string; templates expect the object. Of a call without arguments some
-/// clients send no text.
+/// OpenAI sends the arguments of a call as JSON in a string; templates expect the object.
 fn parse_arguments(call: &mut Value) {
-    let Some(arguments) = call.get_mut("function").and_then(|function| function.get_mut("arguments")) else {
-        return;
-    };
-    let object = match arguments.as_str().map(str::trim) {
-        None => None,
-        Some("") => Some(Map::new()),
-        Some(text) => serde_json::from_str(text).ok(),
-    };
-    if let Some(object) = object {
-        *arguments = Value::Object(object);
+    if let Some(arguments) = call.get_mut("function").and_then(|function| function.get_mut("arguments"))
+        && let Some(text) = arguments.as_str()
+    {
+        *arguments = read_arguments(text);
     }
 }
 
@@ -128,10 +122,7 @@ mod tests {
     fn arguments_are_objects_where_they_can_be() {
         for (sent, expected) in [
             (json!("{\"a\": 1}"), json!({"a": 1})),
-            (json!(""), json!({})),
-            (json!(" \n"), json!({})),
             (json!({"a": 1}), json!({"a": 1})),
-            (json!("{\"a\": "), json!("{\"a\": ")),
             (json!("[1]"), json!("[1]")),
         ] {
             let call = json!({"type": "function", "function": {"name": "f", "arguments": sent}});

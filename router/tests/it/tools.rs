@@ -349,6 +349,32 @@ async fn mistrals_templates_see_ids_of_nine_letters_and_digits() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn arguments_of_earlier_calls_are_read_alike_over_http_and_grpc() {
+    let template = "{% for m in messages %}{% if m.tool_calls %}{{ m.tool_calls[0].function.arguments | tojson }}\
+                    {% endif %}{% endfor %}";
+    let (router, worker) = Router::with_worker_and(|config| write_template(&config.model, template)).await;
+    let mut client = client(&router).await;
+    for (sent, shown) in [("{\"a\": 1}", "{\"a\": 1}"), (" ", "{}"), ("[1]", "\"[1]\""), ("1.", "\"1.\"")] {
+        let function = json!({"name": "add", "arguments": sent});
+        let call = json!({"id": "c", "type": "function", "function": function});
+        let said = json!({"role": "assistant", "content": null, "tool_calls": [call]});
+        let answer = router.client.post(PATH, &json!({"messages": [said]})).await;
+        assert_eq!(answer.status, 200, "{}", answer.text());
+        let call = v1::ToolCall { id: "c".into(), name: "add".into(), arguments: sent.into() };
+        let said = v1::ChatMessage { role: "assistant".into(), tool_calls: vec![call], ..Default::default() };
+        let chat = v1::ChatMessages { messages: vec![said], ..Default::default() };
+        let prompt = Some(v1::generate_request::Prompt::Chat(chat));
+        let request = v1::GenerateRequest { prompt, ..Default::default() };
+        let mut stream = client.generate(request).await.expect("accepted").into_inner();
+        while stream.message().await.expect("no error").is_some() {}
+        let requests = worker.requests();
+        for request in &requests[requests.len() - 2..] {
+            assert_eq!(request.prompt_token_ids, ids(shown), "{sent}");
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn an_answer_that_ends_within_a_call_says_what_ended_it() {
     let (router, worker) = hermes().await;
     worker.script(say(&format!("{CALL}\n{CALL}")));

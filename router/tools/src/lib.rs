@@ -7,7 +7,8 @@
 //! - [`AnswerForm`]: how one model writes reasoning and calls;
 //! - [`AnswerReader`]: from the text of an answer, piece by piece, to reasoning, content and calls.
 //!
-//! - [`ChatAnswer`]: the same in OpenAI's shape.
+//! - [`ChatAnswer`]: the same in OpenAI's shape;
+//! - [`read_arguments`]: calls of earlier answers.
 //!
 //! Pure: text in, values out. It does not know tokens, HTTP or workers.
 #![forbid(unsafe_code)]
@@ -27,6 +28,7 @@ mod call_grammar;
 mod call_scanner;
 mod harmony;
 mod markers;
+mod past_calls;
 mod refusal;
 mod short_ids;
 
@@ -34,6 +36,7 @@ pub use answer_form::AnswerForm;
 pub use call_ids::CallIds;
 pub use chat_answer::{ChatAnswer, ChatDelta, ChatMessage};
 pub use format::ToolFormat;
+pub use past_calls::read_arguments;
 pub use reader::{AnswerPart, AnswerReader, ReasoningMarks};
 pub use refusal::OutputRefusal;
 pub use response_format::{AskedGrammar, OutputFields};
