@@ -27,19 +27,22 @@ fn normalise_one(idx: usize, message: Value, kept: &mut Vec<KeptText>) -> Result
     if !message.get("role").is_some_and(Value::is_string) {
         return wrong("role", "a string");
     }
-    let content = match message.get_mut("content").map(Value::take) {
-        None | Some(Value::Null) => {
-            if !message.contains_key("tool_calls") {
-                return wrong("content", "a string or a list of parts");
-            }
-            // Templates write what is no text as "None".
-            Value::String(String::new())
-        }
-        Some(Value::String(text)) => Value::String(text),
-        Some(Value::Array(parts)) => Value::String(texts(&path, parts)?.join(idx, kept)),
-        Some(_) => return wrong("content", "a string or a list of parts"),
-    };
-    message.insert("content".to_owned(), content);
+    let is_assistants = message.get("role").is_some_and(|role| role == "assistant");
+    // What the assistant refused with is what it said.
+    let refusal = message.get_mut("refusal").filter(|it| is_assistants && it.is_string()).map(Value::take);
+    let mut said = MessageTexts::default();
+    match message.get_mut("content").map(Value::take) {
+        None | Some(Value::Null) if refusal.is_some() || message.contains_key("tool_calls") => {}
+        Some(Value::String(text)) if text.is_empty() => {}
+        Some(Value::String(text)) => said.push(text),
+        Some(Value::Array(parts)) => said = texts(&path, parts, is_assistants)?,
+        _ => return wrong("content", "a string or a list of parts"),
+    }
+    if let Some(Value::String(refusal)) = refusal {
+        said.push(refusal);
+    }
+    // Templates write what is no text as "None".
+    message.insert("content".to_owned(), said.join(idx, kept).into());
     // Clients write what a message has not as null; templates ask whether the key is there.
     let is_empty = |value: &Value| value.as_array().is_some_and(Vec::is_empty);
     message.retain(|key, value| !(value.is_null() || key == "tool_calls" && is_empty(value)));
@@ -49,12 +52,15 @@ fn normalise_one(idx: usize, message: Value, kept: &mut Vec<KeptText>) -> Result
     Ok(Value::Object(message))
 }
 
-fn texts(path: &str, parts: Vec<Value>) -> Result<MessageTexts, ApiError> {
+fn texts(path: &str, parts: Vec<Value>, is_assistants: bool) -> Result<MessageTexts, ApiError> {
     let mut texts = MessageTexts::default();
     for (idx, part) in parts.into_iter().enumerate() {
         let path = format!("{path}.content[{idx}]");
-        let kind = part["type"].as_str().unwrap_or_default();
-        match (kind, &part["text"], &part["passage"]) {
+        let (kind, field) = match part["type"].as_str().unwrap_or_default() {
+            "refusal" if is_assistants => ("text", "refusal"),
+            kind => (kind, "text"),
+        };
+        match (kind, &part[field], &part["passage"]) {
             ("text", Value::String(text), Value::Null | Value::Bool(false)) => texts.push(text),
             ("text", Value::String(text), Value::Bool(true)) => texts.push(mark_passage(text)),
             ("text", Value::String(_), _) => {
@@ -62,7 +68,7 @@ fn texts(path: &str, parts: Vec<Value>) -> Result<MessageTexts, ApiError> {
                 return Err(ApiError::invalid(param.clone(), format!("{param}: expected a boolean")));
             }
             ("text", _, _) => {
-                let param = format!("{path}.text");
+                let param = format!("{path}.{field}");
                 return Err(ApiError::invalid(param.clone(), format!("{param}: expected a string")));
             }
             ("", _, _) => {
@@ -116,6 +122,33 @@ mod tests {
         let call = json!({"id": "c", "type": "function", "function": {"name": "f", "arguments": {}}});
         let calling = json!({"role": "assistant", "content": "", "tool_calls": [call]});
         assert_eq!(read(calling.clone()), calling);
+    }
+
+    #[test]
+    fn a_refusal_is_what_the_assistant_said() {
+        let said = json!({"role": "assistant", "content": "No."});
+        let part = json!({"type": "refusal", "refusal": "No."});
+        for sent in [
+            json!({"role": "assistant", "content": null, "refusal": "No."}),
+            json!({"role": "assistant", "refusal": "No."}),
+            json!({"role": "assistant", "content": "", "refusal": "No."}),
+            json!({"role": "assistant", "content": [part]}),
+        ] {
+            assert_eq!(read(sent), said);
+        }
+        let both = json!({"role": "assistant", "content": [{"type": "text", "text": "Hm."}, part]});
+        assert_eq!(read(both), json!({"role": "assistant", "content": "Hm.\nNo."}));
+        for (message, param) in [
+            (json!({"role": "user", "content": [part]}), "messages[0].content[0].type"),
+            (json!({"role": "user", "refusal": "No."}), "messages[0].content"),
+            (
+                json!({"role": "assistant", "content": [{"type": "refusal", "text": "x"}]}),
+                "messages[0].content[0].refusal",
+            ),
+        ] {
+            let refused = normalise(vec![message]).expect_err(param);
+            assert_eq!(refused.detail.param.as_deref(), Some(param));
+        }
     }
 
     #[test]

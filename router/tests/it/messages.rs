@@ -6,7 +6,7 @@ use crate::{
     client::named_events,
     fake::{FakeWorker, Step, say},
     harness::Router,
-    model::{MODEL, ids},
+    model::{MODEL, ids, write_template},
 };
 
 const PATH: &str = "/v1/messages";
@@ -130,6 +130,36 @@ async fn tools_are_called_and_their_results_are_messages() {
     let refused = router.client.post(PATH, &ask(long)).await;
     assert_eq!(refused.status, 400);
     assert!(refused.text().contains("output_config.format: "), "{}", refused.text());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn only_the_turn_that_goes_on_has_thoughts() {
+    let template =
+        "{% for m in messages %}{{ m.role }}:{{ m.reasoning_content or '' }}{{ m.content }};{% endfor %}";
+    let (router, worker) = Router::with_worker_and(|config| write_template(&config.model, template)).await;
+    let thinking = |text: &str| json!({"type": "thinking", "thinking": text, "signature": "s"});
+    let sealed = json!({"type": "redacted_thinking", "data": "x"});
+    let call = json!({"type": "tool_use", "id": "t", "name": "add", "input": {}});
+    let result = json!({"type": "tool_result", "tool_use_id": "t", "content": "2"});
+    let past = [
+        json!({"role": "user", "content": "U"}),
+        json!({"role": "assistant", "content": [thinking("T"), sealed, {"type": "text", "text": "A"}]}),
+        json!({"role": "user", "content": "V"}),
+    ];
+    let called = json!({"role": "assistant", "content": [thinking("W"), sealed, call]});
+    let answered = json!({"role": "user", "content": [result]});
+    let thanked = json!({"role": "user", "content": [result, {"type": "text", "text": "X"}]});
+    for (more, shown) in [
+        (vec![], ""),
+        (vec![called.clone(), answered], "assistant:W;tool:2;"),
+        (vec![called, thanked], "assistant:;tool:2;user:X;"),
+    ] {
+        let messages: Vec<Value> = past.iter().cloned().chain(more).collect();
+        let answer = router.client.post(PATH, &ask(json!({"messages": messages}))).await;
+        assert_eq!(answer.status, 200, "{}", answer.text());
+        let shown = format!("user:U;assistant:A;user:V;{shown}");
+        assert_eq!(worker.requests().pop().unwrap().prompt_token_ids, ids(&shown), "{shown}");
+    }
 }
 
 #[tokio::test(flavor = "multi_thread")]

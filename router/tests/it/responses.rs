@@ -71,7 +71,7 @@ async fn a_conversation_with_calls_is_a_chat() {
         {"type": "function_call", "call_id": "c1", "name": "add", "arguments": "{\"a\": 1}"},
         {"type": "function_call_output", "call_id": "c1", "output": "2"},
         {"type": "message", "id": "msg_1", "role": "assistant", "status": "completed",
-         "content": [{"type": "output_text", "text": "A", "annotations": []}]},
+         "content": [{"type": "output_text", "text": "A", "annotations": []}, {"type": "refusal", "refusal": "R"}]},
     ]);
     let answer = router.client.post(PATH, &json!({"input": input, "tools": [add()]})).await;
     assert_eq!(answer.status, 200, "{}", answer.text());
@@ -88,7 +88,7 @@ async fn a_conversation_with_calls_is_a_chat() {
     // The template of the test shows roles and contents.
     let shown =
         ids("<|system|>D").into_iter().chain([257]).chain(ids("U")).chain([258]).chain(ids("<|tool|>2"));
-    let shown: Vec<u32> = shown.chain([258]).chain(ids("A[1 tools]")).chain([258]).collect();
+    let shown: Vec<u32> = shown.chain([258]).chain(ids("A\nR[1 tools]")).chain([258]).collect();
     assert_eq!(prompt, shown);
     // Choices and formats reach the grammar.
     for (fields, part) in [

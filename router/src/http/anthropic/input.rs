@@ -24,14 +24,15 @@ pub(super) fn messages(
     if messages.is_empty() {
         return Err(ApiError::invalid("messages", "messages is empty, at least one message is needed"));
     }
+    let turn = messages.iter().rposition(begins_turn).unwrap_or(0);
     for (idx, message) in messages.iter().enumerate() {
         let at = format!("messages[{idx}]");
         let content = format!("{at}.content");
         match message["role"].as_str() {
             Some("user") => add_user(&content, &message["content"], &called, &mut list, &mut kept)?,
             Some("assistant") => {
-                let message = assistant(&content, &message["content"], list.len(), &mut called, &mut kept)?;
-                list.push(message);
+                let (said, message_idx) = (&message["content"], list.len());
+                list.push(assistant(&content, said, message_idx, idx < turn, &mut called, &mut kept)?);
             }
             Some("system") => {
                 let content = texts(&content, &message["content"])?.join(list.len(), &mut kept);
@@ -41,6 +42,13 @@ pub(super) fn messages(
         }
     }
     Ok((list, kept))
+}
+
+/// Whether the user says something. Results of tools alone go on with the turn before.
+fn begins_turn(message: &Value) -> bool {
+    let is_result = |block: &Value| block["type"] == "tool_result";
+    message["role"] == "user"
+        && !message["content"].as_array().is_some_and(|blocks| blocks.iter().all(is_result))
 }
 
 /// Results of tools are messages of their own, before what the user says.
@@ -83,10 +91,13 @@ fn add_user(
     Ok(())
 }
 
+/// A message of the assistant. As in Anthropic's API, what it thought in turns that are past is left out, and so is what another
+/// server has sealed.
 fn assistant(
     at: &str,
     content: &Value,
     message_idx: usize,
+    is_past: bool,
     called: &mut Called,
     kept: &mut Vec<KeptText>,
 ) -> Result<Value, ApiError> {
@@ -97,7 +108,13 @@ fn assistant(
     for (idx, block) in blocks.iter().enumerate() {
         let at = format!("{at}[{idx}]");
         match block["type"].as_str() {
-            Some("thinking") => thought.push(string(&at, block, "thinking")?),
+            Some("thinking") => {
+                let text = string(&at, block, "thinking")?;
+                if !is_past {
+                    thought.push(text);
+                }
+            }
+            Some("redacted_thinking") => {}
             Some("tool_use") => {
                 if !block["input"].is_object() {
                     return Err(wrong(&format!("{at}.input"), "an object"));

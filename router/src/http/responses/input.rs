@@ -100,6 +100,10 @@ fn text(at: &str, content: &Value) -> Result<String, ApiError> {
                 {
                     Ok(text.as_str())
                 }
+                // What the assistant refused with is what it said.
+                (Value::String(kind), _) if kind == "refusal" => {
+                    string(&format!("{at}[{idx}]"), part, "refusal")
+                }
                 (Value::String(kind), _) => {
                     let param = format!("{at}[{idx}].type");
                     let message = format!("{param}: {kind:?} is not supported by this model, only text is");
