@@ -99,6 +99,8 @@ pub struct Serving {
 pub struct FieldNames {
     /// The prompt.
     pub prompt: &'static str,
+    /// Text at which generation ends.
+    pub stop: &'static str,
     /// Most tokens to generate.
     pub max_tokens: &'static str,
     /// Log-probabilities of tokens.
@@ -222,6 +224,13 @@ impl PreparedRequest {
     }
 }
 
+/// The names that most APIs have.
+impl Default for FieldNames {
+    fn default() -> FieldNames {
+        FieldNames { prompt: "prompt", stop: "stop", max_tokens: "max_tokens", logprobs: "logprobs" }
+    }
+}
+
 impl FieldNames {
     fn of(&self, field: &'static str) -> &'static str {
         match field {
@@ -296,11 +305,13 @@ impl ClientRequest {
             return Err(CoreError::invalid(field, message));
         }
         if self.stop.len() > MAX_STOPS {
-            let message = format!("stop has {} strings, at most {MAX_STOPS} are possible", self.stop.len());
-            return Err(CoreError::invalid("stop", message));
+            let (stop, num) = (names.stop, self.stop.len());
+            let message = format!("{stop} has {num} strings, at most {MAX_STOPS} are possible");
+            return Err(CoreError::invalid(stop, message));
         }
         if self.stop.iter().any(String::is_empty) {
-            return Err(CoreError::invalid("stop", "stop must not contain an empty string"));
+            let message = format!("{} must not contain an empty string", names.stop);
+            return Err(CoreError::invalid(names.stop, message));
         }
         let sampling = self.sampling.with_defaults(model);
         // A grammar is called what the client called it, or is one of calls.

@@ -76,7 +76,7 @@ pub(super) fn input(
             explain: request.explain,
             timing: request.include_timing,
         },
-        names: FieldNames { prompt: prompt_param, max_tokens: "max_tokens", logprobs: "logprobs" },
+        names: FieldNames { prompt: prompt_param, ..FieldNames::default() },
         arrival,
     })
 }

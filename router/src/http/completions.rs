@@ -274,7 +274,7 @@ impl CompletionRequest {
             stop: self.stop.map(|stop| stop.0).unwrap_or_default(),
             sampling,
             serving,
-            names: FieldNames { prompt: "prompt", max_tokens: "max_tokens", logprobs: "logprobs" },
+            names: FieldNames::default(),
             arrival,
         })
     }

@@ -255,6 +255,18 @@ async fn errors_have_anthropics_shape() {
             "invalid_request_error",
             "a field of /v1/chat/completions",
         ),
+        (
+            json!({"stop_sequences": ["x", ""]}),
+            400,
+            "invalid_request_error",
+            "stop_sequences must not contain an empty string",
+        ),
+        (
+            json!({"stop_sequences": vec!["x"; 17]}),
+            400,
+            "invalid_request_error",
+            "stop_sequences has 17 strings",
+        ),
         (json!({"stop_sequence": ["x"]}), 400, "invalid_request_error", "did you mean stop_sequences?"),
     ] {
         let answer = router.client.post(PATH, &ask(fields.clone())).await;

@@ -131,7 +131,7 @@ impl MessagesRequest {
             stop: self.stop_sequences.unwrap_or_default(),
             sampling,
             serving,
-            names: FieldNames { prompt: "messages", max_tokens: "max_tokens", logprobs: "logprobs" },
+            names: FieldNames { prompt: "messages", stop: "stop_sequences", ..FieldNames::default() },
             arrival,
         })
     }

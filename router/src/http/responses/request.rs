@@ -66,7 +66,12 @@ impl ResponsesRequest {
             stop: Vec::new(),
             sampling,
             serving,
-            names: FieldNames { prompt: "input", max_tokens: "max_output_tokens", logprobs: "top_logprobs" },
+            names: FieldNames {
+                prompt: "input",
+                stop: "stop",
+                max_tokens: "max_output_tokens",
+                logprobs: "top_logprobs",
+            },
             arrival,
         })
     }
