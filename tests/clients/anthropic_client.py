@@ -48,6 +48,14 @@ class Server:
 
 
 @check
+def models_are_listed(server: Server) -> None:
+    [model] = server.client.models.list()
+    assert model.type == "model" and model.id == model.display_name == server.model, model
+    assert server.client.models.retrieve(server.model).id == model.id and model.created_at.year > 2020, model
+    raises(anthropic.NotFoundError, server.client.models.retrieve, "no-such-model")
+
+
+@check
 def a_message_says_what_a_chat_says(server: Server) -> None:
     answer, chat = server.ask(), server.chat()
     assert answer.type == "message" and answer.role == "assistant" and answer.model == server.model, answer

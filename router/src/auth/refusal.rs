@@ -1,12 +1,14 @@
 //! Why a call is not admitted, in the words of its API.
 
-use axum::{extract::Request, response::Response};
+use axum::{
+    extract::Request,
+    response::{IntoResponse, Response},
+};
 use baton_keys::{BadKey, KeyRole, QuotaExceeded};
 use http::{HeaderValue, StatusCode, header};
 use tonic::Status;
 
 use crate::http::{
-    answer,
     error::{ApiError, retry_after},
     observe::is_grpc,
 };
@@ -58,7 +60,7 @@ impl Refusal {
         if let Refusal::Exceeded(exceeded) = self {
             error.retry_after = Some(exceeded.retry_after);
         }
-        let mut response = answer(request.uri().path(), error);
+        let mut response = error.into_response();
         if status == StatusCode::UNAUTHORIZED {
             response.headers_mut().insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
         }

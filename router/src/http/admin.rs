@@ -7,50 +7,58 @@ use axum::{
     response::{IntoResponse, Response},
 };
 use baton_telemetry::Metrics;
-use http::{StatusCode, header};
+use http::{HeaderMap, StatusCode, header};
 use serde::Serialize;
+use serde_json::{Value, json};
 
-use super::{body::json, error::ApiError};
+use super::{anthropic, body::json, error::ApiError};
 use baton_router_core::{Core, RequestArrival, check_model};
 
-#[derive(Serialize)]
-struct ModelBody<'a> {
-    id: &'a str,
-    object: &'static str,
-    created: u64,
-    owned_by: &'static str,
-    max_model_len: usize,
-}
-
-#[derive(Serialize)]
-struct ModelList<'a> {
-    object: &'static str,
-    data: [ModelBody<'a>; 1],
-}
-
-fn model_body(core: &Core) -> Result<ModelBody<'_>, ApiError> {
+/// The served model in the shape of the API that asks.
+fn model_body(core: &Core, headers: &HeaderMap) -> Result<Value, ApiError> {
     let model = core.model()?;
-    Ok(ModelBody {
-        id: &model.name,
-        object: "model",
-        created: model.created,
-        owned_by: "baton",
-        max_model_len: core.context_length(),
+    let (name, created) = (&model.name, model.created);
+    Ok(match anthropic::tells_version(headers) {
+        true => json!({"type": "model", "id": name, "display_name": name, "created_at": rfc3339(created)}),
+        false => json!({
+            "id": name, "object": "model", "created": created, "owned_by": "baton",
+            "max_model_len": core.context_length(),
+        }),
     })
 }
 
+/// Seconds since 1970 as RFC 3339 has them. Years are counted from March, so that a leap day ends its year.
+fn rfc3339(seconds: u64) -> String {
+    let (days, second) = (seconds / 86_400 + 719_468, seconds % 86_400);
+    let (era, day) = (days / 146_097, days % 146_097);
+    let year = (day - day / 1_460 + day / 36_524 - day / 146_096) / 365;
+    let day = day - (365 * year + year / 4 - year / 100);
+    let month = (5 * day + 2) / 153;
+    let day = day - (153 * month + 2) / 5 + 1;
+    let month = if month < 10 { month + 3 } else { month - 9 };
+    let year = era * 400 + year + u64::from(month <= 2);
+    let (hour, minute, second) = (second / 3600, second / 60 % 60, second % 60);
+    format!("{year:04}-{month:02}-{day:02}T{hour:02}:{minute:02}:{second:02}Z")
+}
+
 /// `GET /v1/models`.
-pub(crate) async fn models(State(core): State<Arc<Core>>) -> Result<Response, ApiError> {
-    Ok(json(&ModelList { object: "list", data: [model_body(&core)?] }))
+pub(crate) async fn models(State(core): State<Arc<Core>>, headers: HeaderMap) -> Result<Response, ApiError> {
+    let model = model_body(&core, &headers)?;
+    let id = &model["id"];
+    Ok(json(&match anthropic::tells_version(&headers) {
+        true => json!({"data": [model], "has_more": false, "first_id": id, "last_id": id}),
+        false => json!({"object": "list", "data": [model]}),
+    }))
 }
 
 /// `GET /v1/models/{id}`.
 pub(crate) async fn model(
     State(core): State<Arc<Core>>,
     Path(id): Path<String>,
+    headers: HeaderMap,
 ) -> Result<Response, ApiError> {
     check_model(core.model()?, &id)?;
-    Ok(json(&model_body(&core)?))
+    Ok(json(&model_body(&core, &headers)?))
 }
 
 /// `GET /livez`: the process answers.
@@ -145,4 +153,23 @@ pub(crate) async fn version() -> Response {
 pub(crate) async fn metrics(State(core): State<Arc<Core>>) -> Response {
     let text = core.metrics.encode(&core.workers);
     ([(header::CONTENT_TYPE, Metrics::CONTENT_TYPE)], text).into_response()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn times_are_those_of_rfc_3339() {
+        // As `date -u -d @…` has them.
+        for (seconds, text) in [
+            (0, "1970-01-01T00:00:00Z"),
+            (951_782_400, "2000-02-29T00:00:00Z"),
+            (951_868_799, "2000-02-29T23:59:59Z"),
+            (1_798_761_600, "2027-01-01T00:00:00Z"),
+            (4_107_587_696, "2100-03-01T12:34:56Z"),
+        ] {
+            assert_eq!(rfc3339(seconds), text);
+        }
+    }
 }

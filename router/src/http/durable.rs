@@ -36,7 +36,6 @@ pub(crate) async fn keep(State(core): State<Arc<Core>>, request: Request, next: 
     let path = request.uri().path().to_owned();
     match attach(&core, &path, request).await {
         Ok(request) => next.run(request).await,
-        Err(error) if path == "/v1/messages" => anthropic::error_response(error),
         Err(error) => error.into_response(),
     }
 }

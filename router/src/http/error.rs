@@ -129,6 +129,8 @@ impl IntoResponse for ApiError {
             // The rest of the body is not going to be read.
             response.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
         }
+        // For the edge, which writes it in the shape of another API.
+        response.extensions_mut().insert(self);
         response
     }
 }

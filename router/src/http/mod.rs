@@ -92,12 +92,7 @@ async fn not_found(request: Request) -> Response {
         return tonic::Status::unimplemented(message).into_http::<axum::body::Body>();
     }
     let message = format!("there is no {} {}", request.method(), request.uri().path());
-    answer(request.uri().path(), ApiError::new(StatusCode::NOT_FOUND, message).with_code("not_found"))
-}
-
-/// The error in the shape of the API that a path belongs to.
-pub(crate) fn answer(path: &str, error: ApiError) -> Response {
-    if anthropic::has_path(path) { anthropic::error_response(error) } else { error.into_response() }
+    ApiError::new(StatusCode::NOT_FOUND, message).with_code("not_found").into_response()
 }
 
 /// Embeddings need a model that was trained for them, and hidden states that engines do not hand out.
@@ -109,8 +104,7 @@ async fn embeddings() -> Response {
     ([("x-should-retry", "false")], error).into_response()
 }
 
-async fn method_not_allowed(State(_): State<Arc<Core>>, request: Request) -> Response {
+async fn method_not_allowed(State(_): State<Arc<Core>>, request: Request) -> ApiError {
     let message = format!("{} is not possible here, see the allow header", request.method());
-    let error = ApiError::new(StatusCode::METHOD_NOT_ALLOWED, message).with_code("method_not_allowed");
-    answer(request.uri().path(), error)
+    ApiError::new(StatusCode::METHOD_NOT_ALLOWED, message).with_code("method_not_allowed")
 }

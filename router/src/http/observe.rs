@@ -24,7 +24,7 @@ pub(crate) async fn observe(State(core): State<Arc<Core>>, mut request: Request,
     let id = request_id(request.headers());
     let x_request_id = id.to_str().expect("it is graphic ASCII").to_owned();
     let endpoint = endpoint(request.uri().path());
-    let is_anthropic = anthropic::has_path(request.uri().path());
+    let is_anthropic = anthropic::is_called(request.uri().path(), request.headers());
     let span = span(&request, endpoint, &x_request_id);
     // Until the caller has shown a key.
     let caller = match core.config.api_keys {
@@ -40,7 +40,7 @@ pub(crate) async fn observe(State(core): State<Arc<Core>>, mut request: Request,
     let caller = request.headers();
     trace_context::set_parent(&span, |name| Some(caller.get(name)?.to_str().ok()?.to_owned()));
     let response = next.run(request).instrument(span.clone()).await;
-    let mut response = anthropic::write_error(response, &x_request_id);
+    let mut response = anthropic::write_error(response, is_anthropic, &x_request_id);
     span.record("http.response.status_code", i64::from(response.status().as_u16()));
     if response.status().is_server_error() {
         trace_context::set_failed(&span, response.status().as_str());

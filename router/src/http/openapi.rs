@@ -20,7 +20,11 @@ use super::{
 
 /// Paths without a body: what they are called, and what they answer.
 const GETS: &[(&str, &str, &str)] = &[
-    ("/v1/models", "models", "The served model, in OpenAI's shape"),
+    (
+        "/v1/models",
+        "models",
+        "The served model, in OpenAI's shape, or Anthropic's if the call has anthropic-version",
+    ),
     ("/v1/models/{id}", "model", "The served model, if it has this name"),
     ("/health", "health", "Whether requests can be served"),
     ("/livez", "live", "The process answers"),

@@ -331,6 +331,29 @@ async fn a_call_that_is_cut_off_is_no_tool_use() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn models_have_anthropics_shape_for_its_clients() {
+    let (router, _worker) = Router::with_worker().await;
+    let version = [("anthropic-version", "2023-06-01")];
+    let list = router.client.send("GET", "/v1/models", &version, bytes::Bytes::new()).await;
+    let model = list.json()["data"][0].clone();
+    assert_eq!(list.json(), json!({"data": [model], "has_more": false, "first_id": MODEL, "last_id": MODEL}));
+    let created = model["created_at"].as_str().unwrap();
+    assert!(created.len() == 20 && created.ends_with('Z'), "{created}");
+    assert_eq!(model, json!({"type": "model", "id": MODEL, "display_name": MODEL, "created_at": created}));
+    assert_eq!(list.header("request-id"), list.header("x-request-id"));
+    let path = format!("/v1/models/{MODEL}");
+    let one = router.client.send("GET", &path, &version, bytes::Bytes::new()).await;
+    assert_eq!(one.json(), model);
+    let none = router.client.send("GET", "/v1/models/gpt", &version, bytes::Bytes::new()).await;
+    let error = none.json();
+    assert_eq!((none.status, &error["error"]["type"]), (404, &json!("not_found_error")), "{error}");
+    assert_eq!(error["request_id"], none.header("x-request-id"));
+    // Without the header it is a call of OpenAI's API.
+    assert_eq!(router.client.get(&path).await.json()["object"], "model");
+    assert_eq!(router.client.get("/v1/models/gpt").await.json()["error"]["code"], "model_not_found");
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn answers_and_errors_tell_the_id_of_the_request() {
     let (router, worker) = Router::with_worker().await;
     worker.script(say("Good day."));

@@ -49,10 +49,11 @@ impl IntoResponse for MessagesError {
     }
 }
 
-/// Writes the body of a response if it is an error of this API.
-pub(crate) fn write_error(response: Response, x_request_id: &str) -> Response {
+/// Writes the body of a response if it is an error of this API, or `is_called` says that any error is one.
+pub(crate) fn write_error(response: Response, is_called: bool, x_request_id: &str) -> Response {
     let (mut parts, body) = response.into_parts();
-    let Some(error) = parts.extensions.remove::<MessagesError>() else {
+    let other = parts.extensions.remove::<ApiError>().filter(|_| is_called).map(MessagesError);
+    let Some(error) = parts.extensions.remove::<MessagesError>().or(other) else {
         return Response::from_parts(parts, body);
     };
     let body = error.body(x_request_id).to_string();

@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use axum::{
     extract::{Extension, Request, State},
-    response::{IntoResponse, Response},
+    response::Response,
 };
 use baton_request_fields::Endpoint;
 use baton_router_core::{
@@ -17,6 +17,7 @@ use baton_router_core::{
     tokenize,
 };
 use baton_tools::{CallIds, ToolRequest};
+use http::HeaderMap;
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
@@ -172,12 +173,14 @@ pub(crate) async fn count_tokens(
     Ok(json(&json!({"input_tokens": num_tokens})))
 }
 
-/// Whether a path is one of this API.
-pub(super) fn has_path(path: &str) -> bool {
-    path.strip_prefix("/v1/messages").is_some_and(|rest| rest.is_empty() || rest.starts_with('/'))
+/// Whether a call is one of this API. The paths of models are OpenAI's, too.
+pub(super) fn is_called(path: &str, headers: &HeaderMap) -> bool {
+    let is_below =
+        |root: &str| path.strip_prefix(root).is_some_and(|rest| rest.is_empty() || rest.starts_with('/'));
+    is_below("/v1/messages") || is_below("/v1/models") && tells_version(headers)
 }
 
-/// An error outside the calls of this API, in its shape.
-pub(super) fn error_response(error: ApiError) -> Response {
-    MessagesError(error).into_response()
+/// Whether a call tells the version of this API, as its clients do.
+pub(super) fn tells_version(headers: &HeaderMap) -> bool {
+    headers.contains_key("anthropic-version")
 }
