@@ -3,9 +3,6 @@
 //! [`run`] serves one model on one port. Requests are planned, sent and retried by the core, which knows no API.
 #![forbid(unsafe_code)]
 
-mod server;
-mod unread;
-
 mod auth;
 mod grpc;
 mod http;
@@ -15,6 +12,7 @@ use std::sync::Arc;
 use anyhow::Context;
 use auth::LiveKeys;
 use baton_cluster::Dialer;
+use baton_router_port::PortConfig;
 use baton_telemetry::Metrics;
 use baton_tokenizer::Tokenizer;
 use tokio::net::TcpListener;
@@ -83,7 +81,13 @@ pub async fn run_on(
     let abort = CancellationToken::new();
     // Not `drain`: the server would see it cancelled between the two looks that `select!` takes.
     let closing = CancellationToken::new();
-    let mut server = std::pin::pin!(server::serve(listener, routes, &config, &closing, &abort));
+    let port = PortConfig {
+        tls: config.tls.clone(),
+        header_timeout: config.header_timeout,
+        unread_timeout: config.unread_timeout,
+        keep_alive: config.keep_alive,
+    };
+    let mut server = std::pin::pin!(baton_router_port::serve(listener, routes, &port, &closing, &abort));
     tokio::select! {
         biased;
         () = drain.cancelled() => {}

@@ -132,18 +132,25 @@ const ROOMS: &[Room] = &[
         name: "baton-router",
         uses: &[
             "baton-router-core",
+            "baton-router-port",
             "baton-keys",
             "baton-request-fields",
             "baton-planner",
             "baton-cluster",
             "baton-tokenizer",
             "baton-telemetry",
-            "baton-tls",
             "baton-tools",
             "baton-proto",
             "baton-request",
         ],
         tests_use: &["baton-kv-cache"],
+        never: ROUTER_NEVER,
+    },
+    // Connections. It does not know what is served over them.
+    Room {
+        name: "baton-router-port",
+        uses: &["baton-tls"],
+        tests_use: &[],
         never: ROUTER_NEVER,
     },
     // Tokenises and plans. It loads no weights: it runs on machines without accelerators.

@@ -1,5 +1,8 @@
 //! The port: accepts connections, tells HTTP/1.1 from HTTP/2, bounds how long a client may take, and
-//! ends every connection.
+//! ends every connection. It does not know what is served.
+#![forbid(unsafe_code)]
+
+mod unread;
 
 use std::{
     io,
@@ -27,9 +30,7 @@ use tokio_util::{
 };
 use tower::ServiceExt;
 
-use baton_router_core::RouterConfig;
-
-use crate::unread::Answers;
+use unread::Answers;
 
 const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 /// Streams that one HTTP/2 connection may have open.
@@ -39,12 +40,25 @@ const MAX_STREAMS: u32 = 4096;
 /// bound a hostile client could make the router work for nothing.
 const MAX_PENDING_RESETS: usize = 1024;
 
+/// What a connection may be and take.
+#[derive(Clone, Debug)]
+pub struct PortConfig {
+    /// Certificates: clients may use TLS then, too.
+    pub tls: Option<Tls>,
+    /// Until a connection's first bytes, and the head of each HTTP/1 request, must be there.
+    pub header_timeout: Duration,
+    /// How long a client may leave what it was sent unread. Then its connection ends, or one stream of it.
+    pub unread_timeout: Duration,
+    /// HTTP/2 pings to clients: their interval.
+    pub keep_alive: Duration,
+}
+
 /// Serves until `drain` is cancelled. Then it accepts no connection, and returns when the running requests have ended.
 /// `abort` ends these too.
-pub(crate) async fn serve(
+pub async fn serve(
     listener: TcpListener,
     routes: Router,
-    config: &RouterConfig,
+    config: &PortConfig,
     drain: &CancellationToken,
     abort: &CancellationToken,
 ) {
