@@ -81,7 +81,8 @@ impl Completion {
 
     fn all(plan: &StepPlan, live: &LiveRequests, block_size: usize, heads: bool) -> Vec<Completion> {
         let is_prefill = |chunk: &&Chunk| {
-            matches!(live.reply(chunk.id), ReplyChannel::Prefill(_)) && live.is_head(chunk) == heads
+            // A sequence of a step ahead may have ended since: it has no head.
+            live.is_head(chunk) == heads && matches!(live.reply(chunk.id), ReplyChannel::Prefill(_))
         };
         let completion = |chunk: &Chunk| {
             let sequence = live.scheduler.sequence(chunk.id).expect("planned sequences run");
