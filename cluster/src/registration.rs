@@ -7,7 +7,7 @@ use crate::{
     Dialer, DiscoveryConfig, DiscoveryError, WorkerRecord,
     config::ROUTER,
     embedded, etcd,
-    registration_state::{RegistrationState, StateReport},
+    registration_state::{RegistrationState, Service, StateReport},
 };
 
 /// Keeps a worker registered until it is withdrawn or dropped.
@@ -39,7 +39,7 @@ pub fn register_over(
     record.validate().map_err(|error| DiscoveryError::Config(error.to_string()))?;
     let withdraw = CancellationToken::new();
     let (sender, state) = watch::channel(RegistrationState::Searching { problem: None });
-    let report = StateReport::new(sender);
+    let report = StateReport::new(sender, service(config));
     let task = match config {
         DiscoveryConfig::Embedded { router, .. } if router.is_empty() => {
             let message = format!("{ROUTER} is empty; a worker needs the router's address, http://host:port");
@@ -62,6 +62,14 @@ pub fn register_over(
         }
     };
     Ok(Registration { state, task, withdraw: withdraw.drop_guard() })
+}
+
+fn service(config: &DiscoveryConfig) -> Service {
+    match config {
+        DiscoveryConfig::Embedded { router, .. } => Service::Router(router.clone()),
+        DiscoveryConfig::Etcd(config) => Service::Etcd(config.endpoints.clone()),
+        DiscoveryConfig::Static { .. } => Service::List,
+    }
 }
 
 impl Registration {

@@ -1,5 +1,7 @@
 //! The state of a worker's registration, and where a registrar reports it.
 
+use std::fmt;
+
 use tokio::sync::watch;
 
 /// The state of a worker's registration.
@@ -16,49 +18,169 @@ pub enum RegistrationState {
     Refused(String),
 }
 
+/// Where a worker registers, as log lines name it.
+#[derive(Debug)]
+pub(crate) enum Service {
+    /// At the router of this URL.
+    Router(String),
+    /// In the etcd of these endpoints.
+    Etcd(Vec<String>),
+    /// Nowhere: the router has a list.
+    List,
+}
+
 /// Where a registrar reports the state. Each change is logged once.
 #[derive(Debug)]
 pub(crate) struct StateReport {
     sender: watch::Sender<RegistrationState>,
+    service: Service,
+    /// Whether a warning has told that the worker is not registered.
+    has_warned: bool,
+}
+
+/// What the log says of a change.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Line {
+    Registered,
+    Refused,
+    /// A warning: it was registered.
+    Lost,
+    /// A warning: it never was.
+    Unregistered,
+    /// Another reason, or a router that may start later.
+    NotYet,
 }
 
 impl StateReport {
-    pub(crate) fn new(sender: watch::Sender<RegistrationState>) -> StateReport {
-        StateReport { sender }
+    pub(crate) fn new(sender: watch::Sender<RegistrationState>, service: Service) -> StateReport {
+        StateReport { sender, service, has_warned: false }
     }
 
     pub(crate) fn set(&mut self, state: RegistrationState) {
-        self.sender.send_if_modified(|current| {
-            if *current == state {
-                return false;
+        let Some(line) = self.line(&state) else { return };
+        let service = &self.service;
+        let problem = match &state {
+            RegistrationState::Registered => None,
+            RegistrationState::Searching { problem } => problem.as_deref(),
+            RegistrationState::Refused(reason) => Some(reason.as_str()),
+        };
+        match line {
+            Line::Registered => tracing::info!(%service, "registered"),
+            Line::Refused => {
+                let reason = problem.unwrap_or_default();
+                tracing::error!(%service, "registration rejected; it will be tried again: {reason}");
             }
-            match (&*current, &state) {
-                (_, RegistrationState::Registered) => tracing::info!("registered"),
-                (_, RegistrationState::Refused(reason)) => {
-                    tracing::error!("registration rejected; it will be tried again: {reason}")
-                }
-                (RegistrationState::Registered, RegistrationState::Searching { problem }) => {
-                    tracing::warn!(
-                        problem,
-                        "discovery lost; requests go on, and the worker registers again when it returns"
-                    );
-                }
-                (_, RegistrationState::Searching { problem }) => {
-                    tracing::info!(problem, "not registered yet; trying again");
-                }
+            Line::Lost => tracing::warn!(
+                %service,
+                problem,
+                "discovery lost; requests go on, and the worker registers again when it returns"
+            ),
+            Line::Unregistered => tracing::warn!(
+                %service,
+                problem,
+                "not registered: no router knows this worker; it is tried until it succeeds"
+            ),
+            Line::NotYet => tracing::info!(%service, problem, "not registered yet; trying again"),
+        }
+        self.has_warned = match line {
+            Line::Registered => false,
+            Line::Lost | Line::Unregistered => true,
+            Line::Refused | Line::NotYet => self.has_warned,
+        };
+        self.sender.send_replace(state);
+    }
+
+    /// `None`: nothing has changed.
+    fn line(&self, state: &RegistrationState) -> Option<Line> {
+        let current = self.sender.borrow();
+        if *current == *state {
+            return None;
+        }
+        Some(match (&*current, state, &self.service) {
+            (_, RegistrationState::Registered, _) => Line::Registered,
+            (_, RegistrationState::Refused(_), _) => Line::Refused,
+            (RegistrationState::Registered, RegistrationState::Searching { .. }, _) => Line::Lost,
+            (_, RegistrationState::Searching { .. }, Service::Etcd(_)) if !self.has_warned => {
+                Line::Unregistered
             }
-            *current = state;
-            true
-        });
+            (_, RegistrationState::Searching { .. }, _) => Line::NotYet,
+        })
     }
 
     /// The router of an embedded registry has ended in good order.
     pub(crate) fn router_left(&mut self) {
-        tracing::info!("the router has left; requests go on, and the worker registers again when it returns");
+        let service = &self.service;
+        tracing::info!(
+            %service,
+            "the router has left; requests go on, and the worker registers again when it returns"
+        );
         self.sender.send_replace(RegistrationState::Searching { problem: None });
     }
 
-    pub(crate) fn searching(&mut self, problem: impl std::fmt::Display) {
+    pub(crate) fn searching(&mut self, problem: impl fmt::Display) {
         self.set(RegistrationState::Searching { problem: Some(problem.to_string()) });
+    }
+}
+
+impl fmt::Display for Service {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Service::Router(url) => write!(f, "router {url}"),
+            Service::Etcd(endpoints) => write!(f, "etcd {}", endpoints.join(",")),
+            Service::List => f.write_str("list of the router"),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The log lines of changes.
+    fn lines(service: Service, states: &[RegistrationState]) -> Vec<Option<Line>> {
+        let mut report =
+            StateReport::new(watch::Sender::new(RegistrationState::Searching { problem: None }), service);
+        let told = states.iter().map(|state| {
+            let line = report.line(state);
+            report.set(state.clone());
+            line
+        });
+        told.collect()
+    }
+
+    fn searching(problem: &str) -> RegistrationState {
+        RegistrationState::Searching { problem: Some(problem.to_owned()) }
+    }
+
+    #[test]
+    fn a_worker_without_etcd_warns_once_until_it_is_registered() {
+        let states = [
+            searching("a"),
+            searching("a"),
+            searching("b"),
+            RegistrationState::Registered,
+            searching("b"),
+            searching("a"),
+            RegistrationState::Registered,
+        ];
+        let expected = [
+            Some(Line::Unregistered),
+            None,
+            Some(Line::NotYet),
+            Some(Line::Registered),
+            Some(Line::Lost),
+            Some(Line::NotYet),
+            Some(Line::Registered),
+        ];
+        let etcd = Service::Etcd(vec!["http://a:2379".into(), "http://b:2379".into()]);
+        assert_eq!(etcd.to_string(), "etcd http://a:2379,http://b:2379");
+        assert_eq!(lines(etcd, &states), expected);
+    }
+
+    #[test]
+    fn a_router_may_start_after_its_workers() {
+        let states = [searching("a"), RegistrationState::Registered, searching("a")];
+        let expected = [Some(Line::NotYet), Some(Line::Registered), Some(Line::Lost)];
+        assert_eq!(lines(Service::Router("http://r:8080".into()), &states), expected);
     }
 }

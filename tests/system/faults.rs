@@ -128,7 +128,9 @@ async fn with_two_of_each_the_others_take_over() {
 async fn losing_etcd_for_a_minute_changes_nothing_and_a_death_meanwhile_costs_no_token() {
     let mut cluster = Cluster::new().prefill(2).decode(2).with_etcd().start().await;
     let http = cluster.http.clone();
-    cluster.etcd.as_mut().expect("built with etcd").stop();
+    let etcd = cluster.etcd.as_mut().expect("built with etcd");
+    let endpoint = etcd.endpoint.clone();
+    etcd.stop();
     let stopped = tokio::time::Instant::now();
 
     undisturbed_and_disturbed_agree(&http, 60, 120, 10, async || {
@@ -140,6 +142,9 @@ async fn losing_etcd_for_a_minute_changes_nothing_and_a_death_meanwhile_costs_no
     // The test needs the whole minute: every lease has expired by then.
     tokio::time::sleep_until(stopped + Duration::from_secs(60)).await;
     assert!(!streamed(&http, &body(3, 60, 24, "out"), |_| {}).await.is_empty());
+    let log = cluster.log("decode-1");
+    let lost: Vec<_> = log.lines().filter(|line| line.contains("WARN") && line.contains(&endpoint)).collect();
+    assert!(lost.len() == 1 && lost[0].contains("discovery lost"), "{log}");
 
     cluster.etcd.as_mut().expect("built with etcd").start_again();
     cluster.start_again("decode-0");

@@ -23,6 +23,7 @@ mod load;
 mod metrics;
 mod pace;
 pub mod peers;
+mod registration_metrics;
 mod run;
 mod scratch;
 mod server;

@@ -27,6 +27,7 @@ use crate::{
     load::{self, Model},
     metrics::WorkerMetrics,
     peers::Peers,
+    registration_metrics::RegistrationCollector,
     server::Server,
     service::WorkerService,
     tickets::Tickets,
@@ -141,7 +142,7 @@ where
     let tiers = Tiers::open(config.tiers(), &record.kv_format, fetch_limits.clone(), lifecycle.tasks())?
         .map(Arc::new);
     let data_plane = DataPlane::start(&config, &record, &engine)?;
-    let metrics = WorkerMetrics::register(
+    let worker_metrics = WorkerMetrics::register(
         &metrics,
         &record.model,
         &engine,
@@ -160,7 +161,7 @@ where
         fetch_limits,
         tiers,
         lifecycle,
-        metrics,
+        metrics: worker_metrics,
         blending,
         data_plane,
         peers,
@@ -182,6 +183,8 @@ where
     );
 
     let registration = register_over(&worker.config.discovery, worker.record.clone(), worker.dialer())?;
+    let is_registered = Box::new(RegistrationCollector(registration.state()));
+    metrics.register(|registry| registry.register_collector(is_registered));
     let names = [role.name, "baton.worker.v1.Worker"];
     tokio::select! {
         () = shutdown.cancelled() => worker.lifecycle.drain(),

@@ -117,6 +117,7 @@ async fn probes_metrics_health_and_services_share_one_port() {
     assert_eq!(status, "HTTP/1.1 200 OK");
     assert!(metrics.contains("openmetrics-text"), "{metrics}");
     assert!(metrics.contains("\nbaton_engine_total_blocks 8\n"), "{metrics}");
+    assert!(metrics.contains("\nbaton_worker_registered 1\n"), "{metrics}");
 
     let channel = worker.channel().await;
     let info = WorkerClient::new(channel.clone()).info(InfoRequest {}).await.unwrap().into_inner();
@@ -190,6 +191,12 @@ async fn an_unregistered_worker_is_alive_but_not_ready() {
     let (status, body) = worker.get("/readyz").await;
     assert_eq!(status, "HTTP/1.1 503 Service Unavailable");
     assert!(body.ends_with("starting\n"), "{body}");
+    let told = timeout(PATIENCE, async {
+        while !worker.get("/metrics").await.1.contains("\nbaton_worker_registered 0\n") {
+            tokio::task::yield_now().await;
+        }
+    });
+    told.await.expect("metrics tell that it is not registered");
     assert_eq!(health(&worker.channel().await, "").await, Ok(ServingStatus::NotServing));
     worker.stop().await;
 }
