@@ -105,7 +105,8 @@ impl ClientSampling {
         prompt_end: &str,
     ) -> Result<Option<Grammar>, CoreError> {
         // The client demands it. Otherwise calls are constrained where that is possible.
-        let is_demanded = calls.is_required() || calls.is_strict() || self.grammar.is_some();
+        let is_demanded =
+            calls.is_required() || calls.is_restricted() || calls.is_strict() || self.grammar.is_some();
         // A text of a grammar may end before these allow it.
         let never_ends = self.ignore_eos || self.min_tokens.unwrap_or(0) > 0;
         if !is_demanded && never_ends {

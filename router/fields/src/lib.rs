@@ -154,7 +154,7 @@ pub const FIELDS: &[Field] = &[
     honoured(
         "tool_choice",
         &[Endpoint::Chat, Endpoint::Responses, Endpoint::Messages, Endpoint::CountTokens],
-        "`auto`, `none`, `required` (messages: `any`), or a function by its name",
+        "`auto`, `none`, `required` (messages: `any`), or a function by its name; chat, responses: also `allowed_tools`",
     ),
     honoured(
         "parallel_tool_calls",

@@ -94,6 +94,10 @@ async fn a_conversation_with_calls_is_a_chat() {
     for (fields, part) in [
         (json!({"tool_choice": {"type": "function", "name": "add"}}), "answer: call\n"),
         (
+            json!({"tool_choice": {"type": "allowed_tools", "mode": "required", "tools": [add()]}}),
+            "answer: call (\"\\n\" call)*",
+        ),
+        (
             json!({"text": {"format": {"type": "json_schema", "name": "n", "schema": {"type": "null"}}}}),
             "other: %json {\"type\":\"null\"",
         ),
@@ -181,6 +185,12 @@ async fn what_cannot_be_done_is_refused_by_field() {
         (json!({"context_management": [{"type": "compaction"}]}), "context_management", "shorten"),
         (json!({"tools": [{"type": "web_search"}]}), "tools[0].type", "web_search"),
         (json!({"tools": [{"type": "function"}]}), "tools[0].name", "missing"),
+        (json!({"tool_choice": {"type": "file_search"}}), "tool_choice.type", "no tools of its own"),
+        (
+            json!({"tool_choice": {"type": "allowed_tools", "mode": "any", "tools": [add()]}}),
+            "tool_choice.mode",
+            "it is not \"auto\" or \"required\"",
+        ),
         (json!({"text": {"format": {"type": "xml"}}}), "text.format.type", "it is not"),
         (json!({"text": {"verbosity": "low"}}), "text.verbosity", "not supported"),
         (json!({"max_output_tokens": 0}), "max_output_tokens", "max_output_tokens"),

@@ -158,6 +158,7 @@ async fn calls_constrain_the_output() {
     worker.script(say(CALL));
     let format = json!({"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "null"}}});
     let named = json!({"type": "function", "function": {"name": "sub"}});
+    let allowed = json!({"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [named]}});
     // Fields; whether the grammar has the tool "add", free text, and the format.
     for (fields, expected) in [
         (json!({}), Some([true, true, false])),
@@ -165,6 +166,7 @@ async fn calls_constrain_the_output() {
         (json!({"tool_choice": "required"}), Some([true, false, false])),
         (json!({"tool_choice": "required", "response_format": format}), Some([true, false, false])),
         (json!({"tool_choice": named}), Some([false, false, false])),
+        (json!({"tool_choice": allowed}), Some([false, true, false])),
         // A text of a grammar may end before these fields allow it.
         (json!({"min_tokens": 3}), None),
         (json!({"ignore_eos": true}), None),

@@ -40,4 +40,4 @@ pub use past_calls::read_arguments;
 pub use reader::{AnswerPart, AnswerReader, ReasoningMarks};
 pub use refusal::OutputRefusal;
 pub use response_format::{AskedGrammar, OutputFields};
-pub use tool_request::{ToolChoice, ToolRequest};
+pub use tool_request::{ToolChoice, ToolRequest, chat_choice};

@@ -36,6 +36,8 @@ pub(crate) struct Tool {
     pub(crate) parameters: Value,
     /// Whether calls must match the schema; `None`: not said.
     pub(crate) strict: Option<bool>,
+    /// Whether it may be called, unless one is chosen by its name.
+    is_allowed: bool,
 }
 
 impl ToolRequest {
@@ -50,6 +52,7 @@ impl ToolRequest {
     ) -> Result<Option<ToolRequest>, OutputRefusal> {
         let tools = tools.unwrap_or_default();
         let refused = |message: String| Err(OutputRefusal::new("tool_choice", message));
+        let mut allowed = None;
         let choice = match choice {
             None | Some(Value::Null) => ToolChoice::Auto,
             Some(Value::String(word)) => match word.as_str() {
@@ -58,6 +61,11 @@ impl ToolRequest {
                 "none" => return Ok(None),
                 _ => return refused(format!("{word:?} is not \"auto\", \"none\" or \"required\"")),
             },
+            Some(choice) if choice["type"] == "allowed_tools" => {
+                let (mode, names) = allowed_tools(&choice["allowed_tools"])?;
+                allowed = Some(names);
+                mode
+            }
             Some(choice) => match choice["function"]["name"].as_str() {
                 Some(name) if choice["type"] == "function" => ToolChoice::Named(name.to_owned()),
                 _ => {
@@ -66,8 +74,9 @@ impl ToolRequest {
             },
         };
         if tools.is_empty() {
-            return match choice {
-                ToolChoice::Auto => Ok(None),
+            return match (choice, allowed) {
+                (ToolChoice::Auto, None) => Ok(None),
+                (ToolChoice::Auto, Some(_)) => refused("there are no tools".into()),
                 _ => refused("a call is required, and there are no tools".into()),
             };
         }
@@ -75,11 +84,14 @@ impl ToolRequest {
             let message = format!("{} tools, at most {MAX_TOOLS} are possible", tools.len());
             return Err(OutputRefusal::new("tools", message));
         }
-        let tools = tools.iter().enumerate().map(Tool::parse).collect::<Result<Vec<_>, _>>()?;
-        if let ToolChoice::Named(name) = &choice
-            && !tools.iter().any(|tool| tool.name == *name)
-        {
+        let mut tools = tools.iter().enumerate().map(Tool::parse).collect::<Result<Vec<_>, _>>()?;
+        let named = if let ToolChoice::Named(name) = &choice { Some(name.as_str()) } else { None };
+        let mut chosen = named.into_iter().chain(allowed.iter().flatten().copied());
+        if let Some(name) = chosen.find(|name| !tools.iter().any(|tool| tool.name == *name)) {
             return refused(format!("there is no tool {name:?}"));
+        }
+        if let Some(names) = allowed {
+            tools.iter_mut().for_each(|tool| tool.is_allowed = names.contains(&tool.name.as_str()));
         }
         Ok(Some(ToolRequest { tools, choice, is_parallel: is_parallel.unwrap_or(true) }))
     }
@@ -94,9 +106,14 @@ impl ToolRequest {
         self.tools.iter().any(|tool| tool.strict == Some(true))
     }
 
-    /// Whether the client waives all schemas.
+    /// Whether the client forbids some of the tools, which it shows to the model nevertheless.
+    pub fn is_restricted(&self) -> bool {
+        self.tools.iter().any(|tool| !tool.is_allowed)
+    }
+
+    /// Whether the client waives all schemas, and any tool may be called.
     pub(crate) fn is_loose(&self) -> bool {
-        self.tools.iter().all(|tool| tool.strict == Some(false))
+        self.tools.iter().all(|tool| tool.strict == Some(false)) && !self.is_restricted()
     }
 
     /// The schema of each tool that may be called, with the tool's index and whether it demands that calls match it.
@@ -114,9 +131,9 @@ impl ToolRequest {
         self.tools[idx].strict = Some(false);
     }
 
-    /// Names of the tools.
+    /// Names of the tools that may be called.
     pub fn names(&self) -> impl Iterator<Item = &str> {
-        self.tools.iter().map(|tool| tool.name.as_str())
+        self.callable().map(|tool| tool.name.as_str())
     }
 
     /// The tools that may be called.
@@ -127,7 +144,7 @@ impl ToolRequest {
     fn may_call(&self, tool: &Tool) -> bool {
         match &self.choice {
             ToolChoice::Named(name) => tool.name == *name,
-            ToolChoice::Auto | ToolChoice::Required => true,
+            ToolChoice::Auto | ToolChoice::Required => tool.is_allowed,
         }
     }
 }
@@ -154,7 +171,49 @@ impl Tool {
             Value::Bool(strict) => Some(*strict),
             _ => return refused(".function.strict", "it is not a boolean"),
         };
-        Ok(Tool { name: name.to_owned(), parameters, strict })
+        Ok(Tool { name: name.to_owned(), parameters, strict, is_allowed: true })
+    }
+}
+
+/// Whether one of the allowed tools must be called, and their names.
+fn allowed_tools(allowed: &Value) -> Result<(ToolChoice, Vec<&str>), OutputRefusal> {
+    let refusal =
+        |at: &str, message: &str| OutputRefusal::new(format!("tool_choice.allowed_tools{at}"), message);
+    let mode = match allowed["mode"].as_str() {
+        Some("auto") => ToolChoice::Auto,
+        Some("required") => ToolChoice::Required,
+        _ => return Err(refusal(".mode", "it is not \"auto\" or \"required\"")),
+    };
+    let tools = allowed["tools"].as_array().filter(|tools| !tools.is_empty());
+    let tools = tools.ok_or_else(|| refusal(".tools", "it is not a list of functions"))?;
+    let names = tools.iter().enumerate().map(|(idx, tool)| {
+        let name = tool["function"]["name"].as_str().filter(|_| tool["type"] == "function");
+        name.ok_or_else(|| refusal(&format!(".tools[{idx}]"), "it names no function"))
+    });
+    Ok((mode, names.collect::<Result<_, _>>()?))
+}
+
+/// A `tool_choice` of OpenAI's Responses in the shape of chats, where functions and allowed tools are objects of their own.
+///
+/// # Errors
+/// When it chooses what is no function.
+pub fn chat_choice(choice: Value) -> Result<Value, OutputRefusal> {
+    if !choice.is_object() {
+        return Ok(choice);
+    }
+    let function = |tool: &Value| json!({"type": tool["type"], "function": {"name": tool["name"]}});
+    match choice["type"].as_str() {
+        Some("function") if choice["name"].is_string() => Ok(function(&choice)),
+        Some("function") => Err(OutputRefusal::new("tool_choice.name", "it is not a string")),
+        Some("allowed_tools") => {
+            let tools: Vec<Value> = choice["tools"].as_array().into_iter().flatten().map(function).collect();
+            let allowed = json!({"mode": choice["mode"], "tools": tools});
+            Ok(json!({"type": "allowed_tools", "allowed_tools": allowed}))
+        }
+        _ => {
+            let message = "it is not \"function\" or \"allowed_tools\": this server has no tools of its own";
+            Err(OutputRefusal::new("tool_choice.type", message))
+        }
     }
 }
 
@@ -181,6 +240,46 @@ mod tests {
         assert_eq!(parse(&tools, json!("required")), Ok(Some(ToolChoice::Required)));
         let named = json!({"type": "function", "function": {"name": "add"}});
         assert_eq!(parse(&tools, named), Ok(Some(ToolChoice::Named("add".into()))));
+    }
+
+    #[test]
+    fn allowed_tools_are_those_that_may_be_called() {
+        let tools = [tool("add"), tool("sub"), tool("mul")];
+        let allowed = |mode: &str, names: &[&str]| {
+            let named = names.iter().map(|name| json!({"type": "function", "name": name}));
+            json!({"type": "allowed_tools", "mode": mode, "tools": named.collect::<Vec<_>>()})
+        };
+        for (mode, expected) in [("auto", ToolChoice::Auto), ("required", ToolChoice::Required)] {
+            let choice = chat_choice(allowed(mode, &["mul", "add"])).unwrap();
+            let request = ToolRequest::parse(Some(&tools), Some(&choice), None).unwrap().unwrap();
+            assert_eq!((&request.choice, request.is_restricted()), (&expected, true));
+            assert_eq!(request.names().collect::<Vec<_>>(), ["add", "mul"]);
+            assert_eq!(request.schemas().map(|(idx, ..)| idx).collect::<Vec<_>>(), [0, 2]);
+        }
+        for (choice, expected) in [
+            (allowed("any", &["add"]), "tool_choice.allowed_tools.mode: it is not"),
+            (allowed("auto", &[]), "tool_choice.allowed_tools.tools: it is not a list"),
+            (allowed("auto", &["add", "div"]), "tool_choice: there is no tool \"div\""),
+            (
+                json!({"type": "allowed_tools", "mode": "auto", "tools": [{"type": "mcp"}]}),
+                "tool_choice.allowed_tools.tools[0]: it names no function",
+            ),
+        ] {
+            let message = parse(&tools, chat_choice(choice).unwrap()).expect_err(expected);
+            assert!(message.starts_with(expected), "{message:?} does not begin with {expected:?}");
+        }
+        let none = parse(&[], chat_choice(allowed("auto", &["add"])).unwrap());
+        assert_eq!(none, Err("tool_choice: there are no tools".into()));
+        for (choice, expected) in [
+            (json!({"type": "file_search"}), "tool_choice.type: it is not \"function\" or"),
+            (
+                json!({"type": "function", "function": {"name": "add"}}),
+                "tool_choice.name: it is not a string",
+            ),
+        ] {
+            let message = chat_choice(choice).expect_err(expected).to_string();
+            assert!(message.starts_with(expected), "{message:?} does not begin with {expected:?}");
+        }
     }
 
     #[test]

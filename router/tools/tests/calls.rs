@@ -233,6 +233,34 @@ fn a_call_that_the_model_decides_on_has_arguments_of_its_schema_and_other_text_i
     }
 }
 
+#[test]
+fn only_allowed_tools_are_called_also_when_their_schemas_are_waived() {
+    let compiler = compiler();
+    let mut waived = tools();
+    waived.iter_mut().for_each(|tool| tool["function"]["strict"] = json!(false));
+    for (tools, mode) in [(tools(), "auto"), (tools(), "required"), (waived, "auto")] {
+        let add = json!({"type": "function", "function": {"name": "add"}});
+        let choice = json!({"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [add]}});
+        let request =
+            ToolRequest::parse(Some(&tools), Some(&choice), None).unwrap().expect("there are tools");
+        for format in ToolFormat::ALL {
+            let form = AnswerForm::detect(|_| false, Some(format));
+            let grammar = form.grammar(&request, None, "", special).unwrap().expect("it is constrained");
+            let right = call_of(format, "{\"a\": 1, \"b\": 1}");
+            assert!(allows(&compiler, &grammar, &right), "{format:?} {mode}\n{}", grammar.text);
+            assert_eq!(allows(&compiler, &grammar, &said(format, "Hi")), mode == "auto", "{format:?} {mode}");
+            let other = call_of(format, "{\"key\": \"a\"}").replace("add", "look_up");
+            if allows(&compiler, &grammar, &other) {
+                // Without a mark it is text, and is read as such.
+                assert_eq!((format, mode), (ToolFormat::Llama3, "auto"));
+                let mut reader = form.reader(Some(&request), "").expect("there are tools");
+                let parts = [reader.push(&other), reader.finish()].concat();
+                assert!(parts.iter().all(|part| matches!(part, AnswerPart::Content(_))), "{parts:?}");
+            }
+        }
+    }
+}
+
 /// Like [`allows`] for a vocabulary without special tokens but the end.
 fn allows_bytes(compiler: &GrammarCompiler, grammar: &Grammar, text: &str) -> bool {
     let mut matcher = compiler.matcher(grammar, &[]).unwrap_or_else(|error| panic!("{error}"));

@@ -143,15 +143,6 @@ pub(super) fn tools(tools: Option<Vec<Value>>) -> Result<Option<Vec<Value>>, Api
     tools.collect::<Result<_, _>>().map(Some)
 }
 
-/// `tool_choice` in the shape of chats.
-pub(super) fn tool_choice(choice: Option<Value>) -> Option<Value> {
-    let choice = choice?;
-    match (choice["type"].as_str(), choice["name"].as_str()) {
-        (Some("function"), Some(name)) => Some(json!({"type": "function", "function": {"name": name}})),
-        _ => Some(choice),
-    }
-}
-
 /// What `text` asks for.
 pub(super) fn format(text: Option<&Map<String, Value>>) -> Result<Option<AskedGrammar>, ApiError> {
     let Some(text) = text else { return Ok(None) };

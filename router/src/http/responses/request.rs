@@ -3,7 +3,7 @@
 use baton_router_core::{
     ChatInput, ClientRequest, ClientSampling, FieldNames, PromptInput, RequestArrival, Serving,
 };
-use baton_tools::ToolRequest;
+use baton_tools::{ToolRequest, chat_choice};
 use serde_json::{Map, Value};
 
 use super::input;
@@ -40,10 +40,11 @@ impl ResponsesRequest {
             ..ClientSampling::default()
         };
         let tools = input::tools(self.tools)?;
-        let choice = input::tool_choice(self.tool_choice);
+        let choice = self.tool_choice.map(chat_choice).transpose()?;
         let calls = ToolRequest::parse(tools.as_deref(), choice.as_ref(), self.parallel_tool_calls);
-        // The fields of a function are fields of the tool here.
-        let place = |text: &str| text.replace("].function", "]");
+        // The fields of a function are fields of the tool here, and those of allowed tools fields of the choice.
+        let place =
+            |text: &str| text.replace("].function", "]").replace("tool_choice.allowed_tools", "tool_choice");
         let calls =
             calls.map_err(|refusal| ApiError::invalid(place(&refusal.param), place(&refusal.to_string())))?;
         let messages = input::messages(self.instructions.as_deref(), &self.input)?;
