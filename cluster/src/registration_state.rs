@@ -14,6 +14,8 @@ pub enum RegistrationState {
     },
     /// Registered.
     Registered,
+    /// The lease of an earlier process still holds the worker's id, in words. It is tried again until that lease has ended.
+    Held(String),
     /// The router rejects this worker, for this reason. It is tried again from time to time.
     Refused(String),
 }
@@ -42,6 +44,8 @@ pub(crate) struct StateReport {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Line {
     Registered,
+    /// A warning: an earlier process has its id.
+    Held,
     Refused,
     /// A warning: it was registered.
     Lost,
@@ -62,10 +66,11 @@ impl StateReport {
         let problem = match &state {
             RegistrationState::Registered => None,
             RegistrationState::Searching { problem } => problem.as_deref(),
-            RegistrationState::Refused(reason) => Some(reason.as_str()),
+            RegistrationState::Held(reason) | RegistrationState::Refused(reason) => Some(reason.as_str()),
         };
         match line {
             Line::Registered => tracing::info!(%service, "registered"),
+            Line::Held => tracing::warn!(%service, "not registered yet: {}", problem.unwrap_or_default()),
             Line::Refused => {
                 let reason = problem.unwrap_or_default();
                 tracing::error!(%service, "registration rejected; it will be tried again: {reason}");
@@ -85,7 +90,7 @@ impl StateReport {
         self.has_warned = match line {
             Line::Registered => false,
             Line::Lost | Line::Unregistered => true,
-            Line::Refused | Line::NotYet => self.has_warned,
+            Line::Held | Line::Refused | Line::NotYet => self.has_warned,
         };
         self.sender.send_replace(state);
     }
@@ -98,6 +103,7 @@ impl StateReport {
         }
         Some(match (&*current, state, &self.service) {
             (_, RegistrationState::Registered, _) => Line::Registered,
+            (_, RegistrationState::Held(_), _) => Line::Held,
             (_, RegistrationState::Refused(_), _) => Line::Refused,
             (RegistrationState::Registered, RegistrationState::Searching { .. }, _) => Line::Lost,
             (_, RegistrationState::Searching { .. }, Service::Etcd(_)) if !self.has_warned => {
@@ -175,6 +181,14 @@ mod tests {
         let etcd = Service::Etcd(vec!["http://a:2379".into(), "http://b:2379".into()]);
         assert_eq!(etcd.to_string(), "etcd http://a:2379,http://b:2379");
         assert_eq!(lines(etcd, &states), expected);
+    }
+
+    #[test]
+    fn an_id_that_an_earlier_process_holds_is_a_warning_before_it_is_an_error() {
+        let held = || RegistrationState::Held("held".to_owned());
+        let states = [held(), held(), RegistrationState::Refused("taken".to_owned())];
+        let expected = [Some(Line::Held), None, Some(Line::Refused)];
+        assert_eq!(lines(Service::Etcd(vec!["http://a:2379".into()]), &states), expected);
     }
 
     #[test]

@@ -19,7 +19,12 @@ pub(crate) struct Registrar {
     ttl: Duration,
     record: WorkerRecord,
     report: StateReport,
+    /// Since when another process has the worker's id.
+    taken_since: Option<Instant>,
 }
+
+/// How long after its end etcd may notice that a lease has ended, and this worker that etcd has.
+const LEASE_GRACE: Duration = Duration::from_secs(3);
 
 /// Why a session ended without being lost.
 enum End {
@@ -39,6 +44,7 @@ impl Registrar {
             ttl: config.lease_ttl,
             record,
             report,
+            taken_since: None,
         })
     }
 
@@ -48,9 +54,14 @@ impl Registrar {
             match self.session(&withdraw, &mut backoff).await {
                 Ok(End::Withdrawn) => return,
                 Ok(End::Refused(refusal)) => {
-                    self.report.set(RegistrationState::Refused(refusal.to_string()));
+                    let state = self.refused(&refusal, Instant::now());
+                    self.report.set(state);
                 }
-                Err(lost) => self.report.searching(lost),
+                Err(lost) => {
+                    // Without etcd no lease ends.
+                    self.taken_since = None;
+                    self.report.searching(lost);
+                }
             }
             tokio::select! {
                 () = withdraw.cancelled() => return,
@@ -69,6 +80,7 @@ impl Registrar {
             Err(refusal) => return Ok(End::Refused(refusal)),
         };
         backoff.reset();
+        self.taken_since = None;
         self.report.set(RegistrationState::Registered);
         tokio::select! {
             () = withdraw.cancelled() => {
@@ -79,6 +91,20 @@ impl Registrar {
             }
             lost = self.keep_alive(client.clone(), lease) => Err(lost),
         }
+    }
+
+    /// A taken id may be that of an earlier process of this worker, which has ended without leaving: then its lease ends soon.
+    fn refused(&mut self, taken: &IdTaken, now: Instant) -> RegistrationState {
+        let since = *self.taken_since.get_or_insert(now);
+        if now - since > self.ttl + LEASE_GRACE {
+            return RegistrationState::Refused(taken.to_string());
+        }
+        let IdTaken { id, address } = taken;
+        RegistrationState::Held(format!(
+            "the lease of an earlier process at {address} still holds the worker id {id:?} and ends within {} s; if it does \
+             not, a running worker has the id: give this one another --id (BATON_ID)",
+            self.ttl.as_secs()
+        ))
     }
 
     /// Writes the key, unless another worker has it.

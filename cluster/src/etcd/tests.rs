@@ -146,6 +146,34 @@ async fn a_dead_worker_is_removed_when_its_lease_expires() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_worker_that_starts_again_elsewhere_waits_for_the_lease_of_its_earlier_process() {
+    let etcd = Etcd::start().await;
+    // A runtime of its own: dropping it ends the worker like a kill.
+    let runtime = tokio::runtime::Runtime::new().unwrap();
+    let killed = {
+        let _guard = runtime.enter();
+        register(&etcd.config(), record("p0", Role::Prefill)).unwrap()
+    };
+    until_state(&killed, |state| *state == RegistrationState::Registered).await;
+    runtime.shutdown_background();
+    std::mem::forget(killed);
+    let again =
+        WorkerRecord { incarnation: 2, address: "http://127.0.0.1:10".into(), ..record("p0", Role::Prefill) };
+    let again = register(&etcd.config(), again).unwrap();
+    let state = until_state(&again, |state| matches!(state, RegistrationState::Held(_))).await;
+    let RegistrationState::Held(reason) = state else { unreachable!("just matched") };
+    for part in ["http://127.0.0.1:9 ", "within 2 s", "--id (BATON_ID)"] {
+        assert!(reason.contains(part), "{reason}");
+    }
+    until_state(&again, |state| {
+        assert!(!matches!(state, RegistrationState::Refused(_)), "the lease has ended: {state:?}");
+        *state == RegistrationState::Registered
+    })
+    .await;
+    again.withdraw().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn etcd_stopped_and_started_again_changes_nothing() {
     let mut etcd = Etcd::start().await;
     let discovery = watch(&etcd.config()).unwrap();
