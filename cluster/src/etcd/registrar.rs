@@ -1,10 +1,11 @@
 //! The worker's side: a key under a lease that is kept alive. Both are created again whenever one is lost.
 
-use std::time::Duration;
+use std::{net::IpAddr, time::Duration};
 
 use etcd_client::{Client, PutOptions};
 use tokio::time::{Instant, sleep, sleep_until};
 use tokio_util::sync::CancellationToken;
+use tonic::transport::Uri;
 
 use super::{BACKOFF_LIMIT, Connector, Lost, in_time};
 use crate::{
@@ -15,6 +16,7 @@ use crate::{
 /// Registers one worker.
 pub(crate) struct Registrar {
     connector: Connector,
+    endpoints: Vec<String>,
     prefix: String,
     ttl: Duration,
     record: WorkerRecord,
@@ -40,6 +42,7 @@ impl Registrar {
     ) -> Result<Registrar, DiscoveryError> {
         Ok(Registrar {
             connector: Connector::new(config)?,
+            endpoints: config.endpoints.clone(),
             prefix: config.workers_prefix(),
             ttl: config.lease_ttl,
             record,
@@ -50,6 +53,15 @@ impl Registrar {
 
     pub(crate) async fn run(mut self, withdraw: CancellationToken) {
         let mut backoff = Backoff::new(BACKOFF_LIMIT);
+        let address = &self.record.address;
+        if is_out_of_reach(address, &self.endpoints) {
+            tracing::warn!(
+                address,
+                etcd = self.endpoints.join(","),
+                "this worker registers an address of this host alone: routers and workers on other hosts cannot reach it; \
+                 give their URL of it with --advertise (BATON_ADVERTISE), and listen there with --listen (BATON_LISTEN)"
+            );
+        }
         loop {
             match self.session(&withdraw, &mut backoff).await {
                 Ok(End::Withdrawn) => return,
@@ -153,5 +165,39 @@ impl Registrar {
 
     fn key(&self) -> String {
         format!("{}{}", self.prefix, self.record.id)
+    }
+}
+
+/// Whether a worker's address is one of its host alone, while etcd is elsewhere and others may be, too.
+fn is_out_of_reach(address: &str, endpoints: &[String]) -> bool {
+    is_loopback(address) && !endpoints.iter().any(|endpoint| is_loopback(endpoint))
+}
+
+fn is_loopback(url: &str) -> bool {
+    let Ok(uri) = url.parse::<Uri>() else { return false };
+    // As URLs write addresses of IPv6.
+    let host = uri.host().unwrap_or_default().trim_matches(['[', ']']);
+    host == "localhost" || host.parse::<IpAddr>().is_ok_and(|ip| ip.is_loopback())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_loopback_address_in_an_etcd_elsewhere_is_out_of_reach() {
+        for (address, endpoints, expected) in [
+            ("http://127.0.0.1:4000", "http://etcd-0:2379,http://etcd-1:2379", true),
+            ("http://127.0.1.1:4000", "http://10.0.0.1:2379", true),
+            ("https://[::1]:4000", "https://10.0.0.1:2379", true),
+            ("http://localhost:4000", "http://10.0.0.1:2379", true),
+            ("http://127.0.0.1:4000", "http://127.0.0.1:2379", false),
+            ("http://127.0.0.1:4000", "http://localhost:2379", false),
+            ("http://10.0.0.2:4000", "http://10.0.0.1:2379", false),
+            ("http://decode-0:4000", "http://etcd:2379", false),
+        ] {
+            let endpoints: Vec<_> = endpoints.split(',').map(str::to_owned).collect();
+            assert_eq!(is_out_of_reach(address, &endpoints), expected, "{address} {endpoints:?}");
+        }
     }
 }
