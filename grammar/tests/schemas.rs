@@ -82,6 +82,12 @@ const COMPILED: &[Case] = &[
     (r#"{"allOf": [{"type": "integer", "minimum": 1}, {"maximum": 3}]}"#, &["1", "3"], &["0", "4"]),
     (r#"{"oneOf": [{"type": "integer"}, {"type": "string"}]}"#, &["1", r#""a""#], &["null"]),
     (r##"{"$defs": {"n": {"type": "integer"}}, "$ref": "#/$defs/n"}"##, &["1"], &[r#""a""#]),
+    // Keys that a JSON pointer escapes.
+    (
+        r##"{"$defs": {"a/b~": {"type": "integer"}, "é %": {"type": "null"}}, "anyOf": [{"$ref": "#/$defs/a~1b~0"}, {"$ref": "#/$defs/%C3%A9%20%25"}]}"##,
+        &["1", "null"],
+        &[r#""a""#],
+    ),
     (
         r##"{"$defs": {"t": {"type": "object", "properties": {"next": {"$ref": "#/$defs/t"}}, "additionalProperties": false}}, "$ref": "#/$defs/t"}"##,
         &["{}", r#"{"next": {"next": {}}}"#],

@@ -1,5 +1,7 @@
 //! What a JSON schema means where JSON Schema leaves it open.
 
+use std::collections::{BTreeMap, BTreeSet};
+
 use serde_json::{Map, Value, json};
 
 /// White space between two parts of a JSON value: none, a space, or a new line with some indentation. Without a bound a
@@ -29,22 +31,29 @@ const FORMATS: [&str; 19] = [
     "regex",
 ];
 
-/// The schema of an answer as compilers of grammars take it: without [idle keywords](drop_idle_keywords), and with a bound of
-/// white space unless it says otherwise.
+/// The schema of an answer as compilers of grammars take it: [plain](make_plain), and with a bound of white space unless it says
+/// otherwise.
 pub fn output_schema(mut schema: Value) -> Value {
-    drop_idle_keywords(&mut schema);
+    make_plain(&mut schema);
     if let Value::Object(fields) = &mut schema {
         fields.entry("x-guidance").or_insert(json!({"whitespace_pattern": JSON_WHITE_SPACE}));
     }
     schema
 }
 
-/// Removes what constrains nothing and compilers of grammars refuse: formats that JSON Schema does not define, such as Pydantic's
-/// `path`, which it takes for remarks (Validation 7.2.3); `propertyNames` that every name matches, as Zod writes them for
-/// records; empty `dependencies`.
-pub fn drop_idle_keywords(schema: &mut Value) {
+/// Gives the schema a form that means the same to compilers of grammars, which refuse some of what JSON Schema allows. They look up
+/// the parts of a reference as they are written. What constrains nothing is removed: formats that JSON Schema does not define, such
+/// as Pydantic's `path`, which it takes for remarks (Validation 7.2.3); `propertyNames` that every name matches, as Zod writes them
+/// for records; empty `dependencies`.
+pub fn make_plain(schema: &mut Value) {
+    unescape_references(schema);
+    visit(schema, &mut |fields: &mut Map<String, Value>| fields.retain(|name, value| !is_idle(name, value)));
+}
+
+/// Calls `change` with a schema and then with those in it, unless they are booleans.
+fn visit(schema: &mut Value, change: &mut impl FnMut(&mut Map<String, Value>)) {
     let Value::Object(fields) = schema else { return };
-    fields.retain(|name, value| !is_idle(name, value));
+    change(fields);
     for (name, value) in fields {
         match &**name {
             // Values, not schemas.
@@ -52,15 +61,12 @@ pub fn drop_idle_keywords(schema: &mut Value) {
             // The keys are names that the schema's author chose.
             "properties" | "patternProperties" | "$defs" | "definitions" | "dependentSchemas"
             | "dependencies" => {
-                value
-                    .as_object_mut()
-                    .into_iter()
-                    .flatten()
-                    .for_each(|(_, schema)| drop_idle_keywords(schema));
+                let named = value.as_object_mut().into_iter().flatten();
+                named.for_each(|(_, schema)| visit(schema, change));
             }
             _ => match value {
-                Value::Array(schemas) => schemas.iter_mut().for_each(drop_idle_keywords),
-                schema => drop_idle_keywords(schema),
+                Value::Array(schemas) => schemas.iter_mut().for_each(|schema| visit(schema, change)),
+                schema => visit(schema, change),
             },
         }
     }
@@ -73,6 +79,97 @@ fn is_idle(keyword: &str, value: &Value) -> bool {
         "dependencies" => value.as_object().is_some_and(Map::is_empty),
         _ => false,
     }
+}
+
+/// Writes references as JSON pointers whose parts are the keys themselves. Those that lead nowhere stay as they are.
+fn unescape_references(root: &mut Value) {
+    let mut escaped: BTreeSet<String> = BTreeSet::new();
+    visit(root, &mut |fields: &mut Map<String, Value>| {
+        let to = fields.get("$ref").and_then(Value::as_str);
+        escaped.extend(to.filter(|to| to.contains(['~', '%'])).map(str::to_owned));
+    });
+    let (mut plain, mut moved) = (BTreeMap::new(), Moved::default());
+    for to in escaped {
+        if let Some(reference) = moved.plain_reference(root, &to) {
+            plain.insert(to, reference);
+        }
+    }
+    if !plain.is_empty() {
+        visit(root, &mut |fields: &mut Map<String, Value>| {
+            if let Some(Value::String(to)) = fields.get_mut("$ref")
+                && let Some(reference) = plain.get(to.as_str())
+            {
+                to.clone_from(reference);
+            }
+        });
+    }
+}
+
+/// Values that have become definitions, each with a reference in its old place.
+#[derive(Default)]
+struct Moved {
+    /// Of the definitions, by the old paths.
+    names: BTreeMap<Vec<String>, String>,
+    /// Of the next name, unless it is taken.
+    next_idx: usize,
+}
+
+impl Moved {
+    /// The reference without escapes (RFC 6901, section 6). `None` if it leads nowhere.
+    fn plain_reference(&mut self, root: &mut Value, to: &str) -> Option<String> {
+        let pointer = percent_decoded(to.strip_prefix("#/")?)?;
+        let mut path: Vec<String> = Vec::new();
+        for part in pointer.split('/') {
+            path.push(part.replace("~1", "/").replace("~0", "~"));
+            // Without an escape, a slash would end the key.
+            if part.contains("~1") {
+                path = vec!["$defs".to_owned(), self.definition(root, path)?];
+            }
+        }
+        at(root, &path)?;
+        Some(format!("#/{}", path.join("/")))
+    }
+
+    /// The name of the definition that the value at `path` is, or becomes.
+    fn definition(&mut self, root: &mut Value, path: Vec<String>) -> Option<String> {
+        if let Some(name) = self.names.get(&path) {
+            return Some(name.clone());
+        }
+        at(root, &path)?;
+        let definitions = root.as_object_mut()?.entry("$defs").or_insert(json!({})).as_object_mut()?;
+        while definitions.contains_key(&format!("moved_{}", self.next_idx)) {
+            self.next_idx += 1;
+        }
+        let name = format!("moved_{}", self.next_idx);
+        let value = std::mem::replace(at(root, &path)?, json!({"$ref": format!("#/$defs/{name}")}));
+        root["$defs"][&name] = value;
+        self.names.insert(path, name.clone());
+        Some(name)
+    }
+}
+
+/// The value behind these keys.
+fn at<'a>(root: &'a mut Value, path: &[String]) -> Option<&'a mut Value> {
+    path.iter().try_fold(root, |value, key| match value {
+        Value::Object(fields) => fields.get_mut(key),
+        Value::Array(items) => items.get_mut(key.parse::<usize>().ok()?),
+        _ => None,
+    })
+}
+
+/// The text behind `%41` and the like; `None` if it is not UTF-8.
+fn percent_decoded(text: &str) -> Option<String> {
+    let digit = |byte: u8| char::from(byte).to_digit(16).and_then(|digit| u8::try_from(digit).ok());
+    let (mut bytes, mut rest) = (Vec::with_capacity(text.len()), text.as_bytes());
+    while let [byte, tail @ ..] = rest {
+        let decoded = match (byte, tail) {
+            (b'%', [high, low, ..]) => digit(*high).zip(digit(*low)).map(|(high, low)| high * 16 + low),
+            _ => None,
+        };
+        bytes.push(decoded.unwrap_or(*byte));
+        rest = if decoded.is_some() { &tail[2..] } else { tail };
+    }
+    String::from_utf8(bytes).ok()
 }
 
 #[cfg(test)]
@@ -96,7 +193,45 @@ mod tests {
             (json!({"const": {"dependencies": {}}}), json!({"const": {"dependencies": {}}})),
         ] {
             let sent = schema.clone();
-            drop_idle_keywords(&mut schema);
+            make_plain(&mut schema);
+            assert_eq!(schema, expected, "{sent}");
+        }
+    }
+
+    #[test]
+    fn references_are_written_with_the_keys_themselves() {
+        let string = json!({"type": "string"});
+        for (mut schema, expected) in [
+            // No slash in a key.
+            (
+                json!({"$ref": "#/$defs/a%20~0%C3%A9", "$defs": {"a ~é": string}}),
+                json!({"$ref": "#/$defs/a ~é", "$defs": {"a ~é": string}}),
+            ),
+            // A definition, and a part of it; one of the names is taken.
+            (
+                json!({"anyOf": [{"$ref": "#/$defs/a~1b"}, {"$ref": "#/$defs/a~1b/items"}, {"$ref": "#/$defs/moved_0"}],
+                    "$defs": {"a/b": {"items": {"$ref": "#/$defs/a~1b"}}, "moved_0": string}}),
+                json!({"anyOf": [{"$ref": "#/$defs/moved_1"}, {"$ref": "#/$defs/moved_1/items"}, {"$ref": "#/$defs/moved_0"}],
+                    "$defs": {"a/b": {"$ref": "#/$defs/moved_1"}, "moved_0": string,
+                        "moved_1": {"items": {"$ref": "#/$defs/moved_1"}}}}),
+            ),
+            // A property stays where it is.
+            (
+                json!({"properties": {"a/b": {"anyOf": [string]}, "c": {"$ref": "#/properties/a~1b/anyOf/0"}}}),
+                json!({"properties": {"a/b": {"$ref": "#/$defs/moved_0"}, "c": {"$ref": "#/$defs/moved_0/anyOf/0"}},
+                    "$defs": {"moved_0": {"anyOf": [string]}}}),
+            ),
+            // They lead nowhere, or are none.
+            (json!({"$ref": "#/$defs/a~1b"}), json!({"$ref": "#/$defs/a~1b"})),
+            (json!({"$ref": "#/$defs/a%"}), json!({"$ref": "#/$defs/a%"})),
+            (
+                json!({"$ref": "#/x~1y", "x/y": string, "$defs": 1}),
+                json!({"$ref": "#/x~1y", "x/y": string, "$defs": 1}),
+            ),
+            (json!({"const": {"$ref": "#/a~0b"}, "a~b": 1}), json!({"const": {"$ref": "#/a~0b"}, "a~b": 1})),
+        ] {
+            let sent = schema.clone();
+            make_plain(&mut schema);
             assert_eq!(schema, expected, "{sent}");
         }
     }

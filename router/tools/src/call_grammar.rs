@@ -1,6 +1,6 @@
 //! The grammar of an answer that may have calls.
 
-use baton_request::{Grammar, GrammarKind, drop_idle_keywords, output_schema};
+use baton_request::{Grammar, GrammarKind, make_plain, output_schema};
 use serde_json::{Value, json};
 
 use crate::{
@@ -252,7 +252,7 @@ impl Lark<'_> {
 
 /// White space as Python's `json.dumps` writes it, with which chat templates show calls to models.
 fn dumped(mut schema: Value) -> Value {
-    drop_idle_keywords(&mut schema);
+    make_plain(&mut schema);
     schema["x-guidance"] =
         json!({"whitespace_flexible": false, "item_separator": ", ", "key_separator": ": "});
     schema

@@ -301,8 +301,8 @@ fn with_a_format_an_answer_is_a_call_or_of_the_format() {
 
 #[test]
 fn arguments_may_refer_to_definitions_of_their_schema() {
-    let parameters = json!({"type": "object", "properties": {"p": {"$ref": "#/$defs/P"}}, "required": ["p"],
-        "additionalProperties": false, "$defs": {"P": {"enum": ["up", "down"]}}});
+    let parameters = json!({"type": "object", "properties": {"p": {"$ref": "#/$defs/P~1Q"}}, "required": ["p"],
+        "additionalProperties": false, "$defs": {"P/Q": {"enum": ["up", "down"]}}});
     let tools = [json!({"type": "function", "function": {"name": "add", "parameters": parameters}})];
     for format in ToolFormat::ALL {
         let form = AnswerForm::detect(|_| false, Some(format));
