@@ -121,7 +121,8 @@ mod tests {
                 "cannot read --etcd-password-file (BATON_ETCD_PASSWORD_FILE) /no/file",
             ),
         ] {
-            let line = Line::parse_from(format!("baton --discovery etcd --etcd-user u {words}").split_whitespace());
+            let line =
+                Line::parse_from(format!("baton --discovery etcd --etcd-user u {words}").split_whitespace());
             let error = line.discovery.config(String::new(), None, Vec::new()).unwrap_err().to_string();
             assert!(error.contains(expected), "{error}");
         }

@@ -57,7 +57,9 @@ pub enum TlsError {
     #[error("{0:?} is no name that a certificate could be for; --tls-name (BATON_TLS_NAME) gives another")]
     Name(String),
     /// rustls does not accept the files.
-    #[error("--tls-cert (BATON_TLS_CERT), --tls-key (BATON_TLS_KEY) or --tls-ca (BATON_TLS_CA) cannot be used: {0}")]
+    #[error(
+        "--tls-cert (BATON_TLS_CERT), --tls-key (BATON_TLS_KEY) or --tls-ca (BATON_TLS_CA) cannot be used: {0}"
+    )]
     Unusable(#[from] rustls::Error),
 }
 

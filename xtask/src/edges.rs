@@ -147,12 +147,7 @@ const ROOMS: &[Room] = &[
         never: ROUTER_NEVER,
     },
     // Connections. It does not know what is served over them.
-    Room {
-        name: "baton-router-port",
-        uses: &["baton-tls"],
-        tests_use: &[],
-        never: ROUTER_NEVER,
-    },
+    Room { name: "baton-router-port", uses: &["baton-tls"], tests_use: &[], never: ROUTER_NEVER },
     // Tokenises and plans. It loads no weights: it runs on machines without accelerators.
     Room {
         name: "baton-router-core",

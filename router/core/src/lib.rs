@@ -44,6 +44,7 @@ mod trace;
 
 pub use active::{ActiveRequest, ActiveRequests};
 pub use baton_journal::{Journal, JournalConfig, JournalOpenError};
+pub use baton_router_workers::{Listed, Report, Workers};
 pub use body_room::BodyRoom;
 pub use caller::Caller;
 pub use config::{PlanBasis, RouterConfig};
@@ -67,4 +68,3 @@ pub use request::{
 pub use sampling::ClientSampling;
 pub use state::Core;
 pub use timing::{Extras, Timing};
-pub use baton_router_workers::{Listed, Report, Workers};

@@ -11,7 +11,6 @@ use baton_router_workers::Workers;
 use tokio::sync::{Semaphore, oneshot};
 use tokio_util::sync::CancellationToken;
 
-
 /// Requests that migrate at a time. Each reads KV at one worker and writes it at another, beside steps that need the
 /// same memory bandwidth.
 const MAX_MIGRATING: usize = 8;

@@ -10,9 +10,7 @@ use baton_planner::{
 use baton_request::Request;
 use baton_router_workers::{SequenceHashes, Workers, block_kinds};
 
-use crate::{
-    config::{PlanBasis, RouterConfig},
-};
+use crate::config::{PlanBasis, RouterConfig};
 
 /// Plans requests.
 #[derive(Debug)]

@@ -15,9 +15,7 @@ use baton_tools::{AnswerReader, ToolRequest};
 use serde_json::{Map, Value};
 use tokio::sync::OnceCell;
 
-use super::{
-    Caller, ClientSampling, CoreError, DurableCall, ExplainedPlan, durable::Resumption,
-};
+use super::{Caller, ClientSampling, CoreError, DurableCall, ExplainedPlan, durable::Resumption};
 use crate::{
     kept::{self, CacheControl, KeptText, RenderedChat},
     model::ServedModel,

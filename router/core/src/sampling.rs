@@ -7,9 +7,7 @@ use baton_router_workers::Contexts;
 use baton_tools::{AskedGrammar, ToolRequest};
 
 use super::CoreError;
-use crate::{
-    model::{ServedModel, special},
-};
+use crate::model::{ServedModel, special};
 
 /// How long schemas are compiled one by one, to find those that cannot be.
 const MAX_LOOK: Duration = Duration::from_secs(2);

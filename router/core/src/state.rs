@@ -8,16 +8,10 @@ use baton_router_workers::{BLOCKING_TOKENS, Contexts, SequenceHashes, Workers, b
 use tokio::sync::{Semaphore, SetOnce, broadcast};
 use tokio_util::sync::CancellationToken;
 
-
 use super::{
     ActiveRequests, BodyRoom, ClientRequest, CoreError, EndedRequest, Migrator, Planner, PreparedRequest,
 };
-use crate::{
-    config::RouterConfig,
-    metrics::RouterMetrics,
-    model::ServedModel,
-    seen::SeenSections,
-};
+use crate::{config::RouterConfig, metrics::RouterMetrics, model::ServedModel, seen::SeenSections};
 
 /// Texts longer than this are tokenised off the async threads.
 const BLOCKING_BYTES: usize = 16 << 10;
