@@ -1,6 +1,6 @@
 //! From a grammar's text to what llguidance compiles. What would need more than the compiler may use is refused here.
 
-use baton_request::{Grammar, GrammarKind, MAX_GRAMMAR_BYTES, output_schema};
+use baton_request::{Grammar, GrammarKind, MAX_GRAMMAR_BYTES, output_schema, rounded_constant};
 use llguidance::api::TopLevelGrammar;
 use serde_json::Value;
 
@@ -28,6 +28,7 @@ pub(crate) fn parse(grammar: &Grammar) -> Result<TopLevelGrammar, GrammarError> 
             if !(schema.is_object() || schema.is_boolean()) {
                 return Err(invalid("a schema is a JSON object or a boolean"));
             }
+            check_numbers(kind, &schema)?;
             Ok(TopLevelGrammar::from_json_schema(output_schema(schema)))
         }
         GrammarKind::Regex => {
@@ -55,9 +56,26 @@ pub(crate) fn parse(grammar: &Grammar) -> Result<TopLevelGrammar, GrammarError> 
             if text.lines().count() > MAX_RULES {
                 return Err(invalid(&format!("it has more than {MAX_RULES} lines")));
             }
+            schemas(text).try_for_each(|schema| check_numbers(kind, &schema))?;
             Ok(TopLevelGrammar::from_lark(text.to_owned()))
         }
     }
+}
+
+/// The JSON schemas in a grammar in Lark.
+fn schemas(lark: &str) -> impl Iterator<Item = Value> {
+    lark.match_indices("%json").filter_map(move |(idx, mark)| {
+        let rest = &lark[idx + mark.len()..];
+        serde_json::Deserializer::from_str(rest).into_iter::<Value>().next()?.ok()
+    })
+}
+
+/// The compiler rounds numbers: it would demand another one than the client.
+fn check_numbers(kind: GrammarKind, schema: &Value) -> Result<(), GrammarError> {
+    let Some(number) = rounded_constant(schema) else { return Ok(()) };
+    let reason =
+        format!("the number {number} in const or enum may be rounded, as it is beyond 2^53: use a string");
+    Err(GrammarError::invalid(kind, reason))
 }
 
 fn check_depth(kind: GrammarKind, text: &str) -> Result<(), GrammarError> {

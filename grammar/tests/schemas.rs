@@ -22,6 +22,7 @@ const COMPILED: &[Case] = &[
     (r#"{"type": "array"}"#, &["[]", r#"[1, "a", []]"#], &["{}", "[1,]"]),
     (r#"{"type": "object"}"#, &["{}", r#"{"a": 1}"#], &["[]", "{a: 1}"]),
     (r#"{"const": 2}"#, &["2"], &["3", "\"2\""]),
+    (r#"{"const": 9007199254740992}"#, &["9007199254740992"], &["9007199254740993", "9007199254740991"]),
     (r#"{"const": {"a": [1, null]}}"#, &[r#"{"a":[1,null]}"#], &["{}", r#"{"a":[1]}"#]),
     (r#"{"enum": [1, "a", null, [2]]}"#, &["1", r#""a""#, "null", "[2]"], &["2", r#""b""#]),
     (r#"{"type": "integer", "minimum": 3, "maximum": 12}"#, &["3", "9", "12"], &["2", "13", "-3"]),
@@ -141,6 +142,29 @@ fn compiled_schemas_take_valid_texts_and_no_others() {
         }
         for text in invalid {
             assert!(!takes(&tiny, schema, text), "{schema} takes {text}");
+        }
+    }
+}
+
+/// The compiler would round them.
+#[test]
+fn constants_beyond_2_to_the_53_are_refused_also_within_lark() {
+    let tiny = tiny();
+    for (kind, text, number) in [
+        (GrammarKind::JsonSchema, r#"{"const": 9007199254740993}"#, "9007199254740993"),
+        (
+            GrammarKind::JsonSchema,
+            r#"{"items": {"enum": [1, -9223372036854775807]}}"#,
+            "-9223372036854775807",
+        ),
+        (GrammarKind::JsonSchema, r#"{"const": 100000000000000000000}"#, "e+20"),
+        (GrammarKind::Lark, r#"start: "%json" | %json {"const": 9007199254740993}"#, "9007199254740993"),
+    ] {
+        match tiny.matcher(kind, text) {
+            Err(GrammarError::Invalid { reason, .. }) => {
+                assert!(reason.contains(number), "{text}: {reason:?}")
+            }
+            other => panic!("{text}: {other:?}"),
         }
     }
 }

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use serde_json::{Map, Value, json};
+use serde_json::{Map, Number, Value, json};
 
 /// White space between two parts of a JSON value: none, a space, or a new line with some indentation. Without a bound a
 /// model may write white space for ever.
@@ -54,21 +54,67 @@ pub fn make_plain(schema: &mut Value) {
 fn visit(schema: &mut Value, change: &mut impl FnMut(&mut Map<String, Value>)) {
     let Value::Object(fields) = schema else { return };
     change(fields);
-    for (name, value) in fields {
-        match &**name {
-            // Values, not schemas.
-            "enum" | "const" | "default" | "examples" => {}
-            // The keys are names that the schema's author chose.
-            "properties" | "patternProperties" | "$defs" | "definitions" | "dependentSchemas"
-            | "dependencies" => {
+    for (keyword, value) in fields {
+        match (Held::by(keyword), value) {
+            (Held::Values, _) => {}
+            (Held::Named, value) => {
                 let named = value.as_object_mut().into_iter().flatten();
                 named.for_each(|(_, schema)| visit(schema, change));
             }
-            _ => match value {
-                Value::Array(schemas) => schemas.iter_mut().for_each(|schema| visit(schema, change)),
-                schema => visit(schema, change),
-            },
+            (Held::Schemas, Value::Array(schemas)) => {
+                schemas.iter_mut().for_each(|schema| visit(schema, change));
+            }
+            (Held::Schemas, schema) => visit(schema, change),
         }
+    }
+}
+
+/// What a keyword holds.
+enum Held {
+    /// No schemas.
+    Values,
+    /// Schemas by names that the schema's author chose.
+    Named,
+    /// Perhaps a schema, or a list of them.
+    Schemas,
+}
+
+impl Held {
+    fn by(keyword: &str) -> Held {
+        match keyword {
+            "enum" | "const" | "default" | "examples" => Held::Values,
+            "properties" | "patternProperties" | "$defs" | "definitions" | "dependentSchemas"
+            | "dependencies" => Held::Named,
+            _ => Held::Schemas,
+        }
+    }
+}
+
+/// A number in a `const` or an `enum` that compilers of grammars may round: to them numbers are floats of 64 bits.
+pub fn rounded_constant(schema: &Value) -> Option<&Number> {
+    schema.as_object()?.iter().find_map(|(keyword, value)| match (Held::by(keyword), value) {
+        (Held::Values, value) if ["const", "enum"].contains(&keyword.as_str()) => rounded_number(value),
+        (Held::Values, _) => None,
+        (Held::Named, value) => value.as_object()?.values().find_map(rounded_constant),
+        (Held::Schemas, Value::Array(schemas)) => schemas.iter().find_map(rounded_constant),
+        (Held::Schemas, schema) => rounded_constant(schema),
+    })
+}
+
+fn rounded_number(value: &Value) -> Option<&Number> {
+    const MAX_EXACT: u64 = 1 << 53;
+    match value {
+        Value::Number(number) => {
+            let is_exact = match number.as_i64() {
+                Some(integer) => integer.unsigned_abs() <= MAX_EXACT,
+                // A longer integer is a float, too, once it is parsed.
+                None => number.as_f64().is_some_and(|float| float.abs() <= MAX_EXACT as f64),
+            };
+            (!is_exact).then_some(number)
+        }
+        Value::Array(items) => items.iter().find_map(rounded_number),
+        Value::Object(fields) => fields.values().find_map(rounded_number),
+        _ => None,
     }
 }
 
@@ -233,6 +279,25 @@ mod tests {
             let sent = schema.clone();
             make_plain(&mut schema);
             assert_eq!(schema, expected, "{sent}");
+        }
+    }
+
+    #[test]
+    fn constants_are_exact_up_to_2_to_the_53() {
+        let big = 9_007_199_254_740_993_i64;
+        for (schema, expected) in [
+            (json!({"const": big - 1}), None),
+            (json!({"enum": [1 - big, 0.1, "9007199254740993", null]}), None),
+            (json!({"const": big}), Some("9007199254740993")),
+            (json!({"anyOf": [{"enum": [1, {"a": [-big]}]}]}), Some("-9007199254740993")),
+            (json!({"properties": {"enum": {"const": u64::MAX}}}), Some("18446744073709551615")),
+            (json!({"$defs": {"x": {"items": {"const": 1.5e300}}}}), Some("1.5e+300")),
+            // Bounds, remarks, and a property that is called so.
+            (json!({"maximum": big, "default": big, "properties": {"const": {"minimum": big}}}), None),
+            (json!(true), None),
+        ] {
+            let found = rounded_constant(&schema).map(ToString::to_string);
+            assert_eq!(found.as_deref(), expected, "{schema}");
         }
     }
 }

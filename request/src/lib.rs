@@ -19,7 +19,7 @@ pub use blend::{BlendMarks, NUM_FIRST_TOKENS, max_passages};
 pub use failure::{Failure, FailureKind};
 pub use grammar::{Grammar, GrammarKind, MAX_GRAMMAR_BYTES};
 pub use invalid::{InvalidRequest, Problem, check_tokens};
-pub use json_schema::{make_plain, output_schema};
+pub use json_schema::{make_plain, output_schema, rounded_constant};
 pub use request::{FinishReason, Request, SpeculationMode};
 pub use retention::{KeptPrefix, Retention};
 pub use sampling::{MAX_LOGPROBS, SamplingParams};
