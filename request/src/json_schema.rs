@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use percent_encoding::percent_decode_str;
 use serde_json::{Map, Number, Value, json};
 
 /// White space between two parts of a JSON value: none, a space, or a new line with some indentation. Without a bound a
@@ -163,7 +164,7 @@ struct Moved {
 impl Moved {
     /// The reference without escapes (RFC 6901, section 6). `None` if it leads nowhere.
     fn plain_reference(&mut self, root: &mut Value, to: &str) -> Option<String> {
-        let pointer = percent_decoded(to.strip_prefix("#/")?)?;
+        let pointer = percent_decode_str(to.strip_prefix("#/")?).decode_utf8().ok()?;
         let mut path: Vec<String> = Vec::new();
         for part in pointer.split('/') {
             path.push(part.replace("~1", "/").replace("~0", "~"));
@@ -201,21 +202,6 @@ fn at<'a>(root: &'a mut Value, path: &[String]) -> Option<&'a mut Value> {
         Value::Array(items) => items.get_mut(key.parse::<usize>().ok()?),
         _ => None,
     })
-}
-
-/// The text behind `%41` and the like; `None` if it is not UTF-8.
-fn percent_decoded(text: &str) -> Option<String> {
-    let digit = |byte: u8| char::from(byte).to_digit(16).and_then(|digit| u8::try_from(digit).ok());
-    let (mut bytes, mut rest) = (Vec::with_capacity(text.len()), text.as_bytes());
-    while let [byte, tail @ ..] = rest {
-        let decoded = match (byte, tail) {
-            (b'%', [high, low, ..]) => digit(*high).zip(digit(*low)).map(|(high, low)| high * 16 + low),
-            _ => None,
-        };
-        bytes.push(decoded.unwrap_or(*byte));
-        rest = if decoded.is_some() { &tail[2..] } else { tail };
-    }
-    String::from_utf8(bytes).ok()
 }
 
 #[cfg(test)]
