@@ -49,7 +49,7 @@ pub(crate) struct HandleState {
     pub(crate) blend_counters: Arc<BlendCounters>,
     /// Tokens of the longest head that the executor blends. 0: it does not blend.
     pub(crate) max_blended_tokens: usize,
-    /// Tokens that the passages of a head have together at most: those that the store has room for.
+    /// Tokens that the passages of a head may have together.
     pub(crate) max_passage_tokens: usize,
     pub(crate) progress: Arc<Progress>,
     pub(crate) cache_log: CacheLog,
