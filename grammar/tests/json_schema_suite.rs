@@ -98,7 +98,7 @@ fn schemas_of_the_public_suite_are_compiled_or_refused_in_time() {
         cases.iter().for_each(|case| tally.add(&tiny, &file, case));
     }
     println!("{tally:?}");
-    // As of llguidance 1.9: 165 of 411 schemas, 515 of 546 texts. A later one may take more.
-    assert!(tally.num_compiled >= 165 && tally.num_compiled + tally.num_refused == 411, "{tally:?}");
-    assert!(tally.num_taken >= 515 && tally.num_invalid >= 490, "{tally:?}");
+    // As of llguidance 1.9: 168 of 411 schemas, 521 of 552 texts. A later one may take more.
+    assert!(tally.num_compiled >= 168 && tally.num_compiled + tally.num_refused == 411, "{tally:?}");
+    assert!(tally.num_taken >= 521 && tally.num_invalid >= 490, "{tally:?}");
 }

@@ -143,8 +143,8 @@ async fn losing_etcd_for_a_minute_changes_nothing_and_a_death_meanwhile_costs_no
     tokio::time::sleep_until(stopped + Duration::from_secs(60)).await;
     assert!(!streamed(&http, &body(3, 60, 24, "out"), |_| {}).await.is_empty());
     let log = cluster.log("decode-1");
-    let lost: Vec<_> = log.lines().filter(|line| line.contains("WARN") && line.contains(&endpoint)).collect();
-    assert!(lost.len() == 1 && lost[0].contains("discovery lost"), "{log}");
+    let lost: Vec<_> = log.lines().filter(|line| line.contains("discovery lost")).collect();
+    assert!(lost.len() == 1 && lost[0].contains("WARN") && lost[0].contains(&endpoint), "{log}");
 
     cluster.etcd.as_mut().expect("built with etcd").start_again();
     cluster.start_again("decode-0");
