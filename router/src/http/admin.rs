@@ -1,6 +1,9 @@
 //! Models, probes, version, metrics.
 
-use std::sync::Arc;
+use std::{
+    sync::Arc,
+    time::{Duration, UNIX_EPOCH},
+};
 
 use axum::{
     extract::{Extension, Path, State},
@@ -27,18 +30,10 @@ fn model_body(core: &Core, headers: &HeaderMap) -> Result<Value, ApiError> {
     })
 }
 
-/// Seconds since 1970 as RFC 3339 has them. Years are counted from March, so that a leap day ends its year.
+/// Seconds since 1970 as RFC 3339 has them: up to the year 9999.
 fn rfc3339(seconds: u64) -> String {
-    let (days, second) = (seconds / 86_400 + 719_468, seconds % 86_400);
-    let (era, day) = (days / 146_097, days % 146_097);
-    let year = (day - day / 1_460 + day / 36_524 - day / 146_096) / 365;
-    let day = day - (365 * year + year / 4 - year / 100);
-    let month = (5 * day + 2) / 153;
-    let day = day - (153 * month + 2) / 5 + 1;
-    let month = if month < 10 { month + 3 } else { month - 9 };
-    let year = era * 400 + year + u64::from(month <= 2);
-    let (hour, minute, second) = (second / 3600, second / 60 % 60, second % 60);
-    format!("{year:04}-{month:02}-{day:02}T{hour:02}:{minute:02}:{second:02}Z")
+    let time = UNIX_EPOCH + Duration::from_secs(seconds.min(253_402_300_799));
+    humantime::format_rfc3339_seconds(time).to_string()
 }
 
 /// `GET /v1/models`.
@@ -168,6 +163,7 @@ mod tests {
             (951_868_799, "2000-02-29T23:59:59Z"),
             (1_798_761_600, "2027-01-01T00:00:00Z"),
             (4_107_587_696, "2100-03-01T12:34:56Z"),
+            (u64::MAX, "9999-12-31T23:59:59Z"),
         ] {
             assert_eq!(rfc3339(seconds), text);
         }
