@@ -89,7 +89,7 @@ pub(super) fn add_namespace(cluster: &Cluster, name: &str, level: &str) -> Resul
         json!({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": labels}}),
     ])?;
     cluster.apply(&[
-        json!({"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "llm", "namespace": name}}),
+        json!({"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "serving", "namespace": name}}),
         claim("models", "ReadWriteMany", "500Gi"),
         claim("journal", "ReadWriteOnce", "10Gi"),
     ])
