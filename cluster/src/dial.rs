@@ -2,6 +2,7 @@
 
 use std::{
     io,
+    net::IpAddr,
     sync::{Arc, Mutex, PoisonError},
 };
 
@@ -128,6 +129,13 @@ fn connector(
             Ok(TokioIo::new(stream))
         }
     })
+}
+
+/// Whether a host name or address, as it stands in a URL, means the host that uses it.
+pub fn is_loopback_host(host: &str) -> bool {
+    // As URLs write addresses of IPv6.
+    let address = host.trim_matches(['[', ']']).parse::<IpAddr>();
+    address.map_or(host == "localhost", |address| address.is_loopback())
 }
 
 #[cfg(test)]

@@ -2,13 +2,13 @@
 
 use std::{
     fmt,
-    net::{IpAddr, SocketAddr},
+    net::SocketAddr,
     path::{Path, PathBuf},
     str::FromStr,
     time::Duration,
 };
 
-use baton_cluster::{DiscoveryConfig, Role, WorkerId};
+use baton_cluster::{DiscoveryConfig, Role, WorkerId, is_loopback_host};
 use baton_handoff::TransportKind;
 use baton_kv_cache::{KvDtype, WireFormat};
 use baton_kv_store::{DiskConfig, HostConfig, ObjectConfig, StoreConfig};
@@ -485,7 +485,7 @@ impl WorkerConfig {
             (None, None) => "--listen",
         };
         match hidden {
-            Some((_, flag, listen)) if !is_loopback(&host) => {
+            Some((_, flag, listen)) if !is_loopback_host(&host) => {
                 Err(ConfigError::LoopbackListener { announced_by, host, flag, listen })
             }
             _ => Ok(()),
@@ -562,12 +562,6 @@ impl WorkerConfig {
     pub fn model_name(&self) -> String {
         self.model_name.clone().unwrap_or_else(|| name_of(&self.model))
     }
-}
-
-/// Whether a host name or address means the host that uses it.
-fn is_loopback(host: &str) -> bool {
-    let address = host.trim_start_matches('[').trim_end_matches(']').parse::<IpAddr>();
-    address.map_or(host == "localhost", |address| address.is_loopback())
 }
 
 /// The default name of a model: its directory's, or its file's without `.gguf` and without the number of a part.

@@ -1,6 +1,6 @@
 //! The worker's side: a key under a lease that is kept alive. Both are created again whenever one is lost.
 
-use std::{net::IpAddr, time::Duration};
+use std::time::Duration;
 
 use etcd_client::{Client, PutOptions};
 use tokio::time::{Instant, sleep, sleep_until};
@@ -9,8 +9,8 @@ use tonic::transport::Uri;
 
 use super::{BACKOFF_LIMIT, Connector, Lost, in_time};
 use crate::{
-    DiscoveryError, EtcdConfig, RegistrationState, WorkerRecord, backoff::Backoff, members::IdTaken,
-    registration_state::StateReport,
+    DiscoveryError, EtcdConfig, RegistrationState, WorkerRecord, backoff::Backoff, dial::is_loopback_host,
+    members::IdTaken, registration_state::StateReport,
 };
 
 /// Registers one worker.
@@ -175,9 +175,7 @@ fn is_out_of_reach(address: &str, endpoints: &[String]) -> bool {
 
 fn is_loopback(url: &str) -> bool {
     let Ok(uri) = url.parse::<Uri>() else { return false };
-    // As URLs write addresses of IPv6.
-    let host = uri.host().unwrap_or_default().trim_matches(['[', ']']);
-    host == "localhost" || host.parse::<IpAddr>().is_ok_and(|ip| ip.is_loopback())
+    uri.host().is_some_and(is_loopback_host)
 }
 
 #[cfg(test)]

@@ -244,15 +244,20 @@ async fn a_stream_goes_on_with_the_same_events_at_another_router() {
     }
 }
 
-#[tokio::test(flavor = "multi_thread")]
-async fn a_stream_that_was_refused_is_not_parked_and_may_be_asked_for_again() {
-    let dir = tempfile::tempdir().expect("a directory");
-    let configure = durable(dir.path());
-    let mut router = Router::start(|config| {
+/// A router that runs one request at a time.
+async fn start_with_room_for_one(dir: &std::path::Path) -> Router {
+    let configure = durable(dir);
+    Router::start(|config| {
         configure(config);
         config.max_requests = 1;
     })
-    .await;
+    .await
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_stream_that_was_refused_is_not_parked_and_may_be_asked_for_again() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let mut router = start_with_room_for_one(dir.path()).await;
     let worker = register(&mut router).await;
     worker.script(|_| vec![Step::Hang]);
     let router = std::sync::Arc::new(router);
@@ -279,12 +284,7 @@ async fn a_stream_that_was_refused_is_not_parked_and_may_be_asked_for_again() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_resume_that_is_refused_takes_nothing_from_the_client_that_reads() {
     let dir = tempfile::tempdir().expect("a directory");
-    let configure = durable(dir.path());
-    let mut router = Router::start(|config| {
-        configure(config);
-        config.max_requests = 1;
-    })
-    .await;
+    let mut router = start_with_room_for_one(dir.path()).await;
     let _worker = register(&mut router).await;
     let [completions, chat, ..] = APIS;
     let (reader, _connection) = begin(&router.client, completions, 3).await;
