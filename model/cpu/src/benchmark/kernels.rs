@@ -122,10 +122,13 @@ impl AttentionRun {
         assert!(!pairs || has_pairs(isa), "this CPU does not multiply bf16");
         let num_blocks = context.div_ceil(16);
         let width = shape.num_heads * shape.head_dim;
+        let storage = BlockStorage::new(layout, num_blocks).expect("memory for the blocks");
+        // As workers do with their pools: small pages would cost a third of the rate.
+        storage.populate_all().expect("memory for the blocks");
         AttentionRun {
             cpu: Cpu::new(isa, threads).expect("threads start"),
             shape,
-            storage: BlockStorage::new(layout, num_blocks).expect("memory for the blocks"),
+            storage,
             blocks: (0..num_blocks as u32).map(BlockId).collect(),
             tokens: vec![0; num_rows],
             start_idx: context - num_rows,
