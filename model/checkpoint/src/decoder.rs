@@ -119,10 +119,11 @@ pub(crate) fn take_weights<S: MatrixSink>(
 /// Whether a tensor may be left over: a buffer that old versions saved, a tensor that the configuration already used,
 /// or a tied head that is stored twice.
 pub(crate) fn is_redundant(spec: &DecoderSpec, name: &str) -> bool {
-    name.ends_with("rotary_emb.inv_freq")
+    const BUFFERS: &[&str] =
+        &["rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached", "masked_bias"];
+    BUFFERS.iter().any(|buffer| name.ends_with(buffer))
         || name == ROPE_DIVISORS
         || is_about_activations(name)
-        || name.ends_with("masked_bias")
         || (spec.tied_head && name == "lm_head.weight")
 }
 

@@ -36,6 +36,8 @@ pub(crate) fn is_about_activations(name: &str) -> bool {
         ".input_scale_ub",
         ".input_zero_point",
         ".k_scale",
+        // AutoFP8's older files: of keys and values together.
+        ".kv_scale",
         ".output_scale",
         ".q_scale",
         ".v_scale",
