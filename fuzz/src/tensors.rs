@@ -47,6 +47,7 @@ pub const WORDS: &[&str] = &[
     "long_factor",
     "rope_local_base_freq",
     "max_position_embeddings",
+    "max_sequence_length",
     "sliding_window",
     "use_sliding_window",
     "max_window_layers",

@@ -456,19 +456,27 @@ pub fn context_length(name: &str, fields: &Fields<'_>) -> Result<usize, LoadErro
         _ => 2048,
     };
     let length = fields.size_or("max_position_embeddings", default)?;
-    // YaRN is often enabled by one field while the context length stays unchanged.
-    if let Some(parameters) = scaling_fields(fields)?
-        && parameters.get("full_attention").is_none()
-        && let RopeScaling::Yarn { factor, original_context, .. } = scaling(fields, &parameters)?
-    {
-        let length = length.max((factor * original_context) as usize);
-        return if length <= MAX_SIZE {
-            Ok(length)
-        } else {
-            Err(parameters.refuse("factor", "one that makes a context of at most 2^31 tokens"))
-        };
+    let Some(parameters) = scaling_fields(fields)? else { return Ok(length) };
+    if parameters.get("full_attention").is_some() {
+        return Ok(length);
     }
-    Ok(length)
+    match scaling(fields, &parameters)? {
+        // YaRN is often enabled by one field while the context length stays unchanged.
+        RopeScaling::Yarn { factor, original_context, .. } => {
+            let length = length.max((factor * original_context) as usize);
+            if length <= MAX_SIZE {
+                Ok(length)
+            } else {
+                Err(parameters.refuse("factor", "one that makes a context of at most 2^31 tokens"))
+            }
+        }
+        // Vicuna's and LongChat's `max_position_embeddings` is that of the pre-training.
+        RopeScaling::Linear { factor } => {
+            let stated = fields.size_or("max_sequence_length", length)?;
+            Ok(length.max(stated.min((length as f64 * factor) as usize)))
+        }
+        _ => Ok(length),
+    }
 }
 
 #[cfg(test)]
@@ -485,6 +493,28 @@ mod tests {
         let path = Path::new("config.json");
         let object = parse_object(path, json.as_bytes()).unwrap();
         decoder(name, &Fields::new(path, &object)).unwrap()
+    }
+
+    fn context(name: &str, json: &str) -> usize {
+        let path = Path::new("config.json");
+        let object = parse_object(path, json.as_bytes()).unwrap();
+        context_length(name, &Fields::new(path, &object)).unwrap()
+    }
+
+    #[test]
+    fn linear_scaling_extends_the_context_to_the_stated_length() {
+        let check = |kind: &str, factor: f64, stated: &str, expected: usize| {
+            let scaling = format!(r#""rope_scaling": {{"type": "{kind}", "factor": {factor}}}"#);
+            let json = format!(r#"{{"max_position_embeddings": 4096, {scaling}{stated}}}"#);
+            assert_eq!(context("LlamaForCausalLM", &json), expected, "{json}");
+        };
+        let stated = r#", "max_sequence_length": 16384"#;
+        check("linear", 4.0, stated, 16384);
+        check("linear", 2.0, stated, 8192);
+        check("linear", 8.0, stated, 16384);
+        check("linear", 4.0, "", 4096);
+        check("linear", 4.0, r#", "max_sequence_length": 2048"#, 4096);
+        check("default", 4.0, stated, 4096);
     }
 
     #[test]
