@@ -342,61 +342,52 @@ fn ropes(
     head_dim: usize,
     dual: bool,
 ) -> Result<Vec<RopeSpec>, LoadError> {
-    let nested = match fields.object("rope_parameters")? {
-        Some(parameters) if parameters.get("full_attention").is_some() => Some(parameters),
-        _ => None,
-    };
-    if !dual {
-        if let Some(nested) = nested {
+    let parameters = fields.object("rope_parameters")?;
+    let nested = parameters.as_ref().filter(|parameters| parameters.get("full_attention").is_some());
+    let [full, sliding] = match nested {
+        Some(nested) if !dual => {
             return Err(nested.refuse("full_attention", "one set of parameters for all layers"));
         }
-        let parameters = scaling_fields(fields)?;
-        return Ok(vec![rope(fields, parameters.as_ref(), "rope_theta", family.rope_theta, head_dim)?]);
+        Some(nested) => [nested.object("full_attention")?, nested.object("sliding_attention")?],
+        None => [parameters.clone(), None],
+    };
+    // Scaling applies only to the layers that see the whole context.
+    let scaling = stated_scaling(fields)?;
+    let first = scaling.as_ref().or(full.as_ref());
+    let mut ropes = vec![rope(fields, [first, full.as_ref()], "rope_theta", family.rope_theta, head_dim)?];
+    if dual {
+        ropes.push(rope(fields, [sliding.as_ref(), None], "rope_local_base_freq", 10_000.0, head_dim)?);
     }
-    match nested {
-        Some(nested) => {
-            let full = nested.object("full_attention")?;
-            let sliding = nested.object("sliding_attention")?;
-            Ok(vec![
-                rope(fields, full.as_ref(), "rope_theta", family.rope_theta, head_dim)?,
-                rope(fields, sliding.as_ref(), "rope_local_base_freq", 10_000.0, head_dim)?,
-            ])
-        }
-        // Scaling applies only to the layers that see the whole context.
-        None => {
-            let parameters = scaling_fields(fields)?;
-            Ok(vec![
-                rope(fields, parameters.as_ref(), "rope_theta", family.rope_theta, head_dim)?,
-                rope(fields, None, "rope_local_base_freq", 10_000.0, head_dim)?,
-            ])
-        }
-    }
+    Ok(ropes)
 }
 
-/// `rope_parameters` since transformers 5; `rope_scaling` before.
-fn scaling_fields<'a>(fields: &Fields<'a>) -> Result<Option<Fields<'a>>, LoadError> {
-    match fields.object("rope_parameters")? {
-        Some(parameters) => Ok(Some(parameters)),
-        None => fields.object("rope_scaling"),
-    }
+/// `rope_scaling`, unless it is empty: files before transformers 5 have it, and it overrides `rope_parameters`, as there.
+fn stated_scaling<'a>(fields: &Fields<'a>) -> Result<Option<Fields<'a>>, LoadError> {
+    Ok(fields.object("rope_scaling")?.filter(|scaling| !scaling.is_empty()))
 }
 
+/// The rotary embedding with the scaling of `first`. A number that this lacks is that of the configuration itself, else that
+/// of `second`.
 fn rope(
     fields: &Fields<'_>,
-    parameters: Option<&Fields<'_>>,
+    [first, second]: [Option<&Fields<'_>>; 2],
     theta_field: &str,
     theta: f64,
     head_dim: usize,
 ) -> Result<RopeSpec, LoadError> {
-    let inner = |field: &str| parameters.map_or(Ok(None), |parameters| parameters.positive(field));
-    let theta = inner("rope_theta")?.or(fields.positive(theta_field)?).unwrap_or(theta);
-    let partial =
-        inner("partial_rotary_factor")?.or(fields.positive("partial_rotary_factor")?).unwrap_or(1.0);
+    let of = |parameters: Option<&Fields<'_>>, field: &str| {
+        parameters.map_or(Ok(None), |parameters| parameters.positive(field))
+    };
+    let number = |field: &str, own_field: &str| -> Result<Option<f64>, LoadError> {
+        Ok(of(first, field)?.or(fields.positive(own_field)?).or(of(second, field)?))
+    };
+    let theta = number("rope_theta", theta_field)?.unwrap_or(theta);
+    let partial = number("partial_rotary_factor", "partial_rotary_factor")?.unwrap_or(1.0);
     let rotary_dim = (head_dim as f64 * partial) as usize;
     if rotary_dim > head_dim || !rotary_dim.is_multiple_of(2) || rotary_dim == 0 {
         return Err(fields.refuse("head_dim", "an even number, with partial_rotary_factor in 0 to 1"));
     }
-    let scaling = match parameters {
+    let scaling = match first {
         Some(parameters) => scaling(fields, parameters)?,
         None => RopeScaling::None,
     };
@@ -456,10 +447,13 @@ pub fn context_length(name: &str, fields: &Fields<'_>) -> Result<usize, LoadErro
         _ => 2048,
     };
     let length = fields.size_or("max_position_embeddings", default)?;
-    let Some(parameters) = scaling_fields(fields)? else { return Ok(length) };
-    if parameters.get("full_attention").is_some() {
+    let parameters = match stated_scaling(fields)? {
+        None => fields.object("rope_parameters")?,
+        stated => stated,
+    };
+    let Some(parameters) = parameters.filter(|parameters| parameters.get("full_attention").is_none()) else {
         return Ok(length);
-    }
+    };
     match scaling(fields, &parameters)? {
         // YaRN is often enabled by one field while the context length stays unchanged.
         RopeScaling::Yarn { factor, original_context, .. } => {
@@ -493,6 +487,43 @@ mod tests {
         let path = Path::new("config.json");
         let object = parse_object(path, json.as_bytes()).unwrap();
         decoder(name, &Fields::new(path, &object)).unwrap()
+    }
+
+    #[test]
+    fn rope_scaling_overrides_rope_parameters_unless_it_is_empty() {
+        let check = |name: &str, more: &str, expected: &[(RopeScaling, f64)]| {
+            let ropes = small(name, more).ropes;
+            let found: Vec<_> = ropes.into_iter().map(|rope| (rope.scaling, rope.theta)).collect();
+            assert_eq!(found, expected, "{name}{more}");
+        };
+        let linear = |factor: f64| RopeScaling::Linear { factor };
+        let four = r#", "rope_scaling": {"rope_type": "linear", "factor": 4}"#;
+        let two = r#", "rope_parameters": {"rope_type": "linear", "factor": 2, "rope_theta": 200}"#;
+        let own = r#", "rope_theta": 500"#;
+        let llama = "LlamaForCausalLM";
+        check(llama, two, &[(linear(2.0), 200.0)]);
+        check(llama, &format!("{four}{two}"), &[(linear(4.0), 200.0)]);
+        check(llama, &format!("{four}{two}{own}"), &[(linear(4.0), 500.0)]);
+        let with_theta = r#", "rope_scaling": {"type": "linear", "factor": 4, "rope_theta": 400}"#;
+        check(llama, &format!("{with_theta}{two}{own}"), &[(linear(4.0), 400.0)]);
+        check(llama, &format!("{two}, \"rope_scaling\": {{}}"), &[(linear(2.0), 200.0)]);
+        check(llama, &format!("{two}, \"rope_scaling\": null"), &[(linear(2.0), 200.0)]);
+
+        // Gemma 3 scales its full layers alone.
+        let gemma = "Gemma3ForCausalLM";
+        let nested = r#", "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 600},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 60}}"#;
+        check(gemma, nested, &[(RopeScaling::None, 600.0), (RopeScaling::None, 60.0)]);
+        check(gemma, &format!("{four}{nested}"), &[(linear(4.0), 600.0), (RopeScaling::None, 60.0)]);
+        check(gemma, &format!("{four}{own}"), &[(linear(4.0), 500.0), (RopeScaling::None, 10_000.0)]);
+    }
+
+    #[test]
+    fn a_context_is_extended_by_rope_scaling_beside_rope_parameters() {
+        let json = r#"{"max_position_embeddings": 32, "rope_parameters": {"rope_theta": 200},
+                       "rope_scaling": {"rope_type": "yarn", "factor": 4}}"#;
+        assert_eq!(context("LlamaForCausalLM", json), 128);
     }
 
     fn context(name: &str, json: &str) -> usize {

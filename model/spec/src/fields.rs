@@ -62,6 +62,11 @@ impl<'a> Fields<'a> {
         self.path.to_owned()
     }
 
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.values.is_empty()
+    }
+
     /// The value; `None` if absent or `null`.
     pub fn get(&self, field: &str) -> Option<&'a Value> {
         self.values.get(field).filter(|value| !value.is_null())
