@@ -22,7 +22,7 @@ pub(crate) fn compiler(model: &Path, vocab_size: usize) -> Arc<GrammarCompiler> 
 
 fn load(model: &Path, vocab_size: usize) -> Result<Result<Vocabulary, GrammarError>, TokenizerError> {
     let tokenizer = Tokenizer::load(model)?;
-    let ends = GenerationDefaults::load(model)?.eos_token_ids;
+    let ends = GenerationDefaults::load(model)?.with_end_of(&tokenizer, vocab_size).eos_token_ids;
     let Some(tokens) = tokenizer.all_token_bytes() else {
         return Ok(Err(GrammarError::vocabulary("a text is not its tokens' bytes in a row")));
     };
@@ -51,13 +51,19 @@ impl Worker {
 
 #[cfg(test)]
 mod tests {
+    use std::path::PathBuf;
+
     use baton_request::{Grammar, GrammarKind};
 
     use super::*;
 
+    fn tiny() -> PathBuf {
+        Path::new(env!("CARGO_MANIFEST_DIR")).join("../models/tiny")
+    }
+
     #[test]
     fn no_token_is_forced_that_the_model_lacks() {
-        let model = Path::new(env!("CARGO_MANIFEST_DIR")).join("../models/tiny");
+        let model = tiny();
         let grammar = Grammar::new(GrammarKind::Regex, "The old house keeps a letter for the gardener");
         let forced =
             |vocab_size| compiler(&model, vocab_size).matcher(&grammar, &[]).expect("it compiles").forced(64);
@@ -66,5 +72,21 @@ mod tests {
         let few = forced(*last as usize);
         assert!(!few.is_empty() && few.iter().all(|token| token < last), "{few:?} of {all:?}");
         assert_eq!(few, all[..few.len()]);
+    }
+
+    #[test]
+    fn a_text_ends_with_the_tokenizers_end_too() {
+        let (tiny, dir) = (tiny(), tempfile::tempdir().unwrap());
+        for name in ["tokenizer.json", "tokenizer_config.json"] {
+            std::fs::copy(tiny.join(name), dir.path().join(name)).unwrap();
+        }
+        std::fs::write(dir.path().join("generation_config.json"), r#"{"eos_token_id": 7}"#).unwrap();
+        let tokenizer = Tokenizer::load(dir.path()).unwrap();
+        let end = tokenizer.special_token_id("eos_token").expect("it has one");
+        assert_ne!(end, 7);
+        let output = tokenizer.encode("house", false).unwrap();
+        let grammar = Grammar::new(GrammarKind::Regex, "house");
+        let mut matcher = compiler(dir.path(), usize::MAX).matcher(&grammar, &output).expect("it compiles");
+        assert!(matcher.allows(7) && matcher.allows(end));
     }
 }

@@ -159,6 +159,7 @@ fn simulate(gpu: GpuKind, name: String, config: &WorkerConfig) -> anyhow::Result
         .with_context(|| format!("{} on --device {}", config.model.display(), config.device))?;
     let measured = config.step_profile.as_deref().map(step_profile).transpose()?;
     let step = measured.unwrap_or(share.step);
+    // Without the tokenizer's own end: a process has many of these workers, and each would load a tokenizer for it.
     let ends = [eos_token_ids, GenerationDefaults::load(&config.model)?.eos_token_ids].concat();
     let executor = SimExecutor::new(config.block_size, decoder.vocab_size, step, share.host_seconds, ends);
     tracing::warn!(

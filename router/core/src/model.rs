@@ -88,15 +88,16 @@ impl ServedModel {
         format: Option<ToolFormat>,
         tokenizer: Tokenizer,
     ) -> anyhow::Result<ServedModel> {
-        let defaults = GenerationDefaults::load(model)?;
         let description =
             if model.is_dir() { Description::read(model)? } else { Description::read_gguf(model)? };
+        let vocab_size = description.vocab_size.unwrap_or_else(|| tokenizer.vocab_size());
+        let defaults = GenerationDefaults::load(model)?.with_end_of(&tokenizer, vocab_size);
         let created = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
         let form = AnswerForm::detect(|text| tokenizer.chat_template_contains(text), format);
         Ok(ServedModel {
             name: name.to_owned(),
             architecture: description.architectures.into_iter().next().unwrap_or_default(),
-            vocab_size: description.vocab_size.unwrap_or_else(|| tokenizer.vocab_size()),
+            vocab_size,
             max_context: description.max_position_embeddings,
             grammars: grammars(&tokenizer, &defaults),
             form,

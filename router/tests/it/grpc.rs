@@ -279,6 +279,21 @@ async fn without_workers_it_is_unavailable() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn the_tokenizers_end_ends_answers_and_an_end_that_the_model_lacks_is_ignored() {
+    let (router, worker) = Router::with_worker_and(|config| {
+        let file = config.model.join("generation_config.json");
+        std::fs::write(file, r#"{"eos_token_id": [257, 9999]}"#).expect("the directory is writable");
+    })
+    .await;
+    let mut client = client(&router).await;
+    let info = client.model_info(ModelInfoRequest {}).await.unwrap().into_inner();
+    assert_eq!(info.eos_token_ids, [257, END]);
+    generate(&mut client, text("x")).await.unwrap();
+    let sampling = worker.requests()[0].sampling.clone().unwrap();
+    assert_eq!(sampling.stop_token_ids, [END, 257]);
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn model_info_and_loads() {
     let (router, _worker) = Router::with_worker().await;
     let mut client = client(&router).await;
