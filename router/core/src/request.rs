@@ -441,7 +441,12 @@ pub fn tokenize(
         }
         PromptInput::Chat(mut chat) => {
             rename_developers(&mut chat.messages);
-            model.form.adapt_ids(&mut chat.messages);
+            let places = model.form.adapt(&mut chat.messages);
+            for text in &mut chat.kept {
+                text.message_idx = places.get(text.message_idx).copied().unwrap_or(text.message_idx);
+            }
+            // A result may have moved before another one.
+            chat.kept.sort_by_key(|text| text.message_idx);
             if chat.continue_final {
                 chat.extra.insert("add_generation_prompt".to_owned(), Value::Bool(false));
             }

@@ -351,6 +351,63 @@ async fn mistrals_templates_see_ids_of_nine_letters_and_digits() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn llamas_templates_see_each_call_before_its_result() {
+    let template = "{% for m in messages %}{% if m.tool_calls %}\
+                    {% if m.tool_calls | length != 1 %}{{ raise_exception('one call at once') }}{% endif %}\
+                    {{ m.content }}({{ m.tool_calls[0].function.arguments.a }})\
+                    {% elif m.role == 'tool' %}={{ m.content }}{% endif %}{% endfor %}";
+    let (router, worker) = Router::with_worker_and(|config| {
+        config.tool_format = Some(baton_router::ToolFormat::Llama3);
+        write_template(&config.model, template);
+    })
+    .await;
+    worker.script(say("Three."));
+    let arguments = |a: u32| format!("{{\"a\": {a}}}");
+    let call = |id: &str, a: u32| json!({"id": id, "type": "function", "function": {"name": "add", "arguments": arguments(a)}});
+    let result = |id: &str, text: &str| json!({"role": "tool", "tool_call_id": id, "content": text});
+    let called = json!({"role": "assistant", "content": "A", "tool_calls": [call("c1", 1), call("c2", 2)]});
+    let chat = json!({"messages": [called, result("c2", "two"), result("c1", "one")]});
+    let item = |id: &str, a: u32| json!({"type": "function_call", "call_id": id, "name": "add", "arguments": arguments(a)});
+    let output =
+        |id: &str, text: &str| json!({"type": "function_call_output", "call_id": id, "output": text});
+    let responses = json!({"input": [{"role": "assistant", "content": "A"}, item("c1", 1), item("c2", 2),
+        output("c2", "two"), output("c1", "one")]});
+    let used = |id: &str, a: u32| json!({"type": "tool_use", "id": id, "name": "add", "input": {"a": a}});
+    let messages = json!({"max_tokens": 20, "messages": [
+        {"role": "user", "content": "U"},
+        {"role": "assistant", "content": [{"type": "text", "text": "A"}, used("c1", 1), used("c2", 2)]},
+        {"role": "user", "content": [
+            {"type": "tool_result", "tool_use_id": "c2", "content": "two", "cache_control": {"type": "ephemeral"}},
+            {"type": "tool_result", "tool_use_id": "c1", "content": "one"}]}]});
+    let shown = "A(1)=one(2)=two";
+    for (path, body) in [(PATH, chat), ("/v1/responses", responses), ("/v1/messages", messages)] {
+        let answer = router.client.post(path, &body).await;
+        assert_eq!(answer.status, 200, "{path} {}", answer.text());
+        assert_eq!(worker.requests().pop().unwrap().prompt_token_ids, ids(shown), "{path}");
+    }
+    // The mark has moved with its text.
+    let kept = worker.requests().pop().unwrap().retention.unwrap().kept;
+    assert_eq!(kept.iter().map(|prefix| prefix.num_tokens as usize).collect::<Vec<_>>(), [shown.len()]);
+
+    let call = |id: &str, a: u32| v1::ToolCall { id: id.into(), name: "add".into(), arguments: arguments(a) };
+    let message = |role: &str, content: &str, id: &str| v1::ChatMessage {
+        role: role.into(),
+        content: content.into(),
+        tool_call_id: id.into(),
+        ..Default::default()
+    };
+    let tool_calls = vec![call("c1", 1), call("c2", 2)];
+    let called = v1::ChatMessage { tool_calls, ..message("assistant", "A", "") };
+    let messages = vec![called, message("tool", "two", "c2"), message("tool", "one", "c1")];
+    let chat = v1::ChatMessages { messages, ..Default::default() };
+    let prompt = Some(v1::generate_request::Prompt::Chat(chat));
+    let request = v1::GenerateRequest { prompt, ..Default::default() };
+    let mut stream = client(&router).await.generate(request).await.expect("accepted").into_inner();
+    while stream.message().await.expect("no error").is_some() {}
+    assert_eq!(worker.requests().pop().unwrap().prompt_token_ids, ids(shown));
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn arguments_of_earlier_calls_are_read_alike_over_http_and_grpc() {
     let template = "{% for m in messages %}{% if m.tool_calls %}{{ m.tool_calls[0].function.arguments | tojson }}\
                     {% endif %}{% endfor %}";

@@ -9,7 +9,7 @@ use crate::{
     reader::{AnswerReader, ReasoningMarks},
     refusal::OutputRefusal,
     response_format::AskedGrammar,
-    short_ids,
+    short_ids, single_calls,
     tool_request::ToolRequest,
 };
 
@@ -38,11 +38,15 @@ impl AnswerForm {
         marks.chain(self.reasoning.into_iter().flat_map(|(open, close)| [open, close]))
     }
 
-    /// Gives earlier calls and their results the ids that the model's chat template takes.
-    pub fn adapt_ids(self, messages: &mut Value) {
+    /// Writes earlier calls and their results as the model's chat template takes them. Returns where each message is now.
+    pub fn adapt(self, messages: &mut Value) -> Vec<usize> {
         if self.format.is_some_and(ToolFormat::has_short_ids) {
             short_ids::shorten(messages);
         }
+        if self.format.is_some_and(ToolFormat::has_single_calls) {
+            return single_calls::split(messages);
+        }
+        (0..messages.as_array().map_or(0, Vec::len)).collect()
     }
 
     /// A reader for answers to a prompt that ends with `prompt_end`; `None` if there is nothing to look for.

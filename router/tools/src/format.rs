@@ -65,6 +65,11 @@ impl ToolFormat {
         matches!(self, ToolFormat::Mistral | ToolFormat::MistralArgs)
     }
 
+    /// Whether its chat templates take [one call a message](crate::single_calls).
+    pub(crate) fn has_single_calls(self) -> bool {
+        self == ToolFormat::Llama3
+    }
+
     /// The format that a chat template writes. `contains` says whether the template contains a text.
     pub fn detect(contains: impl Fn(&str) -> bool) -> Option<ToolFormat> {
         if contains("<|channel|>") && contains("<|message|>") {

@@ -31,6 +31,7 @@ mod markers;
 mod past_calls;
 mod refusal;
 mod short_ids;
+mod single_calls;
 
 pub use answer_form::AnswerForm;
 pub use call_ids::CallIds;
