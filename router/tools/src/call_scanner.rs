@@ -2,6 +2,9 @@
 
 use serde_json::Value;
 
+/// No arguments.
+const NONE: &str = "{}";
+
 /// A call under way.
 #[derive(Clone, Debug)]
 pub(crate) struct CallScanner {
@@ -22,7 +25,7 @@ pub(crate) struct CallScanner {
 pub(crate) enum Scanned {
     /// The tool's name is known.
     Name(String),
-    /// A part of the arguments, as JSON. The name comes first.
+    /// A part of the arguments, as JSON. The name comes first. `{}` stands for none, and for `null`.
     Arguments(String),
     /// The object is complete.
     End,
@@ -146,18 +149,24 @@ impl CallScanner {
         self.shape.has_begun = true;
         let mut scanned = Vec::new();
         if end != Some(false) {
-            // Arguments that are JSON in a string are read when they are complete.
-            if is_arguments && !self.is_string {
-                scanned.extend(self.arguments(&c.to_string()));
-            } else {
-                self.value.push(c);
+            self.value.push(c);
+            // Arguments that are JSON in a string, and those that may be `null`, are read when they are complete.
+            let is_held = self.is_string || self.shape.depth == 0 && "null".starts_with(&self.value);
+            if is_arguments && !is_held {
+                let text = std::mem::take(&mut self.value);
+                scanned.extend(self.arguments(&text));
             }
         }
         let Some(has_taken) = end else { return scanned };
         self.place = Place::CommaOrEnd;
         self.has_arguments |= is_arguments;
         match serde_json::from_str(&self.value) {
-            Ok(Value::String(text)) if is_arguments => scanned.extend(self.arguments(&text)),
+            Ok(Value::String(text)) if is_arguments => scanned.extend(self.arguments(or_none(&text))),
+            // What was held.
+            _ if is_arguments && !self.is_string && !self.value.is_empty() => {
+                let text = std::mem::take(&mut self.value);
+                scanned.extend(self.arguments(or_none(&text)));
+            }
             Ok(Value::String(name)) if self.key == "\"name\"" && self.name.is_none() => {
                 self.name = Some(name.clone());
                 scanned.push(Scanned::Name(name));
@@ -183,8 +192,14 @@ impl CallScanner {
     }
 
     fn end(&mut self) -> Vec<Scanned> {
-        vec![Scanned::End]
+        let none = if self.has_arguments { None } else { self.arguments(NONE) };
+        none.into_iter().chain([Scanned::End]).collect()
     }
+}
+
+/// Arguments that are complete.
+fn or_none(text: &str) -> &str {
+    if matches!(text.trim(), "" | "null") { NONE } else { text }
 }
 
 #[cfg(test)]
@@ -216,8 +231,15 @@ mod tests {
             (r#" { "arguments":{"a":"}\"{"} , "name":"f" }"#, "f", r#"{"a":"}\"{"}"#, &end),
             (r#"{"id": [1, {"name": 2}], "name": "f", "parameters": {}}"#, "f", "{}", &end),
             (r#"{"name": "f", "arguments": "{\"a\": 1}"}"#, "f", r#"{"a": 1}"#, &end),
-            (r#"{"name": "f"}"#, "f", "", &end),
-            (r#"{"name": "f\u00e9", "arguments": null}"#, "fé", "null", &end),
+            (r#"{"name": "f"}"#, "f", "{}", &end),
+            (r#"{"name": "f\u00e9", "arguments": null}"#, "fé", "{}", &end),
+            (r#"{"arguments": null , "name": "f"}"#, "f", "{}", &end),
+            (r#"{"name": "f", "arguments": ""}"#, "f", "{}", &end),
+            (r#"{"name": "f", "arguments": "null"}"#, "f", "{}", &end),
+            (r#"{"name": "f", "arguments": nul}"#, "f", "nul", &end),
+            (r#"{"name": "f", "arguments": [null]}"#, "f", "[null]", &end),
+            (r#"{"name": "f", "arguments": 12}"#, "f", "12", &end),
+            (r#"{"name": "f", "arguments": nu"#, "f", "", &None),
             (r#"{"name": "f", "arguments": {"a": [1"#, "f", r#"{"a": [1"#, &None),
             (r#"{"name": 7}"#, "", "", &Some(Scanned::Broken)),
             (r#"{"a": 7}"#, "", "", &Some(Scanned::Broken)),

@@ -59,6 +59,9 @@ fn hermes() {
     check(&plain, &format!("Let me see.\n{call}\n{call}"), &["C Let me see.", "F add", args, "F add", args]);
     check(&plain, &format!("{call} and so"), &["F add", args, "C and so"]);
     check(&plain, "<tool_call>\nadd(1)\n</tool_call>", &["C <tool_call>\nadd(1)"]);
+    for rest in ["}", ", \"arguments\": null}", ", \"arguments\": {}}"] {
+        check(&plain, &format!("<tool_call>{{\"name\": \"add\"{rest}</tool_call>"), &["F add", "A {}"]);
+    }
     check(&plain, "<tool_call>{\"name\": \"add\", \"argu", &["F add"]);
     check(&plain, "<tool_call>{\"na", &["C <tool_call>{\"na"]);
     check(&plain, "1 <tool", &["C 1 <tool"]);
