@@ -26,7 +26,7 @@ use crate::{
 const MAX_STOPS: usize = 16;
 const MAX_ID_CHARS: usize = 128;
 
-/// Tokens of a prompt's end that tell whether it opens the reasoning.
+/// Tokens of a prompt's end that tell whether it opens the reasoning. A message that is continued is looked at as a whole.
 const PROMPT_END: usize = 8;
 
 /// The call that a request came with.
@@ -348,6 +348,7 @@ impl ClientRequest {
         let mut reader = None;
         for mut prompt in self.prompts {
             let is_chat = matches!(prompt, PromptInput::Chat(_));
+            let is_continued = matches!(&prompt, PromptInput::Chat(chat) if chat.continue_final);
             let calls = if let PromptInput::Chat(chat) = &mut prompt { chat.calls.take() } else { None };
             let TokenisedPrompt { ids, mut passages, kept } = match self.arrival.resumed_request() {
                 Some(resumed) => resumed.prompt.to_vec().into(),
@@ -375,7 +376,8 @@ impl ClientRequest {
             };
             // A format that was asked for leaves no room for reasoning, unless there may be calls.
             if is_chat && (calls.is_some() || request.sampling.grammar.is_none()) {
-                let tail = &request.prompt[request.prompt.len().saturating_sub(PROMPT_END)..];
+                let num_tokens = if is_continued { request.prompt.len() } else { PROMPT_END };
+                let tail = &request.prompt[request.prompt.len().saturating_sub(num_tokens)..];
                 let prompt_end = model.tokenizer.decode(tail, false);
                 if let Some(calls) = &calls {
                     request.sampling.grammar = self.sampling.grammar_of_calls(model, calls, &prompt_end)?;

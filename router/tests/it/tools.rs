@@ -408,6 +408,31 @@ async fn llamas_templates_see_each_call_before_its_result() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_message_in_a_channel_is_continued() {
+    let messages =
+        json!([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "I wish you a good"}]);
+    let chat = json!({"messages": messages, "continue_final_message": true});
+    for (channel, key, kind) in [("final", "content", "text"), ("analysis", "reasoning_content", "thinking")]
+    {
+        let template = format!(
+            "{{% for m in messages %}}<|start|>{{{{ m.role }}}}<|channel|>{channel}<|message|>{{{{ m.content }}}}<|end|>\
+             {{% endfor %}}"
+        );
+        let (router, worker) = Router::with_worker_and(|config| {
+            config.tool_format = Some(baton_router::ToolFormat::Harmony);
+            write_template(&config.model, &template);
+        })
+        .await;
+        worker.script(say(" day.<|return|>"));
+        let answer = router.client.post(PATH, &chat).await.json();
+        assert_eq!(answer["choices"][0]["message"][key], " day.", "{answer}");
+        let body = json!({"messages": messages, "max_tokens": 100});
+        let answer = router.client.post("/v1/messages", &body).await.json();
+        assert_eq!(answer["content"][0][kind], " day.", "{answer}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn arguments_of_earlier_calls_are_read_alike_over_http_and_grpc() {
     let template = "{% for m in messages %}{% if m.tool_calls %}{{ m.tool_calls[0].function.arguments | tojson }}\
                     {% endif %}{% endfor %}";

@@ -6,6 +6,7 @@ use serde_json::Value;
 use crate::{
     call_grammar::Otherwise,
     format::ToolFormat,
+    harmony::Address,
     reader::{AnswerReader, ReasoningMarks},
     refusal::OutputRefusal,
     response_format::AskedGrammar,
@@ -59,7 +60,8 @@ impl AnswerForm {
         let names = tools.into_iter().flat_map(ToolRequest::names).map(str::to_owned).collect();
         let is_parallel = tools.is_none_or(|tools| tools.is_parallel);
         let is_required = tools.is_some_and(ToolRequest::is_required);
-        Some(AnswerReader::new(self.format, names, is_parallel, reasoning).requiring_calls(is_required))
+        let reader = AnswerReader::new(self.format, names, is_parallel, reasoning);
+        Some(reader.requiring_calls(is_required).after(prompt_end))
     }
 
     /// What an answer with `tools` must match. Where the model decides whether it calls, an answer that is no call is of the
@@ -87,7 +89,8 @@ impl AnswerForm {
             let message = "the format of this model's calls is not known; the server's --tool-format sets it";
             return Err(OutputRefusal::new(param, message));
         };
-        tools.grammar(format, self.reasoning_after(prompt_end), otherwise, special).map(Some)
+        let reasoning = self.reasoning_after(prompt_end);
+        tools.grammar(format, reasoning, Address::left_open(prompt_end), otherwise, special).map(Some)
     }
 
     fn reasoning_after(self, prompt_end: &str) -> Option<ReasoningMarks> {

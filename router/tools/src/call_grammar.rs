@@ -5,6 +5,7 @@ use serde_json::{Value, json};
 
 use crate::{
     format::ToolFormat,
+    harmony::Address,
     reader::ReasoningMarks,
     refusal::OutputRefusal,
     response_format::AskedGrammar,
@@ -27,7 +28,7 @@ const ANY: &str = "/(.|\\n)*/";
 
 impl ToolRequest {
     /// What the answer must match. `special` is the id of a text that is a special token of the model. An answer may begin
-    /// with reasoning between `reasoning`.
+    /// with reasoning between `reasoning`. In Harmony's format it may continue a message, whose address is `opened`.
     ///
     /// # Errors
     /// When the format that the answer may have instead cannot be a part of a grammar.
@@ -35,12 +36,13 @@ impl ToolRequest {
         &self,
         format: ToolFormat,
         reasoning: Option<ReasoningMarks>,
+        opened: Option<Address>,
         otherwise: Otherwise<'_>,
         special: impl Fn(&str) -> Option<u32>,
     ) -> Result<Grammar, OutputRefusal> {
         let lark = Lark { tools: self, otherwise, special: &special };
         let mut rules = match format {
-            ToolFormat::Harmony => lark.harmony(),
+            ToolFormat::Harmony => lark.harmony(opened),
             ToolFormat::Llama3 => lark.llama3(),
             ToolFormat::Hermes | ToolFormat::Mistral | ToolFormat::MistralArgs => {
                 lark.marked(format, reasoning)
@@ -181,8 +183,8 @@ impl Lark<'_> {
         output_schema(json!({"anyOf": any_of, "$defs": definitions}))
     }
 
-    /// Messages with a channel each.
-    fn harmony(&self) -> String {
+    /// Messages with a channel each. The answer begins within the one that is `opened`.
+    fn harmony(&self, opened: Option<Address>) -> String {
         let [channel, message, constrain] =
             ["<|channel|>", "<|message|>", "<|constrain|>"].map(|text| self.mark(text));
         let [end, start] = ["<|end|>", "<|start|>"].map(|text| self.mark(text));
@@ -191,18 +193,23 @@ impl Lark<'_> {
             format!("{channel} {recipient} {constrain} \"json\" {message}")
         };
         let next = format!("{end} {start} \"assistant\"");
+        let (begun, alone) = match (&opened, self.otherwise) {
+            (Some(Address::Content), Otherwise::Format(_)) => return "answer: other\n".into(),
+            (Some(_), Otherwise::Text) => (format!("TEXT {next} "), "TEXT | "),
+            (Some(_), _) => (format!("TEXT {next} "), ""),
+            (None, _) => (String::new(), ""),
+        };
         let answer = match self.otherwise {
-            Otherwise::Nothing => {
-                format!(
-                    "answer: (analysis {next})? object\nanalysis: {channel} \"analysis\" {message} TEXT\n"
-                )
-            }
+            Otherwise::Nothing => format!(
+                "answer: {begun}(analysis {next})? object\n\
+                 analysis: {channel} \"analysis\" {message} TEXT\n"
+            ),
             Otherwise::Text => format!(
-                "answer: (plain {next})* (plain | object)\n\
+                "answer: {alone}{begun}(plain {next})* (plain | object)\n\
                  plain: {channel} CHANNEL {message} TEXT\nCHANNEL: \"analysis\" | \"commentary\" | \"final\"\n"
             ),
             Otherwise::Format(_) => format!(
-                "answer: (plain {next})* (final | object)\n\
+                "answer: {begun}(plain {next})* (final | object)\n\
                  plain: {channel} CHANNEL {message} TEXT\nCHANNEL: \"analysis\" | \"commentary\"\n\
                  final: {channel} \"final\" (\" \"? {constrain} \"json\")? {message} other\n"
             ),

@@ -1,5 +1,8 @@
 //! The headers of GPT-OSS's answers: `<|start|>assistant to=functions.f<|channel|>commentary json<|message|>`.
 
+/// The marks that end a message. The last two begin another one.
+pub(crate) const ENDS: [&str; 5] = ["<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>"];
+
 /// To whom a message is addressed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Address {
@@ -24,6 +27,16 @@ impl Address {
             _ => Address::Content,
         }
     }
+
+    /// The address of the message that a prompt leaves open, for the answer to continue. Calls are not continued.
+    pub(crate) fn left_open(prompt: &str) -> Option<Address> {
+        let (head, text) = prompt.rsplit_once("<|message|>")?;
+        if ENDS.iter().any(|end| text.contains(end)) {
+            return None;
+        }
+        let header = head.rsplit("<|start|>").next().unwrap_or_default();
+        Some(Address::of_header(header)).filter(|address| !matches!(address, Address::Tool(_)))
+    }
 }
 
 #[cfg(test)]
@@ -43,6 +56,22 @@ mod tests {
             ("", Address::Content),
         ] {
             assert_eq!(Address::of_header(header), expected, "{header}");
+        }
+    }
+
+    #[test]
+    fn a_prompt_leaves_a_message_open_or_none() {
+        let past = "<|start|>user<|message|>Hi<|end|><|start|>assistant";
+        for (end, expected) in [
+            ("<|channel|>final<|message|>", Some(Address::Content)),
+            ("<|channel|>final<|message|>Good 1 <| 2", Some(Address::Content)),
+            ("<|channel|>analysis<|message|>Hm", Some(Address::Reasoning)),
+            ("", None),
+            ("<|channel|>final", None),
+            ("<|channel|>final<|message|>Good<|end|>", None),
+            ("<|channel|>commentary to=functions.add json<|message|>{", None),
+        ] {
+            assert_eq!(Address::left_open(&format!("{past}{end}")), expected, "{end}");
         }
     }
 }

@@ -4,7 +4,7 @@
 use crate::{
     call_scanner::{CallScanner, Scanned, Shape},
     format::ToolFormat,
-    harmony::Address,
+    harmony::{Address, ENDS},
     markers::{Found, find},
 };
 
@@ -119,6 +119,16 @@ impl AnswerReader {
         self
     }
 
+    /// The same for an answer to a prompt that ends with `prompt_end`: it may continue a message.
+    pub fn after(mut self, prompt_end: &str) -> AnswerReader {
+        if self.format == Some(ToolFormat::Harmony)
+            && let Some(address) = Address::left_open(prompt_end)
+        {
+            self.state = State::Message(address);
+        }
+        self
+    }
+
     /// Calls so far.
     pub fn num_calls(&self) -> usize {
         self.num_calls
@@ -166,10 +176,13 @@ impl AnswerReader {
                 rest.truncate(rest.trim_end().len());
                 add(&mut parts, AnswerPart::Content(rest));
             }
-            State::Header
-                if self.format == Some(ToolFormat::Harmony) && !rest.contains("<|") && !self.is_required =>
-            {
-                add(&mut parts, AnswerPart::Content(rest));
+            // Text without a header.
+            State::Header if !self.is_required => {
+                let end = ["<|return|>", "<|end|>"].into_iter().find(|end| rest.ends_with(end));
+                rest.truncate(rest.len() - end.map_or(0, str::len));
+                if !rest.contains("<|") {
+                    add(&mut parts, AnswerPart::Content(rest));
+                }
             }
             _ => {}
         }
@@ -394,8 +407,7 @@ impl AnswerReader {
     }
 
     fn step_message(&mut self, address: Address, parts: &mut Vec<AnswerPart>) -> bool {
-        let marks = ["<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>"];
-        let (num_bytes, found) = self.before(&marks);
+        let (num_bytes, found) = self.before(&ENDS);
         let text = self.take(num_bytes);
         match &address {
             Address::Reasoning => add(parts, AnswerPart::Reasoning(text)),
@@ -411,7 +423,7 @@ impl AnswerReader {
             // The next header begins with this mark.
             Some(3 | 4) => self.state = State::Header,
             Some(idx) => {
-                self.take(marks[idx].len());
+                self.take(ENDS[idx].len());
                 self.state = State::Header;
             }
         }

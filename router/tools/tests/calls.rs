@@ -300,6 +300,34 @@ fn with_a_format_an_answer_is_a_call_or_of_the_format() {
 }
 
 #[test]
+fn an_answer_that_continues_a_message_begins_with_its_text() {
+    let (compiler, form) = (compiler(), AnswerForm::detect(|_| false, Some(ToolFormat::Harmony)));
+    let asked = AskedGrammar {
+        param: "response_format",
+        grammar: Grammar::new(GrammarKind::JsonSchema, "{\"type\": \"integer\"}"),
+    };
+    let then = |next: &str| format!(" so.<|end|><|start|>assistant{next}");
+    let call = |b: &str| then(&call_of(ToolFormat::Harmony, &format!("{{\"a\": 1, \"b\": {b}}}")));
+    let number = said(ToolFormat::Harmony, "7");
+    for (channel, choice, asked, text, is_allowed) in [
+        ("final", "auto", None, " so.".to_owned(), true),
+        ("final", "auto", None, call("1"), true),
+        ("final", "auto", None, call("2"), false),
+        ("analysis", "required", None, " so.".to_owned(), false),
+        ("analysis", "required", None, call("1"), true),
+        ("final", "auto", Some(&asked), "7".to_owned(), true),
+        ("final", "auto", Some(&asked), " so.".to_owned(), false),
+        ("analysis", "auto", Some(&asked), then(&number), true),
+        ("analysis", "auto", Some(&asked), "7".to_owned(), false),
+    ] {
+        let prompt = format!("<|start|>assistant<|channel|>{channel}<|message|>I think");
+        let grammar = form.grammar(&request(&tools(), choice), asked, &prompt, special).unwrap().unwrap();
+        let shown = format!("{channel} {choice} {text}\n{}", grammar.text);
+        assert_eq!(allows(&compiler, &grammar, &text), is_allowed, "{shown}");
+    }
+}
+
+#[test]
 fn arguments_may_refer_to_definitions_of_their_schema() {
     let parameters = json!({"type": "object", "properties": {"p": {"$ref": "#/$defs/P~1Q"}}, "required": ["p"],
         "additionalProperties": false, "$defs": {"P/Q": {"enum": ["up", "down"]}}});

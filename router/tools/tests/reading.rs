@@ -119,6 +119,23 @@ fn harmony() {
     let answer = "<|start|>assistant<|channel|>final<|message|>Three.<|return|>";
     check(&harmony, &format!("{thought}{answer}"), &["R They ask < 1 + 2.", "C Three."]);
     check(&harmony, "<|channel|>final<|message|>cut", &["C cut"]);
+    for end in ["", "<|return|>", "<|end|>"] {
+        check(&harmony, &format!("no header{end}"), &["C no header"]);
+    }
+}
+
+#[test]
+fn harmony_after_a_message_that_is_continued() {
+    let after = |end: &str| reader(Some(ToolFormat::Harmony), true, None).after(end);
+    let content = after("<|start|>assistant<|channel|>final<|message|>1 + 2 is");
+    check(&content, " three.", &["C  three."]);
+    check(&content, " three.<|return|>", &["C  three."]);
+    let reasoning = after("<|start|>assistant<|channel|>analysis<|message|>They");
+    let answer = " ask.<|end|><|start|>assistant<|channel|>final<|message|>Three.<|return|>";
+    check(&reasoning, answer, &["R  ask.", "C Three."]);
+    assert!(reasoning.is_reasoning() && !content.is_reasoning());
+    let begun = after("<|message|>Hi<|end|><|start|>assistant");
+    check(&begun, "<|channel|>final<|message|>Three.", &["C Three."]);
 }
 
 #[test]
