@@ -433,6 +433,61 @@ async fn a_message_in_a_channel_is_continued() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn gpt_oss_templates_see_reasoning_that_comes_back() {
+    let template = "{% for m in messages %}{% if m.tool_calls %}\
+                    {% if m.content and m.thinking %}{{ raise_exception('not both') }}{% endif %}\
+                    [{{ m.thinking or m.content }}]{% endif %}{% endfor %}";
+    let (router, worker) = Router::with_worker_and(|config| {
+        config.tool_format = Some(baton_router::ToolFormat::Harmony);
+        write_template(&config.model, template);
+    })
+    .await;
+    worker.script(say("<|channel|>final<|message|>Two."));
+    let call = json!({"id": "c", "type": "function", "function": {"name": "add", "arguments": "{}"}});
+    let result = json!({"role": "tool", "tool_call_id": "c", "content": "2"});
+    let called = |fields: Value| {
+        let mut message = json!({"role": "assistant", "content": "A", "tool_calls": [call]});
+        message.as_object_mut().unwrap().extend(fields.as_object().unwrap().clone());
+        json!({"messages": [message, result]})
+    };
+    let responses = json!({"input": [
+        {"type": "reasoning", "id": "r", "summary": [], "content": [{"type": "reasoning_text", "text": "T"}]},
+        {"role": "assistant", "content": "A"},
+        {"type": "function_call", "call_id": "c", "name": "add", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": "2"}]});
+    let messages = json!({"max_tokens": 100, "messages": [
+        {"role": "user", "content": "U"},
+        {"role": "assistant", "content": [
+            {"type": "thinking", "thinking": "T", "signature": ""}, {"type": "text", "text": "A"},
+            {"type": "tool_use", "id": "c", "name": "add", "input": {}}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": "2"}]}]});
+    for (path, body, shown) in [
+        (PATH, called(json!({"reasoning_content": "T"})), "[T]"),
+        (PATH, called(json!({})), "[A]"),
+        ("/v1/responses", responses, "[T]"),
+        ("/v1/messages", messages, "[T]"),
+    ] {
+        let answer = router.client.post(path, &body).await;
+        assert_eq!(answer.status, 200, "{path} {}", answer.text());
+        assert_eq!(worker.requests().pop().unwrap().prompt_token_ids, ids(shown), "{path}");
+    }
+    let call = v1::ToolCall { id: "c".into(), name: "add".into(), arguments: "{}".into() };
+    let message = v1::ChatMessage {
+        role: "assistant".into(),
+        content: "A".into(),
+        reasoning: "T".into(),
+        tool_calls: vec![call],
+        ..Default::default()
+    };
+    let chat = v1::ChatMessages { messages: vec![message], ..Default::default() };
+    let prompt = Some(v1::generate_request::Prompt::Chat(chat));
+    let request = v1::GenerateRequest { prompt, ..Default::default() };
+    let mut stream = client(&router).await.generate(request).await.expect("accepted").into_inner();
+    while stream.message().await.expect("no error").is_some() {}
+    assert_eq!(worker.requests().pop().unwrap().prompt_token_ids, ids("[T]"));
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn arguments_of_earlier_calls_are_read_alike_over_http_and_grpc() {
     let template = "{% for m in messages %}{% if m.tool_calls %}{{ m.tool_calls[0].function.arguments | tojson }}\
                     {% endif %}{% endfor %}";

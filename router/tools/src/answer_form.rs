@@ -10,7 +10,7 @@ use crate::{
     reader::{AnswerReader, ReasoningMarks},
     refusal::OutputRefusal,
     response_format::AskedGrammar,
-    short_ids, single_calls,
+    short_ids, single_calls, thinking,
     tool_request::ToolRequest,
 };
 
@@ -39,10 +39,14 @@ impl AnswerForm {
         marks.chain(self.reasoning.into_iter().flat_map(|(open, close)| [open, close]))
     }
 
-    /// Writes earlier calls and their results as the model's chat template takes them. Returns where each message is now.
+    /// Writes earlier reasoning, calls and their results as the model's chat template takes them. Returns where each message is
+    /// now.
     pub fn adapt(self, messages: &mut Value) -> Vec<usize> {
         if self.format.is_some_and(ToolFormat::has_short_ids) {
             short_ids::shorten(messages);
+        }
+        if self.format == Some(ToolFormat::Harmony) {
+            thinking::rename(messages);
         }
         if self.format.is_some_and(ToolFormat::has_single_calls) {
             return single_calls::split(messages);

@@ -32,6 +32,7 @@ mod past_calls;
 mod refusal;
 mod short_ids;
 mod single_calls;
+mod thinking;
 
 pub use answer_form::AnswerForm;
 pub use call_ids::CallIds;
