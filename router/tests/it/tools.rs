@@ -488,6 +488,27 @@ async fn gpt_oss_templates_see_reasoning_that_comes_back() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn gpt_oss_templates_see_each_of_several_calls() {
+    let template = "{% for m in messages %}{% if m.tool_calls %}\
+                    {{ m.thinking or '' }}({{ m.tool_calls[0].function.arguments.a }})\
+                    {% elif m.role == 'tool' %}={{ m.content }}{% endif %}{% endfor %}";
+    let (router, worker) = Router::with_worker_and(|config| {
+        config.tool_format = Some(baton_router::ToolFormat::Harmony);
+        write_template(&config.model, template);
+    })
+    .await;
+    worker.script(say("<|channel|>final<|message|>Three."));
+    let call = |id: &str, arguments: &str| json!({"id": id, "type": "function", "function": {"name": "add", "arguments": arguments}});
+    let calls = [call("c1", "{\"a\": 1}"), call("c2", "{\"a\": 2}")];
+    let result = |id: &str, text: &str| json!({"role": "tool", "tool_call_id": id, "content": text});
+    let called = json!({"role": "assistant", "content": "", "reasoning_content": "T", "tool_calls": calls});
+    let chat = json!({"messages": [called, result("c1", "one"), result("c2", "two")]});
+    let answer = router.client.post(PATH, &chat).await;
+    assert_eq!(answer.status, 200, "{}", answer.text());
+    assert_eq!(worker.requests().pop().unwrap().prompt_token_ids, ids("T(1)=one(2)=two"));
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn arguments_of_earlier_calls_are_read_alike_over_http_and_grpc() {
     let template = "{% for m in messages %}{% if m.tool_calls %}{{ m.tool_calls[0].function.arguments | tojson }}\
                     {% endif %}{% endfor %}";

@@ -67,7 +67,7 @@ impl ToolFormat {
 
     /// Whether its chat templates take [one call a message](crate::single_calls).
     pub(crate) fn has_single_calls(self) -> bool {
-        self == ToolFormat::Llama3
+        matches!(self, ToolFormat::Llama3 | ToolFormat::Harmony)
     }
 
     /// The format that a chat template writes. `contains` says whether the template contains a text.

@@ -1,4 +1,4 @@
-//! Messages with one call each, as the chat templates of Llama 3 take them. It knows messages, no templates.
+//! Messages with one call each, as the chat templates of Llama 3 and GPT-OSS take them. It knows messages, no templates.
 
 use std::{iter, mem};
 
