@@ -157,7 +157,7 @@ def mistakes_raise_the_right_exception(server: Server) -> None:
         ({"max_tokens": 0}, "max_tokens"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user", "content": [image]}]}, "messages[0].content[0].type"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
+        ({"thinking": {"type": "on"}}, "thinking.type"),
         ({"tool_choice": {"type": "any"}}, "there are no tools"),
         ({"extra_body": {"max_tokns": 3}}, "did you mean max_tokens?"),
     ]:

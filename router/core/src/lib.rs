@@ -39,6 +39,7 @@ mod sections;
 mod seen;
 mod state;
 mod stops;
+mod thinking;
 mod timing;
 mod trace;
 
@@ -67,4 +68,5 @@ pub use request::{
 };
 pub use sampling::ClientSampling;
 pub use state::Core;
+pub use thinking::Thinking;
 pub use timing::{Extras, Timing};

@@ -15,7 +15,7 @@ use baton_tools::{AnswerReader, ToolRequest};
 use serde_json::{Map, Value};
 use tokio::sync::OnceCell;
 
-use super::{Caller, ClientSampling, CoreError, DurableCall, ExplainedPlan, durable::Resumption};
+use super::{Caller, ClientSampling, CoreError, DurableCall, ExplainedPlan, Thinking, durable::Resumption};
 use crate::{
     kept::{self, CacheControl, KeptText, RenderedChat},
     model::ServedModel,
@@ -132,6 +132,8 @@ pub struct ChatInput {
     pub calls: Option<Box<ToolRequest>>,
     /// Whether the answer continues the last message.
     pub continue_final: bool,
+    /// Whether the model thinks, and how much.
+    pub thinking: Thinking,
     /// Further variables of the template.
     pub extra: Map<String, Value>,
 }
@@ -449,6 +451,7 @@ pub fn tokenize(
             }
             // A result may have moved before another one.
             chat.kept.sort_by_key(|text| text.message_idx);
+            let hint = mem::take(&mut chat.thinking).tell(model, chat.tools.is_some(), &mut chat.extra)?;
             if chat.continue_final {
                 chat.extra.insert("add_generation_prompt".to_owned(), Value::Bool(false));
             }
@@ -465,13 +468,19 @@ pub fn tokenize(
                 true => Some(FinalText::mark(&mut chat.messages).ok_or_else(|| not_continued(param))?),
                 false => None,
             };
-            let mut prompt = model
-                .tokenizer
-                .chat_prompt(&chat.messages, chat.tools.as_ref(), &chat.extra)
-                .map_err(|error: TemplateError| {
-                    let param = if error == TemplateError::NoTools { "tools" } else { param };
-                    CoreError::invalid(param, error.to_string())
-                })?;
+            let render = |extra: &Map<String, Value>| {
+                model.tokenizer.chat_prompt(&chat.messages, chat.tools.as_ref(), extra)
+            };
+            let mut rendered = render(&chat.extra);
+            let is_refused = matches!(rendered, Err(TemplateError::Raised(_)));
+            if let Some(name) = hint.filter(|_| is_refused) {
+                chat.extra.remove(name);
+                rendered = render(&chat.extra);
+            }
+            let mut prompt = rendered.map_err(|error| {
+                let param = if error == TemplateError::NoTools { "tools" } else { param };
+                CoreError::invalid(param, error.to_string())
+            })?;
             if let Some(text) = final_text {
                 text.cut(&mut chat.messages, &mut prompt).ok_or_else(|| not_continued(param))?;
             }

@@ -7,8 +7,8 @@ use baton_proto::v1;
 use baton_request::SpeculationMode;
 use baton_router_core::{
     BlendMode, CacheControl, ChatInput, ClientRequest, ClientSampling, CoreError, Event, ExplainedOption,
-    ExplainedPlan, Extras, FieldNames, KeptText, MessageTexts, PromptInput, RequestArrival, Serving, Timing,
-    TokenOut, TokenisedPrompt, Usage, documents, mark_passage,
+    ExplainedPlan, Extras, FieldNames, KeptText, MessageTexts, PromptInput, RequestArrival, Serving,
+    Thinking, Timing, TokenOut, TokenisedPrompt, Usage, documents, mark_passage,
 };
 use baton_tools::{AnswerPart, AskedGrammar, ToolRequest, read_arguments};
 use serde_json::{Value, json};
@@ -120,6 +120,7 @@ fn conversation(chat: v1::ChatMessages) -> Result<ChatInput, CoreError> {
         tools: (!tools.is_empty() && calls.is_some()).then_some(Value::Array(tools)),
         calls: calls.map(Box::new),
         continue_final: chat.continue_final_message,
+        thinking: Thinking::default(),
         extra: serde_json::Map::new(),
     })
 }

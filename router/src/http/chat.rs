@@ -22,7 +22,7 @@ use super::{
 };
 use baton_router_core::{
     ChatInput, ClientRequest, Core, Event, Events, Extras, FieldNames, PromptInput, RequestArrival, Serving,
-    TokenOut, Usage, documents,
+    Thinking, TokenOut, Usage, documents,
 };
 
 request_body! {
@@ -114,6 +114,7 @@ impl ChatRequest {
             tools,
             calls: calls.map(Box::new),
             continue_final: self.continue_final_message.unwrap_or(false),
+            thinking: Thinking::default(),
             extra,
         };
         Ok(ClientRequest {

@@ -16,7 +16,9 @@ use super::{
     error::ApiError,
     messages,
 };
-use baton_router_core::{ChatInput, Core, CoreError, PromptInput, check_model, documents, tokenize};
+use baton_router_core::{
+    ChatInput, Core, CoreError, PromptInput, Thinking, check_model, documents, tokenize,
+};
 
 /// The request.
 #[derive(Debug, Deserialize, utoipa::ToSchema)]
@@ -73,6 +75,7 @@ pub(crate) async fn tokenize_text(
                 kept: Vec::new(),
                 calls: None,
                 continue_final,
+                thinking: Thinking::default(),
                 extra,
             };
             (PromptInput::Chat(chat), "messages", usize::MAX)

@@ -163,6 +163,52 @@ async fn only_the_turn_that_goes_on_has_thoughts() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn thinking_is_what_the_template_is_told() {
+    let said = "{% for m in messages %}{{ m.content }}{% endfor %}";
+    let switched = |name: &str| {
+        let part = "{% if SWITCH is defined %}[{{ 'on' if SWITCH else 'off' }}]{% endif %}";
+        format!("{said}{}", part.replace("SWITCH", name))
+    };
+    // It shows what is thought, too, so the model thinks.
+    let thinks = format!("{said}{{# <think></think> #}}");
+    let effort = "{% if reasoning_effort is defined %}[{{ reasoning_effort }}]{% endif %}";
+    let none = format!("{thinks}{effort}{{% if reasoning_effort == 'none' %}}[]{{% endif %}}");
+    let (on, off) = (json!({"type": "enabled", "budget_tokens": 1024}), json!({"type": "disabled"}));
+    let adaptive = json!({"type": "adaptive"});
+    for (template, thinking, shown) in [
+        (switched("enable_thinking"), &off, Some("Hi[off]")),
+        (switched("enable_thinking"), &on, Some("Hi[on]")),
+        (switched("enable_thinking"), &adaptive, Some("Hi[on]")),
+        (switched("enable_thinking"), &Value::Null, Some("Hi")),
+        (switched("thinking"), &off, Some("Hi[off]")),
+        (said.to_owned(), &off, Some("Hi")),
+        (thinks.clone(), &on, Some("Hi")),
+        (thinks.clone(), &off, None),
+        (format!("{thinks}{effort}"), &off, None),
+        (none.clone(), &off, Some("Hi[none][]")),
+        (none, &on, Some("Hi[high]")),
+    ] {
+        let (router, worker) =
+            Router::with_worker_and(|config| write_template(&config.model, &template)).await;
+        worker.script(say("Good day."));
+        let answer = router.client.post(PATH, &ask(json!({"thinking": thinking}))).await;
+        let counted = json!({"messages": [{"role": "user", "content": "Hi"}], "thinking": thinking});
+        let counted = router.client.post(COUNT, &counted).await;
+        match shown {
+            Some(shown) => {
+                assert_eq!(answer.status, 200, "{template}: {}", answer.text());
+                assert_eq!(worker.requests().pop().unwrap().prompt_token_ids, ids(shown), "{template}");
+                assert_eq!(counted.json(), json!({"input_tokens": shown.len()}), "{template}");
+            }
+            None => {
+                assert_eq!((answer.status, counted.status), (400, 400), "{template}");
+                assert!(answer.text().contains("thinking: the chat template"), "{}", answer.text());
+            }
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_stream_has_blocks_that_begin_and_end() {
     let (router, worker) = hermes().await;
     worker.script(say(&format!("Well.\n{CALL}")));
@@ -241,12 +287,7 @@ async fn errors_have_anthropics_shape() {
             "tools[0].name",
         ),
         (json!({"tool_choice": {"type": "any"}}), 400, "invalid_request_error", "there are no tools"),
-        (
-            json!({"thinking": {"type": "enabled", "budget_tokens": 1024}}),
-            400,
-            "invalid_request_error",
-            "thinking",
-        ),
+        (json!({"thinking": {"type": "on"}}), 400, "invalid_request_error", "thinking.type: expected"),
         (json!({"output_config": {"effort": "low"}}), 400, "invalid_request_error", "output_config.effort"),
         (json!({"container": "c"}), 400, "invalid_request_error", "runs no code"),
         (

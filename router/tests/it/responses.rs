@@ -6,7 +6,7 @@ use crate::{
     client::named_events,
     fake::say,
     harness::Router,
-    model::{MODEL, ids},
+    model::{MODEL, ids, write_template},
 };
 
 const PATH: &str = "/v1/responses";
@@ -116,6 +116,36 @@ async fn a_conversation_with_calls_is_a_chat() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn the_effort_of_reasoning_is_what_the_template_is_told() {
+    let said = "{% for m in messages %}{{ m.content }}{% endfor %}";
+    let switch = "{% if enable_thinking is defined %}[{{ 'on' if enable_thinking else 'off' }}]{% endif %}";
+    let effort = "{% if reasoning_effort is defined %}[{{ reasoning_effort }}]{% endif %}";
+    let refuses = "{% if reasoning_effort == 'max' %}{{ raise_exception('no') }}{% endif %}";
+    for (template, reasoning, shown) in [
+        (format!("{said}{switch}"), json!({"effort": "none"}), Some("Hi[off]")),
+        (format!("{said}{switch}"), json!({"effort": "low", "summary": "auto"}), Some("Hi[on]")),
+        (format!("{said}{switch}{effort}"), json!({"effort": "low"}), Some("Hi[on][low]")),
+        (format!("{said}{switch}{effort}"), json!({"effort": "none"}), Some("Hi[off]")),
+        (format!("{said}{switch}{effort}"), json!({"effort": null, "summary": "auto"}), Some("Hi")),
+        // A hint that the template does not know.
+        (format!("{said}{switch}{effort}{refuses}"), json!({"effort": "max"}), Some("Hi[on]")),
+        (format!("{said}{effort}{{# </think> #}}"), json!({"effort": "none"}), None),
+    ] {
+        let (router, worker) =
+            Router::with_worker_and(|config| write_template(&config.model, &template)).await;
+        worker.script(say("Good day."));
+        let answer = router.client.post(PATH, &json!({"input": "Hi", "reasoning": reasoning})).await;
+        match shown {
+            Some(shown) => {
+                assert_eq!(answer.status, 200, "{template}: {}", answer.text());
+                assert_eq!(worker.requests().pop().unwrap().prompt_token_ids, ids(shown), "{template}");
+            }
+            None => assert_eq!(answer.json()["error"]["param"], "reasoning.effort", "{template}"),
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_stream_has_every_event_and_ends_with_the_whole_response() {
     let (router, worker) = hermes().await;
     worker.script(say(&format!("Well.\n{CALL}")));
@@ -181,7 +211,8 @@ async fn what_cannot_be_done_is_refused_by_field() {
         (json!({"background": true}), "background", "anything but"),
         (json!({"truncation": "auto"}), "truncation", "anything but"),
         (json!({"include": ["message.output_text.logprobs"]}), "include", "anything but an empty list"),
-        (json!({"reasoning": {"effort": "high", "summary": null}}), "reasoning", "the model decides"),
+        (json!({"reasoning": {"effort": "loud", "summary": null}}), "reasoning.effort", "expected \"none\""),
+        (json!({"reasoning": {"context": "all"}}), "reasoning.context", "not supported"),
         (json!({"context_management": [{"type": "compaction"}]}), "context_management", "shorten"),
         (json!({"tools": [{"type": "web_search"}]}), "tools[0].type", "web_search"),
         (json!({"tools": [{"type": "function"}]}), "tools[0].name", "missing"),

@@ -39,6 +39,11 @@ impl AnswerForm {
         marks.chain(self.reasoning.into_iter().flat_map(|(open, close)| [open, close]))
     }
 
+    /// Whether reasoning is looked for in answers.
+    pub fn has_reasoning(self) -> bool {
+        self.reasoning.is_some() || self.format == Some(ToolFormat::Harmony)
+    }
+
     /// Writes earlier reasoning, calls and their results as the model's chat template takes them. Returns where each message is
     /// now.
     pub fn adapt(self, messages: &mut Value) -> Vec<usize> {

@@ -1,7 +1,7 @@
 //! From the messages and fields of Anthropic's API to the chat that templates read.
 
 use baton_request::{Grammar, GrammarKind};
-use baton_router_core::{KeptText, MessageTexts};
+use baton_router_core::{KeptText, MessageTexts, Thinking};
 use baton_tools::AskedGrammar;
 use serde_json::{Map, Value, json};
 
@@ -235,6 +235,17 @@ pub(super) fn tool_choice(choice: Option<&Value>) -> Result<(Option<Value>, bool
         _ => return Err(wrong("tool_choice.type", "\"auto\", \"any\", \"tool\" or \"none\"")),
     };
     Ok((Some(mapped), choice["disable_parallel_tool_use"] != true))
+}
+
+/// What `thinking` asks for. How many tokens of it there are at most is a hint: no template has such a bound.
+pub(super) fn thinking(thinking: Option<&Map<String, Value>>) -> Result<Thinking, ApiError> {
+    let Some(thinking) = thinking else { return Ok(Thinking::default()) };
+    let is_on = match thinking.get("type").and_then(Value::as_str) {
+        Some("enabled" | "adaptive") => true,
+        Some("disabled") => false,
+        _ => return Err(wrong("thinking.type", "\"enabled\", \"adaptive\" or \"disabled\"")),
+    };
+    Ok(Thinking { is_on: Some(is_on), effort: None, param: "thinking" })
 }
 
 /// What `output_config` asks for.

@@ -43,6 +43,7 @@ request_body! { @served
         tools: Option<Vec<Value>>,
         tool_choice: Option<Value>,
         output_config: Option<Map<String, Value>>,
+        thinking: Option<Map<String, Value>>,
     }
 }
 
@@ -77,6 +78,7 @@ struct Conversation<'a> {
     messages: &'a [Value],
     tools: Option<&'a [Value]>,
     tool_choice: Option<&'a Value>,
+    thinking: Option<&'a Map<String, Value>>,
 }
 
 impl Conversation<'_> {
@@ -100,6 +102,7 @@ impl Conversation<'_> {
             messages,
             kept,
             documents: Vec::new(),
+            thinking: input::thinking(self.thinking)?,
             extra: Map::new(),
         })
     }
@@ -122,6 +125,7 @@ impl MessagesRequest {
             messages: &self.messages,
             tools: self.tools.as_deref(),
             tool_choice: self.tool_choice.as_ref(),
+            thinking: self.thinking.as_ref(),
         };
         Ok(ClientRequest {
             id: arrival.answer_id("msg_"),
@@ -146,6 +150,7 @@ pub(crate) struct CountRequest {
     system: Option<Value>,
     tools: Option<Vec<Value>>,
     tool_choice: Option<Value>,
+    thinking: Option<Map<String, Value>>,
     #[serde(flatten)]
     #[schema(ignore)]
     rest: Map<String, Value>,
@@ -164,6 +169,7 @@ pub(crate) async fn count_tokens(
         messages: &request.messages,
         tools: request.tools.as_deref(),
         tool_choice: request.tool_choice.as_ref(),
+        thinking: request.thinking.as_ref(),
     };
     let chat = PromptInput::Chat(conversation.into_chat()?);
     // On the blocking thread, whatever its size: measuring it takes as long as tokenising.

@@ -1,5 +1,6 @@
 //! From the items and fields of a Responses request to the chat that templates read.
 
+use baton_router_core::Thinking;
 use baton_tools::{AskedGrammar, OutputFields};
 use serde_json::{Map, Value, json};
 
@@ -141,6 +142,31 @@ pub(super) fn tools(tools: Option<Vec<Value>>) -> Result<Option<Vec<Value>>, Api
         }
     });
     tools.collect::<Result<_, _>>().map(Some)
+}
+
+/// What `reasoning` asks for. The answer has the reasoning itself, so a summary of it is nothing more.
+pub(super) fn thinking(reasoning: Option<&Map<String, Value>>) -> Result<Thinking, ApiError> {
+    let mut thinking = Thinking { param: "reasoning.effort", ..Thinking::default() };
+    for (name, value) in reasoning.into_iter().flatten().filter(|(_, value)| !value.is_null()) {
+        match (name.as_str(), value.as_str()) {
+            ("effort", Some("none")) => thinking.is_on = Some(false),
+            ("effort", Some(effort @ ("minimal" | "low" | "medium" | "high" | "xhigh" | "max"))) => {
+                thinking.is_on = Some(true);
+                thinking.effort = Some(effort.to_owned());
+            }
+            ("effort", _) => {
+                let words = "\"none\", \"minimal\", \"low\", \"medium\", \"high\", \"xhigh\" or \"max\"";
+                return Err(wrong("reasoning.effort", words));
+            }
+            ("summary" | "generate_summary", _) => {}
+            _ => {
+                let param = format!("reasoning.{name}");
+                let message = format!("{param}: this is not supported by this server");
+                return Err(ApiError::unsupported(param, message));
+            }
+        }
+    }
+    Ok(thinking)
 }
 
 /// What `text` asks for.

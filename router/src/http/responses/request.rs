@@ -23,6 +23,7 @@ request_body! { @served
         tool_choice: Option<Value>,
         parallel_tool_calls: Option<bool>,
         text: Option<Map<String, Value>>,
+        reasoning: Option<Map<String, Value>>,
         priority: Option<i32>,
     }
 }
@@ -56,6 +57,7 @@ impl ResponsesRequest {
             tools: tools.filter(|_| calls.is_some()).map(Value::Array),
             calls: calls.map(Box::new),
             continue_final: false,
+            thinking: input::thinking(self.reasoning.as_ref())?,
             extra: Map::new(),
         };
         Ok(ClientRequest {
