@@ -167,7 +167,11 @@ pub const FIELDS: &[Field] = &[
         "`text`, `json_object`, `json_schema`; with `tools`: of an answer that is no call",
     ),
     honoured("text", RESPONSES, "`format`: as `response_format`"),
-    honoured("output_config", MESSAGES, "`format`: a JSON schema"),
+    honoured(
+        "output_config",
+        CLAUDE,
+        "`format`: a JSON schema; `effort`: for a chat template that reads `reasoning_effort`, else harmless",
+    ),
     honoured(
         "thinking",
         CLAUDE,
@@ -196,7 +200,7 @@ pub const FIELDS: &[Field] = &[
     honoured(
         "cache_control",
         ALL,
-        "`type`, `ttl` and `priority`: how long the KV of the prompt is kept; also of parts of messages (not of responses)",
+        "`type`, `ttl` and `priority`: how long the KV of the prompt is kept; also of parts of messages (not of responses); `scope` is harmless",
     ),
     honoured("priority", OPENAI, "an integer: workers serve lower ones first; default 0"),
     honoured("prefill_mode", ALL, "`auto`, `local`, `remote`: where the prompt is computed"),
@@ -268,11 +272,15 @@ pub const FIELDS: &[Field] = &[
     refused("stop", RESPONSES, "this API has no such field; chats have it"),
     refused("container", MESSAGES, "this server runs no code"),
     refused("mcp_servers", MESSAGES, "tools are the client's: this server calls none"),
-    only("context_management", MESSAGES, is_empty, "one without `edits`: shorten the conversation"),
+    only(
+        "context_management",
+        CLAUDE,
+        clears_thinking,
+        "`edits` of types `clear_thinking_*`: thoughts of past turns are left out anyway; otherwise shorten the conversation",
+    ),
     refused("output_format", MESSAGES, "use `output_config`"),
     refused("inference_geo", MESSAGES, "this server is where it is"),
     refused("thread", MESSAGES, "this server keeps no threads: send the whole conversation as `messages`"),
-    harmless("output_config", &[Endpoint::CountTokens], "it does not change the prompt"),
     refused("functions", BOTH, "use `tools`"),
     refused("function_call", BOTH, "use `tool_choice`"),
     refused("audio", BOTH, "this server answers with text"),
@@ -313,6 +321,17 @@ fn is_empty(value: &Value) -> bool {
         Value::Object(fields) => fields.values().all(is_empty),
         _ => false,
     }
+}
+
+/// It leaves out nothing but thoughts.
+fn clears_thinking(management: &Value) -> bool {
+    let is_of_thinking =
+        |edit: &Value| edit["type"].as_str().is_some_and(|kind| kind.starts_with("clear_thinking_"));
+    let is_accepted = |(name, value): (&String, &Value)| match value {
+        Value::Array(edits) if name == "edits" => edits.iter().all(is_of_thinking),
+        value => is_empty(value),
+    };
+    management.as_object().is_some_and(|fields| fields.iter().all(is_accepted))
 }
 
 fn is_false(value: &Value) -> bool {

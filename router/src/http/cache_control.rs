@@ -49,6 +49,8 @@ pub(crate) fn parse(at: &str, value: &Value) -> Result<Option<CacheControl>, Api
         let param = format!("{at}.{name}");
         match (name.as_str(), value.as_str()) {
             ("type", Some("ephemeral")) => {}
+            // Tenants share no prefixes, whatever it says.
+            ("scope", Some(_)) => {}
             ("type", _) => return wrong(param, "\"ephemeral\""),
             ("priority", Some(given @ ("low" | "normal" | "high"))) => priority = given,
             ("priority", _) => return wrong(param, "\"low\", \"normal\" or \"high\""),
@@ -106,6 +108,7 @@ mod tests {
         for (value, expected) in [
             (json!(null), None),
             (json!({"type": "ephemeral"}), high(300)),
+            (json!({"type": "ephemeral", "scope": "global"}), high(300)),
             (json!({"type": "ephemeral", "ttl": "1h"}), high(3600)),
             (json!({"type": "ephemeral", "ttl": "30s", "priority": "high"}), high(30)),
             (json!({"ttl": "24h", "priority": null}), high(86400)),

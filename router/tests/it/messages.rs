@@ -208,6 +208,33 @@ async fn thinking_is_what_the_template_is_told() {
     }
 }
 
+/// As that program sends it.
+#[tokio::test(flavor = "multi_thread")]
+async fn the_body_of_claude_code_is_served() {
+    let effort = "{% for m in messages %}{{ m.content }}{% endfor %}\
+                  {% if reasoning_effort is defined %}[{{ reasoning_effort }}]{% endif %}\
+                  {% if tools %}[{{ tools | length }} tools]{% endif %}";
+    let (router, worker) = Router::with_worker_and(|config| write_template(&config.model, effort)).await;
+    worker.script(say("Good day."));
+    let mark = json!({"type": "ephemeral", "ttl": "1h", "scope": "global"});
+    let text = |text: &str| json!({"type": "text", "text": text, "cache_control": mark});
+    let mut body = json!({
+        "model": MODEL, "max_tokens": 100, "stream": true, "temperature": 1, "metadata": {"user_id": "u"},
+        "system": [text("S")], "messages": [{"role": "user", "content": [text("Hi")]}], "tools": [add()],
+        "thinking": {"type": "enabled", "budget_tokens": 31999},
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        "output_config": {"effort": "medium"},
+    });
+    let answer = router.client.post(&format!("{PATH}?beta=true"), &body).await;
+    assert_eq!(answer.status, 200, "{}", answer.text());
+    let shown = "SHi[medium][1 tools]";
+    assert_eq!(worker.requests().pop().unwrap().prompt_token_ids, ids(shown));
+    for field in ["max_tokens", "stream", "temperature", "metadata"] {
+        body.as_object_mut().unwrap().remove(field);
+    }
+    assert_eq!(router.client.post(COUNT, &body).await.json(), json!({"input_tokens": shown.len()}));
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn a_stream_has_blocks_that_begin_and_end() {
     let (router, worker) = hermes().await;
@@ -288,7 +315,30 @@ async fn errors_have_anthropics_shape() {
         ),
         (json!({"tool_choice": {"type": "any"}}), 400, "invalid_request_error", "there are no tools"),
         (json!({"thinking": {"type": "on"}}), 400, "invalid_request_error", "thinking.type: expected"),
-        (json!({"output_config": {"effort": "low"}}), 400, "invalid_request_error", "output_config.effort"),
+        (
+            json!({"output_config": {"effort": "loud"}}),
+            400,
+            "invalid_request_error",
+            "output_config.effort: ",
+        ),
+        (
+            json!({"output_config": {"task_budget": {}}}),
+            400,
+            "invalid_request_error",
+            "output_config.task_budget",
+        ),
+        (
+            json!({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}),
+            400,
+            "invalid_request_error",
+            "otherwise shorten the conversation",
+        ),
+        (
+            json!({"context_management": {"edits": [{"type": "clear_thinking_20251015"}, {"type": "compact_20260112"}]}}),
+            400,
+            "invalid_request_error",
+            "otherwise shorten the conversation",
+        ),
         (json!({"container": "c"}), 400, "invalid_request_error", "runs no code"),
         (
             json!({"max_completion_tokens": 3}),

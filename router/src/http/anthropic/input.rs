@@ -7,6 +7,9 @@ use serde_json::{Map, Value, json};
 
 use crate::http::{cache_control, error::ApiError, tool_results::Called};
 
+/// What `output_config.effort` may be.
+const EFFORTS: [&str; 5] = ["low", "medium", "high", "xhigh", "max"];
+
 /// The messages of `system` and `messages`, in OpenAI's shape for chats, and which of their texts are to be kept.
 pub(super) fn messages(
     system: Option<&Value>,
@@ -237,25 +240,32 @@ pub(super) fn tool_choice(choice: Option<&Value>) -> Result<(Option<Value>, bool
     Ok((Some(mapped), choice["disable_parallel_tool_use"] != true))
 }
 
-/// What `thinking` asks for. How many tokens of it there are at most is a hint: no template has such a bound.
-pub(super) fn thinking(thinking: Option<&Map<String, Value>>) -> Result<Thinking, ApiError> {
-    let Some(thinking) = thinking else { return Ok(Thinking::default()) };
-    let is_on = match thinking.get("type").and_then(Value::as_str) {
-        Some("enabled" | "adaptive") => true,
-        Some("disabled") => false,
-        _ => return Err(wrong("thinking.type", "\"enabled\", \"adaptive\" or \"disabled\"")),
+/// What `thinking` and `output_config` say of thinking. How many tokens of it there are at most is a hint: no template has such a
+/// bound.
+pub(super) fn thinking(
+    thinking: Option<&Map<String, Value>>,
+    config: Option<&Map<String, Value>>,
+) -> Result<Thinking, ApiError> {
+    let is_on = match thinking.map(|thinking| thinking.get("type").and_then(Value::as_str)) {
+        None => None,
+        Some(Some("enabled" | "adaptive")) => Some(true),
+        Some(Some("disabled")) => Some(false),
+        Some(_) => return Err(wrong("thinking.type", "\"enabled\", \"adaptive\" or \"disabled\"")),
     };
-    Ok(Thinking { is_on: Some(is_on), effort: None, param: "thinking" })
+    let effort = match config.and_then(|config| config.get("effort")) {
+        None | Some(Value::Null) => None,
+        Some(Value::String(effort)) if EFFORTS.contains(&effort.as_str()) => Some(effort.clone()),
+        Some(_) => return Err(wrong("output_config.effort", &format!("one of {}", EFFORTS.join(", ")))),
+    };
+    Ok(Thinking { is_on, effort, param: "thinking" })
 }
 
 /// What `output_config` asks for.
 pub(super) fn format(config: Option<&Map<String, Value>>) -> Result<Option<AskedGrammar>, ApiError> {
     let param = "output_config.format";
     let Some(config) = config else { return Ok(None) };
-    // "high" is what an absent effort is.
-    let is_known = |(name, value): &(&String, &Value)| {
-        value.is_null() || *name == "format" || (*name == "effort" && *value == "high")
-    };
+    let is_known =
+        |(name, value): &(&String, &Value)| value.is_null() || matches!(name.as_str(), "format" | "effort");
     if let Some((name, _)) = config.iter().find(|field| !is_known(field)) {
         let param = format!("output_config.{name}");
         return Err(ApiError::unsupported(

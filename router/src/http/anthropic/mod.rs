@@ -79,6 +79,7 @@ struct Conversation<'a> {
     tools: Option<&'a [Value]>,
     tool_choice: Option<&'a Value>,
     thinking: Option<&'a Map<String, Value>>,
+    output_config: Option<&'a Map<String, Value>>,
 }
 
 impl Conversation<'_> {
@@ -102,7 +103,7 @@ impl Conversation<'_> {
             messages,
             kept,
             documents: Vec::new(),
-            thinking: input::thinking(self.thinking)?,
+            thinking: input::thinking(self.thinking, self.output_config)?,
             extra: Map::new(),
         })
     }
@@ -126,6 +127,7 @@ impl MessagesRequest {
             tools: self.tools.as_deref(),
             tool_choice: self.tool_choice.as_ref(),
             thinking: self.thinking.as_ref(),
+            output_config: self.output_config.as_ref(),
         };
         Ok(ClientRequest {
             id: arrival.answer_id("msg_"),
@@ -151,6 +153,7 @@ pub(crate) struct CountRequest {
     tools: Option<Vec<Value>>,
     tool_choice: Option<Value>,
     thinking: Option<Map<String, Value>>,
+    output_config: Option<Map<String, Value>>,
     #[serde(flatten)]
     #[schema(ignore)]
     rest: Map<String, Value>,
@@ -170,6 +173,7 @@ pub(crate) async fn count_tokens(
         tools: request.tools.as_deref(),
         tool_choice: request.tool_choice.as_ref(),
         thinking: request.thinking.as_ref(),
+        output_config: request.output_config.as_ref(),
     };
     let chat = PromptInput::Chat(conversation.into_chat()?);
     // On the blocking thread, whatever its size: measuring it takes as long as tokenising.
