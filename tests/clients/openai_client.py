@@ -422,7 +422,7 @@ def what_a_response_cannot_do_raises_the_right_exception(server: Server) -> None
     for params, param in [
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"store": True}, "store"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
         ({"reasoning": {"effort": "loud"}}, "reasoning.effort"),
     ]:
         error = raises(openai.BadRequestError, server.client.responses.create, model=server.model, input="x", **params)

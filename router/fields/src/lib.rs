@@ -149,7 +149,7 @@ pub const FIELDS: &[Field] = &[
     honoured(
         "tools",
         &[Endpoint::Chat, Endpoint::Responses, Endpoint::Messages, Endpoint::CountTokens, Endpoint::Tokenize],
-        "functions that the model may call; 400 if its chat template reads none",
+        "functions that the model may call; 400 if its chat template reads none; responses: other tools are left out unless one is chosen",
     ),
     honoured(
         "tool_choice",
@@ -166,7 +166,7 @@ pub const FIELDS: &[Field] = &[
         BOTH,
         "`text`, `json_object`, `json_schema`; with `tools`: of an answer that is no call",
     ),
-    honoured("text", RESPONSES, "`format`: as `response_format`"),
+    honoured("text", RESPONSES, "`format`: as `response_format`; `verbosity` is harmless"),
     honoured(
         "output_config",
         CLAUDE,
@@ -230,6 +230,7 @@ pub const FIELDS: &[Field] = &[
     harmless("prompt_cache_retention", OPENAI, "a hint"),
     harmless("prompt_cache_options", RESPONSES, "a hint"),
     harmless("cache_control", &[Endpoint::CountTokens], "it does not change the prompt"),
+    harmless("client_metadata", RESPONSES, "a label"),
     harmless("diagnostics", MESSAGES, "a wish for further fields"),
     harmless("user_profile_id", CLAUDE, "a label"),
     harmless("workspace_id", CLAUDE, "a label"),
@@ -238,7 +239,12 @@ pub const FIELDS: &[Field] = &[
     only("store", OPENAI, is_false, "`false`"),
     only("background", RESPONSES, is_false, "`false`"),
     only("truncation", RESPONSES, |value| value == "disabled", "`\"disabled\"`"),
-    only("include", RESPONSES, |value| value == &serde_json::json!([]), "an empty list"),
+    only(
+        "include",
+        RESPONSES,
+        is_reasoning,
+        "an empty list, or `reasoning.encrypted_content`: reasoning is not encrypted here, and comes as it is",
+    ),
     only("top_logprobs", RESPONSES, |value| value.as_f64() == Some(0.0), "0"),
     only("stream_options", RESPONSES, is_obfuscation, "`include_obfuscation`"),
     only("speed", CLAUDE, |value| value == "standard", "`\"standard\"`"),
@@ -321,6 +327,11 @@ fn is_empty(value: &Value) -> bool {
         Value::Object(fields) => fields.values().all(is_empty),
         _ => false,
     }
+}
+
+/// It includes reasoning at most.
+fn is_reasoning(include: &Value) -> bool {
+    include.as_array().is_some_and(|items| items.iter().all(|item| item == "reasoning.encrypted_content"))
 }
 
 /// It leaves out nothing but thoughts.

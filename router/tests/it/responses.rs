@@ -145,6 +145,37 @@ async fn the_effort_of_reasoning_is_what_the_template_is_told() {
     }
 }
 
+/// As that program sends it.
+#[tokio::test(flavor = "multi_thread")]
+async fn the_body_of_codex_is_served_with_its_functions() {
+    let (router, worker) = hermes().await;
+    worker.script(say(CALL));
+    let other = ["web_search", "web_search_preview_2025_03_11", "local_shell", "image_generation"];
+    let mut tools: Vec<Value> = other.iter().map(|kind| json!({"type": kind})).collect();
+    tools.push(json!({"type": "custom", "name": "apply_patch", "format": {"type": "grammar"}}));
+    tools.push(json!({"type": "namespace", "name": "mcp", "tools": [add()]}));
+    let mut body = json!({
+        "model": MODEL, "instructions": "S", "tool_choice": "auto", "parallel_tool_calls": true, "store": false,
+        "input": [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Hi"}]}],
+        "reasoning": {"effort": "medium", "summary": "auto"}, "text": {"verbosity": "low"},
+        "include": ["reasoning.encrypted_content"], "prompt_cache_key": "k", "client_metadata": {"id": "i"},
+    });
+    for (functions, shown) in [(vec![], "Hi"), (vec![add()], "Hi[1 tools]")] {
+        body["tools"] = tools.iter().chain(&functions).cloned().collect();
+        let answer = router.client.post(PATH, &body).await;
+        assert_eq!(answer.status, 200, "{}", answer.text());
+        assert_eq!(answer.json()["tools"], json!(functions));
+        let prompt = worker.requests().pop().unwrap().prompt_token_ids;
+        let shown: Vec<u32> =
+            ids("<|system|>S").into_iter().chain([257]).chain(ids(shown)).chain([258]).collect();
+        assert_eq!(prompt, shown);
+    }
+    // A call can still be required, of a function.
+    body["tool_choice"] = json!("required");
+    let answer = router.client.post(PATH, &body).await.json();
+    assert_eq!(answer["output"][0]["name"], "add", "{answer}");
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn a_stream_has_every_event_and_ends_with_the_whole_response() {
     let (router, worker) = hermes().await;
@@ -214,7 +245,13 @@ async fn what_cannot_be_done_is_refused_by_field() {
         (json!({"reasoning": {"effort": "loud", "summary": null}}), "reasoning.effort", "expected \"none\""),
         (json!({"reasoning": {"context": "all"}}), "reasoning.context", "not supported"),
         (json!({"context_management": [{"type": "compaction"}]}), "context_management", "shorten"),
-        (json!({"tools": [{"type": "web_search"}]}), "tools[0].type", "web_search"),
+        (json!({"tools": [{"type": "retrieval"}]}), "tools[0].type", "retrieval"),
+        (json!({"tools": [{"type": "mcp"}], "tool_choice": "required"}), "tool_choice", "there are no tools"),
+        (
+            json!({"tools": [add(), {"type": "custom", "name": "x"}], "tool_choice": {"type": "custom", "name": "x"}}),
+            "tool_choice.type",
+            "no tools of its own",
+        ),
         (json!({"tools": [{"type": "function"}]}), "tools[0].name", "missing"),
         (json!({"tool_choice": {"type": "file_search"}}), "tool_choice.type", "no tools of its own"),
         (
@@ -223,7 +260,7 @@ async fn what_cannot_be_done_is_refused_by_field() {
             "it is not \"auto\" or \"required\"",
         ),
         (json!({"text": {"format": {"type": "xml"}}}), "text.format.type", "it is not"),
-        (json!({"text": {"verbosity": "low"}}), "text.verbosity", "not supported"),
+        (json!({"text": {"verbosity": "loud"}}), "text.verbosity", "not supported"),
         (json!({"max_output_tokens": 0}), "max_output_tokens", "max_output_tokens"),
         (json!({"max_tokens": 3}), "max_tokens", "a field of /v1/chat/completions"),
         (json!({"max_output_tokns": 3}), "max_output_tokns", "did you mean max_output_tokens?"),

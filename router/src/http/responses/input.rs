@@ -6,6 +6,22 @@ use serde_json::{Map, Value, json};
 
 use crate::http::{error::ApiError, tool_results::Called};
 
+/// How the types of OpenAI's tools begin that are no functions.
+const OTHER_TOOLS: [&str; 12] = [
+    "apply_patch",
+    "code_interpreter",
+    "computer",
+    "custom",
+    "file_search",
+    "image_generation",
+    "local_shell",
+    "mcp",
+    "namespace",
+    "shell",
+    "tool_search",
+    "web_search",
+];
+
 /// The messages of `instructions` and `input`, in OpenAI's shape for chats.
 pub(super) fn messages(instructions: Option<&str>, input: &Value) -> Result<Vec<Value>, ApiError> {
     let mut messages = Messages::default();
@@ -126,22 +142,33 @@ fn wrong(param: &str, expected: &str) -> ApiError {
     ApiError::invalid(param, format!("{param}: expected {expected}"))
 }
 
-/// Tools in the shape of chats: the function is an object of its own there.
+/// Tools in the shape of chats: the function is an object of its own there. Others that OpenAI has are left out: this server runs
+/// none, and models of many makers write only calls of functions.
 pub(super) fn tools(tools: Option<Vec<Value>>) -> Result<Option<Vec<Value>>, ApiError> {
     let Some(tools) = tools else { return Ok(None) };
-    let tools = tools.into_iter().enumerate().map(|(idx, tool)| match tool {
+    let tools = tools.into_iter().enumerate().filter_map(|(idx, tool)| match tool {
         Value::Object(mut fields) if fields.get("type").is_some_and(|kind| kind == "function") => {
             fields.remove("type");
-            Ok(json!({"type": "function", "function": fields}))
+            Some(Ok(json!({"type": "function", "function": fields})))
+        }
+        tool if is_left_out(&tool) => {
+            tracing::debug!(kind = tool["type"].as_str(), "tool left out: this server has only functions");
+            None
         }
         tool => {
             let param = format!("tools[{idx}].type");
             let message =
                 format!("{param}: {} is not supported by this server, only \"function\" is", tool["type"]);
-            Err(ApiError::unsupported(param, message))
+            Some(Err(ApiError::unsupported(param, message)))
         }
     });
     tools.collect::<Result<_, _>>().map(Some)
+}
+
+/// Whether it is a tool of OpenAI's that is no function. Some types are dated, as in `web_search_preview_2025_03_11`.
+pub(super) fn is_left_out(tool: &Value) -> bool {
+    let is_of = |kind: &str| OTHER_TOOLS.iter().any(|other| kind.starts_with(other));
+    tool["type"].as_str().is_some_and(is_of)
 }
 
 /// What `reasoning` asks for. The answer has the reasoning itself, so a summary of it is nothing more.
@@ -173,7 +200,9 @@ pub(super) fn thinking(reasoning: Option<&Map<String, Value>>) -> Result<Thinkin
 pub(super) fn format(text: Option<&Map<String, Value>>) -> Result<Option<AskedGrammar>, ApiError> {
     let Some(text) = text else { return Ok(None) };
     for (name, value) in text.iter().filter(|(_, value)| !value.is_null()) {
-        let is_known = name == "format" || (name == "verbosity" && value == "medium");
+        // No template has a verbosity.
+        let is_verbosity = name == "verbosity" && matches!(value.as_str(), Some("low" | "medium" | "high"));
+        let is_known = name == "format" || is_verbosity;
         if !is_known {
             let param = format!("text.{name}");
             return Err(ApiError::unsupported(

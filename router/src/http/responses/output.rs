@@ -4,7 +4,7 @@ use baton_request::FinishReason;
 use baton_router_core::{Event, Extras, Usage};
 use serde_json::{Map, Value, json};
 
-use super::request::ResponsesRequest;
+use super::{input, request::ResponsesRequest};
 use crate::http::{
     blocks::{Block, Blocks, Step, with_extras},
     error::ApiError,
@@ -21,6 +21,8 @@ impl Echo {
         let text = |name: &str| {
             request.text.as_ref().and_then(|text| text.get(name)).filter(|value| !value.is_null())
         };
+        // Those that the model is told of.
+        let tools = request.tools.iter().flatten().filter(|tool| !input::is_left_out(tool));
         let body = json!({
             "object": "response",
             "created_at": created,
@@ -35,7 +37,7 @@ impl Echo {
             "temperature": request.temperature,
             "text": {"format": text("format").cloned().unwrap_or(json!({"type": "text"}))},
             "tool_choice": request.tool_choice.clone().unwrap_or(json!("auto")),
-            "tools": request.tools.clone().unwrap_or_default(),
+            "tools": tools.collect::<Vec<_>>(),
             "top_p": request.top_p,
             "truncation": "disabled",
             "user": label("user"),
