@@ -53,6 +53,13 @@ impl MessageTexts {
         self.texts.push(text.into());
     }
 
+    /// Appends the texts of another message, with what is kept of them.
+    pub fn append(&mut self, other: MessageTexts) {
+        let num_texts = self.texts.len();
+        self.ends.extend(other.ends.into_iter().map(|(num, ttl)| (num_texts + num, ttl)));
+        self.texts.extend(other.texts);
+    }
+
     /// What was appended, and all before it, is to be kept.
     pub fn keep(&mut self, ttl: Duration) {
         self.ends.push((self.texts.len(), ttl));
@@ -233,12 +240,13 @@ mod tests {
 
     #[test]
     fn texts_are_joined_and_their_marks_count_what_follows() {
-        let mut texts = MessageTexts::default();
+        let (mut texts, mut more) = (MessageTexts::default(), MessageTexts::default());
         texts.keep(Duration::from_secs(1));
         texts.push("ab");
         texts.keep(Duration::from_secs(2));
-        texts.push("c");
-        texts.keep(Duration::from_secs(3));
+        more.push("c");
+        more.keep(Duration::from_secs(3));
+        texts.append(more);
         let mut kept = Vec::new();
         assert_eq!(texts.join(4, &mut kept), "ab\nc");
         let found: Vec<_> = kept.iter().map(|text| (text.message_idx, text.num_bytes_after)).collect();

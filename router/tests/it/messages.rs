@@ -163,6 +163,51 @@ async fn only_the_turn_that_goes_on_has_thoughts() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn messages_of_one_role_are_one_turn() {
+    use baton_router::ToolFormat::{Hermes, Mistral, MistralArgs};
+    // As Mistral's templates do, it refuses two turns of one role, and does not count calls and results.
+    let template = "{% set ns = namespace(n=0) %}{% for m in messages %}{% if m.role != 'tool' and not m.tool_calls %}\
+                    {% if (m.role == 'user') != (ns.n % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}\
+                    {% set ns.n = ns.n + 1 %}{% endif %}{{ m.role }}:{{ m.content }};{% endfor %}";
+    let any = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}";
+    let user = |content: Value| json!({"role": "user", "content": content});
+    let says = |text: &str| json!({"type": "text", "text": text, "cache_control": {"type": "ephemeral"}});
+    let call = json!({"type": "tool_use", "id": "t", "name": "add", "input": {}});
+    let result = json!({"type": "tool_result", "tool_use_id": "t", "content": "2", "is_error": true});
+    let called = [
+        user(json!("U")),
+        json!({"role": "assistant", "content": "Well."}),
+        json!({"role": "assistant", "content": [call]}),
+    ];
+    let in_one: Vec<Value> = called.iter().cloned().chain([user(json!([result, says("X")]))]).collect();
+    let in_two: Vec<Value> =
+        called.iter().cloned().chain([user(json!([result])), user(json!("X"))]).collect();
+    let joined = "user:U;assistant:Well.;tool:Error: 2\nX;";
+    let apart = "user:U;assistant:Well.;tool:Error: 2;user:X;";
+    for (format, template) in [(Mistral, template), (MistralArgs, template), (Hermes, any)] {
+        let (router, worker) = Router::with_worker_and(|config| {
+            config.tool_format = Some(format);
+            write_template(&config.model, template);
+        })
+        .await;
+        worker.script(say("Good day."));
+        let shown = if format == Hermes { apart } else { joined };
+        let cases: [(&Vec<Value>, &str); 3] = [
+            (&vec![user(json!("U")), user(json!([says("V")])), user(json!("W"))], "user:U\nV\nW;"),
+            (&in_one, shown),
+            (&in_two, shown),
+        ];
+        for (messages, shown) in cases {
+            let answer = router.client.post(PATH, &ask(json!({"messages": messages}))).await;
+            assert_eq!(answer.status, 200, "{format:?}: {}", answer.text());
+            assert_eq!(worker.requests().pop().unwrap().prompt_token_ids, ids(shown), "{format:?}");
+            let counted = router.client.post(COUNT, &json!({"messages": messages})).await;
+            assert_eq!(counted.json(), json!({"input_tokens": shown.len()}));
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn thinking_is_what_the_template_is_told() {
     let said = "{% for m in messages %}{{ m.content }}{% endfor %}";
     let switched = |name: &str| {

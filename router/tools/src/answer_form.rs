@@ -59,6 +59,11 @@ impl AnswerForm {
         (0..messages.as_array().map_or(0, Vec::len)).collect()
     }
 
+    /// Whether the model's chat template refuses what a user says between results of tools and an answer.
+    pub fn ends_turns_with_results(self) -> bool {
+        self.format.is_some_and(ToolFormat::ends_turns_with_results)
+    }
+
     /// A reader for answers to a prompt that ends with `prompt_end`; `None` if there is nothing to look for.
     pub fn reader(self, tools: Option<&ToolRequest>, prompt_end: &str) -> Option<AnswerReader> {
         let reasoning = self.reasoning_after(prompt_end);

@@ -70,6 +70,11 @@ impl ToolFormat {
         matches!(self, ToolFormat::Llama3 | ToolFormat::Harmony)
     }
 
+    /// Whether its chat templates refuse what a user says between results of tools and an answer.
+    pub(crate) fn ends_turns_with_results(self) -> bool {
+        matches!(self, ToolFormat::Mistral | ToolFormat::MistralArgs)
+    }
+
     /// The format that a chat template writes. `contains` says whether the template contains a text.
     pub fn detect(contains: impl Fn(&str) -> bool) -> Option<ToolFormat> {
         if contains("<|channel|>") && contains("<|message|>") {

@@ -2,7 +2,7 @@
 
 use baton_request::{Grammar, GrammarKind};
 use baton_router_core::{KeptText, MessageTexts, Thinking};
-use baton_tools::AskedGrammar;
+use baton_tools::{AnswerForm, AskedGrammar};
 use serde_json::{Map, Value, json};
 
 use crate::http::{cache_control, error::ApiError, tool_results::Called};
@@ -10,10 +10,14 @@ use crate::http::{cache_control, error::ApiError, tool_results::Called};
 /// What `output_config.effort` may be.
 const EFFORTS: [&str; 5] = ["low", "medium", "high", "xhigh", "max"];
 
+/// Messages of one role in a row, with their positions. As in Anthropic's API, they are one turn.
+type Turn<'a> = [(usize, &'a Value)];
+
 /// The messages of `system` and `messages`, in OpenAI's shape for chats, and which of their texts are to be kept.
 pub(super) fn messages(
     system: Option<&Value>,
     messages: &[Value],
+    form: AnswerForm,
 ) -> Result<(Vec<Value>, Vec<KeptText>), ApiError> {
     let mut list = Vec::with_capacity(messages.len() + 1);
     let (mut kept, mut called) = (Vec::new(), Called::default());
@@ -27,21 +31,26 @@ pub(super) fn messages(
     if messages.is_empty() {
         return Err(ApiError::invalid("messages", "messages is empty, at least one message is needed"));
     }
-    let turn = messages.iter().rposition(begins_turn).unwrap_or(0);
-    for (idx, message) in messages.iter().enumerate() {
-        let at = format!("messages[{idx}]");
-        let content = format!("{at}.content");
-        match message["role"].as_str() {
-            Some("user") => add_user(&content, &message["content"], &called, &mut list, &mut kept)?,
+    let newest = messages.iter().rposition(begins_turn).unwrap_or(0);
+    let numbered: Vec<(usize, &Value)> = messages.iter().enumerate().collect();
+    for turn in numbered.chunk_by(|(_, one), (_, next)| one["role"] == next["role"]) {
+        let (idx, first) = turn[0];
+        match first["role"].as_str() {
+            Some("user") => add_user(turn, form, &called, &mut list, &mut kept)?,
             Some("assistant") => {
-                let (said, message_idx) = (&message["content"], list.len());
-                list.push(assistant(&content, said, message_idx, idx < turn, &mut called, &mut kept)?);
+                let message_idx = list.len();
+                list.push(assistant(turn, message_idx, idx < newest, &mut called, &mut kept)?);
             }
             Some("system") => {
-                let content = texts(&content, &message["content"])?.join(list.len(), &mut kept);
-                list.push(json!({"role": "system", "content": content}));
+                for (idx, message) in turn {
+                    let texts = texts(&format!("messages[{idx}].content"), &message["content"])?;
+                    list.push(json!({"role": "system", "content": texts.join(list.len(), &mut kept)}));
+                }
             }
-            _ => return Err(wrong(&format!("{at}.role"), "\"user\", \"assistant\" or \"system\"")),
+            _ => {
+                let param = format!("messages[{idx}].role");
+                return Err(wrong(&param, "\"user\", \"assistant\" or \"system\""));
+            }
         }
     }
     Ok((list, kept))
@@ -54,38 +63,45 @@ fn begins_turn(message: &Value) -> bool {
         && !message["content"].as_array().is_some_and(|blocks| blocks.iter().all(is_result))
 }
 
-/// Results of tools are messages of their own, before what the user says.
+/// Results of tools are messages of their own, before what the user says. A template that wants an answer next gets what the user
+/// says as more of the last result.
 fn add_user(
-    at: &str,
-    content: &Value,
+    turn: &Turn<'_>,
+    form: AnswerForm,
     called: &Called,
     list: &mut Vec<Value>,
     kept: &mut Vec<KeptText>,
 ) -> Result<(), ApiError> {
-    let Value::Array(blocks) = content else {
-        list.push(json!({"role": "user", "content": texts(at, content)?.join(list.len(), kept)}));
-        return Ok(());
-    };
-    if blocks.is_empty() {
-        return Err(wrong(at, "a string or a list of blocks that is not empty"));
-    }
-    let mut said = MessageTexts::default();
-    for (idx, block) in blocks.iter().enumerate() {
-        let at = format!("{at}[{idx}]");
-        if block["type"] != "tool_result" {
-            said.push(block_text(&at, block)?);
-            cache_control::keep(&mut said, &at, block)?;
-            continue;
+    let (mut results, mut said) = (Vec::new(), MessageTexts::default());
+    for (idx, message) in turn {
+        let at = format!("messages[{idx}].content");
+        match &message["content"] {
+            Value::Array(blocks) if blocks.is_empty() => {
+                return Err(wrong(&at, "a string or a list of blocks that is not empty"));
+            }
+            Value::Array(blocks) => {
+                for (idx, block) in blocks.iter().enumerate() {
+                    let at = format!("{at}[{idx}]");
+                    if block["type"] == "tool_result" {
+                        results.push(ToolResult::read(&at, block)?);
+                        continue;
+                    }
+                    said.push(block_text(&at, block)?);
+                    cache_control::keep(&mut said, &at, block)?;
+                }
+            }
+            content => said.append(texts(&at, content)?),
         }
-        let id = string(&at, block, "tool_use_id")?;
-        let mut result = match &block["content"] {
-            Value::Null => MessageTexts::default(),
-            content => texts(&format!("{at}.content"), content)?,
-        };
-        cache_control::keep(&mut result, &at, block)?;
-        let result = result.join(list.len(), kept);
+    }
+    if form.ends_turns_with_results()
+        && let Some(ToolResult { texts, .. }) = results.last_mut()
+    {
+        texts.append(std::mem::take(&mut said));
+    }
+    for ToolResult { id, is_error, texts } in results {
+        let result = texts.join(list.len(), kept);
         // Templates do not tell errors from results.
-        let result = if block["is_error"] == true { format!("Error: {result}") } else { result };
+        let result = if is_error { format!("Error: {result}") } else { result };
         list.push(called.result(id, &result));
     }
     if !said.is_empty() {
@@ -94,42 +110,64 @@ fn add_user(
     Ok(())
 }
 
-/// A message of the assistant. As in Anthropic's API, what it thought in turns that are past is left out, and so is what another
+/// What a call of the id `id` returned.
+struct ToolResult<'a> {
+    id: &'a str,
+    is_error: bool,
+    texts: MessageTexts,
+}
+
+impl<'a> ToolResult<'a> {
+    fn read(at: &str, block: &'a Value) -> Result<ToolResult<'a>, ApiError> {
+        let id = string(at, block, "tool_use_id")?;
+        let mut texts = match &block["content"] {
+            Value::Null => MessageTexts::default(),
+            content => texts(&format!("{at}.content"), content)?,
+        };
+        cache_control::keep(&mut texts, at, block)?;
+        Ok(ToolResult { id, is_error: block["is_error"] == true, texts })
+    }
+}
+
+/// A turn of the assistant. As in Anthropic's API, what it thought in turns that are past is left out, and so is what another
 /// server has sealed.
 fn assistant(
-    at: &str,
-    content: &Value,
+    turn: &Turn<'_>,
     message_idx: usize,
     is_past: bool,
     called: &mut Called,
     kept: &mut Vec<KeptText>,
 ) -> Result<Value, ApiError> {
-    let Value::Array(blocks) = content else {
-        return Ok(json!({"role": "assistant", "content": texts(at, content)?.join(message_idx, kept)}));
-    };
     let (mut said, mut thought, mut calls) = (MessageTexts::default(), Vec::new(), Vec::new());
-    for (idx, block) in blocks.iter().enumerate() {
-        let at = format!("{at}[{idx}]");
-        match block["type"].as_str() {
-            Some("thinking") => {
-                let text = string(&at, block, "thinking")?;
-                if !is_past {
-                    thought.push(text);
+    for (idx, message) in turn {
+        let at = format!("messages[{idx}].content");
+        let Value::Array(blocks) = &message["content"] else {
+            said.append(texts(&at, &message["content"])?);
+            continue;
+        };
+        for (idx, block) in blocks.iter().enumerate() {
+            let at = format!("{at}[{idx}]");
+            match block["type"].as_str() {
+                Some("thinking") => {
+                    let text = string(&at, block, "thinking")?;
+                    if !is_past {
+                        thought.push(text);
+                    }
                 }
-            }
-            Some("redacted_thinking") => {}
-            Some("tool_use") => {
-                if !block["input"].is_object() {
-                    return Err(wrong(&format!("{at}.input"), "an object"));
+                Some("redacted_thinking") => {}
+                Some("tool_use") => {
+                    if !block["input"].is_object() {
+                        return Err(wrong(&format!("{at}.input"), "an object"));
+                    }
+                    let (id, name) = (string(&at, block, "id")?, string(&at, block, "name")?);
+                    called.add(id, name);
+                    let function = json!({"name": name, "arguments": block["input"]});
+                    calls.push(json!({"id": id, "type": "function", "function": function}));
                 }
-                let (id, name) = (string(&at, block, "id")?, string(&at, block, "name")?);
-                called.add(id, name);
-                let function = json!({"name": name, "arguments": block["input"]});
-                calls.push(json!({"id": id, "type": "function", "function": function}));
+                _ => said.push(block_text(&at, block)?),
             }
-            _ => said.push(block_text(&at, block)?),
+            cache_control::keep(&mut said, &at, block)?;
         }
-        cache_control::keep(&mut said, &at, block)?;
     }
     let mut message = json!({"role": "assistant", "content": said.join(message_idx, kept)});
     if !thought.is_empty() {

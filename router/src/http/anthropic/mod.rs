@@ -13,10 +13,10 @@ use axum::{
 };
 use baton_request_fields::Endpoint;
 use baton_router_core::{
-    ChatInput, ClientRequest, ClientSampling, Core, FieldNames, PromptInput, RequestArrival, check_model,
-    tokenize,
+    ChatInput, ClientRequest, ClientSampling, Core, FieldNames, PromptInput, RequestArrival, ServedModel,
+    check_model, tokenize,
 };
-use baton_tools::{CallIds, ToolRequest};
+use baton_tools::{AnswerForm, CallIds, ToolRequest};
 use http::HeaderMap;
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
@@ -57,8 +57,9 @@ pub(crate) async fn create(
     Endpoint::Messages.check(&request.rest, core.config.unknown_fields)?;
     let streamed = request.stream.unwrap_or(false);
     let x_request_id = arrival.x_request_id.clone();
-    let input = request.into_input(arrival)?;
-    let (id, model) = (input.id.clone(), core.model()?.name.clone());
+    let ServedModel { name, form, .. } = core.model()?;
+    let input = request.into_input(arrival, *form)?;
+    let (id, model) = (input.id.clone(), name.clone());
     let request = core.prepare(input, room).await?;
     let blocks = Blocks::new(request.reader.clone(), CallIds::new("toolu_", &id));
     let mut events = if streamed { core.stream(request).await? } else { core.generate(request)? };
@@ -83,7 +84,7 @@ struct Conversation<'a> {
 }
 
 impl Conversation<'_> {
-    fn into_chat(self) -> Result<ChatInput, ApiError> {
+    fn into_chat(self, form: AnswerForm) -> Result<ChatInput, ApiError> {
         let tools = input::tools(self.tools)?;
         let (choice, is_parallel) = input::tool_choice(self.tool_choice)?;
         let calls = ToolRequest::parse(Some(&tools), choice.as_ref(), Some(is_parallel));
@@ -91,7 +92,7 @@ impl Conversation<'_> {
             |text: &str| text.replace(".function.parameters", ".input_schema").replace("].function", "]");
         let calls =
             calls.map_err(|refusal| ApiError::invalid(place(&refusal.param), place(&refusal.to_string())))?;
-        let (messages, mut kept) = input::messages(self.system, self.messages)?;
+        let (messages, mut kept) = input::messages(self.system, self.messages, form)?;
         let (messages, _) = messages::normalise(messages)?;
         kept.splice(0..0, input::kept_tools(self.tools, &messages[0])?);
         let last = messages.as_array().and_then(|messages| messages.last());
@@ -110,7 +111,7 @@ impl Conversation<'_> {
 }
 
 impl MessagesRequest {
-    fn into_input(self, arrival: RequestArrival) -> Result<ClientRequest, ApiError> {
+    fn into_input(self, arrival: RequestArrival, form: AnswerForm) -> Result<ClientRequest, ApiError> {
         let serving = self.serving()?;
         let sampling = ClientSampling {
             max_tokens: Some(self.max_tokens),
@@ -132,7 +133,7 @@ impl MessagesRequest {
         Ok(ClientRequest {
             id: arrival.answer_id("msg_"),
             endpoint: "/v1/messages",
-            prompts: vec![PromptInput::Chat(conversation.into_chat()?)],
+            prompts: vec![PromptInput::Chat(conversation.into_chat(form)?)],
             model: self.model.unwrap_or_default(),
             n: 1,
             stop: self.stop_sequences.unwrap_or_default(),
@@ -166,7 +167,8 @@ pub(crate) async fn count_tokens(
 ) -> Result<Response, MessagesError> {
     let (request, _room) = read_json::<CountRequest>(&core, request).await?;
     Endpoint::CountTokens.check(&request.rest, core.config.unknown_fields)?;
-    check_model(core.model()?, request.model.as_deref().unwrap_or_default())?;
+    let model = core.model()?;
+    check_model(model, request.model.as_deref().unwrap_or_default())?;
     let conversation = Conversation {
         system: request.system.as_ref(),
         messages: &request.messages,
@@ -175,7 +177,7 @@ pub(crate) async fn count_tokens(
         thinking: request.thinking.as_ref(),
         output_config: request.output_config.as_ref(),
     };
-    let chat = PromptInput::Chat(conversation.into_chat()?);
+    let chat = PromptInput::Chat(conversation.into_chat(model.form)?);
     // On the blocking thread, whatever its size: measuring it takes as long as tokenising.
     let num_tokens = core
         .offload(usize::MAX, move |core| Ok(tokenize(core.model()?, chat, "messages", false)?.ids.len()))
