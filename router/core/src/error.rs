@@ -18,6 +18,16 @@ pub enum CoreError {
         /// OpenAI's code of this error, if it has one.
         code: Option<&'static str>,
     },
+    /// The sequence would be longer than any worker's context: shorten the prompt, or ask for fewer tokens.
+    #[error("{message}")]
+    TooLong {
+        /// What is too long, for the client.
+        message: String,
+        /// The field at fault.
+        param: Option<String>,
+        /// By how much, where that is known.
+        overflow: Option<ContextOverflow>,
+    },
     /// No such model, or other thing that was named.
     #[error("{message}")]
     NotFound {
@@ -56,11 +66,29 @@ pub enum CoreError {
     },
 }
 
+/// A sequence and the context that has no room for it. Counts above 2^32 are the greatest ones.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ContextOverflow {
+    /// Tokens of the prompt.
+    pub num_prompt: u32,
+    /// Tokens of the answer; `None`: the prompt alone leaves no room.
+    pub max_tokens: Option<u32>,
+    /// Tokens of the context.
+    pub context: u32,
+}
+
+impl ContextOverflow {
+    pub(crate) fn new(num_prompt: usize, max_tokens: Option<u32>, context: usize) -> ContextOverflow {
+        let tokens = |num: usize| u32::try_from(num).unwrap_or(u32::MAX);
+        ContextOverflow { num_prompt: tokens(num_prompt), max_tokens, context: tokens(context) }
+    }
+}
+
 impl CoreError {
     /// A word for traces.
     pub(crate) fn name(&self) -> &'static str {
         match self {
-            CoreError::Invalid { .. } => "invalid",
+            CoreError::Invalid { .. } | CoreError::TooLong { .. } => "invalid",
             CoreError::NotFound { .. } => "not_found",
             CoreError::Duplicate { .. } => "duplicate",
             CoreError::Full { .. } => "full",
@@ -78,9 +106,8 @@ impl CoreError {
         CoreError::Unavailable { message: message.into() }
     }
 
-    /// The sequence would be longer than any worker's context.
-    pub(crate) fn too_long(param: Option<&str>, message: String) -> CoreError {
-        CoreError::Invalid { message, param: param.map(str::to_owned), code: Some("context_length_exceeded") }
+    pub(crate) fn too_long(param: &str, message: String, overflow: ContextOverflow) -> CoreError {
+        CoreError::TooLong { message, param: Some(param.to_owned()), overflow: Some(overflow) }
     }
 
     pub(crate) fn internal(message: impl Into<String>) -> CoreError {
@@ -114,7 +141,9 @@ impl From<GiveUp> for CoreError {
 impl From<&NoPlan> for CoreError {
     fn from(no_plan: &NoPlan) -> CoreError {
         match no_plan {
-            NoPlan::DecodeTooSmall { .. } => CoreError::too_long(None, no_plan.to_string()),
+            NoPlan::DecodeTooSmall { .. } => {
+                CoreError::TooLong { message: no_plan.to_string(), param: None, overflow: None }
+            }
             _ => CoreError::unavailable(no_plan.to_string()),
         }
     }

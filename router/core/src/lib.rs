@@ -51,7 +51,7 @@ pub use caller::Caller;
 pub use config::{PlanBasis, RouterConfig};
 pub use durable::DurableCall;
 pub use ended::EndedRequest;
-pub use error::CoreError;
+pub use error::{ContextOverflow, CoreError};
 pub use event::{Event, Finish, TokenOut, Usage};
 pub use events::Events;
 pub use explain::{ExplainedOption, ExplainedPlan};

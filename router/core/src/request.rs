@@ -15,7 +15,10 @@ use baton_tools::{AnswerReader, ToolRequest};
 use serde_json::{Map, Value};
 use tokio::sync::OnceCell;
 
-use super::{Caller, ClientSampling, CoreError, DurableCall, ExplainedPlan, Thinking, durable::Resumption};
+use super::{
+    Caller, ClientSampling, ContextOverflow, CoreError, DurableCall, ExplainedPlan, Thinking,
+    durable::Resumption,
+};
 use crate::{
     kept::{self, CacheControl, KeptText, RenderedChat},
     model::ServedModel,
@@ -253,7 +256,7 @@ impl FieldNames {
                      {num_tokens}; shorten it to at most {}",
                     context_length.saturating_sub(1)
                 );
-                CoreError::too_long(Some(param), message)
+                CoreError::too_long(param, message, ContextOverflow::new(num_tokens, None, context_length))
             }
             problem => CoreError::invalid(param, format!("{param}: {problem}")),
         }

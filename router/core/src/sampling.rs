@@ -6,7 +6,7 @@ use baton_request::{Grammar, MAX_GRAMMAR_BYTES, SamplingParams};
 use baton_router_workers::Contexts;
 use baton_tools::{AskedGrammar, ToolRequest};
 
-use super::CoreError;
+use super::{ContextOverflow, CoreError};
 use crate::model::{ServedModel, special};
 
 /// How long schemas are compiled one by one, to find those that cannot be.
@@ -159,7 +159,7 @@ impl ClientSampling {
                      ({num_prompt} in the prompt, {max} to generate)",
                     num_prompt + max as usize
                 );
-                Err(CoreError::too_long(Some(param), message))
+                Err(CoreError::too_long(param, message, ContextOverflow::new(num_prompt, Some(max), context)))
             }
             Some(max) => Ok(max),
             None => {

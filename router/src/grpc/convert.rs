@@ -332,7 +332,7 @@ fn usage(usage: Usage) -> v1::Usage {
 /// The status of an error.
 pub(super) fn status(error: CoreError) -> Status {
     let code = match &error {
-        CoreError::Invalid { .. } => Code::InvalidArgument,
+        CoreError::Invalid { .. } | CoreError::TooLong { .. } => Code::InvalidArgument,
         CoreError::NotFound { .. } => Code::NotFound,
         CoreError::Duplicate { .. } => Code::AlreadyExists,
         CoreError::Full { .. } => Code::ResourceExhausted,

@@ -8,7 +8,7 @@ use baton_tools::OutputRefusal;
 use http::{HeaderValue, StatusCode, header};
 use serde::Serialize;
 
-use baton_router_core::CoreError;
+use baton_router_core::{ContextOverflow, CoreError};
 
 /// An error as a client sees it.
 #[derive(Clone, Debug)]
@@ -16,6 +16,8 @@ pub(crate) struct ApiError {
     pub(crate) status: StatusCode,
     pub(crate) detail: Detail,
     pub(crate) retry_after: Option<Duration>,
+    /// For APIs that tell it in their own words.
+    pub(crate) overflow: Option<ContextOverflow>,
 }
 
 /// The object under `error`.
@@ -42,7 +44,7 @@ impl ApiError {
             _ => "invalid_request_error",
         };
         let detail = Detail { message: message.into(), kind, param: None, code: None };
-        ApiError { status, detail, retry_after: None }
+        ApiError { status, detail, retry_after: None, overflow: None }
     }
 
     pub(crate) fn with_param(mut self, param: impl Into<String>) -> ApiError {
@@ -92,6 +94,13 @@ impl From<CoreError> for ApiError {
                 let mut error = ApiError::new(StatusCode::BAD_REQUEST, message);
                 error.detail.param = param;
                 error.detail.code = code;
+                error
+            }
+            CoreError::TooLong { param, overflow, .. } => {
+                let mut error =
+                    ApiError::new(StatusCode::BAD_REQUEST, message).with_code("context_length_exceeded");
+                error.detail.param = param;
+                error.overflow = overflow;
                 error
             }
             CoreError::NotFound { param, code, .. } => {

@@ -434,6 +434,26 @@ async fn errors_have_anthropics_shape() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn what_is_too_long_is_told_in_anthropics_sentences() {
+    let (router, worker) = Router::with_worker().await;
+    let long = json!([{"role": "user", "content": "x".repeat(600)}]);
+    for (fields, expected) in [
+        (json!({"messages": long, "max_tokens": 1}), "prompt is too long: 602 tokens > 511 maximum"),
+        (
+            json!({"max_tokens": 512, "stream": true}),
+            "input length and `max_tokens` exceed context limit: 4 + 512 > 512, decrease input length or `max_tokens` \
+             and try again",
+        ),
+    ] {
+        let answer = router.client.post(PATH, &ask(fields)).await;
+        let error = &answer.json()["error"];
+        assert_eq!((answer.status, &error["type"]), (400, &json!("invalid_request_error")));
+        assert_eq!(error["message"], expected);
+    }
+    assert!(worker.requests().is_empty());
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_thread_is_refused_so_that_clients_go_on_without_it() {
     use baton_router::UnknownFields::{Ignore, Refuse};
     for unknown in [Refuse, Ignore] {

@@ -1,7 +1,8 @@
 //! Errors in Anthropic's shape: `{"type": "error", "error": {"type", "message"}, "request_id"}`, with `details` where its clients
-//! read them.
+//! read them. What is too long is told in the sentences of Anthropic's server, from which clients take the numbers.
 
 use axum::response::{IntoResponse, Response};
+use baton_router_core::ContextOverflow;
 use http::{HeaderValue, StatusCode, header};
 use serde_json::{Value, json};
 
@@ -30,12 +31,24 @@ impl MessagesError {
             status if status.is_server_error() => "api_error",
             _ => "invalid_request_error",
         };
-        let mut error = json!({"type": kind, "message": self.0.detail.message});
+        let message = self.0.overflow.map_or_else(|| self.0.detail.message.clone(), too_long);
+        let mut error = json!({"type": kind, "message": message});
         // Anthropic's clients send `thread` unasked, and go on without it when they are told so.
         if self.0.detail.param.as_deref() == Some("thread") {
             error["details"] = json!({"error_code": "thread_unsupported_request", "unsupported": ["thread"]});
         }
         json!({"type": "error", "error": error, "request_id": x_request_id})
+    }
+}
+
+fn too_long(overflow: ContextOverflow) -> String {
+    let ContextOverflow { num_prompt, max_tokens, context } = overflow;
+    match max_tokens {
+        None => format!("prompt is too long: {num_prompt} tokens > {} maximum", context.saturating_sub(1)),
+        Some(max) => format!(
+            "input length and `max_tokens` exceed context limit: {num_prompt} + {max} > {context}, decrease input \
+             length or `max_tokens` and try again"
+        ),
     }
 }
 
