@@ -115,13 +115,19 @@ impl ClientSampling {
             let grammar = model.form.grammar(calls, self.grammar.as_ref(), prompt_end, of_text);
             grammar.map_err(|refusal| CoreError::invalid(&refusal.param, refusal.to_string()))
         };
+        let is_too_long = |grammar: &Grammar| grammar.text.len() > MAX_GRAMMAR_BYTES;
         let check = |grammar: &Option<Grammar>| match grammar {
             // The request is refused when it is validated.
-            Some(grammar) if grammar.text.len() > MAX_GRAMMAR_BYTES => Ok(()),
+            Some(grammar) if is_demanded && is_too_long(grammar) => Ok(()),
             Some(grammar) => model.check_grammar(grammar, "tools"),
             None => Ok(()),
         };
         let mut grammar = make(calls)?;
+        // To compile schemas one by one takes long, and would hardly shorten it.
+        if !is_demanded && grammar.as_ref().is_some_and(is_too_long) {
+            tracing::debug!("calls are not constrained: their grammar is too long");
+            return Ok(None);
+        }
         let mut checked = check(&grammar);
         if matches!(checked, Err(CoreError::Invalid { .. })) {
             grammar = make(&with_good_schemas(model, calls)?)?;

@@ -106,7 +106,8 @@ fn conversation(chat: v1::ChatMessages) -> Result<ChatInput, CoreError> {
         Mode::Required => json!("required"),
         Mode::Named => json!({"type": "function", "function": {"name": choice.name}}),
     });
-    let calls = ToolRequest::parse(Some(&tools), choice.as_ref(), chat.parallel_tool_calls);
+    let calls =
+        ToolRequest::parse(Some(&tools), choice.as_ref(), chat.parallel_tool_calls, ToolRequest::MAX_TOOLS);
     // The fields of a function are fields of the tool here.
     let place = |text: &str| text.replace("].function", "]");
     let calls =

@@ -134,7 +134,7 @@ mod tests {
     #[test]
     fn marks_and_the_beginning_of_a_call_are_no_reasoning() {
         let tools = [json!({"type": "function", "function": {"name": "add"}})];
-        let tools = ToolRequest::parse(Some(&tools), None, None).unwrap().unwrap();
+        let tools = ToolRequest::parse(Some(&tools), None, None, 1).unwrap().unwrap();
         let call = ["<tool_call>", "\n", "{\"name\": \"", "add\", \"arguments\": {}}", "\n</tool_call>"];
         let hermes: Vec<&str> = ["<think>", "Hm", ".", "</think>", "\n\n"].into_iter().chain(call).collect();
         let harmony = [
@@ -166,7 +166,7 @@ mod tests {
     #[test]
     fn steps_are_the_blocks_however_the_text_is_cut() {
         let tools = [json!({"type": "function", "function": {"name": "add"}})];
-        let tools = ToolRequest::parse(Some(&tools), None, None).unwrap().unwrap();
+        let tools = ToolRequest::parse(Some(&tools), None, None, 1).unwrap().unwrap();
         let template = "<think></think>";
         let form = AnswerForm::detect(|text| template.contains(text), Some(ToolFormat::Hermes));
         let call = "<tool_call>\n{\"name\": \"add\", \"arguments\": {\"a\": 1}}\n</tool_call>";

@@ -103,8 +103,12 @@ impl ChatRequest {
                 format!("{param}: add_generation_prompt begins another message"),
             ));
         }
-        let calls =
-            ToolRequest::parse(self.tools.as_deref(), self.tool_choice.as_ref(), self.parallel_tool_calls)?;
+        let calls = ToolRequest::parse(
+            self.tools.as_deref(),
+            self.tool_choice.as_ref(),
+            self.parallel_tool_calls,
+            ToolRequest::MAX_TOOLS,
+        )?;
         let tools = self.tools.filter(|_| calls.is_some()).map(Value::Array);
         let (messages, kept) = messages::normalise(self.messages)?;
         let chat = ChatInput {

@@ -133,6 +133,19 @@ async fn tools_are_called_and_their_results_are_messages() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_message_may_have_more_tools_than_a_chat() {
+    let (router, worker) = Router::with_worker().await;
+    worker.script(say("Good day."));
+    let many = |num: usize| ask(json!({"tools": vec![add(); num]}));
+    assert_eq!(router.client.post(PATH, &many(1024)).await.status, 200);
+    let shown = [257].into_iter().chain(ids("Hi[1024 tools]")).chain([258]).collect::<Vec<_>>();
+    assert_eq!(worker.requests().pop().unwrap().prompt_token_ids, shown);
+    let refused = router.client.post(PATH, &many(1025)).await;
+    assert_eq!(refused.status, 400);
+    assert!(refused.text().contains("tools: 1025 tools, at most 1024"), "{}", refused.text());
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn only_the_turn_that_goes_on_has_thoughts() {
     let template =
         "{% for m in messages %}{{ m.role }}:{{ m.reasoning_content or '' }}{{ m.content }};{% endfor %}";

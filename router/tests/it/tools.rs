@@ -201,6 +201,26 @@ async fn only_a_strict_function_must_have_a_schema_that_can_be_compiled() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn calls_whose_grammar_is_too_long_are_not_constrained_unless_they_must_be() {
+    let (router, worker) = hermes().await;
+    worker.script(say(CALL));
+    let parameters = json!({"type": "object", "description": "y".repeat(300 << 10)});
+    let tool = |strict: Value| {
+        let function = json!({"name": "add", "parameters": parameters, "strict": strict});
+        json!({"type": "function", "function": function})
+    };
+    let answer = router.client.post(PATH, &ask(json!({"tools": [tool(json!(null))]}))).await;
+    assert_eq!(answer.status, 200, "{}", answer.text());
+    assert_eq!(worker.requests().pop().unwrap().sampling.unwrap().grammar, None);
+    assert_eq!(answer.json()["choices"][0]["message"]["tool_calls"][0]["function"]["name"], "add");
+    for (strict, choice) in [(json!(true), "auto"), (json!(null), "required")] {
+        let body = ask(json!({"tools": [tool(strict)], "tool_choice": choice}));
+        let refused = router.client.post(PATH, &body).await;
+        assert_eq!((refused.status, &refused.json()["error"]["param"]), (400, &json!("tools")), "{choice}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_schema_that_cannot_be_compiled_loosens_its_own_tool_alone() {
     let (router, worker) = hermes().await;
     worker.script(say(CALL));

@@ -5,9 +5,6 @@ use serde_json::{Value, json};
 
 use crate::refusal::OutputRefusal;
 
-/// Most tools of a request.
-const MAX_TOOLS: usize = 128;
-
 /// What the model may call, and whether it must.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ToolRequest {
@@ -41,7 +38,10 @@ pub(crate) struct Tool {
 }
 
 impl ToolRequest {
-    /// Reads the fields. `None` without tools, and when none may be called.
+    /// Most tools of a request, as in OpenAI's API.
+    pub const MAX_TOOLS: usize = 128;
+
+    /// Reads the fields. `None` without tools, and when none may be called. `max_tools` is the API's.
     ///
     /// # Errors
     /// When a field is not what it should be.
@@ -49,6 +49,7 @@ impl ToolRequest {
         tools: Option<&[Value]>,
         choice: Option<&Value>,
         is_parallel: Option<bool>,
+        max_tools: usize,
     ) -> Result<Option<ToolRequest>, OutputRefusal> {
         let tools = tools.unwrap_or_default();
         let refused = |message: String| Err(OutputRefusal::new("tool_choice", message));
@@ -80,8 +81,8 @@ impl ToolRequest {
                 _ => refused("a call is required, and there are no tools".into()),
             };
         }
-        if tools.len() > MAX_TOOLS {
-            let message = format!("{} tools, at most {MAX_TOOLS} are possible", tools.len());
+        if tools.len() > max_tools {
+            let message = format!("{} tools, at most {max_tools} are possible", tools.len());
             return Err(OutputRefusal::new("tools", message));
         }
         let mut tools = tools.iter().enumerate().map(Tool::parse).collect::<Result<Vec<_>, _>>()?;
@@ -226,7 +227,7 @@ mod tests {
     }
 
     fn parse(tools: &[Value], choice: Value) -> Result<Option<ToolChoice>, String> {
-        let request = ToolRequest::parse(Some(tools), Some(&choice), None);
+        let request = ToolRequest::parse(Some(tools), Some(&choice), None, ToolRequest::MAX_TOOLS);
         request.map(|request| request.map(|request| request.choice)).map_err(|refusal| refusal.to_string())
     }
 
@@ -251,7 +252,7 @@ mod tests {
         };
         for (mode, expected) in [("auto", ToolChoice::Auto), ("required", ToolChoice::Required)] {
             let choice = chat_choice(allowed(mode, &["mul", "add"])).unwrap();
-            let request = ToolRequest::parse(Some(&tools), Some(&choice), None).unwrap().unwrap();
+            let request = ToolRequest::parse(Some(&tools), Some(&choice), None, 3).unwrap().unwrap();
             assert_eq!((&request.choice, request.is_restricted()), (&expected, true));
             assert_eq!(request.names().collect::<Vec<_>>(), ["add", "mul"]);
             assert_eq!(request.schemas().map(|(idx, ..)| idx).collect::<Vec<_>>(), [0, 2]);

@@ -122,7 +122,7 @@ fn required_calls_are_calls_of_the_tools_in_every_format() {
                 [(json!("required"), true), (json!("required"), false), (named.clone(), true)]
             {
                 let request =
-                    ToolRequest::parse(Some(&tools), Some(&choice), Some(is_parallel)).unwrap().unwrap();
+                    ToolRequest::parse(Some(&tools), Some(&choice), Some(is_parallel), 2).unwrap().unwrap();
                 for seed in 0..12 {
                     let prompt = if seed % 2 == 0 { "<|assistant|>" } else { "<think>\n" };
                     let text = draw(&compiler, &request, form, prompt, seed);
@@ -188,7 +188,9 @@ fn said(format: ToolFormat, text: &str) -> String {
 }
 
 fn request(tools: &[Value], choice: &str) -> ToolRequest {
-    ToolRequest::parse(Some(tools), Some(&json!(choice)), None).unwrap().expect("there are tools")
+    ToolRequest::parse(Some(tools), Some(&json!(choice)), None, ToolRequest::MAX_TOOLS)
+        .unwrap()
+        .expect("there are tools")
 }
 
 #[test]
@@ -241,8 +243,9 @@ fn only_allowed_tools_are_called_also_when_their_schemas_are_waived() {
     for (tools, mode) in [(tools(), "auto"), (tools(), "required"), (waived, "auto")] {
         let add = json!({"type": "function", "function": {"name": "add"}});
         let choice = json!({"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [add]}});
-        let request =
-            ToolRequest::parse(Some(&tools), Some(&choice), None).unwrap().expect("there are tools");
+        let request = ToolRequest::parse(Some(&tools), Some(&choice), None, ToolRequest::MAX_TOOLS)
+            .unwrap()
+            .expect("there are tools");
         for format in ToolFormat::ALL {
             let form = AnswerForm::detect(|_| false, Some(format));
             let grammar = form.grammar(&request, None, "", special).unwrap().expect("it is constrained");

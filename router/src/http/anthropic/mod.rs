@@ -33,6 +33,9 @@ use error::MessagesError;
 pub(super) use error::write_error;
 use output::MessageChunks;
 
+/// Most tools of a request. Anthropic's API tells no limit; clients with many servers of tools send hundreds.
+const MAX_TOOLS: usize = 1024;
+
 request_body! { @served
     /// The request.
     MessagesRequest {
@@ -87,7 +90,7 @@ impl Conversation<'_> {
     fn into_chat(self, form: AnswerForm) -> Result<ChatInput, ApiError> {
         let tools = input::tools(self.tools)?;
         let (choice, is_parallel) = input::tool_choice(self.tool_choice)?;
-        let calls = ToolRequest::parse(Some(&tools), choice.as_ref(), Some(is_parallel));
+        let calls = ToolRequest::parse(Some(&tools), choice.as_ref(), Some(is_parallel), MAX_TOOLS);
         let place =
             |text: &str| text.replace(".function.parameters", ".input_schema").replace("].function", "]");
         let calls =

@@ -42,7 +42,12 @@ impl ResponsesRequest {
         };
         let tools = input::tools(self.tools)?;
         let choice = self.tool_choice.map(chat_choice).transpose()?;
-        let calls = ToolRequest::parse(tools.as_deref(), choice.as_ref(), self.parallel_tool_calls);
+        let calls = ToolRequest::parse(
+            tools.as_deref(),
+            choice.as_ref(),
+            self.parallel_tool_calls,
+            ToolRequest::MAX_TOOLS,
+        );
         // The fields of a function are fields of the tool here, and those of allowed tools fields of the choice.
         let place =
             |text: &str| text.replace("].function", "]").replace("tool_choice.allowed_tools", "tool_choice");
