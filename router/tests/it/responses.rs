@@ -26,8 +26,8 @@ async fn a_text_is_a_message_and_the_request_is_repeated() {
     let (router, worker) = Router::with_worker().await;
     worker.script(say("Good day."));
     let body = json!({
-        "model": MODEL, "input": "Hi", "instructions": "Be kind.", "metadata": {"a": "b"}, "temperature": 0.5,
-        "max_output_tokens": 40, "store": false,
+        "model": MODEL, "input": "Hi", "instructions": "Be kind.", "metadata": {"a": "b"}, "temperature": 0.7,
+        "top_p": 0.9, "max_output_tokens": 40, "store": false,
     });
     let answer = router.client.post(PATH, &body).await;
     assert_eq!(answer.status, 200, "{}", answer.text());
@@ -48,7 +48,7 @@ async fn a_text_is_a_message_and_the_request_is_repeated() {
     let system: Vec<u32> =
         ids("<|system|>Be kind.").into_iter().chain([257]).chain(ids("Hi")).chain([258]).collect();
     assert_eq!(request.prompt_token_ids, system, "{prompt}");
-    for field in ["instructions", "metadata", "temperature", "max_output_tokens", "store"] {
+    for field in ["instructions", "metadata", "temperature", "top_p", "max_output_tokens", "store"] {
         assert_eq!(answer[field], body[field], "{field}");
     }
     // An answer that is cut off.

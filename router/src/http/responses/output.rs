@@ -34,11 +34,11 @@ impl Echo {
             "parallel_tool_calls": request.parallel_tool_calls.unwrap_or(true),
             "previous_response_id": null,
             "store": false,
-            "temperature": request.temperature,
+            "temperature": decimal(request.temperature),
             "text": {"format": text("format").cloned().unwrap_or(json!({"type": "text"}))},
             "tool_choice": request.tool_choice.clone().unwrap_or(json!("auto")),
             "tools": tools.collect::<Vec<_>>(),
-            "top_p": request.top_p,
+            "top_p": decimal(request.top_p),
             "truncation": "disabled",
             "user": label("user"),
         });
@@ -47,6 +47,11 @@ impl Echo {
             _ => unreachable!("it is an object"),
         }
     }
+}
+
+/// The number as a client writes it: the shortest decimal that is this `f32`. Widened, 0.7 would be 0.699999988079071.
+fn decimal(number: Option<f32>) -> Option<f64> {
+    number.and_then(|number| number.to_string().parse().ok())
 }
 
 /// Writes the events of a response.
