@@ -11,7 +11,7 @@ pub(crate) enum Standing {
     Running,
     /// No client reads it; it can be resumed.
     Parked,
-    /// It is complete; it can be read again.
+    /// It is over; it can be read again. Tokens that were not journalled are computed again then.
     Ended,
 }
 
@@ -79,8 +79,11 @@ impl Index {
                     }
                     Payload::Ended(ending, num_tokens)
                         if entry.standing != Standing::Ended
-                            // An end after tokens that are missing is reached again by computing them.
-                            && (*ending == Ending::Abort || *num_tokens == entry.num_tokens) =>
+                            // After tokens that were not journalled the session has ended, too. Tokens that are damaged are
+                            // computed again, and then their end.
+                            && (*ending == Ending::Abort
+                                || *num_tokens == entry.num_tokens
+                                || record.previous == entry.last) =>
                     {
                         entry.standing = Standing::Ended;
                         self.live_bytes -= u64::from(entry.num_bytes);

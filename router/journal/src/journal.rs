@@ -53,7 +53,7 @@ pub struct Session {
     pub acceptance: Acceptance,
     /// Its tokens so far.
     pub tokens: Vec<Vec<u8>>,
-    /// `None`: it goes on.
+    /// `None`: it goes on, or tokens before its end are not journalled.
     pub ending: Option<Ending>,
     /// Its newest record when it was read.
     last: Position,
@@ -145,6 +145,7 @@ impl Journal {
             at,
             pending: HashMap::new(),
             num_pending_bytes: 0,
+            num_token_bytes: 0,
             round: 1,
             is_awaited: false,
             segments,
@@ -365,7 +366,7 @@ impl Drop for Journal {
 
 impl SessionWriter {
     /// The token with this index in the output. It is written within 20 ms or so; the caller does not wait for it. One that is
-    /// out of order is dropped, as are all after it.
+    /// out of order is dropped, as are all after it until the session ends.
     pub fn push(&self, idx: usize, token: Vec<u8>) {
         let was_idle = {
             let mut state = self.shared.lock();

@@ -61,7 +61,7 @@ pub(crate) enum Payload {
     Accepted(Acceptance),
     /// Tokens from this index on.
     Tokens(u32, Vec<Vec<u8>>),
-    /// The end, and how many tokens came before it.
+    /// The end, and how many tokens came before it. If fewer are journalled, it is not the end of those.
     Ended(Ending, u32),
     /// All of a session: its earlier records are not needed.
     Snapshot(Acceptance, Vec<Vec<u8>>),

@@ -34,6 +34,7 @@ pub(crate) enum Head {
 pub(crate) struct Chain {
     pub(crate) acceptance: Acceptance,
     pub(crate) tokens: Vec<Vec<u8>>,
+    /// `None`: it goes on, or tokens before its end are not journalled.
     pub(crate) ending: Option<Ending>,
 }
 
@@ -125,7 +126,7 @@ pub(crate) enum ChainError {
 pub(crate) fn read_chain(dir: &Path, key: SessionKey, last: Position) -> Result<Chain, ChainError> {
     let mut at = last;
     let mut open: Option<(u32, File)> = None;
-    let (mut runs, mut ending) = (Vec::new(), None);
+    let (mut runs, mut ended) = (Vec::new(), None);
     loop {
         let failed = |source| ChainError::Io { path: path(dir, at.segment), source };
         let file = match &open {
@@ -145,13 +146,16 @@ pub(crate) fn read_chain(dir: &Path, key: SessionKey, last: Position) -> Result<
                 at = earlier(record.previous, at)?;
                 continue;
             }
-            Payload::Ended(reason, _) => {
-                ending = Some(reason);
+            Payload::Ended(ending, num_tokens) => {
+                ended = Some((ending, num_tokens as usize));
                 at = earlier(record.previous, at)?;
                 continue;
             }
         };
-        let tokens = [first].into_iter().chain(runs.into_iter().rev()).flatten().collect();
+        let tokens: Vec<_> = [first].into_iter().chain(runs.into_iter().rev()).flatten().collect();
+        let is_end =
+            |&(ending, num_tokens): &(Ending, usize)| ending == Ending::Abort || num_tokens == tokens.len();
+        let ending = ended.filter(is_end).map(|(ending, _)| ending);
         return Ok(Chain { acceptance, tokens, ending });
     }
 }

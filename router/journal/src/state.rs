@@ -15,7 +15,8 @@ use crate::{
     segment::HEAD,
 };
 
-/// What is appended and not yet written; beyond it tokens are dropped, and computed again when they are needed.
+/// What is appended and not yet written: beyond it requests are refused. Beyond as many bytes of tokens these are dropped, and computed
+/// again when they are needed.
 const MAX_UNWRITTEN: usize = 16 << 20;
 
 /// What a journal holds and has done.
@@ -85,6 +86,8 @@ pub(crate) struct State {
     /// Tokens that are no record yet: those of 20 ms become one.
     pub(crate) pending: HashMap<SessionKey, Pending>,
     pub(crate) num_pending_bytes: usize,
+    /// Bytes of tokens that are not written yet: those that are no record, and those in the buffer.
+    pub(crate) num_token_bytes: usize,
     /// The number of the round that will write the buffer.
     pub(crate) round: u64,
     /// Whether a request waits for that round.
@@ -160,7 +163,8 @@ impl State {
     }
 
     pub(crate) fn push(&mut self, key: SessionKey, epoch: u32, idx: usize, token: Vec<u8>) {
-        let is_full = self.is_behind() || self.num_bytes() > self.max_bytes;
+        // Long requests, and sessions that move, cost the others no token.
+        let is_full = self.num_token_bytes > MAX_UNWRITTEN || self.num_bytes() > self.max_bytes;
         let Some(entry) = self.index.get_mut(key, epoch) else { return };
         let num_pending = self.pending.get(&key).map_or(0, |pending| pending.tokens.len());
         if is_full || idx != entry.num_tokens as usize + num_pending || entry.standing == Standing::Ended {
@@ -168,6 +172,7 @@ impl State {
             return;
         }
         self.num_pending_bytes += token.len();
+        self.num_token_bytes += token.len();
         let first_idx = entry.num_tokens;
         let pending = self.pending.entry(key).or_insert(Pending { first_idx, tokens: Vec::new() });
         pending.tokens.push(token);
@@ -176,10 +181,9 @@ impl State {
     pub(crate) fn end(&mut self, key: SessionKey, epoch: u32, ending: Ending, num_tokens: usize) {
         self.flush_session(key);
         let Some(entry) = self.index.get_mut(key, epoch) else { return };
-        // Tokens that were dropped are computed again when the session is resumed, and then its end.
-        let is_complete = entry.num_tokens as usize == num_tokens;
-        if entry.standing != Standing::Ended && (is_complete || ending == Ending::Abort) {
-            let num_tokens = entry.num_tokens;
+        if entry.standing != Standing::Ended {
+            // After tokens that were dropped it ends the session alone: these are computed again when it is resumed, and then its end.
+            let num_tokens = if ending == Ending::Abort { entry.num_tokens } else { num_tokens as u32 };
             self.append(key, Payload::Ended(ending, num_tokens));
         }
     }
@@ -208,6 +212,7 @@ impl State {
         let pending: Vec<_> = self.pending.keys().copied().collect();
         pending.into_iter().for_each(|key| self.flush_session(key));
         let bytes = std::mem::take(&mut self.buffer);
+        self.num_token_bytes = 0;
         let offset = self.at.offset - bytes.len() as u32;
         let round = Round {
             number: self.round,

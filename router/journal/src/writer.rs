@@ -22,6 +22,8 @@ const GATHER: Duration = Duration::from_millis(20);
 const SYNC_EVERY: Duration = Duration::from_millis(100);
 /// Between looks for sessions and segments whose time is over.
 const TIDY_EVERY: Duration = Duration::from_secs(1);
+/// Of sessions that move, so many bytes are written at once.
+const MAX_MOVED: usize = 4 << 20;
 /// Between attempts to write.
 const RETRY_EVERY: Duration = Duration::from_millis(500);
 
@@ -137,7 +139,11 @@ impl Writer {
         };
         for key in to_move {
             self.carry(key);
-            if self.shared.lock().is_awaited && !self.flush(true) {
+            let is_due = {
+                let state = self.shared.lock();
+                state.is_awaited || state.buffer.len() > MAX_MOVED
+            };
+            if is_due && !self.flush(true) {
                 return;
             }
         }

@@ -2,9 +2,9 @@
 
 use std::{fs, sync::Arc, time::Duration};
 
-use crate::{AcceptError, Acceptance, Ending, Journal, JournalConfig};
+use crate::{AcceptError, Acceptance, Ending, Journal, JournalConfig, SessionWriter};
 
-use super::{NOW, acceptance, config, num_tokens, open, push, resume};
+use super::{NOW, acceptance, config, num_tokens, open, push, resume, token};
 
 fn big(id: &str) -> Acceptance {
     Acceptance { body: vec![b' '; 20 << 10], ..acceptance(id) }
@@ -106,6 +106,67 @@ async fn a_session_that_is_resumed_while_its_segment_goes_is_whole() {
     let num_known = reading.await.expect("no panic");
     assert!(num_tokens(&journal, "parked").await >= num_known && num_known > 0);
     assert_eq!(journal.counts().num_damaged, 0);
+}
+
+#[tokio::test]
+async fn a_long_request_costs_others_no_token() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let config = JournalConfig { max_bytes: 1 << 30, ..config(dir.path()) };
+    let journal = Journal::open_at(&config, NOW).expect("a journal");
+    let running = journal.accept(acceptance("running")).await.unwrap();
+    let long = Acceptance { body: vec![b' '; 17 << 20], ..acceptance("long") };
+    // The token comes before the request is written.
+    let (accepted, ()) = tokio::join!(journal.accept(long), async { running.push(0, token(0)) });
+    let _long = accepted.unwrap();
+    running.end(Ending::Stop, 1);
+    assert_eq!(journal.counts().num_dropped, 0);
+    assert_eq!(resume(&journal, "running", None).await.unwrap().0.ending, Some(Ending::Stop));
+}
+
+#[tokio::test]
+async fn sessions_that_move_are_written_a_few_at_a_time() {
+    const MIB: u64 = 1 << 20;
+    let dir = tempfile::tempdir().expect("a directory");
+    // Segments of 4 MiB; old ones go from 48 MiB on.
+    let config = JournalConfig { max_bytes: 64 * MIB, ..config(dir.path()) };
+    let journal = Journal::open_at(&config, NOW).expect("a journal");
+    let fill = async |writer: &SessionWriter, num_tokens: usize| {
+        for idx in 0..num_tokens {
+            writer.push(idx, vec![b' '; 64 << 10]);
+            if idx % 32 == 31 {
+                journal.flush().await;
+            }
+        }
+    };
+    // Seven sessions that begin in the first segment, of 2 MiB each.
+    let mut moved = Vec::new();
+    for nth in 0..7 {
+        moved.push(journal.accept(acceptance(&nth.to_string())).await.unwrap());
+    }
+    for writer in &moved {
+        fill(writer, 32).await;
+    }
+    let filler = journal.accept(acceptance("filler")).await.unwrap();
+    fill(&filler, 512).await;
+    filler.end(Ending::Stop, 512);
+    let last = journal.accept(acceptance("last")).await.unwrap();
+    fill(&last, 24).await;
+    journal.flush().await;
+    let sizes = || {
+        let files = fs::read_dir(dir.path()).expect("a directory").flatten();
+        files.filter_map(|file| Some(file.metadata().ok()?.len())).collect::<Vec<_>>()
+    };
+    assert!(sizes().iter().sum::<u64>() < 48 * MIB, "{:?}", sizes());
+    // No request waits for the disk, so what moves could be one write.
+    (24..48).for_each(|idx| last.push(idx, vec![b' '; 64 << 10]));
+    let has_moved = async {
+        while dir.path().join("00000001.journal").exists() {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    };
+    tokio::time::timeout(Duration::from_secs(60), has_moved).await.expect("the first segment goes");
+    assert!(sizes().iter().all(|&size| size < 12 * MIB), "{:?}", sizes());
+    assert_eq!((journal.counts().num_running, journal.counts().num_dropped), (8, 0));
 }
 
 #[tokio::test]

@@ -147,6 +147,12 @@ async fn an_end_after_lost_tokens_is_no_end() {
     writer.end(Ending::Stop, 5);
     drop(writer);
     assert_eq!(journal.counts().num_dropped, 2);
-    let (session, _writer) = resume(&journal, "one", None).await.unwrap();
+    drop(journal);
+    let journal = open(dir.path());
+    let (session, writer) = resume(&journal, "one", None).await.unwrap();
     assert_eq!((session.tokens.len(), session.ending), (2, None));
+    // The session is over all the same: it takes no room among those that go on.
+    drop(writer);
+    let counts = journal.counts();
+    assert_eq!((counts.num_running, counts.num_parked, counts.num_ended), (0, 0, 1));
 }
