@@ -37,7 +37,11 @@ impl Collector for JournalCollector {
                 counts.num_dropped,
             ),
             ("damaged", "Damaged records of the journal", counts.num_damaged),
-            ("expired", "Streams that no client resumed in time", counts.num_expired),
+            (
+                "expired",
+                "Streams that no client resumed in time, or before others took their room",
+                counts.num_expired,
+            ),
         ];
         for (name, help, value) in counters {
             let counter = ConstCounter::new(value);

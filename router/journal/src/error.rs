@@ -52,7 +52,7 @@ pub enum AcceptError {
         /// The id.
         id: String,
     },
-    /// Sessions that have not ended fill half of the journal; the other half is the room to move them.
+    /// Sessions that clients read fill half of the journal; the other half is the room to move them.
     #[error(
         "the journal is full: {live_bytes} bytes of requests that have not ended, at most {max_bytes} are possible"
     )]

@@ -4,6 +4,9 @@ use std::collections::HashMap;
 
 use crate::record::{Ending, Payload, Position, Record, SessionKey};
 
+/// Parked sessions make at least this part of the room at once.
+const MADE_ROOM: u64 = 16;
+
 /// How a session stands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Standing {
@@ -143,6 +146,32 @@ impl Index {
             self.remove(key);
         }
         expired.len()
+    }
+
+    /// Makes room for so many bytes of a session that goes on, if all of these may have `max_bytes`: forgets sessions that no client reads,
+    /// those first that have waited longest. Nothing, if even that is not enough. Returns how many.
+    pub(crate) fn make_room(&mut self, num_bytes: u64, max_bytes: u64) -> usize {
+        let Some(most) = max_bytes.checked_sub(num_bytes).filter(|&most| self.live_bytes > most) else {
+            return 0;
+        };
+        let parked = self.sessions.iter().filter(|(_, entry)| entry.standing == Standing::Parked);
+        let mut parked: Vec<_> =
+            parked.map(|(&key, entry)| (entry.touched_ms, key, u64::from(entry.num_bytes))).collect();
+        let num_parked: u64 = parked.iter().map(|&(.., num_bytes)| num_bytes).sum();
+        if self.live_bytes - num_parked > most {
+            return 0;
+        }
+        parked.sort_unstable();
+        // Some more at once: else each request would look for room.
+        let most = most.saturating_sub(max_bytes / MADE_ROOM);
+        let num_before = self.sessions.len();
+        for (_, key, _) in parked {
+            if self.live_bytes <= most {
+                break;
+            }
+            self.remove(key);
+        }
+        num_before - self.sessions.len()
     }
 
     /// The oldest segment that a session needs.

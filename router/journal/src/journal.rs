@@ -31,7 +31,8 @@ const PATIENCE: Duration = Duration::from_secs(10);
 pub struct JournalConfig {
     /// One router at a time uses it.
     pub dir: PathBuf,
-    /// Of all segments together; at least 1 MiB. Requests that have not ended may fill half of it.
+    /// Of all segments together; at least 1 MiB. Requests that have not ended may fill half of it: beyond that, those expire that no client
+    /// reads, the oldest first.
     pub max_bytes: u64,
     /// How long a session that no client reads can be resumed.
     pub ttl: Duration,
@@ -121,6 +122,8 @@ impl Journal {
         let ttl_ms = config.ttl.as_millis() as u64;
         counts.num_expired = index.expire(now_ms, ttl_ms) as u64;
         let max_bytes = config.max_bytes.max(1 << 20);
+        // Those that had made room are found again.
+        counts.num_expired += index.make_room(0, max_bytes / 2) as u64;
         let next = match segments.last() {
             None => 1,
             Some(&(last, _)) => last.checked_add(1).ok_or_else(|| {
@@ -180,8 +183,11 @@ impl Journal {
             if state.index.get(key).is_some_and(|entry| entry.standing != Standing::Ended) {
                 return Err(AcceptError::Exists { id: acceptance.id });
             }
-            let (live_bytes, max_bytes) = (state.index.live_bytes(), state.max_bytes / 2);
-            let refusal = if live_bytes + acceptance.num_bytes() as u64 > max_bytes {
+            let (num_bytes, max_bytes) = (acceptance.num_bytes() as u64, state.max_bytes / 2);
+            let num_expired = state.index.make_room(num_bytes, max_bytes);
+            state.counts.num_expired += num_expired as u64;
+            let live_bytes = state.index.live_bytes();
+            let refusal = if live_bytes + num_bytes > max_bytes {
                 Some(AcceptError::Full { live_bytes, max_bytes })
             } else {
                 // A disk that hangs says no error: what waits for it is bounded, too.
@@ -191,6 +197,8 @@ impl Journal {
                 state.counts.num_refused += 1;
                 return Err(refusal);
             }
+            // Its newest tokens, if a session of this id has just made room.
+            state.flush_session(key);
             state.append(key, Payload::Accepted(acceptance));
             let epoch = state.index.get(key).expect("it was appended").epoch;
             state.is_awaited = true;

@@ -36,7 +36,7 @@ pub struct JournalCounts {
     pub num_failed: u64,
     /// Requests that were refused, as the journal was full or its disk too slow.
     pub num_refused: u64,
-    /// Sessions whose time was over.
+    /// Sessions whose time was over, or that made room for others.
     pub num_expired: u64,
     /// Records that were damaged.
     pub num_damaged: u64,

@@ -28,6 +28,32 @@ async fn requests_that_go_on_fill_half_and_then_new_ones_are_refused() {
 }
 
 #[tokio::test]
+async fn parked_sessions_make_room_for_new_ones_the_oldest_first() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let journal = open(dir.path());
+    let running = journal.accept(big("running")).await.unwrap();
+    // What one tenant leaves takes all that there is.
+    for nth in 0..24 {
+        drop(journal.accept(big(&nth.to_string())).await.unwrap());
+        tokio::time::sleep(Duration::from_millis(2)).await;
+    }
+    let next = journal.accept(big("next")).await.expect("parked sessions make room");
+    let counts = journal.counts();
+    assert_eq!((counts.num_running, counts.num_refused), (2, 0));
+    let num_expired = counts.num_expired as usize;
+    assert!((1..6).contains(&num_expired) && counts.num_parked == 24 - num_expired, "{counts:?}");
+    for nth in 0..24 {
+        assert_eq!(journal.find(&nth.to_string(), None).await.is_ok(), nth >= num_expired, "{nth}");
+    }
+    push(&running, 0..3);
+    drop((running, next, journal));
+    // At a start all are parked, and those that had made room are there again: no more than may be.
+    let journal = Journal::open_at(&config(dir.path()), NOW + 60_000).expect("a journal");
+    assert_eq!(journal.find("running", None).await.expect("it is kept").tokens.len(), 3);
+    journal.accept(big("later")).await.expect("there is room");
+}
+
+#[tokio::test]
 async fn old_segments_go_and_a_parked_session_moves() {
     let dir = tempfile::tempdir().expect("a directory");
     let journal = open(dir.path());
