@@ -235,11 +235,16 @@ impl Journal {
             };
             let chain = match self.read(id, key, last).await {
                 Ok(chain) => chain,
-                // Its segment went while it was read: it is in a newer one.
-                Err(_) if self.shared.lock().index.get(key).is_some_and(|entry| entry.last != last) => {
-                    continue;
+                Err(error) => {
+                    let newest = self.shared.lock().index.get(key).map(|entry| entry.last);
+                    match newest {
+                        Some(newest) if newest == last => return Err(error),
+                        // Its segment went while it was read: it is in a newer one.
+                        Some(_) => continue,
+                        // Its time was over meanwhile.
+                        None => return Err(unknown()),
+                    }
                 }
-                Err(error) => return Err(error),
             };
             let Chain { acceptance, tokens, ending } = chain;
             if acceptance.id != id || acceptance.owner.as_deref() != owner {

@@ -2,7 +2,7 @@
 
 use std::{fs, sync::Arc, time::Duration};
 
-use crate::{AcceptError, Acceptance, Ending, Journal, JournalConfig, SessionWriter};
+use crate::{AcceptError, Acceptance, Ending, Journal, JournalConfig, ResumeError, SessionWriter};
 
 use super::{NOW, acceptance, config, num_tokens, open, push, resume, token};
 
@@ -51,6 +51,24 @@ async fn parked_sessions_make_room_for_new_ones_the_oldest_first() {
     let journal = Journal::open_at(&config(dir.path()), NOW + 60_000).expect("a journal");
     assert_eq!(journal.find("running", None).await.expect("it is kept").tokens.len(), 3);
     journal.accept(big("later")).await.expect("there is room");
+}
+
+#[tokio::test]
+async fn a_session_that_expires_while_it_is_read_is_unknown() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let journal = open(dir.path());
+    let parked = journal.accept(big("parked")).await.unwrap();
+    let mut running = Vec::new();
+    for nth in 0..24 {
+        running.push(journal.accept(big(&nth.to_string())).await.unwrap());
+    }
+    fs::remove_file(dir.path().join("00000001.journal")).expect("it is there");
+    // While its newest token is written, to be read, another request takes its room.
+    push(&parked, 0..1);
+    drop(parked);
+    let (found, accepted) = tokio::join!(journal.find("parked", None), journal.accept(big("next")));
+    assert!(matches!(found, Err(ResumeError::Unknown { .. })), "{found:?}");
+    assert!(accepted.is_ok() && journal.counts().num_expired == 1);
 }
 
 #[tokio::test]
