@@ -29,8 +29,16 @@ impl Collector for JournalCollector {
         }
         let counters = [
             ("resumed", "Streams that were resumed", counts.num_resumed),
-            ("refused", "Requests that were refused, as the journal was full", counts.num_refused),
-            ("failed_writes", "Writes of the journal that failed", counts.num_failed),
+            (
+                "refused",
+                "Requests that were refused, as the journal was full, or its disk failed or was too slow",
+                counts.num_refused,
+            ),
+            (
+                "failed_writes",
+                "Writes of the journal that failed, and reads of what is written anew",
+                counts.num_failed,
+            ),
             (
                 "dropped_tokens",
                 "Tokens that could not be journalled, and may be computed again",

@@ -177,8 +177,10 @@ impl Journal {
         let mut progress = self.shared.progress.subscribe();
         let (mut writer, round) = {
             let mut state = self.shared.lock();
-            if let Some(failure) = &progress.borrow_and_update().failure {
-                return Err(AcceptError::Write(failure.clone()));
+            let failure = progress.borrow_and_update().failure.clone();
+            if let Some(failure) = failure {
+                state.counts.num_refused += 1;
+                return Err(AcceptError::Write(failure));
             }
             if state.index.get(key).is_some_and(|entry| entry.standing != Standing::Ended) {
                 return Err(AcceptError::Exists { id: acceptance.id });
@@ -214,7 +216,10 @@ impl Journal {
         };
         match reason {
             None => Ok(writer.0.take().expect("it is taken once")),
-            Some(reason) => Err(AcceptError::Write(reason)),
+            Some(reason) => {
+                self.shared.lock().counts.num_refused += 1;
+                Err(AcceptError::Write(reason))
+            }
         }
     }
 

@@ -32,9 +32,9 @@ pub struct JournalCounts {
     pub num_bytes: u64,
     /// Tokens that were not journalled: the disk failed, or was too slow.
     pub num_dropped: u64,
-    /// Writes that failed.
+    /// Writes that failed, and reads of sessions that were to move.
     pub num_failed: u64,
-    /// Requests that were refused, as the journal was full or its disk too slow.
+    /// Requests that were refused, as the journal was full, or its disk failed or was too slow.
     pub num_refused: u64,
     /// Sessions whose time was over, or that made room for others.
     pub num_expired: u64,

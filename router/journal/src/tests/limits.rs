@@ -227,6 +227,7 @@ async fn a_disk_that_fails_refuses_requests_and_keeps_those_that_run() {
     let refusal = journal.accept(acceptance("late")).await.expect_err("it cannot be journalled");
     assert!(matches!(refusal, AcceptError::Write(_)), "{refusal}");
     assert!(journal.accept(acceptance("later")).await.is_err());
+    assert_eq!(journal.counts().num_refused, 2);
     push(&running, 3..6);
     fs::rename(&gone, &place).expect("it is there");
     // The writer tries again by itself.
