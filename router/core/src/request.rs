@@ -29,6 +29,9 @@ use crate::{
 const MAX_STOPS: usize = 16;
 const MAX_ID_CHARS: usize = 128;
 
+/// Text of a token, about.
+const TOKEN_BYTES: usize = 4;
+
 /// Tokens of a prompt's end that tell whether it opens the reasoning. A message that is continued is looked at as a whole.
 const PROMPT_END: usize = 8;
 
@@ -203,6 +206,22 @@ impl RequestArrival {
     }
 }
 
+impl PromptInput {
+    /// About how much text must be worked through.
+    fn num_bytes(&self, finds_passages: bool) -> usize {
+        match self {
+            PromptInput::Text(text) => text.len(),
+            // The text of each is looked at for ends of paragraphs.
+            PromptInput::Tokens(tokens) if finds_passages => tokens.ids.len() * TOKEN_BYTES,
+            PromptInput::Tokens(tokens) => tokens.ids.len() / 16,
+            PromptInput::Chat(chat) => {
+                let documents = chat.documents.iter().map(value_bytes).sum::<usize>();
+                value_bytes(&chat.messages) + documents + chat.tools.as_ref().map_or(0, value_bytes)
+            }
+        }
+    }
+}
+
 impl PreparedRequest {
     /// Gives prompts whose passages may be blended the ratio that workers have calibrated, if one has. All choices and attempts
     /// have the same, so that they get the same tokens; a resumed request has what it had.
@@ -264,23 +283,15 @@ impl FieldNames {
 }
 
 impl ClientRequest {
-    /// About how much text must be worked through.
-    pub(crate) fn num_bytes(&self) -> usize {
+    /// About how much text must be worked through, also to find passages in it.
+    pub(crate) fn num_bytes(&self, finds_passages: bool) -> usize {
         let has_calls =
             |prompt: &PromptInput| matches!(prompt, PromptInput::Chat(chat) if chat.calls.is_some());
         // Compiling a grammar takes longer than any text.
         if self.sampling.grammar.is_some() || self.prompts.iter().any(has_calls) {
             return usize::MAX;
         }
-        let bytes = |prompt: &PromptInput| match prompt {
-            PromptInput::Text(text) => text.len(),
-            PromptInput::Tokens(tokens) => tokens.ids.len() / 16,
-            PromptInput::Chat(chat) => {
-                let documents = chat.documents.iter().map(value_bytes).sum::<usize>();
-                value_bytes(&chat.messages) + documents + chat.tools.as_ref().map_or(0, value_bytes)
-            }
-        };
-        self.prompts.iter().map(bytes).sum()
+        self.prompts.iter().map(|prompt| prompt.num_bytes(finds_passages)).sum()
     }
 
     /// Applies the chat template, tokenises, fills in defaults, validates. Takes time with the length of the prompt. With `seen`,
@@ -563,6 +574,12 @@ mod tests {
     use serde_json::json;
 
     use super::*;
+
+    #[test]
+    fn tokens_in_which_passages_are_found_count_as_their_text() {
+        let prompt = PromptInput::Tokens(vec![1; 16_000].into());
+        assert_eq!((prompt.num_bytes(false), prompt.num_bytes(true)), (1_000, 64_000));
+    }
 
     /// Templates write the same text in marks of their own, and trim.
     #[test]

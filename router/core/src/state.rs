@@ -160,7 +160,7 @@ impl Core {
         input: ClientRequest,
         room: Arc<BodyRoom>,
     ) -> Result<PreparedRequest, CoreError> {
-        let num_bytes = input.num_bytes();
+        let num_bytes = input.num_bytes(self.seen.is_some());
         self.offload(num_bytes, move |core| {
             let seen = core.seen.as_ref();
             let mut prepared =
