@@ -21,7 +21,7 @@ use tokio::{
 
 use super::{
     catalogue::{Catalogue, RecordPlace},
-    speed::{self, Timing},
+    speed::{self, Pauses, Timing},
 };
 use crate::{
     counts::{Count, TierCounters},
@@ -302,12 +302,13 @@ impl Shared {
     }
 
     /// Reads a part of a segment: a record, which opens connections; a record again, which tells the latency; and many. Of another
-    /// segment for another `nth`: records of one may be damaged.
-    async fn measure(&self, nth: usize) {
+    /// segment for another `nth`: records of one may be damaged. False: it could not be measured.
+    async fn measure(&self, nth: usize) -> bool {
         let max_records = (MEASURE_BYTES / self.shape.record_bytes()).max(1);
         let places = self.lock().any_places(nth, max_records);
+        // There is nothing to read yet.
         if places.is_empty() {
-            return;
+            return true;
         }
         let until = Instant::now() + MEASURE_TIMEOUT;
         let mut timings = Vec::new();
@@ -327,6 +328,7 @@ impl Shared {
             None => tracing::info!("the object store is too slow to be measured; it is not waited for"),
         }
         *self.speed() = Speed { line, measured: Some(Instant::now()) };
+        line.is_some()
     }
 
     /// Whether the speed is not known, or is old and a request would have read.
@@ -350,6 +352,7 @@ impl Shared {
 pub(super) async fn keep_up(shared: Arc<Shared>) {
     let mut refused = HashSet::new();
     let mut num_measured = 0;
+    let mut pauses = Pauses::default();
     let mut every = REFRESH_EVERY;
     let mut refresh_at = Instant::now();
     loop {
@@ -365,8 +368,9 @@ pub(super) async fn keep_up(shared: Arc<Shared>) {
             };
             refresh_at = Instant::now() + every;
         }
-        if shared.is_due() {
-            shared.measure(num_measured).await;
+        if pauses.is_over(Instant::now()) && shared.is_due() {
+            let is_measured = shared.measure(num_measured).await;
+            pauses.observe(is_measured, Instant::now());
             num_measured += 1;
         }
         // A request that would have read lets the store be measured sooner.

@@ -1,4 +1,6 @@
-//! How fast an object store sends records, as it was measured. Pure: bytes and seconds in.
+//! How fast an object store sends records, as it was measured, and when it is measured again. Pure: bytes and times in.
+
+use std::time::{Duration, Instant};
 
 use baton_cost::LinkLine;
 
@@ -7,11 +9,35 @@ const NEWEST: f64 = 0.3;
 /// A read counts as at most so many times as long as expected, and at least this part.
 const OUTLIER: f64 = 4.0;
 
+/// Between measurements that fail: the first pause, and the longest.
+const MIN_PAUSE: Duration = Duration::from_secs(1);
+const MAX_PAUSE: Duration = Duration::from_secs(300);
+
 /// A read.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Timing {
     pub(super) num_bytes: u64,
     pub(super) seconds: f64,
+}
+
+/// Pauses between measurements that fail. Each is twice as long as the one before.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Pauses {
+    /// The newest one and its end; `None`: the store was measured, or not yet.
+    pause: Option<(Duration, Instant)>,
+}
+
+impl Pauses {
+    /// Whether the store may be measured now.
+    pub(super) fn is_over(&self, now: Instant) -> bool {
+        self.pause.is_none_or(|(_, end)| now >= end)
+    }
+
+    /// A measurement has ended.
+    pub(super) fn observe(&mut self, is_measured: bool, now: Instant) {
+        let next = self.pause.map_or(MIN_PAUSE, |(pause, _)| (pause * 2).min(MAX_PAUSE));
+        self.pause = (!is_measured).then(|| (next, now + next));
+    }
 }
 
 /// The line through a read of one record, and one of many.
@@ -57,6 +83,22 @@ mod tests {
         let slow = through(slow_one, Timing { num_bytes: 8000, seconds: 1.0 }).expect("a line");
         assert_eq!((slow.latency_seconds, slow.bytes_per_second), (1.875, 8000.0));
         assert_eq!(through(one, Timing { num_bytes: 2000, seconds: f64::NAN }), None);
+    }
+
+    #[test]
+    fn a_store_that_cannot_be_measured_is_tried_more_and_more_seldom() {
+        let (mut pauses, mut now) = (Pauses::default(), Instant::now());
+        assert!(pauses.is_over(now));
+        for seconds in [1, 2, 4, 8, 16, 32, 64, 128, 256, 300, 300] {
+            pauses.observe(false, now);
+            let end = now + Duration::from_secs(seconds);
+            assert!(!pauses.is_over(end - Duration::from_millis(1)) && pauses.is_over(end), "{seconds}");
+            now = end;
+        }
+        pauses.observe(true, now);
+        assert!(pauses.is_over(now));
+        pauses.observe(false, now);
+        assert!(pauses.is_over(now + MIN_PAUSE));
     }
 
     #[test]
