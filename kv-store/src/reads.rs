@@ -162,7 +162,7 @@ impl KvStore {
         self.shared.recalls().observe_rest(num_blocks, took);
     }
 
-    /// A recall of these blocks took longer than this, and was given up: as far as a tier with slots is known to have been slow.
+    /// A read of these blocks goes on for so long, and is not waited for: as far as a tier with slots is known to be slow.
     pub fn note_late(&self, hashes: &[BlockHash], took: Duration) {
         let places = self.shared.places(hashes);
         let Some(slowest) = places.iter().flatten().map(|place| place.tier).max() else { return };

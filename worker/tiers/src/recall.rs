@@ -1,7 +1,7 @@
 //! What the pool lacks of a prompt is recalled: before it is computed what is fast, and meanwhile, from its end, what is slow.
 
 use std::{
-    sync::Arc,
+    sync::{Arc, Mutex, PoisonError},
     time::{Duration, Instant},
 };
 
@@ -32,6 +32,8 @@ pub struct Recall {
     /// Of those after them, what is read before anything is computed.
     worth: Worth,
     mode: ReadMode,
+    /// The first block of the batch that is being read, and since when. Locked for a copy.
+    reading: Mutex<Option<(usize, Instant)>>,
 }
 
 impl Recall {
@@ -62,7 +64,8 @@ impl Recall {
             ReadMode::BesideComputing => worth.num_held,
         };
         hashes.truncate(num_pooled + num_wanted);
-        (num_wanted > 0).then(|| Recall { tiers: tiers.clone(), hashes, num_pooled, worth, mode })
+        let reading = Mutex::default();
+        (num_wanted > 0).then(|| Recall { tiers: tiers.clone(), hashes, num_pooled, worth, mode, reading })
     }
 
     /// Brings the fast blocks into the pool, as far as there is room, and no longer than it would take to compute them. Dropping the
@@ -81,8 +84,8 @@ impl Recall {
         let block_size = self.tiers.block_size();
         let num_tokens = self.worth.num_blocks * block_size;
         let started = Instant::now();
-        let (limit, until) = self.tiers.bounds(&self.worth);
-        match timeout(limit, self.bring_in(until)).await {
+        let (limit, patience) = self.tiers.bounds(&self.worth);
+        match timeout(limit, self.bring_in(patience)).await {
             Ok(Ok((num_blocks, reading))) => {
                 let num_recalled = num_blocks * block_size;
                 let elapsed = started.elapsed();
@@ -92,7 +95,12 @@ impl Recall {
             }
             Ok(Err(error)) => tracing::warn!(%error, "prefix not recalled; the prompt is computed"),
             Err(Elapsed { .. }) => {
-                self.tiers.store.note_late(self.wanted(self.num_pooled), limit);
+                // Otherwise the engine was slow, or other recalls.
+                let reading = *self.reading.lock().unwrap_or_else(PoisonError::into_inner);
+                if let Some((first, since)) = reading {
+                    let store = &self.tiers.store;
+                    store.note_late(store.batch(self.wanted(first)), since.elapsed());
+                }
                 tracing::info!(num_tokens, ?limit, "prefix not recalled in time; the rest is computed");
             }
         }
@@ -105,9 +113,10 @@ impl Recall {
     }
 
     /// Returns how many blocks came, and how long their records were read.
-    async fn bring_in(&self, until: Instant) -> anyhow::Result<(usize, Duration)> {
+    async fn bring_in(&self, patience: Duration) -> anyhow::Result<(usize, Duration)> {
         let first = self.num_pooled;
         let permit = self.tiers.permit().await?;
+        let until = Instant::now() + patience;
         // The engine answers after its step: the first batch is read meanwhile.
         let (reservation, mut next) = tokio::join!(self.reserve(), self.read(first, until, &permit));
         // Without room, or after blocks before these were evicted, the engine computes them.
@@ -170,7 +179,14 @@ impl Recall {
         permit: &Permit,
     ) -> Option<anyhow::Result<(Vec<Arc<Record>>, Duration)>> {
         let wanted = self.wanted(first);
-        if wanted.is_empty() { None } else { Some(self.tiers.read(wanted, until, permit).await) }
+        if wanted.is_empty() {
+            return None;
+        }
+        let note = |reading| *self.reading.lock().unwrap_or_else(PoisonError::into_inner) = reading;
+        note(Some((first, Instant::now())));
+        let read = self.tiers.read(wanted, until, permit).await;
+        note(None);
+        Some(read)
     }
 }
 
@@ -181,11 +197,11 @@ impl Tiers {
         self.store.worth(&hashes[num_before..], compute, mode)
     }
 
-    /// How long a recall may take, and when an object store is given up that is slower than expected: before computing would end,
-    /// and what came is kept.
-    pub(crate) fn bounds(&self, worth: &Worth) -> (Duration, Instant) {
+    /// How long a recall may take, and for how long it may read before an object store is given up that is slower than expected: less than
+    /// computing takes, and what came is kept.
+    pub(crate) fn bounds(&self, worth: &Worth) -> (Duration, Duration) {
         let num_tokens = worth.num_blocks * self.block_size();
         let limit = self.limits.deadline(num_tokens).max(worth.compute);
-        (limit, Instant::now() + (worth.expected + worth.compute) / 2)
+        (limit, (worth.expected + worth.compute) / 2)
     }
 }

@@ -2,7 +2,7 @@
 
 use std::{
     sync::{Arc, atomic::Ordering},
-    time::Instant,
+    time::{Duration, Instant},
 };
 
 use anyhow::Context;
@@ -34,9 +34,9 @@ impl Tiers {
         if worth.num_blocks == 0 {
             return;
         }
-        let (limit, until) = self.bounds(&worth);
+        let (limit, patience) = self.bounds(&worth);
         let end = num_cached + worth.num_blocks;
-        match timeout(limit, self.load(resumption, end, until)).await {
+        match timeout(limit, self.load(resumption, end, patience)).await {
             Ok(Ok(num_ready)) => {
                 let num_tokens = (num_ready - num_cached) * block_size;
                 self.num_resumed_tokens.fetch_add(num_tokens as u64, Ordering::Relaxed);
@@ -54,9 +54,10 @@ impl Tiers {
         self: &Arc<Self>,
         mut resumption: Resumption,
         end: usize,
-        until: Instant,
+        patience: Duration,
     ) -> anyhow::Result<usize> {
         let permit = self.permit().await?;
+        let until = Instant::now() + patience;
         while resumption.num_ready() < end {
             let start = resumption.num_ready();
             let (records, _) = self.read(&resumption.hashes()[start..end], until, &permit).await?;
@@ -79,7 +80,7 @@ impl Tiers {
 
 #[cfg(test)]
 mod tests {
-    use std::{sync::mpsc, time::Duration};
+    use std::sync::mpsc;
 
     use baton_engine::EngineConfig;
     use baton_engine_testing::FakeModel;

@@ -29,6 +29,8 @@ const BLOCK_TIME: Duration = Duration::from_millis(2);
 #[derive(Debug)]
 struct SlowSlots {
     slots: HostSlots,
+    /// For each block that is read.
+    read_time: Duration,
     /// They are not waited for.
     is_disk: bool,
     loses_one: Arc<AtomicBool>,
@@ -59,7 +61,7 @@ impl Slots for SlowSlots {
     }
 
     fn read(&self, wanted: &[(u32, BlockHash)]) -> Vec<Result<Arc<Record>, ReadError>> {
-        thread::sleep(BLOCK_TIME * wanted.len() as u32);
+        thread::sleep(self.read_time * wanted.len() as u32);
         let mut read = self.slots.read(wanted);
         if self.loses_one.load(Ordering::Relaxed) {
             let middle = read.len() / 2;
@@ -77,21 +79,38 @@ impl Slots for SlowSlots {
     }
 }
 
+/// Keeps an engine in a step while it is closed.
+#[derive(Debug, Default)]
+struct Gate {
+    is_closed: AtomicBool,
+    is_reached: AtomicBool,
+}
+
+impl Gate {
+    fn pass(&self) {
+        while self.is_closed.load(Ordering::Relaxed) {
+            self.is_reached.store(true, Ordering::Relaxed);
+            thread::sleep(Duration::from_millis(1));
+        }
+    }
+}
+
 struct Worker {
     model: FakeModel,
     engine: EngineHandle,
     thread: Option<EngineThread>,
     tiers: Arc<Tiers>,
     loses_one: Arc<AtomicBool>,
+    gate: Arc<Gate>,
 }
 
 impl Worker {
     fn start() -> Worker {
-        Worker::over(false)
+        Worker::over(false, BLOCK_TIME)
     }
 
-    /// Over slots that are memory, or a disk.
-    fn over(is_disk: bool) -> Worker {
+    /// Over slots that are memory, or a disk, and take so long for each block that is read.
+    fn over(is_disk: bool, read_time: Duration) -> Worker {
         let model = FakeModel::new(BLOCK_SIZE);
         let config = EngineConfig {
             num_blocks: 180,
@@ -108,10 +127,15 @@ impl Worker {
             clock: Instant::now,
             thread_waits: || Duration::ZERO,
         };
-        let executor = model.executor_with_hook(|batch| {
-            let num_tokens: usize = batch.sequences.iter().map(|sequence| sequence.tokens.len()).sum();
-            thread::sleep(BLOCK_TIME * num_tokens as u32 / BLOCK_SIZE as u32);
-            Ok(())
+        let gate = Arc::new(Gate::default());
+        let executor = model.executor_with_hook({
+            let gate = gate.clone();
+            move |batch| {
+                let num_tokens: usize = batch.sequences.iter().map(|sequence| sequence.tokens.len()).sum();
+                thread::sleep(BLOCK_TIME * num_tokens as u32 / BLOCK_SIZE as u32);
+                gate.pass();
+                Ok(())
+            }
         });
         let (engine, thread) = baton_engine::start(executor, None, config).expect("it starts");
         let limits = FetchLimits {
@@ -122,12 +146,13 @@ impl Worker {
         let layout = *engine.storage().layout();
         let loses_one = Arc::new(AtomicBool::new(false));
         let slots = HostSlots::new(1000 * layout.block_bytes() as u64, layout.block_bytes());
-        let slots: Box<dyn Slots> = Box::new(SlowSlots { slots, is_disk, loses_one: loses_one.clone() });
+        let slots: Box<dyn Slots> =
+            Box::new(SlowSlots { slots, read_time, is_disk, loses_one: loses_one.clone() });
         let log = engine.cache_log().clone();
         let tell = move |tier, events| log.append(BlockHolder::Tier(tier), events);
         let store = KvStore::over_slots(vec![slots], engine.storage().clone(), NUM_QUEUED, tell);
         let tiers = Arc::new(Tiers::over(store, limits, TaskTracker::new()));
-        Worker { model, engine, thread: Some(thread), tiers, loses_one }
+        Worker { model, engine, thread: Some(thread), tiers, loses_one, gate }
     }
 
     /// Answers as a worker does. Returns the tokens of the prompt that the cache supplied.
@@ -158,8 +183,12 @@ impl Worker {
 
     /// Until the tier holds so many blocks.
     async fn until_saved(&self, num_blocks: u64) {
+        self.until(|| self.tiers.counts()[0].num_held >= num_blocks).await;
+    }
+
+    async fn until(&self, holds: impl Fn() -> bool) {
         let deadline = Instant::now() + Duration::from_secs(60);
-        while self.tiers.counts()[0].num_held < num_blocks {
+        while !holds() {
             assert!(Instant::now() < deadline, "{:?}", self.tiers.counts());
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
@@ -213,6 +242,29 @@ async fn what_is_as_slow_as_computing_comes_from_the_end_meanwhile() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_tier_is_not_slow_because_the_engine_is() {
+    let worker = Worker::over(false, BLOCK_TIME / 20);
+    for nth in 0..3 {
+        worker.answer(nth).await;
+        worker.until_saved(NUM_BLOCKS * u64::from(nth + 1)).await;
+    }
+    let recall = Recall::of(Some(&worker.tiers), &request(0)).expect("the tier has it");
+    worker.gate.is_closed.store(true, Ordering::Relaxed);
+    let stream = worker.engine.generate(request(2)).expect("accepted");
+    worker.until(|| worker.gate.is_reached.load(Ordering::Relaxed)).await;
+    // All is read at once, and the engine does not answer in time.
+    let recall = tokio::spawn(recall.run());
+    let token_seconds = || worker.tiers.counts()[0].recall_token_seconds;
+    worker.until(|| token_seconds() > 0.0).await;
+    let as_read = token_seconds();
+    let beside = recall.await.expect("no panic");
+    assert_eq!(token_seconds(), as_read);
+    worker.gate.is_closed.store(false, Ordering::Relaxed);
+    drop((stream, beside));
+    worker.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_scored_prompt_is_not_recalled() {
     let worker = Worker::start();
     for nth in 0..3 {
@@ -245,7 +297,7 @@ async fn a_request_that_leaves_ends_its_recall_and_leaves_no_block() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_disk_gets_all_of_a_prompt_that_is_longer_than_its_queue() {
-    let worker = Worker::over(true);
+    let worker = Worker::over(true, BLOCK_TIME);
     worker.answer(0).await;
     worker.until_saved(NUM_BLOCKS).await;
     assert_eq!(worker.tiers.counts()[0].dropped, 0);
@@ -265,7 +317,7 @@ async fn a_disk_gets_all_of_a_prompt_that_is_longer_than_its_queue() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_worker_that_ends_does_not_wait_for_what_a_disk_has_no_room_for() {
-    let worker = Worker::over(true);
+    let worker = Worker::over(true, BLOCK_TIME);
     for nth in 0..4 {
         worker.answer(nth).await;
     }

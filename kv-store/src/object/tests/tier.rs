@@ -4,6 +4,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use baton_cost::LinkLine;
 use baton_kv_cache::BlockHash;
 use baton_kv_events::Keep;
 use object_store::path::Path;
@@ -230,6 +231,18 @@ fn a_store_that_fails_or_hangs_is_not_waited_for_until_it_was_measured_again() {
             assert_eq!(num_right(&reader, &hashes, soon()), NUM_BLOCKS);
         }
     }
+}
+
+#[test]
+fn a_store_that_had_less_time_than_it_takes_is_not_slow() {
+    let (store, reader, hashes) = filled();
+    assert_eq!(num_right(&reader, &hashes, Instant::now()), 0, "it is too late to ask");
+    assert_eq!((reader.speed().is_some(), reader.counts().read_errors), (true, 0));
+    let hour = LinkLine { latency_seconds: 3600.0, bytes_per_second: 1e9 };
+    reader.shared.speed().line = Some(hour);
+    store.tell(Lie::Hangs);
+    assert_eq!(num_right(&reader, &hashes, Instant::now() + Duration::from_millis(50)), 0);
+    assert_eq!((reader.speed(), reader.counts().read_errors), (Some(hour), 0));
 }
 
 #[test]
