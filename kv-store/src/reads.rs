@@ -149,9 +149,11 @@ impl KvStore {
 
     /// Blocks at the front of a sequence that the pool's device reads itself.
     fn num_reached(&self, hashes: &[BlockHash]) -> usize {
-        if self.shared.room.is_none() {
-            return 0;
-        }
+        if self.shared.room.is_some() { self.num_in_memory(hashes) } else { 0 }
+    }
+
+    /// Blocks at the front of a sequence that are in memory: reading them waits for no device.
+    pub fn num_in_memory(&self, hashes: &[BlockHash]) -> usize {
         let directory = self.shared.lock();
         let in_memory = |place: SlotPlace| self.shared.tiers[place.tier].is_memory();
         hashes.iter().take_while(|&&hash| directory.find(hash).is_some_and(in_memory)).count()

@@ -86,7 +86,7 @@ impl BesideRecall {
         let num_all = self.hashes.len();
         let (mut end, mut next) = (num_all, Some(plan));
         while let Some(plan) = next {
-            let mut pieces = self.read(plan.first, end).await?;
+            let Some(mut pieces) = self.read(plan.first, end).await else { break };
             while let Some((first, records)) = next_pieces(&mut pieces).await {
                 if !self.bring_in(first, records, end).await? {
                     return Ok(num_all - end);
@@ -103,13 +103,19 @@ impl BesideRecall {
         Ok(num_all - end)
     }
 
-    /// Reads the blocks from `first` to `end`, the last ones first.
-    async fn read(&self, first: usize, end: usize) -> anyhow::Result<Receiver<Piece>> {
-        let permit = self.tiers.permit().await?;
-        let num_pooled = self.num_pooled();
-        let until =
-            Instant::now() + self.tiers.limits.compute_blocks(num_pooled, end.saturating_sub(num_pooled));
-        let (tiers, hashes) = (self.tiers.clone(), self.hashes[first..end].to_vec());
+    /// Reads the blocks from `first` to `end`, the last ones first. `None`: other recalls read for too long.
+    async fn read(&self, first: usize, end: usize) -> Option<Receiver<Piece>> {
+        let compute = || {
+            let num_pooled = self.num_pooled();
+            self.tiers.limits.compute_blocks(num_pooled, end.saturating_sub(num_pooled))
+        };
+        let wanted = &self.hashes[first..end];
+        let permit = self.tiers.permit(wanted, compute()).await?;
+        if !self.tiers.is_permitted(wanted, &permit) {
+            return None;
+        }
+        let until = Instant::now() + compute();
+        let (tiers, hashes) = (self.tiers.clone(), wanted.to_vec());
         // While a piece is written, or the engine is in a step, the next ones are read.
         let (sender, pieces) = mpsc::channel(self.tiers.store.num_pieces_ahead());
         spawn_blocking(move || {
@@ -118,7 +124,7 @@ impl BesideRecall {
                 sender.blocking_send((first + idx, records)).is_ok()
             });
         });
-        Ok(pieces)
+        Some(pieces)
     }
 
     /// Brings records into the pool. False: the engine has computed them, or there is no room.

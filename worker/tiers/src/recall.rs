@@ -32,8 +32,8 @@ pub struct Recall {
     /// Of those after them, what is read before anything is computed.
     worth: Worth,
     mode: ReadMode,
-    /// The first block of the batch that is being read, and since when. Locked for a copy.
-    reading: Mutex<Option<(usize, Instant)>>,
+    /// Where the batch begins and ends that is being read, and since when that goes on. Locked for a copy.
+    reading: Mutex<Option<(usize, usize, Instant)>>,
 }
 
 impl Recall {
@@ -85,7 +85,7 @@ impl Recall {
         let num_tokens = self.worth.num_blocks * block_size;
         let started = Instant::now();
         let (limit, patience) = self.tiers.bounds(&self.worth);
-        match timeout(limit, self.bring_in(patience)).await {
+        match timeout(limit, self.bring_in(limit, patience)).await {
             Ok(Ok((num_blocks, reading))) => {
                 let num_recalled = num_blocks * block_size;
                 let elapsed = started.elapsed();
@@ -97,9 +97,8 @@ impl Recall {
             Err(Elapsed { .. }) => {
                 // Otherwise the engine was slow, or other recalls.
                 let reading = *self.reading.lock().unwrap_or_else(PoisonError::into_inner);
-                if let Some((first, since)) = reading {
-                    let store = &self.tiers.store;
-                    store.note_late(store.batch(self.wanted(first)), since.elapsed());
+                if let Some((first, end, since)) = reading {
+                    self.tiers.store.note_late(&self.hashes[first..end], since.elapsed());
                 }
                 tracing::info!(num_tokens, ?limit, "prefix not recalled in time; the rest is computed");
             }
@@ -113,9 +112,11 @@ impl Recall {
     }
 
     /// Returns how many blocks came, and how long their records were read.
-    async fn bring_in(&self, patience: Duration) -> anyhow::Result<(usize, Duration)> {
+    async fn bring_in(&self, limit: Duration, patience: Duration) -> anyhow::Result<(usize, Duration)> {
         let first = self.num_pooled;
-        let permit = self.tiers.permit().await?;
+        let Some(permit) = self.tiers.permit(self.wanted(first), limit).await else {
+            return Ok((0, Duration::ZERO));
+        };
         let until = Instant::now() + patience;
         // The engine answers after its step: the first batch is read meanwhile.
         let (reservation, mut next) = tokio::join!(self.reserve(), self.read(first, until, &permit));
@@ -182,9 +183,10 @@ impl Recall {
         if wanted.is_empty() {
             return None;
         }
+        let batch = self.tiers.batch(wanted, permit);
         let note = |reading| *self.reading.lock().unwrap_or_else(PoisonError::into_inner) = reading;
-        note(Some((first, Instant::now())));
-        let read = self.tiers.read(wanted, until, permit).await;
+        note(Some((first, first + batch.len(), Instant::now())));
+        let read = self.tiers.read(batch, until, permit).await;
         note(None);
         Some(read)
     }

@@ -36,7 +36,7 @@ impl Tiers {
         }
         let (limit, patience) = self.bounds(&worth);
         let end = num_cached + worth.num_blocks;
-        match timeout(limit, self.load(resumption, end, patience)).await {
+        match timeout(limit, self.load(resumption, end, limit, patience)).await {
             Ok(Ok(num_ready)) => {
                 let num_tokens = (num_ready - num_cached) * block_size;
                 self.num_resumed_tokens.fetch_add(num_tokens as u64, Ordering::Relaxed);
@@ -54,13 +54,16 @@ impl Tiers {
         self: &Arc<Self>,
         mut resumption: Resumption,
         end: usize,
+        limit: Duration,
         patience: Duration,
     ) -> anyhow::Result<usize> {
-        let permit = self.permit().await?;
+        let wanted = &resumption.hashes()[resumption.num_ready()..end];
+        let Some(permit) = self.permit(wanted, limit).await else { return Ok(resumption.num_ready()) };
         let until = Instant::now() + patience;
         while resumption.num_ready() < end {
             let start = resumption.num_ready();
-            let (records, _) = self.read(&resumption.hashes()[start..end], until, &permit).await?;
+            let batch = self.batch(&resumption.hashes()[start..end], &permit);
+            let (records, _) = self.read(batch, until, &permit).await?;
             if records.is_empty() {
                 break;
             }
@@ -134,8 +137,10 @@ mod tests {
         let store = KvStore::over_slots(vec![slots], engine.storage().clone(), 1, |_, _| {});
         let limits = FetchLimits { engine, fetch_deadline: None, handoff_deadline: PATIENCE };
         let tiers = Arc::new(Tiers::over(store, limits, TaskTracker::new()));
-        let num_permits = tiers.reading.available_permits() as u32;
-        let _reading = tiers.reading.clone().acquire_many_owned(num_permits).await.expect("all are free");
+        let _reading = [&tiers.reading.memory, &tiers.reading.devices].map(|permits| {
+            let num_permits = permits.available_permits() as u32;
+            permits.try_acquire_many(num_permits).expect("all are free")
+        });
         let resumed = timeout(Duration::ZERO, tiers.resume(resumption)).await;
         assert!(resumed.is_ok(), "it waits");
     }

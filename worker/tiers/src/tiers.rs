@@ -18,14 +18,17 @@ use baton_kv_store::{
 use tokio::{
     sync::{Mutex, OwnedSemaphorePermit, Semaphore},
     task::spawn_blocking,
+    time::timeout,
 };
 use tokio_util::task::TaskTracker;
 
 use crate::limits::FetchLimits;
 
-/// Recalls that read at once. Each has at most a batch of KV between a tier and the pool, so this bounds memory, and
-/// the threads that a disk that hangs can keep.
+/// Recalls that read memory at once, and as many that read devices. Each has at most a batch of KV between a tier and the pool, so this
+/// bounds memory, and the threads that a disk that hangs can keep.
 const MAX_RECALLS: usize = 4;
+/// This part of its time a recall waits for others that read: the rest must do for its own reads.
+const WAITING_PART: u32 = 4;
 /// Rests of sequences that wait for room in a tier at most, each with its tokens. More are not saved.
 const MAX_RESTS: usize = 256;
 
@@ -38,8 +41,23 @@ pub struct TiersConfig {
     pub key_file: Option<PathBuf>,
 }
 
+/// Permits of recalls that read. Those of devices are apart: one that hangs keeps its readers.
+#[derive(Debug)]
+pub(crate) struct ReadPermits {
+    pub(crate) memory: Arc<Semaphore>,
+    /// Of what reads memory and devices.
+    pub(crate) devices: Arc<Semaphore>,
+}
+
 /// A permit to read.
-pub(crate) type Permit = Arc<OwnedSemaphorePermit>;
+#[derive(Debug)]
+pub(crate) struct ReadPermit {
+    is_for_devices: bool,
+    _permit: OwnedSemaphorePermit,
+}
+
+/// What still reads or writes keeps it, also if that is not waited for any more.
+pub(crate) type Permit = Arc<ReadPermit>;
 
 /// The tiers of a worker.
 #[derive(Debug)]
@@ -48,8 +66,7 @@ pub struct Tiers {
     pub(crate) limits: FetchLimits,
     /// The worker waits for them before it ends.
     pub(crate) tasks: TaskTracker,
-    /// Permits of recalls that read.
-    pub(crate) reading: Arc<Semaphore>,
+    pub(crate) reading: ReadPermits,
     /// Permits of sequences that are copied.
     pub(crate) copying: Semaphore,
     /// By tier: whose turn it is to save what it had no room for.
@@ -98,7 +115,10 @@ impl Tiers {
             store,
             limits,
             tasks,
-            reading: Arc::new(Semaphore::new(MAX_RECALLS)),
+            reading: ReadPermits {
+                memory: Arc::new(Semaphore::new(MAX_RECALLS)),
+                devices: Arc::new(Semaphore::new(MAX_RECALLS)),
+            },
             copying: Semaphore::new(MAX_SAVES),
             waiting: Arc::new(Semaphore::new(MAX_RESTS)),
             num_resumed_tokens: AtomicU64::new(0),
@@ -134,19 +154,43 @@ impl Tiers {
         self.limits.engine.storage().layout().block_size
     }
 
-    /// The permit to read, when it is there. It is kept by what still reads or writes, also if that is not waited for any more.
-    pub(crate) async fn permit(&self) -> anyhow::Result<Permit> {
-        Ok(Arc::new(self.reading.clone().acquire_owned().await?))
+    /// A permit to read blocks that follow each other, when it is there; only those at their front that are in memory, if too many recalls
+    /// read devices. `None`: these or others read for a good part of `limit`, the time of the whole recall.
+    pub(crate) async fn permit(&self, hashes: &[BlockHash], limit: Duration) -> Option<Permit> {
+        let ReadPermits { memory, devices } = &self.reading;
+        let num_in_memory = self.store.num_in_memory(hashes);
+        let is_for_devices = num_in_memory < hashes.len();
+        let wanted = if is_for_devices { devices } else { memory };
+        let permit = match timeout(limit / WAITING_PART, wanted.clone().acquire_owned()).await {
+            Ok(Ok(permit)) => ReadPermit { is_for_devices, _permit: permit },
+            _ if is_for_devices && num_in_memory > 0 => {
+                ReadPermit { is_for_devices: false, _permit: memory.clone().try_acquire_owned().ok()? }
+            }
+            _ => return None,
+        };
+        Some(Arc::new(permit))
     }
 
-    /// Reads [a batch](KvStore::batch) of records as [`KvStore::read`], and says how long that took.
+    /// Whether all of these blocks may be read with a permit.
+    pub(crate) fn is_permitted(&self, hashes: &[BlockHash], permit: &Permit) -> bool {
+        permit.is_for_devices || self.store.num_in_memory(hashes) == hashes.len()
+    }
+
+    /// The blocks of [a batch](KvStore::batch) that may be read with a permit. Others may have left memory since it was given.
+    pub(crate) fn batch<'a>(&self, hashes: &'a [BlockHash], permit: &Permit) -> &'a [BlockHash] {
+        let batch = self.store.batch(hashes);
+        let num_permitted = if permit.is_for_devices { batch.len() } else { self.store.num_in_memory(batch) };
+        &batch[..num_permitted]
+    }
+
+    /// Reads [a batch](Self::batch) of records as [`KvStore::read`], and says how long that took.
     pub(crate) async fn read(
         self: &Arc<Self>,
-        hashes: &[BlockHash],
+        batch: &[BlockHash],
         until: Instant,
         permit: &Permit,
     ) -> anyhow::Result<(Vec<Arc<Record>>, Duration)> {
-        let wanted = self.store.batch(hashes).to_vec();
+        let wanted = batch.to_vec();
         let (tiers, permit) = (self.clone(), permit.clone());
         let read = move || {
             let _permit = permit;

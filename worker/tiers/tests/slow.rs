@@ -25,7 +25,7 @@ const NUM_QUEUED: usize = 11;
 /// Of a block: to compute and to read.
 const BLOCK_TIME: Duration = Duration::from_millis(2);
 
-/// Slots that take their time, and may lose a block.
+/// Slots that take their time, may lose a block and, as a disk, hang.
 #[derive(Debug)]
 struct SlowSlots {
     slots: HostSlots,
@@ -34,6 +34,7 @@ struct SlowSlots {
     /// They are not waited for.
     is_disk: bool,
     loses_one: Arc<AtomicBool>,
+    hangs: Arc<AtomicBool>,
 }
 
 impl Slots for SlowSlots {
@@ -61,6 +62,9 @@ impl Slots for SlowSlots {
     }
 
     fn read(&self, wanted: &[(u32, BlockHash)]) -> Vec<Result<Arc<Record>, ReadError>> {
+        while self.is_disk && self.hangs.load(Ordering::Relaxed) {
+            thread::sleep(Duration::from_millis(1));
+        }
         thread::sleep(self.read_time * wanted.len() as u32);
         let mut read = self.slots.read(wanted);
         if self.loses_one.load(Ordering::Relaxed) {
@@ -101,6 +105,7 @@ struct Worker {
     thread: Option<EngineThread>,
     tiers: Arc<Tiers>,
     loses_one: Arc<AtomicBool>,
+    hangs: Arc<AtomicBool>,
     gate: Arc<Gate>,
 }
 
@@ -111,6 +116,11 @@ impl Worker {
 
     /// Over slots that are memory, or a disk, and take so long for each block that is read.
     fn over(is_disk: bool, read_time: Duration) -> Worker {
+        Worker::over_tiers(&[(1000, is_disk)], read_time)
+    }
+
+    /// Over tiers with room for so many blocks each, which are memory or a disk.
+    fn over_tiers(tiers: &[(u64, bool)], read_time: Duration) -> Worker {
         let model = FakeModel::new(BLOCK_SIZE);
         let config = EngineConfig {
             num_blocks: 180,
@@ -144,15 +154,18 @@ impl Worker {
             handoff_deadline: Duration::from_secs(60),
         };
         let layout = *engine.storage().layout();
-        let loses_one = Arc::new(AtomicBool::new(false));
-        let slots = HostSlots::new(1000 * layout.block_bytes() as u64, layout.block_bytes());
-        let slots: Box<dyn Slots> =
-            Box::new(SlowSlots { slots, read_time, is_disk, loses_one: loses_one.clone() });
+        let [loses_one, hangs] = [(), ()].map(|()| Arc::new(AtomicBool::new(false)));
+        let slots = |&(num_blocks, is_disk): &(u64, bool)| {
+            let slots = HostSlots::new(num_blocks * layout.block_bytes() as u64, layout.block_bytes());
+            let (loses_one, hangs) = (loses_one.clone(), hangs.clone());
+            Box::new(SlowSlots { slots, read_time, is_disk, loses_one, hangs }) as Box<dyn Slots>
+        };
+        let slots = tiers.iter().map(slots).collect();
         let log = engine.cache_log().clone();
         let tell = move |tier, events| log.append(BlockHolder::Tier(tier), events);
-        let store = KvStore::over_slots(vec![slots], engine.storage().clone(), NUM_QUEUED, tell);
+        let store = KvStore::over_slots(slots, engine.storage().clone(), NUM_QUEUED, tell);
         let tiers = Arc::new(Tiers::over(store, limits, TaskTracker::new()));
-        Worker { model, engine, thread: Some(thread), tiers, loses_one, gate }
+        Worker { model, engine, thread: Some(thread), tiers, loses_one, hangs, gate }
     }
 
     /// Answers as a worker does. Returns the tokens of the prompt that the cache supplied.
@@ -261,6 +274,28 @@ async fn a_tier_is_not_slow_because_the_engine_is() {
     assert_eq!(token_seconds(), as_read);
     worker.gate.is_closed.store(false, Ordering::Relaxed);
     drop((stream, beside));
+    worker.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_disk_that_hangs_keeps_no_recall_from_memory() {
+    // The memory holds the newest two prompts, the pool less than that.
+    let worker = Worker::over_tiers(&[(2 * NUM_BLOCKS, false), (1000, true)], BLOCK_TIME / 20);
+    for nth in 0..6 {
+        assert_eq!(worker.answer(nth).await, 0);
+        let num_saved = NUM_BLOCKS * u64::from(nth + 1);
+        worker.until(|| worker.tiers.counts()[1].num_held >= num_saved).await;
+    }
+    worker.hangs.store(true, Ordering::Relaxed);
+    let recall = |nth| Recall::of(Some(&worker.tiers), &request(nth)).expect("the disk has it");
+    let recalls: Vec<Recall> = (0..4).map(recall).collect();
+    let recalls: Vec<_> = recalls.into_iter().map(|recall| tokio::spawn(recall.run())).collect();
+    for recall in recalls {
+        drop(recall.await.expect("no panic"));
+    }
+    let num_cached = worker.answer(4).await;
+    worker.hangs.store(false, Ordering::Relaxed);
+    assert_eq!(num_cached, NUM_TOKENS - 1);
     worker.end().await;
 }
 
