@@ -19,7 +19,7 @@ pub struct TierCounts {
     pub writes: u64,
     /// Blocks that made room for others.
     pub evictions: u64,
-    /// Blocks that were not written because too much waited.
+    /// Blocks that were not written because too much waited, or the pool's device failed.
     pub dropped: u64,
     /// Records that were not what was written.
     pub damaged: u64,

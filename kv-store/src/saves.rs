@@ -160,7 +160,7 @@ impl Shared {
                 if let Some(None) = room {
                     // Readers keep the room of records that are in no slot any more.
                     self.not_written(hash, wanted, &lacking);
-                    return self.end_all(wanted, &lacking);
+                    return self.end_all(wanted);
                 }
                 let block = sequence.blocks[block_idx as usize];
                 let record = match copy::from_pool(&self.storage, block, name, room.flatten()) {
@@ -168,7 +168,7 @@ impl Shared {
                     Err(error) => {
                         tracing::warn!(%error, "kv not saved: the pool's device fails");
                         self.not_written(hash, wanted, &lacking);
-                        return self.end_all(wanted, &[]);
+                        return self.end_all(wanted);
                     }
                 };
                 for nth in lacking {
@@ -190,10 +190,12 @@ impl Shared {
         }
     }
 
-    /// Nothing more of a sequence is saved. For these of the wanted it counts as dropped.
-    fn end_all(&self, wanted: &mut [SaveRest], dropped: &[usize]) {
-        dropped.iter().for_each(|&nth| self.give_up(&wanted[nth], wanted[nth].first));
-        wanted.iter_mut().for_each(|rest| rest.end = rest.first);
+    /// Nothing more of a sequence is saved: what is still wanted of it counts as dropped.
+    fn end_all(&self, wanted: &mut [SaveRest]) {
+        for rest in wanted {
+            self.give_up(rest, rest.first);
+            rest.end = rest.first;
+        }
     }
 
     /// The blocks of a rest from this one on count as dropped.

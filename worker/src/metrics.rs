@@ -259,7 +259,11 @@ const TIER_COUNTS: [TierCount; 10] = [
     ("baton_kv_tier_writes", "Blocks that were written to a tier", |tier| tier.writes),
     ("baton_kv_tier_written_bytes", "Bytes of those blocks", |tier| tier.writes * tier.record_bytes),
     ("baton_kv_tier_evictions", "Blocks that made room for others in a tier", |tier| tier.evictions),
-    ("baton_kv_tier_dropped", "Blocks that a tier did not take because too much waited", |tier| tier.dropped),
+    (
+        "baton_kv_tier_dropped",
+        "Blocks that a tier did not get as too much waited or the pool failed",
+        |tier| tier.dropped,
+    ),
     ("baton_kv_tier_damaged", "Blocks that were not what was written, and not used", |tier| tier.damaged),
     ("baton_kv_tier_declined", "Blocks that were not read because computing is faster", |tier| tier.declined),
     ("baton_kv_tier_read_errors", "Reads that a tier's device refused", |tier| tier.read_errors),

@@ -38,6 +38,13 @@ impl Pool {
         Pool { storage: Arc::new(storage), events: Arc::default() }
     }
 
+    /// On a device, with its memory.
+    fn on_device() -> (Pool, Arc<Mutex<Vec<u8>>>) {
+        let memory = Arc::new(Mutex::new(vec![0; 64 * layout().block_bytes()]));
+        let storage = BlockStorage::on_device(Box::new(FakeDevice(memory.clone())), layout(), 64);
+        (Pool { storage: Arc::new(storage), events: Arc::default() }, memory)
+    }
+
     fn open(&self, host_blocks: u64, disk: Option<&Path>) -> KvStore {
         self.try_open(&StoreConfig {
             host: (host_blocks > 0).then(|| in_process(host_blocks * layout().block_bytes() as u64)),
@@ -139,9 +146,9 @@ fn runtime() -> tokio::runtime::Runtime {
     tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime")
 }
 
-/// Memory of a device: the host sees copies.
+/// Memory of a device: the host sees copies, and errors when it has gone.
 #[derive(Debug)]
-struct FakeDevice(Mutex<Vec<u8>>);
+struct FakeDevice(Arc<Mutex<Vec<u8>>>);
 
 // SAFETY: there is no address to keep.
 #[allow(unsafe_code)]
@@ -159,7 +166,8 @@ unsafe impl DeviceMemory for FakeDevice {
     }
 
     unsafe fn read(&self, offset: usize, bytes: &mut [u8]) -> io::Result<()> {
-        bytes.copy_from_slice(&self.0.lock().unwrap()[offset..][..bytes.len()]);
+        let memory = self.0.lock().unwrap();
+        bytes.copy_from_slice(memory.get(offset..offset + bytes.len()).ok_or(io::ErrorKind::BrokenPipe)?);
         Ok(())
     }
 
@@ -175,15 +183,25 @@ unsafe impl DeviceMemory for FakeDevice {
 
 #[test]
 fn a_pool_on_a_device_is_saved_and_restored_by_copies() {
-    let memory = Box::new(FakeDevice(Mutex::new(vec![0; 64 * layout().block_bytes()])));
-    let storage = Arc::new(BlockStorage::on_device(memory, layout(), 64));
-    let pool = Pool { storage, events: Arc::default() };
+    let (pool, _) = Pool::on_device();
     let store = pool.open(8, None);
     let hashes = pool.save(&store, 1, 5);
     pool.fill(&chain(2, 10));
     let blocks: Vec<_> = (20..25).map(BlockId).collect();
     store.write_to_pool(&read(&store, &hashes), &blocks).expect("memory");
     assert!(blocks.iter().zip(&hashes).all(|(&block, &hash)| pool.holds(block, hash)));
+}
+
+#[test]
+fn what_a_device_that_fails_keeps_from_all_tiers_counts_as_dropped() {
+    let (pool, memory) = Pool::on_device();
+    let tier = || Box::new(HostSlots::new(1 << 20, layout().block_bytes())) as Box<dyn Slots>;
+    let store = pool.over(vec![tier(), tier()]);
+    pool.save(&store, 1, 5);
+    memory.lock().unwrap().clear();
+    let lost = pool.sequence(&chain(2, 5), 2, Keep::Normal);
+    assert!(received(store.save(lost)).is_empty());
+    assert_eq!(store.counts().iter().map(|tier| tier.dropped).collect::<Vec<_>>(), [5, 5]);
 }
 
 pub(crate) fn read(store: &KvStore, hashes: &[BlockHash]) -> Vec<Arc<Record>> {
