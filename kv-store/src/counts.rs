@@ -13,7 +13,7 @@ pub struct TierCounts {
     pub num_held: u64,
     /// Bytes of one.
     pub record_bytes: u64,
-    /// Blocks that were read and used.
+    /// Blocks that were read. A few are not used: the pool has no room for them, or its device finds that they are damaged.
     pub hits: u64,
     /// Blocks that were written.
     pub writes: u64,
@@ -25,7 +25,7 @@ pub struct TierCounts {
     pub damaged: u64,
     /// Blocks that were not read because computing them is faster, or the tier's speed is not known.
     pub declined: u64,
-    /// Reads that the device refused.
+    /// Reads that failed; of an object store also fronts that were late, and listings and measurements that failed.
     pub read_errors: u64,
     /// Writes that the device refused.
     pub write_errors: u64,

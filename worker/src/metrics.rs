@@ -254,7 +254,9 @@ const TIER_GAUGES: [TierCount; 2] = [
 ];
 
 const TIER_COUNTS: [TierCount; 10] = [
-    ("baton_kv_tier_hits", "Blocks that were read from a tier and verified", |tier| tier.hits),
+    ("baton_kv_tier_hits", "Blocks that were read from a tier, also for a pool without room", |tier| {
+        tier.hits
+    }),
     ("baton_kv_tier_read_bytes", "Bytes of those blocks", |tier| tier.hits * tier.record_bytes),
     ("baton_kv_tier_writes", "Blocks that were written to a tier", |tier| tier.writes),
     ("baton_kv_tier_written_bytes", "Bytes of those blocks", |tier| tier.writes * tier.record_bytes),
@@ -266,7 +268,9 @@ const TIER_COUNTS: [TierCount; 10] = [
     ),
     ("baton_kv_tier_damaged", "Blocks that were not what was written, and not used", |tier| tier.damaged),
     ("baton_kv_tier_declined", "Blocks that were not read because computing is faster", |tier| tier.declined),
-    ("baton_kv_tier_read_errors", "Reads that a tier's device refused", |tier| tier.read_errors),
+    ("baton_kv_tier_read_errors", "Reads, listings and measurements that failed or were late", |tier| {
+        tier.read_errors
+    }),
     ("baton_kv_tier_write_errors", "Writes that a tier's device refused", |tier| tier.write_errors),
 ];
 
