@@ -1,8 +1,12 @@
-//! Room for request bodies that are being read or prepared: without a bound, clients that are not yet admitted could fill
-//! the memory.
+//! Room for request bodies that are being read, prepared or journalled: without a bound, clients that are not yet admitted could
+//! fill the memory.
 
-use std::sync::atomic::{AtomicI64, Ordering};
+use std::sync::{
+    Arc,
+    atomic::{AtomicI64, Ordering},
+};
 
+use bytes::Bytes;
 use prometheus_client::metrics::gauge::Gauge;
 
 use crate::CoreError;
@@ -14,6 +18,15 @@ pub struct BodyRoom {
     all: Gauge,
     limit: i64,
     num_bytes: AtomicI64,
+}
+
+/// A body with its room. Clones share both.
+#[derive(Clone, Debug)]
+pub struct ReadBody {
+    /// As the client sent it.
+    pub bytes: Bytes,
+    /// Counts them.
+    pub room: Arc<BodyRoom>,
 }
 
 impl BodyRoom {

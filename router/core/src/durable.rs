@@ -15,13 +15,15 @@ use baton_proto::worker::{GenerateRequest, Token};
 use baton_request::{FinishReason, Request};
 use prost::Message;
 
+use crate::ReadBody;
+
 /// A call whose stream can be resumed.
 #[derive(Debug)]
 pub struct DurableCall {
     /// The path or method.
     pub endpoint: String,
-    /// As the client sent it.
-    pub body: Vec<u8>,
+    /// Of a new call, until it begins: then the journal has it, or does not need it. Locked for a move.
+    body: Mutex<Option<ReadBody>>,
     /// What the client has of the answer already, in units of its API.
     pub(crate) num_delivered: u64,
     /// Whether the client knows the id before it has an event.
@@ -73,14 +75,30 @@ pub(crate) enum Replayed {
 
 impl DurableCall {
     /// A new call.
-    pub fn new(endpoint: &str, body: Vec<u8>) -> DurableCall {
+    pub fn new(endpoint: &str, body: ReadBody) -> DurableCall {
         DurableCall {
             endpoint: endpoint.to_owned(),
-            body,
+            body: Mutex::new(Some(body)),
             num_delivered: 0,
             is_named: false,
             resumption: None,
         }
+    }
+
+    /// The call of a stream that was found. The edge has its body.
+    pub(crate) fn resumed(endpoint: String, resumption: Resumption) -> DurableCall {
+        DurableCall {
+            endpoint,
+            body: Mutex::default(),
+            num_delivered: 0,
+            is_named: true,
+            resumption: Some(resumption),
+        }
+    }
+
+    /// Its body, once: the call itself is kept as long as its request runs.
+    pub(crate) fn take_body(&self) -> Option<ReadBody> {
+        self.body.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 
     /// The client has chosen the id, so it can resume the stream before it has any event.
@@ -139,5 +157,31 @@ impl DurableSession {
             FinishReason::Abort => Ending::Abort,
         };
         self.writer.end(ending, num_tokens);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use prometheus_client::metrics::gauge::Gauge;
+
+    use super::*;
+    use crate::BodyRoom;
+
+    #[test]
+    fn the_body_of_a_call_is_kept_and_counted_until_it_begins() {
+        let num_bytes = Gauge::default();
+        let room = Arc::new(BodyRoom::new(num_bytes.clone(), 100));
+        room.grow(60).expect("there is room");
+        let body = ReadBody { bytes: vec![b' '; 60].into(), room };
+        let call = DurableCall::new("/v1/completions", body.clone());
+        // It was parsed.
+        drop(body);
+        assert_eq!(num_bytes.get(), 60);
+        let journalled = call.take_body().expect("it has not begun");
+        assert_eq!((Vec::from(journalled.bytes).len(), num_bytes.get()), (60, 60));
+        drop(journalled.room);
+        assert!(call.take_body().is_none() && num_bytes.get() == 0);
     }
 }

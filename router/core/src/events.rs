@@ -27,6 +27,8 @@ impl Core {
         session: Option<DurableSession>,
         permit: OwnedSemaphorePermit,
     ) -> Result<Events, CoreError> {
+        // What is not journalled does not need it.
+        drop(request.arrival.durable.as_ref().and_then(|call| call.take_body()));
         match self.enter(&request) {
             Ok(active) => Ok(Events::new(self.clone(), request, session, active, permit)),
             Err(error) => {

@@ -46,7 +46,7 @@ mod trace;
 pub use active::{ActiveRequest, ActiveRequests};
 pub use baton_journal::{Journal, JournalConfig, JournalOpenError};
 pub use baton_router_workers::{Listed, Report, Workers};
-pub use body_room::BodyRoom;
+pub use body_room::{BodyRoom, ReadBody};
 pub use caller::Caller;
 pub use config::{PlanBasis, RouterConfig};
 pub use durable::DurableCall;

@@ -226,7 +226,7 @@ impl RouterMetrics {
             registry.register("requests_running", "Generations that run now", this.running.clone());
             registry.register(
                 "body_bytes",
-                "Bytes of request bodies that are being read or prepared",
+                "Bytes of request bodies that are being read, prepared or journalled",
                 this.body_bytes.clone(),
             );
             registry.register("workers", "Workers, by role and state", this.workers.clone());

@@ -11,7 +11,7 @@ use baton_request::Request;
 use prost::Message;
 
 use super::{
-    Caller, Core, CoreError, DurableCall, Events, PreparedRequest,
+    Caller, Core, CoreError, DurableCall, Events, PreparedRequest, ReadBody,
     durable::{DurableSession, Kept, Resumption},
 };
 
@@ -41,6 +41,7 @@ impl Core {
         call: &DurableCall,
     ) -> Result<DurableSession, CoreError> {
         let model = self.model()?;
+        let ReadBody { bytes, room } = call.take_body().expect("a call begins one stream");
         let kept = Kept {
             request: Some((&request.prompts[0]).into()),
             created: request.arrival.created(),
@@ -51,19 +52,20 @@ impl Core {
             id: request.arrival.caller.qualified(&request.id),
             owner: owner_of(&request.arrival.caller),
             endpoint: call.endpoint.clone(),
-            body: call.body.clone(),
+            body: bytes.into(),
             prepared: kept.encode_to_vec(),
         };
         let writer = journal.accept(acceptance).await?;
+        drop(room);
         Ok(DurableSession { writer, replay: None, ending: None })
     }
 
-    /// Finds a stream of this caller in the journal. Its call is to be served like any other: it goes on where the stream was. When that
-    /// begins, another connection that still has the stream gets no more of it.
+    /// Finds a stream of this caller in the journal. Its call, with this body, is to be served like any other: it goes on where the stream
+    /// was. When that begins, another connection that still has the stream gets no more of it.
     ///
     /// # Errors
-    /// Without a journal, without such a stream of this tenant in it, or when it was made for another model.
-    pub async fn find_stream(&self, caller: &Caller, id: &str) -> Result<DurableCall, CoreError> {
+    /// Without a journal, without such a stream of this tenant in it, when it was made for another model, or without room for its body.
+    pub async fn find_stream(&self, caller: &Caller, id: &str) -> Result<(DurableCall, ReadBody), CoreError> {
         let Some(journal) = &self.journal else {
             return Err(CoreError::Invalid {
                 message: "this router keeps no journal (--durable): streams cannot be resumed".to_owned(),
@@ -86,18 +88,12 @@ impl Core {
         }
         let request = kept.request.as_ref().and_then(|message| Request::try_from(message).ok());
         let request = request.ok_or_else(|| broken(id))?;
-        Ok(DurableCall {
-            endpoint: session.acceptance.endpoint.clone(),
-            body: session.acceptance.body.clone(),
-            num_delivered: 0,
-            is_named: true,
-            resumption: Some(Resumption {
-                id: id.to_owned(),
-                kept,
-                request,
-                found: Mutex::new(Some(session)),
-            }),
-        })
+        let room = self.body_room();
+        room.grow(session.acceptance.body.len())?;
+        let body = ReadBody { bytes: session.acceptance.body.clone().into(), room };
+        let endpoint = session.acceptance.endpoint.clone();
+        let found = Mutex::new(Some(session));
+        Ok((DurableCall::resumed(endpoint, Resumption { id: id.to_owned(), kept, request, found }), body))
     }
 
     /// Aborts a request of this caller that runs here, or whose stream is parked; whether there was one.

@@ -11,7 +11,7 @@ use prost::Message;
 use tonic::{Request, Response, Status};
 
 use super::convert::{input, responses, status};
-use baton_router_core::{BodyRoom, Core, DurableCall, Event, Events, PromptInput, RequestArrival};
+use baton_router_core::{BodyRoom, Core, DurableCall, Event, Events, PromptInput, ReadBody, RequestArrival};
 use baton_tools::{CallIds, ChatAnswer};
 
 /// Serves `Inference`.
@@ -119,7 +119,8 @@ impl inference_server::Inference for Inference {
         let (mut arrival, room) = (arrival_of(&request), room_of(&request));
         let request = request.into_inner();
         if self.core.config.durable.is_some() {
-            let call = DurableCall::new(GENERATE, request.encode_to_vec());
+            let body = ReadBody { bytes: request.encode_to_vec().into(), room: room.clone() };
+            let call = DurableCall::new(GENERATE, body);
             arrival.durable = Some(Arc::new(if request.request_id.is_empty() { call } else { call.named() }));
         }
         self.serve(request, arrival, room).await
@@ -128,14 +129,15 @@ impl inference_server::Inference for Inference {
     type ResumeStream = Responses;
 
     async fn resume(&self, request: Request<ResumeRequest>) -> Result<Response<Responses>, Status> {
-        let (mut arrival, room) = (arrival_of(&request), room_of(&request));
+        let mut arrival = arrival_of(&request);
         let ResumeRequest { request_id, next_token_idx } = request.into_inner();
-        let call = self.core.find_stream(&arrival.caller, &request_id).await.map_err(status)?;
+        let (call, ReadBody { bytes, room }) =
+            self.core.find_stream(&arrival.caller, &request_id).await.map_err(status)?;
         if call.endpoint != GENERATE {
             let message = format!("the stream {request_id:?} is one of {}: resume it there", call.endpoint);
             return Err(Status::invalid_argument(message));
         }
-        let request = GenerateRequest::decode(&*call.body);
+        let request = GenerateRequest::decode(bytes);
         let request =
             request.map_err(|error| Status::internal(format!("the journal holds no call: {error}")))?;
         arrival.durable = Some(Arc::new(call.after(next_token_idx.into())));

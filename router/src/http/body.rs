@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use axum::{
-    body::{Body, Bytes},
+    body::Body,
     extract::Request,
     response::{IntoResponse, Response},
 };
@@ -13,16 +13,20 @@ use serde::{Serialize, de::DeserializeOwned};
 use tokio::time::{Instant, timeout_at};
 
 use super::error::ApiError;
-use baton_router_core::{BodyRoom, Core};
+use baton_router_core::{BodyRoom, Core, ReadBody};
 
-/// Reads a JSON body, and parses it on another thread when it is long. The room is the body's until its request is prepared.
+/// Reads a JSON body, if a layer has not read it, and parses it on another thread when it is long. The room is the body's until its
+/// request is prepared.
 pub(crate) async fn read_json<T: DeserializeOwned + Send + 'static>(
     core: &Arc<Core>,
-    request: Request,
+    mut request: Request,
 ) -> Result<(T, Arc<BodyRoom>), ApiError> {
     check_content_type(request.headers())?;
-    let (body, room) = read(core, request.into_body()).await?;
-    core.offload(body.len(), move |_| Ok(parse(&body).map(|parsed| (parsed, room)))).await?
+    let ReadBody { bytes, room } = match request.extensions_mut().remove::<ReadBody>() {
+        Some(body) => body,
+        None => read(core, request.into_body()).await?,
+    };
+    core.offload(bytes.len(), move |_| Ok(parse(&bytes).map(|parsed| (parsed, room)))).await?
 }
 
 /// Answers with JSON.
@@ -48,7 +52,7 @@ fn check_content_type(headers: &HeaderMap) -> Result<(), ApiError> {
 }
 
 /// Reads a body, as long and as slow as it may be.
-pub(super) async fn read(core: &Core, body: Body) -> Result<(Bytes, Arc<BodyRoom>), ApiError> {
+pub(super) async fn read(core: &Core, body: Body) -> Result<ReadBody, ApiError> {
     let config = &core.config;
     let limit = config.max_body_bytes;
     let too_large = || {
@@ -65,7 +69,7 @@ pub(super) async fn read(core: &Core, body: Body) -> Result<(Bytes, Arc<BodyRoom
     loop {
         let piece = match timeout_at(deadline, pieces.next()).await {
             Ok(Some(Ok(piece))) => piece,
-            Ok(None) => return Ok((Bytes::from(whole), room)),
+            Ok(None) => return Ok(ReadBody { bytes: whole.into(), room }),
             Ok(Some(Err(error))) => {
                 return Err(ApiError::new(StatusCode::BAD_REQUEST, format!("the body broke off: {error}")));
             }

@@ -42,31 +42,33 @@ pub(crate) async fn keep(State(core): State<Arc<Core>>, request: Request, next: 
 
 async fn attach(core: &Core, path: &str, request: Request) -> Result<Request, ApiError> {
     let (mut parts, body) = request.into_parts();
-    let (mut body, _room) = body::read(core, body).await?;
+    let mut body = body::read(core, body).await?;
     let call = match last_event(&parts.headers)? {
-        None => DurableCall::new(path, body.to_vec()),
+        None => DurableCall::new(path, body.clone()),
         Some(last) => {
             let arrival = parts.extensions.get::<RequestArrival>().expect("the edge observes every call");
-            let call = core.find_stream(&arrival.caller, &last.answer_id).await?;
+            let (call, kept) = core.find_stream(&arrival.caller, &last.answer_id).await?;
             if call.endpoint != path {
                 let message = format!("the stream {:?} is one of {}", last.answer_id, call.endpoint);
                 return Err(ApiError::new(StatusCode::BAD_REQUEST, message));
             }
-            if !body.is_empty() && !is_same(&body, &call.body) {
+            if !body.bytes.is_empty() && !is_same(&body.bytes, &kept.bytes) {
                 let message = format!(
                     "the body differs from that of the stream {:?}: send the same, or none",
                     last.answer_id
                 );
                 return Err(ApiError::new(StatusCode::BAD_REQUEST, message));
             }
-            body = call.body.clone().into();
+            body = kept;
             call.after(last.number + 1)
         }
     };
     if let Some(arrival) = parts.extensions.get_mut::<RequestArrival>() {
         arrival.durable = Some(Arc::new(call));
     }
-    Ok(Request::from_parts(parts, Body::from(body)))
+    // It is not read, nor counted, again.
+    parts.extensions.insert(body);
+    Ok(Request::from_parts(parts, Body::empty()))
 }
 
 /// `GET /v1/streams/{id}`: the stream from its beginning, or after `Last-Event-ID`.
@@ -84,11 +86,11 @@ pub(crate) async fn resume(
             return Err(ApiError::new(StatusCode::BAD_REQUEST, message));
         }
     };
-    let call = core.find_stream(&arrival.caller, &id).await?.after(number);
-    let has_ended = call.has_ended();
-    let (endpoint, body) = (call.endpoint.clone(), call.body.clone());
+    let (call, body) = core.find_stream(&arrival.caller, &id).await?;
+    let call = call.after(number);
+    let (endpoint, has_ended) = (call.endpoint.clone(), call.has_ended());
     arrival.durable = Some(Arc::new(call));
-    let request = Request::builder().method(Method::POST).uri(&endpoint).body(Body::from(body));
+    let request = Request::builder().method(Method::POST).uri(&endpoint).extension(body).body(Body::empty());
     let request = request.map_err(|error| ApiError::new(StatusCode::BAD_REQUEST, error.to_string()))?;
     let (core, arrival) = (State(core), Extension(arrival));
     let response = match &*endpoint {
