@@ -30,7 +30,7 @@ pub(crate) struct DiscoveryArgs {
     /// User name for etcd.
     #[arg(long, value_name = "NAME", env = "BATON_ETCD_USER")]
     pub etcd_user: Option<String>,
-    /// File that holds the password for etcd.
+    /// File that holds the password for etcd. Each connection reads it.
     #[arg(long, value_name = "FILE", env = "BATON_ETCD_PASSWORD_FILE")]
     pub etcd_password_file: Option<PathBuf>,
     /// Certificate authority (PEM) that signed etcd's certificate.
@@ -94,10 +94,11 @@ fn etcd_auth(args: &DiscoveryArgs) -> anyhow::Result<Option<EtcdAuth>> {
              give both or neither"
         ),
     };
-    let password = fs::read_to_string(file).with_context(|| {
+    // Each connection reads it. Here it is only looked at, before a model is loaded in vain.
+    fs::read_to_string(file).with_context(|| {
         format!("cannot read --etcd-password-file (BATON_ETCD_PASSWORD_FILE) {}", file.display())
     })?;
-    Ok(Some(EtcdAuth { user, password: password.trim_end_matches(['\r', '\n']).to_owned() }))
+    Ok(Some(EtcdAuth { user, password_file: file.clone() }))
 }
 
 #[cfg(test)]

@@ -13,6 +13,7 @@ const ETCD_LEASE_TTL: &str = "--etcd-lease-ttl (BATON_ETCD_LEASE_TTL)";
 pub(crate) const ETCD_CA: &str = "--etcd-ca (BATON_ETCD_CA)";
 pub(crate) const ETCD_CERT: &str = "--etcd-cert (BATON_ETCD_CERT)";
 pub(crate) const ETCD_KEY: &str = "--etcd-key (BATON_ETCD_KEY)";
+pub(crate) const ETCD_PASSWORD_FILE: &str = "--etcd-password-file (BATON_ETCD_PASSWORD_FILE)";
 
 /// The kind of discovery.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -93,7 +94,7 @@ impl Default for EtcdConfig {
     }
 }
 
-/// Certificates in PEM files.
+/// Certificates in PEM files. Each connection reads them.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct EtcdTls {
@@ -108,20 +109,13 @@ pub struct EtcdTls {
 }
 
 /// A user of etcd.
-#[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct EtcdAuth {
     /// User name.
     pub user: String,
-    /// Password; never printed.
-    #[serde(skip_serializing)]
-    pub password: String,
-}
-
-impl std::fmt::Debug for EtcdAuth {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("EtcdAuth").field("user", &self.user).finish_non_exhaustive()
-    }
+    /// File that holds the password. Each connection reads it; the end of a line is not part of it.
+    pub password_file: PathBuf,
 }
 
 /// A configuration that is not valid.
@@ -130,7 +124,7 @@ pub enum DiscoveryError {
     /// A value is wrong.
     #[error("discovery: {0}")]
     Config(String),
-    /// A certificate file cannot be read.
+    /// A file of certificates or of the password cannot be read.
     #[error("discovery: cannot read {option} {path}: {source}")]
     File {
         /// The option that names it.
@@ -241,12 +235,5 @@ mod tests {
     fn a_key_that_no_header_can_hold_names_its_option() {
         let error = RegistrationKey::new("a\nb".into()).header().unwrap_err().to_string();
         assert!(error.contains("--api-key (BATON_API_KEY)"), "{error}");
-    }
-
-    #[test]
-    fn a_password_is_not_printed() {
-        let auth = EtcdAuth { user: "u".into(), password: "secret".into() };
-        assert!(!format!("{auth:?}").contains("secret"));
-        assert!(!serde_json::to_string(&auth).unwrap().contains("secret"));
     }
 }

@@ -12,17 +12,18 @@ mod registrar;
 mod tests;
 mod watcher;
 
-use std::time::Duration;
+use std::{error::Error as _, fs, io, path::Path, time::Duration};
 
 use etcd_client::{Certificate, Client, ConnectOptions, Identity, TlsOptions};
 use tokio::time::timeout;
+use tonic::transport::Endpoint;
 
 pub(crate) use registrar::Registrar;
 pub(crate) use watcher::Watcher;
 
 use crate::{
     DiscoveryError, EtcdConfig, EtcdTls,
-    config::{ETCD_CA, ETCD_CERT, ETCD_KEY},
+    config::{ETCD_CA, ETCD_CERT, ETCD_KEY, ETCD_PASSWORD_FILE},
 };
 
 /// For each call; etcd answers within milliseconds or has a problem.
@@ -31,32 +32,33 @@ const CALL_TIMEOUT: Duration = Duration::from_secs(3);
 const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(6);
 const BACKOFF_LIMIT: Duration = Duration::from_secs(2);
 
-/// How to connect; certificates are read once, at start.
+/// How to connect. Each connection reads the certificates and the password: they may have been replaced.
 struct Connector {
-    endpoints: Vec<String>,
+    config: EtcdConfig,
+    /// Of the files when they could last be used.
     options: ConnectOptions,
+    /// Whether a warning has told that they cannot be used now.
+    has_warned: bool,
 }
 
 impl Connector {
     fn new(config: &EtcdConfig) -> Result<Connector, DiscoveryError> {
-        let mut options = ConnectOptions::new()
-            .with_connect_timeout(CALL_TIMEOUT)
-            .with_timeout(CALL_TIMEOUT)
-            .with_keep_alive(KEEP_ALIVE_INTERVAL, CALL_TIMEOUT)
-            .with_keep_alive_while_idle(true)
-            // A member that is cut off from the others reports that instead of an old view.
-            .with_require_leader(true);
-        if let Some(auth) = &config.auth {
-            options = options.with_user(&auth.user, &auth.password).with_auto_token_refresh(true);
-        }
-        if let Some(tls) = &config.tls {
-            options = options.with_tls(tls_options(tls)?);
-        }
-        Ok(Connector { endpoints: config.endpoints.clone(), options })
+        Ok(Connector { options: options(config)?, config: config.clone(), has_warned: false })
     }
 
-    async fn connect(&self) -> Result<Client, Lost> {
-        in_time(Client::connect(&self.endpoints, Some(self.options.clone()))).await
+    async fn connect(&mut self) -> Result<Client, Lost> {
+        match options(&self.config) {
+            Ok(options) => {
+                self.options = options;
+                self.has_warned = false;
+            }
+            Err(error) => {
+                if !std::mem::replace(&mut self.has_warned, true) {
+                    tracing::warn!(%error, "changed certificates or password of etcd cannot be used; keeping the old ones");
+                }
+            }
+        }
+        in_time(Client::connect(&self.config.endpoints, Some(self.options.clone()))).await
     }
 }
 
@@ -74,10 +76,29 @@ pub async fn reach(config: &EtcdConfig) -> Result<String, DiscoveryError> {
     }
 }
 
+/// As the files are now.
+fn options(config: &EtcdConfig) -> Result<ConnectOptions, DiscoveryError> {
+    let mut options = ConnectOptions::new()
+        .with_connect_timeout(CALL_TIMEOUT)
+        .with_timeout(CALL_TIMEOUT)
+        .with_keep_alive(KEEP_ALIVE_INTERVAL, CALL_TIMEOUT)
+        .with_keep_alive_while_idle(true)
+        // A member that is cut off from the others reports that instead of an old view.
+        .with_require_leader(true);
+    if let Some(auth) = &config.auth {
+        let file = &auth.password_file;
+        let password = fs::read_to_string(file).map_err(unreadable(ETCD_PASSWORD_FILE, file))?;
+        options = options.with_user(&auth.user, password.trim_end_matches(['\r', '\n']));
+        options = options.with_auto_token_refresh(true);
+    }
+    if let Some(tls) = &config.tls {
+        options = options.with_tls(tls_options(tls)?);
+    }
+    Ok(options)
+}
+
 fn tls_options(tls: &EtcdTls) -> Result<TlsOptions, DiscoveryError> {
-    let read = |option: &'static str, path: &std::path::PathBuf| {
-        std::fs::read(path).map_err(|source| DiscoveryError::File { option, path: path.clone(), source })
-    };
+    let read = |option, file: &Path| fs::read(file).map_err(unreadable(option, file));
     let mut options = TlsOptions::new();
     if let Some(ca) = &tls.ca {
         options = options.ca_certificate(Certificate::from_pem(read(ETCD_CA, ca)?));
@@ -88,7 +109,17 @@ fn tls_options(tls: &EtcdTls) -> Result<TlsOptions, DiscoveryError> {
     if let Some(domain) = &tls.domain {
         options = options.domain_name(domain);
     }
+    // Files that do not belong together are found here, as during a rotation, and not by a call.
+    Endpoint::from_static("https://etcd").tls_config(options.clone()).map_err(|error| {
+        let why = error.source().map_or_else(|| error.to_string(), ToString::to_string);
+        DiscoveryError::Config(format!("{ETCD_CA}, {ETCD_CERT} and {ETCD_KEY} cannot be used: {why}"))
+    })?;
     Ok(options)
+}
+
+fn unreadable(option: &'static str, file: &Path) -> impl FnOnce(io::Error) -> DiscoveryError {
+    let path = file.to_owned();
+    move |source| DiscoveryError::File { option, path, source }
 }
 
 /// The connection to etcd, or our key in it, is lost for now.

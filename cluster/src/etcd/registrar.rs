@@ -120,7 +120,7 @@ impl Registrar {
     }
 
     /// Writes the key, unless another worker has it.
-    async fn enter(&self) -> Result<Result<(Client, i64), IdTaken>, Lost> {
+    async fn enter(&mut self) -> Result<Result<(Client, i64), IdTaken>, Lost> {
         let mut client = self.connector.connect().await?;
         let held = in_time(client.get(self.key(), None)).await?;
         let holder = held.kvs().first().and_then(|kv| WorkerRecord::from_json(kv.value()).ok());

@@ -9,13 +9,14 @@ use std::{
     time::Duration,
 };
 
-use etcd_client::{Client, GetOptions};
+use etcd_client::{Client, ConnectOptions, GetOptions};
 use tempfile::TempDir;
 use tokio::process::{Child, Command};
 
-use super::reach;
+use super::{Connector, in_time, reach};
 use crate::{
-    DiscoveryConfig, DiscoveryError, EtcdConfig, RegistrationState, Role, WorkerRecord, register,
+    DiscoveryConfig, DiscoveryError, EtcdAuth, EtcdConfig, EtcdTls, RegistrationState, Role, WorkerRecord,
+    register,
     testing::{PATIENCE, other_format, record, until, until_state},
     watch,
 };
@@ -25,6 +26,8 @@ struct Etcd {
     child: Option<Child>,
     dir: TempDir,
     client_url: String,
+    /// Its certificate is of the authority `ca.pem` of the test data.
+    tls_url: String,
     peer_url: String,
 }
 
@@ -34,6 +37,7 @@ impl Etcd {
             child: None,
             dir: TempDir::new().expect("a temporary directory can be made"),
             client_url: free_url(),
+            tls_url: free_url().replacen("http", "https", 1),
             peer_url: free_url(),
         };
         etcd.run().await;
@@ -49,7 +53,12 @@ impl Etcd {
         let child = Command::new("etcd")
             .arg("--data-dir")
             .arg(self.data_dir())
-            .args(["--listen-client-urls", &self.client_url, "--advertise-client-urls", &self.client_url])
+            .args(["--listen-client-urls", &format!("{},{}", self.client_url, self.tls_url)])
+            .args(["--advertise-client-urls", &self.client_url])
+            .arg("--cert-file")
+            .arg(testdata("a.pem"))
+            .arg("--key-file")
+            .arg(testdata("a.key"))
             .args(["--listen-peer-urls", &self.peer_url, "--initial-advertise-peer-urls", &self.peer_url])
             .args(["--initial-cluster", &format!("default={}", self.peer_url)])
             .arg("--unsafe-no-fsync")
@@ -97,6 +106,10 @@ impl Etcd {
 /// etcd cannot be given a listening socket.
 fn free_url() -> String {
     format!("http://127.0.0.1:{}", ports::free_port())
+}
+
+fn testdata(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../tls/testdata").join(name)
 }
 
 fn empty(dir: &Path) {
@@ -309,4 +322,68 @@ async fn a_watch_behind_a_compaction_reads_the_list_again() {
     let mut watcher = super::Watcher::new(&config).unwrap();
     let followed = tokio::time::timeout(PATIENCE, watcher.follow(&mut client, 2)).await;
     followed.expect("etcd tells of the compaction").expect("the watch ends in order to list again");
+}
+
+async fn answers(connector: &mut Connector) -> bool {
+    match connector.connect().await {
+        Ok(mut client) => in_time(client.get("/", None)).await.is_ok(),
+        Err(_) => false,
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn replaced_certificates_are_read_by_the_next_connection() {
+    let etcd = Etcd::start().await;
+    let dir = TempDir::new().unwrap();
+    let [ca, cert, key] = ["ca.pem", "own.pem", "own.key"].map(|name| dir.path().join(name));
+    let replace = |file: &Path, name: &str| {
+        std::fs::copy(testdata(name), file).expect("test data can be copied");
+    };
+    replace(&ca, "other-ca.pem");
+    replace(&cert, "b.pem");
+    replace(&key, "a.key");
+    let tls = EtcdTls { ca: Some(ca.clone()), cert: Some(cert), key: Some(key.clone()), domain: None };
+    let config =
+        EtcdConfig { endpoints: vec![etcd.tls_url.clone()], tls: Some(tls), ..EtcdConfig::default() };
+    let error = Connector::new(&config).err().expect("the key is of another certificate").to_string();
+    assert!(error.contains("--etcd-key (BATON_ETCD_KEY) cannot be used"), "{error}");
+
+    replace(&key, "b.key");
+    let mut connector = Connector::new(&config).unwrap();
+    assert!(!answers(&mut connector).await, "the authority is another");
+    replace(&ca, "ca.pem");
+    assert!(answers(&mut connector).await);
+    // Half of a rotation: what was read before is used.
+    replace(&key, "a.key");
+    assert!(answers(&mut connector).await);
+    std::fs::remove_file(&ca).unwrap();
+    assert!(answers(&mut connector).await);
+    replace(&key, "b.key");
+    replace(&ca, "other-ca.pem");
+    assert!(!answers(&mut connector).await);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_worker_registers_again_with_a_changed_password() {
+    let etcd = Etcd::start().await;
+    let mut client = Client::connect([&etcd.client_url], None).await.unwrap();
+    client.user_add("root", "old", None).await.unwrap();
+    client.role_add("root").await.unwrap();
+    client.user_grant_role("root", "root").await.unwrap();
+    client.auth_enable().await.unwrap();
+    let password_file = etcd.dir.path().join("password");
+    std::fs::write(&password_file, "old\n").unwrap();
+    let DiscoveryConfig::Etcd(mut config) = etcd.config() else { unreachable!("it is etcd") };
+    config.auth = Some(EtcdAuth { user: "root".into(), password_file: password_file.clone() });
+    let registration = register(&DiscoveryConfig::Etcd(config), record("p0", Role::Prefill)).unwrap();
+    until_state(&registration, |state| *state == RegistrationState::Registered).await;
+
+    let options = ConnectOptions::new().with_user("root", "old");
+    let mut client = Client::connect([&etcd.client_url], Some(options)).await.unwrap();
+    // etcd forgets the tokens of a user whose password changes.
+    client.user_change_password("root", "new").await.unwrap();
+    until_state(&registration, |state| matches!(state, RegistrationState::Searching { .. })).await;
+    std::fs::write(&password_file, "new\n").unwrap();
+    until_state(&registration, |state| *state == RegistrationState::Registered).await;
+    registration.withdraw().await;
 }
