@@ -33,7 +33,7 @@ pub(crate) struct DiscoveryArgs {
     /// File that holds the password for etcd. Each connection reads it.
     #[arg(long, value_name = "FILE", env = "BATON_ETCD_PASSWORD_FILE")]
     pub etcd_password_file: Option<PathBuf>,
-    /// Certificate authority (PEM) that signed etcd's certificate.
+    /// Certificate authority (PEM) that signed etcd's certificate. Without it, URLs with https need one that the system trusts.
     #[arg(long, value_name = "FILE", env = "BATON_ETCD_CA")]
     pub etcd_ca: Option<PathBuf>,
     /// Client certificate (PEM) for etcd.

@@ -76,7 +76,7 @@ pub struct EtcdConfig {
     pub prefix: String,
     /// How long a silent worker stays registered. Whole seconds, at least 2.
     pub lease_ttl: Duration,
-    /// Certificates, for `https`.
+    /// Certificates, for `https`. `None`: etcd's is of an authority that the system trusts.
     pub tls: Option<EtcdTls>,
     /// User name and password, when etcd has authentication switched on.
     pub auth: Option<EtcdAuth>,
@@ -98,7 +98,7 @@ impl Default for EtcdConfig {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct EtcdTls {
-    /// Certificate authority that signed etcd's certificate.
+    /// Certificate authority that signed etcd's certificate. `None`: those that the system trusts.
     pub ca: Option<PathBuf>,
     /// This process's certificate, when etcd asks for one.
     pub cert: Option<PathBuf>,
@@ -164,9 +164,10 @@ impl EtcdConfig {
             return Err(DiscoveryError::Config(message));
         }
         self.endpoints.iter().try_for_each(|endpoint| url(ETCD_ENDPOINTS, endpoint))?;
-        if self.endpoints.iter().any(|endpoint| endpoint.starts_with("http://")) && self.tls.is_some() {
+        if self.endpoints.iter().any(|endpoint| endpoint.starts_with("http://")) && self.has_tls() {
             let message = format!(
-                "{ETCD_ENDPOINTS} has an http:// endpoint beside {ETCD_CA} or {ETCD_CERT}; write https://"
+                "{ETCD_ENDPOINTS} has an http:// endpoint beside {ETCD_CA}, {ETCD_CERT} or an https:// endpoint; write \
+                 https://"
             );
             return Err(DiscoveryError::Config(message));
         }
@@ -181,6 +182,11 @@ impl EtcdConfig {
             return Err(DiscoveryError::Config(message));
         }
         Ok(())
+    }
+
+    /// Whether connections are encrypted.
+    pub(crate) fn has_tls(&self) -> bool {
+        self.tls.is_some() || self.endpoints.iter().any(|endpoint| endpoint.starts_with("https://"))
     }
 
     /// `<prefix>/workers/`.
@@ -223,6 +229,7 @@ mod tests {
                 "--etcd-lease-ttl (BATON_ETCD_LEASE_TTL) is 2.5s; give whole seconds",
             ),
             (etcd(|c| c.tls = Some(EtcdTls::default())), "beside --etcd-ca (BATON_ETCD_CA)"),
+            (etcd(|c| c.endpoints.push("https://etcd-1:2379".into())), "or an https:// endpoint"),
         ];
         for (config, expected) in cases {
             let error = config.validate().unwrap_err().to_string();

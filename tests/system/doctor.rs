@@ -1,10 +1,13 @@
 //! `baton doctor` on a running cluster.
 
-use std::process::{Command, Output};
+use std::{
+    process::{Command, Output},
+    time::Duration,
+};
 
 use serde_json::Value;
 
-use crate::harness::{BATON, Cluster};
+use crate::harness::{BATON, Cluster, Etcd, Http, eventually};
 
 fn doctor(args: &[&str]) -> Output {
     Command::new(BATON).arg("doctor").args(args).output().expect("the program runs")
@@ -62,4 +65,24 @@ async fn doctor_measures_the_conversion_where_blocks_differ() {
     assert!(text.contains("become blocks of 32 tokens in int8, which is part of what is measured"), "{text}");
     assert!(text.contains("<- taken") && !text.contains("not measured"), "{text}");
     cluster.assert_all_blocks_free().await;
+}
+
+#[tokio::test]
+async fn an_etcd_with_a_certificate_of_an_authority_of_the_system_needs_no_other() {
+    let dir = tempfile::tempdir().expect("a temporary directory can be made");
+    let etcd = Etcd::start(dir.path());
+    let says = |authority: &str| {
+        let authority = format!("{}/../tls/testdata/{authority}", env!("CARGO_MANIFEST_DIR"));
+        let args = ["doctor", "--host", "--discovery", "etcd", "--etcd-endpoints", &etcd.tls_endpoint];
+        let output = Command::new(BATON).args(args).env("SSL_CERT_FILE", authority).output();
+        String::from_utf8_lossy(&output.expect("the program runs").stdout).into_owned()
+    };
+    let found = format!("at {}, with a leader", etcd.tls_endpoint);
+    let plain = Http::new(etcd.endpoint.clone());
+    eventually("an etcd that answers", Duration::from_secs(60), async || plain.get("/health").await.ok())
+        .await;
+    let known = says("ca.pem");
+    assert!(known.contains(&found), "{known}");
+    let unknown = says("other-ca.pem");
+    assert!(!unknown.contains(&found), "{unknown}");
 }

@@ -91,18 +91,18 @@ fn options(config: &EtcdConfig) -> Result<ConnectOptions, DiscoveryError> {
         options = options.with_user(&auth.user, password.trim_end_matches(['\r', '\n']));
         options = options.with_auto_token_refresh(true);
     }
-    if let Some(tls) = &config.tls {
-        options = options.with_tls(tls_options(tls)?);
+    if config.has_tls() {
+        options = options.with_tls(tls_options(&config.tls.clone().unwrap_or_default())?);
     }
     Ok(options)
 }
 
 fn tls_options(tls: &EtcdTls) -> Result<TlsOptions, DiscoveryError> {
     let read = |option, file: &Path| fs::read(file).map_err(unreadable(option, file));
-    let mut options = TlsOptions::new();
-    if let Some(ca) = &tls.ca {
-        options = options.ca_certificate(Certificate::from_pem(read(ETCD_CA, ca)?));
-    }
+    let mut options = match &tls.ca {
+        Some(ca) => TlsOptions::new().ca_certificate(Certificate::from_pem(read(ETCD_CA, ca)?)),
+        None => TlsOptions::new().with_native_roots(),
+    };
     if let (Some(cert), Some(key)) = (&tls.cert, &tls.key) {
         options = options.identity(Identity::from_pem(read(ETCD_CERT, cert)?, read(ETCD_KEY, key)?));
     }

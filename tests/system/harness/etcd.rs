@@ -7,6 +7,8 @@ use crate::ports::free_port;
 
 pub(crate) struct Etcd {
     pub(crate) endpoint: String,
+    /// The same etcd, with a certificate of the authority `ca.pem` of the test data.
+    pub(crate) tls_endpoint: String,
     args: Vec<String>,
     dir: std::path::PathBuf,
     process: Option<Process>,
@@ -14,20 +16,24 @@ pub(crate) struct Etcd {
 
 impl Etcd {
     pub(crate) fn start(dir: &Path) -> Etcd {
-        let [client, peer] = [free_port(), free_port()];
+        let [client, tls_client, peer] = [free_port(), free_port(), free_port()];
         let endpoint = format!("http://127.0.0.1:{client}");
+        let tls_endpoint = format!("https://127.0.0.1:{tls_client}");
+        let testdata = concat!(env!("CARGO_MANIFEST_DIR"), "/../tls/testdata");
         let peers = format!("http://127.0.0.1:{peer}");
         let data = dir.join("etcd");
         let args = [
             ("--data-dir", data.display().to_string()),
-            ("--listen-client-urls", endpoint.clone()),
+            ("--listen-client-urls", format!("{endpoint},{tls_endpoint}")),
             ("--advertise-client-urls", endpoint.clone()),
             ("--listen-peer-urls", peers.clone()),
             ("--initial-advertise-peer-urls", peers.clone()),
             ("--initial-cluster", format!("default={peers}")),
+            ("--cert-file", format!("{testdata}/a.pem")),
+            ("--key-file", format!("{testdata}/a.key")),
         ];
         let args = args.into_iter().flat_map(|(flag, value)| [flag.to_owned(), value]).collect();
-        let mut etcd = Etcd { endpoint, args, dir: dir.to_owned(), process: None };
+        let mut etcd = Etcd { endpoint, tls_endpoint, args, dir: dir.to_owned(), process: None };
         etcd.start_again();
         etcd
     }
