@@ -23,7 +23,8 @@ pub struct EndedRequest {
     pub model: String,
     /// The path or method that took it.
     pub endpoint: &'static str,
-    /// "ok", "error", "aborted", or "cancelled" (the client left), "parked" (likewise, but it can resume).
+    /// "ok", "error", "aborted", or "cancelled" (the client left), "parked" (likewise, but it can resume), "resumed" (it has, while
+    /// this connection stood).
     pub outcome: &'static str,
     /// Prompts times `n`.
     pub num_choices: u32,

@@ -156,7 +156,9 @@ impl Events {
         permit: OwnedSemaphorePermit,
     ) -> Events {
         let usage = Usage { prompt_tokens: request.num_prompt_tokens(), ..Usage::default() };
-        core.metrics.on_start(usage.prompt_tokens);
+        // Those of a resumed request were counted when it began.
+        let is_new = request.arrival.resumed_request().is_none();
+        core.metrics.on_start(if is_new { usage.prompt_tokens } else { 0 });
         let (n, endpoint) = (request.n, request.endpoint);
         let is_durable = session.is_some();
         let num_replayed = session.as_ref().map_or(0, DurableSession::num_replayed);
@@ -217,10 +219,12 @@ impl Events {
             self.num_replayed -= num_replayed;
             self.request.arrival.caller.charge_output_tokens(event.tokens.len() - num_replayed);
         }
+        let mut is_replaced = false;
         let event = event.and_then(|event| match event.finish {
             Some(Finish { reason: FinishReason::Abort, .. })
                 if self.is_durable && self.active.is_replaced() =>
             {
+                is_replaced = true;
                 Err(CoreError::unavailable("the stream goes on in another connection, which has resumed it"))
             }
             _ => Ok(event),
@@ -236,6 +240,11 @@ impl Events {
                 }
             }
             Ok(_) => {}
+            // The client reads on elsewhere: nothing has failed.
+            Err(_) if is_replaced => {
+                self.outcome = "resumed";
+                self.choices.clear();
+            }
             Err(error) => {
                 self.outcome = "error";
                 if self.is_empty {

@@ -177,7 +177,8 @@ impl RouterMetrics {
             registry.register("requests", "Requests answered, by endpoint and status", this.answers.clone());
             registry.register(
                 "generations",
-                "Admitted generations that ended, by how: ok, error, aborted, cancelled (by the client), parked",
+                "Admitted generations that ended, by how: ok, error, aborted, cancelled (by the client), parked, \
+                 resumed (by another connection)",
                 this.generations.clone(),
             );
             registry.register_with_unit(
@@ -303,7 +304,7 @@ impl RouterMetrics {
             for status in STATUSES {
                 drop(self.answers.get_or_create(&Answer { endpoint, status: status.to_owned() }));
             }
-            for outcome in ["ok", "error", "aborted", "cancelled", "parked"] {
+            for outcome in ["ok", "error", "aborted", "cancelled", "parked", "resumed"] {
                 drop(self.generations.get_or_create(&Outcome { endpoint, outcome }));
             }
             drop(self.e2e.get_or_create(&Endpoint { endpoint }));

@@ -324,3 +324,17 @@ async fn a_stream_without_events_is_parked_only_if_its_client_knows_the_id() {
     let mut events = client.resume(resume).await.expect("it is parked").into_inner();
     assert!(events.message().await.expect("it goes on").is_some());
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_stream_that_another_connection_resumes_is_no_error_and_its_prompt_counts_once() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let mut router = Router::start(durable(dir.path())).await;
+    let _worker = register(&mut router).await;
+    let (mut reader, _connection) = begin(&router.client, APIS[0], 3).await;
+    reader.resume(&router.client, APIS[0], 1, Some(&call(APIS[0], 3))).await;
+    for (outcome, num) in [("resumed", 1), ("ok", 1), ("error", 0), ("parked", 0)] {
+        let labels = format!("endpoint=\"/v1/completions\",outcome=\"{outcome}\"");
+        router.until_metric(&format!("baton_router_generations_total{{{labels}}} {num}")).await;
+    }
+    router.until_metric("baton_router_prompt_tokens_total 5").await;
+}
