@@ -51,6 +51,9 @@ async fn a_draining_prefill_worker_finishes_its_handoffs_and_refuses_new_ones() 
     control.drain(DrainRequest {}).await.unwrap();
     let refused = generate(&client, request(&prompt, 8, Some(p.peer()))).await.unwrap();
     assert_eq!(refused.failed().0, Kind::PrefillDraining, "{refused:?}");
+    for worker in [&p, &d] {
+        worker.await_metric("baton_handoffs_total{outcome=\"draining\"} 1").await;
+    }
     steps.open();
     assert_eq!(read(&mut events).await.unwrap().finished(), expected(&prompt, 8));
     p.ended().await;

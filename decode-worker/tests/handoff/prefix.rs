@@ -178,7 +178,7 @@ async fn a_worker_without_free_blocks_fetches_no_prefix_and_queues_the_request()
         let (client, request) = (new.client().await, next_turn(&turn, old.peer()));
         async move { generate(&client, request).await.unwrap() }
     });
-    while !new.has_metric("baton_prefix_fetches_total{outcome=\"refused\"} 1").await {
+    while !new.has_metric("baton_prefix_fetches_total{outcome=\"full\"} 1").await {
         tokio::time::sleep(Duration::from_millis(2)).await;
     }
     drop(taken);

@@ -55,7 +55,7 @@ impl HandoffError {
     }
 
     /// Every [`label`](Self::label).
-    pub const LABELS: [&'static str; 8] = [
+    pub const LABELS: [&'static str; 10] = [
         "prefill_lost",
         "decode_lost",
         "kv_rejected",
@@ -63,10 +63,12 @@ impl HandoffError {
         "deadline",
         "not_cached",
         "cancelled",
+        "full",
+        "draining",
         "refused",
     ];
 
-    /// A word for logs and metric labels.
+    /// A word for logs and metric labels. A refusal for want of room, or because a side leaves, is no fault: each has a word of its own.
     pub fn label(&self) -> &'static str {
         match self {
             HandoffError::PrefillLost(_) => "prefill_lost",
@@ -76,7 +78,11 @@ impl HandoffError {
             HandoffError::Deadline { .. } => "deadline",
             HandoffError::NotCached => "not_cached",
             HandoffError::Cancelled(_) => "cancelled",
-            HandoffError::Refused { .. } => "refused",
+            HandoffError::Refused { failed, .. } => match failed.kind {
+                FailureKind::Full | FailureKind::PrefillFull => "full",
+                FailureKind::Draining | FailureKind::PrefillDraining => "draining",
+                _ => "refused",
+            },
         }
     }
 }

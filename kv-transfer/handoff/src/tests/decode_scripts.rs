@@ -305,13 +305,13 @@ fn a_cancelled_handoff_waits_for_the_peer_to_stop_but_not_for_ever() {
 #[test]
 fn a_peer_that_fails_or_vanishes_gives_a_typed_error() {
     check(
-        "Failed     => finish refused
+        "Failed     => finish full
          closed     => close",
     );
     check(
         "Started    => reserve
          granted    => send Grant
-         Failed     => revoke, finish refused
+         Failed     => revoke, finish full
          Stopped    => writer stopped, close",
     );
     check(
@@ -321,7 +321,7 @@ fn a_peer_that_fails_or_vanishes_gives_a_typed_error() {
     );
     check(
         "Started    => reserve
-         no-blocks  => send Cancel, finish refused
+         no-blocks  => send Cancel, finish draining
          Stopped    => close",
     );
 }
@@ -445,7 +445,7 @@ fn a_wait_for_own_blocks_is_as_long_as_the_own_queue_and_no_fault_of_the_peer() 
         "Started      => reserve
          FirstToken   => first token 5
          after 99     =>
-         after 1      => send Cancel, finish refused
+         after 1      => send Cancel, finish full
          Stopped      => close",
     );
     check_kind(
