@@ -243,3 +243,17 @@ async fn dashboards_read_what_is_exported_and_one_trace_covers_a_remote_request(
     let share = shares.iter().copied().fold(0.0, f64::max);
     assert!(share >= 0.95, "spans cover {shares:.3?} of the TTFTs");
 }
+
+#[test]
+fn every_alert_has_a_section_of_the_runbooks_and_refused_requests_have_an_alert() {
+    let read = |file: &str| {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../deploy/observability").join(file);
+        fs::read_to_string(path).expect("it is part of the project")
+    };
+    let (rules, runbooks) = (read("alerts.yaml"), read("runbooks.md"));
+    let alerts: Vec<_> = rules.lines().filter_map(|line| line.trim().strip_prefix("- alert: ")).collect();
+    let sections: Vec<_> = runbooks.lines().filter_map(|line| line.strip_prefix("## ")).collect();
+    assert_eq!(alerts, sections);
+    // No other metric has those that are refused before they are admitted.
+    assert!(metric_names(&rules).any(|name| name == "baton_router_requests_total"), "{alerts:?}");
+}
