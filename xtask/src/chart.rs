@@ -41,6 +41,9 @@ pub(crate) fn check(workspace: &Workspace) -> Result<Outcome> {
             Ok(manifests) if !deletes_its_tests(&manifests) => {
                 findings.push(format!("with {values} a pod of `helm test` stays when it has succeeded"))
             }
+            Ok(manifests) if !keeps_replicas_without_metrics(&manifests) => {
+                findings.push(format!("with {values} KEDA takes missing metrics for no load"))
+            }
             Ok(manifests) if has_float(&manifests) => {
                 findings.push(format!("with {values} a flag has an integer as 1e+06: use int64"))
             }
@@ -80,6 +83,13 @@ fn has_float(manifests: &str) -> bool {
 fn deletes_its_tests(manifests: &str) -> bool {
     let num = |annotation| manifests.matches(annotation).count();
     num("helm.sh/hook: test") == num("helm.sh/hook-delete-policy: before-hook-creation,hook-succeeded")
+}
+
+/// Whether each trigger of KEDA fails where Prometheus has no series, and each ScaledObject then keeps its number of replicas.
+fn keeps_replicas_without_metrics(manifests: &str) -> bool {
+    let num = |text| manifests.matches(text).count();
+    num("type: prometheus") == num("ignoreNullValues: \"false\"")
+        && num("kind: ScaledObject") == num("behavior: currentReplicas")
 }
 
 /// The values files that the chart is installed with, relative to the root.

@@ -47,18 +47,23 @@ spec:
       behavior:
         scaleDown:
           stabilizationWindowSeconds: {{ int64 $scaling.scaleDownSeconds }}
+  # Without an answer of Prometheus the number of workers stays. KEDA wants a number, which this behaviour does not use.
+  fallback: {failureThreshold: 3, behavior: currentReplicas, replicas: {{ $scaling.maxReplicas }}}
   triggers:
+    # An answer without series is no answer (ignoreNullValues): it would count as no load.
     # Prompt tokens that wait, of all workers; the target is of one.
     - type: prometheus
       metadata:
         serverAddress: {{ .root.Values.monitoring.prometheusUrl }}
         query: sum(baton_engine_queued_tokens{ {{- $series -}} })
         threshold: {{ int64 $scaling.queuedTokens | quote }}
+        ignoreNullValues: "false"
     # Workers' worth of KV blocks in use.
     - type: prometheus
       metadata:
         serverAddress: {{ .root.Values.monitoring.prometheusUrl }}
         query: sum(1 - baton_engine_free_blocks{ {{- $series -}} } / baton_engine_total_blocks{ {{- $series -}} })
         threshold: {{ $scaling.kvUse | quote }}
+        ignoreNullValues: "false"
 {{- end }}
 {{- end -}}
