@@ -37,6 +37,13 @@ metadata:
 spec:
   {{- if eq $values.autoscaling.mode "none" }}
   replicas: {{ $values.replicas }}
+  {{- else }}
+  {{- /* The autoscaler's number. Left out after it was set, it would be 1: helm removes it, and Kubernetes sets the default. */}}
+  {{- $group := eq $values.workload "LeaderWorkerSet" | ternary "leaderworkerset.x-k8s.io/v1" "apps/v1" }}
+  {{- $live := lookup $group $values.workload $root.Release.Namespace $name }}
+  {{- with ($live.spec).replicas }}
+  replicas: {{ int64 . }}
+  {{- end }}
   {{- end }}
   {{- /* Without a spare GPU, one leaves before its successor comes. */}}
   {{- $rolling := dict "maxSurge" $values.surge "maxUnavailable" (ternary 0 1 (gt (int $values.surge) 0)) }}

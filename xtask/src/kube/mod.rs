@@ -60,6 +60,7 @@ pub(crate) fn run(workspace: &Workspace, options: &Options) -> Result<bool> {
         steps.try_to(chart::name_of(values), || releases::live(&cluster, values));
     }
     steps.try_to("two releases", || releases::share_a_namespace(&cluster));
+    steps.try_to("autoscaling on", || releases::keep_their_workers_when_they_scale(&cluster));
     steps.try_to("restricted", || releases::are_refused_where_restricted(&cluster));
 
     nodes::close_simulated(&cluster)?;

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use anyhow::{Result, bail, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use serde_json::Value;
 
 use super::{
@@ -68,6 +68,27 @@ pub(super) fn share_a_namespace(cluster: &Cluster) -> Result<String> {
     let left = two.settle()?;
     two.uninstall()?;
     Ok(format!("one was uninstalled beside two, which kept {left}"))
+}
+
+/// Workers whose number follows the load from an upgrade on are as many as before, after the next upgrade, too.
+pub(super) fn keep_their_workers_when_they_scale(cluster: &Cluster) -> Result<String> {
+    let namespace = "baton-scaled";
+    nodes::add_namespace(cluster, namespace, "restricted")?;
+    let release = Release::simulated(cluster, namespace, "llm");
+    release.helm(&["install"], &["--set", "decode.replicas=3"])?;
+    release.settle()?;
+    // Without metrics the autoscaler changes nothing.
+    let scaled = ["--set", "decode.autoscaling.mode=hpa"];
+    for more in [&[][..], &CHANGE[..]] {
+        release.helm(&["upgrade"], &[&scaled[..], more].concat())?;
+        let decode =
+            cluster.get(namespace, "deployments", &["--selector=app.kubernetes.io/component=decode"])?;
+        let num = &decode.first().context("there is no deployment of decode workers")?["spec"]["replicas"];
+        ensure!(*num == 3, "an upgrade left {num} of 3 decode workers");
+    }
+    release.settle()?;
+    release.uninstall()?;
+    Ok("autoscaling was turned on, and 3 decode workers stayed".to_owned())
 }
 
 /// A namespace of level restricted refuses workers that lock memory as root, as the chart's notes say.
