@@ -44,6 +44,9 @@ pub(crate) fn check(workspace: &Workspace) -> Result<Outcome> {
             Ok(manifests) if !keeps_replicas_without_metrics(&manifests) => {
                 findings.push(format!("with {values} KEDA takes missing metrics for no load"))
             }
+            Ok(manifests) if manifests.contains("restartPolicy: OnFailure") => {
+                findings.push(format!("with {values} a pod that failed goes with its log: restartPolicy"))
+            }
             Ok(manifests) if has_float(&manifests) => {
                 findings.push(format!("with {values} a flag has an integer as 1e+06: use int64"))
             }

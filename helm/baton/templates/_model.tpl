@@ -20,7 +20,17 @@ initContainers:
   - name: model
     image: {{ include "baton.image" . }}
     imagePullPolicy: {{ .Values.image.pullPolicy }}
-    command: [sh, -c, 'until [ -e "$0" ]; do sleep 2; done', {{ include "baton.modelMarker" . | quote }}]
+    command:
+      - sh
+      - -c
+      - |
+        seconds=0
+        until [ -e "$0" ]; do
+          [ $((seconds % 30)) -ne 0 ] || echo "waiting for $0, which the Job (app.kubernetes.io/component=model) leaves when it has fetched the model"
+          seconds=$((seconds + 2))
+          sleep 2
+        done
+      - {{ include "baton.modelMarker" . | quote }}
     resources:
       requests: {cpu: 10m, memory: 16Mi}
       limits: {memory: 32Mi}
@@ -47,7 +57,8 @@ metadata:
   labels:
     {{- include "baton.selectorLabels" (dict "root" . "component" "model") | nindent 4 }}
 spec:
-  restartPolicy: OnFailure
+  # A pod that failed stays, with its log.
+  restartPolicy: Never
   serviceAccountName: {{ include "baton.serviceAccountName" . }}
   automountServiceAccountToken: false
   enableServiceLinks: false
