@@ -51,7 +51,9 @@ enum Line {
     Lost,
     /// A warning: it never was.
     Unregistered,
-    /// Another reason, or a router that may start later.
+    /// A warning: one of the two before, for another reason.
+    StillUnregistered,
+    /// A router that may start later.
     NotYet,
 }
 
@@ -85,11 +87,12 @@ impl StateReport {
                 problem,
                 "not registered: no router knows this worker; it is tried until it succeeds"
             ),
+            Line::StillUnregistered => tracing::warn!(%service, problem, "still not registered"),
             Line::NotYet => tracing::info!(%service, problem, "not registered yet; trying again"),
         }
         self.has_warned = match line {
             Line::Registered => false,
-            Line::Lost | Line::Unregistered => true,
+            Line::Lost | Line::Unregistered | Line::StillUnregistered => true,
             Line::Held | Line::Refused | Line::NotYet => self.has_warned,
         };
         self.sender.send_replace(state);
@@ -106,9 +109,8 @@ impl StateReport {
             (_, RegistrationState::Held(_), _) => Line::Held,
             (_, RegistrationState::Refused(_), _) => Line::Refused,
             (RegistrationState::Registered, RegistrationState::Searching { .. }, _) => Line::Lost,
-            (_, RegistrationState::Searching { .. }, Service::Etcd(_)) if !self.has_warned => {
-                Line::Unregistered
-            }
+            (_, RegistrationState::Searching { .. }, _) if self.has_warned => Line::StillUnregistered,
+            (_, RegistrationState::Searching { .. }, Service::Etcd(_)) => Line::Unregistered,
             (_, RegistrationState::Searching { .. }, _) => Line::NotYet,
         })
     }
@@ -159,7 +161,7 @@ mod tests {
     }
 
     #[test]
-    fn a_worker_without_etcd_warns_once_until_it_is_registered() {
+    fn a_worker_without_etcd_warns_of_each_problem_until_it_is_registered() {
         let states = [
             searching("a"),
             searching("a"),
@@ -172,10 +174,10 @@ mod tests {
         let expected = [
             Some(Line::Unregistered),
             None,
-            Some(Line::NotYet),
+            Some(Line::StillUnregistered),
             Some(Line::Registered),
             Some(Line::Lost),
-            Some(Line::NotYet),
+            Some(Line::StillUnregistered),
             Some(Line::Registered),
         ];
         let etcd = Service::Etcd(vec!["http://a:2379".into(), "http://b:2379".into()]);

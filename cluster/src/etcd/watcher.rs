@@ -72,18 +72,15 @@ impl Watcher {
 
     pub(crate) async fn run(mut self, stop: CancellationToken) {
         let mut backoff = Backoff::new(BACKOFF_LIMIT);
-        let mut lost_before = false;
+        let mut outage = Outage::default();
         loop {
             let lost = tokio::select! {
                 () = stop.cancelled() => return,
-                lost = self.session(&mut backoff, &mut lost_before) => lost,
+                lost = self.session(&mut backoff, &mut outage) => lost,
             };
+            // Invariant 10: `known` stays as it is, and so does the membership that routers read.
             self.is_connected.send_replace(false);
-            if !lost_before {
-                // Invariant 10: `known` stays as it is, and so does the membership that routers read.
-                tracing::warn!(problem = %lost, "discovery lost; routing goes on with the last known workers");
-                lost_before = true;
-            }
+            outage.log(&lost);
             tokio::select! {
                 () = stop.cancelled() => return,
                 () = sleep(backoff.next()) => {}
@@ -92,16 +89,14 @@ impl Watcher {
     }
 
     /// Follows etcd until the connection is lost.
-    async fn session(&mut self, backoff: &mut Backoff, lost_before: &mut bool) -> Lost {
+    async fn session(&mut self, backoff: &mut Backoff, outage: &mut Outage) -> Lost {
         let followed: Result<std::convert::Infallible, Lost> = async {
             let mut client = self.connector.connect().await?;
             loop {
                 let revision = self.list(&mut client).await?;
                 backoff.reset();
                 self.is_connected.send_replace(true);
-                if std::mem::take(lost_before) {
-                    tracing::info!("discovery is back");
-                }
+                outage.end();
                 self.follow(&mut client, revision + 1).await?;
             }
         }
@@ -169,6 +164,33 @@ impl Watcher {
     }
 }
 
+/// The present loss of discovery, as far as it is logged.
+#[derive(Default)]
+struct Outage {
+    /// The problem that was logged last. `None`: discovery is not lost.
+    problem: Option<String>,
+}
+
+impl Outage {
+    /// Logs the loss, and each change of its problem: the first may hide what is wrong. Returns whether it has logged something.
+    fn log(&mut self, lost: &Lost) -> bool {
+        let problem = lost.to_string();
+        match &self.problem {
+            Some(logged) if *logged == problem => return false,
+            Some(_) => tracing::warn!(problem, "discovery is still lost"),
+            None => tracing::warn!(problem, "discovery lost; routing goes on with the last known workers"),
+        }
+        self.problem = Some(problem);
+        true
+    }
+
+    fn end(&mut self) {
+        if self.problem.take().is_some() {
+            tracing::info!("discovery is back");
+        }
+    }
+}
+
 impl Known {
     /// Enters the record of a key. Returns the worker's id, unless it has withdrawn or the record is not readable.
     fn put(&mut self, prefix: &str, key: &[u8], value: &[u8]) -> Option<WorkerId> {
@@ -232,5 +254,27 @@ async fn wait_until(deadline: Option<Instant>) {
     match deadline {
         Some(deadline) => sleep_until(deadline).await,
         None => std::future::pending().await,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_change_of_the_problem_of_an_outage_is_logged_once() {
+        let mut outage = Outage::default();
+        let closed = || Lost::WatchEnded("an expired certificate".into());
+        for (lost, is_logged) in [
+            (Lost::Silent, true),
+            (Lost::Silent, false),
+            (closed(), true),
+            (closed(), false),
+            (Lost::Silent, true),
+        ] {
+            assert_eq!(outage.log(&lost), is_logged, "{lost}");
+        }
+        outage.end();
+        assert!(outage.log(&Lost::Silent));
     }
 }
