@@ -74,9 +74,10 @@ fn of_io(error: &io::Error) -> Option<u8> {
     }
 }
 
-/// Whether a GPU may do later what it does not do now. One that is missing, or its driver, does not come by itself.
+/// Whether a GPU may do later what it does not do now. The driver's library does not come by itself; a driver without a device may be one
+/// whose kernel module is not loaded yet, as after a start of the host.
 fn is_passing_on_device(error: &CudaError) -> bool {
-    matches!(error, CudaError::OutOfMemory { .. } | CudaError::Failed { .. })
+    matches!(error, CudaError::NoDevice | CudaError::OutOfMemory { .. } | CudaError::Failed { .. })
 }
 
 fn is_passing_at_start(error: &CudaStartError) -> bool {
@@ -115,6 +116,8 @@ mod tests {
             (io::Error::other("no NIXL").into(), 78),
             (device(no_room()), 75),
             (device(CudaError::NoDriver), 78),
+            (device(CudaError::NoDevice), 75),
+            (device(CudaError::NoSuchDevice { device: 8, num_devices: 8 }), 78),
             (CudaStartError::Cuda(no_room()).into(), 75),
             (anyhow::Error::from(TierOpenError::Dir(in_use)).context("the tiers"), 75),
             (anyhow::Error::from(TierOpenError::Dir(foreign)).context("the tiers"), 78),
@@ -125,6 +128,19 @@ mod tests {
         }
         let broke: anyhow::Result<()> = Err(io(io::ErrorKind::InvalidData)).context(EngineBroke);
         assert_eq!(status(&broke.unwrap_err()), 1);
+    }
+
+    #[test]
+    fn units_of_systemd_wait_for_remote_models_and_give_up_only_where_a_restart_is_no_use() {
+        for unit in [
+            include_str!("../../deploy/systemd/baton-router.service"),
+            include_str!("../../deploy/systemd/baton-worker@.service"),
+        ] {
+            let line = |start: &str| unit.lines().find_map(|line| line.strip_prefix(start)).expect(start);
+            assert!(line("After=").split(' ').any(|other| other == "remote-fs.target"), "{unit}");
+            // 2: a flag that does not exist.
+            assert_eq!(line("RestartPreventExitStatus="), format!("2 {CANNOT_START}"));
+        }
     }
 
     #[tokio::test]
