@@ -2,7 +2,6 @@
 
 mod damage;
 mod limits;
-mod memory;
 
 use std::{path::Path, time::Duration};
 

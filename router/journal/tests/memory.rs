@@ -1,9 +1,8 @@
-//! What parked sessions cost.
+//! What parked sessions cost. A process of its own: other tests take memory, too.
 
-use std::{fs, sync::Arc};
+use std::{fs, sync::Arc, time::Duration};
 
-use super::{acceptance, config, token};
-use crate::{Acceptance, Journal, JournalConfig};
+use baton_journal::{Acceptance, Journal, JournalConfig};
 
 const NUM_SESSIONS: usize = 10_000;
 
@@ -17,7 +16,8 @@ fn resident_bytes() -> usize {
 #[tokio::test]
 async fn parked_sessions_hold_an_entry_of_the_index() {
     let dir = tempfile::tempdir().expect("a directory");
-    let config = JournalConfig { max_bytes: 1 << 30, ..config(dir.path()) };
+    let config =
+        JournalConfig { dir: dir.path().to_owned(), max_bytes: 1 << 30, ttl: Duration::from_secs(3600) };
     let journal = Arc::new(Journal::open(&config).expect("a journal"));
     // In groups, which share a sync.
     for first in (0..NUM_SESSIONS).step_by(500) {
@@ -25,9 +25,15 @@ async fn parked_sessions_hold_an_entry_of_the_index() {
         for nth in first..first + 500 {
             let journal = journal.clone();
             group.spawn(async move {
-                let acceptance = Acceptance { prepared: vec![1; 1 << 10], ..acceptance(&nth.to_string()) };
+                let acceptance = Acceptance {
+                    id: nth.to_string(),
+                    owner: None,
+                    endpoint: "/v1/chat/completions".to_owned(),
+                    body: b"{\"stream\": true}".to_vec(),
+                    prepared: vec![1; 1 << 10],
+                };
                 let writer = journal.accept(acceptance).await.expect("there is room");
-                (0..20).for_each(|idx| writer.push(idx, token(idx)));
+                (0..20).for_each(|idx| writer.push(idx, format!("token {idx}").into_bytes()));
             });
         }
         group.join_all().await;
