@@ -14,6 +14,7 @@ mod metrics;
 mod process;
 pub mod thread_waits;
 pub mod trace_context;
+mod watched;
 
 pub use init::{LogFormat, TelemetryConfig, TelemetryGuard, init, timestamp};
 pub use metrics::{Metrics, e2e_histogram, itl_histogram, token_count_histogram, ttft_histogram};

@@ -7,7 +7,7 @@ use std::{
 
 use prometheus_client::{encoding::text, metrics::histogram::Histogram, registry::Registry};
 
-use crate::process;
+use crate::{process, watched::Watched};
 
 /// A handle to the process's metrics. Clones share them.
 ///
@@ -39,6 +39,17 @@ impl Metrics {
     /// struct of the counters, which then count without this lock.
     pub fn register<T>(&self, register: impl FnOnce(&mut Registry) -> T) -> T {
         register(&mut self.registry.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// Registers a gauge that is 1 while `is_true`, else 0. It is read whenever metrics are asked for.
+    pub fn watch(
+        &self,
+        name: &'static str,
+        help: &'static str,
+        is_true: impl Fn() -> bool + Send + Sync + 'static,
+    ) {
+        let gauge = Box::new(Watched::new(name, help, is_true));
+        self.register(|registry| registry.register_collector(gauge));
     }
 
     /// All metrics in the OpenMetrics text format, which Prometheus reads.
@@ -86,6 +97,8 @@ pub fn token_count_histogram() -> Histogram {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicBool, Ordering};
+
     use prometheus_client::metrics::counter::Counter;
 
     use super::*;
@@ -107,6 +120,19 @@ mod tests {
         assert!(text.contains("baton_ttft_seconds_bucket{le=\"0.04\"} 1\n"), "{text}");
         assert!(text.contains("baton_ttft_seconds_bucket{le=\"0.02\"} 0\n"), "{text}");
         assert!(text.ends_with("# EOF\n"), "{text}");
+    }
+
+    #[test]
+    fn a_watched_state_is_read_when_metrics_are_asked_for() {
+        let is_ready = Arc::new(AtomicBool::new(false));
+        let metrics = Metrics::new();
+        let watched = is_ready.clone();
+        metrics.watch("baton_ready", "Whether it is ready", move || watched.load(Ordering::Relaxed));
+        for (ready, line) in [(false, "baton_ready 0\n"), (true, "baton_ready 1\n")] {
+            is_ready.store(ready, Ordering::Relaxed);
+            let text = metrics.encode();
+            assert!(text.contains("# TYPE baton_ready gauge\n") && text.contains(line), "{text}");
+        }
     }
 
     #[test]

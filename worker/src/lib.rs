@@ -23,7 +23,6 @@ mod load;
 mod metrics;
 mod pace;
 pub mod peers;
-mod registration_metrics;
 mod run;
 mod scratch;
 mod server;

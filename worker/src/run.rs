@@ -27,7 +27,6 @@ use crate::{
     load::{self, Model},
     metrics::WorkerMetrics,
     peers::Peers,
-    registration_metrics::RegistrationCollector,
     server::Server,
     service::WorkerService,
     tickets::Tickets,
@@ -183,8 +182,9 @@ where
     );
 
     let registration = register_over(&worker.config.discovery, worker.record.clone(), worker.dialer())?;
-    let is_registered = Box::new(RegistrationCollector(registration.state()));
-    metrics.register(|registry| registry.register_collector(is_registered));
+    let state = registration.state();
+    let help = "1 if the worker is registered; a router that starts does not find one that is not";
+    metrics.watch("baton_worker_registered", help, move || *state.borrow() == RegistrationState::Registered);
     let names = [role.name, "baton.worker.v1.Worker"];
     tokio::select! {
         () = shutdown.cancelled() => worker.lifecycle.drain(),

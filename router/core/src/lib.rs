@@ -15,7 +15,6 @@ mod body_room;
 mod caller;
 mod choice;
 mod config;
-mod discovery_metrics;
 mod durable;
 mod ended;
 mod error;

@@ -25,7 +25,7 @@ use prometheus_client::{
 };
 use tokio::sync::watch;
 
-use crate::{discovery_metrics::DiscoveryCollector, journal_metrics::JournalCollector};
+use crate::journal_metrics::JournalCollector;
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct Outcome {
@@ -294,8 +294,8 @@ impl RouterMetrics {
 
     /// Registers whether discovery works.
     pub fn watch_discovery(&self, is_connected: watch::Receiver<bool>) {
-        self.metrics
-            .register(|registry| registry.register_collector(Box::new(DiscoveryCollector(is_connected))));
+        let help = "1 if the discovery service answers; without it no worker is added";
+        self.metrics.watch("baton_router_discovery_connected", help, move || *is_connected.borrow());
     }
 
     /// Series exist from the start: a rate over a series that appears later misses its first count.
