@@ -3,6 +3,8 @@
 
 use std::{fs, path::Path};
 
+use baton_kv_cache::MachineMemory;
+
 use crate::config::{ConfigError, KvMemory};
 
 /// Refuses a pool that can never fit, and warns of one that does not fit now.
@@ -15,7 +17,8 @@ pub(crate) fn check(pool: KvMemory) -> Result<(), ConfigError> {
     if let Some(limit) = host.limit().filter(|&limit| bytes > limit) {
         return Err(ConfigError::KvMemoryTooLarge { bytes, limit });
     }
-    if let Some(available) = host.meminfo("MemAvailable:").filter(|&available| bytes > available) {
+    let available = host.memory().map(|memory| memory.available_bytes);
+    if let Some(available) = available.filter(|&available| bytes > available) {
         tracing::warn!(
             bytes,
             available,
@@ -40,14 +43,11 @@ impl Host<'_> {
             let text = fs::read_to_string(self.cgroups.join(group).join("memory.max")).ok()?;
             text.trim().parse().ok()
         });
-        limits.chain(self.meminfo("MemTotal:")).min()
+        limits.chain(self.memory().map(|memory| memory.total_bytes)).min()
     }
 
-    /// A line of `/proc/meminfo`, in bytes.
-    fn meminfo(&self, name: &str) -> Option<usize> {
-        let text = fs::read_to_string(self.proc.join("meminfo")).ok()?;
-        let line = text.lines().find_map(|line| line.strip_prefix(name))?;
-        line.trim().strip_suffix(" kB")?.parse::<usize>().ok().map(|kib| kib << 10)
+    fn memory(&self) -> Option<MachineMemory> {
+        MachineMemory::parse(&fs::read_to_string(self.proc.join("meminfo")).ok()?)
     }
 }
 
@@ -67,7 +67,7 @@ mod tests {
         assert_eq!(host.limit(), None);
         fs::write(proc.join("meminfo"), "MemTotal:       1024 kB\nMemAvailable:    512 kB\n").unwrap();
         fs::write(proc.join("self/cgroup"), "0::/pods/worker\n").unwrap();
-        assert_eq!((host.limit(), host.meminfo("MemAvailable:")), (Some(1 << 20), Some(512 << 10)));
+        assert_eq!(host.limit(), Some(1 << 20));
         fs::write(group.join("memory.max"), "max\n").unwrap();
         assert_eq!(host.limit(), Some(1 << 20));
         fs::write(cgroups.join("pods/memory.max"), "4096\n").unwrap();

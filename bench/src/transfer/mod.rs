@@ -15,7 +15,7 @@ use std::{path::PathBuf, sync::Arc, time::Duration};
 use anyhow::ensure;
 use baton_command::{Size, TlsArgs, at_least_one, parse_size, print};
 use baton_handoff::TransportKind;
-use baton_kv_cache::{BlockId, BlockStorage};
+use baton_kv_cache::{BlockId, BlockStorage, MachineMemory};
 use baton_random::Random;
 use baton_transfer::SenderConfig;
 use baton_transport_tcp::TcpSending;
@@ -135,7 +135,7 @@ impl TransferArgs {
     fn cases(&self) -> anyhow::Result<Vec<Case>> {
         let (from, to) = (self.from.0.next_power_of_two().max(MIN_BYTES), self.to.0.next_power_of_two());
         ensure!(from <= to, "--from is larger than --to");
-        if let Some(room) = available_bytes() {
+        if let Some(room) = MachineMemory::read().map(|memory| memory.available_bytes) {
             ensure!(
                 to.saturating_mul(8) <= room,
                 "transfers of {} need {} of memory in two processes, and {} are free: choose a smaller --to",
@@ -271,13 +271,6 @@ impl Bench {
         let moves = src.into_iter().zip(dst).map(|(src, dst)| Move { src, dst }).collect();
         Round { source: Arc::clone(&self.source), moves, size_bytes: case.size_bytes }
     }
-}
-
-/// Memory that is available without swapping.
-fn available_bytes() -> Option<usize> {
-    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
-    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
-    line.trim().strip_suffix(" kB")?.parse::<usize>().ok().map(|kib| kib << 10)
 }
 
 fn parse_transport(name: &str) -> Result<TransportKind, String> {
