@@ -19,6 +19,7 @@ mod host_memory;
 mod incoming;
 mod lifecycle;
 mod links;
+mod listeners;
 mod load;
 mod metrics;
 mod pace;
