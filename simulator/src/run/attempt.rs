@@ -7,7 +7,7 @@ use baton_request::{Failure, FailureKind};
 use baton_scheduler::SequenceRole;
 
 use super::{
-    Event, Simulation,
+    Awaited, Event, Simulation,
     live::{Attempt, Held, with_output},
 };
 use crate::{report::RequestEnd, time::SimTime, trace::Arrival, worker::RequestIdx};
@@ -81,7 +81,7 @@ impl Simulation<'_> {
         let prefill_ticket = prefill.map(|idx| router.send(idx, plan.prefill_work));
         live.num_attempts += 1;
         let number = live.num_attempts;
-        self.is_awaited[idx] = true;
+        self.awaited[idx] = Awaited::First;
         live.attempt = Some(Attempt {
             plan,
             number,
@@ -201,22 +201,31 @@ impl Simulation<'_> {
     /// The first token of a request, or of its newest attempt, reaches the client.
     pub(super) fn first_token(&mut self, request: RequestIdx, at: SimTime) {
         let idx = request as usize;
-        self.is_awaited[idx] = false;
+        self.awaited[idx] = Awaited::Decoded;
         if self.first_token_at[idx] == 0 {
             self.first_token_at[idx] = at.0.max(1);
             let outcome = &mut self.outcomes[idx];
             outcome.ttft = (at - outcome.arrived).seconds() as f32;
         }
         let live = self.live[idx].as_mut().expect("it has a token");
-        live.retry.on_progress();
         let Some(attempt) = &mut live.attempt else { return };
         let router = &mut self.routers[live.router as usize];
         router.computed(attempt.decode, attempt.decode_ticket);
-        router.report_success(attempt.decode);
         if let (Some(prefill), Some(ticket)) = (attempt.prefill, attempt.prefill_ticket.take()) {
             router.settle(prefill, ticket);
             router.report_success(prefill);
         }
+    }
+
+    /// The decode worker has generated a token of the newest attempt, so it has the prompt's KV. The first token of a remote
+    /// prefill does not say so.
+    pub(super) fn decoded(&mut self, request: RequestIdx) {
+        let idx = request as usize;
+        self.awaited[idx] = Awaited::Nothing;
+        let live = self.live[idx].as_mut().expect("it has a token");
+        live.retry.on_progress();
+        let Some(attempt) = &live.attempt else { return };
+        self.routers[live.router as usize].report_success(attempt.decode);
     }
 
     /// The attempt fails while a worker has it.

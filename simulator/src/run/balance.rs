@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use baton_cluster_record::Role;
 use baton_planner::{PrefillMode, WorkerKey};
 
-use super::{Event, Simulation};
+use super::{Awaited, Event, Simulation};
 use crate::{report::BalanceMigration, time::SimTime, worker::RequestIdx};
 
 /// How often a router compares load reports, as in `router/core/src/migrator.rs`.
@@ -45,7 +45,7 @@ impl Simulation<'_> {
         let runs = move |request: &RequestIdx| {
             let live = self.live[*request as usize].as_ref().filter(|live| live.router == router);
             let attempt = live.and_then(|live| live.attempt.as_ref());
-            !self.is_awaited[*request as usize]
+            self.awaited[*request as usize] != Awaited::First
                 && attempt.is_some_and(|attempt| attempt.is_decoding && attempt.decode == idx)
         };
         self.workers[idx].present.iter().copied().filter(runs)

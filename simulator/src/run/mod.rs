@@ -74,6 +74,16 @@ enum Event {
 /// A load report on its way, and the numbers that it covers, with their routers.
 type ReportOnItsWay = (Load, Vec<EventBatch>, Vec<(u32, u64)>);
 
+/// What the newest attempt of a request has not had yet.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Awaited {
+    /// Any token.
+    First,
+    /// A token of the decode worker.
+    Decoded,
+    Nothing,
+}
+
 /// A cluster that serves a trace.
 #[derive(Debug)]
 pub struct Simulation<'a> {
@@ -95,8 +105,7 @@ pub struct Simulation<'a> {
     live: Vec<Option<Box<Live>>>,
     num_left: Vec<u32>,
     first_token_at: Vec<u64>,
-    /// Whether the newest attempt has no token yet.
-    is_awaited: Vec<bool>,
+    awaited: Vec<Awaited>,
     outcomes: Vec<Outcome>,
     migrations: Vec<BalanceMigration>,
     num_refused_migrations: u64,
@@ -168,7 +177,7 @@ impl<'a> Simulation<'a> {
             live: arrivals.iter().map(|_| None).collect(),
             num_left: vec![0; arrivals.len()],
             first_token_at: vec![0; arrivals.len()],
-            is_awaited: vec![true; arrivals.len()],
+            awaited: vec![Awaited::First; arrivals.len()],
             outcomes: arrivals.iter().map(outcome).collect(),
             migrations: Vec::new(),
             num_refused_migrations: 0,
@@ -347,7 +356,7 @@ impl<'a> Simulation<'a> {
     fn finish_step(&mut self, idx: usize) {
         let now = self.now();
         let is_prefill = self.spec.workers[idx].role == Role::Prefill;
-        let (num_left, is_awaited) = (&mut self.num_left, &self.is_awaited);
+        let (num_left, awaited) = (&mut self.num_left, &self.awaited);
         let (first_tokens, last_tokens) = (&mut self.first_tokens, &mut self.last_tokens);
         let (outcomes, to_save) = (&self.outcomes, &mut self.to_save);
         let has_tiers = self.workers[idx].tiers.is_some();
@@ -358,7 +367,7 @@ impl<'a> Simulation<'a> {
                 to_save.extend(has_tiers.then_some(request));
                 return true;
             }
-            if is_awaited[request as usize] {
+            if awaited[request as usize] != Awaited::Nothing {
                 first_tokens.push(request);
             }
             let num_left = &mut num_left[request as usize];
@@ -378,7 +387,14 @@ impl<'a> Simulation<'a> {
             self.share_processors(idx);
         }
         for request in std::mem::take(&mut self.first_tokens) {
-            if is_prefill { self.prefilled(request) } else { self.first_token(request, now + self.spec.call) }
+            if is_prefill {
+                self.prefilled(request);
+                continue;
+            }
+            if self.awaited[request as usize] == Awaited::First {
+                self.first_token(request, now + self.spec.call);
+            }
+            self.decoded(request);
         }
         for request in std::mem::take(&mut self.last_tokens) {
             self.end(request, RequestEnd::Finished);

@@ -1,7 +1,7 @@
 //! Whole clusters: what must hold whatever happens.
 
 use baton_cluster_record::Role;
-use baton_cost::LinkLine;
+use baton_cost::{LinkLine, StepLine};
 use baton_simulator::{
     Change, ChangeKind, ClusterSpec, PolicyName, RequestEnd, SimReport, SimTime, WorkerSpec, policies,
     simulate,
@@ -111,6 +111,38 @@ fn without_a_worker_for_longer_than_patience_requests_fail() {
     let summary = report.summary();
     assert!(summary.num_failed > 100 && summary.num_finished > 0, "{summary}");
     assert_eq!(summary.num_failed + summary.num_finished, 200);
+}
+
+#[test]
+fn the_first_token_of_a_remote_prefill_does_not_begin_the_count_of_failures_anew() {
+    let slower = |factor: f64| StepLine {
+        fixed: factor * GPU.fixed,
+        per_token: factor * GPU.per_token,
+        per_context_token: factor * GPU.per_context_token,
+        per_pair: factor * GPU.per_pair,
+    };
+    let workers = vec![
+        worker(Role::Decode, slower(100.0)),
+        worker(Role::Prefill, GPU),
+        worker(Role::Prefill, slower(3.0)),
+    ];
+    // The first prefill worker fails while it computes, the second one while its KV travels for seconds.
+    let fail = |seconds: f64, worker_idx: usize| Change {
+        at: SimTime::from_seconds(seconds),
+        worker_idx,
+        kind: ChangeKind::Fail,
+    };
+    let spec = ClusterSpec {
+        link: LinkLine { latency_seconds: 0.001, bytes_per_second: 10e6 },
+        changes: vec![fail(0.1, 1), fail(2.0, 2)],
+        max_attempts: 2,
+        ..cluster(workers)
+    };
+    let trace = Trace::of_lengths([(8000, 10)]);
+    let arrivals = Arrivals::AsTraced { speed: 1.0, num_copies: 1 }.of(&trace, 1);
+    let outcome = &simulate(&spec, &trace, &arrivals, &mut |_| {}).outcomes[0];
+    assert!(outcome.is_remote && outcome.ttft < 2.0, "{outcome:?}");
+    assert_eq!((outcome.num_attempts, outcome.end), (2, RequestEnd::Failed), "{outcome:?}");
 }
 
 #[test]
