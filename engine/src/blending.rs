@@ -145,6 +145,23 @@ impl Blender {
         self.store.take_events()
     }
 
+    /// Keeps the passages of a request no longer. Its logits were not finite, and which passage is wrong is not known.
+    pub(crate) fn forget(&mut self, request: &Request) {
+        for passage in request.blended().into_iter().flat_map(|marks| &marks.passages) {
+            let key = self.key(request, &request.prompt[passage.clone()]);
+            self.store.remove(key);
+        }
+        self.count_bytes();
+    }
+
+    fn key(&self, request: &Request, tokens: &[u32]) -> PassageKey {
+        PassageKey::new(&self.model_revision, &request.cache_salt, tokens)
+    }
+
+    fn count_bytes(&self) {
+        self.counters.store_bytes.store(self.store.num_bytes() as u64, Ordering::Relaxed);
+    }
+
     /// The KV of one passage of a head, and whether the store had it.
     fn passage(
         &mut self,
@@ -153,7 +170,7 @@ impl Blender {
         tokens: &[u32],
         storage: &BlockStorage,
     ) -> Result<(Arc<PassageKv>, bool), EngineError> {
-        let key = PassageKey::new(&self.model_revision, &head.request.cache_salt, tokens);
+        let key = self.key(head.request, tokens);
         if let Some(kv) = self.store.get(key) {
             count(&self.counters.passages_found, 1);
             return Ok((kv, true));
@@ -162,7 +179,7 @@ impl Blender {
         let kv = Arc::new(compute_passage(executor, tokens, head.blocks, storage)?);
         count(&self.counters.passages_computed, 1);
         self.store.insert(key, kv.clone());
-        self.counters.store_bytes.store(self.store.num_bytes() as u64, Ordering::Relaxed);
+        self.count_bytes();
         Ok((kv, false))
     }
 }

@@ -10,7 +10,7 @@ use std::{collections::HashMap, iter, mem, sync::Arc};
 use baton_grammar::MaskThread;
 use baton_kv_cache::KvLayout;
 use baton_model_spec::{SampledRow, SampledToken, TokenSampling};
-use baton_request::{FinishReason, SpeculationMode};
+use baton_request::{FinishReason, Request, SpeculationMode};
 use baton_sampler::{Sampler, ScoredToken};
 use baton_scheduler::{
     Admission, Adoption, Chunk, PoolReport, Scheduler, SchedulerConfig, Sequence, SequenceId, StepPlan,
@@ -40,6 +40,8 @@ pub(crate) struct LiveRequests {
     taken: Submitted,
     /// Who loads the blocks of preempted sequences; `None`: they are computed.
     resumptions: Option<Resumptions>,
+    /// Requests with passages that failed by their logits, until their passages are forgotten.
+    spoiled: Vec<Request>,
 }
 
 /// The tokens sampled after a chunk.
@@ -75,6 +77,7 @@ impl LiveRequests {
             num_layers: layout.num_layers,
             taken: Submitted::default(),
             resumptions: None,
+            spoiled: Vec::new(),
         }
     }
 
@@ -503,13 +506,22 @@ impl LiveRequests {
     }
 
     fn fail(&mut self, id: SequenceId, error: EngineError) {
-        if error == EngineError::InvalidLogits {
+        let is_spoiled = error == EngineError::InvalidLogits;
+        if is_spoiled {
             // Which of its blocks is wrong is not known.
             self.scheduler.forget(id);
         }
         let live = self.end(id);
         tracing::warn!(request = live.request.id, %error, "request failed");
+        if is_spoiled && live.request.blended().is_some() {
+            self.spoiled.push(live.request);
+        }
         live.reply.fail(error);
+    }
+
+    /// Requests whose passages may be the reason that they failed.
+    pub(crate) fn take_spoiled(&mut self) -> Vec<Request> {
+        mem::take(&mut self.spoiled)
     }
 
     /// Removes a sequence here and from the scheduler. The caller tells its reader.

@@ -95,6 +95,14 @@ impl PassageStore {
         self.by_use.insert(self.clock, key);
         self.entries.insert(key, Entry { kv, used_at: self.clock });
     }
+
+    /// Keeps a passage no longer, if it is kept.
+    pub(crate) fn remove(&mut self, key: PassageKey) {
+        let Some(entry) = self.entries.remove(&key) else { return };
+        self.by_use.remove(&entry.used_at);
+        self.num_bytes -= entry.kv.size_bytes();
+        self.events.removed(key.block_key());
+    }
 }
 
 #[cfg(test)]
@@ -142,6 +150,22 @@ mod tests {
         let stored = (true, 1);
         assert_eq!(told, [stored, stored, stored, (false, 1), stored, (false, 3), stored]);
         assert_eq!(store.by_use.len(), 1);
+    }
+
+    #[test]
+    fn a_passage_that_is_removed_gives_its_room_back() {
+        let mut store = PassageStore::new(10 * 16);
+        store.insert(key(0), passage(4));
+        store.insert(key(1), passage(6));
+        store.take_events();
+        for removed in [0, 0, 2] {
+            store.remove(key(removed));
+        }
+        assert!(store.get(key(0)).is_none());
+        assert_eq!((store.num_bytes, store.by_use.len()), (6 * 16, 1));
+        assert_eq!(store.take_events(), [CacheEvent::removed(vec![key(0).block_key()])]);
+        store.insert(key(0), passage(4));
+        assert!(store.get(key(1)).is_some(), "there was room");
     }
 
     #[test]

@@ -391,6 +391,7 @@ impl StepLoop {
         self.progress.num_computed.fetch_add(plan.num_tokens() as u64, Ordering::Relaxed);
         self.live.scheduler.computed(self.ahead.is_some());
         self.live.advance(&plan, rows.into_iter());
+        self.forget_spoiled();
         if let Some(ahead) = &mut self.ahead {
             let masked = mem::take(&mut ahead.masked);
             self.live.begin_masks_ahead(&masked)?;
@@ -413,6 +414,14 @@ impl StepLoop {
         self.publish_load();
         self.plans.push(plan);
         Ok(())
+    }
+
+    /// The store of passages, as the prefix cache, keeps nothing that may have made logits which are not finite.
+    fn forget_spoiled(&mut self) {
+        let spoiled = self.live.take_spoiled();
+        let Some(blender) = self.blender.as_mut().filter(|_| !spoiled.is_empty()) else { return };
+        spoiled.iter().for_each(|request| blender.forget(request));
+        self.cache_log.append(BlockHolder::Pool, blender.take_events());
     }
 
     /// Waits for the masks of the step that was launched last, and gives them to the executor.

@@ -2,14 +2,22 @@
 
 mod support;
 
-use std::{ops::Range, path::Path};
+use std::{
+    ops::Range,
+    path::Path,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+};
 
 use baton_engine::{
-    BlendConfig, BlendCounts, BlendMarks, Drafter, EngineConfig, EngineHandle, EngineThread,
+    BlendConfig, BlendCounts, BlendMarks, Drafter, EngineConfig, EngineError, EngineHandle, EngineThread,
     NUM_FIRST_TOKENS, PrefillEvent, Request, SampledToken, Speculation, SubmitError,
 };
-use baton_kv_cache::KvDtype;
-use baton_model::{Activations, Backend, LoadOptions, load};
+use baton_kv_cache::{BlockId, BlockStorage, KvDtype, KvLayout};
+use baton_model::{Activations, Backend, Batch, CpuExecutor, ExecuteError, Executor, LoadOptions, load};
+use baton_model_spec::{BlendRefusal, Blended, BlendedPrompt, BlendingExecutor, PassageKv};
 use support::{Output, collect, config, request};
 
 const VOCABULARY: u32 = 250;
@@ -36,6 +44,14 @@ fn start(model: &str, config: EngineConfig) -> Blending {
 }
 
 fn start_with(model: &str, drafter: Option<Drafter>, config: EngineConfig) -> Blending {
+    let speculation = |drafter| Speculation { drafter, max_draft_tokens: 4, max_step_tokens: 16 };
+    let executor = Box::new(executor(model));
+    let (engine, thread) =
+        baton_engine::start(executor, drafter.map(speculation), config).expect("an engine");
+    Blending { engine, _thread: thread }
+}
+
+fn executor(model: &str) -> CpuExecutor {
     let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/parity/fixtures").join(model);
     let options = LoadOptions {
         block_size: BLOCK_SIZE,
@@ -45,11 +61,81 @@ fn start_with(model: &str, drafter: Option<Drafter>, config: EngineConfig) -> Bl
         ..LoadOptions::default()
     };
     let model = load(&dir, Backend::Cpu, &options, &mut |_| {}).expect("a fixture");
-    let executor = Box::new(model.cpu_executor().expect("a thread"));
-    let speculation = |drafter| Speculation { drafter, max_draft_tokens: 4, max_step_tokens: 16 };
-    let (engine, thread) =
-        baton_engine::start(executor, drafter.map(speculation), config).expect("an engine");
-    Blending { engine, _thread: thread }
+    model.cpu_executor().expect("a thread")
+}
+
+/// A model whose logits are not finite while it is bad.
+struct Unsound {
+    model: CpuExecutor,
+    is_bad: Arc<AtomicBool>,
+    logits: Vec<f32>,
+}
+
+impl Unsound {
+    fn keep(&mut self, logits: Vec<f32>) -> &[f32] {
+        self.logits = logits;
+        if self.is_bad.load(Ordering::Relaxed) {
+            self.logits.fill(f32::NAN);
+        }
+        &self.logits
+    }
+}
+
+impl Executor for Unsound {
+    fn kv_layout(&self) -> KvLayout {
+        self.model.kv_layout()
+    }
+
+    fn vocab_size(&self) -> usize {
+        self.model.vocab_size()
+    }
+
+    unsafe fn execute(
+        &mut self,
+        batch: &Batch<'_>,
+        storage: &BlockStorage,
+        on_layer: &mut dyn FnMut(usize),
+    ) -> Result<&[f32], ExecuteError> {
+        // SAFETY: as the caller promises.
+        let logits = unsafe { self.model.execute(batch, storage, on_layer) }?.to_vec();
+        Ok(self.keep(logits))
+    }
+
+    fn blending(&mut self) -> Result<&mut dyn BlendingExecutor, BlendRefusal> {
+        Ok(self)
+    }
+}
+
+impl BlendingExecutor for Unsound {
+    fn max_blended_tokens(&self) -> usize {
+        self.model.max_blended_tokens()
+    }
+
+    fn passage_token_bytes(&self) -> usize {
+        self.model.passage_token_bytes()
+    }
+
+    unsafe fn compute_passage(
+        &mut self,
+        tokens: &[u32],
+        blocks: &[BlockId],
+        storage: &BlockStorage,
+    ) -> Result<PassageKv, ExecuteError> {
+        // SAFETY: as the caller promises.
+        unsafe { self.model.compute_passage(tokens, blocks, storage) }
+    }
+
+    unsafe fn blend(
+        &mut self,
+        prompt: &BlendedPrompt<'_>,
+        storage: &BlockStorage,
+        on_layer: &mut dyn FnMut(usize),
+    ) -> Result<Blended<'_>, ExecuteError> {
+        // SAFETY: as the caller promises.
+        let Blended { computed, logits } = unsafe { self.model.blend(prompt, storage, on_layer) }?;
+        let logits = logits.to_vec();
+        Ok(Blended { computed, logits: self.keep(logits) })
+    }
 }
 
 impl Blending {
@@ -259,6 +345,29 @@ async fn only_prompts_that_are_blended_alike_share_blocks() {
     assert_eq!(num_cached(&blending.run(&aligned(20, Some(0.3))).await), 0, "another ratio");
     let salted = Request { cache_salt: "other".into(), ..aligned(20, None) };
     assert_eq!(num_cached(&blending.run(&salted).await), 0);
+}
+
+/// One of them may be the reason, also one that an earlier request brought.
+#[tokio::test]
+async fn passages_of_a_request_with_invalid_logits_are_not_found_again() {
+    let is_bad = Arc::new(AtomicBool::new(false));
+    let executor = Unsound { model: executor("llama"), is_bad: is_bad.clone(), logits: Vec::new() };
+    let config = EngineConfig { prefix_cache: false, ..roomy() };
+    let (engine, thread) = baton_engine::start(Box::new(executor), None, config).expect("an engine");
+    let blending = Blending { engine, _thread: thread };
+    let found_and_computed = || {
+        let BlendCounts { passages_found, passages_computed, .. } = blending.blends();
+        (passages_found, passages_computed)
+    };
+    let expected = blending.run(&prompt(&[0, 1], 20, None)).await;
+    is_bad.store(true, Ordering::Relaxed);
+    let failed = blending.run(&prompt(&[1, 2], 20, None)).await;
+    assert_eq!((failed.end, found_and_computed()), (Err(EngineError::InvalidLogits), (1, 3)));
+    is_bad.store(false, Ordering::Relaxed);
+    let again = blending.run(&prompt(&[0, 1], 20, None)).await;
+    assert_eq!((again.tokens, found_and_computed()), (expected.tokens, (2, 4)), "the second was forgotten");
+    blending.run(&prompt(&[2], 20, None)).await;
+    assert_eq!(found_and_computed(), (2, 5));
 }
 
 #[tokio::test]
