@@ -15,7 +15,7 @@ use baton_proto::worker::{GenerateRequest, Token};
 use baton_request::{FinishReason, Request};
 use prost::Message;
 
-use crate::ReadBody;
+use crate::{CoreError, ReadBody};
 
 /// A call whose stream can be resumed.
 #[derive(Debug)]
@@ -117,6 +117,33 @@ impl DurableCall {
     /// The client has so much of the answer: events over HTTP, tokens over gRPC.
     pub fn after(self, num_delivered: u64) -> DurableCall {
         DurableCall { num_delivered, ..self }
+    }
+
+    /// The client has so many tokens of the answer.
+    ///
+    /// # Errors
+    /// When the answer cannot have so many.
+    pub fn after_tokens(self, num_tokens: u32) -> Result<DurableCall, CoreError> {
+        match self.max_tokens() {
+            Some(most) if u64::from(num_tokens) > most => Err(CoreError::Invalid {
+                message: format!("next_token_idx is {num_tokens}, but the answer has at most {most} tokens"),
+                param: Some("next_token_idx".to_owned()),
+                code: None,
+            }),
+            _ => Ok(self.after(num_tokens.into())),
+        }
+    }
+
+    /// The most tokens of a stream that was found: those that it has once it has ended, else those that it may get.
+    fn max_tokens(&self) -> Option<u64> {
+        let resumption = self.resumption.as_ref()?;
+        let found = resumption.found.lock().unwrap_or_else(PoisonError::into_inner);
+        let session = found.as_ref()?;
+        Some(match session.ending {
+            Some(Ending::Stop | Ending::Length) => session.tokens.len() as u64,
+            // A lost router may have delivered a few that it had not journalled yet.
+            Some(Ending::Abort) | None => resumption.request.sampling.max_tokens.into(),
+        })
     }
 }
 

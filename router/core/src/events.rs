@@ -134,6 +134,7 @@ pub struct Events {
     endpoint: &'static str,
     request: Arc<PreparedRequest>,
     is_durable: bool,
+    had_ended: bool,
     /// The next tokens that were delivered before, to this client or another connection of it.
     num_replayed: usize,
     /// No event of any choice has come.
@@ -161,6 +162,7 @@ impl Events {
         core.metrics.on_start(if is_new { usage.prompt_tokens } else { 0 });
         let (n, endpoint) = (request.n, request.endpoint);
         let is_durable = session.is_some();
+        let had_ended = session.as_ref().is_some_and(|session| session.ending.is_some());
         let num_replayed = session.as_ref().map_or(0, DurableSession::num_replayed);
         let trace = TracePoint::of(&Span::current());
         if let Some(trace) = &trace {
@@ -197,6 +199,7 @@ impl Events {
             endpoint,
             request,
             is_durable,
+            had_ended,
             num_replayed,
             is_empty: true,
             outcome,
@@ -269,6 +272,11 @@ impl Events {
     /// The id by which the stream can be resumed, if it can be.
     pub fn durable_id(&self) -> Option<&str> {
         self.is_durable.then_some(&self.request.id)
+    }
+
+    /// Whether the stream had ended before this call resumed it: all of it is here.
+    pub fn had_ended(&self) -> bool {
+        self.had_ended
     }
 
     /// What the client of a resumed stream has already: see [`DurableCall::after`](crate::DurableCall::after).

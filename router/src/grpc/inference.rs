@@ -140,7 +140,7 @@ impl inference_server::Inference for Inference {
         let request = GenerateRequest::decode(bytes);
         let request =
             request.map_err(|error| Status::internal(format!("the journal holds no call: {error}")))?;
-        arrival.durable = Some(Arc::new(call.after(next_token_idx.into())));
+        arrival.durable = Some(Arc::new(call.after_tokens(next_token_idx).map_err(status)?));
         self.serve(request, arrival, room).await
     }
 

@@ -6,7 +6,7 @@ use axum::{
     body::{Body, Bytes},
     response::{IntoResponse, Response},
 };
-use http::{HeaderValue, header};
+use http::{HeaderValue, StatusCode, header};
 use serde::Serialize;
 
 use super::error::{ApiError, ErrorBody};
@@ -100,7 +100,8 @@ struct State<C> {
 }
 
 /// Answers with a stream. Waits for the first event, so that a failure before it has a status of its own, but no longer
-/// than `keep_alive`. After each such silence a comment is sent.
+/// than `keep_alive`. After each such silence a comment is sent. A resume after more events than a stream has is refused if the
+/// stream had ended.
 pub(crate) async fn stream<C: Chunks>(
     mut events: Events,
     chunks: C,
@@ -110,10 +111,16 @@ pub(crate) async fn stream<C: Chunks>(
     let first = keep_alive.wait(events.next()).await.flatten().transpose()?;
     let numbers =
         events.durable_id().map(|id| Numbers { id: id.into(), next: 0, from: events.num_delivered() });
-    let state = State { events, chunks, first, keep_alive, frame_bytes: 0, numbers, over: false };
-    let frames = futures_util::stream::unfold(state, |mut state| async move {
-        let frame = state.next_frame().await?;
-        Some((Ok::<_, std::convert::Infallible>(Bytes::from(frame.bytes)), state))
+    let had_ended = events.had_ended();
+    let mut state = State { events, chunks, first, keep_alive, frame_bytes: 0, numbers, over: false };
+    let ready = if had_ended { state.next_frame().await } else { None };
+    state.check_end()?;
+    let frames = futures_util::stream::unfold((ready, state), |(ready, mut state)| async move {
+        let frame = match ready {
+            Some(frame) => frame,
+            None => state.next_frame().await?,
+        };
+        Some((Ok::<_, std::convert::Infallible>(Bytes::from(frame.bytes)), (None, state)))
     });
     let mut response = Body::from_stream(frames).into_response();
     let headers = response.headers_mut();
@@ -154,6 +161,7 @@ impl<C: Chunks> State<C> {
                     self.over = true;
                     self.chunks.write_end(self.events.usage(), self.events.extras(), &mut frame);
                     if frame.bytes.is_empty() {
+                        self.numbers = frame.numbers.take();
                         return None;
                     }
                 }
@@ -162,5 +170,17 @@ impl<C: Chunks> State<C> {
         self.numbers = frame.numbers.take();
         self.frame_bytes = frame.bytes.len();
         Some(frame)
+    }
+
+    /// Refuses a client that claims to have more than all events.
+    fn check_end(&self) -> Result<(), ApiError> {
+        match &self.numbers {
+            Some(Numbers { next, from, .. }) if self.over && next < from => {
+                let message =
+                    format!("Last-Event-ID is that of event {}, but the stream has {next} events", from - 1);
+                Err(ApiError::new(StatusCode::BAD_REQUEST, message))
+            }
+            _ => Ok(()),
+        }
     }
 }

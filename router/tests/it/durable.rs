@@ -244,6 +244,54 @@ async fn a_stream_goes_on_with_the_same_events_at_another_router() {
     }
 }
 
+#[tokio::test(flavor = "multi_thread")]
+async fn a_resume_after_more_than_an_answer_has_is_refused() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let mut router = Router::start(durable(dir.path())).await;
+    let _worker = register(&mut router).await;
+    for api in APIS {
+        let (reader, _connection) = begin(&router.client, api, 999).await;
+        let (id, num_events) = (reader.answer_id(), reader.events.len());
+        let path = format!("/v1/streams/{id}");
+        for (method, path, number, status) in [
+            ("GET", &*path, num_events - 1, 204),
+            ("GET", &*path, num_events, 400),
+            ("POST", api.path, num_events - 1, 200),
+            ("POST", api.path, num_events + 7, 400),
+        ] {
+            let last = format!("{id}:{number}");
+            let headers = [("content-type", "application/json"), ("last-event-id", &*last)];
+            let answer = router.client.send(method, path, &headers, Bytes::new()).await;
+            assert_eq!(answer.status, status, "{method} {path}: {}", answer.text());
+            assert_eq!(answer.text().contains("Last-Event-ID"), status == 400, "{}", answer.text());
+        }
+    }
+
+    let mut client = grpc::client(&router).await;
+    let request = |id: &str, prompt: &str| v1::GenerateRequest {
+        prompt: Some(Prompt::Text(prompt.into())),
+        request_id: id.into(),
+        sampling: Some(v1::SamplingParams { max_tokens: Some(200), ..Default::default() }),
+        ..Default::default()
+    };
+    let mut whole = client.generate(request("whole", "[999]")).await.expect("it begins").into_inner();
+    while whole.message().await.expect("it goes on").is_some() {}
+    let mut silent = client.generate(request("silent", "[003]")).await.expect("it begins").into_inner();
+    silent.message().await.expect("it goes on").expect("a token");
+    // The end is a token, too.
+    let num_tokens = ids(ANSWER).len() as u32 + 1;
+    for (id, next_token_idx, most) in [("whole", num_tokens + 1, num_tokens), ("silent", 201, 200)] {
+        let resume = v1::ResumeRequest { request_id: id.into(), next_token_idx };
+        let refusal = client.resume(resume).await.expect_err("it has fewer tokens");
+        assert_eq!(refusal.code(), tonic::Code::InvalidArgument, "{refusal}");
+        assert!(refusal.message().ends_with(&format!("at most {most} tokens")), "{refusal}");
+    }
+    router.until_metric("baton_journal_running 1").await;
+    let resume = v1::ResumeRequest { request_id: "whole".into(), next_token_idx: num_tokens };
+    let mut rest = client.resume(resume).await.expect("it is there").into_inner();
+    assert!(rest.message().await.expect("its end comes").is_some());
+}
+
 /// A router that runs one request at a time.
 async fn start_with_room_for_one(dir: &std::path::Path) -> Router {
     let configure = durable(dir);
