@@ -6,9 +6,8 @@ use baton_cost::LinkLine;
 
 /// What of earlier recalls still counts after one more.
 const KEPT: f64 = 0.8;
-/// A recall counts as at most so many times as long as expected, and as these seconds at least: a tier that hung once is as fast as
-/// before.
-const OUTLIER: f64 = 4.0;
+/// A recall counts as at most [`LinkLine::OUTLIER`] times as long as expected, and as these seconds at least: a tier that hung once
+/// is as fast as before.
 const LEAST_OUTLIER: f64 = 0.01;
 /// By how much the fastest time grows with every recall.
 const FORGOTTEN: f64 = 1.02;
@@ -39,7 +38,8 @@ impl BlockPace {
             return;
         }
         let num_blocks = num_blocks as f64;
-        let most = self.seconds(now).map_or(f64::INFINITY, |expected| OUTLIER * expected * num_blocks);
+        let most =
+            self.seconds(now).map_or(f64::INFINITY, |expected| LinkLine::OUTLIER * expected * num_blocks);
         let took = took.as_secs_f64().min(most.max(LEAST_OUTLIER));
         if self.num_blocks == 0.0 {
             self.fastest = f64::INFINITY;

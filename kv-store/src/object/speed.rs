@@ -6,8 +6,6 @@ use baton_cost::LinkLine;
 
 /// Weight of the newest read.
 const NEWEST: f64 = 0.3;
-/// A read counts as at most so many times as long as expected, and at least this part.
-const OUTLIER: f64 = 4.0;
 
 /// Between measurements that fail: the first pause, and the longest.
 const MIN_PAUSE: Duration = Duration::from_secs(1);
@@ -54,7 +52,7 @@ pub(super) fn through(one: Timing, many: Timing) -> Option<LinkLine> {
 /// The line after one more read.
 pub(super) fn after(line: LinkLine, read: Timing) -> LinkLine {
     let ratio = read.seconds / line.seconds(read.num_bytes as f64);
-    let factor = ratio.clamp(1.0 / OUTLIER, OUTLIER).powf(NEWEST);
+    let factor = ratio.clamp(1.0 / LinkLine::OUTLIER, LinkLine::OUTLIER).powf(NEWEST);
     let LinkLine { latency_seconds, bytes_per_second } = line;
     LinkLine { latency_seconds: latency_seconds * factor, bytes_per_second: bytes_per_second / factor }
 }

@@ -21,14 +21,15 @@ pub struct LinkCalibration {
 
 /// Weight of the newest transfer.
 const NEWEST: f64 = 0.2;
-/// A transfer counts as at most so many times as long as expected, and at least this part.
-const OUTLIER: f64 = 4.0;
 /// Of the first transfer: the latency's part.
 const FIRST_LATENCY: f64 = 0.1;
 
 impl LinkLine {
     /// Of a link that was not measured: 10 Gbit/s, after a call, a grant, a first write and a commit.
     pub const UNMEASURED: LinkLine = LinkLine { latency_seconds: 0.005, bytes_per_second: 1e9 };
+
+    /// A transfer counts as at most so many times as long as expected, and at least this part.
+    pub const OUTLIER: f64 = 4.0;
 
     /// Seconds of a transfer.
     pub fn seconds(&self, num_bytes: f64) -> f64 {
@@ -68,7 +69,7 @@ impl LinkCalibration {
             bytes_per_second: num_bytes / seconds / (1.0 - FIRST_LATENCY),
         });
         let expected = line.seconds(num_bytes);
-        let ratio = (seconds / expected).clamp(1.0 / OUTLIER, OUTLIER);
+        let ratio = (seconds / expected).clamp(1.0 / LinkLine::OUTLIER, LinkLine::OUTLIER);
         // Each part changes by its share of the time: small transfers teach the latency, large ones the rate.
         let latency = line.latency_seconds / expected;
         let power = NEWEST / (latency * latency + (1.0 - latency) * (1.0 - latency));
