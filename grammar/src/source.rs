@@ -19,7 +19,7 @@ const MAX_CHOICES: usize = 10_000;
 pub(crate) fn parse(grammar: &Grammar) -> Result<TopLevelGrammar, GrammarError> {
     let (kind, text) = (grammar.kind, &*grammar.text);
     let invalid = |reason: &str| GrammarError::invalid(kind, reason);
-    if text.len() > MAX_GRAMMAR_BYTES {
+    if grammar.is_too_long() {
         return Err(invalid(&format!("it has {} bytes, more than {MAX_GRAMMAR_BYTES}", text.len())));
     }
     match kind {

@@ -32,6 +32,11 @@ impl Grammar {
     pub fn new(kind: GrammarKind, text: impl Into<Arc<str>>) -> Grammar {
         Grammar { kind, text: text.into() }
     }
+
+    /// Whether the text has more than [`MAX_GRAMMAR_BYTES`].
+    pub fn is_too_long(&self) -> bool {
+        self.text.len() > MAX_GRAMMAR_BYTES
+    }
 }
 
 impl GrammarKind {

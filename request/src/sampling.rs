@@ -107,8 +107,8 @@ impl SamplingParams {
             return Err(InvalidRequest::new("min_tokens", problem));
         }
         if let Some(grammar) = &self.grammar {
-            let num_bytes = grammar.text.len();
-            if num_bytes > MAX_GRAMMAR_BYTES {
+            if grammar.is_too_long() {
+                let num_bytes = grammar.text.len();
                 let problem = Problem::TooLong { num_bytes, max_bytes: MAX_GRAMMAR_BYTES };
                 return Err(InvalidRequest::new("grammar", problem));
             }

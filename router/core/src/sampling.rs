@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use baton_request::{Grammar, MAX_GRAMMAR_BYTES, SamplingParams};
+use baton_request::{Grammar, SamplingParams};
 use baton_router_workers::Contexts;
 use baton_tools::{AskedGrammar, ToolRequest};
 
@@ -115,16 +115,15 @@ impl ClientSampling {
             let grammar = model.form.grammar(calls, self.grammar.as_ref(), prompt_end, of_text);
             grammar.map_err(|refusal| CoreError::invalid(&refusal.param, refusal.to_string()))
         };
-        let is_too_long = |grammar: &Grammar| grammar.text.len() > MAX_GRAMMAR_BYTES;
         let check = |grammar: &Option<Grammar>| match grammar {
             // The request is refused when it is validated.
-            Some(grammar) if is_demanded && is_too_long(grammar) => Ok(()),
+            Some(grammar) if is_demanded && grammar.is_too_long() => Ok(()),
             Some(grammar) => model.check_grammar(grammar, "tools"),
             None => Ok(()),
         };
         let mut grammar = make(calls)?;
         // To compile schemas one by one takes long, and would hardly shorten it.
-        if !is_demanded && grammar.as_ref().is_some_and(is_too_long) {
+        if !is_demanded && grammar.as_ref().is_some_and(Grammar::is_too_long) {
             tracing::debug!("calls are not constrained: their grammar is too long");
             return Ok(None);
         }
