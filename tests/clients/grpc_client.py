@@ -27,13 +27,15 @@ CHAT = "Mara keeps the red key. Tell me a story about Mara and the key."
 
 
 def generated_modules():
-    """Our messages and stubs, compiled by protoc into a temporary folder."""
-    folder = tempfile.mkdtemp(prefix="baton-grpc-")
-    out = [f"--python_out={folder}", f"--grpc_python_out={folder}"]
-    assert protoc.main(["protoc", f"--proto_path={PROTO}", *out, "baton/v1/inference.proto"]) == 0
-    sys.path.insert(0, folder)
-    name = "baton.v1.inference_pb2"
-    return importlib.import_module(name), importlib.import_module(f"{name}_grpc")
+    """Our messages and stubs, compiled by protoc into a temporary folder, which is not needed once they are imported."""
+    with tempfile.TemporaryDirectory(prefix="baton-grpc-") as folder:
+        out = [f"--python_out={folder}", f"--grpc_python_out={folder}"]
+        assert protoc.main(["protoc", f"--proto_path={PROTO}", *out, "baton/v1/inference.proto"]) == 0
+        sys.path.insert(0, folder)
+        name = "baton.v1.inference_pb2"
+        modules = importlib.import_module(name), importlib.import_module(f"{name}_grpc")
+        sys.path.remove(folder)
+    return modules
 
 
 pb, pb_grpc = generated_modules()

@@ -7,7 +7,7 @@
 
 import assert from "node:assert/strict";
 import { spawn, spawnSync } from "node:child_process";
-import { mkdtempSync, readFileSync, readdirSync, writeFileSync } from "node:fs";
+import { mkdtempSync, readFileSync, readdirSync, rmSync, writeFileSync } from "node:fs";
 import { createRequire } from "node:module";
 import { tmpdir } from "node:os";
 import puppeteer from "puppeteer-core";
@@ -127,12 +127,13 @@ const walkWithKey = async (page, { url }, key) => {
   await until(async () => (await text(page, "#status")) === "ready", "the status ready without asking again");
 };
 
-/** A file with one key, and the key. */
+/** A file with one key, in a directory of its own, and the key. */
 const newKey = () => {
   const { stdout, stderr } = spawnSync(baton, ["keys", "new", "walker", "--tenant", "walkers"], { encoding: "utf8" });
-  const file = `${mkdtempSync(`${tmpdir()}/baton-page-`)}/keys.toml`;
+  const dir = mkdtempSync(`${tmpdir()}/baton-page-`);
+  const file = `${dir}/keys.toml`;
   writeFileSync(file, stdout);
-  return { file, key: stderr.match(/baton_\w+/)[0] };
+  return { dir, file, key: stderr.match(/baton_\w+/)[0] };
 };
 
 const browser = await puppeteer.launch({ executablePath: browserPath, args: ["--no-sandbox", "--disable-gpu"] });
@@ -161,8 +162,12 @@ const visit = async (options, walk) => {
 
 try {
   await visit([], walk);
-  const { file, key } = newKey();
-  await visit(["--api-keys", file], (page, server) => walkWithKey(page, server, key));
+  const { dir, file, key } = newKey();
+  try {
+    await visit(["--api-keys", file], (page, server) => walkWithKey(page, server, key));
+  } finally {
+    rmSync(dir, { recursive: true });
+  }
 } finally {
   await browser.close();
 }
