@@ -4,7 +4,7 @@ use std::{collections::BTreeMap, sync::Arc};
 
 use tokio::sync::watch;
 
-use crate::{Role, WorkerId, WorkerRecord};
+use crate::{WorkerId, WorkerRecord};
 
 /// The known workers. A new full set is published whenever a worker joins, changes or leaves.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -19,11 +19,6 @@ impl Members {
     /// Every worker, ordered by id.
     pub fn iter(&self) -> impl Iterator<Item = &Arc<WorkerRecord>> {
         self.workers.values()
-    }
-
-    /// The workers of one role, ordered by id.
-    pub fn with_role(&self, role: Role) -> impl Iterator<Item = &Arc<WorkerRecord>> {
-        self.iter().filter(move |record| record.role == role)
     }
 
     /// The worker of this name.
@@ -140,7 +135,10 @@ fn log_changes(before: &Members, after: &Members) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::testing::{other_blocks, other_format, record};
+    use crate::{
+        Role,
+        testing::{other_blocks, other_format, record},
+    };
 
     #[test]
     fn workers_of_one_model_that_cannot_exchange_kv_are_named() {

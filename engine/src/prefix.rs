@@ -72,22 +72,9 @@ impl EngineHandle {
         Ok(CachedPrefix { _owner: owner, blocks })
     }
 
-    /// Sets blocks aside for the first `num_tokens` known tokens of a request, in full blocks. `None` when they are
-    /// not free at once, or when running or waiting sequences here need them.
-    ///
-    /// # Errors
-    /// As [`hold_cached`](Self::hold_cached).
-    pub async fn reserve_prefix(
-        &self,
-        request: &Request,
-        num_tokens: usize,
-    ) -> Result<Option<PrefixReservation>, SubmitError> {
-        let hashes = self.prefix_hashes(request, num_tokens);
-        self.reserve_blocks(&hashes, 0, hashes.len()).await
-    }
-
-    /// Sets blocks aside for the blocks of a sequence from `first` on, as [`reserve_prefix`](Self::reserve_prefix), but for as many as
-    /// there is room for, and at least `least`. `hashes` are those of all its blocks up to the last one that is wanted.
+    /// Sets blocks aside for the blocks of a sequence from `first` on, for as many as there is room for. `None` when `least` of them
+    /// are not free at once, or when running or waiting sequences here need them. `hashes` are those of all its blocks up to the last
+    /// one that is wanted.
     ///
     /// # Errors
     /// When the engine ends.

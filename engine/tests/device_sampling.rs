@@ -20,7 +20,7 @@ use baton_engine_testing::FakeModel;
 use baton_model_spec::ExecuteError;
 use support::{
     BLOCK_SIZE, MAX_STEP_TOKENS, TestEngine, collect, config, draft, engine, engine_of,
-    handoff::hand_off,
+    handoff::{hand_off, reserve_prefix},
     kinds::{read, requests},
     request, sampling_draft, sampling_engine, speculating,
 };
@@ -75,7 +75,7 @@ async fn prefixes_are_held_and_reserved_while_a_step_is_computed() {
         let held = engine.hold_cached(&request(&turn, 4)).await.unwrap();
         assert_eq!(held.blocks().len(), 4);
         let prefix = request(&[7; 9], 4);
-        let reservation = engine.reserve_prefix(&prefix, 8).await.unwrap().expect("there is room");
+        let reservation = reserve_prefix(&engine, &prefix, 8).await.expect("there is room");
         assert_eq!((reservation.blocks().len(), reservation.num_cached_blocks()), (2, 0));
         engine.cache_prefix(reservation);
         assert_eq!(engine.hold_cached(&prefix).await.unwrap().blocks().len(), 2);

@@ -11,7 +11,7 @@ use baton_engine::{
 use baton_engine_testing::FakeModel;
 use support::{
     BLOCK_SIZE, TestEngine, collect, config, engine, engine_of, engine_with_hook,
-    handoff::{copy, copy_blocks, copy_prefix, hand_off, prefill},
+    handoff::{copy, copy_blocks, copy_prefix, hand_off, prefill, reserve_prefix},
     join_all, request,
 };
 use tokio::task::JoinHandle;
@@ -309,7 +309,7 @@ async fn a_prefix_that_another_engine_has_cached_need_not_be_computed() {
     let held = a.hold_cached(&next).await.unwrap();
     assert_eq!(held.blocks().len(), 7);
     let num_tokens = held.blocks().len() * BLOCK_SIZE;
-    let reservation = b.reserve_prefix(&next, num_tokens).await.unwrap().expect("there is room");
+    let reservation = reserve_prefix(&b, &next, num_tokens).await.expect("there is room");
     assert_eq!((reservation.blocks().len(), reservation.num_cached_blocks()), (7, 0));
     copy_prefix(&a, &held, &b, &reservation);
     drop(held);
@@ -324,7 +324,7 @@ async fn a_prefix_that_another_engine_has_cached_need_not_be_computed() {
     assert_eq!(b.num_computed_tokens() - computed, num_left + 5);
 
     // The prefix is cached now. Another salt has nothing.
-    let again = b.reserve_prefix(&next, num_tokens).await.unwrap().expect("there is room");
+    let again = reserve_prefix(&b, &next, num_tokens).await.expect("there is room");
     assert_eq!(again.num_cached_blocks(), 7);
     let other_salt = Request { cache_salt: "other".into(), ..next };
     assert!(a.hold_cached(&other_salt).await.unwrap().blocks().is_empty());
@@ -408,11 +408,11 @@ async fn a_prefix_takes_no_block_that_a_request_needs_and_a_failed_fetch_returns
     let (_, b) = engine(EngineConfig { num_blocks: 8, ..config() });
     let (_, a) = engine(config());
     let long = request(&prompt(3, 31), 1);
-    let reservation = b.reserve_prefix(&long, 28).await.unwrap().expect("there is room");
-    assert!(b.reserve_prefix(&request(&prompt(4, 31), 1), 28).await.unwrap().is_none(), "no room");
+    let reservation = reserve_prefix(&b, &long, 28).await.expect("there is room");
+    assert!(reserve_prefix(&b, &request(&prompt(4, 31), 1), 28).await.is_none(), "no room");
     // The prefix did not arrive: nothing is cached.
     drop(reservation);
-    let reservation = b.reserve_prefix(&long, 28).await.unwrap().expect("they are back");
+    let reservation = reserve_prefix(&b, &long, 28).await.expect("they are back");
     assert_eq!(reservation.num_cached_blocks(), 0);
     drop(reservation);
 

@@ -12,7 +12,7 @@ use baton_engine::{
 use baton_engine_testing::FakeModel;
 use support::{
     BLOCK_SIZE, TestEngine, config, draft, engine,
-    handoff::{copy, copy_blocks, copy_prefix},
+    handoff::{copy, copy_blocks, copy_prefix, reserve_prefix},
     join_all, request, sampling_draft_of_cost, sampling_engine, speculating,
 };
 
@@ -105,7 +105,7 @@ impl Client {
         let held = self.p.hold_cached(&self.request).await.expect("valid");
         self.use_patience()?;
         let num_tokens = held.blocks().len() * BLOCK_SIZE;
-        let reserved = self.d.reserve_prefix(&self.request, num_tokens).await.expect("valid");
+        let reserved = reserve_prefix(&self.d, &self.request, num_tokens).await;
         self.use_patience()?;
         if let Some(reservation) = reserved.filter(|it| it.num_cached_blocks() < it.blocks().len()) {
             copy_prefix(&self.p, &held, &self.d, &reservation);

@@ -64,6 +64,16 @@ pub fn copy(from: &EngineHandle, blocks: &[BlockId], to: &EngineHandle, reservat
     pairs.len()
 }
 
+/// Reserves blocks for the first `num_tokens` tokens of a request, as a fetch does. `None`: there is no room.
+pub async fn reserve_prefix(
+    engine: &EngineHandle,
+    request: &Request,
+    num_tokens: usize,
+) -> Option<PrefixReservation> {
+    let hashes = engine.prefix_hashes(request, num_tokens);
+    engine.reserve_blocks(&hashes, 0, hashes.len()).await.expect("the engine lives")
+}
+
 /// Copies a held prefix to a reserved one, as a transport does.
 pub fn copy_prefix(
     from: &EngineHandle,

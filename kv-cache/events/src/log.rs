@@ -148,11 +148,6 @@ impl EventLog {
         self.next
     }
 
-    /// Blocks that are cached.
-    pub fn num_cached(&self) -> usize {
-        self.cached.len()
-    }
-
     /// The events from this number on, as far as one batch goes. `None`: the log has lost some, or they are not its own.
     fn since(&self, from: u64) -> Option<EventBatch> {
         let num_behind = usize::try_from(self.next.checked_sub(from)?).ok()?;
@@ -484,7 +479,7 @@ mod tests {
             log.append(BlockHolder::Pool, vec![stored(None, 0..50), CacheEvent::removed(keys(0..50))]);
             assert!(log.ring.len() <= 2 && log.num_blocks <= 100, "{round}");
         }
-        assert_eq!(log.num_cached(), 0);
+        assert_eq!(log.cached.len(), 0);
     }
 
     #[test]
@@ -529,7 +524,7 @@ mod tests {
         ];
         assert_eq!(events, expected);
         assert_eq!(num_held(&log, tier), 0, "a prefix without its beginning");
-        assert_eq!(log.num_cached(), 4);
+        assert_eq!(log.cached.len(), 4);
     }
 
     #[test]
