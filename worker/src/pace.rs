@@ -23,7 +23,7 @@ pub(crate) fn step_prior(
         weight_bytes: weight_bytes as f64,
         flops_per_token: cost.flops_per_token(),
         flops_per_pair: cost.flops_per_pair(),
-        kv_bytes_per_token: cost.kv_bytes_per_token() as f64,
+        kv_bytes_per_token: cost.kv_bytes_of_ranks(device.num_devices) as f64,
         num_layers: spec.layers.len() as f64,
         sum_bytes_per_token: cost.sum_bytes_per_token(),
     };
@@ -81,7 +81,26 @@ fn processors(pinned: Option<CpuList>) -> Option<Compute> {
 
 #[cfg(test)]
 mod tests {
+    use baton_model::ModelConfig;
+
     use super::*;
+
+    fn decoder(json: &str) -> DecoderSpec {
+        ModelConfig::parse(Path::new("config.json"), json.as_bytes()).expect("a configuration").decoder
+    }
+
+    #[test]
+    fn gpus_that_hold_the_same_kv_head_read_it_each() {
+        let spec = decoder(
+            r#"{"architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "intermediate_size": 14336,
+                "num_attention_heads": 32, "num_key_value_heads": 2, "num_hidden_layers": 32, "vocab_size": 32000}"#,
+        );
+        let [two, eight] = [2, 8].map(|num_gpus| {
+            let device = DeviceProfile::of_gpu("H100").times(num_gpus);
+            step_prior(&spec, 13 << 30, KvDtype::Bf16, device).expect("a possible time").per_context_token
+        });
+        assert!((eight / two - 1.0).abs() < 1e-9, "{eight} {two}");
+    }
 
     #[test]
     fn a_step_profile_is_read_or_refused_with_its_name() {

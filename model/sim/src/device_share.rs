@@ -18,7 +18,7 @@ pub struct DeviceShare {
     pub host_seconds: f64,
     /// Bytes of weights, in BF16.
     pub weight_bytes: f64,
-    /// Bytes of a token's KV, in BF16.
+    /// Bytes of a token's KV, in BF16, each head once: what is sent to other workers and kept in tiers.
     pub kv_bytes_per_token: f64,
     /// Tokens whose KV fits beside the weights.
     pub num_kv_tokens: usize,
@@ -64,13 +64,13 @@ impl DeviceShare {
             weight_bytes: cost.weight_bytes() as f64,
             flops_per_token: cost.flops_per_token(),
             flops_per_pair: cost.flops_per_pair(),
-            kv_bytes_per_token: cost.kv_bytes_per_token() as f64,
+            kv_bytes_per_token: cost.kv_bytes_of_ranks(num_gpus) as f64,
             num_layers: spec.layers.len() as f64,
             sum_bytes_per_token: cost.sum_bytes_per_token(),
         };
-        let ModelShape { weight_bytes, kv_bytes_per_token, .. } = shape;
+        let ModelShape { weight_bytes, kv_bytes_per_token: held_bytes_per_token, .. } = shape;
         let room_bytes = gpu.memory_bytes() * num_gpus as f64 * utilisation;
-        let num_kv_tokens = ((room_bytes - weight_bytes) / kv_bytes_per_token).max(0.0) as usize;
+        let num_kv_tokens = ((room_bytes - weight_bytes) / held_bytes_per_token).max(0.0) as usize;
         if num_kv_tokens < LEAST_KV_TOKENS {
             return Err(ShareError::DoesNotFit { gpu, num_gpus, room_bytes, weight_bytes });
         }
@@ -79,8 +79,41 @@ impl DeviceShare {
             step: prior(&shape, &profile),
             host_seconds: profile.overhead_seconds,
             weight_bytes,
-            kv_bytes_per_token,
+            kv_bytes_per_token: cost.kv_bytes_per_token() as f64,
             num_kv_tokens,
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use baton_model_spec::ModelConfig;
+
+    use super::*;
+
+    fn config(json: &str) -> ModelConfig {
+        ModelConfig::parse(Path::new("config.json"), json.as_bytes()).expect("a configuration")
+    }
+
+    #[test]
+    fn ranks_that_hold_the_same_kv_head_keep_and_read_it_each() {
+        let spec = config(
+            r#"{"architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "intermediate_size": 14336,
+                "num_attention_heads": 32, "num_key_value_heads": 2, "num_hidden_layers": 32, "vocab_size": 32000}"#,
+        )
+        .decoder;
+        let [two, eight] = [2, 8].map(|num_gpus| {
+            DeviceShare::new(&spec, GpuKind::H100, num_gpus, 0.9).expect("they divide it, and it fits")
+        });
+        assert_eq!(two.kv_bytes_per_token, eight.kv_bytes_per_token, "what a transfer sends");
+        assert!((eight.step.per_context_token / two.step.per_context_token - 1.0).abs() < 1e-9);
+        for (share, num_gpus) in [(two, 2.0), (eight, 8.0)] {
+            // Each GPU holds one of the two heads.
+            let kv_bytes = share.num_kv_tokens as f64 * share.kv_bytes_per_token / 2.0;
+            let part = (share.weight_bytes / num_gpus + kv_bytes) / (0.9 * GpuKind::H100.memory_bytes());
+            assert!((0.999..=1.0).contains(&part), "{part} of the memory of {num_gpus} GPUs");
+        }
     }
 }

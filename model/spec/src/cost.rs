@@ -104,6 +104,13 @@ impl ModelCost {
         (self.spec.layers.len() * self.kv_bytes_per_position()) as u64
     }
 
+    /// Bytes of one token's KV in the memories of so many ranks together. If there are more ranks than KV heads, several hold
+    /// each head, and each reads its own.
+    pub fn kv_bytes_of_ranks(&self, num_ranks: usize) -> u64 {
+        let num_replicas = (num_ranks / self.spec.num_kv_heads.max(1)).max(1);
+        self.kv_bytes_per_token().saturating_mul(num_replicas as u64)
+    }
+
     /// Bytes of one token's activations that ranks sum: 16 bits, after attention and after the MLP of each layer.
     pub fn sum_bytes_per_token(&self) -> f64 {
         2.0 * 2.0 * (self.spec.layers.len() * self.spec.hidden_size) as f64

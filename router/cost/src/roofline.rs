@@ -11,7 +11,7 @@ pub struct ModelShape {
     pub flops_per_token: f64,
     /// Operations of attention for one pair of a token and one that it sees: 4 x layers x query heads x head size.
     pub flops_per_pair: f64,
-    /// Bytes of a token's KV in all layers.
+    /// Bytes of a token's KV in all layers. A KV head that several ranks hold counts for each of them.
     pub kv_bytes_per_token: f64,
     /// Layers: each launches its kernels, and its all-reduces.
     pub num_layers: f64,
