@@ -7,7 +7,11 @@ use anyhow::Context;
 use baton_cluster::Compute;
 use baton_cost::{DeviceProfile, ModelShape, StepLine, prior};
 use baton_kv_cache::KvDtype;
-use baton_model::{CpuList, DecoderSpec, cost::ModelCost, cuda_device_name};
+use baton_model::{
+    CpuList, DecoderSpec,
+    cost::{ModelCost, TYPICAL_BATCH},
+    cuda_device_name,
+};
 use serde::Deserialize;
 
 /// What a step takes before any was measured. `weight_bytes` are those of all ranks.
@@ -19,8 +23,9 @@ pub(crate) fn step_prior(
 ) -> Option<StepLine> {
     // The size of a weight does not change counts of operations.
     let cost = ModelCost::new(spec, 1.0, kv_dtype);
+    let part_read = cost.weight_bytes_of_step(TYPICAL_BATCH) / cost.weight_bytes() as f64;
     let shape = ModelShape {
-        weight_bytes: weight_bytes as f64,
+        weight_bytes: weight_bytes as f64 * part_read,
         flops_per_token: cost.flops_per_token(),
         flops_per_pair: cost.flops_per_pair(),
         kv_bytes_per_token: cost.kv_bytes_of_ranks(device.num_devices) as f64,
@@ -100,6 +105,18 @@ mod tests {
             step_prior(&spec, 13 << 30, KvDtype::Bf16, device).expect("a possible time").per_context_token
         });
         assert!((eight / two - 1.0).abs() < 1e-9, "{eight} {two}");
+    }
+
+    #[test]
+    fn a_step_reads_some_of_the_experts() {
+        let spec = decoder(
+            r#"{"architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 2048, "intermediate_size": 6144,
+                "moe_intermediate_size": 768, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+                "num_hidden_layers": 48, "vocab_size": 151936, "num_experts": 128, "num_experts_per_tok": 8}"#,
+        );
+        let device = DeviceProfile { bytes_per_second: 1e12, ..DeviceProfile::UNBOUNDED };
+        let step = step_prior(&spec, 61_000_000_000, KvDtype::Bf16, device).expect("a possible time");
+        assert!((0.64..0.68).contains(&(step.fixed / 0.061)), "{}", step.fixed);
     }
 
     #[test]

@@ -2,7 +2,10 @@
 
 use baton_cost::{GpuKind, ModelShape, StepLine, prior};
 use baton_kv_cache::KvDtype;
-use baton_model_spec::{DecoderShard, DecoderSpec, LoadError, Rank, cost::ModelCost};
+use baton_model_spec::{
+    DecoderShard, DecoderSpec, LoadError, Rank,
+    cost::{ModelCost, TYPICAL_BATCH},
+};
 
 /// Bytes of a weight in BF16.
 const WEIGHT_BYTES: f64 = 2.0;
@@ -16,7 +19,7 @@ pub struct DeviceShare {
     pub step: StepLine,
     /// The part of every step that the host needs, in seconds; `step` contains it.
     pub host_seconds: f64,
-    /// Bytes of weights, in BF16.
+    /// Bytes of all weights, in BF16. A step reads fewer if it does not select every expert.
     pub weight_bytes: f64,
     /// Bytes of a token's KV, in BF16, each head once: what is sent to other workers and kept in tiers.
     pub kv_bytes_per_token: f64,
@@ -61,16 +64,16 @@ impl DeviceShare {
         DecoderShard::new(spec, Rank { idx: 0, num_ranks: num_gpus })?;
         let cost = ModelCost::new(spec, WEIGHT_BYTES, KvDtype::Bf16);
         let shape = ModelShape {
-            weight_bytes: cost.weight_bytes() as f64,
+            weight_bytes: cost.weight_bytes_of_step(TYPICAL_BATCH),
             flops_per_token: cost.flops_per_token(),
             flops_per_pair: cost.flops_per_pair(),
             kv_bytes_per_token: cost.kv_bytes_of_ranks(num_gpus) as f64,
             num_layers: spec.layers.len() as f64,
             sum_bytes_per_token: cost.sum_bytes_per_token(),
         };
-        let ModelShape { weight_bytes, kv_bytes_per_token: held_bytes_per_token, .. } = shape;
+        let weight_bytes = cost.weight_bytes() as f64;
         let room_bytes = gpu.memory_bytes() * num_gpus as f64 * utilisation;
-        let num_kv_tokens = ((room_bytes - weight_bytes) / held_bytes_per_token).max(0.0) as usize;
+        let num_kv_tokens = ((room_bytes - weight_bytes) / shape.kv_bytes_per_token).max(0.0) as usize;
         if num_kv_tokens < LEAST_KV_TOKENS {
             return Err(ShareError::DoesNotFit { gpu, num_gpus, room_bytes, weight_bytes });
         }
@@ -115,5 +118,23 @@ mod tests {
             let part = (share.weight_bytes / num_gpus + kv_bytes) / (0.9 * GpuKind::H100.memory_bytes());
             assert!((0.999..=1.0).contains(&part), "{part} of the memory of {num_gpus} GPUs");
         }
+    }
+
+    #[test]
+    fn a_step_reads_some_experts_and_the_memory_holds_all() {
+        // Qwen3 30B A3B: of 128 experts each token selects 8, and 16 tokens select 64 % of them.
+        let spec = config(
+            r#"{"architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 2048, "intermediate_size": 6144,
+                "moe_intermediate_size": 768, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+                "num_hidden_layers": 48, "vocab_size": 151936, "num_experts": 128, "num_experts_per_tok": 8}"#,
+        )
+        .decoder;
+        let share = DeviceShare::new(&spec, GpuKind::H100, 1, 0.9).expect("it fits");
+        assert!((share.weight_bytes / 61e9 - 1.0).abs() < 0.01, "{}", share.weight_bytes);
+        let seconds = share.step.fixed - share.host_seconds;
+        let part = seconds * GpuKind::H100.profile().bytes_per_second / share.weight_bytes;
+        assert!((0.64..0.68).contains(&part), "{part} of the weights");
+        let held = share.weight_bytes + share.num_kv_tokens as f64 * share.kv_bytes_per_token;
+        assert!((0.999..=1.0).contains(&(held / (0.9 * GpuKind::H100.memory_bytes()))), "{held}");
     }
 }

@@ -17,6 +17,10 @@ use baton_kv_cache::KvDtype;
 
 use crate::decoder::{DecoderSpec, LayerSpec, MlpSpec};
 
+/// Tokens of a typical decode step, one of each sequence. It stands for all steps where one number says what a step reads of a
+/// mixture of experts.
+pub const TYPICAL_BATCH: usize = 16;
+
 /// Costs of one model with weights and KV of given sizes.
 #[derive(Clone, Debug)]
 pub struct ModelCost {
@@ -70,10 +74,7 @@ impl ModelCost {
 
     /// The number of parameters.
     pub fn num_parameters(&self) -> u64 {
-        self.count(|mlp| match mlp {
-            MlpSpec::Experts { num_experts, .. } => *num_experts as f64,
-            MlpSpec::Dense { .. } => 1.0,
-        })
+        self.count(all_experts)
     }
 
     /// The number of parameters that one token uses: of the experts only the active ones.
@@ -89,12 +90,20 @@ impl ModelCost {
         (self.num_parameters() as f64 * self.bytes_per_weight) as u64
     }
 
+    /// Bytes of all weights but those of the experts that a step over `num_tokens` tokens does not read. The embedding counts,
+    /// though a step reads few of its rows.
+    pub fn weight_bytes_of_step(&self, num_tokens: usize) -> f64 {
+        let read = self.layer_weights(|mlp| experts_read(mlp, num_tokens));
+        let idle = self.layer_weights(all_experts) - read;
+        self.weight_bytes() as f64 - idle * self.bytes_per_weight
+    }
+
     /// Operations of one token's products with the weights, without the head.
     pub fn flops_per_token(&self) -> f64 {
         2.0 * self.active_weights()
     }
 
-    /// Operations of attention for one token and one position that it sees, in all layers.
+    /// Operations of attention for one token and one position that it sees, in all layers. Those with a sliding window count, too.
     pub fn flops_per_pair(&self) -> f64 {
         self.attention_flops(self.spec.layers.len() as f64)
     }
@@ -156,16 +165,9 @@ impl ModelCost {
         }
     }
 
-    /// Bytes of the weights that a step over `num_tokens` tokens reads. Tokens are assumed to select experts
-    /// independently: with `k` of `E` experts per token, `n` tokens use `E (1 - (1 - k/E)^n)` experts.
+    /// Bytes of the weights that a step over `num_tokens` tokens multiplies.
     fn weights_read(&self, num_tokens: usize) -> f64 {
-        let touched = self.layer_weights(|mlp| match *mlp {
-            MlpSpec::Experts { num_experts, num_active, .. } => {
-                let missed = 1.0 - num_active as f64 / num_experts as f64;
-                num_experts as f64 * (1.0 - missed.powf(num_tokens as f64))
-            }
-            MlpSpec::Dense { .. } => 1.0,
-        }) + self.head_weights();
+        let touched = self.layer_weights(|mlp| experts_read(mlp, num_tokens)) + self.head_weights();
         touched * self.bytes_per_weight
     }
 
@@ -227,6 +229,25 @@ impl ModelCost {
     }
 }
 
+fn all_experts(mlp: &MlpSpec) -> f64 {
+    match *mlp {
+        MlpSpec::Experts { num_experts, .. } => num_experts as f64,
+        MlpSpec::Dense { .. } => 1.0,
+    }
+}
+
+/// Experts that a step over `num_tokens` tokens reads. Tokens are assumed to select experts independently: with `k` of `E`
+/// experts per token, `n` tokens use `E (1 - (1 - k/E)^n)` experts.
+fn experts_read(mlp: &MlpSpec, num_tokens: usize) -> f64 {
+    match *mlp {
+        MlpSpec::Experts { num_experts, num_active, .. } => {
+            let missed = 1.0 - num_active as f64 / num_experts as f64;
+            num_experts as f64 * (1.0 - missed.powf(num_tokens as f64))
+        }
+        MlpSpec::Dense { .. } => 1.0,
+    }
+}
+
 /// The sum, over the first `num_tokens` tokens, of the positions that each sees in a layer.
 fn seen(layer: &LayerSpec, num_tokens: usize) -> f64 {
     let n = num_tokens as f64;
@@ -283,6 +304,20 @@ mod tests {
                 "vocab_size": 151936, "tie_word_embeddings": true}"#,
         );
         assert_eq!(qwen.num_parameters(), 494_032_768);
+    }
+
+    #[test]
+    fn a_step_reads_the_experts_that_its_tokens_select() {
+        let llama = cost(LLAMA);
+        assert_eq!(llama.weight_bytes_of_step(1), llama.weight_bytes() as f64, "it has no experts");
+        let mixtral = cost(
+            r#"{"architectures": ["MixtralForCausalLM"], "hidden_size": 4096, "intermediate_size": 14336,
+                "num_attention_heads": 32, "num_key_value_heads": 8, "num_hidden_layers": 32,
+                "vocab_size": 32000, "num_local_experts": 8, "num_experts_per_tok": 2}"#,
+        );
+        let [one, many] = [1, 1000].map(|num_tokens| mixtral.weight_bytes_of_step(num_tokens));
+        assert!((one / (2.0 * mixtral.num_active_parameters() as f64) - 1.0).abs() < 1e-9, "{one}");
+        assert!((many / mixtral.weight_bytes() as f64 - 1.0).abs() < 1e-9, "{many}");
     }
 
     #[test]

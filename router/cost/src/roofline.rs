@@ -5,7 +5,7 @@ use crate::{StepLine, step::StepWork};
 /// What a model computes and reads, from its configuration alone. All ranks together.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct ModelShape {
-    /// Bytes of weights that a step of few tokens reads.
+    /// Bytes of weights that a step of few tokens reads: of a mixture of experts those that its tokens select.
     pub weight_bytes: f64,
     /// Operations of a token's products with the weights: two for each active parameter.
     pub flops_per_token: f64,

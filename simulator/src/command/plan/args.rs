@@ -27,8 +27,8 @@ What it does: it plays the requests against deployments that differ in how many 
 compute prompts for others, how many tokens a step computes, and how many sequences run at a time. Each is simulated with the
 scheduler and the planner that Baton serves with. The best are repeated with other seeds, which gives the error of the numbers.
 
-What it does not know: your kernels and your network. Times are of a roofline. They rank deployments; measure the one that you
-take (baton bench) before you promise a latency.";
+What it does not know: your kernels, your network, and sliding windows: every layer attends to all positions. Times are of a
+roofline. They rank deployments; measure the one that you take (baton bench) before you promise a latency.";
 
 /// What to plan for.
 #[derive(Clone, Debug, Args)]
