@@ -6,7 +6,7 @@ use anyhow::Context;
 use baton_cost::{GpuKind, StepLine};
 use baton_kv_cache::{KvDtype, KvFormat};
 use baton_model_sim::DeviceShare;
-use baton_model_spec::ModelConfig;
+use baton_model_spec::{ModelConfig, WeightFormat};
 
 /// Shapes that need no file, as `config.json`.
 const NAMED: [(&str, &str); 3] = [
@@ -38,6 +38,8 @@ const MEMORY_UTILISATION: f64 = 0.9;
 pub struct ModelOnDevice {
     /// What a step takes.
     pub step: StepLine,
+    /// The number format of its weights.
+    pub weights: WeightFormat,
     /// What its KV means; blocks of one token.
     pub kv_format: KvFormat,
     /// Bytes of a token's KV.
@@ -58,7 +60,7 @@ impl ModelOnDevice {
         let config = config(model)?;
         let gpu = GpuKind::named(device)
             .with_context(|| format!("no device is called {device:?}; there are {}", GpuKind::names()))?;
-        let share = DeviceShare::new(&config.decoder, gpu, num_devices, MEMORY_UTILISATION)
+        let share = DeviceShare::new(&config.decoder, config.weights, gpu, num_devices, MEMORY_UTILISATION)
             .with_context(|| model.to_owned())?;
         let step = share.step.checked().context("the model's step takes no possible time")?;
         let kv_format = KvFormat {
@@ -73,6 +75,7 @@ impl ModelOnDevice {
         };
         Ok(ModelOnDevice {
             step,
+            weights: config.weights,
             kv_format,
             kv_bytes_per_token: share.kv_bytes_per_token,
             num_kv_tokens: share.num_kv_tokens,

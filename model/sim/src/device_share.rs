@@ -3,12 +3,10 @@
 use baton_cost::{GpuKind, ModelShape, StepLine, prior};
 use baton_kv_cache::KvDtype;
 use baton_model_spec::{
-    DecoderShard, DecoderSpec, LoadError, Rank,
+    DecoderShard, DecoderSpec, LoadError, Rank, WeightFormat,
     cost::{ModelCost, TYPICAL_BATCH},
 };
 
-/// Bytes of a weight in BF16.
-const WEIGHT_BYTES: f64 = 2.0;
 /// Fewer are no use.
 const LEAST_KV_TOKENS: usize = 1024;
 
@@ -19,7 +17,7 @@ pub struct DeviceShare {
     pub step: StepLine,
     /// The part of every step that the host needs, in seconds; `step` contains it.
     pub host_seconds: f64,
-    /// Bytes of all weights, in BF16. A step reads fewer if it does not select every expert.
+    /// Bytes of all weights. A step reads fewer if it does not select every expert.
     pub weight_bytes: f64,
     /// Bytes of a token's KV, in BF16, each head once: what is sent to other workers and kept in tiers.
     pub kv_bytes_per_token: f64,
@@ -51,18 +49,20 @@ pub enum ShareError {
 }
 
 impl DeviceShare {
+    /// The matrices of layers are in the format `weights`, which changes what is read and held, and not the arithmetic.
     /// `utilisation` is the part of the memory that weights and KV may take; the rest is for activations and the runtime.
     ///
     /// # Errors
     /// When the model cannot be divided among the GPUs, or the weights leave no room for KV.
     pub fn new(
         spec: &DecoderSpec,
+        weights: WeightFormat,
         gpu: GpuKind,
         num_gpus: usize,
         utilisation: f64,
     ) -> Result<DeviceShare, ShareError> {
         DecoderShard::new(spec, Rank { idx: 0, num_ranks: num_gpus })?;
-        let cost = ModelCost::new(spec, WEIGHT_BYTES, KvDtype::Bf16);
+        let cost = ModelCost::of_format(spec, weights, KvDtype::Bf16);
         let shape = ModelShape {
             weight_bytes: cost.weight_bytes_of_step(TYPICAL_BATCH),
             flops_per_token: cost.flops_per_token(),
@@ -108,7 +108,7 @@ mod tests {
         )
         .decoder;
         let [two, eight] = [2, 8].map(|num_gpus| {
-            DeviceShare::new(&spec, GpuKind::H100, num_gpus, 0.9).expect("they divide it, and it fits")
+            DeviceShare::new(&spec, WeightFormat::Bf16, GpuKind::H100, num_gpus, 0.9).expect("it fits")
         });
         assert_eq!(two.kv_bytes_per_token, eight.kv_bytes_per_token, "what a transfer sends");
         assert!((eight.step.per_context_token / two.step.per_context_token - 1.0).abs() < 1e-9);
@@ -129,12 +129,42 @@ mod tests {
                 "num_hidden_layers": 48, "vocab_size": 151936, "num_experts": 128, "num_experts_per_tok": 8}"#,
         )
         .decoder;
-        let share = DeviceShare::new(&spec, GpuKind::H100, 1, 0.9).expect("it fits");
+        let share = DeviceShare::new(&spec, WeightFormat::Bf16, GpuKind::H100, 1, 0.9).expect("it fits");
         assert!((share.weight_bytes / 61e9 - 1.0).abs() < 0.01, "{}", share.weight_bytes);
         let seconds = share.step.fixed - share.host_seconds;
         let part = seconds * GpuKind::H100.profile().bytes_per_second / share.weight_bytes;
         assert!((0.64..0.68).contains(&part), "{part} of the weights");
         let held = share.weight_bytes + share.num_kv_tokens as f64 * share.kv_bytes_per_token;
         assert!((0.999..=1.0).contains(&(held / (0.9 * GpuKind::H100.memory_bytes()))), "{held}");
+    }
+
+    #[test]
+    fn quantised_weights_take_less_to_hold_and_to_read() {
+        let share = |quantisation: &str| {
+            let config = config(&format!(
+                r#"{{"architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "intermediate_size": 14336,
+                    "num_attention_heads": 32, "num_key_value_heads": 8, "num_hidden_layers": 32, "vocab_size": 128256,
+                    "quantization_config": {quantisation}}}"#
+            ));
+            DeviceShare::new(&config.decoder, config.weights, GpuKind::H100, 1, 0.9).expect("it fits")
+        };
+        let bf16 = share("null");
+        // As large as published files of Llama 3.1 8B: their embedding and head have 2.1 GB.
+        for (quantisation, bytes) in [
+            (r#"{"quant_method": "fp8"}"#, 9.08e9),
+            (r#"{"quant_method": "awq", "bits": 4, "group_size": 128}"#, 5.7e9),
+        ] {
+            let share = share(quantisation);
+            assert!((share.weight_bytes / bytes - 1.0).abs() < 0.01, "{}", share.weight_bytes);
+            let [read, read_in_bf16] = [share, bf16].map(|share| share.step.fixed - share.host_seconds);
+            let part = share.weight_bytes / bf16.weight_bytes;
+            assert!((read / read_in_bf16 / part - 1.0).abs() < 1e-9, "{read} s of {read_in_bf16} s");
+            let more = (share.num_kv_tokens - bf16.num_kv_tokens) as f64 * bf16.kv_bytes_per_token;
+            assert!(
+                (more / (bf16.weight_bytes - share.weight_bytes) - 1.0).abs() < 1e-3,
+                "{more} more bytes"
+            );
+            assert_eq!(share.step.per_token, bf16.step.per_token);
+        }
     }
 }

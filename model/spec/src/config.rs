@@ -12,6 +12,7 @@ use crate::error::LoadError;
 use crate::fields::{Fields, parse_object};
 use crate::float::FloatDtype;
 use crate::quantisation_config::StoredQuantisation;
+use crate::weight_format::WeightFormat;
 
 /// The contents of `config.json` or of a GGUF file's metadata.
 #[derive(Clone, Debug, PartialEq)]
@@ -28,6 +29,8 @@ pub struct ModelConfig {
     pub dtype: FloatDtype,
     /// How the weights of a directory are quantised; `None` if they are not.
     pub quantisation: Option<StoredQuantisation>,
+    /// The number format of the layers' weights that a directory's configuration states; bf16 for other files.
+    pub weights: WeightFormat,
     /// The decoder.
     pub decoder: DecoderSpec,
 }
@@ -63,6 +66,7 @@ impl ModelConfig {
             bos_token_id: fields.token_ids("bos_token_id")?.first().copied(),
             dtype: stated_dtype(&fields)?,
             quantisation: StoredQuantisation::read(&fields)?,
+            weights: WeightFormat::read(&fields)?,
             decoder: architecture::decoder(&architecture, &fields)?,
             architecture,
         })

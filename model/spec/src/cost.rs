@@ -16,6 +16,7 @@
 use baton_kv_cache::KvDtype;
 
 use crate::decoder::{DecoderSpec, LayerSpec, MlpSpec};
+use crate::weight_format::WeightFormat;
 
 /// Tokens of a typical decode step, one of each sequence. It stands for all steps where one number says what a step reads of a
 /// mixture of experts.
@@ -26,6 +27,8 @@ pub const TYPICAL_BATCH: usize = 16;
 pub struct ModelCost {
     spec: DecoderSpec,
     bytes_per_weight: f64,
+    /// Bytes of a parameter that is not in a matrix of a layer: of the embedding, the head, norms and biases.
+    bytes_outside: f64,
     kv_dtype: KvDtype,
 }
 
@@ -69,7 +72,13 @@ impl DeviceSpeed {
 impl ModelCost {
     /// The cost of `spec` with weights of `bytes_per_weight` bytes, scales included, and KV of type `kv_dtype`.
     pub fn new(spec: &DecoderSpec, bytes_per_weight: f64, kv_dtype: KvDtype) -> ModelCost {
-        ModelCost { spec: spec.clone(), bytes_per_weight, kv_dtype }
+        ModelCost { spec: spec.clone(), bytes_per_weight, bytes_outside: bytes_per_weight, kv_dtype }
+    }
+
+    /// The cost of `spec` with the matrices of its layers in this format, the other weights in 16 bits, and KV of type `kv_dtype`.
+    pub fn of_format(spec: &DecoderSpec, weights: WeightFormat, kv_dtype: KvDtype) -> ModelCost {
+        let bytes_outside = WeightFormat::Bf16.bytes_per_weight();
+        ModelCost { bytes_outside, ..ModelCost::new(spec, weights.bytes_per_weight(), kv_dtype) }
     }
 
     /// The number of parameters.
@@ -87,7 +96,8 @@ impl ModelCost {
 
     /// Bytes of all weights.
     pub fn weight_bytes(&self) -> u64 {
-        (self.num_parameters() as f64 * self.bytes_per_weight) as u64
+        let outside = self.embedding_weights() + self.num_small() as f64;
+        (self.layer_weights(all_experts) * self.bytes_per_weight + outside * self.bytes_outside) as u64
     }
 
     /// Bytes of all weights but those of the experts that a step over `num_tokens` tokens does not read. The embedding counts,
@@ -167,8 +177,8 @@ impl ModelCost {
 
     /// Bytes of the weights that a step over `num_tokens` tokens multiplies.
     fn weights_read(&self, num_tokens: usize) -> f64 {
-        let touched = self.layer_weights(|mlp| experts_read(mlp, num_tokens)) + self.head_weights();
-        touched * self.bytes_per_weight
+        let of_layers = self.layer_weights(|mlp| experts_read(mlp, num_tokens));
+        of_layers * self.bytes_per_weight + self.head_weights() * self.bytes_outside
     }
 
     /// Weights of the layers that are multiplied with one token.
@@ -204,6 +214,17 @@ impl ModelCost {
     }
 
     fn count(&self, experts: impl Fn(&MlpSpec) -> f64) -> u64 {
+        let matrices = self.layer_weights(experts) + self.embedding_weights();
+        (matrices as u64).saturating_add(self.num_small() as u64)
+    }
+
+    /// Weights of the embedding and the head.
+    fn embedding_weights(&self) -> f64 {
+        if self.spec.tied_head { self.head_weights() } else { 2.0 * self.head_weights() }
+    }
+
+    /// Parameters of norms and biases.
+    fn num_small(&self) -> usize {
         let spec = &self.spec;
         let num_layers = spec.layers.len();
         let (hidden, query, kv) = (spec.hidden_size, spec.query_width(), spec.kv_width());
@@ -224,8 +245,7 @@ impl ModelCost {
                 }
             }
         }
-        let embeddings = if spec.tied_head { 1.0 } else { 2.0 } * self.head_weights();
-        ((self.layer_weights(&experts) + embeddings) as u64).saturating_add(others as u64)
+        others
     }
 }
 

@@ -24,6 +24,7 @@ mod ranks;
 mod rope;
 mod sampling;
 mod shard;
+mod weight_format;
 
 pub use blend::{
     BlendPassage, BlendRatio, BlendRefusal, Blended, BlendedPrompt, InvalidRatio, PassageKv, SELECTING_LAYER,
@@ -42,3 +43,4 @@ pub use ranks::{ParallelExecutor, RankError, RankExecutor, SamplingRank};
 pub use rope::{RopeScaling, RopeSpec};
 pub use sampling::{InvalidLogits, SampledRow, SampledToken, TokenCount, TokenLogprobs, TokenSampling};
 pub use shard::{DecoderShard, Rank};
+pub use weight_format::WeightFormat;

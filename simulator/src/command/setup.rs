@@ -97,12 +97,13 @@ impl Setup {
             ),
         };
         format!(
-            "{} on {} workers of {} x {}: a step reads weights in {:.1} ms, {:.0} prompt tokens take a second, {} tokens of KV \
+            "{} on {} workers of {} x {}: a step reads {} weights in {:.1} ms, {:.0} prompt tokens take a second, {} tokens of KV \
              fit\n{requests}",
             args.model,
             self.num_workers,
             args.tensor_parallel,
             args.device,
+            self.model.weights,
             1e3 * step.fixed,
             1.0 / step.per_token,
             self.num_kv_tokens(args)

@@ -158,6 +158,33 @@ fn plan(line: &str) -> Result<String, String> {
     Ok(String::from_utf8(out).expect("text"))
 }
 
+#[test]
+fn quantised_weights_are_planned_with_and_named() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let path = dir.path().join("config.json");
+    let config = |quantisation: &str| {
+        let text = format!(
+            r#"{{"architectures": ["LlamaForCausalLM"], "hidden_size": 8192, "intermediate_size": 28672,
+                "num_attention_heads": 64, "num_key_value_heads": 8, "num_hidden_layers": 80, "vocab_size": 128256,
+                "quantization_config": {quantisation}}}"#
+        );
+        std::fs::write(&path, text).expect("it can be written");
+    };
+    let line = format!("--model {} --rate 1 --requests 20", path.display());
+    let planned = format!("{line} --gpus 1 --prompt-tokens 200 --seeds 1");
+    config("null");
+    let refused = plan(&planned).expect_err("70 B weights of 16 bits are more than a GPU has");
+    assert!(refused.contains("does not fit on 1 x H100"), "{refused}");
+    let said = call(&line).expect("it runs");
+    assert!(said.contains("a step reads bf16 weights"), "{said}");
+    config(r#"{"quant_method": "awq", "bits": 4, "group_size": 128}"#);
+    let said = plan(&planned).expect("it fits");
+    assert!(said.contains("with int4 weights on 1 x H100"), "{said}");
+    config(r#"{"quant_method": "fp8"}"#);
+    let said = call(&line).expect("it runs");
+    assert!(said.contains("a step reads fp8 weights"), "{said}");
+}
+
 /// What the chart is rendered with by its own check.
 const PLANNED: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../helm/baton/ci/planned-values.yaml");
 

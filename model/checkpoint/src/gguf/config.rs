@@ -9,7 +9,7 @@ use std::path::Path;
 use baton_gguf::{GgufError, TensorType, Value};
 use baton_model_spec::architecture::{self, MAX_LAYERS};
 use baton_model_spec::fields::Fields;
-use baton_model_spec::{DecoderSpec, FloatDtype, LoadError, MlpSpec, ModelConfig, RopeScaling};
+use baton_model_spec::{DecoderSpec, FloatDtype, LoadError, MlpSpec, ModelConfig, RopeScaling, WeightFormat};
 use serde_json::{Map, json};
 
 use super::files::{Contents, with_contents};
@@ -99,6 +99,7 @@ fn config(path: &Path, contents: &Contents<'_>) -> Result<ModelConfig, LoadError
         bos_token_id: fields.token_ids("bos_token_id").map_err(named)?.first().copied(),
         dtype: most_bytes(contents),
         quantisation: None,
+        weights: WeightFormat::Bf16,
         decoder,
     })
 }

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use anyhow::ensure;
 use baton_cost::GpuKind;
+use baton_model_spec::WeightFormat;
 use clap::Args;
 
 use super::{
@@ -89,8 +90,8 @@ impl PlanArgs {
         Ok(())
     }
 
-    /// One line for people.
-    pub(super) fn describe(&self) -> String {
+    /// What is planned for, for people.
+    pub(super) fn describe(&self, weights: WeightFormat) -> String {
         let load = &self.load;
         let requests = match (&load.trace, load.rate) {
             (Some(path), None) => format!("{} at {} x its speed", path.display(), load.speed),
@@ -103,7 +104,7 @@ impl PlanArgs {
             ),
         };
         format!(
-            "{} on {} x {}: {requests}\nSLOs: first token within {} s, mean time between tokens at most {} s",
+            "{} with {weights} weights on {} x {}: {requests}\nSLOs: first token within {} s, mean time between tokens at most {} s",
             self.model, self.gpus, self.device, self.slo_ttft, self.slo_tpot
         )
     }

@@ -12,7 +12,7 @@ use anyhow::Context;
 
 pub use args::PlanArgs;
 
-use crate::report::SimSummary;
+use crate::{model, report::SimSummary};
 use progress::Progress;
 use search::{Candidate, Search};
 
@@ -31,7 +31,7 @@ pub fn run_plan(args: &PlanArgs) -> anyhow::Result<()> {
 pub fn run_plan_to(args: &PlanArgs, out: &mut dyn Write) -> anyhow::Result<()> {
     let found = Search::new(args)?.run(&mut Progress::new())?;
     let best = &found.best[0];
-    writeln!(out, "{}\n", args.describe())?;
+    writeln!(out, "{}\n", args.describe(model::config(&args.model)?.weights))?;
     writeln!(out, "the best of {} deployments:\n  {}", found.num_tried, best.deployment.describe(args.gpus))?;
     writeln!(out, "\nexpected {}:\n{}", of_seeds(args.seeds.len()), numbers(&best.summaries))?;
     writeln!(out, "load      {}", found.headroom)?;

@@ -1,0 +1,135 @@
+//! The number format of a model's weights, from `quantization_config` of its configuration, for what they cost.
+//!
+//! This module refuses nothing and does not know tensors: [`StoredQuantisation`](crate::StoredQuantisation) refuses, and the
+//! tensors show which modules are not quantised.
+
+use std::fmt;
+
+use serde_json::Value;
+
+use crate::error::LoadError;
+use crate::fields::Fields;
+
+/// The number format of the matrices of layers. The embedding, the head, norms and biases are in 16 bits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum WeightFormat {
+    /// 16 bits: weights that are not quantised.
+    Bf16,
+    /// 8 bits, with scales of rows or large blocks.
+    Fp8,
+    /// Integers.
+    Integers {
+        /// Bits of a weight.
+        num_bits: u32,
+        /// Weights that share a scale of 16 bits; `None`: those of a row.
+        group: Option<usize>,
+    },
+}
+
+impl WeightFormat {
+    /// Bytes of a weight, with its share of a scale.
+    pub fn bytes_per_weight(self) -> f64 {
+        match self {
+            WeightFormat::Bf16 => 2.0,
+            WeightFormat::Fp8 => 1.0,
+            WeightFormat::Integers { num_bits, group } => {
+                f64::from(num_bits) / 8.0 + group.map_or(0.0, |group| 2.0 / group as f64)
+            }
+        }
+    }
+
+    /// Reads the format that `quantization_config` states for all layers; of several the widest one.
+    pub(crate) fn read(fields: &Fields<'_>) -> Result<WeightFormat, LoadError> {
+        let config = fields.object("quantization_config")?.or(fields.object("compression_config")?);
+        let Some(config) = config else { return Ok(WeightFormat::Bf16) };
+        Ok(match config.get("quant_method").and_then(Value::as_str) {
+            Some("awq" | "gptq") => {
+                WeightFormat::of_integers(&config, &["w_bit", "bits"], &["group_size", "q_group_size"])
+            }
+            Some("fp8" | "fbgemm_fp8") => WeightFormat::Fp8,
+            Some("compressed-tensors") => WeightFormat::of_compressed(&config)?,
+            _ => WeightFormat::Bf16,
+        })
+    }
+
+    fn of_compressed(config: &Fields<'_>) -> Result<WeightFormat, LoadError> {
+        let mut found = Vec::new();
+        for group in config.object("config_groups")?.iter().flat_map(Fields::objects) {
+            let Some(weights) = group.object("weights")? else { continue };
+            found.push(match weights.get("type").and_then(Value::as_str) {
+                Some("float") => WeightFormat::Fp8,
+                _ => WeightFormat::of_integers(&weights, &["num_bits"], &["group_size"]),
+            });
+        }
+        let is_dense = config.get("format").and_then(Value::as_str) == Some("dense");
+        let widest = found.into_iter().max_by(|a, b| a.bytes_per_weight().total_cmp(&b.bytes_per_weight()));
+        Ok(widest.filter(|_| !is_dense).unwrap_or(WeightFormat::Bf16))
+    }
+
+    /// Integers by the first of the fields that is there. A group of -1 is a row.
+    fn of_integers(config: &Fields<'_>, bits: &[&str], groups: &[&str]) -> WeightFormat {
+        let number = |names: &[&str]| names.iter().find_map(|name| config.get(name)?.as_u64());
+        let num_bits = number(bits).filter(|num_bits| (1..=16).contains(num_bits));
+        let group = number(groups).filter(|&group| group > 0).map(|group| group as usize);
+        match num_bits {
+            Some(num_bits) => WeightFormat::Integers { num_bits: num_bits as u32, group },
+            None => WeightFormat::Bf16,
+        }
+    }
+}
+
+impl fmt::Display for WeightFormat {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            WeightFormat::Bf16 => f.write_str("bf16"),
+            WeightFormat::Fp8 => f.write_str("fp8"),
+            WeightFormat::Integers { num_bits, .. } => write!(f, "int{num_bits}"),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use super::*;
+    use crate::fields::parse_object;
+
+    #[test]
+    fn weights_take_what_their_configuration_states() {
+        for (config, name, bytes) in [
+            ("null", "bf16", 2.0),
+            (r#"{"quant_method": "awq", "bits": 4, "group_size": 128}"#, "int4", 0.5 + 2.0 / 128.0),
+            (r#"{"quant_method": "awq", "w_bit": 4, "q_group_size": 64}"#, "int4", 0.5 + 2.0 / 64.0),
+            (r#"{"quant_method": "gptq", "bits": 8, "group_size": -1}"#, "int8", 1.0),
+            (r#"{"quant_method": "fp8", "weight_block_size": [128, 128]}"#, "fp8", 1.0),
+            (r#"{"quant_method": "fbgemm_fp8"}"#, "fp8", 1.0),
+            (
+                r#"{"quant_method": "compressed-tensors", "config_groups": {
+                    "group_0": {"weights": {"type": "int", "num_bits": 4, "group_size": 32}}}}"#,
+                "int4",
+                0.5 + 2.0 / 32.0,
+            ),
+            (
+                r#"{"quant_method": "compressed-tensors", "config_groups": {
+                    "group_0": {"weights": {"type": "int", "num_bits": 4, "group_size": 32}},
+                    "group_1": {"weights": {"type": "float", "num_bits": 8, "group_size": null}}}}"#,
+                "fp8",
+                1.0,
+            ),
+            (
+                r#"{"quant_method": "compressed-tensors", "format": "dense", "config_groups": {
+                    "group_0": {"weights": {"type": "int", "num_bits": 8}}}}"#,
+                "bf16",
+                2.0,
+            ),
+            (r#"{"quant_method": "compressed-tensors"}"#, "bf16", 2.0),
+        ] {
+            let text = format!("{{\"quantization_config\": {config}}}");
+            let path = Path::new("config.json");
+            let object = parse_object(path, text.as_bytes()).unwrap();
+            let format = WeightFormat::read(&Fields::new(path, &object)).unwrap();
+            assert_eq!((format.to_string().as_str(), format.bytes_per_weight()), (name, bytes), "{config}");
+        }
+    }
+}
