@@ -26,6 +26,7 @@ use crate::{
     trace::Trace,
 };
 use args::ParsedPolicy;
+use load::least_seconds;
 use setup::Setup;
 use variants::{Variant, variants};
 
@@ -91,9 +92,11 @@ fn play(
 ) -> anyhow::Result<(SimReport, SimSummary)> {
     let mut first = None;
     let mut summaries = Vec::new();
+    // A relative SLO counts as none.
+    let least_seconds = least_seconds(trace, args.slo_ttft.seconds(0.0), args.slo_tpot.seconds(0.0));
     for &seed in &args.seeds {
         let spec = setup.cluster(args, variant, seed)?;
-        let arrivals = args.load.arrivals(load, args.copies, trace, seed)?;
+        let arrivals = args.load.arrivals(load, args.copies, trace, seed, least_seconds)?;
         let began = Instant::now();
         let is_terminal = is_loud && std::io::stderr().is_terminal();
         let mut told = Instant::now();

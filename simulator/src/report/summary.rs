@@ -8,7 +8,7 @@ use super::{
     outcome::{Outcome, RequestEnd},
     sim_report::SimReport,
 };
-use crate::worker::BUCKET;
+use crate::{time::SimTime, worker::BUCKET};
 
 /// The numbers of a simulation.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -33,6 +33,9 @@ pub struct SimSummary {
     pub ttft: [f64; 4],
     /// As above.
     pub tpot: [f64; 4],
+    /// Mean TTFT in seconds of the requests that came in the first half of the time, and in the second. If the queue grows, the
+    /// second is longer.
+    pub ttft_halves: [f64; 2],
     /// The part of all prompt tokens that was not computed again.
     pub hit_rate: f64,
     /// The part of those that was fetched from another worker.
@@ -100,6 +103,11 @@ impl SimSummary {
         let num_good = count(&Outcome::is_good);
         let num_finished = count(&|outcome| outcome.end == RequestEnd::Finished);
         let ttft = sorted(outcomes, |outcome| outcome.ttft);
+        let ttft_of_half = |is_second: bool| {
+            let is_in_it = |at: SimTime| (at.seconds() >= first + seconds / 2.0) == is_second;
+            let ttft = |outcome: &Outcome| if is_in_it(outcome.arrived) { outcome.ttft } else { f32::NAN };
+            mean_and_percentiles(&sorted(outcomes, ttft))[0]
+        };
         let tpot =
             sorted(outcomes, |outcome| if outcome.num_output_tokens > 1 { outcome.tpot } else { f32::NAN });
         let ratios = sorted(outcomes, |outcome| outcome.ttft / outcome.predicted_ttft);
@@ -133,6 +141,7 @@ impl SimSummary {
             goodput: num_good as f64 / seconds,
             ttft: mean_and_percentiles(&ttft),
             tpot: mean_and_percentiles(&tpot),
+            ttft_halves: [false, true].map(ttft_of_half),
             hit_rate: sum(&|outcome| outcome.num_cached_tokens) / prompt_tokens,
             fetched: sum(&|outcome| outcome.num_fetched_tokens) / prompt_tokens,
             recalled: sum(&|outcome| outcome.num_recalled_tokens) / prompt_tokens,
@@ -165,6 +174,7 @@ impl SimSummary {
             goodput: mean(&|one| one.goodput),
             ttft: std::array::from_fn(|idx| mean(&|one| one.ttft[idx])),
             tpot: std::array::from_fn(|idx| mean(&|one| one.tpot[idx])),
+            ttft_halves: std::array::from_fn(|idx| mean(&|one| one.ttft_halves[idx])),
             hit_rate: mean(&|one| one.hit_rate),
             fetched: mean(&|one| one.fetched),
             recalled: mean(&|one| one.recalled),

@@ -227,6 +227,17 @@ fn a_plan_takes_what_meets_the_slos() {
 }
 
 #[test]
+fn a_load_that_only_a_short_run_survives_is_not_served() {
+    // The GPU computes 16 such prompts a second. Of 24 a second the last of 400 waits for 8 s, within the SLO.
+    let line =
+        "--model llama-8b --gpus 1 --requests 400 --output-tokens 2 --slo-ttft 20s --slo-tpot 1s --seeds 1";
+    let said = plan(&format!("{line} --rate 24")).expect("it runs");
+    assert!(said.contains("too much for these GPUs: the queue grows"), "{said}");
+    let said = plan(&format!("{line} --rate 4")).expect("it runs");
+    assert!(said.contains("of this is served"), "{said}");
+}
+
+#[test]
 fn a_plan_says_what_host_memory_is_worth() {
     // An A100 holds 400,000 tokens beside the weights, and the trace has two million.
     let line = format!(

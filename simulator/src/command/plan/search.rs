@@ -12,7 +12,7 @@ use baton_model_spec::{DecoderShard, Rank};
 
 use super::{args::PlanArgs, deployment::Deployment, progress::Progress};
 use crate::{
-    command::{setup::Setup, variants::Variant},
+    command::{load::least_seconds, setup::Setup, variants::Variant},
     model::{self, ModelOnDevice},
     report::SimSummary,
     run::simulate,
@@ -34,6 +34,11 @@ const NUM_KEPT: usize = 3;
 const LOADS: [f64; 5] = [1.25, 1.5, 2.0, 3.0, 4.0];
 /// A load is served if so many requests meet both SLOs.
 const SERVED: f64 = 0.9;
+/// A short run may end before a queue that grows breaks the SLOs. The queue grows if requests of the second half of the run have a
+/// mean TTFT of so many times that of the first half, ...
+const GROWTH: f64 = 1.5;
+/// ... and longer by this part of the SLO: less is chance.
+const GROWTH_OF_SLO: f64 = 0.1;
 /// Of two deployments with which as many requests meet their SLOs the faster one is better: a latency as long as the SLO counts
 /// this much, a longer one up to twice as much.
 const WEIGHT_OF_LATENCY: f64 = 0.01;
@@ -62,8 +67,28 @@ pub(super) struct Search<'a> {
     args: &'a PlanArgs,
     trace: Trace,
     shapes: Vec<Deployment>,
+    /// A shorter run may end before a queue that grows breaks the SLOs.
+    least_seconds: f64,
     num_done: usize,
     num_all: usize,
+}
+
+/// Why a load is not served.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Unserved {
+    SlosMissed,
+    QueueGrows,
+}
+
+/// Why a load with this summary is not served, if it is not.
+fn unserved(summary: &SimSummary, least_seconds: f64, slo_ttft: f64) -> Option<Unserved> {
+    let good_share = summary.good_share();
+    if good_share < SERVED || good_share.is_nan() {
+        return Some(Unserved::SlosMissed);
+    }
+    let [first, second] = summary.ttft_halves;
+    let grows = second > GROWTH * first && second - first > GROWTH_OF_SLO * slo_ttft;
+    (grows && summary.seconds < least_seconds).then_some(Unserved::QueueGrows)
 }
 
 impl Candidate {
@@ -92,11 +117,12 @@ impl<'a> Search<'a> {
         args.validate()?;
         let shapes = shapes(args)?;
         let trace = args.load.trace()?;
+        let least_seconds = least_seconds(&trace, args.slo_ttft, args.slo_tpot);
         let num_second = NUM_KEPT.min(shapes.len()) * (TOKEN_BUDGETS.len() * MAX_RUNNING.len() - 1);
         let num_without = if args.host_kv.is_some() { args.seeds.len() } else { 0 };
         let num_all =
             shapes.len() + num_second + NUM_KEPT * (args.seeds.len() - 1) + LOADS.len() + num_without;
-        Ok(Search { args, trace, shapes, num_done: 0, num_all })
+        Ok(Search { args, trace, shapes, least_seconds, num_done: 0, num_all })
     }
 
     pub(super) fn run(mut self, progress: &mut Progress) -> anyhow::Result<Found> {
@@ -166,7 +192,7 @@ impl<'a> Search<'a> {
         let setup = Setup::new(&args, &self.trace)?;
         let variant = Variant::of_args(&args, &args.policies()?[0]);
         let spec = setup.cluster(&args, &variant, seed)?;
-        let arrivals = args.load.arrivals(load, args.copies, &self.trace, seed)?;
+        let arrivals = args.load.arrivals(load, args.copies, &self.trace, seed, self.least_seconds)?;
         Ok(simulate(&spec, &self.trace, &arrivals, &mut |_| {}).summary())
     }
 
@@ -189,16 +215,24 @@ impl<'a> Search<'a> {
 
     /// How much more load it serves.
     fn headroom(&mut self, best: &Candidate, progress: &mut Progress) -> anyhow::Result<String> {
-        let is_served = |summary: &SimSummary| summary.good_share() >= SERVED;
-        if !is_served(&SimSummary::mean(&best.summaries)) {
-            return Ok(format!(
-                "too much for these GPUs: fewer than {:.0} % of the requests meet both SLOs",
-                100.0 * SERVED
-            ));
+        let (least_seconds, slo_ttft) = (self.least_seconds, self.args.slo_ttft);
+        let unserved = |summary: &SimSummary| unserved(summary, least_seconds, slo_ttft);
+        match unserved(&SimSummary::mean(&best.summaries)) {
+            Some(Unserved::SlosMissed) => {
+                return Ok(format!(
+                    "too much for these GPUs: fewer than {:.0} % of the requests meet both SLOs",
+                    100.0 * SERVED
+                ));
+            }
+            Some(Unserved::QueueGrows) => {
+                return Ok("too much for these GPUs: the queue grows as long as requests come".to_owned());
+            }
+            None => {}
         }
         let mut served = 1.0;
         for load in LOADS {
-            if !is_served(&self.simulate(&best.deployment, self.args.seeds[0], load, progress)?) {
+            let summary = self.simulate(&best.deployment, self.args.seeds[0], load, progress)?;
+            if unserved(&summary).is_some() {
                 return Ok(format!(
                     "x{served} of this is served ({:.0} % of requests within both SLOs), x{load} is not",
                     100.0 * SERVED
@@ -257,5 +291,22 @@ mod tests {
         let ratios = [0.0, 0.1, 0.9, 1.0, 1.1, 3.0, 1000.0, f64::INFINITY];
         assert!(ratios.map(penalty).is_sorted_by(|faster, slower| faster < slower));
         assert_eq!([0.25, 1.0, f64::INFINITY, f64::NAN].map(penalty), [0.25, 1.0, 2.0, 2.0]);
+    }
+
+    #[test]
+    fn a_queue_that_grows_in_a_short_run_is_not_served() {
+        let check = |seconds: f64, goodput: f64, ttft_halves: [f64; 2], expected: Option<Unserved>| {
+            let summary =
+                SimSummary { seconds, offered: 10.0, goodput, ttft_halves, ..SimSummary::default() };
+            assert_eq!(unserved(&summary, 120.0, 2.0), expected, "{seconds} s, {goodput}, {ttft_halves:?}");
+        };
+        check(20.0, 10.0, [0.3, 0.9], Some(Unserved::QueueGrows));
+        check(20.0, 10.0, [0.3, 0.4], None);
+        check(20.0, 10.0, [0.02, 0.06], None);
+        check(20.0, 10.0, [f64::NAN, 0.3], None);
+        // Its requests would have missed the SLO.
+        check(120.0, 10.0, [0.3, 0.9], None);
+        check(20.0, 8.0, [0.3, 0.3], Some(Unserved::SlosMissed));
+        check(20.0, f64::NAN, [0.3, 0.3], Some(Unserved::SlosMissed));
     }
 }
