@@ -48,7 +48,8 @@ pub struct EnginePace {
     pub num_context_tokens: usize,
     /// Pairs of a queued prompt token and a token that it will see.
     pub num_queued_pairs: f64,
-    /// Between two tokens of a sequence that decodes, by the newest steps; 0 when the newest step decoded nothing.
+    /// Between two tokens of a sequence that decodes, by the newest steps; 0 when the newest step decoded nothing, and
+    /// while there is nothing to compute.
     pub recent_itl_seconds: f64,
 }
 

@@ -283,6 +283,10 @@ impl StepLoop {
     fn plan(&mut self, plan: &mut StepPlan) -> Result<(), EngineError> {
         self.live.plan(plan);
         self.pages.used(self.live.scheduler.num_used_blocks());
+        if plan.chunks.is_empty() {
+            // What ran may have been cancelled, and no step follows that would say so.
+            self.progress.set_pace(self.live.pace(), None);
+        }
         // Published first: a client that learns of its admission finds it counted, and its slot in the queue free.
         self.publish_load();
         self.progress.num_preempted.fetch_add(plan.preempted.len() as u64, Ordering::Relaxed);

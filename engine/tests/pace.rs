@@ -53,9 +53,16 @@ fn clock() -> Instant {
 async fn the_step_line_begins_with_the_prior_and_follows_the_steps() {
     let truth = StepLine { fixed: 0.01, per_token: 1e-4, per_context_token: 2e-6, per_pair: 1e-7 };
     let prior = StepLine { fixed: 0.001, per_token: 1e-3, per_context_token: 1e-6, per_pair: 1e-6 };
+    let (permit, permits) = mpsc::channel::<()>();
+    let (started, starts) = mpsc::channel::<()>();
     let (_, engine) = engine_with_hook(
         EngineConfig { clock, step_prior: Some(prior), prefix_cache: false, ..config() },
         move |batch| {
+            // The very last step: an engine without work has no recent time between tokens.
+            if batch.sequences[0].start_idx == 367 {
+                started.send(()).ok();
+                permits.recv().ok();
+            }
             let chunks = batch.sequences.iter();
             let work = chunks
                 .map(|chunk| StepWork::chunk(chunk.start_idx as f64, chunk.tokens.len() as f64))
@@ -65,9 +72,16 @@ async fn the_step_line_begins_with_the_prior_and_follows_the_steps() {
         },
     );
     assert_eq!(engine.pace().step, Some(prior));
+    let mut recent_itl = 0.0;
     for idx in 0..40 {
         let prompt = vec![idx; 10 + 9 * idx as usize];
-        engine.generate_all(request(&prompt, 8)).await;
+        let stream = engine.generate(request(&prompt, 8)).expect("accepted");
+        if idx == 39 {
+            starts.recv().expect("the engine computes");
+            recent_itl = engine.pace().recent_itl_seconds;
+            permit.send(()).expect("the engine waits");
+        }
+        support::collect(stream).await;
     }
     engine.check_whole().await;
     let pace = engine.pace();
@@ -78,7 +92,7 @@ async fn the_step_line_begins_with_the_prior_and_follows_the_steps() {
         assert!((0.85..1.15).contains(&ratio), "{work:?}: {ratio}");
     }
     let itl = truth.seconds(&StepWork::decode(1.0, 365.0));
-    assert!((0.9..1.1).contains(&(pace.recent_itl_seconds / itl)), "{pace:?}, {itl}");
+    assert!((0.9..1.1).contains(&(recent_itl / itl)), "{recent_itl}, {itl}");
     assert_eq!((pace.num_decoding, pace.num_context_tokens, pace.num_queued_pairs), (0, 0, 0.0));
 }
 
@@ -94,21 +108,66 @@ async fn waits_for_a_processor_lengthen_what_clients_see_and_not_what_steps_take
     }
     let thread_waits = || WAIT * STEPS.load(Ordering::Relaxed) as u32;
     let prior = StepLine { fixed: STEP.as_secs_f64(), per_token: 0.0, per_context_token: 0.0, per_pair: 0.0 };
+    let (permit, permits) = mpsc::channel::<()>();
+    let (started, starts) = mpsc::channel::<()>();
     let (_, engine) = engine_with_hook(
         EngineConfig { clock, thread_waits, step_prior: Some(prior), ..config() },
         move |_| {
-            STEPS.fetch_add(1, Ordering::Relaxed);
+            // After 50 steps: an engine without work has no recent time between tokens.
+            if STEPS.fetch_add(1, Ordering::Relaxed) == 50 {
+                started.send(()).ok();
+                permits.recv().ok();
+            }
             Ok(())
         },
     );
-    engine.generate_all(request(&[1; 20], 50)).await;
-    engine.check_whole().await;
+    let stream = engine.generate(request(&[1; 20], 51)).expect("accepted");
+    starts.recv().expect("the engine computes");
     let pace = engine.pace();
+    permit.send(()).expect("the engine waits");
+    support::collect(stream).await;
+    engine.check_whole().await;
     assert!(pace.num_steps >= 50, "{pace:?}");
     let seconds = pace.step.expect("a prior").seconds(&StepWork::decode(1.0, 60.0));
     assert!((seconds / STEP.as_secs_f64() - 1.0).abs() < 1e-3, "{seconds}");
     let itl = (STEP + WAIT).as_secs_f64();
     assert!((pace.recent_itl_seconds / itl - 1.0).abs() < 1e-3, "{pace:?}");
+}
+
+#[tokio::test]
+async fn cancelled_requests_leave_nothing_in_the_pace() {
+    static STEPS: AtomicU64 = AtomicU64::new(0);
+    fn clock() -> Instant {
+        static START: LazyLock<Instant> = LazyLock::new(Instant::now);
+        *START + Duration::from_millis(10) * STEPS.load(Ordering::Relaxed) as u32
+    }
+    // In the second step of a prompt that takes three, and in the second one that decodes.
+    for (num_prompt_tokens, num_steps, decodes) in [(150, 1, false), (20, 2, true)] {
+        let (permit, permits) = mpsc::channel::<()>();
+        let (started, starts) = mpsc::channel::<()>();
+        let (_, engine) = engine_with_hook(EngineConfig { clock, ..config() }, move |_| {
+            started.send(()).ok();
+            permits.recv().ok();
+            STEPS.fetch_add(1, Ordering::Relaxed);
+            Ok(())
+        });
+        let stream = engine.generate(request(&vec![1; num_prompt_tokens], 50)).expect("accepted");
+        for _ in 0..num_steps {
+            starts.recv().expect("the engine computes");
+            permit.send(()).expect("the engine waits");
+        }
+        starts.recv().expect("the engine computes");
+        let pace = engine.pace();
+        assert_eq!((pace.num_decoding > 0, pace.recent_itl_seconds > 0.0), (decodes, decodes), "{pace:?}");
+        assert_eq!(pace.num_queued_pairs > 0.0, !decodes, "{pace:?}");
+        // The engine learns of it after the step.
+        drop(stream);
+        permit.send(()).expect("the engine waits");
+        engine.load().wait_for(|load| load.num_running == 0).await.expect("the engine lives");
+        let pace = engine.pace();
+        assert_eq!((pace.num_decoding, pace.num_context_tokens, pace.num_queued_pairs), (0, 0, 0.0));
+        assert_eq!(pace.recent_itl_seconds, 0.0);
+    }
 }
 
 #[tokio::test]

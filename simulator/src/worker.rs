@@ -249,6 +249,8 @@ impl Worker {
             .extend(self.plan.admitted.iter().map(|admission| (admission.id, admission.num_cached_blocks)));
         self.usage.num_preempted += self.plan.preempted.len() as u64;
         if self.plan.chunks.is_empty() {
+            // As the engine says it.
+            self.recent_itl = 0.0;
             return if self.plan.is_empty() { Begun::Idle } else { Begun::Moved };
         }
         let work = self.plan.work();
