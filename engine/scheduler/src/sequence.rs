@@ -80,6 +80,8 @@ pub struct Sequence {
     pub(crate) blocks: Vec<BlockId>,
     /// Tokens found in the prefix cache when it was first admitted; `None` before.
     pub(crate) num_cached_tokens: Option<usize>,
+    /// Tokens in the prefix cache when it was queued: about as many need no computing. Says nothing once it is admitted.
+    pub(crate) num_cached_in_queue: usize,
     /// Whether blocks after its computed tokens may be cached: it has taken them over.
     pub(crate) has_adopted: bool,
     /// Whether it was preempted once. Its client then waits in the middle of an answer.
@@ -151,6 +153,7 @@ impl Sequence {
             num_computed: 0,
             blocks: Vec::new(),
             num_cached_tokens: None,
+            num_cached_in_queue: 0,
             has_adopted: false,
             was_preempted: false,
             retention: Retention::default(),

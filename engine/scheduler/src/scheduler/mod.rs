@@ -173,7 +173,7 @@ impl Scheduler {
         if sequence.role == SequenceRole::Prefill {
             self.holds.register(sequence.id);
         }
-        self.waiting.insert(sequence);
+        self.queue(sequence);
     }
 
     /// Decides the next step. Blocks move at once; [`advance`](Self::advance) counts the computed tokens.
@@ -402,6 +402,14 @@ impl Scheduler {
         plan.preempted.push(sequence.id);
         // It has none of what it adopted in this step.
         plan.adopted.retain(|adoption| adoption.id != sequence.id);
+        self.queue(sequence);
+    }
+
+    /// Puts a sequence into the queue, with an estimate of what it need not compute: the cache may change while it waits.
+    fn queue(&mut self, mut sequence: Sequence) {
+        let cached = sequence.sharable_hashes().iter().take_while(|hash| self.pool.find(hash).is_some());
+        let num_tokens = cached.count() * self.config.block_size;
+        sequence.num_cached_in_queue = if sequence.can_begin_after(num_tokens) { num_tokens } else { 0 };
         self.waiting.insert(sequence);
     }
 

@@ -52,15 +52,12 @@ impl Scheduler {
 
     /// Tokens that this engine will compute before every sequence here decodes.
     pub fn num_queued_tokens(&self) -> usize {
-        self.prompts().map(Sequence::num_left).sum()
+        self.prompts().map(|(num_tokens, num_done)| num_tokens - num_done).sum()
     }
 
     /// Pairs of those tokens and the tokens that each will see.
     pub fn num_queued_pairs(&self) -> f64 {
-        let pairs = |sequence: &Sequence| {
-            PromptWork::new(sequence.num_computed + sequence.num_left(), sequence.num_computed).num_pairs
-        };
-        self.prompts().map(pairs).sum()
+        self.prompts().map(|(num_tokens, num_done)| PromptWork::new(num_tokens, num_done).num_pairs).sum()
     }
 
     /// One step of the sequences that decode now.
@@ -80,10 +77,14 @@ impl Scheduler {
         self.calibration.num_steps()
     }
 
-    /// Sequences that wait for computing or are in the midst of it.
-    fn prompts(&self) -> impl Iterator<Item = &Sequence> {
+    /// The tokens of each sequence that waits for computing or is in the midst of it, and how many of them are computed. Of one
+    /// that waits, these are in the prefix cache.
+    fn prompts(&self) -> impl Iterator<Item = (usize, usize)> {
         let waiting = self.waiting.iter().filter(|sequence| sequence.role != SequenceRole::Decode);
-        waiting.chain(self.running.iter().filter(|sequence| sequence.num_left() > 1))
+        let running = self.running.iter().filter(|sequence| sequence.num_left() > 1);
+        waiting.map(|sequence| (sequence.num_left(), sequence.num_cached_in_queue)).chain(
+            running.map(|sequence| (sequence.num_computed + sequence.num_left(), sequence.num_computed)),
+        )
     }
 
     /// Whether nothing waits, runs, is reserved or held.

@@ -29,6 +29,57 @@ fn a_common_prefix_is_computed_once_and_its_last_token_always() {
 }
 
 #[test]
+fn what_is_cached_is_no_work_of_the_queue() {
+    check(
+        "
+        pool blocks=16 block_size=4 running=1 budget=64
+        add id=1 prompt=12 max=14 text=a
+        step
+            admit 1
+            1: 0..12 token
+        # The last four of its tokens, and all twelve.
+        add id=2 prompt=12 max=14 text=a
+        add id=3 prompt=12 max=14 text=b
+        queued
+            tokens 16 pairs 120
+        # It computes none of them here.
+        add id=4 prompt=12 max=14 text=c role=decode
+        queued
+            tokens 16 pairs 120
+        ",
+    );
+    check(
+        "
+        pool blocks=6 block_size=4 running=4 budget=64
+        add id=1 prompt=8 max=20
+        add id=2 prompt=7 max=20
+        step
+            admit 1
+            admit 2
+            1: 0..8 token
+            2: 0..7 token
+        step
+            1: 8..9 token
+            2: 7..8 token
+        step
+            1: 9..10 token
+            2: 8..9 token
+        step
+            1: 10..11 token
+            2: 9..10 token
+        step
+            1: 11..12 token
+            2: 10..11 token
+        step
+            preempt 2
+            1: 12..13 token
+        queued
+            tokens 4 pairs 42
+        ",
+    );
+}
+
+#[test]
 fn cached_blocks_are_reused_last_of_all_and_the_oldest_release_first() {
     check(
         "
