@@ -6,6 +6,8 @@
 
 use std::{
     collections::VecDeque,
+    future::poll_fn,
+    pin::pin,
     sync::{
         Arc,
         atomic::{AtomicU64, Ordering},
@@ -96,7 +98,7 @@ pub struct RemotePrefillDriver {
     submission: Option<Submission>,
     prefix_source: Option<PrefillPeer>,
     side: DecodeSide<Reservation>,
-    /// Until the engine counts the request: when its blocks are reserved.
+    /// Until the engine counts the request: when it waits there for its blocks.
     uncovered: Option<Uncovered>,
     /// The router's stream. Closed when the router has stopped reading.
     events: mpsc::Sender<RemotePrefillEvent>,
@@ -334,13 +336,20 @@ impl RemotePrefillDriver {
     }
 }
 
-/// Waits for blocks for the request, and for a running slot. Load reports count them once they are there.
+/// Waits for blocks for the request, and for a running slot. Load reports count it, and its blocks, as soon as it waits.
 async fn reserve(
     worker: Arc<Worker>,
     submission: Submission,
-    _uncovered: Option<Uncovered>,
+    mut uncovered: Option<Uncovered>,
 ) -> Result<Reservation, Failure> {
-    worker.engine().reserve(submission).await.map_err(|error| submit_failure(&error))
+    let mut reserving = pin!(worker.engine().reserve(submission));
+    let reserved = poll_fn(|cx| {
+        let polled = reserving.as_mut().poll(cx);
+        // The first poll has submitted it.
+        drop(uncovered.take());
+        polled
+    });
+    reserved.await.map_err(|error| submit_failure(&error))
 }
 
 /// Grows while the queue of a decode worker moves: its engine computes, or KV arrives for requests that hold blocks.

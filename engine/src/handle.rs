@@ -346,7 +346,7 @@ impl EngineHandle {
             .with_head(num_head_tokens)
             .with_retention(request.retention.clone());
         let sequence = if is_scored { sequence.with_scores() } else { sequence };
-        state.progress.submit(sequence.num_prompt_tokens_left());
+        state.progress.submit(&sequence);
         self.send(Command::Submit(sequence, Box::new(LiveRequest::new(request, matcher, reply, slot))))?;
         Ok(DropCommand::new(id, state.commands.clone(), at_drop))
     }

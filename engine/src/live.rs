@@ -82,8 +82,7 @@ impl LiveRequests {
     }
 
     pub(crate) fn submit(&mut self, sequence: Sequence, request: LiveRequest) {
-        self.taken.num_requests += 1;
-        self.taken.num_tokens += sequence.num_prompt_tokens_left() as u64;
+        self.taken.add(&sequence);
         self.requests.insert(sequence.id, request);
         self.scheduler.add(sequence);
     }
@@ -157,6 +156,7 @@ impl LiveRequests {
             num_free_blocks: self.scheduler.num_free_blocks(),
             num_total_blocks: self.scheduler.num_total_blocks(),
             num_queued_tokens: self.scheduler.num_queued_tokens(),
+            num_queued_blocks: self.scheduler.num_queued_blocks(),
             taken: self.taken,
         }
     }

@@ -6,7 +6,7 @@ use std::sync::{
 };
 
 use baton_cost::StepLine;
-use baton_scheduler::IntegrityError;
+use baton_scheduler::{IntegrityError, Sequence};
 
 use crate::events::DraftCounts;
 
@@ -23,16 +23,19 @@ pub struct EngineLoad {
     pub num_total_blocks: usize,
     /// Tokens to compute before every sequence here decodes.
     pub num_queued_tokens: usize,
-    /// Requests that the engine has taken from its callers since it started, and their tokens. What was submitted and is
+    /// Blocks that must be available to admit the whole queue, as if nothing of it were cached.
+    pub num_queued_blocks: usize,
+    /// Requests that the engine has taken from its callers since it started, and what they bring. What was submitted and is
     /// not taken yet waits for the end of a step.
     pub(crate) taken: Submitted,
 }
 
-/// Requests, and the tokens that they bring to compute.
+/// Requests, the tokens that they bring to compute, and the blocks that they need to be admitted.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Submitted {
     pub(crate) num_requests: u64,
     pub(crate) num_tokens: u64,
+    pub(crate) num_blocks: u64,
 }
 
 /// What an engine's steps took and what it computes now, after its newest step.
@@ -99,6 +102,7 @@ pub(crate) struct Progress {
     /// What callers have submitted.
     num_submitted: AtomicU64,
     num_submitted_tokens: AtomicU64,
+    num_submitted_blocks: AtomicU64,
 }
 
 /// Weight of the newest step in the recent time between tokens.
@@ -134,14 +138,17 @@ impl Progress {
     }
 
     /// Counts a request before it is sent to the engine.
-    pub(crate) fn submit(&self, num_tokens: usize) {
-        self.num_submitted_tokens.fetch_add(num_tokens as u64, Ordering::Relaxed);
+    pub(crate) fn submit(&self, sequence: &Sequence) {
+        self.num_submitted_tokens.fetch_add(sequence.num_prompt_tokens_left() as u64, Ordering::Relaxed);
+        self.num_submitted_blocks.fetch_add(sequence.num_blocks_to_admit() as u64, Ordering::Relaxed);
         self.num_submitted.fetch_add(1, Ordering::Release);
     }
 
     pub(crate) fn submitted(&self) -> Submitted {
         let num_requests = self.num_submitted.load(Ordering::Acquire);
-        Submitted { num_requests, num_tokens: self.num_submitted_tokens.load(Ordering::Relaxed) }
+        let [num_tokens, num_blocks] = [&self.num_submitted_tokens, &self.num_submitted_blocks]
+            .map(|count| count.load(Ordering::Relaxed));
+        Submitted { num_requests, num_tokens, num_blocks }
     }
 }
 
@@ -152,14 +159,24 @@ pub(crate) struct DraftCounters {
     accepted: AtomicU64,
 }
 
+impl Submitted {
+    pub(crate) fn add(&mut self, sequence: &Sequence) {
+        self.num_requests += 1;
+        self.num_tokens += sequence.num_prompt_tokens_left() as u64;
+        self.num_blocks += sequence.num_blocks_to_admit() as u64;
+    }
+}
+
 impl EngineLoad {
     /// With what was submitted and is not taken yet, as part of the queue.
     pub(crate) fn with_submitted(self, submitted: Submitted) -> EngineLoad {
         let num_requests = submitted.num_requests.saturating_sub(self.taken.num_requests);
         let num_tokens = submitted.num_tokens.saturating_sub(self.taken.num_tokens);
+        let num_blocks = submitted.num_blocks.saturating_sub(self.taken.num_blocks);
         EngineLoad {
             num_waiting: self.num_waiting + num_requests as usize,
             num_queued_tokens: self.num_queued_tokens + num_tokens as usize,
+            num_queued_blocks: self.num_queued_blocks + num_blocks as usize,
             ..self
         }
     }
@@ -171,6 +188,7 @@ impl EngineLoad {
             num_free_blocks: num_blocks,
             num_total_blocks: num_blocks,
             num_queued_tokens: 0,
+            num_queued_blocks: 0,
             taken: Submitted::default(),
         }
     }

@@ -32,6 +32,8 @@ async fn a_request_is_counted_from_its_submission_on_also_during_a_step() {
         (0..3).map(|idx| engine.generate(request(&[idx; 50], 9)).expect("accepted")).collect();
     let load = engine.load_now();
     assert_eq!((load.num_waiting, load.num_queued_tokens), (3, 20 + 150));
+    // Each needs 13 for its prompt, and one to grow.
+    assert_eq!(load.num_queued_blocks, 3 * 14);
     drop(permit);
     for stream in [first].into_iter().chain(others) {
         support::collect(stream).await;
@@ -39,6 +41,7 @@ async fn a_request_is_counted_from_its_submission_on_also_during_a_step() {
     engine.check_whole().await;
     let load = engine.load_now();
     assert_eq!((load.num_waiting, load.num_queued_tokens), (0, 0), "nothing lingers");
+    assert_eq!(load.num_queued_blocks, 0);
 }
 
 /// A clock that only executed steps advance.

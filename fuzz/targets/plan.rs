@@ -74,6 +74,7 @@ fuzz_target!(|input: Input| {
             num_total_blocks: num_total_blocks as u32 as usize,
             age: std::time::Duration::from_nanos(num_queued_tokens.rotate_left(17)),
             num_queued_tokens,
+            num_queued_blocks: num_queued_tokens.rotate_left(11) as u32 as usize,
             prefill_tokens_per_second: speed,
             pace: worker.pace.map(|(step, counts)| {
                 let [num_decoding, context, pairs, max_step_tokens, itl] = counts.map(|change| change.of(4));

@@ -225,11 +225,13 @@ impl Worker {
         let hashes = hashes.to_vec();
         let sequence =
             Sequence::without_text(id, role, num_tokens, request, max_tokens, block_size, root, hashes);
+        let num_blocks = sequence.num_blocks_to_admit();
         self.scheduler.add(sequence);
         if let Some(load) = &mut self.published {
             // As the engine says it: what was submitted during a step waits.
             load.num_waiting += 1;
             load.num_queued_tokens += if role == SequenceRole::Decode { 0 } else { num_tokens as u64 };
+            load.num_queued_blocks += num_blocks;
         }
         self.present.insert(request);
         id
@@ -363,6 +365,7 @@ impl Worker {
             num_free_blocks: self.scheduler.num_free_blocks(),
             num_total_blocks: self.scheduler.num_total_blocks(),
             num_queued_tokens: self.scheduler.num_queued_tokens() as u64,
+            num_queued_blocks: self.scheduler.num_queued_blocks(),
             prefill_tokens_per_second: self.prefill_rate(),
             pace,
             link_within: None,

@@ -140,6 +140,7 @@ impl Worker {
             num_free_blocks: count(load.num_free_blocks),
             num_total_blocks: count(load.num_total_blocks),
             num_queued_tokens: load.num_queued_tokens as u64,
+            num_queued_blocks: count(load.num_queued_blocks),
             draining: self.lifecycle.is_draining(),
             handoff_bytes: handoff_bytes.into(),
             prefill_tokens_per_second: self.engine.prefill_rate().unwrap_or(0.0) as u64,

@@ -64,6 +64,28 @@ async fn a_request_is_covered_when_its_worker_counts_it() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_reservation_that_waits_is_covered_and_counted_once() {
+    let (steps, hook) = gate();
+    let p = prefill().start().await;
+    let d = decode().hook(hook).with(|config| config.max_running = 1).start().await;
+    let prompts = [prompt(1, 80), prompt(2, 50)];
+    let mut client = d.client().await;
+    let mut first = client.generate(numbered(0, &prompts[0], Some(p.peer()))).await.unwrap().into_inner();
+    steps.pass(0);
+    // The first one decodes and has the only slot.
+    let mut second = client.generate(numbered(1, &prompts[1], Some(p.peer()))).await.unwrap().into_inner();
+    until_covered(&d, 2).await;
+    let load = report(&d);
+    assert_eq!((load.num_running, load.num_waiting), (1, 1));
+    assert_eq!(load.num_queued_blocks, 14, "13 for its prompt, and one to grow");
+
+    steps.open();
+    for (prompt, events) in [(&prompts[0], &mut first), (&prompts[1], &mut second)] {
+        assert_eq!(read(events).await.unwrap().finished(), expected(prompt, 4));
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn requests_that_fail_or_are_cancelled_are_covered_too() {
     let (steps, hook) = gate();
     let mut p = prefill().hook(hook).start().await;

@@ -281,6 +281,12 @@ impl Sequence {
         self.num_tokens().div_ceil(self.block_size)
     }
 
+    /// Blocks that must be available to admit it: those of its tokens, and one if it may grow.
+    pub fn num_blocks_to_admit(&self) -> usize {
+        let num_blocks = self.num_blocks_needed();
+        num_blocks + usize::from(self.can_grow_beyond(num_blocks))
+    }
+
     /// Blocks at its greatest length.
     pub fn max_num_blocks(&self) -> usize {
         self.max_kv_tokens.div_ceil(self.block_size)

@@ -82,13 +82,11 @@ impl Balance {
     }
 }
 
-/// The part of its blocks that is taken; requests that wait for blocks count as if they had them all.
+/// The part of its blocks that is taken. What waits counts as if it had its blocks: it may wait for the end of a step alone.
 fn fullness(worker: &WorkerView) -> f64 {
     let load = &worker.load;
-    if load.num_waiting > 0 {
-        return 1.0;
-    }
-    1.0 - load.num_free_blocks.min(load.num_total_blocks) as f64 / load.num_total_blocks as f64
+    let num_free = load.num_free_blocks.saturating_sub(load.num_queued_blocks);
+    1.0 - num_free.min(load.num_total_blocks) as f64 / load.num_total_blocks as f64
 }
 
 #[cfg(test)]
@@ -128,7 +126,24 @@ mod tests {
                 "d0=4 d1=4 d2=4 d3=4",
                 "d1>d3",
             ),
-            ("a queue is fullness", "d0 decode free=50 waiting=2\n d1 decode free=80", "d0=9 d1=9", "d0>d1"),
+            (
+                "a queue is fullness",
+                "d0 decode free=50 waiting=2 queued-blocks=50\n d1 decode free=80",
+                "d0=9 d1=9",
+                "d0>d1",
+            ),
+            (
+                "as far as it needs blocks",
+                "d0 decode free=60 waiting=2 queued-blocks=5\n d1 decode free=100",
+                "d0=9 d1=9",
+                "-",
+            ),
+            (
+                "on the emptier one, too",
+                "d0 decode free=20\n d1 decode free=90 waiting=1 queued-blocks=60",
+                "d0=9 d1=9",
+                "-",
+            ),
         ];
         for (name, workers, num_running, expected) in cases {
             let next = Balance::default().next(&view(workers), &running(num_running), Instant::now());

@@ -214,6 +214,8 @@ pub struct Load {
     pub age: Duration,
     /// Prompt tokens that wait to be computed.
     pub num_queued_tokens: u64,
+    /// Blocks that must be free to admit all that waits, cached ones included.
+    pub num_queued_blocks: usize,
     /// Prompt tokens that it computes in a second; 0 when it has not computed any.
     pub prefill_tokens_per_second: u64,
     /// What its steps take. `None`: an older worker.

@@ -268,7 +268,8 @@ impl<'a> Outlook<'a> {
         // What is in tiers takes blocks, too.
         let [num_pooled, ..] = self.above;
         let num_blocks = (num_tokens.saturating_sub(num_pooled) as u64 + 1).div_ceil(block_size);
-        let num_taken = num_blocks.saturating_add(sent.num_blocks);
+        let num_taken =
+            num_blocks.saturating_add(sent.num_blocks).saturating_add(load.num_queued_blocks as u64);
         let num_present = (load.num_running as u64).saturating_add(load.num_waiting as u64);
         let num_sequences = num_present.saturating_add(sent.num_requests);
         let max_running = record.capacity.max_running as u64;

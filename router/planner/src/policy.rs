@@ -267,7 +267,8 @@ fn uncached(record: &Arc<WorkerRecord>, request: &PlanRequest) -> usize {
 
 fn lacks_blocks(worker: &WorkerView, num_tokens: usize) -> bool {
     let num_blocks = num_tokens.div_ceil(worker.record.kv_format.block_size.max(1)) as u64;
-    let num_taken = num_blocks.saturating_add(worker.sent.num_blocks);
+    let num_awaited = worker.sent.num_blocks.saturating_add(worker.load.num_queued_blocks as u64);
+    let num_taken = num_blocks.saturating_add(num_awaited);
     worker.load.num_total_blocks > 0 && num_taken > worker.load.num_free_blocks as u64
 }
 

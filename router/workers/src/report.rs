@@ -21,6 +21,7 @@ pub(super) fn load(report: &Report, now: Instant) -> Load {
         num_free_blocks: load.num_free_blocks as usize,
         num_total_blocks: load.num_total_blocks as usize,
         num_queued_tokens: load.num_queued_tokens,
+        num_queued_blocks: load.num_queued_blocks as usize,
         prefill_tokens_per_second: load.prefill_tokens_per_second,
         pace: pace(load),
         blends: load.blend_ratio.is_some(),

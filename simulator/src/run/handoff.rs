@@ -23,7 +23,6 @@ impl Simulation<'_> {
         let now = self.now();
         let request = Worker::request_of(id);
         let Some(live) = self.live[request as usize].as_mut() else { return };
-        let router = live.router;
         let Some(attempt) = live.attempt.as_mut() else { return };
         let (is_remote, computes) = (attempt.prefill.is_some(), attempt.computes());
         let is_reservation = is_remote
@@ -31,7 +30,6 @@ impl Simulation<'_> {
             && attempt.decode_sequence.is_some_and(|held| held.worker == idx && held.id == id);
         if is_reservation {
             attempt.granted = Some(Granted { at: now, num_cached_blocks });
-            self.workers[idx].covered.push((router, attempt.decode_ticket));
             return self.transfer(request);
         }
         let sequence = self.workers[idx].scheduler.sequence(id);
@@ -61,6 +59,7 @@ impl Simulation<'_> {
         let most = worker.spec.num_blocks * self.block_size;
         let max_tokens = max_tokens.min(most + 1);
         let id = worker.add(request, SequenceRole::Decode, attempt.num_tokens, max_tokens, &hashes, root);
+        worker.covered.push((live.router, attempt.decode_ticket));
         attempt.decode_sequence = Some(Held { worker: decode, life: worker.life, id });
         self.kick(decode);
     }

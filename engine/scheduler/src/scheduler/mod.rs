@@ -340,9 +340,7 @@ impl Scheduler {
         least: usize,
     ) -> Option<PrefixBlocks> {
         let cached = self.pool.find_prefix(hashes);
-        // Counts the waiting sequences as if nothing of theirs were cached.
-        let num_awaited = self.waiting.iter().map(num_blocks_to_admit).sum::<usize>();
-        let num_free = self.num_free_beside(&cached)?.checked_sub(num_awaited)?;
+        let num_free = self.num_free_beside(&cached)?.checked_sub(self.num_queued_blocks())?;
         let num_blocks = hashes.len().min(cached.len() + num_free);
         (num_blocks >= least).then(|| self.holds.reserve_prefix(id, cached, num_blocks, &mut self.pool))
     }
@@ -553,7 +551,7 @@ impl Scheduler {
     }
 
     fn has_room_for(&self, sequence: &Sequence, cached: &[BlockId]) -> bool {
-        self.is_room_for(num_blocks_to_admit(sequence), cached)
+        self.is_room_for(sequence.num_blocks_to_admit(), cached)
     }
 
     /// Whether there are `num_blocks` blocks, of which `cached` are cached, and one for each present sequence that may
@@ -570,10 +568,4 @@ impl Scheduler {
         let num_growing = present.filter(|other| other.can_grow_beyond(other.blocks.len())).count();
         self.pool.num_available().checked_sub(num_revived + num_growing)
     }
-}
-
-/// Blocks that must be available to admit a sequence: those of its tokens, and one if it may grow.
-fn num_blocks_to_admit(sequence: &Sequence) -> usize {
-    let num_blocks = sequence.num_blocks_needed();
-    num_blocks + usize::from(sequence.can_grow_beyond(num_blocks))
 }

@@ -35,6 +35,11 @@ impl Scheduler {
         self.pool.num_available()
     }
 
+    /// Blocks that must be available to admit every waiting sequence, as if nothing of theirs were cached.
+    pub fn num_queued_blocks(&self) -> usize {
+        self.waiting.iter().map(Sequence::num_blocks_to_admit).sum()
+    }
+
     /// Blocks at the front of a sequence that are cached, by its hashes in order.
     pub fn num_cached(&self, hashes: &[BlockHash]) -> usize {
         self.pool.find_prefix(hashes).len()

@@ -41,11 +41,11 @@ fn what_is_cached_is_no_work_of_the_queue() {
         add id=2 prompt=12 max=14 text=a
         add id=3 prompt=12 max=14 text=b
         queued
-            tokens 16 pairs 120
+            tokens 16 pairs 120 blocks 8
         # It computes none of them here.
         add id=4 prompt=12 max=14 text=c role=decode
         queued
-            tokens 16 pairs 120
+            tokens 16 pairs 120 blocks 12
         ",
     );
     check(
@@ -74,7 +74,7 @@ fn what_is_cached_is_no_work_of_the_queue() {
             preempt 2
             1: 12..13 token
         queued
-            tokens 4 pairs 42
+            tokens 4 pairs 42 blocks 4
         ",
     );
 }

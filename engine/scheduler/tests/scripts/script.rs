@@ -16,7 +16,8 @@
 //! expect id=9 text=a first=2                       blocks 2 and later of this text are on their way
 //! decode id=1 | end id=1 | release id=1 | give_up_slot id=1
 //! state                                            the waiting sequences, the number of running ones, free blocks
-//! queued                                           tokens to compute before all sequences decode, and their pairs
+//! queued                                           tokens to compute before all sequences decode, their pairs, and the
+//!                                                  blocks to admit the queue
 //! ```
 
 use std::{collections::BTreeMap, fmt::Write, time::Duration};
@@ -167,9 +168,10 @@ impl Player {
                 self.scheduler.num_free_blocks()
             )],
             "queued" => vec![format!(
-                "tokens {} pairs {}",
+                "tokens {} pairs {} blocks {}",
                 self.scheduler.num_queued_tokens(),
-                self.scheduler.num_queued_pairs()
+                self.scheduler.num_queued_pairs(),
+                self.scheduler.num_queued_blocks()
             )],
             other => panic!("no command {other}"),
         };

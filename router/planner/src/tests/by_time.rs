@@ -272,6 +272,12 @@ fn a_prompt_is_computed_where_it_is_ready_first_unless_others_pay_more_for_it() 
             "d1",
         ),
         (
+            "blocks that others wait for are none",
+            "d0 decode rate=20000 free=50 queued-blocks=20\n d1 decode rate=2000 decoding=5",
+            "tokens=500",
+            "d1",
+        ),
+        (
             "one without a slot, too",
             "d0 decode rate=20000 decoding=2 max-running=2\n d1 decode rate=2000 decoding=3",
             "tokens=500",

@@ -37,7 +37,7 @@ fn pace(per_token: f64) -> WorkerPace {
     }
 }
 
-/// Reads lines like `d0 decode running=3 waiting=1 speed=1000 queued=100 free=5 assigned=2 backing-off draining unreachable
+/// Reads lines like `d0 decode running=3 waiting=1 speed=1000 queued=100 queued-blocks=7 free=5 assigned=2 backing-off draining unreachable
 /// age=0.1 other-format other-blocks context=64`. A worker with `rate=20000`, in prompt tokens a second, says what its steps take; then
 /// `decoding=8`, `itl-target=0.05`, `link=1e9` and `on=machine:0,1` may follow.
 pub(crate) fn view(text: &str) -> ClusterView {
@@ -59,6 +59,7 @@ pub(crate) fn view(text: &str) -> ClusterView {
                 Some(("age", n)) => load.age = Duration::from_secs_f64(n.parse().unwrap()),
                 Some(("queued", n)) => load.num_queued_tokens = n.parse().unwrap(),
                 Some(("waiting", n)) => load.num_waiting = n.parse().unwrap(),
+                Some(("queued-blocks", n)) => load.num_queued_blocks = n.parse().unwrap(),
                 Some(("speed", n)) => load.prefill_tokens_per_second = n.parse().unwrap(),
                 Some(("free", n)) => load.num_free_blocks = n.parse().unwrap(),
                 Some(("assigned", n)) => num_assigned = n.parse().unwrap(),
@@ -227,6 +228,12 @@ fn plans() {
             "d1 with d0",
         ),
         ("one without room comes last", "d0 decode free=2\n d1 decode running=9", "tokens=100", "d1"),
+        (
+            "blocks that others wait for are no room",
+            "d0 decode free=20 queued-blocks=15\n d1 decode running=9",
+            "tokens=100",
+            "d1",
+        ),
         (
             "what was just sent counts in full",
             "d0 decode\n p0 prefill sent=500\n p1 prefill",
