@@ -9,6 +9,7 @@ use std::{
     time::Duration,
 };
 
+use baton_cost::StepLine;
 use baton_grammar::{GrammarError, TokenMatcher};
 use baton_kv_cache::{BlockId, BlockStorage};
 use baton_model_spec::SampledToken;
@@ -242,6 +243,19 @@ impl EngineHandle {
     /// What its steps take.
     pub fn pace(&self) -> EnginePace {
         self.state.progress.pace()
+    }
+
+    /// What routers are to expect of its next step, by its pace: a line that was slow comes back to its prior while no step follows
+    /// ([`StepLine::after`]). What is decided here goes by the pace itself.
+    pub fn expected_step(&self, pace: &EnginePace) -> Option<StepLine> {
+        let config = &self.state.config;
+        let step = pace.step?;
+        let (Some(prior), Some(stepped_at)) =
+            (config.step_prior.and_then(StepLine::checked), pace.stepped_at)
+        else {
+            return Some(step);
+        };
+        Some(step.after((config.clock)().saturating_duration_since(stepped_at), &prior))
     }
 
     /// Tokens that one step computes at most.

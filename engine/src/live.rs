@@ -171,6 +171,7 @@ impl LiveRequests {
             num_context_tokens: decoding.num_context_tokens as usize,
             num_queued_pairs: self.scheduler.num_queued_pairs(),
             recent_itl_seconds: 0.0,
+            stepped_at: None,
         }
     }
 

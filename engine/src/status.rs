@@ -1,8 +1,11 @@
 //! What an engine publishes about itself: its load, its progress, and whether everything was returned.
 
-use std::sync::{
-    Mutex, PoisonError,
-    atomic::{AtomicU64, Ordering},
+use std::{
+    sync::{
+        Mutex, PoisonError,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::Instant,
 };
 
 use baton_cost::StepLine;
@@ -54,6 +57,8 @@ pub struct EnginePace {
     /// Between two tokens of a sequence that decodes, by the newest steps; 0 when the newest step decoded nothing, and
     /// while there is nothing to compute.
     pub recent_itl_seconds: f64,
+    /// When the newest step ended. `None` before the first.
+    pub(crate) stepped_at: Option<Instant>,
 }
 
 /// What an engine has done since it started.
@@ -134,7 +139,8 @@ impl Progress {
             Some(newest) if pace.recent_itl_seconds == 0.0 => newest,
             Some(newest) => pace.recent_itl_seconds + NEWEST_ITL * (newest - pace.recent_itl_seconds),
         };
-        *pace = EnginePace { recent_itl_seconds, ..now };
+        let stepped_at = now.stepped_at.or(pace.stepped_at);
+        *pace = EnginePace { recent_itl_seconds, stepped_at, ..now };
     }
 
     /// Counts a request before it is sent to the engine.

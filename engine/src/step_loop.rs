@@ -46,7 +46,7 @@ use crate::{
     execution::{collect, execute, launch, least_left, mask},
     live::LiveRequests,
     speculation::Speculator,
-    status::{EngineLoad, Progress},
+    status::{EngineLoad, EnginePace, Progress},
 };
 
 /// A thread that sleeps may wake up so much too late. For less, it looks again at once.
@@ -414,7 +414,8 @@ impl StepLoop {
             }
         }
         self.publish_rate();
-        self.progress.set_pace(self.live.pace(), plan.has_decodes().then_some(elapsed.as_secs_f64()));
+        let pace = EnginePace { stepped_at: Some(now.at), ..self.live.pace() };
+        self.progress.set_pace(pace, plan.has_decodes().then_some(elapsed.as_secs_f64()));
         self.publish_load();
         self.plans.push(plan);
         Ok(())

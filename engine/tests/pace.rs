@@ -174,6 +174,36 @@ async fn cancelled_requests_leave_nothing_in_the_pace() {
 }
 
 #[tokio::test]
+async fn a_slow_engine_without_work_is_expected_to_be_as_fast_as_its_prior_again() {
+    static MILLIS: AtomicU64 = AtomicU64::new(0);
+    fn clock() -> Instant {
+        static START: LazyLock<Instant> = LazyLock::new(Instant::now);
+        *START + Duration::from_millis(MILLIS.load(Ordering::Relaxed))
+    }
+    let prior = StepLine { fixed: 0.01, per_token: 0.0, per_context_token: 0.0, per_pair: 0.0 };
+    let config = EngineConfig { clock, step_prior: Some(prior), ..config() };
+    let (_, engine) = engine_with_hook(config, move |_| {
+        MILLIS.fetch_add(100, Ordering::Relaxed);
+        Ok(())
+    });
+    let expected = || engine.expected_step(&engine.pace()).expect("a prior").fixed;
+    assert_eq!(expected(), prior.fixed);
+    engine.generate_all(request(&[1; 20], 50)).await;
+    engine.check_whole().await;
+    let slow = expected();
+    assert!(slow > 0.09, "{slow}");
+    MILLIS.fetch_add(60_000, Ordering::Relaxed);
+    assert!((expected() / slow - 0.5).abs() < 1e-9, "{} after {slow}", expected());
+    MILLIS.fetch_add(3_600_000, Ordering::Relaxed);
+    assert_eq!(expected(), prior.fixed);
+    assert_eq!(engine.pace().step.expect("a prior").fixed, slow, "what was measured stays");
+    // So does what one step says.
+    engine.generate_all(request(&[2; 20], 2)).await;
+    engine.check_whole().await;
+    assert!(expected() > 0.09, "{}", expected());
+}
+
+#[tokio::test]
 async fn without_a_prior_nothing_is_claimed_before_the_first_step() {
     let (_, engine) = engine(config());
     assert_eq!(engine.pace().step, None);

@@ -144,7 +144,7 @@ impl Worker {
             draining: self.lifecycle.is_draining(),
             handoff_bytes: handoff_bytes.into(),
             prefill_tokens_per_second: self.engine.prefill_rate().unwrap_or(0.0) as u64,
-            step: pace.step.map(|step| v1::StepLine {
+            step: self.engine.expected_step(&pace).map(|step| v1::StepLine {
                 fixed: step.fixed,
                 per_token: step.per_token,
                 per_context_token: step.per_context_token,

@@ -1,5 +1,7 @@
 //! The time of one step, and of the steps that compute a prompt.
 
+use std::time::Duration;
+
 use serde::{Deserialize, Serialize};
 
 /// What one step of an engine computes, all sequences together.
@@ -132,6 +134,20 @@ impl StepLine {
         (target - self.seconds(beside)).max(0.0) / self.per_token.max(f64::MIN_POSITIVE)
     }
 
+    /// What to expect so long after the newest step: what is slower than `prior` says is taken to be twice as fast with every minute,
+    /// down to that. A worker that was slow gets no requests, and would otherwise never be measured again.
+    #[must_use]
+    pub fn after(self, idle: Duration, prior: &StepLine) -> StepLine {
+        let factor = (idle.as_secs_f64() / 60.0).exp2();
+        let relax = |measured: f64, prior: f64| measured.min((measured / factor).max(prior));
+        StepLine {
+            fixed: relax(self.fixed, prior.fixed),
+            per_token: relax(self.per_token, prior.per_token),
+            per_context_token: relax(self.per_context_token, prior.per_context_token),
+            per_pair: relax(self.per_pair, prior.per_pair),
+        }
+    }
+
     /// The line, if it can be true: every coefficient is a number in its range, and a step takes time. Foreign reports are
     /// checked with it.
     pub fn checked(self) -> Option<StepLine> {
@@ -168,6 +184,16 @@ mod tests {
     }
 
     const LINE: StepLine = StepLine { fixed: 10.0, per_token: 2.0, per_context_token: 0.5, per_pair: 0.1 };
+
+    #[test]
+    fn a_slow_line_comes_back_to_its_prior_within_minutes() {
+        let prior = StepLine { fixed: 4.0, per_token: 1.5, per_context_token: 1.0, per_pair: 0.0 };
+        let after = |minutes: u64| LINE.after(Duration::from_secs(60 * minutes), &prior);
+        assert_eq!(after(0), LINE);
+        let expected = StepLine { fixed: 5.0, per_token: 1.5, per_context_token: 0.5, per_pair: 0.05 };
+        assert_eq!(after(1), expected, "what is faster stays");
+        assert_eq!(after(100_000), StepLine { per_context_token: 0.5, ..prior });
+    }
 
     #[test]
     fn chunks_of_a_prompt_are_the_prompt() {

@@ -372,7 +372,9 @@ impl<'a> Search<'a> {
         estimate.tpot = estimate.decode / self.num_expected;
         estimate.harm += num_running * stall;
         estimate.has_room = worker.has_room(self.request.num_tokens);
-        let recent = worker.view.load.pace.map_or(0.0, |pace| pace.recent_itl);
+        // Of a worker that decodes nothing it says nothing.
+        let pace = worker.view.load.pace.filter(|pace| pace.num_decoding > 0);
+        let recent = pace.map_or(0.0, |pace| pace.recent_itl);
         let is_missed = |seconds: f64, slo: Option<f64>| slo.is_some_and(|slo| seconds > slo);
         let (misses_ttft, misses_tpot) =
             (is_missed(estimate.ttft, self.slo.ttft), is_missed(estimate.tpot.max(recent), self.slo.tpot));

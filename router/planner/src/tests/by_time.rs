@@ -414,6 +414,11 @@ fn tokens_that_come_late_now_count_as_late() {
     assert_eq!(chosen(&workers), "d0");
     workers.workers[0].load.pace.as_mut().expect("paced").recent_itl = 0.04;
     assert_eq!(chosen(&workers), "d1");
+    // Nothing comes late where nothing decodes any more.
+    workers.workers[0].load.num_running = 0;
+    let pace = workers.workers[0].load.pace.as_mut().expect("paced");
+    (pace.num_decoding, pace.num_context_tokens) = (0, 0);
+    assert_eq!(chosen(&workers), "d0");
 }
 
 #[test]
