@@ -203,13 +203,10 @@ impl Choice {
                     self.on_failure(Failure::new(FailureKind::Draining, "it aborted"))?;
                     return Ok(None);
                 }
-                if let Some(attempt) = &self.attempt {
-                    if attempt.num_tokens == 1 {
-                        self.core.workers.report_success(&attempt.decode);
-                    }
-                    let (core, hashes) = (&self.core, self.hashes.get_or_insert_default());
-                    core.planner.note_finished(&core.workers, &attempt.decode, &self.request, hashes);
+                if let Some(attempt) = self.attempt.as_ref().filter(|attempt| attempt.num_tokens == 1) {
+                    self.core.workers.report_success(&attempt.decode);
                 }
+                self.note_finished();
                 return Ok(Some(self.finished(reason)));
             }
             Came::Event(Ok(generate_event::Event::Leaving(_))) => {
@@ -493,8 +490,19 @@ impl Choice {
         let matched = self.output.push(&token, || Detokenizer::showing(&model.tokenizer, prompt, shown));
         self.request.output.push(token.id);
         let finish = matched.stop.map(|stop| self.finish(FinishReason::Stop, Some(stop)));
+        if finish.is_some() {
+            self.note_finished();
+        }
         let tokens = vec![TokenOut { id: token.id, logprobs: token.logprobs }];
         Event { text: matched.text, tokens, finish, ..Event::empty(self.index) }
+    }
+
+    /// The answer is whole. Its worker, which a replay has not, holds the conversation now.
+    fn note_finished(&mut self) {
+        if let Some(attempt) = &self.attempt {
+            let (core, hashes) = (&self.core, self.hashes.get_or_insert_default());
+            core.planner.note_finished(&core.workers, &attempt.decode, &self.request, hashes);
+        }
     }
 
     fn note_progress(&mut self, now: Instant) {

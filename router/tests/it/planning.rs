@@ -13,6 +13,7 @@ use crate::{
     fake::{FakeWorker, Step, say},
     harness::{Router, SOON},
     index::{blocks, says, until_index},
+    model::ids,
     page::Stream,
 };
 
@@ -95,6 +96,23 @@ async fn a_request_counts_until_a_report_covers_it() {
     for request in running {
         assert_eq!(request.await.expect("no panic"), 200);
     }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_answer_that_a_stop_string_ends_is_cached_where_it_was_given() {
+    let mut router = Router::start(|_| {}).await;
+    let d0 = reporting(&mut router, "d0", Role::Decode).await;
+    let answer = format!("{}.", "x".repeat(100));
+    let tokens = ids(&answer);
+    d0.script(move |_| tokens.iter().copied().map(Step::Token).chain([Step::Hang]).collect());
+    let compute_ms = async |prompt: String| {
+        let body = json!({"prompt": prompt, "max_tokens": 200, "stop": ".", "explain": true});
+        let answer = router.client.post(TEXT, &body).await.json();
+        answer["plans"][0]["chosen"]["compute_ms"].as_f64().expect("ms")
+    };
+    compute_ms("abc".to_owned()).await;
+    let next = compute_ms(format!("abc{answer} More")).await;
+    assert!(next < 15.0, "{next} ms: all but 13 tokens are cached, which take 1.3 ms and the step's 10");
 }
 
 #[tokio::test(flavor = "multi_thread")]
