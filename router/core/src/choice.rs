@@ -9,7 +9,7 @@ use std::{
 use baton_planner::{AttemptStage, NoPlan, Plan, Prefill, PrefillMode, Retry, WorkerKey};
 use baton_proto::worker::{self as proto, GenerateRequest, generate_event};
 use baton_request::{Failure, FailureKind, FinishReason, Request};
-use baton_router_workers::{SequenceHashes, block_kinds};
+use baton_router_workers::SequenceHashes;
 use baton_telemetry::{KeyValue, TracePoint};
 use baton_tokenizer::Detokenizer;
 use tracing::{Instrument, Span};
@@ -303,7 +303,7 @@ impl Choice {
         };
         if let Some(hashes) = &mut self.hashes {
             // Of the prompt they are there.
-            hashes.extend(&block_kinds(&self.core.workers.view()), &self.request);
+            hashes.extend(&self.core.workers.block_kinds(), &self.request);
         }
         match self.plan(Some(Migrating { from: &attempt.plan.decode, to })) {
             Ok(plan) => {

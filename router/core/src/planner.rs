@@ -8,7 +8,7 @@ use baton_planner::{
     PrefixAware, Slo, WorkerKey, expected_output,
 };
 use baton_request::Request;
-use baton_router_workers::{SequenceHashes, Workers, block_kinds};
+use baton_router_workers::{BlockKind, SequenceHashes, Workers};
 
 use crate::config::{PlanBasis, RouterConfig};
 
@@ -129,11 +129,9 @@ impl Planner {
         request: &Request,
         hashes: &mut SequenceHashes,
     ) {
-        let mut view = workers.view();
-        view.workers.retain(|other| WorkerKey::of(&other.record) == *worker);
-        hashes.extend(&block_kinds(&view), request);
-        for ended in &view.workers {
-            workers.note_cached(worker, hashes.of(&ended.record.kv_format));
+        if let Some(record) = workers.record(worker) {
+            hashes.extend(&[BlockKind::of(&record.kv_format)], request);
+            workers.note_cached(worker, hashes.of(&record.kv_format));
         }
         let newest = request.output.len() as f64;
         let update = |bits| Some(expected_output(f64::from_bits(bits), newest).to_bits());

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use baton_journal::Journal;
 use baton_request::Request;
-use baton_router_workers::{BLOCKING_TOKENS, Contexts, SequenceHashes, Workers, block_kinds};
+use baton_router_workers::{BLOCKING_TOKENS, Contexts, SequenceHashes, Workers};
 use tokio::sync::{Semaphore, SetOnce, broadcast};
 use tokio_util::sync::CancellationToken;
 
@@ -133,7 +133,7 @@ impl Core {
     /// The hashes of a request's known tokens, for the workers that are known now; on another thread when a long prompt is to
     /// be hashed. `known` are those that exist already.
     pub(crate) async fn hash(&self, request: &Request, known: Option<SequenceHashes>) -> SequenceHashes {
-        let kinds = block_kinds(&self.workers.view());
+        let kinds = self.workers.block_kinds();
         let mut hashes = known.unwrap_or_default();
         if request.num_known_tokens() <= BLOCKING_TOKENS || !hashes.lacks(&kinds) {
             hashes.extend(&kinds, request);

@@ -4,7 +4,6 @@
 use std::{ops::Range, sync::Arc};
 
 use baton_kv_cache::{BlockHash, HashRoot, KvFormat};
-use baton_planner::ClusterView;
 use baton_request::Request;
 
 /// Prompts with more tokens are hashed off the async threads: 4096 take about 50 us.
@@ -32,6 +31,11 @@ struct Chain {
 }
 
 impl BlockKind {
+    /// The kind of blocks of this format.
+    pub fn of(format: &KvFormat) -> BlockKind {
+        BlockKind { block_size: format.block_size, revision: format.model_revision.clone() }
+    }
+
     fn is_of(&self, format: &KvFormat) -> bool {
         self.block_size == format.block_size && self.revision == format.model_revision
     }
@@ -127,13 +131,12 @@ fn root(revision: &str, request: &Request) -> HashRoot {
     }
 }
 
-/// The kinds of blocks in the view.
-pub fn block_kinds(view: &ClusterView) -> Vec<BlockKind> {
+/// The kinds of blocks of these formats, each once.
+pub(super) fn block_kinds<'a>(formats: impl Iterator<Item = &'a KvFormat>) -> Vec<BlockKind> {
     let mut kinds: Vec<BlockKind> = Vec::new();
-    for worker in &view.workers {
-        let KvFormat { block_size, model_revision, .. } = &worker.record.kv_format;
-        if !kinds.iter().any(|kind| kind.is_of(&worker.record.kv_format)) {
-            kinds.push(BlockKind { block_size: *block_size, revision: model_revision.clone() });
+    for format in formats {
+        if !kinds.iter().any(|kind| kind.is_of(format)) {
+            kinds.push(BlockKind::of(format));
         }
     }
     kinds

@@ -30,7 +30,7 @@ use tokio::sync::watch as notify;
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 use tonic::transport::Channel;
 
-pub use hashes::{BLOCKING_TOKENS, BlockKind, SequenceHashes, block_kinds};
+pub use hashes::{BLOCKING_TOKENS, BlockKind, SequenceHashes};
 pub use watch::Report;
 
 /// Of the longest sequences that decode workers serve, prompt and output together.
@@ -81,6 +81,8 @@ pub struct Workers {
 #[derive(Debug, Default)]
 struct State {
     workers: BTreeMap<WorkerKey, Worker>,
+    /// The kinds of their blocks.
+    block_kinds: Arc<[BlockKind]>,
     /// Workers of other models.
     of_other_models: Vec<Arc<WorkerRecord>>,
     /// Of each object store that workers share, by its name: what it has.
@@ -221,6 +223,16 @@ impl Workers {
         let now = Instant::now();
         let workers = state.workers.values().map(|worker| worker.view(now)).collect();
         ClusterView { workers }
+    }
+
+    /// The record of a worker that is known.
+    pub fn record(&self, key: &WorkerKey) -> Option<Arc<WorkerRecord>> {
+        self.lock().workers.get(key).map(|worker| worker.record.clone())
+    }
+
+    /// The kinds of blocks that the known workers have.
+    pub fn block_kinds(&self) -> Arc<[BlockKind]> {
+        self.lock().block_kinds.clone()
     }
 
     /// What each worker has cached of the front of a sequence, or is believed to. A worker that is absent has nothing.
@@ -433,6 +445,8 @@ impl Workers {
             state.workers.insert(key, worker);
         }
         old.into_values().for_each(|gone| state.part(gone));
+        let kinds = hashes::block_kinds(state.workers.values().map(|worker| &worker.record.kv_format));
+        state.block_kinds = kinds.into();
         drop(state);
         self.notify();
     }
@@ -472,9 +486,8 @@ impl Workers {
     fn enter(self: &Arc<Self>, key: &WorkerKey, report: Option<Report>) {
         let mut state = self.lock();
         let now = Instant::now();
-        state.note_usable();
         let Some(worker) = state.workers.get_mut(key) else { return };
-        let before = worker.view(now).usability;
+        let before = worker.usability(now);
         if worker.report.is_none() && report.is_some() {
             worker.back_off.come_back();
         }
@@ -492,7 +505,10 @@ impl Workers {
         }
         worker.is_leaving |= report.as_ref().is_some_and(|report| report.load.draining);
         worker.report = report;
-        let (after, store) = (worker.view(now).usability, worker.store());
+        let (after, store, role) = (worker.usability(now), worker.store(), worker.record.role);
+        if is_usable(before) && !is_usable(after) {
+            state.last_usable.insert(role, now);
+        }
         if let Some(name) = store
             && let Entry::Vacant(unknown) = state.stores.entry(name)
         {
@@ -540,7 +556,7 @@ impl State {
     fn has_usable(&self, role: Role) -> bool {
         let now = Instant::now();
         let mut workers = self.workers.values().filter(|worker| worker.record.role == role);
-        workers.any(|worker| matches!(worker.usability(now), Usability::Ready | Usability::BackingOff))
+        workers.any(|worker| is_usable(worker.usability(now)))
     }
 
     /// A worker is no member any more.
@@ -587,6 +603,11 @@ impl Worker {
         let sent = self.assigned.ledger().sent();
         WorkerView { record: self.record.clone(), usability, load, num_assigned, sent }
     }
+}
+
+/// Whether requests are sent to such a worker, now or after a pause.
+fn is_usable(usability: Usability) -> bool {
+    matches!(usability, Usability::Ready | Usability::BackingOff)
 }
 
 /// The name of a block in the index.
@@ -640,6 +661,49 @@ mod tests {
         workers.enter(&key, Some(report(Some(11), false)));
         assert_eq!(not_covered(), 0);
         drop((before, after));
+        workers.shut_down().await;
+    }
+
+    #[tokio::test]
+    async fn a_role_was_usable_until_its_last_worker_stopped_answering() {
+        let workers = Workers::new(1, "tiny".to_owned(), Duration::from_secs(1), Dialer::new(None));
+        let (d0, d1) = (record(), Arc::new(WorkerRecord { id: "d1".into(), ..(*record()).clone() }));
+        workers.update(vec![d0.clone(), d1.clone()]);
+        let enter = |record: &WorkerRecord, report| workers.enter(&WorkerKey::of(record), report);
+        let last_usable = || workers.last_usable(Role::Decode);
+        assert_eq!(last_usable(), None, "none has answered");
+        enter(&d0, Some(report(None, false)));
+        enter(&d1, Some(report(None, false)));
+        enter(&d0, None);
+        let before = Instant::now();
+        assert!(last_usable() >= Some(before), "the other one answers");
+        enter(&d1, Some(report(None, true)));
+        let (last, after) = (last_usable(), Instant::now());
+        assert!((Some(before)..=Some(after)).contains(&last));
+        enter(&d1, Some(report(None, true)));
+        enter(&d0, None);
+        assert_eq!(last_usable(), last);
+        assert_eq!(workers.last_usable(Role::Prefill), None);
+        workers.shut_down().await;
+    }
+
+    #[tokio::test]
+    async fn the_kinds_of_blocks_are_those_of_the_members() {
+        let workers = Workers::new(1, "tiny".to_owned(), Duration::from_secs(1), Dialer::new(None));
+        let old = record();
+        let mut new = WorkerRecord { id: "d1".into(), ..(*old).clone() };
+        new.kv_format.model_revision = "r2".into();
+        let twin = WorkerRecord { id: "d2".into(), ..(*old).clone() };
+        let new = Arc::new(new);
+        let kinds = |records: Vec<Arc<WorkerRecord>>| {
+            workers.update(records);
+            workers.block_kinds().to_vec()
+        };
+        let (of_old, of_new) = (BlockKind::of(&old.kv_format), BlockKind::of(&new.kv_format));
+        assert_eq!(kinds(vec![old.clone(), new.clone(), twin.into()]), [of_old, of_new.clone()]);
+        assert_eq!(workers.record(&WorkerKey::of(&old)), Some(old));
+        assert_eq!(kinds(vec![new]), [of_new]);
+        assert_eq!(kinds(vec![]), []);
         workers.shut_down().await;
     }
 
