@@ -4,7 +4,6 @@ use std::time::Duration;
 
 use baton_planner::{PrefillMode, Slo};
 use baton_proto::v1;
-use baton_request::SpeculationMode;
 use baton_router_core::{
     BlendMode, CacheControl, ChatInput, ClientRequest, ClientSampling, CoreError, Event, ExplainedOption,
     ExplainedPlan, Extras, FieldNames, KeptText, MessageTexts, PromptInput, RequestArrival, Serving,
@@ -20,12 +19,12 @@ pub(super) fn input(
     id: String,
     arrival: RequestArrival,
 ) -> Result<ClientRequest, CoreError> {
-    let prefill = match request.prefill_mode() {
+    let prefill = match known::<v1::PrefillMode>("prefill_mode", request.prefill_mode)? {
         v1::PrefillMode::Unspecified => PrefillMode::Auto,
         v1::PrefillMode::Local => PrefillMode::Local,
         v1::PrefillMode::Remote => PrefillMode::Remote,
     };
-    let speculation = SpeculationMode::from(request.speculation_mode());
+    let speculation = known::<v1::SpeculationMode>("speculation_mode", request.speculation_mode)?.into();
     // Another form than the client asked for would change the answer.
     let kv_wire = v1::KvWire::try_from(request.kv_wire).map_err(|_| {
         CoreError::invalid(
@@ -60,7 +59,7 @@ pub(super) fn input(
         prompts: vec![prompt],
         n: request.n.max(1),
         stop: request.stop,
-        sampling: sampling(request.sampling.unwrap_or_default()),
+        sampling: sampling(request.sampling.unwrap_or_default())?,
         serving: Serving {
             cache_salt: request.cache_salt,
             priority: request.priority,
@@ -81,6 +80,13 @@ pub(super) fn input(
     })
 }
 
+/// An enum of a request. A number that is unknown here, such as of a later version, is refused: the default is not what the client
+/// asked for.
+fn known<E: TryFrom<i32>>(param: &str, number: i32) -> Result<E, CoreError> {
+    let unknown = |_| CoreError::invalid(param, format!("{param}: {number} is no value that is known here"));
+    E::try_from(number).map_err(unknown)
+}
+
 /// A chat as templates read it.
 fn conversation(chat: v1::ChatMessages) -> Result<ChatInput, CoreError> {
     if chat.messages.is_empty() {
@@ -99,13 +105,7 @@ fn conversation(chat: v1::ChatMessages) -> Result<ChatInput, CoreError> {
         Ok(json!({"type": "function", "function": function}))
     });
     let tools = tools.collect::<Result<Vec<Value>, CoreError>>()?;
-    use v1::tool_choice::Mode;
-    let choice = chat.tool_choice.map(|choice| match choice.mode() {
-        Mode::Unspecified => json!("auto"),
-        Mode::None => json!("none"),
-        Mode::Required => json!("required"),
-        Mode::Named => json!({"type": "function", "function": {"name": choice.name}}),
-    });
+    let choice = chat.tool_choice.map(tool_choice).transpose()?;
     let calls =
         ToolRequest::parse(Some(&tools), choice.as_ref(), chat.parallel_tool_calls, ToolRequest::MAX_TOOLS);
     // The fields of a function are fields of the tool here.
@@ -123,6 +123,16 @@ fn conversation(chat: v1::ChatMessages) -> Result<ChatInput, CoreError> {
         continue_final: chat.continue_final_message,
         thinking: Thinking::default(),
         extra: serde_json::Map::new(),
+    })
+}
+
+fn tool_choice(choice: v1::ToolChoice) -> Result<Value, CoreError> {
+    use v1::tool_choice::Mode;
+    Ok(match known::<Mode>("tool_choice.mode", choice.mode)? {
+        Mode::Unspecified => json!("auto"),
+        Mode::None => json!("none"),
+        Mode::Required => json!("required"),
+        Mode::Named => json!({"type": "function", "function": {"name": choice.name}}),
     })
 }
 
@@ -176,7 +186,8 @@ fn cache_control(param: &str, control: Option<v1::CacheControl>) -> Result<Optio
     use v1::cache_control::Priority;
     let Some(control) = control else { return Ok(None) };
     let ttl = control.ttl_seconds.map(|seconds| Duration::from_secs(seconds.into()));
-    let kept = match (control.priority(), ttl) {
+    let priority = known::<Priority>(&format!("{param}.priority"), control.priority)?;
+    let kept = match (priority, ttl) {
         (Priority::Unspecified | Priority::High, ttl) => {
             CacheControl::High(ttl.unwrap_or(CacheControl::DEFAULT_TTL))
         }
@@ -199,8 +210,8 @@ fn slo(param: &str, seconds: Option<f64>) -> Result<Option<f64>, CoreError> {
     }
 }
 
-fn sampling(sampling: v1::SamplingParams) -> ClientSampling {
-    ClientSampling {
+fn sampling(sampling: v1::SamplingParams) -> Result<ClientSampling, CoreError> {
+    Ok(ClientSampling {
         max_tokens: sampling.max_tokens,
         default_max_tokens: None,
         min_tokens: sampling.min_tokens,
@@ -217,10 +228,15 @@ fn sampling(sampling: v1::SamplingParams) -> ClientSampling {
         ignore_eos: sampling.ignore_eos,
         logprobs: sampling.logprobs,
         prompt_logprobs: sampling.prompt_logprobs,
-        grammar: sampling
-            .grammar
-            .as_ref()
-            .map(|grammar| AskedGrammar { param: "grammar", grammar: grammar.into() }),
+        grammar: sampling.grammar.as_ref().map(asked_grammar).transpose()?,
+    })
+}
+
+fn asked_grammar(grammar: &v1::Grammar) -> Result<AskedGrammar, CoreError> {
+    use v1::grammar::Kind;
+    match known::<Kind>("grammar.kind", grammar.kind)? {
+        Kind::Unspecified => Err(CoreError::invalid("grammar.kind", "grammar.kind: it is missing")),
+        _ => Ok(AskedGrammar { param: "grammar", grammar: grammar.into() }),
     }
 }
 

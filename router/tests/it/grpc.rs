@@ -272,6 +272,45 @@ async fn invalid_requests_get_the_right_status() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn unknown_numbers_of_enums_are_refused_by_their_field() {
+    let (router, worker) = Router::with_worker().await;
+    let mut client = client(&router).await;
+    let message = ChatMessage { role: "user".into(), content: "Hi".into(), ..Default::default() };
+    let chat =
+        |chat: ChatMessages| GenerateRequest { prompt: Some(Prompt::Chat(chat)), ..Default::default() };
+    let choice = v1::ToolChoice { mode: 9, name: String::new() };
+    let control = || Some(v1::CacheControl { priority: 9, ttl_seconds: None });
+    let part = v1::ContentPart { text: "Hi".into(), cache_control: control(), ..Default::default() };
+    let with_part = ChatMessage { parts: vec![part], ..message.clone() };
+    let grammar = |kind| {
+        let grammar = v1::Grammar { kind, text: "a".into() };
+        let sampling = SamplingParams { grammar: Some(grammar), ..SamplingParams::default() };
+        GenerateRequest { sampling: Some(sampling), ..text("x") }
+    };
+    let cases = [
+        (GenerateRequest { prefill_mode: 9, ..text("x") }, "prefill_mode: 9 is"),
+        (GenerateRequest { speculation_mode: -1, ..text("x") }, "speculation_mode: -1 is"),
+        (GenerateRequest { cache_control: control(), ..text("x") }, "cache_control.priority: 9 is"),
+        (
+            chat(ChatMessages { messages: vec![with_part], ..Default::default() }),
+            "messages[0].parts[0].cache_control.priority: 9 is",
+        ),
+        (
+            chat(ChatMessages { messages: vec![message], tool_choice: Some(choice), ..Default::default() }),
+            "tool_choice.mode: 9 is",
+        ),
+        (grammar(9), "grammar.kind: 9 is"),
+        (grammar(0), "grammar.kind: it is missing"),
+    ];
+    for (request, message) in cases {
+        let status = generate(&mut client, request).await.unwrap_err();
+        assert_eq!(status.code(), Code::InvalidArgument, "{message}: {status}");
+        assert!(status.message().starts_with(message), "{message}: {status}");
+    }
+    assert_eq!(worker.requests().len(), 0);
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn without_workers_it_is_unavailable() {
     let router = Router::start(|_| {}).await;
     let status = generate(&mut client(&router).await, text("x")).await.unwrap_err();
