@@ -97,6 +97,15 @@ impl CoreError {
         }
     }
 
+    /// When to come again, where that helps.
+    pub fn retry_after(&self) -> Option<Duration> {
+        match self {
+            CoreError::Full { retry_after, .. } => Some(*retry_after),
+            CoreError::Unavailable { .. } => Some(Duration::from_secs(1)),
+            _ => None,
+        }
+    }
+
     /// The field `param` is wrong.
     pub fn invalid(param: &str, message: impl Into<String>) -> CoreError {
         CoreError::Invalid { message: message.into(), param: Some(param.to_owned()), code: None }

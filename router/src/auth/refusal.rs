@@ -9,7 +9,7 @@ use http::{HeaderValue, StatusCode, header};
 use tonic::Status;
 
 use crate::http::{
-    error::{ApiError, retry_after},
+    error::{ApiError, retry_after_seconds},
     observe::is_grpc,
 };
 
@@ -46,7 +46,8 @@ impl Refusal {
             };
             let mut response = status.into_http();
             if let Refusal::Exceeded(exceeded) = self {
-                response.headers_mut().insert(header::RETRY_AFTER, retry_after(exceeded.retry_after));
+                let seconds = retry_after_seconds(exceeded.retry_after);
+                response.headers_mut().insert(header::RETRY_AFTER, seconds.into());
             }
             return response;
         }

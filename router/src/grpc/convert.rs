@@ -13,6 +13,8 @@ use baton_tools::{AnswerPart, AskedGrammar, ToolRequest, read_arguments};
 use serde_json::{Value, json};
 use tonic::{Code, Status};
 
+use crate::http::error::retry_after_seconds;
+
 /// A client's message as a request of the core.
 pub(super) fn input(
     request: v1::GenerateRequest,
@@ -346,7 +348,7 @@ fn usage(usage: Usage) -> v1::Usage {
     }
 }
 
-/// The status of an error.
+/// The status of an error. Its metadata says when to come again, as the header `Retry-After` does over HTTP.
 pub(super) fn status(error: CoreError) -> Status {
     let code = match &error {
         CoreError::Invalid { .. } | CoreError::TooLong { .. } => Code::InvalidArgument,
@@ -356,5 +358,9 @@ pub(super) fn status(error: CoreError) -> Status {
         CoreError::Unavailable { .. } => Code::Unavailable,
         CoreError::Internal { .. } => Code::Internal,
     };
-    Status::new(code, error.to_string())
+    let mut status = Status::new(code, error.to_string());
+    if let Some(after) = error.retry_after() {
+        status.metadata_mut().insert("retry-after", retry_after_seconds(after).into());
+    }
+    status
 }

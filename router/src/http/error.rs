@@ -69,8 +69,8 @@ impl ApiError {
 }
 
 /// Whole seconds, rounded up, so that a client that obeys is not too early.
-pub(crate) fn retry_after(after: Duration) -> HeaderValue {
-    HeaderValue::from((after.as_secs_f64().ceil() as u64).max(1))
+pub(crate) fn retry_after_seconds(after: Duration) -> u64 {
+    (after.as_secs_f64().ceil() as u64).max(1)
 }
 
 impl From<FieldRefusal> for ApiError {
@@ -88,8 +88,8 @@ impl From<OutputRefusal> for ApiError {
 
 impl From<CoreError> for ApiError {
     fn from(error: CoreError) -> ApiError {
-        let message = error.to_string();
-        match error {
+        let (message, retry_after) = (error.to_string(), error.retry_after());
+        let error = match error {
             CoreError::Invalid { param, code, .. } => {
                 let mut error = ApiError::new(StatusCode::BAD_REQUEST, message);
                 error.detail.param = param;
@@ -110,20 +110,15 @@ impl From<CoreError> for ApiError {
                 error
             }
             CoreError::Duplicate { .. } => ApiError::new(StatusCode::CONFLICT, message),
-            CoreError::Full { retry_after, .. } => {
-                let mut error =
-                    ApiError::new(StatusCode::TOO_MANY_REQUESTS, message).with_code("rate_limit_exceeded");
-                error.retry_after = Some(retry_after);
-                error
+            CoreError::Full { .. } => {
+                ApiError::new(StatusCode::TOO_MANY_REQUESTS, message).with_code("rate_limit_exceeded")
             }
             CoreError::Unavailable { .. } => {
-                let mut error =
-                    ApiError::new(StatusCode::SERVICE_UNAVAILABLE, message).with_code("service_unavailable");
-                error.retry_after = Some(Duration::from_secs(1));
-                error
+                ApiError::new(StatusCode::SERVICE_UNAVAILABLE, message).with_code("service_unavailable")
             }
             CoreError::Internal { .. } => ApiError::new(StatusCode::INTERNAL_SERVER_ERROR, message),
-        }
+        };
+        ApiError { retry_after, ..error }
     }
 }
 
@@ -132,7 +127,7 @@ impl IntoResponse for ApiError {
         let body = serde_json::to_vec(&ErrorBody { error: &self.detail }).expect("an error is plain data");
         let mut response = (self.status, [(header::CONTENT_TYPE, "application/json")], body).into_response();
         if let Some(after) = self.retry_after {
-            response.headers_mut().insert(header::RETRY_AFTER, retry_after(after));
+            response.headers_mut().insert(header::RETRY_AFTER, retry_after_seconds(after).into());
         }
         if self.status == StatusCode::REQUEST_TIMEOUT || self.status == StatusCode::PAYLOAD_TOO_LARGE {
             // The rest of the body is not going to be read.

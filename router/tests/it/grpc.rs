@@ -315,6 +315,7 @@ async fn without_workers_it_is_unavailable() {
     let router = Router::start(|_| {}).await;
     let status = generate(&mut client(&router).await, text("x")).await.unwrap_err();
     assert_eq!((status.code(), status.message()), (Code::Unavailable, "no decode worker is registered"));
+    assert_eq!(status.metadata().get("retry-after").unwrap(), "1");
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -256,6 +256,12 @@ async fn requests_and_tokens_are_limited_by_the_minute() {
     let body = json!({"model": "bytes", "max_tokens": 9, "messages": [{"role": "user", "content": prompt}]});
     let answer = router.client.post("/v1/messages", &body).await;
     assert_eq!((answer.status, &answer.json()["error"]["type"]), (429, &json!("rate_limit_error")));
+    let request =
+        baton_proto::v1::GenerateRequest { prompt: Some(Prompt::Text(prompt)), ..Default::default() };
+    let refused = grpc::client_with(&router, &secret(ACME)).await.generate(request).await.err().unwrap();
+    assert_eq!(refused.code(), Code::ResourceExhausted, "{refused}");
+    let wait: u64 = refused.metadata().get("retry-after").unwrap().to_str().unwrap().parse().unwrap();
+    assert!((50..=52).contains(&wait), "{wait}");
     assert_eq!(worker.requests().len(), num_requests, "no worker has seen them");
     assert_eq!(router.client.get("/v1/models").await.status, 200, "which has no tokens");
 }
