@@ -351,6 +351,8 @@ fn usage(usage: Usage) -> v1::Usage {
 /// The status of an error. Its metadata says when to come again, as the header `Retry-After` does over HTTP.
 pub(super) fn status(error: CoreError) -> Status {
     let code = match &error {
+        // The call is right: it is the router that has no journal.
+        CoreError::Invalid { code: Some("stream_not_durable"), .. } => Code::FailedPrecondition,
         CoreError::Invalid { .. } | CoreError::TooLong { .. } => Code::InvalidArgument,
         CoreError::NotFound { .. } => Code::NotFound,
         CoreError::Duplicate { .. } => Code::AlreadyExists,

@@ -311,6 +311,18 @@ async fn unknown_numbers_of_enums_are_refused_by_their_field() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_router_without_a_journal_resumes_nothing() {
+    let (router, _worker) = Router::with_worker().await;
+    let resume = v1::ResumeRequest { request_id: "mine".into(), next_token_idx: 0 };
+    let status = client(&router).await.resume(resume).await.err().unwrap();
+    assert_eq!(status.code(), Code::FailedPrecondition, "{status}");
+    assert!(status.message().contains("--durable"), "{status}");
+    let answer = router.client.get("/v1/streams/mine").await;
+    assert_eq!(answer.status, 400, "{}", answer.text());
+    assert_eq!(answer.json()["error"]["code"], "stream_not_durable");
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn without_workers_it_is_unavailable() {
     let router = Router::start(|_| {}).await;
     let status = generate(&mut client(&router).await, text("x")).await.unwrap_err();
