@@ -1,5 +1,5 @@
 // A newcomer's first ten minutes, in a real browser: start, page, chat, a request's timeline, a worker killed, the page as it heals;
-// and the page of a server that wants a key.
+// answers that a test gives in the router's place; and the page of a server that wants a key.
 // Fails on an error in the console, on a finding of axe, and if the page does not show what happened. By hand; CI runs nothing of it.
 //
 //     apt-get install chromium && npm ci --prefix tests/page
@@ -104,6 +104,73 @@ const walk = async (page, { up, url }) => {
   await check(page, "narrow");
 };
 
+/** What the test answers in the router's place: `asked` has the bodies of the calls, `say` sends a chunk, `end` ends the answer. */
+const answerHere = (page) => page.evaluate(() => {
+  const { fetch } = globalThis;
+  const here = { asked: [] };
+  globalThis.here = here;
+  globalThis.fetch = async (path, options) => {
+    if (path !== "/v1/chat/completions") return fetch(path, options);
+    here.asked.push(JSON.parse(options.body));
+    const encoder = new TextEncoder();
+    return new Response(new ReadableStream({
+      start(answer) {
+        const send = (data) => answer.enqueue(encoder.encode(`data: ${data}\n\n`));
+        here.say = (chunk) => send(JSON.stringify({ id: "here", choices: [], ...chunk }));
+        here.end = () => { send("[DONE]"); answer.close(); };
+        options.signal.addEventListener("abort", () => answer.error(options.signal.reason));
+      },
+    }));
+  };
+});
+
+const say = (page, delta, finish_reason = null) =>
+  page.evaluate((choice) => globalThis.here.say({ choices: [choice] }), { delta, finish_reason });
+
+const asked = (page) => page.evaluate(() => globalThis.here.asked.at(-1));
+
+/** Sends a message and waits until the page has asked for its answer. */
+const send = async (page, prompt) => {
+  const number = await page.evaluate(() => globalThis.here.asked.length);
+  await page.focus("#prompt");
+  await page.keyboard.type(prompt);
+  await page.keyboard.press("Enter");
+  await until(() => page.evaluate((number) => globalThis.here.asked.length > number, number), "a request");
+};
+
+const isIdle = async (page) => (await text(page, "#send")) === "Send";
+
+/** Answers that the embedded model does not give. */
+const walkAnswers = async (page, { url }) => {
+  await page.goto(url);
+  await until(async () => (await text(page, "#status")) === "ready", "the status ready");
+  await answerHere(page);
+
+  // A new chat while an answer comes has nothing of the old one.
+  await send(page, "First");
+  await say(page, { content: "Old" });
+  await until(async () => (await text(page, "#messages")) === "FirstOld", "the beginning of an answer");
+  await page.click("#new-chat");
+  await until(() => isIdle(page), "the end of the old answer");
+  await send(page, "Second");
+  assert.deepEqual((await asked(page)).messages, [{ role: "user", content: "Second" }]);
+  assert.equal(await text(page, "#messages"), "Second");
+
+  // A message without an answer is taken back, and one with the beginning of an answer stays.
+  await page.click("#send");
+  await until(() => isIdle(page), "the end of the second answer");
+  assert.equal(await page.$eval("#prompt", (node) => node.value), "Second");
+  await send(page, "!");
+  assert.deepEqual((await asked(page)).messages, [{ role: "user", content: "Second!" }]);
+  await say(page, { content: "Half" });
+  await until(async () => (await text(page, "#messages")) === "Second!Half", "half of an answer");
+  await page.click("#send");
+  await until(() => isIdle(page), "the end of half of an answer");
+  await send(page, "More");
+  assert.deepEqual((await asked(page)).messages.map(({ content }) => content), ["Second!", "Half", "More"]);
+  step("a stopped answer stays in its chat");
+};
+
 /** The page of a server that wants a key. */
 const walkWithKey = async (page, { url }, key) => {
   await page.goto(url);
@@ -162,6 +229,7 @@ const visit = async (options, walk) => {
 
 try {
   await visit([], walk);
+  await visit([], walkAnswers);
   const { dir, file, key } = newKey();
   try {
     await visit(["--api-keys", file], (page, server) => walkWithKey(page, server, key));

@@ -296,15 +296,16 @@ const factsOf = (timing, usage) => {
 };
 
 const ask = async (prompt) => {
-  messages.push({ role: "user", content: prompt });
-  bubble("user", prompt);
+  const mine = messages; // "New chat" begins another list.
+  mine.push({ role: "user", content: prompt });
+  const question = bubble("user", prompt);
   const reply = bubble("assistant");
   running = new AbortController();
   $("send").textContent = "Stop";
   let text = "";
   try {
     const body = {
-      model, messages, stream: true, stream_options: { include_usage: true }, include_timing: true, explain: true,
+      model, messages: mine, stream: true, stream_options: { include_usage: true }, include_timing: true, explain: true,
       max_tokens: Number($("max-tokens").value), temperature: Number($("temperature").value),
     };
     const headers = { "Content-Type": "application/json" };
@@ -333,13 +334,17 @@ const ask = async (prompt) => {
         scroll();
       }
     }
-    messages.push({ role: "assistant", content: text });
+    mine.push({ role: "assistant", content: text });
   } catch (error) {
-    if (error.name === "AbortError") messages.push({ role: "assistant", content: text });
-    else {
-      messages.pop();
-      if (!text) reply.node.remove();
-      bubble("error", error.message);
+    const isStopped = error.name === "AbortError";
+    if (isStopped && text) mine.push({ role: "assistant", content: text });
+    else mine.pop();
+    if (!text) reply.node.remove();
+    if (mine === messages && !isStopped) bubble("error", error.message);
+    if (mine === messages && isStopped && !text) {
+      // As if it had not been sent.
+      question.node.remove();
+      $("prompt").value ||= prompt;
     }
   }
   running = null;
