@@ -169,6 +169,34 @@ const walkAnswers = async (page, { url }) => {
   await send(page, "More");
   assert.deepEqual((await asked(page)).messages.map(({ content }) => content), ["Second!", "Half", "More"]);
   step("a stopped answer stays in its chat");
+
+  // Thoughts are open until the answer begins; an answer that was cut off says so.
+  await page.click("#new-chat");
+  await until(() => isIdle(page), "the end of the last answer");
+  await send(page, "Think");
+  assert.equal((await asked(page)).max_tokens, 1024);
+  await say(page, { reasoning_content: "Well, <b>so" });
+  await page.waitForSelector(".thought[open]");
+  assert.equal(await text(page, ".thought"), "ThoughtsWell, <b>so");
+  await check(page, "thoughts");
+  await say(page, { content: "A lo" });
+  await page.waitForSelector(".thought:not([open])");
+  await say(page, {}, "length");
+  await page.evaluate(() => {
+    globalThis.here.say({ usage: { completion_tokens: 7 } });
+    globalThis.here.end();
+  });
+  await page.waitForSelector(".message .cut");
+  assert.equal(await text(page, ".message .cut"), "Cut off at 7 tokens");
+  await until(() => isIdle(page), "the end of a long answer");
+  await page.$eval("#max-tokens", (node) => { node.value = ""; });
+  await send(page, "On");
+  const body = await asked(page);
+  assert.equal(body.max_tokens, undefined);
+  assert.deepEqual(body.messages.at(1), { role: "assistant", content: "A lo" });
+  await page.click("#send");
+  await until(() => isIdle(page), "the end of an answer without a limit");
+  step("thoughts are shown, and that an answer was cut off");
 };
 
 /** The page of a server that wants a key. */

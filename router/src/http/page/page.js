@@ -287,6 +287,17 @@ const bubble = (kind, text = "") => {
   return { node, words };
 };
 
+// Shows what the model thinks before it answers. It is open until the answer begins.
+const thinking = (reply) => {
+  const words = document.createTextNode("");
+  const node = element("details", { class: "thought", open: "" }, element("summary", {}, "Thoughts"), words);
+  reply.node.prepend(node);
+  return { node, words };
+};
+
+// What a field of numbers says; an empty one says nothing.
+const numberIn = (id) => $(id).value === "" ? undefined : Number($(id).value);
+
 const factsOf = (timing, usage) => {
   const way = timing.prefill_worker === timing.decode_worker
     ? `computed on ${timing.decode_worker}` : `prefilled on ${timing.prefill_worker}, decoded on ${timing.decode_worker}`;
@@ -303,10 +314,12 @@ const ask = async (prompt) => {
   running = new AbortController();
   $("send").textContent = "Stop";
   let text = "";
+  let thought = null;
+  let isCutOff = false;
   try {
     const body = {
       model, messages: mine, stream: true, stream_options: { include_usage: true }, include_timing: true, explain: true,
-      max_tokens: Number($("max-tokens").value), temperature: Number($("temperature").value),
+      max_tokens: numberIn("max-tokens"), temperature: numberIn("temperature"),
     };
     const headers = { "Content-Type": "application/json" };
     const answer = await call("/v1/chat/completions", { method: "POST", headers, body: JSON.stringify(body), signal: running.signal });
@@ -315,10 +328,22 @@ const ask = async (prompt) => {
       if (data === "[DONE]") break;
       const chunk = JSON.parse(data);
       if (chunk.error) throw new Error(chunk.error.message);
-      const piece = chunk.choices[0]?.delta?.content;
-      if (piece) {
-        text += piece;
+      const { delta, finish_reason } = chunk.choices[0] ?? {};
+      if (delta?.reasoning_content) {
+        thought ??= thinking(reply);
+        thought.words.data += delta.reasoning_content;
+        scroll();
+      }
+      if (delta?.content) {
+        if (thought && !text) thought.node.open = false;
+        text += delta.content;
         reply.words.data = text;
+        scroll();
+      }
+      isCutOff ||= finish_reason === "length";
+      if (isCutOff && chunk.usage) {
+        const at = `Cut off at ${count(chunk.usage.completion_tokens, "token")}`;
+        reply.node.append(element("p", { class: "cut" }, at));
         scroll();
       }
       if (chunk.plans) {
