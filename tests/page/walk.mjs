@@ -209,9 +209,12 @@ const walkWithKey = async (page, { url }, key) => {
   };
   await page.waitForSelector("#ask-key[open]");
   await check(page, "key");
+  const refused = (reason) => until(async () => (await text(page, "#key-refused")).includes(reason), `the refusal: ${reason}`);
+  await enter("baton_wrong–"); // A dash that no header takes.
+  await refused("only ASCII");
   await enter("baton_wrong");
-  await page.waitForSelector("#key-refused:not([hidden])");
-  await enter(key);
+  await refused("does not know");
+  await enter(` ${key} `);
   await until(async () => (await text(page, "#status")) === "ready", "the status ready");
   await page.focus("#prompt");
   await page.keyboard.type("Hello");

@@ -31,18 +31,28 @@ const pause = (time) => new Promise((resume) => setTimeout(resume, time));
 
 let askingKey = null;
 
-// Asks for the key, once at a time. It is kept for this tab.
-const askKey = (refused) => askingKey ??= new Promise((resolve) => {
-  const dialog = $("ask-key");
-  $("key-refused").hidden = !refused;
-  dialog.addEventListener("close", () => {
-    sessionStorage.setItem("key", $("key").value);
+// What is typed into the dialog for keys, which says why the last one was refused.
+const typedKey = (refusal) => new Promise((resolve) => {
+  $("key-refused").textContent = refusal;
+  $("key-refused").hidden = !refusal;
+  $("ask-key").addEventListener("close", () => {
+    const key = $("key").value.trim();
     $("key").value = "";
-    askingKey = null;
-    resolve();
+    resolve(key);
   }, { once: true });
-  dialog.showModal();
+  $("ask-key").showModal();
 });
+
+// Asks for the key, once at a time. It is kept for this tab.
+const askKey = (refusal) => askingKey ??= (async () => {
+  let key = await typedKey(refusal);
+  // A header takes no other characters: `fetch` would throw, whatever the server says.
+  while (key && !/^[\x21-\x7e]+$/.test(key)) {
+    key = await typedKey("A key has only ASCII letters, digits and signs, and no spaces.");
+  }
+  sessionStorage.setItem("key", key);
+  askingKey = null;
+})();
 
 // `fetch` with the key; asks for one where the server wants it.
 const call = async (path, options = {}) => {
@@ -52,7 +62,7 @@ const call = async (path, options = {}) => {
     const answer = await fetch(path, { ...options, headers });
     if (answer.status !== 401) return answer;
     // Another call may have got a key meanwhile.
-    if (key === sessionStorage.getItem("key")) await askKey(Boolean(key));
+    if (key === sessionStorage.getItem("key")) await askKey(key ? "The server does not know this key." : "");
   }
 };
 
