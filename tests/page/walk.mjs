@@ -197,6 +197,30 @@ const walkAnswers = async (page, { url }) => {
   await page.click("#send");
   await until(() => isIdle(page), "the end of an answer without a limit");
   step("thoughts are shown, and that an answer was cut off");
+
+  // The page follows an answer, but not away from what the reader has scrolled to. The field stays in view.
+  const fromEnd = () => page.$eval("#messages", (list) => list.scrollHeight - list.scrollTop - list.clientHeight);
+  const lines = "A line\n".repeat(100);
+  const length = async () => (await text(page, "#messages")).length;
+  const sayLines = async () => {
+    const before = await length();
+    await say(page, { content: lines });
+    await until(async () => (await length()) === before + lines.length, "more lines");
+  };
+  for (const [width, height] of [[1280, 900], [390, 844]]) {
+    await page.setViewport({ width, height });
+    await send(page, "Long");
+    await sayLines();
+    assert.ok((await fromEnd()) < 2, "it follows");
+    await page.$eval("#messages", (list) => { list.scrollTop = 0; });
+    await sayLines();
+    assert.equal(await page.$eval("#messages", (list) => list.scrollTop), 0, "it stays");
+    await page.evaluate(() => globalThis.scrollTo(0, 0));
+    assert.ok(await page.$eval("#prompt", (field) => field.getBoundingClientRect().bottom <= globalThis.innerHeight), "the field is in view");
+    await page.evaluate(() => globalThis.here.end());
+    await until(() => isIdle(page), "the end of a very long answer");
+  }
+  step("an answer is followed until the reader scrolls");
 };
 
 /** The page of a server that wants a key. */

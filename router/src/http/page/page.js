@@ -287,13 +287,20 @@ const watch = async () => {
 let messages = [];
 let running = null; // the controller of the request that runs
 
-const scroll = () => { $("messages").scrollTop = $("messages").scrollHeight; };
+const scrollToEnd = () => { $("messages").scrollTop = $("messages").scrollHeight; };
+
+// Changes the messages, and follows their end unless the reader has scrolled away from it.
+const following = (change) => {
+  const list = $("messages");
+  const isAtEnd = list.scrollHeight - list.scrollTop - list.clientHeight < 40;
+  change();
+  if (isAtEnd) scrollToEnd();
+};
 
 const bubble = (kind, text = "") => {
   const words = document.createTextNode(text);
   const node = element("div", { class: `message ${kind}` }, words);
-  $("messages").append(node);
-  scroll();
+  following(() => $("messages").append(node));
   return { node, words };
 };
 
@@ -320,6 +327,7 @@ const ask = async (prompt) => {
   const mine = messages; // "New chat" begins another list.
   mine.push({ role: "user", content: prompt });
   const question = bubble("user", prompt);
+  scrollToEnd();
   const reply = bubble("assistant");
   running = new AbortController();
   $("send").textContent = "Stop";
@@ -338,36 +346,34 @@ const ask = async (prompt) => {
       if (data === "[DONE]") break;
       const chunk = JSON.parse(data);
       if (chunk.error) throw new Error(chunk.error.message);
-      const { delta, finish_reason } = chunk.choices[0] ?? {};
-      if (delta?.reasoning_content) {
-        thought ??= thinking(reply);
-        thought.words.data += delta.reasoning_content;
-        scroll();
-      }
-      if (delta?.content) {
-        if (thought && !text) thought.node.open = false;
-        text += delta.content;
-        reply.words.data = text;
-        scroll();
-      }
-      isCutOff ||= finish_reason === "length";
-      if (isCutOff && chunk.usage) {
-        const at = `Cut off at ${count(chunk.usage.completion_tokens, "token")}`;
-        reply.node.append(element("p", { class: "cut" }, at));
-        scroll();
-      }
       if (chunk.plans) {
         plans.set(chunk.id, chunk.plans);
         if (plans.size > MAX_SHOWN) plans.delete(plans.keys().next().value);
       }
-      if (chunk.timing?.length && chunk.usage) {
-        const show = () => {
-          const request = ended.find((request) => request.id === chunk.id);
-          if (request) showDetail(request);
-        };
-        reply.node.append(element("button", { type: "button", class: "facts link", onclick: show }, factsOf(chunk.timing[0], chunk.usage)));
-        scroll();
-      }
+      following(() => {
+        const { delta, finish_reason } = chunk.choices[0] ?? {};
+        if (delta?.reasoning_content) {
+          thought ??= thinking(reply);
+          thought.words.data += delta.reasoning_content;
+        }
+        if (delta?.content) {
+          if (thought && !text) thought.node.open = false;
+          text += delta.content;
+          reply.words.data = text;
+        }
+        isCutOff ||= finish_reason === "length";
+        if (isCutOff && chunk.usage) {
+          const at = `Cut off at ${count(chunk.usage.completion_tokens, "token")}`;
+          reply.node.append(element("p", { class: "cut" }, at));
+        }
+        if (chunk.timing?.length && chunk.usage) {
+          const show = () => {
+            const request = ended.find((request) => request.id === chunk.id);
+            if (request) showDetail(request);
+          };
+          reply.node.append(element("button", { type: "button", class: "facts link", onclick: show }, factsOf(chunk.timing[0], chunk.usage)));
+        }
+      });
     }
     mine.push({ role: "assistant", content: text });
   } catch (error) {
