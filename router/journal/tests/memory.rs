@@ -38,7 +38,6 @@ async fn parked_sessions_hold_an_entry_of_the_index() {
         }
         group.join_all().await;
     }
-    journal.flush().await;
     assert_eq!(journal.counts().num_parked, NUM_SESSIONS);
     drop(journal);
 
