@@ -64,8 +64,8 @@ Examples:
 What is measured:
   TTFT  from when a request was due to its first token
   ITL   each gap between two arrivals
-  TPOT  (last - first arrival) / (tokens - 1)
-  E2E   from when a request was due to its last token
+  TPOT  (end - first arrival) / (tokens - 1), as in vLLM
+  E2E   from when a request was due to its end
 A request is due by the plan (--rate, --trace), or as soon as its client is free.";
 
 /// The arguments of `baton bench`.

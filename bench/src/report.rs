@@ -4,10 +4,11 @@
 //! |---|---|
 //! | TTFT | from when it was due to its first token (OpenAI: its first piece of text) |
 //! | ITL | each gap between one such arrival and the next |
-//! | TPOT | (last - first arrival) / (output tokens - 1); not of answers of one token |
-//! | E2E | from when it was due to its last token |
+//! | TPOT | (end - first arrival) / (output tokens - 1), as vLLM counts it; not of answers of one token |
+//! | E2E | from when it was due to its end |
 //!
-//! Due is when a request should have been sent: by the plan in an open loop, at once in a closed one.
+//! The last token often holds no text and comes with the end. A server that does not count tokens counts pieces of text for
+//! TPOT, up to the last piece. Due is when a request should have been sent: by the plan in an open loop, at once in a closed one.
 //! Goodput counts the requests that kept every limit given for them, per second.
 
 use std::{collections::BTreeMap, fmt, time::Duration};
@@ -106,13 +107,17 @@ impl Times {
     fn of(outcome: &Outcome) -> Option<Self> {
         let answer = outcome.result.as_ref().ok()?;
         let (first, last) = (*answer.arrivals.first()?, *answer.arrivals.last()?);
-        let num_tokens = answer.output_tokens.unwrap_or(answer.arrivals.len() as u64);
-        let has_gaps = answer.arrivals.len() > 1 && num_tokens > 1;
+        let finished = answer.finished?;
+        // The last token may come without text, so the tokens that a server counts end with the answer.
+        let (num_tokens, end) = match answer.output_tokens {
+            Some(num_tokens) => (num_tokens, finished),
+            None => (answer.arrivals.len() as u64, last),
+        };
         Some(Self {
             ttft: millis(first - outcome.due),
             gaps: answer.arrivals.windows(2).map(|pair| millis(pair[1] - pair[0])).collect(),
-            tpot: has_gaps.then(|| millis(last - first) / (num_tokens - 1) as f64),
-            e2e: millis(answer.finished? - outcome.due),
+            tpot: (num_tokens > 1 && end > first).then(|| millis(end - first) / (num_tokens - 1) as f64),
+            e2e: millis(finished - outcome.due),
         })
     }
 
@@ -402,6 +407,21 @@ mod tests {
         let json = serde_json::to_value(&report).unwrap();
         assert_eq!(json["requests"]["failures"]["http_429"]["count"], 2);
         assert_eq!(json["ttft_ms"]["max"], 300.0);
+    }
+
+    #[test]
+    fn tpot_has_the_time_of_a_last_token_without_text() {
+        let start = Instant::now();
+        let tpot = |arrivals: &[u64], finished: u64, output_tokens: Option<u64>| {
+            let mut outcome = outcome(start, 0, arrivals, output_tokens);
+            outcome.result.as_mut().unwrap().finished = Some(start + ms(finished));
+            Times::of(&outcome).unwrap().tpot.map(f64::round)
+        };
+        assert_eq!(tpot(&[100, 110, 130], 140, Some(5)), Some(10.0));
+        assert_eq!(tpot(&[100], 120, Some(2)), Some(20.0));
+        assert_eq!(tpot(&[100, 110, 130], 140, None), Some(15.0), "three pieces, none with the end");
+        assert_eq!(tpot(&[100], 100, Some(4)), None, "all in one piece");
+        assert_eq!(tpot(&[100], 120, Some(1)), None);
     }
 
     #[test]
