@@ -1,10 +1,8 @@
 //! Sends the planned requests to their targets and records when the answers arrive.
 
 use std::{
-    sync::{
-        Arc,
-        atomic::{AtomicUsize, Ordering},
-    },
+    iter,
+    sync::{Arc, Mutex},
     time::{Duration, Instant},
 };
 
@@ -14,15 +12,15 @@ use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
 use super::{
+    plan::Plan,
     progress::Progress,
     target::{Answer, Prepared, Target},
     workload::{Planned, Prompts},
 };
 
 /// The planned requests and everything that is needed to send them.
-#[derive(Debug)]
 pub(crate) struct Load {
-    pub(crate) requests: Vec<Planned>,
+    pub(crate) plan: Mutex<Plan>,
     pub(crate) prompts: Prompts,
     /// One target, or two that take turns.
     pub(crate) targets: Vec<Target>,
@@ -60,8 +58,19 @@ impl Load {
         if self.targets.len() < 2 { 0 } else { (turn + turn / 2) % 2 }
     }
 
-    fn prepare(&self, idx: usize, target_idx: usize) -> anyhow::Result<Prepared> {
-        let planned = &self.requests[idx];
+    fn next_request(&self) -> Option<Planned> {
+        self.plan.lock().expect("a plan does not panic").next()
+    }
+
+    /// The requests of a turn. The last two turns share what is left.
+    fn wave(&self, turn: usize) -> Vec<Planned> {
+        let mut plan = self.plan.lock().expect("a plan does not panic");
+        let left = plan.num_left().unwrap_or(usize::MAX);
+        let share = if turn % 2 == 0 { left.div_ceil(2) } else { left };
+        plan.by_ref().take(share.min(self.concurrency)).collect()
+    }
+
+    fn prepare(&self, planned: &Planned, target_idx: usize) -> anyhow::Result<Prepared> {
         let prompt = self.prompts.make(planned);
         self.targets[target_idx].prepare(prompt, planned.output_tokens, planned.id)
     }
@@ -70,8 +79,9 @@ impl Load {
     /// far are returned.
     pub(crate) async fn run(self, progress: Progress, stop: CancellationToken) -> anyhow::Result<Outcomes> {
         let start = Instant::now();
+        let is_timed = self.plan.lock().expect("a plan does not panic").is_timed();
         let mut load = Running { load: Arc::new(self), progress, stop, start, tasks: JoinSet::new() };
-        let requests = if load.load.requests.iter().any(|request| request.at.is_some()) {
+        let requests = if is_timed {
             load.open_loop().await?
         } else if load.load.targets.len() > 1 {
             load.waves().await?
@@ -94,23 +104,18 @@ struct Running {
 impl Running {
     /// Each of `concurrency` clients sends its next request when its last one is answered.
     async fn closed_loop(&mut self) -> anyhow::Result<Vec<Outcome>> {
-        let next = Arc::new(AtomicUsize::new(0));
         for _ in 0..self.load.concurrency {
             let client = self.client();
-            let next = Arc::clone(&next);
             self.tasks.spawn(async move {
                 let mut outcomes = Vec::new();
-                loop {
-                    let idx = next.fetch_add(1, Ordering::Relaxed);
-                    if idx >= client.load.requests.len() || client.is_over() {
-                        return Ok(outcomes);
-                    }
-                    let prepared = client.load.prepare(idx, 0)?;
-                    let Some(outcome) = client.request(0, prepared, Instant::now()).await else {
-                        return Ok(outcomes);
-                    };
+                while !client.is_over()
+                    && let Some(planned) = client.load.next_request()
+                {
+                    let prepared = client.load.prepare(&planned, 0)?;
+                    let Some(outcome) = client.request(0, prepared, Instant::now()).await else { break };
                     outcomes.push(outcome);
                 }
+                Ok(outcomes)
             });
         }
         self.collect().await
@@ -119,19 +124,16 @@ impl Running {
     /// Two targets take turns, each with `concurrency` requests while the other idles. Clients that moved on to the next
     /// target one by one would pile up at the slower target, and the batches would differ.
     async fn waves(&mut self) -> anyhow::Result<Vec<Outcome>> {
-        let num_requests = self.load.requests.len();
-        let mut outcomes = Vec::with_capacity(num_requests);
-        let (mut turn, mut next) = (0, 0);
-        while next < num_requests && !self.client().is_over() {
-            // The last two waves share what is left.
-            let left = if turn % 2 == 0 { (num_requests - next).div_ceil(2) } else { num_requests - next };
+        let mut outcomes = Vec::new();
+        let mut turn = 0;
+        while !self.client().is_over() {
+            let wave = self.load.wave(turn);
+            let Some(first) = wave.first() else { break };
             let target_idx = self.load.target_idx(turn);
-            let wave = next..next + left.min(self.load.concurrency);
-            self.add_neighbour(target_idx, next)?;
-            next = wave.end;
+            self.add_neighbour(target_idx, first)?;
             turn += 1;
-            for idx in wave {
-                let prepared = self.load.prepare(idx, target_idx)?;
+            for planned in &wave {
+                let prepared = self.load.prepare(planned, target_idx)?;
                 let client = self.client();
                 self.tasks.spawn(async move {
                     Ok(client.request(target_idx, prepared, Instant::now()).await.into_iter().collect())
@@ -142,10 +144,9 @@ impl Running {
         Ok(outcomes)
     }
 
-    /// Sends a request like that of `idx`, which is not counted. The turn ends with it, and the run with its failure.
-    fn add_neighbour(&mut self, target_idx: usize, idx: usize) -> anyhow::Result<()> {
+    /// Sends a request like this, which is not counted. The turn ends with it, and the run with its failure.
+    fn add_neighbour(&mut self, target_idx: usize, like: &Planned) -> anyhow::Result<()> {
         let Some(neighbour) = self.load.neighbours.get(target_idx).cloned() else { return Ok(()) };
-        let like = &self.load.requests[idx];
         let planned = Planned { id: !like.id, ..like.clone() };
         let prompt = self.load.prompts.make(&planned);
         let prepared = neighbour.prepare(prompt, planned.output_tokens, planned.id)?;
@@ -164,10 +165,11 @@ impl Running {
     /// Each request is sent at its time, independent of the others.
     async fn open_loop(&mut self) -> anyhow::Result<Vec<Outcome>> {
         let start = self.start;
-        for idx in 0..self.load.requests.len() {
-            let target_idx = self.load.target_idx(idx);
-            let prepared = self.load.prepare(idx, target_idx)?;
-            let due = start + self.load.requests[idx].at.unwrap_or_default();
+        let load = Arc::clone(&self.load);
+        for (turn, planned) in iter::from_fn(|| load.next_request()).enumerate() {
+            let target_idx = load.target_idx(turn);
+            let prepared = load.prepare(&planned, target_idx)?;
+            let due = start + planned.at.unwrap_or_default();
             let client = self.client();
             if client.load.duration.is_some_and(|duration| due > start + duration) {
                 break;
@@ -193,7 +195,7 @@ impl Running {
     }
 
     async fn collect(&mut self) -> anyhow::Result<Vec<Outcome>> {
-        let mut outcomes = Vec::with_capacity(self.load.requests.len());
+        let mut outcomes = Vec::new();
         while let Some(done) = self.tasks.join_next().await {
             outcomes.extend(done.expect("tasks neither panic nor are aborted")?);
         }
@@ -244,6 +246,8 @@ async fn sleep_until(due: Instant) {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
     use tokio::{
         io::{AsyncReadExt, AsyncWriteExt},
         net::{TcpListener, TcpStream},
@@ -254,7 +258,7 @@ mod tests {
     use super::*;
     use crate::{
         target::OpenAiTarget,
-        workload::{self, Lengths, Material},
+        workload::{Lengths, Material, Synthetic},
     };
 
     const ANSWER: &str =
@@ -317,7 +321,22 @@ mod tests {
         Some(head + length.parse::<usize>().unwrap()).filter(|&end| end <= received.len())
     }
 
+    fn requests(rate: Option<f64>) -> Synthetic {
+        Synthetic::new(rate, Lengths::Fixed(3), Lengths::Fixed(2), 1)
+    }
+
+    /// Thirty requests.
     async fn run(rate: Option<f64>, num_targets: usize, has_neighbours: bool) -> (Outcomes, Arc<Asked>) {
+        let plan = Plan::of(requests(rate).take(30).collect());
+        run_plan(plan, None, num_targets, has_neighbours).await
+    }
+
+    async fn run_plan(
+        plan: Plan,
+        duration: Option<Duration>,
+        num_targets: usize,
+        has_neighbours: bool,
+    ) -> (Outcomes, Arc<Asked>) {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let url = format!("http://{}", listener.local_addr().unwrap());
         let asked = Arc::<Asked>::default();
@@ -335,7 +354,7 @@ mod tests {
             neighbour.extra.insert("is_neighbour".into(), true.into());
         }
         let load = Load {
-            requests: workload::synthetic(30, rate, Lengths::Fixed(3), Lengths::Fixed(2), 1),
+            plan: Mutex::new(plan),
             prompts: Prompts {
                 material: Material::Ids { low: 0, high: 9 },
                 seed: 1,
@@ -346,7 +365,7 @@ mod tests {
             neighbours: if has_neighbours { vec![neighbour; num_targets] } else { Vec::new() },
             concurrency: 4,
             timeout: Duration::from_secs(60),
-            duration: None,
+            duration,
         };
         let outcomes = load.run(Progress::hidden(), CancellationToken::new()).await.unwrap();
         server.abort();
@@ -390,6 +409,19 @@ mod tests {
             let end = outcomes.requests[before.clone()].iter().filter_map(answered).max();
             let start = outcomes.requests[after.clone()].iter().map(|outcome| outcome.sent).min();
             assert!(end <= start, "{before:?} and {after:?} overlap");
+        }
+    }
+
+    #[tokio::test]
+    async fn an_endless_plan_ends_with_its_time() {
+        for num_targets in [1, 2] {
+            let duration = Duration::from_millis(50);
+            let plan = Plan::endless(requests(None));
+            let (outcomes, asked) = run_plan(plan, Some(duration), num_targets, false).await;
+            assert!(outcomes.elapsed > duration, "{:?}", outcomes.elapsed);
+            // The time is up at the latest when all clients have sent one request.
+            assert!(outcomes.requests.len() >= 4, "{}", outcomes.requests.len());
+            assert_eq!(outcomes.requests.len(), asked.num_requests.load(Ordering::Relaxed));
         }
     }
 

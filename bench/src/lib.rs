@@ -5,6 +5,7 @@
 
 mod drive;
 mod overlap;
+mod plan;
 mod process;
 mod progress;
 mod report;
@@ -17,6 +18,7 @@ mod workload;
 
 use std::{
     path::PathBuf,
+    sync::Mutex,
     time::{Duration, SystemTime, UNIX_EPOCH},
 };
 
@@ -35,11 +37,12 @@ use tokio_util::sync::CancellationToken;
 pub use self::stats::Summary;
 use self::{
     drive::Load,
+    plan::Plan,
     progress::Progress,
     report::{Comparison, Report, Slo},
     target::{OpenAiTarget, Target, WorkerTarget},
     trace::Fit,
-    workload::{Lengths, Material, Planned, Prompts},
+    workload::{Lengths, Material, Planned, Prompts, Synthetic},
 };
 
 const DEFAULT_URL: &str = "http://127.0.0.1:8080";
@@ -111,10 +114,11 @@ pub struct BenchArgs {
     /// Replay the arrivals and lengths of a trace: Azure CSV or Mooncake jsonl.
     #[arg(long, value_name = "FILE", help_heading = "Load")]
     pub(crate) trace: Option<PathBuf>,
-    /// Number of requests; with --compare, to each target. [default: 100, or the whole trace]
+    /// Number of requests; with --compare, to each target. [default: 100; with --duration as many as there is time for,
+    /// with --trace all of them]
     #[arg(long, value_name = "M", help_heading = "Load")]
     pub(crate) requests: Option<usize>,
-    /// Start no request after this many seconds.
+    /// Start no request after this many seconds. Without --requests the load lasts until then.
     #[arg(long, value_name = "SECONDS", help_heading = "Load")]
     pub(crate) duration: Option<f64>,
     /// Warm-up requests to each target before the measurement; they are not counted.
@@ -254,17 +258,17 @@ async fn load(args: BenchArgs) -> anyhow::Result<()> {
     };
     let neighbours = args.neighbours(&targets);
     let timeout = seconds("--timeout", args.timeout)?;
-    let duration = args.duration.map(|value| seconds("--duration", value)).transpose()?;
     warm_up(&targets, &prompts, args.warmup, timeout).await?;
 
+    let progress = if args.quiet { Progress::hidden() } else { Progress::new(plan.num_left(), "requests") };
     let load = Load {
-        requests: plan,
+        plan: Mutex::new(plan),
         prompts,
         targets: targets.clone(),
         neighbours: neighbours.clone(),
         concurrency: args.concurrency.max(1),
         timeout,
-        duration,
+        duration: args.duration()?,
     };
     let stop = CancellationToken::new();
     let on_ctrl_c = tokio::spawn({
@@ -275,8 +279,6 @@ async fn load(args: BenchArgs) -> anyhow::Result<()> {
             }
         }
     });
-    let progress =
-        if args.quiet { Progress::hidden() } else { Progress::new(load.requests.len(), "requests") };
     let outcomes = load.run(progress, stop.clone()).await;
     on_ctrl_c.abort();
     let outcomes = outcomes?;
@@ -311,46 +313,48 @@ impl BenchArgs {
         }
     }
 
-    fn plan(&self) -> anyhow::Result<Vec<Planned>> {
+    fn duration(&self) -> anyhow::Result<Option<Duration>> {
+        self.duration.map(|value| seconds("--duration", value)).transpose()
+    }
+
+    fn plan(&self) -> anyhow::Result<Plan> {
         let fit = self.fit();
         fit.check()?;
-        let mut plan = match &self.trace {
-            Some(path) => {
-                let mut trace = trace::read(path)?;
-                trace.truncate(self.requests.unwrap_or(usize::MAX));
-                workload::of_trace(trace, &fit)
-            }
-            None => {
-                if let Some(rate) = self.rate {
-                    ensure!(rate.is_finite() && rate > 0.0, "--rate must be more than 0");
-                }
-                let by_time = self
-                    .rate
-                    .zip(self.duration)
-                    .map(|(rate, duration)| (rate * duration * 2.0) as usize + 16);
-                let num_requests = self.requests.or(by_time).unwrap_or(DEFAULT_REQUESTS);
-                workload::synthetic(num_requests, self.rate, self.input_tokens, self.output_tokens, self.seed)
-            }
+        if let Some(rate) = self.rate {
+            ensure!(rate.is_finite() && rate > 0.0, "--rate must be more than 0");
+        }
+        let duration = self.duration()?;
+        let mut requests: Box<dyn Iterator<Item = Planned> + Send> = match &self.trace {
+            Some(path) => Box::new(workload::of_trace(trace::read(path)?, &fit).into_iter()),
+            None => Box::new(Synthetic::new(self.rate, self.input_tokens, self.output_tokens, self.seed)),
         };
-        if let Some(duration) = self.duration {
-            plan.retain(|planned| planned.at.is_none_or(|at| at.as_secs_f64() <= duration));
+        let is_timed = self.trace.is_some() || self.rate.is_some();
+        if let Some(duration) = duration {
+            requests =
+                Box::new(requests.take_while(move |planned| planned.at.is_none_or(|at| at <= duration)));
         }
-        for planned in &mut plan {
-            planned.input_tokens = planned.input_tokens.min(fit.max_input_tokens);
-            planned.output_tokens = planned.output_tokens.min(fit.max_output_tokens);
+        let default = (self.trace.is_none() && duration.is_none()).then_some(DEFAULT_REQUESTS);
+        let num_requests = self.requests.or(default);
+        if let Some(num_requests) = num_requests {
+            requests = Box::new(requests.take(num_requests));
         }
-        ensure!(!plan.is_empty(), "there is nothing to send: --requests 0");
-        if self.compare {
-            // Each shape once to either target, with different text: the second must not profit from the
-            // first one's prefix cache. Clients that wait for answers send in waves, see `Load::run`.
-            let has_times = plan.iter().any(|planned| planned.at.is_some());
-            let wave = if has_times { 1 } else { self.concurrency.max(1) };
-            plan = plan.chunks(wave).flat_map(|wave| [wave, wave].concat()).collect();
-            for (idx, planned) in plan.iter_mut().enumerate() {
-                planned.id = idx as u64;
-            }
+        let requests = requests.map(move |planned| Planned {
+            input_tokens: planned.input_tokens.min(fit.max_input_tokens),
+            output_tokens: planned.output_tokens.min(fit.max_output_tokens),
+            ..planned
+        });
+        let requests: Box<dyn Iterator<Item = Planned> + Send> = if self.compare {
+            // Clients that wait for answers send in waves, see `Load::run`.
+            Box::new(plan::twice(requests, if is_timed { 1 } else { self.concurrency.max(1) }))
+        } else {
+            Box::new(requests)
+        };
+        if num_requests.is_none() && !is_timed {
+            return Ok(Plan::endless(requests));
         }
-        Ok(plan)
+        let requests: Vec<Planned> = requests.collect();
+        ensure!(!requests.is_empty(), "there is nothing to send: --requests 0");
+        Ok(Plan::of(requests))
     }
 
     async fn targets(&self) -> anyhow::Result<Vec<Target>> {
@@ -501,4 +505,44 @@ async fn warm_up(
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::FromArgMatches;
+
+    use super::*;
+
+    fn parse(args: &[&str]) -> BenchArgs {
+        let command = BenchArgs::augment_args(clap::Command::new("bench"));
+        let matches = command.try_get_matches_from(["bench"].iter().chain(args)).unwrap();
+        BenchArgs::from_arg_matches(&matches).unwrap()
+    }
+
+    #[test]
+    fn only_time_ends_a_load_with_a_duration_alone() {
+        for args in [&["--duration", "5"][..], &["--duration", "5", "--compare"]] {
+            let plan = parse(args).plan().unwrap();
+            assert_eq!(plan.num_left(), None);
+            assert_eq!(plan.take(1000).count(), 1000, "{args:?}");
+        }
+    }
+
+    #[test]
+    fn the_number_of_requests_is_as_given() {
+        let cases: [(&[&str], usize); 4] = [
+            (&[], 100),
+            (&["--compare"], 200),
+            (&["--requests", "7", "--duration", "5"], 7),
+            (&["--requests", "7", "--rate", "100"], 7),
+        ];
+        for (args, expected) in cases {
+            assert_eq!(parse(args).plan().unwrap().num_left(), Some(expected), "{args:?}");
+        }
+        let mut plan = parse(&["--rate", "100", "--duration", "5"]).plan().unwrap();
+        assert!(plan.is_timed() && plan.num_left().is_some_and(|num| (400..600).contains(&num)));
+        assert!(plan.all(|planned| planned.at <= Some(Duration::from_secs(5))));
+        assert!(parse(&["--requests", "0", "--duration", "5"]).plan().is_err());
+        assert!(parse(&["--duration", "0"]).plan().is_err());
+    }
 }

@@ -22,7 +22,8 @@ pub(crate) struct Progress {
 #[derive(Debug)]
 struct Shared {
     show: Show,
-    total: usize,
+    /// `None`: unknown.
+    total: Option<usize>,
     start: Instant,
     num_ok: AtomicUsize,
     num_failed: AtomicUsize,
@@ -38,26 +39,27 @@ enum Show {
 }
 
 impl Progress {
-    /// Shows the progress of `total` `things`, such as requests.
-    pub(crate) fn new(total: usize, things: &'static str) -> Self {
+    /// Shows the progress of `total` `things`, such as requests; without a total their number alone.
+    pub(crate) fn new(total: impl Into<Option<usize>>, things: &'static str) -> Self {
+        let total = total.into();
         if !io::stderr().is_terminal() {
             return Self::with(Show::Lines(things), total);
         }
-        let bar = ProgressBar::with_draw_target(Some(total as u64), ProgressDrawTarget::stderr());
-        let style = ProgressStyle::with_template(&format!(
-            "{{bar:32}} {{pos}}/{{len}} {things}, {{elapsed}} {{msg}}"
-        ))
-        .expect("the template is valid");
+        let num = total.map(|total| total as u64);
+        let bar = ProgressBar::with_draw_target(num, ProgressDrawTarget::stderr());
+        let done = if num.is_some() { "{bar:32} {pos}/{len}" } else { "{pos}" };
+        let style = ProgressStyle::with_template(&format!("{done} {things}, {{elapsed}} {{msg}}"))
+            .expect("the template is valid");
         bar.set_style(style);
         Self::with(Show::Bar(bar), total)
     }
 
     /// Shows nothing.
     pub(crate) fn hidden() -> Self {
-        Self::with(Show::Nothing, 0)
+        Self::with(Show::Nothing, None)
     }
 
-    fn with(show: Show, total: usize) -> Self {
+    fn with(show: Show, total: Option<usize>) -> Self {
         Self {
             shared: Arc::new(Shared {
                 show,
@@ -96,9 +98,9 @@ impl Progress {
                         .is_ok()
                 {
                     let num_done = shared.num_ok.load(Ordering::Relaxed) + num_failed;
+                    let of_total = shared.total.map(|total| format!("/{total}")).unwrap_or_default();
                     eprintln!(
-                        "{num_done}/{} {things} in {:.0} s, {num_failed} failed",
-                        shared.total,
+                        "{num_done}{of_total} {things} in {:.0} s, {num_failed} failed",
                         shared.start.elapsed().as_secs_f64()
                     );
                 }

@@ -94,32 +94,43 @@ impl fmt::Display for Lengths {
     }
 }
 
-/// Requests of sampled lengths; with a rate (per second), at the times of a Poisson process.
-pub(crate) fn synthetic(
-    num_requests: usize,
+/// Requests of sampled lengths, without an end; with a rate (per second), at the times of a Poisson process.
+#[derive(Clone, Debug)]
+pub(crate) struct Synthetic {
     rate: Option<f64>,
     input: Lengths,
     output: Lengths,
-    seed: u64,
-) -> Vec<Planned> {
-    let mut lengths = Random::stream(seed, 1);
-    let mut arrivals = Random::stream(seed, 2);
-    let mut at = 0.0;
-    (0..num_requests)
-        .map(|idx| {
-            let planned = Planned {
-                at: rate.map(|_| Duration::from_secs_f64(at)),
-                input_tokens: input.sample(&mut lengths),
-                output_tokens: output.sample(&mut lengths),
-                blocks: Vec::new(),
-                id: idx as u64,
-            };
-            if let Some(rate) = rate {
-                at += arrivals.exponential() / rate;
-            }
-            planned
-        })
-        .collect()
+    lengths: Random,
+    arrivals: Random,
+    /// When the next request is due, in seconds.
+    at: f64,
+    next_id: u64,
+}
+
+impl Synthetic {
+    pub(crate) fn new(rate: Option<f64>, input: Lengths, output: Lengths, seed: u64) -> Self {
+        let (lengths, arrivals) = (Random::stream(seed, 1), Random::stream(seed, 2));
+        Self { rate, input, output, lengths, arrivals, at: 0.0, next_id: 0 }
+    }
+}
+
+impl Iterator for Synthetic {
+    type Item = Planned;
+
+    fn next(&mut self) -> Option<Planned> {
+        let planned = Planned {
+            at: self.rate.map(|_| Duration::from_secs_f64(self.at)),
+            input_tokens: self.input.sample(&mut self.lengths),
+            output_tokens: self.output.sample(&mut self.lengths),
+            blocks: Vec::new(),
+            id: self.next_id,
+        };
+        self.next_id += 1;
+        if let Some(rate) = self.rate {
+            self.at += self.arrivals.exponential() / rate;
+        }
+        Some(planned)
+    }
 }
 
 /// The requests of a trace, at its times.
@@ -307,11 +318,12 @@ mod tests {
 
     #[test]
     fn arrivals_have_the_rate() {
-        let requests = synthetic(5000, Some(10.0), Lengths::Fixed(1), Lengths::Fixed(1), 1);
+        let synthetic = |rate| Synthetic::new(rate, Lengths::Fixed(1), Lengths::Fixed(1), 1);
+        let requests: Vec<Planned> = synthetic(Some(10.0)).take(5000).collect();
         let last = requests.last().unwrap().at.unwrap().as_secs_f64();
         assert!((480.0..520.0).contains(&last), "{last}");
         assert!(requests.is_sorted_by_key(|request| request.at));
         assert_eq!(requests[0].at, Some(Duration::ZERO));
-        assert_eq!(synthetic(1, None, Lengths::Fixed(1), Lengths::Fixed(1), 1)[0].at, None);
+        assert!(synthetic(None).take(2).all(|request| request.at.is_none()));
     }
 }
