@@ -37,6 +37,8 @@ pub(crate) struct Load {
 #[derive(Debug)]
 pub(crate) struct Outcome {
     pub(crate) target_idx: usize,
+    /// The turn of two targets that it was part of, all of whose requests began at once.
+    pub(crate) turn: Option<usize>,
     /// When it should have been sent. Its times count from here, so that a late load generator or a slow server
     /// makes the numbers worse, not better (no coordinated omission).
     pub(crate) due: Instant,
@@ -112,7 +114,9 @@ impl Running {
                     && let Some(planned) = client.load.next_request()
                 {
                     let prepared = client.load.prepare(&planned, 0)?;
-                    let Some(outcome) = client.request(0, prepared, Instant::now()).await else { break };
+                    let Some(outcome) = client.request(0, None, prepared, Instant::now()).await else {
+                        break;
+                    };
                     outcomes.push(outcome);
                 }
                 Ok(outcomes)
@@ -131,14 +135,15 @@ impl Running {
             let Some(first) = wave.first() else { break };
             let target_idx = self.load.target_idx(turn);
             self.add_neighbour(target_idx, first)?;
-            turn += 1;
             for planned in &wave {
                 let prepared = self.load.prepare(planned, target_idx)?;
                 let client = self.client();
                 self.tasks.spawn(async move {
-                    Ok(client.request(target_idx, prepared, Instant::now()).await.into_iter().collect())
+                    let outcome = client.request(target_idx, Some(turn), prepared, Instant::now()).await;
+                    Ok(outcome.into_iter().collect())
                 });
             }
+            turn += 1;
             outcomes.extend(self.collect().await?);
         }
         Ok(outcomes)
@@ -179,7 +184,7 @@ impl Running {
                 () = self.stop.cancelled() => break,
             }
             self.tasks.spawn(async move {
-                Ok(client.request(target_idx, prepared, due).await.into_iter().collect())
+                Ok(client.request(target_idx, None, prepared, due).await.into_iter().collect())
             });
         }
         self.collect().await
@@ -217,7 +222,13 @@ impl Client {
     }
 
     /// `None` when the run was stopped meanwhile.
-    async fn request(&self, target_idx: usize, prepared: Prepared, due: Instant) -> Option<Outcome> {
+    async fn request(
+        &self,
+        target_idx: usize,
+        turn: Option<usize>,
+        prepared: Prepared,
+        due: Instant,
+    ) -> Option<Outcome> {
         let target = &self.load.targets[target_idx];
         let sent = Instant::now();
         let result = tokio::select! {
@@ -227,7 +238,7 @@ impl Client {
             () = self.stop.cancelled() => return None,
         };
         self.progress.done(result.is_ok());
-        Some(Outcome { target_idx, due, sent, result })
+        Some(Outcome { target_idx, turn, due, sent, result })
     }
 }
 
@@ -402,6 +413,10 @@ mod tests {
         let turns: Vec<_> =
             outcomes.requests.chunk_by(|a, b| a.target_idx == b.target_idx).map(<[Outcome]>::len).collect();
         assert_eq!(turns, [4, 8, 8, 7, 3]);
+        let turns: Vec<_> =
+            outcomes.requests.chunk_by(|a, b| a.turn == b.turn).map(<[Outcome]>::len).collect();
+        assert_eq!(turns, [4, 4, 4, 4, 4, 4, 3, 3]);
+        assert_eq!(outcomes.requests[29].turn, Some(7));
         // A wave begins when the one before it is answered.
         let answered = |outcome: &Outcome| outcome.result.as_ref().ok().and_then(|answer| answer.finished);
         let waves = [0..4, 4..8, 8..12, 12..16, 16..20, 20..24, 24..27, 27..30];

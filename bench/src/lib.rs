@@ -3,6 +3,7 @@
 //! It knows nothing of how the target works: an OpenAI endpoint, or the gRPC service of one worker. [`transfer`] and
 //! [`overlap`] measure one part of the system alone.
 
+mod comparison;
 mod drive;
 mod overlap;
 mod plan;
@@ -36,10 +37,11 @@ use tokio_util::sync::CancellationToken;
 
 pub use self::stats::Summary;
 use self::{
+    comparison::Comparison,
     drive::Load,
     plan::Plan,
     progress::Progress,
-    report::{Comparison, Report, Slo},
+    report::{Report, Slo},
     target::{OpenAiTarget, Target, WorkerTarget},
     trace::Fit,
     workload::{Lengths, Material, Planned, Prompts, Synthetic},
@@ -69,7 +71,8 @@ What is measured:
   ITL   each gap between two arrivals
   TPOT  (end - first arrival) / (tokens - 1), as in vLLM
   E2E   from when a request was due to its end
-A request is due by the plan (--rate, --trace), or as soon as its client is free.";
+A request is due by the plan (--rate, --trace), or as soon as its client is free.
+The intervals of --compare resample whole turns; with --rate or --trace whole windows of time.";
 
 /// The arguments of `baton bench`.
 #[derive(Debug, Args)]

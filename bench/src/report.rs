@@ -13,12 +13,11 @@
 
 use std::{collections::BTreeMap, fmt, time::Duration};
 
-use baton_random::Random;
 use serde::Serialize;
 
 use super::{
     drive::{Outcome, Outcomes},
-    stats::{Difference, Summary},
+    stats::Summary,
 };
 
 /// One target under load.
@@ -96,15 +95,16 @@ pub(crate) struct Goodput {
 
 /// The times of one answered request, in milliseconds.
 #[derive(Clone, Debug, PartialEq)]
-struct Times {
-    ttft: f64,
-    gaps: Vec<f64>,
-    tpot: Option<f64>,
-    e2e: f64,
+pub(crate) struct Times {
+    pub(crate) ttft: f64,
+    pub(crate) gaps: Vec<f64>,
+    pub(crate) tpot: Option<f64>,
+    pub(crate) e2e: f64,
 }
 
 impl Times {
-    fn of(outcome: &Outcome) -> Option<Self> {
+    /// `None`: the request failed.
+    pub(crate) fn of(outcome: &Outcome) -> Option<Self> {
         let answer = outcome.result.as_ref().ok()?;
         let (first, last) = (*answer.arrivals.first()?, *answer.arrivals.last()?);
         let finished = answer.finished?;
@@ -269,62 +269,6 @@ impl fmt::Display for Report {
     }
 }
 
-/// Two targets that took turns under one load.
-#[derive(Clone, Debug, Serialize)]
-pub(crate) struct Comparison {
-    pub(crate) a: Report,
-    pub(crate) b: Report,
-    /// Medians over requests, in milliseconds.
-    pub(crate) ttft_ms: Option<Difference>,
-    /// Medians over gaps.
-    pub(crate) itl_ms: Option<Difference>,
-    pub(crate) tpot_ms: Option<Difference>,
-    pub(crate) e2e_ms: Option<Difference>,
-}
-
-impl Comparison {
-    pub(crate) fn of(outcomes: &Outcomes, reports: [Report; 2], seed: u64) -> Self {
-        let mut random = Random::new(seed);
-        let times = [0, 1].map(|target_idx| {
-            let mine = outcomes.requests.iter().filter(|outcome| outcome.target_idx == target_idx);
-            mine.filter_map(Times::of).collect::<Vec<_>>()
-        });
-        let mut difference = |value: &dyn Fn(&Times) -> Vec<f64>| {
-            let [a, b] = [0, 1].map(|idx: usize| times[idx].iter().flat_map(value).collect::<Vec<f64>>());
-            Difference::of(&a, &b, &mut random)
-        };
-        let [a, b] = reports;
-        Self {
-            a,
-            b,
-            ttft_ms: difference(&|times| vec![times.ttft]),
-            itl_ms: difference(&|times| times.gaps.clone()),
-            tpot_ms: difference(&|times| times.tpot.into_iter().collect()),
-            e2e_ms: difference(&|times| vec![times.e2e]),
-        }
-    }
-}
-
-impl fmt::Display for Comparison {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        writeln!(f, "A: {}\nB: {}", self.a, self.b)?;
-        writeln!(f, "Medians, in turns within one run (throughput above is shared by both):\n")?;
-        writeln!(f, "{:<8}{:>11}{:>11}{:>9}{:>11}   95 % of A - B", "ms", "A", "B", "A / B", "A - B")?;
-        for (name, difference) in
-            [("TTFT", self.ttft_ms), ("ITL", self.itl_ms), ("TPOT", self.tpot_ms), ("E2E", self.e2e_ms)]
-        {
-            let Some(d) = difference else { continue };
-            let ratio = d.ratio.map_or("-".to_owned(), |ratio| format!("{ratio:.3}"));
-            writeln!(
-                f,
-                "{name:<8}{:>11.3}{:>11.3}{ratio:>9}{:>+11.3}   {:+.3} to {:+.3}",
-                d.median_a, d.median_b, d.difference, d.low, d.high
-            )?;
-        }
-        Ok(())
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use std::time::Instant;
@@ -349,11 +293,11 @@ mod tests {
             drafted_tokens: 6,
             accepted_tokens: 3,
         };
-        Outcome { target_idx, due: start, sent: start + ms(1), result: Ok(answer) }
+        Outcome { target_idx, turn: None, due: start, sent: start + ms(1), result: Ok(answer) }
     }
 
     fn failure(start: Instant, error: RequestError) -> Outcome {
-        Outcome { target_idx: 0, due: start, sent: start, result: Err(error) }
+        Outcome { target_idx: 0, turn: None, due: start, sent: start, result: Err(error) }
     }
 
     fn outcomes() -> Outcomes {
@@ -422,21 +366,6 @@ mod tests {
         assert_eq!(tpot(&[100, 110, 130], 140, None), Some(15.0), "three pieces, none with the end");
         assert_eq!(tpot(&[100], 100, Some(4)), None, "all in one piece");
         assert_eq!(tpot(&[100], 120, Some(1)), None);
-    }
-
-    #[test]
-    fn comparison_shows_the_difference_of_medians() {
-        let start = Instant::now();
-        let requests = (0..40)
-            .map(|idx| outcome(start, idx % 2, &[100 + (idx as u64 % 2) * 5 + idx as u64 / 8, 200], Some(2)))
-            .collect();
-        let outcomes = Outcomes { requests, elapsed: ms(100) };
-        let report = |idx| Report::of(&outcomes, idx, format!("t{idx}"), "l".into(), Slo::default());
-        let comparison = Comparison::of(&outcomes, [report(0), report(1)], 1);
-        let ttft = comparison.ttft_ms.unwrap();
-        assert!((ttft.difference + 5.0).abs() < 1e-6, "{ttft:?}");
-        assert!(ttft.low <= -3.0 && ttft.high >= -7.0, "{ttft:?}");
-        assert!(comparison.to_string().contains("A / B"), "{comparison}");
     }
 
     #[test]
