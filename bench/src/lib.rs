@@ -18,6 +18,7 @@ mod transfer;
 mod workload;
 
 use std::{
+    io,
     path::PathBuf,
     sync::Mutex,
     time::{Duration, SystemTime, UNIX_EPOCH},
@@ -33,6 +34,7 @@ use baton_command::{
 };
 use clap::{Args, Subcommand, ValueEnum};
 use serde_json::{Map, Value};
+use tokio::{signal::ctrl_c, task::spawn_blocking};
 use tokio_util::sync::CancellationToken;
 
 pub use self::stats::Summary;
@@ -245,7 +247,23 @@ pub fn run(mut args: BenchArgs) -> anyhow::Result<()> {
 }
 
 fn block_on(future: impl Future<Output = anyhow::Result<()>>) -> anyhow::Result<()> {
-    tokio::runtime::Builder::new_multi_thread().enable_all().build()?.block_on(future)
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
+    let result = runtime.block_on(future);
+    // What `unless` left running is not waited for.
+    runtime.shutdown_timeout(Duration::from_millis(100));
+    result
+}
+
+/// Computes on a thread of its own. It is an error if Ctrl-C comes first: once a program has listened to it, Ctrl-C ends
+/// nothing by itself.
+async fn unless<T: Send + 'static>(
+    interrupted: impl Future<Output = io::Result<()>>,
+    compute: impl FnOnce() -> T + Send + 'static,
+) -> anyhow::Result<T> {
+    tokio::select! {
+        result = spawn_blocking(compute) => Ok(result?),
+        Ok(()) = interrupted => bail!("interrupted"),
+    }
 }
 
 /// Runs the load and prints the report. Ctrl-C ends it early and reports the requests so far.
@@ -277,7 +295,7 @@ async fn load(args: BenchArgs) -> anyhow::Result<()> {
     let on_ctrl_c = tokio::spawn({
         let stop = stop.clone();
         async move {
-            if tokio::signal::ctrl_c().await.is_ok() {
+            if ctrl_c().await.is_ok() {
                 stop.cancel();
             }
         }
@@ -297,12 +315,15 @@ async fn load(args: BenchArgs) -> anyhow::Result<()> {
         };
         Report::of(&outcomes, target_idx, name, args.describe_load(), slo)
     };
+    let is_answered = outcomes.requests.iter().any(|outcome| outcome.result.is_ok());
     if targets.len() == 2 {
-        print(&Comparison::of(&outcomes, [report(0), report(1)], args.seed), args.json.as_deref())?;
+        let (reports, seed) = ([report(0), report(1)], args.seed);
+        let comparison = unless(ctrl_c(), move || Comparison::of(&outcomes, reports, seed)).await?;
+        print(&comparison, args.json.as_deref())?;
     } else {
         print(&report(0), args.json.as_deref())?;
     }
-    ensure!(outcomes.requests.iter().any(|outcome| outcome.result.is_ok()), "no request was answered");
+    ensure!(is_answered, "no request was answered");
     Ok(())
 }
 
@@ -512,6 +533,8 @@ async fn warm_up(
 
 #[cfg(test)]
 mod tests {
+    use std::{future, sync::mpsc};
+
     use clap::FromArgMatches;
 
     use super::*;
@@ -520,6 +543,16 @@ mod tests {
         let command = BenchArgs::augment_args(clap::Command::new("bench"));
         let matches = command.try_get_matches_from(["bench"].iter().chain(args)).unwrap();
         BenchArgs::from_arg_matches(&matches).unwrap()
+    }
+
+    #[tokio::test]
+    async fn ctrl_c_ends_the_program_while_the_report_is_computed() {
+        let (end, ended) = mpsc::channel::<()>();
+        let compute = move || ended.recv().is_err();
+        let error = unless(future::ready(Ok(())), compute).await.unwrap_err();
+        assert_eq!(error.to_string(), "interrupted");
+        drop(end);
+        assert_eq!(unless(future::pending(), || 7).await.unwrap(), 7);
     }
 
     #[test]
