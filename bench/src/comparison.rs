@@ -134,7 +134,7 @@ mod tests {
     use std::time::Instant;
 
     use super::*;
-    use crate::{report::Slo, target::Answer};
+    use crate::{config::Config, report::Slo, target::Answer};
 
     fn ms(millis: u64) -> Duration {
         Duration::from_millis(millis)
@@ -153,7 +153,7 @@ mod tests {
 
     fn compare(requests: Vec<Outcome>) -> Comparison {
         let outcomes = Outcomes { requests, elapsed: ms(100) };
-        let report = |idx| Report::of(&outcomes, idx, format!("t{idx}"), "l".into(), Slo::default());
+        let report = |idx| Report::of(&outcomes, idx, format!("t{idx}"), &Config::default(), Slo::default());
         Comparison::of(&outcomes, [report(0), report(1)], 1)
     }
 

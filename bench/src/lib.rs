@@ -4,6 +4,7 @@
 //! [`overlap`] measure one part of the system alone.
 
 mod comparison;
+mod config;
 mod drive;
 mod overlap;
 mod plan;
@@ -13,6 +14,8 @@ mod report;
 mod stats;
 mod steps;
 mod target;
+#[cfg(test)]
+mod tests;
 mod trace;
 mod transfer;
 mod workload;
@@ -40,6 +43,7 @@ use tokio_util::sync::CancellationToken;
 pub use self::stats::Summary;
 use self::{
     comparison::Comparison,
+    config::{Config, Replay},
     drive::Load,
     plan::Plan,
     progress::Progress,
@@ -51,6 +55,9 @@ use self::{
 
 const DEFAULT_URL: &str = "http://127.0.0.1:8080";
 const DEFAULT_REQUESTS: usize = 100;
+
+/// Requests of a load without a number of them whose prompts are checked at the start.
+const NUM_CHECKED: usize = 10_000;
 
 const EXAMPLES: &str = "\
 Examples:
@@ -113,7 +120,8 @@ pub struct BenchArgs {
     /// Closed loop: this many clients, each sending its next request when the last one is answered.
     #[arg(long, value_name = "N", default_value_t = 8, conflicts_with_all = ["rate", "trace"], help_heading = "Load")]
     pub(crate) concurrency: usize,
-    /// Open loop: requests per second at random (Poisson) times, independent of the answers.
+    /// Open loop: requests per second at random (Poisson) times, independent of the answers; with --compare, to each
+    /// target.
     #[arg(long, value_name = "R", conflicts_with = "trace", help_heading = "Load")]
     pub(crate) rate: Option<f64>,
     /// Replay the arrivals and lengths of a trace: Azure CSV or Mooncake jsonl.
@@ -151,7 +159,7 @@ pub struct BenchArgs {
     /// Most tokens of an answer.
     #[arg(long, value_name = "N", help_heading = "Requests")]
     pub(crate) max_output_tokens: Option<usize>,
-    /// Tokens at the beginning that all prompts share.
+    /// Tokens at the beginning that all prompts share. Prompts that are not longer are equal.
     #[arg(long, value_name = "N", default_value_t = 0, help_heading = "Requests")]
     pub(crate) shared_prefix: usize,
     /// Kind of prompts. Default: text; ids if --worker is given.
@@ -268,7 +276,7 @@ async fn unless<T: Send + 'static>(
 
 /// Runs the load and prints the report. Ctrl-C ends it early and reports the requests so far.
 async fn load(args: BenchArgs) -> anyhow::Result<()> {
-    let plan = args.plan()?;
+    let mut plan = args.plan()?;
     let targets = args.targets().await?;
     let material = args.material(&targets).await?;
     let prompts = Prompts {
@@ -277,6 +285,7 @@ async fn load(args: BenchArgs) -> anyhow::Result<()> {
         block_tokens: args.fit().block_tokens(),
         shared_prefix: args.shared_prefix,
     };
+    args.check_prefix(&mut plan, &prompts)?;
     let neighbours = args.neighbours(&targets);
     let timeout = seconds("--timeout", args.timeout)?;
     warm_up(&targets, &prompts, args.warmup, timeout).await?;
@@ -307,13 +316,13 @@ async fn load(args: BenchArgs) -> anyhow::Result<()> {
         eprintln!("interrupted; the report covers the requests so far");
     }
 
-    let slo = args.slo()?;
+    let (config, slo) = (args.config(), args.slo()?);
     let report = |target_idx: usize| {
         let name = match neighbours.get(target_idx) {
             Some(neighbour) => format!("beside {}", neighbour.name()),
             None => targets[target_idx].name(),
         };
-        Report::of(&outcomes, target_idx, name, args.describe_load(), slo)
+        Report::of(&outcomes, target_idx, name, &config, slo)
     };
     let is_answered = outcomes.requests.iter().any(|outcome| outcome.result.is_ok());
     if targets.len() == 2 {
@@ -341,6 +350,12 @@ impl BenchArgs {
         self.duration.map(|value| seconds("--duration", value)).transpose()
     }
 
+    /// `None`: time or the trace ends the load.
+    fn num_requests(&self) -> Option<usize> {
+        let default = (self.trace.is_none() && self.duration.is_none()).then_some(DEFAULT_REQUESTS);
+        self.requests.or(default)
+    }
+
     fn plan(&self) -> anyhow::Result<Plan> {
         let fit = self.fit();
         fit.check()?;
@@ -357,8 +372,7 @@ impl BenchArgs {
             requests =
                 Box::new(requests.take_while(move |planned| planned.at.is_none_or(|at| at <= duration)));
         }
-        let default = (self.trace.is_none() && duration.is_none()).then_some(DEFAULT_REQUESTS);
-        let num_requests = self.requests.or(default);
+        let num_requests = self.num_requests();
         if let Some(num_requests) = num_requests {
             requests = Box::new(requests.take(num_requests));
         }
@@ -458,12 +472,57 @@ impl BenchArgs {
         Ok(Slo { ttft: limit("--slo-ttft", self.slo_ttft)?, tpot: limit("--slo-tpot", self.slo_tpot)? })
     }
 
-    fn describe_load(&self) -> String {
-        let lengths = format!("{} tokens in, {} out", self.input_tokens, self.output_tokens);
-        match (&self.trace, self.rate) {
-            (Some(path), _) => format!("trace {} at speed {}", path.display(), self.time_scale),
-            (None, Some(rate)) => format!("{rate} requests/s, Poisson, {lengths}"),
-            (None, None) => format!("{} clients, closed loop, {lengths}", self.concurrency),
+    /// Warns of prompts that are equal as they are not longer than the shared prefix.
+    ///
+    /// # Errors
+    /// When more than a tenth of them are, or a trace says what they share.
+    fn check_prefix(&self, plan: &mut Plan, prompts: &Prompts) -> anyhow::Result<()> {
+        let prefix = self.shared_prefix;
+        if prefix == 0 {
+            return Ok(());
+        }
+        let (mut num_prompts, mut num_equal) = (0, 0);
+        for planned in plan.first(NUM_CHECKED) {
+            ensure!(
+                planned.blocks.is_empty(),
+                "--shared-prefix does not go with a trace whose hash ids say what prompts share"
+            );
+            num_prompts += 1;
+            num_equal += usize::from(!prompts.exceeds_prefix(planned));
+        }
+        let equal = format!(
+            "{num_equal} of {num_prompts} prompts would be equal: --shared-prefix {prefix} is all of them"
+        );
+        ensure!(num_equal * 10 <= num_prompts, "{equal}");
+        if num_equal > 0 {
+            eprintln!("{equal}");
+        }
+        Ok(())
+    }
+
+    fn config(&self) -> Config {
+        let is_open = self.trace.is_some() || self.rate.is_some();
+        let lengths = |lengths: Lengths| self.trace.is_none().then(|| lengths.to_string());
+        Config {
+            seed: self.seed,
+            temperature: self.temperature,
+            warmup: self.warmup,
+            timeout_s: self.timeout,
+            requests: self.num_requests(),
+            duration_s: self.duration,
+            compare: self.compare,
+            concurrency: (!is_open).then_some(self.concurrency.max(1)),
+            rate: self.rate,
+            trace: self.trace.as_ref().map(|path| Replay {
+                file: path.display().to_string(),
+                time_scale: self.time_scale,
+                length_scale: self.length_scale,
+            }),
+            input_tokens: lengths(self.input_tokens),
+            output_tokens: lengths(self.output_tokens),
+            max_input_tokens: self.max_input_tokens,
+            max_output_tokens: self.max_output_tokens,
+            shared_prefix: self.shared_prefix,
         }
     }
 }
@@ -529,56 +588,4 @@ async fn warm_up(
         }
     }
     Ok(())
-}
-
-#[cfg(test)]
-mod tests {
-    use std::{future, sync::mpsc};
-
-    use clap::FromArgMatches;
-
-    use super::*;
-
-    fn parse(args: &[&str]) -> BenchArgs {
-        let command = BenchArgs::augment_args(clap::Command::new("bench"));
-        let matches = command.try_get_matches_from(["bench"].iter().chain(args)).unwrap();
-        BenchArgs::from_arg_matches(&matches).unwrap()
-    }
-
-    #[tokio::test]
-    async fn ctrl_c_ends_the_program_while_the_report_is_computed() {
-        let (end, ended) = mpsc::channel::<()>();
-        let compute = move || ended.recv().is_err();
-        let error = unless(future::ready(Ok(())), compute).await.unwrap_err();
-        assert_eq!(error.to_string(), "interrupted");
-        drop(end);
-        assert_eq!(unless(future::pending(), || 7).await.unwrap(), 7);
-    }
-
-    #[test]
-    fn only_time_ends_a_load_with_a_duration_alone() {
-        for args in [&["--duration", "5"][..], &["--duration", "5", "--compare"]] {
-            let plan = parse(args).plan().unwrap();
-            assert_eq!(plan.num_left(), None);
-            assert_eq!(plan.take(1000).count(), 1000, "{args:?}");
-        }
-    }
-
-    #[test]
-    fn the_number_of_requests_is_as_given() {
-        let cases: [(&[&str], usize); 4] = [
-            (&[], 100),
-            (&["--compare"], 200),
-            (&["--requests", "7", "--duration", "5"], 7),
-            (&["--requests", "7", "--rate", "100"], 7),
-        ];
-        for (args, expected) in cases {
-            assert_eq!(parse(args).plan().unwrap().num_left(), Some(expected), "{args:?}");
-        }
-        let mut plan = parse(&["--rate", "100", "--duration", "5"]).plan().unwrap();
-        assert!(plan.is_timed() && plan.num_left().is_some_and(|num| (400..600).contains(&num)));
-        assert!(plan.all(|planned| planned.at <= Some(Duration::from_secs(5))));
-        assert!(parse(&["--requests", "0", "--duration", "5"]).plan().is_err());
-        assert!(parse(&["--duration", "0"]).plan().is_err());
-    }
 }

@@ -27,6 +27,15 @@ impl Plan {
         self.endless.is_none().then_some(self.listed.len())
     }
 
+    /// The first requests: `num` of an endless plan, all of a list.
+    pub(crate) fn first(&mut self, num: usize) -> impl Iterator<Item = &Planned> {
+        if let Some(endless) = &mut self.endless {
+            let num_missing = num.saturating_sub(self.listed.len());
+            self.listed.extend(endless.by_ref().take(num_missing));
+        }
+        self.listed.iter()
+    }
+
     /// Whether the requests have planned times (an open loop).
     pub(crate) fn is_timed(&self) -> bool {
         self.listed.front().is_some_and(|planned| planned.at.is_some())
@@ -67,5 +76,14 @@ mod tests {
         let expected = [&lengths[..3], &lengths[..3], &lengths[3..], &lengths[3..]].concat();
         assert_eq!(plan.iter().map(|planned| planned.input_tokens).collect::<Vec<_>>(), expected);
         assert!(plan.iter().map(|planned| planned.id).eq(0..10));
+    }
+
+    #[test]
+    fn a_look_at_the_first_requests_takes_none() {
+        let requests = Synthetic::new(None, Lengths::Fixed(1), Lengths::Fixed(1), 1);
+        let mut plan = Plan::endless(requests);
+        assert_eq!(plan.first(3).count(), 3);
+        assert_eq!(plan.num_left(), None);
+        assert!(plan.take(5).map(|planned| planned.id).eq(0..5));
     }
 }

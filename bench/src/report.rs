@@ -16,6 +16,7 @@ use std::{collections::BTreeMap, fmt, time::Duration};
 use serde::Serialize;
 
 use super::{
+    config::Config,
     drive::{Outcome, Outcomes},
     stats::Summary,
 };
@@ -25,6 +26,7 @@ use super::{
 pub(crate) struct Report {
     pub(crate) target: String,
     pub(crate) load: String,
+    pub(crate) config: Config,
     pub(crate) duration_s: f64,
     pub(crate) requests: Requests,
     pub(crate) tokens: Tokens,
@@ -133,7 +135,13 @@ fn millis(duration: Duration) -> f64 {
 
 impl Report {
     /// Of the requests that went to `target_idx`.
-    pub(crate) fn of(outcomes: &Outcomes, target_idx: usize, target: String, load: String, slo: Slo) -> Self {
+    pub(crate) fn of(
+        outcomes: &Outcomes,
+        target_idx: usize,
+        target: String,
+        config: &Config,
+        slo: Slo,
+    ) -> Self {
         let mine: Vec<&Outcome> =
             outcomes.requests.iter().filter(|outcome| outcome.target_idx == target_idx).collect();
         let times: Vec<Times> = mine.iter().filter_map(|outcome| Times::of(outcome)).collect();
@@ -144,7 +152,8 @@ impl Report {
         let column = |value: &dyn Fn(&Times) -> Vec<f64>| Summary::of(times.iter().flat_map(value).collect());
         Self {
             target,
-            load,
+            load: config.to_string(),
+            config: config.clone(),
             duration_s: seconds,
             throughput: Throughput {
                 requests_per_s: per_second(requests.ok as f64),
@@ -319,7 +328,8 @@ mod tests {
     #[test]
     fn measures_are_as_defined() {
         let slo = Slo { ttft: Some(ms(100)), tpot: Some(ms(10)) };
-        let report = Report::of(&outcomes(), 0, "t".into(), "l".into(), slo);
+        let config = Config { seed: 7, ..Config::default() };
+        let report = Report::of(&outcomes(), 0, "t".into(), &config, slo);
         assert_eq!((report.requests.ok, report.requests.failed), (3, 3));
         assert_eq!(report.requests.failures["http_429"].count, 2);
         assert_eq!(report.requests.failures["timeout"].count, 1);
@@ -351,6 +361,7 @@ mod tests {
         let json = serde_json::to_value(&report).unwrap();
         assert_eq!(json["requests"]["failures"]["http_429"]["count"], 2);
         assert_eq!(json["ttft_ms"]["max"], 300.0);
+        assert_eq!(json["config"]["seed"], 7);
     }
 
     #[test]
@@ -371,7 +382,8 @@ mod tests {
     #[test]
     fn nothing_done_is_a_report_too() {
         let outcomes = Outcomes { requests: Vec::new(), elapsed: Duration::ZERO };
-        let report = Report::of(&outcomes, 0, "t".into(), "l".into(), Slo { ttft: Some(ms(1)), tpot: None });
+        let report =
+            Report::of(&outcomes, 0, "t".into(), &Config::default(), Slo { ttft: Some(ms(1)), tpot: None });
         assert!(report.to_string().contains("0 ok, 0 failed"), "{report}");
         assert!(report.ttft_ms.is_none());
     }

@@ -164,6 +164,26 @@ pub(crate) enum Material {
     Words { tokens_per_word: f64, overhead: f64 },
 }
 
+impl Material {
+    /// The units of a prompt of so many tokens.
+    fn prompt_units(self, input_tokens: usize) -> usize {
+        match self {
+            Self::Ids { .. } => input_tokens,
+            Self::Words { tokens_per_word, overhead } => {
+                ((input_tokens as f64 - overhead) / tokens_per_word).round().max(1.0) as usize
+            }
+        }
+    }
+
+    /// The units of a part of so many tokens.
+    fn units(self, tokens: usize) -> usize {
+        match self {
+            Self::Ids { .. } => tokens,
+            Self::Words { tokens_per_word, .. } => (tokens as f64 / tokens_per_word).round() as usize,
+        }
+    }
+}
+
 /// Makes prompts. Those of equal seed, material and request are equal.
 #[derive(Clone, Debug)]
 pub(crate) struct Prompts {
@@ -185,15 +205,14 @@ impl Prompts {
         match self.material {
             Material::Ids { low, high } => {
                 let mut ids = Vec::with_capacity(planned.input_tokens);
-                self.fill(planned, planned.input_tokens, 1.0, |random| {
+                self.fill(planned, |random| {
                     ids.push(low + random.below(u64::from(high - low)) as u32);
                 });
                 Prompt::Ids(ids)
             }
-            Material::Words { tokens_per_word, overhead } => {
-                let num_words = ((planned.input_tokens as f64 - overhead) / tokens_per_word).round().max(1.0);
+            Material::Words { .. } => {
                 let mut text = String::new();
-                self.fill(planned, num_words as usize, tokens_per_word, |random| {
+                self.fill(planned, |random| {
                     if !text.is_empty() {
                         text.push(' ');
                     }
@@ -204,10 +223,14 @@ impl Prompts {
         }
     }
 
-    /// Calls `push` for each of `len` units (tokens or words) with the random numbers to sample it from.
-    fn fill(&self, planned: &Planned, len: usize, tokens_per_unit: f64, mut push: impl FnMut(&mut Random)) {
-        let units = |tokens: usize| (tokens as f64 / tokens_per_unit).round() as usize;
-        let mut left = len;
+    /// Whether the prompt is longer than the prefix that all share: shorter ones are equal.
+    pub(crate) fn exceeds_prefix(&self, planned: &Planned) -> bool {
+        self.material.prompt_units(planned.input_tokens) > self.material.units(self.shared_prefix)
+    }
+
+    /// Calls `push` for each unit (token or word) of the prompt with the random numbers to sample it from.
+    fn fill(&self, planned: &Planned, mut push: impl FnMut(&mut Random)) {
+        let mut left = self.material.prompt_units(planned.input_tokens);
         let mut stretch = |stream: u64, wanted: usize| {
             let mut random = Random::stream(self.seed, stream);
             let num_units = wanted.min(left);
@@ -217,10 +240,10 @@ impl Prompts {
             left -= num_units;
         };
         for block in &planned.blocks {
-            stretch(BLOCKS ^ block, units(self.block_tokens));
+            stretch(BLOCKS ^ block, self.material.units(self.block_tokens));
         }
         if planned.blocks.is_empty() {
-            stretch(PREFIX, units(self.shared_prefix));
+            stretch(PREFIX, self.material.units(self.shared_prefix));
         }
         stretch(REST ^ planned.id, usize::MAX);
     }
@@ -276,6 +299,20 @@ mod tests {
         let b = ids(&prompts, &planned(20, &[], 1));
         assert_eq!(a[..8], b[..8]);
         assert_ne!(a[8..], b[8..]);
+    }
+
+    #[test]
+    fn prompts_within_the_shared_prefix_are_equal() {
+        for material in [IDS, Material::Words { tokens_per_word: 1.5, overhead: 10.0 }] {
+            for input_tokens in 1..100 {
+                let prompts = Prompts { shared_prefix: 40, ..prompts(material) };
+                let [a, b] = [0, 1].map(|id| prompts.make(&planned(input_tokens, &[], id)));
+                let exceeds_prefix = prompts.exceeds_prefix(&planned(input_tokens, &[], 0));
+                assert!(exceeds_prefix || a == b, "{input_tokens} of {material:?}");
+                let longest = if material == IDS { 40 } else { 51 };
+                assert_eq!(exceeds_prefix, input_tokens > longest, "{input_tokens} of {material:?}");
+            }
+        }
     }
 
     #[test]
