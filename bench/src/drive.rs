@@ -68,7 +68,7 @@ impl Load {
     fn wave(&self, turn: usize) -> Vec<Planned> {
         let mut plan = self.plan.lock().expect("a plan does not panic");
         let left = plan.num_left().unwrap_or(usize::MAX);
-        let share = if turn % 2 == 0 { left.div_ceil(2) } else { left };
+        let share = if turn.is_multiple_of(2) { left.div_ceil(2) } else { left };
         plan.by_ref().take(share.min(self.concurrency)).collect()
     }
 
