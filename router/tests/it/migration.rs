@@ -167,6 +167,8 @@ async fn a_worker_that_leaves_while_a_request_migrates_for_balance_is_left_if_th
     let rest = async {
         let (full, empty) = full_and_empty(&old, &new).await;
         empty.script(|request| if request.for_balance { vec![Step::Hang] } else { say(ANSWER)(request) });
+        // The third request fails with the migration, and may be tried again at either.
+        full.script(say(ANSWER));
         full.set_free_blocks(4);
         empty.next_arrived().await;
         // It says so once, to the request that migrates and to the other one, which goes to the empty worker.
