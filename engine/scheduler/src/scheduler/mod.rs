@@ -405,8 +405,7 @@ impl Scheduler {
 
     /// Puts a sequence into the queue, with an estimate of what it need not compute: the cache may change while it waits.
     fn queue(&mut self, mut sequence: Sequence) {
-        let cached = sequence.sharable_hashes().iter().take_while(|hash| self.pool.find(hash).is_some());
-        let num_tokens = cached.count() * self.config.block_size;
+        let num_tokens = self.num_cached(sequence.sharable_hashes()) * self.config.block_size;
         sequence.num_cached_in_queue = if sequence.can_begin_after(num_tokens) { num_tokens } else { 0 };
         self.waiting.insert(sequence);
     }

@@ -42,7 +42,7 @@ impl Scheduler {
 
     /// Blocks at the front of a sequence that are cached, by its hashes in order.
     pub fn num_cached(&self, hashes: &[BlockHash]) -> usize {
-        self.pool.find_prefix(hashes).len()
+        hashes.iter().take_while(|hash| self.pool.find(hash).is_some()).count()
     }
 
     /// All blocks.
