@@ -356,6 +356,11 @@ impl BenchArgs {
         self.requests.or(default)
     }
 
+    /// Whether requests have planned times (an open loop).
+    fn is_timed(&self) -> bool {
+        self.trace.is_some() || self.rate.is_some()
+    }
+
     fn plan(&self) -> anyhow::Result<Plan> {
         let fit = self.fit();
         fit.check()?;
@@ -367,7 +372,7 @@ impl BenchArgs {
             Some(path) => Box::new(workload::of_trace(trace::read(path)?, &fit).into_iter()),
             None => Box::new(Synthetic::new(self.rate, self.input_tokens, self.output_tokens, self.seed)),
         };
-        let is_timed = self.trace.is_some() || self.rate.is_some();
+        let is_timed = self.is_timed();
         if let Some(duration) = duration {
             requests =
                 Box::new(requests.take_while(move |planned| planned.at.is_none_or(|at| at <= duration)));
@@ -501,7 +506,6 @@ impl BenchArgs {
     }
 
     fn config(&self) -> Config {
-        let is_open = self.trace.is_some() || self.rate.is_some();
         let lengths = |lengths: Lengths| self.trace.is_none().then(|| lengths.to_string());
         Config {
             seed: self.seed,
@@ -511,7 +515,7 @@ impl BenchArgs {
             requests: self.num_requests(),
             duration_s: self.duration,
             compare: self.compare,
-            concurrency: (!is_open).then_some(self.concurrency.max(1)),
+            concurrency: (!self.is_timed()).then_some(self.concurrency.max(1)),
             rate: self.rate,
             trace: self.trace.as_ref().map(|path| Replay {
                 file: path.display().to_string(),
