@@ -23,7 +23,7 @@ const NEEDS: [(&str, &str); 3] = [
 ];
 
 /// The kernels: unit tests.
-const KERNELS: &str = "--lib -p baton-cpu-simd -p baton-cpu-kernels";
+const KERNELS: &str = "--lib -p baton-cpu-simd -p baton-cpu-kernels -p baton-cpu-attention";
 /// Threads, quantised KV and the forward pass: unit tests. And whole models beside `transformers`.
 const MODELS: &str = "--lib -p baton-cpu-threads -p baton-kv-cache -p baton-model-cpu -p baton-model \
     --test parity --test quantised --test tensor_parallel";

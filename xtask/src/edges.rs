@@ -382,7 +382,7 @@ const ROOMS: &[Room] = &[
         name: "baton-model-cuda",
         uses: &["baton-cuda-kernels", "baton-checkpoint", "baton-model-spec", "baton-kv-cache", "baton-cuda"],
         tests_use: &["baton-cuda-emulator", "baton-model-cpu", "baton-model-testing"],
-        never: &["baton-cuda-emulator", "baton-cpu-kernels", "tokio"],
+        never: &["baton-cuda-emulator", "baton-cpu-attention", "baton-cpu-kernels", "tokio"],
     },
     // Knows shapes and addresses, no models.
     Room {
@@ -395,6 +395,7 @@ const ROOMS: &[Room] = &[
     Room {
         name: "baton-model-cpu",
         uses: &[
+            "baton-cpu-attention",
             "baton-cpu-kernels",
             "baton-cpu-threads",
             "baton-checkpoint",
@@ -404,10 +405,23 @@ const ROOMS: &[Room] = &[
         tests_use: &[],
         never: &["baton-cuda", "cudarc", "tokio"],
     },
-    // Kernels: no weight files, no order of operations.
+    // Attention over KV in its blocks: no weights.
+    Room {
+        name: "baton-cpu-attention",
+        uses: &[
+            "baton-cpu-kernels",
+            "baton-cpu-simd",
+            "baton-cpu-threads",
+            "baton-model-spec",
+            "baton-kv-cache",
+        ],
+        tests_use: &["baton-model-testing"],
+        never: &["baton-checkpoint", "baton-cuda", "safetensors", "cudarc", "tokio"],
+    },
+    // Kernels: no weight files, no order of operations, no KV.
     Room {
         name: "baton-cpu-kernels",
-        uses: &["baton-cpu-simd", "baton-cpu-threads", "baton-model-spec", "baton-kv-cache"],
+        uses: &["baton-cpu-simd", "baton-cpu-threads", "baton-model-spec"],
         tests_use: &["baton-model-testing"],
         never: &["baton-checkpoint", "baton-cuda", "safetensors", "cudarc", "tokio"],
     },

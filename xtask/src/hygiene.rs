@@ -21,7 +21,7 @@ const OWN_WORKSPACES: [&str; 3] = [fuzz::FOLDER, "kv-store/peers", "router/index
 
 /// Crates that talk to devices, SIMD, shared memory or the operating system, and may say `unsafe`; and the
 /// engine, which calls the model's executor under a contract that no type can state.
-const MAY_BE_UNSAFE: [&str; 26] = [
+const MAY_BE_UNSAFE: [&str; 27] = [
     "baton-bench",
     "baton-cuda",
     "baton-cuda-kernels",
@@ -31,6 +31,7 @@ const MAY_BE_UNSAFE: [&str; 26] = [
     "baton-model-sim",
     "baton-model-spec",
     "baton-checkpoint",
+    "baton-cpu-attention",
     "baton-cpu-kernels",
     "baton-cpu-simd",
     "baton-cpu-threads",

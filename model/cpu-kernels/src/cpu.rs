@@ -14,7 +14,7 @@ pub struct Cpu {
     /// Left-side rows of a product, packed for its kernel.
     pub(crate) packed: Aligned,
     /// Partial results of several threads for the same rows.
-    pub(crate) partials: Aligned,
+    partials: Aligned,
 }
 
 impl Cpu {
@@ -46,6 +46,12 @@ impl Cpu {
     /// The threads.
     pub fn pool(&self) -> &ThreadPool {
         &self.pool
+    }
+
+    /// What an operation uses: the instruction set, the threads, their memory, and memory for partial results of several
+    /// threads.
+    pub fn parts(&mut self) -> (Isa, &ThreadPool, &mut ComputeScratch, &mut Aligned) {
+        (self.isa, &self.pool, &mut self.scratch, &mut self.partials)
     }
 
     /// Calls `work` for every row, on several threads if there is enough work.

@@ -130,7 +130,7 @@ unsafe fn soft_cap_of<S: Simd>(x: *mut f32, n: usize, cap: f32) {
 /// # Safety
 /// As for [`Simd`].
 #[inline(always)]
-pub(crate) unsafe fn soft_capped<S: Simd>(x: S::V, cap: f32) -> S::V {
+pub unsafe fn soft_capped<S: Simd>(x: S::V, cap: f32) -> S::V {
     // SAFETY: no pointers.
     unsafe {
         let e = S::exp(S::mul(x, S::splat(2.0 / cap)));

@@ -114,6 +114,57 @@ pub trait Simd: Copy {
         lanes.iter().fold(f32::NEG_INFINITY, |max, &x| max.max(x))
     }
 
+    /// `a` less the next integer below, rounded down; zero for infinity.
+    #[inline(always)]
+    unsafe fn fraction(a: Self::V) -> Self::V {
+        let mut lanes = [0.0f32; LANES];
+        // SAFETY: `lanes` holds sixteen.
+        unsafe {
+            Self::store(lanes.as_mut_ptr(), a);
+            for x in &mut lanes {
+                let exact = if x.is_infinite() { 0.0 } else { f64::from(*x) - f64::from(x.floor()) };
+                *x = if f64::from(exact as f32) > exact { (exact as f32).next_down() } else { exact as f32 };
+            }
+            Self::load(lanes.as_ptr())
+        }
+    }
+    /// `a` times 2 to the power of the next integer below `b`. A result that would be subnormal may be zero.
+    #[inline(always)]
+    unsafe fn times_pow2(a: Self::V, b: Self::V) -> Self::V {
+        let mut lanes = [[0.0f32; LANES]; 2];
+        // SAFETY: the arrays hold sixteen.
+        unsafe {
+            Self::store(lanes[0].as_mut_ptr(), a);
+            Self::store(lanes[1].as_mut_ptr(), b);
+            let [mut lanes, powers] = lanes;
+            for (x, power) in lanes.iter_mut().zip(powers) {
+                *x *= match power.floor() {
+                    power if power < -126.0 => 0.0,
+                    power if power > 127.0 => f32::INFINITY,
+                    power => f32::from_bits(((power as i32 + 127) as u32) << 23),
+                };
+            }
+            Self::load(lanes.as_ptr())
+        }
+    }
+
+    /// 2^x for x up to 0 with a relative error of 8.6e-5, a twentieth of what rounding to bf16 may cost. 2^0 is exactly
+    /// one; results that would be subnormal may be zero.
+    ///
+    /// x = n + r. 2^r is a polynomial of degree three, fitted for the least relative error on 0..=1.
+    #[inline(always)]
+    unsafe fn exp2_short(x: Self::V) -> Self::V {
+        // SAFETY: no pointers.
+        unsafe {
+            let r = Self::fraction(x);
+            let mut p = Self::splat(0.077_067_04);
+            for c in [0.227_645, 0.695_116_8, 1.0] {
+                p = Self::fma(p, r, Self::splat(c));
+            }
+            Self::times_pow2(p, x)
+        }
+    }
+
     /// e^x with an error of at most two units in the last place; zero below -87.7, where results would be subnormal.
     ///
     /// Cephes' expf: x = n ln 2 + r, and a polynomial of degree five for e^r.

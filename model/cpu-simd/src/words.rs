@@ -57,6 +57,24 @@ pub trait Words: Simd {
             Self::load(numbers[0].as_ptr())
         }
     }
+    /// Rounds numbers to bf16 and joins them to words of two. A NaN stays one if its upper 16 bits say that it is.
+    #[inline(always)]
+    unsafe fn round_to_pairs(lower: Self::V, upper: Self::V) -> Self::V {
+        let mut numbers = [[0u32; LANES]; 2];
+        // SAFETY: the arrays have room for sixteen numbers each.
+        unsafe {
+            Self::store(numbers[0].as_mut_ptr().cast(), lower);
+            Self::store(numbers[1].as_mut_ptr().cast(), upper);
+            let [mut lower, upper] = numbers;
+            let mut lane = 0;
+            while lane < LANES {
+                let [low, high] = [lower[lane].wrapping_add(0x8000), upper[lane].wrapping_add(0x8000)];
+                lower[lane] = low >> 16 | high & 0xffff_0000;
+                lane += 1;
+            }
+            Self::load(lower.as_ptr().cast())
+        }
+    }
     /// Joins sixteen bf16 at `lower` and sixteen at `upper` to sixteen words.
     #[inline(always)]
     unsafe fn join_bf16(lower: *const u16, upper: *const u16) -> Self::V {

@@ -120,6 +120,14 @@ impl Simd for Avx512 {
         }
     }
     #[inline(always)]
+    unsafe fn fraction(a: __m512) -> __m512 {
+        unsafe { _mm512_reduce_ps::<{ _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC }>(a) }
+    }
+    #[inline(always)]
+    unsafe fn times_pow2(a: __m512, b: __m512) -> __m512 {
+        unsafe { _mm512_scalef_ps(a, b) }
+    }
+    #[inline(always)]
     unsafe fn sum(a: __m512) -> f32 {
         unsafe { sum8(_mm256_add_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps::<1>(a))) }
     }

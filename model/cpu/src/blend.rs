@@ -8,7 +8,8 @@
 use std::ops::Range;
 
 use baton_checkpoint::DecoderWeights;
-use baton_cpu_kernels::{Cpu, store_rows};
+use baton_cpu_attention::store_rows;
+use baton_cpu_kernels::Cpu;
 use baton_cpu_threads::SharedMut;
 use baton_kv_cache::{BlockId, BlockStorage};
 use baton_model_spec::{

@@ -4,10 +4,8 @@
 //! to the largest batch so far; after that no step allocates.
 
 use baton_checkpoint::{DecoderWeights, LayerWeights, Mlp};
-use baton_cpu_kernels::{
-    AttentionShape, Cpu, Output, PanelsRef, attend, multiply, rms_norm, rms_norm_in_place, soft_cap,
-    store_rows,
-};
+use baton_cpu_attention::{AttentionShape, attend, store_rows};
+use baton_cpu_kernels::{Cpu, Output, PanelsRef, multiply, rms_norm, rms_norm_in_place, soft_cap};
 use baton_cpu_threads::{Aligned, SharedMut};
 use baton_kv_cache::BlockStorage;
 use baton_model_spec::{

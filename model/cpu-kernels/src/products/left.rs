@@ -252,7 +252,7 @@ unsafe fn pack_pair_tiles(args: &ChunkArgs) {
 /// Rounds to nearest even, as [`half::bf16::from_f32`], with one exception for vector units: a NaN stays NaN only if
 /// its upper 16 bits are one, which holds for every NaN that arithmetic produces.
 #[inline(always)]
-pub(crate) fn bf16_bits(x: f32) -> u16 {
+pub fn bf16_bits(x: f32) -> u16 {
     let bits = x.to_bits();
     let rounded = bits.wrapping_add(0x7fff + (bits >> 16 & 1));
     let is_finite = bits & 0x7f80_0000 != 0x7f80_0000;

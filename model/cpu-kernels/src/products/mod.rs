@@ -28,7 +28,7 @@ mod tile;
 mod unpacked;
 mod widened;
 
-pub(crate) use left::bf16_bits;
+pub use left::bf16_bits;
 pub use levels::integers_loop;
 pub use multiply::multiply;
 pub use pairs::{has_pairs, pairs_loop};

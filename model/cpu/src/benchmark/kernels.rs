@@ -1,8 +1,7 @@
 //! Kernels on generated data.
 
-use baton_cpu_kernels::{
-    AttentionShape, Cpu, Isa, Output, PanelFormat, PanelsRef, attend, has_pairs, multiply,
-};
+use baton_cpu_attention::{AttentionShape, attend};
+use baton_cpu_kernels::{Cpu, Isa, Output, PanelFormat, PanelsRef, has_pairs, multiply};
 use baton_cpu_threads::Aligned;
 use baton_kv_cache::{BlockId, BlockStorage, KvDtype, KvLayout};
 use baton_model_spec::{BatchSequence, FloatDtype, Quantisation};

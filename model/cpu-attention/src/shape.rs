@@ -4,8 +4,6 @@
 pub(super) const TILE: usize = 64;
 /// Positions in a span; a multiple of a tile.
 pub(super) const SPAN: usize = 512;
-/// The approximate number of queries of an item: a widened tile of KV is used by this many.
-pub(super) const QUERIES: usize = 256;
 /// The number of queries of an item if there are otherwise too few items for the threads.
 pub(super) const MIN_QUERIES: usize = 24;
 /// The wanted number of items per thread.

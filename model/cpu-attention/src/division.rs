@@ -5,7 +5,7 @@
 
 use std::ops::Range;
 
-use super::shape::{AttentionShape, ITEMS_PER_THREAD, MIN_QUERIES, QUERIES, SPAN};
+use super::shape::{AttentionShape, ITEMS_PER_THREAD, MIN_QUERIES, SPAN};
 use baton_model_spec::BatchSequence;
 
 /// The division of one batch.
@@ -34,17 +34,19 @@ pub(super) struct Item {
 }
 
 impl<'a> Division<'a> {
+    /// The division into items of about `queries` queries.
     pub(super) fn new(
         shape: &AttentionShape,
         sequences: &'a [BatchSequence<'a>],
         num_threads: usize,
+        queries: usize,
     ) -> Division<'a> {
         let most_rows = sequences.iter().map(|sequence| sequence.tokens.len()).max().unwrap_or(1);
         let mut division = Division {
             sequences,
             num_kv_heads: shape.num_kv_heads,
             window: shape.window.unwrap_or(usize::MAX),
-            tile_rows: (QUERIES / shape.group()).clamp(1, most_rows),
+            tile_rows: (queries / shape.group()).clamp(1, most_rows),
             by_spans: false,
         };
         let wanted = if num_threads > 1 { ITEMS_PER_THREAD * num_threads } else { 1 };
@@ -154,7 +156,7 @@ mod tests {
                 num_logits: 0,
             })
             .collect();
-        let division = Division::new(shape, &sequences, num_threads);
+        let division = Division::new(shape, &sequences, num_threads, 256);
         let mut seen = std::collections::BTreeSet::new();
         for part_idx in 0..division.num_parts() {
             let (item, spans) = division.part(part_idx);

@@ -3,10 +3,10 @@
 use baton_kv_cache::{BlockId, KvDtype, KvLayout};
 
 use super::*;
-use crate::attention::shape::SPAN;
 use crate::kv::store_rows;
 use crate::kv::testing::read_vectors;
-use crate::products::has_pairs;
+use crate::shape::SPAN;
+use baton_cpu_kernels::has_pairs;
 use baton_cpu_simd::Isa;
 use baton_cpu_simd::tiles::tested_isas;
 use baton_model_testing::{hash_of_bits, noise};
@@ -216,6 +216,24 @@ fn pairs_match_the_formula_and_do_not_depend_on_chunks() {
                 check(isa, &case);
             }
         }
+    }
+}
+
+/// Scores that grow by more than weights may, several spans, and windows that end in the middle of a block.
+#[test]
+fn tiles_have_the_same_bits_as_their_model() {
+    let base = AttentionShape { bf16_pairs: true, num_heads: 2, num_kv_heads: 1, ..BASE };
+    let cases = [
+        (AttentionShape { scale: 4.0, ..base }, KvDtype::Bf16, 2 * SPAN + 70),
+        (AttentionShape { head_dim: 40, window: Some(SPAN + 9), ..base }, KvDtype::Int8, SPAN + 150),
+        (AttentionShape { window: Some(100), scale: 4.0, ..base }, KvDtype::Fp8, SPAN + 20),
+        (AttentionShape { soft_cap: Some(5.0), num_heads: 3, ..base }, KvDtype::Int8, 300),
+    ];
+    for (shape, dtype, len) in cases {
+        let case = Case { shape, block_size: 16, dtype, len };
+        let isas = tested_isas().into_iter().filter(|isa| isa.has_tiles());
+        let results: Vec<_> = isas.map(|isa| check(isa, &case)).collect();
+        assert!(results.windows(2).all(|pair| pair[0] == pair[1]), "{shape:?}");
     }
 }
 

@@ -16,10 +16,14 @@
 //!
 //! If KV is bf16 and the CPU multiplies pairs of bf16, queries and weights are also rounded to bf16, and one
 //! operation takes a pair of dimensions or of positions. Sums and softmax stay f32.
+//!
+//! It does not know models, weights or what comes before and after attention.
 
 mod attend;
 mod direct;
 mod division;
+mod kv;
+mod method;
 mod pass;
 mod product;
 mod shape;
@@ -28,4 +32,5 @@ mod tiles;
 mod widen;
 
 pub use attend::attend;
+pub use kv::store_rows;
 pub use shape::AttentionShape;

@@ -6,8 +6,8 @@
 //! 2023).
 
 use super::shape::TILE;
-use crate::products::bf16_bits;
-use crate::rows::soft_capped;
+use baton_cpu_kernels::bf16_bits;
+use baton_cpu_kernels::soft_capped;
 use baton_cpu_simd::{LANES, Simd, kernel};
 
 /// Vectors of a tile's scores.
@@ -242,7 +242,7 @@ unsafe fn weights<S: Simd>(scores: *mut f32, from: usize, to: usize, scaling: &S
 /// As for [`Simd`].
 #[inline(always)]
 #[allow(clippy::approx_constant)] // fitted, not ln 2
-unsafe fn exp2<S: Simd>(x: S::V) -> S::V {
+pub(super) unsafe fn exp2<S: Simd>(x: S::V) -> S::V {
     // SAFETY: no pointers.
     unsafe {
         // `max` returns its second operand if one is NaN.
