@@ -3,10 +3,17 @@
 
 use memmap2::{Advice, MmapMut};
 
-/// A buffer of numbers aligned to a cache line, so that no vector crosses two lines. It grows and never shrinks.
+/// Bytes of a large page on most systems. Only whole ones at multiples of their size are large.
+const LARGE_PAGE: usize = 2 << 20;
+
+/// A buffer of numbers aligned to a cache line, so that no vector crosses two lines, and in large pages if it is large.
+/// It grows and never shrinks.
 #[derive(Default)]
 pub struct Aligned {
     memory: Option<MmapMut>,
+    /// Where the buffer is in the memory, in bytes.
+    start: usize,
+    num_bytes: usize,
 }
 
 impl Aligned {
@@ -18,7 +25,11 @@ impl Aligned {
             let num_bytes = (4 * len).max(8 * self.len());
             // The old memory is freed before the new is mapped, so that the new may reuse its addresses.
             self.memory = None;
-            self.memory = Some(anonymous(num_bytes.next_multiple_of(4096)));
+            let page = if num_bytes < LARGE_PAGE / 2 { 4096 } else { LARGE_PAGE };
+            self.num_bytes = num_bytes.next_multiple_of(page);
+            let memory = anonymous(self.num_bytes + page - 4096);
+            self.start = memory.as_ptr().align_offset(page);
+            self.memory = Some(memory);
         }
         &mut self[..len]
     }
@@ -30,8 +41,9 @@ impl std::ops::Deref for Aligned {
     #[inline]
     fn deref(&self) -> &[f32] {
         let Some(memory) = &self.memory else { return &[] };
+        let numbers = &memory[self.start..][..self.num_bytes];
         // SAFETY: pages are aligned, and any bytes are floats.
-        unsafe { std::slice::from_raw_parts(memory.as_ptr().cast(), memory.len() / 4) }
+        unsafe { std::slice::from_raw_parts(numbers.as_ptr().cast(), numbers.len() / 4) }
     }
 }
 
@@ -39,8 +51,9 @@ impl std::ops::DerefMut for Aligned {
     #[inline]
     fn deref_mut(&mut self) -> &mut [f32] {
         let Some(memory) = &mut self.memory else { return &mut [] };
+        let numbers = &mut memory[self.start..][..self.num_bytes];
         // SAFETY: as above.
-        unsafe { std::slice::from_raw_parts_mut(memory.as_mut_ptr().cast(), memory.len() / 4) }
+        unsafe { std::slice::from_raw_parts_mut(numbers.as_mut_ptr().cast(), numbers.len() / 4) }
     }
 }
 
@@ -70,6 +83,7 @@ mod tests {
             grown.fill(1.0);
             assert!(numbers.len() >= len);
         }
+        assert_eq!(numbers.as_ptr() as usize % LARGE_PAGE, 0);
         let most = numbers.len();
         numbers.grown(5);
         assert_eq!(numbers.len(), most);

@@ -6,7 +6,7 @@
 #![cfg_attr(not(any(test, target_arch = "x86_64")), allow(dead_code))] // only x86-64 has tiles
 
 use super::panels::{LINE_BYTES, PANEL, ROW_SCALE_BYTES, group_head_bytes, per_line};
-use super::slabs::{Ahead, BLOCK, Block, SLAB, SUMS, store_sums, zero_sums};
+use super::slabs::{Ahead, Block, SLAB, SUMS, store_sums, zero_sums};
 use super::tile::TileArgs;
 use baton_cpu_simd::tile_kernel;
 use baton_cpu_simd::tiles::{ROW_BYTES, ROWS, TileUse, Tiles};
@@ -38,6 +38,9 @@ pub(super) fn padded(format: IntegerFormat, k: usize) -> usize {
 fn slab_groups(format: IntegerFormat) -> usize {
     (SLAB / format.activation_group()).max(1) * format.activation_group() / format.group
 }
+
+/// Numbers of K that are multiplied before the next panel, about: 1 MiB of the rows of most tiles.
+const BLOCK: usize = 4 * SLAB;
 
 /// Numbers of K that are multiplied before the next panel: whole slabs.
 pub(super) fn block(format: IntegerFormat) -> usize {

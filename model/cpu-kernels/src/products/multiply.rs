@@ -2,7 +2,7 @@
 
 use super::left::{LeftKind, Tiles, pack_left};
 use super::panels::{PANEL, PanelFormat, PanelsRef, RowOrder};
-use super::slabs::Block;
+use super::slabs::{Block, Order};
 use super::tile::{Output, TileArgs};
 use super::unpacked::Unpacked;
 use super::{floats, level_tiles, levels, pair_tiles, pairs, slabs, widened};
@@ -83,7 +83,8 @@ pub fn multiply(
     let unpacked = kernel.unpacked(isa, k, tiles_per_item);
     let group = if unpacked.is_some() { group.div_ceil(2) } else { group };
 
-    let streams = kernel.block().is_some() && num_rows * num_cols * 4 > CACHE_BYTES;
+    let order = kernel.order(tiles.len());
+    let streams = order.is_some() && num_rows * num_cols * 4 > CACHE_BYTES;
     let scratch_len =
         unpacked.map_or(kernel.scratch_len(tiles.len(), k), |unpacked| group * unpacked.panel_bytes / 4);
     let scratch = scratch.reserve(if shared { num_threads } else { 1 }, scratch_len);
@@ -117,10 +118,10 @@ pub fn multiply(
                 streams,
             }
         };
-        if let Some(block) = kernel.block() {
+        if let Some(order) = order {
             let shapes = &mut TileUse::new(isa);
             slabs::for_each(
-                (k, block),
+                (k, order),
                 tile_range,
                 panel_item * item_panels..item_end,
                 scratch.of(thread_idx),
@@ -233,18 +234,18 @@ impl Kernel {
         }
     }
 
-    /// Columns that a kernel in tiles multiplies before it goes on with the next panel.
-    fn block(self) -> Option<usize> {
+    /// The order of a kernel in tiles, for `num_tiles` tiles of rows.
+    fn order(self, num_tiles: usize) -> Option<Order> {
         match self {
-            Kernel::PairTiles | Kernel::WidenedTiles(_) => Some(slabs::BLOCK),
-            Kernel::LevelTiles(format) => Some(level_tiles::block(format)),
+            Kernel::PairTiles | Kernel::WidenedTiles(_) => Some(Order::of_bf16(num_tiles)),
+            Kernel::LevelTiles(format) => Some(Order::of_blocks(level_tiles::block(format))),
             Kernel::Floats(_) | Kernel::Pairs | Kernel::Widened(_) | Kernel::Levels(_) => None,
         }
     }
 
     /// Numbers of a thread's memory for `num_tiles` tiles of rows of `k` columns.
     fn scratch_len(self, num_tiles: usize, k: usize) -> usize {
-        let sums = self.block().map_or(0, |block| slabs::num_sums(num_tiles, k.div_ceil(block)));
+        let sums = self.order(num_tiles).map_or(0, |order| order.num_sums(num_tiles, k));
         match self {
             Kernel::PairTiles | Kernel::WidenedTiles(_) => sums + pair_tiles::SCRATCH,
             Kernel::LevelTiles(_) => sums + level_tiles::SCRATCH,

@@ -3,7 +3,7 @@
 //! ```text
 //! for some tiles of rows
 //!   for some panels
-//!     for each block of K               1 MiB of rows stays in the second-level cache
+//!     for each block of K               the rows' part stays in the second-level cache
 //!       for each panel
 //!         for each slab of K            16 or 32 KiB of weights stay in the first-level cache
 //!           for each tile               its products with the slab
@@ -28,12 +28,42 @@ const SUM_BYTES: usize = PANEL * 4;
 /// Numbers of K whose products are added before they are added to earlier ones. Two thirds of the first-level cache hold a
 /// panel of as many bf16.
 pub(super) const SLAB: usize = 512;
-/// Numbers of K that are multiplied before the next panel, about.
-pub(super) const BLOCK: usize = 4 * SLAB;
-/// Tiles of rows that are multiplied with a panel, one after the other.
-pub(super) const MAX_TILES: usize = 8;
-/// Panels whose sums wait for the next block of K.
-const GROUP_PANELS: usize = 8;
+/// The most tiles of rows that are multiplied with a panel, one after the other.
+const MAX_TILES: usize = 16;
+
+/// The sizes of the loops. What a core reads past its second-level cache, which is slow, depends on them: weights once for
+/// `tiles` tiles of rows, and all of those rows once for `panels` panels if K has several blocks.
+#[derive(Clone, Copy)]
+pub(super) struct Order {
+    /// Tiles of rows that are multiplied with a panel, one after the other, at most.
+    tiles: usize,
+    /// Numbers of K that are multiplied before the next panel: whole slabs.
+    block: usize,
+    /// Panels whose sums wait for the next block of K.
+    panels: usize,
+}
+
+impl Order {
+    /// Blocks of `block` numbers of K, of whose rows those of eight tiles stay in the second-level cache.
+    pub(super) fn of_blocks(block: usize) -> Order {
+        Order { tiles: 8, block, panels: 8 }
+    }
+
+    /// The order for `num_tiles` tiles of bf16. If there are many, weights are read half as often, for more sums.
+    pub(super) fn of_bf16(num_tiles: usize) -> Order {
+        let few = Order::of_blocks(4 * SLAB);
+        if num_tiles > few.tiles { Order { tiles: MAX_TILES, block: SLAB, panels: 32 } } else { few }
+    }
+
+    /// Numbers of a thread's memory for sums of `num_tiles` tiles and `k` columns.
+    pub(super) fn num_sums(self, num_tiles: usize, k: usize) -> usize {
+        num_tiles.min(self.tiles) * SUMS * self.panels_of(k)
+    }
+
+    fn panels_of(self, k: usize) -> usize {
+        if k <= self.block { 1 } else { self.panels }
+    }
+}
 
 /// A block of K of one panel, for some tiles of rows.
 pub(super) struct Block<'a> {
@@ -51,17 +81,12 @@ pub(super) struct Block<'a> {
     pub(super) part: (usize, usize),
 }
 
-/// Numbers of a thread's memory for sums of `num_tiles` tiles with so many blocks.
-pub(super) fn num_sums(num_tiles: usize, num_blocks: usize) -> usize {
-    num_tiles.min(MAX_TILES) * SUMS * if num_blocks == 1 { 1 } else { GROUP_PANELS }
-}
-
-/// Multiplies tiles of rows with panels of `k` columns, `block` columns at a time. `args` makes the arguments of a
+/// Multiplies tiles of rows with panels of `k` columns. `args` makes the arguments of a
 /// tile and a panel; `next` gives the weights of a panel from a column on; `run` multiplies.
 ///
-/// `scratch` has [`num_sums`] numbers and those of the kernel.
+/// `scratch` has [`num_sums`](Order::num_sums) numbers and those of the kernel.
 pub(super) fn for_each(
-    (k, block): (usize, usize),
+    (k, order): (usize, Order),
     tiles: Range<usize>,
     panels: Range<usize>,
     scratch: *mut f32,
@@ -69,11 +94,10 @@ pub(super) fn for_each(
     next: impl Fn(usize, usize) -> *const u8,
     mut run: impl FnMut(&Block<'_>),
 ) {
-    let num_blocks = k.div_ceil(block);
-    let group = if num_blocks == 1 { 1 } else { GROUP_PANELS };
-    let kernel_scratch = scratch.wrapping_add(num_sums(tiles.len(), num_blocks));
-    for first_tile in tiles.clone().step_by(MAX_TILES) {
-        let num_tiles = (tiles.end - first_tile).min(MAX_TILES);
+    let (block, group) = (order.block, order.panels_of(k));
+    let kernel_scratch = scratch.wrapping_add(order.num_sums(tiles.len(), k));
+    for first_tile in tiles.clone().step_by(order.tiles) {
+        let num_tiles = (tiles.end - first_tile).min(order.tiles);
         for first_panel in panels.clone().step_by(group) {
             let end_panel = panels.end.min(first_panel + group);
             for first in (0..k).step_by(block) {
