@@ -94,7 +94,11 @@ unsafe fn queries_of<S: Words>(args: &ItemArgs<'_>, steps: usize, mut to: *mut f
                     // SAFETY: the query has these numbers; sixteen words hold 32 of bf16.
                     unsafe {
                         let from = args.query(first + lane).add(step * STEP);
-                        std::ptr::copy_nonoverlapping(from, numbers.as_mut_ptr(), left);
+                        if left == STEP {
+                            numbers = from.cast::<[f32; STEP]>().read();
+                        } else {
+                            std::ptr::copy_nonoverlapping(from, numbers.as_mut_ptr(), left);
+                        }
                         for i in 0..STEP {
                             bits[i] = bf16_bits(numbers[i] * scale);
                         }

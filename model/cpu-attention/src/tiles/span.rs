@@ -103,18 +103,19 @@ impl Seen {
     #[inline(always)]
     fn new(span: &Span<'_>, set: usize) -> Seen {
         let queries = &span.item.args.queries;
-        let of = |query: usize| {
-            let seen = queries.seen(query);
-            let from = seen.start.saturating_sub(span.first).min(SPAN);
-            from..seen.end.saturating_sub(span.first).min(SPAN)
-        };
         let (first, last) = (set * LANES, (set * LANES + LANES).min(queries.len()) - 1);
         let (mut from, mut to) = ([0; LANES], [0; LANES]);
+        let (mut seen, mut head) = (queries.seen(first), first % queries.group);
         for lane in 0..LANES {
-            let seen = of((first + lane).min(last));
-            (from[lane], to[lane]) = (seen.start as i32, seen.end as i32);
+            // All heads of a row see the same positions. After the last query it is repeated.
+            if head == queries.group && first + lane <= last {
+                (seen, head) = (queries.seen(first + lane), 0);
+            }
+            head += 1;
+            let index = |position: usize| position.saturating_sub(span.first).min(SPAN) as i32;
+            (from[lane], to[lane]) = (index(seen.start), index(seen.end));
         }
-        let (first, last) = (of(first), of(last));
+        let [first, last] = [0, LANES - 1].map(|lane| from[lane] as usize..to[lane] as usize);
         Seen { from, to, any: first.start..last.end, all: last.start..first.end }
     }
 
