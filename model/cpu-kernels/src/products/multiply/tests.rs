@@ -257,7 +257,18 @@ fn products_do_not_depend_on_tiles_or_threads() {
             check(isa, 2, &Case { format, m: 1, n: 1000, k: 1100 });
             check(isa, 2, &Case { format, m: 3, n: 100, k: 1500 });
             check(isa, 2, &Case { format, m: 33, n: 70, k: 2600 });
+            if isa.has_tiles() {
+                // More tiles of rows than pass a panel at a time, and several blocks of K.
+                check(isa, 1, &Case { format, m: 530, n: 40, k: 1100 });
+            }
         }
+    }
+}
+
+#[test]
+fn sums_of_many_panels_wait_for_the_next_block() {
+    for isa in tested_isas().into_iter().filter(|isa| isa.has_tiles()) {
+        check(isa, 1, &Case { format: PanelFormat::Bf16Pairs, m: 260, n: 1100, k: 520 });
     }
 }
 
