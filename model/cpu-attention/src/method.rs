@@ -57,7 +57,7 @@ pub(super) struct ItemArgs<'a> {
     out: *mut f32,
     out_stride: usize,
     /// The thread's memory, as large as [`Method::memory_len`] says.
-    pub(super) memory: *mut f32,
+    memory: *mut f32,
 }
 
 impl<'a> ItemArgs<'a> {
@@ -79,6 +79,16 @@ impl<'a> ItemArgs<'a> {
             out,
             out_stride,
             memory,
+        }
+    }
+
+    /// Takes parts of the memory, one after the other, of so many numbers each.
+    pub(super) fn parts(&self) -> impl FnMut(usize) -> *mut f32 + use<> {
+        let mut next = self.memory;
+        move |len| {
+            let part = next;
+            next = next.wrapping_add(len);
+            part
         }
     }
 

@@ -52,12 +52,7 @@ impl<'a> Method<'a> for Vectors<'a> {
     }
 
     fn new(isa: Isa, args: ItemArgs<'a>) -> Vectors<'a> {
-        let mut next = args.memory;
-        let mut take = |len: usize| {
-            let part = next;
-            next = next.wrapping_add(len);
-            part
-        };
+        let mut take = args.parts();
         let (max_queries, head_dim) = (args.max_queries, args.queries.head_dim);
         let states = Vectors::states_len(max_queries, head_dim);
         Vectors {

@@ -52,12 +52,7 @@ pub(super) fn memory_len(num_queries: usize, head_dim: usize) -> usize {
 
 impl<'a> Item<'a> {
     pub(super) fn new(args: ItemArgs<'a>) -> Item<'a> {
-        let mut next = args.memory;
-        let mut take = |len: usize| {
-            let part = next;
-            next = next.wrapping_add(len);
-            part
-        };
+        let mut take = args.parts();
         let head_dim = args.queries.head_dim;
         let (steps, tiles) = (head_dim.div_ceil(STEP), head_dim.div_ceil(LANES));
         let states = states_len(args.max_queries, head_dim);
