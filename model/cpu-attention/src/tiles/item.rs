@@ -4,6 +4,7 @@ use super::states;
 use crate::method::ItemArgs;
 use crate::shape::SPAN;
 use baton_cpu_simd::LANES;
+use baton_kv_cache::{KvDtype, KvLayout};
 
 /// Numbers of bf16 along K of a tile, dimensions of keys or positions of values.
 pub(super) const STEP: usize = 32;
@@ -20,6 +21,8 @@ pub(super) struct Item<'a> {
     /// Tiles of 32 dimensions of a query or key, and of sixteen dimensions of a value.
     pub(super) steps: usize,
     pub(super) tiles: usize,
+    /// Tiles of keys are read where they are stored: blocks consist of whole ones, and one set reads each once.
+    pub(super) keys_in_place: bool,
     /// `[sets][steps]` tiles of two dimensions of sixteen queries a row, scaled.
     pub(super) q: *mut f32,
     /// `[SPAN / 16][steps]` tiles of 32 dimensions of a position a row.
@@ -53,13 +56,17 @@ pub(super) fn memory_len(num_queries: usize, head_dim: usize) -> usize {
 impl<'a> Item<'a> {
     pub(super) fn new(args: ItemArgs<'a>) -> Item<'a> {
         let mut take = args.parts();
-        let head_dim = args.queries.head_dim;
+        let KvLayout { dtype, block_size, head_dim, .. } = *args.queries.kv.layout();
         let (steps, tiles) = (head_dim.div_ceil(STEP), head_dim.div_ceil(LANES));
         let states = states_len(args.max_queries, head_dim);
         Item {
             args,
             steps,
             tiles,
+            keys_in_place: args.queries.len() <= LANES
+                && dtype == KvDtype::Bf16
+                && head_dim.is_multiple_of(STEP)
+                && block_size.is_multiple_of(LANES),
             q: take(args.max_queries.div_ceil(LANES) * steps * WORDS),
             keys: take(SPAN / LANES * steps * WORDS),
             values: take(SPAN / STEP * tiles * WORDS),

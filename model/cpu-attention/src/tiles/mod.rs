@@ -5,7 +5,7 @@
 //! queries needs no sums of lanes. Two sets are computed at a time:
 //!
 //! ```text
-//! for each span              its keys and values are copied to tiles of bf16
+//! for each span              its keys and values are copied to tiles of bf16; a single set reads keys of bf16 in place
 //!   for each two sets
 //!     for each 128 positions   K Q^T, weights and V^T weights, which stay in the first-level cache
 //! ```
@@ -65,20 +65,23 @@ impl<'a> Method<'a> for InTiles<'a> {
     unsafe fn pass(self, states: *mut f32, span_idx: usize, read_ahead_to: usize) {
         let item = &self.item;
         let queries = &item.args.queries;
-        let span = Span { item, states, first: span_idx * SPAN };
-        let first = span.first.max(queries.seen(0).start / STEP * STEP);
-        let positions = first..queries.end().min(span.first + SPAN);
+        let start = span_idx * SPAN;
+        let first = start.max(queries.seen(0).start / STEP * STEP);
+        let positions = first..queries.end().min(start + SPAN);
         let read_ahead_to = read_ahead_to.max(positions.end);
+        let span = Span { item, states, first: start, end: positions.end, read_ahead_to };
         // SAFETY: guaranteed by the caller; the memory has room for a span.
         unsafe {
             if positions.is_empty() {
                 self.clear(states);
                 return;
             }
-            let from = first - span.first;
+            let from = first - start;
             let keys = item.keys.wrapping_add(from / LANES * item.steps * WORDS);
             let values = item.values.wrapping_add(from / STEP * item.tiles * WORDS);
-            pack::keys(self.isa, queries, positions.clone(), read_ahead_to, item.steps, keys);
+            if !item.keys_in_place {
+                pack::keys(self.isa, queries, positions.clone(), read_ahead_to, item.steps, keys);
+            }
             pack::values(self.isa, queries, positions.clone(), read_ahead_to, item.tiles, values);
             if queries.kv.layout().dtype.scale_bytes() > 0 {
                 let to = [0, SPAN].map(|half| item.scales.wrapping_add(half + from));

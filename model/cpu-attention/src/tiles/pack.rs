@@ -9,8 +9,8 @@ use baton_cpu_kernels::bf16_bits;
 use baton_cpu_simd::{Bf16Pair, E4m3, Factor, I8, LANES, Pair, Stored, Words, kernel};
 use baton_kv_cache::KvDtype;
 
-/// Positions that are prefetched ahead of the copied one.
-const AHEAD: usize = 64;
+/// Positions that are prefetched ahead of the one that is read.
+pub(super) const AHEAD: usize = 64;
 
 kernel! {
     /// Scales the queries and writes them to `[sets][steps]` tiles, with zeros where there are none.

@@ -3,6 +3,7 @@
 use std::ops::Range;
 
 use super::item::{BLOCK, Item, STEP, WORDS};
+use super::pack::AHEAD;
 use super::states;
 use crate::shape::SPAN;
 use baton_cpu_kernels::soft_capped;
@@ -16,12 +17,16 @@ const TILE_BYTES: usize = ROWS * ROW_BYTES;
 /// Otherwise sums need not be scaled, and bf16 is as precise for large weights.
 const MAX_WEIGHT: f32 = 8.0;
 
-/// A span of an item, whose keys and values are in the item's memory.
+/// A span of an item. Its values are in the item's memory, and so are its keys, unless they are read in place.
 pub(super) struct Span<'a> {
     pub(super) item: &'a Item<'a>,
     pub(super) states: *mut f32,
     /// The first position of the span.
     pub(super) first: usize,
+    /// The end of the positions that any query sees.
+    pub(super) end: usize,
+    /// Positions before this, which is at least the end, are prefetched.
+    pub(super) read_ahead_to: usize,
 }
 
 tile_kernel! {
@@ -62,7 +67,11 @@ unsafe fn sets<S: Words, T: Tiles, const N: usize>(tiles: &mut T, span: &Span<'_
         let mut totals = [S::splat(0.0); N];
         for block in (first..any.end).step_by(BLOCK) {
             let steps = block.max(any.start) / STEP..any.end.min(block + BLOCK).div_ceil(STEP);
-            scores::<T, N>(tiles, item, set, steps.clone());
+            if N == 1 && item.keys_in_place {
+                scores_in_place::<S, T>(tiles, span, steps.clone());
+            } else {
+                scores::<T, N>(tiles, item, set, steps.clone());
+            }
             for n in 0..N {
                 let largest = largest::<S>(item, n, &seen[n], steps.clone());
                 let state = item.state(span.states, set + n);
@@ -163,6 +172,40 @@ unsafe fn scores<T: Tiles, const N: usize>(tiles: &mut T, item: &Item<'_>, set: 
             to = to.add(2 * TILE_BYTES);
         }
         store::<T, N, true>(tiles, to.sub(TILE_BYTES));
+    }
+}
+
+/// As [`scores`], of the only set, with keys that are read in place.
+#[inline(always)]
+unsafe fn scores_in_place<S: Words, T: Tiles>(tiles: &mut T, span: &Span<'_>, steps: Range<usize>) {
+    let item = span.item;
+    let kv = &item.args.queries.kv;
+    let row_bytes = 2 * item.args.queries.head_dim;
+    let mut to = item.scores.cast::<u8>();
+    let first = span.first + steps.start * STEP;
+    let end = span.end.min(span.first + steps.end * STEP);
+    // Scores after the end are those of whatever the block has there, or of earlier positions; no query sees them.
+    for position in (first..end).step_by(LANES) {
+        let ([mut key, _], _) = kv.run(position, LANES);
+        let later = (position + AHEAD).min(span.read_ahead_to - 1);
+        let ([mut ahead, _], _) = kv.run(later / LANES * LANES, LANES);
+        let mut q = item.q.cast_const();
+        // SAFETY: guaranteed by the caller; a block has all positions of a tile.
+        unsafe {
+            tiles.zero::<0>();
+            for _ in 0..item.steps {
+                tiles.load::<4>(key, row_bytes);
+                tiles.load::<6>(q.cast(), ROW_BYTES);
+                for row in 0..LANES {
+                    S::prefetch_for_later(ahead.wrapping_add(row * row_bytes));
+                }
+                tiles.dot_bf16::<0, 4, 6>();
+                q = q.add(WORDS);
+                (key, ahead) = (key.add(ROW_BYTES), ahead.wrapping_add(ROW_BYTES));
+            }
+            tiles.store::<0>(to, ROW_BYTES);
+            to = to.add(TILE_BYTES);
+        }
     }
 }
 
