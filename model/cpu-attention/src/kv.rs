@@ -45,13 +45,14 @@ impl<'a> HeadKv<'a> {
         (heads.map(|head| unsafe { head.add(offset) }), (layout.block_size - slot).min(len))
     }
 
-    /// Copies the scales of `len` keys from `first` on to `to[0]`, those of the values to `to[1]`.
+    /// Copies the scales of `len` keys from `first` on to `to[0]`, those of the values to `to[1]`, and fills both with zeros up
+    /// to `room`: weights of zero are multiplied by them, too.
     ///
     /// # Safety
-    /// The type has scales; each of `to` is valid for `len` numbers; no other code writes these positions during the
+    /// The type has scales; each of `to` is valid for `room` numbers; no other code writes these positions during the
     /// call.
     #[inline(always)]
-    pub(crate) unsafe fn scales(&self, first: usize, len: usize, to: [*mut f32; 2]) {
+    pub(crate) unsafe fn scales(&self, first: usize, len: usize, room: usize, to: [*mut f32; 2]) {
         let layout = self.layout();
         debug_assert_eq!(layout.dtype.scale_bytes(), Bf16::SIZE);
         let mut done = 0;
@@ -65,6 +66,10 @@ impl<'a> HeadKv<'a> {
                 }
             }
             done += run;
+        }
+        for to in to {
+            // SAFETY: guaranteed by the caller.
+            unsafe { slice::from_raw_parts_mut(to.add(len), room - len).fill(0.0) };
         }
     }
 
@@ -135,7 +140,7 @@ pub(crate) mod testing {
         unsafe {
             let mut scales = [1.0; 2];
             if dtype.scale_bytes() > 0 {
-                kv.scales(position, 1, scales.each_mut().map(std::ptr::from_mut));
+                kv.scales(position, 1, 1, scales.each_mut().map(std::ptr::from_mut));
             }
             let code = |vector: *const u8, i: usize| {
                 let at = vector.add(i * dtype.size_bytes());

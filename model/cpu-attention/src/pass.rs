@@ -214,7 +214,7 @@ impl Vectors<'_> {
         // SAFETY: the memory has room for a tile and for all queries.
         unsafe {
             if dtype.scale_bytes() > 0 {
-                kv.scales(first, len, [self.scales, self.scales.add(TILE)]);
+                kv.scales(first, len, TILE, [self.scales, self.scales.add(TILE)]);
                 scaling.scales = self.scales;
             }
             let q = Rows { first: self.words(some.start).cast_const(), stride: self.num_words() };

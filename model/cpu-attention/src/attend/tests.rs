@@ -81,6 +81,17 @@ fn reference(shape: &AttentionShape, q: &[f32], k: &[f32], v: &[f32], position: 
     out
 }
 
+/// Fills the scratch memory with what other operations may leave there.
+fn spoil(cpu: &mut Cpu, num_threads: usize) {
+    const LEN: usize = 1 << 18;
+    let (_, _, scratch, _) = cpu.parts();
+    let scratch = scratch.reserve(num_threads, LEN);
+    for thread_idx in 0..num_threads {
+        // SAFETY: the memory was reserved, and no other code uses it.
+        unsafe { std::slice::from_raw_parts_mut(scratch.of(thread_idx), LEN) }.fill(f32::NAN);
+    }
+}
+
 /// The tolerance is 5e-6 absolute for values of magnitude one. It is 2e-3, half a unit in the last place of bf16,
 /// where weights are rounded to bf16.
 fn check(isa: Isa, case: &Case) -> Vec<f32> {
@@ -100,6 +111,7 @@ fn check(isa: Isa, case: &Case) -> Vec<f32> {
     let tolerance = if in_pairs { 2e-3 } else { 5e-6 };
     let run = |threads: usize, chunks: &[(usize, usize)]| {
         let mut cpu = Cpu::new(isa, threads).unwrap();
+        spoil(&mut cpu, threads);
         let mut out = vec![f32::NAN; case.len * width];
         for &(start, num_rows) in chunks {
             let sequence = BatchSequence {

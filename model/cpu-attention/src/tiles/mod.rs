@@ -85,7 +85,7 @@ impl<'a> Method<'a> for InTiles<'a> {
             pack::values(self.isa, queries, positions.clone(), read_ahead_to, item.tiles, values);
             if queries.kv.layout().dtype.scale_bytes() > 0 {
                 let to = [0, SPAN].map(|half| item.scales.wrapping_add(half + from));
-                queries.kv.scales(first, positions.len(), to);
+                queries.kv.scales(first, positions.len(), positions.len().next_multiple_of(STEP), to);
             }
             span::attend(self.isa, &mut TileUse::new(self.isa), &span);
         }
