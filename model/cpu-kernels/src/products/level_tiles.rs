@@ -48,8 +48,8 @@ pub(super) fn block(format: IntegerFormat) -> usize {
     (BLOCK / slab).max(1) * slab
 }
 
-/// Numbers of the kernel's memory: the sums of a group, and those of an activation group.
-pub(super) const SCRATCH: usize = 2 * SUMS;
+/// Numbers of the kernel's memory: the sums of a group, those of an activation group, and the lines of a step.
+pub(super) const SCRATCH: usize = 2 * SUMS + ROWS * LINE_BYTES / 4;
 
 tile_kernel! {
     /// Multiplies tiles of rows with a block of one panel.
@@ -251,6 +251,17 @@ unsafe fn slabs<S: Simd, T: Tiles, const ZEROS: bool>(
     }
 }
 
+/// The last lines of a panel, in memory of as many as a tile has rows: the panel may end where the memory does.
+#[inline(always)]
+unsafe fn last_lines(from: *const u8, num: usize, to: *mut u8) -> *const u8 {
+    // SAFETY: guaranteed by the caller.
+    unsafe {
+        std::ptr::copy_nonoverlapping(from, to, num * LINE_BYTES);
+        to.add(num * LINE_BYTES).write_bytes(0, (ROWS - num) * LINE_BYTES);
+    }
+    to
+}
+
 /// Multiplies a tile of rows with the groups of a slab, while the sums before are added.
 #[inline(always)]
 unsafe fn groups<'a, S: Simd, T: Tiles, const ZEROS: bool, const TWO: bool, const MANY: bool>(
@@ -282,10 +293,15 @@ unsafe fn groups<'a, S: Simd, T: Tiles, const ZEROS: bool, const TWO: bool, cons
             let left = args.k - group * format.group;
             let num_steps = if left < format.group { left.div_ceil(step) } else { format.group / step };
             let pending_rows = pending.plan.args.real_rows.div_ceil(num_steps);
+            let lines_left = left.div_ceil(per_line(format.width));
+            let lines = step / per_line(format.width);
             let mut w = args.w.add(ROW_SCALE_BYTES + group * plan.group_bytes + plan.head_bytes);
             let mut a = args.a.add(group * format.group * args.rows);
             zero_sums::<T, TWO>(tiles);
-            for _ in 0..num_steps {
+            for idx in 0..num_steps {
+                if (idx + 1) * lines > lines_left {
+                    w = last_lines(w, lines_left % lines, block.scratch.add(2 * SUMS).cast());
+                }
                 next.prefetch::<S>();
                 if MANY {
                     next_rows.prefetch::<S>();
@@ -310,7 +326,7 @@ unsafe fn groups<'a, S: Simd, T: Tiles, const ZEROS: bool, const TWO: bool, cons
                     tiles.dot_i8_u8::<3, 5, 7>();
                 }
                 next.prefetch::<S>();
-                w = w.add(step / 4 * LINE_BYTES);
+                w = w.add(lines * LINE_BYTES);
                 a = a.add(args.rows * step);
             }
             // All rows of the sums before are added by now.

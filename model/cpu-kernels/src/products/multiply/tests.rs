@@ -33,6 +33,48 @@ fn store(dtype: Dtype, values: &[f32]) -> (Vec<u8>, Vec<f32>) {
     (bytes, widened)
 }
 
+/// Bytes after which the process must not read, as after those of a mapped file.
+struct AtEnd {
+    map: *mut u8,
+    map_bytes: usize,
+    first: usize,
+    len: usize,
+}
+
+impl AtEnd {
+    fn of(bytes: &[u8]) -> AtEnd {
+        // SAFETY: the mapping is new; its last page, which is not written, loses its permissions.
+        unsafe {
+            let page = libc::sysconf(libc::_SC_PAGESIZE) as usize;
+            let size = bytes.len().next_multiple_of(page);
+            let (protection, kind) =
+                (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
+            let map = libc::mmap(std::ptr::null_mut(), size + page, protection, kind, -1, 0).cast::<u8>();
+            assert_ne!(map.cast(), libc::MAP_FAILED);
+            assert_eq!(libc::mprotect(map.add(size).cast(), page, libc::PROT_NONE), 0);
+            let first = size - bytes.len();
+            std::ptr::copy_nonoverlapping(bytes.as_ptr(), map.add(first), bytes.len());
+            AtEnd { map, map_bytes: size + page, first, len: bytes.len() }
+        }
+    }
+}
+
+impl std::ops::Deref for AtEnd {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        // SAFETY: these bytes were written, and live as long as the mapping.
+        unsafe { std::slice::from_raw_parts(self.map.add(self.first), self.len) }
+    }
+}
+
+impl Drop for AtEnd {
+    fn drop(&mut self) {
+        // SAFETY: the mapping is this one's, and nothing borrows it any more.
+        unsafe { libc::munmap(self.map.cast(), self.map_bytes) };
+    }
+}
+
 /// A product to check.
 struct Case {
     format: PanelFormat,
@@ -43,7 +85,7 @@ struct Case {
 
 /// Packed weights, and the numbers that they represent.
 struct Packed {
-    bytes: Vec<u8>,
+    bytes: AtEnd,
     values: Vec<f32>,
     rows: Vec<IntegerRow>,
 }
@@ -80,7 +122,7 @@ fn pack(case: &Case, order: RowOrder) -> Packed {
             }
         }
     }
-    Packed { bytes, values, rows }
+    Packed { bytes: AtEnd::of(&bytes), values, rows }
 }
 
 /// Scales and zero points that f16 represents exactly, as in files.
