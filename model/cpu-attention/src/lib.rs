@@ -14,8 +14,9 @@
 //! of their own and are folded afterwards: the same sums, computed by more threads. Tiles, spans and the order inside
 //! them depend on positions alone, so a row's result does not depend on other rows, on chunks or on threads.
 //!
-//! If KV is bf16 and the CPU multiplies pairs of bf16, queries and weights are also rounded to bf16, and one
-//! operation takes a pair of dimensions or of positions. Sums and softmax stay f32.
+//! If KV is bf16, FP8 or INT8 and the CPU multiplies pairs of bf16, queries and weights are also rounded to bf16, and one
+//! operation takes a pair of dimensions or of positions. Sums and softmax stay f32. With AMX, blocks of 128 positions in tile
+//! registers take the place of tiles.
 //!
 //! It does not know models, weights or what comes before and after attention.
 

@@ -148,7 +148,7 @@ pub trait Simd: Copy {
         }
     }
 
-    /// 2^x for x up to 0 with a relative error of 8.6e-5, a twentieth of what rounding to bf16 may cost. 2^0 is exactly
+    /// 2^x for x up to 127 with a relative error of 8.6e-5, a twentieth of what rounding to bf16 may cost. 2^0 is exactly
     /// one; results that would be subnormal may be zero.
     ///
     /// x = n + r. 2^r is a polynomial of degree three, fitted for the least relative error on 0..=1.

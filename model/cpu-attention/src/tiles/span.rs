@@ -8,11 +8,9 @@ use super::states;
 use crate::shape::SPAN;
 use baton_cpu_kernels::soft_capped;
 use baton_cpu_simd::tile_kernel;
-use baton_cpu_simd::tiles::{ROW_BYTES, ROWS, TileUse, Tiles};
+use baton_cpu_simd::tiles::{ROW_BYTES, ROWS, TILE_BYTES, TileUse, Tiles};
 use baton_cpu_simd::{LANES, Words};
 
-/// Bytes of a tile.
-const TILE_BYTES: usize = ROWS * ROW_BYTES;
 /// A larger score than the one that weights are relative to becomes that one if weights would exceed 2 to the power of this.
 /// Otherwise sums need not be scaled, and bf16 is as precise for large weights.
 const MAX_WEIGHT: f32 = 8.0;
@@ -33,7 +31,7 @@ tile_kernel! {
     /// Sets the states of all queries to those of a span.
     ///
     /// # Safety
-    /// The memory is laid out as [`Item`] says, with queries, keys and values filled in.
+    /// The memory is laid out as [`Item`] says, with queries and values filled in, and with keys unless they are read in place.
     pub(super) fn attend / all_sets (shapes: &mut TileUse, span: &Span<'_>)
 }
 

@@ -1,5 +1,6 @@
-//! States of sixteen queries: `| largest scores | sums of weights | sums [tiles x 16 dimensions] |`, each a vector of the
-//! queries. What they mean is said in [`softmax`](crate::softmax).
+//! States of sixteen queries: `| scores that weights are relative to | sums of weights | sums [tiles x 16 dimensions] |`, each a
+//! vector of the queries. The first are not always the largest scores so far, as in [`softmax`](crate::softmax), but within
+//! `MAX_WEIGHT` of them.
 
 use crate::method::ItemArgs;
 use crate::softmax::exp2;

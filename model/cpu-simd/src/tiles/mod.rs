@@ -16,7 +16,7 @@ mod tests;
 pub use amx::Amx;
 #[cfg(any(test, feature = "testing"))]
 pub use model::{ModelVectors, TileModel, tested_isas};
-pub use registers::{ROW_BYTES, ROWS, TileShapes, Tiles};
+pub use registers::{ROW_BYTES, ROWS, TILE_BYTES, TileShapes, Tiles};
 
 use crate::{Isa, Simd, tile_kernel};
 

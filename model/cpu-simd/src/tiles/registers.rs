@@ -5,7 +5,6 @@ pub const ROWS: usize = 16;
 /// Bytes of a row of a tile.
 pub const ROW_BYTES: usize = 64;
 /// Bytes of a tile.
-#[cfg(test)]
 pub const TILE_BYTES: usize = ROWS * ROW_BYTES;
 
 /// The shapes of the eight tiles, as `ldtilecfg` reads them.

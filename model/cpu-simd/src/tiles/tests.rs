@@ -1,7 +1,6 @@
 #[cfg(target_arch = "x86_64")]
 mod hardware;
 
-use super::registers::TILE_BYTES;
 use super::*;
 
 /// The operands of one product, and what a tile unit makes of them.
