@@ -7,7 +7,6 @@
 #include <functional>
 #include <sstream>
 #include <string>
-#include <unistd.h>
 #include <utility>
 #include <vector>
 
@@ -71,7 +70,8 @@ API nvrtcCompileProgram(Program* program, int num_options, const char* const* op
     program->log = read(log);
     if (status == 0) program->code = read(code);
     if (status == 0 && !kept.empty()) {
-        std::string own = kept + "." + std::to_string(getpid());
+        // Threads of a process compile the same program: the folder of a call has a name of its own, the process has not.
+        std::string own = kept + "." + dir.substr(dir.size() - 6);
         std::ofstream(own, std::ios::binary) << program->code;
         if (rename(own.c_str(), kept.c_str()) != 0) return INTERNAL_ERROR;
     }
