@@ -90,6 +90,10 @@ spec:
 {{- $root := .root -}}
 {{- $values := .values -}}
 {{- $sharesHost := and $values.prefixCache ($root.Values.kv.host).size -}}
+{{- /* A worker refuses a key without a tier that it seals, and a flag that is given twice. */ -}}
+{{- $extraArgs := join " " $values.extraArgs -}}
+{{- $stores := or ($root.Values.kv.object).url (contains "--disk-kv" $extraArgs) -}}
+{{- $sealsKv := and $root.Values.kv.keySecret $values.prefixCache $stores (not (contains "--kv-key-file" $extraArgs)) -}}
 {{- $component := dict "root" $root "component" .role -}}
 metadata:
   labels:
@@ -180,9 +184,9 @@ spec:
         {{- else if ($root.Values.kv.object).url }}
         - --object-kv={{ $root.Values.kv.object.url }}
         - --object-kv-size={{ $root.Values.kv.object.size }}
-        {{- if $root.Values.kv.keySecret }}
-        - --kv-key-file=/etc/baton/kv-key/key
         {{- end }}
+        {{- if $sealsKv }}
+        - --kv-key-file=/etc/baton/kv-key/key
         {{- end }}
         {{- if $values.threads }}
         - --threads={{ int64 $values.threads }}
