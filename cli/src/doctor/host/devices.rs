@@ -119,7 +119,7 @@ pub(super) fn libraries(host: &Host, num_gpus: usize, num_fabric: usize) -> Vec<
             num_fabric > 0,
             "nixl",
             &["libnixl_capi.so"],
-            "install the wheel nixl-cu12 and name its folder by BATON_NIXL; \
+            "install the wheel nixl-cu12 and let BATON_NIXL name its folder .nixl_cu12.mesonpy.libs (in site-packages); \
             without it KV travels over TCP"
                 .to_owned(),
         ),

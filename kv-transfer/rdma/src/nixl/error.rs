@@ -15,7 +15,7 @@ pub(crate) enum NixlError {
     /// The library is missing, or lacks a function.
     #[error(
         "no rdma without NIXL: {0}; install it (the wheel nixl-cu12 has it), and let BATON_NIXL name {LIBRARY} \
-         or its folder"
+         or its folder, in the wheel .nixl_cu12.mesonpy.libs"
     )]
     Absent(String),
     /// UCX would use shared memory, which cannot be fenced.
