@@ -67,14 +67,15 @@ pub(crate) struct RoutingArgs {
     /// fuller worker to an emptier one.
     #[arg(long, value_enum, default_value_t = MigrationChoice::Balance, env = "BATON_MIGRATION")]
     pub migration: MigrationChoice,
-    /// Requests in flight at the same time, streams included. Further requests are answered with 429.
+    /// Choices in flight at the same time; a request has `n` for each of its prompts. Further requests are answered with 429.
     #[arg(long, value_name = "N", default_value_t = 16_384, value_parser = at_least_one, env = "BATON_MAX_REQUESTS")]
     pub max_requests: usize,
     /// Directory of a journal: streams survive the loss of their connection and of the router. A client resumes one by
     /// Last-Event-ID (HTTP) or Resume (gRPC). The journal holds prompts and answers; the directory has mode 0700.
     #[arg(long, value_name = "DIR", env = "BATON_DURABLE")]
     pub durable: Option<PathBuf>,
-    /// Size of the files in --durable. Streams that have not ended may fill half of it; then new ones are refused with 503.
+    /// Size of the files in --durable. Streams that have not ended may fill half of it; then the longest parked expire, and without
+    /// any new ones get 503.
     #[arg(long, value_name = "SIZE", default_value = "1G", value_parser = parse_size, env = "BATON_DURABLE_SIZE")]
     pub durable_size: Size,
     /// Seconds for which a stream that no client reads can be resumed.
