@@ -62,7 +62,7 @@ pub struct WorkerConfig {
     pub object_kv: Option<(String, u64)>,
     /// The file of the key that seals KV on disk and in the object store; `None`: it is plain.
     pub kv_key_file: Option<PathBuf>,
-    /// Threads that compute. `None`: one per core, or for each processor of `pin_threads`.
+    /// Threads that compute. `None`: one for each processor that this process may use, or of `pin_threads`.
     pub threads: Option<usize>,
     /// Ranks among which the model is divided, each with its share of the threads or with a GPU of its own.
     pub tensor_parallel: usize,

@@ -75,16 +75,17 @@ pub struct EngineArgs {
     /// an object store need the same key. What another key sealed is not used.
     #[arg(long, value_name = "FILE", env = "BATON_KV_KEY_FILE")]
     pub kv_key_file: Option<PathBuf>,
-    /// Threads that compute. Default: one per core, at most 64.
+    /// Threads that compute. Default: one for each processor that this process may use; hyper-threads count.
     #[arg(long, value_name = "N", value_parser = at_least_one, env = "BATON_THREADS")]
     pub threads: Option<usize>,
     /// Number of ranks that compute each step together.
     ///
-    /// Each rank holds its part of the weights and computes with its part of the threads. Heads, neurons and
-    /// KV heads must be divisible by the number. Prefill and decode workers may have different numbers. On
-    /// GPUs each rank has its own GPU: with --device cuda:0 and 2 ranks these are cuda:0 and cuda:1,
-    /// connected by NCCL (CUDA_VISIBLE_DEVICES selects the GPUs); their KV does not travel over nccl. Not yet
-    /// run on GPUs. On processors it only tries out what GPUs do: threads alone are as fast.
+    /// Each rank holds its part of the weights and computes with its part of the threads. The number must divide
+    /// the attention heads and the neurons. Of the number and the KV heads one must be a multiple of the other: with
+    /// fewer KV heads, ranks hold replicas. Prefill and decode workers may have different numbers. On GPUs each rank
+    /// has its own GPU: with --device cuda:0 and 2 ranks these are cuda:0 and cuda:1, connected by NCCL
+    /// (CUDA_VISIBLE_DEVICES selects the GPUs); their KV does not travel over nccl. Not yet run on GPUs. On processors
+    /// it only tries out what GPUs do: threads alone are as fast.
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = at_least_one, env = "BATON_TENSOR_PARALLEL")]
     pub tensor_parallel: usize,
     /// Pin each computing thread to a processor of its own: none, auto, or a list such as 0-3,8.
