@@ -104,9 +104,9 @@ pub struct EngineArgs {
     /// Precision of activations that meet weights in bf16: auto, f32 or bf16.
     ///
     /// auto takes what is faster on this processor. f32 keeps full precision, and converts the integers of
-    /// quantised files to f32. bf16 needs a processor with avx512_bf16. On a GPU activations are in bf16;
-    /// with auto, those of prompts are quantised to fp8 where the weights are in fp8 and the GPU multiplies
-    /// fp8.
+    /// quantised files to f32. bf16 needs a processor with AMX or avx512_bf16, or with bf16 of aarch64. On a GPU
+    /// activations are in bf16; with auto, those of prompts are quantised to fp8 where the weights are in fp8 and
+    /// the GPU multiplies fp8.
     #[arg(long, value_name = "TYPE", default_value = "auto", value_parser = parse_activations, env = "BATON_ACTIVATIONS")]
     pub activations: Activations,
     /// On a GPU: products whose last bits do not depend on the other requests of a step.

@@ -108,7 +108,10 @@ pub enum LoadError {
         architecture: String,
     },
     /// Activations in bf16 were requested on a CPU without the instructions for it.
-    #[error("activations in bf16 need a CPU with avx512_bf16, which this CPU does not have: use f32 or auto")]
+    #[error(
+        "activations in bf16 need a CPU with AMX or avx512_bf16, or with bf16 of aarch64, which this CPU does not have: use \
+         f32 or auto"
+    )]
     NoBf16,
     /// The model cannot be divided among this many ranks.
     #[error("{num_ranks} ranks cannot divide {size} {what}, expected a tensor parallel degree of {degrees}")]

@@ -26,7 +26,8 @@ pub enum Activations {
     Auto,
     /// f32. Integer weights are dequantised to floats when loaded, which takes more memory.
     F32,
-    /// As [`F32`](Self::F32), but always bf16 for weights and KV in bf16. Needs a CPU with `avx512_bf16`.
+    /// As [`F32`](Self::F32), but always bf16 for weights and KV in bf16. Needs a CPU with AMX or `avx512_bf16`, or with `bf16` of
+    /// aarch64.
     Bf16,
 }
 
