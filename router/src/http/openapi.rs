@@ -29,7 +29,7 @@ const GETS: &[(&str, &str, &str)] = &[
     ("/health", "health", "Whether requests can be served"),
     ("/livez", "live", "The process answers"),
     ("/readyz", "ready", "Requests can be served"),
-    ("/startupz", "started", "Requests could be served once"),
+    ("/startupz", "started", "The tokenizer is loaded"),
     ("/version", "version", "The version of this program"),
     ("/v1/streams/{id}", "stream", "A stream from the journal: all of it, or what follows Last-Event-ID"),
     ("/metrics", "metrics", "Metrics in the text format of Prometheus"),
