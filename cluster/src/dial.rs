@@ -11,6 +11,11 @@ use hyper_util::rt::TokioIo;
 use tokio::net::TcpStream;
 use tonic::transport::{Channel, Endpoint, Uri};
 
+/// Bytes that a process sends of all calls of a connection before the other one reads them: the most that HTTP/2 has. All calls share
+/// it, so those whose clients do not read must not use it up. h2 counts each small message as 256 bytes or more, and ends the connection
+/// when those that are not read reach half of it.
+pub const CONNECTION_WINDOW: u32 = (1 << 31) - 1;
+
 /// Opens channels to routers and workers.
 #[derive(Clone, Debug, Default)]
 pub struct Dialer {
@@ -66,7 +71,8 @@ impl Dialer {
         self.tls.is_some()
     }
 
-    /// An endpoint for this address. The caller sets timeouts.
+    /// An endpoint for this address, whose connection any number of calls may share, be left unread or be cancelled. The caller sets
+    /// timeouts.
     ///
     /// # Errors
     /// When the address is no URL, or only one side uses TLS.
@@ -81,6 +87,10 @@ impl Dialer {
             (Some("https"), None) => return Err(DialError::NoCertificates(address.to_owned())),
             _ => return Err(wrong("expected http://host:port".to_owned())),
         }
+        .map(|endpoint| {
+            // h2 counts messages that arrive for a cancelled call as errors, and by default ends the connection at the 1,024th.
+            endpoint.initial_connection_window_size(CONNECTION_WINDOW).http2_max_local_error_reset_streams(None)
+        })
         .map_err(|error| wrong(error.to_string()))
     }
 

@@ -30,7 +30,7 @@ pub use baton_cluster_record::{
     WorkerRecord,
 };
 pub use config::{DiscoveryConfig, DiscoveryError, EtcdAuth, EtcdConfig, EtcdTls, RegistrationKey};
-pub use dial::{DialError, Dialed, Dialer, is_loopback_host};
+pub use dial::{CONNECTION_WINDOW, DialError, Dialed, Dialer, is_loopback_host};
 pub use discovery::{Discovery, watch, watch_over};
 pub use embedded::RegistryService;
 pub use etcd::reach as reach_etcd;

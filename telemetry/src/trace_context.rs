@@ -14,6 +14,10 @@ use tracing_opentelemetry::OpenTelemetrySpanExt;
 /// The names that [`set_parent`] asks for.
 pub const NAMES: [&str; 2] = ["traceparent", "tracestate"];
 
+/// Bytes of a value that is taken from a caller and sent on to workers, who bound the headers of a call. The recommendation asks for 512
+/// of a `tracestate`.
+const MAX_VALUE_BYTES: usize = 4 << 10;
+
 /// Writes the current span into an outgoing call. Calls `set` with each name and value, or never if no trace is
 /// recorded.
 pub fn inject(set: impl FnMut(&str, String)) {
@@ -28,9 +32,9 @@ pub fn inject_span(span: &Span, set: impl FnMut(&str, String)) {
 
 /// Makes `span` a child of the caller's span that an incoming call names. Must come before `span` is
 /// entered for the first time. Without a valid `traceparent`, or when no trace is recorded, nothing
-/// happens.
+/// happens. A `tracestate` of more than 4 KiB is left out.
 pub fn set_parent(span: &Span, get: impl Fn(&str) -> Option<String>) {
-    let values = NAMES.map(|name| (name, get(name)));
+    let values = NAMES.map(|name| (name, get(name).filter(|value| value.len() <= MAX_VALUE_BYTES)));
     let context = TraceContextPropagator::new().extract(&Get(values));
     // Fails when no spans are recorded, which is fine.
     let _ = span.set_parent(context);
@@ -108,6 +112,27 @@ mod tests {
             assert!(value.starts_with("00-0af7651916cd43dd8448eb211c80319c-"), "same trace: {value}");
             assert!(!value.contains("b7ad6b7169203331"), "another span: {value}");
             assert_eq!(trace_id(&span).as_deref(), Some("0af7651916cd43dd8448eb211c80319c"));
+        });
+    }
+
+    #[test]
+    fn long_state_is_left_out() {
+        let provider = SdkTracerProvider::builder().build();
+        let layer = tracing_opentelemetry::layer().with_tracer(provider.tracer("test"));
+        let subscriber = tracing_subscriber::registry().with(layer);
+        tracing::subscriber::with_default(subscriber, || {
+            let of_state = |state: &str| {
+                let span = tracing::info_span!("request");
+                let get = |name: &str| if name == "traceparent" { PARENT.to_owned() } else { state.to_owned() };
+                set_parent(&span, |name| Some(get(name)));
+                let mut headers = injected(&span);
+                headers.retain(|(name, _)| name == "tracestate");
+                headers
+            };
+            let members = |count| (0..count).map(|idx| format!("vendor{idx}={}", "x".repeat(200)));
+            let short = members(2).collect::<Vec<_>>().join(",");
+            assert_eq!(of_state(&short), [("tracestate".to_owned(), short)]);
+            assert_eq!(of_state(&members(30).collect::<Vec<_>>().join(",")), []);
         });
     }
 

@@ -59,8 +59,7 @@ impl Peers {
                     .connect_timeout(CONNECT_TIMEOUT)
                     .tcp_nodelay(true)
                     .http2_keep_alive_interval(KEEP_ALIVE_INTERVAL)
-                    .keep_alive_timeout(KEEP_ALIVE_TIMEOUT)
-                    .http2_adaptive_window(true);
+                    .keep_alive_timeout(KEEP_ALIVE_TIMEOUT);
                 let dialed = self.dialer.dial(endpoint);
                 if channels.len() >= MAX_PEERS {
                     channels.clear();
@@ -96,5 +95,73 @@ impl Link {
     /// The next handoff makes a new connection, and reads the certificate again. Calls under way continue.
     pub fn forget(&self) {
         self.peers.channels.lock().unwrap_or_else(PoisonError::into_inner).remove(&self.address);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::future::pending;
+
+    use tokio::net::TcpListener;
+    use tokio_stream::wrappers::TcpListenerStream;
+    use tonic::{Streaming, transport::Server};
+    use tonic_health::{
+        ServingStatus,
+        pb::{HealthCheckRequest, HealthCheckResponse, health_client::HealthClient},
+        server::HealthReporter,
+    };
+
+    use super::*;
+
+    /// A server whose calls send a message for each status that the reporter sets, and a connection to it.
+    async fn watched() -> (HealthReporter, HealthClient<Channel>) {
+        let (reporter, service) = tonic_health::server::health_reporter();
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = format!("http://{}", listener.local_addr().unwrap());
+        let server = Server::builder().add_service(service);
+        tokio::spawn(server.serve_with_incoming_shutdown(TcpListenerStream::new(listener), pending()));
+        let link = Peers::new(Dialer::default()).link(&address).unwrap();
+        (reporter, HealthClient::new(link.dialed.channel))
+    }
+
+    async fn watch(client: &HealthClient<Channel>) -> Streaming<HealthCheckResponse> {
+        let mut stream = client.clone().watch(HealthCheckRequest::default()).await.unwrap().into_inner();
+        stream.message().await.unwrap().expect("the first status");
+        stream
+    }
+
+    async fn set(reporter: &HealthReporter, round: usize) {
+        let status = if round.is_multiple_of(2) { ServingStatus::NotServing } else { ServingStatus::Serving };
+        reporter.set_service_status("", status).await;
+    }
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn streams_may_leave_small_messages_unread() {
+        let (reporter, client) = watched().await;
+        let mut streams = Vec::new();
+        for _ in 0..400 {
+            streams.push(watch(&client).await);
+        }
+        set(&reporter, 0).await;
+        // It is answered after the messages of the streams.
+        watch(&client).await;
+        for mut stream in streams {
+            stream.message().await.unwrap().expect("the next status");
+        }
+    }
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn messages_for_cancelled_streams_do_not_end_the_connection() {
+        let (reporter, client) = watched().await;
+        let mut survivor = watch(&client).await;
+        for round in 0..20 {
+            let mut streams = Vec::new();
+            for _ in 0..200 {
+                streams.push(watch(&client).await);
+            }
+            // Messages are under way while the streams are dropped.
+            tokio::join!(set(&reporter, round), async { drop(streams) });
+            survivor.message().await.unwrap().expect("the next status");
+        }
     }
 }

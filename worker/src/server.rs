@@ -17,6 +17,7 @@ use axum::{
     response::{IntoResponse, Response},
     routing::get,
 };
+use baton_cluster::CONNECTION_WINDOW;
 use baton_telemetry::Metrics;
 use baton_tls::Tls;
 use tokio::{net::TcpListener, task::JoinHandle, time::timeout};
@@ -37,11 +38,8 @@ pub const MAX_MESSAGE_BYTES: usize = 64 << 20;
 pub const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(2);
 /// How long the answer to a keep-alive may take.
 pub const KEEP_ALIVE_TIMEOUT: Duration = Duration::from_secs(5);
-/// Bytes of a request that a router may send before the worker reads them, and of all requests of its connection: the most that HTTP/2
-/// has. By half of the latter h2 bounds small messages that are not read yet, and ends the connection beyond that: a burst of 150 short
-/// requests was enough with the smallest window, which an adaptive one begins with.
+/// Bytes of a request that a router may send before the worker reads them.
 const STREAM_WINDOW: u32 = 1 << 20;
-const CONNECTION_WINDOW: u32 = (1 << 31) - 1;
 
 /// Calls that a peer may reset before the server accepts them. The default of 20 protects public servers against floods by
 /// closing the connection. Here the peers are routers and workers: one connection carries all requests between two of

@@ -2,6 +2,8 @@
 //! ends every connection. It does not know what is served.
 #![forbid(unsafe_code)]
 
+#[cfg(test)]
+mod tests;
 mod unread;
 
 use std::{
@@ -35,6 +37,12 @@ use unread::Answers;
 const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 /// Streams that one HTTP/2 connection may have open.
 const MAX_STREAMS: u32 = 4096;
+/// Bytes of all requests of a connection that are not read yet. h2 counts each small message as 256 bytes, and ends the connection when
+/// such messages reach half of it: each stream may send one.
+const CONNECTION_WINDOW: u32 = MAX_STREAMS * 512;
+/// Calls of one connection that may be answered before their body was there, such as those that are refused by their headers: h2 counts
+/// what arrives of it later as errors. Its default is 1,024 while the connection lives, which a client has after a busy minute.
+const MAX_UNREAD_BODIES: usize = 1 << 16;
 /// Calls of one connection that may be cancelled before they are accepted. The default of 20 closes the
 /// connection of a client that cancels in a burst, and with it the calls it did not cancel; without any
 /// bound a hostile client could make the router work for nothing.
@@ -71,6 +79,8 @@ pub async fn serve(
         .keep_alive_interval(config.keep_alive)
         .keep_alive_timeout(config.keep_alive.max(Duration::from_secs(5)))
         .max_concurrent_streams(MAX_STREAMS)
+        .initial_connection_window_size(CONNECTION_WINDOW)
+        .max_local_error_reset_streams(MAX_UNREAD_BODIES)
         .max_pending_accept_reset_streams(MAX_PENDING_RESETS);
     let answers = Answers::new(config.unread_timeout);
     let _ends_unread = AbortOnDropHandle::new(tokio::spawn(answers.clone().run()));

@@ -54,7 +54,7 @@ where
         + 'static,
     S::Future: Send + 'static,
 {
-    router.route_service(&path::<S>(), service)
+    router.route_service(&path::<S>(), service.map_response(with_right_status))
 }
 
 fn path<S: NamedService>() -> String {
@@ -108,15 +108,20 @@ fn bounded(mut request: Request<Body>, room: Arc<BodyRoom>, timeout: Duration) -
     })
 }
 
+/// Bytes of a status's message, of which a header has up to three each. Messages quote what the client sent, and clients bound headers,
+/// the first ones at 8 KiB: they would see their own error in place of the status.
+const MAX_MESSAGE_BYTES: usize = 2 << 10;
+
 /// tonic calls a message that cannot be read INTERNAL, and one over the limit OUT_OF_RANGE. The first is
-/// the client's fault, and gRPC's own name for the second is RESOURCE_EXHAUSTED.
+/// the client's fault, and gRPC's own name for the second is RESOURCE_EXHAUSTED. Long messages are cut.
 fn with_right_status(response: Response<tonic::body::Body>) -> Response<tonic::body::Body> {
     let Some(status) = Status::from_header_map(response.headers()) else { return response };
     let message = status.message();
-    let right = match status.code() {
+    let code = match status.code() {
         Code::Internal if message.starts_with("failed to decode Protobuf message") => Code::InvalidArgument,
         Code::OutOfRange if message.contains("message length too large") => Code::ResourceExhausted,
-        _ => return response,
+        code => code,
     };
-    Status::new(right, message).into_http()
+    let message = &message[..message.floor_char_boundary(MAX_MESSAGE_BYTES)];
+    Status::with_metadata(code, message, status.metadata().clone()).into_http()
 }

@@ -419,6 +419,16 @@ async fn reflection_lists_the_services_in_both_versions() {
     }
 }
 
+/// A status is a header, of which clients take 8 to 16 KiB.
+#[tokio::test(flavor = "multi_thread")]
+async fn what_a_status_quotes_is_cut() {
+    let (router, _worker) = Router::with_worker().await;
+    let request = GenerateRequest { model: "é".repeat(50_000), ..text("x") };
+    let status = generate(&mut client(&router).await, request).await.unwrap_err();
+    assert_eq!(status.code(), Code::NotFound, "{status}");
+    assert!(status.message().contains("éé") && status.message().len() <= 2048, "{status}");
+}
+
 type Raw = BoxBody<Bytes, std::convert::Infallible>;
 
 /// Sends bytes as a gRPC message, and returns status and message.

@@ -6,10 +6,8 @@ use baton_cluster::{DialError, Dialer};
 use tonic::transport::Channel;
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
-/// Bytes that a worker may send of a stream before the router takes them, and of all streams: the most that HTTP/2 has.
+/// Bytes that a worker may send of a stream before the router takes them. Token events are tiny: these are seconds of a stream.
 const STREAM_WINDOW: u32 = 64 << 10;
-const CONNECTION_WINDOW: u32 = (1 << 31) - 1;
-
 /// How long a ping may go unanswered, in intervals. No new request is sent to a worker whose load reports stop, which costs
 /// nothing when it was only slow; a connection that is given up costs every request on it the work that was done.
 const PATIENCE: u32 = 4;
@@ -23,9 +21,6 @@ pub(super) fn open(dialer: &Dialer, address: &str, keep_alive: Duration) -> Resu
         .http2_keep_alive_interval(keep_alive)
         .keep_alive_timeout(keep_alive * PATIENCE)
         .keep_alive_while_idle(true)
-        // Token events are tiny: a window of this size is seconds of a stream. All streams share the window of the connection: it has room
-        // for thousands whose clients do not read, or one of those would stop the others, and load reports.
-        .initial_stream_window_size(STREAM_WINDOW)
-        .initial_connection_window_size(CONNECTION_WINDOW);
+        .initial_stream_window_size(STREAM_WINDOW);
     Ok(dialer.dial(endpoint).channel)
 }
