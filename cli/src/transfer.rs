@@ -51,8 +51,8 @@ pub(crate) struct TransferArgs {
     pub shm_dir: Option<PathBuf>,
     /// Seconds that a handoff may make no progress before it fails.
     ///
-    /// Until the first token, any computation of the prefill worker counts as progress. From then on only
-    /// arriving KV does.
+    /// Until the first token, any computation of the prefill worker counts as progress; while the decode worker waits
+    /// for blocks, any of its own does. From then on KV must arrive at least every 30 seconds.
     #[arg(long, value_name = "SECONDS", default_value_t = 60, env = "BATON_HANDOFF_DEADLINE")]
     pub handoff_deadline: u64,
     /// Milliseconds to fetch a cached prefix from another worker. What has not arrived by then is computed.

@@ -5,7 +5,7 @@ use std::time::Duration;
 /// How long a handoff may take.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
-    /// From `Begin`, or from the last `Progress` of either side, to the outcome. D's travels in `Begin` and binds P too.
+    /// From `Begin`, the last `Progress` of either side, or the last pieces that were written, to the outcome. D's travels in `Begin` and binds P too.
     pub total: Duration,
     /// While KV is expected to move: from one sign of progress to the next.
     pub stall: Duration,

@@ -20,7 +20,8 @@
 //!
 //! `Progress` before the first token restarts the total deadline: how long a prompt waits and is computed is bounded only
 //! by the prefill worker's lack of progress. After the first token, progress of this worker does: how long this side waits for
-//! blocks is bounded only by its own lack of progress. Then this worker is full, and the peer is not at fault.
+//! blocks is bounded only by its own lack of progress. Then this worker is full, and the peer is not at fault. Written pieces
+//! restart it, too: how long a slow link takes is bounded only by the stall deadline.
 
 use std::time::{Duration, Instant};
 
@@ -81,7 +82,7 @@ struct Params {
     block_size: usize,
     num_layers: usize,
     limits: Limits,
-    /// From `Begin` or the last `Progress` to the total deadline.
+    /// From `Begin`, the last `Progress` or the last `Written` to the total deadline.
     deadline: Duration,
 }
 
@@ -265,6 +266,7 @@ impl Params {
             }
             DecodeInput::Message(PrefillMessage::Written(written)) => {
                 actions.extend(incoming.written(written)?.map(DecodeAction::Verify));
+                deadlines.total = now + self.deadline;
             }
             DecodeInput::Verified { num_pieces, result } => incoming.verified(num_pieces, result)?,
             DecodeInput::StreamClosed(_) if *has_first_token && incoming.is_complete() => {

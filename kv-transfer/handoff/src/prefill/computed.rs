@@ -15,7 +15,8 @@
 //! ```
 //!
 //! While the engine computes, before the first token, `Progress` restarts the total deadline: a long queue or a long
-//! prompt is not a fault. After it, `Progress` of the decode worker does, which waits for blocks of its own.
+//! prompt is not a fault. After it, `Progress` of the decode worker does, which waits for blocks of its own. Written pieces
+//! restart it, too: a slow link is not a fault.
 
 use std::{
     ops::Range,
@@ -106,7 +107,7 @@ enum State {
 #[derive(Debug)]
 #[cfg_attr(test, derive(Clone))]
 struct Work {
-    /// Time from `Begin` to `total`. From the last `Progress`, it is a quarter longer.
+    /// Time from `Begin` to `total`. From the last progress, it is a quarter longer.
     deadline: Duration,
     total: Instant,
     has_first_token: bool,
@@ -268,6 +269,9 @@ impl Work {
                 return Ok(Some(done(stop, now, actions)));
             }
             ComputeInput::Other(input) => {
+                if let PrefillInput::Pushed(Ok(_)) = &input {
+                    self.restart(now);
+                }
                 if let Some(input) = self.delivery.on(input, now, actions)? {
                     unexpected(input, doing, self.deadlines().next(), now)?;
                 }
@@ -276,7 +280,7 @@ impl Work {
         Ok(None)
     }
 
-    /// A side has reported progress. The decode worker may count from when it receives this, and it must give up first.
+    /// A side has reported progress, or pieces were written. The decode worker may count from when it receives this, and it must give up first.
     fn restart(&mut self, now: Instant) {
         self.total = now + self.deadline + self.deadline / 4;
     }

@@ -373,7 +373,8 @@ fn every_state_has_a_deadline() {
          after 1    => send Cancel, finish deadline
          Stopped    => close",
     );
-    // Progress of the engine, for any request, restarts the total deadline. Later events extend only the stall deadline.
+    // Progress of the engine, for any request, restarts the total deadline, and so do written pieces. Other events extend only the stall
+    // deadline.
     check(
         "after 99    =>
          Progress    =>
@@ -388,9 +389,18 @@ fn every_state_has_a_deadline() {
          after 29    =>
          FirstToken  => first token 5
          after 29    =>
+         verified 1  =>
+         after 29    =>
          Written 1/0 => verify 1/0
-         after 12    =>
-         after 1     => revoke, send Cancel, finish deadline
+         after 29    =>
+         Written 0/1 => verify 0/1
+         after 29    =>
+         verified 1  =>
+         after 29    =>
+         verified 1  =>
+         after 29    =>
+         Written 1/1 => verify 1/1
+         after 30    => revoke, send Cancel, finish deadline
          after 10    => close",
     );
     check(
@@ -409,7 +419,7 @@ fn every_state_has_a_deadline() {
          verified 1  =>
          after 29    =>
          FirstToken  => first token 5
-         after 12    =>
+         after 29    =>
          after 1     => revoke, send Cancel, finish deadline
          after 10    => close",
     );

@@ -455,6 +455,23 @@ fn every_state_has_a_deadline() {
          after 1     => send Failed Deadline, finish deadline, stop
          idle        => send Stopped, release, close",
     );
+    // Written pieces restart both.
+    check(
+        "Begin           => compute
+         started         => send Started
+         Grant           => route
+         routed          =>
+         after 89        =>
+         ready 0 0 3     => push b11>b20@0/0 b12>b21@1/0
+         ready 1 0 3     => push b11>b20@0/1 b12>b21@1/1
+         token           => send FirstToken 5
+         pushed 0/0 1/0  => send Written 2 pieces
+         after 29        =>
+         pushed 0/1 1/1  => send Written 2 pieces last
+         after 29        =>
+         after 1         => send Failed Deadline, finish deadline, stop
+         idle            => send Stopped, release, close",
+    );
     check(
         "Begin       => compute
          started     => send Started
