@@ -9,6 +9,7 @@ mod logs;
 mod places;
 
 use std::{
+    ffi::OsString,
     io::IsTerminal,
     net::SocketAddr,
     path::{Path, PathBuf},
@@ -82,9 +83,22 @@ impl UpArgs {
     }
 }
 
+/// Refuses to serve the embedded model to a user who names another one as all other commands take it. Here the variable cannot have a
+/// flag's place: clap would take it and MODEL as a contradiction.
+fn refuse_variable(has_model: bool, variable: Option<OsString>) -> anyhow::Result<()> {
+    match variable {
+        Some(model) if !has_model => {
+            let model = model.display();
+            bail!("BATON_MODEL is set, but up takes its model as an argument: baton up {model}")
+        }
+        _ => Ok(()),
+    }
+}
+
 /// Runs until Ctrl-C or SIGTERM, or until a part cannot be started.
 pub(crate) async fn run(mut args: UpArgs) -> anyhow::Result<()> {
     args.model = args.given_model();
+    refuse_variable(args.model.is_some(), std::env::var_os("BATON_MODEL"))?;
     let model = match &args.model {
         Some(model) => model_path(model)?,
         None => embedded_model::directory()?,
@@ -259,6 +273,14 @@ mod tests {
             assert_eq!(args.given_model().as_deref(), expected.map(Path::new), "{words}");
         }
         assert!(Cli::try_parse_from(["baton", "up", "/m", "--model", "/n"]).is_err());
+    }
+
+    #[test]
+    fn a_model_in_the_environment_is_not_ignored() {
+        let refused = refuse_variable(false, Some("/m".into())).unwrap_err().to_string();
+        assert!(refused.ends_with("baton up /m"), "{refused}");
+        assert!(refuse_variable(true, Some("/m".into())).is_ok());
+        assert!(refuse_variable(false, None).is_ok());
     }
 
     #[test]
