@@ -283,9 +283,14 @@ impl Choice {
         (!scored.is_empty()).then(|| Event { scored, ..Event::empty(self.index) })
     }
 
-    /// Migrates, `pause` from now. A scored prompt stays: another worker would score it again, before its first token.
+    /// Migrates, `pause` from now. A scored prompt stays: another worker would score it again, before its first token. Later it
+    /// would compute the prompt again, as no cache has its KV: balance is not worth that.
     fn leave(&mut self, cause: Cause, pause: Duration) {
-        let may_migrate = self.core.migrator.mode != MigrationMode::Off && !self.request.is_scored();
+        let stays = match cause {
+            Cause::Drain => self.request.is_scored(),
+            Cause::Balance(_) => self.request.sampling.prompt_logprobs.is_some(),
+        };
+        let may_migrate = self.core.migrator.mode != MigrationMode::Off && !stays;
         if may_migrate && !self.migration.has_started() {
             self.migration.wait(cause, pause);
         }

@@ -409,7 +409,9 @@ impl ClientRequest {
             let grammar = if calls.is_some() { "tools" } else { asked };
             let valid = request.validate(model.vocab_size, contexts.longest);
             valid.map_err(|error| refusal(error, grammar))?;
-            request.blend = request.blend.filter(|_| blend != BlendMode::Off);
+            // What is scored is computed as a whole, by every attempt: workers see it in the first one alone.
+            let is_blended = blend != BlendMode::Off && request.sampling.prompt_logprobs.is_none();
+            request.blend = request.blend.filter(|_| is_blended);
             prompts.push(request);
         }
         Ok(PreparedRequest {

@@ -1,10 +1,13 @@
 use std::{collections::HashMap, time::Duration};
 
 use baton_cluster::Role;
-use baton_proto::v1::{
-    self, AbortRequest, ChatMessage, ChatMessages, FinishReason, GenerateRequest, LoadsRequest,
-    ModelInfoRequest, SamplingParams, TokenIds, generate_request::Prompt, generate_response::Event,
-    inference_client::InferenceClient,
+use baton_proto::{
+    v1::{
+        self, AbortRequest, ChatMessage, ChatMessages, FinishReason, GenerateRequest, LoadsRequest,
+        ModelInfoRequest, SamplingParams, TokenIds, TokenRange, generate_request::Prompt,
+        generate_response::Event, inference_client::InferenceClient,
+    },
+    worker::failed::Kind,
 };
 use bytes::{BufMut, Bytes, BytesMut};
 use http::{HeaderMap, Request};
@@ -145,6 +148,29 @@ async fn generates_from_text_chat_and_ids() {
     }
     let sampling = worker.requests()[0].sampling.clone().unwrap();
     assert_eq!(sampling.max_tokens, 510, "what is left of the context");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn no_attempt_blends_a_prompt_whose_log_probabilities_are_asked_for() {
+    let (router, worker) = Router::with_worker().await;
+    worker.script(|request| match request.attempt {
+        0 => vec![Step::Token(ids("Hello")[0]), Step::Fail(Kind::Internal)],
+        _ => say("Hello")(request),
+    });
+    let mut client = client(&router).await;
+    for (prompt_logprobs, is_blended) in [(None, true), (Some(1), false)] {
+        let passages = vec![TokenRange { start: 0, end: 2 }];
+        let request = GenerateRequest {
+            prompt: Some(Prompt::TokenIds(TokenIds { ids: vec![1, 2, 3], passages })),
+            sampling: Some(SamplingParams { prompt_logprobs, ..SamplingParams::default() }),
+            blend: Some(v1::Blend { mode: Some(v1::blend::Mode::Ratio(0.5)) }),
+            ..GenerateRequest::default()
+        };
+        assert_eq!(generate(&mut client, request).await.unwrap()[&0].0, "Hello");
+        let [.., first, second] = &worker.requests()[..] else { panic!("asked twice") };
+        assert_eq!((first.output_token_ids.len(), second.output_token_ids.len()), (0, 1));
+        assert_eq!((first.blend.is_some(), second.blend.is_some()), (is_blended, is_blended));
+    }
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -9,6 +9,7 @@ use baton_router::MigrationMode;
 use serde_json::json;
 
 use crate::{
+    client::Client,
     fake::{FakeWorker, Step, say},
     harness::{Router, SOON},
     model::ids,
@@ -203,4 +204,28 @@ async fn a_request_of_a_crowded_worker_migrates_to_an_empty_one() {
     let (mut texts, ()) = tokio::join!(three, rest);
     texts.sort();
     assert_eq!(texts, ["Hel", "Hel", ANSWER]);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_request_with_log_probabilities_of_its_prompt_stays_when_others_leave_for_balance() {
+    let (mut router, old) = Router::with_worker().await;
+    old.script(begin(2, Step::Hang));
+    let mut asked = Vec::new();
+    for (num_tokens, prompt_logprobs) in [(2, None), (4, None), (6, Some(1))] {
+        let (address, body) = (router.address, json!({"prompt": "x", "prompt_logprobs": prompt_logprobs}));
+        asked.push(tokio::spawn(async move { Client::new(address).post(TEXT, &body).await.status }));
+        router.until_metric(&format!("baton_router_output_tokens_total {num_tokens}")).await;
+    }
+    let new = FakeWorker::start("d1", Role::Decode, 1).await;
+    new.script(say(ANSWER));
+    router.register(&new).await;
+    // The newest is told first.
+    old.set_free_blocks(4);
+    router.until_metric("baton_router_migrations_total{cause=\"balance\",outcome=\"moved\"} 1").await;
+    let [moved] = &new.requests()[..] else { panic!("one leaves") };
+    assert_eq!(moved.sampling.as_ref().unwrap().prompt_logprobs, None);
+    old.release(Step::Finish(v1::FinishReason::Length));
+    for asked in asked {
+        assert_eq!(asked.await.unwrap(), 200);
+    }
 }
