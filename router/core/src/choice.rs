@@ -234,6 +234,11 @@ impl Choice {
             Came::Migration(MigrationStep::Ready(cause)) => self.migrate(cause),
             Came::Migration(MigrationStep::Started(cause, Ok(started))) => {
                 let (attempt, token) = *started;
+                if let Some(failure) = self.difference(attempt.next_idx, &token) {
+                    attempt.fail(&failure);
+                    let failed = Box::new((attempt.plan, failure));
+                    return self.on(Came::Migration(MigrationStep::Started(cause, Err(failed))));
+                }
                 self.core.metrics.on_migration(cause.name(), "moved");
                 tracing::debug!(
                     request = %self.prepared.id, index = self.index, cause = cause.name(),
@@ -263,16 +268,19 @@ impl Choice {
         let Some(attempt) = &mut self.attempt else { return Ok(None) };
         let idx = attempt.next_idx;
         attempt.next_idx += 1;
-        // Invariant 1: the index says whether this token was delivered, by this attempt or an earlier one.
-        match self.request.output.get(idx) {
-            None => Ok(Some(self.on_token(token))),
-            Some(&known) if known == token.id => Ok(None),
-            Some(known) => {
-                let message = format!("token {idx} was {known} before, and is {} now", token.id);
-                self.on_failure(Failure::new(FailureKind::Diverged, message))?;
-                Ok(None)
-            }
+        if let Some(failure) = self.difference(idx, &token) {
+            self.on_failure(failure)?;
+            return Ok(None);
         }
+        // Invariant 1: the index says whether this token was delivered, by this attempt or an earlier one.
+        Ok((idx >= self.request.output.len()).then(|| self.on_token(token)))
+    }
+
+    /// Why a token cannot follow the first `idx` ones: another one was delivered after them.
+    fn difference(&self, idx: usize, token: &proto::Token) -> Option<Failure> {
+        let known = self.request.output.get(idx).filter(|known| **known != token.id)?;
+        let message = format!("token {idx} was {known} before, and is {} now", token.id);
+        Some(Failure::new(FailureKind::Diverged, message))
     }
 
     /// The tokens of the prompt that an earlier attempt has not delivered.

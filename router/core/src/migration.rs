@@ -7,7 +7,7 @@
 //! ```
 //!
 //! Make before break: the old worker keeps the KV because it goes on decoding, so a failed migration costs nothing.
-//! Tokens that the new worker repeats are compared with the delivered ones.
+//! Tokens that the new worker repeats are compared with the delivered ones. If its first one differs, the old attempt goes on.
 
 use std::{pin::Pin, sync::Arc, time::Duration};
 

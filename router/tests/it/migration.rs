@@ -123,14 +123,11 @@ async fn tokens_that_the_old_worker_sends_meanwhile_come_once() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_worker_that_repeats_a_token_differently_fails_the_attempt() {
+async fn a_worker_whose_first_token_differs_from_a_delivered_one_does_not_get_the_request() {
     let (router, old, new) = pair(|_| {}).await;
-    old.script(|request| match request.attempt {
-        0 => {
-            let all = say(ANSWER)(request);
-            [&all[..1], &[Step::Leaving, Step::Hang, Step::Silence]].concat()
-        }
-        _ => say(ANSWER)(request),
+    old.script(|request| {
+        let all = say(ANSWER)(request);
+        [&all[..1], &[Step::Leaving, Step::Hang, Step::Silence]].concat()
     });
     new.script(|request| match request.attempt {
         1 => vec![Step::Hang],
@@ -142,6 +139,42 @@ async fn a_worker_that_repeats_a_token_differently_fails_the_attempt() {
         old.release(Step::Token(ids(ANSWER)[1]));
         router.until_metric("baton_router_output_tokens_total 2").await;
         new.release(Step::Token(ids("x")[0]));
+    };
+    let (text, ()) = tokio::join!(text, rest);
+    assert_eq!(text, ANSWER);
+    for outcome in ["diverged", "moved"] {
+        let line = format!("baton_router_migrations_total{{cause=\"drain\",outcome=\"{outcome}\"}} 1");
+        router.until_metric(&line).await;
+    }
+    // The old stream went on, and the request left it later.
+    assert_eq!(old.requests().len(), 1);
+    let [_, again] = &new.requests()[..] else { panic!("asked twice") };
+    assert_eq!(again.output_token_ids, ids(ANSWER)[..2]);
+    assert_eq!(again.prefix_source.as_ref().expect("it migrates").worker_id, "d0");
+    let metrics = router.client.get("/metrics").await.text();
+    assert!(!metrics.contains("attempt_failures_total{reason=\"diverged\"}"), "{metrics}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_worker_that_repeats_a_later_token_differently_fails_the_attempt() {
+    let (router, old, new) = pair(|_| {}).await;
+    old.script(|request| match request.attempt {
+        0 => {
+            let all = say(ANSWER)(request);
+            [&all[..1], &[Step::Leaving, Step::Hang], &all[2..3], &[Step::Silence]].concat()
+        }
+        _ => say(ANSWER)(request),
+    });
+    new.script(|request| match request.attempt {
+        1 => vec![Step::Hang, Step::Token(ids("x")[0])],
+        _ => say(ANSWER)(request),
+    });
+    let text = ask(&router);
+    let rest = async {
+        tokio::time::timeout(SOON, new.next_arrived()).await.expect("it is asked");
+        old.release(Step::Token(ids(ANSWER)[1]));
+        router.until_metric("baton_router_output_tokens_total 3").await;
+        new.release(Step::Token(ids(ANSWER)[1]));
     };
     let (text, ()) = tokio::join!(text, rest);
     assert_eq!(text, ANSWER);
