@@ -242,9 +242,10 @@ fn blame(kind: FailureKind, plan: &Plan) -> Blame {
     };
     match kind {
         FailureKind::Invalid | FailureKind::MigrationRefused => Blame::default(),
-        // Either worker may have computed them.
+        // Any of them may have computed what made the logits.
         FailureKind::Model => {
-            Blame { exclude: [Some(decode), prefill].into_iter().flatten().collect(), spare: None }
+            let source = plan.prefix_source.as_deref().map(WorkerKey::of);
+            Blame { exclude: [Some(decode), prefill, source].into_iter().flatten().collect(), spare: None }
         }
         FailureKind::Draining | FailureKind::Full => Blame { exclude: vec![decode], spare: None },
         FailureKind::PrefillLost => {
@@ -421,6 +422,17 @@ mod tests {
             assert_eq!(play.fail(FailureKind::Model, Duration::ZERO), Err(GiveUp::Model("why".into())));
             assert!(play.now - play.start <= PAUSE_FIRST, "{:?}", play.now - play.start);
         }
+        // The next attempt avoids who gave a prefix, too.
+        let mut play = Play::new(CLUSTER);
+        let (mut plan, _) = play.ask().expect("there is time");
+        let cluster = tests::view(CLUSTER);
+        plan.prefix_source = Some(cluster.workers[1].record.clone());
+        let failure = Failure::new(FailureKind::Model, "why");
+        let blame = play.retry.on_failure(failure, &plan, AttemptStage::Worker, play.now).expect("goes on");
+        assert_eq!(
+            blame.exclude.iter().map(|worker| worker.id.as_str()).collect::<Vec<_>>(),
+            ["d0", "p0", "d1"]
+        );
         // One broken worker, and a token in between.
         let mut play = Play::new(CLUSTER);
         play.fail(FailureKind::Model, Duration::ZERO).expect("goes on");
