@@ -220,6 +220,7 @@ impl BlockPool {
             debug_assert!(block.num_owners > 0, "only an owner knows what a block holds");
             if let Some(hash) = block.hash.take() {
                 self.by_hash.remove(&hash);
+                self.evictable.forget(id.0);
                 if let Some(events) = &mut self.events {
                     events.removed(key(hash));
                 }
@@ -288,4 +289,30 @@ impl BlockPool {
 
 fn key(hash: BlockHash) -> BlockKey {
     BlockKey(hash.short())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use baton_kv_cache::HashRoot;
+
+    #[test]
+    fn what_was_said_of_a_forgotten_content_is_not_said_of_the_next() {
+        let hashes: Vec<_> = HashRoot::new("m", "", "").block_hashes(&[1, 2, 3], 1).collect();
+        for (keep, used) in [(Keep::High(Duration::from_secs(9)), [0, 1]), (Keep::Low, [1, 0])] {
+            let mut pool = BlockPool::new(2);
+            let blocks = [(); 2].map(|()| pool.allocate().expect("one is free"));
+            pool.cache(blocks[0], hashes[0], None);
+            pool.mark([(blocks[0], keep)]);
+            pool.forget(&blocks[..1]);
+            pool.cache_all(None, blocks.into_iter().zip([hashes[1], hashes[2]]));
+            let used = used.map(|idx| blocks[idx]);
+            used.iter().for_each(|&block| pool.release(&[block]));
+            assert_eq!(
+                used.map(|_| pool.allocate()),
+                used.map(Some),
+                "the one that was used first goes first"
+            );
+        }
+    }
 }
