@@ -228,9 +228,12 @@ impl LiveRequests {
         }
     }
 
-    /// Returns how many prompt tokens the prefix cache supplied.
+    /// Returns how many prompt tokens the prefix cache supplied. After a preemption, which prefills have not, they are known.
     pub(crate) fn tell_adopted(&mut self, adoption: &Adoption) -> usize {
-        let &Adoption { id, first_block_idx, num_blocks } = adoption;
+        let &Adoption { id, first_block_idx, num_blocks, is_first } = adoption;
+        if !is_first {
+            return 0;
+        }
         let live = &self.requests[&id];
         let sequence = self.scheduler.sequence(id).expect("a sequence that adopts runs");
         let block_size = sequence.block_size();

@@ -404,6 +404,37 @@ async fn a_prompt_that_is_computed_adopts_what_comes_meanwhile() {
 }
 
 #[tokio::test]
+async fn what_is_adopted_again_after_a_preemption_is_told_and_counted_once() {
+    let (model, a) = engine(config());
+    let turn = request(&prompt(1, 61), 20);
+    a.generate_all(turn.clone()).await;
+    let held = a.hold_cached(&turn).await.unwrap();
+    // The first step waits until both requests are submitted.
+    let (permit, permits) = mpsc::channel::<()>();
+    let (_, b) = engine_with_hook(EngineConfig { num_blocks: 25, ..config() }, move |_| {
+        permits.recv().ok();
+        Ok(())
+    });
+    // The last four blocks of the prompt stay in the cache. The older request takes the others, until it ends.
+    let hashes = b.prefix_hashes(&turn, held.blocks().len() * BLOCK_SIZE);
+    let first = hashes.len() - 4;
+    let reservation = b.reserve_blocks(&hashes, first, 4).await.unwrap().expect("there is room");
+    copy_blocks(&a, &held.blocks()[first..], &b, &reservation);
+    b.cache_blocks(&reservation, 0..4);
+    let older = b.generate(request(&prompt(7, 5), 75)).expect("accepted");
+    let younger = b.generate(turn.clone()).expect("accepted");
+    drop(permit);
+    let (older, younger) = tokio::join!(collect(older), collect(younger));
+    assert_eq!(older.tokens, model.greedy(&prompt(7, 5), 75));
+    assert_eq!(younger.tokens, model.greedy(&turn.prompt, 20));
+    assert_eq!(younger.end, Ok((FinishReason::Length, 4 * BLOCK_SIZE)));
+    let totals = b.totals();
+    assert_eq!((totals.num_preempted, totals.num_cached_tokens as usize), (1, 4 * BLOCK_SIZE));
+    drop(reservation);
+    b.check_whole().await;
+}
+
+#[tokio::test]
 async fn a_prefix_takes_no_block_that_a_request_needs_and_a_failed_fetch_returns_its_blocks() {
     let (_, b) = engine(EngineConfig { num_blocks: 8, ..config() });
     let (_, a) = engine(config());

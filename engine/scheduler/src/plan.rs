@@ -56,6 +56,8 @@ pub struct Adoption {
     pub first_block_idx: usize,
     /// At least one.
     pub num_blocks: usize,
+    /// False when the sequence was preempted: its blocks were cached or computed before.
+    pub is_first: bool,
 }
 
 impl StepPlan {

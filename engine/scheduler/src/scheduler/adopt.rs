@@ -32,7 +32,8 @@ pub(super) fn plan(
             _ => continue,
         };
         drop(sequence.advance(num_blocks * sequence.block_size()));
-        plan.adopted.push(Adoption { id: sequence.id, first_block_idx, num_blocks });
+        let (id, is_first) = (sequence.id, !sequence.was_preempted);
+        plan.adopted.push(Adoption { id, first_block_idx, num_blocks, is_first });
     }
 }
 
