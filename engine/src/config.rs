@@ -18,6 +18,9 @@ pub struct EngineConfig {
     /// Tokens computed in one step. Decodes come first. With a budget below `max_running` the youngest sequences wait
     /// until older ones end.
     pub token_budget: usize,
+    /// Drafts, forced text included, are added to a step while it has fewer tokens than this. In a larger step arithmetic is the
+    /// limit, and verifying a token costs as much as decoding one. Each drafted token has a row of logits.
+    pub max_drafted_step_tokens: usize,
     /// Target time between two tokens of a sequence. Prompts that are computed beside decoding sequences come in
     /// chunks that keep it, according to measured step times. `None`: chunks fill the token budget.
     pub itl_target: Option<Duration>,

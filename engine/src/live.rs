@@ -34,6 +34,7 @@ pub(crate) struct LiveRequests {
     /// The tokens of one sequence in one step; reused.
     sampled: Sampled,
     draft_counters: Arc<DraftCounters>,
+    max_drafted_step_tokens: usize,
     context_length: usize,
     num_layers: usize,
     /// What was submitted to this engine and has come here.
@@ -73,6 +74,7 @@ impl LiveRequests {
             masks: MaskThread::default(),
             sampled: Sampled::default(),
             draft_counters,
+            max_drafted_step_tokens: config.max_drafted_step_tokens,
             context_length: config.context_length,
             num_layers: layout.num_layers,
             taken: Submitted::default(),
@@ -283,6 +285,13 @@ impl LiveRequests {
     /// Where the events of a sequence go.
     pub(crate) fn reply(&self, id: SequenceId) -> &ReplyChannel {
         &self.requests[&id].reply
+    }
+
+    /// Draft tokens that a step of this plan may have beside those of its sequences.
+    pub(crate) fn draft_budget(&self, plan: &StepPlan) -> usize {
+        let of_chunk = |chunk: &Chunk| self.scheduler.sequence(chunk.id).map_or(0, |it| it.draft().len());
+        let num_drafts: usize = plan.chunks.iter().map(of_chunk).sum();
+        self.max_drafted_step_tokens.saturating_sub(plan.num_tokens() + num_drafts)
     }
 
     /// Tokens to draft for a sequence that decodes, at most `max`; see [`DraftLength::next`].

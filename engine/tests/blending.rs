@@ -36,7 +36,7 @@ fn blending(max_store_bytes: usize) -> Option<BlendConfig> {
 }
 
 fn roomy() -> EngineConfig {
-    EngineConfig { context_length: 256, blending: blending(1 << 20), ..config() }
+    EngineConfig { max_drafted_step_tokens: 16, context_length: 256, blending: blending(1 << 20), ..config() }
 }
 
 fn start(model: &str, config: EngineConfig) -> Blending {
@@ -44,7 +44,7 @@ fn start(model: &str, config: EngineConfig) -> Blending {
 }
 
 fn start_with(model: &str, drafter: Option<Drafter>, config: EngineConfig) -> Blending {
-    let speculation = |drafter| Speculation { drafter, max_draft_tokens: 4, max_step_tokens: 16 };
+    let speculation = |drafter| Speculation { drafter, max_draft_tokens: 4 };
     let executor = Box::new(executor(model));
     let (engine, thread) =
         baton_engine::start(executor, drafter.map(speculation), config).expect("an engine");

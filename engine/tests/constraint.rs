@@ -2,7 +2,11 @@
 
 mod support;
 
-use std::sync::{Arc, atomic::Ordering};
+use std::sync::{
+    Arc,
+    atomic::{AtomicUsize, Ordering},
+    mpsc,
+};
 
 use baton_engine::{
     Drafter, EngineConfig, EngineError, FinishReason, Request, SamplingParams, SpeculationMode, SubmitError,
@@ -10,12 +14,13 @@ use baton_engine::{
 };
 use baton_engine_testing::FakeModel;
 use baton_grammar::{GrammarCompiler, GrammarError, GrammarLimits, Vocabulary, VocabularyToken};
+use baton_model_spec::Batch;
 use baton_request::{Grammar, GrammarKind};
 use support::{
-    BLOCK_SIZE, END, TestEngine, config, draft, engine_of, grammars,
+    BLOCK_SIZE, END, MAX_STEP_TOKENS, TestEngine, config, draft, engine_of, grammars,
     handoff::hand_off,
     kinds::{pairs, prompt, read, requests, words},
-    request, sampling_engine, speculating,
+    request, sampling_engine, speculating, speculating_with_hook,
 };
 
 fn model() -> FakeModel {
@@ -138,6 +143,42 @@ async fn forced_text_is_verified_several_tokens_at_a_time() {
     // In a vocabulary of single letters nothing else is allowed, so every draft is accepted.
     assert!(counts.accepted >= 36 && counts.accepted == counts.drafted, "{counts:?} of {num_slow}");
     engine.check_whole().await;
+}
+
+#[tokio::test]
+async fn forced_text_of_many_obeys_the_limit_of_other_drafts() {
+    let grammar = Grammar::new(GrammarKind::Regex, format!("(a|b){}", "ab".repeat(20)));
+    for drafter in [None, Some(Drafter::Ngram)] {
+        // The first step waits until all are submitted. The most rows of a step.
+        let (permit, permits) = mpsc::channel::<()>();
+        let most = Arc::new(AtomicUsize::new(0));
+        let hook = {
+            let most = most.clone();
+            move |batch: &Batch<'_>| {
+                permits.recv().ok();
+                let num_rows: usize = batch.sequences.iter().map(|sequence| sequence.num_logits).sum();
+                most.fetch_max(num_rows, Ordering::Relaxed);
+                Ok(())
+            }
+        };
+        let config = EngineConfig { num_blocks: 512, ..config() };
+        let engine = match drafter {
+            None => engine_of(model(), config, hook).1,
+            Some(drafter) => speculating_with_hook(model(), drafter, config, hook),
+        };
+        // Some without a grammar, in which the same tokens follow each other again and again.
+        let requests = (0..16).map(|seed| match seed % 4 {
+            0 => request(&prompt(seed, 9), 60),
+            _ => constrained(grammar.clone(), seed),
+        });
+        let streams: Vec<_> = requests.map(|request| engine.generate(request).expect("accepted")).collect();
+        drop(permit);
+        for stream in streams {
+            assert!(read(stream).await.1.is_ok());
+        }
+        assert_eq!(most.load(Ordering::Relaxed), MAX_STEP_TOKENS);
+        engine.check_whole().await;
+    }
 }
 
 #[tokio::test]

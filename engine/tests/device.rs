@@ -80,7 +80,7 @@ fn start(
     drafter: Option<Drafter>,
 ) -> (EngineHandle, EngineThread) {
     let executor = if sampling == SamplingSide::OnHost { sampled_by_host(executor) } else { executor };
-    let speculation = |drafter| Speculation { drafter, max_draft_tokens: 4, max_step_tokens: 40 };
+    let speculation = |drafter| Speculation { drafter, max_draft_tokens: 4 };
     baton_engine::start_over(storage, executor, drafter.map(speculation), engine_config()).expect("it starts")
 }
 

@@ -313,7 +313,7 @@ async fn a_draft_model_that_fails_ends_the_engine_like_any_device() {
 #[test]
 fn a_draft_model_with_another_vocabulary_is_refused() {
     let other = FakeModel { vocab_size: 65, ..FakeModel::new(BLOCK_SIZE) };
-    let speculation = Speculation { drafter: draft(other), max_draft_tokens: 5, max_step_tokens: 64 };
+    let speculation = Speculation { drafter: draft(other), max_draft_tokens: 5 };
     let error = baton_engine::start(FakeModel::new(BLOCK_SIZE).executor(), Some(speculation), config())
         .expect_err("refused");
     assert!(matches!(error, EngineStartError::Vocabulary { draft: 65, target: 64 }), "{error}");

@@ -50,6 +50,7 @@ static ENGINE: LazyLock<(EngineHandle, Mutex<EngineThread>)> = LazyLock::new(|| 
         num_blocks: 16,
         max_running: 4,
         token_budget: 8,
+        max_drafted_step_tokens: 8,
         itl_target: Some(Duration::from_millis(5)),
         context_length: CONTEXT_LENGTH,
         max_waiting: 4,

@@ -244,6 +244,10 @@ fn start_engine(
         num_blocks: record.capacity.num_blocks,
         max_running: config.max_running,
         token_budget: config.token_budget,
+        max_drafted_step_tokens: match model.block_device {
+            Some(_) => MAX_DRAFTED_STEP_TOKENS_ON_GPU,
+            None => MAX_DRAFTED_STEP_TOKENS,
+        },
         itl_target: config.itl_target,
         context_length: model.context_length,
         max_waiting: config.max_waiting,
@@ -261,12 +265,8 @@ fn start_engine(
         let blocks = device.draft_blocks(executor.kv_layout(), engine.num_blocks);
         *storage = Some(blocks.context("cannot place the draft model's KV blocks")?);
     }
-    let is_on_gpu = model.block_device.is_some();
-    let speculation = model.drafter.map(|drafter| Speculation {
-        drafter,
-        max_draft_tokens: config.max_draft_tokens,
-        max_step_tokens: if is_on_gpu { MAX_DRAFTED_STEP_TOKENS_ON_GPU } else { MAX_DRAFTED_STEP_TOKENS },
-    });
+    let max_draft_tokens = config.max_draft_tokens;
+    let speculation = model.drafter.map(|drafter| Speculation { drafter, max_draft_tokens });
     let started = match model.block_device {
         None => baton_engine::start(model.executor, speculation, engine),
         Some(device) => {

@@ -143,6 +143,7 @@ fn start(target: &LoadedModel, pool: &Arc<ThreadPool>, drafter: Drafter) -> (Eng
         num_blocks: 256,
         max_running: 64,
         token_budget: 512,
+        max_drafted_step_tokens: 32,
         itl_target: None,
         context_length: target.config().context_length,
         max_waiting: 64,
@@ -154,7 +155,7 @@ fn start(target: &LoadedModel, pool: &Arc<ThreadPool>, drafter: Drafter) -> (Eng
         clock: Instant::now,
         thread_waits: || std::time::Duration::ZERO,
     };
-    let speculation = Speculation { drafter, max_draft_tokens: MAX_DRAFT_TOKENS, max_step_tokens: 32 };
+    let speculation = Speculation { drafter, max_draft_tokens: MAX_DRAFT_TOKENS };
     let executor = Box::new(target.cpu_executor_on(Arc::clone(pool)));
     baton_engine::start(executor, Some(speculation), config).expect("an engine starts")
 }

@@ -2,21 +2,23 @@
 
 use std::iter;
 
+use baton_drafting::length;
 use baton_request::SpeculationMode;
 use baton_scheduler::{Chunk, SequenceId, StepPlan, StepTime, TOKEN_GUESS};
 
 use super::LiveRequests;
 use crate::events::EngineError;
 
-/// Most tokens of forced text in a step.
+/// Most tokens of forced text of one sequence in a step.
 const MAX_FORCED: usize = 16;
 
 impl LiveRequests {
     /// Drafts the text that grammars force, for the plan's sequences that decode. The model may cut it into other tokens,
-    /// so it is verified like every draft, and is as long as pays by what steps take. Returns whether there is such a draft.
+    /// so it is verified like every draft, and is as long as pays by what steps take. All together obey the limit of other drafts.
+    /// Returns whether there is such a draft.
     pub(crate) fn draft_forced(&mut self, plan: &StepPlan) -> bool {
-        let mut has_drafts = false;
-        let cost = self.cost_of_forced(plan);
+        let (cost, budget) = (self.cost_of_forced(plan), self.draft_budget(plan));
+        let mut forced: Vec<(SequenceId, Vec<u32>)> = Vec::new();
         for chunk in plan.chunks.iter().filter(|chunk| chunk.wants_token && chunk.num_tokens == 1) {
             let live = self.requests.get_mut(&chunk.id).expect("planned sequences live");
             live.has_forced_draft = false;
@@ -25,14 +27,19 @@ impl LiveRequests {
                 continue;
             }
             let sequence = self.scheduler.sequence(chunk.id).expect("planned sequences run");
-            let max = sequence.max_num_drafts().min(MAX_FORCED);
+            let max = sequence.max_num_drafts().min(MAX_FORCED).min(budget);
             let max = live.forced_length.next(max, cost, 0.0);
-            let forced = if max > 0 { constraint.forced(max) } else { Vec::new() };
-            live.has_forced_draft = !forced.is_empty();
-            has_drafts |= live.has_forced_draft;
-            forced.into_iter().for_each(|token| self.scheduler.push_draft(chunk.id, token));
+            if max > 0 {
+                forced.push((chunk.id, constraint.forced(max)));
+            }
         }
-        has_drafts
+        let mut lengths: Vec<usize> = forced.iter().map(|(_, tokens)| tokens.len()).collect();
+        length::share(budget, &mut lengths);
+        for ((id, tokens), &length) in forced.iter().zip(&lengths) {
+            self.requests.get_mut(id).expect("planned sequences live").has_forced_draft = length > 0;
+            tokens[..length].iter().for_each(|&token| self.scheduler.push_draft(*id, token));
+        }
+        lengths.iter().any(|&length| length > 0)
     }
 
     /// Cuts the drafts of the plan's sequences to what their grammars allow.
@@ -132,11 +139,12 @@ impl LiveRequests {
     /// tokens is already being computed. If not, the step is counted as one without drafts.
     pub(crate) fn awaits_draft(&mut self, plan: &StepPlan) -> bool {
         let cost = self.cost_of_forced(plan);
+        let most = MAX_FORCED.min(self.draft_budget(plan));
         let awaits_draft = plan.chunks.iter().any(|chunk| {
             let live = self.requests.get_mut(&chunk.id).expect("planned sequences live");
             let Some(constraint) = &mut live.constraint else { return false };
             let sequence = self.scheduler.sequence(chunk.id).expect("planned sequences run");
-            let max = sequence.max_num_drafts().min(MAX_FORCED);
+            let max = sequence.max_num_drafts().min(most);
             live.request.speculation != SpeculationMode::Off
                 && !live.forced_length.is_resting(max, cost, 0.0)
                 && constraint.forced(2).len() == 2
@@ -145,7 +153,7 @@ impl LiveRequests {
             for chunk in &plan.chunks {
                 let live = self.requests.get_mut(&chunk.id).expect("planned sequences live");
                 let sequence = self.scheduler.sequence(chunk.id).expect("planned sequences run");
-                live.forced_length.next(sequence.max_num_drafts().min(MAX_FORCED), cost, 0.0);
+                live.forced_length.next(sequence.max_num_drafts().min(most), cost, 0.0);
             }
         }
         awaits_draft

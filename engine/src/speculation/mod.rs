@@ -44,9 +44,6 @@ pub struct Speculation {
     pub drafter: Drafter,
     /// Most tokens to draft for a sequence in one step.
     pub max_draft_tokens: usize,
-    /// Drafts are added to a step while it has fewer tokens than this. In a larger step arithmetic is the limit, and
-    /// verifying a token costs as much as decoding one.
-    pub max_step_tokens: usize,
 }
 
 /// The source of proposed tokens.
@@ -70,7 +67,6 @@ pub(crate) struct Speculator {
     costs: DraftCosts,
     clock: fn() -> Instant,
     max_draft_tokens: usize,
-    max_step_tokens: usize,
     /// The sequences to draft for in this step; reused.
     ids: Vec<SequenceId>,
     /// Length of each draft.
@@ -108,7 +104,7 @@ impl Speculator {
         vocab_size: usize,
         block_size: usize,
     ) -> Result<Speculator, EngineStartError> {
-        let Speculation { drafter, max_draft_tokens, max_step_tokens } = speculation;
+        let Speculation { drafter, max_draft_tokens } = speculation;
         let (proposer, draft_guess) = match drafter {
             Drafter::Ngram => (Proposer::Ngram, 0.0),
             Drafter::Model { executor, storage, cost } => {
@@ -121,7 +117,6 @@ impl Speculator {
             costs: DraftCosts::new(draft_guess),
             clock: config.clock,
             max_draft_tokens,
-            max_step_tokens,
             ids: Vec::new(),
             lengths: Vec::new(),
             proposed: Vec::new(),
@@ -160,7 +155,7 @@ impl Speculator {
     /// Whether no sequence gets a draft in the step of `plan` for any values of its tokens, which are not known yet. If
     /// so, the step is counted as one without drafts.
     pub(crate) fn drafts_nothing(&mut self, plan: &StepPlan, live: &mut LiveRequests) -> bool {
-        if self.budget(plan) > 0 {
+        if live.draft_budget(plan) > 0 {
             let (num_sequences, cost, overhead) = self.price(plan, live);
             debug_assert_eq!(num_sequences, plan.chunks.len(), "every sequence decodes");
             let max = self.max_draft_tokens;
@@ -185,11 +180,6 @@ impl Speculator {
         matches!(self.proposer, Proposer::Ngram) && !ngram::may_propose_after_next(sequence.tokens())
     }
 
-    /// Draft tokens that a step of this plan may have.
-    fn budget(&self, plan: &StepPlan) -> usize {
-        self.max_step_tokens.saturating_sub(plan.num_tokens())
-    }
-
     /// The number of sequences of the plan that decode, and the costs of drafting for them: of one token, and of any
     /// draft.
     fn price(&self, plan: &StepPlan, live: &LiveRequests) -> (usize, f64, f64) {
@@ -201,7 +191,7 @@ impl Speculator {
     fn decide_lengths(&mut self, plan: &StepPlan, live: &mut LiveRequests) {
         self.ids.clear();
         self.lengths.clear();
-        let budget = self.budget(plan);
+        let budget = live.draft_budget(plan);
         if budget == 0 {
             return;
         }

@@ -30,6 +30,7 @@ pub fn config() -> EngineConfig {
         num_blocks: 256,
         max_running: 16,
         token_budget: 64,
+        max_drafted_step_tokens: MAX_STEP_TOKENS,
         itl_target: None,
         context_length: 512,
         max_waiting: 1024,
@@ -118,8 +119,7 @@ pub fn sampling_engine(
 ) -> (TestEngine, Arc<AtomicUsize>) {
     let num_ahead = Arc::new(AtomicUsize::new(0));
     let executor = model.sampling_executor_with_hook(num_ahead.clone(), hook);
-    let speculation =
-        |drafter| Speculation { drafter, max_draft_tokens: 5, max_step_tokens: MAX_STEP_TOKENS };
+    let speculation = |drafter| Speculation { drafter, max_draft_tokens: 5 };
     let (handle, thread) =
         baton_engine::start(executor, drafter.map(speculation), config).expect("a test engine starts");
     (TestEngine { handle, thread }, num_ahead)
@@ -136,7 +136,7 @@ pub fn speculating_with_hook(
     config: EngineConfig,
     hook: impl FnMut(&Batch<'_>) -> Result<(), ExecuteError> + Send + 'static,
 ) -> TestEngine {
-    let speculation = Speculation { drafter, max_draft_tokens: 5, max_step_tokens: MAX_STEP_TOKENS };
+    let speculation = Speculation { drafter, max_draft_tokens: 5 };
     let (handle, thread) = baton_engine::start(model.executor_with_hook(hook), Some(speculation), config)
         .expect("a test engine starts");
     TestEngine { handle, thread }

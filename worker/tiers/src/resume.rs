@@ -104,6 +104,7 @@ mod tests {
             num_blocks: 8,
             max_running: 2,
             token_budget: 16,
+            max_drafted_step_tokens: 16,
             itl_target: None,
             context_length: 8 * BLOCK_SIZE,
             max_waiting: 2,

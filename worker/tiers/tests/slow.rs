@@ -126,6 +126,7 @@ impl Worker {
             num_blocks: 180,
             max_running: 4,
             token_budget: 2 * BLOCK_SIZE,
+            max_drafted_step_tokens: 2 * BLOCK_SIZE,
             itl_target: None,
             context_length: 512,
             max_waiting: 16,
