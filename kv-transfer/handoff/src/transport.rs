@@ -96,4 +96,14 @@ impl TransportOffer {
             TransportOffer::Tcp { .. } => TransportKind::Tcp,
         }
     }
+
+    /// Where the peer listens: a socket's path, or "host:port".
+    pub fn address(&self) -> String {
+        match self {
+            TransportOffer::Shm { socket_path, .. } => socket_path.display().to_string(),
+            TransportOffer::Rdma { address, .. }
+            | TransportOffer::Nccl { address, .. }
+            | TransportOffer::Tcp { address, .. } => address.clone(),
+        }
+    }
 }

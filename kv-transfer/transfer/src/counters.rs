@@ -25,7 +25,7 @@ pub struct TransportCounts {
     pub pieces: u64,
     /// Sender: handoffs that took this transport. Receiver: peers that connected.
     pub routes: u64,
-    /// Sender: handoffs that took this transport because a better offer could not be reached.
+    /// Sender: handoffs that took this transport because a better offer failed, just now or lately.
     pub fallbacks: u64,
     /// Receiver: bytes that were dropped because their grant was revoked or never existed.
     pub late_bytes: u64,
@@ -42,7 +42,7 @@ impl TransportCounters {
         self.bytes.fetch_add(bytes as u64, Ordering::Relaxed);
     }
 
-    /// Counts a route that was opened or a peer that connected. `fallback`: a better transport failed before.
+    /// Counts a route that was opened or a peer that connected. `fallback`: a better transport failed, or pauses.
     pub fn routed(&self, fallback: bool) {
         self.routes.fetch_add(1, Ordering::Relaxed);
         if fallback {

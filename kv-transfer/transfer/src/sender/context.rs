@@ -1,9 +1,16 @@
 //! The configuration of a sender, and what its transports share.
 
-use std::{sync::Arc, time::Duration};
+use std::{
+    fmt::Display,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::{Duration, Instant},
+};
 
+use baton_handoff::TransportOffer;
 use baton_kv_cache::BlockStorage;
+use tracing::warn;
 
+use super::ranking::Ranking;
 use crate::counters::Counters;
 
 /// Settings of every transport of a [`Sender`](crate::Sender). Each transport has its own settings beside these.
@@ -15,6 +22,9 @@ pub struct SenderConfig {
     pub connect_timeout: Duration,
     /// Longest time for a peer to take or to confirm what is written.
     pub io_timeout: Duration,
+    /// How long an offer that failed is tried after the other ones. It doubles with each further failure, up to five
+    /// minutes.
+    pub failure_pause: Duration,
 }
 
 impl Default for SenderConfig {
@@ -23,6 +33,7 @@ impl Default for SenderConfig {
             frame_bytes: 1 << 20,
             connect_timeout: Duration::from_secs(3),
             io_timeout: Duration::from_secs(10),
+            failure_pause: Duration::from_secs(10),
         }
     }
 }
@@ -35,4 +46,24 @@ pub struct SenderContext {
     pub config: SenderConfig,
     /// What was sent, by transport.
     pub counters: Counters,
+    ranking: Mutex<Ranking>,
+}
+
+impl SenderContext {
+    pub(super) fn new(storage: Arc<BlockStorage>, config: SenderConfig) -> SenderContext {
+        SenderContext { storage, config, counters: Counters::default(), ranking: Mutex::default() }
+    }
+
+    /// What is known about offers.
+    pub(super) fn ranking(&self) -> MutexGuard<'_, Ranking> {
+        self.ranking.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Notes that an offer failed: others are tried before it for a while.
+    pub(super) fn failed(&self, offer: &TransportOffer, error: &dyn Display) {
+        let pause = self.ranking().failed(offer, self.config.failure_pause, Instant::now());
+        if let Some(pause) = pause {
+            warn!(transport = %offer.kind(), peer = %offer.address(), %error, ?pause, "kv transport failed: for this time it is tried after the other ones");
+        }
+    }
 }

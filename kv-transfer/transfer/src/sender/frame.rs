@@ -80,6 +80,9 @@ impl Frame {
 
     /// Reports that some of the pieces may not be in the granted blocks.
     pub fn fail(self, error: PushError) {
+        if let PushError::Lost(why) = &error {
+            self.push.route.lost(why);
+        }
         self.push.fail(error);
     }
 }

@@ -76,7 +76,7 @@ impl Sender {
         latencies.sort_unstable();
         let bytes_per_second = *rates.get(rates.len() / 2).ok_or("too few grants to measure with")?;
         let latency = latencies.get(latencies.len() / 2).copied().unwrap_or_default();
-        self.remember(offer, bytes_per_second);
+        self.shared.context.ranking().measured(offer, bytes_per_second);
         Ok(Measured { num_bytes, bytes_per_second, latency })
     }
 }

@@ -19,6 +19,7 @@ mod jobs;
 mod measure;
 mod open_grants;
 mod pace;
+mod ranking;
 mod route;
 mod route_state;
 mod transport;
@@ -28,6 +29,7 @@ use std::{
     io,
     sync::{Arc, Mutex, PoisonError},
     thread,
+    time::Instant,
 };
 
 use baton_handoff::{AccessKey, RouteError, TransportOffer};
@@ -58,16 +60,7 @@ struct Shared {
     context: Arc<SenderContext>,
     transports: Vec<Box<dyn SendingTransport>>,
     pools: Mutex<HashMap<(TransportOffer, KvLayout), Arc<dyn RemotePool>>>,
-    /// Bytes per second of each offer that was measured.
-    rates: Mutex<HashMap<TransportOffer, f64>>,
 }
-
-/// How much faster a transport must be than the one before it in the order of kinds to be preferred. Measurements on a
-/// busy machine differ by as much, and earlier kinds take less time of the processors.
-const MARGIN: f64 = 1.5;
-
-/// Most rates that are kept. When there are more, most of their pools have gone.
-const MAX_RATES: usize = 4096;
 
 /// Largest piece that is assembled for a peer. A peer's message must not make this side allocate an unbounded amount.
 const MAX_STAGED_BYTES: usize = 64 << 20;
@@ -86,14 +79,13 @@ impl Sender {
         if config.frame_bytes == 0 {
             return Err(io::Error::new(io::ErrorKind::InvalidInput, "frame_bytes must not be 0"));
         }
-        let context = Arc::new(SenderContext { storage, config, counters: Counters::default() });
-        let (pools, rates) = (Mutex::default(), Mutex::default());
-        Ok(Sender { shared: Arc::new(Shared { context, transports, pools, rates }) })
+        let context = Arc::new(SenderContext::new(storage, config));
+        Ok(Sender { shared: Arc::new(Shared { context, transports, pools: Mutex::default() }) })
     }
 
     /// A route to granted blocks that are arranged as this side's blocks, over the best of `offers` that is allowed and
     /// reachable. Best is the first kind of [`TransportKind::ALL`], or the fastest if [`measure`](Self::measure) has
-    /// measured all of them.
+    /// measured all of them. An offer that failed lately is tried after the other ones.
     ///
     /// # Errors
     /// When no offer leads to the blocks. `keep` is dropped then.
@@ -127,15 +119,15 @@ impl Sender {
             .iter()
             .filter(|offer| self.transport(offer).is_some_and(|transport| transport.may_reach(offer)))
             .collect();
-        self.sort(&mut candidates);
-        if candidates.is_empty() {
+        let best = self.shared.context.ranking().sort(&mut candidates, Instant::now());
+        let Some(best) = best else {
             return Err(RouteError::NoCommonTransport {
                 offered: names(offers.iter().map(|offer| offer.kind().name()).collect()),
                 allowed: names(
                     self.shared.transports.iter().map(|transport| transport.kind().name()).collect(),
                 ),
             });
-        }
+        };
         let mut failures = Vec::new();
         let mut error = None;
         for offer in candidates {
@@ -145,9 +137,8 @@ impl Sender {
             pool.open(open);
             match opened.await.unwrap_or(Err(RouteError::Closed)) {
                 Ok(()) => {
-                    let is_fallback = !failures.is_empty();
-                    self.shared.context.counters.of(offer.kind()).routed(is_fallback);
-                    if is_fallback {
+                    self.shared.context.counters.of(offer.kind()).routed(offer != best);
+                    if !failures.is_empty() {
                         let why = failures.join("; ");
                         warn!(generation = %access_key.generation, transport = %offer.kind(), %why, "fell back to a slower transport");
                     } else {
@@ -160,11 +151,15 @@ impl Sender {
                     };
                     let form = Form { layout, mapping, codec, sum_of: pool.sum_of() };
                     return Ok(Route::new(
-                        RouteState::new(access_key, offer.kind(), context, form, Box::new(keep)),
+                        RouteState::new(access_key, offer.clone(), context, form, Box::new(keep)),
                         pool,
                     ));
                 }
                 Err(failure) => {
+                    // A refusal is about the grant.
+                    if !matches!(failure, RouteError::OtherIncarnation(_)) {
+                        self.shared.context.failed(offer, &failure);
+                    }
                     let kind = offer.kind();
                     failures.push(match &failure {
                         RouteError::Unreachable(why) => format!("{kind}: {why}"),
@@ -183,25 +178,6 @@ impl Sender {
     /// What was sent, by transport.
     pub fn counters(&self) -> &Counters {
         &self.shared.context.counters
-    }
-
-    /// Sorts best first: by kind, or by rate if the rates of all candidates are known.
-    fn sort(&self, candidates: &mut [&TransportOffer]) {
-        candidates.sort_by_key(|offer| offer.kind());
-        let rates = self.shared.rates.lock().unwrap_or_else(PoisonError::into_inner);
-        let known: Option<Vec<f64>> = candidates.iter().map(|offer| rates.get(*offer).copied()).collect();
-        let Some(known) = known else { return };
-        let worth = known.iter().zip(0..).map(|(rate, rank)| rate / MARGIN.powi(rank));
-        let worth: HashMap<_, _> = candidates.iter().copied().zip(worth).collect();
-        candidates.sort_by(|a, b| worth[b].total_cmp(&worth[a]));
-    }
-
-    fn remember(&self, offer: &TransportOffer, bytes_per_second: f64) {
-        let mut rates = self.shared.rates.lock().unwrap_or_else(PoisonError::into_inner);
-        if rates.len() >= MAX_RATES {
-            rates.clear();
-        }
-        rates.insert(offer.clone(), bytes_per_second);
     }
 
     /// The transport of an offer, if this sender has it.
@@ -260,34 +236,5 @@ impl Shared {
             return Err(RouteError::OtherKv(format!("pieces of {piece_bytes} bytes are not converted")));
         }
         Ok(Some(mapping))
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use baton_handoff::TransportKind;
-
-    use super::*;
-    use crate::testing::LAYOUT;
-
-    #[test]
-    fn the_fastest_way_is_taken_once_all_are_known() {
-        let storage = Arc::new(BlockStorage::new(LAYOUT, 4).unwrap());
-        let sender = Sender::start(storage, SenderConfig::default(), Vec::new()).unwrap();
-        let shm = TransportOffer::Shm { host_id: "here".into(), socket_path: "s".into(), pool: 1 };
-        let tcp = TransportOffer::Tcp { address: "here:1".into(), pool: 1 };
-        let best_of = |offers: &[&TransportOffer]| {
-            let mut candidates = offers.to_vec();
-            sender.sort(&mut candidates);
-            candidates[0].kind()
-        };
-        let best = || best_of(&[&tcp, &shm]);
-        sender.remember(&tcp, 9e9);
-        assert_eq!(best(), TransportKind::Shm, "one is unknown");
-        sender.remember(&shm, 8e9);
-        assert_eq!(best(), TransportKind::Shm, "hardly slower");
-        sender.remember(&shm, 1e9);
-        assert_eq!(best(), TransportKind::Tcp);
-        assert_eq!(best_of(&[&shm]), TransportKind::Shm, "the only one");
     }
 }

@@ -78,7 +78,7 @@ impl OpenGrants {
     /// # Errors
     /// Returns the word itself when it is not one for a writer.
     pub fn hear(&mut self, word: Word, jobs: &Jobs) -> Result<Option<Word>, Word> {
-        let revoked = RouteError::Unreachable("the grant is revoked".into());
+        let revoked = RouteError::OtherIncarnation("the peer".into());
         Ok(match word {
             Word::Opened(generation) => {
                 let Some(waiting) = self.opening.remove(&generation) else { return Ok(None) };
@@ -204,7 +204,7 @@ mod tests {
 
     #[test]
     fn a_waiting_job_fails_when_the_peer_refuses_its_grant() {
-        let revoked = || RouteError::Unreachable("the grant is revoked".into());
+        let revoked = || RouteError::OtherIncarnation("the peer".into());
         for (word, answer) in [(Word::Unknown(ONE), None), (Word::Revoke(ONE), Some(Word::Close(ONE)))] {
             let mut grants = OpenGrants::default();
             let (job, mut opened) = open();

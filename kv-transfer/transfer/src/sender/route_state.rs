@@ -6,7 +6,7 @@ use std::{
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
-use baton_handoff::{AccessKey, Generation, PieceWrite, PushError, Source, TransportKind};
+use baton_handoff::{AccessKey, Generation, PieceWrite, PushError, Source, TransportKind, TransportOffer};
 use baton_kv_cache::{BlockId, BlockStorage, KvLayout, KvMapping, WireCodec, WireFormat, WireScratch};
 use tokio::sync::watch;
 
@@ -28,7 +28,7 @@ pub(super) struct Form {
 /// A route, as the threads of a transport use it.
 pub struct RouteState {
     access_key: AccessKey,
-    kind: TransportKind,
+    offer: TransportOffer,
     context: Arc<SenderContext>,
     form: Form,
     is_closed: Mutex<bool>,
@@ -40,14 +40,14 @@ pub struct RouteState {
 impl RouteState {
     pub(super) fn new(
         access_key: AccessKey,
-        kind: TransportKind,
+        offer: TransportOffer,
         context: Arc<SenderContext>,
         form: Form,
         keep: Box<dyn Send>,
     ) -> Arc<RouteState> {
         Arc::new(RouteState {
             access_key,
-            kind,
+            offer,
             context,
             form,
             is_closed: Mutex::new(false),
@@ -58,7 +58,7 @@ impl RouteState {
 
     /// The transport that carries it.
     pub(super) fn kind(&self) -> TransportKind {
-        self.kind
+        self.offer.kind()
     }
 
     /// KV bytes of one frame.
@@ -73,7 +73,13 @@ impl RouteState {
 
     /// Counts pieces that are in the peer's blocks.
     pub(super) fn placed(&self, num_pieces: usize) {
-        self.context.counters.of(self.kind).placed(num_pieces, num_pieces * self.wire_bytes());
+        self.context.ranking().carried(&self.offer);
+        self.context.counters.of(self.kind()).placed(num_pieces, num_pieces * self.wire_bytes());
+    }
+
+    /// Notes that a frame was lost.
+    pub(super) fn lost(&self, why: &str) {
+        self.context.failed(&self.offer, &why);
     }
 
     /// The access key that is shown to the peer.
