@@ -32,13 +32,27 @@ impl Sender {
     /// Pushes `blocks` into the blocks of `peer` under each of `grants`. All grants name the same `offer` and equally
     /// many blocks. The first push opens connections and touches memory. Then half of the pushes have one piece, and
     /// the others have all pieces. If the sides differ, pieces are assembled as in a handoff. The sender remembers the
-    /// rate. Once it knows the rates of all offers of a pool, it takes the fastest.
+    /// rate for ten minutes. While it knows the rates of all offers of a pool, it takes the fastest.
     ///
     /// `keep` holds the source blocks allocated. Their contents do not matter.
     ///
     /// # Errors
     /// Why the transport cannot be used, as text for the operator.
     pub async fn measure<K: Clone + Send + 'static>(
+        &self,
+        peer: &KvShard,
+        offer: &TransportOffer,
+        grants: &[Grant],
+        blocks: &[BlockId],
+        keep: K,
+    ) -> Result<Measured, String> {
+        let measured = self.time_pushes(peer, offer, grants, blocks, keep).await;
+        let rate = measured.as_ref().ok().map(|measured| measured.bytes_per_second);
+        self.shared.context.ranking().measured(offer, rate, Instant::now());
+        measured
+    }
+
+    async fn time_pushes<K: Clone + Send + 'static>(
         &self,
         peer: &KvShard,
         offer: &TransportOffer,
@@ -76,7 +90,6 @@ impl Sender {
         latencies.sort_unstable();
         let bytes_per_second = *rates.get(rates.len() / 2).ok_or("too few grants to measure with")?;
         let latency = latencies.get(latencies.len() / 2).copied().unwrap_or_default();
-        self.shared.context.ranking().measured(offer, bytes_per_second);
         Ok(Measured { num_bytes, bytes_per_second, latency })
     }
 }
@@ -163,7 +176,29 @@ fn rate(mut round: impl FnMut() -> io::Result<()>) -> io::Result<f64> {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+
+    use baton_kv_cache::BlockStorage;
+
     use super::*;
+    use crate::{sender::SenderConfig, testing::LAYOUT};
+
+    #[tokio::test]
+    async fn a_failed_measurement_forgets_the_rate_before() {
+        let storage = Arc::new(BlockStorage::new(LAYOUT, 4).unwrap());
+        let sender = Sender::start(storage, SenderConfig::default(), Vec::new()).unwrap();
+        let shm = TransportOffer::Shm { host_id: "here".into(), socket_path: "s".into(), pool: 1 };
+        let tcp = TransportOffer::Tcp { address: "here:1".into(), pool: 1 };
+        let now = Instant::now();
+        for (offer, rate) in [(&shm, 1e9), (&tcp, 9e9)] {
+            sender.shared.context.ranking().measured(offer, Some(rate), now);
+        }
+        let best = || sender.shared.context.ranking().sort(&mut [&shm, &tcp], now).cloned();
+        assert_eq!(best().as_ref(), Some(&tcp));
+        let peer = KvShard::new(&LAYOUT, 1, 0).unwrap();
+        sender.measure(&peer, &tcp, &[], &[], ()).await.unwrap_err();
+        assert_eq!(best().as_ref(), Some(&shm));
+    }
 
     #[test]
     fn what_limits_is_measured() {

@@ -12,6 +12,9 @@ use baton_handoff::TransportOffer;
 /// busy machine differ by as much, and earlier kinds take less time of the processors.
 const MARGIN: f64 = 1.5;
 
+/// How long a rate counts. What slowed a transport down may have ended since.
+const MAX_AGE: Duration = Duration::from_secs(600);
+
 /// Most offers of which something is kept. When there are more, most of their pools have gone.
 const MAX_OFFERS: usize = 4096;
 
@@ -21,8 +24,8 @@ const MAX_PAUSE: Duration = Duration::from_secs(300);
 /// What is known about offers.
 #[derive(Default)]
 pub(super) struct Ranking {
-    /// Bytes per second of each offer that was measured.
-    rates: HashMap<TransportOffer, f64>,
+    /// Bytes per second of each offer that was measured, and when.
+    rates: HashMap<TransportOffer, (f64, Instant)>,
     failed: HashMap<TransportOffer, Failed>,
 }
 
@@ -36,7 +39,7 @@ struct Failed {
 }
 
 impl Ranking {
-    /// Sorts best first: by kind, or by rate if the rates of all candidates are known. Offers that pause come last.
+    /// Sorts best first: by kind, or by rate if all candidates were measured lately. Offers that pause come last.
     /// Returns the offer that would be first without pauses.
     pub(super) fn sort<'a>(
         &mut self,
@@ -44,7 +47,7 @@ impl Ranking {
         now: Instant,
     ) -> Option<&'a TransportOffer> {
         candidates.sort_by_key(|offer| offer.kind());
-        self.sort_by_rate(candidates);
+        self.sort_by_rate(candidates, now);
         let best = candidates.first().copied();
         candidates.sort_by_key(|offer| self.failed.get(*offer).is_some_and(|failed| now < failed.until));
         let first = candidates.first().and_then(|first| self.failed.get_mut(*first));
@@ -54,20 +57,27 @@ impl Ranking {
         best
     }
 
-    /// Sorts by rate if the rates of all candidates are known.
-    fn sort_by_rate(&self, candidates: &mut [&TransportOffer]) {
-        let known: Option<Vec<f64>> =
-            candidates.iter().map(|offer| self.rates.get(*offer).copied()).collect();
+    /// Sorts by rate if all candidates were measured lately.
+    fn sort_by_rate(&self, candidates: &mut [&TransportOffer], now: Instant) {
+        let rate = |offer: &&TransportOffer| {
+            let (rate, at) = self.rates.get(*offer)?;
+            (now.duration_since(*at) < MAX_AGE).then_some(*rate)
+        };
+        let known: Option<Vec<f64>> = candidates.iter().map(rate).collect();
         let Some(known) = known else { return };
         let worth = known.iter().zip(0..).map(|(rate, rank)| rate / MARGIN.powi(rank));
         let worth: HashMap<_, _> = candidates.iter().copied().zip(worth).collect();
         candidates.sort_by(|a, b| worth[b].total_cmp(&worth[a]));
     }
 
-    /// Notes the rate of an offer.
-    pub(super) fn measured(&mut self, offer: &TransportOffer, bytes_per_second: f64) {
+    /// Notes the rate of an offer. `None`: it could not be measured.
+    pub(super) fn measured(&mut self, offer: &TransportOffer, bytes_per_second: Option<f64>, now: Instant) {
+        let Some(rate) = bytes_per_second else {
+            self.rates.remove(offer);
+            return;
+        };
         make_room(&mut self.rates);
-        self.rates.insert(offer.clone(), bytes_per_second);
+        self.rates.insert(offer.clone(), (rate, now));
     }
 
     /// Notes that an offer failed. Returns its pause, which is `first_pause` or twice the one before. `None`: it pauses
@@ -131,13 +141,29 @@ mod tests {
         let (mut ranking, now) = (Ranking::default(), Instant::now());
         let [shm, tcp] = &offers();
         let best = |ranking: &mut Ranking| order(ranking, [tcp, shm], now)[0];
-        ranking.measured(tcp, 9e9);
+        ranking.measured(tcp, Some(9e9), now);
         assert_eq!(best(&mut ranking), Shm, "one is unknown");
-        ranking.measured(shm, 8e9);
+        ranking.measured(shm, Some(8e9), now);
         assert_eq!(best(&mut ranking), Shm, "hardly slower");
-        ranking.measured(shm, 1e9);
+        ranking.measured(shm, Some(1e9), now);
         assert_eq!(best(&mut ranking), Tcp);
         assert_eq!(order(&mut ranking, [shm], now), [Shm], "the only one");
+    }
+
+    #[test]
+    fn a_rate_counts_until_it_is_old_or_cannot_be_measured_again() {
+        let (mut ranking, start) = (Ranking::default(), Instant::now());
+        let [shm, tcp] = &offers();
+        let best = |ranking: &mut Ranking, at| order(ranking, [tcp, shm], start + at)[0];
+        let later = MAX_AGE / 2;
+        ranking.measured(shm, Some(1e9), start);
+        ranking.measured(tcp, Some(9e9), start + later);
+        assert_eq!(best(&mut ranking, later), Tcp);
+        assert_eq!(best(&mut ranking, MAX_AGE), Shm, "its rate is old");
+        ranking.measured(shm, Some(1e9), start + MAX_AGE);
+        assert_eq!(best(&mut ranking, MAX_AGE), Tcp);
+        ranking.measured(tcp, None, start + MAX_AGE);
+        assert_eq!(best(&mut ranking, MAX_AGE), Shm);
     }
 
     #[test]
