@@ -181,11 +181,8 @@ fn run_lane(shared: &Arc<Shared>) {
             drop(connection.take());
             match Connection::open(shared, job.access_key()) {
                 Ok(new) => connection = Some(new),
-                // The peer refused this grant. It may accept other grants.
-                Err(error @ RouteError::OtherIncarnation(_)) => {
-                    job.fail(&error);
-                    continue;
-                }
+                // A refusal, too, may be about the connection: the peer has as many as it allows. If it is about the grant,
+                // the other ones learn that from the acks.
                 Err(error) if shared.is_connected() => {
                     warn!(address = %shared.address, %error, "kv data connection not opened: the other ones carry its frames");
                     shared.jobs.hand_back(job);
@@ -194,7 +191,10 @@ fn run_lane(shared: &Arc<Shared>) {
                 }
                 Err(error) => {
                     job.fail(&error);
-                    shared.jobs.fail_all(&error);
+                    // The peer refused this grant. It may accept other grants.
+                    if !matches!(error, RouteError::OtherIncarnation(_)) {
+                        shared.jobs.fail_all(&error);
+                    }
                     continue;
                 }
             }

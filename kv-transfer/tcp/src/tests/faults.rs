@@ -245,6 +245,29 @@ async fn more_connections_than_allowed_are_closed() {
     .await;
 }
 
+#[tokio::test]
+async fn a_lane_that_a_full_receiver_refuses_leaves_its_jobs_to_the_lane_that_is_connected() {
+    let mut fabric = TransferPair::new(TCP);
+    let config = ReceiverConfig { max_connections: 1, ..fabric.config.clone() };
+    fabric.receiver = fabric.restarted(&fabric.target, &config);
+    let rejections = || fabric.receiver.counters().of(TransportKind::Tcp).read().rejections;
+    // Either lane may take a grant to open or a frame.
+    for _ in 0..1000 {
+        fabric.works().await;
+        if rejections() > 0 {
+            break;
+        }
+    }
+    assert!(rejections() > 0, "the second lane has taken none");
+    fabric.works().await;
+
+    // What the connected lane then carries, it also learns to be revoked.
+    let granted = fabric.receiver.grant(blocks([5]), ());
+    let route = fabric.route(&granted).await.unwrap();
+    assert!(soon(granted.revoke()).await.is_some());
+    assert_eq!(soon(route.push(writes(&blocks([5])))).await.unwrap_err(), PushError::Revoked);
+}
+
 /// A receiver by hand: says welcome to every connection, then treats each frame, and its connection, as told.
 struct ReceiverByHand {
     address: std::net::SocketAddr,
