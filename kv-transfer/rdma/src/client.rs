@@ -4,6 +4,7 @@
 //! `Close` is sent when the last write under a grant has ended. A write that fails, or does not end in time, ends
 //! the whole connection. First its agent is dropped, so that no device reads or writes for this side any more. Then
 //! the frames in flight fail, or they are written once more on a new connection, which opens their grants again.
+//! A connection that has no write and no open grant for a while ends, too. The next job opens another.
 
 use std::{
     io,
@@ -19,6 +20,7 @@ use baton_transfer::{
     checksum::SumOf,
     sender::{Frame, Job, JobThread, Jobs, Open, Pace, RouteState},
 };
+use tracing::debug;
 
 use super::{
     connection::{Broken, Connection},
@@ -111,9 +113,10 @@ fn run(shared: &Arc<Shared>) {
     let mut pace = Pace::default();
     loop {
         let job = match &connection {
+            None => Poll::Ready(shared.jobs.next()),
             Some(connection) if !connection.has_room() => Poll::Pending,
             Some(connection) if connection.num_flights() > 0 => shared.jobs.poll(),
-            _ => Poll::Ready(shared.jobs.next()),
+            Some(_) => shared.jobs.next_within(shared.context.config.idle_timeout),
         };
         match job {
             Poll::Ready(None) => break,
@@ -136,6 +139,10 @@ fn run(shared: &Arc<Shared>) {
                     Job::Open(open) => shared.say_open(open),
                     Job::Frame(frame) => connection.as_mut().expect("opened above").post(frame),
                 }
+            }
+            Poll::Pending if connection.as_ref().is_some_and(Connection::is_idle) => {
+                debug!(address = %shared.address, "rdma connection closed: no handoff uses it");
+                end(&mut connection, &Broken::Lost("idle".to_owned()));
             }
             Poll::Pending => {}
         }

@@ -168,6 +168,11 @@ impl Connection {
         self.flights.len() < MAX_FLIGHTS && self.staging.as_ref().is_none_or(StagingSlots::has_place)
     }
 
+    /// Whether no frame is on the wire and no grant is open.
+    pub(super) fn is_idle(&self) -> bool {
+        self.flights.is_empty() && self.shared.link().as_ref().is_none_or(|link| link.grants.is_empty())
+    }
+
     /// Puts a frame on the wire. If its grant was opened on a lost connection, the grant is opened again first.
     pub(super) fn post(&mut self, frame: Frame) {
         let route = Arc::clone(frame.route());

@@ -59,7 +59,8 @@
 //! connection, as the key does.
 //!
 //! The price is one registration for each peer. One key for all peers would need one registration only, but then the
-//! fence of one frozen prefill worker would fail the handoffs of all peers.
+//! fence of one frozen prefill worker would fail the handoffs of all peers. A sender ends a connection that no handoff
+//! has used for five minutes, so the price is paid for peers that send.
 //!
 //! The sender fences itself in the same way. A write that fails or takes longer than `io_timeout` (UCX does
 //! not notice a silent partition) ends the connection. Its agent is dropped first, so that the device reads no

@@ -1,6 +1,7 @@
 //! The prefill worker's connections to one pool: a queue of frames, and lanes that send them.
 //!
 //! A lane is a thread with one connection. It connects when the first job comes, and again when the connection is lost.
+//! It ends a connection that carries nothing for a while.
 //! Frames of a lost connection are sent again: the receiver places each piece once, so a second arrival
 //! changes nothing.
 
@@ -11,6 +12,7 @@ use std::{
         Arc, Mutex, MutexGuard, OnceLock, PoisonError,
         atomic::{AtomicUsize, Ordering},
     },
+    task::Poll,
     thread::{self, JoinHandle},
     time::{Duration, Instant},
 };
@@ -173,7 +175,19 @@ impl Shared {
 
 fn run_lane(shared: &Arc<Shared>) {
     let mut connection: Option<Connection> = None;
-    while let Some(job) = shared.jobs.next() {
+    loop {
+        let job = match &connection {
+            None => Poll::Ready(shared.jobs.next()),
+            Some(_) => shared.jobs.next_within(shared.context.config.idle_timeout),
+        };
+        let job = match job {
+            Poll::Ready(Some(job)) => job,
+            Poll::Ready(None) => break,
+            Poll::Pending => {
+                drop(connection.take_if(|connection| connection.is_idle()));
+                continue;
+            }
+        };
         if let Some(worn) = connection.take_if(|connection| connection.is_worn()) {
             worn.drain();
         }
@@ -294,13 +308,18 @@ impl Connection {
 
     /// Waits until the peer has answered all frames on the wire, or the connection is lost.
     fn drain(self) {
-        while !self.is_dead() && !lock(&self.flight).is_empty() {
+        while !self.is_dead() && !self.is_idle() {
             thread::sleep(Duration::from_millis(1));
         }
     }
 
     fn is_dead(&self) -> bool {
         lock(&self.flight).is_dead()
+    }
+
+    /// Whether the peer owes no ack.
+    fn is_idle(&self) -> bool {
+        lock(&self.flight).is_empty()
     }
 
     fn send(&mut self, frame: Frame) {

@@ -423,6 +423,41 @@ async fn a_lane_that_cannot_connect_leaves_its_frames_to_the_lane_that_is_connec
 }
 
 #[tokio::test]
+async fn a_connection_that_carries_nothing_ends_and_the_next_push_opens_another() {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap();
+    let num_ended = Arc::new(AtomicUsize::new(0));
+    let receiver = std::thread::spawn({
+        let num_ended = Arc::clone(&num_ended);
+        move || loop {
+            let (mut socket, _) = listener.accept().unwrap();
+            // A silent connection means that the test is over.
+            if socket.read_exact(&mut [0; wire::HELLO_BYTES]).is_err() {
+                break;
+            }
+            socket.write_all(&Welcome::Accepted.encode()).unwrap();
+            ack_all(socket);
+            num_ended.fetch_add(1, Ordering::SeqCst);
+        }
+    });
+    let idle_timeout = Duration::from_millis(20);
+    let sender = sender_over(1, SenderConfig { idle_timeout, ..SenderConfig::default() });
+    let offer = TransportOffer::Tcp { address: address.to_string(), pool: 1 };
+    let route = soon(sender.route(some_access_key(9), &[offer], ())).await.unwrap();
+    let mut pieces = writes(&blocks([1]));
+    pieces.truncate(1);
+    for _ in 0..3 {
+        let before = num_ended.load(Ordering::SeqCst);
+        soon(route.push(pieces.clone())).await.unwrap();
+        eventually("the connection ends", || num_ended.load(Ordering::SeqCst) > before).await;
+    }
+    assert_eq!(sender.counters().of(TransportKind::Tcp).read().failures, 0);
+    drop((route, sender));
+    drop(TcpStream::connect(address).unwrap());
+    receiver.join().unwrap();
+}
+
+#[tokio::test]
 async fn a_peer_that_is_not_there_is_an_error_at_once() {
     let (address, listener) = {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();

@@ -17,8 +17,8 @@ pub struct ReceiverConfig {
     pub io_timeout: Duration,
     /// Longest time until a new peer has shown a valid access key.
     pub handshake_timeout: Duration,
-    /// Most connections of peers that have shown an access key. Further ones are closed at once. A peer keeps up to two for as long as it
-    /// lives, and any worker of a cluster may be one.
+    /// Most connections of peers that have shown an access key. Further ones are closed at once. A peer keeps up to two while it uses
+    /// them and some minutes longer, and any worker of a cluster may be one.
     pub max_connections: usize,
     /// Most peers that have not shown an access key yet. One more closes the oldest of them.
     pub max_unauthenticated: usize,

@@ -22,6 +22,9 @@ pub struct SenderConfig {
     pub connect_timeout: Duration,
     /// Longest time for a peer to take or to confirm what is written.
     pub io_timeout: Duration,
+    /// How long a connection stays open that nothing uses, over rdma and tcp. The peer keeps threads for it, and over rdma a
+    /// registration of its pool.
+    pub idle_timeout: Duration,
     /// How long an offer that failed is tried after the other ones. It doubles with each further failure, up to five
     /// minutes.
     pub failure_pause: Duration,
@@ -33,6 +36,7 @@ impl Default for SenderConfig {
             frame_bytes: 1 << 20,
             connect_timeout: Duration::from_secs(3),
             io_timeout: Duration::from_secs(10),
+            idle_timeout: Duration::from_secs(300),
             failure_pause: Duration::from_secs(10),
         }
     }

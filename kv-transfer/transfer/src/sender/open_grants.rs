@@ -44,6 +44,11 @@ impl OpenGrants {
         self.open.keys().copied()
     }
 
+    /// Whether no grant is open or waits for the peer's answer.
+    pub fn is_empty(&self) -> bool {
+        self.opening.is_empty() && self.open.is_empty()
+    }
+
     /// Whether a write may begin under the grant now.
     pub fn is_open(&self, generation: Generation) -> bool {
         self.open.get(&generation).is_some_and(|grant| !grant.is_closing)

@@ -458,3 +458,25 @@ async fn a_frame_that_is_lost_twice_fails() {
     assert!(soon(granted.revoke()).await.is_some());
     assert_eq!((guards.num_out(), fabric.receiver.load()), (0, ReceiverLoad::default()));
 }
+
+#[tokio::test]
+async fn a_connection_that_no_handoff_uses_ends_and_the_next_push_opens_another() {
+    if !has_rdma() {
+        return;
+    }
+    let mut fabric = TransferPair::with(RDMA, |config| config.max_connections = 1);
+    let idle_timeout = Duration::from_millis(20);
+    let short = || sender_with(&fabric.source, RDMA, |config| config.idle_timeout = idle_timeout).unwrap();
+    let (first, mut other) = (short(), short());
+    fabric.sender = first;
+    // The receiver admits a sender only when it has dropped the agents of the one before.
+    for _ in 0..3 {
+        let granted = fabric.receiver.grant(blocks([3]), ());
+        let route = fabric.route_in_the_end(&granted).await;
+        let pushed = soon(route.push(writes(&blocks([3])))).await.unwrap();
+        soon(granted.verify(pushed.pieces)).await.unwrap();
+        soon(route.close()).await;
+        assert_eq!(fabric.sender.counters().of(TransportKind::Rdma).read().failures, 0);
+        std::mem::swap(&mut fabric.sender, &mut other);
+    }
+}
