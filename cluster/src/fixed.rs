@@ -61,7 +61,7 @@ pub(crate) fn watch(
 /// Polls one address until discovery ends.
 async fn poll(channel: Channel, address: String, shared: Shared) {
     let mut backoff = Backoff::new(ASK_AGAIN);
-    let mut current: Option<WorkerId> = None;
+    let mut current: Option<(WorkerId, u64)> = None;
     let mut complained = false;
     loop {
         let wait = match ask(&channel).await {
@@ -69,9 +69,12 @@ async fn poll(channel: Channel, address: String, shared: Shared) {
                 complained = false;
                 backoff.reset();
                 let (members, publisher) = &mut *shared.lock().unwrap_or_else(PoisonError::into_inner);
-                // Another worker listens at the address now.
-                if let Some(previous) = current.replace(record.id.clone()).filter(|id| *id != record.id) {
-                    members.remove(&previous);
+                let entered = current.replace((record.id.clone(), record.incarnation));
+                // Another worker listens at the address now. The one before may have been found at another address since.
+                if let Some((id, incarnation)) = entered.filter(|(id, _)| *id != record.id)
+                    && members.get(&id).is_some_and(|known| known.incarnation == incarnation)
+                {
+                    members.remove(&id);
                 }
                 members.insert(record);
                 publisher.publish(members);
@@ -184,6 +187,48 @@ mod tests {
         task.await.unwrap();
         down.cancel();
         server.await.unwrap();
+    }
+
+    #[tokio::test]
+    async fn workers_that_swap_their_addresses_are_both_kept() {
+        let worker = |id, incarnation| WorkerRecord { incarnation, ..record(id, Role::Decode) };
+        let first = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let second = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let addresses = [first.local_addr().unwrap(), second.local_addr().unwrap()];
+        let stop = CancellationToken::new();
+        let urls = addresses.map(|address| format!("http://{address}"));
+        let (mut members, task) = watch(&urls, &Dialer::default(), stop.clone()).unwrap();
+        let down = CancellationToken::new();
+        let servers = [
+            serve(first, worker("w0", 1), down.clone()).await,
+            serve(second, worker("w1", 1), down.clone()).await,
+        ];
+        until(&mut members, |members| members.len() == 2).await;
+        down.cancel();
+        for server in servers {
+            server.await.unwrap();
+        }
+
+        let first = TcpListener::bind(addresses[0]).await.unwrap();
+        let second = TcpListener::bind(addresses[1]).await.unwrap();
+        let down = CancellationToken::new();
+        let first = serve(first, worker("w1", 2), down.clone()).await;
+        until(&mut members, |members| {
+            members.get(&"w0".into()).is_none()
+                && members.get(&"w1".into()).is_some_and(|worker| worker.incarnation == 2)
+        })
+        .await;
+        let second = serve(second, worker("w0", 2), down.clone()).await;
+        until(&mut members, |members| {
+            assert!(members.get(&"w1".into()).is_some(), "it runs at the first address");
+            members.get(&"w0".into()).is_some()
+        })
+        .await;
+        stop.cancel();
+        task.await.unwrap();
+        down.cancel();
+        first.await.unwrap();
+        second.await.unwrap();
     }
 
     #[tokio::test]
