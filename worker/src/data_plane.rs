@@ -62,8 +62,8 @@ impl DataPlane {
         if transports.len() < config.transports.len() {
             tracing::info!("blocks are on several devices; nccl is not offered");
         }
-        if config.tls.is_some() && transports.contains(&TransportKind::Rdma) {
-            tracing::warn!("kv that travels over rdma is not encrypted, nor is its control connection");
+        for kind in config.unencrypted(&transports) {
+            tracing::warn!("kv that travels over {kind} is not encrypted, nor is its control connection");
         }
         let storage = engine.storage();
         let receiving: anyhow::Result<_> =

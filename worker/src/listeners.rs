@@ -43,6 +43,13 @@ impl WorkerConfig {
         if usable.is_empty() { Err(ConfigError::OnlyNccl) } else { Ok(usable) }
     }
 
+    /// Of the `used` transports, those that carry KV to other hosts in the clear although this worker has a certificate.
+    pub(crate) fn unencrypted(&self, used: &[TransportKind]) -> Vec<TransportKind> {
+        let mut unencrypted = vec![TransportKind::Rdma, TransportKind::Nccl];
+        unencrypted.retain(|kind| self.tls.is_some() && used.contains(kind));
+        unencrypted
+    }
+
     /// URL at which others reach this worker, once `bound` is known.
     ///
     /// # Errors
@@ -85,6 +92,10 @@ impl WorkerConfig {
 
 #[cfg(test)]
 mod tests {
+    use std::path::Path;
+
+    use baton_tls::{Tls, TlsConfig};
+
     use super::*;
     use crate::config::tests::{config, with};
 
@@ -129,6 +140,18 @@ mod tests {
         assert_eq!(usable(&[shm, nccl], false).unwrap(), [shm, nccl]);
         assert_eq!(usable(&[shm, rdma, nccl, tcp], true).unwrap(), [shm, rdma, tcp]);
         assert!(usable(&[nccl], true).unwrap_err().to_string().contains("add tcp"));
+    }
+
+    #[test]
+    fn transports_that_do_not_encrypt_are_named_where_there_is_a_certificate() {
+        let [shm, rdma, nccl, tcp] = TransportKind::ALL;
+        let file = |name: &str| Path::new(env!("CARGO_MANIFEST_DIR")).join("../tls/testdata").join(name);
+        let files = TlsConfig { cert: file("a.pem"), key: file("a.key"), ca: file("ca.pem"), name: None };
+        let secure = with(|c| c.tls = Some(Tls::load(files).unwrap()));
+        assert_eq!(secure.unencrypted(&TransportKind::ALL), [rdma, nccl]);
+        assert_eq!(secure.unencrypted(&[nccl, tcp]), [nccl]);
+        assert!(secure.unencrypted(&[shm, tcp]).is_empty());
+        assert!(config().unencrypted(&TransportKind::ALL).is_empty());
     }
 
     #[test]
