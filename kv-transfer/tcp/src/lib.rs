@@ -11,8 +11,8 @@
 //! Neither side copies in user space. A connection begins with a handshake: the sender names the pool's incarnation and
 //! the shape of its pieces, and shows the access key of a grant. Then frames go to the receiver and acks come back, in
 //! order. Each frame carries the access key of its own grant. A peer that has not shown an access key costs one thread
-//! and one descriptor, and every refusal has the same answer. The
-//! sender ends a connection that it has not used for five minutes.
+//! and one descriptor, and every refusal has the same answer. The sender ends a connection that it has not used for five
+//! minutes.
 //!
 //! With [`Tls`](baton_tls::Tls) all of this happens inside of TLS 1.3, and both sides show certificates. Then only the
 //! peer that a grant is bound to can use the grant's access key. The kernel encrypts if it can ([`kernel`]); bytes then

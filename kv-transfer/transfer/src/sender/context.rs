@@ -67,7 +67,7 @@ impl SenderContext {
     pub(super) fn failed(&self, offer: &TransportOffer, error: &dyn Display) {
         let pause = self.ranking().failed(offer, self.config.failure_pause, Instant::now());
         if let Some(pause) = pause {
-            warn!(transport = %offer.kind(), peer = %offer.address(), %error, ?pause, "kv transport failed: for this time it is tried after the other ones");
+            warn!(transport = %offer.kind(), peer = %offer.address(), %error, ?pause, "a kv transport failed: during the pause it is tried after the other ones");
         }
     }
 }
