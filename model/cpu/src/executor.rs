@@ -96,6 +96,7 @@ impl CpuExecutor {
         assert_eq!(*storage.layout(), self.kv_layout(), "blocks of another layout");
         let CpuExecutor { model, cpu, buffers, ropes } = self;
         let weights = model.decoder().weights();
+        let wanted = batch.wanted();
         let mut pass = ForwardPass::new(model, cpu, buffers, &batch.sequences, ranks);
         ropes.prepare(&pass.buffers.positions);
         let tokens = batch.sequences.iter().flat_map(|sequence| sequence.tokens);
@@ -109,8 +110,14 @@ impl CpuExecutor {
                 ranks.barrier()?;
             }
             on_layer(layer_idx);
-            // SAFETY: as above, and the layer's KV is written.
-            unsafe { pass.finish_layer(layer_idx, layer, storage) }?;
+            // Only logits need what follows the last layer's KV.
+            if let Some(wanted) = wanted.as_ref().filter(|_| layer_idx + 1 == weights.layers.len()) {
+                pass.narrow_to_wanted(&wanted.sequences);
+            }
+            if pass.num_rows > 0 {
+                // SAFETY: as above, and the layer's KV is written.
+                unsafe { pass.finish_layer(layer_idx, layer, storage) }?;
+            }
         }
         let num_wanted = pass.normalise_wanted(&weights.norm);
         pass.logits(weights.head.as_ref(), num_wanted)

@@ -61,6 +61,14 @@ impl Buffers {
     }
 }
 
+/// The rows whose logits are requested, in ascending order.
+fn wanted_rows(sequences: &[BatchSequence<'_>], first_rows: &[usize]) -> impl Iterator<Item = usize> {
+    sequences.iter().zip(first_rows).flat_map(|(sequence, first_row)| {
+        let end = first_row + sequence.tokens.len();
+        end - sequence.num_logits..end
+    })
+}
+
 /// The state of one call of `execute`.
 pub(crate) struct ForwardPass<'a> {
     pub(crate) shard: &'a DecoderShard,
@@ -102,6 +110,12 @@ impl<'a> ForwardPass<'a> {
         self.sequences = sequences;
         self.num_rows = self.buffers.place(sequences);
         debug_assert_eq!(self.num_rows, rows.len());
+    }
+
+    /// Goes on with the rows whose logits are requested alone. They are the tokens of `wanted`.
+    pub(crate) fn narrow_to_wanted(&mut self, wanted: &'a [BatchSequence<'a>]) {
+        let rows: Vec<usize> = wanted_rows(self.sequences, &self.buffers.first_rows).collect();
+        self.narrow(&rows, wanted);
     }
 
     pub(crate) fn embed<'t>(
@@ -296,10 +310,7 @@ impl<'a> ForwardPass<'a> {
         let size = self.spec.hidden_size;
         let num_wanted = self.sequences.iter().map(|sequence| sequence.num_logits).sum();
         let hidden = self.buffers.hidden.grown(num_wanted * size);
-        let rows = self.sequences.iter().zip(&self.buffers.first_rows).flat_map(|(sequence, first_row)| {
-            let end = first_row + sequence.tokens.len();
-            end - sequence.num_logits..end
-        });
+        let rows = wanted_rows(self.sequences, &self.buffers.first_rows);
         for (row, out) in rows.zip(hidden.chunks_exact_mut(size)) {
             let x = &self.buffers.x[row * size..(row + 1) * size];
             rms_norm(self.cpu.isa(), x, norm, self.spec.norm_eps, out);

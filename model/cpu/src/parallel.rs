@@ -182,9 +182,17 @@ mod tests {
     }
 
     fn step(executor: &mut ParallelCpuExecutor, token: u32) -> Result<Vec<f32>, ExecuteError> {
+        step_of(executor, token, 1)
+    }
+
+    fn step_of(
+        executor: &mut ParallelCpuExecutor,
+        token: u32,
+        num_logits: usize,
+    ) -> Result<Vec<f32>, ExecuteError> {
         let storage = BlockStorage::new(executor.kv_layout(), 1).unwrap();
         let tokens = [token, 2, 3];
-        let sequence = BatchSequence { tokens: &tokens, start_idx: 0, blocks: &[BlockId(0)], num_logits: 1 };
+        let sequence = BatchSequence { tokens: &tokens, start_idx: 0, blocks: &[BlockId(0)], num_logits };
         let batch = Batch { sequences: vec![sequence] };
         // SAFETY: no other code uses the storage.
         unsafe { executor.execute(&batch, &storage, &mut |_| {}) }.map(<[f32]>::to_vec)
@@ -207,6 +215,14 @@ mod tests {
                 assert_eq!(error, "cpu: a rank failed in an earlier step");
             }
         }
+    }
+
+    #[test]
+    fn without_logits_nothing_follows_the_last_layers_kv() {
+        // As above, but for the last layer's two sums.
+        const NUM_MEETINGS: usize = 8;
+        assert!(step_of(&mut executor(2, 1, NUM_MEETINGS), 1, 0).is_ok());
+        assert!(step_of(&mut executor(2, 1, NUM_MEETINGS - 1), 1, 0).is_err());
     }
 
     #[test]

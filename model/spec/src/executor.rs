@@ -30,6 +30,23 @@ pub struct BatchSequence<'a> {
     pub num_logits: usize,
 }
 
+impl<'a> Batch<'a> {
+    /// The tokens whose logits are returned, as a batch of their own: what follows the last layer's KV is computed for them alone.
+    /// `None` if they are all tokens.
+    pub fn wanted(&self) -> Option<Batch<'a>> {
+        if self.sequences.iter().all(|sequence| sequence.num_logits == sequence.tokens.len()) {
+            return None;
+        }
+        let sequences = self.sequences.iter().filter(|sequence| sequence.num_logits > 0);
+        let wanted = |sequence: &BatchSequence<'a>| {
+            let num_others = sequence.tokens.len() - sequence.num_logits;
+            let (tokens, start_idx) = (&sequence.tokens[num_others..], sequence.start_idx + num_others);
+            BatchSequence { tokens, start_idx, ..*sequence }
+        };
+        Some(Batch { sequences: sequences.map(wanted).collect() })
+    }
+}
+
 /// Computes forward passes of one model over one block storage.
 ///
 /// The result for a sequence depends on that sequence alone. On CPUs it is bit for bit the same whatever else is in

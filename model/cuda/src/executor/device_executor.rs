@@ -290,14 +290,17 @@ impl<D: KernelDevice> DeviceExecutor<D> {
         for layer_idx in 0..num_layers {
             pass.store(device, layer_idx)?;
             device.mark(layer_idx)?;
-            pass.finish(device, layer_idx)?;
+            // Only logits need what follows the last layer's KV.
+            if layer_idx + 1 < num_layers || num_logits > 0 {
+                pass.finish(device, layer_idx)?;
+            }
             while next_layer <= layer_idx && device.has_passed(next_layer)? {
                 on_layer(next_layer);
                 next_layer += 1;
             }
         }
-        pass.norm_wanted(device)?;
         if num_logits > 0 {
+            pass.norm_wanted(device)?;
             pass.logits(device, 0, num_logits)?;
         }
         Ok(Reported { num_layers: next_layer, is_marked: true })

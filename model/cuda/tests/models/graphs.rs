@@ -90,3 +90,22 @@ fn a_layer_takes_few_launches() {
         assert_eq!(after.num_launches, before.num_launches, "{what}");
     }
 }
+
+/// Only logits need attention and the MLP of the last layer: a chunk of a prompt before the last one has none.
+#[test]
+fn without_logits_a_step_ends_with_the_last_layers_kv() {
+    if test_device::ordinal().is_some() {
+        return println!("SKIPPED: only the emulated device counts");
+    }
+    let mut machine = Machine::device(loaded("llama", KvDtype::Bf16, 8), 64, Fp8Products::None);
+    let (tokens, blocks) = (prompt(20, 1), machine.place(20));
+    let mut launches = |start_idx: usize, num_logits: usize| {
+        let before = machine.executor.device().counts().num_launches;
+        let tokens = &tokens[start_idx..start_idx + 10];
+        machine.run(vec![BatchSequence { tokens, start_idx, blocks: &blocks, num_logits }]);
+        machine.executor.device().counts().num_launches - before
+    };
+    let (without, with) = (launches(0, 0), launches(10, 1));
+    println!("{without} launches without logits, {with} with");
+    assert!(without + 6 <= with, "attention, two products, the gate, and the norm and product of the logits");
+}
