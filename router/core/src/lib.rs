@@ -23,6 +23,7 @@ mod events;
 mod explain;
 mod journal_metrics;
 mod kept;
+mod limits;
 mod metrics;
 mod migration;
 mod migrator;

@@ -1,5 +1,7 @@
 //! The text of the tokens that a choice has delivered, all attempts together, up to a stop string; and their count.
 
+use std::sync::Arc;
+
 use baton_proto::worker::Token;
 use baton_tokenizer::Detokenizer;
 
@@ -20,7 +22,7 @@ pub(super) struct Output {
 }
 
 impl Output {
-    pub(super) fn new(num_prompt_tokens: usize, stops: Vec<String>, min_tokens: u32) -> Output {
+    pub(super) fn new(num_prompt_tokens: usize, stops: Arc<[String]>, min_tokens: u32) -> Output {
         Output {
             min_tokens,
             detokenizer: None,

@@ -21,12 +21,12 @@ use super::{
 };
 use crate::{
     kept::{self, CacheControl, KeptText, RenderedChat},
+    limits,
     model::ServedModel,
     passages::{self, BlendMode, TokenisedPrompt},
     seen::SeenSections,
 };
 
-const MAX_STOPS: usize = 16;
 const MAX_ID_CHARS: usize = 128;
 
 /// Text of a token, about.
@@ -153,7 +153,7 @@ pub struct PreparedRequest {
     pub prompts: Vec<Request>,
     /// Choices per prompt.
     pub n: u32,
-    pub(crate) stop: Vec<String>,
+    pub(crate) stop: Arc<[String]>,
     pub(crate) prefill: PrefillMode,
     pub(crate) kv_wire: KvWire,
     pub(crate) slo: Slo,
@@ -318,15 +318,7 @@ impl ClientRequest {
             let field = if self.n > 1 { "n" } else { names.prompt };
             return Err(CoreError::invalid(field, message));
         }
-        if self.stop.len() > MAX_STOPS {
-            let (stop, num) = (names.stop, self.stop.len());
-            let message = format!("{stop} has {num} strings, at most {MAX_STOPS} are possible");
-            return Err(CoreError::invalid(stop, message));
-        }
-        if self.stop.iter().any(String::is_empty) {
-            let message = format!("{} must not contain an empty string", names.stop);
-            return Err(CoreError::invalid(names.stop, message));
-        }
+        limits::check_stops(names.stop, &self.stop)?;
         let sampling = self.sampling.with_defaults(model);
         // A grammar is called what the client called it, or is one of calls.
         let asked = self.sampling.grammar.as_ref().map_or("tools", |asked| asked.param);
@@ -425,7 +417,7 @@ impl ClientRequest {
             reader,
             prompts,
             n: self.n,
-            stop: self.stop,
+            stop: self.stop.into(),
             prefill,
             kv_wire,
             arrival: self.arrival,

@@ -118,7 +118,7 @@ pub const FIELDS: &[Field] = &[
     honoured("n", BOTH, "choices per prompt"),
     honoured("stream", ALL, "server-sent events"),
     honoured("stream_options", BOTH, "`include_usage`; `include_obfuscation` is harmless"),
-    honoured("stop", BOTH, "at most 16 strings"),
+    honoured("stop", BOTH, "at most 16 strings of at most 1 KiB"),
     honoured("seed", ALL, "the same seed gives the same tokens"),
     honoured(
         "max_tokens",
@@ -126,7 +126,7 @@ pub const FIELDS: &[Field] = &[
         "tokens of the answer; messages must have it",
     ),
     honoured("max_output_tokens", RESPONSES, "tokens of the answer"),
-    honoured("stop_sequences", MESSAGES, "at most 16 strings"),
+    honoured("stop_sequences", MESSAGES, "at most 16 strings of at most 1 KiB"),
     honoured("max_completion_tokens", CHAT, "the same as `max_tokens`"),
     honoured("min_tokens", BOTH, "no stop before so many tokens"),
     honoured("temperature", ALL, "0 to 2; 0 is greedy"),

@@ -18,6 +18,7 @@ const TEXT: &str = "/v1/completions";
 async fn invalid_requests_are_refused_with_the_field_and_the_reason() {
     let (router, worker) = Router::with_worker().await;
     let long = format!("{{\"prompt\":\"{}\"}}", "x".repeat(512));
+    let long_stop = json!({"prompt": "x", "stop": ["y", "z".repeat(1025)]}).to_string();
     let many_prompts = json!({"prompt": vec!["x"; 129]}).to_string();
     let cases: &[Case<'_>] = &[
         (TEXT, "{\"prompt\": \"x\",}", 400, None, Some("invalid_json"), "line 1 column 16"),
@@ -61,6 +62,7 @@ async fn invalid_requests_are_refused_with_the_field_and_the_reason() {
         (TEXT, r#"{"prompt":"x","logit_bias":{"999":1}}"#, 400, Some("logit_bias"), None, "vocabulary"),
         (TEXT, r#"{"prompt":"x","stop":["a",1]}"#, 400, Some("stop"), None, "list of strings"),
         (TEXT, r#"{"prompt":"x","stop":""}"#, 400, Some("stop"), None, "empty string"),
+        (TEXT, &long_stop, 400, Some("stop"), None, "1025 bytes, at most 1024"),
         (TEXT, r#"{"prompt":""}"#, 400, Some("prompt"), None, "no tokens"),
         (TEXT, r#"{"prompt":[]}"#, 400, Some("prompt"), None, "empty"),
         (TEXT, r#"{"prompt":[1,259]}"#, 400, Some("prompt"), None, "259 is outside the vocabulary"),
