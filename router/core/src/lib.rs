@@ -21,6 +21,7 @@ mod error;
 mod event;
 mod events;
 mod explain;
+mod field_names;
 mod journal_metrics;
 mod kept;
 mod limits;
@@ -55,6 +56,7 @@ pub use error::{ContextOverflow, CoreError};
 pub use event::{Event, Finish, TokenOut, Usage};
 pub use events::Events;
 pub use explain::{ExplainedOption, ExplainedPlan};
+pub use field_names::FieldNames;
 pub use kept::{CacheControl, KeptText, MessageTexts};
 pub use metrics::{GENERATION_ENDPOINTS, RouterMetrics};
 pub use migrator::{MigrationMode, Migrator};
@@ -63,8 +65,7 @@ pub use passages::{BlendMode, TokenisedPrompt, documents, mark_passage};
 pub use patience::Patience;
 pub(crate) use planner::Planner;
 pub use request::{
-    ChatInput, ClientRequest, FieldNames, PreparedRequest, PromptInput, RequestArrival, Serving, check_model,
-    tokenize,
+    ChatInput, ClientRequest, PreparedRequest, PromptInput, RequestArrival, Serving, check_model, tokenize,
 };
 pub use sampling::ClientSampling;
 pub use state::Core;

@@ -16,8 +16,7 @@ use serde_json::{Map, Value};
 use tokio::sync::OnceCell;
 
 use super::{
-    Caller, ClientSampling, ContextOverflow, CoreError, DurableCall, ExplainedPlan, Thinking,
-    durable::Resumption,
+    Caller, ClientSampling, CoreError, DurableCall, ExplainedPlan, FieldNames, Thinking, durable::Resumption,
 };
 use crate::{
     kept::{self, CacheControl, KeptText, RenderedChat},
@@ -96,19 +95,6 @@ pub struct Serving {
     pub explain: bool,
     /// Whether the answer says how long it took, and where.
     pub timing: bool,
-}
-
-/// What a client calls those fields of a [`Request`] that have other names in some APIs.
-#[derive(Clone, Copy, Debug)]
-pub struct FieldNames {
-    /// The prompt.
-    pub prompt: &'static str,
-    /// Text at which generation ends.
-    pub stop: &'static str,
-    /// Most tokens to generate.
-    pub max_tokens: &'static str,
-    /// Log-probabilities of tokens.
-    pub logprobs: &'static str,
 }
 
 /// One prompt, in whichever form.
@@ -246,42 +232,6 @@ impl PreparedRequest {
     }
 }
 
-/// The names that most APIs have.
-impl Default for FieldNames {
-    fn default() -> FieldNames {
-        FieldNames { prompt: "prompt", stop: "stop", max_tokens: "max_tokens", logprobs: "logprobs" }
-    }
-}
-
-impl FieldNames {
-    fn of(&self, field: &'static str) -> &'static str {
-        match field {
-            "prompt" => self.prompt,
-            "max_tokens" => self.max_tokens,
-            "logprobs" => self.logprobs,
-            "blend.ratio" => "blend",
-            "blend.passages" => "passages",
-            field => field,
-        }
-    }
-
-    /// The one validation's error, in the client's words.
-    fn refusal(&self, error: InvalidRequest) -> CoreError {
-        let param = self.of(error.field);
-        match error.problem {
-            Problem::ContextFull { num_tokens, context_length } => {
-                let message = format!(
-                    "this model's maximum context length is {context_length} tokens, but the prompt has \
-                     {num_tokens}; shorten it to at most {}",
-                    context_length.saturating_sub(1)
-                );
-                CoreError::too_long(param, message, ContextOverflow::new(num_tokens, None, context_length))
-            }
-            problem => CoreError::invalid(param, format!("{param}: {problem}")),
-        }
-    }
-}
-
 impl ClientRequest {
     /// About how much text must be worked through, also to find passages in it.
     pub(crate) fn num_bytes(&self, finds_passages: bool) -> usize {
@@ -406,6 +356,7 @@ impl ClientRequest {
             request.blend = request.blend.filter(|_| is_blended);
             prompts.push(request);
         }
+        limits::check_prompt_logprobs(names.prompt_logprobs, &prompts, self.n)?;
         Ok(PreparedRequest {
             id: self.id,
             endpoint: self.endpoint,

@@ -130,7 +130,12 @@ impl ChatRequest {
             stop: self.stop.map(|stop| stop.0).unwrap_or_default(),
             sampling,
             serving,
-            names: FieldNames { prompt: "messages", stop: "stop", max_tokens, logprobs: "top_logprobs" },
+            names: FieldNames {
+                prompt: "messages",
+                max_tokens,
+                logprobs: "top_logprobs",
+                ..FieldNames::default()
+            },
             arrival,
         })
     }

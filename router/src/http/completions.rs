@@ -261,6 +261,8 @@ impl CompletionRequest {
         let serving = Serving { priority: self.priority.unwrap_or(0), ..self.serving()? };
         sampling.default_max_tokens = Some(DEFAULT_MAX_TOKENS);
         sampling.logprobs = self.logprobs;
+        // What asks for those of the prompt.
+        let prompt_logprobs = if self.prompt_logprobs.is_some() { "prompt_logprobs" } else { "echo" };
         if self.echo == Some(true) {
             sampling.prompt_logprobs = sampling.prompt_logprobs.max(self.logprobs);
             sampling.max_tokens = sampling.max_tokens.map(|max_tokens| max_tokens.max(1));
@@ -274,7 +276,7 @@ impl CompletionRequest {
             stop: self.stop.map(|stop| stop.0).unwrap_or_default(),
             sampling,
             serving,
-            names: FieldNames::default(),
+            names: FieldNames { prompt_logprobs, ..FieldNames::default() },
             arrival,
         })
     }

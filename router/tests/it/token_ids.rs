@@ -1,9 +1,10 @@
 //! The tokens of prompts and answers, and prompts before their answers.
 
+use baton_cluster::Role;
 use serde_json::{Value, json};
 
 use crate::{
-    fake::Step,
+    fake::{FakeWorker, Step},
     harness::Router,
     model::{END, MODEL},
 };
@@ -166,6 +167,28 @@ async fn log_probabilities_of_a_prompt_cannot_be_streamed_or_come_from_another_w
         body[name] = value;
         let answer = router.client.post("/v1/completions", &body).await;
         assert_eq!((answer.status, &answer.json()["error"]["param"]), (400, &json!("prompt_logprobs")));
+    }
+    assert!(worker.requests().is_empty());
+}
+
+/// The router would have each for every choice: 12 GB of the first.
+#[tokio::test(flavor = "multi_thread")]
+async fn log_probabilities_of_prompts_are_limited_for_all_choices_together() {
+    let mut router = Router::start(|_| {}).await;
+    let mut worker = FakeWorker::start("d0", Role::Decode, 1).await;
+    worker.record.capacity.context_length = 40_000;
+    router.register(&worker).await;
+    let prompt = vec![1; 32_000];
+    for (body, param) in [
+        (json!({"prompt": prompt, "n": 128, "prompt_logprobs": 20}), "prompt_logprobs"),
+        (json!({"prompt": vec![&prompt; 6], "prompt_logprobs": 20}), "prompt_logprobs"),
+        (json!({"prompt": prompt, "n": 128, "echo": true, "logprobs": 0}), "echo"),
+    ] {
+        let answer = router.client.post("/v1/completions", &body).await;
+        let error = &answer.json()["error"];
+        assert_eq!((answer.status, &error["param"]), (400, &json!(param)), "{error}");
+        let message = error["message"].as_str().unwrap();
+        assert!(message.contains("at most 4000000 are possible"), "{message}");
     }
     assert!(worker.requests().is_empty());
 }

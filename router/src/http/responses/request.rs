@@ -76,9 +76,9 @@ impl ResponsesRequest {
             serving,
             names: FieldNames {
                 prompt: "input",
-                stop: "stop",
                 max_tokens: "max_output_tokens",
                 logprobs: "top_logprobs",
+                ..FieldNames::default()
             },
             arrival,
         })
