@@ -7,6 +7,8 @@ use super::CoreError;
 const MAX_STOPS: usize = 16;
 /// Every choice looks for each after every token.
 const MAX_STOP_BYTES: usize = 1 << 10;
+/// It travels with every attempt of every choice.
+const MAX_SALT_BYTES: usize = 256;
 /// An answer in one piece has them in memory, each about 150 bytes.
 const MAX_PROMPT_LOGPROBS: usize = 4_000_000;
 
@@ -22,6 +24,15 @@ pub(crate) fn check_stops(param: &str, stops: &[String]) -> Result<(), CoreError
         return Ok(());
     };
     Err(CoreError::invalid(param, format!("{param} {problem}")))
+}
+
+/// The client's own salt of cached prefixes.
+pub(crate) fn check_cache_salt(salt: &str) -> Result<(), CoreError> {
+    if salt.len() <= MAX_SALT_BYTES {
+        return Ok(());
+    }
+    let message = format!("cache_salt has {} bytes, at most {MAX_SALT_BYTES} are possible", salt.len());
+    Err(CoreError::invalid("cache_salt", message))
 }
 
 /// Log-probabilities of prompts, of all choices together. `param` is what asks for them.

@@ -269,6 +269,7 @@ impl ClientRequest {
             return Err(CoreError::invalid(field, message));
         }
         limits::check_stops(names.stop, &self.stop)?;
+        limits::check_cache_salt(&self.serving.cache_salt)?;
         let sampling = self.sampling.with_defaults(model);
         // A grammar is called what the client called it, or is one of calls.
         let asked = self.sampling.grammar.as_ref().map_or("tools", |asked| asked.param);

@@ -196,7 +196,7 @@ pub const FIELDS: &[Field] = &[
     ),
     honoured("add_special_tokens", TOKENIZE, "for `prompt`; default true"),
     honoured("return_token_strs", TOKENIZE, "also the tokens' texts"),
-    honoured("cache_salt", ALL, "only requests with the same salt share cached prefixes"),
+    honoured("cache_salt", ALL, "at most 256 bytes; only requests with the same salt share cached prefixes"),
     honoured(
         "cache_control",
         ALL,

@@ -354,11 +354,11 @@ pub(crate) fn prompt_logprobs(num_top: Option<u32>, stream: Option<bool>) -> Res
     Ok(num_top)
 }
 
-/// JSON's keys are strings; these must be token ids.
+/// JSON's keys are strings; these must be token ids, in one spelling: so no id comes twice.
 pub(crate) fn logit_bias(bias: Option<&BTreeMap<String, f32>>) -> Result<Vec<(u32, f32)>, ApiError> {
-    let entries = bias.into_iter().flatten().map(|(token, bias)| match token.parse() {
-        Ok(id) => Ok((id, *bias)),
-        Err(_) => Err(ApiError::invalid("logit_bias", format!("logit_bias: {token:?} is not a token id"))),
+    let entries = bias.into_iter().flatten().map(|(token, bias)| match token.parse::<u32>() {
+        Ok(id) if id.to_string() == *token => Ok((id, *bias)),
+        _ => Err(ApiError::invalid("logit_bias", format!("logit_bias: {token:?} is not a token id"))),
     });
     entries.collect()
 }

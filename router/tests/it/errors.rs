@@ -19,6 +19,7 @@ async fn invalid_requests_are_refused_with_the_field_and_the_reason() {
     let (router, worker) = Router::with_worker().await;
     let long = format!("{{\"prompt\":\"{}\"}}", "x".repeat(512));
     let long_stop = json!({"prompt": "x", "stop": ["y", "z".repeat(1025)]}).to_string();
+    let long_salt = json!({"prompt": "x", "cache_salt": "s".repeat(257)}).to_string();
     let many_prompts = json!({"prompt": vec!["x"; 129]}).to_string();
     let cases: &[Case<'_>] = &[
         (TEXT, "{\"prompt\": \"x\",}", 400, None, Some("invalid_json"), "line 1 column 16"),
@@ -59,6 +60,8 @@ async fn invalid_requests_are_refused_with_the_field_and_the_reason() {
             None,
             "\"a\" is not a token id",
         ),
+        (TEXT, r#"{"prompt":"x","logit_bias":{"01":1}}"#, 400, Some("logit_bias"), None, "\"01\" is not"),
+        (TEXT, r#"{"prompt":"x","logit_bias":{"+1":1}}"#, 400, Some("logit_bias"), None, "\"+1\" is not"),
         (TEXT, r#"{"prompt":"x","logit_bias":{"999":1}}"#, 400, Some("logit_bias"), None, "vocabulary"),
         (TEXT, r#"{"prompt":"x","stop":["a",1]}"#, 400, Some("stop"), None, "list of strings"),
         (TEXT, r#"{"prompt":"x","stop":""}"#, 400, Some("stop"), None, "empty string"),
@@ -112,6 +115,7 @@ async fn invalid_requests_are_refused_with_the_field_and_the_reason() {
             "expected `auto` or `off`",
         ),
         (TEXT, r#"{"prompt":"x","priority":1.5}"#, 400, Some("priority"), None, "expected i32"),
+        (TEXT, &long_salt, 400, Some("cache_salt"), None, "257 bytes, at most 256"),
         (TEXT, r#"{"prompt":"x","kv_wire":"int2"}"#, 400, Some("kv_wire"), None, "expected one of"),
         (TEXT, r#"{"prompt":"x","kv_wire":"fp8"}"#, 400, Some("kv_wire"), None, "`int8`, `int4`"),
         (TEXT, r#"{"prompt":"x","model":"other"}"#, 404, Some("model"), Some("model_not_found"), "\"other\""),
