@@ -49,6 +49,17 @@ impl Caller {
         }
     }
 
+    /// Refuses a priority by which one tenant would starve the others.
+    pub(crate) fn check_priority(&self, priority: i32) -> Result<(), CoreError> {
+        match self {
+            Caller::Holder(holder) if priority < 0 && holder.role() != KeyRole::Operator => {
+                let message = format!("priority is {priority}: one below 0 needs a key of the role operator");
+                Err(CoreError::invalid("priority", message))
+            }
+            _ => Ok(()),
+        }
+    }
+
     /// An id that the caller chose, as it is known where tenants are not: they may choose the same.
     pub(crate) fn qualified(&self, id: &str) -> String {
         match self.tenant() {

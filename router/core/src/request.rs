@@ -270,6 +270,7 @@ impl ClientRequest {
         }
         limits::check_stops(names.stop, &self.stop)?;
         limits::check_cache_salt(&self.serving.cache_salt)?;
+        self.arrival.caller.check_priority(self.serving.priority)?;
         let sampling = self.sampling.with_defaults(model);
         // A grammar is called what the client called it, or is one of calls.
         let asked = self.sampling.grammar.as_ref().map_or("tools", |asked| asked.param);

@@ -202,7 +202,11 @@ pub const FIELDS: &[Field] = &[
         ALL,
         "`type`, `ttl` and `priority`: how long the KV of the prompt is kept; also of parts of messages (not of responses); `scope` is harmless",
     ),
-    honoured("priority", OPENAI, "an integer: workers serve lower ones first; default 0"),
+    honoured(
+        "priority",
+        OPENAI,
+        "an integer: workers serve lower ones first; default 0; with `--api-keys` one below 0 needs the role `operator`",
+    ),
     honoured("prefill_mode", ALL, "`auto`, `local`, `remote`: where the prompt is computed"),
     honoured("speculation_mode", ALL, "`auto`, `off`"),
     honoured("kv_wire", ALL, "`auto`, `as-is`, `int8`, `int4`: number format of KV in transit"),

@@ -213,6 +213,44 @@ async fn a_key_opens_what_its_role_needs() {
     assert_eq!(worker.get("/health").await.json()["workers"][0]["id"], "d0");
 }
 
+/// Lower ones come first, before those of all other tenants.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_priority_below_0_needs_the_role_operator() {
+    let (router, worker, _file) = start(&entries("")).await;
+    let operator = client(&router, Some(secret(OPERATOR)));
+    let bodies = [
+        ("/v1/completions", json!({"prompt": "Hi"})),
+        ("/v1/chat/completions", json!({"messages": [{"role": "user", "content": "Hi"}]})),
+        ("/v1/responses", json!({"input": "Hi"})),
+    ];
+    for (path, mut body) in bodies {
+        for (priority, status) in [(-1, 400), (0, 200), (5, 200)] {
+            body["priority"] = json!(priority);
+            let answer = router.client.post(path, &body).await;
+            assert_eq!(answer.status, status, "{path} {priority}: {}", answer.text());
+            if status == 400 {
+                let error = &answer.json()["error"];
+                assert_eq!(error["param"], "priority", "{error}");
+                assert!(error["message"].as_str().unwrap().contains("role operator"), "{error}");
+            }
+            assert_eq!(operator.post(path, &body).await.status, 200, "{path} {priority}");
+        }
+    }
+    let priorities: Vec<_> = worker.requests().into_iter().map(|request| request.priority).collect();
+    assert_eq!(priorities, [-1, 0, 0, 5, 5].repeat(3));
+
+    let request = baton_proto::v1::GenerateRequest {
+        prompt: Some(Prompt::Text("Hi".into())),
+        priority: -1,
+        ..Default::default()
+    };
+    let refused = grpc::client_with(&router, &secret(ACME)).await.generate(request.clone()).await;
+    let refused = refused.err().unwrap();
+    assert_eq!(refused.code(), Code::InvalidArgument, "{refused}");
+    assert!(refused.message().starts_with("priority is -1"), "{refused}");
+    grpc::client_with(&router, &secret(OPERATOR)).await.generate(request).await.unwrap();
+}
+
 async fn complete(client: &Client, prompt: &str, max_tokens: u32) -> Answer {
     client.post("/v1/completions", &json!({"prompt": prompt, "max_tokens": max_tokens})).await
 }
