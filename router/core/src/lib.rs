@@ -58,6 +58,7 @@ pub use events::Events;
 pub use explain::{ExplainedOption, ExplainedPlan};
 pub use field_names::FieldNames;
 pub use kept::{CacheControl, KeptText, MessageTexts};
+pub use limits::is_request_id;
 pub use metrics::{GENERATION_ENDPOINTS, RouterMetrics};
 pub use migrator::{MigrationMode, Migrator};
 pub use model::ServedModel;

@@ -4,6 +4,7 @@ use baton_request::Request;
 
 use super::CoreError;
 
+const MAX_ID_BYTES: usize = 128;
 const MAX_STOPS: usize = 16;
 /// Every choice looks for each after every token.
 const MAX_STOP_BYTES: usize = 1 << 10;
@@ -11,6 +12,19 @@ const MAX_STOP_BYTES: usize = 1 << 10;
 const MAX_SALT_BYTES: usize = 256;
 /// An answer in one piece has them in memory, each about 150 bytes.
 const MAX_PROMPT_LOGPROBS: usize = 4_000_000;
+
+/// Whether a client may choose this id. It is logged as it is: any other character could make another line of it.
+pub fn is_request_id(id: &[u8]) -> bool {
+    (1..=MAX_ID_BYTES).contains(&id.len()) && id.iter().all(u8::is_ascii_graphic)
+}
+
+pub(crate) fn check_id(id: &str) -> Result<(), CoreError> {
+    if is_request_id(id.as_bytes()) {
+        return Ok(());
+    }
+    let message = format!("request_id must have 1 to {MAX_ID_BYTES} characters of graphic ASCII");
+    Err(CoreError::invalid("request_id", message))
+}
 
 /// Text at which generation ends. `param` is what the client calls it.
 pub(crate) fn check_stops(param: &str, stops: &[String]) -> Result<(), CoreError> {

@@ -26,8 +26,6 @@ use crate::{
     seen::SeenSections,
 };
 
-const MAX_ID_CHARS: usize = 128;
-
 /// Text of a token, about.
 const TOKEN_BYTES: usize = 4;
 
@@ -255,10 +253,7 @@ impl ClientRequest {
     ) -> Result<PreparedRequest, CoreError> {
         let names = self.names;
         check_model(model, &self.model)?;
-        if self.id.chars().count() > MAX_ID_CHARS {
-            let message = format!("request_id has more than {MAX_ID_CHARS} characters");
-            return Err(CoreError::invalid("request_id", message));
-        }
+        limits::check_id(&self.id)?;
         if self.prompts.is_empty() {
             return Err(CoreError::invalid(names.prompt, format!("{} is empty", names.prompt)));
         }

@@ -7,7 +7,7 @@ use axum::{
     middleware::Next,
     response::Response,
 };
-use baton_router_core::{Caller, Core, GENERATION_ENDPOINTS, RequestArrival};
+use baton_router_core::{Caller, Core, GENERATION_ENDPOINTS, RequestArrival, is_request_id};
 use baton_telemetry::trace_context;
 use http::{HeaderMap, HeaderName, HeaderValue, header};
 use tracing::{Instrument, Span, field::Empty};
@@ -17,7 +17,6 @@ use super::anthropic;
 pub(super) const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 /// Where Anthropic's clients look for it.
 pub(super) const ANTHROPIC_REQUEST_ID: HeaderName = HeaderName::from_static("request-id");
-const MAX_ID_BYTES: usize = 128;
 
 /// Gives the request an id, unless the client gave one, and returns the id with the answer. Counts the answer.
 pub(crate) async fn observe(State(core): State<Arc<Core>>, mut request: Request, next: Next) -> Response {
@@ -77,9 +76,7 @@ fn span(request: &Request, endpoint: &'static str, id: &str) -> Span {
 }
 
 fn request_id(headers: &HeaderMap) -> HeaderValue {
-    let given = headers.get(REQUEST_ID).filter(|id| {
-        !id.is_empty() && id.len() <= MAX_ID_BYTES && id.as_bytes().iter().all(u8::is_ascii_graphic)
-    });
+    let given = headers.get(REQUEST_ID).filter(|id| is_request_id(id.as_bytes()));
     given.cloned().unwrap_or_else(|| {
         let id = uuid::Uuid::new_v4().to_string();
         HeaderValue::try_from(id).expect("a UUID is letters, digits and dashes")

@@ -250,6 +250,12 @@ async fn invalid_requests_get_the_right_status() {
             "128 characters",
         ),
         (
+            GenerateRequest { request_id: "x\n2026-01-01 INFO planned".into(), ..text("x") },
+            Code::InvalidArgument,
+            "graphic ASCII",
+        ),
+        (GenerateRequest { request_id: "é".into(), ..text("x") }, Code::InvalidArgument, "graphic ASCII"),
+        (
             GenerateRequest {
                 prompt: Some(Prompt::TokenIds(TokenIds { ids: vec![259], passages: Vec::new() })),
                 ..text("x")
