@@ -12,6 +12,7 @@
 mod active;
 mod attempt;
 mod body_room;
+mod body_values;
 mod caller;
 mod choice;
 mod config;
@@ -48,6 +49,7 @@ pub use active::{ActiveRequest, ActiveRequests};
 pub use baton_journal::{Journal, JournalConfig, JournalOpenError};
 pub use baton_router_workers::{Listed, Report, Workers};
 pub use body_room::{BodyRoom, ReadBody};
+pub use body_values::parsed_bytes;
 pub use caller::Caller;
 pub use config::{PlanBasis, RouterConfig};
 pub use durable::DurableCall;

@@ -227,7 +227,7 @@ pub const FIELDS: &[Field] = &[
         "the answer tells how long it took, and where: queue, prefill, exposed transfer, TTFT, TPOT",
     ),
     harmless("user", OPENAI, "a label"),
-    harmless("metadata", ALL, "a label"),
+    harmless("metadata", &[Endpoint::Chat, Endpoint::Completions, Endpoint::Messages], "a label"),
     harmless("safety_identifier", OPENAI, "a label"),
     harmless("service_tier", ALL, "a price"),
     harmless("prompt_cache_key", OPENAI, "a hint for routing; prefixes are found without it"),
@@ -242,6 +242,12 @@ pub const FIELDS: &[Field] = &[
     harmless("guided_decoding_backend", BOTH, "there is one"),
     only("store", OPENAI, is_false, "`false`"),
     only("background", RESPONSES, is_false, "`false`"),
+    only(
+        "metadata",
+        RESPONSES,
+        is_metadata,
+        "up to 16 strings of up to 512 characters, with names of up to 64: the answer repeats them",
+    ),
     only("truncation", RESPONSES, |value| value == "disabled", "`\"disabled\"`"),
     only(
         "include",
@@ -347,6 +353,15 @@ fn clears_thinking(management: &Value) -> bool {
         value => is_empty(value),
     };
     management.as_object().is_some_and(|fields| fields.iter().all(is_accepted))
+}
+
+/// It is small, as OpenAI has it.
+fn is_metadata(value: &Value) -> bool {
+    let is_short = |text: &str, most: usize| text.chars().nth(most).is_none();
+    let is_pair = |(name, value): (&String, &Value)| {
+        is_short(name, 64) && value.as_str().is_some_and(|value| is_short(value, 512))
+    };
+    value.as_object().is_some_and(|pairs| pairs.len() <= 16 && pairs.iter().all(is_pair))
 }
 
 fn is_false(value: &Value) -> bool {

@@ -13,20 +13,26 @@ use serde::{Serialize, de::DeserializeOwned};
 use tokio::time::{Instant, timeout_at};
 
 use super::error::ApiError;
-use baton_router_core::{BodyRoom, Core, ReadBody};
+use baton_router_core::{BodyRoom, Core, ReadBody, parsed_bytes};
 
-/// Reads a JSON body, if a layer has not read it, and parses it on another thread when it is long. The room is the body's until its
-/// request is prepared.
+/// Reads a JSON body, if a layer has not read it, and parses it on another thread when it is long. The room is the body's, and that
+/// of its values, until its request is prepared. `ids` is the field whose token ids are parsed as such.
 pub(crate) async fn read_json<T: DeserializeOwned + Send + 'static>(
     core: &Arc<Core>,
     mut request: Request,
+    ids: Option<&'static str>,
 ) -> Result<(T, Arc<BodyRoom>), ApiError> {
     check_content_type(request.headers())?;
     let ReadBody { bytes, room } = match request.extensions_mut().remove::<ReadBody>() {
         Some(body) => body,
         None => read(core, request.into_body()).await?,
     };
-    core.offload(bytes.len(), move |_| Ok(parse(&bytes).map(|parsed| (parsed, room)))).await?
+    let num_bytes = bytes.len();
+    let read = move |core: &Core| {
+        let parsed = count_values(core, &bytes, &room, ids).and_then(|()| parse(&bytes));
+        Ok(parsed.map(|parsed| (parsed, room)))
+    };
+    core.offload(num_bytes, read).await?
 }
 
 /// Answers with JSON.
@@ -89,6 +95,24 @@ pub(super) async fn read(core: &Core, body: Body) -> Result<ReadBody, ApiError> 
 fn http_body_size(body: &Body) -> Option<u64> {
     use axum::body::HttpBody as _;
     body.size_hint().exact()
+}
+
+/// Counts the values of a body before they are parsed: a few bytes of text can be a value of hundreds. One body may take half of the
+/// room of all.
+pub(super) fn count_values(
+    core: &Core,
+    body: &[u8],
+    room: &BodyRoom,
+    ids: Option<&str>,
+) -> Result<(), ApiError> {
+    let (num_bytes, most) = (parsed_bytes(body, ids), core.config.max_bodies_bytes / 2);
+    if num_bytes > most {
+        let message = format!(
+            "the lists and objects of the request take about {num_bytes} bytes of memory, at most {most} are possible"
+        );
+        return Err(ApiError::new(StatusCode::PAYLOAD_TOO_LARGE, message));
+    }
+    Ok(room.grow(num_bytes)?)
 }
 
 fn parse<T: DeserializeOwned>(body: &[u8]) -> Result<T, ApiError> {

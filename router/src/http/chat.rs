@@ -49,7 +49,7 @@ pub(crate) async fn chat_completions(
     Extension(arrival): Extension<RequestArrival>,
     request: Request,
 ) -> Result<Response, ApiError> {
-    let (request, room) = read_json::<ChatRequest>(&core, request).await?;
+    let (request, room) = read_json::<ChatRequest>(&core, request, None).await?;
     request.check_fields(Endpoint::Chat, core.config.unknown_fields)?;
     let streamed = request.stream.unwrap_or(false);
     let include_usage =

@@ -12,12 +12,9 @@ use baton_request_fields::Endpoint;
 use baton_tokenizer::Tokenizer;
 use serde::{
     Deserialize, Deserializer, Serialize,
-    de::{
-        self, MapAccess, SeqAccess, Visitor,
-        value::{MapAccessDeserializer, SeqAccessDeserializer},
-    },
+    de::{self, SeqAccess, Visitor, value::SeqAccessDeserializer},
 };
-use serde_json::{Value, json};
+use serde_json::{Number, json};
 use utoipa::{
     PartialSchema, ToSchema,
     openapi::{RefOr, Schema},
@@ -40,6 +37,9 @@ const DEFAULT_MAX_TOKENS: u32 = 16;
 
 /// What a client may write as `prompt`.
 const PROMPTS: &str = "a string, a list of strings, token ids, or a list of token id lists";
+
+/// No more of them are read. A router serves fewer.
+const MAX_PROMPTS: usize = 1024;
 
 /// What the answer calls itself, in one piece or in chunks.
 const OBJECT: &str = "text_completion";
@@ -73,7 +73,7 @@ impl<'de> Deserialize<'de> for Prompts {
     }
 }
 
-/// Takes token ids as they come: as values of JSON they would need eight times the memory. All else becomes a value first.
+/// Takes prompts and token ids as they come: as values of JSON they would need many times the memory.
 struct PromptsVisitor;
 
 impl<'de> Visitor<'de> for PromptsVisitor {
@@ -88,27 +88,36 @@ impl<'de> Visitor<'de> for PromptsVisitor {
     }
 
     fn visit_seq<A: SeqAccess<'de>>(self, mut items: A) -> Result<Prompts, A::Error> {
-        let mut ids = Vec::new();
+        let (mut ids, mut prompts) = (Vec::new(), Vec::new());
         while let Some(item) = items.next_element()? {
             match item {
-                Item::TokenId(id) => ids.push(id),
-                Item::Value(value) => {
-                    let mut values: Vec<Value> = ids.into_iter().map(Value::from).chain([value]).collect();
-                    while let Some(value) = items.next_element()? {
-                        values.push(value);
-                    }
-                    return Prompts::of(values).map_err(de::Error::custom);
+                Item::TokenId(id) if prompts.is_empty() => ids.push(id),
+                Item::Prompt(prompt) if ids.is_empty() && prompts.len() < MAX_PROMPTS => {
+                    prompts.push(*prompt);
                 }
+                Item::Prompt(_) if ids.is_empty() => {
+                    let message = format!("more than {MAX_PROMPTS} choices were requested");
+                    return Err(de::Error::custom(message));
+                }
+                Item::Number(number) => {
+                    return Err(de::Error::custom(format!("{number} is not a token id")));
+                }
+                _ => return Err(de::Error::custom(format!("expected {PROMPTS}"))),
             }
         }
-        Ok(Prompts(if ids.is_empty() { Vec::new() } else { vec![PromptInput::Tokens(ids.into())] }))
+        if !ids.is_empty() {
+            prompts.push(PromptInput::Tokens(ids.into()));
+        }
+        Ok(Prompts(prompts))
     }
 }
 
 /// An item of a list of prompts.
 enum Item {
     TokenId(u32),
-    Value(Value),
+    /// Another one.
+    Number(Number),
+    Prompt(Box<PromptInput>),
 }
 
 impl<'de> Deserialize<'de> for Item {
@@ -127,58 +136,21 @@ impl<'de> Visitor<'de> for ItemVisitor {
     }
 
     fn visit_u64<E: de::Error>(self, number: u64) -> Result<Item, E> {
-        Ok(u32::try_from(number).map_or_else(|_| Item::Value(number.into()), Item::TokenId))
+        Ok(u32::try_from(number).map_or_else(|_| Item::Number(number.into()), Item::TokenId))
     }
 
     fn visit_i64<E: de::Error>(self, number: i64) -> Result<Item, E> {
-        Ok(Item::Value(number.into()))
-    }
-
-    fn visit_f64<E: de::Error>(self, number: f64) -> Result<Item, E> {
-        Ok(Item::Value(number.into()))
-    }
-
-    fn visit_bool<E: de::Error>(self, value: bool) -> Result<Item, E> {
-        Ok(Item::Value(value.into()))
-    }
-
-    fn visit_unit<E: de::Error>(self) -> Result<Item, E> {
-        Ok(Item::Value(Value::Null))
+        Ok(Item::Number(number.into()))
     }
 
     fn visit_str<E: de::Error>(self, text: &str) -> Result<Item, E> {
-        Ok(Item::Value(text.into()))
+        Ok(Item::Prompt(Box::new(PromptInput::Text(text.to_owned()))))
     }
 
     fn visit_seq<A: SeqAccess<'de>>(self, items: A) -> Result<Item, A::Error> {
-        Value::deserialize(SeqAccessDeserializer::new(items)).map(Item::Value)
+        let ids = Vec::<u32>::deserialize(SeqAccessDeserializer::new(items))?;
+        Ok(Item::Prompt(Box::new(PromptInput::Tokens(ids.into()))))
     }
-
-    fn visit_map<A: MapAccess<'de>>(self, fields: A) -> Result<Item, A::Error> {
-        Value::deserialize(MapAccessDeserializer::new(fields)).map(Item::Value)
-    }
-}
-
-impl Prompts {
-    fn of(items: Vec<Value>) -> Result<Prompts, String> {
-        if items.first().is_some_and(Value::is_number) {
-            return Ok(Prompts(vec![PromptInput::Tokens(token_ids(&items)?.into())]));
-        }
-        let prompts = items.into_iter().map(|item| match item {
-            Value::String(text) => Ok(PromptInput::Text(text)),
-            Value::Array(ids) => token_ids(&ids).map(|ids| PromptInput::Tokens(ids.into())),
-            _ => Err(format!("expected {PROMPTS}")),
-        });
-        prompts.collect::<Result<_, _>>().map(Prompts)
-    }
-}
-
-fn token_ids(items: &[Value]) -> Result<Vec<u32>, String> {
-    let ids = items.iter().map(|item| {
-        let id = item.as_u64().and_then(|id| u32::try_from(id).ok());
-        id.ok_or_else(|| format!("{item} is not a token id"))
-    });
-    ids.collect()
 }
 
 /// Serves one completion.
@@ -187,7 +159,7 @@ pub(crate) async fn completions(
     Extension(arrival): Extension<RequestArrival>,
     request: Request,
 ) -> Result<Response, ApiError> {
-    let (request, room) = read_json::<CompletionRequest>(&core, request).await?;
+    let (request, room) = read_json::<CompletionRequest>(&core, request, Some("prompt")).await?;
     request.check_fields(Endpoint::Completions, core.config.unknown_fields)?;
     let streamed = request.stream.unwrap_or(false);
     let include_usage =

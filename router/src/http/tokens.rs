@@ -50,7 +50,7 @@ pub(crate) async fn tokenize_text(
     State(core): State<Arc<Core>>,
     request: Request,
 ) -> Result<Response, ApiError> {
-    let (request, _room) = read_json::<TokenizeRequest>(&core, request).await?;
+    let (request, _room) = read_json::<TokenizeRequest>(&core, request, None).await?;
     Endpoint::Tokenize.check(&request.rest, core.config.unknown_fields)?;
     check_model(core.model()?, &request.model.unwrap_or_default())?;
     let (prompt, param, num_bytes) = match (request.prompt, request.messages) {
@@ -116,7 +116,7 @@ pub(crate) async fn detokenize(
     State(core): State<Arc<Core>>,
     request: Request,
 ) -> Result<Response, ApiError> {
-    let (request, _room) = read_json::<DetokenizeRequest>(&core, request).await?;
+    let (request, _room) = read_json::<DetokenizeRequest>(&core, request, Some("tokens")).await?;
     Endpoint::Detokenize.check(&request.rest, core.config.unknown_fields)?;
     check_model(core.model()?, &request.model.unwrap_or_default())?;
     let detokenized = core

@@ -40,6 +40,21 @@ async fn prompts_come_as_text_ids_and_lists_of_either() {
     assert_eq!(worker.requests()[0].sampling.as_ref().unwrap().max_tokens, 16, "OpenAI's default");
 }
 
+/// However many there are, and whatever follows.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_list_of_prompts_is_read_up_to_a_bound() {
+    let (router, _worker) = Router::with_worker().await;
+    let mut prompts = vec![json!("x"); 1025];
+    prompts.push(json!({"no": "prompt"}));
+    for prompts in [json!(prompts), json!(vec![json!([1]); 1025])] {
+        let answer = router.client.post("/v1/completions", &json!({"prompt": prompts})).await;
+        assert_eq!(answer.status, 400, "{}", answer.text());
+        let error = &answer.json()["error"];
+        assert_eq!(error["param"], "prompt", "{error}");
+        assert!(error["message"].as_str().unwrap().contains("more than 1024 choices"), "{error}");
+    }
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn choices_of_several_prompts_are_numbered_prompt_by_prompt() {
     let (router, worker) = Router::with_worker().await;

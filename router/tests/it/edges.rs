@@ -201,6 +201,47 @@ async fn all_bodies_together_have_a_bound() {
     assert_eq!(router.client.post(TEXT, &longer).await.status, 200);
 }
 
+#[tokio::test(flavor = "multi_thread")]
+async fn values_of_bodies_count_as_what_they_take() {
+    const CHAT: &str = "/v1/chat/completions";
+    const RESPONSES: &str = "/v1/responses";
+    let (router, _worker) = Router::with_worker_and(|config| config.max_bodies_bytes = 100_000).await;
+    let list = |num: usize| json!(vec![json!({"": 0}); num]);
+    let call = |arguments: &str| {
+        let call = json!({"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}});
+        json!({"messages": [{"role": "assistant", "content": "x".repeat(512), "tool_calls": [call]}]})
+    };
+    let arguments = |num: usize| json!({"a": list(num)}).to_string();
+    let escaped = call(&arguments(150)).to_string().replace(r#"{\"\":"#, r#"\u007b\"\":"#);
+    for (path, body, status, reason) in [
+        (CHAT, json!({"messages": list(150)}).to_string(), 413, "at most 50000 are possible"),
+        (CHAT, json!({"messages": list(60)}).to_string(), 400, "messages[0].role"),
+        (RESPONSES, json!({"metadata": {"a": list(150)}}).to_string(), 413, "bytes of memory"),
+        (CHAT, call(&arguments(150)).to_string(), 413, "bytes of memory"),
+        (CHAT, escaped, 413, "bytes of memory"),
+        (CHAT, call(&arguments(60)).to_string(), 400, "maximum context length"),
+        // Text takes its bytes alone, and token ids little.
+        (CHAT, call(&"x, {y}".repeat(1000)).to_string(), 400, "maximum context length"),
+        (TEXT, json!({"prompt": vec![1; 6000]}).to_string(), 400, "maximum context length"),
+        (TEXT, json!({"prompt": "x", "stop_token_ids": vec![1; 6000]}).to_string(), 413, "bytes of memory"),
+        ("/detokenize", json!({"tokens": vec![97; 6000]}).to_string(), 200, "aaa"),
+    ] {
+        let answer = router.client.post_text(path, &body).await;
+        let text = answer.text();
+        assert_eq!(answer.status, status, "{path} {}: {text}", &body[..body.len().min(100)]);
+        assert!(text.contains(reason), "{path} {}: {text}", &body[..body.len().min(100)]);
+    }
+    router.until_metric("baton_router_body_bytes 0").await;
+
+    let mut slow = TcpStream::connect(router.address).await.unwrap();
+    let head = format!("POST {TEXT} HTTP/1.1\r\nhost: x\r\ncontent-length: 90000\r\n\r\n");
+    slow.write_all(&[head.into_bytes(), vec![b' '; 80_000]].concat()).await.unwrap();
+    router.until_metric("baton_router_body_bytes 80000").await;
+    let refused = router.client.post(CHAT, &json!({"messages": list(60)})).await;
+    assert_eq!((refused.status, refused.header("retry-after")), (429, "1"), "{}", refused.text());
+    router.until_metric("baton_router_body_bytes 80000").await;
+}
+
 /// Also when that is found just as the server looks whether it is to end.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_model_that_cannot_be_loaded_ends_the_router_with_the_reason() {

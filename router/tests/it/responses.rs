@@ -235,11 +235,17 @@ async fn a_failure_ends_a_stream_with_its_event() {
 #[tokio::test(flavor = "multi_thread")]
 async fn what_cannot_be_done_is_refused_by_field() {
     let (router, worker) = Router::with_worker().await;
+    let many: Value = (0..17).map(|idx| (format!("k{idx}"), json!("v"))).collect();
     for (fields, param, reason) in [
         (json!({"previous_response_id": "resp_1"}), "previous_response_id", "keeps no answers"),
         (json!({"conversation": "c"}), "conversation", "keeps no conversations"),
         (json!({"store": true}), "store", "anything but `false`"),
         (json!({"background": true}), "background", "anything but"),
+        (json!({"metadata": {"a": [{}]}}), "metadata", "up to 16 strings"),
+        (json!({"metadata": ["a"]}), "metadata", "up to 16 strings"),
+        (json!({"metadata": {"k".repeat(65): "v"}}), "metadata", "names of up to 64"),
+        (json!({"metadata": {"k": "v".repeat(513)}}), "metadata", "up to 512 characters"),
+        (json!({"metadata": many}), "metadata", "up to 16 strings"),
         (json!({"truncation": "auto"}), "truncation", "anything but"),
         (json!({"include": ["message.output_text.logprobs"]}), "include", "anything but an empty list"),
         (json!({"reasoning": {"effort": "loud", "summary": null}}), "reasoning.effort", "expected \"none\""),
@@ -285,6 +291,25 @@ async fn what_cannot_be_done_is_refused_by_field() {
     let answer = router.client.post("/v1/embeddings", &json!({"input": "x"})).await;
     assert_eq!((answer.status, &answer.json()["error"]["code"]), (501, &json!("not_implemented")));
     assert_eq!(answer.header("x-should-retry"), "false");
+}
+
+/// Every running answer keeps what it repeats.
+#[tokio::test(flavor = "multi_thread")]
+async fn what_answers_repeat_has_a_bound_while_they_run() {
+    use crate::fake::Step;
+    let (router, worker) = Router::with_worker_and(|config| config.max_bodies_bytes = 500_000).await;
+    worker.script(|_| vec![Step::Token(65), Step::Hang]);
+    let pairs: Value = (0..16).map(|idx| (format!("{idx:064}"), json!("\u{1f600}".repeat(512)))).collect();
+    let body = json!({"input": "x", "stream": true, "metadata": pairs, "user": "u".repeat(200_000)});
+    let headers = [("content-type", "application/json")];
+    let running = router.client.begin("POST", PATH, &headers, body.to_string().into()).await;
+    let refused = router.client.post(PATH, &body).await;
+    assert_eq!(refused.status, 429, "{}", refused.text());
+    drop(running);
+    router.until_metric("baton_router_body_bytes 0").await;
+    worker.script(say("Good day."));
+    let answer = router.client.post(PATH, &json!({"input": "x", "metadata": pairs})).await;
+    assert_eq!((answer.status, &answer.json()["metadata"]), (200, &pairs));
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -7,7 +7,8 @@ use serde_json::{Map, Value};
 pub fn read_arguments(text: &str) -> Value {
     match text.trim() {
         "" => Value::Object(Map::new()),
-        object => serde_json::from_str(object).map_or_else(|_| Value::from(text), Value::Object),
+        // What begins with other space than JSON's is no object: the edge, which counts values before they are parsed, knows no other.
+        _ => serde_json::from_str(text.trim_end()).map_or_else(|_| Value::from(text), Value::Object),
     }
 }
 

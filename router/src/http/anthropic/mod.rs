@@ -56,7 +56,7 @@ pub(crate) async fn create(
     Extension(arrival): Extension<RequestArrival>,
     request: Request,
 ) -> Result<Response, MessagesError> {
-    let (request, room) = read_json::<MessagesRequest>(&core, request).await?;
+    let (request, room) = read_json::<MessagesRequest>(&core, request, None).await?;
     Endpoint::Messages.check(&request.rest, core.config.unknown_fields)?;
     let streamed = request.stream.unwrap_or(false);
     let x_request_id = arrival.x_request_id.clone();
@@ -168,7 +168,7 @@ pub(crate) async fn count_tokens(
     State(core): State<Arc<Core>>,
     request: Request,
 ) -> Result<Response, MessagesError> {
-    let (request, _room) = read_json::<CountRequest>(&core, request).await?;
+    let (request, _room) = read_json::<CountRequest>(&core, request, None).await?;
     Endpoint::CountTokens.check(&request.rest, core.config.unknown_fields)?;
     let model = core.model()?;
     check_model(model, request.model.as_deref().unwrap_or_default())?;

@@ -30,10 +30,10 @@ pub(crate) async fn responses(
     Extension(arrival): Extension<RequestArrival>,
     request: Request,
 ) -> Result<Response, ApiError> {
-    let (request, room) = read_json::<ResponsesRequest>(&core, request).await?;
+    let (request, room) = read_json::<ResponsesRequest>(&core, request, None).await?;
     Endpoint::Responses.check(&request.rest, core.config.unknown_fields)?;
     let streamed = request.stream.unwrap_or(false);
-    let echo = Echo::new(&request, arrival.created(), &core.model()?.name);
+    let echo = Echo::new(&core, &request, arrival.created())?;
     let input = request.into_input(arrival)?;
     let id = input.id.clone();
     let request = core.prepare(input, room).await?;

@@ -1,7 +1,9 @@
 //! A Responses answer, whole or as events.
 
+use std::sync::Arc;
+
 use baton_request::FinishReason;
-use baton_router_core::{Event, Extras, Usage};
+use baton_router_core::{BodyRoom, Core, CoreError, Event, Extras, Usage};
 use serde_json::{Map, Value, json};
 
 use super::{input, request::ResponsesRequest};
@@ -11,12 +13,20 @@ use crate::http::{
     sse::{Chunks, Frame},
 };
 
-/// What an answer repeats of its request.
+/// Bytes of an echo that do not count: prompts do not count either once they are prepared.
+const FREE_BYTES: usize = 64 << 10;
+
+/// What an answer repeats of its request, as JSON: as values it would take many times the memory until the answer ends.
 #[derive(Debug)]
-pub(super) struct Echo(Map<String, Value>);
+pub(super) struct Echo {
+    json: String,
+    _room: Arc<BodyRoom>,
+}
 
 impl Echo {
-    pub(super) fn new(request: &ResponsesRequest, created: u64, model: &str) -> Echo {
+    /// # Errors
+    /// Without a model, or without room.
+    pub(super) fn new(core: &Core, request: &ResponsesRequest, created: u64) -> Result<Echo, CoreError> {
         let label = |name: &str| request.rest.get(name).cloned().unwrap_or_default();
         let text = |name: &str| {
             request.text.as_ref().and_then(|text| text.get(name)).filter(|value| !value.is_null())
@@ -30,7 +40,7 @@ impl Echo {
             "instructions": request.instructions,
             "max_output_tokens": request.max_output_tokens,
             "metadata": if label("metadata").is_null() { json!({}) } else { label("metadata") },
-            "model": model,
+            "model": core.model()?.name,
             "parallel_tool_calls": request.parallel_tool_calls.unwrap_or(true),
             "previous_response_id": null,
             "store": false,
@@ -42,10 +52,9 @@ impl Echo {
             "truncation": "disabled",
             "user": label("user"),
         });
-        match body {
-            Value::Object(fields) => Echo(fields),
-            _ => unreachable!("it is an object"),
-        }
+        let (json, room) = (body.to_string(), core.body_room());
+        room.grow(json.len().saturating_sub(FREE_BYTES))?;
+        Ok(Echo { json, _room: room })
     }
 }
 
@@ -107,7 +116,8 @@ impl ResponseChunks {
         };
         let reason = (status == "incomplete").then(|| json!({"reason": "max_output_tokens"}));
         let items = (0..self.item_ids.len()).map(|idx| self.item(idx, true));
-        let mut body = self.echo.0.clone();
+        let body = serde_json::from_str(&self.echo.json);
+        let mut body: Map<String, Value> = body.expect("it was written from an object");
         body.insert("id".into(), self.id.clone().into());
         body.insert("status".into(), status.into());
         body.insert("error".into(), Value::Null);
