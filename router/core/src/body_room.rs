@@ -35,6 +35,11 @@ impl BodyRoom {
         BodyRoom { all, limit: i64::try_from(max_bytes).unwrap_or(i64::MAX), num_bytes: AtomicI64::new(0) }
     }
 
+    /// What it counts so far.
+    pub fn num_bytes(&self) -> usize {
+        self.num_bytes.load(Ordering::Relaxed) as usize
+    }
+
     /// Counts bytes that have come.
     ///
     /// # Errors

@@ -200,7 +200,8 @@ impl PromptInput {
             PromptInput::Tokens(tokens) => tokens.ids.len() / 16,
             PromptInput::Chat(chat) => {
                 let documents = chat.documents.iter().map(value_bytes).sum::<usize>();
-                value_bytes(&chat.messages) + documents + chat.tools.as_ref().map_or(0, value_bytes)
+                let tools = chat.tools.as_ref().map_or(0, value_bytes);
+                value_bytes(&chat.messages) + documents + tools + field_bytes(&chat.extra)
             }
         }
     }
@@ -502,13 +503,18 @@ fn not_continued(param: &str) -> CoreError {
     CoreError::invalid(param, "the last message cannot be continued: its prompt does not show its text")
 }
 
+/// Each value is worked through, whatever it holds.
 fn value_bytes(value: &Value) -> usize {
-    match value {
+    8 + match value {
         Value::String(text) => text.len(),
         Value::Array(items) => items.iter().map(value_bytes).sum(),
-        Value::Object(fields) => fields.values().map(value_bytes).sum(),
-        _ => 8,
+        Value::Object(fields) => field_bytes(fields),
+        _ => 0,
     }
+}
+
+fn field_bytes(fields: &Map<String, Value>) -> usize {
+    fields.iter().map(|(name, value)| name.len() + value_bytes(value)).sum()
 }
 
 #[cfg(test)]
@@ -521,6 +527,21 @@ mod tests {
     fn tokens_in_which_passages_are_found_count_as_their_text() {
         let prompt = PromptInput::Tokens(vec![1; 16_000].into());
         assert_eq!((prompt.num_bytes(false), prompt.num_bytes(true)), (1_000, 64_000));
+    }
+
+    #[test]
+    fn values_without_text_count_too() {
+        let num_bytes = |messages: Value, extra: Value| {
+            let Value::Object(extra) = extra else { panic!("variables are an object") };
+            let (documents, kept) = (Vec::new(), Vec::new());
+            let (tools, calls, continue_final, thinking) = (None, None, false, Thinking::default());
+            let chat = ChatInput { messages, documents, tools, kept, calls, continue_final, thinking, extra };
+            PromptInput::Chat(chat).num_bytes(false)
+        };
+        let message = num_bytes(json!([{"role": "user"}]), json!({}));
+        assert_eq!(message, 8 + 8 + 4 + (8 + 4));
+        assert_eq!(num_bytes(json!([{"role": "user"}]), json!({"x": [[], {}, 1]})), message + 1 + 8 + 3 * 8);
+        assert_eq!(num_bytes(json!([]), json!({"x".repeat(1000): ""})), 8 + 1000 + 8);
     }
 
     /// Templates write the same text in marks of their own, and trim.

@@ -13,7 +13,7 @@ use super::{
 };
 use crate::{config::RouterConfig, metrics::RouterMetrics, model::ServedModel, seen::SeenSections};
 
-/// Texts longer than this are tokenised off the async threads.
+/// Texts longer than this are worked through off the async threads.
 const BLOCKING_BYTES: usize = 16 << 10;
 
 /// Ended requests that a slow watcher may be behind; it then misses some.

@@ -57,7 +57,7 @@ pub(crate) async fn chat_completions(
     let with_logprobs = request.logprobs.unwrap_or(false);
     let with_ids = request.return_token_ids.unwrap_or(false);
     let is_scored = request.prompt_logprobs.is_some();
-    let input = request.into_input(arrival)?;
+    let input = core.offload(room.num_bytes(), move |_| Ok(request.into_input(arrival))).await??;
     let head = Head::new(&input, core.model()?);
     let n = input.n;
     let request = core.prepare(input, room).await?;

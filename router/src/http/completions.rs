@@ -183,7 +183,7 @@ pub(crate) async fn completions(
         with_prompt_logprobs: request.prompt_logprobs.is_some(),
         echoes_logprobs: echo && with_logprobs,
     };
-    let input = request.into_input(arrival)?;
+    let input = core.offload(room.num_bytes(), move |_| Ok(request.into_input(arrival))).await??;
     let head = Head::new(&input, core.model()?);
     let request = core.prepare(input, room).await?;
     let tokenizer = &core.model()?.tokenizer;

@@ -50,7 +50,7 @@ pub(crate) async fn tokenize_text(
     State(core): State<Arc<Core>>,
     request: Request,
 ) -> Result<Response, ApiError> {
-    let (request, _room) = read_json::<TokenizeRequest>(&core, request, None).await?;
+    let (request, room) = read_json::<TokenizeRequest>(&core, request, None).await?;
     Endpoint::Tokenize.check(&request.rest, core.config.unknown_fields)?;
     check_model(core.model()?, &request.model.unwrap_or_default())?;
     let (prompt, param, num_bytes) = match (request.prompt, request.messages) {
@@ -64,7 +64,8 @@ pub(crate) async fn tokenize_text(
                 extra.insert("add_generation_prompt".to_owned(), Value::Bool(add));
             }
             let tools = request.tools.filter(|tools| !tools.is_empty()).map(Value::Array);
-            let (messages, _) = messages::normalise(messages)?;
+            let normalise = move |_: &Core| Ok(messages::normalise(messages));
+            let (messages, _) = core.offload(room.num_bytes(), normalise).await??;
             // A chat goes to the blocking thread, whatever its size: measuring it takes as long as tokenising.
             let continue_final = request.continue_final_message.unwrap_or(false);
             let documents = documents(request.documents.unwrap_or_default())?;

@@ -60,8 +60,8 @@ pub(crate) async fn create(
     Endpoint::Messages.check(&request.rest, core.config.unknown_fields)?;
     let streamed = request.stream.unwrap_or(false);
     let x_request_id = arrival.x_request_id.clone();
-    let ServedModel { name, form, .. } = core.model()?;
-    let input = request.into_input(arrival, *form)?;
+    let &ServedModel { ref name, form, .. } = core.model()?;
+    let input = core.offload(room.num_bytes(), move |_| Ok(request.into_input(arrival, form))).await??;
     let (id, model) = (input.id.clone(), name.clone());
     let request = core.prepare(input, room).await?;
     let blocks = Blocks::new(request.reader.clone(), CallIds::new("toolu_", &id));
@@ -172,19 +172,21 @@ pub(crate) async fn count_tokens(
     Endpoint::CountTokens.check(&request.rest, core.config.unknown_fields)?;
     let model = core.model()?;
     check_model(model, request.model.as_deref().unwrap_or_default())?;
-    let conversation = Conversation {
-        system: request.system.as_ref(),
-        messages: &request.messages,
-        tools: request.tools.as_deref(),
-        tool_choice: request.tool_choice.as_ref(),
-        thinking: request.thinking.as_ref(),
-        output_config: request.output_config.as_ref(),
-    };
-    let chat = PromptInput::Chat(conversation.into_chat(model.form)?);
     // On the blocking thread, whatever its size: measuring it takes as long as tokenising.
-    let num_tokens = core
-        .offload(usize::MAX, move |core| Ok(tokenize(core.model()?, chat, "messages", false)?.ids.len()))
-        .await?;
+    let count = move |core: &Core| {
+        let model = core.model()?;
+        let conversation = Conversation {
+            system: request.system.as_ref(),
+            messages: &request.messages,
+            tools: request.tools.as_deref(),
+            tool_choice: request.tool_choice.as_ref(),
+            thinking: request.thinking.as_ref(),
+            output_config: request.output_config.as_ref(),
+        };
+        let count = |chat| Ok(tokenize(model, PromptInput::Chat(chat), "messages", false)?.ids.len());
+        Ok(conversation.into_chat(model.form).and_then(count))
+    };
+    let num_tokens = core.offload(usize::MAX, count).await??;
     Ok(json(&json!({"input_tokens": num_tokens})))
 }
 

@@ -33,8 +33,11 @@ pub(crate) async fn responses(
     let (request, room) = read_json::<ResponsesRequest>(&core, request, None).await?;
     Endpoint::Responses.check(&request.rest, core.config.unknown_fields)?;
     let streamed = request.stream.unwrap_or(false);
-    let echo = Echo::new(&core, &request, arrival.created())?;
-    let input = request.into_input(arrival)?;
+    let convert = move |core: &Core| {
+        let echo = Echo::new(core, &request, arrival.created())?;
+        Ok(request.into_input(arrival).map(|input| (echo, input)))
+    };
+    let (echo, input) = core.offload(room.num_bytes(), convert).await??;
     let id = input.id.clone();
     let request = core.prepare(input, room).await?;
     let blocks = Blocks::new(request.reader.clone(), CallIds::new("call_", &id));
