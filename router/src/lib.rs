@@ -12,7 +12,7 @@ use std::sync::Arc;
 use anyhow::Context;
 use auth::LiveKeys;
 use baton_cluster::Dialer;
-use baton_router_port::PortConfig;
+use baton_router_port::{PagePolicy, PortConfig};
 use baton_telemetry::Metrics;
 use baton_tokenizer::Tokenizer;
 use tokio::net::TcpListener;
@@ -72,9 +72,16 @@ pub async fn run_on(
     let readiness = grpc::Readiness::follow(core.clone());
     let following = keys.clone().map(|keys| tokio::spawn(keys.follow(drain.clone())));
     let mount = |router| grpc::mount(router, core.clone(), readiness.status(), discovery.registry());
-    let routes = http::routes(core.clone(), mount, |router| match keys {
-        Some(keys) => auth::guard(router, keys, config.has_public_metrics),
-        None => router,
+    let pages = PagePolicy {
+        origins: config.cors_origins.clone(),
+        needs_local_name: keys.is_none() && address.ip().is_loopback(),
+    };
+    let routes = http::routes(core.clone(), mount, |router| {
+        let router = match keys {
+            Some(keys) => auth::guard(router, keys, config.has_public_metrics),
+            None => router,
+        };
+        auth::guard_from_pages(router, pages)
     });
     tracing::info!(%address, model = config.model_name, "router listens");
 

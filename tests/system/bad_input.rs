@@ -61,7 +61,7 @@ async fn an_incomplete_request_is_closed_after_a_while() {
     let address = cluster.base.trim_start_matches("http://").to_owned();
     let halves = [
         "POST /v1/chat/comple",
-        "POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 999\r\n\r\n{\"mod",
+        "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 999\r\n\r\n{\"mod",
     ];
     for half in halves {
         let mut socket = TcpStream::connect(&address).await.expect("the router listens");

@@ -1,7 +1,8 @@
 //! The port: accepts connections, tells HTTP/1.1 from HTTP/2, bounds how long a client may take, and
-//! ends every connection. It does not know what is served.
+//! ends every connection; it tells whose pages may call. It does not know what is served.
 #![forbid(unsafe_code)]
 
+mod pages;
 #[cfg(test)]
 mod tests;
 mod unread;
@@ -32,6 +33,7 @@ use tokio_util::{
 };
 use tower::ServiceExt;
 
+pub use pages::{PagePolicy, PageRefusal};
 use unread::Answers;
 
 const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";

@@ -1,6 +1,6 @@
-//! The layer in front of every route and method: it admits callers by their keys and within their quotas.
+//! The layers in front of every route and method: they admit callers by keys and within quotas, and pages by their origins.
 //!
-//! Handlers do not know it. They find the caller in the request's [`RequestArrival`].
+//! Handlers do not know them. They find the caller in the request's [`RequestArrival`].
 
 mod access;
 mod held;
@@ -18,6 +18,7 @@ use axum::{
 };
 use baton_keys::{Allowance, KeyHolder};
 use baton_router_core::{Caller, RequestArrival};
+use baton_router_port::PagePolicy;
 use http::{HeaderMap, HeaderName, HeaderValue, header};
 
 use access::Access;
@@ -39,6 +40,21 @@ where
     S: Clone + Send + Sync + 'static,
 {
     router.layer(from_fn_with_state(Arc::new(Guard { keys, has_public_metrics }), admit))
+}
+
+/// Puts a layer around all routes that refuses what other pages in a browser send.
+pub(crate) fn guard_from_pages<S>(router: Router<S>, policy: PagePolicy) -> Router<S>
+where
+    S: Clone + Send + Sync + 'static,
+{
+    router.layer(from_fn_with_state(Arc::new(policy), check_page))
+}
+
+async fn check_page(State(policy): State<Arc<PagePolicy>>, request: Request, next: Next) -> Response {
+    if let Err(refusal) = policy.check(&request) {
+        return Refusal::from(refusal).answer(&request);
+    }
+    next.run(request).await
 }
 
 async fn admit(State(guard): State<Arc<Guard>>, mut request: Request, next: Next) -> Response {

@@ -5,6 +5,7 @@ use axum::{
     response::{IntoResponse, Response},
 };
 use baton_keys::{BadKey, KeyRole, QuotaExceeded};
+use baton_router_port::PageRefusal;
 use http::{HeaderValue, StatusCode, header};
 use tonic::Status;
 
@@ -22,6 +23,8 @@ pub(super) enum Refusal {
     BadKey(#[from] BadKey),
     #[error("{}", wrong_role(*.0))]
     WrongRole(KeyRole),
+    #[error(transparent)]
+    Page(#[from] PageRefusal),
     #[error(transparent)]
     Exceeded(#[from] QuotaExceeded),
 }
@@ -41,7 +44,7 @@ impl Refusal {
             let message = self.to_string();
             let status = match self {
                 Refusal::NoKey | Refusal::BadKey(_) => Status::unauthenticated(message),
-                Refusal::WrongRole(_) => Status::permission_denied(message),
+                Refusal::WrongRole(_) | Refusal::Page(_) => Status::permission_denied(message),
                 Refusal::Exceeded(_) => Status::resource_exhausted(message),
             };
             let mut response = status.into_http();
@@ -54,7 +57,7 @@ impl Refusal {
         let (status, code) = match self {
             // OpenAI's code for all of them.
             Refusal::NoKey | Refusal::BadKey(_) => (StatusCode::UNAUTHORIZED, "invalid_api_key"),
-            Refusal::WrongRole(_) => (StatusCode::FORBIDDEN, "permission_denied"),
+            Refusal::WrongRole(_) | Refusal::Page(_) => (StatusCode::FORBIDDEN, "permission_denied"),
             Refusal::Exceeded(_) => (StatusCode::TOO_MANY_REQUESTS, "rate_limit_exceeded"),
         };
         let mut error = ApiError::new(status, self.to_string()).with_code(code);

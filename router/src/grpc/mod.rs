@@ -6,16 +6,22 @@ mod inference;
 
 use std::{convert::Infallible, sync::Arc, time::Duration};
 
-use axum::{Router, body::Body};
+use axum::{
+    Router,
+    body::Body,
+    middleware::{Next, from_fn},
+    response::IntoResponse,
+};
 use baton_cluster::RegistryService;
 use baton_proto::{v1::inference_server::InferenceServer, worker::registry_server::RegistryServer};
 use futures_util::StreamExt;
-use http::{Request, Response};
+use http::{Request, Response, StatusCode};
 use tokio::sync::watch;
 use tokio::time::{Instant, timeout_at};
 use tonic::{Code, Status, server::NamedService};
 use tower::ServiceExt;
 
+use crate::http::{error::ApiError, observe::is_grpc};
 use baton_router_core::{BodyRoom, Core};
 use convert::status;
 use inference::Inference;
@@ -34,14 +40,23 @@ pub(crate) fn mount(
     let inference = inference
         .map_request(move |request| bounded(request, core.body_room(), core.config.body_timeout))
         .map_response(with_right_status);
-    let mut router = router.route_service(&path::<InferenceServer<Inference>>(), inference);
-    router = add(router, health::service(ready));
-    router = add(router, reflection_v1());
-    router = add(router, reflection_v1alpha());
-    match registry {
-        Some(registry) => add(router, registry),
-        None => router,
+    let mut services = Router::new().route_service(&path::<InferenceServer<Inference>>(), inference);
+    services = add(services, health::service(ready));
+    services = add(services, reflection_v1());
+    services = add(services, reflection_v1alpha());
+    if let Some(registry) = registry {
+        services = add(services, registry);
     }
+    router.merge(services.route_layer(from_fn(only_grpc)))
+}
+
+/// tonic looks at no content type, and a page in a browser sends some of them anywhere without asking.
+async fn only_grpc(request: Request<Body>, next: Next) -> Response<Body> {
+    if is_grpc(request.headers()) {
+        return next.run(request).await;
+    }
+    let message = "the content type of gRPC calls is application/grpc";
+    ApiError::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, message).into_response()
 }
 
 fn add<S>(router: Router<Arc<Core>>, service: S) -> Router<Arc<Core>>

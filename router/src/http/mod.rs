@@ -35,7 +35,7 @@ use tower_http::cors::{AllowHeaders, AllowOrigin, CorsLayer};
 use baton_router_core::Core;
 use error::ApiError;
 
-/// Every route. `grpc` adds the gRPC services' routes, `guard` the layer that admits callers.
+/// Every route. `grpc` adds the gRPC services' routes, `guard` the layers that admit callers.
 pub(crate) fn routes(
     core: Arc<Core>,
     grpc: impl FnOnce(Router<Arc<Core>>) -> Router<Arc<Core>>,

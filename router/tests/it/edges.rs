@@ -1,10 +1,11 @@
 use std::time::Duration;
 
-use baton_cluster::DiscoveryConfig;
+use baton_cluster::{DiscoveryConfig, Role};
 use baton_router::RouterConfig;
 use bytes::Bytes;
 use http_body_util::{BodyExt, Full};
 use hyper_util::{client::legacy, rt::TokioExecutor};
+use prost::Message;
 use serde_json::json;
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
@@ -13,8 +14,8 @@ use tokio::{
 use tokio_util::sync::CancellationToken;
 
 use crate::{
-    fake::Step,
-    grpc::client,
+    fake::{FakeWorker, Step},
+    grpc::{client, framed},
     harness::{Router, SOON},
 };
 
@@ -94,13 +95,88 @@ async fn http2_is_spoken_on_the_same_port() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_page_of_another_origin_is_refused_in_the_shape_of_the_api() {
+    let listed = "https://page.example";
+    let list = |config: &mut RouterConfig| config.cors_origins = vec![listed.parse().unwrap()];
+    let (router, worker) = Router::with_worker_and(list).await;
+    let own = format!("http://{}", router.address);
+    // No browser asks before it sends a form.
+    let form = ("content-type", "application/x-www-form-urlencoded");
+    let body = json!({"prompt": "x"}).to_string();
+    for (origin, status) in [("https://evil.example", 403), ("null", 403), (&*own, 200), (listed, 200)] {
+        let headers = [("origin", origin), form];
+        let answer = router.client.send("POST", TEXT, &headers, Bytes::from(body.clone())).await;
+        assert_eq!(answer.status, status, "{origin}: {}", answer.text());
+    }
+    assert_eq!(worker.requests().len(), 2, "no worker has seen the others");
+
+    let foreign = ("origin", "https://evil.example");
+    let answer = router.client.send("POST", TEXT, &[foreign, form], Bytes::new()).await;
+    assert_eq!(answer.json()["error"]["code"], "permission_denied");
+    assert!(answer.text().contains("--cors-origins"), "{}", answer.text());
+    let answer = router.client.send("POST", "/v1/messages", &[foreign, form], Bytes::new()).await;
+    assert_eq!((answer.status, &answer.json()["error"]["type"]), (403, &json!("permission_error")));
+    let grpc = ("content-type", "application/grpc");
+    let answer =
+        router.client.send("POST", "/baton.v1.Inference/Loads", &[foreign, grpc], Bytes::new()).await;
+    assert_eq!((answer.status, answer.header("grpc-status")), (200, "7"));
+    let image = [("sec-fetch-site", "cross-site"), ("sec-fetch-dest", "image")];
+    assert_eq!(router.client.send("GET", "/events", &image, Bytes::new()).await.status, 403);
+    let link = [("sec-fetch-site", "cross-site"), ("sec-fetch-dest", "document")];
+    assert_eq!(router.client.send("GET", "/", &link, Bytes::new()).await.status, 200);
+
+    let preflight = [("origin", listed), ("access-control-request-method", "POST")];
+    let answer = router.client.send("OPTIONS", TEXT, &preflight, Bytes::new()).await;
+    assert_eq!((answer.status, answer.header("access-control-allow-origin")), (200, listed));
+    let all = Router::start(|config| config.cors_origins = vec!["*".parse().unwrap()]).await;
+    assert_eq!(all.client.send("GET", "/version", &[foreign], Bytes::new()).await.status, 200);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_keyless_router_on_loopback_serves_no_other_name() {
+    let router =
+        Router::start(|config| config.cors_origins = vec!["http://me.example".parse().unwrap()]).await;
+    for (host, status) in
+        [("localhost", 200), ("[::1]:8080", 200), ("me.example", 200), ("evil.example", 403)]
+    {
+        let answer = router.client.send("GET", "/version", &[("host", host)], Bytes::new()).await;
+        assert_eq!(answer.status, status, "{host}: {}", answer.text());
+    }
+    let file = tempfile::NamedTempFile::new().unwrap();
+    let path = file.path().to_owned();
+    let with_keys = Router::start(|config| config.api_keys = Some(path)).await;
+    let named = [("host", "evil.example")];
+    assert_eq!(with_keys.client.send("GET", "/health", &named, Bytes::new()).await.status, 503);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn grpc_takes_no_other_content_type() {
+    let router = Router::start(|_| {}).await;
+    let worker = FakeWorker::start("d0", Role::Decode, 1).await;
+    let record = baton_proto::worker::WorkerRecord::from(&worker.record);
+    let body = framed(&record.encode_to_vec());
+    for path in [
+        "/baton.worker.v1.Registry/Register",
+        "/baton.v1.Inference/Generate",
+        "/grpc.health.v1.Health/Check",
+        "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo",
+    ] {
+        for headers in [&[("content-type", "text/plain")][..], &[]] {
+            let answer = router.client.send("POST", path, headers, body.clone()).await;
+            assert_eq!(answer.status, 415, "{path} with {headers:?}");
+        }
+    }
+    assert_eq!(router.client.get("/health").await.json()["workers"], json!([]));
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_client_that_leaves_cancels_its_request() {
     let (router, worker) = Router::with_worker().await;
     // Before the first token.
     worker.script(|_| vec![Step::Hang]);
     let body = json!({"prompt": "x"}).to_string();
     let head = format!(
-        "POST {TEXT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n",
+        "POST {TEXT} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n",
         body.len()
     );
     let mut connection = TcpStream::connect(router.address).await.unwrap();
@@ -131,7 +207,7 @@ async fn a_client_that_reads_nothing_ends_with_its_request() {
     worker.script(|_| [vec![Step::Token(97); 400], vec![Step::Silence]].concat());
     let body = json!({"prompt": "x", "stream": true}).to_string();
     let head = format!(
-        "POST {TEXT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n",
+        "POST {TEXT} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n",
         body.len()
     );
     let socket = TcpSocket::new_v4().unwrap();
@@ -162,13 +238,17 @@ async fn an_incomplete_request_is_closed_after_a_while() {
         config.body_timeout = Duration::from_millis(300);
     })
     .await;
-    for head in
-        ["", "P", "PRI * HTTP/2.0\r\n", "POST /v1/comp", "POST /v1/completions HTTP/1.1\r\nhost: x\r\n"]
-    {
+    for head in [
+        "",
+        "P",
+        "PRI * HTTP/2.0\r\n",
+        "POST /v1/comp",
+        "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n",
+    ] {
         let answer = dawdle(&router, head.as_bytes()).await;
         assert!(answer.is_empty() || answer.starts_with("HTTP/1.1 4"), "{head:?}: {answer:?}");
     }
-    let half = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n\
+    let half = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n\
                 content-length: 100\r\n\r\n{\"prompt\":";
     let answer = dawdle(&router, half.as_bytes()).await;
     assert!(answer.starts_with("HTTP/1.1 408"), "{answer}");
@@ -180,7 +260,7 @@ async fn an_incomplete_request_is_closed_after_a_while() {
 async fn all_bodies_together_have_a_bound() {
     let (router, _worker) = Router::with_worker_and(|config| config.max_bodies_bytes = 1000).await;
     let mut slow = TcpStream::connect(router.address).await.unwrap();
-    let half = format!("POST {TEXT} HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n{:800}", "");
+    let half = format!("POST {TEXT} HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1000\r\n\r\n{:800}", "");
     slow.write_all(half.as_bytes()).await.unwrap();
     router.until_metric("baton_router_body_bytes 800").await;
 

@@ -477,7 +477,7 @@ async fn raw(router: &Router, path: &str, body: Raw) -> (String, String) {
     (value("grpc-status"), value("grpc-message"))
 }
 
-fn framed(message: &[u8]) -> Bytes {
+pub(crate) fn framed(message: &[u8]) -> Bytes {
     let mut frame = BytesMut::new();
     frame.put_u8(0);
     frame.put_u32(message.len() as u32);
