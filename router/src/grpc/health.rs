@@ -3,7 +3,10 @@
 use std::{pin::Pin, sync::Arc};
 
 use futures_util::Stream;
-use tokio::{sync::watch, task::JoinHandle};
+use tokio::{
+    sync::{Semaphore, watch},
+    task::JoinHandle,
+};
 use tokio_util::sync::CancellationToken;
 use tonic::{Request, Response, Status};
 use tonic_health::pb::{
@@ -16,6 +19,9 @@ use baton_router_core::Core;
 
 /// The services that have a status; the empty name is the whole server.
 const SERVICES: [&str; 2] = ["", "baton.v1.Inference"];
+
+/// Streams of `Watch` that are open at a time. They need no key, and have no end.
+const MAX_WATCHERS: usize = 1024;
 
 /// Follows whether the router is ready. `None` is the end.
 #[derive(Debug)]
@@ -69,10 +75,11 @@ async fn publish(core: &Core, status: &watch::Sender<Option<bool>>) {
 #[derive(Clone, Debug)]
 pub(super) struct HealthService {
     ready: watch::Receiver<Option<bool>>,
+    watchers: Arc<Semaphore>,
 }
 
 pub(super) fn service(ready: watch::Receiver<Option<bool>>) -> HealthServer<HealthService> {
-    HealthServer::new(HealthService { ready })
+    HealthServer::new(HealthService { ready, watchers: Arc::new(Semaphore::new(MAX_WATCHERS)) })
 }
 
 fn response(ready: Option<bool>) -> HealthCheckResponse {
@@ -103,13 +110,16 @@ impl Health for HealthService {
             let unknown = HealthCheckResponse { status: ServingStatus::ServiceUnknown.into() };
             return Ok(Response::new(Box::pin(futures_util::stream::iter([Ok(unknown)]))));
         }
+        let permit = self.watchers.clone().try_acquire_owned().map_err(|_| {
+            Status::resource_exhausted(format!("{MAX_WATCHERS} streams are open already, try again later"))
+        })?;
         let mut ready = self.ready.clone();
         ready.mark_changed();
-        let statuses = futures_util::stream::unfold(Some(ready), |ready| async move {
-            let mut ready = ready?;
+        let statuses = futures_util::stream::unfold(Some((ready, permit)), |state| async move {
+            let (mut ready, permit) = state?;
             ready.changed().await.ok()?;
             let now = *ready.borrow_and_update();
-            Some((Ok(response(now)), now.map(|_| ready)))
+            Some((Ok(response(now)), now.map(|_| (ready, permit))))
         });
         Ok(Response::new(Box::pin(statuses)))
     }

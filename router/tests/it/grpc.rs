@@ -27,7 +27,7 @@ use tonic_health::pb::{
 
 use crate::{
     fake::{Step, say},
-    harness::Router,
+    harness::{Router, SOON},
     model::{END, ids},
     planning::reporting,
 };
@@ -418,6 +418,27 @@ async fn health_follows_readiness() {
     assert!(watched.next().await.is_none(), "a watcher does not keep the server from ending");
     drop(health);
     router.ended().await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn streams_of_health_are_bounded() {
+    let router = Router::start(|_| {}).await;
+    let mut health = HealthClient::new(channel(&router).await);
+    let all = HealthCheckRequest::default;
+    let mut open = Vec::new();
+    for _ in 0..1024 {
+        open.push(health.watch(all()).await.unwrap());
+    }
+    let refused = health.watch(all()).await.unwrap_err();
+    assert_eq!(refused.code(), Code::ResourceExhausted, "{refused}");
+    assert!(health.check(all()).await.is_ok());
+    open.pop();
+    let asking = async {
+        while health.watch(all()).await.is_err() {
+            tokio::task::yield_now().await;
+        }
+    };
+    tokio::time::timeout(SOON, asking).await.expect("a stream that was closed makes room");
 }
 
 #[tokio::test(flavor = "multi_thread")]
