@@ -24,20 +24,22 @@ impl Caller {
         !matches!(self, Caller::Unauthenticated)
     }
 
+    /// The holder of the key.
+    pub fn holder(&self) -> Option<&KeyHolder> {
+        match self {
+            Caller::Holder(holder) => Some(holder),
+            Caller::Any | Caller::Unauthenticated => None,
+        }
+    }
+
     /// Requests of different tenants share nothing. Empty without keys.
     pub fn tenant(&self) -> &str {
-        match self {
-            Caller::Holder(holder) => holder.tenant(),
-            Caller::Any | Caller::Unauthenticated => "",
-        }
+        self.holder().map_or("", KeyHolder::tenant)
     }
 
     /// The name of the key.
     pub fn key_name(&self) -> Option<&str> {
-        match self {
-            Caller::Holder(holder) => Some(holder.name()),
-            Caller::Any | Caller::Unauthenticated => None,
-        }
+        self.holder().map(KeyHolder::name)
     }
 
     /// Whether the caller may see requests of this tenant.

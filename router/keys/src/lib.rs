@@ -9,9 +9,11 @@ mod file;
 mod holder;
 mod quota;
 mod ring;
+mod shares;
 
 pub use api_key::{ApiKey, BadKeyHash, KeyHash};
 pub use file::KeyFileError;
 pub use holder::{CallPermit, KeyHolder, KeyRole};
 pub use quota::{Allowance, Quota, QuotaExceeded, QuotaLimits};
 pub use ring::{BadKey, KeyRing};
+pub use shares::{ShareExceeded, SharePermit, TenantShares};

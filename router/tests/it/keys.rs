@@ -390,6 +390,30 @@ async fn tenants_share_no_salt_no_ids_and_no_events() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_tenant_leaves_streams_of_events_to_others() {
+    let second = entry(6, "tenant = \"acme\"");
+    let (router, _worker, _file) = start(&format!("{}{second}", entries(""))).await;
+    let same = client(&router, Some(secret(6)));
+    let mut open = Vec::new();
+    for _ in 0..4 {
+        open.push(Stream::open_as(&router.client).await);
+        open.push(Stream::open_as(&same).await);
+    }
+    for client in [&router.client, &same] {
+        let answer = client.get("/events").await;
+        assert_eq!(answer.status, 429);
+        assert!(answer.text().contains("8 of this tenant are open already"), "{}", answer.text());
+    }
+    let operator = client(&router, Some(secret(OPERATOR)));
+    for _ in 0..9 {
+        open.push(Stream::open_as(&operator).await);
+    }
+    open.push(Stream::open_as(&client(&router, Some(secret(OTHER)))).await);
+    drop(open.remove(0));
+    until(&same, "/events", 200).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_tenant_resumes_only_its_own_streams() {
     let dir = tempfile::tempdir().unwrap();
     let (path, ttl) = (dir.path().join("journal"), Duration::from_secs(60));

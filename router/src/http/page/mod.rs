@@ -8,14 +8,12 @@ use axum::{
     response::{IntoResponse, Response, Sse, sse::Event},
     routing::get,
 };
+use baton_keys::{SharePermit, TenantShares};
 use baton_router_core::{Caller, Core, EndedRequest, Listed, RequestArrival};
 use http::{HeaderName, HeaderValue, StatusCode, header};
 use serde::Serialize;
 use tokio::{
-    sync::{
-        OwnedSemaphorePermit, Semaphore,
-        broadcast::{Receiver, error::RecvError},
-    },
+    sync::broadcast::{Receiver, error::RecvError},
     time::{Interval, MissedTickBehavior, interval},
 };
 
@@ -30,10 +28,12 @@ const TICK: Duration = Duration::from_millis(500);
 
 /// Streams of events that are open at a time.
 const MAX_WATCHERS: usize = 64;
+/// Those of one tenant, so that it leaves some to others. Operators have no such limit.
+const MAX_WATCHERS_OF_TENANT: usize = 8;
 
 /// The routes of the page. All of it is part of the program, so that it works offline.
 pub(crate) fn routes() -> Router<Arc<Core>> {
-    let watchers = Arc::new(Semaphore::new(MAX_WATCHERS));
+    let watchers = TenantShares::new(MAX_WATCHERS, MAX_WATCHERS_OF_TENANT);
     Router::new()
         .route("/", get(asset("text/html; charset=utf-8", include_str!("index.html"))))
         .route("/page.css", get(asset("text/css; charset=utf-8", include_str!("page.css"))))
@@ -58,10 +58,9 @@ fn asset(content_type: &'static str, text: &'static str) -> impl IntoResponse + 
 }
 
 /// `GET /events`: `cluster` at once and every [`TICK`], `request` when one that the caller may see has ended.
-fn events(core: Arc<Core>, caller: Caller, watchers: Arc<Semaphore>) -> Result<Response, ApiError> {
-    let permit = watchers.try_acquire_owned().map_err(|_| {
-        let message = format!("{MAX_WATCHERS} streams of events are open already, try again later");
-        ApiError::new(StatusCode::TOO_MANY_REQUESTS, message)
+fn events(core: Arc<Core>, caller: Caller, watchers: Arc<TenantShares>) -> Result<Response, ApiError> {
+    let permit = watchers.begin(caller.holder()).map_err(|exceeded| {
+        ApiError::new(StatusCode::TOO_MANY_REQUESTS, format!("of the streams of events, {exceeded}"))
     })?;
     let mut ticks = interval(TICK);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
@@ -82,7 +81,7 @@ struct Watcher {
     caller: Caller,
     ended: Receiver<Arc<EndedRequest>>,
     ticks: Interval,
-    _permit: OwnedSemaphorePermit,
+    _permit: SharePermit,
 }
 
 impl Watcher {
