@@ -89,7 +89,9 @@ impl Dialer {
         }
         .map(|endpoint| {
             // h2 counts messages that arrive for a cancelled call as errors, and by default ends the connection at the 1,024th.
-            endpoint.initial_connection_window_size(CONNECTION_WINDOW).http2_max_local_error_reset_streams(None)
+            endpoint
+                .initial_connection_window_size(CONNECTION_WINDOW)
+                .http2_max_local_error_reset_streams(None)
         })
         .map_err(|error| wrong(error.to_string()))
     }

@@ -123,7 +123,8 @@ mod tests {
         tracing::subscriber::with_default(subscriber, || {
             let of_state = |state: &str| {
                 let span = tracing::info_span!("request");
-                let get = |name: &str| if name == "traceparent" { PARENT.to_owned() } else { state.to_owned() };
+                let get =
+                    |name: &str| if name == "traceparent" { PARENT.to_owned() } else { state.to_owned() };
                 set_parent(&span, |name| Some(get(name)));
                 let mut headers = injected(&span);
                 headers.retain(|(name, _)| name == "tracestate");
