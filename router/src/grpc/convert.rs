@@ -7,13 +7,21 @@ use baton_proto::v1;
 use baton_router_core::{
     BlendMode, CacheControl, ChatInput, ClientRequest, ClientSampling, CoreError, Event, ExplainedOption,
     ExplainedPlan, Extras, FieldNames, KeptText, MessageTexts, PromptInput, RequestArrival, Serving,
-    Thinking, Timing, TokenOut, TokenisedPrompt, Usage, documents, mark_passage,
+    Thinking, Timing, TokenOut, TokenisedPrompt, Usage, documents, mark_passage, parsed_bytes,
 };
 use baton_tools::{AnswerPart, AskedGrammar, ToolRequest, read_arguments};
 use serde_json::{Value, json};
 use tonic::{Code, Status};
 
 use crate::http::error::retry_after_seconds;
+
+/// About how many bytes the JSON in a request's strings takes once it is parsed.
+pub(super) fn values_bytes(request: &v1::GenerateRequest) -> usize {
+    let Some(v1::generate_request::Prompt::Chat(chat)) = &request.prompt else { return 0 };
+    let parameters = chat.tools.iter().map(|tool| &tool.parameters);
+    let arguments = chat.messages.iter().flat_map(|said| &said.tool_calls).map(|call| &call.arguments);
+    parameters.chain(arguments).map(|json| parsed_bytes(json.as_bytes(), None)).sum()
+}
 
 /// A client's message as a request of the core.
 pub(super) fn input(

@@ -10,7 +10,7 @@ use futures_util::Stream;
 use prost::Message;
 use tonic::{Request, Response, Status};
 
-use super::convert::{input, responses, status};
+use super::convert::{input, responses, status, values_bytes};
 use baton_router_core::{BodyRoom, Core, DurableCall, Event, Events, PromptInput, ReadBody, RequestArrival};
 use baton_tools::{CallIds, ChatAnswer};
 
@@ -36,6 +36,7 @@ impl Inference {
             "" => arrival.answer_id(""),
             id => id.to_owned(),
         };
+        room.grow(values_bytes(&request)).map_err(status)?;
         let input = input(request, id.clone(), arrival).map_err(status)?;
         let is_chat = matches!(input.prompts[..], [PromptInput::Chat(_)]);
         let request = self.core.prepare(input, room).await.map_err(status)?;

@@ -314,7 +314,7 @@ async fn values_of_bodies_count_as_what_they_take() {
     router.until_metric("baton_router_body_bytes 0").await;
 
     let mut slow = TcpStream::connect(router.address).await.unwrap();
-    let head = format!("POST {TEXT} HTTP/1.1\r\nhost: x\r\ncontent-length: 90000\r\n\r\n");
+    let head = format!("POST {TEXT} HTTP/1.1\r\nhost: localhost\r\ncontent-length: 90000\r\n\r\n");
     slow.write_all(&[head.into_bytes(), vec![b' '; 80_000]].concat()).await.unwrap();
     router.until_metric("baton_router_body_bytes 80000").await;
     let refused = router.client.post(CHAT, &json!({"messages": list(60)})).await;

@@ -482,6 +482,32 @@ async fn what_a_status_quotes_is_cut() {
     assert!(status.message().contains("éé") && status.message().len() <= 2048, "{status}");
 }
 
+#[tokio::test(flavor = "multi_thread")]
+async fn values_in_strings_count_as_what_they_take() {
+    let (router, _worker) = Router::with_worker_and(|config| config.max_bodies_bytes = 100_000).await;
+    let mut client = client(&router).await;
+    let mut ask = async |num: usize, of_tool: bool| {
+        let json = format!("{{\"a\": [{}]}}", vec!["{}"; num].join(","));
+        let call = v1::ToolCall { name: "f".into(), arguments: json.clone(), ..v1::ToolCall::default() };
+        let message = ChatMessage {
+            role: "assistant".into(),
+            content: "x".repeat(512),
+            tool_calls: if of_tool { vec![] } else { vec![call] },
+            ..ChatMessage::default()
+        };
+        let tool = v1::Tool { name: "f".into(), parameters: json, ..v1::Tool::default() };
+        let tools = if of_tool { vec![tool] } else { vec![] };
+        let chat = ChatMessages { messages: vec![message], tools, ..ChatMessages::default() };
+        let request = GenerateRequest { prompt: Some(Prompt::Chat(chat)), ..GenerateRequest::default() };
+        generate(&mut client, request).await.unwrap_err().code()
+    };
+    for of_tool in [true, false] {
+        assert_eq!(ask(400, of_tool).await, Code::ResourceExhausted);
+        assert_eq!(ask(10, of_tool).await, Code::InvalidArgument, "too long a prompt");
+    }
+    router.until_metric("baton_router_body_bytes 0").await;
+}
+
 type Raw = BoxBody<Bytes, std::convert::Infallible>;
 
 /// Sends bytes as a gRPC message, and returns status and message.
