@@ -21,6 +21,8 @@ const FORMAT: &str = "baton products 1";
 
 pub struct Choices {
     algorithms: BTreeMap<Shape, Algorithm>,
+    /// Those that serve this process alone: there was no time to choose, and the next start may have it.
+    untimed: BTreeMap<Shape, Algorithm>,
     /// `None`: nothing is kept.
     path: Option<PathBuf>,
     /// What the choices are for: card, driver, library.
@@ -33,19 +35,25 @@ impl Choices {
     pub fn load(dir: Option<&Path>, machine: String) -> Choices {
         let name = blake3::hash(machine.as_bytes()).to_hex();
         let path = dir.map(|dir| dir.join(format!("products-{}.txt", &name[..16])));
-        let mut choices = Choices { algorithms: BTreeMap::new(), path, machine, has_new: false };
+        let (algorithms, untimed) = (BTreeMap::new(), BTreeMap::new());
+        let mut choices = Choices { algorithms, untimed, path, machine, has_new: false };
         choices.algorithms = choices.in_file();
         choices
     }
 
     /// The algorithm for a [padded](Shape::padded) shape.
     pub fn get(&self, shape: &Shape) -> Option<Algorithm> {
-        self.algorithms.get(shape).copied()
+        self.algorithms.get(shape).or_else(|| self.untimed.get(shape)).copied()
     }
 
     pub fn insert(&mut self, shape: Shape, algorithm: Algorithm) {
         self.algorithms.insert(shape, algorithm);
         self.has_new = true;
+    }
+
+    /// As `insert`, but the file does not get it.
+    pub fn insert_untimed(&mut self, shape: Shape, algorithm: Algorithm) {
+        self.untimed.insert(shape, algorithm);
     }
 
     pub fn len(&self) -> usize {
@@ -177,6 +185,19 @@ mod tests {
             assert_eq!(kept.len(), 5);
         }
         assert_eq!(Choices::load(Some(dir.path()), "an A100".to_owned()).len(), 0);
+    }
+
+    #[test]
+    fn what_was_not_timed_serves_this_process_alone() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut choices = load(dir.path());
+        choices.insert(shape(1, Numbers::Bf16), [1; 8]);
+        choices.insert_untimed(shape(64, Numbers::Bf16), [2; 8]);
+        choices.keep();
+        assert_eq!(choices.get(&shape(64, Numbers::Bf16)), Some([2; 8]));
+        let next = load(dir.path());
+        assert_eq!(next.get(&shape(1, Numbers::Bf16)), Some([1; 8]));
+        assert_eq!(next.get(&shape(64, Numbers::Bf16)), None);
     }
 
     #[test]

@@ -264,7 +264,11 @@ impl Products {
         if let (Some(choosing), Some(algorithm)) = (&mut self.choosing, fastest) {
             choosing.num_chosen += 1;
             choosing.report();
-            self.choices.insert(shape.padded(), algorithm);
+            if is_timed || shape.is_added {
+                self.choices.insert(shape.padded(), algorithm);
+            } else {
+                self.choices.insert_untimed(shape.padded(), algorithm);
+            }
         }
         Ok(fastest)
     }
@@ -313,7 +317,7 @@ impl Choosing {
             tracing::warn!(
                 num_chosen = self.num_chosen,
                 ?limit,
-                "choosing the algorithms of products takes too long: the library's first ones serve the rest"
+                "choosing the algorithms of products takes too long: the library's first ones serve the rest, and the next start goes on"
             );
         }
         self.is_late = is_over;
