@@ -8,6 +8,7 @@ use tonic::transport::Channel;
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
 /// Bytes that a worker may send of a stream before the router takes them. Token events are tiny: these are seconds of a stream.
 const STREAM_WINDOW: u32 = 64 << 10;
+
 /// How long a ping may go unanswered, in intervals. No new request is sent to a worker whose load reports stop, which costs
 /// nothing when it was only slow; a connection that is given up costs every request on it the work that was done.
 const PATIENCE: u32 = 4;
