@@ -278,17 +278,10 @@ impl PrefixFetchDriver {
                 Err(error)
             }
         };
-        let metrics = self.side.worker().metrics();
-        let num_tokens = match result {
-            Ok((num_tokens, num_new_tokens)) => {
-                metrics.prefix_fetched("fetched", num_new_tokens);
-                num_tokens
-            }
-            Err(error) => {
-                metrics.prefix_fetched(error.label(), 0);
-                0
-            }
-        };
+        let num_tokens = result.unwrap_or_else(|error| {
+            self.side.worker().metrics().prefix_fetched(error.label(), 0);
+            0
+        });
         self.expected = None;
         self.answer(Answer::Ready { num_tokens });
     }
@@ -300,8 +293,8 @@ impl PrefixFetchDriver {
         }
     }
 
-    /// Adds the received blocks to the prefix cache. Returns how many tokens the prefix has, and how many were not cached here.
-    async fn cache(&mut self) -> Result<(usize, usize), HandoffError> {
+    /// Adds the received blocks to the prefix cache. Returns how many tokens the prefix has.
+    async fn cache(&mut self) -> Result<usize, HandoffError> {
         let refused = |failed| HandoffError::Refused { by: Side::Decode, failed };
         let took = self.granted.map(|(granted, num_bytes)| (granted.elapsed(), num_bytes));
         let halted = self.side.worker().lifecycle().halted();
@@ -320,8 +313,10 @@ impl PrefixFetchDriver {
         if let Some((took, num_bytes)) = took {
             worker.peer_links().observe(&self.side.peer().worker_id, num_bytes, took.as_secs_f64());
         }
+        // Counted first: the prompt may end as soon as the engine has the blocks.
+        worker.metrics().prefix_fetched("fetched", num_new * layout.block_size);
         worker.engine().cache_prefix(tail.reservation);
-        Ok((num_blocks * layout.block_size, num_new * layout.block_size))
+        Ok(num_blocks * layout.block_size)
     }
 }
 
