@@ -74,26 +74,28 @@ impl EngineHandle {
 
     /// Sets blocks aside for the blocks of a sequence from `first` on, for as many as there is room for. `None` when `least` of them
     /// are not free at once, or when running or waiting sequences here need them. `hashes` are those of all its blocks up to the last
-    /// one that is wanted.
+    /// one that is wanted. The engine is asked by the call, before the future is polled.
     ///
     /// # Errors
     /// When the engine ends.
-    pub async fn reserve_blocks(
+    pub fn reserve_blocks(
         &self,
         hashes: &[BlockHash],
         first: usize,
         least: usize,
-    ) -> Result<Option<PrefixReservation>, SubmitError> {
+    ) -> impl Future<Output = Result<Option<PrefixReservation>, SubmitError>> + Send + use<> {
         let after = first.checked_sub(1).map(|before| hashes[before]);
         let mut hashes = hashes[first..].to_vec();
         let asked = hashes.clone();
-        let (owner, found) =
-            self.ask(|id, reply| Command::ReservePrefix { id, hashes: asked, least, reply }).await?;
-        Ok(found.map(|found| {
-            hashes.truncate(found.blocks.len());
-            let PrefixBlocks { blocks, num_cached_blocks } = found;
-            PrefixReservation { owner, blocks, num_cached_blocks, after, hashes }
-        }))
+        let answer = self.ask(move |id, reply| Command::ReservePrefix { id, hashes: asked, least, reply });
+        async move {
+            let (owner, found) = answer.await?;
+            Ok(found.map(|found| {
+                hashes.truncate(found.blocks.len());
+                let PrefixBlocks { blocks, num_cached_blocks } = found;
+                PrefixReservation { owner, blocks, num_cached_blocks, after, hashes }
+            }))
+        }
     }
 
     /// The blocks of a sequence from `first` on are on their way: a prompt is computed in chunks that end before them.
@@ -164,16 +166,19 @@ impl EngineHandle {
     }
 
     /// Sends a command that replies with blocks. The returned owner releases them.
-    async fn ask<T>(
-        &self,
-        command: impl FnOnce(SequenceId, oneshot::Sender<T>) -> Command,
-    ) -> Result<(DropCommand, T), SubmitError> {
+    fn ask<T, C>(&self, command: C) -> impl Future<Output = Result<(DropCommand, T), SubmitError>> + use<T, C>
+    where
+        C: FnOnce(SequenceId, oneshot::Sender<T>) -> Command,
+    {
         let id = self.next_id(0);
         let (reply, answer) = oneshot::channel();
-        self.send(command(id, reply))?;
-        // Created before the reply, so that the blocks are released even when this future is dropped.
+        let sent = self.send(command(id, reply));
+        // Created before the reply, so that the blocks are released even when the future is dropped.
         let owner = DropCommand::new(id, self.state.commands.clone(), Command::Release);
-        let answer = answer.await.map_err(|_| SubmitError::ShuttingDown)?;
-        Ok((owner, answer))
+        async move {
+            sent?;
+            let answer = answer.await.map_err(|_| SubmitError::ShuttingDown)?;
+            Ok((owner, answer))
+        }
     }
 }

@@ -35,13 +35,19 @@ async fn remote_tokens_are_those_of_transformers_for_every_architecture() {
         assert_eq!(remote.finished(), *greedy, "{name}, remote");
         let moved = d.moved(TransportKind::Shm);
         assert!(moved > 0, "{name}");
-        let mut local = request(prompt, num_tokens, None);
-        local.cache_salt = "other".into();
-        assert_eq!(generate(&client, local).await.unwrap().finished(), *greedy, "{name}, local");
-        assert_eq!(d.moved(TransportKind::Shm), moved, "{name}");
-        let (_, drafts) = d.worker.engine().drafts().expect("it has a drafter");
-        assert_eq!(drafts.accepted, drafts.drafted, "{name}");
-        num_drafted += drafts.drafted;
+        // Once, or more often on a machine that is so busy that drafting never seems to pay.
+        for salt in 0..8 {
+            let mut local = request(prompt, num_tokens, None);
+            local.cache_salt = format!("other{salt}");
+            assert_eq!(generate(&client, local).await.unwrap().finished(), *greedy, "{name}, local");
+            assert_eq!(d.moved(TransportKind::Shm), moved, "{name}");
+            let (_, drafts) = d.worker.engine().drafts().expect("it has a drafter");
+            assert_eq!(drafts.accepted, drafts.drafted, "{name}");
+            num_drafted += drafts.drafted;
+            if num_drafted > 0 {
+                break;
+            }
+        }
         p.assert_all_free().await;
         d.assert_all_free().await;
         num_fixtures += 1;

@@ -210,14 +210,14 @@ async fn cancelling_during_a_prefix_fetch_frees_every_block() {
     new.assert_all_free().await;
 }
 
-/// A worker that takes its time, and has seen KV come from `source` half as fast as it computes. It computes nothing while the lock is
-/// held.
+/// A worker that takes its time for a `token`, and has seen KV come from `source` half as fast as it computes. It computes nothing
+/// while the lock is held.
 async fn slow_beside(
     source: &TestWorker,
     builder: Builder,
     block_size: usize,
+    token: Duration,
 ) -> (TestWorker, Arc<Mutex<()>>) {
-    let token = Duration::from_millis(2);
     let lock = Arc::new(Mutex::new(()));
     let held = lock.clone();
     let hook = move |batch: &Batch<'_>| {
@@ -242,7 +242,8 @@ async fn a_slow_source_gives_the_end_while_the_beginning_is_computed() {
         for block_size in [4, 6] {
             let old = decode().transport(transport).start().await;
             let new = decode().named("d1").transport(transport);
-            let (new, lock) = slow_beside(&old, new, block_size).await;
+            // A busy machine still fetches within the time that the prompt takes: 1.5 s.
+            let (new, lock) = slow_beside(&old, new, block_size, Duration::from_millis(6)).await;
             let turn = prompt(3, 250);
             generate(&old.client().await, request(&turn, 1, None)).await.unwrap().finished();
             let before = computed(&new);
@@ -271,7 +272,8 @@ async fn a_slow_source_gives_the_end_while_the_beginning_is_computed() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_source_that_dies_or_a_request_that_leaves_meanwhile_leaves_no_block() {
     let mut old = decode().transport(TransportKind::Tcp).start().await;
-    let (new, _) = slow_beside(&old, decode().named("d1").transport(TransportKind::Tcp), 4).await;
+    let new = decode().named("d1").transport(TransportKind::Tcp);
+    let (new, _) = slow_beside(&old, new, 4, Duration::from_millis(2)).await;
     let client = new.client().await;
     let asked =
         |turn: &[u32]| proto::GenerateRequest { prefix_source: Some(old.peer()), ..request(turn, 1, None) };

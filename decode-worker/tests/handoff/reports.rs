@@ -44,8 +44,18 @@ async fn a_request_is_covered_when_its_worker_counts_it() {
     let mut first = client.generate(numbered(0, &prompts[0], Some(p.peer()))).await.unwrap().into_inner();
     until_covered(&p, 1).await;
     until_covered(&d, 1).await;
-    let num_free = report(&d).num_free_blocks;
-    assert!(num_free < report(&d).num_total_blocks, "its blocks are reserved");
+    // Covered in the queue, it is given its blocks by the engine's thread.
+    let reserved = async {
+        loop {
+            let load = report(&d);
+            if load.num_free_blocks < load.num_total_blocks {
+                return load.num_free_blocks;
+            }
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+    };
+    let num_free =
+        tokio::time::timeout(Duration::from_secs(20), reserved).await.expect("its blocks are reserved");
 
     // The prefill worker is in the midst of a step.
     let mut second = client.generate(numbered(1, &prompts[1], Some(p.peer()))).await.unwrap().into_inner();

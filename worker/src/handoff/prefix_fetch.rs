@@ -224,19 +224,22 @@ impl PrefixFetchDriver {
         let worker = self.side.worker().clone();
         let engine = worker.engine();
         let hashes = engine.prefix_hashes(&self.request, num_tokens);
-        let mut first = 0;
-        if let Some(num_blocks) = self.meeting(&hashes) {
-            first = hashes.len() - num_blocks;
-            if num_blocks == 0 {
-                self.refusal = Some("computing is sooner");
-                return;
-            }
-            // Sent before the prompt is.
+        let meeting = self.meeting(&hashes);
+        if meeting == Some(0) {
+            self.refusal = Some("computing is sooner");
+            return;
+        }
+        let first = meeting.map_or(0, |num_blocks| hashes.len() - num_blocks);
+        if meeting.is_some() {
             self.expected = Some(engine.expect(&hashes, first));
+        }
+        let reserving = engine.reserve_blocks(&hashes, first, hashes.len() - first);
+        // The engine has both before it has the prompt: a long step of the prompt delays neither.
+        if meeting.is_some() {
             self.answer(Answer::Coming);
         }
         self.side.reserve(Box::pin(async move {
-            match worker.engine().reserve_blocks(&hashes, first, hashes.len() - first).await {
+            match reserving.await {
                 Ok(Some(reservation)) => Ok(TailBlocks { num_before: first, reservation }),
                 // It does not wait until blocks become free.
                 Ok(None) => Err(Failure::new(FailureKind::Full, "no blocks are free for a prefix")),
