@@ -13,8 +13,8 @@ use baton_cpu_kernels::Cpu;
 use baton_cpu_threads::SharedMut;
 use baton_kv_cache::{BlockId, BlockStorage};
 use baton_model_spec::{
-    BatchSequence, Blended, BlendedPrompt, BlendingExecutor, CommunicatorError, ExecuteError, Executor,
-    PassageKv, RopeSpec, SELECTING_LAYER, select,
+    Batch, BatchSequence, Blended, BlendedPrompt, BlendingExecutor, CommunicatorError, ExecuteError,
+    Executor, PassageKv, RopeSpec, SELECTING_LAYER, select,
 };
 
 use crate::executor::CpuExecutor;
@@ -153,9 +153,10 @@ impl CpuExecutor {
         on_layer(SELECTING_LAYER);
 
         let selected = select(&deviations, &passages, &prompt.selection);
-        let runs = runs_of(&selected, prompt);
+        let runs = Batch { sequences: runs_of(&selected, prompt) };
+        let wanted = runs.wanted();
         let kept = KeptTokens::new(&pass.spec.ropes, &selected, tokens.len());
-        pass.narrow(&selected, &runs);
+        pass.narrow(&selected, &runs.sequences);
         ropes.prepare(&pass.buffers.positions);
         for (layer_idx, layer) in layers.iter().enumerate().skip(SELECTING_LAYER) {
             if layer_idx > SELECTING_LAYER {
@@ -163,7 +164,7 @@ impl CpuExecutor {
                 unsafe {
                     kept.store(pass.cpu, prompt, layer_idx, pass.spec.layers[layer_idx].rope_idx, storage)
                 };
-                if !selected.is_empty() {
+                if pass.num_rows > 0 {
                     pass.project(layer);
                     // SAFETY: as above.
                     unsafe { pass.store(layer_idx, layer, ropes, storage, |_, _, _| {}) };
@@ -171,8 +172,10 @@ impl CpuExecutor {
                 on_layer(layer_idx);
             }
             // Only logits need what follows the last layer's KV.
-            let is_needed = layer_idx + 1 < layers.len() || prompt.wants_logits;
-            if is_needed && !selected.is_empty() {
+            if let Some(wanted) = wanted.as_ref().filter(|_| layer_idx + 1 == layers.len()) {
+                pass.narrow_to_wanted(&wanted.sequences);
+            }
+            if pass.num_rows > 0 {
                 // SAFETY: as above, and the layer's KV is written.
                 unsafe { pass.finish_layer(layer_idx, layer, storage) }?;
             }

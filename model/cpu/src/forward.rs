@@ -381,10 +381,16 @@ fn normalise(cpu: &mut Cpu, spec: &DecoderSpec, x: &[f32], norm: &[f32], out: &m
 /// `x += norm(y)`; overwrites `y`.
 fn add_normalised(cpu: &mut Cpu, spec: &DecoderSpec, y: &mut [f32], norm: &[f32], x: &mut [f32]) {
     let size = spec.hidden_size;
-    for (x, y) in x.chunks_exact_mut(size).zip(y.chunks_exact_mut(size)) {
-        rms_norm_in_place(cpu.isa(), y, norm, spec.norm_eps);
+    let isa = cpu.isa();
+    let num_rows = x.len() / size;
+    let (x, y) = (SharedMut::new(x), SharedMut::new(y));
+    cpu.for_rows(num_rows, 2 * size, |row| {
+        // SAFETY: each work item has its own row of both.
+        let [x, y] =
+            [&x, &y].map(|of| unsafe { std::slice::from_raw_parts_mut(of.ptr().add(row * size), size) });
+        rms_norm_in_place(isa, y, norm, spec.norm_eps);
         for (x, y) in x.iter_mut().zip(y) {
             *x += *y;
         }
-    }
+    });
 }
