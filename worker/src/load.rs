@@ -28,7 +28,7 @@ use crate::block_device::BlockDevice;
 use crate::config::{ConfigError, DrafterConfig, KvMemory, WorkerConfig};
 use crate::device::ComputeDevice;
 use crate::grammars;
-use crate::pace::{Devices, step_prior, step_profile};
+use crate::pace::{Devices, step_prior, step_profile, unshared};
 
 /// A loaded model.
 pub struct Model {
@@ -79,7 +79,7 @@ impl Model {
             context_length: loaded.config().context_length,
             step_prior: prior,
             grammars: None,
-            compute: devices.processors,
+            compute: devices.compute,
         }
     }
 
@@ -186,7 +186,7 @@ fn simulate(gpu: GpuKind, name: String, config: &WorkerConfig) -> anyhow::Result
         context_length,
         step_prior: Some(step),
         grammars: None,
-        compute: None,
+        compute: unshared("sim"),
     })
 }
 

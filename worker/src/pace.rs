@@ -55,33 +55,36 @@ pub(crate) struct Devices {
     /// All of them together.
     pub(crate) profile: DeviceProfile,
     pub(crate) num_ranks: usize,
-    /// The processors that other workers of this machine may compute with, too.
-    pub(crate) processors: Option<Compute>,
+    /// As other workers know them.
+    pub(crate) compute: Option<Compute>,
 }
 
 impl Devices {
     /// Threads of this machine's processors, pinned or not.
     pub(crate) fn processors(num_threads: usize, num_ranks: usize, pinned: Option<CpuList>) -> Devices {
         let profile = DeviceProfile::of_processor(num_threads);
-        Devices { profile, num_ranks, processors: processors(pinned) }
+        Devices { profile, num_ranks, compute: processors(pinned) }
     }
 
     /// GPUs like that one, one for each rank.
     pub(crate) fn gpus(ordinal: u32, num_ranks: usize) -> Devices {
         let profile = DeviceProfile::of_gpu(&cuda_device_name(ordinal).unwrap_or_default()).times(num_ranks);
-        Devices { profile, num_ranks, processors: None }
+        Devices { profile, num_ranks, compute: unshared("cuda") }
     }
 }
 
 /// The processors that threads are pinned to, or all that this process may use. `None` where the system does not say.
 fn processors(pinned: Option<CpuList>) -> Option<Compute> {
-    let machine = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").ok()?;
     let cpus = pinned.or_else(|| CpuList::allowed().ok())?;
-    Some(Compute {
-        machine: machine.trim().to_owned(),
-        device: "cpu".into(),
-        units: cpus.numbers().iter().map(|&cpu| cpu as u32).collect(),
-    })
+    let units = cpus.numbers().iter().map(|&cpu| cpu as u32).collect();
+    unshared("cpu").map(|compute| Compute { units, ..compute })
+}
+
+/// Devices of this machine that no other worker computes with, as far as is known. `None` where the system does not say which machine
+/// it is.
+pub(crate) fn unshared(device: &str) -> Option<Compute> {
+    let machine = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").ok()?;
+    Some(Compute { machine: machine.trim().to_owned(), device: device.into(), units: Vec::new() })
 }
 
 #[cfg(test)]

@@ -110,20 +110,20 @@ pub struct WorkerRecord {
     pub kv_format: KvFormat,
     /// How much it can hold.
     pub capacity: Capacity,
-    /// What computes for it. `None`: nothing that another worker shares, as far as is known.
+    /// What computes for it, and where. `None`: it does not say.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub compute: Option<Compute>,
 }
 
-/// The processors that compute for a worker. Workers that have one in common share its arithmetic: while both compute, each
-/// is slower.
+/// The machine and the devices that compute for a worker. Workers that have one in common share its arithmetic: while both compute,
+/// each is slower.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Compute {
     /// Boot id of the machine.
     pub machine: String,
-    /// "cpu".
+    /// "cpu", "cuda" or "sim".
     pub device: String,
-    /// Numbers of processors of that machine.
+    /// Numbers of processors of that machine. Empty: no other worker shares what computes, as far as is known.
     pub units: Vec<u32>,
 }
 

@@ -60,26 +60,38 @@ impl Balance {
                 && worker.usability == Usability::Ready
                 && worker.load.num_total_blocks > 0
         };
-        let by_fullness = |a: &&WorkerView, b: &&WorkerView| fullness(a).total_cmp(&fullness(b));
-        let workers = view.workers.iter().filter(ready);
-        let fullest = workers
-            .clone()
-            .filter(|worker| num_running.get(&WorkerKey::of(&worker.record)).is_some_and(|&num| num > 1))
-            .max_by(by_fullness)?;
-        let emptiest = workers
-            .filter(|worker| worker.record.kv_format.difference(&fullest.record.kv_format).is_none())
-            .min_by(by_fullness)?;
-        let pair = (WorkerKey::of(&fullest.record), WorkerKey::of(&emptiest.record));
-        let difference = fullness(fullest) - fullness(emptiest);
-        let bound = if self.pair.as_ref() == Some(&pair) { STOP } else { START };
-        if difference <= bound || fullness(fullest) < CROWDED {
-            self.pair = None;
-            return None;
+        let gives = |worker: &WorkerView| {
+            fullness(worker) >= CROWDED
+                && num_running.get(&WorkerKey::of(&worker.record)).is_some_and(|&num| num > 1)
+        };
+        // Of workers that understand each other's blocks: the fullest that gives, and the emptiest.
+        let mut groups: Vec<(Option<&WorkerView>, &WorkerView)> = Vec::new();
+        for worker in view.workers.iter().filter(ready) {
+            let giver = Some(worker).filter(|worker| gives(worker));
+            match groups.iter_mut().find(|(_, emptiest)| emptiest.is_like(worker)) {
+                Some((fullest, emptiest)) => {
+                    *fullest = fullest.iter().copied().chain(giver).max_by(by_fullness);
+                    if by_fullness(&worker, emptiest).is_lt() {
+                        *emptiest = worker;
+                    }
+                }
+                None => groups.push((giver, worker)),
+            }
         }
-        self.pair = Some(pair.clone());
+        let pairs = groups.into_iter().filter_map(|(fullest, emptiest)| Some((fullest?, emptiest)));
+        let difference = |(from, to): &(&WorkerView, &WorkerView)| fullness(from) - fullness(to);
+        let (from, to) = pairs.max_by(|a, b| difference(a).total_cmp(&difference(b)))?;
+        let pair = (WorkerKey::of(&from.record), WorkerKey::of(&to.record));
+        let bound = if self.pair.as_ref() == Some(&pair) { STOP } else { START };
+        self.pair = (difference(&(from, to)) > bound).then_some(pair);
+        let (from, to) = self.pair.clone()?;
         self.last = Some(now);
-        Some(Migration { from: pair.0, to: pair.1 })
+        Some(Migration { from, to })
     }
+}
+
+fn by_fullness(a: &&WorkerView, b: &&WorkerView) -> std::cmp::Ordering {
+    fullness(a).total_cmp(&fullness(b))
 }
 
 /// The part of its blocks that is taken. What waits counts as if it had its blocks: it may wait for the end of a step alone.
@@ -120,6 +132,12 @@ mod tests {
             ("not from one that leaves", "d0 decode free=5 draining\n d1 decode free=99", "d0=4", "-"),
             ("prefill workers are no place", "d0 decode free=5\n p0 prefill free=99", "d0=4", "-"),
             ("nor those of another model", "d0 decode free=5\n d1 decode free=99 other-format", "d0=4", "-"),
+            (
+                "one that has no other of its model stops none",
+                "d0 decode free=5 other-format\n d1 decode free=20\n d2 decode free=90",
+                "d0=4 d1=4",
+                "d1>d2",
+            ),
             (
                 "the extremes of many",
                 "d0 decode free=50\n d1 decode free=10\n d2 decode free=80\n d3 decode free=95",

@@ -88,8 +88,8 @@ struct Search<'a> {
     workers: Vec<Option<Outlook<'a>>>,
     /// What the request should meet, as far as that can be true.
     slo: Slo,
-    /// The usable holder of the longest cached prefix.
-    holder: Option<usize>,
+    /// Of workers that understand each other's blocks: the usable holder of the longest cached prefix.
+    holders: Vec<usize>,
     num_expected: f64,
     /// Tokens from which a prefix is fetched while nothing is measured.
     fetch_from: usize,
@@ -129,9 +129,15 @@ impl<'a> Search<'a> {
                 && !excluded(&worker.record, request)
         };
         let cached = |idx: usize| workers[idx].as_ref().map_or(0, |worker: &Outlook<'_>| worker.num_cached);
-        let holders = (0..view.workers.len()).filter(|&idx| cached(idx) > 0).filter(may_give);
-        let holder =
-            holders.max_by_key(|&idx| (cached(idx), std::cmp::Reverse(view.workers[idx].num_assigned)));
+        let rank = |idx: usize| (cached(idx), std::cmp::Reverse(view.workers[idx].num_assigned));
+        let mut holders: Vec<usize> = Vec::new();
+        for idx in (0..view.workers.len()).filter(|&idx| cached(idx) > 0).filter(may_give) {
+            match holders.iter_mut().find(|best| view.workers[**best].is_like(&view.workers[idx])) {
+                Some(best) if rank(idx) >= rank(*best) => *best = idx,
+                Some(_) => {}
+                None => holders.push(idx),
+            }
+        }
         let num_expected = match request.num_expected_tokens {
             0 => EXPECTED_TOKENS,
             num => num as f64,
@@ -140,7 +146,7 @@ impl<'a> Search<'a> {
         let num_expected = if request.max_tokens > 0 { num_expected.min(num_left) } else { num_expected };
         let possible = |seconds: Option<f64>| seconds.filter(|seconds| seconds.is_finite() && *seconds > 0.0);
         let slo = Slo { ttft: possible(request.slo.ttft), tpot: possible(request.slo.tpot) };
-        Search { request, view, workers, slo, holder, num_expected, fetch_from }
+        Search { request, view, workers, slo, holders, num_expected, fetch_from }
     }
 
     fn plan(&self, decode: &[usize]) -> Result<Plan, NoPlan> {
@@ -185,11 +191,16 @@ impl<'a> Search<'a> {
         })
     }
 
+    /// Who holds the longest prefix whose blocks a worker understands.
+    fn holder(&self, worker: &WorkerView) -> Option<usize> {
+        self.holders.iter().copied().find(|&idx| self.view.workers[idx].is_like(worker))
+    }
+
     /// What computing the prompt there costs others later. Blocks that another worker holds become a copy, and take the place of
     /// blocks that no other worker holds: those are computed again when they are asked for. And the router that the worker
     /// belongs to has sent what this one does not know yet.
     fn later_harm(&self, worker: &Outlook<'_>) -> f64 {
-        let holder = self.holder.and_then(|idx| self.workers[idx].as_ref());
+        let holder = self.holder(worker.view).and_then(|idx| self.workers[idx].as_ref());
         let num_held = holder.map_or(0, |holder| holder.num_cached);
         let copy = worker.line.own_seconds(&PromptWork::new(num_held, worker.num_cached));
         let is_others = worker.view.load.is_home_of_another;
@@ -202,11 +213,7 @@ impl<'a> Search<'a> {
         let decode = self.best_decode(decode);
         let mut prefill: Vec<(usize, Vec<Way>)> = Vec::new();
         for &decode_idx in &decode {
-            let format = &self.view.workers[decode_idx].record.kv_format;
-            let is_like = |other: usize| {
-                std::ptr::eq(format, &self.view.workers[other].record.kv_format)
-                    || format.difference(&self.view.workers[other].record.kv_format).is_none()
-            };
+            let is_like = |other: usize| self.view.workers[decode_idx].is_like(&self.view.workers[other]);
             // Decode workers that understand each other's blocks have the same prefill workers.
             let known = prefill.iter().position(|(other, _)| is_like(*other));
             let best = known.unwrap_or_else(|| {
@@ -274,13 +281,8 @@ impl<'a> Search<'a> {
     /// assumed to be slow.
     fn sources(&self, idx: usize) -> impl Iterator<Item = Option<usize>> + use<> {
         let num_cached = |idx: usize| self.workers[idx].as_ref().map_or(0, |worker| worker.num_cached);
-        let format = &self.view.workers[idx].record.kv_format;
-        let gives = |&holder: &usize| {
-            holder != idx
-                && num_cached(holder) > num_cached(idx)
-                && self.view.workers[holder].record.kv_format.difference(format).is_none()
-        };
-        let source = self.holder.filter(gives);
+        let gives = |&holder: &usize| holder != idx && num_cached(holder) > num_cached(idx);
+        let source = self.holder(&self.view.workers[idx]).filter(gives);
         let outlook = |idx: usize| self.workers[idx].as_ref();
         let is_fetched = match (source, outlook(idx), source.and_then(outlook)) {
             (Some(holder), Some(worker), Some(giver))

@@ -174,6 +174,14 @@ pub struct WorkerView {
     pub sent: SentWork,
 }
 
+impl WorkerView {
+    /// Whether it understands the other one's blocks.
+    pub(crate) fn is_like(&self, other: &WorkerView) -> bool {
+        let (own, theirs) = (&self.record.kv_format, &other.record.kv_format);
+        std::ptr::eq(own, theirs) || own.difference(theirs).is_none()
+    }
+}
+
 /// Whether a worker can be sent to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Usability {

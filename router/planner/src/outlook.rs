@@ -82,7 +82,7 @@ pub(crate) fn outlooks<'a>(request: &PlanRequest, view: &'a ClusterView) -> Vec<
         view.workers.iter().map(|worker| Outlook::new(worker, cached_by(&worker.record))).collect();
     let mut machines: HashMap<&str, Vec<usize>> = HashMap::new();
     for (idx, worker) in view.workers.iter().enumerate() {
-        if let Some(compute) = &worker.record.compute {
+        if let Some(compute) = worker.record.compute.as_ref().filter(|compute| !compute.units.is_empty()) {
             machines.entry(&compute.machine).or_default().push(idx);
         }
     }
@@ -150,7 +150,9 @@ impl<'a> Outlook<'a> {
     /// Prompt tokens of a step beside `batch`.
     fn chunk_beside(&self, batch: &StepWork) -> f64 {
         let &WorkerPace { max_step_tokens, itl_target, .. } = self.pace;
+        // Sequences that decode come first.
         let most = if max_step_tokens == 0 { CHUNK } else { max_step_tokens } as f64;
+        let most = (most - batch.num_tokens).max(1.0);
         let least = (self.view.record.kv_format.block_size.max(1) as f64).min(most);
         let is_limited = itl_target > 0.0 && batch.num_tokens > 0.0;
         if is_limited { self.line.chunk_within(itl_target, batch).clamp(least, most) } else { most }

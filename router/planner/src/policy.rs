@@ -92,7 +92,7 @@ impl PrefixAware {
         let sources = view.workers.iter().filter(|other| {
             other.record.id != worker.record.id
                 && matches!(other.usability, Usability::Ready | Usability::Draining)
-                && other.record.kv_format.difference(&worker.record.kv_format).is_none()
+                && other.is_like(worker)
                 && !excluded(&other.record, request)
         });
         let gain = |other: &WorkerView| lacking.saturating_sub(uncached(&other.record, request)).min(most);

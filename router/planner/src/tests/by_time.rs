@@ -236,6 +236,12 @@ fn a_prompt_is_computed_where_it_is_ready_first_unless_others_pay_more_for_it() 
             "d0 with d1",
         ),
         (
+            "of those that it understands the one with the most",
+            "d0 decode rate=20000 draining other-format\n d1 decode rate=20000 queued=100000 link=1e9\n d2 decode rate=20000",
+            "tokens=900 cached:d0=890 cached:d1=880",
+            "d2 with d1",
+        ),
+        (
             "what a worker computes quickly is not fetched",
             "d0 decode rate=200000\n d1 decode rate=200000 queued=1000000",
             "tokens=900 cached:d1=880",
@@ -419,6 +425,35 @@ fn tokens_that_come_late_now_count_as_late() {
     let pace = workers.workers[0].load.pace.as_mut().expect("paced");
     (pace.num_decoding, pace.num_context_tokens) = (0, 0);
     assert_eq!(chosen(&workers), "d0");
+}
+
+fn estimate(wanted: &str, workers: &str) -> Estimate {
+    plan(&request(wanted), &view(workers)).expect("a plan").estimate.expect("by time")
+}
+
+#[test]
+fn workers_of_a_machine_hand_over_at_the_rate_of_its_memory() {
+    let exposed = |gpu: &str, other: &str| {
+        let workers = format!("d0 decode rate=20000 on={other}\n p0 prefill rate=20000 shm=1e11 {gpu}");
+        estimate("tokens=900 remote", &workers).exposed
+    };
+    assert!(exposed("on=m", "m") < 0.0011);
+    assert_eq!(exposed("on=m", "m"), exposed("on=m:0,1", "m:2,3"), "no processor in common");
+    for gpu in ["on=m", "on=m link=1e4", "on=m:0,1"] {
+        assert!(exposed(gpu, "other") > 0.004, "{gpu}");
+    }
+}
+
+#[test]
+fn what_decodes_leaves_the_rest_of_a_step_to_prompts() {
+    // Of 2,048 tokens. A step is longer than a second.
+    let steps = |num_decoding: usize| {
+        let worker = format!("d0 decode rate=20000 decoding={num_decoding} max-running=4000");
+        let Estimate { compute, .. } = estimate("tokens=900 local", &worker);
+        compute / (0.01 + num_decoding as f64 * (1.0 / 20000.0 + 0.001))
+    };
+    assert!((1.0..1.1).contains(&steps(1000)), "{}", steps(1000));
+    assert!((19.0..19.1).contains(&steps(2000)), "{}", steps(2000));
 }
 
 #[test]

@@ -39,7 +39,7 @@ fn pace(per_token: f64) -> WorkerPace {
 
 /// Reads lines like `d0 decode running=3 waiting=1 speed=1000 queued=100 queued-blocks=7 free=5 assigned=2 backing-off draining unreachable
 /// age=0.1 other-format other-blocks context=64`. A worker with `rate=20000`, in prompt tokens a second, says what its steps take; then
-/// `decoding=8`, `itl-target=0.05`, `link=1e9` and `on=machine:0,1` may follow.
+/// `decoding=8`, `itl-target=0.05`, `link=1e9`, `shm=1e10` and `on=machine:0,1` may follow.
 pub(crate) fn view(text: &str) -> ClusterView {
     let workers = text.lines().map(str::trim).filter(|line| !line.is_empty()).map(|line| {
         let mut words = line.split_whitespace();
@@ -76,13 +76,14 @@ pub(crate) fn view(text: &str) -> ClusterView {
                 None if word == "prior" => {
                     load.pace.as_mut().expect("after rate=").is_measured = false;
                 }
-                Some(("link", n)) => {
+                Some((transport @ ("link" | "shm"), n)) => {
                     let bytes_per_second = n.parse().unwrap();
-                    load.link_beyond = Some(LinkLine { latency_seconds: 0.001, bytes_per_second });
+                    let line = Some(LinkLine { latency_seconds: 0.001, bytes_per_second });
+                    if transport == "shm" { load.link_within = line } else { load.link_beyond = line }
                 }
                 Some(("on", machine)) => {
-                    let (machine, units) = machine.split_once(':').expect("on=<machine>:<processors>");
-                    let units = units.split(',').map(|unit| unit.parse().unwrap()).collect();
+                    let (machine, units) = machine.split_once(':').unwrap_or((machine, ""));
+                    let units = units.split_terminator(',').map(|unit| unit.parse().unwrap()).collect();
                     record.compute = Some(Compute { machine: machine.into(), device: "cpu".into(), units });
                 }
                 // Of the first tier, or of each.
