@@ -42,7 +42,7 @@ pub(crate) struct Worker {
     pub(crate) link_free_at: SimTime,
     /// Numbers of requests that the next report covers, with their routers.
     pub(crate) covered: Vec<(u32, u64)>,
-    /// Requests that have something here.
+    /// Requests that came here or are fetching from here: they are told when it dies.
     pub(crate) present: BTreeSet<RequestIdx>,
     /// Which migrations for balance it has granted.
     pub(crate) grants: BalanceGrants,
@@ -233,7 +233,6 @@ impl Worker {
             load.num_queued_tokens += if role == SequenceRole::Decode { 0 } else { num_tokens as u64 };
             load.num_queued_blocks += num_blocks;
         }
-        self.present.insert(request);
         id
     }
 

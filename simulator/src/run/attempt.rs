@@ -166,6 +166,10 @@ impl Simulation<'_> {
         if is_full(prefill.unwrap_or(decode)) {
             return self.fail_at(request, FailureKind::Full, AttemptStage::NoWorker);
         }
+        // From now on it fails with either worker, also while it waits at the other one.
+        for idx in prefill.into_iter().chain([decode]) {
+            self.workers[idx].present.insert(request);
+        }
         let attempt = self.attempt(request, number).expect("as above");
         attempt.source = source;
         let computes = attempt.computes();
@@ -310,7 +314,7 @@ impl Simulation<'_> {
                 }
             }
         }
-        for &worker in &touched {
+        for &worker in [attempt.decode].iter().chain(&attempt.prefill).chain(&touched) {
             self.workers[worker].present.remove(&request);
         }
         self.to_kick.extend(touched);

@@ -56,6 +56,7 @@ impl Simulation<'_> {
         let max_tokens = attempt.num_tokens + self.num_left[idx] as usize + 1;
         let decode = attempt.decode;
         let worker = &mut self.workers[decode];
+        debug_assert!(worker.is_alive, "a request is lost with its decode worker");
         let most = worker.spec.num_blocks * self.block_size;
         let max_tokens = max_tokens.min(most + 1);
         let id = worker.add(request, SequenceRole::Decode, attempt.num_tokens, max_tokens, &hashes, root);
@@ -170,7 +171,6 @@ impl Simulation<'_> {
             expected,
         });
         self.workers[from].present.insert(request);
-        self.workers[to].present.insert(request);
         let attempt = attempt.number;
         self.queue.push(ends, Event::Fetched { request, attempt });
         expected.is_none()

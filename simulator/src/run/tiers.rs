@@ -46,9 +46,6 @@ impl Simulation<'_> {
         // What is late is in vain.
         let num_blocks = if ends > limit { first } else { num_blocks };
         attempt.recall = Some(Recalling { worker: idx, life, first, num_blocks, is_source });
-        if !is_source {
-            worker.present.insert(request);
-        }
         let attempt = attempt.number;
         self.queue.push(ends.min(limit), Event::Recalled { request, attempt });
         true
@@ -139,7 +136,6 @@ impl Simulation<'_> {
         let held = |id| Held { worker: idx, life: worker.life, id };
         let (to, expected) = (held(to), Some(held(expected)));
         attempt.fetch = Some(Fetch { from: None, to, first, num_blocks, num_coming, expected });
-        worker.present.insert(request);
         let attempt = attempt.number;
         self.queue.push(ends, Event::Fetched { request, attempt });
     }

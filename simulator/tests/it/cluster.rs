@@ -105,6 +105,24 @@ fn requests_of_workers_that_fail_go_on_elsewhere() {
 }
 
 #[test]
+fn prompts_in_a_prefill_queue_do_not_wait_for_a_decode_worker_that_died() {
+    // Each prefill worker has thirty prompts, of which it computes seven in the first second.
+    let trace = Trace::of_lengths([(4000, 20); 60]);
+    let arrivals = Arrivals::AsTraced { speed: 1.0, num_copies: 1 }.of(&trace, 1);
+    let separated = Baseline { choice: BaselineChoice::LeastLoaded, is_separated: true };
+    let fail = Change { at: SimTime::from_seconds(1.0), worker_idx: 0, kind: ChangeKind::Fail };
+    let spec = ClusterSpec {
+        policy: PolicyName::Baseline(separated),
+        changes: vec![fail],
+        ..cluster(workers(2, 2))
+    };
+    let report = simulate(&spec, &trace, &arrivals, &mut |_| {});
+    assert_all_finished(&report);
+    let summary = report.summary();
+    assert!(summary.num_retried > 10, "half of those in the queues were to decode there: {summary}");
+}
+
+#[test]
 fn without_a_worker_for_longer_than_patience_requests_fail() {
     let fail = Change { at: SimTime::from_seconds(1.0), worker_idx: 0, kind: ChangeKind::Fail };
     let report = run(&ClusterSpec { changes: vec![fail], ..cluster(workers(1, 0)) }, 200, 20.0);
