@@ -104,8 +104,8 @@ pub struct SimulateArgs {
     /// Every step takes up to this part more or less, at random.
     #[arg(long, value_name = "PART", default_value_t = 0.0)]
     pub noise: f64,
-    /// Workers whose steps take longer: d1=3 is three times as long. d0 is the first decode worker, p0 the first prefill worker;
-    /// half=2: every other worker.
+    /// Workers whose steps take longer: d1=3 is three times as long. d0 is the first one of --decode, p0 the first one of --prefill,
+    /// also where a policy or --tune uses it for something else; half=2: every other worker.
     #[arg(long, value_name = "WORKER=FACTOR", value_delimiter = ',')]
     pub slow: Vec<String>,
     /// Workers that die, and when, in seconds: d0@600.
@@ -178,8 +178,9 @@ impl SimulateArgs {
         self.policy.iter().map(find).collect()
     }
 
-    /// What happens to workers, of which the first `num_decode` decode.
-    pub(super) fn changes(&self, num_decode: usize, num_prefill: usize) -> anyhow::Result<Vec<Change>> {
+    /// What happens to workers. They have the names that the flags give them, whatever a policy uses them for.
+    pub(super) fn changes(&self) -> anyhow::Result<Vec<Change>> {
+        let (num_decode, num_prefill) = (self.decode, self.prefill);
         let place = |name: &str| -> anyhow::Result<usize> {
             let number = |rest: &str, num: usize, first: usize| {
                 rest.parse::<usize>().ok().filter(|&idx| idx < num).map(|idx| first + idx)

@@ -9,7 +9,7 @@ use baton_kv_cache::KvFormat;
 
 use super::{args::SimulateArgs, variants::Variant};
 use crate::{
-    cluster::{ClusterSpec, WorkerSpec},
+    cluster::{Change, ClusterSpec, WorkerSpec},
     model::ModelOnDevice,
     time::SimTime,
     trace::{Trace, TraceRequest},
@@ -28,6 +28,7 @@ const RECOVERY_TIMEOUT: Duration = Duration::from_secs(60);
 pub(super) struct Setup {
     model: ModelOnDevice,
     num_workers: usize,
+    changes: Vec<Change>,
 }
 
 impl Setup {
@@ -55,7 +56,7 @@ impl Setup {
             trace.block_tokens
         );
         let model = ModelOnDevice::new(&args.model, &args.device, args.tensor_parallel)?;
-        Ok(Setup { model, num_workers: args.prefill + args.decode })
+        Ok(Setup { model, num_workers: args.prefill + args.decode, changes: args.changes()? })
     }
 
     pub(super) fn num_workers(&self) -> usize {
@@ -157,7 +158,7 @@ impl Setup {
             balances: args.balance,
             recovery_timeout: RECOVERY_TIMEOUT,
             noise: args.noise,
-            changes: args.changes(num_decode, num_prefill)?,
+            changes: self.changes.clone(),
             seed,
         })
     }

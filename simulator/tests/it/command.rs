@@ -74,6 +74,16 @@ fn half_names_every_other_worker() {
 }
 
 #[test]
+fn workers_keep_their_names_whatever_a_policy_uses_them_for() {
+    let line = "--rate 6 --requests 60";
+    let said = |workers: &str| call(&format!("{line} --policy least-loaded {workers}")).expect("it runs");
+    assert_eq!(said("--decode 2 --prefill 1 --slow p0=2"), said("--decode 3 --slow d2=2"));
+    let mixed = format!("{line} --decode 1 --prefill 1 --fail p0@5");
+    call(&format!("{mixed} --policy baton,least-loaded")).expect("both have that worker");
+    call(&format!("{mixed} --policy baton --tune")).expect("also where it decodes");
+}
+
+#[test]
 fn hit_rates_of_the_excerpt_are_those_of_its_blocks() {
     let text = std::fs::read_to_string(EXCERPT).expect("it is in the repository");
     // Counted without a pool: a block hits if an earlier prompt had it. Equal ids are equal prefixes.
