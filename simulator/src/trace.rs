@@ -68,9 +68,10 @@ pub struct Bursts {
 }
 
 impl Bursts {
-    /// Ten seconds of every minute.
-    pub fn of_factor(factor: f64) -> Bursts {
-        Bursts { factor: factor.clamp(1.0, 6.0), burst_seconds: 10.0, period_seconds: 60.0 }
+    /// Ten seconds of every minute. `None`, if the factor is not 1 to 6: with 6 no request comes in between.
+    pub fn of_factor(factor: f64) -> Option<Bursts> {
+        let bursts = Bursts { factor, burst_seconds: 10.0, period_seconds: 60.0 };
+        (1.0..=6.0).contains(&factor).then_some(bursts)
     }
 
     /// When so many mean arrivals have passed, in units of the mean.
@@ -162,7 +163,7 @@ mod tests {
             (arrivals.last().expect("some").at.seconds(), in_burst as f64 / 60_000.0)
         };
         let (even_end, even_share) = count(None);
-        let (end, share) = count(Some(Bursts::of_factor(4.0)));
+        let (end, share) = count(Bursts::of_factor(4.0));
         assert!((even_end - 600.0).abs() < 15.0 && (end - 600.0).abs() < 60.0, "{even_end} {end}");
         assert!(
             (even_share - 1.0 / 6.0).abs() < 0.02 && (share - 4.0 / 6.0).abs() < 0.05,

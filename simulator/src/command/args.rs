@@ -51,7 +51,7 @@ pub struct SimulateArgs {
     /// Which requests come.
     #[command(flatten)]
     pub load: LoadArgs,
-    /// Copies of the trace at the same time, each with prefixes of its own.
+    /// Copies of --trace at the same time, each with prefixes of its own.
     #[arg(long, value_name = "N", default_value_t = 1)]
     pub copies: u32,
     /// How routers choose, or several: baton, constants (baton's before it predicted times), round-robin, least-loaded,

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use anyhow::ensure;
+use anyhow::{Context, ensure};
 use clap::Args;
 
 use crate::trace::{Arrival, Arrivals, Bursts, MAX_SECONDS, Trace};
@@ -29,10 +29,10 @@ pub struct LoadArgs {
     /// minutes. Fewer are faster, and less certain.
     #[arg(long, value_name = "N")]
     pub requests: Option<usize>,
-    /// With --rate: for ten seconds of every minute so many times the rate, and less in between.
+    /// With --rate: for ten seconds of every minute so many times the rate, 1 to 6, and less in between.
     #[arg(long, value_name = "FACTOR")]
     pub bursts: Option<f64>,
-    /// The trace so many times as fast.
+    /// The trace so many times as fast, without --rate.
     #[arg(long, value_name = "FACTOR", default_value_t = 1.0)]
     pub speed: f64,
     /// Tokens of each prompt without a trace.
@@ -77,6 +77,12 @@ impl LoadArgs {
         let arrivals = match self.rate {
             Some(rate) => {
                 ensure!(is_load(rate), "--rate is {rate}; it must be above 0");
+                ensure!(self.speed == 1.0, "--rate replaces the times of a trace: leave out --speed");
+                ensure!(num_copies == 1 || self.trace.is_some(), "--copies goes with --trace");
+                let bursts = |factor: f64| {
+                    let why = || format!("--bursts is {factor}; 1 to 6 are possible");
+                    Bursts::of_factor(factor).with_context(why)
+                };
                 let rate = rate * load;
                 let num_requests = match &self.trace {
                     Some(_) => trace.requests.len() * num_copies as usize,
@@ -85,7 +91,7 @@ impl LoadArgs {
                 Arrivals::Poisson {
                     rate,
                     num_requests: self.requests.unwrap_or(num_requests),
-                    bursts: self.bursts.map(Bursts::of_factor),
+                    bursts: self.bursts.map(bursts).transpose()?,
                 }
             }
             None => {

@@ -44,6 +44,7 @@ pub fn run(args: SimulateArgs) -> anyhow::Result<()> {
 /// # Errors
 /// As [`run`].
 pub fn run_to(args: &SimulateArgs, out: &mut dyn Write) -> anyhow::Result<()> {
+    ensure!(args.html.is_none() || !(args.tune || args.hit_rate), "--tune and --hit-rate write no --html");
     let mut trace = args.load.trace()?;
     if args.hit_rate {
         trace.requests.truncate(args.load.requests.unwrap_or(usize::MAX));

@@ -138,6 +138,13 @@ fn calls_that_make_no_sense_say_why() {
         ("--rate 1 --slow d1=0", "a step takes some time"),
         ("--rate 1 --slow d1=1e12", "at most 1000 times"),
         ("--rate 1e-6", "raise --rate or --speed"),
+        ("--rate 1 --speed 2", "leave out --speed"),
+        ("--rate 1 --copies 4", "--copies goes with --trace"),
+        ("--rate 1 --bursts 10", "--bursts is 10; 1 to 6"),
+        ("--rate 1 --bursts 0.5", "--bursts is 0.5; 1 to 6"),
+        ("--rate 1 --bursts=-3", "--bursts is -3; 1 to 6"),
+        ("--rate 1 --bursts nan", "--bursts is NaN; 1 to 6"),
+        ("--rate 1 --tune --html a.html", "write no --html"),
         ("--rate 1 --itl-target nan", "--itl-target is NaN"),
         ("--rate 1 --fail d0@-1", "-1 is not possible"),
         ("--rate 1 --slo-ttft 0x", "above 0"),
@@ -268,6 +275,7 @@ fn a_plan_says_what_host_memory_is_worth() {
 fn plans_that_make_no_sense_say_why() {
     for (line, expected) in [
         ("", "give --rate or --trace"),
+        ("--rate 1 --speed 2", "leave out --speed"),
         ("--rate 1 --gpus 0", "--gpus is 0"),
         ("--rate 1 --host-kv 0", "--host-kv is 0 GiB"),
         ("--rate 1 --gpus 1", "does not fit on 1 x H100"),
