@@ -9,7 +9,7 @@ use baton_kv_cache::{BlockHash, HashRoot};
 use baton_kv_index::{BatchKind, EventBatch};
 use baton_planner::{Load, WorkerPace};
 use baton_random::Random;
-use baton_scheduler::{Scheduler, SchedulerConfig, Sequence, SequenceId, SequenceRole, StepPlan};
+use baton_scheduler::{Admission, Scheduler, SchedulerConfig, Sequence, SequenceId, SequenceRole, StepPlan};
 
 use crate::{cluster::WorkerSpec, tiers::Tiers, time::SimTime};
 
@@ -243,11 +243,10 @@ impl Worker {
     }
 
     /// Plans a step. Sequences that it admits are added to `admitted`.
-    pub(crate) fn begin(&mut self, now: SimTime, admitted: &mut Vec<(SequenceId, usize)>) -> Begun {
+    pub(crate) fn begin(&mut self, now: SimTime, admitted: &mut Vec<Admission>) -> Begun {
         self.published = None;
         self.scheduler.step(&mut self.plan);
-        admitted
-            .extend(self.plan.admitted.iter().map(|admission| (admission.id, admission.num_cached_blocks)));
+        admitted.extend_from_slice(&self.plan.admitted);
         self.usage.num_preempted += self.plan.preempted.len() as u64;
         if self.plan.chunks.is_empty() {
             // As the engine says it.
@@ -269,10 +268,11 @@ impl Worker {
         Begun::Step
     }
 
-    /// What running prompts need not compute any more, by the newest plan: which request, and how many tokens.
+    /// What running prompts need not compute any more, by the newest plan: which request, and how many tokens. After a preemption
+    /// these were cached or computed before.
     pub(crate) fn adopted(&self) -> impl Iterator<Item = (RequestIdx, u32)> {
         let num_tokens = |num_blocks| (num_blocks * self.spec.kv_format.block_size) as u32;
-        let adopted = self.plan.adopted.iter();
+        let adopted = self.plan.adopted.iter().filter(|adoption| adoption.is_first);
         adopted.map(move |adoption| (Worker::request_of(adoption.id), num_tokens(adoption.num_blocks)))
     }
 

@@ -32,7 +32,7 @@ impl Simulation<'_> {
         if live.num_attempts == 0 {
             outcome.predicted_ttft = plan.estimate.map_or(f32::NAN, |estimate| estimate.ttft as f32);
         }
-        self.send(request, plan);
+        self.send(request, plan, false);
     }
 
     /// What the request's router plans, but for these workers.
@@ -67,7 +67,7 @@ impl Simulation<'_> {
     }
 
     /// Sends a request as planned. An earlier attempt has nothing at any worker.
-    pub(super) fn send(&mut self, request: RequestIdx, plan: Plan) {
+    pub(super) fn send(&mut self, request: RequestIdx, plan: Plan, is_arriving: bool) {
         let (now, idx) = (self.now(), request as usize);
         let num_tokens = self.num_known_tokens(request);
         let live = self.live[idx].as_mut().expect("it was planned");
@@ -85,6 +85,7 @@ impl Simulation<'_> {
         live.attempt = Some(Attempt {
             plan,
             number,
+            is_arriving,
             num_tokens,
             decode,
             prefill,

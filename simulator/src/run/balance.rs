@@ -66,7 +66,7 @@ impl Simulation<'_> {
         plan.prefix_source = Some(self.workers[from].record.clone());
         self.migrations.push(BalanceMigration { at: self.now(), from, to });
         self.take_attempt(request);
-        self.send(request, plan);
+        self.send(request, plan, true);
     }
 
     /// Whether both workers grant a migration.

@@ -9,7 +9,7 @@
 //! ```
 
 use baton_planner::WorkerKey;
-use baton_scheduler::{SequenceId, SequenceRole};
+use baton_scheduler::{Admission, SequenceRole};
 
 use super::{
     Event, Simulation,
@@ -19,8 +19,9 @@ use crate::{report::RequestEnd, time::SimTime, worker::RequestIdx, worker::Worke
 
 impl Simulation<'_> {
     /// A sequence or a reservation holds blocks now.
-    pub(super) fn on_admitted(&mut self, idx: usize, id: SequenceId, num_cached_blocks: usize) {
+    pub(super) fn on_admitted(&mut self, idx: usize, admission: Admission) {
         let now = self.now();
+        let Admission { id, num_cached_blocks, is_first, .. } = admission;
         let request = Worker::request_of(id);
         let Some(live) = self.live[request as usize].as_mut() else { return };
         let Some(attempt) = live.attempt.as_mut() else { return };
@@ -32,14 +33,13 @@ impl Simulation<'_> {
             attempt.granted = Some(Granted { at: now, num_cached_blocks });
             return self.transfer(request);
         }
-        let sequence = self.workers[idx].scheduler.sequence(id);
-        let num_cached = sequence.map_or(0, |sequence| sequence.num_cached_tokens()) as u32;
         if is_remote && attempt.prefill == Some(idx) {
             attempt.prefill_began = now;
             let number = attempt.number;
             self.queue.push(now + self.spec.call, Event::Reserve { request, attempt: number });
         }
-        if idx == computes {
+        if idx == computes && is_first && !attempt.is_arriving {
+            let num_cached = (num_cached_blocks * self.block_size) as u32;
             let outcome = &mut self.outcomes[request as usize];
             outcome.num_cached_tokens = num_cached.min(outcome.num_prompt_tokens);
         }
@@ -189,10 +189,13 @@ impl Simulation<'_> {
         let Some(fetch) = attempt.fetch.take() else { return };
         let Fetch { from, to, first, num_blocks, num_coming, expected } = fetch;
         let is_decode = from.is_some_and(|from| attempt.decode == from.worker);
+        let is_counted = has_come && !attempt.is_arriving;
         if has_come {
             let after = first.checked_sub(1).map(|before| live.hashes[before]);
             let scheduler = &mut self.workers[to.worker].scheduler;
             scheduler.cache_prefix(to.id, 0, after, &live.hashes[first..num_blocks]);
+        }
+        if is_counted {
             let outcome = &mut self.outcomes[request as usize];
             let num_tokens = match from {
                 Some(_) => &mut outcome.num_fetched_tokens,

@@ -27,6 +27,8 @@ pub(super) struct Attempt {
     pub(super) plan: Plan,
     /// Which attempt of the request.
     pub(super) number: u32,
+    /// It takes over a running request that migrates, and finds that request's own KV.
+    pub(super) is_arriving: bool,
     /// Tokens whose KV is needed.
     pub(super) num_tokens: usize,
     pub(super) decode: usize,

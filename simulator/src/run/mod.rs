@@ -24,7 +24,7 @@ use baton_kv_cache::HashRoot;
 use baton_kv_index::EventBatch;
 use baton_planner::{Load, Retry};
 use baton_request::FailureKind;
-use baton_scheduler::SequenceId;
+use baton_scheduler::Admission;
 
 use crate::{
     cluster::{ChangeKind, ClusterSpec},
@@ -113,7 +113,7 @@ pub struct Simulation<'a> {
     next_arrival: usize,
     /// Retry rules compare instants; only differences matter.
     epoch: Instant,
-    admitted: Vec<(SequenceId, usize)>,
+    admitted: Vec<Admission>,
     first_tokens: Vec<RequestIdx>,
     last_tokens: Vec<RequestIdx>,
     to_save: Vec<RequestIdx>,
@@ -320,11 +320,15 @@ impl<'a> Simulation<'a> {
             let now = self.now();
             let mut admitted = std::mem::take(&mut self.admitted);
             let begun = self.workers[idx].begin(now, &mut admitted);
-            for (id, num_cached_blocks) in admitted.drain(..) {
-                self.on_admitted(idx, id, num_cached_blocks);
+            for admission in admitted.drain(..) {
+                self.on_admitted(idx, admission);
             }
             self.admitted = admitted;
             for (request, num_tokens) in self.workers[idx].adopted() {
+                let attempt = self.live[request as usize].as_ref().and_then(|live| live.attempt.as_ref());
+                if attempt.is_some_and(|attempt| attempt.is_arriving) {
+                    continue;
+                }
                 let outcome = &mut self.outcomes[request as usize];
                 outcome.num_cached_tokens =
                     (outcome.num_cached_tokens + num_tokens).min(outcome.num_prompt_tokens);

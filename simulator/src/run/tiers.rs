@@ -53,9 +53,9 @@ impl Simulation<'_> {
 
     /// The front was read, or it is too late: it goes into the pool, if there is room.
     pub(super) fn recalled(&mut self, request: RequestIdx, number: u32) {
-        let Some(recall) = self.attempt(request, number).and_then(|attempt| attempt.recall.take()) else {
-            return;
-        };
+        let Some(attempt) = self.attempt(request, number) else { return };
+        let is_arriving = attempt.is_arriving;
+        let Some(recall) = attempt.recall.take() else { return };
         let Recalling { worker: idx, life, first, num_blocks, is_source } = recall;
         let worker = &mut self.workers[idx];
         if worker.is_alive && worker.life == life && first < num_blocks {
@@ -66,7 +66,7 @@ impl Simulation<'_> {
             if let Some(found) = found.filter(|found| found.num_cached_blocks >= first) {
                 let num_blocks = found.blocks.len();
                 worker.scheduler.cache_prefix(id, 0, None, &hashes[..num_blocks]);
-                if !is_source {
+                if !is_source && !is_arriving {
                     let num_tokens = ((num_blocks - first) * self.block_size) as u32;
                     self.outcomes[request as usize].num_recalled_tokens += num_tokens;
                 }

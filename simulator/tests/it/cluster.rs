@@ -203,7 +203,7 @@ fn an_overloaded_decode_worker_is_relieved_by_a_prefill_worker() {
 }
 
 /// Four routers whose reports are 100 ms old, and few long requests on small pools: a request is much of its worker.
-fn run_with_balance(seed: u64) -> SimReport {
+fn run_with_balance(seed: u64, trace: &Trace) -> SimReport {
     let mut all = workers(4, 0);
     all.iter_mut().for_each(|worker| worker.num_blocks = 500);
     let spec = ClusterSpec {
@@ -213,16 +213,21 @@ fn run_with_balance(seed: u64) -> SimReport {
         seed,
         ..cluster(all)
     };
-    let trace = Trace::of_lengths((0..200).map(|idx| (500 + idx % 7 * 100, 100 + idx * 37 % 3000)));
-    let arrivals = Arrivals::Poisson { rate: 0.8, num_requests: 200, bursts: None }.of(&trace, seed);
-    simulate(&spec, &trace, &arrivals, &mut |_| {})
+    let arrivals = Arrivals::Poisson { rate: 0.8, num_requests: 200, bursts: None }.of(trace, seed);
+    simulate(&spec, trace, &arrivals, &mut |_| {})
+}
+
+/// Prompt and answer of a request of them.
+fn long_request(idx: u32) -> (u32, u32) {
+    (500 + idx % 7 * 100, 100 + idx * 37 % 3000)
 }
 
 #[test]
 fn no_migration_for_balance_is_undone_within_ten_seconds() {
+    let trace = Trace::of_lengths((0..200).map(long_request));
     let mut num_refused = 0;
     for seed in 1..4 {
-        let report = run_with_balance(seed);
+        let report = run_with_balance(seed, &trace);
         assert_all_finished(&report);
         num_refused += report.num_refused_migrations;
         let moved = &report.migrations;
@@ -235,6 +240,25 @@ fn no_migration_for_balance_is_undone_within_ten_seconds() {
         }
     }
     assert!(num_refused > 0, "routers do propose it");
+}
+
+#[test]
+fn a_prompt_that_migrates_counts_as_neither_cached_nor_fetched() {
+    // No two prompts have a common beginning.
+    let line = |idx: u32| {
+        let (prompt, answer) = long_request(idx);
+        let ids: Vec<u32> = (0..prompt.div_ceil(512)).map(|block| 10 * idx + block).collect();
+        format!(
+            "{{\"timestamp\": {idx}, \"input_length\": {prompt}, \"output_length\": {answer}, \"hash_ids\": {ids:?}}}\n"
+        )
+    };
+    let trace = Trace::parse("t", &(0..200).map(line).collect::<String>()).expect("a trace");
+    let report = run_with_balance(1, &trace);
+    assert_all_finished(&report);
+    assert!(!report.migrations.is_empty(), "requests migrate with their KV");
+    for (idx, outcome) in report.outcomes.iter().enumerate() {
+        assert_eq!((outcome.num_cached_tokens, outcome.num_fetched_tokens), (0, 0), "{idx}: {outcome:?}");
+    }
 }
 
 #[test]
