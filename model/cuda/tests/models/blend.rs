@@ -23,27 +23,13 @@ fn selection(ratio: f32, order: SelectionOrder) -> Selection {
     Selection { num_first_tokens: 2, ratio: BlendRatio::new(ratio).unwrap(), order }
 }
 
-/// Computes the passages, and blends the tokens up to the end of the last one. Returns which were computed in all layers.
-fn blend<E: Executor>(
+/// What is kept of the passages.
+fn passages<E: Executor>(
     machine: &mut Machine<E>,
     tokens: &[u32],
     blocks: &[BlockId],
     ranges: &[Range<usize>],
-    selection: Selection,
-) -> Vec<usize> {
-    let head = ranges.last().expect("a passage").end;
-    blend_to(machine, &tokens[..head], blocks, ranges, selection, false).0
-}
-
-/// The same for all tokens, perhaps with the logits after the last one.
-fn blend_to<E: Executor>(
-    machine: &mut Machine<E>,
-    tokens: &[u32],
-    blocks: &[BlockId],
-    ranges: &[Range<usize>],
-    selection: Selection,
-    wants_logits: bool,
-) -> (Vec<usize>, Vec<f32>) {
+) -> Vec<PassageKv> {
     let Machine { executor, storage, .. } = machine;
     let blender = executor.blending().unwrap();
     let token_bytes = blender.passage_token_bytes();
@@ -53,8 +39,35 @@ fn blend_to<E: Executor>(
     };
     let kvs: Vec<PassageKv> = ranges.iter().map(compute).collect();
     assert!(kvs.iter().all(|kv| kv.size_bytes() == kv.num_tokens() * token_bytes));
+    kvs
+}
+
+/// Computes the passages, and blends the tokens up to the end of the last one. Returns which were computed in all layers.
+fn blend<E: Executor>(
+    machine: &mut Machine<E>,
+    tokens: &[u32],
+    blocks: &[BlockId],
+    ranges: &[Range<usize>],
+    selection: Selection,
+) -> Vec<usize> {
+    let kvs = passages(machine, tokens, blocks, ranges);
+    let head = ranges.last().expect("a passage").end;
+    blend_with(machine, (ranges, &kvs), &tokens[..head], blocks, selection, false).0
+}
+
+/// Blends all `tokens` with what is kept of the passages. Perhaps also returns the logits after the last one.
+fn blend_with<E: Executor>(
+    machine: &mut Machine<E>,
+    (ranges, kvs): (&[Range<usize>], &[PassageKv]),
+    tokens: &[u32],
+    blocks: &[BlockId],
+    selection: Selection,
+    wants_logits: bool,
+) -> (Vec<usize>, Vec<f32>) {
+    let Machine { executor, storage, .. } = machine;
+    let blender = executor.blending().unwrap();
     let passage = |(range, kv): (&Range<usize>, _)| BlendPassage { start_idx: range.start, kv };
-    let passages: Vec<_> = ranges.iter().zip(&kvs).map(passage).collect();
+    let passages: Vec<_> = ranges.iter().zip(kvs).map(passage).collect();
     let prompt = BlendedPrompt { tokens, blocks, passages: &passages, selection, wants_logits };
     let mut layers = Vec::new();
     // SAFETY: as above.
@@ -140,19 +153,23 @@ fn blended_prompts_are_near_those_of_processors() {
     for (name, dtype) in MODELS {
         let mut pair = Pair::new(name, dtype, if dtype == KvDtype::F32 { 5 } else { 8 });
         let tokens = pair.prompt(NUM_TOKENS, 3);
+        let place = pair.place(NUM_TOKENS);
+        let cpu = passages(&mut pair.cpu, &tokens, &place[0], &PASSAGES);
+        let device = passages(&mut pair.device, &tokens, &place[1], &PASSAGES);
+        let (cpu, device) = ((&PASSAGES[..], &cpu[..]), (&PASSAGES[..], &device[..]));
         // All of them are more than a step of the largest size has.
         for ratio in if name == "qwen2" { &[0.1, 0.6][..] } else { &[0.6] } {
             let random = selection(*ratio, SelectionOrder::Random { seed: 5 });
-            let place = pair.place(NUM_TOKENS);
-            let expected_rows = blend(&mut pair.cpu, &tokens, &place[0], &PASSAGES, random);
-            let rows = blend(&mut pair.device, &tokens, &place[1], &PASSAGES, random);
+            let (place, head) = (pair.place(NUM_TOKENS), &tokens[..HEAD]);
+            let (expected_rows, _) = blend_with(&mut pair.cpu, cpu, head, &place[0], random, false);
+            let (rows, _) = blend_with(&mut pair.device, device, head, &place[1], random, false);
             assert_eq!(rows, expected_rows);
             let expected = finish(&mut pair.cpu, &tokens, &place[0], HEAD);
             let found = finish(&mut pair.device, &tokens, &place[1], HEAD);
             pair.assert_near(&found, &expected, &format!("blended, {ratio}"));
             // What follows, in the same step.
-            let (_, expected) = blend_to(&mut pair.cpu, &tokens, &place[0], &PASSAGES, random, true);
-            let (_, found) = blend_to(&mut pair.device, &tokens, &place[1], &PASSAGES, random, true);
+            let (_, expected) = blend_with(&mut pair.cpu, cpu, &tokens, &place[0], random, true);
+            let (_, found) = blend_with(&mut pair.device, device, &tokens, &place[1], random, true);
             pair.assert_near(&found, &expected, &format!("blended to the end, {ratio}"));
         }
     }
