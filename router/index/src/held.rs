@@ -74,11 +74,6 @@ impl Held {
         self.nodes.capacity() * size_of::<Node>() + self.orphans.num_bytes()
     }
 
-    /// Whether a block is held.
-    pub(crate) fn holds(&self, runs: &Change<'_>, member: u32, block: BlockKey) -> bool {
-        self.find(runs, member, block.0).is_some() || self.orphans.holds(block.0)
-    }
-
     /// Blocks that follow each other are stored, the first one after `parent`. At most `max_held` blocks are held: how many
     /// were refused.
     pub(crate) fn store(

@@ -34,10 +34,6 @@ impl Member {
         self.held.num_held()
     }
 
-    pub(crate) fn holds(&self, block: BlockKey) -> bool {
-        self.held.holds(&self.index.runs().change(), self.id.0, block)
-    }
-
     /// Blocks that follow each other, the first one after `parent`. How many were refused.
     pub(crate) fn store(&mut self, parent: Option<BlockKey>, blocks: &[BlockKey]) -> usize {
         let before = self.held.num_bytes();

@@ -173,6 +173,40 @@ pub fn check_nonsense(script: &[u8]) {
     assert_eq!(index.size().num_memberships, 0);
 }
 
+/// Plays prompts that are sent to a worker and finish there, and its reports in between. A prompt is believed to be cached at once, as
+/// far as the pool has room, and nothing is for longer than it may be.
+///
+/// # Panics
+/// When that is not so.
+pub fn check_beliefs(script: &[u8]) {
+    let Some((first, script)) = script.split_first() else { return };
+    let tree = if first & 1 == 0 { Tree::Bushy } else { Tree::Long };
+    let index = Arc::new(KvIndex::new(4));
+    // Less than some prompts have.
+    let pool = 1 + usize::from(first >> 1) % 50;
+    let mut feed = CacheFeed::new(index.clone(), 1, pool);
+    let nothing = EventBatch { first: 0, events: Vec::new(), kind: BatchKind::DumpEnd };
+    feed.take(&nothing).expect("it is whole");
+    for step in script.chunks_exact(2) {
+        let prompt = tree.prompt(u64::from(step[1]) % NUM_BLOCKS);
+        let blocks = prompt.iter().copied().map(key);
+        match step[0] % 4 {
+            0 => {
+                feed.on_report();
+                continue;
+            }
+            1 => feed.finished(blocks).expect("there is room for it"),
+            _ => feed.expect(blocks).expect("there is room for it"),
+        }
+        let found: Vec<_> = index.lookup(&prompt, key).iter().map(|holder| holder.num_blocks).collect();
+        assert_eq!(found, [prompt.len().min(pool)], "of {prompt:?}");
+        assert!(feed.num_blocks() <= pool, "{} of {pool}", feed.num_blocks());
+    }
+    // It is believed for 64 reports at most.
+    (0..65).for_each(|_| feed.on_report());
+    assert_eq!((feed.num_blocks(), index.size().num_memberships), (0, 0));
+}
+
 fn check_lookups(tree: Tree, index: &KvIndex, workers: &[Worker]) {
     for block in (NUM_BLOCKS / 2..NUM_BLOCKS).step_by(7) {
         let prompt = tree.prompt(block);

@@ -55,6 +55,7 @@ fn any_stream_of_events_leads_to_what_a_plain_model_holds() {
         let script: Vec<u8> = (0..400).map(|_| random(&mut state) as u8).collect();
         testing::check(&script);
         testing::check_nonsense(&script);
+        testing::check_beliefs(&script);
     }
 }
 
@@ -340,6 +341,26 @@ fn what_was_sent_is_believed_until_events_or_some_reports_have_come() {
     }
     assert_eq!((held(&index, &b), index.size().num_blocks), (vec![], 0));
     assert_eq!(feed.state(), SourceState::Exact);
+}
+
+#[test]
+fn what_was_sent_to_a_full_pool_between_two_reports_is_not_believed_for_ever() {
+    let index = Arc::new(KvIndex::new(4));
+    let mut feed = CacheFeed::new(index.clone(), 1, 8);
+    feed.take(&dump(0, vec![])).unwrap();
+    let (a, b) = (chain(1, 6), chain(2, 6));
+    feed.expect(a.iter().copied()).unwrap();
+    feed.expect(b.iter().copied()).unwrap();
+    assert_eq!((held(&index, &a), held(&index, &b)), (vec![(1, 2)], vec![(1, 6)]), "the older makes room");
+    // What ends sooner than all others does not make room for itself.
+    let answered = [&a[..2], &chain(3, 5)].concat();
+    feed.finished(answered.iter().copied()).unwrap();
+    assert_eq!((held(&index, &answered), held(&index, &b)), (vec![(1, 7)], vec![(1, 1)]));
+    (0..70).for_each(|_| feed.on_report());
+    assert_eq!((held(&index, &a), held(&index, &b), feed.num_blocks()), (vec![], vec![], 0));
+    assert_eq!(index.size().num_memberships, 0);
+    feed.expect(a.iter().copied()).unwrap();
+    assert_eq!(held(&index, &a), [(1, 6)], "what is sent later is believed");
 }
 
 #[test]
