@@ -1,4 +1,5 @@
-//! A plan among a thousand workers that all hold a prefix of 2,000 tokens: the lookup in the index, and the choice.
+//! A plan among a thousand workers that all hold a prefix of 2,000 tokens: the lookup in the index, and the choice,
+//! by times and by constants.
 //!
 //! `cargo bench -p baton-planner`. Prints percentiles of single plans: a mean would hide what waits.
 
@@ -11,8 +12,8 @@ use std::{
 use baton_kv_cache::{BlockHash, HashRoot, KvDtype, KvFormat, KvLayout};
 use baton_kv_index::{BatchKind, BlockKey, CacheEvent, CacheFeed, EventBatch, KvIndex};
 use baton_planner::{
-    ClusterView, HeldPrefix, Load, PlanByTime, PlanRequest, Policy, StepLine, Usability, WorkerKey,
-    WorkerPace, WorkerView,
+    ClusterView, HeldPrefix, Load, PlanByTime, PlanRequest, Policy, PrefixAware, StepLine, Usability,
+    WorkerKey, WorkerPace, WorkerView,
 };
 
 const NUM_WORKERS: usize = 1000;
@@ -92,8 +93,8 @@ fn main() {
             feed
         })
         .collect();
-    let policy = PlanByTime::default();
-    let (mut whole, mut lookup) = (Vec::new(), Vec::new());
+    let (policy, by_constants) = (PlanByTime::default(), PrefixAware::default());
+    let (mut whole, mut lookup, mut constants) = (Vec::new(), Vec::new(), Vec::new());
     for seed in 0..NUM_PLANS as u64 {
         let tokens =
             prefix.iter().copied().chain((0..500).map(|token| token + seed as u32)).collect::<Vec<_>>();
@@ -116,10 +117,13 @@ fn main() {
         let plan = policy.plan(&request, &view).expect("there are workers");
         whole.push(started.elapsed());
         black_box(plan);
+        let started = Instant::now();
+        black_box(by_constants.plan(&request, &view).expect("there are workers"));
+        constants.push(started.elapsed());
         assert_eq!(request.cached.len(), NUM_WORKERS);
     }
     drop(feeds);
-    for (name, mut times) in [("lookup", lookup), ("whole plan", whole)] {
+    for (name, mut times) in [("lookup", lookup), ("whole plan", whole), ("choice by constants", constants)] {
         times.sort_unstable();
         let us = |part: usize| times[times.len() * part / 1000].as_secs_f64() * 1e6;
         println!("{name}: p50 {:.1} us, p99 {:.1} us, p99.9 {:.1} us", us(500), us(990), us(999));

@@ -29,7 +29,7 @@ use crate::{
     ClusterView, Estimate, NoPlan, Plan, PlanOption, PlanRequest, Policy, Prefill, PrefillMode, PrefixAware,
     Slo, Usability, WorkerKey, WorkerView,
     outlook::{Outlook, outlooks},
-    policy::{decode_candidates, excluded, fits},
+    policy::{decode_candidates, excluded, fits, places},
 };
 
 /// The calls of a handoff before its first token: to the prefill worker, and back.
@@ -112,11 +112,7 @@ impl Policy for PlanByTime {
         if view.workers.iter().zip(&search.workers).any(is_silent) {
             return self.otherwise.plan(request, view);
         }
-        // Both are in the order of the view.
-        let mut left = decode.into_iter().peekable();
-        let is_next = |&idx: &usize| left.next_if(|next| std::ptr::eq(*next, &view.workers[idx])).is_some();
-        let decode: Vec<usize> = (0..view.workers.len()).filter(is_next).collect();
-        search.plan(&decode)
+        search.plan(&places(decode, view))
     }
 }
 

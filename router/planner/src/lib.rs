@@ -10,6 +10,7 @@ mod back_off;
 mod balance;
 mod by_time;
 mod expected_output;
+mod held;
 mod ledger;
 mod outlook;
 mod plan;

@@ -1,12 +1,15 @@
 //! What one worker would take for a request: its queue, its chunks, its batch, and who shares its processors.
 
-use std::{borrow::Cow, cmp::Ordering, collections::HashMap};
+use std::collections::HashMap;
 
-use baton_cluster_record::{Role, WorkerRecord};
+use baton_cluster_record::Role;
 use baton_cost::{LinkLine, PromptWork, StepLine, StepWork, share_brought};
 use baton_kv_events::MAX_TIERS;
 
-use crate::{ClusterView, HeldPrefix, PlanRequest, StorePace, WorkerKey, WorkerPace, WorkerView};
+use crate::{
+    ClusterView, PlanRequest, StorePace, WorkerPace, WorkerView,
+    held::{Held, held},
+};
 
 /// Of a worker that does not say how many tokens a step computes at most.
 const CHUNK: usize = 512;
@@ -37,49 +40,10 @@ pub(crate) struct Outlook<'a> {
     pub(crate) sharers: Vec<usize>,
 }
 
-/// What a worker holds of the front of the request, in tokens. As [`HeldPrefix`].
-#[derive(Clone, Copy, Debug, Default)]
-struct Held {
-    num_tokens: usize,
-    above: [usize; MAX_TIERS],
-    with_store: usize,
-}
-
 /// The outlooks of all workers of the view, in its order; `None` for those that do not say what their steps take.
 pub(crate) fn outlooks<'a>(request: &PlanRequest, view: &'a ClusterView) -> Vec<Option<Outlook<'a>>> {
-    let mut cached = Cow::Borrowed(&request.cached);
-    if !cached.is_sorted_by(|a, b| a.worker <= b.worker) {
-        cached.to_mut().sort();
-    }
-    let compare = |key: &WorkerKey, record: &WorkerRecord| {
-        key.id.cmp(&record.id).then(key.incarnation.cmp(&record.incarnation))
-    };
-    // Workers and keys usually have the same order: then each key is passed once.
-    let mut next = 0;
-    let mut cached_by = |record: &WorkerRecord| {
-        let order = |place: usize| cached.get(place).map(|cached| compare(&cached.worker, record));
-        let mut found = order(next);
-        let is_passed = || next.checked_sub(1).is_some_and(|last| order(last) != Some(Ordering::Less));
-        if found == Some(Ordering::Less) || (found != Some(Ordering::Equal) && is_passed()) {
-            next = cached.partition_point(|cached| compare(&cached.worker, record).is_lt());
-            found = order(next);
-        }
-        if found != Some(Ordering::Equal) {
-            return Held::default();
-        }
-        next += 1;
-        let &HeldPrefix { num_tokens, above, with_store, .. } = &cached[next - 1];
-        let num_tokens = num_tokens.min(request.num_tokens);
-        // Of a head all or nothing is used, and it is not known how it was blended when it was stored.
-        let with_store = if request.blend.is_some() { num_tokens } else { with_store };
-        Held {
-            num_tokens,
-            above: above.map(|num| num.min(num_tokens)),
-            with_store: with_store.clamp(num_tokens, request.num_tokens),
-        }
-    };
-    let mut outlooks: Vec<_> =
-        view.workers.iter().map(|worker| Outlook::new(worker, cached_by(&worker.record))).collect();
+    let workers = view.workers.iter().zip(held(request, view));
+    let mut outlooks: Vec<_> = workers.map(|(worker, held)| Outlook::new(worker, held)).collect();
     let mut machines: HashMap<&str, Vec<usize>> = HashMap::new();
     for (idx, worker) in view.workers.iter().enumerate() {
         if let Some(compute) = worker.record.compute.as_ref().filter(|compute| !compute.units.is_empty()) {

@@ -10,8 +10,8 @@ use baton_cluster_record::{Role, WorkerRecord};
 use baton_cost::PromptWork;
 
 use crate::{
-    ClusterView, NoPlan, Plan, PlanRequest, Policy, Prefill, PrefillMode, SentWork, Usability, WorkerKey,
-    WorkerView,
+    ClusterView, NoPlan, Plan, PlanRequest, Policy, Prefill, PrefillMode, SentWork, Usability, WorkerView,
+    held::held,
 };
 
 /// The policy's parameters.
@@ -61,8 +61,8 @@ impl PrefixAware {
         self.config.fetch_prefix_from.max(1)
     }
 
-    fn cost(&self, worker: &WorkerView, request: &PlanRequest) -> u64 {
-        let uncached = uncached(&worker.record, request);
+    /// Of a worker that must compute or fetch so many tokens of the request.
+    fn cost(&self, worker: &WorkerView, uncached: usize) -> u64 {
         let sequences = (worker.load.num_running + worker.load.num_waiting).max(worker.num_assigned);
         // A worker may report any number.
         let mut cost = (uncached as u64)
@@ -78,26 +78,26 @@ impl PrefixAware {
 }
 
 impl PrefixAware {
-    /// The worker that has so much more of the sequence cached than `worker` that fetching is quicker than computing, and
-    /// how many tokens more.
+    /// The worker that has so much more of the sequence cached than the one at `idx` that fetching is quicker than computing,
+    /// and how many tokens more. `uncached` are the tokens that each worker of the view lacks.
     fn source(
         &self,
-        worker: &WorkerView,
+        idx: usize,
         request: &PlanRequest,
         view: &ClusterView,
+        uncached: &[usize],
     ) -> (Option<Arc<WorkerRecord>>, usize) {
-        let lacking = uncached(&worker.record, request);
+        let (worker, lacking) = (&view.workers[idx], uncached[idx]);
         // The last token is computed in any case.
         let most = lacking.saturating_sub(1);
-        let sources = view.workers.iter().filter(|other| {
+        let sources = view.workers.iter().zip(uncached).filter(|(other, _)| {
             other.record.id != worker.record.id
                 && matches!(other.usability, Usability::Ready | Usability::Draining)
                 && other.is_like(worker)
                 && !excluded(&other.record, request)
         });
-        let gain = |other: &WorkerView| lacking.saturating_sub(uncached(&other.record, request)).min(most);
         let best = sources
-            .map(|other| (gain(other), other))
+            .map(|(other, &uncached)| (lacking.saturating_sub(uncached).min(most), other))
             .filter(|&(gain, _)| {
                 gain >= self.config.fetch_prefix_from.max(1) && self.is_quicker(worker, gain)
             })
@@ -161,34 +161,37 @@ impl Plan {
 impl Policy for PrefixAware {
     fn plan(&self, request: &PlanRequest, view: &ClusterView) -> Result<Plan, NoPlan> {
         let candidates = decode_candidates(request, view)?;
-        let decode = least(candidates, |worker| self.cost(worker, request)).ok_or(NoPlan::NoDecodeWorker)?;
-        let (source, num_fetched) = self.source(decode, request, view);
+        // Once: many workers may hold the beginning of a prompt.
+        let uncached: Vec<usize> =
+            held(request, view).map(|held| request.num_tokens - held.num_tokens).collect();
+        // The cheapest; of equals the one with the fewest of our requests, then the first by name.
+        let cost = |worker: &WorkerView, uncached| (self.cost(worker, uncached), worker.num_assigned);
+        let least = |idxs: Vec<usize>| {
+            idxs.into_iter().min_by_key(|&idx| cost(&view.workers[idx], uncached[idx]))
+        };
+        let decode_idx = least(places(candidates, view)).ok_or(NoPlan::NoDecodeWorker)?;
+        let decode = &view.workers[decode_idx];
+        let (source, num_fetched) = self.source(decode_idx, request, view, &uncached);
         let worth_it = match request.prefill {
             PrefillMode::Local => false,
             PrefillMode::Remote => true,
-            PrefillMode::Auto => {
-                uncached(&decode.record, request) - num_fetched >= self.config.local_prefill_below
-            }
+            PrefillMode::Auto => uncached[decode_idx] - num_fetched >= self.config.local_prefill_below,
         };
-        let prefill = if worth_it {
-            least(prefill_candidates(request, &decode.record, view), |worker| self.cost(worker, request))
+        let prefill_idx = if worth_it {
+            least(places(prefill_candidates(request, &decode.record, view), view))
         } else {
             None
         };
-        let prefill = match (prefill, request.prefill) {
-            (Some(worker), _) => {
-                (Prefill::Remote(worker.record.clone()), self.source(worker, request, view).0)
+        let (prefill, prefix_source) = match (prefill_idx, request.prefill) {
+            (Some(idx), _) => {
+                let worker = view.workers[idx].record.clone();
+                (Prefill::Remote(worker), self.source(idx, request, view, &uncached).0)
             }
             (None, PrefillMode::Remote) => return Err(NoPlan::NoPrefillWorker),
             (None, _) => (Prefill::Local, source),
         };
-        let (prefill, prefix_source) = prefill;
-        let computes = match &prefill {
-            Prefill::Local => &decode.record,
-            Prefill::Remote(worker) => worker,
-        };
-        let num_arriving = request.num_arriving.min(request.num_tokens.saturating_sub(1));
-        let num_cached = (request.num_tokens - uncached(computes, request)).max(num_arriving);
+        let num_held = request.num_tokens - uncached[prefill_idx.unwrap_or(decode_idx)];
+        let num_cached = num_held.max(request.num_arriving.min(request.num_tokens.saturating_sub(1)));
         let prompt = PromptWork::new(request.num_tokens, num_cached);
         Ok(Plan::new(request, decode, prefill, prefix_source, &prompt))
     }
@@ -248,6 +251,16 @@ pub fn decode_candidates<'a>(
     )
 }
 
+/// The places in the view of workers that are in its order.
+pub(crate) fn places<'a>(
+    workers: impl IntoIterator<Item = &'a WorkerView>,
+    view: &ClusterView,
+) -> Vec<usize> {
+    let mut left = workers.into_iter().peekable();
+    let is_next = |&idx: &usize| left.next_if(|next| std::ptr::eq(*next, &view.workers[idx])).is_some();
+    (0..view.workers.len()).filter(is_next).collect()
+}
+
 /// A worker that does not say its context takes anything.
 pub(crate) fn fits(record: &WorkerRecord, num_tokens: usize) -> bool {
     record.capacity.context_length == 0 || num_tokens <= record.capacity.context_length
@@ -257,25 +270,9 @@ pub(crate) fn excluded(record: &WorkerRecord, request: &PlanRequest) -> bool {
     request.excluded.iter().any(|key| key.id == record.id && key.incarnation == record.incarnation)
 }
 
-/// Tokens of the request that the worker must compute or fetch.
-fn uncached(record: &Arc<WorkerRecord>, request: &PlanRequest) -> usize {
-    let key = WorkerKey::of(record);
-    let cached =
-        request.cached.iter().find(|cached| *cached.worker == key).map_or(0, |cached| cached.num_tokens);
-    request.num_tokens.saturating_sub(cached)
-}
-
 fn lacks_blocks(worker: &WorkerView, num_tokens: usize) -> bool {
     let num_blocks = num_tokens.div_ceil(worker.record.kv_format.block_size.max(1)) as u64;
     let num_awaited = worker.sent.num_blocks.saturating_add(worker.load.num_queued_blocks as u64);
     let num_taken = num_blocks.saturating_add(num_awaited);
     worker.load.num_total_blocks > 0 && num_taken > worker.load.num_free_blocks as u64
-}
-
-/// The cheapest; of equals the one with the fewest of our requests, then the first by name.
-fn least<'a>(
-    workers: impl IntoIterator<Item = &'a WorkerView>,
-    cost: impl Fn(&WorkerView) -> u64,
-) -> Option<&'a WorkerView> {
-    workers.into_iter().min_by_key(|worker| (cost(worker), worker.num_assigned))
 }

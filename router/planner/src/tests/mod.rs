@@ -309,8 +309,33 @@ fn plans() {
         ),
     ];
     for (name, workers, wanted, expected) in cases {
-        assert_eq!(outcome(&request(wanted), &view(workers)), expected, "{name}");
+        let (mut request, view) = (request(wanted), view(workers));
+        assert_eq!(outcome(&request, &view), expected, "{name}");
+        request.cached.reverse();
+        assert_eq!(outcome(&request, &view), expected, "{name}, prefixes in another order");
     }
+}
+
+/// Not a benchmark, but it fails if what each worker holds is looked for among what all hold: that takes a hundred times as long.
+#[test]
+fn a_prefix_that_all_workers_hold_hardly_slows_down_a_plan_by_constants() {
+    let role = |idx: usize| if idx.is_multiple_of(2) { "decode" } else { "prefill" };
+    let workers: String = (0..4000).map(|idx| format!("w{idx:04} {}\n", role(idx))).collect();
+    let cluster = view(&workers);
+    let key = |worker: &WorkerView| Arc::new(WorkerKey::of(&worker.record));
+    let held = cluster.workers.iter().map(|worker| HeldPrefix::pooled(key(worker), 300)).collect();
+    let seconds = |cached: Vec<HeldPrefix>| {
+        let wanted = PlanRequest { cached, ..request("tokens=900") };
+        let plan = |_| {
+            let started = std::time::Instant::now();
+            PrefixAware::default().plan(&wanted, &cluster).expect("a plan");
+            started.elapsed().as_secs_f64()
+        };
+        (0..10).map(plan).fold(f64::INFINITY, f64::min)
+    };
+    let (without, with) = (seconds(Vec::new()), seconds(held));
+    println!("{without} s a plan, {with} s with the prefix");
+    assert!(with < 15.0 * without, "{with} s, and {without} s without the prefix");
 }
 
 #[test]
