@@ -166,9 +166,8 @@ impl Policy for PrefixAware {
             held(request, view).map(|held| request.num_tokens - held.num_tokens).collect();
         // The cheapest; of equals the one with the fewest of our requests, then the first by name.
         let cost = |worker: &WorkerView, uncached| (self.cost(worker, uncached), worker.num_assigned);
-        let least = |idxs: Vec<usize>| {
-            idxs.into_iter().min_by_key(|&idx| cost(&view.workers[idx], uncached[idx]))
-        };
+        let least =
+            |idxs: Vec<usize>| idxs.into_iter().min_by_key(|&idx| cost(&view.workers[idx], uncached[idx]));
         let decode_idx = least(places(candidates, view)).ok_or(NoPlan::NoDecodeWorker)?;
         let decode = &view.workers[decode_idx];
         let (source, num_fetched) = self.source(decode_idx, request, view, &uncached);
