@@ -31,7 +31,9 @@ pub(crate) struct Reply {
 impl Runner {
     /// `wire` is the wire format of a prompt's KV, `end` the token that ends a reply.
     pub(crate) fn new(options: &LoadOptions, wire: WireFormat, end: u32) -> Runner {
-        let model = load(&model_dir(), Backend::Cpu, options, &mut |_| {}).expect("the tiny model loads");
+        // The tests of this program run side by side.
+        let options = LoadOptions { threads: Some(1), ..options.clone() };
+        let model = load(&model_dir(), Backend::Cpu, &options, &mut |_| {}).expect("the tiny model loads");
         let layout = model.kv_layout();
         let num_blocks = layout.num_blocks_for(MAX_TOKENS);
         Runner {
