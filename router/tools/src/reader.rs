@@ -235,8 +235,11 @@ impl AnswerReader {
         }
         let rest = &self.text[num_bytes..];
         let is_object = self.format == Some(ToolFormat::Llama3) && rest.starts_with(['{', ';']);
-        let marks = self.marks();
-        if is_object || matches!(find(rest, &marks), Found::At(0, _)) {
+        let open = self.reasoning.map(|marks| marks.open);
+        let mut marks = self.marks();
+        marks.extend(open);
+        let found = find(rest, &marks);
+        if is_object || matches!(found, Found::At(0, _)) {
             self.take(num_bytes);
             if is_object && self.text.starts_with(';') && self.num_calls > 0 {
                 self.take(1);
@@ -247,7 +250,13 @@ impl AnswerReader {
                 self.begin_object(String::new(), false);
                 return true;
             }
-        } else if find(rest, &marks) == Found::NotBefore(0)
+            // Elsewhere this mark is text: content may be about it.
+            if let Some(open) = open.filter(|open| self.text.starts_with(open)) {
+                self.take(open.len());
+                self.state = State::Reasoning;
+                return true;
+            }
+        } else if found == Found::NotBefore(0)
             && (!self.has_ended || self.num_calls > 0 || self.is_required)
         {
             // A mark may have begun. Behind a call, or if one is required, what the end of the answer has cut is a mark.
@@ -283,8 +292,7 @@ impl AnswerReader {
             "<tool_call>" | "<|python_tag|>" => self.begin_object(mark.to_owned(), false),
             "</tool_call>" => self.state = State::Gap,
             "[TOOL_CALLS]" if self.format == Some(ToolFormat::Mistral) => self.state = State::List,
-            "[TOOL_CALLS]" => self.state = State::Name,
-            _ => self.state = State::Reasoning,
+            _ => self.state = State::Name,
         }
         true
     }
@@ -432,14 +440,12 @@ impl AnswerReader {
 
     /// The marks that can end content.
     fn marks(&self) -> Vec<&'static str> {
-        let mut marks = match self.format {
+        match self.format {
             Some(ToolFormat::Hermes) => vec!["<tool_call>", "</tool_call>"],
             Some(ToolFormat::Llama3) => vec!["<|python_tag|>"],
             Some(ToolFormat::Mistral | ToolFormat::MistralArgs) => vec!["[TOOL_CALLS]"],
             Some(ToolFormat::Harmony) | None => Vec::new(),
-        };
-        marks.extend(self.reasoning.map(|marks| marks.open));
-        marks
+        }
     }
 
     /// Bytes before the first of `marks`, or that cannot belong to one; and which it is.

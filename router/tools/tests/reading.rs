@@ -80,6 +80,13 @@ fn reasoning() {
     check(&thinks, &format!("<think>é</think>{call}"), &["R é", "F look_up", "A {}"]);
     check(&thinks, "no thoughts", &["C no thoughts"]);
     check(&thinks, "<think>cut off", &["R cut off"]);
+    // Within content the mark is text.
+    let about = "The `<think>` tag\n<think>";
+    let content = format!("C {about}");
+    check(&thinks, about, &[&*content]);
+    check(&reader(None, true, Some(THINK)), about, &[&*content]);
+    check(&thinks, &format!("<think>hm</think>\n\n{about}"), &["R hm", &*content]);
+    check(&thinks, &format!("{call}\n<think>hm</think>So."), &["F look_up", "A {}", "R hm", "C So."]);
     let is_open = Some(ReasoningMarks { is_open: true, ..THINK });
     check(&reader(None, true, is_open), "because</think>so", &["R because", "C so"]);
     // Without marks a text is left alone.
