@@ -47,6 +47,8 @@ pub struct AnswerReader {
     state: State,
     /// What is not read yet.
     text: String,
+    /// Bytes at the front of `text` that are known to be white space: no mark begins with it.
+    num_blank: usize,
     num_calls: usize,
     /// Of the newest call nothing is told: it is one too many.
     is_mute: bool,
@@ -104,6 +106,7 @@ impl AnswerReader {
             is_required: false,
             state,
             text: String::new(),
+            num_blank: 0,
             num_calls: 0,
             is_mute: false,
             shape: Shape::default(),
@@ -161,7 +164,7 @@ impl AnswerReader {
     pub fn finish(&mut self) -> Vec<AnswerPart> {
         self.has_ended = true;
         let mut parts = self.read();
-        let mut rest = std::mem::take(&mut self.text);
+        let mut rest = self.take(self.text.len());
         match &mut self.state {
             State::Reasoning | State::Message(Address::Reasoning) => {
                 add(&mut parts, AnswerPart::Reasoning(rest))
@@ -228,12 +231,13 @@ impl AnswerReader {
 
     /// White space, until it is clear what follows.
     fn step_gap(&mut self) -> bool {
-        let num_bytes = self.text.len() - self.text.trim_start().len();
-        if num_bytes == self.text.len() {
+        let rest = self.text[self.num_blank..].trim_start();
+        let num_bytes = self.text.len() - rest.len();
+        self.num_blank = num_bytes;
+        if rest.is_empty() {
             self.state = State::Gap;
             return false;
         }
-        let rest = &self.text[num_bytes..];
         let is_object = self.format == Some(ToolFormat::Llama3) && rest.starts_with(['{', ';']);
         let open = self.reasoning.map(|marks| marks.open);
         let mut marks = self.marks();
@@ -261,7 +265,7 @@ impl AnswerReader {
         {
             // A mark may have begun. Behind a call, or if one is required, what the end of the answer has cut is a mark.
             if self.has_ended {
-                self.text.clear();
+                self.take(self.text.len());
             }
             self.state = State::Gap;
             return false;
@@ -274,20 +278,18 @@ impl AnswerReader {
 
     fn step_content(&mut self, parts: &mut Vec<AnswerPart>) -> bool {
         let marks = self.marks();
-        let (mut num_bytes, found) = self.before(&marks);
-        if found.is_none() && !self.has_ended {
-            // White space before a mark is not content.
-            num_bytes = self.text[..num_bytes].trim_end().len();
-        }
-        let mut content = self.take(num_bytes);
-        let Some(idx) = found else {
-            add(parts, AnswerPart::Content(content));
-            return false;
+        let (end, found) = self.before(&marks);
+        // White space before a mark is not content.
+        let num_bytes = match self.text[self.num_blank..end].trim_end().len() {
+            _ if found.is_none() && self.has_ended => end,
+            0 => 0,
+            num_shown => self.num_blank + num_shown,
         };
-        content.truncate(content.trim_end().len());
-        add(parts, AnswerPart::Content(content));
+        add(parts, AnswerPart::Content(self.take(num_bytes)));
+        self.num_blank = end - num_bytes;
+        let Some(idx) = found else { return false };
         let mark = marks[idx];
-        self.take(mark.len());
+        self.take(self.num_blank + mark.len());
         match mark {
             "<tool_call>" | "<|python_tag|>" => self.begin_object(mark.to_owned(), false),
             "</tool_call>" => self.state = State::Gap,
@@ -450,14 +452,19 @@ impl AnswerReader {
 
     /// Bytes before the first of `marks`, or that cannot belong to one; and which it is.
     fn before(&self, marks: &[&str]) -> (usize, Option<usize>) {
-        match find(&self.text, marks) {
-            Found::At(offset, idx) => (offset, Some(idx)),
+        match find(&self.text[self.num_blank..], marks) {
+            Found::At(offset, idx) => (self.num_blank + offset, Some(idx)),
             Found::NotBefore(_) if self.has_ended => (self.text.len(), None),
-            Found::NotBefore(offset) => (offset, None),
+            Found::NotBefore(offset) => (self.num_blank + offset, None),
         }
     }
 
     fn take(&mut self, num_bytes: usize) -> String {
+        // What is held is not copied for each token.
+        if num_bytes == 0 {
+            return String::new();
+        }
+        self.num_blank = self.num_blank.saturating_sub(num_bytes);
         let rest = self.text.split_off(num_bytes);
         std::mem::replace(&mut self.text, rest)
     }

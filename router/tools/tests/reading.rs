@@ -1,5 +1,7 @@
 //! Answers in every format, cut at every place.
 
+use std::time::{Duration, Instant};
+
 use baton_tools::{AnswerPart, AnswerReader, ReasoningMarks, ToolFormat};
 
 const THINK: ReasoningMarks = ReasoningMarks { open: "<think>", close: "</think>", is_open: false };
@@ -91,6 +93,22 @@ fn reasoning() {
     check(&reader(None, true, is_open), "because</think>so", &["R because", "C so"]);
     // Without marks a text is left alone.
     check(&reader(None, true, None), " <think>x</think> ", &["C  <think>x</think> "]);
+}
+
+/// To look through all of it again for each token took hours.
+#[test]
+fn held_white_space_is_looked_at_once() {
+    let thinks = reader(Some(ToolFormat::Hermes), true, Some(THINK));
+    let started = Instant::now();
+    for first in ["", "<think>hm</think>", "Well."] {
+        let mut reader = thinks.clone();
+        reader.push(first);
+        for _ in 0..1_000_000 {
+            assert!(reader.push(" ").is_empty());
+            assert!(started.elapsed() < Duration::from_secs(60), "{first:?}");
+        }
+        assert!(reader.push("<tool").is_empty() && reader.push("_call>").is_empty());
+    }
 }
 
 #[test]
