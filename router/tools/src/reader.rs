@@ -73,8 +73,8 @@ enum State {
         held: String,
         in_list: bool,
     },
-    /// Between the objects of a list.
-    List,
+    /// Between the objects of a list. Its text so far, with the mark; empty after a call.
+    List(String),
     /// A name before the arguments.
     Name,
     /// The arguments of a named call.
@@ -174,6 +174,12 @@ impl AnswerReader {
                 held.push_str(&rest);
                 add(&mut parts, AnswerPart::Content(std::mem::take(held)));
             }
+            State::List(held) if !self.is_required => {
+                add(&mut parts, AnswerPart::Content(std::mem::take(held)));
+            }
+            State::Name if !self.is_required => {
+                add(&mut parts, AnswerPart::Content(format!("[TOOL_CALLS]{rest}")));
+            }
             State::Content | State::Message(Address::Content) => add(&mut parts, AnswerPart::Content(rest)),
             State::Gap => {
                 rest.truncate(rest.trim_end().len());
@@ -209,7 +215,7 @@ impl AnswerReader {
             State::Gap => self.step_gap(),
             State::Content => self.step_content(parts),
             State::Object { scanner, held, in_list } => self.step_object(scanner, held, in_list, parts),
-            State::List => self.step_list(),
+            State::List(held) => self.step_list(held, parts),
             State::Name => self.step_name(parts),
             State::Arguments(shape) => self.step_arguments(shape, parts),
             State::Header => self.step_header(parts),
@@ -293,7 +299,9 @@ impl AnswerReader {
         match mark {
             "<tool_call>" | "<|python_tag|>" => self.begin_object(mark.to_owned(), false),
             "</tool_call>" => self.state = State::Gap,
-            "[TOOL_CALLS]" if self.format == Some(ToolFormat::Mistral) => self.state = State::List,
+            "[TOOL_CALLS]" if self.format == Some(ToolFormat::Mistral) => {
+                self.state = State::List(mark.to_owned());
+            }
             _ => self.state = State::Name,
         }
         true
@@ -328,7 +336,7 @@ impl AnswerReader {
                     Scanned::Arguments(_) => {}
                     Scanned::End => {
                         self.text = chars.as_str().to_owned();
-                        self.state = if in_list { State::List } else { State::Gap };
+                        self.state = if in_list { State::List(String::new()) } else { State::Gap };
                         return true;
                     }
                     Scanned::Broken if scanner.has_name() => {
@@ -353,18 +361,31 @@ impl AnswerReader {
         true
     }
 
-    fn step_list(&mut self) -> bool {
+    fn step_list(&mut self, mut held: String, parts: &mut Vec<AnswerPart>) -> bool {
         let c = self.text.chars().next().expect("there is text");
         if c == '{' {
-            self.begin_object(String::new(), true);
-            return true;
+            self.begin_object(held, true);
+        } else if c.is_whitespace() || matches!(c, '[' | ',' | ']') {
+            self.take(c.len_utf8());
+            if !held.is_empty() {
+                held.push(c);
+            }
+            self.state = if c == ']' { State::Gap } else { State::List(held) };
+        } else {
+            self.state = State::Content;
+            add(parts, AnswerPart::Content(held));
         }
-        self.take(c.len_utf8());
-        self.state = if c == ']' { State::Gap } else { State::List };
         true
     }
 
     fn step_name(&mut self, parts: &mut Vec<AnswerPart>) -> bool {
+        let word = self.text.split(['{', '[']).next().unwrap_or_default().trim();
+        if word.contains(char::is_whitespace) {
+            // This is no name.
+            self.state = State::Content;
+            add(parts, AnswerPart::Content("[TOOL_CALLS]".to_owned()));
+            return true;
+        }
         let end = self.text.find('{').or_else(|| self.text.find("[ARGS]"));
         let Some(end) = end else {
             self.state = State::Name;

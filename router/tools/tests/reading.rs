@@ -130,9 +130,22 @@ fn mistral() {
         r#"[TOOL_CALLS] [{"name": "add", "arguments": {"a": "]"}}, {"arguments": {}, "name": "look_up"}]"#;
     check(&old, list, &["F add", r#"A {"a": "]"}"#, "F look_up", "A {}"]);
     check(&old, "[1, 2] is [TOOL", &["C [1, 2] is [TOOL"]);
+    check(&old, &format!("{list} Done."), &["F add", r#"A {"a": "]"}"#, "F look_up", "A {}", "C Done."]);
+    // The end of the answer cuts the list after a call.
+    check(&old, &list[..list.find("{\"arguments").unwrap()], &["F add", r#"A {"a": "]"}"#]);
     let new = reader(Some(ToolFormat::MistralArgs), true, None);
     let calls = r#"Well.[TOOL_CALLS]add[ARGS]{"a": {"b": 1}}[TOOL_CALLS]look_up[CALL_ID]x1[ARGS]{}"#;
     check(&new, calls, &["C Well.", "F add", r#"A {"a": {"b": 1}}"#, "F look_up", "A {}"]);
+    check(&new, "[TOOL_CALLS] add {}", &["F add", "A {}"]);
+    // What follows the mark and is no call is content.
+    for rest in ["", " ", " hm", " I would call add, but {a} is [empty]"] {
+        let text = format!("[TOOL_CALLS]{rest}");
+        check(&new, &text, &[&*format!("C {text}")]);
+        check(&old, &text, &[&*format!("C {text}")]);
+    }
+    for text in ["[TOOL_CALLS] [", "[TOOL_CALLS] [see [1]", "[TOOL_CALLS] [{add}]"] {
+        check(&old, text, &[&*format!("C {text}")]);
+    }
 }
 
 #[test]
