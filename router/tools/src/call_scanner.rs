@@ -162,6 +162,11 @@ impl CallScanner {
         self.has_arguments |= is_arguments;
         match serde_json::from_str(&self.value) {
             Ok(Value::String(text)) if is_arguments => scanned.extend(self.arguments(or_none(&text))),
+            // No JSON, as with a line break in it: the client sees what the model wrote.
+            Err(_) if is_arguments && self.is_string => {
+                let text = unescaped(&self.value[1..self.value.len() - 1]);
+                scanned.extend(self.arguments(or_none(&text)));
+            }
             // What was held.
             _ if is_arguments && !self.is_string && !self.value.is_empty() => {
                 let text = std::mem::take(&mut self.value);
@@ -202,6 +207,24 @@ fn or_none(text: &str) -> &str {
     if matches!(text.trim(), "" | "null") { NONE } else { text }
 }
 
+/// What a string has between its quotes. Escapes that JSON lacks stay, and those that are numbers.
+fn unescaped(string: &str) -> String {
+    let mut text = String::with_capacity(string.len());
+    let mut chars = string.chars();
+    while let Some(c) = chars.next() {
+        let escaped = if c == '\\' { chars.next() } else { None };
+        match escaped {
+            None => text.push(c),
+            Some(same @ ('"' | '\\' | '/')) => text.push(same),
+            Some('n') => text.push('\n'),
+            Some('r') => text.push('\r'),
+            Some('t') => text.push('\t'),
+            Some(other) => text.extend([c, other]),
+        }
+    }
+    text
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -231,6 +254,8 @@ mod tests {
             (r#" { "arguments":{"a":"}\"{"} , "name":"f" }"#, "f", r#"{"a":"}\"{"}"#, &end),
             (r#"{"id": [1, {"name": 2}], "name": "f", "parameters": {}}"#, "f", "{}", &end),
             (r#"{"name": "f", "arguments": "{\"a\": 1}"}"#, "f", r#"{"a": 1}"#, &end),
+            (r#"{"name": "f", "arguments": "{\"a\": \"\d \\n\"}"}"#, "f", r#"{"a": "\d \n"}"#, &end),
+            ("{\"arguments\": \"{\\n\\\"a\\\": 1\n}\", \"name\": \"f\"}", "f", "{\n\"a\": 1\n}", &end),
             (r#"{"name": "f"}"#, "f", "{}", &end),
             (r#"{"name": "f\u00e9", "arguments": null}"#, "fé", "{}", &end),
             (r#"{"arguments": null , "name": "f"}"#, "f", "{}", &end),
