@@ -26,8 +26,12 @@ impl Patience {
 
     /// Waits for `item`; `None` when it did not come in time. Like a timeout of its own, but for its cost.
     pub async fn wait<F: Future>(&mut self, item: F) -> Option<F::Output> {
+        self.wait_by(&mut None, item).await
+    }
+
+    /// The same for items that end a silence only together: the first one that has not come yet sets their `deadline`.
+    pub async fn wait_by<F: Future>(&mut self, deadline: &mut Option<Instant>, item: F) -> Option<F::Output> {
         let mut item = std::pin::pin!(item);
-        let mut deadline = None;
         poll_fn(|context| {
             if let Poll::Ready(item) = item.as_mut().poll(context) {
                 return Poll::Ready(Some(item));
@@ -67,5 +71,18 @@ mod tests {
             assert!(began.elapsed() >= limit);
         }
         assert_eq!(patience.wait(async { 7 }).await, Some(7));
+    }
+
+    #[tokio::test]
+    async fn items_with_one_deadline_have_the_time_together() {
+        let [limit, item] = [50, 30].map(Duration::from_millis);
+        let mut patience = Patience::new(limit);
+        for _ in 0..2 {
+            let (began, mut deadline, mut num_items) = (Instant::now(), None, 0);
+            while num_items < 20 && patience.wait_by(&mut deadline, sleep(item)).await.is_some() {
+                num_items += 1;
+            }
+            assert!(began.elapsed() >= limit && num_items < 20);
+        }
     }
 }

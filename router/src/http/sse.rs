@@ -137,11 +137,12 @@ impl<C: Chunks> State<C> {
             return None;
         }
         let mut frame = Frame { bytes: Vec::with_capacity(self.frame_bytes), numbers: self.numbers.take() };
-        // An event without text or tokens makes no frame.
+        // An event without text that is certain makes no frame, and ends no silence.
+        let mut deadline = None;
         while frame.bytes.is_empty() {
             let event = match self.first.take() {
                 Some(event) => Some(Ok(event)),
-                None => match self.keep_alive.wait(self.events.next()).await {
+                None => match self.keep_alive.wait_by(&mut deadline, self.events.next()).await {
                     Some(event) => event,
                     None => {
                         frame.push_comment();

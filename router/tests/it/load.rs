@@ -64,6 +64,29 @@ async fn silent_streams_are_kept_open() {
     }
 }
 
+/// Also while tokens come whose text is held back: white space in front of what may be a call.
+#[tokio::test(flavor = "multi_thread")]
+async fn streams_whose_text_is_held_back_are_kept_open() {
+    let change = |config: &mut RouterConfig| {
+        config.stream_keep_alive = Duration::from_millis(100);
+        config.tool_format = Some(baton_router::ToolFormat::Hermes);
+    };
+    let (router, worker) = Router::with_worker_and(change).await;
+    worker.script(|_| {
+        let spaces = (0..300).flat_map(|_| [Step::Progress(Duration::from_millis(10)), Step::Token(32)]);
+        spaces.chain([Step::Finish(baton_proto::v1::FinishReason::Length)]).collect()
+    });
+    let tools = [json!({"type": "function", "function": {"name": "add"}})];
+    let body = json!({"messages": [{"role": "user", "content": "x"}], "tools": tools, "stream": true});
+    let response =
+        router.client.begin("POST", "/v1/chat/completions", &JSON, Bytes::from(body.to_string())).await;
+    let (mut body, mut text) = (response.into_body(), String::new());
+    while !(text.contains("data: ") && text.ends_with(": keep-alive\n\n")) {
+        let frame = body.frame().await.expect("a comment comes before the end").expect("bytes");
+        text.push_str(std::str::from_utf8(&frame.into_data().expect("no trailers")).expect("text"));
+    }
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn sixteen_streams_survive_the_death_of_their_only_worker() {
     let (mut router, worker) = Router::with_worker().await;
