@@ -266,8 +266,7 @@ impl AnswerReader {
                 self.state = State::Reasoning;
                 return true;
             }
-        } else if found == Found::NotBefore(0)
-            && (!self.has_ended || self.num_calls > 0 || self.is_required)
+        } else if found == Found::NotBefore(0) && (!self.has_ended || self.num_calls > 0 || self.is_required)
         {
             // A mark may have begun. Behind a call, or if one is required, what the end of the answer has cut is a mark.
             if self.has_ended {
