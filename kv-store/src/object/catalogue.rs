@@ -9,8 +9,7 @@ use std::{
 use baton_kv_cache::BlockHash;
 use baton_kv_events::Keep;
 
-/// Records that are known at most: 60 bytes of memory each. Segments beyond that are not looked at, but this worker's own count when it
-/// makes room.
+/// Records that are known at most: 60 bytes of memory each.
 const MAX_RECORDS: usize = 1 << 20;
 /// Blocks whose first use is remembered: twice as many at most.
 const MAX_SEEN: usize = 1 << 17;
@@ -21,6 +20,8 @@ pub(crate) struct Catalogue {
     max_records: usize,
     segments: HashMap<u32, Segment>,
     by_name: HashMap<String, u32>,
+    /// Segments of others that made room for records, or never had any. They are not learned as long as they exist.
+    passed_over: HashSet<String>,
     by_hash: HashMap<BlockHash, RecordPlace>,
     /// Where else blocks are that several segments hold.
     others: HashMap<BlockHash, Vec<RecordPlace>>,
@@ -77,6 +78,15 @@ pub(crate) struct Segment {
     used: u64,
 }
 
+/// A segment as the store lists it.
+#[derive(Debug)]
+pub(crate) struct ListedSegment {
+    pub(crate) name: String,
+    pub(crate) num_bytes: u64,
+    pub(crate) num_records: usize,
+    pub(crate) is_own: bool,
+}
+
 /// Blocks that were used once, the newest ones.
 #[derive(Debug, Default)]
 struct Seen {
@@ -92,11 +102,12 @@ impl Default for Catalogue {
 
 impl Catalogue {
     /// Of at most so many records.
-    fn new(max_records: usize) -> Catalogue {
+    pub(super) fn new(max_records: usize) -> Catalogue {
         Catalogue {
             max_records,
             segments: HashMap::new(),
             by_name: HashMap::new(),
+            passed_over: HashSet::new(),
             by_hash: HashMap::new(),
             others: HashMap::new(),
             pending: HashSet::new(),
@@ -132,12 +143,12 @@ impl Catalogue {
     }
 
     /// A request that ended used this block: whether it is to be written. That is at its second use, at the first if it is high, and
-    /// never for those to whom it is low, unless a segment holds it or will, or no more can be known. One that is to be written is pending, until
+    /// never for those to whom it is low, unless a segment holds it or will. One that is to be written is pending, until
     /// [`added`](Self::add) or [given up](Self::give_up).
     pub(crate) fn admit(&mut self, hash: BlockHash, keep: Keep) -> bool {
         let is_known = self.by_hash.contains_key(&hash) || self.pending.contains(&hash);
         let is_worth_it = match keep {
-            _ if is_known || self.is_full() => false,
+            _ if is_known => false,
             Keep::Low => false,
             Keep::Normal => self.seen.again(hash),
             Keep::High(_) => true,
@@ -219,11 +230,39 @@ impl Catalogue {
         });
         let gone: Vec<String> = known.map(|(name, _)| name.clone()).collect();
         gone.iter().for_each(|name| self.remove(name));
+        self.passed_over.retain(|name| names.contains(name.as_str()));
     }
 
-    /// Whether no more can be known. The last sixteenth is for segments that are being written.
-    pub(crate) fn is_full(&self) -> bool {
-        self.num_records + self.max_records / 16 >= self.max_records
+    /// Which of these segments, the oldest first, are to be learned: the newest that can be known together, own ones before others. Older
+    /// own ones count when room is made, and nothing else is known of them. Others are passed over.
+    pub(crate) fn choose(&mut self, new: Vec<ListedSegment>) -> Vec<ListedSegment> {
+        let mut room = self.most_records();
+        let mut takes = |num_records: usize| {
+            let rest = room.checked_sub(num_records);
+            room = rest.unwrap_or(room);
+            rest.is_some()
+        };
+        let mut newest_without_room = |is_own: bool| {
+            new.iter().rposition(|segment| segment.is_own == is_own && !takes(segment.num_records))
+        };
+        let (own_end, others_end) = (newest_without_room(true), newest_without_room(false));
+        let mut chosen = Vec::new();
+        for (idx, segment) in new.into_iter().enumerate() {
+            let end = if segment.is_own { own_end } else { others_end };
+            if Some(idx) > end {
+                chosen.push(segment);
+            } else if segment.is_own {
+                self.add(segment.name, Vec::new(), segment.num_bytes, true);
+            } else {
+                self.passed_over.insert(segment.name);
+            }
+        }
+        chosen
+    }
+
+    /// Records that may stay known. The last sixteenth is for segments that are being written or learned.
+    fn most_records(&self) -> usize {
+        self.max_records - self.max_records / 16
     }
 
     /// The number of the next segment that is added.
@@ -231,23 +270,29 @@ impl Catalogue {
         self.next_segment
     }
 
-    /// Whether there is a segment of this name.
+    /// Whether there is a segment of this name, or one that is passed over.
     pub(crate) fn is_known(&self, name: &str) -> bool {
-        self.by_name.contains_key(name)
+        self.by_name.contains_key(name) || self.passed_over.contains(name)
     }
 
-    /// The own segment that was used longest ago, if own segments have more than so many bytes. It is forgotten, and to be
-    /// deleted.
+    /// Forgets what was used longest ago: own segments while they have more than so many bytes, any while too many records are known.
+    /// Returns the first own one, which is to be deleted; `None`: there is room.
     pub(crate) fn make_room(&mut self, max_bytes: u64) -> Option<String> {
-        if self.own_bytes <= max_bytes {
-            return None;
+        loop {
+            let is_too_large = self.own_bytes > max_bytes;
+            if !is_too_large && self.num_records <= self.most_records() {
+                return None;
+            }
+            let may_go = self.segments.values().filter(|segment| segment.is_own || !is_too_large);
+            let oldest = may_go.min_by_key(|segment| segment.used)?;
+            let (name, num_records, is_own) = (oldest.name.clone(), oldest.hashes.len(), oldest.is_own);
+            self.remove(&name);
+            if is_own {
+                self.num_evicted += num_records as u64;
+                return Some(name);
+            }
+            self.passed_over.insert(name);
         }
-        let own = self.segments.values().filter(|segment| segment.is_own);
-        let oldest = own.min_by_key(|segment| segment.used)?;
-        let (name, num_records) = (oldest.name.clone(), oldest.hashes.len());
-        self.num_evicted += num_records as u64;
-        self.remove(&name);
-        Some(name)
     }
 
     /// What the reader lacks, of at most so many new segments at once. `None`: nothing. At first it is told that it is current, also if
@@ -394,16 +439,56 @@ mod tests {
     }
 
     #[test]
-    fn a_worker_makes_room_also_when_no_more_records_can_be_known_and_writes_none() {
+    fn what_was_used_longest_ago_makes_room_for_records_and_others_segments_are_not_deleted() {
         let mut catalogue = Catalogue::new(32);
-        catalogue.add("others".into(), chain(1, 28), 280, false);
+        let [a, b, c, d] = [1, 2, 3, 4].map(|seed| chain(seed, 10));
+        catalogue.add("a".into(), a.clone(), 10, true);
+        catalogue.add("b".into(), b.clone(), 10, false);
+        catalogue.add("c".into(), c.clone(), 10, true);
+        catalogue.used(&a);
+        assert_eq!(catalogue.make_room(100), None, "there is room for these");
+        catalogue.add("d".into(), d[..2].to_vec(), 10, true);
+        assert!(catalogue.admit(d[2], Keep::High(Duration::from_secs(1))), "room is made");
+        assert_eq!(catalogue.make_room(100), None, "it is of another worker");
+        assert_eq!([&a, &b, &c].map(|hashes| found(&catalogue, hashes)), [10, 0, 10]);
+        assert!(catalogue.is_known("b"), "it is not learned again");
+        catalogue.add("e".into(), b.clone(), 10, false);
+        assert_eq!(catalogue.make_room(100), Some("c".into()));
+        assert_eq!(catalogue.make_room(100), None);
+        assert_eq!([&a, &b, &c].map(|hashes| found(&catalogue, hashes)), [10, 10, 0]);
+        assert_eq!((catalogue.num_own_records(), catalogue.num_evicted()), (12, 10));
+    }
+
+    #[test]
+    fn the_newest_segments_are_learned_if_not_all_can_be_and_own_ones_before_others() {
+        let mut catalogue = Catalogue::new(32);
+        let new = |&(name, is_own): &(&str, bool)| ListedSegment {
+            name: name.to_owned(),
+            num_bytes: 10,
+            num_records: 10,
+            is_own,
+        };
+        let listed = [("a", true), ("b", false), ("c", false), ("d", true), ("e", false)];
+        let chosen = catalogue.choose(listed.iter().map(new).collect());
+        assert!(chosen.iter().map(|segment| &segment.name[..]).eq(["a", "d", "e"]), "{chosen:?}");
+        let is_known = listed.map(|(name, _)| catalogue.is_known(name));
+        assert_eq!(is_known, [false, true, true, false, false], "b and c are passed over");
+        catalogue.listed(&HashSet::from(["a", "c", "d", "e"]), catalogue.next_segment(), true);
+        assert_eq!(["b", "c"].map(|name| catalogue.is_known(name)), [false, true]);
+        // Own ones that are not learned make room first.
+        let chosen = catalogue.choose(["f", "g", "h", "i"].map(|name| new(&(name, true))).into());
+        assert_eq!((chosen.len(), catalogue.own_bytes), (3, 10));
+        catalogue.add("i".into(), chain(1, 10), 10, true);
+        assert_eq!(catalogue.make_room(10), Some("f".into()));
+    }
+
+    #[test]
+    fn a_worker_makes_room_also_when_what_it_wrote_cannot_be_known() {
+        let mut catalogue = Catalogue::new(32);
+        catalogue.add("others".into(), chain(1, 30), 280, false);
         let own = chain(2, 6);
-        assert!(own.iter().all(|&hash| catalogue.admit(hash, Keep::High(Duration::from_secs(1)))));
-        catalogue.add("others too".into(), chain(3, 4), 40, false);
-        // It is written by now.
         catalogue.add("own".into(), own.clone(), 60, true);
         assert_eq!((found(&catalogue, &own), catalogue.own_bytes), (0, 60));
-        assert!(catalogue.is_full() && !catalogue.admit(own[0], Keep::High(Duration::from_secs(1))));
         assert_eq!(catalogue.make_room(59), Some("own".into()));
         assert_eq!(catalogue.own_bytes, 0);
         assert_eq!(catalogue.any_places(7, 3).len(), 3);

@@ -13,14 +13,14 @@ use std::{
 use baton_cost::LinkLine;
 use baton_kv_cache::BlockHash;
 use futures_util::{StreamExt, TryStreamExt, stream};
-use object_store::{ObjectStore, ObjectStoreExt, path::Path};
+use object_store::{ObjectMeta, ObjectStore, ObjectStoreExt, path::Path};
 use tokio::{
     sync::{Notify, mpsc},
     time::{sleep, timeout, timeout_at},
 };
 
 use super::{
-    catalogue::{Catalogue, RecordPlace},
+    catalogue::{Catalogue, ListedSegment, RecordPlace},
     speed::{self, Pauses, Timing},
 };
 use crate::{
@@ -236,7 +236,7 @@ impl Shared {
         }
     }
 
-    /// Reads which segments there are, and what the new ones hold.
+    /// Reads which segments there are, and what the new ones hold. Makes room for them.
     async fn refresh(&self, refused: &mut HashSet<String>) -> Result<(), object_store::Error> {
         let known_before = self.lock().next_segment();
         let objects = self.store.list(Some(&self.dir)).take(MAX_LISTED);
@@ -249,42 +249,33 @@ impl Shared {
         }
         // The oldest first: it makes room first.
         listed.sort_by_key(|object| object.last_modified);
-        let listed = listed.into_iter().map(|object| (object.location.to_string(), object.size));
-        let listed: Vec<(String, u64)> = listed.collect();
-        let names: HashSet<&str> = listed.iter().map(|(name, _)| name.as_str()).collect();
+        let listed: Vec<_> = listed.iter().map(|object| self.segment(object)).collect();
+        let names: HashSet<&str> = listed.iter().map(|segment| segment.name.as_str()).collect();
         refused.retain(|name| names.contains(name.as_str()));
         let new: Vec<_> = {
             let mut catalogue = self.lock();
             catalogue.listed(&names, known_before, is_whole);
             let is_new = |name: &String| !catalogue.is_known(name) && !refused.contains(name);
-            let new: Vec<_> = listed.into_iter().filter(|(name, _)| is_new(name)).collect();
-            match catalogue.is_full() {
-                true => {
-                    // They count when room is made, and nothing else is known of them.
-                    let own = new.into_iter().filter(|(name, _)| self.is_own(name));
-                    own.for_each(|(name, size)| catalogue.add(name, Vec::new(), size, true));
-                    Vec::new()
-                }
-                false => new.into_iter().take(MAX_NEW).collect(),
-            }
+            let new = listed.into_iter().filter(|segment| is_new(&segment.name)).collect();
+            catalogue.choose(new)
         };
-        let mut manifests = stream::iter(new)
-            .map(|(name, size)| async move { (self.manifest(&name, size).await, name, size) })
+        self.make_room().await;
+        let mut manifests = stream::iter(new.into_iter().take(MAX_NEW))
+            .map(|new| async move { (self.manifest(&new).await, new) })
             .buffered(NUM_RANGES);
-        while let Some((hashes, name, size)) = manifests.next().await {
+        while let Some((hashes, new)) = manifests.next().await {
             match hashes {
                 Ok(Some(hashes)) => {
-                    let is_own = self.is_own(&name);
-                    self.lock().add(name, hashes, size, is_own);
+                    self.lock().add(new.name, hashes, new.num_bytes, new.is_own);
+                    self.make_room().await;
                 }
                 Ok(None) => {
-                    let num_records = self.shape.num_records(size).unwrap_or(1);
-                    self.counters.add(Count::Damaged, num_records as u64);
+                    self.counters.add(Count::Damaged, new.num_records.max(1) as u64);
                     tracing::warn!(
-                        segment = name,
+                        segment = new.name,
                         "not a segment of KV, damaged, or sealed by another key; it is not used"
                     );
-                    refused.insert(name);
+                    refused.insert(new.name);
                 }
                 // It was deleted meanwhile.
                 Err(object_store::Error::NotFound { .. }) => {}
@@ -294,19 +285,35 @@ impl Shared {
         Ok(())
     }
 
-    fn is_own(&self, name: &str) -> bool {
-        path(name).prefix_matches(&self.own_dir)
+    fn segment(&self, object: &ObjectMeta) -> ListedSegment {
+        ListedSegment {
+            name: object.location.to_string(),
+            num_bytes: object.size,
+            num_records: self.shape.num_records(object.size).unwrap_or(0),
+            is_own: object.location.prefix_matches(&self.own_dir),
+        }
     }
 
     /// The hashes of a segment; `None`: it is none of ours.
-    async fn manifest(&self, name: &str, size: u64) -> Result<Option<Vec<BlockHash>>, object_store::Error> {
-        let Some(num_records) = self.shape.num_records(size) else { return Ok(None) };
-        if num_records > MAX_SEGMENT_RECORDS {
+    async fn manifest(&self, new: &ListedSegment) -> Result<Option<Vec<BlockHash>>, object_store::Error> {
+        if !(1..=MAX_SEGMENT_RECORDS).contains(&new.num_records) {
             return Ok(None);
         }
-        let range = 0..self.shape.manifest_bytes(num_records) as u64;
-        let manifest = self.store.get_range(&path(name), range).await?;
-        Ok(self.shape.read_manifest(&manifest, num_records))
+        let range = 0..self.shape.manifest_bytes(new.num_records) as u64;
+        let manifest = self.store.get_range(&path(&new.name), range).await?;
+        Ok(self.shape.read_manifest(&manifest, new.num_records))
+    }
+
+    /// Deletes own segments that are too many. One that cannot be deleted is listed again, and deleted later.
+    pub(super) async fn make_room(&self) {
+        while let Some(name) = { self.lock().make_room(self.max_bytes) } {
+            match self.store.delete(&path(&name)).await {
+                Ok(()) | Err(object_store::Error::NotFound { .. }) => {}
+                Err(error) => {
+                    tracing::warn!(%error, segment = name, "cannot delete a segment of the object store")
+                }
+            }
+        }
     }
 
     /// Reads a part of a segment: a record, which opens connections; a record again, which tells the latency; and many. Of another
@@ -387,6 +394,6 @@ pub(super) async fn keep_up(shared: Arc<Shared>) {
     }
 }
 
-pub(super) fn path(name: &str) -> Path {
+fn path(name: &str) -> Path {
     Path::parse(name).expect("a name of the store's own listing, or made of a path")
 }

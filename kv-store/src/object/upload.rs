@@ -1,4 +1,4 @@
-//! Writes segments, and deletes old ones: one after the other, with patience.
+//! Writes segments: one after the other, with patience.
 
 use std::{sync::Arc, time::Duration};
 
@@ -8,7 +8,7 @@ use tokio::{
     time::{Instant, sleep, timeout_at},
 };
 
-use super::shared::{MAX_SEGMENT_RECORDS, SEGMENT_BYTES, Shared, path};
+use super::shared::{MAX_SEGMENT_RECORDS, SEGMENT_BYTES, Shared};
 use crate::{counts::Count, record::Record};
 
 /// How long a segment waits for more records.
@@ -34,7 +34,7 @@ pub(super) async fn all(shared: Arc<Shared>, incarnation: u64, mut records: mpsc
         let name = shared.own_dir.clone().join(format!("{incarnation:016x}-{number:06}"));
         number += 1;
         write(&shared, &name, segment).await;
-        make_room(&shared).await;
+        shared.make_room().await;
     }
 }
 
@@ -62,16 +62,4 @@ async fn write(shared: &Shared, name: &Path, records: Vec<Arc<Record>>) {
         }
     }
     shared.lock().give_up(hashes);
-}
-
-/// Deletes own segments that are too many. One that cannot be deleted is listed again, and deleted later.
-async fn make_room(shared: &Shared) {
-    while let Some(name) = { shared.lock().make_room(shared.max_bytes) } {
-        match shared.store.delete(&path(&name)).await {
-            Ok(()) | Err(object_store::Error::NotFound { .. }) => {}
-            Err(error) => {
-                tracing::warn!(%error, segment = name, "cannot delete a segment of the object store")
-            }
-        }
-    }
 }

@@ -10,7 +10,7 @@ use baton_kv_events::Keep;
 use object_store::path::Path;
 
 use super::{
-    super::{ObjectConfig, ObjectOpenError, ObjectTier, SegmentReader},
+    super::{ObjectConfig, ObjectOpenError, ObjectTier, SegmentReader, catalogue::Catalogue},
     lying::{Lie, LyingStore},
 };
 use crate::{
@@ -168,6 +168,20 @@ fn a_worker_finds_its_own_segments_again_and_deletes_the_oldest_of_them() {
     let tier = open_sealed(&store, "other", room, shape());
     eventually("two are left", || saved[2..].iter().flatten().all(|&hash| tier.holds(hash)));
     assert!(saved[..2].iter().flatten().all(|&hash| !tier.holds(hash)));
+}
+
+#[test]
+fn a_tier_whose_index_is_full_writes_on_and_deletes_the_oldest() {
+    const NUM_SEQUENCES: usize = 16;
+    let tier = open(&LyingStore::default(), "one");
+    *tier.shared.lock() = Catalogue::new(NUM_SEQUENCES * NUM_BLOCKS);
+    let holds = |hashes: &[BlockHash]| hashes.iter().all(|&hash| tier.holds(hash));
+    // All but a sixteenth.
+    let old: Vec<_> = (1..NUM_SEQUENCES as u64).flat_map(|seed| save(&tier, seed)).collect();
+    eventually("the index is full", || holds(&old));
+    let new = save(&tier, 0);
+    eventually("there is room", || holds(&new) && tier.counts().evictions > 0);
+    assert!(!holds(&old));
 }
 
 #[test]
