@@ -25,7 +25,7 @@ pub struct TierCounts {
     pub damaged: u64,
     /// Blocks that were not read because computing them is faster, or the tier's speed is not known.
     pub declined: u64,
-    /// Reads that failed; of an object store also fronts that were late, and listings and measurements that failed.
+    /// Reads that failed; of an object store also fronts that were late, and listings, manifests and measurements that failed.
     pub read_errors: u64,
     /// Writes that the device refused.
     pub write_errors: u64,

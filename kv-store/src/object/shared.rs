@@ -1,7 +1,7 @@
 //! What the threads of an object tier share: what the store holds, how fast it is, and reads of it.
 
 use std::{
-    collections::HashSet,
+    collections::{HashMap, HashSet},
     ops::Range,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
@@ -236,8 +236,13 @@ impl Shared {
         }
     }
 
-    /// Reads which segments there are, and what the new ones hold. Makes room for them.
-    async fn refresh(&self, refused: &mut HashSet<String>) -> Result<(), object_store::Error> {
+    /// Reads which segments there are, and what the new ones hold. Makes room for them. Nothing is asked again of those that are `refused`,
+    /// and of `unread` ones after pauses.
+    async fn refresh(
+        &self,
+        refused: &mut HashSet<String>,
+        unread: &mut HashMap<String, Pauses>,
+    ) -> Result<(), object_store::Error> {
         let known_before = self.lock().next_segment();
         let objects = self.store.list(Some(&self.dir)).take(MAX_LISTED);
         let mut listed: Vec<_> = objects.try_collect().await?;
@@ -252,20 +257,27 @@ impl Shared {
         let listed: Vec<_> = listed.iter().map(|object| self.segment(object)).collect();
         let names: HashSet<&str> = listed.iter().map(|segment| segment.name.as_str()).collect();
         refused.retain(|name| names.contains(name.as_str()));
-        let new: Vec<_> = {
+        unread.retain(|name, _| names.contains(name.as_str()));
+        let mut new = {
             let mut catalogue = self.lock();
             catalogue.listed(&names, known_before, is_whole);
-            let is_new = |name: &String| !catalogue.is_known(name) && !refused.contains(name);
+            let now = Instant::now();
+            let may_read = |name: &str| unread.get(name).is_none_or(|pauses| pauses.is_over(now));
+            let is_new = |name: &str| !catalogue.is_known(name) && !refused.contains(name) && may_read(name);
             let new = listed.into_iter().filter(|segment| is_new(&segment.name)).collect();
             catalogue.choose(new)
         };
+        // However many cannot be read, the others are.
+        new.sort_by_key(|segment| unread.contains_key(&segment.name));
         self.make_room().await;
         let mut manifests = stream::iter(new.into_iter().take(MAX_NEW))
             .map(|new| async move { (self.manifest(&new).await, new) })
             .buffered(NUM_RANGES);
+        let mut first_error = None;
         while let Some((hashes, new)) = manifests.next().await {
             match hashes {
                 Ok(Some(hashes)) => {
+                    unread.remove(&new.name);
                     self.lock().add(new.name, hashes, new.num_bytes, new.is_own);
                     self.make_room().await;
                 }
@@ -279,8 +291,15 @@ impl Shared {
                 }
                 // It was deleted meanwhile.
                 Err(object_store::Error::NotFound { .. }) => {}
-                Err(error) => return Err(error),
+                Err(error) => {
+                    self.counters.add(Count::ReadErrors, 1);
+                    unread.entry(new.name).or_default().observe(false, Instant::now());
+                    first_error = first_error.or(Some(error));
+                }
             }
+        }
+        if let Some(error) = first_error {
+            tracing::warn!(%error, "the object store refuses to tell what segments hold; they are asked for again later");
         }
         Ok(())
     }
@@ -365,14 +384,14 @@ impl Shared {
 
 /// Follows what other workers write, and how fast the store is.
 pub(super) async fn keep_up(shared: Arc<Shared>) {
-    let mut refused = HashSet::new();
+    let (mut refused, mut unread) = (HashSet::new(), HashMap::new());
     let mut num_measured = 0;
     let mut pauses = Pauses::default();
     let mut every = REFRESH_EVERY;
     let mut refresh_at = Instant::now();
     loop {
         if Instant::now() >= refresh_at {
-            every = match timeout(REFRESH_TIMEOUT, shared.refresh(&mut refused)).await {
+            every = match timeout(REFRESH_TIMEOUT, shared.refresh(&mut refused, &mut unread)).await {
                 Ok(Ok(())) => REFRESH_EVERY,
                 failed => {
                     shared.counters.add(Count::ReadErrors, 1);

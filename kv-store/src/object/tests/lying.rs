@@ -36,6 +36,8 @@ pub(super) enum Lie {
     Vanished,
     /// Every request fails.
     Fails,
+    /// No object of this worker can be read.
+    Withholds(&'static str),
     /// Reads never end.
     Hangs,
     /// Reads take so long.
@@ -91,6 +93,9 @@ impl ObjectStore for LyingStore {
         let lie = self.lie();
         match (lie, &mut options.range) {
             (Lie::Fails, _) => return refused(),
+            (Lie::Withholds(worker), _) if location.parts().any(|part| part.as_ref() == worker) => {
+                return refused();
+            }
             (Lie::Vanished, _) => {
                 let (path, source) = (location.to_string(), "404".into());
                 return Err(object_store::Error::NotFound { path, source });

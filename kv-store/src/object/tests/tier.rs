@@ -260,6 +260,20 @@ fn a_store_that_had_less_time_than_it_takes_is_not_slow() {
 }
 
 #[test]
+fn a_segment_that_cannot_be_read_keeps_no_later_one_from_being_found() {
+    let store = LyingStore::default();
+    let [withheld, later] =
+        [("withheld", 1), ("later", 2)].map(|(worker, seed)| save(&open(&store, worker), seed));
+    store.tell(Lie::Withholds("withheld"));
+    let reader = open(&store, "reader");
+    let holds = |hashes: &[BlockHash]| hashes.iter().all(|&hash| reader.holds(hash));
+    eventually("the later one is found", || holds(&later));
+    assert!(!holds(&withheld) && reader.counts().read_errors > 0);
+    store.tell(Lie::Nothing);
+    eventually("it is asked for again", || holds(&withheld));
+}
+
+#[test]
 fn segments_that_vanish_are_misses() {
     let (store, reader, hashes) = filled();
     store.tell(Lie::Vanished);
