@@ -1,11 +1,12 @@
 //! From a URL to an object store.
 
 use std::{
-    fs::{self, DirBuilder},
+    fs::{self, DirBuilder, DirEntry},
     io,
     os::unix::fs::{DirBuilderExt, MetadataExt},
     path::PathBuf,
     sync::Arc,
+    time::Duration,
 };
 
 use object_store::{
@@ -18,6 +19,8 @@ use object_store::{
 /// A segment takes as long over 300 kB/s.
 const REQUEST_TIMEOUT: &str = "120s";
 const CONNECT_TIMEOUT: &str = "5s";
+/// A file that was not written to for so long is written no more.
+const MIN_LEFT_AGE: Duration = Duration::from_secs(60);
 
 /// Why an object store cannot be used.
 #[derive(Debug, thiserror::Error)]
@@ -86,6 +89,31 @@ pub(super) fn open(url: &str) -> Result<(Arc<dyn ObjectStore>, Path), ObjectOpen
         .build()
         .map_err(ObjectOpenError::Settings)?;
     Ok((Arc::new(store), prefix))
+}
+
+/// Removes what earlier lives of this worker left in its directory when they were killed during a write: `<segment>#<digits>`, which no
+/// listing shows. A worker is refused only later if another one has its name, so what that one may be writing stays; a later start
+/// removes it. In a bucket there is nothing to remove.
+pub(super) fn remove_left(url: &str, own_dir: &Path) {
+    let Some(root) = url.strip_prefix("file://") else { return };
+    // There is no directory before the first segment.
+    let files = fs::read_dir(PathBuf::from(root).join(own_dir.to_string())).into_iter().flatten();
+    for file in files.flatten().filter(is_left) {
+        match fs::remove_file(file.path()) {
+            Ok(()) => tracing::info!(file = ?file.path(), "removed what a killed worker left of a segment"),
+            Err(error) => {
+                tracing::warn!(%error, file = ?file.path(), "cannot remove what is left of a segment; it takes room")
+            }
+        }
+    }
+}
+
+fn is_left(file: &DirEntry) -> bool {
+    let name = file.file_name();
+    let digits = name.to_str().and_then(|name| name.rsplit_once('#')).map_or("", |(_, digits)| digits);
+    let is_staged = !digits.is_empty() && digits.bytes().all(|byte| byte.is_ascii_digit());
+    let written = file.metadata().and_then(|metadata| metadata.modified());
+    is_staged && written.is_ok_and(|at| at.elapsed().is_ok_and(|age| age >= MIN_LEFT_AGE))
 }
 
 /// What a URL names, for this process: the same text in all that reach the same place. A directory is that of this machine.

@@ -96,7 +96,9 @@ impl ObjectTier {
             return Err(ObjectOpenError::TooSmall { max_bytes: config.max_bytes, segment_bytes });
         }
         let (store, location) = location::open(&config.url)?;
-        Ok(ObjectTier::over(store, location, config, shape, num_queued))
+        let tier = ObjectTier::over(store, location, config, shape, num_queued);
+        location::remove_left(&config.url, &tier.shared.own_dir);
+        Ok(tier)
     }
 
     /// What a reader lacks of what is known of all workers' segments.

@@ -1,7 +1,8 @@
 use std::{
+    fs::File,
     sync::Arc,
     thread,
-    time::{Duration, Instant},
+    time::{Duration, Instant, SystemTime},
 };
 
 use baton_cost::LinkLine;
@@ -149,6 +150,28 @@ fn room_for_less_than_a_segment_is_refused() {
     let config = ObjectConfig { url: "s3://kv".into(), worker: "one".into(), max_bytes: 1000 };
     let refused = ObjectTier::open(&config, shape(), 1 << 10);
     assert!(matches!(refused, Err(ObjectOpenError::TooSmall { max_bytes: 1000, .. })), "{refused:?}");
+}
+
+#[test]
+fn what_a_killed_worker_left_of_a_segment_is_removed_from_its_directory() {
+    let root = tempfile::tempdir().expect("a directory");
+    let url = format!("file://{}", root.path().display());
+    let config = ObjectConfig { url, worker: "one".into(), max_bytes: 1 << 20 };
+    let open = || ObjectTier::open(&config, shape(), 1 << 10).expect("the directory can be used");
+    let tier = open();
+    let hashes = save(&tier, 1);
+    let dir = root.path().join(tier.shared.own_dir.to_string());
+    // Dropping it writes what waits.
+    drop(tier);
+    let hour = Duration::from_secs(3600);
+    let (old, new) = (SystemTime::now() - hour, SystemTime::now() + hour);
+    for (name, written) in [("0-0#1", old), ("0-1#12", old), ("0-2#1", new), ("0-3#x", old)] {
+        File::create(dir.join(name)).and_then(|file| file.set_modified(written)).expect("a file");
+    }
+    let tier = open();
+    let is_there = |name: &str| dir.join(name).exists();
+    assert_eq!(["0-0#1", "0-1#12", "0-2#1", "0-3#x"].map(is_there), [false, false, true, true]);
+    eventually("the segment is found", || hashes.iter().all(|&hash| tier.holds(hash)));
 }
 
 #[test]
