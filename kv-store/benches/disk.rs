@@ -102,7 +102,7 @@ fn read(store: &KvStore, num_sequences: u32) {
         let records = store.read(&hashes, started + Duration::from_secs(60));
         assert_eq!(records.len(), hashes.len(), "fill it first");
         let blocks: Vec<_> = (0..records.len() as u32).map(BlockId).collect();
-        store.write_to_pool(&records, &blocks).expect("whole");
+        assert_eq!(store.write_to_pool(&records, &blocks).expect("memory"), records.len());
         num_blocks += records.len();
     }
     let bytes = (num_blocks * layout().block_bytes()) as f64;

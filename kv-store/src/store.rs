@@ -232,20 +232,18 @@ impl KvStore {
     }
 
     /// Writes records into blocks of the pool, and waits for them. The caller owns the blocks, and no other code reads or
-    /// writes them meanwhile.
+    /// writes them meanwhile. Returns how many at the front are there: the next one is not what was saved. It is forgotten, and counted as
+    /// damaged, unless another worker replaced it.
     ///
     /// # Errors
-    /// When the device of the pool fails, or finds that a record is not what was saved. That one is forgotten, and counted as
-    /// damaged.
-    pub fn write_to_pool(&self, records: &[Arc<Record>], blocks: &[BlockId]) -> io::Result<()> {
+    /// When the device of the pool fails.
+    pub fn write_to_pool(&self, records: &[Arc<Record>], blocks: &[BlockId]) -> io::Result<usize> {
         let num_whole = copy::to_pool(&self.shared.storage, records, blocks)?;
-        let Some(damaged) = records.get(num_whole) else { return Ok(()) };
+        let Some(damaged) = records.get(num_whole) else { return Ok(num_whole) };
         let hash = damaged.name.hash;
         if self.shared.sharing().any(|(_, slots)| slots.has_replaced(damaged)) {
-            return Err(io::Error::new(
-                io::ErrorKind::InvalidData,
-                "another worker replaced the record meanwhile",
-            ));
+            tracing::debug!("another worker replaced the record of a block; it is computed again");
+            return Ok(num_whole);
         }
         let found = {
             let directory = self.shared.lock();
@@ -254,7 +252,7 @@ impl KvStore {
         if let Some((place, version)) = found {
             self.shared.read_failed(place, version, hash, &ReadError::Damaged);
         }
-        Err(io::Error::new(io::ErrorKind::InvalidData, ReadError::Damaged))
+        Ok(num_whole)
     }
 
     /// What each tier holds and has done.

@@ -127,7 +127,7 @@ impl BesideRecall {
         Some(pieces)
     }
 
-    /// Brings records into the pool. False: the engine has computed them, or there is no room.
+    /// Brings records into the pool. False: the engine has computed them, there is no room, or a record is not what was saved.
     async fn bring_in(&self, first: usize, records: Vec<Arc<Record>>, end: usize) -> anyhow::Result<bool> {
         let engine = &self.tiers.limits.engine;
         let found = engine.reserve_blocks(&self.hashes[..end], first, end - first).await?;
@@ -138,9 +138,12 @@ impl BesideRecall {
         let written = spawn_blocking(move || {
             let num_cached = reservation.num_cached_blocks();
             let (blocks, records) = (&reservation.blocks()[num_cached..], &records[num_cached..]);
-            tiers.store.write_to_pool(records, blocks).map(|()| reservation)
+            let num_whole = tiers.store.write_to_pool(records, blocks)?;
+            // What is before one that is not would end in a hole.
+            anyhow::Ok((num_whole == records.len()).then_some(reservation))
         });
-        engine.cache_prefix(written.await?.context("the pool's device")?);
+        let Some(reservation) = written.await?.context("the pool's device")? else { return Ok(false) };
+        engine.cache_prefix(reservation);
         Ok(true)
     }
 }

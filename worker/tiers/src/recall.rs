@@ -124,42 +124,47 @@ impl Recall {
         let Some(reservation) = reservation? else { return Ok((0, Duration::ZERO)) };
         let reservation = Arc::new(reservation);
         let num_reserved = reservation.blocks().len();
-        let (mut end, mut reading) = (first, Duration::ZERO);
+        // The ends of what is in the pool, and of what was read.
+        let (mut end, mut end_read, mut reading) = (first, first, Duration::ZERO);
         while let Some(batch) = next {
             let (mut records, took) = batch?;
             reading += took;
-            records.truncate(num_reserved - end);
-            // A record is missing.
-            if records.is_empty() {
+            records.truncate(num_reserved - end_read);
+            // A record is missing, or is not what was saved.
+            if records.is_empty() || end < end_read {
                 break;
             }
-            let start = end;
-            end += records.len();
-            let write = self.write(start, records, reservation.clone(), permit.clone());
-            let read = async { if end < num_reserved { self.read(end, until, &permit).await } else { None } };
+            end_read += records.len();
+            let write = self.write(end, records, reservation.clone(), permit.clone());
+            let read = async {
+                if end_read < num_reserved { self.read(end_read, until, &permit).await } else { None }
+            };
             let (written, following) = tokio::join!(write, read);
-            written?;
+            let start = end;
+            end += written?;
             self.tiers.limits.engine.cache_blocks(&reservation, start..end);
             next = following;
         }
         Ok((end - first, reading))
     }
 
-    /// Writes the records of blocks from `start` on. Invariant 3: the writer keeps the blocks, also when this future is dropped.
+    /// Writes the records of blocks from `start` on. Returns how many of these blocks are there, up to a record that is not what was saved.
+    /// Invariant 3: the writer keeps the blocks, also when this future is dropped.
     async fn write(
         &self,
         start: usize,
         records: Vec<Arc<Record>>,
         reservation: Arc<PrefixReservation>,
         permit: Permit,
-    ) -> anyhow::Result<()> {
+    ) -> anyhow::Result<usize> {
         let tiers = self.tiers.clone();
         let written = spawn_blocking(move || {
             let _permit = permit;
             let end = start + records.len();
             let num_ready = reservation.num_cached_blocks().clamp(start, end);
             let (records, blocks) = (&records[num_ready - start..], &reservation.blocks()[num_ready..end]);
-            tiers.store.write_to_pool(records, blocks)
+            let num_whole = tiers.store.write_to_pool(records, blocks)?;
+            anyhow::Ok(num_ready - start + num_whole)
         });
         written.await?.context("the pool's device")
     }
@@ -205,5 +210,88 @@ impl Tiers {
         let num_tokens = worth.num_blocks * self.block_size();
         let limit = self.limits.deadline(num_tokens).max(worth.compute);
         (limit, (worth.expected + worth.compute) / 2)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{
+        fs::{self, File},
+        os::unix::fs::FileExt,
+        path::Path,
+    };
+
+    use baton_engine::{EngineConfig, EngineThread, TokenEvent};
+    use baton_engine_testing::FakeModel;
+    use baton_kv_cache::{KvDtype, KvFormat, KvLayout};
+    use baton_kv_store::{HostConfig, KvStore, StoreConfig};
+    use baton_request::SamplingParams;
+    use tokio_util::task::TaskTracker;
+
+    use super::*;
+    use crate::{limits::FetchLimits, save::SaveAtEnd};
+
+    /// Blocks of one page, which a pool reads from shared memory itself.
+    const LAYOUT: KvLayout =
+        KvLayout { block_size: 4, num_layers: 2, num_kv_heads: 2, head_dim: 32, dtype: KvDtype::F32 };
+    const NUM_BLOCKS: usize = 10;
+    const PATIENCE: Duration = Duration::from_secs(60);
+
+    /// The tiers of a worker with a host tier in this directory.
+    fn open(dir: &Path) -> (EngineThread, Arc<Tiers>) {
+        let config = EngineConfig {
+            num_blocks: 64,
+            max_running: 2,
+            token_budget: 16,
+            max_drafted_step_tokens: 16,
+            itl_target: None,
+            context_length: 256,
+            max_waiting: 2,
+            prefix_cache: true,
+            model_revision: "fake".into(),
+            step_prior: None,
+            grammars: None,
+            blending: None,
+            clock: Instant::now,
+            thread_waits: || Duration::ZERO,
+        };
+        let executor = FakeModel { layout: LAYOUT, ..FakeModel::new(LAYOUT.block_size) }.executor();
+        let (engine, thread) = baton_engine::start(executor, None, config).expect("it starts");
+        let host = HostConfig { max_bytes: 1 << 20, dir: Some(dir.to_owned()) };
+        let stores = StoreConfig { host: Some(host), ..StoreConfig::default() };
+        let format = KvFormat::new("fake".into(), &LAYOUT, "theta=1".into());
+        let store = KvStore::open(&stores, &format, engine.storage().clone(), |_, _| ()).expect("it opens");
+        let limits = FetchLimits { engine, fetch_deadline: Some(PATIENCE), handoff_deadline: PATIENCE };
+        (thread, Arc::new(Tiers::over(store, limits, TaskTracker::new())))
+    }
+
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn a_damaged_record_costs_no_block_before_it() {
+        let dir = tempfile::tempdir_in("/dev/shm").expect("a directory in memory");
+        let prompt = (0..(NUM_BLOCKS * LAYOUT.block_size + 1) as u32).map(|idx| idx % 64).collect();
+        let sampling = SamplingParams { max_tokens: 1, ..SamplingParams::default() };
+        let request = Request { prompt, sampling, ..Request::default() };
+        let (_saving, saver) = open(dir.path());
+        let save = SaveAtEnd::new(Some(&saver), &request);
+        let mut stream = saver.limits.engine.generate(request.clone()).expect("accepted");
+        while !matches!(stream.next().await, Some(TokenEvent::Finished(_))) {}
+        drop(save);
+        let deadline = Instant::now() + PATIENCE;
+        while saver.counts()[0].num_held < NUM_BLOCKS as u64 {
+            assert!(Instant::now() < deadline, "{:?}", saver.counts());
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+
+        // A byte of the fourth block, which is in the fourth slot.
+        let tier = fs::read_dir(dir.path()).expect("it is there").flatten().next().expect("one tier").path();
+        let slabs = File::options().read(true).write(true).open(tier.join("slabs")).expect("it is there");
+        let (mut byte, at) = ([0], 3 * LAYOUT.block_bytes() as u64 + 77);
+        slabs.read_exact_at(&mut byte, at).expect("it is long enough");
+        slabs.write_all_at(&[byte[0] ^ 8], at).expect("it is long enough");
+        let (_reading, reader) = open(dir.path());
+        let recall = Recall::for_peer(Some(&reader), &request).expect("the tier has it");
+        assert!(recall.run().await.is_none());
+        let held = reader.limits.engine.hold_cached(&request).await.expect("it runs");
+        assert_eq!((held.blocks().len(), reader.counts()[0].damaged), (3, 1));
     }
 }

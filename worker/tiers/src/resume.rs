@@ -67,15 +67,18 @@ impl Tiers {
             if records.is_empty() {
                 break;
             }
-            let (tiers, permit) = (self.clone(), permit.clone());
+            let (tiers, permit, end_read) = (self.clone(), permit.clone(), start + records.len());
             // Invariant 3: the writer keeps the blocks, also when this future is dropped.
             let written = spawn_blocking(move || {
                 let _permit = permit;
-                tiers.store.write_to_pool(&records, &resumption.blocks()[start..])?;
-                resumption.loaded(records.len());
+                resumption.loaded(tiers.store.write_to_pool(&records, &resumption.blocks()[start..])?);
                 anyhow::Ok(resumption)
             });
             resumption = written.await?.context("the pool's device")?;
+            // A record is not what was saved.
+            if resumption.num_ready() < end_read {
+                break;
+            }
         }
         Ok(resumption.num_ready())
     }
