@@ -79,7 +79,7 @@ impl SharedFiles {
         }
     }
 
-    /// `None` while another process makes or removes the directory.
+    /// `None` while another process makes or removes the directory, or after it was killed meanwhile.
     fn try_open(
         dir: &Path,
         num_slots: u32,
@@ -127,6 +127,8 @@ impl SharedFiles {
         }
         match is_whole(&index, superblock) {
             true => Ok(Some(SharedFiles { dir: dir.to_owned(), index, slabs, words, num_slots, lock })),
+            // The process that made them was killed since this one asked for the lock.
+            false if !is_alone => Ok(None),
             false => Err(StoreOpenError::Damaged { dir: dir.to_owned() }),
         }
     }

@@ -7,6 +7,7 @@ use std::{
     os::unix::fs::PermissionsExt,
     path::Path,
     process::Child,
+    sync::atomic::AtomicBool,
     thread,
     time::{Duration, Instant},
 };
@@ -229,6 +230,35 @@ fn workers_that_start_and_end_at_the_same_time_have_whole_slots() {
             });
         }
     });
+}
+
+#[test]
+fn a_worker_makes_the_slots_that_a_killed_one_had_not_made_yet() {
+    let base = in_memory();
+    let dir = open(base.path(), 6).dir;
+    let lock = fs::File::open(dir.join("lock")).expect("it is there");
+    for _ in 0..50 {
+        // As after a kill while memory is reserved: the superblock is written last.
+        fs::File::options()
+            .write(true)
+            .open(dir.join("index"))
+            .and_then(|it| it.set_len(0))
+            .expect("shorter");
+        let is_open = AtomicBool::new(false);
+        thread::scope(|scope| {
+            // Others die all the time, so this one sees the lock taken, and free a moment later.
+            scope.spawn(|| {
+                while !is_open.load(Ordering::Relaxed) {
+                    if lock.try_lock().is_ok() {
+                        lock.unlock().expect("it was locked");
+                    }
+                }
+            });
+            let opened = SharedSlots::open(base.path(), room(6), shape()).map(drop);
+            is_open.store(true, Ordering::Relaxed);
+            opened.expect("it opens");
+        });
+    }
 }
 
 #[test]
