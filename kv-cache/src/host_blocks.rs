@@ -88,6 +88,11 @@ impl HostBlocks {
         Some(HostBlock { blocks: self.clone(), id, is_own: true })
     }
 
+    /// Blocks that can be [taken](Self::take).
+    pub fn num_free(&self) -> usize {
+        self.free().len()
+    }
+
     /// The block at this place [in a file](Self::in_file), whatever is written there now.
     ///
     /// # Panics

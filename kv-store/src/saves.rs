@@ -3,6 +3,7 @@
 //! meanwhile, and no memory taken.
 
 use std::{
+    slice,
     sync::{
         Arc,
         mpsc::{Receiver, RecvTimeoutError, Sender, TrySendError},
@@ -13,7 +14,7 @@ use std::{
 use baton_kv_cache::{BlockHash, HostBlocks};
 use baton_kv_events::Keep;
 use baton_tier_policy::{SlotChange, SlotPlace};
-use tokio::sync::oneshot;
+use tokio::{sync::oneshot, time::sleep};
 
 use crate::{
     copy,
@@ -28,6 +29,8 @@ use crate::{
 const FOLLOW_EVERY: Duration = Duration::from_millis(50);
 /// How long host tiers stay that no worker uses, beside one that is used.
 const TIDY_EVERY: Duration = Duration::from_secs(30);
+/// How often a rest looks whether readers have given room back.
+const LOOK_EVERY: Duration = Duration::from_millis(10);
 /// Blocks that were used by others are spared at most so often for one record, and so many slots are tried that others take first.
 const MAX_SPARED: usize = 1024;
 const MAX_CLAIMS: usize = 16;
@@ -74,13 +77,16 @@ impl KvStore {
         receiver
     }
 
-    /// Waits until the tier of a rest has room for a good part of a queue.
+    /// Waits until the tier of a rest has room for a good part of a queue, and the pool's device for a record.
     pub async fn room(&self, rest: &SaveRest) {
         let shared = &*self.shared;
         match &shared.object {
             Some(object) if rest.target == shared.tiers.len() => object.room().await,
             // With the other half the disk is busy until the blocks are there.
             _ => drop(shared.queue.acquire_many(shared.num_queued.div_ceil(2) as u32).await),
+        }
+        while shared.room.as_ref().is_some_and(|room| room.num_free() == 0) {
+            sleep(LOOK_EVERY).await;
         }
     }
 
@@ -122,7 +128,7 @@ impl Shared {
     }
 
     /// Copies what tiers lack of the wanted blocks, in the order of the sequence. What is left is wanted still: a tier that cannot take
-    /// a block gets none of the later ones, which are useless without it.
+    /// a block gets none of the later ones, which are useless without it. Memory does not wait: what it cannot take is dropped.
     fn copy(
         &self,
         sequence: &SequenceBlocks<Box<dyn Send>>,
@@ -156,23 +162,29 @@ impl Shared {
                 debug_assert_eq!(parent.child(&tokens), hash, "the tokens are those of the hash");
                 let block_idx = block_idx as u32;
                 let name = RecordName { root: sequence.root, hash, parent, block_idx, tokens };
-                let room = self.room.as_ref().map(HostBlocks::take);
-                if let Some(None) = room {
-                    // Readers keep the room of records that are in no slot any more.
-                    self.not_written(hash, wanted, &lacking);
-                    return self.end_all(wanted);
-                }
                 let block = sequence.blocks[block_idx as usize];
-                let record = match copy::from_pool(&self.storage, block, name, room.flatten()) {
-                    Ok(record) => Arc::new(record),
-                    Err(error) => {
-                        tracing::warn!(%error, "kv not saved: the pool's device fails");
-                        self.not_written(hash, wanted, &lacking);
-                        return self.end_all(wanted);
-                    }
+                let record = match self.room.as_ref().map(HostBlocks::take) {
+                    // Readers keep the room of records that are in no slot any more.
+                    Some(None) => None,
+                    room => match copy::from_pool(&self.storage, block, name, room.flatten()) {
+                        Ok(record) => Some(Arc::new(record)),
+                        Err(error) => {
+                            tracing::warn!(%error, "kv not saved: the pool's device fails");
+                            self.not_written(hash, wanted, &lacking);
+                            return self.end_all(wanted);
+                        }
+                    },
                 };
+                if record.is_none() {
+                    self.not_written(hash, wanted, &lacking);
+                }
                 for nth in lacking {
-                    takes[nth] = self.take(wanted[nth].target, keep, &record, writes);
+                    let rest = &mut wanted[nth];
+                    let taken = record.as_ref().map(|record| self.take(rest.target, keep, record, writes));
+                    if taken.is_none() && self.is_memory(rest.target) {
+                        self.end_all(slice::from_mut(rest));
+                    }
+                    takes[nth] = taken.unwrap_or(false);
                 }
             }
             for (rest, takes) in wanted.iter_mut().zip(&takes) {
@@ -181,6 +193,10 @@ impl Shared {
                 }
             }
         }
+    }
+
+    fn is_memory(&self, target: usize) -> bool {
+        self.tiers.get(target).is_some_and(|slots| slots.is_memory())
     }
 
     /// An object store that admitted the block does not get it: it may at its next use.

@@ -133,14 +133,16 @@ impl KvStore {
         on_change: impl Fn(usize, Vec<CacheEvent>) + Send + Sync + 'static,
     ) -> Result<KvStore, TierOpenError> {
         let mut tiers: Vec<Box<dyn Slots>> = Vec::new();
-        let mut room = None;
+        // Records that have room for the pool's device, beside those that wait.
+        let mut num_kept = None;
         let mut num_damaged = Vec::new();
         let shape = |key| RecordShape::new(format, storage.layout(), key);
         match &config.host {
             Some(HostConfig { max_bytes, dir: None }) => {
                 let slots = HostSlots::new(*max_bytes, storage.layout().block_bytes());
                 let num_slots = slots.num_slots() as usize;
-                room = room_for(&storage, num_slots + num_queued(&storage).min(num_slots));
+                // Readers keep some that are in no slot any more, and one is on its way.
+                num_kept = Some(num_slots + num_queued(&storage).min(num_slots));
                 tiers.push(Box::new(slots));
                 num_damaged.push(0);
             }
@@ -152,8 +154,8 @@ impl KvStore {
                     tracing::warn!(%error, "the device of the pool does not read the host tier: a processor copies its kv");
                     false
                 });
-                // What a device saves is on its way to this tier, too, and to two queues.
-                room = is_reached.then(|| room_for(&storage, 2 * num_queued(&storage) + 2)).flatten();
+                // What a device saves is on its way to this tier.
+                num_kept = is_reached.then_some(2);
                 tiers.push(Box::new(slots));
             }
             None => {}
@@ -164,8 +166,11 @@ impl KvStore {
             tiers.push(Box::new(slots));
         }
         let open = |object| ObjectTier::open(object, shape(config.key.clone()), num_queued(&storage));
-        let object = config.object.as_ref().map(open);
-        let (object, num_queued) = (object.transpose()?, num_queued(&storage));
+        let object = config.object.as_ref().map(open).transpose()?;
+        let num_queued = num_queued(&storage);
+        let num_for_disk = if config.disk.is_some() { num_queued } else { 0 };
+        let num_waiting = num_for_disk + object.as_ref().map_or(0, ObjectTier::max_waiting);
+        let room = num_kept.and_then(|num_kept| room_for(&storage, num_kept + num_waiting));
         Ok(KvStore::over(tiers, object, storage, room, num_queued, &num_damaged, Box::new(on_change)))
     }
 

@@ -184,6 +184,11 @@ impl ObjectTier {
         self.shared.lock().give_up([hash]);
     }
 
+    /// Records that wait at most: in the queue, and in the segment that is gathered.
+    pub(crate) fn max_waiting(&self) -> usize {
+        self.queue().max_capacity() + upload::max_records(&self.shared)
+    }
+
     /// Waits until half of the queue is free.
     pub(crate) async fn room(&self) {
         let queue = self.queue();

@@ -19,9 +19,7 @@ const NUM_TRIES: u32 = 5;
 
 /// Writes all records that come, until no more can.
 pub(super) async fn all(shared: Arc<Shared>, incarnation: u64, mut records: mpsc::Receiver<Arc<Record>>) {
-    // Several segments, so that not all is deleted at once.
-    let max_bytes = SEGMENT_BYTES.min(usize::try_from(shared.max_bytes / 4).unwrap_or(usize::MAX));
-    let max_records = (max_bytes / shared.shape.record_bytes()).clamp(1, MAX_SEGMENT_RECORDS);
+    let max_records = max_records(&shared);
     let mut number = 0;
     while let Some(first) = records.recv().await {
         let mut segment = vec![first];
@@ -36,6 +34,13 @@ pub(super) async fn all(shared: Arc<Shared>, incarnation: u64, mut records: mpsc
         write(&shared, &name, segment).await;
         shared.make_room().await;
     }
+}
+
+/// Records of a segment.
+pub(super) fn max_records(shared: &Shared) -> usize {
+    // Several segments, so that not all is deleted at once.
+    let max_bytes = SEGMENT_BYTES.min(usize::try_from(shared.max_bytes / 4).unwrap_or(usize::MAX));
+    (max_bytes / shared.shape.record_bytes()).clamp(1, MAX_SEGMENT_RECORDS)
 }
 
 async fn write(shared: &Shared, name: &Path, records: Vec<Arc<Record>>) {

@@ -233,3 +233,60 @@ fn while_readers_keep_what_is_in_no_slot_any_more_nothing_is_saved() {
     drop(kept);
     assert_eq!(store.num_found(&pool.save(store, 3, 8)), 8);
 }
+
+#[test]
+fn without_room_of_the_device_memory_goes_without_and_a_disk_gets_all_later() {
+    let pool = Pool { storage: Device::storage(64, &Arc::default()), events: Arc::default() };
+    let hangs = Arc::new(AtomicBool::new(false));
+    let host = HostSlots::new(8 * LAYOUT.block_bytes() as u64, LAYOUT.block_bytes());
+    let tiers: Vec<Box<dyn Slots>> =
+        vec![Box::new(host), Box::new(BadDisk { hangs: hangs.clone(), fails: false })];
+    // As if readers kept the rest.
+    let room = room_for(&pool.storage, 8 + NUM_QUEUED);
+    let store = KvStore::over(tiers, None, pool.storage.clone(), room, NUM_QUEUED, &[], Box::new(|_, _| ()));
+    pool.save(&store, 1, 8);
+    let is_idle = || store.shared.queue.available_permits() == NUM_QUEUED;
+    eventually("the memory is full", || store.counts()[1].writes == 8 && is_idle());
+
+    hangs.store(true, Ordering::Relaxed);
+    let (long, other) = (chain(2, 20), chain(3, 8));
+    let sequence = |seed, hashes: &[BlockHash]| {
+        pool.fill(hashes);
+        pool.sequence(hashes, seed, Keep::Normal)
+    };
+    let rests = received(store.save_rest(sequence(2, &long), SaveRest { target: 1, first: 0, end: 20 }));
+    assert_eq!(rests.iter().map(|rest| (rest.first, rest.end)).collect::<Vec<_>>(), [(NUM_QUEUED, 20)]);
+    let others = received(store.save(sequence(3, &other)));
+    assert_eq!(others.iter().map(|rest| (rest.target, rest.first)).collect::<Vec<_>>(), [(1, 0)]);
+    assert_eq!([0, 1].map(|tier| store.counts()[tier].dropped), [8, 0]);
+
+    hangs.store(false, Ordering::Relaxed);
+    for (seed, hashes, mut rests) in [(2, long, rests), (3, other, others)] {
+        while let Some(rest) = rests.pop() {
+            runtime().block_on(store.room(&rest));
+            rests = received(store.save_rest(sequence(seed, &hashes), rest));
+        }
+    }
+    eventually("all is written", || store.counts()[1].writes == 8 + 20 + 8);
+    assert_eq!(store.counts()[1].dropped, 0);
+}
+
+#[test]
+fn a_device_has_room_for_all_that_waits_beside_a_full_host_tier() {
+    let [disk, object] = [(), ()].map(|()| tempfile::tempdir().expect("a directory"));
+    let pool = Pool { storage: Device::storage(64, &Arc::default()), events: Arc::default() };
+    let config = StoreConfig {
+        host: Some(in_process(8 * LAYOUT.block_bytes() as u64)),
+        disk: Some(DiskConfig { dir: disk.path().to_owned(), max_bytes: 1 << 20 }),
+        object: Some(ObjectConfig {
+            url: format!("file://{}", object.path().display()),
+            worker: "worker".into(),
+            max_bytes: 1 << 20,
+        }),
+        key: None,
+    };
+    let format = KvFormat::new("model".into(), &LAYOUT, "theta=1".into());
+    let store = KvStore::open(&config, &format, pool.storage.clone(), |_, _| ()).expect("it opens");
+    let num_free = store.shared.room.as_ref().expect("the device reaches it").num_free();
+    assert!(num_free > 8 + 2 * num_queued(&pool.storage), "{num_free}");
+}
