@@ -27,7 +27,7 @@ use crate::{
 
 /// How late a worker learns of what others did to slots that it shares, at most.
 const FOLLOW_EVERY: Duration = Duration::from_millis(50);
-/// How long host tiers stay that no worker uses, beside one that is used.
+/// How often a worker notes that it uses a shared host tier, and looks for others that none uses.
 const TIDY_EVERY: Duration = Duration::from_secs(30);
 /// How often a rest looks whether readers have given room back.
 const LOOK_EVERY: Duration = Duration::from_millis(10);
@@ -118,7 +118,7 @@ impl Shared {
                 Err(RecvTimeoutError::Timeout) => {
                     drop(self.lock());
                     if tidied.elapsed() > TIDY_EVERY {
-                        self.sharing().for_each(|(_, slots)| slots.remove_unused());
+                        self.sharing().for_each(|(_, slots)| slots.tidy());
                         tidied = Instant::now();
                     }
                 }

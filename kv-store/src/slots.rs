@@ -74,8 +74,8 @@ pub trait Sharing {
     /// Whether other processes have written the slot since it had this record.
     fn has_replaced(&self, record: &Record) -> bool;
 
-    /// Removes slots of other formats and sizes that no process uses any more.
-    fn remove_unused(&self);
+    /// Notes that this process uses the slots, and removes those of other formats and sizes that none has used for a while.
+    fn tidy(&self);
 }
 
 /// Where a read of records that follow each other begins.

@@ -10,7 +10,7 @@ use std::{
     path::{Path, PathBuf},
     sync::atomic::{AtomicU32, Ordering},
     thread,
-    time::{Duration, Instant},
+    time::{Duration, Instant, SystemTime},
 };
 
 use rustix::process::geteuid;
@@ -27,6 +27,8 @@ use crate::{
 
 /// How long another process may take to make a directory: it zeroes all of its memory.
 const PATIENCE: Duration = Duration::from_secs(300);
+/// How long a directory stays that no process uses: a worker that was killed finds it again after it has loaded its model.
+const STAYS: Duration = Duration::from_secs(600);
 /// Workers that use a directory.
 const MAX_NUMBERS: u16 = 1024;
 /// The file system of `/dev/shm`, by the kernel's `magic.h`.
@@ -67,9 +69,19 @@ impl SharedFiles {
         made.map_err(failed(base, "cannot make the directory"))?;
         check_base(base)?;
         let deadline = Instant::now() + PATIENCE;
+        let mut has_made_room = false;
         loop {
-            if let Some(files) = SharedFiles::try_open(&dir, num_slots, shape, &superblock)? {
-                remove_unused(base, &dir);
+            let opened = SharedFiles::try_open(&dir, num_slots, shape, &superblock);
+            if let Err(StoreOpenError::Full { .. }) = opened
+                && !has_made_room
+            {
+                // What no process uses would be removed later.
+                remove_unused(base, &dir, Duration::ZERO);
+                has_made_room = true;
+                continue;
+            }
+            if let Some(files) = opened? {
+                tidy(base, &dir, &files.lock);
                 return Ok(files);
             }
             if Instant::now() > deadline {
@@ -159,8 +171,16 @@ fn check_own(dir: &Path) -> Result<(), StoreOpenError> {
     Err(StoreOpenError::NotPrivate { dir: dir.to_owned(), problem })
 }
 
-/// Removes directories beside `own` that no process uses.
-pub(super) fn remove_unused(base: &Path, own: &Path) {
+/// Notes that `own` is in use, and removes directories beside it that no process has used for a while.
+pub(super) fn tidy(base: &Path, own: &Path, lock: &DirLock) {
+    if let Err(error) = lock.0.set_modified(SystemTime::now()) {
+        tracing::debug!(dir = %own.display(), %error, "not noted that the host tier is in use");
+    }
+    remove_unused(base, own, STAYS);
+}
+
+/// Removes directories beside `own` that no process has used for so long.
+fn remove_unused(base: &Path, own: &Path, stays: Duration) {
     for entry in fs::read_dir(base).into_iter().flatten().flatten() {
         let (dir, name) = (entry.path(), entry.file_name());
         let name = name.to_string_lossy();
@@ -172,6 +192,7 @@ pub(super) fn remove_unused(base: &Path, own: &Path) {
             && let Ok(lock) = File::options().read(true).write(true).open(dir.join("lock")).map(DirLock)
             && lock.0.try_lock().is_ok()
             && is_lock_of(&lock, &dir)
+            && unused_for(&lock) >= stays
         {
             tracing::info!(dir = %dir.display(), "removing a host tier that no worker uses");
             remove(&dir);
@@ -193,6 +214,13 @@ fn remove(dir: &Path) {
 fn is_lock_of(lock: &DirLock, dir: &Path) -> bool {
     let found = fs::metadata(dir.join("lock")).and_then(|found| Ok((found.ino(), lock.0.metadata()?.ino())));
     found.is_ok_and(|(found, own)| found == own)
+}
+
+/// How long ago a process noted that it uses the directory.
+fn unused_for(lock: &DirLock) -> Duration {
+    let noted = lock.0.metadata().and_then(|found| found.modified());
+    // A time to come is that of a clock that was set.
+    noted.ok().and_then(|noted| noted.elapsed().ok()).unwrap_or_default()
 }
 
 /// Whether the files were made: their superblock is written last.

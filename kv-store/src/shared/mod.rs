@@ -1,7 +1,7 @@
 //! Slots that all workers of a machine have: files in memory (`/dev/shm`), which outlive every worker.
 //!
 //! ```text
-//! lock       locked by all that use the directory; by one alone while it is made or removed
+//! lock       locked by all that use the directory; by one alone while it is made or removed. Its time: when it was used
 //! worker-N   locked by the worker that has the number N: what a dead one was writing is free
 //! words      the state of each slot, see [`words`]
 //! index, slabs   as on disk
@@ -61,7 +61,7 @@ pub(crate) struct SharedSlots {
     found: Vec<(u32, RecordName, Keep)>,
     num_damaged: usize,
     _number_lock: DirLock,
-    _lock: DirLock,
+    lock: DirLock,
 }
 
 /// What this process has seen of the words.
@@ -75,7 +75,7 @@ struct Seen {
 
 impl SharedSlots {
     /// Opens the slots of this format and size below `base`, and makes them if no other process uses them. Removes those of other formats and
-    /// sizes that no process uses.
+    /// sizes that no process has used for a while.
     ///
     /// # Errors
     /// When `base` is not in memory, or the file system refuses.
@@ -133,7 +133,7 @@ impl SharedSlots {
             found,
             num_damaged,
             _number_lock: number_lock,
-            _lock: lock,
+            lock,
         })
     }
 
@@ -309,9 +309,9 @@ impl Sharing for SharedSlots {
         record.shared_slot().is_some_and(|(slot, state)| self.words.state(slot) != state)
     }
 
-    fn remove_unused(&self) {
+    fn tidy(&self) {
         if let Some(base) = self.dir.parent() {
-            files::remove_unused(base, &self.dir);
+            files::tidy(base, &self.dir, &self.lock);
         }
     }
 }

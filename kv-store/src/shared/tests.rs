@@ -156,6 +156,14 @@ fn num_dirs(base: &Path) -> usize {
     std::fs::read_dir(base).expect("it is there").count()
 }
 
+/// As if no process had used the tiers below this directory for an hour. Others may remove them meanwhile.
+fn age(base: &Path) {
+    for tier in fs::read_dir(base).into_iter().flatten().flatten() {
+        let lock = fs::File::options().write(true).open(tier.path().join("lock"));
+        let _ = lock.and_then(|lock| lock.set_modified(SystemTime::now() - Duration::from_secs(3600)));
+    }
+}
+
 #[test]
 fn each_format_and_size_has_its_own_slots_and_what_is_not_used_goes() {
     let base = in_memory();
@@ -170,10 +178,15 @@ fn each_format_and_size_has_its_own_slots_and_what_is_not_used_goes() {
     assert_eq!(num_dirs(base.path()), 3, "a directory of its own is not removed");
     drop(six);
     let slots = other_format();
+    slots.tidy();
+    assert_eq!(num_dirs(base.path()), 3, "a worker that was killed finds them again");
+    age(base.path());
+    drop(other_format());
     assert_eq!(num_dirs(base.path()), 2, "six slots are in no use");
     drop(seven);
     assert_eq!(num_dirs(base.path()), 2);
-    slots.remove_unused();
+    age(base.path());
+    slots.tidy();
     assert_eq!(num_dirs(base.path()), 1);
     assert!(read(&Worker::new(base.path(), 6).store, &hashes).is_empty());
     // Other files are not touched.
@@ -181,8 +194,25 @@ fn each_format_and_size_has_its_own_slots_and_what_is_not_used_goes() {
     std::fs::create_dir_all(base.path().join("other/lock")).expect("made");
     // A process was killed while it removed one.
     std::fs::create_dir_all(base.path().join("baton-kv-removed-1-0")).expect("made");
-    slots.remove_unused();
+    age(base.path());
+    slots.tidy();
     assert_eq!(num_dirs(base.path()), 3);
+}
+
+#[test]
+fn a_worker_that_uses_its_slots_says_so_and_those_that_none_uses_make_room_for_others() {
+    let base = in_memory();
+    drop(open(base.path(), 6));
+    let seven = open(base.path(), 7);
+    age(base.path());
+    seven.tidy();
+    assert_eq!(num_dirs(base.path()), 1);
+    drop(seven);
+    let eight = open(base.path(), 8);
+    assert_eq!(num_dirs(base.path()), 2, "it was used a moment ago");
+    let refused = SharedSlots::open(base.path(), 1 << 44, shape());
+    assert!(matches!(refused, Err(StoreOpenError::Full { .. })), "{refused:?}");
+    assert!(num_dirs(base.path()) == 1 && eight.dir.exists());
 }
 
 #[test]
@@ -220,6 +250,7 @@ fn workers_that_start_and_end_at_the_same_time_have_whole_slots() {
             scope.spawn(move || {
                 for round in 0..40 {
                     // Two sizes: each may remove the other's.
+                    age(base);
                     let slots = open(base, 6 + (nth + round) % 2);
                     assert!(slots.dir.join("slabs").exists());
                     let slot = nth as u32;
