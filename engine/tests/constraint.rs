@@ -146,6 +146,24 @@ async fn forced_text_is_verified_several_tokens_at_a_time() {
 }
 
 #[tokio::test]
+async fn rules_whose_tokens_cannot_be_taken_back_are_followed_without_drafts() {
+    let lark = format!("start: name \"{}\"\nname[max_tokens=3]: /a+/", "ba".repeat(12));
+    let request = || constrained(Grammar::new(GrammarKind::Lark, lark.clone()), 7);
+    let mut expected = None;
+    for engine in [
+        engine_of(model(), config(), |_| Ok(())).1,
+        speculating(model(), Drafter::Ngram, config()),
+        sampling_engine(model(), None, config(), |_| Ok(())).0,
+        sampling_engine(model(), Some(draft(model())), config(), |_| Ok(())).0,
+    ] {
+        let (tokens, end, counts) = read(engine.generate(request()).expect("accepted")).await;
+        assert_eq!((end, counts.drafted), (Ok(FinishReason::Stop), 0));
+        assert_eq!(&tokens, expected.get_or_insert_with(|| tokens.clone()));
+        engine.check_whole().await;
+    }
+}
+
+#[tokio::test]
 async fn forced_text_of_many_obeys_the_limit_of_other_drafts() {
     let grammar = Grammar::new(GrammarKind::Regex, format!("(a|b){}", "ab".repeat(20)));
     for drafter in [None, Some(Drafter::Ngram)] {

@@ -8,7 +8,14 @@ use llguidance::Matcher;
 use crate::error::GrammarError;
 
 /// A compiled grammar at its start, or the reason why there is none.
-pub(crate) type Compiled = Result<Matcher, GrammarError>;
+pub(crate) type Compiled = Result<Start, GrammarError>;
+
+/// The start of a compiled grammar.
+pub(crate) struct Start {
+    pub(crate) matcher: Matcher,
+    /// Whether a matcher can take tokens back: with rules that have `stop=` or `max_tokens=` it cannot.
+    pub(crate) can_roll_back: bool,
+}
 
 pub(crate) struct Cache {
     entries: HashMap<Grammar, Entry>,
@@ -22,6 +29,13 @@ struct Entry {
     last_use: u64,
 }
 
+impl Start {
+    /// A copy for a sequence. Sequences must not share the states that they find: their number is limited.
+    pub(crate) fn deep_clone(&self) -> Start {
+        Start { matcher: self.matcher.deep_clone(), can_roll_back: self.can_roll_back }
+    }
+}
+
 impl Cache {
     pub(crate) fn new(max_entries: usize) -> Cache {
         Cache { entries: HashMap::new(), max_entries, now: 0 }
@@ -31,11 +45,7 @@ impl Cache {
         self.now += 1;
         let entry = self.entries.get_mut(grammar)?;
         entry.last_use = self.now;
-        Some(match &entry.compiled {
-            // Sequences must not share the states that they find: their number is limited.
-            Ok(matcher) => Ok(matcher.deep_clone()),
-            Err(error) => Err(error.clone()),
-        })
+        Some(entry.compiled.as_ref().map(Start::deep_clone).map_err(Clone::clone))
     }
 
     pub(crate) fn insert(&mut self, grammar: &Grammar, compiled: Compiled) {

@@ -11,7 +11,7 @@ use baton_request::Grammar;
 use llguidance::{Matcher, ParserFactory, api::ParserLimits};
 
 use crate::{
-    cache::{Cache, Compiled},
+    cache::{Cache, Compiled, Start},
     error::GrammarError,
     matcher::TokenMatcher,
     source,
@@ -95,13 +95,13 @@ impl GrammarCompiler {
         let target =
             self.target.get_or_init(|| Target::new(&(self.load)()?)).as_ref().map_err(Clone::clone)?;
         let known = self.cache().get(grammar);
-        let matcher = match known {
+        let start = match known {
             Some(compiled) => compiled?,
             None => self.compile(&target.factory, grammar)?,
         };
-        let handle = matcher.cancellation_handle().expect("compiled grammars can be cancelled");
+        let handle = start.matcher.cancellation_handle().expect("compiled grammars can be cancelled");
         let meter = self.watch()?.meter(self.limits.time, handle);
-        let mut matcher = TokenMatcher::new(matcher, target.lexicon.clone(), meter);
+        let mut matcher = TokenMatcher::new(start, target.lexicon.clone(), meter);
         output.iter().try_for_each(|&token| matcher.accept(token))?;
         Ok(matcher)
     }
@@ -134,7 +134,7 @@ impl GrammarCompiler {
                 Err(GrammarError::invalid(kind, "the compiler broke"))
             }
         };
-        let copy = compiled.as_ref().map(Matcher::deep_clone).map_err(Clone::clone);
+        let copy = compiled.as_ref().map(Start::deep_clone).map_err(Clone::clone);
         self.cache().insert(grammar, copy);
         compiled
     }
@@ -186,13 +186,16 @@ impl Drop for Compiling {
     }
 }
 
-/// A matcher at the start of the grammar, which has found its first tokens once, within `limit`.
+/// The start of the grammar, whose matcher has found its first tokens once, within `limit`.
 fn compile(factory: &ParserFactory, grammar: &Grammar, watch: &Watch, limit: Duration) -> Compiled {
     let kind = grammar.kind;
     let invalid = |reason: String| GrammarError::invalid(kind, reason);
     let parsed = source::parse(grammar)?;
     let caught = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
-        let mut matcher = Matcher::new(factory.create_parser(parsed)).into_cancellable();
+        let parser = factory.create_parser(parsed);
+        let can_roll_back =
+            parser.as_ref().is_ok_and(|parser| parser.parser.grammar().lexer_spec().can_rollback());
+        let mut matcher = Matcher::new(parser).into_cancellable();
         let handle = matcher.cancellation_handle().expect("it can be cancelled");
         let meter = watch.meter(GrammarTime { ahead: limit, per_token: Duration::ZERO }, handle);
         let _running = meter.begin();
@@ -207,7 +210,7 @@ fn compile(factory: &ParserFactory, grammar: &Grammar, watch: &Watch, limit: Dur
         if mask.is_zero() {
             return Err(invalid("no text matches it".into()));
         }
-        Ok(matcher)
+        Ok(Start { matcher, can_roll_back })
     }));
     caught.unwrap_or_else(|_| Err(invalid("the compiler panicked".into())))
 }

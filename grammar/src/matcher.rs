@@ -5,7 +5,7 @@ use std::{fmt, sync::Arc};
 use llguidance::Matcher;
 use toktrie::SimpleVob;
 
-use crate::{error::GrammarError, vocabulary::Lexicon, watch::Meter};
+use crate::{cache::Start, error::GrammarError, vocabulary::Lexicon, watch::Meter};
 
 /// Shorter texts are not worth a draft.
 const MIN_FORCED_BYTES: usize = 4;
@@ -19,6 +19,8 @@ pub struct TokenMask {
 /// A grammar, and how far a sequence has come in it.
 pub struct TokenMatcher {
     matcher: Matcher,
+    /// If not, nothing may be drafted: see [`masks`](Self::masks).
+    can_roll_back: bool,
     lexicon: Arc<Lexicon>,
     meter: Arc<Meter>,
     has_ended: bool,
@@ -71,9 +73,10 @@ impl TokenMask {
 }
 
 impl TokenMatcher {
-    /// A sequence at the start of `matcher`, whose operations `meter` can cancel.
-    pub(crate) fn new(matcher: Matcher, lexicon: Arc<Lexicon>, meter: Arc<Meter>) -> TokenMatcher {
-        TokenMatcher { matcher, lexicon, meter, has_ended: false }
+    /// A sequence at the start of a grammar, whose operations `meter` can cancel.
+    pub(crate) fn new(start: Start, lexicon: Arc<Lexicon>, meter: Arc<Meter>) -> TokenMatcher {
+        let Start { matcher, can_roll_back } = start;
+        TokenMatcher { matcher, can_roll_back, lexicon, meter, has_ended: false }
     }
 
     /// The tokens that may come next: those of the grammar, and those that end a text if the text so far is complete.
@@ -108,10 +111,10 @@ impl TokenMatcher {
         Ok(masks)
     }
 
-    /// How many of `tokens`, in a row, the grammar allows next, before the text ends.
+    /// How many of `tokens`, in a row, the grammar allows as drafts, before the text ends. None where tokens cannot be taken back.
     pub fn num_allowed(&mut self, tokens: &[u32]) -> usize {
         let num_text = tokens.iter().take_while(|&&token| self.lexicon.is_text(token)).count();
-        if num_text == 0 || self.matcher.is_stopped() {
+        if num_text == 0 || !self.can_roll_back || self.matcher.is_stopped() {
             return 0;
         }
         let _running = self.meter.begin();
@@ -144,10 +147,10 @@ impl TokenMatcher {
         Ok(())
     }
 
-    /// Tokens of the text that is certain to come, as the tokenizer would write it: at most `max_tokens`, and empty if
-    /// there is none. The model may cut the same text into other tokens.
+    /// Drafts of the text that is certain to come, as the tokenizer would write it: at most `max_tokens`, and empty if
+    /// there is none or tokens cannot be taken back. The model may cut the same text into other tokens.
     pub fn forced(&mut self, max_tokens: usize) -> Vec<u32> {
-        if self.matcher.is_stopped() {
+        if !self.can_roll_back || self.matcher.is_stopped() {
             return Vec::new();
         }
         let running = self.meter.begin();

@@ -185,6 +185,25 @@ fn masks_of_drafts_are_those_of_tokens_one_by_one() {
 }
 
 #[test]
+fn nothing_is_drafted_where_tokens_cannot_be_taken_back() {
+    let tiny = tiny();
+    let text = "The name of the cat is Tom";
+    let tokens = tiny.tokenizer.encode(text, false).unwrap();
+    for (attribute, can_draft) in [("", true), ("[max_tokens=9]", false), ("[stop=\".\"]", false)] {
+        let lark = format!("start: \"The name of the cat is \" name\nname{attribute}: /[A-Za-z ]+/");
+        let mut matcher = tiny.matcher(GrammarKind::Lark, &lark).unwrap();
+        assert_eq!(!matcher.forced(16).is_empty(), can_draft, "{attribute}");
+        for (idx, &token) in tokens.iter().enumerate() {
+            let num_drafts = matcher.num_allowed(&tokens[idx..]);
+            assert_eq!(num_drafts > 0, can_draft, "{attribute}");
+            let masks = matcher.masks(&tokens[idx..][..num_drafts]).expect(attribute);
+            assert!(masks[0].allows(token), "{attribute}");
+            matcher.accept(token).expect(attribute);
+        }
+    }
+}
+
+#[test]
 fn a_matcher_is_rebuilt_from_the_tokens_so_far() {
     let tiny = tiny();
     let grammar = Grammar::new(GrammarKind::JsonSchema, PERSON);
