@@ -170,7 +170,7 @@ impl GrammarCompiler {
 
 impl Target {
     fn new(vocabulary: &Vocabulary) -> Result<Target, GrammarError> {
-        let mut factory = ParserFactory::new_simple(&vocabulary.env)
+        let mut factory = ParserFactory::new_simple(&vocabulary.lexicon.env)
             .map_err(|error| GrammarError::vocabulary(error.to_string()))?;
         factory.quiet();
         // The other limits are llguidance's. They bound the size of a step; [`Watch`] bounds its time.

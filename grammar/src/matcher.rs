@@ -10,6 +10,9 @@ use crate::{cache::Start, error::GrammarError, vocabulary::Lexicon, watch::Meter
 /// Shorter texts are not worth a draft.
 const MIN_FORCED_BYTES: usize = 4;
 
+/// So much forced text is tokenised for each token that is wanted. Few tokens are longer.
+const BYTES_PER_FORCED: usize = 64;
+
 /// The tokens that may come next.
 #[derive(Clone)]
 pub struct TokenMask {
@@ -23,6 +26,8 @@ pub struct TokenMatcher {
     can_roll_back: bool,
     lexicon: Arc<Lexicon>,
     meter: Arc<Meter>,
+    /// Text that is certain to come, as far as it was found. To find it again after each token takes time with its length.
+    forced: Vec<u8>,
     has_ended: bool,
 }
 
@@ -76,7 +81,7 @@ impl TokenMatcher {
     /// A sequence at the start of a grammar, whose operations `meter` can cancel.
     pub(crate) fn new(start: Start, lexicon: Arc<Lexicon>, meter: Arc<Meter>) -> TokenMatcher {
         let Start { matcher, can_roll_back } = start;
-        TokenMatcher { matcher, can_roll_back, lexicon, meter, has_ended: false }
+        TokenMatcher { matcher, can_roll_back, lexicon, meter, forced: Vec::new(), has_ended: false }
     }
 
     /// The tokens that may come next: those of the grammar, and those that end a text if the text so far is complete.
@@ -144,6 +149,12 @@ impl TokenMatcher {
         }
         self.consume(token)?;
         self.meter.add_token();
+        let bytes = self.lexicon.bytes(token);
+        if self.forced.starts_with(bytes) {
+            self.forced.drain(..bytes.len());
+        } else {
+            self.forced.clear();
+        }
         Ok(())
     }
 
@@ -153,10 +164,14 @@ impl TokenMatcher {
         if !self.can_roll_back || self.matcher.is_stopped() {
             return Vec::new();
         }
-        let running = self.meter.begin();
-        let bytes = self.matcher.compute_ff_bytes();
-        drop(running);
-        let text = match std::str::from_utf8(&bytes) {
+        if self.forced.is_empty() {
+            let _running = self.meter.begin();
+            self.forced = self.matcher.compute_ff_bytes();
+        }
+        // A cut changes tokens near it only, of which some may then be refused.
+        let max_bytes = max_tokens.saturating_add(1).saturating_mul(BYTES_PER_FORCED);
+        let bytes = &self.forced[..self.forced.len().min(max_bytes)];
+        let text = match std::str::from_utf8(bytes) {
             Ok(text) => text,
             Err(error) => std::str::from_utf8(&bytes[..error.valid_up_to()]).unwrap_or_default(),
         };

@@ -20,12 +20,12 @@ pub type TextEncoder = Box<dyn Fn(&str) -> Vec<u32> + Send + Sync>;
 
 /// All tokens of a model.
 pub struct Vocabulary {
-    pub(crate) env: TokEnv,
     pub(crate) lexicon: Arc<Lexicon>,
 }
 
-/// What a sequence needs of a vocabulary beside its tokens.
+/// What a sequence needs of a vocabulary.
 pub(crate) struct Lexicon {
+    pub(crate) env: TokEnv,
     pub(crate) num_tokens: u32,
     pub(crate) end_tokens: Vec<u32>,
     pub(crate) encode: TextEncoder,
@@ -40,6 +40,11 @@ impl Lexicon {
     /// recover.
     pub(crate) fn is_text(&self, token: u32) -> bool {
         token < self.num_tokens && !self.end_tokens.contains(&token)
+    }
+
+    /// What a token adds to a text. A special one begins with a byte that no text has.
+    pub(crate) fn bytes(&self, token: u32) -> &[u8] {
+        self.env.tok_trie().token(token)
     }
 }
 
@@ -64,8 +69,9 @@ impl Vocabulary {
         }
         let info = TokRxInfo::new(words.len() as u32, first);
         let trie = TokTrie::from(&info, &words).with_eos_tokens(&ends);
-        let lexicon = Arc::new(Lexicon { num_tokens: info.vocab_size, end_tokens: ends, encode });
-        Ok(Vocabulary { env: Arc::new(Env { trie }), lexicon })
+        let env = Arc::new(Env { trie });
+        let lexicon = Lexicon { env, num_tokens: info.vocab_size, end_tokens: ends, encode };
+        Ok(Vocabulary { lexicon: Arc::new(lexicon) })
     }
 }
 
@@ -95,6 +101,6 @@ impl TokenizerEnv for Env {
 
 impl fmt::Debug for Vocabulary {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Vocabulary").field("num_tokens", &self.env.tok_trie().vocab_size()).finish()
+        f.debug_struct("Vocabulary").field("num_tokens", &self.lexicon.num_tokens).finish()
     }
 }

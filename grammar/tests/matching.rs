@@ -2,10 +2,15 @@
 
 mod support;
 
-use baton_grammar::{GrammarError, MaskThread, TokenMask};
+use std::sync::{
+    Arc,
+    atomic::{AtomicUsize, Ordering},
+};
+
+use baton_grammar::{GrammarError, GrammarLimits, MaskThread, TokenMask};
 use baton_request::{Grammar, GrammarKind};
 use serde_json::{Value, json};
-use support::{Tiny, tiny};
+use support::{Tiny, tiny, tiny_seeing};
 
 const PERSON: &str = r#"{
     "type": "object", "additionalProperties": false, "required": ["name", "age"],
@@ -243,4 +248,30 @@ fn forced_text_is_proposed_as_the_tokenizer_writes_it() {
         alone.accept(token).unwrap();
         matcher.forced(3);
     }
+}
+
+#[test]
+fn of_a_long_forced_text_so_much_is_tokenised_as_is_wanted() {
+    let longest = Arc::new(AtomicUsize::new(0));
+    let seen = longest.clone();
+    let see = move |text: &str| {
+        seen.fetch_max(text.len(), Ordering::Relaxed);
+    };
+    let tiny = tiny_seeing(GrammarLimits::default(), see);
+    let text: String = (0..200).map(|idx| format!("The garden of house {idx} is green. ")).collect();
+    let mut matcher = tiny.matcher(GrammarKind::Choice, &json!([text]).to_string()).unwrap();
+    let mut at = 0;
+    for step in 0..60 {
+        // The same drafts as of the whole text, also where the model has cut it into other tokens.
+        let whole = tiny.tokenizer.encode(&text[at..], false).unwrap();
+        let forced = matcher.forced(16);
+        assert_eq!(forced, whole[..16], "step {step}");
+        matcher.masks(&forced[..step % 3]).unwrap();
+        let letter = tiny.tokenizer.encode(&text[at..=at], false).unwrap();
+        let accepted = if step % 2 == 0 { &letter[..] } else { &forced[..step % 17] };
+        accepted.iter().for_each(|&token| matcher.accept(token).unwrap());
+        at += tiny.text(accepted).len();
+    }
+    let longest = longest.load(Ordering::Relaxed);
+    assert!(longest > 0 && longest < text.len() / 5, "{longest} of {} bytes", text.len());
 }

@@ -21,6 +21,11 @@ pub fn tiny() -> Tiny {
 }
 
 pub fn tiny_within(limits: GrammarLimits) -> Tiny {
+    tiny_seeing(limits, |_| {})
+}
+
+/// `see` is called with each text that a matcher tokenises.
+pub fn tiny_seeing(limits: GrammarLimits, see: impl Fn(&str) + Clone + Send + Sync + 'static) -> Tiny {
     let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../models/tiny");
     let tokenizer = Tokenizer::load(&dir).expect("the tiny model's tokenizer");
     let ends = GenerationDefaults::load(&dir).expect("its defaults").eos_token_ids;
@@ -28,9 +33,12 @@ pub fn tiny_within(limits: GrammarLimits) -> Tiny {
     let load = move || {
         let tokens = source.all_token_bytes().expect("it is byte-level");
         let tokens = tokens.map(|(bytes, is_special)| VocabularyToken { bytes, is_special });
-        let encoder = source.clone();
-        let encode = Box::new(move |text: &str| encoder.encode(text, false).unwrap_or_default());
-        Vocabulary::new(tokens, &ends, encode)
+        let (encoder, see) = (source.clone(), see.clone());
+        let encode = move |text: &str| {
+            see(text);
+            encoder.encode(text, false).unwrap_or_default()
+        };
+        Vocabulary::new(tokens, &ends, Box::new(encode))
     };
     Tiny { tokenizer, compiler: GrammarCompiler::new(load, limits), end }
 }
