@@ -135,7 +135,7 @@ impl Vocabulary {
         });
         let tokens: Vec<String> =
             tokens.collect::<Option<_>>().ok_or_else(|| gguf.refuse(TOKENS, "texts"))?;
-        let types = match array(gguf, TOKEN_TYPES)? {
+        let mut types = match array(gguf, TOKEN_TYPES)? {
             None => vec![TokenType::Other; tokens.len()],
             Some(types) if types.len() == tokens.len() => types
                 .iter()
@@ -149,6 +149,12 @@ impl Vocabulary {
                 .collect(),
             Some(_) => return Err(gguf.refuse(TOKEN_TYPES, "one for each token")),
         };
+        // Many files give a sign that ends turns another type. llama.cpp overrides it, too.
+        for (token, token_type) in tokens.iter().zip(&mut types) {
+            if TURN_ENDS.contains(&token.as_str()) {
+                *token_type = TokenType::Control;
+            }
+        }
         let mut ids = HashMap::with_capacity(tokens.len());
         for (id, token) in tokens.iter().enumerate() {
             if ids.insert(token.clone(), id).is_some() {

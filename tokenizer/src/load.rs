@@ -12,15 +12,17 @@ const MAX_ID: u32 = 1 << 24;
 
 impl Tokenizer {
     /// Reads `tokenizer.json`, `tokenizer_config.json` and the chat template of the model directory
-    /// `model`, of which only the first must be there; or the same from the GGUF file `model`.
+    /// `model`, of which only the first must be there; or the same from the GGUF file `model`. What ends a sequence is special.
     ///
     /// # Errors
     /// Names the file that is missing or wrong.
     pub fn load(model: &Path) -> Result<Self, TokenizerError> {
-        if !model.is_dir() {
-            return gguf::load_tokenizer(model);
-        }
-        let dir = model;
+        let tokenizer = if model.is_dir() { Self::load_dir(model)? } else { gguf::load_tokenizer(model)? };
+        let ends = GenerationDefaults::load(model)?.with_end_of(&tokenizer, usize::MAX).eos_token_ids;
+        Ok(tokenizer.with_ends(&ends))
+    }
+
+    fn load_dir(dir: &Path) -> Result<Self, TokenizerError> {
         let path = dir.join("tokenizer.json");
         let tokenizer: tokenizers::Tokenizer =
             files::read(&path)?.parse().map_err(|error| files::invalid(&path, error))?;

@@ -43,6 +43,13 @@ impl Tokenizer {
         Self { inner: Arc::new(Inner { tokenizer, pieces, vocabulary, special_tokens, chat_template }) }
     }
 
+    /// Makes the tokens that end a sequence special, also where the files call them ordinary. Texts are encoded as before.
+    pub(crate) fn with_ends(mut self, ends: &[u32]) -> Self {
+        let inner = Arc::get_mut(&mut self.inner).expect("it is called before the tokenizer is shared");
+        ends.iter().for_each(|&id| inner.vocabulary.mark_special(id));
+        self
+    }
+
     /// Keeps nothing of a text for the next one, which takes longer then. Otherwise the time that a text takes tells whether its
     /// words were in earlier ones.
     ///
@@ -83,11 +90,12 @@ impl Tokenizer {
     /// The text of `ids`, as Hugging Face's `decode` gives it. Bytes that form no character become
     /// U+FFFD, ids without a token nothing.
     pub fn decode(&self, ids: &[u32], skip_special: bool) -> String {
+        let shown: Vec<u32> = ids.iter().copied().filter(|&id| !self.is_hidden(id, skip_special)).collect();
         // Some decoders index the last token without checking that there is one.
-        if ids.iter().all(|&id| self.is_hidden(id, skip_special)) {
+        if shown.is_empty() {
             return String::new();
         }
-        self.inner.tokenizer.decode(ids, skip_special).unwrap_or_default()
+        self.inner.tokenizer.decode(&shown, false).unwrap_or_default()
     }
 
     /// One more than the highest token id. The model's own vocabulary may be padded beyond it.
@@ -206,7 +214,7 @@ mod tests {
     use std::time::{Duration, Instant};
 
     use super::*;
-    use crate::testing;
+    use crate::{Detokenizer, testing};
 
     #[test]
     fn missing_and_broken_files_are_named() {
@@ -231,6 +239,26 @@ mod tests {
         assert_eq!(tokenizer.special_token_id("eos_token"), tokenizer.token_id("<|end|>"));
         assert!(tokenizer.is_special(tokenizer.token_id("<|end|>").unwrap()));
         assert_eq!(tokenizer.special_token_id("pad_token"), None);
+    }
+
+    #[test]
+    fn ends_are_no_text_whatever_the_files_call_them() {
+        let plain = testing::byte_level();
+        let [named, listed, x] = ["ll", "Ġhe", "x"].map(|token| plain.token_id(token).unwrap());
+        let generation = format!(r#"{{"eos_token_id": [{listed}, 9999]}}"#);
+        let dir = testing::model_dir(&[
+            ("tokenizer_config.json", r#"{"eos_token": "ll"}"#),
+            ("generation_config.json", generation.as_str()),
+        ]);
+        let tokenizer = Tokenizer::load(dir.path()).unwrap();
+        for end in [named, listed] {
+            assert!(tokenizer.is_special(end) && !plain.is_special(end));
+            assert_eq!(tokenizer.decode(&[x, end], true), "x");
+            assert_eq!(Detokenizer::new(&tokenizer, &[]).push(end), "");
+        }
+        assert!(!tokenizer.is_special(x));
+        let text = "hello hello";
+        assert_eq!(tokenizer.encode(text, false).unwrap(), plain.encode(text, false).unwrap());
     }
 
     #[test]

@@ -79,6 +79,13 @@ impl Vocabulary {
         self.ends.len()
     }
 
+    /// Leaves a token out of texts from now on. Ids beyond the vocabulary are ignored.
+    pub(crate) fn mark_special(&mut self, id: u32) {
+        if let Some(flags) = self.flags.get_mut(id as usize) {
+            flags.special = true;
+        }
+    }
+
     pub(crate) fn flags(&self, id: u32) -> Flags {
         self.flags.get(id as usize).copied().unwrap_or_default()
     }

@@ -108,6 +108,20 @@ fn settings_of_a_file_are_kept() {
 }
 
 #[test]
+fn ends_are_special_whatever_their_type() {
+    for token_type in [1, 3, 4] {
+        let writer = bytes_without("types")
+            .i32s("tokenizer.ggml.token_type", &[1, 1, 1, token_type, 3, 5])
+            .u32("tokenizer.ggml.eot_token_id", 1);
+        let (tokenizer, defaults) = load(&writer).unwrap();
+        assert_eq!(tokenizer.encode("ab<|im_end|>", true).unwrap(), [2, 3], "type {token_type}");
+        assert_eq!(defaults.eos_token_ids, [1, 3], "type {token_type}");
+        assert!(tokenizer.is_special(1) && tokenizer.is_special(3) && !tokenizer.is_special(2));
+        assert_eq!(tokenizer.decode(&[2, 3, 1], true), "ab");
+    }
+}
+
+#[test]
 fn signs_of_phi_3_take_the_space_after_them() {
     let pieces = |architecture: &str| {
         let writer = Writer::default()

@@ -75,6 +75,24 @@ mod tests {
     }
 
     #[test]
+    fn an_end_that_the_tokenizer_calls_ordinary_is_no_text() {
+        let (tiny, dir) = (tiny(), tempfile::tempdir().unwrap());
+        let file = std::fs::read(tiny.join("tokenizer.json")).unwrap();
+        let mut json: serde_json::Value = serde_json::from_slice(&file).unwrap();
+        for token in json["added_tokens"].as_array_mut().unwrap() {
+            token["special"] = false.into();
+        }
+        std::fs::write(dir.path().join("tokenizer.json"), json.to_string()).unwrap();
+        let name = "tokenizer_config.json";
+        std::fs::copy(tiny.join(name), dir.path().join(name)).unwrap();
+        let tokenizer = Tokenizer::load(dir.path()).unwrap();
+        let (quote, end) = (tokenizer.encode("\"", false).unwrap(), tokenizer.special_token_id("eos_token"));
+        let grammar = Grammar::new(GrammarKind::Regex, r#""[^"]*""#);
+        let mut matcher = compiler(dir.path(), usize::MAX).matcher(&grammar, &quote).expect("it compiles");
+        assert!(!matcher.mask().expect("a mask").allows(end.expect("it has one")));
+    }
+
+    #[test]
     fn a_text_ends_with_the_tokenizers_end_too() {
         let (tiny, dir) = (tiny(), tempfile::tempdir().unwrap());
         for name in ["tokenizer.json", "tokenizer_config.json"] {
