@@ -1,7 +1,7 @@
 //! What is known of a router: its newest picture, and the requests that have ended. Pure.
 
 use std::{
-    collections::{BTreeMap, VecDeque},
+    collections::{BTreeMap, HashMap, VecDeque},
     time::Instant,
 };
 
@@ -32,6 +32,8 @@ pub(super) struct Cluster {
 #[derive(Debug, Deserialize)]
 pub(super) struct Worker {
     pub(super) id: String,
+    /// Another after each start of the worker.
+    incarnation: String,
     pub(super) role: String,
     pub(super) state: String,
     pub(super) num_running: Option<u32>,
@@ -70,6 +72,14 @@ pub(super) enum Connection {
     Lost(String),
 }
 
+/// Bytes of handoffs since the worker started, by its last report.
+#[derive(Debug)]
+struct Moved {
+    incarnation: String,
+    at: Instant,
+    bytes: u64,
+}
+
 /// All of it.
 #[derive(Debug)]
 pub(super) struct State {
@@ -80,7 +90,8 @@ pub(super) struct State {
     pub(super) requests: VecDeque<Request>,
     /// Bytes per second of handoffs, by transport; only transports that moved some.
     pub(super) rates: BTreeMap<String, f64>,
-    moved: Option<(Instant, BTreeMap<String, u64>)>,
+    /// By worker and transport. What a worker moved is kept while its report is missing.
+    moved: HashMap<(String, String), Moved>,
 }
 
 impl State {
@@ -91,7 +102,7 @@ impl State {
             cluster: Cluster::default(),
             requests: VecDeque::new(),
             rates: BTreeMap::new(),
-            moved: None,
+            moved: HashMap::new(),
         }
     }
 
@@ -109,22 +120,24 @@ impl State {
         }
     }
 
-    /// Sums fall when a worker leaves or starts again; that is no rate.
+    /// Half of what the workers count: each byte is counted where it is sent and where it is received. A worker that has
+    /// started again, or is seen for the first time, has no rate yet.
     fn take_rates(&mut self, cluster: &Cluster, now: Instant) {
-        let mut sums = BTreeMap::<String, u64>::new();
-        for (transport, bytes) in cluster.workers.iter().flat_map(|worker| &worker.handoff_bytes) {
-            *sums.entry(transport.clone()).or_default() += bytes;
+        self.rates.clear();
+        for worker in &cluster.workers {
+            for (transport, &bytes) in &worker.handoff_bytes {
+                let moved = Moved { incarnation: worker.incarnation.clone(), at: now, bytes };
+                let before = self.moved.insert((worker.id.clone(), transport.clone()), moved);
+                let Some(before) = before.filter(|before| before.incarnation == worker.incarnation) else {
+                    continue;
+                };
+                if bytes > 0 {
+                    let elapsed = now.duration_since(before.at).as_secs_f64().max(1e-3);
+                    let rate = bytes.saturating_sub(before.bytes) as f64 / elapsed;
+                    *self.rates.entry(transport.clone()).or_default() += rate / 2.0;
+                }
+            }
         }
-        sums.retain(|_, bytes| *bytes > 0);
-        if let Some((at, before)) = &self.moved {
-            let elapsed = now.duration_since(*at).as_secs_f64().max(1e-3);
-            let rate = |(transport, bytes): (&String, &u64)| {
-                let moved = bytes.saturating_sub(before.get(transport).copied().unwrap_or(0));
-                (transport.clone(), moved as f64 / elapsed)
-            };
-            self.rates = sums.iter().map(rate).collect();
-        }
-        self.moved = Some((now, sums));
     }
 
     /// TTFT of the requests that are kept, in milliseconds, the newest first.
@@ -143,8 +156,9 @@ pub(super) mod tests {
 
     pub(crate) fn worker(id: &str, role: &str, moved: u64) -> Value {
         json!({
-            "id": id, "role": role, "state": "ready", "num_running": 2, "num_waiting": 1, "num_queued_tokens": 640,
-            "num_free_blocks": 48, "num_total_blocks": 64, "handoff_bytes": {"shm": moved, "tcp": 0},
+            "id": id, "incarnation": "1", "role": role, "state": "ready", "num_running": 2, "num_waiting": 1,
+            "num_queued_tokens": 640, "num_free_blocks": 48, "num_total_blocks": 64,
+            "handoff_bytes": {"shm": moved, "tcp": 0},
         })
     }
 
@@ -166,12 +180,34 @@ pub(super) mod tests {
     fn rates_are_of_what_moved_between_two_pictures() {
         let mut state = State::new("");
         let start = Instant::now();
-        state.take(cluster(&[worker("prefill-0", "prefill", 1000)]), start);
-        assert!(state.rates.is_empty(), "one picture is no rate");
-        state.take(cluster(&[worker("prefill-0", "prefill", 5000)]), start + Duration::from_secs(2));
-        assert_eq!(state.rates, BTreeMap::from([("shm".to_owned(), 2000.0)]), "tcp moved nothing");
-        state.take(cluster(&[worker("prefill-0", "prefill", 10)]), start + Duration::from_secs(3));
-        assert_eq!(state.rates["shm"], 0.0, "a worker that has started again");
+        let mut take = |at: u64, workers: &[Value]| {
+            state.take(cluster(workers), start + Duration::from_secs(at));
+            state.rates.clone()
+        };
+        let rate = |rate: f64| BTreeMap::from([("shm".to_owned(), rate)]);
+        let (prefill, decode) =
+            (|moved| worker("prefill-0", "prefill", moved), |moved| worker("decode-0", "decode", moved));
+        assert!(take(0, &[prefill(1000), decode(1000)]).is_empty(), "one picture is no rate");
+        assert_eq!(
+            take(2, &[prefill(5000), decode(5000)]),
+            rate(2000.0),
+            "a byte counts once, tcp moved nothing"
+        );
+
+        let mut silent = decode(0);
+        silent["handoff_bytes"] = json!({});
+        assert_eq!(take(3, &[prefill(5000), silent]), rate(0.0), "a report is missing");
+        assert_eq!(take(4, &[prefill(5000)]), rate(0.0), "a worker is missing");
+        assert_eq!(
+            take(6, &[prefill(5000), decode(9000)]),
+            rate(500.0),
+            "4000 bytes in the 4 s since its last report"
+        );
+
+        let mut again = decode(90_000);
+        again["incarnation"] = json!("2");
+        assert_eq!(take(7, &[prefill(5000), again]), rate(0.0), "a worker that has started again");
+        assert_eq!(take(8, &[worker("decode-1", "decode", 90_000)]), BTreeMap::new(), "a worker that is new");
     }
 
     #[test]

@@ -92,8 +92,7 @@ const eventsOf = async function* (answer) {
 
 // How long a worker that left is shown, and that one has started again.
 const SHOWN_FOR = 60000;
-const workers = new Map(); // id to {now, node, goneAt, againAt}
-let lastMoved = null;
+const workers = new Map(); // id to {now, node, moved, goneAt, againAt}
 let model = null;
 
 const showStatus = (text, kind) => {
@@ -125,9 +124,9 @@ const showCluster = (cluster) => {
   const seen = new Set();
   for (const now of cluster.workers) {
     seen.add(now.id);
-    const known = workers.get(now.id) ?? { now, node: element("li") };
+    const known = workers.get(now.id) ?? { now, node: element("li"), moved: {} };
     // A worker may be back before the next look.
-    if (known.now.incarnation !== now.incarnation) known.againAt = Date.now();
+    if (known.now.incarnation !== now.incarnation) Object.assign(known, { againAt: Date.now(), moved: {} });
     Object.assign(known, { now, goneAt: null });
     workers.set(now.id, known);
     const list = $(now.role === "prefill" ? "prefill" : "decode");
@@ -142,17 +141,24 @@ const showCluster = (cluster) => {
       showWorker(known);
     }
   }
-  const moved = {};
-  for (const worker of cluster.workers) {
-    for (const [transport, sum] of Object.entries(worker.handoff_bytes)) if (sum) moved[transport] = (moved[transport] ?? 0) + sum;
-  }
+  // Halves of what the workers count: each byte is counted where it is sent and where it is received. What a worker moved
+  // is kept while its report is missing.
   const at = performance.now();
-  const rates = Object.entries(moved).map(([transport, sum]) => {
-    const before = lastMoved?.moved[transport];
-    const rate = before == null ? 0 : Math.max(0, (sum - before) / ((at - lastMoved.at) / 1000));
-    return `${transport} ${bytes(rate)}/s, ${bytes(sum)} in all`;
-  });
-  lastMoved = { moved, at };
+  const totals = {}; // transport to bytes per second, and bytes
+  for (const { id, handoff_bytes } of cluster.workers) {
+    const { moved } = workers.get(id);
+    for (const [transport, sum] of Object.entries(handoff_bytes)) {
+      const before = moved[transport];
+      moved[transport] = { at, sum, rate: before ? Math.max(0, (sum - before.sum) / ((at - before.at) / 1000)) : 0 };
+    }
+    for (const [transport, { at: seen, sum, rate }] of Object.entries(moved)) {
+      if (!sum) continue;
+      totals[transport] ??= { rate: 0, sum: 0 };
+      totals[transport].rate += seen === at ? rate / 2 : 0;
+      totals[transport].sum += sum / 2;
+    }
+  }
+  const rates = Object.entries(totals).map(([transport, { rate, sum }]) => `${transport} ${bytes(rate)}/s, ${bytes(sum)} in all`);
   const handoffs = rates.length ? `; handoffs: ${rates.join("; ")}` : "";
   $("totals").textContent = `${count(cluster.workers.length, "worker")}, ${count(cluster.num_running, "request")} running here${handoffs}`;
 };
