@@ -104,6 +104,8 @@ struct Report {
     host: Vec<HostFinding>,
     /// The state of NCCL on this host.
     nccl: String,
+    /// Workers that did not report their load, each with the reason.
+    silent: Vec<String>,
     /// Of workers with any.
     tiers: Vec<TiersOf>,
     pairs: Vec<Pair>,
@@ -193,11 +195,10 @@ pub(crate) async fn run(args: DoctorArgs) -> anyhow::Result<()> {
         false => (args.prefill, args.decode),
     };
     for address in prefill.iter().chain(&decode) {
-        // A worker that does not answer is told of below.
-        if let Ok(of_worker) = tiers_of(&dialer, address).await
-            && !of_worker.tiers.is_empty()
-        {
-            report.tiers.push(of_worker);
+        match tiers_of(&dialer, address).await {
+            Ok(of_worker) if of_worker.tiers.is_empty() => {}
+            Ok(of_worker) => report.tiers.push(of_worker),
+            Err(error) => report.silent.push(format!("{address}: {error:#}")),
         }
     }
     for prefill in &prefill {
@@ -274,8 +275,8 @@ async fn workers_of(
         let header = header.context("--api-key (BATON_API_KEY, OPENAI_API_KEY) is no plain text")?;
         request.metadata_mut().insert("authorization", header);
     }
-    let loads = InferenceClient::new(channel).loads(request).await;
-    let loads = loads.map_err(|status| anyhow!(not_listed(router, &status)))?;
+    let mut client = InferenceClient::new(channel);
+    let loads = soon(client.loads(request)).await.map_err(|status| anyhow!(not_listed(router, &status)))?;
     let (prefill, decode): (Vec<_>, Vec<_>) =
         loads.into_inner().workers.into_iter().partition(|worker| worker.role == "prefill");
     let addresses =
@@ -313,17 +314,18 @@ async fn examine(dialer: &Dialer, prefill: &str, decode: &str) -> Pair {
 /// By the worker's next load report.
 async fn tiers_of(dialer: &Dialer, address: &str) -> anyhow::Result<TiersOf> {
     let mut client = WorkerClient::new(connect(dialer, address).await?);
-    let worker = client.info(InfoRequest {}).await?.into_inner().id;
+    let worker = soon(client.info(InfoRequest {})).await?.into_inner().id;
     let request = WatchLoadRequest { router: 0, cache_events: false, cache_from: None };
-    let mut reports = client.watch_load(request).await?.into_inner();
-    let report = tokio::time::timeout(CONNECT_TIMEOUT, reports.message()).await??;
+    let mut reports = soon(client.watch_load(request)).await?.into_inner();
+    let report = soon(reports.message()).await?;
     let tiers = report.map(|load| load.tiers).unwrap_or_default();
     Ok(TiersOf { worker, tiers: tiers.into_iter().map(Tier::from).collect() })
 }
 
 async fn name_of(dialer: &Dialer, address: &str, expected: Role) -> anyhow::Result<String> {
     let channel = connect(dialer, address).await.with_context(|| format!("no worker at {address}"))?;
-    let info = WorkerClient::new(channel).info(InfoRequest {}).await;
+    let mut client = WorkerClient::new(channel);
+    let info = soon(client.info(InfoRequest {})).await;
     let record: WorkerRecord = info.with_context(|| format!("no worker at {address}"))?.into_inner();
     if record.role() != expected {
         bail!(
@@ -341,6 +343,12 @@ async fn probe(dialer: &Dialer, prefill: &str, decode: &str) -> anyhow::Result<P
     request.set_timeout(PROBE_TIMEOUT);
     let answer = client.probe(request).await.map_err(|status| anyhow::anyhow!("{}", status.message()))?;
     Ok(answer.into_inner())
+}
+
+/// A frozen process keeps its connections, and answers nothing.
+async fn soon<T>(answer: impl Future<Output = Result<T, Status>>) -> Result<T, Status> {
+    let late = |_| Status::deadline_exceeded(format!("no answer within {} s", CONNECT_TIMEOUT.as_secs()));
+    tokio::time::timeout(CONNECT_TIMEOUT, answer).await.map_err(late)?
 }
 
 async fn connect(dialer: &Dialer, url: &str) -> anyhow::Result<Channel> {
@@ -397,6 +405,7 @@ impl fmt::Display for Report {
         writeln!(f, "this host")?;
         self.host.iter().try_for_each(|finding| write!(f, "{finding}"))?;
         writeln!(f, "  {:<10} {}\n", "nccl", self.nccl)?;
+        self.silent.iter().try_for_each(|why| writeln!(f, "no load report from {why}\n"))?;
         for TiersOf { worker, tiers } in &self.tiers {
             writeln!(f, "{worker}, KV below the pool")?;
             tiers.iter().try_for_each(|tier| write!(f, "{tier}"))?;
@@ -587,6 +596,25 @@ mod tests {
         ] {
             let text = not_listed("http://r:1", &status);
             assert!(text.starts_with("http://r:1 does not") && text.contains(expected), "{text}");
+        }
+    }
+
+    /// The kernel accepts its connections, as it does for a frozen process.
+    #[tokio::test]
+    async fn a_frozen_peer_is_told_of_after_a_while() {
+        let frozen = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let (url, dialer) = (format!("http://{}", frozen.local_addr().unwrap()), Dialer::default());
+        let answers = async {
+            tokio::join!(
+                tiers_of(&dialer, &url),
+                name_of(&dialer, &url, Role::Decode),
+                workers_of(&dialer, &url, None)
+            )
+        };
+        let (tiers, name, workers) = tokio::time::timeout(2 * CONNECT_TIMEOUT, answers).await.unwrap();
+        for error in [tiers.err(), name.err(), workers.err()] {
+            let error = format!("{:#}", error.unwrap());
+            assert!(error.contains("no answer within 5 s"), "{error}");
         }
     }
 
