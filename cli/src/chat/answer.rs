@@ -7,6 +7,14 @@ use serde_json::Value;
 /// The token rate of a faster answer would measure buffers only.
 const SHORTEST_RATE: Duration = Duration::from_millis(50);
 
+/// A piece of an answer. The thought comes before the text.
+#[derive(Debug, Default, PartialEq)]
+pub(super) struct Piece {
+    /// No part of the conversation.
+    pub(super) thought: String,
+    pub(super) text: String,
+}
+
 /// An answer so far.
 #[derive(Debug)]
 pub(super) struct Answer {
@@ -26,8 +34,8 @@ impl Answer {
         Answer { text: String::new(), start, first: None, last: start, usage, timing, was_cut: false }
     }
 
-    /// The new text of a chunk.
-    pub(super) fn read(&mut self, chunk: &Value) -> String {
+    /// What is new in a chunk.
+    pub(super) fn read(&mut self, chunk: &Value) -> Piece {
         let choice = &chunk["choices"][0];
         self.was_cut |= choice["finish_reason"] == "length";
         for (kept, new) in [(&mut self.usage, &chunk["usage"]), (&mut self.timing, &chunk["timing"][0])] {
@@ -35,27 +43,34 @@ impl Answer {
                 *kept = new.clone();
             }
         }
-        let text = choice["delta"]["content"].as_str().unwrap_or_default();
-        if !text.is_empty() {
+        let new = |field: &str| choice["delta"][field].as_str().unwrap_or_default().to_owned();
+        let piece = Piece { thought: new("reasoning_content"), text: new("content") };
+        if piece != Piece::default() {
             self.last = Instant::now();
             self.first.get_or_insert(self.last);
         }
-        self.text.push_str(text);
-        text.to_owned()
+        self.text.push_str(&piece.text);
+        piece
     }
 
     /// One line: tokens, time to the first, rate.
     pub(super) fn summary(&self) -> String {
-        let Some(first) = self.first else { return "[no text]".to_owned() };
-        let mut parts = vec![format!("first token after {:.0} ms", millis(first - self.start))];
-        if let Some(num_tokens) = self.usage["completion_tokens"].as_u64().filter(|&num| num > 1) {
+        let mut parts = Vec::new();
+        if self.text.is_empty() {
+            parts.push("no text".to_owned());
+        }
+        if let Some(first) = self.first {
+            let num_tokens = self.usage["completion_tokens"].as_u64().filter(|&num| num > 1);
+            parts.extend(num_tokens.map(|num| format!("{num} tokens")));
+            parts.push(format!("first token after {:.0} ms", millis(first - self.start)));
             let rest = self.last - first;
-            parts.insert(0, format!("{num_tokens} tokens"));
-            parts.push(if rest < SHORTEST_RATE {
-                format!("the last after {:.0} ms", millis(self.last - self.start))
-            } else {
-                format!("then {:.0} per second", (num_tokens - 1) as f64 / rest.as_secs_f64())
-            });
+            parts.extend(num_tokens.map(|num| {
+                if rest < SHORTEST_RATE {
+                    format!("the last after {:.0} ms", millis(self.last - self.start))
+                } else {
+                    format!("then {:.0} per second", (num - 1) as f64 / rest.as_secs_f64())
+                }
+            }));
         }
         if self.was_cut {
             parts.push("cut at the longest length".to_owned());
@@ -101,13 +116,29 @@ mod tests {
     #[test]
     fn chunks_become_text_and_numbers() {
         let mut answer = Answer::begin();
-        assert_eq!(answer.read(&json!({"choices": [{"delta": {"role": "assistant", "content": ""}}]})), "");
-        assert_eq!(answer.read(&json!({"choices": [{"delta": {"content": "hé"}}]})), "hé");
+        assert_eq!(
+            answer.read(&json!({"choices": [{"delta": {"role": "assistant", "content": ""}}]})),
+            Piece::default()
+        );
+        assert_eq!(answer.read(&json!({"choices": [{"delta": {"content": "hé"}}]})).text, "hé");
         answer.read(&json!({"choices": [{"delta": {}, "finish_reason": "length"}]}));
         answer.read(&json!({"choices": [], "usage": {"completion_tokens": 5}}));
         let summary = answer.summary();
         assert!(summary.starts_with("[5 tokens, first token after") && summary.contains("cut"), "{summary}");
         assert!(!answer.statistics().contains("queue"), "this server told no times");
+    }
+
+    #[test]
+    fn thoughts_count_and_are_no_text() {
+        let mut answer = Answer::begin();
+        let thought = answer.read(&json!({"choices": [{"delta": {"reasoning_content": "hm"}}]}));
+        assert_eq!(thought, Piece { thought: "hm".to_owned(), text: String::new() });
+        answer.read(&json!({"choices": [{"delta": {}, "finish_reason": "length"}]}));
+        answer.read(&json!({"choices": [], "usage": {"completion_tokens": 5}}));
+        let summary = answer.summary();
+        assert!(summary.starts_with("[no text, 5 tokens, first token after"), "{summary}");
+        assert!(summary.ends_with("cut at the longest length]") && answer.text.is_empty(), "{summary}");
+        assert_eq!(Answer::begin().summary(), "[no text]");
     }
 
     #[test]

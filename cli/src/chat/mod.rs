@@ -191,10 +191,9 @@ async fn listen(
 ) -> Result<(), RequestError> {
     let mut stream: EventStream = server.stream("/v1/chat/completions", body.to_string().into()).await?;
     while let Some(chunk) = stream.next().await? {
-        let text = answer.read(&chunk);
-        if !text.is_empty() {
-            screen.print(&text);
-        }
+        let piece = answer.read(&chunk);
+        screen.think(&piece.thought);
+        screen.answer(&piece.text);
     }
     Ok(())
 }
