@@ -54,12 +54,12 @@ const askKey = (refusal) => askingKey ??= (async () => {
   askingKey = null;
 })();
 
-// `fetch` with the key; asks for one where the server wants it.
-const call = async (path, options = {}) => {
+// `fetch` with the key; asks for one where the server wants it. Each try has a signal of its own.
+const call = async (path, options = {}, signalOf = () => options.signal) => {
   for (;;) {
     const key = sessionStorage.getItem("key");
     const headers = { ...options.headers, ...(key ? { Authorization: `Bearer ${key}` } : {}) };
-    const answer = await fetch(path, { ...options, headers });
+    const answer = await fetch(path, { ...options, headers, signal: signalOf() });
     if (answer.status !== 401) return answer;
     // Another call may have got a key meanwhile.
     if (key === sessionStorage.getItem("key")) await askKey(key ? "The server does not know this key." : "");
@@ -269,19 +269,35 @@ const showEnded = (request) => {
   fly(request.prefill_worker, request.decode_worker);
 };
 
+// A router sends a picture of its workers every half second.
+const SILENCE = 5000;
+
 // Follows /events for as long as the page is open.
 const watch = async () => {
   for (;;) {
+    let timer = null;
+    let silent = null;
+    const wait = () => {
+      clearTimeout(timer);
+      timer = setTimeout(() => silent.abort(new Error(`nothing for ${SILENCE / 1000} s`)), SILENCE);
+    };
+    const begin = () => {
+      silent = new AbortController();
+      wait();
+      return silent.signal;
+    };
     try {
-      const answer = await call("/events");
+      const answer = await call("/events", {}, begin);
       if (!answer.ok) throw new Error((await answer.text()) || answer.status);
       for await (const { name, data } of eventsOf(answer)) {
+        wait();
         if (name === "cluster") showCluster(JSON.parse(data));
         else if (name === "request") showEnded(JSON.parse(data));
       }
     } catch (error) {
       console.info("no events:", error);
     }
+    clearTimeout(timer);
     showStatus("the router does not answer", "bad");
     await pause(1000);
   }
