@@ -148,10 +148,10 @@ pub struct BenchArgs {
     pub(crate) length_scale: f64,
 
     /// Prompt tokens: 128, 64..256, normal:MEAN,DEVIATION, lognormal:MEDIAN,SIGMA or exponential:MEAN.
-    #[arg(long, value_name = "N", default_value_t = Lengths::Fixed(128), help_heading = "Requests")]
+    #[arg(long, value_name = "N", default_value_t = Lengths::Fixed(128), conflicts_with = "trace", help_heading = "Requests")]
     input_tokens: Lengths,
     /// Tokens to generate, in the same forms.
-    #[arg(long, value_name = "N", default_value_t = Lengths::Fixed(64), help_heading = "Requests")]
+    #[arg(long, value_name = "N", default_value_t = Lengths::Fixed(64), conflicts_with = "trace", help_heading = "Requests")]
     output_tokens: Lengths,
     /// Most tokens of a prompt.
     #[arg(long, value_name = "N", help_heading = "Requests")]
@@ -400,7 +400,21 @@ impl BenchArgs {
         Ok(Plan::of(requests))
     }
 
+    /// Refuses what requests to a worker cannot say.
+    fn check_workers(&self) -> anyhow::Result<()> {
+        if self.worker.is_empty() {
+            return Ok(());
+        }
+        ensure!(!self.stop_at_eos, "--stop-at-eos does not go with --worker: a worker generates all tokens");
+        ensure!(
+            !self.url.is_empty() || (self.extra_body.is_none() && self.model.is_none()),
+            "--extra-body and --model are for a --url: a worker alone reads neither"
+        );
+        Ok(())
+    }
+
     async fn targets(&self) -> anyhow::Result<Vec<Target>> {
+        self.check_workers()?;
         let mut urls = self.url.clone();
         if urls.is_empty() && self.worker.is_empty() {
             urls.push(DEFAULT_URL.to_owned());

@@ -7,10 +7,27 @@ use serde_json::json;
 
 use super::*;
 
-fn parse(args: &[&str]) -> BenchArgs {
+fn try_parse(args: &[&str]) -> Result<BenchArgs, clap::Error> {
     let command = BenchArgs::augment_args(clap::Command::new("bench"));
-    let matches = command.try_get_matches_from(["bench"].iter().chain(args)).unwrap();
-    BenchArgs::from_arg_matches(&matches).unwrap()
+    BenchArgs::from_arg_matches(&command.try_get_matches_from(["bench"].iter().chain(args))?)
+}
+
+fn parse(args: &[&str]) -> BenchArgs {
+    try_parse(args).unwrap()
+}
+
+#[test]
+fn options_without_an_effect_are_refused() {
+    for option in ["--input-tokens", "--output-tokens"] {
+        assert!(try_parse(&["--trace", "t.csv", option, "5"]).is_err(), "{option}");
+    }
+    let (worker, body) = (["--worker", "http://w:1"], ["--extra-body", "{}"]);
+    for options in [&["--stop-at-eos"][..], &body, &["--model", "m"]] {
+        assert!(parse(&[&worker[..], options].concat()).check_workers().is_err(), "{options:?}");
+    }
+    let compared = ["--compare", "--url", "http://u:1", "--model", "m"];
+    assert!(parse(&[&worker[..], &body, &compared].concat()).check_workers().is_ok());
+    assert!(parse(&["--stop-at-eos"]).check_workers().is_ok());
 }
 
 #[tokio::test]
