@@ -73,7 +73,7 @@ impl Load {
     }
 
     fn prepare(&self, planned: &Planned, target_idx: usize) -> anyhow::Result<Prepared> {
-        let prompt = self.prompts.make(planned);
+        let prompt = self.prompts.make(&planned.clone().for_target(target_idx));
         self.targets[target_idx].prepare(prompt, planned.output_tokens, planned.id)
     }
 

@@ -50,8 +50,8 @@ impl Iterator for Plan {
     }
 }
 
-/// Each wave of requests twice, once to either target, with different text: the second must not profit from the first
-/// one's prefix cache.
+/// Each wave of requests twice, once to either target, with different text (see also [`Planned::for_target`]): the second
+/// must not profit from the first one's prefix cache.
 pub(crate) fn twice(
     mut requests: impl Iterator<Item = Planned> + Send,
     num_per_wave: usize,

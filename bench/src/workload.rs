@@ -19,6 +19,14 @@ pub(crate) struct Planned {
     pub(crate) id: u64,
 }
 
+impl Planned {
+    /// Its blocks are those of this target alone. Their ids have 32 bits.
+    pub(crate) fn for_target(mut self, target_idx: usize) -> Planned {
+        self.blocks.iter_mut().for_each(|block| *block ^= (target_idx as u64) << 40);
+        self
+    }
+}
+
 /// A distribution of lengths.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Lengths {
@@ -290,6 +298,14 @@ mod tests {
         assert_ne!(a[32..40], b[32..40]);
         assert!(a.iter().all(|id| (100..200).contains(id)));
         assert_eq!(a, ids(&prompts, &planned(40, &[1, 2, 3], 0)), "the seed decides");
+    }
+
+    #[test]
+    fn each_target_has_blocks_of_its_own() {
+        let prompts = prompts(IDS);
+        let of = |target_idx, id| ids(&prompts, &planned(40, &[1, 2], id).for_target(target_idx));
+        assert_ne!(of(0, 0)[..16], of(1, 1)[..16]);
+        assert_eq!(of(1, 1)[..32], of(1, 3)[..32], "requests to one target share them");
     }
 
     #[test]
