@@ -2,7 +2,7 @@
 //! other names.
 
 use std::{
-    sync::{Arc, atomic::AtomicU64},
+    sync::{Arc, Mutex, PoisonError, atomic::AtomicU64},
     time::Duration,
 };
 
@@ -98,6 +98,8 @@ const STATUSES: [&str; 5] = ["200", "400", "429", "500", "503"];
 #[derive(Clone, Debug)]
 pub struct RouterMetrics {
     metrics: Metrics,
+    /// Held from the first gauge that a scrape sets until all are written: another would clear them.
+    scrape: Arc<Mutex<()>>,
     answers: Family<Answer, Counter>,
     generations: Family<Outcome, Counter>,
     ttft: Histogram,
@@ -143,6 +145,7 @@ impl RouterMetrics {
     pub fn new(metrics: &Metrics) -> RouterMetrics {
         let this = RouterMetrics {
             metrics: metrics.clone(),
+            scrape: Arc::default(),
             answers: Family::default(),
             generations: Family::default(),
             ttft: ttft_histogram(),
@@ -324,6 +327,7 @@ impl RouterMetrics {
 
     /// The text of `/metrics`, with the workers' newest reports.
     pub fn encode(&self, workers: &Workers) -> String {
+        let _scrape = self.scrape.lock().unwrap_or_else(PoisonError::into_inner);
         self.take_reports(workers);
         self.metrics.encode()
     }
@@ -377,6 +381,7 @@ impl RouterMetrics {
     }
 
     fn take_reports(&self, workers: &Workers) {
+        let size = workers.index_size();
         for role in ["prefill", "decode"] {
             for state in ["ready", "backing_off", "draining", "unreachable"] {
                 self.workers.get_or_create(&RoleState { role, state }).set(0);
@@ -394,7 +399,6 @@ impl RouterMetrics {
         self.worker_queued_tokens.clear();
         self.worker_free_blocks.clear();
         self.handoff_bytes.clear();
-        let size = workers.index_size();
         self.index_memberships.set(size.num_memberships);
         self.index_bytes.set(size.num_bytes);
         self.object_store_blocks.set(workers.num_stored_blocks() as u64);

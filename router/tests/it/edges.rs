@@ -85,6 +85,24 @@ async fn metrics_count_requests_tokens_plans_and_moved_bytes() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn scrapes_at_once_do_not_disturb_each_other() {
+    let (router, _worker) = Router::with_worker().await;
+    router.client.post(TEXT, &json!({"prompt": "abc"})).await;
+    for _ in 0..20 {
+        let scrapes = (0..16).map(|_| router.client.get("/metrics"));
+        for answer in futures_util::future::join_all(scrapes).await {
+            let text = answer.text();
+            for line in [
+                "baton_router_workers{role=\"decode\",state=\"ready\"} 1",
+                "baton_router_worker_handoff_bytes{worker=\"d0\",transport=\"shm\"} 4096",
+            ] {
+                assert!(text.lines().any(|found| found == line), "no line {line:?} in\n{text}");
+            }
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn http2_is_spoken_on_the_same_port() {
     let (router, _worker) = Router::with_worker().await;
     let client: legacy::Client<_, Full<Bytes>> =
