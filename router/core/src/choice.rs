@@ -500,7 +500,11 @@ impl Choice {
         let model = self.core.model().expect("a request exists only after its prompt was tokenised");
         let prompt = &self.request.prompt;
         let shown = if self.prepared.reader.is_some() { model.marks.clone() } else { Arc::default() };
-        let matched = self.output.push(&token, || Detokenizer::showing(&model.tokenizer, prompt, shown));
+        let finish = self.request.finish_after(self.request.output.len() + 1, token.id, usize::MAX);
+        // What ends an answer is no part of its text, as in vLLM.
+        let has_text = finish != Some(FinishReason::Stop) || shown.contains(&token.id);
+        let detokenizer = || Detokenizer::showing(&model.tokenizer, prompt, shown);
+        let matched = self.output.push(&token, has_text, detokenizer);
         self.request.output.push(token.id);
         let finish = matched.stop.map(|stop| self.finish(FinishReason::Stop, Some(stop)));
         if finish.is_some() {

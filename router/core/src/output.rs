@@ -15,7 +15,7 @@ use super::{
 pub(super) struct Output {
     /// No stop string matches in so many of the first tokens.
     min_tokens: u32,
-    /// Set with the first token.
+    /// Set with the first token that has text.
     detokenizer: Option<Detokenizer>,
     stops: StopMatcher,
     usage: Usage,
@@ -31,8 +31,13 @@ impl Output {
         }
     }
 
-    /// The text that the token completes. `detokenizer` is called for the first token.
-    pub(super) fn push(&mut self, token: &Token, detokenizer: impl FnOnce() -> Detokenizer) -> Matched {
+    /// The text that the token completes; one without text is only counted. `detokenizer` is called for the first with text.
+    pub(super) fn push(
+        &mut self,
+        token: &Token,
+        has_text: bool,
+        detokenizer: impl FnOnce() -> Detokenizer,
+    ) -> Matched {
         // Cached tokens are those of the first attempt: later ones find what the first has computed.
         if self.usage.completion_tokens == 0 {
             self.usage.blended_tokens = token.blended_tokens.min(self.usage.prompt_tokens);
@@ -41,6 +46,9 @@ impl Output {
         self.usage.drafted_tokens = self.usage.drafted_tokens.saturating_add(token.drafted_tokens);
         self.usage.accepted_tokens = self.usage.accepted_tokens.saturating_add(token.accepted_tokens);
         self.usage.completion_tokens = self.usage.completion_tokens.saturating_add(1);
+        if !has_text {
+            return Matched { text: String::new(), stop: None };
+        }
         let text = self.detokenizer.get_or_insert_with(detokenizer).push(token.id);
         if self.usage.completion_tokens < self.min_tokens {
             Matched { text, stop: None }

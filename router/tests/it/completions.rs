@@ -97,6 +97,27 @@ async fn a_stream_is_what_openai_sends() {
     assert_eq!(events[3]["usage"]["total_tokens"], 4);
 }
 
+/// It is among the first `min_tokens` once, and then has a text.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_stop_token_is_no_text_and_completes_no_stop_string() {
+    let (router, worker) = Router::with_worker().await;
+    worker.script(|_| {
+        let tokens = ids("\nab\n").into_iter().map(|id| Step::Logprobs(id, -0.5, vec![(id, -0.5)]));
+        tokens.chain([Step::Finish(v1::FinishReason::Stop)]).collect()
+    });
+    let mut body = json!({"prompt": "x", "stop_token_ids": [10], "min_tokens": 1, "return_token_ids": true});
+    body["logprobs"] = json!(1);
+    for stop in [json!(null), json!("ab\n")] {
+        body["stop"] = stop;
+        let answer = complete(&router, body.clone()).await;
+        let choice = &answer["choices"][0];
+        assert_eq!((&choice["text"], &choice["finish_reason"]), (&json!("\nab"), &json!("stop")));
+        assert_eq!(choice["token_ids"], json!(ids("\nab\n")));
+        assert_eq!(choice["logprobs"]["tokens"], json!(["\n", "a", "b", "\n"]));
+        assert_eq!(answer["usage"]["completion_tokens"], 4);
+    }
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn logprobs_are_parallel_lists() {
     let (router, worker) = Router::with_worker().await;
