@@ -10,14 +10,14 @@ use std::{
 };
 
 use baton_gguf::{Array, Gguf, GgufError, GgufFile, Value};
-use serde_json::{Map, json};
+use serde_json::json;
 use tokenizers::{
-    AddedToken, DecoderWrapper, NormalizerWrapper, PostProcessorWrapper,
+    AddedToken, DecoderWrapper, NormalizerWrapper,
     models::bpe::{BPE, BpeBuilder, Vocab},
 };
 
 use crate::{
-    ChatTemplate, GenerationDefaults, Tokenizer, TokenizerError, files,
+    ChatTemplate, GenerationDefaults, Tokenizer, TokenizerError, files, post_processor,
     splitter::{Splitter, described},
 };
 
@@ -218,10 +218,13 @@ impl Vocabulary {
         tokenizer.with_normalizer(self.normalizer(splitter, adds_space)).map_err(bad)?;
         tokenizer.with_pre_tokenizer(splitter.map(Splitter::pre_tokenizer));
         tokenizer.with_decoder(Some(self.decoder(adds_space)));
-        let around = |adds: bool, name: &str| self.named.get(name).copied().filter(|_| adds);
-        let (before, after) = (around(adds_bos, "bos_token"), around(adds_eos, "eos_token"));
+        let sign = |adds: bool, name: &str| {
+            let id = self.named.get(name).copied().filter(|_| adds)?;
+            Some((&*self.tokens[id], id as u32))
+        };
+        let (before, after) = (sign(adds_bos, "bos_token"), sign(adds_eos, "eos_token"));
         if before.is_some() || after.is_some() {
-            tokenizer.with_post_processor(Some(self.post_processor(before, after)));
+            tokenizer.with_post_processor(Some(post_processor::with_signs(before, after)));
         }
         // Phi-3's special tokens include the white space after them; GGUF files do not say so.
         let takes_space = |id: usize| {
@@ -315,28 +318,6 @@ impl Vocabulary {
             steps.push(json!({"type": "Strip", "content": " ", "start": 1, "stop": 0}));
         }
         described(json!({"type": "Sequence", "decoders": steps}))
-    }
-
-    fn post_processor(&self, before: Option<usize>, after: Option<usize>) -> PostProcessorWrapper {
-        let around = |text: serde_json::Value| {
-            let sign = |id: Option<usize>| {
-                id.map(|id| json!({"SpecialToken": {"id": self.tokens[id], "type_id": 0}}))
-            };
-            sign(before).into_iter().chain([text]).chain(sign(after)).collect::<Vec<_>>()
-        };
-        let text = |name: &str, type_id: u32| json!({"Sequence": {"id": name, "type_id": type_id}});
-        let mut signs = Map::new();
-        for id in before.into_iter().chain(after) {
-            let token = &self.tokens[id];
-            signs.insert(token.clone(), json!({"id": token, "ids": [id], "tokens": [token]}));
-        }
-        let pair: Vec<_> = around(text("A", 0)).into_iter().chain(around(text("B", 1))).collect();
-        described(json!({
-            "type": "TemplateProcessing",
-            "single": around(text("A", 0)),
-            "pair": pair,
-            "special_tokens": signs,
-        }))
     }
 }
 

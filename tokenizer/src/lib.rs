@@ -18,6 +18,7 @@ mod generation_defaults;
 mod gguf;
 mod load;
 mod pieces;
+mod post_processor;
 mod splitter;
 
 pub use chat_template::{ChatTemplate, TemplateError};

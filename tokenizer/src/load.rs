@@ -5,7 +5,7 @@ use std::path::Path;
 use serde::Deserialize;
 use serde_json::{Map, Value};
 
-use crate::{ChatTemplate, GenerationDefaults, Tokenizer, TokenizerError, files, gguf};
+use crate::{ChatTemplate, GenerationDefaults, Tokenizer, TokenizerError, files, gguf, post_processor};
 
 /// Ids may have holes, and each takes memory.
 const MAX_ID: u32 = 1 << 24;
@@ -24,7 +24,7 @@ impl Tokenizer {
 
     fn load_dir(dir: &Path) -> Result<Self, TokenizerError> {
         let path = dir.join("tokenizer.json");
-        let tokenizer: tokenizers::Tokenizer =
+        let mut tokenizer: tokenizers::Tokenizer =
             files::read(&path)?.parse().map_err(|error| files::invalid(&path, error))?;
         if let Some(id) = tokenizer.get_vocab(true).into_values().find(|&id| id > MAX_ID) {
             return Err(files::invalid(&path, format!("a token has the id {id}, above {MAX_ID}")));
@@ -35,8 +35,30 @@ impl Tokenizer {
             files::read_json_if_present(&dir.join("special_tokens_map.json"))?.unwrap_or_default();
         special_tokens.extend(config.clone());
         let chat_template = ChatTemplate::load(dir, &config)?;
-        Ok(Self::new(tokenizer, special_token_texts(&special_tokens), chat_template))
+        let special_tokens = special_token_texts(&special_tokens);
+        add_llama_signs(&mut tokenizer, &config, &special_tokens);
+        Ok(Self::new(tokenizer, special_tokens, chat_template))
     }
+}
+
+/// `transformers` takes what Llama's tokenizers put around a text from these flags, whatever `tokenizer.json` says.
+fn add_llama_signs(
+    tokenizer: &mut tokenizers::Tokenizer,
+    config: &Map<String, Value>,
+    special_tokens: &Map<String, Value>,
+) {
+    let class = config.get("tokenizer_class").and_then(Value::as_str);
+    let flag = |name: &str| config.get(name).and_then(Value::as_bool);
+    let (bos, eos) = (flag("add_bos_token"), flag("add_eos_token"));
+    if !matches!(class, Some("LlamaTokenizer" | "LlamaTokenizerFast")) || (bos.is_none() && eos.is_none()) {
+        return;
+    }
+    let sign = |adds: bool, name: &str| {
+        let token = special_tokens.get(name).filter(|_| adds)?.as_str()?;
+        Some((token, tokenizer.token_to_id(token)?))
+    };
+    let (before, after) = (sign(bos.unwrap_or(true), "bos_token"), sign(eos.unwrap_or(false), "eos_token"));
+    tokenizer.with_post_processor(Some(post_processor::with_signs(before, after)));
 }
 
 impl GenerationDefaults {
@@ -127,6 +149,7 @@ fn special_token_texts(config: &Map<String, Value>) -> Map<String, Value> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::testing;
 
     fn load(files: &[(&str, &str)]) -> Result<GenerationDefaults, TokenizerError> {
         let dir = tempfile::tempdir().unwrap();
@@ -168,6 +191,36 @@ mod tests {
     fn wrong_type_names_the_file() {
         let error = load(&[("generation_config.json", r#"{"top_p": "high"}"#)]).unwrap_err();
         assert!(error.to_string().contains("generation_config.json"), "{error}");
+    }
+
+    #[test]
+    fn flags_of_llama_tokenizers_say_what_is_put_around_a_text() {
+        let load = |files: &[(&str, &str)]| Tokenizer::load(testing::model_dir(files).path()).unwrap();
+        let config = |class: &str, flags: &str| {
+            let config = format!(
+                r#"{{"tokenizer_class": {class:?}, "bos_token": "<|start|>", "eos_token": "<|end|>"{flags}}}"#
+            );
+            load(&[("tokenizer_config.json", config.as_str())])
+        };
+        let plain = load(&[]);
+        let [start, end] = ["<|start|>", "<|end|>"].map(|token| plain.token_id(token).unwrap());
+        let text = plain.encode("hello", false).unwrap();
+        let cases: [(&str, &str, &[u32], &[u32]); 7] = [
+            ("LlamaTokenizerFast", r#", "add_bos_token": true"#, &[start], &[]),
+            ("LlamaTokenizer", r#", "add_bos_token": true, "add_eos_token": true"#, &[start], &[end]),
+            ("LlamaTokenizer", r#", "add_bos_token": false, "add_eos_token": true"#, &[], &[end]),
+            ("LlamaTokenizerFast", r#", "add_eos_token": false"#, &[start], &[]),
+            ("LlamaTokenizerFast", r#", "add_bos_token": false"#, &[], &[]),
+            ("LlamaTokenizerFast", "", &[], &[]),
+            ("PreTrainedTokenizerFast", r#", "add_bos_token": true"#, &[], &[]),
+        ];
+        for (class, flags, before, after) in cases {
+            let tokenizer = config(class, flags);
+            let expected = [before, text.as_slice(), after].concat();
+            assert_eq!(tokenizer.encode("hello", true).unwrap(), expected, "{class}{flags}");
+            assert_eq!(tokenizer.encode("hello", false).unwrap(), text);
+            assert!(tokenizer.encodes_by_pieces());
+        }
     }
 
     #[test]
