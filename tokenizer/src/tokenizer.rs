@@ -98,6 +98,32 @@ impl Tokenizer {
         self.inner.tokenizer.decode(&shown, false).unwrap_or_default()
     }
 
+    /// Where each of `ids`, which are those of `text`, begins in it, in characters. Of a character of several tokens, the first
+    /// has it. The text may lack special tokens, and the space that some tokenizers put before it.
+    pub fn offsets(&self, ids: &[u32], text: &str) -> Vec<usize> {
+        let (mut rest, mut offset) = (text.as_bytes(), 0);
+        let begin = |&id: &u32| {
+            let bytes = self.token_bytes(id).unwrap_or_default();
+            let num_bytes = if rest.starts_with(&bytes) {
+                bytes.len()
+            } else if let Some(bare) = bytes.strip_prefix(b" ")
+                && rest.starts_with(bare)
+            {
+                bare.len()
+            } else {
+                // Of a text that the tokenizer changed as many characters.
+                let num_chars = if self.is_special(id) { 0 } else { char_starts(&bytes).count() };
+                char_starts(rest).nth(num_chars).unwrap_or(rest.len())
+            };
+            let (passed, left) = rest.split_at(num_bytes);
+            rest = left;
+            let begin = offset;
+            offset += char_starts(passed).count();
+            begin
+        };
+        ids.iter().map(begin).collect()
+    }
+
     /// One more than the highest token id. The model's own vocabulary may be padded beyond it.
     pub fn vocab_size(&self) -> usize {
         self.inner.vocabulary.num_ids()
@@ -199,6 +225,12 @@ impl fmt::Debug for Tokenizer {
     }
 }
 
+/// Positions of the bytes that begin a character.
+fn char_starts(bytes: &[u8]) -> impl Iterator<Item = usize> {
+    let begins = |(at, byte): (usize, &u8)| (byte & 0b1100_0000 != 0b1000_0000).then_some(at);
+    bytes.iter().enumerate().filter_map(begins)
+}
+
 fn longest_whitespace_run(text: &str) -> usize {
     let mut longest = 0;
     let mut run = 0;
@@ -282,6 +314,22 @@ mod tests {
         let tokenizer = testing::word_piece();
         assert_eq!(tokenizer.token_text(tokenizer.token_id("you").unwrap()).unwrap(), "you");
         assert_eq!(tokenizer.decode(&[], true), "");
+    }
+
+    #[test]
+    fn tokens_begin_where_the_text_has_them() {
+        let pieces = testing::byte_fallback();
+        for (text, expected) in [("hi to", vec![0, 0, 0, 1, 2, 4]), ("é!", vec![0, 0, 0, 1, 1])] {
+            let ids = pieces.encode(text, true).unwrap();
+            assert_eq!(pieces.offsets(&ids, text), expected, "a sign, a space and {text:?}");
+        }
+        let bytes = testing::byte_level();
+        let text = "x<|end|>hello";
+        let ids = bytes.encode(text, false).unwrap();
+        assert_eq!(bytes.offsets(&ids, text), [0, 1, 8, 10, 12]);
+        assert_eq!(bytes.offsets(&ids, &bytes.decode(&ids, true)), [0, 1, 1, 3, 5]);
+        let ids = ["Ã", "o"].map(|token| bytes.token_id(token).unwrap());
+        assert_eq!(bytes.offsets(&ids, &bytes.decode(&ids, true)), [0, 1], "half a character is one");
     }
 
     #[test]

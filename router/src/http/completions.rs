@@ -185,10 +185,16 @@ pub(crate) async fn completions(
     };
     let input = core.offload(room.num_bytes(), move |_| Ok(request.into_input(arrival))).await??;
     let head = Head::new(&input, core.model()?);
+    let text_of = |prompt: &PromptInput| match prompt {
+        _ if !echo => Some(String::new()),
+        PromptInput::Text(text) => Some(text.clone()),
+        _ => None,
+    };
+    let texts: Vec<_> = input.prompts.iter().map(text_of).collect();
     let request = core.prepare(input, room).await?;
     let tokenizer = &core.model()?.tokenizer;
-    let beginnings = request.prompts.iter().map(|prompt| Beginning {
-        text: if echo { tokenizer.decode(&prompt.prompt, true) } else { String::new() },
+    let beginnings = request.prompts.iter().zip(texts).map(|(prompt, text)| Beginning {
+        text: text.unwrap_or_else(|| tokenizer.decode(&prompt.prompt, true)),
         prompt: prompt.prompt.clone(),
     });
     let n = request.n as usize;
@@ -209,7 +215,7 @@ pub(crate) async fn completions(
 /// What a choice may tell of its prompt.
 #[derive(Clone, Debug, Default)]
 struct Beginning {
-    /// With `echo`.
+    /// With `echo`: as the client sent it, or of its ids.
     text: String,
     prompt: Arc<[u32]>,
 }
@@ -285,7 +291,7 @@ impl Logprobs {
     /// Those of a prompt: of its first token nothing is known.
     fn of_prompt(
         tokenizer: &Tokenizer,
-        prompt: &[u32],
+        Beginning { text, prompt }: &Beginning,
         scored: &[v1::TokenLogprobs],
         num_top: usize,
         offset: &mut usize,
@@ -298,6 +304,9 @@ impl Logprobs {
             TokenOut { id: token.token_id, logprobs: Some(logprobs) }
         });
         logprobs.extend(tokenizer, &tokens.collect::<Vec<_>>(), offset);
+        logprobs.text_offset = tokenizer.offsets(prompt, text);
+        logprobs.text_offset.truncate(logprobs.tokens.len());
+        *offset = text.chars().count();
         logprobs
     }
 
@@ -446,9 +455,7 @@ async fn collect(
         let mut offset = 0;
         let logprobs = wanted.num_top.map(|num_top| {
             let mut logprobs = match wanted.echoes_logprobs {
-                true => {
-                    Logprobs::of_prompt(tokenizer, &beginning.prompt, scored, num_top as usize, &mut offset)
-                }
+                true => Logprobs::of_prompt(tokenizer, beginning, scored, num_top as usize, &mut offset),
                 false => Logprobs::default(),
             };
             logprobs.extend(tokenizer, tokens, &mut offset);

@@ -77,6 +77,25 @@ async fn an_echoed_prompt_comes_before_the_answer() {
     assert_eq!(answer.json()["error"]["param"], "echo");
 }
 
+/// Special tokens in a text are part of it, those among ids are not.
+#[tokio::test(flavor = "multi_thread")]
+async fn an_echoed_text_is_what_was_sent() {
+    let (router, worker) = Router::with_worker().await;
+    worker.script(|_| {
+        let scored = Step::Scored(1, vec![(257, -0.5), (98, -1.0)]);
+        vec![scored, Step::Logprobs(65, -0.25, Vec::new()), Step::Finish(v1::FinishReason::Length)]
+    });
+    for (prompt, text, offsets) in
+        [(json!("a<|user|>b"), "a<|user|>bA", [0, 1, 9, 10]), (json!([97, 257, 98]), "abA", [0, 1, 1, 2])]
+    {
+        let body = json!({"prompt": prompt, "max_tokens": 1, "logprobs": 0, "echo": true});
+        let answer = router.client.post("/v1/completions", &body).await.json();
+        let choice = &answer["choices"][0];
+        assert_eq!(choice["text"], text, "{answer}");
+        assert_eq!(choice["logprobs"]["text_offset"], json!(offsets), "{answer}");
+    }
+}
+
 /// Tells half of a prompt's log-probabilities and fails. The next attempt tells all.
 async fn scored() -> (Router, crate::fake::FakeWorker) {
     let (router, worker) = Router::with_worker().await;
