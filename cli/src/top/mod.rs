@@ -123,7 +123,10 @@ async fn next(server: &OpenAi, events: &mut Option<Events>) -> Result<Option<sta
 
 #[cfg(test)]
 mod tests {
-    use tokio::{io::AsyncWriteExt, net::TcpListener};
+    use tokio::{
+        io::{AsyncReadExt, AsyncWriteExt},
+        net::TcpListener,
+    };
 
     use super::*;
 
@@ -134,6 +137,11 @@ mod tests {
         let server = OpenAi::new(&url, None, None).unwrap();
         let answer = async {
             let (mut connection, _) = listener.accept().await.unwrap();
+            // A client takes no answer to what it has not asked.
+            let mut request = Vec::new();
+            while !request.ends_with(b"\r\n\r\n") {
+                assert!(connection.read_buf(&mut request).await.unwrap() > 0);
+            }
             let head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n";
             connection.write_all(head).await.unwrap();
             connection
