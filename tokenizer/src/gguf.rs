@@ -46,8 +46,8 @@ const MAX_PIECE_BYTES: usize = 512;
 const TURN_ENDS: &[&str] =
     &["<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>"];
 
-/// Reads the tokenizer of a GGUF file.
-pub(crate) fn load_tokenizer(path: &Path) -> Result<Tokenizer, TokenizerError> {
+/// Reads the tokenizer of a GGUF file, and its defaults.
+pub(crate) fn load_tokenizer(path: &Path) -> Result<(Tokenizer, GenerationDefaults), TokenizerError> {
     read(path, |gguf| {
         let vocabulary = Vocabulary::read(gguf)?;
         let tokenizer = vocabulary.tokenizer(gguf)?;
@@ -55,40 +55,14 @@ pub(crate) fn load_tokenizer(path: &Path) -> Result<Tokenizer, TokenizerError> {
             let text = vocabulary.tokens[*id].clone();
             ((*name).to_owned(), text.into())
         });
-        Ok(Tokenizer::new(tokenizer, special_tokens.collect(), chat_template(gguf)?))
+        let tokenizer = Tokenizer::new(tokenizer, special_tokens.collect(), chat_template(gguf)?);
+        Ok((tokenizer, vocabulary.defaults(gguf)?))
     })
 }
 
 /// Reads the defaults of a GGUF file.
 pub(crate) fn load_defaults(path: &Path) -> Result<GenerationDefaults, TokenizerError> {
-    read(path, |gguf| {
-        let vocabulary = Vocabulary::read(gguf)?;
-        let id_of = |wanted: &str| vocabulary.named.get(wanted).map(|id| *id as u32);
-        let mut eos_token_ids: Vec<u32> = id_of("eos_token").into_iter().collect();
-        for key in ["tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id"] {
-            eos_token_ids.extend(vocabulary.id(gguf, key)?.map(|id| id as u32));
-        }
-        let ends = vocabulary.added().filter(|id| TURN_ENDS.contains(&&*vocabulary.tokens[*id]));
-        eos_token_ids.extend(ends.map(|id| id as u32));
-        eos_token_ids.sort_unstable();
-        eos_token_ids.dedup();
-        let number = |key: &str| {
-            let key = format!("general.sampling.{key}");
-            Ok(gguf.read(&key, "a number", Value::as_float)?.map(|number| number as f32))
-        };
-        let top_k = gguf.read("general.sampling.top_k", "a number", Value::as_float)?;
-        Ok(GenerationDefaults {
-            eos_token_ids,
-            bos_token_id: id_of("bos_token"),
-            pad_token_id: id_of("pad_token"),
-            temperature: number("temp")?,
-            top_p: number("top_p")?,
-            top_k: top_k.map(|top_k| top_k as u32),
-            min_p: number("min_p")?,
-            repetition_penalty: number("penalty_repeat")?,
-            ..GenerationDefaults::default()
-        })
-    })
+    read(path, |gguf| Vocabulary::read(gguf)?.defaults(gguf))
 }
 
 fn read<T>(path: &Path, read: impl FnOnce(&Gguf<'_>) -> Result<T, GgufError>) -> Result<T, TokenizerError> {
@@ -123,6 +97,34 @@ struct Vocabulary {
 }
 
 impl Vocabulary {
+    fn defaults(&self, gguf: &Gguf<'_>) -> Result<GenerationDefaults, GgufError> {
+        let id_of = |wanted: &str| self.named.get(wanted).map(|id| *id as u32);
+        let mut eos_token_ids: Vec<u32> = id_of("eos_token").into_iter().collect();
+        for key in ["tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id"] {
+            eos_token_ids.extend(self.id(gguf, key)?.map(|id| id as u32));
+        }
+        let ends = self.added().filter(|id| TURN_ENDS.contains(&&*self.tokens[*id]));
+        eos_token_ids.extend(ends.map(|id| id as u32));
+        eos_token_ids.sort_unstable();
+        eos_token_ids.dedup();
+        let number = |key: &str| {
+            let key = format!("general.sampling.{key}");
+            Ok(gguf.read(&key, "a number", Value::as_float)?.map(|number| number as f32))
+        };
+        let top_k = gguf.read("general.sampling.top_k", "a number", Value::as_float)?;
+        Ok(GenerationDefaults {
+            eos_token_ids,
+            bos_token_id: id_of("bos_token"),
+            pad_token_id: id_of("pad_token"),
+            temperature: number("temp")?,
+            top_p: number("top_p")?,
+            top_k: top_k.map(|top_k| top_k as u32),
+            min_p: number("min_p")?,
+            repetition_penalty: number("penalty_repeat")?,
+            ..GenerationDefaults::default()
+        })
+    }
+
     fn read(gguf: &Gguf<'_>) -> Result<Vocabulary, GgufError> {
         let kind = match gguf.get(MODEL).and_then(Value::as_text) {
             Some("gpt2") => Kind::ByteLevel,

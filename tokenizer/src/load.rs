@@ -17,8 +17,11 @@ impl Tokenizer {
     /// # Errors
     /// Names the file that is missing or wrong.
     pub fn load(model: &Path) -> Result<Self, TokenizerError> {
-        let tokenizer = if model.is_dir() { Self::load_dir(model)? } else { gguf::load_tokenizer(model)? };
-        let ends = GenerationDefaults::load(model)?.with_end_of(&tokenizer, usize::MAX).eos_token_ids;
+        let (tokenizer, defaults) = match model.is_dir() {
+            true => (Self::load_dir(model)?, GenerationDefaults::load(model)?),
+            false => gguf::load_tokenizer(model)?,
+        };
+        let ends = defaults.with_end_of(&tokenizer, usize::MAX).eos_token_ids;
         Ok(tokenizer.with_ends(&ends))
     }
 
