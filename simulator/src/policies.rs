@@ -104,7 +104,7 @@ impl Policy for BaselinePolicy {
             _ => candidates.iter().min_by_key(fewest).copied(),
         };
         let decode = decode.ok_or(NoPlan::NoDecodeWorker)?;
-        let peers: Vec<&WorkerView> = prefill_candidates(request, &decode.record, view).collect();
+        let peers: Vec<&WorkerView> = prefill_candidates(request, decode, view).collect();
         let prefill = self.choose(&peers, &self.turns[1], request).ok_or(NoPlan::NoPrefillWorker)?;
         let prompt = PromptWork::new(request.num_tokens, request.num_tokens - uncached(prefill, request));
         Ok(Plan::new(request, decode, Prefill::Remote(prefill.record.clone()), None, &prompt))

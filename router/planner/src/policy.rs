@@ -176,11 +176,8 @@ impl Policy for PrefixAware {
             PrefillMode::Remote => true,
             PrefillMode::Auto => uncached[decode_idx] - num_fetched >= self.config.local_prefill_below,
         };
-        let prefill_idx = if worth_it {
-            least(places(prefill_candidates(request, &decode.record, view), view))
-        } else {
-            None
-        };
+        let prefill_idx =
+            if worth_it { least(places(prefill_candidates(request, decode, view), view)) } else { None };
         let (prefill, prefix_source) = match (prefill_idx, request.prefill) {
             (Some(idx), _) => {
                 let worker = view.workers[idx].record.clone();
@@ -199,13 +196,13 @@ impl Policy for PrefixAware {
 /// The prefill workers that may be asked to compute the prompt for `decode`.
 pub fn prefill_candidates<'a>(
     request: &'a PlanRequest,
-    decode: &'a WorkerRecord,
+    decode: &'a WorkerView,
     view: &'a ClusterView,
 ) -> impl Iterator<Item = &'a WorkerView> {
     view.workers.iter().filter(|worker| {
         worker.record.role == Role::Prefill
             && worker.usability == Usability::Ready
-            && worker.record.kv_format.difference(&decode.kv_format).is_none()
+            && worker.is_like(decode)
             && fits(&worker.record, request.num_tokens + 1)
             && !excluded(&worker.record, request)
     })
