@@ -5,9 +5,9 @@
 //!     cargo bench -p baton-model-cpu -- --isa avx512     # another instruction set than the best: amx, avx512, avx2
 //!     cargo bench -p baton-model-cpu -- --rows 512 --threads 1
 //!
-//! A rate is the best of many runs, because other load on the machine can only lower one. Products of many rows are
-//! compared with a loop of multiply-adds alone. Products of one row, and attention of one query, are compared with a
-//! loop that only reads memory.
+//! A rate is the best of many runs, because other load on the machine can only lower one. The share is the median of the
+//! runs before and after which the peak was the same. Products of many rows are compared with a loop of multiply-adds
+//! alone. Products of one row, and attention of one query, are compared with a loop that only reads memory.
 
 use std::hint::black_box;
 use std::time::{Duration, Instant};
@@ -20,7 +20,11 @@ use baton_model_cpu::benchmark::{AttentionRun, Gemm, Peak, Peaks, Weights};
 const MATRIX_BYTES: usize = 256 << 20;
 const SHAPES: [(usize, usize); 2] = [(16384, 2048), (2048, 8192)];
 /// Time for one row of the table.
-const BUDGET: Duration = Duration::from_millis(1500);
+const BUDGET: Duration = Duration::from_millis(2000);
+/// Runs of a loop of operations beside each run of a kernel.
+const PEAK_RUNS: u32 = 6;
+/// Peaks are equal if they differ by less than this part.
+const STEADY: u32 = 30;
 
 fn main() {
     let mut words: Vec<String> = std::env::args().skip(1).filter(|word| word != "--bench").collect();
@@ -77,28 +81,40 @@ impl Table<'_> {
 
     /// Measures `run` and its ceiling alternately.
     fn row(&mut self, name: &str, rows: usize, ceiling: Ceiling, mut run: impl FnMut()) {
-        run();
-        let (mut best, mut best_peak) = (Duration::MAX, Duration::MAX);
-        let start = Instant::now();
-        while start.elapsed() < BUDGET {
-            best = best.min(time(&mut run));
-            let mut ceiling = || match ceiling {
-                Ceiling::Operations(peak, _) => self.peaks.run(peak),
-                Ceiling::Bytes(_) => self.peaks.read(),
+        let most = |peaks: &mut Peaks| {
+            let runs = if matches!(ceiling, Ceiling::Bytes(_)) { 1 } else { PEAK_RUNS };
+            let mut once = || match ceiling {
+                Ceiling::Operations(peak, _) => peaks.run(peak),
+                Ceiling::Bytes(_) => peaks.read(),
             };
             // The first run wakes its threads.
-            ceiling();
-            best_peak = best_peak.min(time(ceiling));
-        }
-        let per_second = |amount: usize, time: Duration| amount as f64 / time.as_secs_f64() / 1e9;
-        let (unit, rate, peak) = match ceiling {
-            Ceiling::Operations(peak, operations) => {
-                let most = per_second(peak.operations(self.threads), best_peak);
-                ("GOP/s", per_second(operations, best), most)
-            }
-            Ceiling::Bytes(bytes) => ("GB/s", per_second(bytes, best), per_second(MATRIX_BYTES, best_peak)),
+            once();
+            time(|| (0..runs).for_each(|_| once())) / runs
         };
-        let (threads, share) = (self.threads, 100.0 * rate / peak);
+        run();
+        let (mut best, mut best_peak) = (Duration::MAX, Duration::MAX);
+        // Of runs between equal peaks: the peak's time by the run's.
+        let mut shares = Vec::new();
+        let mut before = most(&mut self.peaks);
+        let start = Instant::now();
+        while start.elapsed() < BUDGET {
+            let took = time(&mut run);
+            let after = most(&mut self.peaks);
+            if before.abs_diff(after) * STEADY < after {
+                shares.push((before + after).div_f64(2.0).div_duration_f64(took));
+            }
+            (best, best_peak) = (best.min(took), best_peak.min(after));
+            before = after;
+        }
+        shares.sort_by(f64::total_cmp);
+        let share = shares.get(shares.len() / 2).copied();
+        let (unit, amount, most) = match ceiling {
+            Ceiling::Operations(peak, operations) => ("GOP/s", operations, peak.operations(self.threads)),
+            Ceiling::Bytes(bytes) => ("GB/s", bytes, MATRIX_BYTES),
+        };
+        let share = share.unwrap_or(best_peak.div_duration_f64(best)) * amount as f64 / most as f64 * 100.0;
+        let per_second = |amount: usize, time: Duration| amount as f64 / time.as_secs_f64() / 1e9;
+        let (rate, peak, threads) = (per_second(amount, best), per_second(most, best_peak), self.threads);
         println!("{name:<28} {threads:>7} {rows:>8} {rate:>10.1} {peak:>10.1} {share:>4.0} %  {unit}");
     }
 }

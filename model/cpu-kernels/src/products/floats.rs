@@ -5,7 +5,8 @@
 //! in the order of K.
 
 use super::panels::PANEL;
-use super::tile::{FAR, TileArgs};
+use super::slabs::{Block, Order, SLAB};
+use super::tile::{FAR, Part, TileArgs};
 #[cfg(target_arch = "aarch64")]
 use baton_cpu_simd::Neon;
 #[cfg(target_arch = "x86_64")]
@@ -17,21 +18,37 @@ use baton_model_spec::FloatDtype as Dtype;
 pub(super) const MAX_PANELS: usize = 4;
 /// Prefetch distance in bytes.
 const PREFETCH: usize = 2048;
+/// Tiles of rows from which on the order of slabs is faster: sums wait in memory, for nothing if there are few tiles.
+const MIN_TILES: usize = 11;
 
 kernel! {
+    /// Multiplies tiles of rows, one after the other.
+    ///
     /// # Safety
     /// As for [`TileArgs`].
-    pub(super) fn tile_kernel / tile (args: &TileArgs, dtype: Dtype)
+    pub(super) fn kernel / multiply (block: &Block<'_>, dtype: Dtype)
 }
 
 #[inline(always)]
-unsafe fn tile<S: Simd>(args: &TileArgs, dtype: Dtype) {
+unsafe fn multiply<S: Simd>(block: &Block<'_>, dtype: Dtype) {
     // SAFETY: guaranteed by the caller.
     unsafe {
         match dtype {
-            Dtype::F32 => tile_of::<S, F32>(args),
-            Dtype::F16 => tile_of::<S, F16>(args),
-            Dtype::Bf16 => tile_of::<S, Bf16>(args),
+            Dtype::F32 => tiles::<S, F32>(block),
+            Dtype::F16 => tiles::<S, F16>(block),
+            Dtype::Bf16 => tiles::<S, Bf16>(block),
+        }
+    }
+}
+
+#[inline(always)]
+unsafe fn tiles<S: Simd, W: Panel>(block: &Block<'_>) {
+    let mut ahead = block.ahead((block.end - block.first) * PANEL * W::SIZE);
+    for args in block.rows {
+        // SAFETY: guaranteed by the caller.
+        unsafe {
+            ahead.prefetch_step::<S>();
+            tile::<S, W>(args, &block.part_of(args));
         }
     }
 }
@@ -39,26 +56,26 @@ unsafe fn tile<S: Simd>(args: &TileArgs, dtype: Dtype) {
 /// Selects the kernel. A tile of few rows takes several panels at once, because the sums of one alone would wait for
 /// each other. With few registers a panel is taken in two halves.
 #[inline(always)]
-unsafe fn tile_of<S: Simd, W: Panel>(args: &TileArgs) {
+unsafe fn tile<S: Simd, W: Panel>(args: &TileArgs, part: &Part) {
     // SAFETY: guaranteed by the caller.
     unsafe {
         if S::PANEL_ROWS == 14 {
             match args.rows {
-                1 => panels::<S, W, 1, 4, 2>(args),
-                2 => panels::<S, W, 2, 4, 2>(args),
-                4 => panels::<S, W, 4, 2, 2>(args),
-                6 => panels::<S, W, 6, 2, 2>(args),
-                8 => panels::<S, W, 8, 1, 2>(args),
-                10 => panels::<S, W, 10, 1, 2>(args),
-                12 => panels::<S, W, 12, 1, 2>(args),
-                _ => panels::<S, W, 14, 1, 2>(args),
+                1 => panels::<S, W, 1, 4, 2>(args, part),
+                2 => panels::<S, W, 2, 4, 2>(args, part),
+                4 => panels::<S, W, 4, 2, 2>(args, part),
+                6 => panels::<S, W, 6, 2, 2>(args, part),
+                8 => panels::<S, W, 8, 1, 2>(args, part),
+                10 => panels::<S, W, 10, 1, 2>(args, part),
+                12 => panels::<S, W, 12, 1, 2>(args, part),
+                _ => panels::<S, W, 14, 1, 2>(args, part),
             }
         } else {
             match args.rows {
-                1 => panels::<S, W, 1, 2, 2>(args),
-                2 => panels::<S, W, 2, 1, 2>(args),
-                4 => panels::<S, W, 4, 1, 1>(args),
-                _ => panels::<S, W, 6, 1, 1>(args),
+                1 => panels::<S, W, 1, 2, 2>(args, part),
+                2 => panels::<S, W, 2, 1, 2>(args, part),
+                4 => panels::<S, W, 4, 1, 1>(args, part),
+                _ => panels::<S, W, 6, 1, 1>(args, part),
             }
         }
     }
@@ -77,35 +94,45 @@ pub(super) fn tile_rows(isa: Isa) -> usize {
     }
 }
 
+/// The order in which vectors that hold few sums multiply many tiles.
+pub(super) fn order(isa: Isa, num_tiles: usize) -> Option<Order> {
+    let rows = tile_rows(isa);
+    (rows == 6 && num_tiles >= MIN_TILES).then(|| Order::of_vectors(SLAB / 2, rows))
+}
+
 /// Multiplies all panels, `P` at a time, the last ones one by one.
 #[inline(always)]
-unsafe fn panels<S: Simd, W: Panel, const R: usize, const P: usize, const H: usize>(args: &TileArgs) {
+unsafe fn panels<S: Simd, W: Panel, const R: usize, const P: usize, const H: usize>(
+    args: &TileArgs,
+    part: &Part,
+) {
     let mut panel = 0;
     // SAFETY: panel indices are below their number.
     unsafe {
         while panel + P <= args.panels {
-            one_tile::<S, W, R, P, H, 0>(args, panel);
+            one_tile::<S, W, R, P, H, 0>(args, panel, part);
             if H == 1 {
-                one_tile::<S, W, R, P, H, 1>(args, panel);
+                one_tile::<S, W, R, P, H, 1>(args, panel, part);
             }
             panel += P;
         }
         while panel < args.panels {
-            one_tile::<S, W, R, 1, H, 0>(args, panel);
+            one_tile::<S, W, R, 1, H, 0>(args, panel, part);
             if H == 1 {
-                one_tile::<S, W, R, 1, H, 1>(args, panel);
+                one_tile::<S, W, R, 1, H, 1>(args, panel, part);
             }
             panel += 1;
         }
     }
 }
 
-/// Multiplies `R` rows with `H` halves, from `FIRST` on, of each of `P` panels.
+/// Multiplies `R` rows with `H` halves, from `FIRST` on, of each of `P` panels; of one panel if the part has not all of K.
 #[inline(always)]
 #[allow(clippy::needless_range_loop)] // no closures here, see `Simd`
 unsafe fn one_tile<S, W, const R: usize, const P: usize, const H: usize, const FIRST: usize>(
     args: &TileArgs,
     first_panel: usize,
+    part: &Part,
 ) where
     S: Simd,
     W: Panel,
@@ -116,10 +143,17 @@ unsafe fn one_tile<S, W, const R: usize, const P: usize, const H: usize, const F
     unsafe {
         let mut acc = [[[S::splat(0.0); H]; P]; R];
         let mut ws = [[S::splat(0.0); 2]; P];
-        let mut w = args.w.add(first_panel * stride);
-        let mut a = args.a.cast::<f32>();
-        // Invariant 8: each output adds its products in the order of K, whatever `R`, `P` and `H`.
-        for _ in 0..args.k {
+        let mut w = args.w.add(first_panel * stride + part.first * line);
+        let mut a = args.a.cast::<f32>().add(part.first * R);
+        if part.first > 0 {
+            for r in 0..R {
+                for h in 0..H {
+                    acc[r][0][h] = S::load(part.sums_of(r, FIRST + h));
+                }
+            }
+        }
+        // Invariant 8: each output adds its products in the order of K, whatever `R`, `P`, `H` and the parts of K.
+        for _ in part.first..part.end {
             for p in 0..P {
                 S::prefetch(w.wrapping_add(p * stride + PREFETCH));
                 if S::PANEL_ROWS == 14 {
@@ -137,6 +171,14 @@ unsafe fn one_tile<S, W, const R: usize, const P: usize, const H: usize, const F
             }
             w = w.add(line);
             a = a.add(R);
+        }
+        if part.end < args.k {
+            for r in 0..R {
+                for h in 0..H {
+                    S::store(part.sums_of(r, FIRST + h), acc[r][0][h]);
+                }
+            }
+            return;
         }
         for r in 0..R {
             if r >= args.real_rows {

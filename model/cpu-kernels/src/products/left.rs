@@ -51,7 +51,7 @@ impl LeftKind {
     }
 
     /// Bytes of a row before `column`, where a chunk starts.
-    fn bytes_before(self, column: usize) -> usize {
+    pub(super) fn bytes_before(self, column: usize) -> usize {
         match self {
             LeftKind::Floats | LeftKind::RoundedFloats => column * 4,
             LeftKind::Pairs | LeftKind::PairTiles => column * 2,

@@ -16,8 +16,12 @@ mod operations;
 #[cfg(target_arch = "x86_64")]
 mod x86;
 
-use super::panels::{GROUP_SCALE_BYTES, PANEL, ROW_SCALE_BYTES};
-use super::tile::{FAR, TileArgs};
+use super::left::LeftKind;
+use super::panels::{
+    GROUP_SCALE_BYTES, LINE_BYTES, PANEL, PanelFormat, ROW_SCALE_BYTES, group_head_bytes, per_line,
+};
+use super::slabs::{Block, Order, SLAB};
+use super::tile::{FAR, Part, TileArgs};
 use baton_cpu_simd::{CHAINS, Isa, LANES, Portable, Simd};
 use baton_model_spec::{IntegerFormat, IntegerWidth};
 use operations::{IntegerSimd, Place};
@@ -89,45 +93,62 @@ pub(super) fn reads_bytes_faster(isa: Isa) -> bool {
     }
 }
 
+/// Tiles of rows from which on the order of slabs is faster.
+const MIN_TILES: usize = 3;
+
+/// The order of slabs for so many tiles of rows, if they are multiplied in it. Fused instructions of x86 need fewer
+/// weights a second; they were not measured with it.
+pub(super) fn order(isa: Isa, format: IntegerFormat, num_tiles: usize) -> Option<Order> {
+    let rows = match IntegerIsa::of(isa) {
+        #[cfg(target_arch = "x86_64")]
+        IntegerIsa::Vnni => return None,
+        _ => tile_rows(isa, usize::MAX),
+    };
+    let shared = format.activation_group();
+    (num_tiles >= MIN_TILES).then(|| Order::of_vectors((SLAB / shared).max(1) * shared, rows))
+}
+
+/// Multiplies tiles of rows, one after the other.
+///
 /// # Safety
 /// As for [`TileArgs`].
-pub(super) unsafe fn tile_kernel(isa: Isa, args: &TileArgs, format: IntegerFormat) {
+pub(super) unsafe fn kernel(isa: Isa, block: &Block<'_>, format: IntegerFormat) {
     #[cfg(target_arch = "x86_64")]
     #[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx512vnni,avx2,fma,f16c")]
-    unsafe fn vnni(args: &TileArgs, format: IntegerFormat) {
+    unsafe fn vnni(block: &Block<'_>, format: IntegerFormat) {
         // SAFETY: guaranteed by the caller.
-        unsafe { tile::<x86::Vnni>(args, format) }
+        unsafe { multiply::<x86::Vnni>(block, format) }
     }
     #[cfg(target_arch = "x86_64")]
     #[target_feature(enable = "avx2,fma,f16c")]
-    unsafe fn avx2(args: &TileArgs, format: IntegerFormat) {
+    unsafe fn avx2(block: &Block<'_>, format: IntegerFormat) {
         // SAFETY: guaranteed by the caller.
-        unsafe { tile::<x86::Avx2Integers>(args, format) }
+        unsafe { multiply::<x86::Avx2Integers>(block, format) }
     }
     #[cfg(target_arch = "aarch64")]
     #[target_feature(enable = "dotprod,i8mm")]
-    unsafe fn matrices(args: &TileArgs, format: IntegerFormat) {
+    unsafe fn matrices(block: &Block<'_>, format: IntegerFormat) {
         // SAFETY: guaranteed by the caller.
-        unsafe { tile::<neon::NeonIntegers<true>>(args, format) }
+        unsafe { multiply::<neon::NeonIntegers<true>>(block, format) }
     }
     #[cfg(target_arch = "aarch64")]
     #[target_feature(enable = "dotprod")]
-    unsafe fn dots(args: &TileArgs, format: IntegerFormat) {
+    unsafe fn dots(block: &Block<'_>, format: IntegerFormat) {
         // SAFETY: guaranteed by the caller.
-        unsafe { tile::<neon::NeonIntegers<false>>(args, format) }
+        unsafe { multiply::<neon::NeonIntegers<false>>(block, format) }
     }
     // SAFETY: an instruction set is only selected if the CPU has it; the rest is guaranteed by the caller.
     unsafe {
         match IntegerIsa::of(isa) {
             #[cfg(target_arch = "x86_64")]
-            IntegerIsa::Vnni => vnni(args, format),
+            IntegerIsa::Vnni => vnni(block, format),
             #[cfg(target_arch = "x86_64")]
-            IntegerIsa::Avx2 => avx2(args, format),
+            IntegerIsa::Avx2 => avx2(block, format),
             #[cfg(target_arch = "aarch64")]
-            IntegerIsa::Matrices => matrices(args, format),
+            IntegerIsa::Matrices => matrices(block, format),
             #[cfg(target_arch = "aarch64")]
-            IntegerIsa::Dots => dots(args, format),
-            IntegerIsa::Portable => tile::<Portable>(args, format),
+            IntegerIsa::Dots => dots(block, format),
+            IntegerIsa::Portable => multiply::<Portable>(block, format),
         }
     }
 }
@@ -203,40 +224,58 @@ unsafe fn products<S: IntegerSimd>(rounds: usize) -> f32 {
 }
 
 #[inline(always)]
-unsafe fn tile<S: IntegerSimd>(args: &TileArgs, format: IntegerFormat) {
+unsafe fn multiply<S: IntegerSimd>(block: &Block<'_>, format: IntegerFormat) {
     // SAFETY: guaranteed by the caller.
     unsafe {
         match (format.width, format.has_zeros) {
-            (IntegerWidth::Eight, false) => tile_of::<S, false, false>(args, format),
-            (IntegerWidth::Eight, true) => tile_of::<S, false, true>(args, format),
-            (IntegerWidth::Four, false) => tile_of::<S, true, false>(args, format),
-            (IntegerWidth::Four, true) => tile_of::<S, true, true>(args, format),
+            (IntegerWidth::Eight, false) => tiles::<S, false, false>(block, format),
+            (IntegerWidth::Eight, true) => tiles::<S, false, true>(block, format),
+            (IntegerWidth::Four, false) => tiles::<S, true, false>(block, format),
+            (IntegerWidth::Four, true) => tiles::<S, true, true>(block, format),
         }
     }
 }
 
 #[inline(always)]
-unsafe fn tile_of<S: IntegerSimd, const NIBBLES: bool, const ZEROS: bool>(
+unsafe fn tiles<S: IntegerSimd, const NIBBLES: bool, const ZEROS: bool>(
+    block: &Block<'_>,
+    format: IntegerFormat,
+) {
+    // SAFETY: guaranteed by the caller.
+    unsafe {
+        let columns = block.end - block.first;
+        let mut ahead = block.ahead(PanelFormat::Integers(format).panel_bytes(columns) - ROW_SCALE_BYTES);
+        for args in block.rows {
+            ahead.prefetch_step::<S::Floats>();
+            tile::<S, NIBBLES, ZEROS>(args, format, &block.part_of(args));
+        }
+    }
+}
+
+/// Multiplies a tile of rows with a part of its panels.
+#[inline(always)]
+unsafe fn tile<S: IntegerSimd, const NIBBLES: bool, const ZEROS: bool>(
     args: &TileArgs,
     format: IntegerFormat,
+    part: &Part,
 ) {
     // SAFETY: guaranteed by the caller.
     unsafe {
         if S::HALVES == 2 {
             match args.rows {
-                1 => panels::<S, NIBBLES, ZEROS, 1, 2>(args, format),
-                2 => panels::<S, NIBBLES, ZEROS, 2, 2>(args, format),
-                4 => panels::<S, NIBBLES, ZEROS, 4, 2>(args, format),
-                6 => panels::<S, NIBBLES, ZEROS, 6, 2>(args, format),
-                8 => panels::<S, NIBBLES, ZEROS, 8, 2>(args, format),
-                10 => panels::<S, NIBBLES, ZEROS, 10, 2>(args, format),
-                _ => panels::<S, NIBBLES, ZEROS, 12, 2>(args, format),
+                1 => panels::<S, NIBBLES, ZEROS, 1, 2>(args, format, part),
+                2 => panels::<S, NIBBLES, ZEROS, 2, 2>(args, format, part),
+                4 => panels::<S, NIBBLES, ZEROS, 4, 2>(args, format, part),
+                6 => panels::<S, NIBBLES, ZEROS, 6, 2>(args, format, part),
+                8 => panels::<S, NIBBLES, ZEROS, 8, 2>(args, format, part),
+                10 => panels::<S, NIBBLES, ZEROS, 10, 2>(args, format, part),
+                _ => panels::<S, NIBBLES, ZEROS, 12, 2>(args, format, part),
             }
         } else {
             match args.rows {
-                1 => panels::<S, NIBBLES, ZEROS, 1, 1>(args, format),
-                4 if S::ROWS >= 4 => panels::<S, NIBBLES, ZEROS, 4, 1>(args, format),
-                _ => panels::<S, NIBBLES, ZEROS, 2, 1>(args, format),
+                1 => panels::<S, NIBBLES, ZEROS, 1, 1>(args, format, part),
+                4 if S::ROWS >= 4 => panels::<S, NIBBLES, ZEROS, 4, 1>(args, format, part),
+                _ => panels::<S, NIBBLES, ZEROS, 2, 1>(args, format, part),
             }
         }
     }
@@ -246,19 +285,20 @@ unsafe fn tile_of<S: IntegerSimd, const NIBBLES: bool, const ZEROS: bool>(
 unsafe fn panels<S: IntegerSimd, const NIBBLES: bool, const ZEROS: bool, const R: usize, const H: usize>(
     args: &TileArgs,
     format: IntegerFormat,
+    part: &Part,
 ) {
     for panel in 0..args.panels {
         // SAFETY: panel indices are below their number.
         unsafe {
-            one_tile::<S, NIBBLES, ZEROS, R, H, 0>(args, format, panel);
+            one_tile::<S, NIBBLES, ZEROS, R, H, 0>(args, format, panel, part);
             if H == 1 {
-                one_tile::<S, NIBBLES, ZEROS, R, H, 1>(args, format, panel);
+                one_tile::<S, NIBBLES, ZEROS, R, H, 1>(args, format, panel, part);
             }
         }
     }
 }
 
-/// Multiplies `R` rows with `H` halves, from `FIRST` on, of a panel.
+/// Multiplies `R` rows with `H` halves, from `FIRST` on, of a panel; a part has whole activation groups.
 #[inline(always)]
 #[allow(clippy::needless_range_loop)] // no closures here, see `Simd`
 unsafe fn one_tile<
@@ -272,6 +312,7 @@ unsafe fn one_tile<
     args: &TileArgs,
     format: IntegerFormat,
     panel: usize,
+    part: &Part,
 ) {
     // SAFETY: weights and activations are packed as `panels` and `left` say; a prefetched address need not be valid.
     unsafe {
@@ -280,13 +321,23 @@ unsafe fn one_tile<
         let passes = 2 / H;
         let num_ahead = args.ahead.1.div_ceil(64 * args.panels * passes);
         let mut ahead_groups = num_ahead.div_ceil(format.group.div_ceil(if NIBBLES { 8 } else { 4 }));
+        let groups_before = part.first / format.group;
+        let group_bytes =
+            group_head_bytes(format) + format.group.div_ceil(per_line(format.width)) * LINE_BYTES;
         let mut at = Place {
-            w: row_scales.add(ROW_SCALE_BYTES + FIRST * 64),
-            a: args.a,
+            w: row_scales.add(ROW_SCALE_BYTES + groups_before * group_bytes + FIRST * 64),
+            a: args.a.add(R * LeftKind::Levels(format).bytes_before(part.first)),
             ahead: args.ahead.0.wrapping_add((panel * passes + FIRST) * num_ahead * 64),
         };
         let mut sums = [[S::Floats::splat(0.0); H]; R];
-        let mut left = args.k;
+        if part.first > 0 {
+            for r in 0..R {
+                for h in 0..H {
+                    sums[r][h] = S::Floats::load(part.sums_of(r, FIRST + h));
+                }
+            }
+        }
+        let mut left = part.end - part.first;
         while left > 0 {
             let mut shared_left =
                 if left < format.activation_group() { left } else { format.activation_group() };
@@ -345,6 +396,14 @@ unsafe fn one_tile<
                     sums[r][h] = S::Floats::fma(shared[r][h], scale, sums[r][h]);
                 }
             }
+        }
+        if part.end < args.k {
+            for r in 0..R {
+                for h in 0..H {
+                    S::Floats::store(part.sums_of(r, FIRST + h), sums[r][h]);
+                }
+            }
+            return;
         }
         for h in 0..H {
             let row_scale = S::Floats::load(row_scales.cast::<f32>().add((FIRST + h) * LANES));

@@ -83,10 +83,10 @@ pub fn multiply(
     let unpacked = kernel.unpacked(isa, k, tiles_per_item);
     let group = if unpacked.is_some() { group.div_ceil(2) } else { group };
 
-    let order = kernel.order(tiles.len());
+    let order = kernel.order(isa, tiles.len());
     let streams = order.is_some() && num_rows * num_cols * 4 > CACHE_BYTES;
     let scratch_len =
-        unpacked.map_or(kernel.scratch_len(tiles.len(), k), |unpacked| group * unpacked.panel_bytes / 4);
+        unpacked.map_or(kernel.scratch_len(isa, tiles.len(), k), |unpacked| group * unpacked.panel_bytes / 4);
     let scratch = scratch.reserve(if shared { num_threads } else { 1 }, scratch_len);
     let out = SharedMut::new(out);
     let tiles = &tiles;
@@ -118,8 +118,8 @@ pub fn multiply(
                 streams,
             }
         };
+        let shapes = &mut TileUse::new(isa);
         if let Some(order) = order {
-            let shapes = &mut TileUse::new(isa);
             slabs::for_each(
                 (k, order),
                 tile_range,
@@ -130,7 +130,7 @@ pub fn multiply(
                     weights.data.as_ptr().wrapping_add(panel * panel_bytes + column * panel_bytes / k)
                 },
                 // SAFETY: the sizes match; each item has its own elements of `out`.
-                |block| unsafe { kernel.run_in_tiles(isa, shapes, block) },
+                |block| unsafe { kernel.run(isa, shapes, block) },
             );
             return;
         }
@@ -154,7 +154,7 @@ pub fn multiply(
                     None => (kernel, stored),
                 };
                 // SAFETY: the sizes match; each item has its own elements of `out`.
-                unsafe { kernel.run(isa, &tile) };
+                unsafe { kernel.run(isa, shapes, &Block::whole(&tile)) };
             }
         }
     };
@@ -234,51 +234,43 @@ impl Kernel {
         }
     }
 
-    /// The order of a kernel in tiles, for `num_tiles` tiles of rows.
-    fn order(self, num_tiles: usize) -> Option<Order> {
+    /// The order of slabs for `num_tiles` tiles of rows, if the kernel multiplies in it.
+    fn order(self, isa: Isa, num_tiles: usize) -> Option<Order> {
         match self {
+            Kernel::Floats(_) => floats::order(isa, num_tiles),
             Kernel::PairTiles | Kernel::WidenedTiles(_) => Some(Order::of_bf16(num_tiles)),
             Kernel::LevelTiles(format) => Some(Order::of_blocks(level_tiles::block(format))),
-            Kernel::Floats(_) | Kernel::Pairs | Kernel::Widened(_) | Kernel::Levels(_) => None,
+            Kernel::Levels(format) => levels::order(isa, format, num_tiles),
+            Kernel::Pairs | Kernel::Widened(_) => None,
         }
     }
 
     /// Numbers of a thread's memory for `num_tiles` tiles of rows of `k` columns.
-    fn scratch_len(self, num_tiles: usize, k: usize) -> usize {
-        let sums = self.order(num_tiles).map_or(0, |order| order.num_sums(num_tiles, k));
+    fn scratch_len(self, isa: Isa, num_tiles: usize, k: usize) -> usize {
+        let sums = self.order(isa, num_tiles).map_or(0, |order| order.num_sums(num_tiles, k));
         match self {
             Kernel::PairTiles | Kernel::WidenedTiles(_) => sums + pair_tiles::SCRATCH,
             Kernel::LevelTiles(_) => sums + level_tiles::SCRATCH,
-            Kernel::Floats(_) | Kernel::Pairs | Kernel::Widened(_) | Kernel::Levels(_) => 0,
+            Kernel::Floats(_) | Kernel::Pairs | Kernel::Widened(_) | Kernel::Levels(_) => sums,
         }
     }
 
     /// # Safety
-    /// As for [`TileArgs`]. Weights are packed in pairs only if the CPU multiplies them.
-    unsafe fn run(self, isa: Isa, tile: &TileArgs) {
+    /// As for [`TileArgs`]; a block has memory of the size that [`scratch_len`](Self::scratch_len) says. Weights are packed
+    /// in pairs only if the CPU multiplies them.
+    unsafe fn run(self, isa: Isa, shapes: &mut TileUse, block: &Block<'_>) {
         // SAFETY: guaranteed by the caller.
         unsafe {
             match self {
-                Kernel::Floats(dtype) => floats::tile_kernel(isa, tile, dtype),
-                Kernel::Pairs => pairs::tile_kernel(tile),
-                Kernel::Widened(format) => widened::tile_kernel(isa, tile, format),
-                Kernel::Levels(format) => levels::tile_kernel(isa, tile, format),
-                Kernel::PairTiles | Kernel::WidenedTiles(_) | Kernel::LevelTiles(_) => {
-                    unreachable!("they take all tiles of a panel")
+                Kernel::Floats(dtype) => floats::kernel(isa, block, dtype),
+                Kernel::Levels(format) => levels::kernel(isa, block, format),
+                Kernel::Pairs => block.rows.iter().for_each(|tile| pairs::tile_kernel(tile)),
+                Kernel::Widened(format) => {
+                    block.rows.iter().for_each(|tile| widened::tile_kernel(isa, tile, format));
                 }
-            }
-        }
-    }
-
-    /// # Safety
-    /// As for [`TileArgs`]; the block has memory of the size that [`scratch_len`](Self::scratch_len) says.
-    unsafe fn run_in_tiles(self, isa: Isa, shapes: &mut TileUse, block: &Block<'_>) {
-        // SAFETY: guaranteed by the caller.
-        unsafe {
-            match self {
-                Kernel::LevelTiles(format) => level_tiles::kernel(isa, shapes, block, format),
+                Kernel::PairTiles => pair_tiles::kernel(isa, shapes, block),
                 Kernel::WidenedTiles(format) => pair_tiles::integers_kernel(isa, shapes, block, format),
-                _ => pair_tiles::kernel(isa, shapes, block),
+                Kernel::LevelTiles(format) => level_tiles::kernel(isa, shapes, block, format),
             }
         }
     }

@@ -15,7 +15,7 @@
 use std::ops::Range;
 
 use super::panels::PANEL;
-use super::tile::TileArgs;
+use super::tile::{Part, TileArgs};
 use baton_cpu_simd::Simd;
 use baton_cpu_simd::tiles::{ROW_BYTES, ROWS, Tiles};
 
@@ -29,7 +29,7 @@ const SUM_BYTES: usize = PANEL * 4;
 /// panel of as many bf16.
 pub(super) const SLAB: usize = 512;
 /// The most tiles of rows that are multiplied with a panel, one after the other.
-const MAX_TILES: usize = 16;
+const MAX_TILES: usize = 32;
 
 /// The sizes of the loops. What a core reads past its second-level cache, which is slow, depends on them: weights once for
 /// `tiles` tiles of rows, and all of those rows once for `panels` panels if K has several blocks.
@@ -41,23 +41,30 @@ pub(super) struct Order {
     block: usize,
     /// Panels whose sums wait for the next block of K.
     panels: usize,
+    /// Numbers of the sums of a tile of rows and a panel.
+    sums: usize,
 }
 
 impl Order {
     /// Blocks of `block` numbers of K, of whose rows those of eight tiles stay in the second-level cache.
     pub(super) fn of_blocks(block: usize) -> Order {
-        Order { tiles: 8, block, panels: 8 }
+        Order { tiles: 8, block, panels: 8, sums: SUMS }
     }
 
     /// The order for `num_tiles` tiles of bf16. If there are many, weights are read half as often, for more sums.
     pub(super) fn of_bf16(num_tiles: usize) -> Order {
         let few = Order::of_blocks(4 * SLAB);
-        if num_tiles > few.tiles { Order { tiles: MAX_TILES, block: SLAB, panels: 32 } } else { few }
+        if num_tiles > few.tiles { Order { tiles: 16, block: SLAB, panels: 32, ..few } } else { few }
+    }
+
+    /// The order for tiles of at most `rows` rows that vectors multiply: a block of K is one slab.
+    pub(super) fn of_vectors(block: usize, rows: usize) -> Order {
+        Order { tiles: MAX_TILES, block, panels: 16, sums: rows * PANEL }
     }
 
     /// Numbers of a thread's memory for sums of `num_tiles` tiles and `k` columns.
     pub(super) fn num_sums(self, num_tiles: usize, k: usize) -> usize {
-        num_tiles.min(self.tiles) * SUMS * self.panels_of(k)
+        num_tiles.min(self.tiles) * self.sums * self.panels_of(k)
     }
 
     fn panels_of(self, k: usize) -> usize {
@@ -65,20 +72,49 @@ impl Order {
     }
 }
 
-/// A block of K of one panel, for some tiles of rows.
+/// A block of K of one panel, for some tiles of rows; or [all of it](Block::whole), of several panels.
 pub(super) struct Block<'a> {
     pub(super) rows: &'a [TileArgs],
     /// The columns; the first is one of a slab.
     pub(super) first: usize,
     pub(super) end: usize,
-    /// `[tiles]` [sums](SUMS).
+    /// `[tiles]` sums that wait for the next block.
     pub(super) sums: *mut f32,
+    /// Numbers of the sums of a tile.
+    pub(super) tile_sums: usize,
     /// The kernel's memory.
     pub(super) scratch: *mut f32,
-    /// The weights of the block that comes next.
+    /// The weights of the block that comes next, or null.
     pub(super) next: *const u8,
     /// The part of the next block's rows to prefetch: this one of so many.
     pub(super) part: (usize, usize),
+}
+
+impl<'a> Block<'a> {
+    /// All of K, for one tile of rows and its panels.
+    pub(super) fn whole(tile: &'a TileArgs) -> Block<'a> {
+        Block {
+            rows: std::slice::from_ref(tile),
+            first: 0,
+            end: tile.k,
+            sums: std::ptr::null_mut(),
+            tile_sums: 0,
+            scratch: std::ptr::null_mut(),
+            next: std::ptr::null(),
+            part: (0, 1),
+        }
+    }
+
+    /// The part of a tile that vectors multiply.
+    pub(super) fn part_of(&self, tile: &TileArgs) -> Part {
+        let sums = self.sums.wrapping_add(tile.idx * self.tile_sums);
+        Part { first: self.first, end: self.end, sums }
+    }
+
+    /// The next block's weights, `num_bytes`, to prefetch in a step for each tile.
+    pub(super) fn ahead(&self, num_bytes: usize) -> Ahead {
+        Ahead::new(self.next, if self.next.is_null() { 0 } else { num_bytes }, (0, 1), self.rows.len())
+    }
 }
 
 /// Multiplies tiles of rows with panels of `k` columns. `args` makes the arguments of a
@@ -98,14 +134,15 @@ pub(super) fn for_each(
     let kernel_scratch = scratch.wrapping_add(order.num_sums(tiles.len(), k));
     for first_tile in tiles.clone().step_by(order.tiles) {
         let num_tiles = (tiles.end - first_tile).min(order.tiles);
+        // Of which the first ones are used.
+        let mut rows = [args(first_tile, panels.start); MAX_TILES];
         for first_panel in panels.clone().step_by(group) {
             let end_panel = panels.end.min(first_panel + group);
             for first in (0..k).step_by(block) {
                 for panel in first_panel..end_panel {
-                    let rows: [TileArgs; MAX_TILES] = std::array::from_fn(|idx| {
-                        let idx = idx.min(num_tiles - 1);
-                        TileArgs { idx, ..args(first_tile + idx, panel) }
-                    });
+                    for (idx, row) in rows[..num_tiles].iter_mut().enumerate() {
+                        *row = TileArgs { idx, ..args(first_tile + idx, panel) };
+                    }
                     let next = match (panel + 1 < end_panel, first + block < k) {
                         (true, _) => next(panel + 1, first),
                         (false, true) => next(first_panel, first + block),
@@ -115,7 +152,8 @@ pub(super) fn for_each(
                         rows: &rows[..num_tiles],
                         first,
                         end: k.min(first + block),
-                        sums: scratch.wrapping_add((panel - first_panel) * num_tiles * SUMS),
+                        sums: scratch.wrapping_add((panel - first_panel) * num_tiles * order.sums),
+                        tile_sums: order.sums,
                         scratch: kernel_scratch,
                         next,
                         part: (panel - first_panel, end_panel - first_panel),
@@ -152,6 +190,18 @@ impl Ahead {
     ) -> Ahead {
         let lines = (num_bytes / 64).div_ceil(num);
         Ahead { next: first.wrapping_add(idx * lines * 64), lines, calls: num_steps * Ahead::CALLS, rest: 0 }
+    }
+
+    /// Prefetches the lines of a step.
+    ///
+    /// # Safety
+    /// As for [`Simd`].
+    #[inline(always)]
+    pub(super) unsafe fn prefetch_step<S: Simd>(&mut self) {
+        for _ in 0..Ahead::CALLS {
+            // SAFETY: guaranteed by the caller.
+            unsafe { self.prefetch::<S>() };
+        }
     }
 
     /// Prefetches the next lines.

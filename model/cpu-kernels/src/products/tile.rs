@@ -50,6 +50,22 @@ pub(super) struct TileArgs {
     pub(super) streams: bool,
 }
 
+/// The numbers of K that a kernel of vectors multiplies.
+pub(super) struct Part {
+    pub(super) first: usize,
+    pub(super) end: usize,
+    /// `[rows][32]`, where the sums of a part that is not the last one wait for the next.
+    pub(super) sums: *mut f32,
+}
+
+impl Part {
+    /// The address of the sums of half a row.
+    #[inline(always)]
+    pub(super) fn sums_of(&self, row: usize, half: usize) -> *mut f32 {
+        self.sums.wrapping_add(row * PANEL + half * LANES)
+    }
+}
+
 impl TileArgs {
     /// Applies the output to the sums of half a panel and writes them to the columns that exist. For a row and a
     /// panel the first half is finished first.

@@ -309,8 +309,15 @@ fn products_do_not_depend_on_tiles_or_threads() {
 
 #[test]
 fn sums_of_many_panels_wait_for_the_next_block() {
-    for isa in tested_isas().into_iter().filter(|isa| isa.has_tiles()) {
-        check(isa, 1, &Case { format: PanelFormat::Bf16Pairs, m: 260, n: 1100, k: 520 });
+    for isa in tested_isas() {
+        if isa.has_tiles() {
+            check(isa, 1, &Case { format: PanelFormat::Bf16Pairs, m: 260, n: 1100, k: 520 });
+        }
+        let levels = IntegerFormat { width: IntegerWidth::Four, group: 32, has_zeros: true };
+        for format in [PanelFormat::Floats(Dtype::Bf16), PanelFormat::Integers(levels)] {
+            check(isa, 1, &Case { format, m: 200, n: 560, k: 520 });
+            check_gated(isa, 1, &Case { format, m: 70, n: 280, k: 520 });
+        }
     }
 }
 
