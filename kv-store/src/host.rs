@@ -74,6 +74,12 @@ impl Slots for HostSlots {
         Ok(())
     }
 
+    fn clear(&self, slot: u32) -> io::Result<()> {
+        let old = self.lock()[slot as usize].take();
+        drop(old); // as in `write`
+        Ok(())
+    }
+
     fn take_found(&mut self) -> Vec<(u32, RecordName, Keep)> {
         Vec::new()
     }

@@ -1,7 +1,7 @@
 //! Tiers below a worker's block pool: KV that the pool no longer holds, in host memory, on disk and in an object store.
 //!
 //! - `store`: [`KvStore`], which copies blocks out of the pool and back; `saves`: how blocks become records of the tiers; `reads`: how
-//!   it finds and reads them;
+//!   it finds and reads them; `forgets`: how it forgets them;
 //! - `slots`: the seam of the stores, [`Slots`]; `host` and `disk` are two, and `shared` one that all workers of a machine have;
 //! - `object`: what is in an object store, shared by workers; its policy is `object/catalogue`, pure;
 //! - `record`: a block outside the pool, and what proves that it is whole and of this model; `seal`: what encrypts it.
@@ -15,6 +15,7 @@ mod buffer;
 mod copy;
 mod counts;
 mod disk;
+mod forgets;
 mod host;
 mod object;
 mod reads;

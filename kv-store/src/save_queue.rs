@@ -1,4 +1,5 @@
-//! What waits to be saved: sequences in the pool, records on their way to a tier, and what tiers had no room for.
+//! What waits to be saved: sequences in the pool, records on their way to a tier, and what tiers had no room for. What is to be forgotten
+//! waits behind them.
 
 use std::sync::Arc;
 
@@ -43,6 +44,24 @@ pub struct SaveRest {
     pub(crate) target: usize,
     pub(crate) first: usize,
     pub(crate) end: usize,
+}
+
+/// What the thread that copies does, in this order.
+pub(crate) enum ToCopy {
+    Save(Save),
+    Forget(Forget),
+}
+
+/// What the thread that writes to disks does, in this order.
+pub(crate) enum ToWrite {
+    Record(Write),
+    Forget(Forget),
+}
+
+/// Blocks that are to be forgotten.
+pub(crate) struct Forget {
+    pub(crate) hashes: Vec<BlockHash>,
+    pub(crate) done: oneshot::Sender<()>,
 }
 
 /// A sequence on its way to the thread that copies.

@@ -20,7 +20,7 @@ use crate::{
     copy,
     counts::Count,
     record::{Record, RecordName},
-    save_queue::{Save, SaveRest, SequenceBlocks, Write},
+    save_queue::{Save, SaveRest, SequenceBlocks, ToCopy, ToWrite, Write},
     slots::Sharing,
     store::{KvStore, Shared},
 };
@@ -70,8 +70,10 @@ impl KvStore {
         let sequence = SequenceBlocks { root, hashes, keeps, tokens, blocks, has_ended, guard };
         let (rests, receiver) = oneshot::channel();
         let saves = self.saves.as_ref().expect("the store is open");
-        let sent = saves.try_send(Save { sequence, wanted, rests });
-        if let Err(TrySendError::Full(save) | TrySendError::Disconnected(save)) = sent {
+        let sent = saves.try_send(ToCopy::Save(Save { sequence, wanted, rests }));
+        if let Err(TrySendError::Full(ToCopy::Save(save)) | TrySendError::Disconnected(ToCopy::Save(save))) =
+            sent
+        {
             save.wanted.into_iter().for_each(|rest| self.give_up(rest));
         }
         receiver
@@ -97,17 +99,17 @@ impl KvStore {
 }
 
 impl Shared {
-    pub(crate) fn copy_all(&self, saves: &Receiver<Save>, writes: &Sender<Write>) {
+    pub(crate) fn copy_all(&self, saves: &Receiver<ToCopy>, writes: &Sender<ToWrite>) {
         let is_shared = self.sharing().next().is_some();
         let mut tidied = Instant::now();
         loop {
             // What other workers do to shared slots is told also while nothing else happens.
-            let save = match is_shared {
+            let next = match is_shared {
                 true => saves.recv_timeout(FOLLOW_EVERY),
                 false => saves.recv().map_err(RecvTimeoutError::from),
             };
-            match save {
-                Ok(Save { sequence, mut wanted, rests }) => {
+            match next {
+                Ok(ToCopy::Save(Save { sequence, mut wanted, rests })) => {
                     self.copy(&sequence, &mut wanted, writes);
                     self.used(&sequence.hashes, &sequence.keeps);
                     drop(sequence);
@@ -115,6 +117,7 @@ impl Shared {
                     // The caller may not come back.
                     let _ = rests.send(wanted);
                 }
+                Ok(ToCopy::Forget(forget)) => self.forget_copied(forget, writes),
                 Err(RecvTimeoutError::Timeout) => {
                     drop(self.lock());
                     if tidied.elapsed() > TIDY_EVERY {
@@ -133,7 +136,7 @@ impl Shared {
         &self,
         sequence: &SequenceBlocks<Box<dyn Send>>,
         wanted: &mut [SaveRest],
-        writes: &Sender<Write>,
+        writes: &Sender<ToWrite>,
     ) {
         let block_size = self.storage.layout().block_size;
         let num_blocks = sequence.blocks.len();
@@ -224,7 +227,7 @@ impl Shared {
     }
 
     /// Writes to memory at once, and leaves a disk to the writer, and an object store to its own. False when there is no room.
-    fn take(&self, target: usize, keep: Keep, record: &Arc<Record>, writes: &Sender<Write>) -> bool {
+    fn take(&self, target: usize, keep: Keep, record: &Arc<Record>, writes: &Sender<ToWrite>) -> bool {
         let Some(slots) = self.tiers.get(target) else {
             return self.object.as_ref().is_some_and(|object| object.write(record.clone()));
         };
@@ -234,7 +237,7 @@ impl Shared {
             return true;
         }
         let place = self.queue.clone().try_acquire_owned();
-        place.is_ok_and(|place| writes.send(write(Some(place))).is_ok())
+        place.is_ok_and(|place| writes.send(ToWrite::Record(write(Some(place)))).is_ok())
     }
 
     pub(crate) fn write(&self, Write { tier, keep, record, .. }: &Write) {

@@ -41,6 +41,15 @@ pub trait Slots: Send + Sync + fmt::Debug {
     /// When the device refuses.
     fn keep(&self, slot: u32, keep: Keep) -> io::Result<()>;
 
+    /// Removes the record of a slot that was forgotten, also for a later life of the store. The caller is the only writer of this slot.
+    /// Slots that processes share are [given up](Sharing::give_up) instead.
+    ///
+    /// # Errors
+    /// When the device refuses: a later life may find the record.
+    fn clear(&self, _slot: u32) -> io::Result<()> {
+        Ok(())
+    }
+
     /// What the slots held when the store was opened, each with its slot, and how it is to be kept. Told once.
     fn take_found(&mut self) -> Vec<(u32, RecordName, Keep)>;
 
@@ -61,8 +70,8 @@ pub trait Sharing {
     /// Gives back a slot that was claimed and not written.
     fn release(&self, slot: u32);
 
-    /// Gives up a slot that holds a block which another one holds, too. Each process does so that sees both: else those that see one of
-    /// them would find it longer than others.
+    /// Gives up a slot that holds a block which was forgotten, or which another slot holds, too. Of two each process gives up one that sees
+    /// both: else those that see one of them would find it longer than others.
     fn give_up(&self, slot: u32);
 
     /// This process used the blocks of these slots.

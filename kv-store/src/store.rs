@@ -41,7 +41,7 @@ use crate::{
     host::HostSlots,
     object::{ObjectConfig, ObjectOpenError, ObjectTier, SegmentChanges, SegmentReader},
     record::{Record, RecordShape},
-    save_queue::{MAX_SAVES, Save, Write, num_queued},
+    save_queue::{MAX_SAVES, ToCopy, ToWrite, num_queued},
     seal::KvKey,
     shared::SharedSlots,
     slots::{ReadError, Sharing, Slots},
@@ -96,7 +96,7 @@ pub enum TierOpenError {
 pub struct KvStore {
     pub(crate) shared: Arc<Shared>,
     /// `None` only while it is dropped.
-    pub(crate) saves: Option<SyncSender<Save>>,
+    pub(crate) saves: Option<SyncSender<ToCopy>>,
     threads: Vec<JoinHandle<()>>,
 }
 
@@ -231,7 +231,12 @@ impl KvStore {
         });
         let writer = thread::spawn({
             let shared = shared.clone();
-            move || to_write.iter().for_each(|write: Write| shared.write(&write))
+            move || {
+                to_write.iter().for_each(|next| match next {
+                    ToWrite::Record(write) => shared.write(&write),
+                    ToWrite::Forget(forget) => shared.forget_written(forget),
+                });
+            }
         });
         KvStore { shared, saves: Some(saves), threads: vec![copier, writer] }
     }

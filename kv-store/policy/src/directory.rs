@@ -202,6 +202,13 @@ impl Directory {
         }
     }
 
+    /// A tier holds none of these blocks any more. Returns the slots that held one: they are free.
+    pub fn forget_blocks(&mut self, tier: usize, hashes: &[BlockHash]) -> Vec<u32> {
+        let slots = self.slots_of(tier, hashes);
+        slots.iter().for_each(|&slot| self.vacated(SlotPlace { tier, slot }));
+        slots
+    }
+
     /// Other workers that have the slots of this tier changed some.
     pub fn follow(&mut self, tier: usize, changes: Vec<(u32, SlotChange)>) {
         // First of all what is gone: a block may be in another slot now.
@@ -502,6 +509,19 @@ mod tests {
         assert_eq!(directory.take_events(0)[1..], [CacheEvent::removed(keys(&a[..1]))]);
         directory.forget(place, a[0]);
         assert_eq!((directory.num_held(0), directory.take_events(0)), (1, vec![]));
+    }
+
+    #[test]
+    fn blocks_are_forgotten_in_one_tier() {
+        let mut directory = Directory::new(&[4, 4]);
+        let (a, b) = (chain(1, 3), chain(2, 1));
+        [0, 1].into_iter().for_each(|tier| write(&mut directory, tier, &a));
+        [0, 1].into_iter().for_each(|tier| drop(directory.take_events(tier)));
+        assert_eq!(directory.forget_blocks(0, &[a[1], a[2], b[0]]), [1, 2]);
+        assert_eq!((directory.num_held(0), directory.num_held(1)), (1, 3));
+        assert_eq!(directory.find(a[1]).map(|place| place.tier), Some(1));
+        assert_eq!(directory.take_events(0), [CacheEvent::removed(keys(&a[1..]))]);
+        assert!(directory.lacks(0, a[1], Keep::Low), "it may be saved again");
     }
 
     #[test]

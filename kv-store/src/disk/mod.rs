@@ -144,12 +144,11 @@ impl<M: Medium> Slots for DiskSlots<M> {
     }
 
     fn write(&self, slot: u32, record: &Arc<Record>) -> io::Result<()> {
-        let head_at = head_offset(slot, &self.shape);
-        self.index.write_at(&vec![0; self.shape.head_bytes()], head_at)?;
+        self.clear(slot)?;
         self.keep(slot, Keep::Normal)?;
         let bytes = self.shape.write(record);
         self.slabs.write_at(bytes.pages(), self.body_offset(slot))?;
-        self.index.write_at(&bytes.head, head_at)
+        self.index.write_at(&bytes.head, head_offset(slot, &self.shape))
     }
 
     fn read(&self, wanted: &[(u32, BlockHash)]) -> Vec<Result<Arc<Record>, ReadError>> {
@@ -181,6 +180,10 @@ impl<M: Medium> Slots for DiskSlots<M> {
 
     fn keep(&self, slot: u32, keep: Keep) -> io::Result<()> {
         self.kept.as_ref().map_or(Ok(()), |kept| kept.write(slot, keep, SystemTime::now()))
+    }
+
+    fn clear(&self, slot: u32) -> io::Result<()> {
+        self.index.write_at(&vec![0; self.shape.head_bytes()], head_offset(slot, &self.shape))
     }
 
     fn take_found(&mut self) -> Vec<(u32, RecordName, Keep)> {

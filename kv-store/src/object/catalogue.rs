@@ -25,8 +25,12 @@ pub(crate) struct Catalogue {
     by_hash: HashMap<BlockHash, RecordPlace>,
     /// Where else blocks are that several segments hold.
     others: HashMap<BlockHash, Vec<RecordPlace>>,
-    /// Blocks on their way to a segment.
+    /// Blocks on their way to a segment of this worker.
     pending: HashSet<BlockHash>,
+    /// Of those, the ones that were forgotten meanwhile.
+    spoiled: HashSet<BlockHash>,
+    /// Own segments with a forgotten block, until they are deleted. They are not learned.
+    unwanted: HashSet<String>,
     seen: Seen,
     num_records: usize,
     own_bytes: u64,
@@ -111,6 +115,8 @@ impl Catalogue {
             by_hash: HashMap::new(),
             others: HashMap::new(),
             pending: HashSet::new(),
+            spoiled: HashSet::new(),
+            unwanted: HashSet::new(),
             seen: Seen::default(),
             num_records: 0,
             own_bytes: 0,
@@ -144,7 +150,7 @@ impl Catalogue {
 
     /// A request that ended used this block: whether it is to be written. That is at its second use, at the first if it is high, and
     /// never for those to whom it is low, unless a segment holds it or will. One that is to be written is pending, until
-    /// [`added`](Self::add) or [given up](Self::give_up).
+    /// [written](Self::written) or [given up](Self::give_up).
     pub(crate) fn admit(&mut self, hash: BlockHash, keep: Keep) -> bool {
         let is_known = self.by_hash.contains_key(&hash) || self.pending.contains(&hash);
         let is_worth_it = match keep {
@@ -160,14 +166,26 @@ impl Catalogue {
     pub(crate) fn give_up(&mut self, hashes: impl IntoIterator<Item = BlockHash>) {
         hashes.into_iter().for_each(|hash| {
             self.pending.remove(&hash);
+            self.spoiled.remove(&hash);
         });
     }
 
-    /// A segment exists. Nothing happens if it is known. If too much is, nothing is known of its records.
+    /// This worker wrote a segment.
+    pub(crate) fn written(&mut self, name: String, hashes: Vec<BlockHash>, num_bytes: u64) {
+        self.add(name, hashes.clone(), num_bytes, true);
+        self.give_up(hashes);
+    }
+
+    /// A segment exists. Nothing happens if it is known. If too much is, nothing is known of its records. An own one is unwanted if a block of
+    /// it was forgotten while it was written.
     pub(crate) fn add(&mut self, name: String, mut hashes: Vec<BlockHash>, num_bytes: u64, is_own: bool) {
-        self.give_up(hashes.iter().copied());
         let has_room = self.num_records + hashes.len() <= self.max_records;
-        if self.by_name.contains_key(&name) || !has_room && !is_own {
+        let is_known = self.by_name.contains_key(&name) || self.unwanted.contains(&name);
+        if is_known || !has_room && !is_own {
+            return;
+        }
+        if is_own && hashes.iter().any(|&hash| self.is_spoiled(hash)) {
+            self.unwanted.insert(name);
             return;
         }
         if !has_room {
@@ -222,6 +240,41 @@ impl Catalogue {
         }
     }
 
+    /// These blocks are not to be found any more. Those that are pending are not to be written, own segments with one of them are
+    /// [to be deleted](Self::unwanted), and others' segments are taken to lack them.
+    pub(crate) fn forget_all(&mut self, hashes: &[BlockHash]) {
+        for &hash in hashes {
+            while let Some(place) = self.find(hash) {
+                let segment = &self.segments[&place.segment];
+                if segment.is_own {
+                    let name = segment.name.clone();
+                    self.remove(&name);
+                    self.unwanted.insert(name);
+                } else {
+                    self.forget(hash, place);
+                }
+            }
+            if self.pending.contains(&hash) {
+                self.spoiled.insert(hash);
+            }
+        }
+    }
+
+    /// Whether a block was forgotten while it was pending.
+    pub(crate) fn is_spoiled(&self, hash: BlockHash) -> bool {
+        self.spoiled.contains(&hash)
+    }
+
+    /// Own segments that are to be deleted for what they hold.
+    pub(crate) fn unwanted(&self) -> Vec<String> {
+        self.unwanted.iter().cloned().collect()
+    }
+
+    /// An unwanted segment does not exist any more.
+    pub(crate) fn deleted(&mut self, name: &str) {
+        self.unwanted.remove(name);
+    }
+
     /// The store listed these segments: others are gone, unless they were added after [`next_segment`](Self::next_segment) was
     /// `known_before`. If these are not the whole list, they are all of this worker's own, and nothing is said of the others.
     pub(crate) fn listed(&mut self, names: &HashSet<&str>, known_before: u32, is_whole: bool) {
@@ -270,9 +323,9 @@ impl Catalogue {
         self.next_segment
     }
 
-    /// Whether there is a segment of this name, or one that is passed over.
+    /// Whether there is a segment of this name, or one that is passed over or unwanted.
     pub(crate) fn is_known(&self, name: &str) -> bool {
-        self.by_name.contains_key(name) || self.passed_over.contains(name)
+        self.by_name.contains_key(name) || self.passed_over.contains(name) || self.unwanted.contains(name)
     }
 
     /// Forgets what was used longest ago: own segments while they have more than so many bytes, any while too many records are known.
@@ -365,7 +418,7 @@ mod tests {
         assert_eq!([a, b, a, a].map(|hash| catalogue.admit(hash, Keep::Normal)), [false, false, true, false]);
         catalogue.give_up([a]);
         assert!(catalogue.admit(a, Keep::Normal), "it was not written");
-        catalogue.add("one".into(), vec![a], 10, true);
+        catalogue.written("one".into(), vec![a], 10);
         assert!(!catalogue.admit(a, Keep::Normal) && catalogue.admit(b, Keep::Normal));
         catalogue.remove("one");
         assert!(catalogue.admit(a, Keep::Normal), "it is gone");
@@ -378,6 +431,45 @@ mod tests {
         assert!(catalogue.admit(a, Keep::High(Duration::from_secs(1))));
         let low = [Keep::Low, Keep::Low, Keep::Normal, Keep::Normal];
         assert_eq!(low.map(|keep| catalogue.admit(b, keep)), [false, false, false, true]);
+    }
+
+    #[test]
+    fn a_forgotten_block_is_in_no_segment_and_own_ones_with_it_are_to_be_deleted() {
+        let mut catalogue = Catalogue::default();
+        let [a, b] = [1, 2].map(|seed| chain(seed, 2));
+        catalogue.add("own".into(), a.clone(), 10, true);
+        catalogue.add("other".into(), [&a[..], &b].concat(), 10, false);
+        catalogue.forget_all(&[a[0]]);
+        assert_eq!((found(&catalogue, &a), found(&catalogue, &b)), (1, 2), "the rest of the other is used");
+        assert_eq!((catalogue.unwanted(), catalogue.own_bytes), (vec!["own".to_owned()], 0));
+        // It is listed until it is deleted.
+        catalogue.listed(&HashSet::from(["own", "other"]), catalogue.next_segment(), true);
+        assert!(catalogue.is_known("own"));
+        catalogue.add("own".into(), a.clone(), 10, true);
+        assert!(catalogue.find(a[0]).is_none());
+        catalogue.deleted("own");
+        assert!(catalogue.unwanted().is_empty() && !catalogue.is_known("own"));
+        assert!(!catalogue.is_spoiled(a[0]), "nothing was pending");
+    }
+
+    #[test]
+    fn a_block_that_is_forgotten_while_it_is_pending_makes_its_segment_unwanted() {
+        let high = Keep::High(Duration::from_secs(1));
+        // The listing may have the segment before its writer knows that it is written.
+        for is_listed_first in [false, true] {
+            let mut catalogue = Catalogue::default();
+            let a = chain(1, 2);
+            assert!(a.iter().all(|&hash| catalogue.admit(hash, high)));
+            catalogue.forget_all(&a[..1]);
+            assert!(catalogue.is_spoiled(a[0]) && !catalogue.is_spoiled(a[1]));
+            assert!(!catalogue.admit(a[0], high), "it is on its way");
+            if is_listed_first {
+                catalogue.add("own".into(), a.clone(), 10, true);
+            }
+            catalogue.written("own".into(), a.clone(), 10);
+            assert_eq!((found(&catalogue, &a), catalogue.unwanted()), (0, vec!["own".to_owned()]));
+            assert!(catalogue.admit(a[0], high) && !catalogue.is_spoiled(a[0]), "it is computed again");
+        }
     }
 
     #[test]

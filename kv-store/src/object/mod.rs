@@ -184,6 +184,16 @@ impl ObjectTier {
         self.shared.lock().give_up([hash]);
     }
 
+    /// Blocks are not found any more, nor written if they wait. Own segments with one of them are deleted; in those of other workers this one
+    /// does not read them again in this life.
+    pub(crate) fn forget(&self, hashes: &[BlockHash]) {
+        self.shared.lock().forget_all(hashes);
+        let shared = self.shared.clone();
+        // Ends with the runtime. What this does not delete, the writer does, at its end at the latest.
+        let runtime = self.runtime.as_ref().expect("the tier is open");
+        runtime.spawn(async move { shared.make_room().await });
+    }
+
     /// Records that wait at most: in the queue, and in the segment that is gathered.
     pub(crate) fn max_waiting(&self) -> usize {
         self.queue().max_capacity() + upload::max_records(&self.shared)

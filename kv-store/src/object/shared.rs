@@ -323,14 +323,27 @@ impl Shared {
         Ok(self.shape.read_manifest(&manifest, new.num_records))
     }
 
-    /// Deletes own segments that are too many. One that cannot be deleted is listed again, and deleted later.
+    /// Deletes own segments that are too many, or hold what was forgotten. One that cannot be deleted is deleted later: it is listed again,
+    /// or stays unwanted.
     pub(super) async fn make_room(&self) {
         while let Some(name) = { self.lock().make_room(self.max_bytes) } {
-            match self.store.delete(&path(&name)).await {
-                Ok(()) | Err(object_store::Error::NotFound { .. }) => {}
-                Err(error) => {
-                    tracing::warn!(%error, segment = name, "cannot delete a segment of the object store")
-                }
+            self.delete(&name).await;
+        }
+        let unwanted = self.lock().unwanted();
+        for name in unwanted {
+            if self.delete(&name).await {
+                self.lock().deleted(&name);
+            }
+        }
+    }
+
+    /// Whether the segment is gone.
+    async fn delete(&self, name: &str) -> bool {
+        match self.store.delete(&path(name)).await {
+            Ok(()) | Err(object_store::Error::NotFound { .. }) => true,
+            Err(error) => {
+                tracing::warn!(%error, segment = name, "cannot delete a segment of the object store");
+                false
             }
         }
     }

@@ -34,6 +34,8 @@ pub(super) async fn all(shared: Arc<Shared>, incarnation: u64, mut records: mpsc
         write(&shared, &name, segment).await;
         shared.make_room().await;
     }
+    // What was forgotten since.
+    shared.make_room().await;
 }
 
 /// Records of a segment.
@@ -44,6 +46,10 @@ pub(super) fn max_records(shared: &Shared) -> usize {
 }
 
 async fn write(shared: &Shared, name: &Path, records: Vec<Arc<Record>>) {
+    let records = without_spoiled(shared, records);
+    if records.is_empty() {
+        return;
+    }
     let hashes: Vec<_> = records.iter().map(|record| record.name.hash).collect();
     let payload = PutPayload::from(shared.shape.write_segment(&records));
     drop(records);
@@ -52,7 +58,7 @@ async fn write(shared: &Shared, name: &Path, records: Vec<Arc<Record>>) {
     for nth in 1..=NUM_TRIES {
         let Err(error) = shared.store.put(name, payload.clone()).await else {
             shared.counters.add(Count::Writes, hashes.len() as u64);
-            shared.lock().add(name.to_string(), hashes, num_bytes, true);
+            shared.lock().written(name.to_string(), hashes, num_bytes);
             return;
         };
         tracing::debug!(%error, nth, "the object store refuses a segment");
@@ -67,4 +73,12 @@ async fn write(shared: &Shared, name: &Path, records: Vec<Arc<Record>>) {
         }
     }
     shared.lock().give_up(hashes);
+}
+
+/// Blocks that were forgotten while they waited are not written.
+fn without_spoiled(shared: &Shared, mut records: Vec<Arc<Record>>) -> Vec<Arc<Record>> {
+    let mut catalogue = shared.lock();
+    let spoiled: Vec<_> = records.extract_if(.., |record| catalogue.is_spoiled(record.name.hash)).collect();
+    catalogue.give_up(spoiled.iter().map(|record| record.name.hash));
+    records
 }

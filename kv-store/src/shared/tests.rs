@@ -120,6 +120,24 @@ fn what_one_worker_saves_all_have_also_after_they_ended() {
 }
 
 #[test]
+fn what_one_worker_forgets_no_worker_has_nor_a_later_one() {
+    let dir = in_memory();
+    let (one, other) = (Worker::new(dir.path(), 8), Worker::new(dir.path(), 8));
+    let hashes = one.save(1, 5);
+    eventually("the other tells", || other.num_told() == 5);
+    one.store.forget(hashes[1..].to_vec()).blocking_recv().expect("the store is open");
+    for worker in [&one, &other] {
+        assert_eq!(read(&worker.store, &hashes).len(), 1);
+        assert_eq!((worker.num_told(), worker.store.counts()[0].damaged), (1, 0));
+    }
+    drop((one, other));
+    let later = Worker::new(dir.path(), 8);
+    assert_eq!((read(&later.store, &hashes).len(), later.num_told()), (1, 1));
+    later.save(1, 5);
+    eventually("it is saved again", || read(&later.store, &hashes).len() == 5);
+}
+
+#[test]
 fn a_worker_makes_room_for_all_and_spares_what_others_use() {
     let dir = in_memory();
     let (one, other) = (Worker::new(dir.path(), 6), Worker::new(dir.path(), 6));

@@ -358,6 +358,41 @@ fn the_end_of_a_sequence_is_read_up_to_the_first_damage() {
     assert_eq!(store.meeting(&hashes, |num| Duration::from_secs(num as u64)), 0);
 }
 
+#[test]
+fn forgotten_blocks_are_a_miss_in_memory_and_on_disk_and_after_a_restart() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let pool = Pool::new();
+    for (host_blocks, disk) in [(8, None), (0, Some(dir.path())), (8, Some(&*dir.path().join("other")))] {
+        let store = pool.open(host_blocks, disk);
+        let (hashes, other) = (pool.save(&store, 1, 5), pool.save(&store, 2, 3));
+        // A disk may not have written them yet.
+        store.forget(hashes[2..].to_vec()).blocking_recv().expect("the store is open");
+        let found = |store: &KvStore| [&hashes, &other].map(|hashes| store.num_found(hashes));
+        assert_eq!((found(&store), read(&store, &hashes).len()), ([2, 3], 2));
+        assert!(store.counts().iter().all(|tier| (tier.num_held, tier.damaged) == (5, 0)));
+        drop(store);
+        let store = pool.open(host_blocks, disk);
+        assert_eq!(found(&store), if disk.is_some() { [2, 3] } else { [0, 0] });
+        pool.save(&store, 1, 5);
+        eventually("they are saved again", || read(&store, &hashes).len() == 5);
+    }
+}
+
+#[test]
+fn what_waits_for_a_disk_is_forgotten_as_well() {
+    let hangs = Arc::new(AtomicBool::new(true));
+    let pool = Pool::new();
+    let store = pool.over(vec![Box::new(BadDisk { hangs: hangs.clone(), fails: false })]);
+    let hashes = chain(1, NUM_QUEUED);
+    pool.fill(&hashes);
+    assert!(received(store.save(pool.sequence(&hashes, 1, Keep::Normal))).is_empty());
+    let forgotten = store.forget(hashes[1..].to_vec());
+    hangs.store(false, Ordering::Relaxed);
+    forgotten.blocking_recv().expect("the store is open");
+    let counts = store.counts()[0];
+    assert_eq!((counts.writes as usize, counts.num_held), (NUM_QUEUED, 1));
+}
+
 /// A disk that can hang and fail.
 #[derive(Debug)]
 struct BadDisk {

@@ -297,6 +297,54 @@ fn a_segment_that_cannot_be_read_keeps_no_later_one_from_being_found() {
 }
 
 #[test]
+fn forgotten_blocks_are_a_miss_and_own_segments_with_them_are_deleted() {
+    let (store, reader, hashes) = filled();
+    reader.forget(&hashes[3..4]);
+    assert_eq!(num_right(&reader, &hashes, soon()), 3, "the segment is another worker's");
+    assert!(!reader.holds(hashes[3]) && reader.holds(hashes[4]));
+    let writer = open(&store, "writer");
+    eventually("the segment is found", || hashes.iter().all(|&hash| writer.holds(hash)));
+    writer.forget(&hashes[3..4]);
+    assert!(hashes.iter().all(|&hash| !writer.holds(hash)));
+    // Dropping it deletes what is unwanted.
+    drop(writer);
+    assert_eq!(num_right(&reader, &hashes, soon()), 0);
+    assert!(!reader.holds(hashes[0]), "the segment is gone");
+}
+
+#[test]
+fn a_block_that_is_forgotten_while_it_waits_is_not_written() {
+    let store = LyingStore::default();
+    let tier = open(&store, "one");
+    let hashes = chain(1, NUM_BLOCKS);
+    assert!(hashes.iter().all(|&hash| tier.admit(hash, Keep::High(Duration::from_secs(60)))));
+    tier.forget(&hashes[1..2]);
+    assert!((0..NUM_BLOCKS).all(|idx| tier.write(Arc::new(record(idx, 1)))));
+    let others = || hashes.iter().enumerate().filter(|&(idx, _)| idx != 1);
+    eventually("the others are written", || others().all(|(_, &hash)| tier.holds(hash)));
+    assert_eq!((tier.holds(hashes[1]), tier.counts().writes), (false, NUM_BLOCKS as u64 - 1));
+    assert!(tier.admit(hashes[1], Keep::High(Duration::from_secs(60))), "it is at its next use");
+}
+
+#[test]
+fn a_block_that_is_forgotten_while_it_is_written_is_not_found_later() {
+    let store = LyingStore::default();
+    store.tell(Lie::Fails);
+    let tier = open(&store, "one");
+    let hashes = save(&tier, 1);
+    eventually("the first try", || store.num_puts() > 0);
+    tier.forget(&hashes[1..2]);
+    store.tell(Lie::Nothing);
+    eventually("written", || tier.counts().writes > 0);
+    // Dropping it deletes what is unwanted.
+    drop(tier);
+    let later = save(&open(&store, "other"), 2);
+    let reader = open(&store, "reader");
+    eventually("the later one is found", || later.iter().all(|&hash| reader.holds(hash)));
+    assert!(!reader.holds(hashes[1]));
+}
+
+#[test]
 fn segments_that_vanish_are_misses() {
     let (store, reader, hashes) = filled();
     store.tell(Lie::Vanished);
