@@ -45,6 +45,8 @@ pub(crate) enum Command {
     CachePrefix { id: SequenceId, first: usize, after: Option<BlockHash>, hashes: Vec<BlockHash> },
     /// From now on, ask for the blocks of preempted sequences before they run again.
     RecallPreempted(Resumptions),
+    /// From now on, tell of blocks whose KV may be wrong.
+    TellSpoiled(Spoiled),
     /// So many blocks at the front of a preempted sequence hold their KV. It runs again.
     Resume { id: SequenceId, num_blocks: usize },
     /// Reply whether everything was returned.
@@ -52,6 +54,10 @@ pub(crate) enum Command {
     /// End every stream, then the thread.
     Shutdown,
 }
+
+/// Where an engine sends the hashes of blocks whose KV may be wrong, of one request at a time. The channel is unbounded so that the engine
+/// never waits and none is lost. Its length is bounded by the requests that fail.
+pub(crate) type Spoiled = async_mpsc::UnboundedSender<Vec<BlockHash>>;
 
 /// Sends a command about a sequence when it is dropped.
 #[derive(Debug)]

@@ -18,7 +18,7 @@ use baton_scheduler::{
 
 use crate::{
     blending::Head,
-    command::Resumptions,
+    command::{Resumptions, Spoiled},
     config::EngineConfig,
     events::{DraftCounts, EngineError, PrefillEvent, Sink, TokenEvent},
     live_request::{Grant, LiveRequest, ReplyChannel},
@@ -41,6 +41,8 @@ pub(crate) struct LiveRequests {
     taken: Submitted,
     /// Who loads the blocks of preempted sequences; `None`: they are computed.
     resumptions: Option<Resumptions>,
+    /// Who forgets blocks outside the pool whose KV may be wrong; `None`: there are none.
+    spoiled_blocks: Option<Spoiled>,
     /// Requests with passages that failed by their logits, until their passages are forgotten.
     spoiled: Vec<Request>,
 }
@@ -79,6 +81,7 @@ impl LiveRequests {
             num_layers: layout.num_layers,
             taken: Submitted::default(),
             resumptions: None,
+            spoiled_blocks: None,
             spoiled: Vec::new(),
         }
     }
@@ -105,6 +108,11 @@ impl LiveRequests {
     pub(crate) fn recall_preempted(&mut self, resumptions: Resumptions) {
         self.scheduler.recall_preempted();
         self.resumptions = Some(resumptions);
+    }
+
+    /// From now on, `blocks` get the hashes of blocks whose KV may be wrong.
+    pub(crate) fn tell_spoiled(&mut self, blocks: Spoiled) {
+        self.spoiled_blocks = Some(blocks);
     }
 
     /// Cancels a request whose reader is gone.
@@ -522,7 +530,11 @@ impl LiveRequests {
         let is_spoiled = error == EngineError::InvalidLogits;
         if is_spoiled {
             // Which of its blocks is wrong is not known.
-            self.scheduler.forget(id);
+            let hashes = self.scheduler.forget(id);
+            if let Some(blocks) = self.spoiled_blocks.as_ref().filter(|_| !hashes.is_empty()) {
+                // Fails when the tiers are gone.
+                let _ = blocks.send(hashes);
+            }
         }
         let live = self.end(id);
         tracing::warn!(request = live.request.id, %error, "request failed");

@@ -132,6 +132,15 @@ impl EngineHandle {
         received
     }
 
+    /// From now on, the reader gets the hashes of the blocks of each request whose logits are not finite. The prefix cache has forgotten
+    /// them before the request's reader learns that it failed. Ends with the engine.
+    pub fn spoiled_blocks(&self) -> mpsc::UnboundedReceiver<Vec<BlockHash>> {
+        let (sender, received) = mpsc::unbounded_channel();
+        // Fails when the engine has ended: then the receiver says so.
+        let _ = self.send(Command::TellSpoiled(sender));
+        received
+    }
+
     /// Tokens at the front of a request that the prefix cache may supply, in full blocks. The last token is left to
     /// compute.
     pub fn num_sharable_tokens(&self, request: &Request) -> usize {

@@ -240,6 +240,7 @@ impl StepLoop {
                 self.cache_log.append(BlockHolder::Pool, self.live.scheduler.take_cache_events());
             }
             Command::RecallPreempted(resumptions) => self.live.recall_preempted(resumptions),
+            Command::TellSpoiled(spoiled) => self.live.tell_spoiled(spoiled),
             Command::Resume { id, num_blocks } => {
                 self.live.scheduler.resume(id, num_blocks);
                 self.cache_log.append(BlockHolder::Pool, self.live.scheduler.take_cache_events());

@@ -170,6 +170,7 @@ where
         watchers,
     });
     let resuming = worker.tiers.clone().map(|tiers| tokio::spawn(tiers.resume_preempted()));
+    let forgetting = worker.tiers.clone().map(|tiers| tokio::spawn(tiers.forget_spoiled()));
     let role = role(&worker);
     let control = WorkerServer::new(WorkerService { worker: worker.clone() });
     server.mount(role.routes.add_service(control));
@@ -199,6 +200,9 @@ where
     let ended = tokio::task::spawn_blocking(|| thread.join()).await.context("the engine thread")?;
     if let Some(resuming) = resuming {
         resuming.await.context("the recalls of preempted sequences")?;
+    }
+    if let Some(forgetting) = forgetting {
+        forgetting.await.context("what the tiers forget")?;
     }
     server.close().await;
     // Dropping the last clone of the data plane waits for its listeners and threads, and the tiers write what is queued.

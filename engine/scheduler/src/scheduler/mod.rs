@@ -293,11 +293,12 @@ impl Scheduler {
         }
     }
 
-    /// The KV of a running sequence is not to be used by others: not even what it found in the cache.
-    pub fn forget(&mut self, id: SequenceId) {
-        if let Some(sequence) = self.running.get(id) {
-            self.pool.forget(&sequence.blocks);
-        }
+    /// The KV of a running sequence is not to be used by others: not even what it found in the cache. Returns the hashes under which
+    /// it may be kept elsewhere.
+    pub fn forget(&mut self, id: SequenceId) -> Vec<BlockHash> {
+        let Some(sequence) = self.running.get(id) else { return Vec::new() };
+        self.pool.forget(&sequence.blocks);
+        sequence.hashes().to_vec()
     }
 
     /// The blocks of a sequence from `block_idx` on, the first of which has this hash, are on their way, until
