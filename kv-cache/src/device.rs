@@ -107,11 +107,17 @@ pub trait BlockKernels: fmt::Debug + Send {
     /// Has the device of `rank` make these copies, and waits for them. `rank` is 0 for memory of one device.
     ///
     /// # Errors
-    /// When the device fails. It may still read and write.
+    /// When the device fails. It may still read and write until [`settle`](Self::settle) has returned.
     ///
     /// # Safety
     /// The device reaches all bytes. The sources are not written and the targets are not used meanwhile.
     unsafe fn copy(&mut self, rank: usize, copies: &[DeviceCopy]) -> io::Result<()>;
+
+    /// Waits, also after an error, until the device has done all that was begun here.
+    ///
+    /// # Errors
+    /// When the device fails. It may still read and write.
+    fn settle(&mut self) -> io::Result<()>;
 
     /// XXH3-64, seeded with `seed`, of runs of `num_bytes` at `places`. `None` when the device does not compute it
     /// for such runs: then the caller does.

@@ -208,6 +208,10 @@ impl BlockKernels for DividedKernels {
         unsafe { self.ranks[rank].kernels.copy(0, copies) }
     }
 
+    fn settle(&mut self) -> io::Result<()> {
+        self.ranks.iter_mut().try_for_each(|rank| rank.kernels.settle())
+    }
+
     /// Only of heads: each head is on one device, and no device has more than heads.
     unsafe fn checksums(
         &mut self,

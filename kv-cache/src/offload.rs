@@ -59,7 +59,7 @@ impl BlockStorage {
     /// no kernels: then the caller copies.
     ///
     /// # Errors
-    /// When the device fails. It may still read and write.
+    /// When the device fails. It may still read and write until [`settle_there`](Self::settle_there) has returned.
     ///
     /// # Safety
     /// The device reaches all bytes. The sources are not written and the targets are not used meanwhile.
@@ -67,6 +67,14 @@ impl BlockStorage {
         let Some(mut kernels) = self.kernels() else { return Ok(false) };
         // SAFETY: by the caller's word.
         unsafe { kernels.copy(rank, copies) }.map(|()| true)
+    }
+
+    /// Waits until the kernels of all devices have ended, also after an error of theirs.
+    ///
+    /// # Errors
+    /// When a device fails. It may still read and write.
+    pub fn settle_there(&self) -> io::Result<()> {
+        self.kernels().map_or(Ok(()), |mut kernels| kernels.settle())
     }
 
     /// XXH3-64 of pieces, seeded with `seed`, computed by the device. `None` when the device does not compute it:

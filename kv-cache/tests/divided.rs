@@ -92,6 +92,10 @@ impl BlockKernels for Copies {
         Ok(())
     }
 
+    fn settle(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+
     unsafe fn checksums(
         &mut self,
         places: &[u64],

@@ -20,6 +20,15 @@ const DEVICE: u32 = 5;
 /// A device whose memory NIXL is told to be the host's, as it is.
 pub const HOST: u32 = u32::MAX;
 
+/// How a fake device fails.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fault {
+    /// It copies nothing.
+    Copies,
+    /// Nor does it say whether it has stopped.
+    Hangs,
+}
+
 /// With kernels, as workers have it.
 pub fn fake_device(layout: KvLayout, num_blocks: usize) -> BlockStorage {
     counted_device(layout, num_blocks).0
@@ -28,8 +37,13 @@ pub fn fake_device(layout: KvLayout, num_blocks: usize) -> BlockStorage {
 /// The same, and how often pieces went between it and the host.
 pub fn counted_device(layout: KvLayout, num_blocks: usize) -> (BlockStorage, Arc<Counts>) {
     let counts = Arc::<Counts>::default();
-    let kernels = FakeKernels { counts: Arc::clone(&counts) };
+    let kernels = FakeKernels { counts: Arc::clone(&counts), fault: None };
     (device(layout, num_blocks, Some(kernels)), counts)
+}
+
+/// The same, which fails when pieces are copied from it.
+pub fn failing_device(layout: KvLayout, num_blocks: usize, fault: Fault) -> BlockStorage {
+    device(layout, num_blocks, Some(FakeKernels { counts: Arc::default(), fault: Some(fault) }))
 }
 
 /// The same of several devices, each with some heads; a piece is moved by all.
@@ -40,7 +54,7 @@ pub fn counted_devices(layout: KvLayout, num_blocks: usize, devices: &[u32]) -> 
     let parts = parts.map(|(rank, &device)| memory(device, of_rank(rank), num_blocks, None)).collect();
     let kernels = devices
         .iter()
-        .map(|_| Box::new(FakeKernels { counts: Arc::clone(&counts) }) as Box<dyn BlockKernels>);
+        .map(|_| Box::new(FakeKernels { counts: Arc::clone(&counts), fault: None }) as Box<dyn BlockKernels>);
     let memory = DividedMemory::new(layout, parts).expect("shards").with_kernels(kernels.collect());
     (BlockStorage::on_device(Box::new(memory), layout, num_blocks), counts)
 }
@@ -75,8 +89,22 @@ fn memory(
     kernels: Option<FakeKernels>,
 ) -> Box<dyn DeviceMemory> {
     let host = BlockStorage::new(layout, num_blocks).expect("memory");
+    let fault = kernels.as_ref().and_then(|kernels| kernels.fault);
     let kernels = kernels.map(|kernels| Mutex::new(Box::new(kernels) as Box<dyn BlockKernels>));
-    Box::new(FakeDevice { device, host, kernels })
+    Box::new(FakeDevice { device, host, kernels, fault })
+}
+
+/// The memory of a fake device of this process, by its handle.
+///
+/// # Errors
+/// Never. The driver's counterpart has errors.
+pub fn opened(_: u32, handle: [u8; 64], _: usize) -> io::Result<Box<dyn DeviceMemory>> {
+    let address = handle.last_chunk().expect("a handle is longer than an address");
+    Ok(Box::new(Opened { address: u64::from_ne_bytes(*address) }))
+}
+
+fn check(fault: Option<Fault>) -> io::Result<()> {
+    fault.map_or(Ok(()), |_| Err(io::Error::other("the fake device fails")))
 }
 
 #[derive(Debug)]
@@ -84,6 +112,7 @@ struct FakeDevice {
     device: u32,
     host: BlockStorage,
     kernels: Option<Mutex<Box<dyn BlockKernels>>>,
+    fault: Option<Fault>,
 }
 
 impl FakeDevice {
@@ -108,6 +137,7 @@ unsafe impl DeviceMemory for FakeDevice {
     }
 
     unsafe fn read(&self, offset: usize, bytes: &mut [u8]) -> io::Result<()> {
+        check(self.fault)?;
         // SAFETY: in bounds, and not written meanwhile, by the caller's word.
         unsafe { std::ptr::copy_nonoverlapping(self.at(offset), bytes.as_mut_ptr(), bytes.len()) };
         Ok(())
@@ -119,8 +149,12 @@ unsafe impl DeviceMemory for FakeDevice {
         Ok(())
     }
 
+    /// The number of the device, and at the end the address.
     fn handle(&self) -> Option<[u8; 64]> {
-        Some([self.device as u8; 64])
+        let mut handle = [self.device as u8; 64];
+        let address = handle.last_chunk_mut().expect("a handle is longer than an address");
+        *address = self.host.address().to_ne_bytes();
+        Some(handle)
     }
 
     fn kernels(&self) -> Option<&Mutex<Box<dyn BlockKernels>>> {
@@ -128,9 +162,49 @@ unsafe impl DeviceMemory for FakeDevice {
     }
 }
 
+/// Memory that [`opened`] has found.
+#[derive(Debug)]
+struct Opened {
+    address: u64,
+}
+
+// SAFETY: tests keep the fake device longer than what was opened by its handle.
+unsafe impl DeviceMemory for Opened {
+    fn device(&self) -> u32 {
+        DEVICE
+    }
+
+    fn address(&self) -> Option<u64> {
+        Some(self.address)
+    }
+
+    fn bind(&self) -> io::Result<()> {
+        Ok(())
+    }
+
+    unsafe fn read(&self, offset: usize, bytes: &mut [u8]) -> io::Result<()> {
+        let from = (self.address as *const u8).wrapping_add(offset);
+        // SAFETY: in bounds, and not written meanwhile, by the caller's word.
+        unsafe { std::ptr::copy_nonoverlapping(from, bytes.as_mut_ptr(), bytes.len()) };
+        Ok(())
+    }
+
+    unsafe fn write(&self, offset: usize, bytes: &[u8]) -> io::Result<()> {
+        let to = (self.address as *mut u8).wrapping_add(offset);
+        // SAFETY: as above.
+        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to, bytes.len()) };
+        Ok(())
+    }
+
+    fn handle(&self) -> Option<[u8; 64]> {
+        None
+    }
+}
+
 #[derive(Debug)]
 struct FakeKernels {
     counts: Arc<Counts>,
+    fault: Option<Fault>,
 }
 
 impl BlockKernels for FakeKernels {
@@ -155,12 +229,17 @@ impl BlockKernels for FakeKernels {
     }
 
     unsafe fn copy(&mut self, _: usize, copies: &[DeviceCopy]) -> io::Result<()> {
+        check(self.fault)?;
         for &DeviceCopy { source, target, len } in copies {
             // SAFETY: there, and not used meanwhile, by the caller's word.
             unsafe { std::ptr::copy_nonoverlapping(source as *const u8, target as *mut u8, len) };
         }
         self.counts.copied.fetch_add(copies.len(), Ordering::SeqCst);
         Ok(())
+    }
+
+    fn settle(&mut self) -> io::Result<()> {
+        check(self.fault.filter(|&fault| fault == Fault::Hangs))
     }
 
     unsafe fn checksums(

@@ -29,7 +29,7 @@ use tracing::{error, info, warn};
 
 use super::{
     host::host_id,
-    target::Target,
+    target::{self, OpenHandle, Target},
     wire::{self, HANDLE_BYTES, Message},
 };
 
@@ -42,12 +42,19 @@ const DEVICE_FRAME_PIECES: usize = 4096;
 pub struct ShmSending {
     host_id: String,
     copy_at_once_bytes: usize,
+    open_handle: OpenHandle,
 }
 
 impl ShmSending {
     /// The pushing thread copies frames of up to so many bytes itself, if the pool's thread is idle.
     pub fn new(copy_at_once_bytes: usize) -> ShmSending {
-        ShmSending { host_id: host_id(), copy_at_once_bytes }
+        ShmSending { host_id: host_id(), copy_at_once_bytes, open_handle: target::open_handle }
+    }
+
+    /// Opens memory of devices in another way.
+    #[cfg(test)]
+    pub(super) fn opening_by(self, open_handle: OpenHandle) -> ShmSending {
+        ShmSending { open_handle, ..self }
     }
 }
 
@@ -78,6 +85,7 @@ impl SendingTransport for ShmSending {
         let shared = Arc::new(Shared {
             context: Arc::clone(context),
             copy_at_once_bytes: self.copy_at_once_bytes,
+            open_handle: self.open_handle,
             path: socket_path.clone(),
             pool: *pool,
             layout: *layout,
@@ -99,6 +107,7 @@ struct ShmPool {
 struct Shared {
     context: Arc<SenderContext>,
     copy_at_once_bytes: usize,
+    open_handle: OpenHandle,
     path: PathBuf,
     pool: u64,
     /// The layout of its blocks.
@@ -245,7 +254,8 @@ impl Shared {
                 let mut handles = vec![[0; HANDLE_BYTES]; num_ranks as usize];
                 (&socket).read_exact(handles.as_flattened_mut()).map_err(unreachable)?;
                 let num_blocks = usize::try_from(num_blocks).unwrap_or(usize::MAX);
-                Target::opened(&self.context.storage, &handles, layout, num_blocks).map_err(unreachable)?
+                let own = &self.context.storage;
+                Target::opened(own, self.open_handle, &handles, layout, num_blocks).map_err(unreachable)?
             }
             Some((Message::Word(Word::OtherPool), _)) => {
                 return Err(RouteError::OtherIncarnation(self.path.display().to_string()));
@@ -313,13 +323,21 @@ impl Shared {
                 drop((slot, active));
                 frame.done(pieces);
             }
+            // The lock is held meanwhile: `Close` is not sent before the device has stopped.
+            Err(error) if link.memory.is_settled(route.storage()) => {
+                self.context.counters.of(TransportKind::Shm).failed();
+                warn!(path = %self.path.display(), %error, "kv not copied: the device failed, and has stopped");
+                // The route must be idle before the push is answered: the caller may close the route and wait right after.
+                drop((slot, active));
+                frame.fail(PushError::Lost(error.to_string()));
+            }
             Err(error) => {
                 let socket = Arc::clone(&link.socket);
                 drop(slot);
                 self.context.counters.of(TransportKind::Shm).failed();
-                error!(path = %self.path.display(), %error, "device failed while it copied kv: the memory that it may still use is kept for good");
+                error!(path = %self.path.display(), %error, "device failed while it copied kv and may still do so: the blocks of both sides are kept until this process ends");
                 self.unlink(Some(&socket), false);
-                // The device may still use the blocks, so the route never becomes idle and its blocks are never freed.
+                // Invariant 3: the route never becomes idle, so its blocks are never freed.
                 std::mem::forget(active);
                 frame.fail(PushError::Lost(error.to_string()));
             }

@@ -27,6 +27,9 @@
 //! A device may write longer than its process's threads, until the driver's files are closed. So if the pool is on a
 //! device, the end of the socket does not fence open grants. The end of the process (its pidfd) does, after all of its
 //! files are closed. This assumes that a driver stops then; that was not tested on a device.
+//!
+//! A device that fails while it copies is waited for. Then the push fails, and the blocks of both sides are freed as after
+//! any failed push. If the wait fails, too, both sides keep the blocks until the end of the writer's process.
 
 mod client;
 mod host;

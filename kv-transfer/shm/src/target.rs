@@ -14,6 +14,19 @@ use baton_transfer::{
 
 use super::wire::HANDLE_BYTES;
 
+/// Opens memory of another process on the device of this number by its handle. It has at least so many bytes.
+pub(super) type OpenHandle = fn(u32, [u8; HANDLE_BYTES], usize) -> io::Result<Box<dyn DeviceMemory>>;
+
+/// Opens it with CUDA's driver.
+pub(super) fn open_handle(
+    ordinal: u32,
+    handle: [u8; HANDLE_BYTES],
+    size_bytes: usize,
+) -> io::Result<Box<dyn DeviceMemory>> {
+    let device = Device::open(ordinal).map_err(io::Error::other)?;
+    cuda::memory_of_handle(&device, handle, size_bytes)
+}
+
 /// The peer's blocks.
 pub(super) struct Target {
     memory: Memory,
@@ -34,9 +47,9 @@ enum Memory {
 
 /// The copies of pieces from the memories of this side's ranks to those of the peer's ranks.
 struct Copies {
-    /// Copies of each rank on this side one by one, if its device has no kernels. None is in progress between two frames.
+    /// Copies of each rank on this side one by one. None is in progress between two frames. Empty if the devices have
+    /// kernels, which copy.
     sources: Vec<DeviceCopies>,
-    have_kernels: bool,
     ways: Vec<Way>,
 }
 
@@ -62,16 +75,16 @@ impl Target {
     /// When this host has no device, or a device cannot open a handle.
     pub(super) fn opened(
         own: &BlockStorage,
+        open_handle: OpenHandle,
         handles: &[[u8; HANDLE_BYTES]],
         layout: KvLayout,
         num_blocks: usize,
     ) -> io::Result<Target> {
-        let device_of = |rank| Device::open(own.region(rank).device().map_or(0, |memory| memory.device()));
+        let ordinal_of = |rank| own.region(rank).device().map_or(0, |memory| memory.device());
         let open = |source: usize, rank: usize| {
             let layout = *KvShard::new(&layout, handles.len(), rank).map_err(io::Error::other)?.layout();
             let size_bytes = BlockStorage::bytes_of(&layout, num_blocks)?;
-            let device = device_of(source).map_err(io::Error::other)?;
-            let memory = cuda::memory_of_handle(&device, handles[rank], size_bytes)?;
+            let memory = open_handle(ordinal_of(source), handles[rank], size_bytes)?;
             Ok((memory, layout))
         };
         let memory = if own.device().is_some() && layout == *own.layout() {
@@ -80,9 +93,11 @@ impl Target {
                 open(pair.source, pair.target).map(|(target, layout)| Way { pair, target, layout })
             };
             let ways = pairs.into_iter().map(way).collect::<io::Result<_>>()?;
-            let copies = |rank| device_of(rank).and_then(DeviceCopies::new).map_err(io::Error::other);
-            let sources = (0..own.num_ranks()).map(copies).collect::<io::Result<_>>()?;
-            Memory::Copied(Copies { sources, have_kernels: own.has_kernels(), ways })
+            let copies =
+                |rank| Device::open(ordinal_of(rank)).and_then(DeviceCopies::new).map_err(io::Error::other);
+            let num_sources = if own.has_kernels() { 0 } else { own.num_ranks() };
+            let sources = (0..num_sources).map(copies).collect::<io::Result<_>>()?;
+            Memory::Copied(Copies { sources, ways })
         } else {
             let parts = (0..handles.len()).map(|rank| open(0, rank).map(|(memory, _)| memory));
             let divided = DividedMemory::new(layout, parts.collect::<io::Result<_>>()?);
@@ -107,13 +122,13 @@ impl Target {
 
     /// Whether a device copies all pieces of a frame by one launch.
     pub(super) fn is_copied_at_once(&self) -> bool {
-        matches!(&self.memory, Memory::Copied(copies) if copies.have_kernels)
+        matches!(&self.memory, Memory::Copied(copies) if copies.sources.is_empty())
     }
 
     /// Writes pieces and computes their checksums. The pieces are in the peer's blocks when this returns.
     ///
     /// # Errors
-    /// When a device fails. It may still read or write the blocks.
+    /// When a device fails. It may still write the blocks, unless they are [settled](Self::is_settled).
     ///
     /// # Safety
     /// The source blocks are final, and the route's guard keeps them. The destinations exist, are granted to this
@@ -149,6 +164,18 @@ impl Target {
             checksum,
         });
         Ok(written.collect())
+    }
+
+    /// Waits after an error until no device writes the blocks any more. `false`: one may still write. `own` is this side's
+    /// pool.
+    pub(super) fn is_settled(&self, own: &BlockStorage) -> bool {
+        match &self.memory {
+            // A device has failed to give its bytes. This side's thread, which writes the blocks, has stopped.
+            Memory::Mapped(_) => true,
+            // The driver, which was waited for, did not say that the copy has ended.
+            Memory::Stored(_) => false,
+            Memory::Copied(copies) => own.settle_there().and_then(|()| copies.finish()).is_ok(),
+        }
     }
 }
 
@@ -207,9 +234,12 @@ impl Copies {
         let sources: Vec<_> = pieces.iter().map(PieceWrite::source).collect();
         // SAFETY: as above.
         let sums = unsafe { hasher.checksums(own, &sources, route.generation(), route.sum_of()) };
-        if !self.have_kernels {
-            self.sources.iter().try_for_each(DeviceCopies::finish).map_err(io::Error::other)?;
-        }
+        self.finish()?;
         sums
+    }
+
+    /// Waits for the copies that were begun one by one.
+    fn finish(&self) -> io::Result<()> {
+        self.sources.iter().try_for_each(DeviceCopies::finish).map_err(io::Error::other)
     }
 }

@@ -300,6 +300,10 @@ impl<D: KernelDevice> BlockKernels for BlockQueue<D> {
         self.finish().map_err(io::Error::other)
     }
 
+    fn settle(&mut self) -> io::Result<()> {
+        self.finish().map_err(io::Error::other)
+    }
+
     unsafe fn checksums(
         &mut self,
         places: &[u64],

@@ -9,7 +9,7 @@ use std::{
     sync::Arc,
 };
 
-use baton_handoff::{AccessKey, RouteError, TransportOffer};
+use baton_handoff::{AccessKey, PushError, RouteError, TransportOffer};
 use baton_kv_cache::{BlockId, BlockStorage};
 use baton_transfer::{
     Granted, Receiver, ReceiverConfig,
@@ -17,17 +17,24 @@ use baton_transfer::{
     word::Word,
 };
 use baton_transfer_conformance::{
-    Guards, LAYOUT, NUM_BLOCKS, TransferPair, access_key_from_text, access_key_to_text, blocks,
-    fake_devices::{counted_devices, fake_device},
+    Guards, LAYOUT, NUM_BLOCKS, TestTransport, TransferPair, access_key_from_text, access_key_to_text,
+    blocks,
+    fake_devices::{self, Fault, counted_devices, failing_device, fake_device},
     fill, has_device, holds, is_pending, pattern, private_dir, receiver, sender, some_access_key, soon,
     storage, writes,
 };
 
 use crate::tests::SHM;
 use crate::{
-    host,
+    ShmSending, host,
     wire::{self, HANDLE_BYTES, Message},
 };
+
+/// Opens the memory of fake devices.
+const TO_FAKE_DEVICES: &[TestTransport] = &[TestTransport {
+    sending: |_| Ok(Box::new(ShmSending::default().opening_by(fake_devices::opened))),
+    ..SHM[0]
+}];
 
 /// Fills a block of a pool on a device.
 fn store(pool: &BlockStorage, block: BlockId) {
@@ -103,7 +110,54 @@ async fn every_rank_gives_a_handle() {
         let (receiver, _pool, _dir) = on_device(storage);
         let (socket_path, pool) = place(&receiver);
         let (_, handles) = welcomed(&socket_path, pool);
-        assert_eq!(handles, expected.iter().map(|&device| [device; HANDLE_BYTES]).collect::<Vec<_>>());
+        assert_eq!(handles.iter().map(|handle| handle[0]).collect::<Vec<_>>(), expected);
+    }
+}
+
+#[tokio::test]
+async fn fake_devices_copy_to_each_other() {
+    let (receiver, pool, _dir) = on_device(fake_device(LAYOUT, NUM_BLOCKS));
+    let source = fake_device(LAYOUT, NUM_BLOCKS);
+    store(&source, BlockId(3));
+    let sender = sender(&Arc::new(source), TO_FAKE_DEVICES).unwrap();
+    let granted = receiver.grant(blocks([3]), ());
+    let route = soon(sender.route(granted.access_key(), granted.offers(), ())).await.unwrap();
+    let pushed = soon(route.push(writes(&blocks([3])))).await.unwrap();
+    for layer_idx in 0..LAYOUT.num_layers {
+        assert!(holds(&pool, BlockId(3), layer_idx, pattern(3, layer_idx)));
+    }
+    soon(granted.verify(pushed.pieces)).await.unwrap();
+}
+
+#[tokio::test]
+async fn blocks_of_both_sides_are_freed_once_a_device_that_failed_has_stopped() {
+    let host = || BlockStorage::new(LAYOUT, NUM_BLOCKS).unwrap();
+    let device = || fake_device(LAYOUT, NUM_BLOCKS);
+    for (target, fault, has_stopped) in [
+        (device(), Fault::Copies, true),
+        (device(), Fault::Hangs, false),
+        (host(), Fault::Copies, true),
+        // A thread writes into mapped memory, and no device.
+        (host(), Fault::Hangs, true),
+    ] {
+        let (receiver, _pool, _dir) = on_device(target);
+        let (sent, received) = (Guards::default(), Guards::default());
+        let source = Arc::new(failing_device(LAYOUT, NUM_BLOCKS, fault));
+        let sender = sender(&source, TO_FAKE_DEVICES).unwrap();
+        let granted = receiver.grant(blocks([3]), received.guard());
+        let routed = sender.route(granted.access_key(), granted.offers(), sent.guard());
+        let route = soon(routed).await.unwrap();
+        let error = soon(route.push(writes(&blocks([3])))).await.unwrap_err();
+        assert!(matches!(error, PushError::Lost(_)), "{error}");
+        let (mut closed, mut fenced) = (Box::pin(route.close()), granted.revoke());
+        if has_stopped {
+            soon(closed).await;
+            assert!(soon(fenced).await.is_some());
+        } else {
+            assert!(is_pending(&mut closed).await && is_pending(&mut fenced).await);
+        }
+        let num_kept = usize::from(!has_stopped);
+        assert_eq!((sent.num_out(), received.num_out()), (num_kept, num_kept), "{fault:?}");
     }
 }
 
