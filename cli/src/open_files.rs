@@ -3,8 +3,8 @@
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 /// Raises the limit of open files as far as this process may: each connection is one, and shells often allow 1,024. Says in
-/// the log if that is less than `num_wanted`, which `wanted_by` may need.
-pub(crate) fn allow(num_wanted: usize, wanted_by: &str) {
+/// the log if that is less than `num_wanted`, which `wanted_by` may need. Returns the limit.
+pub(crate) fn allow(num_wanted: usize, wanted_by: &str) -> usize {
     let limit = getrlimit(Resource::Nofile);
     let raised = Rlimit { current: limit.maximum, ..limit };
     let allowed = if setrlimit(Resource::Nofile, raised).is_ok() { limit.maximum } else { limit.current };
@@ -15,6 +15,7 @@ pub(crate) fn allow(num_wanted: usize, wanted_by: &str) {
             "this process may open fewer files than {wanted_by} need; `ulimit -n` raises that"
         );
     }
+    allowed.map_or(usize::MAX, |allowed| allowed as usize)
 }
 
 #[cfg(test)]
@@ -23,8 +24,9 @@ mod tests {
 
     #[test]
     fn the_limit_becomes_what_this_process_may_have() {
-        allow(1024, "this test");
+        let allowed = allow(1024, "this test");
         let limit = getrlimit(Resource::Nofile);
         assert_eq!(limit.current, limit.maximum);
+        assert_eq!(limit.current.unwrap_or(u64::MAX), allowed as u64);
     }
 }

@@ -70,6 +70,10 @@ pub(crate) struct RoutingArgs {
     /// Choices in flight at the same time; a request has `n` for each of its prompts. Further requests are answered with 429.
     #[arg(long, value_name = "N", default_value_t = 16_384, value_parser = at_least_one, env = "BATON_MAX_REQUESTS")]
     pub max_requests: usize,
+    /// Connections of clients and workers that may be open, and fewer if this process may open fewer files (`ulimit -n`). Beyond
+    /// that none is accepted until one closes.
+    #[arg(long, value_name = "N", default_value_t = 32_768, value_parser = at_least_one, env = "BATON_MAX_CONNECTIONS")]
+    pub max_connections: usize,
     /// Directory of a journal: streams survive the loss of their connection and of the router. A client resumes one by
     /// Last-Event-ID (HTTP) or Resume (gRPC). The journal holds prompts and answers; the directory has mode 0700.
     #[arg(long, value_name = "DIR", env = "BATON_DURABLE")]
@@ -143,6 +147,7 @@ impl RoutingArgs {
         let seconds = |millis: Option<usize>| millis.map(|millis| millis as f64 / 1e3);
         config.slo = Slo { ttft: seconds(self.slo_ttft), tpot: seconds(self.slo_tpot) };
         config.max_requests = self.max_requests;
+        config.max_connections = self.max_connections;
         config.plan_by = match self.plan_by {
             PlanBasisChoice::Time => PlanBasis::Time,
             PlanBasisChoice::Constants => PlanBasis::Constants,
@@ -181,6 +186,7 @@ impl RoutingArgs {
             slo_tpot,
             migration,
             max_requests,
+            max_connections,
             unknown_fields,
             tool_format,
             cors_origins,
@@ -198,6 +204,7 @@ impl RoutingArgs {
             format!("--fetch-prefix-from={fetch_prefix_from}"),
             format!("--migration={}", name(migration.to_possible_value())),
             format!("--max-requests={max_requests}"),
+            format!("--max-connections={max_connections}"),
             format!("--unknown-fields={}", name(unknown_fields.to_possible_value())),
         ];
         let origins: Vec<_> = cors_origins.iter().filter_map(|origin| origin.to_str().ok()).collect();
@@ -219,10 +226,19 @@ impl RoutingArgs {
     }
 }
 
+/// Files that a router needs beside the connections that it accepts: those to workers, the journal, the runtime's own.
+const OWN_FILES: usize = 256;
+
+/// Connections that a process may accept which may open so many files.
+fn num_connections(num_files: usize) -> usize {
+    num_files.saturating_sub(OWN_FILES).max(num_files / 2).max(1)
+}
+
 /// Runs a router.
 pub(crate) async fn run(args: RouterArgs) -> anyhow::Result<()> {
     let _telemetry = args.log.init("baton-router", &args.listen.to_string())?;
-    open_files::allow(args.routing.max_requests, "clients of --max-requests");
+    let num_wanted = args.routing.max_connections.saturating_add(OWN_FILES);
+    let num_files = open_files::allow(num_wanted, "connections of --max-connections");
     let (model, model_name) = args.model.resolve()?;
     let discovery = args.discovery.config(String::new(), None, args.workers)?;
     let mut config = RouterConfig::new(model, model_name, discovery);
@@ -231,5 +247,20 @@ pub(crate) async fn run(args: RouterArgs) -> anyhow::Result<()> {
     config.worker_key = args.worker_key_hash;
     config.drain_timeout = Duration::from_secs(args.drain_timeout);
     args.routing.configure(&mut config);
+    config.max_connections = config.max_connections.min(num_connections(num_files));
     baton_router::run(config, shutdown::on_signal()?).await
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn connections_leave_files_for_the_rest() {
+        for (num_files, expected) in
+            [(usize::MAX, usize::MAX - 256), (1 << 20, (1 << 20) - 256), (1024, 768), (300, 150), (1, 1)]
+        {
+            assert_eq!(num_connections(num_files), expected, "{num_files}");
+        }
+    }
 }

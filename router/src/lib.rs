@@ -93,6 +93,9 @@ pub async fn run_on(
         header_timeout: config.header_timeout,
         unread_timeout: config.unread_timeout,
         keep_alive: config.keep_alive,
+        max_connections: config.max_connections,
+        connections: core.metrics.connections.clone(),
+        full: core.metrics.connections_full.clone(),
     };
     let mut server = std::pin::pin!(baton_router_port::serve(listener, routes, &port, &closing, &abort));
     tokio::select! {

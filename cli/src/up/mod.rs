@@ -291,7 +291,7 @@ mod tests {
              --max-draft-tokens 3 --blend auto --blend-memory 2G --blend-max-kl 0.5 --blend-audit 0.25 --log-format json --log-color never \
              --transports tcp,shm --kv-wire int8 --data-listen 127.0.0.2:0 --rdma-listen 127.0.0.3:0 --nixl /n --nccl-listen 127.0.0.4:0 \
              --nccl /c --data-host h --shm-dir /s --handoff-deadline 7 --fetch-deadline 8 --drain-timeout 9 --model-name tiny \
-             --slo-ttft 900 --slo-tpot 50 --local-prefill-below 5 --fetch-prefix-from 6 --migration off --max-requests 4 --unknown-fields ignore \
+             --slo-ttft 900 --slo-tpot 50 --local-prefill-below 5 --fetch-prefix-from 6 --migration off --max-requests 4 --max-connections 5 --unknown-fields ignore \
              --find-passages --durable /j --durable-size 5M --durable-ttl 77 --cors-origins https://a.example,https://b.example --api-keys /keys --public-metrics --otlp-endpoint http://127.0.0.1:4317 --tls-cert /c --tls-key /k --tls-ca /ca --tls-name baton"
                 .split_whitespace(),
         );

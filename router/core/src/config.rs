@@ -47,6 +47,8 @@ pub struct RouterConfig {
     pub max_requests: usize,
     /// Choices of one request: prompts times `n`.
     pub max_choices: usize,
+    /// Connections of clients and workers that may be open. None is accepted beyond that until one closes.
+    pub max_connections: usize,
     /// Largest request body and gRPC message.
     pub max_body_bytes: usize,
     /// Bytes of all bodies that are being read, prepared or journalled, and of their values. Further ones are refused with 429.
@@ -104,6 +106,7 @@ impl RouterConfig {
             migration: MigrationMode::default(),
             max_requests: 16_384,
             max_choices: 128,
+            max_connections: 32_768,
             max_body_bytes: 16 << 20,
             max_bodies_bytes: 256 << 20,
             header_timeout: Duration::from_secs(15),

@@ -115,6 +115,10 @@ pub struct RouterMetrics {
     prefix_sources: Counter,
     running: Gauge,
     pub(crate) body_bytes: Gauge,
+    /// Connections of the port that are open.
+    pub connections: Gauge,
+    /// How often the port had as many as it may have.
+    pub connections_full: Counter,
     workers: Family<RoleState, Gauge>,
     kv_formats: Gauge,
     worker_running: Family<Worker, Gauge>,
@@ -162,6 +166,8 @@ impl RouterMetrics {
             prefix_sources: Counter::default(),
             running: Gauge::default(),
             body_bytes: Gauge::default(),
+            connections: Gauge::default(),
+            connections_full: Counter::default(),
             workers: Family::default(),
             kv_formats: Gauge::default(),
             worker_running: Family::default(),
@@ -232,6 +238,12 @@ impl RouterMetrics {
                 "body_bytes",
                 "Bytes of request bodies that are being read, prepared or journalled",
                 this.body_bytes.clone(),
+            );
+            registry.register("connections", "Connections that are open", this.connections.clone());
+            registry.register(
+                "connections_full",
+                "How often as many connections were open as may be: the next one waited until one closed",
+                this.connections_full.clone(),
             );
             registry.register("workers", "Workers, by role and state", this.workers.clone());
             registry.register(

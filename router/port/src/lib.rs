@@ -1,4 +1,4 @@
-//! The port: accepts connections, tells HTTP/1.1 from HTTP/2, bounds how long a client may take, and
+//! The port: accepts connections up to a number, tells HTTP/1.1 from HTTP/2, bounds how long a client may take, and
 //! ends every connection; it tells whose pages may call. It does not know what is served.
 #![forbid(unsafe_code)]
 
@@ -9,7 +9,9 @@ mod unread;
 
 use std::{
     io,
+    net::SocketAddr,
     pin::{Pin, pin},
+    sync::Arc,
     task::{Context, Poll},
     time::Duration,
 };
@@ -21,10 +23,12 @@ use hyper_util::{
     server::conn::auto,
     service::TowerToHyperService,
 };
+use prometheus_client::metrics::{counter::Counter, gauge::Gauge};
 use rustix::net::sockopt::set_tcp_user_timeout;
 use tokio::{
     io::{AsyncRead, AsyncWrite, ReadBuf},
-    net::TcpListener,
+    net::{TcpListener, TcpStream},
+    sync::{OwnedSemaphorePermit, Semaphore},
     time::{Sleep, sleep},
 };
 use tokio_util::{
@@ -61,6 +65,12 @@ pub struct PortConfig {
     pub unread_timeout: Duration,
     /// HTTP/2 pings to clients: their interval.
     pub keep_alive: Duration,
+    /// Connections that may be open. None is accepted beyond that until one closes.
+    pub max_connections: usize,
+    /// Connections that are open.
+    pub connections: Gauge,
+    /// How often all of `max_connections` were open.
+    pub full: Counter,
 }
 
 /// Serves until `drain` is cancelled. Then it accepts no connection, and returns when the running requests have ended.
@@ -86,12 +96,13 @@ pub async fn serve(
         .max_pending_accept_reset_streams(MAX_PENDING_RESETS);
     let answers = Answers::new(config.unread_timeout);
     let _ends_unread = AbortOnDropHandle::new(tokio::spawn(answers.clone().run()));
+    let places = Arc::new(Semaphore::new(config.max_connections.min(Semaphore::MAX_PERMITS)));
     loop {
         let accepted = tokio::select! {
             () = drain.cancelled() => break,
-            accepted = listener.accept() => accepted,
+            accepted = accept_next(&listener, &places, config) => accepted,
         };
-        let (stream, address) = match accepted {
+        let (stream, address, place) = match accepted {
             Ok(accepted) => accepted,
             Err(error) => {
                 // Usually a lack of file descriptors, of which some will be freed.
@@ -109,6 +120,7 @@ pub async fn serve(
         let (builder, routes, answers) = (builder.clone(), routes.clone(), answers.clone());
         let (tls, timeout) = (config.tls.clone(), config.header_timeout);
         tasks.spawn(async move {
+            let _place = place;
             let accepted = tokio::select! {
                 accepted = accept(tls.as_ref(), stream, timeout) => accepted,
                 () = drain.cancelled() => return,
@@ -154,8 +166,44 @@ pub async fn serve(
     tasks.wait().await;
 }
 
+/// Waits for a place, then for a connection. Those that wait meanwhile stay in the kernel's queue.
+async fn accept_next(
+    listener: &TcpListener,
+    places: &Arc<Semaphore>,
+    config: &PortConfig,
+) -> io::Result<(TcpStream, SocketAddr, Place)> {
+    let permit = match Arc::clone(places).try_acquire_owned() {
+        Ok(permit) => permit,
+        Err(_) => {
+            if config.full.inc() == 0 {
+                tracing::warn!(
+                    max_connections = config.max_connections,
+                    "no more connections may be open (--max-connections): new ones wait until one closes, now and later"
+                );
+            }
+            Arc::clone(places).acquire_owned().await.expect("it is never closed")
+        }
+    };
+    let (stream, address) = listener.accept().await?;
+    config.connections.inc();
+    Ok((stream, address, Place { _permit: permit, connections: config.connections.clone() }))
+}
+
+/// The place of an open connection among those that may be open.
+#[derive(Debug)]
+struct Place {
+    _permit: OwnedSemaphorePermit,
+    connections: Gauge,
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        self.connections.dec();
+    }
+}
+
 /// With certificates, a connection that starts with a TLS handshake gets one; clients may also speak plain HTTP.
-async fn accept(tls: Option<&Tls>, stream: tokio::net::TcpStream, timeout: Duration) -> io::Result<Accepted> {
+async fn accept(tls: Option<&Tls>, stream: TcpStream, timeout: Duration) -> io::Result<Accepted> {
     match tls {
         Some(tls) => baton_tls::accept_either(tls, stream, timeout).await,
         None => Ok(Accepted { stream: Stream::Plain(stream), peer: None }),

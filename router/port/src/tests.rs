@@ -8,7 +8,6 @@ use std::{
 use axum::{http::StatusCode, routing::post};
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
-    net::TcpStream,
     time::timeout,
 };
 
@@ -47,16 +46,33 @@ struct Seen {
     num_pings: usize,
 }
 
+/// A port that waits long for its clients.
+fn patient() -> PortConfig {
+    let long = Duration::from_secs(60);
+    PortConfig {
+        tls: None,
+        header_timeout: long,
+        unread_timeout: long,
+        keep_alive: long,
+        max_connections: 1024,
+        connections: Gauge::default(),
+        full: Counter::default(),
+    }
+}
+
+/// A port that serves `routes` for as long as the test runs.
+async fn served(routes: Router, config: PortConfig) -> SocketAddr {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    tokio::spawn(async move {
+        serve(listener, routes, &config, &CancellationToken::new(), &CancellationToken::new()).await;
+    });
+    address
+}
+
 impl Client {
-    /// A client of a port that serves `routes`, for as long as the test runs.
     async fn of(routes: Router) -> Client {
-        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let mut socket = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
-        let long = Duration::from_secs(60);
-        let config = PortConfig { tls: None, header_timeout: long, unread_timeout: long, keep_alive: long };
-        tokio::spawn(async move {
-            serve(listener, routes, &config, &CancellationToken::new(), &CancellationToken::new()).await;
-        });
+        let mut socket = TcpStream::connect(served(routes, patient()).await).await.unwrap();
         socket.write_all(PREFACE).await.unwrap();
         socket.write_all(&frame(SETTINGS, 0, 0, &[])).await.unwrap();
         Client { socket, seen: Seen::default() }
@@ -137,4 +153,40 @@ async fn bodies_of_calls_that_are_answered_do_not_end_the_connection() {
         client.until_answered((round + 1) * CALLS).await;
         client.send(streams().flat_map(|stream| frame(DATA, 0, stream, b"late")).collect()).await;
     }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_connection_beyond_the_most_waits_until_another_one_closes() {
+    const CALL: &[u8] = b"POST / HTTP/1.1\r\nhost: localhost\r\ncontent-length: 0\r\n\r\n";
+    let config = PortConfig { max_connections: 1, ..patient() };
+    let (connections, full) = (config.connections.clone(), config.full.clone());
+    let address = served(Router::new().route("/", post(|| async { StatusCode::NO_CONTENT })), config).await;
+    let patience = Duration::from_secs(30);
+    let answered = async |socket: &mut TcpStream| {
+        let mut status = [0; 12];
+        timeout(patience, socket.read_exact(&mut status)).await.expect("the port answers").unwrap();
+        assert_eq!(&status, b"HTTP/1.1 204");
+    };
+    let mut first = TcpStream::connect(address).await.unwrap();
+    first.write_all(CALL).await.unwrap();
+    answered(&mut first).await;
+    let is_full = async {
+        while full.get() == 0 {
+            tokio::task::yield_now().await;
+        }
+    };
+    timeout(patience, is_full).await.expect("the port waits");
+
+    let mut second = TcpStream::connect(address).await.unwrap();
+    second.write_all(CALL).await.unwrap();
+    // The first one is still served.
+    first.write_all(CALL).await.unwrap();
+    let mut both = vec![0; 12];
+    while !both.ends_with(b"HTTP/1.1 204") {
+        both.push(timeout(patience, first.read_u8()).await.expect("the port answers").unwrap());
+    }
+    assert_eq!((connections.get(), full.get()), (1, 1));
+    drop(first);
+    answered(&mut second).await;
+    assert_eq!(connections.get(), 1);
 }
