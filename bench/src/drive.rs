@@ -104,19 +104,23 @@ struct Running {
 }
 
 impl Running {
-    /// Each of `concurrency` clients sends its next request when its last one is answered.
+    /// Each of `concurrency` clients sends its next request when its last one is answered. It pauses after failures in a row.
     async fn closed_loop(&mut self) -> anyhow::Result<Vec<Outcome>> {
         for _ in 0..self.load.concurrency {
             let client = self.client();
             self.tasks.spawn(async move {
-                let mut outcomes = Vec::new();
+                let (mut outcomes, mut failures) = (Vec::new(), Failures::default());
                 while !client.is_over()
                     && let Some(planned) = client.load.next_request()
                 {
+                    if !client.wait(failures.pause()).await {
+                        break;
+                    }
                     let prepared = client.load.prepare(&planned, 0)?;
                     let Some(outcome) = client.request(0, None, prepared, Instant::now()).await else {
                         break;
                     };
+                    failures.note(outcome.result.is_ok());
                     outcomes.push(outcome);
                 }
                 Ok(outcomes)
@@ -126,13 +130,17 @@ impl Running {
     }
 
     /// Two targets take turns, each with `concurrency` requests while the other idles. Clients that moved on to the next
-    /// target one by one would pile up at the slower target, and the batches would differ.
+    /// target one by one would pile up at the slower target, and the batches would differ. Turns pause like clients when all
+    /// requests of turns in a row fail.
     async fn waves(&mut self) -> anyhow::Result<Vec<Outcome>> {
-        let mut outcomes = Vec::new();
+        let (mut outcomes, mut failures) = (Vec::new(), Failures::default());
         let mut turn = 0;
         while !self.client().is_over() {
             let wave = self.load.wave(turn);
             let Some(first) = wave.first() else { break };
+            if !self.client().wait(failures.pause()).await {
+                break;
+            }
             let target_idx = self.load.target_idx(turn);
             self.add_neighbour(target_idx, first)?;
             for planned in &wave {
@@ -144,7 +152,9 @@ impl Running {
                 });
             }
             turn += 1;
-            outcomes.extend(self.collect().await?);
+            let of_turn = self.collect().await?;
+            failures.note(of_turn.iter().any(|outcome| outcome.result.is_ok()));
+            outcomes.extend(of_turn);
         }
         Ok(outcomes)
     }
@@ -221,6 +231,20 @@ impl Client {
         self.stop.is_cancelled() || self.load.duration.is_some_and(|duration| self.start.elapsed() > duration)
     }
 
+    /// Waits. `false`: the run has ended meanwhile.
+    async fn wait(&self, pause: Duration) -> bool {
+        // The shortest sleep of the runtime is a millisecond.
+        if pause.is_zero() {
+            return true;
+        }
+        let left = self.load.duration.map_or(pause, |duration| duration.saturating_sub(self.start.elapsed()));
+        tokio::select! {
+            () = tokio::time::sleep(pause.min(left)) => {}
+            () = self.stop.cancelled() => {}
+        }
+        !self.is_over()
+    }
+
     /// `None` when the run was stopped meanwhile.
     async fn request(
         &self,
@@ -242,6 +266,25 @@ impl Client {
     }
 }
 
+/// Failures in a row. Without pauses a server that refuses at once would be asked as fast as this machine can.
+#[derive(Debug, Default)]
+struct Failures(u32);
+
+impl Failures {
+    const FIRST_PAUSE: Duration = Duration::from_millis(10);
+    const LONGEST_PAUSE: Duration = Duration::from_secs(1);
+
+    fn note(&mut self, is_ok: bool) {
+        self.0 = if is_ok { 0 } else { self.0.saturating_add(1) };
+    }
+
+    /// The wait before the next request: none after one failure, then doubled with each.
+    fn pause(&self) -> Duration {
+        let Some(doublings) = self.0.checked_sub(2) else { return Duration::ZERO };
+        Self::FIRST_PAUSE.saturating_mul(2_u32.saturating_pow(doublings)).min(Self::LONGEST_PAUSE)
+    }
+}
+
 /// Sleeps with a precision of a few microseconds. The runtime's timer is up to a millisecond late: so it sleeps a
 /// millisecond less, and yields for the rest.
 async fn sleep_until(due: Instant) {
@@ -257,7 +300,10 @@ async fn sleep_until(due: Instant) {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::atomic::{AtomicUsize, Ordering};
+    use std::{
+        net::SocketAddr,
+        sync::atomic::{AtomicUsize, Ordering},
+    };
 
     use tokio::{
         io::{AsyncReadExt, AsyncWriteExt},
@@ -349,11 +395,24 @@ mod tests {
         has_neighbours: bool,
     ) -> (Outcomes, Arc<Asked>) {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let url = format!("http://{}", listener.local_addr().unwrap());
+        let address = listener.local_addr().unwrap();
         let asked = Arc::<Asked>::default();
         let server = tokio::spawn(serve(listener, asked.clone()));
+        let load = load(address, plan, duration, num_targets, has_neighbours);
+        let outcomes = load.run(Progress::hidden(), CancellationToken::new()).await.unwrap();
+        server.abort();
+        (outcomes, asked)
+    }
+
+    fn load(
+        server: SocketAddr,
+        plan: Plan,
+        duration: Option<Duration>,
+        num_targets: usize,
+        has_neighbours: bool,
+    ) -> Load {
         let target = Target::OpenAi(OpenAiTarget {
-            server: OpenAi::new(&url, None, None).unwrap(),
+            server: OpenAi::new(&format!("http://{server}"), None, None).unwrap(),
             chat: false,
             model: "m".into(),
             temperature: 0.0,
@@ -364,7 +423,7 @@ mod tests {
         if let Target::OpenAi(neighbour) = &mut neighbour {
             neighbour.extra.insert("is_neighbour".into(), true.into());
         }
-        let load = Load {
+        Load {
             plan: Mutex::new(plan),
             prompts: Prompts {
                 material: Material::Ids { low: 0, high: 9 },
@@ -377,10 +436,7 @@ mod tests {
             concurrency: 4,
             timeout: Duration::from_secs(60),
             duration,
-        };
-        let outcomes = load.run(Progress::hidden(), CancellationToken::new()).await.unwrap();
-        server.abort();
-        (outcomes, asked)
+        }
     }
 
     #[tokio::test]
@@ -437,6 +493,34 @@ mod tests {
             // The time is up at the latest when all clients have sent one request.
             assert!(outcomes.requests.len() >= 4, "{}", outcomes.requests.len());
             assert_eq!(outcomes.requests.len(), asked.num_requests.load(Ordering::Relaxed));
+        }
+    }
+
+    #[test]
+    fn pauses_grow_with_failures_in_a_row_to_a_second() {
+        let mut failures = Failures::default();
+        let mut pauses = Vec::new();
+        for is_ok in [false, false, false, true, false, false] {
+            failures.note(is_ok);
+            pauses.push(failures.pause().as_millis());
+        }
+        assert_eq!(pauses, [0, 10, 20, 0, 0, 10]);
+        for num_failures in [9, 40, u32::MAX] {
+            assert_eq!(Failures(num_failures).pause(), Duration::from_secs(1), "{num_failures}");
+        }
+    }
+
+    #[tokio::test]
+    async fn a_server_that_fails_at_once_is_not_asked_without_a_pause() {
+        let closed = TcpListener::bind("127.0.0.1:0").await.unwrap().local_addr().unwrap();
+        for num_targets in [1, 2] {
+            let duration = Duration::from_millis(300);
+            let load = load(closed, Plan::endless(requests(None)), Some(duration), num_targets, false);
+            let outcomes = load.run(Progress::hidden(), CancellationToken::new()).await.unwrap();
+            assert!(outcomes.requests.iter().all(|outcome| outcome.result.is_err()));
+            // Each of four clients at 0 ms, twice, and at the earliest at 10, 30, 70 and 150 ms.
+            let num_requests = outcomes.requests.len();
+            assert!((1..=24).contains(&num_requests), "{num_requests}");
         }
     }
 

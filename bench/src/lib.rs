@@ -117,7 +117,8 @@ pub struct BenchArgs {
     #[command(flatten)]
     pub(crate) api_key: ApiKeyArgs,
 
-    /// Closed loop: this many clients, each sending its next request when the last one is answered.
+    /// Closed loop: this many clients, each sending its next request when the last one is answered. After failures in a row a
+    /// client waits, up to a second.
     #[arg(long, value_name = "N", default_value_t = 8, conflicts_with_all = ["rate", "trace"], help_heading = "Load")]
     pub(crate) concurrency: usize,
     /// Open loop: requests per second at random (Poisson) times, independent of the answers; with --compare, to each
