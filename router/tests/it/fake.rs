@@ -88,6 +88,8 @@ struct Shared {
     dropped: mpsc::UnboundedSender<String>,
     arrived: mpsc::UnboundedSender<String>,
     load: watch::Receiver<v1::Load>,
+    /// It reports no load.
+    is_silent: watch::Sender<bool>,
     num_live: Arc<watch::Sender<usize>>,
     frozen: Arc<(Mutex<bool>, Condvar)>,
     gate: Arc<Mutex<Gate>>,
@@ -154,6 +156,7 @@ impl FakeWorker {
             dropped: dropped_sender,
             arrived: arrived_sender,
             load: load_receiver,
+            is_silent: watch::Sender::new(false),
             num_live: Arc::new(watch::Sender::new(0)),
             frozen: Arc::new((Mutex::new(true), Condvar::new())),
             gate: Arc::default(),
@@ -247,6 +250,16 @@ impl FakeWorker {
         self.load.send_modify(change);
     }
 
+    /// Reports no load until it reports again, and answers everything else.
+    pub fn fall_silent(&self) {
+        self.shared.is_silent.send_replace(true);
+    }
+
+    /// Ends its silence.
+    pub fn report_again(&self) {
+        self.shared.is_silent.send_replace(false);
+    }
+
     pub fn set_draining(&self) {
         self.load.send_modify(|load| load.draining = true);
     }
@@ -279,11 +292,13 @@ impl worker_server::Worker for Service {
         self.0.watches.send_modify(|watches| watches.push(request.into_inner()));
         let mut load = self.0.load.clone();
         load.mark_changed();
-        let reports = futures_util::stream::unfold(load, |mut load| async move {
+        let state = (load, self.0.is_silent.subscribe());
+        let reports = futures_util::stream::unfold(state, |(mut load, mut is_silent)| async move {
             let second = Duration::from_secs(1);
             let _ = tokio::time::timeout(second, load.changed()).await;
+            let _ = is_silent.wait_for(|is_silent| !*is_silent).await;
             let report = load.borrow_and_update().clone();
-            Some((Ok(report), load))
+            Some((Ok(report), (load, is_silent)))
         });
         Ok(Response::new(Box::pin(reports)))
     }

@@ -5,7 +5,7 @@ use baton_proto::worker::{GenerateRequest, failed::Kind};
 use baton_request::FailureKind;
 use bytes::Bytes;
 use http_body_util::BodyExt;
-use serde_json::json;
+use serde_json::{Value, json};
 
 use crate::{
     client::Client,
@@ -231,6 +231,32 @@ async fn a_frozen_worker_is_detected_by_keep_alive() {
     let delivered = &other.requests()[0].output_token_ids;
     assert_eq!(ids("Hello")[..delivered.len()], *delivered);
     router.until_metric("baton_router_workers{role=\"decode\",state=\"unreachable\"} 1").await;
+}
+
+/// Its connection stays open, and it would answer.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_worker_that_reports_no_load_gets_no_request_until_it_reports_again() {
+    let (mut router, worker) = Router::with_worker().await;
+    let other = FakeWorker::start("d1", Role::Decode, 1).await;
+    router.register(&other).await;
+    let answers = |wanted: bool| {
+        move |health: &Value| {
+            let workers = health["workers"].as_array().expect("a list");
+            workers.iter().any(|worker| worker["id"] == "d0" && worker["answers"] == wanted)
+        }
+    };
+    worker.fall_silent();
+    router.until_health(answers(false)).await;
+    for _ in 0..20 {
+        assert_eq!(router.client.post(TEXT, &json!({"prompt": "x"})).await.status, 200);
+    }
+    assert_eq!((worker.requests().len(), other.requests().len()), (0, 20));
+
+    worker.report_again();
+    router.until_health(answers(true)).await;
+    assert_eq!(router.client.post(TEXT, &json!({"prompt": "x"})).await.status, 200);
+    // d0 is taken first: they are equally idle.
+    assert_eq!((worker.requests().len(), other.requests().len()), (1, 20));
 }
 
 #[tokio::test(flavor = "multi_thread")]
