@@ -3,12 +3,12 @@
 use std::time::Duration;
 
 use baton_proto::worker::{PrefillPeer, failed::Kind};
-use baton_worker::KvMemory;
+use baton_worker::{EngineBroke, KvMemory};
 use tokio::net::TcpListener;
 
 use crate::{
-    gate::gate,
-    harness::{decode, expected, generate, prefill, prompt, read, request, transports},
+    gate::{StepHook, gate},
+    harness::{TestWorker, decode, expected, generate, prefill, prompt, read, request, transports},
 };
 
 #[tokio::test(flavor = "multi_thread")]
@@ -190,22 +190,37 @@ async fn a_decode_worker_without_blocks_and_progress_is_full() {
     d.assert_all_free().await;
 }
 
+/// Panics in the step of this number, counted from 1.
+fn breaks_in_step(step: usize) -> StepHook {
+    let mut steps_left = step;
+    Box::new(move |_| {
+        steps_left -= 1;
+        assert!(steps_left > 0, "a bug in the executor");
+        Ok(())
+    })
+}
+
+async fn assert_ended_by_its_engine(worker: &mut TestWorker) {
+    let error = worker.outcome().await.expect_err("its engine broke");
+    assert!(error.is::<EngineBroke>(), "{error:?}");
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn an_engine_that_breaks_ends_its_worker_and_fails_its_requests() {
-    let mut steps_left = 2;
-    let p = prefill()
-        .hook(Box::new(move |_| {
-            steps_left -= 1;
-            assert!(steps_left > 0, "a bug in the executor");
-            Ok(())
-        }))
-        .start()
-        .await;
+    let mut p = prefill().hook(breaks_in_step(2)).start().await;
     let d = decode().start().await;
-    let client = d.client().await;
-    let answer = generate(&client, request(&prompt(1, 80), 8, Some(p.peer()))).await.unwrap();
+    let prompt = prompt(1, 80);
+    let answer = generate(&d.client().await, request(&prompt, 8, Some(p.peer()))).await.unwrap();
     assert_eq!(answer.failed().0, Kind::Internal, "{answer:?}");
+    assert_ended_by_its_engine(&mut p).await;
     d.assert_all_free().await;
+
+    // The prompt takes four steps.
+    let mut d = decode().hook(breaks_in_step(6)).start().await;
+    let answer = generate(&d.client().await, request(&prompt, 8, None)).await.unwrap();
+    assert_eq!(answer.failed().0, Kind::Internal, "{answer:?}");
+    assert!(!answer.tokens.is_empty() && expected(&prompt, 8).starts_with(&answer.tokens), "{answer:?}");
+    assert_ended_by_its_engine(&mut d).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -293,9 +293,14 @@ impl TestWorker {
 
     /// Waits for `serve` to return.
     pub(crate) async fn ended(&mut self) {
+        self.outcome().await.expect("the worker ends well");
+    }
+
+    /// What `serve` returns.
+    pub(crate) async fn outcome(&mut self) -> anyhow::Result<()> {
         let ended = self.ended.take().expect("it ends once");
         let result = timeout(PATIENCE, ended).await.expect("the worker ends in time");
-        result.expect("the worker does not panic").expect("the worker ends well");
+        result.expect("the worker does not panic")
     }
 }
 
