@@ -7,11 +7,14 @@ use baton_handoff::TransportKind;
 use baton_model::Batch;
 use baton_proto::worker::{self as proto, DrainRequest, worker_client::WorkerClient};
 use baton_worker::{KvMemory, WorkerConfig};
-use tokio::{net::TcpListener, sync::Mutex};
+use tokio::{net::TcpListener, sync::Mutex, time::timeout};
 
-use crate::harness::{
-    Answer, BLOCK_SIZE, Builder, End, TestWorker, decode, expected, generate, prefill, prompt, request,
-    transports,
+use crate::{
+    harness::{
+        Answer, BLOCK_SIZE, Builder, End, PATIENCE, TestWorker, decode, expected, generate, prefill, prompt,
+        request, transports,
+    },
+    matrix::tap::{Point, Tap, Twist},
 };
 
 const NUM_PROMPT: usize = 30;
@@ -188,6 +191,14 @@ async fn a_worker_without_free_blocks_fetches_no_prefix_and_queues_the_request()
     new.assert_all_free().await;
 }
 
+/// The source behind a tap that holds the first message of each fetch at `point`.
+async fn held_at(point: Point, source: &TestWorker) -> (Tap, proto::PrefillPeer) {
+    let upstream = source.address().trim_start_matches("http://").parse().expect("an address");
+    let tap = Tap::beside_data(upstream, Some((point, Twist::Held))).await;
+    let address = format!("http://{}", tap.address);
+    (tap, proto::PrefillPeer { address, ..source.peer() })
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn cancelling_during_a_prefix_fetch_frees_every_block() {
     let old = decode().transport(TransportKind::Tcp).start().await;
@@ -270,7 +281,36 @@ async fn a_slow_source_gives_the_end_while_the_beginning_is_computed() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_source_that_dies_or_a_request_that_leaves_meanwhile_leaves_no_block() {
+async fn a_source_that_dies_while_the_prompt_is_computed_costs_no_token_and_no_block() {
+    let mut old = decode().transport(TransportKind::Tcp).start().await;
+    let new = decode().named("d1").transport(TransportKind::Tcp);
+    // The deadline of a fetch is the time that its prompt takes: 3 s, in which a busy machine sees the end of a stream.
+    let (new, lock) = slow_beside(&old, new, 4, Duration::from_millis(12)).await;
+    let turn = prompt(3, 250);
+    generate(&old.client().await, request(&turn, 1, None)).await.unwrap().finished();
+    let (tap, source) = held_at(Point::Grant, &old).await;
+    let one = proto::GenerateRequest { prefix_source: Some(source), ..request(&turn, 1, None) };
+    let before = computed(&new);
+    let held = lock.lock().await;
+    let dies = async {
+        // Blocks are granted, and nothing has come.
+        timeout(PATIENCE, tap.twisted(1)).await.expect("it is asked for the prefix");
+        old.kill();
+        new.await_metric("baton_prefix_fetches_total{outcome=\"prefill_lost\"} 1").await;
+        drop(held);
+    };
+    let client = new.client().await;
+    let (answer, ()) = tokio::join!(generate(&client, one), dies);
+    let all_computed = Answer { tokens: expected(&turn, 1), end: End::Finished { cached_tokens: 0 } };
+    assert_eq!(answer.unwrap(), all_computed);
+    assert!(!tap.blocks().is_empty());
+    assert_eq!(computed(&new) - before, turn.len());
+    assert!(new.has_metric("baton_prefix_fetched_tokens_total 0").await);
+    new.assert_all_free().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_source_that_is_gone_or_a_request_that_leaves_meanwhile_leaves_no_block() {
     let mut old = decode().transport(TransportKind::Tcp).start().await;
     let new = decode().named("d1").transport(TransportKind::Tcp);
     let (new, _) = slow_beside(&old, new, 4, Duration::from_millis(2)).await;

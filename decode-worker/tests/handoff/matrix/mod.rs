@@ -19,7 +19,7 @@ mod node;
 mod partition;
 mod storm;
 mod table;
-mod tap;
+pub(crate) mod tap;
 mod wire;
 
 use std::time::{Duration, Instant};

@@ -32,7 +32,7 @@ use super::wire::Wire;
 
 /// A message of a handoff.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Point {
+pub(crate) enum Point {
     Begin,
     Started,
     Grant,
@@ -52,7 +52,7 @@ impl Point {
 
 /// What happens to a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Twist {
+pub(crate) enum Twist {
     /// The message and all that follow it in its direction wait for [`Tap::release`].
     Held,
     Twice,
@@ -63,8 +63,8 @@ pub(super) enum Twist {
 
 /// A handoff server that forwards to the prefill worker.
 #[derive(Clone)]
-pub(super) struct Tap {
-    pub(super) address: SocketAddr,
+pub(crate) struct Tap {
+    pub(crate) address: SocketAddr,
     shared: Arc<Shared>,
     _server: Arc<AbortOnDrop>,
 }
@@ -97,7 +97,7 @@ impl Tap {
     }
 
     /// The same, but data bypasses the tap.
-    pub(super) async fn beside_data(upstream: SocketAddr, twist: Option<(Point, Twist)>) -> Tap {
+    pub(crate) async fn beside_data(upstream: SocketAddr, twist: Option<(Point, Twist)>) -> Tap {
         Tap::start(upstream, twist, None).await
     }
 
@@ -125,7 +125,7 @@ impl Tap {
     }
 
     /// Waits until `num` messages of all handoffs were twisted.
-    pub(super) async fn twisted(&self, num: usize) {
+    pub(crate) async fn twisted(&self, num: usize) {
         let mut twisted = self.shared.num_twisted.subscribe();
         twisted.wait_for(|twisted| *twisted >= num).await.expect("the tap is there");
     }
@@ -150,7 +150,7 @@ impl Tap {
     }
 
     /// The decode worker's blocks of the last grant.
-    pub(super) fn blocks(&self) -> Vec<u32> {
+    pub(crate) fn blocks(&self) -> Vec<u32> {
         self.shared.blocks.lock().expect("no panic").clone()
     }
 }
