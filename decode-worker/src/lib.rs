@@ -38,7 +38,7 @@ pub async fn run(config: WorkerConfig, shutdown: CancellationToken) -> anyhow::R
 
 /// The services of a decode worker.
 pub fn role(worker: &Arc<Worker>) -> RoleService {
-    let service = DecodeServer::new(DecodeService::new(worker.clone()))
+    let service = DecodeServer::new(DecodeService::new(worker.clone(), loan::LEASE))
         .max_decoding_message_size(MAX_MESSAGE_BYTES)
         .max_encoding_message_size(MAX_MESSAGE_BYTES);
     let prefixes = PrefillServer::new(PrefixService::new(worker.clone()))

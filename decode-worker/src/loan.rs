@@ -16,8 +16,8 @@ use tokio::{
 use tokio_util::task::task_tracker::TaskTrackerToken;
 use tonic::Status;
 
-/// After this time the grants of the loan are revoked.
-const LEASE: Duration = Duration::from_secs(10);
+/// How long a worker lends.
+pub const LEASE: Duration = Duration::from_secs(10);
 
 /// For each offer: one grant to open a route, and others to measure latency and rate. One further grant of the loan shows
 /// which offer a sender chooses.
@@ -28,6 +28,7 @@ const GRANTS_PER_OFFER: usize = 15;
 pub struct Lender {
     worker: Arc<Worker>,
     only_one: Arc<Semaphore>,
+    lease: Duration,
 }
 
 /// Lent blocks. Dropping it revokes the grants; the blocks return once no writer can reach them.
@@ -41,9 +42,9 @@ pub struct Loan {
 }
 
 impl Lender {
-    /// Lends blocks of `worker`.
-    pub fn new(worker: Arc<Worker>) -> Lender {
-        Lender { worker, only_one: Arc::new(Semaphore::new(1)) }
+    /// Lends blocks of `worker`. After the time `lease` the grants of a loan are revoked.
+    pub fn new(worker: Arc<Worker>, lease: Duration) -> Lender {
+        Lender { worker, only_one: Arc::new(Semaphore::new(1)), lease }
     }
 
     /// Reserves blocks and grants them. With TLS, only this borrower may write into them.
@@ -88,7 +89,7 @@ impl Lender {
                 grants: grants.map(grant_to_proto).collect(),
                 kv_format: Some(kv_format_to_proto(self.worker.kv_format())),
             }),
-            deadline: Instant::now() + LEASE,
+            deadline: Instant::now() + self.lease,
             _granted: granted,
             _permit: permit,
             _busy: self.worker.lifecycle().token(),

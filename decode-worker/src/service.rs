@@ -1,6 +1,6 @@
 //! `baton.worker.v1.Decode`.
 
-use std::{pin::Pin, sync::Arc};
+use std::{pin::Pin, sync::Arc, time::Duration};
 
 use baton_engine::Submission;
 use baton_proto::{
@@ -41,9 +41,9 @@ pub struct DecodeService {
 }
 
 impl DecodeService {
-    /// Decodes on `worker`'s engine.
-    pub fn new(worker: Arc<Worker>) -> DecodeService {
-        let lender = Lender::new(worker.clone());
+    /// Decodes on `worker`'s engine, and lends its blocks for the time `lease`.
+    pub fn new(worker: Arc<Worker>, lease: Duration) -> DecodeService {
+        let lender = Lender::new(worker.clone(), lease);
         DecodeService { worker, lender, balance: BalanceGate::default() }
     }
 

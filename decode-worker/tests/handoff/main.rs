@@ -10,6 +10,7 @@ mod first_token;
 mod gate;
 mod harness;
 mod leaving;
+mod loans;
 mod matrix;
 #[path = "../../../tests/ports.rs"]
 mod ports;
