@@ -205,6 +205,19 @@ async fn cancelling_during_a_prefix_fetch_frees_every_block() {
     let new = decode().named("d1").transport(TransportKind::Tcp).start().await;
     let turn = converse(&old).await;
     let client = new.client().await;
+    for (point, num_cancelled) in [(Point::Begin, 1), (Point::Grant, 2), (Point::AnyWritten, 3)] {
+        let (tap, source) = held_at(point, &old).await;
+        let mut asking = client.clone();
+        let stream = asking.generate(next_turn(&turn, source)).await.unwrap();
+        timeout(PATIENCE, tap.twisted(1)).await.expect("the fetch comes to this message");
+        drop(stream);
+        new.await_metric(&format!("baton_prefix_fetches_total{{outcome=\"cancelled\"}} {num_cancelled}"))
+            .await;
+        tap.straighten();
+        old.assert_all_free().await;
+        new.assert_all_free().await;
+    }
+    // At any other moment.
     for delay in 0..40 {
         // Each conversation has a salt of its own, so each prefix is fetched anew.
         let salt = format!("s{delay}");

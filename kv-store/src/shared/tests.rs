@@ -337,7 +337,7 @@ fn what_a_dead_worker_was_writing_is_free_and_what_a_live_one_writes_is_not() {
     assert!(!new.claim(2));
     assert_eq!(live.changes(), [(1, SlotChange::Free)]);
     assert!(new.claim(1), "as many numbers as workers");
-    assert!(!new.claim(1) || new.number != live.number);
+    assert_ne!(new.number, live.number);
     // A worker that is taken for dead writes nothing of which others think that it is there.
     assert!(live.words.change(2, live.words.state(2), live.words.state(2).then(SlotUse::Free)));
     live.changes();

@@ -5,7 +5,7 @@ mod reaching;
 
 use std::{
     path::Path,
-    sync::atomic::{AtomicBool, Ordering},
+    sync::atomic::{AtomicBool, AtomicUsize, Ordering},
 };
 
 use baton_kv_cache::DeviceMemory;
@@ -523,28 +523,32 @@ fn readers_and_writers_of_few_slots_never_meet_wrong_kv() {
         ..StoreConfig::default()
     };
     let store = KvStore::open(&config, &format(), pool.storage.clone(), |_, _| ()).expect("it opens");
-    let is_over = AtomicBool::new(false);
+    let (is_over, num_right) = (AtomicBool::new(false), AtomicUsize::new(0));
     thread::scope(|scope| {
         for reader in 0..2 {
-            let (store, is_over) = (&store, &is_over);
+            let (store, is_over, num_right) = (&store, &is_over, &num_right);
             scope.spawn(move || {
                 let mut random = baton_random::Random::new(reader);
                 while !is_over.load(Ordering::Relaxed) {
                     let hashes = chain(random.below(6), 5);
                     for (record, &hash) in read(store, &hashes).iter().zip(&hashes) {
                         assert!(record.name.hash == hash && record.body() == body(hash), "wrong KV");
+                        num_right.fetch_add(1, Ordering::Relaxed);
                     }
                 }
             });
         }
-        for nth in 0..600 {
+        // Until a reader has found some, also on a busy machine.
+        let (mut nth, deadline) = (0, Instant::now() + Duration::from_secs(60));
+        while nth < 600 || (num_right.load(Ordering::Relaxed) == 0 && Instant::now() < deadline) {
             pool.save(&store, nth % 6, 5);
+            nth += 1;
         }
         is_over.store(true, Ordering::Relaxed);
     });
     let counts = store.counts();
     assert!(counts.iter().all(|tier| tier.evictions > 0 && tier.damaged == 0), "{counts:?}");
-    assert_eq!(BLOCK_SIZE * 5, tokens(0, 5).len());
+    assert!(num_right.into_inner() > 0, "every read found nothing");
 }
 
 #[test]

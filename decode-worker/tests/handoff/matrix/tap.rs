@@ -136,7 +136,7 @@ impl Tap {
     }
 
     /// Stops twisting, and delivers all held messages.
-    pub(super) fn straighten(&self) {
+    pub(crate) fn straighten(&self) {
         *self.shared.twist.lock().expect("no panic") = None;
         self.release();
     }
