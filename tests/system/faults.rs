@@ -6,7 +6,7 @@ use futures_util::future::join_all;
 use serde_json::{Value, json};
 
 use crate::{
-    harness::{Cluster, Http, Up, eventually, signal_pid},
+    harness::{Cluster, Http, Up, eventually, signal_pid, sum_metric},
     prompts::filler,
 };
 
@@ -48,12 +48,27 @@ async fn undisturbed_and_disturbed_agree(
     after_chunks: usize,
     fault: impl AsyncFnOnce(),
 ) {
-    let calm = join_all(
-        (0..NUM_STREAMS)
-            .map(async |idx| streamed(http, &body(idx, num_words, max_tokens, "calm"), |_| {}).await),
-    )
-    .await;
+    let calm = undisturbed(http, num_words, max_tokens).await;
+    disturbed_agree(&calm, http, num_words, max_tokens, after_chunks, fault).await;
+}
 
+/// The texts of the streams without a fault.
+async fn undisturbed(http: &Http, num_words: usize, max_tokens: u32) -> Vec<String> {
+    let body = |idx| body(idx, num_words, max_tokens, "calm");
+    join_all((0..NUM_STREAMS).map(async |idx| streamed(http, &body(idx), |_| {}).await)).await
+}
+
+/// The second half of [`undisturbed_and_disturbed_agree`]. The fault must fail an attempt.
+async fn disturbed_agree(
+    calm: &[String],
+    http: &Http,
+    num_words: usize,
+    max_tokens: u32,
+    after_chunks: usize,
+    fault: impl AsyncFnOnce(),
+) {
+    let num_failed = async || metric(http, "baton_router_attempt_failures_total").await;
+    let before = num_failed().await;
     let reached = tokio::sync::Notify::new();
     let streams = join_all((0..NUM_STREAMS).map(async |idx| {
         streamed(http, &body(idx, num_words, max_tokens, "disturbed"), |num_chunks| {
@@ -73,26 +88,38 @@ async fn undisturbed_and_disturbed_agree(
     for (idx, (calm, disturbed)) in calm.iter().zip(&disturbed).enumerate() {
         assert_eq!(calm, disturbed, "stream {idx}");
     }
+    assert!(num_failed().await > before, "no attempt failed");
 }
 
-/// Waits until a prefill worker computes, so that it is killed during a prefill.
-async fn prefill_runs(base: &str) {
-    let cluster_http = Http::new(base.to_owned());
-    eventually("a prefill worker that computes", Duration::from_secs(30), async || {
-        let metrics = cluster_http.get("/metrics").await.ok()?.text;
-        let handing_over = crate::harness::sum_metric(&metrics, "baton_router_requests_running", &[]);
-        (handing_over >= NUM_STREAMS as f64).then_some(())
-    })
-    .await;
+async fn metric(http: &Http, name: &str) -> f64 {
+    sum_metric(&http.get("/metrics").await.expect("metrics are served").text, name, &[])
+}
+
+/// The only prefill worker of a router.
+async fn prefill_worker(router: &Http) -> Http {
+    let health = router.get("/health").await.expect("the router answers").json();
+    let mut workers = health["workers"].as_array().expect("/health lists the workers").iter();
+    let worker = workers.find(|worker| worker["role"] == "prefill").expect("it is registered");
+    Http::new(worker["address"].as_str().expect("a worker has an address").to_owned())
 }
 
 #[tokio::test]
 async fn killing_the_prefill_worker_mid_prefill_costs_no_token() {
     let up = Up::start("--token-budget 64").await;
     let before = up.pid_of("prefill-0").expect("the prefill worker runs");
-    undisturbed_and_disturbed_agree(&up.http, 600, 24, 0, async || {
-        prefill_runs(&up.base).await;
+    let worker = prefill_worker(&up.http).await;
+    let num_computed = async || metric(&worker, "baton_engine_computed_tokens_total").await;
+    let idle = num_computed().await;
+    let calm = undisturbed(&up.http, 600, 24).await;
+    let all = num_computed().await - idle;
+    disturbed_agree(&calm, &up.http, 600, 24, 0, async || {
+        let num_again = eventually("a prefill worker that computes", Duration::from_secs(30), async || {
+            let num_again = num_computed().await - idle - all;
+            (num_again > 0.0).then_some(num_again)
+        })
+        .await;
         signal_pid(before, libc::SIGKILL);
+        assert!(num_again < all, "it has computed {num_again} of {all} tokens: it is killed too late");
     })
     .await;
     eventually("a new prefill worker", Duration::from_secs(30), async || {
