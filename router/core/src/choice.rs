@@ -255,7 +255,8 @@ impl Choice {
                 self.core.metrics.on_migration(cause.name(), failure.kind.name());
                 tracing::info!(
                     request = %self.prepared.id, index = self.index, cause = cause.name(),
-                    to = %plan.decode.id, reason = failure.kind.name(), message = failure.message, "request did not migrate"
+                    to = %plan.decode.id, prefill_worker = plan.prefill.worker_id(), prefix_source = plan.prefix_source_id(),
+                    reason = failure.kind.name(), message = failure.message, "request did not migrate"
                 );
                 self.stay(cause);
             }
@@ -413,7 +414,8 @@ impl Choice {
             self.on_plan(&plan);
             tracing::debug!(
                 request = %self.prepared.id, index = self.index, attempt = self.num_attempts,
-                decode = %plan.decode.id, prefill = plan.prefill.name(), delivered = self.request.output.len(), "planned"
+                decode = %plan.decode.id, prefill = plan.prefill.name(), prefill_worker = plan.prefill.worker_id(),
+                prefix_source = plan.prefix_source_id(), delivered = self.request.output.len(), "planned"
             );
             self.trace_plan(&plan, since);
             let request = self.message();
@@ -474,7 +476,8 @@ impl Choice {
         self.core.metrics.on_failed_attempt(failure.kind.name());
         tracing::warn!(parent: &self.span,
             request = %self.prepared.id, index = self.index, attempt = self.num_attempts - 1,
-            decode = %plan.decode.id, prefill = plan.prefill.name(), delivered = self.request.output.len(),
+            decode = %plan.decode.id, prefill = plan.prefill.name(), prefill_worker = plan.prefill.worker_id(),
+            prefix_source = plan.prefix_source_id(), delivered = self.request.output.len(),
             reason = failure.kind.name(), message = failure.message, "attempt failed"
         );
         // Invariant 9: the only place of the system that tries a request again.

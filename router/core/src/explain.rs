@@ -1,6 +1,6 @@
 //! The plans of a request in the words of its client, for requests that ask for them, and in the request's span.
 
-use baton_planner::{Estimate, Plan, PlanOption, Prefill};
+use baton_planner::{Estimate, Plan, PlanOption};
 use serde::{Serialize, Serializer};
 
 /// One plan of one choice, and what it was chosen from.
@@ -54,8 +54,8 @@ impl ExplainedPlan {
             attempt,
             chosen: ExplainedOption {
                 decode: plan.decode.id.0.clone(),
-                prefill: name(&plan.prefill),
-                prefix_source: plan.prefix_source.as_ref().map(|worker| worker.id.0.clone()),
+                prefill: plan.prefill.worker_id().map(str::to_owned),
+                prefix_source: plan.prefix_source_id().map(str::to_owned),
                 estimate: plan.estimate,
             },
             options: plan.options.iter().map(ExplainedOption::of).collect(),
@@ -66,7 +66,7 @@ impl ExplainedPlan {
     pub(super) fn record(plan: &Plan, explained: Option<&ExplainedPlan>) {
         let span = tracing::Span::current();
         span.record("plan.decode", plan.decode.id.as_str());
-        span.record("plan.prefill", name(&plan.prefill).unwrap_or_else(|| "local".to_owned()));
+        span.record("plan.prefill", plan.prefill.worker_id().unwrap_or("local"));
         if let Some(estimate) = &plan.estimate {
             span.record("plan.ttft_ms", rounded_millis(estimate.ttft));
             span.record("plan.tpot_ms", rounded_millis(estimate.tpot));
@@ -82,7 +82,7 @@ impl ExplainedOption {
     fn of(option: &PlanOption) -> ExplainedOption {
         ExplainedOption {
             decode: option.decode.id.0.clone(),
-            prefill: name(&option.prefill),
+            prefill: option.prefill.worker_id().map(str::to_owned),
             prefix_source: option.prefix_source.as_ref().map(|worker| worker.id.0.clone()),
             estimate: Some(option.estimate),
         }
@@ -111,13 +111,6 @@ impl Times {
 
 fn times<S: Serializer>(estimate: &Option<Estimate>, serializer: S) -> Result<S::Ok, S::Error> {
     estimate.as_ref().map(Times::of).serialize(serializer)
-}
-
-fn name(prefill: &Prefill) -> Option<String> {
-    match prefill {
-        Prefill::Local => None,
-        Prefill::Remote(worker) => Some(worker.id.0.clone()),
-    }
 }
 
 /// To microseconds.

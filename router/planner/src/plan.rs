@@ -25,6 +25,13 @@ pub struct Plan {
     pub options: Vec<PlanOption>,
 }
 
+impl Plan {
+    /// The id of the prefix source, if there is one.
+    pub fn prefix_source_id(&self) -> Option<&str> {
+        self.prefix_source.as_ref().map(|source| source.id.as_str())
+    }
+}
+
 /// Who computes the prompt.
 #[derive(Clone, Debug)]
 pub enum Prefill {
@@ -40,6 +47,14 @@ impl Prefill {
         match self {
             Prefill::Local => "local",
             Prefill::Remote(_) => "remote",
+        }
+    }
+
+    /// The id of the prefill worker, if one computes the prompt.
+    pub fn worker_id(&self) -> Option<&str> {
+        match self {
+            Prefill::Local => None,
+            Prefill::Remote(worker) => Some(worker.id.as_str()),
         }
     }
 }
