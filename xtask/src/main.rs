@@ -13,6 +13,7 @@ mod circles;
 mod deny;
 mod descriptors;
 mod edges;
+mod events;
 mod fix;
 mod fuzz;
 mod gpu;

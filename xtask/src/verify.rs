@@ -11,8 +11,8 @@ use anyhow::{Result, bail};
 use crate::{
     architecture, chart,
     check::{self, Check, Outcome},
-    circles, deny, descriptors, edges, hygiene, kernels, names, pages, pictures, purity, rooms, settings,
-    words,
+    circles, deny, descriptors, edges, events, hygiene, kernels, names, pages, pictures, purity, rooms,
+    settings, words,
     workspace::Workspace,
 };
 
@@ -28,6 +28,11 @@ const CHECKS: &[Check] = &[
     Check { name: "rooms", about: "no crate is above 6,000 production lines", run: rooms::check },
     Check { name: "circles", about: "no files of a crate use each other in a circle", run: circles::check },
     Check { name: "names", about: "no two public types share a name", run: names::check },
+    Check {
+        name: "events",
+        about: "no field of a log event has a name of the line itself",
+        run: events::check,
+    },
     Check { name: "words", about: "no banned word is used", run: words::check },
     Check { name: "pages", about: "no page is longer than its limit", run: pages::check },
     Check {

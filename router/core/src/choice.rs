@@ -256,7 +256,7 @@ impl Choice {
                 tracing::info!(
                     request = %self.prepared.id, index = self.index, cause = cause.name(),
                     to = %plan.decode.id, prefill_worker = plan.prefill.worker_id(), prefix_source = plan.prefix_source_id(),
-                    reason = failure.kind.name(), message = failure.message, "request did not migrate"
+                    reason = failure.kind.name(), error = failure.message, "request did not migrate"
                 );
                 self.stay(cause);
             }
@@ -478,7 +478,7 @@ impl Choice {
             request = %self.prepared.id, index = self.index, attempt = self.num_attempts - 1,
             decode = %plan.decode.id, prefill = plan.prefill.name(), prefill_worker = plan.prefill.worker_id(),
             prefix_source = plan.prefix_source_id(), delivered = self.request.output.len(),
-            reason = failure.kind.name(), message = failure.message, "attempt failed"
+            reason = failure.kind.name(), error = failure.message, "attempt failed"
         );
         // Invariant 9: the only place of the system that tries a request again.
         let blame = self.retry.on_failure(failure, plan, stage, Instant::now())?;

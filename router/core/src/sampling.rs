@@ -135,7 +135,7 @@ impl ClientSampling {
         match checked {
             Ok(()) => Ok(grammar),
             Err(CoreError::Invalid { message, .. }) if !is_demanded => {
-                tracing::debug!(message, "calls are not constrained");
+                tracing::debug!(error = message, "calls are not constrained");
                 Ok(None)
             }
             Err(error) => Err(error),
@@ -195,7 +195,7 @@ fn with_good_schemas(model: &ServedModel, calls: &ToolRequest) -> Result<ToolReq
                 return Err(CoreError::invalid("tools", message));
             }
             Err(CoreError::Invalid { message, .. }) => {
-                tracing::debug!(message, "calls of a tool may have any arguments");
+                tracing::debug!(error = message, "calls of a tool may have any arguments");
                 good.waive_schema(idx);
             }
             checked => checked?,
