@@ -157,9 +157,8 @@ fn log_lines(config: &TelemetryConfig) -> Box<dyn Layer<Registry> + Send + Sync>
     match config.format {
         LogFormat::Pretty => lines.with_target(false).with_timer(TimeOfDay).boxed(),
         LogFormat::Compact => lines.compact().boxed(),
-        LogFormat::Json => {
-            lines.json().flatten_event(true).with_current_span(true).with_span_list(false).boxed()
-        }
+        // With all spans of an event: the id of a request is in an outer one.
+        LogFormat::Json => lines.json().flatten_event(true).boxed(),
     }
 }
 

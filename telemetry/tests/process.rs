@@ -50,8 +50,10 @@ fn child() {
             drop(thread::Builder::new().name("engine".into()).spawn(|| panic!("out of luck")).unwrap().join())
         }
         "twice" => tracing::info!("{:#}", init(&config).unwrap_err()),
-        _ => tracing::info_span!(target: "baton_test", "request", id = 7)
-            .in_scope(|| tracing::info!(worker = "d0", "ready")),
+        _ => tracing::info_span!(target: "baton_test", "request", id = 7).in_scope(|| {
+            tracing::info!(worker = "d0", "ready");
+            tracing::info_span!("handoff", prefill = "p0").in_scope(|| tracing::info!("kv received"));
+        }),
     }
     drop(guard);
 }
@@ -69,6 +71,9 @@ fn log_lines_are_for_people_or_machines() {
     assert!(!text.contains('\u{1b}'), "no colours in a pipe: {text}");
     let text = stderr(run_case("json", ""));
     assert!(text.contains("\"message\":\"ready\"") && text.contains("\"worker\":\"d0\""), "{text}");
+    let line = text.lines().find(|line| line.contains("kv received")).expect("it is logged");
+    let spans = r#""spans":[{"id":7,"name":"request"},{"prefill":"p0","name":"handoff"}]"#;
+    assert!(line.contains(spans), "a line says which request it is of: {line}");
 }
 
 #[test]

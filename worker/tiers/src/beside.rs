@@ -12,6 +12,7 @@ use tokio::{
     sync::mpsc::{self, Receiver},
     task::{AbortHandle, spawn_blocking},
 };
+use tracing::Instrument;
 
 use crate::tiers::Tiers;
 
@@ -50,7 +51,7 @@ impl BesideRecall {
         self.num_ready = self.num_ready.max(num_tokens / self.tiers.block_size());
         let plan = self.plan(self.hashes.len())?;
         let tasks = self.tiers.tasks.clone();
-        let task = tasks.spawn(async move {
+        let recall = async move {
             let started = Instant::now();
             match self.run(plan).await {
                 Ok(num_blocks) => {
@@ -59,7 +60,8 @@ impl BesideRecall {
                 }
                 Err(error) => tracing::warn!(%error, "the end of a prefix not recalled; it is computed"),
             }
-        });
+        };
+        let task = tasks.spawn(recall.in_current_span());
         Some(Beside { task: task.abort_handle() })
     }
 

@@ -112,7 +112,9 @@ impl Saved {
         let engine = &tiers.limits.engine;
         let hashes = engine.prefix_hashes(&self.request, self.request.prompt.len());
         let held = engine.hold_cached(&self.request).await;
-        let held = held.inspect_err(|error| tracing::debug!(%error, "kv not saved")).ok()?;
+        let request_id = &self.request.id;
+        // Not in the request's span: that would last until all is saved.
+        let held = held.inspect_err(|error| tracing::debug!(request_id, %error, "kv not saved")).ok()?;
         Some(SequenceBlocks {
             root: engine.hash_root(&self.request),
             keeps: engine.keeps(&self.request, hashes.len()),
