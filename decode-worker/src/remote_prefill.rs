@@ -273,7 +273,10 @@ impl RemotePrefillDriver {
     /// Records what the request waited for, under this handoff's span.
     fn trace(&self, result: &Result<RemotePrefilled, HandoffError>) {
         let span = Span::current();
-        if let Err(error) = result {
+        // What is not wanted any more has not failed.
+        if let Err(error) = result
+            && !matches!(error, HandoffError::Cancelled(_))
+        {
             trace_context::fail(&span, error.label(), &error.to_string());
         }
         let Some(trace) = TracePoint::of(&span) else { return };

@@ -4,14 +4,14 @@ use std::{pin::Pin, sync::Arc, time::Duration};
 
 use baton_engine::Submission;
 use baton_proto::{
-    failure_to_status,
+    failure_to_status, is_server_fault,
     worker::{
         GenerateEvent, GenerateRequest, LendRequest, LetGoRequest, LetGoResponse, Loan as LoanMessage,
         decode_server::Decode,
     },
 };
 use baton_request::FinishReason;
-use baton_telemetry::trace_context;
+use baton_telemetry::{TracePoint, trace_context};
 use baton_worker::{
     Recall, SaveAtEnd, Uncovered, Worker, blending, bring_in, handoff::pulse::Pulse, identity_of,
 };
@@ -115,7 +115,12 @@ impl DecodeService {
 
 /// The call is refused.
 fn refuse(span: &Span, status: &Status) {
-    trace_context::fail(span, "refused", status.message());
+    if let Some(trace) = TracePoint::of(span) {
+        trace.set("rpc.grpc.status_code", i64::from(i32::from(status.code())));
+    }
+    if is_server_fault(status.code()) {
+        trace_context::fail(span, "refused", status.message());
+    }
 }
 
 #[tonic::async_trait]
@@ -140,7 +145,8 @@ impl Decode for DecodeService {
         let uncovered = self.worker.tickets().take(message.ticket);
         let (accepted, kv) = admit(&self.worker, message).inspect_err(|status| refuse(&span, status))?;
         if message.for_balance {
-            self.balance.arrive(&self.worker, message.prefix_source.as_ref()).await?;
+            let arrived = self.balance.arrive(&self.worker, message.prefix_source.as_ref()).await;
+            arrived.inspect_err(|status| refuse(&span, status))?;
         }
         let prepared = self.worker.prepare_grammar(accepted).await;
         let submission = prepared

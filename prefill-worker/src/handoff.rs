@@ -291,7 +291,10 @@ impl ComputedHandoffDriver {
     /// Records the transfer, which computation hides in part, under this handoff's span.
     fn trace(&self, result: &Result<HandedOver, HandoffError>, transport: &'static str, bytes: u64) {
         let span = Span::current();
-        if let Err(error) = result {
+        // What is not wanted any more has not failed.
+        if let Err(error) = result
+            && !matches!(error, HandoffError::Cancelled(_))
+        {
             trace_context::fail(&span, error.label(), &error.to_string());
         }
         if let (Some(trace), Some(pushing)) = (TracePoint::of(&span), self.pushing) {

@@ -27,7 +27,7 @@ pub use baton::v1;
 pub use baton::worker::v1 as worker;
 
 pub use record::{kv_format_from_proto, kv_format_to_proto};
-pub use request::{MissingField, failure_from_status, failure_to_status};
+pub use request::{MissingField, failure_from_status, failure_to_status, is_server_fault};
 
 /// Every file above as an encoded `FileDescriptorSet`, for gRPC reflection.
 pub const DESCRIPTORS: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/descriptors.bin"));

@@ -277,6 +277,12 @@ pub fn failure_to_status(failure: &Failure) -> Status {
     status
 }
 
+/// Whether a call with this status has failed on its server, by OpenTelemetry's conventions for gRPC. Others are a client's mistakes.
+pub fn is_server_fault(code: Code) -> bool {
+    use Code::{DataLoss, DeadlineExceeded, Internal, Unavailable, Unimplemented, Unknown};
+    matches!(code, Unknown | DeadlineExceeded | Unimplemented | Internal | Unavailable | DataLoss)
+}
+
 /// Why a call was refused or broke. A status without a kind is a lost worker: most come of a broken connection.
 pub fn failure_from_status(status: &Status) -> Failure {
     let named = status.metadata().get(FAILURE_KIND).and_then(|name| name.to_str().ok());

@@ -6,7 +6,7 @@
 use std::time::{Instant, SystemTime};
 
 use opentelemetry::{
-    Context, KeyValue, Value, global,
+    Array, Context, KeyValue, StringValue, Value, global,
     trace::{Span as _, TraceContextExt, Tracer},
 };
 use tracing::Span;
@@ -44,6 +44,12 @@ impl TracePoint {
     /// Adds an attribute to the span itself.
     pub fn set(&self, key: &'static str, value: impl Into<Value>) {
         self.0.span().set_attribute(KeyValue::new(key, value));
+    }
+
+    /// Adds an attribute that is a list of texts.
+    pub fn set_list(&self, key: &'static str, texts: &[&'static str]) {
+        let texts: Vec<StringValue> = texts.iter().map(|&text| text.into()).collect();
+        self.set(key, Value::Array(Array::String(texts)));
     }
 }
 
@@ -97,7 +103,9 @@ mod tests {
         let provider = SdkTracerProvider::builder().with_simple_exporter(exported.clone()).build();
         global::set_tracer_provider(provider.clone());
         with_provider(&provider, || {
-            let point = TracePoint::of(&tracing::info_span!("request")).expect("sampled");
+            let span = tracing::info_span!("request");
+            let point = TracePoint::of(&span).expect("sampled");
+            point.set_list("reasons", &["stop", "length"]);
             // What is recorded is past.
             let start = Instant::now().checked_sub(Duration::from_secs(1)).expect("the machine ran then");
             let prefill = point.record("prefill", start, start + Duration::from_millis(30), vec![]);
@@ -106,6 +114,8 @@ mod tests {
         let spans = exported.get_finished_spans().expect("kept in memory");
         let named = |name| spans.iter().find(|span| span.name == name).expect(name);
         let (request, prefill, chunk) = (named("request"), named("prefill"), named("chunk"));
+        let reasons = Value::Array(Array::String(vec!["stop".into(), "length".into()]));
+        assert!(request.attributes.contains(&KeyValue::new("reasons", reasons)), "{:?}", request.attributes);
         assert_eq!(prefill.parent_span_id, request.span_context.span_id());
         assert_eq!(chunk.parent_span_id, prefill.span_context.span_id());
         assert_eq!(chunk.span_context.trace_id(), request.span_context.trace_id());

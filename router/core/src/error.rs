@@ -97,6 +97,11 @@ impl CoreError {
         }
     }
 
+    /// Whether the server failed: of a client's mistake its span has no failure, by OpenTelemetry's conventions.
+    pub fn is_server_fault(&self) -> bool {
+        matches!(self, CoreError::Unavailable { .. } | CoreError::Internal { .. })
+    }
+
     /// When to come again, where that helps.
     pub fn retry_after(&self) -> Option<Duration> {
         match self {

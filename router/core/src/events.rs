@@ -253,7 +253,9 @@ impl Events {
                 if self.is_empty {
                     self.refund();
                 }
-                trace_context::fail(&self.span, error.name(), &error.to_string());
+                if error.is_server_fault() {
+                    trace_context::fail(&self.span, error.name(), &error.to_string());
+                }
                 self.choices.clear();
             }
         }

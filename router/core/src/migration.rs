@@ -17,7 +17,7 @@ use baton_request::{Failure, FailureKind};
 use baton_router_workers::Workers;
 use tokio::{
     sync::OwnedSemaphorePermit,
-    time::{Sleep, sleep},
+    time::{Instant, Sleep, sleep, timeout_at},
 };
 use tokio_util::task::AbortOnDropHandle;
 use tracing::Instrument;
@@ -96,23 +96,20 @@ impl MigrationState {
     ) {
         let starting = async move {
             let _permit = permit;
+            let until = Instant::now() + PATIENCE;
             let failed = plan.clone();
-            let started = async {
-                let starting = Attempt::start(&workers, plan, message, stall_timeout);
-                let mut attempt = starting.await.map_err(Box::new)?;
-                match attempt.next().await {
-                    Ok(Event::Token(token)) => Ok(Box::new((attempt, token))),
-                    Ok(_) => {
-                        let failure = Failure::new(FailureKind::Draining, "it ended without a token");
-                        Err(Box::new((attempt.plan, failure)))
-                    }
-                    Err(failure) => Err(Box::new((attempt.plan, failure))),
-                }
+            let starting = Attempt::start(&workers, plan, message, stall_timeout);
+            let started = timeout_at(until, starting).await;
+            let mut attempt =
+                started.unwrap_or_else(|_| Err((failed, stalled(PATIENCE)))).map_err(Box::new)?;
+            let failure = match timeout_at(until, attempt.next()).await {
+                Ok(Ok(Event::Token(token))) => return Ok(Box::new((attempt, token))),
+                Ok(Ok(_)) => Failure::new(FailureKind::Draining, "it ended without a token"),
+                Ok(Err(failure)) => failure,
+                Err(_) => stalled(PATIENCE),
             };
-            match tokio::time::timeout(PATIENCE, started).await {
-                Ok(started) => started,
-                Err(_) => Err(Box::new((failed, stalled(PATIENCE)))),
-            }
+            attempt.fail(&failure);
+            Err(Box::new((attempt.plan, failure)))
         };
         let task = tokio::spawn(starting.in_current_span());
         *self = MigrationState::Starting(cause, AbortOnDropHandle::new(task));

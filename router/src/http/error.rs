@@ -138,3 +138,28 @@ impl IntoResponse for ApiError {
         response
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn faults_of_the_server_are_its_5xx() {
+        let message = String::from("no");
+        for error in [
+            CoreError::invalid("n", "no"),
+            CoreError::TooLong { message: message.clone(), param: None, overflow: None },
+            CoreError::NotFound { message: message.clone(), param: None, code: None },
+            CoreError::Duplicate { id: message.clone() },
+            CoreError::Full { message: message.clone(), retry_after: Duration::ZERO },
+            CoreError::Unavailable { message: message.clone() },
+            CoreError::Internal { message },
+        ] {
+            assert_eq!(
+                ApiError::from(error.clone()).status.is_server_error(),
+                error.is_server_fault(),
+                "{error:?}"
+            );
+        }
+    }
+}

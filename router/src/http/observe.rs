@@ -7,9 +7,11 @@ use axum::{
     middleware::Next,
     response::Response,
 };
+use baton_proto::is_server_fault;
 use baton_router_core::{Caller, Core, GENERATION_ENDPOINTS, RequestArrival, is_request_id};
 use baton_telemetry::trace_context;
 use http::{HeaderMap, HeaderName, HeaderValue, header};
+use tonic::Status;
 use tracing::{Instrument, Span, field::Empty};
 
 use super::anthropic;
@@ -41,8 +43,8 @@ pub(crate) async fn observe(State(core): State<Arc<Core>>, mut request: Request,
     let response = next.run(request).instrument(span.clone()).await;
     let mut response = anthropic::write_error(response, is_anthropic, &x_request_id);
     span.record("http.response.status_code", i64::from(response.status().as_u16()));
-    if response.status().is_server_error() {
-        trace_context::set_failed(&span, response.status().as_str());
+    if has_failed(&response) {
+        trace_context::set_failed(&span, &status(&response));
     }
     core.metrics.on_answer(endpoint, status(&response));
     if is_anthropic {
@@ -116,8 +118,39 @@ fn status(response: &Response) -> String {
     status.unwrap_or("0").to_owned()
 }
 
+/// Whether the server is at fault. Over gRPC a refused call has the HTTP status 200.
+fn has_failed(response: &Response) -> bool {
+    let refused = Status::from_header_map(response.headers());
+    response.status().is_server_error() || refused.is_some_and(|status| is_server_fault(status.code()))
+}
+
 /// Whether a request or an answer is gRPC's.
 pub(crate) fn is_grpc(headers: &HeaderMap) -> bool {
     let kind = headers.get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok());
     kind.is_some_and(|kind| kind.starts_with("application/grpc"))
+}
+
+#[cfg(test)]
+mod tests {
+    use axum::body::Body;
+
+    use super::*;
+
+    #[test]
+    fn a_span_fails_by_faults_of_the_server_over_http_and_grpc() {
+        let failed = |status: u16, grpc_status: Option<&str>| {
+            let mut response = Response::builder().status(status);
+            if let Some(status) = grpc_status {
+                response =
+                    response.header(header::CONTENT_TYPE, "application/grpc").header("grpc-status", status);
+            }
+            has_failed(&response.body(Body::empty()).unwrap())
+        };
+        for (status, is_failed) in [(200, false), (400, false), (429, false), (500, true), (503, true)] {
+            assert_eq!(failed(status, None), is_failed, "{status}");
+        }
+        for (status, is_failed) in [("0", false), ("3", false), ("8", false), ("13", true), ("14", true)] {
+            assert_eq!(failed(200, Some(status)), is_failed, "gRPC {status}");
+        }
+    }
 }

@@ -118,7 +118,7 @@ impl RequestClock {
         }
         self.metrics.on_finish(reason);
         if let Some(trace) = &self.trace {
-            trace.set("gen_ai.response.finish_reasons", reason.name());
+            trace.set_list("gen_ai.response.finish_reasons", &[reason.name()]);
         }
     }
 
