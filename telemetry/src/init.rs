@@ -23,7 +23,8 @@ use crate::{
 /// What a process logs and exports.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TelemetryConfig {
-    /// What to log: a level, or directives such as `info,baton_engine=debug`.
+    /// What to log: a level, or directives such as `info,baton_engine=debug`. OpenTelemetry logs only what a directive of its
+    /// own asks for, such as `opentelemetry=warn`.
     pub log: String,
     /// How a log line looks.
     pub format: LogFormat,
@@ -105,9 +106,14 @@ pub struct TelemetryGuard {
 /// # Errors
 /// When the filter or the endpoint is not valid, or logging has been set up already.
 pub fn init(config: &TelemetryConfig) -> anyhow::Result<TelemetryGuard> {
-    let log_filter = EnvFilter::builder()
+    let mut log_filter = EnvFilter::builder()
         .parse(&config.log)
         .with_context(|| format!("the log filter {:?} is not valid", config.log))?;
+    // OpenTelemetry logs every batch that fails; `WatchedExporter` logs the first.
+    if !config.log.contains("opentelemetry") {
+        let off = "opentelemetry=off".parse().expect("it is a directive");
+        log_filter = log_filter.add_directive(off);
+    }
     let endpoint = config
         .otlp_endpoint
         .clone()

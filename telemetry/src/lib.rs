@@ -9,6 +9,7 @@ mod init;
 mod otlp;
 mod panics;
 mod trace_point;
+mod watched_exporter;
 
 mod metrics;
 mod process;

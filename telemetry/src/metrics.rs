@@ -7,7 +7,7 @@ use std::{
 
 use prometheus_client::{encoding::text, metrics::histogram::Histogram, registry::Registry};
 
-use crate::{process, watched::Watched};
+use crate::{process, watched::Watched, watched_exporter::SpanCounts};
 
 /// A handle to the process's metrics. Clones share them.
 ///
@@ -27,11 +27,14 @@ impl Metrics {
         Self::default()
     }
 
-    /// Those of the process and its build: `process_*`, `baton_build_info`. `component` is what the process does: "router",
-    /// "prefill", "decode".
+    /// Those of the process, its build and its spans: `process_*`, `baton_build_info`, `baton_exported_spans_total`,
+    /// `baton_lost_spans_total`. `component` is what the process does: "router", "prefill", "decode".
     pub fn of_process(component: &str) -> Self {
         let metrics = Self::new();
-        metrics.register(|registry| process::register(registry, component));
+        metrics.register(|registry| {
+            process::register(registry, component);
+            SpanCounts::of_process().register(registry);
+        });
         metrics
     }
 

@@ -17,7 +17,10 @@ use opentelemetry_sdk::{
 };
 use tokio::runtime::{self, Handle, Runtime};
 
-use crate::trace_point::SCOPE;
+use crate::{
+    trace_point::SCOPE,
+    watched_exporter::{SpanCounts, WatchedExporter},
+};
 
 /// A collector that does not answer must not keep a process from ending.
 const LAST_EXPORT: Duration = Duration::from_secs(3);
@@ -86,6 +89,7 @@ impl Export {
             .with_attribute(KeyValue::new("service.instance.id", instance.to_owned()))
             .with_attribute(KeyValue::new("service.version", env!("CARGO_PKG_VERSION")))
             .build();
+        let exporter = WatchedExporter::new(exporter, endpoint, SpanCounts::of_process());
         let provider =
             SdkTracerProvider::builder().with_batch_exporter(exporter).with_resource(resource).build();
         global::set_tracer_provider(provider.clone());

@@ -102,8 +102,8 @@ fn spans_go_to_the_collector_and_a_deaf_one_does_not_hold_the_process() {
     assert_eq!(&preface, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n");
 }
 
-/// What one HTTP/1.1 request says, head and body; it is answered with 200.
-fn answer_one(collector: &TcpListener) -> String {
+/// What one HTTP/1.1 request says, head and body; it is answered with `status`.
+fn answer_one(collector: &TcpListener, status: &str) -> String {
     let (mut connection, _) = collector.accept().unwrap();
     let (mut said, mut part) = (Vec::new(), [0; 4096]);
     loop {
@@ -114,7 +114,8 @@ fn answer_one(collector: &TcpListener) -> String {
         let len =
             head.split_once("content-length: ").unwrap().1.lines().next().unwrap().parse::<usize>().unwrap();
         if said.len() >= head.len() + 4 + len {
-            connection.write_all(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n").unwrap();
+            let answer = format!("HTTP/1.1 {status}\r\ncontent-length: 0\r\n\r\n");
+            connection.write_all(answer.as_bytes()).unwrap();
             return text;
         }
     }
@@ -124,7 +125,7 @@ fn answer_one(collector: &TcpListener) -> String {
 fn spans_go_over_http_too() {
     let collector = TcpListener::bind("127.0.0.1:0").unwrap();
     let endpoint = format!("http://{}", collector.local_addr().unwrap());
-    let answering = thread::spawn(move || answer_one(&collector));
+    let answering = thread::spawn(move || answer_one(&collector, "200 OK"));
     // Nothing that plain text needs is missing without certificates.
     let environment = [
         ("OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf"),
@@ -135,6 +136,18 @@ fn spans_go_over_http_too() {
     let said = answering.join().unwrap();
     assert!(said.starts_with("post /v1/traces http/1.1\r\n"), "{said}");
     assert!(said.contains("application/x-protobuf") && said.contains("request"), "{said}");
+}
+
+#[test]
+fn a_batch_that_fails_is_one_line_of_ours_and_none_of_opentelemetry() {
+    let collector = TcpListener::bind("127.0.0.1:0").unwrap();
+    let endpoint = format!("http://{}", collector.local_addr().unwrap());
+    let answering = thread::spawn(move || answer_one(&collector, "400 Bad Request"));
+    let text =
+        stderr(run_case_with(&[("OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf")], "pretty", &endpoint));
+    answering.join().unwrap();
+    assert!(text.contains(&format!("the trace collector at {endpoint} does not answer")), "{text}");
+    assert_eq!(text.matches("WARN").count() + text.matches("ERROR").count(), 1, "{text}");
 }
 
 /// One TLS connection: the first bytes that came through it.

@@ -127,7 +127,8 @@ async fn check_names(cluster: &Cluster) {
     }
     let twice: Vec<_> =
         exported.intersection(&of_workers).filter(|name| name.starts_with("baton_")).collect();
-    assert_eq!(twice, ["baton_build_info"], "a name means one thing, on routers or on workers");
+    let of_every_process = ["baton_build_info", "baton_exported_spans_total", "baton_lost_spans_total"];
+    assert_eq!(twice, of_every_process, "a name means one thing, on routers or on workers");
     exported.append(&mut of_workers);
     let (mut num_read, mut missing) = (0, Vec::new());
     for file in readers_of_metrics() {
