@@ -254,6 +254,7 @@ impl GenerateStream {
     fn fail(&mut self, failure: Failure) -> GenerateEvent {
         // Invariant 2: the failure is typed, and no event follows it.
         self.source = TokenSource::Over;
+        self.clock.failed(failure.kind);
         trace_context::fail(&self.span, failure.kind.name(), &failure.message);
         tracing::debug!(kind = failure.kind.name(), "generation failed: {}", failure.message);
         failed_event(failure)

@@ -282,7 +282,13 @@ impl ComputedHandoffDriver {
                     "the first token ended the request; its kv is not needed"
                 );
             }
-            Err(error) => tracing::info!(transport, bytes, ?elapsed, %error, "handoff ended"),
+            Err(error) => {
+                tracing::info!(transport, bytes, ?elapsed, %error, "handoff ended");
+                // A decode worker that has gone wants nothing more: the clock counts that as cancelled.
+                if !matches!(error, HandoffError::Cancelled(_) | HandoffError::DecodeLost(_)) {
+                    self.clock.failed(error.kind());
+                }
+            }
         }
     }
 }

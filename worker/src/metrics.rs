@@ -7,7 +7,7 @@ use baton_handoff::{HandoffError, TransportKind};
 use baton_kv_store::TierCounts;
 use baton_telemetry::{Metrics, TracePoint};
 use baton_transfer::TransportCounts;
-use baton_worker_metrics::{RequestClock, VllmMetrics};
+use baton_worker_metrics::{EndedRequests, RequestClock, VllmMetrics};
 use baton_worker_tiers::Tiers;
 use prometheus_client::{
     collector::Collector,
@@ -38,6 +38,7 @@ pub struct WorkerMetrics {
     blend_audits: Histogram,
     /// Requests accepted.
     requests: Family<PrefillPlace, Counter>,
+    ended: EndedRequests,
     vllm: VllmMetrics,
 }
 
@@ -70,6 +71,7 @@ impl WorkerMetrics {
     ) -> WorkerMetrics {
         let seconds = || Histogram::new(exponential_buckets(0.000_5, 2.0, 18));
         let vllm = metrics.register(|registry| VllmMetrics::register(registry, model, engine));
+        let ended = metrics.register(EndedRequests::register);
         let ours = WorkerMetrics {
             handoffs: Family::default(),
             handoff_seconds: seconds(),
@@ -80,6 +82,7 @@ impl WorkerMetrics {
             blends_refused: Family::default(),
             blend_audits: Histogram::new(exponential_buckets(1e-5, 4.0, 12)),
             requests: Family::default(),
+            ended,
             vllm,
         };
         ours.start_at_zero();
@@ -183,7 +186,8 @@ impl WorkerMetrics {
         span: &Span,
     ) -> RequestClock {
         self.requests.get_or_create(&PrefillPlace { prefill }).inc();
-        RequestClock::start(self.vllm.clone(), num_prompt_tokens, TracePoint::of(span))
+        let (vllm, ended) = (self.vllm.clone(), self.ended.clone());
+        RequestClock::start(vllm, ended, num_prompt_tokens, TracePoint::of(span))
     }
 }
 

@@ -52,6 +52,7 @@ async fn cancelled_while_decoding() {
         assert!(matches!(next(&mut events).await.unwrap(), Some(Event::Token(_))));
     }
     drop(events);
+    d.await_metric("baton_worker_requests_ended_total{outcome=\"cancelled\"} 1").await;
     p.assert_all_free().await;
     d.assert_all_free().await;
 }

@@ -68,6 +68,7 @@ async fn an_absent_prefill_worker_is_reported_as_lost() {
     let (kind, message) = answer.failed();
     assert_eq!(kind, Kind::PrefillLost);
     assert!(message.contains("p9 at http://127.0.0.1"), "{message}");
+    assert!(d.has_metric("baton_worker_requests_ended_total{outcome=\"prefill_lost\"} 1").await);
     d.assert_all_free().await;
 }
 

@@ -481,8 +481,9 @@ impl Choice {
             reason = failure.kind.name(), error = failure.message, "attempt failed"
         );
         // Invariant 9: the only place of the system that tries a request again.
-        let blame = self.retry.on_failure(failure, plan, stage, Instant::now())?;
-        if let Some(worker) = &blame.spare {
+        let blame = self.retry.on_failure(failure, plan, stage, Instant::now());
+        self.core.workers.count_failure(self.retry.at_fault());
+        if let Some(worker) = &blame?.spare {
             self.core.workers.report_failure(worker);
         }
         Ok(())

@@ -125,6 +125,7 @@ pub struct RouterMetrics {
     worker_waiting: Family<Worker, Gauge>,
     worker_queued_tokens: Family<Worker, Gauge>,
     worker_free_blocks: Family<Worker, Gauge>,
+    worker_failures: Family<Worker, Counter>,
     handoff_bytes: Family<WorkerTransport, Gauge<u64, AtomicU64>>,
     index_sources: Family<State, Gauge>,
     index_memberships: Gauge<u64, AtomicU64>,
@@ -174,6 +175,7 @@ impl RouterMetrics {
             worker_waiting: Family::default(),
             worker_queued_tokens: Family::default(),
             worker_free_blocks: Family::default(),
+            worker_failures: Family::default(),
             handoff_bytes: Family::default(),
             index_sources: Family::default(),
             index_memberships: Gauge::default(),
@@ -270,6 +272,11 @@ impl RouterMetrics {
                 "worker_free_blocks",
                 "Blocks that are free at the worker",
                 this.worker_free_blocks.clone(),
+            );
+            registry.register(
+                "worker_attempt_failures",
+                "Attempts that failed by the worker's fault",
+                this.worker_failures.clone(),
             );
             registry.register(
                 "worker_handoff_bytes",
@@ -410,6 +417,7 @@ impl RouterMetrics {
         self.worker_waiting.clear();
         self.worker_queued_tokens.clear();
         self.worker_free_blocks.clear();
+        self.worker_failures.clear();
         self.handoff_bytes.clear();
         self.index_memberships.set(size.num_memberships);
         self.index_bytes.set(size.num_bytes);
@@ -419,8 +427,9 @@ impl RouterMetrics {
         }
         for listed in workers.list() {
             self.index_sources.get_or_create(&State { state: listed.source.name() }).inc();
-            let Some(report) = listed.report else { continue };
             let label = Worker { worker: listed.record.id.0.clone() };
+            self.worker_failures.get_or_create(&label).inc_by(listed.num_failures);
+            let Some(report) = listed.report else { continue };
             let load = report.load;
             self.worker_running.get_or_create(&label).set(load.num_running.into());
             self.worker_waiting.get_or_create(&label).set(load.num_waiting.into());

@@ -67,6 +67,8 @@ pub struct Retry {
     /// When patience ends; set by the first of these failures.
     deadline: Option<Instant>,
     excluded: Vec<WorkerKey>,
+    /// Workers that are at fault for the last failure.
+    at_fault: Vec<WorkerKey>,
     /// Pauses since the last progress.
     num_pauses: u32,
     /// When workers that failed the request may be asked again, once all of them have.
@@ -91,6 +93,7 @@ impl Retry {
             num_failures: 0,
             deadline: None,
             excluded: Vec::new(),
+            at_fault: Vec::new(),
             num_pauses: 0,
             paused_until: None,
             suspect: None,
@@ -104,6 +107,11 @@ impl Retry {
     /// Workers that the next plan must not name.
     pub fn excluded(&self) -> &[WorkerKey] {
         &self.excluded
+    }
+
+    /// Workers that are at fault for the last failure, if any is: one without room or one that drains is not.
+    pub fn at_fault(&self) -> &[WorkerKey] {
+        &self.at_fault
     }
 
     /// Whether the decode worker is to compute the prompt: no prefill worker reaches the only one.
@@ -135,6 +143,7 @@ impl Retry {
         stage: AttemptStage,
         now: Instant,
     ) -> Result<Blame, GiveUp> {
+        self.at_fault.clear();
         if failure.kind == FailureKind::Invalid {
             return Err(GiveUp::Invalid(failure.message));
         }
@@ -161,6 +170,9 @@ impl Retry {
             self.suspect = None;
         }
         self.excluded.extend(blame.exclude.iter().cloned());
+        if !is_orderly(failure.kind) {
+            self.at_fault.clone_from(&blame.exclude);
+        }
         // A new worker was found during the pause, and failed the request too.
         self.paused_until = None;
         self.only_full &= matches!(failure.kind, FailureKind::Full | FailureKind::PrefillFull);
@@ -232,6 +244,14 @@ impl Retry {
 /// Whether the prefill worker of the plan, if it has one, is avoided after this failure, which may be the decode worker's.
 fn blames_prefill(kind: FailureKind) -> bool {
     matches!(kind, FailureKind::PrefillLost | FailureKind::KvRejected | FailureKind::Deadline)
+}
+
+/// Whether a worker refused in good order, for want of room or because it leaves.
+fn is_orderly(kind: FailureKind) -> bool {
+    matches!(
+        kind,
+        FailureKind::Full | FailureKind::PrefillFull | FailureKind::Draining | FailureKind::PrefillDraining
+    )
 }
 
 fn blame(kind: FailureKind, plan: &Plan) -> Blame {
@@ -438,6 +458,23 @@ mod tests {
         play.fail(FailureKind::Model, Duration::ZERO).expect("goes on");
         play.retry.on_progress();
         play.fail(FailureKind::Model, Duration::ZERO).expect("goes on");
+    }
+
+    #[test]
+    fn workers_that_refuse_in_good_order_are_not_at_fault() {
+        for (kind, expected) in [
+            (FailureKind::Lost, vec!["d0"]),
+            (FailureKind::PrefillLost, vec!["p0"]),
+            (FailureKind::Model, vec!["d0", "p0"]),
+            (FailureKind::Full, vec![]),
+            (FailureKind::PrefillDraining, vec![]),
+        ] {
+            // The only attempt: the request is given up.
+            let mut play = Play { retry: Retry::new(1, Duration::from_secs(60)), ..Play::new(CLUSTER) };
+            play.fail(kind, Duration::ZERO).expect_err("there is one attempt");
+            let at_fault: Vec<_> = play.retry.at_fault().iter().map(|worker| worker.id.as_str()).collect();
+            assert_eq!(at_fault, expected, "{kind:?}");
+        }
     }
 
     #[test]

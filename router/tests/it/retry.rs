@@ -148,6 +148,7 @@ async fn a_worker_that_drains_is_avoided_and_not_blamed() {
         assert_eq!((worker.requests().len(), other.requests().len()), (num, num));
     }
     router.until_metric("baton_router_attempt_failures_total{reason=\"draining\"} 2").await;
+    router.until_metric("baton_router_worker_attempt_failures_total{worker=\"d0\"} 0").await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -180,6 +181,8 @@ async fn another_worker_takes_over_at_once() {
     assert_eq!((worker.requests().len(), other.requests().len()), (1, 1));
     assert_eq!(other.requests()[0].output_token_ids, ids("He"));
     router.until_metric("baton_router_attempt_failures_total{reason=\"lost\"} 1").await;
+    router.until_metric("baton_router_worker_attempt_failures_total{worker=\"d0\"} 1").await;
+    router.until_metric("baton_router_worker_attempt_failures_total{worker=\"d1\"} 0").await;
 }
 
 #[tokio::test(flavor = "multi_thread")]

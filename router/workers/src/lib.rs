@@ -105,6 +105,8 @@ struct Worker {
     /// A report has said that it drains. A process that drains never serves again.
     is_leaving: bool,
     back_off: BackOff,
+    /// Attempts that failed by its fault.
+    num_failures: u64,
     assigned: Arc<Assigned>,
     cache: Arc<CacheSource>,
     /// A report of it cannot be true, and was logged.
@@ -131,6 +133,8 @@ pub struct Listed {
     pub report: Option<Report>,
     /// How far it is known what it has cached.
     pub source: SourceState,
+    /// Attempts that failed by its fault.
+    pub num_failures: u64,
 }
 
 /// A request is with a worker as long as this lives.
@@ -367,6 +371,16 @@ impl Workers {
         Some((worker.channel.clone(), Assignment { assigned, number }, ticket))
     }
 
+    /// Counts a failed attempt of the workers that are at fault.
+    pub fn count_failure(&self, at_fault: &[WorkerKey]) {
+        let mut state = self.lock();
+        for key in at_fault {
+            if let Some(worker) = state.workers.get_mut(key) {
+                worker.num_failures += 1;
+            }
+        }
+    }
+
     /// The worker broke off or could not be reached: no request is sent to it for a while.
     pub fn report_failure(&self, key: &WorkerKey) {
         let mut state = self.lock();
@@ -401,6 +415,7 @@ impl Workers {
             usability: worker.usability(now),
             report: worker.report.clone(),
             source: worker.cache.state(),
+            num_failures: worker.num_failures,
         };
         state.workers.values().map(listed).collect()
     }
@@ -475,6 +490,7 @@ impl Workers {
             report: None,
             is_leaving: false,
             back_off: BackOff::default(),
+            num_failures: 0,
             assigned: Arc::new(Assigned::starting_at(first_number)),
             cache,
             is_absurd: false,

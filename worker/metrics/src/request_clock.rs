@@ -2,10 +2,13 @@
 
 use std::time::{Duration, Instant};
 
-use baton_request::FinishReason;
+use baton_request::{FailureKind, FinishReason};
 use baton_telemetry::{KeyValue, TracePoint};
 
-use crate::VllmMetrics;
+use crate::{
+    EndedRequests, VllmMetrics,
+    ended::{CANCELLED, OK},
+};
 
 /// How long a prompt took on the worker that computed it, as the decode worker sees it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -27,10 +30,12 @@ impl PromptPace {
     }
 }
 
-/// Measures one request. Dropped before it [finished](Self::finished), it leaves out its end.
+/// Measures one request. Dropped before it [finished](Self::finished) or [failed](Self::failed), it was cancelled.
 #[derive(Debug)]
 pub struct RequestClock {
     metrics: VllmMetrics,
+    /// `None` after its end was counted.
+    ended: Option<EndedRequests>,
     num_prompt_tokens: usize,
     accepted: Instant,
     admitted: Option<Instant>,
@@ -45,10 +50,16 @@ pub struct RequestClock {
 
 impl RequestClock {
     /// A request is accepted now. `trace` is its span on this worker, if that is sampled.
-    pub fn start(metrics: VllmMetrics, num_prompt_tokens: usize, trace: Option<TracePoint>) -> RequestClock {
+    pub fn start(
+        metrics: VllmMetrics,
+        ended: EndedRequests,
+        num_prompt_tokens: usize,
+        trace: Option<TracePoint>,
+    ) -> RequestClock {
         metrics.prompt_tokens.inc_by(num_prompt_tokens as u64);
         RequestClock {
             metrics,
+            ended: Some(ended),
             num_prompt_tokens,
             accepted: Instant::now(),
             admitted: None,
@@ -117,8 +128,21 @@ impl RequestClock {
             }
         }
         self.metrics.on_finish(reason);
+        self.count_end(OK);
         if let Some(trace) = &self.trace {
             trace.set_list("gen_ai.response.finish_reasons", &[reason.name()]);
+        }
+    }
+
+    /// It failed.
+    pub fn failed(&mut self, kind: FailureKind) {
+        self.count_end(kind.name());
+    }
+
+    /// Counts the end, once.
+    fn count_end(&mut self, outcome: &'static str) {
+        if let Some(ended) = self.ended.take() {
+            ended.count(outcome);
         }
     }
 
@@ -136,6 +160,7 @@ impl RequestClock {
 
 impl Drop for RequestClock {
     fn drop(&mut self) {
+        self.count_end(CANCELLED);
         let Some(trace) = &self.trace else { return };
         if let (Some(first), Some(last)) = (self.first_token, self.newest_token)
             && self.num_output_tokens > 1
@@ -143,5 +168,32 @@ impl Drop for RequestClock {
             let tokens = KeyValue::new("gen_ai.usage.output_tokens", self.num_output_tokens as i64);
             trace.record("decode", first, last, vec![tokens]);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use prometheus_client::{encoding::text, registry::Registry};
+
+    use super::*;
+
+    /// The counts that are not 0 after a request that ends so.
+    fn counts(end: impl FnOnce(&mut RequestClock)) -> Vec<String> {
+        let mut registry = Registry::default();
+        let ended = EndedRequests::register(&mut registry);
+        end(&mut RequestClock::start(VllmMetrics::new(256), ended, 8, None));
+        let mut exposition = String::new();
+        text::encode(&mut exposition, &registry).expect("a String takes everything");
+        let lines = exposition.lines().filter(|line| !line.starts_with('#') && !line.ends_with(" 0"));
+        lines.map(str::to_owned).collect()
+    }
+
+    #[test]
+    fn every_request_ends_once() {
+        let line =
+            |outcome: &str| vec![format!("baton_worker_requests_ended_total{{outcome=\"{outcome}\"}} 1")];
+        assert_eq!(counts(|_| ()), line("cancelled"));
+        assert_eq!(counts(|clock| clock.finished(FinishReason::Stop)), line("ok"));
+        assert_eq!(counts(|clock| clock.failed(FailureKind::Full)), line("full"));
     }
 }

@@ -61,21 +61,7 @@ impl VllmMetrics {
     pub fn register(registry: &mut Registry, model: &str, engine: &EngineHandle) -> VllmMetrics {
         let labels = [("model_name".into(), model.to_owned().into()), ("engine".into(), "0".into())];
         let registry = registry.sub_registry_with_labels(labels.into_iter());
-        let ours = VllmMetrics {
-            ttft: Histogram::new(TTFT),
-            itl: Histogram::new(ITL),
-            tpot: Histogram::new(ITL),
-            e2e: Histogram::new(PHASE),
-            queue: Histogram::new(PHASE),
-            inference: Histogram::new(PHASE),
-            prefill: Histogram::new(PHASE),
-            decode: Histogram::new(PHASE),
-            prompt_lengths: Histogram::new(lengths(engine.context_length())),
-            output_lengths: Histogram::new(lengths(engine.context_length())),
-            prompt_tokens: Counter::default(),
-            output_tokens: Counter::default(),
-            finished: Family::default(),
-        };
+        let ours = VllmMetrics::new(engine.context_length());
         for (name, help, histogram) in [
             ("vllm:time_to_first_token_seconds", "From a request to its first token", &ours.ttft),
             ("vllm:inter_token_latency_seconds", "Between two tokens of a request", &ours.itl),
@@ -119,6 +105,25 @@ impl VllmMetrics {
         registry.register("vllm:cache_config", "The KV pool", Info::new(cache));
         registry.register_collector(Box::new(EngineReader(engine.clone())));
         ours
+    }
+
+    /// Nothing is measured yet.
+    pub(crate) fn new(context_length: usize) -> VllmMetrics {
+        VllmMetrics {
+            ttft: Histogram::new(TTFT),
+            itl: Histogram::new(ITL),
+            tpot: Histogram::new(ITL),
+            e2e: Histogram::new(PHASE),
+            queue: Histogram::new(PHASE),
+            inference: Histogram::new(PHASE),
+            prefill: Histogram::new(PHASE),
+            decode: Histogram::new(PHASE),
+            prompt_lengths: Histogram::new(lengths(context_length)),
+            output_lengths: Histogram::new(lengths(context_length)),
+            prompt_tokens: Counter::default(),
+            output_tokens: Counter::default(),
+            finished: Family::default(),
+        }
     }
 
     pub(crate) fn on_finish(&self, reason: FinishReason) {
