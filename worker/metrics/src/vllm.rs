@@ -1,5 +1,5 @@
 //! A worker's metrics under the names, labels and buckets that vLLM gives them, for the gateways, autoscalers and dashboards
-//! that read those.
+//! that read those. Where vLLM's buckets begin too high for what occurs here, finer ones come before them.
 //!
 //! Times are those of this worker: a prefill worker measures until its first token, a decode worker its whole part.
 
@@ -23,14 +23,15 @@ const TTFT: [f64; 22] = [
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0,
     80.0, 160.0, 640.0, 2560.0,
 ];
-/// Buckets of times between two tokens.
-const ITL: [f64; 19] = [
-    0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
+/// Buckets of times between two tokens. vLLM's begin at 0.01.
+const ITL: [f64; 24] = [
+    0.000_5, 0.001, 0.002_5, 0.005, 0.007_5, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75,
+    1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
 ];
-/// Buckets of the phases of a request.
-const PHASE: [f64; 21] = [
-    0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0,
-    960.0, 1920.0, 7680.0,
+/// Buckets of the phases of a request. vLLM's begin at 0.3.
+const PHASE: [f64; 29] = [
+    0.001, 0.002_5, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0,
+    20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0,
 ];
 
 /// Times and outcomes of requests.
@@ -169,5 +170,18 @@ impl Collector for EngineReader {
             counter.encode(encoder.encode_descriptor(name, help, None, counter.metric_type())?)?;
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn buckets_ascend_and_go_on_as_those_of_vllm() {
+        for (buckets, of_vllm) in [(&ITL[..], [0.01, 0.025, 0.05]), (&PHASE[..], [0.3, 0.5, 0.8])] {
+            assert!(buckets.is_sorted_by(|a, b| a < b), "{buckets:?}");
+            assert!(buckets.windows(3).any(|window| window == of_vllm), "{buckets:?}");
+        }
     }
 }
