@@ -144,6 +144,7 @@ impl GenerateStream {
                         meanwhile = fetch => self.meanwhile = meanwhile,
                         () = self.halted.cancelled() => return Some(self.fail(draining_failure())),
                     }
+                    self.clock.submitted(Instant::now());
                     match self.worker.engine().generate(std::mem::take(&mut **submission)) {
                         Ok(tokens) => {
                             // The engine counts it from here on.

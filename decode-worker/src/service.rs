@@ -83,17 +83,15 @@ impl DecodeService {
             (PromptKv::Local, Some(recall)) => {
                 let clock = worker.metrics().request_taken("local", num_tokens, span);
                 let recall = bring_in(worker.clone(), Some(recall), None, request.clone());
-                let span = tracing::info_span!(parent: span, "recall");
-                GenerateStream::fetching(worker, recall.instrument(span), submission, uncovered, clock)
+                let recall = recall.instrument(span.clone());
+                GenerateStream::fetching(worker, recall, submission, uncovered, clock)
             }
             (PromptKv::Fetch { source }, recall) => {
                 let clock = worker.metrics().request_taken("local", num_tokens, span);
-                let span = tracing::info_span!(
-                    parent: span, "fetch prefix", otel.kind = "client", source = source.peer.worker_id
-                );
                 // The peer is asked for what the tiers lack.
                 let fetch = bring_in(worker.clone(), recall, Some(source), request.clone());
-                GenerateStream::fetching(worker, fetch.instrument(span), submission, uncovered, clock)
+                let fetch = fetch.instrument(span.clone());
+                GenerateStream::fetching(worker, fetch, submission, uncovered, clock)
             }
             (PromptKv::Remote(plan), _) => {
                 let clock = worker.metrics().request_taken("remote", num_tokens, span);

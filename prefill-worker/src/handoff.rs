@@ -180,6 +180,7 @@ impl ComputedHandoffDriver {
         else {
             return Ok(());
         };
+        self.clock.submitted(Instant::now());
         let engine = self.side.worker().engine();
         let (events, blocks) = engine.prefill(*submission).map_err(|error| submit_failure(&error))?;
         // The engine counts it from here on.

@@ -1,9 +1,10 @@
 //! KV of a prompt that is elsewhere comes into the pool: before the prompt is computed, and meanwhile.
 
-use std::sync::Arc;
+use std::{sync::Arc, time::Instant};
 
 use baton_request::Request;
 use baton_worker_tiers::{Beside, Recall};
+use tracing::{Instrument, Span};
 
 use crate::{
     handoff::{
@@ -29,14 +30,26 @@ pub async fn bring_in(
     request: Request,
 ) -> Meanwhile {
     let rest = match recall {
-        Some(recall) => recall.run().await,
+        Some(recall) => wait(&worker, "tiers", tracing::info_span!("recall"), recall.run()).await,
         None => None,
     };
     let Fetched { num_tokens, coming } = match source {
-        Some(source) => prefix_fetch::fetch(worker, source, request).await,
+        Some(source) => {
+            let span =
+                tracing::info_span!("fetch prefix", otel.kind = "client", source = source.peer.worker_id);
+            wait(&worker, "worker", span, prefix_fetch::fetch(worker.clone(), source, request)).await
+        }
         None => Fetched::default(),
     };
     // One of them is enough for the end of the prompt.
     let rest = rest.filter(|_| coming.is_none());
     Meanwhile { _from_tiers: rest.and_then(|rest| rest.start(num_tokens)), _from_peer: coming }
+}
+
+/// Waits for what comes from `source`, in this span, and measures how long.
+async fn wait<T>(worker: &Worker, source: &'static str, span: Span, coming: impl Future<Output = T>) -> T {
+    let started = Instant::now();
+    let came = coming.instrument(span).await;
+    worker.metrics().prefix_waited(source, started.elapsed());
+    came
 }

@@ -1,6 +1,6 @@
 //! A worker's metrics, under their names in `/metrics`. What vLLM measures, too, is in `baton_worker_metrics`.
 
-use std::sync::Weak;
+use std::{sync::Weak, time::Duration};
 
 use baton_engine::{BlendCounts, EngineHandle, EngineLoad};
 use baton_handoff::{HandoffError, TransportKind};
@@ -33,6 +33,7 @@ pub struct WorkerMetrics {
     pub exposed_seconds: Histogram,
     prefix_fetches: Family<Outcome, Counter>,
     prefix_fetched_tokens: Counter,
+    prefix_waits: Family<PrefixFrom, Histogram>,
     prefixes_given: Family<Outcome, Counter>,
     blends_refused: Family<Refusal, Counter>,
     blend_audits: Histogram,
@@ -53,11 +54,22 @@ struct Refusal {
     reason: &'static str,
 }
 
+/// Where cached KV comes from: "tiers" or another "worker".
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct PrefixFrom {
+    source: &'static str,
+}
+
 /// Where a request's prompt is computed.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct PrefillPlace {
     /// "local", "remote", or on a prefill worker "handoff".
     prefill: &'static str,
+}
+
+/// Of times from half a millisecond to a minute.
+fn seconds() -> Histogram {
+    Histogram::new(exponential_buckets(0.000_5, 2.0, 18))
 }
 
 impl WorkerMetrics {
@@ -69,7 +81,6 @@ impl WorkerMetrics {
         data_plane: DataPlane,
         tiers: Weak<Tiers>,
     ) -> WorkerMetrics {
-        let seconds = || Histogram::new(exponential_buckets(0.000_5, 2.0, 18));
         let vllm = metrics.register(|registry| VllmMetrics::register(registry, model, engine));
         let ended = metrics.register(EndedRequests::register);
         let ours = WorkerMetrics {
@@ -78,6 +89,7 @@ impl WorkerMetrics {
             exposed_seconds: seconds(),
             prefix_fetches: Family::default(),
             prefix_fetched_tokens: Counter::default(),
+            prefix_waits: Family::new_with_constructor(seconds),
             prefixes_given: Family::default(),
             blends_refused: Family::default(),
             blend_audits: Histogram::new(exponential_buckets(1e-5, 4.0, 12)),
@@ -107,6 +119,11 @@ impl WorkerMetrics {
                 "baton_prefix_fetched_tokens",
                 "Tokens whose KV was fetched from the cache of another worker",
                 ours.prefix_fetched_tokens.clone(),
+            );
+            registry.register(
+                "baton_prefix_wait_seconds",
+                "Seconds that prompts waited for cached KV before they went to the engine, by where it came from",
+                ours.prefix_waits.clone(),
             );
             registry.register(
                 "baton_prefixes_given",
@@ -144,6 +161,9 @@ impl WorkerMetrics {
         for outcome in ["committed"].into_iter().chain(HandoffError::LABELS) {
             drop(self.prefixes_given.get_or_create(&Outcome { outcome }));
         }
+        for source in ["tiers", "worker"] {
+            drop(self.prefix_waits.get_or_create(&PrefixFrom { source }));
+        }
         for reason in ["off", "model", "too_long", "uncalibrated", "closed"] {
             drop(self.blends_refused.get_or_create(&Refusal { reason }));
         }
@@ -161,6 +181,11 @@ impl WorkerMetrics {
     pub fn prefix_fetched(&self, outcome: &'static str, num_tokens: usize) {
         self.prefix_fetches.get_or_create(&Outcome { outcome }).inc();
         self.prefix_fetched_tokens.inc_by(num_tokens as u64);
+    }
+
+    /// A prompt waited so long for KV from "tiers", or from another "worker".
+    pub(crate) fn prefix_waited(&self, source: &'static str, waited: Duration) {
+        self.prefix_waits.get_or_create(&PrefixFrom { source }).observe(waited.as_secs_f64());
     }
 
     /// A handoff of a cached prefix ended here: "committed" or the error's label.

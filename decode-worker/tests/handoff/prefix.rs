@@ -54,6 +54,7 @@ async fn a_second_turn_elsewhere_computes_only_what_is_new() {
         assert_eq!(computed(&new), turn.len() - NUM_CACHED + NUM_DECODED);
         assert_eq!(computed(&old), before, "the source computes nothing");
         assert!(new.has_metric(&format!("baton_prefix_fetched_tokens_total {NUM_CACHED}")).await);
+        assert!(new.has_metric("baton_prefix_wait_seconds_count{source=\"worker\"} 1").await);
         old.await_metric("baton_prefixes_given_total{outcome=\"committed\"} 1").await;
         assert!(new.moved(transport) > 0 && old.moved(transport) == new.moved(transport));
 
@@ -79,6 +80,7 @@ async fn a_prefill_worker_computes_only_what_a_decode_worker_has_not() {
     let answer = generate(&d.client().await, request).await.unwrap();
     assert_eq!(answer.finished(), expected(&turn, NUM_NEXT));
     assert_eq!(computed(&p), turn.len() - NUM_CACHED);
+    assert!(p.has_metric("baton_prefix_wait_seconds_count{source=\"worker\"} 1").await);
     assert_eq!(computed(&d) - before, NUM_DECODED);
     d.assert_all_free().await;
     p.assert_all_free().await;

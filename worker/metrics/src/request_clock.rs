@@ -38,6 +38,8 @@ pub struct RequestClock {
     ended: Option<EndedRequests>,
     num_prompt_tokens: usize,
     accepted: Instant,
+    /// When its prompt went to this worker's engine: at once, unless KV was brought in first.
+    submitted: Instant,
     admitted: Option<Instant>,
     first_token: Option<Instant>,
     newest_token: Option<Instant>,
@@ -57,11 +59,13 @@ impl RequestClock {
         trace: Option<TracePoint>,
     ) -> RequestClock {
         metrics.prompt_tokens.inc_by(num_prompt_tokens as u64);
+        let accepted = Instant::now();
         RequestClock {
             metrics,
             ended: Some(ended),
             num_prompt_tokens,
-            accepted: Instant::now(),
+            accepted,
+            submitted: accepted,
             admitted: None,
             first_token: None,
             newest_token: None,
@@ -71,13 +75,18 @@ impl RequestClock {
         }
     }
 
+    /// KV was brought in for its prompt, which goes to the engine `at` that time.
+    pub fn submitted(&mut self, at: Instant) {
+        self.submitted = at;
+    }
+
     /// This worker's engine has computed its prompt since `at`.
     pub fn admitted(&mut self, at: Instant) {
-        self.metrics.queue.observe((at - self.accepted).as_secs_f64());
+        self.metrics.queue.observe((at - self.submitted).as_secs_f64());
         self.admitted = Some(at);
         // After a remote prefill, the engine takes the sequence up behind its first token: it has waited elsewhere.
         if let (Some(trace), None) = (&self.trace, self.first_token) {
-            trace.record("queue", self.accepted, at, vec![]);
+            trace.record("queue", self.submitted, at, vec![]);
         }
     }
 
@@ -177,15 +186,33 @@ mod tests {
 
     use super::*;
 
+    fn exposition(registry: &Registry) -> String {
+        let mut exposition = String::new();
+        text::encode(&mut exposition, registry).expect("a String takes everything");
+        exposition
+    }
+
     /// The counts that are not 0 after a request that ends so.
     fn counts(end: impl FnOnce(&mut RequestClock)) -> Vec<String> {
         let mut registry = Registry::default();
         let ended = EndedRequests::register(&mut registry);
         end(&mut RequestClock::start(VllmMetrics::new(256), ended, 8, None));
-        let mut exposition = String::new();
-        text::encode(&mut exposition, &registry).expect("a String takes everything");
+        let exposition = exposition(&registry);
         let lines = exposition.lines().filter(|line| !line.starts_with('#') && !line.ends_with(" 0"));
         lines.map(str::to_owned).collect()
+    }
+
+    #[test]
+    fn a_request_is_in_the_queue_from_when_its_prompt_goes_to_the_engine() {
+        let mut registry = Registry::default();
+        let (metrics, ended) = (VllmMetrics::new(256), EndedRequests::register(&mut registry));
+        registry.register("queue", "Of the request", metrics.queue.clone());
+        let mut clock = RequestClock::start(metrics, ended, 8, None);
+        let submitted = Instant::now() + Duration::from_secs(60);
+        clock.submitted(submitted);
+        clock.admitted(submitted + Duration::from_millis(250));
+        let exposition = exposition(&registry);
+        assert!(exposition.contains("\nqueue_sum 0.25\n"), "{exposition}");
     }
 
     #[test]

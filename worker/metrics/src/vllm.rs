@@ -74,7 +74,11 @@ impl VllmMetrics {
                 &ours.tpot,
             ),
             ("vllm:e2e_request_latency_seconds", "From a request to its end", &ours.e2e),
-            ("vllm:request_queue_time_seconds", "From a request to its first step", &ours.queue),
+            (
+                "vllm:request_queue_time_seconds",
+                "From the engine taking a request to its first step",
+                &ours.queue,
+            ),
             ("vllm:request_inference_time_seconds", "From the first step to the end", &ours.inference),
             ("vllm:request_prefill_time_seconds", "From the first step to the first token", &ours.prefill),
             ("vllm:request_decode_time_seconds", "From the first token to the last", &ours.decode),
