@@ -176,7 +176,15 @@ impl GenerateStream {
                             }
                             return Some(self.token(&token, Instant::now()));
                         }
-                        Some(RemotePrefillEvent::Decoding { tokens, exposed, transport }) => {
+                        Some(RemotePrefillEvent::Decoding {
+                            tokens,
+                            reserving,
+                            granted,
+                            exposed,
+                            transport,
+                        }) => {
+                            self.clock.submitted(reserving);
+                            self.clock.admitted(granted);
                             self.notes.exposed = Some(exposed);
                             self.notes.transport = Some(transport);
                             self.source = TokenSource::Engine(tokens);

@@ -74,7 +74,11 @@ pub enum RemotePrefillEvent {
     Decoding {
         /// The stream of the tokens after the first.
         tokens: TokenStream,
-        /// From the first token until the KV was here.
+        /// When the engine was asked for blocks.
+        reserving: Instant,
+        /// When it had them.
+        granted: Instant,
+        /// From when there were both the first token and blocks until the KV was here.
         exposed: Duration,
         /// What carried it.
         transport: &'static str,
@@ -93,6 +97,9 @@ pub struct RemotePrefillDriver {
     stall: Duration,
     /// When the prefill worker began to compute.
     computing: Option<Instant>,
+    /// When the wait for blocks began, and when it ended; `started` before.
+    reserving: Instant,
+    granted: Instant,
     request: Request,
     /// The same for this worker's engine, until blocks are reserved.
     submission: Option<Submission>,
@@ -142,6 +149,8 @@ impl RemotePrefillDriver {
             started,
             stall: limits.stall,
             computing: None,
+            reserving: started,
+            granted: started,
             request,
             submission: Some(submission),
             prefix_source,
@@ -191,6 +200,11 @@ impl RemotePrefillDriver {
                         self.num_progress.fetch_add(1, Ordering::Relaxed);
                     }
                     DecodeInput::Message(PrefillMessage::Started) => self.computing = Some(Instant::now()),
+                    DecodeInput::Granted(_) => {
+                        self.granted = Instant::now();
+                        let waited = self.granted - self.reserving;
+                        worker.metrics().block_wait_seconds.observe(waited.as_secs_f64());
+                    }
                     _ => {}
                 }
                 return input;
@@ -210,6 +224,7 @@ impl RemotePrefillDriver {
                 self.side.send(message, &self.request, self.prefix_source.as_ref());
             }
             DecodeAction::Reserve { .. } => {
+                self.reserving = Instant::now();
                 let (worker, uncovered) = (self.side.worker().clone(), self.uncovered.take());
                 let submission = self.submission.take().unwrap_or_else(|| self.request.clone().into());
                 let reserving = reserve(worker, submission, uncovered);
@@ -283,6 +298,9 @@ impl RemotePrefillDriver {
         if let Some(computing) = self.computing {
             trace.record("wait for prefill worker", self.started, computing, vec![]);
         }
+        if self.granted > self.reserving {
+            trace.record("wait for blocks", self.reserving, self.granted, vec![]);
+        }
         if let (Ok(RemotePrefilled::Committed(committed)), SentToRouter::FirstToken(_, sampled)) =
             (result, &self.sent)
         {
@@ -290,7 +308,8 @@ impl RemotePrefillDriver {
                 KeyValue::new("transport", committed.transport.map_or("none", |kind| kind.name())),
                 KeyValue::new("bytes", committed.bytes as i64),
             ];
-            trace.record("exposed transfer", *sampled, Instant::now(), attributes);
+            let since = self.granted.max(*sampled);
+            trace.record("exposed transfer", since, Instant::now(), attributes);
         }
     }
 
@@ -312,7 +331,8 @@ impl RemotePrefillDriver {
             return;
         };
         let worker = self.side.worker();
-        let exposed = sampled.elapsed();
+        // While it has no blocks, it waits for them, not for the transfer.
+        let exposed = self.granted.max(sampled).elapsed();
         worker.metrics().exposed_seconds.observe(exposed.as_secs_f64());
         let transport = committed.transport.map_or("none", |kind| kind.name());
         tracing::info!(prefill = %peer, transport, bytes = committed.bytes, ?elapsed, ?exposed, "kv received");
@@ -321,7 +341,10 @@ impl RemotePrefillDriver {
             worker.engine().decode(reservation, token).map_err(|error| submit_failure(&error))
         });
         let event = match decoding {
-            Ok(tokens) => RemotePrefillEvent::Decoding { tokens, exposed, transport },
+            Ok(tokens) => {
+                let (reserving, granted) = (self.reserving, self.granted);
+                RemotePrefillEvent::Decoding { tokens, reserving, granted, exposed, transport }
+            }
             Err(failure) => {
                 tracing::info!(prefill = %peer, error = failure.message, "the received kv is not decoded; the request fails here");
                 RemotePrefillEvent::Failed(failure)

@@ -29,8 +29,10 @@ pub struct WorkerMetrics {
     handoffs: Family<Outcome, Counter>,
     /// Seconds from `Begin` to the outcome.
     pub handoff_seconds: Histogram,
-    /// Seconds of a committed handoff after the first token: transfer that no computation hid.
+    /// Seconds of a committed handoff after the first token and the grant: transfer that no computation hid.
     pub exposed_seconds: Histogram,
+    /// Seconds from the start of a remote prefill until this worker had blocks for it.
+    pub block_wait_seconds: Histogram,
     prefix_fetches: Family<Outcome, Counter>,
     prefix_fetched_tokens: Counter,
     prefix_waits: Family<PrefixFrom, Histogram>,
@@ -87,6 +89,7 @@ impl WorkerMetrics {
             handoffs: Family::default(),
             handoff_seconds: seconds(),
             exposed_seconds: seconds(),
+            block_wait_seconds: seconds(),
             prefix_fetches: Family::default(),
             prefix_fetched_tokens: Counter::default(),
             prefix_waits: Family::new_with_constructor(seconds),
@@ -109,6 +112,11 @@ impl WorkerMetrics {
                 "baton_handoff_exposed_seconds",
                 "Seconds of committed handoffs that no computation hid",
                 ours.exposed_seconds.clone(),
+            );
+            registry.register(
+                "baton_handoff_block_wait_seconds",
+                "Seconds that prompts computed elsewhere waited for blocks of this worker",
+                ours.block_wait_seconds.clone(),
             );
             registry.register(
                 "baton_prefix_fetches",

@@ -162,6 +162,15 @@ async fn a_decode_worker_with_progress_waits_for_its_blocks_longer_than_the_dead
     let second = generate(&client, request(&prompt(2, 100), 2, Some(p.peer()))).await.unwrap();
     assert_eq!(second.finished(), expected(&prompt(2, 100), 2));
     assert_eq!(first.await.unwrap(), expected(&prompt(1, 80), 16));
+    // The wait for blocks is no transfer.
+    let metrics = d.metrics().await;
+    let seconds = |name: &str| {
+        let sum = metrics.lines().find_map(|line| line.strip_prefix(name)?.parse::<f64>().ok());
+        sum.unwrap_or_else(|| panic!("no {name} in\n{metrics}"))
+    };
+    let waited = seconds("baton_handoff_block_wait_seconds_sum ");
+    let exposed = seconds("baton_handoff_exposed_seconds_sum ");
+    assert!(exposed < waited, "{exposed} s of transfer, {waited} s without blocks");
     p.assert_all_free().await;
     d.assert_all_free().await;
 }

@@ -36,7 +36,7 @@ pub struct Timing {
     /// From then to the first token.
     #[serde(rename = "prefill_ms", serialize_with = "millis")]
     pub prefill: Option<Duration>,
-    /// From the first token until the decode worker had the KV; absent without a handoff.
+    /// From the first token, or later from when the decode worker had blocks, until it had the KV; absent without a handoff.
     #[serde(rename = "exposed_ms", serialize_with = "millis")]
     pub exposed: Option<Duration>,
     /// From the request's arrival here to its first token.

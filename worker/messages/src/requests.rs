@@ -119,7 +119,7 @@ pub struct TokenNotes {
     pub blended_tokens: usize,
     /// With the first token.
     pub pace: Option<PromptPace>,
-    /// With the first token after a handoff: from the first token of all until the KV was there.
+    /// With the first token after a handoff: from when there were both the first token of all and blocks until the KV was there.
     pub exposed: Option<Duration>,
     /// With it: what carried the KV.
     pub transport: Option<&'static str>,

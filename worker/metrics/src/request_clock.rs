@@ -38,7 +38,7 @@ pub struct RequestClock {
     ended: Option<EndedRequests>,
     num_prompt_tokens: usize,
     accepted: Instant,
-    /// When its prompt went to this worker's engine: at once, unless KV was brought in first.
+    /// When it went to this worker's engine: at once, unless KV was brought in first or its prompt is computed elsewhere.
     submitted: Instant,
     admitted: Option<Instant>,
     first_token: Option<Instant>,
@@ -75,16 +75,16 @@ impl RequestClock {
         }
     }
 
-    /// KV was brought in for its prompt, which goes to the engine `at` that time.
+    /// It went to the engine `at` that time, later than it was accepted.
     pub fn submitted(&mut self, at: Instant) {
         self.submitted = at;
     }
 
-    /// This worker's engine has computed its prompt since `at`.
+    /// This worker's engine has computed its prompt since `at`, or holds blocks for one that is computed elsewhere.
     pub fn admitted(&mut self, at: Instant) {
         self.metrics.queue.observe((at - self.submitted).as_secs_f64());
         self.admitted = Some(at);
-        // After a remote prefill, the engine takes the sequence up behind its first token: it has waited elsewhere.
+        // After a remote prefill this comes behind the first token: the handoff has a span for the wait.
         if let (Some(trace), None) = (&self.trace, self.first_token) {
             trace.record("queue", self.submitted, at, vec![]);
         }
