@@ -7,7 +7,7 @@ use std::time::{Instant, SystemTime};
 
 use opentelemetry::{
     Array, Context, KeyValue, StringValue, Value, global,
-    trace::{Span as _, TraceContextExt, Tracer},
+    trace::{Span as _, Status, TraceContextExt, Tracer},
 };
 use tracing::Span;
 use tracing_opentelemetry::OpenTelemetrySpanExt;
@@ -34,9 +34,35 @@ impl TracePoint {
         end: Instant,
         attributes: Vec<KeyValue>,
     ) -> TracePoint {
+        self.child(name, start, end, attributes, Status::Unset)
+    }
+
+    /// Records a child that failed; `kind` is a word for what went wrong, and `message` says it to people.
+    pub fn record_failed(
+        &self,
+        name: &'static str,
+        start: Instant,
+        end: Instant,
+        mut attributes: Vec<KeyValue>,
+        kind: &'static str,
+        message: &str,
+    ) {
+        attributes.push(KeyValue::new("error.type", kind));
+        self.child(name, start, end, attributes, Status::error(message.to_owned()));
+    }
+
+    fn child(
+        &self,
+        name: &'static str,
+        start: Instant,
+        end: Instant,
+        attributes: Vec<KeyValue>,
+        status: Status,
+    ) -> TracePoint {
         let tracer = global::tracer(SCOPE);
         let child = tracer.span_builder(name).with_start_time(wall_time(start)).with_attributes(attributes);
         let mut child = tracer.build_with_context(child, &self.0);
+        child.set_status(status);
         child.end_with_timestamp(wall_time(end));
         TracePoint(self.0.with_remote_span_context(child.span_context().clone()))
     }
@@ -62,7 +88,7 @@ fn wall_time(instant: Instant) -> SystemTime {
 mod tests {
     use std::time::Duration;
 
-    use opentelemetry::trace::{SpanKind, Status, TracerProvider};
+    use opentelemetry::trace::{SpanKind, TracerProvider};
     use opentelemetry_sdk::trace::{InMemorySpanExporter, Sampler, SdkTracerProvider};
     use tracing_subscriber::layer::SubscriberExt;
 
@@ -110,12 +136,16 @@ mod tests {
             let start = Instant::now().checked_sub(Duration::from_secs(1)).expect("the machine ran then");
             let prefill = point.record("prefill", start, start + Duration::from_millis(30), vec![]);
             prefill.record("chunk", start, start + Duration::from_millis(10), vec![]);
+            point.record_failed("plan", start, Instant::now(), vec![], "no_plan", "no worker came");
         });
         let spans = exported.get_finished_spans().expect("kept in memory");
         let named = |name| spans.iter().find(|span| span.name == name).expect(name);
         let (request, prefill, chunk) = (named("request"), named("prefill"), named("chunk"));
         let reasons = Value::Array(Array::String(vec!["stop".into(), "length".into()]));
         assert!(request.attributes.contains(&KeyValue::new("reasons", reasons)), "{:?}", request.attributes);
+        let plan = named("plan");
+        assert_eq!((&prefill.status, &plan.status), (&Status::Unset, &Status::error("no worker came")));
+        assert!(plan.attributes.contains(&KeyValue::new("error.type", "no_plan")), "{:?}", plan.attributes);
         assert_eq!(prefill.parent_span_id, request.span_context.span_id());
         assert_eq!(chunk.parent_span_id, prefill.span_context.span_id());
         assert_eq!(chunk.span_context.trace_id(), request.span_context.trace_id());

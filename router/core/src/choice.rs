@@ -390,6 +390,7 @@ impl Choice {
     async fn connect(&mut self) -> Result<Attempt, CoreError> {
         // Of the first plan: since the tokens are known.
         let mut since = if self.num_attempts == 0 { self.prepared.tokenised } else { Instant::now() };
+        let mut waiting = None;
         loop {
             // Before looking, so that no change is missed.
             let mut changes = self.core.workers.changes();
@@ -398,19 +399,22 @@ impl Choice {
                 Ok(plan) => plan,
                 Err(no_plan) => {
                     let now = Instant::now();
+                    waiting.get_or_insert_with(|| self.core.metrics.waiting.enter(&no_plan, now));
                     // A request that never failed counts an outage from its beginning.
                     let known_until = no_plan
                         .lacks()
                         .and_then(|role| self.core.workers.last_usable(role))
                         .map(|at| at + self.core.config.recovery_timeout);
                     let has_output = !self.request.output.is_empty();
-                    let until = self.retry.on_no_plan(&no_plan, known_until, has_output, now)?;
+                    let until = self.retry.on_no_plan(&no_plan, known_until, has_output, now);
+                    let until = until.inspect_err(|_| self.trace_no_plan(&no_plan, since))?;
                     // A worker came or time passed: look again.
                     let _ = tokio::time::timeout_at(until.into(), changes.changed()).await;
                     self.retry.look_again(Instant::now());
                     continue;
                 }
             };
+            waiting = None;
             self.on_plan(&plan);
             tracing::debug!(
                 request = %self.prepared.id, index = self.index, attempt = self.num_attempts,
@@ -437,6 +441,15 @@ impl Choice {
                 KeyValue::new("plan", plan.prefill.name()),
             ];
             request.record("plan", since, Instant::now(), attributes);
+        }
+    }
+
+    /// Records that no worker came in time, or none can help.
+    fn trace_no_plan(&self, no_plan: &NoPlan, since: Instant) {
+        if let Some(request) = TracePoint::of(&self.span) {
+            let attributes = vec![KeyValue::new("attempt", i64::from(self.num_attempts))];
+            let message = no_plan.to_string();
+            request.record_failed("plan", since, Instant::now(), attributes, "no_plan", &message);
         }
     }
 

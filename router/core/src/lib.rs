@@ -44,6 +44,7 @@ mod stops;
 mod thinking;
 mod timing;
 mod trace;
+mod waiting;
 
 pub use active::{ActiveRequest, ActiveRequests};
 pub use baton_journal::{Journal, JournalConfig, JournalOpenError};

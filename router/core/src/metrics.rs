@@ -25,7 +25,7 @@ use prometheus_client::{
 };
 use tokio::sync::watch;
 
-use crate::journal_metrics::JournalCollector;
+use crate::{journal_metrics::JournalCollector, waiting::WaitingRequests};
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct Outcome {
@@ -114,6 +114,7 @@ pub struct RouterMetrics {
     migrations: Family<Migrated, Counter>,
     prefix_sources: Counter,
     running: Gauge,
+    pub(crate) waiting: WaitingRequests,
     pub(crate) body_bytes: Gauge,
     /// Connections of the port that are open.
     pub connections: Gauge,
@@ -166,6 +167,7 @@ impl RouterMetrics {
             migrations: Family::default(),
             prefix_sources: Counter::default(),
             running: Gauge::default(),
+            waiting: WaitingRequests::default(),
             body_bytes: Gauge::default(),
             connections: Gauge::default(),
             connections_full: Counter::default(),
@@ -236,6 +238,11 @@ impl RouterMetrics {
                 this.prefix_sources.clone(),
             );
             registry.register("requests_running", "Generations that run now", this.running.clone());
+            registry.register(
+                "requests_waiting",
+                "Choices of requests that wait for a usable worker now",
+                this.waiting.num.clone(),
+            );
             registry.register(
                 "body_bytes",
                 "Bytes of request bodies that are being read, prepared or journalled",

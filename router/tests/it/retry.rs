@@ -288,9 +288,11 @@ async fn a_short_outage_is_a_pause_for_new_requests_too() {
     drop(worker);
     let client = Client::new(router.address);
     let asked = tokio::spawn(async move { client.post(TEXT, &json!({"prompt": "x"})).await });
+    router.until_metric("baton_router_requests_waiting 1").await;
     let worker = FakeWorker::start("d0", Role::Decode, 2).await;
     router.register(&worker).await;
     assert_eq!(asked.await.unwrap().status, 200);
+    router.until_metric("baton_router_requests_waiting 0").await;
 
     let (mut router, _worker) =
         Router::with_worker_and(|config| config.recovery_timeout = Duration::ZERO).await;
