@@ -313,7 +313,8 @@ const TIER_COUNTS: [TierCount; 10] = [
 
 impl Collector for EngineCollector {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), std::fmt::Error> {
-        let load = *self.engine.load().borrow();
+        // As vLLM's names have it.
+        let load = self.engine.load_now();
         for (name, help, read) in GAUGES {
             let gauge = ConstGauge::new(read(&load) as i64);
             let metric = encoder.encode_descriptor(name, help, None, gauge.metric_type())?;

@@ -8,7 +8,10 @@ use baton_handoff::TransportKind;
 use baton_request::{Grammar, GrammarKind};
 use tonic::Code;
 
-use crate::harness::{BLOCK_SIZE, decode, expected, generate, prefill, prompt, request, transports};
+use crate::{
+    gate::gate,
+    harness::{BLOCK_SIZE, decode, expected, generate, prefill, prompt, request, transports},
+};
 
 async fn remote_tokens_are_local_tokens(kind: TransportKind) {
     let p = prefill().transport(kind).start().await;
@@ -210,6 +213,26 @@ async fn requests_are_measured_under_the_names_of_vllm() {
             assert_eq!(line.rsplit(' ').next().unwrap().parse(), Ok(expected), "{line}");
         }
     }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_request_that_comes_during_a_step_waits_under_both_names() {
+    let (steps, hook) = gate();
+    let d = decode().hook(hook).start().await;
+    let mut client = d.client().await;
+    let first = client.generate(request(&prompt(1, 8), 4, None)).await.unwrap();
+    tokio::task::block_in_place(|| steps.pass(0));
+    let second = client.generate(request(&prompt(2, 8), 4, None)).await.unwrap();
+    let metrics = d.metrics().await;
+    let waiting = ["baton_engine_waiting ", "vllm:num_requests_waiting{"].map(|name| {
+        let line = metrics.lines().find(|line| line.starts_with(name));
+        let value = line.and_then(|line| line.rsplit(' ').next()?.parse::<f64>().ok());
+        value.unwrap_or_else(|| panic!("no {name} in\n{metrics}"))
+    });
+    assert!(waiting[0] >= 1.0 && waiting[0] == waiting[1], "{waiting:?}");
+    drop((first, second));
+    steps.open();
+    d.assert_all_free().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
