@@ -1,7 +1,8 @@
 //! Messages of a prefill worker to a decode worker's data plane: over tcp, on the control socket of shm, and, where NIXL is
 //! installed, to get the key of its memory.
 //!
-//! With any messages, only granted blocks change, the connection ends, and the grant can be revoked.
+//! With any messages, only granted blocks change, the connection ends, and the grant can be revoked. A first message without
+//! edits is welcomed: otherwise this target would not speak the protocol.
 #![no_main]
 
 use std::io::{Read, Write};
@@ -13,12 +14,13 @@ use std::time::Duration;
 
 use arbitrary::Arbitrary;
 use baton_fuzz::{Field, edit, pick, soon};
-use baton_handoff::{AccessKey, Piece, TransportOffer};
+use baton_handoff::{AccessKey, Generation, Piece, TransportOffer};
 use baton_kv_cache::{BlockId, BlockStorage, KvDtype, KvLayout, WireCodec, WireFormat};
+use baton_transfer::word::Word;
 use baton_transfer::{Receiver, ReceiverConfig, ReceivingTransport};
-use baton_transport_rdma::RdmaReceiving;
-use baton_transport_shm::ShmReceiving;
-use baton_transport_tcp::TcpReceiving;
+use baton_transport_rdma::{RdmaReceiving, testing as rdma};
+use baton_transport_shm::{ShmReceiving, testing as shm};
+use baton_transport_tcp::{TcpReceiving, testing as tcp};
 use libfuzzer_sys::fuzz_target;
 
 const LAYOUT: KvLayout =
@@ -51,6 +53,7 @@ enum Frame<'a> {
 
 #[derive(Arbitrary, Debug)]
 struct Message {
+    /// A hello, or one of the words.
     kind: u8,
     generation: bool,
     fields: Vec<Field>,
@@ -70,7 +73,8 @@ static FABRIC: LazyLock<Fabric> = LazyLock::new(|| {
     let storage = Arc::new(BlockStorage::new(LAYOUT, NUM_BLOCKS).expect("memory"));
     let config = ReceiverConfig {
         io_timeout: Duration::from_secs(5),
-        handshake_timeout: Duration::from_secs(5),
+        // A hello certainly comes, or the end of the connection. The machine may stop for minutes.
+        handshake_timeout: Duration::from_secs(600),
         max_unauthenticated: 1024,
         max_connections: 1024,
         ..ReceiverConfig::default()
@@ -117,8 +121,10 @@ fuzz_target!(|input: Input<'_>| {
         Input::Tcp { wire: _, hello, frames } => {
             let mut socket = TcpStream::connect(&fabric.address).expect("a connection");
             let _ = socket.set_nodelay(true);
+            let mut bytes = tcp::hello(fabric.pool, &LAYOUT, right);
+            edit(&mut bytes, &hello);
             // The peer may have closed the connection already.
-            let _ = socket.write_all(&hello_message(fabric.pool, right, &hello));
+            let _ = socket.write_all(&bytes);
             for frame in &frames {
                 if let Frame::Revoke = frame {
                     drop(granted.take());
@@ -126,26 +132,29 @@ fuzz_target!(|input: Input<'_>| {
                 let _ = socket.write_all(&frame.encode(right));
             }
             let _ = socket.shutdown(Shutdown::Write);
-            let _ = socket.read_to_end(&mut Vec::new());
+            // The grant may have been revoked before the hello arrived.
+            read_answers(socket, hello.is_empty() && granted.is_some(), &tcp::welcome());
         }
         Input::Shm { messages, tail } => {
             let mut socket = UnixStream::connect(&fabric.socket).expect("a connection");
             for message in &messages {
-                let _ = socket.write_all(&message.encode(fabric.pool, right));
+                let _ = socket.write_all(&message.encode_shm(fabric.pool, right));
             }
             let _ = socket.write_all(tail);
             let _ = socket.shutdown(Shutdown::Write);
-            let _ = socket.read_to_end(&mut Vec::new());
+            let is_sound = messages.first().is_some_and(Message::is_sound_hello);
+            read_answers(socket, is_sound, &shm::welcome(NUM_BLOCKS as u64));
         }
         Input::Rdma { messages, tail } => {
             let Some(address) = &fabric.rdma else { return };
             let mut socket = TcpStream::connect(address).expect("a connection");
             for message in &messages {
-                let _ = socket.write_all(&message.encode_rdma(fabric.pool, generation));
+                let _ = socket.write_all(&message.encode_rdma(fabric.pool, right));
             }
             let _ = socket.write_all(tail);
             let _ = socket.shutdown(Shutdown::Write);
-            let _ = socket.read_to_end(&mut Vec::new());
+            let is_sound = messages.first().is_some_and(Message::is_sound_hello);
+            read_answers(socket, is_sound, &rdma::welcome(NUM_BLOCKS as u64, 1));
         }
     }
     for block in [0, 3] {
@@ -163,16 +172,12 @@ fuzz_target!(|input: Input<'_>| {
     }
 });
 
-fn hello_message(pool: u64, right: AccessKey, fields: &[Field]) -> Vec<u8> {
-    let mut bytes = b"BKVh".to_vec();
-    bytes.extend(2u32.to_le_bytes());
-    bytes.extend(pool.to_le_bytes());
-    bytes.extend((LAYOUT.layer_bytes() as u64).to_le_bytes());
-    bytes.extend((LAYOUT.num_layers as u64).to_le_bytes());
-    bytes.extend(right.generation.0.to_le_bytes());
-    bytes.extend(right.secret.0);
-    edit(&mut bytes, fields);
-    bytes
+/// Reads up to the end of the connection. If the first message is sound, the answers begin with `welcome`.
+fn read_answers(mut socket: impl Read, is_sound: bool, welcome: &[u8]) {
+    let mut answers = Vec::new();
+    // Answers may be lost with a connection that is reset.
+    let is_whole = socket.read_to_end(&mut answers).is_ok();
+    assert!(!(is_sound && is_whole) || answers.starts_with(welcome), "a sound first message is not welcomed");
 }
 
 impl Frame<'_> {
@@ -185,17 +190,13 @@ impl Frame<'_> {
                 let codec = WireCodec::new(&LAYOUT, format);
                 let num_bytes =
                     pieces.len() * codec.map_or(LAYOUT.layer_bytes(), |codec| codec.piece_bytes());
-                let mut bytes = b"BKVf".to_vec();
-                bytes.extend((pieces.len() as u16).to_le_bytes());
-                bytes.extend((format as u16).to_le_bytes());
-                bytes.extend(if *generation { right.generation.0 } else { 1 }.to_le_bytes());
-                bytes.extend(5u64.to_le_bytes());
-                bytes.extend((num_bytes as u64).to_le_bytes());
-                bytes.extend(right.secret.0);
+                let access_key = key_of(right, *generation);
+                let num_pieces = pieces.len() as u16;
+                let header = tcp::frame_header(num_pieces, format, access_key, 5, num_bytes as u64);
+                let mut bytes = header.to_vec();
                 edit(&mut bytes, fields);
                 for (layer, block) in pieces {
-                    bytes.extend(u32::from(*layer).to_le_bytes());
-                    bytes.extend(u32::from(*block).to_le_bytes());
+                    bytes.extend(tcp::piece((*layer).into(), (*block).into()));
                 }
                 let missing = missing.map_or(0, usize::from).min(num_bytes);
                 bytes.resize(bytes.len() + num_bytes - missing, *payload);
@@ -206,34 +207,35 @@ impl Frame<'_> {
 }
 
 impl Message {
-    fn encode(&self, pool: u64, right: AccessKey) -> Vec<u8> {
-        let is_hello = self.kind == 1;
-        let generation = if self.generation { right.generation.0 } else { 1 };
-        let mut bytes = u32::from(self.kind).to_le_bytes().to_vec();
-        bytes.extend(if is_hello { LAYOUT.num_layers as u32 } else { 0 }.to_le_bytes());
-        bytes.extend(if is_hello { pool } else { generation }.to_le_bytes());
-        match is_hello {
-            true => bytes.extend((LAYOUT.layer_bytes() as u128).to_le_bytes()),
-            false => bytes.extend(right.secret.0),
-        }
-        bytes.extend(b"BKVshm02");
+    fn is_sound_hello(&self) -> bool {
+        self.kind % 8 == 0 && self.generation && self.fields.is_empty()
+    }
+
+    /// `None`: a hello.
+    fn word(&self, access_key: AccessKey) -> Option<Word> {
+        // The kinds of words are 3 to 9.
+        Word::from_code(2 + u32::from(self.kind % 8), access_key.generation.0, access_key.secret)
+    }
+
+    fn encode_shm(&self, pool: u64, right: AccessKey) -> [u8; shm::MESSAGE_BYTES] {
+        let word = self.word(key_of(right, self.generation));
+        let mut bytes = word.map_or_else(|| shm::hello(pool, &LAYOUT), shm::word);
         edit(&mut bytes, &self.fields);
         bytes
     }
 
-    /// Mostly Hello, Open or Close.
-    fn encode_rdma(&self, pool: u64, right: u64) -> Vec<u8> {
-        let is_hello = self.kind == 1;
-        let mut bytes = b"BKVrdm01".to_vec();
-        bytes.extend(u32::from(self.kind).to_le_bytes());
-        bytes.extend(if is_hello { LAYOUT.num_layers as u32 } else { 0 }.to_le_bytes());
-        let generation = if self.generation { right } else { 1 };
-        let (layer, block) = (LAYOUT.layer_bytes() as u64, LAYOUT.block_bytes() as u64);
-        let fields = if is_hello { [pool, layer, block, 0] } else { [generation, 0, 0, 0] };
-        bytes.extend(fields.iter().flat_map(|field| field.to_le_bytes()));
+    fn encode_rdma(&self, pool: u64, right: AccessKey) -> [u8; rdma::MESSAGE_BYTES] {
+        let access_key = key_of(right, self.generation);
+        let word = self.word(access_key);
+        let mut bytes = word.map_or_else(|| rdma::hello(pool, &LAYOUT, access_key), rdma::word);
         edit(&mut bytes, &self.fields);
         bytes
     }
+}
+
+/// The access key of the grant, or of a grant that does not exist.
+fn key_of(right: AccessKey, is_right: bool) -> AccessKey {
+    AccessKey { generation: if is_right { right.generation } else { Generation(1) }, ..right }
 }
 
 #[allow(unsafe_code)]

@@ -1,26 +1,28 @@
 //! Answers of a decode worker's data plane to a prefill worker: over tcp, on the control socket of shm, and, where NIXL is
 //! installed, for the key of its memory.
 //!
-//! With any answers, opening a route and pushing over it end, at the latest when the peer is gone.
+//! With any answers, opening a route and pushing over it end, at the latest when the peer is gone. Answers without edits open
+//! a route: otherwise this target would not speak the protocol.
 #![no_main]
 
 use std::fs::File;
 use std::io::{self, Read, Write};
 use std::mem;
 use std::net::{TcpListener, TcpStream};
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::{Arc, LazyLock, Mutex};
 use std::time::Duration;
 
 use arbitrary::Arbitrary;
-use baton_fuzz::{Field, edit, soon};
+use baton_fuzz::{Field, edit, pick, soon};
 use baton_handoff::{AccessKey, Generation, PieceWrite, Secret, TransportOffer};
 use baton_kv_cache::{BlockId, BlockStorage, KvDtype, KvLayout};
+use baton_transfer::word::Word;
 use baton_transfer::{Receiver, ReceiverConfig, Sender, SenderConfig, SendingTransport};
-use baton_transport_rdma::RdmaSending;
-use baton_transport_shm::{ShmReceiving, ShmSending};
-use baton_transport_tcp::TcpSending;
+use baton_transport_rdma::{RdmaSending, testing as rdma};
+use baton_transport_shm::{ShmReceiving, ShmSending, testing as shm};
+use baton_transport_tcp::{TcpSending, testing as tcp};
 use libfuzzer_sys::fuzz_target;
 
 const LAYOUT: KvLayout =
@@ -30,6 +32,11 @@ const GENERATION: u64 = 11;
 /// The access key of the grant. The fuzzed decode worker does not check it.
 const ACCESS_KEY: AccessKey =
     AccessKey { generation: Generation(GENERATION), secret: Secret([0; Secret::NUM_BYTES]) };
+const OPENED: Word = Word::Opened(Generation(GENERATION));
+/// How long both sides wait for a message that certainly comes. The machine may stop for minutes.
+const GREETING_TIMEOUT: Duration = Duration::from_secs(600);
+/// How long a peer waits for a message that a sender may send.
+const MESSAGE_TIMEOUT: Duration = Duration::from_millis(100);
 
 #[derive(Arbitrary, Debug)]
 struct Input {
@@ -103,7 +110,8 @@ static FABRIC: LazyLock<Fabric> = LazyLock::new(|| {
     if let Some(nixl) = &nixl {
         transports.push(Box::new(RdmaSending::start(&storage_of_sender, Some(nixl)).expect("rdma")));
     }
-    let config = SenderConfig { frame_bytes: 512, ..SenderConfig::default() };
+    let config =
+        SenderConfig { frame_bytes: 512, connect_timeout: GREETING_TIMEOUT, ..SenderConfig::default() };
     let script = Arc::new(Mutex::new(Script::default()));
     let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
     let tcp = listener.local_addr().expect("an address").to_string();
@@ -154,6 +162,7 @@ fuzz_target!(|input: Input| {
         *pool += 1;
         *pool
     };
+    let opens_route = input.script.opens_route(input.way);
     *fabric.script.lock().expect("no holder panics") = input.script;
     let offer = match (input.way, &fabric.rdma) {
         (Way::Tcp, _) => TransportOffer::Tcp { address: fabric.tcp.clone(), pool },
@@ -175,6 +184,7 @@ fuzz_target!(|input: Input| {
         let offers = [offer];
         let routed = fabric.sender.route(ACCESS_KEY, &offers, ());
         let routed = soon(routed).await.expect("a route, or none");
+        assert!(routed.is_ok() || !opens_route, "answers without edits open no route");
         if let Ok(route) = routed {
             let num_pieces = writes.len();
             let pushed = soon(route.push(writes)).await.expect("an end of the push");
@@ -186,26 +196,48 @@ fuzz_target!(|input: Input| {
     });
 });
 
+impl Script {
+    /// Whether a prefill worker gets a route: nothing that is sent before it has one is edited. Over rdma the peer is gone by then.
+    fn opens_route(&self, way: Way) -> bool {
+        let is_opened =
+            |answer: &Answer| !answer.unasked && answer.word() == OPENED && answer.fields.is_empty();
+        let opens = match way {
+            Way::Tcp => true,
+            Way::Shm => {
+                matches!(self.descriptor, Descriptor::Memory) && self.answers.first().is_some_and(is_opened)
+            }
+            Way::Rdma => false,
+        };
+        opens && self.greeting.is_empty()
+    }
+}
+
+impl Answer {
+    /// On the control socket of shm.
+    fn word(&self) -> Word {
+        // The kinds of words are 3 to 9; 6 is Opened, for which a sender waits.
+        let kind = 3 + (3 + u32::from(self.status)) % 7;
+        Word::from_code(kind, GENERATION, ACCESS_KEY.secret).expect("a kind of a word")
+    }
+}
+
 fn answer_tcp(mut socket: TcpStream, script: Script) -> io::Result<()> {
-    socket.set_read_timeout(Some(Duration::from_millis(100)))?;
-    socket.read_exact(&mut [0; 32])?;
-    let mut welcome = [&b"BKVw"[..], &[0; 4]].concat();
+    socket.set_read_timeout(Some(GREETING_TIMEOUT))?;
+    socket.read_exact(&mut [0; tcp::HELLO_BYTES])?;
+    let mut welcome = tcp::welcome();
     edit(&mut welcome, &script.greeting);
     socket.write_all(&welcome)?;
+    socket.set_read_timeout(Some(MESSAGE_TIMEOUT))?;
     let mut sequence = 0u64;
     for answer in &script.answers {
         if !answer.unasked {
-            let mut header = [0; 32];
+            let mut header = [0; tcp::FRAME_BYTES];
             socket.read_exact(&mut header)?;
-            let u64_at = |at: usize| u64::from_le_bytes(header[at..at + 8].try_into().expect("eight bytes"));
-            sequence = u64_at(16);
-            let num_pieces = u32::from_le_bytes(header[4..8].try_into().expect("four bytes"));
-            let rest = u64::from(num_pieces) * 8 + u64_at(24);
+            let (frame, rest) = tcp::frame_rest(&header, &LAYOUT).expect("a sound frame");
+            sequence = frame;
             io::copy(&mut (&mut socket).take(rest), &mut io::sink())?;
         }
-        let mut ack = b"BKVa".to_vec();
-        ack.extend(u32::from(answer.status % 5).to_le_bytes());
-        ack.extend(sequence.to_le_bytes());
+        let mut ack = *pick(&tcp::acks(sequence), answer.status);
         edit(&mut ack, &answer.fields);
         socket.write_all(&ack)?;
     }
@@ -214,42 +246,31 @@ fn answer_tcp(mut socket: TcpStream, script: Script) -> io::Result<()> {
 
 /// A welcome, and then the end: how NIXL reads metadata of a peer is not fuzzed.
 fn answer_rdma(mut socket: TcpStream, script: Script) -> io::Result<()> {
-    socket.set_read_timeout(Some(Duration::from_millis(100)))?;
-    socket.read_exact(&mut [0; 48])?;
-    let mut welcome = b"BKVrdm01".to_vec();
-    welcome.extend(2u32.to_le_bytes());
-    welcome.extend(0u32.to_le_bytes());
-    for field in [4096, NUM_BLOCKS as u64, 0, 64] {
-        welcome.extend(u64::to_le_bytes(field));
-    }
+    socket.set_read_timeout(Some(GREETING_TIMEOUT))?;
+    socket.read_exact(&mut [0; rdma::MESSAGE_BYTES])?;
+    let mut welcome = [rdma::welcome(NUM_BLOCKS as u64, 1), rdma::rank_memory(4096, 64)].concat();
     edit(&mut welcome, &script.greeting);
     socket.write_all(&welcome)
 }
 
 fn answer_shm(mut socket: UnixStream, script: Script) -> io::Result<()> {
-    socket.set_read_timeout(Some(Duration::from_millis(100)))?;
-    let message = |kind: u32, number: u64, fields: &[Field]| {
-        let mut bytes = kind.to_le_bytes().to_vec();
-        bytes.extend([0; 4]);
-        bytes.extend(number.to_le_bytes());
-        bytes.extend([0; 8]);
-        bytes.extend(b"BKVshm01");
-        edit(&mut bytes, fields);
-        bytes
-    };
-    socket.read_exact(&mut [0; 32])?;
-    let welcome = message(2, NUM_BLOCKS as u64, &script.greeting);
-    match script.descriptor.open()? {
-        Some(descriptor) => send(&socket, &welcome, descriptor.as_fd())?,
-        None => socket.write_all(&welcome)?,
-    }
+    socket.set_read_timeout(Some(GREETING_TIMEOUT))?;
+    socket.read_exact(&mut [0; shm::MESSAGE_BYTES])?;
+    let mut welcome = shm::welcome(NUM_BLOCKS as u64);
+    edit(&mut welcome, &script.greeting);
+    let descriptor = script.descriptor.open()?;
+    shm::send(&socket, welcome, descriptor.as_ref().map(AsFd::as_fd))?;
+    // A sender opens the grant, or closes the connection. After a welcome with edits it may wait for more.
+    let timeout = if script.greeting.is_empty() { GREETING_TIMEOUT } else { MESSAGE_TIMEOUT };
+    socket.set_read_timeout(Some(timeout))?;
     for answer in &script.answers {
         if !answer.unasked {
-            socket.read_exact(&mut [0; 32])?;
+            socket.read_exact(&mut [0; shm::MESSAGE_BYTES])?;
+            socket.set_read_timeout(Some(MESSAGE_TIMEOUT))?;
         }
-        // 6 is Opened, for which a sender waits.
-        let kind = 5 + (1 + u32::from(answer.status)) % 6;
-        socket.write_all(&message(kind, GENERATION, &answer.fields))?;
+        let mut message = shm::word(answer.word());
+        edit(&mut message, &answer.fields);
+        socket.write_all(&message)?;
     }
     Ok(())
 }
@@ -282,27 +303,4 @@ fn memory(size: usize, is_sealed: bool) -> io::Result<OwnedFd> {
         unsafe { libc::fcntl(file.as_raw_fd(), libc::F_ADD_SEALS, libc::F_SEAL_SHRINK | libc::F_SEAL_GROW) };
     }
     Ok(file.into())
-}
-
-/// Sends bytes with a descriptor.
-#[allow(unsafe_code)]
-fn send(socket: &UnixStream, bytes: &[u8], descriptor: BorrowedFd<'_>) -> io::Result<()> {
-    let mut place = libc::iovec { iov_base: bytes.as_ptr().cast_mut().cast(), iov_len: bytes.len() };
-    let mut control = [0u64; 3];
-    // SAFETY: `msghdr` is plain data for which all zeroes is a value; the control buffer has room for one header with one
-    // descriptor and is aligned for it; all of it outlives the call.
-    let sent = unsafe {
-        let mut header: libc::msghdr = mem::zeroed();
-        header.msg_iov = &raw mut place;
-        header.msg_iovlen = 1;
-        header.msg_control = control.as_mut_ptr().cast();
-        header.msg_controllen = mem::size_of_val(&control) as _;
-        let first = libc::CMSG_FIRSTHDR(&raw const header);
-        (*first).cmsg_level = libc::SOL_SOCKET;
-        (*first).cmsg_type = libc::SCM_RIGHTS;
-        (*first).cmsg_len = libc::CMSG_LEN(4) as _;
-        libc::CMSG_DATA(first).cast::<libc::c_int>().write_unaligned(descriptor.as_raw_fd());
-        libc::sendmsg(socket.as_raw_fd(), &raw const header, libc::MSG_NOSIGNAL)
-    };
-    if sent < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }

@@ -84,6 +84,8 @@ mod link;
 mod network;
 pub(crate) mod nixl;
 mod server;
+#[cfg(any(test, feature = "testing"))]
+pub mod testing;
 #[cfg(test)]
 mod tests;
 mod wire;

@@ -35,6 +35,8 @@ mod client;
 mod host;
 mod server;
 mod target;
+#[cfg(any(test, feature = "testing"))]
+pub mod testing;
 #[cfg(test)]
 mod tests;
 mod wire;

@@ -85,7 +85,15 @@ pub(super) fn send(
     message: Message,
     descriptor: Option<BorrowedFd<'_>>,
 ) -> io::Result<()> {
-    let mut bytes = message.encode();
+    send_encoded(socket, message.encode(), descriptor)
+}
+
+/// As [`send`], of a message that is encoded already.
+pub(super) fn send_encoded(
+    socket: &UnixStream,
+    mut bytes: [u8; MESSAGE_BYTES],
+    descriptor: Option<BorrowedFd<'_>>,
+) -> io::Result<()> {
     let mut place = libc::iovec { iov_base: bytes.as_mut_ptr().cast(), iov_len: bytes.len() };
     let mut control = Control::new();
     // SAFETY: `msghdr` is plain data for which all zeroes is a value.

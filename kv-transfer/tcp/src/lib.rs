@@ -25,6 +25,8 @@ mod flight;
 mod kernel;
 mod records;
 mod server;
+#[cfg(any(test, feature = "testing"))]
+pub mod testing;
 #[cfg(test)]
 mod tests;
 mod wire;

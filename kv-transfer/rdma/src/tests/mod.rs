@@ -3,6 +3,7 @@
 mod devices;
 pub(crate) mod fake_nixl;
 mod faults;
+mod fuzzed;
 
 use std::path::PathBuf;
 

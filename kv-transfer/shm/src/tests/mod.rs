@@ -2,6 +2,7 @@
 
 mod devices;
 mod faults;
+mod fuzzed;
 
 use baton_handoff::TransportKind;
 use baton_transfer_conformance::{LAYOUT, TestTransport, conformance};

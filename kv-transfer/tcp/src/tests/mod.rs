@@ -1,6 +1,7 @@
 //! The suite of every transport over sockets, plain and inside of TLS, and what only sockets can get wrong.
 
 mod faults;
+mod fuzzed;
 mod unauthenticated;
 mod wire_formats;
 
