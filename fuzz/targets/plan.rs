@@ -1,14 +1,16 @@
 //! Plans over arbitrary records and loads of workers.
+//!
+//! A plan asks only workers that may be asked, each for what its role is, and no worker for its own prefix.
 #![no_main]
 
 use std::sync::Arc;
 
 use arbitrary::Arbitrary;
-use baton_cluster::WorkerRecord;
+use baton_cluster::{Role, WorkerRecord};
 use baton_fuzz::{Change, pick};
 use baton_planner::{
-    ClusterView, HeldPrefix, LinkLine, Load, PlanByTime, PlanRequest, Policy, PrefillMode, SentWork, Slo,
-    StepLine, StorePace, Usability, WorkerKey, WorkerPace, WorkerView,
+    ClusterView, HeldPrefix, LinkLine, Load, Plan, PlanByTime, PlanRequest, Policy, Prefill, PrefillMode,
+    SentWork, Slo, StepLine, StorePace, Usability, WorkerKey, WorkerPace, WorkerView,
 };
 use baton_proto::worker as proto;
 use libfuzzer_sys::fuzz_target;
@@ -115,14 +117,31 @@ fuzz_target!(|input: Input| {
         view.workers.push(WorkerView { record: Arc::new(record), usability, load, num_assigned, sent });
     }
     if let Ok(plan) = PlanByTime::default().plan(&request, &view) {
-        let may_ask = |record: &WorkerRecord| !request.excluded.contains(&WorkerKey::of(record));
-        assert!(may_ask(&plan.decode), "asks who must not be asked");
-        assert!(
-            plan.prefix_source.is_none_or(|source| may_ask(&source)),
-            "fetches from who must not be asked"
-        );
+        check(&plan, &request, &view);
     }
 });
+
+/// Asserts that the plan asks nothing of a worker that it must not ask of it.
+fn check(plan: &Plan, request: &PlanRequest, view: &ClusterView) {
+    let usability_of = |record: &WorkerRecord| {
+        let key = WorkerKey::of(record);
+        assert!(!request.excluded.contains(&key), "{key} must not be asked");
+        let worker = view.workers.iter().find(|worker| WorkerKey::of(&worker.record) == key);
+        worker.expect("a worker of the view").usability
+    };
+    assert_eq!((plan.decode.role, usability_of(&plan.decode)), (Role::Decode, Usability::Ready));
+    let computing = match &plan.prefill {
+        Prefill::Local => &plan.decode,
+        Prefill::Remote(worker) => {
+            assert_eq!((worker.role, usability_of(worker)), (Role::Prefill, Usability::Ready));
+            worker
+        }
+    };
+    if let Some(source) = &plan.prefix_source {
+        assert!(matches!(usability_of(source), Usability::Ready | Usability::Draining));
+        assert_ne!(WorkerKey::of(source), WorkerKey::of(computing), "fetches from itself");
+    }
+}
 
 impl Worker {
     fn record(&self, idx: usize) -> proto::WorkerRecord {
