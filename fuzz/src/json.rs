@@ -5,7 +5,10 @@ use serde_json::{Map, Value, json};
 
 use crate::{Change, pick};
 
-/// Some JSON, of little depth.
+/// Lists and objects inside each other. Deeper ones become null: readers of JSON refuse much depth at once.
+const MAX_DEPTH: usize = 16;
+
+/// Some JSON.
 #[derive(Arbitrary, Clone, Debug)]
 pub enum Json {
     /// Nothing.
@@ -24,15 +27,22 @@ pub enum Json {
     Numbers(Vec<i16>),
     /// A list of words.
     Words(Vec<u8>),
+    /// A list of anything.
+    List(Vec<Json>),
     /// An object whose fields are words.
-    Object(Vec<(u8, i32)>),
+    Object(Vec<(u8, Json)>),
 }
 
 impl Json {
     /// The value. Words come from `words`.
     pub fn value(&self, words: &[&str]) -> Value {
+        self.value_within(MAX_DEPTH, words)
+    }
+
+    fn value_within(&self, depth: usize, words: &[&str]) -> Value {
         match self {
             Json::Null => Value::Null,
+            Json::List(_) | Json::Object(_) if depth == 0 => Value::Null,
             Json::Bool(value) => json!(value),
             Json::Whole(change) => json!(change.of(1)),
             Json::Number(number) => json!(number),
@@ -40,9 +50,10 @@ impl Json {
             Json::Text(text) => json!(text),
             Json::Numbers(numbers) => json!(numbers),
             Json::Words(words_of) => words_of.iter().map(|word| json!(pick(words, *word))).collect(),
+            Json::List(items) => items.iter().map(|item| item.value_within(depth - 1, words)).collect(),
             Json::Object(fields) => fields
                 .iter()
-                .map(|(word, number)| ((*pick(words, *word)).to_owned(), json!(number)))
+                .map(|(word, value)| ((*pick(words, *word)).to_owned(), value.value_within(depth - 1, words)))
                 .collect(),
         }
     }

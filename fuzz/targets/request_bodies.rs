@@ -15,7 +15,16 @@ use baton_router::RouterConfig;
 use libfuzzer_sys::fuzz_target;
 use serde_json::{Map, Value, json};
 
-const PATHS: &[&str] = &["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"];
+/// The seeds name them by their places.
+const PATHS: &[&str] = &[
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/tokenize",
+    "/detokenize",
+    "/v1/responses",
+    "/v1/messages",
+    "/v1/embeddings",
+];
 
 const WORDS: &[&str] = &[
     "messages",
@@ -69,6 +78,58 @@ const WORDS: &[&str] = &[
     "response_format",
     "tool_choice",
     "none",
+    "json_schema",
+    "json_object",
+    "schema",
+    "strict",
+    "parameters",
+    "input_schema",
+    "object",
+    "string",
+    "integer",
+    "array",
+    "properties",
+    "required",
+    "items",
+    "enum",
+    "additionalProperties",
+    "description",
+    "parallel_tool_calls",
+    "any",
+    "tool",
+    "allowed_tools",
+    "structured_outputs",
+    "json",
+    "regex",
+    "choice",
+    "grammar",
+    "input",
+    "instructions",
+    "max_output_tokens",
+    "format",
+    "reasoning",
+    "effort",
+    "low",
+    "input_text",
+    "function_call",
+    "function_call_output",
+    "call_id",
+    "output",
+    "system",
+    "stop_sequences",
+    "thinking",
+    "enabled",
+    "output_config",
+    "tool_use",
+    "tool_result",
+    "tool_use_id",
+    "id",
+    "is_error",
+    "cache_control",
+    "ephemeral",
+    "documents",
+    "passage",
+    "blend",
     "echo",
     "suffix",
     "best_of",
@@ -85,7 +146,7 @@ const WORDS: &[&str] = &[
 
 #[derive(Arbitrary, Debug)]
 enum Input<'a> {
-    /// A body.
+    /// Any body.
     Text { path: u8, body: &'a [u8] },
     /// Fields of a valid body.
     Fields { path: u8, messages: Vec<Message>, edits: Vec<Edit> },
@@ -126,23 +187,27 @@ static ADDRESS: LazyLock<SocketAddr> = LazyLock::new(|| {
 
 fn connect(address: SocketAddr) -> TcpStream {
     let socket = TcpStream::connect(address).expect("a connection");
-    socket.set_read_timeout(Some(Duration::from_secs(10))).expect("a timeout");
+    // A grammar may wait for others for five seconds, and then be compiled for five.
+    socket.set_read_timeout(Some(Duration::from_secs(20))).expect("a timeout");
     socket
 }
 
 fuzz_target!(|input: Input<'_>| {
     static SOCKET: LazyLock<Mutex<TcpStream>> = LazyLock::new(|| Mutex::new(connect(*ADDRESS)));
     let (path, body) = match input {
-        Input::Text { path, body } => (path, body.to_owned()),
-        Input::Fields { path, messages, edits } => (path, fields(messages, &edits)),
+        Input::Text { path, body } => (*pick(PATHS, path), body.to_owned()),
+        Input::Fields { path, messages, edits } => {
+            let path = *pick(PATHS, path);
+            (path, fields(path, messages, &edits))
+        }
     };
     let mut socket = SOCKET.lock().expect("one thread");
-    let path = *pick(PATHS, path);
     let status = post(&mut socket, path, &body).expect("an answer");
     assert!(status != 500, "status {status}");
 });
 
-fn fields(messages: Vec<Message>, edits: &[Edit]) -> Vec<u8> {
+/// A valid body of this path, with edits.
+fn fields(path: &str, messages: Vec<Message>, edits: &[Edit]) -> Vec<u8> {
     let messages = messages.into_iter().map(|message| match message {
         Message::Text(text) => json!({"role": "user", "content": text}),
         Message::Parts(texts) => {
@@ -157,10 +222,20 @@ fn fields(messages: Vec<Message>, edits: &[Edit]) -> Vec<u8> {
         }
         Message::Other(value) => value.value(WORDS),
     });
-    let mut body = Map::new();
-    body.insert("messages".into(), messages.collect());
-    json::edit(&mut body, edits, WORDS);
-    Value::Object(body).to_string().into_bytes()
+    let mut messages: Vec<Value> = messages.collect();
+    if messages.is_empty() {
+        messages.push(json!({"role": "user", "content": "a"}));
+    }
+    let mut body = match path {
+        "/v1/completions" => json!({"prompt": "a b"}),
+        "/detokenize" => json!({"tokens": [1, 2]}),
+        "/v1/responses" => json!({"input": messages}),
+        "/v1/messages" => json!({"max_tokens": 4, "messages": messages}),
+        "/v1/embeddings" => json!({"input": "a"}),
+        _ => json!({"messages": messages}),
+    };
+    json::edit(body.as_object_mut().expect("written as an object"), edits, WORDS);
+    body.to_string().into_bytes()
 }
 
 /// The status of the response.
