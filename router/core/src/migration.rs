@@ -99,9 +99,10 @@ impl MigrationState {
             let until = Instant::now() + PATIENCE;
             let failed = plan.clone();
             let starting = Attempt::start(&workers, plan, message, stall_timeout);
-            let started = timeout_at(until, starting).await;
-            let mut attempt =
-                started.unwrap_or_else(|_| Err((failed, stalled(PATIENCE)))).map_err(Box::new)?;
+            let Ok(started) = timeout_at(until, starting).await else {
+                return Err(Box::new((failed, stalled(PATIENCE))));
+            };
+            let mut attempt = started.map_err(Box::new)?;
             let failure = match timeout_at(until, attempt.next()).await {
                 Ok(Ok(Event::Token(token))) => return Ok(Box::new((attempt, token))),
                 Ok(Ok(_)) => Failure::new(FailureKind::Draining, "it ended without a token"),
