@@ -10,8 +10,8 @@ use baton_transfer::Granted;
 use baton_worker::Worker;
 use baton_worker_messages::grant_to_proto;
 use tokio::{
-    sync::{OwnedSemaphorePermit, Semaphore},
-    time::{Instant, sleep_until},
+    sync::{OwnedSemaphorePermit, Semaphore, oneshot},
+    time::{Instant, timeout_at},
 };
 use tokio_util::task::task_tracker::TaskTrackerToken;
 use tonic::Status;
@@ -31,10 +31,16 @@ pub struct Lender {
     lease: Duration,
 }
 
-/// Lent blocks. Dropping it revokes the grants; the blocks return once no writer can reach them.
+/// Lent blocks, until the lease is over or this is dropped. Then the grants are revoked, and the blocks return once no writer
+/// can reach them.
 pub struct Loan {
     message: Option<proto::Loan>,
-    deadline: Instant,
+    /// Closed when the loan has ended.
+    ended: oneshot::Receiver<()>,
+}
+
+/// What a loan takes.
+struct Lent {
     _granted: Vec<Granted<Arc<HeldBlocks>>>,
     _permit: OwnedSemaphorePermit,
     /// The worker does not exit before the loan has ended.
@@ -84,16 +90,21 @@ impl Lender {
             block_ids: blocks.clone(),
             offers: granted.offers().to_vec(),
         });
-        Ok(Loan {
-            message: Some(proto::Loan {
-                grants: grants.map(grant_to_proto).collect(),
-                kv_format: Some(kv_format_to_proto(self.worker.kv_format())),
-            }),
-            deadline: Instant::now() + self.lease,
-            _granted: granted,
-            _permit: permit,
-            _busy: self.worker.lifecycle().token(),
-        })
+        let message = proto::Loan {
+            grants: grants.map(grant_to_proto).collect(),
+            kv_format: Some(kv_format_to_proto(self.worker.kv_format())),
+        };
+        let lent = Lent { _granted: granted, _permit: permit, _busy: self.worker.lifecycle().token() };
+        let (mut end, ended) = oneshot::channel();
+        // Invariant 6: the runtime's timer ends the loan, whatever the borrower and the engine do. The stream of a borrower
+        // that reads nothing is not polled.
+        let until = Instant::now() + self.lease;
+        tokio::spawn(async move {
+            let _ = timeout_at(until, end.closed()).await;
+            drop(lent);
+            drop(end);
+        });
+        Ok(Loan { message: Some(message), ended })
     }
 }
 
@@ -103,8 +114,7 @@ impl Loan {
         if let Some(message) = self.message.take() {
             return Some((Ok(message), self));
         }
-        // Invariant 6: the runtime's timer ends the loan, whatever the borrower and the engine do.
-        sleep_until(self.deadline).await;
+        let _ = self.ended.await;
         None
     }
 }
