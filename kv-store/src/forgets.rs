@@ -16,9 +16,10 @@ impl KvStore {
     /// Forgets blocks in all tiers, in the background, also those that were given to [`save`](Self::save) before this. What is received
     /// when this is done. What is saved later under these hashes is kept.
     ///
-    /// Later lives of a directory do not find them, unless its disk refuses a write or the process is killed before. Of an object store own
-    /// segments with one of them are deleted, with all that they hold. Segments of other workers are not this one's to delete: it does not
-    /// read these blocks there again in this life, but other workers and its later lives may.
+    /// Later lives of a directory do not find them, unless its disk refuses a write or the process is killed before. Of an object
+    /// store the own segments that are known to hold one of them are deleted, with all that they hold. Segments of other workers are not
+    /// this one's to delete: in those that are known now it does not read these blocks again. A segment that is learned later, also by
+    /// other workers and later lives, may bring them back.
     ///
     /// Waits while [`MAX_SAVES`](crate::MAX_SAVES) sequences wait to be copied; for no disk and no object store.
     pub fn forget(&self, hashes: Vec<BlockHash>) -> oneshot::Receiver<()> {

@@ -176,6 +176,15 @@ impl Catalogue {
         self.give_up(hashes);
     }
 
+    /// No try to write a segment succeeded. One of them may have stored it all the same.
+    pub(crate) fn not_written(&mut self, name: String, hashes: Vec<BlockHash>) {
+        if hashes.iter().any(|&hash| self.is_spoiled(hash)) {
+            self.remove(&name);
+            self.unwanted.insert(name);
+        }
+        self.give_up(hashes);
+    }
+
     /// A segment exists. Nothing happens if it is known. If too much is, nothing is known of its records. An own one is unwanted if a block of
     /// it was forgotten while it was written.
     pub(crate) fn add(&mut self, name: String, mut hashes: Vec<BlockHash>, num_bytes: u64, is_own: bool) {
@@ -469,6 +478,11 @@ mod tests {
             catalogue.written("own".into(), a.clone(), 10);
             assert_eq!((found(&catalogue, &a), catalogue.unwanted()), (0, vec!["own".to_owned()]));
             assert!(catalogue.admit(a[0], high) && !catalogue.is_spoiled(a[0]), "it is computed again");
+            // A try that failed may have stored it.
+            catalogue.forget_all(&a[..1]);
+            catalogue.not_written("another".into(), a.clone());
+            catalogue.add("another".into(), a.clone(), 10, true);
+            assert!(catalogue.find(a[1]).is_none() && catalogue.unwanted().contains(&"another".to_owned()));
         }
     }
 

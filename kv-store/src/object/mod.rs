@@ -24,7 +24,7 @@ use std::{
     fmt,
     sync::{
         Arc, Mutex,
-        atomic::{AtomicBool, Ordering},
+        atomic::{AtomicBool, AtomicU64, Ordering},
     },
     thread,
     time::{Duration, Instant},
@@ -130,6 +130,7 @@ impl ObjectTier {
             speed: Mutex::default(),
             is_wanted: AtomicBool::new(false),
             wanted: Notify::new(),
+            num_not_deleted: AtomicU64::new(0),
         });
         let runtime = Builder::new_multi_thread()
             .worker_threads(1)
@@ -184,8 +185,7 @@ impl ObjectTier {
         self.shared.lock().give_up([hash]);
     }
 
-    /// Blocks are not found any more, nor written if they wait. Own segments with one of them are deleted; in those of other workers this one
-    /// does not read them again in this life.
+    /// Blocks are not found any more in the segments that are known, nor written if they wait. Own segments with one of them are deleted.
     pub(crate) fn forget(&self, hashes: &[BlockHash]) {
         self.shared.lock().forget_all(hashes);
         let shared = self.shared.clone();

@@ -5,7 +5,7 @@ use std::{
     ops::Range,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
-        atomic::{AtomicBool, Ordering},
+        atomic::{AtomicBool, AtomicU64, Ordering},
     },
     time::{Duration, Instant},
 };
@@ -64,6 +64,8 @@ pub(super) struct Shared {
     /// A request would have read, had the store been measured lately.
     pub(super) is_wanted: AtomicBool,
     pub(super) wanted: Notify,
+    /// Segments that the store did not delete.
+    pub(super) num_not_deleted: AtomicU64,
 }
 
 /// How fast records come.
@@ -342,7 +344,11 @@ impl Shared {
         match self.store.delete(&path(name)).await {
             Ok(()) | Err(object_store::Error::NotFound { .. }) => true,
             Err(error) => {
-                tracing::warn!(%error, segment = name, "cannot delete a segment of the object store");
+                let num_before = self.num_not_deleted.fetch_add(1, Ordering::Relaxed);
+                // It is tried again every few seconds.
+                if num_before == 0 || num_before.is_power_of_two() {
+                    tracing::warn!(%error, segment = name, num_before, "cannot delete a segment of the object store");
+                }
                 false
             }
         }

@@ -72,7 +72,7 @@ async fn write(shared: &Shared, name: &Path, records: Vec<Arc<Record>>) {
             wait *= 4;
         }
     }
-    shared.lock().give_up(hashes);
+    shared.lock().not_written(name.to_string(), hashes);
 }
 
 /// Blocks that were forgotten while they waited are not written.
