@@ -79,11 +79,12 @@ pub fn multiply(
     let tiles_per_item = tiles.len().div_ceil(wanted.min(tiles.len()));
     let num_row_items = tiles.len().div_ceil(tiles_per_item);
 
+    let order = kernel.order(isa, tiles.len());
+    // In the order of slabs, sums take the thread's memory.
+    let unpacked = if order.is_none() { kernel.unpacked(isa, k, tiles_per_item) } else { None };
     // Unpacked panels take twice the room.
-    let unpacked = kernel.unpacked(isa, k, tiles_per_item);
     let group = if unpacked.is_some() { group.div_ceil(2) } else { group };
 
-    let order = kernel.order(isa, tiles.len());
     let streams = order.is_some() && num_rows * num_cols * 4 > CACHE_BYTES;
     let scratch_len =
         unpacked.map_or(kernel.scratch_len(isa, tiles.len(), k), |unpacked| group * unpacked.panel_bytes / 4);

@@ -11,6 +11,9 @@
 //! While a tile is multiplied, the sums of the one before are added and written by vectors, some rows a step:
 //! tiles and vectors work side by side. What comes next is prefetched into the second-level cache: the next
 //! slab, and, if K has several blocks, a part of the rows of the next.
+//!
+//! Vectors of few registers multiply many rows in the same order: a block of K is one slab, and sums are loaded and stored around it.
+//! Other kernels of vectors take [all of K](Block::whole).
 
 use std::ops::Range;
 

@@ -37,7 +37,7 @@ pub(super) struct TileArgs {
     pub(super) panels: usize,
     /// Whether no other tile of the thread reads the panels, which come from memory then.
     pub(super) is_only: bool,
-    /// Memory to prefetch into the second-level cache while the tile is computed. Kernels in tiles know it themselves.
+    /// Memory to prefetch into the second-level cache while the tile is computed. In the order of slabs kernels know it themselves.
     pub(super) ahead: (*const u8, usize),
     pub(super) bias: *const f32,
     pub(super) out: *mut f32,
