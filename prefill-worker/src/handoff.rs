@@ -298,7 +298,7 @@ impl ComputedHandoffDriver {
     /// Records the transfer, which computation hides in part, under this handoff's span.
     fn trace(&self, result: &Result<HandedOver, HandoffError>, transport: &'static str, bytes: u64) {
         let span = Span::current();
-        // What is not wanted any more has not failed.
+        // The decode worker says whether it failed.
         if let Err(error) = result
             && !matches!(error, HandoffError::Cancelled(_))
         {

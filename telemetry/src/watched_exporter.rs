@@ -1,9 +1,12 @@
 //! What becomes of spans: counted, and logged when their collector stops answering and when it answers again. It does not know how
 //! spans travel.
 
-use std::sync::{
-    LazyLock,
-    atomic::{AtomicBool, Ordering},
+use std::{
+    sync::{
+        LazyLock,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::Duration,
 };
 
 use opentelemetry_sdk::{
@@ -71,6 +74,18 @@ impl<E: SpanExporter> SpanExporter for WatchedExporter<E> {
             }
         }
         result
+    }
+
+    fn shutdown_with_timeout(&self, timeout: Duration) -> OTelSdkResult {
+        self.exporter.shutdown_with_timeout(timeout)
+    }
+
+    fn shutdown(&self) -> OTelSdkResult {
+        self.exporter.shutdown()
+    }
+
+    fn force_flush(&self) -> OTelSdkResult {
+        self.exporter.force_flush()
     }
 
     fn set_resource(&mut self, resource: &Resource) {

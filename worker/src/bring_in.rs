@@ -30,7 +30,10 @@ pub async fn bring_in(
     request: Request,
 ) -> Meanwhile {
     let rest = match recall {
-        Some(recall) => wait(&worker, "tiers", tracing::info_span!("recall"), recall.run()).await,
+        Some(recall) if recall.is_awaited() => {
+            wait(&worker, "tiers", tracing::info_span!("recall"), recall.run()).await
+        }
+        Some(recall) => recall.run().await,
         None => None,
     };
     let Fetched { num_tokens, coming } = match source {

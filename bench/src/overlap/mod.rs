@@ -7,7 +7,8 @@
 //! ```text
 //! local    the decode worker computes it          TTFT without a handoff
 //! remote   the prefill worker computes it         TTFT with one; what was exposed: from the first token's
-//!                                                 arrival until the KV was verified
+//!                                                 arrival, or the grant of blocks if that is later, until
+//!                                                 the KV was verified
 //! alone    again: the prefill worker has it all   how long the KV takes when no computing hides it
 //! ```
 
@@ -40,9 +41,8 @@ What is measured, for one request at a time:
                  compute the same at different speeds
   allowed        what may be added: one layer of a chunk, at the mean speed of
                  the prompt, and 1 ms
-  exposed        from the first token's arrival at the decode worker until all
-                 KV was there and verified: what the second token waits for
-                 beyond its own step
+  exposed        from the first token's arrival at the decode worker, or from
+                 when it had blocks, until all KV was there and verified
   worst          the largest of the rounds
   alone          the whole handoff of a prompt that the prefill worker has
                  cached: a step for its last token, and all KV

@@ -399,7 +399,6 @@ impl Choice {
                 Ok(plan) => plan,
                 Err(no_plan) => {
                     let now = Instant::now();
-                    waiting.get_or_insert_with(|| self.core.metrics.waiting.enter(&no_plan, now));
                     // A request that never failed counts an outage from its beginning.
                     let known_until = no_plan
                         .lacks()
@@ -407,7 +406,12 @@ impl Choice {
                         .map(|at| at + self.core.config.recovery_timeout);
                     let has_output = !self.request.output.is_empty();
                     let until = self.retry.on_no_plan(&no_plan, known_until, has_output, now);
-                    let until = until.inspect_err(|_| self.trace_no_plan(&no_plan, since))?;
+                    let until = until.map_err(CoreError::from).inspect_err(|error| {
+                        if error.is_server_fault() {
+                            self.trace_no_plan(&no_plan, since);
+                        }
+                    })?;
+                    waiting.get_or_insert_with(|| self.core.metrics.waiting.enter(&no_plan, now));
                     // A worker came or time passed: look again.
                     let _ = tokio::time::timeout_at(until.into(), changes.changed()).await;
                     self.retry.look_again(Instant::now());
@@ -444,7 +448,7 @@ impl Choice {
         }
     }
 
-    /// Records that no worker came in time, or none can help.
+    /// Records that no worker came in time.
     fn trace_no_plan(&self, no_plan: &NoPlan, since: Instant) {
         if let Some(request) = TracePoint::of(&self.span) {
             let attributes = vec![KeyValue::new("attempt", i64::from(self.num_attempts))];

@@ -68,11 +68,16 @@ impl Recall {
         (num_wanted > 0).then(|| Recall { tiers: tiers.clone(), hashes, num_pooled, worth, mode, reading })
     }
 
+    /// Whether the prompt waits for a part of it.
+    pub fn is_awaited(&self) -> bool {
+        self.worth.num_blocks > 0
+    }
+
     /// Brings the fast blocks into the pool, as far as there is room, and no longer than it would take to compute them. Dropping the
     /// future ends it; blocks that are being written are free when that is done. Returns what to [start](BesideRecall::start) before
     /// the rest is computed.
     pub async fn run(self) -> Option<BesideRecall> {
-        let num_recalled = if self.worth.num_blocks > 0 { self.run_before().await } else { 0 };
+        let num_recalled = if self.is_awaited() { self.run_before().await } else { 0 };
         let Recall { tiers, hashes, num_pooled, mode, .. } = self;
         let num_ready = num_pooled + num_recalled;
         let is_more = mode == ReadMode::BesideComputing && num_ready < hashes.len();
