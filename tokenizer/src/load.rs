@@ -87,7 +87,8 @@ impl GenerationDefaults {
             do_sample: generation.do_sample,
             temperature: generation.temperature,
             top_p: generation.top_p,
-            top_k: generation.top_k,
+            // Some files say -1 for "off", as vLLM does.
+            top_k: generation.top_k.map(|top_k| u32::try_from(top_k).unwrap_or(0)),
             min_p: generation.min_p,
             repetition_penalty: generation.repetition_penalty,
             max_new_tokens: generation.max_new_tokens,
@@ -102,7 +103,7 @@ struct File {
     do_sample: Option<bool>,
     temperature: Option<f32>,
     top_p: Option<f32>,
-    top_k: Option<u32>,
+    top_k: Option<i64>,
     min_p: Option<f32>,
     repetition_penalty: Option<f32>,
     max_new_tokens: Option<u32>,
@@ -167,6 +168,7 @@ mod tests {
         let one = load(&[("generation_config.json", r#"{"eos_token_id": 2, "top_k": 20}"#)]).unwrap();
         assert_eq!(one.eos_token_ids, [2]);
         assert_eq!(one.top_k, Some(20));
+        assert_eq!(load(&[("generation_config.json", r#"{"top_k": -1}"#)]).unwrap().top_k, Some(0), "off");
         let many = load(&[("generation_config.json", r#"{"eos_token_id": [7, 9]}"#)]).unwrap();
         assert_eq!(many.eos_token_ids, [7, 9]);
     }
