@@ -8,11 +8,10 @@ use std::{
 };
 
 use minijinja::{Environment, UndefinedBehavior, syntax::SyntaxConfig, value::Serde};
-use minijinja_contrib::pycompat;
 use serde::Deserialize;
 use serde_json::{Map, Value};
 
-use crate::{TokenizerError, files, template_functions as functions};
+use crate::{TokenizerError, files, template_functions as functions, template_methods as methods};
 
 const DEFAULT: &str = "default";
 const TOOL_USE: &str = "tool_use";
@@ -138,7 +137,7 @@ fn environment() -> Environment<'static> {
     );
     environment.set_undefined_behavior(UndefinedBehavior::Lenient);
     environment.set_auto_escape_callback(|_| minijinja::AutoEscape::None);
-    environment.set_unknown_method_callback(pycompat::unknown_method_callback);
+    environment.set_unknown_method_callback(methods::unknown_method);
     environment.add_filter("tojson", functions::to_json);
     environment.add_function("raise_exception", functions::raise_exception);
     environment.add_function("strftime_now", |format: &str| functions::strftime(SystemTime::now(), format));

@@ -8,6 +8,7 @@ mod tokenizer;
 
 mod chat_template;
 mod template_functions;
+mod template_methods;
 
 mod detokenizer;
 mod vocabulary;
