@@ -208,7 +208,7 @@ impl Frame<'_> {
 
 impl Message {
     fn is_sound_hello(&self) -> bool {
-        self.kind % 8 == 0 && self.generation && self.fields.is_empty()
+        self.kind.is_multiple_of(8) && self.generation && self.fields.is_empty()
     }
 
     /// `None`: a hello.
