@@ -50,6 +50,11 @@ pub(crate) enum Count {
     WriteErrors,
 }
 
+/// Whether what was counted so often before is worth a line in the log: the first time, the second, the third, the fifth and so on.
+pub(crate) fn is_logged(num_before: u64) -> bool {
+    num_before == 0 || num_before.is_power_of_two()
+}
+
 /// [`TierCounts`] as they grow.
 #[derive(Debug, Default)]
 pub(crate) struct TierCounters([AtomicU64; 7]);

@@ -18,7 +18,7 @@ use tokio::{sync::oneshot, time::sleep};
 
 use crate::{
     copy,
-    counts::Count,
+    counts::{Count, is_logged},
     record::{Record, RecordName},
     save_queue::{Save, SaveRest, SequenceBlocks, ToCopy, ToWrite, Write},
     slots::Sharing,
@@ -260,7 +260,7 @@ impl Shared {
                 let name = self.tiers[*tier].name();
                 let num_before = self.counters[*tier].add(Count::WriteErrors, 1);
                 // A full disk refuses every write.
-                if num_before.is_power_of_two() || num_before == 0 {
+                if is_logged(num_before) {
                     tracing::warn!(tier = name, %error, num_before, "kv not saved: the tier refuses a write");
                 }
                 self.tiers[*tier].shared().iter().for_each(|shared| shared.release(slot));

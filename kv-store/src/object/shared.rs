@@ -24,7 +24,7 @@ use super::{
     speed::{self, Pauses, Timing},
 };
 use crate::{
-    counts::{Count, TierCounters},
+    counts::{Count, TierCounters, is_logged},
     record::{Record, RecordShape},
     slots::{Direction, ReadError},
 };
@@ -233,7 +233,7 @@ impl Shared {
             object_store::Error::NotFound { .. } => self.lock().remove(&fetch.segment),
             _ => *self.speed() = Speed::default(),
         }
-        if num_before == 0 || num_before.is_power_of_two() {
+        if is_logged(num_before) {
             tracing::warn!(%error, num_before, "the object store refuses a read; the prompt is computed");
         }
     }
@@ -346,7 +346,7 @@ impl Shared {
             Err(error) => {
                 let num_before = self.num_not_deleted.fetch_add(1, Ordering::Relaxed);
                 // It is tried again every few seconds.
-                if num_before == 0 || num_before.is_power_of_two() {
+                if is_logged(num_before) {
                     tracing::warn!(%error, segment = name, num_before, "cannot delete a segment of the object store");
                 }
                 false

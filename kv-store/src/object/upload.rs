@@ -9,7 +9,10 @@ use tokio::{
 };
 
 use super::shared::{MAX_SEGMENT_RECORDS, SEGMENT_BYTES, Shared};
-use crate::{counts::Count, record::Record};
+use crate::{
+    counts::{Count, is_logged},
+    record::Record,
+};
 
 /// How long a segment waits for more records.
 const FLUSH_AFTER: Duration = Duration::from_secs(2);
@@ -64,7 +67,7 @@ async fn write(shared: &Shared, name: &Path, records: Vec<Arc<Record>>) {
         tracing::debug!(%error, nth, "the object store refuses a segment");
         if nth == NUM_TRIES {
             let num_before = shared.counters.add(Count::WriteErrors, hashes.len() as u64);
-            if num_before == 0 || num_before.is_power_of_two() {
+            if is_logged(num_before) {
                 tracing::warn!(%error, num_before, "kv not saved: the object store refuses a segment");
             }
         } else {
