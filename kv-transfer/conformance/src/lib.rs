@@ -370,6 +370,14 @@ pub fn some_access_key(generation: u64) -> AccessKey {
     AccessKey { generation: Generation(generation), secret: Secret::default() }
 }
 
+/// Opens a route to what a peer offers, and pushes the first layer of block 3 over it.
+pub async fn push_a_piece(sender: &Sender, offer: TransportOffer) -> Route {
+    let route = soon(sender.route(some_access_key(1), &[offer], ())).await.unwrap();
+    let pushed = soon(route.push(writes(&[BlockId(3)])[..1].to_vec())).await.unwrap();
+    assert_eq!(pushed.pieces.len(), 1);
+    route
+}
+
 /// For another process's environment.
 pub fn access_key_to_text(access_key: AccessKey) -> String {
     format!("{:x}:{:x}", access_key.generation.0, u128::from_le_bytes(access_key.secret.0))

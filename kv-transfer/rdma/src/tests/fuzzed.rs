@@ -13,9 +13,7 @@ use std::{
 use baton_handoff::{Generation, TransportOffer};
 use baton_kv_cache::BlockId;
 use baton_transfer::{Receiver, ReceiverConfig, Sender, SenderConfig, word::Word};
-use baton_transfer_conformance::{
-    LAYOUT, NUM_BLOCKS, blocks, fill, holds, some_access_key, soon, storage, writes,
-};
+use baton_transfer_conformance::{LAYOUT, NUM_BLOCKS, blocks, fill, holds, push_a_piece, soon, storage};
 
 use crate::{
     RdmaReceiving, RdmaSending,
@@ -78,11 +76,8 @@ async fn a_fuzzed_decode_worker_without_edits_gets_a_piece() {
     fill(&source, BlockId(3), 0, 0x11);
     let rdma = RdmaSending::start(&source, nixl).unwrap();
     let sender = Sender::start(source, SenderConfig::default(), vec![Box::new(rdma)]).unwrap();
-    let offers = [TransportOffer::Rdma { address, pool: 7 }];
-    let route = soon(sender.route(some_access_key(1), &offers, ())).await.unwrap();
-    let pushed = soon(route.push(writes(&blocks([3]))[..1].to_vec())).await.unwrap();
-    assert_eq!(pushed.pieces.len(), 1);
-    soon(route.close()).await;
+    let offer = TransportOffer::Rdma { address, pool: 7 };
+    soon(push_a_piece(&sender, offer).await.close()).await;
     assert_eq!(peer.join().unwrap(), testing::word(Word::Close(Generation(1))));
     assert!(holds(&target, BlockId(3), 0, 0x11));
 }

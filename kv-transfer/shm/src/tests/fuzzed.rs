@@ -11,8 +11,7 @@ use baton_handoff::{Generation, TransportKind, TransportOffer};
 use baton_kv_cache::{BlockId, BlockStorage};
 use baton_transfer::word::Word;
 use baton_transfer_conformance::{
-    LAYOUT, NUM_BLOCKS, TransferPair, blocks, fill, holds, private_dir, sender, some_access_key, soon,
-    storage, writes,
+    LAYOUT, NUM_BLOCKS, TransferPair, blocks, fill, holds, private_dir, push_a_piece, sender, soon, storage,
 };
 
 use crate::{
@@ -64,11 +63,8 @@ async fn a_fuzzed_decode_worker_without_edits_gets_a_piece() {
     let source = storage();
     fill(&source, BlockId(3), 0, 0x11);
     let sender = sender(&source, SHM).unwrap();
-    let offers = [TransportOffer::Shm { host_id: host::host_id(), socket_path, pool: 7 }];
-    let route = soon(sender.route(some_access_key(1), &offers, ())).await.unwrap();
-    let pushed = soon(route.push(writes(&blocks([3]))[..1].to_vec())).await.unwrap();
-    assert_eq!(pushed.pieces.len(), 1);
-    soon(route.close()).await;
+    let offer = TransportOffer::Shm { host_id: host::host_id(), socket_path, pool: 7 };
+    soon(push_a_piece(&sender, offer).await.close()).await;
     assert_eq!(peer.join().unwrap(), testing::word(Word::Close(Generation(1))));
     assert!(holds(&target, BlockId(3), 0, 0x11));
 }

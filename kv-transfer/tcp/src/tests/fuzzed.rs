@@ -9,9 +9,7 @@ use std::{
 use baton_handoff::{TransportKind, TransportOffer};
 use baton_kv_cache::{BlockId, WireFormat};
 use baton_transfer::{Sender, SenderConfig};
-use baton_transfer_conformance::{
-    LAYOUT, TransferPair, blocks, fill, holds, some_access_key, soon, storage, writes,
-};
+use baton_transfer_conformance::{LAYOUT, TransferPair, blocks, fill, holds, push_a_piece, storage};
 
 use crate::{TcpSending, testing, tests::TCP};
 
@@ -53,10 +51,7 @@ async fn a_fuzzed_decode_worker_without_edits_gets_a_piece() {
     fill(&source, BlockId(3), 0, 0x11);
     let tcp = TcpSending { streams_per_peer: 1, ..TcpSending::default() };
     let sender = Sender::start(source, SenderConfig::default(), vec![Box::new(tcp)]).unwrap();
-    let offers = [TransportOffer::Tcp { address, pool: 7 }];
-    let route = soon(sender.route(some_access_key(1), &offers, ())).await.unwrap();
-    let pushed = soon(route.push(writes(&blocks([3]))[..1].to_vec())).await.unwrap();
-    assert_eq!(pushed.pieces.len(), 1);
+    let _route = push_a_piece(&sender, TransportOffer::Tcp { address, pool: 7 }).await;
     let payload = vec![0x11; LAYOUT.layer_bytes()];
     assert_eq!(peer.join().unwrap(), [&testing::piece(0, 0)[..], &payload].concat());
 }
