@@ -21,7 +21,7 @@ BASELINES = "round-robin,least-loaded,prefix-only,lmetric,separated,separated-lm
 # Per case: the flags, loads with equal workers, and with every other one half as fast; requests for 8 workers.
 CASES = {
     "mooncake": (f"{LARGE} --trace MOONCAKE --copies COPIES", (1, 1.5), (0.75, 1.1), 4000),
-    "bursts": (f"{LARGE} --trace MOONCAKE --rate RATE --bursts 4", (1,), (0.74,), 3000),
+    "bursts": (f"{LARGE} --trace MOONCAKE --rate RATE --bursts 4", (1, 1.5), (0.74, 1.11), 3000),
     "azure": (f"{SMALL} --trace AZURE --copies COPIES", (6, 9), (4.5, 6.75), 8000),
 }
 BURSTS_PER_SECOND = 3.4

@@ -1,7 +1,7 @@
 //! Whether this worker blends a prompt: the [`Gate`] decides, and what it needs to know is measured here.
 //!
 //! The gate opens by calibration: prompts are made of passages that the worker has met, and computed in full and with each
-//! ratio of a table. The smallest ratio whose next-token distributions are near enough to those of the full prefills is the
+//! ratio of a table. The smallest ratio whose answers begin with nearly the distributions of those of the full prefills is the
 //! worker's. Made-up tokens would say little: how much one passage depends on another is a property of the text. After that a
 //! part of the traffic is audited: computed once more in full, and compared. All of this is ordinary work of the engine that
 //! every request passes.
@@ -13,7 +13,7 @@ pub(crate) mod state;
 
 use std::{sync::Arc, time::Duration};
 
-use baton_engine::{TokenEvent, TokenLogprobs};
+use baton_engine::{SampledToken, TokenEvent};
 use baton_request::{BlendMarks, MAX_LOGPROBS, Request, SamplingParams, SpeculationMode};
 use tokio::time::timeout;
 
@@ -25,6 +25,9 @@ use gate::{Decision, Measure, RATIOS};
 const MAX_PASSAGES: usize = 4;
 const MAX_PASSAGE_TOKENS: usize = 64;
 const MAX_QUESTION_TOKENS: usize = 32;
+/// Tokens of an answer that are compared. The first alone says little: an answer often begins as its question asks, and what
+/// the passages say comes after that.
+const NUM_COMPARED: usize = 8;
 /// Prompts that are made of one that was met.
 const MAX_PROMPTS_OF_ONE: usize = 4;
 /// For one computation beside the traffic. An engine that has no time for it that long has more to do than to be measured.
@@ -76,23 +79,23 @@ async fn calibrate(worker: &Arc<Worker>, prompts: Vec<Request>) {
     }
 }
 
-/// The divergence of a prompt's next token at each ratio. `None`: the engine has no time or no room for it, or ends.
+/// The divergence of a prompt's answer at each ratio. `None`: the engine has no time or no room for it, or ends.
 async fn sample(worker: &Worker, prompt: &Request) -> Option<[f64; RATIOS.len()]> {
     // What is not blended here differs in nothing, whatever the ratio.
     prompt.blend.as_ref().filter(|marks| worker.engine.can_blend(marks))?;
-    let full = next_token(worker, Request { blend: None, ..prompt.clone() }).await?;
+    let full = answer(worker, Request { blend: None, ..prompt.clone() }).await?;
     let mut sample = [0.0; RATIOS.len()];
     for (kl, ratio) in sample.iter_mut().zip(RATIOS) {
-        *kl = full.divergence(&next_token(worker, with_ratio(prompt, ratio)).await?);
+        *kl = divergence(&full, &answer(worker, with_ratio(prompt, ratio)).await?);
     }
     Some(sample)
 }
 
 /// Computes a blended prompt in full, and compares.
 async fn audit(worker: &Arc<Worker>, request: Request) {
-    let full = next_token(worker, Request { blend: None, ..request.clone() }).await;
-    let blended = next_token(worker, request).await;
-    let kl = full.zip(blended).map(|(full, blended)| full.divergence(&blended));
+    let full = answer(worker, Request { blend: None, ..request.clone() }).await;
+    let blended = answer(worker, request).await;
+    let kl = full.zip(blended).map(|(full, blended)| divergence(&full, &blended));
     if let Some(kl) = kl {
         worker.metrics.blend_audited(kl);
     }
@@ -107,14 +110,27 @@ async fn audit(worker: &Arc<Worker>, request: Request) {
     }
 }
 
-/// The distribution of a request's next token: the most likely tokens of it.
-async fn next_token(worker: &Worker, request: Request) -> Option<TokenLogprobs> {
-    let max_tokens = request.output.len() as u32 + 1;
+/// The mean divergence of a blended answer's tokens from those of a full prefill, in nats: up to the first token that differs, as
+/// the tokens behind it follow another text.
+fn divergence(full: &[SampledToken], blended: &[SampledToken]) -> f64 {
+    let both = || full.iter().zip(blended);
+    let num_equal = both().take_while(|(full, blended)| full.id == blended.id).count();
+    let compared = both().take(num_equal + 1);
+    let kls = compared
+        .filter_map(|(full, blended)| Some(full.logprobs.as_ref()?.divergence(blended.logprobs.as_ref()?)));
+    let (sum, num) = kls.fold((0.0, 0.0), |(sum, num), kl| (sum + kl, num + 1.0));
+    sum / num
+}
+
+/// The first tokens of a request's greedy answer, at least one.
+async fn answer(worker: &Worker, request: Request) -> Option<Vec<SampledToken>> {
+    let max_tokens = (request.output.len() + NUM_COMPARED) as u32;
     let request = Request {
         id: format!("{}-measured", request.id),
         sampling: SamplingParams {
             temperature: 0.0,
             max_tokens,
+            stop_token_ids: request.sampling.stop_token_ids.clone(),
             logprobs: Some(MAX_LOGPROBS),
             ..SamplingParams::default()
         },
@@ -124,11 +140,13 @@ async fn next_token(worker: &Worker, request: Request) -> Option<TokenLogprobs> 
         ..request
     };
     let mut tokens = worker.engine.generate(request).ok()?;
-    let first = async {
+    let all = async {
+        let mut answer = Vec::new();
         loop {
             match tokens.next().await? {
-                TokenEvent::Token(token) => return token.logprobs,
-                TokenEvent::Finished(_) | TokenEvent::Failed(_) => return None,
+                TokenEvent::Token(token) => answer.push(token),
+                TokenEvent::Finished(_) => return Some(answer),
+                TokenEvent::Failed(_) => return None,
                 TokenEvent::Started { .. }
                 | TokenEvent::Adopted { .. }
                 | TokenEvent::Blended { .. }
@@ -139,7 +157,8 @@ async fn next_token(worker: &Worker, request: Request) -> Option<TokenLogprobs> 
     };
     // A worker that leaves does not wait for it.
     let drain = worker.lifecycle.drain_signal();
-    drain.run_until_cancelled(timeout(PATIENCE, first)).await?.ok().flatten()
+    let answer = drain.run_until_cancelled(timeout(PATIENCE, all)).await?.ok().flatten()?;
+    (!answer.is_empty()).then_some(answer)
 }
 
 fn with_ratio(prompt: &Request, ratio: f32) -> Request {
@@ -176,6 +195,26 @@ fn calibration_prompts(request: &Request) -> Vec<Request> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use baton_engine::TokenLogprobs;
+
+    #[test]
+    fn answers_are_compared_up_to_the_first_token_that_differs() {
+        let token = |id, part: f32| {
+            let top = vec![(1, part.ln()), (2, (1.0 - part).ln())];
+            SampledToken { id, logprobs: Some(TokenLogprobs { logprob: 0.0, top }) }
+        };
+        let kl = |p: f64, q: f64| p * (p / q).ln() + (1.0 - p) * ((1.0 - p) / (1.0 - q)).ln();
+        let full = [token(1, 0.5), token(1, 0.9), token(1, 0.75)];
+        for (blended, expected) in [
+            (full.to_vec(), 0.0),
+            (vec![token(1, 0.5), token(2, 0.1), token(1, 0.25)], kl(0.9, 0.1) / 2.0),
+            (vec![token(1, 0.5), token(1, 0.9), token(2, 0.25)], kl(0.75, 0.25) / 3.0),
+            (vec![token(1, 0.25)], kl(0.5, 0.25)),
+        ] {
+            let found = divergence(&full, &blended);
+            assert!((found - expected).abs() < 1e-6, "{found} is not {expected}");
+        }
+    }
 
     #[test]
     fn calibration_prompts_are_short_and_have_the_passages_in_several_orders() {

@@ -181,7 +181,7 @@ pub enum DrafterConfig {
 pub struct BlendSettings {
     /// Memory for the KV of passages that are kept.
     pub max_store_bytes: usize,
-    /// Mean divergence of the next token's distribution from that of a full prefill, in nats, above which nothing is blended.
+    /// Mean divergence of an answer's first tokens from those of a full prefill, in nats, above which nothing is blended.
     pub max_kl: f64,
     /// The part of blended prompts, from 0 to 1, that is also computed in full, to compare.
     pub audit: f64,
