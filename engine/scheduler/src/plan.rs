@@ -117,7 +117,7 @@ impl Chunk {
             start_idx: sequence.num_computed,
             num_tokens,
             num_drafts: 0,
-            num_scored: sequence.num_scored_in(num_tokens),
+            num_scored: sequence.scored_ahead().num_in(num_tokens),
             wants_token: num_tokens == sequence.num_left(),
         }
     }

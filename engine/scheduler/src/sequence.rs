@@ -189,10 +189,13 @@ impl Sequence {
         self.blocks.iter().copied().zip(keeps(&self.retention, self.block_size))
     }
 
-    /// After so many of its next `num_tokens` tokens, the next token is scored: once each, also after a preemption.
-    pub(crate) fn num_scored_in(&self, num_tokens: usize) -> usize {
-        let end = self.unscored.end.min(self.num_computed + num_tokens);
-        end.saturating_sub(self.unscored.start.max(self.num_computed))
+    /// Which of its next tokens are scored: once each, also after a preemption.
+    pub(crate) fn scored_ahead(&self) -> ScoredAhead {
+        let first_idx = self.unscored.start.max(self.num_computed);
+        ScoredAhead {
+            num_before: first_idx - self.num_computed,
+            num_scored: self.unscored.end.saturating_sub(first_idx),
+        }
     }
 
     /// Tokens of its head that a step computes now: all of them, or none.
@@ -348,6 +351,27 @@ impl Sequence {
         let before = if filled.is_empty() { None } else { first.checked_sub(1).map(|idx| self.hashes[idx]) };
         let blocks = if filled.is_empty() { &[] } else { &self.blocks[filled.clone()] };
         (before, blocks.iter().copied().zip(self.hashes[filled].iter().copied()))
+    }
+}
+
+/// The next tokens of a sequence that are scored. After each of them, the next token of the prompt is.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct ScoredAhead {
+    /// Tokens before the first of them: they were scored before a preemption.
+    pub(crate) num_before: usize,
+    /// So many in a row.
+    pub(crate) num_scored: usize,
+}
+
+impl ScoredAhead {
+    /// So many of the next `num_tokens` tokens are scored.
+    pub(crate) fn num_in(self, num_tokens: usize) -> usize {
+        num_tokens.saturating_sub(self.num_before).min(self.num_scored)
+    }
+
+    /// The most tokens of which no more than `max_scored` are scored. No limit if these are all that are scored.
+    pub(crate) fn max_tokens(self, max_scored: usize) -> usize {
+        if max_scored < self.num_scored { self.num_before + max_scored } else { usize::MAX }
     }
 }
 

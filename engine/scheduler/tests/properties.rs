@@ -113,6 +113,7 @@ enum Operation {
         text: u32,
         num_prompt: usize,
         num_output: usize,
+        is_scored: bool,
     },
     Step,
     /// A step with drafts of so many tokens, of which so many are right.
@@ -142,9 +143,10 @@ fn operation() -> impl Strategy<Value = Operation> {
         1 => Just(SequenceRole::Decode),
     ];
     prop_oneof![
-        3 => (role, -1..2, 0..3u32, 1..40usize, 1..30usize).prop_map(
-            |(role, priority, text, num_prompt, num_output)| {
-                Operation::Add { role, priority, text, num_prompt, num_output }
+        3 => (role, -1..2, 0..3u32, 1..40usize, 1..30usize, prop::bool::weighted(0.2)).prop_map(
+            |(role, priority, text, num_prompt, num_output, is_scored)| {
+                let is_scored = is_scored && role == SequenceRole::Generate;
+                Operation::Add { role, priority, text, num_prompt, num_output, is_scored }
             }
         ),
         6 => Just(Operation::Step),
@@ -161,7 +163,9 @@ fn operation() -> impl Strategy<Value = Operation> {
 }
 
 fn config() -> impl Strategy<Value = SchedulerConfig> {
-    (18..40usize, 1..6usize, 1..40usize, any::<bool>()).prop_map(
+    // Some can score no more than a part of a step.
+    let token_budget = prop_oneof![3 => 1..40usize, 1 => 40..160usize];
+    (18..40usize, 1..6usize, token_budget, any::<bool>()).prop_map(
         |(num_blocks, max_running, token_budget, is_paced)| SchedulerConfig {
             num_blocks,
             block_size: 4,
@@ -258,13 +262,15 @@ impl Driver {
 
     fn apply(&mut self, operation: Operation) {
         match operation {
-            Operation::Add { role, priority, text, num_prompt, num_output } => {
+            Operation::Add { role, priority, text, num_prompt, num_output, is_scored } => {
                 let id = SequenceId::new(priority, self.next_id);
                 self.next_id += 1;
                 let tokens = (0..num_prompt as u32).map(|idx| text * 1000 + idx).collect();
                 let max = num_prompt + num_output;
-                let root = Some(HashRoot::new("random", "", ""));
-                self.scheduler.add(Sequence::new(id, role, tokens, max, self.config.block_size, root));
+                // A scored prompt shares no blocks.
+                let root = (!is_scored).then(|| HashRoot::new("random", "", ""));
+                let sequence = Sequence::new(id, role, tokens, max, self.config.block_size, root);
+                self.scheduler.add(if is_scored { sequence.with_scores() } else { sequence });
                 self.alive.insert(id, (max, role));
                 if role == SequenceRole::Prefill {
                     self.holds.push(id);
@@ -382,6 +388,8 @@ impl Driver {
     fn check_plan(&self) {
         let num_tokens: usize = self.plan.chunks.iter().map(|chunk| chunk.num_tokens).sum();
         assert!(num_tokens <= self.config.token_budget, "{:?}", self.plan);
+        let num_scored: usize = self.plan.chunks.iter().map(|chunk| chunk.num_scored).sum();
+        assert!(num_scored <= 64, "{:?}", self.plan);
         assert!(self.scheduler.num_running() <= self.config.max_running);
         let mut seen = HashSet::new();
         let mut written = HashSet::new();

@@ -22,8 +22,8 @@
 //!    still grow. So admitted sequences run for a while before one is preempted. No sequence passes one that lacks
 //!    blocks, so none starves. Admission preempts nothing, and a step with a preemption admits nothing.
 //!
-//! Where the tokens of a prompt are scored, every token of a chunk has a row of logits. Such a chunk is short, and a step
-//! has at most one.
+//! Where the tokens of a prompt are scored, each has a row of logits, of which a step has few. Prompts share these as they
+//! share tokens, and such a prompt takes no more tokens than it gets rows for.
 //!
 //! Then [`Scheduler::plan_drafts`] may add drafted tokens, as far as budget and blocks are left over. Blocks that only
 //! rejected drafts needed return after the step. So drafts change neither admission nor preemption.
@@ -67,7 +67,7 @@ use crate::{
     step_time::{PrefillBudget, StepTime},
 };
 use ahead::StepAhead;
-use budget::{BudgetClaim, share_budget};
+use budget::{BudgetClaim, StepShare, share_budget};
 use holds::Holds;
 use sequence_list::SequenceList;
 
@@ -75,9 +75,6 @@ pub use holds::PrefixBlocks;
 
 /// So many sequences at the front of the queue are considered in a step, and more while these leave some of it over.
 const WINDOW: usize = 16;
-
-/// Most tokens of a chunk with scores: with 150,000 tokens in the vocabulary its logits are 38 MB.
-const MAX_SCORED: usize = 64;
 
 /// Tokens after a head that are computed with it at most. A step of their own would read all weights once more.
 pub const MAX_REST: usize = 256;
@@ -415,38 +412,39 @@ impl Scheduler {
     fn plan_prompts(&mut self, plan: &mut StepPlan, budget: usize) {
         let num_decodes = plan.chunks.len();
         let mut claims = self.claims(budget, plan.preempted.is_empty());
-        let mut spare = share_budget(&mut claims, budget, self.config.block_size);
+        let mut spare = share_budget(&mut claims, StepShare::whole(budget), self.config.block_size);
         let mut is_room = true;
         for claim in claims {
-            spare += claim.share;
+            spare = spare.plus(claim.share);
             if claim.is_waiting {
                 // Sequences before this one may have taken the last slot or block.
                 let cached = if is_room { self.find_room(claim.id) } else { None };
                 is_room = cached.is_some();
                 match cached {
-                    Some(cached) if claim.share > 0 || claim.num_left == 0 => {
+                    Some(cached) if claim.share.num_tokens > 0 || claim.num_left == 0 => {
                         self.admit(claim.id, &cached, plan)
                     }
                     _ => continue,
                 }
             }
-            if claim.num_left > 0 && spare > 0 {
+            if claim.num_left > 0 && spare.num_tokens > 0 {
                 // What is recalled computes nothing yet.
                 let Some(sequence) = self.running.get(claim.id) else { continue };
-                if sequence.num_scored_in(1) > 0 && plan.chunks.iter().any(|chunk| chunk.num_scored > 0) {
-                    continue;
+                let num_tokens = self.chunk_len(sequence, spare);
+                // None, if all that the step can score is taken.
+                if num_tokens > 0 {
+                    let chunk = Chunk::of(sequence, num_tokens);
+                    spare = spare.minus(StepShare::of(&chunk));
+                    plan.chunks.push(chunk);
                 }
-                let chunk = Chunk::of(sequence, self.chunk_len(sequence, spare));
-                spare = spare.saturating_sub(chunk.num_tokens);
-                plan.chunks.push(chunk);
             }
         }
         // The shares of sequences that were not admitted after all, and what did not reach a block boundary.
         for chunk in &mut plan.chunks[num_decodes..] {
             let sequence = self.running.get(chunk.id).expect("the sequence runs");
-            spare += chunk.num_tokens;
+            spare = spare.plus(StepShare::of(chunk));
             *chunk = Chunk::of(sequence, self.chunk_len(sequence, spare));
-            spare = spare.saturating_sub(chunk.num_tokens);
+            spare = spare.minus(StepShare::of(chunk));
         }
     }
 
@@ -457,9 +455,10 @@ impl Scheduler {
         let mut claims: Vec<BudgetClaim> = prompts.map(BudgetClaim::running).collect();
         let num_slots = self.config.max_running.saturating_sub(self.num_running());
         if may_admit && num_slots > 0 {
-            let mut num_claimed: usize = claims.iter().map(|claim| claim.num_left).sum();
+            let without = |left: StepShare, claim: &BudgetClaim| left.minus(claim.part_of(left));
+            let mut unclaimed = claims.iter().fold(StepShare::whole(budget), without);
             for (idx, sequence) in self.waiting.iter().take(num_slots.max(WINDOW)).enumerate() {
-                if idx >= WINDOW && num_claimed >= budget {
+                if idx >= WINDOW && unclaimed.num_tokens == 0 {
                     break;
                 }
                 let cached = self.find_cached(sequence);
@@ -467,7 +466,7 @@ impl Scheduler {
                     break;
                 }
                 let claim = BudgetClaim::waiting(sequence, cached.len() * self.config.block_size);
-                num_claimed += claim.num_left;
+                unclaimed = without(unclaimed, &claim);
                 claims.push(claim);
             }
             claims.sort_by_key(|claim| claim.id);
@@ -527,15 +526,17 @@ impl Scheduler {
     }
 
     /// Tokens of the next chunk: all that are left; else up to the last block boundary within the budget; else, when
-    /// the budget reaches no boundary, the budget. It ends before blocks that were adopted or are expected. A head is never cut, even if it exceeds the budget, and a short rest goes with it.
-    fn chunk_len(&self, sequence: &Sequence, budget: usize) -> usize {
+    /// the budget reaches no boundary, the budget. That is what `spare` is enough for; 0 if no token can be scored. The chunk
+    /// ends before blocks that were adopted or are expected. A head is never cut, even if it exceeds the budget, and a short
+    /// rest goes with it.
+    fn chunk_len(&self, sequence: &Sequence, spare: StepShare) -> usize {
         if sequence.num_head_left() > 0 {
             let rest = sequence.num_left() - sequence.num_head_left();
             return sequence.num_head_left() + if rest <= MAX_REST { rest } else { 0 };
         }
-        let budget = if sequence.num_scored_in(budget) > 0 { budget.min(MAX_SCORED) } else { budget };
         let expected = adopt::num_before_expected(sequence, self.expected.values());
-        let budget = budget.min(expected).min(adopt::num_before_adopted(sequence, &self.pool));
+        let adopted = adopt::num_before_adopted(sequence, &self.pool);
+        let budget = spare.max_tokens(sequence.scored_ahead()).min(expected).min(adopted);
         if sequence.num_left() <= budget {
             return sequence.num_left();
         }

@@ -7,6 +7,7 @@
 //!     text=a                                       prompts of equal text share their prefix
 //!     keep=8 ttl=3                                 its first 8 tokens are to be kept for 3 s
 //!     rest=low                                     what is not kept goes first
+//!     scored=1                                     its prompt is scored: it shares no blocks
 //! time now=3                                       seconds since the start
 //! step                                             plans and carries it out: `1: 0..10 token` is a
 //!                                                  chunk, `token` that one was sampled after it
@@ -194,7 +195,8 @@ impl Player {
         };
         let prompt = (0..command.number("prompt") as u32).map(|idx| text + idx);
         let tokens = prompt.chain(command.tokens("output")).collect();
-        let root = Some(HashRoot::new("script", "", ""));
+        let is_scored = command.arguments.contains_key("scored");
+        let root = (!is_scored).then(|| HashRoot::new("script", "", ""));
         let max = command.number("max");
         self.ends.insert(id, (max, role == SequenceRole::Prefill));
         let kept = command.arguments.contains_key("keep").then(|| KeptPrefix {
@@ -203,8 +205,8 @@ impl Player {
         });
         let rest_is_low = command.arguments.get("rest") == Some(&"low");
         let retention = Retention { kept: kept.into_iter().collect(), rest_is_low };
-        let sequence = Sequence::new(id, role, tokens, max, self.block_size, root);
-        self.scheduler.add(sequence.with_retention(retention));
+        let sequence = Sequence::new(id, role, tokens, max, self.block_size, root).with_retention(retention);
+        self.scheduler.add(if is_scored { sequence.with_scores() } else { sequence });
         Vec::new()
     }
 

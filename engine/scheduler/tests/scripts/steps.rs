@@ -218,3 +218,128 @@ fn slots_are_limited() {
         ",
     );
 }
+
+#[test]
+fn a_scored_prompt_leaves_the_rest_of_a_step_to_others() {
+    check(
+        "
+        pool blocks=256 block_size=16 running=8 budget=512
+        add id=1 prompt=1000 max=1001 scored=1
+        add id=2 prompt=500 max=510
+        step
+            admit 1
+            admit 2
+            1: 0..64
+            2: 0..448
+        step
+            1: 64..128
+            2: 448..500 token
+        # A scored prompt that comes later waits while nothing of it can be scored, and others pass it.
+        add id=3 prompt=1000 max=1001 scored=1
+        add id=4 prompt=20 max=21
+        step
+            admit 4
+            2: 500..501 token
+            1: 128..192
+            4: 0..20 token
+            end 4
+        # A shorter one passes, but the oldest keeps a quarter of what a step scores.
+        add id=5 prompt=50 max=51 scored=1
+        step
+            admit 5
+            2: 501..502 token
+            1: 192..208
+            5: 0..48
+        step
+            2: 502..503 token
+            1: 208..256
+            5: 48..50 token
+            end 5
+        ",
+    );
+}
+
+#[test]
+fn short_scored_prompts_share_what_a_step_scores() {
+    check(
+        "
+        pool blocks=256 block_size=16 running=16 budget=512
+        add id=1 prompt=10 max=11 scored=1
+        add id=2 prompt=10 max=11 scored=1
+        add id=3 prompt=10 max=11 scored=1
+        add id=4 prompt=10 max=11 scored=1
+        step
+            admit 1
+            admit 2
+            admit 3
+            admit 4
+            1: 0..10 token
+            2: 0..10 token
+            3: 0..10 token
+            4: 0..10 token
+            end 1
+            end 2
+            end 3
+            end 4
+        # After the last token of a prompt nothing is scored.
+        add id=5 prompt=34 max=35 scored=1
+        add id=6 prompt=31 max=32 scored=1
+        add id=7 prompt=31 max=32 scored=1
+        step
+            admit 5
+            admit 6
+            admit 7
+            5: 0..34 token
+            6: 0..31 token
+            7: 0..1
+            end 5
+            end 6
+        step
+            7: 1..31 token
+            end 7
+        ",
+    );
+}
+
+#[test]
+fn what_was_scored_before_a_preemption_does_not_limit_chunks() {
+    check(
+        "
+        pool blocks=102 block_size=4 running=8 budget=128
+        add id=1 prompt=4 max=40
+        add id=2 prompt=400 max=401 scored=1
+        step
+            admit 1
+            admit 2
+            1: 0..4 token
+            2: 0..64
+        step
+            1: 4..5 token
+            2: 64..128
+        step
+            1: 5..6 token
+            2: 128..192
+        step
+            1: 6..7 token
+            2: 192..256
+        step
+            1: 7..8 token
+            2: 256..320
+        step
+            preempt 2
+            1: 8..9 token
+        end id=1
+        step
+            readmit 2
+            2: 0..128
+        step
+            2: 128..256
+        # 64 of them are scored.
+        step
+            2: 256..384
+        step
+            2: 384..400 token
+            end 2
+        ",
+    );
+}
