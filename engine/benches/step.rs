@@ -7,7 +7,7 @@ use std::hint::black_box;
 
 use baton_engine::{
     Request, SamplingParams,
-    sampler::{Sampler, TokenHistory, random_unit},
+    sampler::{Sampler, ScoredToken, TokenHistory, random_unit},
 };
 use baton_kv_cache::HashRoot;
 use baton_scheduler::{Scheduler, SchedulerConfig, Sequence, SequenceId, SequenceRole, StepPlan};
@@ -85,6 +85,11 @@ fn sampler(c: &mut Criterion) {
         let mut sampler = Sampler::default();
         c.bench_function(&format!("sampler/{name}"), |bencher| {
             bencher.iter(|| sampler.sample(black_box(&logits), &request.sampling, &history));
+        });
+    }
+    for num_top in [0, 20] {
+        c.bench_function(&format!("sampler/score a prompt's token, {num_top} logprobs"), |bencher| {
+            bencher.iter(|| ScoredToken::new(black_box(&logits), 77, num_top));
         });
     }
 }

@@ -7,9 +7,12 @@
 //! top-p over the remaining candidates, and one random number. It chooses among candidates in the order of their
 //! likelihood if top-k or top-p removed some; else the likeliest comes first, and the others in the order of ids. So where the
 //! likeliest is chosen, it is chosen whatever a grammar takes away from the others. Log-probabilities are those of the
-//! unmodified row, as in OpenAI and vLLM.
+//! unmodified row, as in OpenAI and vLLM (`logprobs`). What needs a whole row is in `row`.
 
 #![forbid(unsafe_code)]
+
+mod logprobs;
+mod row;
 
 use std::{
     borrow::Cow,
@@ -19,37 +22,23 @@ use std::{
 
 use baton_grammar::TokenMask;
 pub use baton_model_spec::InvalidLogits;
-use baton_model_spec::{SampledToken, TokenCount, TokenLogprobs, TokenSampling};
+use baton_model_spec::{SampledToken, TokenCount, TokenSampling};
 
 use baton_random::{GOLDEN, hash, mix};
 use baton_request::{Request, SamplingParams};
+use logprobs::wanted_logprobs;
+use row::{NEGLIGIBLE, check, exp, largest, sum_of, weight};
 
-/// Scaled logits this far below the largest are ignored: together they have less than `vocab_size * e^-40` of the
-/// largest one's probability.
-const NEGLIGIBLE: f32 = -40.0;
+pub use logprobs::ScoredToken;
 
 /// Number of the likeliest tokens that top-p sorts first. It sorts more only when these are too few.
 const NUCLEUS_GUESS: usize = 64;
-
-/// Logits that are compared at a time.
-const NUM_LANES: usize = 16;
 
 /// Chooses tokens. Holds scratch memory only.
 #[derive(Debug, Default)]
 pub struct Sampler {
     logits: Vec<f32>,
     candidates: Vec<Candidate>,
-}
-
-/// How likely the model found a token of a prompt.
-#[derive(Clone, Debug, PartialEq)]
-pub struct ScoredToken {
-    /// Its id.
-    pub id: u32,
-    /// Of it, and of the most likely tokens in its place.
-    pub logprobs: TokenLogprobs,
-    /// One more than the number of tokens that are more likely.
-    pub rank: u32,
 }
 
 /// The tokens before, as far as the sampler needs them.
@@ -233,7 +222,7 @@ impl Sampler {
         copy_changed(logits, &sampling, &mut self.logits)?;
         mask.apply_to(&mut self.logits);
         let id = choose(&self.logits, &mut self.candidates, &sampling)?;
-        let logprobs = sampling.logprobs.map(|num_top| token_logprobs(logits, id, num_top as usize));
+        let logprobs = wanted_logprobs(logits, id, sampling.logprobs)?;
         Ok(SampledToken { id, logprobs })
     }
 
@@ -255,7 +244,7 @@ impl Sampler {
         if !sampling.is_greedy() && sampling.random * total_of(row, max, &sampling) >= 1.0 - 1e-4 {
             return Ok(None);
         }
-        let logprobs = sampling.logprobs.map(|num_top| token_logprobs(logits, id, num_top as usize));
+        let logprobs = wanted_logprobs(logits, id, sampling.logprobs)?;
         Ok(Some(SampledToken { id, logprobs }))
     }
 
@@ -269,7 +258,7 @@ impl Sampler {
         sampling: &TokenSampling<'_>,
     ) -> Result<SampledToken, InvalidLogits> {
         let id = self.sample_row_id(logits, sampling)?;
-        let logprobs = sampling.logprobs.map(|num_top| token_logprobs(logits, id, num_top as usize));
+        let logprobs = wanted_logprobs(logits, id, sampling.logprobs)?;
         Ok(SampledToken { id, logprobs })
     }
 
@@ -283,19 +272,6 @@ impl Sampler {
         sampling: &TokenSampling<'_>,
     ) -> Result<u32, InvalidLogits> {
         choose(changed(logits, sampling, &mut self.logits)?, &mut self.candidates, sampling)
-    }
-}
-
-impl ScoredToken {
-    /// Scores `id` after the row `[vocab_size]`, with `num_top` of the most likely tokens.
-    ///
-    /// # Errors
-    /// When the row is invalid.
-    pub fn new(logits: &[f32], id: u32, num_top: u32) -> Result<ScoredToken, InvalidLogits> {
-        check(logits)?;
-        let own = logits[id as usize];
-        let rank = 1 + logits.iter().filter(|&&logit| logit > own).count() as u32;
-        Ok(ScoredToken { id, logprobs: token_logprobs(logits, id, num_top as usize), rank })
     }
 }
 
@@ -359,33 +335,6 @@ fn apply(logits: &mut [f32], sampling: &TokenSampling<'_>) {
 /// Extreme parameters of a request may overflow; that is not an error of the model.
 fn bounded(logit: f32) -> f32 {
     logit.clamp(f32::MIN, f32::MAX)
-}
-
-fn check(logits: &[f32]) -> Result<(), InvalidLogits> {
-    largest(logits).map(|_| ())
-}
-
-/// Id and value of the largest logit; the smallest id of equals.
-fn largest(logits: &[f32]) -> Result<(u32, f32), InvalidLogits> {
-    // In lanes: the compiler may not change the order of float comparisons itself.
-    let mut maxima = [f32::NEG_INFINITY; NUM_LANES];
-    let mut has_nan = [false; NUM_LANES];
-    let (chunks, rest) = logits.as_chunks::<NUM_LANES>();
-    let mut look_at = |lane: usize, logit: f32| {
-        has_nan[lane] |= logit.is_nan();
-        maxima[lane] = if logit > maxima[lane] { logit } else { maxima[lane] };
-    };
-    for chunk in chunks {
-        chunk.iter().enumerate().for_each(|(lane, &logit)| look_at(lane, logit));
-    }
-    rest.iter().enumerate().for_each(|(lane, &logit)| look_at(lane, logit));
-    let has_nan = has_nan.contains(&true);
-    let max = maxima.into_iter().fold(f32::NEG_INFINITY, f32::max);
-    if has_nan || !max.is_finite() {
-        return Err(InvalidLogits);
-    }
-    let id = logits.iter().position(|&logit| logit == max).expect("the maximum is one of them");
-    Ok((id as u32, max))
 }
 
 fn choose(
@@ -466,44 +415,10 @@ fn keep_top_p(candidates: &mut Vec<Candidate>, top_p: f32) {
     }
 }
 
-/// The weights of all tokens that min-p leaves, to 0.00002 of it.
+/// The weights of all tokens that min-p leaves, to 0.00001 of it.
 fn total_of(logits: &[f32], max: f32, sampling: &TokenSampling<'_>) -> f64 {
     let (lowest, temperature) = (lowest(sampling), sampling.temperature);
-    let weight = |logit: f32| {
-        let scaled = (logit - max) / temperature;
-        if scaled >= lowest { exp(scaled) } else { 0.0 }
-    };
-    // In lanes, and each sum has at most 256 parts.
-    let part = |logits: &[f32]| -> f64 {
-        let (chunks, rest) = logits.as_chunks::<NUM_LANES>();
-        let mut sums = [0.0_f32; NUM_LANES];
-        for chunk in chunks {
-            sums.iter_mut().zip(chunk).for_each(|(sum, &logit)| *sum += weight(logit));
-        }
-        let rest = rest.iter().map(|&logit| f64::from(weight(logit)));
-        sums.into_iter().map(f64::from).chain(rest).sum()
-    };
-    logits.chunks(256 * NUM_LANES).map(part).sum()
-}
-
-/// The exponential of a scaled logit, from [`NEGLIGIBLE`] to 0, to 2 ulp; that of 0 is 1. Without branches and calls, so that it is
-/// computed for several at a time, and the same on every processor.
-///
-/// 2^n times the Taylor series of e^x with |x| <= ln(2) / 2 (Cody and Waite, Software Manual for the Elementary Functions, 1980).
-#[inline]
-fn exp(scaled: f32) -> f32 {
-    /// Added to a small number, its bits from the lowest on are the nearest integer.
-    const ROUND: f32 = 12_582_912.0;
-    let y = scaled * std::f32::consts::LOG2_E;
-    let rounded = y + ROUND;
-    // In two parts: the product above is not exact.
-    let n = rounded - ROUND;
-    let x = (scaled - n * 0.693_359_4) + n * 2.121_944_4e-4;
-    let mut p = 1.0 / 5040.0;
-    for factor in [1.0 / 720.0, 1.0 / 120.0, 1.0 / 24.0, 1.0 / 6.0, 0.5, 1.0, 1.0] {
-        p = p * x + factor;
-    }
-    p * f32::from_bits((rounded.to_bits() << 23).wrapping_add(1.0_f32.to_bits()))
+    sum_of(logits, |logit| weight((logit - max) / temperature, lowest))
 }
 
 fn total_weight(candidates: &[Candidate]) -> f64 {
@@ -514,43 +429,5 @@ impl Candidate {
     /// A total order (ids are unique), so that neither a selection nor a sample depends on an algorithm.
     fn likelier(&self, other: &Candidate) -> Ordering {
         other.weight.total_cmp(&self.weight).then(self.id.cmp(&other.id))
-    }
-}
-
-fn token_logprobs(logits: &[f32], id: u32, num_top: usize) -> TokenLogprobs {
-    let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-    let sum: f64 = logits.iter().map(|&logit| f64::from((logit - max).exp())).sum();
-    let log_sum = f64::from(max) + sum.ln();
-    let logprob = |logit: f32| (f64::from(logit) - log_sum) as f32;
-
-    // At most 20: insertion into a sorted list is faster than selection over the vocabulary.
-    let mut top: Vec<(u32, f32)> = Vec::with_capacity(num_top + 1);
-    for (id, &logit) in logits.iter().enumerate() {
-        if top.len() == num_top && top.last().is_none_or(|&(_, least)| logit <= least) {
-            continue;
-        }
-        let place = top.partition_point(|&(_, other)| other >= logit);
-        top.insert(place, (id as u32, logit));
-        top.truncate(num_top);
-    }
-    for (_, logit) in &mut top {
-        *logit = logprob(*logit);
-    }
-    TokenLogprobs { logprob: logprob(logits[id as usize]), top }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn exponentials_are_right_to_two_ulp() {
-        assert_eq!(exp(0.0), 1.0);
-        for step in 0..=400_000 {
-            let scaled = step as f32 * (NEGLIGIBLE / 400_000.0);
-            let (found, expected) = (exp(scaled), f64::from(scaled).exp());
-            let ulp = f64::from(f32::from_bits(found.to_bits() + 1) - found);
-            assert!((f64::from(found) - expected).abs() <= 2.0 * ulp, "{scaled}: {found}, not {expected}");
-        }
     }
 }
