@@ -29,7 +29,7 @@ pub(crate) struct DraftCosts {
     /// Time of steps with drafts. They are slower: caches and threads have just served the draft model.
     target: Option<StepTime>,
     draft: Option<StepTime>,
-    /// Seconds of the draft model for one token of a prompt.
+    /// Seconds of the draft model for one more token of a prompt.
     prompt_token: Option<f64>,
 }
 
@@ -78,13 +78,17 @@ impl DraftCosts {
         num_missing <= 2 || num_missing as f64 * per_token <= share * num_output as f64
     }
 
-    /// Records a step of the draft model that computed missing tokens.
-    pub(crate) fn observe_catch_up(&mut self, num_tokens: usize, elapsed: Duration) {
-        let newest = elapsed.as_secs_f64() / num_tokens as f64;
-        if newest > 0.0 {
-            let mean = self.prompt_token.get_or_insert(newest);
-            *mean += NEWEST * (newest - *mean);
+    /// Records a step of the draft model that computed missing tokens. They do not cost its fixed time: a step that only
+    /// drafts takes that, too.
+    pub(crate) fn observe_catch_up(&mut self, plain: Option<StepTime>, num_tokens: usize, elapsed: Duration) {
+        if elapsed.is_zero() {
+            return;
         }
+        let guess = plain.map_or(0.0, |plain| self.draft_guess * plain.fixed);
+        let fixed = self.draft.map_or(guess, |draft| draft.fixed);
+        let newest = (elapsed.as_secs_f64() - fixed).max(0.0) / num_tokens as f64;
+        let mean = self.prompt_token.get_or_insert(newest);
+        *mean += NEWEST * (newest - *mean);
     }
 
     /// Records a step of the target with drafts.
@@ -182,7 +186,7 @@ mod tests {
     fn a_long_prompt_is_computed_after_many_output_tokens() {
         let (mut costs, plain) = learned((10.0, 0.0), (2.0, 0.0), 1);
         // One token of a prompt takes a tenth of a step.
-        costs.observe_catch_up(100, Duration::from_millis(100));
+        costs.observe_catch_up(plain, 100, Duration::from_millis(100));
         for (num_missing, num_output, num_drafts, expected) in [
             (1, 1, 4, true),
             (10, 3, 4, false),
@@ -198,6 +202,16 @@ mod tests {
                 "{num_missing}, {num_output}, {num_drafts}"
             );
         }
+    }
+
+    #[test]
+    fn prompt_tokens_do_not_cost_the_fixed_time_of_a_step() {
+        let time = |num_tokens: usize| Duration::from_secs_f64((2.0 + 0.02 * num_tokens as f64) / 1e3);
+        let (mut costs, plain) = learned((10.0, 0.0), (2.0, 0.02), 1);
+        (0..100).for_each(|_| costs.observe_catch_up(plain, 9, time(9)));
+        costs.observe_catch_up(plain, 2048, time(2048));
+        // 80 ms, for a quarter of 60 steps.
+        assert!(costs.pays_to_catch_up(plain, 4000, 60, 4), "{costs:?}");
     }
 
     #[test]

@@ -150,7 +150,7 @@ impl DraftModel {
             if step.is_draft {
                 costs.observe_draft(plain, step.num_tokens, elapsed);
             } else {
-                costs.observe_catch_up(step.num_tokens, elapsed);
+                costs.observe_catch_up(plain, step.num_tokens, elapsed);
             }
             self.runs.retain(|run| {
                 let goes_on = run.num_drafts > 0;
