@@ -14,7 +14,7 @@ use baton_engine::{
     SpeculationMode, TokenEvent,
 };
 use baton_engine_testing::FakeModel;
-use baton_model_spec::{Batch, ExecuteError};
+use baton_model_spec::ExecuteError;
 use support::{
     BLOCK_SIZE, MAX_STEP_TOKENS, collect, config, draft, draft_with_hook, engine, engine_of,
     handoff::hand_off,
@@ -222,21 +222,53 @@ static ELAPSED: AtomicU64 = AtomicU64::new(0);
 async fn drafting_ends_when_it_is_measured_to_cost_more_than_it_gains() {
     let clock = || standing_clock() + Duration::from_micros(ELAPSED.load(Ordering::Relaxed));
     let model = FakeModel::new(BLOCK_SIZE);
-    // Microseconds of a step of either model, and drafted tokens out of 300.
-    for (target, draft, expected) in [(1000, 50, 200..300), (1000, 1100, 1..100), (1000, 50_000, 1..100)] {
-        let took = |micros: u64| {
-            move |_: &Batch<'_>| {
-                ELAPSED.fetch_add(micros, Ordering::Relaxed);
-                Ok(())
-            }
-        };
-        let drafter = draft_with_hook(model, took(draft));
-        let engine = speculating_with_hook(model, drafter, EngineConfig { clock, ..config() }, took(target));
+    // Microseconds that the first step takes longer, those of a step of either model, in how many texts the draft model
+    // errs once, and drafted tokens out of 300.
+    for (cold, target, draft, errs_in, expected) in [
+        (0, 1000, 50, None, 200..300),
+        (0, 1000, 1100, None, 1..100),
+        (0, 1000, 50_000, None, 1..100),
+        (200_000, 1000, 50, None, 200..300),
+        (200_000, 1000, 900, Some(2), 1..100),
+    ] {
+        let (num_steps, count) = counter();
+        let drafter = draft_with_hook(FakeModel { errs_in, ..model }, move |_| {
+            ELAPSED.fetch_add(draft, Ordering::Relaxed);
+            Ok(())
+        });
+        let config = EngineConfig { clock, ..config() };
+        let engine = speculating_with_hook(model, drafter, config, move |_| {
+            let is_first = count.fetch_add(1, Ordering::Relaxed) == 0;
+            ELAPSED.fetch_add(if is_first { target + cold } else { target }, Ordering::Relaxed);
+            Ok(())
+        });
         let output = engine.generate_all(request(&[1, 2, 3], 300)).await;
         assert_eq!(output.tokens, model.greedy(&[1, 2, 3], 300));
         let (_, counts) = engine.drafts().expect("it has a drafter");
-        assert!(expected.contains(&counts.drafted), "{counts:?} at {draft} of {target}");
+        assert!(
+            expected.contains(&counts.drafted),
+            "{counts:?} at {draft} of {target}, {cold} more at first"
+        );
+        engine.check_whole().await;
+        let num_steps = num_steps.load(Ordering::Relaxed);
+        assert_eq!(engine.pace().num_steps, num_steps as u64, "routers learn from steps with drafts, too");
     }
+}
+
+#[tokio::test]
+async fn a_step_without_drafts_comes_after_many_with_drafts() {
+    let model = FakeModel::new(BLOCK_SIZE);
+    let (longest, most) = counter();
+    let mut num_drafted = 0;
+    let engine = speculating_with_hook(model, draft(model), config(), move |batch| {
+        num_drafted = if batch.sequences[0].num_logits > 1 { num_drafted + 1 } else { 0 };
+        most.fetch_max(num_drafted, Ordering::Relaxed);
+        Ok(())
+    });
+    // At least 75 steps.
+    let output = engine.generate_all(request(&[1, 2, 3], 450)).await;
+    assert_eq!(output.tokens, model.greedy(&[1, 2, 3], 450));
+    assert_eq!(longest.load(Ordering::Relaxed), 64);
 }
 
 #[tokio::test]

@@ -11,6 +11,8 @@ const BALANCE: f64 = 8.0;
 /// A measurement counts as at most this many times the expected time, and at least this part of it: an interrupted
 /// processor says nothing about steps.
 const OUTLIER: f64 = 4.0;
+/// So many of the first measured steps may be those of a cold process, which take up to a hundred times as long.
+const COLD: u32 = 8;
 /// How far each step in which drafting does not pay moves the learned times back to the guesses. Without drafts
 /// nothing is measured, so a change would go unnoticed.
 const FORGET: f64 = 1.0 / 8192.0;
@@ -65,12 +67,14 @@ pub struct PrefillBudget {
     step: Option<StepTime>,
     /// Tokens of the largest step so far. The line is trusted up to twice that size.
     largest: usize,
+    /// Measured steps.
+    num_steps: u32,
 }
 
 impl PrefillBudget {
     /// Without a target, prompts are not limited.
     pub fn new(target: Option<Duration>) -> PrefillBudget {
-        PrefillBudget { target, step: None, largest: 0 }
+        PrefillBudget { target, step: None, largest: 0, num_steps: 0 }
     }
 
     /// The time of a step; `None` before the first measurement.
@@ -96,12 +100,17 @@ impl PrefillBudget {
     pub fn observe(&mut self, num_tokens: usize, elapsed: Duration) {
         let seconds = elapsed.as_secs_f64();
         // A clock that stands still teaches nothing.
-        if seconds > 0.0 {
-            self.largest = self.largest.max(num_tokens);
-            self.step
-                .get_or_insert_with(|| StepTime::guess(seconds, num_tokens))
-                .observe(num_tokens, seconds);
+        if seconds <= 0.0 {
+            return;
         }
+        let is_far_below = |step: StepTime| seconds < step.of(num_tokens) / OUTLIER;
+        if self.num_steps < COLD && num_tokens <= self.largest && self.step.is_some_and(is_far_below) {
+            // What was learned is the time of a cold process.
+            self.step = None;
+        }
+        self.num_steps = self.num_steps.saturating_add(1);
+        self.largest = self.largest.max(num_tokens);
+        self.step.get_or_insert_with(|| StepTime::guess(seconds, num_tokens)).observe(num_tokens, seconds);
     }
 }
 
@@ -133,6 +142,23 @@ mod tests {
                 "{fixed} + {per_token} n <= {target}: {found}, not {expected}"
             );
         }
+    }
+
+    #[test]
+    fn the_time_of_a_cold_process_is_forgotten() {
+        let mut budget = PrefillBudget::new(None);
+        let mut after = |num_tokens: usize, millis: f64| {
+            budget.observe(num_tokens, Duration::from_secs_f64(millis / 1e3));
+            1e3 * budget.step().expect("it is measured").of(1)
+        };
+        assert!(after(100, 2000.0) > 300.0);
+        assert!(after(1, 900.0) > 300.0);
+        assert!((after(1, 10.0) - 10.0).abs() < 1e-3);
+        for _ in 0..20 {
+            after(1, 10.0);
+        }
+        // Later, a step seems short when the one before was collected late.
+        assert!(after(1, 0.01) > 8.0);
     }
 
     #[test]

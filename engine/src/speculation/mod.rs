@@ -37,6 +37,12 @@ use crate::{
 use cost::DraftCosts;
 use draft_model::DraftModel;
 
+/// So many steps that decode have no drafts once a step is measured: how much is drafted depends on the time of a step
+/// without drafts, and the first steps of a process may be slow.
+const COLD: usize = 8;
+/// After so many steps with drafts, one has none, so that its time stays known.
+const PLAIN_AFTER: usize = 64;
+
 /// How an engine speculates.
 #[derive(Debug)]
 pub struct Speculation {
@@ -67,6 +73,10 @@ pub(crate) struct Speculator {
     costs: DraftCosts,
     clock: fn() -> Instant,
     max_draft_tokens: usize,
+    /// What is left of [`COLD`].
+    num_cold: usize,
+    /// Steps with drafts since one that only decoded.
+    num_drafted: usize,
     /// The sequences to draft for in this step; reused.
     ids: Vec<SequenceId>,
     /// Length of each draft.
@@ -117,6 +127,8 @@ impl Speculator {
             costs: DraftCosts::new(draft_guess),
             clock: config.clock,
             max_draft_tokens,
+            num_cold: COLD,
+            num_drafted: 0,
             ids: Vec::new(),
             lengths: Vec::new(),
             proposed: Vec::new(),
@@ -133,7 +145,11 @@ impl Speculator {
 
     /// Drafts for the plan's sequences that decode, where it pays, and adds the drafts to the plan.
     pub(crate) fn draft(&mut self, plan: &mut StepPlan, live: &mut LiveRequests) -> Result<(), EngineError> {
-        self.decide_lengths(plan, live);
+        self.ids.clear();
+        self.lengths.clear();
+        if !self.is_plain_due(plan, live.scheduler.step_time().is_some()) {
+            self.decide_lengths(plan, live);
+        }
         let wanted = self.ids.iter().copied().zip(self.lengths.iter().copied());
         let wanted = wanted.filter(|&(_, num_tokens)| num_tokens > 0);
         match &mut self.proposer {
@@ -149,7 +165,26 @@ impl Speculator {
         }
         live.cut_drafts(plan);
         live.scheduler.plan_drafts(plan);
+        if plan.num_drafts() > 0 {
+            self.num_drafted += 1;
+        } else if only_decodes(plan) {
+            self.num_drafted = 0;
+        }
         Ok(())
+    }
+
+    /// Whether the step of `plan` shall have no drafts, so that the time of a step without them is learned.
+    fn is_plain_due(&mut self, plan: &StepPlan, is_measured: bool) -> bool {
+        if is_measured && self.num_cold > 0 && plan.has_decodes() {
+            self.num_cold -= 1;
+            return true;
+        }
+        let is_due = self.num_drafted >= PLAIN_AFTER && only_decodes(plan);
+        if is_due {
+            // Also if text that a grammar forces is drafted in it: other drafts do not wait for its end.
+            self.num_drafted = 0;
+        }
+        is_due
     }
 
     /// Whether no sequence gets a draft in the step of `plan` for any values of its tokens, which are not known yet. If
@@ -169,6 +204,7 @@ impl Speculator {
             }
         }
         self.decide_lengths(plan, live);
+        self.num_drafted = 0;
         let mut lengths = self.ids.iter().zip(&self.lengths);
         debug_assert!(lengths.all(|(&id, &length)| length == 0 || self.finds_nothing_after_next(id, live)));
         true
@@ -213,6 +249,11 @@ impl Speculator {
             self.costs.observe_target(plain, plan.num_tokens(), elapsed);
         }
     }
+}
+
+/// Whether a step computes one token of each of its sequences, the newest one.
+fn only_decodes(plan: &StepPlan) -> bool {
+    plan.num_decodes() == plan.num_tokens()
 }
 
 /// The sequences of a plan that decode.

@@ -210,9 +210,9 @@ impl Scheduler {
     /// waited as well, but another plan would take that time from other steps.
     /// Invariant 12: the duration is an argument.
     pub fn observe(&mut self, plan: &StepPlan, elapsed: Duration, waited: Duration) {
+        self.calibration.observe(&plan.work(), elapsed.saturating_sub(waited).as_secs_f64());
         if plan.num_drafts() == 0 {
             self.prefill_budget.observe(plan.num_tokens(), elapsed);
-            self.calibration.observe(&plan.work(), elapsed.saturating_sub(waited).as_secs_f64());
         }
     }
 
