@@ -315,6 +315,11 @@ impl LiveRequests {
         self.requests[&id].draft_length.is_resting(max.min(sequence.max_num_drafts()), cost, overhead)
     }
 
+    /// A look-up proposed so many tokens for a sequence; see [`DraftLength::looked_up`].
+    pub(crate) fn looked_up(&mut self, id: SequenceId, num_proposed: usize) {
+        self.requests.get_mut(&id).expect("planned sequences live").draft_length.looked_up(num_proposed);
+    }
+
     /// Output tokens of a sequence so far.
     pub(crate) fn num_output_tokens(&self, id: SequenceId) -> usize {
         self.requests[&id].history.num_output_tokens()

@@ -4,6 +4,7 @@
 mod support;
 
 use std::{
+    collections::HashSet,
     sync::{
         Arc,
         atomic::{AtomicBool, AtomicUsize, Ordering},
@@ -192,6 +193,29 @@ async fn a_step_is_launched_ahead_where_lookup_finds_nothing_after_it() {
     }
     let (_, counts) = engine.drafts().expect("it has a drafter");
     assert!(0 < counts.accepted && num(&num_ahead) > 100, "{counts:?}, {num_ahead:?} ahead");
+    engine.check_whole().await;
+}
+
+#[tokio::test]
+async fn most_steps_are_launched_ahead_where_lookups_find_nothing() {
+    const VOCAB_SIZE: u32 = 256;
+    let model = FakeModel { vocab_size: VOCAB_SIZE as usize, ..FakeModel::new(BLOCK_SIZE) };
+    // The prompt has all tokens, so none is new after it. But no token follows the same token twice.
+    let mut texts = (0..VOCAB_SIZE).map(|first| {
+        let prompt: Vec<u32> = (0..VOCAB_SIZE).map(|idx| (first + idx) % VOCAB_SIZE).collect();
+        let output = model.greedy(&prompt, 100);
+        (prompt, output)
+    });
+    let has_new_pairs = |(prompt, output): &(Vec<u32>, Vec<u32>)| {
+        let text = [&prompt[..], &output[..]].concat();
+        let pairs: HashSet<&[u32]> = text.windows(2).collect();
+        pairs.len() == text.len() - 1
+    };
+    let (prompt, output) = texts.find(has_new_pairs).expect("one of them");
+    let (engine, num_ahead) = sampling_engine(model, Some(Drafter::Ngram), config(), |_| Ok(()));
+    assert_eq!(engine.generate_all(request(&prompt, 100)).await.tokens, output);
+    assert_eq!(engine.drafts(), Some(("ngram", DraftCounts::default())));
+    assert!(num(&num_ahead) > 50, "{} of 99 steps", num(&num_ahead));
     engine.check_whole().await;
 }
 

@@ -14,10 +14,15 @@ const NEWEST: f64 = 0.125;
 const MIN_GAIN: f64 = 1.05;
 /// Steps without a draft before the first probe, and the most before any later one.
 const REST: std::ops::RangeInclusive<usize> = 8..=256;
+/// Look-ups in a row that find nothing before there is none for some steps.
+const MISSES: usize = 8;
+/// Steps without a look-up after so many, and the most after any later one that finds nothing.
+const SEARCH_REST: std::ops::RangeInclusive<usize> = 8..=32;
 
 /// How many tokens to draft for one sequence. The length follows the measured acceptance. While drafting does not pay
 /// it is 0, except for one token now and then that probes whether it would: 8 steps after the last rejection, then
-/// 16, 32, ... 256, and at once after an accepted probe.
+/// 16, 32, ... 256, and at once after an accepted probe. While [look-ups](Self::looked_up) find nothing, it is 0 most of the
+/// time, too: a sequence that may be drafted for keeps the next step from being launched ahead.
 #[derive(Clone, Debug, PartialEq)]
 pub struct DraftLength {
     /// Running mean of the acceptance of verified draft tokens.
@@ -26,24 +31,40 @@ pub struct DraftLength {
     rest: usize,
     /// Steps left until a probe.
     num_resting: usize,
+    /// Look-ups since the last one that found a draft.
+    num_misses: usize,
+    /// Steps left until the next look-up.
+    num_unsearched: usize,
 }
 
 impl Default for DraftLength {
     fn default() -> DraftLength {
-        DraftLength { acceptance: FIRST_GUESS, rest: *REST.start(), num_resting: 0 }
+        DraftLength {
+            acceptance: FIRST_GUESS,
+            rest: *REST.start(),
+            num_resting: 0,
+            num_misses: 0,
+            num_unsearched: 0,
+        }
     }
 }
 
 impl DraftLength {
     /// Whether [`next`](Self::next) would return 0.
     pub fn is_resting(&self, max: usize, cost: f64, overhead: f64) -> bool {
-        gains_nothing(max, cost, overhead) || (self.num_resting > 0 && self.best(max, cost, overhead) == 0)
+        gains_nothing(max, cost, overhead)
+            || self.num_unsearched > 0
+            || (self.num_resting > 0 && self.best(max, cost, overhead) == 0)
     }
 
     /// Tokens to draft for the next step, at most `max`. Drafting and verifying one token costs `cost` steps, and any
     /// draft costs `overhead` steps more.
     pub fn next(&mut self, max: usize, cost: f64, overhead: f64) -> usize {
         if gains_nothing(max, cost, overhead) {
+            return 0;
+        }
+        if self.num_unsearched > 0 {
+            self.num_unsearched -= 1;
             return 0;
         }
         let best = self.best(max, cost, overhead);
@@ -69,6 +90,16 @@ impl DraftLength {
             self.acceptance -= NEWEST * self.acceptance;
             self.num_resting = self.rest;
             self.rest = (2 * self.rest).min(*REST.end());
+        }
+    }
+
+    /// Records that a look-up proposed so many tokens. After eight in a row that proposed none, the length is 0 for 8 steps, after
+    /// the next one for 16, then for 32 each time.
+    pub fn looked_up(&mut self, num_proposed: usize) {
+        self.num_misses = if num_proposed > 0 { 0 } else { self.num_misses + 1 };
+        if let Some(num_rests) = self.num_misses.checked_sub(MISSES) {
+            let doubled = *SEARCH_REST.start() << num_rests.min(8);
+            self.num_unsearched = doubled.min(*SEARCH_REST.end());
         }
     }
 
@@ -155,6 +186,27 @@ mod tests {
         assert_eq!(lengths[2999], 8);
         let worst = lengths.iter().rposition(|&length| length == 0).unwrap();
         assert!(lengths[worst + 1..].len() > 1000, "it recovers after step {worst}");
+    }
+
+    #[test]
+    fn a_text_in_which_lookups_find_nothing_is_searched_rarely() {
+        let mut length = DraftLength::default();
+        let mut is_searched = |num_proposed: usize| {
+            let is_resting = length.is_resting(8, 0.05, 0.0);
+            let is_searched = length.next(8, 0.05, 0.0) > 0;
+            assert_ne!(is_resting, is_searched);
+            if is_searched {
+                length.looked_up(num_proposed);
+            }
+            is_searched
+        };
+        let steps: Vec<usize> = (0..200).filter(|_| is_searched(0)).collect();
+        let gaps: Vec<usize> = steps.windows(2).map(|pair| pair[1] - pair[0]).collect();
+        assert_eq!(gaps[..11], [1, 1, 1, 1, 1, 1, 1, 9, 17, 33, 33], "{steps:?}");
+        let num_resting = (0..100).take_while(|_| !is_searched(3)).count();
+        assert!(num_resting < 33, "{num_resting}");
+        assert_eq!((0..8).filter(|_| is_searched(0)).count(), 8, "a draft was found");
+        assert!(!is_searched(0));
     }
 
     #[test]

@@ -156,8 +156,14 @@ impl Speculator {
             Proposer::Ngram => {
                 for (id, num_tokens) in wanted {
                     let sequence = live.scheduler.sequence(id).expect("planned sequences run");
+                    let tokens = sequence.tokens();
                     self.proposed.clear();
-                    self.proposed.extend(ngram::propose(sequence.tokens()).take(num_tokens));
+                    self.proposed.extend(ngram::propose(tokens).take(num_tokens));
+                    // A look-up that was known to find nothing kept no step from being launched ahead.
+                    let (_, before) = tokens.split_last().expect("a sequence has tokens");
+                    if !self.proposed.is_empty() || ngram::may_propose_after_next(before) {
+                        live.looked_up(id, self.proposed.len());
+                    }
                     self.proposed.iter().for_each(|&token| live.scheduler.push_draft(id, token));
                 }
             }
