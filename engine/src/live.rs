@@ -181,6 +181,7 @@ impl LiveRequests {
             num_context_tokens: decoding.num_context_tokens as usize,
             num_queued_pairs: self.scheduler.num_queued_pairs(),
             recent_itl_seconds: 0.0,
+            recent_tokens: 0.0,
             stepped_at: None,
         }
     }
@@ -397,8 +398,14 @@ impl LiveRequests {
         plan.chunks.iter().any(|chunk| self.requests.contains_key(&chunk.id))
     }
 
-    /// The plan's tokens are computed, and `rows` has a row for each wanted token. Samples and tells the readers.
-    pub(crate) fn advance<'a>(&mut self, plan: &StepPlan, mut rows: impl Iterator<Item = SampledRow<'a>>) {
+    /// The plan's tokens are computed, and `rows` has a row for each wanted token. Samples and tells the readers. Returns how
+    /// many drafted tokens were accepted.
+    pub(crate) fn advance<'a>(
+        &mut self,
+        plan: &StepPlan,
+        mut rows: impl Iterator<Item = SampledRow<'a>>,
+    ) -> usize {
+        let mut num_accepted = 0;
         self.scheduler.advance(plan);
         for chunk in plan.chunks.iter().filter(|chunk| chunk.num_rows() > 0) {
             let mut own_rows = rows.by_ref().take(chunk.num_rows());
@@ -409,6 +416,7 @@ impl LiveRequests {
                     Ok(()) if !chunk.wants_token => {}
                     Ok(()) => {
                         let outcome = self.sample(chunk.id, &mut own_rows);
+                        num_accepted += self.sampled.num_accepted;
                         self.tell_sampled(chunk, outcome);
                     }
                 }
@@ -416,6 +424,7 @@ impl LiveRequests {
             own_rows.for_each(drop);
         }
         debug_assert!(rows.next().is_none(), "every row is wanted");
+        num_accepted
     }
 
     /// Tells how likely the prompt tokens after the first `num_scored` rows are.

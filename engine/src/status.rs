@@ -55,10 +55,21 @@ pub struct EnginePace {
     /// Pairs of a queued prompt token and a token that it will see.
     pub num_queued_pairs: f64,
     /// Between two tokens of a sequence that decodes, by the newest steps; 0 when the newest step decoded nothing, and
-    /// while there is nothing to compute.
+    /// while there is nothing to compute. Drafting counts, and so do accepted drafts.
     pub recent_itl_seconds: f64,
+    /// Tokens that a step yields for such a sequence, by the same steps.
+    pub(crate) recent_tokens: f64,
     /// When the newest step ended. `None` before the first.
     pub(crate) stepped_at: Option<Instant>,
+}
+
+/// A step for the sequences that decode in it.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct DecodeStep {
+    /// Seconds that they wait for its tokens: from the step before, or since it was planned and drafted for.
+    pub(crate) seconds: f64,
+    /// Tokens that it yields for each, on average.
+    pub(crate) num_tokens: f64,
 }
 
 /// What an engine has done since it started.
@@ -110,7 +121,7 @@ pub(crate) struct Progress {
     num_submitted_blocks: AtomicU64,
 }
 
-/// Weight of the newest step in the recent time between tokens.
+/// Weight of the newest step in the means of which the recent time between tokens is the quotient.
 const NEWEST_ITL: f64 = 0.2;
 
 impl Progress {
@@ -131,16 +142,23 @@ impl Progress {
         *self.pace.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Publishes what the scheduler says now. `itl_seconds`: the duration of the newest step, if it decoded.
-    pub(crate) fn set_pace(&self, now: EnginePace, itl_seconds: Option<f64>) {
+    /// Publishes what the scheduler says now. `newest`: the newest step, if it decoded.
+    pub(crate) fn set_pace(&self, now: EnginePace, newest: Option<DecodeStep>) {
         let mut pace = self.pace.lock().unwrap_or_else(PoisonError::into_inner);
-        let recent_itl_seconds = match itl_seconds {
-            None => 0.0,
-            Some(newest) if pace.recent_itl_seconds == 0.0 => newest,
-            Some(newest) => pace.recent_itl_seconds + NEWEST_ITL * (newest - pace.recent_itl_seconds),
+        let (recent_itl_seconds, recent_tokens) = match newest {
+            None => (0.0, 0.0),
+            Some(newest) if pace.recent_itl_seconds == 0.0 => {
+                (newest.seconds / newest.num_tokens, newest.num_tokens)
+            }
+            Some(newest) => {
+                let seconds = pace.recent_itl_seconds * pace.recent_tokens;
+                let seconds = seconds + NEWEST_ITL * (newest.seconds - seconds);
+                let num_tokens = pace.recent_tokens + NEWEST_ITL * (newest.num_tokens - pace.recent_tokens);
+                (seconds / num_tokens, num_tokens)
+            }
         };
         let stepped_at = now.stepped_at.or(pace.stepped_at);
-        *pace = EnginePace { recent_itl_seconds, stepped_at, ..now };
+        *pace = EnginePace { recent_itl_seconds, recent_tokens, stepped_at, ..now };
     }
 
     /// Counts a request before it is sent to the engine.

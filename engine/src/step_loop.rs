@@ -46,7 +46,7 @@ use crate::{
     execution::{collect, execute, launch, least_left, mask},
     live::LiveRequests,
     speculation::Speculator,
-    status::{EngineLoad, EnginePace, Progress},
+    status::{DecodeStep, EngineLoad, EnginePace, Progress},
 };
 
 /// A thread that sleeps may wake up so much too late. For less, it looks again at once.
@@ -65,6 +65,8 @@ pub(crate) struct StepLoop {
     ahead: Option<Step>,
     /// Start of the oldest step under way.
     started: Moment,
+    /// Since when sequences wait for the tokens of that step: the one before ended then, or planning it began.
+    waiting_since: Instant,
     /// Reused from step to step.
     plans: Vec<StepPlan>,
     follows: Vec<usize>,
@@ -133,6 +135,7 @@ impl StepLoop {
             blender,
             ahead: None,
             started: Moment { at: clock(), waited: Duration::ZERO },
+            waiting_since: clock(),
             plans: Vec::new(),
             follows: Vec::new(),
             inbox,
@@ -259,6 +262,7 @@ impl StepLoop {
         let step = match self.ahead.take() {
             Some(step) => step,
             None => {
+                self.waiting_since = (self.clock)();
                 let mut plan = self.plans.pop().unwrap_or_default();
                 self.plan(&mut plan)?;
                 if plan.chunks.is_empty() {
@@ -395,7 +399,7 @@ impl StepLoop {
         // Counted before a reader gets a token, so that it finds the token counted.
         self.progress.num_computed.fetch_add(plan.num_tokens() as u64, Ordering::Relaxed);
         self.live.scheduler.computed(self.ahead.is_some());
-        self.live.advance(&plan, rows.into_iter());
+        let num_accepted = self.live.advance(&plan, rows.into_iter());
         self.forget_spoiled();
         if let Some(ahead) = &mut self.ahead {
             let masked = mem::take(&mut ahead.masked);
@@ -416,7 +420,13 @@ impl StepLoop {
         }
         self.publish_rate();
         let pace = EnginePace { stepped_at: Some(now.at), ..self.live.pace() };
-        self.progress.set_pace(pace, plan.has_decodes().then_some(elapsed.as_secs_f64()));
+        let num_decodes = plan.num_decodes();
+        let decoded = (num_decodes > 0).then(|| DecodeStep {
+            seconds: (now.at - self.waiting_since).as_secs_f64(),
+            num_tokens: (num_decodes + num_accepted) as f64 / num_decodes as f64,
+        });
+        self.waiting_since = now.at;
+        self.progress.set_pace(pace, decoded);
         self.publish_load();
         self.plans.push(plan);
         Ok(())

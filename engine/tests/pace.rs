@@ -13,8 +13,11 @@ use std::{
 
 use baton_cost::{StepLine, StepWork};
 use baton_engine::{EngineConfig, PrefillEvent, TokenEvent, TokenStream};
+use baton_engine_testing::FakeModel;
 
-use support::{config, engine, engine_with_hook, request};
+use support::{
+    BLOCK_SIZE, config, draft_with_hook, engine, engine_with_hook, request, speculating_with_hook,
+};
 
 #[tokio::test]
 async fn a_request_is_counted_from_its_submission_on_also_during_a_step() {
@@ -135,6 +138,46 @@ async fn waits_for_a_processor_lengthen_what_clients_see_and_not_what_steps_take
     assert!((seconds / STEP.as_secs_f64() - 1.0).abs() < 1e-3, "{seconds}");
     let itl = (STEP + WAIT).as_secs_f64();
     assert!((pace.recent_itl_seconds / itl - 1.0).abs() < 1e-3, "{pace:?}");
+}
+
+#[tokio::test]
+async fn the_time_between_tokens_counts_drafting_and_what_it_gains() {
+    static MICROS: AtomicU64 = AtomicU64::new(0);
+    fn clock() -> Instant {
+        static START: LazyLock<Instant> = LazyLock::new(Instant::now);
+        *START + Duration::from_micros(MICROS.load(Ordering::Relaxed))
+    }
+    let model = FakeModel::new(BLOCK_SIZE);
+    // A draft model that is always right: 1500 microseconds for six tokens. And one that is always wrong, soon after the
+    // first drafts.
+    for (errs_in, draft, num_steps, expected) in
+        [(None, 100, 40, 240.0..260.0), (Some(1), 900, 12, 1001.0..4000.0)]
+    {
+        let drafter = draft_with_hook(FakeModel { errs_in, ..model }, move |_| {
+            MICROS.fetch_add(draft, Ordering::Relaxed);
+            Ok(())
+        });
+        let (permit, permits) = mpsc::channel::<()>();
+        let (started, starts) = mpsc::channel::<()>();
+        let mut num_ended = 0;
+        let config = EngineConfig { clock, ..config() };
+        let engine = speculating_with_hook(model, drafter, config, move |_| {
+            if num_ended == num_steps {
+                started.send(()).ok();
+                permits.recv().ok();
+            }
+            num_ended += 1;
+            MICROS.fetch_add(1000, Ordering::Relaxed);
+            Ok(())
+        });
+        let stream = engine.generate(request(&[1, 2, 3], 300)).expect("accepted");
+        starts.recv().expect("the engine computes");
+        let micros = 1e6 * engine.pace().recent_itl_seconds;
+        permit.send(()).expect("the engine waits");
+        support::collect(stream).await;
+        engine.check_whole().await;
+        assert!(expected.contains(&micros), "{micros} microseconds with drafts of {draft}");
+    }
 }
 
 #[tokio::test]
