@@ -1,14 +1,14 @@
 //! Compiled grammars, and those that do not compile. The least recently used leave first.
 
-use std::collections::HashMap;
+use std::{collections::HashMap, sync::Arc};
 
 use baton_request::Grammar;
-use llguidance::Matcher;
+use llguidance::{CancellationHandle, Matcher};
 
 use crate::error::GrammarError;
 
 /// A compiled grammar at its start, or the reason why there is none.
-pub(crate) type Compiled = Result<Start, GrammarError>;
+pub(crate) type Compiled = Result<Arc<Start>, GrammarError>;
 
 /// The start of a compiled grammar.
 pub(crate) struct Start {
@@ -30,9 +30,11 @@ struct Entry {
 }
 
 impl Start {
-    /// A copy for a sequence. Sequences must not share the states that they find: their number is limited.
-    pub(crate) fn deep_clone(&self) -> Start {
-        Start { matcher: self.matcher.deep_clone(), can_roll_back: self.can_roll_back }
+    /// A copy for a sequence, and what cancels it. Sequences must not share the states that they find: their number is limited.
+    pub(crate) fn copy(&self) -> (Matcher, CancellationHandle) {
+        let matcher = self.matcher.deep_clone();
+        let handle = matcher.cancellation_handle().expect("compiled grammars can be cancelled");
+        (matcher, handle)
     }
 }
 
@@ -45,7 +47,7 @@ impl Cache {
         self.now += 1;
         let entry = self.entries.get_mut(grammar)?;
         entry.last_use = self.now;
-        Some(entry.compiled.as_ref().map(Start::deep_clone).map_err(Clone::clone))
+        Some(entry.compiled.clone())
     }
 
     pub(crate) fn insert(&mut self, grammar: &Grammar, compiled: Compiled) {

@@ -99,9 +99,7 @@ impl GrammarCompiler {
             Some(compiled) => compiled?,
             None => self.compile(&target.factory, grammar)?,
         };
-        let handle = start.matcher.cancellation_handle().expect("compiled grammars can be cancelled");
-        let meter = self.watch()?.meter(self.limits.time, handle);
-        let mut matcher = TokenMatcher::new(start, target.lexicon.clone(), meter);
+        let mut matcher = TokenMatcher::new(start, target.lexicon.clone(), self.watch()?, self.limits.time);
         output.iter().try_for_each(|&token| matcher.accept(token))?;
         Ok(matcher)
     }
@@ -134,8 +132,7 @@ impl GrammarCompiler {
                 Err(GrammarError::invalid(kind, "the compiler broke"))
             }
         };
-        let copy = compiled.as_ref().map(Start::deep_clone).map_err(Clone::clone);
-        self.cache().insert(grammar, copy);
+        self.cache().insert(grammar, compiled.clone());
         compiled
     }
 
@@ -210,7 +207,7 @@ fn compile(factory: &ParserFactory, grammar: &Grammar, watch: &Watch, limit: Dur
         if mask.is_zero() {
             return Err(invalid("no text matches it".into()));
         }
-        Ok(Start { matcher, can_roll_back })
+        Ok(Arc::new(Start { matcher, can_roll_back }))
     }));
     caught.unwrap_or_else(|_| Err(invalid("the compiler panicked".into())))
 }

@@ -37,7 +37,7 @@ pub struct Masked<K> {
     pub key: K,
     /// Where it was.
     pub matcher: TokenMatcher,
-    /// The masks before the drafts and after each, or why there are none.
+    /// The masks before the drafts and after each, as far as [`TokenMatcher::masks`] goes, or why there are none.
     pub masks: Result<Vec<TokenMask>, GrammarError>,
     took: Duration,
 }

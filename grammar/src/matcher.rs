@@ -1,17 +1,28 @@
 //! One sequence and its grammar: which tokens may come next.
 
+#[cfg(test)]
+mod tests;
+
 use std::{fmt, sync::Arc};
 
 use llguidance::Matcher;
 use toktrie::SimpleVob;
 
-use crate::{cache::Start, error::GrammarError, vocabulary::Lexicon, watch::Meter};
+use crate::{
+    cache::Start,
+    error::GrammarError,
+    vocabulary::Lexicon,
+    watch::{GrammarTime, Meter, Watch},
+};
 
 /// Shorter texts are not worth a draft.
 const MIN_FORCED_BYTES: usize = 4;
 
 /// So much forced text is tokenised for each token that is wanted. Few tokens are longer.
 const BYTES_PER_FORCED: usize = 64;
+
+/// So many tokens are consumed again between two masks. A mask refills what llguidance's lexer may use.
+const CONSUMED_AT_ONCE: usize = 64;
 
 /// The tokens that may come next.
 #[derive(Clone)]
@@ -21,9 +32,14 @@ pub struct TokenMask {
 
 /// A grammar, and how far a sequence has come in it.
 pub struct TokenMatcher {
+    start: Arc<Start>,
     matcher: Matcher,
-    /// If not, nothing may be drafted: see [`masks`](Self::masks).
-    can_roll_back: bool,
+    /// The tokens that led from the start to where the sequence is.
+    accepted: Vec<u32>,
+    /// If not, nothing may be drafted: tokens cannot be taken back, or a draft led to an error.
+    can_draft: bool,
+    /// Whether the matcher was asked about tokens that may never come. What they used up stays used up.
+    has_tried_drafts: bool,
     lexicon: Arc<Lexicon>,
     meter: Arc<Meter>,
     /// Text that is certain to come, as far as it was found. To find it again after each token takes time with its length.
@@ -78,10 +94,25 @@ impl TokenMask {
 }
 
 impl TokenMatcher {
-    /// A sequence at the start of a grammar, whose operations `meter` can cancel.
-    pub(crate) fn new(start: Start, lexicon: Arc<Lexicon>, meter: Arc<Meter>) -> TokenMatcher {
-        let Start { matcher, can_roll_back } = start;
-        TokenMatcher { matcher, can_roll_back, lexicon, meter, forced: Vec::new(), has_ended: false }
+    /// A sequence at the start of a grammar, whose operations `watch` cancels when they used up `time`.
+    pub(crate) fn new(
+        start: Arc<Start>,
+        lexicon: Arc<Lexicon>,
+        watch: &Watch,
+        time: GrammarTime,
+    ) -> TokenMatcher {
+        let (matcher, handle) = start.copy();
+        TokenMatcher {
+            can_draft: start.can_roll_back,
+            start,
+            matcher,
+            accepted: Vec::new(),
+            has_tried_drafts: false,
+            lexicon,
+            meter: watch.meter(time, handle),
+            forced: Vec::new(),
+            has_ended: false,
+        }
     }
 
     /// The tokens that may come next: those of the grammar, and those that end a text if the text so far is complete.
@@ -90,38 +121,40 @@ impl TokenMatcher {
     /// # Errors
     /// When the grammar needs more than it may, or has ended.
     pub fn mask(&mut self) -> Result<TokenMask, GrammarError> {
-        let _running = self.meter.begin();
-        let allowed = self.matcher.compute_mask_or_eos().map_err(|error| self.exhausted(error))?;
-        if allowed.is_zero() {
-            return Err(GrammarError::exhausted("no token may follow"));
-        }
-        Ok(TokenMask { allowed })
+        self.despite_drafts(Self::compute_mask)
     }
 
-    /// The masks before each of `drafts` and after the last. The position in the grammar stays.
+    /// The masks before each of `drafts` and after the last. The position in the grammar stays. There are fewer where a draft is
+    /// not allowed (see [`num_allowed`](Self::num_allowed)), or needs more than it may: it may never come, so it fails nothing.
     ///
     /// # Errors
-    /// As [`mask`](Self::mask), and when a draft is not allowed: see [`num_allowed`](Self::num_allowed).
+    /// As [`mask`](Self::mask).
     pub fn masks(&mut self, drafts: &[u32]) -> Result<Vec<TokenMask>, GrammarError> {
         let mut masks = Vec::with_capacity(drafts.len() + 1);
         masks.push(self.mask()?);
-        for &draft in drafts {
-            self.consume(draft)?;
-            masks.push(self.mask()?);
-        }
         if !drafts.is_empty() {
-            let _running = self.meter.begin();
-            self.matcher.rollback(drafts.len()).map_err(|error| self.exhausted(error))?;
+            self.has_tried_drafts = true;
+            if self.push_masks(drafts, &mut masks).is_err() {
+                self.forget_drafts()?;
+            }
         }
         Ok(masks)
     }
 
-    /// How many of `tokens`, in a row, the grammar allows as drafts, before the text ends. None where tokens cannot be taken back.
+    /// Whether [`num_allowed`](Self::num_allowed) and [`forced`](Self::forced) may find anything. Not where tokens cannot be
+    /// taken back, after a draft that led to an error, and while less than half of the time ahead is left.
+    pub fn may_draft(&self) -> bool {
+        self.can_draft && self.meter.has_reserve()
+    }
+
+    /// How many of `tokens`, in a row, the grammar allows as drafts, before the text ends. None where nothing
+    /// [may be drafted](Self::may_draft).
     pub fn num_allowed(&mut self, tokens: &[u32]) -> usize {
         let num_text = tokens.iter().take_while(|&&token| self.lexicon.is_text(token)).count();
-        if num_text == 0 || !self.can_roll_back || self.matcher.is_stopped() {
+        if num_text == 0 || !self.may_draft() || self.matcher.is_stopped() {
             return 0;
         }
+        self.has_tried_drafts = true;
         let _running = self.meter.begin();
         self.matcher.validate_tokens(&tokens[..num_text]).unwrap_or(0)
     }
@@ -147,7 +180,8 @@ impl TokenMatcher {
             self.has_ended = true;
             return Ok(());
         }
-        self.consume(token)?;
+        self.despite_drafts(|it| it.consume(token))?;
+        self.accepted.push(token);
         self.meter.add_token();
         let bytes = self.lexicon.bytes(token);
         if self.forced.starts_with(bytes) {
@@ -159,12 +193,13 @@ impl TokenMatcher {
     }
 
     /// Drafts of the text that is certain to come, as the tokenizer would write it: at most `max_tokens`, and empty if
-    /// there is none or tokens cannot be taken back. The model may cut the same text into other tokens.
+    /// there is none or nothing [may be drafted](Self::may_draft). The model may cut the same text into other tokens.
     pub fn forced(&mut self, max_tokens: usize) -> Vec<u32> {
-        if !self.can_roll_back || self.matcher.is_stopped() {
+        if !self.may_draft() || self.matcher.is_stopped() {
             return Vec::new();
         }
         if self.forced.is_empty() {
+            self.has_tried_drafts = true;
             let _running = self.meter.begin();
             self.forced = self.matcher.compute_ff_bytes();
         }
@@ -196,6 +231,67 @@ impl TokenMatcher {
     /// Whether a token has ended the text.
     pub fn has_ended(&self) -> bool {
         self.has_ended
+    }
+
+    fn compute_mask(&mut self) -> Result<TokenMask, GrammarError> {
+        let _running = self.meter.begin();
+        let allowed = self.matcher.compute_mask_or_eos().map_err(|error| self.exhausted(error))?;
+        if allowed.is_zero() {
+            return Err(GrammarError::exhausted("no token may follow"));
+        }
+        Ok(TokenMask { allowed })
+    }
+
+    /// Adds the masks after each of `drafts`, while there is time for what may never come, and takes the drafts back.
+    fn push_masks(&mut self, drafts: &[u32], masks: &mut Vec<TokenMask>) -> Result<(), GrammarError> {
+        let mut num_consumed = 0;
+        for &draft in drafts {
+            if !self.meter.has_reserve() {
+                break;
+            }
+            self.consume(draft)?;
+            num_consumed += 1;
+            masks.push(self.compute_mask()?);
+            // A refused draft pays for its mask like a token of the output.
+            self.meter.add_token();
+        }
+        let _running = self.meter.begin();
+        self.matcher.rollback(num_consumed).map_err(|error| self.exhausted(error))
+    }
+
+    /// Does `work` where the sequence is. If something is used up and drafts may be the reason, it is done again without them.
+    fn despite_drafts<T>(
+        &mut self,
+        work: impl Fn(&mut TokenMatcher) -> Result<T, GrammarError>,
+    ) -> Result<T, GrammarError> {
+        match work(self) {
+            Err(GrammarError::Exhausted { .. }) if self.has_tried_drafts => {
+                self.forget_drafts()?;
+                work(self)
+            }
+            outcome => outcome,
+        }
+    }
+
+    /// Follows the accepted tokens from the start, as llguidance recovers from no error. From now on nothing is drafted, so this
+    /// happens once.
+    fn forget_drafts(&mut self) -> Result<(), GrammarError> {
+        if self.meter.has_run_out() {
+            return Err(GrammarError::OutOfTime { time: self.meter.time() });
+        }
+        (self.can_draft, self.has_tried_drafts) = (false, false);
+        self.forced.clear();
+        let (matcher, handle) = self.start.copy();
+        self.matcher = matcher;
+        self.meter.cancel_by(handle);
+        for tokens in self.accepted.chunks(CONSUMED_AT_ONCE) {
+            let _running = self.meter.begin();
+            let mask = self.matcher.compute_mask_or_eos();
+            let consumed = mask.and_then(|_| self.matcher.consume_tokens(tokens));
+            consumed.map_err(|error| self.exhausted(error))?;
+            tokens.iter().for_each(|_| self.meter.add_token());
+        }
+        Ok(())
     }
 
     /// Whether `token` goes on with the text. One that ends texts may be a part of it all the same.

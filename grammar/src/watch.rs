@@ -16,7 +16,7 @@ use std::{
 
 use llguidance::CancellationHandle;
 
-const TICK: Duration = Duration::from_millis(5);
+pub(crate) const TICK: Duration = Duration::from_millis(5);
 
 /// The time that the operations of one sequence may take. What it does not use is kept, up to `ahead`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -51,7 +51,7 @@ pub(crate) struct Meter {
     /// In nanoseconds. Below 0 when it was cancelled.
     left: AtomicI64,
     time: GrammarTime,
-    handle: CancellationHandle,
+    handle: Mutex<CancellationHandle>,
 }
 
 /// An operation, until it is dropped.
@@ -67,8 +67,7 @@ impl Watch {
 
     /// Watches a sequence whose operations `handle` cancels, until the meter is dropped.
     pub(crate) fn meter(&self, time: GrammarTime, handle: CancellationHandle) -> Arc<Meter> {
-        let left = AtomicI64::new(nanos(time.ahead));
-        let meter = Arc::new(Meter { is_running: AtomicBool::new(false), left, time, handle });
+        let meter = Arc::new(Meter::new(time, handle));
         let mut watched = self.state.lock();
         watched.meters.push(Arc::downgrade(&meter));
         if watched.meters.len() == 1 {
@@ -114,13 +113,28 @@ impl State {
 }
 
 impl Meter {
+    pub(crate) fn new(time: GrammarTime, handle: CancellationHandle) -> Meter {
+        let left = AtomicI64::new(nanos(time.ahead));
+        Meter { is_running: AtomicBool::new(false), left, time, handle: Mutex::new(handle) }
+    }
+
+    /// From now on `handle` cancels its operations.
+    pub(crate) fn cancel_by(&self, handle: CancellationHandle) {
+        let mut current = self.handle();
+        // The watch may just have cancelled the old one, and looks no more.
+        if self.has_run_out() {
+            handle.cancel();
+        }
+        *current = handle;
+    }
+
     /// Begins an operation. Operations of one sequence do not overlap.
     pub(crate) fn begin(self: &Arc<Meter>) -> Operation {
         self.is_running.store(true, Relaxed);
         Operation(self.clone())
     }
 
-    /// One more token of the output.
+    /// One more token of the output, or of a draft.
     pub(crate) fn add_token(&self) {
         let GrammarTime { ahead, per_token } = self.time;
         let more = |left: i64| (left >= 0).then(|| (left + nanos(per_token)).min(nanos(ahead)));
@@ -137,14 +151,24 @@ impl Meter {
         self.left.load(Relaxed) < 0
     }
 
+    /// Whether enough is left to spend some on what may never come.
+    pub(crate) fn has_reserve(&self) -> bool {
+        self.left.load(Relaxed) >= nanos(self.time.ahead) / 2
+    }
+
     /// Charges a running operation for one tick. False when nothing is left.
-    fn charge(&self) -> bool {
+    pub(crate) fn charge(&self) -> bool {
         let tick = nanos(TICK);
         if !self.is_running.load(Relaxed) || self.left.fetch_sub(tick, Relaxed) >= tick {
             return true;
         }
-        self.handle.cancel();
+        self.handle().cancel();
         false
+    }
+
+    fn handle(&self) -> MutexGuard<'_, CancellationHandle> {
+        // A handle is whole at any time.
+        self.handle.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

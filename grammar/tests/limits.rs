@@ -4,7 +4,7 @@ mod support;
 
 use std::time::{Duration, Instant};
 
-use baton_grammar::{GrammarError, GrammarLimits, TokenMatcher, Vocabulary, VocabularyToken};
+use baton_grammar::{GrammarError, GrammarLimits, GrammarTime, TokenMatcher, Vocabulary, VocabularyToken};
 use baton_request::{GrammarKind, MAX_GRAMMAR_BYTES};
 use support::{tiny, tiny_within};
 
@@ -191,6 +191,41 @@ fn a_sequence_that_spends_too_long_on_its_grammar_ends_and_its_neighbour_goes_on
     assert!(matches!(matcher.accept(token), Err(GrammarError::OutOfTime { .. })));
     assert!(!matcher.allows(token) && !matcher.is_complete() && matcher.forced(8).is_empty());
     step(&mut neighbour).expect("it is not charged for another's time");
+}
+
+/// After "b" the row of the parser has an item for each of the letters that may be left out, more than it may have.
+#[test]
+fn a_draft_that_exceeds_a_limit_fails_nothing_as_long_as_it_is_not_sampled() {
+    let time = GrammarTime { ahead: Duration::from_secs(60), per_token: Duration::ZERO };
+    let tiny = tiny_within(GrammarLimits { time, ..GrammarLimits::default() });
+    let lark = format!("start: \"x\" (\"a\" \"yes\" | \"b\" many)\nmany: {} \"z\"", "\"c\"? ".repeat(2_500));
+    let token = |text: &str| tiny.tokenizer.encode(text, false).unwrap()[0];
+    let [x, a, b] = ["x", "a", "b"].map(token);
+    let begun = || {
+        let mut matcher = tiny.matcher(GrammarKind::Lark, &lark).unwrap();
+        matcher.accept(x).unwrap();
+        matcher
+    };
+
+    let mut matcher = begun();
+    let expected = matcher.mask().unwrap().to_list();
+    assert_eq!(matcher.num_allowed(&[b]), 1, "what a draft is cut to does not tell");
+    let masks = matcher.masks(&[b]).unwrap();
+    assert_eq!(masks.iter().map(|mask| mask.to_list()).collect::<Vec<_>>(), [expected.clone()]);
+    assert_eq!(matcher.mask().unwrap().to_list(), expected);
+    assert!(!matcher.may_draft() && matcher.num_allowed(&[a]) == 0, "it happens once");
+    matcher.accept(a).expect("as without the draft");
+    for letter in tiny.tokenizer.encode("yes", false).unwrap() {
+        matcher.accept(letter).unwrap();
+    }
+    assert!(matcher.is_complete());
+
+    for num_drafts in [0, 1] {
+        let mut matcher = begun();
+        matcher.masks(&[b][..num_drafts]).unwrap();
+        let error = matcher.accept(b).unwrap_err();
+        assert!(matches!(&error, GrammarError::Exhausted { reason } if reason.contains("items")), "{error}");
+    }
 }
 
 #[test]

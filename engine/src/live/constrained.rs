@@ -80,17 +80,21 @@ impl LiveRequests {
         Ok(())
     }
 
-    /// Waits for the masks of the step.
+    /// Waits for the masks of the step. Drafts end before the row that has no mask: a device samples nothing there.
     ///
     /// # Errors
     /// As [`begin_masks`](Self::begin_masks).
     pub(crate) fn collect_masks(&mut self) -> Result<(), EngineError> {
-        let requests = &mut self.requests;
-        self.masks.collect(|masked| {
+        let LiveRequests { requests, scheduler, masks, .. } = self;
+        masks.collect(|masked| {
             let live = requests.get_mut(&masked.key);
-            if let Some(constraint) = live.and_then(|live| live.constraint.as_mut()) {
-                constraint.take_back(masked);
+            let Some(constraint) = live.and_then(|live| live.constraint.as_mut()) else { return };
+            let num_drafts = scheduler.sequence(masked.key).map_or(0, |sequence| sequence.draft().len());
+            let num_masked = masked.masks.as_ref().map_or(num_drafts, |masks| masks.len() - 1);
+            if num_masked < num_drafts {
+                scheduler.truncate_draft(masked.key, num_masked);
             }
+            constraint.take_back(masked);
         })?;
         Ok(())
     }
