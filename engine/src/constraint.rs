@@ -35,6 +35,11 @@ impl Constraint {
         Constraint { matcher: Some(matcher), masks: Ok(Vec::new()), has_refused: false }
     }
 
+    /// Whether the grammar may allow a draft. Not while its masks are computed.
+    pub(crate) fn may_draft(&self) -> bool {
+        self.matcher.as_ref().is_some_and(TokenMatcher::may_draft)
+    }
+
     /// How many tokens of a draft the grammar allows.
     pub(crate) fn num_allowed(&mut self, draft: &[u32]) -> usize {
         self.matcher().num_allowed(draft)

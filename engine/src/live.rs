@@ -326,10 +326,12 @@ impl LiveRequests {
         self.requests[&id].history.num_output_tokens()
     }
 
-    /// Whether the request of a sequence allows drafts, and has none yet.
+    /// Whether the request of a sequence and its grammar allow drafts, and it has none yet.
     pub(crate) fn may_draft(&self, id: SequenceId) -> bool {
         let live = &self.requests[&id];
-        live.request.speculation == SpeculationMode::Auto && !live.has_forced_draft
+        live.request.speculation == SpeculationMode::Auto
+            && !live.has_forced_draft
+            && live.constraint.as_ref().is_none_or(|constraint| constraint.may_draft())
     }
 
     /// Sampling of the next draft token: the same as the target's, without log-probabilities. Drafts are cut to what grammars allow later.
@@ -358,7 +360,11 @@ impl LiveRequests {
                 self.sampler.sample_row_id(row, &live.history.sampling(&live.request.sampling))
             }
         };
-        let Ok(token) = token else { return false };
+        let Ok(token) = token else {
+            // Without a proposal there is nothing to verify. It was worth as little as a wrong one.
+            live.draft_length.observe(1, 0);
+            return false;
+        };
         live.history.push(token);
         self.scheduler.push_draft(id, token);
         live.finish_after(token, self.context_length).is_none()
@@ -525,7 +531,9 @@ impl LiveRequests {
         if live.has_forced_draft {
             live.forced_length.observe(chunk.num_drafts, num_accepted);
         } else {
-            live.draft_length.observe(chunk.num_drafts, num_accepted);
+            // The token that the grammar refused comes after the others.
+            let is_cut = live.draft_cut_at == Some(chunk.num_drafts);
+            live.draft_length.observe(chunk.num_drafts + usize::from(is_cut), num_accepted);
         }
         let counts = DraftCounts { drafted: chunk.num_drafts as u64, accepted: num_accepted as u64 };
         self.draft_counters.add(counts);

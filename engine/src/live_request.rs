@@ -27,6 +27,8 @@ pub(crate) struct LiveRequest {
     pub(crate) constraint: Option<Box<Constraint>>,
     pub(crate) reply: ReplyChannel,
     pub(crate) draft_length: DraftLength,
+    /// How many tokens of the newest draft its grammar left, if it refused the one after them.
+    pub(crate) draft_cut_at: Option<usize>,
     /// Whether its draft is text that its grammar forces.
     pub(crate) has_forced_draft: bool,
     /// Of its drafts of forced text.
@@ -73,6 +75,7 @@ impl LiveRequest {
             constraint,
             reply,
             draft_length: DraftLength::default(),
+            draft_cut_at: None,
             has_forced_draft: false,
             forced_length: DraftLength::default(),
             is_blended: false,

@@ -17,7 +17,7 @@ use baton_grammar::{GrammarCompiler, GrammarError, GrammarLimits, Vocabulary, Vo
 use baton_model_spec::Batch;
 use baton_request::{Grammar, GrammarKind};
 use support::{
-    BLOCK_SIZE, END, MAX_STEP_TOKENS, TestEngine, config, draft, engine_of, grammars,
+    BLOCK_SIZE, END, MAX_STEP_TOKENS, TestEngine, config, draft, draft_with_hook, engine_of, grammars,
     handoff::hand_off,
     kinds::{pairs, prompt, read, requests, words},
     request, sampling_engine, speculating, speculating_with_hook,
@@ -150,17 +150,39 @@ async fn rules_whose_tokens_cannot_be_taken_back_are_followed_without_drafts() {
     let lark = format!("start: name \"{}\"\nname[max_tokens=3]: /a+/", "ba".repeat(12));
     let request = || constrained(Grammar::new(GrammarKind::Lark, lark.clone()), 7);
     let mut expected = None;
+    let in_vain = || draft_with_hook(model(), |_| panic!("it drafts"));
     for engine in [
         engine_of(model(), config(), |_| Ok(())).1,
         speculating(model(), Drafter::Ngram, config()),
+        speculating(model(), in_vain(), config()),
         sampling_engine(model(), None, config(), |_| Ok(())).0,
-        sampling_engine(model(), Some(draft(model())), config(), |_| Ok(())).0,
+        sampling_engine(model(), Some(in_vain()), config(), |_| Ok(())).0,
     ] {
         let (tokens, end, counts) = read(engine.generate(request()).expect("accepted")).await;
         assert_eq!((end, counts.drafted), (Ok(FinishReason::Stop), 0));
         assert_eq!(&tokens, expected.get_or_insert_with(|| tokens.clone()));
         engine.check_whole().await;
     }
+}
+
+#[tokio::test]
+async fn drafts_that_a_grammar_refuses_become_rare() {
+    let num_draft_steps = Arc::new(AtomicUsize::new(0));
+    let count = num_draft_steps.clone();
+    let drafter = draft_with_hook(model(), move |_| {
+        count.fetch_add(1, Ordering::Relaxed);
+        Ok(())
+    });
+    let engine = speculating(model(), drafter, config());
+    // The draft model, which has no mask, proposes the end each time. No text is forced.
+    let mut request = constrained(Grammar::new(GrammarKind::Regex, "(a|b){200}"), 7);
+    request.sampling.max_tokens = 300;
+    request.sampling.logit_bias = vec![(END, 100.0)];
+    let (tokens, end, counts) = read(engine.generate(request).expect("accepted")).await;
+    assert_eq!((tokens.len(), end, counts.drafted), (201, Ok(FinishReason::Stop), 0));
+    let num_draft_steps = num_draft_steps.load(Ordering::Relaxed);
+    assert!((5..30).contains(&num_draft_steps), "{num_draft_steps} of 200");
+    engine.check_whole().await;
 }
 
 #[tokio::test]

@@ -171,6 +171,23 @@ async fn a_request_without_speculation_has_no_drafts() {
 }
 
 #[tokio::test]
+async fn a_draft_model_whose_logits_are_not_finite_is_asked_ever_more_rarely() {
+    let (num_steps, count) = counter();
+    // Each token is 0, after which the draft model has no logits.
+    let model = FakeModel { vocab_size: 1, ..model() };
+    let drafter = draft_with_hook(FakeModel { nan_after: Some(0), ..model }, move |_| {
+        count.fetch_add(1, Ordering::Relaxed);
+        Ok(())
+    });
+    let engine = speculating(model, drafter, config());
+    let (tokens, end, counts) = read(engine.generate(request(&[0, 0, 0], 200)).expect("accepted")).await;
+    assert_eq!((tokens.len(), end, counts.drafted), (200, Ok(FinishReason::Length), 0));
+    let num_steps = num_steps.load(Ordering::Relaxed);
+    assert!((5..30).contains(&num_steps), "{num_steps} of 200");
+    engine.check_whole().await;
+}
+
+#[tokio::test]
 async fn the_draft_model_computes_a_remote_prompt_in_chunks() {
     let (model, p) = engine(config());
     for token_budget in [64, 7] {

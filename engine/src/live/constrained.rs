@@ -42,15 +42,23 @@ impl LiveRequests {
         lengths.iter().any(|&length| length > 0)
     }
 
-    /// Cuts the drafts of the plan's sequences to what their grammars allow.
+    /// Cuts the drafts of the plan's sequences to what their grammars allow. The first token that is refused counts as one that the
+    /// target refuses.
     pub(crate) fn cut_drafts(&mut self, plan: &StepPlan) {
         for chunk in &plan.chunks {
             let live = self.requests.get_mut(&chunk.id).expect("planned sequences live");
             let Some(constraint) = &mut live.constraint else { continue };
             let sequence = self.scheduler.sequence(chunk.id).expect("planned sequences run");
-            if !sequence.draft().is_empty() {
-                let num_allowed = constraint.num_allowed(sequence.draft());
-                self.scheduler.truncate_draft(chunk.id, num_allowed);
+            let num_drafts = sequence.draft().len();
+            if num_drafts == 0 {
+                continue;
+            }
+            let num_allowed = constraint.num_allowed(sequence.draft());
+            self.scheduler.truncate_draft(chunk.id, num_allowed);
+            live.draft_cut_at = (num_allowed < num_drafts).then_some(num_allowed);
+            // Nothing is left to verify.
+            if num_allowed == 0 && !live.has_forced_draft {
+                live.draft_length.observe(1, 0);
             }
         }
     }
