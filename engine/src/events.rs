@@ -89,7 +89,7 @@ pub enum PrefillEvent {
     Failed(EngineError),
 }
 
-/// Drafted tokens.
+/// Drafted tokens, by a drafter or of text that a grammar forces.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct DraftCounts {
     /// Tokens that were proposed and that the target verified.

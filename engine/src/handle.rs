@@ -270,7 +270,12 @@ impl EngineHandle {
 
     /// The drafter's name, "ngram" or "draft", and its counts; `None` without a drafter.
     pub fn drafts(&self) -> Option<(&'static str, DraftCounts)> {
-        self.state.drafter.map(|drafter| (drafter, self.state.draft_counters.read()))
+        self.state.drafter.map(|drafter| (drafter, self.state.draft_counters.proposed.read()))
+    }
+
+    /// Counts of the text that grammars force, which is drafted without a drafter, too.
+    pub fn forced_drafts(&self) -> DraftCounts {
+        self.state.draft_counters.forced.read()
     }
 
     /// What it has blended; `None`: it does not blend.

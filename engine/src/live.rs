@@ -528,15 +528,17 @@ impl LiveRequests {
     fn tell_verified(&mut self, chunk: &Chunk, num_accepted: usize) {
         let live = self.requests.get_mut(&chunk.id).expect("sampled sequences live");
         // What is forced says nothing about the drafter.
-        if live.has_forced_draft {
+        let counter = if live.has_forced_draft {
             live.forced_length.observe(chunk.num_drafts, num_accepted);
+            &self.draft_counters.forced
         } else {
             // The token that the grammar refused comes after the others.
             let is_cut = live.draft_cut_at == Some(chunk.num_drafts);
             live.draft_length.observe(chunk.num_drafts + usize::from(is_cut), num_accepted);
-        }
+            &self.draft_counters.proposed
+        };
         let counts = DraftCounts { drafted: chunk.num_drafts as u64, accepted: num_accepted as u64 };
-        self.draft_counters.add(counts);
+        counter.add(counts);
         if let ReplyChannel::Tokens(sink) = &live.reply {
             sink.send(TokenEvent::Verified(counts));
         }

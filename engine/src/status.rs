@@ -176,9 +176,18 @@ impl Progress {
     }
 }
 
-/// [`DraftCounts`] since the start of the engine.
+/// What was drafted since the start of the engine.
 #[derive(Debug, Default)]
 pub(crate) struct DraftCounters {
+    /// By the drafter.
+    pub(crate) proposed: DraftCounter,
+    /// Of text that grammars force.
+    pub(crate) forced: DraftCounter,
+}
+
+/// [`DraftCounts`] that grow.
+#[derive(Debug, Default)]
+pub(crate) struct DraftCounter {
     drafted: AtomicU64,
     accepted: AtomicU64,
 }
@@ -218,7 +227,7 @@ impl EngineLoad {
     }
 }
 
-impl DraftCounters {
+impl DraftCounter {
     pub(crate) fn add(&self, counts: DraftCounts) {
         self.drafted.fetch_add(counts.drafted, Ordering::Relaxed);
         self.accepted.fetch_add(counts.accepted, Ordering::Relaxed);

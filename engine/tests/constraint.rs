@@ -142,6 +142,27 @@ async fn forced_text_is_verified_several_tokens_at_a_time() {
     assert_eq!(none.drafted, 0);
     // In a vocabulary of single letters nothing else is allowed, so every draft is accepted.
     assert!(counts.accepted >= 36 && counts.accepted == counts.drafted, "{counts:?} of {num_slow}");
+    assert_eq!((engine.drafts(), engine.forced_drafts()), (None, counts));
+    engine.check_whole().await;
+}
+
+#[tokio::test]
+async fn forced_text_does_not_count_as_the_drafters() {
+    let engine = speculating(model(), Drafter::Ngram, config());
+    // Only the first token is not forced, and nothing can be looked up for it.
+    let grammar = Grammar::new(GrammarKind::Regex, format!("(a|b){}", "a".repeat(40)));
+    let request = Request { prompt: [END].into(), ..constrained(grammar, 7) };
+    let (_, end, counts) = read(engine.generate(request).expect("accepted")).await;
+    assert_eq!(end, Ok(FinishReason::Stop));
+    assert!(counts.accepted >= 30, "{counts:?}");
+    let forced = engine.forced_drafts();
+    let (drafter, proposed) = engine.drafts().expect("it has a drafter");
+    assert_eq!(drafter, "ngram");
+    assert_eq!(
+        (proposed.drafted + forced.drafted, proposed.accepted + forced.accepted),
+        (counts.drafted, counts.accepted)
+    );
+    assert!(forced.accepted >= 30 && proposed.drafted <= 5, "{forced:?} {proposed:?}");
     engine.check_whole().await;
 }
 

@@ -71,7 +71,12 @@ async fn a_client_sees_the_same_with_drafts() {
                     sum.accepted += counts.accepted;
                 }
                 engine.check_whole().await;
-                assert_eq!(engine.drafts(), Some((if name == "ngram" { name } else { "draft" }, sum)));
+                let (drafter, counts) = engine.drafts().expect("it has a drafter");
+                assert_eq!(drafter, if name == "ngram" { name } else { "draft" });
+                let forced = engine.forced_drafts();
+                let (drafted, accepted) =
+                    (counts.drafted + forced.drafted, counts.accepted + forced.accepted);
+                assert_eq!(DraftCounts { drafted, accepted }, sum);
                 assert!(sum.drafted > 0, "{name} drafts");
                 match name {
                     "right" => assert_eq!(sum.accepted, sum.drafted, "{num_blocks} blocks"),

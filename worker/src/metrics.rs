@@ -2,7 +2,7 @@
 
 use std::{sync::Weak, time::Duration};
 
-use baton_engine::{BlendCounts, EngineHandle, EngineLoad};
+use baton_engine::{BlendCounts, DraftCounts, EngineHandle, EngineLoad};
 use baton_handoff::{HandoffError, TransportKind};
 use baton_kv_store::TierCounts;
 use baton_telemetry::{Metrics, TracePoint};
@@ -264,6 +264,13 @@ const COUNTS: [Count; 7] = [
     }),
 ];
 
+type DraftCount = (&'static str, &'static str, fn(&DraftCounts) -> u64);
+
+const DRAFT_COUNTS: [DraftCount; 2] = [
+    ("baton_drafted_tokens", "Tokens drafted and verified", |counts| counts.drafted),
+    ("baton_accepted_tokens", "Drafted tokens that were accepted", |counts| counts.accepted),
+];
+
 type BlendCount = (&'static str, &'static str, fn(&BlendCounts) -> u64);
 
 const BLEND_COUNTS: [BlendCount; 6] = [
@@ -328,13 +335,12 @@ impl Collector for EngineCollector {
             computed.metric_type(),
         )?;
         computed.encode(metric)?;
-        if let Some((drafter, counts)) = self.engine.drafts() {
-            for (name, help, count) in [
-                ("baton_drafted_tokens", "Tokens drafted and verified", counts.drafted),
-                ("baton_accepted_tokens", "Drafted tokens that were accepted", counts.accepted),
-            ] {
-                let counter = ConstCounter::new(count);
-                let mut family = encoder.encode_descriptor(name, help, None, counter.metric_type())?;
+        let forced = ("grammar", self.engine.forced_drafts());
+        for (name, help, read) in DRAFT_COUNTS {
+            let metric_type = ConstCounter::new(0_u64).metric_type();
+            let mut family = encoder.encode_descriptor(name, help, None, metric_type)?;
+            for (drafter, counts) in self.engine.drafts().into_iter().chain([forced]) {
+                let counter = ConstCounter::new(read(&counts));
                 counter.encode(family.encode_family(&[("drafter", drafter)])?)?;
             }
         }
