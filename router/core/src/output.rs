@@ -69,7 +69,14 @@ impl Output {
         matched
     }
 
+    /// The counts of a step come with its first token. Accepted tokens that a stop string left out are not counted as drafted.
     pub(super) fn usage(&self) -> Usage {
-        self.usage
+        let Usage { completion_tokens, drafted_tokens, accepted_tokens, .. } = self.usage;
+        let num_left_out = accepted_tokens.saturating_sub(completion_tokens);
+        Usage {
+            drafted_tokens: drafted_tokens.saturating_sub(num_left_out),
+            accepted_tokens: accepted_tokens - num_left_out,
+            ..self.usage
+        }
     }
 }

@@ -79,10 +79,12 @@ async fn drafts_are_accounted_for_also_when_a_stop_string_ends_the_answer() {
             Step::Finish(v1::FinishReason::Length),
         ]
     });
-    let details = json!({"accepted_prediction_tokens": 5, "rejected_prediction_tokens": 2});
-    for stop in [json!([]), json!(["d"])] {
+    // The stop string leaves out tokens of the last step. No more are accepted than there are.
+    for (stop, completion_tokens, accepted) in [(json!([]), 5, 5), (json!(["d"]), 4, 4)] {
         let answer = router.client.post("/v1/chat/completions", &ask(json!({"stop": stop}))).await.json();
+        let details = json!({"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": 2});
         assert_eq!(answer["usage"]["completion_tokens_details"], details, "{answer}");
+        assert_eq!(answer["usage"]["completion_tokens"], completion_tokens, "{answer}");
     }
     assert_eq!(worker.requests()[0].speculation_mode(), v1::SpeculationMode::Unspecified);
 }
@@ -90,13 +92,16 @@ async fn drafts_are_accounted_for_also_when_a_stop_string_ends_the_answer() {
 #[tokio::test(flavor = "multi_thread")]
 async fn draft_counts_that_overflow_are_saturated() {
     let (router, worker) = Router::with_worker().await;
-    worker.script(|_| {
-        let token = Step::Verified(u32::from(b'a'), u32::MAX, u32::MAX);
-        vec![token.clone(), token, Step::Finish(v1::FinishReason::Length)]
-    });
-    let answer = router.client.post("/v1/chat/completions", &ask(json!({"n": 2}))).await.json();
-    let details = json!({"accepted_prediction_tokens": u32::MAX, "rejected_prediction_tokens": 0});
-    assert_eq!(answer["usage"]["completion_tokens_details"], details, "{answer}");
+    // Of two choices with two tokens each. More accepted tokens than there are tokens are none.
+    for (accepted, rejected) in [(0, u32::MAX), (1, u32::MAX - 4), (u32::MAX, 0)] {
+        worker.script(move |_| {
+            let token = Step::Verified(u32::from(b'a'), u32::MAX, accepted);
+            vec![token.clone(), token, Step::Finish(v1::FinishReason::Length)]
+        });
+        let answer = router.client.post("/v1/chat/completions", &ask(json!({"n": 2}))).await.json();
+        let details = json!({"accepted_prediction_tokens": 4 * accepted.min(1), "rejected_prediction_tokens": rejected});
+        assert_eq!(answer["usage"]["completion_tokens_details"], details, "{answer}");
+    }
 }
 
 #[tokio::test(flavor = "multi_thread")]
