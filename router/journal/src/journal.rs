@@ -151,6 +151,7 @@ impl Journal {
             num_token_bytes: 0,
             round: 1,
             is_awaited: false,
+            is_asleep: false,
             segments,
             is_closing: false,
             counts,
@@ -234,9 +235,10 @@ impl Journal {
             let (last, epoch) = {
                 let mut state = self.shared.lock();
                 state.flush_session(key);
-                state.is_awaited = true;
                 let entry = state.index.get(key).ok_or_else(unknown)?;
-                (entry.last, entry.epoch)
+                let found = (entry.last, entry.epoch);
+                state.is_awaited = true;
+                found
             };
             let chain = match self.read(id, key, last).await {
                 Ok(chain) => chain,
@@ -338,6 +340,7 @@ impl Journal {
             Some(entry) if entry.standing == Standing::Parked => {
                 let epoch = entry.epoch;
                 state.end(key, epoch, Ending::Abort, 0);
+                self.shared.rouse(state);
                 true
             }
             _ => false,
@@ -386,21 +389,16 @@ impl SessionWriter {
     /// The token with this index in the output. It is written within 20 ms or so; the caller does not wait for it. One that is
     /// out of order is dropped, as are all after it until the session ends.
     pub fn push(&self, idx: usize, token: Vec<u8>) {
-        let was_idle = {
-            let mut state = self.shared.lock();
-            let was_idle = state.is_idle();
-            state.push(self.key, self.epoch, idx, token);
-            was_idle
-        };
-        if was_idle {
-            self.shared.wake.notify_all();
-        }
+        let mut state = self.shared.lock();
+        state.push(self.key, self.epoch, idx, token);
+        self.shared.rouse(state);
     }
 
     /// The session has ended, after so many tokens.
     pub fn end(&self, ending: Ending, num_tokens: usize) {
-        self.shared.lock().end(self.key, self.epoch, ending, num_tokens);
-        self.shared.wake.notify_all();
+        let mut state = self.shared.lock();
+        state.end(self.key, self.epoch, ending, num_tokens);
+        self.shared.rouse(state);
     }
 }
 

@@ -92,6 +92,8 @@ pub(crate) struct State {
     pub(crate) round: u64,
     /// Whether a request waits for that round.
     pub(crate) is_awaited: bool,
+    /// The writer sleeps until something is to be written.
+    pub(crate) is_asleep: bool,
     /// Each segment's number and bytes, oldest first. The last one is written.
     pub(crate) segments: Vec<(u32, u64)>,
     pub(crate) is_closing: bool,
@@ -123,6 +125,15 @@ impl Round {
 impl Shared {
     pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Ends the writer's sleep if something is to be written: after each change that does not wait for it.
+    pub(crate) fn rouse(&self, mut state: MutexGuard<'_, State>) {
+        let is_due = !state.is_idle() && std::mem::take(&mut state.is_asleep);
+        drop(state);
+        if is_due {
+            self.wake.notify_all();
+        }
     }
 }
 

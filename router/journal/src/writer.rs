@@ -50,10 +50,12 @@ impl Writer {
             let is_closing = {
                 let shared = self.shared.clone();
                 let state = shared.lock();
-                let idle = shared
-                    .wake
-                    .wait_timeout_while(state, TIDY_EVERY, |state| state.is_idle() && !state.is_closing);
-                let (state, _) = idle.unwrap_or_else(PoisonError::into_inner);
+                let idle = shared.wake.wait_timeout_while(state, TIDY_EVERY, |state| {
+                    state.is_asleep = state.is_idle() && !state.is_closing;
+                    state.is_asleep
+                });
+                let (mut state, _) = idle.unwrap_or_else(PoisonError::into_inner);
+                state.is_asleep = false;
                 let gathered = shared
                     .wake
                     .wait_timeout_while(state, GATHER, |state| !state.is_awaited && !state.is_closing);

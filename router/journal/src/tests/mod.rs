@@ -3,7 +3,7 @@
 mod damage;
 mod limits;
 
-use std::{path::Path, time::Duration};
+use std::{fs, path::Path, time::Duration};
 
 use crate::{Acceptance, Ending, Journal, JournalConfig, ResumeError, Session, SessionWriter};
 
@@ -134,6 +134,35 @@ async fn another_tenant_neither_reads_nor_disturbs_a_session() {
     }
     push(&writer, 2..4);
     assert_eq!(resume(&journal, "one", Some("acme")).await.unwrap().0.tokens.len(), 4);
+}
+
+/// Waits for the write of what `change` does. Without a call, the writer would sleep for a second.
+async fn wakes_the_writer(dir: &Path, change: impl Future<Output = ()>) {
+    let num_bytes = || fs::metadata(dir.join("00000001.journal")).expect("it is there").len();
+    // It has written all, and sleeps.
+    tokio::time::sleep(Duration::from_millis(50)).await;
+    let num_before = num_bytes();
+    change.await;
+    let written = async {
+        while num_bytes() == num_before {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    };
+    tokio::time::timeout(Duration::from_millis(700), written).await.expect("the writer is awake");
+}
+
+#[tokio::test]
+async fn a_token_after_a_look_up_that_failed_and_an_abort_are_written_at_once() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let journal = open(dir.path());
+    let writer = journal.accept(acceptance("one")).await.unwrap();
+    wakes_the_writer(dir.path(), async {
+        assert!(matches!(journal.find("none", None).await, Err(ResumeError::Unknown { .. })));
+        push(&writer, 0..1);
+    })
+    .await;
+    drop(writer);
+    wakes_the_writer(dir.path(), async { assert!(journal.abort("one")) }).await;
 }
 
 #[tokio::test]
