@@ -17,26 +17,21 @@ impl Core {
     /// Admits the request and begins it. Dropping the events cancels it.
     pub fn generate(self: &Arc<Self>, request: PreparedRequest) -> Result<Events, CoreError> {
         let permit = self.room_for(&request)?;
-        self.begin(request, None, permit)
+        let active = self.enter(&request)?;
+        Ok(self.begin(request, None, active, permit))
     }
 
-    /// Begins a request that has room, perhaps with a journal: then dropping the events parks it.
+    /// Begins a request that has entered, perhaps with a journal: then dropping the events parks it.
     pub(crate) fn begin(
         self: &Arc<Self>,
         request: PreparedRequest,
         session: Option<DurableSession>,
+        active: ActiveRequest,
         permit: OwnedSemaphorePermit,
-    ) -> Result<Events, CoreError> {
+    ) -> Events {
         // What is not journalled does not need it.
         drop(request.arrival.durable.as_ref().and_then(|call| call.take_body()));
-        match self.enter(&request) {
-            Ok(active) => Ok(Events::new(self.clone(), request, session, active, permit)),
-            Err(error) => {
-                // A new stream that never began is not parked: none may resume it.
-                session.iter().filter(|session| session.replay.is_none()).for_each(DurableSession::abort);
-                Err(error)
-            }
-        }
+        Events::new(self.clone(), request, session, active, permit)
     }
 
     /// Room for a request, if there is some now.
@@ -57,7 +52,7 @@ impl Core {
     }
 
     /// Enters a request among those that run. It takes the place of a stream that it resumes.
-    fn enter(&self, request: &PreparedRequest) -> Result<ActiveRequest, CoreError> {
+    pub(crate) fn enter(&self, request: &PreparedRequest) -> Result<ActiveRequest, CoreError> {
         let caller = &request.arrival.caller;
         let is_resumed = request.arrival.resumed_request().is_some();
         let active = self.active.enter(caller.tenant(), &request.id, &self.closing, is_resumed)?;
@@ -251,7 +246,7 @@ impl Events {
             Err(error) => {
                 self.outcome = "error";
                 if self.is_empty {
-                    self.refund();
+                    self.request.refund();
                 }
                 if error.is_server_fault() {
                     trace_context::fail(&self.span, error.name(), &error.to_string());
@@ -260,15 +255,6 @@ impl Events {
             }
         }
         Some(event)
-    }
-
-    /// A request that failed before its first token costs its key no tokens.
-    fn refund(&self) {
-        let arrival = &self.request.arrival;
-        // A resumed one has taken none.
-        if arrival.resumed_request().is_none() {
-            arrival.caller.refund_prompt_tokens(self.request.num_prompt_tokens());
-        }
     }
 
     /// The id by which the stream can be resumed, if it can be.

@@ -225,6 +225,14 @@ impl PreparedRequest {
         u32::try_from(num_tokens).unwrap_or(u32::MAX)
     }
 
+    /// A request that failed before its first token costs its key no tokens.
+    pub(crate) fn refund(&self) {
+        // A resumed one has taken none.
+        if self.arrival.resumed_request().is_none() {
+            self.arrival.caller.refund_prompt_tokens(self.num_prompt_tokens());
+        }
+    }
+
     /// The plans so far, of all choices; empty unless they are to be explained.
     pub fn plans(&self) -> MutexGuard<'_, Vec<ExplainedPlan>> {
         self.plans.lock().unwrap_or_else(PoisonError::into_inner)

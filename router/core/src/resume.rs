@@ -23,15 +23,21 @@ impl Core {
     /// As [`generate`](Core::generate); and when the journal is full or cannot be written.
     pub async fn stream(self: &Arc<Self>, request: PreparedRequest) -> Result<Events, CoreError> {
         let permit = self.room_for(&request)?;
-        let session = match (&self.journal, &request.arrival.durable) {
-            (Some(journal), Some(call)) => match &call.resumption {
-                Some(resumption) => Some(take(journal, resumption).await?),
-                None if request.is_one_choice() => Some(self.accept(journal, &request, call).await?),
-                None => None,
-            },
-            _ => None,
+        let (active, session) = match self.journal.as_deref().zip(request.arrival.durable.as_deref()) {
+            Some((journal, DurableCall { resumption: Some(resumption), .. })) => {
+                let session = take(journal, resumption).await?;
+                (self.enter(&request)?, Some(session))
+            }
+            Some((journal, call)) if request.is_one_choice() => {
+                // First: a request that is refused changes nothing in the journal.
+                let active = self.enter(&request)?;
+                let accepted = self.accept(journal, &request, call).await;
+                let session = accepted.inspect_err(|_| request.refund())?;
+                (active, Some(session))
+            }
+            _ => (self.enter(&request)?, None),
         };
-        self.begin(request, session, permit)
+        Ok(self.begin(request, session, active, permit))
     }
 
     async fn accept(

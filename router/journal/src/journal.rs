@@ -186,15 +186,15 @@ impl Journal {
             if state.index.get(key).is_some_and(|entry| entry.standing != Standing::Ended) {
                 return Err(AcceptError::Exists { id: acceptance.id });
             }
-            let (num_bytes, max_bytes) = (acceptance.num_bytes() as u64, state.max_bytes / 2);
-            let num_expired = state.index.make_room(num_bytes, max_bytes);
-            state.counts.num_expired += num_expired as u64;
-            let live_bytes = state.index.live_bytes();
-            let refusal = if live_bytes + num_bytes > max_bytes {
-                Some(AcceptError::Full { live_bytes, max_bytes })
+            let refusal = if state.is_behind() {
+                // A disk that hangs says no error: what waits for it is bounded, too. No session makes room for it.
+                Some(AcceptError::Behind { num_bytes: state.num_unwritten() })
             } else {
-                // A disk that hangs says no error: what waits for it is bounded, too.
-                state.is_behind().then(|| AcceptError::Behind { num_bytes: state.num_unwritten() })
+                let (num_bytes, max_bytes) = (acceptance.num_bytes() as u64, state.max_bytes / 2);
+                let num_expired = state.index.make_room(num_bytes, max_bytes);
+                state.counts.num_expired += num_expired as u64;
+                let live_bytes = state.index.live_bytes();
+                (live_bytes + num_bytes > max_bytes).then_some(AcceptError::Full { live_bytes, max_bytes })
             };
             if let Some(refusal) = refusal {
                 state.counts.num_refused += 1;

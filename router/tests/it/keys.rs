@@ -1,10 +1,12 @@
 //! Keys, quotas and tenants.
 
-use std::{collections::BTreeSet, time::Duration};
+use std::{collections::BTreeSet, path::Path, time::Duration};
 
 use baton_cluster::Role;
 use baton_keys::ApiKey;
-use baton_proto::v1::{AbortRequest, FinishReason, generate_request::Prompt};
+use baton_proto::v1::{
+    AbortRequest, FinishReason, GenerateRequest, GenerateResponse, ResumeRequest, generate_request::Prompt,
+};
 use baton_request::FailureKind;
 use baton_router::{JournalConfig, RouterConfig};
 use bytes::Bytes;
@@ -470,6 +472,44 @@ async fn tokens_that_are_delivered_again_are_not_charged_again() {
         // The prompt's 2 tokens and 200, less what came back since.
         assert!((500.0..=606.0).contains(&reset), "{reset}");
     }
+}
+
+/// A router with a journal in this directory.
+fn durable(dir: &Path) -> impl FnOnce(&mut RouterConfig) + use<> {
+    let (dir, ttl) = (dir.join("journal"), Duration::from_secs(60));
+    move |config: &mut RouterConfig| config.durable = Some(JournalConfig { dir, max_bytes: 1 << 20, ttl })
+}
+
+/// A call by gRPC whose client has chosen this id.
+fn named(id: &str, num_prompt_tokens: usize) -> GenerateRequest {
+    let prompt = Some(Prompt::Text("x".repeat(num_prompt_tokens)));
+    GenerateRequest { prompt, request_id: id.into(), ..Default::default() }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_request_beyond_its_quota_changes_nothing_in_the_journal() {
+    let dir = tempfile::tempdir().unwrap();
+    let (router, _worker, _file) = start_with(&entries("tokens-per-minute = 20"), durable(dir.path())).await;
+    let mut caller = grpc::client_with(&router, &secret(ACME)).await;
+    let count = async |mut responses: tonic::Streaming<GenerateResponse>| {
+        let mut num_responses = 0;
+        while responses.message().await.unwrap().is_some() {
+            num_responses += 1;
+        }
+        num_responses
+    };
+    // With the answer's six tokens that is all.
+    let whole = count(caller.generate(named("mine", 15)).await.unwrap().into_inner()).await;
+    assert!(whole > 1, "{whole}");
+    router.until_metric("baton_journal_ended 1").await;
+    let body = json!({"prompt": "x".repeat(15), "stream": true});
+    exceeded(&router.client.post("/v1/completions", &body).await, "20 tokens a minute");
+    let refused = caller.generate(named("mine", 15)).await.err().unwrap();
+    assert_eq!(refused.code(), Code::ResourceExhausted, "{refused}");
+    let metrics = router.client.get("/metrics").await.text();
+    assert!(metrics.lines().any(|line| line == "baton_journal_ended 1"), "{metrics}");
+    let resume = ResumeRequest { request_id: "mine".into(), next_token_idx: 0 };
+    assert_eq!(count(caller.resume(resume).await.unwrap().into_inner()).await, whole);
 }
 
 #[tokio::test(flavor = "multi_thread")]
