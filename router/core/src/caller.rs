@@ -88,19 +88,19 @@ impl Caller {
         })
     }
 
-    /// Gives back what [`take_prompt_tokens`](Self::take_prompt_tokens) took, as the request did not run.
+    /// Gives back the tokens of a request's prompts, as it did not run.
     pub(crate) fn refund_prompt_tokens(&self, num_tokens: u32) {
         if let Caller::Holder(holder) = self {
             holder.refund_prompt_tokens(num_tokens, Instant::now());
         }
     }
 
-    /// Charges delivered tokens to its key's quota.
-    pub(crate) fn charge_output_tokens(&self, num_tokens: usize) {
+    /// Charges tokens to its key's quota that are computed or delivered in any case.
+    pub(crate) fn charge_tokens(&self, num_tokens: usize) {
         if let Caller::Holder(holder) = self
             && num_tokens > 0
         {
-            holder.charge_output_tokens(u32::try_from(num_tokens).unwrap_or(u32::MAX), Instant::now());
+            holder.charge_tokens(u32::try_from(num_tokens).unwrap_or(u32::MAX), Instant::now());
         }
     }
 }

@@ -153,6 +153,12 @@ impl DurableSession {
         self.replay.as_ref().map_or(0, VecDeque::len)
     }
 
+    /// Whether its key pays for the prompt, before anything is replayed: if it is new, or its prompt is computed again after that
+    /// was for nothing.
+    pub(crate) fn costs_prompt(&self) -> bool {
+        self.replay.is_none() || self.ending.is_none() && self.writer.had_stalled()
+    }
+
     /// `None` when there is nothing to deliver again.
     pub(crate) fn replay(&mut self) -> Option<Replayed> {
         if let Some(token) = self.replay.as_mut()?.pop_front() {

@@ -17,7 +17,7 @@ impl Core {
     /// Admits the request and begins it. Dropping the events cancels it.
     pub fn generate(self: &Arc<Self>, request: PreparedRequest) -> Result<Events, CoreError> {
         let permit = self.room_for(&request)?;
-        let active = self.enter(&request)?;
+        let active = self.enter(&request, None)?;
         Ok(self.begin(request, None, active, permit))
     }
 
@@ -52,13 +52,20 @@ impl Core {
     }
 
     /// Enters a request among those that run. It takes the place of a stream that it resumes.
-    pub(crate) fn enter(&self, request: &PreparedRequest) -> Result<ActiveRequest, CoreError> {
+    pub(crate) fn enter(
+        &self,
+        request: &PreparedRequest,
+        resumed: Option<&DurableSession>,
+    ) -> Result<ActiveRequest, CoreError> {
         let caller = &request.arrival.caller;
-        let is_resumed = request.arrival.resumed_request().is_some();
-        let active = self.active.enter(caller.tenant(), &request.id, &self.closing, is_resumed)?;
-        if !is_resumed {
+        let active = self.active.enter(caller.tenant(), &request.id, &self.closing, resumed.is_some())?;
+        let num_tokens = request.num_prompt_tokens();
+        match resumed {
             // Last, so that a refused request costs its key no tokens.
-            caller.take_prompt_tokens(request.num_prompt_tokens())?;
+            None => caller.take_prompt_tokens(num_tokens)?,
+            // It is not refused: later requests wait.
+            Some(session) if session.costs_prompt() => caller.charge_tokens(num_tokens as usize),
+            Some(_) => {}
         }
         Ok(active)
     }
@@ -132,7 +139,9 @@ pub struct Events {
     had_ended: bool,
     /// The next tokens that were delivered before, to this client or another connection of it.
     num_replayed: usize,
-    /// No event of any choice has come.
+    /// Its key has paid for its prompts.
+    is_charged: bool,
+    /// No event of any choice has come that was not delivered before.
     is_empty: bool,
     outcome: &'static str,
     /// The client's request, also after its handler has returned.
@@ -152,9 +161,9 @@ impl Events {
         permit: OwnedSemaphorePermit,
     ) -> Events {
         let usage = Usage { prompt_tokens: request.num_prompt_tokens(), ..Usage::default() };
-        // Those of a resumed request were counted when it began.
-        let is_new = request.arrival.resumed_request().is_none();
-        core.metrics.on_start(if is_new { usage.prompt_tokens } else { 0 });
+        let is_charged = session.as_ref().is_none_or(DurableSession::costs_prompt);
+        // Those of other resumed requests were counted when they began.
+        core.metrics.on_start(if is_charged { usage.prompt_tokens } else { 0 });
         let (n, endpoint) = (request.n, request.endpoint);
         let is_durable = session.is_some();
         let had_ended = session.as_ref().is_some_and(|session| session.ending.is_some());
@@ -196,6 +205,7 @@ impl Events {
             is_durable,
             had_ended,
             num_replayed,
+            is_charged,
             is_empty: true,
             outcome,
             span: Span::current(),
@@ -212,10 +222,10 @@ impl Events {
             return None;
         };
         if let Ok(event) = &event {
-            self.is_empty = false;
             let num_replayed = event.tokens.len().min(self.num_replayed);
             self.num_replayed -= num_replayed;
-            self.request.arrival.caller.charge_output_tokens(event.tokens.len() - num_replayed);
+            self.is_empty &= num_replayed > 0;
+            self.request.arrival.caller.charge_tokens(event.tokens.len() - num_replayed);
         }
         let mut is_replaced = false;
         let event = event.and_then(|event| match event.finish {
@@ -245,7 +255,7 @@ impl Events {
             }
             Err(error) => {
                 self.outcome = "error";
-                if self.is_empty {
+                if self.is_empty && self.is_charged {
                     self.request.refund();
                 }
                 if error.is_server_fault() {

@@ -227,10 +227,7 @@ impl PreparedRequest {
 
     /// A request that failed before its first token costs its key no tokens.
     pub(crate) fn refund(&self) {
-        // A resumed one has taken none.
-        if self.arrival.resumed_request().is_none() {
-            self.arrival.caller.refund_prompt_tokens(self.num_prompt_tokens());
-        }
+        self.arrival.caller.refund_prompt_tokens(self.num_prompt_tokens());
     }
 
     /// The plans so far, of all choices; empty unless they are to be explained.

@@ -26,16 +26,16 @@ impl Core {
         let (active, session) = match self.journal.as_deref().zip(request.arrival.durable.as_deref()) {
             Some((journal, DurableCall { resumption: Some(resumption), .. })) => {
                 let session = take(journal, resumption).await?;
-                (self.enter(&request)?, Some(session))
+                (self.enter(&request, Some(&session))?, Some(session))
             }
             Some((journal, call)) if request.is_one_choice() => {
                 // First: a request that is refused changes nothing in the journal.
-                let active = self.enter(&request)?;
+                let active = self.enter(&request, None)?;
                 let accepted = self.accept(journal, &request, call).await;
                 let session = accepted.inspect_err(|_| request.refund())?;
                 (active, Some(session))
             }
-            _ => (self.enter(&request)?, None),
+            _ => (self.enter(&request, None)?, None),
         };
         Ok(self.begin(request, session, active, permit))
     }

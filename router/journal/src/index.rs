@@ -23,6 +23,8 @@ pub(crate) enum Standing {
 pub(crate) struct Entry {
     pub(crate) last: Position,
     pub(crate) num_tokens: u32,
+    /// Those that it had when its writer took it.
+    pub(crate) num_taken: u32,
     /// The segment of its first record.
     pub(crate) first_segment: u32,
     /// Grows when it is resumed: an older writer has no effect any more.
@@ -53,6 +55,7 @@ impl Index {
                 let fresh = Entry {
                     last: position,
                     num_tokens: 0,
+                    num_taken: 0,
                     first_segment: position.segment,
                     epoch: old.map_or(0, |old| old.epoch.wrapping_add(1)),
                     num_bytes,
@@ -62,8 +65,9 @@ impl Index {
                 // A snapshot moves a session, and changes nothing else.
                 let entry = match (&record.payload, old) {
                     (Payload::Snapshot(_, tokens), Some(old)) => {
-                        let Entry { epoch, touched_ms, standing, .. } = old;
-                        Entry { num_tokens: tokens.len() as u32, epoch, touched_ms, standing, ..fresh }
+                        let Entry { num_taken, epoch, touched_ms, standing, .. } = old;
+                        let num_tokens = tokens.len() as u32;
+                        Entry { num_tokens, num_taken, epoch, touched_ms, standing, ..fresh }
                     }
                     (Payload::Snapshot(_, tokens), None) => {
                         Entry { num_tokens: tokens.len() as u32, ..fresh }

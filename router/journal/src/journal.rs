@@ -68,6 +68,7 @@ pub struct SessionWriter {
     shared: Arc<Shared>,
     key: SessionKey,
     epoch: u32,
+    had_stalled: bool,
 }
 
 /// The writer of a session that is not written yet. Dropped, it ends the session, whose request is not served: it may be written
@@ -205,7 +206,8 @@ impl Journal {
             state.append(key, Payload::Accepted(acceptance));
             let epoch = state.index.get(key).expect("it was appended").epoch;
             state.is_awaited = true;
-            (Accepting(Some(SessionWriter { shared: self.shared.clone(), key, epoch })), state.round)
+            let writer = SessionWriter { shared: self.shared.clone(), key, epoch, had_stalled: false };
+            (Accepting(Some(writer)), state.round)
         };
         self.shared.wake.notify_all();
         let done = progress.wait_for(|progress| progress.synced >= round || progress.failure.is_some());
@@ -280,7 +282,10 @@ impl Journal {
                 let entry = state.index.entry(key).ok_or_else(unknown)?;
                 if writer.is_none() && entry.epoch == session.epoch {
                     entry.epoch = entry.epoch.wrapping_add(1);
-                    writer = Some(SessionWriter { shared: self.shared.clone(), key, epoch: entry.epoch });
+                    let had_stalled = entry.num_tokens == entry.num_taken;
+                    entry.num_taken = entry.num_tokens;
+                    let (shared, epoch) = (self.shared.clone(), entry.epoch);
+                    writer = Some(SessionWriter { shared, key, epoch, had_stalled });
                 }
                 match &writer {
                     // Another client of the same stream was faster.
@@ -386,6 +391,11 @@ impl Drop for Journal {
 }
 
 impl SessionWriter {
+    /// Whether the session was taken without a token since it was accepted or taken before, as far as this router knows.
+    pub fn had_stalled(&self) -> bool {
+        self.had_stalled
+    }
+
     /// The token with this index in the output. It is written within 20 ms or so; the caller does not wait for it. One that is
     /// out of order is dropped, as are all after it until the session ends.
     pub fn push(&self, idx: usize, token: Vec<u8>) {

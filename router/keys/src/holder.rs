@@ -140,8 +140,8 @@ impl KeyHolder {
         }
     }
 
-    /// Counts tokens that were generated. They cut no answer off: later requests wait.
-    pub fn charge_output_tokens(&self, num_tokens: u32, now: Instant) {
+    /// Counts tokens that are computed in any case, such as those of an answer. They cut no answer off: later requests wait.
+    pub fn charge_tokens(&self, num_tokens: u32, now: Instant) {
         if let Some(limit) = self.key.limits.tokens {
             self.used.lock().tokens.charge(num_tokens, limit, now);
         }

@@ -127,7 +127,7 @@ mod tests {
         let ring = KeyRing::read(&entry(1, "tenant = \"a\"\ntokens-per-minute = 60")).unwrap();
         let holder = ring.find(key(1).secret(), SystemTime::now()).unwrap();
         holder.take_prompt_tokens(50, now).unwrap();
-        holder.charge_output_tokens(20, now);
+        holder.charge_tokens(20, now);
         let refused = holder.take_prompt_tokens(1, now).unwrap_err();
         assert_eq!(
             (refused.quota, refused.limit, refused.retry_after),

@@ -513,6 +513,24 @@ async fn a_request_beyond_its_quota_changes_nothing_in_the_journal() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_prompt_that_is_computed_again_for_a_stream_without_tokens_is_charged_again() {
+    let dir = tempfile::tempdir().unwrap();
+    let (router, worker, _file) = start_with(&entries("tokens-per-minute = 20"), durable(dir.path())).await;
+    worker.script(|_| vec![Step::Silence]);
+    let mut caller = grpc::client_with(&router, &secret(ACME)).await;
+    drop(caller.generate(named("mine", 10)).await.unwrap());
+    for _ in 0..5 {
+        let resume = ResumeRequest { request_id: "mine".into(), next_token_idx: 0 };
+        drop(caller.resume(resume).await.expect("a resume is not refused"));
+    }
+    let answer = router.client.get("/v1/models").await;
+    assert_eq!(answer.header("x-ratelimit-remaining-tokens"), "0");
+    let reset: f64 = answer.header("x-ratelimit-reset-tokens").trim_end_matches('s').parse().unwrap();
+    // Six times 10 tokens of three seconds each, less what came back since.
+    assert!((120.0..=180.0).contains(&reset), "{reset}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn metrics_are_public_by_choice_and_preflights_need_no_key() {
     let file = NamedTempFile::new().unwrap();
     let path = file.path().to_owned();

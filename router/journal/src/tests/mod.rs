@@ -123,6 +123,20 @@ async fn a_session_that_is_found_stays_with_its_writer_until_it_is_taken() {
 }
 
 #[tokio::test]
+async fn a_session_that_is_taken_without_a_new_token_had_stalled() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let journal = open(dir.path());
+    let mut writer = journal.accept(acceptance("one")).await.unwrap();
+    let mut num_tokens = 0;
+    for num_new in [0, 2, 0, 0, 1] {
+        push(&writer, num_tokens..num_tokens + num_new);
+        num_tokens += num_new;
+        writer = resume(&journal, "one", None).await.unwrap().1;
+        assert_eq!(writer.had_stalled(), num_new == 0, "{num_tokens}");
+    }
+}
+
+#[tokio::test]
 async fn another_tenant_neither_reads_nor_disturbs_a_session() {
     let dir = tempfile::tempdir().expect("a directory");
     let journal = open(dir.path());
