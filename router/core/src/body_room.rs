@@ -1,5 +1,5 @@
-//! Room for request bodies that are being read, prepared or journalled: without a bound, clients that are not yet admitted could
-//! fill the memory.
+//! Room for request bodies that are being read, prepared or journalled, and for streams that are read from the journal: without a
+//! bound, clients that are not yet admitted could fill the memory.
 
 use std::sync::{
     Arc,

@@ -51,7 +51,8 @@ pub struct RouterConfig {
     pub max_connections: usize,
     /// Largest request body and gRPC message.
     pub max_body_bytes: usize,
-    /// Bytes of all bodies that are being read, prepared or journalled, and of their values. Further ones are refused with 429.
+    /// Bytes of all bodies that are being read, prepared or journalled, of their values, and of streams that are read from the journal.
+    /// Further ones are refused with 429.
     pub max_bodies_bytes: usize,
     /// Until a connection's first bytes, and the head of each HTTP/1 request, must be there.
     pub header_timeout: Duration,

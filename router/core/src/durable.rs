@@ -7,7 +7,7 @@
 
 use std::{
     collections::VecDeque,
-    sync::{Mutex, PoisonError},
+    sync::{Arc, Mutex, PoisonError},
 };
 
 use baton_journal::{Ending, Session, SessionWriter};
@@ -15,7 +15,7 @@ use baton_proto::worker::{GenerateRequest, Token};
 use baton_request::{FinishReason, Request};
 use prost::Message;
 
-use crate::{CoreError, ReadBody};
+use crate::{BodyRoom, CoreError, ReadBody};
 
 /// A call whose stream can be resumed.
 #[derive(Debug)]
@@ -37,8 +37,8 @@ pub(crate) struct Resumption {
     pub(crate) id: String,
     pub(crate) kept: Kept,
     pub(crate) request: Request,
-    /// Until the stream begins. Then it is taken from the connection that still has it.
-    pub(crate) found: Mutex<Option<Session>>,
+    /// Until the stream begins, with its room. Then it is taken from the connection that still has it.
+    pub(crate) found: Mutex<Option<(Session, Arc<BodyRoom>)>>,
 }
 
 /// What the router made of a call.
@@ -110,7 +110,7 @@ impl DurableCall {
     pub fn has_ended(&self) -> bool {
         self.resumption.as_ref().is_some_and(|resumption| {
             let found = resumption.found.lock().unwrap_or_else(PoisonError::into_inner);
-            found.as_ref().is_some_and(|session| session.ending.is_some())
+            found.as_ref().is_some_and(|(session, _)| session.ending.is_some())
         })
     }
 
@@ -138,7 +138,7 @@ impl DurableCall {
     fn max_tokens(&self) -> Option<u64> {
         let resumption = self.resumption.as_ref()?;
         let found = resumption.found.lock().unwrap_or_else(PoisonError::into_inner);
-        let session = found.as_ref()?;
+        let (session, _) = found.as_ref()?;
         Some(match session.ending {
             Some(Ending::Stop | Ending::Length) => session.tokens.len() as u64,
             // A lost router may have delivered a few that it had not journalled yet.
@@ -195,12 +195,9 @@ impl DurableSession {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::Arc;
-
     use prometheus_client::metrics::gauge::Gauge;
 
     use super::*;
-    use crate::BodyRoom;
 
     #[test]
     fn the_body_of_a_call_is_kept_and_counted_until_it_begins() {

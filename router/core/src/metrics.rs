@@ -245,7 +245,7 @@ impl RouterMetrics {
             );
             registry.register(
                 "body_bytes",
-                "Bytes of request bodies that are being read, prepared or journalled",
+                "Bytes of request bodies that are being read, prepared or journalled, and of streams that are being found",
                 this.body_bytes.clone(),
             );
             registry.register("connections", "Connections that are open", this.connections.clone());

@@ -70,7 +70,7 @@ impl Core {
     /// was. When that begins, another connection that still has the stream gets no more of it.
     ///
     /// # Errors
-    /// Without a journal, without such a stream of this tenant in it, when it was made for another model, or without room for its body.
+    /// Without a journal, without such a stream of this tenant in it, when it was made for another model, or without room to read it.
     pub async fn find_stream(&self, caller: &Caller, id: &str) -> Result<(DurableCall, ReadBody), CoreError> {
         let Some(journal) = &self.journal else {
             return Err(CoreError::Invalid {
@@ -80,7 +80,10 @@ impl Core {
             });
         };
         let model = self.model()?;
-        let session = journal.find(&caller.qualified(id), owner_of(caller).as_deref()).await?;
+        let (qualified, room) = (caller.qualified(id), self.body_room());
+        // Before it is read: its records, and what is made of them. One stream may take half of the room of all.
+        room.grow((2 * journal.num_bytes(&qualified)).min(self.config.max_bodies_bytes / 2))?;
+        let session = journal.find(&qualified, owner_of(caller).as_deref()).await?;
         let kept = Kept::decode(&*session.acceptance.prepared).map_err(|_| broken(id))?;
         if (&*kept.model, kept.vocab_size) != (&model.name, model.vocab_size as u64) {
             return Err(CoreError::Invalid {
@@ -94,11 +97,9 @@ impl Core {
         }
         let request = kept.request.as_ref().and_then(|message| Request::try_from(message).ok());
         let request = request.ok_or_else(|| broken(id))?;
-        let room = self.body_room();
-        room.grow(session.acceptance.body.len())?;
-        let body = ReadBody { bytes: session.acceptance.body.clone().into(), room };
+        let body = ReadBody { bytes: session.acceptance.body.clone().into(), room: room.clone() };
         let endpoint = session.acceptance.endpoint.clone();
-        let found = Mutex::new(Some(session));
+        let found = Mutex::new(Some((session, room)));
         Ok((DurableCall::resumed(endpoint, Resumption { id: id.to_owned(), kept, request, found }), body))
     }
 
@@ -112,7 +113,8 @@ impl Core {
 /// Takes a stream that was found, with all that the journal has of it by now.
 async fn take(journal: &Journal, resumption: &Resumption) -> Result<DurableSession, CoreError> {
     let found = resumption.found.lock().unwrap_or_else(PoisonError::into_inner).take();
-    let (session, writer) = journal.take(found.expect("a call begins one stream")).await?;
+    let (found, _room) = found.expect("a call begins one stream");
+    let (session, writer) = journal.take(found).await?;
     let id = &resumption.id;
     let replay: Result<VecDeque<Token>, _> =
         session.tokens.iter().map(|token| Token::decode(&**token)).collect();

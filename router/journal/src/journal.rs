@@ -226,6 +226,11 @@ impl Journal {
         }
     }
 
+    /// Bytes of a session's records, about as many as [`find`](Journal::find) returns; 0 without such a session.
+    pub fn num_bytes(&self, id: &str) -> usize {
+        self.shared.lock().index.get(SessionKey::of(id)).map_or(0, |entry| entry.num_bytes as usize)
+    }
+
     /// A session with its tokens so far. Its writer keeps it.
     ///
     /// # Errors

@@ -13,6 +13,7 @@ use bytes::Bytes;
 use futures_util::{StreamExt, stream};
 use http_body_util::BodyExt;
 use serde_json::{Value, json};
+use tokio::{io::AsyncWriteExt, net::TcpStream};
 
 use crate::{
     client::Client,
@@ -347,6 +348,37 @@ async fn a_resume_that_is_refused_takes_nothing_from_the_client_that_reads() {
         let metrics = router.client.get("/metrics").await.text();
         assert!(metrics.lines().any(|line| line == "baton_journal_running 1"), "{status}: {metrics}");
     }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_stream_is_read_only_if_there_is_room_for_all_of_it() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let configure = durable(dir.path());
+    let mut router = Router::start(|config| {
+        configure(config);
+        config.max_bodies_bytes = 150_000;
+    })
+    .await;
+    let _worker = register(&mut router).await;
+    let path = APIS[0].path;
+    let whole = router.client.post_text(path, &format!("{:30000}{}", "", call(APIS[0], 999))).await;
+    let text = whole.text();
+    let id = text.split_once("id: ").and_then(|(_, text)| Some(text.split_once(":0\n")?.0)).expect("an id");
+    router.until_metric("baton_router_body_bytes 0").await;
+    // Beside it there is room for the body alone, and not for what is read and made of it.
+    let mut slow = TcpStream::connect(router.address).await.expect("it listens");
+    let head = format!("POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-length: 110000\r\n\r\n");
+    slow.write_all(&[head.into_bytes(), vec![b' '; 100_000]].concat()).await.expect("it is read");
+    router.until_metric("baton_router_body_bytes 100000").await;
+    let stream = format!("/v1/streams/{id}");
+    let refused = router.client.get(&stream).await;
+    assert_eq!((refused.status, refused.header("retry-after")), (429, "1"), "{}", refused.text());
+    router.until_metric("baton_router_body_bytes 100000").await;
+    drop(slow);
+    router.until_metric("baton_router_body_bytes 0").await;
+    let again = router.client.get(&stream).await;
+    assert!(again.status == 200 && again.text().contains("[DONE]"), "{again:?}");
+    router.until_metric("baton_router_body_bytes 0").await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
