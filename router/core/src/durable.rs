@@ -37,6 +37,8 @@ pub(crate) struct Resumption {
     pub(crate) id: String,
     pub(crate) kept: Kept,
     pub(crate) request: Request,
+    /// Events are made otherwise now: another one may have a number that the client knows.
+    pub(crate) is_renumbered: bool,
     /// Until the stream begins, with its room. Then it is taken from the connection that still has it.
     pub(crate) found: Mutex<Option<(Session, Arc<BodyRoom>)>>,
 }
@@ -53,6 +55,9 @@ pub(crate) struct Kept {
     pub(crate) model: String,
     #[prost(uint64, tag = "4")]
     pub(crate) vocab_size: u64,
+    /// See [`ServedModel::making_of_events`](crate::ServedModel). Without it their making is not known.
+    #[prost(string, tag = "5")]
+    pub(crate) making_of_events: String,
 }
 
 /// The journal's side of a running choice.
@@ -114,12 +119,24 @@ impl DurableCall {
         })
     }
 
-    /// The client has so much of the answer: events over HTTP, tokens over gRPC.
-    pub fn after(self, num_delivered: u64) -> DurableCall {
-        DurableCall { num_delivered, ..self }
+    /// The client has so many events of the answer, over HTTP.
+    ///
+    /// # Errors
+    /// When their numbers count other events now.
+    pub fn after(self, num_events: u64) -> Result<DurableCall, CoreError> {
+        match &self.resumption {
+            Some(Resumption { id, is_renumbered: true, .. }) if num_events > 0 => Err(CoreError::Invalid {
+                message: format!(
+                    "the router makes the events of the stream {id:?} otherwise than before: resume it from its first event"
+                ),
+                param: None,
+                code: Some("stream_changed"),
+            }),
+            _ => Ok(DurableCall { num_delivered: num_events, ..self }),
+        }
     }
 
-    /// The client has so many tokens of the answer.
+    /// The client has so many tokens of the answer, over gRPC.
     ///
     /// # Errors
     /// When the answer cannot have so many.
@@ -130,7 +147,7 @@ impl DurableCall {
                 param: Some("next_token_idx".to_owned()),
                 code: None,
             }),
-            _ => Ok(self.after(num_tokens.into())),
+            _ => Ok(DurableCall { num_delivered: num_tokens.into(), ..self }),
         }
     }
 

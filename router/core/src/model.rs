@@ -109,6 +109,11 @@ impl ServedModel {
         })
     }
 
+    /// Changes with what makes events of tokens: the software, and how answers are read.
+    pub(crate) fn making_of_events(&self) -> String {
+        format!("{} {:?}", self.fingerprint, self.form)
+    }
+
     /// Refuses a grammar that workers would refuse; `param` asks for it.
     pub(crate) fn check_grammar(&self, grammar: &Grammar, param: &str) -> Result<(), CoreError> {
         match self.grammars.matcher(grammar, &[]) {

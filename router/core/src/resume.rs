@@ -53,6 +53,7 @@ impl Core {
             created: request.arrival.created(),
             model: model.name.clone(),
             vocab_size: model.vocab_size as u64,
+            making_of_events: model.making_of_events(),
         };
         let acceptance = Acceptance {
             id: request.arrival.caller.qualified(&request.id),
@@ -99,8 +100,14 @@ impl Core {
         let request = request.ok_or_else(|| broken(id))?;
         let body = ReadBody { bytes: session.acceptance.body.clone().into(), room: room.clone() };
         let endpoint = session.acceptance.endpoint.clone();
-        let found = Mutex::new(Some((session, room)));
-        Ok((DurableCall::resumed(endpoint, Resumption { id: id.to_owned(), kept, request, found }), body))
+        let resumption = Resumption {
+            id: id.to_owned(),
+            is_renumbered: kept.making_of_events != model.making_of_events(),
+            kept,
+            request,
+            found: Mutex::new(Some((session, room))),
+        };
+        Ok((DurableCall::resumed(endpoint, resumption), body))
     }
 
     /// Aborts a request of this caller that runs here, or whose stream is parked; whether there was one.

@@ -67,7 +67,7 @@ async fn attach(core: &Arc<Core>, path: &str, request: Request) -> Result<Reques
                 }
             }
             body = kept;
-            call.after(last.number + 1)
+            call.after(last.number + 1)?
         }
     };
     if let Some(arrival) = parts.extensions.get_mut::<RequestArrival>() {
@@ -94,7 +94,7 @@ pub(crate) async fn resume(
         }
     };
     let (call, body) = core.find_stream(&arrival.caller, &id).await?;
-    let call = call.after(number);
+    let call = call.after(number)?;
     let (endpoint, has_ended) = (call.endpoint.clone(), call.has_ended());
     arrival.durable = Some(Arc::new(call));
     let request = Request::builder().method(Method::POST).uri(&endpoint).extension(body).body(Body::empty());

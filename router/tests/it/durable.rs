@@ -246,6 +246,55 @@ async fn a_stream_goes_on_with_the_same_events_at_another_router() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn numbers_of_events_that_are_made_otherwise_now_are_refused_and_those_of_tokens_are_not() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let mut first = Router::start(durable(dir.path())).await;
+    let worker = register(&mut first).await;
+    let mut cut = Vec::new();
+    for api in APIS {
+        cut.push((api, begin(&first.client, api, 20).await));
+    }
+    let request = v1::GenerateRequest {
+        prompt: Some(Prompt::Text("[020]".into())),
+        request_id: "mine".into(),
+        ..Default::default()
+    };
+    let mut client = grpc::client(&first).await;
+    let mut silent = client.generate(request).await.expect("it begins").into_inner();
+    silent.message().await.expect("it goes on").expect("a token");
+    drop((silent, client));
+    first.begin_shutdown();
+    first.ended().await.unwrap();
+    drop(worker);
+    let configure = durable(dir.path());
+    let mut second = Router::start(|config| {
+        configure(config);
+        config.tool_format = Some(ToolFormat::Mistral);
+    })
+    .await;
+    let _worker = register(&mut second).await;
+    for (api, (reader, _connection)) in &cut {
+        let last = [("content-type", "application/json"), ("last-event-id", &*reader.events[0].id)];
+        let path = format!("/v1/streams/{}", reader.answer_id());
+        for (method, path) in [("GET", &*path), ("POST", api.path)] {
+            let answer = second.client.send(method, path, &last, Bytes::new()).await;
+            assert_eq!(answer.status, 400, "{method} {path}: {}", answer.text());
+            let said = if method == "GET" { "stream_changed" } else { "from its first event" };
+            assert!(answer.text().contains(said), "{}", answer.text());
+        }
+    }
+    let (completions, (reader, _connection)) = &cut[0];
+    let stream = format!("/v1/streams/{}", reader.answer_id());
+    let mut again = Reader::default();
+    again.read(&mut second.client.begin("GET", &stream, &[], Bytes::new()).await).await;
+    assert_eq!(again.said(), begin(&second.client, *completions, 999).await.0.said());
+    let resume = v1::ResumeRequest { request_id: "mine".into(), next_token_idx: 1 };
+    let mut client = grpc::client(&second).await;
+    let mut rest = client.resume(resume).await.expect("tokens have their numbers").into_inner();
+    assert!(rest.message().await.expect("it goes on").is_some());
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_resume_after_more_than_an_answer_has_is_refused() {
     let dir = tempfile::tempdir().expect("a directory");
     let mut router = Router::start(durable(dir.path())).await;
