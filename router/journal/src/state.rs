@@ -210,8 +210,14 @@ impl State {
     }
 
     pub(crate) fn append(&mut self, key: SessionKey, payload: Payload) {
-        let previous = self.index.get(key).map_or(Position::default(), |entry| entry.last);
-        let record = Record { session: key, at_ms: self.now_ms(), previous, payload };
+        let entry = self.index.get(key);
+        let previous = entry.map_or(Position::default(), |entry| entry.last);
+        let at_ms = match (&payload, entry) {
+            // To be moved makes a session that no client reads no younger.
+            (Payload::Snapshot(..), Some(entry)) if entry.standing == Standing::Parked => entry.touched_ms,
+            _ => self.now_ms(),
+        };
+        let record = Record { session: key, at_ms, previous, payload };
         let size = record.encode(self.at, &mut self.buffer);
         let has_effect = self.index.apply(&record, self.at, size);
         debug_assert!(has_effect, "what is appended follows what is known");

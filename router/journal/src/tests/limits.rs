@@ -1,6 +1,10 @@
 //! Full journals, full disks, time.
 
-use std::{fs, sync::Arc, time::Duration};
+use std::{
+    fs,
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use crate::{AcceptError, Acceptance, Ending, Journal, JournalConfig, ResumeError, SessionWriter};
 
@@ -95,6 +99,31 @@ async fn old_segments_go_and_a_parked_session_moves() {
     let journal = open(dir.path());
     assert_eq!(num_tokens(&journal, "parked").await, 8);
     assert_eq!(journal.counts().num_damaged, 0);
+}
+
+#[tokio::test]
+async fn a_parked_session_that_has_moved_expires_when_it_would_have() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let began = Instant::now();
+    let journal = open(dir.path());
+    drop(journal.accept(acceptance("parked")).await.unwrap());
+    let parked_ms = NOW + began.elapsed().as_millis() as u64;
+    tokio::time::sleep(Duration::from_millis(5)).await;
+    let mut nth = 0;
+    while dir.path().join("00000001.journal").exists() {
+        let writer = journal.accept(big(&nth.to_string())).await.unwrap();
+        writer.end(Ending::Stop, 0);
+        nth += 1;
+        assert!(nth < 1000, "its segment stays");
+    }
+    drop(journal);
+    let config = config(dir.path());
+    let ttl_ms = config.ttl.as_millis() as u64;
+    for (now_ms, is_there) in [(parked_ms + ttl_ms - 60_000, true), (parked_ms + ttl_ms, false)] {
+        let journal = Journal::open_at(&config, now_ms).expect("a journal");
+        let found = journal.find("parked", None).await;
+        assert_eq!(found.is_ok(), is_there, "{found:?}");
+    }
 }
 
 #[tokio::test]
