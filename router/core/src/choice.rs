@@ -149,7 +149,7 @@ impl Choice {
     }
 
     async fn advance(&mut self) -> Result<Event, CoreError> {
-        if let Some(event) = self.replay() {
+        if let Some(event) = self.replay().await {
             return Ok(event);
         }
         loop {
@@ -181,8 +181,8 @@ impl Choice {
     }
 
     /// What an earlier router or connection has delivered, again.
-    fn replay(&mut self) -> Option<Event> {
-        match self.durable.as_mut()?.replay()? {
+    async fn replay(&mut self) -> Option<Event> {
+        match self.durable.as_mut()?.replay().await? {
             Replayed::Token(token) => Some(self.deliver(token)),
             Replayed::All(ending) => {
                 // The last token may be journalled, and not the end.

@@ -14,6 +14,7 @@ use baton_journal::{Ending, Session, SessionWriter};
 use baton_proto::worker::{GenerateRequest, Token};
 use baton_request::{FinishReason, Request};
 use prost::Message;
+use tokio::task::coop::consume_budget;
 
 use crate::{BodyRoom, CoreError, ReadBody};
 
@@ -177,8 +178,11 @@ impl DurableSession {
     }
 
     /// `None` when there is nothing to deliver again.
-    pub(crate) fn replay(&mut self) -> Option<Replayed> {
-        if let Some(token) = self.replay.as_mut()?.pop_front() {
+    pub(crate) async fn replay(&mut self) -> Option<Replayed> {
+        let replay = self.replay.as_mut()?;
+        // Nothing else in a replay waits: a long one would keep the thread from other requests.
+        consume_budget().await;
+        if let Some(token) = replay.pop_front() {
             return Some(Replayed::Token(token));
         }
         self.replay = None;
