@@ -60,10 +60,11 @@ impl KeyRing {
         }
     }
 
-    /// Whether the key of a holder is still valid.
+    /// Whether the key of a holder is still valid, with the role and the tenant that the holder has.
     pub fn is_valid(&self, holder: &KeyHolder, now: SystemTime) -> bool {
-        let found = self.0.get(&holder.key().hash);
-        found.is_some_and(|found| found.key().expires.is_none_or(|expires| expires > now))
+        let Some(found) = self.0.get(&holder.key().hash) else { return false };
+        let is_same = found.role() == holder.role() && found.tenant() == holder.tenant();
+        is_same && found.key().expires.is_none_or(|expires| expires > now)
     }
 
     /// How many there are.
@@ -99,6 +100,21 @@ mod tests {
         assert_eq!(ring.find(key(3).secret(), end).unwrap_err(), BadKey::Unknown);
         assert!(ring.is_valid(holder, end - Duration::from_secs(1)) && !ring.is_valid(holder, end));
         assert!(!KeyRing::read("").unwrap().is_valid(holder, SystemTime::UNIX_EPOCH));
+    }
+
+    #[test]
+    fn a_holder_is_not_valid_once_its_key_has_another_role_or_tenant() {
+        let now = SystemTime::UNIX_EPOCH;
+        let read = |fields: &str| KeyRing::read(&entry(1, fields)).unwrap();
+        let ring = read("tenant = \"a\"\nrole = \"operator\"");
+        let holder = ring.find(key(1).secret(), now).unwrap();
+        for (fields, is_valid) in [
+            ("tenant = \"a\"\nrole = \"operator\"\nstreams = 2", true),
+            ("tenant = \"a\"", false),
+            ("tenant = \"b\"\nrole = \"operator\"", false),
+        ] {
+            assert_eq!(read(fields).is_valid(holder, now), is_valid, "{fields}");
+        }
     }
 
     #[test]

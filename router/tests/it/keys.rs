@@ -392,6 +392,17 @@ async fn tenants_share_no_salt_no_ids_and_no_events() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn events_of_an_operator_end_when_its_key_is_demoted() {
+    let (router, _worker, file) = start(&entries("")).await;
+    let operator = client(&router, Some(secret(OPERATOR)));
+    let mut events = Stream::open_as(&operator).await;
+    std::fs::write(file.path(), entries("").replace("role = \"operator\"", "role = \"client\"")).unwrap();
+    let ended = async { while events.next("request").await.is_some() {} };
+    tokio::time::timeout(SOON, ended).await.expect("the stream ends with the role");
+    assert_eq!(operator.get("/v1/models").await.status, 200, "the key is still valid");
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_tenant_leaves_streams_of_events_to_others() {
     let second = entry(6, "tenant = \"acme\"");
     let (router, _worker, _file) = start(&format!("{}{second}", entries(""))).await;
