@@ -85,6 +85,13 @@ impl KeyHolder {
         self.used = earlier.used.clone();
     }
 
+    /// Whether it may use all that its key ever may, and no call is open.
+    pub(crate) fn has_full_quota(&self, now: Instant) -> bool {
+        let (requests, tokens) = self.allowances(now);
+        let is_full = |quota: Option<Allowance>| quota.is_none_or(|quota| quota.reset.is_zero());
+        is_full(requests) && is_full(tokens) && self.used.lock().num_streams == 0
+    }
+
     pub(crate) fn key(&self) -> &Key {
         &self.key
     }

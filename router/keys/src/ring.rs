@@ -1,6 +1,9 @@
 //! All keys of one reading of the file.
 
-use std::{collections::HashMap, time::SystemTime};
+use std::{
+    collections::HashMap,
+    time::{Instant, SystemTime},
+};
 
 use crate::{KeyFileError, KeyHash, KeyHolder, KeyRole, QuotaLimits, file::parse, holder::Key};
 
@@ -9,7 +12,11 @@ use crate::{KeyFileError, KeyHash, KeyHolder, KeyRole, QuotaLimits, file::parse,
 /// A key is found by its hash. A caller cannot choose the hash of what it shows, so neither the table, whose order is random, nor
 /// the comparison, whose time is constant, tells it how near it is to another key.
 #[derive(Debug, Default)]
-pub struct KeyRing(HashMap<KeyHash, KeyHolder>);
+pub struct KeyRing {
+    keys: HashMap<KeyHash, KeyHolder>,
+    /// Keys of earlier readings, while what they have used still counts.
+    left: HashMap<KeyHash, KeyHolder>,
+}
 
 /// Why a key opens nothing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -28,7 +35,8 @@ impl KeyRing {
     /// # Errors
     /// When it is not a key file: which line is wrong, and why.
     pub fn read(text: &str) -> Result<KeyRing, KeyFileError> {
-        Ok(KeyRing(parse(text)?.into_iter().map(|key| (key.hash, KeyHolder::new(key))).collect()))
+        let keys = parse(text)?.into_iter().map(|key| (key.hash, KeyHolder::new(key))).collect();
+        Ok(KeyRing { keys, left: HashMap::new() })
     }
 
     /// Adds a key for workers that is in no file.
@@ -36,14 +44,17 @@ impl KeyRing {
         let (name, tenant) = ("(worker key)".to_owned(), String::new());
         let (role, limits, expires) = (KeyRole::Worker, QuotaLimits::default(), None);
         let key = Key { hash, name, tenant, role, limits, expires };
-        self.0.insert(hash, KeyHolder::new(key));
+        self.keys.insert(hash, KeyHolder::new(key));
     }
 
-    /// Takes over what the keys of an earlier reading have used.
-    pub fn continue_from(&mut self, earlier: &KeyRing) {
-        for (hash, holder) in &mut self.0 {
-            if let Some(earlier) = earlier.0.get(hash) {
+    /// Takes over what the keys of the earlier readings have used. Of keys that have left it is kept until none of it counts any
+    /// more: they may come back.
+    pub fn continue_from(&mut self, earlier: &KeyRing, now: Instant) {
+        for (hash, earlier) in earlier.left.iter().chain(&earlier.keys) {
+            if let Some(holder) = self.keys.get_mut(hash) {
                 holder.continue_from(earlier);
+            } else if !earlier.has_full_quota(now) {
+                self.left.insert(*hash, earlier.clone());
             }
         }
     }
@@ -53,7 +64,7 @@ impl KeyRing {
     /// # Errors
     /// When it is not valid now.
     pub fn find(&self, shown: &str, now: SystemTime) -> Result<&KeyHolder, BadKey> {
-        let holder = KeyHash::of(shown).and_then(|hash| self.0.get(&hash)).ok_or(BadKey::Unknown)?;
+        let holder = KeyHash::of(shown).and_then(|hash| self.keys.get(&hash)).ok_or(BadKey::Unknown)?;
         match holder.key().expires {
             Some(expires) if expires <= now => Err(BadKey::Expired),
             _ => Ok(holder),
@@ -62,20 +73,20 @@ impl KeyRing {
 
     /// Whether the key of a holder is still valid, with the role and the tenant that the holder has.
     pub fn is_valid(&self, holder: &KeyHolder, now: SystemTime) -> bool {
-        let Some(found) = self.0.get(&holder.key().hash) else { return false };
+        let Some(found) = self.keys.get(&holder.key().hash) else { return false };
         let is_same = found.role() == holder.role() && found.tenant() == holder.tenant();
         is_same && found.key().expires.is_none_or(|expires| expires > now)
     }
 
     /// How many there are.
     pub fn num_keys(&self) -> usize {
-        self.0.len()
+        self.keys.len()
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use std::time::{Duration, Instant};
+    use std::time::Duration;
 
     use super::*;
     use crate::{ApiKey, Quota};
@@ -127,14 +138,38 @@ mod tests {
         let quota = |ring: &KeyRing| find(ring).begin_call(now).unwrap_err().quota;
         assert_eq!(quota(&first), Quota::Streams);
         let mut second = read("requests-per-minute = 2\nstreams = 3");
-        second.continue_from(&first);
+        second.continue_from(&first, now);
         assert_eq!(quota(&second), Quota::Requests);
         let mut third = read("streams = 3");
-        third.continue_from(&second);
+        third.continue_from(&second, now);
         let third_call = find(&third).begin_call(now).unwrap();
         assert_eq!(quota(&third), Quota::Streams);
         drop((permits, third_call));
         assert!(find(&third).begin_call(now).is_ok());
+    }
+
+    #[test]
+    fn a_key_that_comes_back_has_used_what_it_had_used() {
+        let now = Instant::now();
+        let text = entry(1, "tenant = \"a\"\nrequests-per-minute = 60\nstreams = 1");
+        let read = |text: &str, earlier: &KeyRing, now: Instant| {
+            let mut ring = KeyRing::read(text).unwrap();
+            ring.continue_from(earlier, now);
+            ring
+        };
+        let begin_call =
+            |ring: &KeyRing| ring.find(key(1).secret(), SystemTime::now()).unwrap().begin_call(now);
+        let first = read(&text, &KeyRing::default(), now);
+        let permit = begin_call(&first).unwrap();
+        let gone = read("", &read("", &first, now), now + Duration::from_secs(60));
+        assert_eq!((gone.num_keys(), gone.left.len()), (0, 1));
+        let back = read(&text, &gone, now);
+        assert_eq!(begin_call(&back).unwrap_err().quota, Quota::Streams);
+        assert!(back.left.is_empty());
+        drop(permit);
+        // The call took one of 60 a minute.
+        assert_eq!(read("", &back, now).left.len(), 1);
+        assert!(read("", &back, now + Duration::from_secs(1)).left.is_empty(), "nothing of it counts");
     }
 
     #[test]

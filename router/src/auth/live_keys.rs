@@ -1,12 +1,13 @@
 //! The keys of a file that may change: it is read again every second.
 //!
 //! A file of 10,000 keys takes milliseconds, and reading it misses no change. Notifications would: a mounted secret of Kubernetes
-//! changes by a link, and network file systems send none.
+//! changes by a link, and network file systems send none. A change counts when it was read twice: a file that is being written is
+//! short, and a short one, even an empty one, may be valid.
 
 use std::{
     path::{Path, PathBuf},
     sync::{Arc, PoisonError, RwLock},
-    time::{Duration, SystemTime},
+    time::{Duration, Instant, SystemTime},
 };
 
 use anyhow::Context;
@@ -27,6 +28,13 @@ pub(crate) struct LiveKeys {
     ring: RwLock<Arc<KeyRing>>,
     /// What was read first.
     first: String,
+}
+
+/// What the file held, or why it could not be read.
+struct SeenTexts {
+    /// What was entered, or refused.
+    known: Result<String, String>,
+    newest: Result<String, String>,
 }
 
 impl LiveKeys {
@@ -54,20 +62,19 @@ impl LiveKeys {
 
     /// Reads the file again whenever it has changed, until `stop`.
     pub(crate) async fn follow(self: Arc<Self>, stop: CancellationToken) {
-        let mut known = Ok(self.first.clone());
+        let mut seen = SeenTexts { known: Ok(self.first.clone()), newest: Ok(self.first.clone()) };
         while stop.run_until_cancelled(sleep(INTERVAL)).await.is_some() {
             let keys = self.clone();
-            let reread = tokio::task::spawn_blocking(move || keys.reread(known));
-            known = reread.await.expect("reading a file does not panic");
+            let reread = tokio::task::spawn_blocking(move || keys.reread(seen));
+            seen = reread.await.expect("reading a file does not panic");
         }
     }
 
-    /// Enters the file's keys if its text is not `known`. Returns the text, or why there is none. A file that is wrong changes
-    /// nothing.
-    fn reread(&self, known: Result<String, String>) -> Result<String, String> {
+    /// Enters the file's keys if its text is not the known one and was read before. A file that is wrong changes nothing.
+    fn reread(&self, seen: SeenTexts) -> SeenTexts {
         let read = std::fs::read_to_string(&self.path).map_err(|error| error.to_string());
-        if known == read {
-            return known;
+        if read == seen.known || read != seen.newest {
+            return SeenTexts { newest: read, ..seen };
         }
         let entered = match &read {
             Ok(text) => self.enter(text).map_err(|error| error.to_string()),
@@ -80,7 +87,7 @@ impl LiveKeys {
                 tracing::error!(%path, error, "key file cannot be used: the keys stay as they were")
             }
         }
-        read
+        SeenTexts { known: read, ..seen }
     }
 
     fn enter(&self, text: &str) -> Result<(), baton_keys::KeyFileError> {
@@ -88,7 +95,7 @@ impl LiveKeys {
         if let Some(hash) = self.worker_key {
             ring.add_worker_key(hash);
         }
-        ring.continue_from(&self.ring());
+        ring.continue_from(&self.ring(), Instant::now());
         *self.ring.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(ring);
         Ok(())
     }
@@ -105,7 +112,7 @@ impl LiveKeys {
 mod tests {
     use std::fs;
 
-    use baton_keys::ApiKey;
+    use baton_keys::{ApiKey, Quota};
 
     use super::*;
 
@@ -118,7 +125,10 @@ mod tests {
         fs::write(file.path(), entry(&first)).unwrap();
         let keys = LiveKeys::read(file.path(), Some(worker.hash())).unwrap();
         let is_valid = |key: &ApiKey| keys.find(Some(key.secret())).is_ok();
-        let reread = || keys.reread(Ok(String::new()));
+        let reread = || {
+            let seen = SeenTexts { known: Ok(String::new()), newest: Ok(String::new()) };
+            keys.reread(keys.reread(seen)).known
+        };
         assert!(reread().is_ok());
         assert_eq!([&first, &second, &worker].map(is_valid), [true, false, true]);
         for text in ["[[key]]\nname = 1\n", "[[", "nothing"] {
@@ -132,5 +142,29 @@ mod tests {
         fs::write(file.path(), entry(&second)).unwrap();
         assert!(reread().is_ok());
         assert_eq!([&first, &second, &worker].map(is_valid), [false, true, true]);
+    }
+
+    #[test]
+    fn a_file_that_is_caught_half_written_revokes_nothing() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let key = ApiKey::from_random([1; 32]);
+        let text = format!("[[key]]\nname = \"k\"\ntenant = \"t\"\nhash = \"{}\"\nstreams = 1\n", key.hash());
+        fs::write(file.path(), &text).unwrap();
+        let keys = LiveKeys::read(file.path(), None).unwrap();
+        let find = || keys.find(Some(key.secret())).ok();
+        let call = find().unwrap().begin_call(Instant::now()).unwrap();
+        let mut seen = SeenTexts { known: Ok(text.clone()), newest: Ok(text.clone()) };
+        for part in ["", &text, "# half", "", "# more", &text, &text, ""] {
+            fs::write(file.path(), part).unwrap();
+            seen = keys.reread(seen);
+            assert!(find().is_some(), "{part:?}");
+        }
+        seen = keys.reread(seen);
+        assert!(find().is_none(), "it stays empty");
+        fs::write(file.path(), &text).unwrap();
+        keys.reread(keys.reread(seen));
+        let exceeded = find().unwrap().begin_call(Instant::now()).unwrap_err();
+        assert_eq!(exceeded.quota, Quota::Streams, "the call is still open");
+        drop(call);
     }
 }
