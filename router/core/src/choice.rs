@@ -316,8 +316,8 @@ impl Choice {
             Cause::Balance(to) => Some(to),
         };
         if let Some(hashes) = &mut self.hashes {
-            // Of the prompt they are there.
-            hashes.extend(&self.core.workers.block_kinds(), &self.request);
+            // Its blocks fit no worker of another kind.
+            hashes.advance(&self.request);
         }
         match self.plan(Some(Migrating { from: &attempt.plan.decode, to })) {
             Ok(plan) => {
@@ -365,14 +365,10 @@ impl Choice {
 
     /// Hashes what is not hashed yet. Choices of one prompt share its hashes.
     async fn hash(&mut self) {
-        let known = match self.hashes.take() {
-            Some(known) => known,
-            None => {
-                let of_prompt = &self.prepared.hashes[(self.index / self.prepared.n) as usize];
-                of_prompt.get_or_init(|| self.core.hash(&self.request, None)).await.clone()
-            }
-        };
-        self.hashes = Some(self.core.hash(&self.request, Some(known)).await);
+        let idx = (self.index / self.prepared.n) as usize;
+        let (shared, prompt) = (&self.prepared.hashes[idx], &self.prepared.prompts[idx]);
+        let kinds = self.core.workers.block_kinds();
+        self.hashes = Some(shared.extend(self.hashes.take(), &kinds, prompt, &self.request).await);
     }
 
     /// Counts the plan, and keeps it for a client that wants to know it.
@@ -527,6 +523,9 @@ impl Choice {
         let detokenizer = || Detokenizer::showing(&model.tokenizer, prompt, shown);
         let matched = self.output.push(&token, has_text, detokenizer);
         self.request.output.push(token.id);
+        if let Some(hashes) = &mut self.hashes {
+            hashes.keep_up(&self.request);
+        }
         let finish = matched.stop.map(|stop| self.finish(FinishReason::Stop, Some(stop)));
         if finish.is_some() {
             self.note_finished();

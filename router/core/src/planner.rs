@@ -8,7 +8,7 @@ use baton_planner::{
     PrefixAware, Slo, WorkerKey, expected_output,
 };
 use baton_request::Request;
-use baton_router_workers::{BlockKind, SequenceHashes, Workers};
+use baton_router_workers::{SequenceHashes, Workers};
 
 use crate::config::{PlanBasis, RouterConfig};
 
@@ -130,7 +130,7 @@ impl Planner {
         hashes: &mut SequenceHashes,
     ) {
         if let Some(record) = workers.record(worker) {
-            hashes.extend(&[BlockKind::of(&record.kv_format)], request);
+            hashes.advance(request);
             workers.note_cached(worker, hashes.of(&record.kv_format));
         }
         let newest = request.output.len() as f64;

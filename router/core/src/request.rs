@@ -9,11 +9,10 @@ use std::{
 use baton_planner::{PrefillMode, Slo};
 use baton_proto::v1::KvWire;
 use baton_request::{InvalidRequest, Problem, Request, SpeculationMode, max_passages};
-use baton_router_workers::{Contexts, SequenceHashes};
+use baton_router_workers::{Contexts, PromptHashes};
 use baton_tokenizer::{TemplateError, TokenizerError};
 use baton_tools::{AnswerReader, ToolRequest};
 use serde_json::{Map, Value};
-use tokio::sync::OnceCell;
 
 use super::{
     Caller, ClientSampling, CoreError, DurableCall, ExplainedPlan, FieldNames, Thinking, durable::Resumption,
@@ -145,8 +144,8 @@ pub struct PreparedRequest {
     pub(crate) timing: bool,
     /// Reads the answers, if reasoning or calls are to be found in them.
     pub reader: Option<AnswerReader>,
-    /// Of each prompt, once its first choice was planned.
-    pub(crate) hashes: Vec<OnceCell<SequenceHashes>>,
+    /// Of each prompt.
+    pub(crate) hashes: Vec<PromptHashes>,
     /// Of all choices, if they are to be explained. Locked for a push or a copy.
     plans: Mutex<Vec<ExplainedPlan>>,
     pub(crate) arrival: RequestArrival,
@@ -363,7 +362,7 @@ impl ClientRequest {
         Ok(PreparedRequest {
             id: self.id,
             endpoint: self.endpoint,
-            hashes: prompts.iter().map(|_| OnceCell::new()).collect(),
+            hashes: prompts.iter().map(|_| PromptHashes::default()).collect(),
             plans: Mutex::default(),
             slo,
             explain,

@@ -65,10 +65,11 @@ impl SeenSections {
         let hashes: Vec<u64> =
             sections.iter().map(|section| root.child(&tokens[section.clone()]).short()).collect();
         let mut beginning = root;
-        let beginnings: Vec<u64> = sections
+        // A section stands in it as its hash, so that each token is hashed once.
+        let beginnings: Vec<u64> = hashes
             .iter()
-            .map(|section| {
-                beginning = beginning.child(&tokens[section.clone()]);
+            .map(|&section| {
+                beginning = beginning.child(&[section as u32, (section >> 32) as u32]);
                 beginning.short()
             })
             .collect();

@@ -3,8 +3,7 @@
 use std::sync::Arc;
 
 use baton_journal::Journal;
-use baton_request::Request;
-use baton_router_workers::{BLOCKING_TOKENS, Contexts, SequenceHashes, Workers};
+use baton_router_workers::{Contexts, Workers};
 use tokio::sync::{Semaphore, SetOnce, broadcast};
 use tokio_util::sync::CancellationToken;
 
@@ -128,24 +127,6 @@ impl Core {
     fn contexts(&self) -> Contexts {
         let known = || self.model.get().and_then(|model| model.max_context);
         self.workers.contexts().unwrap_or_else(|| Contexts::of(known().unwrap_or(usize::MAX / 2)))
-    }
-
-    /// The hashes of a request's known tokens, for the workers that are known now; on another thread when a long prompt is to
-    /// be hashed. `known` are those that exist already.
-    pub(crate) async fn hash(&self, request: &Request, known: Option<SequenceHashes>) -> SequenceHashes {
-        let kinds = self.workers.block_kinds();
-        let mut hashes = known.unwrap_or_default();
-        if request.num_known_tokens() <= BLOCKING_TOKENS || !hashes.lacks(&kinds) {
-            hashes.extend(&kinds, request);
-            return hashes;
-        }
-        let request = request.clone();
-        let hashing = tokio::task::spawn_blocking(move || {
-            hashes.extend(&kinds, &request);
-            hashes
-        });
-        // Nothing in it panics. Without hashes nothing is found in caches.
-        hashing.await.unwrap_or_default()
     }
 
     /// Room for a body of which nothing has come yet.

@@ -30,7 +30,7 @@ use tokio::sync::watch as notify;
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 use tonic::transport::Channel;
 
-pub use hashes::{BLOCKING_TOKENS, BlockKind, SequenceHashes};
+pub use hashes::{BlockKind, PromptHashes, SequenceHashes};
 pub use watch::Report;
 
 /// Of the longest sequences that decode workers serve, prompt and output together.
