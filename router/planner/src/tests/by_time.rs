@@ -364,7 +364,7 @@ fn a_worker_of_another_router_is_taken_when_the_own_ones_have_much_more_to_do() 
 }
 
 #[test]
-fn fewer_broken_slos_come_before_less_time() {
+fn a_broken_slo_has_a_price_and_of_equally_broken_plans_the_one_of_least_time_is_taken() {
     // Alone at d0: sooner, in chunks that 20 sequences wait for. Through p0: later.
     let workers = view("d0 decode rate=20000 decoding=20\n p0 prefill rate=4000");
     let chosen = |slo: Slo, tokens: &str| {
