@@ -77,6 +77,12 @@ struct Worker {
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct WorkerState {
+    worker: String,
+    state: &'static str,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct WorkerTransport {
     worker: String,
     transport: String,
@@ -129,6 +135,7 @@ pub struct RouterMetrics {
     worker_failures: Family<Worker, Counter>,
     handoff_bytes: Family<WorkerTransport, Gauge<u64, AtomicU64>>,
     index_sources: Family<State, Gauge>,
+    worker_index_source: Family<WorkerState, Gauge>,
     index_memberships: Gauge<u64, AtomicU64>,
     index_bytes: Gauge<u64, AtomicU64>,
     object_store_blocks: Gauge<u64, AtomicU64>,
@@ -180,6 +187,7 @@ impl RouterMetrics {
             worker_failures: Family::default(),
             handoff_bytes: Family::default(),
             index_sources: Family::default(),
+            worker_index_source: Family::default(),
             index_memberships: Gauge::default(),
             index_bytes: Gauge::default(),
             object_store_blocks: Gauge::default(),
@@ -294,6 +302,11 @@ impl RouterMetrics {
                 "index_sources",
                 "Workers in the index of cached blocks, by how far it is known what they hold",
                 this.index_sources.clone(),
+            );
+            registry.register(
+                "worker_index_source",
+                "1, with how far it is known what the worker holds",
+                this.worker_index_source.clone(),
             );
             registry.register(
                 "index_memberships",
@@ -425,6 +438,7 @@ impl RouterMetrics {
         self.worker_queued_tokens.clear();
         self.worker_free_blocks.clear();
         self.worker_failures.clear();
+        self.worker_index_source.clear();
         self.handoff_bytes.clear();
         self.index_memberships.set(size.num_memberships);
         self.index_bytes.set(size.num_bytes);
@@ -433,8 +447,11 @@ impl RouterMetrics {
             self.index_sources.get_or_create(&State { state: state.name() }).set(0);
         }
         for listed in workers.list() {
-            self.index_sources.get_or_create(&State { state: listed.source.name() }).inc();
             let label = Worker { worker: listed.record.id.0.clone() };
+            let state = listed.source.name();
+            self.index_sources.get_or_create(&State { state }).inc();
+            let source = WorkerState { worker: label.worker.clone(), state };
+            self.worker_index_source.get_or_create(&source).set(1);
             self.worker_failures.get_or_create(&label).inc_by(listed.num_failures);
             let Some(report) = listed.report else { continue };
             let load = report.load;

@@ -103,10 +103,15 @@ async fn what_a_worker_held_goes_with_it() {
     let many = v1::CacheEvent { stored: (1..=100).collect(), ..v1::CacheEvent::default() };
     says(&d0, 1, vec![many], v1::CacheBatch::Events);
     until_index(&router, "d0", "degraded").await;
+    router.until_metric("baton_router_worker_index_source{worker=\"d0\",state=\"degraded\"} 1").await;
+    let metrics = router.client.get("/metrics").await.text();
+    assert_eq!(metrics.matches("baton_router_worker_index_source{").count(), 1, "it has one state");
     router.until_metric("baton_router_index_memberships 64").await;
     router.withdraw_first().await;
     router.until_metric("baton_router_index_memberships 0").await;
     router.until_metric("baton_router_index_sources{state=\"degraded\"} 0").await;
+    let metrics = router.client.get("/metrics").await.text();
+    assert!(!metrics.contains("baton_router_worker_index_source{"), "it has left");
 }
 
 #[tokio::test(flavor = "multi_thread")]
