@@ -13,9 +13,9 @@ use baton_router_workers::{Assignment, Workers};
 use baton_telemetry::trace_context;
 use tokio::time::timeout;
 use tonic::{Request, Streaming};
-use tracing::{Instrument, Span};
+use tracing::{Instrument, Span, field::Empty};
 
-use crate::patience::Patience;
+use crate::{explain::ExplainedPlan, patience::Patience};
 
 /// Dropping it cancels the request at the worker.
 #[derive(Debug)]
@@ -55,7 +55,12 @@ impl Attempt {
                 Prefill::Local => plan.decode.id.0.as_str(),
                 Prefill::Remote(worker) => worker.id.0.as_str(),
             },
+            plan.ttft_ms = Empty,
+            plan.tpot_ms = Empty,
+            plan.harm_ms = Empty,
+            plan.options = Empty,
         );
+        ExplainedPlan::record(&span, &plan);
         let sending = Attempt::send(workers, plan, request, stall_timeout, span.clone());
         let sent = sending.instrument(span.clone()).await;
         sent.inspect_err(|(_, failure)| trace_context::fail(&span, failure.kind.name(), &failure.message))

@@ -374,11 +374,8 @@ impl Choice {
     /// Counts the plan, and keeps it for a client that wants to know it.
     fn on_plan(&self, plan: &Plan) {
         self.core.metrics.on_plan(plan);
-        let explained =
-            self.prepared.explain.then(|| ExplainedPlan::new(self.index, self.num_attempts, plan));
-        ExplainedPlan::record(plan, explained.as_ref());
-        if let Some(explained) = explained {
-            self.prepared.plans().push(explained);
+        if self.prepared.explain {
+            self.prepared.plans().push(ExplainedPlan::new(self.index, self.num_attempts, plan));
         }
     }
 

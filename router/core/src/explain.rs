@@ -1,7 +1,8 @@
-//! The plans of a request in the words of its client, for requests that ask for them, and in the request's span.
+//! The plans of a request in the words of its client, for requests that ask for them, and in the spans of its attempts.
 
 use baton_planner::{Estimate, Plan, PlanOption};
 use serde::{Serialize, Serializer};
+use tracing::Span;
 
 /// One plan of one choice, and what it was chosen from.
 #[derive(Clone, Debug, Serialize)]
@@ -62,18 +63,17 @@ impl ExplainedPlan {
         }
     }
 
-    /// As attributes of the current span.
-    pub(super) fn record(plan: &Plan, explained: Option<&ExplainedPlan>) {
-        let span = tracing::Span::current();
-        span.record("plan.decode", plan.decode.id.as_str());
-        span.record("plan.prefill", plan.prefill.worker_id().unwrap_or("local"));
+    /// As attributes of the attempt's span. Of the request's, each plan would overwrite the one before.
+    pub(super) fn record(span: &Span, plan: &Plan) {
         if let Some(estimate) = &plan.estimate {
             span.record("plan.ttft_ms", rounded_millis(estimate.ttft));
             span.record("plan.tpot_ms", rounded_millis(estimate.tpot));
             span.record("plan.harm_ms", rounded_millis(estimate.harm));
         }
-        if let Some(text) = explained.and_then(|explained| serde_json::to_string(&explained.options).ok()) {
-            span.record("plan.options", text);
+        // They are there only for a client that asked for them.
+        if !plan.options.is_empty() {
+            let options: Vec<_> = plan.options.iter().map(ExplainedOption::of).collect();
+            span.record("plan.options", serde_json::to_string(&options).expect("plain data is JSON"));
         }
     }
 }

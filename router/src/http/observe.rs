@@ -68,12 +68,6 @@ fn span(request: &Request, endpoint: &'static str, id: &str) -> Span {
         http.request.method = %method,
         http.route = endpoint,
         http.response.status_code = Empty,
-        plan.decode = Empty,
-        plan.prefill = Empty,
-        plan.ttft_ms = Empty,
-        plan.tpot_ms = Empty,
-        plan.harm_ms = Empty,
-        plan.options = Empty,
     )
 }
 

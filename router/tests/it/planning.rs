@@ -7,7 +7,9 @@ use std::{
 
 use baton_cluster::Role;
 use baton_proto::v1;
+use baton_request::FailureKind;
 use serde_json::{Value, json};
+use tracing::{Metadata, field::Field, span};
 
 use crate::{
     fake::{FakeWorker, Step, say},
@@ -421,4 +423,77 @@ async fn loads_that_cannot_be_true_are_logged_once_for_each_worker_and_do_no_har
         assert_eq!(of_worker.len(), 1, "{of_worker:?}");
         assert!(of_worker[0].contains("cannot be"), "{of_worker:?}");
     }
+}
+
+/// `plan.options` of each attempt whose span begins on this thread.
+#[derive(Clone, Default)]
+struct AttemptSpans(Arc<Mutex<Vec<Option<String>>>>);
+
+impl tracing::Subscriber for AttemptSpans {
+    fn enabled(&self, metadata: &Metadata<'_>) -> bool {
+        metadata.is_span() && metadata.name() == "attempt"
+    }
+
+    fn new_span(&self, _: &span::Attributes<'_>) -> span::Id {
+        let mut spans = self.0.lock().unwrap();
+        spans.push(None);
+        span::Id::from_u64(spans.len() as u64)
+    }
+
+    fn record(&self, id: &span::Id, values: &span::Record<'_>) {
+        let idx = id.into_u64() as usize - 1;
+        values.record(&mut OptionsOf(&mut self.0.lock().unwrap()[idx]));
+    }
+
+    fn event(&self, _: &tracing::Event<'_>) {}
+    fn record_follows_from(&self, _: &span::Id, _: &span::Id) {}
+    fn enter(&self, _: &span::Id) {}
+    fn exit(&self, _: &span::Id) {}
+}
+
+struct OptionsOf<'a>(&'a mut Option<String>);
+
+impl tracing::field::Visit for OptionsOf<'_> {
+    fn record_str(&mut self, field: &Field, value: &str) {
+        if field.name() == "plan.options" {
+            *self.0 = Some(value.to_owned());
+        }
+    }
+
+    fn record_debug(&mut self, _: &Field, _: &dyn std::fmt::Debug) {}
+}
+
+/// On one thread, so that all spans of the router come to the test.
+#[tokio::test]
+async fn each_attempt_of_an_explained_request_has_in_its_span_what_it_was_chosen_from() {
+    let spans = AttemptSpans::default();
+    let _recorded = tracing::subscriber::set_default(spans.clone());
+    let mut router = Router::start(|_| {}).await;
+    let mut workers = Vec::new();
+    for id in ["d0", "d1"] {
+        let worker = reporting(&mut router, id, Role::Decode).await;
+        worker.script(|request| match request.attempt {
+            0 => vec![Step::Refuse(FailureKind::Draining)],
+            _ => say("Hello")(request),
+        });
+        // Then the report has come.
+        worker.set_load(|load| load.num_waiting = 1);
+        let line = format!("baton_router_worker_waiting_sequences{{worker=\"{id}\"}} 1");
+        router.until_metric(&line).await;
+        workers.push(worker);
+    }
+    let mut body = prompt('a', 50);
+    body["explain"] = json!(true);
+    body["n"] = json!(2);
+    let answer = router.client.post(TEXT, &body).await;
+    assert_eq!(answer.status, 200, "{}", answer.text());
+    let answer = answer.json();
+    let plans = answer["plans"].as_array().expect("it is explained");
+    assert_eq!(plans.len(), 4, "two choices, and each is planned again");
+    let options: Vec<Value> = plans.iter().map(|plan| plan["options"].clone()).collect();
+    assert!(options.iter().all(|options| options[0]["ttft_ms"].is_number()), "{options:?}");
+    let read =
+        |text: &Option<String>| serde_json::from_str::<Value>(text.as_deref().expect("recorded")).unwrap();
+    let recorded: Vec<_> = spans.0.lock().unwrap().iter().map(read).collect();
+    assert_eq!(recorded, options);
 }
