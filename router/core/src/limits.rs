@@ -13,6 +13,9 @@ const MAX_SALT_BYTES: usize = 256;
 /// An answer in one piece has them in memory, each about 150 bytes.
 const MAX_PROMPT_LOGPROBS: usize = 4_000_000;
 
+/// An answer in one piece has them in memory once more, as JSON. One prompt of any length fits.
+const MAX_ECHO_BYTES: usize = 32 << 20;
+
 /// Whether a client may choose this id. It is logged as it is: any other character could make another line of it.
 pub fn is_request_id(id: &[u8]) -> bool {
     (1..=MAX_ID_BYTES).contains(&id.len()) && id.iter().all(u8::is_ascii_graphic)
@@ -65,6 +68,18 @@ pub(crate) fn check_prompt_logprobs(param: &str, prompts: &[Request], n: u32) ->
          tokens; lower one of these, or send several requests"
     );
     Err(CoreError::invalid(param, message))
+}
+
+/// Texts of prompts that answers begin with, of all choices together.
+pub(crate) fn check_echo(num_bytes: usize) -> Result<(), CoreError> {
+    if num_bytes <= MAX_ECHO_BYTES {
+        return Ok(());
+    }
+    let message = format!(
+        "echo: the answer would begin with more than {MAX_ECHO_BYTES} bytes of prompts, which are the texts of the \
+         prompts, times the choices of each; lower one of these, or send several requests"
+    );
+    Err(CoreError::invalid("echo", message))
 }
 
 #[cfg(test)]

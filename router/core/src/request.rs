@@ -15,7 +15,8 @@ use baton_tools::{AnswerReader, ToolRequest};
 use serde_json::{Map, Value};
 
 use super::{
-    Caller, ClientSampling, CoreError, DurableCall, ExplainedPlan, FieldNames, Thinking, durable::Resumption,
+    Caller, ClientSampling, CoreError, DurableCall, Echo, ExplainedPlan, FieldNames, Thinking,
+    durable::Resumption, echo,
 };
 use crate::{
     kept::{self, CacheControl, KeptText, RenderedChat},
@@ -57,6 +58,8 @@ pub struct ClientRequest {
     pub prompts: Vec<PromptInput>,
     /// Choices per prompt.
     pub n: u32,
+    /// Whether answers begin with their prompts.
+    pub echo: Echo,
     /// Text at which generation ends.
     pub stop: Vec<String>,
     /// How tokens are sampled.
@@ -136,6 +139,8 @@ pub struct PreparedRequest {
     pub prompts: Vec<Request>,
     /// Choices per prompt.
     pub n: u32,
+    /// What the answers to each prompt begin with. Empty without echo.
+    pub echoes: Vec<Arc<str>>,
     pub(crate) stop: Arc<[String]>,
     pub(crate) prefill: PrefillMode,
     pub(crate) kv_wire: KvWire,
@@ -190,12 +195,20 @@ impl RequestArrival {
 }
 
 impl PromptInput {
-    /// About how much text must be worked through.
-    fn num_bytes(&self, finds_passages: bool) -> usize {
+    /// What its answers begin with, as far as that is known without its tokens.
+    fn echoed(&self, echo: Echo) -> Option<Arc<str>> {
+        match self {
+            _ if echo == Echo::Off => Some(Arc::default()),
+            PromptInput::Text(text) => Some(text.as_str().into()),
+            PromptInput::Tokens(_) | PromptInput::Chat(_) => None,
+        }
+    }
+
+    /// About how much text must be worked through; `reads_tokens` says that the text of tokens is, too.
+    fn num_bytes(&self, reads_tokens: bool) -> usize {
         match self {
             PromptInput::Text(text) => text.len(),
-            // The text of each is looked at for ends of paragraphs.
-            PromptInput::Tokens(tokens) if finds_passages => tokens.ids.len() * TOKEN_BYTES,
+            PromptInput::Tokens(tokens) if reads_tokens => tokens.ids.len() * TOKEN_BYTES,
             PromptInput::Tokens(tokens) => tokens.ids.len() / 16,
             PromptInput::Chat(chat) => {
                 let documents = chat.documents.iter().map(value_bytes).sum::<usize>();
@@ -244,7 +257,9 @@ impl ClientRequest {
         if self.sampling.grammar.is_some() || self.prompts.iter().any(has_calls) {
             return usize::MAX;
         }
-        self.prompts.iter().map(|prompt| prompt.num_bytes(finds_passages)).sum()
+        // The text of each token is looked at for ends of paragraphs, or repeated.
+        let reads_tokens = finds_passages || self.echo != Echo::Off;
+        self.prompts.iter().map(|prompt| prompt.num_bytes(reads_tokens)).sum()
     }
 
     /// Applies the chat template, tokenises, fills in defaults, validates. Takes time with the length of the prompt. With `seen`,
@@ -305,8 +320,10 @@ impl ClientRequest {
             form => format!("{cache_salt}\0{}", form.as_str_name()),
         };
         let mut prompts = Vec::with_capacity(self.prompts.len());
+        let mut echoes = Vec::with_capacity(self.prompts.len());
         let mut reader = None;
         for mut prompt in self.prompts {
+            echoes.push(prompt.echoed(self.echo));
             let is_chat = matches!(prompt, PromptInput::Chat(_));
             let is_continued = matches!(&prompt, PromptInput::Chat(chat) if chat.continue_final);
             let calls = if let PromptInput::Chat(chat) = &mut prompt { chat.calls.take() } else { None };
@@ -359,6 +376,7 @@ impl ClientRequest {
             prompts.push(request);
         }
         limits::check_prompt_logprobs(names.prompt_logprobs, &prompts, self.n)?;
+        let echoes = echo::texts(echoes, &prompts, self.n, &model.tokenizer)?;
         Ok(PreparedRequest {
             id: self.id,
             endpoint: self.endpoint,
@@ -370,6 +388,7 @@ impl ClientRequest {
             reader,
             prompts,
             n: self.n,
+            echoes,
             stop: self.stop.into(),
             prefill,
             kv_wire,

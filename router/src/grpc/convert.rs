@@ -5,9 +5,9 @@ use std::time::Duration;
 use baton_planner::{PrefillMode, Slo};
 use baton_proto::v1;
 use baton_router_core::{
-    BlendMode, CacheControl, ChatInput, ClientRequest, ClientSampling, CoreError, Event, ExplainedOption,
-    ExplainedPlan, Extras, FieldNames, KeptText, MessageTexts, PromptInput, RequestArrival, Serving,
-    Thinking, Timing, TokenOut, TokenisedPrompt, Usage, documents, mark_passage, parsed_bytes,
+    BlendMode, CacheControl, ChatInput, ClientRequest, ClientSampling, CoreError, Echo, Event,
+    ExplainedOption, ExplainedPlan, Extras, FieldNames, KeptText, MessageTexts, PromptInput, RequestArrival,
+    Serving, Thinking, Timing, TokenOut, TokenisedPrompt, Usage, documents, mark_passage, parsed_bytes,
 };
 use baton_tools::{AnswerPart, AskedGrammar, ToolRequest, read_arguments};
 use serde_json::{Value, json};
@@ -68,6 +68,7 @@ pub(super) fn input(
         model: request.model,
         prompts: vec![prompt],
         n: request.n.max(1),
+        echo: Echo::Off,
         stop: request.stop,
         sampling: sampling(request.sampling.unwrap_or_default())?,
         serving: Serving {

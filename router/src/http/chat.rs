@@ -21,8 +21,8 @@ use super::{
     sse::{self, Chunks, Frame},
 };
 use baton_router_core::{
-    ChatInput, ClientRequest, Core, Event, Events, Extras, FieldNames, PromptInput, RequestArrival, Serving,
-    Thinking, TokenOut, Usage, documents,
+    ChatInput, ClientRequest, Core, Echo, Event, Events, Extras, FieldNames, PromptInput, RequestArrival,
+    Serving, Thinking, TokenOut, Usage, documents,
 };
 
 request_body! {
@@ -127,6 +127,7 @@ impl ChatRequest {
             model: self.model.unwrap_or_default(),
             prompts: vec![PromptInput::Chat(chat)],
             n: params::num_choices(self.n)?,
+            echo: Echo::Off,
             stop: self.stop.map(|stop| stop.0).unwrap_or_default(),
             sampling,
             serving,

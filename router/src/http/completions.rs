@@ -11,7 +11,7 @@ use baton_request::FinishReason;
 use baton_request_fields::Endpoint;
 use baton_tokenizer::Tokenizer;
 use serde::{
-    Deserialize, Deserializer, Serialize,
+    Deserialize, Deserializer, Serialize, Serializer,
     de::{self, SeqAccess, Visitor, value::SeqAccessDeserializer},
 };
 use serde_json::{Number, json};
@@ -28,8 +28,8 @@ use super::{
     sse::{self, Chunks, Frame},
 };
 use baton_router_core::{
-    ClientRequest, Core, Event, Events, Extras, FieldNames, PromptInput, RequestArrival, Serving, TokenOut,
-    Usage,
+    ClientRequest, Core, Echo, Event, Events, Extras, FieldNames, PromptInput, RequestArrival, Serving,
+    TokenOut, Usage,
 };
 
 /// OpenAI's default for this endpoint.
@@ -165,42 +165,33 @@ pub(crate) async fn completions(
     let include_usage =
         request.stream_options.as_ref().and_then(|options| options.include_usage).unwrap_or(false);
     let with_logprobs = request.logprobs.is_some();
-    let (echo, with_ids) = (request.echo.unwrap_or(false), request.return_token_ids.unwrap_or(false));
-    if echo && with_logprobs && streamed {
+    let (echo, with_ids) = (request.echo(), request.return_token_ids.unwrap_or(false));
+    let echoes_logprobs = echo != Echo::Off && with_logprobs;
+    if echoes_logprobs && streamed {
         let message =
             "echo: log-probabilities of a prompt come in one piece; leave out echo, logprobs or stream";
         return Err(ApiError::unsupported("echo", message));
     }
-    let is_prompt_alone = echo && request.max_tokens == Some(0);
-    if is_prompt_alone && streamed {
+    if echo == Echo::Alone && streamed {
         let message = "max_tokens: 0 with echo gives the prompt alone, in one piece; leave out stream";
         return Err(ApiError::unsupported("max_tokens", message));
     }
     let wanted = Wanted {
-        is_prompt_alone,
+        is_prompt_alone: echo == Echo::Alone,
         num_top: request.logprobs,
         with_ids,
         with_prompt_logprobs: request.prompt_logprobs.is_some(),
-        echoes_logprobs: echo && with_logprobs,
+        echoes_logprobs,
     };
     let input = core.offload(room.num_bytes(), move |_| Ok(request.into_input(arrival))).await??;
     let head = Head::new(&input, core.model()?);
-    let text_of = |prompt: &PromptInput| match prompt {
-        _ if !echo => Some(String::new()),
-        PromptInput::Text(text) => Some(text.clone()),
-        _ => None,
-    };
-    let texts: Vec<_> = input.prompts.iter().map(text_of).collect();
     let request = core.prepare(input, room).await?;
-    let tokenizer = &core.model()?.tokenizer;
-    let beginnings = request.prompts.iter().zip(texts).map(|(prompt, text)| Beginning {
-        text: text.unwrap_or_else(|| tokenizer.decode(&prompt.prompt, true)),
-        prompt: prompt.prompt.clone(),
-    });
+    let tokenizer = core.model()?.tokenizer.clone();
     let n = request.n as usize;
-    let beginnings: Vec<Beginning> =
-        beginnings.flat_map(|beginning| std::iter::repeat_n(beginning, n)).collect();
-    let tokenizer = tokenizer.clone();
+    let of_prompt = request.prompts.iter().zip(&request.echoes).flat_map(|(prompt, text)| {
+        std::iter::repeat_n(Beginning { text: text.clone(), prompt: prompt.prompt.clone() }, n)
+    });
+    let beginnings: Vec<Beginning> = of_prompt.collect();
     let events = if streamed { core.stream(request).await? } else { core.generate(request)? };
     if streamed {
         let tokenizer = with_logprobs.then_some(tokenizer);
@@ -215,8 +206,8 @@ pub(crate) async fn completions(
 /// What a choice may tell of its prompt.
 #[derive(Clone, Debug, Default)]
 struct Beginning {
-    /// With `echo`: as the client sent it, or of its ids.
-    text: String,
+    /// With `echo`: as the client sent it, or of its ids. Choices share it.
+    text: Arc<str>,
     prompt: Arc<[u32]>,
 }
 
@@ -234,6 +225,14 @@ struct Wanted {
 }
 
 impl CompletionRequest {
+    fn echo(&self) -> Echo {
+        match (self.echo, self.max_tokens) {
+            (Some(true), Some(0)) => Echo::Alone,
+            (Some(true), _) => Echo::Before,
+            _ => Echo::Off,
+        }
+    }
+
     fn into_input(self, arrival: RequestArrival) -> Result<ClientRequest, ApiError> {
         let mut sampling = self.sampling()?;
         let serving = Serving { priority: self.priority.unwrap_or(0), ..self.serving()? };
@@ -241,7 +240,8 @@ impl CompletionRequest {
         sampling.logprobs = self.logprobs;
         // What asks for those of the prompt.
         let prompt_logprobs = if self.prompt_logprobs.is_some() { "prompt_logprobs" } else { "echo" };
-        if self.echo == Some(true) {
+        let echo = self.echo();
+        if echo != Echo::Off {
             sampling.prompt_logprobs = sampling.prompt_logprobs.max(self.logprobs);
             sampling.max_tokens = sampling.max_tokens.map(|max_tokens| max_tokens.max(1));
         }
@@ -251,6 +251,7 @@ impl CompletionRequest {
             model: self.model.unwrap_or_default(),
             prompts: self.prompt.0,
             n: params::num_choices(self.n)?,
+            echo,
             stop: self.stop.map(|stop| stop.0).unwrap_or_default(),
             sampling,
             serving,
@@ -336,9 +337,18 @@ impl Logprobs {
     }
 }
 
+/// A prompt and what follows it, joined while they are written: an answer may have both many times.
+struct Joined<'a>(&'a str, &'a str);
+
+impl Serialize for Joined<'_> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(&format_args!("{}{}", self.0, self.1))
+    }
+}
+
 #[derive(Serialize)]
 struct Choice<'a> {
-    text: &'a str,
+    text: Joined<'a>,
     index: u32,
     logprobs: Option<Logprobs>,
     finish_reason: Option<&'static str>,
@@ -351,7 +361,7 @@ struct Choice<'a> {
 }
 
 impl<'a> Choice<'a> {
-    fn new(index: u32, text: &'a str) -> Choice<'a> {
+    fn new(index: u32, text: Joined<'a>) -> Choice<'a> {
         Choice {
             text,
             index,
@@ -391,15 +401,16 @@ impl Chunks for CompletionChunks {
         let token_ids = ids_of(&event.tokens, self.with_ids).filter(|ids| !ids.is_empty());
         let prompt_token_ids =
             beginning.as_ref().map(|beginning| &*beginning.prompt).filter(|_| self.with_ids);
-        let echoed = beginning.as_ref().map_or("", |beginning| &beginning.text);
-        let text = format!("{echoed}{}", event.text);
-        if !text.is_empty() || logprobs.is_some() || token_ids.is_some() || prompt_token_ids.is_some() {
-            let choice = Choice { logprobs, token_ids, prompt_token_ids, ..Choice::new(index, &text) };
+        let echoed = beginning.as_ref().map_or("", |beginning| &*beginning.text);
+        let has_text = !echoed.is_empty() || !event.text.is_empty();
+        if has_text || logprobs.is_some() || token_ids.is_some() || prompt_token_ids.is_some() {
+            let text = Joined(echoed, &event.text);
+            let choice = Choice { logprobs, token_ids, prompt_token_ids, ..Choice::new(index, text) };
             out.push(&self.head.answer(OBJECT, &[choice], usage));
         }
         if let Some(finish) = &event.finish {
             let finish_reason = Some(finish.reason.name());
-            let choice = Choice { finish_reason, ..Choice::new(index, "") };
+            let choice = Choice { finish_reason, ..Choice::new(index, Joined("", "")) };
             out.push(&self.head.answer(OBJECT, &[choice], usage));
         }
     }
@@ -417,6 +428,7 @@ impl Chunks for CompletionChunks {
 #[derive(Default)]
 struct Collected {
     beginning: Beginning,
+    /// What was generated.
     text: String,
     tokens: Vec<TokenOut>,
     finish_reason: Option<&'static str>,
@@ -433,8 +445,7 @@ async fn collect(
 ) -> Result<Response, ApiError> {
     // Of each prompt.
     let mut scored = vec![Vec::new(); beginnings.len() / n];
-    let begin =
-        |beginning: Beginning| Collected { text: beginning.text.clone(), beginning, ..Collected::default() };
+    let begin = |beginning: Beginning| Collected { beginning, ..Collected::default() };
     let mut collected: Vec<Collected> = beginnings.into_iter().map(begin).collect();
     while let Some(event) = events.next().await {
         let event = event?;
@@ -467,7 +478,7 @@ async fn collect(
             token_ids: ids_of(tokens, wanted.with_ids),
             prompt_token_ids: wanted.with_ids.then_some(&*beginning.prompt),
             prompt_logprobs: wanted.with_prompt_logprobs.then(|| PromptLogprobs::new(tokenizer, scored)),
-            ..Choice::new(index as u32, text)
+            ..Choice::new(index as u32, Joined(&beginning.text, text))
         }
     });
     let choices: Vec<_> = choices.collect();

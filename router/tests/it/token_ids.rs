@@ -211,3 +211,22 @@ async fn log_probabilities_of_prompts_are_limited_for_all_choices_together() {
     }
     assert!(worker.requests().is_empty());
 }
+
+/// The router would have the text for every choice, once more in the answer.
+#[tokio::test(flavor = "multi_thread")]
+async fn echoed_prompts_are_limited_for_all_choices_together() {
+    let mut router = Router::start(|_| {}).await;
+    let mut worker = FakeWorker::start("d0", Role::Decode, 1).await;
+    worker.record.capacity.context_length = 300_000;
+    router.register(&worker).await;
+    let num_tokens = 270_000;
+    for prompt in [json!(vec![97; num_tokens]), json!("a".repeat(num_tokens))] {
+        let body = json!({"prompt": prompt, "n": 128, "echo": true, "max_tokens": 1});
+        let answer = router.client.post("/v1/completions", &body).await;
+        assert_eq!(answer.status, 400);
+        let error = &answer.json()["error"];
+        assert_eq!(error["param"], "echo", "{error}");
+        assert!(error["message"].as_str().unwrap().contains("more than 33554432 bytes"), "{error}");
+    }
+    assert!(worker.requests().is_empty());
+}

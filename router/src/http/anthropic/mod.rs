@@ -13,8 +13,8 @@ use axum::{
 };
 use baton_request_fields::Endpoint;
 use baton_router_core::{
-    ChatInput, ClientRequest, ClientSampling, Core, FieldNames, PromptInput, RequestArrival, ServedModel,
-    check_model, tokenize,
+    ChatInput, ClientRequest, ClientSampling, Core, Echo, FieldNames, PromptInput, RequestArrival,
+    ServedModel, check_model, tokenize,
 };
 use baton_tools::{AnswerForm, CallIds, ToolRequest};
 use http::HeaderMap;
@@ -139,6 +139,7 @@ impl MessagesRequest {
             prompts: vec![PromptInput::Chat(conversation.into_chat(form)?)],
             model: self.model.unwrap_or_default(),
             n: 1,
+            echo: Echo::Off,
             stop: self.stop_sequences.unwrap_or_default(),
             sampling,
             serving,

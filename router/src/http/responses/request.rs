@@ -1,7 +1,7 @@
 //! The body of a Responses request, and the chat that it asks for.
 
 use baton_router_core::{
-    ChatInput, ClientRequest, ClientSampling, FieldNames, PromptInput, RequestArrival, Serving,
+    ChatInput, ClientRequest, ClientSampling, Echo, FieldNames, PromptInput, RequestArrival, Serving,
 };
 use baton_tools::{ToolRequest, chat_choice};
 use serde_json::{Map, Value};
@@ -71,6 +71,7 @@ impl ResponsesRequest {
             model: self.model.unwrap_or_default(),
             prompts: vec![PromptInput::Chat(chat)],
             n: 1,
+            echo: Echo::Off,
             stop: Vec::new(),
             sampling,
             serving,
