@@ -56,7 +56,7 @@ pub(crate) async fn chat_completions(
         request.stream_options.as_ref().and_then(|options| options.include_usage).unwrap_or(false);
     let with_logprobs = request.logprobs.unwrap_or(false);
     let with_ids = request.return_token_ids.unwrap_or(false);
-    let is_scored = request.prompt_logprobs.is_some();
+    let num_prompt_top = request.prompt_logprobs;
     let input = core.offload(room.num_bytes(), move |_| Ok(request.into_input(arrival))).await??;
     let head = Head::new(&input, core.model()?);
     let n = input.n;
@@ -71,7 +71,10 @@ pub(crate) async fn chat_completions(
         let chunks = ChatChunks { head, include_usage, logprobs, with_ids, prompt, begun, answers };
         return sse::stream(events, chunks, core.config.stream_keep_alive).await;
     }
-    let scored = if is_scored { Some(core.model()?.tokenizer.clone()) } else { None };
+    let scored = match num_prompt_top {
+        Some(num_top) => Some((core.model()?.tokenizer.clone(), num_top)),
+        None => None,
+    };
     collect(head, logprobs, scored, prompt, answers, events).await
 }
 
@@ -242,7 +245,7 @@ struct Choice {
 async fn collect(
     head: Head,
     tokenizer: Option<Tokenizer>,
-    scored: Option<Tokenizer>,
+    scored: Option<(Tokenizer, u32)>,
     prompt: Option<Arc<[u32]>>,
     mut answers: Vec<ChatAnswer>,
     mut events: Events,
@@ -276,7 +279,7 @@ async fn collect(
         }
     }
     let answer = head.answer("chat.completion", &choices, Some(Some(events.usage().into())));
-    let scored = scored.map(|tokenizer| PromptLogprobs::new(&tokenizer, &prompt_scores));
+    let scored = scored.map(|(tokenizer, num_top)| PromptLogprobs::new(&tokenizer, &prompt_scores, num_top));
     let answer = answer.with_prompt(prompt.as_deref()).with_prompt_logprobs(scored.as_ref());
     Ok(json(&answer.with(events.extras())))
 }

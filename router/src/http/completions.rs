@@ -180,7 +180,7 @@ pub(crate) async fn completions(
         is_prompt_alone: echo == Echo::Alone,
         num_top: request.logprobs,
         with_ids,
-        with_prompt_logprobs: request.prompt_logprobs.is_some(),
+        num_prompt_top: request.prompt_logprobs,
         echoes_logprobs,
     };
     let input = core.offload(room.num_bytes(), move |_| Ok(request.into_input(arrival))).await??;
@@ -217,7 +217,8 @@ struct Wanted {
     /// Log-probabilities, and of how many of the most likely tokens.
     num_top: Option<u32>,
     with_ids: bool,
-    with_prompt_logprobs: bool,
+    /// `prompt_logprobs`, and of how many.
+    num_prompt_top: Option<u32>,
     /// Whether log-probabilities begin with those of the prompt.
     echoes_logprobs: bool,
     /// Nothing is to be generated. Workers generate at least a token, which is left out.
@@ -477,7 +478,7 @@ async fn collect(
             finish_reason: *finish_reason,
             token_ids: ids_of(tokens, wanted.with_ids),
             prompt_token_ids: wanted.with_ids.then_some(&*beginning.prompt),
-            prompt_logprobs: wanted.with_prompt_logprobs.then(|| PromptLogprobs::new(tokenizer, scored)),
+            prompt_logprobs: wanted.num_prompt_top.map(|num| PromptLogprobs::new(tokenizer, scored, num)),
             ..Choice::new(index as u32, Joined(&beginning.text, text))
         }
     });

@@ -183,14 +183,15 @@ struct PromptLogprob {
 }
 
 impl PromptLogprobs {
-    /// Those of `scored`, the tokens of a prompt but for its first.
-    pub(crate) fn new(tokenizer: &Tokenizer, scored: &[v1::TokenLogprobs]) -> PromptLogprobs {
+    /// Those of `scored`, the tokens of a prompt but for its first, with the `num_top` most likely ones. There may be more.
+    pub(crate) fn new(tokenizer: &Tokenizer, scored: &[v1::TokenLogprobs], num_top: u32) -> PromptLogprobs {
         let entry = |id, logprob, rank| {
             let decoded_token = token_text(tokenizer, id);
             (id, PromptLogprob { logprob: finite(logprob), rank, decoded_token })
         };
         let token = |token: &v1::TokenLogprobs| {
-            let top = token.top.iter().zip(1..).map(|(top, rank)| entry(top.token_id, top.logprob, rank));
+            let top = token.top.iter().take(num_top as usize).zip(1..);
+            let top = top.map(|(top, rank)| entry(top.token_id, top.logprob, rank));
             // Its own rank last: tokens that are as likely as it share it.
             Some(top.chain([entry(token.token_id, token.logprob, token.rank)]).collect())
         };

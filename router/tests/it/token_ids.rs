@@ -159,6 +159,22 @@ async fn each_token_of_a_prompt_has_one_log_probability_after_a_retry() {
     assert_eq!(router.client.post("/v1/completions", &streamed).await.json()["error"]["param"], "max_tokens");
 }
 
+/// A worker is asked once for both, and tells as many as the one that wants more.
+#[tokio::test(flavor = "multi_thread")]
+async fn an_echoed_prompt_has_as_many_log_probabilities_as_each_field_says() {
+    let (router, worker) = scored().await;
+    let mut body = json!({"prompt": "abcd", "max_tokens": 1, "echo": true, "logprobs": 1});
+    body["prompt_logprobs"] = json!(0);
+    let choice = router.client.post("/v1/completions", &body).await.json()["choices"][0].take();
+    assert_eq!(worker.requests()[0].sampling.as_ref().unwrap().prompt_logprobs, Some(1));
+    let itself = |text: &str, logprob: f64| json!({"logprob": logprob, "rank": 2, "decoded_token": text});
+    let expected = json!([
+        null, {"98": itself("b", -0.5)}, {"99": itself("c", -1.0)}, {"100": itself("d", -2.0)}
+    ]);
+    assert_eq!(choice["prompt_logprobs"], expected, "{choice}");
+    assert_eq!(choice["logprobs"]["top_logprobs"][1], json!({"b": -0.5, "c": -0.25}), "{choice}");
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn offsets_are_those_of_the_text() {
     let (router, worker) = Router::with_worker().await;
