@@ -15,7 +15,7 @@ use baton_tokenizer::Detokenizer;
 use tracing::{Instrument, Span};
 
 use super::{
-    Core, CoreError, Event, Finish, MigrationMode, TokenOut,
+    Core, CoreError, Echo, Event, Finish, MigrationMode, TokenOut,
     attempt::Attempt,
     durable::{DurableSession, Replayed},
     explain::ExplainedPlan,
@@ -541,6 +541,8 @@ impl Choice {
 
     fn note_progress(&mut self, now: Instant) {
         match self.last_token.replace(now) {
+            // The client gets none.
+            _ if self.prepared.echo == Echo::Alone => {}
             None => self.core.metrics.on_first_token(now - self.prepared.arrival.at),
             Some(last) => self.core.metrics.on_next_token(now - last),
         }

@@ -27,6 +27,19 @@ impl Event {
     pub fn empty(index: u32) -> Event {
         Event { index, text: String::new(), tokens: Vec::new(), scored: Vec::new(), finish: None }
     }
+
+    /// Leaves out what was generated, where the prompt alone is asked for.
+    pub(super) fn leave_out_output(&mut self) {
+        self.text.clear();
+        self.tokens.clear();
+        if let Some(finish) = &mut self.finish {
+            finish.usage.completion_tokens = 0;
+            finish.stop = None;
+            if finish.reason == FinishReason::Stop {
+                finish.reason = FinishReason::Length;
+            }
+        }
+    }
 }
 
 /// One generated token.

@@ -9,8 +9,8 @@ use tokio::sync::OwnedSemaphorePermit;
 use tracing::Span;
 
 use super::{
-    ActiveRequest, Core, CoreError, EndedRequest, Event, Extras, Finish, PreparedRequest, Timing, Usage,
-    choice::Choice, durable::DurableSession,
+    ActiveRequest, Core, CoreError, Echo, EndedRequest, Event, Extras, Finish, PreparedRequest, Timing,
+    Usage, choice::Choice, durable::DurableSession,
 };
 
 impl Core {
@@ -217,11 +217,15 @@ impl Events {
 
     /// The next event of any choice; nothing follows an error.
     pub async fn next(&mut self) -> Option<Result<Event, CoreError>> {
-        let Some(event) = self.choices.next().await else {
+        let Some(mut event) = self.choices.next().await else {
             self.outcome = if self.is_unread() { "ok" } else { self.outcome };
             return None;
         };
-        if let Ok(event) = &event {
+        if let Ok(event) = &mut event {
+            // Before it is charged and counted.
+            if self.request.echo == Echo::Alone {
+                event.leave_out_output();
+            }
             let num_replayed = event.tokens.len().min(self.num_replayed);
             self.num_replayed -= num_replayed;
             self.is_empty &= num_replayed > 0;

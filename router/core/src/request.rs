@@ -139,6 +139,7 @@ pub struct PreparedRequest {
     pub prompts: Vec<Request>,
     /// Choices per prompt.
     pub n: u32,
+    pub(crate) echo: Echo,
     /// What the answers to each prompt begin with. Empty without echo.
     pub echoes: Vec<Arc<str>>,
     pub(crate) stop: Arc<[String]>,
@@ -388,6 +389,7 @@ impl ClientRequest {
             reader,
             prompts,
             n: self.n,
+            echo: self.echo,
             echoes,
             stop: self.stop.into(),
             prefill,

@@ -7,7 +7,6 @@ use axum::{
     response::Response,
 };
 use baton_proto::v1;
-use baton_request::FinishReason;
 use baton_request_fields::Endpoint;
 use baton_tokenizer::Tokenizer;
 use serde::{
@@ -177,7 +176,6 @@ pub(crate) async fn completions(
         return Err(ApiError::unsupported("max_tokens", message));
     }
     let wanted = Wanted {
-        is_prompt_alone: echo == Echo::Alone,
         num_top: request.logprobs,
         with_ids,
         num_prompt_top: request.prompt_logprobs,
@@ -221,8 +219,6 @@ struct Wanted {
     num_prompt_top: Option<u32>,
     /// Whether log-probabilities begin with those of the prompt.
     echoes_logprobs: bool,
-    /// Nothing is to be generated. Workers generate at least a token, which is left out.
-    is_prompt_alone: bool,
 }
 
 impl CompletionRequest {
@@ -451,14 +447,11 @@ async fn collect(
     while let Some(event) = events.next().await {
         let event = event?;
         let choice = &mut collected[event.index as usize];
-        if !wanted.is_prompt_alone {
-            choice.text.push_str(&event.text);
-            choice.tokens.extend(event.tokens);
-        }
+        choice.text.push_str(&event.text);
+        choice.tokens.extend(event.tokens);
         scored[event.index as usize / n].extend(event.scored);
         if let Some(finish) = event.finish {
-            let reason = if wanted.is_prompt_alone { FinishReason::Length } else { finish.reason };
-            choice.finish_reason = Some(reason.name());
+            choice.finish_reason = Some(finish.reason.name());
         }
     }
     let choices = collected.iter().enumerate().map(|(index, choice)| {
@@ -483,10 +476,6 @@ async fn collect(
         }
     });
     let choices: Vec<_> = choices.collect();
-    let mut usage = events.usage();
-    if wanted.is_prompt_alone {
-        usage.completion_tokens = 0;
-    }
-    let answer = head.answer(OBJECT, &choices, Some(Some(usage.into())));
+    let answer = head.answer(OBJECT, &choices, Some(Some(events.usage().into())));
     Ok(body::json(&answer.with(events.extras())))
 }

@@ -321,6 +321,26 @@ async fn a_request_that_every_worker_refuses_costs_no_tokens() {
     exceeded(&complete(&router.client, &prompt, 4).await, "110 tokens a minute");
 }
 
+/// Workers generate something all the same.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_prompt_alone_costs_no_tokens_of_output() {
+    let (router, worker, _file) = start(&entries("tokens-per-minute = 20")).await;
+    worker.script(|_| {
+        // More than one token, so that a charge for them would last for minutes.
+        let tokens = std::iter::repeat_n(Step::Token(120), 200);
+        tokens.chain([Step::Finish(FinishReason::Stop)]).collect()
+    });
+    let asked = json!({"prompt": "Hi", "max_tokens": 0, "echo": true});
+    for _ in 0..2 {
+        let answer = router.client.post("/v1/completions", &asked).await;
+        assert_eq!(answer.status, 200, "{}", answer.text());
+        let body = answer.json();
+        let (choice, usage) = (&body["choices"][0], &body["usage"]);
+        assert_eq!((&choice["text"], &choice["finish_reason"]), (&json!("Hi"), &json!("length")));
+        assert_eq!((&usage["prompt_tokens"], &usage["completion_tokens"]), (&json!(2), &json!(0)));
+    }
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn calls_at_a_time_are_limited_until_they_end() {
     let (router, worker, _file) = start(&entries("streams = 1")).await;

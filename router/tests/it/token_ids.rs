@@ -153,6 +153,8 @@ async fn each_token_of_a_prompt_has_one_log_probability_after_a_retry() {
     assert_eq!(choice["logprobs"]["tokens"], json!(["a", "b", "c", "d"]));
     assert_eq!(answer["usage"]["completion_tokens"], 0);
     assert_eq!(worker.requests()[0].sampling.as_ref().unwrap().max_tokens, 1);
+    let metrics = router.client.get("/metrics").await.text();
+    assert!(metrics.contains("\nbaton_router_output_tokens_total 0\n"), "{metrics}");
     body["echo"] = json!(false);
     assert_eq!(router.client.post("/v1/completions", &body).await.json()["error"]["param"], "max_tokens");
     let streamed = json!({"prompt": "abcd", "max_tokens": 0, "echo": true, "stream": true});
