@@ -24,6 +24,7 @@ macro_rules! request_body {
             $(#[$meta])* $name {
                 $($own)*
                 n: Option<u32>,
+                best_of: Option<u32>,
                 stream_options: Option<crate::http::params::StreamOptions>,
                 stop: Option<crate::http::params::Strings>,
                 max_tokens: Option<u32>,
@@ -85,6 +86,7 @@ macro_rules! request_body {
                 unknown: baton_request_fields::UnknownFields,
             ) -> Result<(), crate::http::error::ApiError> {
                 endpoint.check(&self.rest, unknown)?;
+                crate::http::params::check_best_of(self.best_of, self.n)?;
                 self.stream_options.as_ref().map_or(Ok(()), |options| options.check(unknown))
             }
         }
@@ -331,6 +333,15 @@ pub(crate) fn num_choices(n: Option<u32>) -> Result<u32, ApiError> {
         Some(0) => Err(ApiError::invalid("n", "n is 0, it must be at least 1")),
         n => Ok(n.unwrap_or(1)),
     }
+}
+
+/// No choice is left out of an answer.
+pub(crate) fn check_best_of(best_of: Option<u32>, n: Option<u32>) -> Result<(), ApiError> {
+    if best_of.is_none_or(|best_of| best_of == 1 || Some(best_of) == n) {
+        return Ok(());
+    }
+    let message = "best_of: anything but 1 or the value of n is not supported by this server";
+    Err(ApiError::unsupported("best_of", message))
 }
 
 /// -1 and 0 are off.

@@ -72,6 +72,22 @@ async fn choices_of_several_prompts_are_numbered_prompt_by_prompt() {
     assert_eq!(body["usage"]["prompt_tokens"], 2);
 }
 
+/// Clients that send the field send what OpenAI demands: at least `n`.
+#[tokio::test(flavor = "multi_thread")]
+async fn the_best_of_n_are_all_of_them() {
+    let (router, _worker) = Router::with_worker().await;
+    let chat = json!({"messages": [{"role": "user", "content": "x"}]});
+    for (path, base) in [("/v1/completions", json!({"prompt": "x"})), ("/v1/chat/completions", chat)] {
+        for (n, best_of, num_choices) in [(json!(2), 2, 2), (json!(2), 1, 2), (json!(null), 1, 1)] {
+            let mut body = base.clone();
+            (body["n"], body["best_of"]) = (n, json!(best_of));
+            let answer = router.client.post(path, &body).await;
+            assert_eq!(answer.status, 200, "{path} {body}: {}", answer.text());
+            assert_eq!(answer.json()["choices"].as_array().map(Vec::len), Some(num_choices), "{path} {body}");
+        }
+    }
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn equal_prompts_without_a_seed_have_other_answers() {
     let (router, worker) = Router::with_worker().await;

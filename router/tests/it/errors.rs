@@ -105,6 +105,14 @@ async fn invalid_requests_are_refused_with_the_field_and_the_reason() {
             Some("unsupported_parameter"),
             "not supported",
         ),
+        (
+            TEXT,
+            r#"{"prompt":"x","n":2,"best_of":3}"#,
+            400,
+            Some("best_of"),
+            Some("unsupported_parameter"),
+            "anything but 1 or the value of n",
+        ),
         (TEXT, r#"{"prompt":"x","prefill_mode":"both"}"#, 400, Some("prefill_mode"), None, "expected one of"),
         (
             TEXT,
