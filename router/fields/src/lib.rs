@@ -100,7 +100,8 @@ pub const FIELDS: &[Field] = &[
     honoured("system", CLAUDE, "the first message"),
     honoured("input", RESPONSES, "the conversation: text, or a list of items; parts that are text"),
     honoured("instructions", RESPONSES, "the first message"),
-    honoured("prompt", &[Endpoint::Completions, Endpoint::Tokenize], "text, token ids, or a list of them"),
+    honoured("prompt", TEXT, "text, token ids, or a list of them"),
+    honoured("prompt", TOKENIZE, "text"),
     honoured("tokens", &[Endpoint::Detokenize], "token ids"),
     honoured(
         "model",

@@ -66,6 +66,14 @@ fn an_unknown_field_is_refused_with_the_nearest_name() {
     assert!(refusal("grammar", UnknownFields::Ignore).is_some());
 }
 
+/// Token ids are what `/tokenize` answers with.
+#[test]
+fn a_prompt_that_is_tokenised_is_text() {
+    let note = |endpoint: Endpoint| endpoint.field("prompt").map(|field| field.note);
+    assert_eq!(note(Endpoint::Tokenize), Some("text"));
+    assert_eq!(note(Endpoint::Completions), Some("text, token ids, or a list of them"));
+}
+
 /// A heading of the page, and what belongs below it.
 type Group = (&'static str, fn(&Treatment) -> bool);
 

@@ -172,6 +172,8 @@ async fn invalid_requests_are_refused_with_the_field_and_the_reason() {
             "needs logprobs",
         ),
         ("/tokenize", "{}", 400, Some("prompt"), None, "either prompt or messages"),
+        ("/tokenize", r#"{"prompt":[97]}"#, 400, Some("prompt"), None, "expected a string"),
+        ("/tokenize", r#"{"prompt":["x"]}"#, 400, Some("prompt"), None, "expected a string"),
         ("/detokenize", r#"{"tokens":[999]}"#, 400, Some("tokens"), None, "999"),
         ("/nowhere", "{}", 404, None, Some("not_found"), "POST /nowhere"),
         ("/v1/models", "{}", 405, None, Some("method_not_allowed"), "POST"),
