@@ -26,6 +26,8 @@ pub(crate) struct Attempt {
     pub(crate) num_tokens: usize,
     /// Position of the next token in the output.
     pub(crate) next_idx: usize,
+    /// It tells log-probabilities of the prompt: no prefix cache has its KV, not even in its worker.
+    pub(crate) is_scored: bool,
     stream: Streaming<GenerateEvent>,
     /// When it was sent.
     pub(crate) started: Instant,
@@ -92,6 +94,7 @@ impl Attempt {
         request.prefix_source = plan.prefix_source.as_deref().map(peer);
         // Invariant 1: the worker continues after the delivered tokens, which the request carries.
         let next_idx = request.output_token_ids.len();
+        let wants_scores = request.sampling.as_ref().is_some_and(|it| it.prompt_logprobs.is_some());
         let mut message = Request::new(request);
         crate::trace::inject(message.metadata_mut());
         let mut client = DecodeClient::new(channel);
@@ -105,6 +108,7 @@ impl Attempt {
                 decode,
                 num_tokens: 0,
                 next_idx,
+                is_scored: wants_scores && next_idx == 0,
                 stream: response.into_inner(),
                 started,
                 assignment,

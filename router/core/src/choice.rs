@@ -319,7 +319,8 @@ impl Choice {
             // Its blocks fit no worker of another kind.
             hashes.advance(&self.request);
         }
-        match self.plan(Some(Migrating { from: &attempt.plan.decode, to })) {
+        let with_kv = !attempt.is_scored;
+        match self.plan(Some(Migrating { from: &attempt.plan.decode, to, with_kv })) {
             Ok(plan) => {
                 self.on_plan(&plan);
                 let for_balance = matches!(cause, Cause::Balance(_));
@@ -534,7 +535,8 @@ impl Choice {
     /// The answer is whole. Its worker, which a replay has not, holds the conversation now.
     fn note_finished(&mut self) {
         if let Some(attempt) = &self.attempt {
-            let (core, hashes) = (&self.core, self.hashes.get_or_insert_default());
+            let core = &self.core;
+            let hashes = if attempt.is_scored { None } else { Some(self.hashes.get_or_insert_default()) };
             core.planner.note_finished(&core.workers, &attempt.decode, &self.request, hashes);
         }
     }

@@ -40,6 +40,8 @@ pub(crate) struct Migrating<'a> {
     pub(crate) from: &'a std::sync::Arc<WorkerRecord>,
     /// `None`: the worker that serves it best.
     pub(crate) to: Option<&'a WorkerKey>,
+    /// Whether the old worker can give its KV.
+    pub(crate) with_kv: bool,
 }
 
 impl Planner {
@@ -89,11 +91,13 @@ impl Planner {
             seed: self.seed.fetch_add(1, Ordering::Relaxed),
             explain,
         };
-        if let Some(Migrating { from, to }) = migrating {
+        if let Some(Migrating { from, to, with_kv }) = migrating {
             request.excluded.push(WorkerKey::of(from));
-            // All but a part of a block is there.
-            let block_size = from.kv_format.block_size.max(1);
-            request.num_arriving = request.num_tokens / block_size * block_size;
+            if with_kv {
+                // All but a part of a block is there.
+                let block_size = from.kv_format.block_size.max(1);
+                request.num_arriving = request.num_tokens / block_size * block_size;
+            }
             request.prefill = PrefillMode::Local;
             let is_allowed = |key: WorkerKey| to.is_none_or(|to| *to == key);
             view.workers.retain(|worker| {
@@ -103,7 +107,7 @@ impl Planner {
             });
         }
         let mut plan = self.policy.plan(&request, &view)?;
-        if let Some(Migrating { from, .. }) = migrating {
+        if let Some(Migrating { from, with_kv: true, .. }) = migrating {
             plan.prefix_source = Some(from.clone());
         }
         let computes = match &plan.prefill {
@@ -121,15 +125,15 @@ impl Planner {
     }
 
     /// Remembers that a decode worker holds a whole conversation now: its next turn begins with it. `hashes` are those that it
-    /// was planned with; only the output is hashed.
+    /// was planned with, of which only the output is hashed; `None`: it holds nothing of it.
     pub(crate) fn note_finished(
         &self,
         workers: &Workers,
         worker: &WorkerKey,
         request: &Request,
-        hashes: &mut SequenceHashes,
+        hashes: Option<&mut SequenceHashes>,
     ) {
-        if let Some(record) = workers.record(worker) {
+        if let (Some(hashes), Some(record)) = (hashes, workers.record(worker)) {
             hashes.advance(request);
             workers.note_cached(worker, hashes.of(&record.kv_format));
         }

@@ -69,6 +69,20 @@ async fn a_draining_worker_is_the_prefix_source_of_the_migrated_request() {
     router.until_metric("baton_router_migrations_total{cause=\"drain\",outcome=\"moved\"} 1").await;
 }
 
+/// What tells log-probabilities of a prompt leaves its KV in no cache.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_draining_worker_is_no_source_of_a_prompt_whose_log_probabilities_it_told() {
+    let (router, old, new) = pair(|_| {}).await;
+    old.script(begin(2, Step::Leaving));
+    new.script(say(ANSWER));
+    let body = json!({"prompt": "x", "prompt_logprobs": 0, "seed": 5});
+    let answer = router.client.post(TEXT, &body).await.json();
+    assert_eq!(answer["choices"][0]["text"], ANSWER, "{answer}");
+    let [request] = &new.requests()[..] else { panic!("asked once") };
+    assert_eq!(request.output_token_ids, ids(ANSWER)[..2]);
+    assert!(request.prefix_source.is_none() && request.prefill.is_none(), "{request:?}");
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn a_failed_migration_costs_no_token() {
     let (router, old, new) = pair(|_| {}).await;

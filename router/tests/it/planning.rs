@@ -117,6 +117,24 @@ async fn an_answer_that_a_stop_string_ends_is_cached_where_it_was_given() {
     assert!(next < 15.0, "{next} ms: all but 13 tokens are cached, which take 1.3 ms and the step's 10");
 }
 
+/// Workers compute all of it, and cache nothing of it.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_prompt_whose_log_probabilities_were_told_is_not_believed_to_be_cached() {
+    let mut router = Router::start(|_| {}).await;
+    let _d0 = reporting(&mut router, "d0", Role::Decode).await;
+    let compute_ms = async |prompt_logprobs: Option<u32>| {
+        let mut body = prompt('a', 400);
+        (body["explain"], body["prompt_logprobs"]) = (json!(true), json!(prompt_logprobs));
+        let answer = router.client.post(TEXT, &body).await.json();
+        answer["plans"][0]["chosen"]["compute_ms"].as_f64().expect("ms")
+    };
+    compute_ms(Some(0)).await;
+    let again = compute_ms(None).await;
+    assert!(again > 35.0, "{again} ms: 400 tokens take 40 ms");
+    let cached = compute_ms(None).await;
+    assert!(cached < 15.0, "{cached} ms: other answers are cached");
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn an_explained_answer_says_how_it_was_planned() {
     let mut router = Router::start(|_| {}).await;
