@@ -11,6 +11,7 @@ mod template_functions;
 mod template_methods;
 
 mod detokenizer;
+mod text_offsets;
 mod vocabulary;
 
 mod error;
@@ -26,6 +27,7 @@ pub use chat_template::{ChatTemplate, TemplateError};
 pub use detokenizer::Detokenizer;
 pub use error::TokenizerError;
 pub use generation_defaults::GenerationDefaults;
+pub use text_offsets::TextOffsets;
 pub use tokenizer::Tokenizer;
 
 #[cfg(test)]

@@ -226,7 +226,7 @@ impl fmt::Debug for Tokenizer {
 }
 
 /// Positions of the bytes that begin a character.
-fn char_starts(bytes: &[u8]) -> impl Iterator<Item = usize> {
+pub(crate) fn char_starts(bytes: &[u8]) -> impl Iterator<Item = usize> {
     let begins = |(at, byte): (usize, &u8)| (byte & 0b1100_0000 != 0b1000_0000).then_some(at);
     bytes.iter().enumerate().filter_map(begins)
 }

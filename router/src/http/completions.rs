@@ -8,7 +8,7 @@ use axum::{
 };
 use baton_proto::v1;
 use baton_request_fields::Endpoint;
-use baton_tokenizer::Tokenizer;
+use baton_tokenizer::{TextOffsets, Tokenizer};
 use serde::{
     Deserialize, Deserializer, Serialize, Serializer,
     de::{self, SeqAccess, Visitor, value::SeqAccessDeserializer},
@@ -192,8 +192,9 @@ pub(crate) async fn completions(
     let beginnings: Vec<Beginning> = of_prompt.collect();
     let events = if streamed { core.stream(request).await? } else { core.generate(request)? };
     if streamed {
+        let offsets = |beginning: &Beginning| TextOffsets::new(&tokenizer, &beginning.prompt, 0);
+        let offsets = beginnings.iter().filter(|_| with_logprobs).map(offsets).collect();
         let tokenizer = with_logprobs.then_some(tokenizer);
-        let offsets = vec![0; beginnings.len()];
         let beginnings = beginnings.into_iter().map(Some).collect();
         let chunks = CompletionChunks { head, include_usage, tokenizer, with_ids, beginnings, offsets };
         return sse::stream(events, chunks, core.config.stream_keep_alive).await;
@@ -268,23 +269,6 @@ struct Logprobs {
     text_offset: Vec<usize>,
 }
 
-/// A token as the lists have it.
-struct Shown {
-    text: String,
-    /// How much longer the choice's text is by it, in characters. Special tokens are not in it.
-    num_chars: usize,
-}
-
-impl Shown {
-    fn new(tokenizer: &Tokenizer, id: u32) -> Shown {
-        let bytes = if tokenizer.is_special(id) { None } else { tokenizer.token_bytes(id) };
-        // All but those that go on with a character.
-        let begins = |&&byte: &&u8| byte & 0b1100_0000 != 0b1000_0000;
-        let num_chars = bytes.unwrap_or_default().iter().filter(begins).count();
-        Shown { text: token_text(tokenizer, id), num_chars }
-    }
-}
-
 impl Logprobs {
     /// Those of a prompt: of its first token nothing is known.
     fn of_prompt(
@@ -292,45 +276,40 @@ impl Logprobs {
         Beginning { text, prompt }: &Beginning,
         scored: &[v1::TokenLogprobs],
         num_top: usize,
-        offset: &mut usize,
     ) -> Logprobs {
-        let mut logprobs = Logprobs::default();
-        logprobs.push(Shown::new(tokenizer, prompt[0]), None, offset);
-        let tokens = scored.iter().map(|token| {
-            let mut logprobs = token.clone();
-            logprobs.top.truncate(num_top);
-            TokenOut { id: token.token_id, logprobs: Some(logprobs) }
-        });
-        logprobs.extend(tokenizer, &tokens.collect::<Vec<_>>(), offset);
-        logprobs.text_offset = tokenizer.offsets(prompt, text);
+        let mut logprobs = Logprobs {
+            tokens: vec![token_text(tokenizer, prompt[0])],
+            token_logprobs: vec![None],
+            top_logprobs: vec![None],
+            text_offset: tokenizer.offsets(prompt, text),
+        };
+        for token in scored {
+            logprobs.push(tokenizer, token.token_id, Some(token), num_top);
+        }
         logprobs.text_offset.truncate(logprobs.tokens.len());
-        *offset = text.chars().count();
         logprobs
     }
 
-    /// Appends tokens; `offset` is where the next one begins.
-    fn extend(&mut self, tokenizer: &Tokenizer, tokens: &[TokenOut], offset: &mut usize) {
+    /// Appends generated tokens.
+    fn extend(&mut self, tokenizer: &Tokenizer, tokens: &[TokenOut], offsets: &mut TextOffsets) {
         for token in tokens {
-            let (logprob, top) = chosen_and_top(token);
-            let mut top: BTreeMap<_, _> = top
-                .iter()
-                .rev()
-                .map(|top| (token_text(tokenizer, top.token_id), finite(top.logprob)))
-                .collect();
-            // OpenAI names the chosen token even when it is not among the most likely.
-            let shown = Shown::new(tokenizer, token.id);
-            top.insert(shown.text.clone(), logprob);
-            self.push(shown, Some((logprob, top)), offset);
+            self.text_offset.push(offsets.push(token.id));
+            self.push(tokenizer, token.id, token.logprobs.as_ref(), usize::MAX);
         }
     }
 
-    fn push(&mut self, token: Shown, known: Option<(f32, BTreeMap<String, f32>)>, offset: &mut usize) {
-        let (logprob, top) = known.unzip();
-        self.text_offset.push(*offset);
-        *offset += token.num_chars;
-        self.tokens.push(token.text);
-        self.token_logprobs.push(logprob);
-        self.top_logprobs.push(top);
+    /// Appends a token and the most likely ones, at most `num_top`, but for where it begins.
+    fn push(&mut self, tokenizer: &Tokenizer, id: u32, known: Option<&v1::TokenLogprobs>, num_top: usize) {
+        let (logprob, top) = chosen_and_top(known);
+        let top = top.iter().take(num_top).rev();
+        let mut top: BTreeMap<_, _> =
+            top.map(|top| (token_text(tokenizer, top.token_id), finite(top.logprob))).collect();
+        // OpenAI names the chosen token even when it is not among the most likely.
+        let text = token_text(tokenizer, id);
+        top.insert(text.clone(), logprob);
+        self.tokens.push(text);
+        self.token_logprobs.push(Some(logprob));
+        self.top_logprobs.push(Some(top));
     }
 }
 
@@ -380,8 +359,8 @@ struct CompletionChunks {
     with_ids: bool,
     /// Per choice, until its first chunk.
     beginnings: Vec<Option<Beginning>>,
-    /// Per choice, where its next token begins.
-    offsets: Vec<usize>,
+    /// Per choice, if log-probabilities were asked for.
+    offsets: Vec<TextOffsets>,
 }
 
 impl Chunks for CompletionChunks {
@@ -457,13 +436,14 @@ async fn collect(
     let choices = collected.iter().enumerate().map(|(index, choice)| {
         let Collected { beginning, text, tokens, finish_reason } = choice;
         let scored: &[v1::TokenLogprobs] = &scored[index / n];
-        let mut offset = 0;
         let logprobs = wanted.num_top.map(|num_top| {
             let mut logprobs = match wanted.echoes_logprobs {
-                true => Logprobs::of_prompt(tokenizer, beginning, scored, num_top as usize, &mut offset),
+                true => Logprobs::of_prompt(tokenizer, beginning, scored, num_top as usize),
                 false => Logprobs::default(),
             };
-            logprobs.extend(tokenizer, tokens, &mut offset);
+            let num_chars = beginning.text.chars().count();
+            let mut offsets = TextOffsets::new(tokenizer, &beginning.prompt, num_chars);
+            logprobs.extend(tokenizer, tokens, &mut offsets);
             logprobs
         });
         Choice {

@@ -154,7 +154,7 @@ struct ChatTopLogprob {
 
 impl ChatLogprob {
     pub(crate) fn new(tokenizer: &Tokenizer, token: &TokenOut) -> ChatLogprob {
-        let (logprob, top) = chosen_and_top(token);
+        let (logprob, top) = chosen_and_top(token.logprobs.as_ref());
         let top = top.iter().map(|top| ChatTopLogprob {
             token: token_text(tokenizer, top.token_id),
             logprob: finite(top.logprob),
@@ -200,8 +200,8 @@ impl PromptLogprobs {
 }
 
 /// The log-probability of the token itself, and the most likely ones.
-pub(crate) fn chosen_and_top(token: &TokenOut) -> (f32, &[v1::TopLogprob]) {
-    match &token.logprobs {
+pub(crate) fn chosen_and_top(token: Option<&v1::TokenLogprobs>) -> (f32, &[v1::TopLogprob]) {
+    match token {
         Some(logprobs) => (finite(logprobs.logprob), &logprobs.top),
         None => (finite(f32::NEG_INFINITY), &[]),
     }

@@ -39,8 +39,38 @@ pub fn write_template(dir: &Path, template: &str) {
     write(dir, "tokenizer_config.json", &json!({"eos_token": "<|end|>", "chat_template": template}));
 }
 
+/// Gives the model a tokenizer whose tokens begin with the space before them: 1 begins a sequence, 3 is `▁Hello`, 4 `▁you`.
+pub fn write_sentence_piece(dir: &Path) {
+    let tokenizer = json!({
+        "version": "1.0", "added_tokens": [special(1, "<s>"), special(2, "<|end|>")],
+        "normalizer": {"type": "Sequence", "normalizers": [
+            {"type": "Prepend", "prepend": "▁"},
+            {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
+        ]},
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+            "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+            "special_tokens": {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}},
+        },
+        "decoder": {"type": "Sequence", "decoders": [
+            {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
+            {"type": "Fuse"},
+            {"type": "Strip", "content": " ", "start": 1, "stop": 0},
+        ]},
+        "model": {"type": "BPE", "unk_token": "<unk>", "merges": [],
+                  "vocab": {"<unk>": 0, "<s>": 1, "<|end|>": 2, "▁Hello": 3, "▁you": 4}},
+    });
+    write(dir, "tokenizer.json", &tokenizer);
+}
+
 fn write(dir: &Path, name: &str, value: &Value) {
     std::fs::write(dir.join(name), value.to_string()).expect("the directory is writable");
+}
+
+fn special(id: u32, content: &str) -> Value {
+    json!({"id": id, "content": content, "single_word": false, "lstrip": false, "rstrip": false,
+           "normalized": false, "special": true})
 }
 
 fn tokenizer() -> Value {
@@ -57,10 +87,6 @@ fn tokenizer() -> Value {
         };
         vocab.insert(char::from_u32(code).expect("below 512").to_string(), json!(byte));
     }
-    let special = |id: u32, content: &str| {
-        json!({"id": id, "content": content, "single_word": false, "lstrip": false, "rstrip": false,
-               "normalized": false, "special": true})
-    };
     json!({
         "version": "1.0", "truncation": null, "padding": null, "normalizer": null,
         "added_tokens": [special(END, "<|end|>"), special(257, "<|user|>"), special(258, "<|assistant|>")],

@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 use crate::{
     fake::{FakeWorker, Step},
     harness::Router,
-    model::{END, MODEL},
+    model::{END, MODEL, write_sentence_piece},
 };
 use baton_proto::{v1, worker::failed::Kind};
 
@@ -186,13 +186,35 @@ async fn offsets_are_those_of_the_text() {
     worker.script(move |_| steps.clone());
     for stream in [false, true] {
         let body = json!({"prompt": "x", "logprobs": 0, "stream": stream});
-        let text = router.client.post("/v1/completions", &body).await.text();
-        let pieces = text.split("data: ").filter_map(|piece| serde_json::from_str::<Value>(piece).ok());
-        let offsets = pieces.flat_map(|piece| {
-            let offsets = piece["choices"][0]["logprobs"]["text_offset"].as_array().cloned();
-            offsets.unwrap_or_default()
-        });
-        assert_eq!(offsets.collect::<Vec<_>>(), [0, 1, 1, 1], "{text}");
+        assert_eq!(offsets(&router, &body).await, [0, 1, 1, 1], "{body}");
+    }
+}
+
+/// In one piece or in chunks.
+async fn offsets(router: &Router, body: &Value) -> Vec<Value> {
+    let text = router.client.post("/v1/completions", body).await.text();
+    let pieces = text.split("data: ").filter_map(|piece| serde_json::from_str::<Value>(piece).ok());
+    let offsets = pieces.flat_map(|piece| {
+        let offsets = piece["choices"][0]["logprobs"]["text_offset"].as_array().cloned();
+        offsets.unwrap_or_default()
+    });
+    offsets.collect()
+}
+
+/// A text does not begin with the space of its first token.
+#[tokio::test(flavor = "multi_thread")]
+async fn offsets_after_a_prompt_without_text_are_those_of_the_text() {
+    let (router, worker) = Router::with_worker_and(|config| write_sentence_piece(&config.model)).await;
+    worker.script(|_| {
+        let tokens = [3, 4].map(|id| Step::Logprobs(id, -0.25, Vec::new()));
+        [tokens.to_vec(), vec![Step::Finish(v1::FinishReason::Length)]].concat()
+    });
+    let mut body = json!({"prompt": "", "logprobs": 0, "max_tokens": 2});
+    let answer = router.client.post("/v1/completions", &body).await.json();
+    assert_eq!(answer["choices"][0]["text"], "Hello you", "{answer}");
+    for stream in [false, true] {
+        body["stream"] = json!(stream);
+        assert_eq!(offsets(&router, &body).await, [0, 5], "{body}");
     }
 }
 
