@@ -6,6 +6,9 @@ use serde::Serialize;
 
 use super::timing::Timing;
 
+/// What a log-probability takes in an answer, about.
+const LOGPROB_BYTES: usize = 40;
+
 /// A step of one choice.
 #[derive(Clone, Debug)]
 pub struct Event {
@@ -26,6 +29,13 @@ impl Event {
     /// A step that says nothing.
     pub fn empty(index: u32) -> Event {
         Event { index, text: String::new(), tokens: Vec::new(), scored: Vec::new(), finish: None }
+    }
+
+    /// About how much text an answer has of it.
+    pub fn num_bytes(&self) -> usize {
+        let generated = self.tokens.iter().filter_map(|token| token.logprobs.as_ref());
+        let num_logprobs: usize = generated.chain(&self.scored).map(|token| 1 + token.top.len()).sum();
+        self.text.len() + num_logprobs * LOGPROB_BYTES
     }
 
     /// Leaves out what was generated, where the prompt alone is asked for.

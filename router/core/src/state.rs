@@ -153,7 +153,7 @@ impl Core {
         .await
     }
 
-    /// Runs `work`, on another thread when it has much text to go through.
+    /// Runs `work`, on another thread when it has much text to read or to write.
     pub async fn offload<T: Send + 'static>(
         self: &Arc<Self>,
         num_bytes: usize,
@@ -165,6 +165,6 @@ impl Core {
         let core = self.clone();
         tokio::task::spawn_blocking(move || work(&core))
             .await
-            .unwrap_or_else(|error| Err(CoreError::internal(format!("reading the request broke: {error}"))))
+            .unwrap_or_else(|error| Err(CoreError::internal(format!("work on the request broke: {error}"))))
     }
 }

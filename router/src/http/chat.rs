@@ -65,17 +65,15 @@ pub(crate) async fn chat_completions(
     let answers = vec![ChatAnswer::new(request.reader.clone(), call_ids); n as usize];
     let prompt = if with_ids { request.prompts.first().map(|request| request.prompt.clone()) } else { None };
     let events = if streamed { core.stream(request).await? } else { core.generate(request)? };
-    let logprobs = if with_logprobs { Some(core.model()?.tokenizer.clone()) } else { None };
+    let tokenizer = core.model()?.tokenizer.clone();
+    let logprobs = with_logprobs.then(|| tokenizer.clone());
     if streamed {
         let begun = vec![false; n as usize];
         let chunks = ChatChunks { head, include_usage, logprobs, with_ids, prompt, begun, answers };
         return sse::stream(events, chunks, core.config.stream_keep_alive).await;
     }
-    let scored = match num_prompt_top {
-        Some(num_top) => Some((core.model()?.tokenizer.clone(), num_top)),
-        None => None,
-    };
-    collect(head, logprobs, scored, prompt, answers, events).await
+    let scored = num_prompt_top.map(|num_top| (tokenizer, num_top));
+    collect(&core, head, logprobs, scored, prompt, answers, events).await
 }
 
 impl ChatRequest {
@@ -241,8 +239,9 @@ struct Choice {
     token_ids: Option<Vec<u32>>,
 }
 
-/// Answers in one piece.
+/// Answers in one piece, which is made on another thread if it is long.
 async fn collect(
+    core: &Arc<Core>,
     head: Head,
     tokenizer: Option<Tokenizer>,
     scored: Option<(Tokenizer, u32)>,
@@ -260,8 +259,10 @@ async fn collect(
         })
         .collect();
     let mut prompt_scores = Vec::new();
+    let mut num_bytes = prompt.as_ref().map_or(0, |prompt| prompt.len());
     while let Some(event) = events.next().await {
         let event = event?;
+        num_bytes += event.num_bytes();
         prompt_scores.extend(event.scored);
         let (choice, answer) = (&mut choices[event.index as usize], &mut answers[event.index as usize]);
         for part in answer.read(&event.text, event.finish.is_some()) {
@@ -278,8 +279,13 @@ async fn collect(
             choice.finish_reason = answer.finish_reason(finish.reason);
         }
     }
-    let answer = head.answer("chat.completion", &choices, Some(Some(events.usage().into())));
-    let scored = scored.map(|(tokenizer, num_top)| PromptLogprobs::new(&tokenizer, &prompt_scores, num_top));
-    let answer = answer.with_prompt(prompt.as_deref()).with_prompt_logprobs(scored.as_ref());
-    Ok(json(&answer.with(events.extras())))
+    let (usage, extras) = (events.usage(), events.extras());
+    let write = move |_: &Core| {
+        let scored =
+            scored.map(|(tokenizer, num_top)| PromptLogprobs::new(&tokenizer, &prompt_scores, num_top));
+        let answer = head.answer("chat.completion", &choices, Some(Some(usage.into())));
+        let answer = answer.with_prompt(prompt.as_deref()).with_prompt_logprobs(scored.as_ref());
+        Ok(json(&answer.with(extras)))
+    };
+    Ok(core.offload(num_bytes, write).await?)
 }

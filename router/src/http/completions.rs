@@ -199,7 +199,7 @@ pub(crate) async fn completions(
         let chunks = CompletionChunks { head, include_usage, tokenizer, with_ids, beginnings, offsets };
         return sse::stream(events, chunks, core.config.stream_keep_alive).await;
     }
-    collect(head, &tokenizer, wanted, n, beginnings, events).await
+    collect(&core, head, tokenizer, wanted, n, beginnings, events).await
 }
 
 /// What a choice may tell of its prompt.
@@ -410,10 +410,11 @@ struct Collected {
     finish_reason: Option<&'static str>,
 }
 
-/// Answers in one piece.
+/// Answers in one piece, which is made on another thread if it is long.
 async fn collect(
+    core: &Arc<Core>,
     head: Head,
-    tokenizer: &Tokenizer,
+    tokenizer: Tokenizer,
     wanted: Wanted,
     n: usize,
     beginnings: Vec<Beginning>,
@@ -421,10 +422,14 @@ async fn collect(
 ) -> Result<Response, ApiError> {
     // Of each prompt.
     let mut scored = vec![Vec::new(); beginnings.len() / n];
+    let of_prompt = |it: &Beginning| it.text.len() + it.prompt.len() * usize::from(wanted.with_ids);
+    let mut num_bytes: usize = beginnings.iter().map(of_prompt).sum();
     let begin = |beginning: Beginning| Collected { beginning, ..Collected::default() };
     let mut collected: Vec<Collected> = beginnings.into_iter().map(begin).collect();
     while let Some(event) = events.next().await {
         let event = event?;
+        // Each choice tells the scores of its prompt.
+        num_bytes += event.num_bytes() * if event.scored.is_empty() { 1 } else { n };
         let choice = &mut collected[event.index as usize];
         choice.text.push_str(&event.text);
         choice.tokens.extend(event.tokens);
@@ -433,29 +438,34 @@ async fn collect(
             choice.finish_reason = Some(finish.reason.name());
         }
     }
-    let choices = collected.iter().enumerate().map(|(index, choice)| {
-        let Collected { beginning, text, tokens, finish_reason } = choice;
-        let scored: &[v1::TokenLogprobs] = &scored[index / n];
-        let logprobs = wanted.num_top.map(|num_top| {
-            let mut logprobs = match wanted.echoes_logprobs {
-                true => Logprobs::of_prompt(tokenizer, beginning, scored, num_top as usize),
-                false => Logprobs::default(),
-            };
-            let num_chars = beginning.text.chars().count();
-            let mut offsets = TextOffsets::new(tokenizer, &beginning.prompt, num_chars);
-            logprobs.extend(tokenizer, tokens, &mut offsets);
-            logprobs
+    let (usage, extras) = (events.usage(), events.extras());
+    let write = move |_: &Core| {
+        let choices = collected.iter().enumerate().map(|(index, choice)| {
+            let Collected { beginning, text, tokens, finish_reason } = choice;
+            let scored: &[v1::TokenLogprobs] = &scored[index / n];
+            let logprobs = wanted.num_top.map(|num_top| {
+                let mut logprobs = match wanted.echoes_logprobs {
+                    true => Logprobs::of_prompt(&tokenizer, beginning, scored, num_top as usize),
+                    false => Logprobs::default(),
+                };
+                let num_chars = beginning.text.chars().count();
+                let mut offsets = TextOffsets::new(&tokenizer, &beginning.prompt, num_chars);
+                logprobs.extend(&tokenizer, tokens, &mut offsets);
+                logprobs
+            });
+            let of_prompt = |num_top| PromptLogprobs::new(&tokenizer, scored, num_top);
+            Choice {
+                logprobs,
+                finish_reason: *finish_reason,
+                token_ids: ids_of(tokens, wanted.with_ids),
+                prompt_token_ids: wanted.with_ids.then_some(&*beginning.prompt),
+                prompt_logprobs: wanted.num_prompt_top.map(of_prompt),
+                ..Choice::new(index as u32, Joined(&beginning.text, text))
+            }
         });
-        Choice {
-            logprobs,
-            finish_reason: *finish_reason,
-            token_ids: ids_of(tokens, wanted.with_ids),
-            prompt_token_ids: wanted.with_ids.then_some(&*beginning.prompt),
-            prompt_logprobs: wanted.num_prompt_top.map(|num| PromptLogprobs::new(tokenizer, scored, num)),
-            ..Choice::new(index as u32, Joined(&beginning.text, text))
-        }
-    });
-    let choices: Vec<_> = choices.collect();
-    let answer = head.answer(OBJECT, &choices, Some(Some(events.usage().into())));
-    Ok(body::json(&answer.with(events.extras())))
+        let choices: Vec<_> = choices.collect();
+        let answer = head.answer(OBJECT, &choices, Some(Some(usage.into())));
+        Ok(body::json(&answer.with(extras)))
+    };
+    Ok(core.offload(num_bytes, write).await?)
 }

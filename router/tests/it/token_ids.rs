@@ -161,6 +161,36 @@ async fn each_token_of_a_prompt_has_one_log_probability_after_a_retry() {
     assert_eq!(router.client.post("/v1/completions", &streamed).await.json()["error"]["param"], "max_tokens");
 }
 
+/// So many log-probabilities are written off the threads that serve connections.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_long_answer_has_all_log_probabilities_in_each_choice() {
+    let (router, worker) = Router::with_worker().await;
+    worker.script(|request| {
+        let mut steps = vec![Step::Token(65), Step::Finish(v1::FinishReason::Length)];
+        if request.sampling.as_ref().unwrap().prompt_logprobs.is_some() {
+            let scored = request.prompt_token_ids[1..].iter().map(|id| (*id, -0.5));
+            steps.insert(0, Step::Scored(1, scored.collect()));
+        }
+        steps
+    });
+    let text = "a".repeat(400);
+    let chat = json!({"messages": [{"role": "user", "content": text}]});
+    for (path, mut body) in [("/v1/completions", json!({"prompt": text})), ("/v1/chat/completions", chat)] {
+        (body["n"], body["max_tokens"], body["prompt_logprobs"]) = (json!(2), json!(1), json!(1));
+        let answer = router.client.post(path, &body).await.json();
+        let num_tokens = answer["usage"]["prompt_tokens"].as_u64().unwrap() as usize;
+        let choices = answer["choices"].as_array().unwrap();
+        assert_eq!(choices.len(), 2);
+        // A chat has one prompt.
+        let told = if path == "/v1/completions" { &choices[..] } else { std::slice::from_ref(&answer) };
+        for told in told {
+            let scored = told["prompt_logprobs"].as_array().unwrap();
+            assert_eq!(scored.len(), num_tokens, "{path}");
+            assert!(scored[1..].iter().all(|token| token.as_object().unwrap().len() == 2), "{path}");
+        }
+    }
+}
+
 /// A worker is asked once for both, and tells as many as the one that wants more.
 #[tokio::test(flavor = "multi_thread")]
 async fn an_echoed_prompt_has_as_many_log_probabilities_as_each_field_says() {
