@@ -129,15 +129,17 @@ impl SharedFiles {
         let (Some(index), Some(slabs), Some(words)) = (open("index")?, open("slabs")?, open("words")?) else {
             return Ok(None);
         };
-        if is_alone && !is_whole(&index, superblock) {
-            make(&index, &slabs, &words, num_slots, shape, dir).inspect_err(|_| remove(dir))?;
+        let files = [&index, &slabs, &words];
+        let bytes = files_bytes(num_slots, shape);
+        if is_alone && !is_whole(files, bytes, superblock) {
+            make(files, bytes, dir).inspect_err(|_| remove(dir))?;
             index.write_all_at(superblock, 0).map_err(failed(dir, "cannot write"))?;
         }
         // Between the two locks another process may be alone: it keeps what it finds, or removes all.
         if !locked(lock.0.try_lock_shared())? || !is_lock_of(&lock, dir) {
             return Ok(None);
         }
-        match is_whole(&index, superblock) {
+        match is_whole(files, bytes, superblock) {
             true => Ok(Some(SharedFiles { dir: dir.to_owned(), index, slabs, words, num_slots, lock })),
             // The process that made them was killed since this one asked for the lock.
             false if !is_alone => Ok(None),
@@ -223,30 +225,30 @@ fn unused_for(lock: &DirLock) -> Duration {
     noted.ok().and_then(|noted| noted.elapsed().ok()).unwrap_or_default()
 }
 
-/// Whether the files were made: their superblock is written last.
-fn is_whole(index: &File, superblock: &Superblock) -> bool {
-    let mut found = [0; size_of::<Superblock>()];
-    index.read_exact_at(&mut found, 0).is_ok_and(|()| found == *superblock)
+/// Bytes of index, slabs and words.
+fn files_bytes(num_slots: u32, shape: &RecordShape) -> [u64; 3] {
+    let [index_bytes, slabs_bytes] = files::index_and_slabs_bytes(num_slots, shape);
+    [index_bytes, slabs_bytes, SlotWords::num_bytes(num_slots)]
 }
 
-/// Makes empty files for so many slots.
-fn make(
-    index: &File,
-    slabs: &File,
-    words: &File,
-    num_slots: u32,
-    shape: &RecordShape,
-    dir: &Path,
-) -> Result<(), StoreOpenError> {
-    let [index_bytes, slabs_bytes] = files::index_and_slabs_bytes(num_slots, shape);
-    let bytes = [index_bytes, slabs_bytes, SlotWords::num_bytes(num_slots)];
+/// Whether index, slabs and words were made: the superblock is written last. A file that was made shorter since is not whole: to touch what
+/// is mapped beyond its end would kill this process.
+fn is_whole(files: [&File; 3], bytes: [u64; 3], superblock: &Superblock) -> bool {
+    let mut found = [0; size_of::<Superblock>()];
+    let is_long = |(file, bytes): (&File, u64)| file.metadata().is_ok_and(|found| found.len() >= bytes);
+    files[0].read_exact_at(&mut found, 0).is_ok_and(|()| found == *superblock)
+        && files.into_iter().zip(bytes).all(is_long)
+}
+
+/// Makes index, slabs and words empty, of these lengths.
+fn make(files: [&File; 3], bytes: [u64; 3], dir: &Path) -> Result<(), StoreOpenError> {
     let all: u64 = bytes.iter().sum();
     tracing::info!(dir = %dir.display(), bytes = all, "making a host tier for all workers of this machine");
     let failed = |source| files::not_reserved(source, &dir.join("slabs"), all);
-    for file in [index, slabs, words] {
+    for file in files {
         file.set_len(0).map_err(failed)?;
     }
-    for (file, bytes) in [index, slabs, words].into_iter().zip(bytes) {
+    for (file, bytes) in files.into_iter().zip(bytes) {
         files::reserve(file, bytes).map_err(failed)?;
     }
     Ok(())

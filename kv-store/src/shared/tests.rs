@@ -260,6 +260,25 @@ fn a_directory_that_is_not_in_memory_or_too_small_is_refused_and_one_that_is_dam
 }
 
 #[test]
+fn a_file_that_was_made_shorter_costs_the_tier_and_no_worker() {
+    for (name, part) in ["index", "slabs", "words"].into_iter().flat_map(|name| [(name, 0), (name, 2)]) {
+        let base = in_memory();
+        let worker = Worker::new(base.path(), 6);
+        let hashes = worker.save(1, 3);
+        drop(worker);
+        let path = open(base.path(), 6).dir.join(name);
+        let file = fs::File::options().write(true).open(path).expect("it is there");
+        let bytes = file.metadata().expect("it is there").len();
+        file.set_len(bytes.checked_div(part).unwrap_or(0)).expect("shorter");
+        let worker = Worker::new(base.path(), 6);
+        assert!(read(&worker.store, &hashes).is_empty(), "{name}");
+        worker.save(1, 3);
+        eventually("it is saved again", || read(&worker.store, &hashes).len() == 3);
+        assert_eq!(file.metadata().expect("it is there").len(), bytes, "{name}");
+    }
+}
+
+#[test]
 fn workers_that_start_and_end_at_the_same_time_have_whole_slots() {
     let base = in_memory();
     thread::scope(|scope| {
