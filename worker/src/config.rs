@@ -232,8 +232,8 @@ pub enum ConfigError {
     },
     /// More than the process may have.
     #[error(
-        "--kv-memory, with --host-kv where a processor computes, is {bytes} bytes, but this process may use {limit} (the machine's \
-         memory, or the limit of its control group); give it less, and leave room for the weights"
+        "KV takes {bytes} bytes of the host's memory (--host-kv, and --kv-memory where a processor computes), but this process may \
+         use {limit} (the machine's memory, or the limit of its control group); give it less, and leave room for the weights"
     )]
     KvMemoryTooLarge {
         /// What was given.

@@ -1,31 +1,20 @@
-//! How much of the host's memory this process may use. A pool is mapped at once and filled as it is used: one that is too
-//! large would be found out by a kill under load.
+//! How much of the host's memory this process may use. A pool is mapped at once and filled as it is used, a host tier often, too: what is
+//! too large would be found out by a kill under load.
 
 use std::{fs, path::Path};
 
 use baton_kv_cache::MachineMemory;
+use baton_kv_store::HostConfig;
 
 use crate::config::{ConfigError, KvMemory};
 
-/// Refuses a pool that can never fit, and warns of one that does not fit now.
+/// Refuses a pool and a host tier that can never fit, and warns of those that do not fit now. `pool` is `None` where it is in a device's
+/// memory.
 ///
 /// # Errors
-/// When it is larger than the machine's memory, or than the limit of a control group that this process is in.
-pub(crate) fn check(pool: KvMemory) -> Result<(), ConfigError> {
-    let KvMemory::Bytes(bytes) = pool else { return Ok(()) };
-    let host = Host { proc: Path::new("/proc"), cgroups: Path::new("/sys/fs/cgroup") };
-    if let Some(limit) = host.limit().filter(|&limit| bytes > limit) {
-        return Err(ConfigError::KvMemoryTooLarge { bytes, limit });
-    }
-    let available = host.memory().map(|memory| memory.available_bytes);
-    if let Some(available) = available.filter(|&available| bytes > available) {
-        tracing::warn!(
-            bytes,
-            available,
-            "--kv-memory is more than the memory that is free now: when the pool fills, the host swaps or ends this process"
-        );
-    }
-    Ok(())
+/// When they are larger than the machine's memory, or than the limit of a control group that this process is in.
+pub(crate) fn check(pool: Option<KvMemory>, tier: Option<&HostConfig>) -> Result<(), ConfigError> {
+    Host { proc: Path::new("/proc"), cgroups: Path::new("/sys/fs/cgroup") }.check(pool, tier)
 }
 
 struct Host<'a> {
@@ -34,6 +23,31 @@ struct Host<'a> {
 }
 
 impl Host<'_> {
+    fn check(&self, pool: Option<KvMemory>, tier: Option<&HostConfig>) -> Result<(), ConfigError> {
+        let pool_bytes = match pool {
+            Some(KvMemory::Bytes(bytes)) => bytes,
+            _ => 0,
+        };
+        let tier_bytes = tier.map_or(0, |tier| usize::try_from(tier.max_bytes).unwrap_or(usize::MAX));
+        // A tier that workers share counts as memory of the one that makes it, which each of them may be.
+        let bytes = pool_bytes.saturating_add(tier_bytes);
+        if let Some(limit) = self.limit().filter(|&limit| bytes > limit) {
+            return Err(ConfigError::KvMemoryTooLarge { bytes, limit });
+        }
+        // That one is often there already, and not free for this reason.
+        let is_shared = tier.is_some_and(|tier| tier.dir.is_some());
+        let own_bytes = if is_shared { pool_bytes } else { bytes };
+        let available = self.memory().map(|memory| memory.available_bytes);
+        if let Some(available) = available.filter(|&available| own_bytes > available) {
+            tracing::warn!(
+                bytes = own_bytes,
+                available,
+                "--kv-memory or --host-kv takes more memory than is free now: when it fills, the host swaps or ends this process"
+            );
+        }
+        Ok(())
+    }
+
     /// Bytes that this process may have at most; `None` where that is not known.
     fn limit(&self) -> Option<usize> {
         let own = fs::read_to_string(self.proc.join("self/cgroup")).unwrap_or_default();
@@ -78,9 +92,31 @@ mod tests {
 
     #[test]
     fn a_pool_that_no_machine_holds_is_refused() {
-        let error = check(KvMemory::Bytes(usize::MAX)).unwrap_err().to_string();
+        let error = check(Some(KvMemory::Bytes(usize::MAX)), None).unwrap_err().to_string();
         assert!(error.contains("--kv-memory") && error.contains("give it less"), "{error}");
-        check(KvMemory::Bytes(1 << 20)).unwrap();
-        check(KvMemory::Blocks(usize::MAX)).unwrap();
+        check(Some(KvMemory::Bytes(1 << 20)), None).unwrap();
+        check(Some(KvMemory::Blocks(usize::MAX)), None).unwrap();
+    }
+
+    #[test]
+    fn a_host_tier_that_the_control_group_never_holds_is_refused_alone_and_beside_a_pool() {
+        const GIB: u64 = 1 << 30;
+        let dir = tempfile::tempdir().unwrap();
+        let (proc, cgroups) = (dir.path().join("proc"), dir.path().join("cgroup"));
+        for dir in [&proc.join("self"), &cgroups] {
+            fs::create_dir_all(dir).unwrap();
+        }
+        fs::write(proc.join("self/cgroup"), "0::/\n").unwrap();
+        fs::write(cgroups.join("memory.max"), (2 * GIB).to_string()).unwrap();
+        let host = Host { proc: &proc, cgroups: &cgroups };
+        let pool = Some(KvMemory::Bytes(GIB as usize));
+        for dir in [None, Some(Path::new("/dev/shm/kv").to_owned())] {
+            let tier = |max_bytes| HostConfig { max_bytes, dir: dir.clone() };
+            let error = host.check(None, Some(&tier(64 * GIB))).unwrap_err().to_string();
+            assert!(error.contains("--host-kv") && error.contains(&(2 * GIB).to_string()), "{error}");
+            host.check(None, Some(&tier(2 * GIB))).unwrap();
+            host.check(pool, Some(&tier(GIB))).unwrap();
+            assert!(host.check(pool, Some(&tier(2 * GIB))).is_err());
+        }
     }
 }

@@ -212,6 +212,7 @@ where
 
 fn describe(config: &WorkerConfig, model: &Model, server: &Server) -> anyhow::Result<WorkerRecord> {
     let layout = model.executor.kv_layout();
+    let host_tier = config.tiers().stores.host;
     Ok(WorkerRecord {
         id: config.id.clone(),
         incarnation: new_incarnation(),
@@ -222,12 +223,13 @@ fn describe(config: &WorkerConfig, model: &Model, server: &Server) -> anyhow::Re
         capacity: Capacity {
             num_blocks: match (&model.block_device, model.simulated_blocks) {
                 (Some(device), _) => {
+                    host_memory::check(None, host_tier.as_ref())?;
                     let utilisation = config.gpu_memory_utilisation;
                     device.num_blocks(utilisation, &layout, model.draft_block_bytes())?
                 }
                 (None, Some(num_blocks)) => num_blocks,
                 (None, None) => {
-                    host_memory::check(config.kv)?;
+                    host_memory::check(Some(config.kv), host_tier.as_ref())?;
                     config.kv.num_blocks(layout.block_bytes() + model.draft_block_bytes())?
                 }
             },
