@@ -122,7 +122,8 @@ type OnChange = dyn Fn(usize, Vec<CacheEvent>) + Send + Sync;
 impl KvStore {
     /// Opens the tiers of a pool. `on_change` is told of each, by its number, which blocks came into it and which left it; first of all,
     /// what was found there, if anything. The fastest tier is 0. It is called under a lock, in the order of the changes. What is in an
-    /// object store is told by [`segment_changes`](Self::segment_changes): all workers that share it have it.
+    /// object store is told by [`segment_changes`](Self::segment_changes): all workers that share it have it. A host tier that workers share
+    /// is left out where those of other formats, which others use, leave no room.
     ///
     /// # Errors
     /// When the directory of the disk tier cannot be used, or what is said of the object store.
@@ -148,15 +149,16 @@ impl KvStore {
             }
             // What is in memory is not sealed.
             Some(HostConfig { max_bytes, dir: Some(dir) }) => {
-                let mut slots = SharedSlots::open(dir, *max_bytes, shape(None))?;
-                num_damaged.push(slots.num_damaged());
-                let is_reached = slots.reach(&storage).unwrap_or_else(|error| {
-                    tracing::warn!(%error, "the device of the pool does not read the host tier: a processor copies its kv");
-                    false
-                });
-                // What a device saves is on its way to this tier.
-                num_kept = is_reached.then_some(2);
-                tiers.push(Box::new(slots));
+                if let Some(mut slots) = SharedSlots::open_beside_others(dir, *max_bytes, shape(None))? {
+                    num_damaged.push(slots.num_damaged());
+                    let is_reached = slots.reach(&storage).unwrap_or_else(|error| {
+                        tracing::warn!(%error, "the device of the pool does not read the host tier: a processor copies its kv");
+                        false
+                    });
+                    // What a device saves is on its way to this tier.
+                    num_kept = is_reached.then_some(2);
+                    tiers.push(Box::new(slots));
+                }
             }
             None => {}
         }

@@ -202,6 +202,18 @@ fn remove_unused(base: &Path, own: &Path, stays: Duration) {
     }
 }
 
+/// Whether a process uses a directory beside `own`.
+pub(super) fn is_other_used(base: &Path, own: &Path) -> bool {
+    fs::read_dir(base).into_iter().flatten().flatten().any(|entry| {
+        let (dir, name) = (entry.path(), entry.file_name());
+        let name = name.to_string_lossy();
+        name.starts_with(PREFIX)
+            && !name.starts_with(REMOVED)
+            && dir != own
+            && File::open(dir.join("lock")).is_ok_and(|lock| DirLock(lock).0.try_lock().is_err())
+    })
+}
+
 /// Removes a directory that this process has locked alone. Another one that opens it meanwhile makes a new one: the old one has another
 /// name then.
 fn remove(dir: &Path) {

@@ -137,6 +137,30 @@ impl SharedSlots {
         })
     }
 
+    /// As [`open`](Self::open). `None` when slots of another format or size, which other workers use, leave no room. These workers may leave only
+    /// when this one serves, so it does not wait for their room.
+    ///
+    /// # Errors
+    /// As [`open`](Self::open).
+    pub(crate) fn open_beside_others(
+        base: &Path,
+        max_bytes: u64,
+        shape: RecordShape,
+    ) -> Result<Option<SharedSlots>, StoreOpenError> {
+        match SharedSlots::open(base, max_bytes, shape) {
+            Err(StoreOpenError::Full { dir, bytes }) if files::is_other_used(base, &dir) => {
+                tracing::warn!(
+                    dir = %base.display(),
+                    bytes,
+                    "no room for the host tier beside those of other formats or sizes that workers use: this worker serves without it; \
+                     make the file system larger, or start this worker again when they have ended"
+                );
+                Ok(None)
+            }
+            opened => opened.map(Some),
+        }
+    }
+
     /// Has this pool, or its device, read the records itself. Returns whether it can.
     ///
     /// # Errors

@@ -21,7 +21,7 @@ use baton_tier_policy::{Directory, SlotPlace};
 
 use super::*;
 use crate::{
-    HostConfig, KvStore, StoreConfig,
+    HostConfig, KvStore, StoreConfig, TierOpenError,
     store::tests::{Pool, eventually, read},
     testing::{body, chain, key, record, run_again, shape},
 };
@@ -257,6 +257,27 @@ fn a_directory_that_is_not_in_memory_or_too_small_is_refused_and_one_that_is_dam
     };
     std::fs::write(dir.join("index"), "nothing").expect("written");
     assert!(read(&Worker::new(base.path(), 6).store, &hashes).is_empty());
+}
+
+#[test]
+fn a_worker_for_which_those_in_use_leave_no_room_serves_without_the_tier() {
+    let base = in_memory();
+    let too_large = || {
+        let host = HostConfig { max_bytes: 1 << 44, dir: Some(base.path().to_owned()) };
+        Pool::new().try_open(&StoreConfig { host: Some(host), ..StoreConfig::default() })
+    };
+    let is_full = |opened: Result<KvStore, TierOpenError>| {
+        matches!(opened, Err(TierOpenError::Dir(StoreOpenError::Full { .. })))
+    };
+    assert!(is_full(too_large()), "no worker will give back what is missing");
+    let old = Worker::new(base.path(), 6);
+    let new = too_large().expect("it opens");
+    assert_eq!((new.num_targets(), new.counts().len()), (0, 0));
+    assert!(read(&new, &old.save(1, 3)).is_empty());
+    assert_eq!(num_dirs(base.path()), 1);
+    drop((old, new));
+    assert!(is_full(too_large()), "none uses it any more");
+    assert_eq!(num_dirs(base.path()), 0);
 }
 
 #[test]

@@ -78,7 +78,7 @@ pub struct Tiers {
 }
 
 impl Tiers {
-    /// Opens the tiers of a configuration; `None` if it names none.
+    /// Opens the tiers of a configuration; `None` if it names none, or one alone that is [left out](KvStore::open).
     ///
     /// # Errors
     /// When one of them cannot be used, or the key.
@@ -105,7 +105,7 @@ impl Tiers {
             let elapsed = started.elapsed();
             tracing::info!(tier = name, num_slots, num_held, record_bytes, ?elapsed, "tier of KV opened");
         }
-        Ok(Some(Tiers::over(store, limits, tasks)))
+        Ok((store.num_targets() > 0).then(|| Tiers::over(store, limits, tasks)))
     }
 
     /// Over a store, which tells the cache log of the engine what it holds.
