@@ -1,6 +1,12 @@
 //! Prefixes that one worker has cached and another one fetches.
 
-use std::{sync::Arc, time::Duration};
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
+    time::Duration,
+};
 
 use baton_engine::{Request, SamplingParams};
 use baton_handoff::TransportKind;
@@ -351,5 +357,69 @@ async fn a_source_that_is_gone_or_a_request_that_leaves_meanwhile_leaves_no_bloc
     let last = asked(&turns[6]);
     old.kill();
     assert_eq!(generate(&client, last).await.unwrap().finished(), expected(&turns[6], 1));
+    new.assert_all_free().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_tier_and_a_source_that_are_stuck_cost_the_time_of_computing_once() {
+    const NUM_BLOCKS: usize = 25;
+    let (lock, num_steps) = (Arc::new(Mutex::new(())), Arc::new(AtomicUsize::new(0)));
+    let (held, count) = (lock.clone(), num_steps.clone());
+    let hook = move |batch: &Batch<'_>| {
+        count.fetch_add(1, Ordering::Relaxed);
+        drop(held.blocking_lock());
+        let num_tokens: usize = batch.sequences.iter().map(|sequence| sequence.tokens.len()).sum();
+        std::thread::sleep(Duration::from_millis(6) * num_tokens as u32);
+        Ok(())
+    };
+    let with = |config: &mut WorkerConfig| {
+        config.fetch_deadline = None;
+        config.host_kv_bytes = Some(1 << 20);
+        config.kv = KvMemory::Blocks(40);
+    };
+    let new = decode().with(with).hook(Box::new(hook)).start().await;
+    let client = new.client().await;
+    let tiers = new.worker.tiers().expect("a host tier");
+    let saved = async |num_blocks: usize| {
+        while tiers.counts()[0].num_held < num_blocks as u64 {
+            tokio::time::sleep(Duration::from_millis(2)).await;
+        }
+    };
+    // The pool loses all of the first one.
+    let turns: Vec<_> = (3..6).map(|seed| prompt(seed, NUM_BLOCKS * BLOCK_SIZE + 1)).collect();
+    for (nth, turn) in turns.iter().enumerate() {
+        generate(&client, request(turn, 1, None)).await.unwrap().finished();
+        timeout(PATIENCE, saved((nth + 1) * NUM_BLOCKS)).await.expect("it is saved");
+    }
+    // A recall waits for an engine that is in a step, and this listener never answers.
+    let held = lock.lock().await;
+    let before = num_steps.load(Ordering::Relaxed);
+    let other = prompt(9, 20);
+    let busy = generate(&client, request(&other, 1, None));
+    let silent = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = format!("http://{}", silent.local_addr().unwrap());
+    let source = proto::PrefillPeer { worker_id: "silent".into(), incarnation: 1, address };
+    let asked = async {
+        while num_steps.load(Ordering::Relaxed) == before {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+        let one = proto::GenerateRequest { prefix_source: Some(source), ..request(&turns[0], 1, None) };
+        generate(&client, one).await
+    };
+    let stuck = async {
+        new.await_metric("baton_prefix_wait_seconds_count{source=\"tiers\"} 1").await;
+        drop(held);
+    };
+    let (busy, answer, ()) = tokio::join!(busy, asked, stuck);
+    assert_eq!(busy.unwrap().finished(), expected(&other, 1));
+    assert_eq!(answer.unwrap().finished(), expected(&turns[0], 1));
+    let metrics = new.metrics().await;
+    let waited = |source: &str| -> f64 {
+        let name = format!("baton_prefix_wait_seconds_sum{{source=\"{source}\"}} ");
+        let seconds = metrics.lines().find_map(|line| line.strip_prefix(name.as_str()));
+        seconds.expect("it is measured").parse().expect("a number")
+    };
+    let [tiers, worker] = ["tiers", "worker"].map(waited);
+    assert!(worker < 0.5 * tiers, "{worker} s after {tiers} s");
     new.assert_all_free().await;
 }

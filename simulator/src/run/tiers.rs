@@ -13,9 +13,6 @@ use super::{
 };
 use crate::{time::SimTime, worker::RequestIdx};
 
-/// A recall takes no longer than computing, but may take so long.
-const MIN_DEADLINE: SimTime = SimTime(250_000_000);
-
 impl Simulation<'_> {
     /// Begins to read what the tiers of a worker have of the front of a prompt: the one that computes it, or the source of a prefix.
     /// True when the prompt waits for that.
@@ -42,7 +39,7 @@ impl Simulation<'_> {
         let life = worker.life;
         let tiers = worker.tiers.as_mut().expect("they hold blocks");
         let ends = tiers.read(&hashes[first..num_blocks], now);
-        let limit = now + SimTime::from_seconds(worth.compute.as_secs_f64()).max(MIN_DEADLINE);
+        let limit = now + SimTime::from_seconds(worth.compute.as_secs_f64());
         // What is late is in vain.
         let num_blocks = if ends > limit { first } else { num_blocks };
         attempt.recall = Some(Recalling { worker: idx, life, first, num_blocks, is_source });

@@ -43,9 +43,14 @@ pub struct Coming {
 }
 
 /// Fetches the full blocks of a request's known tokens that `source` has cached and this worker lacks. If that takes more than 0.3 of
-/// the time to compute them, as fetches from there have taken, only their end, while the beginning is computed. Dropping the future
-/// cancels it.
-pub async fn fetch(worker: Arc<Worker>, source: PrefixSource, request: Request) -> Fetched {
+/// the time to compute them, as fetches from there have taken, only their end, while the beginning is computed. Nothing comes after
+/// `deadline`. Dropping the future cancels it.
+pub async fn fetch(
+    worker: Arc<Worker>,
+    source: PrefixSource,
+    request: Request,
+    deadline: Duration,
+) -> Fetched {
     let PrefixSource { peer, attempt, wire } = source;
     let num_tokens = worker.engine().num_sharable_tokens(&request);
     let Some(request) = request.known_prefix(num_tokens) else { return Fetched::default() };
@@ -58,7 +63,6 @@ pub async fn fetch(worker: Arc<Worker>, source: PrefixSource, request: Request) 
         );
         return Fetched::default();
     };
-    let deadline = worker.fetch_limits().deadline(num_tokens);
     let (reply, answer) = oneshot::channel();
     let (caller, left) = oneshot::channel();
     let side = DecodeSide::new(worker.clone(), link, peer, wire);

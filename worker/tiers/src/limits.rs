@@ -7,8 +7,6 @@ use baton_engine::EngineHandle;
 
 /// Estimated prefill time before this worker has computed anything.
 const DEFAULT_PREFILL_TIME: Duration = Duration::from_secs(1);
-/// Shortest deadline of a fetch: the first connection to the source and one step of its engine take about as long.
-const MIN_DEADLINE: Duration = Duration::from_millis(250);
 
 /// How long KV from other places is waited for, by what computing it takes.
 #[derive(Clone, Debug)]
@@ -22,11 +20,12 @@ pub struct FetchLimits {
 }
 
 impl FetchLimits {
-    /// A fetch, or a recall from a tier, may take as long as the prefill that it saves, estimated from the steps of this engine.
-    /// So a slow or silent source at most doubles the TTFT.
+    /// What is brought of a prompt of `num_tokens` tokens, from tiers and from another worker together, may take as long as the prefill
+    /// that it saves, by the steps of this engine. So slow or silent sources at most double the TTFT.
     pub fn deadline(&self, num_tokens: usize) -> Duration {
-        let prefill_time = || self.engine.prefill_time(num_tokens).unwrap_or(DEFAULT_PREFILL_TIME);
-        let deadline = self.fetch_deadline.unwrap_or_else(|| prefill_time().max(MIN_DEADLINE));
+        // A few tokens take a whole step, which their share of a full one does not count.
+        let measured = || Some(self.engine.prefill_time(num_tokens)?.max(self.compute_time(num_tokens, 0)));
+        let deadline = self.fetch_deadline.or_else(measured).unwrap_or(DEFAULT_PREFILL_TIME);
         deadline.min(self.handoff_deadline)
     }
 

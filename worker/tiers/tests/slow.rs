@@ -22,8 +22,10 @@ const BLOCK_SIZE: usize = 4;
 const NUM_TOKENS: usize = 401;
 /// Records that wait for a disk at most.
 const NUM_QUEUED: usize = 11;
-/// Of a block: to compute and to read.
+/// Of a block: to compute.
 const BLOCK_TIME: Duration = Duration::from_millis(2);
+/// To read: so little less that a recall of all blocks ends within the time to compute them.
+const READ_TIME: Duration = Duration::from_micros(1500);
 
 /// Slots that take their time, may lose a block and, as a disk, hang.
 #[derive(Debug)]
@@ -111,7 +113,7 @@ struct Worker {
 
 impl Worker {
     fn start() -> Worker {
-        Worker::over(false, BLOCK_TIME)
+        Worker::over(false, READ_TIME)
     }
 
     /// Over slots that are memory, or a disk, and take so long for each block that is read.
@@ -245,7 +247,7 @@ async fn what_is_as_slow_as_computing_comes_from_the_end_meanwhile() {
     // The tier was not read yet, and is taken to be fast.
     let num_cached = worker.answer(0).await;
     assert_eq!(num_cached, NUM_TOKENS - 1);
-    // It takes as long as computing does, so each does a part: a half where sleeps take as long as they should.
+    // It takes about as long as computing does, so each does a part: a half where sleeps take as long as they should.
     let is_part = |num_cached| (1..NUM_TOKENS - 1).contains(&num_cached);
     for nth in 1..4 {
         let num_cached = worker.answer(nth % 3).await;
@@ -301,6 +303,36 @@ async fn a_disk_that_hangs_keeps_no_recall_from_memory() {
     let num_cached = worker.answer(4).await;
     worker.hangs.store(false, Ordering::Relaxed);
     assert_eq!(num_cached, NUM_TOKENS - 1);
+    worker.end().await;
+}
+
+#[tokio::test]
+async fn a_tier_that_hangs_is_waited_for_as_long_as_computing_takes() {
+    const FEW: usize = 5;
+    let worker = Worker::over(true, BLOCK_TIME / 20);
+    for nth in 0..3 {
+        worker.answer(nth).await;
+        worker.until_saved(NUM_BLOCKS * u64::from(nth + 1)).await;
+    }
+    worker.hangs.store(true, Ordering::Relaxed);
+    let prompt = Arc::from(&request(0).prompt[..=FEW * BLOCK_SIZE]);
+    let request = Request { prompt, ..request(0) };
+    let recall = Recall::of(Some(&worker.tiers), &request).expect("the disk has it");
+    assert!(recall.is_awaited());
+    tokio::time::pause();
+    let recall = tokio::spawn(recall.run());
+    // It begins to wait.
+    tokio::task::yield_now().await;
+    // Twenty times as long as these blocks take.
+    tokio::time::advance(20 * BLOCK_TIME * FEW as u32).await;
+    for _ in 0..1000 {
+        tokio::task::yield_now().await;
+    }
+    let has_given_up = recall.is_finished();
+    tokio::time::resume();
+    worker.hangs.store(false, Ordering::Relaxed);
+    drop(recall.await.expect("no panic"));
+    assert!(has_given_up);
     worker.end().await;
 }
 
