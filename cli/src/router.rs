@@ -70,8 +70,8 @@ pub(crate) struct RoutingArgs {
     /// Choices in flight at the same time; a request has `n` for each of its prompts. Further requests are answered with 429.
     #[arg(long, value_name = "N", default_value_t = 16_384, value_parser = at_least_one, env = "BATON_MAX_REQUESTS")]
     pub max_requests: usize,
-    /// Connections of clients and workers that may be open, and fewer if this process may open fewer files (`ulimit -n`). Beyond
-    /// that none is accepted until one closes.
+    /// Connections of clients and workers that may be open, and fewer if this process may open fewer files (`ulimit -n`). Those
+    /// beyond that are refused with 503 until one closes, but for probes and /metrics.
     #[arg(long, value_name = "N", default_value_t = 32_768, value_parser = at_least_one, env = "BATON_MAX_CONNECTIONS")]
     pub max_connections: usize,
     /// Directory of a journal: streams survive the loss of their connection and of the router. A client resumes one by

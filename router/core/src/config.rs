@@ -47,7 +47,7 @@ pub struct RouterConfig {
     pub max_requests: usize,
     /// Choices of one request: prompts times `n`.
     pub max_choices: usize,
-    /// Connections of clients and workers that may be open. None is accepted beyond that until one closes.
+    /// Connections of clients and workers that may be open. Those beyond that are refused until one closes, but for probes.
     pub max_connections: usize,
     /// Largest request body and gRPC message.
     pub max_body_bytes: usize,

@@ -259,7 +259,7 @@ impl RouterMetrics {
             registry.register("connections", "Connections that are open", this.connections.clone());
             registry.register(
                 "connections_full",
-                "How often as many connections were open as may be: the next one waited until one closed",
+                "How often as many connections were open as may be: until one closed, others were refused but for probes",
                 this.connections_full.clone(),
             );
             registry.register("workers", "Workers, by role and state", this.workers.clone());

@@ -1,17 +1,16 @@
-//! The port: accepts connections up to a number, tells HTTP/1.1 from HTTP/2, bounds how long a client may take, and
-//! ends every connection; it tells whose pages may call. It does not know what is served.
+//! The port: accepts connections up to a number, and beyond it some that probe, tells HTTP/1.1 from HTTP/2, bounds how long a client may
+//! take, and ends every connection; it tells whose pages may call. Of what is served it knows the probes alone.
 #![forbid(unsafe_code)]
 
 mod pages;
+mod places;
 #[cfg(test)]
 mod tests;
 mod unread;
 
 use std::{
     io,
-    net::SocketAddr,
     pin::{Pin, pin},
-    sync::Arc,
     task::{Context, Poll},
     time::Duration,
 };
@@ -28,7 +27,6 @@ use rustix::net::sockopt::set_tcp_user_timeout;
 use tokio::{
     io::{AsyncRead, AsyncWrite, ReadBuf},
     net::{TcpListener, TcpStream},
-    sync::{OwnedSemaphorePermit, Semaphore},
     time::{Sleep, sleep},
 };
 use tokio_util::{
@@ -38,6 +36,7 @@ use tokio_util::{
 use tower::ServiceExt;
 
 pub use pages::{PagePolicy, PageRefusal};
+use places::{Places, SPARE_TIME};
 use unread::Answers;
 
 const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
@@ -65,7 +64,7 @@ pub struct PortConfig {
     pub unread_timeout: Duration,
     /// HTTP/2 pings to clients: their interval.
     pub keep_alive: Duration,
-    /// Connections that may be open. None is accepted beyond that until one closes.
+    /// Connections that may be open. Those beyond that are refused until one closes, but for a few that probe the router.
     pub max_connections: usize,
     /// Connections that are open.
     pub connections: Gauge,
@@ -96,11 +95,12 @@ pub async fn serve(
         .max_pending_accept_reset_streams(MAX_PENDING_RESETS);
     let answers = Answers::new(config.unread_timeout);
     let _ends_unread = AbortOnDropHandle::new(tokio::spawn(answers.clone().run()));
-    let places = Arc::new(Semaphore::new(config.max_connections.min(Semaphore::MAX_PERMITS)));
+    let mut places = Places::new(config.max_connections, config.connections.clone(), config.full.clone());
+    let spare_routes = places::for_spare(routes.clone());
     loop {
         let accepted = tokio::select! {
             () = drain.cancelled() => break,
-            accepted = accept_next(&listener, &places, config) => accepted,
+            accepted = places.accept(&listener) => accepted,
         };
         let (stream, address, place) = match accepted {
             Ok(accepted) => accepted,
@@ -117,10 +117,16 @@ pub async fn serve(
         let unread_ms = u32::try_from(config.unread_timeout.as_millis()).unwrap_or(u32::MAX);
         let _ = set_tcp_user_timeout(&stream, unread_ms);
         let (drain, abort) = (drain.clone(), abort.clone());
-        let (builder, routes, answers) = (builder.clone(), routes.clone(), answers.clone());
-        let (tls, timeout) = (config.tls.clone(), config.header_timeout);
+        let (builder, answers) = (builder.clone(), answers.clone());
+        let (routes, timeout) = match place.is_spare {
+            true => (spare_routes.clone(), config.header_timeout.min(SPARE_TIME)),
+            false => (routes.clone(), config.header_timeout),
+        };
+        let tls = config.tls.clone();
         tasks.spawn(async move {
+            let is_spare = place.is_spare;
             let _place = place;
+            let ends = CancellationToken::new();
             let accepted = tokio::select! {
                 accepted = accept(tls.as_ref(), stream, timeout) => accepted,
                 () = drain.cancelled() => return,
@@ -141,18 +147,32 @@ pub async fn serve(
                 }
                 request
             });
-            let routes = routes.map_response(move |response| answers.watch(response));
+            let answered = ends.clone();
+            let routes = routes.map_response(move |response| {
+                if is_spare {
+                    answered.cancel();
+                }
+                answers.watch(response)
+            });
             let io = TokioIo::new(Preface::new(stream, timeout));
             let connection = builder.serve_connection(io, TowerToHyperService::new(routes)).into_owned();
             let mut connection = pin!(connection);
+            let told_to_end = async {
+                tokio::select! {
+                    () = drain.cancelled() => {}
+                    () = ends.cancelled() => {}
+                    () = sleep(SPARE_TIME), if is_spare => {}
+                }
+            };
             let result = tokio::select! {
                 result = connection.as_mut() => result,
                 () = abort.cancelled() => return,
-                () = drain.cancelled() => {
+                () = told_to_end => {
                     connection.as_mut().graceful_shutdown();
                     tokio::select! {
                         result = connection.as_mut() => result,
                         () = abort.cancelled() => return,
+                        () = sleep(SPARE_TIME), if is_spare => return,
                     }
                 }
             };
@@ -164,42 +184,6 @@ pub async fn serve(
     drop(listener);
     tasks.close();
     tasks.wait().await;
-}
-
-/// Waits for a place, then for a connection. Those that wait meanwhile stay in the kernel's queue.
-async fn accept_next(
-    listener: &TcpListener,
-    places: &Arc<Semaphore>,
-    config: &PortConfig,
-) -> io::Result<(TcpStream, SocketAddr, Place)> {
-    let permit = match Arc::clone(places).try_acquire_owned() {
-        Ok(permit) => permit,
-        Err(_) => {
-            if config.full.inc() == 0 {
-                tracing::warn!(
-                    max_connections = config.max_connections,
-                    "no more connections may be open (--max-connections): new ones wait until one closes, now and later"
-                );
-            }
-            Arc::clone(places).acquire_owned().await.expect("it is never closed")
-        }
-    };
-    let (stream, address) = listener.accept().await?;
-    config.connections.inc();
-    Ok((stream, address, Place { _permit: permit, connections: config.connections.clone() }))
-}
-
-/// The place of an open connection among those that may be open.
-#[derive(Debug)]
-struct Place {
-    _permit: OwnedSemaphorePermit,
-    connections: Gauge,
-}
-
-impl Drop for Place {
-    fn drop(&mut self) {
-        self.connections.dec();
-    }
 }
 
 /// With certificates, a connection that starts with a TLS handshake gets one; clients may also speak plain HTTP.

@@ -2,10 +2,14 @@
 
 use std::{
     collections::HashSet,
+    net::SocketAddr,
     sync::atomic::{AtomicUsize, Ordering},
 };
 
-use axum::{http::StatusCode, routing::post};
+use axum::{
+    http::StatusCode,
+    routing::{get, post},
+};
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
     time::timeout,
@@ -156,37 +160,78 @@ async fn bodies_of_calls_that_are_answered_do_not_end_the_connection() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_connection_beyond_the_most_waits_until_another_one_closes() {
+async fn a_connection_beyond_the_most_gets_a_probe_answered_or_is_refused_until_another_one_closes() {
     const CALL: &[u8] = b"POST / HTTP/1.1\r\nhost: localhost\r\ncontent-length: 0\r\n\r\n";
+    const PROBE: &[u8] = b"GET /livez HTTP/1.1\r\nhost: localhost\r\n\r\n";
     let config = PortConfig { max_connections: 1, ..patient() };
     let (connections, full) = (config.connections.clone(), config.full.clone());
-    let address = served(Router::new().route("/", post(|| async { StatusCode::NO_CONTENT })), config).await;
+    let routes = Router::new()
+        .route("/", post(|| async { StatusCode::NO_CONTENT }))
+        .route("/livez", get(|| async { "lives" }));
+    let address = served(routes, config).await;
     let patience = Duration::from_secs(30);
-    let answered = async |socket: &mut TcpStream| {
+    // What a connection sends to a call first, and all that it sends until it is closed.
+    let status = async |socket: &mut TcpStream| {
+        socket.write_all(CALL).await.unwrap();
         let mut status = [0; 12];
         timeout(patience, socket.read_exact(&mut status)).await.expect("the port answers").unwrap();
-        assert_eq!(&status, b"HTTP/1.1 204");
+        String::from_utf8_lossy(&status).into_owned()
+    };
+    let all = async |call: &[u8]| {
+        let mut socket = TcpStream::connect(address).await.unwrap();
+        socket.write_all(call).await.unwrap();
+        let mut all = String::new();
+        timeout(patience, socket.read_to_string(&mut all)).await.expect("the port closes it").unwrap();
+        all
+    };
+    let becomes = async |what: &str, holds: &dyn Fn() -> bool| {
+        let waits = async {
+            while !holds() {
+                tokio::task::yield_now().await;
+            }
+        };
+        timeout(patience, waits).await.expect(what);
     };
     let mut first = TcpStream::connect(address).await.unwrap();
-    first.write_all(CALL).await.unwrap();
-    answered(&mut first).await;
-    let is_full = async {
-        while full.get() == 0 {
-            tokio::task::yield_now().await;
-        }
-    };
-    timeout(patience, is_full).await.expect("the port waits");
+    assert_eq!(status(&mut first).await, "HTTP/1.1 204");
+    becomes("full", &|| full.get() == 1).await;
 
+    for _ in 0..40 {
+        let (probe, call) = (all(PROBE).await, all(CALL).await);
+        assert!(probe.starts_with("HTTP/1.1 200") && probe.ends_with("lives"), "{probe}");
+        assert!(call.starts_with("HTTP/1.1 503") && call.contains("connection: close"), "{call}");
+    }
+    // A client of HTTP/2 is answered, and told to go.
     let mut second = TcpStream::connect(address).await.unwrap();
-    second.write_all(CALL).await.unwrap();
+    let call = [PREFACE.to_vec(), frame(SETTINGS, 0, 0, &[]), head(1)].concat();
+    second.write_all(&call).await.unwrap();
+    let mut kinds = HashSet::new();
+    while !(kinds.contains(&HEADERS) && kinds.contains(&GOAWAY)) {
+        let read = async {
+            let mut head = [0; 9];
+            second.read_exact(&mut head).await.unwrap();
+            let mut payload = vec![0; u32::from_be_bytes([0, head[0], head[1], head[2]]) as usize];
+            second.read_exact(&mut payload).await.unwrap();
+            kinds.insert(head[3]);
+        };
+        timeout(patience, read).await.expect("the port answers");
+    }
+    // One that sends nothing does not keep its place.
+    let mut silent = TcpStream::connect(address).await.unwrap();
+    let ended = timeout(patience, silent.read(&mut [0; 64])).await.expect("the port closes it");
+    assert!(ended.is_err() || ended.is_ok_and(|num_bytes| num_bytes == 0));
+    drop(second);
+    becomes("they are gone", &|| connections.get() == 1).await;
+
     // The first one is still served.
-    first.write_all(CALL).await.unwrap();
     let mut both = vec![0; 12];
+    first.write_all(CALL).await.unwrap();
     while !both.ends_with(b"HTTP/1.1 204") {
         both.push(timeout(patience, first.read_u8()).await.expect("the port answers").unwrap());
     }
-    assert_eq!((connections.get(), full.get()), (1, 1));
+    assert_eq!(full.get(), 1);
     drop(first);
-    answered(&mut second).await;
-    assert_eq!(connections.get(), 1);
+    becomes("its place is free", &|| connections.get() == 0).await;
+    let mut next = TcpStream::connect(address).await.unwrap();
+    assert_eq!(status(&mut next).await, "HTTP/1.1 204");
 }
