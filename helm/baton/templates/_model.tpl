@@ -8,7 +8,7 @@ persistentVolumeClaim:
 {{- end -}}
 {{- end -}}
 
-{{/* The file that the Job leaves beside a model that is complete; a new source has a new name. */}}
+{{/* The file that the Job leaves beside a model that is complete; a new source has a new name. A directory has one at most. */}}
 {{- define "baton.modelMarker" -}}
 {{- printf "%s/.fetched-%s" .Values.model.path (sha256sum .Values.model.fetch.source | trunc 8) -}}
 {{- end -}}
