@@ -7,7 +7,7 @@ use std::{
 
 use anyhow::{Context, Result};
 
-use crate::{check::Outcome, tools, workspace::Workspace};
+use crate::{check::Outcome, manifests, tools, workspace::Workspace};
 
 pub(crate) const CHART: &str = "helm/baton";
 /// One YAML document per supported way to install.
@@ -32,27 +32,24 @@ pub(crate) fn check(workspace: &Workspace) -> Result<Outcome> {
     let accepted = accepted(&workspace.root)?;
     let refused = yaml_files(&workspace.root, REFUSED)?;
     let contradictory = yaml_files(&workspace.root, CONTRADICTORY)?;
+    let newer = Newer::new(&workspace.root)?;
     let mut findings = Vec::new();
     for values in &accepted {
         if let Err(message) = helm(&["lint", "--strict", "--quiet", CHART, KUBERNETES, "--values", values]) {
             findings.push(format!("helm lint with {values}: {message}"));
         }
-        match helm(&["template", "release", CHART, KUBERNETES, "--values", values]) {
-            Ok(manifests) if !deletes_its_tests(&manifests) => {
-                findings.push(format!("with {values} a pod of `helm test` stays when it has succeeded"))
+        let manifests = match helm(&["template", "release", CHART, KUBERNETES, "--values", values]) {
+            Ok(manifests) => manifests,
+            Err(message) => {
+                findings.push(format!("helm template with {values}: {message}"));
+                continue;
             }
-            Ok(manifests) if !keeps_replicas_without_metrics(&manifests) => {
-                findings.push(format!("with {values} KEDA takes missing metrics for no load"))
-            }
-            Ok(manifests) if manifests.contains("restartPolicy: OnFailure") => {
-                findings.push(format!("with {values} a pod that failed goes with its log: restartPolicy"))
-            }
-            Ok(manifests) if has_float(&manifests) => {
-                findings.push(format!("with {values} a flag has an integer as 1e+06: use int64"))
-            }
-            Ok(manifests) if manifests.contains("kind: ") => {}
-            Ok(_) => findings.push(format!("helm template with {values} renders nothing")),
-            Err(message) => findings.push(format!("helm template with {values}: {message}")),
+        };
+        findings.extend(manifests::findings(&manifests).iter().map(|finding| format!("{finding}: {values}")));
+        match helm(&["template", "release", newer.path(), KUBERNETES, "--values", values]) {
+            Ok(newer) if manifests::pod_templates(&newer) == manifests::pod_templates(&manifests) => {}
+            Ok(_) => findings.push(format!("a release of the chart alone restarts pods: {values}")),
+            Err(message) => findings.push(format!("helm template of a newer chart with {values}: {message}")),
         }
     }
     for values in &refused {
@@ -75,24 +72,6 @@ pub(crate) fn check(workspace: &Workspace) -> Result<Outcome> {
     let num_refused = refused.len() + contradictory.len();
     let looked_at = format!("{} values files rendered, {num_refused} refused", accepted.len());
     Ok(Outcome::of(findings, looked_at))
-}
-
-/// Whether a flag has an integer as helm reads it from a values file.
-fn has_float(manifests: &str) -> bool {
-    manifests.lines().any(|line| line.trim_start().starts_with("- --") && line.contains("e+0"))
-}
-
-/// Whether each test has the policy to delete its pod. What a hook makes is no part of the release: uninstalling leaves it.
-fn deletes_its_tests(manifests: &str) -> bool {
-    let num = |annotation| manifests.matches(annotation).count();
-    num("helm.sh/hook: test") == num("helm.sh/hook-delete-policy: before-hook-creation,hook-succeeded")
-}
-
-/// Whether each trigger of KEDA fails where Prometheus has no series, and each ScaledObject then keeps its number of replicas.
-fn keeps_replicas_without_metrics(manifests: &str) -> bool {
-    let num = |text| manifests.matches(text).count();
-    num("type: prometheus") == num("ignoreNullValues: \"false\"")
-        && num("kind: ScaledObject") == num("behavior: currentReplicas")
 }
 
 /// The values files that the chart is installed with, relative to the root.
@@ -120,6 +99,52 @@ fn run(helm: &Path, args: &[&str], root: &Path) -> Result<String, String> {
         .filter(|line| !line.is_empty())
         .collect();
     Err(lines.join(" | "))
+}
+
+/// A copy of the chart with another version and nothing else. It is removed with this.
+struct Newer {
+    folder: PathBuf,
+}
+
+impl Newer {
+    fn new(root: &Path) -> Result<Newer> {
+        let newer =
+            Newer { folder: std::env::temp_dir().join(format!("baton-newer-chart-{}", std::process::id())) };
+        copy(&root.join(CHART), &newer.folder)?;
+        let about = newer.folder.join("Chart.yaml");
+        let text = std::fs::read_to_string(&about).context("read Chart.yaml")?;
+        let lines = text.lines().map(|line| match line.starts_with("version:") {
+            true => "version: 99.0.0",
+            false => line,
+        });
+        std::fs::write(&about, lines.collect::<Vec<_>>().join("\n")).context("write another Chart.yaml")?;
+        Ok(newer)
+    }
+
+    fn path(&self) -> &str {
+        self.folder.to_str().expect("a folder for temporary files has a name in UTF-8")
+    }
+}
+
+impl Drop for Newer {
+    fn drop(&mut self) {
+        // It is a copy among temporary files.
+        let _ = std::fs::remove_dir_all(&self.folder);
+    }
+}
+
+fn copy(from: &Path, to: &Path) -> Result<()> {
+    std::fs::create_dir_all(to).with_context(|| format!("make {}", to.display()))?;
+    for entry in std::fs::read_dir(from).with_context(|| format!("list {}", from.display()))? {
+        let entry = entry?;
+        let target = to.join(entry.file_name());
+        if entry.file_type()?.is_dir() {
+            copy(&entry.path(), &target)?;
+        } else {
+            std::fs::copy(entry.path(), &target).with_context(|| format!("copy to {}", target.display()))?;
+        }
+    }
+    Ok(())
 }
 
 /// Relative to the root, sorted.

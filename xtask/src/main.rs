@@ -22,6 +22,7 @@ mod image;
 mod invariants;
 mod kernels;
 mod kube;
+mod manifests;
 mod names;
 mod pages;
 mod pictures;

@@ -21,7 +21,10 @@
 {{- end -}}
 {{- end -}}
 
-{{/* Takes a dict of root and component. */}}
+{{/*
+Takes a dict of root and component. These are the labels of pods of workloads, too: with the chart's version among them another chart would
+restart every pod.
+*/}}
 {{- define "baton.selectorLabels" -}}
 app.kubernetes.io/name: {{ include "baton.name" .root }}
 app.kubernetes.io/instance: {{ .root.Release.Name }}

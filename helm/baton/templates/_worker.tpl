@@ -97,7 +97,7 @@ spec:
 {{- $component := dict "root" $root "component" .role -}}
 metadata:
   labels:
-    {{- include "baton.labels" $component | nindent 4 }}
+    {{- include "baton.selectorLabels" $component | nindent 4 }}
     {{- with $values.podLabels }}
     {{- toYaml . | nindent 4 }}
     {{- end }}

@@ -1,0 +1,95 @@
+//! What the chart's manifests must hold, with whatever values: text in, findings out. It knows neither helm nor values.
+
+/// What is wrong with the manifests of any values file.
+pub(crate) fn findings(manifests: &str) -> Vec<&'static str> {
+    let rules = [
+        (manifests.contains("kind: "), "nothing is rendered"),
+        (deletes_its_tests(manifests), "a pod of `helm test` stays when it has succeeded"),
+        (keeps_replicas_without_metrics(manifests), "KEDA takes missing metrics for no load"),
+        (
+            !manifests.contains("restartPolicy: OnFailure"),
+            "a pod that failed goes with its log: restartPolicy",
+        ),
+        (!has_float(manifests), "a flag has an integer as 1e+06: use int64"),
+    ];
+    rules.iter().filter(|(holds, _)| !holds).map(|(_, finding)| *finding).collect()
+}
+
+/// The templates of pods, one for each workload and Job. A change of one restarts pods.
+pub(crate) fn pod_templates(manifests: &str) -> Vec<String> {
+    let lines: Vec<&str> = manifests.lines().collect();
+    let starts = lines.iter().enumerate().filter(|(_, line)| {
+        // Of a Deployment, StatefulSet or Job; of a LeaderWorkerSet.
+        matches!(line.trim_start(), "template:" | "workerTemplate:")
+    });
+    starts
+        .map(|(idx, line)| {
+            let is_within = |other: &&&str| other.trim().is_empty() || indent(other) > indent(line);
+            let within: Vec<&str> = lines[idx + 1..].iter().take_while(is_within).copied().collect();
+            within.join("\n")
+        })
+        .collect()
+}
+
+fn indent(line: &str) -> usize {
+    line.len() - line.trim_start().len()
+}
+
+/// Whether a flag has an integer as helm reads it from a values file.
+fn has_float(manifests: &str) -> bool {
+    manifests.lines().any(|line| line.trim_start().starts_with("- --") && line.contains("e+0"))
+}
+
+/// Whether each test has the policy to delete its pod. What a hook makes is no part of the release: uninstalling leaves it.
+fn deletes_its_tests(manifests: &str) -> bool {
+    let num = |annotation| manifests.matches(annotation).count();
+    num("helm.sh/hook: test") == num("helm.sh/hook-delete-policy: before-hook-creation,hook-succeeded")
+}
+
+/// Whether each trigger of KEDA fails where Prometheus has no series, and each ScaledObject then keeps its number of replicas.
+fn keeps_replicas_without_metrics(manifests: &str) -> bool {
+    let num = |text| manifests.matches(text).count();
+    num("type: prometheus") == num("ignoreNullValues: \"false\"")
+        && num("kind: ScaledObject") == num("behavior: currentReplicas")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const DEPLOYMENT: &str = "---
+apiVersion: apps/v1
+kind: Deployment
+metadata:
+  labels: {version: \"1\"}
+spec:
+  replicas: 1
+  template:
+    metadata:
+      labels: {app: a}
+
+    spec:
+      containers: []
+";
+
+    #[test]
+    fn pod_templates_end_with_their_indentation() {
+        let set = "---\nkind: LeaderWorkerSet\nspec:\n  leaderWorkerTemplate:\n    workerTemplate:\n      spec: {}\n  b: 1\n";
+        let found = pod_templates(&[DEPLOYMENT, set].concat());
+        assert_eq!(
+            found,
+            ["    metadata:\n      labels: {app: a}\n\n    spec:\n      containers: []", "      spec: {}"]
+        );
+    }
+
+    #[test]
+    fn a_rule_that_does_not_hold_is_a_finding() {
+        assert!(findings(DEPLOYMENT).is_empty());
+        assert_eq!(findings("").len(), 1);
+        for wrong in
+            ["helm.sh/hook: test", "type: prometheus", "restartPolicy: OnFailure", "  - --most=1e+06"]
+        {
+            assert_eq!(findings(&format!("{DEPLOYMENT}{wrong}\n")).len(), 1, "{wrong}");
+        }
+    }
+}
