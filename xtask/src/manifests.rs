@@ -11,6 +11,10 @@ pub(crate) fn findings(manifests: &str) -> Vec<&'static str> {
             "a pod that failed goes with its log: restartPolicy",
         ),
         (!has_float(manifests), "a flag has an integer as 1e+06: use int64"),
+        (
+            stateful_sets_have_disks(manifests),
+            "a StatefulSet has no disk: when its node is lost, its pod is not replaced",
+        ),
     ];
     rules.iter().filter(|(holds, _)| !holds).map(|(_, finding)| *finding).collect()
 }
@@ -53,6 +57,12 @@ fn keeps_replicas_without_metrics(manifests: &str) -> bool {
         && num("kind: ScaledObject") == num("behavior: currentReplicas")
 }
 
+/// Whether each StatefulSet has claims. A pod of a StatefulSet is replaced when it is known to have ended, which a lost node never says.
+fn stateful_sets_have_disks(manifests: &str) -> bool {
+    let num = |text: &str| manifests.lines().filter(|line| *line == text).count();
+    num("kind: StatefulSet") == num("  volumeClaimTemplates:")
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -86,9 +96,13 @@ spec:
     fn a_rule_that_does_not_hold_is_a_finding() {
         assert!(findings(DEPLOYMENT).is_empty());
         assert_eq!(findings("").len(), 1);
-        for wrong in
-            ["helm.sh/hook: test", "type: prometheus", "restartPolicy: OnFailure", "  - --most=1e+06"]
-        {
+        for wrong in [
+            "helm.sh/hook: test",
+            "type: prometheus",
+            "restartPolicy: OnFailure",
+            "  - --most=1e+06",
+            "kind: StatefulSet",
+        ] {
             assert_eq!(findings(&format!("{DEPLOYMENT}{wrong}\n")).len(), 1, "{wrong}");
         }
     }

@@ -26,7 +26,7 @@ const SETTLE_TIMEOUT: Duration = Duration::from_secs(180);
 
 /// Every component, with the kind of its workload.
 const COMPONENTS: [(&str, &str); 4] =
-    [("deployment", "router"), ("deployment", "prefill"), ("deployment", "decode"), ("statefulset", "etcd")];
+    [("deployment", "router"), ("deployment", "prefill"), ("deployment", "decode"), ("deployment", "etcd")];
 
 pub(super) fn run(steps: &mut Steps, cluster: &Cluster, node: &Node, baton: &Path) -> Result<()> {
     if !steps.include(NAMESPACE) {
