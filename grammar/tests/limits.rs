@@ -211,7 +211,7 @@ fn a_draft_that_exceeds_a_limit_fails_nothing_as_long_as_it_is_not_sampled() {
     let expected = matcher.mask().unwrap().to_list();
     assert_eq!(matcher.num_allowed(&[b]), 1, "what a draft is cut to does not tell");
     let masks = matcher.masks(&[b]).unwrap();
-    assert_eq!(masks.iter().map(|mask| mask.to_list()).collect::<Vec<_>>(), [expected.clone()]);
+    assert_eq!(masks.iter().map(|mask| mask.to_list()).collect::<Vec<_>>(), std::slice::from_ref(&expected));
     assert_eq!(matcher.mask().unwrap().to_list(), expected);
     assert!(!matcher.may_draft() && matcher.num_allowed(&[a]) == 0, "it happens once");
     matcher.accept(a).expect("as without the draft");

@@ -12,6 +12,8 @@ use crate::{check::Outcome, manifests, tools, workspace::Workspace};
 pub(crate) const CHART: &str = "helm/baton";
 /// One YAML document per supported way to install.
 const VALUES: &str = "helm/baton/ci";
+/// The file there that changes no value.
+const DEFAULT: &str = "default";
 /// Values that users start from.
 const PRESETS: &str = "helm/baton/presets";
 /// Rendered for this Kubernetes: without a cluster to ask, helm assumes an ancient one.
@@ -46,6 +48,12 @@ pub(crate) fn check(workspace: &Workspace) -> Result<Outcome> {
             }
         };
         findings.extend(manifests::findings(&manifests).iter().map(|finding| format!("{finding}: {values}")));
+        if name_of(values) == DEFAULT {
+            match manifests::router_memory(&manifests) {
+                Some((limit, needed)) if limit >= needed => {}
+                found => findings.push(format!("{values}: router.resources is too little memory: {found:?}")),
+            }
+        }
         match helm(&["template", "release", newer.path(), KUBERNETES, "--values", values]) {
             Ok(newer) if manifests::pod_templates(&newer) == manifests::pod_templates(&manifests) => {}
             Ok(_) => findings.push(format!("a release of the chart alone restarts pods: {values}")),
