@@ -54,6 +54,15 @@ pub(crate) fn check(workspace: &Workspace) -> Result<Outcome> {
                 found => findings.push(format!("{values}: router.resources is too little memory: {found:?}")),
             }
         }
+        if manifests.matches("kind: Job\n").count() == 1 {
+            match fetches_ahead(&helm, values, &manifests) {
+                Ok(true) => {}
+                Ok(false) => {
+                    findings.push(format!("model.fetch.next is not a Job and nothing else: {values}"))
+                }
+                Err(message) => findings.push(format!("model.fetch.next with {values}: {message}")),
+            }
+        }
         match helm(&["template", "release", newer.path(), KUBERNETES, "--values", values]) {
             Ok(newer) if manifests::pod_templates(&newer) == manifests::pod_templates(&manifests) => {}
             Ok(_) => findings.push(format!("a release of the chart alone restarts pods: {values}")),
@@ -80,6 +89,23 @@ pub(crate) fn check(workspace: &Workspace) -> Result<Outcome> {
     let num_refused = refused.len() + contradictory.len();
     let looked_at = format!("{} values files rendered, {num_refused} refused", accepted.len());
     Ok(Outcome::of(findings, looked_at))
+}
+
+/// Whether `model.fetch.next` adds a Job and changes no pod, and the Job is the same when its model is the one that is served.
+fn fetches_ahead(
+    helm: &impl Fn(&[&str]) -> Result<String, String>,
+    values: &str,
+    manifests: &str,
+) -> Result<bool, String> {
+    const AHEAD: &str = "model.fetch.next.source=s3://models/next,model.fetch.next.path=/models/next";
+    const SERVED: &str = "model.fetch.source=s3://models/next,model.path=/models/next";
+    let with = |set| helm(&["template", "release", CHART, KUBERNETES, "--values", values, "--set", set]);
+    let before = manifests::pod_templates(manifests);
+    let ahead = manifests::pod_templates(&with(AHEAD)?);
+    let served = manifests::pod_templates(&with(SERVED)?);
+    let added: Vec<&String> = ahead.iter().filter(|template| !before.contains(template)).collect();
+    let keeps_all = before.iter().all(|template| ahead.contains(template));
+    Ok(keeps_all && ahead.len() == before.len() + 1 && added.len() == 1 && served.contains(added[0]))
 }
 
 /// The values files that the chart is installed with, relative to the root.

@@ -8,9 +8,9 @@ persistentVolumeClaim:
 {{- end -}}
 {{- end -}}
 
-{{/* The file that the Job leaves beside a model that is complete; a new source has a new name. A directory has one at most. */}}
+{{/* The file that the Job leaves beside a model that is complete; a new source has a new name. A directory has one at most. Takes a dict of source and path. */}}
 {{- define "baton.modelMarker" -}}
-{{- printf "%s/.fetched-%s" .Values.model.path (sha256sum .Values.model.fetch.source | trunc 8) -}}
+{{- printf "%s/.fetched-%s" .path (sha256sum .source | trunc 8) -}}
 {{- end -}}
 
 {{/* For pods that read the model: wait until the Job has fetched it. */}}
@@ -30,7 +30,7 @@ initContainers:
           seconds=$((seconds + 2))
           sleep 2
         done
-      - {{ include "baton.modelMarker" . | quote }}
+      - {{ include "baton.modelMarker" (dict "source" .Values.model.fetch.source "path" .Values.model.path) | quote }}
     resources:
       requests: {cpu: 10m, memory: 16Mi}
       limits: {memory: 32Mi}
@@ -48,10 +48,21 @@ initContainers:
 {{- ternary .Values.model.fetch.progressDeadlineSeconds .Values.progressDeadlineSeconds (ne .Values.model.fetch.source "") | int64 -}}
 {{- end -}}
 
-{{/* The pod that fetches the model. It says nothing of the chart's version: another pod is another Job. */}}
+{{/* A Job cannot be changed: another pod gets another name, and helm removes the old Job. Takes what baton.fetchPod takes. */}}
+{{- define "baton.fetchJob" -}}
+{{- printf "%s-model-%s" (include "baton.fullname" .root) (include "baton.fetchPod" . | sha256sum | trunc 8) -}}
+{{- end -}}
+
+{{/*
+The pod that fetches a model. It says nothing of the chart's version, nor whether the model is served now or next: another pod is another Job.
+Takes a dict of root, source and path.
+*/}}
 {{- define "baton.fetchPod" -}}
+{{- $source := .source -}}
+{{- $path := .path -}}
+{{- with .root -}}
 {{- $fetch := .Values.model.fetch -}}
-{{- $kind := $fetch.source | splitList "://" | first -}}
+{{- $kind := $source | splitList "://" | first -}}
 {{- $claim := fromYaml (include "baton.modelVolume" .) -}}
 metadata:
   labels:
@@ -78,9 +89,9 @@ spec:
         - |
           {{- .Files.Get (printf "files/fetch/%s.sh" $kind) | trim | nindent 10 }}
       env:
-        - {name: SOURCE, value: {{ $fetch.source | splitList "://" | last | quote }}}
-        - {name: MODEL, value: {{ .Values.model.path | quote }}}
-        - {name: MARKER, value: {{ include "baton.modelMarker" . | quote }}}
+        - {name: SOURCE, value: {{ $source | splitList "://" | last | quote }}}
+        - {name: MODEL, value: {{ $path | quote }}}
+        - {name: MARKER, value: {{ include "baton.modelMarker" (dict "source" $source "path" $path) | quote }}}
         - {name: ENDPOINT, value: {{ $fetch.endpoint | quote }}}
       {{- with $fetch.secretName }}
       envFrom:
@@ -101,4 +112,5 @@ spec:
   {{- with include "baton.placement" $fetch | trim }}
   {{- . | nindent 2 }}
   {{- end }}
+{{- end -}}
 {{- end -}}
