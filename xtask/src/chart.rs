@@ -14,6 +14,19 @@ pub(crate) const CHART: &str = "helm/baton";
 const VALUES: &str = "helm/baton/ci";
 /// The file there that changes no value.
 const DEFAULT: &str = "default";
+/// Files there of what others add to objects: what holds with them, and what is wrong otherwise.
+const EXTENSIONS: [(&str, fn(&str) -> bool, &str); 2] = [
+    (
+        "kueue",
+        |manifests| manifests::have_label(manifests, "LeaderWorkerSet", "kueue.x-k8s.io/queue-name: serving"),
+        "Kueue finds no label of its own on the LeaderWorkerSet",
+    ),
+    (
+        "openshift",
+        |manifests| !manifests.contains("runAsUser"),
+        "podSecurityContext.runAsUser: null leaves a user",
+    ),
+];
 /// Values that users start from.
 const PRESETS: &str = "helm/baton/presets";
 /// Rendered for this Kubernetes: without a cluster to ask, helm assumes an ancient one.
@@ -53,6 +66,11 @@ pub(crate) fn check(workspace: &Workspace) -> Result<Outcome> {
                 Some((limit, needed)) if limit >= needed => {}
                 found => findings.push(format!("{values}: router.resources is too little memory: {found:?}")),
             }
+        }
+        if let Some((_, holds, finding)) = EXTENSIONS.iter().find(|(name, ..)| *name == name_of(values))
+            && !holds(&manifests)
+        {
+            findings.push(format!("{finding}: {values}"));
         }
         if manifests.matches("kind: Job\n").count() == 1 {
             match fetches_ahead(&helm, values, &manifests) {

@@ -35,6 +35,19 @@ pub(crate) fn pod_templates(manifests: &str) -> Vec<String> {
         .collect()
 }
 
+/// Whether there are objects of this kind, and each has the label itself: not its pods alone.
+pub(crate) fn have_label(manifests: &str, kind: &str, label: &str) -> bool {
+    let kind = format!("kind: {kind}");
+    let (kind, label) = (kind.as_str(), format!("    {label}"));
+    let mut objects =
+        manifests.split("\n---\n").filter(|object| object.lines().any(|line| line == kind)).peekable();
+    objects.peek().is_some()
+        && objects.all(|object| {
+            let about = object.split("\nspec:").next().unwrap_or_default();
+            about.lines().any(|line| line == label)
+        })
+}
+
 /// The memory limit of a router, and what the requests that it admits may need, in bytes. `None`: it has no limit.
 pub(crate) fn router_memory(manifests: &str) -> Option<(u64, u64)> {
     const MIB: u64 = 1 << 20;
@@ -113,6 +126,18 @@ spec:
             found,
             ["    metadata:\n      labels: {app: a}\n\n    spec:\n      containers: []", "      spec: {}"]
         );
+    }
+
+    #[test]
+    fn a_label_is_of_the_object_itself() {
+        let with = |metadata: &str| {
+            format!(
+                "---\nkind: Set\nmetadata:\n  labels:\n{metadata}spec:\n  template:\n    a: b\n---\nkind: Job\n"
+            )
+        };
+        assert!(have_label(&with("    a: b\n"), "Set", "a: b"));
+        assert!(!have_label(&with(""), "Set", "a: b"));
+        assert!(!have_label(&with("    a: b\n"), "Other", "a: b"));
     }
 
     #[test]

@@ -163,14 +163,13 @@ app.kubernetes.io/managed-by: {{ .root.Release.Service }}
 {{- if eq .Values.network.ipFamily "IPv6" }}[$(POD_IP)]{{ else }}$(POD_IP){{ end -}}
 {{- end -}}
 
+{{/* Of every pod. Helm removes a default that a values file sets to null; some versions leave the null to a chart within another. */}}
 {{- define "baton.podSecurityContext" -}}
-runAsNonRoot: true
-runAsUser: 10001
-runAsGroup: 10001
-fsGroup: 10001
-fsGroupChangePolicy: OnRootMismatch
-seccompProfile:
-  type: RuntimeDefault
+{{- $context := dict -}}
+{{- range $key, $value := .Values.podSecurityContext -}}
+{{- if not (kindIs "invalid" $value) -}}{{- $_ := set $context $key $value -}}{{- end -}}
+{{- end -}}
+{{- toYaml $context -}}
 {{- end -}}
 
 {{- define "baton.containerSecurityContext" -}}
@@ -200,5 +199,8 @@ topologySpreadConstraints:
 {{- end }}
 {{- with .priorityClassName }}
 priorityClassName: {{ . }}
+{{- end }}
+{{- with .schedulerName }}
+schedulerName: {{ . }}
 {{- end }}
 {{- end -}}

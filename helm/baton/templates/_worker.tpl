@@ -34,6 +34,13 @@ metadata:
   name: {{ $name }}
   labels:
     {{- include "baton.labels" $component | nindent 4 }}
+    {{- with $values.labels }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+  {{- with $values.annotations }}
+  annotations:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
 spec:
   {{- if eq $values.autoscaling.mode "none" }}
   replicas: {{ $values.replicas }}
@@ -245,7 +252,7 @@ spec:
         {{- include "baton.workerResources" . | nindent 8 }}
       securityContext:
         {{- include "baton.containerSecurityContext" $root | nindent 8 }}
-        {{- if eq (include "baton.workerUser" $root) "0" }}
+        {{- if and $root.Values.rdma.enabled $root.Values.rdma.lockMemory }}
           add: [IPC_LOCK]
         # The capability of a user that is not root would not take effect.
         runAsNonRoot: false
@@ -299,9 +306,12 @@ spec:
   {{- end }}
 {{- end -}}
 
-{{/* The user of workers: root where they lock memory. */}}
+{{/* The user of workers, for a name: root where they lock memory. Without a number the cluster assigns one to the namespace. */}}
 {{- define "baton.workerUser" -}}
-{{- if and .Values.rdma.enabled .Values.rdma.lockMemory }}0{{ else }}10001{{ end -}}
+{{- if and .Values.rdma.enabled .Values.rdma.lockMemory -}}0
+{{- else if kindIs "invalid" .Values.podSecurityContext.runAsUser -}}assigned
+{{- else -}}{{ int64 .Values.podSecurityContext.runAsUser }}
+{{- end -}}
 {{- end -}}
 
 {{/* What a worker is given, its devices among it. */}}
