@@ -11,6 +11,7 @@ pub(crate) fn findings(manifests: &str) -> Vec<&'static str> {
             "a pod that failed goes with its log: restartPolicy",
         ),
         (!has_float(manifests), "a flag has an integer as 1e+06: use int64"),
+        (scrapes_running_pods(manifests), "a pod that waits for its image or model is a target that is down"),
         (
             stateful_sets_have_disks(manifests),
             "a StatefulSet has no disk: when its node is lost, its pod is not replaced",
@@ -93,6 +94,12 @@ fn keeps_replicas_without_metrics(manifests: &str) -> bool {
         && num("kind: ScaledObject") == num("behavior: currentReplicas")
 }
 
+/// Whether each endpoint of a PodMonitor keeps pods of phase Running alone. Init containers run in a pod that is pending and has an address.
+fn scrapes_running_pods(manifests: &str) -> bool {
+    let num = |text| manifests.matches(text).count();
+    num("path: /metrics") == num("- __meta_kubernetes_pod_phase")
+}
+
 /// Whether each StatefulSet has claims. A pod of a StatefulSet is replaced when it is known to have ended, which a lost node never says.
 fn stateful_sets_have_disks(manifests: &str) -> bool {
     let num = |text: &str| manifests.lines().filter(|line| *line == text).count();
@@ -167,6 +174,7 @@ spec:
             "restartPolicy: OnFailure",
             "  - --most=1e+06",
             "kind: StatefulSet",
+            "path: /metrics",
         ] {
             assert_eq!(findings(&format!("{DEPLOYMENT}{wrong}\n")).len(), 1, "{wrong}");
         }
