@@ -14,8 +14,10 @@ pub(crate) const CHART: &str = "helm/baton";
 const VALUES: &str = "helm/baton/ci";
 /// The file there that changes no value.
 const DEFAULT: &str = "default";
-/// Files there of what others add to objects: what holds with them, and what is wrong otherwise.
-const EXTENSIONS: [(&str, fn(&str) -> bool, &str); 2] = [
+/// What holds of the manifests of a file there, and what is wrong otherwise.
+type Extension = (&'static str, fn(&str) -> bool, &'static str);
+/// Files there of what others add to objects.
+const EXTENSIONS: [Extension; 2] = [
     (
         "kueue",
         |manifests| manifests::have_label(manifests, "LeaderWorkerSet", "kueue.x-k8s.io/queue-name: serving"),

@@ -314,24 +314,23 @@ async fn a_tier_that_hangs_is_waited_for_as_long_as_computing_takes() {
         worker.answer(nth).await;
         worker.until_saved(NUM_BLOCKS * u64::from(nth + 1)).await;
     }
-    worker.hangs.store(true, Ordering::Relaxed);
     let prompt = Arc::from(&request(0).prompt[..=FEW * BLOCK_SIZE]);
     let request = Request { prompt, ..request(0) };
-    let recall = Recall::of(Some(&worker.tiers), &request).expect("the disk has it");
-    assert!(recall.is_awaited());
-    tokio::time::pause();
-    let recall = tokio::spawn(recall.run());
-    // It begins to wait.
-    tokio::task::yield_now().await;
-    // Twenty times as long as these blocks take.
-    tokio::time::advance(20 * BLOCK_TIME * FEW as u32).await;
-    for _ in 0..1000 {
-        tokio::task::yield_now().await;
+    let mut has_given_up = false;
+    // One is enough: the machine may be busy meanwhile.
+    for _ in 0..20 {
+        worker.hangs.store(true, Ordering::Relaxed);
+        let recall = Recall::of(Some(&worker.tiers), &request).expect("the disk has it");
+        assert!(recall.is_awaited());
+        let started = Instant::now();
+        drop(recall.run().await);
+        // Twenty times as long as these blocks take.
+        has_given_up |= started.elapsed() < 20 * BLOCK_TIME * FEW as u32;
+        worker.hangs.store(false, Ordering::Relaxed);
+        if has_given_up {
+            break;
+        }
     }
-    let has_given_up = recall.is_finished();
-    tokio::time::resume();
-    worker.hangs.store(false, Ordering::Relaxed);
-    drop(recall.await.expect("no panic"));
     assert!(has_given_up);
     worker.end().await;
 }
