@@ -1,4 +1,4 @@
-//! The body of an answer: it holds the permit of its call, and ends when its key is revoked.
+//! The body of an answer that holds a permit, and may end before it is whole.
 
 use std::{
     pin::Pin,
@@ -6,30 +6,29 @@ use std::{
 };
 
 use axum::body::{Body, Bytes, HttpBody};
-use baton_keys::CallPermit;
 use hyper::body::{Frame, SizeHint};
 
 type End = Pin<Box<dyn Future<Output = ()> + Send>>;
 
-/// A body with the permit of its call.
-pub(super) struct HeldBody {
+/// A body with a permit, which is dropped with it.
+pub struct HeldBody<P> {
     body: Body,
-    _permit: CallPermit,
-    /// Ends the body.
+    _permit: P,
     end: Option<End>,
 }
 
-impl HeldBody {
-    pub(super) fn new(
+impl<P> HeldBody<P> {
+    /// `end`: the body ends when this does.
+    pub fn new(
         body: Body,
-        permit: CallPermit,
+        permit: P,
         end: Option<impl Future<Output = ()> + Send + 'static>,
-    ) -> HeldBody {
+    ) -> HeldBody<P> {
         HeldBody { body, _permit: permit, end: end.map(|end| Box::pin(end) as End) }
     }
 }
 
-impl HttpBody for HeldBody {
+impl<P: Unpin> HttpBody for HeldBody<P> {
     type Data = Bytes;
     type Error = axum::Error;
 

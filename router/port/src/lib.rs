@@ -2,6 +2,7 @@
 //! take, and ends every connection; it tells whose pages may call. Of what is served it knows the probes alone.
 #![forbid(unsafe_code)]
 
+mod held;
 mod pages;
 mod places;
 #[cfg(test)]
@@ -35,6 +36,7 @@ use tokio_util::{
 };
 use tower::ServiceExt;
 
+pub use held::HeldBody;
 pub use pages::{PagePolicy, PageRefusal};
 use places::{Places, SPARE_TIME};
 use unread::Answers;

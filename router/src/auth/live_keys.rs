@@ -76,10 +76,7 @@ impl LiveKeys {
         if read == seen.known || read != seen.newest {
             return SeenTexts { newest: read, ..seen };
         }
-        let entered = match &read {
-            Ok(text) => self.enter(text).map_err(|error| error.to_string()),
-            Err(error) => Err(error.clone()),
-        };
+        let entered = read.clone().and_then(|text| self.enter(&text).map_err(|error| error.to_string()));
         let path = self.path.display();
         match entered {
             Ok(()) => tracing::info!(%path, num_keys = self.ring().num_keys(), "key file read again"),

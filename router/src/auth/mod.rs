@@ -3,7 +3,6 @@
 //! Handlers do not know them. They find the caller in the request's [`RequestArrival`].
 
 mod access;
-mod held;
 mod live_keys;
 mod refusal;
 
@@ -18,11 +17,10 @@ use axum::{
 };
 use baton_keys::{Allowance, KeyHolder};
 use baton_router_core::{Caller, RequestArrival};
-use baton_router_port::PagePolicy;
+use baton_router_port::{HeldBody, PagePolicy};
 use http::{HeaderMap, HeaderName, HeaderValue, header};
 
 use access::Access;
-use held::HeldBody;
 pub(crate) use live_keys::LiveKeys;
 use refusal::Refusal;
 
