@@ -22,8 +22,9 @@ const NEEDS: [(&str, &str); 3] = [
     ("aarch64-linux-gnu-g++", "g++-aarch64-linux-gnu"),
 ];
 
-/// The kernels: unit tests.
-const KERNELS: &str = "--lib -p baton-cpu-simd -p baton-cpu-kernels -p baton-cpu-attention";
+/// The kernels: unit tests, and the integration tests of crates whose libraries have none. `--lib` would compile such a library
+/// once more, as a test.
+const KERNELS: &str = "--tests -p baton-cpu-simd -p baton-cpu-kernels -p baton-cpu-attention";
 /// Threads, quantised KV and the forward pass: unit tests. And whole models beside `transformers`.
 const MODELS: &str = "--lib -p baton-cpu-threads -p baton-kv-cache -p baton-model-cpu -p baton-model \
     --test parity --test quantised --test tensor_parallel";

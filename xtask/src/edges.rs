@@ -418,11 +418,11 @@ const ROOMS: &[Room] = &[
         tests_use: &["baton-model-testing"],
         never: &["baton-checkpoint", "baton-cuda", "safetensors", "cudarc", "tokio"],
     },
-    // Kernels: no weight files, no order of operations, no KV.
+    // Kernels: no weight files, no order of operations, no KV. Its own tests use some of its internals.
     Room {
         name: "baton-cpu-kernels",
         uses: &["baton-cpu-simd", "baton-cpu-threads", "baton-model-spec"],
-        tests_use: &["baton-model-testing"],
+        tests_use: &["baton-cpu-kernels", "baton-model-testing"],
         never: &["baton-checkpoint", "baton-cuda", "safetensors", "cudarc", "tokio"],
     },
     // Vectors, tiles, and the numbers that they widen: no tensors.

@@ -19,3 +19,11 @@ pub use products::{
     pack_floats, pack_integers, pairs_loop,
 };
 pub use rows::{GateFunction, rms_norm, rms_norm_in_place, rotate, soft_cap, soft_capped};
+
+/// Internals that the tests of this crate check.
+#[cfg(feature = "testing")]
+#[doc(hidden)]
+pub mod testing {
+    pub use crate::products::testing::{SLAB, UNCUT, Unpacked, cut, level_tiles_multiply, tiles_of_rows};
+    pub use crate::rows::{erf, gated};
+}

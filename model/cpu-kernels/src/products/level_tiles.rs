@@ -3,7 +3,7 @@
 //! A panel's lines of levels are rows of tiles as they are stored: sixteen lines are two tiles of weights, one for each
 //! half. Sums of a group are exact. They are stored, and while tiles multiply the next groups, they are converted and
 //! added as [`levels`](super::levels) says.
-#![cfg_attr(not(any(test, target_arch = "x86_64")), allow(dead_code))] // only x86-64 has tiles
+#![cfg_attr(not(target_arch = "x86_64"), allow(dead_code))] // only x86-64 has tiles
 
 use super::panels::{LINE_BYTES, PANEL, ROW_SCALE_BYTES, group_head_bytes, per_line};
 use super::slabs::{Ahead, Block, SLAB, SUMS, store_sums, zero_sums};
@@ -19,7 +19,7 @@ pub(super) const MIN_ROWS: usize = 8;
 /// Whether this kernel multiplies such weights. Storing and adding the sums of small groups would take longer than their
 /// products; those of large ones are not exact as floats; nibbles would have to be widened. All of them are
 /// [widened to bf16](super::pair_tiles).
-pub(super) fn multiplies(format: IntegerFormat) -> bool {
+pub fn multiplies(format: IntegerFormat) -> bool {
     format.width == IntegerWidth::Eight && (96..=512).contains(&format.group)
 }
 

@@ -24,6 +24,8 @@ mod pair_tiles;
 mod pairs;
 mod panels;
 mod slabs;
+#[cfg(feature = "testing")]
+pub mod testing;
 mod tile;
 mod unpacked;
 mod widened;

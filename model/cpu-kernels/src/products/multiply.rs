@@ -276,6 +276,3 @@ impl Kernel {
         }
     }
 }
-
-#[cfg(test)]
-mod tests;

@@ -11,8 +11,6 @@
 mod neon;
 #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
 mod none;
-#[cfg(test)]
-pub(crate) mod tests;
 #[cfg(target_arch = "x86_64")]
 mod x86;
 

@@ -30,7 +30,7 @@ pub(super) const SUMS: usize = TILE_ROWS * PANEL;
 const SUM_BYTES: usize = PANEL * 4;
 /// Numbers of K whose products are added before they are added to earlier ones. Two thirds of the first-level cache hold a
 /// panel of as many bf16.
-pub(super) const SLAB: usize = 512;
+pub const SLAB: usize = 512;
 /// The most tiles of rows that are multiplied with a panel, one after the other.
 const MAX_TILES: usize = 32;
 

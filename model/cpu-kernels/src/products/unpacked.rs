@@ -16,13 +16,13 @@ const MIN_TILES: usize = 16;
 
 /// The panels of a product, unpacked.
 #[derive(Clone, Copy)]
-pub(super) struct Unpacked {
+pub struct Unpacked {
     packed: IntegerFormat,
     k: usize,
     /// The format for kernels.
     pub(super) format: IntegerFormat,
     /// Bytes of a panel. Each line of nibbles becomes two, also where the second has no numbers.
-    pub(super) panel_bytes: usize,
+    pub panel_bytes: usize,
 }
 
 impl Unpacked {
@@ -33,7 +33,8 @@ impl Unpacked {
         is_faster.then(|| Unpacked::new(packed, k))
     }
 
-    fn new(packed: IntegerFormat, k: usize) -> Unpacked {
+    /// Panels of `k` columns in that format, which is one of nibbles.
+    pub fn new(packed: IntegerFormat, k: usize) -> Unpacked {
         let format = IntegerFormat { width: IntegerWidth::Eight, ..packed };
         let columns = k.next_multiple_of(per_line(packed.width));
         let panel_bytes = PanelFormat::Integers(format).panel_bytes(columns);
@@ -44,7 +45,7 @@ impl Unpacked {
     ///
     /// # Safety
     /// `to` has room for them.
-    pub(super) unsafe fn write(&self, isa: Isa, panels: &[u8], to: *mut u8) {
+    pub unsafe fn write(&self, isa: Isa, panels: &[u8], to: *mut u8) {
         let packed_bytes = PanelFormat::Integers(self.packed).panel_bytes(self.k);
         for (idx, panel) in panels.chunks_exact(packed_bytes).enumerate() {
             // SAFETY: guaranteed by the caller.
@@ -96,46 +97,5 @@ unsafe fn copy<const BYTES: usize>(from: &mut *const u8, to: &mut *mut u8) {
         std::ptr::copy_nonoverlapping(*from, *to, BYTES);
         *from = from.add(BYTES);
         *to = to.add(BYTES);
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::products::pack_integers;
-    use crate::products::panels::PANEL;
-    use baton_cpu_simd::tiles::tested_isas;
-    use baton_model_spec::IntegerRow;
-    use baton_model_testing::noise;
-
-    #[test]
-    fn unpacked_panels_are_panels_of_bytes_with_the_same_levels() {
-        for (group, has_zeros, k) in [(32, false, 256), (32, true, 96), (128, false, 301), (64, true, 7)] {
-            let packed = IntegerFormat { width: IntegerWidth::Four, group, has_zeros };
-            let rows: Vec<_> = (0..PANEL as u64)
-                .map(|row| {
-                    let row =
-                        IntegerRow::quantise(&noise(row, k), IntegerFormat { has_zeros: false, ..packed });
-                    let zeros =
-                        if has_zeros { row.scales.iter().map(|scale| scale * 3.0).collect() } else { vec![] };
-                    IntegerRow { zeros, ..row }
-                })
-                .collect();
-            let mut panel = vec![0; PanelFormat::Integers(packed).panel_bytes(k)];
-            pack_integers(&rows, packed, k, &mut panel);
-            let unpacked = Unpacked::new(packed, k);
-            let bytes = IntegerFormat { width: IntegerWidth::Eight, ..packed };
-            let mut expected = vec![0; PanelFormat::Integers(bytes).panel_bytes(k)];
-            pack_integers(&rows, bytes, k, &mut expected);
-
-            for isa in tested_isas() {
-                let mut both = vec![0xff; 2 * unpacked.panel_bytes];
-                // SAFETY: there is room for both panels.
-                unsafe { unpacked.write(isa, &[&panel[..], &panel].concat(), both.as_mut_ptr()) };
-                for got in both.chunks(unpacked.panel_bytes) {
-                    assert!(got[..expected.len()] == expected, "{isa:?}: groups of {group}, {k} columns");
-                }
-            }
-        }
     }
 }

@@ -7,7 +7,7 @@
 //!
 //! A level becomes a float without a conversion: its bits are put into the mantissa of a power of two, which the fused
 //! multiply-add subtracts again.
-#![cfg_attr(not(any(test, target_arch = "x86_64")), allow(dead_code))] // only x86-64 has tiles
+#![cfg_attr(not(target_arch = "x86_64"), allow(dead_code))] // only x86-64 has tiles
 
 use super::panels::{LINE_BYTES, PAIR_STEP as STEP, PANEL, ROW_SCALE_BYTES, group_head_bytes, per_line};
 use super::slabs::SLAB;
@@ -20,7 +20,7 @@ pub(super) const MAX_ROWS: usize = 2;
 /// Prefetch distance in bytes.
 const PREFETCH: usize = 2048;
 /// What cutting a number to bf16 takes from it on average.
-pub(super) const UNCUT: f32 = 1.0 + 1.0 / 369.0;
+pub const UNCUT: f32 = 1.0 + 1.0 / 369.0;
 /// Where a level's lowest bit may be in a word, and the power of two for which that bit is one.
 const PLACES: [(u32, f32); 3] = [(8, 32768.0), (12, 2048.0), (16, 128.0)];
 /// For each of eight numbers of a word of nibbles: the shift of the word to the left, or to the right if negative, and
@@ -126,8 +126,8 @@ fn level<const FOUR: bool>(word: u32, (shift, place): (i32, usize)) -> f32 {
 }
 
 /// Number `k` of a row as kernels widen it.
-#[cfg(test)]
-pub(super) fn cut(width: IntegerWidth, k: usize, level: u8, zero: f32, scale: f32) -> f32 {
+#[cfg(feature = "testing")]
+pub fn cut(width: IntegerWidth, k: usize, level: u8, zero: f32, scale: f32) -> f32 {
     let (_, place) = if width == IntegerWidth::Four { NIBBLES[k % 8] } else { BYTES[k % 4] };
     let (_, power) = PLACES[place];
     let exact = (power + f32::from(level)).mul_add(scale, -(power + zero) * scale);

@@ -1,12 +1,15 @@
 use half::bf16;
 
-use super::*;
-use crate::products::pairs::tests::add_pair;
-use crate::products::{has_pairs, pack_floats, pack_integers};
-use crate::rows::GateFunction;
+use baton_cpu_kernels::testing::{SLAB, UNCUT, cut, level_tiles_multiply};
+use baton_cpu_kernels::{
+    Cpu, GateFunction, Isa, Output, PANEL, PanelFormat, PanelsRef, RowOrder, has_pairs, multiply,
+    pack_floats, pack_integers,
+};
 use baton_cpu_simd::tiles::tested_isas;
 use baton_model_spec::{FloatDtype as Dtype, IntegerFormat, IntegerRow, IntegerWidth};
 use baton_model_testing::noise;
+
+use crate::pairs::add_pair;
 
 /// The bytes of `values` in `dtype`, and the f32 that they widen to.
 fn store(dtype: Dtype, values: &[f32]) -> (Vec<u8>, Vec<f32>) {
@@ -154,7 +157,7 @@ fn in_tiles(a: &[f32], w: &[f32]) -> f32 {
             sum + (chain(0) + chain(1))
         })
     };
-    let slabs = a.chunks(slabs::SLAB).zip(w.chunks(slabs::SLAB));
+    let slabs = a.chunks(SLAB).zip(w.chunks(SLAB));
     slabs.map(|(a, w)| of_slab(a, w)).reduce(|sum, slab| sum + slab).unwrap_or(0.0)
 }
 
@@ -172,7 +175,7 @@ fn reference(isa: Isa, case: &Case, packed: &Packed, a: &[f32], col: usize) -> f
             let pair = |x: &[f32]| [x[0], x.get(1).copied().unwrap_or(0.0)];
             a.chunks(2).zip(w.chunks(2)).fold(0.0f32, |sum, (a, w)| add_pair(sum, pair(a), pair(w)))
         }
-        PanelFormat::Integers(format) if isa.has_tiles() && !level_tiles::multiplies(format) => {
+        PanelFormat::Integers(format) if isa.has_tiles() && !level_tiles_multiply(format) => {
             let row = &packed.rows[col];
             let row_scale = row_scale(row);
             let a: Vec<f32> = a.iter().map(|a| bf16::from_f32(*a).to_f32()).collect();
@@ -181,10 +184,10 @@ fn reference(isa: Isa, case: &Case, packed: &Packed, a: &[f32], col: usize) -> f
                     let group = k / format.group;
                     let zero =
                         if format.has_zeros { row.zeros[group] } else { f32::from(format.width.middle()) };
-                    widened::cut(format.width, k, *level, zero, row.scales[group] / row_scale)
+                    cut(format.width, k, *level, zero, row.scales[group] / row_scale)
                 })
                 .collect();
-            in_tiles(&a, &w) * widened::UNCUT * row_scale
+            in_tiles(&a, &w) * UNCUT * row_scale
         }
         PanelFormat::Integers(format) => {
             let row = &packed.rows[col];
@@ -336,7 +339,7 @@ fn nan_activations_give_nan() {
             let panels = PanelsRef::new(&packed.bytes, case.format, case.n, case.k);
             multiply(&mut cpu, case.m, &a, panels, None, &mut out, Output::Store);
             // Activations that stay floats may keep an infinity.
-            let stays = isa.has_tiles() && !level_tiles::multiplies(format);
+            let stays = isa.has_tiles() && !level_tiles_multiply(format);
             let [nan, infinity, good] = [0, 1, 2].map(|row| &out[row * case.n..(row + 1) * case.n]);
             assert!(nan.iter().all(|x| x.is_nan()), "{isa:?}: the row with a NaN");
             assert!(infinity.iter().all(|x| x.is_nan() || stays && x.is_infinite()), "{isa:?}: an infinity");

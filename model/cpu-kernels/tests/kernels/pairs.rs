@@ -1,5 +1,5 @@
-use super::*;
-use baton_cpu_simd::{LANES, Words, pair_kernel};
+use baton_cpu_kernels::has_pairs;
+use baton_cpu_simd::{Isa, LANES, Words, pair_kernel};
 use baton_model_testing::noise;
 
 /// What adding a pair of products to a sum gives on this kind of processor.
