@@ -9,7 +9,7 @@ use std::{
     time::Duration,
 };
 
-use baton_cost::StepLine;
+use baton_cost::{StepLine, StepYield};
 use baton_grammar::{GrammarError, TokenMatcher};
 use baton_kv_cache::{BlockId, BlockStorage};
 use baton_model_spec::SampledToken;
@@ -256,6 +256,14 @@ impl EngineHandle {
             return Some(step);
         };
         Some(step.after((config.clock)().saturating_duration_since(stepped_at), &prior))
+    }
+
+    /// Tokens that routers are to expect of its next step for a sequence that decodes, by its pace: while no step follows, they come back
+    /// to one ([`StepYield::after`]).
+    pub fn expected_yield(&self, pace: &EnginePace) -> StepYield {
+        let recent = StepYield::checked(pace.recent_tokens).unwrap_or_default();
+        let Some(stepped_at) = pace.stepped_at else { return recent };
+        recent.after((self.state.config.clock)().saturating_duration_since(stepped_at))
     }
 
     /// Tokens that one step computes at most.

@@ -57,7 +57,7 @@ pub struct EnginePace {
     /// Between two tokens of a sequence that decodes, by the newest steps; 0 when the newest step decoded nothing, and
     /// while there is nothing to compute. Drafting counts, and so do accepted drafts.
     pub recent_itl_seconds: f64,
-    /// Tokens that a step yields for such a sequence, by the same steps.
+    /// Tokens that a step yields for such a sequence, by the same steps; kept while nothing decodes. 0 before the first one.
     pub(crate) recent_tokens: f64,
     /// When the newest step ended. `None` before the first.
     pub(crate) stepped_at: Option<Instant>,
@@ -146,7 +146,7 @@ impl Progress {
     pub(crate) fn set_pace(&self, now: EnginePace, newest: Option<DecodeStep>) {
         let mut pace = self.pace.lock().unwrap_or_else(PoisonError::into_inner);
         let (recent_itl_seconds, recent_tokens) = match newest {
-            None => (0.0, 0.0),
+            None => (0.0, pace.recent_tokens),
             Some(newest) if pace.recent_itl_seconds == 0.0 => {
                 (newest.seconds / newest.num_tokens, newest.num_tokens)
             }

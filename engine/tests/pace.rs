@@ -150,8 +150,8 @@ async fn the_time_between_tokens_counts_drafting_and_what_it_gains() {
     let model = FakeModel::new(BLOCK_SIZE);
     // A draft model that is always right: 1500 microseconds for six tokens. And one that is always wrong, soon after the
     // first drafts.
-    for (errs_in, draft, num_steps, expected) in
-        [(None, 100, 40, 240.0..260.0), (Some(1), 900, 12, 1001.0..4000.0)]
+    for (errs_in, draft, num_steps, expected, yields) in
+        [(None, 100, 40, 240.0..260.0, 3.5..6.01), (Some(1), 900, 12, 1001.0..4000.0, 1.0..2.0)]
     {
         let drafter = draft_with_hook(FakeModel { errs_in, ..model }, move |_| {
             MICROS.fetch_add(draft, Ordering::Relaxed);
@@ -177,6 +177,13 @@ async fn the_time_between_tokens_counts_drafting_and_what_it_gains() {
         support::collect(stream).await;
         engine.check_whole().await;
         assert!(expected.contains(&micros), "{micros} microseconds with drafts of {draft}");
+        // By its last steps, also when it has nothing to do. A minute later it is half as much more than one.
+        let expected_yield = || engine.expected_yield(&engine.pace()).num_tokens();
+        let told = expected_yield();
+        assert!(yields.contains(&told), "{told} tokens a step with drafts of {draft}");
+        MICROS.fetch_add(60_000_000, Ordering::Relaxed);
+        let later = expected_yield();
+        assert!((2.0 * (later - 1.0) - (told - 1.0)).abs() < 1e-9, "{later} after {told}");
     }
 }
 

@@ -155,6 +155,7 @@ impl Worker {
             num_context_tokens: pace.num_context_tokens as u64,
             num_queued_pairs: pace.num_queued_pairs as u64,
             recent_itl_seconds: pace.recent_itl_seconds,
+            recent_tokens_per_step: self.engine.expected_yield(&pace).num_tokens(),
             max_step_tokens: count(self.engine.token_budget()),
             itl_target_seconds: self.engine.itl_target().map_or(0.0, |target| target.as_secs_f64()),
             is_home_of_another: self.watchers.prefer_another(self.id(), router),

@@ -88,6 +88,7 @@ async fn a_reservation_that_waits_is_covered_and_counted_once() {
     let load = report(&d);
     assert_eq!((load.num_running, load.num_waiting), (1, 1));
     assert_eq!(load.num_queued_blocks, 14, "13 for its prompt, and one to grow");
+    assert_eq!(load.recent_tokens_per_step, 1.0, "it drafts nothing");
 
     steps.open();
     for (prompt, events) in [(&prompts[0], &mut first), (&prompts[1], &mut second)] {

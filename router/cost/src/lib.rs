@@ -12,12 +12,14 @@ mod link;
 mod meeting;
 mod roofline;
 mod step;
+mod step_yield;
 
 pub use calibration::StepCalibration;
 pub use link::{LinkCalibration, LinkLine};
 pub use meeting::{MIN_BROUGHT, WORTH_WAITING, meeting, share_brought, worth_bringing};
 pub use roofline::{DeviceProfile, GpuKind, ModelShape, prior};
 pub use step::{PassageWork, PromptWork, StepLine, StepWork};
+pub use step_yield::StepYield;
 
 /// A measured time that can be true: positive, and no longer than an hour.
 fn is_plausible(seconds: f64) -> bool {
