@@ -10,7 +10,7 @@ use baton_cluster::{Role, WorkerRecord};
 use baton_fuzz::{Change, pick};
 use baton_planner::{
     ClusterView, HeldPrefix, LinkLine, Load, Plan, PlanByTime, PlanRequest, Policy, Prefill, PrefillMode,
-    SentWork, Slo, StepLine, StorePace, Usability, WorkerKey, WorkerPace, WorkerView,
+    SentWork, Slo, StepLine, StepYield, StorePace, Usability, WorkerKey, WorkerPace, WorkerView,
 };
 use baton_proto::worker as proto;
 use libfuzzer_sys::fuzz_target;
@@ -92,6 +92,8 @@ fuzz_target!(|input: Input| {
                     num_context_tokens: context,
                     num_queued_pairs: pairs,
                     recent_itl: f64::from_bits(itl),
+                    // What a report says is checked before.
+                    step_yield: StepYield::checked(1.0 + (itl % 1024) as f64).unwrap_or_default(),
                     max_step_tokens: max_step_tokens as u32 as usize,
                     itl_target: f64::from_bits(itl.rotate_left(32)),
                 }

@@ -4,7 +4,7 @@
 use std::{collections::BTreeSet, mem, sync::Arc, time::Duration};
 
 use baton_cluster_record::{BalanceGrants, Capacity, Role, WorkerRecord};
-use baton_cost::{LinkCalibration, PromptWork, StepLine, StepWork, worth_bringing};
+use baton_cost::{LinkCalibration, PromptWork, StepLine, StepWork, StepYield, worth_bringing};
 use baton_kv_cache::{BlockHash, HashRoot};
 use baton_kv_index::{BatchKind, EventBatch};
 use baton_planner::{Load, WorkerPace};
@@ -353,6 +353,8 @@ impl Worker {
             num_context_tokens: decoding.num_context_tokens as u64,
             num_queued_pairs: self.scheduler.num_queued_pairs() as u64,
             recent_itl: self.recent_itl,
+            // It drafts nothing.
+            step_yield: StepYield::default(),
             max_step_tokens: self.spec.token_budget,
             itl_target: self.spec.itl_target.map_or(0.0, |target| target.as_secs_f64()),
         });

@@ -4,6 +4,8 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
+use crate::StepYield;
+
 /// What one step of an engine computes, all sequences together.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct StepWork {
@@ -118,6 +120,15 @@ impl StepLine {
             + self.per_pair * work.num_pairs
     }
 
+    /// Seconds for a token of each sequence of `batch`, which decode: a step over what it yields. Accepted drafts are computed, too.
+    /// Rejected ones are not counted.
+    pub fn token_seconds(&self, batch: &StepWork, step_yield: StepYield) -> f64 {
+        let num = step_yield.num_tokens();
+        let verifying =
+            StepWork { num_tokens: num * batch.num_tokens, num_pairs: num * batch.num_pairs, ..*batch };
+        self.seconds(&verifying) / num
+    }
+
     /// Seconds of the prompt's own arithmetic: what its chunks add to the steps that they are in.
     pub fn own_seconds(&self, prompt: &PromptWork) -> f64 {
         self.per_token * prompt.num_tokens + self.per_pair * prompt.num_pairs
@@ -220,6 +231,17 @@ mod tests {
         assert_eq!(beside - alone, 3.0 * (2.0 * 2.0 + 30.0 * 0.6));
         assert_eq!(LINE.chunk_within(50.0, &StepWork::default()), 20.0);
         assert_eq!(LINE.chunk_within(5.0, &StepWork::default()), 0.0);
+    }
+
+    #[test]
+    fn accepted_drafts_share_a_step_and_add_their_own_arithmetic() {
+        let batch = StepWork::decode(2.0, 30.0);
+        let token_seconds = |num_tokens: f64| {
+            LINE.token_seconds(&batch, StepYield::checked(num_tokens).expect("it can be true"))
+        };
+        assert_eq!(token_seconds(1.0), LINE.seconds(&batch));
+        // 8 rows, each with the pairs of its sequence; the KV is read once.
+        assert_eq!(token_seconds(4.0), (10.0 + 8.0 * 2.0 + 30.0 * 0.5 + 4.0 * 30.0 * 0.1) / 4.0);
     }
 
     #[test]

@@ -62,6 +62,7 @@ fn view() -> ClusterView {
                 num_context_tokens: (idx as u64 % 60) * 2000,
                 num_queued_pairs: 0,
                 recent_itl: 0.02,
+                step_yield: Default::default(),
                 max_step_tokens: 2048,
                 itl_target: 0.05,
             }),

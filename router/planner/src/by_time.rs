@@ -4,6 +4,7 @@
 //! ```text
 //! ttft   = max(recall + fetch, queue + front) + compute - front [+ calls of a handoff]
 //! front  = the beginning of a prefix that is slow to fetch: it is computed while the end comes
+//! step   = seconds of a step of a batch / tokens that it yields for each sequence, by the drafts accepted there recently
 //! decode = expected tokens x step of the decode worker's batch with the request, chunks of its queue and exposed transfer in
 //!          between
 //! harm   = sequences there x (chunks of the prompt in their steps + expected tokens left x growth of their step), in the time
@@ -355,9 +356,8 @@ impl<'a> Search<'a> {
     /// Adds what follows the first token: decoding by `worker`, and what that and computing `prompt` there do to its running
     /// sequences.
     fn decode(&self, worker: &Outlook<'_>, prompt: &PromptWork, exposed: f64, estimate: &mut Estimate) {
-        let Outlook { line, batch, .. } = worker;
-        let num_running = batch.num_tokens;
-        let (before, after) = self.steps(worker);
+        let num_running = worker.batch.num_tokens;
+        let (before, after) = self.token_seconds(worker);
         // What a running sequence waits longer for its tokens.
         let num_left = self.num_left();
         let stall = worker.delay_by(prompt, num_left) + num_left * (after - before);
@@ -382,22 +382,22 @@ impl<'a> Search<'a> {
             num_running * (stall / slack).min(1.0)
         });
         let own = if estimate.num_broken > 0 { MISSED } else { 0.0 };
-        let step = self.slo.tpot.unwrap_or(line.fixed + line.per_token);
-        let allowed = self.slo.ttft.unwrap_or(0.0) + self.num_expected * step;
+        let each = self.slo.tpot.unwrap_or_else(|| worker.token_seconds(&StepWork::decode(1.0, 0.0)));
+        let allowed = self.slo.ttft.unwrap_or(0.0) + self.num_expected * each;
         let has_slo = self.slo != Slo::default();
         estimate.missed = if has_slo { allowed * (own + SLACK * taken) } else { 0.0 };
     }
 
-    /// A step of a worker's batch, without the request and with it.
-    fn steps(&self, worker: &Outlook<'_>) -> (f64, f64) {
-        let Outlook { line, batch, .. } = worker;
+    /// Seconds for a token of each sequence of a worker's batch, without the request and with it.
+    fn token_seconds(&self, worker: &Outlook<'_>) -> (f64, f64) {
+        let batch = &worker.batch;
         let with_request = batch.plus(StepWork::decode(1.0, self.request.num_tokens as f64));
-        (line.seconds(batch), line.seconds(&with_request))
+        (worker.token_seconds(batch), worker.token_seconds(&with_request))
     }
 
     /// What [`decode`](Self::decode) adds to the total at least.
     fn least_decode(&self, worker: &Outlook<'_>) -> f64 {
-        let (before, after) = self.steps(worker);
+        let (before, after) = self.token_seconds(worker);
         self.num_expected * after + worker.batch.num_tokens * self.num_left() * (after - before)
     }
 
@@ -489,9 +489,10 @@ mod tests {
             for idx in 0..40 {
                 let (decoding, queued) = (number(idx, 30), number(100 + idx, 20_000));
                 let (rate, free) = (1000 * (1 + number(200 + idx, 3)), number(300 + idx, 200));
+                let step_yield = 1 + number(400 + idx, 4);
                 writeln!(
                     text,
-                    "d{idx} decode rate={rate} decoding={decoding} queued={queued} free={free} itl-target=0.05"
+                    "d{idx} decode rate={rate} yield={step_yield} decoding={decoding} queued={queued} free={free} itl-target=0.05"
                 )
                 .expect("it is a string");
             }

@@ -26,7 +26,7 @@ use baton_kv_events::MAX_TIERS;
 
 pub use back_off::BackOff;
 pub use balance::{Balance, Migration};
-pub use baton_cost::{LinkLine, StepLine};
+pub use baton_cost::{LinkLine, StepLine, StepYield};
 pub use by_time::PlanByTime;
 pub use expected_output::expected_output;
 pub use ledger::{Ledger, SentWork};
@@ -267,6 +267,8 @@ pub struct WorkerPace {
     pub num_queued_pairs: u64,
     /// Between two tokens of a sequence that decodes, recently, in seconds; 0 when none did.
     pub recent_itl: f64,
+    /// Tokens that a step yields for such a sequence.
+    pub step_yield: StepYield,
     /// Tokens that a step computes at most; 0: not known.
     pub max_step_tokens: usize,
     /// Target time between tokens beside which prompts are computed in chunks, in seconds; 0: none.

@@ -132,11 +132,17 @@ impl<'a> Outlook<'a> {
         self.line.seconds(&StepWork::chunk(0.0, self.chunk))
     }
 
+    /// Seconds for a token of each sequence of `batch`, if they decode here.
+    pub(crate) fn token_seconds(&self, batch: &StepWork) -> f64 {
+        self.line.token_seconds(batch, self.pace.step_yield)
+    }
+
     /// By how much computing `prompt` here delays a sequence that meanwhile decodes so many tokens: each of its steps has a chunk,
     /// until it ends or the prompt does.
     pub(crate) fn delay_by(&self, prompt: &PromptWork, num_tokens: f64) -> f64 {
         let num_chunks = (prompt.num_tokens / self.chunk_beside(&self.batch).max(1.0)).ceil().max(1.0);
-        self.line.own_seconds(prompt) * (num_tokens / num_chunks).min(1.0)
+        let num_steps = num_tokens / self.pace.step_yield.num_tokens();
+        self.line.own_seconds(prompt) * (num_steps / num_chunks).min(1.0)
     }
 
     /// How long its processors are busy by themselves.
@@ -156,7 +162,7 @@ impl<'a> Outlook<'a> {
     /// together, if each has `num_left` tokens left. They are delayed by as much as they have to compute themselves, as in
     /// [`slowdown`](Self::slowdown); if this worker is busy for longer than that anyway, its further work delays nothing.
     pub(crate) fn harm_to_sharers(&self, seconds: f64, num_left: f64, all: &[Option<Outlook<'_>>]) -> f64 {
-        let left = |outlook: &Outlook<'_>| num_left * outlook.line.seconds(&outlook.batch);
+        let left = |outlook: &Outlook<'_>| num_left * outlook.token_seconds(&outlook.batch);
         let busy = self.queue_seconds + if self.batch.num_tokens > 0.0 { left(self) } else { 0.0 };
         let sharers = self.sharers.iter().filter_map(|&idx| all[idx].as_ref());
         sharers

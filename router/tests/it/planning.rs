@@ -408,7 +408,7 @@ impl tracing::Subscriber for Warnings {
 #[tokio::test]
 async fn loads_that_cannot_be_true_are_logged_once_for_each_worker_and_do_no_harm() {
     type Change = fn(&mut v1::Load);
-    let changes: [Change; 4] = [
+    let changes: [Change; 5] = [
         |load| load.step = Some(v1::StepLine { fixed: f64::NAN, ..STEP }),
         |load| load.step = Some(v1::StepLine { per_token: -1.0, ..STEP }),
         |load| (load.step, load.recent_itl_seconds) = (Some(STEP), f64::INFINITY),
@@ -416,6 +416,7 @@ async fn loads_that_cannot_be_true_are_logged_once_for_each_worker_and_do_no_har
             let rate = v1::LinkRate { latency_seconds: -5.0, ..v1::LinkRate::default() };
             (load.recent_itl_seconds, load.links) = (0.0, vec![rate]);
         },
+        |load| (load.links, load.recent_tokens_per_step) = (Vec::new(), f64::NAN),
     ];
     let warnings = Warnings::default();
     let _logged = tracing::subscriber::set_default(warnings.clone());

@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use baton_cost::{LinkLine, StepLine};
+use baton_cost::{LinkLine, StepLine, StepYield};
 use baton_planner::{Load, StorePace, WorkerPace};
 use baton_proto::v1;
 
@@ -43,9 +43,18 @@ fn pace(load: &v1::Load) -> Option<WorkerPace> {
         num_context_tokens: load.num_context_tokens,
         num_queued_pairs: load.num_queued_pairs,
         recent_itl: seconds(load.recent_itl_seconds),
+        step_yield: step_yield(load).unwrap_or_default(),
         max_step_tokens: load.max_step_tokens as usize,
         itl_target: seconds(load.itl_target_seconds),
     })
+}
+
+/// `None` if it cannot be true. An older worker says 0.
+fn step_yield(load: &v1::Load) -> Option<StepYield> {
+    match load.recent_tokens_per_step == 0.0 {
+        true => Some(StepYield::default()),
+        false => StepYield::checked(load.recent_tokens_per_step),
+    }
 }
 
 /// `None` while it is not measured: no request waits for it.
@@ -72,6 +81,9 @@ pub(super) fn absurdity(load: &v1::Load) -> Option<String> {
     if let Some((name, seconds)) = times.into_iter().chain(of_tiers).find(|&(_, seconds)| !is_time(seconds)) {
         return Some(format!("{name} is {seconds}"));
     }
+    if step_yield(load).is_none() {
+        return Some(format!("recent_tokens_per_step is {}", load.recent_tokens_per_step));
+    }
     load.links.iter().find(|rate| link_line(rate).is_none()).map(|rate| format!("{rate:?}"))
 }
 
@@ -92,4 +104,30 @@ fn link_line(rate: &v1::LinkRate) -> Option<LinkLine> {
 /// The link used last of those that carry KV that far.
 fn link(load: &v1::Load, reaches: impl Fn(&str) -> bool) -> Option<LinkLine> {
     load.links.iter().find(|link| reaches(&link.transport)).and_then(link_line)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tokens_per_step_that_cannot_be_true_are_told_and_count_as_one() {
+        for (said, num_tokens, is_absurd) in [
+            (0.0, 1.0, false),
+            (1.0, 1.0, false),
+            (3.5, 3.5, false),
+            (0.5, 1.0, true),
+            (-3.0, 1.0, true),
+            (1e300, 1.0, true),
+            (f64::NAN, 1.0, true),
+            (f64::INFINITY, 1.0, true),
+        ] {
+            let step = v1::StepLine { fixed: 0.01, ..v1::StepLine::default() };
+            let load = v1::Load { step: Some(step), recent_tokens_per_step: said, ..v1::Load::default() };
+            let pace = pace(&load).expect("its line can be true");
+            assert_eq!(pace.step_yield.num_tokens(), num_tokens, "{said}");
+            let expected = is_absurd.then(|| format!("recent_tokens_per_step is {said}"));
+            assert_eq!(absurdity(&load), expected);
+        }
+    }
 }

@@ -721,6 +721,7 @@ fn absurd_reports_are_contained() {
                 num_context_tokens: u64::MAX,
                 num_queued_pairs: u64::MAX,
                 recent_itl: fixed,
+                step_yield: StepYield::checked(1024.0).expect("the most"),
                 max_step_tokens: usize::MAX,
                 itl_target: per_token,
             };

@@ -7,6 +7,7 @@ use baton_kv_cache::{KvDtype, KvFormat, KvLayout};
 use crate::*;
 
 mod by_time;
+mod drafting;
 
 fn record(id: &str, role: Role) -> WorkerRecord {
     let layout =
@@ -32,6 +33,7 @@ fn pace(per_token: f64) -> WorkerPace {
         num_context_tokens: 0,
         num_queued_pairs: 0,
         recent_itl: 0.0,
+        step_yield: StepYield::default(),
         max_step_tokens: 2048,
         itl_target: 0.0,
     }
@@ -39,7 +41,7 @@ fn pace(per_token: f64) -> WorkerPace {
 
 /// Reads lines like `d0 decode running=3 waiting=1 speed=1000 queued=100 queued-blocks=7 free=5 assigned=2 backing-off draining unreachable
 /// age=0.1 other-format other-blocks context=64`. A worker with `rate=20000`, in prompt tokens a second, says what its steps take; then
-/// `decoding=8`, `itl-target=0.05`, `link=1e9`, `shm=1e10` and `on=machine:0,1` may follow.
+/// `decoding=8`, `itl-target=0.05`, `yield=3`, `link=1e9`, `shm=1e10` and `on=machine:0,1` may follow.
 pub(crate) fn view(text: &str) -> ClusterView {
     let workers = text.lines().map(str::trim).filter(|line| !line.is_empty()).map(|line| {
         let mut words = line.split_whitespace();
@@ -72,6 +74,10 @@ pub(crate) fn view(text: &str) -> ClusterView {
                 }
                 Some(("itl-target", n)) => {
                     load.pace.as_mut().expect("after rate=").itl_target = n.parse().unwrap();
+                }
+                Some(("yield", n)) => {
+                    let step_yield = StepYield::checked(n.parse().unwrap()).expect("it can be true");
+                    load.pace.as_mut().expect("after rate=").step_yield = step_yield;
                 }
                 None if word == "prior" => {
                     load.pace.as_mut().expect("after rate=").is_measured = false;
