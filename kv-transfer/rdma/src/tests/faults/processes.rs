@@ -10,7 +10,7 @@ use baton_kv_cache::BlockId;
 use baton_transfer::ReceiverLoad;
 use baton_transfer_conformance::{
     Guards, LAYOUT, NEVER, PATIENCE, TransferPair, access_key_from_text, access_key_to_text, blocks, fill,
-    holds, pattern, sender, sender_with, soon, storage, writes,
+    holds, pattern, private_dir, sender, sender_with, soon, storage, writes,
 };
 
 use super::{RDMA, fabric};
@@ -55,19 +55,23 @@ async fn decode_process() {
 struct Process {
     child: Child,
     lines: std::io::Lines<BufReader<std::process::ChildStdout>>,
+    /// For what it makes: it is killed, so it removes nothing.
+    _temporary: tempfile::TempDir,
 }
 
 impl Process {
     fn start(test: &str, variables: &[(&str, String)]) -> Process {
+        let temporary = private_dir();
         let mut child = Command::new(std::env::current_exe().unwrap())
             .args([&format!("tests::faults::processes::{test}"), "--exact", "--ignored", "--nocapture"])
             .envs(variables.iter().map(|(name, value)| (name, value)))
+            .env("TMPDIR", temporary.path())
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
             .unwrap();
         let lines = BufReader::new(child.stdout.take().unwrap()).lines();
-        Process { child, lines }
+        Process { child, lines, _temporary: temporary }
     }
 
     fn prefill(fabric: &TransferPair, access_key: AccessKey) -> Process {
