@@ -18,7 +18,7 @@ use baton_request::{BlendMarks, MAX_LOGPROBS, Request, SamplingParams, Speculati
 use tokio::time::timeout;
 
 use crate::worker::Worker;
-use gate::{Decision, Measure, RATIOS};
+use gate::{AuditedRatio, Decision, Measure, RATIOS};
 
 /// A calibration prompt has at most so many passages, each of at most so many tokens, and so many tokens after them. So it takes
 /// seconds even where a step takes a second.
@@ -48,9 +48,9 @@ pub fn decide(worker: &Arc<Worker>, request: &mut Request) {
             let prompts = calibration_prompts(request);
             worker.lifecycle.spawn(async move { calibrate(&own, prompts).await });
         }
-        Some(Measure::Audit) => {
+        Some(Measure::Audit(ratio)) => {
             let request = request.clone();
-            worker.lifecycle.spawn(async move { audit(&own, request).await });
+            worker.lifecycle.spawn(async move { audit(&own, request, ratio).await });
         }
         None => {}
     }
@@ -92,16 +92,16 @@ async fn sample(worker: &Worker, prompt: &Request) -> Option<[f64; RATIOS.len()]
 }
 
 /// Computes a blended prompt in full, and compares.
-async fn audit(worker: &Arc<Worker>, request: Request) {
+async fn audit(worker: &Arc<Worker>, request: Request, ratio: AuditedRatio) {
     let full = answer(worker, Request { blend: None, ..request.clone() }).await;
     let blended = answer(worker, request).await;
     let kl = full.zip(blended).map(|(full, blended)| divergence(&full, &blended));
     if let Some(kl) = kl {
-        worker.metrics.blend_audited(kl);
+        worker.metrics.blend_audited(ratio.label(), kl);
     }
     let Some(mut gate) = worker.blending.gate() else { return };
     let was_open = gate.closed().is_none();
-    gate.audited(kl);
+    gate.audited(ratio, kl);
     if let Some(reason) = gate.closed().filter(|_| was_open) {
         tracing::error!(
             reason,

@@ -38,7 +38,7 @@ pub struct WorkerMetrics {
     prefix_waits: Family<PrefixFrom, Histogram>,
     prefixes_given: Family<Outcome, Counter>,
     blends_refused: Family<Refusal, Counter>,
-    blend_audits: Histogram,
+    blend_audits: Family<Audited, Histogram>,
     /// Requests accepted.
     requests: Family<PrefillPlace, Counter>,
     ended: EndedRequests,
@@ -54,6 +54,12 @@ struct Outcome {
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct Refusal {
     reason: &'static str,
+}
+
+/// The ratio of an audited prompt: "calibrated", or "smaller" than that.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct Audited {
+    ratio: &'static str,
 }
 
 /// Where cached KV comes from: "tiers" or another "worker".
@@ -72,6 +78,11 @@ struct PrefillPlace {
 /// Of times from half a millisecond to a minute.
 fn seconds() -> Histogram {
     Histogram::new(exponential_buckets(0.000_5, 2.0, 18))
+}
+
+/// Of divergences from a hundred thousandth of a nat to 42.
+fn divergences() -> Histogram {
+    Histogram::new(exponential_buckets(1e-5, 4.0, 12))
 }
 
 impl WorkerMetrics {
@@ -95,7 +106,7 @@ impl WorkerMetrics {
             prefix_waits: Family::new_with_constructor(seconds),
             prefixes_given: Family::default(),
             blends_refused: Family::default(),
-            blend_audits: Histogram::new(exponential_buckets(1e-5, 4.0, 12)),
+            blend_audits: Family::new_with_constructor(divergences),
             requests: Family::default(),
             ended,
             vllm,
@@ -145,7 +156,7 @@ impl WorkerMetrics {
             );
             registry.register(
                 "baton_blend_audit_kl",
-                "Divergence of blended prompts from full prefills, in nats, of those that were audited",
+                "Divergence of blended prompts from full prefills, in nats, of those that were audited, by ratio",
                 ours.blend_audits.clone(),
             );
             registry.register("baton_worker_requests", "Requests taken, by plan", ours.requests.clone());
@@ -174,6 +185,9 @@ impl WorkerMetrics {
         }
         for reason in ["off", "model", "too_long", "uncalibrated", "closed"] {
             drop(self.blends_refused.get_or_create(&Refusal { reason }));
+        }
+        for ratio in ["calibrated", "smaller"] {
+            drop(self.blend_audits.get_or_create(&Audited { ratio }));
         }
         for prefill in ["local", "remote", "handoff"] {
             drop(self.requests.get_or_create(&PrefillPlace { prefill }));
@@ -206,9 +220,9 @@ impl WorkerMetrics {
         self.blends_refused.get_or_create(&Refusal { reason }).inc();
     }
 
-    /// A blended prompt was compared with a full prefill.
-    pub(crate) fn blend_audited(&self, kl: f64) {
-        self.blend_audits.observe(kl);
+    /// A prompt that was blended with such a ratio was compared with a full prefill.
+    pub(crate) fn blend_audited(&self, ratio: &'static str, kl: f64) {
+        self.blend_audits.get_or_create(&Audited { ratio }).observe(kl);
     }
 
     /// A request was accepted; `span` is its part here. What it becomes is told to the clock.

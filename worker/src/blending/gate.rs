@@ -30,16 +30,35 @@ pub(crate) enum Measure {
     /// What each ratio costs.
     Calibrate,
     /// What the ratio that it is blended with costs.
-    Audit,
+    Audit(AuditedRatio),
+}
+
+/// The ratio of a prompt that is audited, beside the worker's own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum AuditedRatio {
+    /// The calibrated one, or a larger one: the gate counts what is found.
+    Calibrated,
+    /// A smaller one, as a client has chosen. A client that asks for less recomputation does not close the gate for others.
+    Smaller,
+}
+
+impl AuditedRatio {
+    /// As metrics name it.
+    pub(crate) fn label(self) -> &'static str {
+        match self {
+            AuditedRatio::Calibrated => "calibrated",
+            AuditedRatio::Smaller => "smaller",
+        }
+    }
 }
 
 /// Decides for one model on one worker.
 #[derive(Debug)]
 pub(crate) struct Gate {
     max_kl: f64,
-    /// The part of blended prompts that is audited, and what of the next one is due.
+    /// The part of blended prompts that is audited, and what of the next one is due, by [`AuditedRatio`].
     audit: f64,
-    due: f64,
+    due: [f64; 2],
     /// Whether a calibration or an audit runs.
     is_measuring: bool,
     state: State,
@@ -55,7 +74,7 @@ enum State {
 impl Gate {
     pub(crate) fn new(max_kl: f64, audit: f64) -> Gate {
         let state = State::Uncalibrated { sums: Default::default(), num: 0, num_failures: 0 };
-        Gate { max_kl, audit, due: 1.0, is_measuring: false, state }
+        Gate { max_kl, audit, due: [1.0; 2], is_measuring: false, state }
     }
 
     /// The calibrated ratio, while prompts are blended with it.
@@ -88,17 +107,18 @@ impl Gate {
             State::Closed(_) => return Decision { refused: Some("closed"), measure: None },
             _ if self.is_measuring => None,
             State::Uncalibrated { .. } => Some(Measure::Calibrate),
-            // A client that asks for less recomputation does not close the gate for others.
-            State::Open { ratio: own, num_begun, .. } if fits && ratio.is_some_and(|ratio| ratio >= *own) => {
-                self.due = (self.due + self.audit).min(1.0 + self.audit);
-                let is_due = self.audit > 0.0 && (*num_begun < MIN_AUDITS || self.due >= 1.0);
+            State::Open { ratio: own, num_begun, .. } => ratio.filter(|_| fits).and_then(|ratio| {
+                let audited = if ratio < *own { AuditedRatio::Smaller } else { AuditedRatio::Calibrated };
+                let is_counted = audited == AuditedRatio::Calibrated;
+                let due = &mut self.due[audited as usize];
+                *due = (*due + self.audit).min(1.0 + self.audit);
+                let is_due = self.audit > 0.0 && ((is_counted && *num_begun < MIN_AUDITS) || *due >= 1.0);
                 is_due.then(|| {
-                    *num_begun += 1;
-                    self.due -= 1.0;
-                    Measure::Audit
+                    *num_begun += usize::from(is_counted);
+                    *due -= 1.0;
+                    Measure::Audit(audited)
                 })
-            }
-            State::Open { .. } => None,
+            }),
         };
         self.is_measuring |= measure.is_some();
         Decision { refused, measure }
@@ -132,10 +152,13 @@ impl Gate {
         };
     }
 
-    /// An audit has found this divergence, or was not possible.
-    pub(crate) fn audited(&mut self, kl: Option<f64>) {
+    /// An audit of such a ratio has found this divergence, or was not possible.
+    pub(crate) fn audited(&mut self, ratio: AuditedRatio, kl: Option<f64>) {
         self.is_measuring = false;
-        let (State::Open { audits, .. }, Some(kl)) = (&mut self.state, kl) else { return };
+        let (State::Open { audits, .. }, AuditedRatio::Calibrated, Some(kl)) = (&mut self.state, ratio, kl)
+        else {
+            return;
+        };
         audits.push_back(kl);
         if audits.len() > NUM_AUDITS {
             audits.pop_front();
@@ -149,7 +172,10 @@ impl Gate {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use super::{
+        AuditedRatio::{Calibrated, Smaller},
+        *,
+    };
 
     /// Divergences by ratio.
     const FALLING: [f64; 6] = [0.5, 0.3, 0.1, 0.04, 0.01, 0.001];
@@ -158,6 +184,7 @@ mod tests {
     const UNCALIBRATED: Decision = Decision { refused: Some("uncalibrated"), measure: None };
     const CLOSED: Decision = Decision { refused: Some("closed"), measure: None };
     const CALIBRATE: Option<Measure> = Some(Measure::Calibrate);
+    const AUDIT: Option<Measure> = Some(Measure::Audit(Calibrated));
 
     fn calibrated(max_kl: f64, audit: f64) -> Gate {
         let mut gate = Gate::new(max_kl, audit);
@@ -178,7 +205,7 @@ mod tests {
         gate.calibrated(vec![[0.0; RATIOS.len()]; NUM_SAMPLES]);
         let too_long = Decision { refused: Some("too_long"), measure: None };
         assert_eq!([(); 3].map(|()| gate.decide(Some(0.2), false)), [too_long; 3]);
-        assert_eq!(gate.decide(Some(0.2), true), Decision { refused: None, measure: Some(Measure::Audit) });
+        assert_eq!(gate.decide(Some(0.2), true), Decision { refused: None, measure: AUDIT });
     }
 
     #[test]
@@ -208,32 +235,55 @@ mod tests {
     }
 
     #[test]
+    fn a_smaller_ratio_is_audited_as_often_and_closes_it_for_no_other() {
+        let mut gate = calibrated(0.05, 0.25);
+        let mut num_audited = 0;
+        for _ in 0..100 {
+            let Decision { refused, measure } = gate.decide(Some(0.1), true);
+            assert_eq!(refused, None);
+            if let Some(measure) = measure {
+                assert_eq!(measure, Measure::Audit(Smaller));
+                assert_eq!(gate.decide(Some(0.2), true), BLEND, "one at a time");
+                num_audited += 1;
+                gate.audited(Smaller, Some(9.0));
+            }
+        }
+        assert!((25..=26).contains(&num_audited), "{num_audited}");
+        assert_eq!(gate.ratio(), Some(0.2));
+        for _ in 0..MIN_AUDITS {
+            assert_eq!(gate.decide(Some(0.2), true).measure, AUDIT, "its own first audits are left");
+            gate.audited(Calibrated, Some(0.3));
+        }
+        assert!(gate.closed().is_some());
+    }
+
+    #[test]
     fn a_part_of_the_prompts_is_audited_and_a_mean_above_the_limit_closes_it() {
         let mut gate = calibrated(0.05, 0.25);
         let mut num_audited = 0;
         for _ in 0..100 {
             let decision = gate.decide(Some(0.2), true);
             assert_eq!(decision.refused, None);
-            if decision.measure == Some(Measure::Audit) {
+            if decision.measure == AUDIT {
                 assert_eq!(gate.decide(Some(0.1), true), BLEND, "less than calibrated");
                 num_audited += 1;
-                gate.audited(Some(0.04));
+                gate.audited(Calibrated, Some(0.04));
             }
         }
         assert!((25..=26).contains(&num_audited), "{num_audited}");
-        gate.audited(Some(0.3));
+        gate.audited(Calibrated, Some(0.3));
         assert_eq!(gate.ratio(), Some(0.2), "one exception");
-        gate.audited(None);
-        gate.audited(Some(0.3));
+        gate.audited(Calibrated, None);
+        gate.audited(Calibrated, Some(0.3));
         assert_eq!(gate.closed(), Some("audits found a divergence above --blend-max-kl"));
         assert_eq!(gate.decide(Some(0.2), true), CLOSED);
-        gate.audited(Some(0.0));
+        gate.audited(Calibrated, Some(0.0));
         assert!(gate.closed().is_some(), "it stays closed");
 
         let mut wrong = calibrated(0.05, 0.01);
         for _ in 0..4 {
-            assert_eq!(wrong.decide(Some(0.2), true).measure, Some(Measure::Audit));
-            wrong.audited(Some(0.3));
+            assert_eq!(wrong.decide(Some(0.2), true).measure, AUDIT);
+            wrong.audited(Calibrated, Some(0.3));
         }
         assert!(wrong.closed().is_some(), "a calibration that says too little is found out at once");
         let mut busy = calibrated(0.05, 0.01);
@@ -242,7 +292,7 @@ mod tests {
         for _ in 0..1001 {
             if is_audited(&mut busy) {
                 num_tried += 1;
-                busy.audited(None);
+                busy.audited(Calibrated, None);
             }
         }
         assert!((10..=11).contains(&num_tried), "{num_tried}");
