@@ -162,6 +162,7 @@ impl Worker {
             links: self.links.read().into_iter().map(link_rate).collect(),
             covered,
             blend_ratio: self.blending.ratio(),
+            blend_closed: self.blending.is_closed_by_audits(),
             tiers: self.tiers.iter().flat_map(|tiers| tiers.counts()).map(kv_tier).collect(),
             // Of each reader its own.
             cache: None,

@@ -9,7 +9,7 @@ use std::{
 use baton_planner::{PrefillMode, Slo};
 use baton_proto::v1::KvWire;
 use baton_request::{InvalidRequest, Problem, Request, SpeculationMode, max_passages};
-use baton_router_workers::{Contexts, PromptHashes};
+use baton_router_workers::{Contexts, ModelBlending, PromptHashes};
 use baton_tokenizer::{TemplateError, TokenizerError};
 use baton_tools::{AnswerReader, ToolRequest};
 use serde_json::{Map, Value};
@@ -221,14 +221,17 @@ impl PromptInput {
 }
 
 impl PreparedRequest {
-    /// Gives prompts whose passages may be blended the ratio that workers have calibrated, if one has. All choices and attempts
-    /// have the same, so that they get the same tokens; a resumed request has what it had.
-    pub(crate) fn decide_blending(&mut self, calibrated: Option<f32>) {
+    /// Gives prompts whose passages may be blended the ratio that workers have calibrated, if one has, or none if the model is not
+    /// blended any more. All choices and attempts have the same, so that they get the same tokens; a resumed request has what it had.
+    pub(crate) fn decide_blending(&mut self, blending: ModelBlending) {
         if self.arrival.resumed_request().is_some() {
             return;
         }
         for marks in self.prompts.iter_mut().filter_map(|request| request.blend.as_mut()) {
-            marks.ratio = marks.ratio.or(calibrated);
+            marks.ratio = match blending {
+                ModelBlending::Open(calibrated) => marks.ratio.or(calibrated),
+                ModelBlending::Closed => None,
+            };
         }
     }
 

@@ -146,7 +146,7 @@ impl Core {
             let seen = core.seen.as_ref();
             let mut prepared =
                 input.prepare(core.model()?, core.contexts(), core.config.max_choices, seen)?;
-            prepared.decide_blending(core.workers.blend_ratio());
+            prepared.decide_blending(core.workers.blending());
             drop(room);
             Ok(prepared)
         })

@@ -26,7 +26,7 @@ use tonic_health::pb::{
 };
 
 use crate::{
-    fake::{Step, say},
+    fake::{FakeWorker, Step, say},
     harness::{Router, SOON},
     model::{END, ids},
     planning::reporting,
@@ -170,6 +170,26 @@ async fn no_attempt_blends_a_prompt_whose_log_probabilities_are_asked_for() {
         let [.., first, second] = &worker.requests()[..] else { panic!("asked twice") };
         assert_eq!((first.output_token_ids.len(), second.output_token_ids.len()), (0, 1));
         assert_eq!((first.blend.is_some(), second.blend.is_some()), (is_blended, is_blended));
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn no_prompt_gets_a_ratio_while_audits_of_a_worker_have_closed_blending() {
+    for (blend_closed, ratio) in [(false, Some(0.5)), (true, None)] {
+        let mut router = Router::start(|_| {}).await;
+        let worker = FakeWorker::start("d0", Role::Decode, 1).await;
+        worker.set_load(|load| load.blend_closed = blend_closed);
+        router.register(&worker).await;
+        worker.script(say("Hello"));
+        let passages = vec![TokenRange { start: 0, end: 2 }];
+        let request = GenerateRequest {
+            prompt: Some(Prompt::TokenIds(TokenIds { ids: vec![1, 2, 3], passages })),
+            blend: Some(v1::Blend { mode: Some(v1::blend::Mode::Ratio(0.5)) }),
+            ..GenerateRequest::default()
+        };
+        generate(&mut client(&router).await, request).await.unwrap();
+        let blend = worker.requests()[0].blend.clone().expect("it has passages");
+        assert_eq!(blend.ratio, ratio);
     }
 }
 

@@ -50,6 +50,15 @@ impl Contexts {
     }
 }
 
+/// Whether prompts of the model are blended, by what its workers measured.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum ModelBlending {
+    /// With the ratio that a client chooses, else with this one, the largest that a worker has calibrated. `None` while none has.
+    Open(Option<f32>),
+    /// Audits of a worker found that blended prompts differ too much. The others compute the same model.
+    Closed,
+}
+
 /// Workers that drained and are remembered, for what still breaks off there.
 const MAX_LEFT: usize = 256;
 
@@ -334,11 +343,15 @@ impl Workers {
         if state.has_usable(role) { Some(Instant::now()) } else { state.last_usable.get(&role).copied() }
     }
 
-    /// The part of passages that is computed again: the largest that a worker has calibrated. `None` while none has.
-    pub fn blend_ratio(&self) -> Option<f32> {
+    /// Whether prompts are blended, by the newest reports of the workers that answer.
+    pub fn blending(&self) -> ModelBlending {
         let state = self.lock();
-        let ratios = state.workers.values().filter_map(|worker| worker.report.as_ref()?.load.blend_ratio);
-        ratios.filter(|ratio| (0.0..=1.0).contains(ratio)).max_by(f32::total_cmp)
+        let loads = || state.workers.values().filter_map(|worker| Some(&worker.report.as_ref()?.load));
+        if loads().any(|load| load.blend_closed) {
+            return ModelBlending::Closed;
+        }
+        let ratios = loads().filter_map(|load| load.blend_ratio);
+        ModelBlending::Open(ratios.filter(|ratio| (0.0..=1.0).contains(ratio)).max_by(f32::total_cmp))
     }
 
     /// Whether a decode worker is usable.
@@ -519,6 +532,13 @@ impl Workers {
         {
             tracing::warn!(worker = %key, what, "the worker's load reports have numbers that cannot be: they are ignored, and not logged again");
         }
+        let closes = |report: Option<&Report>| report.is_some_and(|report| report.load.blend_closed);
+        if closes(report.as_ref()) && !closes(worker.report.as_ref()) {
+            tracing::warn!(
+                worker = %key,
+                "audits of this worker found that blended prompts differ too much: no worker blends until it is started again"
+            );
+        }
         worker.is_leaving |= report.as_ref().is_some_and(|report| report.load.draining);
         worker.report = report;
         let (after, store, role) = (worker.usability(now), worker.store(), worker.record.role);
@@ -677,6 +697,28 @@ mod tests {
         workers.enter(&key, Some(report(Some(11), false)));
         assert_eq!(not_covered(), 0);
         drop((before, after));
+        workers.shut_down().await;
+    }
+
+    #[tokio::test]
+    async fn audits_of_one_worker_close_blending_for_all_while_it_is_there() {
+        let workers = Workers::new(1, "tiny".to_owned(), Duration::from_secs(1), Dialer::new(None));
+        let (d0, d1) = (record(), Arc::new(WorkerRecord { id: "d1".into(), ..(*record()).clone() }));
+        workers.update(vec![d0.clone(), d1.clone()]);
+        let says = |record: &WorkerRecord, blend_ratio, blend_closed| {
+            let load = v1::Load { blend_ratio, blend_closed, ..v1::Load::default() };
+            workers.enter(&WorkerKey::of(record), Some(Report { load, at: Instant::now() }));
+            workers.blending()
+        };
+        assert_eq!(says(&d0, None, false), ModelBlending::Open(None));
+        assert_eq!(says(&d0, Some(0.2), false), ModelBlending::Open(Some(0.2)));
+        assert_eq!(says(&d1, Some(0.3), false), ModelBlending::Open(Some(0.3)));
+        assert_eq!(says(&d1, Some(f32::NAN), false), ModelBlending::Open(Some(0.2)));
+        assert_eq!(says(&d1, None, false), ModelBlending::Open(Some(0.2)), "it could not calibrate");
+        assert_eq!(says(&d1, None, true), ModelBlending::Closed);
+        assert_eq!(says(&d0, Some(0.2), false), ModelBlending::Closed);
+        workers.update(vec![d0]);
+        assert_eq!(workers.blending(), ModelBlending::Open(Some(0.2)));
         workers.shut_down().await;
     }
 

@@ -15,6 +15,9 @@ const NUM_AUDITS: usize = 32;
 /// of them, as a calibration has few and short prompts. Fewer of the following ones are then.
 const MIN_AUDITS: usize = 4;
 
+/// Why it is closed if audits have closed it.
+const TOO_FAR: &str = "audits found a divergence above --blend-max-kl";
+
 /// What becomes of a prompt with passages.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Decision {
@@ -93,12 +96,18 @@ impl Gate {
         }
     }
 
+    /// Whether audits have closed it. What they found is a property of the model and its traffic, so it holds for other workers,
+    /// too. A calibration that has failed says less: it had few prompts, or no time.
+    pub(crate) fn is_closed_by_audits(&self) -> bool {
+        self.closed() == Some(TOO_FAR)
+    }
+
     /// What becomes of a prompt that comes with this ratio. One with a ratio is blended also before the calibration: its client,
     /// or another worker's calibration, has chosen the ratio. `fits` says whether the passages end where the device blends and
     /// memory has room for them; a calibration takes short parts of them.
     pub(crate) fn decide(&mut self, ratio: Option<f32>, fits: bool) -> Decision {
         let refused = match ratio {
-            // A router that sends none does not know of any yet.
+            // A router that sends none does not know of any yet, or of another worker whose audits have closed its gate.
             None => Some("uncalibrated"),
             Some(_) if !fits => Some("too_long"),
             Some(_) => None,
@@ -165,7 +174,7 @@ impl Gate {
         }
         let mean = audits.iter().sum::<f64>() / audits.len() as f64;
         if audits.len() >= MIN_AUDITS && mean > self.max_kl {
-            self.state = State::Closed("audits found a divergence above --blend-max-kl");
+            self.state = State::Closed(TOO_FAR);
         }
     }
 }
@@ -213,6 +222,7 @@ mod tests {
         for (max_kl, ratio) in [(0.05, Some(0.2)), (0.04, Some(0.2)), (0.6, Some(0.05)), (0.0005, None)] {
             let gate = calibrated(max_kl, 0.0);
             assert_eq!((gate.ratio(), gate.closed().is_some()), (ratio, ratio.is_none()), "{max_kl}");
+            assert!(!gate.is_closed_by_audits());
         }
         let mut lucky = Gate::new(0.05, 0.0);
         lucky.calibrated(vec![[0.01, 0.3, 0.1, 0.04, 0.01, 0.0]; 8]);
@@ -275,7 +285,7 @@ mod tests {
         assert_eq!(gate.ratio(), Some(0.2), "one exception");
         gate.audited(Calibrated, None);
         gate.audited(Calibrated, Some(0.3));
-        assert_eq!(gate.closed(), Some("audits found a divergence above --blend-max-kl"));
+        assert_eq!((gate.closed(), gate.is_closed_by_audits()), (Some(TOO_FAR), true));
         assert_eq!(gate.decide(Some(0.2), true), CLOSED);
         gate.audited(Calibrated, Some(0.0));
         assert!(gate.closed().is_some(), "it stays closed");

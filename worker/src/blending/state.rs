@@ -30,6 +30,11 @@ impl Blending {
         self.gate().and_then(|gate| gate.ratio())
     }
 
+    /// Whether audits have found that blended prompts of the model differ too much from full prefills.
+    pub fn is_closed_by_audits(&self) -> bool {
+        self.gate().is_some_and(|gate| gate.is_closed_by_audits())
+    }
+
     /// What becomes of a prompt whose client asks for `ratio`; see [`Gate::decide`].
     pub(crate) fn decide(&self, ratio: Option<f32>, fits: bool) -> Decision {
         match &self.gate {
