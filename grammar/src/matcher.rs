@@ -160,12 +160,15 @@ impl TokenMatcher {
     }
 
     /// Whether the mask has `token`, and [`accept`](Self::accept) takes it. Takes a small part of the mask's time, except for a token
-    /// that ends texts inside one.
+    /// that ends texts where the grammar may name it.
     pub fn allows(&mut self, token: u32) -> bool {
         !self.has_ended
             && match self.is_end(token) {
-                // llguidance validates it at the end only. A rule in Lark may name it before.
-                true => self.is_complete() || self.mask().is_ok_and(|mask| mask.allows(token)),
+                // llguidance validates it at the end only.
+                true => {
+                    self.is_complete()
+                        || self.start.may_name_ends && self.mask().is_ok_and(|mask| mask.allows(token))
+                }
                 false => self.is_next(token),
             }
     }

@@ -154,7 +154,7 @@ pub struct EngineArgs {
     /// Reuse the KV of passages that requests mark, wherever they are in a prompt: off or auto.
     ///
     /// A part of each passage is computed again. How much, is measured with the first passages that come: as much as keeps
-    /// the next token near to that of a full prefill (--blend-max-kl). Answers differ from those of full prefills, a
+    /// an answer's first tokens near to those of a full prefill (--blend-max-kl). Answers differ from those of full prefills, a
     /// little: therefore it is off. Processors and single GPUs do it; several ranks and models with sliding windows compute in full.
     #[arg(long, value_enum, default_value_t = Blend::Off, env = "BATON_BLEND")]
     pub blend: Blend,
@@ -163,7 +163,7 @@ pub struct EngineArgs {
     /// While a prompt is blended its passages may take four times as much; a prompt with more is computed in full.
     #[arg(long, value_name = "SIZE", default_value = "1G", value_parser = parse_size, env = "BATON_BLEND_MEMORY")]
     pub blend_memory: Size,
-    /// Mean divergence of the next token that blending may cost, in nats. Above it prompts are computed in full.
+    /// Mean divergence of an answer's first eight tokens that blending may cost, in nats. Above it prompts are computed in full.
     #[arg(long, value_name = "NATS", default_value_t = 0.02, env = "BATON_BLEND_MAX_KL")]
     pub blend_max_kl: f64,
     /// The part of blended prompts, from 0 to 1, that is also computed in full, to compare.

@@ -13,6 +13,9 @@ const BALANCE: f64 = 8.0;
 const OUTLIER: f64 = 4.0;
 /// So many of the first measured steps may be those of a cold process, which take up to a hundred times as long.
 const COLD: u32 = 8;
+/// They took more than so many times as long as was expected. A decode step after a long prompt may take a quarter, as guesses of a
+/// prompt token's part are rough.
+const COLD_FACTOR: f64 = 16.0;
 /// How far each step in which drafting does not pay moves the learned times back to the guesses. Without drafts
 /// nothing is measured, so a change would go unnoticed.
 const FORGET: f64 = 1.0 / 8192.0;
@@ -103,7 +106,7 @@ impl PrefillBudget {
         if seconds <= 0.0 {
             return;
         }
-        let is_far_below = |step: StepTime| seconds < step.of(num_tokens) / OUTLIER;
+        let is_far_below = |step: StepTime| seconds < step.of(num_tokens) / COLD_FACTOR;
         if self.num_steps < COLD && num_tokens <= self.largest && self.step.is_some_and(is_far_below) {
             // What was learned is the time of a cold process.
             self.step = None;

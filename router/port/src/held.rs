@@ -19,11 +19,7 @@ pub struct HeldBody<P> {
 
 impl<P> HeldBody<P> {
     /// `end`: the body ends when this does.
-    pub fn new(
-        body: Body,
-        permit: P,
-        end: Option<impl Future<Output = ()> + Send + 'static>,
-    ) -> HeldBody<P> {
+    pub fn new(body: Body, permit: P, end: Option<impl Future<Output = ()> + Send + 'static>) -> HeldBody<P> {
         HeldBody { body, _permit: permit, end: end.map(|end| Box::pin(end) as End) }
     }
 }
