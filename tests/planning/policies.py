@@ -4,8 +4,10 @@
     ./policies.py --mooncake mooncake.jsonl --azure azure.csv                  # all cases on 8 and 64 workers: some hours
     ./policies.py --mooncake mooncake.jsonl --azure azure.csv --workers 8 --slow yes --case mooncake
 
-Settings are tuned with seed 1; baton and the best baseline then run with all seeds. Exits with 1 if baton's
-goodput is below 0.99x the best baseline's in any case, or 1.15x the better of colocated and separated in fewer than half of them.
+Each case has two loads, about the knee of goodput (1x) and 1.5x that. Bursts have both, too: 3.4 and 5.1 requests/s on 8 equal
+workers. Settings are tuned with seed 1; baton and the best baseline then run with all seeds. Exits with 1 if baton's goodput is
+below 0.99x the best baseline's in any case, or 1.15x the better of colocated and separated in fewer than half of them.
+`checks.py` checks the other numbers of that page.
 """
 
 import argparse
