@@ -7,10 +7,15 @@
 
 The load is `baton bench --compare`: each turn is so many requests at once to one side while the other idles. Workers beside
 other programs get less of the machine than alone, and two processes more than one: `--nice -10` (root) keeps others away.
+
+At the end it prints means of the seeds beside what is wanted, and exits with 1 if one misses it. By time, TTFT and goodput are
+never worse than by constants beyond noise, and the median TTFT is shorter where a queue forms: with more clients than workers.
+Separated, requests do not end later on average than colocated, beyond noise. Noise is by how far seeds differ, so one seed has none.
 """
 
 import argparse
 import json
+import math
 import os
 import re
 import shutil
@@ -31,6 +36,10 @@ LOADS = {
     "constants": "--input-tokens lognormal:250,1.8 --max-input-tokens 8000 --output-tokens 32..96 --requests 192",
     "separation": "--input-tokens 64..512 --output-tokens 64 --requests 96",
 }
+CHECKED = {"constants": ["TTFT p50", "TTFT p99", "goodput"], "separation": ["E2E mean"]}
+NUM_WORKERS = 4
+# Student's t for intervals of 95 %, by degrees of freedom from 1.
+STUDENT = [12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23]
 
 
 def free_port() -> int:
@@ -123,23 +132,26 @@ def main() -> None:
             up = ["up", model, "--port", "PORT", "--migration", "off", *args.up.split()]
             if args.what == "constants":
                 ours = cluster.start(*up, "--prefill", 2, "--decode", 2)
-                workers = ",".join(cluster.workers(ours, 4))
+                workers = ",".join(cluster.workers(ours, NUM_WORKERS))
                 other = cluster.start("router", "--listen", "127.0.0.1:PORT", "--model", model, "--migration", "off",
                                       "--discovery", "static", "--workers", workers, "--plan-by", "constants")
-                cluster.workers(other, 4)
+                cluster.workers(other, NUM_WORKERS)
             else:
                 ours, other = cluster.start(*up), cluster.start(*up, "--prefill", 0)
                 cluster.workers(ours, 2)
                 cluster.workers(other, 1)
-            compare(args, folder, ours, other)
+            ratios = compare(args, folder, ours, other)
         finally:
             cluster.stop()
+    sys.exit(not check(args.what, ratios))
 
 
-def compare(args: argparse.Namespace, folder: Path, ours: str, other: str) -> None:
+def compare(args: argparse.Namespace, folder: Path, ours: str, other: str) -> list[tuple[int, dict[str, float]]]:
+    """Prints a row for each number of clients and seed, and returns them: more than 1 is worse."""
     # No prompt comes twice: seeds differ from row to row.
     flags = (args.bench or LOADS[args.what]).split()
     print(f"times of the first by those of the second; requests that meet {' '.join(SLOS)} ms", flush=True)
+    rows = []
     print("clients seed   TTFT p50   TTFT p99   TPOT p50   E2E p50    E2E p99   E2E mean    goodput", flush=True)
     for clients in args.clients:
         for seed in args.seeds:
@@ -155,10 +167,38 @@ def compare(args: argparse.Namespace, folder: Path, ours: str, other: str) -> No
             good = [sides[side]["goodput"]["good_requests"] for side in "ab"]
             columns = [("ttft_ms", "p50"), ("ttft_ms", "p99"), ("tpot_ms", "p50"), ("e2e_ms", "p50"), ("e2e_ms", "p99"),
                        ("e2e_ms", "mean")]
-            row = "".join(f"{ratio(*column):11.2f}" for column in columns)
+            found = {f"{what[:-3].upper()} {which}": ratio(what, which) for what, which in columns}
+            row = "".join(f"{value:11.2f}" for value in found.values())
+            rows.append((clients, found | {"goodput": max(good[1], 0.5) / max(good[0], 0.5)}))
             goodput = f"{good[0]:4} / {good[1]}"
             print(f"{clients:7} {seed:4}{row} {goodput}{f'   {failed} failed' if failed else ''}", flush=True)
     print(f"first:  {plans(ours)}\nsecond: {plans(other)}")
+    return rows
+
+
+def check(what: str, rows: list[tuple[int, dict[str, float]]]) -> bool:
+    """Prints geometric means of the seeds beside what is wanted. Returns whether all hold."""
+    all_hold = True
+    print("\nmeans of the seeds; of goodput that of the second by the first, so that more than 1 is worse everywhere")
+    for name in CHECKED[what]:
+        logs: dict[int, list[float]] = {}
+        for clients, found in rows:
+            logs.setdefault(clients, []).append(math.log(max(found[name], 1e-9)))
+        means = {clients: sum(values) / len(values) for clients, values in logs.items()}
+        # Seeds are few: all numbers of clients together say how far they differ.
+        freedom = sum(len(values) - 1 for values in logs.values())
+        squares = sum((value - means[clients]) ** 2 for clients, values in logs.items() for value in values)
+        deviation = STUDENT[min(freedom, len(STUDENT)) - 1] * math.sqrt(squares / freedom) if freedom else 0.0
+        for clients, mean in means.items():
+            half = deviation / math.sqrt(len(logs[clients]))
+            low, ratio, high = (math.exp(value) for value in (mean - half, mean, mean + half))
+            forms_queue = name == "TTFT p50" and what == "constants" and clients > NUM_WORKERS
+            wanted = "below 1" if forms_queue else "at most 1 within noise"
+            holds = ratio < 1 if forms_queue else low <= 1
+            all_hold &= holds
+            print(f"{name}, {clients} clients: found {ratio:.2f} ({low:.2f} to {high:.2f}), wanted {wanted}:"
+                  f" {'holds' if holds else 'MISSED'}", flush=True)
+    return all_hold
 
 
 if __name__ == "__main__":
