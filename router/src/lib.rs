@@ -7,7 +7,7 @@ mod auth;
 mod grpc;
 mod http;
 
-use std::sync::Arc;
+use std::{sync::Arc, time::Duration};
 
 use anyhow::Context;
 use auth::LiveKeys;
@@ -94,6 +94,7 @@ pub async fn run_on(
         unread_timeout: config.unread_timeout,
         keep_alive: config.keep_alive,
         max_connections: config.max_connections,
+        spare_time: Duration::from_secs(1),
         connections: core.metrics.connections.clone(),
         full: core.metrics.connections_full.clone(),
     };
@@ -142,7 +143,7 @@ async fn drain_requests(
 }
 
 /// How long the last event of an ended stream may take to reach its client.
-const LAST_WORDS: std::time::Duration = std::time::Duration::from_secs(1);
+const LAST_WORDS: Duration = Duration::from_secs(1);
 
 async fn load_model(core: Arc<Core>, drain: CancellationToken) -> anyhow::Result<()> {
     let loader = core.clone();

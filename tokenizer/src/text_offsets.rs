@@ -33,11 +33,16 @@ impl TextOffsets {
         let Some(first) = &mut self.first else {
             return char_starts(&self.tokenizer.token_bytes(id).unwrap_or_default()).count();
         };
-        let text = first.push(id) + &first.clone().finish();
-        if !text.is_empty() {
+        let text = first.push(id);
+        // A part of a character is one, as of any later token; what else is held back is the prompt's.
+        let num_chars = match text.is_empty() {
+            true => first.clone().finish().chars().count().min(1),
+            false => (text + &first.clone().finish()).chars().count(),
+        };
+        if num_chars > 0 {
             self.first = None;
         }
-        text.chars().count()
+        num_chars
     }
 }
 
@@ -69,6 +74,9 @@ mod tests {
         let bytes = testing::byte_level();
         check(&bytes, &[], &["Ã", "©", "<|end|>", "o", "o"], &[0, 1, 1, 1, 2]);
         check(&bytes, &["Ã"], &["©", "o"], &[0, 1]);
-        check(&testing::byte_fallback(), &["<s>"], &["<0xC3>", "<0xA9>", "x"], &[0, 1, 1]);
+        let fallback = testing::byte_fallback();
+        check(&fallback, &["<s>"], &["<0xC3>", "<0xA9>", "x"], &[0, 1, 1]);
+        // The prompt ends inside of it.
+        check(&fallback, &["<s>", "<0xF0>", "<0x9F>"], &["<0x98>", "<0x80>", "x"], &[0, 1, 1]);
     }
 }

@@ -186,6 +186,7 @@ impl DurableSession {
             return Some(Replayed::Token(token));
         }
         self.replay = None;
+        self.writer.goes_on();
         Some(Replayed::All(self.ending.map(|ending| match ending {
             Ending::Stop => FinishReason::Stop,
             Ending::Length => FinishReason::Length,

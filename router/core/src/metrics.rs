@@ -124,7 +124,7 @@ pub struct RouterMetrics {
     pub(crate) body_bytes: Gauge,
     /// Connections of the port that are open.
     pub connections: Gauge,
-    /// How often the port had as many as it may have.
+    /// Those that came when the port had as many as it may have.
     pub connections_full: Counter,
     workers: Family<RoleState, Gauge>,
     kv_formats: Gauge,
@@ -259,7 +259,7 @@ impl RouterMetrics {
             registry.register("connections", "Connections that are open", this.connections.clone());
             registry.register(
                 "connections_full",
-                "How often as many connections were open as may be: until one closed, others were refused but for probes",
+                "Connections that came when as many were open as may be: refused, but for probes",
                 this.connections_full.clone(),
             );
             registry.register("workers", "Workers, by role and state", this.workers.clone());

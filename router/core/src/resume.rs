@@ -15,6 +15,15 @@ use super::{
     durable::{DurableSession, Kept, Resumption},
 };
 
+/// A request whose key gets its tokens back when the journal refuses it, or its client leaves meanwhile.
+struct Unpaid<'a>(&'a PreparedRequest);
+
+impl Drop for Unpaid<'_> {
+    fn drop(&mut self) {
+        self.0.refund();
+    }
+}
+
 impl Core {
     /// Begins a request whose answer is streamed. With a journal, a request of one choice is journalled before it begins: when its
     /// client or the router is lost, its stream can be resumed.
@@ -31,8 +40,9 @@ impl Core {
             Some((journal, call)) if request.is_one_choice() => {
                 // First: a request that is refused changes nothing in the journal.
                 let active = self.enter(&request, None)?;
-                let accepted = self.accept(journal, &request, call).await;
-                let session = accepted.inspect_err(|_| request.refund())?;
+                let unpaid = Unpaid(&request);
+                let session = self.accept(journal, &request, call).await?;
+                std::mem::forget(unpaid);
                 (active, Some(session))
             }
             _ => (self.enter(&request, None)?, None),

@@ -23,7 +23,7 @@ pub(crate) enum Standing {
 pub(crate) struct Entry {
     pub(crate) last: Position,
     pub(crate) num_tokens: u32,
-    /// Those that it had when its writer took it.
+    /// Those that it had when it went on last.
     pub(crate) num_taken: u32,
     /// The segment of its first record.
     pub(crate) first_segment: u32,

@@ -288,7 +288,6 @@ impl Journal {
                 if writer.is_none() && entry.epoch == session.epoch {
                     entry.epoch = entry.epoch.wrapping_add(1);
                     let had_stalled = entry.num_tokens == entry.num_taken;
-                    entry.num_taken = entry.num_tokens;
                     let (shared, epoch) = (self.shared.clone(), entry.epoch);
                     writer = Some(SessionWriter { shared, key, epoch, had_stalled });
                 }
@@ -396,9 +395,17 @@ impl Drop for Journal {
 }
 
 impl SessionWriter {
-    /// Whether the session was taken without a token since it was accepted or taken before, as far as this router knows.
+    /// Whether the session was taken without a token since it was accepted or [went on](Self::goes_on) before, as far as this router
+    /// knows.
     pub fn had_stalled(&self) -> bool {
         self.had_stalled
+    }
+
+    /// What it has was delivered again: what follows is computed.
+    pub fn goes_on(&self) {
+        if let Some(entry) = self.shared.lock().index.get_mut(self.key, self.epoch) {
+            entry.num_taken = entry.num_tokens;
+        }
     }
 
     /// The token with this index in the output. It is written within 20 ms or so; the caller does not wait for it. One that is

@@ -38,7 +38,7 @@ use tower::ServiceExt;
 
 pub use held::HeldBody;
 pub use pages::{PagePolicy, PageRefusal};
-use places::{Places, SPARE_TIME};
+use places::Places;
 use unread::Answers;
 
 const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
@@ -68,9 +68,11 @@ pub struct PortConfig {
     pub keep_alive: Duration,
     /// Connections that may be open. Those beyond that are refused until one closes, but for a few that probe the router.
     pub max_connections: usize,
+    /// How long one beyond them may take: for a handshake of TLS, for its request, and for what it is sent.
+    pub spare_time: Duration,
     /// Connections that are open.
     pub connections: Gauge,
-    /// How often all of `max_connections` were open.
+    /// Connections that came when `max_connections` were open.
     pub full: Counter,
 }
 
@@ -99,6 +101,7 @@ pub async fn serve(
     let _ends_unread = AbortOnDropHandle::new(tokio::spawn(answers.clone().run()));
     let mut places = Places::new(config.max_connections, config.connections.clone(), config.full.clone());
     let spare_routes = places::for_spare(routes.clone());
+    let spare_time = config.spare_time;
     loop {
         let accepted = tokio::select! {
             () = drain.cancelled() => break,
@@ -121,7 +124,7 @@ pub async fn serve(
         let (drain, abort) = (drain.clone(), abort.clone());
         let (builder, answers) = (builder.clone(), answers.clone());
         let (routes, timeout) = match place.is_spare {
-            true => (spare_routes.clone(), config.header_timeout.min(SPARE_TIME)),
+            true => (spare_routes.clone(), config.header_timeout.min(spare_time)),
             false => (routes.clone(), config.header_timeout),
         };
         let tls = config.tls.clone();
@@ -163,7 +166,7 @@ pub async fn serve(
                 tokio::select! {
                     () = drain.cancelled() => {}
                     () = ends.cancelled() => {}
-                    () = sleep(SPARE_TIME), if is_spare => {}
+                    () = sleep(spare_time), if is_spare => {}
                 }
             };
             let result = tokio::select! {
@@ -174,7 +177,7 @@ pub async fn serve(
                     tokio::select! {
                         result = connection.as_mut() => result,
                         () = abort.cancelled() => return,
-                        () = sleep(SPARE_TIME), if is_spare => return,
+                        () = sleep(spare_time), if is_spare => return,
                     }
                 }
             };

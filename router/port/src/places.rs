@@ -1,7 +1,7 @@
 //! Places of connections: as many as may be open, and a few more, in which only probes are answered. So a router that is full is not taken
 //! for one that hangs, and ended with all its streams.
 
-use std::{io, net::SocketAddr, sync::Arc, time::Duration};
+use std::{io, net::SocketAddr, sync::Arc};
 
 use axum::{
     Router,
@@ -21,10 +21,10 @@ use tokio::{
 
 /// Places for probes. Each is taken for a moment, by a probe or by a client that is refused.
 const NUM_SPARE: usize = 16;
-/// How long a connection in one of them may take: for a handshake of TLS, for its request, and for what it is sent.
-pub(crate) const SPARE_TIME: Duration = Duration::from_secs(1);
 /// What is served there.
-const PROBES: [&str; 4] = ["/livez", "/readyz", "/startupz", "/metrics"];
+const PROBES: [&str; 5] = ["/livez", "/readyz", "/startupz", "/health", "/metrics"];
+/// The probe of gRPC that has an end.
+const GRPC_PROBE: &str = "/grpc.health.v1.Health/Check";
 
 /// The places of a port.
 #[derive(Debug)]
@@ -36,7 +36,7 @@ pub(crate) struct Places {
     is_full: bool,
     /// Connections that are open.
     connections: Gauge,
-    /// How often all ordinary places were taken.
+    /// Connections that came when all ordinary places were taken.
     full: Counter,
 }
 
@@ -76,7 +76,7 @@ impl Places {
         let (mut permit, mut is_spare) = match self.ordinary.clone().try_acquire_owned() {
             Ok(permit) => (permit, false),
             Err(_) => {
-                if !std::mem::replace(&mut self.is_full, true) && self.full.inc() == 0 {
+                if !std::mem::replace(&mut self.is_full, true) && self.full.get() == 0 {
                     tracing::warn!(
                         max_connections = self.max_connections,
                         "no more connections may be open (--max-connections): until one closes, new ones are refused but for probes, now and later"
@@ -95,6 +95,9 @@ impl Places {
             (permit, is_spare) = (freed, false);
         }
         self.is_full = is_spare;
+        if is_spare {
+            self.full.inc();
+        }
         self.connections.inc();
         Ok((stream, address, Place { is_spare, _permit: permit, connections: self.connections.clone() }))
     }
@@ -107,7 +110,11 @@ pub(crate) fn for_spare(routes: Router) -> Router {
 
 async fn answer_probe(request: Request, next: Next) -> Response {
     let is_http1 = request.version() <= Version::HTTP_11;
-    let is_probe = request.method() == Method::GET && PROBES.contains(&request.uri().path());
+    let path = request.uri().path();
+    let is_probe = match *request.method() {
+        Method::GET | Method::HEAD => PROBES.contains(&path),
+        _ => path == GRPC_PROBE,
+    };
     let mut response = match is_probe {
         true => next.run(request).await,
         false => {
