@@ -168,7 +168,7 @@ fn prompt(order: &[usize], question: u32, ratio: Option<f32>) -> Request {
     }
     tokens.extend(text(question, 9));
     let ratio = Some(ratio.unwrap_or(RATIO));
-    Request { blend: Some(BlendMarks { passages, ratio }), ..request(&tokens, 12) }
+    Request { blend: Some(BlendMarks { passages, layer: 1, ratio }), ..request(&tokens, 12) }
 }
 
 fn plain(request: &Request) -> Request {
@@ -267,7 +267,7 @@ async fn a_head_that_is_too_long_is_not_blended() {
     let blending = start("llama", EngineConfig { blending: blending(1 << 30), ..roomy() });
     let can_blend = |end: usize| {
         let passages = vec![0..64, 64..end];
-        blending.engine.can_blend(&BlendMarks { passages, ratio: Some(RATIO) })
+        blending.engine.can_blend(&BlendMarks { passages, layer: 1, ratio: Some(RATIO) })
     };
     assert_eq!([32_512, 32_513].map(can_blend), [true, false]);
 }

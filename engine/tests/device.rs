@@ -317,7 +317,7 @@ async fn heads_are_blended_on_the_device() {
     let (engine, _thread) = on_device(&fixture(), SamplingSide::OnDevice, None);
     let plain = request(&prompt(1, 90), 4);
     let blended = |ratio| Request {
-        blend: Some(BlendMarks { passages: vec![10..40, 45..85], ratio: Some(ratio) }),
+        blend: Some(BlendMarks { passages: vec![10..40, 45..85], layer: 1, ratio: Some(ratio) }),
         ..plain.clone()
     };
     let full = run(&engine, vec![plain.clone()]).await;
@@ -341,7 +341,7 @@ async fn blocks_of_a_head_are_announced_when_it_is_blended() {
     for seed in 0..8 {
         let plain = request(&prompt(seed, 120), 4);
         let blended = Request {
-            blend: Some(BlendMarks { passages: vec![10..25, 25..40], ratio: Some(0.2) }),
+            blend: Some(BlendMarks { passages: vec![10..25, 25..40], layer: 1, ratio: Some(0.2) }),
             ..request(&prompt(seed + 50, 60), 4)
         };
         let num_blocks = layout.num_blocks_for(blended.prompt.len());

@@ -141,14 +141,17 @@ impl From<&BlendMarks> for worker::Blend {
             start: position(range.start),
             end: position(range.end),
         };
-        worker::Blend { passages: marks.passages.iter().map(range).collect(), ratio: marks.ratio }
+        let passages = marks.passages.iter().map(range).collect();
+        worker::Blend { passages, layer: marks.layer, ratio: marks.ratio }
     }
 }
 
 impl From<&worker::Blend> for BlendMarks {
     fn from(blend: &worker::Blend) -> BlendMarks {
         let range = |range: &v1::TokenRange| range.start as usize..range.end as usize;
-        BlendMarks { passages: blend.passages.iter().map(range).collect(), ratio: blend.ratio }
+        let passages = blend.passages.iter().map(range).collect();
+        // An older router names no layer.
+        BlendMarks { passages, layer: blend.layer.max(1), ratio: blend.ratio }
     }
 }
 
@@ -329,7 +332,7 @@ mod tests {
             priority: -2,
             cache_salt: "salt".into(),
             speculation: SpeculationMode::Off,
-            blend: Some(BlendMarks { passages: vec![0..1, 1..2], ratio: Some(0.25) }),
+            blend: Some(BlendMarks { passages: vec![0..1, 1..2], layer: 2, ratio: Some(0.25) }),
             retention: Retention {
                 kept: vec![KeptPrefix { num_tokens: 2, ttl: Duration::from_secs(300) }],
                 rest_is_low: true,
@@ -340,6 +343,8 @@ mod tests {
             format!("{:?}", Request::try_from(&message)),
             format!("{:?}", Ok::<_, MissingField>(request))
         );
+        let older = worker::Blend { layer: 0, ..message.blend.clone().expect("it has passages") };
+        assert_eq!(BlendMarks::from(&older).layer, 1);
         let message = worker::GenerateRequest { sampling: None, ..message };
         assert_eq!(Request::try_from(&message).unwrap_err().to_string(), "sampling is missing");
     }

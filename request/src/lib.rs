@@ -15,7 +15,7 @@ mod failure;
 mod invalid;
 mod json_schema;
 
-pub use blend::{BlendMarks, NUM_FIRST_TOKENS, max_passages};
+pub use blend::{BlendMarks, BlendPoint, NUM_FIRST_TOKENS, max_passages};
 pub use failure::{Failure, FailureKind};
 pub use grammar::{Grammar, GrammarKind, MAX_GRAMMAR_BYTES};
 pub use invalid::{InvalidRequest, Problem, check_tokens};

@@ -165,7 +165,7 @@ mod tests {
         let marked = |ratio| {
             with(|r| {
                 r.output = vec![4, 5];
-                r.blend = Some(BlendMarks { passages: vec![0..1, 1..2], ratio });
+                r.blend = Some(BlendMarks { passages: vec![0..1, 1..2], layer: 1, ratio });
             })
         };
         for (request, least) in [(marked(Some(0.2)), 3), (marked(None), 1)] {
@@ -212,7 +212,9 @@ mod tests {
             ("stop_token_ids: token id 100", with(|r| r.sampling.stop_token_ids = vec![100])),
             (
                 "blend.passages: a passage ends at 3 in",
-                with(|r| r.blend = Some(BlendMarks { passages: vec![1..2, 2..3], ratio: None })),
+                with(|r| {
+                    r.blend = Some(BlendMarks { passages: vec![1..2, 2..3], ..BlendMarks::default() });
+                }),
             ),
             ("logprobs: 21 is not at most 20", with(|r| r.sampling.logprobs = Some(21))),
             ("prompt_logprobs: 21 is not at most 20", with(|r| r.sampling.prompt_logprobs = Some(21))),

@@ -163,7 +163,7 @@ async fn answer(worker: &Worker, request: Request) -> Option<Vec<SampledToken>> 
 
 fn with_ratio(prompt: &Request, ratio: f32) -> Request {
     let passages = prompt.blend.as_ref().map(|marks| marks.passages.clone()).unwrap_or_default();
-    Request { blend: Some(BlendMarks { passages, ratio: Some(ratio) }), ..prompt.clone() }
+    Request { blend: Some(BlendMarks { passages, layer: 1, ratio: Some(ratio) }), ..prompt.clone() }
 }
 
 /// Short prompts of a request's passages, in several orders, before the end of its prompt.
@@ -185,7 +185,7 @@ fn calibration_prompts(request: &Request) -> Vec<Request> {
         Request {
             prompt: tokens.into(),
             output: Vec::new(),
-            blend: Some(BlendMarks { passages, ratio: None }),
+            blend: Some(BlendMarks { passages, ..BlendMarks::default() }),
             ..request.clone()
         }
     };
@@ -222,7 +222,7 @@ mod tests {
         let request = Request {
             prompt: (0..200).collect(),
             output: vec![7],
-            blend: Some(BlendMarks { passages, ratio: None }),
+            blend: Some(BlendMarks { passages, ..BlendMarks::default() }),
             ..Request::default()
         };
         let prompts = calibration_prompts(&request);

@@ -54,7 +54,8 @@ impl BlendMode {
             BlendMode::Ratio(ratio) => Some(ratio),
             BlendMode::Auto | BlendMode::Off => None,
         };
-        (ratio.is_some() || !passages.is_empty()).then_some(BlendMarks { passages, ratio })
+        let marks = BlendMarks { passages, ratio, ..BlendMarks::default() };
+        (ratio.is_some() || !marks.passages.is_empty()).then_some(marks)
     }
 }
 

@@ -218,6 +218,7 @@ mod tests {
             blend: Some(proto::Blend {
                 passages: vec![v1::TokenRange { start: 0, end: 1 }],
                 ratio: Some(0.5),
+                layer: 2,
             }),
             retention: Some(proto::Retention {
                 kept: vec![proto::KeptPrefix { num_tokens: 2, ttl_seconds: 60 }],
