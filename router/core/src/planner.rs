@@ -72,6 +72,7 @@ impl Planner {
         let blend = request.blended().map(|marks| BlendedPassages {
             num_tokens: marks.passages.iter().map(ExactSizeIterator::len).sum(),
             end_idx: marks.end_idx(),
+            layer: marks.layer,
             ratio: marks.ratio.unwrap_or(1.0),
             kept: workers.kept_passages(hashes.passages()),
         });

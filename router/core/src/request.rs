@@ -221,17 +221,17 @@ impl PromptInput {
 }
 
 impl PreparedRequest {
-    /// Gives prompts whose passages may be blended the ratio that workers have calibrated, if one has, or none if the model is not
-    /// blended any more. All choices and attempts have the same, so that they get the same tokens; a resumed request has what it had.
+    /// Gives prompts whose passages may be blended the layer and the ratio that workers have calibrated, if one has, or no ratio if the
+    /// model is not blended any more. All choices and attempts have the same, so they get the same tokens; a resumed request has its own.
     pub(crate) fn decide_blending(&mut self, blending: ModelBlending) {
         if self.arrival.resumed_request().is_some() {
             return;
         }
         for marks in self.prompts.iter_mut().filter_map(|request| request.blend.as_mut()) {
-            marks.ratio = match blending {
-                ModelBlending::Open(calibrated) => marks.ratio.or(calibrated),
-                ModelBlending::Closed => None,
-            };
+            match blending {
+                ModelBlending::Open(calibrated) => marks.decide(calibrated),
+                ModelBlending::Closed => marks.ratio = None,
+            }
         }
     }
 

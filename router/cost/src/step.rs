@@ -34,7 +34,9 @@ pub struct PassageWork {
     pub num_tokens: f64,
     /// Those whose KV the worker has kept.
     pub num_kept: f64,
-    /// The part that is computed again in the layers after the first.
+    /// So many layers are computed for all of them.
+    pub layer: u32,
+    /// The part that is computed again in the other layers.
     pub ratio: f64,
 }
 
@@ -97,12 +99,12 @@ impl PromptWork {
         PromptWork { num_tokens, num_pairs }
     }
 
-    /// The same prompt if its passages are blended, in full tokens of work. Layer 0 of `num_layers` computes all tokens of a
-    /// passage, and later ones the part `ratio` (CacheBlend, Yao et al., EuroSys 2025, section 4); so a token of a passage
-    /// costs `1/L + (1 - 1/L) ratio`. A passage that is not kept is also computed alone. Attention shrinks in proportion.
+    /// The same prompt if its passages are blended, in full tokens of work. The `s` layers of `num_layers` before the selecting one
+    /// compute all tokens of a passage, and the others the part `ratio` (CacheBlend, Yao et al., EuroSys 2025, section 4); so a
+    /// token of a passage costs `s/L + (1 - s/L) ratio`. A passage that is not kept is also computed alone. Attention shrinks in proportion.
     #[must_use]
     pub fn blended(self, passages: &PassageWork, num_layers: usize) -> PromptWork {
-        let first = 1.0 / num_layers.max(1) as f64;
+        let first = (f64::from(passages.layer) / num_layers.max(1) as f64).min(1.0);
         let part = first + (1.0 - first) * passages.ratio.clamp(0.0, 1.0);
         let kept = passages.num_kept.min(passages.num_tokens);
         let num_tokens = self.num_tokens - kept * (1.0 - part) + (passages.num_tokens - kept) * part;
@@ -175,18 +177,21 @@ mod tests {
     use super::*;
 
     #[test]
-    fn kept_passages_cost_their_first_layer_and_a_part_of_the_others() {
+    fn kept_passages_cost_their_first_layers_and_a_part_of_the_others() {
         let prompt = PromptWork::new(1000, 0);
-        for (num_kept, ratio, num_layers, expected) in [
+        for (num_kept, layer, ratio, num_layers, expected) in [
             // 100 tokens of text, 900 of passages: 1/16 + 15/16 x 0.15 = 0.203.
-            (900.0, 0.15, 16, 100.0 + 900.0 * 0.203_125),
-            (0.0, 0.15, 16, 100.0 + 900.0 * 1.203_125),
-            (450.0, 0.15, 16, 100.0 + 450.0 * 0.203_125 + 450.0 * 1.203_125),
-            (900.0, 1.0, 16, 1000.0),
+            (900.0, 1, 0.15, 16, 100.0 + 900.0 * 0.203_125),
+            (0.0, 1, 0.15, 16, 100.0 + 900.0 * 1.203_125),
+            (450.0, 1, 0.15, 16, 100.0 + 450.0 * 0.203_125 + 450.0 * 1.203_125),
+            (900.0, 1, 1.0, 16, 1000.0),
+            // 2/16 + 14/16 x 0.15.
+            (900.0, 2, 0.15, 16, 100.0 + 900.0 * 0.25625),
+            (900.0, 8, 0.15, 4, 1000.0),
             // More than there are.
-            (5000.0, 0.0, 4, 100.0 + 900.0 * 0.25),
+            (5000.0, 1, 0.0, 4, 100.0 + 900.0 * 0.25),
         ] {
-            let passages = PassageWork { num_tokens: 900.0, num_kept, ratio };
+            let passages = PassageWork { num_tokens: 900.0, num_kept, layer, ratio };
             let blended = prompt.blended(&passages, num_layers);
             assert!((blended.num_tokens - expected).abs() < 1e-6, "{passages:?}: {blended:?}");
             let part = blended.num_pairs / prompt.num_pairs;

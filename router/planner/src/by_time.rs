@@ -336,6 +336,7 @@ impl<'a> Search<'a> {
         let passages = PassageWork {
             num_tokens: blend.num_tokens as f64,
             num_kept: start.estimate.num_kept as f64,
+            layer: blend.layer,
             ratio: f64::from(blend.ratio),
         };
         Some((prompt.blended(&passages, worker.view.record.kv_format.num_layers), start))

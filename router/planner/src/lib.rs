@@ -126,6 +126,8 @@ pub struct BlendedPassages {
     pub num_tokens: usize,
     /// Where the last one ends: a prefix that ends before is not used.
     pub end_idx: usize,
+    /// The layer whose keys select tokens. Those before it are computed for all.
+    pub layer: u32,
     /// The part that is computed again.
     pub ratio: f32,
     /// Tokens of those whose KV workers are believed to have kept. A worker that is absent has kept none.

@@ -26,6 +26,7 @@ use baton_kv_index::{
 };
 use baton_planner::{BackOff, ClusterView, HeldPrefix, Ledger, SentWork, Usability, WorkerKey, WorkerView};
 use baton_proto::worker::Ticket;
+use baton_request::BlendPoint;
 use tokio::sync::watch as notify;
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 use tonic::transport::Channel;
@@ -53,8 +54,8 @@ impl Contexts {
 /// Whether prompts of the model are blended, by what its workers measured.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum ModelBlending {
-    /// With the ratio that a client chooses, else with this one, the largest that a worker has calibrated. `None` while none has.
-    Open(Option<f32>),
+    /// As workers have calibrated, the most careful one of them; a client may choose another ratio. `None` while none has.
+    Open(Option<BlendPoint>),
     /// Audits of a worker found that blended prompts differ too much. The others compute the same model.
     Closed,
 }
@@ -350,8 +351,7 @@ impl Workers {
         if loads().any(|load| load.blend_closed) {
             return ModelBlending::Closed;
         }
-        let ratios = loads().filter_map(|load| load.blend_ratio);
-        ModelBlending::Open(ratios.filter(|ratio| (0.0..=1.0).contains(ratio)).max_by(f32::total_cmp))
+        ModelBlending::Open(loads().filter_map(report::blend_point).max_by(BlendPoint::total_cmp))
     }
 
     /// Whether a decode worker is usable.
@@ -705,20 +705,24 @@ mod tests {
         let workers = Workers::new(1, "tiny".to_owned(), Duration::from_secs(1), Dialer::new(None));
         let (d0, d1) = (record(), Arc::new(WorkerRecord { id: "d1".into(), ..(*record()).clone() }));
         workers.update(vec![d0.clone(), d1.clone()]);
-        let says = |record: &WorkerRecord, blend_ratio, blend_closed| {
-            let load = v1::Load { blend_ratio, blend_closed, ..v1::Load::default() };
+        let says_layer = |record: &WorkerRecord, blend_layer, blend_ratio, blend_closed| {
+            let load = v1::Load { blend_ratio, blend_layer, blend_closed, ..v1::Load::default() };
             workers.enter(&WorkerKey::of(record), Some(Report { load, at: Instant::now() }));
             workers.blending()
         };
+        let says = |record: &WorkerRecord, ratio, is_closed| says_layer(record, 0, ratio, is_closed);
+        let open = |layer, ratio| ModelBlending::Open(Some(BlendPoint { layer, ratio }));
         assert_eq!(says(&d0, None, false), ModelBlending::Open(None));
-        assert_eq!(says(&d0, Some(0.2), false), ModelBlending::Open(Some(0.2)));
-        assert_eq!(says(&d1, Some(0.3), false), ModelBlending::Open(Some(0.3)));
-        assert_eq!(says(&d1, Some(f32::NAN), false), ModelBlending::Open(Some(0.2)));
-        assert_eq!(says(&d1, None, false), ModelBlending::Open(Some(0.2)), "it could not calibrate");
+        assert_eq!(says(&d0, Some(0.2), false), open(1, 0.2));
+        assert_eq!(says(&d1, Some(0.3), false), open(1, 0.3));
+        assert_eq!(says_layer(&d1, 2, Some(0.1), false), open(2, 0.1), "the higher layer comes first");
+        assert_eq!(says_layer(&d1, 9, Some(0.3), false), open(1, 0.2), "no layer that may decide");
+        assert_eq!(says(&d1, Some(f32::NAN), false), open(1, 0.2));
+        assert_eq!(says(&d1, None, false), open(1, 0.2), "it could not calibrate");
         assert_eq!(says(&d1, None, true), ModelBlending::Closed);
         assert_eq!(says(&d0, Some(0.2), false), ModelBlending::Closed);
         workers.update(vec![d0]);
-        assert_eq!(workers.blending(), ModelBlending::Open(Some(0.2)));
+        assert_eq!(workers.blending(), open(1, 0.2));
         workers.shut_down().await;
     }
 

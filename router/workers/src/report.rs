@@ -5,6 +5,7 @@ use std::time::Instant;
 use baton_cost::{LinkLine, StepLine, StepYield};
 use baton_planner::{Load, StorePace, WorkerPace};
 use baton_proto::v1;
+use baton_request::BlendPoint;
 
 use super::{
     segments,
@@ -31,6 +32,11 @@ pub(super) fn load(report: &Report, now: Instant) -> Load {
         recall_token_seconds: watch::of_tiers(load, |tier| seconds(tier.recall_token_seconds)),
         store_pace: store_pace(load),
     }
+}
+
+/// How the worker blends, as it has calibrated it; `None` if it has not, or if that cannot be true. An older worker names no layer.
+pub(super) fn blend_point(load: &v1::Load) -> Option<BlendPoint> {
+    BlendPoint { layer: load.blend_layer.max(1), ratio: load.blend_ratio? }.checked()
 }
 
 /// `None` for an older worker, and for one whose numbers cannot be true.

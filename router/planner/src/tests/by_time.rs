@@ -539,6 +539,7 @@ fn a_prompt_is_computed_where_its_passages_are_kept() {
         let blend = BlendedPassages {
             num_tokens: 850,
             end_idx,
+            layer: 1,
             ratio: 0.15,
             kept: kept.iter().map(|&(id, num)| (key(id), num)).collect(),
         };
@@ -550,7 +551,8 @@ fn a_prompt_is_computed_where_its_passages_are_kept() {
         }
     }
     // A head that is cached is not computed at all.
-    let blend = BlendedPassages { num_tokens: 850, end_idx: 880, ratio: 0.15, kept: vec![(key("d1"), 850)] };
+    let kept = vec![(key("d1"), 850)];
+    let blend = BlendedPassages { num_tokens: 850, end_idx: 880, layer: 1, ratio: 0.15, kept };
     let request = PlanRequest { blend: Some(blend), ..request("tokens=900 cached:d0=880") };
     assert_eq!(outcome(&request, &view(two)), "d0");
 }
