@@ -1,10 +1,10 @@
 //! Whether this worker blends a prompt: the [`Gate`] decides, and what it needs to know is measured here.
 //!
 //! The gate opens by calibration: prompts are made of passages that the worker has met, and computed in full and with each
-//! ratio of a table. The smallest ratio whose answers begin with nearly the distributions of those of the full prefills is the
-//! worker's. Made-up tokens would say little: how much one passage depends on another is a property of the text. After that a
-//! part of the traffic is audited: computed once more in full, and compared. All of this is ordinary work of the engine that
-//! every request passes.
+//! ratio of a table, selected by the keys of one layer. The smallest ratio whose answers begin with nearly the distributions of
+//! those of the full prefills is the worker's; where none is, the next layer is tried. Made-up tokens would say little: how much
+//! one passage depends on another is a property of the text. After that a part of the traffic is audited: computed once more in
+//! full, and compared. All of this is ordinary work of the engine that every request passes.
 //!
 //! It does not know how prompts are blended.
 
@@ -14,11 +14,11 @@ pub(crate) mod state;
 use std::{sync::Arc, time::Duration};
 
 use baton_engine::{SampledToken, TokenEvent};
-use baton_request::{BlendMarks, MAX_LOGPROBS, Request, SamplingParams, SpeculationMode};
+use baton_request::{BlendMarks, BlendPoint, MAX_LOGPROBS, Request, SamplingParams, SpeculationMode};
 use tokio::time::timeout;
 
 use crate::worker::Worker;
-use gate::{AuditedRatio, Decision, Measure, RATIOS};
+use gate::{AuditedPoint, Decision, Measure, RATIOS};
 
 /// A calibration prompt has at most so many passages, each of at most so many tokens, and so many tokens after them. So it takes
 /// seconds even where a step takes a second.
@@ -41,16 +41,16 @@ pub fn decide(worker: &Arc<Worker>, request: &mut Request) {
         return;
     };
     let fits = worker.engine.can_blend(marks);
-    let Decision { refused, measure } = worker.blending.decide(marks.ratio, fits);
+    let Decision { refused, measure } = worker.blending.decide(marks.point(), fits);
     let own = worker.clone();
     match measure {
-        Some(Measure::Calibrate) => {
+        Some(Measure::Calibrate(layer)) => {
             let prompts = calibration_prompts(request);
-            worker.lifecycle.spawn(async move { calibrate(&own, prompts).await });
+            worker.lifecycle.spawn(async move { calibrate(&own, prompts, layer).await });
         }
-        Some(Measure::Audit(ratio)) => {
+        Some(Measure::Audit(point)) => {
             let request = request.clone();
-            worker.lifecycle.spawn(async move { audit(&own, request, ratio).await });
+            worker.lifecycle.spawn(async move { audit(&own, request, point).await });
         }
         None => {}
     }
@@ -60,11 +60,11 @@ pub fn decide(worker: &Arc<Worker>, request: &mut Request) {
     }
 }
 
-/// Measures what each ratio costs on prompts, and tells the gate.
-async fn calibrate(worker: &Arc<Worker>, prompts: Vec<Request>) {
+/// Measures what each ratio costs on prompts where the keys of `layer` decide, and tells the gate.
+async fn calibrate(worker: &Arc<Worker>, prompts: Vec<Request>, layer: u32) {
     let mut samples = Vec::new();
     for prompt in prompts {
-        match sample(worker, &prompt).await {
+        match sample(worker, &prompt, layer).await {
             Some(sample) => samples.push(sample),
             None => break,
         }
@@ -72,36 +72,39 @@ async fn calibrate(worker: &Arc<Worker>, prompts: Vec<Request>) {
     let num = samples.len();
     let Some(mut gate) = worker.blending.gate() else { return };
     gate.calibrated(samples);
-    match (gate.ratio(), gate.closed()) {
-        (Some(ratio), _) => tracing::info!(%ratio, "prompts with passages are blended from now on"),
+    match (gate.point(), gate.closed()) {
+        (Some(BlendPoint { layer, ratio }), _) => {
+            tracing::info!(layer, %ratio, "prompts with passages are blended from now on");
+        }
         (None, Some(reason)) => tracing::warn!(reason, "prompts with passages are computed in full"),
-        (None, None) => tracing::debug!(num, "blending is not calibrated yet"),
+        (None, None) => tracing::debug!(layer, num, "blending is not calibrated yet"),
     }
 }
 
 /// The divergence of a prompt's answer at each ratio. `None`: the engine has no time or no room for it, or ends.
-async fn sample(worker: &Worker, prompt: &Request) -> Option<[f64; RATIOS.len()]> {
+async fn sample(worker: &Worker, prompt: &Request, layer: u32) -> Option<[f64; RATIOS.len()]> {
     // What is not blended here differs in nothing, whatever the ratio.
     prompt.blend.as_ref().filter(|marks| worker.engine.can_blend(marks))?;
     let full = answer(worker, Request { blend: None, ..prompt.clone() }).await?;
     let mut sample = [0.0; RATIOS.len()];
     for (kl, ratio) in sample.iter_mut().zip(RATIOS) {
-        *kl = divergence(&full, &answer(worker, with_ratio(prompt, ratio)).await?);
+        let blended = with_point(prompt, BlendPoint { layer, ratio });
+        *kl = divergence(&full, &answer(worker, blended).await?);
     }
     Some(sample)
 }
 
 /// Computes a blended prompt in full, and compares.
-async fn audit(worker: &Arc<Worker>, request: Request, ratio: AuditedRatio) {
+async fn audit(worker: &Arc<Worker>, request: Request, point: AuditedPoint) {
     let full = answer(worker, Request { blend: None, ..request.clone() }).await;
     let blended = answer(worker, request).await;
     let kl = full.zip(blended).map(|(full, blended)| divergence(&full, &blended));
     if let Some(kl) = kl {
-        worker.metrics.blend_audited(ratio.label(), kl);
+        worker.metrics.blend_audited(point.label(), kl);
     }
     let Some(mut gate) = worker.blending.gate() else { return };
     let was_open = gate.closed().is_none();
-    gate.audited(ratio, kl);
+    gate.audited(point, kl);
     if let Some(reason) = gate.closed().filter(|_| was_open) {
         tracing::error!(
             reason,
@@ -161,9 +164,9 @@ async fn answer(worker: &Worker, request: Request) -> Option<Vec<SampledToken>> 
     (!answer.is_empty()).then_some(answer)
 }
 
-fn with_ratio(prompt: &Request, ratio: f32) -> Request {
+fn with_point(prompt: &Request, BlendPoint { layer, ratio }: BlendPoint) -> Request {
     let passages = prompt.blend.as_ref().map(|marks| marks.passages.clone()).unwrap_or_default();
-    Request { blend: Some(BlendMarks { passages, layer: 1, ratio: Some(ratio) }), ..prompt.clone() }
+    Request { blend: Some(BlendMarks { passages, layer, ratio: Some(ratio) }), ..prompt.clone() }
 }
 
 /// Short prompts of a request's passages, in several orders, before the end of its prompt.

@@ -129,6 +129,7 @@ impl Worker {
         let covered = self.tickets.covered(router);
         let load = self.engine.load_now();
         let pace = self.engine.pace();
+        let blending = self.blending.point();
         let count = |count: usize| u32::try_from(count).unwrap_or(u32::MAX);
         let handoff_bytes = TransportKind::ALL.map(|kind| v1::TransportBytes {
             transport: kind.name().to_owned(),
@@ -161,7 +162,8 @@ impl Worker {
             is_home_of_another: self.watchers.prefer_another(self.id(), router),
             links: self.links.read().into_iter().map(link_rate).collect(),
             covered,
-            blend_ratio: self.blending.ratio(),
+            blend_ratio: blending.map(|point| point.ratio),
+            blend_layer: blending.map_or(0, |point| point.layer),
             blend_closed: self.blending.is_closed_by_audits(),
             tiers: self.tiers.iter().flat_map(|tiers| tiers.counts()).map(kv_tier).collect(),
             // Of each reader its own.

@@ -2,8 +2,14 @@
 
 use std::collections::VecDeque;
 
+use baton_request::BlendPoint;
+
 /// Ratios that are tried, the smallest first.
 pub(crate) const RATIOS: [f32; 6] = [0.05, 0.1, 0.15, 0.2, 0.3, 0.5];
+
+/// Layers whose keys may decide, in the order in which they are tried: keys of layer 1 do not always show what is missing
+/// (docs/benchmarks/2026-11-23-blending.md). The layers before them, at most half of the model's, are computed for all tokens.
+const LAYERS: [u32; 3] = [1, 2, 4];
 
 /// Prompts of a calibration.
 const NUM_SAMPLES: usize = 8;
@@ -30,27 +36,27 @@ pub(crate) struct Decision {
 /// What is measured by a prompt.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Measure {
-    /// What each ratio costs.
-    Calibrate,
-    /// What the ratio that it is blended with costs.
-    Audit(AuditedRatio),
+    /// What each ratio costs where the keys of this layer decide.
+    Calibrate(u32),
+    /// What the layer and the ratio that it is blended with cost.
+    Audit(AuditedPoint),
 }
 
-/// The ratio of a prompt that is audited, beside the worker's own.
+/// The layer and the ratio of a prompt that is audited, beside the worker's own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum AuditedRatio {
-    /// The calibrated one, or a larger one: the gate counts what is found.
+pub(crate) enum AuditedPoint {
+    /// The calibrated ones, or a higher layer or a larger ratio: the gate counts what is found.
     Calibrated,
-    /// A smaller one, as a client has chosen. A client that asks for less recomputation does not close the gate for others.
+    /// One of them is smaller, as a client may choose. A client that asks for less recomputation does not close the gate for others.
     Smaller,
 }
 
-impl AuditedRatio {
+impl AuditedPoint {
     /// As metrics name it.
     pub(crate) fn label(self) -> &'static str {
         match self {
-            AuditedRatio::Calibrated => "calibrated",
-            AuditedRatio::Smaller => "smaller",
+            AuditedPoint::Calibrated => "calibrated",
+            AuditedPoint::Smaller => "smaller",
         }
     }
 }
@@ -59,7 +65,8 @@ impl AuditedRatio {
 #[derive(Debug)]
 pub(crate) struct Gate {
     max_kl: f64,
-    /// The part of blended prompts that is audited, and what of the next one is due, by [`AuditedRatio`].
+    num_layers: usize,
+    /// The part of blended prompts that is audited, and what of the next one is due, by [`AuditedPoint`].
     audit: f64,
     due: [f64; 2],
     /// Whether a calibration or an audit runs.
@@ -67,23 +74,32 @@ pub(crate) struct Gate {
     state: State,
 }
 
+/// Uncalibrated, it has what each ratio has cost so far where the keys of `layer` decide.
 #[derive(Debug)]
 enum State {
-    Uncalibrated { sums: [f64; RATIOS.len()], num: usize, num_failures: usize },
-    Open { ratio: f32, num_begun: usize, audits: VecDeque<f64> },
+    Uncalibrated { layer: u32, sums: [f64; RATIOS.len()], num: usize, num_failures: usize },
+    Open { point: BlendPoint, num_begun: usize, audits: VecDeque<f64> },
     Closed(&'static str),
 }
 
+impl State {
+    /// Before any sample of this layer.
+    fn before(layer: u32) -> State {
+        State::Uncalibrated { layer, sums: Default::default(), num: 0, num_failures: 0 }
+    }
+}
+
 impl Gate {
-    pub(crate) fn new(max_kl: f64, audit: f64) -> Gate {
-        let state = State::Uncalibrated { sums: Default::default(), num: 0, num_failures: 0 };
-        Gate { max_kl, audit, due: [1.0; 2], is_measuring: false, state }
+    /// For a model of so many layers.
+    pub(crate) fn new(max_kl: f64, audit: f64, num_layers: usize) -> Gate {
+        let state = State::before(LAYERS[0]);
+        Gate { max_kl, num_layers, audit, due: [1.0; 2], is_measuring: false, state }
     }
 
-    /// The calibrated ratio, while prompts are blended with it.
-    pub(crate) fn ratio(&self) -> Option<f32> {
+    /// The calibrated layer and ratio, while prompts are blended with them.
+    pub(crate) fn point(&self) -> Option<BlendPoint> {
         match self.state {
-            State::Open { ratio, .. } => Some(ratio),
+            State::Open { point, .. } => Some(point),
             State::Uncalibrated { .. } | State::Closed(_) => None,
         }
     }
@@ -102,11 +118,11 @@ impl Gate {
         self.closed() == Some(TOO_FAR)
     }
 
-    /// What becomes of a prompt that comes with this ratio. One with a ratio is blended also before the calibration: its client,
-    /// or another worker's calibration, has chosen the ratio. `fits` says whether the passages end where the device blends and
+    /// What becomes of a prompt that comes with this point. One with a point is blended also before the calibration: its client,
+    /// or another worker's calibration, has chosen it. `fits` says whether the passages end where the device blends and
     /// memory has room for them; a calibration takes short parts of them.
-    pub(crate) fn decide(&mut self, ratio: Option<f32>, fits: bool) -> Decision {
-        let refused = match ratio {
+    pub(crate) fn decide(&mut self, point: Option<BlendPoint>, fits: bool) -> Decision {
+        let refused = match point {
             // A router that sends none does not know of any yet, or of another worker whose audits have closed its gate.
             None => Some("uncalibrated"),
             Some(_) if !fits => Some("too_long"),
@@ -115,10 +131,10 @@ impl Gate {
         let measure = match &mut self.state {
             State::Closed(_) => return Decision { refused: Some("closed"), measure: None },
             _ if self.is_measuring => None,
-            State::Uncalibrated { .. } => Some(Measure::Calibrate),
-            State::Open { ratio: own, num_begun, .. } => ratio.filter(|_| fits).and_then(|ratio| {
-                let audited = if ratio < *own { AuditedRatio::Smaller } else { AuditedRatio::Calibrated };
-                let is_counted = audited == AuditedRatio::Calibrated;
+            State::Uncalibrated { layer, .. } => Some(Measure::Calibrate(*layer)),
+            State::Open { point: own, num_begun, .. } => point.filter(|_| fits).and_then(|point| {
+                let is_counted = point.is_at_least(*own);
+                let audited = if is_counted { AuditedPoint::Calibrated } else { AuditedPoint::Smaller };
                 let due = &mut self.due[audited as usize];
                 *due = (*due + self.audit).min(1.0 + self.audit);
                 let is_due = self.audit > 0.0 && ((is_counted && *num_begun < MIN_AUDITS) || *due >= 1.0);
@@ -136,7 +152,7 @@ impl Gate {
     /// A calibration has ended with these divergences, by ratio. Without any it has failed.
     pub(crate) fn calibrated(&mut self, samples: Vec<[f64; RATIOS.len()]>) {
         self.is_measuring = false;
-        let State::Uncalibrated { sums, num, num_failures } = &mut self.state else { return };
+        let State::Uncalibrated { layer, sums, num, num_failures } = &mut self.state else { return };
         if samples.is_empty() {
             *num_failures += 1;
             if *num_failures == MAX_FAILURES {
@@ -155,16 +171,22 @@ impl Gate {
         let is_near = |sum: &f64| *sum / *num as f64 <= self.max_kl;
         // All larger ratios must be near, too: one that is so by chance says nothing.
         let num_near = sums.iter().rev().take_while(|sum| is_near(sum)).count();
-        self.state = match RATIOS.get(RATIOS.len() - num_near) {
-            Some(&ratio) => State::Open { ratio, num_begun: 0, audits: VecDeque::new() },
-            None => State::Closed("no ratio keeps the divergence under --blend-max-kl"),
+        let layer = *layer;
+        let is_next = |next: &u32| *next > layer && *next as usize <= self.num_layers / 2;
+        self.state = match (RATIOS.get(RATIOS.len() - num_near), LAYERS.into_iter().find(is_next)) {
+            (Some(&ratio), _) => {
+                let point = BlendPoint { layer, ratio };
+                State::Open { point, num_begun: 0, audits: VecDeque::new() }
+            }
+            (None, Some(next)) => State::before(next),
+            (None, None) => State::Closed("no ratio keeps the divergence under --blend-max-kl"),
         };
     }
 
-    /// An audit of such a ratio has found this divergence, or was not possible.
-    pub(crate) fn audited(&mut self, ratio: AuditedRatio, kl: Option<f64>) {
+    /// An audit of such a point has found this divergence, or was not possible.
+    pub(crate) fn audited(&mut self, point: AuditedPoint, kl: Option<f64>) {
         self.is_measuring = false;
-        let (State::Open { audits, .. }, AuditedRatio::Calibrated, Some(kl)) = (&mut self.state, ratio, kl)
+        let (State::Open { audits, .. }, AuditedPoint::Calibrated, Some(kl)) = (&mut self.state, point, kl)
         else {
             return;
         };
@@ -182,7 +204,7 @@ impl Gate {
 #[cfg(test)]
 mod tests {
     use super::{
-        AuditedRatio::{Calibrated, Smaller},
+        AuditedPoint::{Calibrated, Smaller},
         *,
     };
 
@@ -192,16 +214,23 @@ mod tests {
     const BLEND: Decision = Decision { refused: None, measure: None };
     const UNCALIBRATED: Decision = Decision { refused: Some("uncalibrated"), measure: None };
     const CLOSED: Decision = Decision { refused: Some("closed"), measure: None };
-    const CALIBRATE: Option<Measure> = Some(Measure::Calibrate);
+    const CALIBRATE: Option<Measure> = Some(Measure::Calibrate(1));
     const AUDIT: Option<Measure> = Some(Measure::Audit(Calibrated));
 
+    /// So many layers that layer 1 alone is tried.
+    const ONE: usize = 2;
+
+    fn at(ratio: f32) -> Option<BlendPoint> {
+        Some(BlendPoint { layer: 1, ratio })
+    }
+
     fn calibrated(max_kl: f64, audit: f64) -> Gate {
-        let mut gate = Gate::new(max_kl, audit);
+        let mut gate = Gate::new(max_kl, audit, ONE);
         for _ in 0..2 {
             assert_eq!(gate.decide(None, true), Decision { measure: CALIBRATE, ..UNCALIBRATED });
             assert_eq!(gate.decide(None, true), UNCALIBRATED, "one at a time");
-            assert_eq!(gate.decide(Some(0.3), true), BLEND, "the client has decided");
-            assert_eq!(gate.ratio(), None);
+            assert_eq!(gate.decide(at(0.3), true), BLEND, "the client has decided");
+            assert_eq!(gate.point(), None);
             gate.calibrated(vec![FALLING; 4]);
         }
         gate
@@ -209,39 +238,76 @@ mod tests {
 
     #[test]
     fn a_prompt_that_is_too_long_measures_nothing_and_keeps_no_other_from_it() {
-        let mut gate = Gate::new(0.1, 1.0);
+        let mut gate = Gate::new(0.1, 1.0, ONE);
         gate.decide(None, true);
         gate.calibrated(vec![[0.0; RATIOS.len()]; NUM_SAMPLES]);
         let too_long = Decision { refused: Some("too_long"), measure: None };
-        assert_eq!([(); 3].map(|()| gate.decide(Some(0.2), false)), [too_long; 3]);
-        assert_eq!(gate.decide(Some(0.2), true), Decision { refused: None, measure: AUDIT });
+        assert_eq!([(); 3].map(|()| gate.decide(at(0.2), false)), [too_long; 3]);
+        assert_eq!(gate.decide(at(0.2), true), Decision { refused: None, measure: AUDIT });
     }
 
     #[test]
     fn the_smallest_ratio_that_is_near_enough_opens_it() {
-        for (max_kl, ratio) in [(0.05, Some(0.2)), (0.04, Some(0.2)), (0.6, Some(0.05)), (0.0005, None)] {
+        for (max_kl, point) in [(0.05, at(0.2)), (0.04, at(0.2)), (0.6, at(0.05)), (0.0005, None)] {
             let gate = calibrated(max_kl, 0.0);
-            assert_eq!((gate.ratio(), gate.closed().is_some()), (ratio, ratio.is_none()), "{max_kl}");
+            assert_eq!((gate.point(), gate.closed().is_some()), (point, point.is_none()), "{max_kl}");
             assert!(!gate.is_closed_by_audits());
         }
-        let mut lucky = Gate::new(0.05, 0.0);
+        let mut lucky = Gate::new(0.05, 0.0, ONE);
         lucky.calibrated(vec![[0.01, 0.3, 0.1, 0.04, 0.01, 0.0]; 8]);
-        assert_eq!(lucky.ratio(), Some(0.2), "a smaller one is near by chance");
+        assert_eq!(lucky.point(), at(0.2), "a smaller one is near by chance");
         lucky.calibrated(vec![[1.0; 6]; 8]);
-        assert_eq!(lucky.ratio(), Some(0.2), "it calibrates once");
-        let mut unknown = Gate::new(0.05, 0.0);
+        assert_eq!(lucky.point(), at(0.2), "it calibrates once");
+        let mut unknown = Gate::new(0.05, 0.0, ONE);
         unknown.calibrated(vec![[f64::NAN; 6]; 8]);
         assert!(unknown.closed().is_some());
     }
 
     #[test]
+    fn where_no_ratio_of_a_layer_is_near_the_next_layer_is_tried_with_samples_of_its_own() {
+        for (num_layers, num_tried) in [(2, 1), (3, 1), (4, 2), (7, 2), (8, 3), (80, 3)] {
+            let mut gate = Gate::new(0.05, 0.0, num_layers);
+            for layer in LAYERS.into_iter().take(num_tried) {
+                for _ in 0..2 {
+                    assert_eq!((gate.point(), gate.closed()), (None, None));
+                    assert_eq!(gate.decide(None, true).measure, Some(Measure::Calibrate(layer)));
+                    gate.calibrated(vec![[1.0; 6]; 4]);
+                }
+            }
+            assert!(gate.closed().is_some(), "{num_layers}");
+        }
+        let mut gate = Gate::new(0.05, 0.0, 4);
+        gate.calibrated(vec![[1.0; 6]; NUM_SAMPLES]);
+        gate.calibrated(vec![FALLING; NUM_SAMPLES]);
+        assert_eq!(gate.point(), Some(BlendPoint { layer: 2, ratio: 0.2 }));
+    }
+
+    #[test]
+    fn an_audit_counts_if_neither_the_layer_nor_the_ratio_is_smaller() {
+        let mut gate = Gate::new(0.05, 1.0, 4);
+        gate.calibrated(vec![[1.0; 6]; NUM_SAMPLES]);
+        gate.calibrated(vec![FALLING; NUM_SAMPLES]);
+        for (layer, ratio, audited) in [
+            (2, 0.2, Calibrated),
+            (4, 0.3, Calibrated),
+            (1, 0.5, Smaller),
+            (2, 0.1, Smaller),
+            (4, 0.1, Smaller),
+        ] {
+            let decision = gate.decide(Some(BlendPoint { layer, ratio }), true);
+            assert_eq!(decision, Decision { measure: Some(Measure::Audit(audited)), ..BLEND });
+            gate.audited(audited, None);
+        }
+    }
+
+    #[test]
     fn calibrations_that_fail_end() {
-        let mut gate = Gate::new(0.05, 0.0);
+        let mut gate = Gate::new(0.05, 0.0, ONE);
         for _ in 0..3 {
-            assert_eq!(gate.decide(Some(0.1), true), Decision { measure: CALIBRATE, ..BLEND });
+            assert_eq!(gate.decide(at(0.1), true), Decision { measure: CALIBRATE, ..BLEND });
             gate.calibrated(Vec::new());
         }
-        assert_eq!((gate.decide(None, true), gate.decide(Some(0.1), true)), (CLOSED, CLOSED));
+        assert_eq!((gate.decide(None, true), gate.decide(at(0.1), true)), (CLOSED, CLOSED));
     }
 
     #[test]
@@ -249,19 +315,19 @@ mod tests {
         let mut gate = calibrated(0.05, 0.25);
         let mut num_audited = 0;
         for _ in 0..100 {
-            let Decision { refused, measure } = gate.decide(Some(0.1), true);
+            let Decision { refused, measure } = gate.decide(at(0.1), true);
             assert_eq!(refused, None);
             if let Some(measure) = measure {
                 assert_eq!(measure, Measure::Audit(Smaller));
-                assert_eq!(gate.decide(Some(0.2), true), BLEND, "one at a time");
+                assert_eq!(gate.decide(at(0.2), true), BLEND, "one at a time");
                 num_audited += 1;
                 gate.audited(Smaller, Some(9.0));
             }
         }
         assert!((25..=26).contains(&num_audited), "{num_audited}");
-        assert_eq!(gate.ratio(), Some(0.2));
+        assert_eq!(gate.point(), at(0.2));
         for _ in 0..MIN_AUDITS {
-            assert_eq!(gate.decide(Some(0.2), true).measure, AUDIT, "its own first audits are left");
+            assert_eq!(gate.decide(at(0.2), true).measure, AUDIT, "its own first audits are left");
             gate.audited(Calibrated, Some(0.3));
         }
         assert!(gate.closed().is_some());
@@ -272,32 +338,32 @@ mod tests {
         let mut gate = calibrated(0.05, 0.25);
         let mut num_audited = 0;
         for _ in 0..100 {
-            let decision = gate.decide(Some(0.2), true);
+            let decision = gate.decide(at(0.2), true);
             assert_eq!(decision.refused, None);
             if decision.measure == AUDIT {
-                assert_eq!(gate.decide(Some(0.1), true), BLEND, "less than calibrated");
+                assert_eq!(gate.decide(at(0.1), true), BLEND, "less than calibrated");
                 num_audited += 1;
                 gate.audited(Calibrated, Some(0.04));
             }
         }
         assert!((25..=26).contains(&num_audited), "{num_audited}");
         gate.audited(Calibrated, Some(0.3));
-        assert_eq!(gate.ratio(), Some(0.2), "one exception");
+        assert_eq!(gate.point(), at(0.2), "one exception");
         gate.audited(Calibrated, None);
         gate.audited(Calibrated, Some(0.3));
         assert_eq!((gate.closed(), gate.is_closed_by_audits()), (Some(TOO_FAR), true));
-        assert_eq!(gate.decide(Some(0.2), true), CLOSED);
+        assert_eq!(gate.decide(at(0.2), true), CLOSED);
         gate.audited(Calibrated, Some(0.0));
         assert!(gate.closed().is_some(), "it stays closed");
 
         let mut wrong = calibrated(0.05, 0.01);
         for _ in 0..4 {
-            assert_eq!(wrong.decide(Some(0.2), true).measure, AUDIT);
+            assert_eq!(wrong.decide(at(0.2), true).measure, AUDIT);
             wrong.audited(Calibrated, Some(0.3));
         }
         assert!(wrong.closed().is_some(), "a calibration that says too little is found out at once");
         let mut busy = calibrated(0.05, 0.01);
-        let is_audited = |gate: &mut Gate| gate.decide(Some(0.2), true).measure.is_some();
+        let is_audited = |gate: &mut Gate| gate.decide(at(0.2), true).measure.is_some();
         let mut num_tried = 0;
         for _ in 0..1001 {
             if is_audited(&mut busy) {
@@ -308,6 +374,6 @@ mod tests {
         assert!((10..=11).contains(&num_tried), "{num_tried}");
 
         let mut never = calibrated(0.05, 0.0);
-        assert!((0..1000).all(|_| never.decide(Some(0.2), true) == BLEND));
+        assert!((0..1000).all(|_| never.decide(at(0.2), true) == BLEND));
     }
 }

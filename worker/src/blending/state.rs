@@ -3,6 +3,7 @@
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use baton_engine::EngineHandle;
+use baton_request::BlendPoint;
 
 use super::gate::{Decision, Gate};
 use crate::config::WorkerConfig;
@@ -20,14 +21,17 @@ impl Blending {
             (None, _) => Err("off"),
             // The engine has said why.
             (Some(_), None) => Err("model"),
-            (Some(settings), Some(_)) => Ok(Mutex::new(Gate::new(settings.max_kl, settings.audit))),
+            (Some(settings), Some(_)) => {
+                let num_layers = engine.storage().layout().num_layers;
+                Ok(Mutex::new(Gate::new(settings.max_kl, settings.audit, num_layers)))
+            }
         };
         Blending { gate }
     }
 
-    /// The part of passages that is computed again; `None` while nothing is blended by itself.
-    pub fn ratio(&self) -> Option<f32> {
-        self.gate().and_then(|gate| gate.ratio())
+    /// What is computed again of passages; `None` while nothing is blended by itself.
+    pub fn point(&self) -> Option<BlendPoint> {
+        self.gate().and_then(|gate| gate.point())
     }
 
     /// Whether audits have found that blended prompts of the model differ too much from full prefills.
@@ -35,10 +39,10 @@ impl Blending {
         self.gate().is_some_and(|gate| gate.is_closed_by_audits())
     }
 
-    /// What becomes of a prompt whose client asks for `ratio`; see [`Gate::decide`].
-    pub(crate) fn decide(&self, ratio: Option<f32>, fits: bool) -> Decision {
+    /// What becomes of a prompt that comes with `point`; see [`Gate::decide`].
+    pub(crate) fn decide(&self, point: Option<BlendPoint>, fits: bool) -> Decision {
         match &self.gate {
-            Ok(gate) => lock(gate).decide(ratio, fits),
+            Ok(gate) => lock(gate).decide(point, fits),
             Err(reason) => Decision { refused: Some(reason), measure: None },
         }
     }
