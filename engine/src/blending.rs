@@ -122,6 +122,7 @@ impl Blender {
             marks.passages.iter().zip(kvs.iter().map(|kv| &**kv)).map(passage).collect();
         let ratio = marks.ratio.and_then(|ratio| BlendRatio::new(ratio).ok());
         let selection = Selection {
+            layer: marks.layer as usize,
             num_first_tokens: NUM_FIRST_TOKENS,
             ratio: ratio.expect("a request's ratio was validated"),
             order: SelectionOrder::Deviation,

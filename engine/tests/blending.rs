@@ -192,6 +192,19 @@ async fn with_every_token_computed_the_output_is_that_of_a_full_prefill() {
     }
 }
 
+/// The model has three layers: whatever the ratio, all KV is computed.
+#[tokio::test]
+async fn with_keys_of_the_last_layer_the_output_is_that_of_a_full_prefill() {
+    let blending = start("llama", EngineConfig { prefix_cache: false, ..roomy() });
+    let full = blending.run(&plain(&prompt(&[0, 1, 2], 20, None))).await;
+    for (layer, is_full) in [(1, false), (2, true), (8, true)] {
+        let mut request = prompt(&[0, 1, 2], 20, None);
+        request.blend.as_mut().expect("it has passages").layer = layer;
+        assert_eq!(blending.run(&request).await == full, is_full, "layer {layer}");
+    }
+    assert_eq!(blending.blends().blended, 3);
+}
+
 #[tokio::test]
 async fn passages_are_computed_once_and_found_at_any_position() {
     let blending = start("llama", roomy());

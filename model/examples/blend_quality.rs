@@ -1,9 +1,11 @@
 //! How far blended prompts are from full prefills, by what is selected.
 //!
 //! ```text
-//! blend_quality MODEL [--seeds N] [--passage TOKENS]
-//! blend_quality MODEL --answers
+//! blend_quality MODEL [--layer N] [--seeds N] [--passage TOKENS]
+//! blend_quality MODEL [--layer N] --answers
 //! ```
+//!
+//! Keys of layer N decide which tokens deviate most; without the flag those of layer 1. Earlier layers are computed for all tokens.
 //!
 //! Prompts are those of `MODEL/eval` that have paragraphs, each with its paragraphs in N random orders. A passage is a
 //! paragraph, or with `--passage` so many tokens. The question follows the passages and is computed in full. Each line gives
@@ -14,7 +16,8 @@
 //!
 //! `--answers` counts right answers: to questions about passages that need one another, about facts in long texts, and to sums
 //! behind such texts. Beside them are the divergences of the first token and of an answer's first eight tokens, as a worker's gate
-//! compares them. The exit code is 1 unless passages that need one another and are only reused lose 30 points.
+//! compares them. The exit code is 1 unless passages that need one another and are only reused lose 30 points; with a later layer than
+//! the first, which may show what they need, it is 0.
 
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -23,7 +26,8 @@ use std::process::ExitCode;
 use baton_kv_cache::{BlockId, BlockStorage, KvDtype};
 use baton_model::{Activations, Backend, Batch, BatchSequence, CpuExecutor, Executor, LoadOptions, load};
 use baton_model_spec::{
-    BlendPassage, BlendRatio, BlendedPrompt, BlendingExecutor, PassageKv, Selection, SelectionOrder,
+    BlendPassage, BlendRatio, BlendedPrompt, BlendingExecutor, FIRST_KEPT_LAYER, PassageKv, Selection,
+    SelectionOrder,
 };
 use baton_tokenizer::Tokenizer;
 use serde_json::Value;
@@ -51,6 +55,7 @@ struct Prompt {
 #[derive(Clone, Copy)]
 struct Case {
     name: &'static str,
+    layer: usize,
     num_first_tokens: usize,
     ratio: f32,
     order: fn(u64) -> SelectionOrder,
@@ -89,17 +94,24 @@ struct Blender {
 fn main() -> ExitCode {
     let mut args = std::env::args().skip(1);
     let model = PathBuf::from(args.next().expect("the folder of a model"));
+    let (mut layer, mut are_answers_wanted) = (FIRST_KEPT_LAYER, false);
     let (mut num_seeds, mut passage_tokens) = (3, None);
     while let Some(flag) = args.next() {
         if flag == "--answers" {
-            return answers(&model);
+            are_answers_wanted = true;
+            continue;
         }
         let value: usize = args.next().and_then(|value| value.parse().ok()).expect("a number after the flag");
         match flag.as_str() {
+            "--layer" => layer = value,
             "--seeds" => num_seeds = value as u64,
             "--passage" => passage_tokens = Some(value),
             _ => panic!("unknown flag {flag}"),
         }
+    }
+    println!("keys of layer {layer} decide");
+    if are_answers_wanted {
+        return answers(&model, layer);
     }
     let tokenizer = Tokenizer::load(&model).expect("a tokenizer");
     let prompts = prompts(&model, &tokenizer, &FILES, Some(num_seeds), passage_tokens);
@@ -112,7 +124,7 @@ fn main() -> ExitCode {
         num_tokens / prompts.len(),
         num_passages as f64 / prompts.len() as f64
     );
-    let cases = cases(&RATIOS, &[(4, 0.0), (4, 0.15)]);
+    let cases = cases(layer, &RATIOS, &[(4, 0.0), (4, 0.15)]);
     let losses = Blender::new(&model).losses(&prompts, &cases);
     println!("selection       first  ratio  KL at the end  KL over the question  same token");
     for (case, loss) in cases.iter().zip(&losses) {
@@ -131,10 +143,10 @@ fn main() -> ExitCode {
 }
 
 /// Prints the share of right answers for each case.
-fn answers(model: &Path) -> ExitCode {
+fn answers(model: &Path, layer: usize) -> ExitCode {
     let tokenizer = Tokenizer::load(model).expect("a tokenizer");
     let mut blender = Blender::new(model);
-    let cases = cases(&[0.15, 0.3], &[(4, 0.0), (5, 0.0), (6, 0.0), (8, 0.0)]);
+    let cases = cases(layer, &[0.15, 0.3], &[(4, 0.0), (5, 0.0), (6, 0.0), (8, 0.0)]);
     let text = || prompts(model, &tokenizer, &FILES, None, None);
     let bound = BOUND_FILES.map(|file| (file, prompts(model, &tokenizer, &[file], None, None)));
     let others = [("sums behind texts", sums(model, &tokenizer, &text())), ("facts in texts", text())];
@@ -153,13 +165,14 @@ fn answers(model: &Path) -> ExitCode {
                 "{:<14} {:>6} {:>6} {computed:>8.1}% {right:>6.1}% {first_kl:>22.5} {mean_kl:>14.5}",
                 case.name, case.num_first_tokens, case.ratio
             );
-            are_needed &= case.name != "none" || !BOUND_FILES.contains(&file) || full - right >= 30.0;
+            let is_reused_only = case.name == "none" && BOUND_FILES.contains(&file);
+            are_needed &= layer > FIRST_KEPT_LAYER || !is_reused_only || full - right >= 30.0;
         }
     }
     if are_needed { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
-/// The share of the passages' tokens that layers 2 and later compute.
+/// The share of the passages' tokens that the layers after the one whose keys decide compute.
 fn computed_share(prompts: &[Prompt], case: &Case) -> f64 {
     let (mut computed, mut all) = (0.0, 0.0);
     for range in prompts.iter().flat_map(|prompt| &prompt.passages) {
@@ -172,9 +185,9 @@ fn computed_share(prompts: &[Prompt], case: &Case) -> f64 {
 
 /// Nothing, then for each ratio at random and by deviation, then with so many first tokens of each passage and a ratio of the
 /// others.
-fn cases(ratios: &[f32], with_first: &[(usize, f32)]) -> Vec<Case> {
+fn cases(layer: usize, ratios: &[f32], with_first: &[(usize, f32)]) -> Vec<Case> {
     let deviation: fn(u64) -> SelectionOrder = |_| SelectionOrder::Deviation;
-    let none = Case { name: "none", num_first_tokens: 0, ratio: 0.0, order: deviation };
+    let none = Case { name: "none", layer, num_first_tokens: 0, ratio: 0.0, order: deviation };
     let random = Case { name: "random", order: |seed| SelectionOrder::Random { seed }, ..none };
     let of_ratio = |&ratio| [Case { ratio, ..random }, Case { name: "deviation", ratio, ..none }];
     let first = |&(num_first_tokens, ratio)| Case { name: "with first", num_first_tokens, ratio, ..none };
@@ -376,6 +389,7 @@ impl Blender {
 impl Case {
     fn selection(&self, seed: u64) -> Selection {
         Selection {
+            layer: self.layer,
             num_first_tokens: self.num_first_tokens,
             ratio: BlendRatio::new(self.ratio).expect("a ratio"),
             order: (self.order)(seed),

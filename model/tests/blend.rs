@@ -10,8 +10,8 @@ use baton_kv_cache::KvDtype;
 use baton_model::{Backend, LoadOptions, load};
 use baton_model_cpu::PassageNumbers;
 use baton_model_spec::{
-    BatchSequence, BlendPassage, BlendRatio, BlendRefusal, BlendedPrompt, DecoderSpec, PassageKv, RopeSpec,
-    Selection, SelectionOrder,
+    BatchSequence, BlendPassage, BlendRatio, BlendRefusal, BlendedPrompt, DecoderSpec, FIRST_KEPT_LAYER,
+    PassageKv, RopeSpec, Selection, SelectionOrder,
 };
 
 use machine::{CASES, Machine, Place, bits, dir_of, exact};
@@ -24,6 +24,8 @@ const NUM_TOKENS: usize = 150;
 const PASSAGES: [Range<usize>; 3] = [9..49, 53..54, 54..130];
 /// The end of the last passage.
 const HEAD: usize = 130;
+/// No model has such a layer: the keys of its last one decide.
+const TOO_LATE: usize = 9;
 
 fn tokens() -> Vec<u32> {
     (0..NUM_TOKENS as u32).map(|idx| (idx * idx * 7 + idx * 31 + 3) % 250).collect()
@@ -31,7 +33,7 @@ fn tokens() -> Vec<u32> {
 
 fn selection(ratio: f32, num_first_tokens: usize) -> Selection {
     let ratio = BlendRatio::new(ratio).unwrap();
-    Selection { num_first_tokens, ratio, order: SelectionOrder::Deviation }
+    Selection { layer: FIRST_KEPT_LAYER, num_first_tokens, ratio, order: SelectionOrder::Deviation }
 }
 
 fn compute_passages(machine: &mut Machine, tokens: &[u32], ranges: &[Range<usize>]) -> Vec<PassageKv> {
@@ -132,11 +134,13 @@ fn formats() -> impl Iterator<Item = LoadOptions> {
 fn with_every_token_selected_the_bits_are_those_of_a_full_prefill() {
     let tokens = tokens();
     for (name, dir, _guard) in models() {
-        for options in formats() {
+        // A selecting layer for each of the formats.
+        for (options, layer) in formats().zip([2, 1, TOO_LATE, 1]) {
             let mut machine = Machine::new(&dir, &options);
             let (full, blended) = (machine.place(NUM_TOKENS), machine.place(NUM_TOKENS));
             machine.prefill(&full, &tokens, 0, usize::MAX);
-            let num_computed = blend(&mut machine, &blended, &tokens, &PASSAGES, HEAD, selection(1.0, 0));
+            let all = Selection { layer, ..selection(1.0, 0) };
+            let num_computed = blend(&mut machine, &blended, &tokens, &PASSAGES, HEAD, all);
             assert_eq!(num_computed, HEAD);
             assert_same(&name, &mut machine, &full, &blended, HEAD, &tokens);
         }
@@ -221,36 +225,52 @@ fn tokens_that_are_not_selected_keep_their_passages_keys_rotated_to_their_positi
     for (name, dir, _guard) in models() {
         let spec = spec_of(&dir);
         let mut machine = Machine::new(&dir, &exact());
-        let (full, blended) = (machine.place(NUM_TOKENS), machine.place(NUM_TOKENS));
+        let full = machine.place(NUM_TOKENS);
         machine.prefill(&full, &tokens, 0, usize::MAX);
-        let num_computed = blend(&mut machine, &blended, &tokens, &PASSAGES, HEAD, selection(0.2, 2));
-        assert_eq!(num_computed, 9 + 4 + 2 + 1 + 2 + 22, "text, first tokens, a fifth of 112 others");
         let passages = compute_passages(&mut machine, &tokens, &PASSAGES);
-        for (layer_idx, layer) in spec.layers.iter().enumerate() {
-            let (of_full, of_blended) = (&full, &blended);
-            let same = kv(&machine, of_full, HEAD, layer_idx) == kv(&machine, of_blended, HEAD, layer_idx);
-            assert_eq!(same, layer_idx < 2, "{name}: layers 0 and 1 are computed; {layer_idx}");
-            if layer_idx < 2 {
-                continue;
+        for layer in [1, 2, TOO_LATE] {
+            let blended = machine.place(NUM_TOKENS);
+            let some = Selection { layer, ..selection(0.2, 2) };
+            let num_computed = blend(&mut machine, &blended, &tokens, &PASSAGES, HEAD, some);
+            assert_eq!(num_computed, 9 + 4 + 2 + 1 + 2 + 22, "text, first tokens, a fifth of 112 others");
+            let num_exact = spec.layers.len().min(layer + 1);
+            for layer_idx in 0..spec.layers.len() {
+                let same = kv(&machine, &full, HEAD, layer_idx) == kv(&machine, &blended, HEAD, layer_idx);
+                assert_eq!(same, layer_idx < num_exact, "{name}: {num_exact} layers are exact; {layer_idx}");
             }
-            let mut num_kept = 0;
-            for (range, passage) in PASSAGES.iter().zip(&passages) {
-                let (keys, _) = passage.numbers::<PassageNumbers>().layer(layer_idx);
-                for (own, position) in keys.chunks_exact(spec.kv_width()).zip(range.clone()) {
-                    let expected = rotated(own, spec.head_dim, &spec.ropes[layer.rope_idx], position);
-                    let got = keys_at(&machine, &blended, position, layer_idx);
-                    let largest = expected.iter().fold(0.0f64, |max, x| max.max(x.abs()));
-                    let near = |(a, b): (&f32, &f64)| (f64::from(*a) - b).abs() <= 1e-5 * largest;
-                    num_kept += usize::from(got.iter().zip(&expected).all(near));
-                }
+            for layer_idx in num_exact..spec.layers.len() {
+                let num = num_kept(&machine, &blended, &spec, &passages, layer_idx);
+                assert_eq!(num, HEAD - num_computed, "{name}: layer {layer_idx}, selected by {layer}");
             }
-            assert_eq!(num_kept, HEAD - num_computed, "{name}: layer {layer_idx}");
+            // What follows is computed as ever over this KV, in chunks of any size.
+            let logits: Vec<_> =
+                [1, 3, 20].map(|chunk| bits(&machine.prefill(&blended, &tokens, HEAD, chunk))).into();
+            assert!(logits.windows(2).all(|pair| pair[0] == pair[1]), "{name}, {layer}");
         }
-        // What follows is computed as ever over this KV, in chunks of any size.
-        let logits: Vec<_> =
-            [1, 3, 20].map(|chunk| bits(&machine.prefill(&blended, &tokens, HEAD, chunk))).into();
-        assert!(logits.windows(2).all(|pair| pair[0] == pair[1]), "{name}");
     }
+}
+
+/// How many tokens of the passages have the keys in a layer that their passage has, rotated to their positions.
+fn num_kept(
+    machine: &Machine,
+    place: &Place,
+    spec: &DecoderSpec,
+    passages: &[PassageKv],
+    layer_idx: usize,
+) -> usize {
+    let rope = &spec.ropes[spec.layers[layer_idx].rope_idx];
+    let is_kept = |own: &[f32], position: usize| {
+        let expected = rotated(own, spec.head_dim, rope, position);
+        let got = keys_at(machine, place, position, layer_idx);
+        let largest = expected.iter().fold(0.0f64, |max, x| max.max(x.abs()));
+        got.iter().zip(&expected).all(|(a, b)| (f64::from(*a) - b).abs() <= 1e-5 * largest)
+    };
+    let of_passage = |(range, passage): (&Range<usize>, &PassageKv)| {
+        let (keys, _) = passage.numbers::<PassageNumbers>().layer(layer_idx);
+        let tokens = keys.chunks_exact(spec.kv_width()).zip(range.clone());
+        tokens.filter(|&(own, position)| is_kept(own, position)).count()
+    };
+    PASSAGES.iter().zip(passages).map(of_passage).sum()
 }
 
 #[test]

@@ -14,7 +14,7 @@ use baton_cpu_threads::SharedMut;
 use baton_kv_cache::{BlockId, BlockStorage};
 use baton_model_spec::{
     Batch, BatchSequence, Blended, BlendedPrompt, BlendingExecutor, CommunicatorError, ExecuteError,
-    Executor, PassageKv, RopeSpec, SELECTING_LAYER, select,
+    Executor, FIRST_KEPT_LAYER, PassageKv, RopeSpec, select,
 };
 
 use crate::executor::CpuExecutor;
@@ -31,7 +31,7 @@ const ONE_RANK: &str = "a single rank cannot lose another";
 pub struct PassageNumbers {
     num_tokens: usize,
     width: usize,
-    /// `[layers][k|v][tokens][width]`, from layer [`SELECTING_LAYER`] on.
+    /// `[layers][k|v][tokens][width]`, from layer [`FIRST_KEPT_LAYER`] on.
     numbers: Vec<f32>,
 }
 
@@ -48,7 +48,7 @@ impl BlendingExecutor for CpuExecutor {
 
     fn passage_token_bytes(&self) -> usize {
         let spec = self.model.decoder().shard().spec();
-        spec.layers.len().saturating_sub(SELECTING_LAYER) * 2 * spec.kv_width() * size_of::<f32>()
+        spec.layers.len().saturating_sub(FIRST_KEPT_LAYER) * 2 * spec.kv_width() * size_of::<f32>()
     }
 
     unsafe fn compute_passage(
@@ -89,7 +89,7 @@ impl CpuExecutor {
         let width = pass.spec.kv_width();
         let mut passage = PassageNumbers::zeroed(tokens.len(), layers.len(), width);
         for (layer_idx, layer) in layers.iter().enumerate() {
-            let to = (layer_idx >= SELECTING_LAYER).then(|| {
+            let to = (layer_idx >= FIRST_KEPT_LAYER).then(|| {
                 let (keys, values) = passage.layer_mut(layer_idx);
                 [keys, values].map(SharedMut::new)
             });
@@ -129,7 +129,8 @@ impl CpuExecutor {
         let whole = [BatchSequence { tokens, start_idx: 0, blocks, num_logits: 0 }];
         let (mut pass, weights, ropes) = self.begin(&whole, storage)?;
         let layers = &weights.layers;
-        for (layer_idx, layer) in layers[..SELECTING_LAYER].iter().enumerate() {
+        let selecting_idx = prompt.selection.layer_in(layers.len());
+        for (layer_idx, layer) in layers[..selecting_idx].iter().enumerate() {
             pass.project(layer);
             // SAFETY: the caller gives this call exclusive access to the blocks.
             unsafe { pass.store(layer_idx, layer, ropes, storage, |_, _, _| {}) };
@@ -138,19 +139,19 @@ impl CpuExecutor {
             unsafe { pass.finish_layer(layer_idx, layer, storage) }?;
         }
 
-        let layer = &layers[SELECTING_LAYER];
+        let layer = &layers[selecting_idx];
         let mut deviations = vec![0.0; tokens.len()];
         let to = SharedMut::new(&mut deviations);
         let deviate = |row_idx: usize, keys: &[f32], _: &[f32]| {
-            if let Some((own, _)) = kept_at(prompt, row_idx, SELECTING_LAYER) {
+            if let Some((own, _)) = kept_at(prompt, row_idx, selecting_idx) {
                 // SAFETY: each row has its own number.
                 unsafe { *to.ptr().add(row_idx) = squared_distance(keys, own) };
             }
         };
         pass.project(layer);
         // SAFETY: as above. Row indices are positions.
-        unsafe { pass.store(SELECTING_LAYER, layer, ropes, storage, deviate) };
-        on_layer(SELECTING_LAYER);
+        unsafe { pass.store(selecting_idx, layer, ropes, storage, deviate) };
+        on_layer(selecting_idx);
 
         let selected = select(&deviations, &passages, &prompt.selection);
         let runs = Batch { sequences: runs_of(&selected, prompt) };
@@ -158,8 +159,8 @@ impl CpuExecutor {
         let kept = KeptTokens::new(&pass.spec.ropes, &selected, tokens.len());
         pass.narrow(&selected, &runs.sequences);
         ropes.prepare(&pass.buffers.positions);
-        for (layer_idx, layer) in layers.iter().enumerate().skip(SELECTING_LAYER) {
-            if layer_idx > SELECTING_LAYER {
+        for (layer_idx, layer) in layers.iter().enumerate().skip(selecting_idx) {
+            if layer_idx > selecting_idx {
                 // SAFETY: as above; a token is either kept or computed.
                 unsafe {
                     kept.store(pass.cpu, prompt, layer_idx, pass.spec.layers[layer_idx].rope_idx, storage)
@@ -205,7 +206,7 @@ impl CpuExecutor {
 impl PassageNumbers {
     /// Zeros for a passage of a model with `num_layers` layers and `width` numbers in the keys of a token.
     fn zeroed(num_tokens: usize, num_layers: usize, width: usize) -> PassageNumbers {
-        let num_stored = num_layers.saturating_sub(SELECTING_LAYER);
+        let num_stored = num_layers.saturating_sub(FIRST_KEPT_LAYER);
         PassageNumbers { num_tokens, width, numbers: vec![0.0; num_stored * 2 * num_tokens * width] }
     }
 
@@ -224,7 +225,7 @@ impl PassageNumbers {
 
     fn range(&self, layer_idx: usize) -> Range<usize> {
         let size = 2 * self.num_tokens * self.width;
-        let stored_idx = layer_idx.checked_sub(SELECTING_LAYER).expect("a passage has no earlier layers");
+        let stored_idx = layer_idx.checked_sub(FIRST_KEPT_LAYER).expect("a passage has no earlier layers");
         stored_idx * size..(stored_idx + 1) * size
     }
 }

@@ -27,8 +27,8 @@ mod shard;
 mod weight_format;
 
 pub use blend::{
-    BlendPassage, BlendRatio, BlendRefusal, Blended, BlendedPrompt, InvalidRatio, PassageKv, SELECTING_LAYER,
-    Selection, SelectionOrder, select,
+    BlendPassage, BlendRatio, BlendRefusal, Blended, BlendedPrompt, FIRST_KEPT_LAYER, InvalidRatio,
+    PassageKv, Selection, SelectionOrder, select,
 };
 pub use communicator::{Communicator, CommunicatorError, ThreadCommunicator};
 pub use config::ModelConfig;

@@ -5,10 +5,12 @@
 //! rotation that they would have got at their position.
 //!
 //! ```text
-//! copies   | layer 1 | layer 2 | ... as far ahead as there is room
-//! device   | layer 0, keys of layer 1, all tokens | layer 1, selected | layer 2: store kept, compute selected | ...
-//! host                                   select --^
+//! copies   | layer s | layer s + 1 | ... as far ahead as there is room
+//! device   | layers < s, keys of layer s, all tokens | layer s, selected | layer s + 1: store kept, compute selected | ...
+//! host                                      select --^
 //! ```
+//!
+//! Keys of layer s decide. What passages have for layers before it is not loaded.
 //!
 //! Rows of a step are a part of a prompt that is longer than the largest step. The selected tokens are rows of one sequence at
 //! the positions that they have: attention masks by position.
@@ -24,8 +26,8 @@ use baton_cuda_kernels::rope::StoreQkv;
 use baton_cuda_kernels::rows::NONE;
 use baton_kv_cache::{BlockId, BlockStorage};
 use baton_model_spec::{
-    Batch, BatchSequence, BlendPassage, Blended, BlendedPrompt, BlendingExecutor, ExecuteError, PassageKv,
-    RankError, SELECTING_LAYER, select,
+    Batch, BatchSequence, BlendPassage, Blended, BlendedPrompt, BlendingExecutor, ExecuteError,
+    FIRST_KEPT_LAYER, PassageKv, RankError, select,
 };
 
 use super::device_executor::{DeviceExecutor, of_rank};
@@ -38,7 +40,7 @@ impl<D: KernelDevice + 'static> BlendingExecutor for DeviceExecutor<D> {
     }
 
     fn passage_token_bytes(&self) -> usize {
-        (self.weights.layers.len() - SELECTING_LAYER) * BlendBuffers::token_bytes(self.part.spec())
+        (self.weights.layers.len() - FIRST_KEPT_LAYER) * BlendBuffers::token_bytes(self.part.spec())
     }
 
     unsafe fn compute_passage(
@@ -64,7 +66,7 @@ impl<D: KernelDevice + 'static> BlendingExecutor for DeviceExecutor<D> {
 }
 
 impl<D: KernelDevice> DeviceExecutor<D> {
-    /// Keeps `[layers][tokens][2 kv_width]`, bf16, from layer [`SELECTING_LAYER`] on.
+    /// Keeps `[layers][tokens][2 kv_width]`, bf16, from layer [`FIRST_KEPT_LAYER`] on.
     fn compute_alone(
         &mut self,
         tokens: &[u32],
@@ -73,14 +75,14 @@ impl<D: KernelDevice> DeviceExecutor<D> {
     ) -> Result<PassageKv, RankError> {
         let num_layers = self.weights.layers.len();
         let token_bytes = BlendBuffers::token_bytes(self.part.spec());
-        let size_bytes = (num_layers - SELECTING_LAYER) * tokens.len() * token_bytes;
+        let size_bytes = (num_layers - FIRST_KEPT_LAYER) * tokens.len() * token_bytes;
         let kept = self.device.allocate_on_host(size_bytes).map_err(of_rank)?;
         let first = kept.at;
         self.by_chunks(tokens, blocks, storage, |device, pass, start_idx| {
             pass.begin(device)?;
             for layer_idx in 0..num_layers {
                 pass.store(device, layer_idx)?;
-                if let Some(stored_idx) = layer_idx.checked_sub(SELECTING_LAYER) {
+                if let Some(stored_idx) = layer_idx.checked_sub(FIRST_KEPT_LAYER) {
                     let row_idx = stored_idx * tokens.len() + start_idx;
                     // SAFETY: the rows were just computed, and there is room for all of them.
                     unsafe { device.launch(&keep_rows(pass, first.offset_by(row_idx * token_bytes))) }?;
@@ -104,38 +106,40 @@ impl<D: KernelDevice> DeviceExecutor<D> {
     ) -> Result<Vec<usize>, RankError> {
         let passages = prompt.ranges();
         assert!(prompt.tokens.len() <= self.limits.num_blended, "a prompt of {} tokens", prompt.tokens.len());
-        let deviations = self.compute_first_layers(prompt, &passages, storage)?;
+        let selecting_idx = prompt.selection.layer_in(self.weights.layers.len());
+        let deviations = self.compute_first_layers(prompt, &passages, selecting_idx, storage)?;
         let selected = select(&deviations, &passages, &prompt.selection);
-        self.compute_selected(prompt, &selected, on_layer).map_err(of_rank)?;
+        self.compute_selected(prompt, &selected, selecting_idx, on_layer).map_err(of_rank)?;
         Ok(selected)
     }
 
-    /// Computes all tokens up to the keys of [`SELECTING_LAYER`]. Returns how far each token's are from its passage's; only
-    /// tokens of passages count.
+    /// Computes all tokens up to the keys of the selecting layer. Returns how far each token's are from its passage's; only
+    /// tokens of passages count. A part of a long prompt attends to the KV that earlier parts have stored in these layers.
     fn compute_first_layers(
         &mut self,
         prompt: &BlendedPrompt<'_>,
         passages: &[Range<usize>],
+        selecting_idx: usize,
         storage: &BlockStorage,
     ) -> Result<Vec<f32>, RankError> {
         // As many layers as there is room for.
-        for layer_idx in SELECTING_LAYER..SELECTING_LAYER + NUM_LOADS {
+        for layer_idx in selecting_idx..selecting_idx + NUM_LOADS {
             self.load_kept(prompt, layer_idx).map_err(of_rank)?;
         }
         let hidden_bytes = self.part.spec().hidden_size * 2;
         let &BlendBuffers { x, deviations: apart, .. } = self.blend_buffers();
-        let kept = self.blend_buffers().kept(SELECTING_LAYER);
+        let kept = self.blend_buffers().kept(selecting_idx);
         let token_bytes = BlendBuffers::token_bytes(self.part.spec());
         self.by_chunks(prompt.tokens, prompt.blocks, storage, |device, pass, start_idx| {
             let pass = ForwardPass { x: x.offset_by(start_idx * hidden_bytes), ..pass.clone() };
             pass.begin(device)?;
-            for layer_idx in 0..SELECTING_LAYER {
+            for layer_idx in 0..selecting_idx {
                 pass.store(device, layer_idx)?;
                 pass.finish(device, layer_idx)?;
             }
-            pass.store(device, SELECTING_LAYER)?;
+            pass.store(device, selecting_idx)?;
             if start_idx == 0 {
-                device.await_loads(SELECTING_LAYER % NUM_LOADS)?;
+                device.await_loads(selecting_idx % NUM_LOADS)?;
             }
             let rows = start_idx..start_idx + pass.inputs.num_rows;
             for passage in passages {
@@ -145,7 +149,8 @@ impl<D: KernelDevice> DeviceExecutor<D> {
                 }
                 let kept = kept.offset_by(start * token_bytes);
                 let deviations = apart.offset_by(start * 4);
-                let kernel = deviate_keys(&pass, start - start_idx, end - start, kept, deviations);
+                let of_passage = start - start_idx..end - start_idx;
+                let kernel = deviate_keys(&pass, selecting_idx, of_passage, kept, deviations);
                 // SAFETY: the rows were just computed, and what their passage has is loaded.
                 unsafe { device.launch(&kernel) }?;
             }
@@ -157,19 +162,20 @@ impl<D: KernelDevice> DeviceExecutor<D> {
         Ok(deviations)
     }
 
-    /// Computes the selected tokens in the remaining layers, and stores what passages have for the others.
+    /// Computes the selected tokens from the selecting layer on, and stores what passages have for the others in later layers.
     fn compute_selected(
         &mut self,
         prompt: &BlendedPrompt<'_>,
         selected: &[usize],
+        selecting_idx: usize,
         on_layer: &mut dyn FnMut(usize),
     ) -> Result<(), CudaError> {
         let num_layers = self.weights.layers.len();
         let rows: Vec<u32> = selected.iter().map(|&position| position as u32).collect();
         let num_chunks = rows.len().div_ceil(self.limits.num_rows).max(1);
         // The host has waited for the distances, so these layers are done.
-        (0..SELECTING_LAYER).for_each(&mut *on_layer);
-        let mut next_layer = SELECTING_LAYER;
+        (0..selecting_idx).for_each(&mut *on_layer);
+        let mut next_layer = selecting_idx;
         for chunk_idx in 0..num_chunks {
             let (is_first, is_last) = (chunk_idx == 0, chunk_idx + 1 == num_chunks);
             let chunk = rows.chunks(self.limits.num_rows).nth(chunk_idx).unwrap_or_default();
@@ -180,14 +186,14 @@ impl<D: KernelDevice> DeviceExecutor<D> {
             self.upload()?;
             if is_first {
                 self.place_kept(prompt.tokens.len(), selected)?;
-                self.load_kept(prompt, SELECTING_LAYER + NUM_LOADS)?;
+                self.load_kept(prompt, selecting_idx + NUM_LOADS)?;
             }
             let has_rows = !chunk.is_empty();
             if has_rows {
-                self.gather()?;
+                self.gather(selecting_idx)?;
             }
-            for layer_idx in SELECTING_LAYER..num_layers {
-                if is_first && layer_idx > SELECTING_LAYER {
+            for layer_idx in selecting_idx..num_layers {
+                if is_first && layer_idx > selecting_idx {
                     self.device.await_loads(layer_idx % NUM_LOADS)?;
                     let buffers = self.blend_buffers();
                     let (kept, slots) = (buffers.kept(layer_idx), buffers.slots);
@@ -241,7 +247,7 @@ impl<D: KernelDevice> DeviceExecutor<D> {
         let of_passage = |passage: &BlendPassage<'_>| {
             let num_bytes = passage.kv.num_tokens() * token_bytes;
             let first = passage.kv.numbers::<HostMemory>().at;
-            let from = first.offset_by((layer_idx - SELECTING_LAYER) * num_bytes);
+            let from = first.offset_by((layer_idx - FIRST_KEPT_LAYER) * num_bytes);
             HostLoad { to: to.offset_by(passage.start_idx * token_bytes), from, num_bytes }
         };
         let loads: Vec<HostLoad> = prompt.passages.iter().map(of_passage).collect();
@@ -263,8 +269,8 @@ impl<D: KernelDevice> DeviceExecutor<D> {
         pass.place_rows(device, &rows, tables_at, num_tokens)
     }
 
-    /// Takes the residual stream of the step's rows from that of all tokens, and norms it.
-    fn gather(&mut self) -> Result<(), CudaError> {
+    /// Takes the residual stream of the step's rows from that of all tokens, and norms it for the selecting layer.
+    fn gather(&mut self, selecting_idx: usize) -> Result<(), CudaError> {
         let (table, num_held) = (self.blend_buffers().x, self.limits.num_blended as u32);
         let (device, pass) = self.pass();
         pass.place(device)?;
@@ -280,7 +286,7 @@ impl<D: KernelDevice> DeviceExecutor<D> {
         };
         // SAFETY: the stream has a row for each position.
         unsafe { device.launch(&gather) }?;
-        let layer = &pass.weights.layers[SELECTING_LAYER];
+        let layer = &pass.weights.layers[selecting_idx];
         pass.add_norm(device, Address::NULL, layer.attention_norm, Some(&layer.qkv))
     }
 
@@ -322,19 +328,19 @@ fn keep_rows(pass: &ForwardPass<'_>, to: Address) -> KeepKv {
     }
 }
 
-/// How far the keys of some of the step's rows are from those of their passage.
+/// How far the keys of a layer of some of the step's rows are from those of their passage.
 fn deviate_keys(
     pass: &ForwardPass<'_>,
-    first_row: usize,
-    num_rows: usize,
+    layer_idx: usize,
+    rows: Range<usize>,
     kept: Address,
     deviations: Address,
 ) -> DeviateKeys {
     let spec = pass.spec;
-    let layer = &pass.weights.layers[SELECTING_LAYER];
+    let layer = &pass.weights.layers[layer_idx];
     let width = spec.query_width() + 2 * spec.kv_width();
     DeviateKeys {
-        qkv: pass.buffers.qkv.offset_by(first_row * width * 2),
+        qkv: pass.buffers.qkv.offset_by(rows.start * width * 2),
         kept,
         bias: bias_of_keys(layer.qkv_bias, spec.query_width()),
         key_norm: layer.key_norm,
@@ -344,7 +350,7 @@ fn deviate_keys(
         num_kv_heads: spec.num_kv_heads as u32,
         head_dim: spec.head_dim as u32,
         eps: spec.norm_eps,
-        num_rows: num_rows as u32,
+        num_rows: rows.len() as u32,
     }
 }
 

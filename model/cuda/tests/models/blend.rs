@@ -5,11 +5,11 @@ use std::ops::Range;
 use baton_cuda_kernels::device::Fp8Products;
 use baton_kv_cache::{BlockId, KvDtype};
 use baton_model_spec::{
-    BatchSequence, BlendPassage, BlendRatio, BlendRefusal, BlendedPrompt, Executor, PassageKv, Selection,
-    SelectionOrder,
+    BatchSequence, BlendPassage, BlendRatio, BlendRefusal, BlendedPrompt, Executor, FIRST_KEPT_LAYER,
+    PassageKv, Selection, SelectionOrder,
 };
 
-use crate::whole::{Machine, Pair, loaded, prompt};
+use crate::whole::{Machine, Pair, fixtures, loaded, prompt};
 
 /// Rows of a step: less than the tokens of a passage, of the head, and of what is selected.
 const NUM_ROWS: usize = 40;
@@ -20,7 +20,8 @@ const NUM_TOKENS: usize = 145;
 const PASSAGES: [Range<usize>; 3] = [9..62, 66..67, 67..130];
 
 fn selection(ratio: f32, order: SelectionOrder) -> Selection {
-    Selection { num_first_tokens: 2, ratio: BlendRatio::new(ratio).unwrap(), order }
+    let ratio = BlendRatio::new(ratio).unwrap();
+    Selection { layer: FIRST_KEPT_LAYER, num_first_tokens: 2, ratio, order }
 }
 
 /// What is kept of the passages.
@@ -116,13 +117,14 @@ const MODELS: [(&str, KvDtype); 5] = [
 
 #[test]
 fn with_every_token_selected_the_bits_are_those_of_a_full_prefill() {
-    for (name, dtype) in [MODELS[0], MODELS[1], MODELS[3]] {
+    // They have three layers, so a ninth layer is the last one.
+    for ((name, dtype), layer) in [(MODELS[0], 1), (MODELS[1], 2), (MODELS[3], 9)] {
         let block_size = if dtype == KvDtype::F32 { 5 } else { 8 };
         let mut machine = Machine::device(loaded(name, dtype, block_size), NUM_ROWS, Fp8Products::None);
         let tokens = prompt(NUM_TOKENS, 1);
         let expected = prefill(&mut machine, &tokens, HEAD);
         let blocks = machine.place(NUM_TOKENS);
-        let all = selection(1.0, SelectionOrder::Deviation);
+        let all = Selection { layer, ..selection(1.0, SelectionOrder::Deviation) };
         let computed = blend(&mut machine, &tokens, &blocks, &PASSAGES, all);
         assert_eq!(computed.len(), HEAD);
         let found = finish(&mut machine, &tokens, &blocks, HEAD);
@@ -147,10 +149,25 @@ fn a_passage_with_nothing_before_it_is_reused_bit_for_bit() {
     }
 }
 
+/// Gemma 3 with global layers only. It has a layer behind layer 2, and norms behind its products.
+fn gemma3_without_windows() -> tempfile::TempDir {
+    let (from, to) = (fixtures().join("gemma3"), tempfile::tempdir().unwrap());
+    let config = std::fs::read(from.join("config.json")).unwrap();
+    let mut config: serde_json::Value = serde_json::from_slice(&config).unwrap();
+    config["layer_types"] = vec!["full_attention"; 4].into();
+    std::fs::write(to.path().join("config.json"), config.to_string()).unwrap();
+    std::fs::copy(from.join("model.safetensors"), to.path().join("model.safetensors")).unwrap();
+    to
+}
+
 /// Of the same tokens: which ones deviate most depends on roundings.
 #[test]
 fn blended_prompts_are_near_those_of_processors() {
-    for (name, dtype) in MODELS {
+    let gemma3 = gemma3_without_windows();
+    // A whole path takes the place of a fixture's name.
+    let late = (gemma3.path().to_str().unwrap(), KvDtype::Bf16, 2);
+    let early = MODELS.map(|(name, dtype)| (name, dtype, 1));
+    for (name, dtype, layer) in early.into_iter().chain([late]) {
         let mut pair = Pair::new(name, dtype, if dtype == KvDtype::F32 { 5 } else { 8 });
         let tokens = pair.prompt(NUM_TOKENS, 3);
         let place = pair.place(NUM_TOKENS);
@@ -159,7 +176,7 @@ fn blended_prompts_are_near_those_of_processors() {
         let (cpu, device) = ((&PASSAGES[..], &cpu[..]), (&PASSAGES[..], &device[..]));
         // All of them are more than a step of the largest size has.
         for ratio in if name == "qwen2" { &[0.1, 0.6][..] } else { &[0.6] } {
-            let random = selection(*ratio, SelectionOrder::Random { seed: 5 });
+            let random = Selection { layer, ..selection(*ratio, SelectionOrder::Random { seed: 5 }) };
             let (place, head) = (pair.place(NUM_TOKENS), &tokens[..HEAD]);
             let (expected_rows, _) = blend_with(&mut pair.cpu, cpu, head, &place[0], random, false);
             let (rows, _) = blend_with(&mut pair.device, device, head, &place[1], random, false);
@@ -177,17 +194,17 @@ fn blended_prompts_are_near_those_of_processors() {
 
 #[test]
 fn the_tokens_whose_keys_deviate_most_are_selected() {
-    for name in ["qwen3", "qwen2"] {
+    for (name, layer) in [("qwen3", 1), ("qwen2", 2)] {
         let mut pair = Pair::new(name, KvDtype::Bf16, 8);
         let tokens = pair.prompt(NUM_TOKENS, 4);
         let place = pair.place(NUM_TOKENS);
-        let most = selection(0.3, SelectionOrder::Deviation);
+        let most = Selection { layer, ..selection(0.3, SelectionOrder::Deviation) };
         let expected = blend(&mut pair.cpu, &tokens, &place[0], &PASSAGES, most);
         let found = blend(&mut pair.device, &tokens, &place[1], &PASSAGES, most);
         let num_common = found.iter().filter(|position| expected.contains(position)).count();
         assert_eq!(found.len(), expected.len());
         // Deviations that roundings let change places.
-        assert!(num_common + 4 >= expected.len(), "{name}: {num_common} of {}", expected.len());
+        assert!(num_common + 6 >= expected.len(), "{name}: {num_common} of {}", expected.len());
     }
 }
 

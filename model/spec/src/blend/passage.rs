@@ -8,7 +8,7 @@ use baton_kv_cache::BlockId;
 
 use super::selection::Selection;
 
-/// The KV of a passage of text that was computed on its own, from layer [`SELECTING_LAYER`](super::SELECTING_LAYER) on,
+/// The KV of a passage of text that was computed on its own, from layer [`FIRST_KEPT_LAYER`](super::FIRST_KEPT_LAYER) on,
 /// where and as the executor that computed it keeps it. Keys are kept without rotation, so one rotation brings them to any
 /// position.
 pub struct PassageKv {
@@ -118,7 +118,7 @@ impl BlendedPrompt<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::blend::selection::{BlendRatio, SelectionOrder};
+    use crate::blend::selection::{BlendRatio, FIRST_KEPT_LAYER, SelectionOrder};
 
     /// A passage that keeps a number.
     fn passage(num_tokens: usize, number: u32) -> PassageKv {
@@ -126,8 +126,8 @@ mod tests {
     }
 
     fn prompt<'a>(tokens: &'a [u32], passages: &'a [BlendPassage<'a>]) -> BlendedPrompt<'a> {
-        let selection =
-            Selection { num_first_tokens: 0, ratio: BlendRatio::ALL, order: SelectionOrder::Deviation };
+        let (ratio, order) = (BlendRatio::ALL, SelectionOrder::Deviation);
+        let selection = Selection { layer: FIRST_KEPT_LAYER, num_first_tokens: 0, ratio, order };
         BlendedPrompt { tokens, blocks: &[], passages, selection, wants_logits: false }
     }
 

@@ -1,6 +1,6 @@
 //! Why a model cannot blend.
 
-use super::selection::SELECTING_LAYER;
+use super::selection::FIRST_KEPT_LAYER;
 use crate::decoder::DecoderSpec;
 use crate::rope::RopeScaling;
 
@@ -15,7 +15,7 @@ pub enum BlendRefusal {
         /// Its window.
         window: usize,
     },
-    /// There is no layer after the one that is computed in full.
+    /// There is no layer that passages have KV of.
     #[error("the model has {num_layers} layers; blending needs at least 2")]
     TooFewLayers {
         /// Layers of the model.
@@ -32,7 +32,7 @@ impl DecoderSpec {
     /// # Errors
     /// When they may not.
     pub fn check_blending(&self) -> Result<(), BlendRefusal> {
-        if self.layers.len() <= SELECTING_LAYER {
+        if self.layers.len() <= FIRST_KEPT_LAYER {
             return Err(BlendRefusal::TooFewLayers { num_layers: self.layers.len() });
         }
         for (layer_idx, layer) in self.layers.iter().enumerate() {

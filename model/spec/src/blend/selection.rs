@@ -4,8 +4,8 @@ use std::ops::Range;
 
 use baton_random::hash;
 
-/// The layer whose keys decide. Passages have KV from this layer on.
-pub const SELECTING_LAYER: usize = 1;
+/// The first layer that passages have KV of, and so the first one whose keys can decide.
+pub const FIRST_KEPT_LAYER: usize = 1;
 
 /// The part of the tokens of passages that is selected by its order, from 0 to 1.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -19,6 +19,9 @@ pub struct InvalidRatio(pub f32);
 /// Which tokens of passages are computed in all layers.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Selection {
+    /// The layer whose keys decide, at least [`FIRST_KEPT_LAYER`]; in a model with fewer layers it is the last one. Earlier
+    /// layers are computed for all tokens.
+    pub layer: usize,
     /// So many tokens at the start of each passage always are: on its own, a passage's first tokens get the attention that
     /// in the prompt goes to the tokens before them.
     pub num_first_tokens: usize,
@@ -61,9 +64,20 @@ impl BlendRatio {
     }
 }
 
+impl Selection {
+    /// The layer whose keys decide in a model of `num_layers` layers: its last one if it has fewer than asked for.
+    ///
+    /// # Panics
+    /// When the model has too few layers to blend.
+    pub fn layer_in(&self, num_layers: usize) -> usize {
+        self.layer.clamp(FIRST_KEPT_LAYER, num_layers - 1)
+    }
+}
+
 /// The positions of a prompt of `deviations.len()` tokens that are computed in all layers, in ascending order: every
 /// token outside of `passages`, the first ones of each passage, and a part of the rest. `deviations` is the squared distance
-/// of each token's keys from those of its passage; only the tokens of passages count. Of equal tokens the first one is taken.
+/// of each token's keys from those of its passage, in the layer that decides; only the tokens of passages count. Of equal
+/// tokens the first one is taken.
 pub fn select(deviations: &[f32], passages: &[Range<usize>], selection: &Selection) -> Vec<usize> {
     let mut is_selected = vec![true; deviations.len()];
     let mut rest = Vec::new();
@@ -94,7 +108,7 @@ mod tests {
     ) -> Vec<usize> {
         let ratio = BlendRatio::new(ratio).unwrap();
         let order = SelectionOrder::Deviation;
-        select(deviations, passages, &Selection { num_first_tokens, ratio, order })
+        select(deviations, passages, &Selection { layer: FIRST_KEPT_LAYER, num_first_tokens, ratio, order })
     }
 
     #[test]
@@ -126,7 +140,8 @@ mod tests {
         let ratio = BlendRatio::new(0.15).unwrap();
         let of_seed = |seed, deviations: &[f32]| {
             let order = SelectionOrder::Random { seed };
-            select(deviations, &passages, &Selection { num_first_tokens: 4, ratio, order })
+            let selection = Selection { layer: FIRST_KEPT_LAYER, num_first_tokens: 4, ratio, order };
+            select(deviations, &passages, &selection)
         };
         let rising: Vec<f32> = (0..250).map(|idx| idx as f32).collect();
         let one = of_seed(1, &rising);
@@ -134,6 +149,15 @@ mod tests {
         assert_ne!(one, of_seed(2, &rising));
         assert_eq!(one.len(), selected(&rising, &passages, 4, 0.15).len());
         assert_eq!(one.len(), 50 + 2 * 4 + 29, "15 % of 192");
+    }
+
+    #[test]
+    fn keys_of_the_last_layer_decide_if_the_layer_is_not_there() {
+        let (ratio, order) = (BlendRatio::ALL, SelectionOrder::Deviation);
+        for (layer, num_layers, expected) in [(1, 2, 1), (1, 4, 1), (2, 2, 1), (2, 3, 2), (9, 4, 3)] {
+            let selection = Selection { layer, num_first_tokens: 0, ratio, order };
+            assert_eq!(selection.layer_in(num_layers), expected, "layer {layer} of {num_layers}");
+        }
     }
 
     #[test]
