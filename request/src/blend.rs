@@ -1,9 +1,6 @@
 //! Parts of a prompt whose KV may be computed apart from it.
 
-use std::{
-    cmp::Ordering,
-    ops::{Range, RangeInclusive},
-};
+use std::ops::{Range, RangeInclusive};
 
 use crate::invalid::{InvalidRequest, Problem};
 
@@ -62,9 +59,9 @@ impl BlendPoint {
         self.layer >= other.layer && self.ratio >= other.ratio
     }
 
-    /// Orders by layer, then by ratio: the last one is the most careful.
-    pub fn total_cmp(&self, other: &BlendPoint) -> Ordering {
-        self.layer.cmp(&other.layer).then(self.ratio.total_cmp(&other.ratio))
+    /// The smallest point that [is at least](Self::is_at_least) both.
+    pub fn max(self, other: BlendPoint) -> BlendPoint {
+        BlendPoint { layer: self.layer.max(other.layer), ratio: self.ratio.max(other.ratio) }
     }
 }
 
@@ -211,8 +208,8 @@ mod tests {
         for (other, expected) in [((1, 0.2), true), ((2, 0.2), true), ((1, 0.3), false), ((4, 0.1), false)] {
             assert_eq!(point(2, 0.2).is_at_least(point(other.0, other.1)), expected, "{other:?}");
         }
-        assert_eq!(point(2, 0.05).total_cmp(&point(1, 0.5)), Ordering::Greater);
-        assert_eq!(point(2, 0.05).total_cmp(&point(2, 0.1)), Ordering::Less);
+        assert_eq!(point(2, 0.05).max(point(1, 0.5)), point(2, 0.5));
+        assert_eq!(point(2, 0.05).max(point(2, 0.1)), point(2, 0.1));
         for bad in [point(0, 0.1), point(9, 0.1), point(1, f32::NAN), point(1, 1.1)] {
             assert_eq!(bad.checked(), None, "{bad:?}");
         }

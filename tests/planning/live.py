@@ -169,9 +169,12 @@ def compare(args: argparse.Namespace, folder: Path, ours: str, other: str) -> li
                        ("e2e_ms", "mean")]
             found = {f"{what[:-3].upper()} {which}": ratio(what, which) for what, which in columns}
             row = "".join(f"{value:11.2f}" for value in found.values())
+            if failed:
+                print(f"{failed} requests failed: what the others took says nothing", file=sys.stderr)
+                sys.exit(1)
             rows.append((clients, found | {"goodput": max(good[1], 0.5) / max(good[0], 0.5)}))
             goodput = f"{good[0]:4} / {good[1]}"
-            print(f"{clients:7} {seed:4}{row} {goodput}{f'   {failed} failed' if failed else ''}", flush=True)
+            print(f"{clients:7} {seed:4}{row} {goodput}", flush=True)
     print(f"first:  {plans(ours)}\nsecond: {plans(other)}")
     return rows
 

@@ -23,8 +23,8 @@ pub(crate) enum Standing {
 pub(crate) struct Entry {
     pub(crate) last: Position,
     pub(crate) num_tokens: u32,
-    /// Those that it had when it went on last.
-    pub(crate) num_taken: u32,
+    /// Those that it had when it went on last; `None` once it was told that there are no more.
+    pub(crate) num_taken: Option<u32>,
     /// The segment of its first record.
     pub(crate) first_segment: u32,
     /// Grows when it is resumed: an older writer has no effect any more.
@@ -55,7 +55,7 @@ impl Index {
                 let fresh = Entry {
                     last: position,
                     num_tokens: 0,
-                    num_taken: 0,
+                    num_taken: Some(0),
                     first_segment: position.segment,
                     epoch: old.map_or(0, |old| old.epoch.wrapping_add(1)),
                     num_bytes,

@@ -287,7 +287,10 @@ impl Journal {
                 let entry = state.index.entry(key).ok_or_else(unknown)?;
                 if writer.is_none() && entry.epoch == session.epoch {
                     entry.epoch = entry.epoch.wrapping_add(1);
-                    let had_stalled = entry.num_tokens == entry.num_taken;
+                    let had_stalled = entry.num_taken == Some(entry.num_tokens);
+                    if had_stalled {
+                        entry.num_taken = None;
+                    }
                     let (shared, epoch) = (self.shared.clone(), entry.epoch);
                     writer = Some(SessionWriter { shared, key, epoch, had_stalled });
                 }
@@ -396,7 +399,7 @@ impl Drop for Journal {
 
 impl SessionWriter {
     /// Whether the session was taken without a token since it was accepted or [went on](Self::goes_on) before, as far as this router
-    /// knows.
+    /// knows. It is told once, until the session goes on again.
     pub fn had_stalled(&self) -> bool {
         self.had_stalled
     }
@@ -404,7 +407,7 @@ impl SessionWriter {
     /// What it has was delivered again: what follows is computed.
     pub fn goes_on(&self) {
         if let Some(entry) = self.shared.lock().index.get_mut(self.key, self.epoch) {
-            entry.num_taken = entry.num_tokens;
+            entry.num_taken = Some(entry.num_tokens);
         }
     }
 

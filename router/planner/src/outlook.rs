@@ -141,8 +141,8 @@ impl<'a> Outlook<'a> {
     /// until it ends or the prompt does.
     pub(crate) fn delay_by(&self, prompt: &PromptWork, num_tokens: f64) -> f64 {
         let num_chunks = (prompt.num_tokens / self.chunk_beside(&self.batch).max(1.0)).ceil().max(1.0);
-        let num_steps = num_tokens / self.pace.step_yield.num_tokens();
-        self.line.own_seconds(prompt) * (num_steps / num_chunks).min(1.0)
+        // Steps with a chunk are too large for drafts: each yields one token.
+        self.line.own_seconds(prompt) * (num_tokens / num_chunks).min(1.0)
     }
 
     /// How long its processors are busy by themselves.

@@ -32,8 +32,6 @@ pub(crate) struct Places {
     ordinary: Arc<Semaphore>,
     spare: Arc<Semaphore>,
     max_connections: usize,
-    /// Whether no ordinary place was free when the last connection was accepted.
-    is_full: bool,
     /// Connections that are open.
     connections: Gauge,
     /// Connections that came when all ordinary places were taken.
@@ -62,7 +60,6 @@ impl Places {
             ordinary: places(max_connections),
             spare: places(NUM_SPARE),
             max_connections,
-            is_full: false,
             connections,
             full,
         }
@@ -76,12 +73,6 @@ impl Places {
         let (mut permit, mut is_spare) = match self.ordinary.clone().try_acquire_owned() {
             Ok(permit) => (permit, false),
             Err(_) => {
-                if !std::mem::replace(&mut self.is_full, true) && self.full.get() == 0 {
-                    tracing::warn!(
-                        max_connections = self.max_connections,
-                        "no more connections may be open (--max-connections): until one closes, new ones are refused but for probes, now and later"
-                    );
-                }
                 tokio::select! {
                     biased;
                     permit = self.ordinary.clone().acquire_owned() => (permit.expect("it is never closed"), false),
@@ -94,9 +85,11 @@ impl Places {
         if is_spare && let Ok(freed) = self.ordinary.clone().try_acquire_owned() {
             (permit, is_spare) = (freed, false);
         }
-        self.is_full = is_spare;
-        if is_spare {
-            self.full.inc();
+        if is_spare && self.full.inc() == 0 {
+            tracing::warn!(
+                max_connections = self.max_connections,
+                "no more connections may be open (--max-connections): until one closes, new ones are refused but for probes, now and later"
+            );
         }
         self.connections.inc();
         Ok((stream, address, Place { is_spare, _permit: permit, connections: self.connections.clone() }))

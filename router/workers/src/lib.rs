@@ -344,14 +344,14 @@ impl Workers {
         if state.has_usable(role) { Some(Instant::now()) } else { state.last_usable.get(&role).copied() }
     }
 
-    /// Whether prompts are blended, by the newest reports of the workers that answer.
+    /// Whether prompts are blended, by the newest reports of the workers that answer: with a point that each worker's audits count.
     pub fn blending(&self) -> ModelBlending {
         let state = self.lock();
         let loads = || state.workers.values().filter_map(|worker| Some(&worker.report.as_ref()?.load));
         if loads().any(|load| load.blend_closed) {
             return ModelBlending::Closed;
         }
-        ModelBlending::Open(loads().filter_map(report::blend_point).max_by(BlendPoint::total_cmp))
+        ModelBlending::Open(loads().filter_map(report::blend_point).reduce(BlendPoint::max))
     }
 
     /// Whether a decode worker is usable.
@@ -715,7 +715,7 @@ mod tests {
         assert_eq!(says(&d0, None, false), ModelBlending::Open(None));
         assert_eq!(says(&d0, Some(0.2), false), open(1, 0.2));
         assert_eq!(says(&d1, Some(0.3), false), open(1, 0.3));
-        assert_eq!(says_layer(&d1, 2, Some(0.1), false), open(2, 0.1), "the higher layer comes first");
+        assert_eq!(says_layer(&d1, 2, Some(0.1), false), open(2, 0.2), "at least what each needs");
         assert_eq!(says_layer(&d1, 9, Some(0.3), false), open(1, 0.2), "no layer that may decide");
         assert_eq!(says(&d1, Some(f32::NAN), false), open(1, 0.2));
         assert_eq!(says(&d1, None, false), open(1, 0.2), "it could not calibrate");

@@ -119,31 +119,38 @@ impl Gate {
     }
 
     /// What becomes of a prompt that comes with this point. One with a point is blended also before the calibration: its client,
-    /// or another worker's calibration, has chosen it. `fits` says whether the passages end where the device blends and
-    /// memory has room for them; a calibration takes short parts of them.
+    /// or another worker's calibration, has chosen it. But not by a layer with which no ratio was near. `fits` says whether the
+    /// passages end where the device blends and memory has room for them; a calibration takes short parts of them.
     pub(crate) fn decide(&mut self, point: Option<BlendPoint>, fits: bool) -> Decision {
+        let lowest = match self.state {
+            State::Uncalibrated { layer, .. } | State::Open { point: BlendPoint { layer, .. }, .. } => layer,
+            State::Closed(_) => return Decision { refused: Some("closed"), measure: None },
+        };
         let refused = match point {
             // A router that sends none does not know of any yet, or of another worker whose audits have closed its gate.
             None => Some("uncalibrated"),
+            Some(point) if point.layer < lowest => Some("uncalibrated"),
             Some(_) if !fits => Some("too_long"),
             Some(_) => None,
         };
         let measure = match &mut self.state {
-            State::Closed(_) => return Decision { refused: Some("closed"), measure: None },
             _ if self.is_measuring => None,
+            State::Closed(_) => None,
             State::Uncalibrated { layer, .. } => Some(Measure::Calibrate(*layer)),
-            State::Open { point: own, num_begun, .. } => point.filter(|_| fits).and_then(|point| {
-                let is_counted = point.is_at_least(*own);
-                let audited = if is_counted { AuditedPoint::Calibrated } else { AuditedPoint::Smaller };
-                let due = &mut self.due[audited as usize];
-                *due = (*due + self.audit).min(1.0 + self.audit);
-                let is_due = self.audit > 0.0 && ((is_counted && *num_begun < MIN_AUDITS) || *due >= 1.0);
-                is_due.then(|| {
-                    *num_begun += usize::from(is_counted);
-                    *due -= 1.0;
-                    Measure::Audit(audited)
+            State::Open { point: own, num_begun, .. } => {
+                point.filter(|_| refused.is_none()).and_then(|point| {
+                    let is_counted = point.is_at_least(*own);
+                    let audited = if is_counted { AuditedPoint::Calibrated } else { AuditedPoint::Smaller };
+                    let due = &mut self.due[audited as usize];
+                    *due = (*due + self.audit).min(1.0 + self.audit);
+                    let is_due = self.audit > 0.0 && ((is_counted && *num_begun < MIN_AUDITS) || *due >= 1.0);
+                    is_due.then(|| {
+                        *num_begun += usize::from(is_counted);
+                        *due -= 1.0;
+                        Measure::Audit(audited)
+                    })
                 })
-            }),
+            }
         };
         self.is_measuring |= measure.is_some();
         Decision { refused, measure }
@@ -287,17 +294,15 @@ mod tests {
         let mut gate = Gate::new(0.05, 1.0, 4);
         gate.calibrated(vec![[1.0; 6]; NUM_SAMPLES]);
         gate.calibrated(vec![FALLING; NUM_SAMPLES]);
-        for (layer, ratio, audited) in [
-            (2, 0.2, Calibrated),
-            (4, 0.3, Calibrated),
-            (1, 0.5, Smaller),
-            (2, 0.1, Smaller),
-            (4, 0.1, Smaller),
-        ] {
+        for (layer, ratio, audited) in
+            [(2, 0.2, Calibrated), (4, 0.3, Calibrated), (2, 0.1, Smaller), (4, 0.1, Smaller)]
+        {
             let decision = gate.decide(Some(BlendPoint { layer, ratio }), true);
             assert_eq!(decision, Decision { measure: Some(Measure::Audit(audited)), ..BLEND });
             gate.audited(audited, None);
         }
+        let by_layer_1 = Some(BlendPoint { layer: 1, ratio: 0.5 });
+        assert_eq!(gate.decide(by_layer_1, true), UNCALIBRATED, "no ratio was near");
     }
 
     #[test]
