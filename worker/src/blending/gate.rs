@@ -8,7 +8,7 @@ use baton_request::BlendPoint;
 pub(crate) const RATIOS: [f32; 6] = [0.05, 0.1, 0.15, 0.2, 0.3, 0.5];
 
 /// Layers whose keys may decide, in the order in which they are tried: keys of layer 1 do not always show what is missing
-/// (docs/benchmarks/2026-11-23-blending.md). The layers before them, at most half of the model's, are computed for all tokens.
+/// (docs/benchmarks/2026-11-23-blending.md). The layers before them, at most a quarter of the model's, are computed for all tokens.
 const LAYERS: [u32; 3] = [1, 2, 4];
 
 /// Prompts of a calibration.
@@ -179,7 +179,7 @@ impl Gate {
         // All larger ratios must be near, too: one that is so by chance says nothing.
         let num_near = sums.iter().rev().take_while(|sum| is_near(sum)).count();
         let layer = *layer;
-        let is_next = |next: &u32| *next > layer && *next as usize <= self.num_layers / 2;
+        let is_next = |next: &u32| *next > layer && *next as usize <= self.num_layers / 4;
         self.state = match (RATIOS.get(RATIOS.len() - num_near), LAYERS.into_iter().find(is_next)) {
             (Some(&ratio), _) => {
                 let point = BlendPoint { layer, ratio };
@@ -272,7 +272,7 @@ mod tests {
 
     #[test]
     fn where_no_ratio_of_a_layer_is_near_the_next_layer_is_tried_with_samples_of_its_own() {
-        for (num_layers, num_tried) in [(2, 1), (3, 1), (4, 2), (7, 2), (8, 3), (80, 3)] {
+        for (num_layers, num_tried) in [(2, 1), (4, 1), (7, 1), (8, 2), (15, 2), (16, 3), (80, 3)] {
             let mut gate = Gate::new(0.05, 0.0, num_layers);
             for layer in LAYERS.into_iter().take(num_tried) {
                 for _ in 0..2 {
@@ -283,7 +283,7 @@ mod tests {
             }
             assert!(gate.closed().is_some(), "{num_layers}");
         }
-        let mut gate = Gate::new(0.05, 0.0, 4);
+        let mut gate = Gate::new(0.05, 0.0, 8);
         gate.calibrated(vec![[1.0; 6]; NUM_SAMPLES]);
         gate.calibrated(vec![FALLING; NUM_SAMPLES]);
         assert_eq!(gate.point(), Some(BlendPoint { layer: 2, ratio: 0.2 }));
@@ -291,7 +291,7 @@ mod tests {
 
     #[test]
     fn an_audit_counts_if_neither_the_layer_nor_the_ratio_is_smaller() {
-        let mut gate = Gate::new(0.05, 1.0, 4);
+        let mut gate = Gate::new(0.05, 1.0, 8);
         gate.calibrated(vec![[1.0; 6]; NUM_SAMPLES]);
         gate.calibrated(vec![FALLING; NUM_SAMPLES]);
         for (layer, ratio, audited) in
