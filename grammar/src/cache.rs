@@ -15,8 +15,6 @@ pub(crate) struct Start {
     pub(crate) matcher: Matcher,
     /// Whether a matcher can take tokens back: with rules that have `stop=` or `max_tokens=` it cannot.
     pub(crate) can_roll_back: bool,
-    /// Whether a rule may name a token that ends texts.
-    pub(crate) may_name_ends: bool,
 }
 
 pub(crate) struct Cache {

@@ -7,7 +7,7 @@ use std::{
     time::Duration,
 };
 
-use baton_request::{Grammar, GrammarKind};
+use baton_request::Grammar;
 use llguidance::{Matcher, ParserFactory, api::ParserLimits};
 
 use crate::{
@@ -207,9 +207,7 @@ fn compile(factory: &ParserFactory, grammar: &Grammar, watch: &Watch, limit: Dur
         if mask.is_zero() {
             return Err(invalid("no text matches it".into()));
         }
-        // Rules name tokens as <name> or <[id]>.
-        let may_name_ends = kind == GrammarKind::Lark && grammar.text.contains('<');
-        Ok(Arc::new(Start { matcher, can_roll_back, may_name_ends }))
+        Ok(Arc::new(Start { matcher, can_roll_back }))
     }));
     caught.unwrap_or_else(|_| Err(invalid("the compiler panicked".into())))
 }

@@ -36,7 +36,7 @@ pub struct TokenMatcher {
     matcher: Matcher,
     /// The tokens that led from the start to where the sequence is.
     accepted: Vec<u32>,
-    /// If not, nothing may be drafted: tokens cannot be taken back, or a draft led to an error. Then it stays so.
+    /// If not, nothing may be drafted: tokens cannot be taken back, or a draft led to an error.
     can_draft: bool,
     /// Whether the matcher was asked about tokens that may never come. What they used up stays used up.
     has_tried_drafts: bool,
@@ -159,16 +159,11 @@ impl TokenMatcher {
         self.matcher.validate_tokens(&tokens[..num_text]).unwrap_or(0)
     }
 
-    /// Whether the mask has `token`, and [`accept`](Self::accept) takes it. Takes a small part of the mask's time, except for a token
-    /// that ends texts where the grammar may name it.
+    /// Whether the mask has `token`. Takes a small part of the mask's time.
     pub fn allows(&mut self, token: u32) -> bool {
         !self.has_ended
-            && match self.is_end(token) {
-                // llguidance validates it at the end only.
-                true => {
-                    self.is_complete()
-                        || self.start.may_name_ends && self.mask().is_ok_and(|mask| mask.allows(token))
-                }
+            && match self.lexicon.end_tokens.contains(&token) {
+                true => self.is_complete(),
                 false => self.is_next(token),
             }
     }
@@ -181,14 +176,12 @@ impl TokenMatcher {
         if self.has_ended {
             return Err(GrammarError::Refused { token });
         }
-        if self.is_end(token) && self.is_complete() {
+        if self.lexicon.end_tokens.contains(&token) && self.is_complete() {
             self.has_ended = true;
             return Ok(());
         }
         self.despite_drafts(|it| it.consume(token))?;
         self.accepted.push(token);
-        // Behind a token that ends texts, llguidance's lexer may be where it does not roll back to.
-        self.can_draft &= !self.is_end(token);
         self.meter.add_token();
         let bytes = self.lexicon.bytes(token);
         if self.forced.starts_with(bytes) {
@@ -301,12 +294,7 @@ impl TokenMatcher {
         Ok(())
     }
 
-    /// Whether `token` ends texts.
-    fn is_end(&self, token: u32) -> bool {
-        self.lexicon.end_tokens.contains(&token)
-    }
-
-    /// Whether `token`, which ends no text, goes on with this one.
+    /// Whether `token` goes on with the text. One that ends texts may be a part of it all the same.
     fn is_next(&mut self, token: u32) -> bool {
         token < self.lexicon.num_tokens && !self.matcher.is_stopped() && {
             let _running = self.meter.begin();
@@ -316,7 +304,7 @@ impl TokenMatcher {
 
     fn consume(&mut self, token: u32) -> Result<(), GrammarError> {
         // llguidance takes a refused token for an error of its caller, and does not recover.
-        if !self.allows(token) {
+        if !self.is_next(token) {
             return Err(match self.matcher.get_error() {
                 Some(reason) => self.exhausted(reason),
                 None => GrammarError::Refused { token },

@@ -7,7 +7,7 @@ use std::sync::{
     atomic::{AtomicUsize, Ordering},
 };
 
-use baton_grammar::{GrammarError, GrammarLimits, MaskThread, TokenMask, TokenMatcher};
+use baton_grammar::{GrammarError, GrammarLimits, MaskThread, TokenMask};
 use baton_request::{Grammar, GrammarKind};
 use serde_json::{Value, json};
 use support::{Tiny, tiny, tiny_seeing};
@@ -135,28 +135,6 @@ fn a_token_is_allowed_where_the_mask_has_it() {
             );
         }
     }
-}
-
-#[test]
-fn an_end_token_that_a_grammar_names_is_a_part_of_the_text() {
-    let tiny = tiny();
-    let mut matcher = tiny.matcher(GrammarKind::Lark, "start: \"yes\" <|end|> \"no\"").unwrap();
-    let accept_all = |matcher: &mut TokenMatcher, text: &str| {
-        for token in tiny.tokenizer.encode(text, false).unwrap() {
-            assert!(!matcher.mask().unwrap().allows(tiny.end) && !matcher.allows(tiny.end));
-            assert_eq!(matcher.accept(tiny.end), Err(GrammarError::Refused { token: tiny.end }));
-            matcher.accept(token).unwrap();
-        }
-    };
-    accept_all(&mut matcher, "yes");
-    assert_eq!(matcher.mask().unwrap().to_list(), [tiny.end]);
-    assert!(matcher.allows(tiny.end) && !matcher.is_complete());
-    matcher.accept(tiny.end).expect("the mask has it");
-    assert!(!matcher.has_ended() && !matcher.may_draft());
-    accept_all(&mut matcher, "no");
-    assert!(matcher.is_complete() && matcher.allows(tiny.end));
-    matcher.accept(tiny.end).unwrap();
-    assert!(matcher.has_ended() && !matcher.allows(tiny.end));
 }
 
 #[test]
