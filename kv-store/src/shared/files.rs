@@ -181,17 +181,22 @@ pub(super) fn tidy(base: &Path, own: &Path, lock: &DirLock) {
     remove_unused(base, own, STAYS);
 }
 
-/// Removes directories beside `own` that no process has used for so long.
-fn remove_unused(base: &Path, own: &Path, stays: Duration) {
-    for entry in fs::read_dir(base).into_iter().flatten().flatten() {
+/// Directories of tiers beside `own`, and whether each is being removed.
+fn others(base: &Path, own: &Path) -> impl Iterator<Item = (PathBuf, bool)> {
+    fs::read_dir(base).into_iter().flatten().flatten().filter_map(move |entry| {
         let (dir, name) = (entry.path(), entry.file_name());
         let name = name.to_string_lossy();
-        if name.starts_with(REMOVED) {
+        (name.starts_with(PREFIX) && dir != own).then_some((dir, name.starts_with(REMOVED)))
+    })
+}
+
+/// Removes directories beside `own` that no process has used for so long.
+fn remove_unused(base: &Path, own: &Path, stays: Duration) {
+    for (dir, is_removed) in others(base, own) {
+        if is_removed {
             // By a process that was killed meanwhile, or by one that does so now.
             let _ = fs::remove_dir_all(&dir);
-        } else if name.starts_with(PREFIX)
-            && dir != own
-            && let Ok(lock) = File::options().read(true).write(true).open(dir.join("lock")).map(DirLock)
+        } else if let Ok(lock) = File::options().read(true).write(true).open(dir.join("lock")).map(DirLock)
             && lock.0.try_lock().is_ok()
             && is_lock_of(&lock, &dir)
             && unused_for(&lock) >= stays
@@ -204,13 +209,8 @@ fn remove_unused(base: &Path, own: &Path, stays: Duration) {
 
 /// Whether a process uses a directory beside `own`.
 pub(super) fn is_other_used(base: &Path, own: &Path) -> bool {
-    fs::read_dir(base).into_iter().flatten().flatten().any(|entry| {
-        let (dir, name) = (entry.path(), entry.file_name());
-        let name = name.to_string_lossy();
-        name.starts_with(PREFIX)
-            && !name.starts_with(REMOVED)
-            && dir != own
-            && File::open(dir.join("lock")).is_ok_and(|lock| DirLock(lock).0.try_lock().is_err())
+    others(base, own).any(|(dir, is_removed)| {
+        !is_removed && File::open(dir.join("lock")).is_ok_and(|lock| DirLock(lock).0.try_lock().is_err())
     })
 }
 
