@@ -28,7 +28,7 @@ pub(super) use kernels::{TILE_ROWS, tile_kernel};
 /// Prefetch distance in bytes.
 const PREFETCH: usize = 4096;
 
-/// Whether there is a kernel for this CPU.
+/// Whether there is a kernel for this instruction set: of vectors, or of tiles.
 pub fn has_pairs(isa: Isa) -> bool {
     match isa {
         #[cfg(target_arch = "x86_64")]
@@ -37,6 +37,7 @@ pub fn has_pairs(isa: Isa) -> bool {
         Isa::Avx512 => is_x86_feature_detected!("avx512bf16"),
         #[cfg(target_arch = "aarch64")]
         Isa::Neon => std::arch::is_aarch64_feature_detected!("bf16"),
+        Isa::TileModel => true,
         _ => false,
     }
 }

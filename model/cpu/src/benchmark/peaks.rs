@@ -58,9 +58,12 @@ impl Peak {
         }
     }
 
-    /// What an instruction set has loops for.
+    /// What an instruction set has loops for. The software model of tiles has none of its own.
     fn of(isa: Isa) -> Vec<Peak> {
         let mut peaks = vec![Peak::F32, Peak::Int8];
+        if isa == Isa::TileModel {
+            return peaks;
+        }
         if has_pairs(isa) {
             peaks.push(Peak::Bf16Pairs);
         }

@@ -5,7 +5,7 @@ use super::super::tile::TileArgs;
 pub(in super::super) const TILE_ROWS: usize = 2;
 
 /// # Safety
-/// Never called: [`has_pairs`](super::has_pairs) says so.
+/// Never called: only the software model of tiles [multiplies pairs](super::has_pairs) there.
 pub(in super::super) unsafe fn tile_kernel(_args: &TileArgs) {
     unreachable!("weights are only packed in pairs where there is a kernel for them")
 }
