@@ -24,11 +24,53 @@ impl Bits {
             _ => mantissa | (127 + (bits >> 20 & 1) as u16) << 7,
         }
     }
+
+    /// A multiple of four from `least` to `most`, which are multiples, too.
+    fn fours(&mut self, least: usize, most: usize) -> usize {
+        least + 4 * (self.next() as usize % ((most - least) / 4 + 1))
+    }
+
+    /// The product of a case: everything that has a part of the number meets everything else.
+    fn product(&mut self, case: u64) -> Product {
+        let mut rest = case;
+        let mut part = |num: u64| {
+            let part = rest % num;
+            rest /= num;
+            part
+        };
+        let numbers = if part(2) == 0 { Numbers::Bf16 } else { Numbers::Integers };
+        let rows = match part(4) {
+            0 => ROWS,
+            1 => 2 * ROWS,
+            2 => 1 + self.next() as usize % ROWS,
+            _ => ROWS + 1 + self.next() as usize % ROWS,
+        };
+        let depth_bytes = if part(2) == 0 { ROW_BYTES } else { self.fours(4, ROW_BYTES) };
+        // Rows one after the other, or any distance apart.
+        let mut strides = [ROW_BYTES, depth_bytes, ROW_BYTES];
+        if part(2) == 0 {
+            strides = strides.map(|least| self.fours(least, MAX_STRIDE));
+        }
+        let [from_zero, once] = [part(3) == 0, part(2) == 0];
+        let mut memory: [Memory; 8] = [[0; ROWS * MAX_STRIDE]; 8];
+        for (tile, memory) in memory.iter_mut().enumerate() {
+            let few = self.next() % 5;
+            for word in memory.as_chunks_mut::<4>().0 {
+                *word = match (numbers, tile) {
+                    (Numbers::Bf16, 0..4) => u32::from(self.bf16(few)) << 16 | self.next() as u32 & 0xffff,
+                    (Numbers::Bf16, _) => u32::from(self.bf16(few)) << 16 | u32::from(self.bf16(few)),
+                    (Numbers::Integers, _) => self.next() as u32,
+                }
+                .to_le_bytes();
+            }
+        }
+        Product { numbers, rows, depth_bytes, strides, from_zero, once, memory }
+    }
 }
 
 /// Whether two results are the same bits; every NaN is the same.
-fn same(kind: u8, a: u32, b: u32) -> bool {
-    a == b || kind == 0 && f32::from_bits(a).is_nan() && f32::from_bits(b).is_nan()
+fn same(numbers: Numbers, a: u32, b: u32) -> bool {
+    a == b || numbers == Numbers::Bf16 && f32::from_bits(a).is_nan() && f32::from_bits(b).is_nan()
 }
 
 /// Every shape and many kinds of numbers: random, of few exponents, subnormal, infinite and NaN.
@@ -39,31 +81,18 @@ fn the_model_agrees_with_the_hardware_to_the_bit() {
         return;
     }
     let mut bits = Bits(0x9e37_79b9_7f4a_7c15);
-    for case in 0..3000u64 {
-        let rows = if case % 3 == 0 { ROWS } else { 1 + (bits.next() % 16) as usize };
-        let depth = if case % 2 == 0 { ROW_BYTES } else { 4 * (1 + bits.next() as usize % 16) };
-        let shapes = TileShapes::of_product([rows, 0], depth);
-        let kind = (case % 3) as u8;
-        let mut operands = [[0; TILE_BYTES]; 3];
-        for (idx, operand) in operands.iter_mut().enumerate() {
-            let few = bits.next() % 5;
-            for word in operand.as_chunks_mut::<4>().0 {
-                *word = match (kind, idx) {
-                    (0, 0) => u32::from(bits.bf16(few)) << 16 | bits.next() as u32 & 0xffff,
-                    (0, _) => u32::from(bits.bf16(few)) << 16 | u32::from(bits.bf16(few)),
-                    _ => bits.next() as u32,
-                }
-                .to_le_bytes();
+    for case in 0..3000 {
+        let product = bits.product(case);
+        let (model, hardware) = (product.compute(&mut TileModel::default()), product.compute(&mut Amx));
+        let Product { numbers, rows, depth_bytes, strides, .. } = product;
+        for (tile, (model, hardware)) in model.iter().zip(&hardware).enumerate() {
+            for (idx, (model, hardware)) in words(model).zip(words(hardware)).enumerate() {
+                assert!(
+                    same(numbers, model, hardware),
+                    "case {case}, {numbers:?}, {rows} rows, {depth_bytes} bytes deep, strides {strides:?}, \
+                     tile {tile}, word {idx}: the model says {model:#x}, the hardware {hardware:#x}"
+                );
             }
-        }
-        let model = product(&mut TileModel::default(), &shapes, kind, &operands);
-        let hardware = product(&mut Amx, &shapes, kind, &operands);
-        for (idx, (model, hardware)) in words(&model).zip(words(&hardware)).enumerate() {
-            assert!(
-                same(kind, model, hardware),
-                "case {case}, kind {kind}, {rows} rows, depth {depth}, element {idx}: \
-                 the model says {model:#x}, the hardware {hardware:#x}"
-            );
         }
     }
 }
