@@ -33,11 +33,6 @@ impl CpuExecutor {
     pub fn model(&self) -> &CpuModel {
         &self.model
     }
-
-    /// The instruction set of its kernels: "avx512", "avx2" or "portable".
-    pub fn instruction_set(&self) -> &'static str {
-        self.cpu.isa().name()
-    }
 }
 
 impl Executor for CpuExecutor {

@@ -49,12 +49,6 @@ impl Tiles for Amx {
         }
     }
     #[inline(always)]
-    unsafe fn dot_i8<const C: u8, const A: u8, const B: u8>(&mut self) {
-        unsafe {
-            asm!("tdpbssd tmm{}, tmm{}, tmm{}", const C, const A, const B, options(nostack, preserves_flags));
-        }
-    }
-    #[inline(always)]
     unsafe fn dot_i8_u8<const C: u8, const A: u8, const B: u8>(&mut self) {
         unsafe {
             asm!("tdpbsud tmm{}, tmm{}, tmm{}", const C, const A, const B, options(nostack, preserves_flags));

@@ -98,10 +98,10 @@ pub unsafe fn tiles_loop(bf16: bool, rounds: usize) -> f32 {
                 tiles.dot_bf16::<2, 5, 6>();
                 tiles.dot_bf16::<3, 5, 7>();
             } else {
-                tiles.dot_i8::<0, 4, 6>();
-                tiles.dot_i8::<1, 4, 7>();
-                tiles.dot_i8::<2, 5, 6>();
-                tiles.dot_i8::<3, 5, 7>();
+                tiles.dot_i8_u8::<0, 4, 6>();
+                tiles.dot_i8_u8::<1, 4, 7>();
+                tiles.dot_i8_u8::<2, 5, 6>();
+                tiles.dot_i8_u8::<3, 5, 7>();
             }
         }
         tiles.release();

@@ -1,5 +1,5 @@
-//! A software model of the tile instructions, after Intel's Software Developer's Manual, volume 2 (TDPBF16PS, TDPBSSD,
-//! TDPBSUD, TILELOADD).
+//! A software model of the tile instructions, after Intel's Software Developer's Manual, volume 2 (TDPBF16PS, TDPBSUD,
+//! TILELOADD).
 
 use super::{ROW_BYTES, ROWS, TileShapes, Tiles};
 use crate::Isa;
@@ -120,14 +120,6 @@ impl Tiles for TileModel {
             }
             let both = flushed(chains[0] + chains[1]);
             flushed(flushed(f32::from_bits(sum)) + both).to_bits()
-        });
-    }
-    unsafe fn dot_i8<const C: u8, const A: u8, const B: u8>(&mut self) {
-        self.dot([C, A, B], |sum, words| {
-            words.fold(sum, |sum, [a, b]| {
-                let products = a.into_iter().zip(b).map(|(a, b)| i32::from(a as i8) * i32::from(b as i8));
-                sum.wrapping_add(products.sum::<i32>() as u32)
-            })
         });
     }
     unsafe fn dot_i8_u8<const C: u8, const A: u8, const B: u8>(&mut self) {

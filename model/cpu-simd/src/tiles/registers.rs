@@ -68,8 +68,6 @@ pub trait Tiles {
     /// `C += A B` of bf16: for each element of C a chain of the even products and one of the odd ones, from zero, whose
     /// sum is added. Subnormal operands and results count as zero.
     unsafe fn dot_bf16<const C: u8, const A: u8, const B: u8>(&mut self);
-    /// `C += A B` of signed eight-bit integers.
-    unsafe fn dot_i8<const C: u8, const A: u8, const B: u8>(&mut self);
     /// `C += A B` of signed with unsigned eight-bit integers.
     unsafe fn dot_i8_u8<const C: u8, const A: u8, const B: u8>(&mut self);
 }
