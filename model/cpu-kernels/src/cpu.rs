@@ -18,7 +18,7 @@ pub struct Cpu {
 }
 
 impl Cpu {
-    /// A context with its own threads.
+    /// A context with its own threads. The caller guarantees that the CPU has `isa`.
     ///
     /// # Errors
     /// When threads cannot be started.
@@ -26,7 +26,7 @@ impl Cpu {
         Ok(Cpu::on(Arc::new(ThreadPool::new(num_threads)?), isa))
     }
 
-    /// A context on a shared thread pool.
+    /// A context on a shared thread pool. The caller guarantees that the CPU has `isa`.
     pub fn on(pool: Arc<ThreadPool>, isa: Isa) -> Cpu {
         Cpu {
             isa,

@@ -4,9 +4,12 @@
 use baton_cpu_threads::has_tiles;
 
 /// The instruction set of the kernels, detected once when an executor is built.
+///
+/// Kernels run its instructions. Code that names one guarantees that the CPU has it, as it has all of
+/// [`available`](Isa::available).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Isa {
-    /// AVX-512 with bf16, and the tiles of AMX.
+    /// AVX-512 with bf16 and VNNI, and the tiles of AMX.
     #[cfg(target_arch = "x86_64")]
     Amx,
     /// AVX-512 with F, DQ, BW and VL.

@@ -3,7 +3,8 @@
 /// Compiles a generic function for every instruction set and selects one by [`Isa`](crate::Isa).
 ///
 /// `kernel! { fn name / generic(args) }` makes `unsafe fn name(isa, args)` of `generic::<S: Simd>(args)`, which must
-/// be `#[inline(always)]`. `fn name / generic<Factor>(args)` uses `generic::<S, Factor>(args)`.
+/// be `#[inline(always)]`. `fn name / generic<Factor>(args)` uses `generic::<S, Factor>(args)`. The caller guarantees that the
+/// CPU has `isa`, and what `generic` needs.
 #[macro_export]
 macro_rules! kernel {
     ($(#[$meta:meta])* $vis:vis fn $name:ident / $generic:ident $(<$factor:ty>)? ($($arg:ident: $ty:ty),* $(,)?) $(-> $out:ty)?) => {
@@ -22,7 +23,7 @@ macro_rules! kernel {
                 // SAFETY: guaranteed by the caller.
                 unsafe { $generic::<$crate::Avx2 $(, $factor)?>($($arg),*) }
             }
-            // SAFETY: an `Isa` is only made if the CPU has it; the rest is guaranteed by the caller.
+            // SAFETY: guaranteed by the caller, also that the CPU has `isa`.
             unsafe {
                 match isa {
                     #[cfg(target_arch = "x86_64")]

@@ -111,7 +111,7 @@ pub(super) fn order(isa: Isa, format: IntegerFormat, num_tiles: usize) -> Option
 /// Multiplies tiles of rows, one after the other.
 ///
 /// # Safety
-/// As for [`TileArgs`].
+/// As for [`TileArgs`]; the CPU has `isa`.
 pub(super) unsafe fn kernel(isa: Isa, block: &Block<'_>, format: IntegerFormat) {
     #[cfg(target_arch = "x86_64")]
     #[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx512vnni,avx2,fma,f16c")]
@@ -137,7 +137,7 @@ pub(super) unsafe fn kernel(isa: Isa, block: &Block<'_>, format: IntegerFormat) 
         // SAFETY: guaranteed by the caller.
         unsafe { multiply::<neon::NeonIntegers<false>>(block, format) }
     }
-    // SAFETY: an instruction set is only selected if the CPU has it; the rest is guaranteed by the caller.
+    // SAFETY: the CPU has what `isa` says and what `IntegerIsa::of` asked for; the rest is guaranteed by the caller.
     unsafe {
         match IntegerIsa::of(isa) {
             #[cfg(target_arch = "x86_64")]
@@ -176,7 +176,7 @@ pub unsafe fn integers_loop(isa: Isa, rounds: usize) -> f32 {
         // SAFETY: guaranteed by the caller.
         unsafe { products::<neon::NeonIntegers<false>>(rounds) }
     }
-    // SAFETY: an instruction set is only selected if the CPU has it.
+    // SAFETY: the CPU has what `isa` says and what `IntegerIsa::of` asked for.
     unsafe {
         match IntegerIsa::of(isa) {
             #[cfg(target_arch = "x86_64")]

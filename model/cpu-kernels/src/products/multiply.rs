@@ -25,7 +25,7 @@ const MIN_SHARED_WORK: usize = 128 * 1024;
 /// Multiplies `num_rows` rows of `a` with the weights.
 ///
 /// # Panics
-/// When sizes do not match.
+/// When sizes do not match, or the weights are pairs of bf16 and there is [no kernel](super::has_pairs) for them.
 pub fn multiply(
     cpu: &mut Cpu,
     num_rows: usize,
@@ -46,12 +46,17 @@ pub fn multiply(
     let (num_cols, panel_cols) = if is_gated { (n / 2, LANES) } else { (n, PANEL) };
     assert!(a.len() >= num_rows * k && out.len() >= num_rows * num_cols);
     assert!(bias.is_none_or(|bias| bias.len() == n));
+    let isa = cpu.isa;
+    assert!(
+        weights.format != PanelFormat::Bf16Pairs || pairs::has_pairs(isa),
+        "{} has no kernel that multiplies pairs of bf16",
+        isa.name()
+    );
     if num_rows == 0 || n == 0 {
         return;
     }
     let num_threads = cpu.pool.num_threads();
     let shared = num_threads > 1 && num_rows * n * k >= MIN_SHARED_WORK;
-    let isa = cpu.isa;
     let kernel = Kernel::of(isa, weights.format, num_rows);
     let kind = kernel.left();
     let tiles = Tiles::new(num_rows, kernel.tile_rows(isa, num_rows));
@@ -130,7 +135,7 @@ pub fn multiply(
                 |panel, column| {
                     weights.data.as_ptr().wrapping_add(panel * panel_bytes + column * panel_bytes / k)
                 },
-                // SAFETY: the sizes match; each item has its own elements of `out`.
+                // SAFETY: sizes and format were checked; each item has its own elements of `out`.
                 |block| unsafe { kernel.run(isa, shapes, block) },
             );
             return;
@@ -154,7 +159,7 @@ pub fn multiply(
                     }
                     None => (kernel, stored),
                 };
-                // SAFETY: the sizes match; each item has its own elements of `out`.
+                // SAFETY: sizes and format were checked; each item has its own elements of `out`.
                 unsafe { kernel.run(isa, shapes, &Block::whole(&tile)) };
             }
         }

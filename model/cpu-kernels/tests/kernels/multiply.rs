@@ -325,6 +325,12 @@ fn sums_of_many_panels_wait_for_the_next_block() {
 }
 
 #[test]
+#[should_panic(expected = "portable has no kernel that multiplies pairs of bf16")]
+fn pairs_without_a_kernel_are_refused() {
+    check(Isa::Portable, 1, &Case { format: PanelFormat::Bf16Pairs, m: 2, n: 40, k: 70 });
+}
+
+#[test]
 fn nan_activations_give_nan() {
     for group in [32, 128] {
         let format = IntegerFormat { width: IntegerWidth::Eight, group, has_zeros: false };

@@ -121,17 +121,21 @@ pub struct Peaks {
 }
 
 impl Peaks {
-    /// Uses `threads` threads and `num_bytes` of memory to read.
+    /// Uses `threads` threads and `num_bytes` of memory to read. The caller guarantees that the CPU has `isa`.
     pub fn new(isa: Isa, threads: usize, num_bytes: usize) -> Peaks {
         Peaks { cpu: Cpu::new(isa, threads).expect("threads start"), memory: memory(num_bytes), num_reads: 0 }
     }
 
     /// Runs the same number of loops on every thread.
+    ///
+    /// # Panics
+    /// When the instruction set has no such loop.
     pub fn run(&mut self, peak: Peak) {
         let isa = self.cpu.isa();
+        assert!(Peak::of(isa).contains(&peak), "{} has no loop of {}", isa.name(), peak.name());
         let num_threads = self.cpu.pool().num_threads();
         self.cpu.pool().for_each(num_threads * LOOPS, |_, _| {
-            // SAFETY: no pointers; pairs are only requested if the CPU has them.
+            // SAFETY: no pointers; the CPU has the instruction set, which has the loop.
             let sum = unsafe {
                 match peak {
                     Peak::F32 => fma_loop(isa, ROUNDS),
