@@ -27,4 +27,14 @@ impl<T> SharedMut<T> {
     pub fn ptr(&self) -> *mut T {
         self.0
     }
+
+    /// Row `row_idx` of a matrix with rows of `len` elements.
+    ///
+    /// # Safety
+    /// The matrix has the row, and no other code accesses it while the result is used.
+    #[inline]
+    pub unsafe fn row<'a>(self, row_idx: usize, len: usize) -> &'a mut [T] {
+        // SAFETY: guaranteed by the caller.
+        unsafe { std::slice::from_raw_parts_mut(self.0.add(row_idx * len), len) }
+    }
 }

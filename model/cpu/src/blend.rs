@@ -96,8 +96,7 @@ impl CpuExecutor {
             let keep = |row_idx: usize, keys: &[f32], values: &[f32]| {
                 for (to, row) in to.iter().flatten().zip([keys, values]) {
                     // SAFETY: each row has its own place, and the passage has as many rows.
-                    unsafe { std::slice::from_raw_parts_mut(to.ptr().add(row_idx * width), width) }
-                        .copy_from_slice(row);
+                    unsafe { to.row(row_idx, width) }.copy_from_slice(row);
                 }
             };
             pass.project(layer);

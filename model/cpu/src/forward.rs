@@ -182,7 +182,7 @@ impl<'a> ForwardPass<'a> {
         let (sequences, first_rows) = (self.sequences, &self.buffers.first_rows);
         self.cpu.for_rows(self.num_rows, width, |row_idx| {
             // SAFETY: each work item has its own row.
-            let row = unsafe { std::slice::from_raw_parts_mut(qkv.ptr().add(row_idx * width), width) };
+            let row = unsafe { qkv.row(row_idx, width) };
             let (queries, key_values) = row.split_at_mut(query);
             let (keys, values) = key_values.split_at_mut(kv);
             for (heads, norm) in [(&mut *queries, &layer.query_norm), (&mut *keys, &layer.key_norm)] {
@@ -373,7 +373,7 @@ fn normalise(cpu: &mut Cpu, spec: &DecoderSpec, x: &[f32], norm: &[f32], out: &m
     let out = SharedMut::new(out);
     cpu.for_rows(num_rows, size, |row| {
         // SAFETY: each work item has its own row.
-        let out = unsafe { std::slice::from_raw_parts_mut(out.ptr().add(row * size), size) };
+        let out = unsafe { out.row(row, size) };
         rms_norm(isa, &x[row * size..(row + 1) * size], norm, spec.norm_eps, out);
     });
 }
@@ -386,8 +386,7 @@ fn add_normalised(cpu: &mut Cpu, spec: &DecoderSpec, y: &mut [f32], norm: &[f32]
     let (x, y) = (SharedMut::new(x), SharedMut::new(y));
     cpu.for_rows(num_rows, 2 * size, |row| {
         // SAFETY: each work item has its own row of both.
-        let [x, y] =
-            [&x, &y].map(|of| unsafe { std::slice::from_raw_parts_mut(of.ptr().add(row * size), size) });
+        let (x, y) = unsafe { (x.row(row, size), y.row(row, size)) };
         rms_norm_in_place(isa, y, norm, spec.norm_eps);
         for (x, y) in x.iter_mut().zip(y) {
             *x += *y;
