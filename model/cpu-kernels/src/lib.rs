@@ -18,7 +18,7 @@ pub use products::{
     Output, PANEL, PanelFormat, PanelsRef, RowOrder, bf16_bits, has_pairs, integers_loop, multiply,
     pack_floats, pack_integers, pairs_loop,
 };
-pub use rows::{GateFunction, rms_norm, rms_norm_in_place, rotate, soft_cap, soft_capped};
+pub use rows::{GateFunction, add_scaled, rms_norm, rms_norm_in_place, rotate, soft_cap, soft_capped};
 
 /// Internals that the tests of this crate check.
 #[cfg(feature = "testing")]

@@ -1,4 +1,4 @@
-//! Operations on single rows of activations: norms, rotary embedding, gated activations.
+//! Operations on single rows of activations: norms, sums, rotary embedding, gated activations.
 
 use baton_cpu_simd::{Isa, LANES, Simd, kernel};
 
@@ -62,6 +62,41 @@ unsafe fn rms_norm_of<S: Simd>(x: *const f32, weight: *const f32, eps: f32, out:
         if i < n {
             let v = S::mul(S::load_part(x.add(i), n - i), scale);
             S::store_part(out.add(i), S::mul(v, S::load_part(weight.add(i), n - i)), n - i);
+        }
+    }
+}
+
+/// `to = to + from * factor`, product and sum each rounded.
+///
+/// # Panics
+/// When the lengths differ.
+pub fn add_scaled(isa: Isa, to: &mut [f32], from: &[f32], factor: f32) {
+    assert_eq!(to.len(), from.len());
+    // SAFETY: the lengths are equal.
+    unsafe { add_scaled_kernel(isa, to.as_mut_ptr(), from.as_ptr(), factor, to.len()) }
+}
+
+kernel! {
+    /// # Safety
+    /// Pointers are valid for `n` numbers.
+    fn add_scaled_kernel / add_scaled_of (to: *mut f32, from: *const f32, factor: f32, n: usize)
+}
+
+#[inline(always)]
+unsafe fn add_scaled_of<S: Simd>(to: *mut f32, from: *const f32, factor: f32, n: usize) {
+    // SAFETY: indices are below `n`.
+    unsafe {
+        let factor = S::splat(factor);
+        let whole = n - n % LANES;
+        let mut i = 0;
+        while i < whole {
+            let v = S::mul(S::load(from.add(i)), factor);
+            S::store(to.add(i), S::add(S::load(to.add(i)), v));
+            i += LANES;
+        }
+        if i < n {
+            let v = S::mul(S::load_part(from.add(i), n - i), factor);
+            S::store_part(to.add(i), S::add(S::load_part(to.add(i), n - i), v), n - i);
         }
     }
 }

@@ -5,7 +5,9 @@
 
 use baton_checkpoint::{DecoderWeights, LayerWeights, Mlp};
 use baton_cpu_attention::{AttentionShape, attend, store_rows};
-use baton_cpu_kernels::{Cpu, Output, PanelsRef, multiply, rms_norm, rms_norm_in_place, soft_cap};
+use baton_cpu_kernels::{
+    Cpu, Output, PanelsRef, add_scaled, multiply, rms_norm, rms_norm_in_place, soft_cap,
+};
 use baton_cpu_threads::{Aligned, SharedMut};
 use baton_kv_cache::BlockStorage;
 use baton_model_spec::{
@@ -388,8 +390,6 @@ fn add_normalised(cpu: &mut Cpu, spec: &DecoderSpec, y: &mut [f32], norm: &[f32]
         // SAFETY: each work item has its own row of both.
         let (x, y) = unsafe { (x.row(row, size), y.row(row, size)) };
         rms_norm_in_place(isa, y, norm, spec.norm_eps);
-        for (x, y) in x.iter_mut().zip(y) {
-            *x += *y;
-        }
+        add_scaled(isa, x, y, 1.0);
     });
 }

@@ -1,5 +1,5 @@
 use baton_cpu_kernels::testing::{erf, gated};
-use baton_cpu_kernels::{GateFunction, rms_norm, rms_norm_in_place, rotate, soft_cap};
+use baton_cpu_kernels::{GateFunction, add_scaled, rms_norm, rms_norm_in_place, rotate, soft_cap};
 use baton_cpu_simd::{Isa, LANES, Simd, kernel};
 use baton_model_testing::{hash_of_bits, noise};
 
@@ -33,6 +33,19 @@ fn norms_match_the_formula_to_1e_6() {
             let mut in_place = x.clone();
             rms_norm_in_place(isa, &mut in_place, &weight, 1e-6);
             assert_eq!(in_place, out);
+        }
+    }
+}
+
+#[test]
+fn scaled_rows_are_added_with_the_bits_of_a_plain_loop() {
+    for isa in Isa::available() {
+        for n in [1, 8, 16, 47, 64, 100] {
+            let (mut to, from, factor) = (noise(1, n), noise(2, n), noise(3, 1)[0]);
+            let mut expected = to.clone();
+            expected.iter_mut().zip(&from).for_each(|(to, from)| *to += from * factor);
+            add_scaled(isa, &mut to, &from, factor);
+            assert_eq!(to, expected, "{isa:?}, {n} numbers");
         }
     }
 }
