@@ -8,7 +8,7 @@ use baton_kv_cache::KvDtype;
 use baton_model::{Activations, BatchSequence, LoadOptions};
 
 use machine::{
-    CASES, Expected, FIXTURES, Machine, Place, TOLERANCE, argmax, check_paths, dir_of, exact, expected,
+    CASES, Expected, FIXTURES, Machine, Place, TOLERANCE, argmax, bits, check_paths, dir_of, exact, expected,
 };
 
 /// Number formats, and the tolerated difference of logits from those of transformers, relative to the largest logit.
@@ -114,6 +114,36 @@ fn every_path_gives_the_same_bits() {
                 let options = LoadOptions { kv_dtype, block_size, threads: Some(threads), ..format.clone() };
                 check_paths(name, &expected, &mut Machine::new(&dir, &options));
             }
+        }
+    }
+}
+
+#[test]
+fn batches_of_more_rows_than_a_thread_takes_at_once_give_the_same_bits() {
+    // 960 rows of 48 numbers. A thread takes 16,384 numbers at a time.
+    const PROMPT_LEN: usize = 120;
+    let prompts: Vec<Vec<u32>> =
+        (0..8).map(|idx| (0..PROMPT_LEN as u32).map(|i| (i * 37 + idx * 11) % 250).collect()).collect();
+    // A tied head and norms after the layers' parts, an embedding of its own, experts.
+    for name in ["gemma2", "llama", "mixtral"] {
+        for threads in [1, 3] {
+            let options = LoadOptions { threads: Some(threads), ..exact() };
+            let mut machine = Machine::new(&dir_of(name), &options);
+            let mut alone = Vec::new();
+            for tokens in &prompts {
+                let place = machine.place(PROMPT_LEN);
+                alone.push(bits(&machine.prefill(&place, tokens, 0, usize::MAX)));
+            }
+            let places: Vec<Place> = prompts.iter().map(|_| machine.place(PROMPT_LEN)).collect();
+            let sequences = prompts.iter().zip(&places).map(|(tokens, place)| BatchSequence {
+                tokens,
+                start_idx: 0,
+                blocks: &place.blocks,
+                num_logits: 1,
+            });
+            let together = machine.run(sequences.collect());
+            let together: Vec<_> = together.iter().map(|logits| bits(logits)).collect();
+            assert_eq!(together, alone, "{name}, {threads} threads");
         }
     }
 }

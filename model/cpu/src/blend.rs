@@ -197,7 +197,7 @@ impl CpuExecutor {
         let weights = model.decoder().weights();
         let mut pass = ForwardPass::new(model, cpu, buffers, sequences, None);
         ropes.prepare(&pass.buffers.positions);
-        pass.embed(weights, sequences.iter().flat_map(|sequence| sequence.tokens))?;
+        pass.embed(weights)?;
         Ok((pass, weights, ropes))
     }
 }

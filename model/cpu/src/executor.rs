@@ -94,8 +94,7 @@ impl CpuExecutor {
         let wanted = batch.wanted();
         let mut pass = ForwardPass::new(model, cpu, buffers, &batch.sequences, ranks);
         ropes.prepare(&pass.buffers.positions);
-        let tokens = batch.sequences.iter().flat_map(|sequence| sequence.tokens);
-        pass.embed(weights, tokens)?;
+        pass.embed(weights)?;
         for (layer_idx, layer) in weights.layers.iter().enumerate() {
             pass.project(layer);
             // SAFETY: the caller gives this call exclusive access to the blocks of the batch.

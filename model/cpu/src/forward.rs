@@ -63,6 +63,11 @@ impl Buffers {
     }
 }
 
+/// The index of a row's sequence. Sequences are ordered by their first row.
+fn sequence_of(first_rows: &[usize], row_idx: usize) -> usize {
+    first_rows.partition_point(|&first_row| first_row <= row_idx) - 1
+}
+
 /// The rows whose logits are requested, in ascending order.
 fn wanted_rows(sequences: &[BatchSequence<'_>], first_rows: &[usize]) -> impl Iterator<Item = usize> {
     sequences.iter().zip(first_rows).flat_map(|(sequence, first_row)| {
@@ -120,17 +125,22 @@ impl<'a> ForwardPass<'a> {
         self.narrow(&rows, wanted);
     }
 
-    pub(crate) fn embed<'t>(
-        &mut self,
-        weights: &DecoderWeights<PackedMatrix>,
-        tokens: impl Iterator<Item = &'t u32>,
-    ) -> Result<(), CommunicatorError> {
+    /// Stores the embeddings of the tokens in the residual stream.
+    pub(crate) fn embed(&mut self, weights: &DecoderWeights<PackedMatrix>) -> Result<(), CommunicatorError> {
         let own = self.shard.vocabulary();
         let (hidden, scale) = (self.spec.hidden_size, self.spec.embedding_scale);
+        let (sequences, first_rows) = (self.sequences, &self.buffers.first_rows);
+        // Here, because the message of a panic on another thread is lost.
+        for &token in sequences.iter().flat_map(|sequence| sequence.tokens) {
+            assert!((token as usize) < self.spec.vocab_size, "token {token} outside the vocabulary");
+        }
         let x = self.buffers.x.grown(self.num_rows * hidden);
-        for (row, &token) in x.chunks_exact_mut(hidden).zip(tokens) {
-            let token = token as usize;
-            assert!(token < self.spec.vocab_size, "token {token} outside the vocabulary");
+        let to = SharedMut::new(x);
+        self.cpu.for_rows(self.num_rows, hidden, |row_idx| {
+            let at = sequence_of(first_rows, row_idx);
+            let token = sequences[at].tokens[row_idx - first_rows[at]] as usize;
+            // SAFETY: each work item has its own row.
+            let row = unsafe { to.row(row_idx, hidden) };
             match &weights.embedding {
                 Some(embedding) => {
                     embedding.read_row(token, row);
@@ -142,7 +152,7 @@ impl<'a> ForwardPass<'a> {
                 // Exactly one rank holds the token's row; the others add zeros.
                 None => row.fill(0.0),
             }
-        }
+        });
         match (&mut self.ranks, &weights.embedding) {
             (Some(ranks), None) => ranks.all_reduce_sum(x),
             _ => Ok(()),
@@ -197,10 +207,9 @@ impl<'a> ForwardPass<'a> {
             for head in queries.chunks_exact_mut(spec.head_dim).chain(keys.chunks_exact_mut(spec.head_dim)) {
                 ropes.rotate(rope_idx, row_idx, head);
             }
-            // Sequences are ordered by their first row.
-            let at = first_rows.partition_point(|&first_row| first_row <= row_idx) - 1;
             if writes_kv {
-                let (blocks, position) = (sequences[at].blocks, positions[row_idx]);
+                let blocks = sequences[sequence_of(first_rows, row_idx)].blocks;
+                let position = positions[row_idx];
                 // SAFETY: rows of a sequence have distinct positions, sequences do not share the blocks that they
                 // write, and one rank writes each head. The caller guarantees that no other code accesses them.
                 unsafe { store_rows(storage, layer_idx, blocks, position, first_head, keys, values) };
