@@ -174,15 +174,74 @@ pub unsafe fn soft_capped<S: Simd>(x: S::V, cap: f32) -> S::V {
     }
 }
 
-/// Rotates the first `2 * cos.len()` elements of a head: element `i` with element `i + cos.len()`.
-#[inline]
-pub fn rotate(head: &mut [f32], cos: &[f32], sin: &[f32]) {
+/// Rotates the first `2 * cos.len()` elements of each head of `head_dim`: element `i` with element `i + cos.len()`.
+///
+/// # Panics
+/// When heads are shorter or not whole, or `cos` and `sin` differ in length.
+pub fn rotate(isa: Isa, heads: &mut [f32], head_dim: usize, cos: &[f32], sin: &[f32]) {
     let half = cos.len();
-    let (first, second) = head[..2 * half].split_at_mut(half);
-    for i in 0..half {
-        let (a, b) = (first[i], second[i]);
-        first[i] = a * cos[i] - b * sin[i];
-        second[i] = b * cos[i] + a * sin[i];
+    assert!(2 * half <= head_dim && half == sin.len() && heads.len().is_multiple_of(head_dim));
+    // SAFETY: the lengths were checked.
+    unsafe { rotate_kernel(isa, heads.as_mut_ptr(), heads.len(), head_dim, cos.as_ptr(), sin.as_ptr(), half) }
+}
+
+kernel! {
+    /// # Safety
+    /// `heads` is valid for `n` numbers, a multiple of `head_dim`, which is at least `2 * half`; `cos` and `sin` are valid
+    /// for `half`.
+    fn rotate_kernel / rotate_of (
+        heads: *mut f32,
+        n: usize,
+        head_dim: usize,
+        cos: *const f32,
+        sin: *const f32,
+        half: usize,
+    )
+}
+
+#[inline(always)]
+unsafe fn rotate_of<S: Simd>(
+    heads: *mut f32,
+    n: usize,
+    head_dim: usize,
+    cos: *const f32,
+    sin: *const f32,
+    half: usize,
+) {
+    let whole = half - half % LANES;
+    let mut done = 0;
+    while done < n {
+        // SAFETY: indices are inside the head, or below `half`.
+        unsafe {
+            let first = heads.add(done);
+            let second = first.add(half);
+            let mut i = 0;
+            while i < whole {
+                let (a, b) = (S::load(first.add(i)), S::load(second.add(i)));
+                let [a, b] = rotated::<S>(a, b, S::load(cos.add(i)), S::load(sin.add(i)));
+                S::store(first.add(i), a);
+                S::store(second.add(i), b);
+                i += LANES;
+            }
+            if i < half {
+                let n = half - i;
+                let (a, b) = (S::load_part(first.add(i), n), S::load_part(second.add(i), n));
+                let [a, b] = rotated::<S>(a, b, S::load_part(cos.add(i), n), S::load_part(sin.add(i), n));
+                S::store_part(first.add(i), a, n);
+                S::store_part(second.add(i), b, n);
+            }
+        }
+        done += head_dim;
+    }
+}
+
+/// `[a cos - b sin, b cos + a sin]`, each product and sum rounded.
+#[inline(always)]
+unsafe fn rotated<S: Simd>(a: S::V, b: S::V, cos: S::V, sin: S::V) -> [S::V; 2] {
+    // SAFETY: no pointers.
+    unsafe {
+        let negative = S::mul(b, S::splat(-1.0));
+        [S::add(S::mul(a, cos), S::mul(negative, sin)), S::add(S::mul(b, cos), S::mul(a, sin))]
     }
 }
 

@@ -267,14 +267,13 @@ impl KeptTokens {
     ) {
         let layout = storage.layout();
         let width = layout.num_kv_heads * layout.head_dim;
+        let isa = cpu.isa();
         cpu.for_rows(self.positions.len(), 2 * width, |row_idx| {
             let position = self.positions[row_idx];
             let (keys, values) =
                 kept_at(prompt, position, layer_idx).expect("only tokens of passages are kept");
             let mut keys = keys.to_vec();
-            for head in keys.chunks_exact_mut(layout.head_dim) {
-                self.ropes.rotate(rope_idx, row_idx, head);
-            }
+            self.ropes.rotate(isa, rope_idx, row_idx, &mut keys, layout.head_dim);
             // SAFETY: tokens have distinct positions; the caller guarantees that no other code accesses them.
             unsafe { store_rows(storage, layer_idx, prompt.blocks, position, 0, &keys, values) };
         });

@@ -204,8 +204,8 @@ impl<'a> ForwardPass<'a> {
                 }
             }
             observe(row_idx, keys, values);
-            for head in queries.chunks_exact_mut(spec.head_dim).chain(keys.chunks_exact_mut(spec.head_dim)) {
-                ropes.rotate(rope_idx, row_idx, head);
+            for heads in [&mut *queries, &mut *keys] {
+                ropes.rotate(isa, rope_idx, row_idx, heads, spec.head_dim);
             }
             if writes_kv {
                 let blocks = sequences[sequence_of(first_rows, row_idx)].blocks;

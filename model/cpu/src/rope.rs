@@ -1,6 +1,6 @@
 //! Cosines and sines of a batch's positions.
 
-use baton_cpu_kernels::rotate;
+use baton_cpu_kernels::{Isa, rotate};
 use baton_cpu_threads::Aligned;
 use baton_model_spec::RopeSpec;
 
@@ -44,11 +44,18 @@ impl RopeTables {
         }
     }
 
-    /// Rotates one head of a row in place.
-    pub(crate) fn rotate(&self, rope_idx: usize, row_idx: usize, head: &mut [f32]) {
+    /// Rotates heads of `head_dim` numbers of a row in place.
+    pub(crate) fn rotate(
+        &self,
+        isa: Isa,
+        rope_idx: usize,
+        row_idx: usize,
+        heads: &mut [f32],
+        head_dim: usize,
+    ) {
         let table = &self.tables[rope_idx];
         let half = table.frequencies.len();
         let (cos, sin) = table.cos_sin[row_idx * 2 * half..(row_idx + 1) * 2 * half].split_at(half);
-        rotate(head, cos, sin);
+        rotate(isa, heads, head_dim, cos, sin);
     }
 }

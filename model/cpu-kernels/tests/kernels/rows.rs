@@ -132,7 +132,30 @@ fn x86_and_arm_compute_rows_with_the_same_bits() {
 
 #[test]
 fn rotation_turns_pairs_and_keeps_the_rest() {
-    let mut head = [1.0, 2.0, 3.0, 4.0, 9.0];
-    rotate(&mut head, &[0.0, 1.0], &[1.0, 0.0]);
-    assert_eq!(head, [-3.0, 2.0, 1.0, 4.0, 9.0]);
+    for isa in Isa::available() {
+        let mut heads = [1.0, 2.0, 3.0, 4.0, 9.0, 5.0, 6.0, 7.0, 8.0, 9.0];
+        rotate(isa, &mut heads, 5, &[0.0, 1.0], &[1.0, 0.0]);
+        assert_eq!(heads, [-3.0, 2.0, 1.0, 4.0, 9.0, -7.0, 6.0, 5.0, 8.0, 9.0]);
+    }
+}
+
+#[test]
+fn rotated_heads_have_the_bits_of_a_plain_loop() {
+    for isa in Isa::available() {
+        for half in [1, 8, 16, 24, 40, 64] {
+            // Three numbers of each head are not rotated.
+            let head_dim = 2 * half + 3;
+            let (mut heads, cos, sin) = (noise(1, 4 * head_dim), noise(2, half), noise(3, half));
+            let mut expected = heads.clone();
+            for head in expected.chunks_exact_mut(head_dim) {
+                for i in 0..half {
+                    let (a, b) = (head[i], head[half + i]);
+                    head[i] = a * cos[i] - b * sin[i];
+                    head[half + i] = b * cos[i] + a * sin[i];
+                }
+            }
+            rotate(isa, &mut heads, head_dim, &cos, &sin);
+            assert_eq!(heads, expected, "{isa:?}, {half} pairs");
+        }
+    }
 }
