@@ -23,7 +23,7 @@ pub(crate) struct Cli {
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
-    /// Start a router, a prefill worker and a decode worker on this machine, and keep them running.
+    /// Start a router, prefill workers and decode workers on this machine, and keep them running.
     Up(UpArgs),
     /// Run a router: serves the HTTP and gRPC API, and chooses the workers of each request.
     Router(RouterArgs),

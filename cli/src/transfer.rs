@@ -1,7 +1,7 @@
 //! How KV travels between workers: the flags of a worker, and the same flags for a child process.
 
 use std::{
-    net::SocketAddr,
+    net::{IpAddr, Ipv4Addr, SocketAddr},
     path::{Path, PathBuf},
     time::Duration,
 };
@@ -11,6 +11,9 @@ use baton_kv_cache::WireFormat;
 use baton_worker::{TransportKind, WorkerConfig};
 use clap::{Args, ValueEnum};
 use tracing::debug;
+
+/// A free port that only this host reaches.
+const FREE_LOCAL_PORT: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), 0);
 
 /// How KV travels between workers.
 #[derive(Clone, Debug, Args)]
@@ -26,7 +29,7 @@ pub(crate) struct TransferArgs {
     #[arg(long, value_name = "FORM", value_parser = parse_kv_wire, env = "BATON_KV_WIRE")]
     pub kv_wire: Option<WireFormat>,
     /// Address and port that receive KV over TCP. Port 0 takes a free one.
-    #[arg(long, value_name = "ADDR", default_value = "127.0.0.1:0", env = "BATON_DATA_LISTEN")]
+    #[arg(long, value_name = "ADDR", default_value_t = FREE_LOCAL_PORT, env = "BATON_DATA_LISTEN")]
     pub data_listen: SocketAddr,
     /// Address and port at which senders set up rdma. Port 0 takes a free one. Default: a free port at the
     /// address of --data-listen.
@@ -36,7 +39,7 @@ pub(crate) struct TransferArgs {
     #[arg(long, value_name = "PATH", env = "BATON_NIXL")]
     pub nixl: Option<PathBuf>,
     /// Address and port at which peers set up nccl with a decode worker. Port 0 takes a free one.
-    #[arg(long, value_name = "ADDR", default_value = "127.0.0.1:0", env = "BATON_NCCL_LISTEN")]
+    #[arg(long, value_name = "ADDR", default_value_t = FREE_LOCAL_PORT, env = "BATON_NCCL_LISTEN")]
     pub nccl_listen: SocketAddr,
     /// NCCL's library, for the nccl transport and for --tensor-parallel on GPUs: libnccl.so.2 or its folder.
     /// Default: where the system's loader finds it.
@@ -80,6 +83,30 @@ impl TransferArgs {
         config.shm_dir = self.shm_dir;
         config.handoff_deadline = Duration::from_secs(self.handoff_deadline);
         config.fetch_deadline = self.fetch_deadline.map(|ms| Duration::from_millis(ms as u64));
+    }
+
+    /// Whether these settings say how KV travels, so that there are to be workers that hand it over.
+    pub(crate) fn asks_for_handoffs(&self) -> bool {
+        // Every field is named, so that none is forgotten. Images name libraries that they bring, and deadlines ask for nothing.
+        let TransferArgs {
+            transports,
+            kv_wire,
+            data_listen,
+            rdma_listen,
+            nixl: _,
+            nccl_listen,
+            nccl: _,
+            data_host,
+            shm_dir,
+            handoff_deadline: _,
+            fetch_deadline: _,
+        } = self;
+        !transports.is_empty()
+            || kv_wire.is_some()
+            || rdma_listen.is_some()
+            || data_host.is_some()
+            || shm_dir.is_some()
+            || [*data_listen, *nccl_listen] != [FREE_LOCAL_PORT; 2]
     }
 
     /// These settings as flags of a worker.

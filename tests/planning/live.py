@@ -2,7 +2,7 @@
 """Compares plans on this machine with real workers, in turns within one run. By hand; CI runs nothing of it.
 
     ./live.py constants                    # planning by time beside planning by constants, on the same four workers
-    ./live.py separation                   # the default `up` beside `up --prefill 0`
+    ./live.py separation                   # `up --prefill 1` beside `up --prefill 0`
     ./live.py constants --model DIR        # a model whose context holds the prompts; default: the tiny one, with 16k positions
 
 The load is `baton bench --compare`: each turn is so many requests at once to one side while the other idles. Workers beside
@@ -137,7 +137,7 @@ def main() -> None:
                                       "--discovery", "static", "--workers", workers, "--plan-by", "constants")
                 cluster.workers(other, NUM_WORKERS)
             else:
-                ours, other = cluster.start(*up), cluster.start(*up, "--prefill", 0)
+                ours, other = (cluster.start(*up, "--prefill", num_prefill) for num_prefill in (1, 0))
                 cluster.workers(ours, 2)
                 cluster.workers(other, 1)
             ratios = compare(args, folder, ours, other)

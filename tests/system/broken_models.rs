@@ -99,7 +99,7 @@ async fn a_broken_model_is_one_error_with_its_cause_and_an_end() {
         }
         spoil(&dir);
         let output = tokio::process::Command::new(BATON)
-            .args(["up", "--port", "0", "--threads", "1", "--log-color", "never"])
+            .args(["up", "--port", "0", "--prefill", "1", "--threads", "1", "--log-color", "never"])
             .arg(&dir)
             .kill_on_drop(true)
             .output();
@@ -146,7 +146,7 @@ async fn a_model_without_finite_logits_fails_requests_at_once() {
         fs::copy(Path::new(TINY).join(name), dir.path().join(name)).expect("the tiny model has it");
     }
     fill_with_nan(&dir.path().join("model.safetensors"), "model.norm.weight");
-    let up = Up::start(&format!("--decode 2 {}", dir.path().display())).await;
+    let up = Up::start(&format!("--prefill 1 --decode 2 {}", dir.path().display())).await;
     let messages = json!([{"role": "user", "content": "Hello"}]);
     for mode in ["local", "remote"] {
         for stream in [false, true] {

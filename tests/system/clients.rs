@@ -40,7 +40,7 @@ fn run_with(program: &str, script: &str, flags: &[&str]) {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn the_official_openai_client_works() {
-    let up = Up::start("").await;
+    let up = Up::start("--prefill 1").await;
     let base = up.base.clone();
     tokio::task::spawn_blocking(move || run_script("openai_client.py", &["--base-url", &base]))
         .await
@@ -53,7 +53,7 @@ async fn aiperf_measures_a_running_server() {
         skip("aiperf: no target/aiperf; see `cargo xtask setup`, which needs Python 3.11 to 3.13");
         return;
     }
-    let up = Up::start("").await;
+    let up = Up::start("--prefill 1").await;
     let base = up.base.clone();
     tokio::task::spawn_blocking(move || run_script("aiperf_check.py", &["--base-url", &base]))
         .await
@@ -62,7 +62,7 @@ async fn aiperf_measures_a_running_server() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn the_server_does_what_its_openapi_document_says() {
-    let up = Up::start("").await;
+    let up = Up::start("--prefill 1").await;
     let base = up.base.clone();
     tokio::task::spawn_blocking(move || run_script("openapi_check.py", &["--base-url", &base]))
         .await
@@ -76,7 +76,7 @@ async fn the_official_javascript_client_works() {
         skip("the JavaScript client: no target/node; see `cargo xtask setup`, which needs npm");
         return;
     }
-    let up = Up::start("").await;
+    let up = Up::start("--prefill 1").await;
     let (base, folder) = (up.base.clone(), folder.display().to_string());
     tokio::task::spawn_blocking(move || run_with("node", "openai_client.mjs", &[&base, &folder]))
         .await
@@ -85,7 +85,7 @@ async fn the_official_javascript_client_works() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn the_official_anthropic_client_works() {
-    let up = Up::start("").await;
+    let up = Up::start("--prefill 1").await;
     let base = up.base.clone();
     tokio::task::spawn_blocking(move || run_script("anthropic_client.py", &["--base-url", &base]))
         .await
@@ -94,7 +94,7 @@ async fn the_official_anthropic_client_works() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_grpcio_client_made_from_our_proto_works() {
-    let up = Up::start("").await;
+    let up = Up::start("--prefill 1").await;
     let target = up.base.trim_start_matches("http://").to_owned();
     tokio::task::spawn_blocking(move || run_script("grpc_client.py", &["--target", &target]))
         .await

@@ -52,8 +52,8 @@ impl FakeLibraries {
             ("FAKE_MEMORY_BYTES", Path::new("536870912")),
         ];
         let flags = format!(
-            "--device cuda:0 --tensor-parallel {num_devices} --gpu-memory-utilization 0.2 --token-budget 256 \
-             --max-running 4 --kv-dtype bf16 --weight-cache {}",
+            "--prefill 1 --device cuda:0 --tensor-parallel {num_devices} --gpu-memory-utilization 0.2 \
+             --token-budget 256 --max-running 4 --kv-dtype bf16 --weight-cache {}",
             cache.display()
         );
         let up = Up::start_program(program, &environment, &flags).await;

@@ -105,7 +105,7 @@ async fn prefill_worker(router: &Http) -> Http {
 
 #[tokio::test]
 async fn killing_the_prefill_worker_mid_prefill_costs_no_token() {
-    let up = Up::start("--token-budget 64").await;
+    let up = Up::start("--prefill 1 --token-budget 64").await;
     let before = up.pid_of("prefill-0").expect("the prefill worker runs");
     let worker = prefill_worker(&up.http).await;
     let num_computed = async || metric(&worker, "baton_engine_computed_tokens_total").await;
@@ -130,7 +130,7 @@ async fn killing_the_prefill_worker_mid_prefill_costs_no_token() {
 
 #[tokio::test]
 async fn killing_the_decode_worker_mid_stream_costs_no_token() {
-    let up = Up::start("").await;
+    let up = Up::start("--prefill 1").await;
     let before = up.pid_of("decode-0").expect("the decode worker runs");
     undisturbed_and_disturbed_agree(&up.http, 60, 160, 20, async || signal_pid(before, libc::SIGKILL)).await;
     assert_ne!(up.pid_of("decode-0"), Some(before));

@@ -135,7 +135,7 @@ async fn a_gguf_file_is_all_that_a_cluster_needs() {
     };
     let mut answers = vec![];
     for (model, flags) in [("tiny-bf16", path.to_str().expect("UTF-8")), ("baton-tiny", "")] {
-        let up = Up::start(flags).await;
+        let up = Up::start(&format!("--prefill 1 {flags}")).await;
         let answer = up.http.post("/v1/chat/completions", &body(model)).await.expect("the router answers");
         assert!(answer.status.is_success(), "{}: {}", answer.status, answer.text);
         let answer = answer.json();

@@ -58,9 +58,20 @@ async fn everything_ends_with_the_supervisor() {
 }
 
 #[tokio::test]
+async fn a_model_on_one_processor_has_no_prefill_worker_and_a_line_says_why() {
+    let cpu = baton_model::CpuList::allowed().expect("the system says").first(1).expect("there is one");
+    let model = concat!(env!("CARGO_MANIFEST_DIR"), "/../models/tiny");
+    let up = Up::start(&format!("{model} --pin-threads {cpu}")).await;
+    assert!(up.pid_of("decode-0").is_some());
+    assert_eq!(up.pid_of("prefill-0"), None);
+    let log = up.supervisor.log();
+    assert!(log.contains("no prefill worker: it would share 1 processor"), "{log}");
+}
+
+#[tokio::test]
 async fn with_json_every_line_is_an_object_that_names_its_process() {
     let misspelt = [("BATON_LOG_FROMAT", Path::new("json"))];
-    let mut up = Up::start_in(&misspelt, "--kv-memory 64M --log-format json").await;
+    let mut up = Up::start_in(&misspelt, "--kv-memory 64M --prefill 1 --log-format json").await;
     let before = up.pid_of("decode-0").expect("it runs");
     signal_pid(before, libc::SIGKILL);
     eventually("a new decode-0", Duration::from_secs(60), async || {
@@ -113,7 +124,7 @@ fn json_lines(log: &str) -> Vec<Value> {
 
 #[tokio::test]
 async fn speculation_changes_counters_and_no_token() {
-    let up = Up::start("--speculate draft").await;
+    let up = Up::start("--prefill 1 --speculate draft").await;
     let complete = async |mode: &str, seed: usize| {
         let body = json!({
             "model": "baton-tiny", "prompt": filler(seed, 40), "max_tokens": 40, "temperature": 0.5, "seed": seed,
@@ -137,7 +148,7 @@ async fn speculation_changes_counters_and_no_token() {
 async fn ranks_answer_like_one_worker() {
     let mut texts = Vec::new();
     for flags in ["", "--tensor-parallel 2", "--tensor-parallel 4 --speculate draft"] {
-        let up = Up::start(&format!("--activations f32 {flags}")).await;
+        let up = Up::start(&format!("--prefill 1 --activations f32 {flags}")).await;
         let complete = async |mode: &str| {
             let body = json!({
                 "model": "baton-tiny", "prompt": filler(3, 60), "max_tokens": 24, "temperature": 0, "ignore_eos": true,

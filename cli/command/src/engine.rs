@@ -201,7 +201,7 @@ impl EngineArgs {
     }
 
     /// Whether a GPU computes, or is simulated.
-    fn has_gpu(&self) -> bool {
+    pub fn has_gpu(&self) -> bool {
         self.device.ordinal().is_some() || matches!(self.device, ComputeDevice::Sim(_))
     }
 

@@ -7,11 +7,13 @@ mod banner;
 mod child;
 mod logs;
 mod places;
+mod separation;
 
 use std::{
     ffi::OsString,
     io::IsTerminal,
     net::SocketAddr,
+    num::NonZero,
     path::{Path, PathBuf},
     time::Duration,
 };
@@ -20,7 +22,7 @@ use anyhow::{Context, bail};
 use baton_command::{EngineArgs, TlsArgs, at_least_one, draft_model, embedded_model, model_path};
 use baton_keys::ApiKey;
 use baton_model::num_cuda_devices;
-use baton_worker::ComputeDevice;
+use baton_worker::{ComputeDevice, ThreadPinning};
 use clap::Args;
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
@@ -29,6 +31,7 @@ use crate::{config::LayerArgs, keys, log::LogArgs, router::RoutingArgs, shutdown
 use child::{Child, Supervised};
 use logs::Logs;
 use places::Place;
+use separation::Separation;
 
 /// How long the router gets to end its streams before the workers are told to stop.
 const ROUTER_DRAIN: Duration = Duration::from_secs(10);
@@ -51,8 +54,11 @@ pub(crate) struct UpArgs {
     #[arg(long, default_value = "127.0.0.1", env = "BATON_HOST")]
     pub host: std::net::IpAddr,
     /// Prefill workers to start. With 0, decode workers compute prompts themselves.
-    #[arg(long, value_name = "N", default_value_t = 1, env = "BATON_PREFILL")]
-    pub prefill: usize,
+    ///
+    /// Default: 1 on GPUs, for the embedded model and on at least four processors; on fewer 0, as two workers would share them.
+    /// Flags that say how KV travels, such as --transports, start one there, too.
+    #[arg(long, value_name = "N", env = "BATON_PREFILL")]
+    pub prefill: Option<usize>,
     /// Decode workers to start.
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = at_least_one, env = "BATON_DECODE")]
     pub decode: usize,
@@ -80,6 +86,20 @@ impl UpArgs {
     /// The model that was given, with or without the flag.
     fn given_model(&self) -> Option<PathBuf> {
         self.model.clone().or_else(|| self.model_flag.clone())
+    }
+
+    /// What the default number of prefill workers depends on, on a machine with so many processors.
+    fn separation(&self, num_processors: usize) -> Separation {
+        let num_processors = match &self.engine.pin_threads {
+            ThreadPinning::Cpus(cpus) => cpus.num_cpus().min(num_processors),
+            ThreadPinning::None | ThreadPinning::Auto => num_processors,
+        };
+        Separation {
+            has_gpu: self.engine.has_gpu(),
+            is_embedded: self.given_model().is_none(),
+            asks_for_handoffs: self.transfer.asks_for_handoffs(),
+            num_processors,
+        }
     }
 }
 
@@ -114,13 +134,18 @@ pub(crate) async fn run(mut args: UpArgs) -> anyhow::Result<()> {
     let shutdown = shutdown::on_signal()?;
     let colour = std::io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none();
     let num_gpus = num_cuda_devices().unwrap_or(0);
+    let separation = args.separation(std::thread::available_parallelism().map_or(1, NonZero::get));
+    let num_prefill = args.prefill.unwrap_or_else(|| separation.num_prefill());
     let places =
-        places::divide(&args.engine, args.prefill + args.decode, num_gpus).context("--pin-threads")?;
+        places::divide(&args.engine, num_prefill + args.decode, num_gpus).context("--pin-threads")?;
     let worker_key = args.routing.api_keys.is_some().then(keys::new_key).transpose()?;
-    let children = plan(&args, address, &model, &places, worker_key.as_ref(), colour);
+    let children = plan(&args, num_prefill, address, &model, &places, worker_key.as_ref(), colour);
     let width = children.iter().map(|child| child.name.len()).max().unwrap_or(0);
     let logs = Logs::new(args.log.log_format, width, colour);
     unused_gpus(args.engine.device, num_gpus).iter().for_each(|note| logs.note(note));
+    if args.prefill.is_none() && num_prefill == 0 {
+        logs.note(&separation.why_none());
+    }
     let mut children = children.into_iter();
     let router = children.next().expect("the plan begins with the router");
     let mut router = tokio::spawn(child::supervise(router, logs, shutdown.clone()));
@@ -133,7 +158,7 @@ pub(crate) async fn run(mut args: UpArgs) -> anyhow::Result<()> {
 
     let name = args.model_name.clone().unwrap_or_else(|| baton_worker::name_of(&model));
     let ready =
-        tokio::spawn(banner::print_when_ready(address, args.prefill, args.decode, name, worker_key, logs));
+        tokio::spawn(banner::print_when_ready(address, num_prefill, args.decode, name, worker_key, logs));
     let outcome = tokio::select! {
         () = shutdown.cancelled() => {
             logs.note("stopping; press Ctrl-C again to stop at once");
@@ -188,6 +213,7 @@ fn free_address(address: SocketAddr) -> anyhow::Result<SocketAddr> {
 /// The processes to run, the router first. `places` has one for each worker.
 fn plan(
     args: &UpArgs,
+    num_prefill: usize,
     address: SocketAddr,
     model: &Path,
     places: &[Place],
@@ -222,7 +248,7 @@ fn plan(
     let name = "router".to_owned();
     let mut children = vec![Child { name, args: router, api_key: None, stop_timeout }];
     let mut places = places.iter();
-    for (role, num) in [("prefill", args.prefill), ("decode", args.decode)] {
+    for (role, num) in [("prefill", num_prefill), ("decode", args.decode)] {
         for idx in 0..num {
             let name = format!("{role}-{idx}");
             let place = places.next().expect("one for each worker");
@@ -284,6 +310,33 @@ mod tests {
     }
 
     #[test]
+    fn the_default_number_of_prefill_workers_follows_from_the_flags() {
+        for (words, num_processors, expected) in [
+            ("", 2, 1),
+            ("/m", 2, 0),
+            ("--model /m", 2, 0),
+            ("/m", 4, 1),
+            ("/m --pin-threads 0-1", 4, 0),
+            ("/m --pin-threads 0-7", 2, 0),
+            ("/m --pin-threads auto", 4, 1),
+            ("/m --device cuda:0", 2, 1),
+            ("/m --device sim:H100", 2, 1),
+            ("/m --transports tcp", 2, 1),
+            ("/m --kv-wire int8", 2, 1),
+            ("/m --data-listen 127.0.0.2:0", 2, 1),
+            ("/m --shm-dir /s", 2, 1),
+            // What says nothing of the way, or is of use to a decode worker alone.
+            ("/m --nixl /n --nccl /n --handoff-deadline 7 --fetch-deadline 8", 2, 0),
+            ("/m --blend auto --find-passages --itl-target 40 --decode 2 --local-prefill-below 5", 2, 0),
+        ] {
+            let cli = Cli::parse_from(format!("baton up {words}").split_whitespace());
+            let Command::Up(args) = cli.command else { panic!("not up") };
+            assert_eq!(args.prefill, None, "{words}");
+            assert_eq!(args.separation(num_processors).num_prefill(), expected, "{words}");
+        }
+    }
+
+    #[test]
     fn children_get_what_up_was_told() {
         let cli = Cli::parse_from(
             "baton up --port 9 --prefill 2 --decode 2 --threads 2 --tensor-parallel 2 --kv-dtype fp8 --kv-memory 3M --itl-target 40 --no-prefix-cache --host-kv 8M --host-kv-dir /dev/shm/kv --disk-kv /kv --disk-kv-size 9M --object-kv s3://kv/x --object-kv-size 7M --kv-key-file /s \
@@ -304,7 +357,8 @@ mod tests {
         let places = [(0, "0"), (1, "1"), (2, "2-3"), (3, "none")].map(place);
         let key = ApiKey::from_random([7; 32]);
         let address = "127.0.0.1:9".parse().unwrap();
-        let children = plan(&args, address, Path::new("/model"), &places, Some(&key), true);
+        let num_prefill = args.prefill.expect("it is given");
+        let children = plan(&args, num_prefill, address, Path::new("/model"), &places, Some(&key), true);
         let names: Vec<_> = children.iter().map(|child| child.name.as_str()).collect();
         assert_eq!(names, ["router", "prefill-0", "prefill-1", "decode-0", "decode-1"]);
         let mut places = places.into_iter();

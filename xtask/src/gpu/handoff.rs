@@ -73,7 +73,8 @@ fn answers(
     let left = || end.saturating_duration_since(Instant::now());
     let port = TcpListener::bind("127.0.0.1:0")?.local_addr()?.port();
     let mut command = bench.command(&bench.programs.baton);
-    command.arg("up").args(["--port", &port.to_string(), "--device", device, "--kv-dtype", "bf16"]);
+    command.args(["up", "--prefill", "1", "--port", &port.to_string()]);
+    command.args(["--device", device, "--kv-dtype", "bf16"]);
     command.args(["--gpu-memory-utilization", MEMORY_SHARE]).env("BATON_TRANSPORTS", transport);
     // Small steps: each size runs once at the start. Prompts take several.
     command.args(["--token-budget", "256", "--max-running", "4"]);
