@@ -12,7 +12,7 @@ tokens decode at once, or "d8@2048", the same behind 2,048 tokens each.
 
 Weights are bf16, or rounded to about as many bits by each in its own way: Baton's int8 beside Q8_0, int4 beside Q4_0.
 `--torch` adds transformers on PyTorch, eager, in bf16; `--openvino` OpenVINO, whose weights NNCF compresses (`peer_openvino.py`);
-`--vllm` vLLM's build for processors, in bf16. A peer that dies is named, with the reason, and has no more cells.
+`--vllm` vLLM's build for processors, in bf16. A peer that dies or hangs is named, with the reason, and has no more cells.
 `--same-file` adds a row in which Baton reads llama.cpp's file. In Q4_0 files the head, which is the embedding here, is
 Q6_K; Baton's int4 has a head of eight bits.
 """
@@ -85,7 +85,10 @@ class Build:
     is_fork: bool = False
 
     def file(self, model: Path, weights: str) -> Path:
-        return gguf_file(model, (INTERLEAVED if self.is_fork else TYPES)[weights], self.library)
+        """Its file of these weights. It quantises them itself, which it may not outlive."""
+        plain = whole(model / "model-bf16.gguf", lambda path: write_gguf(model, path))
+        name, ftype = (INTERLEAVED if self.is_fork else TYPES)[weights]
+        return whole(model / f"model-{name}.gguf", lambda path: quantize(self.name, self.library, plain, path, ftype))
 
     def measures(self, weights: str, point: Point) -> bool:
         return not self.has_blas or (weights == "bf16" and point.num_sequences == 0)
@@ -97,24 +100,19 @@ TYPES = {"bf16": ("bf16", None), "int8": ("q8_0", 7), "int4": ("q4_0", 2)}
 INTERLEAVED = {"bf16": ("bf16_r16", 232), "int8": ("q8_0_r8", 207), "int4": ("q4_0_r8", 202)}
 
 
-def gguf_file(model: Path, kind: tuple[str, int | None], library: Path) -> Path:
-    """The model in one of the types above. The file is written if it does not exist."""
-    plain = model / "model-bf16.gguf"
-    if not plain.exists():
-        write_gguf(model, plain)
-    name, ftype = kind
-    path = model / f"model-{name}.gguf"
+def whole(path: Path, write: Callable[[Path], None]) -> Path:
+    """A file, which is written if it does not exist, under another name at first: a program that dies leaves no part of it under
+    this one."""
     if not path.exists():
-        quantize(library, plain, path, ftype)
+        new = path.with_name(f"{path.name}.new")
+        write(new)
+        new.rename(path)
     return path
 
 
 def halves_file(model: Path) -> Path:
     """The model in f16, in which OpenVINO reads GGUF."""
-    path = model / "model-f16.gguf"
-    if not path.exists():
-        write_gguf(model, path, "f16")
-    return path
+    return whole(model / "model-f16.gguf", lambda path: write_gguf(model, path, "f16"))
 
 
 def other_names(args: argparse.Namespace) -> list[str]:
@@ -126,10 +124,10 @@ def other_names(args: argparse.Namespace) -> list[str]:
 # The comparison
 
 
-def lives(measure: Callable[[], object]) -> bool:
-    """Whether a peer outlives a measurement. Says why it died."""
+def lives(work: Callable[[], object]) -> bool:
+    """Whether a peer outlives a measurement, or writing its file. Says why it died."""
     try:
-        measure()
+        work()
         return True
     except PeerDied as death:
         print(f"\n{death}\n", flush=True)
@@ -191,18 +189,22 @@ def compare(args: argparse.Namespace, builds: list[Build], weights: str, threads
     names = [build.name for build in builds] + other_names(args)
     rounding = [] if weights == "bf16" else ["--quantize", weights]
     medians: dict[tuple[Peer, Point], float] = {}
+    measured = [build for build in builds if any(build.measures(weights, point) for point in args.points)]
+    files: dict[Build, Path] = {}
+    for build in dict.fromkeys((builds[:1] if weights in args.same_file else []) + measured):
+        lives(lambda: files.update({build: build.file(args.model, weights)}))
     with ExitStack() as stack:
         models = {weights: [args.model, *rounding]}
-        if weights in args.same_file:
-            models[TYPES[weights][0]] = [builds[0].file(args.model, weights)]
+        if weights in args.same_file and builds[0] in files:
+            models[TYPES[weights][0]] = [files[builds[0]]]
         batons = [
             stack.enter_context(baton_up(name, args.baton, model, threads, args.port + idx))
             for idx, (name, model) in enumerate(models.items())
         ]
         llamas = {
-            build: stack.enter_context(llama_up(build.name, build.library, build.file(args.model, weights), threads))
-            for build in builds
-            if any(build.measures(weights, point) for point in args.points)
+            build: stack.enter_context(llama_up(build.name, build.library, files[build], threads))
+            for build in measured
+            if build in files
         }
         is_bf16 = weights == "bf16"
         others = [stack.enter_context(torch_up(args.model, threads))] if args.torch and is_bf16 else []

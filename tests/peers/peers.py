@@ -3,6 +3,7 @@ same two measurements: the time of a prompt, and the time of a decoding step."""
 
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -15,6 +16,8 @@ from typing import Callable, Iterator, Protocol
 TORCH, OPENVINO, VLLM = "torch", "OpenVINO", "vLLM"
 # Tokens that a measurement of decoding generates for each sequence.
 OUTPUT_TOKENS = 32
+# A peer that takes longer for an answer or a file has hung: these take minutes.
+PATIENCE_SECONDS = 3600
 
 
 class Peer(Protocol):
@@ -30,7 +33,12 @@ class Peer(Protocol):
 
 
 class PeerDied(Exception):
-    """The process of a peer ended in a measurement."""
+    """The process of a peer ended, or hung, in a measurement or while it wrote its file."""
+
+
+def how_it_ended(code: int) -> str:
+    """Of the exit code of a process that was to go on."""
+    return f"of {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
 
 
 class Asked:
@@ -40,15 +48,17 @@ class Asked:
         self.name, self.process, self.weight_bytes = name, process, weight_bytes
 
     def _ask(self, **request: object) -> float:
+        words = json.dumps(request)
         try:
-            print(json.dumps(request), file=self.process.stdin, flush=True)
-            answer = self.process.stdout.readline()
+            self.process.stdin.write(f"{words}\n".encode())
         except BrokenPipeError:
-            answer = ""
-        if not answer:
-            code = self.process.wait()
-            why = f"of {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
-            raise PeerDied(f"{self.name} died {why} at {json.dumps(request)}")
+            pass  # It has ended, and so has its output.
+        if not select.select([self.process.stdout], [], [], PATIENCE_SECONDS)[0]:
+            self.process.kill()
+            raise PeerDied(f"{self.name} hung at {words}: no answer in {PATIENCE_SECONDS} s")
+        answer = self.process.stdout.readline()
+        if not answer.endswith(b"\n"):
+            raise PeerDied(f"{self.name} died {how_it_ended(self.process.wait())} at {words}")
         return json.loads(answer)["seconds"]
 
     def prefill(self, num_tokens: int) -> float:
@@ -80,7 +90,8 @@ PEER_LLAMA = Path(__file__).parent / "peer_llama.py"
 @contextmanager
 def _asked(name: str, command: list, weight_bytes: int) -> Iterator[Asked]:
     words = [str(word) for word in command]
-    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    # Without buffers: nothing is left to be written to a process that has ended.
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0) as process:
         try:
             yield Asked(name, process, weight_bytes)
         finally:
@@ -113,9 +124,15 @@ def openvino_up(python: Path, file: Path, weights: str, threads: int):
     return _asked(OPENVINO, command, 0)
 
 
-def quantize(library: Path, plain: Path, to: Path, ftype: int) -> None:
-    """Quantises the weights of a GGUF file with llama.cpp."""
-    subprocess.run([sys.executable, PEER_LLAMA, library, plain, "--quantize", str(ftype), to], check=True)
+def quantize(name: str, library: Path, plain: Path, to: Path, ftype: int) -> None:
+    """Quantises the weights of a GGUF file with the build of llama.cpp that has this name."""
+    command = [sys.executable, PEER_LLAMA, library, plain, "--quantize", str(ftype), to]
+    try:
+        code = subprocess.run(command, timeout=PATIENCE_SECONDS).returncode
+    except subprocess.TimeoutExpired:
+        raise PeerDied(f"{name} hung while it wrote {to}: no end in {PATIENCE_SECONDS} s") from None
+    if code != 0:
+        raise PeerDied(f"{name} died {how_it_ended(code)} while it wrote {to}")
 
 
 class Baton:
