@@ -2,17 +2,19 @@
 
 use std::{
     fmt,
-    sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, mpsc},
+    sync::{Arc, OnceLock, mpsc},
     thread,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use baton_request::Grammar;
 use llguidance::{Matcher, ParserFactory, api::ParserLimits};
 
 use crate::{
-    cache::{Cache, Compiled, Start},
+    cache::{Compiled, Start},
+    compilations::{Compilation, Compilations, Needed},
     error::GrammarError,
+    limits::GrammarLimits,
     matcher::TokenMatcher,
     source,
     vocabulary::{Lexicon, Vocabulary},
@@ -23,33 +25,12 @@ use crate::{
 /// of text are a level at least, and a level takes up to 4 KB: 100 MiB for [`MAX_GRAMMAR_BYTES`](baton_request::MAX_GRAMMAR_BYTES).
 const STACK_BYTES: usize = 160 << 20;
 
-/// Bounds on what grammars may take.
-#[derive(Clone, Copy, Debug)]
-pub struct GrammarLimits {
-    /// How long a grammar may be compiled. The thread of one that takes longer still counts as compiling until it ends.
-    pub compile_time: Duration,
-    /// Grammars that are compiled at a time. Others wait, at most for `compile_time`.
-    pub max_compiling: usize,
-    /// Compiled grammars that are kept.
-    pub max_cached: usize,
-    /// How long the masks of one sequence may take. Most take less than 0.1 ms.
-    pub time: GrammarTime,
-}
-
-impl Default for GrammarLimits {
-    fn default() -> GrammarLimits {
-        let time = GrammarTime { ahead: Duration::from_millis(500), per_token: Duration::from_millis(2) };
-        GrammarLimits { compile_time: Duration::from_secs(5), max_compiling: 4, max_cached: 64, time }
-    }
-}
-
 /// Compiles grammars for one vocabulary. Used from many threads. The vocabulary is loaded for the first grammar.
 pub struct GrammarCompiler {
     load: Box<dyn Fn() -> Result<Vocabulary, GrammarError> + Send + Sync>,
     target: OnceLock<Result<Target, GrammarError>>,
     limits: GrammarLimits,
-    cache: Mutex<Cache>,
-    compiling: Arc<NumCompiling>,
+    compilations: Arc<Compilations>,
     watch: OnceLock<Arc<Watch>>,
 }
 
@@ -57,16 +38,6 @@ pub struct GrammarCompiler {
 struct Target {
     factory: Arc<ParserFactory>,
     lexicon: Arc<Lexicon>,
-}
-
-/// One of the grammars that are compiled at a time.
-struct Compiling(Arc<NumCompiling>);
-
-/// How many grammars are being compiled.
-#[derive(Default)]
-struct NumCompiling {
-    num: Mutex<usize>,
-    has_ended: Condvar,
 }
 
 impl GrammarCompiler {
@@ -79,8 +50,7 @@ impl GrammarCompiler {
             load: Box::new(load),
             target: OnceLock::new(),
             limits,
-            cache: Mutex::new(Cache::new(limits.max_cached)),
-            compiling: Arc::default(),
+            compilations: Compilations::new(limits),
             watch: OnceLock::new(),
         }
     }
@@ -94,28 +64,27 @@ impl GrammarCompiler {
     pub fn matcher(&self, grammar: &Grammar, output: &[u32]) -> Result<TokenMatcher, GrammarError> {
         let target =
             self.target.get_or_init(|| Target::new(&(self.load)()?)).as_ref().map_err(Clone::clone)?;
-        let known = self.cache().get(grammar);
-        let start = match known {
-            Some(compiled) => compiled?,
-            None => self.compile(&target.factory, grammar)?,
+        let start = match self.compilations.get(grammar)? {
+            Needed::Compiled(compiled) => compiled?,
+            Needed::Uncompiled(compilation) => self.compile(&target.factory, grammar, compilation)?,
         };
         let mut matcher = TokenMatcher::new(start, target.lexicon.clone(), self.watch()?, self.limits.time);
         output.iter().try_for_each(|&token| matcher.accept(token))?;
         Ok(matcher)
     }
 
-    fn compile(&self, factory: &Arc<ParserFactory>, grammar: &Grammar) -> Compiled {
+    fn compile(&self, factory: &Arc<ParserFactory>, grammar: &Grammar, compilation: Compilation) -> Compiled {
         let (kind, limit) = (grammar.kind, self.limits.compile_time);
-        let slot = self.take_slot()?;
-        // Another request may have brought the same one meanwhile.
-        if let Some(compiled) = self.cache().get(grammar) {
-            return compiled;
-        }
         let (done, compiled) = mpsc::sync_channel(1);
         let (factory, source, watch) = (factory.clone(), grammar.clone(), self.watch()?.clone());
+        let (all, begun) = (self.compilations.clone(), Instant::now());
         let work = move || {
             let compiled = compile(&factory, &source, &watch, limit);
-            drop(slot);
+            // What comes late is refused and not kept: a busy machine may be the reason.
+            if begun.elapsed() < limit {
+                all.keep(&source, compiled.clone());
+            }
+            drop(compilation);
             // A caller that no longer waits has refused the grammar.
             let _ = done.send(compiled);
         };
@@ -124,30 +93,15 @@ impl GrammarCompiler {
             .stack_size(STACK_BYTES)
             .spawn(work)
             .map_err(|error| GrammarError::exhausted(format!("no thread: {error}")))?;
-        let compiled = match compiled.recv_timeout(limit) {
+        match compiled.recv_timeout(limit) {
             Ok(compiled) => compiled,
-            // Not kept: a busy machine may be the reason.
-            Err(mpsc::RecvTimeoutError::Timeout) => return Err(GrammarError::TooSlow { kind, limit }),
+            Err(mpsc::RecvTimeoutError::Timeout) => Err(GrammarError::TooSlow { kind, limit }),
             Err(mpsc::RecvTimeoutError::Disconnected) => {
-                Err(GrammarError::invalid(kind, "the compiler broke"))
+                let broken: Compiled = Err(GrammarError::invalid(kind, "the compiler broke"));
+                self.compilations.keep(grammar, broken.clone());
+                broken
             }
-        };
-        self.cache().insert(grammar, compiled.clone());
-        compiled
-    }
-
-    fn take_slot(&self) -> Result<Compiling, GrammarError> {
-        let max_compiling = self.limits.max_compiling;
-        let NumCompiling { num, has_ended } = &*self.compiling;
-        let num = num.lock().unwrap_or_else(PoisonError::into_inner);
-        let waited = has_ended.wait_timeout_while(num, self.limits.compile_time, |num| *num >= max_compiling);
-        let (mut num, _) = waited.unwrap_or_else(PoisonError::into_inner);
-        if *num >= max_compiling {
-            return Err(GrammarError::Busy { max_compiling });
         }
-        *num += 1;
-        drop(num);
-        Ok(Compiling(self.compiling.clone()))
     }
 
     fn watch(&self) -> Result<&Arc<Watch>, GrammarError> {
@@ -157,11 +111,6 @@ impl GrammarCompiler {
         // Of two that start at once, one ends again.
         let watch = Watch::start().map_err(|error| GrammarError::exhausted(format!("no thread: {error}")))?;
         Ok(self.watch.get_or_init(|| Arc::new(watch)))
-    }
-
-    fn cache(&self) -> MutexGuard<'_, Cache> {
-        // It is changed by single operations, so a panic leaves it whole.
-        self.cache.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -173,13 +122,6 @@ impl Target {
         // The other limits are llguidance's. They bound the size of a step; [`Watch`] bounds its time.
         *factory.limits_mut() = ParserLimits { verbose_errors: false, ..ParserLimits::default() };
         Ok(Target { factory: Arc::new(factory), lexicon: vocabulary.lexicon.clone() })
-    }
-}
-
-impl Drop for Compiling {
-    fn drop(&mut self) {
-        *self.0.num.lock().unwrap_or_else(PoisonError::into_inner) -= 1;
-        self.0.has_ended.notify_one();
     }
 }
 

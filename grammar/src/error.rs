@@ -28,10 +28,10 @@ pub enum GrammarError {
         /// The limit.
         limit: Duration,
     },
-    /// Others are being compiled. Try again.
-    #[error("{max_compiling} grammars are being compiled, as many as may be at a time")]
+    /// Too many others are being compiled, or are waited for. Try again.
+    #[error("too many grammars wait to be compiled: at most {max_compiling} are compiled at a time")]
     Busy {
-        /// The limit.
+        /// Grammars that are compiled at a time.
         max_compiling: usize,
     },
     /// The vocabulary cannot be constrained.

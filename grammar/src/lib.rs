@@ -14,12 +14,15 @@ mod matcher;
 mod vocabulary;
 
 mod cache;
+mod compilations;
 mod error;
+mod limits;
 mod source;
 mod watch;
 
-pub use compiler::{GrammarCompiler, GrammarLimits};
+pub use compiler::GrammarCompiler;
 pub use error::GrammarError;
+pub use limits::GrammarLimits;
 pub use mask_thread::{MASK_STACK_BYTES, MaskThread, Masked, NoMasks};
 pub use matcher::{TokenMask, TokenMatcher};
 pub use vocabulary::{TextEncoder, Vocabulary, VocabularyToken};

@@ -1,0 +1,185 @@
+//! The grammars that are being compiled, and those that were. Each is compiled once at a time. How many are at a time is bounded,
+//! and how many callers wait. It does not know how a grammar is compiled.
+
+use std::{
+    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
+    time::Instant,
+};
+
+use baton_request::Grammar;
+
+use crate::{
+    cache::{Cache, Compiled},
+    error::GrammarError,
+    limits::GrammarLimits,
+};
+
+/// The grammars of one compiler.
+pub(crate) struct Compilations {
+    limits: GrammarLimits,
+    state: Mutex<State>,
+    /// Told when a compilation has ended.
+    has_ended: Condvar,
+}
+
+struct State {
+    cache: Cache,
+    /// At most `max_compiling`, each once.
+    compiling: Vec<Grammar>,
+    /// Callers that wait until one of them has ended.
+    num_waiting: usize,
+}
+
+/// A grammar that a caller needs.
+pub(crate) enum Needed {
+    /// It was compiled, or cannot be.
+    Compiled(Compiled),
+    /// The caller must compile it.
+    Uncompiled(Compilation),
+}
+
+/// A grammar that is being compiled, until this is dropped. Others that need it wait meanwhile.
+pub(crate) struct Compilation {
+    all: Arc<Compilations>,
+    grammar: Grammar,
+}
+
+impl Compilations {
+    pub(crate) fn new(limits: GrammarLimits) -> Arc<Compilations> {
+        let state = State { cache: Cache::new(limits.max_cached), compiling: Vec::new(), num_waiting: 0 };
+        Arc::new(Compilations { limits, state: Mutex::new(state), has_ended: Condvar::new() })
+    }
+
+    /// What the caller needs. Waits at most for `compile_time` while the grammar is being compiled, or as many others as may be.
+    ///
+    /// # Errors
+    /// When it waited that long, or too many wait.
+    pub(crate) fn get(self: &Arc<Self>, grammar: &Grammar) -> Result<Needed, GrammarError> {
+        let GrammarLimits { compile_time, max_compiling, max_waiting, .. } = self.limits;
+        let until = Instant::now() + compile_time;
+        let mut state = self.state();
+        loop {
+            if let Some(compiled) = state.cache.get(grammar) {
+                return Ok(Needed::Compiled(compiled));
+            }
+            let is_compiling = state.compiling.contains(grammar);
+            if !is_compiling && state.compiling.len() < max_compiling {
+                state.compiling.push(grammar.clone());
+                return Ok(Needed::Uncompiled(Compilation { all: self.clone(), grammar: grammar.clone() }));
+            }
+            let left = until.saturating_duration_since(Instant::now());
+            if is_compiling && left.is_zero() {
+                return Err(GrammarError::TooSlow { kind: grammar.kind, limit: compile_time });
+            }
+            if left.is_zero() || state.num_waiting >= max_waiting {
+                return Err(GrammarError::Busy { max_compiling });
+            }
+            state.num_waiting += 1;
+            let waited = self.has_ended.wait_timeout(state, left);
+            (state, _) = waited.unwrap_or_else(PoisonError::into_inner);
+            state.num_waiting -= 1;
+        }
+    }
+
+    /// Keeps what came of compiling the grammar.
+    pub(crate) fn keep(&self, grammar: &Grammar, compiled: Compiled) {
+        self.state().cache.insert(grammar, compiled);
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        // It is changed by single operations, so a panic leaves it whole.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for Compilation {
+    fn drop(&mut self) {
+        self.all.state().compiling.retain(|grammar| *grammar != self.grammar);
+        // Callers that need this grammar, and one that needs its place.
+        self.all.has_ended.notify_all();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{thread, time::Duration};
+
+    use baton_request::GrammarKind;
+
+    use super::*;
+
+    /// Longer than a test takes.
+    const LONG: Duration = Duration::from_secs(60);
+
+    fn compilations(compile_time: Duration, max_compiling: usize, max_waiting: usize) -> Arc<Compilations> {
+        let limits = GrammarLimits { compile_time, max_compiling, max_waiting, ..GrammarLimits::default() };
+        Compilations::new(limits)
+    }
+
+    fn grammar(text: &str) -> Grammar {
+        Grammar::new(GrammarKind::Regex, text)
+    }
+
+    fn begin(all: &Arc<Compilations>, text: &str) -> Compilation {
+        match all.get(&grammar(text)) {
+            Ok(Needed::Uncompiled(compilation)) => compilation,
+            Ok(Needed::Compiled(_)) => panic!("{text} was compiled"),
+            Err(error) => panic!("{text}: {error}"),
+        }
+    }
+
+    /// Waits until so many callers wait.
+    fn await_waiting(all: &Compilations, num_waiting: usize) {
+        let started = Instant::now();
+        while all.state().num_waiting < num_waiting {
+            assert!(started.elapsed() < LONG, "fewer than {num_waiting} wait");
+            thread::yield_now();
+        }
+    }
+
+    #[test]
+    fn more_callers_than_may_wait_are_refused_at_once() {
+        let all = compilations(LONG, 1, 1);
+        let first = begin(&all, "a");
+        thread::scope(|scope| {
+            let waiting = scope.spawn(|| all.get(&grammar("b")));
+            await_waiting(&all, 1);
+            let started = Instant::now();
+            for text in ["a", "b", "c"] {
+                let refused = all.get(&grammar(text)).err();
+                assert_eq!(refused, Some(GrammarError::Busy { max_compiling: 1 }), "{text}");
+            }
+            assert!(started.elapsed() < LONG, "they waited");
+            drop(first);
+            let needed = waiting.join().expect("no panic");
+            assert!(matches!(needed, Ok(Needed::Uncompiled(_))), "it has the place");
+        });
+    }
+
+    #[test]
+    fn a_grammar_that_many_need_at_once_is_compiled_once() {
+        let all = compilations(LONG, 4, 8);
+        let first = begin(&all, "a");
+        thread::scope(|scope| {
+            let waiting = [(); 3].map(|()| scope.spawn(|| all.get(&grammar("a"))));
+            await_waiting(&all, 3);
+            // Another one has a place.
+            drop(begin(&all, "b"));
+            all.keep(&grammar("a"), Err(GrammarError::vocabulary("as compiled")));
+            drop(first);
+            for caller in waiting {
+                let needed = caller.join().expect("no panic");
+                assert!(matches!(needed, Ok(Needed::Compiled(Err(GrammarError::Vocabulary { .. })))));
+            }
+        });
+    }
+
+    #[test]
+    fn a_wait_that_is_too_long_says_what_was_waited_for() {
+        let all = compilations(Duration::ZERO, 1, 8);
+        let _first = begin(&all, "a");
+        let error = |text: &str| all.get(&grammar(text)).err().expect("it is not compiled");
+        assert!(matches!(error("a"), GrammarError::TooSlow { .. }));
+        assert!(matches!(error("b"), GrammarError::Busy { .. }));
+    }
+}
