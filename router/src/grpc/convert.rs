@@ -9,7 +9,7 @@ use baton_router_core::{
     ExplainedOption, ExplainedPlan, Extras, FieldNames, KeptText, MessageTexts, PromptInput, RequestArrival,
     Serving, Thinking, Timing, TokenOut, TokenisedPrompt, Usage, documents, mark_passage, parsed_bytes,
 };
-use baton_tools::{AnswerPart, AskedGrammar, ToolRequest, read_arguments};
+use baton_tools::{AnswerPart, AskedGrammar, CallIds, ToolRequest, read_arguments};
 use serde_json::{Value, json};
 use tonic::{Code, Status};
 
@@ -256,7 +256,7 @@ fn asked_grammar(grammar: &v1::Grammar) -> Result<AskedGrammar, CoreError> {
 pub(super) fn responses(
     id: &str,
     event: Event,
-    parts: Vec<AnswerPart>,
+    parts: Vec<v1::AnswerPart>,
     extras: impl FnOnce() -> Extras,
 ) -> impl Iterator<Item = v1::GenerateResponse> {
     use v1::generate_response::Event as Body;
@@ -265,7 +265,6 @@ pub(super) fn responses(
     let output = has_output.then(|| {
         let token_ids = event.tokens.iter().map(|token| token.id).collect();
         let logprobs = event.tokens.into_iter().filter_map(|token: TokenOut| token.logprobs).collect();
-        let parts = parts.into_iter().map(part).collect();
         Body::Output(v1::Output {
             text: event.text,
             token_ids,
@@ -288,22 +287,18 @@ pub(super) fn responses(
     bodies.map(move |body| v1::GenerateResponse { request_id: request_id.clone(), index, event: Some(body) })
 }
 
-fn part(part: AnswerPart) -> v1::AnswerPart {
+/// A part of an answer. Each call takes the next id, also one that the client has already.
+pub(super) fn part(part: AnswerPart, call_ids: &CallIds) -> v1::AnswerPart {
     use v1::answer_part::Part;
     let part = match part {
         AnswerPart::Content(text) => Part::Content(text),
         AnswerPart::Reasoning(text) => Part::Reasoning(text),
         AnswerPart::Call { name } => {
-            Part::Call(v1::ToolCall { id: call_id(), name, arguments: String::new() })
+            Part::Call(v1::ToolCall { id: call_ids.make(), name, arguments: String::new() })
         }
         AnswerPart::Arguments(text) => Part::Arguments(text),
     };
     v1::AnswerPart { part: Some(part) }
-}
-
-/// A new id of a call.
-fn call_id() -> String {
-    format!("call_{}", uuid::Uuid::new_v4().simple())
 }
 
 fn timing(timing: Timing) -> v1::Timing {

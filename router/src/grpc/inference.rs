@@ -10,7 +10,7 @@ use futures_util::Stream;
 use prost::Message;
 use tonic::{Request, Response, Status};
 
-use super::convert::{input, responses, status, values_bytes};
+use super::convert::{input, part, responses, status, values_bytes};
 use baton_router_core::{BodyRoom, Core, DurableCall, Event, Events, PromptInput, ReadBody, RequestArrival};
 use baton_tools::{CallIds, ChatAnswer};
 
@@ -42,10 +42,11 @@ impl Inference {
         let request = self.core.prepare(input, room).await.map_err(status)?;
         let num_chats = if is_chat { request.n as usize } else { 0 };
         let call_ids = CallIds::new("call_", &id);
-        let answers = vec![ChatAnswer::new(request.reader.clone(), call_ids); num_chats];
+        let answers = vec![ChatAnswer::new(request.reader.clone(), call_ids.clone()); num_chats];
         let events = self.core.stream(request).await.map_err(status)?;
         let num_known = events.num_delivered();
-        let outgoing = Outgoing { id, events, answers, num_known, ready: VecDeque::new(), over: false };
+        let outgoing =
+            Outgoing { id, events, answers, call_ids, num_known, ready: VecDeque::new(), over: false };
         let stream = futures_util::stream::unfold(outgoing, |mut outgoing| async move {
             let response = outgoing.next().await?;
             Some((response, outgoing))
@@ -73,6 +74,7 @@ struct Outgoing {
     events: Events,
     /// Of each choice of a chat.
     answers: Vec<ChatAnswer>,
+    call_ids: CallIds,
     /// Tokens that the client of a resumed stream has already.
     num_known: u64,
     ready: VecDeque<GenerateResponse>,
@@ -91,14 +93,16 @@ impl Outgoing {
             match self.events.next().await? {
                 Ok(mut event) => {
                     let answer = self.answers.get_mut(event.index as usize);
-                    let mut parts = answer.map(|answer| answer.read(&event.text, event.finish.is_some()));
+                    let read = answer.map(|answer| answer.read(&event.text, event.finish.is_some()));
+                    let read = read.into_iter().flatten();
+                    let mut parts: Vec<_> = read.map(|read_part| part(read_part, &self.call_ids)).collect();
                     if self.num_known > 0 && !event.tokens.is_empty() {
                         self.num_known = self.num_known.saturating_sub(event.tokens.len() as u64);
                         event = Event { finish: event.finish, ..Event::empty(event.index) };
-                        parts = None;
+                        parts.clear();
                     }
                     let extras = || self.events.extras();
-                    self.ready.extend(responses(&self.id, event, parts.unwrap_or_default(), extras));
+                    self.ready.extend(responses(&self.id, event, parts, extras));
                 }
                 Err(error) => {
                     self.over = true;

@@ -342,6 +342,49 @@ async fn a_resume_after_more_than_an_answer_has_is_refused() {
     assert!(rest.message().await.expect("its end comes").is_some());
 }
 
+/// The ids of the calls in the rest of a stream.
+async fn ids_of_calls(mut stream: tonic::Streaming<v1::GenerateResponse>) -> Vec<String> {
+    use v1::{answer_part::Part, generate_response::Event};
+    let mut ids = Vec::new();
+    while let Some(response) = stream.message().await.expect("it goes on") {
+        let Some(Event::Output(output)) = response.event else { continue };
+        let calls = output.parts.into_iter().filter_map(|part| match part.part {
+            Some(Part::Call(call)) => Some(call.id),
+            _ => None,
+        });
+        ids.extend(calls);
+    }
+    ids
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn calls_have_the_same_ids_in_a_stream_that_is_resumed_over_grpc() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let mut router = Router::start(durable(dir.path())).await;
+    let worker = register(&mut router).await;
+    let called = "<tool_call>\n{\"name\": \"add\", \"arguments\": {\"a\": 1}}\n</tool_call>\n";
+    worker.script(say(&called.repeat(2)));
+    let tool = v1::Tool { name: "add".into(), parameters: parameters().to_string(), ..v1::Tool::default() };
+    let message = v1::ChatMessage { role: "user".into(), content: "1 + 1".into(), ..Default::default() };
+    let chat = v1::ChatMessages { messages: vec![message], tools: vec![tool], ..Default::default() };
+    let request = |id: &str| v1::GenerateRequest {
+        prompt: Some(Prompt::Chat(chat.clone())),
+        request_id: id.into(),
+        ..Default::default()
+    };
+    let mut client = grpc::client(&router).await;
+    let whole = ids_of_calls(client.generate(request("mine")).await.expect("it begins").into_inner()).await;
+    assert!(whole.len() == 2 && whole[0] != whole[1], "{whole:?}");
+    // A token is a byte: from the first one, and after the first call.
+    for (next_token_idx, expected) in [(0, &whole[..]), (called.len() as u32, &whole[1..])] {
+        let resume = v1::ResumeRequest { request_id: "mine".into(), next_token_idx };
+        let rest = client.resume(resume).await.expect("it is there").into_inner();
+        assert_eq!(ids_of_calls(rest).await, expected, "from token {next_token_idx} on");
+    }
+    let other = ids_of_calls(client.generate(request("other")).await.expect("it begins").into_inner()).await;
+    assert!(other.len() == 2 && other.iter().all(|id| !whole.contains(id)), "{other:?} after {whole:?}");
+}
+
 /// A router that runs one request at a time.
 async fn start_with_room_for_one(dir: &std::path::Path) -> Router {
     let configure = durable(dir);
