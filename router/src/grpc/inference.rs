@@ -11,7 +11,9 @@ use prost::Message;
 use tonic::{Request, Response, Status};
 
 use super::convert::{input, part, responses, status, values_bytes};
-use baton_router_core::{BodyRoom, Core, DurableCall, Event, Events, PromptInput, ReadBody, RequestArrival};
+use baton_router_core::{
+    BodyRoom, Core, CoreError, DurableCall, Event, Events, PromptInput, ReadBody, RequestArrival,
+};
 use baton_tools::{CallIds, ChatAnswer};
 
 /// Serves `Inference`.
@@ -25,19 +27,24 @@ impl Inference {
         Inference { core }
     }
 
-    /// A call, new or resumed.
+    /// A call, new or resumed. `read` gives its message, on another thread if that is long.
     async fn serve(
         &self,
-        request: GenerateRequest,
-        arrival: RequestArrival,
         room: Arc<BodyRoom>,
+        read: impl FnOnce(&Core) -> Result<(GenerateRequest, RequestArrival), CoreError> + Send + 'static,
     ) -> Result<Response<Responses>, Status> {
-        let id = match request.request_id.as_str() {
-            "" => arrival.answer_id(""),
-            id => id.to_owned(),
+        let counted = room.clone();
+        let read = move |core: &Core| {
+            let (request, arrival) = read(core)?;
+            let id = match request.request_id.as_str() {
+                "" => arrival.answer_id(""),
+                id => id.to_owned(),
+            };
+            counted.grow(values_bytes(&request))?;
+            input(request, id, arrival)
         };
-        room.grow(values_bytes(&request)).map_err(status)?;
-        let input = input(request, id.clone(), arrival).map_err(status)?;
+        let input = self.core.offload(room.num_bytes(), read).await.map_err(status)?;
+        let id = input.id.clone();
         let is_chat = matches!(input.prompts[..], [PromptInput::Chat(_)]);
         let request = self.core.prepare(input, room).await.map_err(status)?;
         let num_chats = if is_chat { request.n as usize } else { 0 };
@@ -122,13 +129,17 @@ impl inference_server::Inference for Inference {
         request: Request<GenerateRequest>,
     ) -> Result<Response<Self::GenerateStream>, Status> {
         let (mut arrival, room) = (arrival_of(&request), room_of(&request));
-        let request = request.into_inner();
-        if self.core.config.durable.is_some() {
-            let body = ReadBody { bytes: request.encode_to_vec().into(), room: room.clone() };
-            let call = DurableCall::new(GENERATE, body);
-            arrival.durable = Some(Arc::new(if request.request_id.is_empty() { call } else { call.named() }));
-        }
-        self.serve(request, arrival, room).await
+        let (request, of_body) = (request.into_inner(), room.clone());
+        let read = move |core: &Core| {
+            if core.config.durable.is_some() {
+                let body = ReadBody { bytes: request.encode_to_vec().into(), room: of_body };
+                let call = DurableCall::new(GENERATE, body);
+                let call = if request.request_id.is_empty() { call } else { call.named() };
+                arrival.durable = Some(Arc::new(call));
+            }
+            Ok((request, arrival))
+        };
+        self.serve(room, read).await
     }
 
     type ResumeStream = Responses;
@@ -142,11 +153,12 @@ impl inference_server::Inference for Inference {
             let message = format!("the stream {request_id:?} is one of {}: resume it there", call.endpoint);
             return Err(Status::invalid_argument(message));
         }
-        let request = GenerateRequest::decode(bytes);
-        let request =
-            request.map_err(|error| Status::internal(format!("the journal holds no call: {error}")))?;
         arrival.durable = Some(Arc::new(call.after_tokens(next_token_idx).map_err(status)?));
-        self.serve(request, arrival, room).await
+        let read = |_: &Core| match GenerateRequest::decode(bytes) {
+            Ok(request) => Ok((request, arrival)),
+            Err(error) => Err(CoreError::Internal { message: format!("the journal holds no call: {error}") }),
+        };
+        self.serve(room, read).await
     }
 
     async fn abort(&self, request: Request<AbortRequest>) -> Result<Response<AbortResponse>, Status> {

@@ -364,7 +364,10 @@ async fn calls_have_the_same_ids_in_a_stream_that_is_resumed_over_grpc() {
     let worker = register(&mut router).await;
     let called = "<tool_call>\n{\"name\": \"add\", \"arguments\": {\"a\": 1}}\n</tool_call>\n";
     worker.script(say(&called.repeat(2)));
-    let tool = v1::Tool { name: "add".into(), parameters: parameters().to_string(), ..v1::Tool::default() };
+    // So long that the call is read on another thread.
+    let description = "Adds. ".repeat(5_000);
+    let parameters = parameters().to_string();
+    let tool = v1::Tool { name: "add".into(), description, parameters, strict: None };
     let message = v1::ChatMessage { role: "user".into(), content: "1 + 1".into(), ..Default::default() };
     let chat = v1::ChatMessages { messages: vec![message], tools: vec![tool], ..Default::default() };
     let request = |id: &str| v1::GenerateRequest {
