@@ -1,5 +1,5 @@
-//! A prompt that this worker computes for a decode worker. It waits in the engine's queue and is computed. Each layer is pushed
-//! into the decode worker's blocks when it is final. The first token is sent when it is sampled.
+//! A prompt that this worker computes for a decode worker. Its grammar is compiled, it waits in the engine's queue and is computed.
+//! Each layer is pushed into the decode worker's blocks when it is final. The first token is sent when it is sampled.
 //!
 //! This is the driver of [`ComputedHandoff`]: it feeds the state machine with events of the stream, the engine, the data plane
 //! and the clock, and carries out its actions.
@@ -17,7 +17,7 @@ use baton_handoff::{
         ComputeInput, ComputedHandoff, ComputedHandoffAction, HandedOver, PrefillAction, PrefillInput,
     },
 };
-use baton_request::{Failure, FailureKind, FinishReason};
+use baton_request::{Failure, FailureKind, FinishReason, Request};
 use baton_telemetry::{KeyValue, TracePoint, trace_context};
 use baton_worker::{
     Meanwhile, Recall, RequestClock, SaveAtEnd, Uncovered, Worker, blending, bring_in,
@@ -52,13 +52,9 @@ pub struct ComputedHandoffDriver {
 
 /// The prompt and its blocks.
 enum Prompt {
-    /// The engine does not have the prompt yet. A prefix that another worker has cached is fetched first, if there is one.
-    Fetching {
-        fetch: BoxFuture<'static, Meanwhile>,
-        submission: Box<Submission>,
-        uncovered: Option<Uncovered>,
-        pulse: Pulse,
-    },
+    /// The engine does not have the prompt yet. Its grammar is compiled first, and a prefix that another worker has cached is
+    /// fetched, if there are any.
+    Preparing { prepare: BoxFuture<'static, Prepared>, uncovered: Option<Uncovered>, pulse: Pulse },
     /// The prompt is in the engine: it waits in the queue or is computed.
     Computing(Computing),
     /// The engine has finished. The route shares this guard; the last owner to drop it returns the blocks.
@@ -66,6 +62,9 @@ enum Prompt {
     /// The blocks are returned to the pool, or there were none.
     Released,
 }
+
+/// What the engine gets, and what comes while it computes; or why it gets nothing.
+type Prepared = Result<(Box<Submission>, Meanwhile), Failure>;
 
 struct Computing {
     events: PrefillEvents,
@@ -83,8 +82,9 @@ struct Computing {
 }
 
 enum Event {
-    /// The fetch of a cached prefix has ended, with or without success. More may come while the prompt is computed.
-    Fetched(Meanwhile),
+    /// The grammar is compiled, and the fetch of a cached prefix has ended, with or without success. More may come while the prompt
+    /// is computed.
+    Prepared(Prepared),
     Engine(Option<PrefillEvent>),
     /// The engine has made progress, for any request, or a prefix is still brought in.
     Progress,
@@ -94,25 +94,21 @@ enum Event {
 type Action = ComputedHandoffAction<FirstToken>;
 
 impl ComputedHandoffDriver {
-    /// Fetches the prefix that `source` has cached, if there is a source. Then the engine computes the rest of the prompt.
-    /// `submission` has the request of `opened`.
+    /// Compiles the request's grammar and fetches the prefix that `source` has cached, if there are any. Then the engine computes the
+    /// rest of the prompt.
     pub fn new(
         worker: Arc<Worker>,
         opened: OpenedHandoff<ComputedHandoff>,
-        mut submission: Submission,
         source: Option<PrefixSource>,
         peer_format: PeerFormat,
     ) -> ComputedHandoffDriver {
-        let OpenedHandoff { machine, deadline, started, stream, uncovered, .. } = opened;
-        let request = &mut submission.request;
-        blending::decide(&worker, request);
+        let OpenedHandoff { machine, mut request, deadline, started, stream, uncovered, .. } = opened;
+        blending::decide(&worker, &mut request);
         let clock = worker.metrics().request_taken("handoff", request.num_known_tokens(), &Span::current());
-        let save = SaveAtEnd::new(worker.tiers(), request);
-        let recall = Recall::of(worker.tiers(), request);
-        let fetch = bring_in(worker.clone(), recall, source, request.clone());
+        let save = SaveAtEnd::new(worker.tiers(), &request);
+        let prepare = Box::pin(prepare(worker.clone(), request, source));
         let pulse = Pulse::new(deadline, worker.engine().num_computed_tokens());
-        let submission = Box::new(submission);
-        let prompt = Prompt::Fetching { fetch: Box::pin(fetch), submission, uncovered, pulse };
+        let prompt = Prompt::Preparing { prepare, uncovered, pulse };
         let num_layers = worker.engine().storage().layout().num_layers;
         let side = PrefillSide::new(worker, stream, peer_format);
         ComputedHandoffDriver {
@@ -162,7 +158,7 @@ impl ComputedHandoffDriver {
 
     fn take(&mut self, event: Event) -> Vec<Action> {
         let input = match event {
-            Event::Fetched(meanwhile) => match self.submit(meanwhile) {
+            Event::Prepared(prepared) => match self.submit(prepared) {
                 Ok(()) => return Vec::new(),
                 Err(failure) => ComputeInput::Other(PrefillInput::Fail(failure)),
             },
@@ -174,12 +170,12 @@ impl ComputedHandoffDriver {
     }
 
     /// Gives the prompt to the engine.
-    fn submit(&mut self, meanwhile: Meanwhile) -> Result<(), Failure> {
-        let Prompt::Fetching { submission, uncovered, .. } =
-            std::mem::replace(&mut self.prompt, Prompt::Released)
+    fn submit(&mut self, prepared: Prepared) -> Result<(), Failure> {
+        let Prompt::Preparing { uncovered, .. } = std::mem::replace(&mut self.prompt, Prompt::Released)
         else {
             return Ok(());
         };
+        let (submission, meanwhile) = prepared?;
         self.clock.submitted(Instant::now());
         let engine = self.side.worker().engine();
         let (events, blocks) = engine.prefill(*submission).map_err(|error| submit_failure(&error))?;
@@ -312,15 +308,24 @@ impl ComputedHandoffDriver {
     }
 }
 
+/// Compiles the request's grammar, then brings in what the pool lacks of its prompt.
+async fn prepare(worker: Arc<Worker>, request: Request, source: Option<PrefixSource>) -> Prepared {
+    let submission = Box::new(worker.prepare_grammar(request).await?);
+    let request = submission.request.clone();
+    let recall = Recall::of(worker.tiers(), &request);
+    let meanwhile = bring_in(worker, recall, source, request).await;
+    Ok((submission, meanwhile))
+}
+
 impl Prompt {
     /// `num_computed`: tokens that the engine has computed so far, for any request.
     async fn next(&mut self, num_computed: impl Fn() -> u64) -> Event {
         match self {
-            Prompt::Fetching { fetch, pulse, .. } => tokio::select! {
+            Prompt::Preparing { prepare, pulse, .. } => tokio::select! {
                 biased;
-                meanwhile = fetch => Event::Fetched(meanwhile),
-                // Tiers and the prefix source have deadlines of their own, by what computing would take. One after the other they
-                // may take longer than the decode worker waits.
+                prepared = prepare => Event::Prepared(prepared),
+                // Grammars have a deadline of their own, and tiers and the prefix source, by what computing would take. One after
+                // the other they may take longer than the decode worker waits.
                 () = pulse.tick() => Event::Progress,
             },
             Prompt::Computing(Computing { events, pulse, num_ready, .. }) => tokio::select! {
@@ -336,7 +341,7 @@ impl Prompt {
     fn stop_computing(&mut self) {
         *self = match std::mem::replace(self, Prompt::Released) {
             Prompt::Computing(Computing { blocks, .. }) => Prompt::Computed { blocks },
-            Prompt::Fetching { .. } => Prompt::Released,
+            Prompt::Preparing { .. } => Prompt::Released,
             unchanged => unchanged,
         };
     }
@@ -345,7 +350,7 @@ impl Prompt {
     fn blocks(&self) -> Arc<HeldBlocks> {
         match self {
             Prompt::Computing(Computing { blocks, .. }) | Prompt::Computed { blocks } => Arc::clone(blocks),
-            Prompt::Fetching { .. } | Prompt::Released => {
+            Prompt::Preparing { .. } | Prompt::Released => {
                 unreachable!("the machine opens a route after `Started` and before `Release`")
             }
         }
@@ -358,9 +363,8 @@ mod tests {
 
     #[tokio::test]
     async fn a_prefix_that_is_brought_in_counts_as_progress_while_the_engine_computes_nothing() {
-        let mut prompt = Prompt::Fetching {
-            fetch: Box::pin(std::future::pending()),
-            submission: Box::default(),
+        let mut prompt = Prompt::Preparing {
+            prepare: Box::pin(std::future::pending()),
             uncovered: None,
             pulse: Pulse::new(Duration::from_millis(40), 0),
         };

@@ -56,16 +56,9 @@ impl Prefill for PrefillService {
 
 /// Computes the prompt in `opened` and hands its KV over, or refuses with a reason.
 async fn compute(worker: Arc<Worker>, opened: OpenedHandoff<ComputedHandoff>, source: Option<PrefixSource>) {
-    let submission = match worker.prepare_grammar(opened.request.clone()).await {
-        Ok(submission) => submission,
-        Err(failure) => {
-            opened.decline(&worker, failure).await;
-            return;
-        }
-    };
     match admit(&worker, &opened) {
         Ok(peer_format) => {
-            ComputedHandoffDriver::new(worker, opened, submission, source, peer_format).run().await;
+            ComputedHandoffDriver::new(worker, opened, source, peer_format).run().await;
         }
         Err(failure) => opened.decline(&worker, failure).await,
     }

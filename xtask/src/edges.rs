@@ -217,7 +217,7 @@ const ROOMS: &[Room] = &[
     Room {
         name: "baton-decode-worker",
         uses: ROLE,
-        tests_use: &["baton-model", "baton-prefill-worker", "baton-engine-testing"],
+        tests_use: &["baton-model", "baton-prefill-worker", "baton-engine-testing", "baton-grammar"],
         never: &["baton-router"],
     },
     Room {

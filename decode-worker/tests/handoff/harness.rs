@@ -5,6 +5,7 @@ use std::{path::PathBuf, sync::Arc, time::Duration};
 use baton_cluster::{DiscoveryConfig, Role};
 use baton_engine::{Drafter, IdleError, SamplingParams};
 use baton_engine_testing::FakeModel;
+use baton_grammar::{GrammarCompiler, GrammarError, GrammarLimits, Vocabulary};
 use baton_handoff::TransportKind;
 use baton_kv_cache::KvDtype;
 use baton_model::Activations;
@@ -46,6 +47,7 @@ pub(crate) struct Builder {
     model: FakeModel,
     hook: Option<StepHook>,
     drafter: Option<Drafter>,
+    grammars: Option<Arc<GrammarCompiler>>,
     /// The fake model, or the one in the configured directory.
     is_fake: bool,
     rope: String,
@@ -106,6 +108,7 @@ impl Builder {
             model: FakeModel::new(BLOCK_SIZE),
             hook: None,
             drafter: None,
+            grammars: None,
             is_fake: true,
             rope: "none".into(),
             dir,
@@ -164,8 +167,17 @@ impl Builder {
         self
     }
 
+    /// Takes requests with a grammar; `load` loads its vocabulary for the first one.
+    pub(crate) fn grammars(
+        mut self,
+        load: impl Fn() -> Result<Vocabulary, GrammarError> + Send + Sync + 'static,
+    ) -> Builder {
+        self.grammars = Some(Arc::new(GrammarCompiler::new(load, GrammarLimits::default())));
+        self
+    }
+
     pub(crate) async fn start(self) -> TestWorker {
-        let Builder { config, model, hook, drafter, is_fake, rope, dir } = self;
+        let Builder { config, model, hook, drafter, grammars, is_fake, rope, dir } = self;
         let executor = match hook {
             Some(hook) => model.executor_with_hook(hook),
             None => model.executor(),
@@ -180,7 +192,7 @@ impl Builder {
             rope,
             context_length: CONTEXT_LENGTH,
             step_prior: None,
-            grammars: None,
+            grammars,
             compute: None,
         };
         let runtime = tokio::runtime::Builder::new_multi_thread()

@@ -8,6 +8,7 @@ mod cancel;
 mod faults;
 mod first_token;
 mod gate;
+mod grammars;
 mod harness;
 mod leaving;
 mod loans;
