@@ -16,8 +16,13 @@ const VALUES: &str = "helm/baton/ci";
 const DEFAULT: &str = "default";
 /// What holds of the manifests of a file there, and what is wrong otherwise.
 type Extension = (&'static str, fn(&str) -> bool, &'static str);
-/// Files there of what others add to objects.
-const EXTENSIONS: [Extension; 2] = [
+/// Files there of what others add to objects, or of what objects take from their nodes.
+const EXTENSIONS: [Extension; 3] = [
+    (
+        "host-network",
+        uses_host_network,
+        "workers in the network of their nodes share a port there, or are not admitted to others",
+    ),
     (
         "kueue",
         |manifests| manifests::have_label(manifests, "LeaderWorkerSet", "kueue.x-k8s.io/queue-name: serving"),
@@ -126,6 +131,19 @@ fn fetches_ahead(
     let added: Vec<&String> = ahead.iter().filter(|template| !before.contains(template)).collect();
     let keeps_all = before.iter().all(|template| ahead.contains(template));
     Ok(keeps_all && ahead.len() == before.len() + 1 && added.len() == 1 && served.contains(added[0]))
+}
+
+/// Whether a worker of each role has ports of its own in the network of its node, and policies of other pods admit nodes.
+fn uses_host_network(manifests: &str) -> bool {
+    let num = |line: &str| manifests.lines().filter(|other| other.trim() == line).count();
+    let has_own_ports = |first: u16| {
+        num(&format!("- --listen=$(POD_IP):{first}")) == 1
+            && (first..first + 3).all(|port| num(&format!("hostPort: {port}")) == 1)
+    };
+    num("hostNetwork: true") == 2
+        && num("dnsPolicy: ClusterFirstWithHostNet") == 2
+        && [8090, 8190].into_iter().all(has_own_ports)
+        && num("cidr: 10.0.0.0/16") == 3
 }
 
 /// The values files that the chart is installed with, relative to the root.

@@ -163,6 +163,15 @@ app.kubernetes.io/managed-by: {{ .root.Release.Service }}
 {{- if eq .Values.network.ipFamily "IPv6" }}[$(POD_IP)]{{ else }}$(POD_IP){{ end -}}
 {{- end -}}
 
+{{/* Roles whose workers use the network of their nodes, separated by spaces. */}}
+{{- define "baton.hostNetworks" -}}
+{{- $roles := list -}}
+{{- range $role := list "prefill" "decode" -}}
+{{- if (index $.Values $role).hostNetwork -}}{{- $roles = append $roles $role -}}{{- end -}}
+{{- end -}}
+{{- join " " $roles -}}
+{{- end -}}
+
 {{/* Of every pod. Helm removes a default that a values file sets to null; some versions leave the null to a chart within another. */}}
 {{- define "baton.podSecurityContext" -}}
 {{- $context := dict -}}

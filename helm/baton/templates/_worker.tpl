@@ -101,6 +101,10 @@ spec:
 {{- $extraArgs := join " " $values.extraArgs -}}
 {{- $stores := or ($root.Values.kv.object).url (contains "--disk-kv" $extraArgs) -}}
 {{- $sealsKv := and $root.Values.kv.keySecret $values.prefixCache $stores (not (contains "--kv-key-file" $extraArgs)) -}}
+{{- /* In the network of a node a worker listens on that node's address alone. Its ports are declared, so that the scheduler keeps them apart. */ -}}
+{{- $port := $values.hostNetwork | ternary $values.hostPort 8090 | int64 -}}
+{{- $host := include ($values.hostNetwork | ternary "baton.podHost" "baton.anyAddress") $root -}}
+{{- $ports := $root.Values.rdma.enabled | ternary (list "grpc" "data" "rdma") (list "grpc" "data") -}}
 {{- $component := dict "root" $root "component" .role -}}
 metadata:
   labels:
@@ -117,6 +121,11 @@ spec:
   automountServiceAccountToken: false
   # Kubernetes would describe services in variables such as BATON_PORT, which mean something else here.
   enableServiceLinks: false
+  {{- if $values.hostNetwork }}
+  hostNetwork: true
+  # Without it such a pod does not resolve names of Services.
+  dnsPolicy: ClusterFirstWithHostNet
+  {{- end }}
   {{- with $root.Values.image.pullSecrets }}
   imagePullSecrets:
     {{- range . }}
@@ -140,15 +149,15 @@ spec:
       args:
         - {{ .role }}-worker
         - --id=$(POD_NAME)
-        - --listen={{ include "baton.anyAddress" $root }}:8090
-        - --advertise={{ include "baton.scheme" $root }}://{{ include "baton.podHost" $root }}:8090
-        - --data-listen={{ include "baton.anyAddress" $root }}:8091
+        - --listen={{ $host }}:{{ $port }}
+        - --advertise={{ include "baton.scheme" $root }}://{{ include "baton.podHost" $root }}:{{ $port }}
+        - --data-listen={{ $host }}:{{ add $port 1 }}
         - --data-host={{ include "baton.podHost" $root }}
         # Pods share no memory.
         {{- if $root.Values.rdma.enabled }}
         - --transports=rdma,tcp
         - --nixl={{ $root.Values.rdma.nixl.path }}
-        - --rdma-listen={{ include "baton.anyAddress" $root }}:8092
+        - --rdma-listen={{ $host }}:{{ add $port 2 }}
         {{- else }}
         - --transports=tcp
         {{- end }}
@@ -226,13 +235,12 @@ spec:
         {{- toYaml . | nindent 8 }}
       {{- end }}
       ports:
-        - name: grpc
-          containerPort: 8090
-        - name: data
-          containerPort: 8091
-        {{- if $root.Values.rdma.enabled }}
-        - name: rdma
-          containerPort: 8092
+        {{- range $idx, $name := $ports }}
+        - name: {{ $name }}
+          containerPort: {{ add $port $idx }}
+          {{- if $values.hostNetwork }}
+          hostPort: {{ add $port $idx }}
+          {{- end }}
         {{- end }}
       # It listens before it loads the model, so a short start-up time does; loading shows in readiness.
       startupProbe:

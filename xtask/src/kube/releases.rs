@@ -19,6 +19,8 @@ const SETTLE_TIMEOUT: Duration = Duration::from_secs(60);
 const REFUSED_CAPABILITY: &str = "IPC_LOCK";
 /// A volume that they refuse, too: a tier of KV that the workers of a node share.
 const HOST_PATH: &str = "hostPath:";
+/// The network of a node, which they refuse, too.
+const HOST_NETWORK: &str = "hostNetwork: true";
 
 /// Values that change every pod.
 const CHANGE: [&str; 4] = ["--set", "image.tag=other", "--set", "log.filter=debug"];
@@ -27,7 +29,8 @@ const CHANGE: [&str; 4] = ["--set", "image.tag=other", "--set", "log.filter=debu
 pub(super) fn live(cluster: &Cluster, values: &str) -> Result<String> {
     let version = format!("--kube-version={KUBERNETES}");
     let manifests = cluster.helm(&["template", "release", CHART, &version, "--values", values])?;
-    let is_refused = [REFUSED_CAPABILITY, HOST_PATH].iter().any(|part| manifests.contains(part));
+    let is_refused =
+        [REFUSED_CAPABILITY, HOST_PATH, HOST_NETWORK].iter().any(|part| manifests.contains(part));
     let level = if is_refused { "privileged" } else { "restricted" };
     let namespace = format!("baton-{}", chart::name_of(values));
     nodes::add_namespace(cluster, &namespace, level)?;
