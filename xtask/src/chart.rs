@@ -17,7 +17,7 @@ const DEFAULT: &str = "default";
 /// What holds of the manifests of a file there, and what is wrong otherwise.
 type Extension = (&'static str, fn(&str) -> bool, &'static str);
 /// Files there of what others add to objects, or of what objects take from their nodes.
-const EXTENSIONS: [Extension; 3] = [
+const EXTENSIONS: [Extension; 4] = [
     (
         "host-network",
         uses_host_network,
@@ -32,6 +32,11 @@ const EXTENSIONS: [Extension; 3] = [
         "openshift",
         |manifests| !manifests.contains("runAsUser"),
         "podSecurityContext.runAsUser: null leaves a user",
+    ),
+    (
+        "resource-claims",
+        claims_devices,
+        "a worker does not use the claims of its pod, or asks for devices in another way, too",
     ),
 ];
 /// Values that users start from.
@@ -144,6 +149,20 @@ fn uses_host_network(manifests: &str) -> bool {
         && num("dnsPolicy: ClusterFirstWithHostNet") == 2
         && [8090, 8190].into_iter().all(has_own_ports)
         && num("cidr: 10.0.0.0/16") == 3
+}
+
+/// Whether pods have claims, their containers use these, and no device is a resource.
+fn claims_devices(manifests: &str) -> bool {
+    let num = |text: &str| manifests.matches(text).count();
+    let names: Vec<&str> = manifests
+        .split("            claims:\n")
+        .skip(1)
+        .flat_map(|claims| claims.lines().map_while(|line| line.strip_prefix("            - name: ")))
+        .collect();
+    num("      resourceClaims:\n") == 2
+        && num("resourceClaimTemplateName: ") == 4
+        && names == ["gpus", "nic", "gpu", "nic"]
+        && ["nvidia.com/gpu", "rdma/hca", "\"\": "].into_iter().all(|device| num(device) == 0)
 }
 
 /// The values files that the chart is installed with, relative to the root.

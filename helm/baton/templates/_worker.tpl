@@ -141,6 +141,10 @@ spec:
   runtimeClassName: {{ . }}
   {{- end }}
   {{- end }}
+  {{- with $values.resourceClaims }}
+  resourceClaims:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
   {{- include "baton.modelWaits" $root | trim | nindent 2 }}
   containers:
     - name: {{ .role }}-worker
@@ -331,11 +335,17 @@ spec:
 {{- if and $rdma.enabled $rdma.resource.name -}}
 {{- $_ := set $devices $rdma.resource.name $rdma.resource.count -}}
 {{- end -}}
-{{- if .values.gpus -}}
+{{- /* Without a name they come by claims. */ -}}
+{{- if and .values.gpus .root.Values.gpu.resource -}}
 {{- $_ := set $devices .root.Values.gpu.resource .values.gpus -}}
 {{- end -}}
 {{- if $devices -}}
 {{- $_ := set $resources "limits" (merge $devices (default dict $resources.limits)) -}}
+{{- end -}}
+{{- with .values.resourceClaims -}}
+{{- $claims := list -}}
+{{- range . -}}{{- $claims = append $claims (pick . "name") -}}{{- end -}}
+{{- $_ := set $resources "claims" $claims -}}
 {{- end -}}
 {{- toYaml $resources -}}
 {{- end -}}

@@ -13,6 +13,12 @@ use super::cluster::{Cluster, until_nothing};
 /// The annotation of nodes whose pods do not run, as a selector.
 pub(super) const SIMULATED: &str = "kwok.x-k8s.io/node=fake";
 
+/// The version of objects of dynamic resource allocation.
+const CLAIMS: &str = "resource.k8s.io/v1";
+/// The driver of devices that pods claim, and the classes of these.
+const DRIVER: &str = "devices.example.com";
+const CLASSES: [&str; 2] = ["gpu", "nic"];
+
 /// Creates definitions and waits until the API server serves them. Returns what was added, for the report.
 pub(super) fn add_definitions(cluster: &Cluster, files: &[PathBuf]) -> Result<String> {
     for file in files {
@@ -50,6 +56,8 @@ pub(super) fn add(cluster: &Cluster) -> Result<String> {
         node("gpu-2", gpu_labels, json!([]), gpus),
     ];
     cluster.apply(&nodes)?;
+    cluster.apply(&CLASSES.map(class))?;
+    cluster.apply(&["gpu-0", "gpu-1", "gpu-2"].map(devices))?;
     cluster.apply(&[
         json!({"apiVersion": "node.k8s.io/v1", "kind": "RuntimeClass", "metadata": {"name": "nvidia"}, "handler": "nvidia"}),
         json!({"apiVersion": "scheduling.k8s.io/v1", "kind": "PriorityClass", "metadata": {"name": "serving"}, "value": 1000}),
@@ -71,10 +79,10 @@ pub(super) fn add(cluster: &Cluster) -> Result<String> {
             .map(|node| format!("{} is not ready", node["metadata"]["name"]))
             .collect())
     })?;
-    Ok("2 with processors, 3 with 8 GPUs and 8 RDMA devices".to_owned())
+    Ok("2 with processors, 3 with 8 GPUs and 8 RDMA devices, and 8 of each for claims".to_owned())
 }
 
-/// A namespace of a Pod Security level, with the claims and the service account that values files name.
+/// A namespace of a Pod Security level, with the claims, templates of claims and the service account that values files name.
 pub(super) fn add_namespace(cluster: &Cluster, name: &str, level: &str) -> Result<()> {
     let labels = json!({"pod-security.kubernetes.io/enforce": level});
     let claim = |claim: &str, mode: &str, size: &str| {
@@ -92,6 +100,9 @@ pub(super) fn add_namespace(cluster: &Cluster, name: &str, level: &str) -> Resul
         json!({"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "serving", "namespace": name}}),
         claim("models", "ReadWriteMany", "500Gi"),
         claim("journal", "ReadWriteOnce", "10Gi"),
+        claim_template(name, "one-gpu", "gpu", 1),
+        claim_template(name, "two-gpus", "gpu", 2),
+        claim_template(name, "one-nic", "nic", 1),
     ])
 }
 
@@ -106,6 +117,49 @@ pub(super) fn real(name: &str) -> Value {
     node["metadata"]["annotations"] = json!({});
     node["status"]["conditions"] = json!([{"type": "Ready", "status": "True"}]);
     node
+}
+
+/// Devices that pods claim by the class's name.
+fn class(name: &str) -> Value {
+    let expression = format!("device.attributes['{DRIVER}'].kind == '{name}'");
+    json!({
+        "apiVersion": CLAIMS,
+        "kind": "DeviceClass",
+        "metadata": {"name": name},
+        "spec": {"selectors": [{"cel": {"expression": expression}}]},
+    })
+}
+
+/// Eight devices of each class on a node.
+fn devices(node: &str) -> Value {
+    let mut devices = Vec::new();
+    for class in CLASSES {
+        for idx in 0..8 {
+            let attributes = json!({"kind": {"string": class}});
+            devices.push(json!({"name": format!("{class}-{idx}"), "attributes": attributes}));
+        }
+    }
+    json!({
+        "apiVersion": CLAIMS,
+        "kind": "ResourceSlice",
+        "metadata": {"name": node},
+        "spec": {
+            "driver": DRIVER,
+            "nodeName": node,
+            "pool": {"name": node, "generation": 1, "resourceSliceCount": 1},
+            "devices": devices,
+        },
+    })
+}
+
+fn claim_template(namespace: &str, name: &str, class: &str, count: u32) -> Value {
+    let request = json!({"name": "devices", "exactly": {"deviceClassName": class, "count": count}});
+    json!({
+        "apiVersion": CLAIMS,
+        "kind": "ResourceClaimTemplate",
+        "metadata": {"name": name, "namespace": namespace},
+        "spec": {"spec": {"devices": {"requests": [request]}}},
+    })
 }
 
 /// kwok keeps what a node's status says, and its heartbeat.
