@@ -20,10 +20,11 @@ pub use products::{
 };
 pub use rows::{GateFunction, add_scaled, rms_norm, rms_norm_in_place, rotate, soft_cap, soft_capped};
 
-/// Internals that the tests of this crate check.
+/// Internals that the tests of this crate check, and the instruction sets to test.
 #[cfg(feature = "testing")]
 #[doc(hidden)]
 pub mod testing {
     pub use crate::products::testing::{SLAB, UNCUT, Unpacked, cut, level_tiles_multiply, tiles_of_rows};
     pub use crate::rows::{erf, gated};
+    pub use baton_cpu_simd::tiles::tested_isas;
 }

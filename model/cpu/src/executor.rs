@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use baton_cpu_kernels::{Cpu, Isa};
+use baton_cpu_kernels::Cpu;
 use baton_cpu_threads::ThreadPool;
 use baton_kv_cache::{BlockStorage, KvLayout};
 use baton_model_spec::{
@@ -23,7 +23,7 @@ pub struct CpuExecutor {
 
 impl CpuExecutor {
     pub(crate) fn new(model: CpuModel, pool: Arc<ThreadPool>) -> CpuExecutor {
-        let isa = Isa::detect();
+        let isa = model.isa();
         tracing::debug!(threads = pool.num_threads(), instructions = isa.name(), "cpu executor");
         let ropes = RopeTables::new(&model.decoder().shard().spec().ropes);
         CpuExecutor { model, cpu: Cpu::on(pool, isa), buffers: Buffers::default(), ropes }

@@ -8,21 +8,15 @@ use baton_cpu_kernels::{Isa, fma_loop, has_pairs, pairs_loop};
 /// Iterations of a loop: about ten microseconds.
 const ROUNDS: usize = 2000;
 
-/// Whether this CPU has an instruction for pairs of bf16.
-pub(crate) fn multiplies_bf16() -> bool {
-    has_pairs(Isa::detect())
-}
-
-/// Whether that instruction is worth using. It does twice the work of an f32 multiply-add; on some CPUs it takes as
-/// long, on others four times as long.
+/// Whether there is an instruction for pairs of bf16 that is worth using. It does twice the work of an f32 multiply-add;
+/// on some CPUs it takes as long, on others four times as long.
 ///
 /// The measurement compares loops of the instructions alone. A product that is small enough to measure at every start
 /// spends most time on other things, and measuring one gave a random answer.
-pub(crate) fn bf16_is_faster() -> bool {
-    if !multiplies_bf16() {
+pub(crate) fn bf16_is_faster(isa: Isa) -> bool {
+    if !has_pairs(isa) {
         return false;
     }
-    let isa = Isa::detect();
     if isa.has_tiles() {
         return true;
     }
@@ -50,7 +44,8 @@ mod tests {
 
     #[test]
     fn every_start_measures_the_same_winner() {
-        let first = bf16_is_faster();
-        assert!((0..20).all(|_| bf16_is_faster() == first), "measured as {first} and as {}", !first);
+        let measured = || bf16_is_faster(Isa::detect());
+        let first = measured();
+        assert!((0..20).all(|_| measured() == first), "measured as {first} and as {}", !first);
     }
 }

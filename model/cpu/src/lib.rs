@@ -25,3 +25,12 @@ pub use load::{load, load_ranks};
 pub use model::CpuModel;
 pub use packed::PackedMatrix;
 pub use parallel::ParallelCpuExecutor;
+
+/// Models on other instruction sets than the best one, for tests.
+#[cfg(feature = "testing")]
+#[doc(hidden)]
+pub mod testing {
+    pub use crate::load::load_on;
+    pub use baton_cpu_kernels::Isa;
+    pub use baton_cpu_kernels::testing::tested_isas;
+}

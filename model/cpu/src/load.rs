@@ -3,9 +3,10 @@
 use std::path::Path;
 
 use baton_checkpoint::{IntegerChoice, LoadOptions, LoadProgress, load_decoder};
+use baton_cpu_kernels::{Isa, has_pairs};
 use baton_model_spec::{Activations, LoadError, Quantisation, Rank};
 
-use crate::fastest::{bf16_is_faster, multiplies_bf16};
+use crate::fastest::bf16_is_faster;
 use crate::model::CpuModel;
 use crate::packed::{Packer, Packing, WeightCache};
 
@@ -20,7 +21,20 @@ pub fn load(
     options: &LoadOptions,
     progress: &mut dyn FnMut(LoadProgress),
 ) -> Result<CpuModel, LoadError> {
-    load_packed(model, options, packing(options)?, progress)
+    load_on(Isa::detect(), model, options, progress)
+}
+
+/// As [`load`], for an instruction set of this CPU, or in tests for the software model of tiles.
+///
+/// # Errors
+/// As [`load`].
+pub fn load_on(
+    isa: Isa,
+    model: &Path,
+    options: &LoadOptions,
+    progress: &mut dyn FnMut(LoadProgress),
+) -> Result<CpuModel, LoadError> {
+    load_packed(isa, model, options, packing(isa, options)?, progress)
 }
 
 /// Loads the parts of `num_ranks` ranks that compute together in this process. `options` apply to each, except the
@@ -35,13 +49,15 @@ pub fn load_ranks(
     progress: &mut dyn FnMut(LoadProgress),
 ) -> Result<Vec<CpuModel>, LoadError> {
     // The fastest kernel is measured once, so that all ranks use the same.
-    let packing = packing(options)?;
+    let isa = Isa::detect();
+    let packing = packing(isa, options)?;
     let ranks = Rank::all(num_ranks)
-        .map(|rank| load_packed(model, &LoadOptions { rank, ..options.clone() }, packing, progress));
+        .map(|rank| load_packed(isa, model, &LoadOptions { rank, ..options.clone() }, packing, progress));
     ranks.collect()
 }
 
 fn load_packed(
+    isa: Isa,
     model: &Path,
     options: &LoadOptions,
     packing: Packing,
@@ -57,15 +73,15 @@ fn load_packed(
     let finished = packer.finish(cache.as_ref(), decoder.num_threads(), progress);
     finished.map_err(|source| LoadError::io(model, source))?;
     files.release_pages();
-    Ok(CpuModel::new(decoder, bf16_pairs))
+    Ok(CpuModel::new(decoder, isa, bf16_pairs))
 }
 
-fn packing(options: &LoadOptions) -> Result<Packing, LoadError> {
+fn packing(isa: Isa, options: &LoadOptions) -> Result<Packing, LoadError> {
     let bf16_pairs = match options.activations {
         Activations::F32 => false,
-        Activations::Bf16 if !multiplies_bf16() => return Err(LoadError::NoBf16),
+        Activations::Bf16 if !has_pairs(isa) => return Err(LoadError::NoBf16),
         Activations::Bf16 => true,
-        Activations::Auto => bf16_is_faster(),
+        Activations::Auto => bf16_is_faster(isa),
     };
     let quantise = options.quantise.map(Quantisation::format);
     let integers = IntegerChoice { quantise, widen: options.activations == Activations::F32 };

@@ -1,6 +1,7 @@
 //! A model whose weights are packed for this machine's CPUs.
 
 use baton_checkpoint::LoadedDecoder;
+use baton_cpu_kernels::Isa;
 
 use crate::packed::PackedMatrix;
 
@@ -8,17 +9,23 @@ use crate::packed::PackedMatrix;
 #[derive(Clone, Debug)]
 pub struct CpuModel {
     decoder: LoadedDecoder<PackedMatrix>,
+    isa: Isa,
     bf16_pairs: bool,
 }
 
 impl CpuModel {
-    pub(crate) fn new(decoder: LoadedDecoder<PackedMatrix>, bf16_pairs: bool) -> CpuModel {
-        CpuModel { decoder, bf16_pairs }
+    pub(crate) fn new(decoder: LoadedDecoder<PackedMatrix>, isa: Isa, bf16_pairs: bool) -> CpuModel {
+        CpuModel { decoder, isa, bf16_pairs }
     }
 
     /// The description of the model and its weights.
     pub fn decoder(&self) -> &LoadedDecoder<PackedMatrix> {
         &self.decoder
+    }
+
+    /// The instruction set that computes it: the format of packed weights was chosen for it.
+    pub(crate) fn isa(&self) -> Isa {
+        self.isa
     }
 
     /// Whether bf16 weights and KV are multiplied in pairs, with activations in bf16.

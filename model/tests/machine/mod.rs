@@ -9,6 +9,7 @@ use baton_model::{
     Activations, Backend, Batch, BatchSequence, Executor, LoadOptions, ParallelCpuExecutor, ThreadPool, load,
     load_ranks,
 };
+use baton_model_cpu::testing::{Isa, load_on};
 use safetensors::SafeTensors;
 
 pub const FIXTURES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/parity/fixtures");
@@ -94,6 +95,12 @@ impl Machine {
         Machine::on(Box::new(model.cpu_executor().unwrap()))
     }
 
+    /// The model computed by the software model of tiles.
+    pub fn in_tiles(model: &Path, options: &LoadOptions) -> Machine {
+        let model = load_on(Isa::TileModel, model, options, &mut |_| {}).unwrap();
+        Machine::on(Box::new(model.executor().unwrap()))
+    }
+
     fn on(executor: Box<dyn Executor>) -> Machine {
         let layout = executor.kv_layout();
         let storage = BlockStorage::new(layout, 2000 / layout.block_size).unwrap();
@@ -138,6 +145,24 @@ impl Machine {
         };
         assert_eq!(layers, (0..num_layers).collect::<Vec<_>>());
         logits.chunks_exact(vocab).map(<[f32]>::to_vec).collect()
+    }
+
+    /// Computes `tokens` in chunks of these sizes and returns the logits after each of them.
+    pub fn all_logits(&mut self, tokens: &[u32], chunks: &[usize]) -> Vec<Vec<f32>> {
+        let place = self.place(tokens.len());
+        let mut all = Vec::new();
+        for &num_logits in chunks {
+            let start_idx = all.len();
+            let end = start_idx + num_logits;
+            all.extend(self.run(vec![BatchSequence {
+                tokens: &tokens[start_idx..end],
+                start_idx,
+                blocks: &place.blocks[..end.div_ceil(place.block_size)],
+                num_logits,
+            }]));
+        }
+        assert_eq!(all.len(), tokens.len());
+        all
     }
 
     /// Computes `tokens[start..]` in chunks and returns the logits after the last token.
