@@ -6,7 +6,10 @@ use std::path::{Path, PathBuf};
 use baton_gguf::testing::{Damage, Writer};
 use baton_gguf::{Gguf, TensorType, Value};
 use baton_kv_cache::{BlockId, BlockStorage, KvDtype};
-use baton_model::{Activations, Backend, Batch, BatchSequence, Executor, LoadOptions, LoadedModel, load};
+use baton_model::{
+    Activations, Backend, Batch, BatchSequence, Executor, LoadOptions, LoadedModel, StoredWeights, load,
+    load_config,
+};
 
 const FIXTURES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/gguf/fixtures");
 
@@ -382,6 +385,29 @@ fn widened(gguf: &Gguf<'_>, bytes: &[u8]) -> Writer {
         writer = writer.tensor(name, TensorType::F32, &tensor.shape, &data);
     }
     writer
+}
+
+#[test]
+fn a_configuration_says_how_the_layers_are_stored() {
+    for (name, expected) in [
+        ("llama-f32", "f32"),
+        ("phi3-f16", "f16"),
+        ("qwen2-bf16", "bf16"),
+        ("llama-q4_0", "4 bits in groups of 32"),
+        ("qwen3-q8_0", "8 bits in groups of 32"),
+        ("qwen3moe-q5_1", "8 bits in groups of 32 with zero points"),
+    ] {
+        let config = load_config(&Path::new(FIXTURES).join(format!("{name}.gguf"))).unwrap();
+        let found = match config.stored {
+            StoredWeights::Floats(dtype) => dtype.name().to_owned(),
+            StoredWeights::Fp8 => "fp8".to_owned(),
+            StoredWeights::Integers(format) => {
+                let zeros = if format.has_zeros { " with zero points" } else { "" };
+                format!("{} bits in groups of {}{zeros}", format.width.bits(), format.group)
+            }
+        };
+        assert_eq!(found, expected, "{name}");
+    }
 }
 
 /// Integer kernels quantise activations; tests/quality measures the cost.

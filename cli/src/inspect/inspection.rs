@@ -7,7 +7,7 @@ use baton_command::{at_least_one, parse_kv_dtype};
 use baton_cost::{StepLine, StepWork};
 use baton_kv_cache::KvDtype;
 use baton_model::{
-    DecoderSpec, FloatDtype, ModelConfig, Quantisation,
+    DecoderSpec, FloatDtype, ModelConfig, Quantisation, StoredWeights,
     cost::{DeviceSpeed, ModelCost, StepCost},
 };
 use baton_worker::step_profile;
@@ -77,13 +77,15 @@ pub(crate) struct InspectArgs {
     pub(crate) tpot: Option<f64>,
 }
 
-/// The bytes of a weight.
+/// The bytes of a weight, and how it is stored.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct WeightSize {
     /// With its share of scales.
     pub(super) bytes: f64,
     /// The type of KV that goes with it, if it says one.
     pub(super) kv_dtype: Option<KvDtype>,
+    /// What decides how it is multiplied.
+    pub(super) stored: StoredWeights,
     /// Where that is from.
     pub(super) source: String,
 }
@@ -93,6 +95,7 @@ impl WeightSize {
         WeightSize {
             bytes: dtype.size_bytes() as f64,
             kv_dtype: Some(dtype.kv_dtype()),
+            stored: StoredWeights::Floats(dtype),
             source: dtype.name().to_owned(),
         }
     }
@@ -103,6 +106,7 @@ impl WeightSize {
         WeightSize {
             bytes: num_bytes as f64 / parameters as f64,
             kv_dtype: None,
+            stored: config.stored,
             source: "as in the files".to_owned(),
         }
     }
@@ -117,6 +121,7 @@ pub(super) fn parse_dtype(name: &str) -> Result<WeightSize, String> {
     Ok(WeightSize {
         bytes: quantisation.bytes_per_weight(),
         kv_dtype: None,
+        stored: StoredWeights::Integers(quantisation.format()),
         source: format!("{quantisation} with scales"),
     })
 }
@@ -157,7 +162,7 @@ impl Inspection {
         ensure!(args.batch > 0, "--batch must be at least 1");
         let seconds = |name, value: Option<f64>| value.map(|ms| positive(name, ms / 1e3)).transpose();
         let kv_dtype = args.kv_dtype.or(weights.kv_dtype).unwrap_or(config.dtype.kv_dtype());
-        let peaks = Peaks::of(args.device, args.threads, (args.flops, args.bandwidth), &weights.source)?;
+        let peaks = Peaks::of(args.device, args.threads, (args.flops, args.bandwidth), weights.stored)?;
         Ok(Self {
             spec: config.decoder.clone(),
             cost: ModelCost::new(&config.decoder, weights.bytes, kv_dtype),

@@ -78,7 +78,7 @@ fn weight_file_bytes(model: &Path) -> anyhow::Result<Option<u64>> {
 #[cfg(test)]
 mod tests {
     use baton_kv_cache::KvDtype;
-    use baton_model::ModelConfig;
+    use baton_model::{FloatDtype, ModelConfig, StoredWeights};
     use clap::Parser;
 
     use super::{inspection::parse_dtype, peaks::Device, text::time_text, *};
@@ -169,6 +169,23 @@ mod tests {
         assert!(parse_dtype("int2").is_err());
         let config = ModelConfig::parse(Path::new("config.json"), LLAMA.as_bytes()).unwrap();
         assert_eq!(WeightSize::of_files(8_030_261_248, &config).bytes, 1.0);
+    }
+
+    #[test]
+    fn weights_of_files_are_stored_as_the_files_say() {
+        let gguf = |name: &str| {
+            let file = format!("../tests/gguf/fixtures/{name}.gguf");
+            load_config(&Path::new(env!("CARGO_MANIFEST_DIR")).join(file)).unwrap()
+        };
+        let directory = |method: &str| {
+            let method = format!("{{\"quantization_config\": {{\"quant_method\": \"{method}\"}},");
+            ModelConfig::parse(Path::new("config.json"), LLAMA.replacen('{', &method, 1).as_bytes()).unwrap()
+        };
+        let stored = |config: &ModelConfig| WeightSize::of_files(1, config).stored;
+        assert_eq!(stored(&directory("fp8")), StoredWeights::Fp8);
+        assert_eq!(stored(&gguf("llama-f32")), StoredWeights::Floats(FloatDtype::F32));
+        assert_eq!(stored(&gguf("llama-f16")), StoredWeights::Floats(FloatDtype::F16));
+        assert!(matches!(stored(&gguf("llama-q8_0")), StoredWeights::Integers(_)));
     }
 
     #[test]

@@ -3,7 +3,7 @@
 use std::{num::NonZero, thread};
 
 use anyhow::ensure;
-use baton_model::{CpuPeak, CpuPeaks};
+use baton_model::{CpuPeak, CpuPeaks, FloatDtype, StoredWeights};
 use clap::ValueEnum;
 
 /// A device by its peak numbers: as its maker states them, or measured.
@@ -53,12 +53,12 @@ pub(super) struct Peaks {
 }
 
 impl Peaks {
-    /// Of a device, with what is given in TFLOP/s and GB/s in place of its own, and weights of a type.
+    /// Of a device, with what is given in TFLOP/s and GB/s in place of its own, and weights that are stored so.
     pub(super) fn of(
         device: Device,
         threads: Option<usize>,
         (flops, bandwidth): (Option<f64>, Option<f64>),
-        weights: &str,
+        weights: StoredWeights,
     ) -> anyhow::Result<Peaks> {
         let flops = flops.map(|value| positive("--flops", value)).transpose()?;
         let bandwidth = bandwidth.map(|value| positive("--bandwidth", value)).transpose()?;
@@ -81,7 +81,7 @@ impl Peaks {
         Peaks { device, roofs: vec![("bf16", teraflops * 1e12)], bytes_per_second: gigabytes * 1e9 }
     }
 
-    fn measured(threads: Option<usize>, weights: &str) -> Peaks {
+    fn measured(threads: Option<usize>, weights: StoredWeights) -> Peaks {
         let threads = threads.unwrap_or_else(|| thread::available_parallelism().map_or(1, NonZero::get));
         let CpuPeaks { isa, operations, read } = CpuPeaks::measure(threads);
         let device = format!("cpu ({isa}, {threads} threads, measured)");
@@ -90,11 +90,14 @@ impl Peaks {
 }
 
 /// The type in which products of such weights are computed comes first: the fastest of its kind.
-fn sorted(mut operations: Vec<(CpuPeak, f64)>, weights: &str) -> Vec<(&'static str, f64)> {
+fn sorted(mut operations: Vec<(CpuPeak, f64)>, weights: StoredWeights) -> Vec<(&'static str, f64)> {
     let kinds: &[CpuPeak] = match weights {
-        "f32" | "f16" => &[CpuPeak::F32],
-        "bf16" => &[CpuPeak::F32, CpuPeak::Bf16Pairs, CpuPeak::Bf16Tiles],
-        _ => &[CpuPeak::Int8, CpuPeak::Int8Tiles],
+        StoredWeights::Floats(FloatDtype::F32 | FloatDtype::F16) => &[CpuPeak::F32],
+        // FP8 is widened to bf16 when it is loaded.
+        StoredWeights::Floats(FloatDtype::Bf16) | StoredWeights::Fp8 => {
+            &[CpuPeak::F32, CpuPeak::Bf16Pairs, CpuPeak::Bf16Tiles]
+        }
+        StoredWeights::Integers(_) => &[CpuPeak::Int8, CpuPeak::Int8Tiles],
     };
     operations.sort_by(|(a, fast), (b, faster)| {
         kinds.contains(b).cmp(&kinds.contains(a)).then(faster.total_cmp(fast))
@@ -110,6 +113,8 @@ pub(super) fn positive(name: &str, value: f64) -> anyhow::Result<f64> {
 
 #[cfg(test)]
 mod tests {
+    use baton_model::Quantisation;
+
     use super::*;
 
     #[test]
@@ -121,15 +126,16 @@ mod tests {
             (CpuPeak::Bf16Tiles, 16.0),
             (CpuPeak::Int8Tiles, 32.0),
         ];
-        for (dtype, tiles, without) in [
-            ("f32", "f32", "f32"),
-            ("f16", "f32", "f32"),
-            ("bf16", "bf16 tiles", "f32"),
-            ("int8 with scales", "int8 tiles", "int8"),
-            ("as in the files", "int8 tiles", "int8"),
+        let int8 = "int8".parse::<Quantisation>().unwrap().format();
+        for (weights, tiles, without) in [
+            (StoredWeights::Floats(FloatDtype::F32), "f32", "f32"),
+            (StoredWeights::Floats(FloatDtype::F16), "f32", "f32"),
+            (StoredWeights::Floats(FloatDtype::Bf16), "bf16 tiles", "f32"),
+            (StoredWeights::Fp8, "bf16 tiles", "f32"),
+            (StoredWeights::Integers(int8), "int8 tiles", "int8"),
         ] {
-            assert_eq!(sorted(rates.clone(), dtype)[0].0, tiles, "{dtype}");
-            assert_eq!(sorted(rates[..3].to_vec(), dtype)[0].0, without, "{dtype}");
+            assert_eq!(sorted(rates.clone(), weights)[0].0, tiles, "{weights:?}");
+            assert_eq!(sorted(rates[..3].to_vec(), weights)[0].0, without, "{weights:?}");
         }
     }
 }

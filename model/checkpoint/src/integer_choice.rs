@@ -65,11 +65,10 @@ impl IntegerChoice {
     }
 }
 
-/// The integer format of all parts. If they differ, or no kernel supports theirs: eight bits in groups of 32, which
-/// change a number by at most 1/254 of the largest in its group.
+/// The integer format of all parts, or [another](IntegerFormat::OF_OTHER_GROUPS) if they differ or no kernel supports
+/// theirs.
 pub fn common_format(parts: &[Matrix]) -> IntegerFormat {
     let first = parts[0].integer_format().filter(|format| format.group <= MAX_GROUP);
     let all = parts.iter().all(|part| part.integer_format() == first);
-    let otherwise = IntegerFormat { width: IntegerWidth::Eight, group: 32, has_zeros: false };
-    first.filter(|_| all).unwrap_or(otherwise)
+    first.filter(|_| all).unwrap_or(IntegerFormat::OF_OTHER_GROUPS)
 }

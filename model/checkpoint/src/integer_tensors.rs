@@ -9,9 +9,6 @@ use baton_model_spec::{FloatDtype, IntegerFormat, IntegerRow, IntegerWidth};
 
 use crate::file::Span;
 
-/// Group size that is reported for a row with a single scale. Any size would be correct.
-const GROUP_OF_ROW: usize = 128;
-
 /// Number `k` of row `r` is `scale(r, g) * (level(r, k) - zero(r, g))`, where `g` is the group of `k`.
 #[derive(Clone, Debug)]
 pub(crate) struct IntegerTensors {
@@ -144,7 +141,7 @@ impl IntegerTensors {
     /// [read](Self::read_row) as numbers and quantised again if needed.
     pub(crate) fn format(&self) -> Option<IntegerFormat> {
         let group = match self.groups {
-            Groups::InOrder(_) if self.scales_whole_rows() => GROUP_OF_ROW,
+            Groups::InOrder(_) if self.scales_whole_rows() => IntegerFormat::GROUP_OF_ROW,
             Groups::InOrder(size) if size.is_multiple_of(32) => size,
             _ => return None,
         };

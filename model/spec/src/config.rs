@@ -12,6 +12,7 @@ use crate::error::LoadError;
 use crate::fields::{Fields, parse_object};
 use crate::float::FloatDtype;
 use crate::quantisation_config::StoredQuantisation;
+use crate::stored_weights::StoredWeights;
 use crate::weight_format::WeightFormat;
 
 /// The contents of `config.json` or of a GGUF file's metadata.
@@ -31,6 +32,8 @@ pub struct ModelConfig {
     pub quantisation: Option<StoredQuantisation>,
     /// The number format of the layers' weights that a directory's configuration states; bf16 for other files.
     pub weights: WeightFormat,
+    /// How most weights of the layers are stored: as a directory's configuration states, or as a GGUF file's header says.
+    pub stored: StoredWeights,
     /// The decoder.
     pub decoder: DecoderSpec,
 }
@@ -59,14 +62,17 @@ impl ModelConfig {
         let object = parse_object(path, text)?;
         let fields = Fields::new(path, &object);
         let architecture = name_of(&fields)?;
+        // The decoder comes first: it refuses unsupported architectures.
+        let context_length = architecture::context_length(&architecture, &fields)?;
+        let (dtype, weights) = (stated_dtype(&fields)?, WeightFormat::read(&fields)?);
         Ok(ModelConfig {
-            // The decoder comes first: it refuses unsupported architectures.
-            context_length: architecture::context_length(&architecture, &fields)?,
+            context_length,
             eos_token_ids: fields.token_ids("eos_token_id")?,
             bos_token_id: fields.token_ids("bos_token_id")?.first().copied(),
-            dtype: stated_dtype(&fields)?,
+            dtype,
             quantisation: StoredQuantisation::read(&fields)?,
-            weights: WeightFormat::read(&fields)?,
+            weights,
+            stored: StoredWeights::stated(weights, dtype),
             decoder: architecture::decoder(&architecture, &fields)?,
             architecture,
         })

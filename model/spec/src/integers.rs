@@ -23,6 +23,14 @@ pub struct IntegerFormat {
 }
 
 impl IntegerFormat {
+    /// The group size of a row with a single scale. Any size would be correct.
+    pub const GROUP_OF_ROW: usize = 128;
+
+    /// For integers in groups that no kernel supports: eight bits in groups of 32, which change a number by at most 1/254
+    /// of the largest in its group.
+    pub const OF_OTHER_GROUPS: IntegerFormat =
+        IntegerFormat { width: IntegerWidth::Eight, group: MIN_GROUP, has_zeros: false };
+
     /// The number of activations that share a scale: whole groups of weights, about 256 numbers together. With one
     /// scale per small group, applying both scales would cost as much as the multiplications.
     #[inline]

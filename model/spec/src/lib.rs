@@ -24,6 +24,7 @@ mod ranks;
 mod rope;
 mod sampling;
 mod shard;
+mod stored_weights;
 mod weight_format;
 
 pub use blend::{
@@ -43,4 +44,5 @@ pub use ranks::{ParallelExecutor, RankError, RankExecutor, SamplingRank};
 pub use rope::{RopeScaling, RopeSpec};
 pub use sampling::{InvalidLogits, SampledRow, SampledToken, TokenCount, TokenLogprobs, TokenSampling};
 pub use shard::{DecoderShard, Rank};
+pub use stored_weights::StoredWeights;
 pub use weight_format::WeightFormat;

@@ -9,11 +9,15 @@ use std::path::Path;
 use baton_gguf::{GgufError, TensorType, Value};
 use baton_model_spec::architecture::{self, MAX_LAYERS};
 use baton_model_spec::fields::Fields;
-use baton_model_spec::{DecoderSpec, FloatDtype, LoadError, MlpSpec, ModelConfig, RopeScaling, WeightFormat};
+use baton_model_spec::{
+    DecoderSpec, FloatDtype, IntegerFormat, LoadError, MlpSpec, ModelConfig, RopeScaling, StoredWeights,
+    WeightFormat,
+};
 use serde_json::{Map, json};
 
 use super::files::{Contents, with_contents};
-use super::names::{EMBEDDING, ROPE_DIVISORS};
+use super::names::{EMBEDDING, LAYERS, ROPE_DIVISORS};
+use crate::blocks;
 
 /// Metadata keys, after the architecture's name and a dot, and their fields.
 const FIELDS: &[(&str, &str)] = &[
@@ -97,24 +101,44 @@ fn config(path: &Path, contents: &Contents<'_>) -> Result<ModelConfig, LoadError
         context_length: architecture::context_length(architecture, &fields).map_err(named)?,
         eos_token_ids: fields.token_ids("eos_token_id").map_err(named)?,
         bos_token_id: fields.token_ids("bos_token_id").map_err(named)?.first().copied(),
-        dtype: most_bytes(contents),
+        dtype: float_dtype(contents),
         quantisation: None,
         weights: WeightFormat::Bf16,
+        stored: stored_weights(contents),
         decoder,
     })
 }
 
 /// The type of the floats that take most of the file; if integers do, the type of their scales.
-fn most_bytes(contents: &Contents<'_>) -> FloatDtype {
-    let mut bytes = HashMap::new();
-    for (tensor, _) in contents.tensors.values() {
-        *bytes.entry(tensor.tensor_type).or_insert(0) += tensor.size_bytes;
-    }
-    match bytes.into_iter().max_by_key(|(_, bytes)| *bytes) {
-        Some((TensorType::F32, _)) => FloatDtype::F32,
-        Some((TensorType::Bf16, _)) => FloatDtype::Bf16,
+fn float_dtype(contents: &Contents<'_>) -> FloatDtype {
+    match most_bytes(contents, "") {
+        Some(TensorType::F32) => FloatDtype::F32,
+        Some(TensorType::Bf16) => FloatDtype::Bf16,
         _ => FloatDtype::F16,
     }
+}
+
+/// How the weights that take most of the layers' bytes are stored.
+fn stored_weights(contents: &Contents<'_>) -> StoredWeights {
+    match most_bytes(contents, LAYERS) {
+        Some(TensorType::F32) => StoredWeights::Floats(FloatDtype::F32),
+        Some(TensorType::Bf16) => StoredWeights::Floats(FloatDtype::Bf16),
+        Some(TensorType::F16) | None => StoredWeights::Floats(FloatDtype::F16),
+        Some(integers) => StoredWeights::Integers(
+            blocks::integer_format(integers).unwrap_or(IntegerFormat::OF_OTHER_GROUPS),
+        ),
+    }
+}
+
+/// The type of most bytes in tensors whose names start so.
+fn most_bytes(contents: &Contents<'_>, start: &str) -> Option<TensorType> {
+    let mut bytes = HashMap::new();
+    for (name, (tensor, _)) in &contents.tensors {
+        if name.starts_with(start) {
+            *bytes.entry(tensor.tensor_type).or_insert(0) += tensor.size_bytes;
+        }
+    }
+    bytes.into_iter().max_by_key(|(_, bytes)| *bytes).map(|(tensor_type, _)| tensor_type)
 }
 
 /// The equivalent `config.json`.

@@ -7,6 +7,8 @@ use baton_model_spec::{DecoderSpec, MlpSpec};
 use crate::matrix::StoredOrder;
 
 pub(super) const EMBEDDING: &str = "token_embd.weight";
+/// The start of the names of all tensors of layers.
+pub(super) const LAYERS: &str = "blk.";
 /// Llama 3's frequency divisors.
 pub(crate) const ROPE_DIVISORS: &str = "rope_freqs.weight";
 

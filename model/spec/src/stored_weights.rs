@@ -1,0 +1,65 @@
+//! How most weights of a model's layers are stored, as far as it decides how they are multiplied.
+//!
+//! This module does not know files or kernels.
+
+use crate::float::FloatDtype;
+use crate::integers::{IntegerFormat, IntegerWidth, MAX_GROUP, MIN_GROUP};
+use crate::weight_format::WeightFormat;
+
+/// How most weights of a model's layers are stored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum StoredWeights {
+    /// Floats.
+    Floats(FloatDtype),
+    /// E4M3, with scales of rows or large blocks.
+    Fp8,
+    /// Integers, in the format in which they are multiplied.
+    Integers(IntegerFormat),
+}
+
+impl StoredWeights {
+    /// Of a directory whose configuration states this format, and `dtype` for floats. Only the tensors show zero points and
+    /// lists of groups: none are assumed.
+    pub(crate) fn stated(weights: WeightFormat, dtype: FloatDtype) -> StoredWeights {
+        match weights {
+            WeightFormat::Bf16 => StoredWeights::Floats(dtype),
+            WeightFormat::Fp8 => StoredWeights::Fp8,
+            WeightFormat::Integers { num_bits, group } => {
+                let width = if num_bits <= 4 { IntegerWidth::Four } else { IntegerWidth::Eight };
+                let group = group.unwrap_or(IntegerFormat::GROUP_OF_ROW);
+                let has_kernels = group.is_multiple_of(MIN_GROUP) && group <= MAX_GROUP;
+                let format = IntegerFormat { width, group, has_zeros: false };
+                StoredWeights::Integers(if has_kernels { format } else { IntegerFormat::OF_OTHER_GROUPS })
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn integers_have_the_groups_in_which_they_are_multiplied() {
+        let of = |num_bits, group| {
+            let weights = WeightFormat::Integers { num_bits, group };
+            let StoredWeights::Integers(format) = StoredWeights::stated(weights, FloatDtype::Bf16) else {
+                panic!("not integers")
+            };
+            (format.width.bits(), format.group)
+        };
+        assert_eq!(of(4, Some(128)), (4, 128));
+        assert_eq!(of(8, Some(64)), (8, 64));
+        assert_eq!(of(8, None), (8, 128), "a scale for each row");
+        assert_eq!(of(4, Some(16)), (8, 32), "groups that no kernel has");
+        assert_eq!(of(4, Some(2048)), (8, 32), "groups that no kernel has");
+    }
+
+    #[test]
+    fn floats_are_of_the_stated_type() {
+        for dtype in [FloatDtype::F32, FloatDtype::F16, FloatDtype::Bf16] {
+            assert_eq!(StoredWeights::stated(WeightFormat::Bf16, dtype), StoredWeights::Floats(dtype));
+            assert_eq!(StoredWeights::stated(WeightFormat::Fp8, dtype), StoredWeights::Fp8);
+        }
+    }
+}
