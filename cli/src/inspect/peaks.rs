@@ -3,7 +3,7 @@
 use std::{num::NonZero, thread};
 
 use anyhow::ensure;
-use baton_model::{CpuPeak, CpuPeaks, FloatDtype, StoredWeights};
+use baton_model::{CpuPeak, CpuPeaks, StoredWeights};
 use clap::ValueEnum;
 
 /// A device by its peak numbers: as its maker states them, or measured.
@@ -83,24 +83,17 @@ impl Peaks {
 
     fn measured(threads: Option<usize>, weights: StoredWeights) -> Peaks {
         let threads = threads.unwrap_or_else(|| thread::available_parallelism().map_or(1, NonZero::get));
-        let CpuPeaks { isa, operations, read } = CpuPeaks::measure(threads);
-        let device = format!("cpu ({isa}, {threads} threads, measured)");
-        Peaks { device, roofs: sorted(operations, weights), bytes_per_second: read }
+        let peaks = CpuPeaks::measure(threads);
+        let of_weights = peaks.of_weights(weights);
+        let device = format!("cpu ({}, {threads} threads, measured)", peaks.isa.name());
+        Peaks { device, roofs: sorted(peaks.operations, of_weights), bytes_per_second: peaks.read }
     }
 }
 
-/// The type in which products of such weights are computed comes first: the fastest of its kind.
-fn sorted(mut operations: Vec<(CpuPeak, f64)>, weights: StoredWeights) -> Vec<(&'static str, f64)> {
-    let kinds: &[CpuPeak] = match weights {
-        StoredWeights::Floats(FloatDtype::F32 | FloatDtype::F16) => &[CpuPeak::F32],
-        // FP8 is widened to bf16 when it is loaded.
-        StoredWeights::Floats(FloatDtype::Bf16) | StoredWeights::Fp8 => {
-            &[CpuPeak::F32, CpuPeak::Bf16Pairs, CpuPeak::Bf16Tiles]
-        }
-        StoredWeights::Integers(_) => &[CpuPeak::Int8, CpuPeak::Int8Tiles],
-    };
+/// The peak that bounds products with the model's weights comes first, and then the others, the fastest first.
+fn sorted(mut operations: Vec<(CpuPeak, f64)>, of_weights: CpuPeak) -> Vec<(&'static str, f64)> {
     operations.sort_by(|(a, fast), (b, faster)| {
-        kinds.contains(b).cmp(&kinds.contains(a)).then(faster.total_cmp(fast))
+        (*b == of_weights).cmp(&(*a == of_weights)).then(faster.total_cmp(fast))
     });
     operations.into_iter().map(|(peak, rate)| (peak.name(), rate)).collect()
 }
@@ -113,8 +106,6 @@ pub(super) fn positive(name: &str, value: f64) -> anyhow::Result<f64> {
 
 #[cfg(test)]
 mod tests {
-    use baton_model::Quantisation;
-
     use super::*;
 
     #[test]
@@ -122,20 +113,10 @@ mod tests {
         let rates = vec![
             (CpuPeak::F32, 4.0),
             (CpuPeak::Int8, 8.0),
-            (CpuPeak::Bf16Pairs, 2.0),
             (CpuPeak::Bf16Tiles, 16.0),
             (CpuPeak::Int8Tiles, 32.0),
         ];
-        let int8 = "int8".parse::<Quantisation>().unwrap().format();
-        for (weights, tiles, without) in [
-            (StoredWeights::Floats(FloatDtype::F32), "f32", "f32"),
-            (StoredWeights::Floats(FloatDtype::F16), "f32", "f32"),
-            (StoredWeights::Floats(FloatDtype::Bf16), "bf16 tiles", "f32"),
-            (StoredWeights::Fp8, "bf16 tiles", "f32"),
-            (StoredWeights::Integers(int8), "int8 tiles", "int8"),
-        ] {
-            assert_eq!(sorted(rates.clone(), weights)[0].0, tiles, "{weights:?}");
-            assert_eq!(sorted(rates[..3].to_vec(), weights)[0].0, without, "{weights:?}");
-        }
+        let roofs = sorted(rates, CpuPeak::Bf16Tiles);
+        assert_eq!(roofs, [("bf16 tiles", 16.0), ("int8 tiles", 32.0), ("int8", 8.0), ("f32", 4.0)]);
     }
 }

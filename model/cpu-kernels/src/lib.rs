@@ -15,8 +15,8 @@ pub use baton_cpu_simd::{CHAINS, Isa, LANES};
 pub use cpu::Cpu;
 pub use loops::{fma_loop, read_loop};
 pub use products::{
-    Output, PANEL, PanelFormat, PanelsRef, RowOrder, bf16_bits, has_pairs, integers_loop, multiply,
-    pack_floats, pack_integers, pairs_loop,
+    Output, PANEL, PanelFormat, PanelsRef, RowOrder, bf16_bits, has_pairs, integers_loop,
+    level_tiles_multiply, multiply, pack_floats, pack_integers, pairs_loop,
 };
 pub use rows::{GateFunction, add_scaled, rms_norm, rms_norm_in_place, rotate, soft_cap, soft_capped};
 
@@ -24,7 +24,7 @@ pub use rows::{GateFunction, add_scaled, rms_norm, rms_norm_in_place, rotate, so
 #[cfg(feature = "testing")]
 #[doc(hidden)]
 pub mod testing {
-    pub use crate::products::testing::{SLAB, UNCUT, Unpacked, cut, level_tiles_multiply, tiles_of_rows};
+    pub use crate::products::testing::{SLAB, UNCUT, Unpacked, cut, tiles_of_rows};
     pub use crate::rows::{erf, gated};
     pub use baton_cpu_simd::tiles::tested_isas;
 }

@@ -16,9 +16,9 @@ use baton_model_spec::{IntegerFormat, IntegerWidth};
 /// From this number of rows on, tiles are faster than vectors.
 pub(super) const MIN_ROWS: usize = 8;
 
-/// Whether this kernel multiplies such weights. Storing and adding the sums of small groups would take longer than their
-/// products; those of large ones are not exact as floats; nibbles would have to be widened. All of them are
-/// [widened to bf16](super::pair_tiles).
+/// Whether such weights are multiplied in tiles of integers. Storing and adding the sums of small groups would take longer
+/// than their products; those of large ones are not exact as floats; nibbles would have to be widened. All of them are
+/// widened to bf16 and multiplied in tiles of that.
 pub fn multiplies(format: IntegerFormat) -> bool {
     format.width == IntegerWidth::Eight && (96..=512).contains(&format.group)
 }

@@ -31,6 +31,7 @@ mod unpacked;
 mod widened;
 
 pub use left::bf16_bits;
+pub use level_tiles::multiplies as level_tiles_multiply;
 pub use levels::integers_loop;
 pub use multiply::multiply;
 pub use pairs::{has_pairs, pairs_loop};

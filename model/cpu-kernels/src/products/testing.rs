@@ -4,7 +4,6 @@ use std::ops::Range;
 
 use super::left::Tiles;
 
-pub use super::level_tiles::multiplies as level_tiles_multiply;
 pub use super::slabs::SLAB;
 pub use super::unpacked::Unpacked;
 pub use super::widened::{UNCUT, cut};

@@ -1,9 +1,9 @@
 use half::bf16;
 
-use baton_cpu_kernels::testing::{SLAB, UNCUT, cut, level_tiles_multiply};
+use baton_cpu_kernels::testing::{SLAB, UNCUT, cut};
 use baton_cpu_kernels::{
-    Cpu, GateFunction, Isa, Output, PANEL, PanelFormat, PanelsRef, RowOrder, has_pairs, multiply,
-    pack_floats, pack_integers,
+    Cpu, GateFunction, Isa, Output, PANEL, PanelFormat, PanelsRef, RowOrder, has_pairs, level_tiles_multiply,
+    multiply, pack_floats, pack_integers,
 };
 use baton_cpu_simd::tiles::tested_isas;
 use baton_model_spec::{FloatDtype as Dtype, IntegerFormat, IntegerRow, IntegerWidth};

@@ -29,13 +29,7 @@ impl Weights {
 
     /// The peak rate that bounds their products.
     pub fn peak(self, isa: Isa) -> Peak {
-        match self.0 {
-            PanelFormat::Bf16Pairs if isa.has_tiles() => Peak::Bf16Tiles,
-            PanelFormat::Integers(_) if isa.has_tiles() => Peak::Int8Tiles,
-            PanelFormat::Floats(_) => Peak::F32,
-            PanelFormat::Bf16Pairs => Peak::Bf16Pairs,
-            PanelFormat::Integers(_) => Peak::Int8,
-        }
+        Peak::of_products(isa, self.0)
     }
 
     /// Bytes of a matrix.

@@ -3,10 +3,11 @@
 use std::time::{Duration, Instant};
 
 use baton_cpu_kernels::{
-    CHAINS, Cpu, Isa, LANES, TILE_OPERATIONS, fma_loop, has_pairs, integers_loop, pairs_loop, read_loop,
-    tiles_loop,
+    CHAINS, Cpu, Isa, LANES, PanelFormat, TILE_OPERATIONS, fma_loop, has_pairs, integers_loop,
+    level_tiles_multiply, pairs_loop, read_loop, tiles_loop,
 };
 use baton_cpu_threads::anonymous;
+use baton_model_spec::{FloatDtype, StoredWeights};
 use memmap2::MmapMut;
 
 /// A loop of independent multiply-adds of one type.
@@ -28,7 +29,7 @@ pub enum Peak {
 #[derive(Clone, Debug, PartialEq)]
 pub struct CpuPeaks {
     /// The best instruction set.
-    pub isa: &'static str,
+    pub isa: Isa,
     /// Multiplications and additions per second, of each kind that the processor has.
     pub operations: Vec<(Peak, f64)>,
     /// Bytes per second, read from memory.
@@ -84,6 +85,23 @@ impl Peak {
         };
         threads * LOOPS * ROUNDS * CHAINS * LANES * per_lane
     }
+
+    /// What bounds products of many rows with weights of this format: the operations of their kernel.
+    pub fn of_products(isa: Isa, format: PanelFormat) -> Peak {
+        match format {
+            PanelFormat::Floats(_) => Peak::F32,
+            PanelFormat::Bf16Pairs if isa.has_tiles() => Peak::Bf16Tiles,
+            PanelFormat::Bf16Pairs => Peak::Bf16Pairs,
+            PanelFormat::Integers(format) if isa.has_tiles() => {
+                if level_tiles_multiply(format) {
+                    Peak::Int8Tiles
+                } else {
+                    Peak::Bf16Tiles
+                }
+            }
+            PanelFormat::Integers(_) => Peak::Int8,
+        }
+    }
 }
 
 impl CpuPeaks {
@@ -96,7 +114,27 @@ impl CpuPeaks {
             (peak, peak.operations(threads) as f64 / seconds)
         });
         let operations = operations.collect();
-        CpuPeaks { isa: isa.name(), operations, read: READ_BYTES as f64 / best(|| peaks.read()) }
+        CpuPeaks { isa, operations, read: READ_BYTES as f64 / best(|| peaks.read()) }
+    }
+
+    /// What bounds products of many rows with weights that are stored so. As in loading a model, FP8 is widened to bf16, and
+    /// bf16 has the faster of its two formats.
+    pub fn of_weights(&self, weights: StoredWeights) -> Peak {
+        let peak = |format| Peak::of_products(self.isa, format);
+        match weights {
+            StoredWeights::Integers(format) => peak(PanelFormat::Integers(format)),
+            StoredWeights::Floats(FloatDtype::Bf16) | StoredWeights::Fp8 => {
+                let floats = peak(PanelFormat::Floats(FloatDtype::Bf16));
+                let pairs = peak(PanelFormat::Bf16Pairs);
+                if self.rate(pairs) > self.rate(floats) { pairs } else { floats }
+            }
+            StoredWeights::Floats(dtype) => peak(PanelFormat::Floats(dtype)),
+        }
+    }
+
+    /// Operations per second; `None` if the processor has none of that kind.
+    fn rate(&self, peak: Peak) -> Option<f64> {
+        self.operations.iter().find(|(kind, _)| *kind == peak).map(|(_, rate)| *rate)
     }
 }
 
@@ -171,4 +209,60 @@ pub(super) fn memory(num_bytes: usize) -> MmapMut {
     let mut map = anonymous(num_bytes);
     map.fill(0x3c);
     map
+}
+
+#[cfg(test)]
+mod tests {
+    use baton_model_spec::{IntegerFormat, Quantisation};
+
+    use super::*;
+
+    fn integers(text: &str) -> IntegerFormat {
+        text.parse::<Quantisation>().unwrap().format()
+    }
+
+    #[test]
+    fn products_are_compared_with_the_operations_of_their_kernel() {
+        let of = |text: &str| PanelFormat::Integers(integers(text));
+        for (format, in_tiles, in_vectors) in [
+            (PanelFormat::Floats(FloatDtype::F32), Peak::F32, Peak::F32),
+            (PanelFormat::Floats(FloatDtype::Bf16), Peak::F32, Peak::F32),
+            (PanelFormat::Bf16Pairs, Peak::Bf16Tiles, Peak::Bf16Pairs),
+            (of("int8"), Peak::Int8Tiles, Peak::Int8),
+            (of("int8:96"), Peak::Int8Tiles, Peak::Int8),
+            (of("int8:512"), Peak::Int8Tiles, Peak::Int8),
+            // Widened to bf16 where there are tiles.
+            (of("int8:64"), Peak::Bf16Tiles, Peak::Int8),
+            (of("int8:544"), Peak::Bf16Tiles, Peak::Int8),
+            (of("int4"), Peak::Bf16Tiles, Peak::Int8),
+            (of("int4:128"), Peak::Bf16Tiles, Peak::Int8),
+        ] {
+            assert_eq!(Peak::of_products(Isa::TileModel, format), in_tiles, "{format:?}");
+            assert_eq!(Peak::of_products(Isa::Portable, format), in_vectors, "{format:?}");
+        }
+    }
+
+    #[test]
+    fn stored_weights_are_compared_with_what_they_are_multiplied_in() {
+        let vectors = vec![(Peak::F32, 4.0), (Peak::Int8, 8.0), (Peak::Bf16Pairs, 2.0)];
+        let tiles = [&vectors[..], &[(Peak::Bf16Tiles, 16.0), (Peak::Int8Tiles, 32.0)]].concat();
+        let with_tiles = CpuPeaks { isa: Isa::TileModel, operations: tiles, read: 1.0 };
+        let with_vectors = CpuPeaks { isa: Isa::Portable, operations: vectors, read: 1.0 };
+        for (weights, in_tiles, in_vectors) in [
+            (StoredWeights::Floats(FloatDtype::F32), Peak::F32, Peak::F32),
+            (StoredWeights::Floats(FloatDtype::F16), Peak::F32, Peak::F32),
+            (StoredWeights::Floats(FloatDtype::Bf16), Peak::Bf16Tiles, Peak::F32),
+            (StoredWeights::Fp8, Peak::Bf16Tiles, Peak::F32),
+            (StoredWeights::Integers(integers("int8")), Peak::Int8Tiles, Peak::Int8),
+            (StoredWeights::Integers(integers("int8:32")), Peak::Bf16Tiles, Peak::Int8),
+            (StoredWeights::Integers(integers("int4")), Peak::Bf16Tiles, Peak::Int8),
+        ] {
+            assert_eq!(with_tiles.of_weights(weights), in_tiles, "{weights:?}");
+            assert_eq!(with_vectors.of_weights(weights), in_vectors, "{weights:?}");
+        }
+        let faster = CpuPeaks { operations: vec![(Peak::F32, 4.0), (Peak::Bf16Pairs, 8.0)], ..with_vectors };
+        assert_eq!(faster.of_weights(StoredWeights::Fp8), Peak::Bf16Pairs);
+        let without = CpuPeaks { operations: vec![(Peak::F32, 4.0)], ..faster };
+        assert_eq!(without.of_weights(StoredWeights::Fp8), Peak::F32);
+    }
 }
