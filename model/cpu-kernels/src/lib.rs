@@ -16,7 +16,7 @@ pub use cpu::Cpu;
 pub use loops::{fma_loop, read_loop};
 pub use products::{
     Output, PANEL, PanelFormat, PanelsRef, RowOrder, bf16_bits, has_pairs, integers_loop,
-    level_tiles_multiply, multiply, pack_floats, pack_integers, pairs_loop,
+    level_tiles_multiply, multiply, nibbles_differ, pack_floats, pack_integers, pairs_loop,
 };
 pub use rows::{GateFunction, add_scaled, rms_norm, rms_norm_in_place, rotate, soft_cap, soft_capped};
 

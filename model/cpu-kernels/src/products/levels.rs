@@ -153,11 +153,21 @@ pub(super) unsafe fn kernel(isa: Isa, block: &Block<'_>, format: IntegerFormat) 
     }
 }
 
-/// A loop of products alone, for measuring the peak rate.
+/// Whether products of nibbles take other instructions than those of bytes, so that they have a peak rate of their own.
+pub fn nibbles_differ(isa: Isa) -> bool {
+    match IntegerIsa::of(isa) {
+        #[cfg(target_arch = "x86_64")]
+        IntegerIsa::Avx2 => true,
+        _ => false,
+    }
+}
+
+/// A loop of products of weights of this width alone, for measuring the peak rate.
 ///
 /// # Safety
 /// The instruction set must be present.
-pub unsafe fn integers_loop(isa: Isa, rounds: usize) -> f32 {
+#[cfg_attr(not(target_arch = "x86_64"), allow(unused_variables))]
+pub unsafe fn integers_loop(isa: Isa, width: IntegerWidth, rounds: usize) -> f32 {
     #[cfg(target_arch = "x86_64")]
     #[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx512vnni,avx2,fma,f16c")]
     unsafe fn vnni(rounds: usize) -> f32 {
@@ -166,9 +176,14 @@ pub unsafe fn integers_loop(isa: Isa, rounds: usize) -> f32 {
     }
     #[cfg(target_arch = "x86_64")]
     #[target_feature(enable = "avx2,fma,f16c")]
-    unsafe fn avx2(rounds: usize) -> f32 {
+    unsafe fn avx2(width: IntegerWidth, rounds: usize) -> f32 {
         // SAFETY: guaranteed by the caller.
-        unsafe { products::<x86::Avx2Integers>(rounds) }
+        unsafe {
+            match width {
+                IntegerWidth::Eight => products::<x86::Avx2Integers>(rounds),
+                IntegerWidth::Four => x86::products_of_nibbles(rounds),
+            }
+        }
     }
     #[cfg(target_arch = "aarch64")]
     #[target_feature(enable = "dotprod")]
@@ -182,7 +197,7 @@ pub unsafe fn integers_loop(isa: Isa, rounds: usize) -> f32 {
             #[cfg(target_arch = "x86_64")]
             IntegerIsa::Vnni => vnni(rounds),
             #[cfg(target_arch = "x86_64")]
-            IntegerIsa::Avx2 => avx2(rounds),
+            IntegerIsa::Avx2 => avx2(width, rounds),
             #[cfg(target_arch = "aarch64")]
             IntegerIsa::Matrices | IntegerIsa::Dots => dots(rounds),
             IntegerIsa::Portable => products::<Portable>(rounds),

@@ -32,7 +32,7 @@ mod widened;
 
 pub use left::bf16_bits;
 pub use level_tiles::multiplies as level_tiles_multiply;
-pub use levels::integers_loop;
+pub use levels::{integers_loop, nibbles_differ};
 pub use multiply::multiply;
 pub use pairs::{has_pairs, pairs_loop};
 pub use panels::{PANEL, PanelFormat, PanelsRef, RowOrder, pack_floats, pack_integers};

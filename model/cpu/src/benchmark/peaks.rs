@@ -4,10 +4,10 @@ use std::time::{Duration, Instant};
 
 use baton_cpu_kernels::{
     CHAINS, Cpu, Isa, LANES, PanelFormat, TILE_OPERATIONS, fma_loop, has_pairs, integers_loop,
-    level_tiles_multiply, pairs_loop, read_loop, tiles_loop,
+    level_tiles_multiply, nibbles_differ, pairs_loop, read_loop, tiles_loop,
 };
 use baton_cpu_threads::anonymous;
-use baton_model_spec::{FloatDtype, StoredWeights};
+use baton_model_spec::{FloatDtype, IntegerWidth, StoredWeights};
 use memmap2::MmapMut;
 
 /// A loop of independent multiply-adds of one type.
@@ -19,6 +19,8 @@ pub enum Peak {
     Bf16Pairs,
     /// Multiply-adds of eight-bit integers.
     Int8,
+    /// The same with weights of four bits, if the CPU has other instructions for them.
+    Int4,
     /// Products of tiles of bf16, if the CPU has them.
     Bf16Tiles,
     /// The same of eight-bit integers.
@@ -54,6 +56,7 @@ impl Peak {
             Peak::F32 => "f32",
             Peak::Bf16Pairs => "bf16",
             Peak::Int8 => "int8",
+            Peak::Int4 => "int4",
             Peak::Bf16Tiles => "bf16 tiles",
             Peak::Int8Tiles => "int8 tiles",
         }
@@ -71,6 +74,9 @@ impl Peak {
         if isa.has_tiles() {
             peaks.extend([Peak::Bf16Tiles, Peak::Int8Tiles]);
         }
+        if nibbles_differ(isa) {
+            peaks.push(Peak::Int4);
+        }
         peaks
     }
 
@@ -79,7 +85,7 @@ impl Peak {
         let per_lane = match self {
             Peak::F32 => 2,
             Peak::Bf16Pairs => 4,
-            Peak::Int8 => 8,
+            Peak::Int8 | Peak::Int4 => 8,
             Peak::Bf16Tiles => return threads * LOOPS * TILE_ROUNDS * TILE_OPERATIONS,
             Peak::Int8Tiles => return threads * LOOPS * TILE_ROUNDS * 2 * TILE_OPERATIONS,
         };
@@ -98,6 +104,9 @@ impl Peak {
                 } else {
                     Peak::Bf16Tiles
                 }
+            }
+            PanelFormat::Integers(format) if format.width == IntegerWidth::Four && nibbles_differ(isa) => {
+                Peak::Int4
             }
             PanelFormat::Integers(_) => Peak::Int8,
         }
@@ -178,7 +187,8 @@ impl Peaks {
                 match peak {
                     Peak::F32 => fma_loop(isa, ROUNDS),
                     Peak::Bf16Pairs => pairs_loop(ROUNDS),
-                    Peak::Int8 => integers_loop(isa, ROUNDS),
+                    Peak::Int8 => integers_loop(isa, IntegerWidth::Eight, ROUNDS),
+                    Peak::Int4 => integers_loop(isa, IntegerWidth::Four, ROUNDS),
                     Peak::Bf16Tiles => tiles_loop(true, TILE_ROUNDS),
                     Peak::Int8Tiles => tiles_loop(false, TILE_ROUNDS),
                 }
@@ -239,6 +249,28 @@ mod tests {
         ] {
             assert_eq!(Peak::of_products(Isa::TileModel, format), in_tiles, "{format:?}");
             assert_eq!(Peak::of_products(Isa::Portable, format), in_vectors, "{format:?}");
+        }
+    }
+
+    #[test]
+    #[cfg(target_arch = "x86_64")]
+    fn nibbles_have_a_peak_of_their_own_where_their_instructions_do() {
+        let of = |isa, text| Peak::of_products(isa, PanelFormat::Integers(integers(text)));
+        for (isa, int8, int4) in [
+            (Isa::Amx, Peak::Int8Tiles, Peak::Bf16Tiles),
+            (Isa::Avx2, Peak::Int8, Peak::Int4),
+            (Isa::Portable, Peak::Int8, Peak::Int8),
+        ] {
+            assert_eq!((of(isa, "int8"), of(isa, "int4")), (int8, int4), "{isa:?}");
+            assert_eq!(Peak::of(isa).contains(&Peak::Int4), int4 == Peak::Int4, "{isa:?}");
+        }
+    }
+
+    #[test]
+    fn every_peak_of_this_processor_has_a_loop() {
+        for isa in Isa::available() {
+            let mut peaks = Peaks::new(isa, 1, 1 << 20);
+            Peak::of(isa).into_iter().for_each(|peak| peaks.run(peak));
         }
     }
 

@@ -6,7 +6,7 @@ use std::arch::x86_64::*;
 
 use super::super::panels::LINE_BYTES;
 use super::operations::{IntegerSimd, PREFETCH, Place, add_lines};
-use baton_cpu_simd::{Avx2, Avx512};
+use baton_cpu_simd::{Avx2, Avx512, CHAINS, Simd};
 use baton_model_spec::IntegerWidth;
 
 /// AVX-512 with VNNI, which sums four products per instruction.
@@ -131,11 +131,7 @@ impl IntegerSimd for Avx2Integers {
                         for part in 0..2 {
                             for r in 0..R {
                                 let x = Self::activations(a.add((part * R + r) * 4));
-                                let (low, high) = parts[part];
-                                let (low, high) =
-                                    (_mm256_maddubs_epi16(low, x), _mm256_maddubs_epi16(high, x));
-                                let sum = &mut short[r][h];
-                                *sum = (_mm256_add_epi16(sum.0, low), _mm256_add_epi16(sum.1, high));
+                                short[r][h] = add_nibbles(short[r][h], parts[part], x);
                             }
                         }
                     }
@@ -144,14 +140,75 @@ impl IntegerSimd for Avx2Integers {
                 }
                 for r in 0..R {
                     for h in 0..H {
-                        let (low, high) = (widened(short[r][h].0), widened(short[r][h].1));
-                        let sum = &mut sums[r][h];
-                        *sum = (_mm256_add_epi32(sum.0, low), _mm256_add_epi32(sum.1, high));
+                        sums[r][h] = add_widened(sums[r][h], short[r][h]);
                     }
                 }
             }
             at
         }
+    }
+}
+
+/// The loop of products of nibbles: as many a round as of bytes, with sums in 16 bits that are widened as in a group.
+///
+/// # Safety
+/// The instruction set must be present.
+#[inline(always)]
+pub(super) unsafe fn products_of_nibbles(rounds: usize) -> f32 {
+    const ROWS: usize = Avx2Integers::ROWS;
+    /// A line has two nibbles in each byte.
+    const STEPS: usize = 2 * NIBBLE_LINES;
+    const _: () = assert!(STEPS * ROWS == 2 * CHAINS, "two rounds between additions in 32 bits");
+    let bytes = std::hint::black_box([0u8; 64]);
+    unsafe {
+        let zero = _mm256_setzero_si256();
+        let mut activations = [zero; ROWS];
+        for r in 0..ROWS {
+            activations[r] = Avx2Integers::activations(bytes.as_ptr().add(4 * r));
+        }
+        let mut sums = [(zero, zero); ROWS];
+        for _ in 0..rounds.div_ceil(2) {
+            let mut short = [(zero, zero); ROWS];
+            for _ in 0..STEPS {
+                // Not known to be the same each time: else only additions would be left in the loop.
+                let levels = std::hint::black_box(bytes.as_ptr());
+                let low = _mm256_loadu_si256(levels.cast());
+                let high = _mm256_loadu_si256(levels.add(32).cast());
+                for r in 0..ROWS {
+                    short[r] = add_nibbles(short[r], (low, high), activations[r]);
+                }
+            }
+            for r in 0..ROWS {
+                sums[r] = add_widened(sums[r], short[r]);
+            }
+        }
+        let mut all = Avx2Integers::to_floats(sums[0]);
+        for r in 1..ROWS {
+            all = Avx2::add(all, Avx2Integers::to_floats(sums[r]));
+        }
+        Avx2::sum(all)
+    }
+}
+
+/// Adds two products of nibbles to each of sixteen sums in 16 bits, of both halves.
+#[inline(always)]
+unsafe fn add_nibbles(
+    sums: (__m256i, __m256i),
+    levels: (__m256i, __m256i),
+    x: __m256i,
+) -> (__m256i, __m256i) {
+    unsafe {
+        let (low, high) = (_mm256_maddubs_epi16(levels.0, x), _mm256_maddubs_epi16(levels.1, x));
+        (_mm256_add_epi16(sums.0, low), _mm256_add_epi16(sums.1, high))
+    }
+}
+
+/// Adds sums in 16 bits to those in 32.
+#[inline(always)]
+unsafe fn add_widened(sums: (__m256i, __m256i), short: (__m256i, __m256i)) -> (__m256i, __m256i) {
+    unsafe {
+        let (low, high) = (widened(short.0), widened(short.1));
+        (_mm256_add_epi32(sums.0, low), _mm256_add_epi32(sums.1, high))
     }
 }
 
