@@ -57,7 +57,7 @@ pub use baton_request::{
 pub use baton_sampler::{self as sampler, ScoredToken};
 pub use baton_scheduler::{IntegrityError, PoolReport};
 pub use blending::BlendCounts;
-pub use cache_log::CacheLog;
+pub use cache_log::{CacheLog, CacheLogReader};
 pub use command::Resumption;
 pub use config::{BlendConfig, EngineConfig, EngineStartError};
 pub use events::{DraftCounts, EngineError, PrefillEvent, TokenEvent};

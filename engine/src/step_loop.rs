@@ -30,7 +30,7 @@ use std::{
 };
 
 use baton_kv_cache::{BlockStorage, PagesAhead};
-use baton_kv_events::BlockHolder;
+use baton_kv_events::{BlockHolder, CacheEvent};
 use baton_model_spec::{Executor, SampledRow};
 #[cfg(doc)]
 use baton_scheduler::Scheduler;
@@ -153,6 +153,7 @@ impl StepLoop {
     /// Runs until shutdown or until the executor fails.
     pub(crate) fn run(mut self) -> Result<(), EngineError> {
         let result = self.run_steps();
+        self.tell_all_cached();
         if let Err(error) = &result {
             tracing::error!(%error, num_live = self.live.num_live(), "the engine failed and ends; its live requests fail");
             self.live.fail_all(error);
@@ -177,6 +178,7 @@ impl StepLoop {
     /// Handles the commands in the inbox. With `may_sleep`, waits for the first one.
     fn receive(&mut self, may_sleep: bool) -> Result<Next, EngineError> {
         if may_sleep && self.deferred.is_empty() {
+            self.tell_all_cached();
             let scheduler = &self.live.scheduler;
             if cfg!(debug_assertions) && scheduler.is_idle() {
                 scheduler.check_integrity().expect("an idle pool has consistent accounting");
@@ -240,13 +242,13 @@ impl StepLoop {
             Command::Expect { id, block_idx, hash } => self.live.scheduler.expect(id, block_idx, hash),
             Command::CachePrefix { id, first, after, hashes } => {
                 self.live.scheduler.cache_prefix(id, first, after, &hashes);
-                self.cache_log.append(BlockHolder::Pool, self.live.scheduler.take_cache_events());
+                self.tell_cached();
             }
             Command::RecallPreempted(resumptions) => self.live.recall_preempted(resumptions),
             Command::TellSpoiled(spoiled) => self.live.tell_spoiled(spoiled),
             Command::Resume { id, num_blocks } => {
                 self.live.scheduler.resume(id, num_blocks);
-                self.cache_log.append(BlockHolder::Pool, self.live.scheduler.take_cache_events());
+                self.tell_cached();
             }
             Command::CheckIdle(reply) => {
                 self.finish_ahead()?;
@@ -377,7 +379,6 @@ impl StepLoop {
             let blender = self.blender.as_mut().expect("a sequence has a head only if the engine blends");
             let (reused, logits) =
                 blender.blend(&mut **executor, &head, storage, &mut announcing(&own, live))?;
-            self.cache_log.append(BlockHolder::Pool, blender.take_events());
             blended.push((id, reused, logits));
         }
         blended.iter().for_each(|&(id, reused, _)| live.tell_blended(id, reused));
@@ -437,7 +438,6 @@ impl StepLoop {
         let spoiled = self.live.take_spoiled();
         let Some(blender) = self.blender.as_mut().filter(|_| !spoiled.is_empty()) else { return };
         spoiled.iter().for_each(|request| blender.forget(request));
-        self.cache_log.append(BlockHolder::Pool, blender.take_events());
     }
 
     /// Waits for the masks of the step that was launched last, and gives them to the executor.
@@ -464,11 +464,28 @@ impl StepLoop {
         }
     }
 
+    /// Tells readers what was stored and evicted, unless the log is locked: the next step tells it then, or this thread before it sleeps.
+    fn tell_cached(&mut self) {
+        self.cache_log.try_append(|| cache_events(&mut self.live, &mut self.blender));
+    }
+
+    /// The same. It waits for the log, as no step does.
+    fn tell_all_cached(&mut self) {
+        self.cache_log.append(BlockHolder::Pool, cache_events(&mut self.live, &mut self.blender));
+    }
+
     fn publish_load(&mut self) {
-        self.cache_log.append(BlockHolder::Pool, self.live.scheduler.take_cache_events());
+        self.tell_cached();
         let load = self.live.load();
         self.load.send_if_modified(|current| mem::replace(current, load) != load);
     }
+}
+
+/// What the prefix cache and the store of passages have stored and evicted since they were last asked.
+fn cache_events(live: &mut LiveRequests, blender: &mut Option<Blender>) -> Vec<CacheEvent> {
+    let mut events = live.scheduler.take_cache_events();
+    events.extend(blender.iter_mut().flat_map(Blender::take_events));
+    events
 }
 
 /// The rows of a plan in the order of its chunks: those of its batch, and those of its heads that a token is sampled after.

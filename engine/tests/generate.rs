@@ -2,13 +2,22 @@
 
 mod support;
 
-use std::sync::mpsc;
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+        mpsc,
+    },
+    thread,
+    time::Duration,
+};
 
 use baton_engine::{
     EngineConfig, EngineError, EngineStartError, FinishReason, InvalidRequest, Problem, Request,
     SamplingParams, SubmitError, TokenEvent,
 };
 use baton_engine_testing::FakeModel;
+use baton_kv_events::{BlockHolder, BlockKey, CacheEvent};
 use baton_model_spec::ExecuteError;
 use support::{BLOCK_SIZE, Output, collect, config, engine, engine_of, engine_with_hook, request};
 
@@ -364,4 +373,36 @@ fn a_configuration_with_a_zero_is_refused() {
     let error =
         baton_engine::start(FakeModel::new(BLOCK_SIZE).executor(), None, config).expect_err("refused");
     assert!(matches!(error, EngineStartError::Zero { field: "token_budget" }), "{error}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_is_stored_while_the_log_is_locked_is_told_before_the_engine_sleeps() {
+    let (_, engine) = engine(config());
+    let is_over = Arc::new(AtomicBool::new(false));
+    let locking = thread::spawn({
+        let (log, is_over) = (engine.cache_log().clone(), is_over.clone());
+        move || {
+            let blocks = || -> Vec<BlockKey> { (0..10_000).map(BlockKey).collect() };
+            while !is_over.load(Ordering::Relaxed) {
+                let events = vec![CacheEvent::stored(None, blocks()), CacheEvent::removed(blocks())];
+                // The log is locked for most of the time.
+                log.append(BlockHolder::Tier(0), events);
+                thread::sleep(Duration::from_micros(100));
+            }
+        }
+    });
+    for first in 0..20 {
+        let request = request(&prompt(first, 17), 1);
+        engine.generate_all(request.clone()).await;
+        let hashes = engine.prefix_hashes(&request, 16);
+        let told = async {
+            while engine.cache_log().num_in_pool(&hashes) < hashes.len() {
+                tokio::time::sleep(Duration::from_millis(1)).await;
+            }
+        };
+        tokio::time::timeout(Duration::from_secs(60), told).await.expect("the engine told it");
+    }
+    is_over.store(true, Ordering::Relaxed);
+    locking.join().expect("no panic");
+    engine.check_whole().await;
 }

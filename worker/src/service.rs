@@ -2,9 +2,8 @@
 
 use std::{pin::Pin, sync::Arc, time::Duration};
 
-use baton_engine::EngineLoad;
+use baton_engine::{CacheLogReader, EngineLoad};
 use baton_kv_cache::BlockHash;
-use baton_kv_events::CacheReader;
 use baton_kv_store::{SegmentChanges, SegmentReader};
 use baton_proto::{v1, worker as proto};
 use tokio::{
@@ -37,53 +36,42 @@ struct Reports {
     router: u64,
     load: watch::Receiver<EngineLoad>,
     phase: watch::Receiver<Phase>,
-    cache: Option<CacheReports>,
+    cache: Option<CacheLogReader>,
     last: Option<Instant>,
     /// Counts this reader.
     _watching: Watching,
 }
 
-/// What one reader lacks of the cache's events.
-struct CacheReports {
-    reader: CacheReader,
-    /// The number of the next event.
-    next: watch::Receiver<u64>,
-}
-
-impl CacheReports {
-    /// Completes when the reader lacks something.
-    async fn lacking(cache: &mut Option<CacheReports>) {
-        let Some(CacheReports { reader, next }) = cache else { return std::future::pending().await };
-        if next.wait_for(|&next| !reader.is_at(next)).await.is_err() {
-            // The engine has ended, and its load says so.
-            std::future::pending().await
-        }
-    }
-
-    /// Whether a dump is under way, of which the next part is due at once.
-    fn has_parts(&self) -> bool {
-        self.reader.has_parts()
-    }
-}
-
 impl Reports {
     /// `None` when the engine has ended: the server closes and does not wait for this stream.
     async fn next(&mut self) -> Option<v1::Load> {
-        if let Some(last) = self.last.filter(|_| !self.cache.as_ref().is_some_and(CacheReports::has_parts)) {
+        if let Some(last) = self.last.filter(|_| !self.cache.as_ref().is_some_and(CacheLogReader::has_parts))
+        {
             tokio::select! {
                 () = sleep_until(last + REPORT_AT_LEAST_EVERY) => {}
                 changed = self.load.changed() => changed.ok()?,
                 Ok(()) = self.phase.changed() => {}
-                () = CacheReports::lacking(&mut self.cache) => {}
+                () = lacking(&mut self.cache) => {}
             }
             sleep_until(last + REPORT_AT_MOST_EVERY).await;
         }
         self.load.mark_unchanged();
         self.phase.mark_unchanged();
         self.last = Some(Instant::now());
-        let log = self.worker.engine().cache_log();
-        let cache = self.cache.as_mut().and_then(|cache| log.read(&mut cache.reader));
+        let cache = match &mut self.cache {
+            // A router takes two missing reports for a worker that hangs. What is still read then is in a later one.
+            Some(cache) => timeout(REPORT_AT_MOST_EVERY, cache.read()).await.ok().flatten(),
+            None => None,
+        };
         Some(v1::Load { cache: cache.map(v1::CacheEvents::from), ..self.worker.load(self.router) })
+    }
+}
+
+/// Completes when the reader lacks something.
+async fn lacking(cache: &mut Option<CacheLogReader>) {
+    match cache {
+        Some(cache) => cache.lacking().await,
+        None => std::future::pending().await,
     }
 }
 
@@ -107,17 +95,16 @@ impl proto::worker_server::Worker for WorkerService {
         &self,
         request: Request<proto::WatchLoadRequest>,
     ) -> Result<Response<Self::WatchLoadStream>, Status> {
+        let &proto::WatchLoadRequest { router, cache_events, cache_from } = request.get_ref();
+        let log = self.worker.engine().cache_log();
         let reports = Reports {
             worker: self.worker.clone(),
-            router: request.get_ref().router,
+            router,
             load: self.worker.engine().load(),
             phase: self.worker.lifecycle().watch(),
-            cache: request.get_ref().cache_events.then(|| CacheReports {
-                reader: CacheReader::new(request.get_ref().cache_from),
-                next: self.worker.engine().cache_log().changes(),
-            }),
+            cache: cache_events.then(|| log.reader(cache_from)),
             last: None,
-            _watching: self.worker.watchers.enter(request.get_ref().router),
+            _watching: self.worker.watchers.enter(router),
         };
         let reports = futures_util::stream::unfold(reports, |mut reports| async move {
             let report = reports.next().await?;

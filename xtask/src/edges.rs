@@ -235,7 +235,6 @@ const ROOMS: &[Room] = &[
             "baton-transfer",
             "baton-handoff",
             "baton-kv-cache",
-            "baton-kv-events",
             "baton-kv-store",
             "baton-cluster",
             "baton-cost",
@@ -247,7 +246,7 @@ const ROOMS: &[Room] = &[
             "baton-worker-metrics",
             "baton-worker-tiers",
         ],
-        tests_use: &["baton-engine-testing"],
+        tests_use: &["baton-engine-testing", "baton-kv-events"],
         never: &["baton-router"],
     },
     // What the protocol says, in the engine's words; no stream, no memory.
