@@ -48,7 +48,7 @@ impl DecodeService {
     }
 
     /// Starts an accepted request.
-    fn start(
+    async fn start(
         &self,
         mut submission: Submission,
         kv: PromptKv,
@@ -66,11 +66,11 @@ impl DecodeService {
         if !matches!(kv, PromptKv::Remote(_)) {
             blending::decide(&worker, request);
         }
-        let save = SaveAtEnd::new(worker.tiers(), request);
         let recall = match kv {
-            PromptKv::Local | PromptKv::Fetch { .. } => Recall::of(worker.tiers(), request),
+            PromptKv::Local | PromptKv::Fetch { .. } => Recall::of(worker.tiers(), request).await,
             PromptKv::Remote(_) => None,
         };
+        let save = SaveAtEnd::new(worker.tiers(), request);
         let stream = match (kv, recall) {
             (PromptKv::Local, None) => {
                 let tokens = worker.engine().generate(submission);
@@ -150,8 +150,8 @@ impl Decode for DecodeService {
         let submission = prepared
             .map_err(|failure| failure_to_status(&failure))
             .inspect_err(|status| refuse(&span, status))?;
-        let stream =
-            self.start(submission, kv, uncovered, &span).inspect_err(|status| refuse(&span, status))?;
+        let started = self.start(submission, kv, uncovered, &span).await;
+        let stream = started.inspect_err(|status| refuse(&span, status))?;
         // The router's timeout for a silent stream may be shorter than a prefill: `Progress` events restart it.
         let work = stream.work();
         let pulse = Pulse::new(self.worker.config().handoff_deadline, work());

@@ -1,6 +1,6 @@
 //! What other threads ask of the engine thread. `Command` is closed: nothing else crosses.
 
-use std::sync::mpsc;
+use std::sync::{Arc, mpsc};
 
 use baton_kv_cache::{BlockHash, BlockId};
 use baton_scheduler::{PoolReport, PrefixBlocks, Sequence, SequenceId};
@@ -30,7 +30,7 @@ pub(crate) enum Command {
     /// The granted reservation will not decode. Its blocks stay held until `Release`.
     GiveUpSlot(SequenceId),
     /// Hold the cached part of a prefix, and reply with its blocks.
-    HoldCached { id: SequenceId, hashes: Vec<BlockHash>, reply: oneshot::Sender<Vec<BlockId>> },
+    HoldCached { id: SequenceId, hashes: Arc<[BlockHash]>, reply: oneshot::Sender<Vec<BlockId>> },
     /// Hold the cached part of a prefix, and set blocks aside for as much of the rest as there is room for now; nothing if that makes
     /// fewer blocks than `least`.
     ReservePrefix {

@@ -62,7 +62,7 @@ pub use command::Resumption;
 pub use config::{BlendConfig, EngineConfig, EngineStartError};
 pub use events::{DraftCounts, EngineError, PrefillEvent, TokenEvent};
 pub use handle::{DecodeSlot, EngineHandle, HeldBlocks, Reservation, SubmitError};
-pub use prefix::{CachedPrefix, Expectation, PrefixReservation};
+pub use prefix::{BLOCKING_TOKENS, CachedPrefix, Expectation, PrefixReservation};
 pub use speculation::{Drafter, Speculation};
 pub use start::{EngineThread, start, start_over};
 pub use status::{EngineLoad, EnginePace, EngineTotals, IdleError};

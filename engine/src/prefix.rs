@@ -1,12 +1,15 @@
 //! Prefixes that move between engines. The cached blocks of a prefix are held while another engine reads them, and a
 //! prefix from another engine is cached here. So do the blocks of preempted sequences come back.
 
-use std::ops::Range;
+use std::{ops::Range, sync::Arc};
 
 use baton_kv_cache::{BlockHash, BlockId};
 use baton_kv_events::Keep;
 use baton_scheduler::{PrefixBlocks, SequenceId, keeps};
-use tokio::sync::{mpsc, oneshot};
+use tokio::{
+    sync::{mpsc, oneshot},
+    task::spawn_blocking,
+};
 
 use baton_request::Request;
 
@@ -15,6 +18,9 @@ use crate::{
     command::{Command, DropCommand, Resumption, Resumptions},
     handle::{EngineHandle, SubmitError},
 };
+
+/// More tokens are hashed off the async threads: these take about 50 us.
+pub const BLOCKING_TOKENS: usize = 4096;
 
 /// Held blocks of a cached prefix. They stay as they are until this is dropped.
 #[derive(Debug)]
@@ -60,14 +66,12 @@ pub struct Expectation {
 }
 
 impl EngineHandle {
-    /// Holds the cached part of a request's known tokens. It waits only for the engine's current step, and computes
-    /// nothing.
+    /// Holds the cached part of a sequence, by the hashes of its blocks in order. It waits only for the engine's current step, and
+    /// computes nothing.
     ///
     /// # Errors
-    /// When the request is invalid, or the engine ends.
-    pub async fn hold_cached(&self, request: &Request) -> Result<CachedPrefix, SubmitError> {
-        self.validate(request)?;
-        let hashes = self.prefix_hashes(request, request.num_known_tokens());
+    /// When the engine ends.
+    pub async fn hold_cached(&self, hashes: Arc<[BlockHash]>) -> Result<CachedPrefix, SubmitError> {
         let (owner, blocks) = self.ask(|id, reply| Command::HoldCached { id, hashes, reply }).await?;
         Ok(CachedPrefix { _owner: owner, blocks })
     }
@@ -158,15 +162,39 @@ impl EngineHandle {
 
     /// Hashes of the full blocks of a request's first `num_tokens` known tokens; none without a prefix cache.
     pub fn prefix_hashes(&self, request: &Request, num_tokens: usize) -> Vec<BlockHash> {
-        let config = &self.state.config;
-        if !config.prefix_cache {
+        self.extended_hashes(&[], request, num_tokens)
+    }
+
+    /// The same. `known` are those of its first blocks, which are not hashed again.
+    pub fn extended_hashes(
+        &self,
+        known: &[BlockHash],
+        request: &Request,
+        num_tokens: usize,
+    ) -> Vec<BlockHash> {
+        if !self.state.config.prefix_cache {
             return Vec::new();
         }
-        let mut tokens = [&request.prompt[..], &request.output].concat();
-        tokens.truncate(num_tokens);
-        hash_root(&config.model_revision, request)
-            .block_hashes(&tokens, self.state.storage.layout().block_size)
-            .collect()
+        let block_size = self.state.storage.layout().block_size;
+        let tokens = request.prompt.iter().chain(&request.output).copied().take(num_tokens);
+        let tokens: Vec<u32> = tokens.skip(known.len() * block_size).collect();
+        let mut parent = known.last().copied().unwrap_or_else(|| self.hash_root(request));
+        let following = tokens.chunks_exact(block_size).map(|block| {
+            parent = parent.child(block);
+            parent
+        });
+        known.iter().copied().chain(following).collect()
+    }
+
+    /// [`prefix_hashes`](Self::prefix_hashes), off the async threads when it is much.
+    pub async fn hash_prefix(&self, request: &Request, num_tokens: usize) -> Vec<BlockHash> {
+        if num_tokens <= BLOCKING_TOKENS {
+            return self.prefix_hashes(request, num_tokens);
+        }
+        let (engine, request) = (self.clone(), request.clone());
+        let hashing = spawn_blocking(move || engine.prefix_hashes(&request, num_tokens));
+        // Nothing in it panics. Without hashes nothing is found in caches.
+        hashing.await.unwrap_or_default()
     }
 
     /// How the first `num_blocks` blocks of a request are to be kept.

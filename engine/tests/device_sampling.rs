@@ -21,7 +21,7 @@ use baton_engine_testing::FakeModel;
 use baton_model_spec::ExecuteError;
 use support::{
     BLOCK_SIZE, MAX_STEP_TOKENS, TestEngine, collect, config, draft, engine, engine_of,
-    handoff::{hand_off, reserve_prefix},
+    handoff::{hand_off, hold, reserve_prefix},
     kinds::{read, requests},
     request, sampling_draft, sampling_engine, speculating,
 };
@@ -73,13 +73,13 @@ async fn prefixes_are_held_and_reserved_while_a_step_is_computed() {
     let running = engine.generate(request(&other, 6)).expect("accepted");
     engine.load().wait_for(|load| load.num_running == 1).await.expect("the engine lives");
     let answered = async {
-        let held = engine.hold_cached(&request(&turn, 4)).await.unwrap();
+        let held = hold(&engine, &request(&turn, 4)).await;
         assert_eq!(held.blocks().len(), 4);
         let prefix = request(&[7; 9], 4);
         let reservation = reserve_prefix(&engine, &prefix, 8).await.expect("there is room");
         assert_eq!((reservation.blocks().len(), reservation.num_cached_blocks()), (2, 0));
         engine.cache_prefix(reservation);
-        assert_eq!(engine.hold_cached(&prefix).await.unwrap().blocks().len(), 2);
+        assert_eq!(hold(&engine, &prefix).await.blocks().len(), 2);
         // This one waits for the end of the step.
         engine.generate(request(&turn, 3)).expect("accepted")
     };

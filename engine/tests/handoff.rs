@@ -11,7 +11,7 @@ use baton_engine::{
 use baton_engine_testing::FakeModel;
 use support::{
     BLOCK_SIZE, TestEngine, collect, config, engine, engine_of, engine_with_hook,
-    handoff::{copy, copy_blocks, copy_prefix, hand_off, prefill, reserve_prefix},
+    handoff::{copy, copy_blocks, copy_prefix, hand_off, hold, prefill, reserve_prefix},
     join_all, request,
 };
 use tokio::task::JoinHandle;
@@ -306,7 +306,7 @@ async fn a_prefix_that_another_engine_has_cached_need_not_be_computed() {
     let answer = a.generate_all(request(&turn, 12)).await.tokens;
     // The next turn begins with question and answer. Only `a` has both, in 7 full blocks.
     let next = request(&[&turn[..], &answer, &[1, 2, 3]].concat(), 6);
-    let held = a.hold_cached(&next).await.unwrap();
+    let held = hold(&a, &next).await;
     assert_eq!(held.blocks().len(), 7);
     let num_tokens = held.blocks().len() * BLOCK_SIZE;
     let reservation = reserve_prefix(&b, &next, num_tokens).await.expect("there is room");
@@ -327,7 +327,7 @@ async fn a_prefix_that_another_engine_has_cached_need_not_be_computed() {
     let again = reserve_prefix(&b, &next, num_tokens).await.expect("there is room");
     assert_eq!(again.num_cached_blocks(), 7);
     let other_salt = Request { cache_salt: "other".into(), ..next };
-    assert!(a.hold_cached(&other_salt).await.unwrap().blocks().is_empty());
+    assert!(hold(&a, &other_salt).await.blocks().is_empty());
     drop(again);
     a.check_whole().await;
     b.check_whole().await;
@@ -338,7 +338,7 @@ async fn a_prefix_is_cached_piece_by_piece_as_far_as_there_is_room() {
     let (_, a) = engine(config());
     let turn = request(&prompt(1, 61), 1);
     a.generate_all(turn.clone()).await;
-    let held = a.hold_cached(&turn).await.unwrap();
+    let held = hold(&a, &turn).await;
     // Nine blocks.
     let (_, b) = engine(EngineConfig { num_blocks: 9, ..config() });
     let hashes = b.prefix_hashes(&turn, held.blocks().len() * BLOCK_SIZE);
@@ -349,12 +349,12 @@ async fn a_prefix_is_cached_piece_by_piece_as_far_as_there_is_room() {
     let short = request(&prompt(1, 31), 1);
     // The middle is of no use without the beginning.
     b.cache_blocks(&reservation, 3..6);
-    assert_eq!(b.hold_cached(&short).await.unwrap().blocks().len(), 0);
+    assert_eq!(hold(&b, &short).await.blocks().len(), 0);
     b.cache_blocks(&reservation, 0..3);
-    assert_eq!(b.hold_cached(&short).await.unwrap().blocks(), &reservation.blocks()[..6]);
+    assert_eq!(hold(&b, &short).await.blocks(), &reservation.blocks()[..6]);
     drop(reservation);
     // What was not cached is free, and the rest stays.
-    assert_eq!(b.hold_cached(&short).await.unwrap().blocks().len(), 6);
+    assert_eq!(hold(&b, &short).await.blocks().len(), 6);
     drop(held);
     a.check_whole().await;
     b.check_whole().await;
@@ -365,7 +365,7 @@ async fn a_prompt_that_is_computed_adopts_what_comes_meanwhile() {
     let (model, a) = engine(config());
     let turn = request(&prompt(1, 61), 1);
     a.generate_all(turn.clone()).await;
-    let held = a.hold_cached(&turn).await.unwrap();
+    let held = hold(&a, &turn).await;
     for is_handed_over in [false, true] {
         // A step takes as long as its permit.
         let (permit, permits) = mpsc::channel::<()>();
@@ -408,7 +408,7 @@ async fn what_is_adopted_again_after_a_preemption_is_told_and_counted_once() {
     let (model, a) = engine(config());
     let turn = request(&prompt(1, 61), 20);
     a.generate_all(turn.clone()).await;
-    let held = a.hold_cached(&turn).await.unwrap();
+    let held = hold(&a, &turn).await;
     // The first step waits until both requests are submitted.
     let (permit, permits) = mpsc::channel::<()>();
     let (_, b) = engine_with_hook(EngineConfig { num_blocks: 25, ..config() }, move |_| {
@@ -450,11 +450,11 @@ async fn a_prefix_takes_no_block_that_a_request_needs_and_a_failed_fetch_returns
     // Held blocks stay while other requests take all the rest.
     let turn = prompt(1, 17);
     a.generate_all(request(&turn, 1)).await;
-    let held = a.hold_cached(&request(&turn, 1)).await.unwrap();
+    let held = hold(&a, &request(&turn, 1)).await;
     for seed in 5..40 {
         a.generate_all(request(&prompt(seed, 30), 1)).await;
     }
-    let again = a.hold_cached(&request(&turn, 1)).await.unwrap();
+    let again = hold(&a, &request(&turn, 1)).await;
     assert_eq!(held.blocks(), again.blocks());
     assert_eq!(held.blocks().len(), 4);
     drop((held, again));

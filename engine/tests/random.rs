@@ -12,7 +12,7 @@ use baton_engine::{
 use baton_engine_testing::FakeModel;
 use support::{
     BLOCK_SIZE, TestEngine, config, draft, engine,
-    handoff::{copy, copy_blocks, copy_prefix, reserve_prefix},
+    handoff::{copy, copy_blocks, copy_prefix, hold, reserve_prefix},
     join_all, request, sampling_draft_of_cost, sampling_engine, speculating,
 };
 
@@ -102,7 +102,7 @@ impl Client {
     /// Fetches the part of the prompt that the other engine has cached, before the prompt is computed.
     async fn fetch(&mut self) -> Result<(), Left> {
         self.use_patience()?;
-        let held = self.p.hold_cached(&self.request).await.expect("valid");
+        let held = hold(&self.p, &self.request).await;
         self.use_patience()?;
         let num_tokens = held.blocks().len() * BLOCK_SIZE;
         let reserved = reserve_prefix(&self.d, &self.request, num_tokens).await;
@@ -123,7 +123,7 @@ impl Client {
     async fn fetch_beside(&mut self) -> Result<(), Left> {
         let stream = self.d.generate(self.request.clone()).expect("accepted");
         self.use_patience()?;
-        let held = self.p.hold_cached(&self.request).await.expect("valid");
+        let held = hold(&self.p, &self.request).await;
         let hashes = self.d.prefix_hashes(&self.request, held.blocks().len() * BLOCK_SIZE);
         let first = self.dice.below(hashes.len() as u64 + 1) as usize;
         self.use_patience()?;

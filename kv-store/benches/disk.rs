@@ -78,9 +78,9 @@ fn fill(store: &KvStore, num_sequences: u32) {
     for sequence in 0..num_sequences {
         store.save(SequenceBlocks {
             root: root().hash(),
-            hashes: hashes(sequence),
-            keeps: vec![Keep::Normal; BLOCKS_PER_SEQUENCE],
-            tokens: tokens(sequence),
+            hashes: hashes(sequence).into(),
+            keeps: vec![Keep::Normal; BLOCKS_PER_SEQUENCE].into(),
+            tokens: tokens(sequence).into(),
             blocks: (0..BLOCKS_PER_SEQUENCE as u32).map(BlockId).collect(),
             has_ended: true,
             guard: (),

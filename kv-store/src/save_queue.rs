@@ -24,11 +24,11 @@ pub struct SequenceBlocks<G> {
     /// The start of the chain of hashes.
     pub root: BlockHash,
     /// Hashes of the blocks, in order.
-    pub hashes: Vec<BlockHash>,
+    pub hashes: Arc<[BlockHash]>,
     /// How the request wants each to be kept.
-    pub keeps: Vec<Keep>,
+    pub keeps: Arc<[Keep]>,
     /// Their tokens, one after the other.
-    pub tokens: Vec<u32>,
+    pub tokens: Arc<[u32]>,
     /// Where they are. There may be fewer than hashes.
     pub blocks: Vec<BlockId>,
     /// The request has ended: this counts as a use of its blocks.

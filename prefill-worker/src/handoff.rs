@@ -312,7 +312,7 @@ impl ComputedHandoffDriver {
 async fn prepare(worker: Arc<Worker>, request: Request, source: Option<PrefixSource>) -> Prepared {
     let submission = Box::new(worker.prepare_grammar(request).await?);
     let request = submission.request.clone();
-    let recall = Recall::of(worker.tiers(), &request);
+    let recall = Recall::of(worker.tiers(), &request).await;
     let meanwhile = bring_in(worker, recall, source, request).await;
     Ok((submission, meanwhile))
 }

@@ -64,6 +64,12 @@ pub fn copy(from: &EngineHandle, blocks: &[BlockId], to: &EngineHandle, reservat
     pairs.len()
 }
 
+/// Holds what an engine has cached of a request's known tokens.
+pub async fn hold(engine: &EngineHandle, request: &Request) -> CachedPrefix {
+    let hashes = engine.prefix_hashes(request, request.num_known_tokens());
+    engine.hold_cached(hashes.into()).await.expect("the engine lives")
+}
+
 /// Reserves blocks for the first `num_tokens` tokens of a request, as a fetch does. `None`: there is no room.
 pub async fn reserve_prefix(
     engine: &EngineHandle,

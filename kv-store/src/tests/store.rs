@@ -128,9 +128,9 @@ impl Pool {
     fn sequence(&self, hashes: &[BlockHash], seed: u64, keep: Keep) -> SequenceBlocks<()> {
         SequenceBlocks {
             root: root(),
-            hashes: hashes.to_vec(),
-            keeps: vec![keep; hashes.len()],
-            tokens: tokens(seed, hashes.len()),
+            hashes: hashes.into(),
+            keeps: vec![keep; hashes.len()].into(),
+            tokens: tokens(seed, hashes.len()).into(),
             blocks: (0..hashes.len() as u32).map(BlockId).collect(),
             has_ended: true,
             guard: (),

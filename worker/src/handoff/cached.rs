@@ -159,9 +159,11 @@ impl Prefix {
 
 /// Also what the tiers have: a router takes it for cached here.
 async fn hold(worker: Arc<Worker>, request: Request) -> Result<CachedPrefix, SubmitError> {
-    worker.engine().validate(&request)?;
-    if let Some(recall) = Recall::for_peer(worker.tiers(), &request) {
+    let engine = worker.engine();
+    engine.validate(&request)?;
+    if let Some(recall) = Recall::for_peer(worker.tiers(), &request).await {
         recall.run().await;
     }
-    worker.engine().hold_cached(&request).await
+    let hashes = engine.hash_prefix(&request, request.num_known_tokens()).await;
+    engine.hold_cached(hashes.into()).await
 }

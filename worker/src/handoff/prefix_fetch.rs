@@ -212,7 +212,7 @@ impl PrefixFetchDriver {
                 }
                 self.side.send(message, &self.request, None);
             }
-            DecodeAction::Reserve { num_tokens } => self.reserve(num_tokens),
+            DecodeAction::Reserve { num_tokens } => self.reserve(num_tokens).await,
             DecodeAction::FirstToken(never) => match never {},
             DecodeAction::Verify(pieces) => self.side.verify(pieces),
             DecodeAction::Revoke(generation) => self.side.revoke(generation),
@@ -224,10 +224,10 @@ impl PrefixFetchDriver {
     }
 
     /// The peer holds so many tokens. Sets blocks aside for all of them, or for the end that comes while the rest is computed.
-    fn reserve(&mut self, num_tokens: usize) {
+    async fn reserve(&mut self, num_tokens: usize) {
         let worker = self.side.worker().clone();
         let engine = worker.engine();
-        let hashes = engine.prefix_hashes(&self.request, num_tokens);
+        let hashes = engine.hash_prefix(&self.request, num_tokens).await;
         let meeting = self.meeting(&hashes);
         if meeting == Some(0) {
             self.refusal = Some("computing is sooner");

@@ -39,24 +39,24 @@ pub struct Recall {
 impl Recall {
     /// Of a prompt that will be computed here. `None` when the pool has all that the tiers have of it, there are no
     /// tiers, or it is scored.
-    pub fn of(tiers: Option<&Arc<Tiers>>, request: &Request) -> Option<Recall> {
+    pub async fn of(tiers: Option<&Arc<Tiers>>, request: &Request) -> Option<Recall> {
         // A head is computed as a whole.
         let mode = if request.blended().is_some() { ReadMode::Alone } else { ReadMode::BesideComputing };
-        Recall::new(tiers?, request, mode)
+        Recall::new(tiers?, request, mode).await
     }
 
     /// The same of a prompt that is not computed here: another worker asks for its KV.
-    pub fn for_peer(tiers: Option<&Arc<Tiers>>, request: &Request) -> Option<Recall> {
-        Recall::new(tiers?, request, ReadMode::Alone)
+    pub async fn for_peer(tiers: Option<&Arc<Tiers>>, request: &Request) -> Option<Recall> {
+        Recall::new(tiers?, request, ReadMode::Alone).await
     }
 
-    fn new(tiers: &Arc<Tiers>, request: &Request, mode: ReadMode) -> Option<Recall> {
+    async fn new(tiers: &Arc<Tiers>, request: &Request, mode: ReadMode) -> Option<Recall> {
         // A scored prompt shares no blocks: cached tokens have no logits.
         if request.is_scored() {
             return None;
         }
         let engine = &tiers.limits.engine;
-        let mut hashes = engine.prefix_hashes(request, engine.num_sharable_tokens(request));
+        let mut hashes = engine.hash_prefix(request, engine.num_sharable_tokens(request)).await;
         let num_pooled = engine.cache_log().num_in_pool(&hashes);
         let worth = tiers.worth(&hashes, num_pooled, mode);
         let num_wanted = match mode {
@@ -294,9 +294,11 @@ mod tests {
         slabs.read_exact_at(&mut byte, at).expect("it is long enough");
         slabs.write_all_at(&[byte[0] ^ 8], at).expect("it is long enough");
         let (_reading, reader) = open(dir.path());
-        let recall = Recall::for_peer(Some(&reader), &request).expect("the tier has it");
+        let recall = Recall::for_peer(Some(&reader), &request).await.expect("the tier has it");
         assert!(recall.run().await.is_none());
-        let held = reader.limits.engine.hold_cached(&request).await.expect("it runs");
+        let engine = &reader.limits.engine;
+        let hashes = engine.prefix_hashes(&request, request.prompt.len());
+        let held = engine.hold_cached(hashes.into()).await.expect("it runs");
         assert_eq!((held.blocks().len(), reader.counts()[0].damaged), (3, 1));
     }
 }

@@ -104,7 +104,7 @@ mod tests {
         tiers.tasks().close();
         tiers.tasks().wait().await;
         assert_eq!(num_held(), 0, "nothing of it is saved");
-        assert!(Recall::of(Some(&tiers), &request(1)).is_none());
+        assert!(Recall::of(Some(&tiers), &request(1)).await.is_none());
         engine.shutdown();
         forgetting.await.expect("it ends with the engine");
         thread.join().expect("it ends");

@@ -29,7 +29,7 @@ use crate::limits::FetchLimits;
 const MAX_RECALLS: usize = 4;
 /// This part of its time a recall waits for others that read: the rest must do for its own reads.
 const WAITING_PART: u32 = 4;
-/// Rests of sequences that wait for room in a tier at most, each with its tokens. More are not saved.
+/// Rests of sequences that wait for room in a tier at most, each with its tokens and hashes. More are not saved.
 const MAX_RESTS: usize = 256;
 
 /// What the tiers of a worker are.

@@ -177,7 +177,7 @@ impl Worker {
         let request = request(nth);
         let prompt = request.prompt.clone();
         let save = SaveAtEnd::new(Some(&self.tiers), &request);
-        let beside = match Recall::of(Some(&self.tiers), &request) {
+        let beside = match Recall::of(Some(&self.tiers), &request).await {
             Some(recall) => recall.run().await.and_then(|beside| beside.start(0)),
             None => None,
         };
@@ -268,7 +268,7 @@ async fn a_tier_is_not_slow_because_the_engine_is() {
         worker.answer(nth).await;
         worker.until_saved(NUM_BLOCKS * u64::from(nth + 1)).await;
     }
-    let recall = Recall::of(Some(&worker.tiers), &request(0)).expect("the tier has it");
+    let recall = Recall::of(Some(&worker.tiers), &request(0)).await.expect("the tier has it");
     worker.gate.is_closed.store(true, Ordering::Relaxed);
     let stream = worker.engine.generate(request(2)).expect("accepted");
     worker.until(|| worker.gate.is_reached.load(Ordering::Relaxed)).await;
@@ -294,8 +294,10 @@ async fn a_disk_that_hangs_keeps_no_recall_from_memory() {
         worker.until(|| worker.tiers.counts()[1].num_held >= num_saved).await;
     }
     worker.hangs.store(true, Ordering::Relaxed);
-    let recall = |nth| Recall::of(Some(&worker.tiers), &request(nth)).expect("the disk has it");
-    let recalls: Vec<Recall> = (0..4).map(recall).collect();
+    let mut recalls = Vec::new();
+    for nth in 0..4 {
+        recalls.push(Recall::of(Some(&worker.tiers), &request(nth)).await.expect("the disk has it"));
+    }
     let recalls: Vec<_> = recalls.into_iter().map(|recall| tokio::spawn(recall.run())).collect();
     for recall in recalls {
         drop(recall.await.expect("no panic"));
@@ -319,7 +321,7 @@ async fn a_tier_that_hangs_is_waited_for_as_long_as_computing_takes() {
         worker.hangs.store(true, Ordering::Relaxed);
         let prompt = Arc::from(&request(0).prompt[..=FEW * BLOCK_SIZE]);
         let request = Request { prompt, ..request(0) };
-        let recall = Recall::of(Some(&worker.tiers), &request).expect("the disk has it");
+        let recall = Recall::of(Some(&worker.tiers), &request).await.expect("the disk has it");
         assert!(recall.is_awaited());
         let started = Instant::now();
         drop(recall.run().await);
@@ -342,9 +344,9 @@ async fn a_scored_prompt_is_not_recalled() {
         worker.until_saved(NUM_BLOCKS * u64::from(nth + 1)).await;
     }
     let mut request = request(0);
-    assert!(Recall::of(Some(&worker.tiers), &request).is_some(), "the pool has the newest");
+    assert!(Recall::of(Some(&worker.tiers), &request).await.is_some(), "the pool has the newest");
     request.sampling.prompt_logprobs = Some(0);
-    assert!(Recall::of(Some(&worker.tiers), &request).is_none());
+    assert!(Recall::of(Some(&worker.tiers), &request).await.is_none());
     worker.end().await;
 }
 
@@ -357,7 +359,7 @@ async fn a_request_that_leaves_ends_its_recall_and_leaves_no_block() {
     }
     worker.answer(0).await;
     let request = request(1);
-    let recall = Recall::of(Some(&worker.tiers), &request).expect("the tier has it");
+    let recall = Recall::of(Some(&worker.tiers), &request).await.expect("the tier has it");
     let beside = recall.run().await.and_then(|beside| beside.start(0)).expect("it is slow");
     let stream = worker.engine.generate(request).expect("accepted");
     tokio::time::sleep(BLOCK_TIME * 10).await;
