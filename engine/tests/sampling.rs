@@ -1,5 +1,7 @@
 //! The sampler compared with a plain reference: which tokens are possible, and how often they are sampled.
 
+use std::borrow::Cow;
+
 use baton_engine::{
     Request, SamplingParams,
     sampler::{InvalidLogits, Sampler, TokenHistory, random_unit},
@@ -297,6 +299,30 @@ proptest! {
         let allowed = reference(&logits, &wider, prompt, output);
         prop_assert!(allowed[token as usize] > 0.0, "{token} is not allowed by {params:?}");
         prop_assert_eq!(token, sample(&logits, &params, prompt, output), "again the same");
+    }
+
+    #[test]
+    fn rows_after_drafts_count_them_as_output_and_copy_no_list(
+        params in params(),
+        has_repetition_penalty in any::<bool>(),
+        // Few, so that drafts repeat tokens and each other.
+        tokens in prop::collection::vec(0..30u32, 1..40),
+        drafts in prop::collection::vec(0..30u32, 0..9),
+    ) {
+        let repetition_penalty = if has_repetition_penalty { params.repetition_penalty } else { 1.0 };
+        let params = SamplingParams { repetition_penalty, ..params };
+        let (prompt, output) = tokens.split_at(tokens.len() / 2);
+        let before = history(&params, prompt, output);
+        let samplings: Vec<_> = before.samplings(&drafts, &params).collect();
+        prop_assert_eq!(samplings.len(), drafts.len() + 1);
+        for (num_drafts, sampling) in samplings.into_iter().enumerate() {
+            let after = history(&params, prompt, &[output, &drafts[..num_drafts]].concat());
+            let expected = after.sampling(&params);
+            prop_assert!(matches!(sampling.counts, Cow::Borrowed(_)), "{num_drafts} drafts");
+            prop_assert_eq!(sampling.num_counted(), expected.counts.len());
+            prop_assert_eq!(sampling.changes_logits(), expected.changes_logits());
+            prop_assert_eq!(sampling.into_owned(), expected);
+        }
     }
 
     #[test]

@@ -22,7 +22,7 @@ use std::{
 
 use baton_grammar::TokenMask;
 pub use baton_model_spec::InvalidLogits;
-use baton_model_spec::{SampledToken, TokenCount, TokenSampling};
+use baton_model_spec::{DraftedCount, SampledToken, TokenCount, TokenSampling};
 
 use baton_random::{GOLDEN, hash, mix};
 use baton_request::{Request, SamplingParams};
@@ -112,19 +112,19 @@ impl TokenHistory {
         drafts: &'a [u32],
         params: &'a SamplingParams,
     ) -> impl Iterator<Item = TokenSampling<'a>> {
-        let mut counts = if drafts.is_empty() { None } else { self.counts.clone() };
+        let mut drafted: Vec<DraftedCount> = Vec::new();
         let after = drafts.iter().enumerate().map(move |(idx, &draft)| {
-            let counts = counts.as_mut().map(|counts| {
-                counts.push(draft);
-                counts.list.clone()
-            });
-            sampling_at(self.num_output_tokens + 1 + idx, Cow::Owned(counts.unwrap_or_default()), params)
+            if let Some(counts) = &self.counts {
+                counts.count_draft(draft, &mut drafted);
+            }
+            let sampling = sampling_at(self.num_output_tokens + 1 + idx, self.counts(), params);
+            TokenSampling { drafted: drafted.clone(), ..sampling }
         });
         std::iter::once(self.sampling(params)).chain(after)
     }
 
-    fn counts(&self) -> Cow<'_, [TokenCount]> {
-        Cow::Borrowed(self.counts.as_ref().map_or(&[], |counts| &counts.list))
+    fn counts(&self) -> &[TokenCount] {
+        self.counts.as_ref().map_or(&[], |counts| &counts.list)
     }
 
     /// Output tokens so far, those of earlier attempts included.
@@ -154,6 +154,22 @@ impl TokenCounts {
         self.list[place].num_output += 1;
     }
 
+    /// Counts a draft after those that `drafted` counts, as [`push`](Self::push) would, and leaves the list as it is: it may have
+    /// every token of a long prompt.
+    fn count_draft(&self, token: u32, drafted: &mut Vec<DraftedCount>) {
+        if let Some(again) = drafted.iter_mut().find(|drafted| drafted.count.token == token) {
+            again.count.num_output += 1;
+            return;
+        }
+        let idx = match self.places.get(&token) {
+            Some(&place) => place,
+            None => drafted.last().map_or(0, |last| last.idx + 1).max(self.list.len()),
+        };
+        let num_output = 1 + self.list.get(idx).map_or(0, |count| count.num_output);
+        let at = drafted.partition_point(|drafted| drafted.idx < idx);
+        drafted.insert(at, DraftedCount { idx, count: TokenCount { token, num_output } });
+    }
+
     /// Removes the newest token.
     fn pop(&mut self, token: u32) {
         let place = self.places[&token];
@@ -170,7 +186,7 @@ impl TokenCounts {
 /// preemption.
 fn sampling_at<'a>(
     output_idx: usize,
-    counts: Cow<'a, [TokenCount]>,
+    counts: &'a [TokenCount],
     params: &'a SamplingParams,
 ) -> TokenSampling<'a> {
     let must_not_stop = output_idx < params.min_tokens as usize;
@@ -184,7 +200,8 @@ fn sampling_at<'a>(
         repetition_penalty: params.repetition_penalty,
         presence_penalty: params.presence_penalty,
         frequency_penalty: params.frequency_penalty,
-        counts,
+        counts: Cow::Borrowed(counts),
+        drafted: Vec::new(),
         logit_bias: Cow::Borrowed(&params.logit_bias),
         masked: Cow::Borrowed(if must_not_stop { &params.stop_token_ids } else { &[] }),
         on_host: false,
@@ -312,7 +329,7 @@ fn copy_changed(
 }
 
 fn apply(logits: &mut [f32], sampling: &TokenSampling<'_>) {
-    for count in &*sampling.counts {
+    for count in sampling.counted() {
         let logit = &mut logits[count.token as usize];
         let mut penalised = if *logit > 0.0 {
             *logit / sampling.repetition_penalty

@@ -93,7 +93,7 @@ impl SamplingInputs {
         (*num_saved, *num_masked) = (0, 0);
         for sampling in samplings {
             let is_spare = is_following && sampling.has_penalties();
-            let num_counts = sampling.counts.len() + usize::from(is_spare);
+            let num_counts = sampling.num_counted() + usize::from(is_spare);
             let num_listed = 2 * num_counts + 2 * sampling.logit_bias.len() + sampling.masked.len();
             let is_listed = counts.len() + biases.len() + stops.len() + num_listed <= MAX_LISTED;
             let num_top = sampling.logprobs.map(|num_top| num_top as usize);
@@ -125,7 +125,13 @@ impl SamplingInputs {
                 num_top: num_top.map_or(NO_LOGPROBS, |num_top| num_top as u32),
                 mask: if sampling.is_masked { *num_masked as u32 } else { 0 },
             });
+            let first = counts.len();
             counts.extend(sampling.counts.iter().flat_map(|count| [count.token, count.num_output]));
+            counts.resize(first + 2 * sampling.num_counted(), 0);
+            for drafted in &sampling.drafted {
+                let at = first + 2 * drafted.idx;
+                counts[at..at + 2].copy_from_slice(&[drafted.count.token, drafted.count.num_output]);
+            }
             if is_spare {
                 counts.extend([NO_TOKEN, 0]);
             }

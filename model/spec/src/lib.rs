@@ -42,7 +42,9 @@ pub use precision::{Activations, Backend, ParseQuantisationError, Quantisation};
 pub use quantisation_config::StoredQuantisation;
 pub use ranks::{ParallelExecutor, RankError, RankExecutor, SamplingRank};
 pub use rope::{RopeScaling, RopeSpec};
-pub use sampling::{InvalidLogits, SampledRow, SampledToken, TokenCount, TokenLogprobs, TokenSampling};
+pub use sampling::{
+    DraftedCount, InvalidLogits, SampledRow, SampledToken, TokenCount, TokenLogprobs, TokenSampling,
+};
 pub use shard::{DecoderShard, Rank};
 pub use stored_weights::StoredWeights;
 pub use weight_format::WeightFormat;

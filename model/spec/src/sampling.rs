@@ -23,8 +23,10 @@ pub struct TokenSampling<'a> {
     /// Subtracted from a token's logit once for each time the output has it.
     pub frequency_penalty: f32,
     /// The known previous tokens, each once: those of the output, and with a repetition penalty those of the prompt. Empty
-    /// when no penalty is set.
+    /// when no penalty is set. [`drafted`](Self::drafted) says what drafts change in it.
     pub counts: Cow<'a, [TokenCount]>,
+    /// The counts of tokens that drafts before the row changed, by ascending index. So the rows of a sequence share its list.
+    pub drafted: Vec<DraftedCount>,
     /// Added to logits by token id, after the penalties. Ids ascend; a device returns the row to the host if they do
     /// not.
     pub logit_bias: Cow<'a, [(u32, f32)]>,
@@ -46,6 +48,15 @@ pub struct TokenCount {
     pub token: u32,
     /// Occurrences in the output; 0 if the token is only in the prompt.
     pub num_output: u32,
+}
+
+/// A count that drafts changed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DraftedCount {
+    /// Index in [`TokenSampling::counts`] of the count that this one replaces. New tokens have the indices that follow the list's.
+    pub idx: usize,
+    /// The token with its occurrences in output and drafts.
+    pub count: TokenCount,
 }
 
 /// A sampled token.
@@ -93,6 +104,7 @@ impl Default for TokenSampling<'_> {
             presence_penalty: 0.0,
             frequency_penalty: 0.0,
             counts: Cow::Borrowed(&[]),
+            drafted: Vec::new(),
             logit_bias: Cow::Borrowed(&[]),
             masked: Cow::Borrowed(&[]),
             on_host: false,
@@ -108,10 +120,27 @@ impl TokenSampling<'_> {
         self.temperature == 0.0 || self.top_k == 1
     }
 
-    /// A copy that borrows nothing.
+    /// The previous tokens, each once, drafts counted.
+    pub fn counted(&self) -> impl Iterator<Item = TokenCount> {
+        let num_changed = self.drafted.partition_point(|drafted| drafted.idx < self.counts.len());
+        let (changed, new) = self.drafted.split_at(num_changed);
+        let mut changed = changed.iter().peekable();
+        let listed = self.counts.iter().enumerate().map(move |(idx, &count)| {
+            changed.next_if(|drafted| drafted.idx == idx).map_or(count, |drafted| drafted.count)
+        });
+        listed.chain(new.iter().map(|drafted| drafted.count))
+    }
+
+    /// The number of these tokens.
+    pub fn num_counted(&self) -> usize {
+        self.drafted.last().map_or(0, |last| last.idx + 1).max(self.counts.len())
+    }
+
+    /// A copy that borrows nothing, with drafts counted in its list.
     pub fn into_owned(self) -> TokenSampling<'static> {
         TokenSampling {
-            counts: Cow::Owned(self.counts.into_owned()),
+            counts: self.counted().collect(),
+            drafted: Vec::new(),
             logit_bias: Cow::Owned(self.logit_bias.into_owned()),
             masked: Cow::Owned(self.masked.into_owned()),
             ..self
@@ -125,6 +154,6 @@ impl TokenSampling<'_> {
 
     /// Whether any parameter changes the logits before sampling.
     pub fn changes_logits(&self) -> bool {
-        !(self.counts.is_empty() && self.logit_bias.is_empty() && self.masked.is_empty())
+        self.num_counted() > 0 || !self.logit_bias.is_empty() || !self.masked.is_empty()
     }
 }

@@ -5,7 +5,8 @@ use baton_cuda_kernels::device::Fp8Products;
 use baton_kv_cache::{BlockId, KvDtype};
 use baton_model_cuda::executor::DeviceExecutor;
 use baton_model_spec::{
-    Batch, BatchSequence, Executor, InvalidLogits, SampledRow, SampledToken, TokenSampling,
+    Batch, BatchSequence, DraftedCount, Executor, InvalidLogits, SampledRow, SampledToken, TokenCount,
+    TokenSampling,
 };
 
 use super::whole::{Machine, argmax, loaded, prompt};
@@ -130,6 +131,39 @@ fn tokens_match_the_logits() {
     samplings[1].masked = all[..].into();
     assert!(launch(&mut machine, &[sequence], &samplings, &[]));
     assert_eq!(collect(&mut machine)[1], SampledRow::Sampled(Err(InvalidLogits)));
+}
+
+#[test]
+fn drafts_are_counted_where_the_list_has_their_tokens_or_after_it() {
+    let mut machine = on_device();
+    let (tokens, blocks) = (prompt(30, 1), machine.place(30));
+    let sequence = BatchSequence { tokens: &tokens, start_idx: 0, blocks: &blocks, num_logits: 4 };
+    let logits = machine.run(vec![sequence]);
+    let likeliest: Vec<u32> = logits.iter().map(|row| argmax(row) as u32).collect();
+    let row = |listed: &[u32], drafted: &[(usize, u32)]| TokenSampling {
+        frequency_penalty: 1000.0,
+        counts: listed.iter().map(|&token| TokenCount { token, num_output: 0 }).collect(),
+        drafted: drafted
+            .iter()
+            .map(|&(idx, token)| DraftedCount { idx, count: TokenCount { token, num_output: 1 } })
+            .collect(),
+        ..TokenSampling::default()
+    };
+    // A token that is no row's likeliest.
+    let other = (0..).find(|token| !likeliest.contains(token)).unwrap();
+    let samplings = [
+        row(&[other, likeliest[0]], &[(1, likeliest[0])]),
+        row(&[other], &[(0, other), (1, likeliest[1])]),
+        row(&[], &[(0, likeliest[2])]),
+        row(&[other, likeliest[3]], &[]),
+    ];
+    assert!(launch(&mut machine, &[sequence], &samplings, &[]));
+    let sampled: Vec<usize> = collect(&mut machine).iter().map(|row| token(row) as usize).collect();
+    let mut expected = logits;
+    for (row_idx, row) in expected.iter_mut().enumerate().take(3) {
+        samplings[row_idx].drafted.iter().for_each(|it| row[it.count.token as usize] -= 1000.0);
+    }
+    assert_eq!(sampled, expected.iter().map(|row| argmax(row)).collect::<Vec<_>>());
 }
 
 #[test]
