@@ -5,7 +5,9 @@ use std::{
     sync::{
         Arc, Mutex,
         atomic::{AtomicUsize, Ordering},
+        mpsc,
     },
+    time::Duration,
 };
 
 use baton_kv_cache::{
@@ -37,13 +39,33 @@ pub fn fake_device(layout: KvLayout, num_blocks: usize) -> BlockStorage {
 /// The same, and how often pieces went between it and the host.
 pub fn counted_device(layout: KvLayout, num_blocks: usize) -> (BlockStorage, Arc<Counts>) {
     let counts = Arc::<Counts>::default();
-    let kernels = FakeKernels { counts: Arc::clone(&counts), fault: None };
+    let kernels = FakeKernels { counts: Arc::clone(&counts), ..FakeKernels::default() };
     (device(layout, num_blocks, Some(kernels)), counts)
 }
 
 /// The same, which fails when pieces are copied from it.
 pub fn failing_device(layout: KvLayout, num_blocks: usize, fault: Fault) -> BlockStorage {
-    device(layout, num_blocks, Some(FakeKernels { counts: Arc::default(), fault: Some(fault) }))
+    device(layout, num_blocks, Some(FakeKernels { fault: Some(fault), ..FakeKernels::default() }))
+}
+
+/// The same, which fails or not, and whose copies to another device wait to be let on.
+pub fn paused_device(
+    layout: KvLayout,
+    num_blocks: usize,
+    fault: Option<Fault>,
+) -> (BlockStorage, PausedCopies) {
+    let ((begin, begun), (go_on, let_on)) = (mpsc::channel(), mpsc::channel());
+    let kernels = FakeKernels { fault, pause: Some((begin, let_on)), ..FakeKernels::default() };
+    (device(layout, num_blocks, Some(kernels)), PausedCopies { begun, go_on })
+}
+
+/// The copies of a device that wait.
+#[derive(Debug)]
+pub struct PausedCopies {
+    /// A copy has begun.
+    pub begun: mpsc::Receiver<()>,
+    /// Lets a copy go on.
+    pub go_on: mpsc::Sender<()>,
 }
 
 /// The same of several devices, each with some heads; a piece is moved by all.
@@ -52,9 +74,10 @@ pub fn counted_devices(layout: KvLayout, num_blocks: usize, devices: &[u32]) -> 
     let of_rank = |rank| *KvShard::new(&layout, devices.len(), rank).expect("a shard").layout();
     let parts = devices.iter().enumerate();
     let parts = parts.map(|(rank, &device)| memory(device, of_rank(rank), num_blocks, None)).collect();
-    let kernels = devices
-        .iter()
-        .map(|_| Box::new(FakeKernels { counts: Arc::clone(&counts), fault: None }) as Box<dyn BlockKernels>);
+    let kernels = devices.iter().map(|_| {
+        let kernels = FakeKernels { counts: Arc::clone(&counts), ..FakeKernels::default() };
+        Box::new(kernels) as Box<dyn BlockKernels>
+    });
     let memory = DividedMemory::new(layout, parts).expect("shards").with_kernels(kernels.collect());
     (BlockStorage::on_device(Box::new(memory), layout, num_blocks), counts)
 }
@@ -201,10 +224,12 @@ unsafe impl DeviceMemory for Opened {
     }
 }
 
-#[derive(Debug)]
+#[derive(Debug, Default)]
 struct FakeKernels {
     counts: Arc<Counts>,
     fault: Option<Fault>,
+    /// Where a copy says that it has begun, and what it waits for then.
+    pause: Option<(mpsc::Sender<()>, mpsc::Receiver<()>)>,
 }
 
 impl BlockKernels for FakeKernels {
@@ -229,6 +254,11 @@ impl BlockKernels for FakeKernels {
     }
 
     unsafe fn copy(&mut self, _: usize, copies: &[DeviceCopy]) -> io::Result<()> {
+        if let Some((begin, let_on)) = &self.pause {
+            // Either fails when the test has ended. One that has failed may wait for this thread before it ends.
+            let _ = begin.send(());
+            let _ = let_on.recv_timeout(Duration::from_secs(60));
+        }
         check(self.fault)?;
         for &DeviceCopy { source, target, len } in copies {
             // SAFETY: there, and not used meanwhile, by the caller's word.

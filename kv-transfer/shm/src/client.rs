@@ -2,15 +2,16 @@
 //!
 //! The copying thread holds the connection's lock while it copies a frame, and copies only under
 //! open grants. So a thread that takes the lock and closes a grant knows that nothing is written
-//! under the grant any more, and may send `Close`. The thread that pushes a small frame copies it itself when the
-//! copying thread is idle: waking the copying thread takes longer than the copy.
+//! under the grant any more, and may send `Close`. A route that is dropped does not wait for the lock ([`LinkSlot`]). The
+//! thread that pushes a small frame copies it itself when the copying thread is idle: waking the copying thread takes
+//! longer than the copy.
 
 use std::{
     io::{self, Read},
     net::Shutdown,
     os::unix::net::UnixStream,
     path::PathBuf,
-    sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError},
+    sync::{Arc, OnceLock},
     thread::{self, JoinHandle},
 };
 
@@ -29,6 +30,7 @@ use tracing::{error, info, warn};
 
 use super::{
     host::host_id,
+    link::{Link, LinkGuard, LinkSlot},
     target::{self, OpenHandle, Target},
     wire::{self, HANDLE_BYTES, Message},
 };
@@ -90,7 +92,7 @@ impl SendingTransport for ShmSending {
             pool: *pool,
             layout: *layout,
             jobs: Jobs::default(),
-            link: Mutex::default(),
+            link: LinkSlot::default(),
             sum_of: OnceLock::new(),
             is_copied_at_once: OnceLock::new(),
         });
@@ -113,20 +115,11 @@ struct Shared {
     /// The layout of its blocks.
     layout: KvLayout,
     jobs: Jobs,
-    /// Describes the current connection.
-    link: Mutex<Option<Link>>,
+    link: LinkSlot,
     /// What checksums cover, from the peer's first welcome. It is the same on all connections to the pool.
     sum_of: OnceLock<SumOf>,
     /// Whether a device copies a whole frame by one launch, from the first welcome too.
     is_copied_at_once: OnceLock<bool>,
-}
-
-/// The mapping, its socket, and the grants that are open through it.
-struct Link {
-    socket: Arc<UnixStream>,
-    memory: Target,
-    grants: OpenGrants,
-    listener: Option<JoinHandle<()>>,
 }
 
 impl RemotePool for ShmPool {
@@ -141,7 +134,7 @@ impl RemotePool for ShmPool {
         let is_small = num_bytes <= self.shared.copy_at_once_bytes && route.host_room_bytes() == 0;
         if is_small && self.shared.jobs.is_idle() {
             // Other threads hold the lock only for moments.
-            let slot = self.shared.link();
+            let slot = self.shared.link.lock();
             // A copy by devices takes long, so only the thread may wait for it.
             if slot.as_ref().is_none_or(|link| !link.memory.is_on_devices()) {
                 return self.shared.copy(frame, slot, &mut Staging::default());
@@ -160,15 +153,13 @@ impl RemotePool for ShmPool {
 
     fn retire(&self, route: &Arc<RouteState>) {
         self.shared.jobs.retire(route);
-        // The lock is held for the copy of one frame at most.
-        if let Some(link) = self.shared.link().as_mut() {
-            let word = link.grants.close(route.generation());
-            link.say(word);
-        }
+        // A copy by devices takes long, and routes are dropped by threads that must not wait for it.
+        self.shared.link.retire(route.generation());
     }
 
     fn is_cold(&self) -> bool {
-        self.shared.link().is_none()
+        // The caller does not wait for a copy either. The thread that has the lock uses the connection.
+        self.shared.link.try_lock().is_some_and(|link| link.is_none())
     }
 
     fn sum_of(&self) -> SumOf {
@@ -179,40 +170,36 @@ impl RemotePool for ShmPool {
 impl Drop for ShmPool {
     fn drop(&mut self) {
         self.copier.end(&self.shared.jobs);
-        self.shared.unlink(None, true);
-    }
-}
-
-impl Link {
-    /// Sends a word. The caller holds the lock, so nothing is copied while `Close` is sent.
-    fn say(&self, word: Option<Word>) {
-        if let Some(word) = word
-            && let Err(error) = wire::send(&self.socket, Message::Word(word), None)
-        {
-            // The peer must learn that writing has stopped, so the socket is closed. The listener sees its end.
-            warn!(?word, %error, "shared-memory connection closed: cannot send to the peer");
-            let _ = self.socket.shutdown(Shutdown::Both);
-        }
+        self.shared.unlink(None);
     }
 }
 
 impl Shared {
-    fn link(&self) -> MutexGuard<'_, Option<Link>> {
-        self.link.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Ends the connection: `only` this one, or the current one. Returns whether it did. The memory is unmapped first.
-    /// Then the socket is closed, which tells the peer that nothing is written any more. If a device has failed (not
-    /// `is_sound`), only the end of this process may tell that.
-    fn unlink(&self, only: Option<&Arc<UnixStream>>, is_sound: bool) -> bool {
+    /// Ends the connection: `only` this one, or the current one. Returns whether it did.
+    fn unlink(&self, only: Option<&Arc<UnixStream>>) -> bool {
         let link = {
-            let mut slot = self.link();
+            let mut slot = self.link.lock();
             if slot.as_ref().is_none_or(|link| only.is_some_and(|only| !Arc::ptr_eq(only, &link.socket))) {
                 return false;
             }
             slot.take()
         };
-        let Some(Link { socket, memory, grants, listener }) = link else { return false };
+        let Some(link) = link else { return false };
+        let listener = self.end(link, true);
+        if only.is_none()
+            && let Some(listener) = listener
+        {
+            // A panic there has been reported by the panic hook.
+            let _ = listener.join();
+        }
+        true
+    }
+
+    /// Ends a connection that no thread finds any more. Returns its listener. The memory is unmapped first. Then the socket is
+    /// closed, which tells the peer that nothing is written any more. If a device has failed (not `is_sound`), only the
+    /// end of this process may tell that.
+    fn end(&self, link: Link, is_sound: bool) -> Option<JoinHandle<()>> {
+        let Link { socket, memory, grants, listener } = link;
         let is_on_devices = memory.is_on_devices();
         drop(memory);
         if is_on_devices && is_sound {
@@ -223,13 +210,7 @@ impl Shared {
         }
         let _ = socket.shutdown(Shutdown::Both);
         grants.lost(&self.jobs, "the peer is gone");
-        if only.is_none()
-            && let Some(listener) = listener
-        {
-            // A panic there has been reported by the panic hook.
-            let _ = listener.join();
-        }
-        true
+        listener
     }
 
     fn connect(self: &Arc<Self>) -> Result<(), RouteError> {
@@ -270,7 +251,7 @@ impl Shared {
         self.is_copied_at_once.get_or_init(|| memory.is_copied_at_once());
         let socket = Arc::new(socket);
         // Set before the thread starts, because the thread looks for the link.
-        let mut slot = self.link();
+        let mut slot = self.link.lock();
         let listener = thread::Builder::new().name("kv-shm-listen".into()).spawn({
             let (shared, socket) = (Arc::clone(self), Arc::clone(&socket));
             move || listen(&shared, &socket)
@@ -282,12 +263,12 @@ impl Shared {
     }
 
     fn open(self: &Arc<Self>, open: Open) {
-        let is_connected = self.link().is_some();
+        let is_connected = self.link.lock().is_some();
         if !is_connected && let Err(error) = self.connect() {
             open.fail(error);
             return;
         }
-        let mut slot = self.link();
+        let mut slot = self.link.lock();
         let Some(link) = slot.as_mut() else {
             open.fail(RouteError::Unreachable("the peer is gone".into()));
             return;
@@ -296,7 +277,7 @@ impl Shared {
         link.say(word);
     }
 
-    fn copy(&self, frame: Frame, mut slot: MutexGuard<'_, Option<Link>>, staging: &mut Staging) {
+    fn copy(&self, frame: Frame, mut slot: LinkGuard<'_>, staging: &mut Staging) {
         let route = Arc::clone(frame.route());
         let Some(link) = slot.as_mut() else {
             frame.fail(PushError::Lost("the peer is gone".into()));
@@ -332,11 +313,14 @@ impl Shared {
                 frame.fail(PushError::Lost(error.to_string()));
             }
             Err(error) => {
-                let socket = Arc::clone(&link.socket);
+                // No thread finds the connection once the lock is free, so none sends `Close`.
+                let link = slot.take();
                 drop(slot);
                 self.context.counters.of(TransportKind::Shm).failed();
                 error!(path = %self.path.display(), %error, "device failed while it copied kv and may still do so: the blocks of both sides are kept until this process ends");
-                self.unlink(Some(&socket), false);
+                if let Some(link) = link {
+                    self.end(link, false);
+                }
                 // Invariant 3: the route never becomes idle, so its blocks are never freed.
                 std::mem::forget(active);
                 frame.fail(PushError::Lost(error.to_string()));
@@ -350,7 +334,7 @@ fn run(shared: &Arc<Shared>) {
     while let Some(job) = shared.jobs.next() {
         match job {
             Job::Open(open) => shared.open(open),
-            Job::Frame(frame) => shared.copy(frame, shared.link(), &mut staging),
+            Job::Frame(frame) => shared.copy(frame, shared.link.lock(), &mut staging),
         }
     }
 }
@@ -359,7 +343,7 @@ fn listen(shared: &Shared, socket: &Arc<UnixStream>) {
     let error = loop {
         match wire::receive(socket) {
             Ok(Some((message, _))) => {
-                let mut slot = shared.link();
+                let mut slot = shared.link.lock();
                 let Some(link) = slot.as_mut().filter(|link| Arc::ptr_eq(&link.socket, socket)) else {
                     return;
                 };
@@ -373,7 +357,7 @@ fn listen(shared: &Shared, socket: &Arc<UnixStream>) {
             Err(error) => break error.to_string(),
         }
     };
-    if shared.unlink(Some(socket), true) {
+    if shared.unlink(Some(socket)) {
         shared.context.counters.of(TransportKind::Shm).failed();
         warn!(path = %shared.path.display(), %error, "shared-memory connection lost: its frames are written again");
     }

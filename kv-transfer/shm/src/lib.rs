@@ -33,6 +33,7 @@
 
 mod client;
 mod host;
+mod link;
 mod server;
 mod target;
 #[cfg(any(test, feature = "testing"))]

@@ -4,9 +4,11 @@
 use std::{
     io::{BufRead, BufReader, Read, Write},
     os::unix::net::{UnixListener, UnixStream},
-    path::PathBuf,
+    path::{Path, PathBuf},
     process::{Child, Command, Stdio},
-    sync::Arc,
+    sync::{Arc, mpsc},
+    thread::{self, JoinHandle},
+    time::Duration,
 };
 
 use baton_handoff::{AccessKey, PushError, RouteError, TransportOffer};
@@ -18,8 +20,8 @@ use baton_transfer::{
 };
 use baton_transfer_conformance::{
     Guards, LAYOUT, NUM_BLOCKS, TestTransport, TransferPair, access_key_from_text, access_key_to_text,
-    blocks,
-    fake_devices::{self, Fault, counted_devices, failing_device, fake_device},
+    blocks, eventually,
+    fake_devices::{self, Fault, counted_devices, failing_device, fake_device, paused_device},
     fill, has_device, holds, is_pending, pattern, private_dir, receiver, sender, some_access_key, soon,
     storage, writes,
 };
@@ -160,6 +162,69 @@ async fn blocks_of_both_sides_are_freed_once_a_device_that_failed_has_stopped() 
         }
         let num_kept = usize::from(!has_stopped);
         assert_eq!((sent.num_out(), received.num_out()), (num_kept, num_kept), "{fault:?}");
+    }
+}
+
+/// A peer by hand with a pool on a device. It opens every grant, and returns what it hears.
+fn listen(socket_path: &Path, pool: &BlockStorage) -> (mpsc::Receiver<Word>, JoinHandle<()>) {
+    let listener = UnixListener::bind(socket_path).unwrap();
+    let handle = pool.device().unwrap().handle().unwrap();
+    let (hear, heard) = mpsc::channel();
+    let peer = thread::spawn(move || {
+        let (mut socket, _) = listener.accept().unwrap();
+        wire::receive(&socket).unwrap().unwrap();
+        let welcome = Message::WelcomeToDevices { num_blocks: NUM_BLOCKS as u64, num_ranks: 1 };
+        wire::send(&socket, welcome, None).unwrap();
+        socket.write_all(&handle).unwrap();
+        while let Ok(Some((Message::Word(word), _))) = wire::receive(&socket) {
+            if let Word::Open(access_key) = word {
+                let opened = Message::Word(Word::Opened(access_key.generation));
+                wire::send(&socket, opened, None).unwrap();
+            }
+            hear.send(word).unwrap();
+        }
+    });
+    (heard, peer)
+}
+
+#[tokio::test]
+async fn a_route_that_is_dropped_while_a_device_copies_does_not_wait_and_is_closed_after_the_copy() {
+    let patience = Duration::from_secs(30);
+    for fault in [None, Some(Fault::Hangs)] {
+        let (dir, target) = (private_dir(), fake_device(LAYOUT, NUM_BLOCKS));
+        let socket_path = dir.path().join("s");
+        let (heard, peer) = listen(&socket_path, &target);
+        let (source, copies) = paused_device(LAYOUT, NUM_BLOCKS, fault);
+        store(&source, BlockId(3));
+        let sender = sender(&Arc::new(source), TO_FAKE_DEVICES).unwrap();
+        let offer = |socket_path, pool| TransportOffer::Shm { host_id: host::host_id(), socket_path, pool };
+        let access_key = some_access_key(1);
+        let route = soon(sender.route(access_key, &[offer(socket_path, 7)], ())).await.unwrap();
+        assert_eq!(heard.recv_timeout(patience), Ok(Word::Open(access_key)));
+        let pushed = route.push(writes(&blocks([3])));
+        copies.begun.recv_timeout(patience).unwrap();
+
+        let dropping = thread::spawn(move || route.close());
+        eventually("the route is dropped", || dropping.is_finished()).await;
+        let mut closed = Box::pin(dropping.join().unwrap());
+        // Nor does a new route wait, which looks whether the pool is still connected.
+        let other = offer(dir.path().join("none"), 8);
+        assert!(soon(sender.route(some_access_key(2), &[other], ())).await.is_err());
+        assert!(is_pending(&mut closed).await && heard.try_recv().is_err(), "the device copies");
+
+        copies.go_on.send(()).unwrap();
+        if fault.is_none() {
+            assert_eq!(soon(pushed).await.unwrap().pieces.len(), LAYOUT.num_layers);
+            soon(closed).await;
+            assert_eq!(heard.recv_timeout(patience), Ok(Word::Close(access_key.generation)));
+        } else {
+            assert!(matches!(soon(pushed).await, Err(PushError::Lost(_))));
+            // The device may still write, so the grant is not closed.
+            assert_eq!(heard.recv_timeout(patience), Err(mpsc::RecvTimeoutError::Disconnected));
+            assert!(is_pending(&mut closed).await);
+        }
+        drop(sender);
+        peer.join().unwrap();
     }
 }
 
