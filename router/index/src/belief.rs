@@ -1,6 +1,10 @@
 //! Blocks that a worker is believed to hold because prompts were sent to it. Nothing confirms it.
+//!
+//! Threads that serve requests add prompts, which may have thousands of blocks. So a belief is one of blocks that follow each
+//! other: it is divided only where a prompt leaves it.
 
 use std::{
+    cmp::Reverse,
     collections::{BTreeMap, HashMap},
     sync::Arc,
 };
@@ -18,21 +22,21 @@ use crate::{
 pub(crate) struct Beliefs {
     member: Member,
     capacity: usize,
+    /// By the first block of each.
     believed: HashMap<BlockKey, Belief>,
-    /// The same by time, in the order of a prompt; a block with another time or a newer prompt by now is skipped. Else there is one entry
-    /// of each.
-    by_time: BTreeMap<Until, Vec<BlockKey>>,
-    /// Of `by_time`, those skipped included.
-    num_entries: usize,
+    /// The same first blocks, in the order in which beliefs go.
+    by_time: BTreeMap<Until, BlockKey>,
     /// Prompts that were added.
     num_added: u64,
 }
 
-/// What is believed of a block.
-#[derive(Clone, Copy, Debug)]
+/// What is believed of blocks that follow each other.
+#[derive(Debug)]
 struct Belief {
+    /// At least one.
+    blocks: Vec<BlockKey>,
     until: Until,
-    /// Prompts with it that were sent, and have not finished as far as it is known.
+    /// Prompts with them that were sent, and have not finished as far as it is known.
     num_sent: u32,
 }
 
@@ -40,8 +44,10 @@ struct Belief {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Until {
     time: u64,
-    /// The newest prompt with the block.
+    /// The newest prompt with the blocks.
     prompt: u64,
+    /// Where they begin in it.
+    place: Reverse<usize>,
 }
 
 /// Why a worker is believed to hold a prompt.
@@ -58,7 +64,7 @@ impl Beliefs {
     pub(crate) fn new(index: &Arc<KvIndex>, owner: u32, capacity: usize) -> Result<Beliefs, IndexFull> {
         let member = Member::join(index, owner, capacity)?;
         let (believed, by_time) = Default::default();
-        Ok(Beliefs { member, capacity, believed, by_time, num_entries: 0, num_added: 0 })
+        Ok(Beliefs { member, capacity, believed, by_time, num_added: 0 })
     }
 
     pub(crate) fn num_held(&self) -> usize {
@@ -70,12 +76,17 @@ impl Beliefs {
     pub(crate) fn add(&mut self, chain: impl Iterator<Item = BlockKey>, time: u64, reason: Reason) {
         let chain: Vec<BlockKey> = chain.take(self.capacity).collect();
         self.num_added += 1;
-        let (prompt, mut num_new) = (self.num_added, 0);
-        let mut untils = Vec::with_capacity(chain.len());
-        for &block in &chain {
-            let belief = self.believed.entry(block).or_insert_with(|| {
-                num_new += 1;
-                Belief { until: Until { time, prompt }, num_sent: 0 }
+        let prompt = self.num_added;
+        let (mut added, mut place, mut num_new) = (Vec::new(), 0, 0);
+        while place < chain.len() {
+            let left = &chain[place..];
+            let mut belief = self.take(left).unwrap_or_else(|| {
+                // What follows may be believed, although its beginning is not any more.
+                let is_new = |block: &&BlockKey| !self.believed.contains_key(*block);
+                let num = 1 + left[1..].iter().take_while(is_new).count();
+                num_new += num;
+                let until = Until { time, prompt, place: Reverse(place) };
+                Belief { blocks: left[..num].to_vec(), until, num_sent: 0 }
             });
             belief.num_sent = match reason {
                 Reason::Sent => belief.num_sent.saturating_add(1),
@@ -85,65 +96,114 @@ impl Beliefs {
                 belief.until.time = time;
             }
             belief.until.prompt = prompt;
-            untils.push(belief.until);
+            place += belief.blocks.len();
+            added.push(belief);
         }
-        // The chain has no entries yet: what it shares with others does not make room for the rest of it.
+        // What is taken out does not go: what the chain shares with others does not make room for the rest of it.
         self.evict(self.capacity - num_new);
-        let num_stored = chain.len() - self.member.store(None, &chain);
-        let (mut stored, refused) = chain.split_at(num_stored);
-        if !refused.is_empty() {
-            for block in refused {
-                self.believed.remove(block);
+        let mut num_stored = chain.len() - self.member.store(None, &chain);
+        if num_stored < chain.len() {
+            self.member.remove(&chain[num_stored..]);
+        }
+        for mut belief in added {
+            belief.blocks.truncate(num_stored);
+            num_stored -= belief.blocks.len();
+            if !belief.blocks.is_empty() {
+                self.put(belief);
             }
-            self.member.remove(refused);
-        }
-        self.num_entries += num_stored;
-        for same in untils[..num_stored].chunk_by(|a, b| a == b) {
-            let (blocks, rest) = stored.split_at(same.len());
-            self.by_time.entry(same[0]).or_default().extend_from_slice(blocks);
-            stored = rest;
-        }
-        if self.num_entries > 2 * self.believed.len() + 64 {
-            self.compact();
         }
     }
 
     /// Forgets what was believed in until before `time`.
     pub(crate) fn expire(&mut self, time: u64) {
-        while let Some(first) = self.by_time.first_entry().filter(|first| first.key().time < time) {
-            let (at, mut blocks) = first.remove_entry();
-            self.num_entries -= blocks.len();
-            blocks.reverse();
-            blocks.retain(|block| self.believed.get(block).is_some_and(|belief| belief.until == at));
-            for block in &blocks {
-                self.believed.remove(block);
+        while self.by_time.first_key_value().is_some_and(|(until, _)| until.time < time) {
+            if let Some(belief) = self.take_first() {
+                self.remove(belief.blocks);
             }
-            self.member.remove(&blocks);
         }
     }
 
     /// Until at most so many blocks are held.
     fn evict(&mut self, num_held: usize) {
         while self.member.num_held() > num_held {
-            let Some(mut first) = self.by_time.first_entry() else { return };
-            let at = *first.key();
-            let Some(block) = first.get_mut().pop() else {
-                first.remove();
-                continue;
-            };
-            self.num_entries -= 1;
-            if self.believed.get(&block).is_some_and(|belief| belief.until == at) {
-                self.believed.remove(&block);
-                self.member.remove(&[block]);
+            let Some(mut belief) = self.take_first() else { return };
+            let num_more = self.member.num_held() - num_held;
+            let end = belief.blocks.split_off(belief.blocks.len().saturating_sub(num_more));
+            self.remove(end);
+            if !belief.blocks.is_empty() {
+                self.put(belief);
             }
         }
     }
 
-    fn compact(&mut self) {
-        for (at, blocks) in &mut self.by_time {
-            blocks.retain(|block| self.believed.get(block).is_some_and(|belief| belief.until == *at));
+    /// Takes out the belief that a chain begins with, as far as its blocks are the chain's.
+    fn take(&mut self, chain: &[BlockKey]) -> Option<Belief> {
+        let mut belief = self.believed.remove(chain.first()?)?;
+        self.by_time.remove(&belief.until);
+        let num_same = belief.blocks.iter().zip(chain).take_while(|(own, block)| own == block).count();
+        if num_same < belief.blocks.len() {
+            let blocks = belief.blocks.split_off(num_same);
+            belief.blocks.shrink_to_fit();
+            let until = Until { place: Reverse(belief.until.place.0 + num_same), ..belief.until };
+            self.put(Belief { blocks, until, num_sent: belief.num_sent });
         }
-        self.by_time.retain(|_, blocks| !blocks.is_empty());
-        self.num_entries = self.by_time.values().map(Vec::len).sum();
+        Some(belief)
+    }
+
+    /// Takes out the belief that goes first.
+    fn take_first(&mut self) -> Option<Belief> {
+        while let Some((_, first)) = self.by_time.pop_first() {
+            // It is gone where the first block of another belief has the same name.
+            let belief = self.believed.remove(&first);
+            if belief.is_some() {
+                return belief;
+            }
+        }
+        None
+    }
+
+    fn put(&mut self, belief: Belief) {
+        let first = belief.blocks[0];
+        self.by_time.insert(belief.until, first);
+        self.believed.insert(first, belief);
+    }
+
+    /// From behind.
+    fn remove(&mut self, mut blocks: Vec<BlockKey>) {
+        blocks.reverse();
+        self.member.remove(&blocks);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn chain(prompt: u64, num_blocks: u64) -> impl Iterator<Item = BlockKey> {
+        (0..num_blocks).map(move |place| BlockKey(prompt << 32 | place))
+    }
+
+    #[test]
+    fn a_prompt_is_one_belief_but_where_others_leave_it() {
+        let index = Arc::new(KvIndex::new(4));
+        let mut beliefs = Beliefs::new(&index, 1, 20_000).expect("there is room");
+        let size = |beliefs: &Beliefs| {
+            assert_eq!(beliefs.believed.len(), beliefs.by_time.len());
+            (beliefs.believed.len(), beliefs.num_held())
+        };
+        for _ in 0..3 {
+            beliefs.add(chain(1, 8192), 64, Reason::Sent);
+            assert_eq!(size(&beliefs), (1, 8192));
+        }
+        beliefs.add(chain(1, 100).chain(chain(2, 900)), 64, Reason::Sent);
+        assert_eq!(size(&beliefs), (3, 9092), "both, and what they share");
+        for _ in 0..3 {
+            beliefs.add(chain(1, 8192).chain(chain(3, 10)), 2, Reason::Finished);
+            assert_eq!(size(&beliefs), (4, 9102), "its answer");
+        }
+        beliefs.expire(3);
+        assert_eq!(size(&beliefs), (2, 1000), "the other prompt");
+        beliefs.expire(65);
+        assert_eq!(size(&beliefs), (0, 0));
     }
 }

@@ -1,6 +1,10 @@
 //! Streams of events against a plain model: a set of blocks for each worker. For tests and fuzzing.
 
-use std::{collections::BTreeSet, sync::Arc};
+use std::{
+    cmp::Reverse,
+    collections::{BTreeMap, BTreeSet},
+    sync::Arc,
+};
 
 use baton_kv_events::{
     BatchKind, BlockHolder, BlockKey, CacheEvent, CacheLevel, CacheReader, EventBatch, EventLog, MAX_TIERS,
@@ -173,8 +177,56 @@ pub fn check_nonsense(script: &[u8]) {
     assert_eq!(index.size().num_memberships, 0);
 }
 
+/// What is believed of each block, one by one.
+struct PlainBeliefs {
+    pool: usize,
+    num_reports: u64,
+    num_added: u64,
+    blocks: BTreeMap<u64, PlainBelief>,
+}
+
+struct PlainBelief {
+    time: u64,
+    prompt: u64,
+    place: Reverse<usize>,
+    num_sent: u32,
+}
+
+impl PlainBeliefs {
+    fn add(&mut self, prompt: &[u64], num_reports: u64, is_sent: bool) {
+        self.num_added += 1;
+        let time = self.num_reports + num_reports;
+        let chain = &prompt[..prompt.len().min(self.pool)];
+        for (place, &block) in chain.iter().enumerate() {
+            let new = PlainBelief { time, prompt: 0, place: Reverse(place), num_sent: 0 };
+            let belief = self.blocks.entry(block).or_insert(new);
+            belief.num_sent = if is_sent { belief.num_sent + 1 } else { belief.num_sent.saturating_sub(1) };
+            if time > belief.time || belief.num_sent == 0 {
+                belief.time = time;
+            }
+            belief.prompt = self.num_added;
+        }
+        while self.blocks.len() > self.pool {
+            let others = self.blocks.iter().filter(|(block, _)| !chain.contains(block));
+            let first = others.min_by_key(|(_, belief)| (belief.time, belief.prompt, belief.place));
+            let block = *first.expect("a chain fits into the pool").0;
+            self.blocks.remove(&block);
+        }
+    }
+
+    fn on_report(&mut self) {
+        self.num_reports += 1;
+        let now = self.num_reports;
+        self.blocks.retain(|_, belief| belief.time >= now);
+    }
+
+    fn num_held(&self, prompt: &[u64]) -> usize {
+        prompt.iter().take_while(|block| self.blocks.contains_key(*block)).count()
+    }
+}
+
 /// Plays prompts that are sent to a worker and finish there, and its reports in between. A prompt is believed to be cached at once, as
-/// far as the pool has room, and nothing is for longer than it may be.
+/// far as the pool has room, nothing is for longer than it may be, and all of it is as the model says.
 ///
 /// # Panics
 /// When that is not so.
@@ -187,20 +239,36 @@ pub fn check_beliefs(script: &[u8]) {
     let mut feed = CacheFeed::new(index.clone(), 1, pool);
     let nothing = EventBatch { first: 0, events: Vec::new(), kind: BatchKind::DumpEnd };
     feed.take(&nothing).expect("it is whole");
+    let blocks = BTreeMap::new();
+    let mut plain = PlainBeliefs { pool, num_reports: 0, num_added: 0, blocks };
     for step in script.chunks_exact(2) {
         let prompt = tree.prompt(u64::from(step[1]) % NUM_BLOCKS);
         let blocks = prompt.iter().copied().map(key);
         match step[0] % 4 {
             0 => {
                 feed.on_report();
+                plain.on_report();
                 continue;
             }
-            1 => feed.finished(blocks).expect("there is room for it"),
-            _ => feed.expect(blocks).expect("there is room for it"),
+            1 => {
+                feed.finished(blocks).expect("there is room for it");
+                plain.add(&prompt, 2, false);
+            }
+            _ => {
+                feed.expect(blocks).expect("there is room for it");
+                plain.add(&prompt, 64, true);
+            }
         }
-        let found: Vec<_> = index.lookup(&prompt, key).iter().map(|holder| holder.num_blocks).collect();
-        assert_eq!(found, [prompt.len().min(pool)], "of {prompt:?}");
-        assert!(feed.num_blocks() <= pool, "{} of {pool}", feed.num_blocks());
+        let found = |prompt: &[u64]| -> Vec<usize> {
+            index.lookup(prompt, key).iter().map(|holder| holder.num_blocks).collect()
+        };
+        assert_eq!(found(&prompt), [prompt.len().min(pool)], "of {prompt:?}");
+        for block in (u64::from(step[1]) % 17..NUM_BLOCKS).step_by(17) {
+            let prompt = tree.prompt(block);
+            let held = Some(plain.num_held(&prompt)).filter(|&num| num > 0);
+            assert_eq!(found(&prompt), held.into_iter().collect::<Vec<_>>(), "of {prompt:?}");
+        }
+        assert_eq!(feed.num_blocks(), plain.blocks.len());
     }
     // It is believed for 64 reports at most.
     (0..65).for_each(|_| feed.on_report());
