@@ -1,5 +1,7 @@
 //! Dropped streams free every block on both sides.
 
+use std::{thread, time::Duration};
+
 use baton_handoff::TransportKind;
 use baton_proto::worker::generate_event::Event;
 
@@ -44,7 +46,12 @@ async fn cancelled_during_the_transfer() {
 #[tokio::test(flavor = "multi_thread")]
 async fn cancelled_while_decoding() {
     let p = prefill().start().await;
-    let d = decode().start().await;
+    // The whole answer takes a second: on a busy machine the worker hears late that the client left.
+    let slow = decode().hook(Box::new(|_| {
+        thread::sleep(Duration::from_millis(10));
+        Ok(())
+    }));
+    let d = slow.start().await;
     let mut client = d.client().await;
     let mut events =
         client.generate(request(&prompt(1, 80), 100, Some(p.peer()))).await.unwrap().into_inner();
