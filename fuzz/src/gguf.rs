@@ -32,6 +32,7 @@ const KEYS: &[&str] = &[
     "rope.scaling.type",
     "rope.scaling.factor",
     "rope.scaling.original_context_length",
+    "rope.scaling.attn_factor",
     "rope.scaling.yarn_beta_fast",
     "rope.scaling.yarn_beta_slow",
     "rope.scale_linear",

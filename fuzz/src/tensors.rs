@@ -37,6 +37,7 @@ pub const WORDS: &[&str] = &[
     "high_freq_factor",
     "original_max_position_embeddings",
     "attention_factor",
+    "attn_factor",
     "beta_fast",
     "beta_slow",
     "mscale",

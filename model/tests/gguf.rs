@@ -332,6 +332,16 @@ fn conversion_changes_no_bit_of_a_logit() {
     }
 }
 
+#[test]
+fn the_factor_of_yarn_is_multiplied() {
+    let dir = Path::new(PARITY).join("llama-rope-yarn");
+    let files = tempfile::tempdir().unwrap();
+    let writer = converted(&dir, "llama", Experts::Stacked).f32("llama.rope.scaling.attn_factor", 0.5);
+    let copy = open(&write(&files, &writer.finish()));
+    let of = |model: &LoadedModel| model.config().decoder.ropes[0].attention_factor();
+    assert_eq!(of(&copy), 0.5 * of(&open(&dir)));
+}
+
 fn copied_metadata(gguf: &Gguf<'_>) -> Writer {
     metadata_of(gguf, |_| true)
 }
@@ -538,6 +548,7 @@ fn unsupported_files_are_refused() {
     check("rope.dimension_count", 6, "an even number up to 4, the length of heads");
     check("rope.dimension_count", 3, "an even number up to 4, the length of heads");
     check("logit_scale", 2, "none, or 1");
+    check("rope.scaling.attn_factor", 2, "none, or 1");
     check_refusal(
         &llama_without("").text("llama.rope.scaling.type", "longrope").finish(),
         "llama.rope.scaling.type is \"longrope\", expected default, linear, llama3 or yarn",

@@ -421,10 +421,14 @@ fn scaling(fields: &Fields<'_>, parameters: &Fields<'_>) -> Result<RopeScaling, 
             let mscale = |weight: f64| if factor <= 1.0 { 1.0 } else { 0.1 * weight * factor.ln() + 1.0 };
             let attention_factor = match parameters.positive("attention_factor")? {
                 Some(attention_factor) => attention_factor,
-                None => match (parameters.number("mscale")?, parameters.number("mscale_all_dim")?) {
-                    (Some(one), Some(all)) if one != 0.0 && all != 0.0 => mscale(one) / mscale(all),
-                    _ => mscale(1.0),
-                },
+                None => {
+                    let own = match (parameters.number("mscale")?, parameters.number("mscale_all_dim")?) {
+                        (Some(one), Some(all)) if one != 0.0 && all != 0.0 => mscale(one) / mscale(all),
+                        _ => mscale(1.0),
+                    };
+                    // As in vLLM and SGLang: models that were trained without YaRN's factor cancel it.
+                    own * parameters.positive("attn_factor")?.unwrap_or(1.0)
+                }
             };
             Ok(RopeScaling::Yarn {
                 factor,
@@ -517,6 +521,22 @@ mod tests {
         check(gemma, nested, &[(RopeScaling::None, 600.0), (RopeScaling::None, 60.0)]);
         check(gemma, &format!("{four}{nested}"), &[(linear(4.0), 600.0), (RopeScaling::None, 60.0)]);
         check(gemma, &format!("{four}{own}"), &[(linear(4.0), 500.0), (RopeScaling::None, 10_000.0)]);
+    }
+
+    #[test]
+    fn attn_factor_multiplies_the_factor_of_yarn() {
+        let check = |more: &str, expected: f32| {
+            let yarn = format!(r#", "rope_scaling": {{"rope_type": "yarn", "factor": 4.0{more}}}"#);
+            let yarn = format!("{yarn}, \"max_position_embeddings\": 64");
+            let found = small("Qwen3ForCausalLM", &yarn).ropes[0].attention_factor();
+            assert!((found - expected).abs() < 1e-6, "{more}: {found}, expected {expected}");
+        };
+        let by_factor = 0.1 * 4.0_f32.ln() + 1.0;
+        check("", by_factor);
+        // As in DeepSeek-R1-0528-Qwen3-8B.
+        check(r#", "attn_factor": 0.8782488562869419"#, 1.0);
+        check(r#", "attn_factor": 0.5, "mscale": 2.0, "mscale_all_dim": 2.0"#, 0.5);
+        check(r#", "attn_factor": 0.5, "attention_factor": 1.25"#, 1.25);
     }
 
     #[test]

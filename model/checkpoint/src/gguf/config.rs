@@ -46,16 +46,16 @@ const ROPE_SCALING_FIELDS: &[(&str, &str)] = &[
     ("rope.scaling.original_context_length", "original_max_position_embeddings"),
     ("rope.scaling.yarn_beta_fast", "beta_fast"),
     ("rope.scaling.yarn_beta_slow", "beta_slow"),
+    (ATTN_FACTOR, "attn_factor"),
 ];
 
-/// Factors that the decoder does not support; they may be absent or 1.
-const FOREIGN_FACTORS: &[&str] = &[
-    "expert_weights_scale",
-    "logit_scale",
-    "residual_scale",
-    "rope.scaling.attn_factor",
-    "rope.scaling.yarn_attn_factor",
-];
+/// Multiplies YaRN's factor on cosines and sines.
+const ATTN_FACTOR: &str = "rope.scaling.attn_factor";
+
+/// Factors that the decoder does not support; they may be absent or 1. Converters write YaRN's factor itself or a multiple
+/// of it to `yarn_attn_factor`.
+const FOREIGN_FACTORS: &[&str] =
+    &["expert_weights_scale", "logit_scale", "residual_scale", ATTN_FACTOR, "rope.scaling.yarn_attn_factor"];
 
 /// GGUF's names of architectures, and the published names.
 const ARCHITECTURES: &[(&str, &str)] = &[
@@ -231,7 +231,8 @@ fn adjust(spec: &mut DecoderSpec, path: &Path, contents: &Contents<'_>, name: &s
     spec.mlp_bias =
         has("ffn_down") && spec.layers.iter().all(|layer| matches!(layer.mlp, MlpSpec::Dense { .. }));
 
-    for factor in FOREIGN_FACTORS {
+    let is_yarn = matches!(spec.ropes[0].scaling, RopeScaling::Yarn { .. });
+    for factor in FOREIGN_FACTORS.iter().filter(|factor| !(is_yarn && **factor == ATTN_FACTOR)) {
         let key = format!("{name}.{factor}");
         if gguf.read(&key, "a number", Value::as_float).map_err(bad)?.is_some_and(|factor| factor != 1.0) {
             return Err(bad(gguf.refuse(&key, "none, or 1")));
