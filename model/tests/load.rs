@@ -4,7 +4,9 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use baton_kv_cache::{BlockId, BlockStorage, KvDtype};
-use baton_model::{Backend, Batch, BatchSequence, Executor, LoadOptions, LoadProgress, load};
+use baton_model::{
+    Backend, Batch, BatchSequence, Executor, LoadOptions, LoadProgress, LoadedModel, load, load_ranks,
+};
 use safetensors::tensor::{Dtype, TensorView};
 use tempfile::TempDir;
 
@@ -341,6 +343,73 @@ fn logits_with(model: &Model, weight_cache: Option<&Path>, quantise: Option<&str
     let mut executor = loaded.cpu_executor().unwrap();
     // SAFETY: no other code uses the storage.
     unsafe { executor.execute(&batch, &storage, &mut |_| {}).unwrap().to_vec() }
+}
+
+/// The tied model, with a head too: the embedding after `change`.
+fn with_head(change: impl FnOnce(&mut [u8])) -> Model {
+    let model = Model::new("qwen2");
+    model.rewrite(|tensors| {
+        let embedding = tensors.iter().find(|(name, ..)| name == EMBEDDING);
+        let (_, dtype, shape, mut data) = embedding.unwrap().clone();
+        change(&mut data);
+        tensors.push(("lm_head.weight".to_owned(), dtype, shape, data));
+    });
+    model
+}
+
+const EMBEDDING: &str = "model.embed_tokens.weight";
+
+/// The first rank's model.
+fn loaded(model: &Model, num_ranks: usize) -> LoadedModel {
+    let options = LoadOptions { threads: Some(1), ..LoadOptions::default() };
+    let ranks = load_ranks(model.dir.path(), Backend::Cpu, num_ranks, &options, &mut |_| {});
+    ranks.unwrap().swap_remove(0)
+}
+
+#[test]
+fn a_head_that_differs_from_the_embedding_is_not_tied() {
+    let expected = logits(&Model::new("qwen2"), None);
+    let same = with_head(|_| ());
+    assert_eq!(logits(&same, None), expected);
+    assert!(loaded(&same, 1).config().decoder.tied_head);
+
+    let negated = with_head(|data| data.chunks_exact_mut(2).for_each(|number| number[1] ^= 0x80));
+    let cache = TempDir::new().unwrap();
+    for cache in [None, Some(cache.path()), Some(cache.path())] {
+        let found: Vec<f32> = logits(&negated, cache).into_iter().map(|logit| -logit).collect();
+        assert_eq!(found, expected);
+    }
+    for num_ranks in [1, 2] {
+        let model = loaded(&negated, num_ranks);
+        let found = [&model.config().decoder, model.shard().spec()].map(|spec| spec.tied_head);
+        assert_eq!(found, [false; 2], "{num_ranks} ranks");
+    }
+    let model = loaded(&negated, 1);
+    let cost = baton_model::cost::ModelCost::new(&model.config().decoder, 2.0, KvDtype::Bf16);
+    assert_eq!(cost.num_parameters(), model.num_parameters());
+
+    // One number far from both ends, which the revision does not hash.
+    let once = with_head(|data| data[data.len() / 2] ^= 1);
+    let model = loaded(&once, 1);
+    assert!(!model.config().decoder.tied_head);
+    assert_ne!(model.revision(), loaded(&same, 1).revision());
+}
+
+#[test]
+fn a_tied_embedding_may_be_stored_as_the_head() {
+    let model = Model::new("qwen2");
+    let expected = logits(&model, None);
+    model.rewrite(|tensors| {
+        let embedding = tensors.iter_mut().find(|(name, ..)| name == EMBEDDING);
+        embedding.unwrap().0 = "lm_head.weight".to_owned();
+    });
+    assert_eq!(logits(&model, None), expected);
+    assert!(loaded(&model, 1).config().decoder.tied_head);
+    model.set("tie_word_embeddings", "false");
+    assert_eq!(
+        model.refusal(),
+        format!("model.safetensors: tensor {EMBEDDING} is missing, expected one of shape [256, 48]")
+    );
 }
 
 fn packed_files(dir: &Path) -> Vec<PathBuf> {

@@ -178,6 +178,26 @@ impl Checkpoint {
         Ok(tensors)
     }
 
+    /// Whether the files have the weight published as `name`, in any format.
+    pub(crate) fn has(&self, name: &str) -> bool {
+        let stored = self.names.as_ref().map(|names| names.place(name).name);
+        let module = name.strip_suffix(".weight").filter(|_| self.quantisation.is_some());
+        self.tensors.by_name.contains_key(stored.as_deref().unwrap_or(name))
+            || module.is_some_and(|module| quantised::has(&self.tensors, module))
+    }
+
+    /// Whether two weights of floats, under their published names in a directory, have the same type, shape and bytes. Not
+    /// if one of them is quantised.
+    pub(crate) fn are_equal(&self, a: &str, b: &str) -> bool {
+        let [Some(a), Some(b)] = [a, b].map(|name| self.tensors.by_name.get(name)) else { return false };
+        match (a.dtype, b.dtype) {
+            (StoredDtype::Float(one), StoredDtype::Float(other)) => {
+                one == other && a.shape == b.shape && *a.span == *b.span
+            }
+            _ => false,
+        }
+    }
+
     /// Takes the weight published as `name`: one tensor, or the tensors that make it up.
     pub(crate) fn take(&mut self, name: &str, shape: &[usize]) -> Result<Matrix, LoadError> {
         if let (Some(quantisation), &[rows, cols]) = (self.quantisation, shape)

@@ -94,8 +94,11 @@ pub(crate) fn take_weights<S: MatrixSink>(
     sink: &mut S,
 ) -> Result<DecoderWeights<S::Matrix>, LoadError> {
     let prefix = &spec.tensor_prefix;
-    let embedding =
-        from.take(&format!("{prefix}embed_tokens.weight"), &[spec.vocab_size, spec.hidden_size])?;
+    let embedding = embedding_name(spec);
+    // A matrix that is both may be stored under either name.
+    let is_stored_as_head = spec.tied_head && !from.has(&embedding) && from.has(HEAD);
+    let embedding = if is_stored_as_head { HEAD } else { &*embedding };
+    let embedding = from.take(embedding, &[spec.vocab_size, spec.hidden_size])?;
     let mut layers = Vec::with_capacity(spec.layers.len());
     for (layer_idx, layer) in spec.layers.iter().enumerate() {
         let mut taker = Taker { spec, shard, from, sink, prefix: format!("{prefix}layers.{layer_idx}.") };
@@ -106,7 +109,7 @@ pub(crate) fn take_weights<S: MatrixSink>(
     let (embedding, head) = if spec.tied_head {
         (None, embedding)
     } else {
-        (Some(embedding), from.take("lm_head.weight", &[spec.vocab_size, spec.hidden_size])?)
+        (Some(embedding), from.take(HEAD, &[spec.vocab_size, spec.hidden_size])?)
     };
     let kv_dtype = head.kv_dtype();
     let head = head.rows_at(shard.vocabulary());
@@ -114,6 +117,21 @@ pub(crate) fn take_weights<S: MatrixSink>(
         .add(vec![head], Tolerance::EightBits, ProductKind::Plain)
         .expect("the head's columns are not cut");
     Ok(DecoderWeights { embedding, layers, norm, head, kv_dtype })
+}
+
+/// The published name of the head.
+const HEAD: &str = "lm_head.weight";
+
+/// The published name of the embedding.
+fn embedding_name(spec: &DecoderSpec) -> String {
+    format!("{}embed_tokens.weight", spec.tensor_prefix)
+}
+
+/// Whether the head of `spec` is tied, but the checkpoint has another one. Fine-tuned models whose configuration is that of
+/// the original have it so.
+pub(crate) fn has_other_head(spec: &DecoderSpec, from: &Checkpoint) -> bool {
+    let embedding = embedding_name(spec);
+    spec.tied_head && from.has(HEAD) && from.has(&embedding) && !from.are_equal(HEAD, &embedding)
 }
 
 /// Whether a tensor may be left over: a buffer that old versions saved, a tensor that the configuration already used,
@@ -124,7 +142,7 @@ pub(crate) fn is_redundant(spec: &DecoderSpec, name: &str) -> bool {
     BUFFERS.iter().any(|buffer| name.ends_with(buffer))
         || name == ROPE_DIVISORS
         || is_about_activations(name)
-        || (spec.tied_head && name == "lm_head.weight")
+        || (spec.tied_head && name == HEAD)
 }
 
 /// A tensor of a product: its rows, and the range of this rank.

@@ -9,7 +9,7 @@ use baton_kv_cache::{KvDtype, KvFormat, KvLayout};
 use baton_model_spec::{Activations, DecoderShard, LoadError, ModelConfig, Quantisation, Rank};
 
 use crate::checkpoint::Checkpoint;
-use crate::decoder::{DecoderWeights, is_redundant, take_weights};
+use crate::decoder::{DecoderWeights, has_other_head, is_redundant, take_weights};
 use crate::gguf;
 use crate::sink::MatrixSink;
 
@@ -216,13 +216,27 @@ pub fn load_decoder<S: MatrixSink>(
     if !(1..=1024).contains(&threads) {
         return Err(LoadError::Option { option: "threads", found: threads, expected: "1 to 1024" });
     }
-    let config = load_config(model)?;
+    let mut config = load_config(model)?;
+    let mut checkpoint = Checkpoint::open(model, &config)?;
+    let has_other_head = has_other_head(&config.decoder, &checkpoint);
+    if has_other_head {
+        config.decoder.tied_head = false;
+        if options.rank.is_first() {
+            tracing::warn!(
+                path = %model.display(),
+                "lm_head is not the embedding, although the configuration ties them: the model is computed with this lm_head"
+            );
+        }
+    }
     let spec = &config.decoder;
     let shard = DecoderShard::new(spec, options.rank)?;
-    let mut checkpoint = Checkpoint::open(model, &config)?;
     let weights = take_weights(spec, &shard, &mut checkpoint, sink)?;
     checkpoint.refuse_rest(&config.architecture, |name| is_redundant(spec, name))?;
-    let identity = identity(model, &checkpoint)?;
+    let mut identity = identity(model, &checkpoint)?;
+    // Only a part of each tensor is hashed, which does not show whether the head is another one.
+    if has_other_head {
+        identity.update(b"a head of its own");
+    }
     let layout = KvLayout {
         block_size: options.block_size,
         num_layers: spec.layers.len(),

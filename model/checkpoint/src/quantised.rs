@@ -45,6 +45,11 @@ pub(crate) fn is_about_activations(name: &str) -> bool {
     SUFFIXES.iter().any(|suffix| name.ends_with(suffix))
 }
 
+/// Whether `module` has levels under a name of their own, not `weight`.
+pub(crate) fn has(from: &Tensors, module: &str) -> bool {
+    ["qweight", "weight_packed"].iter().any(|suffix| from.dtype_of(&format!("{module}.{suffix}")).is_some())
+}
+
 /// Takes the weight of `module` if it is not stored as floats.
 pub(crate) fn take(
     from: &mut Tensors,
