@@ -8,8 +8,8 @@
 //! | fp8 | `weight [N, K]` | `weight_scale`, or `weight_scale_inv` of blocks | |
 //!
 //! N are the outputs, K the inputs. The shapes of a module's tensors show whether it is quantised, with how many bits
-//! and in which groups. So the lists of modules that are not quantised (`modules_to_not_convert`, `ignore`) are not
-//! read.
+//! and in how many groups; the configuration states their size. So the lists of modules that are not quantised
+//! (`modules_to_not_convert`, `ignore`) are not read.
 //!
 //! Layouts: AutoAWQ's "gemm", AutoGPTQ and GPTQModel, vLLM's compressed-tensors, DeepSeek-V3's block scales.
 
@@ -57,11 +57,11 @@ pub(crate) fn take(
     module: &str,
     [rows, cols]: [usize; 2],
 ) -> Result<Option<Matrix>, LoadError> {
-    let mut taker = Taker { from, module, rows, cols };
+    let mut taker = Taker { from, module, stated_group: quantisation.group(), rows, cols };
     let has = |suffix: &str| taker.from.dtype_of(&format!("{module}.{suffix}"));
     let stored = match quantisation {
-        StoredQuantisation::Awq if has("qweight").is_some() => Stored::Integers(taker.awq()?),
-        StoredQuantisation::Gptq { zero_offset } if has("qweight").is_some() => {
+        StoredQuantisation::Awq { .. } if has("qweight").is_some() => Stored::Integers(taker.awq()?),
+        StoredQuantisation::Gptq { zero_offset, .. } if has("qweight").is_some() => {
             Stored::Integers(taker.gptq(zero_offset)?)
         }
         StoredQuantisation::Named { .. } if has("weight_packed").is_some() => {
@@ -70,7 +70,7 @@ pub(crate) fn take(
         StoredQuantisation::Named { .. } if has("weight") == Some(Dtype::I8) => {
             Stored::Integers(taker.bytes()?)
         }
-        StoredQuantisation::Named { block } if has("weight") == Some(Dtype::F8_E4M3) => {
+        StoredQuantisation::Named { block, .. } if has("weight") == Some(Dtype::F8_E4M3) => {
             Stored::Fp8(taker.fp8(block)?)
         }
         _ => return Ok(None),
@@ -86,8 +86,18 @@ pub(crate) fn take(
 struct Taker<'a> {
     from: &'a mut Tensors,
     module: &'a str,
+    /// The size of groups that the configuration states.
+    stated_group: Option<usize>,
     rows: usize,
     cols: usize,
+}
+
+/// The groups of a row.
+#[derive(Clone, Copy)]
+struct RowGroups {
+    num: usize,
+    /// Numbers of a group; the last one may have fewer.
+    size: usize,
 }
 
 impl Taker<'_> {
@@ -119,10 +129,10 @@ impl Taker<'_> {
             ..in_words(raw, 4)
         };
         let qweight = self.take("qweight", &[Dtype::I32], &[&[cols, words]])?;
-        let num_groups = self.num_groups("scales", 0);
-        let scales = self.take("scales", SCALE_DTYPES, &[&[num_groups, rows]])?;
+        let groups = self.row_groups("scales", 0)?;
+        let scales = self.take("scales", SCALE_DTYPES, &[&[groups.num, rows]])?;
         let zeros = match self.has("qzeros") {
-            true => Some(self.take("qzeros", &[Dtype::I32], &[&[num_groups, words]])?),
+            true => Some(self.take("qzeros", &[Dtype::I32], &[&[groups.num, words]])?),
             false => None,
         };
         Ok(IntegerTensors {
@@ -131,8 +141,8 @@ impl Taker<'_> {
             levels: field(qweight),
             scales: Table { row_stride: 1, col_stride: rows, ..table(scales) },
             zeros: zeros.map(|zeros| Zeros { levels: field(zeros), offset: 0 }),
-            groups: Groups::InOrder(cols / num_groups),
-            num_groups,
+            groups: Groups::InOrder(groups.size),
+            num_groups: groups.num,
         })
     }
 
@@ -141,10 +151,10 @@ impl Taker<'_> {
         let width = self.width("qweight", 0);
         let per_word = WORD_BITS / width.bits();
         let qweight = self.take("qweight", &[Dtype::I32], &[&[cols.div_ceil(per_word), rows]])?;
-        let num_groups = self.num_groups("scales", 0);
-        let scales = self.take("scales", SCALE_DTYPES, &[&[num_groups, rows]])?;
+        let groups = self.row_groups("scales", 0)?;
+        let scales = self.take("scales", SCALE_DTYPES, &[&[groups.num, rows]])?;
         let zero_words = rows.div_ceil(per_word);
-        let qzeros = self.take("qzeros", &[Dtype::I32], &[&[num_groups, zero_words]])?;
+        let qzeros = self.take("qzeros", &[Dtype::I32], &[&[groups.num, zero_words]])?;
         Ok(IntegerTensors {
             width,
             cols,
@@ -164,8 +174,8 @@ impl Taker<'_> {
                 },
                 offset: zero_offset,
             }),
-            groups: self.groups("g_idx", num_groups)?,
-            num_groups,
+            groups: self.groups("g_idx", groups)?,
+            num_groups: groups.num,
         })
     }
 
@@ -187,22 +197,22 @@ impl Taker<'_> {
                 return Err(shape.wrong_shape(tensor, found, vec![rows, cols]));
             }
         }
-        let (scales, num_groups) = self.scales("weight_scale")?;
+        let (scales, groups) = self.scales("weight_scale")?;
         let zeros = match self.dtype_of("weight_zero_point") {
             None => None,
             Some(Dtype::I32) => {
-                let shape = [rows.div_ceil(per_word), num_groups];
+                let shape = [rows.div_ceil(per_word), groups.num];
                 let raw = self.take("weight_zero_point", &[Dtype::I32], &[&shape])?;
                 Some(Zeros {
                     levels: Field {
                         row_shift: per_word.ilog2(),
-                        row_stride: num_groups,
+                        row_stride: groups.num,
                         ..in_words(raw, width.bits())
                     },
                     offset: 0,
                 })
             }
-            Some(_) => Some(self.byte_zeros(width, num_groups)?),
+            Some(_) => Some(self.byte_zeros(width, groups.num)?),
         };
         Ok(IntegerTensors {
             width,
@@ -214,8 +224,8 @@ impl Taker<'_> {
             },
             scales,
             zeros,
-            groups: self.groups("weight_g_idx", num_groups)?,
-            num_groups,
+            groups: self.groups("weight_g_idx", groups)?,
+            num_groups: groups.num,
         })
     }
 
@@ -223,9 +233,9 @@ impl Taker<'_> {
     fn bytes(&mut self) -> Result<IntegerTensors, LoadError> {
         let (rows, cols) = (self.rows, self.cols);
         let levels = self.take("weight", &[Dtype::I8], &[&[rows, cols]])?;
-        let (scales, num_groups) = self.scales("weight_scale")?;
+        let (scales, groups) = self.scales("weight_scale")?;
         let zeros = match self.has("weight_zero_point") {
-            true => Some(self.byte_zeros(IntegerWidth::Eight, num_groups)?),
+            true => Some(self.byte_zeros(IntegerWidth::Eight, groups.num)?),
             false => None,
         };
         Ok(IntegerTensors {
@@ -234,8 +244,8 @@ impl Taker<'_> {
             levels: Field { row_stride: cols, ..in_bytes(levels) },
             scales,
             zeros,
-            groups: self.groups("weight_g_idx", num_groups)?,
-            num_groups,
+            groups: self.groups("weight_g_idx", groups)?,
+            num_groups: groups.num,
         })
     }
 
@@ -247,8 +257,8 @@ impl Taker<'_> {
         let shape = self.shape_of(suffix);
         let is_blocks = shape == blocks && !is_whole_rows(&shape, rows);
         if !is_blocks {
-            let (scales, num_groups) = self.scales(suffix)?;
-            return Ok(Fp8Tensors { levels, cols, scales, group: cols / num_groups });
+            let (scales, groups) = self.scales(suffix)?;
+            return Ok(Fp8Tensors { levels, cols, scales, group: groups.size });
         }
         let scales = self.take(suffix, SCALE_DTYPES, &[&blocks])?;
         let scales =
@@ -256,14 +266,14 @@ impl Taker<'_> {
         Ok(Fp8Tensors { levels, cols, scales, group: block_cols })
     }
 
-    /// Scales of the whole matrix, of rows, or of groups within rows; and the number of groups in a row.
-    fn scales(&mut self, suffix: &str) -> Result<(Table, usize), LoadError> {
-        let num_groups = self.num_groups(suffix, 1);
-        let per_row = [self.rows, num_groups];
+    /// Scales of the whole matrix, of rows, or of groups within rows; and the groups of a row.
+    fn scales(&mut self, suffix: &str) -> Result<(Table, RowGroups), LoadError> {
+        let groups = self.row_groups(suffix, 1)?;
+        let per_row = [self.rows, groups.num];
         let raw = self.take(suffix, SCALE_DTYPES, &[&per_row, &[self.rows], &[1, 1], &[1], &[]])?;
         let is_one = raw.shape.iter().product::<usize>() == 1;
-        let row_stride = if is_one { 0 } else { num_groups };
-        Ok((Table { row_stride, col_stride: 1, ..table(raw) }, num_groups))
+        let row_stride = if is_one { 0 } else { groups.num };
+        Ok((Table { row_stride, col_stride: 1, ..table(raw) }, groups))
     }
 
     /// Zero points in bytes, with the shape of the scales.
@@ -277,8 +287,8 @@ impl Taker<'_> {
         Ok(Zeros { levels, offset: i16::from(width.middle()) - 128 })
     }
 
-    fn groups(&mut self, suffix: &str, num_groups: usize) -> Result<Groups, LoadError> {
-        let size = self.cols / num_groups;
+    fn groups(&mut self, suffix: &str, of_row: RowGroups) -> Result<Groups, LoadError> {
+        let RowGroups { num: num_groups, size } = of_row;
         if !self.has(suffix) {
             return Ok(Groups::InOrder(size));
         }
@@ -305,12 +315,26 @@ impl Taker<'_> {
         }
     }
 
-    /// The number of groups in a row, by `dimension` of the scales. 1 if that number is impossible: then the shape is
-    /// refused.
-    fn num_groups(&self, suffix: &str, dimension: usize) -> usize {
+    /// The groups of a row, whose number is `dimension` of the scales. They have the stated size if that makes as many, else
+    /// they are equal parts of a row: the module has a size of its own.
+    fn row_groups(&self, suffix: &str, dimension: usize) -> Result<RowGroups, LoadError> {
+        let cols = self.cols;
         let shape = self.shape_of(suffix);
-        let found = if shape.len() == 2 { shape[dimension] } else { 1 };
-        if found > 0 && self.cols.is_multiple_of(found) { found } else { 1 }
+        let num = if shape.len() == 2 { shape[dimension] } else { 1 };
+        let stated = self.stated_group.map(|size| RowGroups { num: cols.div_ceil(size), size });
+        match stated {
+            Some(stated) if stated.num == num => Ok(stated),
+            _ if num > 0 && cols.is_multiple_of(num) => Ok(RowGroups { num, size: cols / num }),
+            Some(RowGroups { num: expected, size }) => {
+                let tensor = format!("{}.{suffix}", self.module);
+                let message = format!(
+                    "tensor {tensor} has scales of {num} groups for {cols} columns, expected {expected} of {size}"
+                );
+                Err(LoadError::bad_file(self.from.by_name[&tensor].span.file().path(), message))
+            }
+            // An impossible number: the shape is refused.
+            None => Ok(RowGroups { num: 1, size: cols }),
+        }
     }
 }
 

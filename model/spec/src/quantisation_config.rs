@@ -1,29 +1,44 @@
 //! How the weights of a directory are quantised, from `quantization_config` of its configuration.
 //!
-//! This module does not know tensors. The tensors show which modules are quantised, with how many bits, in which
-//! groups.
+//! This module does not know tensors. The tensors show which modules are quantised, with how many bits, in how many groups.
 
 use crate::error::LoadError;
-use crate::fields::Fields;
+use crate::fields::{Fields, MAX_SIZE};
 
 /// The quantisation method of a directory's weights.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StoredQuantisation {
     /// AWQ.
-    Awq,
+    Awq {
+        /// As [`group`](Self::group).
+        group: Option<usize>,
+    },
     /// GPTQ.
     Gptq {
+        /// As [`group`](Self::group).
+        group: Option<usize>,
         /// Added to stored zero points: version 1 of the format stores them less one.
         zero_offset: i16,
     },
     /// compressed-tensors, and its fp8 layout under other names.
     Named {
+        /// As [`group`](Self::group).
+        group: Option<usize>,
         /// Rows and columns of a block that shares a scale, if scales are per block.
         block: [usize; 2],
     },
 }
 
 impl StoredQuantisation {
+    /// Numbers of a row that share a scale, if one size is stated. A module may have another one.
+    pub fn group(self) -> Option<usize> {
+        match self {
+            StoredQuantisation::Awq { group }
+            | StoredQuantisation::Gptq { group, .. }
+            | StoredQuantisation::Named { group, .. } => group,
+        }
+    }
+
     /// Reads `quantization_config`; `None` if there is none.
     ///
     /// # Errors
@@ -40,7 +55,7 @@ impl StoredQuantisation {
                     return Err(config.refuse("version", "gemm"));
                 }
                 need_bits(&config, &[4])?;
-                Ok(Some(StoredQuantisation::Awq))
+                Ok(Some(StoredQuantisation::Awq { group: group(&config, &["group_size", "q_group_size"]) }))
             }
             "gptq" => {
                 need_bits(&config, &[4, 8])?;
@@ -49,14 +64,15 @@ impl StoredQuantisation {
                     "gptq_v2" => 0,
                     _ => return Err(config.refuse("checkpoint_format", "gptq or gptq_v2")),
                 };
-                Ok(Some(StoredQuantisation::Gptq { zero_offset }))
+                Ok(Some(StoredQuantisation::Gptq { group: group(&config, &["group_size"]), zero_offset }))
             }
             "compressed-tensors" => StoredQuantisation::read_compressed(&config).map(Some),
             "fp8" | "fbgemm_fp8" => {
                 if config.text("fmt")?.is_some_and(|format| format != "e4m3") {
                     return Err(config.refuse("fmt", "e4m3"));
                 }
-                Ok(Some(StoredQuantisation::Named { block: block(&config, "weight_block_size")? }))
+                let block = block(&config, "weight_block_size")?;
+                Ok(Some(StoredQuantisation::Named { group: None, block }))
             }
             _ => Err(config.refuse("quant_method", expected)),
         }
@@ -82,15 +98,18 @@ impl StoredQuantisation {
             return Err(sparsity.refuse("format", "dense"));
         }
         let mut found = [128, 128];
-        for group in config.object("config_groups")?.iter().flat_map(Fields::objects) {
-            check(&group)?;
-            if let Some(weights) = group.object("weights")?
-                && weights.get("block_structure").is_some()
-            {
+        let mut sizes = Vec::new();
+        for modules in config.object("config_groups")?.iter().flat_map(Fields::objects) {
+            check(&modules)?;
+            let Some(weights) = modules.object("weights")? else { continue };
+            sizes.extend(group(&weights, &["group_size"]));
+            if weights.get("block_structure").is_some() {
                 found = block(&weights, "block_structure")?;
             }
         }
-        Ok(StoredQuantisation::Named { block: found })
+        sizes.dedup();
+        let group = if let [one] = *sizes { Some(one) } else { None };
+        Ok(StoredQuantisation::Named { group, block: found })
     }
 }
 
@@ -102,6 +121,12 @@ fn need_bits(config: &Fields<'_>, widths: &[usize]) -> Result<(), LoadError> {
         Some(bits) if widths.contains(&bits) => Ok(()),
         _ => Err(config.refuse(field, expected())),
     }
+}
+
+/// The first of the fields that states a size. -1 is a whole row.
+fn group(config: &Fields<'_>, fields: &[&str]) -> Option<usize> {
+    let stated = fields.iter().find_map(|field| config.get(field)?.as_u64())?;
+    usize::try_from(stated).ok().filter(|size| (1..=MAX_SIZE).contains(size))
 }
 
 fn block(config: &Fields<'_>, field: &str) -> Result<[usize; 2], LoadError> {
@@ -124,6 +149,27 @@ mod tests {
         let path = Path::new("config.json");
         let object = parse_object(path, format!("{{\"quantization_config\": {config}}}").as_bytes())?;
         StoredQuantisation::read(&Fields::new(path, &object))
+    }
+
+    #[test]
+    fn a_stated_group_is_kept() {
+        let of_two = |sizes: [i64; 2]| {
+            let [a, b] =
+                sizes.map(|size| format!(r#"{{"weights": {{"num_bits": 4, "group_size": {size}}}}}"#));
+            format!(r#"{{"quant_method": "compressed-tensors", "config_groups": {{"a": {a}, "b": {b}}}}}"#)
+        };
+        for (config, expected) in [
+            (r#"{"quant_method": "awq", "bits": 4, "group_size": 128}"#, Some(128)),
+            (r#"{"quant_method": "awq", "w_bit": 4, "q_group_size": 64}"#, Some(64)),
+            (r#"{"quant_method": "gptq", "bits": 4, "group_size": 32}"#, Some(32)),
+            (r#"{"quant_method": "gptq", "bits": 4, "group_size": -1}"#, None),
+            (r#"{"quant_method": "fp8"}"#, None),
+            (&*of_two([128, 128]), Some(128)),
+            (&*of_two([128, -1]), Some(128)),
+            (&*of_two([128, 32]), None),
+        ] {
+            assert_eq!(quantisation(config).unwrap().unwrap().group(), expected, "{config}");
+        }
     }
 
     #[test]

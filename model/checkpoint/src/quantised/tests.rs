@@ -2,6 +2,7 @@ use std::path::Path;
 
 use baton_model_spec::fields::{Fields, parse_object};
 use safetensors::SafeTensors;
+use safetensors::tensor::TensorView;
 
 use super::*;
 use crate::checkpoint::Checkpoint;
@@ -130,8 +131,60 @@ fn tensors_that_do_not_fit_are_refused() {
     check("bytes-rows", [23, 64], "weight has shape [24, 64], expected [23, 64]");
     check("fp8-blocks", [24, 65], "weight has shape [24, 64], expected [24, 65]");
     let (dir, _, _) = fixture("awq");
-    let quantisation = StoredQuantisation::Gptq { zero_offset: 1 };
+    let quantisation = StoredQuantisation::Gptq { zero_offset: 1, group: None };
     let mut checkpoint = Checkpoint::open_quantised(dir.path(), quantisation).unwrap();
     let error = checkpoint.take("layer.weight", &[24, 64]).unwrap_err().to_string();
     assert!(error.ends_with("tensor layer.qweight has shape [64, 3], expected [8, 24]"), "{error}");
+}
+
+/// A directory with a GPTQ layer of eight rows. The numbers of group `g` are `g + 1`.
+fn gptq_of_groups(num_groups: usize, cols: usize) -> tempfile::TempDir {
+    let scales: Vec<f32> = (0..num_groups).flat_map(|group| [(group + 1) as f32; 8]).collect();
+    let bytes = |words: Vec<u32>| -> Vec<u8> { words.into_iter().flat_map(u32::to_le_bytes).collect() };
+    let tensors = [
+        ("layer.qweight", Dtype::I32, vec![cols / 8, 8], bytes(vec![0x9999_9999; cols])),
+        ("layer.qzeros", Dtype::I32, vec![num_groups, 1], bytes(vec![0x7777_7777; num_groups])),
+        (
+            "layer.scales",
+            Dtype::F32,
+            vec![num_groups, 8],
+            bytes(scales.into_iter().map(f32::to_bits).collect()),
+        ),
+    ];
+    let views = tensors
+        .iter()
+        .map(|(name, dtype, shape, data)| (*name, TensorView::new(*dtype, shape.clone(), data).unwrap()));
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::write(dir.path().join("model.safetensors"), safetensors::serialize(views, None).unwrap())
+        .unwrap();
+    dir
+}
+
+#[test]
+fn groups_have_the_stated_size_and_the_last_may_be_short() {
+    let take = |num_groups: usize, cols: usize, group: Option<usize>| {
+        let dir = gptq_of_groups(num_groups, cols);
+        let quantisation = StoredQuantisation::Gptq { zero_offset: 1, group };
+        let mut checkpoint = Checkpoint::open_quantised(dir.path(), quantisation).unwrap();
+        let matrix = checkpoint.take("layer.weight", &[8, cols]);
+        matrix.map_err(|error| error.to_string().replace(&format!("{}/", dir.path().display()), ""))
+    };
+    // As SmolLM2-135M has 576 columns; two groups could be halves; a module with a size of its own; none stated.
+    for (num_groups, cols, stated, size) in
+        [(5, 576, Some(128), 128), (2, 96, Some(64), 64), (3, 96, Some(64), 32), (3, 96, None, 32)]
+    {
+        let matrix = take(num_groups, cols, stated).unwrap();
+        let expected: Vec<f32> = (0..cols).map(|k| (k / size + 1) as f32).collect();
+        let format = matrix.integer_format().unwrap();
+        assert_eq!(format.group, size);
+        for row_idx in [0, 7] {
+            assert_eq!(matrix.row_values(row_idx).collect::<Vec<_>>(), expected, "{cols} by {stated:?}");
+            let row = matrix.integer_row(row_idx);
+            assert_eq!(row.scales.len(), num_groups);
+            assert_eq!(row.values(format).collect::<Vec<_>>(), expected, "{cols} by {stated:?}, as integers");
+        }
+    }
+    let refusal = take(5, 576, Some(64)).unwrap_err();
+    let expected = "tensor layer.scales has scales of 5 groups for 576 columns, expected 9 of 64";
+    assert_eq!(refusal, format!("model.safetensors: {expected}"));
 }
