@@ -27,6 +27,8 @@ const ARCHITECTURES: &[&str] = &[
     "Gemma2ForCausalLM",
     "Gemma3ForCausalLM",
     "Phi3ForCausalLM",
+    "Gemma3ForConditionalGeneration",
+    "Mistral3ForConditionalGeneration",
 ];
 
 fuzz_target!(|input: Input<'_>| {
@@ -64,6 +66,9 @@ fn fields(architecture: u8, edits: &[Edit]) -> Vec<u8> {
             object.remove("num_local_experts");
         }
         json::edit(object, edits, WORDS);
+    }
+    if baton_fuzz::pick(ARCHITECTURES, architecture).ends_with("ForConditionalGeneration") {
+        config = json!({"architectures": config["architectures"], "text_config": config});
     }
     config.to_string().into_bytes()
 }

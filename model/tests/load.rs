@@ -5,7 +5,8 @@ use std::path::{Path, PathBuf};
 
 use baton_kv_cache::{BlockId, BlockStorage, KvDtype};
 use baton_model::{
-    Backend, Batch, BatchSequence, Executor, LoadOptions, LoadProgress, LoadedModel, load, load_ranks,
+    Backend, Batch, BatchSequence, Executor, LoadOptions, LoadProgress, LoadedModel, ModelConfig, load,
+    load_ranks,
 };
 use safetensors::tensor::{Dtype, TensorView};
 use tempfile::TempDir;
@@ -76,7 +77,8 @@ fn check_config(name: &str, field: &str, value: &str, expected: &str) {
 #[test]
 fn unsupported_configurations_are_refused() {
     let known = "LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, MixtralForCausalLM, \
-                 Qwen3MoeForCausalLM, Gemma2ForCausalLM, Gemma3ForCausalLM, Phi3ForCausalLM";
+                 Qwen3MoeForCausalLM, Gemma2ForCausalLM, Gemma3ForCausalLM, Phi3ForCausalLM, \
+                 Gemma3ForConditionalGeneration, Mistral3ForConditionalGeneration";
     let cases = [
         (
             "architectures",
@@ -410,6 +412,56 @@ fn a_tied_embedding_may_be_stored_as_the_head() {
         model.refusal(),
         format!("model.safetensors: tensor {EMBEDDING} is missing, expected one of shape [256, 48]")
     );
+}
+
+/// Makes the text model a part of a model that reads images, too: under `text_config`, with other names of tensors.
+fn wrap(model: &Model, architecture: &str, prefixes: [&str; 3]) {
+    let path = model.path("config.json");
+    let mut text: serde_json::Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+    let mut whole = serde_json::json!({"architectures": [architecture], "vision_config": {"hidden_size": 4}});
+    for field in ["bos_token_id", "dtype", "eos_token_id"] {
+        whole[field] = text[field].take();
+        text.as_object_mut().unwrap().remove(field);
+    }
+    text.as_object_mut().unwrap().remove("architectures");
+    whole["text_config"] = text;
+    fs::write(&path, whole.to_string()).unwrap();
+
+    let [body, head, other] = prefixes;
+    model.rewrite(|tensors| {
+        for (name, ..) in tensors.iter_mut() {
+            *name = match name.strip_prefix("model.") {
+                Some(rest) => format!("{body}{rest}"),
+                None => format!("{head}{name}"),
+            };
+        }
+        for name in ["vision_tower.patch_conv.weight", "multi_modal_projector.norm.weight"] {
+            tensors.push((format!("{other}{name}"), Dtype::BF16, vec![2, 3], vec![0xff; 12]));
+        }
+    });
+}
+
+#[test]
+fn the_text_part_of_a_model_for_images_computes_what_the_text_model_does() {
+    let published = ["language_model.model.", "language_model.", ""];
+    let saved = ["model.language_model.", "", "model."];
+    for (name, architecture) in
+        [("gemma3", "Gemma3ForConditionalGeneration"), ("mistral", "Mistral3ForConditionalGeneration")]
+    {
+        let expected = logits(&Model::new(name), None);
+        for prefixes in [published, saved] {
+            let model = Model::new(name);
+            wrap(&model, architecture, prefixes);
+            assert_eq!(logits(&model, None), expected, "{name} as {prefixes:?}");
+            let config = ModelConfig::of_directory(model.dir.path()).unwrap();
+            assert_eq!((config.eos_token_ids, config.bos_token_id), (vec![2], Some(1)), "{name}");
+
+            // A tensor that is of no known part is refused.
+            model.rewrite(|tensors| tensors.push(("audio.weight".into(), Dtype::F32, vec![1], vec![0; 4])));
+            let refusal = model.refusal();
+            assert!(refusal.contains(&format!("audio.weight is not part of {architecture}")), "{refusal}");
+        }
+    }
 }
 
 fn packed_files(dir: &Path) -> Vec<PathBuf> {

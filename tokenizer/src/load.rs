@@ -77,13 +77,22 @@ impl GenerationDefaults {
         let dir = model;
         let generation: File =
             files::read_json_if_present(&dir.join("generation_config.json"))?.unwrap_or_default();
-        let model: Ids = files::read_json_if_present(&dir.join("config.json"))?.unwrap_or_default();
-        let ids = generation.ids;
-        let eos = ids.eos_token_id.or(model.eos_token_id);
+        let Config { ids: model, text_config: text } =
+            files::read_json_if_present(&dir.join("config.json"))?.unwrap_or_default();
+        let (ids, text) = (generation.ids, text.unwrap_or_default());
+        let eos = ids.eos_token_id.or(model.eos_token_id).or(text.eos_token_id);
         Ok(Self {
             eos_token_ids: eos.map(OneOrMany::into_vec).unwrap_or_default(),
-            bos_token_id: ids.bos_token_id.or(model.bos_token_id).and_then(OneOrMany::into_first),
-            pad_token_id: ids.pad_token_id.or(model.pad_token_id).and_then(OneOrMany::into_first),
+            bos_token_id: ids
+                .bos_token_id
+                .or(model.bos_token_id)
+                .or(text.bos_token_id)
+                .and_then(OneOrMany::into_first),
+            pad_token_id: ids
+                .pad_token_id
+                .or(model.pad_token_id)
+                .or(text.pad_token_id)
+                .and_then(OneOrMany::into_first),
             do_sample: generation.do_sample,
             temperature: generation.temperature,
             top_p: generation.top_p,
@@ -107,6 +116,14 @@ struct File {
     min_p: Option<f32>,
     repetition_penalty: Option<f32>,
     max_new_tokens: Option<u32>,
+}
+
+#[derive(Default, Deserialize)]
+struct Config {
+    #[serde(flatten)]
+    ids: Ids,
+    /// The text part of a model that reads images too.
+    text_config: Option<Ids>,
 }
 
 #[derive(Default, Deserialize)]
@@ -185,6 +202,13 @@ mod tests {
         assert_eq!(defaults.pad_token_id, None);
         assert_eq!(defaults.temperature, Some(0.6));
         assert_eq!(defaults.top_k, None, "the model's config holds no sampling defaults");
+    }
+
+    #[test]
+    fn the_text_part_fills_in_token_ids_that_the_whole_model_lacks() {
+        let config = r#"{"eos_token_id": [1, 106], "text_config": {"eos_token_id": 1, "bos_token_id": 2}}"#;
+        let defaults = load(&[("config.json", config)]).unwrap();
+        assert_eq!((defaults.eos_token_ids, defaults.bos_token_id), (vec![1, 106], Some(2)));
     }
 
     #[test]

@@ -16,6 +16,7 @@ use crate::gguf::{Names, Place, gguf_files};
 use crate::matrix::{Matrix, Stored, StoredOrder};
 use crate::quantised;
 use crate::tensors::{StoredDtype, Tensor, Tensors};
+use crate::text_part;
 
 /// Bytes at the beginning and at the end of a tensor that identify it.
 const SAMPLE_BYTES: usize = 4096;
@@ -48,7 +49,11 @@ impl Checkpoint {
         if !model.is_dir() {
             return Checkpoint::open_gguf(model, &config.decoder);
         }
-        Ok(Checkpoint { quantisation: config.quantisation, ..Checkpoint::open_directory(model)? })
+        let mut checkpoint = Checkpoint::open_directory(model)?;
+        if config.has_other_parts() {
+            text_part::keep(&mut checkpoint.tensors);
+        }
+        Ok(Checkpoint { quantisation: config.quantisation, ..checkpoint })
     }
 
     #[cfg(test)]

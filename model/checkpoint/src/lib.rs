@@ -20,6 +20,7 @@ mod matrix;
 mod quantised;
 mod sink;
 mod tensors;
+mod text_part;
 
 pub use decoder::{DecoderWeights, DenseMlp, LayerWeights, Linear, Mlp};
 pub use device::{DeviceModel, DeviceSink, DeviceSource, load_for_device, load_ranks_for_devices};

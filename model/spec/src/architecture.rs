@@ -6,6 +6,7 @@ use crate::decoder::{Activation, DecoderSpec, ExpertNaming, LayerSpec, MlpSpec};
 use crate::error::LoadError;
 use crate::fields::{Fields, MAX_SIZE};
 use crate::rope::{RopeScaling, RopeSpec};
+use crate::text_part;
 
 /// The largest number of layers. A file with more is malformed.
 pub const MAX_LAYERS: usize = 4096;
@@ -130,7 +131,12 @@ fn family(name: &str, fields: &Fields<'_>) -> Result<&'static Family, LoadError>
     FAMILIES.iter().find(|family| family.name == name).ok_or_else(|| LoadError::UnknownArchitecture {
         path: fields.path(),
         found: name.to_owned(),
-        expected: FAMILIES.iter().map(|family| family.name).collect::<Vec<_>>().join(", "),
+        expected: FAMILIES
+            .iter()
+            .map(|family| family.name)
+            .chain(text_part::names())
+            .collect::<Vec<_>>()
+            .join(", "),
     })
 }
 

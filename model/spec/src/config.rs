@@ -13,6 +13,7 @@ use crate::fields::{Fields, parse_object};
 use crate::float::FloatDtype;
 use crate::quantisation_config::StoredQuantisation;
 use crate::stored_weights::StoredWeights;
+use crate::text_part::{self, TextPart};
 use crate::weight_format::WeightFormat;
 
 /// The contents of `config.json` or of a GGUF file's metadata.
@@ -62,20 +63,33 @@ impl ModelConfig {
         let object = parse_object(path, text)?;
         let fields = Fields::new(path, &object);
         let architecture = name_of(&fields)?;
+        let part = TextPart::find(&architecture, &fields)?;
+        let (name, text) = match &part {
+            Some(part) => (part.architecture, part.fields()),
+            None => (architecture.as_str(), fields.clone()),
+        };
+        let stating = |names: &[&str]| stating(&fields, &text, names);
         // The decoder comes first: it refuses unsupported architectures.
-        let context_length = architecture::context_length(&architecture, &fields)?;
-        let (dtype, weights) = (stated_dtype(&fields)?, WeightFormat::read(&fields)?);
+        let context_length = architecture::context_length(name, &text)?;
+        let dtype = stated_dtype(stating(&["dtype", "torch_dtype"]))?;
+        let quantised = stating(&["quantization_config", "compression_config"]);
+        let weights = WeightFormat::read(quantised)?;
         Ok(ModelConfig {
             context_length,
-            eos_token_ids: fields.token_ids("eos_token_id")?,
-            bos_token_id: fields.token_ids("bos_token_id")?.first().copied(),
+            eos_token_ids: stating(&["eos_token_id"]).token_ids("eos_token_id")?,
+            bos_token_id: stating(&["bos_token_id"]).token_ids("bos_token_id")?.first().copied(),
             dtype,
-            quantisation: StoredQuantisation::read(&fields)?,
+            quantisation: StoredQuantisation::read(quantised)?,
             weights,
             stored: StoredWeights::stated(weights, dtype),
-            decoder: architecture::decoder(&architecture, &fields)?,
+            decoder: architecture::decoder(name, &text)?,
             architecture,
         })
+    }
+
+    /// Whether the model has parts that are not read, such as one for images: then the decoder is that of its text model.
+    pub fn has_other_parts(&self) -> bool {
+        text_part::names().any(|name| name == self.architecture)
     }
 
     /// The number of tokens in the vocabulary; token ids are below this.
@@ -91,6 +105,11 @@ fn name_of(fields: &Fields<'_>) -> Result<String, LoadError> {
         [Value::String(name)] => Ok(name.clone()),
         _ => Err(fields.refuse("architectures", expected)),
     }
+}
+
+/// The object that states one of these fields: the whole model comes first, as in transformers, then its text model.
+fn stating<'f, 'a>(whole: &'f Fields<'a>, text: &'f Fields<'a>, names: &[&str]) -> &'f Fields<'a> {
+    if names.iter().any(|name| whole.get(name).is_some()) { whole } else { text }
 }
 
 /// `dtype` or, in older files, `torch_dtype`; bf16 if both are missing or name another type.

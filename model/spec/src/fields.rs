@@ -62,6 +62,19 @@ impl<'a> Fields<'a> {
         self.path.to_owned()
     }
 
+    /// All values.
+    pub(crate) fn values(&self) -> &'a Map<String, Value> {
+        self.values
+    }
+
+    /// The same object of the file with other values, such as defaults of absent fields.
+    pub(crate) fn with_values<'b>(&self, values: &'b Map<String, Value>) -> Fields<'b>
+    where
+        'a: 'b,
+    {
+        Fields { path: self.path, prefix: self.prefix.clone(), values }
+    }
+
     /// Whether there are none.
     pub fn is_empty(&self) -> bool {
         self.values.is_empty()

@@ -25,6 +25,7 @@ mod rope;
 mod sampling;
 mod shard;
 mod stored_weights;
+mod text_part;
 mod weight_format;
 
 pub use blend::{

@@ -50,6 +50,8 @@ struct Description {
     architectures: Vec<String>,
     vocab_size: Option<usize>,
     max_position_embeddings: Option<usize>,
+    /// Of a model that reads images too: its text part, which has the sizes.
+    text_config: Option<Box<Description>>,
 }
 
 impl Description {
@@ -58,11 +60,23 @@ impl Description {
         let path = dir.join("config.json");
         match std::fs::read(&path) {
             Ok(json) => {
-                serde_json::from_slice(&json).with_context(|| format!("cannot read {}", path.display()))
+                let whole: Description = serde_json::from_slice(&json)
+                    .with_context(|| format!("cannot read {}", path.display()))?;
+                Ok(whole.with_text_part())
             }
             // A directory with only the tokenizer is enough for a router.
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(Description::default()),
             Err(error) => Err(error).with_context(|| format!("cannot read {}", path.display())),
+        }
+    }
+
+    /// Takes absent sizes from the text part.
+    fn with_text_part(mut self) -> Description {
+        let text = self.text_config.take().unwrap_or_default();
+        Description {
+            vocab_size: self.vocab_size.or(text.vocab_size),
+            max_position_embeddings: self.max_position_embeddings.or(text.max_position_embeddings),
+            ..self
         }
     }
 
@@ -76,6 +90,7 @@ impl Description {
             architectures: vec![architecture.to_owned()],
             vocab_size: gguf.tensors().get("token_embd.weight").map(|embedding| embedding.shape[0]),
             max_position_embeddings: context.and_then(|context| context.try_into().ok()),
+            text_config: None,
         })
     }
 }
@@ -147,6 +162,19 @@ mod tests {
 
     fn load(path: &Path) -> anyhow::Result<ServedModel> {
         ServedModel::load(path, "x", None, Tokenizer::load(path)?)
+    }
+
+    #[test]
+    fn the_sizes_of_a_model_for_images_are_those_of_its_text_part() {
+        let json = r#"{"architectures": ["Mistral3ForConditionalGeneration"],
+            "text_config": {"vocab_size": 131072, "max_position_embeddings": 4096}}"#;
+        let description: Description = serde_json::from_str(json).unwrap();
+        let description = description.with_text_part();
+        assert_eq!(description.architectures, ["Mistral3ForConditionalGeneration"]);
+        assert_eq!(
+            (description.vocab_size, description.max_position_embeddings),
+            (Some(131_072), Some(4096))
+        );
     }
 
     #[test]
