@@ -108,3 +108,47 @@ fn zero_biases_of_quantisation_tools_are_ignored() {
     let error = load(dir.path(), Backend::Cpu, &LoadOptions::default(), &mut |_| {}).unwrap_err().to_string();
     assert!(error.contains(&format!("tensor {bias} is not part of LlamaForCausalLM")), "{error}");
 }
+
+/// The fixture's tensors with the matrices of its layers in FP8, one scale each, as ModelOpt writes them. Their numbers are
+/// made up.
+fn modelopt() -> Tensors {
+    let (integers, _) = quantised("llama");
+    let mut tensors: Tensors = integers
+        .into_iter()
+        .map(|(name, dtype, shape, data)| match dtype {
+            // Without the highest bit of the exponent a level is at most 1.875.
+            Dtype::I8 => (name, Dtype::F8_E4M3, shape, data.iter().map(|level| level & 0xbf).collect()),
+            _ if name.ends_with("weight_scale") => (name, dtype, vec![], floats([0.0625])),
+            _ => (name, dtype, shape, data),
+        })
+        .collect();
+    for name in ["mlp.up_proj.input_scale", "self_attn.k_proj.k_scale", "self_attn.v_proj.v_scale"] {
+        tensors.push((format!("model.layers.0.{name}"), Dtype::F32, vec![], floats([0.5])));
+    }
+    tensors
+}
+
+#[test]
+fn fp8_of_modelopt_is_read_by_the_file_beside_the_configuration_too() {
+    let tensors = modelopt();
+    let expected = logits(&write("llama", &tensors, serde_json::json!({"quant_method": "fp8"})));
+    let config = serde_json::json!({"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]});
+    assert_eq!(logits(&write("llama", &tensors, config)), expected);
+
+    let dir = write("llama", &tensors, serde_json::Value::Null);
+    let refusal =
+        || load(dir.path(), Backend::Cpu, &LoadOptions::default(), &mut |_| {}).unwrap_err().to_string();
+    assert!(refusal().contains("is of type F8_E4M3"), "{}", refusal());
+    let state = |quantization: &str| {
+        let text = format!("{{\"producer\": {{\"name\": \"modelopt\"}}, \"quantization\": {quantization}}}");
+        fs::write(dir.path().join("hf_quant_config.json"), text).unwrap();
+    };
+    state(r#"{"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}"#);
+    assert_eq!(logits(&dir), expected);
+    state(r#"{"quant_algo": "NVFP4", "group_size": 16}"#);
+    let named = "hf_quant_config.json: quantization.quant_algo is \"NVFP4\", expected FP8 or FP8_PER_CHANNEL_PER_TOKEN";
+    assert!(refusal().ends_with(named), "{}", refusal());
+    // Only KV is quantised.
+    state(r#"{"quant_algo": null, "kv_cache_quant_algo": "FP8"}"#);
+    assert!(refusal().contains("is of type F8_E4M3"), "{}", refusal());
+}

@@ -9,7 +9,7 @@
 //!
 //! N are the outputs, K the inputs. The shapes of a module's tensors show whether it is quantised, with how many bits
 //! and in how many groups; the configuration states their size. So the lists of modules that are not quantised
-//! (`modules_to_not_convert`, `ignore`) are not read.
+//! (`modules_to_not_convert`, `ignore`, `exclude_modules`) are not read.
 //!
 //! Layouts: AutoAWQ's "gemm", AutoGPTQ and GPTQModel, vLLM's compressed-tensors, DeepSeek-V3's block scales.
 

@@ -9,12 +9,15 @@ use serde_json::Value;
 use crate::architecture;
 use crate::decoder::DecoderSpec;
 use crate::error::LoadError;
-use crate::fields::{Fields, parse_object};
+use crate::fields::{Fields, parse_object, read_object};
 use crate::float::FloatDtype;
 use crate::quantisation_config::StoredQuantisation;
 use crate::stored_weights::StoredWeights;
 use crate::text_part::{self, TextPart};
 use crate::weight_format::WeightFormat;
+
+/// Older exports of NVIDIA's ModelOpt state here how the weights are quantised, and nothing in `config.json`.
+const MODELOPT_FILE: &str = "hf_quant_config.json";
 
 /// The contents of `config.json` or of a GGUF file's metadata.
 #[derive(Clone, Debug, PartialEq)]
@@ -45,14 +48,21 @@ impl ModelConfig {
         self.quantisation.is_some()
     }
 
-    /// Reads `config.json` of the directory `model`.
+    /// Reads `config.json` of the directory `model`, and ModelOpt's file beside it if the weights are quantised as only
+    /// that file says.
     ///
     /// # Errors
-    /// When the file is missing or malformed, or describes a model that the decoder cannot compute.
+    /// When a file is missing or malformed, or describes a model that the decoder cannot compute.
     pub fn of_directory(model: &Path) -> Result<ModelConfig, LoadError> {
         let path = model.join("config.json");
-        let text = std::fs::read(&path).map_err(|source| LoadError::io(&path, source))?;
-        ModelConfig::parse(&path, &text)
+        let object = read_object(&path)?;
+        let mut config = ModelConfig::read(&Fields::new(&path, &object))?;
+        let beside = model.join(MODELOPT_FILE);
+        if config.quantisation.is_none() && beside.exists() {
+            let object = read_object(&beside)?;
+            config.read_modelopt(&Fields::new(&beside, &object))?;
+        }
+        Ok(config)
     }
 
     /// Reads the text of a `config.json`; `path` is for messages.
@@ -61,14 +71,17 @@ impl ModelConfig {
     /// As [`of_directory`](Self::of_directory).
     pub fn parse(path: &Path, text: &[u8]) -> Result<ModelConfig, LoadError> {
         let object = parse_object(path, text)?;
-        let fields = Fields::new(path, &object);
-        let architecture = name_of(&fields)?;
-        let part = TextPart::find(&architecture, &fields)?;
+        ModelConfig::read(&Fields::new(path, &object))
+    }
+
+    fn read(fields: &Fields<'_>) -> Result<ModelConfig, LoadError> {
+        let architecture = name_of(fields)?;
+        let part = TextPart::find(&architecture, fields)?;
         let (name, text) = match &part {
             Some(part) => (part.architecture, part.fields()),
             None => (architecture.as_str(), fields.clone()),
         };
-        let stating = |names: &[&str]| stating(&fields, &text, names);
+        let stating = |names: &[&str]| stating(fields, &text, names);
         // The decoder comes first: it refuses unsupported architectures.
         let context_length = architecture::context_length(name, &text)?;
         let dtype = stated_dtype(stating(&["dtype", "torch_dtype"]))?;
@@ -90,6 +103,18 @@ impl ModelConfig {
     /// Whether the model has parts that are not read, such as one for images: then the decoder is that of its text model.
     pub fn has_other_parts(&self) -> bool {
         text_part::names().any(|name| name == self.architecture)
+    }
+
+    /// Takes the quantisation of the weights from ModelOpt's file. `null` is none: only KV is quantised.
+    fn read_modelopt(&mut self, fields: &Fields<'_>) -> Result<(), LoadError> {
+        let stated =
+            fields.object("quantization")?.ok_or_else(|| fields.refuse("quantization", "an object"))?;
+        if !stated.is_null("quant_algo") {
+            self.quantisation = Some(StoredQuantisation::read_modelopt(&stated)?);
+            self.weights = WeightFormat::Fp8;
+            self.stored = StoredWeights::stated(self.weights, self.dtype);
+        }
+        Ok(())
     }
 
     /// The number of tokens in the vocabulary; token ids are below this.

@@ -20,7 +20,7 @@ pub enum StoredQuantisation {
         /// Added to stored zero points: version 1 of the format stores them less one.
         zero_offset: i16,
     },
-    /// compressed-tensors, and its fp8 layout under other names.
+    /// compressed-tensors, and its fp8 layout under other names, such as ModelOpt's.
     Named {
         /// As [`group`](Self::group).
         group: Option<usize>,
@@ -48,7 +48,7 @@ impl StoredQuantisation {
         else {
             return Ok(None);
         };
-        let expected = "awq, gptq, compressed-tensors, fp8 or fbgemm_fp8";
+        let expected = "awq, gptq, compressed-tensors, fp8, fbgemm_fp8 or modelopt";
         match config.text("quant_method")?.ok_or_else(|| config.refuse("quant_method", expected))? {
             "awq" => {
                 if config.text("version")?.is_some_and(|version| !version.eq_ignore_ascii_case("gemm")) {
@@ -74,7 +74,26 @@ impl StoredQuantisation {
                 let block = block(&config, "weight_block_size")?;
                 Ok(Some(StoredQuantisation::Named { group: None, block }))
             }
+            "modelopt" => {
+                // Some exports nest these fields as in the file beside the configuration.
+                let nested = config.object("quantization")?;
+                StoredQuantisation::read_modelopt(nested.as_ref().unwrap_or(&config)).map(Some)
+            }
             _ => Err(config.refuse("quant_method", expected)),
+        }
+    }
+
+    /// Reads what NVIDIA's ModelOpt states in `quantization_config`, or in `quantization` of a file of its own.
+    ///
+    /// # Errors
+    /// When it names another algorithm: scales of FP8_PB_WO have four dimensions, NVFP4 and MXFP8 are formats of their own.
+    pub(crate) fn read_modelopt(config: &Fields<'_>) -> Result<StoredQuantisation, LoadError> {
+        const ALGORITHMS: [&str; 2] = ["FP8", "FP8_PER_CHANNEL_PER_TOKEN"];
+        match config.text("quant_algo")? {
+            Some(algorithm) if ALGORITHMS.iter().any(|known| known.eq_ignore_ascii_case(algorithm)) => {
+                Ok(StoredQuantisation::Named { block: [128, 128] })
+            }
+            _ => Err(config.refuse("quant_algo", ALGORITHMS.join(" or "))),
         }
     }
 
@@ -174,7 +193,7 @@ mod tests {
 
     #[test]
     fn unsupported_configurations_are_refused() {
-        let methods = "expected awq, gptq, compressed-tensors, fp8 or fbgemm_fp8";
+        let methods = "expected awq, gptq, compressed-tensors, fp8, fbgemm_fp8 or modelopt";
         let formats = "expected pack-quantized, int-quantized, float-quantized, naive-quantized, mixed-precision, dense";
         for (config, expected) in [
             (r#"{"bits": 4}"#, format!("quant_method is missing, {methods}")),
@@ -206,9 +225,29 @@ mod tests {
                 r#"{"quant_method": "fp8", "weight_block_size": [0, 1]}"#,
                 "weight_block_size is [0,1], expected two sizes".into(),
             ),
+            (
+                r#"{"quant_method": "modelopt", "quant_algo": "NVFP4"}"#,
+                "quant_algo is \"NVFP4\", expected FP8 or FP8_PER_CHANNEL_PER_TOKEN".into(),
+            ),
+            (
+                r#"{"quant_method": "modelopt", "quantization": {"quant_algo": "fp8_pb_wo"}}"#,
+                "quantization.quant_algo is \"fp8_pb_wo\", expected FP8 or FP8_PER_CHANNEL_PER_TOKEN".into(),
+            ),
         ] {
             let error = quantisation(config).unwrap_err().to_string();
             assert_eq!(error, format!("config.json: quantization_config.{expected}"));
+        }
+    }
+
+    #[test]
+    fn fp8_of_modelopt_is_accepted_in_either_place() {
+        for config in [
+            r#"{"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]}"#,
+            r#"{"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}"#,
+            r#"{"quant_method": "modelopt", "quantization": {"quant_algo": "fp8", "exclude_modules": ["lm_head"]}}"#,
+        ] {
+            let expected = StoredQuantisation::Named { block: [128, 128] };
+            assert_eq!(quantisation(config).unwrap(), Some(expected), "{config}");
         }
     }
 }

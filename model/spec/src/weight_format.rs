@@ -46,7 +46,7 @@ impl WeightFormat {
             Some("awq" | "gptq") => {
                 WeightFormat::of_integers(&config, &["w_bit", "bits"], &["group_size", "q_group_size"])
             }
-            Some("fp8" | "fbgemm_fp8") => WeightFormat::Fp8,
+            Some("fp8" | "fbgemm_fp8" | "modelopt") => WeightFormat::Fp8,
             Some("compressed-tensors") => WeightFormat::of_compressed(&config)?,
             _ => WeightFormat::Bf16,
         })
@@ -104,6 +104,7 @@ mod tests {
             (r#"{"quant_method": "gptq", "bits": 8, "group_size": -1}"#, "int8", 1.0),
             (r#"{"quant_method": "fp8", "weight_block_size": [128, 128]}"#, "fp8", 1.0),
             (r#"{"quant_method": "fbgemm_fp8"}"#, "fp8", 1.0),
+            (r#"{"quant_method": "modelopt", "quant_algo": "FP8"}"#, "fp8", 1.0),
             (
                 r#"{"quant_method": "compressed-tensors", "config_groups": {
                     "group_0": {"weights": {"type": "int", "num_bits": 4, "group_size": 32}}}}"#,
