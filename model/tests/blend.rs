@@ -11,7 +11,7 @@ use baton_model::{Backend, LoadOptions, load};
 use baton_model_cpu::PassageNumbers;
 use baton_model_spec::{
     BatchSequence, BlendPassage, BlendRatio, BlendRefusal, BlendedPrompt, DecoderSpec, FIRST_KEPT_LAYER,
-    PassageKv, RopeSpec, Selection, SelectionOrder,
+    PassageKv, RopeScaling, RopeSpec, Selection, SelectionOrder,
 };
 
 use machine::{CASES, Machine, Place, bits, dir_of, exact};
@@ -294,7 +294,7 @@ fn a_blend_repeats_bit_for_bit_on_any_number_of_threads() {
 }
 
 #[test]
-fn models_with_sliding_windows_or_one_layer_and_parallel_ranks_refuse() {
+fn models_with_sliding_windows_long_rope_or_one_layer_and_parallel_ranks_refuse() {
     for name in REFUSED {
         let error = Machine::new(&dir_of(name), &exact()).executor.blending().err().expect(name);
         assert!(matches!(error, BlendRefusal::SlidingWindow { .. }), "{name}: {error}");
@@ -303,6 +303,11 @@ fn models_with_sliding_windows_or_one_layer_and_parallel_ranks_refuse() {
     assert_eq!(error.to_string(), "layer 0 has a sliding window of 24 tokens");
     let mut spec = spec_of(&dir_of("llama"));
     assert_eq!(spec.check_blending(), Ok(()));
+    let rope = spec.ropes[0].clone();
+    let divisors = vec![2.0; rope.rotary_dim / 2];
+    spec.ropes[0].scaling = RopeScaling::LongRope { divisors, attention_factor: 1.0 };
+    assert_eq!(spec.check_blending(), Err(BlendRefusal::LongRope { layer_idx: 0 }));
+    spec.ropes[0] = rope;
     spec.layers.truncate(1);
     assert_eq!(spec.check_blending(), Err(BlendRefusal::TooFewLayers { num_layers: 1 }));
     let error = Machine::parallel(&dir_of("llama"), &exact(), 2).executor.blending().err().unwrap();

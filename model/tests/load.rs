@@ -111,8 +111,30 @@ fn unsupported_configurations_are_refused() {
         ("mlp_bias", "1", "mlp_bias is 1, expected true or false"),
         (
             "rope_parameters",
+            r#"{"rope_type": "dynamic"}"#,
+            "rope_parameters.rope_type is \"dynamic\", expected default, linear, llama3, yarn or longrope",
+        ),
+        (
+            "rope_parameters",
             r#"{"rope_type": "longrope"}"#,
-            "rope_parameters.rope_type is \"longrope\", expected default, linear, llama3 or yarn",
+            "original_max_position_embeddings is missing, expected a whole number from 2 to 2^31",
+        ),
+        (
+            "rope_parameters",
+            r#"{"rope_type": "longrope", "original_max_position_embeddings": 8, "short_factor": [1, 0]}"#,
+            "rope_parameters.short_factor is [1,0], expected a list of positive numbers",
+        ),
+        (
+            "rope_parameters",
+            r#"{"rope_type": "longrope", "original_max_position_embeddings": 8, "short_factor": [1],
+                "long_factor": [1, 2]}"#,
+            "rope_parameters.long_factor is [1,2], expected 1 numbers, as short_factor has",
+        ),
+        (
+            "rope_parameters",
+            r#"{"rope_type": "longrope", "original_max_position_embeddings": 8, "short_factor": [1],
+                "long_factor": [2]}"#,
+            "rope_parameters.long_factor is [2], expected 6 numbers, as 12 elements of a head are rotated",
         ),
         (
             "rope_parameters",

@@ -5,6 +5,7 @@
 use crate::decoder::{Activation, DecoderSpec, ExpertNaming, LayerSpec, MlpSpec};
 use crate::error::LoadError;
 use crate::fields::{Fields, MAX_SIZE};
+use crate::long_rope;
 use crate::rope::{RopeScaling, RopeSpec};
 use crate::text_part;
 
@@ -397,6 +398,13 @@ fn rope(
         Some(parameters) => scaling(fields, parameters)?,
         None => RopeScaling::None,
     };
+    if let Some(parameters) = first
+        && let RopeScaling::LongRope { divisors, .. } = &scaling
+        && divisors.len() != rotary_dim / 2
+    {
+        let expected = format!("{} numbers, as {rotary_dim} elements of a head are rotated", rotary_dim / 2);
+        return Err(parameters.refuse("long_factor", expected));
+    }
     Ok(RopeSpec { theta, rotary_dim, scaling })
 }
 
@@ -445,7 +453,8 @@ fn scaling(fields: &Fields<'_>, parameters: &Fields<'_>) -> Result<RopeScaling, 
                 truncate: parameters.flag_or("truncate", true)?,
             })
         }
-        _ => Err(parameters.refuse(field, "default, linear, llama3 or yarn")),
+        "longrope" | "su" => long_rope::read(fields, parameters),
+        _ => Err(parameters.refuse(field, "default, linear, llama3, yarn or longrope")),
     }
 }
 
@@ -485,6 +494,7 @@ pub fn context_length(name: &str, fields: &Fields<'_>) -> Result<usize, LoadErro
 
 #[cfg(test)]
 mod tests {
+    use std::collections::HashSet;
     use std::path::Path;
 
     use super::*;
@@ -527,6 +537,53 @@ mod tests {
         check(gemma, nested, &[(RopeScaling::None, 600.0), (RopeScaling::None, 60.0)]);
         check(gemma, &format!("{four}{nested}"), &[(linear(4.0), 600.0), (RopeScaling::None, 60.0)]);
         check(gemma, &format!("{four}{own}"), &[(linear(4.0), 500.0), (RopeScaling::None, 10_000.0)]);
+    }
+
+    /// The rope of a Phi-3 of `max` tokens whose heads have 6 rotated elements of 8, with more fields of `rope_scaling`.
+    fn long_rope(kind: &str, max: usize, more: &str) -> RopeSpec {
+        let scaling = format!(
+            r#"{{"type": "{kind}", "short_factor": [1, 1.25, 2.5], "long_factor": [1.5, 4.25, 60.5]{more}}}"#
+        );
+        let fields = format!(
+            ", \"max_position_embeddings\": {max}, \"original_max_position_embeddings\": 4096, \
+             \"partial_rotary_factor\": 0.75, \"rope_scaling\": {scaling}"
+        );
+        small("Phi3ForCausalLM", &fields).ropes.remove(0)
+    }
+
+    #[test]
+    fn long_rope_has_the_frequencies_of_the_whole_context() {
+        // f = lambda x: struct.unpack("f", struct.pack("f", x))[0]
+        // [f(1 / (f(e) * 10000 ** (2 * i / 6))) for i, e in enumerate([1.5, 4.25, 60.5])]
+        const LONG: [f32; 3] = [0.666_666_7, 0.010_921_385, 3.561_049e-5];
+        // The same of [1, 1.25, 2.5].
+        const SHORT: [f32; 3] = [1.0, 0.037_132_71, 0.000_861_773_85];
+        // math.sqrt(1 + math.log(131072 / 4096) / math.log(4096))
+        const ATTENTION: f32 = 1.190_238_1;
+        let check = |rope: RopeSpec, expected: [f32; 3], attention: f32| {
+            let found = rope.inverse_frequencies();
+            assert_eq!((rope.rotary_dim, found.len()), (6, 3));
+            let is_near = |(found, expected): (&f32, f32)| (found / expected - 1.0).abs() < 1e-6;
+            assert!(found.iter().zip(expected).all(is_near), "{found:?}, expected {expected:?}");
+            assert!((rope.attention_factor() - attention).abs() < 1e-6, "{}", rope.attention_factor());
+        };
+        for kind in ["longrope", "su"] {
+            check(long_rope(kind, 131_072, ""), LONG, ATTENTION);
+            check(long_rope(kind, 4096, ""), SHORT, 1.0);
+        }
+        let mscales = r#", "short_mscale": 1.125, "long_mscale": 1.25"#;
+        check(long_rope("longrope", 131_072, mscales), LONG, 1.25);
+        check(long_rope("longrope", 4096, mscales), SHORT, 1.125);
+        check(long_rope("longrope", 131_072, r#", "attention_factor": 1.5"#), LONG, 1.5);
+    }
+
+    #[test]
+    fn the_text_of_long_rope_tells_its_frequencies_and_its_factor() {
+        let texts: HashSet<String> = [(131_072, ""), (4096, ""), (131_072, r#", "attention_factor": 1.5"#)]
+            .iter()
+            .map(|(max, more)| long_rope("longrope", *max, more).to_string())
+            .collect();
+        assert_eq!(texts.len(), 3, "{texts:?}");
     }
 
     #[test]

@@ -18,6 +18,7 @@ mod executor;
 pub mod fields;
 mod float;
 mod integers;
+mod long_rope;
 mod precision;
 mod quantisation_config;
 mod ranks;

@@ -55,6 +55,15 @@ pub enum RopeScaling {
         /// `rotary_dim / 2` of them.
         divisors: Vec<f32>,
     },
+    /// LongRoPE (Ding et al. 2024, arXiv:2402.13753): each frequency is divided by a number of its own, and a factor on
+    /// cosines and sines. `transformers` takes other numbers for sequences within the original context. Keys in a cache
+    /// cannot follow that change, so a model has one set, that of its context, as in vLLM.
+    LongRope {
+        /// `rotary_dim / 2` of them.
+        divisors: Vec<f32>,
+        /// Multiplies cosines and sines.
+        attention_factor: f64,
+    },
 }
 
 impl RopeSpec {
@@ -72,7 +81,9 @@ impl RopeSpec {
     /// Factor on cosines and sines.
     pub fn attention_factor(&self) -> f32 {
         match self.scaling {
-            RopeScaling::Yarn { attention_factor, .. } => attention_factor as f32,
+            RopeScaling::Yarn { attention_factor, .. } | RopeScaling::LongRope { attention_factor, .. } => {
+                attention_factor as f32
+            }
             _ => 1.0,
         }
     }
@@ -109,7 +120,9 @@ impl RopeSpec {
                 let divide = ((i as f64 - low) / (high - low)).clamp(0.0, 1.0);
                 inverse / factor * divide + inverse * (1.0 - divide)
             }
-            RopeScaling::Divided { divisors } => inverse / f64::from(divisors[i]),
+            RopeScaling::Divided { divisors } | RopeScaling::LongRope { divisors, .. } => {
+                inverse / f64::from(divisors[i])
+            }
         }
     }
 }
@@ -137,12 +150,17 @@ impl std::fmt::Display for RopeSpec {
                 " yarn factor={factor} attention={attention_factor} fast={beta_fast} slow={beta_slow} \
                  original={original_context} truncate={truncate}"
             ),
-            RopeScaling::Divided { divisors } => {
-                let bytes: Vec<u8> = divisors.iter().flat_map(|divisor| divisor.to_le_bytes()).collect();
-                write!(f, " divided by={}", &blake3::hash(&bytes).to_hex()[..16])
+            RopeScaling::Divided { divisors } => write!(f, " divided by={}", hash(divisors)),
+            RopeScaling::LongRope { divisors, attention_factor } => {
+                write!(f, " longrope by={} attention={attention_factor}", hash(divisors))
             }
         }
     }
+}
+
+fn hash(divisors: &[f32]) -> String {
+    let bytes: Vec<u8> = divisors.iter().flat_map(|divisor| divisor.to_le_bytes()).collect();
+    blake3::hash(&bytes).to_hex()[..16].to_owned()
 }
 
 #[cfg(test)]

@@ -49,6 +49,9 @@ const ROPE_SCALING_FIELDS: &[(&str, &str)] = &[
     (ATTN_FACTOR, "attn_factor"),
 ];
 
+/// Kinds of `rope.scaling.type` that are read.
+const ROPE_TYPES: &[&str] = &["none", "default", "linear", "llama3", "yarn"];
+
 /// Multiplies YaRN's factor on cosines and sines.
 const ATTN_FACTOR: &str = "rope.scaling.attn_factor";
 
@@ -91,6 +94,11 @@ fn config(path: &Path, contents: &Contents<'_>) -> Result<ModelConfig, LoadError
         gguf.get(&format!("{name}.expert_count")).and_then(Value::as_unsigned).is_some_and(|count| count > 0);
     let architecture = if name == "llama" && has_experts { "MixtralForCausalLM" } else { architecture };
 
+    // LongRoPE's factors are tensors in these files: it is refused like types that nothing knows.
+    let key = format!("{name}.rope.scaling.type");
+    if gguf.get(&key).and_then(Value::as_text).is_some_and(|kind| !ROPE_TYPES.contains(&kind)) {
+        return Err(bad(gguf.refuse(&key, "default, linear, llama3 or yarn")));
+    }
     let object = config_object(contents, name);
     let fields = Fields::new(path, &object);
     let named = |error| name_in_file(error, name);

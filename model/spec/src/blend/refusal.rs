@@ -15,6 +15,12 @@ pub enum BlendRefusal {
         /// Its window.
         window: usize,
     },
+    /// A layer has LongRoPE.
+    #[error("layer {layer_idx} has LongRoPE, whose frequencies change with the length of the context")]
+    LongRope {
+        /// The first such layer.
+        layer_idx: usize,
+    },
     /// There is no layer that passages have KV of.
     #[error("the model has {num_layers} layers; blending needs at least 2")]
     TooFewLayers {
@@ -39,14 +45,16 @@ impl DecoderSpec {
             if let Some(window) = layer.window {
                 return Err(BlendRefusal::SlidingWindow { layer_idx, window });
             }
-            // Keys can be rotated from position 0 only if the frequencies do not depend on the length of the prompt. A
-            // scaling that switches its frequencies by length, such as LongRoPE, is to be refused here.
+            // Keys can be rotated from position 0 only if the frequencies do not depend on the length of the prompt.
+            // LongRoPE's are those of the whole context here, but such models are trained to switch them: what a passage
+            // on its own gives under those of a long context is not measured.
             match self.ropes[layer.rope_idx].scaling {
                 RopeScaling::None
                 | RopeScaling::Linear { .. }
                 | RopeScaling::Llama3 { .. }
                 | RopeScaling::Yarn { .. }
                 | RopeScaling::Divided { .. } => {}
+                RopeScaling::LongRope { .. } => return Err(BlendRefusal::LongRope { layer_idx }),
             }
         }
         Ok(())
