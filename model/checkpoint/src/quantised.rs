@@ -11,7 +11,8 @@
 //! and in how many groups; the configuration states their size. So the lists of modules that are not quantised
 //! (`modules_to_not_convert`, `ignore`, `exclude_modules`) are not read.
 //!
-//! Layouts: AutoAWQ's "gemm", AutoGPTQ and GPTQModel, vLLM's compressed-tensors, DeepSeek-V3's block scales.
+//! Layouts: AutoAWQ's "gemm", AutoGPTQ and GPTQModel, AutoRound's packing as GPTQ, vLLM's
+//! compressed-tensors, DeepSeek-V3's block scales.
 
 use baton_model_spec::{FloatDtype, IntegerWidth, LoadError, StoredQuantisation};
 use safetensors::tensor::Dtype;

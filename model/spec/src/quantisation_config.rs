@@ -48,7 +48,7 @@ impl StoredQuantisation {
         else {
             return Ok(None);
         };
-        let expected = "awq, gptq, compressed-tensors, fp8, fbgemm_fp8 or modelopt";
+        let expected = "awq, gptq, auto-round, compressed-tensors, fp8, fbgemm_fp8 or modelopt";
         match config.text("quant_method")?.ok_or_else(|| config.refuse("quant_method", expected))? {
             "awq" => {
                 if config.text("version")?.is_some_and(|version| !version.eq_ignore_ascii_case("gemm")) {
@@ -65,6 +65,21 @@ impl StoredQuantisation {
                     _ => return Err(config.refuse("checkpoint_format", "gptq or gptq_v2")),
                 };
                 Ok(Some(StoredQuantisation::Gptq { group: group(&config, &["group_size"]), zero_offset }))
+            }
+            "auto-round" | "intel/auto-round" => {
+                need_bits(&config, &[4, 8])?;
+                // Version 1 of GPTQ: the packer takes one from zero points. One of 0 then damages those beside it, so
+                // AutoRound packs in this way only what is symmetric. Its other formats store zero points as they are.
+                if config.text("packing_format")? != Some("auto_round:auto_gptq") {
+                    return Err(config.refuse("packing_format", "auto_round:auto_gptq"));
+                }
+                if config.text("data_type")?.is_some_and(|data_type| data_type != "int") {
+                    return Err(config.refuse("data_type", "int"));
+                }
+                if config.flag("sym")? != Some(true) {
+                    return Err(config.refuse("sym", "true"));
+                }
+                Ok(Some(StoredQuantisation::Gptq { zero_offset: 1 }))
             }
             "compressed-tensors" => StoredQuantisation::read_compressed(&config).map(Some),
             "fp8" | "fbgemm_fp8" => {
@@ -193,7 +208,7 @@ mod tests {
 
     #[test]
     fn unsupported_configurations_are_refused() {
-        let methods = "expected awq, gptq, compressed-tensors, fp8, fbgemm_fp8 or modelopt";
+        let methods = "expected awq, gptq, auto-round, compressed-tensors, fp8, fbgemm_fp8 or modelopt";
         let formats = "expected pack-quantized, int-quantized, float-quantized, naive-quantized, mixed-precision, dense";
         for (config, expected) in [
             (r#"{"bits": 4}"#, format!("quant_method is missing, {methods}")),
@@ -219,6 +234,26 @@ mod tests {
             (
                 r#"{"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-24-bitmask"}}"#,
                 "sparsity_config.format is \"sparse-24-bitmask\", expected dense".into(),
+            ),
+            (
+                r#"{"quant_method": "auto-round", "bits": 2, "packing_format": "auto_round:auto_gptq"}"#,
+                "bits is 2, expected 4 or 8".into(),
+            ),
+            (
+                r#"{"quant_method": "auto-round", "bits": 4, "sym": true}"#,
+                "packing_format is missing, expected auto_round:auto_gptq".into(),
+            ),
+            (
+                r#"{"quant_method": "intel/auto-round", "bits": 4, "packing_format": "auto_round"}"#,
+                "packing_format is \"auto_round\", expected auto_round:auto_gptq".into(),
+            ),
+            (
+                r#"{"quant_method": "auto-round", "bits": 8, "packing_format": "auto_round:auto_gptq", "data_type": "fp"}"#,
+                "data_type is \"fp\", expected int".into(),
+            ),
+            (
+                r#"{"quant_method": "auto-round", "bits": 4, "packing_format": "auto_round:auto_gptq", "sym": false}"#,
+                "sym is false, expected true".into(),
             ),
             (r#"{"quant_method": "fp8", "fmt": "e5m2"}"#, "fmt is \"e5m2\", expected e4m3".into()),
             (

@@ -43,7 +43,7 @@ impl WeightFormat {
         let config = fields.object("quantization_config")?.or(fields.object("compression_config")?);
         let Some(config) = config else { return Ok(WeightFormat::Bf16) };
         Ok(match config.get("quant_method").and_then(Value::as_str) {
-            Some("awq" | "gptq") => {
+            Some("awq" | "gptq" | "auto-round" | "intel/auto-round") => {
                 WeightFormat::of_integers(&config, &["w_bit", "bits"], &["group_size", "q_group_size"])
             }
             Some("fp8" | "fbgemm_fp8" | "modelopt") => WeightFormat::Fp8,
@@ -102,6 +102,7 @@ mod tests {
             (r#"{"quant_method": "awq", "bits": 4, "group_size": 128}"#, "int4", 0.5 + 2.0 / 128.0),
             (r#"{"quant_method": "awq", "w_bit": 4, "q_group_size": 64}"#, "int4", 0.5 + 2.0 / 64.0),
             (r#"{"quant_method": "gptq", "bits": 8, "group_size": -1}"#, "int8", 1.0),
+            (r#"{"quant_method": "auto-round", "bits": 4, "group_size": 128}"#, "int4", 0.5 + 2.0 / 128.0),
             (r#"{"quant_method": "fp8", "weight_block_size": [128, 128]}"#, "fp8", 1.0),
             (r#"{"quant_method": "fbgemm_fp8"}"#, "fp8", 1.0),
             (r#"{"quant_method": "modelopt", "quant_algo": "FP8"}"#, "fp8", 1.0),

@@ -188,3 +188,32 @@ fn groups_have_the_stated_size_and_the_last_may_be_short() {
     let expected = "tensor layer.scales has scales of 5 groups for 576 columns, expected 9 of 64";
     assert_eq!(refusal, format!("model.safetensors: {expected}"));
 }
+
+/// As auto_round_extension/torch/qlinear_torch_zp.py packs: the zero point of symmetric 4 bits is 8, and stored as 7.
+#[test]
+fn the_middle_level_of_auto_round_is_zero() {
+    // Inputs 0 to 15 have levels 0 to 15, and so on, for each of 8 outputs.
+    let words = [0x7654_3210_u32, 0xfedc_ba98, 0x7654_3210, 0xfedc_ba98];
+    let levels: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes().repeat(8)).collect();
+    let zeros = 0x7777_7777_u32.to_le_bytes();
+    let scales: Vec<u8> = half::f16::from_f32(0.5).to_le_bytes().repeat(8);
+    let view = |dtype, shape: [usize; 2], data| TensorView::new(dtype, shape.to_vec(), data).unwrap();
+    let tensors = [
+        ("layer.qweight", view(Dtype::I32, [4, 8], levels.as_slice())),
+        ("layer.qzeros", view(Dtype::I32, [1, 1], zeros.as_slice())),
+        ("layer.scales", view(Dtype::F16, [1, 8], scales.as_slice())),
+    ];
+    let dir = tempfile::tempdir().unwrap();
+    let bytes = safetensors::serialize(tensors, None).unwrap();
+    std::fs::write(dir.path().join("model.safetensors"), bytes).unwrap();
+
+    let config = r#"{"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq", "bits": 4,
+                     "group_size": 32, "sym": true, "data_type": "int", "autoround_version": "0.5.1"}"#;
+    let quantisation = quantisation(config).unwrap().unwrap();
+    let mut checkpoint = Checkpoint::open_quantised(dir.path(), quantisation).unwrap();
+    let matrix = checkpoint.take("layer.weight", &[8, 32]).unwrap();
+    let expected: Vec<f32> = (0..32).map(|col| ((col % 16) as f32 - 8.0) * 0.5).collect();
+    for row_idx in 0..8 {
+        assert_eq!(matrix.row_values(row_idx).collect::<Vec<_>>(), expected, "{row_idx}");
+    }
+}
