@@ -7,7 +7,7 @@
 
 use std::arch::aarch64::*;
 
-use baton_cpu_simd::quarters;
+use baton_cpu_simd::{CHAINS, quarters};
 
 /// Rows of the largest tile. Sixteen of the 32 registers hold its sums; with six rows the compiler moves registers around.
 pub(super) const ROWS: usize = 4;
@@ -36,6 +36,29 @@ pub(super) type Words = [int32x4_t; 4];
 /// The CPU has the instruction.
 pub(super) trait BlockSimd {
     unsafe fn multiply(sums: int32x4_t, rows: int32x4_t, outputs: int32x4_t) -> int32x4_t;
+}
+
+/// Independent blocks that hide the latency of an instruction: as many as [`CHAINS`] vectors have registers.
+const NUM_CHAINS: usize = 4 * CHAINS;
+
+/// A loop of products alone, for measuring the peak rate. A round has as many as one row with [`CHAINS`] vectors. Returns
+/// the sums.
+///
+/// # Safety
+/// As for [`BlockSimd`].
+#[inline(always)]
+pub(super) unsafe fn products<B: BlockSimd>(rounds: usize) -> [int32x4_t; NUM_CHAINS] {
+    unsafe {
+        let x = vdupq_n_s32(std::hint::black_box(0));
+        let mut sums = [vdupq_n_s32(0); NUM_CHAINS];
+        // A block has the products of two registers of one row.
+        for _ in 0..rounds.div_ceil(2) {
+            for sum in &mut sums {
+                *sum = B::multiply(*sum, x, x);
+            }
+        }
+        sums
+    }
 }
 
 /// The sums of `R` rows, an even number, and sixteen outputs.

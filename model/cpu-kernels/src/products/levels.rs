@@ -162,7 +162,7 @@ pub fn nibbles_differ(isa: Isa) -> bool {
     }
 }
 
-/// A loop of products of weights of this width alone, for measuring the peak rate.
+/// A loop of products of several rows with weights of this width alone, for measuring the peak rate.
 ///
 /// # Safety
 /// The instruction set must be present.
@@ -186,6 +186,12 @@ pub unsafe fn integers_loop(isa: Isa, width: IntegerWidth, rounds: usize) -> f32
         }
     }
     #[cfg(target_arch = "aarch64")]
+    #[target_feature(enable = "i8mm")]
+    unsafe fn matrices(rounds: usize) -> f32 {
+        // SAFETY: guaranteed by the caller.
+        unsafe { neon::products_of_matrices(rounds) }
+    }
+    #[cfg(target_arch = "aarch64")]
     #[target_feature(enable = "dotprod")]
     unsafe fn dots(rounds: usize) -> f32 {
         // SAFETY: guaranteed by the caller.
@@ -199,7 +205,9 @@ pub unsafe fn integers_loop(isa: Isa, width: IntegerWidth, rounds: usize) -> f32
             #[cfg(target_arch = "x86_64")]
             IntegerIsa::Avx2 => avx2(width, rounds),
             #[cfg(target_arch = "aarch64")]
-            IntegerIsa::Matrices | IntegerIsa::Dots => dots(rounds),
+            IntegerIsa::Matrices => matrices(rounds),
+            #[cfg(target_arch = "aarch64")]
+            IntegerIsa::Dots => dots(rounds),
             IntegerIsa::Portable => products::<Portable>(rounds),
         }
     }

@@ -105,6 +105,18 @@ impl<const MATRICES: bool> IntegerSimd for NeonIntegers<MATRICES> {
     }
 }
 
+/// The loop of products of several rows: as many as with four numbers in each lane.
+///
+/// # Safety
+/// The CPU has `smmla`.
+#[inline(always)]
+pub(super) unsafe fn products_of_matrices(rounds: usize) -> f32 {
+    unsafe {
+        let sums = blocks::products::<Smmla>(rounds);
+        sums.iter().fold(0.0, |all, sum| all + vaddvq_s32(*sum) as f32)
+    }
+}
+
 /// Adds the sums of four products of signed bytes.
 #[inline(always)]
 unsafe fn sdot(mut sums: int32x4_t, levels: uint8x16_t, activations: int32x4_t) -> int32x4_t {

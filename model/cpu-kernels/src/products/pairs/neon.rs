@@ -2,11 +2,11 @@
 
 use std::arch::aarch64::*;
 
-use super::super::blocks::{BlockSimd, Blocks, ROWS, add_products, load};
+use super::super::blocks::{self, BlockSimd, Blocks, ROWS, add_products, load};
 use super::super::panels::PANEL;
 use super::super::tile::TileArgs;
 use super::PREFETCH;
-use baton_cpu_simd::{CHAINS, LANES, Neon, Simd, bfdot, quarters};
+use baton_cpu_simd::{LANES, Neon, Simd, bfdot, quarters};
 
 /// Rows of the largest tile. Smaller tiles have an even number of rows, or one.
 pub(in super::super) const TILE_ROWS: usize = ROWS;
@@ -36,23 +36,15 @@ pub(in super::super) unsafe fn tile_kernel(args: &TileArgs) {
     }
 }
 
-/// A loop of products alone, for measuring the peak rate: as many as with two numbers in each lane.
+/// A loop of products of several rows alone, for measuring the peak rate: as many as with two numbers in each lane.
 ///
 /// # Safety
 /// The CPU has the instruction.
 #[target_feature(enable = "bf16")]
 pub unsafe fn pairs_loop(rounds: usize) -> f32 {
-    // A block has the products of two such registers.
-    const BLOCKS: usize = 4 * CHAINS;
     // SAFETY: guaranteed by the caller.
     unsafe {
-        let x = vdupq_n_s32(std::hint::black_box(0));
-        let mut sums = [vdupq_n_s32(0); BLOCKS];
-        for _ in 0..rounds.div_ceil(2) {
-            for sum in &mut sums {
-                *sum = Bfmmla::multiply(*sum, x, x);
-            }
-        }
+        let sums = blocks::products::<Bfmmla>(rounds);
         sums.iter().fold(0.0, |all, sum| all + vaddvq_f32(vreinterpretq_f32_s32(*sum)))
     }
 }
