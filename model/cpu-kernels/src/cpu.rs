@@ -6,7 +6,7 @@ use baton_cpu_threads::{Aligned, ComputeScratch, ThreadPool};
 
 use baton_cpu_simd::Isa;
 
-/// The context of every operation: the instruction set, the threads, and memory for each thread.
+/// The context of every operation: an instruction set that this CPU has, the threads, and memory for each thread.
 pub struct Cpu {
     pub(crate) isa: Isa,
     pub(crate) pool: Arc<ThreadPool>,
@@ -18,16 +18,23 @@ pub struct Cpu {
 }
 
 impl Cpu {
-    /// A context with its own threads. The caller guarantees that the CPU has `isa`.
+    /// A context with its own threads.
     ///
     /// # Errors
     /// When threads cannot be started.
+    ///
+    /// # Panics
+    /// As [`on`](Self::on).
     pub fn new(isa: Isa, num_threads: usize) -> std::io::Result<Cpu> {
         Ok(Cpu::on(Arc::new(ThreadPool::new(num_threads)?), isa))
     }
 
-    /// A context on a shared thread pool. The caller guarantees that the CPU has `isa`.
+    /// A context on a shared thread pool.
+    ///
+    /// # Panics
+    /// When this CPU does not have `isa`. Kernels rely on it.
     pub fn on(pool: Arc<ThreadPool>, isa: Isa) -> Cpu {
+        assert!(isa.is_available(), "this CPU does not have {}", isa.name());
         Cpu {
             isa,
             pool,
@@ -55,7 +62,7 @@ impl Cpu {
     }
 
     /// Calls `work` for every row, on several threads if there is enough work.
-    pub fn for_rows(&mut self, num_rows: usize, elements_per_row: usize, work: impl Fn(usize) + Sync) {
+    pub fn for_rows(&self, num_rows: usize, elements_per_row: usize, work: impl Fn(usize) + Sync) {
         const ELEMENTS_PER_ITEM: usize = 16 * 1024;
         let rows_per_item = (ELEMENTS_PER_ITEM / elements_per_row.max(1)).max(1);
         let num_items = num_rows.div_ceil(rows_per_item);

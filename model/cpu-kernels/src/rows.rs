@@ -1,6 +1,7 @@
 //! Operations on single rows of activations: norms, sums, rotary embedding, gated activations.
 
-use baton_cpu_simd::{Isa, LANES, Simd, kernel};
+use crate::cpu::Cpu;
+use baton_cpu_simd::{LANES, Simd, kernel};
 
 /// Activation functions of a gate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -17,17 +18,17 @@ pub enum GateFunction {
 ///
 /// # Panics
 /// When the lengths differ.
-pub fn rms_norm(isa: Isa, x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
+pub fn rms_norm(cpu: &Cpu, x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
     assert!(x.len() == weight.len() && x.len() == out.len());
-    // SAFETY: the lengths are equal.
-    unsafe { rms_norm_kernel(isa, x.as_ptr(), weight.as_ptr(), eps, out.as_mut_ptr(), x.len()) }
+    // SAFETY: `Cpu::on` has checked the instruction set; the lengths are equal.
+    unsafe { rms_norm_kernel(cpu.isa, x.as_ptr(), weight.as_ptr(), eps, out.as_mut_ptr(), x.len()) }
 }
 
 /// As [`rms_norm`], in place.
-pub fn rms_norm_in_place(isa: Isa, x: &mut [f32], weight: &[f32], eps: f32) {
+pub fn rms_norm_in_place(cpu: &Cpu, x: &mut [f32], weight: &[f32], eps: f32) {
     assert_eq!(x.len(), weight.len());
-    // SAFETY: the lengths are equal, and the kernel reads an element before it writes it.
-    unsafe { rms_norm_kernel(isa, x.as_ptr(), weight.as_ptr(), eps, x.as_mut_ptr(), x.len()) }
+    // SAFETY: as in `rms_norm`, and the kernel reads an element before it writes it.
+    unsafe { rms_norm_kernel(cpu.isa, x.as_ptr(), weight.as_ptr(), eps, x.as_mut_ptr(), x.len()) }
 }
 
 kernel! {
@@ -70,10 +71,10 @@ unsafe fn rms_norm_of<S: Simd>(x: *const f32, weight: *const f32, eps: f32, out:
 ///
 /// # Panics
 /// When the lengths differ.
-pub fn add_scaled(isa: Isa, to: &mut [f32], from: &[f32], factor: f32) {
+pub fn add_scaled(cpu: &Cpu, to: &mut [f32], from: &[f32], factor: f32) {
     assert_eq!(to.len(), from.len());
-    // SAFETY: the lengths are equal.
-    unsafe { add_scaled_kernel(isa, to.as_mut_ptr(), from.as_ptr(), factor, to.len()) }
+    // SAFETY: `Cpu::on` has checked the instruction set; the lengths are equal.
+    unsafe { add_scaled_kernel(cpu.isa, to.as_mut_ptr(), from.as_ptr(), factor, to.len()) }
 }
 
 kernel! {
@@ -132,9 +133,9 @@ pub unsafe fn gated<S: Simd>(gate: GateFunction, x: S::V, up: S::V) -> S::V {
 }
 
 /// Replaces every element `x` by `cap * tanh(x / cap)`.
-pub fn soft_cap(isa: Isa, x: &mut [f32], cap: f32) {
-    // SAFETY: a slice is valid for its length.
-    unsafe { soft_cap_kernel(isa, x.as_mut_ptr(), x.len(), cap) }
+pub fn soft_cap(cpu: &Cpu, x: &mut [f32], cap: f32) {
+    // SAFETY: `Cpu::on` has checked the instruction set; a slice is valid for its length.
+    unsafe { soft_cap_kernel(cpu.isa, x.as_mut_ptr(), x.len(), cap) }
 }
 
 kernel! {
@@ -178,11 +179,13 @@ pub unsafe fn soft_capped<S: Simd>(x: S::V, cap: f32) -> S::V {
 ///
 /// # Panics
 /// When heads are shorter or not whole, or `cos` and `sin` differ in length.
-pub fn rotate(isa: Isa, heads: &mut [f32], head_dim: usize, cos: &[f32], sin: &[f32]) {
+pub fn rotate(cpu: &Cpu, heads: &mut [f32], head_dim: usize, cos: &[f32], sin: &[f32]) {
     let half = cos.len();
     assert!(2 * half <= head_dim && half == sin.len() && heads.len().is_multiple_of(head_dim));
-    // SAFETY: the lengths were checked.
-    unsafe { rotate_kernel(isa, heads.as_mut_ptr(), heads.len(), head_dim, cos.as_ptr(), sin.as_ptr(), half) }
+    // SAFETY: `Cpu::on` has checked the instruction set; the lengths were checked.
+    unsafe {
+        rotate_kernel(cpu.isa, heads.as_mut_ptr(), heads.len(), head_dim, cos.as_ptr(), sin.as_ptr(), half)
+    }
 }
 
 kernel! {

@@ -5,8 +5,7 @@ use baton_cpu_threads::has_tiles;
 
 /// The instruction set of the kernels, detected once when an executor is built.
 ///
-/// Kernels run its instructions. Code that names one guarantees that the CPU has it, as it has all of
-/// [`available`](Isa::available).
+/// Kernels run its instructions. A safe function that takes one for them asserts that it [is available](Isa::is_available).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Isa {
     /// AVX-512 with bf16 and VNNI, and the tiles of AMX.
@@ -60,6 +59,18 @@ impl Isa {
         found.push(Isa::Neon);
         found.push(Isa::Portable);
         found
+    }
+
+    /// Whether this CPU has it; for the software model of tiles, the vectors beside it.
+    pub fn is_available(self) -> bool {
+        let found = Isa::available();
+        match self {
+            #[cfg(target_arch = "x86_64")]
+            Isa::TileModel => found.contains(&Isa::Avx2),
+            #[cfg(not(target_arch = "x86_64"))]
+            Isa::TileModel => true,
+            _ => found.contains(&self),
+        }
     }
 
     /// The name for logs and `baton inspect`.

@@ -259,7 +259,7 @@ impl KeptTokens {
     /// No other code reads or writes this layer's slots of these tokens.
     unsafe fn store(
         &self,
-        cpu: &mut Cpu,
+        cpu: &Cpu,
         prompt: &BlendedPrompt<'_>,
         layer_idx: usize,
         rope_idx: usize,
@@ -267,13 +267,12 @@ impl KeptTokens {
     ) {
         let layout = storage.layout();
         let width = layout.num_kv_heads * layout.head_dim;
-        let isa = cpu.isa();
         cpu.for_rows(self.positions.len(), 2 * width, |row_idx| {
             let position = self.positions[row_idx];
             let (keys, values) =
                 kept_at(prompt, position, layer_idx).expect("only tokens of passages are kept");
             let mut keys = keys.to_vec();
-            self.ropes.rotate(isa, rope_idx, row_idx, &mut keys, layout.head_dim);
+            self.ropes.rotate(cpu, rope_idx, row_idx, &mut keys, layout.head_dim);
             // SAFETY: tokens have distinct positions; the caller guarantees that no other code accesses them.
             unsafe { store_rows(storage, layer_idx, prompt.blocks, position, 0, &keys, values) };
         });

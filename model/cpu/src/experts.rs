@@ -50,7 +50,6 @@ pub(crate) fn run(
     x: &mut [f32],
     output: Output,
 ) {
-    let isa = cpu.isa();
     let (size, num_experts, num_active) = (x.len() / num_rows, experts.len(), routing.num_active);
     let weights = memory.weights.grown(num_rows * num_experts);
     apply(cpu, num_rows, hidden, router, weights, Output::Store);
@@ -86,7 +85,7 @@ pub(crate) fn run(
         cpu.for_rows(rows.len(), size, |idx| {
             // SAFETY: each work item has its own row, because an expert has a row once.
             let sum = unsafe { sum.row(rows[idx], size) };
-            add_scaled(isa, sum, &output[idx * size..][..size], weight_of(rows[idx]));
+            add_scaled(cpu, sum, &output[idx * size..][..size], weight_of(rows[idx]));
         });
     }
     let to = SharedMut::new(x);
@@ -94,7 +93,7 @@ pub(crate) fn run(
         // SAFETY: each work item has its own row of both.
         let (x, sum) = unsafe { (to.row(row, size), sum.row(row, size)) };
         match output {
-            Output::Add => add_scaled(isa, x, sum, 1.0),
+            Output::Add => add_scaled(cpu, x, sum, 1.0),
             _ => x.copy_from_slice(sum),
         }
     });

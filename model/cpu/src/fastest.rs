@@ -23,7 +23,7 @@ pub(crate) fn bf16_is_faster(isa: Isa) -> bool {
     let [mut f32, mut bf16] = [Duration::MAX; 2];
     // Measured alternately, taking the best of several, so that other load on this CPU does not decide.
     for _ in 0..8 {
-        // SAFETY: the CPU has the instructions.
+        // SAFETY: the instruction set was detected, or `load_on` has checked it; `has_pairs` has checked pairs.
         f32 = f32.min(time(|| unsafe { fma_loop(isa, ROUNDS) }));
         // SAFETY: as above.
         bf16 = bf16.min(time(|| unsafe { pairs_loop(ROUNDS) }));

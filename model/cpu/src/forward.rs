@@ -186,13 +186,13 @@ impl<'a> ForwardPass<'a> {
         let spec = self.spec;
         let (query, kv) = (spec.query_width(), spec.kv_width());
         let width = query + 2 * kv;
-        let isa = self.cpu.isa();
+        let cpu = &*self.cpu;
         let qkv = SharedMut::new(&mut self.buffers.qkv[..self.num_rows * width]);
         let rope_idx = spec.layers[layer_idx].rope_idx;
         let positions = &self.buffers.positions;
         let (writes_kv, first_head) = (self.shard.writes_kv(), self.shard.kv_heads().start);
         let (sequences, first_rows) = (self.sequences, &self.buffers.first_rows);
-        self.cpu.for_rows(self.num_rows, width, |row_idx| {
+        cpu.for_rows(self.num_rows, width, |row_idx| {
             // SAFETY: each work item has its own row.
             let row = unsafe { qkv.row(row_idx, width) };
             let (queries, key_values) = row.split_at_mut(query);
@@ -200,12 +200,12 @@ impl<'a> ForwardPass<'a> {
             for (heads, norm) in [(&mut *queries, &layer.query_norm), (&mut *keys, &layer.key_norm)] {
                 let Some(norm) = norm else { continue };
                 for head in heads.chunks_exact_mut(spec.head_dim) {
-                    rms_norm_in_place(isa, head, norm, spec.norm_eps);
+                    rms_norm_in_place(cpu, head, norm, spec.norm_eps);
                 }
             }
             observe(row_idx, keys, values);
             for heads in [&mut *queries, &mut *keys] {
-                ropes.rotate(isa, rope_idx, row_idx, heads, spec.head_dim);
+                ropes.rotate(cpu, rope_idx, row_idx, heads, spec.head_dim);
             }
             if writes_kv {
                 let blocks = sequences[sequence_of(first_rows, row_idx)].blocks;
@@ -324,7 +324,7 @@ impl<'a> ForwardPass<'a> {
         let rows = wanted_rows(self.sequences, &self.buffers.first_rows);
         for (row, out) in rows.zip(hidden.chunks_exact_mut(size)) {
             let x = &self.buffers.x[row * size..(row + 1) * size];
-            rms_norm(self.cpu.isa(), x, norm, self.spec.norm_eps, out);
+            rms_norm(self.cpu, x, norm, self.spec.norm_eps, out);
         }
         num_wanted
     }
@@ -343,7 +343,7 @@ impl<'a> ForwardPass<'a> {
         let logits = &mut part[..num_wanted * num_own];
         multiply(self.cpu, num_wanted, &self.buffers.hidden, head, None, logits, Output::Store);
         if let Some(cap) = self.spec.logit_soft_cap {
-            soft_cap(self.cpu.isa(), logits, cap);
+            soft_cap(self.cpu, logits, cap);
         }
         match &mut self.ranks {
             None => Ok(logits.len()),
@@ -377,28 +377,26 @@ fn sum_over(ranks: &mut Option<&mut Ranks>, buffer: &mut [f32]) -> Result<(), Co
     ranks.as_mut().map_or(Ok(()), |ranks| ranks.all_reduce_sum(buffer))
 }
 
-fn normalise(cpu: &mut Cpu, spec: &DecoderSpec, x: &[f32], norm: &[f32], out: &mut [f32]) {
+fn normalise(cpu: &Cpu, spec: &DecoderSpec, x: &[f32], norm: &[f32], out: &mut [f32]) {
     let size = spec.hidden_size;
-    let isa = cpu.isa();
     let num_rows = out.len() / size;
     let out = SharedMut::new(out);
     cpu.for_rows(num_rows, size, |row| {
         // SAFETY: each work item has its own row.
         let out = unsafe { out.row(row, size) };
-        rms_norm(isa, &x[row * size..(row + 1) * size], norm, spec.norm_eps, out);
+        rms_norm(cpu, &x[row * size..(row + 1) * size], norm, spec.norm_eps, out);
     });
 }
 
 /// `x += norm(y)`; overwrites `y`.
-fn add_normalised(cpu: &mut Cpu, spec: &DecoderSpec, y: &mut [f32], norm: &[f32], x: &mut [f32]) {
+fn add_normalised(cpu: &Cpu, spec: &DecoderSpec, y: &mut [f32], norm: &[f32], x: &mut [f32]) {
     let size = spec.hidden_size;
-    let isa = cpu.isa();
     let num_rows = x.len() / size;
     let (x, y) = (SharedMut::new(x), SharedMut::new(y));
     cpu.for_rows(num_rows, 2 * size, |row| {
         // SAFETY: each work item has its own row of both.
         let (x, y) = unsafe { (x.row(row, size), y.row(row, size)) };
-        rms_norm_in_place(isa, y, norm, spec.norm_eps);
-        add_scaled(isa, x, y, 1.0);
+        rms_norm_in_place(cpu, y, norm, spec.norm_eps);
+        add_scaled(cpu, x, y, 1.0);
     });
 }

@@ -28,12 +28,16 @@ pub fn load(
 ///
 /// # Errors
 /// As [`load`].
+///
+/// # Panics
+/// When this CPU does not have `isa`.
 pub fn load_on(
     isa: Isa,
     model: &Path,
     options: &LoadOptions,
     progress: &mut dyn FnMut(LoadProgress),
 ) -> Result<CpuModel, LoadError> {
+    assert!(isa.is_available(), "this CPU does not have {}", isa.name());
     load_packed(isa, model, options, packing(isa, options)?, progress)
 }
 

@@ -1,6 +1,6 @@
 //! Cosines and sines of a batch's positions.
 
-use baton_cpu_kernels::{Isa, rotate};
+use baton_cpu_kernels::{Cpu, rotate};
 use baton_cpu_threads::Aligned;
 use baton_model_spec::RopeSpec;
 
@@ -47,7 +47,7 @@ impl RopeTables {
     /// Rotates heads of `head_dim` numbers of a row in place.
     pub(crate) fn rotate(
         &self,
-        isa: Isa,
+        cpu: &Cpu,
         rope_idx: usize,
         row_idx: usize,
         heads: &mut [f32],
@@ -56,6 +56,6 @@ impl RopeTables {
         let table = &self.tables[rope_idx];
         let half = table.frequencies.len();
         let (cos, sin) = table.cos_sin[row_idx * 2 * half..(row_idx + 1) * 2 * half].split_at(half);
-        rotate(isa, heads, head_dim, cos, sin);
+        rotate(cpu, heads, head_dim, cos, sin);
     }
 }

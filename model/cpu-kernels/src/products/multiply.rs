@@ -135,7 +135,8 @@ pub fn multiply(
                 |panel, column| {
                     weights.data.as_ptr().wrapping_add(panel * panel_bytes + column * panel_bytes / k)
                 },
-                // SAFETY: sizes and format were checked; each item has its own elements of `out`.
+                // SAFETY: `Cpu::on` has checked the instruction set. Sizes and format were checked; each item has its
+                // own elements of `out`.
                 |block| unsafe { kernel.run(isa, shapes, block) },
             );
             return;
@@ -147,7 +148,7 @@ pub fn multiply(
             let to = scratch.of(thread_idx).cast::<u8>();
             if let Some(unpacked) = unpacked {
                 let stored = &weights.data[first_panel * panel_bytes..][..panels * panel_bytes];
-                // SAFETY: the thread's memory has room for a group.
+                // SAFETY: as above, and the thread's memory has room for a group.
                 unsafe { unpacked.write(isa, stored, to) };
             }
             for tile_idx in tile_range.clone() {
@@ -159,7 +160,7 @@ pub fn multiply(
                     }
                     None => (kernel, stored),
                 };
-                // SAFETY: sizes and format were checked; each item has its own elements of `out`.
+                // SAFETY: as above.
                 unsafe { kernel.run(isa, shapes, &Block::whole(&tile)) };
             }
         }

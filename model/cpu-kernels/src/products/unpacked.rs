@@ -44,7 +44,7 @@ impl Unpacked {
     /// Unpacks panels.
     ///
     /// # Safety
-    /// `to` has room for them.
+    /// The CPU has `isa`, and `to` has room for them.
     pub unsafe fn write(&self, isa: Isa, panels: &[u8], to: *mut u8) {
         let packed_bytes = PanelFormat::Integers(self.packed).panel_bytes(self.k);
         for (idx, panel) in panels.chunks_exact(packed_bytes).enumerate() {

@@ -2,6 +2,7 @@
 //!
 //! They are not unit tests: the library would be compiled a second time for them, and its kernels take minutes.
 
+mod cpu;
 mod left;
 mod multiply;
 mod pairs;

@@ -1,5 +1,5 @@
 use baton_cpu_kernels::testing::{erf, gated};
-use baton_cpu_kernels::{GateFunction, add_scaled, rms_norm, rms_norm_in_place, rotate, soft_cap};
+use baton_cpu_kernels::{Cpu, GateFunction, add_scaled, rms_norm, rms_norm_in_place, rotate, soft_cap};
 use baton_cpu_simd::{Isa, LANES, Simd, kernel};
 use baton_model_testing::{hash_of_bits, noise};
 
@@ -12,6 +12,11 @@ macro_rules! everywhere {
     };
 }
 
+/// A context for every instruction set of the CPU.
+fn cpus() -> impl Iterator<Item = Cpu> {
+    Isa::available().into_iter().map(|isa| Cpu::new(isa, 1).unwrap())
+}
+
 fn close(got: &[f32], expected: impl Iterator<Item = f64>, tolerance: f64, what: &str) {
     for (i, (got, expected)) in got.iter().zip(expected).enumerate() {
         let error = (f64::from(*got) - expected).abs();
@@ -21,17 +26,17 @@ fn close(got: &[f32], expected: impl Iterator<Item = f64>, tolerance: f64, what:
 
 #[test]
 fn norms_match_the_formula_to_1e_6() {
-    for isa in Isa::available() {
+    for cpu in cpus() {
         for n in [1, 8, 16, 47, 64, 100] {
             let (x, weight) = (noise(1, n), noise(2, n));
             let mut out = vec![0.0; n];
-            rms_norm(isa, &x, &weight, 1e-6, &mut out);
+            rms_norm(&cpu, &x, &weight, 1e-6, &mut out);
             let mean = x.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>() / n as f64;
             let expected =
                 x.iter().zip(&weight).map(|(x, w)| f64::from(*x) / (mean + 1e-6).sqrt() * f64::from(*w));
             close(&out, expected, 1e-6, "norm");
             let mut in_place = x.clone();
-            rms_norm_in_place(isa, &mut in_place, &weight, 1e-6);
+            rms_norm_in_place(&cpu, &mut in_place, &weight, 1e-6);
             assert_eq!(in_place, out);
         }
     }
@@ -39,13 +44,13 @@ fn norms_match_the_formula_to_1e_6() {
 
 #[test]
 fn scaled_rows_are_added_with_the_bits_of_a_plain_loop() {
-    for isa in Isa::available() {
+    for cpu in cpus() {
         for n in [1, 8, 16, 47, 64, 100] {
             let (mut to, from, factor) = (noise(1, n), noise(2, n), noise(3, 1)[0]);
             let mut expected = to.clone();
             expected.iter_mut().zip(&from).for_each(|(to, from)| *to += from * factor);
-            add_scaled(isa, &mut to, &from, factor);
-            assert_eq!(to, expected, "{isa:?}, {n} numbers");
+            add_scaled(&cpu, &mut to, &from, factor);
+            assert_eq!(to, expected, "{:?}, {n} numbers", cpu.isa());
         }
     }
 }
@@ -87,10 +92,10 @@ fn the_error_function_matches_known_values() {
 
 #[test]
 fn soft_caps_match_tanh_to_1e_6_of_the_cap() {
-    for isa in Isa::available() {
+    for cpu in cpus() {
         let mut x: Vec<f32> = noise(4, 37).iter().map(|x| x * 100.0).collect();
         let expected: Vec<f64> = x.iter().map(|x| 30.0 * (f64::from(*x) / 30.0).tanh()).collect();
-        soft_cap(isa, &mut x, 30.0);
+        soft_cap(&cpu, &mut x, 30.0);
         close(&x, expected.into_iter(), 3e-5, "soft cap");
     }
 }
@@ -120,28 +125,28 @@ fn exponentials_match_to_1e_6_and_vanish_far_below() {
 /// Recorded with AVX-512.
 #[test]
 fn x86_and_arm_compute_rows_with_the_same_bits() {
-    let isas = Isa::available().into_iter();
-    for isa in isas.filter(|isa| *isa != Isa::Portable || cfg!(target_arch = "aarch64")) {
+    let is_fused = |cpu: &Cpu| cpu.isa() != Isa::Portable || cfg!(target_arch = "aarch64");
+    for cpu in cpus().filter(is_fused) {
         let (x, weight) = (noise(1, 100), noise(2, 100));
         let mut out = vec![0.0; 100];
-        rms_norm(isa, &x, &weight, 1e-6, &mut out);
-        soft_cap(isa, &mut out, 0.5);
-        assert_eq!(hash_of_bits(&out), 0x32e7_c148_f879_fef4, "{isa:?}");
+        rms_norm(&cpu, &x, &weight, 1e-6, &mut out);
+        soft_cap(&cpu, &mut out, 0.5);
+        assert_eq!(hash_of_bits(&out), 0x32e7_c148_f879_fef4, "{:?}", cpu.isa());
     }
 }
 
 #[test]
 fn rotation_turns_pairs_and_keeps_the_rest() {
-    for isa in Isa::available() {
+    for cpu in cpus() {
         let mut heads = [1.0, 2.0, 3.0, 4.0, 9.0, 5.0, 6.0, 7.0, 8.0, 9.0];
-        rotate(isa, &mut heads, 5, &[0.0, 1.0], &[1.0, 0.0]);
+        rotate(&cpu, &mut heads, 5, &[0.0, 1.0], &[1.0, 0.0]);
         assert_eq!(heads, [-3.0, 2.0, 1.0, 4.0, 9.0, -7.0, 6.0, 5.0, 8.0, 9.0]);
     }
 }
 
 #[test]
 fn rotated_heads_have_the_bits_of_a_plain_loop() {
-    for isa in Isa::available() {
+    for cpu in cpus() {
         for half in [1, 8, 16, 24, 40, 64] {
             // Three numbers of each head are not rotated.
             let head_dim = 2 * half + 3;
@@ -154,8 +159,8 @@ fn rotated_heads_have_the_bits_of_a_plain_loop() {
                     head[half + i] = b * cos[i] + a * sin[i];
                 }
             }
-            rotate(isa, &mut heads, head_dim, &cos, &sin);
-            assert_eq!(heads, expected, "{isa:?}, {half} pairs");
+            rotate(&cpu, &mut heads, head_dim, &cos, &sin);
+            assert_eq!(heads, expected, "{:?}, {half} pairs", cpu.isa());
         }
     }
 }

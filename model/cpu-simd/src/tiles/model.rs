@@ -15,11 +15,7 @@ pub type ModelVectors = crate::Portable;
 /// The instruction sets to test: those of this CPU, and the software model of tiles.
 pub fn tested_isas() -> Vec<Isa> {
     let mut all = Isa::available();
-    #[cfg(target_arch = "x86_64")]
-    let has_vectors = all.contains(&Isa::Avx2);
-    #[cfg(not(target_arch = "x86_64"))]
-    let has_vectors = true;
-    if has_vectors {
+    if Isa::TileModel.is_available() {
         all.push(Isa::TileModel);
     }
     all

@@ -168,7 +168,10 @@ pub struct Peaks {
 }
 
 impl Peaks {
-    /// Uses `threads` threads and `num_bytes` of memory to read. The caller guarantees that the CPU has `isa`.
+    /// Uses `threads` threads and `num_bytes` of memory to read.
+    ///
+    /// # Panics
+    /// When this CPU does not have `isa`.
     pub fn new(isa: Isa, threads: usize, num_bytes: usize) -> Peaks {
         Peaks { cpu: Cpu::new(isa, threads).expect("threads start"), memory: memory(num_bytes), num_reads: 0 }
     }
@@ -182,7 +185,7 @@ impl Peaks {
         assert!(Peak::of(isa).contains(&peak), "{} has no loop of {}", isa.name(), peak.name());
         let num_threads = self.cpu.pool().num_threads();
         self.cpu.pool().for_each(num_threads * LOOPS, |_, _| {
-            // SAFETY: no pointers; the CPU has the instruction set, which has the loop.
+            // SAFETY: no pointers; `Cpu::on` has checked the instruction set, which has the loop.
             let sum = unsafe {
                 match peak {
                     Peak::F32 => fma_loop(isa, ROUNDS),
@@ -207,7 +210,7 @@ impl Peaks {
         let pieces: &[u8] = memory;
         cpu.pool().for_each(pieces.len().div_ceil(PIECE), |_, idx| {
             let piece = &pieces[idx * PIECE..pieces.len().min((idx + 1) * PIECE)];
-            // SAFETY: any bytes are valid numbers.
+            // SAFETY: `Cpu::on` has checked the instruction set; any bytes are valid numbers.
             std::hint::black_box(unsafe { read_loop(isa, piece.as_ptr().cast(), piece.len() / 4, ahead) });
         });
     }
