@@ -20,7 +20,8 @@ const MIN_SHARED_WORK: usize = 64 * 1024;
 /// and writes `[rows][num_heads * head_dim]` to `out`. The rows of `sequences[i]` start at `first_rows[i]`.
 ///
 /// # Safety
-/// No other code writes the layer's KV of these sequences during the call.
+/// No other code writes the layer's KV of these sequences during the call. With `bf16_pairs` of the shape, AVX-512 and NEON
+/// run their instruction for pairs: the CPU [has it](baton_cpu_kernels::has_pairs).
 ///
 /// # Panics
 /// When sizes do not match.
@@ -94,7 +95,7 @@ impl<'a> Batch<'a> {
             let (item, spans) = division.part(part_idx);
             let method = method(thread_idx, &item);
             // SAFETY: each part has its own states and results, and the caller of `attend` guarantees that the KV is not
-            // written.
+            // written and that the CPU multiplies pairs. `Cpu::on` has checked the instruction set.
             unsafe {
                 method.prepare();
                 if division.by_spans {

@@ -250,7 +250,7 @@ impl<'a> ForwardPass<'a> {
         let width = spec.query_width() + 2 * spec.kv_width();
         let attended = self.buffers.attended.grown(self.num_rows * spec.query_width());
         let queries = &self.buffers.qkv[..self.num_rows * width];
-        // SAFETY: guaranteed by the caller.
+        // SAFETY: guaranteed by the caller. The model was loaded with pairs only if the CPU has them.
         unsafe {
             let (sequences, rows) = (self.sequences, &self.buffers.first_rows);
             attend(self.cpu, &shape, storage, layer_idx, sequences, rows, queries, width, attended);

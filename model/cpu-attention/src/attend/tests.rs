@@ -120,7 +120,7 @@ fn check(isa: Isa, case: &Case) -> Vec<f32> {
                 blocks: &blocks,
                 num_logits: 0,
             };
-            // SAFETY: no other code writes.
+            // SAFETY: no other code writes; pairs are multiplied in plain Rust, or where the CPU has them.
             unsafe {
                 attend(
                     &mut cpu,

@@ -139,7 +139,7 @@ impl AttentionRun {
             num_logits: 0,
         };
         let stride = self.shape.num_heads * self.shape.head_dim;
-        // SAFETY: no other code uses the storage.
+        // SAFETY: no other code uses the storage, and `new` has checked that the CPU has pairs if they are multiplied.
         unsafe {
             attend(
                 &mut self.cpu,
