@@ -6,9 +6,9 @@
 //!     cargo bench -p baton-model-cpu -- --rows 512 --threads 1
 //!
 //! A rate is the best of many runs, because other load on the machine can only lower one. The share is the median of the
-//! runs before and after which the peak was the same. Products of many rows are compared with a loop of their
-//! kernel's multiply-adds alone. Products of one row, and attention of one query, are compared with a loop that only reads
-//! memory.
+//! runs before and after which the peak was the same. Products of two rows and more are compared with a loop of
+//! multiply-adds alone: those of their kernel from 8 rows on. Where there are tiles, fewer rows of integers may have another
+//! kernel. Products of one row, and attention of one query, are compared with a loop that only reads memory.
 
 use std::hint::black_box;
 use std::time::{Duration, Instant};

@@ -27,7 +27,7 @@ impl Weights {
         all.into_iter().map(|(name, format)| (name, Weights(format))).collect()
     }
 
-    /// The peak rate that bounds their products.
+    /// The peak rate that bounds their products from 8 rows on.
     pub fn peak(self, isa: Isa) -> Peak {
         Peak::of_products(isa, self.0)
     }

@@ -92,7 +92,8 @@ impl Peak {
         threads * LOOPS * ROUNDS * CHAINS * LANES * per_lane
     }
 
-    /// What bounds products of many rows with weights of this format: the operations of their kernel.
+    /// What bounds products with weights of this format: the operations of their kernel from 8 rows on. Where there are
+    /// tiles, fewer rows of integers may be multiplied by vectors.
     pub fn of_products(isa: Isa, format: PanelFormat) -> Peak {
         match format {
             PanelFormat::Floats(_) => Peak::F32,
@@ -126,8 +127,8 @@ impl CpuPeaks {
         CpuPeaks { isa, operations, read: READ_BYTES as f64 / best(|| peaks.read()) }
     }
 
-    /// What bounds products of many rows with weights that are stored so. As in loading a model, FP8 is widened to bf16, and
-    /// bf16 has the faster of its two formats.
+    /// What bounds products, from 8 rows on, with weights that are stored so. As in loading a model, FP8 is widened to bf16,
+    /// and bf16 has the faster of its two formats.
     pub fn of_weights(&self, weights: StoredWeights) -> Peak {
         let peak = |format| Peak::of_products(self.isa, format);
         match weights {
