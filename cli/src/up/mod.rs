@@ -144,7 +144,7 @@ pub(crate) async fn run(mut args: UpArgs) -> anyhow::Result<()> {
     let logs = Logs::new(args.log.log_format, width, colour);
     unused_gpus(args.engine.device, num_gpus).iter().for_each(|note| logs.note(note));
     if args.prefill.is_none() && num_prefill == 0 {
-        logs.note(&separation.why_none());
+        logs.note(&separation.why_none(args.decode));
     }
     let mut children = children.into_iter();
     let router = children.next().expect("the plan begins with the router");

@@ -25,11 +25,12 @@ impl Separation {
         usize::from(!shares_few || self.is_embedded || self.asks_for_handoffs)
     }
 
-    /// What to say where there is none.
-    pub(super) fn why_none(&self) -> String {
+    /// What to say where there is none beside so many decode workers.
+    pub(super) fn why_none(&self, num_decode: usize) -> String {
         let processors = if self.num_processors == 1 { "processor" } else { "processors" };
+        let workers = if num_decode == 1 { "worker" } else { "workers" };
         format!(
-            "no prefill worker: it would share {} {processors} with the decode worker, and first tokens would come later; \
+            "no prefill worker: it would share {} {processors} with the decode {workers}, and first tokens would come later; \
              --prefill 1 starts one",
             self.num_processors
         )
@@ -60,7 +61,13 @@ mod tests {
         ] {
             assert_eq!(separation.num_prefill(), expected, "{separation:?}");
         }
-        assert!(on(1).why_none().contains("share 1 processor with"), "{}", on(1).why_none());
-        assert!(on(2).why_none().contains("share 2 processors with"), "{}", on(2).why_none());
+        for (num_processors, num_decode, expected) in [
+            (1, 1, "share 1 processor with the decode worker,"),
+            (2, 1, "share 2 processors with the decode worker,"),
+            (2, 2, "share 2 processors with the decode workers,"),
+        ] {
+            let why = on(num_processors).why_none(num_decode);
+            assert!(why.contains(expected), "{why}");
+        }
     }
 }
