@@ -163,11 +163,18 @@ app.kubernetes.io/managed-by: {{ .root.Release.Service }}
 {{- if eq .Values.network.ipFamily "IPv6" }}[$(POD_IP)]{{ else }}$(POD_IP){{ end -}}
 {{- end -}}
 
-{{/* Roles whose workers use the network of their nodes, separated by spaces. */}}
+{{/* Whether a role has pods, or autoscaling may give it some: "true" or empty; takes its values. */}}
+{{- define "baton.hasPods" -}}
+{{- if or .replicas (ne .autoscaling.mode "none") -}}true{{- end -}}
+{{- end -}}
+
+{{/* Roles that have workers in the network of their nodes, separated by spaces. */}}
 {{- define "baton.hostNetworks" -}}
 {{- $roles := list -}}
 {{- range $role := list "prefill" "decode" -}}
-{{- if (index $.Values $role).hostNetwork -}}{{- $roles = append $roles $role -}}{{- end -}}
+{{- with index $.Values $role -}}
+{{- if and .hostNetwork (include "baton.hasPods" .) -}}{{- $roles = append $roles $role -}}{{- end -}}
+{{- end -}}
 {{- end -}}
 {{- join " " $roles -}}
 {{- end -}}
