@@ -6,7 +6,7 @@ use baton_kv_cache::KvDtype;
 use baton_model::{Activations, LoadOptions};
 use baton_model_cpu::testing::{Isa, tested_isas};
 
-use machine::{CASES, Expected, Machine, bits, dir_of, exact, expected};
+use machine::{CASES, Expected, Machine, bits, difference, dir_of, exact, expected, has_experts};
 
 /// How weights are quantised, the type of KV, and the tolerated difference of logits from those of transformers, relative
 /// to the largest logit. Those with KV in f32 and of int8 are the ones of `parity.rs`; attention in tiles rounds as often as
@@ -22,13 +22,6 @@ const FORMATS: [(Option<&str>, KvDtype, Option<f32>); 4] = [
 /// such activations may change.
 const VECTORS: f32 = 0.3;
 
-/// The largest difference, relative to the largest number.
-fn difference(a: &[f32], b: &[f32]) -> f32 {
-    assert_eq!(a.len(), b.len());
-    let largest = b.iter().fold(0.0f32, |max, x| max.max(x.abs()));
-    a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0f32, f32::max) / largest
-}
-
 fn check(name: &str, (quantise, kv_dtype, tolerance): (Option<&str>, KvDtype, Option<f32>)) {
     let what = format!("{name}, weights {quantise:?}, KV {kv_dtype:?}");
     let dir = dir_of(name);
@@ -42,7 +35,7 @@ fn check(name: &str, (quantise, kv_dtype, tolerance): (Option<&str>, KvDtype, Op
     let mut machine = Machine::in_tiles(&dir, &options);
     let rows = machine.all_logits(&prompt, &[prompt.len()]);
     let all = rows.concat();
-    // Two tiles of rows and one, fewer rows than integers are multiplied in tiles with, and so few that they are widened.
+    // Two tiles of rows and one, fewer rows than tiles multiply in int8, and those few that vectors multiply in int4.
     let chunks = machine.all_logits(&prompt, &[prompt.len() - 21, 13, 5, 2, 1]).concat();
     assert!(bits(&chunks) == bits(&all), "{what}: chunks have other bits");
 
@@ -53,8 +46,7 @@ fn check(name: &str, (quantise, kv_dtype, tolerance): (Option<&str>, KvDtype, Op
         assert!(bits(&here) != bits(&all), "{what}: nothing is computed in tiles");
     }
 
-    // A format difference may select another expert.
-    if name.contains("moe") || name == "mixtral" {
+    if has_experts(name) {
         return;
     }
     let (error, tolerance) = match tolerance {

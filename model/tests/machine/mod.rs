@@ -38,6 +38,11 @@ pub const CASES: &[&str] = &[
     "qwen3-moe-sparse-step",
 ];
 
+/// Whether the model selects experts for each row. A difference of number formats may select others.
+pub fn has_experts(name: &str) -> bool {
+    name.contains("moe") || name == "mixtral"
+}
+
 pub struct Expected {
     pub prompt: Vec<u32>,
     pub positions: Vec<usize>,
@@ -185,6 +190,13 @@ impl Machine {
 pub fn argmax(logits: &[f32]) -> u32 {
     let best = (0..logits.len()).max_by(|&a, &b| logits[a].total_cmp(&logits[b])).unwrap();
     best as u32
+}
+
+/// The largest difference of logits, relative to the largest one expected.
+pub fn difference(got: &[f32], expected: &[f32]) -> f32 {
+    assert_eq!(got.len(), expected.len());
+    let largest = expected.iter().fold(0.0f32, |max, x| max.max(x.abs()));
+    got.iter().zip(expected).map(|(a, b)| (a - b).abs()).fold(0.0f32, f32::max) / largest
 }
 
 pub fn bits(logits: &[f32]) -> Vec<u32> {
