@@ -24,8 +24,8 @@ pub(crate) struct Compilations {
 
 struct State {
     cache: Cache,
-    /// At most `max_compiling`, each once.
-    compiling: Vec<Grammar>,
+    /// At most `max_compiling`, each once, and since when.
+    compiling: Vec<(Grammar, Instant)>,
     /// Callers that wait until one of them has ended.
     num_waiting: usize,
 }
@@ -53,7 +53,8 @@ impl Compilations {
     /// What the caller needs. Waits at most for `compile_time` while the grammar is being compiled, or as many others as may be.
     ///
     /// # Errors
-    /// When it waited that long, or too many wait.
+    /// [`TooSlow`](GrammarError::TooSlow) when the grammar has been compiled for that long, also if the caller came later;
+    /// [`Busy`](GrammarError::Busy) when the caller has waited that long otherwise, or too many wait.
     pub(crate) fn get(self: &Arc<Self>, grammar: &Grammar) -> Result<Needed, GrammarError> {
         let GrammarLimits { compile_time, max_compiling, max_waiting, .. } = self.limits;
         let until = Instant::now() + compile_time;
@@ -62,15 +63,16 @@ impl Compilations {
             if let Some(compiled) = state.cache.get(grammar) {
                 return Ok(Needed::Compiled(compiled));
             }
-            let is_compiling = state.compiling.contains(grammar);
-            if !is_compiling && state.compiling.len() < max_compiling {
-                state.compiling.push(grammar.clone());
+            let since = state.compiling.iter().find(|(other, _)| other == grammar).map(|&(_, since)| since);
+            if since.is_none() && state.compiling.len() < max_compiling {
+                state.compiling.push((grammar.clone(), Instant::now()));
                 return Ok(Needed::Uncompiled(Compilation { all: self.clone(), grammar: grammar.clone() }));
             }
-            let left = until.saturating_duration_since(Instant::now());
-            if is_compiling && left.is_zero() {
+            if since.is_some_and(|since| since.elapsed() >= compile_time) {
                 return Err(GrammarError::TooSlow { kind: grammar.kind, limit: compile_time });
             }
+            let until = since.map_or(until, |since| until.min(since + compile_time));
+            let left = until.saturating_duration_since(Instant::now());
             if left.is_zero() || state.num_waiting >= max_waiting {
                 return Err(GrammarError::Busy { max_compiling });
             }
@@ -94,7 +96,7 @@ impl Compilations {
 
 impl Drop for Compilation {
     fn drop(&mut self) {
-        self.all.state().compiling.retain(|grammar| *grammar != self.grammar);
+        self.all.state().compiling.retain(|(grammar, _)| *grammar != self.grammar);
         // Callers that need this grammar, and one that needs its place.
         self.all.has_ended.notify_all();
     }
@@ -181,5 +183,21 @@ mod tests {
         let error = |text: &str| all.get(&grammar(text)).err().expect("it is not compiled");
         assert!(matches!(error("a"), GrammarError::TooSlow { .. }));
         assert!(matches!(error("b"), GrammarError::Busy { .. }));
+    }
+    #[test]
+    fn a_grammar_that_has_just_begun_is_not_too_slow_for_a_caller_that_waited_for_a_place() {
+        let all = compilations(Duration::from_millis(200), 1, 8);
+        let _first = begin(&all, "a");
+        thread::scope(|scope| {
+            let caller = scope.spawn(|| all.get(&grammar("b")));
+            while all.state().num_waiting == 0 && !caller.is_finished() {
+                thread::yield_now();
+            }
+            // Another caller has got the place for the same grammar. No time passes for it, however slow this test is.
+            all.state().compiling = vec![(grammar("b"), Instant::now() + LONG)];
+            all.has_ended.notify_all();
+            let refused = caller.join().expect("no panic").err();
+            assert_eq!(refused, Some(GrammarError::Busy { max_compiling: 1 }));
+        });
     }
 }
