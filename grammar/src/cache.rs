@@ -1,6 +1,10 @@
 //! Compiled grammars, and those that do not compile. The least recently used leave first.
 
-use std::{collections::HashMap, sync::Arc};
+use std::{
+    collections::HashMap,
+    hash::{Hash, Hasher},
+    sync::Arc,
+};
 
 use baton_request::Grammar;
 use llguidance::{CancellationHandle, Matcher};
@@ -17,8 +21,15 @@ pub(crate) struct Start {
     pub(crate) can_roll_back: bool,
 }
 
+/// A grammar with the hash of its text, which may be long: it is hashed once, by its caller, and not under a lock at each look.
+#[derive(Clone, PartialEq, Eq)]
+pub(crate) struct Key {
+    hash: u64,
+    grammar: Grammar,
+}
+
 pub(crate) struct Cache {
-    entries: HashMap<Grammar, Entry>,
+    entries: HashMap<Key, Entry>,
     max_entries: usize,
     /// Counts uses.
     now: u64,
@@ -38,24 +49,36 @@ impl Start {
     }
 }
 
+impl Key {
+    pub(crate) fn new(hash: u64, grammar: &Grammar) -> Key {
+        Key { hash, grammar: grammar.clone() }
+    }
+}
+
+impl Hash for Key {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        state.write_u64(self.hash);
+    }
+}
+
 impl Cache {
     pub(crate) fn new(max_entries: usize) -> Cache {
         Cache { entries: HashMap::new(), max_entries, now: 0 }
     }
 
-    pub(crate) fn get(&mut self, grammar: &Grammar) -> Option<Compiled> {
+    pub(crate) fn get(&mut self, key: &Key) -> Option<Compiled> {
         self.now += 1;
-        let entry = self.entries.get_mut(grammar)?;
+        let entry = self.entries.get_mut(key)?;
         entry.last_use = self.now;
         Some(entry.compiled.clone())
     }
 
-    pub(crate) fn insert(&mut self, grammar: &Grammar, compiled: Compiled) {
+    pub(crate) fn insert(&mut self, key: Key, compiled: Compiled) {
         self.now += 1;
-        self.entries.insert(grammar.clone(), Entry { compiled, last_use: self.now });
+        self.entries.insert(key, Entry { compiled, last_use: self.now });
         while self.entries.len() > self.max_entries {
             let oldest = self.entries.iter().min_by_key(|(_, entry)| entry.last_use);
-            let oldest = oldest.map(|(grammar, _)| grammar.clone()).expect("the cache is not empty");
+            let oldest = oldest.map(|(key, _)| key.clone()).expect("the cache is not empty");
             self.entries.remove(&oldest);
         }
     }

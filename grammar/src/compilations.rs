@@ -2,6 +2,7 @@
 //! and how many callers wait. It does not know how a grammar is compiled.
 
 use std::{
+    hash::{BuildHasher, RandomState},
     sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
     time::Instant,
 };
@@ -9,7 +10,7 @@ use std::{
 use baton_request::Grammar;
 
 use crate::{
-    cache::{Cache, Compiled},
+    cache::{Cache, Compiled, Key},
     error::GrammarError,
     limits::GrammarLimits,
 };
@@ -17,6 +18,7 @@ use crate::{
 /// The grammars of one compiler.
 pub(crate) struct Compilations {
     limits: GrammarLimits,
+    hasher: RandomState,
     state: Mutex<State>,
     /// Told when a compilation has ended.
     has_ended: Condvar,
@@ -25,7 +27,7 @@ pub(crate) struct Compilations {
 struct State {
     cache: Cache,
     /// At most `max_compiling`, each once, and since when.
-    compiling: Vec<(Grammar, Instant)>,
+    compiling: Vec<(Key, Instant)>,
     /// Callers that wait until one of them has ended.
     num_waiting: usize,
 }
@@ -41,13 +43,14 @@ pub(crate) enum Needed {
 /// A grammar that is being compiled, until this is dropped. Others that need it wait meanwhile.
 pub(crate) struct Compilation {
     all: Arc<Compilations>,
-    grammar: Grammar,
+    key: Key,
 }
 
 impl Compilations {
     pub(crate) fn new(limits: GrammarLimits) -> Arc<Compilations> {
         let state = State { cache: Cache::new(limits.max_cached), compiling: Vec::new(), num_waiting: 0 };
-        Arc::new(Compilations { limits, state: Mutex::new(state), has_ended: Condvar::new() })
+        let (hasher, state) = (RandomState::new(), Mutex::new(state));
+        Arc::new(Compilations { limits, hasher, state, has_ended: Condvar::new() })
     }
 
     /// What the caller needs. Waits at most for `compile_time` while the grammar is being compiled, or as many others as may be.
@@ -58,15 +61,16 @@ impl Compilations {
     pub(crate) fn get(self: &Arc<Self>, grammar: &Grammar) -> Result<Needed, GrammarError> {
         let GrammarLimits { compile_time, max_compiling, max_waiting, .. } = self.limits;
         let until = Instant::now() + compile_time;
+        let key = self.key(grammar);
         let mut state = self.state();
         loop {
-            if let Some(compiled) = state.cache.get(grammar) {
+            if let Some(compiled) = state.cache.get(&key) {
                 return Ok(Needed::Compiled(compiled));
             }
-            let since = state.compiling.iter().find(|(other, _)| other == grammar).map(|&(_, since)| since);
+            let since = state.compiling.iter().find(|(other, _)| *other == key).map(|&(_, since)| since);
             if since.is_none() && state.compiling.len() < max_compiling {
-                state.compiling.push((grammar.clone(), Instant::now()));
-                return Ok(Needed::Uncompiled(Compilation { all: self.clone(), grammar: grammar.clone() }));
+                state.compiling.push((key.clone(), Instant::now()));
+                return Ok(Needed::Uncompiled(Compilation { all: self.clone(), key }));
             }
             if since.is_some_and(|since| since.elapsed() >= compile_time) {
                 return Err(GrammarError::TooSlow { kind: grammar.kind, limit: compile_time });
@@ -85,7 +89,13 @@ impl Compilations {
 
     /// Keeps what came of compiling the grammar.
     pub(crate) fn keep(&self, grammar: &Grammar, compiled: Compiled) {
-        self.state().cache.insert(grammar, compiled);
+        let key = self.key(grammar);
+        self.state().cache.insert(key, compiled);
+    }
+
+    /// Hashes the grammar.
+    fn key(&self, grammar: &Grammar) -> Key {
+        Key::new(self.hasher.hash_one(grammar), grammar)
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -96,7 +106,7 @@ impl Compilations {
 
 impl Drop for Compilation {
     fn drop(&mut self) {
-        self.all.state().compiling.retain(|(grammar, _)| *grammar != self.grammar);
+        self.all.state().compiling.retain(|(key, _)| *key != self.key);
         // Callers that need this grammar, and one that needs its place.
         self.all.has_ended.notify_all();
     }
@@ -194,7 +204,7 @@ mod tests {
                 thread::yield_now();
             }
             // Another caller has got the place for the same grammar. No time passes for it, however slow this test is.
-            all.state().compiling = vec![(grammar("b"), Instant::now() + LONG)];
+            all.state().compiling = vec![(all.key(&grammar("b")), Instant::now() + LONG)];
             all.has_ended.notify_all();
             let refused = caller.join().expect("no panic").err();
             assert_eq!(refused, Some(GrammarError::Busy { max_compiling: 1 }));
