@@ -1,9 +1,9 @@
 //! The grammars that are being compiled, and those that were. Each is compiled once at a time. How many are at a time is bounded,
-//! and how many callers wait. It does not know how a grammar is compiled.
+//! and how many callers wait, also for the vocabulary. It does not know how a grammar is compiled.
 
 use std::{
     hash::{BuildHasher, RandomState},
-    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
+    sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError},
     time::Instant,
 };
 
@@ -20,7 +20,7 @@ pub(crate) struct Compilations {
     limits: GrammarLimits,
     hasher: RandomState,
     state: Mutex<State>,
-    /// Told when a compilation has ended.
+    /// Told when a compilation has ended, or the load.
     has_ended: Condvar,
 }
 
@@ -28,7 +28,9 @@ struct State {
     cache: Cache,
     /// At most `max_compiling`, each once, and since when.
     compiling: Vec<(Key, Instant)>,
-    /// Callers that wait until one of them has ended.
+    /// Whether a caller loads the vocabulary.
+    is_loading: bool,
+    /// Callers that wait until one of these has ended.
     num_waiting: usize,
 }
 
@@ -40,6 +42,11 @@ pub(crate) enum Needed {
     Uncompiled(Compilation),
 }
 
+/// The vocabulary is being loaded, until this is dropped. Others that need it wait meanwhile.
+struct Loading<'a> {
+    all: &'a Compilations,
+}
+
 /// A grammar that is being compiled, until this is dropped. Others that need it wait meanwhile.
 pub(crate) struct Compilation {
     all: Arc<Compilations>,
@@ -48,9 +55,37 @@ pub(crate) struct Compilation {
 
 impl Compilations {
     pub(crate) fn new(limits: GrammarLimits) -> Arc<Compilations> {
-        let state = State { cache: Cache::new(limits.max_cached), compiling: Vec::new(), num_waiting: 0 };
+        let cache = Cache::new(limits.max_cached);
+        let state = State { cache, compiling: Vec::new(), is_loading: false, num_waiting: 0 };
         let (hasher, state) = (RandomState::new(), Mutex::new(state));
         Arc::new(Compilations { limits, hasher, state, has_ended: Condvar::new() })
+    }
+
+    /// What is in `loaded`: all grammars need it. One caller loads it with `load`, and others wait meanwhile, at most for
+    /// `compile_time`.
+    ///
+    /// # Errors
+    /// [`Busy`](GrammarError::Busy) when the caller has waited that long, or too many wait.
+    pub(crate) fn load<'a, T>(
+        &self,
+        loaded: &'a OnceLock<T>,
+        load: impl FnOnce() -> T,
+    ) -> Result<&'a T, GrammarError> {
+        let until = Instant::now() + self.limits.compile_time;
+        let mut state = self.state();
+        loop {
+            if let Some(loaded) = loaded.get() {
+                return Ok(loaded);
+            }
+            if !state.is_loading {
+                break;
+            }
+            state = self.wait(state, until)?;
+        }
+        state.is_loading = true;
+        drop(state);
+        let _loading = Loading { all: self };
+        Ok(loaded.get_or_init(load))
     }
 
     /// What the caller needs. Waits at most for `compile_time` while the grammar is being compiled, or as many others as may be.
@@ -59,7 +94,7 @@ impl Compilations {
     /// [`TooSlow`](GrammarError::TooSlow) when the grammar has been compiled for that long, also if the caller came later;
     /// [`Busy`](GrammarError::Busy) when the caller has waited that long otherwise, or too many wait.
     pub(crate) fn get(self: &Arc<Self>, grammar: &Grammar) -> Result<Needed, GrammarError> {
-        let GrammarLimits { compile_time, max_compiling, max_waiting, .. } = self.limits;
+        let GrammarLimits { compile_time, max_compiling, .. } = self.limits;
         let until = Instant::now() + compile_time;
         let key = self.key(grammar);
         let mut state = self.state();
@@ -75,16 +110,29 @@ impl Compilations {
             if since.is_some_and(|since| since.elapsed() >= compile_time) {
                 return Err(GrammarError::TooSlow { kind: grammar.kind, limit: compile_time });
             }
-            let until = since.map_or(until, |since| until.min(since + compile_time));
-            let left = until.saturating_duration_since(Instant::now());
-            if left.is_zero() || state.num_waiting >= max_waiting {
-                return Err(GrammarError::Busy { max_compiling });
-            }
-            state.num_waiting += 1;
-            let waited = self.has_ended.wait_timeout(state, left);
-            (state, _) = waited.unwrap_or_else(PoisonError::into_inner);
-            state.num_waiting -= 1;
+            state = self.wait(state, since.map_or(until, |since| until.min(since + compile_time)))?;
         }
+    }
+
+    /// Waits until a compilation or the load has ended, at most until `until`.
+    ///
+    /// # Errors
+    /// [`Busy`](GrammarError::Busy) when it is later, or too many wait.
+    fn wait<'a>(
+        &self,
+        mut state: MutexGuard<'a, State>,
+        until: Instant,
+    ) -> Result<MutexGuard<'a, State>, GrammarError> {
+        let GrammarLimits { max_compiling, max_waiting, .. } = self.limits;
+        let left = until.saturating_duration_since(Instant::now());
+        if left.is_zero() || state.num_waiting >= max_waiting {
+            return Err(GrammarError::Busy { max_compiling });
+        }
+        state.num_waiting += 1;
+        let waited = self.has_ended.wait_timeout(state, left);
+        (state, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        state.num_waiting -= 1;
+        Ok(state)
     }
 
     /// Keeps what came of compiling the grammar.
@@ -104,6 +152,13 @@ impl Compilations {
     }
 }
 
+impl Drop for Loading<'_> {
+    fn drop(&mut self) {
+        self.all.state().is_loading = false;
+        self.all.has_ended.notify_all();
+    }
+}
+
 impl Drop for Compilation {
     fn drop(&mut self) {
         self.all.state().compiling.retain(|(key, _)| *key != self.key);
@@ -114,7 +169,7 @@ impl Drop for Compilation {
 
 #[cfg(test)]
 mod tests {
-    use std::{thread, time::Duration};
+    use std::{sync::mpsc, thread, time::Duration};
 
     use baton_request::GrammarKind;
 
@@ -208,6 +263,31 @@ mod tests {
             all.has_ended.notify_all();
             let refused = caller.join().expect("no panic").err();
             assert_eq!(refused, Some(GrammarError::Busy { max_compiling: 1 }));
+        });
+    }
+    #[test]
+    fn callers_that_wait_for_the_vocabulary_are_counted() {
+        let (all, loaded) = (compilations(LONG, 4, 1), OnceLock::new());
+        let (all, loaded) = (&all, &loaded);
+        thread::scope(|scope| {
+            let (let_go, gate) = mpsc::channel::<()>();
+            let load = move || {
+                // An error: it may go on.
+                let _ = gate.recv();
+                7
+            };
+            let loading = scope.spawn(move || all.load(loaded, load));
+            while !all.state().is_loading {
+                thread::yield_now();
+            }
+            let waiting = scope.spawn(move || all.load(loaded, || panic!("it is loaded once")));
+            await_waiting(all, 1);
+            let refused = all.load(loaded, || panic!("it is loaded once"));
+            assert_eq!(refused, Err(GrammarError::Busy { max_compiling: 4 }));
+            drop(let_go);
+            for caller in [loading, waiting] {
+                assert_eq!(caller.join().expect("no panic"), Ok(&7));
+            }
         });
     }
 }

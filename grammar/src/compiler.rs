@@ -62,8 +62,8 @@ impl GrammarCompiler {
     /// # Errors
     /// When the vocabulary cannot be constrained, the grammar does not compile within the limits, or does not allow `output`.
     pub fn matcher(&self, grammar: &Grammar, output: &[u32]) -> Result<TokenMatcher, GrammarError> {
-        let target =
-            self.target.get_or_init(|| Target::new(&(self.load)()?)).as_ref().map_err(Clone::clone)?;
+        let target = self.compilations.load(&self.target, || Target::new(&(self.load)()?))?;
+        let target = target.as_ref().map_err(Clone::clone)?;
         let start = match self.compilations.get(grammar)? {
             Needed::Compiled(compiled) => compiled?,
             Needed::Uncompiled(compilation) => self.compile(&target.factory, grammar, compilation)?,

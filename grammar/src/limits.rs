@@ -11,7 +11,8 @@ pub struct GrammarLimits {
     pub compile_time: Duration,
     /// Grammars that are compiled at a time. Others wait, at most for `compile_time`.
     pub max_compiling: usize,
-    /// Callers that wait at a time, each with a thread. More are refused at once.
+    /// Callers that wait at a time, each with a thread, also for the vocabulary, and there at most for `compile_time`. More are
+    /// refused at once.
     pub max_waiting: usize,
     /// Compiled grammars that are kept.
     pub max_cached: usize,
