@@ -30,6 +30,7 @@ use baton_worker::{
 };
 use baton_worker_messages::{FirstToken, engine_failure, submit_failure};
 use futures_util::future::BoxFuture;
+use tokio::time::timeout;
 use tracing::Span;
 
 /// The driver of a [`ComputedHandoff`].
@@ -106,7 +107,7 @@ impl ComputedHandoffDriver {
         blending::decide(&worker, &mut request);
         let clock = worker.metrics().request_taken("handoff", request.num_known_tokens(), &Span::current());
         let save = SaveAtEnd::new(worker.tiers(), &request);
-        let prepare = Box::pin(prepare(worker.clone(), request, source));
+        let prepare = Box::pin(prepare(worker.clone(), request, source, deadline));
         let pulse = Pulse::new(deadline, worker.engine().num_computed_tokens());
         let prompt = Prompt::Preparing { prepare, uncovered, pulse };
         let num_layers = worker.engine().storage().layout().num_layers;
@@ -308,9 +309,18 @@ impl ComputedHandoffDriver {
     }
 }
 
-/// Compiles the request's grammar, then brings in what the pool lacks of its prompt.
-async fn prepare(worker: Arc<Worker>, request: Request, source: Option<PrefixSource>) -> Prepared {
-    let submission = Box::new(worker.prepare_grammar(request).await?);
+/// Compiles the request's grammar within `deadline`, then brings in what the pool lacks of its prompt.
+async fn prepare(
+    worker: Arc<Worker>,
+    request: Request,
+    source: Option<PrefixSource>,
+    deadline: Duration,
+) -> Prepared {
+    // A model directory may hang while the vocabulary is loaded, and threads for blocking work may all be taken.
+    let late =
+        |_| Failure::new(FailureKind::Deadline, format!("the grammar was not compiled within {deadline:?}"));
+    let compiled = timeout(deadline, worker.prepare_grammar(request)).await.map_err(late)?;
+    let submission = Box::new(compiled?);
     let request = submission.request.clone();
     let recall = Recall::of(worker.tiers(), &request).await;
     let meanwhile = bring_in(worker, recall, source, request).await;
@@ -324,8 +334,8 @@ impl Prompt {
             Prompt::Preparing { prepare, pulse, .. } => tokio::select! {
                 biased;
                 prepared = prepare => Event::Prepared(prepared),
-                // Grammars have a deadline of their own, and tiers and the prefix source, by what computing would take. One after
-                // the other they may take longer than the decode worker waits.
+                // The grammar has the deadline of the handoff, and tiers and the prefix source have their own, by what computing
+                // would take. One after the other they may take longer than the decode worker waits.
                 () = pulse.tick() => Event::Progress,
             },
             Prompt::Computing(Computing { events, pulse, num_ready, .. }) => tokio::select! {

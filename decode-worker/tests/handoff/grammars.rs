@@ -1,6 +1,9 @@
 //! A prefill worker looks at the prompt before it compiles the grammar, and at the stream while it compiles.
 
-use std::sync::{Mutex, mpsc};
+use std::{
+    sync::{Mutex, mpsc},
+    time::Duration,
+};
 
 use baton_engine::SamplingParams;
 use baton_grammar::{GrammarError, Vocabulary, VocabularyToken};
@@ -81,4 +84,18 @@ async fn a_draining_prefill_worker_compiles_no_grammar_of_a_prompt_that_it_refus
     assert_eq!(read(&mut events).await.unwrap().finished(), expected(&prompt, 8));
     p.ended().await;
     d.assert_all_free().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_vocabulary_that_never_loads_holds_a_handoff_until_its_deadline() {
+    let (p, compiler) = stopped(prefill());
+    let soon = Duration::from_millis(300);
+    let d = decode().grammars(vocabulary).with(|config| config.handoff_deadline = soon);
+    let (p, d) = (p.start().await, d.start().await);
+    let client = d.client().await;
+    let answer = generate(&client, constrained(&p)).await.unwrap();
+    assert_eq!(answer.failed().0, Kind::Deadline, "{answer:?}");
+    d.assert_all_free().await;
+    drop(compiler);
+    p.assert_all_free().await;
 }
