@@ -46,7 +46,7 @@ pub struct ComputedHandoffDriver {
     num_layers: usize,
     /// When the first piece was ready.
     pushing: Option<Instant>,
-    /// Saves the blocks when the handoff is over.
+    /// Saves the blocks when the handoff is over. `None` until the prompt is prepared.
     save: Option<SaveAtEnd>,
     is_halted: bool,
 }
@@ -64,8 +64,8 @@ enum Prompt {
     Released,
 }
 
-/// What the engine gets, and what comes while it computes; or why it gets nothing.
-type Prepared = Result<(Box<Submission>, Meanwhile), Failure>;
+/// What the engine gets, what saves its blocks, and what comes while it computes; or why it gets nothing.
+type Prepared = Result<(Box<Submission>, Option<SaveAtEnd>, Meanwhile), Failure>;
 
 struct Computing {
     events: PrefillEvents,
@@ -103,10 +103,8 @@ impl ComputedHandoffDriver {
         source: Option<PrefixSource>,
         peer_format: PeerFormat,
     ) -> ComputedHandoffDriver {
-        let OpenedHandoff { machine, mut request, deadline, started, stream, uncovered, .. } = opened;
-        blending::decide(&worker, &mut request);
+        let OpenedHandoff { machine, request, deadline, started, stream, uncovered, .. } = opened;
         let clock = worker.metrics().request_taken("handoff", request.num_known_tokens(), &Span::current());
-        let save = SaveAtEnd::new(worker.tiers(), &request);
         let prepare = Box::pin(prepare(worker.clone(), request, source, deadline));
         let pulse = Pulse::new(deadline, worker.engine().num_computed_tokens());
         let prompt = Prompt::Preparing { prepare, uncovered, pulse };
@@ -121,7 +119,7 @@ impl ComputedHandoffDriver {
             clock,
             num_layers,
             pushing: None,
-            save,
+            save: None,
             is_halted: false,
         }
     }
@@ -176,7 +174,8 @@ impl ComputedHandoffDriver {
         else {
             return Ok(());
         };
-        let (submission, meanwhile) = prepared?;
+        let (submission, save, meanwhile) = prepared?;
+        self.save = save;
         self.clock.submitted(Instant::now());
         let engine = self.side.worker().engine();
         let (events, blocks) = engine.prefill(*submission).map_err(|error| submit_failure(&error))?;
@@ -309,7 +308,8 @@ impl ComputedHandoffDriver {
     }
 }
 
-/// Compiles the request's grammar within `deadline`, then brings in what the pool lacks of its prompt.
+/// Compiles the request's grammar within `deadline`, decides whether the prompt is blended, then brings in what the pool lacks
+/// of it.
 async fn prepare(
     worker: Arc<Worker>,
     request: Request,
@@ -320,11 +320,14 @@ async fn prepare(
     let late =
         |_| Failure::new(FailureKind::Deadline, format!("the grammar was not compiled within {deadline:?}"));
     let compiled = timeout(deadline, worker.prepare_grammar(request)).await.map_err(late)?;
-    let submission = Box::new(compiled?);
+    let mut submission = Box::new(compiled?);
+    // Not before: a prompt that is refused for its grammar is neither audited nor saved.
+    blending::decide(&worker, &mut submission.request);
+    let save = SaveAtEnd::new(worker.tiers(), &submission.request);
     let request = submission.request.clone();
     let recall = Recall::of(worker.tiers(), &request).await;
     let meanwhile = bring_in(worker, recall, source, request).await;
-    Ok((submission, meanwhile))
+    Ok((submission, save, meanwhile))
 }
 
 impl Prompt {

@@ -7,7 +7,10 @@ use std::{
 
 use baton_engine::SamplingParams;
 use baton_grammar::{GrammarError, Vocabulary, VocabularyToken};
-use baton_proto::worker::{self as proto, DrainRequest, failed::Kind, worker_client::WorkerClient};
+use baton_proto::{
+    v1,
+    worker::{self as proto, DrainRequest, failed::Kind, worker_client::WorkerClient},
+};
 use baton_request::{Grammar, GrammarKind};
 use tokio::{sync::mpsc as async_mpsc, time::timeout};
 
@@ -54,12 +57,17 @@ async fn cancelled_while_the_prefill_worker_compiles_its_grammar() {
     let (p, mut compiler) = stopped(prefill());
     let (p, d) = (p.start().await, decode().grammars(vocabulary).start().await);
     let mut client = d.client().await;
-    let events = client.generate(constrained(&p)).await.unwrap();
+    let passages = vec![v1::TokenRange { start: 0, end: 20 }];
+    let blend = Some(proto::Blend { passages, ratio: None, layer: 0 });
+    let events = client.generate(proto::GenerateRequest { blend, ..constrained(&p) }).await.unwrap();
     timeout(PATIENCE, compiler.arrivals.recv()).await.expect("in time").expect("it compiles");
     drop(events);
     // It still compiles.
     p.await_metric("baton_handoffs_total{outcome=\"cancelled\"} 1").await;
     d.assert_all_free().await;
+    let metrics = p.metrics().await;
+    let mut refused = metrics.lines().filter(|line| line.starts_with("baton_blends_refused_total"));
+    assert!(refused.all(|line| line.ends_with(" 0")), "it was decided whether to blend it: {metrics}");
     drop(compiler);
     p.assert_all_free().await;
 }
