@@ -188,11 +188,29 @@ impl EngineHandle {
 
     /// [`prefix_hashes`](Self::prefix_hashes), off the async threads when it is much.
     pub async fn hash_prefix(&self, request: &Request, num_tokens: usize) -> Vec<BlockHash> {
+        self.hash_then(request, num_tokens, |_, hashes| hashes).await
+    }
+
+    /// The same, and how many of the blocks at the front are in the pool.
+    pub async fn find_prefix(&self, request: &Request, num_tokens: usize) -> (Vec<BlockHash>, usize) {
+        let find = |engine: &EngineHandle, hashes: Vec<BlockHash>| {
+            let num_pooled = engine.cache_log().num_in_pool(&hashes);
+            (hashes, num_pooled)
+        };
+        self.hash_then(request, num_tokens, find).await
+    }
+
+    async fn hash_then<T: Default + Send + 'static>(
+        &self,
+        request: &Request,
+        num_tokens: usize,
+        then: impl FnOnce(&EngineHandle, Vec<BlockHash>) -> T + Send + 'static,
+    ) -> T {
         if num_tokens <= BLOCKING_TOKENS {
-            return self.prefix_hashes(request, num_tokens);
+            return then(self, self.prefix_hashes(request, num_tokens));
         }
         let (engine, request) = (self.clone(), request.clone());
-        let hashing = spawn_blocking(move || engine.prefix_hashes(&request, num_tokens));
+        let hashing = spawn_blocking(move || then(&engine, engine.prefix_hashes(&request, num_tokens)));
         // Nothing in it panics. Without hashes nothing is found in caches.
         hashing.await.unwrap_or_default()
     }

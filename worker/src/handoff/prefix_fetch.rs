@@ -187,6 +187,7 @@ impl PrefixFetchDriver {
 
     async fn next(&mut self) -> DecodeInput<FirstToken> {
         if let Some(why) = self.refusal.take() {
+            self.left = None;
             return DecodeInput::Cancel(why.into());
         }
         let halted = self.side.worker().lifecycle().halted();
@@ -226,9 +227,15 @@ impl PrefixFetchDriver {
     /// The peer holds so many tokens. Sets blocks aside for all of them, or for the end that comes while the rest is computed.
     async fn reserve(&mut self, num_tokens: usize) {
         let worker = self.side.worker().clone();
-        let engine = worker.engine();
-        let hashes = engine.hash_prefix(&self.request, num_tokens).await;
-        let meeting = self.meeting(&hashes);
+        let (engine, halted) = (worker.engine(), worker.lifecycle().halted());
+        // It may wait for a thread.
+        let (hashes, num_pooled) = tokio::select! {
+            found = engine.find_prefix(&self.request, num_tokens) => found,
+            () = sleep_until(Some(self.until)) => return,
+            () = gone(&mut self.left) => return self.refusal = Some(NOT_NEEDED),
+            () = halted.cancelled() => return self.refusal = Some(LEAVING),
+        };
+        let meeting = self.meeting(&hashes, num_pooled);
         if meeting == Some(0) {
             self.refusal = Some("computing is sooner");
             return;
@@ -253,10 +260,9 @@ impl PrefixFetchDriver {
     }
 
     /// Blocks at the end of a prefix that come while those before them are computed. `None`: all of them are waited for.
-    fn meeting(&self, hashes: &[BlockHash]) -> Option<usize> {
+    fn meeting(&self, hashes: &[BlockHash], num_pooled: usize) -> Option<usize> {
         let worker = self.side.worker();
         let line = worker.peer_links().line(&self.side.peer().worker_id).filter(|_| !self.is_whole)?;
-        let num_pooled = worker.engine().cache_log().num_in_pool(hashes);
         let block_bytes = worker.engine().storage().layout().block_bytes();
         let bring = |num_blocks: usize| line.seconds((num_blocks * block_bytes) as f64);
         worker.fetch_limits().meeting(num_pooled, hashes.len() - num_pooled, bring)

@@ -56,8 +56,10 @@ impl Recall {
             return None;
         }
         let engine = &tiers.limits.engine;
-        let mut hashes = engine.hash_prefix(request, engine.num_sharable_tokens(request)).await;
-        let num_pooled = engine.cache_log().num_in_pool(&hashes);
+        let num_tokens = engine.num_sharable_tokens(request);
+        // Hashing may wait for a thread, no longer than computing takes.
+        let finding = engine.find_prefix(request, num_tokens);
+        let (mut hashes, num_pooled) = timeout(tiers.limits.deadline(num_tokens), finding).await.ok()?;
         let worth = tiers.worth(&hashes, num_pooled, mode);
         let num_wanted = match mode {
             ReadMode::Alone => worth.num_blocks,

@@ -275,6 +275,8 @@ mod tests {
                 timeout(Duration::from_millis(1), recall).await.is_err(),
                 "the only other thread is busy"
             );
+            let recall = timeout(PATIENCE, Recall::of(Some(&tiers), &long)).await;
+            assert!(recall.expect("it ends").is_none(), "computing is sooner");
             drop(let_go);
             busy.await.expect("no panic");
             let saved =
