@@ -80,7 +80,7 @@ impl CacheLog {
         }
     }
 
-    /// No user code runs under the lock, so a poisoned one holds whole data.
+    /// [`EventLog::append`] is the only change under the lock: a panic of what [`try_append`](Self::try_append) takes leaves the log whole.
     fn lock(&self) -> MutexGuard<'_, EventLog> {
         self.log.lock().unwrap_or_else(PoisonError::into_inner)
     }

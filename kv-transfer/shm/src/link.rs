@@ -34,7 +34,7 @@ pub(super) struct LinkSlot {
 }
 
 /// The lock of the connection. Grants of dropped routes are closed when it is taken. A route may be dropped while it is held, so
-/// they are closed after its release too: none is left behind, also by a thread that panics.
+/// they are closed after its release too: none is left behind, even if this thread panics.
 pub(super) struct LinkGuard<'a> {
     slot: &'a LinkSlot,
     /// `None`: it is released.
