@@ -545,6 +545,33 @@ fn weights_that_are_packed_in_two_ways_are_kept_in_both() {
 }
 
 #[test]
+fn unfinished_packed_files_do_not_stay() {
+    let (model, cache) = (Model::new("llama"), TempDir::new().unwrap());
+    let expected = logits(&model, Some(cache.path()));
+    let [file] = packed_files(cache.path()).try_into().unwrap();
+    let place = file.file_name().unwrap().to_str().unwrap().split('-').next().unwrap();
+    // What killed processes left: one packed this model in another layout, one another model.
+    let [own, other] = [place, "other"].map(|place| cache.path().join(format!("{place}-0-0.new")));
+    for left in [&own, &other] {
+        fs::write(left, b"half").unwrap();
+    }
+
+    let lock = fs::File::open(cache.path().join(format!("{place}.lock"))).unwrap();
+    lock.lock().unwrap();
+    assert_eq!(logits(&model, Some(cache.path())), expected);
+    assert!(own.exists(), "a process that has the lock may be writing it");
+    drop(lock);
+    assert_eq!(logits(&model, Some(cache.path())), expected);
+    assert!(!own.exists() && other.exists());
+
+    // A directory in the way: the file is written, but cannot get its name.
+    fs::remove_file(&file).unwrap();
+    fs::create_dir(&file).unwrap();
+    assert_eq!(logits(&model, Some(cache.path())), expected, "in memory of its own");
+    assert!(!file.with_extension("new").exists());
+}
+
+#[test]
 fn processes_that_start_together_pack_once() {
     let (model, cache) = (Model::new("llama"), TempDir::new().unwrap());
     let expected = logits(&model, None);

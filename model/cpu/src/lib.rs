@@ -17,6 +17,7 @@ mod model;
 mod packed;
 mod parallel;
 mod rope;
+mod weight_files;
 mod whole_pages;
 
 pub use blend::PassageNumbers;

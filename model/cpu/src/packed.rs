@@ -7,8 +7,8 @@
 //! The name of a packed file encodes its origin (the model's revision, and the path, size and time of its files) and its
 //! layout (the plan). The file is written under a temporary name, synced and renamed, so it is complete or absent. Of
 //! processes that start together one writes the file and the others wait for it. Files of an older state of the same
-//! model are removed; files of the same weights in another layout stay. If the cache cannot be used, every process
-//! packs for itself.
+//! model, and unfinished ones, are removed; files of the same weights in another layout stay. If the cache cannot be
+//! used, or its disk has too little room, every process packs for itself.
 
 use std::borrow::Cow;
 use std::fs::{self, File};
@@ -21,6 +21,7 @@ use baton_cpu_kernels::{PANEL, PanelFormat, PanelsRef, RowOrder, pack_floats, pa
 use baton_model_spec::{FloatDtype, IntegerFormat, IntegerRow, Rank};
 use memmap2::{Mmap, MmapMut};
 
+use crate::weight_files;
 use crate::whole_pages::WholePages;
 
 /// Raised when the layout changes: files of another version are not read.
@@ -168,29 +169,53 @@ impl Packer {
         let model = cache.model.canonicalize().map_err(|error| (cache.model.to_owned(), error))?;
         let place = blake3::hash(model.as_os_str().as_encoded_bytes()).to_hex();
         let weights = format!("{}-{}", &place[..16], &cache.layout_key().to_hex()[..16]);
-        let path = cache.dir.join(format!("{weights}-{}.panels", &key.to_hex()[..16]));
+        let path = cache.dir.join(format!("{weights}-{}.{}", &key.to_hex()[..16], weight_files::COMPLETE));
+        let lock_path = cache.dir.join(format!("{}.lock", &place[..16]));
         let at = |path: &Path| {
             let path = path.to_owned();
             move |error| (path, error)
         };
         if let Some(map) = self.open(&path, &key) {
+            // Another process may be writing in another layout: it has the lock then.
+            if let Ok(lock) = File::open(&lock_path)
+                && lock.try_lock().is_ok()
+            {
+                weight_files::remove_unfinished(cache.dir, &place[..16]);
+            }
             read_ahead(&map, progress);
             return Ok(map);
         }
         fs::create_dir_all(cache.dir).map_err(at(cache.dir))?;
         // A second process waits here and then finds the file. The lock ends when its file descriptor is closed.
-        let lock_path = cache.dir.join(format!("{}.lock", &place[..16]));
         let lock = File::create(&lock_path).map_err(at(&lock_path))?;
         lock.lock().map_err(at(&lock_path))?;
         if self.open(&path, &key).is_none() {
-            let unfinished = path.with_extension("new");
-            self.write(&unfinished, &key, num_threads, progress).map_err(at(&unfinished))?;
-            fs::rename(&unfinished, &path).map_err(at(&path))?;
-            remove_old(cache.dir, &place[..16], &weights);
+            weight_files::remove_unfinished(cache.dir, &place[..16]);
+            weight_files::remove_old(cache.dir, &place[..16], &weights);
+            let free = weight_files::free_bytes(cache.dir);
+            self.create(&path, &key, free, num_threads, progress).map_err(at(&path))?;
             tracing::info!(path = %path.display(), bytes = self.num_bytes, "packed weights written");
         }
         self.open(&path, &key)
             .ok_or_else(|| (path, io::Error::other("the file that was just written has another key")))
+    }
+
+    /// Writes the file where `free` bytes are left on the disk. Nothing of it stays after an error.
+    fn create(
+        &self,
+        path: &Path,
+        key: &blake3::Hash,
+        free: Option<u64>,
+        num_threads: usize,
+        progress: &mut dyn FnMut(LoadProgress),
+    ) -> io::Result<()> {
+        let dir = path.parent().unwrap_or(path);
+        weight_files::check_room(dir, (HEADER_BYTES + self.num_bytes) as u64, free)?;
+        let unfinished = path.with_extension(weight_files::UNFINISHED);
+        let written = self.write(&unfinished, key, num_threads, progress);
+        written.and_then(|()| fs::rename(&unfinished, path)).inspect_err(|_| {
+            let _ = fs::remove_file(&unfinished);
+        })
     }
 
     fn write(
@@ -356,19 +381,6 @@ impl Job {
     }
 }
 
-/// Removes packed files of the model at `place` whose names do not start with `weights`. Processes that have one
-/// mapped keep it.
-fn remove_old(dir: &Path, place: &str, weights: &str) {
-    let Ok(entries) = dir.read_dir() else { return };
-    for path in entries.flatten().map(|entry| entry.path()) {
-        let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
-        if name.starts_with(place) && !name.starts_with(weights) && name.ends_with(".panels") {
-            // A file that remains costs disk space only.
-            let _ = fs::remove_file(&path);
-        }
-    }
-}
-
 /// Reads a mapped file into memory.
 fn read_ahead(map: &Mmap, progress: &mut dyn FnMut(LoadProgress)) {
     let bytes_total = (map.len() - HEADER_BYTES) as u64;
@@ -384,5 +396,27 @@ fn read_ahead(map: &Mmap, progress: &mut dyn FnMut(LoadProgress)) {
         }
         bytes_done += piece.len() as u64;
         progress(LoadProgress { bytes_done, bytes_total });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_that_does_not_fit_on_its_disk_is_not_begun() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("place-weights-key.panels");
+        let mut packer = Packer::new(Packing::default(), Rank::ONLY);
+        packer.num_bytes = ALIGNMENT;
+        let create = |free| {
+            packer.create(&path, &blake3::hash(b"key"), free, 1, &mut |_| {})?;
+            fs::metadata(&path).map(|file| file.len())
+        };
+        let size = HEADER_BYTES + ALIGNMENT;
+        let error = create(Some(size as u64 - 1)).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::StorageFull);
+        assert_eq!(dir.path().read_dir().unwrap().count(), 0);
+        assert_eq!(create(Some(size as u64)).unwrap(), size as u64);
     }
 }
