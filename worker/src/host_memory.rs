@@ -1,9 +1,7 @@
-//! How much of the host's memory this process may use. A pool is mapped at once and filled as it is used, a host tier often, too: what is
+//! Whether KV fits into the memory that this process may use. A pool is mapped at once and filled as it is used, a host tier often, too: what is
 //! too large would be found out by a kill under load.
 
-use std::{fs, path::Path};
-
-use baton_kv_cache::MachineMemory;
+use baton_kv_cache::MemoryLimit;
 use baton_kv_store::HostConfig;
 
 use crate::config::{ConfigError, KvMemory};
@@ -14,81 +12,43 @@ use crate::config::{ConfigError, KvMemory};
 /// # Errors
 /// When they are larger than the machine's memory, or than the limit of a control group that this process is in.
 pub(crate) fn check(pool: Option<KvMemory>, tier: Option<&HostConfig>) -> Result<(), ConfigError> {
-    Host { proc: Path::new("/proc"), cgroups: Path::new("/sys/fs/cgroup") }.check(pool, tier)
+    check_within(MemoryLimit::of_this_process(), pool, tier)
 }
 
-struct Host<'a> {
-    proc: &'a Path,
-    cgroups: &'a Path,
-}
-
-impl Host<'_> {
-    fn check(&self, pool: Option<KvMemory>, tier: Option<&HostConfig>) -> Result<(), ConfigError> {
-        let pool_bytes = match pool {
-            Some(KvMemory::Bytes(bytes)) => bytes,
-            _ => 0,
-        };
-        let tier_bytes = tier.map_or(0, |tier| usize::try_from(tier.max_bytes).unwrap_or(usize::MAX));
-        // A tier that workers share counts as memory of the one that makes it, which each of them may be.
-        let bytes = pool_bytes.saturating_add(tier_bytes);
-        if let Some(limit) = self.limit().filter(|&limit| bytes > limit) {
-            return Err(ConfigError::KvMemoryTooLarge { bytes, limit });
-        }
-        // That one is often there already, and not free for this reason.
-        let is_shared = tier.is_some_and(|tier| tier.dir.is_some());
-        let own_bytes = if is_shared { pool_bytes } else { bytes };
-        let available = self.memory().map(|memory| memory.available_bytes);
-        if let Some(available) = available.filter(|&available| own_bytes > available) {
-            tracing::warn!(
-                bytes = own_bytes,
-                available,
-                "--kv-memory or --host-kv takes more memory than is free now: when it fills, the host swaps or ends this process"
-            );
-        }
-        Ok(())
+fn check_within(
+    limit: MemoryLimit<'_>,
+    pool: Option<KvMemory>,
+    tier: Option<&HostConfig>,
+) -> Result<(), ConfigError> {
+    let pool_bytes = match pool {
+        Some(KvMemory::Bytes(bytes)) => bytes,
+        _ => 0,
+    };
+    let tier_bytes = tier.map_or(0, |tier| usize::try_from(tier.max_bytes).unwrap_or(usize::MAX));
+    // A tier that workers share counts as memory of the one that makes it, which each of them may be.
+    let bytes = pool_bytes.saturating_add(tier_bytes);
+    if let Some(limit) = limit.bytes().filter(|&limit| bytes > limit) {
+        return Err(ConfigError::KvMemoryTooLarge { bytes, limit });
     }
-
-    /// Bytes that this process may have at most; `None` where that is not known.
-    fn limit(&self) -> Option<usize> {
-        let own = fs::read_to_string(self.proc.join("self/cgroup")).unwrap_or_default();
-        // Version 2 has one line. The limits of all groups above hold, too.
-        let path = own.lines().find_map(|line| line.strip_prefix("0::/")).unwrap_or_default();
-        let limits = Path::new(path).ancestors().filter_map(|group| {
-            let text = fs::read_to_string(self.cgroups.join(group).join("memory.max")).ok()?;
-            text.trim().parse().ok()
-        });
-        limits.chain(self.memory().map(|memory| memory.total_bytes)).min()
+    // That one is often there already, and not free for this reason.
+    let is_shared = tier.is_some_and(|tier| tier.dir.is_some());
+    let own_bytes = if is_shared { pool_bytes } else { bytes };
+    let available = limit.machine().map(|memory| memory.available_bytes);
+    if let Some(available) = available.filter(|&available| own_bytes > available) {
+        tracing::warn!(
+            bytes = own_bytes,
+            available,
+            "--kv-memory or --host-kv takes more memory than is free now: when it fills, the host swaps or ends this process"
+        );
     }
-
-    fn memory(&self) -> Option<MachineMemory> {
-        MachineMemory::parse(&fs::read_to_string(self.proc.join("meminfo")).ok()?)
-    }
+    Ok(())
 }
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use std::{fs, path::Path};
 
-    #[test]
-    fn the_least_limit_of_the_machine_and_all_groups_counts() {
-        let dir = tempfile::tempdir().unwrap();
-        let (proc, cgroups) = (dir.path().join("proc"), dir.path().join("cgroup"));
-        let group = cgroups.join("pods/worker");
-        for dir in [&proc.join("self"), &group] {
-            fs::create_dir_all(dir).unwrap();
-        }
-        let host = Host { proc: &proc, cgroups: &cgroups };
-        assert_eq!(host.limit(), None);
-        fs::write(proc.join("meminfo"), "MemTotal:       1024 kB\nMemAvailable:    512 kB\n").unwrap();
-        fs::write(proc.join("self/cgroup"), "0::/pods/worker\n").unwrap();
-        assert_eq!(host.limit(), Some(1 << 20));
-        fs::write(group.join("memory.max"), "max\n").unwrap();
-        assert_eq!(host.limit(), Some(1 << 20));
-        fs::write(cgroups.join("pods/memory.max"), "4096\n").unwrap();
-        assert_eq!(host.limit(), Some(4096));
-        fs::write(group.join("memory.max"), "2048\n").unwrap();
-        assert_eq!(host.limit(), Some(2048));
-    }
+    use super::*;
 
     #[test]
     fn a_pool_that_no_machine_holds_is_refused() {
@@ -108,15 +68,15 @@ mod tests {
         }
         fs::write(proc.join("self/cgroup"), "0::/\n").unwrap();
         fs::write(cgroups.join("memory.max"), (2 * GIB).to_string()).unwrap();
-        let host = Host { proc: &proc, cgroups: &cgroups };
+        let limit = MemoryLimit { proc: &proc, cgroups: &cgroups };
         let pool = Some(KvMemory::Bytes(GIB as usize));
         for dir in [None, Some(Path::new("/dev/shm/kv").to_owned())] {
             let tier = |max_bytes| HostConfig { max_bytes, dir: dir.clone() };
-            let error = host.check(None, Some(&tier(64 * GIB))).unwrap_err().to_string();
+            let error = check_within(limit, None, Some(&tier(64 * GIB))).unwrap_err().to_string();
             assert!(error.contains("--host-kv") && error.contains(&(2 * GIB).to_string()), "{error}");
-            host.check(None, Some(&tier(2 * GIB))).unwrap();
-            host.check(pool, Some(&tier(GIB))).unwrap();
-            assert!(host.check(pool, Some(&tier(2 * GIB))).is_err());
+            check_within(limit, None, Some(&tier(2 * GIB))).unwrap();
+            check_within(limit, pool, Some(&tier(GIB))).unwrap();
+            assert!(check_within(limit, pool, Some(&tier(2 * GIB))).is_err());
         }
     }
 }

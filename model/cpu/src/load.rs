@@ -4,6 +4,7 @@ use std::path::Path;
 
 use baton_checkpoint::{IntegerChoice, LoadOptions, LoadProgress, load_decoder};
 use baton_cpu_kernels::{Isa, has_pairs};
+use baton_kv_cache::MemoryLimit;
 use baton_model_spec::{Activations, LoadError, Quantisation, Rank};
 
 use crate::fastest::bf16_is_faster;
@@ -74,8 +75,8 @@ fn load_packed(
         None => None,
         Some(dir) => Some(WeightCache { dir, model, key: files.key()? }),
     };
-    let finished = packer.finish(cache.as_ref(), decoder.num_threads(), progress);
-    finished.map_err(|source| LoadError::io(model, source))?;
+    let limit = MemoryLimit::of_this_process();
+    packer.finish(model, cache.as_ref(), limit, decoder.num_threads(), progress)?;
     files.release_pages();
     Ok(CpuModel::new(decoder, isa, bf16_pairs))
 }

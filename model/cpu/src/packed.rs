@@ -18,7 +18,8 @@ use std::sync::{Arc, OnceLock};
 
 use baton_checkpoint::{IntegerChoice, LoadProgress, Matrix, MatrixSink, ProductKind, SplitGroup, Tolerance};
 use baton_cpu_kernels::{PANEL, PanelFormat, PanelsRef, RowOrder, pack_floats, pack_integers};
-use baton_model_spec::{FloatDtype, IntegerFormat, IntegerRow, Rank};
+use baton_kv_cache::MemoryLimit;
+use baton_model_spec::{FloatDtype, IntegerFormat, IntegerRow, LoadError, Rank};
 use memmap2::{Mmap, MmapMut};
 
 use crate::weight_files;
@@ -123,28 +124,48 @@ impl Packer {
         Packer { packing, rank, memory: Arc::default(), jobs: vec![], num_bytes: 0 }
     }
 
-    /// Packs all matrices on `num_threads` threads, or maps a packed file. The matrices are usable afterwards.
+    /// Packs all matrices of `model` on `num_threads` threads, or maps a packed file. The matrices are usable
+    /// afterwards.
     ///
     /// # Errors
-    /// When there is not enough memory.
+    /// When there is not enough memory. `limit` is that of this process.
     pub(crate) fn finish(
         self,
+        model: &Path,
         cache: Option<&WeightCache<'_>>,
+        limit: MemoryLimit<'_>,
         num_threads: usize,
         progress: &mut dyn FnMut(LoadProgress),
-    ) -> io::Result<()> {
+    ) -> Result<(), LoadError> {
         progress(LoadProgress { bytes_done: 0, bytes_total: self.num_bytes as u64 });
-        let memory = match cache.map(|cache| self.cached(cache, num_threads, progress)) {
-            Some(Ok(map)) => Memory::File(map),
-            Some(Err((path, error))) => {
+        let mapped = cache.and_then(|cache| match self.cached(cache, num_threads, progress) {
+            Ok(map) => Some(Memory::File(map)),
+            Err((path, error)) => {
                 let path = path.display();
                 tracing::warn!(%path, %error, "cannot use the cache of packed weights: this process packs a copy of its own");
-                Memory::Private(self.private(num_threads, progress)?)
+                None
             }
-            None => Memory::Private(self.private(num_threads, progress)?),
+        });
+        let memory = match mapped {
+            Some(memory) => memory,
+            None => {
+                self.check_memory(model, limit)?;
+                let packed = self.private(num_threads, progress);
+                Memory::Private(packed.map_err(|source| LoadError::io(model, source))?)
+            }
         };
         assert!(self.memory.set(memory).is_ok(), "packed once");
         Ok(())
+    }
+
+    /// Refuses weights that can never fit. A copy is mapped at once and filled piece by piece: a kill would tell instead.
+    fn check_memory(&self, model: &Path, limit: MemoryLimit<'_>) -> Result<(), LoadError> {
+        match limit.bytes() {
+            Some(limit) if self.num_bytes > limit => {
+                Err(LoadError::WeightsTooLarge { path: model.to_owned(), bytes: self.num_bytes, limit })
+            }
+            _ => Ok(()),
+        }
     }
 
     fn private(&self, num_threads: usize, progress: &mut dyn FnMut(LoadProgress)) -> io::Result<MmapMut> {
@@ -418,5 +439,29 @@ mod tests {
         assert_eq!(error.kind(), io::ErrorKind::StorageFull);
         assert_eq!(dir.path().read_dir().unwrap().count(), 0);
         assert_eq!(create(Some(size as u64)).unwrap(), size as u64);
+    }
+
+    #[test]
+    fn weights_that_the_control_group_never_holds_are_refused_unless_a_file_holds_them() {
+        let dir = tempfile::tempdir().unwrap();
+        let [proc, cgroups, files] = ["proc", "cgroup", "files"].map(|name| dir.path().join(name));
+        for dir in [&proc.join("self"), &cgroups] {
+            fs::create_dir_all(dir).unwrap();
+        }
+        fs::write(proc.join("self/cgroup"), "0::/\n").unwrap();
+        fs::write(cgroups.join("memory.max"), "8192\n").unwrap();
+        let limit = MemoryLimit { proc: &proc, cgroups: &cgroups };
+        let cache = WeightCache { dir: &files, model: dir.path(), key: blake3::hash(b"model") };
+        let finish = |num_bytes, cache| {
+            let mut packer = Packer::new(Packing::default(), Rank::ONLY);
+            packer.num_bytes = num_bytes;
+            packer.finish(Path::new("model"), cache, limit, 1, &mut |_| {})
+        };
+        finish(8192, None).unwrap();
+        finish(12_288, Some(&cache)).unwrap();
+        let error = finish(12_288, None).unwrap_err().to_string();
+        for expected in ["12288 bytes", "may use 8192", "--quantize int8", "--weight-cache"] {
+            assert!(error.contains(expected), "{error}");
+        }
     }
 }

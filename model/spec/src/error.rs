@@ -113,6 +113,21 @@ pub enum LoadError {
          f32 or auto"
     )]
     NoBf16,
+    /// The weights can never fit into memory of this process's own.
+    #[error(
+        "{}: the weights take {bytes} bytes of memory, but this process may use {limit} (the machine's memory, or the limit \
+         of its control group): use --quantize int8 or int4, a smaller model, or a --weight-cache that can be written, \
+         from which weights are read again as they are needed",
+        path.display()
+    )]
+    WeightsTooLarge {
+        /// The model.
+        path: PathBuf,
+        /// What its packed weights take.
+        bytes: usize,
+        /// What the process may use.
+        limit: usize,
+    },
     /// The model cannot be divided among this many ranks.
     #[error("{num_ranks} ranks cannot divide {size} {what}, expected a tensor parallel degree of {degrees}")]
     Indivisible {
