@@ -9,7 +9,8 @@ mod kernel_files;
 mod load;
 
 pub use baton_checkpoint::{
-    DeviceModel, LoadOptions, LoadProgress, gguf_files, load_config, load_for_device, load_ranks_for_devices,
+    DeviceModel, LoadOptions, LoadProgress, gguf_files, gguf_memory_bytes, load_config, load_for_device,
+    load_ranks_for_devices,
 };
 pub use baton_cpu_threads::{CpuList, CpuListError, ThreadPool};
 pub use baton_cuda::{

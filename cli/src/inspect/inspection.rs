@@ -100,14 +100,14 @@ impl WeightSize {
         }
     }
 
-    /// What the files of quantised weights hold on average.
+    /// What quantised weights, or those of a GGUF file, take on average if they take `num_bytes` in memory.
     pub(super) fn of_files(num_bytes: u64, config: &ModelConfig) -> WeightSize {
         let parameters = ModelCost::new(&config.decoder, 1.0, KvDtype::F32).num_parameters();
         WeightSize {
             bytes: num_bytes as f64 / parameters as f64,
             kv_dtype: None,
             stored: config.stored,
-            source: "as in the files".to_owned(),
+            source: "as held in memory".to_owned(),
         }
     }
 }

@@ -16,7 +16,8 @@ use std::{
 
 use anyhow::Context;
 use baton_command::{embedded_model, model_path};
-use baton_model::{gguf_files, load_config};
+use baton_kv_cache::KvDtype;
+use baton_model::{Backend, ModelConfig, cost::ModelCost, gguf_files, gguf_memory_bytes, load_config};
 
 use self::{
     inspection::{Inspection, WeightSize},
@@ -40,8 +41,8 @@ fn run_to(args: &InspectArgs, out: &mut dyn Write) -> anyhow::Result<()> {
     let file_bytes = weight_file_bytes(&model)?;
     let weights = match (&args.dtype, file_bytes) {
         (Some(given), _) => given.clone(),
-        (None, Some(bytes)) if model.is_file() || config.is_quantised() => {
-            WeightSize::of_files(bytes, &config)
+        (None, Some(_)) if model.is_file() || config.is_quantised() => {
+            WeightSize::of_files(memory_bytes(&model, &config, args.device.backend())?, &config)
         }
         _ => WeightSize::of(config.dtype),
     };
@@ -53,9 +54,20 @@ fn run_to(args: &InspectArgs, out: &mut dyn Write) -> anyhow::Result<()> {
         fs::write(path, picture).with_context(|| format!("cannot write {}", path.display()))?;
     }
     if let Some(bytes) = file_bytes {
-        writeln!(out, "\nThe weight files here hold {}.", bytes_text(bytes as f64))?;
+        let [in_files, in_memory] =
+            [bytes, inspection.cost.weight_bytes()].map(|bytes| bytes_text(bytes as f64));
+        writeln!(out, "\nThe weight files here hold {in_files}; in memory weights take {in_memory}.")?;
     }
     Ok(out.flush()?)
+}
+
+/// What the weights take in the memory of a backend.
+fn memory_bytes(model: &Path, config: &ModelConfig, backend: Backend) -> anyhow::Result<u64> {
+    if model.is_file() {
+        return Ok(gguf_memory_bytes(model, backend)?);
+    }
+    let weights = (config.stored, config.dtype);
+    Ok(ModelCost::in_memory(&config.decoder, weights, backend, KvDtype::F32).weight_bytes())
 }
 
 /// `None` if there are none.
@@ -77,8 +89,7 @@ fn weight_file_bytes(model: &Path) -> anyhow::Result<Option<u64>> {
 
 #[cfg(test)]
 mod tests {
-    use baton_kv_cache::KvDtype;
-    use baton_model::{FloatDtype, ModelConfig, StoredWeights};
+    use baton_model::{FloatDtype, StoredWeights};
     use clap::Parser;
 
     use super::{inspection::parse_dtype, peaks::Device, text::time_text, *};
@@ -186,6 +197,23 @@ mod tests {
         assert_eq!(stored(&gguf("llama-f32")), StoredWeights::Floats(FloatDtype::F32));
         assert_eq!(stored(&gguf("llama-f16")), StoredWeights::Floats(FloatDtype::F16));
         assert!(matches!(stored(&gguf("llama-q8_0")), StoredWeights::Integers(_)));
+    }
+
+    #[test]
+    fn weights_in_memory_are_shown_beside_those_in_the_files() {
+        let gguf = "../tests/gguf/fixtures/qwen3moe-q5_1.gguf";
+        let model = Some(Path::new(env!("CARGO_MANIFEST_DIR")).join(gguf));
+        let mut out = Vec::new();
+        run_to(&InspectArgs { model, ..args() }, &mut out).unwrap();
+        let text = String::from_utf8(out).unwrap();
+        assert!(text.contains("(as held in memory)") && text.contains("; in memory weights take "), "{text}");
+
+        let method = r#"{"quantization_config": {"quant_method": "fp8"},"#;
+        let fp8 = LLAMA.replacen('{', method, 1);
+        let config = ModelConfig::parse(Path::new("config.json"), fp8.as_bytes()).unwrap();
+        let bytes = |backend| memory_bytes(Path::new("."), &config, backend).unwrap();
+        assert_eq!(bytes(Backend::Cpu), 16_060_522_496, "in bf16");
+        assert!((8_030_261_248..10_000_000_000).contains(&bytes(Backend::Cuda)));
     }
 
     #[test]

@@ -3,7 +3,7 @@
 use std::{num::NonZero, thread};
 
 use anyhow::ensure;
-use baton_model::{CpuPeak, CpuPeaks, StoredWeights};
+use baton_model::{Backend, CpuPeak, CpuPeaks, StoredWeights};
 use clap::ValueEnum;
 
 /// A device by its peak numbers: as its maker states them, or measured.
@@ -28,6 +28,11 @@ pub(crate) enum Device {
 }
 
 impl Device {
+    /// What computes there.
+    pub(super) fn backend(self) -> Backend {
+        if self == Self::Cpu { Backend::Cpu } else { Backend::Cuda }
+    }
+
     /// TFLOP/s and GB/s; `None`: to be measured.
     fn peaks(self) -> Option<(f64, f64)> {
         Some(match self {

@@ -228,6 +228,10 @@ pub fn load_decoder<S: MatrixSink>(
             );
         }
     }
+    let is_as_stored = options.quantise.is_none() && options.activations != Activations::F32;
+    if is_as_stored && options.rank.is_first() && !model.is_dir() {
+        gguf::log_widened(model)?;
+    }
     let spec = &config.decoder;
     let shard = DecoderShard::new(spec, options.rank)?;
     let weights = take_weights(spec, &shard, &mut checkpoint, sink)?;

@@ -16,6 +16,9 @@
 use baton_kv_cache::KvDtype;
 
 use crate::decoder::{DecoderSpec, LayerSpec, MlpSpec};
+use crate::float::FloatDtype;
+use crate::precision::Backend;
+use crate::stored_weights::StoredWeights;
 use crate::weight_format::WeightFormat;
 
 /// Tokens of a typical decode step, one of each sequence. It stands for all steps where one number says what a step reads of a
@@ -79,6 +82,18 @@ impl ModelCost {
     pub fn of_format(spec: &DecoderSpec, weights: WeightFormat, kv_dtype: KvDtype) -> ModelCost {
         let bytes_outside = WeightFormat::Bf16.bytes_per_weight();
         ModelCost { bytes_outside, ..ModelCost::new(spec, weights.bytes_per_weight(), kv_dtype) }
+    }
+
+    /// The cost of `spec` with the matrices of its layers as `backend` holds what is stored so, the other weights as it holds
+    /// floats of type `others`, and KV of type `kv_dtype`.
+    pub fn in_memory(
+        spec: &DecoderSpec,
+        (stored, others): (StoredWeights, FloatDtype),
+        backend: Backend,
+        kv_dtype: KvDtype,
+    ) -> ModelCost {
+        let bytes_outside = StoredWeights::Floats(others).bytes_in_memory(backend);
+        ModelCost { bytes_outside, ..ModelCost::new(spec, stored.bytes_in_memory(backend), kv_dtype) }
     }
 
     /// The number of parameters.

@@ -4,6 +4,7 @@
 
 use crate::float::FloatDtype;
 use crate::integers::{IntegerFormat, IntegerWidth, MAX_GROUP, MIN_GROUP};
+use crate::precision::Backend;
 use crate::weight_format::WeightFormat;
 
 /// How most weights of a model's layers are stored.
@@ -18,6 +19,25 @@ pub enum StoredWeights {
 }
 
 impl StoredWeights {
+    /// Bytes that a weight takes in the memory of a backend, with its share of scales and zero points of groups. The
+    /// kernels' formats decide, not the file.
+    pub fn bytes_in_memory(self, backend: Backend) -> f64 {
+        match (self, backend) {
+            (StoredWeights::Floats(dtype), Backend::Cpu) => dtype.size_bytes() as f64,
+            // Rounded to bf16.
+            (StoredWeights::Floats(_), Backend::Cuda) | (StoredWeights::Fp8, Backend::Cpu) => 2.0,
+            (StoredWeights::Fp8, Backend::Cuda) => 1.0,
+            (StoredWeights::Integers(format), _) => {
+                let num_tables = if format.has_zeros { 2.0 } else { 1.0 };
+                let table_bytes = match backend {
+                    Backend::Cpu => 2.0,
+                    Backend::Cuda => 4.0,
+                };
+                format.width.bits() as f64 / 8.0 + num_tables * table_bytes / format.group as f64
+            }
+        }
+    }
+
     /// Of a directory whose configuration states this format, and `dtype` for floats. Only the tensors show zero points and
     /// lists of groups: none are assumed.
     pub(crate) fn stated(weights: WeightFormat, dtype: FloatDtype) -> StoredWeights {
@@ -53,6 +73,19 @@ mod tests {
         assert_eq!(of(8, None), (8, 128), "a scale for each row");
         assert_eq!(of(4, Some(16)), (8, 32), "groups that no kernel has");
         assert_eq!(of(4, Some(2048)), (8, 32), "groups that no kernel has");
+    }
+
+    #[test]
+    fn weights_take_what_kernels_hold() {
+        for (stored, on_processors, on_gpus) in [
+            (StoredWeights::Floats(FloatDtype::F32), 4.0, 2.0),
+            (StoredWeights::Floats(FloatDtype::Bf16), 2.0, 2.0),
+            (StoredWeights::Fp8, 2.0, 1.0),
+            (StoredWeights::Integers(IntegerFormat::OF_OTHER_GROUPS), 1.0625, 1.125),
+        ] {
+            let bytes = [Backend::Cpu, Backend::Cuda].map(|backend| stored.bytes_in_memory(backend));
+            assert_eq!(bytes, [on_processors, on_gpus], "{stored:?}");
+        }
     }
 
     #[test]

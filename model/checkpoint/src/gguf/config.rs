@@ -10,14 +10,13 @@ use baton_gguf::{GgufError, TensorType, Value};
 use baton_model_spec::architecture::{self, MAX_LAYERS};
 use baton_model_spec::fields::Fields;
 use baton_model_spec::{
-    DecoderSpec, FloatDtype, IntegerFormat, LoadError, MlpSpec, ModelConfig, RopeScaling, StoredWeights,
-    WeightFormat,
+    DecoderSpec, FloatDtype, LoadError, MlpSpec, ModelConfig, RopeScaling, StoredWeights, WeightFormat,
 };
 use serde_json::{Map, json};
 
 use super::files::{Contents, with_contents};
+use super::memory::stored;
 use super::names::{EMBEDDING, LAYERS, ROPE_DIVISORS};
-use crate::blocks;
 
 /// Metadata keys, after the architecture's name and a dot, and their fields.
 const FIELDS: &[(&str, &str)] = &[
@@ -128,14 +127,7 @@ fn float_dtype(contents: &Contents<'_>) -> FloatDtype {
 
 /// How the weights that take most of the layers' bytes are stored.
 fn stored_weights(contents: &Contents<'_>) -> StoredWeights {
-    match most_bytes(contents, LAYERS) {
-        Some(TensorType::F32) => StoredWeights::Floats(FloatDtype::F32),
-        Some(TensorType::Bf16) => StoredWeights::Floats(FloatDtype::Bf16),
-        Some(TensorType::F16) | None => StoredWeights::Floats(FloatDtype::F16),
-        Some(integers) => StoredWeights::Integers(
-            blocks::integer_format(integers).unwrap_or(IntegerFormat::OF_OTHER_GROUPS),
-        ),
-    }
+    most_bytes(contents, LAYERS).map_or(StoredWeights::Floats(FloatDtype::F16), stored)
 }
 
 /// The type of most bytes in tensors whose names start so.

@@ -2,8 +2,11 @@
 
 mod config;
 mod files;
+mod memory;
 mod names;
 
 pub(crate) use config::load_config;
 pub use files::gguf_files;
+pub use memory::gguf_memory_bytes;
+pub(crate) use memory::log_widened;
 pub(crate) use names::{Names, Place, ROPE_DIVISORS};
