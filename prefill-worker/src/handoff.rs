@@ -65,7 +65,7 @@ enum Prompt {
 }
 
 /// What the engine gets, what saves its blocks, and what comes while it computes; or why it gets nothing.
-type Prepared = Result<(Box<Submission>, Option<SaveAtEnd>, Meanwhile), Failure>;
+type Prepared = Result<Box<(Submission, Option<SaveAtEnd>, Meanwhile)>, Failure>;
 
 struct Computing {
     events: PrefillEvents,
@@ -174,11 +174,11 @@ impl ComputedHandoffDriver {
         else {
             return Ok(());
         };
-        let (submission, save, meanwhile) = prepared?;
+        let (submission, save, meanwhile) = *prepared?;
         self.save = save;
         self.clock.submitted(Instant::now());
         let engine = self.side.worker().engine();
-        let (events, blocks) = engine.prefill(*submission).map_err(|error| submit_failure(&error))?;
+        let (events, blocks) = engine.prefill(submission).map_err(|error| submit_failure(&error))?;
         // The engine counts it from here on.
         drop(uncovered);
         let pulse = Pulse::new(self.deadline, engine.num_computed_tokens());
@@ -320,14 +320,14 @@ async fn prepare(
     let late =
         |_| Failure::new(FailureKind::Deadline, format!("the grammar was not compiled within {deadline:?}"));
     let compiled = timeout(deadline, worker.prepare_grammar(request)).await.map_err(late)?;
-    let mut submission = Box::new(compiled?);
+    let mut submission = compiled?;
     // Not before: a prompt that is refused for its grammar is neither audited nor saved.
     blending::decide(&worker, &mut submission.request);
     let save = SaveAtEnd::new(worker.tiers(), &submission.request);
     let request = submission.request.clone();
     let recall = Recall::of(worker.tiers(), &request).await;
     let meanwhile = bring_in(worker, recall, source, request).await;
-    Ok((submission, save, meanwhile))
+    Ok(Box::new((submission, save, meanwhile)))
 }
 
 impl Prompt {

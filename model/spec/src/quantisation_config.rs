@@ -79,7 +79,7 @@ impl StoredQuantisation {
                 if config.flag("sym")? != Some(true) {
                     return Err(config.refuse("sym", "true"));
                 }
-                Ok(Some(StoredQuantisation::Gptq { zero_offset: 1 }))
+                Ok(Some(StoredQuantisation::Gptq { group: group(&config, &["group_size"]), zero_offset: 1 }))
             }
             "compressed-tensors" => StoredQuantisation::read_compressed(&config).map(Some),
             "fp8" | "fbgemm_fp8" => {
@@ -106,7 +106,7 @@ impl StoredQuantisation {
         const ALGORITHMS: [&str; 2] = ["FP8", "FP8_PER_CHANNEL_PER_TOKEN"];
         match config.text("quant_algo")? {
             Some(algorithm) if ALGORITHMS.iter().any(|known| known.eq_ignore_ascii_case(algorithm)) => {
-                Ok(StoredQuantisation::Named { block: [128, 128] })
+                Ok(StoredQuantisation::Named { group: None, block: [128, 128] })
             }
             _ => Err(config.refuse("quant_algo", ALGORITHMS.join(" or "))),
         }
@@ -281,7 +281,7 @@ mod tests {
             r#"{"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}"#,
             r#"{"quant_method": "modelopt", "quantization": {"quant_algo": "fp8", "exclude_modules": ["lm_head"]}}"#,
         ] {
-            let expected = StoredQuantisation::Named { block: [128, 128] };
+            let expected = StoredQuantisation::Named { group: None, block: [128, 128] };
             assert_eq!(quantisation(config).unwrap(), Some(expected), "{config}");
         }
     }
