@@ -5,7 +5,7 @@ use baton_model::LoadOptions;
 use baton_tokenizer::Tokenizer;
 
 use crate::prompts::{Example, TASKS, examples, model_dir};
-use crate::runner::{Reply, Runner, argmax, divergence};
+use crate::runner::{Runner, argmax, divergence};
 
 /// The smallest share of right answers of the uncompressed model.
 const RIGHT: f64 = 0.97;
@@ -27,8 +27,8 @@ pub(crate) fn compare(title: &str, reference: &LoadOptions, compressions: &[Comp
     let tokenizer = Tokenizer::load(&model_dir()).expect("the tiny model has a tokenizer");
     let end = tokenizer.token_id("<|end|>").expect("the tiny model's replies end");
     let examples = examples(&tokenizer);
-    let mut reference = Runner::new(reference, WireFormat::AsIs, end);
-    let replies: Vec<Reply> = examples.iter().map(|example| reference.reply(&example.prompt)).collect();
+    let prompts: Vec<&[u32]> = examples.iter().map(|example| &*example.prompt).collect();
+    let replies = Runner::new(reference, WireFormat::AsIs, end).replies(&prompts);
 
     let is_right =
         |example: &Example, tokens: &[u32]| usize::from(example.is_right(&tokenizer.decode(tokens, true)));
@@ -50,8 +50,7 @@ pub(crate) fn compare(title: &str, reference: &LoadOptions, compressions: &[Comp
         let mut num_right = [0; TASKS.len()];
         let mut num_of = [0; TASKS.len()];
         let (mut num_tokens, mut num_same, mut sum, mut largest) = (0, 0, 0.0, 0.0f64);
-        for (example, reply) in examples.iter().zip(&replies) {
-            let own = runner.reply(&example.prompt);
+        for ((example, reply), own) in examples.iter().zip(&replies).zip(runner.replies(&prompts)) {
             let task_idx =
                 TASKS.iter().position(|task| *task == example.task).expect("an example has a task");
             num_of[task_idx] += 1;

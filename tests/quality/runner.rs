@@ -1,4 +1,4 @@
-//! One model that computes one sequence at a time.
+//! One model, and its replies to prompts.
 
 use baton_kv_cache::{BlockId, BlockStorage, WireCodec, WireFormat, WireScratch};
 use baton_model::{Backend, Batch, BatchSequence, CpuExecutor, Executor, LoadOptions, load};
@@ -9,12 +9,15 @@ use crate::prompts::model_dir;
 const MAX_TOKENS: usize = 1024;
 /// Tokens of a reply.
 const MAX_REPLY: usize = 64;
+/// Sequences that decode together, which changes no bit of their logits.
+const BATCH: usize = 8;
 
 /// The tiny model as some options load it.
 pub(crate) struct Runner {
     executor: CpuExecutor,
     storage: BlockStorage,
-    blocks: Vec<BlockId>,
+    /// Of each place in a batch.
+    blocks: [Vec<BlockId>; BATCH],
     /// Wire format of a prompt's KV.
     codec: Option<WireCodec>,
     end: u32,
@@ -36,45 +39,67 @@ impl Runner {
         let model = load(&model_dir(), Backend::Cpu, &options, &mut |_| {}).expect("the tiny model loads");
         let layout = model.kv_layout();
         let num_blocks = layout.num_blocks_for(MAX_TOKENS);
+        let mut ids = (0..).map(BlockId);
         Runner {
             executor: model.cpu_executor().expect("threads start"),
-            storage: BlockStorage::new(layout, num_blocks).expect("memory for the blocks"),
-            blocks: (0..num_blocks as u32).map(BlockId).collect(),
+            storage: BlockStorage::new(layout, BATCH * num_blocks).expect("memory for the blocks"),
+            blocks: std::array::from_fn(|_| ids.by_ref().take(num_blocks).collect()),
             codec: WireCodec::new(&layout, wire),
             end,
         }
     }
 
-    /// The greedy reply.
-    pub(crate) fn reply(&mut self, prompt: &[u32]) -> Reply {
-        let mut reply = Reply { tokens: Vec::new(), logits: vec![self.prefill(prompt)] };
+    /// The greedy replies to all prompts.
+    pub(crate) fn replies(&mut self, prompts: &[&[u32]]) -> Vec<Reply> {
+        prompts.chunks(BATCH).flat_map(|prompts| self.batch(prompts)).collect()
+    }
+
+    /// Those to at most `BATCH` prompts.
+    fn batch(&mut self, prompts: &[&[u32]]) -> Vec<Reply> {
+        let prefill = |(place, prompt): (usize, &&[u32])| Reply {
+            tokens: Vec::new(),
+            logits: vec![self.prefill(place, prompt)],
+        };
+        let mut replies: Vec<Reply> = prompts.iter().enumerate().map(prefill).collect();
         loop {
-            let token = argmax(&reply.logits[reply.tokens.len()]);
-            if token == self.end || reply.tokens.len() == MAX_REPLY {
-                return reply;
+            // The places whose replies go on, and the next token of each.
+            let mut next = Vec::new();
+            for (place, reply) in replies.iter().enumerate() {
+                let token = argmax(&reply.logits[reply.tokens.len()]);
+                if token != self.end && reply.tokens.len() < MAX_REPLY {
+                    next.push((place, token));
+                }
             }
-            let logits = self.step(&[token], prompt.len() + reply.tokens.len());
-            reply.tokens.push(token);
-            reply.logits.push(logits);
+            if next.is_empty() {
+                return replies;
+            }
+            let step = |(place, token): &(usize, u32)| {
+                (*place, vec![*token], prompts[*place].len() + replies[*place].tokens.len())
+            };
+            let logits = self.step(&next.iter().map(step).collect::<Vec<_>>());
+            for ((place, token), logits) in next.into_iter().zip(logits) {
+                replies[place].tokens.push(token);
+                replies[place].logits.push(logits);
+            }
         }
     }
 
     /// The logits of this model at each token of another model's reply.
     pub(crate) fn follow(&mut self, prompt: &[u32], reply: &[u32]) -> Vec<Vec<f32>> {
-        let mut logits = vec![self.prefill(prompt)];
+        let mut logits = vec![self.prefill(0, prompt)];
         for (idx, &token) in reply.iter().enumerate() {
-            logits.push(self.step(&[token], prompt.len() + idx));
+            logits.extend(self.step(&[(0, vec![token], prompt.len() + idx)]));
         }
         logits
     }
 
-    /// Computes a prompt and converts its KV to the wire format and back.
-    fn prefill(&mut self, prompt: &[u32]) -> Vec<f32> {
-        let logits = self.step(prompt, 0);
+    /// Computes a prompt in a place, and converts its KV to the wire format and back.
+    fn prefill(&mut self, place: usize, prompt: &[u32]) -> Vec<f32> {
+        let logits = self.step(&[(place, prompt.to_vec(), 0)]).remove(0);
         if let Some(codec) = &self.codec {
             let layout = self.storage.layout();
             let (mut coded, mut scratch) = (vec![0; codec.piece_bytes()], WireScratch::default());
-            for &block in &self.blocks[..layout.num_blocks_for(prompt.len())] {
+            for &block in &self.blocks[place][..layout.num_blocks_for(prompt.len())] {
                 for layer_idx in 0..layout.num_layers {
                     // SAFETY: no other code uses the storage.
                     let piece = unsafe { self.storage.layer_mut(block, layer_idx) };
@@ -86,12 +111,19 @@ impl Runner {
         logits
     }
 
-    fn step(&mut self, tokens: &[u32], start_idx: usize) -> Vec<f32> {
-        let sequence = BatchSequence { tokens, start_idx, blocks: &self.blocks, num_logits: 1 };
-        let batch = Batch { sequences: vec![sequence] };
+    /// The logits after the tokens of each place. A sequence is its place, its new tokens, and the position of the first.
+    fn step(&mut self, sequences: &[(usize, Vec<u32>, usize)]) -> Vec<Vec<f32>> {
+        let sequences = sequences.iter().map(|(place, tokens, start_idx)| BatchSequence {
+            tokens,
+            start_idx: *start_idx,
+            blocks: &self.blocks[*place],
+            num_logits: 1,
+        });
+        let batch = Batch { sequences: sequences.collect() };
         // SAFETY: no other code uses the storage.
         let logits = unsafe { self.executor.execute(&batch, &self.storage, &mut |_| {}) };
-        logits.expect("processors do not fail").to_vec()
+        let logits = logits.expect("processors do not fail");
+        logits.chunks(logits.len() / batch.sequences.len()).map(<[f32]>::to_vec).collect()
     }
 }
 
