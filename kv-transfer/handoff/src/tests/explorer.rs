@@ -8,11 +8,13 @@
 use std::{
     collections::HashSet,
     panic::{AssertUnwindSafe, catch_unwind},
+    sync::atomic::{AtomicUsize, Ordering},
 };
 
 use super::exchange::{Event, Flaw, Sizes, World};
 
 /// One exploration.
+#[derive(Clone, Copy)]
 struct Bounds {
     sizes: Sizes,
     num_cached_blocks: usize,
@@ -75,18 +77,29 @@ fn promises_hold_in_every_interleaving() {
         Bounds { sizes: cached(sides(1, 1), 0), num_cached_blocks: 0, num_faults: 3 },
         Bounds { sizes: cached(sides(2, 1), 1), num_cached_blocks: 0, num_faults: 2 },
     ];
-    let mut total = 0;
-    for Bounds { sizes, num_cached_blocks, num_faults } in bounds {
-        for is_one_sided in [true, false] {
+    let explorations: Vec<(Bounds, bool)> = bounds
+        .into_iter()
+        .flat_map(|bounds| [true, false].map(|is_one_sided| (bounds, is_one_sided)))
+        .collect();
+    let (next, total) = (AtomicUsize::new(0), AtomicUsize::new(0));
+    let explore_the_rest = || {
+        while let Some(&(bounds, is_one_sided)) = explorations.get(next.fetch_add(1, Ordering::Relaxed)) {
+            let Bounds { sizes, num_cached_blocks, num_faults } = bounds;
             let world = World::with(sizes, num_cached_blocks, 7, is_one_sided, None);
             let num_states = explore(world, num_faults);
             let writers = if is_one_sided { "one-sided" } else { "two-sided" };
             println!(
                 "{num_states} states: {sizes:?}, {num_cached_blocks} cached, {num_faults} faults, {writers} writers"
             );
-            total += num_states;
+            total.fetch_add(num_states, Ordering::Relaxed);
         }
-    }
+    };
+    std::thread::scope(|scope| {
+        for _ in 0..std::thread::available_parallelism().map_or(1, usize::from) {
+            scope.spawn(explore_the_rest);
+        }
+    });
+    let total = total.into_inner();
     println!("{total} states in all");
     // Fails if a change makes the model smaller.
     assert!(total > 100_000, "only {total} states: the model has become smaller");
