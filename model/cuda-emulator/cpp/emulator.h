@@ -92,6 +92,9 @@ struct Thread {
     bool is_done = false;
     // Whether it has waited for the kernel ahead.
     bool has_begun = false;
+    // The phase of the barrier at which it waits, and its number when the thread came. Null: it does not wait.
+    const u64* phase = nullptr;
+    u64 came_in = 0;
 };
 
 // A copy of 16 bytes, or of zeros, and its place in the kernel.
@@ -209,6 +212,14 @@ BATON_SWITCH inline void resume(Thread& thread) {
     }
 }
 
+// Waits until the phase of a barrier is no longer that in which the thread came.
+inline void wait_for_end_of(const u64& phase, u64 came_in) {
+    current->phase = &phase;
+    current->came_in = came_in;
+    while (phase == came_in) yield();
+    current->phase = nullptr;
+}
+
 inline void arrive(Barrier& barrier, u32 expected) {
     u64 generation = barrier.generation;
     block->num_events += 1;
@@ -217,7 +228,7 @@ inline void arrive(Barrier& barrier, u32 expected) {
         barrier.generation += 1;
         return;
     }
-    while (barrier.generation == generation) yield();
+    wait_for_end_of(barrier.generation, generation);
 }
 
 // The existing threads of the running thread's warp.
@@ -273,6 +284,31 @@ struct LaunchShape {
 
 void finish_all_copies();
 
+// These two run for each instruction at which threads meet, and take most of the time if the sanitizers look at them.
+#define BATON_UNCHECKED __attribute__((no_sanitize("address", "undefined")))
+
+// A random order (Fisher and Yates), by numbers of xorshift64 (Marsaglia 2003).
+BATON_UNCHECKED inline void shuffle(u32* order, u32 num, u64& state) {
+    for (u32 left = num; left > 1; --left) {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        u32 other = u32((state >> 32) * left >> 32), last = order[left - 1];
+        order[left - 1] = order[other];
+        order[other] = last;
+    }
+}
+
+// Resumes each thread once that can go on, but for those of held warps.
+BATON_UNCHECKED inline void run_round(Thread* threads, const u32* order, u32 num, u32 held) {
+    for (u32 place = 0; place < num; ++place) {
+        Thread& thread = threads[order[place]];
+        bool waits = thread.phase && *thread.phase == thread.came_in;
+        if (thread.is_done || waits || held >> order[place] / 32 & 1) continue;
+        resume(thread);
+    }
+}
+
 // Runs `body` in every thread of one block.
 inline void run_block(Block& here, dim3 idx, const LaunchShape& shape, u32 seed, std::mt19937& random) {
     here.idx = idx;
@@ -292,22 +328,19 @@ inline void run_block(Block& here, dim3 idx, const LaunchShape& shape, u32 seed,
     for (auto& thread : here.threads) thread.is_done = false;
     std::vector<u32> order(shape.threads);
     for (u32 i = 0; i < shape.threads; ++i) order[i] = i;
-    std::vector<bool> is_held(here.warps.size());
+    // One bit of each warp.
+    u32 held = 0;
+    u64 state = u64(random()) << 32 | 1;
     for (u32 round = 0, num_idle = 0; here.num_alive > 0; ++round) {
-        if (seed) std::shuffle(order.begin(), order.end(), random);
+        if (seed) shuffle(order.data(), shape.threads, state);
         // Lets warps that do not wait for each other drift far apart.
-        if (seed && round % 128 == 0 && num_idle == 0) {
-            for (size_t i = 0; i < is_held.size(); ++i) is_held[i] = random() % 2;
-        }
+        if (seed && round % 128 == 0 && num_idle == 0) held = random();
         u64 before = here.num_events;
-        for (u32 i : order) {
-            if (here.threads[i].is_done || is_held[i / 32]) continue;
-            resume(here.threads[i]);
-        }
+        run_round(here.threads.data(), order.data(), shape.threads, held);
         num_idle = here.num_events == before ? num_idle + 1 : 0;
         if (num_idle == 1) {
             // The other threads run while these wait.
-            is_held.flip();
+            held = ~held;
         } else if (num_idle == 2) {
             fail("threads wait for others that do not come");
         }

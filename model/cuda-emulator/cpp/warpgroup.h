@@ -94,7 +94,7 @@ inline void arrive_at_barrier(u32 number, u32 num_threads) { emulator::come_to(n
 
 inline void sync_at_barrier(u32 number, u32 num_threads) {
     u64 generation = emulator::come_to(number, num_threads);
-    while (emulator::block->numbered[number].generation == generation) emulator::yield();
+    emulator::wait_for_end_of(emulator::block->numbered[number].generation, generation);
 }
 
 template <int num> inline void give_registers() {}
