@@ -107,3 +107,16 @@ fn serve(container: &Container<'_>) -> Result<String> {
     running.end()?;
     Ok(format!("user 10001, read-only root, no capability; answers {text:?}; ended by itself after SIGTERM"))
 }
+
+#[cfg(test)]
+mod tests {
+    #[test]
+    fn one_service_of_compose_builds_the_image() {
+        let compose = include_str!("../../../deploy/compose.yaml");
+        let keys = |key: &str| compose.lines().filter(|line| line.trim_start().starts_with(key)).count();
+        assert_eq!(keys("build:"), 1, "two services would build one tag at once");
+        assert_eq!((keys("pull_policy: build"), keys("pull_policy: never")), (1, 1));
+        let router = compose.split("\n  router:\n").nth(1).and_then(|text| text.split("\n\n").next());
+        assert!(router.is_some_and(|router| router.contains("    build:\n")), "the router builds it");
+    }
+}
