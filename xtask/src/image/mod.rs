@@ -119,4 +119,15 @@ mod tests {
         let router = compose.split("\n  router:\n").nth(1).and_then(|text| text.split("\n\n").next());
         assert!(router.is_some_and(|router| router.contains("    build:\n")), "the router builds it");
     }
+
+    #[test]
+    fn sources_are_newer_than_what_the_cache_holds() {
+        let dockerfile = include_str!("../../../deploy/Dockerfile");
+        let steps = dockerfile.split("\nRUN ").skip(1).filter(|step| step.contains("target=/src/target"));
+        let touched = steps.map(|step| {
+            let cargo = step.find("cargo build").or_else(|| step.find("cargo run"));
+            step.find("-exec touch {} +").is_some_and(|touch| Some(touch) < cargo)
+        });
+        assert_eq!(touched.collect::<Vec<_>>(), [true, true]);
+    }
 }
