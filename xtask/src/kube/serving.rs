@@ -28,22 +28,37 @@ const SETTLE_TIMEOUT: Duration = Duration::from_secs(180);
 const COMPONENTS: [(&str, &str); 4] =
     [("deployment", "router"), ("deployment", "prefill"), ("deployment", "decode"), ("deployment", "etcd")];
 
+const INSTALL: &str = "serving";
+const TESTS: &str = "serving tests";
+const PORTS: &str = "serving ports";
+const END: &str = "serving end";
+
+/// Runs its steps that are wanted, after the installation without which none can run.
 pub(super) fn run(steps: &mut Steps, cluster: &Cluster, node: &Node, baton: &Path) -> Result<()> {
-    if !steps.include(NAMESPACE) {
+    if !is_wanted(steps) {
         return Ok(());
     }
     let release = Release { cluster, namespace: NAMESPACE, name: "llm", settle_timeout: SETTLE_TIMEOUT };
     let (key, entry) = new_key(baton)?;
-    steps.must("serving", || install(&release, &key, &entry))?;
-    steps.try_to("serving tests", || test(&release));
-    steps.try_to("serving ports", || open_the_ports_of_policies(&release, node));
+    steps.must(INSTALL, || install(&release, &key, &entry))?;
+    steps.try_to(TESTS, || test(&release));
+    steps.try_to(PORTS, || open_the_ports_of_policies(&release, node));
     for (kind, component) in COMPONENTS {
-        steps.try_to(&format!("serving {component}"), || {
-            restart_under_load(&release, node, &key, kind, component)
-        });
+        steps.try_to(&restart(component), || restart_under_load(&release, node, &key, kind, component));
     }
-    steps.try_to("serving end", || end(&release, node));
+    steps.try_to(END, || end(&release, node));
     Ok(())
+}
+
+/// Whether one of its steps is wanted.
+fn is_wanted(steps: &Steps) -> bool {
+    [INSTALL, TESTS, PORTS, END].iter().any(|name| steps.include(name))
+        || COMPONENTS.iter().any(|(_, component)| steps.include(&restart(component)))
+}
+
+/// The name of the step that restarts a component.
+fn restart(component: &str) -> String {
+    format!("serving {component}")
 }
 
 /// An API key, and its entry in the file of keys.
@@ -161,4 +176,19 @@ fn end(release: &Release<'_>, node: &Node) -> Result<String> {
     let complaints = node.complaints();
     ensure!(complaints.is_empty(), "{}", complaints.join("; "));
     Ok("every process ended by itself; no network namespace is left".to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_step_can_be_chosen_alone() {
+        for only in ["", "serving", "serving tests", "ports", "serving decode", "etcd", "serving end"] {
+            assert!(is_wanted(&Steps::new(only)), "{only}");
+        }
+        for only in ["two releases", "serving decoder"] {
+            assert!(!is_wanted(&Steps::new(only)), "{only}");
+        }
+    }
 }

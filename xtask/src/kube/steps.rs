@@ -10,6 +10,8 @@ use anyhow::Result;
 pub(super) struct Steps {
     /// Part of the names of steps that run.
     only: String,
+    /// Steps that ran because they are wanted, without those that always run.
+    num_wanted: usize,
     num_passed: usize,
     failed: Vec<String>,
     took: Duration,
@@ -17,7 +19,13 @@ pub(super) struct Steps {
 
 impl Steps {
     pub(super) fn new(only: &str) -> Steps {
-        Steps { only: only.to_owned(), num_passed: 0, failed: Vec::new(), took: Duration::ZERO }
+        Steps {
+            only: only.to_owned(),
+            num_wanted: 0,
+            num_passed: 0,
+            failed: Vec::new(),
+            took: Duration::ZERO,
+        }
     }
 
     /// Whether a step of this name runs.
@@ -38,6 +46,7 @@ impl Steps {
         if !self.include(name) {
             return;
         }
+        self.num_wanted += 1;
         let started = Instant::now();
         match step() {
             Ok(done) => self.passed(name, started, &done),
@@ -49,8 +58,12 @@ impl Steps {
         }
     }
 
-    /// Prints the last line. Returns whether all passed.
+    /// Prints the last line. Returns whether all passed, and at least one was wanted.
     pub(super) fn summary(&self) -> bool {
+        if self.num_wanted == 0 {
+            println!("kube: FAILED: --only {:?} chooses no step", self.only);
+            return false;
+        }
         let num_steps = self.num_passed + self.failed.len();
         let seconds = self.took.as_secs_f32();
         match self.failed.is_empty() {
@@ -66,5 +79,27 @@ impl Steps {
         self.num_passed += 1;
         self.took += started.elapsed();
         println!("kube {name:<16} ok     {:>7.1} s  {done}", started.elapsed().as_secs_f32());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use anyhow::anyhow;
+
+    use super::*;
+
+    #[test]
+    fn a_run_without_a_wanted_step_fails() {
+        let summary = |only: &str| {
+            let mut steps = Steps::new(only);
+            steps.must("nodes", || Ok("two")).expect("it does nothing");
+            steps.try_to("serving decode", || Ok("restarted".to_owned()));
+            steps.try_to("serving end", || Err(anyhow!("it does not end")));
+            steps.summary()
+        };
+        assert!(summary("decode"));
+        for only in ["", "end", "decoder", "nodes"] {
+            assert!(!summary(only), "{only}");
+        }
     }
 }
