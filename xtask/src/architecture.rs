@@ -13,10 +13,10 @@ const FILE_ENDINGS: [&str; 9] =
     [".rs", ".toml", ".proto", ".md", ".py", ".yaml", ".json", ".jinja", ".safetensors"];
 
 pub(crate) fn check(workspace: &Workspace) -> anyhow::Result<Outcome> {
+    let Some(files) = workspace.files()? else { return Ok(Outcome::without_files()) };
     let Ok(page) = std::fs::read_to_string(workspace.root.join(PAGE)) else {
         return Ok(Outcome::Failed(vec![format!("{PAGE} is missing")]));
     };
-    let files = workspace.files()?;
     let mut findings = Vec::new();
     let mut num_paths = 0;
     for (line, path) in quoted_paths(&page) {
@@ -25,13 +25,13 @@ pub(crate) fn check(workspace: &Workspace) -> anyhow::Result<Outcome> {
         // A bare file name may be in any folder: the text around it says which.
         let named_somewhere = || {
             let ending = format!("/{path}");
-            !path.contains('/') && files.iter().flatten().any(|file| file.ends_with(&ending))
+            !path.contains('/') && files.iter().any(|file| file.ends_with(&ending))
         };
         if !exists && !named_somewhere() {
             findings.push(format!("{PAGE}:{line} names {path}, which does not exist"));
         }
     }
-    let pages: Vec<&String> = files.iter().flatten().filter(|file| file.ends_with(".md")).collect();
+    let pages: Vec<&String> = files.iter().filter(|file| file.ends_with(".md")).collect();
     for page in &pages {
         let text = std::fs::read_to_string(workspace.root.join(page.as_str()))?;
         let folder = workspace.root.join(page.as_str()).parent().map(ToOwned::to_owned).unwrap_or_default();
@@ -42,13 +42,12 @@ pub(crate) fn check(workspace: &Workspace) -> anyhow::Result<Outcome> {
             }
         }
     }
-    let mut looked_at = format!("{num_paths} paths and links in {} pages", pages.len().max(1));
-    // Without git there is no list of files.
-    if let Some(files) = &files {
-        let (found, num_citations) = invariants::check(workspace, files, &page)?;
-        findings.extend(found);
-        looked_at += &format!(", {num_citations} citations of invariants");
-    }
+    let (found, num_citations) = invariants::check(workspace, &files, &page)?;
+    findings.extend(found);
+    let looked_at = format!(
+        "{num_paths} paths and links in {} pages, {num_citations} citations of invariants",
+        pages.len().max(1)
+    );
     Ok(Outcome::of(findings, looked_at))
 }
 

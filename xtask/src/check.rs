@@ -28,6 +28,11 @@ impl Outcome {
     pub(crate) fn of(findings: Vec<String>, looked_at: impl Into<String>) -> Outcome {
         if findings.is_empty() { Outcome::Passed(looked_at.into()) } else { Outcome::Failed(findings) }
     }
+
+    /// Skipped, as only git knows which files there are.
+    pub(crate) fn without_files() -> Outcome {
+        Outcome::Skipped("files were not looked at: this is no git checkout, or there is no git".to_owned())
+    }
 }
 
 /// Prints the summary line of one check, and its findings above it.

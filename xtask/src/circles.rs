@@ -23,9 +23,10 @@ const MAX_STEPS: usize = 8;
 const MAX_SHOWN: usize = 12;
 
 pub(crate) fn check(workspace: &Workspace) -> Result<Outcome> {
+    let Some(packages) = source::of_packages(workspace)? else { return Ok(Outcome::without_files()) };
     let (mut findings, mut with_circles) = (Vec::new(), Vec::new());
     let (mut tolerated, mut num_files) = (0, 0);
-    for (package, files) in source::of_packages(workspace)? {
+    for (package, files) in packages {
         num_files += files.iter().filter(|file| !file.for_tests).count();
         let circles = circles(&files);
         for circle in &circles {

@@ -24,8 +24,9 @@ const ONLY_FOR_TESTS: [&str; 3] = ["baton-tests", "baton-cuda-emulator", "xtask"
 const NOT_YET_RENAMED: &[&str] = &[];
 
 pub(crate) fn check(workspace: &Workspace) -> Result<Outcome> {
+    let Some(packages) = source::of_packages(workspace)? else { return Ok(Outcome::without_files()) };
     let mut places = Places::new();
-    for (package, files) in source::of_packages(workspace)? {
+    for (package, files) in packages {
         if !ONLY_FOR_TESTS.contains(&package.name()) {
             add_types(&mut places, package.name(), &files);
         }

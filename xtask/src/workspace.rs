@@ -1,6 +1,7 @@
 //! The workspace as cargo and git see it.
 
 use std::{
+    io::ErrorKind,
     path::{Path, PathBuf},
     process::Command,
 };
@@ -75,13 +76,18 @@ impl Workspace {
     }
 
     /// Files that git tracks, or would track: relative to the root, sorted.
-    /// `None` where there is no git checkout, as in an unpacked archive.
+    /// `None` where there is no git checkout, as in an unpacked archive, or no git. An error where git cannot read the checkout.
     pub(crate) fn files(&self) -> Result<Option<Vec<String>>> {
         let args = ["ls-files", "-z", "--cached", "--others", "--exclude-standard"];
-        let Ok(output) = Command::new("git").args(args).current_dir(&self.root).output() else {
-            return Ok(None);
+        let output = match Command::new("git").args(args).current_dir(&self.root).output() {
+            Ok(output) => output,
+            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
+            Err(error) => return Err(error).context("run git"),
         };
         if !output.status.success() {
+            // Such as a checkout that another user owns.
+            let error = String::from_utf8_lossy(&output.stderr);
+            ensure!(!self.root.join(".git").exists(), "git ls-files: {}", error.trim());
             return Ok(None);
         }
         let text = String::from_utf8(output.stdout).context("a file name that is not UTF-8")?;
@@ -170,4 +176,56 @@ fn cargo(root: &Path) -> Command {
     let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
     command.current_dir(root);
     command
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{
+        architecture, check::Outcome, circles, events, hygiene, names, pages, purity, rooms, settings, tools,
+        words,
+    };
+
+    /// A workspace without packages in a new folder.
+    fn workspace(name: &str) -> Workspace {
+        let root = std::env::temp_dir().join(format!("baton-xtask-{name}-{}", std::process::id()));
+        let _ = std::fs::remove_dir_all(&root);
+        std::fs::create_dir_all(&root).expect("the folder of temporary files can be written");
+        Workspace { root, metadata: Value::Null }
+    }
+
+    #[test]
+    fn checks_of_files_are_skipped_without_a_checkout() {
+        let archive = workspace("archive");
+        let outcomes = [
+            ("architecture", architecture::check(&archive)),
+            ("circles", circles::check(&archive)),
+            ("events", events::check(&archive)),
+            ("hygiene", hygiene::check(&archive)),
+            ("names", names::check(&archive)),
+            ("pages", pages::check(&archive)),
+            ("purity", purity::check(&archive)),
+            ("rooms", rooms::check(&archive)),
+            ("settings", settings::check(&archive)),
+            ("words", words::check(&archive)),
+        ];
+        for (name, outcome) in outcomes {
+            assert!(matches!(outcome, Ok(Outcome::Skipped(_))), "{name}");
+        }
+        std::fs::remove_dir_all(&archive.root).expect("it was made above");
+    }
+
+    #[test]
+    fn a_checkout_that_git_cannot_read_is_an_error() {
+        if tools::on_path("git").is_none() {
+            println!("SKIPPED: no git here");
+            return;
+        }
+        let broken = workspace("broken");
+        std::fs::write(broken.root.join(".git"), "gitdir: missing\n").expect("the folder was made above");
+        let error = broken.files().expect_err("git reads no checkout").to_string();
+        assert!(error.contains("git ls-files: "), "{error}");
+        assert!(pages::check(&broken).is_err() && rooms::check(&broken).is_err());
+        std::fs::remove_dir_all(&broken.root).expect("it was made above");
+    }
 }

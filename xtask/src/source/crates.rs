@@ -23,9 +23,13 @@ pub(crate) struct SourceFile {
     pub(crate) num_lines: usize,
 }
 
-/// The files of every member of the workspace, in the order of the members' names.
-pub(crate) fn of_packages(workspace: &Workspace) -> Result<Vec<(Package<'_>, Vec<SourceFile>)>> {
-    let all = workspace.files()?.unwrap_or_default();
+/// A package and its files.
+type PackageFiles<'a> = (Package<'a>, Vec<SourceFile>);
+
+/// The files of every member of the workspace, in the order of the members' names. `None` where there
+/// is no list of files.
+pub(crate) fn of_packages(workspace: &Workspace) -> Result<Option<Vec<PackageFiles<'_>>>> {
+    let Some(all) = workspace.files()? else { return Ok(None) };
     let mut packages = Vec::new();
     for member in workspace.members() {
         let folder = member.folder().join("src");
@@ -39,7 +43,7 @@ pub(crate) fn of_packages(workspace: &Workspace) -> Result<Vec<(Package<'_>, Vec
         }
         packages.push((member, files(&texts)));
     }
-    Ok(packages)
+    Ok(Some(packages))
 }
 
 /// The files of one package, by their names below `src/`.
