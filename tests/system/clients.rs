@@ -27,12 +27,16 @@ pub(crate) fn run_script(script: &str, flags: &[&str]) {
     run_with(&python(), script, flags);
 }
 
+/// Clients of a server on this machine use no proxy.
+const NO_PROXY: &str = "127.0.0.1,localhost";
+
 fn run_with(program: &str, script: &str, flags: &[&str]) {
     let dir = tempfile::tempdir().expect("a temporary directory can be made");
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("clients").join(script);
     let mut args = vec![path.display().to_string()];
     args.extend(flags.iter().map(|&flag| flag.to_owned()));
-    let mut process = Process::start(script, program, &args, dir.path());
+    let environment = ["no_proxy", "NO_PROXY"].map(|name| (name, Path::new(NO_PROXY)));
+    let mut process = Process::start_in(&environment, script, program, &args, dir.path());
     let status = process.wait();
     println!("{}", process.log());
     assert!(status.success(), "{script}: {status}");
