@@ -8,7 +8,7 @@ use std::{
     process::Command,
 };
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 
 use crate::{tools, workspace::Workspace};
 
@@ -113,6 +113,13 @@ const HELM: &str = "helm.sh/helm/v3/cmd/helm@v3.22.0";
 /// What a build of the workspace with its tests takes, in KiB: 5.5 GB, 9.5 GB with incremental compilation.
 const BUILD_KIB: u64 = 8 << 20;
 
+/// The oldest etcd that tests can use.
+const OLDEST_ETCD: (u32, u32) = (3, 4);
+const ETCD_BY_HAND: &str = "install etcd by hand and put it on PATH (https://etcd.io/docs, 3.4 or newer)";
+
+/// Exits with success if this Python is new enough for the clients that [`REQUIREMENTS`] names.
+const IS_PYTHON_NEW: &str = "import sys; sys.exit(sys.version_info < (3, 10))";
+
 const REQUIREMENTS: &str = "tests/clients/requirements.txt";
 
 /// NVIDIA's load generator, and the day whose versions of its 140 packages are installed. 0.8 GB.
@@ -179,16 +186,33 @@ fn enough(free_kib: u64, built_kib: u64) -> bool {
 }
 
 fn find_etcd(_: &Path) -> Result<Option<String>> {
-    Ok(tools::on_path("etcd").map(|path| path.display().to_string()))
+    let Some(path) = tools::on_path("etcd") else { return Ok(None) };
+    let said = tools::said(Command::new(&path).arg("--version")).unwrap_or_default();
+    if etcd_version(&said).is_some_and(|version| version >= OLDEST_ETCD) {
+        return Ok(Some(path.display().to_string()));
+    }
+    let first = said.lines().next().unwrap_or("no version");
+    println!("setup: {} says {first}: {ETCD_BY_HAND}", path.display());
+    Ok(None)
+}
+
+/// 3 and 4 of "etcd Version: 3.4.23".
+fn etcd_version(said: &str) -> Option<(u32, u32)> {
+    let version = said.lines().find_map(|line| line.strip_prefix("etcd Version: "))?;
+    let mut numbers = version.split('.').map(|number| number.parse::<u32>().ok());
+    Some((numbers.next()??, numbers.next()??))
 }
 
 /// Debian and Ubuntu package etcd. On other systems the owner of the machine installs it.
 fn install_etcd(_: &Path) -> Result<()> {
+    if let Some(path) = tools::on_path("etcd") {
+        // It is that of the package, or it may stay before that on PATH.
+        bail!("{} is too old: {ETCD_BY_HAND}", path.display());
+    }
     println!(
         "setup: etcd is not on PATH: installing Debian's etcd-server (the tests start their own instances)"
     );
-    apt_install("etcd-server")
-        .context("install etcd by hand and put it on PATH (https://etcd.io/docs, 3.4 or newer)")
+    apt_install("etcd-server").context(ETCD_BY_HAND)
 }
 
 fn find_venv(root: &Path) -> Result<Option<String>> {
@@ -202,7 +226,9 @@ fn find_venv(root: &Path) -> Result<Option<String>> {
 fn install_venv(root: &Path) -> Result<()> {
     let venv = tools::venv(root);
     println!("setup: making {} with what {REQUIREMENTS} names, from PyPI", venv.display());
-    let python = tools::on_path("python3").context("python3 is not installed; it must be 3.9 or newer")?;
+    let python = tools::on_path("python3").context("python3 is not installed; it must be 3.10 or newer")?;
+    let is_new = succeeds(Command::new(&python).args(["-c", IS_PYTHON_NEW]));
+    ensure!(is_new, "{} is older than Python 3.10, which the clients need", python.display());
     // Debian splits the part of venv that brings pip into a package of its own.
     if !succeeds(Command::new(&python).args(["-c", "import venv, ensurepip"])) {
         println!("setup: {} has no venv module: installing Debian's python3-venv", python.display());
@@ -386,6 +412,23 @@ mod tests {
         assert!(enough(9 << 20, 0));
         assert!(enough(1 << 20, 8 << 20), "what is built already needs no room");
         assert!(say_room(Path::new("/nowhere")).is_err());
+    }
+
+    #[test]
+    fn an_old_etcd_is_told_by_its_version() {
+        let is_new =
+            |version: &str| etcd_version(&format!("{version}\nGit SHA: 1")).map(|it| it >= OLDEST_ETCD);
+        for (said, wanted) in [
+            ("etcd Version: 3.4.23", Some(true)),
+            ("etcd Version: 3.6.0-rc.1", Some(true)),
+            ("etcd Version: 3.10.0", Some(true)),
+            ("etcd Version: 3.3.25", Some(false)),
+            ("etcd Version: 2.3.7", Some(false)),
+            ("etcd Version: new", None),
+            ("", None),
+        ] {
+            assert_eq!(is_new(said), wanted, "{said}");
+        }
     }
 
     #[test]
