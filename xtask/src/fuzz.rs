@@ -3,7 +3,11 @@
 //! Inputs that reached new code stay in target/fuzz/corpus, and the next run starts with them. An input that fails is kept
 //! in target/fuzz/artifacts, and its name is in the output.
 
-use std::{fs, path::Path, process::Command};
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    process::Command,
+};
 
 use anyhow::{Context, Result, bail};
 
@@ -11,6 +15,8 @@ use crate::{tools, workspace::Workspace};
 
 /// Where the targets are.
 pub(crate) const FOLDER: &str = "fuzz";
+/// The tool that builds and runs them.
+const NAME: &str = "cargo-fuzz";
 const VERSION: &str = "0.13.2";
 
 /// A hostile size must be rejected before it is allocated, and no input may take long. Inputs have no length limit at the
@@ -48,12 +54,13 @@ pub(crate) fn run(workspace: &Workspace, target: Option<&str>, seconds: u64) -> 
 }
 
 fn install(workspace: &Workspace) -> Result<()> {
-    if tools::own_bin(&workspace.root).join("cargo-fuzz").is_file() {
+    if program(&workspace.root).is_file() {
         return Ok(());
     }
     println!("fuzz: building cargo-fuzz into target/tools; takes a minute once");
     let mut command = workspace.cargo();
-    command.args(["install", "cargo-fuzz", "--version", VERSION, "--locked", "--root", "target/tools"]);
+    command.args(["install", NAME, "--version", VERSION, "--locked", "--root"]);
+    command.arg(tools::own(&workspace.root, NAME, VERSION));
     let status = command.status().context("run cargo install")?;
     if status.success() { Ok(()) } else { bail!("`{}` failed with {status}", tools::shown(&command)) }
 }
@@ -80,9 +87,14 @@ fn fuzz(root: &Path, name: &str, seconds: u64) -> Result<bool> {
     Ok(command.status().context("run cargo fuzz")?.success())
 }
 
+/// Where cargo-fuzz of this version is installed.
+fn program(root: &Path) -> PathBuf {
+    tools::own(root, NAME, VERSION).join("bin").join(NAME)
+}
+
 /// RUSTC_BOOTSTRAP lets the pinned stable compiler accept the unstable options of sanitizers.
 fn cargo_fuzz(root: &Path, what: &str) -> Command {
-    let mut command = Command::new(tools::own_bin(root).join("cargo-fuzz"));
+    let mut command = Command::new(program(root));
     command.args(["fuzz", what, "--fuzz-dir", FOLDER]).current_dir(root).env("RUSTC_BOOTSTRAP", "1");
     command
 }

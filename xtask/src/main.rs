@@ -35,6 +35,7 @@ mod soak;
 mod source;
 mod tools;
 mod verify;
+mod wheels;
 mod words;
 mod workspace;
 

@@ -10,7 +10,11 @@ use std::{
 
 use anyhow::{Context, Result, bail, ensure};
 
-use crate::{tools, workspace::Workspace};
+use crate::{
+    tools::{self, run_shown},
+    wheels::{NCCL, NIXL, NVRTC},
+    workspace::Workspace,
+};
 
 /// Whether to install, or only to look.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -70,10 +74,16 @@ const NEEDS: &[Need] = &[
         name: "nvrtc",
         what_for: "checks that compile GPU kernels",
         required: false,
-        find: find_nvrtc,
-        install: install_nvrtc,
+        find: |root| Ok(NVRTC.find(root)),
+        install: |root| NVRTC.install(root),
     },
-    Need { name: "nixl", what_for: "tests of rdma", required: false, find: find_nixl, install: install_nixl },
+    Need {
+        name: "nixl",
+        what_for: "tests of rdma",
+        required: false,
+        find: |root| Ok(NIXL.find(root)),
+        install: |root| NIXL.install(root),
+    },
     Need {
         name: "iptables",
         what_for: "tests that drop packets, as root",
@@ -91,24 +101,16 @@ const NEEDS: &[Need] = &[
 ];
 
 /// Too large to be installed by default.
-const NCCL_NEED: Need =
-    Need { name: "nccl", what_for: "tests of nccl", required: false, find: find_nccl, install: install_nccl };
-
-/// NCCL's library. Neither a device nor CUDA is needed to load it.
-const NCCL: &str = "nvidia-nccl-cu12==2.32.3";
-
-/// CUDA's compiler as a library. It compiles for any card, and needs none.
-const NVRTC: &str = "nvidia-cuda-nvrtc-cu12==12.9.86";
-
-/// NIXL's libraries, with the UCX that belongs to them. CUDA is not needed to use them.
-const NIXL: &str = "nixl-cu12==1.5.1";
-
-/// The path of the library with the C API in the wheel, and the parts of the wheel that are not used.
-const NIXL_LIBRARY: &str = ".nixl_cu12.mesonpy.libs/libnixl_capi.so";
-const NIXL_EXTRAS: [&str; 2] = ["nixl_ep_cu12", "nixl_cu12"];
+const NCCL_NEED: Need = Need {
+    name: "nccl",
+    what_for: "tests of nccl",
+    required: false,
+    find: |root| Ok(NCCL.find(root)),
+    install: |root| NCCL.install(root),
+};
 
 /// helm 3, built from source through the Go module proxy. Needs Go 1.26.
-const HELM: &str = "helm.sh/helm/v3/cmd/helm@v3.22.0";
+const HELM: &str = "helm.sh/helm/v3/cmd/helm";
 
 /// What a build of the workspace with its tests takes, in KiB: 5.5 GB, 9.5 GB with incremental compilation.
 const BUILD_KIB: u64 = 8 << 20;
@@ -299,66 +301,20 @@ fn install_node_modules(root: &Path) -> Result<()> {
     run_shown(Command::new(npm).args(ci).arg(&node)).context("skipped")
 }
 
-fn find_nixl(root: &Path) -> Result<Option<String>> {
-    let library = tools::nixl(root).join(NIXL_LIBRARY);
-    Ok(library.exists().then(|| library.display().to_string()))
-}
-
-/// The tests load it from there; nothing is installed into an environment.
-fn install_nixl(root: &Path) -> Result<()> {
-    unpack(root, NIXL, &tools::nixl(root), &NIXL_EXTRAS)
-}
-
-fn find_nvrtc(root: &Path) -> Result<Option<String>> {
-    let library = tools::nvrtc(root);
-    Ok(library.exists().then(|| library.display().to_string()))
-}
-
-fn install_nvrtc(root: &Path) -> Result<()> {
-    unpack(root, NVRTC, &root.join("target/nvrtc"), &[])
-}
-
-fn find_nccl(root: &Path) -> Result<Option<String>> {
-    let library = tools::nccl_library(root);
-    Ok(library.exists().then(|| library.display().to_string()))
-}
-
-fn install_nccl(root: &Path) -> Result<()> {
-    unpack(root, NCCL, &tools::nccl(root), &[])
-}
-
-/// Unpacks a wheel without the parts that are not used.
-fn unpack(root: &Path, wheel: &str, place: &Path, extras: &[&str]) -> Result<()> {
-    println!("setup: unpacking {wheel} from PyPI into {}", place.display());
-    let python = tools::venv(root).join("bin/python");
-    let new = place.with_extension("new");
-    for left in [new.as_path(), place] {
-        if left.exists() {
-            std::fs::remove_dir_all(left).with_context(|| format!("remove {}", left.display()))?;
-        }
-    }
-    let pip = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "--no-compile"];
-    run_shown(Command::new(python).args(pip).arg("--target").arg(&new).arg(wheel)).context("skipped")?;
-    for extra in extras {
-        std::fs::remove_dir_all(new.join(extra)).with_context(|| format!("remove {extra}"))?;
-    }
-    // Written last, so that it exists only if every step before succeeded.
-    std::fs::rename(&new, place).with_context(|| format!("rename {}", new.display()))
-}
-
 fn find_helm(root: &Path) -> Result<Option<String>> {
     Ok(tools::helm(root).map(|path| path.display().to_string()))
 }
 
 fn install_helm(root: &Path) -> Result<()> {
     let go = tools::on_path("go").context("skipped, as there is neither helm nor Go (1.26 or newer)")?;
-    let bin = tools::own_bin(root);
+    let bin = tools::own(root, "helm", tools::HELM_VERSION).join("bin");
     println!(
         "setup: building helm into {} through the Go module proxy; takes some minutes once",
         bin.display()
     );
     std::fs::create_dir_all(&bin)?;
-    run_shown(Command::new(go).args(["install", HELM]).env("GOBIN", &bin)).context("skipped")
+    let package = format!("{HELM}@{}", tools::HELM_VERSION);
+    run_shown(Command::new(go).args(["install", package.as_str()]).env("GOBIN", &bin)).context("skipped")
 }
 
 /// Installs a package of Debian's or Ubuntu's.
@@ -391,13 +347,6 @@ fn as_root(program: &str) -> Result<Command> {
     Ok(command)
 }
 
-fn run_shown(command: &mut Command) -> Result<()> {
-    let shown = tools::shown(command);
-    println!("setup: {shown}");
-    let status = command.status().with_context(|| format!("run {shown}"))?;
-    if status.success() { Ok(()) } else { bail!("`{shown}` failed with {status}") }
-}
-
 fn succeeds(command: &mut Command) -> bool {
     command.output().is_ok_and(|output| output.status.success())
 }
@@ -428,14 +377,6 @@ mod tests {
             ("", None),
         ] {
             assert_eq!(is_new(said), wanted, "{said}");
-        }
-    }
-
-    #[test]
-    fn images_have_the_libraries_that_are_tested() {
-        let dockerfile = include_str!("../../deploy/Dockerfile");
-        for wheel in [NIXL, NVRTC, NCCL] {
-            assert!(dockerfile.contains(wheel), "deploy/Dockerfile has not {wheel}");
         }
     }
 }

@@ -7,6 +7,9 @@ use std::{
 
 use anyhow::{Context, Result, ensure};
 
+/// The version of helm that `setup` builds.
+pub(crate) const HELM_VERSION: &str = "v3.22.0";
+
 /// The program of this name on PATH.
 pub(crate) fn on_path(name: &str) -> Option<PathBuf> {
     let path = std::env::var_os("PATH")?;
@@ -15,13 +18,13 @@ pub(crate) fn on_path(name: &str) -> Option<PathBuf> {
 
 /// helm: the one that `setup` built, else the machine's.
 pub(crate) fn helm(root: &Path) -> Option<PathBuf> {
-    let own = own_bin(root).join("helm");
+    let own = own(root, "helm", HELM_VERSION).join("bin/helm");
     if own.is_file() { Some(own) } else { on_path("helm") }
 }
 
-/// Programs that `setup` builds for this checkout.
-pub(crate) fn own_bin(root: &Path) -> PathBuf {
-    root.join("target/tools/bin")
+/// Where a program is that is built for this checkout. Each version has a folder of its own, so a new version is built anew.
+pub(crate) fn own(root: &Path, name: &str, version: &str) -> PathBuf {
+    root.join(format!("target/tools/{name}-{version}"))
 }
 
 /// Python with the packages that the client tests import.
@@ -66,6 +69,15 @@ pub(crate) fn shown(command: &Command) -> String {
     words.join(" ")
 }
 
+/// Prints a command of `setup`, then runs it.
+pub(crate) fn run_shown(command: &mut Command) -> Result<()> {
+    let shown = shown(command);
+    println!("setup: {shown}");
+    let status = command.status().with_context(|| format!("run {shown}"))?;
+    ensure!(status.success(), "`{shown}` failed with {status}");
+    Ok(())
+}
+
 /// What a program says, without the space around it. `None`: it failed.
 pub(crate) fn said(command: &mut Command) -> Option<String> {
     let output = command.output().ok().filter(|output| output.status.success())?;
@@ -89,4 +101,25 @@ fn is_program(file: &Path) -> bool {
 #[cfg(not(unix))]
 fn is_program(file: &Path) -> bool {
     file.is_file()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_helm_of_another_version_is_not_used() {
+        let root = std::env::temp_dir().join(format!("baton-xtask-helm-{}", std::process::id()));
+        let build = |version: &str| {
+            let folder = own(&root, "helm", version).join("bin");
+            std::fs::create_dir_all(&folder).expect("the folder of temporary files can be written");
+            std::fs::write(folder.join("helm"), "").expect("the folder was made above");
+            Some(folder.join("helm"))
+        };
+        let old = build("v3.0.0");
+        assert_ne!(helm(&root), old);
+        let wanted = build(HELM_VERSION);
+        assert_eq!(helm(&root), wanted);
+        std::fs::remove_dir_all(&root).expect("it was made above");
+    }
 }
