@@ -64,16 +64,14 @@ pub(crate) fn run(workspace: &Workspace, options: &Options) -> Result<bool> {
     steps.try_to("restricted", || releases::are_refused_where_restricted(&cluster));
 
     nodes::close_simulated(&cluster)?;
-    let baton = root.join(BATON);
+    // Where cargo leaves the program.
+    let baton = workspace.target_folder().join("debug/baton");
     let node = Node::start(&cluster, &mut control_plane, &programs, &baton, &run.join("node"))?;
     serving::run(&mut steps, &cluster, &node, &baton)?;
     drop(node);
     drop(control_plane);
     Ok(steps.summary())
 }
-
-/// Where cargo leaves the program.
-const BATON: &str = "target/debug/baton";
 
 fn build_baton(workspace: &Workspace) -> Result<()> {
     let mut cargo = workspace.cargo();

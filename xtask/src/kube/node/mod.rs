@@ -12,6 +12,7 @@ mod shared;
 
 use std::{
     collections::{BTreeMap, BTreeSet},
+    fs, io,
     path::Path,
     process::Command,
     sync::{
@@ -60,10 +61,10 @@ impl Node {
     ) -> Result<Node> {
         let bin = place.join("programs");
         for folder in [&bin, &place.join("logs")] {
-            std::fs::create_dir_all(folder)?;
+            fs::create_dir_all(folder)?;
         }
-        std::fs::hard_link(baton, bin.join("baton")).context("link baton")?;
-        std::fs::copy(&programs.etcd, bin.join("etcd")).context("copy etcd")?;
+        link(baton, &bin.join("baton")).context("link baton")?;
+        fs::copy(&programs.etcd, bin.join("etcd")).context("copy etcd")?;
         let api = Api::new(control_plane.proxy(&programs.kubectl, place)?);
         cluster.apply(&[nodes::real(NAME)])?;
         let shared = Arc::new(Shared {
@@ -127,6 +128,11 @@ impl Drop for Node {
     }
 }
 
+/// Links a program, or copies it: cargo may build on another file system.
+fn link(program: &Path, place: &Path) -> io::Result<()> {
+    fs::hard_link(program, place).or_else(|_| fs::copy(program, place).map(drop))
+}
+
 /// Follows the API server: runs what is bound to the node, and knows services.
 fn run(shared: &Shared) {
     std::thread::scope(|scope| {
@@ -161,4 +167,23 @@ fn run(shared: &Shared) {
             }
         }
     });
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_program_that_cannot_be_linked_is_copied() {
+        let folder = std::env::temp_dir().join(format!("baton-xtask-link-{}", std::process::id()));
+        fs::create_dir_all(&folder).unwrap();
+        let (program, place) = (folder.join("program"), folder.join("place"));
+        fs::write(&program, "new").unwrap();
+        // A link to a file that is there fails, as one to another file system does.
+        fs::write(&place, "old").unwrap();
+        link(&program, &place).unwrap();
+        assert_eq!(fs::read_to_string(&place).unwrap(), "new");
+        assert!(link(&folder.join("missing"), &folder.join("other")).is_err());
+        fs::remove_dir_all(&folder).unwrap();
+    }
 }
