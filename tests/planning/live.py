@@ -90,7 +90,11 @@ class Cluster:
         for server in self.servers:
             server.terminate()
         for server in self.servers:
-            server.wait(60)
+            try:
+                server.wait(60)
+            except subprocess.TimeoutExpired:
+                server.kill()
+                server.wait()
 
 
 def metrics(url: str) -> str:

@@ -77,6 +77,17 @@ class Worker:
     """`baton up` with one decode worker."""
 
     def __init__(self, args):
+        self.args = args
+
+    def __enter__(self):
+        try:
+            self.start(self.args)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def start(self, args):
         self.log = tempfile.NamedTemporaryFile("w+", suffix=".log")
         command = [args.baton, "up", *args.model, "--port", "0", "--prefill", "0", "--decode", "1",
                    "--object-kv", "s3://kv-cache/sweep", "--object-kv-size", "4G", "--kv-memory", args.pool,
@@ -123,9 +134,14 @@ class Worker:
                     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", cached)
         return first, cached, planned
 
-    def end(self):
-        self.process.terminate()
-        self.process.wait(90)
+    def __exit__(self, *_):
+        if process := getattr(self, "process", None):
+            process.terminate()
+            try:
+                process.wait(90)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
 
 
 def prompt(nth: int, num_tokens: int) -> list[int]:
@@ -148,32 +164,30 @@ def main():
     print("  Mbit/s  computed  with store  ratio (least, most)  tokens loaded  planned  measured")
     with ObjectStore():
         limit(8000)
-        worker = Worker(args)
-        for nth in (0, 1, 2, 3, 0, 1, 2, 3):
-            worker.answer(prompts[nth])
-        worker.end()
+        with Worker(args) as worker:
+            for nth in (0, 1, 2, 3, 0, 1, 2, 3):
+                worker.answer(prompts[nth])
         for mbit in map(float, args.mbit.split(",")):
             limit(mbit)
-            worker = Worker(args)
-            measured = worker.wait_for(r"(object store measured.*|too slow to be measured)", 120)
-            # Steps are measured, too, before anything is compared.
-            for nth in range(3):
-                worker.answer(prompt(100 + nth, args.tokens))
-            computed, loaded, tokens, planned = [], [], [], []
-            for turn in range(args.turns):
-                # In either order, as the machine gets slower and faster.
-                def load():
-                    seconds, cached, expected = worker.answer(prompts[turn % 4])
-                    planned.append(expected)
-                    loaded.append(seconds)
-                    tokens.append(cached)
+            with Worker(args) as worker:
+                measured = worker.wait_for(r"(object store measured.*|too slow to be measured)", 120)
+                # Steps are measured, too, before anything is compared.
+                for nth in range(3):
+                    worker.answer(prompt(100 + nth, args.tokens))
+                computed, loaded, tokens, planned = [], [], [], []
+                for turn in range(args.turns):
+                    # In either order, as the machine gets slower and faster.
+                    def load():
+                        seconds, cached, expected = worker.answer(prompts[turn % 4])
+                        planned.append(expected)
+                        loaded.append(seconds)
+                        tokens.append(cached)
 
-                def compute():
-                    computed.append(worker.answer(prompts[turn % 4], f"{mbit} {turn}")[0])
+                    def compute():
+                        computed.append(worker.answer(prompts[turn % 4], f"{mbit} {turn}")[0])
 
-                for act in ((load, compute), (compute, load))[turn % 2]:
-                    act()
-            worker.end()
+                    for act in ((load, compute), (compute, load))[turn % 2]:
+                        act()
             ratios = [one / other for one, other in zip(loaded, computed)]
             rate = re.search(r"bytes_per_second=([0-9.e+]+)", measured)
             shown = f"{float(rate.group(1)) / 1e6:.1f} MB/s" if rate else "no"
