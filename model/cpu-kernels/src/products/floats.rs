@@ -18,6 +18,9 @@ use baton_model_spec::FloatDtype as Dtype;
 pub(super) const MAX_PANELS: usize = 4;
 /// Prefetch distance in bytes.
 const PREFETCH: usize = 2048;
+/// Rows of the largest tile of vectors that hold few sums: they multiply many tiles by parts of K. Vectors that hold more sums take
+/// all of K. Code that loads and stores their sums around a part makes the compiler keep some of them in memory in the loop, too.
+const FEW_ROWS: usize = 6;
 /// Tiles of rows from which on the order of slabs is faster: sums wait in memory, for nothing if there are few tiles.
 const MIN_TILES: usize = 11;
 
@@ -97,7 +100,7 @@ pub(super) fn tile_rows(isa: Isa) -> usize {
 /// The order in which vectors that hold few sums multiply many tiles.
 pub(super) fn order(isa: Isa, num_tiles: usize) -> Option<Order> {
     let rows = tile_rows(isa);
-    (rows == 6 && num_tiles >= MIN_TILES).then(|| Order::of_vectors(SLAB / 2, rows))
+    (rows == FEW_ROWS && num_tiles >= MIN_TILES).then(|| Order::of_vectors(SLAB / 2, rows))
 }
 
 /// Multiplies all panels, `P` at a time, the last ones one by one.
@@ -139,13 +142,14 @@ unsafe fn one_tile<S, W, const R: usize, const P: usize, const H: usize, const F
 {
     let line = PANEL * W::SIZE;
     let stride = args.panel_bytes;
+    let by_parts = S::PANEL_ROWS == FEW_ROWS;
     // SAFETY: indices along K and of panels are in range; a prefetched address need not be valid.
     unsafe {
         let mut acc = [[[S::splat(0.0); H]; P]; R];
         let mut ws = [[S::splat(0.0); 2]; P];
         let mut w = args.w.add(first_panel * stride + part.first * line);
         let mut a = args.a.cast::<f32>().add(part.first * R);
-        if part.first > 0 {
+        if by_parts && part.first > 0 {
             for r in 0..R {
                 for h in 0..H {
                     acc[r][0][h] = S::load(part.sums_of(r, FIRST + h));
@@ -172,7 +176,7 @@ unsafe fn one_tile<S, W, const R: usize, const P: usize, const H: usize, const F
             w = w.add(line);
             a = a.add(R);
         }
-        if part.end < args.k {
+        if by_parts && part.end < args.k {
             for r in 0..R {
                 for h in 0..H {
                     S::store(part.sums_of(r, FIRST + h), acc[r][0][h]);
