@@ -486,6 +486,27 @@ fn the_text_part_of_a_model_for_images_computes_what_the_text_model_does() {
     }
 }
 
+#[test]
+fn a_tensor_of_the_text_part_under_two_names_is_refused() {
+    for (stored, other) in [
+        ("language_model.lm_head.weight", "lm_head.weight"),
+        ("language_model.model.norm.weight", "model.norm.weight"),
+    ] {
+        let model = Model::new("mistral");
+        let prefixes = ["language_model.model.", "language_model.", ""];
+        wrap(&model, "Mistral3ForConditionalGeneration", prefixes);
+        model.rewrite(|tensors| {
+            let tensor = tensors.iter().find(|(name, ..)| name == stored);
+            let (_, dtype, shape, data) = tensor.unwrap().clone();
+            tensors.push((other.to_owned(), dtype, shape, data));
+        });
+        assert_eq!(
+            model.refusal(),
+            format!("model.safetensors: tensors {stored} and {other} are both {other}, expected one of them")
+        );
+    }
+}
+
 fn packed_files(dir: &Path) -> Vec<PathBuf> {
     let paths = fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().path());
     paths.filter(|path| path.extension().is_some_and(|extension| extension == "panels")).collect()

@@ -51,7 +51,7 @@ impl Checkpoint {
         }
         let mut checkpoint = Checkpoint::open_directory(model)?;
         if config.has_other_parts() {
-            text_part::keep(&mut checkpoint.tensors);
+            text_part::keep(&mut checkpoint.tensors)?;
         }
         Ok(Checkpoint { quantisation: config.quantisation, ..checkpoint })
     }

@@ -2,19 +2,30 @@
 //!
 //! It knows only where the parts' names begin, not what the text model needs.
 
+use std::collections::BTreeMap;
+
+use baton_model_spec::LoadError;
+
 use crate::tensors::Tensors;
 
 /// Parts that the decoder does not need.
 const OTHER_PARTS: &[&str] = &["vision_tower.", "multi_modal_projector."];
 
 /// Names the text model's tensors as in a directory of that model alone, and drops those of other parts.
-pub(crate) fn keep(tensors: &mut Tensors) {
+///
+/// # Errors
+/// When two tensors get the same name: either could be the right one.
+pub(crate) fn keep(tensors: &mut Tensors) -> Result<(), LoadError> {
+    let mut stored_names: BTreeMap<String, String> = BTreeMap::new();
     for (name, tensor) in std::mem::take(&mut tensors.by_name) {
         let Some(published) = published(&name) else { continue };
-        // A tensor that is stored under two names is taken once and left over once, which is refused.
-        let is_stored_twice = tensors.by_name.contains_key(&published);
-        tensors.by_name.insert(if is_stored_twice { name } else { published }, tensor);
+        if let Some(other) = stored_names.insert(published.clone(), name.clone()) {
+            let message = format!("tensors {other} and {name} are both {published}, expected one of them");
+            return Err(LoadError::bad_file(tensor.span.file().path(), message));
+        }
+        tensors.by_name.insert(published, tensor);
     }
+    Ok(())
 }
 
 /// The name in a directory of the text model alone; `None` for a tensor of another part.
