@@ -420,6 +420,28 @@ fn a_head_that_differs_from_the_embedding_is_not_tied() {
 }
 
 #[test]
+fn a_head_of_another_type_is_compared_by_its_numbers() {
+    let in_f32 = |change: fn(f32) -> f32| {
+        let model = with_head(|_| ());
+        model.rewrite(|tensors| {
+            let (_, dtype, _, data) = tensors.iter_mut().find(|(name, ..)| name == "lm_head.weight").unwrap();
+            let numbers = data.chunks_exact(2).map(|pair| half::bf16::from_le_bytes([pair[0], pair[1]]));
+            *data = numbers.flat_map(|number| change(number.to_f32()).to_le_bytes()).collect();
+            *dtype = Dtype::F32;
+        });
+        model
+    };
+    let same = in_f32(|number| number);
+    assert!(loaded(&same, 1).config().decoder.tied_head);
+    assert_eq!(logits(&same, None), logits(&Model::new("qwen2"), None));
+
+    let other = in_f32(|number| -number);
+    let model = loaded(&other, 1);
+    assert!(!model.config().decoder.tied_head);
+    assert_eq!(model.kv_layout().dtype, KvDtype::Bf16, "as the embedding");
+}
+
+#[test]
 fn a_tied_embedding_may_be_stored_as_the_head() {
     let model = Model::new("qwen2");
     let expected = logits(&model, None);

@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use baton_gguf::{Gguf, Value};
 use baton_model_spec::fields::{Fields, read_object};
-use baton_model_spec::{DecoderSpec, LoadError, ModelConfig, StoredQuantisation};
+use baton_model_spec::{DecoderSpec, FloatDtype, LoadError, ModelConfig, StoredQuantisation};
 use safetensors::tensor::Metadata;
 
 use crate::file::{Span, WeightFile, map};
@@ -191,16 +191,22 @@ impl Checkpoint {
             || module.is_some_and(|module| quantised::has(&self.tensors, module))
     }
 
-    /// Whether two weights of floats, under their published names in a directory, have the same type, shape and bytes. Not
-    /// if one of them is quantised.
+    /// Whether two weights of floats, under their published names in a directory, have the same shape and numbers. Not if
+    /// one of them is quantised.
     pub(crate) fn are_equal(&self, a: &str, b: &str) -> bool {
         let [Some(a), Some(b)] = [a, b].map(|name| self.tensors.by_name.get(name)) else { return false };
-        match (a.dtype, b.dtype) {
-            (StoredDtype::Float(one), StoredDtype::Float(other)) => {
-                one == other && a.shape == b.shape && *a.span == *b.span
-            }
-            _ => false,
+        let (StoredDtype::Float(a_dtype), StoredDtype::Float(b_dtype)) = (a.dtype, b.dtype) else {
+            return false;
+        };
+        if a.shape != b.shape {
+            return false;
         }
+        if a_dtype == b_dtype {
+            return *a.span == *b.span;
+        }
+        let [a_size, b_size] = [a_dtype, b_dtype].map(FloatDtype::size_bytes);
+        let mut numbers = a.span.chunks_exact(a_size).zip(b.span.chunks_exact(b_size));
+        numbers.all(|(one, other)| a_dtype.widen(one) == b_dtype.widen(other))
     }
 
     /// Takes the weight published as `name`: one tensor, or the tensors that make it up.

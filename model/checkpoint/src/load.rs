@@ -234,7 +234,11 @@ pub fn load_decoder<S: MatrixSink>(
     }
     let spec = &config.decoder;
     let shard = DecoderShard::new(spec, options.rank)?;
-    let weights = take_weights(spec, &shard, &mut checkpoint, sink)?;
+    let mut weights = take_weights(spec, &shard, &mut checkpoint, sink)?;
+    // Tools save a head that was trained, in f32, beside a model in 16 bits: KV stays that of the model.
+    if let Some(embedding) = weights.embedding.as_ref().filter(|_| has_other_head) {
+        weights.kv_dtype = embedding.kv_dtype();
+    }
     checkpoint.refuse_rest(&config.architecture, |name| is_redundant(spec, name))?;
     let mut identity = identity(model, &checkpoint)?;
     // Only a part of each tensor is hashed, which does not show whether the head is another one.
