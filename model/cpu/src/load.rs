@@ -9,14 +9,15 @@ use baton_model_spec::{Activations, LoadError, Quantisation, Rank};
 
 use crate::fastest::bf16_is_faster;
 use crate::model::CpuModel;
-use crate::packed::{Packer, Packing, WeightCache};
+use crate::packed::{Packer, Packing, PrivateMemory, WeightCache};
 
 /// Loads `model`, a Hugging Face directory or a GGUF file.
 ///
 /// Calls `progress` from time to time while weights are read, first with zero bytes done.
 ///
 /// # Errors
-/// When a part is missing, malformed or not supported; the message names it.
+/// When a part is missing, malformed or not supported; the message names it. Also when the weights can never fit into memory,
+/// where other models of this process, such as a draft model beside its target, do not count.
 pub fn load(
     model: &Path,
     options: &LoadOptions,
@@ -39,14 +40,15 @@ pub fn load_on(
     progress: &mut dyn FnMut(LoadProgress),
 ) -> Result<CpuModel, LoadError> {
     assert!(isa.is_available(), "this CPU does not have {}", isa.name());
-    load_packed(isa, model, options, packing(isa, options)?, progress)
+    let mut memory = PrivateMemory::new(MemoryLimit::of_this_process());
+    load_packed(isa, model, options, packing(isa, options)?, &mut memory, progress)
 }
 
 /// Loads the parts of `num_ranks` ranks that compute together in this process. `options` apply to each, except the
 /// rank.
 ///
 /// # Errors
-/// As [`load`], and when the model cannot be divided among the ranks.
+/// As [`load`], of all ranks together, and when the model cannot be divided among the ranks.
 pub fn load_ranks(
     model: &Path,
     num_ranks: usize,
@@ -56,8 +58,11 @@ pub fn load_ranks(
     // The fastest kernel is measured once, so that all ranks use the same.
     let isa = Isa::detect();
     let packing = packing(isa, options)?;
-    let ranks = Rank::all(num_ranks)
-        .map(|rank| load_packed(isa, model, &LoadOptions { rank, ..options.clone() }, packing, progress));
+    let mut memory = PrivateMemory::new(MemoryLimit::of_this_process());
+    let ranks = Rank::all(num_ranks).map(|rank| {
+        let options = LoadOptions { rank, ..options.clone() };
+        load_packed(isa, model, &options, packing, &mut memory, progress)
+    });
     ranks.collect()
 }
 
@@ -66,6 +71,7 @@ fn load_packed(
     model: &Path,
     options: &LoadOptions,
     packing: Packing,
+    memory: &mut PrivateMemory<'_>,
     progress: &mut dyn FnMut(LoadProgress),
 ) -> Result<CpuModel, LoadError> {
     let bf16_pairs = packing.bf16_pairs;
@@ -75,8 +81,7 @@ fn load_packed(
         None => None,
         Some(dir) => Some(WeightCache { dir, model, key: files.key()? }),
     };
-    let limit = MemoryLimit::of_this_process();
-    packer.finish(model, cache.as_ref(), limit, decoder.num_threads(), progress)?;
+    packer.finish(model, cache.as_ref(), memory, decoder.num_threads(), progress)?;
     files.release_pages();
     Ok(CpuModel::new(decoder, isa, bf16_pairs))
 }

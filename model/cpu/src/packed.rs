@@ -77,6 +77,29 @@ pub(crate) struct Packing {
     pub(crate) integers: IntegerChoice,
 }
 
+/// Memory of this process's own, for packed weights that no file holds.
+pub(crate) struct PrivateMemory<'a> {
+    limit: MemoryLimit<'a>,
+    /// What packed weights take of it so far.
+    num_bytes: usize,
+}
+
+impl<'a> PrivateMemory<'a> {
+    pub(crate) fn new(limit: MemoryLimit<'a>) -> PrivateMemory<'a> {
+        PrivateMemory { limit, num_bytes: 0 }
+    }
+
+    /// Refuses weights that can never fit. A copy is mapped at once and filled piece by piece: a kill would tell instead.
+    fn take(&mut self, num_bytes: usize, model: &Path) -> Result<(), LoadError> {
+        let bytes = self.num_bytes.saturating_add(num_bytes);
+        if let Some(limit) = self.limit.bytes().filter(|&limit| bytes > limit) {
+            return Err(LoadError::WeightsTooLarge { path: model.to_owned(), bytes, limit });
+        }
+        self.num_bytes = bytes;
+        Ok(())
+    }
+}
+
 /// Collects the matrices to pack.
 pub(crate) struct Packer {
     packing: Packing,
@@ -128,12 +151,12 @@ impl Packer {
     /// afterwards.
     ///
     /// # Errors
-    /// When there is not enough memory. `limit` is that of this process.
+    /// When there is not enough `memory`.
     pub(crate) fn finish(
         self,
         model: &Path,
         cache: Option<&WeightCache<'_>>,
-        limit: MemoryLimit<'_>,
+        memory: &mut PrivateMemory<'_>,
         num_threads: usize,
         progress: &mut dyn FnMut(LoadProgress),
     ) -> Result<(), LoadError> {
@@ -146,26 +169,16 @@ impl Packer {
                 None
             }
         });
-        let memory = match mapped {
-            Some(memory) => memory,
+        let packed = match mapped {
+            Some(file) => file,
             None => {
-                self.check_memory(model, limit)?;
+                memory.take(self.num_bytes, model)?;
                 let packed = self.private(num_threads, progress);
                 Memory::Private(packed.map_err(|source| LoadError::io(model, source))?)
             }
         };
-        assert!(self.memory.set(memory).is_ok(), "packed once");
+        assert!(self.memory.set(packed).is_ok(), "packed once");
         Ok(())
-    }
-
-    /// Refuses weights that can never fit. A copy is mapped at once and filled piece by piece: a kill would tell instead.
-    fn check_memory(&self, model: &Path, limit: MemoryLimit<'_>) -> Result<(), LoadError> {
-        match limit.bytes() {
-            Some(limit) if self.num_bytes > limit => {
-                Err(LoadError::WeightsTooLarge { path: model.to_owned(), bytes: self.num_bytes, limit })
-            }
-            _ => Ok(()),
-        }
     }
 
     fn private(&self, num_threads: usize, progress: &mut dyn FnMut(LoadProgress)) -> io::Result<MmapMut> {
@@ -441,6 +454,16 @@ mod tests {
         assert_eq!(create(Some(size as u64)).unwrap(), size as u64);
     }
 
+    fn finish(
+        num_bytes: usize,
+        cache: Option<&WeightCache<'_>>,
+        memory: &mut PrivateMemory<'_>,
+    ) -> Result<(), LoadError> {
+        let mut packer = Packer::new(Packing::default(), Rank::ONLY);
+        packer.num_bytes = num_bytes;
+        packer.finish(Path::new("model"), cache, memory, 1, &mut |_| {})
+    }
+
     #[test]
     fn weights_that_the_control_group_never_holds_are_refused_unless_a_file_holds_them() {
         let dir = tempfile::tempdir().unwrap();
@@ -452,16 +475,20 @@ mod tests {
         fs::write(cgroups.join("memory.max"), "8192\n").unwrap();
         let limit = MemoryLimit { proc: &proc, cgroups: &cgroups };
         let cache = WeightCache { dir: &files, model: dir.path(), key: blake3::hash(b"model") };
-        let finish = |num_bytes, cache| {
-            let mut packer = Packer::new(Packing::default(), Rank::ONLY);
-            packer.num_bytes = num_bytes;
-            packer.finish(Path::new("model"), cache, limit, 1, &mut |_| {})
-        };
-        finish(8192, None).unwrap();
-        finish(12_288, Some(&cache)).unwrap();
-        let error = finish(12_288, None).unwrap_err().to_string();
+        let memory = || PrivateMemory::new(limit);
+        finish(8192, None, &mut memory()).unwrap();
+        finish(12_288, Some(&cache), &mut memory()).unwrap();
+        let error = finish(12_288, None, &mut memory()).unwrap_err().to_string();
         for expected in ["12288 bytes", "may use 8192", "--quantize int8", "--weight-cache"] {
             assert!(error.contains(expected), "{error}");
         }
+
+        // Ranks of one process: what files hold does not count.
+        let mut memory = memory();
+        finish(12_288, Some(&cache), &mut memory).unwrap();
+        finish(4096, None, &mut memory).unwrap();
+        let error = finish(8192, None, &mut memory).unwrap_err().to_string();
+        assert!(error.contains("12288 bytes"), "{error}");
+        finish(4096, None, &mut memory).unwrap();
     }
 }
