@@ -9,7 +9,7 @@ use baton_kv_cache::KvDtype;
 use baton_model_spec::{Activations, IntegerFormat, LoadError, Quantisation, Rank};
 
 use crate::integer_choice::{IntegerChoice, SplitGroup, Tolerance};
-use crate::load::{LoadOptions, LoadedDecoder, load_decoder};
+use crate::load::{LoadOptions, LoadedDecoder, SharedFindings, load_decoder};
 use crate::matrix::Matrix;
 use crate::sink::{MatrixSink, ProductKind};
 
@@ -74,12 +74,20 @@ pub type DeviceModel = LoadedDecoder<DeviceSource>;
 /// # Errors
 /// As [`load_decoder`], and when an option is not supported on GPUs.
 pub fn load_for_device(model: &Path, options: &LoadOptions) -> Result<DeviceModel, LoadError> {
+    load_rank(model, options, &mut SharedFindings::default())
+}
+
+fn load_rank(
+    model: &Path,
+    options: &LoadOptions,
+    findings: &mut SharedFindings,
+) -> Result<DeviceModel, LoadError> {
     if options.activations == Activations::F32 {
         return Err(LoadError::NotOnDevice { what: "activations in f32" });
     }
     let options = LoadOptions { kv_dtype: options.kv_dtype.or(Some(KvDtype::Bf16)), ..options.clone() };
     let mut sink = DeviceSink::new(options.quantise.map(Quantisation::format));
-    Ok(load_decoder(model, &options, &mut sink)?.0)
+    Ok(load_decoder(model, &options, findings, &mut sink)?.0)
 }
 
 /// Opens the parts of `num_ranks` ranks. `options` apply to each, except the rank.
@@ -91,6 +99,7 @@ pub fn load_ranks_for_devices(
     num_ranks: usize,
     options: &LoadOptions,
 ) -> Result<Vec<DeviceModel>, LoadError> {
-    let load = |rank| load_for_device(model, &LoadOptions { rank, ..options.clone() });
+    let mut findings = SharedFindings::default();
+    let load = |rank| load_rank(model, &LoadOptions { rank, ..options.clone() }, &mut findings);
     Rank::all(num_ranks).map(load).collect()
 }

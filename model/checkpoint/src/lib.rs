@@ -26,6 +26,8 @@ pub use decoder::{DecoderWeights, DenseMlp, LayerWeights, Linear, Mlp};
 pub use device::{DeviceModel, DeviceSink, DeviceSource, load_for_device, load_ranks_for_devices};
 pub use gguf::{gguf_files, gguf_memory_bytes};
 pub use integer_choice::{IntegerChoice, SplitGroup, Tolerance, common_format};
-pub use load::{LoadOptions, LoadProgress, LoadedDecoder, LoadedFiles, load_config, load_decoder};
+pub use load::{
+    LoadOptions, LoadProgress, LoadedDecoder, LoadedFiles, SharedFindings, load_config, load_decoder,
+};
 pub use matrix::{Fp8Scales, Matrix};
 pub use sink::{MatrixSink, ProductKind};

@@ -189,6 +189,13 @@ impl LoadedFiles {
     }
 }
 
+/// What the first rank finds in the files of a model, so that the ranks that are loaded after it need not look again.
+#[derive(Debug, Default)]
+pub struct SharedFindings {
+    /// Whether the head is another one although the configuration ties it. Both may have to be read in full.
+    has_other_head: Option<bool>,
+}
+
 /// Reads `config.json` of the directory `model`, or the metadata of the GGUF file `model`.
 ///
 /// # Errors
@@ -198,13 +205,14 @@ pub fn load_config(model: &Path) -> Result<ModelConfig, LoadError> {
 }
 
 /// Loads the weights of `model`, a Hugging Face directory or a GGUF file, and passes the matrices of products to
-/// `sink`.
+/// `sink`. `findings` are those of the model's ranks, empty for the first one.
 ///
 /// # Errors
 /// When a part is missing, malformed or not supported; the message names it.
 pub fn load_decoder<S: MatrixSink>(
     model: &Path,
     options: &LoadOptions,
+    findings: &mut SharedFindings,
     sink: &mut S,
 ) -> Result<(LoadedDecoder<S::Matrix>, LoadedFiles), LoadError> {
     if !(1..=4096).contains(&options.block_size) {
@@ -218,7 +226,8 @@ pub fn load_decoder<S: MatrixSink>(
     }
     let mut config = load_config(model)?;
     let mut checkpoint = Checkpoint::open(model, &config)?;
-    let has_other_head = has_other_head(&config.decoder, &checkpoint);
+    let has_other_head =
+        *findings.has_other_head.get_or_insert_with(|| has_other_head(&config.decoder, &checkpoint));
     if has_other_head {
         config.decoder.tied_head = false;
         if options.rank.is_first() {
@@ -288,4 +297,25 @@ fn revision(mut hasher: blake3::Hasher, quantise: Option<Quantisation>) -> Strin
         hasher.update(quantisation.to_string().as_bytes());
     }
     hasher.finalize().to_hex()[..32].to_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::device::DeviceSink;
+
+    #[test]
+    fn a_rank_takes_the_findings_of_the_first_one() {
+        let model = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/parity/fixtures/qwen2");
+        let load = |findings: &mut SharedFindings| {
+            load_decoder(&model, &LoadOptions::default(), findings, &mut DeviceSink::default()).map(|_| ())
+        };
+        let mut findings = SharedFindings::default();
+        load(&mut findings).unwrap();
+        assert_eq!(findings.has_other_head, Some(false));
+        // Not found again: there is no such head.
+        findings.has_other_head = Some(true);
+        let error = load(&mut findings).unwrap_err().to_string();
+        assert!(error.contains("tensor lm_head.weight is missing"), "{error}");
+    }
 }

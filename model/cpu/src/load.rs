@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use baton_checkpoint::{IntegerChoice, LoadOptions, LoadProgress, load_decoder};
+use baton_checkpoint::{IntegerChoice, LoadOptions, LoadProgress, SharedFindings, load_decoder};
 use baton_cpu_kernels::{Isa, has_pairs};
 use baton_kv_cache::MemoryLimit;
 use baton_model_spec::{Activations, LoadError, Quantisation, Rank};
@@ -41,7 +41,8 @@ pub fn load_on(
 ) -> Result<CpuModel, LoadError> {
     assert!(isa.is_available(), "this CPU does not have {}", isa.name());
     let mut memory = PrivateMemory::new(MemoryLimit::of_this_process());
-    load_packed(isa, model, options, packing(isa, options)?, &mut memory, progress)
+    let mut findings = SharedFindings::default();
+    load_packed(isa, model, options, packing(isa, options)?, &mut memory, &mut findings, progress)
 }
 
 /// Loads the parts of `num_ranks` ranks that compute together in this process. `options` apply to each, except the
@@ -59,9 +60,10 @@ pub fn load_ranks(
     let isa = Isa::detect();
     let packing = packing(isa, options)?;
     let mut memory = PrivateMemory::new(MemoryLimit::of_this_process());
+    let mut findings = SharedFindings::default();
     let ranks = Rank::all(num_ranks).map(|rank| {
         let options = LoadOptions { rank, ..options.clone() };
-        load_packed(isa, model, &options, packing, &mut memory, progress)
+        load_packed(isa, model, &options, packing, &mut memory, &mut findings, progress)
     });
     ranks.collect()
 }
@@ -72,11 +74,12 @@ fn load_packed(
     options: &LoadOptions,
     packing: Packing,
     memory: &mut PrivateMemory<'_>,
+    findings: &mut SharedFindings,
     progress: &mut dyn FnMut(LoadProgress),
 ) -> Result<CpuModel, LoadError> {
     let bf16_pairs = packing.bf16_pairs;
     let mut packer = Packer::new(packing, options.rank);
-    let (decoder, files) = load_decoder(model, options, &mut packer)?;
+    let (decoder, files) = load_decoder(model, options, findings, &mut packer)?;
     let cache = match &options.weight_cache {
         None => None,
         Some(dir) => Some(WeightCache { dir, model, key: files.key()? }),
