@@ -100,7 +100,7 @@ impl WeightSize {
         }
     }
 
-    /// What quantised weights, or those of a GGUF file, take on average if they take `num_bytes` in memory.
+    /// What the weights of a model take on average if they take `num_bytes` in memory.
     pub(super) fn of_files(num_bytes: u64, config: &ModelConfig) -> WeightSize {
         let parameters = ModelCost::new(&config.decoder, 1.0, KvDtype::F32).num_parameters();
         WeightSize {

@@ -39,12 +39,9 @@ fn run_to(args: &InspectArgs, out: &mut dyn Write) -> anyhow::Result<()> {
     };
     let config = load_config(&model)?;
     let file_bytes = weight_file_bytes(&model)?;
-    let weights = match (&args.dtype, file_bytes) {
-        (Some(given), _) => given.clone(),
-        (None, Some(_)) if model.is_file() || config.is_quantised() => {
-            WeightSize::of_files(memory_bytes(&model, &config, args.device.backend())?, &config)
-        }
-        _ => WeightSize::of(config.dtype),
+    let weights = match &args.dtype {
+        Some(given) => given.clone(),
+        None => WeightSize::of_files(memory_bytes(&model, &config, args.device.backend())?, &config),
     };
     let inspection = Inspection::new(&config, weights, args)?;
     write!(out, "{} in {}\n\n{inspection}", config.architecture, model.display())?;
@@ -214,6 +211,34 @@ mod tests {
         let bytes = |backend| memory_bytes(Path::new("."), &config, backend).unwrap();
         assert_eq!(bytes(Backend::Cpu), 16_060_522_496, "in bf16");
         assert!((8_030_261_248..10_000_000_000).contains(&bytes(Backend::Cuda)));
+    }
+
+    #[test]
+    fn a_directory_takes_what_the_device_holds_without_its_weights_too() {
+        let gptq = |desc_act: bool| {
+            format!(
+                r#"{{"quantization_config": {{"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": {desc_act}}},"#
+            )
+        };
+        let dir = tempfile::tempdir().unwrap();
+        for (config, on_processors, on_gpus) in [
+            (LLAMA.replace("bfloat16", "float32"), 4.0, 2.0),
+            (LLAMA.to_owned(), 2.0, 2.0),
+            // 1.05 B of 8.03 B parameters are in the embedding and the head.
+            (LLAMA.replacen('{', &gptq(false), 1), 0.71, 0.723),
+            (LLAMA.replacen('{', &gptq(true), 1), 1.185, 1.24),
+        ] {
+            fs::write(dir.path().join("config.json"), &config).unwrap();
+            for (device, expected) in [(Device::Cpu, on_processors), (Device::H100, on_gpus)] {
+                let model = Some(dir.path().to_owned());
+                // Given, so that the peaks of this processor are not measured.
+                let args = InspectArgs { model, device, flops: Some(1.0), bandwidth: Some(1.0), ..args() };
+                let mut out = Vec::new();
+                run_to(&args, &mut out).unwrap();
+                let text = String::from_utf8(out).unwrap();
+                assert!(text.contains(&format!("parameters x {expected:.3} bytes")), "{expected} in\n{text}");
+            }
+        }
     }
 
     #[test]

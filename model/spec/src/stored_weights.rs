@@ -38,16 +38,16 @@ impl StoredWeights {
         }
     }
 
-    /// Of a directory whose configuration states this format, and `dtype` for floats. Only the tensors show zero points and
-    /// lists of groups: none are assumed.
+    /// Of a directory whose configuration states this format, and `dtype` for floats. Only the tensors show zero points: none
+    /// are assumed.
     pub(crate) fn stated(weights: WeightFormat, dtype: FloatDtype) -> StoredWeights {
         match weights {
             WeightFormat::Bf16 => StoredWeights::Floats(dtype),
             WeightFormat::Fp8 => StoredWeights::Fp8,
-            WeightFormat::Integers { num_bits, group } => {
+            WeightFormat::Integers { num_bits, group, lists_groups } => {
                 let width = if num_bits <= 4 { IntegerWidth::Four } else { IntegerWidth::Eight };
                 let group = group.unwrap_or(IntegerFormat::GROUP_OF_ROW);
-                let has_kernels = group.is_multiple_of(MIN_GROUP) && group <= MAX_GROUP;
+                let has_kernels = !lists_groups && group.is_multiple_of(MIN_GROUP) && group <= MAX_GROUP;
                 let format = IntegerFormat { width, group, has_zeros: false };
                 StoredWeights::Integers(if has_kernels { format } else { IntegerFormat::OF_OTHER_GROUPS })
             }
@@ -61,18 +61,20 @@ mod tests {
 
     #[test]
     fn integers_have_the_groups_in_which_they_are_multiplied() {
-        let of = |num_bits, group| {
-            let weights = WeightFormat::Integers { num_bits, group };
+        let stated = |num_bits, group, lists_groups| {
+            let weights = WeightFormat::Integers { num_bits, group, lists_groups };
             let StoredWeights::Integers(format) = StoredWeights::stated(weights, FloatDtype::Bf16) else {
                 panic!("not integers")
             };
             (format.width.bits(), format.group)
         };
+        let of = |num_bits, group| stated(num_bits, group, false);
         assert_eq!(of(4, Some(128)), (4, 128));
         assert_eq!(of(8, Some(64)), (8, 64));
         assert_eq!(of(8, None), (8, 128), "a scale for each row");
         assert_eq!(of(4, Some(16)), (8, 32), "groups that no kernel has");
         assert_eq!(of(4, Some(2048)), (8, 32), "groups that no kernel has");
+        assert_eq!(stated(4, Some(128), true), (8, 32), "groups that are not in order");
     }
 
     #[test]

@@ -23,6 +23,9 @@ pub enum WeightFormat {
         num_bits: u32,
         /// Weights that share a scale of 16 bits; `None`: those of a row.
         group: Option<usize>,
+        /// Whether a list says the group of each column, as of GPTQ with activation order, so that no kernel multiplies them as
+        /// they are.
+        lists_groups: bool,
     },
 }
 
@@ -32,7 +35,7 @@ impl WeightFormat {
         match self {
             WeightFormat::Bf16 => 2.0,
             WeightFormat::Fp8 => 1.0,
-            WeightFormat::Integers { num_bits, group } => {
+            WeightFormat::Integers { num_bits, group, .. } => {
                 f64::from(num_bits) / 8.0 + group.map_or(0.0, |group| 2.0 / group as f64)
             }
         }
@@ -71,8 +74,11 @@ impl WeightFormat {
         let number = |names: &[&str]| names.iter().find_map(|name| config.get(name)?.as_u64());
         let num_bits = number(bits).filter(|num_bits| (1..=16).contains(num_bits));
         let group = number(groups).filter(|&group| group > 0).map(|group| group as usize);
+        let has = |name: &str| config.get(name).and_then(Value::as_bool) == Some(true);
+        // Static groups are made before columns are sorted: they stay in order, as does the one group of a row.
+        let lists_groups = has("desc_act") && !has("static_groups") && group.is_some();
         match num_bits {
-            Some(num_bits) => WeightFormat::Integers { num_bits: num_bits as u32, group },
+            Some(num_bits) => WeightFormat::Integers { num_bits: num_bits as u32, group, lists_groups },
             None => WeightFormat::Bf16,
         }
     }
@@ -94,6 +100,31 @@ mod tests {
 
     use super::*;
     use crate::fields::parse_object;
+
+    fn read(config: &str) -> WeightFormat {
+        let path = Path::new("config.json");
+        let text = format!("{{\"quantization_config\": {config}}}");
+        let object = parse_object(path, text.as_bytes()).unwrap();
+        WeightFormat::read(&Fields::new(path, &object)).unwrap()
+    }
+
+    #[test]
+    fn activation_order_lists_groups() {
+        for (fields, expected) in [
+            (r#""group_size": 128, "desc_act": true"#, true),
+            (r#""group_size": 128, "desc_act": true, "static_groups": false"#, true),
+            (r#""group_size": 128, "desc_act": true, "static_groups": true"#, false),
+            (r#""group_size": 128, "desc_act": false"#, false),
+            (r#""group_size": 128"#, false),
+            (r#""group_size": -1, "desc_act": true"#, false),
+        ] {
+            let format = read(&format!(r#"{{"quant_method": "gptq", "bits": 4, {fields}}}"#));
+            let WeightFormat::Integers { num_bits: 4, lists_groups, .. } = format else {
+                panic!("{format:?} of {fields}")
+            };
+            assert_eq!(lists_groups, expected, "{fields}");
+        }
+    }
 
     #[test]
     fn weights_take_what_their_configuration_states() {
@@ -127,10 +158,7 @@ mod tests {
             ),
             (r#"{"quant_method": "compressed-tensors"}"#, "bf16", 2.0),
         ] {
-            let text = format!("{{\"quantization_config\": {config}}}");
-            let path = Path::new("config.json");
-            let object = parse_object(path, text.as_bytes()).unwrap();
-            let format = WeightFormat::read(&Fields::new(path, &object)).unwrap();
+            let format = read(config);
             assert_eq!((format.to_string().as_str(), format.bytes_per_weight()), (name, bytes), "{config}");
         }
     }
