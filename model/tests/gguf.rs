@@ -554,6 +554,14 @@ fn unsupported_files_are_refused() {
         "llama.rope.scaling.type is \"longrope\", expected default, linear, llama3 or yarn",
     );
     check_refusal(
+        &llama_without("")
+            .f32("llama.rope.scaling.attn_factor", 1.19)
+            .tensor("rope_factors_long.weight", TensorType::F32, &[2], &[0; 8])
+            .tensor("rope_factors_short.weight", TensorType::F32, &[2], &[0; 8])
+            .finish(),
+        "rope_factors_long.weight is a tensor of LongRoPE, expected rope scaling of type default, linear, llama3 or yarn",
+    );
+    check_refusal(
         &llama_without("").text("llama.rope.scaling.type", "linear").finish(),
         "llama.rope.scaling.factor is missing, expected a positive number",
     );

@@ -51,6 +51,12 @@ const ROPE_SCALING_FIELDS: &[(&str, &str)] = &[
 /// Kinds of `rope.scaling.type` that are read.
 const ROPE_TYPES: &[&str] = &["none", "default", "linear", "llama3", "yarn"];
 
+/// The same for messages.
+const ROPE_TYPES_TEXT: &str = "default, linear, llama3 or yarn";
+
+/// A tensor of LongRoPE's factors for long contexts.
+const LONG_ROPE_FACTORS: &str = "rope_factors_long.weight";
+
 /// Multiplies YaRN's factor on cosines and sines.
 const ATTN_FACTOR: &str = "rope.scaling.attn_factor";
 
@@ -96,7 +102,16 @@ fn config(path: &Path, contents: &Contents<'_>) -> Result<ModelConfig, LoadError
     // LongRoPE's factors are tensors in these files: it is refused like types that nothing knows.
     let key = format!("{name}.rope.scaling.type");
     if gguf.get(&key).and_then(Value::as_text).is_some_and(|kind| !ROPE_TYPES.contains(&kind)) {
-        return Err(bad(gguf.refuse(&key, "default, linear, llama3 or yarn")));
+        return Err(bad(gguf.refuse(&key, ROPE_TYPES_TEXT)));
+    }
+    // llama.cpp writes no type beside them.
+    if contents.tensors.contains_key(LONG_ROPE_FACTORS) {
+        return Err(LoadError::Config {
+            path: path.to_owned(),
+            field: LONG_ROPE_FACTORS.to_owned(),
+            found: "a tensor of LongRoPE".to_owned(),
+            expected: format!("rope scaling of type {ROPE_TYPES_TEXT}"),
+        });
     }
     let object = config_object(contents, name);
     let fields = Fields::new(path, &object);
