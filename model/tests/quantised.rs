@@ -149,6 +149,24 @@ fn fp8_of_modelopt_is_read_by_the_file_beside_the_configuration_too() {
     let named = "hf_quant_config.json: quantization.quant_algo is \"NVFP4\", expected FP8 or FP8_PER_CHANNEL_PER_TOKEN";
     assert!(refusal().ends_with(named), "{}", refusal());
     // Only KV is quantised.
-    state(r#"{"quant_algo": null, "kv_cache_quant_algo": "FP8"}"#);
-    assert!(refusal().contains("is of type F8_E4M3"), "{}", refusal());
+    for fields in
+        [r#"{"quant_algo": null, "kv_cache_quant_algo": "FP8"}"#, r#"{"kv_cache_quant_algo": "FP8"}"#]
+    {
+        state(fields);
+        assert!(refusal().contains("is of type F8_E4M3"), "{}", refusal());
+    }
+}
+
+#[test]
+fn modelopt_that_quantises_only_kv_leaves_the_weights_as_they_are() {
+    let (_, mut plain) = quantised("llama");
+    let expected = logits(&write("llama", &plain, serde_json::Value::Null));
+    plain.push(("model.layers.0.self_attn.k_proj.k_scale".into(), Dtype::F32, vec![], floats([0.5])));
+    let config =
+        serde_json::json!({"quant_method": "modelopt", "quant_algo": null, "kv_cache_quant_algo": "FP8"});
+    assert_eq!(logits(&write("llama", &plain, config)), expected);
+    let dir = write("llama", &plain, serde_json::Value::Null);
+    let stated = r#"{"quantization": {"quant_algo": null, "kv_cache_quant_algo": "FP8"}}"#;
+    fs::write(dir.path().join("hf_quant_config.json"), stated).unwrap();
+    assert_eq!(logits(&dir), expected);
 }

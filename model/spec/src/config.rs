@@ -105,12 +105,12 @@ impl ModelConfig {
         text_part::names().any(|name| name == self.architecture)
     }
 
-    /// Takes the quantisation of the weights from ModelOpt's file. `null` is none: only KV is quantised.
+    /// Takes the quantisation of the weights from ModelOpt's file.
     fn read_modelopt(&mut self, fields: &Fields<'_>) -> Result<(), LoadError> {
         let stated =
             fields.object("quantization")?.ok_or_else(|| fields.refuse("quantization", "an object"))?;
-        if !stated.is_null("quant_algo") {
-            self.quantisation = Some(StoredQuantisation::read_modelopt(&stated)?);
+        self.quantisation = StoredQuantisation::read_modelopt(&stated)?;
+        if self.is_quantised() {
             self.weights = WeightFormat::Fp8;
             self.stored = StoredWeights::stated(self.weights, self.dtype);
         }

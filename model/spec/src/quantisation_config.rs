@@ -92,23 +92,25 @@ impl StoredQuantisation {
             "modelopt" => {
                 // Some exports nest these fields as in the file beside the configuration.
                 let nested = config.object("quantization")?;
-                StoredQuantisation::read_modelopt(nested.as_ref().unwrap_or(&config)).map(Some)
+                StoredQuantisation::read_modelopt(nested.as_ref().unwrap_or(&config))
             }
             _ => Err(config.refuse("quant_method", expected)),
         }
     }
 
-    /// Reads what NVIDIA's ModelOpt states in `quantization_config`, or in `quantization` of a file of its own.
+    /// Reads what NVIDIA's ModelOpt states in `quantization_config`, or in `quantization` of a file of its own. `None` without an
+    /// algorithm: then only KV is quantised.
     ///
     /// # Errors
     /// When it names another algorithm: scales of FP8_PB_WO have four dimensions, NVFP4 and MXFP8 are formats of their own.
-    pub(crate) fn read_modelopt(config: &Fields<'_>) -> Result<StoredQuantisation, LoadError> {
+    pub(crate) fn read_modelopt(config: &Fields<'_>) -> Result<Option<StoredQuantisation>, LoadError> {
         const ALGORITHMS: [&str; 2] = ["FP8", "FP8_PER_CHANNEL_PER_TOKEN"];
         match config.text("quant_algo")? {
+            None => Ok(None),
             Some(algorithm) if ALGORITHMS.iter().any(|known| known.eq_ignore_ascii_case(algorithm)) => {
-                Ok(StoredQuantisation::Named { group: None, block: [128, 128] })
+                Ok(Some(StoredQuantisation::Named { group: None, block: [128, 128] }))
             }
-            _ => Err(config.refuse("quant_algo", ALGORITHMS.join(" or "))),
+            Some(_) => Err(config.refuse("quant_algo", ALGORITHMS.join(" or "))),
         }
     }
 
@@ -283,6 +285,17 @@ mod tests {
         ] {
             let expected = StoredQuantisation::Named { group: None, block: [128, 128] };
             assert_eq!(quantisation(config).unwrap(), Some(expected), "{config}");
+        }
+    }
+
+    #[test]
+    fn modelopt_without_an_algorithm_quantises_no_weights() {
+        for config in [
+            r#"{"quant_method": "modelopt", "quant_algo": null, "kv_cache_quant_algo": "FP8"}"#,
+            r#"{"quant_method": "modelopt", "kv_cache_scheme": {"num_bits": 8, "type": "float"}}"#,
+            r#"{"quant_method": "modelopt", "quantization": {"quant_algo": null, "kv_cache_quant_algo": "FP8"}}"#,
+        ] {
+            assert_eq!(quantisation(config).unwrap(), None, "{config}");
         }
     }
 }

@@ -49,7 +49,15 @@ impl WeightFormat {
             Some("awq" | "gptq" | "auto-round" | "intel/auto-round") => {
                 WeightFormat::of_integers(&config, &["w_bit", "bits"], &["group_size", "q_group_size"])
             }
-            Some("fp8" | "fbgemm_fp8" | "modelopt") => WeightFormat::Fp8,
+            Some("fp8" | "fbgemm_fp8") => WeightFormat::Fp8,
+            Some("modelopt") => {
+                let nested = config.object("quantization")?;
+                match nested.as_ref().unwrap_or(&config).get("quant_algo") {
+                    Some(_) => WeightFormat::Fp8,
+                    // Only KV is quantised.
+                    None => WeightFormat::Bf16,
+                }
+            }
             Some("compressed-tensors") => WeightFormat::of_compressed(&config)?,
             _ => WeightFormat::Bf16,
         })
@@ -137,6 +145,9 @@ mod tests {
             (r#"{"quant_method": "fp8", "weight_block_size": [128, 128]}"#, "fp8", 1.0),
             (r#"{"quant_method": "fbgemm_fp8"}"#, "fp8", 1.0),
             (r#"{"quant_method": "modelopt", "quant_algo": "FP8"}"#, "fp8", 1.0),
+            (r#"{"quant_method": "modelopt", "quantization": {"quant_algo": "FP8"}}"#, "fp8", 1.0),
+            (r#"{"quant_method": "modelopt", "quant_algo": null}"#, "bf16", 2.0),
+            (r#"{"quant_method": "modelopt", "quantization": {"kv_cache_quant_algo": "FP8"}}"#, "bf16", 2.0),
             (
                 r#"{"quant_method": "compressed-tensors", "config_groups": {
                     "group_0": {"weights": {"type": "int", "num_bits": 4, "group_size": 32}}}}"#,
