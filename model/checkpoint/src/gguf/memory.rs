@@ -33,7 +33,8 @@ pub(crate) fn log_widened(first: &Path) -> Result<(), LoadError> {
         let types = contents.tensors.values().map(|(tensor, _)| tensor.tensor_type);
         for name in widened(types) {
             tracing::info!(
-                "the file's {name} is held in 8 bits: only Q4_0, Q4_1 and Q4_K stay at four, and `baton inspect` shows the memory"
+                "the file's {name} is held in 8 bits: only Q4_0, Q4_1 and Q4_K stay at four, unless another part of their product \
+                 has another type, and `baton inspect` shows the memory"
             );
         }
         Ok(())
