@@ -7,8 +7,6 @@ pub struct MachineMemory {
     pub total_bytes: usize,
     /// What is free without swapping.
     pub available_bytes: usize,
-    /// Room for memory that is swapped out.
-    pub swap_bytes: usize,
 }
 
 impl MachineMemory {
@@ -23,11 +21,7 @@ impl MachineMemory {
             let line = text.lines().find_map(|line| line.strip_prefix(name))?;
             line.trim().strip_suffix(" kB")?.parse::<usize>().ok().map(|kib| kib << 10)
         };
-        Some(MachineMemory {
-            total_bytes: bytes("MemTotal:")?,
-            available_bytes: bytes("MemAvailable:")?,
-            swap_bytes: bytes("SwapTotal:").unwrap_or(0),
-        })
+        Some(MachineMemory { total_bytes: bytes("MemTotal:")?, available_bytes: bytes("MemAvailable:")? })
     }
 }
 
@@ -38,10 +32,8 @@ mod tests {
     #[test]
     fn sizes_are_read_from_their_lines() {
         let text = "MemTotal:       1024 kB\nMemFree:          64 kB\nMemAvailable:    512 kB\n";
-        let memory = MachineMemory { total_bytes: 1 << 20, available_bytes: 512 << 10, swap_bytes: 0 };
+        let memory = MachineMemory { total_bytes: 1 << 20, available_bytes: 512 << 10 };
         assert_eq!(MachineMemory::parse(text), Some(memory));
-        let swapping = MachineMemory { swap_bytes: 256 << 10, ..memory };
-        assert_eq!(MachineMemory::parse(&format!("{text}SwapTotal: 256 kB\n")), Some(swapping));
         for wrong in ["", "MemTotal:       1024 kB\n", "MemTotal: x kB\nMemAvailable: 512 kB\n"] {
             assert_eq!(MachineMemory::parse(wrong), None, "{wrong:?}");
         }

@@ -1,5 +1,5 @@
-//! How much memory this process may use: what the machine has, with its swap, within the limits of its control groups. It does
-//! not know what the memory is for.
+//! How much memory this process may use: what the machine has, within the limits of its control groups. It does not know
+//! what the memory is for.
 
 use std::{fs, path::Path};
 
@@ -22,8 +22,7 @@ impl MemoryLimit<'static> {
 }
 
 impl MemoryLimit<'_> {
-    /// Bytes that the process may have at most; `None` where that is not known. Swap is the machine's: what a control group may
-    /// swap beside its limit is not counted.
+    /// Bytes that the process may have at most; `None` where that is not known.
     pub fn bytes(&self) -> Option<usize> {
         let own = fs::read_to_string(self.proc.join("self/cgroup")).unwrap_or_default();
         // Version 2 has one line. The limits of all groups above hold, too.
@@ -32,8 +31,7 @@ impl MemoryLimit<'_> {
             let text = fs::read_to_string(self.cgroups.join(group).join("memory.max")).ok()?;
             text.trim().parse().ok()
         });
-        let machine = self.machine().map(|memory| memory.total_bytes.saturating_add(memory.swap_bytes));
-        limits.chain(machine).min()
+        limits.chain(self.machine().map(|memory| memory.total_bytes)).min()
     }
 
     /// The memory of the machine.
@@ -61,9 +59,6 @@ mod tests {
         assert_eq!(limit.bytes(), Some(1 << 20));
         fs::write(group.join("memory.max"), "max\n").unwrap();
         assert_eq!(limit.bytes(), Some(1 << 20));
-        let meminfo = "MemTotal:       1024 kB\nMemAvailable:    512 kB\nSwapTotal:       512 kB\n";
-        fs::write(proc.join("meminfo"), meminfo).unwrap();
-        assert_eq!(limit.bytes(), Some(3 << 19));
         fs::write(cgroups.join("pods/memory.max"), "4096\n").unwrap();
         assert_eq!(limit.bytes(), Some(4096));
         fs::write(group.join("memory.max"), "2048\n").unwrap();

@@ -233,8 +233,7 @@ pub enum ConfigError {
     /// More than the process may have.
     #[error(
         "KV takes {bytes} bytes of the host's memory (--host-kv, and --kv-memory where a processor computes), but this process may \
-         use {limit} (the machine's memory and swap, or the limit of its control group); give it less, and leave room for the \
-         weights"
+         use {limit} (the machine's memory, or the limit of its control group); give it less, and leave room for the weights"
     )]
     KvMemoryTooLarge {
         /// What was given.

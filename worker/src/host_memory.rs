@@ -10,7 +10,7 @@ use crate::config::{ConfigError, KvMemory};
 /// memory.
 ///
 /// # Errors
-/// When they are larger than the machine's memory and swap, or than the limit of a control group that this process is in.
+/// When they are larger than the machine's memory, or than the limit of a control group that this process is in.
 pub(crate) fn check(pool: Option<KvMemory>, tier: Option<&HostConfig>) -> Result<(), ConfigError> {
     check_within(MemoryLimit::of_this_process(), pool, tier)
 }

@@ -115,8 +115,8 @@ pub enum LoadError {
     NoBf16,
     /// The weights can never fit into memory of this process's own.
     #[error(
-        "{}: the weights take {bytes} bytes of memory, but this process may use {limit} (the machine's memory and swap, or the \
-         limit of its control group): use --quantize int8 or int4, a smaller model, or a --weight-cache that can be written, \
+        "{}: the weights take {bytes} bytes of memory, but this process may use {limit} (the machine's memory, or the limit \
+         of its control group): use --quantize int8 or int4, a smaller model, or a --weight-cache that can be written, \
          from which weights are read again as they are needed",
         path.display()
     )]
