@@ -53,6 +53,11 @@ pub(super) trait IntegerSimd {
     /// Whether one instruction multiplies and adds to the sums.
     const IS_FUSED: bool = false;
 
+    /// Whether one row's weights are prefetched far ahead, if both halves are computed at a time. Asks the CPU once.
+    fn reads_far() -> bool {
+        false
+    }
+
     unsafe fn splat(x: i32) -> Self::I;
     unsafe fn levels(p: *const u8) -> Self::Levels;
     /// The levels in the low nibbles and in the high ones.
