@@ -44,6 +44,9 @@ pub enum CoreError {
         /// The id.
         id: String,
     },
+    /// Another connection has the stream now. Its client would only take the stream back from that one.
+    #[error("the stream goes on in another connection, which has resumed it")]
+    Replaced,
     /// No room: come again.
     #[error("{message}")]
     Full {
@@ -91,6 +94,7 @@ impl CoreError {
             CoreError::Invalid { .. } | CoreError::TooLong { .. } => "invalid",
             CoreError::NotFound { .. } => "not_found",
             CoreError::Duplicate { .. } => "duplicate",
+            CoreError::Replaced => "replaced",
             CoreError::Full { .. } => "full",
             CoreError::Unavailable { .. } => "unavailable",
             CoreError::Internal { .. } => "internal",

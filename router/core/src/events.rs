@@ -237,7 +237,7 @@ impl Events {
                 if self.is_durable && self.active.is_replaced() =>
             {
                 is_replaced = true;
-                Err(CoreError::unavailable("the stream goes on in another connection, which has resumed it"))
+                Err(CoreError::Replaced)
             }
             _ => Ok(event),
         });

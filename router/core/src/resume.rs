@@ -173,6 +173,7 @@ impl From<ResumeError> for CoreError {
             ResumeError::Unknown { .. } => {
                 CoreError::NotFound { message, param: None, code: Some("stream_not_found") }
             }
+            ResumeError::Replaced { .. } => CoreError::Replaced,
             ResumeError::Read { .. } => CoreError::internal(message),
         }
     }

@@ -82,6 +82,12 @@ pub enum ResumeError {
         /// The id.
         id: String,
     },
+    /// Another client has taken it meanwhile.
+    #[error("another client has resumed the stream with the id {id:?} meanwhile")]
+    Replaced {
+        /// The id.
+        id: String,
+    },
     /// Its records are damaged or cannot be read.
     #[error("the journal of {id:?} cannot be read: {reason}")]
     Read {

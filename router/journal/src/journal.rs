@@ -272,7 +272,7 @@ impl Journal {
     /// effect any more.
     ///
     /// # Errors
-    /// When the session has gone since, or its newer records cannot be read.
+    /// When the session has gone since, another client takes it at the same time, or its newer records cannot be read.
     pub async fn take(&self, found: Session) -> Result<(Session, SessionWriter), ResumeError> {
         let (id, owner) = (found.acceptance.id.clone(), found.acceptance.owner.clone());
         let unknown = || ResumeError::Unknown { id: id.clone() };
@@ -296,7 +296,9 @@ impl Journal {
                 }
                 match &writer {
                     // Another client of the same stream was faster.
-                    Some(writer) if writer.epoch != entry.epoch => return Err(unknown()),
+                    Some(writer) if writer.epoch != entry.epoch => {
+                        return Err(ResumeError::Replaced { id: id.clone() });
+                    }
                     Some(_) => {
                         if entry.standing == Standing::Parked {
                             entry.standing = Standing::Running;

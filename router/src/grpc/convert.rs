@@ -360,6 +360,7 @@ pub(super) fn status(error: CoreError) -> Status {
         CoreError::Invalid { .. } | CoreError::TooLong { .. } => Code::InvalidArgument,
         CoreError::NotFound { .. } => Code::NotFound,
         CoreError::Duplicate { .. } => Code::AlreadyExists,
+        CoreError::Replaced => Code::Aborted,
         CoreError::Full { .. } => Code::ResourceExhausted,
         CoreError::Unavailable { .. } => Code::Unavailable,
         CoreError::Internal { .. } => Code::Internal,

@@ -513,3 +513,26 @@ async fn a_stream_that_another_connection_resumes_is_no_error_and_its_prompt_cou
     }
     router.until_metric("baton_router_prompt_tokens_total 5").await;
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_stream_that_another_connection_resumes_does_not_tell_its_client_to_come_again() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let mut router = Router::start(durable(dir.path())).await;
+    let _worker = register(&mut router).await;
+    let mut client = grpc::client(&router).await;
+    let prompt = Some(Prompt::Text("[003]".into()));
+    let request = v1::GenerateRequest { prompt, request_id: "mine".into(), ..Default::default() };
+    let mut first = client.generate(request).await.expect("it begins").into_inner();
+    first.message().await.expect("it goes on").expect("a token");
+    let resume = v1::ResumeRequest { request_id: "mine".into(), next_token_idx: 0 };
+    let _second = client.resume(resume).await.expect("it is there").into_inner();
+    let end = loop {
+        match first.message().await {
+            Ok(response) => assert!(response.is_some(), "it ends with an error"),
+            Err(end) => break end,
+        }
+    };
+    assert_eq!(end.code(), tonic::Code::Aborted, "{end}");
+    assert!(end.message().contains("in another connection"), "{end}");
+    assert!(end.metadata().get("retry-after").is_none(), "{end:?}");
+}

@@ -123,6 +123,28 @@ async fn a_session_that_is_found_stays_with_its_writer_until_it_is_taken() {
 }
 
 #[tokio::test]
+async fn a_client_that_is_overtaken_while_it_takes_a_session_is_told_so() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let journal = open(dir.path());
+    let first = journal.accept(acceptance("one")).await.unwrap();
+    let found = journal.find("one", None).await.unwrap();
+    // These must be read, too, before it can go on.
+    push(&first, 0..2);
+    let mut slow = Box::pin(journal.take(found));
+    tokio::select! {
+        biased;
+        _ = &mut slow => panic!("it waits for the disk"),
+        () = std::future::ready(()) => {}
+    }
+    let (session, faster) = resume(&journal, "one", None).await.unwrap();
+    assert_eq!(session.tokens.len(), 2);
+    assert!(matches!(slow.await, Err(ResumeError::Replaced { .. })));
+    push(&faster, 2..3);
+    drop((first, faster));
+    assert_eq!(num_tokens(&journal, "one").await, 3);
+}
+
+#[tokio::test]
 async fn a_session_that_is_taken_without_a_new_token_had_stalled() {
     let dir = tempfile::tempdir().expect("a directory");
     let journal = open(dir.path());
