@@ -44,6 +44,12 @@ pub enum CoreError {
         /// The id.
         id: String,
     },
+    /// A durable stream of this id waits for its client: resume or abort it, or choose another id.
+    #[error("the stream of a request with the id {id:?} is parked: resume it or abort it")]
+    Parked {
+        /// The id, as the client chose it.
+        id: String,
+    },
     /// Another connection has the stream now. Its client would only take the stream back from that one.
     #[error("the stream goes on in another connection, which has resumed it")]
     Replaced,
@@ -94,6 +100,7 @@ impl CoreError {
             CoreError::Invalid { .. } | CoreError::TooLong { .. } => "invalid",
             CoreError::NotFound { .. } => "not_found",
             CoreError::Duplicate { .. } => "duplicate",
+            CoreError::Parked { .. } => "parked",
             CoreError::Replaced => "replaced",
             CoreError::Full { .. } => "full",
             CoreError::Unavailable { .. } => "unavailable",

@@ -72,7 +72,13 @@ impl Core {
             body: bytes.into(),
             prepared: kept.encode_to_vec(),
         };
-        let writer = journal.accept(acceptance).await?;
+        let writer = journal.accept(acceptance).await.map_err(|error| match error {
+            // It does not run here: this request has entered. The journal's id has the tenant.
+            AcceptError::Exists { .. } => CoreError::Parked { id: request.id.clone() },
+            AcceptError::Full { .. } | AcceptError::Behind { .. } | AcceptError::Write(_) => {
+                CoreError::unavailable(error.to_string())
+            }
+        })?;
         drop(room);
         Ok(DurableSession { writer, replay: None, ending: None })
     }
@@ -152,17 +158,6 @@ impl PreparedRequest {
     /// Only then the order of tokens says the order of events. Scores of a prompt are no tokens.
     fn is_one_choice(&self) -> bool {
         self.n == 1 && matches!(&self.prompts[..], [prompt] if prompt.sampling.prompt_logprobs.is_none())
-    }
-}
-
-impl From<AcceptError> for CoreError {
-    fn from(error: AcceptError) -> CoreError {
-        match error {
-            AcceptError::Exists { id } => CoreError::Duplicate { id },
-            AcceptError::Full { .. } | AcceptError::Behind { .. } | AcceptError::Write(_) => {
-                CoreError::unavailable(error.to_string())
-            }
-        }
     }
 }
 

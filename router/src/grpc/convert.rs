@@ -359,7 +359,7 @@ pub(super) fn status(error: CoreError) -> Status {
         CoreError::Invalid { code: Some("stream_not_durable"), .. } => Code::FailedPrecondition,
         CoreError::Invalid { .. } | CoreError::TooLong { .. } => Code::InvalidArgument,
         CoreError::NotFound { .. } => Code::NotFound,
-        CoreError::Duplicate { .. } => Code::AlreadyExists,
+        CoreError::Duplicate { .. } | CoreError::Parked { .. } => Code::AlreadyExists,
         CoreError::Replaced => Code::Aborted,
         CoreError::Full { .. } => Code::ResourceExhausted,
         CoreError::Unavailable { .. } => Code::Unavailable,

@@ -109,7 +109,9 @@ impl From<CoreError> for ApiError {
                 error.detail.code = code;
                 error
             }
-            CoreError::Duplicate { .. } => ApiError::new(StatusCode::CONFLICT, message),
+            CoreError::Duplicate { .. } | CoreError::Parked { .. } => {
+                ApiError::new(StatusCode::CONFLICT, message)
+            }
             CoreError::Replaced => ApiError::new(StatusCode::CONFLICT, message).with_code("stream_replaced"),
             CoreError::Full { .. } => {
                 ApiError::new(StatusCode::TOO_MANY_REQUESTS, message).with_code("rate_limit_exceeded")
@@ -152,6 +154,7 @@ mod tests {
             CoreError::TooLong { message: message.clone(), param: None, overflow: None },
             CoreError::NotFound { message: message.clone(), param: None, code: None },
             CoreError::Duplicate { id: message.clone() },
+            CoreError::Parked { id: message.clone() },
             CoreError::Replaced,
             CoreError::Full { message: message.clone(), retry_after: Duration::ZERO },
             CoreError::Unavailable { message: message.clone() },

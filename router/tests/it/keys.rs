@@ -511,6 +511,28 @@ fn durable(dir: &Path) -> impl FnOnce(&mut RouterConfig) + use<> {
     move |config: &mut RouterConfig| config.durable = Some(JournalConfig { dir, max_bytes: 1 << 20, ttl })
 }
 
+#[tokio::test(flavor = "multi_thread")]
+async fn a_request_with_the_id_of_a_parked_stream_is_told_that_it_is_parked() {
+    let dir = tempfile::tempdir().unwrap();
+    let (router, worker, _file) = start_with(&entries(""), durable(dir.path())).await;
+    worker.script(|_| vec![Step::Silence]);
+    let mut caller = grpc::client_with(&router, &secret(ACME)).await;
+    drop(caller.generate(named("mine", 2)).await.unwrap());
+    router.until_metric("baton_journal_parked 1").await;
+    // The request itself ends a moment later.
+    let refused = loop {
+        let refused = caller.generate(named("mine", 2)).await.err().unwrap();
+        assert_eq!(refused.code(), Code::AlreadyExists, "{refused}");
+        if !refused.message().contains("running already") {
+            break refused;
+        }
+    };
+    let message = "the stream of a request with the id \"mine\" is parked: resume it or abort it";
+    assert_eq!(refused.message(), message);
+    caller.abort(AbortRequest { request_id: "mine".into() }).await.unwrap();
+    drop(caller.generate(named("mine", 2)).await.expect("the id is free"));
+}
+
 /// A call by gRPC whose client has chosen this id.
 fn named(id: &str, num_prompt_tokens: usize) -> GenerateRequest {
     let prompt = Some(Prompt::Text("x".repeat(num_prompt_tokens)));
