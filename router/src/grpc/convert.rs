@@ -324,6 +324,7 @@ fn explained(plan: ExplainedPlan) -> v1::ExplainedPlan {
 
 fn way(option: ExplainedOption) -> v1::PlannedWay {
     let times = option.estimate.map(|estimate| v1::PlannedTimes {
+        recall: estimate.recall,
         fetch: estimate.fetch,
         queue: estimate.queue,
         compute: estimate.compute,

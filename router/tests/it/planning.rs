@@ -13,6 +13,7 @@ use tracing::{Metadata, field::Field, span};
 
 use crate::{
     fake::{FakeWorker, Step, say},
+    grpc,
     harness::{Router, SOON},
     index::{blocks, says, until_index},
     model::ids,
@@ -248,6 +249,32 @@ async fn a_prefix_in_a_pool_is_worth_more_than_one_in_a_slow_tier() {
     router.until_metric(&format!("baton_router_index_memberships {}", 3 * 25)).await;
     let plan = router.client.post(TEXT, &body).await.json()["plans"][0].clone();
     assert_eq!(plan["chosen"]["decode"], "d0", "{plan}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_plan_that_is_told_over_grpc_has_the_time_of_the_recall() {
+    use v1::{generate_request::Prompt, generate_response::Event};
+    let mut router = Router::start(|_| {}).await;
+    let d0 = reporting(&mut router, "d0", Role::Decode).await;
+    d0.set_load(|load| load.tiers = vec![tier(5e-5)]);
+    let text = prompt('a', 400)["prompt"].as_str().expect("a text").to_owned();
+    let stored = v1::CacheEvent { stored: blocks(&text), ..v1::CacheEvent::default() };
+    let pooled = v1::CacheEvent { level: 1, ..v1::CacheEvent::default() };
+    says(&d0, 0, vec![stored, pooled], v1::CacheBatch::DumpEnd);
+    until_index(&router, "d0", "exact").await;
+    let request =
+        v1::GenerateRequest { prompt: Some(Prompt::Text(text)), explain: true, ..Default::default() };
+    let mut client = grpc::client(&router).await;
+    let mut stream = client.generate(request).await.expect("it begins").into_inner();
+    let finished = loop {
+        let response = stream.message().await.expect("it goes on").expect("it has an end");
+        if let Some(Event::Finished(finished)) = response.event {
+            break finished;
+        }
+    };
+    let chosen = finished.plans[0].chosen.as_ref().expect("a way");
+    let times = chosen.times.as_ref().expect("the worker says what steps take");
+    assert!(times.recall > 0.01 && times.ttft >= times.recall + times.fetch, "{times:?}");
 }
 
 #[tokio::test(flavor = "multi_thread")]
