@@ -31,3 +31,17 @@ pub use request::{MissingField, failure_from_status, failure_to_status, is_serve
 
 /// Every file above as an encoded `FileDescriptorSet`, for gRPC reflection.
 pub const DESCRIPTORS: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/descriptors.bin"));
+
+#[cfg(test)]
+mod tests {
+    use super::DESCRIPTORS;
+
+    /// Without it protoc-gen-go makes nothing of them.
+    #[test]
+    fn each_file_names_its_package_of_go() {
+        for package in ["baton/v1;batonv1", "baton/worker/v1;workerv1"] {
+            let option = format!("github.com/baton-serve/baton/proto/{package}");
+            assert!(DESCRIPTORS.windows(option.len()).any(|bytes| bytes == option.as_bytes()), "{option}");
+        }
+    }
+}
