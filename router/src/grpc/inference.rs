@@ -3,7 +3,7 @@
 use std::{collections::VecDeque, pin::Pin, sync::Arc};
 
 use baton_proto::v1::{
-    AbortRequest, AbortResponse, GenerateRequest, GenerateResponse, LoadsRequest, LoadsResponse,
+    AbortRequest, AbortResponse, GenerateRequest, GenerateResponse, Load, LoadsRequest, LoadsResponse,
     ModelInfoRequest, ModelInfoResponse, ResumeRequest, WorkerLoad, inference_server,
 };
 use futures_util::Stream;
@@ -189,7 +189,12 @@ impl inference_server::Inference for Inference {
                 worker_id: listed.record.id.0.clone(),
                 role: listed.record.role.name().to_owned(),
                 address: listed.record.address.clone(),
-                load: listed.report.map(|report| report.load),
+                // What it says to this router alone is not for clients.
+                load: listed.report.map(|report| Load {
+                    covered: None,
+                    is_home_of_another: false,
+                    ..report.load
+                }),
                 age_ms: u64::try_from(age).unwrap_or(u64::MAX),
             }
         });

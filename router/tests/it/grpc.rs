@@ -399,7 +399,13 @@ async fn the_tokenizers_end_ends_answers_and_an_end_that_the_model_lacks_is_igno
 
 #[tokio::test(flavor = "multi_thread")]
 async fn model_info_and_loads() {
-    let (router, _worker) = Router::with_worker().await;
+    let mut router = Router::start(|_| {}).await;
+    let decode = FakeWorker::start("d0", Role::Decode, 1).await;
+    decode.set_load(|load| {
+        load.covered = Some(v1::Covered { below: 7, numbers: Vec::new() });
+        load.is_home_of_another = true;
+    });
+    router.register(&decode).await;
     let mut client = client(&router).await;
     let info = client.model_info(ModelInfoRequest {}).await.unwrap().into_inner();
     let expected = v1::ModelInfoResponse {
@@ -414,7 +420,10 @@ async fn model_info_and_loads() {
     let loads = client.loads(LoadsRequest {}).await.unwrap().into_inner();
     let worker = &loads.workers[0];
     assert_eq!((worker.worker_id.as_str(), worker.role.as_str()), ("d0", "decode"));
-    assert_eq!(worker.load.as_ref().unwrap().num_total_blocks, 64);
+    let load = worker.load.as_ref().unwrap();
+    assert_eq!(load.num_total_blocks, 64);
+    // What it tells the router alone.
+    assert!(load.covered.is_none() && !load.is_home_of_another, "{load:?}");
 }
 
 #[tokio::test(flavor = "multi_thread")]
