@@ -198,7 +198,16 @@ fn cache_control(param: &str, control: Option<v1::CacheControl>) -> Result<Optio
     let Some(control) = control else { return Ok(None) };
     let ttl = control.ttl_seconds.map(|seconds| Duration::from_secs(seconds.into()));
     let priority = known::<Priority>(&format!("{param}.priority"), control.priority)?;
+    if let Some(seconds) = control.ttl_seconds.filter(|seconds| !(1..=86_400).contains(seconds)) {
+        let message = format!("{param}.ttl_seconds: {seconds} is not between 1 and 86400 (24 hours)");
+        return Err(CoreError::invalid(param, message));
+    }
     let kept = match (priority, ttl) {
+        // Some clients send a message without fields for none.
+        (Priority::Unspecified, None) => {
+            let message = format!("{param}.priority: it is missing: give it, or ttl_seconds");
+            return Err(CoreError::invalid(param, message));
+        }
         (Priority::Unspecified | Priority::High, ttl) => {
             CacheControl::High(ttl.unwrap_or(CacheControl::DEFAULT_TTL))
         }

@@ -136,7 +136,7 @@ async fn grpc_says_the_same() {
         let message = ChatMessage { role: "user".into(), parts, ..ChatMessage::default() };
         Some(Prompt::Chat(ChatMessages { messages: vec![message], ..ChatMessages::default() }))
     };
-    let marked = Some(control(Priority::Unspecified, None));
+    let marked = Some(control(Priority::Unspecified, Some(300)));
     let low = Some(control(Priority::Low, None));
     for (prompt, cache_control, expected) in [
         (Some(Prompt::Text("Hi".into())), Some(control(Priority::High, Some(60))), kept([(2, 60)], false)),
@@ -150,7 +150,13 @@ async fn grpc_says_the_same() {
     }
     let text = || Some(Prompt::Text("Hi".into()));
     for (prompt, cache_control, reason) in [
-        (text(), Some(control(Priority::High, Some(86_401))), "cache_control.ttl: 86401 is not"),
+        (text(), Some(control(Priority::High, Some(86_401))), "cache_control.ttl_seconds: 86401 is not"),
+        (text(), Some(CacheControl::default()), "cache_control.priority: it is missing"),
+        (
+            chat(vec![part("Go", None), part("Read", Some(control(Priority::High, Some(0))))]),
+            None,
+            "messages[0].parts[1].cache_control.ttl_seconds: 0 is not",
+        ),
         (text(), Some(control(Priority::Low, Some(60))), "cache_control.ttl_seconds: only"),
         (chat(vec![part("Read", low)]), None, "messages[0].parts[0].cache_control.priority: only"),
     ] {
