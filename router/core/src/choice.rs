@@ -269,7 +269,14 @@ impl Choice {
         let Some(attempt) = &mut self.attempt else { return Ok(None) };
         let idx = attempt.next_idx;
         attempt.next_idx += 1;
-        if let Some(failure) = self.difference(idx, &token) {
+        // All scores come before the first token.
+        let lacks_scores = attempt.is_scored && idx == 0 && self.next_scored < self.request.prompt.len();
+        let failure = match lacks_scores {
+            // It is older than the field, which it ignores.
+            true => Some(Failure::new(FailureKind::Internal, "the worker does not score prompts")),
+            false => self.difference(idx, &token),
+        };
+        if let Some(failure) = failure {
             self.on_failure(failure)?;
             return Ok(None);
         }

@@ -102,7 +102,7 @@ struct Gate {
     waiting: Vec<Waker>,
 }
 
-/// Continues `answer` after the tokens of earlier attempts, then finishes.
+/// Scores the prompt if it is asked to, continues `answer` after the tokens of earlier attempts, then finishes.
 pub fn say(answer: &str) -> impl Fn(&GenerateRequest) -> Vec<Step> + Send + Sync + 'static {
     let answer = answer.to_owned();
     move |request| {
@@ -112,6 +112,11 @@ pub fn say(answer: &str) -> impl Fn(&GenerateRequest) -> Vec<Step> + Send + Sync
         let long = all.len() > max;
         all.truncate(max);
         let mut steps = all.split_off(request.output_token_ids.len().min(all.len()));
+        let wants_scores = request.sampling.as_ref().is_some_and(|it| it.prompt_logprobs.is_some());
+        if wants_scores && request.output_token_ids.is_empty() && request.prompt_token_ids.len() > 1 {
+            let scored = request.prompt_token_ids[1..].iter().map(|&id| (id, -0.5));
+            steps.insert(0, Step::Scored(1, scored.collect()));
+        }
         let reason = if long { v1::FinishReason::Length } else { v1::FinishReason::Stop };
         steps.push(Step::Finish(reason));
         steps

@@ -153,9 +153,14 @@ async fn generates_from_text_chat_and_ids() {
 #[tokio::test(flavor = "multi_thread")]
 async fn no_attempt_blends_a_prompt_whose_log_probabilities_are_asked_for() {
     let (router, worker) = Router::with_worker().await;
-    worker.script(|request| match request.attempt {
-        0 => vec![Step::Token(ids("Hello")[0]), Step::Fail(Kind::Internal)],
-        _ => say("Hello")(request),
+    worker.script(|request| {
+        let mut steps = say("Hello")(request);
+        if request.attempt == 0 {
+            let first = steps.iter().position(|step| matches!(step, Step::Token(_))).expect("a token");
+            steps.truncate(first + 1);
+            steps.push(Step::Fail(Kind::Internal));
+        }
+        steps
     });
     let mut client = client(&router).await;
     for (prompt_logprobs, is_blended) in [(None, true), (Some(1), false)] {

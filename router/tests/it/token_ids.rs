@@ -161,6 +161,22 @@ async fn each_token_of_a_prompt_has_one_log_probability_after_a_retry() {
     assert_eq!(router.client.post("/v1/completions", &streamed).await.json()["error"]["param"], "max_tokens");
 }
 
+#[tokio::test(flavor = "multi_thread")]
+async fn a_worker_that_does_not_tell_the_log_probabilities_of_a_prompt_has_failed() {
+    let (router, worker) = Router::with_worker().await;
+    worker.script(|request| {
+        // The first attempt is that of an older worker, which ignores the field.
+        let scored = (request.attempt > 0).then(|| Step::Scored(1, vec![(98, -0.5)]));
+        let answer = [Step::Token(65), Step::Finish(v1::FinishReason::Length)];
+        scored.into_iter().chain(answer).collect()
+    });
+    let body = json!({"prompt": "ab", "max_tokens": 1, "prompt_logprobs": 1});
+    let answer = router.client.post("/v1/completions", &body).await.json();
+    let choice = &answer["choices"][0];
+    assert_eq!((&choice["text"], worker.requests().len()), (&json!("A"), 2), "{answer}");
+    assert_eq!(choice["prompt_logprobs"].as_array().map(Vec::len), Some(2), "{answer}");
+}
+
 /// So many log-probabilities are written off the threads that serve connections.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_long_answer_has_all_log_probabilities_in_each_choice() {
