@@ -26,13 +26,17 @@ impl Retention {
     /// The longest time.
     pub const MAX_TTL: Duration = Duration::from_hours(24);
 
+    /// Whether a prefix may be kept for this time.
+    pub fn allows(ttl: Duration) -> bool {
+        !ttl.is_zero() && ttl <= Self::MAX_TTL
+    }
+
     /// Checks the times.
     ///
     /// # Errors
     /// When one is too long, or nothing.
     pub fn validate(&self) -> Result<(), InvalidRequest> {
-        let is_good = |ttl: Duration| !ttl.is_zero() && ttl <= Self::MAX_TTL;
-        match self.kept.iter().find(|kept| !is_good(kept.ttl)) {
+        match self.kept.iter().find(|kept| !Self::allows(kept.ttl)) {
             None => Ok(()),
             Some(kept) => {
                 let expected = "above 0 seconds and at most 86400 (24 hours)";

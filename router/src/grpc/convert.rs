@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use baton_planner::{PrefillMode, Slo};
 use baton_proto::v1;
+use baton_request::Retention;
 use baton_router_core::{
     BlendMode, CacheControl, ChatInput, ClientRequest, ClientSampling, CoreError, Echo, Event,
     ExplainedOption, ExplainedPlan, Extras, FieldNames, KeptText, MessageTexts, PromptInput, RequestArrival,
@@ -198,8 +199,8 @@ fn cache_control(param: &str, control: Option<v1::CacheControl>) -> Result<Optio
     let Some(control) = control else { return Ok(None) };
     let ttl = control.ttl_seconds.map(|seconds| Duration::from_secs(seconds.into()));
     let priority = known::<Priority>(&format!("{param}.priority"), control.priority)?;
-    if let Some(seconds) = control.ttl_seconds.filter(|seconds| !(1..=86_400).contains(seconds)) {
-        let message = format!("{param}.ttl_seconds: {seconds} is not between 1 and 86400 (24 hours)");
+    if let Some(ttl) = ttl.filter(|&ttl| !Retention::allows(ttl)) {
+        let message = format!("{param}.ttl_seconds: {} is not between 1 and 86400 (24 hours)", ttl.as_secs());
         return Err(CoreError::invalid(param, message));
     }
     let kept = match (priority, ttl) {
