@@ -101,7 +101,7 @@ impl WeightSize {
     }
 
     /// What the weights of a model take on average if they take `num_bytes` in memory.
-    pub(super) fn of_files(num_bytes: u64, config: &ModelConfig) -> WeightSize {
+    pub(super) fn in_memory(num_bytes: u64, config: &ModelConfig) -> WeightSize {
         let parameters = ModelCost::new(&config.decoder, 1.0, KvDtype::F32).num_parameters();
         WeightSize {
             bytes: num_bytes as f64 / parameters as f64,

@@ -41,7 +41,7 @@ fn run_to(args: &InspectArgs, out: &mut dyn Write) -> anyhow::Result<()> {
     let file_bytes = weight_file_bytes(&model)?;
     let weights = match &args.dtype {
         Some(given) => given.clone(),
-        None => WeightSize::of_files(memory_bytes(&model, &config, args.device.backend())?, &config),
+        None => WeightSize::in_memory(memory_bytes(&model, &config, args.device.backend())?, &config),
     };
     let inspection = Inspection::new(&config, weights, args)?;
     write!(out, "{} in {}\n\n{inspection}", config.architecture, model.display())?;
@@ -176,7 +176,7 @@ mod tests {
         assert!(inspect(&given("int8:32")).unwrap().contains("parameters x 1.062 bytes"));
         assert!(parse_dtype("int2").is_err());
         let config = ModelConfig::parse(Path::new("config.json"), LLAMA.as_bytes()).unwrap();
-        assert_eq!(WeightSize::of_files(8_030_261_248, &config).bytes, 1.0);
+        assert_eq!(WeightSize::in_memory(8_030_261_248, &config).bytes, 1.0);
     }
 
     #[test]
@@ -189,7 +189,7 @@ mod tests {
             let method = format!("{{\"quantization_config\": {{\"quant_method\": \"{method}\"}},");
             ModelConfig::parse(Path::new("config.json"), LLAMA.replacen('{', &method, 1).as_bytes()).unwrap()
         };
-        let stored = |config: &ModelConfig| WeightSize::of_files(1, config).stored;
+        let stored = |config: &ModelConfig| WeightSize::in_memory(1, config).stored;
         assert_eq!(stored(&directory("fp8")), StoredWeights::Fp8);
         assert_eq!(stored(&gguf("llama-f32")), StoredWeights::Floats(FloatDtype::F32));
         assert_eq!(stored(&gguf("llama-f16")), StoredWeights::Floats(FloatDtype::F16));
