@@ -249,6 +249,7 @@ mod tests {
         assert!(matches!(error("a"), GrammarError::TooSlow { .. }));
         assert!(matches!(error("b"), GrammarError::Busy { .. }));
     }
+
     #[test]
     fn a_grammar_that_has_just_begun_is_not_too_slow_for_a_caller_that_waited_for_a_place() {
         let all = compilations(Duration::from_millis(200), 1, 8);
@@ -265,6 +266,7 @@ mod tests {
             assert_eq!(refused, Some(GrammarError::Busy { max_compiling: 1 }));
         });
     }
+
     #[test]
     fn callers_that_wait_for_the_vocabulary_are_counted() {
         let (all, loaded) = (compilations(LONG, 4, 1), OnceLock::new());
