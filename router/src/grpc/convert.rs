@@ -366,8 +366,10 @@ fn usage(usage: Usage) -> v1::Usage {
 /// The status of an error. Its metadata says when to come again, as the header `Retry-After` does over HTTP.
 pub(super) fn status(error: CoreError) -> Status {
     let code = match &error {
-        // The call is right: it is the router that has no journal.
-        CoreError::Invalid { code: Some("stream_not_durable"), .. } => Code::FailedPrecondition,
+        // The call is right: it is the router that has no journal, or another model.
+        CoreError::Invalid { code: Some("stream_not_durable" | "model_mismatch"), .. } => {
+            Code::FailedPrecondition
+        }
         CoreError::Invalid { .. } | CoreError::TooLong { .. } => Code::InvalidArgument,
         CoreError::NotFound { .. } => Code::NotFound,
         CoreError::Duplicate { .. } | CoreError::Parked { .. } => Code::AlreadyExists,

@@ -295,6 +295,33 @@ async fn numbers_of_events_that_are_made_otherwise_now_are_refused_and_those_of_
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_stream_of_another_model_waits_for_a_router_of_its_own() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let mut first = Router::start(durable(dir.path())).await;
+    let worker = register(&mut first).await;
+    let mut client = grpc::client(&first).await;
+    let prompt = Some(Prompt::Text("[003]".into()));
+    let request = v1::GenerateRequest { prompt, request_id: "mine".into(), ..Default::default() };
+    let mut silent = client.generate(request).await.expect("it begins").into_inner();
+    silent.message().await.expect("it goes on").expect("a token");
+    drop((silent, client));
+    first.begin_shutdown();
+    first.ended().await.unwrap();
+    drop(worker);
+    let configure = durable(dir.path());
+    let second = Router::start(|config| {
+        configure(config);
+        config.model_name = "other".into();
+    })
+    .await;
+    let resume = v1::ResumeRequest { request_id: "mine".into(), next_token_idx: 1 };
+    let refused = grpc::client(&second).await.resume(resume).await.expect_err("it is of another model");
+    assert_eq!(refused.code(), tonic::Code::FailedPrecondition, "{refused}");
+    let answer = second.client.get("/v1/streams/mine").await;
+    assert_eq!((answer.status, &answer.json()["error"]["code"]), (400, &json!("model_mismatch")));
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_resume_after_more_than_an_answer_has_is_refused() {
     let dir = tempfile::tempdir().expect("a directory");
     let mut router = Router::start(durable(dir.path())).await;
