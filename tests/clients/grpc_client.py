@@ -266,7 +266,10 @@ def mistakes_get_the_right_status(server: Server) -> None:
     ]:
         message = fails_with(invalid, server.generate(**request))
         assert named in message, (named, message)
-    fails_with(grpc.StatusCode.NOT_FOUND, server.generate(model="no-such-model"))
+    unknown = server.generate(model="no-such-model")
+    fails_with(grpc.StatusCode.NOT_FOUND, unknown)
+    said = dict(unknown.trailing_metadata())
+    assert (said.get("baton-code"), said.get("baton-param")) == ("model_not_found", "model"), said
 
 
 @check

@@ -7,12 +7,9 @@ use axum::{
 use baton_keys::{BadKey, KeyRole, QuotaExceeded};
 use baton_router_port::PageRefusal;
 use http::{HeaderValue, StatusCode, header};
-use tonic::Status;
+use tonic::Code;
 
-use crate::http::{
-    error::{ApiError, retry_after_seconds},
-    observe::is_grpc,
-};
+use crate::http::{error::ApiError, observe::is_grpc};
 
 /// Why a call is not admitted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -40,29 +37,24 @@ fn wrong_role(role: KeyRole) -> &'static str {
 
 impl Refusal {
     pub(super) fn answer(self, request: &Request) -> Response {
-        if is_grpc(request.headers()) {
-            let message = self.to_string();
-            let status = match self {
-                Refusal::NoKey | Refusal::BadKey(_) => Status::unauthenticated(message),
-                Refusal::WrongRole(_) | Refusal::Page(_) => Status::permission_denied(message),
-                Refusal::Exceeded(_) => Status::resource_exhausted(message),
-            };
-            let mut response = status.into_http();
-            if let Refusal::Exceeded(exceeded) = self {
-                let seconds = retry_after_seconds(exceeded.retry_after);
-                response.headers_mut().insert(header::RETRY_AFTER, seconds.into());
-            }
-            return response;
-        }
-        let (status, code) = match self {
+        let (status, code, grpc) = match self {
             // OpenAI's code for all of them.
-            Refusal::NoKey | Refusal::BadKey(_) => (StatusCode::UNAUTHORIZED, "invalid_api_key"),
-            Refusal::WrongRole(_) | Refusal::Page(_) => (StatusCode::FORBIDDEN, "permission_denied"),
-            Refusal::Exceeded(_) => (StatusCode::TOO_MANY_REQUESTS, "rate_limit_exceeded"),
+            Refusal::NoKey | Refusal::BadKey(_) => {
+                (StatusCode::UNAUTHORIZED, "invalid_api_key", Code::Unauthenticated)
+            }
+            Refusal::WrongRole(_) | Refusal::Page(_) => {
+                (StatusCode::FORBIDDEN, "permission_denied", Code::PermissionDenied)
+            }
+            Refusal::Exceeded(_) => {
+                (StatusCode::TOO_MANY_REQUESTS, "rate_limit_exceeded", Code::ResourceExhausted)
+            }
         };
         let mut error = ApiError::new(status, self.to_string()).with_code(code);
         if let Refusal::Exceeded(exceeded) = self {
             error.retry_after = Some(exceeded.retry_after);
+        }
+        if is_grpc(request.headers()) {
+            return error.into_status(grpc).into_http();
         }
         let mut response = error.into_response();
         if status == StatusCode::UNAUTHORIZED {

@@ -14,7 +14,7 @@ use baton_tools::{AnswerPart, AskedGrammar, CallIds, ToolRequest, read_arguments
 use serde_json::{Value, json};
 use tonic::{Code, Status};
 
-use crate::http::error::retry_after_seconds;
+use crate::http::error::ApiError;
 
 /// About how many bytes the JSON in a request's strings takes once it is parsed.
 pub(super) fn values_bytes(request: &v1::GenerateRequest) -> usize {
@@ -363,7 +363,7 @@ fn usage(usage: Usage) -> v1::Usage {
     }
 }
 
-/// The status of an error. Its metadata says when to come again, as the header `Retry-After` does over HTTP.
+/// The status of an error. Its metadata has what an error over HTTP says beside its message.
 pub(super) fn status(error: CoreError) -> Status {
     let code = match &error {
         // The call is right: it is the router that has no journal, or another model.
@@ -378,9 +378,5 @@ pub(super) fn status(error: CoreError) -> Status {
         CoreError::Unavailable { .. } => Code::Unavailable,
         CoreError::Internal { .. } => Code::Internal,
     };
-    let mut status = Status::new(code, error.to_string());
-    if let Some(after) = error.retry_after() {
-        status.metadata_mut().insert("retry-after", retry_after_seconds(after).into());
-    }
-    status
+    ApiError::from(error).into_status(code)
 }

@@ -1,4 +1,4 @@
-//! Errors in OpenAI's shape: `{"error":{"message","type","param","code"}}`.
+//! Errors in OpenAI's shape: `{"error":{"message","type","param","code"}}`. A gRPC status says the same in its metadata.
 
 use std::time::Duration;
 
@@ -7,6 +7,7 @@ use baton_request_fields::FieldRefusal;
 use baton_tools::OutputRefusal;
 use http::{HeaderValue, StatusCode, header};
 use serde::Serialize;
+use tonic::{Code, Status, metadata::AsciiMetadataValue};
 
 use baton_router_core::{ContextOverflow, CoreError};
 
@@ -66,10 +67,26 @@ impl ApiError {
     pub(crate) fn unsupported(param: impl Into<String>, message: impl Into<String>) -> ApiError {
         ApiError::invalid(param, message).with_code("unsupported_parameter")
     }
+
+    /// The same as a gRPC status.
+    pub(crate) fn into_status(self, code: Code) -> Status {
+        let mut status = Status::new(code, self.detail.message);
+        let metadata = status.metadata_mut();
+        if let Some(after) = self.retry_after {
+            metadata.insert("retry-after", retry_after_seconds(after).into());
+        }
+        if let Some(code) = self.detail.code {
+            metadata.insert("baton-code", AsciiMetadataValue::from_static(code));
+        }
+        if let Some(param) = self.detail.param.and_then(|param| param.parse().ok()) {
+            metadata.insert("baton-param", param);
+        }
+        status
+    }
 }
 
 /// Whole seconds, rounded up, so that a client that obeys is not too early.
-pub(crate) fn retry_after_seconds(after: Duration) -> u64 {
+fn retry_after_seconds(after: Duration) -> u64 {
     (after.as_secs_f64().ceil() as u64).max(1)
 }
 

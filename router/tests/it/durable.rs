@@ -561,5 +561,6 @@ async fn a_stream_that_another_connection_resumes_does_not_tell_its_client_to_co
     };
     assert_eq!(end.code(), tonic::Code::Aborted, "{end}");
     assert!(end.message().contains("in another connection"), "{end}");
+    assert_eq!(end.metadata().get("baton-code").expect("it has a code"), "stream_replaced");
     assert!(end.metadata().get("retry-after").is_none(), "{end:?}");
 }

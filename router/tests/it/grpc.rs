@@ -388,6 +388,24 @@ async fn without_workers_it_is_unavailable() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_status_has_the_code_and_the_field_of_an_error_over_http() {
+    let (router, worker) = Router::with_worker_and(|config| config.max_attempts = 1).await;
+    worker.script(|_| vec![Step::Token(97), Step::Break]);
+    let mut client = client(&router).await;
+    for (request, code, param) in [
+        (text(&"x".repeat(600)), Some("context_length_exceeded"), Some("text")),
+        (GenerateRequest { model: "other".into(), ..text("x") }, Some("model_not_found"), Some("model")),
+        (GenerateRequest { n: 129, ..text("x") }, None, Some("n")),
+        // After the first token.
+        (text("x"), Some("service_unavailable"), None),
+    ] {
+        let status = generate(&mut client, request).await.unwrap_err();
+        let said = ["baton-code", "baton-param"].map(|name| status.metadata().get(name)?.to_str().ok());
+        assert_eq!(said, [code, param], "{status:?}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn the_tokenizers_end_ends_answers_and_an_end_that_the_model_lacks_is_ignored() {
     let (router, worker) = Router::with_worker_and(|config| {
         let file = config.model.join("generation_config.json");

@@ -196,6 +196,7 @@ async fn a_refusal_has_the_shape_of_its_api() {
     let answer = client.send("POST", "/baton.v1.Inference/Loads", &headers, Bytes::new()).await;
     assert_eq!((answer.status, answer.header("grpc-status")), (200, "16"));
     assert!(answer.header("grpc-message").contains("needs%20an%20API%20key"), "{answer:?}");
+    assert_eq!(answer.header("baton-code"), "invalid_api_key");
 }
 
 #[tokio::test(flavor = "multi_thread")]
