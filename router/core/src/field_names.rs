@@ -17,6 +17,8 @@ pub struct FieldNames {
     pub logprobs: &'static str,
     /// Log-probabilities of the prompt's tokens.
     pub prompt_logprobs: &'static str,
+    /// Within a tool, the schema of its arguments.
+    pub tool_schema: &'static str,
 }
 
 /// The names that most APIs have.
@@ -28,6 +30,7 @@ impl Default for FieldNames {
             max_tokens: "max_tokens",
             logprobs: "logprobs",
             prompt_logprobs: "prompt_logprobs",
+            tool_schema: "function.parameters",
         }
     }
 }

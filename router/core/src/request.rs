@@ -361,7 +361,8 @@ impl ClientRequest {
                 let tail = &request.prompt[request.prompt.len().saturating_sub(num_tokens)..];
                 let prompt_end = model.tokenizer.decode(tail, false);
                 if let Some(calls) = &calls {
-                    request.sampling.grammar = self.sampling.grammar_of_calls(model, calls, &prompt_end)?;
+                    request.sampling.grammar =
+                        self.sampling.grammar_of_calls(model, calls, &prompt_end, names.tool_schema)?;
                 }
                 reader = model.form.reader(calls.as_deref(), &prompt_end);
             }

@@ -92,7 +92,7 @@ impl ClientSampling {
         SamplingParams { seed: self.seed.unwrap_or_else(random_seed), ..defaults.clone() }
     }
 
-    /// What an answer that may have `calls` must match, or must be one.
+    /// What an answer that may have `calls` must match, or must be one. `tool_schema` is what a tool calls the schema of its arguments.
     ///
     /// # Errors
     /// When a required call, the schema of a strict function or a response format cannot be constrained.
@@ -101,6 +101,7 @@ impl ClientSampling {
         model: &ServedModel,
         calls: &ToolRequest,
         prompt_end: &str,
+        tool_schema: &str,
     ) -> Result<Option<Grammar>, CoreError> {
         // The client demands it. Otherwise calls are constrained where that is possible.
         let is_demanded =
@@ -129,7 +130,7 @@ impl ClientSampling {
         }
         let mut checked = check(&grammar);
         if matches!(checked, Err(CoreError::Invalid { .. })) {
-            grammar = make(&with_good_schemas(model, calls)?)?;
+            grammar = make(&with_good_schemas(model, calls, tool_schema)?)?;
             checked = check(&grammar);
         }
         match checked {
@@ -183,14 +184,18 @@ impl ClientSampling {
 ///
 /// # Errors
 /// When a strict function has such a schema.
-fn with_good_schemas(model: &ServedModel, calls: &ToolRequest) -> Result<ToolRequest, CoreError> {
+fn with_good_schemas(
+    model: &ServedModel,
+    calls: &ToolRequest,
+    tool_schema: &str,
+) -> Result<ToolRequest, CoreError> {
     let (mut good, started) = (calls.clone(), Instant::now());
     for (idx, schema, is_strict) in calls.schemas() {
         if !is_strict && started.elapsed() > MAX_LOOK {
             good.waive_schema(idx);
             continue;
         }
-        match model.check_grammar(&schema, &format!("tools[{idx}].function.parameters")) {
+        match model.check_grammar(&schema, &format!("tools[{idx}].{tool_schema}")) {
             Err(CoreError::Invalid { message, .. }) if is_strict => {
                 return Err(CoreError::invalid("tools", message));
             }

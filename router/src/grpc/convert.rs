@@ -87,7 +87,7 @@ pub(super) fn input(
             explain: request.explain,
             timing: request.include_timing,
         },
-        names: FieldNames { prompt: prompt_param, ..FieldNames::default() },
+        names: FieldNames { prompt: prompt_param, tool_schema: "parameters", ..FieldNames::default() },
         arrival,
     })
 }

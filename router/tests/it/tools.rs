@@ -8,7 +8,7 @@ use crate::{
     fake::say,
     grpc::client,
     harness::Router,
-    model::{END, ids, write_template},
+    model::{END, MODEL, ids, write_template},
 };
 
 const PATH: &str = "/v1/chat/completions";
@@ -332,10 +332,35 @@ async fn a_chat_over_grpc_has_tools_and_says_what_its_text_is() {
         worker.requests().pop().unwrap().sampling.unwrap().grammar.unwrap().text.contains("answer: call\n")
     );
 
-    let mut bad = chat.clone();
-    bad.tools[0].parameters = "{".into();
-    let status = client.generate(request(&bad)).await.expect_err("refused");
-    assert!(status.message().starts_with("tools[0].parameters: it is not JSON"), "{status}");
+    let odd = r#"{"type": "object", "properties": {"a": {"type": "colour"}}}"#;
+    for (parameters, wrong) in [("{", "it is not JSON"), (odd, "the JSON schema cannot be compiled")] {
+        let mut bad = chat.clone();
+        bad.tools[0] = v1::Tool { parameters: parameters.into(), strict: Some(true), ..bad.tools[0].clone() };
+        let status = client.generate(request(&bad)).await.expect_err("refused");
+        assert!(status.message().starts_with(&format!("tools[0].parameters: {wrong}")), "{status}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_schema_that_cannot_be_compiled_is_named_as_its_api_names_it() {
+    let (router, _worker) = hermes().await;
+    let schema = json!({"type": "object", "properties": {"a": {"type": "colour"}}});
+    let of_responses = json!({"type": "function", "name": "odd", "strict": true, "parameters": schema});
+    let of_messages = json!({"name": "odd", "strict": true, "input_schema": schema});
+    for (path, body, name) in [
+        ("/v1/responses", json!({"input": "Hi", "tools": [of_responses]}), "parameters"),
+        (
+            "/v1/messages",
+            ask(json!({"model": MODEL, "max_tokens": 9, "tools": [of_messages]})),
+            "input_schema",
+        ),
+    ] {
+        let answer = router.client.post(path, &body).await;
+        assert_eq!(answer.status, 400, "{path}: {}", answer.text());
+        let error = answer.json()["error"].clone();
+        let begins = format!("tools[0].{name}: the JSON schema cannot be compiled");
+        assert!(error["message"].as_str().expect("a message").starts_with(&begins), "{path}: {error}");
+    }
 }
 
 #[tokio::test(flavor = "multi_thread")]

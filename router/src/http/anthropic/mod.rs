@@ -143,7 +143,12 @@ impl MessagesRequest {
             stop: self.stop_sequences.unwrap_or_default(),
             sampling,
             serving,
-            names: FieldNames { prompt: "messages", stop: "stop_sequences", ..FieldNames::default() },
+            names: FieldNames {
+                prompt: "messages",
+                stop: "stop_sequences",
+                tool_schema: "input_schema",
+                ..FieldNames::default()
+            },
             arrival,
         })
     }

@@ -79,6 +79,7 @@ impl ResponsesRequest {
                 prompt: "input",
                 max_tokens: "max_output_tokens",
                 logprobs: "top_logprobs",
+                tool_schema: "parameters",
                 ..FieldNames::default()
             },
             arrival,
