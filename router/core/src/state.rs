@@ -119,14 +119,19 @@ impl Core {
         })
     }
 
-    /// Tokens that prompt and output may have together.
-    pub fn context_length(&self) -> usize {
-        self.contexts().longest
+    /// Tokens that prompt and output may have together; `None` while neither a worker nor the model's configuration says it.
+    pub fn context_length(&self) -> Option<usize> {
+        self.known_contexts().map(|contexts| contexts.longest)
     }
 
+    fn known_contexts(&self) -> Option<Contexts> {
+        let of_model = || Some(Contexts::of(self.model.get()?.max_context?));
+        self.workers.contexts().or_else(of_model)
+    }
+
+    /// What is not known bounds nothing.
     fn contexts(&self) -> Contexts {
-        let known = || self.model.get().and_then(|model| model.max_context);
-        self.workers.contexts().unwrap_or_else(|| Contexts::of(known().unwrap_or(usize::MAX / 2)))
+        self.known_contexts().unwrap_or(Contexts::of(usize::MAX / 2))
     }
 
     /// Room for a body of which nothing has come yet.

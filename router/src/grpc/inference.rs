@@ -175,7 +175,7 @@ impl inference_server::Inference for Inference {
         Ok(Response::new(ModelInfoResponse {
             model: model.name.clone(),
             architecture: model.architecture.clone(),
-            context_length: u32::try_from(self.core.context_length()).unwrap_or(u32::MAX),
+            context_length: self.core.context_length().map(|num| u32::try_from(num).unwrap_or(u32::MAX)),
             vocab_size: u32::try_from(model.vocab_size).unwrap_or(u32::MAX),
             eos_token_ids: model.defaults.eos_token_ids.clone(),
             has_chat_template: model.tokenizer.has_chat_template(),

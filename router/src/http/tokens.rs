@@ -40,7 +40,8 @@ pub(crate) struct TokenizeRequest {
 #[derive(Serialize)]
 struct Tokenized {
     count: usize,
-    max_model_len: usize,
+    /// Null while it is not known.
+    max_model_len: Option<usize>,
     tokens: Vec<u32>,
     token_strs: Option<Vec<String>>,
 }

@@ -14,6 +14,7 @@ use http::{HeaderMap, Request};
 use http_body_util::{BodyExt, Full, StreamBody, combinators::BoxBody};
 use hyper_util::{client::legacy, rt::TokioExecutor};
 use prost::Message;
+use serde_json::json;
 use tokio_stream::StreamExt;
 use tonic::{
     Code,
@@ -434,7 +435,7 @@ async fn model_info_and_loads() {
     let expected = v1::ModelInfoResponse {
         model: "bytes".into(),
         architecture: "LlamaForCausalLM".into(),
-        context_length: 512,
+        context_length: Some(512),
         vocab_size: 259,
         eos_token_ids: vec![END],
         has_chat_template: true,
@@ -447,6 +448,27 @@ async fn model_info_and_loads() {
     assert_eq!(load.num_total_blocks, 64);
     // What it tells the router alone.
     assert!(load.covered.is_none() && !load.is_home_of_another, "{load:?}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_context_that_is_not_known_has_no_length() {
+    let mut router = Router::start(|config| {
+        let file = config.model.join("config.json");
+        std::fs::write(file, r#"{"vocab_size": 259}"#).expect("the directory is writable");
+    })
+    .await;
+    let mut client = client(&router).await;
+    let worker = FakeWorker::start("d0", Role::Decode, 1).await;
+    for length in [None, Some(512)] {
+        if length.is_some() {
+            router.register(&worker).await;
+        }
+        let info = client.model_info(ModelInfoRequest {}).await.unwrap().into_inner();
+        assert_eq!(info.context_length, length);
+        let model = router.client.get("/v1/models/bytes").await.json();
+        let tokenized = router.client.post("/tokenize", &json!({"prompt": "x"})).await.json();
+        assert_eq!([&model["max_model_len"], &tokenized["max_model_len"]], [&json!(length); 2]);
+    }
 }
 
 #[tokio::test(flavor = "multi_thread")]
