@@ -499,8 +499,6 @@ impl Decode {
             request_id: "r".into(),
             attempt: 0,
             prefill_incarnation: INCARNATION,
-            decode_worker_id: "d".into(),
-            decode_incarnation: 8,
             num_tokens: num_blocks * LAYOUT.block_size,
             block_size: LAYOUT.block_size,
             deadline: Limits::default().total,

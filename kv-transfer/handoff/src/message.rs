@@ -72,10 +72,6 @@ pub struct Begin {
     pub attempt: u32,
     /// The prefill worker this is meant for.
     pub prefill_incarnation: u64,
-    /// The worker that takes the KV.
-    pub decode_worker_id: String,
-    /// Its incarnation.
-    pub decode_incarnation: u64,
     /// Tokens of the whole sequence.
     pub num_tokens: usize,
     /// Tokens in a block of the decode worker.

@@ -294,8 +294,6 @@ pub fn begin(
         request_id: request.id.clone(),
         attempt,
         prefill_incarnation: peer.incarnation,
-        decode_worker_id: worker.id().0.clone(),
-        decode_incarnation: worker.incarnation(),
         num_tokens: request.num_known_tokens(),
         block_size: worker.engine().storage().layout().block_size,
         deadline,

@@ -31,8 +31,6 @@ fn check_kind(kind: Kind, script: &str) {
         request_id: "r".into(),
         attempt: 0,
         prefill_incarnation: 7,
-        decode_worker_id: "d".into(),
-        decode_incarnation: 8,
         num_tokens: if kind == Kind::RemotePrefill { 11 } else { 12 },
         block_size: 4,
         deadline: LIMITS.total,

@@ -100,8 +100,6 @@ fn begin(prefill_incarnation: u64, num_tokens: usize, block_size: usize) -> Begi
         request_id: "r".into(),
         attempt: 0,
         prefill_incarnation,
-        decode_worker_id: "d".into(),
-        decode_incarnation: 8,
         num_tokens,
         block_size,
         deadline: Duration::from_secs(90),

@@ -122,8 +122,6 @@ impl World {
             request_id: "r".into(),
             attempt: 0,
             prefill_incarnation: 7,
-            decode_worker_id: "d".into(),
-            decode_incarnation: 8,
             num_tokens,
             block_size,
             deadline: LIMITS.total,
