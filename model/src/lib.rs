@@ -28,8 +28,8 @@ pub use baton_model_cuda::{
 pub use baton_model_spec::{
     Activation, Activations, Backend, Batch, BatchSequence, Communicator, CommunicatorError, DecoderShard,
     DecoderSpec, ExecuteError, Executor, ExpertNaming, FloatDtype, InvalidLogits, LayerSpec, LoadError,
-    MlpSpec, ModelConfig, ParseQuantisationError, Quantisation, Rank, RopeScaling, RopeSpec, SampledRow,
-    SampledToken, SamplingExecutor, StoredWeights, ThreadCommunicator, TokenCount, TokenLogprobs,
+    MlpSpec, ModelConfig, ParseQuantisationError, PrivateWeights, Quantisation, Rank, RopeScaling, RopeSpec,
+    SampledRow, SampledToken, SamplingExecutor, StoredWeights, ThreadCommunicator, TokenCount, TokenLogprobs,
     TokenSampling, cost,
 };
 pub use kernel_files::{KERNEL_FILES, kernel_code};

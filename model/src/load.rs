@@ -69,6 +69,14 @@ impl LoadedModel {
         of_either!(self, decoder => decoder.weight_bytes())
     }
 
+    /// Bytes of packed weights in memory of this process's own: none if a file of the weight cache or a GPU holds them.
+    pub fn private_bytes(&self) -> usize {
+        match self {
+            LoadedModel::Cpu(model) => model.private_bytes(),
+            LoadedModel::Cuda(_) => 0,
+        }
+    }
+
     /// The number of threads of the executor.
     pub fn num_threads(&self) -> usize {
         of_either!(self, decoder => decoder.num_threads())

@@ -5,8 +5,8 @@ use std::path::{Path, PathBuf};
 
 use baton_kv_cache::{BlockId, BlockStorage, KvDtype};
 use baton_model::{
-    Backend, Batch, BatchSequence, Executor, LoadOptions, LoadProgress, LoadedModel, ModelConfig, load,
-    load_ranks,
+    Backend, Batch, BatchSequence, Executor, LoadOptions, LoadProgress, LoadedModel, ModelConfig,
+    PrivateWeights, load, load_ranks,
 };
 use safetensors::tensor::{Dtype, TensorView};
 use tempfile::TempDir;
@@ -631,6 +631,23 @@ fn without_a_usable_cache_weights_are_packed_in_memory() {
     let model = Model::new("llama");
     let no_directory = model.path("config.json");
     assert_eq!(logits(&model, Some(&no_directory)), logits(&model, None));
+}
+
+#[test]
+fn weights_must_fit_beside_those_of_another_model_unless_a_file_holds_them() {
+    let (model, cache) = (Model::new("llama"), TempDir::new().unwrap());
+    let load = |beside, weight_cache: Option<&Path>| {
+        let weight_cache = weight_cache.map(Path::to_owned);
+        let options = LoadOptions { threads: Some(1), beside, weight_cache, ..LoadOptions::default() };
+        load(model.dir.path(), Backend::Cpu, &options, &mut |_| {})
+    };
+    let target = |bytes| Some(PrivateWeights { path: "target".into(), bytes });
+    let bytes = load(target(1), None).unwrap().private_bytes();
+    let error = load(target(usize::MAX), None).unwrap_err().to_string();
+    for expected in [&*model.dir.path().to_string_lossy(), &format!("{bytes} bytes"), "of target"] {
+        assert!(error.contains(expected), "{error}");
+    }
+    assert_eq!(load(target(usize::MAX), Some(cache.path())).unwrap().private_bytes(), 0);
 }
 
 #[test]

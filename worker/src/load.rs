@@ -15,8 +15,8 @@ use baton_grammar::GrammarCompiler;
 use baton_kv_cache::{BlockKernels, KvLayout, KvShard};
 use baton_model::{
     Backend, BatchLimits, CpuList, DeviceWeightBytes, Executor, KernelCode, LoadOptions, LoadProgress,
-    LoadedModel, ModelConfig, ModelOnDevices, ParallelCpuExecutor, ThreadPool, cuda_block_kernels,
-    kernel_code, load_config, num_cuda_devices,
+    LoadedModel, ModelConfig, ModelOnDevices, ParallelCpuExecutor, PrivateWeights, ThreadPool,
+    cuda_block_kernels, kernel_code, load_config, num_cuda_devices,
 };
 use baton_model_sim::{DeviceShare, SimExecutor};
 use baton_tokenizer::GenerationDefaults;
@@ -128,14 +128,17 @@ fn load_blocking(config: &WorkerConfig, gauges: &LoadGauges) -> anyhow::Result<M
     let cpus = config.pin_threads.cpus(config.threads).context("--pin-threads")?;
     let threads = cpus.as_ref().map_or(config.threads, |cpus| Some(cpus.num_cpus()));
     let num_ranks = config.tensor_parallel;
-    let ranks = load_model(&config.model, &name, config, threads, Backend::Cpu, num_ranks, gauges)?;
+    let options = load_options(config, threads);
+    let ranks = load_model(&config.model, &name, Backend::Cpu, num_ranks, &options, gauges)?;
     let loaded = ranks[0].clone();
     let pools = start_pools(ranks.len(), loaded.num_threads(), cpus.clone())?;
     let num_threads = pools.iter().map(|pool| pool.num_threads()).sum();
     let drafter = match &config.drafter {
         // The first rank's threads compute the draft while the other ranks wait.
         Some(drafter) if config.role == Role::Decode => {
-            Some(load_drafter(drafter, &loaded, &pools[0], config, gauges)?)
+            let bytes = ranks.iter().map(LoadedModel::private_bytes).sum();
+            let beside = Some(PrivateWeights { path: config.model.clone(), bytes });
+            Some(load_drafter(drafter, &loaded, &pools[0], LoadOptions { beside, ..options }, gauges)?)
         }
         _ => None,
     };
@@ -203,7 +206,8 @@ fn load_on_gpu(
         return Err(ConfigError::TooFewGpus { ordinal, num_ranks, num_devices }.into());
     }
     tracing::info!(num_devices, ordinal, num_ranks, "computing on GPUs");
-    let ranks = load_model(&config.model, name, config, config.threads, Backend::Cuda, num_ranks, gauges)?;
+    let options = load_options(config, config.threads);
+    let ranks = load_model(&config.model, name, Backend::Cuda, num_ranks, &options, gauges)?;
     let loaded = ranks[0].clone();
     let limits = BatchLimits {
         num_rows: config.token_budget,
@@ -224,7 +228,7 @@ fn load_on_gpu(
     let mut block_device = BlockDevice { ordinal, num_ranks, free_bytes, kernels };
     let drafter = match &config.drafter {
         Some(drafter) if config.role == Role::Decode => {
-            Some(load_drafter_on_gpu(drafter, &loaded, &mut block_device, limits, &code, config, gauges)?)
+            Some(load_drafter_on_gpu(drafter, &loaded, &mut block_device, limits, &code, &options, gauges)?)
         }
         _ => None,
     };
@@ -269,12 +273,12 @@ fn load_drafter_on_gpu(
     device: &mut BlockDevice,
     limits: BatchLimits,
     code: &KernelCode,
-    config: &WorkerConfig,
+    options: &LoadOptions,
     gauges: &LoadGauges,
 ) -> anyhow::Result<Drafter> {
     let DrafterConfig::Model(dir) = drafter else { return Ok(Drafter::Ngram) };
     let limits = BatchLimits { num_blended: 0, ..limits };
-    let (draft, name) = load_draft_model(dir, config, config.threads, Backend::Cuda, gauges)?;
+    let (draft, name) = load_draft_model(dir, Backend::Cuda, options, gauges)?;
     let mut shown = Shown::new(gauges);
     let mut progress = |progress| shown.update(progress);
     let cost = draft_cost(&draft, target, device.num_ranks);
@@ -318,17 +322,8 @@ fn start_pools(
     Ok(pools.into_iter().map(Arc::new).collect())
 }
 
-/// The shards of so many ranks.
-fn load_model(
-    path: &Path,
-    name: &str,
-    config: &WorkerConfig,
-    threads: Option<usize>,
-    backend: Backend,
-    num_ranks: usize,
-    gauges: &LoadGauges,
-) -> anyhow::Result<Vec<LoadedModel>> {
-    let options = LoadOptions {
+fn load_options(config: &WorkerConfig, threads: Option<usize>) -> LoadOptions {
+    LoadOptions {
         kv_dtype: config.kv_dtype,
         block_size: config.block_size,
         threads,
@@ -337,11 +332,22 @@ fn load_model(
         is_deterministic: config.is_deterministic,
         weight_cache: config.weight_cache.clone(),
         ..LoadOptions::default()
-    };
+    }
+}
+
+/// The shards of so many ranks.
+fn load_model(
+    path: &Path,
+    name: &str,
+    backend: Backend,
+    num_ranks: usize,
+    options: &LoadOptions,
+    gauges: &LoadGauges,
+) -> anyhow::Result<Vec<LoadedModel>> {
     let started = Instant::now();
     let mut shown = Shown::new(gauges);
     let progress = &mut |progress| shown.update(progress);
-    let ranks = baton_model::load_ranks(path, backend, num_ranks, &options, progress)?;
+    let ranks = baton_model::load_ranks(path, backend, num_ranks, options, progress)?;
     shown.finish();
     let loaded = &ranks[0];
     tracing::info!(
@@ -359,11 +365,12 @@ fn load_drafter(
     drafter: &DrafterConfig,
     target: &LoadedModel,
     pool: &Arc<ThreadPool>,
-    config: &WorkerConfig,
+    options: LoadOptions,
     gauges: &LoadGauges,
 ) -> anyhow::Result<Drafter> {
     let DrafterConfig::Model(dir) = drafter else { return Ok(Drafter::Ngram) };
-    let (draft, _) = load_draft_model(dir, config, Some(pool.num_threads()), Backend::Cpu, gauges)?;
+    let options = LoadOptions { threads: Some(pool.num_threads()), ..options };
+    let (draft, _) = load_draft_model(dir, Backend::Cpu, &options, gauges)?;
     // Both models compute in turns, on the engine's thread.
     let executor = Box::new(draft.cpu_executor_on(Arc::clone(pool)));
     // All ranks share the memory.
@@ -373,13 +380,12 @@ fn load_drafter(
 /// A draft model and its name. It is not divided: for a small model the all-reduce costs more than it saves.
 fn load_draft_model(
     dir: &Path,
-    config: &WorkerConfig,
-    threads: Option<usize>,
     backend: Backend,
+    options: &LoadOptions,
     gauges: &LoadGauges,
 ) -> anyhow::Result<(LoadedModel, String)> {
     let name = dir.file_name().unwrap_or(dir.as_os_str()).to_string_lossy().into_owned();
-    let draft = load_model(dir, &name, config, threads, backend, 1, gauges);
+    let draft = load_model(dir, &name, backend, 1, options, gauges);
     let draft = draft.with_context(|| format!("draft model {}", dir.display()))?.swap_remove(0);
     Ok((draft, name))
 }

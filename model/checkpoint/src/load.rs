@@ -6,7 +6,9 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use baton_kv_cache::{KvDtype, KvFormat, KvLayout};
-use baton_model_spec::{Activations, DecoderShard, LoadError, ModelConfig, Quantisation, Rank};
+use baton_model_spec::{
+    Activations, DecoderShard, LoadError, ModelConfig, PrivateWeights, Quantisation, Rank,
+};
 
 use crate::checkpoint::Checkpoint;
 use crate::decoder::{DecoderWeights, has_other_head, is_redundant, take_weights};
@@ -33,6 +35,8 @@ pub struct LoadOptions {
     pub weight_cache: Option<PathBuf>,
     /// The rank whose part is loaded, if several ranks compute the model together.
     pub rank: Rank,
+    /// Weights of another model in memory of this process's own, such as those of a draft model's target. All must fit together.
+    pub beside: Option<PrivateWeights>,
 }
 
 impl Default for LoadOptions {
@@ -46,6 +50,7 @@ impl Default for LoadOptions {
             quantise: None,
             weight_cache: None,
             rank: Rank::ONLY,
+            beside: None,
         }
     }
 }

@@ -16,8 +16,8 @@ use crate::packed::{Packer, Packing, PrivateMemory, WeightCache};
 /// Calls `progress` from time to time while weights are read, first with zero bytes done.
 ///
 /// # Errors
-/// When a part is missing, malformed or not supported; the message names it. Also when the weights can never fit into memory,
-/// where other models of this process, such as a draft model beside its target, do not count.
+/// When a part is missing, malformed or not supported; the message names it. Also when the weights can never fit into memory
+/// with those [beside](LoadOptions::beside) them.
 pub fn load(
     model: &Path,
     options: &LoadOptions,
@@ -40,7 +40,7 @@ pub fn load_on(
     progress: &mut dyn FnMut(LoadProgress),
 ) -> Result<CpuModel, LoadError> {
     assert!(isa.is_available(), "this CPU does not have {}", isa.name());
-    let mut memory = PrivateMemory::new(MemoryLimit::of_this_process());
+    let mut memory = PrivateMemory::new(MemoryLimit::of_this_process(), options.beside.clone());
     let mut findings = SharedFindings::default();
     load_packed(isa, model, options, packing(isa, options)?, &mut memory, &mut findings, progress)
 }
@@ -59,7 +59,7 @@ pub fn load_ranks(
     // The fastest kernel is measured once, so that all ranks use the same.
     let isa = Isa::detect();
     let packing = packing(isa, options)?;
-    let mut memory = PrivateMemory::new(MemoryLimit::of_this_process());
+    let mut memory = PrivateMemory::new(MemoryLimit::of_this_process(), options.beside.clone());
     let mut findings = SharedFindings::default();
     let ranks = Rank::all(num_ranks).map(|rank| {
         let options = LoadOptions { rank, ..options.clone() };

@@ -23,6 +23,12 @@ impl CpuModel {
         &self.decoder
     }
 
+    /// Bytes of packed weights in memory of this process's own: none if a file of the weight cache holds them.
+    pub fn private_bytes(&self) -> usize {
+        // All matrices of a model are in one memory.
+        self.decoder.weights().head.private_bytes()
+    }
+
     /// The instruction set that computes it: the format of packed weights was chosen for it.
     pub(crate) fn isa(&self) -> Isa {
         self.isa

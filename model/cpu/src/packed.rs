@@ -19,7 +19,7 @@ use std::sync::{Arc, OnceLock};
 use baton_checkpoint::{IntegerChoice, LoadProgress, Matrix, MatrixSink, ProductKind, SplitGroup, Tolerance};
 use baton_cpu_kernels::{PANEL, PanelFormat, PanelsRef, RowOrder, pack_floats, pack_integers};
 use baton_kv_cache::MemoryLimit;
-use baton_model_spec::{FloatDtype, IntegerFormat, IntegerRow, LoadError, Rank};
+use baton_model_spec::{FloatDtype, IntegerFormat, IntegerRow, LoadError, PrivateWeights, Rank};
 use memmap2::{Mmap, MmapMut};
 
 use crate::weight_files;
@@ -58,13 +58,25 @@ impl PackedMatrix {
     }
 
     pub(crate) fn as_ref(&self) -> PanelsRef<'_> {
-        let memory: &[u8] = match self.memory.get().expect("loading ends with packing") {
+        let memory: &[u8] = match self.memory() {
             Memory::File(map) => &map[HEADER_BYTES..],
             Memory::Private(map) => map,
         };
         let num_bytes = self.format.matrix_bytes(self.rows, self.cols);
         PanelsRef::new(&memory[self.offset..][..num_bytes], self.format, self.rows, self.cols)
             .in_order(self.order)
+    }
+
+    /// Bytes of all matrices of its model that are in memory of this process's own.
+    pub(crate) fn private_bytes(&self) -> usize {
+        match self.memory() {
+            Memory::File(_) => 0,
+            Memory::Private(map) => map.len(),
+        }
+    }
+
+    fn memory(&self) -> &Memory {
+        self.memory.get().expect("loading ends with packing")
     }
 }
 
@@ -80,20 +92,25 @@ pub(crate) struct Packing {
 /// Memory of this process's own, for packed weights that no file holds.
 pub(crate) struct PrivateMemory<'a> {
     limit: MemoryLimit<'a>,
+    /// What another model takes of it.
+    beside: Option<PrivateWeights>,
     /// What packed weights take of it so far.
     num_bytes: usize,
 }
 
 impl<'a> PrivateMemory<'a> {
-    pub(crate) fn new(limit: MemoryLimit<'a>) -> PrivateMemory<'a> {
-        PrivateMemory { limit, num_bytes: 0 }
+    pub(crate) fn new(limit: MemoryLimit<'a>, beside: Option<PrivateWeights>) -> PrivateMemory<'a> {
+        let beside = beside.filter(|weights| weights.bytes > 0);
+        PrivateMemory { limit, beside, num_bytes: 0 }
     }
 
     /// Refuses weights that can never fit. A copy is mapped at once and filled piece by piece: a kill would tell instead.
     fn take(&mut self, num_bytes: usize, model: &Path) -> Result<(), LoadError> {
         let bytes = self.num_bytes.saturating_add(num_bytes);
-        if let Some(limit) = self.limit.bytes().filter(|&limit| bytes > limit) {
-            return Err(LoadError::WeightsTooLarge { path: model.to_owned(), bytes, limit });
+        let beside = self.beside.clone();
+        let all = beside.as_ref().map_or(bytes, |weights| bytes.saturating_add(weights.bytes));
+        if let Some(limit) = self.limit.bytes().filter(|&limit| all > limit) {
+            return Err(LoadError::WeightsTooLarge { path: model.to_owned(), bytes, beside, limit });
         }
         self.num_bytes = bytes;
         Ok(())
@@ -475,7 +492,7 @@ mod tests {
         fs::write(cgroups.join("memory.max"), "8192\n").unwrap();
         let limit = MemoryLimit { proc: &proc, cgroups: &cgroups };
         let cache = WeightCache { dir: &files, model: dir.path(), key: blake3::hash(b"model") };
-        let memory = || PrivateMemory::new(limit);
+        let memory = || PrivateMemory::new(limit, None);
         finish(8192, None, &mut memory()).unwrap();
         finish(12_288, Some(&cache), &mut memory()).unwrap();
         let error = finish(12_288, None, &mut memory()).unwrap_err().to_string();
@@ -490,5 +507,17 @@ mod tests {
         let error = finish(8192, None, &mut memory).unwrap_err().to_string();
         assert!(error.contains("12288 bytes"), "{error}");
         finish(4096, None, &mut memory).unwrap();
+
+        // A draft model beside its target.
+        let beside = |bytes| PrivateMemory::new(limit, Some(PrivateWeights { path: "target".into(), bytes }));
+        finish(4096, None, &mut beside(4096)).unwrap();
+        finish(12_288, Some(&cache), &mut beside(8192)).unwrap();
+        let error = finish(4096, None, &mut beside(8192)).unwrap_err().to_string();
+        assert!(
+            error.starts_with("model: the weights take 4096 bytes of memory beside 8192 of target, but"),
+            "{error}"
+        );
+        let error = finish(12_288, None, &mut beside(0)).unwrap_err().to_string();
+        assert!(!error.contains("beside"), "{error}");
     }
 }

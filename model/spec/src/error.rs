@@ -115,16 +115,18 @@ pub enum LoadError {
     NoBf16,
     /// The weights can never fit into memory of this process's own.
     #[error(
-        "{}: the weights take {bytes} bytes of memory, but this process may use {limit} (the machine's memory, or the limit \
+        "{}: the weights take {bytes} bytes of memory{}, but this process may use {limit} (the machine's memory, or the limit \
          of its control group): use --quantize int8 or int4, a smaller model, or a --weight-cache that can be written, \
          from which weights are read again as they are needed",
-        path.display()
+        path.display(), beside_text(.beside)
     )]
     WeightsTooLarge {
         /// The model.
         path: PathBuf,
         /// What its packed weights take, with those of the ranks that this process loaded before.
         bytes: usize,
+        /// The weights of another model that are in memory, too.
+        beside: Option<PrivateWeights>,
         /// What the process may use.
         limit: usize,
     },
@@ -170,6 +172,20 @@ pub enum LoadError {
         /// The accepted values.
         expected: &'static str,
     },
+}
+
+/// Packed weights of a model in memory of this process's own, which no file holds.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PrivateWeights {
+    /// The model.
+    pub path: PathBuf,
+    /// Of all its ranks.
+    pub bytes: usize,
+}
+
+fn beside_text(beside: &Option<PrivateWeights>) -> String {
+    let text = |weights: &PrivateWeights| format!(" beside {} of {}", weights.bytes, weights.path.display());
+    beside.as_ref().map(text).unwrap_or_default()
 }
 
 /// A hint for groups that are larger than the smallest possible.

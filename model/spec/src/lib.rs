@@ -36,7 +36,7 @@ pub use blend::{
 pub use communicator::{Communicator, CommunicatorError, ThreadCommunicator};
 pub use config::ModelConfig;
 pub use decoder::{Activation, DecoderSpec, ExpertNaming, LayerSpec, MlpSpec};
-pub use error::LoadError;
+pub use error::{LoadError, PrivateWeights};
 pub use executor::{Batch, BatchSequence, BlendingExecutor, ExecuteError, Executor, SamplingExecutor};
 pub use float::FloatDtype;
 pub use integers::{IntegerFormat, IntegerRow, IntegerWidth, MAX_GROUP, MIN_GROUP};
