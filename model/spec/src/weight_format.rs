@@ -23,7 +23,7 @@ pub enum WeightFormat {
         num_bits: u32,
         /// Weights that share a scale of 16 bits; `None`: those of a row.
         group: Option<usize>,
-        /// Whether a list says the group of each column, as of GPTQ with activation order, so that no kernel multiplies them as
+        /// Whether a list says the group of each column, as of activation order with groups of sorted columns, so that no kernel multiplies them as
         /// they are.
         lists_groups: bool,
     },
@@ -83,8 +83,15 @@ impl WeightFormat {
         let num_bits = number(bits).filter(|num_bits| (1..=16).contains(num_bits));
         let group = number(groups).filter(|&group| group > 0).map(|group| group as usize);
         let has = |name: &str| config.get(name).and_then(Value::as_bool) == Some(true);
+        let is_sorted = match config.get("actorder") {
+            // Of compressed-tensors, in any case. "weight" and "static" have static groups.
+            Some(Value::String(order)) => {
+                ["group", "dynamic"].iter().any(|name| order.eq_ignore_ascii_case(name))
+            }
+            _ => has("desc_act") || has("actorder"),
+        };
         // Static groups are made before columns are sorted: they stay in order, as does the one group of a row.
-        let lists_groups = has("desc_act") && !has("static_groups") && group.is_some();
+        let lists_groups = is_sorted && !has("static_groups") && group.is_some();
         match num_bits {
             Some(num_bits) => WeightFormat::Integers { num_bits: num_bits as u32, group, lists_groups },
             None => WeightFormat::Bf16,
@@ -131,6 +138,22 @@ mod tests {
                 panic!("{format:?} of {fields}")
             };
             assert_eq!(lists_groups, expected, "{fields}");
+        }
+        for (order, expected) in [
+            (r#""group""#, true),
+            (r#""Dynamic""#, true),
+            ("true", true),
+            (r#""weight""#, false),
+            (r#""static""#, false),
+            ("false", false),
+            ("null", false),
+        ] {
+            let format = read(&format!(
+                r#"{{"quant_method": "compressed-tensors", "config_groups": {{
+                    "group_0": {{"weights": {{"type": "int", "num_bits": 4, "group_size": 128, "actorder": {order}}}}}}}}}"#
+            ));
+            let expected = WeightFormat::Integers { num_bits: 4, group: Some(128), lists_groups: expected };
+            assert_eq!(format, expected, "{order}");
         }
     }
 
