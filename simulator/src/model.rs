@@ -60,7 +60,8 @@ impl ModelOnDevice {
         let config = config(model)?;
         let gpu = GpuKind::named(device)
             .with_context(|| format!("no device is called {device:?}; there are {}", GpuKind::names()))?;
-        let share = DeviceShare::new(&config.decoder, config.weights, gpu, num_devices, MEMORY_UTILISATION)
+        let weights = (config.stored, config.dtype);
+        let share = DeviceShare::new(&config.decoder, weights, gpu, num_devices, MEMORY_UTILISATION)
             .with_context(|| model.to_owned())?;
         let step = share.step.checked().context("the model's step takes no possible time")?;
         let kv_format = KvFormat {

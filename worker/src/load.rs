@@ -156,11 +156,11 @@ fn load_blocking(config: &WorkerConfig, gauges: &LoadGauges) -> anyhow::Result<M
 
 /// A model of which only the configuration is read: it says what steps would take on the device, and how much KV would fit.
 fn simulate(gpu: GpuKind, name: String, config: &WorkerConfig) -> anyhow::Result<Model> {
-    let ModelConfig { architecture, context_length, eos_token_ids, decoder, weights, .. } =
+    let ModelConfig { architecture, context_length, eos_token_ids, decoder, weights, stored, dtype, .. } =
         load_config(&config.model)?;
-    let share =
-        DeviceShare::new(&decoder, weights, gpu, config.tensor_parallel, config.gpu_memory_utilisation)
-            .with_context(|| format!("{} on --device {}", config.model.display(), config.device))?;
+    let held = (stored, dtype);
+    let share = DeviceShare::new(&decoder, held, gpu, config.tensor_parallel, config.gpu_memory_utilisation)
+        .with_context(|| format!("{} on --device {}", config.model.display(), config.device))?;
     let measured = config.step_profile.as_deref().map(step_profile).transpose()?;
     let step = measured.unwrap_or(share.step);
     // Without the tokenizer's own end: a process has many of these workers, and each would load a tokenizer for it.

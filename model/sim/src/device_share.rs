@@ -3,7 +3,7 @@
 use baton_cost::{GpuKind, ModelShape, StepLine, prior};
 use baton_kv_cache::KvDtype;
 use baton_model_spec::{
-    DecoderShard, DecoderSpec, LoadError, Rank, WeightFormat,
+    Backend, DecoderShard, DecoderSpec, FloatDtype, LoadError, Rank, StoredWeights,
     cost::{ModelCost, TYPICAL_BATCH},
 };
 
@@ -49,20 +49,21 @@ pub enum ShareError {
 }
 
 impl DeviceShare {
-    /// The matrices of layers are in the format `weights`, which changes what is read and held, and not the arithmetic.
+    /// The matrices of layers are stored as `weights` says, the others as floats of the type beside it. That changes what GPUs
+    /// read and hold, and not the arithmetic.
     /// `utilisation` is the part of the memory that weights and KV may take; the rest is for activations and the runtime.
     ///
     /// # Errors
     /// When the model cannot be divided among the GPUs, or the weights leave no room for KV.
     pub fn new(
         spec: &DecoderSpec,
-        weights: WeightFormat,
+        weights: (StoredWeights, FloatDtype),
         gpu: GpuKind,
         num_gpus: usize,
         utilisation: f64,
     ) -> Result<DeviceShare, ShareError> {
         DecoderShard::new(spec, Rank { idx: 0, num_ranks: num_gpus })?;
-        let cost = ModelCost::of_format(spec, weights, KvDtype::Bf16);
+        let cost = ModelCost::in_memory(spec, weights, Backend::Cuda, KvDtype::Bf16);
         let shape = ModelShape {
             weight_bytes: cost.weight_bytes_of_step(TYPICAL_BATCH),
             flops_per_token: cost.flops_per_token(),
@@ -96,6 +97,8 @@ mod tests {
 
     use super::*;
 
+    const BF16: (StoredWeights, FloatDtype) = (StoredWeights::Floats(FloatDtype::Bf16), FloatDtype::Bf16);
+
     fn config(json: &str) -> ModelConfig {
         ModelConfig::parse(Path::new("config.json"), json.as_bytes()).expect("a configuration")
     }
@@ -107,9 +110,8 @@ mod tests {
                 "num_attention_heads": 32, "num_key_value_heads": 2, "num_hidden_layers": 32, "vocab_size": 32000}"#,
         )
         .decoder;
-        let [two, eight] = [2, 8].map(|num_gpus| {
-            DeviceShare::new(&spec, WeightFormat::Bf16, GpuKind::H100, num_gpus, 0.9).expect("it fits")
-        });
+        let [two, eight] = [2, 8]
+            .map(|num_gpus| DeviceShare::new(&spec, BF16, GpuKind::H100, num_gpus, 0.9).expect("it fits"));
         assert_eq!(two.kv_bytes_per_token, eight.kv_bytes_per_token, "what a transfer sends");
         assert!((eight.step.per_context_token / two.step.per_context_token - 1.0).abs() < 1e-9);
         for (share, num_gpus) in [(two, 2.0), (eight, 8.0)] {
@@ -129,7 +131,7 @@ mod tests {
                 "num_hidden_layers": 48, "vocab_size": 151936, "num_experts": 128, "num_experts_per_tok": 8}"#,
         )
         .decoder;
-        let share = DeviceShare::new(&spec, WeightFormat::Bf16, GpuKind::H100, 1, 0.9).expect("it fits");
+        let share = DeviceShare::new(&spec, BF16, GpuKind::H100, 1, 0.9).expect("it fits");
         assert!((share.weight_bytes / 61e9 - 1.0).abs() < 0.01, "{}", share.weight_bytes);
         let seconds = share.step.fixed - share.host_seconds;
         let part = seconds * GpuKind::H100.profile().bytes_per_second / share.weight_bytes;
@@ -146,13 +148,16 @@ mod tests {
                     "num_attention_heads": 32, "num_key_value_heads": 8, "num_hidden_layers": 32, "vocab_size": 128256,
                     "quantization_config": {quantisation}}}"#
             ));
-            DeviceShare::new(&config.decoder, config.weights, GpuKind::H100, 1, 0.9).expect("it fits")
+            DeviceShare::new(&config.decoder, (config.stored, config.dtype), GpuKind::H100, 1, 0.9)
+                .expect("it fits")
         };
         let bf16 = share("null");
-        // As large as published files of Llama 3.1 8B: their embedding and head have 2.1 GB.
+        // As large as published files of Llama 3.1 8B, but with scales in f32: their embedding and head have 2.1 GB.
         for (quantisation, bytes) in [
             (r#"{"quant_method": "fp8"}"#, 9.08e9),
-            (r#"{"quant_method": "awq", "bits": 4, "group_size": 128}"#, 5.7e9),
+            (r#"{"quant_method": "awq", "bits": 4, "group_size": 128}"#, 5.81e9),
+            // Held in 8 bits, in groups of 32.
+            (r#"{"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": true}"#, 9.95e9),
         ] {
             let share = share(quantisation);
             assert!((share.weight_bytes / bytes - 1.0).abs() < 0.01, "{}", share.weight_bytes);

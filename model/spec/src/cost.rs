@@ -19,7 +19,6 @@ use crate::decoder::{DecoderSpec, LayerSpec, MlpSpec};
 use crate::float::FloatDtype;
 use crate::precision::Backend;
 use crate::stored_weights::StoredWeights;
-use crate::weight_format::WeightFormat;
 
 /// Tokens of a typical decode step, one of each sequence. It stands for all steps where one number says what a step reads of a
 /// mixture of experts.
@@ -76,12 +75,6 @@ impl ModelCost {
     /// The cost of `spec` with weights of `bytes_per_weight` bytes, scales included, and KV of type `kv_dtype`.
     pub fn new(spec: &DecoderSpec, bytes_per_weight: f64, kv_dtype: KvDtype) -> ModelCost {
         ModelCost { spec: spec.clone(), bytes_per_weight, bytes_outside: bytes_per_weight, kv_dtype }
-    }
-
-    /// The cost of `spec` with the matrices of its layers in this format, the other weights in 16 bits, and KV of type `kv_dtype`.
-    pub fn of_format(spec: &DecoderSpec, weights: WeightFormat, kv_dtype: KvDtype) -> ModelCost {
-        let bytes_outside = WeightFormat::Bf16.bytes_per_weight();
-        ModelCost { bytes_outside, ..ModelCost::new(spec, weights.bytes_per_weight(), kv_dtype) }
     }
 
     /// The cost of `spec` with the matrices of its layers as `backend` holds what is stored so, the other weights as it holds

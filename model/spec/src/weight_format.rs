@@ -30,8 +30,8 @@ pub enum WeightFormat {
 }
 
 impl WeightFormat {
-    /// Bytes of a weight, with its share of a scale.
-    pub fn bytes_per_weight(self) -> f64 {
+    /// Bytes of a weight in files, with its share of a scale.
+    fn bytes_per_weight(self) -> f64 {
         match self {
             WeightFormat::Bf16 => 2.0,
             WeightFormat::Fp8 => 1.0,
