@@ -38,7 +38,7 @@ pub struct WorkerConfig {
     pub kv: KvMemory,
     /// Tokens in a block.
     pub block_size: usize,
-    /// Type of KV elements. `None`: that of the weights.
+    /// Type of KV elements. `None`: that of the weights, on GPUs bf16.
     pub kv_dtype: Option<KvDtype>,
     /// How KV travels over TCP. `None`: as the other worker prefers.
     pub kv_wire: Option<WireFormat>,

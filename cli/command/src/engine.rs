@@ -19,7 +19,7 @@ pub struct EngineArgs {
     /// Tokens in a KV block.
     #[arg(long, value_name = "TOKENS", default_value_t = 16, value_parser = at_least_one, env = "BATON_BLOCK_SIZE")]
     pub block_size: usize,
-    /// Type of KV elements: f32, f16, bf16, fp8 or int8. Default: that of the weights.
+    /// Type of KV elements: f32, f16, bf16, fp8 or int8. Default: that of the weights, on GPUs bf16.
     #[arg(long, value_name = "TYPE", value_parser = parse_kv_dtype, env = "BATON_KV_DTYPE")]
     pub kv_dtype: Option<KvDtype>,
     /// Sequences that run at the same time. Default: 64 on processors, 256 on a GPU.

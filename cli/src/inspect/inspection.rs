@@ -7,7 +7,7 @@ use baton_command::{at_least_one, parse_kv_dtype};
 use baton_cost::{StepLine, StepWork};
 use baton_kv_cache::KvDtype;
 use baton_model::{
-    DecoderSpec, FloatDtype, ModelConfig, Quantisation, StoredWeights,
+    Backend, DecoderSpec, FloatDtype, ModelConfig, Quantisation, StoredWeights,
     cost::{DeviceSpeed, ModelCost, StepCost},
 };
 use baton_worker::step_profile;
@@ -33,8 +33,8 @@ pub(crate) struct InspectArgs {
     /// files, or in the model's configuration.
     #[arg(long, value_name = "TYPE", value_parser = parse_dtype)]
     pub(crate) dtype: Option<WeightSize>,
-    /// Type of KV elements: f32, f16, bf16, fp8 or int8. Default: the type of the weights, or of the model's
-    /// configuration.
+    /// Type of KV elements: f32, f16, bf16, fp8 or int8. Default: that of --dtype, else the one that workers take:
+    /// bf16 on GPUs, the type of the weights on cpu.
     #[arg(long, value_name = "TYPE", value_parser = parse_kv_dtype)]
     pub(crate) kv_dtype: Option<KvDtype>,
 
@@ -161,7 +161,11 @@ impl Inspection {
         );
         ensure!(args.batch > 0, "--batch must be at least 1");
         let seconds = |name, value: Option<f64>| value.map(|ms| positive(name, ms / 1e3)).transpose();
-        let kv_dtype = args.kv_dtype.or(weights.kv_dtype).unwrap_or(config.dtype.kv_dtype());
+        let of_worker = match args.device.backend() {
+            Backend::Cpu => config.dtype.kv_dtype(),
+            Backend::Cuda => KvDtype::Bf16,
+        };
+        let kv_dtype = args.kv_dtype.or(weights.kv_dtype).unwrap_or(of_worker);
         let peaks = Peaks::of(args.device, args.threads, (args.flops, args.bandwidth), weights.stored)?;
         Ok(Self {
             spec: config.decoder.clone(),

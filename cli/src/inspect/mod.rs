@@ -221,15 +221,18 @@ mod tests {
             )
         };
         let dir = tempfile::tempdir().unwrap();
-        for (config, on_processors, on_gpus) in [
-            (LLAMA.replace("bfloat16", "float32"), 4.0, 2.0),
-            (LLAMA.to_owned(), 2.0, 2.0),
+        for (config, on_processors, on_gpus, kv) in [
+            (LLAMA.replace("bfloat16", "float32"), 4.0, 2.0, "4 bytes (f32)"),
+            (LLAMA.replace("bfloat16", "float16"), 2.0, 2.0, "2 bytes (f16)"),
+            (LLAMA.to_owned(), 2.0, 2.0, "2 bytes (bf16)"),
             // 1.05 B of 8.03 B parameters are in the embedding and the head.
-            (LLAMA.replacen('{', &gptq(false), 1), 0.71, 0.723),
-            (LLAMA.replacen('{', &gptq(true), 1), 1.185, 1.24),
+            (LLAMA.replacen('{', &gptq(false), 1), 0.71, 0.723, "2 bytes (bf16)"),
+            (LLAMA.replacen('{', &gptq(true), 1), 1.185, 1.24, "2 bytes (bf16)"),
         ] {
             fs::write(dir.path().join("config.json"), &config).unwrap();
-            for (device, expected) in [(Device::Cpu, on_processors), (Device::H100, on_gpus)] {
+            for (device, expected, kv) in
+                [(Device::Cpu, on_processors, kv), (Device::H100, on_gpus, "2 bytes (bf16)")]
+            {
                 let model = Some(dir.path().to_owned());
                 // Given, so that the peaks of this processor are not measured.
                 let args = InspectArgs { model, device, flops: Some(1.0), bandwidth: Some(1.0), ..args() };
@@ -237,6 +240,7 @@ mod tests {
                 run_to(&args, &mut out).unwrap();
                 let text = String::from_utf8(out).unwrap();
                 assert!(text.contains(&format!("parameters x {expected:.3} bytes")), "{expected} in\n{text}");
+                assert!(text.contains(&format!("128 elements x {kv}")), "{kv} in\n{text}");
             }
         }
     }
