@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use baton_kv_cache::{BlockId, BlockStorage, KvDtype};
 use baton_model::{
     Backend, Batch, BatchSequence, Executor, LoadOptions, LoadProgress, LoadedModel, ModelConfig,
-    PrivateWeights, load, load_ranks,
+    PrivateWeights, load, load_config, load_ranks,
 };
 use safetensors::tensor::{Dtype, TensorView};
 use tempfile::TempDir;
@@ -411,6 +411,12 @@ fn a_head_that_differs_from_the_embedding_is_not_tied() {
     let model = loaded(&negated, 1);
     let cost = baton_model::cost::ModelCost::new(&model.config().decoder, 2.0, KvDtype::Bf16);
     assert_eq!(cost.num_parameters(), model.num_parameters());
+
+    // What only looks at a model sees its head, too. Without all files the configuration is believed.
+    let is_tied = |model: &Model| load_config(model.dir.path()).unwrap().decoder.tied_head;
+    assert!(is_tied(&same) && !is_tied(&negated));
+    fs::remove_file(negated.path("model.safetensors")).unwrap();
+    assert!(is_tied(&negated));
 
     // One number far from both ends, which the revision does not hash.
     let once = with_head(|data| data[data.len() / 2] ^= 1);

@@ -1,7 +1,7 @@
 //! `baton inspect`: what a model costs, on paper, with the formulas, and where its measured steps are under the roofline.
 //!
-//! Reads `config.json` or a GGUF file's metadata, and the sizes of files, never a weight. The numbers come from
-//! [`baton_model::cost`]; here they are only asked for and shown.
+//! Reads `config.json` or a GGUF file's metadata, and the sizes of files; of weights only a head that is stored beside a tied
+//! embedding, to compare them. The numbers come from [`baton_model::cost`]; here they are only asked for and shown.
 
 mod inspection;
 mod peaks;

@@ -201,11 +201,24 @@ pub struct SharedFindings {
     has_other_head: Option<bool>,
 }
 
-/// Reads `config.json` of the directory `model`, or the metadata of the GGUF file `model`.
+/// Reads `config.json` of the directory `model`, or the metadata of the GGUF file `model`. As in [`load_decoder`], the head is
+/// not tied if the directory's files have another one.
 ///
 /// # Errors
 /// When it is missing or malformed, or describes a model that the decoder cannot compute.
 pub fn load_config(model: &Path) -> Result<ModelConfig, LoadError> {
+    let mut config = read_config(model)?;
+    // The header of a GGUF file says it. Of a directory without all of its files the configuration is believed.
+    if model.is_dir()
+        && config.decoder.tied_head
+        && let Ok(checkpoint) = Checkpoint::open(model, &config)
+    {
+        config.decoder.tied_head = !has_other_head(&config.decoder, &checkpoint);
+    }
+    Ok(config)
+}
+
+fn read_config(model: &Path) -> Result<ModelConfig, LoadError> {
     if model.is_dir() { ModelConfig::of_directory(model) } else { gguf::load_config(model) }
 }
 
@@ -229,7 +242,7 @@ pub fn load_decoder<S: MatrixSink>(
     if !(1..=1024).contains(&threads) {
         return Err(LoadError::Option { option: "threads", found: threads, expected: "1 to 1024" });
     }
-    let mut config = load_config(model)?;
+    let mut config = read_config(model)?;
     let mut checkpoint = Checkpoint::open(model, &config)?;
     let has_other_head =
         *findings.has_other_head.get_or_insert_with(|| has_other_head(&config.decoder, &checkpoint));
