@@ -243,6 +243,13 @@ pub fn load_decoder<S: MatrixSink>(
         return Err(LoadError::Option { option: "threads", found: threads, expected: "1 to 1024" });
     }
     let mut config = read_config(model)?;
+    if options.rank.is_first() && !config.unknown_rope_fields.is_empty() {
+        tracing::warn!(
+            path = %model.display(),
+            fields = config.unknown_rope_fields.join(", "),
+            "the configuration has fields of the rotary embedding that are not known: the model is computed without them"
+        );
+    }
     let mut checkpoint = Checkpoint::open(model, &config)?;
     let has_other_head =
         *findings.has_other_head.get_or_insert_with(|| has_other_head(&config.decoder, &checkpoint));

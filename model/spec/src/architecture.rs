@@ -458,6 +458,44 @@ fn scaling(fields: &Fields<'_>, parameters: &Fields<'_>) -> Result<RopeScaling, 
     }
 }
 
+/// Fields of the rotary embedding's parameters that are read, for one type or another, or that change nothing for text.
+const ROPE_FIELDS: &[&str] = &[
+    "attention_factor",
+    "attn_factor",
+    "beta_fast",
+    "beta_slow",
+    "factor",
+    "finetuned",
+    "full_attention",
+    "high_freq_factor",
+    "long_factor",
+    "long_mscale",
+    "low_freq_factor",
+    "mrope_interleaved",
+    "mrope_section",
+    "mscale",
+    "mscale_all_dim",
+    "original_max_position_embeddings",
+    "partial_rotary_factor",
+    "rope_theta",
+    "rope_type",
+    "short_factor",
+    "short_mscale",
+    "sliding_attention",
+    "truncate",
+    "type",
+];
+
+/// The other fields of the rotary embedding's parameters.
+pub(crate) fn unknown_rope_fields(fields: &Fields<'_>) -> Result<Vec<String>, LoadError> {
+    let mut names = Vec::new();
+    for parameters in [fields.object("rope_scaling")?, fields.object("rope_parameters")?].iter().flatten() {
+        names.extend(parameters.names_besides(ROPE_FIELDS));
+        names.extend(parameters.objects().flat_map(|of_layers| of_layers.names_besides(ROPE_FIELDS)));
+    }
+    Ok(names)
+}
+
 /// The largest number of tokens of a sequence.
 pub fn context_length(name: &str, fields: &Fields<'_>) -> Result<usize, LoadError> {
     let default = match name {
@@ -537,6 +575,27 @@ mod tests {
         check(gemma, nested, &[(RopeScaling::None, 600.0), (RopeScaling::None, 60.0)]);
         check(gemma, &format!("{four}{nested}"), &[(linear(4.0), 600.0), (RopeScaling::None, 60.0)]);
         check(gemma, &format!("{four}{own}"), &[(linear(4.0), 500.0), (RopeScaling::None, 10_000.0)]);
+    }
+
+    #[test]
+    fn fields_of_rope_that_are_not_read_are_found() {
+        let path = Path::new("config.json");
+        for (json, expected) in [
+            (r#"{"rope_scaling": null}"#, vec![]),
+            (r#"{"rope_scaling": {"type": "yarn", "factor": 4, "finetuned": true, "alpha": null}}"#, vec![]),
+            (
+                r#"{"rope_scaling": {"type": "yarn", "extrapolation_factor": 2},
+                    "rope_parameters": {"rope_theta": 1e6, "llama_4_scaling_beta": 0.1}}"#,
+                vec!["rope_scaling.extrapolation_factor", "rope_parameters.llama_4_scaling_beta"],
+            ),
+            (
+                r#"{"rope_parameters": {"full_attention": {"rope_theta": 1e6, "alpha": 8}}}"#,
+                vec!["rope_parameters.full_attention.alpha"],
+            ),
+        ] {
+            let object = parse_object(path, json.as_bytes()).unwrap();
+            assert_eq!(unknown_rope_fields(&Fields::new(path, &object)).unwrap(), expected, "{json}");
+        }
     }
 
     /// The rope of a Phi-3 of `max` tokens whose heads have 6 rotated elements of 8, with more fields of `rope_scaling`.

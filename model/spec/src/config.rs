@@ -1,6 +1,7 @@
 //! A model's configuration: `config.json` of a Hugging Face directory, or the metadata of another format.
 //!
-//! A field that changes the model's meaning is either understood or refused. This module does not know weights.
+//! A field that changes the model's meaning is either understood or refused. Unknown fields are ignored; those of the
+//! rotary embedding are collected for a warning. This module does not know weights.
 
 use std::path::Path;
 
@@ -38,6 +39,8 @@ pub struct ModelConfig {
     pub weights: WeightFormat,
     /// How most weights of the layers are stored: as a directory's configuration states, or as a GGUF file's header says.
     pub stored: StoredWeights,
+    /// Fields of the rotary embedding's parameters that are not known and not read.
+    pub unknown_rope_fields: Vec<String>,
     /// The decoder.
     pub decoder: DecoderSpec,
 }
@@ -96,6 +99,7 @@ impl ModelConfig {
             weights,
             stored: StoredWeights::stated(weights, dtype),
             decoder: architecture::decoder(name, &text)?,
+            unknown_rope_fields: architecture::unknown_rope_fields(&text)?,
             architecture,
         })
     }

@@ -213,6 +213,12 @@ impl<'a> Fields<'a> {
         Ok(ids.unwrap_or_default())
     }
 
+    /// The full names of those that are not `known`.
+    pub(crate) fn names_besides(&self, known: &[&str]) -> Vec<String> {
+        let is_unknown = |name: &&String| !known.contains(&name.as_str()) && !self.is_null(name);
+        self.values.keys().filter(is_unknown).map(|name| format!("{}{name}", self.prefix)).collect()
+    }
+
     /// The fields of each nested object.
     pub fn objects(&self) -> impl Iterator<Item = Fields<'a>> {
         let (path, prefix) = (self.path, self.prefix.clone());

@@ -127,6 +127,7 @@ fn config(path: &Path, contents: &Contents<'_>) -> Result<ModelConfig, LoadError
         quantisation: None,
         weights: WeightFormat::Bf16,
         stored: stored_weights(contents),
+        unknown_rope_fields: vec![],
         decoder,
     })
 }
