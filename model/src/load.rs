@@ -69,6 +69,14 @@ impl LoadedModel {
         of_either!(self, decoder => decoder.weight_bytes())
     }
 
+    /// Bytes of weights packed for processors, which a step reads; none for a GPU, whose executor says what it holds.
+    pub fn packed_bytes(&self) -> u64 {
+        match self {
+            LoadedModel::Cpu(model) => model.packed_bytes() as u64,
+            LoadedModel::Cuda(_) => 0,
+        }
+    }
+
     /// Bytes of packed weights in memory of this process's own: none if a file of the weight cache or a GPU holds them.
     pub fn private_bytes(&self) -> usize {
         match self {

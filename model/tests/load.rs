@@ -648,12 +648,15 @@ fn weights_must_fit_beside_those_of_another_model_unless_a_file_holds_them() {
         load(model.dir.path(), Backend::Cpu, &options, &mut |_| {})
     };
     let target = |bytes| Some(PrivateWeights { path: "target".into(), bytes });
-    let bytes = load(target(1), None).unwrap().private_bytes();
+    let loaded = load(target(1), None).unwrap();
+    let bytes = loaded.private_bytes();
+    assert_eq!(loaded.packed_bytes(), bytes as u64);
     let error = load(target(usize::MAX), None).unwrap_err().to_string();
     for expected in [&*model.dir.path().to_string_lossy(), &format!("{bytes} bytes"), "of target"] {
         assert!(error.contains(expected), "{error}");
     }
-    assert_eq!(load(target(usize::MAX), Some(cache.path())).unwrap().private_bytes(), 0);
+    let in_a_file = load(target(usize::MAX), Some(cache.path())).unwrap();
+    assert_eq!((in_a_file.private_bytes(), in_a_file.packed_bytes()), (0, bytes as u64));
 }
 
 #[test]

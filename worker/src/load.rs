@@ -63,10 +63,10 @@ impl Model {
         drafter: Option<Drafter>,
         name: String,
         loaded: &LoadedModel,
+        weight_bytes: u64,
         devices: Devices,
     ) -> Model {
         let format = loaded.kv_format();
-        let weight_bytes = loaded.weight_bytes().saturating_mul(devices.num_ranks as u64);
         let prior = step_prior(&loaded.config().decoder, weight_bytes, format.dtype, devices.profile);
         Model {
             executor,
@@ -131,6 +131,7 @@ fn load_blocking(config: &WorkerConfig, gauges: &LoadGauges) -> anyhow::Result<M
     let options = load_options(config, threads);
     let ranks = load_model(&config.model, &name, Backend::Cpu, num_ranks, &options, gauges)?;
     let loaded = ranks[0].clone();
+    let weight_bytes = ranks.iter().map(LoadedModel::packed_bytes).sum();
     let pools = start_pools(ranks.len(), loaded.num_threads(), cpus.clone())?;
     let num_threads = pools.iter().map(|pool| pool.num_threads()).sum();
     let drafter = match &config.drafter {
@@ -138,20 +139,19 @@ fn load_blocking(config: &WorkerConfig, gauges: &LoadGauges) -> anyhow::Result<M
         Some(drafter) if config.role == Role::Decode => {
             let bytes = ranks.iter().map(LoadedModel::private_bytes).sum();
             let beside = Some(PrivateWeights { path: config.model.clone(), bytes });
-            Some(load_drafter(drafter, &loaded, &pools[0], LoadOptions { beside, ..options }, gauges)?)
+            Some(load_drafter(drafter, weight_bytes, &pools[0], LoadOptions { beside, ..options }, gauges)?)
         }
         _ => None,
     };
-    let num_ranks = ranks.len();
-    let executor: Box<dyn Executor> = match num_ranks {
+    let executor: Box<dyn Executor> = match ranks.len() {
         1 => Box::new(loaded.cpu_executor_on(Arc::clone(&pools[0]))),
         _ => {
             let ranks = ranks.into_iter().map(LoadedModel::into_cpu).zip(pools).collect();
             Box::new(ParallelCpuExecutor::new(ranks).context("cannot start the ranks")?)
         }
     };
-    let devices = Devices::processors(num_threads, num_ranks, cpus);
-    Ok(Model::new(executor, None, drafter, name, &loaded, devices))
+    let devices = Devices::processors(num_threads, cpus);
+    Ok(Model::new(executor, None, drafter, name, &loaded, weight_bytes, devices))
 }
 
 /// A model of which only the configuration is read: it says what steps would take on the device, and how much KV would fit.
@@ -225,15 +225,16 @@ fn load_on_gpu(
     shown.finish();
     let ModelOnDevices { executor, free_bytes, weight_bytes } = on_gpus.with_context(|| no_gpu(ordinal))?;
     tell_weights(name, weight_bytes);
+    let num_bytes = weight_bytes.total();
     let mut block_device = BlockDevice { ordinal, num_ranks, free_bytes, kernels };
     let drafter = match &config.drafter {
         Some(drafter) if config.role == Role::Decode => {
-            Some(load_drafter_on_gpu(drafter, &loaded, &mut block_device, limits, &code, &options, gauges)?)
+            Some(load_drafter_on_gpu(drafter, num_bytes, &mut block_device, limits, &code, &options, gauges)?)
         }
         _ => None,
     };
     let devices = Devices::gpus(ordinal, num_ranks);
-    Ok(Model::new(executor, Some(block_device), drafter, name.to_owned(), &loaded, devices))
+    Ok(Model::new(executor, Some(block_device), drafter, name.to_owned(), &loaded, num_bytes, devices))
 }
 
 /// The kernels with which each rank's GPU gathers, scatters and hashes the blocks of its kv heads.
@@ -269,7 +270,7 @@ fn tell_weights(model: &str, bytes: DeviceWeightBytes) {
 /// memory before the blocks do.
 fn load_drafter_on_gpu(
     drafter: &DrafterConfig,
-    target: &LoadedModel,
+    target_bytes: u64,
     device: &mut BlockDevice,
     limits: BatchLimits,
     code: &KernelCode,
@@ -281,13 +282,13 @@ fn load_drafter_on_gpu(
     let (draft, name) = load_draft_model(dir, Backend::Cuda, options, gauges)?;
     let mut shown = Shown::new(gauges);
     let mut progress = |progress| shown.update(progress);
-    let cost = draft_cost(&draft, target, device.num_ranks);
     let on_gpu =
         ModelOnDevices::new(vec![draft.into_device()], &[device.ordinal], limits, code, None, &mut progress);
     shown.finish();
     let on_gpu = on_gpu.with_context(|| no_room(dir, device.ordinal))?;
     let ModelOnDevices { executor, free_bytes, weight_bytes } = on_gpu;
     tell_weights(&name, weight_bytes);
+    let cost = draft_cost(weight_bytes.total(), target_bytes, device.num_ranks);
     device.free_bytes = device.free_bytes.min(free_bytes);
     Ok(Drafter::Model { executor, storage: None, cost })
 }
@@ -363,7 +364,7 @@ fn load_model(
 
 fn load_drafter(
     drafter: &DrafterConfig,
-    target: &LoadedModel,
+    target_bytes: u64,
     pool: &Arc<ThreadPool>,
     options: LoadOptions,
     gauges: &LoadGauges,
@@ -374,7 +375,8 @@ fn load_drafter(
     // Both models compute in turns, on the engine's thread.
     let executor = Box::new(draft.cpu_executor_on(Arc::clone(pool)));
     // All ranks share the memory.
-    Ok(Drafter::Model { executor, storage: None, cost: draft_cost(&draft, target, 1) })
+    let cost = draft_cost(draft.packed_bytes(), target_bytes, 1);
+    Ok(Drafter::Model { executor, storage: None, cost })
 }
 
 /// A draft model and its name. It is not divided: for a small model the all-reduce costs more than it saves.
@@ -390,10 +392,10 @@ fn load_draft_model(
     Ok((draft, name))
 }
 
-/// The cost of a step of a draft model, in steps of the target, whose weights are in so many memories. A step of few tokens
-/// takes as long as reading the weights. The guess is below 1, so that the engine drafts and measures it.
-fn draft_cost(draft: &LoadedModel, target: &LoadedModel, num_memories: usize) -> f64 {
-    (draft.weight_bytes() as f64 * num_memories as f64 / target.weight_bytes() as f64).min(0.9)
+/// The cost of a step of a draft model, in steps of the target, whose weights are in so many memories; of both the bytes of
+/// weights. A step of few tokens takes as long as reading them. The guess is below 1, so that the engine drafts and measures it.
+fn draft_cost(draft_bytes: u64, target_bytes: u64, num_memories: usize) -> f64 {
+    (draft_bytes as f64 * num_memories as f64 / target_bytes as f64).min(0.9)
 }
 
 /// Shows progress: in the gauges, and as a bar on a terminal, else as a log line now and then.
@@ -451,6 +453,20 @@ impl Shown {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::config::tests::with;
+
+    #[test]
+    fn a_prior_counts_weights_as_they_are_held() {
+        let fixed = |quantise: Option<&str>| {
+            let config = with(|c| {
+                c.model = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/parity/fixtures/llama").into();
+                c.threads = Some(1);
+                c.quantise = quantise.map(|name| name.parse().unwrap());
+            });
+            load_blocking(&config, &LoadGauges::default()).unwrap().step_prior.unwrap().fixed
+        };
+        assert!(fixed(Some("int8")) < fixed(None));
+    }
 
     #[test]
     fn a_draft_model_without_room_says_what_to_do() {

@@ -14,7 +14,7 @@ use baton_model::{
 };
 use serde::Deserialize;
 
-/// What a step takes before any was measured. `weight_bytes` are those of all ranks.
+/// What a step takes before any was measured. `weight_bytes` are those in the memories of all ranks.
 pub(crate) fn step_prior(
     spec: &DecoderSpec,
     weight_bytes: u64,
@@ -54,22 +54,21 @@ pub fn step_profile(path: &Path) -> anyhow::Result<StepLine> {
 pub(crate) struct Devices {
     /// All of them together.
     pub(crate) profile: DeviceProfile,
-    pub(crate) num_ranks: usize,
     /// As other workers know them.
     pub(crate) compute: Option<Compute>,
 }
 
 impl Devices {
     /// Threads of this machine's processors, pinned or not.
-    pub(crate) fn processors(num_threads: usize, num_ranks: usize, pinned: Option<CpuList>) -> Devices {
+    pub(crate) fn processors(num_threads: usize, pinned: Option<CpuList>) -> Devices {
         let profile = DeviceProfile::of_processor(num_threads);
-        Devices { profile, num_ranks, compute: processors(pinned) }
+        Devices { profile, compute: processors(pinned) }
     }
 
     /// GPUs like that one, one for each rank.
     pub(crate) fn gpus(ordinal: u32, num_ranks: usize) -> Devices {
         let profile = DeviceProfile::of_gpu(&cuda_device_name(ordinal).unwrap_or_default()).times(num_ranks);
-        Devices { profile, num_ranks, compute: unshared("cuda") }
+        Devices { profile, compute: unshared("cuda") }
     }
 }
 

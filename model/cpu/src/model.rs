@@ -23,9 +23,14 @@ impl CpuModel {
         &self.decoder
     }
 
-    /// Bytes of packed weights in memory of this process's own: none if a file of the weight cache holds them.
-    pub fn private_bytes(&self) -> usize {
+    /// Bytes of packed weights: those of products.
+    pub fn packed_bytes(&self) -> usize {
         // All matrices of a model are in one memory.
+        self.decoder.weights().head.packed_bytes()
+    }
+
+    /// Those of them that are in memory of this process's own: none if a file of the weight cache holds them.
+    pub fn private_bytes(&self) -> usize {
         self.decoder.weights().head.private_bytes()
     }
 

@@ -67,7 +67,15 @@ impl PackedMatrix {
             .in_order(self.order)
     }
 
-    /// Bytes of all matrices of its model that are in memory of this process's own.
+    /// Bytes of all matrices of its model.
+    pub(crate) fn packed_bytes(&self) -> usize {
+        match self.memory() {
+            Memory::File(map) => map.len() - HEADER_BYTES,
+            Memory::Private(map) => map.len(),
+        }
+    }
+
+    /// Those of them that are in memory of this process's own.
     pub(crate) fn private_bytes(&self) -> usize {
         match self.memory() {
             Memory::File(_) => 0,

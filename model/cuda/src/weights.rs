@@ -43,6 +43,12 @@ pub struct DeviceWeightBytes {
 }
 
 impl DeviceWeightBytes {
+    /// Of all kinds.
+    pub fn total(self) -> u64 {
+        let DeviceWeightBytes { bf16, fp8, int8, int4, widened: _ } = self;
+        bf16 + fp8 + int8 + int4
+    }
+
     fn of(&mut self, kind: WeightKind) -> &mut u64 {
         match kind {
             WeightKind::Bf16 => &mut self.bf16,
