@@ -10,6 +10,7 @@ the decode worker has, or computes it, as it is planned. In turns with a prompt 
 """
 
 import argparse
+import contextlib
 import json
 import random
 import statistics
@@ -17,7 +18,7 @@ import subprocess
 import tempfile
 import time
 
-from sweep import prompt, sh
+from sweep import end, prompt, sh
 
 NAMESPACE = "baton-fetch"
 PORT = 18199
@@ -75,11 +76,12 @@ class Cluster:
         return json.loads(self.client.stdout.readline())
 
     def __exit__(self, *_):
-        for process in (getattr(self, "client", None), getattr(self, "up", None)):
-            if process:
-                process.terminate()
-                process.wait(60)
-        sh(f"ip netns del {NAMESPACE}", check=False)
+        # The last one first, and each although one before it fails.
+        with contextlib.ExitStack() as stack:
+            stack.callback(sh, f"ip netns del {NAMESPACE}", check=False)
+            for process in (getattr(self, "up", None), getattr(self, "client", None)):
+                if process:
+                    stack.callback(end, process)
 
 
 def main():

@@ -34,6 +34,16 @@ def sh(command: str, check: bool = True):
     subprocess.run(command.split(), check=check, capture_output=not check)
 
 
+def end(process: subprocess.Popen):
+    """Ends it, by force if it does not end by itself."""
+    process.terminate()
+    try:
+        process.wait(90)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
 def limit(mbit: float):
     """What the server sends, in Mbit/s."""
     burst = max(32, int(mbit * 1000 / 8 / 100))
@@ -45,6 +55,14 @@ class ObjectStore:
 
     def __enter__(self):
         self.__exit__()
+        try:
+            self.start()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def start(self):
         for command in (
             f"ip netns add {NAMESPACE}", f"ip link add {LINK}h type veth peer name {LINK} netns {NAMESPACE}",
             f"ip addr add {HOST}/24 dev {LINK}h", f"ip link set {LINK}h up",
@@ -59,7 +77,7 @@ class ObjectStore:
         while True:
             try:
                 urllib.request.urlopen(urllib.request.Request(S3 + "/kv-cache", method="PUT"), timeout=5)
-                return self
+                return
             except OSError:
                 if time.monotonic() > deadline:
                     raise
@@ -136,12 +154,7 @@ class Worker:
 
     def __exit__(self, *_):
         if process := getattr(self, "process", None):
-            process.terminate()
-            try:
-                process.wait(90)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            end(process)
 
 
 def prompt(nth: int, num_tokens: int) -> list[int]:
