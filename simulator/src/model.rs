@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use anyhow::Context;
-use baton_cost::{GpuKind, StepLine};
+use baton_cost::{GpuKind, StepLine, StepProfile};
 use baton_kv_cache::{KvDtype, KvFormat};
 use baton_model_sim::DeviceShare;
 use baton_model_spec::{ModelConfig, WeightFormat};
@@ -52,18 +52,38 @@ pub struct ModelOnDevice {
 
 impl ModelOnDevice {
     /// `model` is a name such as `llama-70b`, or a `config.json`, or its directory. `num_devices` of `device` hold it
-    /// together.
+    /// together. Steps are those of a roofline, or as far from it as those of `measured`.
     ///
     /// # Errors
-    /// When there is no such model or device, or the model is too large for the devices or cannot be divided among them.
-    pub fn new(model: &str, device: &str, num_devices: usize) -> anyhow::Result<ModelOnDevice> {
+    /// When there is no such model or device, the model is too large for the devices or cannot be divided among them, or
+    /// `measured` does not say on how many devices.
+    pub fn new(
+        model: &str,
+        device: &str,
+        num_devices: usize,
+        measured: Option<&StepProfile>,
+    ) -> anyhow::Result<ModelOnDevice> {
         let config = config(model)?;
         let gpu = GpuKind::named(device)
             .with_context(|| format!("no device is called {device:?}; there are {}", GpuKind::names()))?;
         let weights = (config.stored, config.dtype);
-        let share = DeviceShare::new(&config.decoder, weights, gpu, num_devices, MEMORY_UTILISATION)
-            .with_context(|| model.to_owned())?;
-        let step = share.step.checked().context("the model's step takes no possible time")?;
+        let share = |num_devices: usize| {
+            DeviceShare::new(&config.decoder, weights, gpu, num_devices, MEMORY_UTILISATION)
+                .with_context(|| model.to_owned())
+        };
+        let here = share(num_devices)?;
+        let step = match measured {
+            None => here.step,
+            Some(measured) => {
+                let num_devices = measured.tensor_parallel;
+                let num_devices =
+                    num_devices.context("the step profile has no tensor_parallel: measure again")?;
+                let there =
+                    share(num_devices).context("the step profile is of other devices or another model")?;
+                measured.applied_to(&here.step, &there.step)
+            }
+        };
+        let step = step.checked().context("the model's step takes no possible time")?;
         let kv_format = KvFormat {
             model_revision: config.architecture.clone(),
             dtype: KvDtype::Bf16,
@@ -78,8 +98,8 @@ impl ModelOnDevice {
             step,
             weights: config.weights,
             kv_format,
-            kv_bytes_per_token: share.kv_bytes_per_token,
-            num_kv_tokens: share.num_kv_tokens,
+            kv_bytes_per_token: here.kv_bytes_per_token,
+            num_kv_tokens: here.num_kv_tokens,
             context_length: config.context_length,
         })
     }
@@ -103,19 +123,56 @@ pub(crate) fn config(model: &str) -> anyhow::Result<ModelConfig> {
     Ok(ModelConfig::parse(path, &text)?)
 }
 
+/// What `baton bench steps` measured, if a file is named.
+pub(crate) fn step_profile(path: Option<&Path>) -> anyhow::Result<Option<StepProfile>> {
+    let read =
+        |path: &Path| -> anyhow::Result<StepProfile> { Ok(serde_json::from_slice(&std::fs::read(path)?)?) };
+    let named = |path: &Path| {
+        let why = || format!("--step-profile {}: `baton bench steps --json` writes one", path.display());
+        read(path).with_context(why)
+    };
+    path.map(named).transpose()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
     fn a_70b_model_fills_two_gpus_and_leaves_room_on_four() {
-        assert!(ModelOnDevice::new("llama-70b", "H100", 1).is_err());
-        let four = ModelOnDevice::new("llama-70b", "h100", 4).expect("it fits");
+        assert!(ModelOnDevice::new("llama-70b", "H100", 1, None).is_err());
+        let four = ModelOnDevice::new("llama-70b", "h100", 4, None).expect("it fits");
         assert_eq!(four.kv_bytes_per_token, 327_680.0);
         assert!((400_000..500_000).contains(&four.num_kv_tokens), "{}", four.num_kv_tokens);
-        let message = ModelOnDevice::new("gpt", "H100", 1).expect_err("no such model").to_string();
+        let message = ModelOnDevice::new("gpt", "H100", 1, None).expect_err("no such model").to_string();
         assert!(message.contains("llama-70b"), "{message}");
-        let message = ModelOnDevice::new("llama-8b", "TPU", 1).expect_err("no such device").to_string();
+        let message = ModelOnDevice::new("llama-8b", "TPU", 1, None).expect_err("no such device").to_string();
         assert!(message.contains("H200"), "{message}");
+    }
+
+    #[test]
+    fn measured_steps_take_the_place_of_the_roofline_and_correct_it_on_other_degrees() {
+        let on = |num_devices: usize, measured: Option<&StepProfile>| {
+            ModelOnDevice::new("llama-8b", "H100", num_devices, measured).map(|model| model.step)
+        };
+        let (one, four) = (on(1, None).expect("it fits"), on(4, None).expect("it fits"));
+        let step = StepLine { fixed: 2.0 * one.fixed, ..one };
+        let json =
+            |tensor_parallel: &str| format!(r#"{{{tensor_parallel}"step": {}}}"#, serde_json::json!(step));
+        let parse = |text: String| serde_json::from_str::<StepProfile>(&text).expect("a profile");
+        let measured = parse(json(r#""tensor_parallel": 1, "#));
+        for (num_devices, prior) in [(1, one), (4, four)] {
+            let here = on(num_devices, Some(&measured)).expect("it fits");
+            let factors =
+                [here.fixed / prior.fixed, here.per_token / prior.per_token, here.per_pair / prior.per_pair];
+            assert!(
+                factors.iter().zip([2.0, 1.0, 1.0]).all(|(factor, by)| (factor - by).abs() < 1e-9),
+                "{factors:?}"
+            );
+        }
+        let error = on(1, Some(&parse(json("")))).expect_err("of how many devices");
+        assert!(error.to_string().contains("tensor_parallel"), "{error}");
+        let impossible = StepProfile { step: StepLine { fixed: -1.0, ..one }, ..measured };
+        assert!(on(1, Some(&impossible)).is_err());
     }
 }

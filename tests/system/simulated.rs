@@ -312,7 +312,7 @@ fn victim(nth: usize) -> String {
 
 /// The times to the first token that the simulator gives, sorted.
 fn predict(model: &Path, trace: &Trace, arrivals: &[Arrival], fleets: [Fleet; 2]) -> Vec<f32> {
-    let model = ModelOnDevice::new(&model.display().to_string(), "A100", 4).expect("the model fits");
+    let model = ModelOnDevice::new(&model.display().to_string(), "A100", 4, None).expect("the model fits");
     // What simulated workers really send each other.
     let kv_format = KvFormat {
         model_revision: "sim".into(),

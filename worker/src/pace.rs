@@ -5,14 +5,13 @@ use std::path::Path;
 
 use anyhow::Context;
 use baton_cluster::Compute;
-use baton_cost::{DeviceProfile, ModelShape, StepLine, prior};
+use baton_cost::{DeviceProfile, ModelShape, StepLine, StepProfile, prior};
 use baton_kv_cache::KvDtype;
 use baton_model::{
     CpuList, DecoderSpec,
     cost::{ModelCost, TYPICAL_BATCH},
     cuda_device_name,
 };
-use serde::Deserialize;
 
 /// What a step takes before any was measured. `weight_bytes` are those in the memories of all ranks.
 pub(crate) fn step_prior(
@@ -37,13 +36,9 @@ pub(crate) fn step_prior(
 
 /// Reads what steps take from the JSON that `baton bench steps` writes, or says what is wrong with the file.
 pub fn step_profile(path: &Path) -> anyhow::Result<StepLine> {
-    #[derive(Deserialize)]
-    struct Profile {
-        step: StepLine,
-    }
     let read = || {
-        let Profile { step } = serde_json::from_slice(&std::fs::read(path)?)?;
-        step.checked().context("its step line cannot be true: a time is negative or above 1,000 s")
+        let profile: StepProfile = serde_json::from_slice(&std::fs::read(path)?)?;
+        profile.step.checked().context("its step line cannot be true: a time is negative or above 1,000 s")
     };
     read()
         .with_context(|| format!("--step-profile {}: `baton bench steps --json` writes one", path.display()))

@@ -13,13 +13,13 @@ use std::{
 use anyhow::{Context, ensure};
 use baton_cluster::Dialer;
 use baton_command::{EngineArgs, at_least_one, print};
-use baton_cost::{PromptWork, StepLine, StepWork};
+use baton_cost::{ProfiledWork, PromptWork, StepLine, StepProfile, StepWork};
 use baton_proto::worker::{WatchLoadRequest, worker_client::WorkerClient};
 use baton_random::Random;
 use clap::Args;
 use tokio::task::JoinSet;
 
-use self::report::{Report, Row};
+use self::report::Report;
 use super::{
     process::WorkerProcess,
     progress::Progress,
@@ -33,6 +33,9 @@ Examples:
   Measure the embedded model, then plan with what was measured from the first request on:
     baton bench steps --json steps.json
     baton up --step-profile steps.json
+  Measure a worker on two GPUs, then plan sixteen of them:
+    baton bench steps MODEL --device cuda:0 --tensor-parallel 2 --json steps.json
+    baton plan --model MODEL --device H100 --gpus 16 --rate 3 --step-profile steps.json
 
 A step takes
   fixed + per_token x tokens + per_context_token x tokens whose KV is read + per_pair x pairs of attention
@@ -91,14 +94,15 @@ pub(crate) async fn run(args: StepsArgs) -> anyhow::Result<()> {
         tokio::try_join!(watch(&worker.record.address, taught), bench.teach(taught, &progress))?;
     progress.finish();
     let rows = bench.check(&learned.line, learned.chunk).await?;
-    let report = Report {
+    let profile = StepProfile {
         model: worker.record.model.clone(),
         device: args.engine.device.to_string(),
+        tensor_parallel: Some(args.engine.tensor_parallel),
         num_steps: learned.num_steps,
         step: learned.line,
         rows,
     };
-    print(&report, args.json.as_deref())
+    print(&Report(profile), args.json.as_deref())
 }
 
 const SHORTEST: usize = 16;
@@ -142,7 +146,7 @@ impl Bench {
     }
 
     /// Compares the line with new prompts and batches.
-    async fn check(&mut self, line: &StepLine, chunk: usize) -> anyhow::Result<Vec<Row>> {
+    async fn check(&mut self, line: &StepLine, chunk: usize) -> anyhow::Result<Vec<ProfiledWork>> {
         let mut rows = Vec::new();
         let (longest, max_running) = (self.longest, self.max_running);
         for length in [64, 256, 1024, 4096, 16_384].into_iter().filter(|&length| length <= longest) {
@@ -152,7 +156,7 @@ impl Bench {
             }
             let prompt = PromptWork::new(length, 0);
             let predicted = line.prompt_seconds(&prompt, &StepWork::default(), chunk as f64);
-            rows.push(Row::of(format!("prompt of {length} tokens"), predicted, median(measured)?));
+            rows.push(ProfiledWork::new(format!("prompt of {length} tokens"), predicted, median(measured)?));
         }
         for batch in [1, 8, 32].into_iter().filter(|&batch| batch <= max_running) {
             let mut measured = Vec::new();
@@ -163,7 +167,11 @@ impl Bench {
             }
             let context = BATCH_PROMPT.min(self.longest) as f64 + 0.75 * BATCH_TOKENS as f64;
             let predicted = line.seconds(&StepWork::decode(batch as f64, batch as f64 * context));
-            rows.push(Row::of(format!("token of a batch of {batch}"), predicted, median(measured)?));
+            rows.push(ProfiledWork::new(
+                format!("token of a batch of {batch}"),
+                predicted,
+                median(measured)?,
+            ));
         }
         Ok(rows)
     }

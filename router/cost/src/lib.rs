@@ -10,6 +10,7 @@
 mod calibration;
 mod link;
 mod meeting;
+mod profile;
 mod roofline;
 mod step;
 mod step_yield;
@@ -17,6 +18,7 @@ mod step_yield;
 pub use calibration::StepCalibration;
 pub use link::{LinkCalibration, LinkLine};
 pub use meeting::{MIN_BROUGHT, WORTH_WAITING, meeting, share_brought, worth_bringing};
+pub use profile::{ProfiledWork, StepProfile};
 pub use roofline::{DeviceProfile, GpuKind, ModelShape, prior};
 pub use step::{PassageWork, PromptWork, StepLine, StepWork};
 pub use step_yield::StepYield;

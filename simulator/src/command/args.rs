@@ -27,7 +27,7 @@ Examples:
     baton simulate --trace mooncake.jsonl --prefill 4 --decode 4 --policy all --tune
 
 Times are of a roofline: the model's arithmetic and memory traffic on the device's data sheet. They rank deployments and
-policies; measure before you promise a latency.";
+policies; measure before you promise a latency: a worker by `baton bench steps`, whose file --step-profile reads.";
 
 /// What to simulate.
 #[derive(Clone, Debug, Args)]
@@ -42,6 +42,10 @@ pub struct SimulateArgs {
     /// Devices that compute together as one worker.
     #[arg(long, value_name = "N", default_value_t = 4)]
     pub tensor_parallel: usize,
+    /// What steps took on a worker, as `baton bench steps --json FILE` writes it, of the same model on the same devices. Where
+    /// another number of them computes together, the roofline is corrected by it. Default: the roofline.
+    #[arg(long, value_name = "FILE")]
+    pub step_profile: Option<PathBuf>,
     /// Workers that compute prompts for others.
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub prefill: usize,

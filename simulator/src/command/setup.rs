@@ -10,7 +10,7 @@ use baton_kv_cache::KvFormat;
 use super::{args::SimulateArgs, variants::Variant};
 use crate::{
     cluster::{Change, ClusterSpec, WorkerSpec},
-    model::ModelOnDevice,
+    model::{self, ModelOnDevice},
     time::SimTime,
     trace::{Trace, TraceRequest},
 };
@@ -55,7 +55,12 @@ impl Setup {
             args.block_size,
             trace.block_tokens
         );
-        let model = ModelOnDevice::new(&args.model, &args.device, args.tensor_parallel)?;
+        let model = ModelOnDevice::new(
+            &args.model,
+            &args.device,
+            args.tensor_parallel,
+            model::step_profile(args.step_profile.as_deref())?.as_ref(),
+        )?;
         Ok(Setup { model, num_workers: args.prefill + args.decode, changes: args.changes()? })
     }
 

@@ -230,6 +230,49 @@ fn a_plan_has_a_deployment_its_numbers_and_the_values_of_the_chart() {
 }
 
 #[test]
+fn a_plan_and_a_simulation_take_measured_steps() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let file = dir.path().join("steps.json");
+    let profile = |rows: &str| {
+        let step = r#"{"fixed": 0.04, "per_token": 1e-4, "per_context_token": 1e-8, "per_pair": 1e-10}"#;
+        let text = format!(
+            r#"{{"model": "mine", "device": "cuda:0", "tensor_parallel": 2, "num_steps": 9, "step": {step}, "rows": [{rows}]}}"#
+        );
+        std::fs::write(&file, text).expect("it can be written");
+    };
+    profile(r#"{"work": "a step", "predicted_ms": 44, "measured_ms": 40, "ratio": 0.909}"#);
+    let measured = format!("--model llama-8b --rate 2 --requests 60 --step-profile {}", file.display());
+    let line = format!("{measured} --gpus 2 --prompt-tokens 500 --seeds 1");
+    let said = plan(&line).expect("it runs");
+    assert!(
+        said.contains("steps: measured of mine on 2 x cuda:0, 10 % wrong on average and 10 % at most"),
+        "{said}"
+    );
+    // A step of two devices takes 40 ms, as measured, and the roofline of one is corrected by as much.
+    let tpot = |said: &str| {
+        let text = said
+            .split("tpot  p50 ")
+            .nth(1)
+            .expect("times between tokens")
+            .split(' ')
+            .next()
+            .map(str::to_owned);
+        text.and_then(|text| text.parse::<f64>().ok()).expect("a number")
+    };
+    assert!(tpot(&said) > 39.0, "{said}");
+    let of_roofline =
+        plan(&line.replace(&format!("--step-profile {}", file.display()), "")).expect("it runs");
+    assert!(of_roofline.contains("steps: of a roofline") && tpot(&of_roofline) < 20.0, "{of_roofline}");
+    let simulated = call(&format!("{measured} --tensor-parallel 2")).expect("it runs");
+    assert!(simulated.contains("in 40.0 ms, 10000 prompt tokens take a second"), "{simulated}");
+    std::fs::write(&file, "{}").expect("it can be written");
+    for refused in [plan(&line), call(&measured)] {
+        let error = refused.expect_err("no steps");
+        assert!(error.contains("steps.json") && error.contains("baton bench steps"), "{error}");
+    }
+}
+
+#[test]
 fn a_plan_takes_what_meets_the_slos() {
     // A step of one GPU reads 8 B parameters in 6 ms and more: only several GPUs together are faster.
     let line = "--model llama-8b --device A100 --gpus 8 --rate 2 --requests 80 --prompt-tokens 500";

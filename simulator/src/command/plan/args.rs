@@ -21,6 +21,9 @@ Examples:
     baton plan --model path/to/config.json --gpus 32 --trace requests.csv --speed 2 \\
       --slo-ttft 1.5s --slo-tpot 50ms --values values.yaml
     helm template baton helm/baton --values values.yaml
+  With steps as they were measured on a worker of two GPUs:
+    baton bench steps path/to/model --device cuda:0 --tensor-parallel 2 --json steps.json
+    baton plan --model path/to/model --gpus 16 --trace requests.csv --step-profile steps.json
   What 512 GiB of each host's memory for KV are worth:
     baton plan --model llama-70b --gpus 16 --trace requests.csv --host-kv 512
 
@@ -29,7 +32,8 @@ compute prompts for others, how many tokens a step computes, and how many sequen
 scheduler and the planner that Baton serves with. The best are repeated with other seeds, which gives the error of the numbers.
 
 What it does not know: your kernels, your network, and sliding windows: every layer attends to all positions. Times are of a
-roofline. They rank deployments; measure the one that you take (baton bench) before you promise a latency.";
+roofline, unless --step-profile has measured ones. They rank deployments; measure the one that you take (baton bench) before you
+promise a latency.";
 
 /// What to plan for.
 #[derive(Clone, Debug, Args)]
@@ -47,6 +51,10 @@ pub struct PlanArgs {
     /// GPUs of one host, at most so many of which compute a model together.
     #[arg(long, value_name = "N", default_value_t = 8)]
     pub gpus_per_host: usize,
+    /// What steps took on a worker, as `baton bench steps --json FILE` writes it, of the same model on the same devices. Where
+    /// another number of them computes together, the roofline is corrected by it. Default: the roofline.
+    #[arg(long, value_name = "FILE")]
+    pub step_profile: Option<PathBuf>,
     /// Which requests come.
     #[command(flatten)]
     pub load: LoadArgs,
@@ -122,6 +130,7 @@ impl PlanArgs {
             model: self.model.clone(),
             device: self.device.clone(),
             tensor_parallel: deployment.tensor_parallel,
+            step_profile: self.step_profile.clone(),
             prefill: deployment.num_prefill,
             decode: deployment.num_decode,
             load: self.load.clone(),

@@ -31,7 +31,8 @@ pub fn run_plan(args: &PlanArgs) -> anyhow::Result<()> {
 pub fn run_plan_to(args: &PlanArgs, out: &mut dyn Write) -> anyhow::Result<()> {
     let found = Search::new(args)?.run(&mut Progress::new())?;
     let best = &found.best[0];
-    writeln!(out, "{}\n", args.describe(model::config(&args.model)?.weights))?;
+    writeln!(out, "{}", args.describe(model::config(&args.model)?.weights))?;
+    writeln!(out, "steps: {}\n", steps(args)?)?;
     writeln!(out, "the best of {} deployments:\n  {}", found.num_tried, best.deployment.describe(args.gpus))?;
     writeln!(out, "\nexpected {}:\n{}", of_seeds(args.seeds.len()), numbers(&best.summaries))?;
     writeln!(out, "load      {}", found.headroom)?;
@@ -61,6 +62,20 @@ pub fn run_plan_to(args: &PlanArgs, out: &mut dyn Write) -> anyhow::Result<()> {
         None => write!(out, "\nHelm values (--values FILE writes them):\n\n{values}")?,
     }
     Ok(())
+}
+
+/// Where the times of steps are from, and how wrong they are.
+fn steps(args: &PlanArgs) -> anyhow::Result<String> {
+    let Some(profile) = model::step_profile(args.step_profile.as_deref())? else {
+        let advice = "`baton bench steps` measures a worker's, --step-profile takes them";
+        return Ok(format!("of a roofline, which may be wrong by more than chance changes below; {advice}"));
+    };
+    let percent = |(mean, largest): (f64, f64)| {
+        format!(", {:.0} % wrong on average and {:.0} % at most", 1e2 * mean, 1e2 * largest)
+    };
+    let errors = profile.errors().map(percent).unwrap_or_default();
+    let num = profile.tensor_parallel.unwrap_or_default();
+    Ok(format!("measured of {} on {num} x {}{errors}", profile.model, profile.device))
 }
 
 fn of_seeds(num_seeds: usize) -> String {

@@ -247,6 +247,7 @@ impl<'a> Search<'a> {
 /// Deployments that differ in degree and share, and are possible.
 fn shapes(args: &PlanArgs) -> anyhow::Result<Vec<Deployment>> {
     let config = model::config(&args.model)?;
+    let measured = model::step_profile(args.step_profile.as_deref())?;
     let mut shapes = Vec::new();
     let mut why = None;
     for tensor_parallel in DEGREES {
@@ -255,7 +256,7 @@ fn shapes(args: &PlanArgs) -> anyhow::Result<Vec<Deployment>> {
         {
             continue;
         }
-        let model = match ModelOnDevice::new(&args.model, &args.device, tensor_parallel) {
+        let model = match ModelOnDevice::new(&args.model, &args.device, tensor_parallel, measured.as_ref()) {
             Ok(model) => model,
             Err(error) => {
                 why = Some(error);
