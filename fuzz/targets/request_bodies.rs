@@ -240,7 +240,7 @@ fn fields(path: &str, messages: Vec<Message>, edits: &[Edit]) -> Vec<u8> {
 
 /// The status of the response.
 fn post(socket: &mut TcpStream, path: &str, body: &[u8]) -> io::Result<u16> {
-    let head = format!("POST {path} HTTP/1.1\r\nhost: a\r\ncontent-length: {}\r\n\r\n", body.len());
+    let head = format!("POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {}\r\n\r\n", body.len());
     socket.write_all(&[head.as_bytes(), body].concat())?;
     let mut answer = Vec::new();
     let end = loop {

@@ -87,7 +87,8 @@ struct Fabric {
     shm: std::path::PathBuf,
     /// `None` without NIXL.
     rdma: Option<String>,
-    script: Arc<Mutex<Script>>,
+    /// By way: a connection of the last input may come late, and takes no other way's script.
+    scripts: [Arc<Mutex<Script>>; 3],
     // Its host id and its folder are those of the peers.
     _receiver: Receiver,
 }
@@ -112,11 +113,12 @@ static FABRIC: LazyLock<Fabric> = LazyLock::new(|| {
     }
     let config =
         SenderConfig { frame_bytes: 512, connect_timeout: GREETING_TIMEOUT, ..SenderConfig::default() };
-    let script = Arc::new(Mutex::new(Script::default()));
+    let scripts: [Arc<Mutex<Script>>; 3] = Default::default();
+    let script_of = |way: Way| Arc::clone(&scripts[way as usize]);
     let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
     let tcp = listener.local_addr().expect("an address").to_string();
     std::thread::spawn({
-        let script = Arc::clone(&script);
+        let script = script_of(Way::Tcp);
         move || {
             for socket in listener.incoming() {
                 // The sender may have closed the connection.
@@ -127,7 +129,7 @@ static FABRIC: LazyLock<Fabric> = LazyLock::new(|| {
     let shm = baton_fuzz::folder().join("peer.sock");
     let listener = UnixListener::bind(&shm).expect("a socket");
     std::thread::spawn({
-        let script = Arc::clone(&script);
+        let script = script_of(Way::Shm);
         move || {
             for socket in listener.incoming() {
                 let _ = answer_shm(socket.expect("a connection"), take(&script));
@@ -137,7 +139,7 @@ static FABRIC: LazyLock<Fabric> = LazyLock::new(|| {
     let rdma = nixl.is_some().then(|| {
         let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
         let rdma = listener.local_addr().expect("an address").to_string();
-        let script = Arc::clone(&script);
+        let script = script_of(Way::Rdma);
         std::thread::spawn(move || {
             for socket in listener.incoming() {
                 let _ = answer_rdma(socket.expect("a connection"), take(&script));
@@ -146,7 +148,7 @@ static FABRIC: LazyLock<Fabric> = LazyLock::new(|| {
         rdma
     });
     let sender = Sender::start(storage_of_sender, config, transports).expect("a sender");
-    Fabric { sender, host_id: host_id.clone(), tcp, shm, rdma, script, _receiver: receiver }
+    Fabric { sender, host_id: host_id.clone(), tcp, shm, rdma, scripts, _receiver: receiver }
 });
 
 /// Answers that were not sent on this connection are not sent on the next.
@@ -162,9 +164,13 @@ fuzz_target!(|input: Input| {
         *pool += 1;
         *pool
     };
-    let opens_route = input.script.opens_route(input.way);
-    *fabric.script.lock().expect("no holder panics") = input.script;
-    let offer = match (input.way, &fabric.rdma) {
+    let way = match (input.way, &fabric.rdma) {
+        (Way::Rdma, None) => Way::Shm,
+        (way, _) => way,
+    };
+    let opens_route = input.script.opens_route(way);
+    *fabric.scripts[way as usize].lock().expect("no holder panics") = input.script;
+    let offer = match (way, &fabric.rdma) {
         (Way::Tcp, _) => TransportOffer::Tcp { address: fabric.tcp.clone(), pool },
         (Way::Rdma, Some(address)) => TransportOffer::Rdma { address: address.clone(), pool },
         (Way::Shm | Way::Rdma, _) => {
