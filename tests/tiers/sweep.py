@@ -5,8 +5,9 @@
     python tests/tiers/sweep.py target/release/baton              # needs `moto[s3,server]` of PyPI, `ip` and `tc`
 
 An S3 server runs in a network namespace of its own; `tc` limits what leaves it. For each bandwidth a worker starts, finds the store
-and measures it. Then it answers, in turns, a prompt whose blocks the store has and the pool evicted, and the same with a cache salt of
-its own, which is computed. "planned" is what the router expected of the first. Standard library only.
+and measures it. Then it answers, in turns, a prompt whose blocks the store has and the pool evicted, the same at once again, when the
+pool has it ("local"), and the same with a cache salt of its own, which is computed. --new appends tokens that nothing has. "planned" is what the router
+expected of the first. Standard library only.
 """
 
 import argparse
@@ -20,6 +21,7 @@ import sys
 import tempfile
 import time
 import urllib.request
+from contextlib import nullcontext
 
 NAMESPACE, LINK = "baton-kv", "baton-kv0"
 HOST, SERVER = "10.213.7.1", "10.213.7.2"
@@ -108,7 +110,7 @@ class Worker:
     def start(self, args):
         self.log = tempfile.NamedTemporaryFile("w+", suffix=".log")
         command = [args.baton, "up", *args.model, "--port", "0", "--prefill", "0", "--decode", "1",
-                   "--object-kv", "s3://kv-cache/sweep", "--object-kv-size", "4G", "--kv-memory", args.pool,
+                   "--object-kv", args.store, "--object-kv-size", "4G", "--kv-memory", args.pool,
                    "--log-color", "never", *args.flags.split()]
         environment = {**os.environ, **CREDENTIALS}
         self.process = subprocess.Popen(command, stdout=self.log, stderr=subprocess.STDOUT, env=environment)
@@ -167,46 +169,55 @@ def main():
     parser.add_argument("baton")
     parser.add_argument("model", nargs="*", help="default: the embedded one")
     parser.add_argument("--tokens", type=int, default=2000, help="of a prompt")
+    parser.add_argument("--new", type=int, default=0, help="tokens after them that are computed in any case")
     parser.add_argument("--pool", default="40M", help="holds two prompts, not four")
     parser.add_argument("--turns", type=int, default=5, help="prompts loaded and computed for each bandwidth")
     parser.add_argument("--mbit", default="2,20,50,100,200,500,1000,4000", help="bandwidths")
+    parser.add_argument("--store", default="s3://kv-cache/sweep", help="file:///DIR: no server, and one row without a limit")
     parser.add_argument("--flags", default="", help="more flags of baton up")
     args = parser.parse_args()
     prompts = [prompt(nth, args.tokens) for nth in range(4)]
     print(f"{args.tokens} tokens; TTFT in seconds, the median of {args.turns} turns and the range of their ratios")
-    print("  Mbit/s  computed  with store  ratio (least, most)  tokens loaded  planned  measured")
-    with ObjectStore():
-        limit(8000)
+    print("  Mbit/s  computed  with store  ratio (least, most)  tokens loaded  planned   local  store by local  measured")
+    is_remote = args.store.startswith("s3:")
+    with ObjectStore() if is_remote else nullcontext():
+        if is_remote:
+            limit(8000)
         with Worker(args) as worker:
             for nth in (0, 1, 2, 3, 0, 1, 2, 3):
                 worker.answer(prompts[nth])
-        for mbit in map(float, args.mbit.split(",")):
-            limit(mbit)
+        for mbit in map(float, args.mbit.split(",")) if is_remote else [float("inf")]:
+            if is_remote:
+                limit(mbit)
             with Worker(args) as worker:
                 measured = worker.wait_for(r"(object store measured.*|too slow to be measured)", 120)
                 # Steps are measured, too, before anything is compared.
                 for nth in range(3):
                     worker.answer(prompt(100 + nth, args.tokens))
-                computed, loaded, tokens, planned = [], [], [], []
+                computed, loaded, local, tokens, planned = [], [], [], [], []
                 for turn in range(args.turns):
                     # In either order, as the machine gets slower and faster.
                     def load():
-                        seconds, cached, expected = worker.answer(prompts[turn % 4])
+                        known = prompts[turn % 4]
+                        seconds, cached, expected = worker.answer(known + prompt(1000 + turn, args.new))
                         planned.append(expected)
                         loaded.append(seconds)
                         tokens.append(cached)
+                        local.append(worker.answer(known + prompt(2000 + turn, args.new))[0])
 
                     def compute():
-                        computed.append(worker.answer(prompts[turn % 4], f"{mbit} {turn}")[0])
+                        computed.append(worker.answer(prompts[turn % 4] + prompt(3000 + turn, args.new), f"{mbit} {turn}")[0])
 
                     for act in ((load, compute), (compute, load))[turn % 2]:
                         act()
             ratios = [one / other for one, other in zip(loaded, computed)]
+            by_local = statistics.median(one / other for one, other in zip(loaded, local))
             rate = re.search(r"bytes_per_second=([0-9.e+]+)", measured)
             shown = f"{float(rate.group(1)) / 1e6:.1f} MB/s" if rate else "no"
             print(f"{mbit:8.0f}  {statistics.median(computed):8.3f}  {statistics.median(loaded):10.3f}  "
                   f"{statistics.median(ratios):5.2f} ({min(ratios):.2f}, {max(ratios):.2f})"
-                  f"  {statistics.median(tokens):13.0f}  {statistics.median(planned):7.3f}  {shown}", flush=True)
+                  f"  {statistics.median(tokens):13.0f}  {statistics.median(planned):7.3f}  "
+                  f"{statistics.median(local):6.3f}  {by_local:14.2f}  {shown}", flush=True)
 
 
 if __name__ == "__main__":
