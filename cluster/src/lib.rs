@@ -26,7 +26,7 @@ mod registration_state;
 mod testing;
 
 pub use baton_cluster_record::{
-    BalanceArrival, BalanceGrants, BalanceRefused, Capacity, Compute, RecordError, Role, WorkerId,
+    BalanceArrival, BalanceGrants, BalanceRefused, Capacity, Compute, KvClass, RecordError, Role, WorkerId,
     WorkerRecord,
 };
 pub use config::{DiscoveryConfig, DiscoveryError, EtcdAuth, EtcdConfig, EtcdTls, RegistrationKey};

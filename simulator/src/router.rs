@@ -85,6 +85,7 @@ impl Router {
         };
         let view = |record: &Arc<WorkerRecord>| WorkerView {
             record: record.clone(),
+            kv_class: record.kv_format.class(),
             usability: Usability::Unreachable,
             load: Load::default(),
             num_assigned: 0,

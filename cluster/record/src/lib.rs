@@ -6,6 +6,7 @@ mod balance;
 
 use std::fmt;
 
+pub use baton_kv_layout::KvClass;
 use baton_kv_layout::KvFormat;
 use baton_random::{GOLDEN, mix};
 use serde::{Deserialize, Serialize};

@@ -1,5 +1,7 @@
 //! The fingerprint of a worker's KV. Two workers compare it to know whether one can use the other's KV.
 
+use std::hash::{DefaultHasher, Hash, Hasher};
+
 use serde::{Deserialize, Serialize};
 
 use crate::{KvDtype, KvLayout};
@@ -24,6 +26,11 @@ pub struct KvFormat {
     /// Canonical text of the rotary embedding's parameters: keys are stored rotated.
     pub rope: String,
 }
+
+/// What formats without a [difference](KvFormat::difference) have in common, and others only by a chance of 2^-64: a number that
+/// is compared sooner than a format. Of one process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct KvClass(u64);
 
 impl KvFormat {
     /// The format of undivided KV of `layout`.
@@ -53,6 +60,14 @@ impl KvFormat {
             .or_else(|| differ("tensor parallel", &self.tensor_parallel, &other.tensor_parallel))
             .or_else(|| differ("rope", &self.rope, &other.rope))
     }
+
+    /// The class of the format.
+    pub fn class(&self) -> KvClass {
+        let KvFormat { model_revision, num_layers, num_kv_heads, head_dim, tensor_parallel, rope, .. } = self;
+        let mut hasher = DefaultHasher::new();
+        (model_revision, num_layers, num_kv_heads, head_dim, tensor_parallel, rope).hash(&mut hasher);
+        KvClass(hasher.finish())
+    }
 }
 
 #[cfg(test)]
@@ -74,9 +89,10 @@ mod tests {
             KvFormat { rope: "theta=500000".into(), ..format.clone() },
         ];
         for other in others {
-            assert!(format.difference(&other).is_some(), "{other:?}");
+            assert!(format.difference(&other).is_some() && format.class() != other.class(), "{other:?}");
         }
         let other = KvFormat { dtype: KvDtype::Int8, block_size: 32, ..format.clone() };
         assert_eq!(format.difference(&other), None);
+        assert_eq!(format.class(), other.class());
     }
 }

@@ -11,6 +11,6 @@ mod layout;
 mod shard;
 
 pub use block::BlockId;
-pub use format::KvFormat;
+pub use format::{KvClass, KvFormat};
 pub use layout::{KvDtype, KvLayout};
 pub use shard::{HeadShard, KvShard, ShardError};

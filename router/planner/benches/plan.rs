@@ -56,6 +56,7 @@ fn view() -> ClusterView {
             },
             compute: None,
         }),
+        kv_class: format.class(),
         usability: Usability::Ready,
         load: Load {
             num_free_blocks: 50_000 - idx,

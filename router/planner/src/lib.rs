@@ -21,7 +21,7 @@ mod tests;
 
 use std::{fmt, sync::Arc, time::Duration};
 
-use baton_cluster_record::{Role, WorkerId, WorkerRecord};
+use baton_cluster_record::{KvClass, Role, WorkerId, WorkerRecord};
 use baton_kv_events::MAX_TIERS;
 
 pub use back_off::BackOff;
@@ -167,6 +167,8 @@ pub struct ClusterView {
 pub struct WorkerView {
     /// What it says about itself.
     pub record: Arc<WorkerRecord>,
+    /// That of its KV's format. A plan compares it many times for each worker.
+    pub kv_class: KvClass,
     /// Whether it can be sent to.
     pub usability: Usability,
     /// Its newest load report.
@@ -180,8 +182,7 @@ pub struct WorkerView {
 impl WorkerView {
     /// Whether it understands the other one's blocks.
     pub(crate) fn is_like(&self, other: &WorkerView) -> bool {
-        let (own, theirs) = (&self.record.kv_format, &other.record.kv_format);
-        std::ptr::eq(own, theirs) || own.difference(theirs).is_none()
+        self.kv_class == other.kv_class
     }
 }
 

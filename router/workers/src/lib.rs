@@ -19,7 +19,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use baton_cluster::{Dialer, Membership, Role, WorkerRecord};
+use baton_cluster::{Dialer, KvClass, Membership, Role, WorkerRecord};
 use baton_kv_cache::BlockHash;
 use baton_kv_index::{
     BlockKey, CacheSource, IndexSize, KvIndex, SourceState, StoredBlocks, StoredFront, TokensHeld,
@@ -109,6 +109,7 @@ struct State {
 struct Worker {
     key: Arc<WorkerKey>,
     record: Arc<WorkerRecord>,
+    kv_class: KvClass,
     channel: Channel,
     /// The newest report; absent while it does not answer.
     report: Option<Report>,
@@ -459,7 +460,7 @@ impl Workers {
             let key = WorkerKey::of(&record);
             let worker = match old.remove(&key) {
                 Some(mut worker) if worker.record.address == record.address => {
-                    worker.record = record;
+                    (worker.kv_class, worker.record) = (record.kv_format.class(), record);
                     worker
                 }
                 replaced => {
@@ -498,6 +499,7 @@ impl Workers {
         self.tasks.spawn(watcher.run(stop.clone()));
         Some(Worker {
             key: Arc::new(WorkerKey::of(&record)),
+            kv_class: record.kv_format.class(),
             record,
             channel,
             report: None,
@@ -637,7 +639,14 @@ impl Worker {
         let load = self.report.as_ref().map(|report| report::load(report, now)).unwrap_or_default();
         let num_assigned = self.assigned.num_requests.load(Ordering::Relaxed);
         let sent = self.assigned.ledger().sent();
-        WorkerView { record: self.record.clone(), usability, load, num_assigned, sent }
+        WorkerView {
+            record: self.record.clone(),
+            kv_class: self.kv_class,
+            usability,
+            load,
+            num_assigned,
+            sent,
+        }
     }
 }
 

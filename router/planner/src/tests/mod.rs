@@ -119,7 +119,8 @@ pub(crate) fn view(text: &str) -> ClusterView {
                 _ => panic!("word {word:?}"),
             }
         }
-        WorkerView { record: Arc::new(record), usability, load, num_assigned, sent }
+        let kv_class = record.kv_format.class();
+        WorkerView { record: Arc::new(record), kv_class, usability, load, num_assigned, sent }
     });
     ClusterView { workers: workers.collect() }
 }
