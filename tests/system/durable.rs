@@ -506,12 +506,12 @@ async fn resuming_costs_what_a_warm_turn_costs() {
     let http = &cluster.http;
     let (mut resumed, mut warm) = (Vec::new(), Vec::new());
     for nth in 0..NUM_ROUNDS {
-        // Long enough not to end before its client leaves.
+        let other = http.stream(PATH, &call(0, 1, "other")).await.unwrap();
+        // Long enough not to end before its client leaves, which waits for nothing else.
         let body = call(nth, NUM_NEXT, "");
         let mut reader = Reader::begin(http, &body).await.unwrap();
         reader.read(32).await.unwrap();
-        let events = http.stream(PATH, &call(0, 1, "other")).await.unwrap();
-        drop(std::mem::replace(&mut reader.events, events));
+        drop(std::mem::replace(&mut reader.events, other));
         eventually("a parked stream", Duration::from_secs(60), async || {
             (journal(&cluster, "parked").await > 0.0).then_some(())
         })
