@@ -7,13 +7,14 @@
 
 import assert from "node:assert/strict";
 import { spawn, spawnSync } from "node:child_process";
-import { mkdtempSync, readFileSync, readdirSync, rmSync, writeFileSync } from "node:fs";
+import { mkdirSync, mkdtempSync, readFileSync, readdirSync, rmSync, writeFileSync } from "node:fs";
 import { createRequire } from "node:module";
 import { tmpdir } from "node:os";
 import puppeteer from "puppeteer-core";
 
 const AXE = readFileSync(createRequire(import.meta.url).resolve("axe-core/axe.min.js"), "utf8");
 const [baton = "target/release/baton", folder] = process.argv.slice(2);
+if (folder) mkdirSync(folder, { recursive: true });
 const browserPath = process.env.CHROMIUM ?? "/usr/bin/chromium";
 const errors = [];
 
