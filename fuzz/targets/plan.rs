@@ -116,7 +116,15 @@ fuzz_target!(|input: Input| {
         let all = [Usability::Ready, Usability::Unreachable, Usability::BackingOff, Usability::Draining];
         let usability = *pick(&all, worker.usability);
         let num_assigned = worker.num_assigned.into();
-        view.workers.push(WorkerView { record: Arc::new(record), usability, load, num_assigned, sent });
+        let kv_class = record.kv_format.class();
+        view.workers.push(WorkerView {
+            record: Arc::new(record),
+            kv_class,
+            usability,
+            load,
+            num_assigned,
+            sent,
+        });
     }
     if let Ok(plan) = PlanByTime::default().plan(&request, &view) {
         check(&plan, &request, &view);
