@@ -9,7 +9,7 @@
     hit-rate       blocks of the trace that hit in one pool and its index
     pools          sixteen workers of 1 M tokens beside one pool of 16 M
     ttft           mean TTFT by least-loaded's at its knee, where its goodput is largest: 8 workers, 5 seeds
-    ttft-tiers     the same, with a host tier for each worker
+    ttft-tiers     the same, with a host tier for each worker; also with 64 workers
     routers        goodput of four routers, with reports 100 ms old, by one router's: 64 workers, at the knee and 1.5 times that
     routers-azure  the same with --azure, and only with it
     thousand       a thousand GPUs: seconds, memory, use, and whether a second run prints the same
@@ -32,9 +32,12 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 # Tokens of a pool, as they are printed, and the percent of blocks that hit.
 HIT_RATES = {"3000000": 13.6, "50000000": 36.4, "unlimited": 36.6}
-KNEE = "--decode 8 --requests 4000 --block-size 512 --token-budget 8192 --seeds 1,2,3,4,5"
+KNEE = "--block-size 512 --token-budget 8192 --seeds 1,2,3,4,5"
+EIGHT, SIXTY_FOUR = "--decode 8 --requests 4000", "--decode 64 --copies 8 --requests 32000"
 # More loads than around the knee: one at an end of them may not be the knee.
 SWEEP, SWEEP_WITH_TIERS = "0.875,1,1.125,1.25,1.5", "1.05,1.1,1.15,1.2,1.25"
+SWEEP_OF_64 = "1.05,1.1,1.15"
+TIERS = "--host-kv-tokens 3000000"
 ROUTERS = "--report-interval 100 --copies 8"
 LARGE = f"{ROUTERS} --trace MOONCAKE --block-size 512 --requests 10000 --sweep 1,1.5"
 SMALL = f"{ROUTERS} --trace AZURE --model llama-8b --device A100 --tensor-parallel 1 --requests 64000 --sweep 6,9"
@@ -125,12 +128,13 @@ def ttft_at_knee(simulator: Simulator, name: str, flags: str, sweep: str) -> Ite
 
 
 def ttft(simulator: Simulator) -> Iterator[Number]:
-    yield from ttft_at_knee(simulator, "mean TTFT by least-loaded's at its knee", "", SWEEP)
+    yield from ttft_at_knee(simulator, "mean TTFT by least-loaded's at its knee", EIGHT, SWEEP)
 
 
 def ttft_tiers(simulator: Simulator) -> Iterator[Number]:
     name = "mean TTFT by least-loaded's at its knee, host tiers of 3 M tokens"
-    yield from ttft_at_knee(simulator, name, "--host-kv-tokens 3000000", SWEEP_WITH_TIERS)
+    yield from ttft_at_knee(simulator, name, f"{EIGHT} {TIERS}", SWEEP_WITH_TIERS)
+    yield from ttft_at_knee(simulator, f"{name}, 64 workers", f"{SIXTY_FOUR} {TIERS}", SWEEP_OF_64)
 
 
 def four_by_one(simulator: Simulator, name: str, flags: str) -> Iterator[Number]:
