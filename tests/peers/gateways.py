@@ -75,7 +75,7 @@ class Gateway:
         else:
             path, fields = "/v1/completions", {"prompt": prompt, "max_tokens": num_tokens} | sampling
         body = json.dumps(common | fields).encode()
-        head = f"POST {path} HTTP/1.1\r\nhost: gateway\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+        head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
         return head.encode() + body
 
 
