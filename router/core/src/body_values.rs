@@ -8,20 +8,35 @@ const OBJECT_BYTES: usize = 400;
 /// What a token id takes while a list of them grows.
 const TOKEN_ID_BYTES: usize = 8;
 
+/// The bytes that count: most of a list of token ids are others.
+const IS_STRUCTURE: [bool; 256] = {
+    let mut is_structure = [false; 256];
+    let bytes = b"\",[]{}";
+    let mut idx = 0;
+    while idx < bytes.len() {
+        is_structure[bytes[idx] as usize] = true;
+        idx += 1;
+    }
+    is_structure
+};
+
 /// About how many bytes the values of an object take beside their texts. Those of the field `ids` are token ids, or few.
 pub fn parsed_bytes(json: &[u8], ids: Option<&str>) -> usize {
     // The object itself becomes a struct, which takes what it takes.
     let mut rest = json.trim_ascii_start().get(1..).unwrap_or_default();
-    let (mut num_bytes, mut depth, mut field) = (0, 1_usize, rest);
-    while let Some((&byte, after)) = rest.split_first() {
-        rest = after;
-        let is_of_ids = depth > 1 && ids.is_some_and(|ids| ids.as_bytes() == field);
+    let (mut num_bytes, mut depth, mut are_ids) = (0, 1_usize, false);
+    while let Some(at) = rest.iter().position(|byte| IS_STRUCTURE[usize::from(*byte)]) {
+        let byte = rest[at];
+        rest = &rest[at + 1..];
+        let is_of_ids = depth > 1 && are_ids;
         let taken = match byte {
             b'"' => {
-                let (text, after) = after.split_at(string_len(after));
+                let (text, after) = rest.split_at(string_len(rest));
                 rest = after.get(1..).unwrap_or_default();
                 // Of the outermost object: a name, or a text before the next name.
-                field = if depth == 1 { text } else { field };
+                if depth == 1 {
+                    are_ids = ids.is_some_and(|ids| ids.as_bytes() == text);
+                }
                 argument_bytes(text)
             }
             b'}' | b']' => {
