@@ -11,6 +11,7 @@ use baton_proto::{
     },
     worker::{InfoRequest, WatchLoadRequest, worker_client::WorkerClient},
 };
+use futures_util::future::join_all;
 
 use crate::{
     harness::{Cluster, eventually, sum_metric},
@@ -116,12 +117,7 @@ async fn the_index_holds_exactly_what_workers_hold_after_evictions_and_a_restart
     // than expected before.
     let num_prompts = 16;
     for nth in (0..num_prompts).step_by(4) {
-        tokio::join!(
-            ask(&cluster, nth),
-            ask(&cluster, nth + 1),
-            ask(&cluster, nth + 2),
-            ask(&cluster, nth + 3)
-        );
+        join_all((nth..nth + 4).map(|nth| ask(&cluster, nth))).await;
     }
     let held = until_exact(&cluster).await;
     let num_held = held.iter().map(BTreeSet::len).sum::<usize>();
